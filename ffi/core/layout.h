@@ -1,0 +1,194 @@
+// How one shard of a store lies in memory.
+//
+//   index      Bucket[num_buckets]      64 bytes each: the map (table, key) -> row id
+//   records    Record[capacity]         16 bytes each: which (table, key) owns the row
+//   rows       float[capacity][dim]     the rows themselves, dense, by row id
+//   states     float[capacity][1|dim]   one array for each piece of optimizer state
+//   counters   uint32[kNumCounters]     how many rows are in use, the list of freed rows, the generation
+//
+//            one bucket, 64 bytes, one memory line
+//   +-----------------+-----------------+-----------------+-----------------+
+//   | key  row_id aux | key  row_id aux | key  row_id aux | key  row_id aux |
+//   +-----------------+-----------------+-----------------+-----------------+
+//     8 B    4 B  4 B
+//
+// Why the index lies beside the rows and does not hold them: row bytes dominate memory, so the rows must be
+// full while the index stays half empty. At load 0.5 it costs 32 bytes a key, and one probe is one line.
+//
+// Entry states, told by key and aux:
+//   empty      key == kPaddingKey                       aux == kAuxUnset
+//   claimed    key is set, aux == kAuxUnset             its writer publishes (row_id, aux) in one 8-byte store
+//   pending    aux == kAuxPending | table               row_id is the smallest position in the batch that asked
+//   live       aux == table                             row_id is the row
+// An entry only ever moves downwards in this list while a call inserts; it becomes empty again only when the
+// whole index is rebuilt, or when a full store undoes every entry that the same call claimed.
+//
+// find walks the probe run of a key, bucket after bucket from its home (hash.h), in entry order, and stops at
+// its entry or at the first empty one. This is right because inserting fills the first empty entry of the same
+// walk, and nothing is ever removed from the middle of a run.
+// find_or_insert claims that first empty entry by compare-and-swap on the key. Two threads with one key walk
+// the same run, so they meet in one entry: the loser sees the key it wanted. Identity is (table, key): a thread
+// that meets its key with another table walks on.
+// erase marks the records of its rows dead and rebuilds the index: it is small, it streams, and so no
+// tombstones ever slow the table down.
+//
+// Rows and everything else that a row owns lie in slabs: growing appends one and copies nothing. Slab s holds
+// the row ids [starts[s], starts[s + 1]).
+//
+// Freed rows are handed out again in ascending order before fresh ones. Their list is stored in the records:
+// entry j of the list lies in records[j].free_id (not about row j: the space would be padding otherwise).
+#ifndef JAXSOK_CORE_LAYOUT_H_
+#define JAXSOK_CORE_LAYOUT_H_
+
+#include "platform.h"
+
+namespace jaxsok {
+
+constexpr uint64_t kPaddingKey = ~uint64_t{0};  // the one reserved key (types.py PADDING_KEY)
+constexpr uint32_t kNoRow = ~uint32_t{0};       // "absent" (types.py NO_ROW)
+constexpr uint32_t kPendingRow = kNoRow - 1;    // inside one call: the row of this position is not decided yet
+constexpr uint32_t kNoEntry = ~uint32_t{0};     // inside one call: the key found no entry within kMaxProbes
+constexpr uint32_t kWinner = kNoEntry - 1;      // inside one call: this position made the row
+
+constexpr uint32_t kAuxUnset = ~uint32_t{0};
+constexpr uint32_t kAuxPending = uint32_t{1} << 31;
+constexpr uint32_t kMaxTables = uint32_t{1} << 24;  // table numbers stay below: they can never look like kAuxUnset
+
+constexpr int kEntriesPerBucket = 4;
+// At load 0.6 a walk of 64 buckets (256 entries) fails for less than one key in 10^12 (linear probing's run
+// lengths fall exponentially); reaching it means aimed keys, which a rebuild with another salt answers.
+constexpr int kMaxProbes = 64;
+// Doubling from 2^16 rows, 16 slabs reach 2^31 rows; the rest is room for a gentler last step near the memory's end.
+constexpr int kMaxSlabs = 24;
+constexpr int kMaxStates = 2;
+constexpr int kMaxDim = 1024;
+
+struct alignas(16) Entry {
+  uint64_t key;
+  uint32_t row_id;
+  uint32_t aux;
+};
+static_assert(sizeof(Entry) == 16, "an entry is one 16-byte load");
+
+struct alignas(64) Bucket {
+  Entry entries[kEntriesPerBucket];
+};
+static_assert(sizeof(Bucket) == 64, "a bucket is one memory line");
+
+struct alignas(16) Record {
+  uint64_t key;  // kPaddingKey: the row is not in use
+  uint32_t table;
+  uint32_t free_id;  // entry of the list of freed rows, see above
+};
+static_assert(sizeof(Record) == 16, "a record is one 16-byte store");
+
+/// Words of the counters array; types.py names them too.
+enum Counter : int {
+  kNumAllocated = 0,  // row ids below it have been handed out at least once
+  kFreeBegin = 1,     // the list of freed rows is records[kFreeBegin .. kFreeEnd).free_id
+  kFreeEnd = 2,
+  kGeneration = 3,    // advanced by erase: row ids of older plans are worthless
+  kNumUnplaced = 4,   // occurrences that found no entry within kMaxProbes since the last rebuild
+  kLongestProbe = 5,  // buckets visited by the longest walk since the last rebuild
+  kSaltLow = 6,       // mixed into every hash; a rebuild may change it
+  kSaltHigh = 7,
+  kNumCounters = 8,
+};
+
+/// What one feature's part of a batch looks like: one line of int32[num_features, kNumFeatureWords].
+enum FeatureWord : int {
+  kFeatureTable = 0,         // number of its table in the store
+  kFeatureCombiner = 1,      // Combiner
+  kFeatureKeyStart = 2,      // first position among the keys of the store
+  kFeatureNumKeys = 3,       // static number of positions
+  kFeatureBagStart = 4,      // first bag among the bags of the store
+  kFeatureNumBags = 5,
+  kFeatureHotness = 6,       // positions per bag; 0: ragged, look into offsets
+  kFeatureOffsetsStart = 7,  // first of num_bags + 1 offsets (ragged only)
+  kFeatureWeightsStart = 8,  // first of num_keys weights; -1: none
+  kFeatureTileStart = 9,     // tiles of the features before it; a tile is kBagsPerTile bags of one feature
+  kFeatureUnknown = 10,      // find: 0 a key without a row gives its initial row, 1 zeros
+  kFeaturePlan = 11,         // update: number of the plan that the feature came with
+  kNumFeatureWords = 12,
+};
+
+constexpr int kBagsPerTile = 256;
+
+enum Combiner : int {
+  kCombinerNone = 0,  // every position is a bag of its own: num_bags == num_keys, hotness 1
+  kCombinerSum = 1,
+  kCombinerMean = 2,
+  kCombinerSqrtn = 3,
+};
+
+/// Words of a table's line in the int32 counts [num_tables, kNumCounts]; stats.py names them too.
+enum Count : int {
+  kCountFound = 0,
+  kCountInserted = 1,
+  kCountMissing = 2,
+  kCountRefused = 3,
+  kCountPadding = 4,
+  kNumCounts = 5,
+};
+
+/// What a table's new rows hold: one line of uint32[num_tables, kNumTableWords].
+enum TableWord : int {
+  kTableNameLow = 0,  // 64-bit hash of the table's name
+  kTableNameHigh = 1,
+  kTableInitializer = 2,  // InitializerKind
+  kTableParameterA = 3,   // bits of a float
+  kTableParameterB = 4,   // bits of a float
+  kNumTableWords = 8,
+};
+
+/// Where each slab begins; shared by rows, records and states of a store.
+struct SlabStarts {
+  uint32_t start[kMaxSlabs];
+  int32_t num_slabs;
+
+  /// The slab that holds a row id below the capacity.
+  JAXSOK_HOST_DEVICE int SlabOf(uint32_t row_id) const {
+    int slab = 0;
+    for (int s = 1; s < num_slabs; ++s) slab += row_id >= start[s] ? 1 : 0;
+    return slab;
+  }
+};
+
+/// One per-row array in slabs.
+template <typename T>
+struct Slabs {
+  T* data[kMaxSlabs];
+
+  /// The first element of a row's line of `width` elements.
+  JAXSOK_HOST_DEVICE T* At(const SlabStarts& starts, uint32_t row_id, int64_t width) const {
+    const int slab = starts.num_slabs == 1 ? 0 : starts.SlabOf(row_id);
+    return data[slab] + static_cast<int64_t>(row_id - starts.start[slab]) * width;
+  }
+};
+
+struct IndexView {
+  Bucket* buckets;
+  uint32_t num_buckets;
+  JAXSOK_HOST_DEVICE Entry* EntryAt(uint32_t entry) const {
+    return &buckets[entry / kEntriesPerBucket].entries[entry % kEntriesPerBucket];
+  }
+};
+
+/// All of a store that lookups read or write.
+struct StoreView {
+  IndexView index;
+  uint32_t* counters;          // [kNumCounters]
+  uint32_t* table_rows;        // [num_tables]: rows of each table
+  const uint32_t* tables;      // [num_tables, kNumTableWords]
+  const uint32_t* seed;        // [2]
+  SlabStarts starts;
+  Slabs<Record> records;
+  Slabs<float> rows;
+  uint32_t capacity;
+  int32_t dim;
+  int32_t num_tables;
+};
+
+}  // namespace jaxsok
+
+#endif  // JAXSOK_CORE_LAYOUT_H_

@@ -1,0 +1,103 @@
+// What one row does in one step, and the order in which a row's gradients are summed.
+//
+// The order is part of the contract: it depends on the row's own uses alone (decision D8), never on where
+// they lie in the batch, on the device or on the number of threads. CPU and CUDA follow it alike.
+//
+//   uses u_0 .. u_{n-1} of a row, by position in the batch
+//   chunk c   = u_{32c} + u_{32c+1} + ... in sequence                          (kUsesPerChunk)
+//   lane l    = chunk_l + chunk_{l+32} + chunk_{l+64} + ... in sequence        (kChunkLanes; only if n > 32)
+//   gradient  = the lanes added in a binary tree: lane l += lane l + 16, then 8, 4, 2, 1
+//
+// A sum over the columns of a row (the mean square of rowwise Adagrad) is fixed too: LaneShape says which
+// columns a lane holds; a lane sums its own in order, then lanes combine in a butterfly.
+#ifndef JAXSOK_CORE_ROW_UPDATE_H_
+#define JAXSOK_CORE_ROW_UPDATE_H_
+
+#include "layout.h"
+
+namespace jaxsok {
+
+constexpr int kUsesPerChunk = 32;  // one warp's worth of sorted uses
+constexpr int kChunkLanes = 32;
+
+/// How the columns of a row are dealt to lanes: lane l holds the vectors l, l + lanes, l + 2 lanes, ...
+/// of `vector` neighbouring columns.
+struct LaneShape {
+  int vector;  // 4 when dim is a multiple of 4 (16-byte loads), else 1
+  int lanes;   // a power of two, at most 32
+
+  JAXSOK_HOST_DEVICE static LaneShape Of(int dim) {
+    LaneShape shape;
+    shape.vector = dim % 4 == 0 ? 4 : 1;
+    const int vectors = dim / shape.vector;
+    shape.lanes = 1;
+    while (shape.lanes < vectors && shape.lanes < 32) shape.lanes *= 2;
+    return shape;
+  }
+};
+
+enum Optimizer : int {
+  kOptimizerSgd = 0,
+  kOptimizerAdagrad = 1,
+  kOptimizerRowwiseAdagrad = 2,
+  kOptimizerAdam = 3,
+};
+
+enum RowGradient : int {
+  kRowGradientSum = 0,
+  kRowGradientMean = 1,
+  kRowGradientSqrt = 2,
+};
+
+constexpr int kNumHyper = 8;  // floats of the hyper-parameter operand; each optimizer says what its words mean
+
+/// The factor that row_gradient puts on the sum of a row's gradients.
+JAXSOK_HOST_DEVICE float RowGradientScale(int row_gradient, int64_t num_uses) {
+  if (row_gradient == kRowGradientMean) return 1.0f / static_cast<float>(num_uses);
+  if (row_gradient == kRowGradientSqrt) return 1.0f / sqrtf(static_cast<float>(num_uses));
+  return 1.0f;
+}
+
+/// hyper: learning rate.   row -= lr * g
+struct Sgd {
+  static constexpr int kNumStates = 0;
+  static constexpr bool kRowwise = false;
+  JAXSOK_HOST_DEVICE static void Step(const float* hyper, float g, float& row, float&, float&) {
+    row = row - hyper[0] * g;
+  }
+};
+
+/// hyper: learning rate, eps.   acc += g^2;  row -= lr * g / sqrt(acc + eps)   (where acc > 0; as Optax)
+struct Adagrad {
+  static constexpr int kNumStates = 1;
+  static constexpr bool kRowwise = false;
+  JAXSOK_HOST_DEVICE static void Step(const float* hyper, float g, float& row, float& acc, float&) {
+    acc = acc + g * g;
+    const float inverse = acc > 0.0f ? 1.0f / sqrtf(acc + hyper[1]) : 0.0f;
+    row = row - hyper[0] * (g * inverse);
+  }
+};
+
+/// hyper: learning rate, eps.   acc += mean(g^2);  row -= lr * g / (sqrt(acc) + eps)   (as FBGEMM)
+struct RowwiseAdagrad {
+  static constexpr int kNumStates = 1;
+  static constexpr bool kRowwise = true;  // one accumulator for the row
+  /// The factor on the gradient, from the accumulator after this step.
+  JAXSOK_HOST_DEVICE static float Scale(const float* hyper, float acc) { return hyper[0] / (sqrtf(acc) + hyper[1]); }
+};
+
+/// hyper: learning rate, b1, b2, eps, 1 - b1^t, 1 - b2^t, 1 - b1, 1 - b2.
+///   m = b1 m + (1 - b1) g;  v = b2 v + (1 - b2) g^2;  row -= lr * (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps)
+struct Adam {
+  static constexpr int kNumStates = 2;
+  static constexpr bool kRowwise = false;
+  JAXSOK_HOST_DEVICE static void Step(const float* hyper, float g, float& row, float& m, float& v) {
+    m = hyper[1] * m + hyper[6] * g;
+    v = hyper[2] * v + hyper[7] * (g * g);
+    row = row - hyper[0] * ((m / hyper[4]) / (sqrtf(v / hyper[5]) + hyper[3]));
+  }
+};
+
+}  // namespace jaxsok
+
+#endif  // JAXSOK_CORE_ROW_UPDATE_H_

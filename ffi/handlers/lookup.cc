@@ -1,0 +1,153 @@
+// Handlers of the lookup noun: keys -> embeddings, inserting, reading only, or with row ids already known.
+#include "buffers.h"
+
+namespace jaxsok {
+namespace {
+
+/// Looks up a batch; unseen keys get rows.
+ffi::Error LookupImpl(StreamArgument stream, Index index_in, Counters counters_in, TableRows table_rows_in,
+                      Tables tables, Seed seed, Keys keys, Offsets offsets, Weights weights, Features features,
+                      ffi::RemainingArgs args, ffi::Result<Index> index, ffi::Result<Counters> counters,
+                      ffi::Result<TableRows> table_rows, ffi::Result<RowIds> row_ids, ffi::Result<Counts> counts,
+                      ffi::Result<Workspace> workspace, ffi::RemainingRets rets, int32_t num_slabs,
+                      int32_t num_tiles) {
+  constexpr char kOp[] = "lookup";
+  BatchView batch{};
+  JAXSOK_RETURN_IF_ERROR(ReadBatch(keys, offsets, weights, features, num_tiles, kOp, batch));
+  JAXSOK_RETURN_IF_ERROR(CheckAlias(index_in.typed_data(), index->typed_data(), "index", kOp));
+  JAXSOK_RETURN_IF_ERROR(CheckAlias(counters_in.typed_data(), counters->typed_data(), "counters", kOp));
+  JAXSOK_RETURN_IF_ERROR(CheckAlias(table_rows_in.typed_data(), table_rows->typed_data(), "table_rows", kOp));
+  JAXSOK_RETURN_IF_ERROR(CheckShape(row_ids->dimensions(), {batch.num_keys}, "row_ids", kOp));
+  JAXSOK_RETURN_IF_ERROR(
+      CheckBytes(workspace->size_bytes(), InsertWorkspaceBytes(batch.num_keys), "workspace", kOp));
+  StoreView store{};
+  int64_t dim = 0, record_words = 4;
+  SlabReader slabs(args, num_slabs, kOp);
+  JAXSOK_RETURN_IF_ERROR(slabs.Read<ffi::F32>("rows", store.rows, &dim));
+  JAXSOK_RETURN_IF_ERROR(slabs.Read<ffi::U32>("records", store.records, &record_words));
+  JAXSOK_RETURN_IF_ERROR(CheckSlabAliases<ffi::F32>(args, rets, 0, 0, num_slabs, kOp));
+  JAXSOK_RETURN_IF_ERROR(CheckSlabAliases<ffi::U32>(args, rets, num_slabs, num_slabs, num_slabs, kOp));
+  store.index = IndexOf(*index);
+  store.counters = counters->typed_data();
+  store.table_rows = table_rows->typed_data();
+  store.tables = tables.typed_data();
+  store.seed = seed.typed_data();
+  store.starts = slabs.starts();
+  store.capacity = slabs.capacity();
+  store.dim = static_cast<int32_t>(dim);
+  store.num_tables = static_cast<int32_t>(table_rows->dimensions()[0]);
+  std::vector<float*> embeddings;
+  JAXSOK_RETURN_IF_ERROR(ReadEmbeddings(rets, 2 * static_cast<size_t>(num_slabs), batch.num_features, embeddings));
+  StreamScope scope(stream);
+  return FromLaunch(LaunchLookup(scope.get(), store, batch, embeddings.data(), row_ids->typed_data(),
+                                 counts->typed_data(), workspace->typed_data()),
+                    kOp);
+}
+
+/// What the two that only read have in common.
+ffi::Error ReadOnlyStore(Tables tables, Seed seed, const ffi::RemainingArgs& args, int32_t num_slabs, const char* op,
+                         StoreView& store) {
+  int64_t dim = 0;
+  SlabReader slabs(args, num_slabs, op);
+  JAXSOK_RETURN_IF_ERROR(slabs.Read<ffi::F32>("rows", store.rows, &dim));
+  store.tables = tables.typed_data();
+  store.seed = seed.typed_data();
+  store.starts = slabs.starts();
+  store.capacity = slabs.capacity();
+  store.dim = static_cast<int32_t>(dim);
+  store.num_tables = static_cast<int32_t>(tables.dimensions()[0]);
+  return ffi::Error::Success();
+}
+
+/// Looks up a batch and changes nothing.
+ffi::Error LookupFindImpl(StreamArgument stream, Index index, Counters counters, Tables tables, Seed seed, Keys keys,
+                          Offsets offsets, Weights weights, Features features, ffi::RemainingArgs args,
+                          ffi::Result<Counts> counts, ffi::RemainingRets rets, int32_t num_slabs, int32_t num_tiles) {
+  constexpr char kOp[] = "lookup_find";
+  BatchView batch{};
+  JAXSOK_RETURN_IF_ERROR(ReadBatch(keys, offsets, weights, features, num_tiles, kOp, batch));
+  StoreView store{};
+  JAXSOK_RETURN_IF_ERROR(ReadOnlyStore(tables, seed, args, num_slabs, kOp, store));
+  store.index = IndexOf(index);
+  store.counters = counters.typed_data();
+  std::vector<float*> embeddings;
+  JAXSOK_RETURN_IF_ERROR(ReadEmbeddings(rets, 0, batch.num_features, embeddings));
+  StreamScope scope(stream);
+  return FromLaunch(LaunchLookupFind(scope.get(), store, batch, embeddings.data(), counts->typed_data()), kOp);
+}
+
+/// Combines rows whose ids a plan has found.
+ffi::Error LookupPlannedImpl(StreamArgument stream, Tables tables, Seed seed, Keys keys, Offsets offsets,
+                             Weights weights, Features features, RowIds row_ids, ffi::RemainingArgs args,
+                             ffi::Result<Counts> counts, ffi::RemainingRets rets, int32_t num_slabs,
+                             int32_t num_tiles) {
+  constexpr char kOp[] = "lookup_planned";
+  BatchView batch{};
+  JAXSOK_RETURN_IF_ERROR(ReadBatch(keys, offsets, weights, features, num_tiles, kOp, batch));
+  JAXSOK_RETURN_IF_ERROR(CheckShape(row_ids.dimensions(), {batch.num_keys}, "row_ids", kOp));
+  StoreView store{};
+  JAXSOK_RETURN_IF_ERROR(ReadOnlyStore(tables, seed, args, num_slabs, kOp, store));
+  std::vector<float*> embeddings;
+  JAXSOK_RETURN_IF_ERROR(ReadEmbeddings(rets, 0, batch.num_features, embeddings));
+  StreamScope scope(stream);
+  return FromLaunch(LaunchLookupPlanned(scope.get(), store, batch, row_ids.typed_data(), embeddings.data(),
+                                        counts->typed_data()),
+                    kOp);
+}
+
+}  // namespace
+
+JAXSOK_DEFINE_HANDLER(JaxsokLookup, LookupImpl,
+                      BindStream()
+                          .Arg<Index>()
+                          .Arg<Counters>()
+                          .Arg<TableRows>()
+                          .Arg<Tables>()
+                          .Arg<Seed>()
+                          .Arg<Keys>()
+                          .Arg<Offsets>()
+                          .Arg<Weights>()
+                          .Arg<Features>()
+                          .RemainingArgs()
+                          .Ret<Index>()
+                          .Ret<Counters>()
+                          .Ret<TableRows>()
+                          .Ret<RowIds>()
+                          .Ret<Counts>()
+                          .Ret<Workspace>()
+                          .RemainingRets()
+                          .Attr<int32_t>("num_slabs")
+                          .Attr<int32_t>("num_tiles"));
+
+JAXSOK_DEFINE_HANDLER(JaxsokLookupFind, LookupFindImpl,
+                      BindStream()
+                          .Arg<Index>()
+                          .Arg<Counters>()
+                          .Arg<Tables>()
+                          .Arg<Seed>()
+                          .Arg<Keys>()
+                          .Arg<Offsets>()
+                          .Arg<Weights>()
+                          .Arg<Features>()
+                          .RemainingArgs()
+                          .Ret<Counts>()
+                          .RemainingRets()
+                          .Attr<int32_t>("num_slabs")
+                          .Attr<int32_t>("num_tiles"));
+
+JAXSOK_DEFINE_HANDLER(JaxsokLookupPlanned, LookupPlannedImpl,
+                      BindStream()
+                          .Arg<Tables>()
+                          .Arg<Seed>()
+                          .Arg<Keys>()
+                          .Arg<Offsets>()
+                          .Arg<Weights>()
+                          .Arg<Features>()
+                          .Arg<RowIds>()
+                          .RemainingArgs()
+                          .Ret<Counts>()
+                          .RemainingRets()
+                          .Attr<int32_t>("num_slabs")
+                          .Attr<int32_t>("num_tiles"));
+
+}  // namespace jaxsok

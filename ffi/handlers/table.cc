@@ -1,0 +1,181 @@
+// Handlers of the table noun: find, find_or_insert, erase, rebuild.
+#include "buffers.h"
+
+namespace jaxsok {
+namespace {
+
+/// Row ids of (table, key) pairs; reads only.
+ffi::Error TableFindImpl(StreamArgument stream, Index index, Counters counters, Keys keys, TableIds table_ids,
+                         ffi::Result<RowIds> row_ids) {
+  constexpr char kOp[] = "table_find";
+  const int64_t n = keys.dimensions()[0];
+  JAXSOK_RETURN_IF_ERROR(CheckShape(index.dimensions(), {-1, 16}, "index", kOp));
+  JAXSOK_RETURN_IF_ERROR(CheckShape(keys.dimensions(), {n, 2}, "keys", kOp));
+  JAXSOK_RETURN_IF_ERROR(CheckShape(table_ids.dimensions(), {n}, "table_ids", kOp));
+  JAXSOK_RETURN_IF_ERROR(CheckShape(row_ids->dimensions(), {n}, "row_ids", kOp));
+  StreamScope scope(stream);
+  return FromLaunch(LaunchFind(scope.get(), IndexOf(index), counters.typed_data(), KeysOf(keys),
+                               table_ids.typed_data(), n, row_ids->typed_data()),
+                    kOp);
+}
+
+/// Row ids of (table, key) pairs; unseen pairs get rows.
+ffi::Error TableFindOrInsertImpl(StreamArgument stream, Index index_in, Counters counters_in, TableRows table_rows_in,
+                                 Tables tables, Seed seed, Keys keys, TableIds table_ids, ffi::RemainingArgs args,
+                                 ffi::Result<Index> index, ffi::Result<Counters> counters,
+                                 ffi::Result<TableRows> table_rows, ffi::Result<RowIds> row_ids,
+                                 ffi::Result<Counts> counts, ffi::Result<Workspace> workspace, ffi::RemainingRets rets,
+                                 int32_t num_slabs) {
+  constexpr char kOp[] = "table_find_or_insert";
+  const int64_t n = keys.dimensions()[0];
+  JAXSOK_RETURN_IF_ERROR(CheckAlias(index_in.typed_data(), index->typed_data(), "index", kOp));
+  JAXSOK_RETURN_IF_ERROR(CheckAlias(counters_in.typed_data(), counters->typed_data(), "counters", kOp));
+  JAXSOK_RETURN_IF_ERROR(CheckAlias(table_rows_in.typed_data(), table_rows->typed_data(), "table_rows", kOp));
+  JAXSOK_RETURN_IF_ERROR(CheckShape(table_ids.dimensions(), {n}, "table_ids", kOp));
+  JAXSOK_RETURN_IF_ERROR(CheckBytes(workspace->size_bytes(), InsertWorkspaceBytes(n), "workspace", kOp));
+  StoreView store{};
+  int64_t dim = 0, record_words = 4;
+  SlabReader slabs(args, num_slabs, kOp);
+  JAXSOK_RETURN_IF_ERROR(slabs.Read<ffi::F32>("rows", store.rows, &dim));
+  JAXSOK_RETURN_IF_ERROR(slabs.Read<ffi::U32>("records", store.records, &record_words));
+  JAXSOK_RETURN_IF_ERROR(CheckSlabAliases<ffi::F32>(args, rets, 0, 0, num_slabs, kOp));
+  JAXSOK_RETURN_IF_ERROR(CheckSlabAliases<ffi::U32>(args, rets, num_slabs, num_slabs, num_slabs, kOp));
+  store.index = IndexOf(*index);
+  store.counters = counters->typed_data();
+  store.table_rows = table_rows->typed_data();
+  store.tables = tables.typed_data();
+  store.seed = seed.typed_data();
+  store.starts = slabs.starts();
+  store.capacity = slabs.capacity();
+  store.dim = static_cast<int32_t>(dim);
+  store.num_tables = static_cast<int32_t>(table_rows->dimensions()[0]);
+  StreamScope scope(stream);
+  return FromLaunch(LaunchFindOrInsert(scope.get(), store, KeysOf(keys), table_ids.typed_data(), n,
+                                       row_ids->typed_data(), counts->typed_data(), workspace->typed_data()),
+                    kOp);
+}
+
+/// Takes rows away by (table, key) and rebuilds the index in place.
+ffi::Error TableEraseImpl(StreamArgument stream, Index index_in, Counters counters_in, TableRows table_rows_in,
+                          Keys keys, TableIds table_ids, ffi::RemainingArgs args, ffi::Result<Index> index,
+                          ffi::Result<Counters> counters, ffi::Result<TableRows> table_rows,
+                          ffi::Result<Scalar> num_erased, ffi::Result<Workspace> workspace, ffi::RemainingRets rets,
+                          int32_t num_slabs, ffi::Span<const float> initial) {
+  constexpr char kOp[] = "table_erase";
+  const int64_t n = keys.dimensions()[0];
+  JAXSOK_RETURN_IF_ERROR(CheckAlias(index_in.typed_data(), index->typed_data(), "index", kOp));
+  JAXSOK_RETURN_IF_ERROR(CheckAlias(counters_in.typed_data(), counters->typed_data(), "counters", kOp));
+  JAXSOK_RETURN_IF_ERROR(CheckAlias(table_rows_in.typed_data(), table_rows->typed_data(), "table_rows", kOp));
+  JAXSOK_RETURN_IF_ERROR(CheckShape(table_ids.dimensions(), {n}, "table_ids", kOp));
+  StoreView store{};
+  StateView states{};
+  int64_t record_words = 4;
+  SlabReader slabs(args, num_slabs, kOp);
+  JAXSOK_RETURN_IF_ERROR(slabs.Read<ffi::U32>("records", store.records, &record_words));
+  states.num_states = static_cast<int32_t>(initial.size());
+  if (states.num_states > kMaxStates) return ffi::Error::InvalidArgument("table_erase: initial: too many states");
+  for (int k = 0; k < states.num_states; ++k) {
+    int64_t width = 0;
+    JAXSOK_RETURN_IF_ERROR(slabs.Read<ffi::F32>("states", states.data[k], &width));
+    states.width[k] = static_cast<int32_t>(width);
+    states.initial[k] = initial[k];
+  }
+  JAXSOK_RETURN_IF_ERROR(CheckSlabAliases<ffi::U32>(args, rets, 0, 0, num_slabs, kOp));
+  JAXSOK_RETURN_IF_ERROR(
+      CheckSlabAliases<ffi::F32>(args, rets, num_slabs, num_slabs, num_slabs * states.num_states, kOp));
+  store.index = IndexOf(*index);
+  store.counters = counters->typed_data();
+  store.table_rows = table_rows->typed_data();
+  store.starts = slabs.starts();
+  store.capacity = slabs.capacity();
+  store.num_tables = static_cast<int32_t>(table_rows->dimensions()[0]);
+  JAXSOK_RETURN_IF_ERROR(
+      CheckBytes(workspace->size_bytes(), RebuildWorkspaceBytes(store.capacity), "workspace", kOp));
+  StreamScope scope(stream);
+  return FromLaunch(LaunchErase(scope.get(), store, states, KeysOf(keys), table_ids.typed_data(), n,
+                                num_erased->typed_data(), workspace->typed_data()),
+                    kOp);
+}
+
+/// Makes an index, perhaps of another size, from the records.
+ffi::Error TableRebuildImpl(StreamArgument stream, Counters counters_in, ffi::RemainingArgs args,
+                            ffi::Result<Index> index, ffi::Result<Counters> counters, ffi::Result<Workspace> workspace,
+                            int32_t num_slabs) {
+  constexpr char kOp[] = "table_rebuild";
+  JAXSOK_RETURN_IF_ERROR(CheckAlias(counters_in.typed_data(), counters->typed_data(), "counters", kOp));
+  StoreView store{};
+  int64_t record_words = 4;
+  SlabReader slabs(args, num_slabs, kOp);
+  JAXSOK_RETURN_IF_ERROR(slabs.Read<ffi::U32>("records", store.records, &record_words));
+  store.index = IndexOf(*index);
+  store.counters = counters->typed_data();
+  store.starts = slabs.starts();
+  store.capacity = slabs.capacity();
+  JAXSOK_RETURN_IF_ERROR(
+      CheckBytes(workspace->size_bytes(), RebuildWorkspaceBytes(store.capacity), "workspace", kOp));
+  StreamScope scope(stream);
+  return FromLaunch(LaunchRebuild(scope.get(), store, workspace->typed_data()), kOp);
+}
+
+}  // namespace
+
+JAXSOK_DEFINE_HANDLER(JaxsokTableFind, TableFindImpl,
+                      BindStream().Arg<Index>().Arg<Counters>().Arg<Keys>().Arg<TableIds>().Ret<RowIds>());
+
+JAXSOK_DEFINE_HANDLER(JaxsokTableFindOrInsert, TableFindOrInsertImpl,
+                      BindStream()
+                          .Arg<Index>()
+                          .Arg<Counters>()
+                          .Arg<TableRows>()
+                          .Arg<Tables>()
+                          .Arg<Seed>()
+                          .Arg<Keys>()
+                          .Arg<TableIds>()
+                          .RemainingArgs()
+                          .Ret<Index>()
+                          .Ret<Counters>()
+                          .Ret<TableRows>()
+                          .Ret<RowIds>()
+                          .Ret<Counts>()
+                          .Ret<Workspace>()
+                          .RemainingRets()
+                          .Attr<int32_t>("num_slabs"));
+
+JAXSOK_DEFINE_HANDLER(JaxsokTableErase, TableEraseImpl,
+                      BindStream()
+                          .Arg<Index>()
+                          .Arg<Counters>()
+                          .Arg<TableRows>()
+                          .Arg<Keys>()
+                          .Arg<TableIds>()
+                          .RemainingArgs()
+                          .Ret<Index>()
+                          .Ret<Counters>()
+                          .Ret<TableRows>()
+                          .Ret<Scalar>()
+                          .Ret<Workspace>()
+                          .RemainingRets()
+                          .Attr<int32_t>("num_slabs")
+                          .Attr<ffi::Span<const float>>("initial"));
+
+JAXSOK_DEFINE_HANDLER(JaxsokTableRebuild, TableRebuildImpl,
+                      BindStream()
+                          .Arg<Counters>()
+                          .RemainingArgs()
+                          .Ret<Index>()
+                          .Ret<Counters>()
+                          .Ret<Workspace>()
+                          .Attr<int32_t>("num_slabs"));
+
+}  // namespace jaxsok
+
+extern "C" __attribute__((visibility("default"))) int64_t JaxsokInsertWorkspaceBytes(int64_t num_keys) {
+  return jaxsok::InsertWorkspaceBytes(num_keys);
+}
+
+extern "C" __attribute__((visibility("default"))) int64_t JaxsokRebuildWorkspaceBytes(int64_t capacity) {
+  return jaxsok::RebuildWorkspaceBytes(capacity);
+}
+
+/// The minor version of the FFI that this library was built with; an older jaxlib cannot run it.
+extern "C" __attribute__((visibility("default"))) int32_t JaxsokFfiApiMinor() { return XLA_FFI_API_MINOR; }

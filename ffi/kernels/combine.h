@@ -1,0 +1,27 @@
+// The rows of a bag into its embedding, and the transpose. (law 4: <combine(x), y> = <x, transpose(y)>)
+#ifndef JAXSOK_KERNELS_COMBINE_H_
+#define JAXSOK_KERNELS_COMBINE_H_
+
+#include "lookup.h"
+#include "update.h"
+
+namespace jaxsok {
+
+/// Combines given rows: one feature, whose rows stand in one array.
+///
+/// Pre    : `batch.features` describes one feature with kCombinerSum, Mean or Sqrtn; batch.keys is not read.
+///          inverse[i] in [0, num_unique) is the row of position i, anything else is padding.
+/// Post   : embeddings[b] as lookup.h says.
+LaunchError LaunchCombine(Stream stream, const float* rows, int64_t num_unique, int32_t dim, const int32_t* inverse,
+                          const BatchView& batch, float* embeddings);
+
+/// Takes bag gradients back to rows.
+///
+/// Post   : row_gradients[u] is the sum over the uses of row u, in the order of core/row_update.h; zeros if none.
+LaunchError LaunchCombineTranspose(Stream stream, const float* bag_gradients, int64_t num_unique, int32_t dim,
+                                   const int32_t* inverse, const BatchView& batch, float* row_gradients,
+                                   void* workspace);
+
+}  // namespace jaxsok
+
+#endif  // JAXSOK_KERNELS_COMBINE_H_

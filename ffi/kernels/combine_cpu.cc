@@ -1,0 +1,98 @@
+// Rows to embeddings and back on the CPU, and the loops over columns that lookup and update use too.
+#include "combine.h"
+
+#include <cstring>
+
+#include "uses_cpu.h"
+
+namespace jaxsok {
+
+void CopyRow(float* out, const float* row, int32_t dim) { std::memcpy(out, row, static_cast<size_t>(dim) * 4); }
+
+void ClearRow(float* out, int32_t dim) { std::fill_n(out, dim, 0.0f); }
+
+JAXSOK_CPU_CLONES void CopyRowTimes(float* __restrict out, const float* __restrict row, float weight, int32_t dim) {
+  for (int32_t c = 0; c < dim; ++c) out[c] = weight * row[c];
+}
+
+JAXSOK_CPU_CLONES void AddRow(float* __restrict out, const float* __restrict row, int32_t dim) {
+  for (int32_t c = 0; c < dim; ++c) out[c] = out[c] + row[c];
+}
+
+JAXSOK_CPU_CLONES void AddRowTimes(float* __restrict out, const float* __restrict row, float weight, int32_t dim) {
+  for (int32_t c = 0; c < dim; ++c) out[c] = out[c] + weight * row[c];
+}
+
+JAXSOK_CPU_CLONES void ScaleRow(float* out, float scale, int32_t dim) {
+  for (int32_t c = 0; c < dim; ++c) out[c] = out[c] * scale;
+}
+
+JAXSOK_CPU_CLONES void SumChunk(const Use* uses, int64_t num_uses, int32_t dim, float* __restrict gradient) {
+  const float* __restrict first = uses[0].gradient;
+  const float first_factor = uses[0].factor;
+  for (int32_t c = 0; c < dim; ++c) gradient[c] = first_factor * first[c];
+  for (int64_t i = 1; i < num_uses; ++i) {
+    const float* __restrict next = uses[i].gradient;
+    const float factor = uses[i].factor;
+    for (int32_t c = 0; c < dim; ++c) gradient[c] = gradient[c] + factor * next[c];
+  }
+}
+
+namespace {
+
+/// Positions whose rows stand in one array; what lies outside is padding.
+struct ArrayPositions {
+  const float* rows;
+  const int32_t* inverse;
+  int64_t num_unique;
+  int32_t dim;
+
+  bool IsPadding(int64_t i) const { return inverse[i] < 0 || inverse[i] >= num_unique; }
+  uint32_t Row(int64_t i) const { return static_cast<uint32_t>(inverse[i]); }
+};
+
+struct ArrayRows {
+  ArrayPositions positions;
+
+  void Fetch(int64_t i) const {
+    if (!positions.IsPadding(i)) PrefetchRow(Row(i), positions.dim);
+  }
+  const float* Row(int64_t i) const {
+    return positions.IsPadding(i) ? nullptr : positions.rows + int64_t{positions.inverse[i]} * positions.dim;
+  }
+};
+
+}  // namespace
+
+LaunchError LaunchCombine(Stream stream, const float* rows, int64_t num_unique, int32_t dim, const int32_t* inverse,
+                          const BatchView& batch, float* embeddings) {
+  const BagFeatures bags(stream, batch);
+  if (bags.error() != nullptr) return bags.error();
+  RunTasks(stream, static_cast<int64_t>(bags.tiles().size()), [&](int64_t t) {
+    ArrayRows array = {{rows, inverse, num_unique, dim}};
+    const Tile& tile = bags.tiles()[t];
+    CombineTile(bags.features()[tile.feature], tile, dim, array, embeddings);
+  });
+  return nullptr;
+}
+
+LaunchError LaunchCombineTranspose(Stream stream, const float* bag_gradients, int64_t num_unique, int32_t dim,
+                                   const int32_t* inverse, const BatchView& batch, float* row_gradients,
+                                   void* workspace) {
+  if (dim > kMaxDim) return "bag_gradients: dim is above kMaxDim";
+  const BagFeatures bags(stream, batch);
+  if (bags.error() != nullptr) return bags.error();
+  constexpr int64_t kRowsPerTask = 4096;
+  RunRanges(stream, num_unique, kRowsPerTask, [&](int64_t begin, int64_t end) {
+    std::fill(row_gradients + begin * dim, row_gradients + end * dim, 0.0f);
+  });
+  const ArrayPositions positions = {nullptr, inverse, num_unique, dim};
+  ForEachRowGradient(
+      stream, bags, std::vector<char>(batch.num_features, 1), &bag_gradients, batch.num_keys, dim, num_unique, positions,
+      [](uint32_t) {},
+      [&](uint32_t row, const float* gradient, int64_t) { CopyRow(row_gradients + int64_t{row} * dim, gradient, dim); },
+      workspace);
+  return nullptr;
+}
+
+}  // namespace jaxsok

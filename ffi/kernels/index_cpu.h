@@ -1,0 +1,250 @@
+// Walks through the index, many at a time, and inserting: what table_cpu.cc and lookup_cpu.cc share.
+//
+// Inserting is one thread's work, in the order of the positions: row ids then come out by first position, and no
+// entry is ever contended. What costs time around it is done by all threads: the read-only walks before (most keys
+// have rows, so few are left to insert), the records and initial rows after.
+#ifndef JAXSOK_KERNELS_INDEX_CPU_H_
+#define JAXSOK_KERNELS_INDEX_CPU_H_
+
+#include <algorithm>
+#include <vector>
+
+#include "../core/initialize.h"
+#include "../core/probe.h"
+#include "bags_cpu.h"
+#include "table.h"
+
+namespace jaxsok {
+
+constexpr uint32_t kNoTable = ~uint32_t{0};  // a position that is not looked up
+constexpr int64_t kKeysPerChunk = 1024;      // as InsertWorkspaceBytes counts
+constexpr int64_t kChunksPerTask = 4;
+constexpr int64_t kBucketsAhead = 16;  // walks begun ahead: the lines that one core can await together
+
+/// As Probe (core/probe.h), from a home bucket that is known.
+inline ProbeResult ProbeFrom(const IndexView& index, uint64_t key, uint32_t table, uint32_t home) {
+  uint32_t bucket = home;
+  for (int probe = 0; probe < kMaxProbes; ++probe) {
+    const Bucket& line = index.buckets[bucket];
+    for (int e = 0; e < kEntriesPerBucket; ++e) {
+      const Entry& entry = line.entries[e];
+      if (entry.key == key && entry.aux == table) {
+        return {entry.row_id, bucket * kEntriesPerBucket + e, probe + 1};
+      }
+      if (entry.key == kPaddingKey) return {kNoRow, bucket * kEntriesPerBucket + e, probe + 1};
+    }
+    bucket = NextBucket(bucket, index.num_buckets);
+  }
+  return {kNoRow, kNoEntry, kMaxProbes};
+}
+
+inline uint64_t SaltOf(const uint32_t* counters) { return Word64(counters[kSaltLow], counters[kSaltHigh]); }
+
+/// Finds up to kKeysPerChunk keys; positions with kNoTable get kNoRow. Returns the buckets of the longest walk.
+///
+/// `unseen(i, home)` is called, in order, for each key that is not there.
+template <typename Unseen>
+int32_t FindChunk(const IndexView& index, uint64_t salt, const uint64_t* keys, const uint32_t* tables, int64_t num_keys,
+                  uint32_t* row_ids, const Unseen& unseen) {
+  uint32_t homes[kBucketsAhead];
+  const auto begin_walk = [&](int64_t i) {
+    const uint32_t home = HomeBucket(HashOf(keys[i], tables[i], salt), index.num_buckets);
+    __builtin_prefetch(&index.buckets[home]);
+    homes[i % kBucketsAhead] = home;
+  };
+  int32_t longest = 0;
+  for (int64_t i = 0; i < std::min(kBucketsAhead, num_keys); ++i) begin_walk(i);
+  for (int64_t i = 0; i < num_keys; ++i) {
+    const uint32_t home = homes[i % kBucketsAhead];
+    if (i + kBucketsAhead < num_keys) begin_walk(i + kBucketsAhead);
+    row_ids[i] = kNoRow;
+    if (tables[i] == kNoTable) continue;
+    const ProbeResult walk = ProbeFrom(index, keys[i], tables[i], home);
+    longest = std::max(longest, walk.num_probes);
+    row_ids[i] = walk.row_id;
+    if (walk.row_id == kNoRow) unseen(i, home);
+  }
+  return longest;
+}
+
+/// Counts of one task, added to everybody's when it ends: sums of integers do not mind the order.
+class Tally {
+ public:
+  Tally(int32_t* counts, int32_t num_tables)
+      : counts_(counts), own_(static_cast<size_t>(num_tables) * kNumCounts, 0) {}
+  ~Tally() {
+    for (size_t i = 0; i < own_.size(); ++i) {
+      if (own_[i] != 0) AddAtomically(&counts_[i], own_[i]);
+    }
+  }
+  void Add(uint32_t table, Count count, int32_t occurrences) { own_[table * kNumCounts + count] += occurrences; }
+
+ private:
+  int32_t* counts_;
+  std::vector<int32_t> own_;
+};
+
+inline void ClearCounts(int32_t* counts, int32_t num_tables) {
+  std::fill_n(counts, static_cast<int64_t>(num_tables) * kNumCounts, 0);
+}
+
+/// Where keys come from: pairs of keys and tables.
+struct PairSource {
+  const uint64_t* keys;
+  const uint32_t* table_ids;
+  uint32_t num_tables;
+
+  uint32_t TableAt(int64_t position) const { return table_ids[position]; }
+
+  /// The tables of positions [begin, end), kNoTable for padding, which is told: padding(table, occurrences).
+  template <typename Padding>
+  void Tables(int64_t begin, int64_t end, uint32_t* tables, const Padding& padding) const {
+    for (int64_t i = begin; i < end; ++i) {
+      const bool is_known = table_ids[i] < num_tables;
+      tables[i - begin] = is_known && keys[i] != kPaddingKey ? table_ids[i] : kNoTable;
+      if (is_known && keys[i] == kPaddingKey) padding(table_ids[i], 1);
+    }
+  }
+};
+
+/// Where keys come from: the features of a batch. Positions in no bag are padding.
+struct BatchSource {
+  const uint64_t* keys;
+  const BagFeatures* features;
+
+  uint32_t TableAt(int64_t position) const { return features->At(position).table; }
+
+  template <typename Padding>
+  void Tables(int64_t begin, int64_t end, uint32_t* tables, const Padding& padding) const {
+    std::fill_n(tables, end - begin, kNoTable);
+    for (const FeatureView& feature : features->features()) {
+      const int64_t first = std::max(begin, feature.key_start);
+      const int64_t last = std::min(end, feature.key_start + feature.num_keys);
+      if (first >= last) continue;
+      const int64_t first_in_bag = std::max(first, feature.BagBegin(0));
+      const int64_t last_in_bag = std::min(last, feature.BagBegin(feature.num_bags));
+      int32_t num_kept = 0;
+      for (int64_t i = first_in_bag; i < last_in_bag; ++i) {
+        if (keys[i] == kPaddingKey) continue;
+        tables[i - begin] = feature.table;
+        ++num_kept;
+      }
+      padding(feature.table, static_cast<int32_t>(last - first) - num_kept);
+    }
+  }
+};
+
+/// Writes the initial values of a row (table_cpu.cc).
+void InitializeRow(const RowInitializer& initializer, float* row, int32_t dim);
+
+/// Hands out row ids: freed ones in ascending order, then fresh ones.
+class RowAllocator {
+ public:
+  explicit RowAllocator(const StoreView& store) : store_(store), counters_(store.counters) {}
+
+  bool IsEmpty() const {
+    return counters_[kFreeBegin] >= counters_[kFreeEnd] && counters_[kNumAllocated] >= store_.capacity;
+  }
+
+  /// Pre: not IsEmpty().
+  uint32_t Take() {
+    if (counters_[kFreeBegin] < counters_[kFreeEnd]) {
+      return store_.records.At(store_.starts, counters_[kFreeBegin]++, 1)->free_id;
+    }
+    return counters_[kNumAllocated]++;
+  }
+
+ private:
+  const StoreView& store_;
+  uint32_t* counters_;
+};
+
+/// The body of LaunchFindOrInsert, over keys of either source.
+template <typename Source>
+void FindOrInsert(Stream stream, const StoreView& store, const Source& source, int64_t num_keys, uint32_t* row_ids,
+                  int32_t* counts, void* workspace) {
+  const uint64_t salt = SaltOf(store.counters);
+  const int64_t num_chunks = CeilDiv(num_keys, kKeysPerChunk);
+  Carver carver(workspace);
+  uint32_t* num_unseen = carver.Take<uint32_t>(num_chunks);
+  uint32_t* unseen = carver.Take<uint32_t>(num_keys);  // positions; chunk c writes from c * kKeysPerChunk on
+  uint32_t* homes = carver.Take<uint32_t>(num_keys);
+  ClearCounts(counts, store.num_tables);
+
+  RunRanges(stream, num_chunks, kChunksPerTask, [&](int64_t first_chunk, int64_t last_chunk) {
+    Tally tally(counts, store.num_tables);
+    uint32_t tables[kKeysPerChunk];
+    int32_t longest = 0;
+    for (int64_t c = first_chunk; c < last_chunk; ++c) {
+      const int64_t begin = c * kKeysPerChunk, end = std::min(begin + kKeysPerChunk, num_keys);
+      source.Tables(begin, end, tables,
+                    [&](uint32_t table, int32_t occurrences) { tally.Add(table, kCountPadding, occurrences); });
+      uint32_t count = 0;
+      longest = std::max(longest, FindChunk(store.index, salt, source.keys + begin, tables, end - begin,
+                                            row_ids + begin, [&](int64_t i, uint32_t home) {
+                                              unseen[begin + count] = static_cast<uint32_t>(begin + i);
+                                              homes[begin + count] = home;
+                                              ++count;
+                                            }));
+      num_unseen[c] = count;
+      for (int64_t i = begin; i < end;) {
+        int64_t run_end = i, num_found = 0;
+        for (; run_end < end && tables[run_end - begin] == tables[i - begin]; ++run_end) {
+          num_found += row_ids[run_end] != kNoRow ? 1 : 0;
+        }
+        if (tables[i - begin] != kNoTable) tally.Add(tables[i - begin], kCountFound, static_cast<int32_t>(num_found));
+        i = run_end;
+      }
+    }
+    MaxAtomically(&store.counters[kLongestProbe], static_cast<uint32_t>(longest));
+  });
+
+  RowAllocator allocator(store);
+  int64_t num_new = 0;  // the list of new positions overwrites that of unseen ones, which it never overtakes
+  uint32_t longest = store.counters[kLongestProbe];
+  for (int64_t c = 0; c < num_chunks; ++c) {
+    const int64_t begin = c * kKeysPerChunk, end = begin + num_unseen[c];
+    for (int64_t k = begin; k < end; ++k) {
+      if (k + kBucketsAhead < end) __builtin_prefetch(&store.index.buckets[homes[k + kBucketsAhead]], 1);
+      const uint32_t position = unseen[k];
+      const uint32_t table = source.TableAt(position);
+      const ProbeResult walk = ProbeFrom(store.index, source.keys[position], table, homes[k]);
+      longest = std::max(longest, static_cast<uint32_t>(walk.num_probes));
+      int32_t* table_counts = counts + int64_t{table} * kNumCounts;
+      if (walk.row_id != kNoRow) {
+        row_ids[position] = walk.row_id;
+        ++table_counts[kCountFound];
+      } else if (walk.entry == kNoEntry || allocator.IsEmpty()) {
+        if (walk.entry == kNoEntry) ++store.counters[kNumUnplaced];
+        ++table_counts[kCountRefused];
+      } else {
+        const uint32_t row_id = allocator.Take();
+        *store.index.EntryAt(walk.entry) = {source.keys[position], row_id, table};
+        row_ids[position] = row_id;
+        ++table_counts[kCountInserted];
+        ++store.table_rows[table];
+        unseen[num_new++] = position;
+      }
+    }
+  }
+  store.counters[kLongestProbe] = longest;
+
+  constexpr int64_t kNewRowsPerTask = 256;
+  RunRanges(stream, num_new, kNewRowsPerTask, [&](int64_t begin, int64_t end) {
+    for (int64_t k = begin; k < end; ++k) {
+      const uint32_t position = unseen[k];
+      const uint64_t key = source.keys[position];
+      const uint32_t table = source.TableAt(position);
+      Record* record = store.records.At(store.starts, row_ids[position], 1);
+      record->key = key;  // free_id is not this row's: it stays
+      record->table = table;
+      const uint32_t* words = store.tables + int64_t{table} * kNumTableWords;
+      InitializeRow(RowInitializer::Of(words, store.seed, key), store.rows.At(store.starts, row_ids[position], store.dim),
+                    store.dim);
+    }
+  });
+}
+
+}  // namespace jaxsok
+
+#endif  // JAXSOK_KERNELS_INDEX_CPU_H_

@@ -1,0 +1,470 @@
+// Walking and claiming in the index on a GPU, and the passes that turn claims into row ids.
+//
+// Inserting n keys, all kernels on one stream, no host in between:
+//   claim    each position walks to its entry. Hits are done. An unseen key claims the first empty entry of its
+//            walk; positions that meet a pending entry leave the smallest position in it.
+//   count    positions that find themselves in their entry are winners: one for each new (table, key). Blocks
+//            count theirs, the last block to end sums up and decides whether all fit.
+//   assign   winners are numbered by position, get row ids (freed ones first), write record and initial row, and
+//            publish the entry. If not all fit, every claim is undone instead: claims only ever took empty entries,
+//            so the index is what it was before the call.
+//   commit   the counters advance. If not all fit, the winners that got rows enter the index again. If a claim
+//            found no entry (an index nearly full of claims, or aimed keys), one block inserts key by key.
+//   finish   every position that was pending reads its row id.
+// Where a batch holds no unseen key, all but the first return at once.
+#ifndef JAXSOK_KERNELS_INDEX_CUDA_CUH_
+#define JAXSOK_KERNELS_INDEX_CUDA_CUH_
+
+#include <cub/block/block_scan.cuh>
+
+#include "../core/initialize.h"
+#include "../core/probe.h"
+#include "launch_cuda.cuh"
+
+namespace jaxsok {
+
+constexpr int kPositionsPerBlock = 1024;  // of count and assign: 4 a thread
+constexpr int kMaxSpins = 1 << 22;        // waits for another thread's single store: microseconds, bounded at seconds
+constexpr int kSharedTables = 64;         // tables counted in shared memory; more go to global memory
+
+/// What the passes tell each other; zeroed by the first.
+struct InsertControl {
+  uint32_t num_pending;     // positions whose key has no row yet
+  uint32_t num_unplaced;    // claims that found no entry
+  uint32_t num_unfinished;  // bags to finish
+  uint32_t blocks_done;     // of count
+  uint32_t num_new;         // winners
+  uint32_t num_accepted;    // of them, those that get rows
+  uint32_t overflow;        // not all fit
+};
+
+/// Whether the passes go key by key.
+__device__ __forceinline__ bool IsSequential(const InsertControl& control) { return control.num_unplaced != 0; }
+
+struct InsertWorkspace {
+  InsertControl* control;
+  uint32_t* entry_of;      // [num_keys]: of pending positions
+  uint32_t* unfinished;    // [num_keys]: bags to finish
+  uint32_t* block_counts;  // winners of each block of count; then of all blocks before it
+
+  static InsertWorkspace Cut(void* workspace, int64_t num_keys, WorkspaceCutter* rest = nullptr) {
+    WorkspaceCutter cutter(workspace);
+    InsertWorkspace w;
+    w.control = cutter.Take<InsertControl>(1);
+    w.entry_of = cutter.Take<uint32_t>(num_keys);
+    w.unfinished = cutter.Take<uint32_t>(num_keys);
+    w.block_counts = cutter.Take<uint32_t>(CeilDiv<int64_t>(num_keys, kPositionsPerBlock));
+    if (rest != nullptr) *rest = cutter;
+    return w;
+  }
+};
+
+__device__ __forceinline__ uint64_t SaltOf(const uint32_t* counters) {
+  return Word64(counters[kSaltLow], counters[kSaltHigh]);
+}
+
+/// Four entries at once. kShared: other threads write the index at the same time, so L1 must not answer.
+template <bool kShared>
+__device__ __forceinline__ void LoadBucket(const IndexView& index, uint32_t bucket, uint4 line[kEntriesPerBucket]) {
+  const uint4* at = reinterpret_cast<const uint4*>(index.buckets + bucket);
+#pragma unroll
+  for (int e = 0; e < kEntriesPerBucket; ++e) line[e] = kShared ? __ldcg(at + e) : __ldg(at + e);
+}
+
+/// As Probe in core/probe.h, with whole buckets loaded at once.
+template <bool kShared>
+__device__ __forceinline__ ProbeResult ProbeBuckets(const IndexView& index, uint64_t key, uint32_t table, uint64_t salt,
+                                                    uint32_t max_probes) {
+  uint32_t bucket = HomeBucket(HashOf(key, table, salt), index.num_buckets);
+  for (uint32_t probe = 0; probe < max_probes; ++probe) {
+    uint4 line[kEntriesPerBucket];
+    LoadBucket<kShared>(index, bucket, line);
+#pragma unroll
+    for (int e = 0; e < kEntriesPerBucket; ++e) {
+      const uint64_t found = Word64(line[e].x, line[e].y);
+      const uint32_t entry = bucket * kEntriesPerBucket + e;
+      if (found == key && line[e].w == table) return {line[e].z, entry, static_cast<int32_t>(probe + 1)};
+      if (found == kPaddingKey) return {kNoRow, entry, static_cast<int32_t>(probe + 1)};
+    }
+    bucket = NextBucket(bucket, index.num_buckets);
+  }
+  return {kNoRow, kNoEntry, static_cast<int32_t>(max_probes)};
+}
+
+/// The (row_id, aux) half of an entry, as other threads publish it.
+__device__ __forceinline__ uint64_t LoadHalf(const Entry* entry) {
+  return *reinterpret_cast<const volatile unsigned long long*>(&entry->row_id);
+}
+__device__ __forceinline__ void StoreHalf(Entry* entry, uint32_t row_id, uint32_t aux) {
+  *reinterpret_cast<volatile unsigned long long*>(&entry->row_id) = Word64(row_id, aux);
+}
+
+/// Walks to the entry of a (table, key) pair, or claims the first empty one for it.
+///
+/// Result: row_id is a row, or kPendingRow with the entry (kNoEntry: none within max_probes).
+/// No race: the key word changes once, by compare-and-swap; the half (row_id, aux) is written once by the claimer
+/// and then only lowered by atomicMin; whoever meets the key waits for that one store.
+__device__ __forceinline__ ProbeResult FindOrClaim(const IndexView& index, uint64_t key, uint32_t table, uint64_t salt,
+                                                   uint32_t max_probes, uint32_t position) {
+  uint32_t bucket = HomeBucket(HashOf(key, table, salt), index.num_buckets);
+  for (uint32_t probe = 0; probe < max_probes; ++probe) {
+    uint4 line[kEntriesPerBucket];
+    LoadBucket<true>(index, bucket, line);
+#pragma unroll
+    for (int e = 0; e < kEntriesPerBucket; ++e) {
+      uint64_t found = Word64(line[e].x, line[e].y);
+      uint32_t row_id = line[e].z, aux = line[e].w;
+      const uint32_t number = bucket * kEntriesPerBucket + e;
+      Entry* entry = &index.buckets[bucket].entries[e];
+      if (found == kPaddingKey) {
+        found = atomicCAS(reinterpret_cast<unsigned long long*>(&entry->key), kPaddingKey, key);
+        if (found == kPaddingKey) {
+          StoreHalf(entry, position, kAuxPending | table);
+          return {kPendingRow, number, static_cast<int32_t>(probe + 1)};
+        }
+        aux = kAuxUnset;  // the line is old news
+      }
+      if (found != key) continue;
+      for (int spin = 0; aux == kAuxUnset && spin < kMaxSpins; ++spin) {
+        const uint64_t half = LoadHalf(entry);
+        row_id = static_cast<uint32_t>(half);
+        aux = static_cast<uint32_t>(half >> 32);
+      }
+      if (aux == table) return {row_id, number, static_cast<int32_t>(probe + 1)};
+      if (aux == (kAuxPending | table)) {
+        if (row_id > position) atomicMin(&entry->row_id, position);
+        return {kPendingRow, number, static_cast<int32_t>(probe + 1)};
+      }
+    }
+    bucket = NextBucket(bucket, index.num_buckets);
+  }
+  return {kPendingRow, kNoEntry, static_cast<int32_t>(max_probes)};
+}
+
+/// Enters a pair that is known to be absent and to be entered by this thread alone.
+__device__ __forceinline__ ProbeResult InsertDistinct(const IndexView& index, uint64_t key, uint32_t table,
+                                                      uint64_t salt, uint32_t max_probes, uint32_t row_id) {
+  uint32_t bucket = HomeBucket(HashOf(key, table, salt), index.num_buckets);
+  for (uint32_t probe = 0; probe < max_probes; ++probe) {
+    for (int e = 0; e < kEntriesPerBucket; ++e) {
+      Entry* entry = &index.buckets[bucket].entries[e];
+      if (*reinterpret_cast<volatile unsigned long long*>(&entry->key) != kPaddingKey) continue;
+      if (atomicCAS(reinterpret_cast<unsigned long long*>(&entry->key), kPaddingKey, key) != kPaddingKey) continue;
+      StoreHalf(entry, row_id, table);
+      return {row_id, bucket * kEntriesPerBucket + static_cast<uint32_t>(e), static_cast<int32_t>(probe + 1)};
+    }
+    bucket = NextBucket(bucket, index.num_buckets);
+  }
+  return {kNoRow, kNoEntry, static_cast<int32_t>(max_probes)};
+}
+
+/// Counts by table: in shared memory while tables are few, so that one hot address does not serialise a batch.
+class TableCounts {
+ public:
+  /// All threads of the block. `shared` has kSharedTables * kNumCounts words.
+  __device__ TableCounts(int32_t* shared, int32_t* counts, int num_tables)
+      : shared_(shared), counts_(counts), num_tables_(num_tables) {
+    if (num_tables_ <= kSharedTables) {
+      for (int i = threadIdx.x; i < num_tables_ * kNumCounts; i += blockDim.x) shared_[i] = 0;
+    }
+    __syncthreads();
+  }
+  __device__ void Add(uint32_t table, Count what, int n) {
+    int32_t* at = (num_tables_ <= kSharedTables ? shared_ : counts_) + table * kNumCounts + what;
+    atomicAdd(at, n);
+  }
+  /// All threads of the block.
+  __device__ void Flush() {
+    __syncthreads();
+    if (num_tables_ > kSharedTables) return;
+    for (int i = threadIdx.x; i < num_tables_ * kNumCounts; i += blockDim.x) {
+      if (shared_[i] != 0) atomicAdd(counts_ + i, shared_[i]);
+    }
+  }
+
+ private:
+  int32_t* shared_;
+  int32_t* counts_;
+  int num_tables_;
+};
+
+// Sinks: what a new pair becomes. -----------------------------------------------------------------------------
+
+/// New pairs get rows of a store.
+struct StoreSink {
+  StoreView store;
+  int32_t* counts;
+
+  __device__ uint32_t MaxProbes() const { return kMaxProbes; }
+  __device__ uint64_t Salt() const { return SaltOf(store.counters); }
+  __device__ const IndexView& Index() const { return store.index; }
+  __device__ uint32_t NumFree() const { return store.counters[kFreeEnd] - store.counters[kFreeBegin]; }
+  __device__ uint32_t Available() const { return store.capacity - store.counters[kNumAllocated] + NumFree(); }
+
+  /// The row of the i-th new pair: freed rows in ascending order, then fresh ones.
+  __device__ uint32_t RowOf(uint32_t ordinal) const {
+    const uint32_t num_free = NumFree();
+    if (ordinal < num_free) return store.records.At(store.starts, store.counters[kFreeBegin] + ordinal, 1)->free_id;
+    return store.counters[kNumAllocated] + (ordinal - num_free);
+  }
+  __device__ void WriteRecord(uint32_t row_id, uint64_t key, uint32_t table) const {
+    Record* record = store.records.At(store.starts, row_id, 1);
+    record->key = key;
+    record->table = table;
+  }
+  __device__ uint64_t KeyOf(uint32_t row_id) const { return store.records.At(store.starts, row_id, 1)->key; }
+  __device__ uint32_t TableOf(uint32_t row_id) const { return store.records.At(store.starts, row_id, 1)->table; }
+  /// Lanes `lane` of `lanes` write a new row.
+  __device__ void WriteRow(uint32_t row_id, uint64_t key, uint32_t table, int lane, int lanes) const {
+    float* row = store.rows.At(store.starts, row_id, store.dim);
+    const RowInitializer values = RowInitializer::Of(store.tables + table * kNumTableWords, store.seed, key);
+    for (int column = lane; column < store.dim; column += lanes) row[column] = values.At(column);
+  }
+  __device__ void CountNew(uint32_t table, int n) const {
+    atomicAdd(store.table_rows + table, static_cast<uint32_t>(n));
+    atomicAdd(counts + table * kNumCounts + kCountInserted, n);
+  }
+  __device__ void Commit(uint32_t num_new) const {
+    uint32_t* counters = store.counters;
+    const uint32_t num_free = NumFree();
+    const uint32_t reused = num_new < num_free ? num_new : num_free;
+    counters[kFreeBegin] += reused;
+    counters[kNumAllocated] += num_new - reused;
+  }
+  __device__ void SawProbes(int num_probes) const {
+    if (static_cast<uint32_t>(num_probes) > store.counters[kLongestProbe]) {
+      atomicMax(store.counters + kLongestProbe, static_cast<uint32_t>(num_probes));
+    }
+  }
+  __device__ int NumTables() const { return store.num_tables; }
+};
+
+// Passes. -----------------------------------------------------------------------------------------------------
+
+/// Whether a pending position is the winner of its entry, and of which table.
+__device__ __forceinline__ bool IsWinner(const IndexView& index, uint32_t entry_number, uint32_t position,
+                                         uint32_t* table) {
+  if (entry_number == kNoEntry) return false;
+  const uint64_t half = LoadHalf(index.EntryAt(entry_number));
+  const uint32_t aux = static_cast<uint32_t>(half >> 32);
+  *table = aux & ~kAuxPending;
+  return aux != kAuxUnset && (aux & kAuxPending) != 0 && static_cast<uint32_t>(half) == position;
+}
+
+// Each block counts the winners among its 1,024 positions; the last block to end sums the counts up to its own.
+// Blocks write block_counts[blockIdx]; the last one, told by a ticket after a fence, rewrites all of them.
+template <typename Sink>
+__global__ void __launch_bounds__(kBlock) CountKernel(Sink sink, InsertWorkspace w, const uint32_t* row_ids,
+                                                      int64_t num_keys) {
+  if (w.control->num_pending == 0) return;
+  int mine = 0;
+  for (int i = 0; i < kPositionsPerBlock / kBlock; ++i) {
+    const int64_t position = int64_t{blockIdx.x} * kPositionsPerBlock + i * kBlock + threadIdx.x;
+    uint32_t table;
+    if (position < num_keys && row_ids[position] == kPendingRow) {
+      mine += IsWinner(sink.Index(), w.entry_of[position], static_cast<uint32_t>(position), &table) ? 1 : 0;
+    }
+  }
+  using Scan = cub::BlockScan<uint32_t, kBlock>;
+  __shared__ typename Scan::TempStorage storage;
+  __shared__ bool is_last;
+  uint32_t before, total;
+  Scan(storage).ExclusiveSum(static_cast<uint32_t>(mine), before, total);
+  if (threadIdx.x == 0) {
+    w.block_counts[blockIdx.x] = total;
+    __threadfence();
+    is_last = atomicAdd(&w.control->blocks_done, 1u) + 1 == gridDim.x;
+  }
+  __syncthreads();
+  if (!is_last) return;
+  __threadfence();
+  uint32_t sum = 0;
+  for (uint32_t start = 0; start < gridDim.x; start += kBlock) {
+    const uint32_t b = start + threadIdx.x;
+    const uint32_t count = b < gridDim.x ? __ldcg(w.block_counts + b) : 0;
+    __syncthreads();
+    Scan(storage).ExclusiveSum(count, before, total);
+    if (b < gridDim.x) w.block_counts[b] = sum + before;
+    sum += total;
+  }
+  if (threadIdx.x == 0) {
+    const uint32_t available = sink.Available();
+    w.control->num_new = sum;
+    w.control->num_accepted = sum < available ? sum : available;
+    w.control->overflow = sum > available ? 1 : 0;
+  }
+}
+
+// A thread numbers the winners among four neighbouring positions, then lanes write the new rows of the block.
+// A winner alone writes its record and its entry; row ids are distinct, so no two threads write one row.
+template <typename Sink>
+__global__ void __launch_bounds__(kBlock) AssignKernel(Sink sink, InsertWorkspace w, const uint64_t* keys,
+                                                       uint32_t* row_ids, int64_t num_keys, int lanes) {
+  const InsertControl control = *w.control;
+  if (control.num_pending == 0) return;
+  constexpr int kPerThread = kPositionsPerBlock / kBlock;
+  using Scan = cub::BlockScan<uint32_t, kBlock>;
+  __shared__ typename Scan::TempStorage storage;
+  __shared__ uint32_t new_row[kPositionsPerBlock];
+  __shared__ uint32_t new_table[kPositionsPerBlock];
+  __shared__ uint32_t new_position[kPositionsPerBlock];
+  __shared__ uint32_t num_by_table[kSharedTables];
+  for (int t = threadIdx.x; t < kSharedTables; t += kBlock) num_by_table[t] = 0;
+
+  const int64_t first = int64_t{blockIdx.x} * kPositionsPerBlock + threadIdx.x * kPerThread;
+  uint32_t winner_table[kPerThread];
+  uint32_t winners = 0;  // bits
+  for (int i = 0; i < kPerThread; ++i) {
+    const int64_t position = first + i;
+    if (position < num_keys && row_ids[position] == kPendingRow &&
+        IsWinner(sink.Index(), w.entry_of[position], static_cast<uint32_t>(position), &winner_table[i])) {
+      winners |= 1u << i;
+    }
+  }
+  uint32_t before, total;
+  Scan(storage).ExclusiveSum(static_cast<uint32_t>(__popc(winners)), before, total);  // ends with all reads done
+  const bool undo = control.overflow != 0 || IsSequential(control);
+  uint32_t local = before;
+  __syncthreads();
+  for (int i = 0; i < kPerThread; ++i) {
+    if ((winners >> i & 1) == 0) continue;
+    const uint32_t position = static_cast<uint32_t>(first + i);
+    const uint32_t ordinal = w.block_counts[blockIdx.x] + local;
+    Entry* entry = sink.Index().EntryAt(w.entry_of[position]);
+    new_row[local] = kNoRow;
+    if (undo) {
+      StoreHalf(entry, kNoRow, kAuxUnset);
+      *reinterpret_cast<volatile unsigned long long*>(&entry->key) = kPaddingKey;
+    }
+    if (!IsSequential(control) && ordinal < control.num_accepted) {
+      const uint32_t row_id = sink.RowOf(ordinal);
+      const uint32_t table = winner_table[i];
+      new_row[local] = row_id;
+      new_table[local] = table;
+      new_position[local] = position;
+      sink.WriteRecord(row_id, keys[position], table);
+      row_ids[position] = row_id;
+      if (!undo) StoreHalf(entry, row_id, table);
+      if (sink.NumTables() <= kSharedTables) {
+        atomicAdd(&num_by_table[table], 1u);
+      } else {
+        sink.CountNew(table, 1);
+      }
+    }
+    ++local;
+  }
+  __syncthreads();
+  const int lane = threadIdx.x % lanes;
+  for (uint32_t n = threadIdx.x / lanes; n < total; n += kBlock / lanes) {
+    if (new_row[n] != kNoRow) sink.WriteRow(new_row[n], keys[new_position[n]], new_table[n], lane, lanes);
+  }
+  if (sink.NumTables() <= kSharedTables && threadIdx.x < sink.NumTables() && num_by_table[threadIdx.x] != 0) {
+    sink.CountNew(threadIdx.x, static_cast<int>(num_by_table[threadIdx.x]));
+  }
+}
+
+/// Where the table of a position comes from.
+struct TableOfPosition {
+  const uint32_t* table_ids;  // given, or
+  const int32_t* features;    // by feature
+  int num_features;
+  __device__ uint32_t operator()(int64_t position) const {
+    if (table_ids != nullptr) return __ldg(table_ids + position);
+    const int f = FeatureAt(features, num_features, kFeatureKeyStart, static_cast<int32_t>(position));
+    return static_cast<uint32_t>(__ldg(features + f * kNumFeatureWords + kFeatureTable));
+  }
+};
+
+// Normally one thread advances the counters. If rows ran out, threads enter the accepted pairs again, each its own
+// rows: the pairs are distinct, entries are claimed by compare-and-swap. If a claim found no entry, block 0 inserts
+// the pending positions one by one, in order; thread 0 alone touches index and counters.
+template <typename Sink>
+__global__ void __launch_bounds__(kBlock) CommitKernel(Sink sink, InsertWorkspace w, const uint64_t* keys,
+                                                       TableOfPosition table_of, uint32_t* row_ids, int64_t num_keys) {
+  const InsertControl control = *w.control;
+  if (control.num_pending == 0) return;
+  if (!IsSequential(control)) {
+    if (control.overflow != 0) {
+      // RowOf reads the counters, which change only when every block is done: see the ticket below.
+      for (uint32_t n = blockIdx.x * kBlock + threadIdx.x; n < control.num_accepted; n += gridDim.x * kBlock) {
+        const uint32_t row_id = sink.RowOf(n);
+        InsertDistinct(sink.Index(), sink.KeyOf(row_id), sink.TableOf(row_id), sink.Salt(), sink.MaxProbes(), row_id);
+      }
+    }
+    __syncthreads();
+    if (threadIdx.x == 0) {
+      __threadfence();
+      if (atomicAdd(&w.control->blocks_done, 1u) + 1 == 2 * gridDim.x) sink.Commit(control.num_accepted);
+    }
+    return;
+  }
+  if (blockIdx.x != 0) return;
+  __shared__ uint32_t row_id;
+  __shared__ uint32_t num_new;
+  __shared__ uint32_t available;
+  if (threadIdx.x == 0) {
+    num_new = 0;
+    available = sink.Available();
+  }
+  __syncthreads();
+  for (int64_t start = 0; start < num_keys; start += kBlock) {
+    const int64_t mine = start + threadIdx.x;
+    const bool pending = mine < num_keys && row_ids[mine] == kPendingRow;
+    if (!__syncthreads_or(pending)) continue;
+    for (int64_t position = start; position < num_keys && position < start + kBlock; ++position) {
+      if (row_ids[position] != kPendingRow) continue;  // the same for all threads
+      const uint64_t key = keys[position];
+      const uint32_t table = table_of(position);
+      if (threadIdx.x == 0) {
+        row_id = kNoRow;
+        const ProbeResult at = ProbeBuckets<true>(sink.Index(), key, table, sink.Salt(), sink.MaxProbes());
+        if (at.row_id == kNoRow && at.entry != kNoEntry && num_new < available) {
+          row_id = sink.RowOf(num_new++);
+          Entry* entry = sink.Index().EntryAt(at.entry);
+          entry->key = key;
+          StoreHalf(entry, row_id, table);
+          sink.WriteRecord(row_id, key, table);
+          sink.CountNew(table, 1);
+          __threadfence();
+        }
+      }
+      __syncthreads();
+      if (row_id != kNoRow) sink.WriteRow(row_id, key, table, threadIdx.x, kBlock);
+      if (threadIdx.x == 0 && row_id != kNoRow) row_ids[position] = row_id;
+      __syncthreads();
+    }
+  }
+  if (threadIdx.x == 0) sink.Commit(num_new);
+}
+
+/// What became of a pending position: a row, or kNoRow; *unplaced where no entry was in reach.
+template <typename Sink>
+__device__ __forceinline__ uint32_t ResolvePending(const Sink& sink, const InsertControl& control, uint32_t entry,
+                                                   uint64_t key, uint32_t table, bool* unplaced) {
+  *unplaced = false;
+  if (control.overflow == 0 && !IsSequential(control)) {
+    return static_cast<uint32_t>(LoadHalf(sink.Index().EntryAt(entry)));
+  }
+  const ProbeResult at = ProbeBuckets<true>(sink.Index(), key, table, sink.Salt(), sink.MaxProbes());
+  *unplaced = at.row_id == kNoRow && at.entry == kNoEntry;
+  return at.row_id;
+}
+
+/// count, assign and commit, between claim and finish.
+template <typename Sink>
+inline LaunchError LaunchInsertPasses(Stream stream, const Sink& sink, const InsertWorkspace& w, const uint64_t* keys,
+                                      const TableOfPosition& table_of, uint32_t* row_ids, int64_t num_keys, int dim) {
+  const int blocks = static_cast<int>(CeilDiv<int64_t>(num_keys, kPositionsPerBlock));
+  // Commit's ticket goes on from count's: both must have the same number of blocks.
+  CountKernel<<<blocks, kBlock, 0, stream>>>(sink, w, row_ids, num_keys);
+  int lanes = 1;
+  while (lanes < dim && lanes < kWarp) lanes *= 2;
+  AssignKernel<<<blocks, kBlock, 0, stream>>>(sink, w, keys, row_ids, num_keys, lanes);
+  CommitKernel<<<blocks, kBlock, 0, stream>>>(sink, w, keys, table_of, row_ids, num_keys);
+  JAXSOK_RETURN_IF_CUDA(cudaGetLastError());
+  return nullptr;
+}
+
+}  // namespace jaxsok
+
+#endif  // JAXSOK_KERNELS_INDEX_CUDA_CUH_

@@ -1,0 +1,51 @@
+// The way down, fused: keys -> row ids -> rows -> embeddings.
+#ifndef JAXSOK_KERNELS_LOOKUP_H_
+#define JAXSOK_KERNELS_LOOKUP_H_
+
+#include "table.h"
+
+namespace jaxsok {
+
+/// One batch for one store: all features that read its tables.
+struct BatchView {
+  const uint64_t* keys;     // [num_keys]: the features' keys, one feature after the other
+  const int32_t* offsets;   // of ragged features, num_bags + 1 each, relative to the feature's first key
+  const float* weights;     // of weighted features, num_keys each
+  const int32_t* features;  // [num_features, kNumFeatureWords]; device memory on CUDA
+  int64_t num_keys;
+  int32_t num_features;
+  int32_t num_tiles;        // of all features: see kBagsPerTile
+  int64_t num_offsets;      // 0: no feature is ragged
+};
+
+// Bags, in all three: a bag holds the positions [offsets[b], offsets[b + 1]) of its feature, or hotness
+// positions each. Offsets outside [0, num_keys] or falling are clamped, so that nothing outside the buffers is
+// ever touched. Positions in no bag count as padding. Rows are added in the order of the positions, starting from
+// the first (not from zero): weight * row if the feature is weighted, else row. Then mean and sqrtn multiply
+// by 1 / divisor, where the divisor is the number of keys that are not padding (sqrt of it), or the sum of their
+// weights (sqrt of the sum of their squares), added in the same order; divisor zero or empty bag: zeros.
+// With kCombinerNone every position is a bag (hotness 1, num_bags == num_keys); padding gives zeros.
+
+/// Looks up a batch; unseen keys get rows.
+///
+/// Post   : embeddings[f][b] for every bag; row_ids as LaunchFindOrInsert; refused keys contribute their
+///          initial row. counts and the store as LaunchFindOrInsert.
+LaunchError LaunchLookup(Stream stream, const StoreView& store, const BatchView& batch, float* const* embeddings,
+                         uint32_t* row_ids, int32_t* counts, void* workspace);
+
+/// Looks up a batch and changes nothing; keys without a row give their initial row or zeros (kFeatureUnknown).
+///
+/// Post   : embeddings and counts (found, missing, padding).
+LaunchError LaunchLookupFind(Stream stream, const StoreView& store, const BatchView& batch, float* const* embeddings,
+                             int32_t* counts);
+
+/// Combines rows whose ids are known (a plan made apart): as LaunchLookupFind, with row_ids given.
+///
+/// Pre    : row_ids[i] is a row below the capacity, or kNoRow.
+/// Post   : embeddings and counts (found, refused, padding).
+LaunchError LaunchLookupPlanned(Stream stream, const StoreView& store, const BatchView& batch,
+                                const uint32_t* row_ids, float* const* embeddings, int32_t* counts);
+
+}  // namespace jaxsok
+
+#endif  // JAXSOK_KERNELS_LOOKUP_H_

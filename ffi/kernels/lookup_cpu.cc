@@ -1,0 +1,152 @@
+// The way down on the CPU: row ids first, for tiles or for the whole batch, then the rows of each bag.
+#include "lookup.h"
+
+#include "index_cpu.h"
+
+namespace jaxsok {
+namespace {
+
+/// The rows of positions whose row ids are known; CombineTile asks it.
+class StoreRows {
+ public:
+  /// `row_ids[i - first]` is the row id of position i; `unknown`: what a key without a row gives (kFeatureUnknown).
+  StoreRows(const StoreView& store, const FeatureView& feature, const uint64_t* keys, const uint32_t* row_ids,
+            int64_t first, int32_t unknown)
+      : store_(store),
+        keys_(keys),
+        row_ids_(row_ids),
+        first_(first),
+        unknown_(unknown),
+        table_words_(store.tables + int64_t{feature.table} * kNumTableWords) {}
+
+  void Fetch(int64_t position) const {
+    const uint32_t row_id = row_ids_[position - first_];
+    if (row_id < store_.capacity) PrefetchRow(store_.rows.At(store_.starts, row_id, store_.dim), store_.dim);
+  }
+
+  const float* Row(int64_t position) {
+    const uint32_t row_id = row_ids_[position - first_];
+    if (keys_[position] == kPaddingKey) {
+      ++num_padding_;
+      return nullptr;
+    }
+    if (row_id < store_.capacity) {
+      ++num_found_;
+      return store_.rows.At(store_.starts, row_id, store_.dim);
+    }
+    ++num_unknown_;
+    if (unknown_ != 0) {
+      ClearRow(initial_row_, store_.dim);
+    } else {
+      InitializeRow(RowInitializer::Of(table_words_, store_.seed, keys_[position]), initial_row_, store_.dim);
+    }
+    return initial_row_;
+  }
+
+  int32_t num_found() const { return num_found_; }
+  int32_t num_unknown() const { return num_unknown_; }
+  int32_t num_padding() const { return num_padding_; }
+
+ private:
+  const StoreView& store_;
+  const uint64_t* keys_;
+  const uint32_t* row_ids_;
+  int64_t first_;
+  int32_t unknown_;
+  const uint32_t* table_words_;
+  int32_t num_found_ = 0;
+  int32_t num_unknown_ = 0;
+  int32_t num_padding_ = 0;
+  alignas(64) float initial_row_[kMaxDim];
+};
+
+LaunchError CheckStore(const StoreView& store) {
+  return store.dim < 1 || store.dim > kMaxDim ? "rows: dim must be 1 to kMaxDim" : nullptr;
+}
+
+/// Counts what CombineTile saw, and as padding the positions that no bag of the feature holds.
+void CountTile(const FeatureView& feature, const Tile& tile, const StoreRows& rows, Count unknown, int32_t* counts) {
+  int64_t num_outside = 0;
+  if (tile.bag_begin == 0) {
+    num_outside = feature.num_keys - (feature.BagBegin(feature.num_bags) - feature.BagBegin(0));
+  }
+  int32_t* table_counts = counts + int64_t{feature.table} * kNumCounts;
+  AddAtomically(&table_counts[kCountFound], rows.num_found());
+  AddAtomically(&table_counts[unknown], rows.num_unknown());
+  AddAtomically(&table_counts[kCountPadding], rows.num_padding() + static_cast<int32_t>(num_outside));
+}
+
+/// Features without bags have no tile to count their positions.
+void CountBaglessFeatures(const BagFeatures& bags, int32_t* counts) {
+  for (const FeatureView& feature : bags.features()) {
+    if (feature.num_bags != 0) continue;
+    counts[int64_t{feature.table} * kNumCounts + kCountPadding] += static_cast<int32_t>(feature.num_keys);
+  }
+}
+
+}  // namespace
+
+LaunchError LaunchLookup(Stream stream, const StoreView& store, const BatchView& batch, float* const* embeddings,
+                         uint32_t* row_ids, int32_t* counts, void* workspace) {
+  const BagFeatures bags(stream, batch);
+  if (LaunchError error = bags.ErrorWithTables(store.num_tables)) return error;
+  if (LaunchError error = CheckStore(store)) return error;
+  if (store.index.num_buckets == 0) return "index: no buckets";
+  FindOrInsert(stream, store, BatchSource{batch.keys, &bags}, batch.num_keys, row_ids, counts, workspace);
+  RunTasks(stream, static_cast<int64_t>(bags.tiles().size()), [&](int64_t t) {
+    const Tile& tile = bags.tiles()[t];
+    const FeatureView& feature = bags.features()[tile.feature];
+    constexpr int32_t kInitialRow = 0;
+    StoreRows rows(store, feature, batch.keys, row_ids, 0, kInitialRow);
+    CombineTile(feature, tile, store.dim, rows, embeddings[tile.feature]);
+  });
+  return nullptr;
+}
+
+LaunchError LaunchLookupFind(Stream stream, const StoreView& store, const BatchView& batch, float* const* embeddings,
+                             int32_t* counts) {
+  const BagFeatures bags(stream, batch);
+  if (LaunchError error = bags.ErrorWithTables(store.num_tables)) return error;
+  if (LaunchError error = CheckStore(store)) return error;
+  if (store.index.num_buckets == 0) return "index: no buckets";
+  const uint64_t salt = SaltOf(store.counters);
+  ClearCounts(counts, store.num_tables);
+  CountBaglessFeatures(bags, counts);
+  RunTasks(stream, static_cast<int64_t>(bags.tiles().size()), [&](int64_t t) {
+    const Tile& tile = bags.tiles()[t];
+    const FeatureView& feature = bags.features()[tile.feature];
+    const int64_t first = feature.BagBegin(tile.bag_begin), last = feature.BagBegin(tile.bag_end);
+    std::vector<uint32_t> row_ids(last - first);
+    for (int64_t begin = first; begin < last; begin += kKeysPerChunk) {
+      const int64_t end = std::min(begin + kKeysPerChunk, last);
+      uint32_t tables[kKeysPerChunk];
+      for (int64_t i = begin; i < end; ++i) tables[i - begin] = batch.keys[i] == kPaddingKey ? kNoTable : feature.table;
+      FindChunk(store.index, salt, batch.keys + begin, tables, end - begin, row_ids.data() + (begin - first),
+                [](int64_t, uint32_t) {});
+    }
+    StoreRows rows(store, feature, batch.keys, row_ids.data(), first, feature.unknown);
+    CombineTile(feature, tile, store.dim, rows, embeddings[tile.feature]);
+    CountTile(feature, tile, rows, kCountMissing, counts);
+  });
+  return nullptr;
+}
+
+LaunchError LaunchLookupPlanned(Stream stream, const StoreView& store, const BatchView& batch, const uint32_t* row_ids,
+                                float* const* embeddings, int32_t* counts) {
+  const BagFeatures bags(stream, batch);
+  if (LaunchError error = bags.ErrorWithTables(store.num_tables)) return error;
+  if (LaunchError error = CheckStore(store)) return error;
+  ClearCounts(counts, store.num_tables);
+  CountBaglessFeatures(bags, counts);
+  RunTasks(stream, static_cast<int64_t>(bags.tiles().size()), [&](int64_t t) {
+    const Tile& tile = bags.tiles()[t];
+    const FeatureView& feature = bags.features()[tile.feature];
+    constexpr int32_t kInitialRow = 0;  // a key without a row was refused: it trains on as if new
+    StoreRows rows(store, feature, batch.keys, row_ids, 0, kInitialRow);
+    CombineTile(feature, tile, store.dim, rows, embeddings[tile.feature]);
+    CountTile(feature, tile, rows, kCountRefused, counts);
+  });
+  return nullptr;
+}
+
+}  // namespace jaxsok

@@ -1,0 +1,69 @@
+// find, find_or_insert, erase and rebuild on one shard: from keys to row ids.
+//
+// Launchers are asynchronous on their stream, allocate nothing and wait for nothing (the CPU's run at once and
+// end before they return). They may be captured in a CUDA graph.
+#ifndef JAXSOK_KERNELS_TABLE_H_
+#define JAXSOK_KERNELS_TABLE_H_
+
+#include "../core/layout.h"
+#include "../core/row_update.h"
+#include "stream.h"
+
+namespace jaxsok {
+
+/// Bytes of workspace for inserting `num_keys` keys (lookup and find_or_insert).
+///
+/// Control words; per position its entry and a place in the list of bags to finish; per 1,024 positions a count.
+/// (A bag to finish holds a key, so there are never more of them than positions.)
+constexpr int64_t InsertWorkspaceBytes(int64_t num_keys) {
+  return 1024 + CeilDiv<int64_t>(num_keys, 64) * 64 * 8 + CeilDiv<int64_t>(num_keys, 1024) * 8 + 512;
+}
+
+/// Bytes of workspace for erase and rebuild: a count for every 1,024 rows of the capacity.
+constexpr int64_t RebuildWorkspaceBytes(int64_t capacity) { return 1024 + CeilDiv<int64_t>(capacity, 1024) * 8 + 512; }
+
+/// Finds the row id of each (table, key) pair.
+///
+/// Post   : row_ids[i] is the row of (table_ids[i], keys[i]); kNoRow where it is absent or padding.
+/// Order  : each output is written once, by one thread: the same bits on every run.
+/// Bound  : kMaxProbes buckets a key, whatever the load.
+/// Cost   : per key 12 B in, 64 B a probed bucket (about one at load 0.5), 4 B out.
+LaunchError LaunchFind(Stream stream, const IndexView& index, const uint32_t* counters, const uint64_t* keys,
+                       const uint32_t* table_ids, int64_t num_keys, uint32_t* row_ids);
+
+/// Finds the row id of each (table, key) pair, and gives unseen pairs a row.
+///
+/// Post   : row_ids[i] is the row; kNoRow for padding and for keys refused because the store is full.
+///          New rows hold their initial values; their records are written, table_rows and counters advanced.
+///          counts[t] (zeroed first) counts occurrences: the first of a new key is inserted, its repeats found.
+/// Order  : unseen pairs are numbered by their first position; freed rows in ascending order, then fresh ones.
+///          All but the order of entries inside the index is the same on every run and on both back ends.
+///          When m rows are left, the first m unseen pairs by first position get them, the others are refused.
+/// Pre    : workspace has InsertWorkspaceBytes(num_keys) bytes, 256-byte aligned; its contents may be anything.
+LaunchError LaunchFindOrInsert(Stream stream, const StoreView& store, const uint64_t* keys, const uint32_t* table_ids,
+                               int64_t num_keys, uint32_t* row_ids, int32_t* counts, void* workspace);
+
+/// The optimizer state of a store: num_states arrays in slabs.
+struct StateView {
+  int32_t num_states;
+  int32_t width[kMaxStates];  // dim or 1
+  float initial[kMaxStates];
+  Slabs<float> data[kMaxStates];
+};
+
+/// Takes the rows of (table, key) pairs away.
+///
+/// Post   : the pairs are absent; their rows are in the list of freed rows (ascending, the whole list made anew),
+///          their optimizer state is at its initial value; the index is rebuilt in place; kGeneration is advanced
+///          if anything was erased; num_erased[0] counts distinct pairs that were there.
+LaunchError LaunchErase(Stream stream, const StoreView& store, const StateView& states, const uint64_t* keys,
+                        const uint32_t* table_ids, int64_t num_keys, uint32_t* num_erased, void* workspace);
+
+/// Fills an index (of any size, contents may be anything) from the records.
+///
+/// Post   : every row in use is found again; kNumUnplaced and kLongestProbe speak of the new index.
+LaunchError LaunchRebuild(Stream stream, const StoreView& store, void* workspace);
+
+}  // namespace jaxsok
+
+#endif  // JAXSOK_KERNELS_TABLE_H_

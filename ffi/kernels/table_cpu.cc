@@ -1,0 +1,172 @@
+// find, find_or_insert, erase and rebuild on the CPU (table.h says what, index_cpu.h how keys are walked).
+#include "table.h"
+
+#include <cstring>
+
+#include "index_cpu.h"
+
+namespace jaxsok {
+namespace {
+
+/// Fills one row with one kind of initializer, so that the loop over the columns holds no choice of it.
+template <int kKind>
+inline void Initialize(RowInitializer initializer, float* __restrict row, int32_t dim) {
+  initializer.kind = kKind;
+  for (int32_t c = 0; c < dim; ++c) row[c] = initializer.At(static_cast<uint32_t>(c));
+}
+
+/// Empties the index.
+void ClearIndex(Stream stream, const IndexView& index) {
+  static_assert(kAuxUnset == ~uint32_t{0} && kPaddingKey == ~uint64_t{0}, "an empty entry is all ones");
+  constexpr int64_t kBucketsPerTask = 1 << 14;
+  RunRanges(stream, index.num_buckets, kBucketsPerTask, [&](int64_t begin, int64_t end) {
+    std::memset(static_cast<void*>(index.buckets + begin), 0xff, static_cast<size_t>(end - begin) * sizeof(Bucket));
+  });
+}
+
+constexpr int64_t kRowsPerCount = 1024;  // as RebuildWorkspaceBytes counts
+constexpr int64_t kCountsPerTask = 16;
+
+/// Makes the list of freed rows anew from the records that are dead.
+void ListFreedRows(Stream stream, const StoreView& store, void* workspace) {
+  const int64_t num_allocated = std::min(store.counters[kNumAllocated], store.capacity);
+  const int64_t num_counts = CeilDiv(num_allocated, kRowsPerCount);
+  int64_t* starts = Carver(workspace).Take<int64_t>(num_counts);
+  const auto for_dead_rows = [&](int64_t count, const auto& visit) {
+    const int64_t end = std::min((count + 1) * kRowsPerCount, num_allocated);
+    for (int64_t r = count * kRowsPerCount; r < end; ++r) {
+      const uint32_t row_id = static_cast<uint32_t>(r);
+      if (store.records.At(store.starts, row_id, 1)->key == kPaddingKey) visit(row_id);
+    }
+  };
+  RunRanges(stream, num_counts, kCountsPerTask, [&](int64_t begin, int64_t end) {
+    for (int64_t c = begin; c < end; ++c) {
+      starts[c] = 0;
+      for_dead_rows(c, [&](uint32_t) { ++starts[c]; });
+    }
+  });
+  int64_t num_freed = 0;
+  for (int64_t c = 0; c < num_counts; ++c) {
+    const int64_t count = starts[c];
+    starts[c] = num_freed;
+    num_freed += count;
+  }
+  RunRanges(stream, num_counts, kCountsPerTask, [&](int64_t begin, int64_t end) {
+    for (int64_t c = begin; c < end; ++c) {
+      int64_t next = starts[c];
+      for_dead_rows(c, [&](uint32_t row_id) {
+        store.records.At(store.starts, static_cast<uint32_t>(next++), 1)->free_id = row_id;
+      });
+    }
+  });
+  store.counters[kFreeBegin] = 0;
+  store.counters[kFreeEnd] = static_cast<uint32_t>(num_freed);
+}
+
+}  // namespace
+
+JAXSOK_CPU_CLONES void InitializeRow(const RowInitializer& initializer, float* row, int32_t dim) {
+  switch (initializer.kind) {
+    case kInitializeConstant:
+      return Initialize<kInitializeConstant>(initializer, row, dim);
+    case kInitializeUniform:
+      return Initialize<kInitializeUniform>(initializer, row, dim);
+    case kInitializeTruncatedNormal:
+      return Initialize<kInitializeTruncatedNormal>(initializer, row, dim);
+    default:
+      return Initialize<kInitializeNormal>(initializer, row, dim);
+  }
+}
+
+LaunchError LaunchFind(Stream stream, const IndexView& index, const uint32_t* counters, const uint64_t* keys,
+                       const uint32_t* table_ids, int64_t num_keys, uint32_t* row_ids) {
+  if (index.num_buckets == 0) return "index: no buckets";
+  const uint64_t salt = SaltOf(counters);
+  RunRanges(stream, num_keys, kKeysPerChunk, [&](int64_t begin, int64_t end) {
+    uint32_t tables[kKeysPerChunk];
+    for (int64_t i = begin; i < end; ++i) tables[i - begin] = keys[i] == kPaddingKey ? kNoTable : table_ids[i];
+    FindChunk(index, salt, keys + begin, tables, end - begin, row_ids + begin, [](int64_t, uint32_t) {});
+  });
+  return nullptr;
+}
+
+LaunchError LaunchFindOrInsert(Stream stream, const StoreView& store, const uint64_t* keys, const uint32_t* table_ids,
+                               int64_t num_keys, uint32_t* row_ids, int32_t* counts, void* workspace) {
+  if (store.index.num_buckets == 0) return "index: no buckets";
+  const PairSource source = {keys, table_ids, static_cast<uint32_t>(store.num_tables)};
+  FindOrInsert(stream, store, source, num_keys, row_ids, counts, workspace);
+  return nullptr;
+}
+
+LaunchError LaunchErase(Stream stream, const StoreView& store, const StateView& states, const uint64_t* keys,
+                        const uint32_t* table_ids, int64_t num_keys, uint32_t* num_erased, void* workspace) {
+  if (store.index.num_buckets == 0) return "index: no buckets";
+  const uint64_t salt = SaltOf(store.counters);
+  *num_erased = 0;
+  RunRanges(stream, num_keys, kKeysPerChunk, [&](int64_t begin, int64_t end) {
+    uint32_t tables[kKeysPerChunk], row_ids[kKeysPerChunk];
+    for (int64_t i = begin; i < end; ++i) {
+      const bool is_asked = keys[i] != kPaddingKey && table_ids[i] < static_cast<uint32_t>(store.num_tables);
+      tables[i - begin] = is_asked ? table_ids[i] : kNoTable;
+    }
+    FindChunk(store.index, salt, keys + begin, tables, end - begin, row_ids, [](int64_t, uint32_t) {});
+    for (int64_t i = begin; i < end; ++i) {
+      const uint32_t row_id = row_ids[i - begin];
+      if (row_id >= store.capacity) continue;
+      // Of several requests for one pair, the one that sees its record alive does the work.
+      uint64_t key = keys[i];
+      Record* record = store.records.At(store.starts, row_id, 1);
+      if (!__atomic_compare_exchange_n(&record->key, &key, kPaddingKey, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
+        continue;
+      }
+      AddAtomically(num_erased, uint32_t{1});
+      AddAtomically(&store.table_rows[table_ids[i]], ~uint32_t{0});  // one less
+      for (int k = 0; k < states.num_states; ++k) {
+        std::fill_n(states.data[k].At(store.starts, row_id, states.width[k]), states.width[k], states.initial[k]);
+      }
+    }
+  });
+  if (*num_erased != 0) ++store.counters[kGeneration];
+  ListFreedRows(stream, store, workspace);
+  return LaunchRebuild(stream, store, workspace);
+}
+
+LaunchError LaunchRebuild(Stream stream, const StoreView& store, void*) {
+  const IndexView& index = store.index;
+  if (index.num_buckets == 0) return "index: no buckets";
+  const uint64_t salt = SaltOf(store.counters);
+  ClearIndex(stream, index);
+  const int64_t num_allocated = std::min(store.counters[kNumAllocated], store.capacity);
+  uint32_t num_unplaced = 0;
+  int32_t longest = 0;
+  struct Walk {
+    Record record;
+    uint32_t home;
+  };
+  Walk walks[kBucketsAhead];
+  // One thread, rows in ascending order: so that the longest walk does not depend on the number of threads.
+  for (int64_t r = 0; r < num_allocated + kBucketsAhead; ++r) {
+    Walk& slot = walks[r % kBucketsAhead];
+    if (r >= kBucketsAhead && slot.record.key != kPaddingKey) {
+      const ProbeResult walk = ProbeFrom(index, slot.record.key, slot.record.table, slot.home);
+      longest = std::max(longest, walk.num_probes);
+      if (walk.entry == kNoEntry) {
+        ++num_unplaced;
+      } else {
+        *index.EntryAt(walk.entry) = {slot.record.key, static_cast<uint32_t>(r - kBucketsAhead), slot.record.table};
+      }
+    }
+    if (r >= num_allocated) {
+      slot.record.key = kPaddingKey;
+      continue;
+    }
+    slot.record = *store.records.At(store.starts, static_cast<uint32_t>(r), 1);
+    slot.home = HomeBucket(HashOf(slot.record.key, slot.record.table, salt), index.num_buckets);
+    __builtin_prefetch(&index.buckets[slot.home], 1);
+  }
+  store.counters[kNumUnplaced] = num_unplaced;
+  store.counters[kLongestProbe] = static_cast<uint32_t>(longest);
+  return nullptr;
+}
+
+}  // namespace jaxsok

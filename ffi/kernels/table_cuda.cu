@@ -1,0 +1,266 @@
+// find, find_or_insert, erase and rebuild on a GPU. index_cuda.cuh says how rows are made.
+#include "index_cuda.cuh"
+#include "table.h"
+
+namespace jaxsok {
+namespace {
+
+// One thread, one key: four 16-byte loads of its bucket, then the next bucket, up to kMaxProbes.
+// Thread i writes row_ids[i] and nothing else; the index is only read.
+// No race: a call that writes the index comes before or after, ordered by the state it returns.
+__global__ void __launch_bounds__(kBlock) FindKernel(IndexView index, const uint32_t* counters, const uint64_t* keys,
+                                                     const uint32_t* table_ids, int64_t num_keys, uint32_t* row_ids) {
+  const int64_t i = int64_t{blockIdx.x} * kBlock + threadIdx.x;
+  if (i >= num_keys) return;
+  const uint64_t key = __ldg(keys + i);
+  row_ids[i] = key == kPaddingKey
+                   ? kNoRow
+                   : ProbeBuckets<false>(index, key, __ldg(table_ids + i), SaltOf(counters), kMaxProbes).row_id;
+}
+
+__global__ void ZeroKernel(int32_t* counts, int num_counts, InsertControl* control) {
+  for (int i = threadIdx.x; i < num_counts; i += blockDim.x) counts[i] = 0;
+  if (threadIdx.x < sizeof(InsertControl) / 4) reinterpret_cast<uint32_t*>(control)[threadIdx.x] = 0;
+}
+
+// One thread, one key: walk or claim. Thread i writes row_ids[i] and entry_of[i].
+__global__ void __launch_bounds__(kBlock) ClaimKernel(StoreSink sink, InsertWorkspace w, const uint64_t* keys,
+                                                      const uint32_t* table_ids, int64_t num_keys, uint32_t* row_ids) {
+  __shared__ int32_t shared_counts[kSharedTables * kNumCounts];
+  TableCounts counts(shared_counts, sink.counts, sink.store.num_tables);
+  const int64_t i = int64_t{blockIdx.x} * kBlock + threadIdx.x;
+  int probes = 0;
+  bool pending = false;
+  if (i < num_keys) {
+    const uint64_t key = __ldg(keys + i);
+    const uint32_t table = __ldg(table_ids + i);
+    if (key == kPaddingKey || table >= static_cast<uint32_t>(sink.store.num_tables)) {
+      row_ids[i] = kNoRow;
+      if (table < static_cast<uint32_t>(sink.store.num_tables)) counts.Add(table, kCountPadding, 1);
+    } else {
+      const ProbeResult at =
+          FindOrClaim(sink.Index(), key, table, sink.Salt(), sink.MaxProbes(), static_cast<uint32_t>(i));
+      row_ids[i] = at.row_id;
+      probes = at.num_probes;
+      pending = at.row_id == kPendingRow;
+      if (pending) {
+        w.entry_of[i] = at.entry;
+        if (at.entry == kNoEntry) atomicAdd(&w.control->num_unplaced, 1u);
+      } else {
+        counts.Add(table, kCountFound, 1);
+      }
+    }
+  }
+  counts.Flush();
+  const int num_pending = __syncthreads_count(pending);
+  if (threadIdx.x == 0 && num_pending != 0) atomicAdd(&w.control->num_pending, static_cast<uint32_t>(num_pending));
+  const int longest = __reduce_max_sync(~0u, probes);
+  if (threadIdx.x % kWarp == 0) sink.SawProbes(longest);
+}
+
+// One thread, one key that was pending.
+__global__ void __launch_bounds__(kBlock) ResolveKernel(StoreSink sink, InsertWorkspace w, const uint64_t* keys,
+                                                        const uint32_t* table_ids, int64_t num_keys,
+                                                        uint32_t* row_ids) {
+  const InsertControl control = *w.control;
+  if (control.num_pending == 0) return;
+  __shared__ int32_t shared_counts[kSharedTables * kNumCounts];
+  TableCounts counts(shared_counts, sink.counts, sink.store.num_tables);
+  const int64_t i = int64_t{blockIdx.x} * kBlock + threadIdx.x;
+  if (i < num_keys && row_ids[i] == kPendingRow) {
+    bool unplaced;
+    const uint32_t table = table_ids[i];
+    const uint32_t row_id = ResolvePending(sink, control, w.entry_of[i], keys[i], table, &unplaced);
+    row_ids[i] = row_id;
+    counts.Add(table, row_id == kNoRow ? kCountRefused : kCountFound, 1);
+    if (unplaced) atomicAdd(sink.store.counters + kNumUnplaced, 1u);
+  }
+  counts.Flush();
+}
+
+// Erase and rebuild. ------------------------------------------------------------------------------------------
+
+struct RebuildControl {
+  uint32_t blocks_done;
+  uint32_t num_erased;
+};
+
+// One thread, one key: the thread that takes the key out of the record sets the row's state back.
+// A key named twice is taken out once, by the compare-and-swap.
+__global__ void __launch_bounds__(kBlock) EraseKernel(StoreView store, StateView states, const uint64_t* keys,
+                                                      const uint32_t* table_ids, int64_t num_keys,
+                                                      RebuildControl* control) {
+  const int64_t i = int64_t{blockIdx.x} * kBlock + threadIdx.x;
+  if (i >= num_keys) return;
+  const uint64_t key = keys[i];
+  if (key == kPaddingKey) return;
+  const uint32_t row_id =
+      ProbeBuckets<false>(store.index, key, table_ids[i], SaltOf(store.counters), kMaxProbes).row_id;
+  if (row_id == kNoRow) return;
+  Record* record = store.records.At(store.starts, row_id, 1);
+  if (atomicCAS(reinterpret_cast<unsigned long long*>(&record->key), key, kPaddingKey) != key) return;
+  atomicAdd(&control->num_erased, 1u);
+  atomicSub(store.table_rows + record->table, 1u);
+  for (int k = 0; k < states.num_states; ++k) {
+    float* state = states.data[k].At(store.starts, row_id, states.width[k]);
+    for (int c = 0; c < states.width[k]; ++c) state[c] = states.initial[k];
+  }
+}
+
+// A thread empties buckets, grid-stride.
+__global__ void __launch_bounds__(kBlock) ClearIndexKernel(IndexView index, RebuildControl* control) {
+  uint4* words = reinterpret_cast<uint4*>(index.buckets);
+  const int64_t num_words = int64_t{index.num_buckets} * kEntriesPerBucket;
+  for (int64_t i = int64_t{blockIdx.x} * kBlock + threadIdx.x; i < num_words; i += int64_t{gridDim.x} * kBlock) {
+    words[i] = make_uint4(~0u, ~0u, ~0u, ~0u);
+  }
+  if (control != nullptr && blockIdx.x == 0 && threadIdx.x == 0) *control = RebuildControl{0, 0};
+}
+
+__device__ __forceinline__ bool IsDead(const StoreView& store, uint32_t row_id) {
+  return row_id < store.counters[kNumAllocated] && store.records.At(store.starts, row_id, 1)->key == kPaddingKey;
+}
+
+// Counts dead rows, 1,024 a block; the last block to end sums the counts up to its own and writes the counters.
+__global__ void __launch_bounds__(kBlock) CountDeadKernel(StoreView store, RebuildControl* control,
+                                                          uint32_t* block_counts, uint32_t* num_erased) {
+  if (control->num_erased == 0) {
+    if (blockIdx.x == 0 && threadIdx.x == 0) *num_erased = 0;
+    return;
+  }
+  int mine = 0;
+  for (int i = 0; i < kPositionsPerBlock / kBlock; ++i) {
+    mine += IsDead(store, blockIdx.x * kPositionsPerBlock + i * kBlock + threadIdx.x) ? 1 : 0;
+  }
+  using Scan = cub::BlockScan<uint32_t, kBlock>;
+  __shared__ typename Scan::TempStorage storage;
+  __shared__ bool is_last;
+  uint32_t before, total;
+  Scan(storage).ExclusiveSum(static_cast<uint32_t>(mine), before, total);
+  if (threadIdx.x == 0) {
+    block_counts[blockIdx.x] = total;
+    __threadfence();
+    is_last = atomicAdd(&control->blocks_done, 1u) + 1 == gridDim.x;
+  }
+  __syncthreads();
+  if (!is_last) return;
+  __threadfence();
+  uint32_t sum = 0;
+  for (uint32_t start = 0; start < gridDim.x; start += kBlock) {
+    const uint32_t b = start + threadIdx.x;
+    const uint32_t count = b < gridDim.x ? __ldcg(block_counts + b) : 0;
+    __syncthreads();
+    Scan(storage).ExclusiveSum(count, before, total);
+    if (b < gridDim.x) block_counts[b] = sum + before;
+    sum += total;
+  }
+  if (threadIdx.x == 0) {
+    store.counters[kFreeBegin] = 0;
+    store.counters[kFreeEnd] = sum;
+    store.counters[kGeneration] += 1;
+    *num_erased = control->num_erased;
+  }
+}
+
+// The list of freed rows, ascending: each block writes its own part.
+__global__ void __launch_bounds__(kBlock) ListDeadKernel(StoreView store, const RebuildControl* control,
+                                                         const uint32_t* block_counts) {
+  if (control->num_erased == 0) return;
+  using Scan = cub::BlockScan<uint32_t, kBlock>;
+  __shared__ typename Scan::TempStorage storage;
+  uint32_t at = block_counts[blockIdx.x];
+  for (int i = 0; i < kPositionsPerBlock / kBlock; ++i) {
+    const uint32_t row_id = blockIdx.x * kPositionsPerBlock + i * kBlock + threadIdx.x;
+    const bool dead = IsDead(store, row_id);
+    uint32_t before, total;
+    Scan(storage).ExclusiveSum(dead ? 1u : 0u, before, total);
+    if (dead) store.records.At(store.starts, at + before, 1)->free_id = row_id;
+    at += total;
+    __syncthreads();
+  }
+}
+
+// A thread enters the rows in use, grid-stride: the pairs are distinct, entries are claimed by compare-and-swap.
+__global__ void __launch_bounds__(kBlock) EnterKernel(StoreView store) {
+  const uint64_t salt = SaltOf(store.counters);
+  const uint32_t end = store.counters[kNumAllocated];
+  int longest = 0;
+  for (uint32_t row_id = blockIdx.x * kBlock + threadIdx.x; row_id < end; row_id += gridDim.x * kBlock) {
+    const Record* record = store.records.At(store.starts, row_id, 1);
+    const uint64_t key = record->key;
+    if (key == kPaddingKey) continue;
+    const ProbeResult at = InsertDistinct(store.index, key, record->table, salt, kMaxProbes, row_id);
+    if (at.entry == kNoEntry) atomicAdd(store.counters + kNumUnplaced, 1u);
+    longest = max(longest, at.num_probes);
+  }
+  longest = __reduce_max_sync(~0u, longest);
+  if (threadIdx.x % kWarp == 0 && static_cast<uint32_t>(longest) > store.counters[kLongestProbe]) {
+    atomicMax(store.counters + kLongestProbe, static_cast<uint32_t>(longest));
+  }
+}
+
+__global__ void ZeroProbeCountersKernel(uint32_t* counters) {
+  counters[kNumUnplaced] = 0;
+  counters[kLongestProbe] = 0;
+}
+
+constexpr int kStreamBlocks = 132 * 16;  // grid-stride kernels: two full waves of the largest GPU
+
+LaunchError RebuildIndex(Stream stream, const StoreView& store) {
+  ClearIndexKernel<<<kStreamBlocks, kBlock, 0, stream>>>(store.index, nullptr);
+  ZeroProbeCountersKernel<<<1, 1, 0, stream>>>(store.counters);
+  EnterKernel<<<kStreamBlocks, kBlock, 0, stream>>>(store);
+  JAXSOK_RETURN_IF_CUDA(cudaGetLastError());
+  return nullptr;
+}
+
+}  // namespace
+
+LaunchError LaunchFind(Stream stream, const IndexView& index, const uint32_t* counters, const uint64_t* keys,
+                       const uint32_t* table_ids, int64_t num_keys, uint32_t* row_ids) {
+  if (num_keys == 0) return nullptr;
+  const unsigned blocks = static_cast<unsigned>(CeilDiv<int64_t>(num_keys, kBlock));
+  FindKernel<<<blocks, kBlock, 0, stream>>>(index, counters, keys, table_ids, num_keys, row_ids);
+  JAXSOK_RETURN_IF_CUDA(cudaGetLastError());
+  return nullptr;
+}
+
+LaunchError LaunchFindOrInsert(Stream stream, const StoreView& store, const uint64_t* keys, const uint32_t* table_ids,
+                               int64_t num_keys, uint32_t* row_ids, int32_t* counts, void* workspace) {
+  const InsertWorkspace w = InsertWorkspace::Cut(workspace, num_keys);
+  const StoreSink sink{store, counts};
+  ZeroKernel<<<1, kBlock, 0, stream>>>(counts, store.num_tables * kNumCounts, w.control);
+  JAXSOK_RETURN_IF_CUDA(cudaGetLastError());
+  if (num_keys == 0) return nullptr;
+  const unsigned blocks = static_cast<unsigned>(CeilDiv<int64_t>(num_keys, kBlock));
+  ClaimKernel<<<blocks, kBlock, 0, stream>>>(sink, w, keys, table_ids, num_keys, row_ids);
+  JAXSOK_RETURN_IF_CUDA(cudaGetLastError());
+  JAXSOK_RETURN_IF_LAUNCH(LaunchInsertPasses(stream, sink, w, keys, TableOfPosition{table_ids, nullptr, 0}, row_ids,
+                                             num_keys, store.dim));
+  ResolveKernel<<<blocks, kBlock, 0, stream>>>(sink, w, keys, table_ids, num_keys, row_ids);
+  JAXSOK_RETURN_IF_CUDA(cudaGetLastError());
+  return nullptr;
+}
+
+LaunchError LaunchErase(Stream stream, const StoreView& store, const StateView& states, const uint64_t* keys,
+                        const uint32_t* table_ids, int64_t num_keys, uint32_t* num_erased, void* workspace) {
+  WorkspaceCutter cutter(workspace);
+  RebuildControl* control = cutter.Take<RebuildControl>(1);
+  uint32_t* block_counts = cutter.Take<uint32_t>(CeilDiv<int64_t>(store.capacity, kPositionsPerBlock));
+  // Reading the index ends before it is cleared: the kernels are ordered on the stream.
+  const IndexView none{store.index.buckets, 0};
+  ClearIndexKernel<<<1, kBlock, 0, stream>>>(none, control);
+  if (num_keys > 0) {
+    EraseKernel<<<static_cast<unsigned>(CeilDiv<int64_t>(num_keys, kBlock)), kBlock, 0, stream>>>(
+        store, states, keys, table_ids, num_keys, control);
+  }
+  const unsigned blocks = static_cast<unsigned>(CeilDiv<int64_t>(store.capacity, kPositionsPerBlock));
+  CountDeadKernel<<<blocks, kBlock, 0, stream>>>(store, control, block_counts, num_erased);
+  ListDeadKernel<<<blocks, kBlock, 0, stream>>>(store, control, block_counts);
+  JAXSOK_RETURN_IF_CUDA(cudaGetLastError());
+  return RebuildIndex(stream, store);
+}
+
+LaunchError LaunchRebuild(Stream stream, const StoreView& store, void*) { return RebuildIndex(stream, store); }
+
+}  // namespace jaxsok

@@ -1,0 +1,36 @@
+// The way back: bag gradients -> row gradients -> one optimizer step per row.
+#ifndef JAXSOK_KERNELS_UPDATE_H_
+#define JAXSOK_KERNELS_UPDATE_H_
+
+#include "lookup.h"
+
+namespace jaxsok {
+
+/// Bytes of workspace for an update of `num_keys` uses: the uses sorted by row (keys and payload, twice, and the
+/// sort's own), bag and scale of each use, the partial sums of rows with more than kUsesPerChunk uses, their list.
+constexpr int64_t UpdateWorkspaceBytes(int64_t num_keys, int32_t dim) {
+  return 4096 + (int64_t{8} << 20) + CeilDiv<int64_t>(num_keys, 64) * 64 * 36 +
+         CeilDiv<int64_t>(num_keys, kUsesPerChunk) * (2 * int64_t{dim} * 4 + 16) + int64_t{dim} * 8;
+}
+
+struct UpdateSpec {
+  int32_t optimizer;     // Optimizer
+  int32_t row_gradient;  // RowGradient
+};
+
+/// Steps every row that the batch used, once, with the sum of its gradients.
+///
+/// Pre    : row_ids are those that the lookups returned. gradients[f] is [num_bags, dim] of feature f.
+///          generations[p] is the generation of plan p (kFeaturePlan); hyper is float[kNumHyper].
+/// Post   : rows and states of used rows moved once; a row whose summed gradient is not finite is left alone and
+///          counted in num_nonfinite[table]; uses of a plan whose generation is not the store's are left out and
+///          their plan's keys counted in num_stale[0] (keys that had a row).
+/// Order  : core/row_update.h.
+LaunchError LaunchUpdate(Stream stream, const StoreView& store, const StateView& states, const UpdateSpec& spec,
+                         const float* hyper, const uint32_t* generations, const BatchView& batch,
+                         const uint32_t* row_ids, const float* const* gradients, int32_t* num_nonfinite,
+                         int32_t* num_stale, void* workspace);
+
+}  // namespace jaxsok
+
+#endif  // JAXSOK_KERNELS_UPDATE_H_

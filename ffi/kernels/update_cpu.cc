@@ -1,0 +1,172 @@
+// The way back on the CPU: row gradients (uses_cpu.h), each followed at once by its row's optimizer step.
+#include "update.h"
+
+#include <cstring>
+
+#include "uses_cpu.h"
+
+namespace jaxsok {
+namespace {
+
+JAXSOK_CPU_CLONES bool IsFiniteRow(const float* gradient, int32_t dim) {
+  uint32_t num_bad = 0;
+  for (int32_t c = 0; c < dim; ++c) num_bad += IsFinite(gradient[c]) ? 0 : 1;
+  return num_bad == 0;
+}
+
+/// The sum of squares in the order of LaneShape, divided by dim.
+JAXSOK_CPU_CLONES float MeanSquare(const float* gradient, int32_t dim) {
+  const LaneShape shape = LaneShape::Of(dim);
+  float sums[32] = {};
+  const int32_t stride = shape.lanes * shape.vector;
+  for (int32_t start = 0; start < dim; start += stride) {
+    for (int v = 0; v < shape.vector; ++v) {
+      const int32_t left = (dim - start - v + shape.vector - 1) / shape.vector;  // lanes that still have a column
+      const int lanes = left < shape.lanes ? left : shape.lanes;
+      const float* column = gradient + start + v;
+      for (int l = 0; l < lanes; ++l) sums[l] = sums[l] + column[l * shape.vector] * column[l * shape.vector];
+    }
+  }
+  // Lane 0 of the butterfly: the other lanes hold the same sum, whose order of operands does not change it.
+  for (int offset = shape.lanes / 2; offset >= 1; offset /= 2) {
+    for (int l = 0; l < offset; ++l) sums[l] = sums[l] + sums[l + offset];
+  }
+  return sums[0] / static_cast<float>(dim);
+}
+
+template <typename Optimizer>
+inline void StepColumns(const float* hyper_values, const float* __restrict gradient, float* __restrict row,
+                        float* __restrict first, float* __restrict second, int32_t dim) {
+  float hyper[kNumHyper];
+  std::memcpy(hyper, hyper_values, sizeof(hyper));
+  for (int32_t c = 0; c < dim; ++c) {
+    float unused_first = 0.0f, unused_second = 0.0f;
+    Optimizer::Step(hyper, gradient[c], row[c], Optimizer::kNumStates > 0 ? first[c] : unused_first,
+                    Optimizer::kNumStates > 1 ? second[c] : unused_second);
+  }
+}
+
+JAXSOK_CPU_CLONES void StepSgd(const float* hyper, const float* gradient, float* row, int32_t dim) {
+  StepColumns<Sgd>(hyper, gradient, row, nullptr, nullptr, dim);
+}
+
+JAXSOK_CPU_CLONES void StepAdagrad(const float* hyper, const float* gradient, float* row, float* sum, int32_t dim) {
+  StepColumns<Adagrad>(hyper, gradient, row, sum, nullptr, dim);
+}
+
+JAXSOK_CPU_CLONES void StepAdam(const float* hyper, const float* gradient, float* row, float* m, float* v,
+                                int32_t dim) {
+  StepColumns<Adam>(hyper, gradient, row, m, v, dim);
+}
+
+JAXSOK_CPU_CLONES void StepRowwiseAdagrad(const float* hyper, const float* __restrict gradient, float* __restrict row,
+                                          float* sum, int32_t dim) {
+  *sum = *sum + MeanSquare(gradient, dim);
+  const float scale = RowwiseAdagrad::Scale(hyper, *sum);
+  for (int32_t c = 0; c < dim; ++c) row[c] = row[c] - scale * gradient[c];
+}
+
+void StepRow(int32_t optimizer, const float* hyper, const float* gradient, float* row, float* first, float* second,
+             int32_t dim) {
+  switch (optimizer) {
+    case kOptimizerSgd:
+      return StepSgd(hyper, gradient, row, dim);
+    case kOptimizerAdagrad:
+      return StepAdagrad(hyper, gradient, row, first, dim);
+    case kOptimizerRowwiseAdagrad:
+      return StepRowwiseAdagrad(hyper, gradient, row, first, dim);
+    default:
+      return StepAdam(hyper, gradient, row, first, second, dim);
+  }
+}
+
+/// The states' widths as each optimizer wants them.
+LaunchError CheckStates(int32_t optimizer, const StateView& states, int32_t dim) {
+  int32_t num_states = 0, width = dim;
+  switch (optimizer) {
+    case kOptimizerSgd:
+      num_states = Sgd::kNumStates;
+      break;
+    case kOptimizerAdagrad:
+      num_states = Adagrad::kNumStates;
+      break;
+    case kOptimizerRowwiseAdagrad:
+      num_states = RowwiseAdagrad::kNumStates;
+      width = 1;
+      break;
+    case kOptimizerAdam:
+      num_states = Adam::kNumStates;
+      break;
+    default:
+      return "optimizer: unknown";
+  }
+  if (states.num_states != num_states) return "states: not as many as the optimizer has";
+  for (int32_t k = 0; k < num_states; ++k) {
+    if (states.width[k] != width) return "states: not as wide as the optimizer's";
+  }
+  return nullptr;
+}
+
+struct StorePositions {
+  const uint64_t* keys;
+  const uint32_t* row_ids;
+  uint32_t capacity;
+
+  bool IsPadding(int64_t i) const { return keys[i] == kPaddingKey; }
+  uint32_t Row(int64_t i) const { return row_ids[i] < capacity ? row_ids[i] : kNoRow; }
+};
+
+/// Keys in bags of a stale feature that had a row.
+int32_t CountStale(const FeatureView& feature, const StorePositions& positions) {
+  int32_t num_stale = 0;
+  const int64_t end = feature.BagBegin(feature.num_bags);
+  for (int64_t i = feature.BagBegin(0); i < end; ++i) {
+    num_stale += !positions.IsPadding(i) && positions.Row(i) != kNoRow ? 1 : 0;
+  }
+  return num_stale;
+}
+
+}  // namespace
+
+LaunchError LaunchUpdate(Stream stream, const StoreView& store, const StateView& states, const UpdateSpec& spec,
+                         const float* hyper, const uint32_t* generations, const BatchView& batch,
+                         const uint32_t* row_ids, const float* const* gradients, int32_t* num_nonfinite,
+                         int32_t* num_stale, void* workspace) {
+  const int32_t dim = store.dim;
+  if (dim < 1 || dim > kMaxDim) return "rows: dim must be 1 to kMaxDim";
+  if (LaunchError error = CheckStates(spec.optimizer, states, dim)) return error;
+  const BagFeatures bags(stream, batch);
+  if (bags.error() != nullptr) return bags.error();
+  const StorePositions positions = {batch.keys, row_ids, store.capacity};
+  std::fill_n(num_nonfinite, store.num_tables, 0);
+  *num_stale = 0;
+  std::vector<char> is_live(batch.num_features, 0);
+  for (const FeatureView& feature : bags.features()) {
+    is_live[feature.number] = generations[feature.plan] == store.counters[kGeneration];
+    if (!is_live[feature.number]) *num_stale += CountStale(feature, positions);
+  }
+
+  const auto state_of = [&](int k, uint32_t row) {
+    return k < states.num_states ? states.data[k].At(store.starts, row, states.width[k]) : nullptr;
+  };
+  const auto fetch = [&](uint32_t row) {
+    PrefetchRow(store.rows.At(store.starts, row, dim), dim);
+    for (int k = 0; k < states.num_states; ++k) PrefetchRow(state_of(k, row), states.width[k]);
+  };
+  const auto step = [&](uint32_t row, float* gradient, int64_t num_uses) {
+    if (spec.row_gradient != kRowGradientSum) ScaleRow(gradient, RowGradientScale(spec.row_gradient, num_uses), dim);
+    if (!IsFiniteRow(gradient, dim)) {
+      const uint32_t table = store.records.At(store.starts, row, 1)->table;
+      if (table < static_cast<uint32_t>(store.num_tables)) AddAtomically(&num_nonfinite[table], 1);
+      return;
+    }
+    StepRow(spec.optimizer, hyper, gradient, store.rows.At(store.starts, row, dim), state_of(0, row), state_of(1, row),
+            dim);
+  };
+  const int64_t num_rows = std::max<int64_t>(1, std::min(store.counters[kNumAllocated], store.capacity));
+  ForEachRowGradient(stream, bags, is_live, gradients, batch.num_keys, dim, num_rows, positions, fetch, step,
+                     workspace);
+  return nullptr;
+}
+
+}  // namespace jaxsok

@@ -1,0 +1,811 @@
+// The CPU launchers against plain loops over a std::map, to the bit, with 1, 2 and 5 threads.
+//
+// The model knows the launchers' contracts and core/initialize.h and row_update.h's closed forms, but none of the
+// index, the plans, the sort or the loops that it judges.
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <map>
+#include <utility>
+
+#include "../core/initialize.h"
+#include "../core/probe.h"
+#include "../kernels/combine.h"
+#include "../kernels/plan.h"
+#include "../kernels/update.h"
+#include "testing.h"
+
+namespace jaxsok {
+namespace {
+
+using Pair = std::pair<uint32_t, uint64_t>;  // table, key
+using Line = std::vector<float>;
+
+/// A store's arrays, in slabs.
+struct Store {
+  int32_t dim, num_tables, num_states;
+  std::vector<uint32_t> slab_rows;
+  Memory index_memory;
+  std::vector<std::vector<float>> rows;
+  std::vector<std::vector<Record>> records;
+  std::vector<std::vector<float>> states[kMaxStates];
+  std::vector<uint32_t> counters, table_rows, tables, seed;
+  StoreView view{};
+  StateView state_view{};
+
+  Store(int32_t dim_, int32_t num_tables_, std::vector<uint32_t> slabs, uint32_t num_buckets, int num_states_,
+        int32_t width)
+      : dim(dim_),
+        num_tables(num_tables_),
+        num_states(num_states_),
+        slab_rows(std::move(slabs)),
+        index_memory(num_buckets * sizeof(Bucket)),
+        counters(kNumCounters, 0),
+        table_rows(num_tables_, 0),
+        tables(static_cast<size_t>(num_tables_) * kNumTableWords, 0),
+        seed{7, 9} {
+    std::memset(index_memory.get(), 0xff, num_buckets * sizeof(Bucket));
+    for (int t = 0; t < num_tables; ++t) {
+      uint32_t* words = &tables[static_cast<size_t>(t) * kNumTableWords];
+      words[kTableNameLow] = 1000u + static_cast<uint32_t>(t);
+      words[kTableNameHigh] = 77;
+      words[kTableInitializer] = static_cast<uint32_t>(t % 4);
+      words[kTableParameterA] = BitsOfFloat(-0.5f);
+      words[kTableParameterB] = BitsOfFloat(0.25f);
+    }
+    counters[kSaltLow] = 123;
+    view.index = {static_cast<Bucket*>(index_memory.get()), num_buckets};
+    view.starts.num_slabs = static_cast<int32_t>(slab_rows.size());
+    state_view.num_states = num_states;
+    for (size_t s = 0; s < slab_rows.size(); ++s) {
+      view.starts.start[s] = view.capacity;
+      view.capacity += slab_rows[s];
+      rows.emplace_back(static_cast<size_t>(slab_rows[s]) * dim, -99.0f);
+      records.emplace_back(slab_rows[s], Record{kPaddingKey, 0, 0});
+    }
+    for (int k = 0; k < num_states; ++k) {
+      state_view.width[k] = width;
+      state_view.initial[k] = 0.1f + static_cast<float>(k);
+      for (const uint32_t n : slab_rows) {
+        states[k].emplace_back(static_cast<size_t>(n) * width, state_view.initial[k]);
+      }
+    }
+    for (size_t s = 0; s < slab_rows.size(); ++s) {
+      view.rows.data[s] = rows[s].data();
+      view.records.data[s] = records[s].data();
+      for (int k = 0; k < num_states; ++k) state_view.data[k].data[s] = states[k][s].data();
+    }
+    view.counters = counters.data();
+    view.table_rows = table_rows.data();
+    view.tables = tables.data();
+    view.seed = seed.data();
+    view.dim = dim;
+    view.num_tables = num_tables;
+  }
+
+  Line RowAt(uint32_t row_id) const {
+    const float* row = view.rows.At(view.starts, row_id, dim);
+    return Line(row, row + dim);
+  }
+};
+
+/// A batch's arrays.
+struct Batch {
+  std::vector<uint64_t> keys;
+  std::vector<int32_t> offsets, features;
+  std::vector<float> weights;
+  std::vector<std::vector<std::pair<int64_t, int64_t>>> bags;  // by feature: positions [first, second)
+  int32_t num_tiles = 0;
+
+  int32_t Word(int f, FeatureWord word) const { return features[static_cast<size_t>(f) * kNumFeatureWords + word]; }
+  int num_features() const { return static_cast<int>(bags.size()); }
+  BatchView View() const {
+    BatchView view{};
+    view.keys = keys.data();
+    view.offsets = offsets.data();
+    view.weights = weights.data();
+    view.features = features.data();
+    view.num_keys = static_cast<int64_t>(keys.size());
+    view.num_features = num_features();
+    view.num_tiles = num_tiles;
+    return view;
+  }
+  bool IsWeighted(int f) const { return Word(f, kFeatureWeightsStart) >= 0; }
+  float WeightAt(int f, int64_t i) const {
+    return IsWeighted(f) ? weights[Word(f, kFeatureWeightsStart) + i - Word(f, kFeatureKeyStart)] : 1.0f;
+  }
+};
+
+uint64_t RandomKey(Random& random, uint32_t num_distinct) {
+  const uint32_t kind = random.Below(20);
+  if (kind == 0) return kPaddingKey;
+  if (kind == 1) return kPaddingKey - 1 - random.Below(2);
+  const uint64_t key = random.Below(num_distinct);
+  return kind == 2 ? key << 32 : kind < 9 ? key % 5 : key;
+}
+
+void AddFeature(Batch& batch, Random& random, int32_t num_tables, uint32_t num_distinct, int32_t combiner,
+                uint32_t most_bags, bool may_be_wrong) {
+  const int32_t key_start = static_cast<int32_t>(batch.keys.size());
+  const int32_t num_bags = static_cast<int32_t>(random.Below(most_bags));
+  const bool is_ragged = combiner != kCombinerNone && random.Below(2) == 0;
+  const int32_t hotness = combiner == kCombinerNone ? 1 : static_cast<int32_t>(1 + random.Below(4));
+  const int32_t offsets_start = static_cast<int32_t>(batch.offsets.size());
+  std::vector<std::pair<int64_t, int64_t>> bags;
+  int32_t num_keys = num_bags * hotness;
+  if (is_ragged) {
+    int32_t offset = static_cast<int32_t>(random.Below(3));
+    for (int32_t b = 0; b <= num_bags; ++b) {
+      batch.offsets.push_back(offset);
+      offset += static_cast<int32_t>(random.Below(10) == 0 ? random.Below(90) : random.Below(4));
+    }
+    num_keys = batch.offsets.back() + static_cast<int32_t>(random.Below(5));
+    if (may_be_wrong) {
+      for (int32_t b = 0; b <= num_bags; ++b) {
+        if (random.Below(8) == 0) batch.offsets[offsets_start + b] = static_cast<int32_t>(random.Next());
+      }
+    }
+    int32_t highest = 0;
+    for (int32_t b = 0; b <= num_bags; ++b) {
+      const int32_t before = highest;
+      highest = std::max(highest, std::min(batch.offsets[offsets_start + b], num_keys));
+      if (b > 0) bags.emplace_back(key_start + before, key_start + highest);
+    }
+  } else {
+    if (combiner != kCombinerNone) num_keys += static_cast<int32_t>(random.Below(3));
+    for (int32_t b = 0; b < num_bags; ++b) {
+      bags.emplace_back(key_start + b * hotness, key_start + (b + 1) * hotness);
+    }
+  }
+  const bool weighted = combiner != kCombinerNone && random.Below(2) == 0;
+  const int32_t weights_start = weighted ? static_cast<int32_t>(batch.weights.size()) : -1;
+  for (int32_t i = 0; i < num_keys; ++i) {
+    batch.keys.push_back(RandomKey(random, num_distinct));
+    if (weighted) batch.weights.push_back(random.Below(4) == 0 ? 0.0f : random.Uniform());
+  }
+  std::vector<int32_t> words(kNumFeatureWords, 0);
+  words[kFeatureTable] = static_cast<int32_t>(random.Below(static_cast<uint32_t>(num_tables)));
+  words[kFeatureCombiner] = combiner;
+  words[kFeatureKeyStart] = key_start;
+  words[kFeatureNumKeys] = num_keys;
+  words[kFeatureNumBags] = num_bags;
+  words[kFeatureHotness] = is_ragged ? 0 : hotness;
+  words[kFeatureOffsetsStart] = offsets_start;
+  words[kFeatureWeightsStart] = weights_start;
+  words[kFeatureTileStart] = batch.num_tiles;
+  words[kFeatureUnknown] = static_cast<int32_t>(random.Below(2));
+  words[kFeaturePlan] = static_cast<int32_t>(random.Below(2));
+  batch.features.insert(batch.features.end(), words.begin(), words.end());
+  batch.num_tiles += CeilDiv(num_bags, kBagsPerTile);
+  batch.bags.push_back(std::move(bags));
+}
+
+Batch RandomBatch(Random& random, int32_t num_tables, uint32_t num_distinct, uint32_t most_bags) {
+  Batch batch;
+  const int num_features = static_cast<int>(1 + random.Below(6));
+  const bool may_be_wrong = random.Below(3) == 0;
+  for (int f = 0; f < num_features; ++f) {
+    AddFeature(batch, random, num_tables, num_distinct, static_cast<int32_t>(random.Below(4)), most_bags, may_be_wrong);
+  }
+  return batch;
+}
+
+/// The meaning of the store: a map, freed ids in order, rows and states by row id.
+struct Model {
+  std::map<Pair, uint32_t> row_ids;
+  std::vector<uint32_t> freed;
+  uint32_t num_allocated = 0, capacity = 0, generation = 0;
+  std::vector<Line> rows, states[kMaxStates];
+
+  explicit Model(const Store& store) : capacity(store.view.capacity), rows(capacity) {
+    for (uint32_t r = 0; r < capacity; ++r) rows[r] = store.RowAt(r);
+    for (int k = 0; k < store.num_states; ++k) {
+      states[k].assign(capacity, Line(store.state_view.width[k], store.state_view.initial[k]));
+    }
+  }
+};
+
+Line InitialRow(const Store& store, uint32_t table, uint64_t key) {
+  const RowInitializer initializer = RowInitializer::Of(&store.tables[table * kNumTableWords], store.seed.data(), key);
+  Line row(store.dim);
+  for (int c = 0; c < store.dim; ++c) row[c] = initializer.At(static_cast<uint32_t>(c));
+  return row;
+}
+
+/// The row of a pair, kNoRow when refused; counts it.
+uint32_t ModelInsert(Model& model, const Store& store, uint32_t table, uint64_t key, std::vector<int32_t>& counts) {
+  const auto found = model.row_ids.find({table, key});
+  if (found != model.row_ids.end()) {
+    ++counts[table * kNumCounts + kCountFound];
+    return found->second;
+  }
+  uint32_t row_id;
+  if (!model.freed.empty()) {
+    row_id = model.freed.front();
+    model.freed.erase(model.freed.begin());
+  } else if (model.num_allocated < model.capacity) {
+    row_id = model.num_allocated++;
+  } else {
+    ++counts[table * kNumCounts + kCountRefused];
+    return kNoRow;
+  }
+  model.row_ids[{table, key}] = row_id;
+  model.rows[row_id] = InitialRow(store, table, key);
+  ++counts[table * kNumCounts + kCountInserted];
+  return row_id;
+}
+
+void CheckState(const Store& store, const Model& model, uint64_t seed) {
+  JAXSOK_CHECK_SEED(store.counters[kNumAllocated] == model.num_allocated, seed);
+  JAXSOK_CHECK_SEED(store.counters[kGeneration] == model.generation, seed);
+  JAXSOK_CHECK_SEED(store.counters[kNumUnplaced] == 0, seed);
+  std::vector<uint32_t> freed;
+  for (uint32_t j = store.counters[kFreeBegin]; j < store.counters[kFreeEnd]; ++j) {
+    freed.push_back(store.view.records.At(store.view.starts, j, 1)->free_id);
+  }
+  JAXSOK_CHECK_SEED(IsSame(freed, model.freed), seed);
+  std::vector<uint32_t> table_rows(store.num_tables, 0);
+  std::vector<char> is_used(model.capacity, 0);
+  for (const auto& [pair, row_id] : model.row_ids) {
+    ++table_rows[pair.first];
+    is_used[row_id] = 1;
+    const Record* record = store.view.records.At(store.view.starts, row_id, 1);
+    JAXSOK_CHECK_SEED(record->key == pair.second && record->table == pair.first, seed);
+    const ProbeResult walk = Probe(store.view.index, pair.second, pair.first, 123);
+    JAXSOK_CHECK_SEED(walk.row_id == row_id, seed);
+    JAXSOK_CHECK_SEED(static_cast<uint32_t>(walk.num_probes) <= store.counters[kLongestProbe], seed);
+  }
+  JAXSOK_CHECK_SEED(IsSame(table_rows, store.table_rows), seed);
+  size_t num_entries = 0;
+  for (uint32_t e = 0; e < store.view.index.num_buckets * kEntriesPerBucket; ++e) {
+    num_entries += store.view.index.EntryAt(e)->key != kPaddingKey;
+  }
+  JAXSOK_CHECK_SEED(num_entries == model.row_ids.size(), seed);
+  for (uint32_t r = 0; r < model.capacity; ++r) {
+    JAXSOK_CHECK_SEED(IsSame(store.RowAt(r), model.rows[r]), seed);
+    JAXSOK_CHECK_SEED(is_used[r] || store.view.records.At(store.view.starts, r, 1)->key == kPaddingKey, seed);
+    for (int k = 0; k < store.num_states; ++k) {
+      const float* state = store.state_view.data[k].At(store.view.starts, r, store.state_view.width[k]);
+      JAXSOK_CHECK_SEED(IsSame(Line(state, state + store.state_view.width[k]), model.states[k][r]), seed);
+    }
+  }
+}
+
+/// What each position of a bag is multiplied by: the forward's divisor as its inverse (1 without one; 0: all is 0).
+float ModelScale(const Batch& batch, int f, std::pair<int64_t, int64_t> bag, const std::vector<char>& is_padding) {
+  const int32_t combiner = batch.Word(f, kFeatureCombiner);
+  if (combiner != kCombinerMean && combiner != kCombinerSqrtn) return 1.0f;
+  float divisor = 0.0f;
+  for (int64_t i = bag.first; i < bag.second; ++i) {
+    if (is_padding[i]) continue;
+    const float w = batch.WeightAt(f, i);
+    divisor = divisor + (combiner == kCombinerSqrtn ? w * w : w);
+  }
+  if (combiner == kCombinerSqrtn) divisor = std::sqrt(divisor);
+  return divisor == 0.0f ? 0.0f : 1.0f / divisor;
+}
+
+/// The embeddings of one feature, given the row of each position.
+template <typename RowOf>
+std::vector<float> ModelCombine(const Batch& batch, int f, int32_t dim, const std::vector<char>& is_padding,
+                                const RowOf& row_of) {
+  std::vector<float> embeddings;
+  const int32_t combiner = batch.Word(f, kFeatureCombiner);
+  for (const auto& bag : batch.bags[f]) {
+    Line sum(dim, 0.0f);
+    bool is_first = true;
+    for (int64_t i = bag.first; i < bag.second; ++i) {
+      if (is_padding[i]) continue;
+      const Line row = row_of(i);
+      for (int c = 0; c < dim; ++c) {
+        const float term = batch.IsWeighted(f) ? batch.WeightAt(f, i) * row[c] : row[c];
+        sum[c] = is_first ? term : sum[c] + term;
+      }
+      is_first = false;
+    }
+    const float scale = ModelScale(batch, f, bag, is_padding);
+    const bool is_divided = combiner == kCombinerMean || combiner == kCombinerSqrtn;
+    for (float& value : sum) value = !is_divided ? value : scale == 0.0f ? 0.0f : value * scale;
+    embeddings.insert(embeddings.end(), sum.begin(), sum.end());
+  }
+  return embeddings;
+}
+
+/// The uses of each row, in the order of positions: (factor, gradient).
+using Uses = std::map<uint32_t, std::vector<Line>>;
+
+template <typename RowOf>
+void ModelUses(const Batch& batch, int f, int32_t dim, const std::vector<char>& is_padding, const RowOf& row_of,
+               const std::vector<float>& gradients, Uses& uses) {
+  const int32_t combiner = batch.Word(f, kFeatureCombiner);
+  const bool is_divided = combiner == kCombinerMean || combiner == kCombinerSqrtn;
+  for (size_t b = 0; b < batch.bags[f].size(); ++b) {
+    const auto bag = batch.bags[f][b];
+    const float scale = ModelScale(batch, f, bag, is_padding);
+    if (scale == 0.0f) continue;
+    for (int64_t i = bag.first; i < bag.second; ++i) {
+      if (is_padding[i] || row_of(i) == kNoRow) continue;
+      float factor = 1.0f;
+      if (batch.IsWeighted(f)) factor = is_divided ? batch.WeightAt(f, i) * scale : batch.WeightAt(f, i);
+      if (!batch.IsWeighted(f) && is_divided) factor = scale;
+      Line use(gradients.begin() + b * dim, gradients.begin() + (b + 1) * dim);
+      if (batch.IsWeighted(f) || is_divided) {
+        for (float& value : use) value = factor * value;
+      }
+      uses[row_of(i)].push_back(use);
+    }
+  }
+}
+
+Line Sum(const std::vector<Line>& lines, size_t begin, size_t end, size_t step) {
+  Line sum = lines[begin];
+  for (size_t i = begin + step; i < end; i += step) {
+    for (size_t c = 0; c < sum.size(); ++c) sum[c] = sum[c] + lines[i][c];
+  }
+  return sum;
+}
+
+Line ModelSum(const std::vector<Line>& uses) {
+  std::vector<Line> chunks;
+  for (size_t i = 0; i < uses.size(); i += 32) chunks.push_back(Sum(uses, i, std::min(i + 32, uses.size()), 1));
+  if (chunks.size() == 1) return chunks[0];
+  std::vector<Line> lanes;
+  for (size_t l = 0; l < 32; ++l) {
+    lanes.push_back(l < chunks.size() ? Sum(chunks, l, chunks.size(), 32) : Line(uses[0].size(), 0.0f));
+  }
+  for (size_t half = 16; half >= 1; half /= 2) {
+    for (size_t l = 0; l < half; ++l) lanes[l] = Sum({lanes[l], lanes[l + half]}, 0, 2, 1);
+  }
+  return lanes[0];
+}
+
+float ModelMeanSquare(const Line& gradient) {
+  const int dim = static_cast<int>(gradient.size());
+  const LaneShape shape = LaneShape::Of(dim);
+  std::vector<float> lanes(shape.lanes, 0.0f);
+  for (int l = 0; l < shape.lanes; ++l) {
+    for (int k = 0; (l + k * shape.lanes) * shape.vector < dim; ++k) {
+      for (int v = 0; v < shape.vector; ++v) {
+        const float g = gradient[(l + k * shape.lanes) * shape.vector + v];
+        lanes[l] = lanes[l] + g * g;
+      }
+    }
+  }
+  for (int offset = shape.lanes / 2; offset >= 1; offset /= 2) {
+    const std::vector<float> old = lanes;
+    for (int l = 0; l < shape.lanes; ++l) lanes[l] = old[l] + old[l ^ offset];
+  }
+  return lanes[0] / static_cast<float>(dim);
+}
+
+/// Closed forms, not core's functions.
+void ModelStep(int optimizer, const float* h, const Line& g, Line& row, Line* first, Line* second) {
+  float rowwise_scale = 0.0f;
+  if (optimizer == kOptimizerRowwiseAdagrad) {
+    (*first)[0] = (*first)[0] + ModelMeanSquare(g);
+    rowwise_scale = h[0] / (std::sqrt((*first)[0]) + h[1]);
+  }
+  for (size_t c = 0; c < row.size(); ++c) {
+    if (optimizer == kOptimizerSgd) row[c] = row[c] - h[0] * g[c];
+    if (optimizer == kOptimizerRowwiseAdagrad) row[c] = row[c] - rowwise_scale * g[c];
+    if (optimizer == kOptimizerAdagrad) {
+      (*first)[c] = (*first)[c] + g[c] * g[c];
+      const float inverse = (*first)[c] > 0.0f ? 1.0f / std::sqrt((*first)[c] + h[1]) : 0.0f;
+      row[c] = row[c] - h[0] * (g[c] * inverse);
+    }
+    if (optimizer == kOptimizerAdam) {
+      (*first)[c] = h[1] * (*first)[c] + h[6] * g[c];
+      (*second)[c] = h[2] * (*second)[c] + h[7] * (g[c] * g[c]);
+      row[c] = row[c] - h[0] * (((*first)[c] / h[4]) / (std::sqrt((*second)[c] / h[5]) + h[3]));
+    }
+  }
+}
+
+std::vector<char> PaddingOf(const Batch& batch) {
+  std::vector<char> is_padding(batch.keys.size());
+  for (size_t i = 0; i < batch.keys.size(); ++i) is_padding[i] = batch.keys[i] == kPaddingKey;
+  return is_padding;
+}
+
+/// Room for the embeddings of a batch, with what must be overwritten in it.
+struct Embeddings {
+  std::vector<std::vector<float>> values;
+  std::vector<float*> pointers;
+  Embeddings(const Batch& batch, int32_t dim) {
+    for (const auto& bags : batch.bags) values.emplace_back(bags.size() * dim, 55.0f);
+    for (auto& value : values) pointers.push_back(value.data());
+  }
+};
+
+/// One walk of lookups, updates and erasures on one store.
+class Machine {
+ public:
+  Machine(uint64_t seed, int num_threads)
+      : seed_(seed),
+        random_(seed),
+        executor_(num_threads),
+        optimizer_(static_cast<int>(random_.Below(4))),
+        store_(MakeStore(random_, optimizer_)),
+        model_(store_) {}
+
+  void Run(int num_steps) {
+    for (int step = 0; step < num_steps; ++step) {
+      Batch batch = RandomBatch(random_, store_.num_tables, 300, random_.Below(4) == 0 ? 700 : 60);
+      Lookup(batch);
+      if (random_.Below(2) == 0) Find(batch);
+      Update(batch);
+      CheckState(store_, model_, seed_);
+      if (random_.Below(3) == 0) FindOrInsert();
+      if (random_.Below(3) == 0) Erase();
+      if (random_.Below(5) == 0) JAXSOK_CHECK_SEED(LaunchRebuild(&executor_, store_.view, Workspace(1 << 20)) == nullptr, seed_);
+      CheckState(store_, model_, seed_);
+    }
+  }
+
+  const Store& store() const { return store_; }
+
+ private:
+  static Store MakeStore(Random& random, int optimizer) {
+    constexpr int32_t kDims[] = {1, 3, 4, 5, 8, 16, 31, 64, 100, 132};
+    const int32_t dim = kDims[random.Below(10)];
+    const int num_states = optimizer == kOptimizerAdam ? 2 : optimizer == kOptimizerSgd ? 0 : 1;
+    std::vector<uint32_t> slabs = {40 + random.Below(200)};
+    for (uint32_t s = random.Below(4); s > 0; --s) slabs.push_back(1 + random.Below(300));
+    return Store(dim, static_cast<int32_t>(1 + random.Below(5)), slabs, 400, num_states,
+                 optimizer == kOptimizerRowwiseAdagrad ? 1 : dim);
+  }
+
+  void* Workspace(int64_t bytes) {
+    workspace_.push_back(Memory(static_cast<size_t>(bytes)));
+    return workspace_.back().get();
+  }
+
+  void Lookup(const Batch& batch) {
+    const int32_t dim = store_.dim;
+    std::vector<int32_t> counts(store_.num_tables * kNumCounts, -7), wanted(store_.num_tables * kNumCounts, 0);
+    row_ids_.assign(batch.keys.size(), 12345);
+    Embeddings embeddings(batch, dim);
+    JAXSOK_CHECK_SEED(LaunchLookup(&executor_, store_.view, batch.View(), embeddings.pointers.data(), row_ids_.data(),
+                                   counts.data(), Workspace(InsertWorkspaceBytes(batch.keys.size()))) == nullptr,
+                      seed_);
+    std::vector<uint32_t> row_ids(batch.keys.size(), kNoRow);
+    for (int f = 0; f < batch.num_features(); ++f) {
+      const uint32_t table = static_cast<uint32_t>(batch.Word(f, kFeatureTable));
+      int32_t num_used = 0;
+      for (const auto& bag : batch.bags[f]) {
+        for (int64_t i = bag.first; i < bag.second; ++i) {
+          if (batch.keys[i] == kPaddingKey) continue;
+          ++num_used;
+          row_ids[i] = ModelInsert(model_, store_, table, batch.keys[i], wanted);
+        }
+      }
+      wanted[table * kNumCounts + kCountPadding] += batch.Word(f, kFeatureNumKeys) - num_used;
+    }
+    JAXSOK_CHECK_SEED(IsSame(counts, wanted), seed_);
+    JAXSOK_CHECK_SEED(IsSame(row_ids, row_ids_), seed_);
+    const auto row_of = [&](int f) {
+      return [&, f](int64_t i) {
+        const uint32_t table = static_cast<uint32_t>(batch.Word(f, kFeatureTable));
+        return row_ids[i] == kNoRow ? InitialRow(store_, table, batch.keys[i]) : model_.rows[row_ids[i]];
+      };
+    };
+    for (int f = 0; f < batch.num_features(); ++f) {
+      JAXSOK_CHECK_SEED(IsSame(embeddings.values[f], ModelCombine(batch, f, dim, PaddingOf(batch), row_of(f))), seed_);
+    }
+    Embeddings planned(batch, dim);
+    std::vector<int32_t> planned_counts(wanted.size(), -7);
+    LaunchLookupPlanned(&executor_, store_.view, batch.View(), row_ids_.data(), planned.pointers.data(),
+                        planned_counts.data());
+    for (int f = 0; f < batch.num_features(); ++f) {
+      JAXSOK_CHECK_SEED(IsSame(embeddings.values[f], planned.values[f]), seed_);
+    }
+    for (int t = 0; t < store_.num_tables; ++t) {
+      wanted[t * kNumCounts + kCountFound] += wanted[t * kNumCounts + kCountInserted];
+      wanted[t * kNumCounts + kCountInserted] = 0;
+    }
+    JAXSOK_CHECK_SEED(IsSame(planned_counts, wanted), seed_);
+  }
+
+  void Find(Batch batch) {
+    for (uint64_t& key : batch.keys) {
+      if (random_.Below(4) == 0) key = RandomKey(random_, 1000);
+    }
+    std::vector<int32_t> counts(store_.num_tables * kNumCounts, -7), wanted(store_.num_tables * kNumCounts, 0);
+    Embeddings embeddings(batch, store_.dim);
+    JAXSOK_CHECK_SEED(LaunchLookupFind(&executor_, store_.view, batch.View(), embeddings.pointers.data(),
+                                       counts.data()) == nullptr,
+                      seed_);
+    for (int f = 0; f < batch.num_features(); ++f) {
+      const uint32_t table = static_cast<uint32_t>(batch.Word(f, kFeatureTable));
+      wanted[table * kNumCounts + kCountPadding] += batch.Word(f, kFeatureNumKeys);
+      const auto row_of = [&](int64_t i) {
+        --wanted[table * kNumCounts + kCountPadding];
+        const auto found = model_.row_ids.find({table, batch.keys[i]});
+        ++wanted[table * kNumCounts + (found != model_.row_ids.end() ? kCountFound : kCountMissing)];
+        if (found != model_.row_ids.end()) return model_.rows[found->second];
+        return batch.Word(f, kFeatureUnknown) != 0 ? Line(store_.dim, 0.0f) : InitialRow(store_, table, batch.keys[i]);
+      };
+      const auto wanted_embeddings = ModelCombine(batch, f, store_.dim, PaddingOf(batch), row_of);
+      JAXSOK_CHECK_SEED(IsSame(embeddings.values[f], wanted_embeddings), seed_);
+    }
+    JAXSOK_CHECK_SEED(IsSame(counts, wanted), seed_);
+  }
+
+  void Update(const Batch& batch) {
+    const int32_t dim = store_.dim;
+    const uint32_t generations[] = {model_.generation, random_.Below(3) == 0 ? model_.generation + 1 : model_.generation};
+    const UpdateSpec spec = {optimizer_, static_cast<int32_t>(random_.Below(3))};
+    const float hyper[kNumHyper] = {0.1f, 0.9f, 0.99f, 1e-6f, 0.3f, 0.2f, 0.1f, 0.01f};
+    std::vector<uint32_t> row_ids = row_ids_;
+    for (uint32_t& row_id : row_ids) {
+      if (random_.Below(40) == 0) row_id = store_.view.capacity + random_.Below(1000);
+    }
+    std::vector<std::vector<float>> gradients;
+    std::vector<const float*> pointers;
+    for (const auto& bags : batch.bags) {
+      gradients.emplace_back(bags.size() * dim);
+      for (float& g : gradients.back()) g = random_.Below(3) == 0 ? -0.0f : random_.Uniform();
+      if (!bags.empty() && random_.Below(2) == 0) {
+        gradients.back()[random_.Below(static_cast<uint32_t>(gradients.back().size()))] =
+            random_.Below(2) == 0 ? std::numeric_limits<float>::infinity() : std::nanf("");
+      }
+    }
+    for (const auto& gradient : gradients) pointers.push_back(gradient.data());
+    std::vector<int32_t> num_nonfinite(store_.num_tables, -3), wanted_nonfinite(store_.num_tables, 0);
+    int32_t num_stale = -3, wanted_stale = 0;
+    JAXSOK_CHECK_SEED(
+        LaunchUpdate(&executor_, store_.view, store_.state_view, spec, hyper, generations, batch.View(), row_ids.data(),
+                     pointers.data(), num_nonfinite.data(), &num_stale,
+                     Workspace(UpdateWorkspaceBytes(batch.keys.size(), dim))) == nullptr,
+        seed_);
+    Uses uses;
+    const auto row_of = [&](int64_t i) { return row_ids[i] < model_.capacity ? row_ids[i] : kNoRow; };
+    for (int f = 0; f < batch.num_features(); ++f) {
+      if (generations[batch.Word(f, kFeaturePlan)] == model_.generation) {
+        ModelUses(batch, f, dim, PaddingOf(batch), row_of, gradients[f], uses);
+        continue;
+      }
+      for (const auto& bag : batch.bags[f]) {
+        for (int64_t i = bag.first; i < bag.second; ++i) wanted_stale += batch.keys[i] != kPaddingKey && row_of(i) != kNoRow;
+      }
+    }
+    std::map<uint32_t, uint32_t> table_of;
+    for (const auto& [pair, row_id] : model_.row_ids) table_of[row_id] = pair.first;
+    for (const auto& [row_id, lines] : uses) {
+      Line gradient = ModelSum(lines);
+      const float n = static_cast<float>(lines.size());
+      if (spec.row_gradient != kRowGradientSum) {
+        for (float& g : gradient) g = g * (spec.row_gradient == kRowGradientMean ? 1.0f / n : 1.0f / std::sqrt(n));
+      }
+      if (!std::all_of(gradient.begin(), gradient.end(), [](float g) { return std::isfinite(g); })) {
+        ++wanted_nonfinite[table_of[row_id]];
+        continue;
+      }
+      ModelStep(optimizer_, hyper, gradient, model_.rows[row_id], store_.num_states > 0 ? &model_.states[0][row_id] : nullptr,
+                store_.num_states > 1 ? &model_.states[1][row_id] : nullptr);
+    }
+    JAXSOK_CHECK_SEED(IsSame(num_nonfinite, wanted_nonfinite), seed_);
+    JAXSOK_CHECK_SEED(num_stale == wanted_stale, seed_);
+  }
+
+  void RandomPairs(size_t n) {
+    keys_.clear();
+    table_ids_.clear();
+    for (size_t i = 0; i < n; ++i) {
+      keys_.push_back(RandomKey(random_, 300));
+      const uint32_t kind = random_.Below(30);
+      table_ids_.push_back(kind == 0 ? random_.Next() : random_.Below(static_cast<uint32_t>(store_.num_tables)));
+    }
+  }
+
+  void FindOrInsert() {
+    RandomPairs(random_.Below(3000));
+    const int64_t n = static_cast<int64_t>(keys_.size());
+    std::vector<int32_t> counts(store_.num_tables * kNumCounts, -7), wanted(store_.num_tables * kNumCounts, 0);
+    std::vector<uint32_t> row_ids(n, 5), found(n, 5), wanted_ids(n, kNoRow), wanted_found(n, kNoRow);
+    LaunchFind(&executor_, store_.view.index, store_.counters.data(), keys_.data(), table_ids_.data(), n, found.data());
+    for (int64_t i = 0; i < n; ++i) {
+      const auto entry = model_.row_ids.find({table_ids_[i], keys_[i]});
+      if (entry != model_.row_ids.end()) wanted_found[i] = entry->second;
+    }
+    JAXSOK_CHECK_SEED(IsSame(found, wanted_found), seed_);
+    LaunchFindOrInsert(&executor_, store_.view, keys_.data(), table_ids_.data(), n, row_ids.data(), counts.data(),
+                       Workspace(InsertWorkspaceBytes(n)));
+    for (int64_t i = 0; i < n; ++i) {
+      if (table_ids_[i] >= static_cast<uint32_t>(store_.num_tables)) continue;
+      if (keys_[i] == kPaddingKey) {
+        ++wanted[table_ids_[i] * kNumCounts + kCountPadding];
+      } else {
+        wanted_ids[i] = ModelInsert(model_, store_, table_ids_[i], keys_[i], wanted);
+      }
+    }
+    JAXSOK_CHECK_SEED(IsSame(row_ids, wanted_ids), seed_);
+    JAXSOK_CHECK_SEED(IsSame(counts, wanted), seed_);
+  }
+
+  void Erase() {
+    RandomPairs(random_.Below(200));
+    uint32_t num_erased = 77, wanted = 0;
+    LaunchErase(&executor_, store_.view, store_.state_view, keys_.data(), table_ids_.data(),
+                static_cast<int64_t>(keys_.size()), &num_erased, Workspace(RebuildWorkspaceBytes(store_.view.capacity)));
+    for (size_t i = 0; i < keys_.size(); ++i) {
+      const auto entry = model_.row_ids.find({table_ids_[i], keys_[i]});
+      if (entry == model_.row_ids.end()) continue;
+      model_.freed.push_back(entry->second);
+      for (int k = 0; k < store_.num_states; ++k) {
+        std::fill(model_.states[k][entry->second].begin(), model_.states[k][entry->second].end(),
+                  store_.state_view.initial[k]);
+      }
+      model_.row_ids.erase(entry);
+      ++wanted;
+    }
+    std::sort(model_.freed.begin(), model_.freed.end());
+    model_.generation += wanted != 0;
+    JAXSOK_CHECK_SEED(num_erased == wanted, seed_);
+  }
+
+  uint64_t seed_;
+  Random random_;
+  ThreadExecutor executor_;
+  int optimizer_;
+  Store store_;
+  Model model_;
+  std::vector<uint32_t> row_ids_;
+  std::vector<uint64_t> keys_;
+  std::vector<uint32_t> table_ids_;
+  std::vector<Memory> workspace_;
+};
+
+void TestPlan(uint64_t seed, int num_threads) {
+  Random random(seed);
+  ThreadExecutor executor(num_threads);
+  const Batch batch = RandomBatch(random, 3, 1 + random.Below(4000), random.Below(3) == 0 ? 20000 : 300);
+  const size_t n = batch.keys.size();
+  std::vector<uint64_t> unique(n, 1), wanted_unique;
+  std::vector<uint32_t> unique_tables(n, 1), wanted_tables;
+  std::vector<int32_t> inverse(n, 1), multiplicity(n, 1), wanted_inverse(n, static_cast<int32_t>(n)), wanted_multiplicity;
+  int32_t num_unique = -1;
+  Memory workspace(PlanWorkspaceBytes(n));
+  JAXSOK_CHECK_SEED(LaunchPlan(&executor, batch.View(),
+                               {unique.data(), unique_tables.data(), inverse.data(), multiplicity.data(), &num_unique},
+                               workspace.get()) == nullptr,
+                    seed);
+  std::map<Pair, int32_t> seen;
+  for (int f = 0; f < batch.num_features(); ++f) {
+    const uint32_t table = static_cast<uint32_t>(batch.Word(f, kFeatureTable));
+    for (const auto& bag : batch.bags[f]) {
+      for (int64_t i = bag.first; i < bag.second; ++i) {
+        if (batch.keys[i] == kPaddingKey) continue;
+        const auto [entry, is_new] = seen.insert({{table, batch.keys[i]}, static_cast<int32_t>(seen.size())});
+        if (is_new) {
+          wanted_unique.push_back(batch.keys[i]);
+          wanted_tables.push_back(table);
+          wanted_multiplicity.push_back(0);
+        }
+        wanted_inverse[i] = entry->second;
+        ++wanted_multiplicity[entry->second];
+      }
+    }
+  }
+  JAXSOK_CHECK_SEED(num_unique == static_cast<int32_t>(seen.size()), seed);
+  wanted_unique.resize(n, kPaddingKey);
+  wanted_tables.resize(n, 0);
+  wanted_multiplicity.resize(n, 0);
+  JAXSOK_CHECK_SEED(IsSame(unique, wanted_unique), seed);
+  JAXSOK_CHECK_SEED(IsSame(unique_tables, wanted_tables), seed);
+  JAXSOK_CHECK_SEED(IsSame(inverse, wanted_inverse), seed);
+  JAXSOK_CHECK_SEED(IsSame(multiplicity, wanted_multiplicity), seed);
+}
+
+void TestCombine(uint64_t seed, int num_threads) {
+  Random random(seed);
+  ThreadExecutor executor(num_threads);
+  const int32_t dim = static_cast<int32_t>(1 + random.Below(70));
+  const int32_t num_unique = static_cast<int32_t>(1 + random.Below(100));
+  Batch batch;
+  AddFeature(batch, random, 1, 10, static_cast<int32_t>(1 + random.Below(3)), 2000, seed % 2 == 0);
+  const size_t n = batch.keys.size();
+  std::vector<float> rows(static_cast<size_t>(num_unique) * dim), bag_gradients(batch.bags[0].size() * dim);
+  for (float& x : rows) x = random.Below(3) != 0 ? -0.0f : random.Uniform();
+  for (float& x : bag_gradients) x = random.Below(3) != 0 ? -0.0f : random.Uniform();
+  std::vector<int32_t> inverse(n);
+  std::vector<char> is_padding(n);
+  for (size_t i = 0; i < n; ++i) {
+    inverse[i] = random.Below(8) == 0 ? static_cast<int32_t>(random.Next() | 1u << 31) : static_cast<int32_t>(random.Below(num_unique * 9 / 8));
+    if (random.Below(3) == 0) inverse[i] = 0;
+    is_padding[i] = inverse[i] < 0 || inverse[i] >= num_unique;
+  }
+  const auto line = [&](int64_t i) {
+    return Line(rows.begin() + int64_t{inverse[i]} * dim, rows.begin() + int64_t{inverse[i] + 1} * dim);
+  };
+  Embeddings embeddings(batch, dim);
+  BatchView view = batch.View();
+  view.keys = nullptr;
+  LaunchCombine(&executor, rows.data(), num_unique, dim, inverse.data(), view, embeddings.pointers[0]);
+  JAXSOK_CHECK_SEED(IsSame(embeddings.values[0], ModelCombine(batch, 0, dim, is_padding, line)), seed);
+
+  std::vector<float> row_gradients(rows.size(), 33.0f), wanted(rows.size(), 0.0f);
+  Memory workspace(UpdateWorkspaceBytes(n, dim));
+  LaunchCombineTranspose(&executor, bag_gradients.data(), num_unique, dim, inverse.data(), view, row_gradients.data(),
+                         workspace.get());
+  Uses uses;
+  ModelUses(batch, 0, dim, is_padding, [&](int64_t i) { return static_cast<uint32_t>(inverse[i]); }, bag_gradients, uses);
+  for (const auto& [row, lines] : uses) {
+    const Line sum = ModelSum(lines);
+    std::copy(sum.begin(), sum.end(), wanted.begin() + int64_t{row} * dim);
+  }
+  JAXSOK_CHECK_SEED(IsSame(row_gradients, wanted), seed);
+}
+
+/// Keys whose walks meet: more than kMaxProbes buckets of them. The last find no entry; none is lost or mixed up.
+void TestUnplaced() {
+  ThreadExecutor executor(2);
+  Store store(4, 1, {2000}, 500, 0, 4);
+  std::vector<uint64_t> keys;
+  for (uint64_t key = 0; keys.size() < 300; ++key) {
+    if (HomeBucket(HashOf(key, 0, 123), 500) == 490) keys.push_back(key);
+  }
+  keys.push_back(keys.back());
+  const int64_t n = static_cast<int64_t>(keys.size());
+  std::vector<uint32_t> table_ids(n, 0), row_ids(n);
+  std::vector<int32_t> counts(kNumCounts);
+  Memory workspace(InsertWorkspaceBytes(n));
+  LaunchFindOrInsert(&executor, store.view, keys.data(), table_ids.data(), n, row_ids.data(), counts.data(),
+                     workspace.get());
+  constexpr int kPlaced = kMaxProbes * kEntriesPerBucket;
+  JAXSOK_CHECK(counts[kCountInserted] == kPlaced && counts[kCountRefused] == n - kPlaced);
+  JAXSOK_CHECK(store.counters[kNumUnplaced] == n - kPlaced && store.counters[kLongestProbe] == kMaxProbes);
+  JAXSOK_CHECK(store.table_rows[0] == kPlaced && store.counters[kNumAllocated] == kPlaced);
+  for (int64_t i = 0; i < n; ++i) JAXSOK_CHECK(row_ids[i] == (i < kPlaced ? i : kNoRow));
+
+  store.counters[kSaltLow] = 124;
+  Memory rebuild_workspace(RebuildWorkspaceBytes(2000));
+  std::memset(store.index_memory.get(), 0x3c, 500 * sizeof(Bucket));
+  LaunchRebuild(&executor, store.view, rebuild_workspace.get());
+  JAXSOK_CHECK(store.counters[kNumUnplaced] == 0 && store.counters[kLongestProbe] < 10);
+  LaunchFindOrInsert(&executor, store.view, keys.data(), table_ids.data(), n, row_ids.data(), counts.data(),
+                     workspace.get());
+  JAXSOK_CHECK(counts[kCountFound] == kPlaced + 1 && counts[kCountInserted] == n - kPlaced - 1);
+}
+
+/// A row with so many uses that every lane of the tree holds several chunks.
+void TestHotRow() {
+  ThreadExecutor executor(2);
+  constexpr int64_t kNumKeys = 5000;
+  constexpr int32_t kDim = 6;
+  Batch batch;
+  batch.keys.assign(kNumKeys, 3);
+  batch.bags.resize(1);
+  for (int64_t i = 0; i < kNumKeys; ++i) batch.bags[0].emplace_back(i, i + 1);
+  batch.features.assign(kNumFeatureWords, 0);
+  batch.features[kFeatureNumKeys] = batch.features[kFeatureNumBags] = kNumKeys;
+  batch.features[kFeatureHotness] = 1;
+  batch.features[kFeatureWeightsStart] = -1;
+  Random random(5);
+  std::vector<float> gradients(kNumKeys * kDim), row_gradient(kDim);
+  for (float& g : gradients) g = random.Uniform();
+  const std::vector<int32_t> inverse(kNumKeys, 0);
+  Memory workspace(UpdateWorkspaceBytes(kNumKeys, kDim));
+  LaunchCombineTranspose(&executor, gradients.data(), 1, kDim, inverse.data(), batch.View(), row_gradient.data(),
+                         workspace.get());
+  std::vector<Line> lines;
+  for (int64_t i = 0; i < kNumKeys; ++i) lines.emplace_back(&gradients[i * kDim], &gradients[i * kDim] + kDim);
+  JAXSOK_CHECK(IsSame(row_gradient, ModelSum(lines)));
+}
+
+}  // namespace
+}  // namespace jaxsok
+
+int main(int argc, char** argv) {
+  const uint64_t num_seeds = argc > 1 ? static_cast<uint64_t>(std::atoll(argv[1])) : 40;
+  for (uint64_t seed = 1; seed <= num_seeds; ++seed) {
+    for (const int num_threads : {1, 2, 5}) {
+      jaxsok::Machine(seed, num_threads).Run(6);
+      jaxsok::TestPlan(seed, num_threads);
+      jaxsok::TestCombine(seed, num_threads);
+    }
+  }
+  jaxsok::TestUnplaced();
+  jaxsok::TestHotRow();
+  return jaxsok::Finish("kernels_cpu_test");
+}

@@ -1,0 +1,44 @@
+"""jaxsok: dynamic embedding tables for JAX, on CPU and on NVIDIA GPUs.
+
+Rows appear as 64-bit keys are first seen; a lookup gives embeddings, `jax.grad` differentiates with respect to them,
+an update moves the rows that were used. Start with `Collection`.
+"""
+
+from jaxsok import initializers
+from jaxsok import optimizers as optim
+from jaxsok.collection import Collection
+from jaxsok.features import Bags, Batch, Features
+from jaxsok.plan import Plan
+from jaxsok.specs import FeatureSpec, StoreSpec, TableSpec
+from jaxsok.stats import Stats
+from jaxsok.store import State, StoreState
+from jaxsok.types import (
+    NO_ROW,
+    PADDING_KEY,
+    NonFiniteGradientError,
+    StalePlanError,
+    TableFullError,
+)
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "NO_ROW",
+    "PADDING_KEY",
+    "Bags",
+    "Batch",
+    "Collection",
+    "FeatureSpec",
+    "Features",
+    "NonFiniteGradientError",
+    "Plan",
+    "StalePlanError",
+    "State",
+    "Stats",
+    "StoreSpec",
+    "StoreState",
+    "TableFullError",
+    "TableSpec",
+    "initializers",
+    "optim",
+]

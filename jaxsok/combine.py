@@ -1,0 +1,130 @@
+"""The rows of a bag into its embedding, and the transpose (law 4). For rows at hand; a lookup combines by itself."""
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int32
+
+from jaxsok.features import FeatureLayout
+from jaxsok.kernels import combine as kernels
+from jaxsok.types import COMBINERS, Combiner, Inverse
+
+
+def combine(
+    rows: Float[Array, "num_unique dim"],
+    inverse: Inverse,
+    offsets: Int32[Array, " num_bags_plus_1"],
+    combiner: Combiner,
+    weights: Float[Array, " num_keys"] | None = None,
+) -> Float[Array, "num_bags dim"]:
+    """Combines the rows of each bag into its embedding.
+
+    Linear in `rows`; the transpose turns bag gradients into row gradients. Rows are added in the order of the keys,
+    so two runs give the same bits. Use `lookup` unless the rows are at hand.
+
+    Args:
+      rows: one row per unique key of the batch, in the order of `plan.unique`.
+      inverse: for each key, the position of its row in `rows`; out of range for padding.
+      offsets: where each bag begins among the keys, and where the last one ends; never decreasing.
+      combiner: "sum", "mean" (divides by the hotness, or by the sum of the weights) or "sqrtn" (by the root of the
+        hotness, or of the sum of the squared weights).
+      weights: one factor per key, before the combiner.
+
+    Returns:
+      One embedding per bag, in the order of the bags; zeros for an empty bag.
+
+    Raises:
+      ValueError: unknown combiner, or `offsets` is empty. Raised when traced.
+
+    Cost:
+      Reads num_keys * (dim * itemsize + 4) bytes, writes num_bags * dim * itemsize.
+      No collective, no host synchronisation, no workspace.
+
+    Example:
+      >>> rows = jnp.array([[1.0, 2.0], [3.0, 4.0]])  # the rows of keys 7 and 9
+      >>> inverse, offsets = jnp.array([0, 0, 1]), jnp.array([0, 2, 3])  # bags [7, 7] and [9]
+      >>> combine(rows, inverse, offsets, "sum").tolist()
+      [[2.0, 4.0], [3.0, 4.0]]
+
+    Source: law 4 of the design.
+    """
+    layout, bags = _bags(inverse, offsets, combiner, weights, "combine")
+    rows, inverse = jnp.asarray(rows, jnp.float32), jnp.asarray(inverse, jnp.int32)
+    return kernels.combine(rows, inverse, bags, layout.num_bags, layout.num_tiles)
+
+
+def combine_transpose(
+    bag_gradients: Float[Array, "num_bags dim"],
+    inverse: Inverse,
+    offsets: Int32[Array, " num_bags_plus_1"],
+    combiner: Combiner,
+    num_unique: int,
+    weights: Float[Array, " num_keys"] | None = None,
+) -> Float[Array, "num_unique dim"]:
+    """Takes bag gradients back to rows: the transpose of `combine`.
+
+    The gradients of a row are summed in an order that depends on its own uses alone.
+
+    Args:
+      bag_gradients: one per bag.
+      inverse: as in `combine`.
+      offsets: as in `combine`.
+      combiner: as in `combine`.
+      num_unique: how many rows there are.
+      weights: as in `combine`.
+
+    Returns:
+      One gradient per row; zeros for a row that no bag uses.
+
+    Raises:
+      ValueError: unknown combiner, or `offsets` is empty. Raised when traced.
+
+    Cost:
+      Sorts the keys by row, reads num_keys bag gradients, writes num_unique rows.
+
+    Example:
+      >>> gradients = jnp.array([[1.0, 1.0], [5.0, 5.0]])
+      >>> inverse, offsets = jnp.array([0, 0, 1]), jnp.array([0, 2, 3])  # bags [7, 7] and [9]
+      >>> combine_transpose(gradients, inverse, offsets, "sum", num_unique=2).tolist()
+      [[2.0, 2.0], [5.0, 5.0]]
+    """
+    layout, bags = _bags(inverse, offsets, combiner, weights, "combine_transpose")
+    gradients, inverse = jnp.asarray(bag_gradients, jnp.float32), jnp.asarray(inverse, jnp.int32)
+    if gradients.ndim != 2 or gradients.shape[0] != layout.num_bags:
+        raise ValueError(
+            f"combine_transpose: bag_gradients: got shape {list(gradients.shape)}, wanted [{layout.num_bags}, dim]."
+        )
+    return kernels.combine_transpose(gradients, inverse, bags, num_unique, layout.num_tiles)
+
+
+def _bags(
+    inverse: Inverse, offsets: Array, combiner: str, weights: Array | None, op: str
+) -> tuple[FeatureLayout, kernels.Bags]:
+    if combiner not in COMBINERS or combiner is None:
+        wanted = [name for name in COMBINERS if name]
+        raise ValueError(f"{op}: combiner: got {combiner!r}, wanted one of {wanted}.")
+    if offsets.ndim != 1 or offsets.shape[0] == 0:
+        raise ValueError(f"{op}: offsets: got shape {list(offsets.shape)}, wanted [num_bags + 1].")
+    if inverse.ndim != 1:
+        raise ValueError(f"{op}: inverse: got shape {list(inverse.shape)}, wanted [num_keys].")
+    if weights is not None and weights.shape != inverse.shape:
+        raise ValueError(f"{op}: weights: got shape {list(weights.shape)}, wanted {list(inverse.shape)}.")
+    num_bags = offsets.shape[0] - 1
+    layout = FeatureLayout(
+        name=op,
+        table=0,
+        combiner=combiner,
+        num_keys=inverse.shape[0],
+        num_bags=num_bags,
+        hotness=0,
+        key_start=0,
+        bag_start=0,
+        offsets_start=0,
+        num_offsets=num_bags + 1,
+        weights_start=-1 if weights is None else 0,
+        tile_start=0,
+        embedding_shape=(num_bags,),
+        unknown_zeros=False,
+    )
+    words = np.array([layout.words()], np.int32)
+    weights = jnp.zeros(0, jnp.float32) if weights is None else jnp.asarray(weights, jnp.float32)
+    return layout, (jnp.asarray(offsets, jnp.int32), weights, words)

@@ -1,0 +1,419 @@
+"""Ragged features in, batches of static size out.
+
+What a user has (one key a sample, padded rectangles, ragged lists, weights) becomes, for each store, one buffer of
+keys with offsets and weights beside it: few arrays to transfer, one kernel launch to read them. NumPy input is
+checked value by value; a `jax.Array` is checked by type and shape, and kernels clamp whatever its offsets hold.
+
+Feeds plan.py and lookup.py. Which key has which row is not known here.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float32, Int32, UInt32
+
+from jaxsok import keys as keys_lib
+from jaxsok.specs import FeatureSpec, StoreSpec
+from jaxsok.types import BAGS_PER_TILE, COMBINERS, NUM_FEATURE_WORDS, PADDING_KEY
+
+
+@dataclasses.dataclass(frozen=True)
+class Bags:
+    """One feature of one batch: its keys, how they fall into bags, their weights.
+
+    Example:
+      >>> bags = Bags(np.array([7, 7, 9]), lengths=np.array([2, 1]))  # bags [7, 7] and [9]
+      >>> bags.offsets is None
+      True
+    """
+
+    keys: Any
+    """`[num_bags]`: one key each. `[num_bags, hotness]`: padded with PADDING_KEY. With lengths or offsets: `[num_keys]`."""
+    _: dataclasses.KW_ONLY
+    lengths: Any = None
+    """`[num_bags]`: keys of each bag, one after the other."""
+    offsets: Any = None
+    """`[num_bags + 1]`: where each bag begins, and where the last one ends."""
+    weights: Any = None
+    """One float per key, in the shape of `keys`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class FeatureLayout:
+    """Where a feature's part of a batch lies in the buffers of its store. Static: it is part of the program."""
+
+    name: str
+    table: int
+    combiner: str | None
+    num_keys: int
+    num_bags: int
+    hotness: int
+    """Keys per bag; 0: ragged."""
+    key_start: int
+    bag_start: int
+    offsets_start: int
+    num_offsets: int
+    """0: every bag has `hotness` keys."""
+    weights_start: int
+    """-1: no weights."""
+    tile_start: int
+    embedding_shape: tuple[int, ...]
+    """Of the embedding, without its last axis."""
+    unknown_zeros: bool
+
+    @property
+    def num_tiles(self) -> int:
+        """Tiles of its bags."""
+        return -(-self.num_bags // BAGS_PER_TILE)
+
+    def words(self, plan: int = 0) -> list[int]:
+        """Its line in the features operand (FeatureWord in ffi/core/layout.h)."""
+        # A bag of one key is its row whatever the combiner, so it takes the path without bags.
+        single = self.hotness == 1 and self.weights_start < 0
+        return [
+            self.table,
+            0 if single else COMBINERS[self.combiner],
+            self.key_start,
+            self.num_keys,
+            self.bag_start,
+            self.num_bags,
+            self.hotness,
+            self.offsets_start,
+            self.weights_start,
+            self.tile_start,
+            int(self.unknown_zeros),
+            plan,
+        ]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class StoreFeatures:
+    """The features of a batch that read one store."""
+
+    keys: UInt32[Array, "num_keys 2"]
+    offsets: Int32[Array, " num_offsets"]
+    """Of the ragged features, one after the other."""
+    weights: Float32[Array, " num_weights"]
+    """Of the weighted features, one after the other."""
+    layouts: tuple[FeatureLayout, ...] = dataclasses.field(metadata={"static": True})
+
+    @property
+    def num_tiles(self) -> int:
+        """Tiles of all features."""
+        return sum(layout.num_tiles for layout in self.layouts)
+
+    def operands(self) -> tuple[Array, Array, Array, np.ndarray]:
+        """keys, offsets, weights, features, as the kernels take them."""
+        words = np.array([layout.words() for layout in self.layouts], np.int32).reshape(-1, NUM_FEATURE_WORDS)
+        return self.keys, self.offsets, self.weights, words
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Features:
+    """All features of a batch, packed by store. Made by `Collection.batch`; a pytree of arrays."""
+
+    stores: tuple[StoreFeatures, ...]
+    fingerprint: str = dataclasses.field(metadata={"static": True})
+
+    def _find(self, name: str) -> tuple[StoreFeatures, FeatureLayout]:
+        for store in self.stores:
+            for layout in store.layouts:
+                if layout.name == name:
+                    return store, layout
+        known = [layout.name for store in self.stores for layout in store.layouts]
+        raise KeyError(f'Features: got feature "{name}", wanted one of {known}.')
+
+    def keys(self, name: str) -> UInt32[Array, "num_keys 2"]:
+        """The keys of a feature as words, padding included."""
+        store, layout = self._find(name)
+        return store.keys[layout.key_start : layout.key_start + layout.num_keys]
+
+    def offsets(self, name: str) -> Int32[Array, " num_bags_plus_1"]:
+        """Where each bag of a feature begins among its keys, and where the last one ends.
+
+        Example:
+          Bags `[7, 7]` and `[9]` give `[0, 2, 3]`.
+        """
+        store, layout = self._find(name)
+        if layout.num_offsets:
+            return store.offsets[layout.offsets_start : layout.offsets_start + layout.num_offsets]
+        hotness = layout.num_keys // max(1, layout.embedding_shape[0])
+        return jnp.arange(layout.embedding_shape[0] + 1, dtype=jnp.int32) * hotness
+
+    def mask(self, name: str) -> Bool[Array, "..."]:
+        """Where a feature has a key and no padding: `[num_keys]`, or `[num_bags, hotness]` for padded features.
+
+        Example:
+          Keys `[[7, 9], [3, PADDING_KEY]]` give `[[True, True], [True, False]]`.
+        """
+        _, layout = self._find(name)
+        real = ~(self.keys(name) == jnp.uint32(PADDING_KEY & 0xFFFFFFFF)).all(axis=-1)
+        if layout.combiner is None:
+            return real.reshape(layout.embedding_shape)
+        return real.reshape(layout.num_bags, layout.hotness) if layout.hotness > 1 else real
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """A batch: its features, packed, and whatever else came with it, untouched."""
+
+    features: Features
+    rest: dict[str, Any]
+
+    def __getitem__(self, name: str) -> Any:
+        """An entry that is not a feature, as it was given: `batch["label"]`."""
+        if name not in self.rest:
+            raise KeyError(f'Batch: got "{name}", wanted one of {sorted(self.rest)}; features are in batch.features.')
+        return self.rest[name]
+
+
+@dataclasses.dataclass
+class _Part:
+    """One feature, read and checked, before it is packed."""
+
+    spec: FeatureSpec
+    words: Any
+    offsets: Any
+    weights: Any
+    num_bags: int
+    hotness: int
+    shape: tuple[int, ...]
+
+
+def pack(raw: Mapping[str, Any], stores: Sequence[StoreSpec], features: Sequence[FeatureSpec], tag: str) -> Batch:
+    """Packs the features of a raw batch by store; carries everything else along.
+
+    Args:
+      raw: one entry per feature, and others.
+      stores: the stores of the collection.
+      features: the features of the collection, in its order.
+      tag: the collection's fingerprint; a state of another one is refused.
+
+    Raises:
+      TypeError, ValueError: names feature, argument, got and wanted. Nothing has changed then.
+    """
+    if not isinstance(raw, Mapping):
+        raise TypeError(f"batch: raw: got {type(raw).__name__}, wanted a mapping from names to arrays.")
+    missing = [spec.name for spec in features if spec.name not in raw]
+    if missing:
+        raise ValueError(
+            f"batch: raw: got {len(features) - len(missing)} of {len(features)} features, wanted also {missing}; "
+            f"it holds {sorted(map(str, raw))}."
+        )
+    parts = {spec.name: _read(spec, raw[spec.name]) for spec in features}
+    packed = []
+    for store in stores:
+        names = [table.name for table in store.tables]
+        mine = [parts[spec.name] for spec in features if spec.table in names]
+        packed.append(_pack_store(store, mine))
+    own = {spec.name for spec in features}
+    rest = {name: value for name, value in raw.items() if name not in own}
+    return Batch(Features(tuple(packed), tag), rest)
+
+
+def _pack_store(store: StoreSpec, parts: Sequence[_Part]) -> StoreFeatures:
+    layouts, keys, offsets, weights = [], [], [], []
+    key_start = bag_start = offsets_start = weights_start = tile_start = 0
+    for part in parts:
+        num_keys, spec = part.words.shape[0], part.spec
+        table = store.table_number(spec.table)
+        layout = FeatureLayout(
+            name=spec.name,
+            table=table,
+            combiner=spec.combiner,
+            num_keys=num_keys,
+            num_bags=part.num_bags,
+            hotness=part.hotness,
+            key_start=key_start,
+            bag_start=bag_start,
+            offsets_start=offsets_start,
+            num_offsets=0 if part.offsets is None else part.offsets.shape[0],
+            weights_start=weights_start if part.weights is not None else -1,
+            tile_start=tile_start,
+            embedding_shape=part.shape,
+            unknown_zeros=store.tables[table].unknown == "zeros",
+        )
+        layouts.append(layout)
+        keys.append(part.words)
+        key_start += num_keys
+        bag_start += part.num_bags
+        tile_start += layout.num_tiles
+        if part.offsets is not None:
+            offsets.append(part.offsets)
+            offsets_start += layout.num_offsets
+        if part.weights is not None:
+            weights.append(part.weights)
+            weights_start += num_keys
+    if key_start >= 2**31 or bag_start >= 2**31:
+        raise ValueError(f"batch: raw: got {key_start} keys and {bag_start} bags for one store, wanted below 2**31.")
+    return StoreFeatures(
+        _join(keys, np.zeros((0, 2), np.uint32)),
+        _join(offsets, np.zeros(0, np.int32)),
+        _join(weights, np.zeros(0, np.float32)),
+        tuple(layouts),
+    )
+
+
+def _join(arrays: Sequence[Any], empty: np.ndarray) -> Array:
+    """One device array of all; NumPy parts are joined on the host, so that one transfer carries them."""
+    if not arrays:
+        return jnp.asarray(empty)
+    if any(isinstance(array, jax.Array) for array in arrays):
+        return jnp.concatenate([jnp.asarray(array) for array in arrays])
+    return jnp.asarray(arrays[0] if len(arrays) == 1 else np.concatenate(arrays))
+
+
+def _read(spec: FeatureSpec, value: Any) -> _Part:
+    what = f'batch: feature "{spec.name}"'
+    bags = value if isinstance(value, Bags) else Bags(value)
+    words = keys_lib.words_of(bags.keys, spec.key_dtype, what)
+    weights = _read_weights(spec, bags, words.shape[:-1], what)
+    if bags.lengths is not None or bags.offsets is not None:
+        return _read_ragged(spec, bags, words, weights, what)
+    if words.ndim == 2:
+        num_bags, hotness, shape = words.shape[0], 1, (words.shape[0],)
+    elif words.ndim == 3:
+        num_bags, hotness = words.shape[:2]
+        if hotness == 0:
+            raise ValueError(f"{what}: keys: got shape {[num_bags, 0]}, wanted at least one column.")
+        shape = (num_bags,) if spec.combiner else (num_bags, hotness)
+    else:
+        raise ValueError(
+            f"{what}: keys: got shape {list(words.shape[:-1])}, wanted [num_bags] or [num_bags, hotness]; ragged keys "
+            "need lengths or offsets: Bags(keys, lengths=...)."
+        )
+    words = words.reshape(-1, 2)
+    weights = None if weights is None else weights.reshape(-1)
+    _limit(spec, words.shape[0], what)
+    if spec.combiner is None:
+        num_bags, hotness = words.shape[0], 1
+    return _Part(spec, words, None, weights, num_bags, hotness, shape)
+
+
+def _limit(spec: FeatureSpec, num_keys: int, what: str) -> None:
+    if spec.max_keys is not None and num_keys > spec.max_keys:
+        raise ValueError(
+            f"{what}: keys: got {num_keys} keys, wanted at most max_keys = {spec.max_keys}; split the batch, or declare "
+            "a larger FeatureSpec(max_keys=...)."
+        )
+
+
+def _read_weights(spec: FeatureSpec, bags: Bags, shape: tuple[int, ...], what: str) -> Any:
+    if bags.weights is None:
+        if spec.weighted:
+            raise ValueError(f"{what}: weights: got none, wanted one per key; pass Bags(keys, weights=...).")
+        return None
+    if not spec.weighted:
+        raise ValueError(f"{what}: weights: got some, but none are declared; declare FeatureSpec(weighted=True).")
+    weights = bags.weights if isinstance(bags.weights, jax.Array) else np.asarray(bags.weights)
+    if not jnp.issubdtype(weights.dtype, jnp.floating):
+        raise TypeError(f"{what}: weights: got {weights.dtype}{list(weights.shape)}, wanted floats.")
+    if weights.shape != shape:
+        raise ValueError(f"{what}: weights: got shape {list(weights.shape)}, wanted that of the keys, {list(shape)}.")
+    if isinstance(weights, np.ndarray) and not np.isfinite(weights).all():
+        raise ValueError(f"{what}: weights: got infinite or NaN, wanted finite numbers.")
+    return weights.astype(jnp.float32)
+
+
+def _read_ragged(spec: FeatureSpec, bags: Bags, words: Any, weights: Any, what: str) -> _Part:
+    if bags.lengths is not None and bags.offsets is not None:
+        raise ValueError(f"{what}: got both lengths and offsets, wanted one of them.")
+    if words.ndim != 2:
+        raise ValueError(f"{what}: keys: got shape {list(words.shape[:-1])} with lengths or offsets, wanted [num_keys].")
+    name = "lengths" if bags.lengths is not None else "offsets"
+    given = bags.lengths if bags.lengths is not None else bags.offsets
+    given = given if isinstance(given, jax.Array) else np.asarray(given)
+    if given.dtype == np.bool_ or not jnp.issubdtype(given.dtype, jnp.integer):
+        raise TypeError(f"{what}: {name}: got {given.dtype}{list(given.shape)}, wanted integers.")
+    if given.ndim != 1 or (name == "offsets" and given.shape[0] == 0):
+        wanted = "[num_bags]" if name == "lengths" else "[num_bags + 1]"
+        raise ValueError(f"{what}: {name}: got shape {list(given.shape)}, wanted {wanted}.")
+    if isinstance(given, np.ndarray):
+        offsets = _check_offsets(given, name, words, what)
+    elif name == "offsets":
+        offsets = given.astype(jnp.int32)
+    else:
+        offsets = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(given.astype(jnp.int32), dtype=jnp.int32)])
+    if isinstance(given, jax.Array) or isinstance(words, jax.Array):
+        place = jnp.arange(words.shape[0], dtype=jnp.int32)
+        inside = (place >= offsets[0]) & (place < offsets[-1])
+        words = jnp.where(inside[:, None], words, jnp.uint32(PADDING_KEY & 0xFFFFFFFF))
+    else:
+        words = words[: offsets[-1]]
+        weights = None if weights is None else weights[: offsets[-1]]
+    num_bags = offsets.shape[0] - 1
+    _limit(spec, words.shape[0], what)
+    if spec.max_hotness is not None:
+        return _to_rectangle(spec, words, offsets, num_bags, what)
+    size = spec.max_keys or max(1, 1 << (words.shape[0] - 1).bit_length() if words.shape[0] else 1)
+    words, weights = _pad(words, weights, size)
+    if spec.combiner is None:
+        return _Part(spec, words, offsets, None, size, 1, (size,))
+    return _Part(spec, words, offsets, weights, num_bags, 0, (num_bags,))
+
+
+def _check_offsets(given: np.ndarray, name: str, words: Any, what: str) -> np.ndarray:
+    """Offsets as int32, once they are known to rise from 0 to the number of keys."""
+    num_keys = words.shape[0]
+    if given.size and given.min() < 0:
+        raise ValueError(f"{what}: {name}: got {int(given.min())}, wanted no negative number.")
+    if name == "lengths":
+        offsets = np.concatenate([[0], np.cumsum(given, dtype=np.int64)])
+    else:
+        offsets = given.astype(np.int64)
+        if offsets[0] != 0:
+            raise ValueError(f"{what}: offsets: got {offsets[0]} first, wanted 0.")
+        falls = np.flatnonzero(np.diff(offsets) < 0)
+        if falls.size:
+            i = int(falls[0])
+            raise ValueError(f"{what}: offsets: got {offsets[i]} then {offsets[i + 1]} at {i}, wanted never decreasing.")
+    if offsets[-1] > num_keys:
+        raise ValueError(f"{what}: {name}: got an end at {offsets[-1]}, past the end of {num_keys} keys.")
+    if offsets[-1] < num_keys and isinstance(words, np.ndarray):
+        tail = words[offsets[-1] :]
+        if not (tail == np.uint32(PADDING_KEY & 0xFFFFFFFF)).all():
+            raise ValueError(
+                f"{what}: {name}: got an end at {offsets[-1]} of {num_keys} keys, wanted all keys in bags, or PADDING_KEY "
+                "after the last bag."
+            )
+    return offsets.astype(np.int32)
+
+
+def _pad(words: Any, weights: Any, size: int) -> tuple[Any, Any]:
+    """Pads keys (and weights, if any) to a static size."""
+    more = size - words.shape[0]
+    if more == 0:
+        return words, weights
+    xp = jnp if isinstance(words, jax.Array) else np
+    words = xp.concatenate([words, keys_lib.padding_words((more,))])
+    if weights is not None:
+        xp = jnp if isinstance(weights, jax.Array) else np
+        weights = xp.concatenate([weights, np.zeros(more, np.float32)])
+    return words, weights
+
+
+def _to_rectangle(spec: FeatureSpec, words: Any, offsets: Any, num_bags: int, what: str) -> _Part:
+    """Ragged keys as `[num_bags, max_hotness]`, padded."""
+    width = spec.max_hotness
+    if isinstance(words, np.ndarray) and isinstance(offsets, np.ndarray):
+        lengths = np.diff(offsets)
+        if lengths.size and lengths.max() > width:
+            raise ValueError(
+                f"{what}: got a bag of {int(lengths.max())} keys, wanted at most max_hotness = {width}; cut it, or declare "
+                "a larger FeatureSpec(max_hotness=...)."
+            )
+        square = keys_lib.padding_words((num_bags, width))
+        square[np.arange(width) < lengths[:, None]] = words
+    else:
+        place = offsets[:-1, None] + jnp.arange(width, dtype=jnp.int32)
+        inside = place < offsets[1:, None]
+        padded = jnp.concatenate([words, keys_lib.padding_words((1,))])
+        square = padded[jnp.where(inside, place, words.shape[0])]
+    return _Part(spec, square.reshape(-1, 2), None, None, num_bags * width, 1, (num_bags, width))

@@ -1,0 +1,122 @@
+"""Loads the built libraries and registers their FFI targets, once, when the first call needs them.
+
+The libraries are plain shared objects with no Python or framework ABI (decision D11). They are built against the
+FFI headers of one jaxlib and serve that version and later ones.
+"""
+
+import ctypes
+import functools
+import pathlib
+import re
+
+import jax
+
+import jaxsok
+
+TARGETS: tuple[tuple[str, str], ...] = (
+    ("jaxsok_table_find", "JaxsokTableFind"),
+    ("jaxsok_table_find_or_insert", "JaxsokTableFindOrInsert"),
+    ("jaxsok_table_erase", "JaxsokTableErase"),
+    ("jaxsok_table_rebuild", "JaxsokTableRebuild"),
+    ("jaxsok_plan", "JaxsokPlan"),
+    ("jaxsok_combine", "JaxsokCombine"),
+    ("jaxsok_combine_transpose", "JaxsokCombineTranspose"),
+    ("jaxsok_lookup", "JaxsokLookup"),
+    ("jaxsok_lookup_find", "JaxsokLookupFind"),
+    ("jaxsok_lookup_planned", "JaxsokLookupPlanned"),
+    ("jaxsok_update", "JaxsokUpdate"),
+)
+"""FFI target and C symbol of every handler; both back ends have all of them."""
+
+_REMEDY = {
+    "cpu": "Build it: `pip install .` in the source tree (needs a C++17 compiler), or install a jaxsok wheel.",
+    "cuda": (
+        "Build it: `pip install .` in the source tree with nvcc on PATH (CMake prints whether it found it; "
+        "`-C cmake.define.JAXSOK_CUDA=ON` insists), or run on the CPU with JAX_PLATFORMS=cpu."
+    ),
+}
+
+
+def library_path(back_end: str) -> pathlib.Path:
+    """Where a back end's library is, or would be, if it were built."""
+    name = f"libjaxsok_{back_end}.so"
+    places = [pathlib.Path(place) / "_lib" / name for place in jaxsok.__path__]
+    return next((place for place in places if place.exists()), places[0])
+
+
+def _load(back_end: str) -> ctypes.CDLL:
+    path = library_path(back_end)
+    if not path.exists():
+        raise ImportError(f"jaxsok: the {back_end} library is missing: {path} does not exist. {_REMEDY[back_end]}")
+    try:
+        library = ctypes.CDLL(str(path))
+    except OSError as error:
+        raise ImportError(f"jaxsok: the {back_end} library {path} does not load: {error}. {_REMEDY[back_end]}") from error
+    built, here = library.JaxsokFfiApiMinor(), _ffi_api_minor()
+    if built > here:
+        raise ImportError(
+            f"jaxsok: the {back_end} library {path} was built with XLA FFI 0.{built}, but jaxlib {jax.lib.__version__} "
+            f"has 0.{here}; older libraries run on newer jaxlibs, not the other way round. {_REMEDY[back_end]}"
+        )
+    return library
+
+
+@functools.cache
+def _ffi_api_minor() -> int:
+    """The minor version of the FFI of the running jaxlib, read from the header that it ships."""
+    header = pathlib.Path(jax.ffi.include_dir(), "xla/ffi/api/c_api.h").read_text()
+    found = re.search(r"#define\s+XLA_FFI_API_MINOR\s+(\d+)", header)
+    if found is None:
+        raise ImportError("jaxsok: cannot read XLA_FFI_API_MINOR from jaxlib's headers; reinstall jaxlib.")
+    return int(found[1])
+
+
+@functools.cache
+def load_cpu() -> ctypes.CDLL:
+    """The CPU library; it also holds the sizes of workspaces, for both back ends.
+
+    Raises:
+      ImportError: missing, or does not load; names the path and the remedy.
+    """
+    library = _load("cpu")
+    for name, argument_types in {
+        "JaxsokInsertWorkspaceBytes": (ctypes.c_int64,),
+        "JaxsokRebuildWorkspaceBytes": (ctypes.c_int64,),
+        "JaxsokPlanWorkspaceBytes": (ctypes.c_int64,),
+        "JaxsokUpdateWorkspaceBytes": (ctypes.c_int64, ctypes.c_int32),
+    }.items():
+        function = getattr(library, name)
+        function.restype, function.argtypes = ctypes.c_int64, argument_types
+    return library
+
+
+@functools.cache
+def load_cuda() -> ctypes.CDLL:
+    """The CUDA library.
+
+    Raises:
+      ImportError: missing, or does not load; names the path and the remedy.
+    """
+    return _load("cuda")
+
+
+@functools.cache
+def _registered(platform: str) -> bool:
+    library = load_cpu() if platform == "cpu" else load_cuda()
+    for target, symbol in TARGETS:
+        jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(getattr(library, symbol)), platform=platform)
+    return True
+
+
+def register() -> ctypes.CDLL:
+    """Registers the targets of the back ends that this process can use; returns the CPU library.
+
+    On a machine whose JAX has a GPU the CUDA library must load: there is no quiet fallback to the CPU.
+
+    Raises:
+      ImportError: a library is missing or does not load.
+    """
+    _registered("cpu")
+    if jax.default_backend() == "gpu":
+        _registered("CUDA")
+    return load_cpu()

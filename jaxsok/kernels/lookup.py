@@ -1,0 +1,107 @@
+"""Doors of the lookup noun: keys to embeddings, inserting, reading only, or with row ids known."""
+
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+from jaxtyping import Array, Float32, Int32, UInt32
+
+from jaxsok.kernels import library
+from jaxsok.kernels.table import RecordSlab, Slab, result
+from jaxsok.types import COUNTS, Keys, RowIds
+
+Batch = tuple[Keys, Int32[Array, " num_offsets"], Float32[Array, " num_weights"], Int32[np.ndarray, "num_features 12"]]
+"""keys, offsets, weights, features: the parts of `BatchView` in ffi/kernels/lookup.h."""
+
+
+def lookup(
+    index: UInt32[Array, "num_buckets 16"],
+    counters: UInt32[Array, " num_counters"],
+    table_rows: UInt32[Array, " num_tables"],
+    tables: UInt32[np.ndarray, "num_tables 8"],
+    seed: UInt32[Array, "2"],
+    batch: Batch,
+    rows: Sequence[Slab],
+    records: Sequence[RecordSlab],
+    embedding_shapes: Sequence[tuple[int, ...]],
+    num_tiles: int,
+) -> tuple[
+    Array, Array, Array, tuple[Array, ...], tuple[Array, ...], RowIds, Int32[Array, "num_tables num_counts"], list[Array]
+]:
+    """Looks up a batch; unseen keys get rows. See `LaunchLookup` in ffi/kernels/lookup.h.
+
+    Returns:
+      index, counters, table_rows, rows, records (all donated), row_ids, counts, embeddings.
+    """
+    keys, num_slabs = batch[0], len(rows)
+    workspace = library.register().JaxsokInsertWorkspaceBytes(keys.shape[0])
+    state = (index, counters, table_rows)
+    slabs = (*rows, *records)
+    results = (
+        *map(jax.typeof, state),
+        result(keys, (keys.shape[0],), "uint32"),
+        result(keys, (tables.shape[0], len(COUNTS)), "int32"),
+        result(keys, (workspace,), "uint8"),
+        *map(jax.typeof, slabs),
+        *(result(keys, shape, "float32") for shape in embedding_shapes),
+    )
+    aliases = {0: 0, 1: 1, 2: 2} | {9 + i: 6 + i for i in range(len(slabs))}
+    call = jax.ffi.ffi_call("jaxsok_lookup", results, input_output_aliases=aliases)
+    out = call(*state, tables, seed, *batch, *slabs, num_slabs=np.int32(num_slabs), num_tiles=np.int32(num_tiles))
+    index, counters, table_rows, row_ids, counts, _, *rest = out
+    new_rows, new_records, embeddings = rest[:num_slabs], rest[num_slabs : 2 * num_slabs], rest[2 * num_slabs :]
+    return index, counters, table_rows, tuple(new_rows), tuple(new_records), row_ids, counts, list(embeddings)
+
+
+def lookup_find(
+    index: UInt32[Array, "num_buckets 16"],
+    counters: UInt32[Array, " num_counters"],
+    tables: UInt32[np.ndarray, "num_tables 8"],
+    seed: UInt32[Array, "2"],
+    batch: Batch,
+    rows: Sequence[Slab],
+    embedding_shapes: Sequence[tuple[int, ...]],
+    num_tiles: int,
+) -> tuple[Int32[Array, "num_tables num_counts"], list[Array]]:
+    """Looks up a batch and changes nothing. See `LaunchLookupFind` in ffi/kernels/lookup.h.
+
+    Returns:
+      counts, embeddings.
+    """
+    library.register()
+    results = _counts_and_embeddings(batch[0], tables, embedding_shapes)
+    call = jax.ffi.ffi_call("jaxsok_lookup_find", results)
+    attributes = {"num_slabs": np.int32(len(rows)), "num_tiles": np.int32(num_tiles)}
+    counts, *embeddings = call(index, counters, tables, seed, *batch, *rows, **attributes)
+    return counts, list(embeddings)
+
+
+def lookup_planned(
+    tables: UInt32[np.ndarray, "num_tables 8"],
+    seed: UInt32[Array, "2"],
+    batch: Batch,
+    row_ids: RowIds,
+    rows: Sequence[Slab],
+    embedding_shapes: Sequence[tuple[int, ...]],
+    num_tiles: int,
+) -> tuple[Int32[Array, "num_tables num_counts"], list[Array]]:
+    """Combines rows whose ids are known. See `LaunchLookupPlanned` in ffi/kernels/lookup.h.
+
+    Returns:
+      counts, embeddings.
+    """
+    library.register()
+    results = _counts_and_embeddings(batch[0], tables, embedding_shapes)
+    call = jax.ffi.ffi_call("jaxsok_lookup_planned", results)
+    attributes = {"num_slabs": np.int32(len(rows)), "num_tiles": np.int32(num_tiles)}
+    counts, *embeddings = call(tables, seed, *batch, row_ids, *rows, **attributes)
+    return counts, list(embeddings)
+
+
+def _counts_and_embeddings(
+    keys: Keys, tables: np.ndarray, embedding_shapes: Sequence[tuple[int, ...]]
+) -> tuple[jax.ShapeDtypeStruct, ...]:
+    return (
+        result(keys, (tables.shape[0], len(COUNTS)), "int32"),
+        *(result(keys, shape, "float32") for shape in embedding_shapes),
+    )

@@ -1,0 +1,140 @@
+"""Doors of the table noun: find, find_or_insert, erase, rebuild."""
+
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+from jaxtyping import Array, Float32, Int32, UInt32
+
+from jaxsok.kernels import library
+from jaxsok.types import BUCKET_WORDS, COUNTS, Keys, RowIds, TableIds
+
+Slab = Float32[Array, "slab_capacity dim"]
+RecordSlab = UInt32[Array, "slab_capacity 4"]
+
+
+def result(like: Array, shape: tuple[int, ...], dtype: str) -> jax.ShapeDtypeStruct:
+    """A result type that varies over the mesh as `like` does."""
+    return jax.typeof(like).update(shape=shape, dtype=np.dtype(dtype))
+
+
+def find(
+    index: UInt32[Array, "num_buckets 16"],
+    counters: UInt32[Array, " num_counters"],
+    keys: Keys,
+    table_ids: TableIds,
+) -> RowIds:
+    """Row ids of (table, key) pairs; NO_ROW where absent or padding. See `LaunchFind` in ffi/kernels/table.h."""
+    library.register()
+    call = jax.ffi.ffi_call("jaxsok_table_find", result(keys, (keys.shape[0],), "uint32"))
+    return call(index, counters, keys, table_ids)
+
+
+def find_or_insert(
+    index: UInt32[Array, "num_buckets 16"],
+    counters: UInt32[Array, " num_counters"],
+    table_rows: UInt32[Array, " num_tables"],
+    tables: UInt32[np.ndarray, "num_tables 8"],
+    seed: UInt32[Array, "2"],
+    keys: Keys,
+    table_ids: TableIds,
+    rows: Sequence[Slab],
+    records: Sequence[RecordSlab],
+) -> tuple[Array, Array, Array, tuple[Array, ...], tuple[Array, ...], RowIds, Int32[Array, "num_tables num_counts"]]:
+    """Row ids of (table, key) pairs; unseen pairs get rows. See `LaunchFindOrInsert` in ffi/kernels/table.h.
+
+    Returns:
+      index, counters, table_rows, rows, records (all donated), row_ids, counts.
+    """
+    num_keys, num_slabs = keys.shape[0], len(rows)
+    workspace = library.register().JaxsokInsertWorkspaceBytes(num_keys)
+    state = (index, counters, table_rows)
+    slabs = (*rows, *records)
+    operands = (*state, tables, seed, keys, table_ids, *slabs)
+    results = (
+        *map(jax.typeof, state),
+        result(keys, (num_keys,), "uint32"),
+        result(keys, (tables.shape[0], len(COUNTS)), "int32"),
+        result(keys, (workspace,), "uint8"),
+        *map(jax.typeof, slabs),
+    )
+    aliases = {0: 0, 1: 1, 2: 2} | {7 + i: 6 + i for i in range(len(slabs))}
+    call = jax.ffi.ffi_call("jaxsok_table_find_or_insert", results, input_output_aliases=aliases)
+    index, counters, table_rows, row_ids, counts, _, *slabs = call(*operands, num_slabs=np.int32(num_slabs))
+    return index, counters, table_rows, tuple(slabs[:num_slabs]), tuple(slabs[num_slabs:]), row_ids, counts
+
+
+def erase(
+    index: UInt32[Array, "num_buckets 16"],
+    counters: UInt32[Array, " num_counters"],
+    table_rows: UInt32[Array, " num_tables"],
+    keys: Keys,
+    table_ids: TableIds,
+    records: Sequence[RecordSlab],
+    states: Sequence[Sequence[Slab]],
+    initial_values: Sequence[float],
+) -> tuple[Array, Array, Array, tuple[Array, ...], tuple[tuple[Array, ...], ...], UInt32[Array, ""]]:
+    """Takes rows away and rebuilds the index in place. See `LaunchErase` in ffi/kernels/table.h.
+
+    Returns:
+      index, counters, table_rows, records, states (all donated), num_erased.
+    """
+    num_slabs = len(records)
+    capacity = sum(slab.shape[0] for slab in records)
+    workspace = library.register().JaxsokRebuildWorkspaceBytes(capacity)
+    state = (index, counters, table_rows)
+    slabs = (*records, *(slab for array in states for slab in array))
+    results = (
+        *map(jax.typeof, state),
+        result(keys, (), "uint32"),
+        result(keys, (workspace,), "uint8"),
+        *map(jax.typeof, slabs),
+    )
+    aliases = {0: 0, 1: 1, 2: 2} | {5 + i: 5 + i for i in range(len(slabs))}
+    call = jax.ffi.ffi_call("jaxsok_table_erase", results, input_output_aliases=aliases)
+    index, counters, table_rows, num_erased, _, *slabs = call(
+        *state, keys, table_ids, *slabs, num_slabs=np.int32(num_slabs), initial=np.asarray(initial_values, np.float32)
+    )
+    parts = tuple(tuple(slabs[i : i + num_slabs]) for i in range(0, len(slabs), num_slabs))
+    return index, counters, table_rows, parts[0], parts[1:], num_erased
+
+
+def rebuild(
+    counters: UInt32[Array, " num_counters"], records: Sequence[RecordSlab], num_buckets: int
+) -> tuple[UInt32[Array, "num_buckets 16"], UInt32[Array, " num_counters"]]:
+    """Makes an index of `num_buckets` buckets from the records. See `LaunchRebuild` in ffi/kernels/table.h.
+
+    Returns:
+      index, counters (donated).
+    """
+    capacity = sum(slab.shape[0] for slab in records)
+    workspace = library.register().JaxsokRebuildWorkspaceBytes(capacity)
+    results = (
+        result(counters, (num_buckets, BUCKET_WORDS), "uint32"),
+        jax.typeof(counters),
+        result(counters, (workspace,), "uint8"),
+    )
+    call = jax.ffi.ffi_call("jaxsok_table_rebuild", results, input_output_aliases={0: 1})
+    index, counters, _ = call(counters, *records, num_slabs=np.int32(len(records)))
+    return index, counters
+
+
+def home_bucket(
+    keys: UInt32[np.ndarray, "num_keys 2"], table_ids: UInt32[np.ndarray, " num_keys"], salt: int, num_buckets: int
+) -> np.ndarray:
+    """The home bucket of (table, key) pairs, in NumPy: for tests and for looking at an index.
+
+    Example:
+      >>> home_bucket(np.array([[7, 0]], np.uint32), np.array([0], np.uint32), salt=0, num_buckets=1).tolist()
+      [0]
+    """
+    golden = np.uint64(0x9E3779B97F4A7C15)
+
+    def mix(x: np.ndarray) -> np.ndarray:
+        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        return x ^ (x >> np.uint64(31))
+
+    words = np.ascontiguousarray(keys).view(np.uint64)[:, 0]
+    hashes = mix(mix(words ^ np.uint64(salt)) + (table_ids.astype(np.uint64) + np.uint64(1)) * golden)
+    return ((hashes >> np.uint64(32)) * np.uint64(num_buckets)) >> np.uint64(32)

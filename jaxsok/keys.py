@@ -1,0 +1,97 @@
+"""64-bit keys into JAX and out of it (decision D1): views, widening, refusals.
+
+JAX without x64 narrows int64 to int32 in silence, so keys cross every JAX boundary as `uint32[..., 2]` words,
+low word first. NumPy integers of any width are taken; of `jax.Array`s only those that cannot have been narrowed.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, UInt32
+
+from jaxsok.types import PADDING_KEY
+
+
+def to_words(keys: np.ndarray, what: str) -> np.ndarray:
+    """Views NumPy integers as `uint32[..., 2]` words, low word first.
+
+    Args:
+      keys: integers of any width; int64 and uint64 are viewed without a copy, narrower ones widened by sign.
+      what: named in errors, as `batch: feature "item"`.
+
+    Raises:
+      TypeError: not integers.
+
+    Example:
+      >>> to_words(np.array([7, -1]), "example").tolist()
+      [[7, 0], [4294967295, 4294967295]]
+    """
+    if keys.dtype == np.bool_ or not np.issubdtype(keys.dtype, np.integer):
+        raise TypeError(
+            f"{what}: keys must be integers, got {keys.dtype}{list(keys.shape)}; pass NumPy int64 or uint64."
+        )
+    if keys.dtype.itemsize < 8:
+        keys = keys.astype(np.int64)
+    keys = np.ascontiguousarray(keys)
+    if keys.dtype.byteorder == ">":
+        keys = keys.astype(keys.dtype.newbyteorder("="))
+    return keys.view(np.uint32).reshape(*keys.shape, 2)
+
+
+def from_words(words: Any) -> np.ndarray:
+    """The uint64 keys of `uint32[..., 2]` words, as NumPy.
+
+    Example:
+      >>> from_words(np.array([[7, 1]], np.uint32)).tolist()
+      [4294967303]
+    """
+    words = np.ascontiguousarray(np.asarray(words, dtype=np.uint32))
+    return words.view(np.uint64).reshape(words.shape[:-1])
+
+
+def words_of(keys: Any, key_dtype: str, what: str) -> np.ndarray | UInt32[Array, "... 2"]:
+    """The words of keys given as NumPy integers or as a `jax.Array`; NumPy stays NumPy.
+
+    Args:
+      keys: NumPy integers, or a `jax.Array`: `uint32[..., 2]`, int64 (x64 on), or int32 where declared.
+      key_dtype: "int64", or "int32" for a feature whose keys are declared to fit.
+      what: named in errors.
+
+    Raises:
+      TypeError: floats, or an int32 `jax.Array` that may be a narrowed int64.
+    """
+    if not isinstance(keys, jax.Array):
+        return to_words(np.asarray(keys), what)
+    if keys.dtype == jnp.uint32:
+        if keys.ndim == 0 or keys.shape[-1] != 2:
+            raise ValueError(
+                f"{what}: keys: a jax.Array of uint32 must hold (low, high) words, got shape {list(keys.shape)}, wanted "
+                "[..., 2]; pass NumPy int64, or view it as words with jaxsok.keys.to_words."
+            )
+        return keys
+    if keys.dtype in (jnp.dtype("int64"), jnp.dtype("uint64")):
+        return jax.lax.bitcast_convert_type(keys, jnp.uint32)
+    if keys.dtype == jnp.int32 and key_dtype == "int32":
+        low = jax.lax.bitcast_convert_type(keys, jnp.uint32)
+        high = jnp.where(keys < 0, jnp.uint32(0xFFFFFFFF), jnp.uint32(0))
+        return jnp.stack([low, high], axis=-1)
+    if keys.dtype == jnp.int32:
+        raise TypeError(
+            f"{what}: keys: got a jax.Array int32{list(keys.shape)}, which may be an int64 that JAX narrowed in silence; "
+            'pass NumPy int64, uint32[..., 2] words, or declare FeatureSpec(key_dtype="int32").'
+        )
+    raise TypeError(
+        f"{what}: keys must be integers or uint32[..., 2] words, got {keys.dtype}{list(keys.shape)}; pass NumPy int64."
+    )
+
+
+def padding_words(shape: tuple[int, ...]) -> np.ndarray:
+    """PADDING_KEY as words, in an array of the given shape.
+
+    Example:
+      >>> padding_words((1,)).tolist()
+      [[4294967295, 4294967295]]
+    """
+    return np.full((*shape, 2), PADDING_KEY & 0xFFFFFFFF, np.uint32)

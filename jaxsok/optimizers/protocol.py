@@ -1,0 +1,79 @@
+"""What a sparse optimizer declares: its per-row state, and the kernel that steps a row.
+
+An optimizer is a frozen, hashable declaration; the arrays live in the store, and hyper-parameters reach the kernel
+as an operand, so that changing them recompiles nothing.
+"""
+
+import abc
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from jaxsok.types import NUM_HYPER
+
+LearningRate = float | Callable[[Any], Any]
+"""A number, or an Optax schedule: a function of the step, 0 at the first update."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RowState:
+    """One piece of optimizer state."""
+
+    name: str
+    dim: int
+    """Numbers per row: the table's dim, or 1."""
+    initial_value: float
+    """What the state of a new row holds."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Optimizer(abc.ABC):
+    """A fused optimizer: it names the kernel that steps a row."""
+
+    kernel: ClassVar[int]
+    """The number of the row update in `ffi/core/row_update.h`."""
+
+    learning_rate: LearningRate
+
+    def __post_init__(self) -> None:
+        """Turns a 0-d array into a number and refuses what is neither number nor schedule."""
+        rate = self.learning_rate
+        name = f"optim.{type(self).__name__.lower()}"
+        if isinstance(rate, jax.core.Tracer):
+            raise TypeError(
+                f"{name}: learning_rate: got a traced value; an optimizer is declared outside jit. Pass the traced rate "
+                "to collection.update(..., learning_rate=rate)."
+            )
+        if isinstance(rate, (np.ndarray, np.generic, jax.Array)):
+            if np.ndim(rate) != 0:
+                raise ValueError(f"{name}: learning_rate: got shape {list(np.shape(rate))}, wanted a scalar.")
+            rate = float(rate)
+            object.__setattr__(self, "learning_rate", rate)
+        if not callable(rate) and not (isinstance(rate, (int, float)) and math.isfinite(rate)):
+            raise TypeError(f"{name}: learning_rate: got {rate!r}, wanted a finite number or an Optax schedule.")
+
+    @abc.abstractmethod
+    def state_specs(self, dim: int) -> tuple[RowState, ...]:
+        """The per-row state of a table of the given dim."""
+
+    @abc.abstractmethod
+    def hyper(self, step: Any, learning_rate: Any) -> tuple[Any, ...]:
+        """The words that the kernel reads: at most NUM_HYPER scalars. `step` is 0 at the first update."""
+
+    def hyper_operand(self, step: Any, learning_rate: Any = None) -> Float[Array, " num_hyper"]:
+        """The hyper-parameter operand of one step.
+
+        Args:
+          step: uint32[], how many updates came before.
+          learning_rate: a scalar that takes the place of the declared one.
+        """
+        if learning_rate is None:
+            learning_rate = self.learning_rate(step) if callable(self.learning_rate) else self.learning_rate
+        words = [jnp.asarray(word, jnp.float32) for word in self.hyper(step, learning_rate)]
+        return jnp.stack(words + [jnp.zeros((), jnp.float32)] * (NUM_HYPER - len(words)))

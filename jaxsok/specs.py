@@ -1,0 +1,217 @@
+"""What a user declares: tables and features (frozen, hashable), and the stores that follow from them (decision D4)."""
+
+import dataclasses
+import hashlib
+from collections.abc import Sequence
+from typing import Literal
+
+import numpy as np
+
+from jaxsok import initializers
+from jaxsok.optimizers.protocol import Optimizer, RowState
+from jaxsok.types import COMBINERS, MAX_CAPACITY, MAX_DIM, NUM_TABLE_WORDS, ROW_GRADIENTS, Combiner, RowGradient
+
+
+def _positive(what: str, name: str, value: object, most: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+        raise TypeError(f"{what}: {name}: got {value!r}, wanted an integer.")
+    if not 1 <= value <= most:
+        raise ValueError(f"{what}: {name}: got {value}, wanted 1 to {most}.")
+
+
+def _name(what: str, value: object) -> None:
+    if not isinstance(value, str) or not value:
+        raise TypeError(f"{what}: name: got {value!r}, wanted a string that is not empty.")
+
+
+@dataclasses.dataclass(frozen=True)
+class TableSpec:
+    """A table: a named map from 64-bit keys to rows of `dim` float32 numbers.
+
+    Tables with the same dim, dtype, optimizer and row_gradient share one store; equal keys in different tables
+    never collide.
+
+    Raises:
+      TypeError, ValueError: when declared; the message names the table and the argument.
+
+    Example:
+      >>> from jaxsok import optim
+      >>> TableSpec("user", dim=64, optimizer=optim.adam(1e-3), capacity=1_000_000).dim
+      64
+    """
+
+    name: str
+    """Unique in its collection; new rows depend on it."""
+    dim: int
+    """Numbers in a row: 1 to 1024."""
+    optimizer: Optimizer
+    """What moves the rows: from `jaxsok.optim`."""
+    _: dataclasses.KW_ONLY
+    initializer: initializers.Initializer = dataclasses.field(default_factory=initializers.uniform)
+    """What a new row holds: from `jaxsok.initializers`."""
+    capacity: int = 65_536
+    """Rows at first; the tables of a store pool theirs. `collection.grow` adds more."""
+    max_capacity: int | None = None
+    """Rows at most; None: until memory ends. A store's is the sum, or None if one of its tables has None."""
+    dtype: str = "float32"
+    """Of the rows."""
+    row_gradient: RowGradient = "sum"
+    """How the gradients of a row's uses become one: their sum, their mean, or the sum over the root of their number."""
+    unknown: Literal["initial", "zeros"] = "initial"
+    """What `find` gives for a key without a row: the row it would get, or zeros."""
+
+    def __post_init__(self) -> None:
+        """Refuses what cannot be meant."""
+        _name("TableSpec", self.name)
+        what = f'TableSpec "{self.name}"'
+        _positive(what, "dim", self.dim, MAX_DIM)
+        _positive(what, "capacity", self.capacity, MAX_CAPACITY)
+        if self.max_capacity is not None:
+            _positive(what, "max_capacity", self.max_capacity, MAX_CAPACITY)
+            if self.max_capacity < self.capacity:
+                raise ValueError(
+                    f"{what}: max_capacity: got {self.max_capacity}, wanted at least capacity = {self.capacity}."
+                )
+        if not isinstance(self.optimizer, Optimizer):
+            raise TypeError(f"{what}: optimizer: got {self.optimizer!r}, wanted one of jaxsok.optim, as optim.adam(1e-3).")
+        if not isinstance(self.initializer, initializers.Initializer):
+            raise TypeError(
+                f"{what}: initializer: got {self.initializer!r}, wanted one of jaxsok.initializers, as "
+                "initializers.uniform(-0.05, 0.05)."
+            )
+        if self.dtype != "float32":
+            raise ValueError(f'{what}: dtype: got {self.dtype!r}, wanted "float32" (the only one so far).')
+        if self.row_gradient not in ROW_GRADIENTS:
+            raise ValueError(f"{what}: row_gradient: got {self.row_gradient!r}, wanted one of {list(ROW_GRADIENTS)}.")
+        if self.unknown not in ("initial", "zeros"):
+            raise ValueError(f'{what}: unknown: got {self.unknown!r}, wanted "initial" or "zeros".')
+
+
+@dataclasses.dataclass(frozen=True)
+class FeatureSpec:
+    """A feature: a named part of the batch that reads one table.
+
+    Raises:
+      TypeError, ValueError: when declared; the message names the feature and the argument.
+
+    Example:
+      >>> FeatureSpec("history", table="item", combiner="mean", max_keys=20 * 1024).combiner
+      'mean'
+    """
+
+    name: str
+    table: str
+    """The name of a TableSpec; several features may read one table."""
+    _: dataclasses.KW_ONLY
+    combiner: Combiner | None = "sum"
+    """How a bag's rows become its embedding; None: every key keeps its own row."""
+    weighted: bool = False
+    """Whether each key comes with a float32 weight."""
+    max_keys: int | None = None
+    """Keys of a ragged batch at most: the static size of its buffer. None: each batch's next power of two."""
+    max_hotness: int | None = None
+    """With combiner None and ragged bags: give `[num_bags, max_hotness, dim]` in place of `[max_keys, dim]`."""
+    key_dtype: Literal["int64", "int32"] = "int64"
+    """"int32" lets a `jax.Array` of int32 keys in, which otherwise could be a narrowed int64."""
+
+    def __post_init__(self) -> None:
+        """Refuses what cannot be meant."""
+        _name("FeatureSpec", self.name)
+        what = f'FeatureSpec "{self.name}"'
+        _name(f"{what}: table", self.table)
+        if self.combiner not in COMBINERS:
+            raise ValueError(f"{what}: combiner: got {self.combiner!r}, wanted one of {list(COMBINERS)}.")
+        if not isinstance(self.weighted, bool):
+            raise TypeError(f"{what}: weighted: got {self.weighted!r}, wanted True or False.")
+        if self.weighted and self.combiner is None:
+            raise ValueError(f"{what}: weighted: got True with combiner None; weights need a combiner to act in.")
+        if self.max_keys is not None:
+            _positive(what, "max_keys", self.max_keys, MAX_CAPACITY)
+        if self.max_hotness is not None:
+            _positive(what, "max_hotness", self.max_hotness, MAX_CAPACITY)
+            if self.combiner is not None:
+                raise ValueError(
+                    f"{what}: max_hotness: got {self.max_hotness} with combiner {self.combiner!r}; it is for combiner None."
+                )
+        if self.key_dtype not in ("int64", "int32"):
+            raise ValueError(f'{what}: key_dtype: got {self.key_dtype!r}, wanted "int64" or "int32".')
+
+
+@dataclasses.dataclass(frozen=True)
+class StoreSpec:
+    """The tables that share one store: same dim, dtype, optimizer and row_gradient."""
+
+    tables: tuple[TableSpec, ...]
+
+    @property
+    def dim(self) -> int:
+        """Numbers in a row."""
+        return self.tables[0].dim
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """What moves the rows."""
+        return self.tables[0].optimizer
+
+    @property
+    def row_gradient(self) -> RowGradient:
+        """How the gradients of a row's uses become one."""
+        return self.tables[0].row_gradient
+
+    @property
+    def state_specs(self) -> tuple[RowState, ...]:
+        """The optimizer state of a row."""
+        return self.optimizer.state_specs(self.dim)
+
+    @property
+    def capacity(self) -> int:
+        """Rows at first."""
+        return sum(table.capacity for table in self.tables)
+
+    @property
+    def max_capacity(self) -> int | None:
+        """Rows at most; None: until memory ends."""
+        limits = [table.max_capacity for table in self.tables]
+        return None if None in limits else min(sum(limits), MAX_CAPACITY)
+
+    def table_number(self, name: str) -> int:
+        """The number by which the store's kernels know a table."""
+        return [table.name for table in self.tables].index(name)
+
+    def table_words(self) -> np.ndarray:
+        """What the kernels know of the tables: uint32[num_tables, NUM_TABLE_WORDS] (TableWord in layout.h)."""
+        words = np.zeros((len(self.tables), NUM_TABLE_WORDS), np.uint32)
+        for line, table in zip(words, self.tables, strict=True):
+            name = int.from_bytes(hashlib.blake2b(table.name.encode(), digest_size=8).digest(), "little")
+            line[:3] = name & 0xFFFFFFFF, name >> 32, table.initializer.kind
+            line[3:5] = np.array([table.initializer.a, table.initializer.b], np.float32).view(np.uint32)
+        return words
+
+
+def group_into_stores(tables: Sequence[TableSpec]) -> tuple[StoreSpec, ...]:
+    """Groups tables by what their stores must share, in the order of their first table.
+
+    Example:
+      >>> from jaxsok import optim
+      >>> ada = optim.adagrad(0.1)
+      >>> specs = [TableSpec("a", 8, ada), TableSpec("b", 16, ada), TableSpec("c", 8, ada)]
+      >>> [[table.name for table in store.tables] for store in group_into_stores(specs)]
+      [['a', 'c'], ['b']]
+    """
+    groups: dict[tuple, list[TableSpec]] = {}
+    for table in tables:
+        groups.setdefault((table.dim, table.dtype, table.optimizer, table.row_gradient), []).append(table)
+    return tuple(StoreSpec(tuple(group)) for group in groups.values())
+
+
+def fingerprint(stores: Sequence[StoreSpec]) -> str:
+    """Names the shape of a state: which tables share which stores, their dims, states and new rows.
+
+    Capacities, learning rates and schedules may change between runs; they are not in it.
+    """
+    lines = [
+        f"{s}:{table.name}:{table.dim}:{table.dtype}:{type(table.optimizer).__name__}:{store.state_specs}:{table.initializer}"
+        for s, store in enumerate(stores)
+        for table in store.tables
+    ]
+    return hashlib.blake2b("\n".join(lines).encode(), digest_size=8).hexdigest()

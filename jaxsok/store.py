@@ -1,0 +1,111 @@
+"""The state of one shard: index, slabs of rows and optimizer state, records, counters (`ffi/core/layout.h`).
+
+A state is a pytree of plain arrays. Ops take it and return it; under `donate_argnums` they change it in place.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float32, UInt32
+
+from jaxsok.specs import StoreSpec
+from jaxsok.types import BUCKET_WORDS, COUNTERS, ENTRIES_PER_BUCKET, RECORD_WORDS
+
+MIN_BUCKETS = 16  # 1 KiB; below it the index costs nothing worth saving
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class StoreState:
+    """The arrays of one store."""
+
+    index: UInt32[Array, "num_buckets 16"]
+    """(table, key) → row id: 64-byte buckets of four entries. The order of entries is not deterministic on a GPU."""
+    counters: UInt32[Array, " num_counters"]
+    """See `jaxsok.types.COUNTERS`."""
+    table_rows: UInt32[Array, " num_tables"]
+    """Rows of each table."""
+    rows: tuple[Float32[Array, "slab_capacity dim"], ...]
+    records: tuple[UInt32[Array, "slab_capacity 4"], ...]
+    """(table, key) of each row: key low, key high, table, and one entry of the list of freed rows."""
+    states: tuple[tuple[Float32[Array, "slab_capacity width"], ...], ...]
+    """Optimizer state, in the order of the optimizer's `state_specs`."""
+
+    @property
+    def capacity(self) -> int:
+        """Rows allocated."""
+        return sum(slab.shape[0] for slab in self.rows)
+
+    @property
+    def generation(self) -> UInt32[Array, ""]:
+        """Advanced whenever row ids of older plans lose their meaning."""
+        return self.counters[COUNTERS.index("generation")]
+
+    def num_rows(self) -> UInt32[Array, ""]:
+        """Rows in use."""
+        word = {name: self.counters[i] for i, name in enumerate(COUNTERS)}
+        return word["num_allocated"] - (word["free_end"] - word["free_begin"])
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class State:
+    """All arrays of a collection: what jitted steps take, donate and return."""
+
+    stores: tuple[StoreState, ...]
+    step: UInt32[Array, ""]
+    """How many updates came before."""
+    seed: UInt32[Array, "2"]
+    fingerprint: str = dataclasses.field(metadata={"static": True})
+    """Of the specs that made it; a collection with others refuses it."""
+
+
+def num_buckets_of(capacity: int) -> int:
+    """Buckets of an index that is half full when every row is in use: 32 bytes a row.
+
+    Example:
+      >>> num_buckets_of(1000)
+      500
+    """
+    return max(MIN_BUCKETS, -(-2 * capacity // ENTRIES_PER_BUCKET))
+
+
+def row_bytes(spec: StoreSpec) -> int:
+    """Bytes that one row of capacity costs: row, optimizer state, record, its share of the index.
+
+    Example:
+      64 float32 with rowwise Adagrad: 256 + 4 + 16 + 32 = 308.
+    """
+    widths = spec.dim + sum(state.dim for state in spec.state_specs)
+    return 4 * widths + 4 * RECORD_WORDS + 4 * BUCKET_WORDS * 2 // ENTRIES_PER_BUCKET
+
+
+def new_slab(spec: StoreSpec, size: int) -> tuple[Array, Array, tuple[Array, ...]]:
+    """Rows, records and states of a fresh slab; each leaf its own buffer, so that all can be donated."""
+    rows = jnp.zeros((size, spec.dim), jnp.float32)
+    records = jnp.full((size, RECORD_WORDS), np.uint32(0xFFFFFFFF))
+    states = tuple(jnp.full((size, state.dim), np.float32(state.initial_value)) for state in spec.state_specs)
+    return rows, records, states
+
+
+def init_store(spec: StoreSpec, salt: int) -> StoreState:
+    """An empty store of the declared capacity.
+
+    Args:
+      spec: its tables.
+      salt: 64 bits that are mixed into every hash of this store.
+    """
+    rows, records, states = new_slab(spec, spec.capacity)
+    counters = np.zeros(len(COUNTERS), np.uint32)
+    counters[COUNTERS.index("salt_low")] = salt & 0xFFFFFFFF
+    counters[COUNTERS.index("salt_high")] = salt >> 32
+    return StoreState(
+        index=jnp.full((num_buckets_of(spec.capacity), BUCKET_WORDS), np.uint32(0xFFFFFFFF)),
+        counters=jnp.asarray(counters),
+        table_rows=jnp.zeros(len(spec.tables), jnp.uint32),
+        rows=(rows,),
+        records=(records,),
+        states=tuple((state,) for state in states),
+    )

@@ -1,0 +1,73 @@
+"""The vocabulary as types and constants; everything else imports from here.
+
+The words are those of `ffi/core/layout.h`: a test compares the two.
+"""
+
+from typing import Literal, TypeAlias
+
+from jaxtyping import Array, Int32, UInt32
+
+PADDING_KEY: int = 2**64 - 1
+"""The one reserved key (int64 −1): it finds nothing, inserts nothing and contributes zeros."""
+
+NO_ROW: int = 2**32 - 1
+"""The row id that means "absent"."""
+
+MAX_DIM: int = 1024
+"""The widest row that the kernels hold in registers."""
+
+MAX_SLABS: int = 24
+"""The most slabs a store can have; doubling from 65,536 rows, 16 slabs reach the last row id."""
+
+MAX_CAPACITY: int = 2**31 - 1
+"""Row ids stay below 2**31 per shard."""
+
+ENTRIES_PER_BUCKET: int = 4
+BUCKET_WORDS: int = 16
+RECORD_WORDS: int = 4
+COUNTERS: tuple[str, ...] = (
+    "num_allocated",
+    "free_begin",
+    "free_end",
+    "generation",
+    "num_unplaced",
+    "longest_probe",
+    "salt_low",
+    "salt_high",
+)
+"""The words of a store's counters, in order."""
+
+COUNTS: tuple[str, ...] = ("num_found", "num_inserted", "num_missing", "num_refused", "num_padding")
+"""The words of a table's line of counts, in order."""
+
+BAGS_PER_TILE: int = 256
+"""How many bags of one feature a thread block takes."""
+
+NUM_FEATURE_WORDS: int = 12
+NUM_TABLE_WORDS: int = 8
+NUM_HYPER: int = 8
+
+Combiner: TypeAlias = Literal["sum", "mean", "sqrtn"]
+COMBINERS: dict[str | None, int] = {None: 0, "sum": 1, "mean": 2, "sqrtn": 3}
+
+RowGradient: TypeAlias = Literal["sum", "mean", "sqrt"]
+ROW_GRADIENTS: dict[str, int] = {"sum": 0, "mean": 1, "sqrt": 2}
+
+Keys: TypeAlias = UInt32[Array, "num_keys 2"]
+"""64-bit keys as (low, high) words."""
+
+RowIds: TypeAlias = UInt32[Array, " num_keys"]
+TableIds: TypeAlias = UInt32[Array, " num_keys"]
+Inverse: TypeAlias = Int32[Array, " num_keys"]
+
+
+class TableFullError(RuntimeError):
+    """Keys were refused because their store is full."""
+
+
+class StalePlanError(RuntimeError):
+    """An update was given a plan whose rows may have been erased since."""
+
+
+class NonFiniteGradientError(FloatingPointError):
+    """Row gradients were infinite or NaN, and skipped."""
