@@ -81,7 +81,8 @@ class Collection:
         for s, store in enumerate(self.stores):
             if store.capacity > MAX_CAPACITY:
                 raise ValueError(
-                    f"Collection: tables {[table.name for table in store.tables]}: capacity: got {store.capacity} rows in "
+                    f"Collection: tables {[table.name for table in store.tables]}: capacity: got "
+                    f"{store.capacity} rows in "
                     f"store {s}, wanted at most {MAX_CAPACITY}."
                 )
 
@@ -107,7 +108,8 @@ class Collection:
             grow_lib.require_memory(store, store.capacity, "init")
         if free is not None and total > free:
             raise MemoryError(
-                f"init: got {total} bytes for {len(self.stores)} stores, wanted at most {free} that are free; lower the "
+                f"init: got {total} bytes for {len(self.stores)} stores, wanted at most {free} that are "
+                "free; lower the "
                 "capacities (bytes per row: "
                 f"{ {table.name: row_bytes(store) for store in self.stores for table in store.tables} })."
             )
@@ -119,7 +121,7 @@ class Collection:
             seed=jnp.asarray(np.array([seed & 0xFFFFFFFF, seed >> 32], np.uint32)),
             fingerprint=self.fingerprint,
         )
-        self.growth.forget(state)
+        self.growth.forget()
         return state
 
     def batch(self, raw: Mapping[str, Any]) -> Batch:
@@ -229,11 +231,17 @@ class Collection:
         plans = [plan] if isinstance(plan, Plan) else list(plan)
         grads = [gradients] if isinstance(gradients, Mapping) else list(gradients)
         if not plans or len(plans) != len(grads):
-            raise ValueError(f"update: gradients: got {len(grads)} for {len(plans)} plans, wanted one for each, at least 1.")
+            raise ValueError(
+                f"update: gradients: got {len(grads)} for {len(plans)} plans, wanted one for each, at least 1."
+            )
         for one in plans:
             if not isinstance(one, Plan) or one.found is None:
-                raise TypeError(f"update: plan: got {type(one).__name__} that no lookup returned, wanted lookup's third result.")
+                raise TypeError(
+                    f"update: plan: got {type(one).__name__} that no lookup returned, wanted lookup's third result."
+                )
             self._check_features("update", one.features)
+        if learning_rate is not None:
+            _check_rate(learning_rate)
         self._note_keys([one.features for one in plans])
         with jax.named_scope("jaxsok.update"):
             state, nonfinite, stale = update_lib.update(self.stores, state, plans, grads, learning_rate)
@@ -351,17 +359,21 @@ class Collection:
             raise TypeError(f"{op}: state: got {type(state).__name__}, wanted the State that Collection.init made.")
         if state.fingerprint != self.fingerprint:
             raise ValueError(
-                f"{op}: state: got one of other specs (fingerprint {state.fingerprint}), wanted {self.fingerprint}; use "
+                f"{op}: state: got one of other specs (fingerprint {state.fingerprint}), wanted "
+                f"{self.fingerprint}; use "
                 "the collection that made it, or declare the same tables."
             )
 
     def _check_features(self, op: str, features: Features) -> None:
         if not isinstance(features, Features):
             raise TypeError(
-                f"{op}: features: got {type(features).__name__}, wanted Features; make them with collection.batch(raw).features."
+                f"{op}: features: got {type(features).__name__}, wanted Features; make them with "
+                "collection.batch(raw).features."
             )
         if features.fingerprint != self.fingerprint:
-            raise ValueError(f"{op}: features: got those of a collection with other specs; make them with this one's batch.")
+            raise ValueError(
+                f"{op}: features: got those of a collection with other specs; make them with this one's batch."
+            )
 
     def _stats(
         self, state: State, counts: Sequence[Sequence[Array]], nonfinite: Sequence[Array], stale: Int32[Array, ""]
@@ -385,3 +397,10 @@ class Collection:
             capacities=tuple(state.stores[s].capacity for s in place),
             stores=tuple(place),
         )
+
+
+def _check_rate(rate: Any) -> None:
+    is_number = isinstance(rate, (int, float, np.number, np.ndarray, jax.Array)) and not isinstance(rate, bool)
+    if not is_number or np.shape(rate) != ():
+        got = f"shape {list(np.shape(rate))}" if is_number else repr(rate)
+        raise TypeError(f"update: learning_rate: got {got}, wanted a scalar.")

@@ -32,7 +32,8 @@ class Bags:
     """
 
     keys: Any
-    """`[num_bags]`: one key each. `[num_bags, hotness]`: padded with PADDING_KEY. With lengths or offsets: `[num_keys]`."""
+    """`[num_bags]`: one key each. `[num_bags, hotness]`: padded.
+    With lengths or offsets: `[num_keys]`."""
     _: dataclasses.KW_ONLY
     lengths: Any = None
     """`[num_bags]`: keys of each bag, one after the other."""
@@ -300,7 +301,8 @@ def _read(spec: FeatureSpec, value: Any) -> _Part:
 def _limit(spec: FeatureSpec, num_keys: int, what: str) -> None:
     if spec.max_keys is not None and num_keys > spec.max_keys:
         raise ValueError(
-            f"{what}: keys: got {num_keys} keys, wanted at most max_keys = {spec.max_keys}; split the batch, or declare "
+            f"{what}: keys: got {num_keys} keys, wanted at most max_keys = {spec.max_keys}; split the "
+            "batch, or declare "
             "a larger FeatureSpec(max_keys=...)."
         )
 
@@ -326,7 +328,9 @@ def _read_ragged(spec: FeatureSpec, bags: Bags, words: Any, weights: Any, what: 
     if bags.lengths is not None and bags.offsets is not None:
         raise ValueError(f"{what}: got both lengths and offsets, wanted one of them.")
     if words.ndim != 2:
-        raise ValueError(f"{what}: keys: got shape {list(words.shape[:-1])} with lengths or offsets, wanted [num_keys].")
+        raise ValueError(
+            f"{what}: keys: got shape {list(words.shape[:-1])} with lengths or offsets, wanted [num_keys]."
+        )
     name = "lengths" if bags.lengths is not None else "offsets"
     given = bags.lengths if bags.lengths is not None else bags.offsets
     given = given if isinstance(given, jax.Array) else np.asarray(given)
@@ -373,14 +377,17 @@ def _check_offsets(given: np.ndarray, name: str, words: Any, what: str) -> np.nd
         falls = np.flatnonzero(np.diff(offsets) < 0)
         if falls.size:
             i = int(falls[0])
-            raise ValueError(f"{what}: offsets: got {offsets[i]} then {offsets[i + 1]} at {i}, wanted never decreasing.")
+            raise ValueError(
+                f"{what}: offsets: got {offsets[i]} then {offsets[i + 1]} at {i}, wanted never decreasing."
+            )
     if offsets[-1] > num_keys:
         raise ValueError(f"{what}: {name}: got an end at {offsets[-1]}, past the end of {num_keys} keys.")
     if offsets[-1] < num_keys and isinstance(words, np.ndarray):
         tail = words[offsets[-1] :]
         if not (tail == np.uint32(PADDING_KEY & 0xFFFFFFFF)).all():
             raise ValueError(
-                f"{what}: {name}: got an end at {offsets[-1]} of {num_keys} keys, wanted all keys in bags, or PADDING_KEY "
+                f"{what}: {name}: got an end at {offsets[-1]} of {num_keys} keys, wanted all keys in bags, "
+                "or PADDING_KEY "
                 "after the last bag."
             )
     return offsets.astype(np.int32)
@@ -406,7 +413,8 @@ def _to_rectangle(spec: FeatureSpec, words: Any, offsets: Any, num_bags: int, wh
         lengths = np.diff(offsets)
         if lengths.size and lengths.max() > width:
             raise ValueError(
-                f"{what}: got a bag of {int(lengths.max())} keys, wanted at most max_hotness = {width}; cut it, or declare "
+                f"{what}: got a bag of {int(lengths.max())} keys, wanted at most max_hotness = {width}; cut "
+                "it, or declare "
                 "a larger FeatureSpec(max_hotness=...)."
             )
         square = keys_lib.padding_words((num_bags, width))

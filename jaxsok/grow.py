@@ -1,9 +1,10 @@
 """Between steps, on the host: more slabs and a larger index, before they are needed (decision D9).
 
 Growing appends a slab to every per-row array and copies no row. The old index goes first, then the new one is made
-from the records, so the peak is the new size. Whether to grow rests on counters that have already arrived: a bound
-on the rows in use follows from the last ones seen and from what the steps since could have inserted at most, and
-the host waits for the device only when that bound would not fit.
+from the records, so the peak is the new size. Whether to grow rests on counters that have already arrived: if the
+state's own are there, on them; while steps are still under way, on a bound that follows from the last ones seen and
+from what the steps since could have inserted at most. The host waits for the device only when that bound does not
+fit.
 """
 
 import collections
@@ -23,6 +24,7 @@ from jaxsok.store import State, StoreState, new_slab, num_buckets_of, row_bytes
 from jaxsok.types import COUNTERS, MAX_CAPACITY, MAX_SLABS
 
 GROWTH_FACTOR = 2.0  # capacity after growing over capacity before: the number of programs compiled is logarithmic
+LOOK_EVERY = 64  # calls between looks at counters that nothing forces: keys without an index entry show there
 GENTLE_FACTOR = 1.25  # where twice does not fit into memory
 
 _WORD = {name: i for i, name in enumerate(COUNTERS)}
@@ -42,6 +44,7 @@ class GrowthTracker:
     """Counters on their way to the host, oldest first, with `allowed` when they were asked for."""
     signature: tuple[int, ...] | None = None
     """Capacities of the state last seen; another one means another state, of which nothing is known."""
+    num_calls: int = 0
     num_waits: int = 0
     """How often the host had to wait for the device."""
     num_grown: int = 0
@@ -52,11 +55,11 @@ class GrowthTracker:
         """A tracker that knows nothing."""
         return cls([0] * num_stores, [0] * num_stores, [None] * num_stores, collections.deque())
 
-    def forget(self, state: State | None = None) -> None:
-        """Forgets all but the size of batches; a state fresh from `init` has no rows."""
-        self.known = [None if state is None else (0, allowed) for allowed in self.allowed]
+    def forget(self) -> None:
+        """Forgets all but the size of batches."""
+        self.known = [None] * len(self.known)
         self.under_way.clear()
-        self.signature = None if state is None else _signature(state)
+        self.signature = None
 
     def saw_batch(self, store: int, num_keys: int) -> None:
         """Notes how many keys one step asks of a store."""
@@ -83,7 +86,12 @@ def _signature(state: State) -> tuple[int, ...]:
 
 @jax.jit
 def _snapshot(counters: tuple[Array, ...]) -> Array:
+    """A copy that lives on when the state is donated."""
     return jnp.stack(counters)
+
+
+def _read(state: State) -> np.ndarray:
+    return np.stack([np.asarray(store.counters) for store in state.stores])
 
 
 def grow(specs: Sequence[StoreSpec], tracker: GrowthTracker, state: State, steps: int) -> State:
@@ -95,6 +103,7 @@ def grow(specs: Sequence[StoreSpec], tracker: GrowthTracker, state: State, steps
     if tracker.signature != _signature(state):
         tracker.forget()
         tracker.signature = _signature(state)
+    tracker.num_calls += 1
     reserve = [keys * steps for keys in tracker.keys_per_step]
     open_ended = [
         spec.max_capacity is None or store.capacity < spec.max_capacity
@@ -105,13 +114,17 @@ def grow(specs: Sequence[StoreSpec], tracker: GrowthTracker, state: State, steps
         bound = tracker.bound(s)
         return open_ended[s] and (bound is None or bound + reserve[s] > state.stores[s].capacity)
 
-    while tracker.under_way and tracker.under_way[0][0].is_ready():
-        counters, allowed = tracker.under_way.popleft()
-        tracker.learn(np.asarray(counters), allowed)
-    if any(short(s) for s in range(len(specs))):
-        counters = np.asarray(_snapshot(tuple(store.counters for store in state.stores)))
-        tracker.under_way.clear()
+    unplaced = False
+    counters = _read(state) if all(store.counters.is_ready() for store in state.stores) else None
+    while counters is None and tracker.under_way and tracker.under_way[0][0].is_ready():
+        arrived, allowed = tracker.under_way.popleft()
+        tracker.learn(np.asarray(arrived), allowed)
+        unplaced = bool(np.asarray(arrived)[:, _WORD["num_unplaced"]].any())
+    if counters is None and (unplaced or any(short(s) for s in range(len(specs)))):
+        counters = _read(state)
         tracker.num_waits += 1
+    if counters is not None:
+        tracker.under_way.clear()
         tracker.learn(counters, tracker.allowed)
         stores = list(state.stores)
         for s, spec in enumerate(specs):
@@ -122,14 +135,17 @@ def grow(specs: Sequence[StoreSpec], tracker: GrowthTracker, state: State, steps
                 tracker.num_grown += 1
         state = dataclasses.replace(state, stores=tuple(stores))
         tracker.signature = _signature(state)
-    elif not tracker.under_way and any(
-        # Half of what is left may be gone: ask now, so that the answer is there before it is needed.
-        open_ended[s] and 2 * (tracker.bound(s) + reserve[s]) > store.capacity + tracker.known[s][0]
-        for s, store in enumerate(state.stores)
+    elif not tracker.under_way and (
+        tracker.num_calls % LOOK_EVERY == 0
+        or any(
+            # Half of what is left may be gone: ask now, so that the answer is there before it is needed.
+            tracker.known[s] is not None and 2 * (tracker.bound(s) + reserve[s]) > store.capacity + tracker.known[s][0]
+            for s, store in enumerate(state.stores)
+        )
     ):
-        counters = _snapshot(tuple(store.counters for store in state.stores))
-        counters.copy_to_host_async()
-        tracker.under_way.append((counters, list(tracker.allowed)))
+        arriving = _snapshot(tuple(store.counters for store in state.stores))
+        arriving.copy_to_host_async()
+        tracker.under_way.append((arriving, list(tracker.allowed)))
     for s, keys in enumerate(reserve):
         tracker.allowed[s] += keys
     return state
@@ -145,7 +161,8 @@ def _grow_store(spec: StoreSpec, store: StoreState, needed: int) -> StoreState:
     names = ", ".join(f'"{table.name}"' for table in spec.tables)
     if new_capacity <= capacity or len(store.rows) >= MAX_SLABS:
         raise MemoryError(
-            f"grow: store of tables {names}: got {capacity} rows in {len(store.rows)} slabs, wanted {needed} rows, beyond "
+            f"grow: store of tables {names}: got {capacity} rows in {len(store.rows)} slabs, wanted "
+            f"{needed} rows, beyond "
             f"{limit} rows or {MAX_SLABS} slabs; start with a larger capacity."
         )
     require_memory(spec, new_capacity - capacity, "grow")
@@ -203,7 +220,9 @@ def require_memory(spec: StoreSpec, num_rows: int, op: str) -> None:
     if free is not None and num_rows * cost > free:
         names = ", ".join(f'"{table.name}"' for table in spec.tables)
         raise MemoryError(
-            f"{op}: store of tables {names}: got {num_rows} rows of {cost} bytes (row {4 * spec.dim}, the rest optimizer "
-            f"state, record and index), {num_rows * cost} bytes, wanted at most {free} that are free; lower capacity, dim "
+            f"{op}: store of tables {names}: got {num_rows} rows of {cost} bytes (row {4 * spec.dim}, the "
+            "rest optimizer "
+            f"state, record and index), {num_rows * cost} bytes, wanted at most {free} that are free; lower "
+            "capacity, dim "
             "or the optimizer's state, or use more devices."
         )

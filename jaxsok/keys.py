@@ -63,14 +63,20 @@ def words_of(keys: Any, key_dtype: str, what: str) -> np.ndarray | UInt32[Array,
       TypeError: floats, or an int32 `jax.Array` that may be a narrowed int64.
     """
     if not isinstance(keys, jax.Array):
-        return to_words(np.asarray(keys), what)
+        keys = np.asarray(keys)
+        if keys.ndim == 0:
+            raise ValueError(f"{what}: keys: got a scalar, wanted an array of at least one axis.")
+        return to_words(keys, what)
     if keys.dtype == jnp.uint32:
         if keys.ndim == 0 or keys.shape[-1] != 2:
             raise ValueError(
-                f"{what}: keys: a jax.Array of uint32 must hold (low, high) words, got shape {list(keys.shape)}, wanted "
+                f"{what}: keys: a jax.Array of uint32 must hold (low, high) words, got shape "
+                f"{list(keys.shape)}, wanted "
                 "[..., 2]; pass NumPy int64, or view it as words with jaxsok.keys.to_words."
             )
         return keys
+    if keys.ndim == 0:
+        raise ValueError(f"{what}: keys: got a scalar, wanted an array of at least one axis.")
     if keys.dtype in (jnp.dtype("int64"), jnp.dtype("uint64")):
         return jax.lax.bitcast_convert_type(keys, jnp.uint32)
     if keys.dtype == jnp.int32 and key_dtype == "int32":
@@ -79,7 +85,8 @@ def words_of(keys: Any, key_dtype: str, what: str) -> np.ndarray | UInt32[Array,
         return jnp.stack([low, high], axis=-1)
     if keys.dtype == jnp.int32:
         raise TypeError(
-            f"{what}: keys: got a jax.Array int32{list(keys.shape)}, which may be an int64 that JAX narrowed in silence; "
+            f"{what}: keys: got a jax.Array int32{list(keys.shape)}, which may be an int64 that JAX "
+            "narrowed in silence; "
             'pass NumPy int64, uint32[..., 2] words, or declare FeatureSpec(key_dtype="int32").'
         )
     raise TypeError(

@@ -106,9 +106,7 @@ def _lookup_fused(
 def _lookup_planned(
     spec: StoreSpec, store: StoreState, seed: UInt32[Array, "2"], features: StoreFeatures, distinct: Distinct
 ) -> tuple[StoreState, Found, list[Array]]:
-    store, unique_ids, unique_counts = table.find_or_insert(
-        spec, store, seed, distinct.unique, distinct.unique_tables
-    )
+    store, unique_ids, unique_counts = table.find_or_insert(spec, store, seed, distinct.unique, distinct.unique_tables)
     row_ids = unique_ids.at[distinct.inverse].get(mode="fill", fill_value=NO_ROW)
     counts, values = kernels.lookup_planned(
         spec.table_words(),

@@ -73,7 +73,9 @@ class TableSpec:
                     f"{what}: max_capacity: got {self.max_capacity}, wanted at least capacity = {self.capacity}."
                 )
         if not isinstance(self.optimizer, Optimizer):
-            raise TypeError(f"{what}: optimizer: got {self.optimizer!r}, wanted one of jaxsok.optim, as optim.adam(1e-3).")
+            raise TypeError(
+                f"{what}: optimizer: got {self.optimizer!r}, wanted one of jaxsok.optim, as optim.adam(1e-3)."
+            )
         if not isinstance(self.initializer, initializers.Initializer):
             raise TypeError(
                 f"{what}: initializer: got {self.initializer!r}, wanted one of jaxsok.initializers, as "
@@ -131,7 +133,8 @@ class FeatureSpec:
             _positive(what, "max_hotness", self.max_hotness, MAX_CAPACITY)
             if self.combiner is not None:
                 raise ValueError(
-                    f"{what}: max_hotness: got {self.max_hotness} with combiner {self.combiner!r}; it is for combiner None."
+                    f"{what}: max_hotness: got {self.max_hotness} with combiner {self.combiner!r}; it is "
+                    "for combiner None."
                 )
         if self.key_dtype not in ("int64", "int32"):
             raise ValueError(f'{what}: key_dtype: got {self.key_dtype!r}, wanted "int64" or "int32".')

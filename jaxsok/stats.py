@@ -67,10 +67,7 @@ class Stats:
             return NotImplemented
         if self.tables != other.tables:
             raise ValueError(f"Stats: +: got tables {other.tables}, wanted {self.tables}.")
-        summed = {
-            name: getattr(self, name) + getattr(other, name)
-            for name in (*_PER_TABLE[:-1], "num_stale")
-        }
+        summed = {name: getattr(self, name) + getattr(other, name) for name in (*_PER_TABLE[:-1], "num_stale")}
         return dataclasses.replace(other, **summed)
 
     def to_dict(self) -> dict[str, dict[str, int]]:
@@ -125,9 +122,7 @@ class Stats:
         return ", ".join(f'"{t}"' for t, s in zip(self.tables, self.stores, strict=True) if s == self.stores[i])
 
     def _rows_of_store(self, counts: dict[str, Any], i: int) -> int:
-        return sum(
-            counts[t]["num_rows"] for t, s in zip(self.tables, self.stores, strict=True) if s == self.stores[i]
-        )
+        return sum(counts[t]["num_rows"] for t, s in zip(self.tables, self.stores, strict=True) if s == self.stores[i])
 
 
 def zeros_like_tables(num_tables: int) -> Int32[Array, " num_tables"]:

@@ -70,9 +70,7 @@ def find_or_insert(
     return store, row_ids, counts
 
 
-def erase(
-    spec: StoreSpec, store: StoreState, keys: Keys, table_ids: TableIds
-) -> tuple[StoreState, UInt32[Array, ""]]:
+def erase(spec: StoreSpec, store: StoreState, keys: Keys, table_ids: TableIds) -> tuple[StoreState, UInt32[Array, ""]]:
     """Takes the rows of (table, key) pairs away; absent pairs are passed over.
 
     The index is rebuilt in place, the generation advanced, and the rows' optimizer state set back.

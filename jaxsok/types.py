@@ -8,7 +8,7 @@ from typing import Literal, TypeAlias
 from jaxtyping import Array, Int32, UInt32
 
 PADDING_KEY: int = 2**64 - 1
-"""The one reserved key (int64 −1): it finds nothing, inserts nothing and contributes zeros."""
+"""The one reserved key (int64 -1): it finds nothing, inserts nothing and contributes zeros."""
 
 NO_ROW: int = 2**32 - 1
 """The row id that means "absent"."""

@@ -34,6 +34,9 @@ def update(
     Returns:
       The state; rows with non-finite gradients by store and table; uses that came from a stale plan.
     """
+    for plan, grads in zip(plans, gradients, strict=True):
+        _check_names(plan, grads)
+    live = [_is_live(plan, state) for plan in plans]
     stores, nonfinite = [], []
     stale = jnp.zeros((), jnp.int32)
     for s, (spec, store) in enumerate(zip(specs, state.stores, strict=True)):
@@ -44,7 +47,7 @@ def update(
             continue
         hyper = spec.optimizer.hyper_operand(state.step, learning_rate)
         store, one_nonfinite, one_stale = _update_store(
-            spec, store, s, [plans[i] for i in used], [gradients[i] for i in used], hyper
+            spec, store, s, [plans[i] for i in used], [gradients[i] for i in used], hyper, [live[i] for i in used]
         )
         stores.append(store)
         nonfinite.append(one_nonfinite)
@@ -54,16 +57,25 @@ def update(
 
 
 def _update_store(
-    spec: StoreSpec, store: StoreState, s: int, plans: Sequence[Plan], gradients: Sequence[Gradients], hyper: Array
+    spec: StoreSpec,
+    store: StoreState,
+    s: int,
+    plans: Sequence[Plan],
+    gradients: Sequence[Gradients],
+    hyper: Array,
+    live: Sequence[Array | None],
 ) -> tuple[StoreState, Array, Array]:
     parts = [plan.features.stores[s] for plan in plans]
     batch, num_tiles = _joined(parts)
     row_ids = _concatenate([plan.found[s].row_ids for plan in plans])
-    generations = jnp.stack([plan.found[s].generation for plan in plans])
+    generations = jnp.stack(
+        [
+            plan.found[s].generation if one is None else jnp.where(one, store.generation, ~store.generation)
+            for plan, one in zip(plans, live, strict=True)
+        ]
+    )
     flat = [
-        _gradient(grads, layout, spec)
-        for part, grads in zip(parts, gradients, strict=True)
-        for layout in part.layouts
+        _gradient(grads, layout, spec) for part, grads in zip(parts, gradients, strict=True) for layout in part.layouts
     ]
     rows, states, num_nonfinite, num_stale = kernels.update(
         store.counters,
@@ -83,6 +95,25 @@ def _update_store(
     return dataclasses.replace(store, rows=rows, states=states), num_nonfinite, num_stale
 
 
+def _check_names(plan: Plan, gradients: Gradients) -> None:
+    known = {layout.name for part in plan.features.stores for layout in part.layouts}
+    unknown = sorted(set(gradients) - known)
+    if unknown:
+        raise ValueError(f"update: gradients: got features {unknown}, wanted only those of the plan: {sorted(known)}.")
+
+
+def _is_live(plan: Plan, state: State) -> Array | None:
+    """Whether no store of a plan was erased from since its lookup; None where the kernel can tell by itself.
+
+    A plan over several stores is stale as a whole: half a step would be worse than none.
+    """
+    used = [s for s, part in enumerate(plan.features.stores) if part.layouts]
+    if len(used) < 2:
+        return None
+    same = [plan.found[s].generation == state.stores[s].generation for s in used]
+    return jnp.stack(same).all()
+
+
 def _gradient(gradients: Gradients, layout: Any, spec: StoreSpec) -> Array:
     what = f'update: gradients: feature "{layout.name}"'
     if layout.name not in gradients:
@@ -90,7 +121,8 @@ def _gradient(gradients: Gradients, layout: Any, spec: StoreSpec) -> Array:
     gradient = gradients[layout.name]
     wanted = (*layout.embedding_shape, spec.dim)
     if not hasattr(gradient, "shape") or not jnp.issubdtype(gradient.dtype, jnp.floating):
-        raise TypeError(f"{what}: got {type(gradient).__name__}, wanted a float array of shape {list(wanted)}.")
+        got = f"{gradient.dtype}{list(gradient.shape)}" if hasattr(gradient, "shape") else type(gradient).__name__
+        raise TypeError(f"{what}: got {got}, wanted a float array of shape {list(wanted)}.")
     if gradient.shape != wanted:
         raise ValueError(f"{what}: got shape {list(gradient.shape)}, wanted that of its embedding, {list(wanted)}.")
     return jnp.asarray(gradient, jnp.float32)

@@ -51,7 +51,9 @@ def _load(back_end: str) -> ctypes.CDLL:
     try:
         library = ctypes.CDLL(str(path))
     except OSError as error:
-        raise ImportError(f"jaxsok: the {back_end} library {path} does not load: {error}. {_REMEDY[back_end]}") from error
+        raise ImportError(
+            f"jaxsok: the {back_end} library {path} does not load: {error}. {_REMEDY[back_end]}"
+        ) from error
     built, here = library.JaxsokFfiApiMinor(), _ffi_api_minor()
     if built > here:
         raise ImportError(

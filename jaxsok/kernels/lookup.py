@@ -1,6 +1,7 @@
 """Doors of the lookup noun: keys to embeddings, inserting, reading only, or with row ids known."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -26,7 +27,14 @@ def lookup(
     embedding_shapes: Sequence[tuple[int, ...]],
     num_tiles: int,
 ) -> tuple[
-    Array, Array, Array, tuple[Array, ...], tuple[Array, ...], RowIds, Int32[Array, "num_tables num_counts"], list[Array]
+    Array,
+    Array,
+    Array,
+    tuple[Array, ...],
+    tuple[Array, ...],
+    RowIds,
+    Int32[Array, "num_tables num_counts"],
+    list[Array],
 ]:
     """Looks up a batch; unseen keys get rows. See `LaunchLookup` in ffi/kernels/lookup.h.
 
@@ -100,7 +108,7 @@ def lookup_planned(
 
 def _counts_and_embeddings(
     keys: Keys, tables: np.ndarray, embedding_shapes: Sequence[tuple[int, ...]]
-) -> tuple[jax.ShapeDtypeStruct, ...]:
+) -> tuple[Any, ...]:
     return (
         result(keys, (tables.shape[0], len(COUNTS)), "int32"),
         *(result(keys, shape, "float32") for shape in embedding_shapes),

@@ -1,6 +1,7 @@
 """Doors of the table noun: find, find_or_insert, erase, rebuild."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -13,7 +14,7 @@ Slab = Float32[Array, "slab_capacity dim"]
 RecordSlab = UInt32[Array, "slab_capacity 4"]
 
 
-def result(like: Array, shape: tuple[int, ...], dtype: str) -> jax.ShapeDtypeStruct:
+def result(like: Array, shape: tuple[int, ...], dtype: str) -> Any:
     """A result type that varies over the mesh as `like` does."""
     return jax.typeof(like).update(shape=shape, dtype=np.dtype(dtype))
 

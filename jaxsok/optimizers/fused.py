@@ -35,6 +35,12 @@ class Adagrad(Optimizer):
     initial_accumulator_value: float = 0.1
     eps: float = 1e-7
 
+    def __post_init__(self) -> None:
+        """Refuses hyper-parameters that cannot be meant."""
+        super().__post_init__()
+        self._check("initial_accumulator_value", 0.0)
+        self._check("eps", 0.0)
+
     def state_specs(self, dim: int) -> tuple[RowState, ...]:
         """One accumulator for each column."""
         return (RowState("accumulator", dim, self.initial_accumulator_value),)
@@ -51,6 +57,12 @@ class RowwiseAdagrad(Optimizer):
     kernel: ClassVar[int] = 2
     initial_accumulator_value: float = 0.0
     eps: float = 1e-8
+
+    def __post_init__(self) -> None:
+        """Refuses hyper-parameters that cannot be meant."""
+        super().__post_init__()
+        self._check("initial_accumulator_value", 0.0)
+        self._check("eps", 0.0)
 
     def state_specs(self, dim: int) -> tuple[RowState, ...]:
         """One accumulator for the row."""
@@ -69,6 +81,12 @@ class Adam(Optimizer):
     b1: float = 0.9
     b2: float = 0.999
     eps: float = 1e-8
+
+    def __post_init__(self) -> None:
+        """Refuses hyper-parameters that cannot be meant."""
+        super().__post_init__()
+        self._check("initial_accumulator_value", 0.0)
+        self._check("eps", 0.0)
 
     def state_specs(self, dim: int) -> tuple[RowState, ...]:
         """First and second moment of each column."""
@@ -139,8 +157,8 @@ def rowwise_adagrad(
 def adam(learning_rate: LearningRate, b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8) -> Adam:
     """Lazy Adam: the moments of a row move only when the row is used.
 
-    `m = b1 m + (1 − b1) g; v = b2 v + (1 − b2) g²; row −= lr · m̂ / (sqrt(v̂) + eps)` with
-    `m̂ = m / (1 − b1^t)`, `v̂ = v / (1 − b2^t)` and t the number of updates of the collection, this one included.
+    `m = b1 m + (1 - b1) g; v = b2 v + (1 - b2) g²; row -= lr · m̂ / (sqrt(v̂) + eps)` with
+    `m̂ = m / (1 - b1^t)`, `v̂ = v / (1 - b2^t)` and t the number of updates of the collection, this one included.
     Dense Adam also decays the moments of unused rows and moves them: a row used in every step is equal in both.
 
     Args:

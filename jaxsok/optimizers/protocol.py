@@ -47,7 +47,8 @@ class Optimizer(abc.ABC):
         name = f"optim.{type(self).__name__.lower()}"
         if isinstance(rate, jax.core.Tracer):
             raise TypeError(
-                f"{name}: learning_rate: got a traced value; an optimizer is declared outside jit. Pass the traced rate "
+                f"{name}: learning_rate: got a traced value; an optimizer is declared outside jit. Pass the "
+                "traced rate "
                 "to collection.update(..., learning_rate=rate)."
             )
         if isinstance(rate, (np.ndarray, np.generic, jax.Array)):
@@ -57,6 +58,14 @@ class Optimizer(abc.ABC):
             object.__setattr__(self, "learning_rate", rate)
         if not callable(rate) and not (isinstance(rate, (int, float)) and math.isfinite(rate)):
             raise TypeError(f"{name}: learning_rate: got {rate!r}, wanted a finite number or an Optax schedule.")
+
+    def _check(self, name: str, low: float, below: float = math.inf) -> None:
+        """Refuses a hyper-parameter outside [low, below)."""
+        value = getattr(self, name)
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value < below:
+            raise ValueError(
+                f"optim.{type(self).__name__.lower()}: {name}: got {value!r}, wanted a number in [{low}, {below})."
+            )
 
     @abc.abstractmethod
     def state_specs(self, dim: int) -> tuple[RowState, ...]:
@@ -74,6 +83,8 @@ class Optimizer(abc.ABC):
           learning_rate: a scalar that takes the place of the declared one.
         """
         if learning_rate is None:
-            learning_rate = self.learning_rate(step) if callable(self.learning_rate) else self.learning_rate
+            # Schedules subtract from the step: an unsigned one would wrap.
+            signed = jnp.asarray(step).astype(jnp.int32)
+            learning_rate = self.learning_rate(signed) if callable(self.learning_rate) else self.learning_rate
         words = [jnp.asarray(word, jnp.float32) for word in self.hyper(step, learning_rate)]
         return jnp.stack(words + [jnp.zeros((), jnp.float32)] * (NUM_HYPER - len(words)))
