@@ -333,7 +333,8 @@ def _read_ragged(spec: FeatureSpec, bags: Bags, words: Any, weights: Any, what: 
         )
     name = "lengths" if bags.lengths is not None else "offsets"
     given = bags.lengths if bags.lengths is not None else bags.offsets
-    given = given if isinstance(given, jax.Array) else np.asarray(given)
+    # What is known now is checked now; only traced offsets are left to the kernels, which clamp them.
+    given = given if isinstance(given, jax.core.Tracer) else np.asarray(given)
     if given.dtype == np.bool_ or not jnp.issubdtype(given.dtype, jnp.integer):
         raise TypeError(f"{what}: {name}: got {given.dtype}{list(given.shape)}, wanted integers.")
     if given.ndim != 1 or (name == "offsets" and given.shape[0] == 0):
@@ -382,8 +383,8 @@ def _check_offsets(given: np.ndarray, name: str, words: Any, what: str) -> np.nd
             )
     if offsets[-1] > num_keys:
         raise ValueError(f"{what}: {name}: got an end at {offsets[-1]}, past the end of {num_keys} keys.")
-    if offsets[-1] < num_keys and isinstance(words, np.ndarray):
-        tail = words[offsets[-1] :]
+    if offsets[-1] < num_keys and not isinstance(words, jax.core.Tracer):
+        tail = np.asarray(words[offsets[-1] :])
         if not (tail == np.uint32(PADDING_KEY & 0xFFFFFFFF)).all():
             raise ValueError(
                 f"{what}: {name}: got an end at {offsets[-1]} of {num_keys} keys, wanted all keys in bags, "
@@ -409,7 +410,7 @@ def _pad(words: Any, weights: Any, size: int) -> tuple[Any, Any]:
 def _to_rectangle(spec: FeatureSpec, words: Any, offsets: Any, num_bags: int, what: str) -> _Part:
     """Ragged keys as `[num_bags, max_hotness]`, padded."""
     width = spec.max_hotness
-    if isinstance(words, np.ndarray) and isinstance(offsets, np.ndarray):
+    if isinstance(offsets, np.ndarray):
         lengths = np.diff(offsets)
         if lengths.size and lengths.max() > width:
             raise ValueError(
@@ -417,10 +418,12 @@ def _to_rectangle(spec: FeatureSpec, words: Any, offsets: Any, num_bags: int, wh
                 "it, or declare "
                 "a larger FeatureSpec(max_hotness=...)."
             )
+    if isinstance(words, np.ndarray) and isinstance(offsets, np.ndarray):
         square = keys_lib.padding_words((num_bags, width))
         square[np.arange(width) < lengths[:, None]] = words
     else:
-        place = offsets[:-1, None] + jnp.arange(width, dtype=jnp.int32)
+        offsets = jnp.asarray(offsets)
+        place = offsets[:-1, None] + jnp.arange(width, dtype=jnp.int32)[None, :]
         inside = place < offsets[1:, None]
         padded = jnp.concatenate([words, keys_lib.padding_words((1,))])
         square = padded[jnp.where(inside, place, words.shape[0])]

@@ -27,10 +27,10 @@ class StoreState:
     """See `jaxsok.types.COUNTERS`."""
     table_rows: UInt32[Array, " num_tables"]
     """Rows of each table."""
-    rows: tuple[Float32[Array, "slab_capacity dim"], ...]
-    records: tuple[UInt32[Array, "slab_capacity 4"], ...]
+    rows: tuple[Float32[Array, "_ dim"], ...]
+    records: tuple[UInt32[Array, "_ 4"], ...]
     """(table, key) of each row: key low, key high, table, and one entry of the list of freed rows."""
-    states: tuple[tuple[Float32[Array, "slab_capacity width"], ...], ...]
+    states: tuple[tuple[Float32[Array, "_ _"], ...], ...]
     """Optimizer state, in the order of the optimizer's `state_specs`."""
 
     @property

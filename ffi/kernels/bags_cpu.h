@@ -59,7 +59,8 @@ class BagFeatures {
       feature.hotness = words[kFeatureHotness];
       feature.offsets = nullptr;
       const int32_t weights_start = words[kFeatureWeightsStart];
-      feature.weights = weights_start < 0 ? nullptr : batch.weights + weights_start;
+      const bool is_weighted = weights_start >= 0 && feature.combiner != kCombinerNone;
+      feature.weights = is_weighted ? batch.weights + weights_start : nullptr;
       if (feature.key_start < key_end || feature.num_keys < 0 || feature.num_bags < 0 || feature.hotness < 0 ||
           feature.key_start + feature.num_keys > batch.num_keys) {
         error_ = "features: lines do not lie one after the other within the batch";
@@ -78,7 +79,7 @@ class BagFeatures {
       feature.offsets = offsets_.data() + next;
       next += feature.num_bags + 1;
     }
-    RunTasks(stream, batch.num_features, [&](int64_t f) {
+    RunTasks(stream, num_offsets == 0 ? 0 : batch.num_features, [&](int64_t f) {
       const FeatureView& feature = features_[f];
       if (feature.hotness != 0) return;
       const int32_t* given = batch.offsets + batch.features[f * kNumFeatureWords + kFeatureOffsetsStart];
@@ -157,6 +158,7 @@ inline void PrefetchRow(const float* row, int32_t dim) {
   constexpr int32_t kMostLines = 16;  // the hardware follows a longer stream by itself
   const int32_t end = std::min(dim, kFloatsPerLine * kMostLines);
   for (int32_t c = 0; c < end; c += kFloatsPerLine) __builtin_prefetch(row + c);
+  asm volatile("" : : "r"(row));  // GCC 12 takes a function that only fetches for one without effect, and drops it
 }
 
 // Loops over the columns of one row (combine_cpu.cc).

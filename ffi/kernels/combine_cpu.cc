@@ -1,8 +1,7 @@
 // Rows to embeddings and back on the CPU, and the loops over columns that lookup and update use too.
-#include "combine.h"
-
 #include <cstring>
 
+#include "combine.h"
 #include "uses_cpu.h"
 
 namespace jaxsok {
@@ -88,8 +87,8 @@ LaunchError LaunchCombineTranspose(Stream stream, const float* bag_gradients, in
   });
   const ArrayPositions positions = {nullptr, inverse, num_unique, dim};
   ForEachRowGradient(
-      stream, bags, std::vector<char>(batch.num_features, 1), &bag_gradients, batch.num_keys, dim, num_unique, positions,
-      [](uint32_t) {},
+      stream, bags, std::vector<char>(batch.num_features, 1), &bag_gradients, batch.num_keys, dim, num_unique,
+      positions, [](uint32_t) {},
       [&](uint32_t row, const float* gradient, int64_t) { CopyRow(row_gradients + int64_t{row} * dim, gradient, dim); },
       workspace);
   return nullptr;

@@ -70,8 +70,7 @@ int32_t FindChunk(const IndexView& index, uint64_t salt, const uint64_t* keys, c
 /// Counts of one task, added to everybody's when it ends: sums of integers do not mind the order.
 class Tally {
  public:
-  Tally(int32_t* counts, int32_t num_tables)
-      : counts_(counts), own_(static_cast<size_t>(num_tables) * kNumCounts, 0) {}
+  Tally(int32_t* counts, int32_t num_tables) : counts_(counts), own_(static_cast<size_t>(num_tables) * kNumCounts, 0) {}
   ~Tally() {
     for (size_t i = 0; i < own_.size(); ++i) {
       if (own_[i] != 0) AddAtomically(&counts_[i], own_[i]);
@@ -239,8 +238,8 @@ void FindOrInsert(Stream stream, const StoreView& store, const Source& source, i
       record->key = key;  // free_id is not this row's: it stays
       record->table = table;
       const uint32_t* words = store.tables + int64_t{table} * kNumTableWords;
-      InitializeRow(RowInitializer::Of(words, store.seed, key), store.rows.At(store.starts, row_ids[position], store.dim),
-                    store.dim);
+      InitializeRow(RowInitializer::Of(words, store.seed, key),
+                    store.rows.At(store.starts, row_ids[position], store.dim), store.dim);
     }
   });
 }

@@ -104,8 +104,10 @@ __device__ __forceinline__ void StoreHalf(Entry* entry, uint32_t row_id, uint32_
 /// Result: row_id is a row, or kPendingRow with the entry (kNoEntry: none within max_probes).
 /// No race: the key word changes once, by compare-and-swap; the half (row_id, aux) is written once by the claimer
 /// and then only lowered by atomicMin; whoever meets the key waits for that one store.
-__device__ __forceinline__ ProbeResult FindOrClaim(const IndexView& index, uint64_t key, uint32_t table, uint64_t salt,
-                                                   uint32_t max_probes, uint32_t position) {
+///
+/// Not inlined: in the steady state few keys are new, and the walk's registers would cost every kernel occupancy.
+__device__ __noinline__ ProbeResult Claim(IndexView index, uint64_t key, uint32_t table, uint64_t salt,
+                                          uint32_t max_probes, uint32_t position) {
   uint32_t bucket = HomeBucket(HashOf(key, table, salt), index.num_buckets);
   for (uint32_t probe = 0; probe < max_probes; ++probe) {
     uint4 line[kEntriesPerBucket];
@@ -139,6 +141,17 @@ __device__ __forceinline__ ProbeResult FindOrClaim(const IndexView& index, uint6
     bucket = NextBucket(bucket, index.num_buckets);
   }
   return {kPendingRow, kNoEntry, static_cast<int32_t>(max_probes)};
+}
+
+/// As Claim, trying first whether the pair has a row already.
+///
+/// The first walk may read lines that L1 holds from before this kernel's claims. That is harmless: a live entry does
+/// not change while claims are made, and what such a line does not show, the second walk sees.
+__device__ __forceinline__ ProbeResult FindOrClaim(const IndexView& index, uint64_t key, uint32_t table, uint64_t salt,
+                                                   uint32_t max_probes, uint32_t position) {
+  const ProbeResult found = ProbeBuckets<false>(index, key, table, salt, max_probes);
+  if (found.row_id != kNoRow) return found;
+  return Claim(index, key, table, salt, max_probes, position);
 }
 
 /// Enters a pair that is known to be absent and to be entered by this thread alone.
@@ -235,6 +248,13 @@ struct StoreSink {
     if (static_cast<uint32_t>(num_probes) > store.counters[kLongestProbe]) {
       atomicMax(store.counters + kLongestProbe, static_cast<uint32_t>(num_probes));
     }
+  }
+  /// As SawProbes, for a pair that was entered where it had claimed.
+  __device__ void SawEntry(uint64_t key, uint32_t table, uint32_t entry) const {
+    const uint32_t home = HomeBucket(HashOf(key, table, Salt()), store.index.num_buckets);
+    const uint32_t bucket = entry / kEntriesPerBucket;
+    const uint32_t steps = bucket >= home ? bucket - home : bucket + store.index.num_buckets - home;
+    SawProbes(static_cast<int>(steps + 1));
   }
   __device__ int NumTables() const { return store.num_tables; }
 };
@@ -344,7 +364,10 @@ __global__ void __launch_bounds__(kBlock) AssignKernel(Sink sink, InsertWorkspac
       new_position[local] = position;
       sink.WriteRecord(row_id, keys[position], table);
       row_ids[position] = row_id;
-      if (!undo) StoreHalf(entry, row_id, table);
+      if (!undo) {
+        StoreHalf(entry, row_id, table);
+        sink.SawEntry(keys[position], table, w.entry_of[position]);
+      }
       if (sink.NumTables() <= kSharedTables) {
         atomicAdd(&num_by_table[table], 1u);
       } else {
@@ -388,7 +411,9 @@ __global__ void __launch_bounds__(kBlock) CommitKernel(Sink sink, InsertWorkspac
       // RowOf reads the counters, which change only when every block is done: see the ticket below.
       for (uint32_t n = blockIdx.x * kBlock + threadIdx.x; n < control.num_accepted; n += gridDim.x * kBlock) {
         const uint32_t row_id = sink.RowOf(n);
-        InsertDistinct(sink.Index(), sink.KeyOf(row_id), sink.TableOf(row_id), sink.Salt(), sink.MaxProbes(), row_id);
+        const ProbeResult at = InsertDistinct(sink.Index(), sink.KeyOf(row_id), sink.TableOf(row_id), sink.Salt(),
+                                              sink.MaxProbes(), row_id);
+        sink.SawProbes(at.num_probes);
       }
     }
     __syncthreads();
@@ -425,6 +450,7 @@ __global__ void __launch_bounds__(kBlock) CommitKernel(Sink sink, InsertWorkspac
           StoreHalf(entry, row_id, table);
           sink.WriteRecord(row_id, key, table);
           sink.CountNew(table, 1);
+          sink.SawProbes(at.num_probes);
           __threadfence();
         }
       }

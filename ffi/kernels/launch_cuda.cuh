@@ -26,6 +26,13 @@ inline LaunchError FillPointers(T* const* from, int32_t num_features, FeaturePoi
   return nullptr;
 }
 
+/// Blocks of kBlock threads that should fit a multiprocessor at once: narrow rows need many warps in flight to
+/// cover the memory's latency, wide ones carry enough bytes per lane.
+template <int kPerLane>
+constexpr int BlocksPerMultiprocessor() {
+  return kPerLane == 1 ? 4 : kPerLane == 2 ? 3 : kPerLane <= 8 ? 2 : 1;
+}
+
 #define JAXSOK_RETURN_IF_CUDA(expression)                                        \
   do {                                                                           \
     const cudaError_t jaxsok_error = (expression);                               \

@@ -1,7 +1,6 @@
 // The way down on the CPU: row ids first, for tiles or for the whole batch, then the rows of each bag.
-#include "lookup.h"
-
 #include "index_cpu.h"
+#include "lookup.h"
 
 namespace jaxsok {
 namespace {

@@ -61,7 +61,8 @@ __device__ __forceinline__ Position ResolvePosition(const LookupArguments& a, co
             ? FindOrClaim(a.store.index, p.key, f.table, salt, kMaxProbes, static_cast<uint32_t>(position))
             : ProbeBuckets<false>(a.store.index, p.key, f.table, salt, kMaxProbes);
     row_id = at_entry.row_id;
-    counts.longest_probe = max(counts.longest_probe, at_entry.num_probes);
+    // Of the walks that ended at a row; those of new keys are seen when they are entered for good.
+    if (row_id < kPendingRow) counts.longest_probe = max(counts.longest_probe, at_entry.num_probes);
     if (kMode == kModeInsert) {
       a.row_ids[position] = row_id;
       if (row_id == kPendingRow) {
@@ -132,7 +133,7 @@ __device__ __forceinline__ void FlushCounts(const LookupArguments& a, const Feat
 // A thread writes the row ids of the keys it resolved and its columns of its group's embeddings; nothing is shared
 // but counters, which are added to.
 template <int kMode, int kVector, int kPerLane>
-__global__ void __launch_bounds__(kBlock) LookupKernel(const __grid_constant__ LookupArguments a,
+__global__ void __launch_bounds__(kBlock, BlocksPerMultiprocessor<kPerLane>()) LookupKernel(const __grid_constant__ LookupArguments a,
                                                        const __grid_constant__ FeaturePointers<float> embeddings,
                                                        int lanes) {
   const Feature f =

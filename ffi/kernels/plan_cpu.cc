@@ -2,12 +2,11 @@
 //
 // Positions are dealt to partitions by the hash of their key, in order; a partition is one task with a small map of
 // its own, which finds the first position of each of its keys. Counting first positions then numbers the keys.
-#include "plan.h"
-
 #include <algorithm>
 #include <vector>
 
 #include "index_cpu.h"
+#include "plan.h"
 
 namespace jaxsok {
 namespace {
@@ -137,8 +136,9 @@ LaunchError LaunchPlan(Stream stream, const BatchView& batch, const PlanView& pl
 
   RunTasks(stream, kNumPartitions, [&](int64_t p) {
     const int64_t start = partition_starts[p];
-    const Partition partition = {dealt + start,  partition_starts[p + 1] - start, slots + 4 * start, batch.keys, hashes,
-                                 plan.inverse, multiplicity};
+    const Partition partition = {
+        dealt + start, partition_starts[p + 1] - start, slots + 4 * start, batch.keys, hashes, plan.inverse,
+        multiplicity};
     if (!partition.JoinByMap()) partition.JoinBySort();
   });
 

@@ -27,6 +27,8 @@ struct PlanSink {
   __device__ void WriteRow(uint32_t, uint64_t, uint32_t, int, int) const {}
   __device__ void CountNew(uint32_t, int) const {}
   __device__ void Commit(uint32_t num_new) const { *plan.num_unique = static_cast<int32_t>(num_new); }
+  __device__ void SawProbes(int) const {}
+  __device__ void SawEntry(uint64_t, uint32_t, uint32_t) const {}
   __device__ int NumTables() const { return kSharedTables + 1; }
 };
 

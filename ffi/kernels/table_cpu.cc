@@ -1,9 +1,8 @@
 // find, find_or_insert, erase and rebuild on the CPU (table.h says what, index_cpu.h how keys are walked).
-#include "table.h"
-
 #include <cstring>
 
 #include "index_cpu.h"
+#include "table.h"
 
 namespace jaxsok {
 namespace {

@@ -41,7 +41,7 @@ __global__ void __launch_bounds__(kBlock) ClaimKernel(StoreSink sink, InsertWork
       const ProbeResult at =
           FindOrClaim(sink.Index(), key, table, sink.Salt(), sink.MaxProbes(), static_cast<uint32_t>(i));
       row_ids[i] = at.row_id;
-      probes = at.num_probes;
+      probes = at.row_id < kPendingRow ? at.num_probes : 0;
       pending = at.row_id == kPendingRow;
       if (pending) {
         w.entry_of[i] = at.entry;

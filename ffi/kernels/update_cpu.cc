@@ -1,8 +1,7 @@
 // The way back on the CPU: row gradients (uses_cpu.h), each followed at once by its row's optimizer step.
-#include "update.h"
-
 #include <cstring>
 
+#include "update.h"
 #include "uses_cpu.h"
 
 namespace jaxsok {
@@ -14,19 +13,27 @@ JAXSOK_CPU_CLONES bool IsFiniteRow(const float* gradient, int32_t dim) {
   return num_bad == 0;
 }
 
-/// The sum of squares in the order of LaneShape, divided by dim.
-JAXSOK_CPU_CLONES float MeanSquare(const float* gradient, int32_t dim) {
-  const LaneShape shape = LaneShape::Of(dim);
-  float sums[32] = {};
-  const int32_t stride = shape.lanes * shape.vector;
-  for (int32_t start = 0; start < dim; start += stride) {
-    for (int v = 0; v < shape.vector; ++v) {
-      const int32_t left = (dim - start - v + shape.vector - 1) / shape.vector;  // lanes that still have a column
-      const int lanes = left < shape.lanes ? left : shape.lanes;
-      const float* column = gradient + start + v;
-      for (int l = 0; l < lanes; ++l) sums[l] = sums[l] + column[l * shape.vector] * column[l * shape.vector];
+/// What each lane of LaneShape sums, for one size of its vectors.
+template <int kVector>
+inline void SumLanes(const float* __restrict squares, int lanes, int32_t dim, float* __restrict sums) {
+  for (int32_t start = 0; start < dim; start += lanes * kVector) {
+    const int used = std::min(lanes, (dim - start) / kVector);
+    for (int l = 0; l < used; ++l) {
+      const float* vector = squares + start + l * kVector;
+      float sum = sums[l];
+      for (int v = 0; v < kVector; ++v) sum = sum + vector[v];
+      sums[l] = sum;
     }
   }
+}
+
+/// The sum of squares in the order of LaneShape, divided by dim.
+JAXSOK_CPU_CLONES float MeanSquare(const float* __restrict gradient, int32_t dim) {
+  alignas(64) float squares[kMaxDim];
+  for (int32_t c = 0; c < dim; ++c) squares[c] = gradient[c] * gradient[c];
+  const LaneShape shape = LaneShape::Of(dim);
+  float sums[32] = {};
+  shape.vector == 4 ? SumLanes<4>(squares, shape.lanes, dim, sums) : SumLanes<1>(squares, shape.lanes, dim, sums);
   // Lane 0 of the butterfly: the other lanes hold the same sum, whose order of operands does not change it.
   for (int offset = shape.lanes / 2; offset >= 1; offset /= 2) {
     for (int l = 0; l < offset; ++l) sums[l] = sums[l] + sums[l + offset];

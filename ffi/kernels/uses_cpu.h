@@ -136,7 +136,9 @@ void ForEachRowGradient(Stream stream, const BagFeatures& bags, const std::vecto
         const bool is_left_out = divided && divisor.IsZero();
         for (int64_t i = begin; i < end; ++i) {
           const uint32_t row = is_left_out || positions.IsPadding(i) ? kNoRow : positions.Row(i);
-          const float factor = divided && weighted ? feature.WeightAt(i) * scale : divided ? scale : feature.WeightAt(i);
+          const float factor = divided && weighted ? feature.WeightAt(i) * scale
+                               : divided           ? scale
+                                                   : feature.WeightAt(i);
           by_position[i] = {gradients[tile.feature] + b * dim, row, factor};
           if (row != kNoRow) ++counts[bucket_of(row)];
         }

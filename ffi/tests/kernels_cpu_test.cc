@@ -15,6 +15,10 @@
 #include "../kernels/update.h"
 #include "testing.h"
 
+#if defined(__x86_64__)
+#include <xmmintrin.h>
+#endif
+
 namespace jaxsok {
 namespace {
 
@@ -437,7 +441,8 @@ class Machine {
       CheckState(store_, model_, seed_);
       if (random_.Below(3) == 0) FindOrInsert();
       if (random_.Below(3) == 0) Erase();
-      if (random_.Below(5) == 0) JAXSOK_CHECK_SEED(LaunchRebuild(&executor_, store_.view, Workspace(1 << 20)) == nullptr, seed_);
+      if (random_.Below(5) == 0)
+        JAXSOK_CHECK_SEED(LaunchRebuild(&executor_, store_.view, Workspace(1 << 20)) == nullptr, seed_);
       CheckState(store_, model_, seed_);
     }
   }
@@ -512,9 +517,9 @@ class Machine {
     }
     std::vector<int32_t> counts(store_.num_tables * kNumCounts, -7), wanted(store_.num_tables * kNumCounts, 0);
     Embeddings embeddings(batch, store_.dim);
-    JAXSOK_CHECK_SEED(LaunchLookupFind(&executor_, store_.view, batch.View(), embeddings.pointers.data(),
-                                       counts.data()) == nullptr,
-                      seed_);
+    JAXSOK_CHECK_SEED(
+        LaunchLookupFind(&executor_, store_.view, batch.View(), embeddings.pointers.data(), counts.data()) == nullptr,
+        seed_);
     for (int f = 0; f < batch.num_features(); ++f) {
       const uint32_t table = static_cast<uint32_t>(batch.Word(f, kFeatureTable));
       wanted[table * kNumCounts + kCountPadding] += batch.Word(f, kFeatureNumKeys);
@@ -533,7 +538,8 @@ class Machine {
 
   void Update(const Batch& batch) {
     const int32_t dim = store_.dim;
-    const uint32_t generations[] = {model_.generation, random_.Below(3) == 0 ? model_.generation + 1 : model_.generation};
+    const uint32_t generations[] = {model_.generation,
+                                    random_.Below(3) == 0 ? model_.generation + 1 : model_.generation};
     const UpdateSpec spec = {optimizer_, static_cast<int32_t>(random_.Below(3))};
     const float hyper[kNumHyper] = {0.1f, 0.9f, 0.99f, 1e-6f, 0.3f, 0.2f, 0.1f, 0.01f};
     std::vector<uint32_t> row_ids = row_ids_;
@@ -553,11 +559,10 @@ class Machine {
     for (const auto& gradient : gradients) pointers.push_back(gradient.data());
     std::vector<int32_t> num_nonfinite(store_.num_tables, -3), wanted_nonfinite(store_.num_tables, 0);
     int32_t num_stale = -3, wanted_stale = 0;
-    JAXSOK_CHECK_SEED(
-        LaunchUpdate(&executor_, store_.view, store_.state_view, spec, hyper, generations, batch.View(), row_ids.data(),
-                     pointers.data(), num_nonfinite.data(), &num_stale,
-                     Workspace(UpdateWorkspaceBytes(batch.keys.size(), dim))) == nullptr,
-        seed_);
+    JAXSOK_CHECK_SEED(LaunchUpdate(&executor_, store_.view, store_.state_view, spec, hyper, generations, batch.View(),
+                                   row_ids.data(), pointers.data(), num_nonfinite.data(), &num_stale,
+                                   Workspace(UpdateWorkspaceBytes(batch.keys.size(), dim))) == nullptr,
+                      seed_);
     Uses uses;
     const auto row_of = [&](int64_t i) { return row_ids[i] < model_.capacity ? row_ids[i] : kNoRow; };
     for (int f = 0; f < batch.num_features(); ++f) {
@@ -566,7 +571,8 @@ class Machine {
         continue;
       }
       for (const auto& bag : batch.bags[f]) {
-        for (int64_t i = bag.first; i < bag.second; ++i) wanted_stale += batch.keys[i] != kPaddingKey && row_of(i) != kNoRow;
+        for (int64_t i = bag.first; i < bag.second; ++i)
+          wanted_stale += batch.keys[i] != kPaddingKey && row_of(i) != kNoRow;
       }
     }
     std::map<uint32_t, uint32_t> table_of;
@@ -581,7 +587,8 @@ class Machine {
         ++wanted_nonfinite[table_of[row_id]];
         continue;
       }
-      ModelStep(optimizer_, hyper, gradient, model_.rows[row_id], store_.num_states > 0 ? &model_.states[0][row_id] : nullptr,
+      ModelStep(optimizer_, hyper, gradient, model_.rows[row_id],
+                store_.num_states > 0 ? &model_.states[0][row_id] : nullptr,
                 store_.num_states > 1 ? &model_.states[1][row_id] : nullptr);
     }
     JAXSOK_CHECK_SEED(IsSame(num_nonfinite, wanted_nonfinite), seed_);
@@ -627,7 +634,8 @@ class Machine {
     RandomPairs(random_.Below(200));
     uint32_t num_erased = 77, wanted = 0;
     LaunchErase(&executor_, store_.view, store_.state_view, keys_.data(), table_ids_.data(),
-                static_cast<int64_t>(keys_.size()), &num_erased, Workspace(RebuildWorkspaceBytes(store_.view.capacity)));
+                static_cast<int64_t>(keys_.size()), &num_erased,
+                Workspace(RebuildWorkspaceBytes(store_.view.capacity)));
     for (size_t i = 0; i < keys_.size(); ++i) {
       const auto entry = model_.row_ids.find({table_ids_[i], keys_[i]});
       if (entry == model_.row_ids.end()) continue;
@@ -663,7 +671,8 @@ void TestPlan(uint64_t seed, int num_threads) {
   const size_t n = batch.keys.size();
   std::vector<uint64_t> unique(n, 1), wanted_unique;
   std::vector<uint32_t> unique_tables(n, 1), wanted_tables;
-  std::vector<int32_t> inverse(n, 1), multiplicity(n, 1), wanted_inverse(n, static_cast<int32_t>(n)), wanted_multiplicity;
+  std::vector<int32_t> inverse(n, 1), multiplicity(n, 1), wanted_inverse(n, static_cast<int32_t>(n)),
+      wanted_multiplicity;
   int32_t num_unique = -1;
   Memory workspace(PlanWorkspaceBytes(n));
   JAXSOK_CHECK_SEED(LaunchPlan(&executor, batch.View(),
@@ -711,7 +720,8 @@ void TestCombine(uint64_t seed, int num_threads) {
   std::vector<int32_t> inverse(n);
   std::vector<char> is_padding(n);
   for (size_t i = 0; i < n; ++i) {
-    inverse[i] = random.Below(8) == 0 ? static_cast<int32_t>(random.Next() | 1u << 31) : static_cast<int32_t>(random.Below(num_unique * 9 / 8));
+    inverse[i] = random.Below(8) == 0 ? static_cast<int32_t>(random.Next() | 1u << 31)
+                                      : static_cast<int32_t>(random.Below(num_unique * 9 / 8));
     if (random.Below(3) == 0) inverse[i] = 0;
     is_padding[i] = inverse[i] < 0 || inverse[i] >= num_unique;
   }
@@ -729,7 +739,8 @@ void TestCombine(uint64_t seed, int num_threads) {
   LaunchCombineTranspose(&executor, bag_gradients.data(), num_unique, dim, inverse.data(), view, row_gradients.data(),
                          workspace.get());
   Uses uses;
-  ModelUses(batch, 0, dim, is_padding, [&](int64_t i) { return static_cast<uint32_t>(inverse[i]); }, bag_gradients, uses);
+  ModelUses(
+      batch, 0, dim, is_padding, [&](int64_t i) { return static_cast<uint32_t>(inverse[i]); }, bag_gradients, uses);
   for (const auto& [row, lines] : uses) {
     const Line sum = ModelSum(lines);
     std::copy(sum.begin(), sum.end(), wanted.begin() + int64_t{row} * dim);
@@ -793,6 +804,34 @@ void TestHotRow() {
   JAXSOK_CHECK(IsSame(row_gradient, ModelSum(lines)));
 }
 
+#if defined(__x86_64__)
+/// A caller that flushes denormals, as XLA's CPU client does, changes no bit.
+void TestDenormals() {
+  ThreadExecutor executor(2);
+  Batch batch;
+  batch.keys.assign(4, 0);
+  batch.features.assign(kNumFeatureWords, 0);
+  batch.features[kFeatureCombiner] = kCombinerSum;
+  batch.features[kFeatureNumKeys] = 4;
+  batch.features[kFeatureNumBags] = batch.features[kFeatureHotness] = 2;
+  batch.features[kFeatureWeightsStart] = -1;
+  batch.bags.resize(1);
+  const std::vector<float> rows = {FloatOfBits(5), FloatOfBits(0x00800000), FloatOfBits(7), FloatOfBits(0x80000001)};
+  const std::vector<float> wanted = {FloatOfBits(12), FloatOfBits(0x007fffff), FloatOfBits(10),
+                                     FloatOfBits(0x01000000)};
+  const std::vector<int32_t> inverse = {0, 1, 0, 0};
+  std::vector<float> embeddings(4, 1.0f);
+  constexpr unsigned kFlushes = 0x8040;  // FTZ and DAZ
+  const unsigned saved = _mm_getcsr();
+  _mm_setcsr(saved | kFlushes);
+  LaunchCombine(&executor, rows.data(), 2, 2, inverse.data(), batch.View(), embeddings.data());
+  const bool is_restored = (_mm_getcsr() & kFlushes) == kFlushes;
+  _mm_setcsr(saved);
+  JAXSOK_CHECK(is_restored);
+  JAXSOK_CHECK(IsSame(embeddings, wanted));
+}
+#endif
+
 }  // namespace
 }  // namespace jaxsok
 
@@ -807,5 +846,8 @@ int main(int argc, char** argv) {
   }
   jaxsok::TestUnplaced();
   jaxsok::TestHotRow();
+#if defined(__x86_64__)
+  jaxsok::TestDenormals();
+#endif
   return jaxsok::Finish("kernels_cpu_test");
 }

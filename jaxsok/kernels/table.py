@@ -10,8 +10,10 @@ from jaxtyping import Array, Float32, Int32, UInt32
 from jaxsok.kernels import library
 from jaxsok.types import BUCKET_WORDS, COUNTS, Keys, RowIds, TableIds
 
-Slab = Float32[Array, "slab_capacity dim"]
-RecordSlab = UInt32[Array, "slab_capacity 4"]
+# Slabs of one array differ in capacity, and optimizer state is as wide as its row or 1.
+Slab = Float32[Array, "_ dim"]
+StateSlab = Float32[Array, "_ _"]
+RecordSlab = UInt32[Array, "_ 4"]
 
 
 def result(like: Array, shape: tuple[int, ...], dtype: str) -> Any:
@@ -72,7 +74,7 @@ def erase(
     keys: Keys,
     table_ids: TableIds,
     records: Sequence[RecordSlab],
-    states: Sequence[Sequence[Slab]],
+    states: Sequence[Sequence[StateSlab]],
     initial_values: Sequence[float],
 ) -> tuple[Array, Array, Array, tuple[Array, ...], tuple[tuple[Array, ...], ...], UInt32[Array, ""]]:
     """Takes rows away and rebuilds the index in place. See `LaunchErase` in ffi/kernels/table.h.

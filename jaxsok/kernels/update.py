@@ -8,7 +8,7 @@ from jaxtyping import Array, Float32, Int32, UInt32
 
 from jaxsok.kernels import library
 from jaxsok.kernels.lookup import Batch
-from jaxsok.kernels.table import RecordSlab, Slab, result
+from jaxsok.kernels.table import RecordSlab, Slab, StateSlab, result
 from jaxsok.types import RowIds
 
 
@@ -19,7 +19,7 @@ def update(
     row_ids: RowIds,
     hyper: Float32[Array, " num_hyper"],
     rows: Sequence[Slab],
-    states: Sequence[Sequence[Slab]],
+    states: Sequence[Sequence[StateSlab]],
     records: Sequence[RecordSlab],
     gradients: Sequence[Float32[Array, "..."]],
     *,

@@ -85,7 +85,8 @@ class Adam(Optimizer):
     def __post_init__(self) -> None:
         """Refuses hyper-parameters that cannot be meant."""
         super().__post_init__()
-        self._check("initial_accumulator_value", 0.0)
+        self._check("b1", 0.0, 1.0)
+        self._check("b2", 0.0, 1.0)
         self._check("eps", 0.0)
 
     def state_specs(self, dim: int) -> tuple[RowState, ...]:

@@ -1,0 +1,141 @@
+# Everything a developer runs. Each target sets up what it needs, once; see README.md.
+#
+#   make test         the suite                      make demo    train a small model (DEMO_ARGS=...)
+#   make test-slow    what the suite leaves out      make bench   the benchmarks (BENCH_ARGS=...)
+#   make test-matrix  oldest and newest JAX          make wheel   a wheel for all supported GPUs
+#   make lint         form, types, imports           make clean   remove what was built (distclean: and .venv)
+#
+# Variables:
+#   VENV         environment to use; default: the active one, else .venv, made when missing.
+#                VENV=system: the Python at hand as it is, nothing installed, no network used
+#   PYTHON       the Python that makes VENV (or is used, with VENV=system); default: python3, if new enough
+#   JAXSOK_CUDA  AUTO (default: where nvcc is found and a GPU is visible), ON or OFF
+#   PYTEST_ARGS  further arguments of pytest, e.g. PYTEST_ARGS="-k bag"
+
+COMMA := ,
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := test
+.DELETE_ON_ERROR:
+MAKEFLAGS += --no-builtin-rules
+
+JAXSOK_CUDA ?= AUTO
+PYTEST_ARGS ?=
+DEMO_ARGS ?=
+BENCH_ARGS ?=
+export PYTHON JAXSOK_CUDA JAXSOK_CUDA_ARCHITECTURES JAXSOK_XLA_INCLUDE_DIR
+
+GPU := $(shell nvidia-smi -L 2>/dev/null | grep -q '^GPU' && echo yes)
+# With a GPU one process: each would claim most of its memory.
+WORKERS ?= $(if $(GPU),0,2)
+
+# The active environment serves if its Python is new enough.
+ACTIVE := $(if $(VIRTUAL_ENV),$(shell $(VIRTUAL_ENV)/bin/python -c 'import sys; sys.version_info >= (3, 11) and print("yes")' 2>/dev/null))
+VENV ?= $(if $(ACTIVE),$(VIRTUAL_ENV),.venv)
+
+FFI_SOURCES := $(wildcard ffi/CMakeLists.txt ffi/exports.map ffi/*/*.h ffi/*/*.cc ffi/*/*.cu ffi/*/*.cuh)
+
+ifeq ($(VENV),system)
+
+PY := $(or $(PYTHON),$(shell command -v python3))
+CMAKE_BUILD := build/system
+INSTALLED := $(CMAKE_BUILD)/.jaxsok-installed
+export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
+
+# The libraries are put into jaxsok/_lib by CMake alone; no pip, no network.
+$(INSTALLED): $(FFI_SOURCES) Makefile
+	@mkdir -p $(@D)
+	cmake -S ffi -B $(@D) $(if $(shell command -v ninja),-G Ninja) -DPython_EXECUTABLE="$$($(PY) -c 'import sys; print(sys.executable)')" \
+	  -DJAXSOK_BUILD_TESTS=ON -DJAXSOK_CUDA=$(JAXSOK_CUDA) -DJAXSOK_CUDA_ARCHITECTURES="$(JAXSOK_CUDA_ARCHITECTURES)" -DJAXSOK_XLA_INCLUDE_DIR="$(JAXSOK_XLA_INCLUDE_DIR)"
+	rm -f jaxsok/_lib/libjaxsok_*.so
+	cmake --build $(@D) --parallel
+	@touch $@
+
+TOOLS_INSTALLED := $(INSTALLED)
+
+else
+
+PY := $(abspath $(VENV))/bin/python
+CMAKE_BUILD := build/editable
+INSTALLED := $(VENV)/.jaxsok-installed
+TOOLS_INSTALLED := $(VENV)/.jaxsok-tools-installed
+export PATH := $(abspath $(VENV))/bin:$(PATH)
+DEVICELESS := $(abspath $(VENV))/share/deviceless
+PIP_INSTALL := $(PY) -m pip install --quiet --disable-pip-version-check
+EXTRAS := test$(if $(GPU),$(COMMA)cuda13)
+
+$(PY):
+	python="$${PYTHON:-$$(scripts/find_python.sh)}"; "$$python" -m venv $(VENV)
+
+# Editable: Python sources are used as they stand, and changed C++ or CUDA sources are compiled on the next `make`.
+# The build is not isolated, so that it is incremental and uses the headers of the jaxlib installed here; wheels are
+# built in isolation, against the oldest supported jaxlib. Everything is installed anew when pyproject.toml changed.
+$(INSTALLED): pyproject.toml $(FFI_SOURCES) | $(PY)
+	$(if $(filter pyproject.toml,$?),$(PIP_INSTALL) $$($(PY) scripts/requirements.py build))
+	rm -f jaxsok/_lib/libjaxsok_*.so
+	JAXSOK_BUILD_TESTS=ON $(PIP_INSTALL) --no-build-isolation $(if $(filter pyproject.toml,$?),,--no-deps) --editable ".[$(EXTRAS)]"
+	$(if $(GPU),,scripts/deviceless.sh $(PY))
+	@touch $@
+
+$(TOOLS_INSTALLED): $(INSTALLED)
+	$(PIP_INSTALL) $$($(PY) scripts/requirements.py dev)
+	@touch $@
+
+endif
+
+.PHONY: build test test-cpp test-slow test-matrix demo bench lint format wheel clean distclean
+
+build: $(INSTALLED)
+	@sed 's/^/jaxsok: /' jaxsok/_lib/build_info.txt
+
+test-cpp: build
+	ctest --test-dir $(CMAKE_BUILD) --output-on-failure
+
+# Without a GPU the tests still compile for one: with the CUDA plugin of scripts/deviceless.sh, which must not run.
+PYTEST := $(if $(GPU),,JAX_PLATFORMS=$${JAX_PLATFORMS:-cpu} $(if $(DEVICELESS),PYTHONPATH=$(DEVICELESS)$${PYTHONPATH:+:$$PYTHONPATH} ))$(PY) -m pytest
+
+test: test-cpp
+	$(PYTEST) -n $(WORKERS) $(PYTEST_ARGS)
+
+test-slow: build
+	JAXSOK_SLOW=1 $(PYTEST) -n $(WORKERS) -m slow $(PYTEST_ARGS)
+
+test-matrix:
+	scripts/test_matrix.sh $(PYTEST_ARGS)
+
+demo: build
+	$(PY) examples/train_dlrm.py $(DEMO_ARGS)
+
+bench: build
+	$(PY) -m benchmarks.run $(BENCH_ARGS)
+
+PYTHON_SOURCES := $(wildcard jaxsok tests examples benchmarks scripts)
+CPP_SOURCES = $(filter %.h %.cc %.cu %.cuh,$(FFI_SOURCES))
+
+lint: $(TOOLS_INSTALLED)
+	$(PY) -m ruff check $(PYTHON_SOURCES)
+	$(PY) -m ruff format --check $(PYTHON_SOURCES)
+	lint-imports
+	$(PY) -m pyright
+	clang-format --dry-run --Werror $(CPP_SOURCES)
+
+format: $(TOOLS_INSTALLED)
+	$(PY) -m ruff check --fix $(PYTHON_SOURCES)
+	$(PY) -m ruff format $(PYTHON_SOURCES)
+	clang-format -i $(CPP_SOURCES)
+
+# Isolated: against the headers of the oldest supported jaxlib, so that one wheel serves all. Machine code for the
+# data center and desktop GPUs of 2020 to 2025, and PTX of the newest for those to come.
+WHEEL_ARCHITECTURES := 80-real;86-real;89-real;90-real;100-real;120
+wheel: | $(PY)
+	JAXSOK_CUDA=$(subst AUTO,ON,$(JAXSOK_CUDA)) \
+	  JAXSOK_CUDA_ARCHITECTURES="$(or $(JAXSOK_CUDA_ARCHITECTURES),$(WHEEL_ARCHITECTURES))" \
+	  $(PY) -m pip wheel --no-deps --wheel-dir dist .
+	@ls -l dist/*.whl
+
+clean:
+	rm -rf build dist jaxsok/_lib
+	rm -f $(INSTALLED)
+
+distclean: clean
+	rm -rf .venv .pytest_cache .ruff_cache .import_linter_cache .hypothesis

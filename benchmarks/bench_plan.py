@@ -1,0 +1,66 @@
+"""The distinct keys of a batch, apart from any table.
+
+Question: what does making a plan ahead of its lookup cost?
+Workload: the keys of W1, W5 and W6.
+Limit:    the bytes of keys in and plan out over the bandwidth of a copy (`limits.plan_bytes`); the scratch index that
+          finds equal keys comes on top, and a sort in its place would move more.
+Command:  `python -m benchmarks.run --only plan --workloads W1`
+Last result: not yet measured.
+
+The peer is `jnp.unique` of the static rows with inverse and counts, which sorts: 32 bits a key where jaxsok has 64 and
+a table.
+"""
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+
+from benchmarks import limits, records
+from benchmarks.fill import collection_of, pack
+from benchmarks.records import Record, Recorder
+from benchmarks.timing import Protocol, Step
+from benchmarks.workloads import KeySet, Workload
+
+WORKLOADS = ("W1", "W5", "W6")
+
+
+def measure(
+    workload: Workload,
+    distribution: str,
+    key_sets: Sequence[KeySet],
+    recorder: Recorder,
+    protocol: Protocol,
+    copy_gb_s: float,
+) -> None:
+    """Measures `Collection.plan` and its peer under one key distribution."""
+    collection = collection_of(workload, workload.runs[0].optimizer)
+    sets = [pack(collection, workload, key_set.ids) for key_set in key_sets]
+    idle = pack(collection, workload, key_sets[0].ids[:, :1])
+    plan = Step(lambda _, features: collection.plan(features).distinct, donates=False)
+    _, distinct = plan.run((), sets[0])
+    found = sum(int(jax.device_get(store.num_unique)) for store in distinct)
+    if found != key_sets[0].num_unique:
+        raise RuntimeError(f"{workload.name}: plan found {found} distinct keys, wanted {key_sets[0].num_unique}.")
+    timing, _ = plan.measure((), sets, protocol, idle)
+
+    def unique(_, rows):
+        return jnp.unique(rows, return_inverse=True, return_counts=True, size=rows.size, fill_value=-1)
+
+    rows = [jnp.asarray(key_set.stacked_rows.reshape(-1)) for key_set in key_sets]
+    xla, _ = Step(unique, donates=False).measure((), rows, protocol, rows[0][: workload.num_tables])
+    moved = limits.plan_bytes(workload.num_keys)
+    for subject, one in (("xla", xla), ("jaxsok", timing)):
+        recorder.add(
+            Record(
+                workload=workload.name,
+                what=records.PLAN,
+                subject=subject,
+                timing=one,
+                distribution=distribution,
+                num_keys=workload.num_keys,
+                num_unique=found,
+                moved_bytes=moved,
+                limit_ms=moved / copy_gb_s * 1e-6,
+            )
+        )

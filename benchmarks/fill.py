@@ -1,0 +1,130 @@
+"""A workload as a jaxsok collection, its tables filled with all their rows, its batches packed.
+
+Fed by `workloads.py`; feeds `bench_lookup.py`, `bench_update.py`, `bench_plan.py`. Filling looks keys up, as training
+does: there is no other way in that would be measured honestly. Keys are mixed on the device, so that the host sends
+nothing.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jaxsok
+from benchmarks import peers
+from benchmarks.limits import varied_floats
+from benchmarks.workloads import Workload, mix
+
+_FILL_BYTES = 2 << 30
+"""Of embeddings that one filling step makes, at most."""
+
+_FILL_KEYS = 16 << 20
+"""Keys of one filling step, at most."""
+
+
+@dataclasses.dataclass
+class Filled:
+    """A collection and its state, all rows of the workload in use."""
+
+    workload: Workload
+    optimizer: str
+    collection: jaxsok.Collection
+    state: jaxsok.State
+    """Replaced by whatever donates it."""
+
+    @property
+    def load(self) -> float:
+        """Entries in use over entries of the index."""
+        return load_of(self.collection, self.state)
+
+    def features(self, ids: np.ndarray) -> jaxsok.Features:
+        """Packs a batch of ids [num_tables, num_bags, hotness]."""
+        return pack(self.collection, self.workload, ids)
+
+    def gradients(self, num_bags: int) -> dict[str, jax.Array]:
+        """A fixed gradient for the embeddings of `num_bags` bags a feature."""
+        return {
+            spec.name: varied_floats((num_bags, self.workload.dim)) * jnp.float32(1.0 + 0.01 * number)
+            for number, spec in enumerate(self.collection.features)
+        }
+
+
+def optimizer_of(name: str) -> jaxsok.optim.Optimizer:
+    """The optimizer by its name, with the constants that the peers use."""
+    constants = {"adagrad": peers.ADAGRAD, "rowwise_adagrad": peers.ROWWISE_ADAGRAD, "adam": peers.ADAM}.get(name, {})
+    return getattr(jaxsok.optim, name)(peers.LEARNING_RATE, **constants)
+
+
+def collection_of(workload: Workload, optimizer: str) -> jaxsok.Collection:
+    """One table and one feature for each table of the workload; all of them share one store."""
+    made = optimizer_of(optimizer)
+    tables = [
+        jaxsok.TableSpec(f"table_{number:02}", dim=workload.dim, optimizer=made, capacity=workload.num_rows)
+        for number in range(workload.num_tables)
+    ]
+    features = [
+        jaxsok.FeatureSpec(f"feature_{number:02}", table=table.name, combiner=workload.combiner)
+        for number, table in enumerate(tables)
+    ]
+    return jaxsok.Collection(tables, features)
+
+
+def pack(collection: jaxsok.Collection, workload: Workload, ids: np.ndarray) -> jaxsok.Features:
+    """Packs ids [num_tables, num_bags, hotness] as the features of a batch."""
+    raw = {}
+    for number, spec in enumerate(collection.features):
+        keys = mix(number, ids[number]).view(np.uint64)[..., 0]
+        raw[spec.name] = keys if workload.hotness > 1 else keys[:, 0]
+    return collection.batch(raw).features
+
+
+def filled(workload: Workload, optimizer: str) -> Filled:
+    """Makes the collection and gives every id of every table its row.
+
+    Raises:
+      RuntimeError: the tables do not hold what was inserted.
+    """
+    collection = collection_of(workload, optimizer)
+    state = collection.init(seed=0)
+    bags = _fill_bags(workload)
+    insert = jax.jit(lambda state, features: collection.lookup(state, features)[1], donate_argnums=0)
+    shape = (bags, workload.hotness) if workload.hotness > 1 else (bags,)
+    num_ids = bags * workload.hotness
+    for begin in range(0, workload.num_rows, num_ids):
+        # The last step begins early enough to be as long as the others; keys met again insert nothing.
+        begin = min(begin, max(0, workload.num_rows - num_ids))
+        raw = {
+            spec.name: _keys(shape, workload.num_rows, jnp.uint32(number), jnp.uint32(begin))
+            for number, spec in enumerate(collection.features)
+        }
+        state = insert(state, collection.batch(raw).features)
+    jax.block_until_ready(state)
+    short = {name: count for name, count in collection.num_rows(state).items() if count != workload.num_rows}
+    if short:
+        raise RuntimeError(f"{workload.name}: tables hold {short} rows after filling, wanted {workload.num_rows} each.")
+    return Filled(workload, optimizer, collection, state)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _keys(shape, num_rows, table, begin):
+    """Keys of the ids from `begin` on; past the last id they begin anew, so that all of them are ids."""
+    count = int(np.prod(shape))
+    ids = (begin + jnp.arange(count, dtype=jnp.uint32)) % jnp.uint32(num_rows)
+    return mix(table, ids, jnp).reshape(*shape, 2)
+
+
+def _fill_bags(workload: Workload) -> int:
+    """Bags of each feature in a filling step."""
+    rows_per_bag = workload.hotness
+    by_bytes = _FILL_BYTES // (workload.num_tables * workload.dim * 4)
+    by_keys = _FILL_KEYS // (workload.num_tables * rows_per_bag)
+    return max(1, min(by_bytes, by_keys, -(-workload.num_rows // rows_per_bag)))
+
+
+def load_of(collection: jaxsok.Collection, state: jaxsok.State) -> float:
+    """Entries in use over entries of the (first and only) store's index."""
+    (store,) = state.stores
+    entries = store.index.shape[0] * 4
+    return sum(collection.num_rows(state).values()) / entries

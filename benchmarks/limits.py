@@ -1,0 +1,360 @@
+"""The lower bounds: what the work must move, and how fast this device moves it, measured in the same run.
+
+Three limits. The *bytes* of a step over the bandwidth of a large device copy: no version can be faster, and none comes
+near it where rows are short, since memory is not read in pieces of any size. The *bare gather* of the same rows (no
+keys, no index: row ids given) is the limit of a forward. *Read-modify-write* of the same unique rows with a streamed
+gradient, after a bare gather, is the limit of a step.
+
+A limit is only as good as the code that measures it. XLA's gather is one way; on a GPU where CuPy is installed a plain
+CUDA kernel (one thread for each 16 bytes, nothing else) is another. The faster one is the limit and the record says
+which it was; where CuPy is missing, the run says that its limits are XLA's.
+
+Fed by the rows of the workload; feeds `records.py`. Not here: peers, which do more than a limit does.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks.timing import Protocol, Step, Timing, summary
+
+KEY_BYTES = 8
+ROW_ID_BYTES = 4
+INDEX_LINE_BYTES = 64
+"""One bucket: at load 0.5 a probe run is about one line long."""
+FLOAT_BYTES = 4
+SECTOR_BYTES = 32
+"""The least that a GPU moves: a 4-byte accumulator costs the sector that it lies in."""
+
+_NUM_COPIED_BYTES = {"cpu": 128 << 20, "gpu": 4 << 30}
+"""Several times the last-level cache."""
+
+
+def forward_bytes(num_keys: int, num_unique: int, num_bags: int, dim: int, *, training: bool) -> int:
+    """What a forward must move.
+
+    Every key is read once (8 B), every unique key's index line (64 B) and row (4 B a column) once, every embedding is
+    written once. A training forward also writes the row id of every key (4 B) for the update.
+
+    Example:
+      >>> forward_bytes(num_keys=3, num_unique=2, num_bags=3, dim=64, training=False)  # 24 + 128 + 512 + 768
+      1432
+    """
+    row_bytes = dim * FLOAT_BYTES
+    moved = num_keys * KEY_BYTES + num_unique * (INDEX_LINE_BYTES + row_bytes) + num_bags * row_bytes
+    return moved + (num_keys * ROW_ID_BYTES if training else 0)
+
+
+def gather_bytes(num_keys: int, num_unique: int, num_bags: int, dim: int) -> int:
+    """What a bare gather must move: row ids and unique rows in, embeddings out.
+
+    Example:
+      >>> gather_bytes(num_keys=3, num_unique=2, num_bags=3, dim=64)  # 12 + 512 + 768
+      1292
+    """
+    row_bytes = dim * FLOAT_BYTES
+    return num_keys * ROW_ID_BYTES + (num_unique + num_bags) * row_bytes
+
+
+def insert_bytes(num_keys: int, dim: int) -> int:
+    """What inserting keys that are all new must move.
+
+    In: the key and its table's number (12 B), the index line (64 B). Out: the line, the record that says who owns the
+    row (16 B), the row id (4 B), and the row.
+
+    Example:
+      >>> insert_bytes(num_keys=1, dim=8)  # 12 + 128 + 16 + 4 + 32
+      192
+    """
+    return num_keys * (KEY_BYTES + ROW_ID_BYTES + 2 * INDEX_LINE_BYTES + 16 + ROW_ID_BYTES + dim * FLOAT_BYTES)
+
+
+def plan_bytes(num_keys: int) -> int:
+    """What making keys distinct must move: keys in (8 B); unique, their tables, inverse, multiplicity out (20 B).
+
+    Example:
+      >>> plan_bytes(num_keys=2)
+      56
+    """
+    return num_keys * (KEY_BYTES + KEY_BYTES + 3 * ROW_ID_BYTES)
+
+
+def update_bytes(num_keys: int, num_unique: int, num_bags: int, dim: int, state_dims: Sequence[int]) -> int:
+    """What an update must move: row ids and gradients in, every unique row and its optimizer state in and out.
+
+    Grouping the uses of a row (a sort, say) is not counted: a better way may need less of it. A state narrower than a
+    sector counts as one.
+
+    Example:
+      >>> update_bytes(num_keys=3, num_unique=2, num_bags=3, dim=64, state_dims=(1,))  # 12 + 768 + 1024 + 128
+      1932
+    """
+    row_bytes = dim * FLOAT_BYTES
+    state_bytes = sum(max(width * FLOAT_BYTES, SECTOR_BYTES) for width in state_dims)
+    return num_keys * ROW_ID_BYTES + num_bags * row_bytes + num_unique * 2 * (row_bytes + state_bytes)
+
+
+def copy_gigabytes_per_s(protocol: Protocol) -> tuple[float, Timing]:
+    """Bandwidth of a large copy on the device, bytes read plus bytes written."""
+    num_bytes = _NUM_COPIED_BYTES["cpu" if jax.default_backend() == "cpu" else "gpu"]
+    # Not zeros: a memory system may treat them better than data.
+    source = jnp.arange(num_bytes // FLOAT_BYTES, dtype=jnp.float32)
+    # In place: on a CPU a fresh buffer costs more than the copy, in page faults.
+    step = Step(lambda x, one: (x + one, ()), donates=True)
+    timing, _ = step.measure(source, [jnp.float32(1.0)], protocol)
+    return 2 * num_bytes / timing.ms * 1e-6, timing
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def varied_floats(shape: tuple[int, int]) -> jax.Array:
+    """Floats in [-0.05, 0.05) that look like data and cost nothing to make: a function of row and column."""
+    row = jax.lax.broadcasted_iota(jnp.uint32, shape, 0)
+    column = jax.lax.broadcasted_iota(jnp.uint32, shape, 1)
+    words = (row * jnp.uint32(0x9E3779B1)) ^ (column * jnp.uint32(0x85EBCA77))
+    words = (words ^ (words >> jnp.uint32(15))) * jnp.uint32(0x2C1B3C6D)
+    return ((words >> jnp.uint32(8)).astype(jnp.float32) * jnp.float32(2.0**-24) - jnp.float32(0.5)) * jnp.float32(0.1)
+
+
+def gather(table: jax.Array, row_sets: Sequence[jax.Array], protocol: Protocol) -> tuple[Timing, str]:
+    """The bare gather: rows [num_bags, hotness] of a table into fresh [num_bags, dim], a bag's rows added up.
+
+    Args:
+      table: float32 [num_rows, dim].
+      row_sets: int32 [num_bags, hotness] in rotation, all of one shape.
+      protocol: how often.
+
+    Returns:
+      The faster of XLA's gather and the CUDA kernel, and the name of the winner.
+    """
+    step = Step(lambda table, rows: table.at[rows].get(mode="promise_in_bounds").sum(axis=1), donates=False)
+
+    def by_xla(protocol):
+        timing, _ = step.measure(table, row_sets, protocol)
+        return timing
+
+    kernels = cuda_kernels(table.shape[1])
+    return _faster(by_xla, kernels and functools.partial(kernels.gather, table, row_sets), protocol)
+
+
+def read_modify_write(
+    table: jax.Array, row_sets: Sequence[jax.Array], protocol: Protocol
+) -> tuple[Timing, str, jax.Array]:
+    """Adds a streamed gradient to rows that occur once each.
+
+    Args:
+      table: float32 [num_rows, dim]. Donated: the result has its buffer.
+      row_sets: int32 [num_unique] in rotation, all of one shape, no row twice in one of them.
+      protocol: how often.
+
+    Returns:
+      The faster of XLA's scatter and the CUDA kernel, the name of the winner, and the table.
+    """
+
+    # The gradient is an operand: as a constant it would be embedded in the program, hundreds of megabytes.
+    def add(carry, rows):
+        table, gradients = carry
+        table = table.at[rows].add(gradients, mode="promise_in_bounds", unique_indices=True)
+        return (table, gradients), ()
+
+    step = Step(add, donates=True)
+    carry = (table, varied_floats((row_sets[0].shape[0], table.shape[1])))
+
+    def by_xla(protocol):
+        nonlocal carry
+        timing, carry = step.measure(carry, row_sets, protocol)
+        return timing
+
+    def by_cuda(protocol):
+        return kernels.read_modify_write(*carry, row_sets, protocol)
+
+    kernels = cuda_kernels(table.shape[1])
+    timing, by = _faster(by_xla, kernels and by_cuda, protocol)
+    return timing, by, carry[0]
+
+
+def probe(lines: jax.Array, row_sets: Sequence[jax.Array], protocol: Protocol) -> tuple[Timing, str]:
+    """Reads one whole 64-byte line a key and writes 4 bytes: the limit of finding row ids.
+
+    Args:
+      lines: float32 [num_lines, 16], as many as the index has buckets.
+      row_sets: int32 [num_keys] in rotation.
+      protocol: how often.
+
+    Returns:
+      The faster of XLA and the CUDA kernel, and the name of the winner.
+    """
+    step = Step(lambda lines, rows: lines.at[rows].get(mode="promise_in_bounds").sum(axis=1), donates=False)
+
+    def by_xla(protocol):
+        timing, _ = step.measure(lines, row_sets, protocol)
+        return timing
+
+    kernels = cuda_kernels(lines.shape[1])
+    return _faster(by_xla, kernels and functools.partial(kernels.probe, lines, row_sets), protocol)
+
+
+def _faster(
+    by_xla: Callable[[Protocol], Timing], by_cuda: Callable[[Protocol], Timing] | None, protocol: Protocol
+) -> tuple[Timing, str]:
+    """The faster of two ways and its name; the slower one gets no more than a short look."""
+    if by_cuda is None:
+        return by_xla(protocol), "xla"
+    cuda = by_cuda(protocol)
+    look = by_xla(dataclasses.replace(protocol, repetitions=min(5, protocol.repetitions)))
+    if look.ms >= cuda.ms:
+        return cuda, "cuda"
+    xla = by_xla(protocol)
+    return (xla, "xla") if xla.ms < cuda.ms else (cuda, "cuda")
+
+
+def has_cuda_kernels() -> bool:
+    """Whether the limits of this run are tried with CUDA kernels as well."""
+    return cuda_kernels(4) is not None
+
+
+def cuda_kernels(dim: int) -> "_CudaKernels | None":
+    """The plain CUDA kernels, or None on a CPU, without CuPy, or for rows that are not whole 16-byte pieces."""
+    if jax.default_backend() == "cpu" or dim % 4:
+        return None
+    try:
+        import cupy
+    except ImportError:
+        return None
+    return _CudaKernels(cupy)
+
+
+_CUDA_SOURCE = r"""
+// One thread, one 16-byte piece of one bag; `pieces` threads side by side read one row.
+// Thread i writes out[i] and nothing else; the output is streamed past the cache, the rows are not.
+extern "C" __global__ void Gather(const float4* table, const int* rows, float4* out, long long num_bags, int hotness,
+                                  int pieces) {
+  const long long i = blockIdx.x * static_cast<long long>(blockDim.x) + threadIdx.x;
+  const long long bag = i / pieces;
+  if (bag >= num_bags) return;
+  const int piece = i - bag * pieces;
+  float4 sum = table[rows[bag * hotness] * static_cast<long long>(pieces) + piece];
+#pragma unroll 4
+  for (int h = 1; h < hotness; ++h) {
+    const float4 row = table[rows[bag * hotness + h] * static_cast<long long>(pieces) + piece];
+    sum.x += row.x;
+    sum.y += row.y;
+    sum.z += row.z;
+    sum.w += row.w;
+  }
+  __stcs(out + i, sum);
+}
+
+// One thread, one 16-byte piece of one row; no row occurs twice, so no two threads meet.
+extern "C" __global__ void ReadModifyWrite(float4* table, const int* rows, const float4* gradients, long long num_rows,
+                                           int pieces) {
+  const long long i = blockIdx.x * static_cast<long long>(blockDim.x) + threadIdx.x;
+  const long long at = i / pieces;
+  if (at >= num_rows) return;
+  const float4 gradient = __ldcs(gradients + i);
+  float4* piece = table + rows[at] * static_cast<long long>(pieces) + (i - at * pieces);
+  float4 row = *piece;
+  row.x += gradient.x;
+  row.y += gradient.y;
+  row.z += gradient.z;
+  row.w += gradient.w;
+  *piece = row;
+}
+
+// One thread, one 64-byte line, four bytes out.
+extern "C" __global__ void Probe(const float4* lines, const int* rows, float* out, long long num_keys) {
+  const long long i = blockIdx.x * static_cast<long long>(blockDim.x) + threadIdx.x;
+  if (i >= num_keys) return;
+  const float4* line = lines + rows[i] * 4LL;
+  const float4 a = line[0], b = line[1], c = line[2], d = line[3];
+  out[i] = a.x + b.x + c.x + d.x;
+}
+"""
+
+_BLOCK = 256
+
+
+class _CudaKernels:
+    """Launches the two kernels on the buffers of JAX arrays. They are scratch: nobody else reads them meanwhile."""
+
+    def __init__(self, cupy: Any):
+        self._cupy = cupy
+        self._gather = cupy.RawKernel(_CUDA_SOURCE, "Gather")
+        self._read_modify_write = cupy.RawKernel(_CUDA_SOURCE, "ReadModifyWrite")
+        self._probe = cupy.RawKernel(_CUDA_SOURCE, "Probe")
+
+    def gather(self, table: jax.Array, row_sets: Sequence[jax.Array], protocol: Protocol) -> Timing:
+        num_bags, hotness = row_sets[0].shape
+        pieces = table.shape[1] // 4
+        out = jnp.full((num_bags, table.shape[1]), jnp.nan, jnp.float32)
+
+        def arguments(rows):
+            return (*self._pointers(table, rows, out), *self._integers(num_bags), *self._small(hotness, pieces))
+
+        timing = self._time(self._gather, num_bags * pieces, table, row_sets, out, arguments, protocol)
+        want = table.at[row_sets[0][:1000]].get(mode="promise_in_bounds").sum(axis=1)
+        self._gather((self._blocks(num_bags * pieces),), (_BLOCK,), arguments(row_sets[0]))
+        self._cupy.cuda.Device().synchronize()
+        if not bool(jnp.allclose(jnp.asarray(out)[:1000], want, rtol=1e-5, atol=1e-6)):
+            raise RuntimeError("limits: the CUDA gather and XLA's disagree; its time would mean nothing.")
+        return timing
+
+    def read_modify_write(
+        self, table: jax.Array, gradients: jax.Array, row_sets: Sequence[jax.Array], protocol: Protocol
+    ) -> Timing:
+        pieces = table.shape[1] // 4
+        num_rows = row_sets[0].shape[0]
+
+        def arguments(rows):
+            return (*self._pointers(table, rows, gradients), *self._integers(num_rows), *self._small(pieces))
+
+        return self._time(self._read_modify_write, num_rows * pieces, table, row_sets, gradients, arguments, protocol)
+
+    def probe(self, lines: jax.Array, row_sets: Sequence[jax.Array], protocol: Protocol) -> Timing:
+        num_keys = row_sets[0].shape[0]
+        out = jnp.full((num_keys,), jnp.nan, jnp.float32)
+
+        def arguments(rows):
+            return (*self._pointers(lines, rows, out), *self._integers(num_keys))
+
+        return self._time(self._probe, num_keys, lines, row_sets, out, arguments, protocol)
+
+    def _time(self, kernel, num_threads, table, row_sets, other, arguments, protocol) -> Timing:
+        """Device events around batches of launches, in the same protocol as everything else."""
+        jax.block_until_ready((table, list(row_sets), other))
+        prepared = [arguments(rows) for rows in row_sets]
+        grid = (self._blocks(num_threads),)
+        position = 0
+
+        def batch(count):
+            nonlocal position
+            begin, end = self._cupy.cuda.Event(), self._cupy.cuda.Event()
+            begin.record()
+            for _ in range(count):
+                kernel(grid, (_BLOCK,), prepared[position % len(prepared)])
+                position += 1
+            end.record()
+            end.synchronize()
+            return self._cupy.cuda.get_elapsed_time(begin, end)
+
+        for _ in range(protocol.warmups):
+            batch(len(prepared))
+        count = protocol.dispatches(batch(20) / 20 * 1e-3)
+        return summary([batch(count) / count for _ in range(protocol.repetitions)], count)
+
+    def _pointers(self, *arrays):
+        return [np.uint64(array.unsafe_buffer_pointer()) for array in arrays]
+
+    def _integers(self, *values):
+        return [np.int64(value) for value in values]
+
+    def _small(self, *values):
+        return [np.int32(value) for value in values]
+
+    @staticmethod
+    def _blocks(num_threads: int) -> int:
+        return -(-num_threads // _BLOCK)

@@ -1,0 +1,276 @@
+"""How a time is taken: dispatches back to back, batch after batch, and the median over the batches.
+
+Fed by the benchmarks; feeds `records.py`. JAX has no device events in Python, so the host measures the wall time of a
+batch of asynchronous dispatches, from an idle device to an idle device. The batch is long (`Protocol.batch_s`) against
+the one wait at its end, so this is the device's time, as long as the device is slower than the host that feeds it.
+Whether it is, is measured too: `Timing.host_ms` is the time of the same program with next to no keys. Where that comes
+near the time itself, one program with several steps in a row, unrolled, is measured beside it; see `Step`.
+
+Not here: what is timed. `fbgemm.py` takes CUDA events instead, batch by batch in the same protocol.
+"""
+
+import contextlib
+import dataclasses
+import glob
+import math
+import pathlib
+import statistics
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+HOST_SHARE = 0.5
+"""From this share of a step's time on, the host may be what is measured: the unrolled program is measured as well."""
+
+HOST_BOUND = 0.8
+"""From this share on, a time that stands is marked as the host's."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Protocol:
+    """How often a step is repeated."""
+
+    repetitions: int = 20
+    """Batches; the median is taken over them."""
+    warmups: int = 3
+    """Rounds over all key sets before anything is measured; the first of them compiles."""
+    batch_s: float = 0.05
+    """A batch has as many dispatches as this needs, and at least one."""
+    num_key_sets: int = 3
+    """Key sets in rotation, so that no batch meets a warm cache."""
+    max_s: float = 20.0
+    """A step so slow that its repetitions would take longer gets fewer, never under five; the record says how many."""
+    profile: bool = False
+    """Whether the kernels of a step are listed as well, with JAX's profiler, after it was timed."""
+
+    def dispatches(self, step_s: float) -> int:
+        """Dispatches of one batch for a step of this length."""
+        return max(1, math.ceil(self.batch_s / max(step_s, 1e-7)))
+
+    def affordable(self, step_s: float) -> int:
+        """Repetitions within `max_s`."""
+        batch_s = step_s * self.dispatches(step_s)
+        return min(self.repetitions, max(5, int(self.max_s / max(batch_s, 1e-9))))
+
+
+QUICK = Protocol(repetitions=5, warmups=1, batch_s=0.005, max_s=2.0)
+"""Enough to see that everything runs; no number of it is worth quoting."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Timing:
+    """The time of one step."""
+
+    ms: float
+    """Median."""
+    low_ms: float
+    """10th percentile."""
+    high_ms: float
+    """90th percentile."""
+    repetitions: int
+    dispatches: int
+    """Dispatches of each repetition."""
+    host_ms: float | None = None
+    """The same program with one bag a feature: what a dispatch costs when there is nothing to do. None on a CPU."""
+    dispatch_ms: float | None = None
+    """Median with one step a program, where `ms` is that of the unrolled program; else None."""
+    kernels: dict[str, float] | None = None
+    """Milliseconds a step of each kernel on the device, if the protocol asks for them."""
+
+    @property
+    def spread(self) -> float:
+        """Width of the middle 80% of the repetitions, as a share of the median."""
+        return (self.high_ms - self.low_ms) / self.ms if self.ms else 0.0
+
+    @property
+    def is_host_bound(self) -> bool:
+        """Whether the host, not the device, may have set the time."""
+        return self.host_ms is not None and self.dispatch_ms is None and self.host_ms >= HOST_BOUND * self.ms
+
+
+def summary(samples_ms: Sequence[float], dispatches: int) -> Timing:
+    """The median and the middle 80% of repeated measurements.
+
+    Example:
+      >>> summary([3.0, 1.0, 2.0], dispatches=1).ms
+      2.0
+    """
+    ordered = sorted(samples_ms)
+    last = len(ordered) - 1
+    return Timing(
+        ms=statistics.median(ordered),
+        low_ms=ordered[round(0.1 * last)],
+        high_ms=ordered[round(0.9 * last)],
+        repetitions=len(ordered),
+        dispatches=dispatches,
+    )
+
+
+def scaled(timing: Timing, factor: float) -> Timing:
+    """A time derived from a measured one: all of it times a factor.
+
+    Example:
+      >>> scaled(summary([1.0, 2.0, 3.0], dispatches=1), 2.0).ms
+      4.0
+    """
+    return dataclasses.replace(
+        timing, ms=timing.ms * factor, low_ms=timing.low_ms * factor, high_ms=timing.high_ms * factor
+    )
+
+
+class Step:
+    """A pure function of (carry, inputs) as two programs: one step each, and several steps in a row.
+
+    `function(carry, inputs) -> (carry, outputs)` with `donates=True` (state in, state out, in place), or
+    `function(carry, inputs) -> outputs` with `donates=False` (read only). The second program runs over all key sets,
+    unrolled and without a loop (on a GPU each test of a `while_loop` costs a round trip to the host), and returns all
+    outputs, so that nothing of it can be left out.
+    """
+
+    def __init__(self, function: Callable[[Any, Any], Any], donates: bool, is_compiled: bool = False):
+        """Declares both programs; neither is compiled before it is run.
+
+        Args:
+          function: one step.
+          donates: whether it takes its carry's buffers and returns a new carry.
+          is_compiled: the function dispatches programs of its own, and is left as it is.
+        """
+        self.donates = donates
+
+        def unrolled(carry, all_inputs):
+            all_outputs = []
+            for inputs in all_inputs:
+                if donates:
+                    carry, outputs = function(carry, inputs)
+                else:
+                    outputs = function(carry, inputs)
+                all_outputs.append(outputs)
+            return (carry, all_outputs) if donates else all_outputs
+
+        self._host: Timing | None = None
+        donated = (0,) if donates else ()
+        self._single = function if is_compiled else jax.jit(function, donate_argnums=donated)
+        self._unrolled = unrolled if is_compiled else jax.jit(unrolled, donate_argnums=donated)
+
+    def run(self, carry: Any, inputs: Any) -> tuple[Any, Any]:
+        """Dispatches one step."""
+        return self._call(self._single, carry, inputs)
+
+    def measure(self, carry: Any, sets: Sequence[Any], protocol: Protocol, idle: Any = None) -> tuple[Timing, Any]:
+        """Measures the time of one step.
+
+        Args:
+          carry: what the step threads or reads. Donated if the step donates.
+          sets: inputs in rotation.
+          protocol: how often.
+          idle: inputs of the same structure with next to nothing to do, to measure the host; None leaves that out.
+
+        Returns:
+          The timing of one step, and the carry after the last of them.
+        """
+        timing, carry = self._batches(self._single, carry, sets, protocol)
+        if protocol.profile:
+            kernels, carry = self._kernels(carry, sets)
+            timing = dataclasses.replace(timing, kernels=kernels)
+        if idle is None or jax.default_backend() == "cpu":
+            return timing, carry
+        if self._host is None:  # once for all key sets: the program of an empty step is the same
+            few = dataclasses.replace(protocol, repetitions=min(5, protocol.repetitions))
+            self._host, carry = self._batches(self._single, carry, [idle], few)
+        timing = dataclasses.replace(timing, host_ms=self._host.ms)
+        if self._host.ms < HOST_SHARE * timing.ms:
+            return timing, carry
+        unrolled, carry = self._batches(self._unrolled, carry, [tuple(sets)], protocol)
+        if unrolled.ms / len(sets) >= timing.ms:
+            return timing, carry
+        return (
+            dataclasses.replace(
+                timing,
+                ms=unrolled.ms / len(sets),
+                low_ms=unrolled.low_ms / len(sets),
+                high_ms=unrolled.high_ms / len(sets),
+                repetitions=unrolled.repetitions,
+                dispatches=unrolled.dispatches,
+                dispatch_ms=timing.ms,
+            ),
+            carry,
+        )
+
+    def _kernels(self, carry, sets) -> tuple[dict[str, float], Any]:
+        def steps():
+            nonlocal carry
+            for inputs in sets:
+                carry, outputs = self._call(self._single, carry, inputs)
+            jax.block_until_ready((carry, outputs) if self.donates else outputs)
+
+        return device_kernels(steps, len(sets)), carry
+
+    def _call(self, program, carry, inputs):
+        if self.donates:
+            return program(carry, inputs)
+        return carry, program(carry, inputs)
+
+    def _batches(self, program, carry, sets, protocol) -> tuple[Timing, Any]:
+        position = 0
+
+        def batch(count):
+            nonlocal carry, position
+            outputs = None
+            begin = time.perf_counter()
+            for _ in range(count):
+                outputs = None  # its buffers are free for the next step: two outputs of a large batch may not fit
+                carry, outputs = self._call(program, carry, sets[position % len(sets)])
+                position += 1
+            jax.block_until_ready((carry, outputs) if self.donates else outputs)
+            return time.perf_counter() - begin
+
+        for _ in range(protocol.warmups):
+            batch(len(sets))
+        step_s = batch(len(sets)) / len(sets)
+        # The one wait weighs on the estimate of a short step; a second, longer look corrects it.
+        look = min(20, protocol.dispatches(step_s))
+        step_s = batch(look) / look
+        count = protocol.dispatches(step_s)
+        samples = [batch(count) * 1e3 / count for _ in range(protocol.affordable(step_s))]
+        return summary(samples, count), carry
+
+
+def time_once(function: Callable[[], Any], repetitions: int) -> Timing:
+    """The wall time of a host function that waits for its own result, one call a repetition."""
+    samples = []
+    for _ in range(repetitions):
+        begin = time.perf_counter()
+        function()
+        samples.append((time.perf_counter() - begin) * 1e3)
+    return summary(samples, 1)
+
+
+def device_kernels(function: Callable[[], Any], num_steps: int) -> dict[str, float]:
+    """Milliseconds a step that each kernel took on the device, by JAX's profiler; the longest first.
+
+    Args:
+      function: dispatches `num_steps` steps and waits for them.
+      num_steps: over how many steps the sums are divided.
+
+    Returns:
+      Kernel names with their milliseconds a step; empty on a backend without device lines (a CPU).
+    """
+    totals: Counter[str] = Counter()
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            function()
+        for path in glob.glob(str(pathlib.Path(folder) / "**" / "*.xplane.pb"), recursive=True):
+            for plane in jax.profiler.ProfileData.from_file(path).planes:
+                if not plane.name.startswith("/device:"):
+                    continue
+                for line in plane.lines:
+                    if not line.name.startswith("Stream"):  # other lines repeat the same work by op and by module
+                        continue
+                    for event in line.events:
+                        with contextlib.suppress(UnicodeDecodeError):
+                            totals[event.name] += event.duration_ns * 1e-6 / num_steps
+    return dict(totals.most_common())

@@ -1,0 +1,368 @@
+"""The workloads by name (W1 to W6, H1), and the keys that they ask for.
+
+Fed by nothing; feeds every benchmark and every peer, so that all of them see the same ids. NumPy alone: the process
+that measures FBGEMM imports this without JAX, and the ids of a run are a function of its seed.
+
+An *id* is a number below the rows of its table, as static tables want it. A dynamic table gets `mix(table, id)` as its
+64-bit key: nothing in the key then says where the row lies.
+
+Not here: what is done with the keys (`bench_*.py`), how it is timed (`timing.py`).
+"""
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+SCATTER = 2654435761
+"""Prime near 2**32 / golden ratio (Knuth): times it, modulo the number of rows, neighbouring ranks lie far apart."""
+
+_ROUNDS = ((0x9E3779B1, 0x85EBCA77), (0xC2B2AE3D, 0x27D4EB2F), (0x165667B1, 0x9E3779B1))
+"""Odd multipliers of the rounds of `mix` (the primes of xxHash32)."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """One optimizer of a workload, and the key distributions under which its update is measured."""
+
+    optimizer: str
+    """Name of a function of `jaxsok.optim`."""
+    distributions: tuple[str, ...]
+    """"uniform" or "zipf" followed by the exponent, as in "zipf1.05"."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Workload:
+    """A named set of shapes: tables of one dim in one store, one feature each."""
+
+    name: str
+    """W1 to W6."""
+    title: str
+    num_tables: int
+    num_rows: int
+    """Rows of each table; all of them are in use before anything is measured."""
+    dim: int
+    num_bags: int
+    """Bags of each feature in a batch."""
+    hotness: int
+    """Keys of each bag."""
+    combiner: str | None
+    runs: tuple[Run, ...]
+
+    @property
+    def num_keys(self) -> int:
+        """Keys of one batch, over all features."""
+        return self.num_tables * self.num_bags * self.hotness
+
+    @property
+    def distributions(self) -> tuple[str, ...]:
+        """Every key distribution of the workload, in the order of its runs."""
+        return tuple(dict.fromkeys(name for run in self.runs for name in run.distributions))
+
+    def scaled(self, scale: float) -> "Workload":
+        """The same shape with fewer rows and bags; tables, dim and hotness stay."""
+        if scale == 1.0:
+            return self
+        return dataclasses.replace(self, num_rows=_scaled(self.num_rows, scale), num_bags=_scaled(self.num_bags, scale))
+
+
+@dataclasses.dataclass(frozen=True)
+class HashWorkload:
+    """H1: one table without an optimizer that matters; keys in, row ids or rows out."""
+
+    name: str
+    title: str
+    num_rows: int
+    """Rows of the table when it is full, which is load 0.5 of an index of twice as many entries."""
+    dims: tuple[int, ...]
+    keys_per_call: tuple[int, ...]
+    """HierarchicalKV's own protocol asks 1 Mi keys a call, the cleaner one 4 Mi."""
+
+    def with_dims(self, dims: tuple[int, ...]) -> "HashWorkload":
+        """The same at other dims."""
+        return dataclasses.replace(self, dims=dims)
+
+    def scaled(self, scale: float) -> "HashWorkload":
+        """The same with fewer rows and keys; powers of two stay powers of two under scales that are."""
+        if scale == 1.0:
+            return self
+        return dataclasses.replace(
+            self,
+            num_rows=_scaled(self.num_rows, scale),
+            keys_per_call=tuple(_scaled(count, scale) for count in self.keys_per_call),
+        )
+
+
+_CRITEO = ("uniform", "zipf1.05", "zipf1.15")
+
+WORKLOADS: dict[str, Workload] = {
+    workload.name: workload
+    for workload in (
+        Workload(
+            name="W1",
+            title="criteo64",
+            num_tables=26,
+            num_rows=4_000_000,
+            dim=64,
+            num_bags=65_536,
+            hotness=1,
+            combiner="sum",
+            runs=(Run("rowwise_adagrad", _CRITEO), Run("adagrad", ("uniform",)), Run("adam", ("uniform",))),
+        ),
+        Workload(
+            name="W2",
+            title="criteo128",
+            num_tables=26,
+            num_rows=2_000_000,
+            dim=128,
+            num_bags=65_536,
+            hotness=1,
+            combiner="sum",
+            runs=(Run("rowwise_adagrad", _CRITEO[:2]),),
+        ),
+        Workload(
+            name="W3",
+            title="criteo16",
+            num_tables=26,
+            num_rows=4_000_000,
+            dim=16,
+            num_bags=65_536,
+            hotness=1,
+            combiner="sum",
+            runs=(Run("rowwise_adagrad", _CRITEO[:2]),),
+        ),
+        Workload(
+            name="W4",
+            title="criteo32",
+            num_tables=26,
+            num_rows=4_000_000,
+            dim=32,
+            num_bags=65_536,
+            hotness=1,
+            combiner="sum",
+            runs=(Run("rowwise_adagrad", _CRITEO[:2]),),
+        ),
+        Workload(
+            name="W5",
+            title="multihot",
+            num_tables=32,
+            num_rows=1_000_000,
+            dim=128,
+            num_bags=8_192,
+            hotness=20,
+            combiner="sum",
+            runs=(Run("rowwise_adagrad", ("uniform", "zipf1.15")), Run("sgd", ("uniform",))),
+        ),
+        Workload(
+            name="W6",
+            title="dynamicemb",
+            num_tables=10,
+            num_rows=1_677_721,
+            dim=128,
+            num_bags=104_857,
+            hotness=1,
+            combiner=None,
+            runs=(
+                Run("sgd", ("zipf1.05",)),
+                Run("adam", ("zipf1.05",)),
+                Run("rowwise_adagrad", ("uniform",)),
+            ),
+        ),
+    )
+}
+
+H1 = HashWorkload(
+    name="H1", title="raw hash", num_rows=32 << 20, dims=(8, 32, 64, 128), keys_per_call=(1 << 20, 4 << 20)
+)
+
+NAMES = (*WORKLOADS, H1.name)
+
+
+def chosen_runs(workload: Workload, distributions: str | None, optimizers: str | None) -> list[Run]:
+    """The runs of a workload that a command line asks for.
+
+    Named optimizers are run under every named distribution (or every one of the workload), whether or not the workload
+    pairs them; without names, the workload's own runs are, filtered by the named distributions. Distributions that the
+    workload does not have are run with its first optimizer.
+    """
+    named = [part.strip() for part in distributions.split(",") if part.strip()] if distributions else []
+    for distribution in named:
+        if distribution != "uniform":
+            exponent_of(distribution)
+    if optimizers:
+        names = [part.strip() for part in optimizers.split(",") if part.strip()]
+        for name in names:
+            state_dims(name, 1)
+        return [Run(name, tuple(named) or workload.distributions) for name in names]
+    if not named:
+        return list(workload.runs)
+    foreign = tuple(name for name in named if name not in workload.distributions)
+    runs = []
+    for number, run in enumerate(workload.runs):
+        kept = tuple(name for name in run.distributions if name in named) + (foreign if number == 0 else ())
+        if kept:
+            runs.append(Run(run.optimizer, kept))
+    return runs
+
+
+def state_dims(optimizer: str, dim: int) -> tuple[int, ...]:
+    """Numbers a row that each piece of an optimizer's state has.
+
+    Example:
+      >>> state_dims("adam", 64)
+      (64, 64)
+    """
+    dims = {"sgd": (), "rowwise_adagrad": (1,), "adagrad": (dim,), "adam": (dim, dim)}
+    if optimizer not in dims:
+        raise ValueError(f"--optimizers: unknown optimizer {optimizer!r}; there are {', '.join(dims)}.")
+    return dims[optimizer]
+
+
+def select(names: str | None) -> tuple[str, ...]:
+    """The workloads that a comma-separated list names; all of them for None."""
+    if names is None:
+        return NAMES
+    chosen = tuple(name.strip().upper() for name in names.split(",") if name.strip())
+    for name in chosen:
+        if name not in NAMES:
+            raise ValueError(f"--workloads: no workload is named {name!r}; there are {', '.join(NAMES)}.")
+    return chosen
+
+
+def draw_ids(distribution: str, num_rows: int, shape: tuple[int, ...], rng: np.random.Generator) -> np.ndarray:
+    """Draws ids below `num_rows`.
+
+    Args:
+      distribution: "uniform", or "zipf" and its exponent a ("zipf1.05"): the rank is a truncated power law, sampled by
+        inverting its continuous distribution function, and the id is `(rank - 1) * SCATTER mod num_rows`, so that the
+        hot rows do not lie side by side.
+      num_rows: rows of the table.
+      shape: shape of the result.
+      rng: where the randomness comes from.
+
+    Returns:
+      int64 array of ids; repeats are allowed.
+
+    Example:
+      >>> ids = draw_ids("zipf1.15", 100, (1000,), np.random.default_rng(0))
+      >>> bool((ids == 0).mean() > 0.1)  # rank 1 is id 0
+      True
+    """
+    if distribution == "uniform":
+        return rng.integers(0, num_rows, shape, dtype=np.int64)
+    a = exponent_of(distribution)
+    u = rng.random(shape)
+    rank = np.floor(((num_rows ** (1.0 - a) - 1.0) * u + 1.0) ** (1.0 / (1.0 - a))).astype(np.int64)
+    rank = np.minimum(rank, num_rows)  # u close to 1 may round up to num_rows + 1
+    return (rank - 1) * SCATTER % num_rows
+
+
+def exponent_of(distribution: str) -> float:
+    """The exponent of "zipf1.05"; raises ValueError for anything that is not a Zipf distribution."""
+    name, _, exponent = distribution.partition("zipf")
+    if name or not exponent or float(exponent) <= 1.0:
+        raise ValueError(
+            f"--keys: unknown distribution {distribution!r}; use uniform, or zipf with an exponent above 1 (zipf1.05)."
+        )
+    return float(exponent)
+
+
+@dataclasses.dataclass(frozen=True)
+class KeySet:
+    """The keys of one batch."""
+
+    ids: np.ndarray
+    """int32 [num_tables, num_bags, hotness], each below the rows of its table."""
+    num_rows: int
+    """Rows of each table."""
+    unique_rows: np.ndarray
+    """int32, ascending: the distinct rows of the batch in one stacked table."""
+
+    @property
+    def stacked_rows(self) -> np.ndarray:
+        """The ids as rows of one stacked table [num_tables * num_rows, dim], int32, shaped like `ids`."""
+        return self.ids + (np.arange(self.ids.shape[0], dtype=np.int32) * self.num_rows)[:, None, None]
+
+    def shuffled_unique_rows(self) -> np.ndarray:
+        """The distinct rows in an order without neighbours; the same on every run."""
+        return np.random.default_rng(self.num_unique).permutation(self.unique_rows)
+
+    @property
+    def num_keys(self) -> int:
+        """Keys of the batch, repeats included."""
+        return self.ids.size
+
+    @property
+    def num_unique(self) -> int:
+        """Distinct (table, id) pairs of the batch."""
+        return self.unique_rows.size
+
+
+def draw_batches(workload: Workload, distribution: str, num_sets: int, seed: int) -> list[np.ndarray]:
+    """The ids of `num_sets` batches, each int32 [num_tables, num_bags, hotness]; the same for the same seed."""
+    shape = (workload.num_tables, workload.num_bags, workload.hotness)
+    return [
+        draw_ids(distribution, workload.num_rows, shape, np.random.default_rng((seed, number))).astype(np.int32)
+        for number in range(num_sets)
+    ]
+
+
+def key_sets(workload: Workload, distribution: str, num_sets: int, seed: int) -> list[KeySet]:
+    """The batches of `draw_batches` with their distinct rows, whose number is checked against what is expected.
+
+    Raises:
+      RuntimeError: a batch has a number of distinct ids that the distribution cannot explain.
+    """
+    expected = workload.num_tables * expected_unique(
+        distribution, workload.num_rows, workload.num_bags * workload.hotness
+    )
+    sets = []
+    for ids in draw_batches(workload, distribution, num_sets, seed):
+        base = np.arange(workload.num_tables, dtype=np.int32) * workload.num_rows
+        rows = np.sort((ids + base[:, None, None]).reshape(-1))
+        unique = rows[np.append(True, rows[1:] != rows[:-1])]
+        # Occupancy counts vary by less than a Poisson variable of the same mean; six deviations never happen.
+        if abs(unique.size - expected) > 6.0 * np.sqrt(expected) + 1.0:
+            raise RuntimeError(
+                f"{workload.name} {distribution}: {unique.size} distinct ids, expected about {expected:.0f}; "
+                "the generator and its distribution disagree."
+            )
+        sets.append(KeySet(ids, workload.num_rows, unique))
+    return sets
+
+
+def expected_unique(distribution: str, num_rows: int, num_draws: int) -> float:
+    """How many distinct ids `num_draws` draws from one table have, on average."""
+    if distribution == "uniform":
+        return num_rows * -np.expm1(num_draws * np.log1p(-1.0 / num_rows))
+    edges = np.arange(1.0, num_rows + 1.0) ** (1.0 - exponent_of(distribution))
+    probability = (edges[:-1] - edges[1:]) / (edges[0] - edges[-1])
+    return float(np.sum(-np.expm1(num_draws * np.log1p(-probability))))
+
+
+def mix(table: int, ids: Any, xp: Any = np) -> Any:
+    """The 64-bit keys of ids of a table, as words uint32[..., 2] (low, high): a bijection of (table, id).
+
+    Three Feistel rounds on 32-bit halves, so that NumPy and JAX (`xp=jax.numpy`, x64 off) compute the same.
+
+    Example:
+      >>> mix(3, np.arange(2)).view(np.uint64)[..., 0]
+      array([ 6781096638352085231, 15171744200578051542], dtype=uint64)
+    """
+    low = ids.astype(xp.uint32)
+    high = xp.full(low.shape, table, xp.uint32)
+    for first, second in _ROUNDS:
+        high = high ^ _scramble(low, first, xp)
+        low = low ^ _scramble(high, second, xp)
+    return xp.stack([low, high], axis=-1)
+
+
+def _scramble(words: Any, multiplier: int, xp: Any) -> Any:
+    words = (words + xp.uint32(0x7F4A7C15)) * xp.uint32(multiplier)
+    words = words ^ (words >> xp.uint32(15))
+    words = words * xp.uint32(0x85EBCA6B)
+    return words ^ (words >> xp.uint32(13))
+
+
+def _scaled(count: int, scale: float) -> int:
+    return max(16, round(count * scale))

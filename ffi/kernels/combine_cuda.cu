@@ -1,0 +1,129 @@
+// Rows at hand to embeddings and back on a GPU: the bags of lookup and the sums of update, over one array of rows.
+#include "combine.h"
+
+#include "uses_cuda.cuh"
+
+namespace jaxsok {
+namespace {
+
+/// Positions whose rows stand in one array; what lies outside is padding.
+struct ArrayPositions {
+  const int32_t* inverse;
+  int64_t num_unique;
+
+  __device__ bool IsPadding(int64_t position) const {
+    const int32_t at = __ldg(inverse + position);
+    return at < 0 || at >= num_unique;
+  }
+  __device__ uint32_t Row(int64_t position) const {
+    return IsPadding(position) ? kNoRow : static_cast<uint32_t>(__ldg(inverse + position));
+  }
+  __device__ bool IsLive(const Feature&) const { return true; }
+  __device__ void AddStale(int) const {}
+};
+
+// As LookupKernel: one block, one tile of bags; a group of lanes sums one bag after the other.
+template <int kVector, int kPerLane>
+__global__ void __launch_bounds__(kBlock) CombineKernel(const __grid_constant__ StoreView store, BatchView batch,
+                                                        ArrayPositions positions, const float* rows, float* out,
+                                                        int lanes) {
+  const Feature f = Feature::Load(batch.features, 0);
+  const int warp_lane = threadIdx.x % kWarp, groups = kWarp / lanes, group = warp_lane / lanes;
+  const int32_t warp_bag =
+      static_cast<int32_t>(blockIdx.x) * kBagsPerTile + static_cast<int32_t>(threadIdx.x / kWarp) * kWarp;
+  for (int step = 0; step < lanes; ++step) {
+    const int32_t bag = warp_bag + step * groups + group;
+    if (warp_bag + step * groups >= f.num_bags) break;
+    int32_t begin = 0, end = 0;
+    if (bag < f.num_bags) f.BagRange(batch.offsets, bag, &begin, &end);
+    const auto resolve = [&](int32_t at) {
+      Position p{nullptr, kPaddingKey, kPositionPadding, 1.0f};
+      const uint32_t row = positions.Row(at);
+      if (row == kNoRow) return p;
+      p.kind = kPositionRow;
+      p.pointer = rows + int64_t{row} * store.dim;
+      if (f.weights_start >= 0) p.weight = __ldg(batch.weights + f.weights_start + at);
+      return p;
+    };
+    RowPart<kVector, kPerLane> sum;
+    const BagResult result = SumBag<kVector, kPerLane>(f, begin, end, store, lanes, resolve, sum);
+    if (bag < f.num_bags) {
+      WriteBag<kVector, kPerLane>(f, result, sum, lanes, store.dim, out + int64_t{bag} * store.dim);
+    }
+  }
+}
+
+struct LaunchCombineShape {
+  Stream stream;
+  const StoreView& store;
+  const BatchView& batch;
+  ArrayPositions positions;
+  const float* rows;
+  float* out;
+  template <int kVector, int kPerLane>
+  LaunchError operator()(int lanes) const {
+    CombineKernel<kVector, kPerLane>
+        <<<batch.num_tiles, kBlock, 0, stream>>>(store, batch, positions, rows, out, lanes);
+    JAXSOK_RETURN_IF_CUDA(cudaGetLastError());
+    return nullptr;
+  }
+};
+
+/// Writes the sum of a row's gradients.
+struct ApplyWrite {
+  float* out;
+  int32_t dim;
+
+  template <int kVector, int kPerLane>
+  struct Loaded {};
+  template <int kVector, int kPerLane>
+  __device__ void Load(uint32_t, int, int, Loaded<kVector, kPerLane>&) const {}
+  template <int kVector, int kPerLane>
+  __device__ void Apply(uint32_t row, uint32_t, int lane, int lanes, unsigned, Loaded<kVector, kPerLane>&,
+                        RowPart<kVector, kPerLane>& gradient) const {
+    gradient.Store(out + int64_t{row} * dim, lane, lanes, dim);
+  }
+};
+
+// Rows that no bag uses have gradient zero; positions that no bag holds have no row.
+__global__ void PrepareTransposeKernel(float* row_gradients, int64_t num_values, uint32_t* num_long, uint32_t* rows,
+                                       uint32_t* positions, int64_t num_keys) {
+  const int64_t start = int64_t{blockIdx.x} * kBlock + threadIdx.x, stride = int64_t{gridDim.x} * kBlock;
+  if (start == 0) *num_long = 0;
+  for (int64_t i = start; i < num_values; i += stride) row_gradients[i] = 0.0f;
+  for (int64_t i = start; i < num_keys; i += stride) {
+    rows[i] = kNoRow;
+    positions[i] = 0;
+  }
+}
+
+}  // namespace
+
+LaunchError LaunchCombine(Stream stream, const float* rows, int64_t num_unique, int32_t dim, const int32_t* inverse,
+                          const BatchView& batch, float* embeddings) {
+  if (batch.num_tiles == 0 || dim == 0) return nullptr;
+  StoreView store{};
+  store.dim = dim;
+  return DispatchShape(
+      dim, LaunchCombineShape{stream, store, batch, ArrayPositions{inverse, num_unique}, rows, embeddings});
+}
+
+LaunchError LaunchCombineTranspose(Stream stream, const float* bag_gradients, int64_t num_unique, int32_t dim,
+                                   const int32_t* inverse, const BatchView& batch, float* row_gradients,
+                                   void* workspace) {
+  if (dim == 0) return nullptr;
+  const int end_bit = RowBits(num_unique);
+  UsesWorkspace w;
+  JAXSOK_RETURN_IF_LAUNCH(CutUses(workspace, batch.num_keys, dim, end_bit, &w));
+  PrepareTransposeKernel<<<1024, kBlock, 0, stream>>>(row_gradients, num_unique * dim, w.num_long, w.rows, w.positions,
+                                                      batch.num_keys);
+  JAXSOK_RETURN_IF_CUDA(cudaGetLastError());
+  if (batch.num_keys == 0 || batch.num_tiles == 0) return nullptr;
+  ListUsesKernel<<<batch.num_tiles, kBlock, 0, stream>>>(batch, ArrayPositions{inverse, num_unique}, w);
+  JAXSOK_RETURN_IF_CUDA(cudaGetLastError());
+  FeaturePointers<const float> pointers;
+  JAXSOK_RETURN_IF_LAUNCH(FillPointers<const float>(&bag_gradients, 1, pointers));
+  return LaunchUses(stream, ApplyWrite{row_gradients, dim}, pointers, batch, w, dim, end_bit);
+}
+
+}  // namespace jaxsok

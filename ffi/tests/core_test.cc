@@ -1,0 +1,294 @@
+// The facts of core/: hashes and initial values by their golden numbers, walks by what they cover, optimizers by
+// closed forms.
+//
+// Golden numbers come from a Python program that shares no code with core/ (big integers, struct for float32,
+// statistics.NormalDist in double). They change only with the format of checkpoints.
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <vector>
+
+#include "../core/initialize.h"
+#include "../core/probe.h"
+#include "../core/row_update.h"
+#include "testing.h"
+
+namespace jaxsok {
+namespace {
+
+bool IsNear(float got, double wanted, double relative) {
+  return std::fabs(static_cast<double>(got) - wanted) <= relative * std::max(1e-30, std::fabs(wanted));
+}
+
+void TestMixIsSplitMix64() {
+  // The generator's published outputs for seed 1234567.
+  constexpr uint64_t kWanted[] = {6457827717110365317ull, 3203168211198807973ull, 9817491932198370423ull};
+  uint64_t state = 1234567;
+  for (const uint64_t wanted : kWanted) JAXSOK_CHECK(Mix64(state += kGolden) == wanted);
+}
+
+void TestHashes() {
+  struct Golden {
+    uint64_t key;
+    uint32_t table;
+    uint64_t salt, hash;
+    uint32_t home;  // among 1,000,003 buckets
+  };
+  constexpr Golden kGoldens[] = {
+      {0x0ull, 0u, 0x0ull, 0xe220a8397b1dcdafull, 883313u},
+      {0x5ull, 0u, 0x0ull, 0x6aafef81a8f1ad0full, 416748u},
+      {0x5ull, 25u, 0x0ull, 0x84cee686f5df2d17ull, 518783u},
+      {0x5ull, 25u, 0x123456789abcdef0ull, 0xc5d0cfb3742f67c9ull, 772719u},
+      {0xfffffffffffffffeull, 3u, 0x7ull, 0x61ae7471598c3088ull, 381569u},
+      {0x100000000ull, 0u, 0x0ull, 0xce30761cd7373f6dull, 805429u},
+      {0x1ull, 16777215u, 0xffffffffffffffffull, 0xb98a674bbc61a4cbull, 724770u},
+  };
+  for (const Golden& golden : kGoldens) {
+    const uint64_t hash = HashOf(golden.key, golden.table, golden.salt);
+    JAXSOK_CHECK(hash == golden.hash);
+    JAXSOK_CHECK(HomeBucket(hash, 1000003) == golden.home);
+  }
+}
+
+void TestHomeBucketsStayInside() {
+  for (const uint32_t num_buckets : {1u, 2u, 3u, 1000u, 0x7fffffffu, 0xffffffffu}) {
+    JAXSOK_CHECK(HomeBucket(0, num_buckets) == 0);
+    JAXSOK_CHECK(HomeBucket(~uint64_t{0}, num_buckets) == num_buckets - 1);
+  }
+}
+
+/// Neighbouring keys and equal keys in many tables: buckets fill as if at random.
+void TestHomeBucketsSpread() {
+  constexpr uint32_t kNumBuckets = 64, kNumTables = 26, kNumKeys = 5000;
+  std::vector<uint32_t> sizes(kNumBuckets, 0);
+  for (uint32_t table = 0; table < kNumTables; ++table) {
+    for (uint64_t key = 0; key < kNumKeys; ++key) ++sizes[HomeBucket(HashOf(key, table, 0), kNumBuckets)];
+  }
+  const double mean = double{kNumTables} * kNumKeys / kNumBuckets;
+  // Six standard deviations of a Poisson count: exceeded by one bucket in 10^9.
+  for (const uint32_t size : sizes) JAXSOK_CHECK(std::fabs(size - mean) < 6 * std::sqrt(mean));
+}
+
+/// Marks an entry as taken by somebody else.
+void Take(Entry& entry, uint64_t key, uint32_t table, uint32_t row_id) { entry = {key, row_id, table}; }
+
+/// A walk visits kMaxProbes neighbouring buckets from the home on, in entry order, round the end.
+void TestWalk() {
+  constexpr uint32_t kNumBuckets = 100, kNumEntries = kNumBuckets * kEntriesPerBucket;
+  constexpr uint64_t kKey = 42, kOther = 43;
+  constexpr uint32_t kTable = 2, kRow = 7;
+  Memory memory(kNumBuckets * sizeof(Bucket));
+  const IndexView index = {static_cast<Bucket*>(memory.get()), kNumBuckets};
+  for (const uint64_t salt : {0ull, 1ull, 2ull, 3ull, 4ull, 5ull}) {
+    const uint32_t home = HomeBucket(HashOf(kKey, kTable, salt), kNumBuckets);
+    // Everything taken: by other keys, and by the same key under another table.
+    for (uint32_t e = 0; e < kNumEntries; ++e) {
+      Take(*index.EntryAt(e), e % 2 ? kOther : kKey, e % 2 ? kTable : kTable + 1, 1);
+    }
+    ProbeResult walk = Probe(index, kKey, kTable, salt);
+    JAXSOK_CHECK(walk.row_id == kNoRow && walk.entry == kNoEntry && walk.num_probes == kMaxProbes);
+
+    for (uint32_t step = 0; step < kNumEntries; ++step) {
+      const uint32_t e = (home * kEntriesPerBucket + step) % kNumEntries;
+      const Entry before = *index.EntryAt(e);
+      const bool is_reached = step < kMaxProbes * kEntriesPerBucket;
+      const int32_t num_probes = is_reached ? static_cast<int32_t>(step / kEntriesPerBucket) + 1 : kMaxProbes;
+
+      *index.EntryAt(e) = {kPaddingKey, kNoRow, kAuxUnset};
+      walk = Probe(index, kKey, kTable, salt);
+      JAXSOK_CHECK(walk.row_id == kNoRow && walk.entry == (is_reached ? e : kNoEntry) && walk.num_probes == num_probes);
+
+      Take(*index.EntryAt(e), kKey, kTable, kRow);
+      walk = Probe(index, kKey, kTable, salt);
+      JAXSOK_CHECK(walk.row_id == (is_reached ? kRow : kNoRow) && walk.entry == (is_reached ? e : kNoEntry));
+      *index.EntryAt(e) = before;
+    }
+  }
+}
+
+/// An index of fewer buckets than kMaxProbes is walked round and round, yet ends.
+void TestWalkInSmallIndex() {
+  Memory memory(sizeof(Bucket));
+  const IndexView index = {static_cast<Bucket*>(memory.get()), 1};
+  for (int e = 0; e < kEntriesPerBucket; ++e) Take(index.buckets[0].entries[e], 1, 0, 0);
+  const ProbeResult walk = Probe(index, 2, 0, 0);
+  JAXSOK_CHECK(walk.entry == kNoEntry && walk.num_probes == kMaxProbes);
+}
+
+void TestSlabs() {
+  const SlabStarts starts = {{0, 10, 11, 40}, 4};
+  JAXSOK_CHECK(starts.SlabOf(0) == 0 && starts.SlabOf(9) == 0 && starts.SlabOf(10) == 1 && starts.SlabOf(11) == 2);
+  JAXSOK_CHECK(starts.SlabOf(39) == 2 && starts.SlabOf(40) == 3 && starts.SlabOf(~uint32_t{0}) == 3);
+  float first[10 * 3], second[3], third[29 * 3], fourth[3];
+  const Slabs<float> slabs = {{first, second, third, fourth}};
+  JAXSOK_CHECK(slabs.At(starts, 9, 3) == first + 27 && slabs.At(starts, 10, 3) == second);
+  JAXSOK_CHECK(slabs.At(starts, 12, 3) == third + 3 && slabs.At(starts, 40, 3) == fourth);
+}
+
+void TestInitialRows() {
+  struct Golden {
+    uint64_t key;
+    uint32_t column, uniform_bits;  // of [-0.5, 0.25)
+    double normal, truncated;       // mean 0, deviation 1
+  };
+  constexpr Golden kGoldens[] = {
+      {0x0ull, 0u, 0xbd274100u, 0.2851151, 0.2718099},
+      {0x0ull, 1u, 0x3db13df8u, 0.7791647, 0.7362967},
+      {0x0ull, 63u, 0xbea6aa6eu, -0.7301761, -0.6909255},
+      {0x5ull, 0u, 0x3e7b025cu, 2.4838572, 1.8964111},
+      {0x5ull, 1u, 0xbef4fcdbu, -1.9005898, -1.6436606},
+      {0x5ull, 63u, 0xbe80de2cu, -0.4369513, -0.4158509},
+      {0xfffffffffffffffeull, 0u, 0xbe5dade8u, -0.3106805, -0.2961132},
+      {0xfffffffffffffffeull, 1u, 0xbe99950au, -0.6227845, -0.5907986},
+      {0xfffffffffffffffeull, 63u, 0xbe8bf430u, -0.5180736, -0.4924425},
+  };
+  const uint32_t seed[] = {7, 9};
+  uint32_t words[kNumTableWords] = {0x33334444u, 0x11112222u};
+  const auto row = [&](int kind, float a, float b, uint64_t key) {
+    words[kTableInitializer] = static_cast<uint32_t>(kind);
+    words[kTableParameterA] = BitsOfFloat(a);
+    words[kTableParameterB] = BitsOfFloat(b);
+    return RowInitializer::Of(words, seed, key);
+  };
+  for (const Golden& golden : kGoldens) {
+    const uint32_t c = golden.column;
+    JAXSOK_CHECK(BitsOfFloat(row(kInitializeUniform, -0.5f, 0.25f, golden.key).At(c)) == golden.uniform_bits);
+    // The quantile is good to about 1e-7; p is rounded to 24 bits, which the slope at 2.5 makes 3e-6.
+    JAXSOK_CHECK(IsNear(row(kInitializeNormal, 0.0f, 1.0f, golden.key).At(c), golden.normal, 5e-6));
+    JAXSOK_CHECK(IsNear(row(kInitializeTruncatedNormal, 0.0f, 1.0f, golden.key).At(c), golden.truncated, 5e-6));
+    JAXSOK_CHECK(row(kInitializeConstant, 3.5f, 0.0f, golden.key).At(c) == 3.5f);
+  }
+}
+
+void TestDistributions() {
+  const uint32_t seed[] = {1, 2};
+  uint32_t words[kNumTableWords] = {};
+  words[kTableParameterB] = BitsOfFloat(1.0f);
+  constexpr int kNumSamples = 1 << 18;
+  struct Moments {
+    int kind;
+    double mean, deviation, low, high;
+  };
+  // Of the normal cut at two deviations: sqrt(1 - 4 phi(2) / (Phi(2) - Phi(-2))) = 0.8796.
+  constexpr Moments kMoments[] = {{kInitializeUniform, 0.5, 0.288675, 0.0, 1.0},
+                                  {kInitializeNormal, 0.0, 1.0, -6.0, 6.0},
+                                  {kInitializeTruncatedNormal, 0.0, 0.879626, -2.000001, 2.000001}};
+  for (const Moments& wanted : kMoments) {
+    words[kTableInitializer] = static_cast<uint32_t>(wanted.kind);
+    double sum = 0, squares = 0;
+    for (int i = 0; i < kNumSamples; ++i) {
+      const double x = RowInitializer::Of(words, seed, static_cast<uint64_t>(i / 64)).At(static_cast<uint32_t>(i % 64));
+      JAXSOK_CHECK(x >= wanted.low && x <= wanted.high);
+      sum += x;
+      squares += x * x;
+    }
+    const double mean = sum / kNumSamples;
+    const double error = 6 / std::sqrt(double{kNumSamples});  // six standard errors of the mean
+    JAXSOK_CHECK(std::fabs(mean - wanted.mean) < error);
+    JAXSOK_CHECK(std::fabs(std::sqrt(squares / kNumSamples - mean * mean) - wanted.deviation) < error);
+  }
+}
+
+void TestNormalQuantile() {
+  JAXSOK_CHECK(NormalQuantile(0.5f) == 0.0f);
+  JAXSOK_CHECK(IsNear(NormalQuantile(0.975f), 1.9599640, 2e-6));
+  JAXSOK_CHECK(IsNear(NormalQuantile(0.025f), -1.9599640, 2e-6));
+  JAXSOK_CHECK(IsNear(NormalQuantile(1e-8f), -5.6120012, 2e-6));
+  JAXSOK_CHECK(IsNear(NormalQuantile(1e-20f), -9.2623401, 2e-6));
+  // Both of its branches join: no step back at 0.075 and 0.925.
+  for (float p = 0.07f; p < 0.93f; p += 0.0001f) JAXSOK_CHECK(NormalQuantile(p) < NormalQuantile(p + 0.0001f));
+  JAXSOK_CHECK(OpenUniform(0) > 0.0f && OpenUniform(~uint32_t{0}) < 1.0f);
+  JAXSOK_CHECK(IsFinite(NormalQuantile(OpenUniform(0))) && IsFinite(NormalQuantile(OpenUniform(~uint32_t{0}))));
+}
+
+void TestLog() {
+  for (float x = 1e-30f; x < 1e30f; x *= 1.37f) {
+    const double error = std::fabs(static_cast<double>(LogOf(x)) - std::log(static_cast<double>(x)));
+    JAXSOK_CHECK(error <= 4e-7 * std::max(1.0, std::fabs(std::log(static_cast<double>(x)))));
+  }
+  JAXSOK_CHECK(LogOf(1.0f) == 0.0f);
+}
+
+void TestFloats() {
+  constexpr float kInfinity = std::numeric_limits<float>::infinity();
+  JAXSOK_CHECK(!IsFinite(kInfinity) && !IsFinite(-kInfinity) && !IsFinite(std::nanf("")));
+  JAXSOK_CHECK(IsFinite(0.0f) && IsFinite(-std::numeric_limits<float>::max()) && IsFinite(1e-45f));
+  JAXSOK_CHECK(BitsOfFloat(1.0f) == 0x3f800000u && FloatOfBits(0xc0000000u) == -2.0f);
+  JAXSOK_CHECK(Word64(0x89abcdefu, 0x01234567u) == 0x0123456789abcdefull);
+}
+
+void TestLaneShapes() {
+  for (int dim = 1; dim <= kMaxDim; ++dim) {
+    const LaneShape shape = LaneShape::Of(dim);
+    JAXSOK_CHECK(shape.vector == (dim % 4 == 0 ? 4 : 1) && dim % shape.vector == 0);
+    const int vectors = dim / shape.vector;
+    JAXSOK_CHECK(shape.lanes <= 32 && (shape.lanes & (shape.lanes - 1)) == 0);
+    JAXSOK_CHECK(shape.lanes == 32 || shape.lanes >= vectors);
+    JAXSOK_CHECK(shape.lanes == 1 || shape.lanes / 2 < vectors);
+  }
+}
+
+void TestRowGradientScale() {
+  JAXSOK_CHECK(RowGradientScale(kRowGradientSum, 4) == 1.0f);
+  JAXSOK_CHECK(RowGradientScale(kRowGradientMean, 4) == 0.25f);
+  JAXSOK_CHECK(RowGradientScale(kRowGradientSqrt, 4) == 0.5f);
+}
+
+/// Numbers that float32 holds exactly, so the closed forms are met exactly.
+void TestOptimizers() {
+  float row = 1.0f, unused = 0.0f;
+  const float sgd[kNumHyper] = {0.5f};
+  Sgd::Step(sgd, 0.25f, row, unused, unused);
+  JAXSOK_CHECK(row == 0.875f);
+
+  // acc 7 + 3^2 = 16; step 0.5 * 3 / sqrt(16).
+  float acc = 7.0f;
+  row = 1.0f;
+  const float adagrad[kNumHyper] = {0.5f, 0.0f};
+  Adagrad::Step(adagrad, 3.0f, row, acc, unused);
+  JAXSOK_CHECK(acc == 16.0f && row == 1.0f - 0.5f * 0.75f);
+
+  // A zero accumulator and a zero gradient: nothing moves, nothing is divided by zero.
+  acc = 0.0f;
+  row = 1.0f;
+  Adagrad::Step(adagrad, 0.0f, row, acc, unused);
+  JAXSOK_CHECK(acc == 0.0f && row == 1.0f);
+
+  const float rowwise[kNumHyper] = {0.5f, 1.0f};
+  JAXSOK_CHECK(RowwiseAdagrad::Scale(rowwise, 9.0f) == 0.125f);
+
+  // The first step of Adam: both corrections undo the decay, so the row moves by lr * sign(g).
+  float m = 0.0f, v = 0.0f;
+  row = 1.0f;
+  const float adam[kNumHyper] = {0.25f, 0.5f, 0.75f, 0.0f, 0.5f, 0.25f, 0.5f, 0.25f};
+  Adam::Step(adam, -4.0f, row, m, v);
+  JAXSOK_CHECK(m == -2.0f && v == 4.0f && row == 1.25f);
+
+  // The second, by hand: m = 0.5 * -2 + 0.5 * 4 = 1, v = 0.75 * 4 + 0.25 * 16 = 7; corrections 3/4 and 7/16:
+  // m / (3/4) = 4/3, sqrt(7 / (7/16)) = 4, so the row moves by 0.25 * (4/3) / 4 = 1/12.
+  const float adam_second[kNumHyper] = {0.25f, 0.5f, 0.75f, 0.0f, 0.75f, 0.4375f, 0.5f, 0.25f};
+  Adam::Step(adam_second, 4.0f, row, m, v);
+  JAXSOK_CHECK(m == 1.0f && v == 7.0f && IsNear(row, 1.25 - 1.0 / 12.0, 1e-7));
+}
+
+}  // namespace
+}  // namespace jaxsok
+
+int main() {
+  jaxsok::TestMixIsSplitMix64();
+  jaxsok::TestHashes();
+  jaxsok::TestHomeBucketsStayInside();
+  jaxsok::TestHomeBucketsSpread();
+  jaxsok::TestWalk();
+  jaxsok::TestWalkInSmallIndex();
+  jaxsok::TestSlabs();
+  jaxsok::TestInitialRows();
+  jaxsok::TestDistributions();
+  jaxsok::TestNormalQuantile();
+  jaxsok::TestLog();
+  jaxsok::TestFloats();
+  jaxsok::TestLaneShapes();
+  jaxsok::TestRowGradientScale();
+  jaxsok::TestOptimizers();
+  return jaxsok::Finish("core_test");
+}

@@ -1,0 +1,63 @@
+"""The test world: eight CPU devices, x64 off, strict promotion, warnings are errors, seeds are printed.
+
+Everything that speaks to the public API runs on JAX's default backend: on a machine with a GPU the same tests
+run on the GPU. Tests marked `gpu` need one and are skipped, with the reason, where there is none.
+"""
+
+import importlib.util
+import os
+import sys
+
+import hypothesis
+import jax
+import pytest
+
+# Equal to the test that needs it most (law 2, meshes of 8); it has to be said before the first array is made.
+NUM_CPU_DEVICES = 8
+
+jax.config.update("jax_num_cpu_devices", NUM_CPU_DEVICES)
+jax.config.update("jax_enable_x64", False)
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+# Shapes as types: the annotations of jaxsok are checked while the tests run. Off where either package is missing
+# (an optional convenience of developers) or when JAXSOK_TYPECHECK=0 asks for the bare library.
+_HAS_TYPECHECKER = all(importlib.util.find_spec(name) for name in ("jaxtyping", "beartype"))
+if _HAS_TYPECHECKER and os.environ.get("JAXSOK_TYPECHECK", "1") == "1" and "jaxsok" not in sys.modules:
+    import jaxtyping
+
+    jaxtyping.install_import_hook("jaxsok", "beartype.beartype")
+
+# Shapes are few and contents vary, so examples are cheap after the first: "ci" fits two cores and five minutes.
+_SETTINGS = {
+    "deadline": None,
+    "print_blob": True,
+    "suppress_health_check": [hypothesis.HealthCheck.too_slow, hypothesis.HealthCheck.data_too_large],
+}
+hypothesis.settings.register_profile("ci", max_examples=25, stateful_step_count=15, **_SETTINGS)
+hypothesis.settings.register_profile("gpu", max_examples=100, stateful_step_count=30, **_SETTINGS)
+hypothesis.settings.register_profile("long", max_examples=1000, stateful_step_count=50, **_SETTINGS)
+
+
+def pytest_configure():
+    """Loads a Hypothesis profile (JAXSOK_PROFILE: ci, gpu or long); marks and warnings are set in pyproject.toml."""
+    hypothesis.settings.load_profile(os.environ.get("JAXSOK_PROFILE", "ci"))
+
+
+def pytest_report_header():
+    """Says on what the tests run, so that a log cannot be mistaken for another's."""
+    device = jax.devices()[0]
+    return f"jax {jax.__version__} on {len(jax.devices())} x {device.platform} ({device.device_kind})"
+
+
+def pytest_collection_modifyitems(items):
+    """Skips what cannot run here, with its reason."""
+    backend = jax.default_backend()
+    num_gpus = len(jax.devices()) if backend == "gpu" else 0
+    for item in items:
+        if "gpu" in item.keywords and num_gpus < 1:
+            item.add_marker(pytest.mark.skip(reason=f"needs a CUDA device; the default backend is {backend}"))
+        if "multi_gpu" in item.keywords and num_gpus < 2:
+            item.add_marker(pytest.mark.skip(reason=f"needs two CUDA devices; there are {num_gpus}"))
+        if "slow" in item.keywords and os.environ.get("JAXSOK_SLOW") != "1":
+            item.add_marker(pytest.mark.skip(reason="slow; set JAXSOK_SLOW=1"))

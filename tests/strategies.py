@@ -1,0 +1,104 @@
+"""Adversarial keys and batches. Shapes are fixed by the caller: Hypothesis varies contents, never compilations."""
+
+import numpy as np
+from hypothesis import strategies as st
+
+PADDING_KEY = 2**64 - 1
+
+# Keys that a careless implementation confuses: zero, twins that differ only in the high word or only in the low
+# one, the sign bit, small negatives seen as unsigned, the last legal key, one word all ones.
+CORNER_KEYS = (
+    0,
+    1,
+    5,
+    2**31,
+    2**32 - 1,
+    2**32,
+    2**32 + 1,
+    2**32 + 5,
+    2**33 + 5,
+    2**62 + 5,
+    2**63 - 1,
+    2**63,
+    2**63 + 5,
+    2**64 - 2**32,
+    2**64 - 3,
+    2**64 - 2,
+)
+
+
+def keys(pool=CORNER_KEYS, *, padding=False):
+    """One key of the pool; PADDING_KEY too if asked."""
+    return st.sampled_from((*pool, PADDING_KEY) if padding else tuple(pool))
+
+
+def any_key():
+    """Any legal key at all."""
+    return st.one_of(keys(), st.integers(0, 2**64 - 2))
+
+
+def key_lists(pool, size, *, padding=False):
+    """`size` keys: drawn one by one, one key repeated, or as many distinct ones as the pool has."""
+    one_by_one = st.lists(keys(pool, padding=padding), min_size=size, max_size=size)
+    repeated = keys(pool).map(lambda key: [key] * size)
+    distinct = st.permutations(pool).map(lambda order: [order[i % len(order)] for i in range(size)])
+    return st.one_of(one_by_one, repeated, distinct)
+
+
+@st.composite
+def lengths(draw, num_bags, max_keys):
+    """Lengths of bags, empty ones among them, that together fit a buffer."""
+    cuts = sorted(draw(st.lists(st.integers(0, max_keys), min_size=num_bags, max_size=num_bags)))
+    bounds = [0, *cuts]
+    sizes = [bounds[i + 1] - bounds[i] for i in range(num_bags)]
+    return draw(st.permutations(sizes))
+
+
+@st.composite
+def ragged_bags(draw, pool, num_bags, max_keys, *, padding=False):
+    """Bags of any length that together fit a buffer of `max_keys` positions."""
+    sizes = draw(lengths(num_bags, max_keys))
+    flat = draw(key_lists(pool, sum(sizes), padding=padding))
+    bounds = np.concatenate([[0], np.cumsum(sizes)]).astype(int)
+    return [flat[bounds[i] : bounds[i + 1]] for i in range(num_bags)]
+
+
+@st.composite
+def padded_bags(draw, pool, num_bags, hotness):
+    """Bags of a fixed width, with padding anywhere in them."""
+    flat = draw(key_lists(pool, num_bags * hotness, padding=True))
+    return [flat[i * hotness : (i + 1) * hotness] for i in range(num_bags)]
+
+
+def weights_for(bags, values=(0.25, 0.5, 1.0, 2.0)):
+    """Gives every key of the bags a weight; the default values are powers of two, so that products are exact."""
+    size = sum(len(bag) for bag in bags)
+
+    def attach(flat):
+        flat = iter(flat)
+        return [[(key, next(flat)) for key in bag] for bag in bags]
+
+    return st.lists(st.sampled_from(values), min_size=size, max_size=size).map(attach)
+
+
+def gradients(shape, values=(0.25, 0.5, 1.0, 2.0)):
+    """A float32 array of a few exact values; positive by default, so that no sum cancels to rounding noise."""
+    size = int(np.prod(shape))
+    flat = st.lists(st.sampled_from(values), min_size=size, max_size=size)
+    return flat.map(lambda values: np.array(values, np.float32).reshape(shape))
+
+
+def keys_of_one_bucket(home_bucket, num_keys, *, table_id, salt, num_buckets, bucket=0, start=0):
+    """The first `num_keys` keys from `start` on whose home is one bucket, by brute force.
+
+    `home_bucket(words, table_ids, salt=, num_buckets=)` is the library's NumPy function (jaxsok.kernels.table): asking
+    it only aims the keys, and what the table then does with them is judged without it.
+    """
+    found, block = [], 1 << 16
+    while sum(map(len, found)) < num_keys:
+        candidates = np.arange(start, start + block, dtype=np.uint64)
+        words = candidates.view("<u4").reshape(block, 2)
+        homes = np.asarray(home_bucket(words, np.full(block, table_id, np.uint32), salt=salt, num_buckets=num_buckets))
+        found.append(candidates[homes == bucket])
+        start += block
+    return np.concatenate(found)[:num_keys]

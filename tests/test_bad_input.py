@@ -1,0 +1,559 @@
+"""Bad input: a clear error before anything changes. Each message names the op, the argument and what was got."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import programs
+import pytest
+
+import jaxsok
+
+DIM = 4
+SGD = jaxsok.optim.sgd(1.0)
+BAD_KIND = (TypeError, ValueError)  # a number of another kind may be seen as a wrong value, too
+
+
+def raises(kind, *parts):
+    """Expects an error of one kind whose message has all the parts (op, argument, got), whatever the case."""
+    return _Raises(kind, parts)
+
+
+class _Raises:
+    def __init__(self, kind, parts):
+        self.expected, self.parts = pytest.raises(kind), parts
+
+    def __enter__(self):
+        self.info = self.expected.__enter__()
+        return self.info
+
+    def __exit__(self, *error):
+        if not self.expected.__exit__(*error):
+            return False  # another kind of error: pytest shows it
+        message = str(self.info.value)
+        for part in self.parts:
+            assert str(part).lower() in message.lower(), f"{part!r} is not in: {message}"
+        return True
+
+
+# --------------------------------------------------------------------------------------------------------------
+# Specs fail when they are declared
+
+
+@pytest.mark.parametrize(
+    ("kind", "parts", "arguments"),
+    [
+        (ValueError, ("dim", "0"), {"dim": 0}),
+        (ValueError, ("dim", "-3"), {"dim": -3}),
+        (TypeError, ("dim", "2.5"), {"dim": 2.5}),
+        (ValueError, ("capacity", "0"), {"capacity": 0}),
+        (ValueError, ("capacity", "-1"), {"capacity": -1}),
+        (TypeError, ("capacity", "1.5"), {"capacity": 1.5}),
+        (ValueError, ("max_capacity", "4"), {"capacity": 8, "max_capacity": 4}),
+        (ValueError, ("max_capacity", "0"), {"max_capacity": 0}),
+        (ValueError, ("row_gradient", "average"), {"row_gradient": "average"}),
+        (ValueError, ("unknown", "nan"), {"unknown": "nan"}),
+        (TypeError, ("initializer", "glorot"), {"initializer": "glorot"}),
+        (TypeError, ("initializer",), {"initializer": np.zeros}),
+        (TypeError, ("optimizer", "sgd"), {"optimizer": "sgd"}),
+        (TypeError, ("optimizer",), {"optimizer": None}),
+        (ValueError, ("name",), {"name": ""}),
+        (TypeError, ("name", "3"), {"name": 3}),
+    ],
+)
+def test_table_spec(kind, parts, arguments):
+    """TableSpec."""
+    with raises(kind, "TableSpec", *parts):
+        jaxsok.TableSpec(**{"name": "user", "dim": DIM, "optimizer": SGD, **arguments})
+
+
+@pytest.mark.parametrize(
+    ("kind", "parts", "arguments"),
+    [
+        (ValueError, ("combiner", "max"), {"combiner": "max"}),
+        (ValueError, ("max_keys", "0"), {"max_keys": 0}),
+        (ValueError, ("max_keys", "-5"), {"max_keys": -5}),
+        (ValueError, ("max_hotness", "0"), {"max_hotness": 0, "combiner": None}),
+        (ValueError, ("key_dtype", "int16"), {"key_dtype": "int16"}),
+        (ValueError, ("name",), {"name": ""}),
+    ],
+)
+def test_feature_spec(kind, parts, arguments):
+    """FeatureSpec."""
+    with raises(kind, "FeatureSpec", *parts):
+        jaxsok.FeatureSpec(**{"name": "user", "table": "user", **arguments})
+
+
+def test_two_tables_of_one_name():
+    """The name is what a key's row depends on: it must be one."""
+    with raises(ValueError, "Collection", "tables", "user"):
+        jaxsok.Collection(
+            [jaxsok.TableSpec("user", 4, SGD), jaxsok.TableSpec("user", 8, SGD)], [jaxsok.FeatureSpec("user", "user")]
+        )
+
+
+def test_two_features_of_one_name():
+    """Batches are dictionaries."""
+    with raises(ValueError, "Collection", "features", "f"):
+        jaxsok.Collection(
+            [jaxsok.TableSpec("user", 4, SGD)], [jaxsok.FeatureSpec("f", "user"), jaxsok.FeatureSpec("f", "user")]
+        )
+
+
+def test_unknown_table():
+    """A feature over a table that is not declared; the message names those that are."""
+    with raises(ValueError, "Collection", "f", "itme", "item"):
+        jaxsok.Collection([jaxsok.TableSpec("item", 4, SGD)], [jaxsok.FeatureSpec("f", "itme")])
+
+
+@pytest.mark.parametrize(
+    ("make", "arguments", "part"),
+    [
+        (jaxsok.initializers.normal, {"stddev": -1.0}, "stddev"),
+        (jaxsok.initializers.truncated_normal, {"stddev": -1.0}, "stddev"),
+        (jaxsok.initializers.uniform, {"low": 1.0, "high": 0.0}, "high"),
+        (jaxsok.initializers.constant, {"value": float("nan")}, "value"),
+    ],
+)
+def test_initializers(make, arguments, part):
+    """Numbers that describe no distribution."""
+    with raises(ValueError, make.__name__, part):
+        make(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("make", "arguments", "part"),
+    [
+        (jaxsok.optim.adam, {"b1": 1.0}, "b1"),
+        (jaxsok.optim.adam, {"b2": -0.1}, "b2"),
+        (jaxsok.optim.adam, {"eps": -1.0}, "eps"),
+        (jaxsok.optim.adagrad, {"initial_accumulator_value": -1.0}, "initial_accumulator_value"),
+        (jaxsok.optim.rowwise_adagrad, {"initial_accumulator_value": -1.0}, "initial_accumulator_value"),
+    ],
+)
+def test_optimizers(make, arguments, part):
+    """Hyper-parameters outside their range."""
+    with raises(ValueError, make.__name__, part):
+        make(0.1, **arguments)
+
+
+def test_learning_rate_of_a_wrong_kind():
+    """Neither a number, nor an array, nor a function."""
+    with raises(TypeError, "learning_rate", "fast"):
+        jaxsok.optim.sgd("fast")
+
+
+# --------------------------------------------------------------------------------------------------------------
+# Batches fail on the host
+
+
+@pytest.fixture(scope="module")
+def collection():
+    """One plain feature, ragged or not, of at most eight keys."""
+    return programs.one_table(max_keys=8)
+
+
+@pytest.fixture(scope="module")
+def weighted():
+    """One weighted feature."""
+    return programs.one_table(max_keys=8, weighted=True)
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "parts"),
+    [
+        (TypeError, np.array([1.0, 2.0], np.float32), ("float32",)),
+        (TypeError, np.array([True, False]), ("bool",)),
+        (TypeError, np.array(["a", "b"]), ()),
+        (TypeError, np.array([1, 2], object), ("object",)),
+        (TypeError, np.array([1 + 2j]), ("complex",)),
+        (TypeError, "keys", ("integers",)),
+        (TypeError, None, ()),
+        (ValueError, np.zeros((2, 3, 4), np.int64), ("2, 3, 4",)),
+        (ValueError, np.int64(3), ()),
+        (ValueError, jaxsok.Bags(np.zeros((2, 2), np.int64), lengths=np.array([2, 2])), ()),
+        (TypeError, jaxsok.Bags(np.array([1.5, 2.5]), lengths=np.array([2])), ("float64",)),
+    ],
+)
+def test_keys(collection, kind, value, parts):
+    """Wrong dtype, wrong rank, no keys at all."""
+    with raises(kind, "batch", "user", *parts):
+        collection.batch({"user": value})
+
+
+@pytest.mark.parametrize(
+    ("kind", "make", "got"),
+    [
+        (TypeError, lambda: jnp.arange(4, dtype=jnp.int32), "int32"),
+        (TypeError, lambda: jnp.arange(4, dtype=jnp.int16), "int16"),
+        (TypeError, lambda: jnp.arange(4, dtype=jnp.float32), "float32"),
+        (ValueError, lambda: jnp.arange(4, dtype=jnp.uint32), "uint32"),
+        (ValueError, lambda: jnp.zeros((4, 3), jnp.uint32), "4, 3"),
+    ],
+    ids=["int32", "int16", "float32", "uint32", "three words"],
+)
+def test_keys_on_the_device(collection, kind, make, got):
+    """An int32 array cannot be told from a narrowed int64 one; only uint32[..., 2] words are 64-bit keys."""
+    with raises(kind, "batch", "user", got):
+        collection.batch({"user": make()})
+
+
+def test_a_narrowed_int64_is_refused_with_the_remedy(collection):
+    """What jnp.asarray makes of int64 keys with x64 off; the message says how to declare real int32 keys."""
+    with jax.numpy_dtype_promotion("standard"):
+        narrowed = jax.device_put(np.array([2**40 + 5, 7]))
+    assert narrowed.dtype == np.int32
+    with raises(TypeError, "batch", "user", "int32", "key_dtype"):
+        collection.batch({"user": narrowed})
+    with raises(TypeError, "batch", "user", "int32", "key_dtype"):
+        collection.batch({"user": jaxsok.Bags(narrowed, lengths=np.array([1, 1]))})
+
+
+def test_int32_words_are_not_words():
+    """key_dtype="int32" allows int32 keys and nothing else that is narrow."""
+    collection = programs.one_table(key_dtype="int32")
+    for narrow in (jnp.zeros(4, jnp.int16), jnp.zeros(4, jnp.uint32), jnp.zeros(4, jnp.float32)):
+        with raises((TypeError, ValueError), "batch", "user", narrow.dtype):
+            collection.batch({"user": narrow})
+
+
+KEYS = np.arange(6)
+
+
+@pytest.mark.parametrize(
+    ("kind", "layout", "parts"),
+    [
+        (ValueError, {"lengths": np.array([3, 4])}, ("lengths", "7")),
+        (ValueError, {"lengths": np.array([3, 2])}, ("lengths", "5")),
+        (ValueError, {"lengths": np.array([7, -1])}, ("lengths", "-1")),
+        (ValueError, {"lengths": np.array([[3], [3]])}, ("lengths", "2, 1")),
+        (TypeError, {"lengths": np.array([3.0, 3.0])}, ("lengths", "float64")),
+        (ValueError, {"offsets": np.array([0, 4, 2, 6])}, ("offsets",)),
+        (ValueError, {"offsets": np.array([-1, 3, 6])}, ("offsets", "-1")),
+        (ValueError, {"offsets": np.array([0, 3, 7])}, ("offsets", "7")),
+        (ValueError, {"offsets": np.array([0, 3, 5])}, ("offsets", "5")),
+        (ValueError, {"offsets": np.array([1, 3, 6])}, ("offsets", "1")),
+        (ValueError, {"offsets": np.array([], np.int64)}, ("offsets",)),
+        (ValueError, {"offsets": np.array([[0, 6]])}, ("offsets", "1, 2")),
+        (TypeError, {"offsets": np.array([0.0, 6.0])}, ("offsets", "float64")),
+        (ValueError, {"lengths": np.array([6]), "offsets": np.array([0, 6])}, ("lengths", "offsets")),
+        (ValueError, {"lengths": np.array([2**32 + 6])}, ("lengths",)),
+        (ValueError, {"offsets": np.array([0, 2**32 + 6])}, ("offsets",)),
+    ],
+)
+def test_lengths_and_offsets(collection, kind, layout, parts):
+    """Unsorted, negative, past the end, short of the end, both at once, narrowing."""
+    with raises(kind, *parts):
+        collection.batch({"user": jaxsok.Bags(KEYS, **layout)})
+
+
+@pytest.mark.parametrize(
+    ("layout", "parts"),
+    [
+        ({"lengths": [3, 4]}, ("lengths", "7")),
+        ({"lengths": [3, 2]}, ("lengths", "5")),
+        ({"lengths": [7, -1]}, ("lengths",)),
+        ({"offsets": [0, 4, 2, 6]}, ("offsets",)),
+        ({"offsets": [-1, 3, 6]}, ("offsets",)),
+        ({"offsets": [0, 3, 7]}, ("offsets", "7")),
+        ({"offsets": [0, 3, 5]}, ("offsets", "5")),
+        ({"offsets": [1, 3, 6]}, ("offsets",)),
+    ],
+)
+@pytest.mark.parametrize("keys", [KEYS, jnp.asarray(programs.words(KEYS))], ids=["NumPy keys", "device keys"])
+def test_lengths_and_offsets_on_the_device(collection, keys, layout, parts):
+    """A batch is packed on the host: numbers that are on the device are looked at as well."""
+    layout = {name: jnp.array(value, jnp.int32) for name, value in layout.items()}
+    with raises(ValueError, "batch", "user", *parts):
+        collection.batch({"user": jaxsok.Bags(keys, **layout)})
+
+
+def test_weights_without_combiner():
+    """Rows that are not combined have no weights: said when declared, not ignored in silence."""
+    with raises(ValueError, "FeatureSpec", "weight"):
+        jaxsok.FeatureSpec("user", "user", combiner=None, weighted=True)
+
+
+@pytest.mark.parametrize(
+    ("kind", "keys", "options", "parts"),
+    [
+        (ValueError, KEYS, {"lengths": np.array([6]), "weights": np.ones(5, np.float32)}, ("weights", "5")),
+        (ValueError, KEYS, {"lengths": np.array([6]), "weights": np.ones((6, 1), np.float32)}, ("weights", "6, 1")),
+        (ValueError, np.zeros((2, 3), int), {"weights": np.ones((3, 2), np.float32)}, ("weights", "3, 2")),
+        (ValueError, np.zeros(4, int), {"weights": np.ones(3, np.float32)}, ("weights", "3")),
+        (TypeError, KEYS, {"lengths": np.array([6]), "weights": np.ones(6, bool)}, ("weights", "bool")),
+        (TypeError, KEYS, {"lengths": np.array([6]), "weights": np.array(["a"] * 6)}, ("weights",)),
+        (TypeError, KEYS, {"lengths": np.array([6]), "weights": np.ones(6, complex)}, ("weights", "complex")),
+    ],
+)
+def test_weights(weighted, kind, keys, options, parts):
+    """Wrong shape, wrong dtype."""
+    with raises(kind, *parts):
+        weighted.batch({"user": jaxsok.Bags(keys, **options)})
+
+
+def test_weights_where_none_are_declared(collection):
+    """Else they would be ignored in silence."""
+    with raises(ValueError, "batch", "user", "weight"):
+        collection.batch({"user": jaxsok.Bags(KEYS, lengths=np.array([6]), weights=np.ones(6, np.float32))})
+
+
+@pytest.mark.parametrize("value", [KEYS, jaxsok.Bags(KEYS, lengths=np.array([6])), jaxsok.Bags(KEYS)])
+def test_weights_missing_where_declared(weighted, value):
+    """Else they would be ones in silence."""
+    with raises(ValueError, "batch", "user", "weight"):
+        weighted.batch({"user": value})
+
+
+def test_more_keys_than_declared(collection):
+    """Never cut off."""
+    with raises(ValueError, "batch", "user", "max_keys", "8", "9"):
+        collection.batch({"user": jaxsok.Bags(np.arange(9), lengths=np.array([4, 5]))})
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_longer_bags_than_declared(on_device):
+    """max_hotness is a promise as well."""
+    collection = programs.one_table(combiner=None, max_keys=8, max_hotness=2)
+    keys = jnp.asarray(programs.words(KEYS)) if on_device else KEYS
+    lengths = jnp.array([3, 2, 1], jnp.int32) if on_device else np.array([3, 2, 1])
+    with raises(ValueError, "batch", "user", "max_hotness", "2", "3"):
+        collection.batch({"user": jaxsok.Bags(keys, lengths=lengths)})
+
+
+@pytest.fixture(scope="module")
+def two_features():
+    """Two features of one table."""
+    return jaxsok.Collection(
+        [jaxsok.TableSpec("user", DIM, SGD, capacity=16)],
+        [jaxsok.FeatureSpec("user", "user"), jaxsok.FeatureSpec("friend", "user")],
+    )
+
+
+def test_missing_feature(two_features):
+    """Every declared feature is in every batch."""
+    with raises(ValueError, "batch", "friend"):
+        two_features.batch({"user": KEYS, "freind": KEYS})
+
+
+def test_a_batch_that_is_no_mapping(two_features):
+    """A list has no names."""
+    with raises(TypeError, "batch", "list"):
+        two_features.batch([KEYS, KEYS])
+
+
+# --------------------------------------------------------------------------------------------------------------
+# Steps fail when they are traced
+
+
+@pytest.fixture(scope="module")
+def step(two_features):
+    """A state and a plan to be wrong about."""
+    features = programs.batch(two_features, user=np.array([1, 2]), friend=np.array([2, 3]))
+    _, state, plan = two_features.lookup(two_features.init(seed=0), features)
+    return state, plan
+
+
+ONES = np.ones((2, DIM), np.float32)
+
+
+@pytest.mark.parametrize(
+    ("kind", "gradients", "parts"),
+    [
+        (ValueError, {"user": ONES}, ("friend",)),
+        (ValueError, {"user": ONES, "friend": ONES, "enemy": ONES}, ("enemy",)),
+        (ValueError, {"user": ONES, "friend": ONES[:1]}, ("friend", "1,4")),
+        (ValueError, {"user": ONES, "friend": ONES[:, :3]}, ("friend", "2,3")),
+        (ValueError, {"user": ONES, "friend": ONES[None]}, ("friend", "1,2,4")),
+        (TypeError, {"user": ONES, "friend": ONES.astype(np.int32)}, ("friend", "int32")),
+        (TypeError, [ONES, ONES, ONES], ()),
+    ],
+)
+def test_gradients(two_features, step, kind, gradients, parts):
+    """Missing, unknown, of another shape, of another dtype."""
+    state, plan = step
+    before = jax.tree.map(np.array, state)
+    with pytest.raises((kind, ValueError) if isinstance(gradients, list) else kind) as error:
+        two_features.update(state, plan, jax.tree.map(jnp.asarray, gradients))
+    message = str(error.value).replace(" ", "")
+    for part in ("update", "gradients", *parts):
+        assert part in message, f"{part!r} is not in: {error.value}"
+    programs.assert_same_state(before, state)
+
+
+def test_plans_without_their_gradients(two_features, step):
+    """As many gradients as plans, at least one."""
+    state, plan = step
+    gradients = {"user": jnp.asarray(ONES), "friend": jnp.asarray(ONES)}
+    with raises(ValueError, "update", "2", "1"):
+        two_features.update(state, [plan, plan], [gradients])
+    with raises(ValueError, "update", "plan"):
+        two_features.update(state, [], [])
+
+
+def test_update_needs_a_plan_of_a_lookup(two_features, step):
+    """A plan made ahead knows no rows yet."""
+    state, _ = step
+    ahead = two_features.plan(programs.batch(two_features, user=np.array([1, 2]), friend=np.array([2, 3])))
+    gradients = {"user": jnp.asarray(ONES), "friend": jnp.asarray(ONES)}
+    with raises(TypeError, "update", "plan", "lookup"):
+        two_features.update(state, ahead, gradients)
+
+
+@pytest.mark.parametrize("rate", ["fast", np.ones(3, np.float32)])
+def test_learning_rate_of_update(two_features, step, rate):
+    """A number or a 0-d array."""
+    state, plan = step
+    gradients = {"user": jnp.asarray(ONES), "friend": jnp.asarray(ONES)}
+    with raises((TypeError, ValueError), "update", "learning_rate"):
+        two_features.update(state, plan, gradients, learning_rate=rate)
+
+
+OTHERS = {
+    "dim": [jaxsok.TableSpec("user", 8, SGD, capacity=16)],
+    "optimizer": [jaxsok.TableSpec("user", DIM, jaxsok.optim.adam(0.1), capacity=16)],
+    "name": [jaxsok.TableSpec("usr", DIM, SGD, capacity=16)],
+    "initializer": [jaxsok.TableSpec("user", DIM, SGD, capacity=16, initializer=jaxsok.initializers.zeros())],
+    "tables": [jaxsok.TableSpec("user", DIM, SGD, capacity=16), jaxsok.TableSpec("item", DIM, SGD, capacity=16)],
+}
+
+
+@pytest.mark.parametrize("difference", OTHERS)
+def test_a_state_of_other_specs(two_features, step, difference):
+    """The fingerprint knows, whatever op it is given to; the state stays as it was."""
+    state, plan = step
+    before = jax.tree.map(np.array, state)
+    tables = OTHERS[difference]
+    other = jaxsok.Collection(tables, [jaxsok.FeatureSpec(name, tables[0].name) for name in ("user", "friend")])
+    features = programs.batch(other, user=np.array([1, 2]), friend=np.array([2, 3]))
+    dim = tables[0].dim
+    gradients = {name: jnp.ones((2, dim)) for name in ("user", "friend")}
+    for op, call in {
+        "lookup": lambda: other.lookup(state, features),
+        "find": lambda: other.find(state, features),
+        "update": lambda: other.update(state, plan, gradients),
+        "grow": lambda: other.grow(state),
+        "erase": lambda: other.erase(state, tables[0].name, np.array([1])),
+        "export_table": lambda: other.export_table(state, tables[0].name),
+        "num_rows": lambda: other.num_rows(state),
+    }.items():
+        with raises(ValueError, op, "state"):
+            call()
+    programs.assert_same_state(before, state)
+
+
+def test_features_of_another_collection(two_features):
+    """Features are packed for the collection that made them."""
+    other = programs.one_table(dim=8)
+    features = programs.batch(other, user=np.array([1, 2]))
+    with raises(ValueError, "lookup", "features"):
+        two_features.lookup(two_features.init(seed=0), features)
+
+
+@pytest.mark.parametrize("op", ["lookup", "find"])
+def test_raw_input_instead_of_features(two_features, op):
+    """Batches have to be packed."""
+    with raises(TypeError, op, "dict"):
+        getattr(two_features, op)(two_features.init(seed=0), {"user": KEYS, "friend": KEYS})
+
+
+@pytest.mark.parametrize("op", ["lookup", "find", "num_rows", "grow"])
+def test_something_else_than_a_state(two_features, op):
+    """Embeddings and state are easily swapped."""
+    features = programs.batch(two_features, user=np.array([1, 2]), friend=np.array([2, 3]))
+    arguments = (features,) if op in ("lookup", "find") else ()
+    with raises(TypeError, op, "state", "dict"):
+        getattr(two_features, op)({"user": ONES}, *arguments)
+
+
+@pytest.mark.parametrize("op", ["erase", "export_table"])
+def test_unknown_table_of_an_op(two_features, step, op):
+    """The message names those that are declared."""
+    state, _ = step
+    arguments = (np.array([1]),) if op == "erase" else ()
+    with raises(ValueError, op, "usr", "user"):
+        getattr(two_features, op)(state, "usr", *arguments)
+
+
+@pytest.mark.parametrize(
+    ("kind", "keys"),
+    [
+        (TypeError, np.array([1.0])),
+        (TypeError, jnp.arange(3, dtype=jnp.int32)),
+        (TypeError, np.array([True])),
+        (ValueError, np.int64(3)),
+    ],
+)
+def test_keys_of_erase(two_features, step, kind, keys):
+    """The same rules as for batches."""
+    state, _ = step
+    before = jax.tree.map(np.array, state)
+    with raises(kind, "erase", "keys"):
+        two_features.erase(state, "user", keys)
+    programs.assert_same_state(before, state)
+
+
+@pytest.mark.parametrize(("kind", "steps"), [(ValueError, 0), (ValueError, -1), (BAD_KIND, 1.5)])
+def test_steps_of_grow(two_features, step, kind, steps):
+    """At least one step is in flight."""
+    with raises(kind, "grow", "steps", steps):
+        two_features.grow(step[0], steps=steps)
+
+
+@pytest.mark.parametrize(("kind", "seed"), [(BAD_KIND, 1.5), (BAD_KIND, "0"), (ValueError, -1), (ValueError, 2**64)])
+def test_seed_of_init(two_features, kind, seed):
+    """A seed is an unsigned integer; none is cut off."""
+    with raises(kind, "init", "seed", seed):
+        two_features.init(seed=seed)
+
+
+def test_unknown_feature_of_offsets_and_mask(two_features):
+    """Names are checked."""
+    features = programs.batch(two_features, user=np.array([1, 2]), friend=np.array([2, 3]))
+    with raises((KeyError, ValueError), "features", "usr"):
+        features.mask("usr")
+    with raises((KeyError, ValueError), "features", "usr"):
+        features.offsets("usr")
+
+
+# --------------------------------------------------------------------------------------------------------------
+# Memory
+
+
+def test_memory_that_will_not_fit():
+    """Four tebibytes: refused before anything is allocated, with the bytes asked and the bytes of a row."""
+    num_rows, dim = 2**30, 1024
+    collection = programs.one_table(dim=dim, capacity=num_rows)
+    with pytest.raises((MemoryError, ValueError)) as error:
+        collection.init(seed=0)
+    message = str(error.value).replace(",", "").replace("_", "")
+    numbers = [int(word) for word in "".join(c if c.isdigit() else " " for c in message).split()]
+    assert "init" in message and "user" in message
+    # The whole of it, in bytes or in a larger unit; a row costs its 4,096 bytes, its key and its share of the index.
+    assert any(n >= num_rows * dim * 4 for n in numbers) or "TiB" in message or "GiB" in message, message
+    assert any(4096 < n < 4096 + 256 for n in numbers), message
+
+
+def test_growth_that_will_not_fit():
+    """A reserve beyond all memory: refused, and the state still works."""
+    collection = programs.one_table(dim=1024, capacity=16, combiner="sum")
+    state = programs.insert(collection, collection.init(seed=0), np.arange(16))
+    with pytest.raises((MemoryError, ValueError, OverflowError), match="grow"):
+        collection.grow(state, steps=2**40)
+    state = programs.insert(collection, collection.grow(state), np.arange(20))
+    assert collection.num_rows(state) == {"user": 20}
+
+
+def test_specs_of_wrong_kinds_in_a_collection():
+    """Lists of specs, not their names."""
+    with raises(TypeError, "Collection", "tables"):
+        jaxsok.Collection(["user"], [jaxsok.FeatureSpec("f", "user")])
+    with raises(TypeError, "Collection", "features"):
+        jaxsok.Collection([jaxsok.TableSpec("user", DIM, SGD)], ["user"])
+
+
+def test_spec_fields_are_checked_when_replaced():
+    """dataclasses.replace goes through the same door."""
+    with raises(ValueError, "TableSpec", "dim", "0"):
+        dataclasses.replace(jaxsok.TableSpec("user", DIM, SGD), dim=0)

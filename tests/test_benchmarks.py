@@ -1,0 +1,203 @@
+"""The benchmarks: right keys, right bytes, right peers, and a run small enough for a CPU that measures everything."""
+
+import doctest
+import importlib
+import json
+import pathlib
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+if str(ROOT) not in sys.path:
+    sys.path.append(str(ROOT))
+
+from benchmarks import limits, peers, records, report, run, timing, workloads  # noqa: E402
+
+
+@pytest.mark.parametrize(
+    ("name", "distribution", "millions"),
+    [
+        ("W1", "uniform", 1.69),
+        ("W1", "zipf1.05", 0.66),
+        ("W1", "zipf1.15", 0.42),
+        ("W5", "uniform", 4.84),
+        ("W5", "zipf1.15", 0.95),
+        ("W6", "uniform", 1.02),
+        ("W6", "zipf1.05", 0.35),
+    ],
+)
+def test_unique_keys_are_those_of_the_published_workloads(name, distribution, millions):
+    (key_set,) = workloads.key_sets(workloads.WORKLOADS[name], distribution, 1, seed=0)
+    assert key_set.num_unique == pytest.approx(millions * 1e6, rel=0.015)
+    rows = key_set.stacked_rows
+    assert rows.min() >= 0
+    assert rows.max() < key_set.ids.shape[0] * key_set.num_rows
+
+
+def test_the_check_of_unique_keys_refuses_a_wrong_generator(monkeypatch):
+    monkeypatch.setattr(workloads, "draw_ids", lambda distribution, num_rows, shape, rng: np.zeros(shape, np.int64))
+    with pytest.raises(RuntimeError, match="disagree"):
+        workloads.key_sets(workloads.WORKLOADS["W6"].scaled(0.001), "uniform", 1, seed=0)
+
+
+def test_unknown_names_are_refused_before_anything_runs():
+    for arguments in (["--workloads", "W9"], ["--keys", "normal"], ["--optimizers", "lion"], ["--only", "lunch"]):
+        with pytest.raises(SystemExit):
+            run.parse(arguments)
+
+
+def test_mixed_keys_are_distinct_and_equal_in_numpy_and_jax():
+    ids = np.arange(20_000)
+    words = np.concatenate([workloads.mix(table, ids) for table in range(5)])
+    assert np.unique(words.view(np.uint64)).size == words.shape[0]
+    in_jax = workloads.mix(3, jnp.asarray(ids, jnp.uint32), jnp)
+    np.testing.assert_array_equal(np.asarray(in_jax), workloads.mix(3, ids))
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adagrad", "rowwise_adagrad", "adam"])
+def test_the_xla_peer_steps_each_row_once(optimizer):
+    dim, num_rows = 4, 50
+    rng = np.random.default_rng(0)
+    rows = rng.integers(0, num_rows, (9, 3), dtype=np.int32)
+    gradients = rng.normal(size=(9, dim)).astype(np.float32)
+    table = rng.normal(size=(num_rows, dim)).astype(np.float32)
+    states = tuple(np.full((num_rows, width), 0.1, np.float32) for width in workloads.state_dims(optimizer, dim))
+    carry = (jnp.asarray(table), tuple(map(jnp.asarray, states)), jnp.zeros((), jnp.int32))
+    got, got_states, count = jax.jit(peers.update, static_argnums=0)(optimizer, carry, (rows, gradients))
+
+    want, want_states = table.astype(np.float64), [state.astype(np.float64) for state in states]
+    for row in np.unique(rows):
+        g = gradients.astype(np.float64)[np.nonzero(rows == row)[0]].sum(axis=0)
+        if optimizer == "sgd":
+            step = g
+        elif optimizer == "adam":
+            mean, variance = want_states
+            mean[row] = 0.9 * mean[row] + 0.1 * g
+            variance[row] = 0.999 * variance[row] + 0.001 * g * g
+            step = mean[row] / 0.1 / (np.sqrt(variance[row] / 0.001) + 1e-8)
+        else:
+            (accumulator,) = want_states
+            accumulator[row] += np.mean(g * g) if optimizer == "rowwise_adagrad" else g * g
+            root = np.sqrt(accumulator[row] + (1e-7 if optimizer == "adagrad" else 0.0))
+            step = g / (root + (1e-8 if optimizer == "rowwise_adagrad" else 0.0))
+        want[row] -= 0.01 * step
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-6)  # float32 sums against float64
+    for one, other in zip(got_states, want_states, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)
+    assert int(count) == 1
+
+
+def test_a_step_is_timed_once_a_dispatch_and_threads_its_carry():
+    protocol = timing.Protocol(repetitions=6, warmups=2, batch_s=1e-4)
+    step = timing.Step(lambda carry, x: (carry + x, carry), donates=True)
+    found, carry = step.measure(jnp.zeros(()), [jnp.float32(1.0), jnp.float32(1.0)], protocol)
+    look = float(carry) - 2 * 2 - 2 - found.repetitions * found.dispatches
+    assert 1 <= look <= 20  # the two warm-ups and the two estimates take the rest
+    assert found.low_ms <= found.ms <= found.high_ms
+    assert found.repetitions == 6
+
+
+@pytest.mark.parametrize("donates", [True, False])
+def test_where_the_host_is_slow_steps_in_a_row_are_timed_too(monkeypatch, donates):
+    monkeypatch.setattr(timing.jax, "default_backend", lambda: "gpu")  # a CPU has no queue that a host must fill
+    monkeypatch.setattr(timing, "HOST_SHARE", 0.0)
+    calls = []
+
+    def function(carry, x):
+        calls.append(x.shape)  # when traced
+        return (carry + x.sum(), x * carry) if donates else x * carry
+
+    step = timing.Step(function, donates)
+    sets = [jnp.full((8,), 1.0 + i) for i in range(3)]
+    found, carry = step.measure(jnp.zeros(()), sets, timing.QUICK, idle=sets[0][:1])
+    assert calls == [(8,), (1,), (8,), (8,), (8,)]
+    assert found.host_ms is not None
+    assert (float(carry) > 0) == donates
+
+
+def test_ratios_and_limits_stand_beside_the_right_records():
+    def record(what, subject, ms, optimizer=""):
+        made = timing.summary([ms], 1)
+        return records.Record("W1", what, subject, made, distribution="uniform", optimizer=optimizer, num_keys=1000)
+
+    found = [
+        record(records.EVALUATION, "jaxsok", 2.0),
+        record(records.STEP, "jaxsok", 8.0, "adam"),
+        record(records.FORWARD, "xla", 3.0),
+        record(records.STEP, "xla", 80.0, "adam"),
+        record(records.STEP, "xla", 1.0, "sgd"),
+        record(records.FORWARD, "fbgemm_unchecked", 4.0),
+        record(records.FORWARD, "fbgemm_default", 6.0),
+        record(records.GATHER, "limit", 1.0),
+        record(records.READ_MODIFY_WRITE, "limit", 3.0, "adam"),
+    ]
+    forward, step = (dict(zip(records.COLUMNS, row, strict=True)) for row in records.rows(found))
+    assert (forward["limit ms"], forward["of limit"]) == ("1", "0.50")
+    assert [forward[name] for name in records.COLUMNS[-3:]] == ["1.50", "2.00", "3.00"]
+    assert (step["limit ms"], step["of limit"]) == ("4", "0.50")
+    assert [step[name] for name in records.COLUMNS[-3:]] == ["10.00", "-", "-"]
+
+
+def test_the_documented_floors_are_those_of_the_formulas():
+    document = (ROOT / "docs" / "performance.md").read_text()
+    assert records.format_table(report.FLOOR_COLUMNS, report.floor_rows(4230)) in document
+    assert report.replace_between_markers(document, "x").count("\n\nx\n\n") == 1
+
+
+@pytest.mark.parametrize("name", ["limits", "timing", "workloads"])
+def test_examples_of(name):
+    failed, attempted = doctest.testmod(importlib.import_module(f"benchmarks.{name}"))
+    assert attempted > 0
+    assert failed == 0
+
+
+def test_bytes_of_w1_are_those_of_the_derivation():
+    shape = (26 * 65_536, 1_690_000, 26 * 65_536, 64)
+    assert limits.forward_bytes(*shape, training=False) == pytest.approx(0.99e9, rel=0.01)
+    assert limits.update_bytes(*shape, workloads.state_dims("rowwise_adagrad", 64)) == pytest.approx(1.416e9, rel=0.01)
+
+
+def test_a_quick_run_measures_everything(tmp_path, monkeypatch):
+    monkeypatch.setattr(run, "has_gpu", lambda: jax.default_backend() == "gpu")
+    path = tmp_path / "results.json"
+    parts = ",".join(part for part in run.PARTS if part != "fbgemm")  # not while this process holds the memory
+    arguments = ["--quick", "--scale", "0.0003", "--workloads", "W5,H1", "--repetitions", "2", "--batch-ms", "1"]
+    recorder = run.main([*arguments, "--only", parts, "--out", str(path), "--commit", "abc"])
+    assert recorder.failures == []
+
+    document = json.loads(path.read_text())
+    assert document["about"]["commit"] == "abc"
+    assert document["about"]["versions"]["jax"] == jax.__version__
+    assert str(ROOT) not in path.read_text()
+    about, found, _ = records.load(path)
+    assert about["copy_gb_per_s"] > 0
+    measured = {(record.workload, record.what, record.subject) for record in found}
+    assert {
+        ("W5", records.EVALUATION, "jaxsok"),
+        ("W5", records.TRAINING, "jaxsok"),
+        ("W5", records.STEP, "jaxsok"),
+        ("W5", records.STEP, "xla"),
+        ("W5", records.GATHER, "limit"),
+        ("W5", records.READ_MODIFY_WRITE, "limit"),
+        ("W5", records.PLAN, "jaxsok"),
+        ("W5", records.COMBINE, "jaxsok"),
+        ("H1", records.FIND, "jaxsok"),
+        ("H1", records.FIND_AND_GATHER, "jaxsok"),
+        ("H1", records.INSERT_NEW, "jaxsok"),
+        ("H1", records.INSERT_PRESENT, "jaxsok"),
+    } <= measured
+    assert all(record.timing.ms > 0 for record in found)
+    assert all(row[records.COLUMNS.index("limit ms")] != records.NOTHING for row in records.rows(found))
+
+    page = tmp_path / "performance.md"
+    page.write_text(f"before\n{report.BEGIN}\nold\n{report.END}\nafter\n")
+    report.main([str(path), "--document", str(page)])
+    written = page.read_text()
+    assert written.startswith("before\n")
+    assert written.endswith("after\n")
+    assert "old" not in written
+    assert "forward + update, rowwise_adagrad" in written

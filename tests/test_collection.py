@@ -1,0 +1,297 @@
+"""Collections: what is declared, what state they make, find, erase, export, memory."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import programs
+import pytest
+
+import jaxsok
+
+DIM = 4
+
+
+def test_specs_and_optimizers_are_frozen_and_hashable():
+    """They can be static arguments and dictionary keys; equal declarations are equal."""
+
+    def declare():
+        adam = jaxsok.optim.adam(0.1)
+        table = jaxsok.TableSpec("user", DIM, adam, initializer=jaxsok.initializers.normal(0.5))
+        return [
+            table,
+            jaxsok.FeatureSpec("user", "user", combiner="mean"),
+            *(make(0.1) for make in (jaxsok.optim.sgd, jaxsok.optim.adagrad, jaxsok.optim.rowwise_adagrad)),
+            adam,
+            jaxsok.initializers.uniform(),
+        ]
+
+    for first, second in zip(declare(), declare(), strict=True):
+        assert first == second and hash(first) == hash(second)
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(first, dataclasses.fields(first)[0].name, None)
+
+
+def test_tables_share_a_store_by_dim_optimizer_and_row_gradient():
+    """One store for equal ones, another for each difference."""
+    sgd, adam = jaxsok.optim.sgd(1.0), jaxsok.optim.adam(1.0)
+    tables = [
+        jaxsok.TableSpec("a", 4, sgd, capacity=8),
+        jaxsok.TableSpec("b", 8, sgd, capacity=8),
+        jaxsok.TableSpec("c", 4, adam, capacity=8),
+        jaxsok.TableSpec("d", 4, sgd, capacity=8, row_gradient="mean"),
+        jaxsok.TableSpec("e", 4, jaxsok.optim.sgd(1.0), capacity=8),
+        jaxsok.TableSpec("f", 4, jaxsok.optim.sgd(2.0), capacity=8),
+    ]
+    collection = jaxsok.Collection(tables, [jaxsok.FeatureSpec(table.name, table.name) for table in tables])
+    assert len(collection.stores) == 5
+    features = collection.batch({name: np.array([7]) for name in "abcdef"}).features
+    _, state, _ = collection.lookup(collection.init(seed=0), features)
+    ids = {name: collection.export_table(state, name)["row_ids"].tolist() for name in "abcdef"}
+    assert ids == {"a": [0], "b": [0], "c": [0], "d": [0], "e": [1], "f": [0]}
+
+
+def test_collection_holds_no_arrays():
+    """It declares; what changes is in the state."""
+    collection = programs.one_table()
+    first, second = collection.init(seed=0), collection.init(seed=0)
+    first = programs.insert(collection, first, [1, 2, 3])
+    assert collection.num_rows(first) == {"user": 3}
+    assert collection.num_rows(second) == {"user": 0}
+    assert not [value for value in vars(collection).values() if isinstance(value, jax.Array)]
+
+
+def test_state_is_a_pytree_of_arrays():
+    """It passes jit, tree_map and a round trip through NumPy; the step starts at zero, as uint32."""
+    collection = programs.one_table()
+    state = programs.insert(collection, collection.init(seed=0), [1, 2, 3])
+    assert state.step.dtype == np.uint32 and state.step.shape == () and int(state.step) == 0
+    leaves = jax.tree.leaves(state)
+    assert all(isinstance(leaf, jax.Array) for leaf in leaves)
+    assert not any(leaf.dtype.itemsize == 8 for leaf in leaves)
+    copy = jax.tree.map(lambda leaf: jnp.asarray(np.array(leaf)), jax.jit(lambda state: state)(state))
+    programs.assert_same_tables(collection, state, copy)
+    programs.assert_same_state(programs.insert(collection, copy, [3, 4]), programs.insert(collection, state, [3, 4]))
+
+
+def test_step_counts_updates():
+    """One for each update, however many plans it had; lookups do not count."""
+    collection = programs.one_table()
+    state = collection.init(seed=0)
+    features = programs.batch(collection, user=np.array([1]))
+    embeddings, state, plan = collection.lookup(state, features)
+    assert int(state.step) == 0
+    state, _ = collection.update(state, [plan, plan], [embeddings, embeddings])
+    assert int(state.step) == 1
+    state, _ = programs.learn(collection, state, features)
+    assert int(state.step) == 2
+
+
+def test_init_depends_on_the_seed_alone():
+    """The same seed, the same bits; another seed, other rows."""
+    collection = programs.one_table()
+    first, second, other = (collection.init(seed=seed) for seed in (3, 3, 4))
+    programs.assert_same_state(first, second)
+    rows = [programs.rows_of(collection, programs.insert(collection, state, [5]))[5] for state in (first, other)]
+    assert not np.array_equal(*rows)
+
+
+def test_rows_differ_and_stay():
+    """A second lookup finds what the first one made, to the bit, in any order."""
+    collection = programs.one_table()
+    features = programs.batch(collection, user=np.array([3, 1, 2, 1]))
+    embeddings, state, _ = programs.lookup(collection)(collection.init(seed=0), features)
+    again, state_again, _ = programs.lookup(collection)(state, features)
+    np.testing.assert_array_equal(embeddings["user"], again["user"])
+    programs.assert_same_tables(collection, state, state_again)
+    swapped = programs.batch(collection, user=np.array([1, 1, 2, 3]))
+    third, _, _ = programs.lookup(collection)(state, swapped)
+    np.testing.assert_array_equal(third["user"], np.asarray(embeddings["user"])[[1, 1, 2, 0]])
+    assert len(np.unique(np.asarray(embeddings["user"]))) == 3 * DIM
+
+
+def test_row_ids_in_order_of_first_occurrence():
+    """Hits keep theirs, new keys count on."""
+    collection = programs.one_table()
+    state = programs.insert(collection, collection.init(seed=0), [30, 10, 30, 20])
+    state = programs.insert(collection, state, [5, 10, 5, 40])
+    assert {key: row_id for key, (row_id, _, _) in programs.exported(collection, state).items()} == {
+        30: 0,
+        10: 1,
+        20: 2,
+        5: 3,
+        40: 4,
+    }
+
+
+def test_row_ids_of_a_large_batch():
+    """Thousands of keys, most of them new and repeated: exactly the order of a loop."""
+    collection = programs.one_table(capacity=1 << 14)
+    rng = np.random.default_rng(0)
+    state, seen = collection.init(seed=0), {}
+    for _ in range(3):
+        keys = rng.integers(0, 6000, 8192).astype(np.uint64) << np.uint64(31)
+        state = programs.insert(collection, state, keys)
+        for key in keys.tolist():
+            seen.setdefault(key, len(seen))
+        table = collection.export_table(state, "user")
+        assert dict(zip(table["keys"].tolist(), table["row_ids"].tolist(), strict=True)) == seen
+
+
+@pytest.mark.parametrize("unknown", ["initial", "zeros"])
+def test_find_inserts_nothing(unknown):
+    """Evaluation sees the rows that are there, and for others what the table says; the state is only read."""
+    collection = programs.one_table(unknown=unknown, combiner="mean", max_keys=4)
+    state = collection.init(seed=0)
+    known = jaxsok.Bags(np.array([1, 2]), lengths=np.array([1, 1]))
+    state, _ = programs.learn(collection, state, programs.batch(collection, user=known), gradient=2.0)
+    mixed = jaxsok.Bags(np.array([1, 9, -1]), lengths=np.array([3, 0]))
+    embeddings, stats = programs.find(collection)(state, programs.batch(collection, user=mixed))
+    row, initial = programs.rows_of(collection, state)[1], programs.initial_rows("user", DIM, [9])[0]
+    want = (row + (initial if unknown == "initial" else 0)) / 2  # a missing key still counts in the hotness
+    np.testing.assert_allclose(np.asarray(embeddings["user"]), [want, np.zeros(DIM)], rtol=0, atol=1e-6)  # size <= 3
+    assert programs.counts(stats) == {
+        "num_found": 1,
+        "num_inserted": 0,
+        "num_missing": 1,
+        "num_refused": 0,
+        "num_padding": 2,
+    }
+    assert collection.num_rows(state) == {"user": 2}
+
+
+def test_find_gives_what_lookup_would():
+    """The initial row of an unknown key is the row that training makes."""
+    collection = programs.one_table()
+    features = programs.batch(collection, user=programs.as_array([3, 2**63, 2**40]))
+    state = collection.init(seed=11)
+    found, _ = collection.find(state, features)
+    looked_up, _, _ = collection.lookup(state, features)
+    np.testing.assert_array_equal(found["user"], looked_up["user"])
+
+
+def test_erase_counts_rows_that_were_there():
+    """Missing keys, repeated ones and padding count once or not at all."""
+    collection = programs.one_table()
+    state = programs.insert(collection, collection.init(seed=0), [1, 2, 3, 2**63])
+    state, num_erased = collection.erase(state, "user", programs.as_array([2, 2, 2**63, 77, jaxsok.PADDING_KEY]))
+    assert num_erased.dtype == np.uint32 and num_erased.shape == ()
+    assert int(num_erased) == 2
+    assert list(programs.rows_of(collection, state)) == [1, 3]
+    state, num_erased = collection.erase(state, "user", programs.as_array([2, 2**63]))
+    assert int(num_erased) == 0
+    assert collection.num_rows(state) == {"user": 2}
+
+
+def test_erase_takes_words_and_nothing():
+    """uint32[n, 2] on the device, and an empty array."""
+    collection = programs.one_table()
+    state = programs.insert(collection, collection.init(seed=0), [1, 2**40])
+    state, num_erased = collection.erase(state, "user", jnp.asarray(programs.words([2**40])))
+    assert int(num_erased) == 1
+    state, num_erased = collection.erase(state, "user", np.zeros(0, np.int64))
+    assert int(num_erased) == 0
+    assert list(programs.rows_of(collection, state)) == [1]
+
+
+def test_erased_keys_start_anew():
+    """An erased key that comes back has its initial row and fresh optimizer state, and is counted as inserted."""
+    collection = programs.one_table(optimizer=jaxsok.optim.adagrad(0.5))
+    features = programs.batch(collection, user=np.array([1, 2]))
+    state, _ = programs.learn(collection, collection.init(seed=0), features)
+    state, _ = collection.erase(state, "user", np.array([1]))
+    _, state, plan = programs.lookup(collection)(state, features)
+    row_id, row, (accumulator,) = programs.exported(collection, state)[1]
+    assert row_id == 0
+    np.testing.assert_array_equal(row, programs.initial_rows("user", DIM, [1])[0])
+    np.testing.assert_array_equal(accumulator, np.full(DIM, 0.1, np.float32))
+    _, stats = programs.update(collection)(state, plan, {"user": jnp.zeros((2, DIM))})
+    assert programs.counts(stats)["num_inserted"] == 1 and programs.counts(stats)["num_found"] == 1
+
+
+def test_freed_row_ids_are_reused_in_ascending_order():
+    """Over several erasures and part-way through the list; fresh ids come after."""
+    collection = programs.one_table()
+    state = programs.insert(collection, collection.init(seed=0), range(100, 110))
+    state, _ = collection.erase(state, "user", np.array([107, 105]))
+    state = programs.insert(collection, state, [1])
+    state, _ = collection.erase(state, "user", np.array([102, 109, 100]))
+    state = programs.insert(collection, state, [2, 103, 3, 4])
+    state = programs.insert(collection, state, [5, 6])
+    ids = {key: row_id for key, (row_id, _, _) in programs.exported(collection, state).items()}
+    assert {key: ids[key] for key in (1, 2, 3, 4, 5, 6)} == {1: 5, 2: 0, 3: 2, 4: 7, 5: 9, 6: 10}
+
+
+def test_freed_rows_serve_every_table_of_the_store():
+    """A row that one table gave back may belong to another, with that table's initial row."""
+    sgd = jaxsok.optim.sgd(1.0)
+    collection = jaxsok.Collection(
+        [jaxsok.TableSpec("user", DIM, sgd, capacity=8), jaxsok.TableSpec("item", DIM, sgd, capacity=8)],
+        [jaxsok.FeatureSpec("user", "user"), jaxsok.FeatureSpec("item", "item")],
+    )
+    batch = {"user": np.array([1, 2]), "item": np.array([-1, -1])}
+    _, state, _ = collection.lookup(collection.init(seed=0), collection.batch(batch).features)
+    state, _ = collection.erase(state, "user", np.array([1]))
+    batch = {"user": np.array([2, 2]), "item": np.array([1, -1])}
+    _, state, _ = collection.lookup(state, collection.batch(batch).features)
+    row_id, row, _ = programs.exported(collection, state, "item")[1]
+    assert row_id == 0
+    np.testing.assert_array_equal(row, programs.initial_rows("item", DIM, [1])[0])
+
+
+def test_export_table_types():
+    """Host arrays, one line a row, ordered by row id; an empty table exports nothing."""
+    collection = programs.one_table(optimizer=jaxsok.optim.adam(0.1))
+    empty = collection.export_table(collection.init(seed=0), "user")
+    assert empty["keys"].shape == (0,) and empty["rows"].shape == (0, DIM)
+    state = programs.insert(collection, collection.init(seed=0), [2**63, 3])
+    table = collection.export_table(state, "user")
+    assert {name: (type(table[name]), table[name].dtype) for name in ("keys", "rows", "row_ids")} == {
+        "keys": (np.ndarray, np.uint64),
+        "rows": (np.ndarray, np.float32),
+        "row_ids": (np.ndarray, np.uint32),
+    }
+    assert table["rows"].shape == (2, DIM)
+    assert table["keys"].tolist() == [2**63, 3]
+    names = [spec.name for spec in jaxsok.optim.adam(0.1).state_specs(DIM)]
+    assert list(table["state"]) == names and len(names) == 2
+    assert all(len(array) == 2 for array in table["state"].values())
+
+
+def test_memory_estimate_is_what_a_state_takes():
+    """The bytes of the estimate are those of the arrays, and grow with the capacity."""
+    collection = programs.one_table(dim=8, optimizer=jaxsok.optim.adam(0.1), capacity=1 << 16)
+    state = collection.init(seed=0)
+    actual = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+    estimate = collection.memory_estimate()
+    assert all(isinstance(value, int) for value in jax.tree.leaves(estimate))
+    at_least = (1 << 16) * 8 * 4 * 3  # rows and two moments
+    total = estimate["total"]
+    assert total >= at_least
+    # Counters of some dozens of bytes are not worth a line; a reserve and workspaces may be counted on top.
+    assert actual - 4096 <= total <= 2 * actual
+    assert total == sum(value for name, value in estimate.items() if name != "total")
+    state = programs.insert(collection, state, range(1 << 16), grow=True)
+    grown = collection.grow(state)
+    actual = sum(leaf.nbytes for leaf in jax.tree.leaves(grown))
+    assert actual - 4096 <= collection.memory_estimate(grown)["total"] <= 2 * actual
+    assert collection.memory_estimate(grown)["total"] > 1.2 * total
+
+
+def test_many_tables_and_features():
+    """26 tables of three dims, two features each: every feature reads its own table."""
+    optimizer = jaxsok.optim.rowwise_adagrad(0.1)
+    tables = [jaxsok.TableSpec(f"t{i}", (4, 8, 12)[i % 3], optimizer, capacity=16) for i in range(26)]
+    features = [jaxsok.FeatureSpec(f"{kind}{i}", f"t{i}") for kind in "xy" for i in range(26)]
+    collection = jaxsok.Collection(tables, features)
+    assert len(collection.stores) == 3
+    batch = {feature.name: np.array([5, 6]) for feature in features}
+    embeddings, state, plan = programs.lookup(collection)(collection.init(seed=0), collection.batch(batch).features)
+    state, stats = programs.update(collection)(state, plan, embeddings)
+    for i, table in enumerate(tables):
+        initial = programs.initial_rows(table.name, table.dim, [5, 6])
+        np.testing.assert_array_equal(embeddings[f"x{i}"], initial)
+        np.testing.assert_array_equal(embeddings[f"y{i}"], initial)
+        assert programs.counts(stats, table.name)["num_inserted"] == 2
+        assert programs.counts(stats, table.name)["num_found"] == 2

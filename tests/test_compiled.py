@@ -1,0 +1,324 @@
+"""What XLA made of it: no copy of a table, no call to the host, memory for the batch alone; on CPU and for an H200."""
+
+import functools
+import importlib.metadata
+import json
+import math
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import programs
+import pytest
+
+import jaxsok
+
+NUM_BAGS, MAX_KEYS, NUM_STEPS = 32, 128, 3
+CAPACITY = 1 << 14
+# The smallest array with one line a row: the accumulator of rowwise Adagrad. The batch's own arrays stay below it.
+TABLE_BYTES = CAPACITY * 4
+ALIGNMENT_BYTES = 4096  # XLA rounds up and packs: equal programs may differ by a few hundred bytes
+
+
+def declared(capacity=CAPACITY):
+    """Two stores, all kinds of features and optimizers with and without state."""
+    rowwise, adam = jaxsok.optim.rowwise_adagrad(0.1), jaxsok.optim.adam(0.1)
+    return jaxsok.Collection(
+        [
+            jaxsok.TableSpec("user", 16, rowwise, capacity=capacity // 2),
+            jaxsok.TableSpec("item", 16, rowwise, capacity=capacity // 2),
+            jaxsok.TableSpec("ad", 4, adam, capacity=capacity),
+        ],
+        [
+            jaxsok.FeatureSpec("user", "user"),
+            jaxsok.FeatureSpec("history", "item", combiner="mean", weighted=True, max_keys=MAX_KEYS),
+            jaxsok.FeatureSpec("basket", "item", combiner="sqrtn"),
+            jaxsok.FeatureSpec("ad", "ad", combiner=None, max_keys=MAX_KEYS),
+        ],
+    )
+
+
+def features_of(collection, seed=0):
+    """One batch."""
+    rng = np.random.default_rng(seed)
+    lengths = np.full(NUM_BAGS, 3)
+    weights = np.ones(3 * NUM_BAGS, np.float32)
+    return collection.batch(
+        {
+            "user": rng.integers(0, 2**40, NUM_BAGS),
+            "history": jaxsok.Bags(rng.integers(0, 99, 3 * NUM_BAGS), lengths=lengths, weights=weights),
+            "basket": rng.integers(-1, 99, (NUM_BAGS, 2)),
+            "ad": jaxsok.Bags(rng.integers(0, 99, 3 * NUM_BAGS), lengths=lengths),
+        }
+    ).features
+
+
+def two_lookups(collection):
+    """A step of two micro-batches, with an evaluation lookup between them."""
+
+    def step(state, first, second):
+        embeddings, state, plan = collection.lookup(state, first)
+        more, state, other = collection.lookup(state, second)
+        gradients = [jax.grad(programs.loss_of)(embeddings), jax.grad(programs.loss_of)(more)]
+        return collection.update(state, [plan, other], gradients)
+
+    return step
+
+
+def linear_step(collection):
+    """A loss whose gradient does not depend on the embeddings: nothing in the model orders read before write."""
+
+    def step(state, features):
+        embeddings, state, plan = collection.lookup(state, features)
+        state, stats = collection.update(state, plan, jax.tree.map(jnp.ones_like, embeddings))
+        return state, embeddings, stats
+
+    return step
+
+
+def scan_of_steps(collection):
+    """Several steps in one program."""
+
+    def steps(state, stacked):
+        def body(state, features):
+            state, loss, stats = programs.train_step(collection)(state, features)
+            return state, (loss, stats)
+
+        return jax.lax.scan(body, state, stacked)
+
+    return steps
+
+
+def find_and_step(collection):
+    """Metrics before the step, of the same state; the barrier says that they come first."""
+
+    def step(state, features):
+        found, stats = collection.find(state, features)
+        state, found = jax.lax.optimization_barrier((state, found))
+        state, loss, more = programs.train_step(collection)(state, features)
+        return state, found, loss, stats + more
+
+    return step
+
+
+def cases(collection):
+    """Name -> (function of a donated state and features, features)."""
+    one, two = features_of(collection), features_of(collection, 1)
+    stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *[features_of(collection, i) for i in range(NUM_STEPS)])
+    return {
+        "lookup": (collection.lookup, (one,)),
+        "train step": (programs.train_step(collection), (one,)),
+        "linear loss": (linear_step(collection), (one,)),
+        "two lookups": (two_lookups(collection), (one, two)),
+        "scan": (scan_of_steps(collection), (stacked,)),
+        "find and step": (find_and_step(collection), (one,)),
+        "erase": (
+            lambda state, keys: collection.erase(state, "item", keys),
+            (jnp.asarray(programs.words(np.arange(9))),),
+        ),
+    }
+
+
+def table_copies(text, num_bytes):
+    """Lines of HLO that materialise `num_bytes` or more: copies, joins, fills, slices set by XLA."""
+    pattern = re.compile(
+        r"= \(?([a-z]+)(\d*)\[([\d,]+)\]\S* "
+        r"(copy|copy-start|concatenate|transpose|broadcast|dynamic-update-slice|pad)\("
+    )
+    lines = []
+    for line in text.splitlines():
+        match = pattern.search(line)
+        if match is None:
+            continue
+        itemsize = max(int(match[2] or 8) // 8, 1)
+        if itemsize * math.prod(map(int, match[3].split(","))) >= num_bytes:
+            lines.append(line.strip())
+    return lines
+
+
+def host_calls(text):
+    """Lines of HLO that talk to the host."""
+    return [
+        line.strip()
+        for line in text.splitlines()
+        if re.search(r"callback|infeed\(|outfeed\(|send\(|recv\(|MoveToHost", line)
+    ]
+
+
+def state_bytes(state):
+    """Bytes of all large arrays of a state."""
+    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(state) if leaf.size >= CAPACITY)
+
+
+@functools.cache
+def compiled_case(name, capacity=CAPACITY):
+    """One case, compiled for the default backend, and the bytes of its state."""
+    collection = declared(capacity)
+    state = collection.init(seed=0)
+    function, arguments = cases(collection)[name]
+    return jax.jit(function, donate_argnums=0).lower(state, *arguments).compile(), state_bytes(state)
+
+
+CASES = ("lookup", "train step", "linear loss", "two lookups", "scan", "find and step", "erase")
+
+
+def skip_where_xla_drops_barriers(name):
+    """XLA's CPU compiler of jax 0.10 forgets the barrier and copies the tables that are read before they change."""
+    if name == "find and step" and jax.default_backend() == "cpu" and jax.__version_info__ < (0, 11):
+        pytest.skip(f"XLA's CPU compiler of jax {jax.__version__} drops optimization barriers")
+
+
+def test_the_helper_sees_a_copy():
+    """A table that is not donated has to be copied: the search for copies finds it, so silence means something."""
+    collection = declared()
+    state = collection.init(seed=0)
+    step = programs.train_step(collection)
+    text = jax.jit(step).lower(state, features_of(collection)).compile().as_text()
+    assert len(table_copies(text, TABLE_BYTES)) >= 5
+    callback = jax.jit(lambda x: jax.pure_callback(np.sin, x, x)).lower(np.float32(1)).compile().as_text()
+    assert host_calls(callback)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_no_table_sized_copy_and_no_host_call(name):
+    """Donated programs change the tables where they lie."""
+    skip_where_xla_drops_barriers(name)
+    compiled, num_bytes = compiled_case(name)
+    text = compiled.as_text()
+    assert "custom-call" in text
+    assert not table_copies(text, TABLE_BYTES)
+    assert not host_calls(text)
+    assert compiled.memory_analysis().alias_size_in_bytes >= num_bytes
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_peak_memory_is_the_state_and_the_batch(name):
+    """What a step needs beside the state does not depend on how large the tables are."""
+    skip_where_xla_drops_barriers(name)
+    small, large = (compiled_case(name, capacity)[0].memory_analysis() for capacity in (CAPACITY, 16 * CAPACITY))
+    if name == "erase":
+        # Erasing lists the freed rows in ascending order: a few words a row, never the rows themselves.
+        num_rows = 2 * 16 * CAPACITY
+        assert large.temp_size_in_bytes <= num_rows * 16 + small.temp_size_in_bytes
+        return
+    assert abs(large.temp_size_in_bytes - small.temp_size_in_bytes) <= ALIGNMENT_BYTES
+    # Two stores, each with a workspace of fixed size (4 MiB to sort in), beside some dozens of lines per key.
+    assert large.temp_size_in_bytes < 10 << 20
+    outputs = [analysis.output_size_in_bytes - analysis.alias_size_in_bytes for analysis in (small, large)]
+    assert outputs[0] == outputs[1]
+
+
+def test_one_program_serves_all_batches():
+    """Other contents of the same shapes compile nothing."""
+    collection = declared()
+    step = jax.jit(programs.train_step(collection), donate_argnums=0)
+    state = collection.init(seed=0)
+    for seed in range(3):
+        state, _, _ = step(state, features_of(collection, seed))
+    assert step._cache_size() == 1
+
+
+# --------------------------------------------------------------------------------------------------------------
+# The same for an H200 that need not be there
+
+# XLA keeps the full description in xla/backends/gpu/target_config/specs/h200.txtpb; these fields are enough.
+H200 = """gpu_device_info { threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
+  shared_memory_per_core: 233472 threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535 memory_bandwidth: 4800000000000
+  l2_cache_size: 52428800 clock_rate_ghz: 1.98 device_memory_size: 151397597184
+  shared_memory_per_block_optin: 232448 cuda_compute_capability { major: 9 } registers_per_core_limit: 65536
+  registers_per_block_limit: 65536 device_vendor: "NVIDIA Corporation" name: "NVIDIA H200 141GB HBM3e"
+  driver_version: "13.0.0" runtime_version: "13.0.0" compile_time_toolkit_version: "13.0.0" dnn_version: "9.10.0" }
+  platform_name: "CUDA" dnn_version_info { major: 9 minor: 10 patch: 0 }
+  device_description_str: "NVIDIA H200 141GB HBM3e" """
+
+
+def compile_for_h200():
+    """Runs in a process of its own (this file as a program): prints what became of each case, as JSON."""
+    from jax.experimental import topologies
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+    from jaxsok.kernels import library
+
+    # Nothing is executed, so the CPU's handlers may stand for CUDA's: only names and buffers matter to XLA.
+    cpu = library.load_cpu()
+    for name, symbol in library.TARGETS:
+        jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(cpu, symbol)), platform="CUDA")
+    topology = topologies.get_topology_desc(platform="cuda", target_config=H200, topology="1x1x1")
+    sharding = NamedSharding(Mesh(np.array(topology.devices), ("data",)), PartitionSpec())
+
+    def abstract(leaf):
+        return jax.ShapeDtypeStruct(np.shape(leaf), leaf.dtype, sharding=sharding)
+
+    results = {}
+    for capacity in (CAPACITY, 16 * CAPACITY):
+        collection = declared(capacity)
+        state = collection.init(seed=0)
+        for name, (function, arguments) in cases(collection).items():
+            if capacity > CAPACITY and name not in ("train step", "scan"):
+                continue
+            lowered = jax.jit(function, donate_argnums=0).lower(*jax.tree.map(abstract, (state, *arguments)))
+            compiled = lowered.compile()
+            memory, text = compiled.memory_analysis(), compiled.as_text()
+            results.setdefault(name, []).append(
+                {
+                    "copies": table_copies(text, TABLE_BYTES),
+                    "host_calls": host_calls(text),
+                    "num_custom_calls": text.count("custom-call"),
+                    "alias_bytes": memory.alias_size_in_bytes,
+                    "temp_bytes": memory.temp_size_in_bytes,
+                    "state_bytes": state_bytes(state),
+                }
+            )
+    print(json.dumps(results))
+
+
+def _missing_wheels():
+    wanted = importlib.metadata.version("jaxlib")
+    for wheel in ("jax-cuda13-plugin", "jax-cuda13-pjrt"):
+        try:
+            found = importlib.metadata.version(wheel)
+        except importlib.metadata.PackageNotFoundError:
+            return f"{wheel}=={wanted} is not installed"
+        if found != wanted:
+            return f"{wheel} is {found}, jaxlib is {wanted}"
+    return None
+
+
+def test_compiled_for_h200():
+    """No table-sized copy, no host call, everything in place, and memory that does not grow with the tables."""
+    reason = _missing_wheels()
+    if reason is not None:
+        pytest.skip(reason)
+    if jax.default_backend() == "gpu":
+        pytest.skip("this process holds a real GPU: the tests above compiled for it")
+    root = pathlib.Path(jaxsok.__file__).parents[1]
+    environment = {
+        **os.environ,
+        "JAX_PLATFORMS": "cpu",
+        "PYTHONPATH": os.pathsep.join([str(root), *filter(None, [os.environ.get("PYTHONPATH")])]),
+        "XLA_FLAGS": "--xla_gpu_autotune_level=0",
+    }
+    done = subprocess.run(
+        [sys.executable, __file__], env=environment, capture_output=True, text=True, timeout=600, check=False
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    results = json.loads(done.stdout.splitlines()[-1])
+    assert set(results) == set(CASES)
+    for name, by_capacity in results.items():
+        for result in by_capacity:
+            assert result["copies"] == [], name
+            assert result["host_calls"] == [], name
+            assert result["num_custom_calls"] > 0, name
+            assert result["alias_bytes"] >= result["state_bytes"], name
+        if len(by_capacity) == 2:
+            assert abs(by_capacity[1]["temp_bytes"] - by_capacity[0]["temp_bytes"]) <= ALIGNMENT_BYTES, name
+
+
+if __name__ == "__main__":
+    compile_for_h200()

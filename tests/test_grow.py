@@ -1,0 +1,350 @@
+"""Growth: from a first capacity to a maximum or without one, no row copied; full tables refuse and say so."""
+
+import gc
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import programs
+import pytest
+import strategies
+
+import jaxsok
+
+DIM = 4
+
+
+def float_pointers(state):
+    """Where rows and optimizer state lie."""
+    return {leaf.unsafe_buffer_pointer() for _, leaf in programs.state_leaves(state) if leaf.dtype == np.float32}
+
+
+def test_growth_without_a_maximum():
+    """From 4 rows to thousands: every row keeps its id and its bits."""
+    collection = programs.one_table(capacity=4, optimizer=jaxsok.optim.adam(0.1))
+    state, expected = collection.init(seed=0), {}
+    rng = np.random.default_rng(0)
+    for _ in range(12):
+        keys = rng.integers(0, 4000, 512)
+        features = programs.batch(collection, user=keys)
+        state = collection.grow(state)
+        before = programs.exported(collection, state)
+        state, stats = programs.learn(collection, state, features)
+        stats.check()
+        for key in keys.tolist():
+            expected.setdefault(key, len(expected))
+        after = programs.exported(collection, state)
+        assert {key: row_id for key, (row_id, _, _) in after.items()} == expected
+        for key in before.keys() - set(keys.tolist()):
+            np.testing.assert_array_equal(before[key][1], after[key][1])
+            np.testing.assert_array_equal(before[key][2], after[key][2])
+    assert len(expected) > 3000
+
+
+def test_growth_keeps_everything():
+    """Keys, ids, rows, optimizer state, step and free ids are those of before."""
+    collection = programs.one_table(capacity=8, optimizer=jaxsok.optim.adagrad(0.5))
+    state, _ = programs.learn(collection, collection.init(seed=0), programs.batch(collection, user=np.arange(8)))
+    state, _ = collection.erase(state, "user", np.array([6, 3]))
+    before = collection.export_table(state, "user")
+    grown = collection.grow(state, steps=100)
+    after = collection.export_table(grown, "user")
+    for name in ("keys", "rows", "row_ids"):
+        np.testing.assert_array_equal(before[name], after[name])
+    for name in before["state"]:
+        np.testing.assert_array_equal(before["state"][name], after["state"][name])
+    assert int(grown.step) == 1
+    grown = programs.insert(collection, grown, [100, 101, 102])
+    ids = {key: row_id for key, (row_id, _, _) in programs.exported(collection, grown).items()}
+    assert (ids[100], ids[101], ids[102]) == (3, 6, 8)
+
+
+def test_growth_stops_at_the_maximum():
+    """Exactly max_capacity rows, however often one grows."""
+    collection = programs.one_table(capacity=8, max_capacity=20)
+    state = collection.init(seed=0)
+    for start in range(0, 40, 5):
+        state = programs.insert(collection, state, range(start, start + 5), grow=True)
+    assert collection.num_rows(state) == {"user": 20}
+    assert list(programs.rows_of(collection, state)) == list(range(20))
+
+
+def test_a_store_holds_the_maxima_of_its_tables():
+    """Rows are shared: together the tables have what they asked for together."""
+    sgd = jaxsok.optim.sgd(1.0)
+    collection = jaxsok.Collection(
+        [
+            jaxsok.TableSpec("user", DIM, sgd, capacity=4, max_capacity=6),
+            jaxsok.TableSpec("item", DIM, sgd, capacity=4, max_capacity=10),
+        ],
+        [jaxsok.FeatureSpec("user", "user"), jaxsok.FeatureSpec("item", "item")],
+    )
+    state = collection.init(seed=0)
+    for start in range(0, 32, 8):
+        keys = np.arange(start, start + 8)
+        features = programs.batch(collection, user=keys, item=keys)
+        _, state, _ = programs.lookup(collection)(collection.grow(state), features)
+    assert sum(collection.num_rows(state).values()) == 16
+
+
+def test_without_growth_the_first_capacity_is_the_end():
+    """Nobody called grow: exactly `capacity` rows, the first ones that came."""
+    collection = programs.one_table(capacity=8)
+    state = programs.insert(collection, collection.init(seed=0), range(30))
+    assert list(programs.rows_of(collection, state)) == list(range(8))
+    state = programs.insert(collection, state, range(30), grow=True)
+    assert list(programs.rows_of(collection, state)) == list(range(30))
+
+
+def test_a_full_table_refuses_the_keys_that_come_last():
+    """In the order of the batch: new keys get rows while there are any, every occurrence of the others is refused."""
+    collection = programs.one_table(capacity=4, max_capacity=4)
+    state = programs.insert(collection, collection.init(seed=0), [1, 2])
+    features = programs.batch(collection, user=np.array([9, 1, 8, 7, 9, 7, 6, -1]))
+    embeddings, state, plan = programs.lookup(collection)(state, features)
+    assert list(programs.rows_of(collection, state)) == [1, 2, 9, 8]
+    initial = programs.initial_rows("user", DIM, [9, 1, 8, 7, 9, 7, 6])
+    np.testing.assert_array_equal(embeddings["user"], np.concatenate([initial, np.zeros((1, DIM), np.float32)]))
+    before = programs.exported(collection, state)
+    state, stats = programs.update(collection)(state, plan, {"user": jnp.ones((8, DIM))})
+    assert programs.counts(stats) == {
+        "num_found": 2,
+        "num_inserted": 2,
+        "num_missing": 0,
+        "num_refused": 3,
+        "num_padding": 1,
+    }
+    after = programs.rows_of(collection, state)
+    np.testing.assert_array_equal(after[2], before[2][1])  # not asked
+    np.testing.assert_array_equal(after[1], before[1][1] - 1)
+    np.testing.assert_array_equal(after[9], before[9][1] - 2)
+    np.testing.assert_array_equal(after[8], before[8][1] - 1)
+
+
+def test_refused_keys_contribute_to_their_bags():
+    """They count in the hotness, with their initial row; their bag still teaches its other rows."""
+    collection = programs.one_table(capacity=1, max_capacity=1, combiner="mean")
+    keys = np.array([[1, 2], [2, -1]])
+    features = programs.batch(collection, user=keys)
+    embeddings, state, plan = collection.lookup(collection.init(seed=0), features)
+    one, two = programs.initial_rows("user", DIM, [1, 2])
+    np.testing.assert_allclose(embeddings["user"], [(one + two) / 2, two], rtol=0, atol=1e-8)  # numbers <= 0.05
+    state, stats = collection.update(state, plan, {"user": jnp.ones((2, DIM))})
+    rows = programs.rows_of(collection, state)
+    assert list(rows) == [1]
+    np.testing.assert_allclose(rows[1], one - 0.5, rtol=0, atol=1e-7)
+    again, _, _ = collection.lookup(state, features)
+    np.testing.assert_array_equal(again["user"][1], two)  # it learned nothing
+    assert programs.counts(stats)["num_refused"] == 2
+
+
+def test_a_full_table_still_finds_and_erasing_makes_room():
+    """Refused keys leave no trace in the index; freed rows go to the next new keys."""
+    collection = programs.one_table(capacity=8, max_capacity=8)
+    state = programs.insert(collection, collection.init(seed=0), range(8))
+    for start in range(100, 1000, 100):
+        state = programs.insert(collection, state, range(start, start + 64))
+    assert list(programs.rows_of(collection, state)) == list(range(8))
+    _, stats = programs.find(collection)(state, programs.batch(collection, user=np.arange(8)))
+    assert programs.counts(stats)["num_found"] == 8
+    _, stats = programs.find(collection)(state, programs.batch(collection, user=np.arange(100, 164)))
+    assert programs.counts(stats)["num_missing"] == 64
+    state, _ = collection.erase(state, "user", np.array([3, 5]))
+    state = programs.insert(collection, state, [100, 101, 102])
+    assert {key: row_id for key, (row_id, _, _) in programs.exported(collection, state).items()} == {
+        0: 0,
+        1: 1,
+        2: 2,
+        100: 3,
+        4: 4,
+        101: 5,
+        6: 6,
+        7: 7,
+    }
+
+
+def test_grow_reserves_for_a_scan():
+    """steps=K: K steps in one program meet no full table."""
+    collection = programs.one_table(capacity=8, optimizer=jaxsok.optim.adagrad(0.1))
+    num_steps, batch_size = 6, 16
+    batches = [programs.batch(collection, user=np.arange(batch_size) + step * batch_size) for step in range(num_steps)]
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *batches)
+
+    def body(state, features):
+        state, _, stats = programs.train_step(collection)(state, features)
+        return state, stats
+
+    # The reserve covers the batches that the collection has seen: at least as many keys as they may insert.
+    state, _, _ = jax.jit(programs.train_step(collection))(collection.grow(collection.init(seed=0)), batches[0])
+    state = collection.grow(state, steps=num_steps)
+    state, stats = jax.jit(lambda state, xs: jax.lax.scan(body, state, xs))(state, stacked)
+    np.testing.assert_array_equal(np.asarray(stats.num_refused), 0)
+    assert collection.num_rows(state) == {"user": num_steps * batch_size}
+
+
+def test_grow_with_room_returns_at_once():
+    """Nothing is allocated and nothing moved when the reserve is there."""
+    collection = programs.one_table(capacity=1 << 14)
+    state = programs.insert(collection, collection.init(seed=0), range(10))
+    before = [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(state)]
+    again = collection.grow(state)
+    assert [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(again)] == before
+
+
+def test_growing_copies_no_row():
+    """Old slabs of rows and optimizer state stay where they are; new ones are appended."""
+    collection = programs.one_table(capacity=1 << 10, dim=16, optimizer=jaxsok.optim.adam(0.1))
+    state = programs.insert(collection, collection.init(seed=0), range(1 << 10), grow=True)
+    before = float_pointers(state)
+    grown = collection.grow(state)
+    assert before < float_pointers(grown)
+    expected = np.asarray(programs.initial_rows("user", 16, [5, 1023]))
+    rows = programs.rows_of(collection, grown)
+    np.testing.assert_array_equal(np.stack([rows[5], rows[1023]]), expected)
+
+
+def test_the_peak_of_growth_is_the_new_size():
+    """After growing only the new state lives: no second copy of rows, and the old index is gone."""
+    collection = programs.one_table(capacity=1 << 14, dim=64)
+    state = programs.insert(collection, collection.init(seed=0), range(1 << 14), grow=True)
+    jax.block_until_ready(state)
+    gc.collect()
+    others = sum(leaf.nbytes for leaf in jax.live_arrays()) - sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+    state = jax.block_until_ready(collection.grow(state))
+    gc.collect()
+    alive = sum(leaf.nbytes for leaf in jax.live_arrays())
+    new_size = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+    assert new_size > 2 * (1 << 14) * 64 * 4  # it did grow
+    assert alive - others <= new_size + (1 << 12)  # a few scalars may be cached
+
+
+def test_two_states_of_one_collection():
+    """What is known of one state is not believed of another: two runs may take turns."""
+    collection = programs.one_table(capacity=64)
+    first, second = collection.init(seed=0), collection.init(seed=1)
+    for start in range(0, 256, 16):
+        first = programs.insert(collection, first, range(start, start + 16), grow=True)
+        second = programs.insert(collection, second, [start, *range(15)], grow=True)
+    assert collection.num_rows(first) == {"user": 256}
+    assert collection.num_rows(second) == {"user": 30}
+    for start in range(256, 512, 16):
+        second = programs.insert(collection, second, range(start, start + 16), grow=True)
+    assert collection.num_rows(second) == {"user": 30 + 256}
+
+
+def test_lookups_without_growing_are_noticed():
+    """Growing looks at what is there, not at what it remembers: steps before the first `grow` are no loss later."""
+    collection = programs.one_table(capacity=64)
+    state = programs.insert(collection, collection.init(seed=0), range(30))
+    state = programs.insert(collection, state, range(30, 60))
+    for start in range(60, 360, 20):
+        state = programs.insert(collection, state, range(start, start + 20), grow=True)
+    assert collection.num_rows(state) == {"user": 360}
+
+
+def test_an_older_state_goes_on():
+    """A run that is taken up again from a kept state grows as the first one did."""
+    collection = programs.one_table(capacity=64)
+    kept = programs.insert(collection, collection.init(seed=0), range(60), grow=True)
+    for _ in range(2):
+        state = jax.tree.map(jnp.copy, kept)
+        for start in range(100, 400, 20):
+            state = programs.insert(collection, state, range(start, start + 20), grow=True)
+        assert collection.num_rows(state) == {"user": 360}
+
+
+def test_steps_after_growth_are_the_same_steps():
+    """A small table that grew and a large one from the beginning: equal rows, ids and state."""
+    rng = np.random.default_rng(0)
+    batches = [rng.integers(0, 300, 64) for _ in range(8)]
+    collections = [programs.one_table(capacity=capacity, optimizer=jaxsok.optim.adam(0.1)) for capacity in (16, 1024)]
+    tables = []
+    for collection in collections:
+        state = collection.init(seed=0)
+        for keys in batches:
+            features = programs.batch(collection, user=keys)
+            state, _ = programs.learn(collection, collection.grow(state), features)
+        tables.append(collection.export_table(state, "user"))
+    for name in ("keys", "row_ids", "rows"):
+        np.testing.assert_array_equal(tables[0][name], tables[1][name])
+
+
+def test_growth_after_erasures():
+    """Churn: a tenth leaves and comes anew, many times; the store grows no further than it must."""
+    collection = programs.one_table(capacity=512)
+    state, alive, fresh = collection.init(seed=0), list(range(400)), 400
+    state = programs.insert(collection, state, alive)
+    rng = np.random.default_rng(0)
+    bytes_before = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+    for _ in range(30):
+        leaving = rng.choice(alive, 40, replace=False)
+        state, num_erased = collection.erase(state, "user", leaving)
+        assert int(num_erased) == 40
+        alive = [key for key in alive if key not in set(leaving.tolist())] + list(range(fresh, fresh + 40))
+        state = programs.insert(collection, state, range(fresh, fresh + 40))
+        fresh += 40
+        assert set(programs.rows_of(collection, state)) == set(alive)
+    assert sum(leaf.nbytes for leaf in jax.tree.leaves(state)) == bytes_before
+    _, stats = programs.find(collection)(state, programs.batch(collection, user=np.array(alive)))
+    assert programs.counts(stats)["num_found"] == 400
+
+
+def aimed_keys(collection, state, num_keys):
+    """Keys whose home is one bucket of the index as it is now."""
+    from jaxsok.kernels import table
+
+    num_buckets, salt = programs.index_of(collection, state)
+    return strategies.keys_of_one_bucket(
+        table.home_bucket, num_keys, table_id=0, salt=salt, num_buckets=num_buckets, bucket=1
+    )
+
+
+def test_keys_of_one_bucket():
+    """They fill bucket after bucket; all are found, none is lost, and the walk is counted."""
+    collection = programs.one_table(capacity=1024)
+    state = collection.init(seed=0)
+    keys = aimed_keys(collection, state, 64)
+    state, stats = programs.learn(collection, state, programs.batch(collection, user=keys), gradient=0.0)
+    assert programs.counts(stats)["num_inserted"] == 64
+    assert programs.total(stats, "longest_probe") >= 16  # 64 keys in buckets of four
+    assert programs.exported(collection, state).keys() == set(keys.tolist())
+    embeddings, stats = programs.find(collection)(state, programs.batch(collection, user=keys[::-1].copy()))
+    assert programs.counts(stats)["num_found"] == 64
+    np.testing.assert_array_equal(embeddings["user"], programs.initial_rows("user", DIM, keys[::-1]))
+    state, num_erased = collection.erase(state, "user", keys[::2])
+    assert int(num_erased) == 32
+    _, stats = programs.find(collection)(state, programs.batch(collection, user=keys))
+    assert programs.counts(stats)["num_found"] == 32 and programs.counts(stats)["num_missing"] == 32
+
+
+def test_more_keys_of_one_bucket_than_a_walk_is_long():
+    """Some find no entry within the bound: counted apart, and after a rebuild with another salt none is lost."""
+    collection = programs.one_table(capacity=2048)
+    state = collection.init(seed=0)
+    keys = aimed_keys(collection, state, 600)
+    features = programs.batch(collection, user=keys)
+    state, stats = programs.learn(collection, state, features, gradient=0.0)
+    num_unplaced = programs.total(stats, "num_unplaced")
+    assert num_unplaced > 0
+    counts = programs.counts(stats)
+    assert counts["num_inserted"] == 600 - num_unplaced and sum(counts.values()) == 600
+    state = collection.grow(state)
+    state, stats = programs.learn(collection, state, features, gradient=0.0)
+    assert programs.counts(stats)["num_refused"] == 0 and programs.total(stats, "num_unplaced") == 0
+    assert programs.exported(collection, state).keys() == set(keys.tolist())
+    ids = sorted(row_id for row_id, _, _ in programs.exported(collection, state).values())
+    assert ids == list(range(600))
+
+
+@pytest.mark.slow
+def test_a_million_rows():
+    """Growth to 2^20 rows by doubling, in batches."""
+    collection = programs.one_table(capacity=1 << 12, dim=8)
+    state = collection.init(seed=0)
+    for start in range(0, 1 << 20, 1 << 15):
+        state = collection.grow(state)
+        state, stats = programs.learn(
+            collection, state, programs.batch(collection, user=np.arange(start, start + (1 << 15)) * 7919)
+        )
+        stats.check()
+    assert collection.num_rows(state) == {"user": 1 << 20}

@@ -1,0 +1,299 @@
+"""The laws of the design that name no implementation: 3, 4, 5, 9 and 10 (1 and 5 also in test_machine.py)."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import programs
+import pytest
+import strategies
+from hypothesis import given
+from hypothesis import strategies as st
+
+import jaxsok
+from jaxsok.combine import combine, combine_transpose
+
+BIG_LEAF_BYTES = 64 << 10  # smaller leaves are counters: XLA may place them anew
+
+
+def three_tables(capacity=1 << 16):
+    """Two stores, three tables, weights, bags of all kinds."""
+    adagrad, adam = jaxsok.optim.rowwise_adagrad(0.1), jaxsok.optim.adam(0.01)
+    return jaxsok.Collection(
+        [
+            jaxsok.TableSpec("user", 8, adagrad, capacity=capacity),
+            jaxsok.TableSpec("item", 8, adagrad, capacity=capacity, initializer=jaxsok.initializers.normal(0.1)),
+            jaxsok.TableSpec("ad", 16, adam, capacity=capacity),
+        ],
+        [
+            jaxsok.FeatureSpec("user", "user"),
+            jaxsok.FeatureSpec("history", "item", combiner="mean", weighted=True, max_keys=4096),
+            jaxsok.FeatureSpec("basket", "item", combiner="sqrtn"),
+            jaxsok.FeatureSpec("ad", "ad", combiner="sum"),
+        ],
+    )
+
+
+def big_batch(collection, rng, num_bags=512):
+    """Zipf keys, so that some rows are used hundreds of times and most once."""
+    lengths = rng.multinomial(rng.integers(0, 4096), np.full(num_bags, 1 / num_bags)).astype(np.int32)
+    return collection.batch(
+        {
+            "user": rng.integers(0, 2**63, num_bags),
+            "history": jaxsok.Bags(
+                rng.zipf(1.2, lengths.sum()).astype(np.int64) << 20,
+                lengths=lengths,
+                weights=rng.uniform(0.1, 2.0, lengths.sum()).astype(np.float32),
+            ),
+            "basket": np.where(rng.random((num_bags, 4)) < 0.2, -1, rng.zipf(1.1, (num_bags, 4)) % 1000),
+            "ad": rng.zipf(1.05, (num_bags, 8)),
+        }
+    ).features
+
+
+def run(collection, seed, num_steps=4):
+    """A short training; returns all embeddings and the last state."""
+    rng, state, embeddings = np.random.default_rng(seed), collection.init(seed=seed), []
+    for i in range(num_steps):
+        features = big_batch(collection, rng)
+        found, state, plan = programs.lookup(collection)(state, features)
+        embeddings.append(found)
+        gradients = {
+            name: jnp.asarray(rng.normal(size=array.shape).astype(np.float32)) for name, array in found.items()
+        }
+        state, _ = programs.update(collection)(state, plan, gradients)
+        if i == 2:
+            state, _ = collection.erase(state, "item", np.arange(1, 50) << 20)
+    return embeddings, state
+
+
+def test_law_3_two_runs_give_the_same_bits():
+    """Embeddings, and all of the state but the order of entries in the index."""
+    collection = three_tables()
+    (first, first_state), (second, second_state) = run(collection, 3), run(collection, 3)
+    for a, b in zip(jax.tree.leaves(first), jax.tree.leaves(second), strict=True):
+        np.testing.assert_array_equal(programs.bits(a), programs.bits(b))
+    programs.assert_same_state(first_state, second_state, index=False)
+
+
+def test_law_3_state_has_an_index_to_leave_out():
+    """The comparison above leaves out the index alone: rows, records and counters are compared."""
+    paths = [path for path, _ in programs.state_leaves(three_tables(256).init(seed=0))]
+    assert any("index" in path for path in paths)
+    assert sum("index" not in path for path in paths) >= 6  # rows, records and optimizer state of two stores
+
+
+NUM_UNIQUE, NUM_KEYS, NUM_BAGS, DIM = 5, 16, 4, 3
+
+
+@st.composite
+def combinations(draw):
+    """(inverse, offsets): some keys are padding (out of range), some bags are empty."""
+    inverse = draw(st.lists(st.integers(0, NUM_UNIQUE), min_size=NUM_KEYS, max_size=NUM_KEYS))
+    cuts = sorted(draw(st.lists(st.integers(0, NUM_KEYS), min_size=NUM_BAGS, max_size=NUM_BAGS)))
+    return np.array(inverse, np.int32), np.array([0, *cuts], np.int32)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("combiner", ["sum", "mean", "sqrtn"])
+@given(case=combinations(), seed=st.integers(0, 2**31))
+def test_law_4_combine_and_its_transpose(combiner, weighted, case, seed):
+    """<combine(x), y> = <x, combine_transpose(y)>, and combine is what the oracle says."""
+    inverse, offsets = case
+    rng = np.random.default_rng(seed)
+    rows = rng.normal(size=(NUM_UNIQUE, DIM)).astype(np.float32)
+    gradients = rng.normal(size=(NUM_BAGS, DIM)).astype(np.float32)
+    weights = rng.uniform(0.5, 2.0, NUM_KEYS).astype(np.float32) if weighted else None
+    embeddings = np.asarray(_combine(combiner)(rows, inverse, offsets, weights), np.float64)
+    row_gradients = np.asarray(_transpose(combiner)(gradients, inverse, offsets, weights), np.float64)
+    # Both sides add at most 16 * 3 products of size <= 16 in float32: 48 * 16 * 2^-24 < 1e-4.
+    np.testing.assert_allclose(np.vdot(embeddings, gradients), np.vdot(rows, row_gradients), rtol=1e-4, atol=1e-4)
+
+    for bag in range(NUM_BAGS):
+        span = range(offsets[bag], offsets[bag + 1])
+        keys = [int(inverse[i]) if inverse[i] < NUM_UNIQUE else oracle.PADDING_KEY for i in span]
+        bag_weights = [1.0 if weights is None else float(weights[i]) for i in span]
+        factors = oracle.bag_factors(keys, bag_weights, combiner, weighted)
+        bag_rows = [rows[key] if key != oracle.PADDING_KEY else np.zeros(DIM) for key in keys]
+        want = oracle.combine(bag_rows, factors, DIM)
+        np.testing.assert_allclose(embeddings[bag], want, rtol=1e-5, atol=1e-5)  # 16 float32 additions of size <= 16
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _free_programs():
+    yield
+    _PROGRAMS.clear()
+
+
+_PROGRAMS = {}
+
+
+def _combine(combiner):
+    if combiner not in _PROGRAMS:
+        _PROGRAMS[combiner] = jax.jit(lambda r, i, o, w: combine(r, i, o, combiner, weights=w))
+    return _PROGRAMS[combiner]
+
+
+def _transpose(combiner):
+    key = combiner, "transpose"
+    if key not in _PROGRAMS:
+        _PROGRAMS[key] = jax.jit(lambda g, i, o, w: combine_transpose(g, i, o, combiner, NUM_UNIQUE, weights=w))
+    return _PROGRAMS[key]
+
+
+def test_law_4_through_lookup_and_update():
+    """The gradient that reaches a row (sgd, rate 1) is the derivative of the embeddings with respect to it."""
+    for combiner in ("sum", "mean", "sqrtn"):
+        collection = programs.one_table(combiner=combiner, weighted=True, dim=2)
+        keys = np.array([[3, 5, 3], [5, 9, -1]])
+        weights = np.array([[1.0, 0.5, 2.0], [1.0, -0.25, 7.0]], np.float32)
+        features = programs.batch(collection, user=jaxsok.Bags(keys, weights=weights))
+        _, state, plan = collection.lookup(collection.init(seed=1), features)
+        before = programs.rows_of(collection, state)
+        gradient = np.array([[1.0, -2.0], [3.0, 0.5]], np.float32)
+        state, _ = collection.update(state, plan, {"user": jnp.asarray(gradient)})
+        after = programs.rows_of(collection, state)
+        want = {key: np.zeros(2) for key in before}
+        for bag in range(2):
+            bag_keys = [int(key) % 2**64 for key in keys[bag]]
+            for key, factor in zip(
+                bag_keys, oracle.bag_factors(bag_keys, weights[bag].tolist(), combiner, True), strict=True
+            ):
+                if key != oracle.PADDING_KEY:
+                    want[key] = want[key] + factor * gradient[bag]
+        for key in before:
+            # Differences of float32 numbers of size <= 10: a few units of 2^-24 * 10.
+            np.testing.assert_allclose(before[key] - after[key], want[key], atol=5e-6)
+
+
+@given(data=st.data())
+def test_law_5_every_key_is_counted_once(data):
+    """Asked = found + inserted + missing + refused + padding, with refusals: a store of 4 rows."""
+    collection = _full_soon()
+    bags = data.draw(strategies.ragged_bags(strategies.CORNER_KEYS, 4, 8, padding=True))
+    user = data.draw(strategies.key_lists(strategies.CORNER_KEYS, 4, padding=True))
+    features = programs.batch(collection, user=programs.as_array(user), history=programs.to_bags(bags))
+    _, state, plan = programs.lookup(collection)(collection.init(seed=0), features)
+    _, stats = programs.update(collection)(state, plan, {name: jnp.zeros((4, 4)) for name in ("user", "history")})
+    counts = programs.counts(stats)
+    assert sum(counts.values()) == 4 + 8
+    distinct = {*user, *(key for bag in bags for key in bag)} - {oracle.PADDING_KEY}
+    assert counts["num_inserted"] == min(4, len(distinct))
+    _, stats = programs.find(collection)(state, features)
+    found = programs.counts(stats)
+    assert sum(found.values()) == 4 + 8
+    assert found["num_missing"] == counts["num_refused"]
+    assert found["num_refused"] == found["num_inserted"] == 0
+
+
+def _full_soon():
+    if "full" not in _PROGRAMS:
+        _PROGRAMS["full"] = jaxsok.Collection(
+            [jaxsok.TableSpec("user", 4, jaxsok.optim.sgd(1.0), capacity=4, max_capacity=4)],
+            [jaxsok.FeatureSpec("user", "user"), jaxsok.FeatureSpec("history", "user", max_keys=8)],
+        )
+    return _PROGRAMS["full"]
+
+
+def pointers(state):
+    """Where each large leaf lies."""
+    return {
+        path: leaf.unsafe_buffer_pointer()
+        for path, leaf in programs.state_leaves(state)
+        if leaf.nbytes >= BIG_LEAF_BYTES
+    }
+
+
+def test_law_9_a_donated_step_keeps_every_address():
+    """Lookup, update and all between them in one program, several times."""
+    collection, rng = three_tables(), np.random.default_rng(0)
+    state = collection.init(seed=0)
+    before = pointers(state)
+    assert len(before) >= 8  # index, records, rows and optimizer state of two stores
+    for _ in range(3):
+        state, _, _ = programs.donated_step(collection)(state, big_batch(collection, rng))
+        assert pointers(state) == before
+
+
+def test_law_9_donated_lookup_update_and_scan_keep_every_address():
+    """Each op by itself, and a scan over steps."""
+    collection, rng = three_tables(), np.random.default_rng(1)
+    state = collection.init(seed=0)
+    before = pointers(state)
+    features = big_batch(collection, rng)
+    embeddings, state, plan = jax.jit(collection.lookup, donate_argnums=0)(state, features)
+    assert pointers(state) == before
+    state, _ = jax.jit(collection.update, donate_argnums=0)(state, plan, embeddings)
+    assert pointers(state) == before
+
+    def body(state, features):
+        state, loss, _ = programs.train_step(collection)(state, features)
+        return state, loss
+
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *[big_batch(collection, rng) for _ in range(3)])
+    state, _ = jax.jit(lambda state, xs: jax.lax.scan(body, state, xs), donate_argnums=0)(state, stacked)
+    assert pointers(state) == before
+
+
+def test_law_9_erase_keeps_every_address():
+    """Erase rebuilds the index where it lies."""
+    collection, rng = three_tables(), np.random.default_rng(2)
+    state, _, _ = programs.donated_step(collection)(collection.init(seed=0), big_batch(collection, rng))
+    before = pointers(state)
+    erase = jax.jit(lambda state, keys: collection.erase(state, "item", keys), donate_argnums=0)
+    state, num_erased = erase(state, jnp.asarray(programs.words(np.arange(1, 100))))
+    assert int(num_erased) > 0
+    assert pointers(state) == before
+
+
+def test_without_donation_the_old_state_stays():
+    """The same programs on a state that is not given away change a copy."""
+    collection, rng = three_tables(1 << 10), np.random.default_rng(3)
+    state = collection.init(seed=0)
+    kept = jax.tree.map(lambda leaf: np.array(leaf), state)
+    features = big_batch(collection, rng, num_bags=64)
+    _, new_state, plan = programs.lookup(collection)(state, features)
+    programs.assert_same_state(kept, state)
+    middle = jax.tree.map(lambda leaf: np.array(leaf), new_state)
+    embeddings, _ = programs.find(collection)(new_state, features)
+    programs.update(collection)(new_state, plan, embeddings)
+    collection.erase(new_state, "user", np.arange(5))
+    programs.assert_same_state(middle, new_state)
+
+
+@pytest.mark.gpu
+def test_law_10_cpu_and_cuda_agree():
+    """The same steps on both back ends: integers exactly, floats to the bit (a looser bound would hide an order)."""
+    results = []
+    for device in (jax.devices("cpu")[0], jax.devices("gpu")[0]):
+        with jax.default_device(device):
+            embeddings, state = run(three_tables(), 5)
+            assert all(leaf.devices() == {device} for leaf in jax.tree.leaves(state))
+            results.append((jax.device_get(embeddings), jax.device_get(state)))
+    (cpu_embeddings, cpu_state), (gpu_embeddings, gpu_state) = results
+    for (path, a), (_, b) in zip(programs.state_leaves(cpu_state), programs.state_leaves(gpu_state), strict=True):
+        if "index" in path:
+            continue
+        if a.dtype.kind == "f":
+            # Both back ends use the same correctly rounded operations in the same order; 1e-6 is 8 roundings, for
+            # a compiler that contracts a product and a sum.
+            np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-9, err_msg=path)
+        else:
+            np.testing.assert_array_equal(a, b, err_msg=path)
+    for a, b in zip(jax.tree.leaves(cpu_embeddings), jax.tree.leaves(gpu_embeddings), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.gpu
+def test_law_10_to_the_bit():
+    """What the shared core promises: not only close, equal."""
+    leaves = []
+    for device in (jax.devices("cpu")[0], jax.devices("gpu")[0]):
+        with jax.default_device(device):
+            embeddings, state = run(three_tables(), 6)
+            leaves.append([jax.device_get(embeddings), dict(programs.state_leaves(jax.device_get(state)))])
+    for a, b in zip(jax.tree.leaves(leaves[0][0]), jax.tree.leaves(leaves[1][0]), strict=True):
+        np.testing.assert_array_equal(programs.bits(a), programs.bits(b))
+    for path, leaf in leaves[0][1].items():
+        if "index" not in path:
+            np.testing.assert_array_equal(programs.bits(leaf), programs.bits(leaves[1][1][path]), err_msg=path)

@@ -1,0 +1,155 @@
+"""Statistics: what depended on the data, counted on the device, raised on the host."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import programs
+import pytest
+
+import jaxsok
+
+DIM = 4
+
+
+def two_tables(**spec):
+    """Two tables in one store."""
+    sgd = jaxsok.optim.sgd(1.0)
+    return jaxsok.Collection(
+        [jaxsok.TableSpec("user", DIM, sgd, **spec), jaxsok.TableSpec("item", DIM, sgd, **spec)],
+        [jaxsok.FeatureSpec("user", "user"), jaxsok.FeatureSpec("item", "item", combiner="mean", max_keys=8)],
+    )
+
+
+def step(collection, state, user, item):
+    """One lookup and update; returns state and stats."""
+    bags = jaxsok.Bags(np.array(item), lengths=np.array([len(item), 0]))
+    return programs.learn(collection, state, programs.batch(collection, user=np.array(user), item=bags))
+
+
+def test_occurrences_are_counted_one_after_the_other():
+    """The first occurrence of a new key is inserted, its repeats are found; unused positions are padding."""
+    collection = two_tables(capacity=16)
+    state, stats = step(collection, collection.init(seed=0), [5, 5], [5, 6, 6, -1, 6])
+    assert programs.counts(stats, "user") == {
+        "num_found": 1,
+        "num_inserted": 1,
+        "num_missing": 0,
+        "num_refused": 0,
+        "num_padding": 0,
+    }
+    assert programs.counts(stats, "item") == {
+        "num_found": 2,
+        "num_inserted": 2,
+        "num_missing": 0,
+        "num_refused": 0,
+        "num_padding": 4,
+    }
+    assert stats.to_dict()["user"]["num_rows"] == 1 and stats.to_dict()["item"]["num_rows"] == 2
+    _, stats = step(collection, state, [7, 5], [6])
+    assert programs.counts(stats, "user")["num_found"] == 1
+    assert stats.to_dict()["user"]["num_rows"] == 2
+
+
+def test_shapes_and_types():
+    """Arrays of int32 by table and by store, names as static data."""
+    collection = two_tables(capacity=16)
+    _, stats = step(collection, collection.init(seed=0), [5, 5], [5])
+    assert tuple(stats.tables) == ("user", "item")
+    by_table = "num_found num_inserted num_missing num_refused num_padding num_rows num_nonfinite".split()
+    for name in by_table:
+        assert getattr(stats, name).shape == (2,) and getattr(stats, name).dtype == np.int32, name
+    for name in ("longest_probe", "num_unplaced"):
+        assert getattr(stats, name).shape == (1,) and getattr(stats, name).dtype == np.int32, name
+    assert stats.num_stale.shape == () and stats.num_stale.dtype == np.int32
+    assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(stats))
+    assert set(stats.to_dict()) >= {"user", "item"}
+    assert set(stats.to_dict()["user"]) >= set(by_table)
+    assert all(isinstance(stats.to_dict()["user"][name], int) for name in by_table)
+
+
+def test_check_is_silent_when_nothing_is_wrong():
+    """It returns nothing to look at, and raises nothing."""
+    collection = two_tables(capacity=16)
+    _, stats = step(collection, collection.init(seed=0), [5, -1], [5])
+    stats.check()
+
+
+def test_refused_keys_raise_with_table_capacity_and_number():
+    """What a user needs to know to act."""
+    collection = programs.one_table(capacity=8, max_capacity=8)
+    _, stats = programs.learn(collection, collection.init(seed=0), programs.batch(collection, user=np.arange(21)))
+    assert programs.counts(stats)["num_refused"] == 13
+    with pytest.raises(jaxsok.TableFullError) as error:
+        stats.check()
+    for part in ("user", "8", "13"):
+        assert part in str(error.value)
+    assert "item" not in str(error.value)
+
+
+def test_refused_names_only_tables_that_refused():
+    """Two tables in a full store: the one that asked for more is named."""
+    collection = two_tables(capacity=2, max_capacity=2)
+    _, stats = step(collection, collection.init(seed=0), [1, 2], [1, 2, 3])
+    assert programs.counts(stats, "user")["num_refused"] == 0
+    assert programs.counts(stats, "item")["num_refused"] == 1
+    with pytest.raises(jaxsok.TableFullError, match='table "item"') as error:
+        stats.check()
+    assert 'table "user"' not in str(error.value)
+
+
+def test_statistics_add():
+    """Counts of two steps add up; rows in use and the longest probe are those of the later, larger state."""
+    collection = two_tables(capacity=16)
+    state, first = step(collection, collection.init(seed=0), [1, 2], [1, 1])
+    _, second = step(collection, state, [1, 3], [4, -1])
+    both = first + second
+    assert tuple(both.tables) == ("user", "item")
+    for table in ("user", "item"):
+        for name, value in programs.counts(both, table).items():
+            assert value == programs.counts(first, table)[name] + programs.counts(second, table)[name]
+    assert both.to_dict()["user"]["num_rows"] == 3
+    assert both.to_dict()["item"]["num_rows"] == 2
+
+
+def test_added_statistics_still_raise():
+    """A refusal in one of many steps is not lost in the sum."""
+    collection = programs.one_table(capacity=2, max_capacity=2)
+    state, fine = programs.learn(collection, collection.init(seed=0), programs.batch(collection, user=np.array([1, 2])))
+    _, full = programs.learn(collection, state, programs.batch(collection, user=np.array([1, 3])))
+    (fine + fine).check()
+    for stats in (fine + full, full + fine):
+        with pytest.raises(jaxsok.TableFullError):
+            stats.check()
+
+
+def test_statistics_pass_jit_and_scan():
+    """A pytree like any other."""
+    collection = two_tables(capacity=16)
+    _, stats = step(collection, collection.init(seed=0), [5, 5], [5])
+    doubled = jax.jit(lambda stats: stats + stats)(stats)
+    np.testing.assert_array_equal(doubled.num_found, 2 * np.asarray(stats.num_found))
+    assert jax.tree.map(jnp.asarray, stats).tables == stats.tables
+
+
+def test_num_nonfinite_is_by_table():
+    """Rows of one table, not of its neighbour in the store."""
+    collection = two_tables(capacity=16)
+    bags = jaxsok.Bags(np.array([5, 6, 7]), lengths=np.array([2, 1]))
+    features = programs.batch(collection, user=np.array([1, 2]), item=bags)
+    _, state, plan = programs.lookup(collection)(collection.init(seed=0), features)
+    gradients = {"user": jnp.ones((2, DIM)), "item": jnp.array([[np.nan] * DIM, [1.0] * DIM])}
+    _, stats = programs.update(collection)(state, plan, gradients)
+    assert stats.to_dict()["user"]["num_nonfinite"] == 0
+    assert stats.to_dict()["item"]["num_nonfinite"] == 2
+    with pytest.raises(jaxsok.NonFiniteGradientError, match="item"):
+        stats.check()
+
+
+def test_longest_probe_is_at_least_one():
+    """Buckets visited by the longest walk; few at a moderate load."""
+    collection = programs.one_table(capacity=4096)
+    features = programs.batch(collection, user=np.arange(2048) * 1000)
+    _, stats = programs.learn(collection, collection.init(seed=0), features)
+    # 2,048 keys in an index for 4,096 rows, four entries a bucket: a walk of more than 16 buckets is no chance.
+    assert 1 <= programs.total(stats, "longest_probe") <= 16
+    assert programs.total(stats, "num_unplaced") == 0
