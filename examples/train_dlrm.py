@@ -66,11 +66,11 @@ class Config:
     """Numbers in a row of a table, and width of the bottom MLP's result."""
     capacity: int = 4096
     """Rows that each table begins with: small, so that growth is seen."""
-    optimizer: str = "rowwise_adagrad"
+    optimizer: str = "adagrad"
     """Optimizer of the tables, a name in OPTIMIZERS."""
-    learning_rate: float = 0.02
+    learning_rate: float = 0.04
     """Learning rate of the tables."""
-    dense_learning_rate: float = 1e-3
+    dense_learning_rate: float = 2e-3
     """Learning rate of the MLPs (Adam)."""
     bottom: tuple[int, ...] = (64, 32)
     """Hidden widths of the MLP over the integers (the DLRM paper: 512, 256)."""

@@ -23,8 +23,8 @@ from jaxsok.lookup import Embeddings
 from jaxsok.plan import Plan
 from jaxsok.specs import FeatureSpec, StoreSpec, TableSpec, fingerprint, group_into_stores
 from jaxsok.stats import Stats
-from jaxsok.store import State, init_store, num_buckets_of, row_bytes
-from jaxsok.types import COUNTERS, COUNTS, MAX_CAPACITY
+from jaxsok.store import State, init_store, num_buckets_of
+from jaxsok.types import COUNTERS, COUNTS, MAX_CAPACITY, MAX_FEATURES
 
 
 class Collection:
@@ -79,6 +79,13 @@ class Collection:
         self.fingerprint: str = fingerprint(self.stores)
         self.growth = grow_lib.GrowthTracker.of(len(self.stores))
         for s, store in enumerate(self.stores):
+            names = [table.name for table in store.tables]
+            num_features = sum(feature.table in names for feature in self.features)
+            if num_features > MAX_FEATURES:
+                raise ValueError(
+                    f"Collection: features: got {num_features} over the store of tables {names}, wanted at most "
+                    f"{MAX_FEATURES}; use two collections."
+                )
             if store.capacity > MAX_CAPACITY:
                 raise ValueError(
                     f"Collection: tables {[table.name for table in store.tables]}: capacity: got "
@@ -102,17 +109,7 @@ class Collection:
         if isinstance(seed, bool) or not isinstance(seed, (int, np.integer)) or not 0 <= seed < 2**64:
             raise ValueError(f"init: seed: got {seed!r}, wanted an integer from 0 to 2**64 - 1.")
         library.register()
-        total = sum(store.capacity * row_bytes(store) for store in self.stores)
-        free = grow_lib.free_bytes()
-        for store in self.stores:
-            grow_lib.require_memory(store, store.capacity, "init")
-        if free is not None and total > free:
-            raise MemoryError(
-                f"init: got {total} bytes for {len(self.stores)} stores, wanted at most {free} that are "
-                "free; lower the "
-                "capacities (bytes per row: "
-                f"{ {table.name: row_bytes(store) for store in self.stores for table in store.tables} })."
-            )
+        grow_lib.require_memory([(store, store.capacity) for store in self.stores], "init")
         # Salts differ between stores and seeds; they are hidden from whoever chooses keys.
         salts = np.random.SeedSequence(int(seed)).generate_state(len(self.stores), np.uint64)
         state = State(

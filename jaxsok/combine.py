@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int32
 
-from jaxsok.features import FeatureLayout
+from jaxsok.features import FeatureLayout, rising
 from jaxsok.kernels import combine as kernels
 from jaxsok.types import COMBINERS, Combiner, Inverse
 
@@ -127,4 +127,4 @@ def _bags(
     )
     words = np.array([layout.words()], np.int32)
     weights = jnp.zeros(0, jnp.float32) if weights is None else jnp.asarray(weights, jnp.float32)
-    return layout, (jnp.asarray(offsets, jnp.int32), weights, words)
+    return layout, (rising(jnp.asarray(offsets), inverse.shape[0]), weights, words)

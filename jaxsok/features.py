@@ -68,8 +68,8 @@ class FeatureLayout:
 
     @property
     def num_tiles(self) -> int:
-        """Tiles of its bags."""
-        return -(-self.num_bags // BAGS_PER_TILE)
+        """Tiles of its bags; keys without any bag still have one, which counts them."""
+        return max(-(-self.num_bags // BAGS_PER_TILE), 1 if self.num_keys else 0)
 
     def words(self, plan: int = 0) -> list[int]:
         """Its line in the features operand (FeatureWord in ffi/core/layout.h)."""
@@ -343,9 +343,10 @@ def _read_ragged(spec: FeatureSpec, bags: Bags, words: Any, weights: Any, what: 
     if isinstance(given, np.ndarray):
         offsets = _check_offsets(given, name, words, what)
     elif name == "offsets":
-        offsets = given.astype(jnp.int32)
+        offsets = rising(given, words.shape[0])
     else:
-        offsets = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(given.astype(jnp.int32), dtype=jnp.int32)])
+        zero = jnp.zeros(1, jnp.int32)
+        offsets = rising(jnp.concatenate([zero, jnp.cumsum(given.astype(jnp.int32))]), words.shape[0])
     if isinstance(given, jax.Array) or isinstance(words, jax.Array):
         place = jnp.arange(words.shape[0], dtype=jnp.int32)
         inside = (place >= offsets[0]) & (place < offsets[-1])
@@ -362,6 +363,11 @@ def _read_ragged(spec: FeatureSpec, bags: Bags, words: Any, weights: Any, what: 
     if spec.combiner is None:
         return _Part(spec, words, offsets, None, size, 1, (size,))
     return _Part(spec, words, offsets, weights, num_bags, 0, (num_bags,))
+
+
+def rising(offsets: Array, num_keys: int) -> Int32[Array, " num_bags_plus_1"]:
+    """Traced offsets, of which nobody can know whether they rise: made to, within the keys, so no kernel can stray."""
+    return jax.lax.cummax(jnp.clip(offsets.astype(jnp.int32), 0, num_keys))
 
 
 def _check_offsets(given: np.ndarray, name: str, words: Any, what: str) -> np.ndarray:

@@ -10,7 +10,7 @@ fit.
 import collections
 import dataclasses
 import functools
-import os
+import pathlib
 from collections.abc import Sequence
 
 import jax
@@ -126,14 +126,9 @@ def grow(specs: Sequence[StoreSpec], tracker: GrowthTracker, state: State, steps
     if counters is not None:
         tracker.under_way.clear()
         tracker.learn(counters, tracker.allowed)
-        stores = list(state.stores)
-        for s, spec in enumerate(specs):
-            if counters[s, _WORD["num_unplaced"]]:
-                stores[s] = _salted_anew(stores[s], counters[s])
-            if short(s):
-                stores[s] = _grow_store(spec, stores[s], int(tracker.known[s][0]) + reserve[s])
-                tracker.num_grown += 1
-        state = dataclasses.replace(state, stores=tuple(stores))
+        needed = {s: tracker.known[s][0] + reserve[s] for s in range(len(specs)) if short(s)}
+        state = _rebuilt(specs, state, counters, _new_capacities(specs, state, needed))
+        tracker.num_grown += len(needed)
         tracker.signature = _signature(state)
     elif not tracker.under_way and (
         tracker.num_calls % LOOK_EVERY == 0
@@ -151,41 +146,56 @@ def grow(specs: Sequence[StoreSpec], tracker: GrowthTracker, state: State, steps
     return state
 
 
-def _grow_store(spec: StoreSpec, store: StoreState, needed: int) -> StoreState:
-    """Appends one slab and makes the index anew."""
-    capacity = store.capacity
+def next_capacity(spec: StoreSpec, capacity: int, needed: int) -> int:
+    """The capacity that a store grows to: twice, or a quarter more where that would not fit, or what is needed."""
     limit = min(spec.max_capacity or MAX_CAPACITY, MAX_CAPACITY)
-    wanted = max(needed, int(capacity * GROWTH_FACTOR))
-    gentle = max(needed, int(capacity * GENTLE_FACTOR))
-    new_capacity = min(limit, wanted if fits(spec, wanted - capacity) else gentle)
-    names = ", ".join(f'"{table.name}"' for table in spec.tables)
-    if new_capacity <= capacity or len(store.rows) >= MAX_SLABS:
-        raise MemoryError(
-            f"grow: store of tables {names}: got {capacity} rows in {len(store.rows)} slabs, wanted "
-            f"{needed} rows, beyond "
-            f"{limit} rows or {MAX_SLABS} slabs; start with a larger capacity."
-        )
-    require_memory(spec, new_capacity - capacity, "grow")
-    store.index.delete()
-    rows, records, states = new_slab(spec, new_capacity - capacity)
-    store = dataclasses.replace(
+    wanted = min(limit, max(needed, int(capacity * GROWTH_FACTOR)))
+    gentle = min(limit, max(needed, int(capacity * GENTLE_FACTOR)))
+    return wanted if fits(spec, wanted - capacity) else gentle
+
+
+def _new_capacities(specs: Sequence[StoreSpec], state: State, needed: dict[int, int]) -> dict[int, int]:
+    """What each store that is short grows to; refuses what will not fit before anything has changed."""
+    capacities = {}
+    for s, rows in needed.items():
+        capacity, num_slabs = state.stores[s].capacity, len(state.stores[s].rows)
+        capacities[s] = next_capacity(specs[s], capacity, rows)
+        if capacities[s] <= capacity or num_slabs >= MAX_SLABS:
+            raise MemoryError(
+                f"grow: store of tables {_names(specs[s])}: got {capacity} rows in {num_slabs} slabs, wanted {rows} "
+                f"rows, beyond {MAX_CAPACITY} rows or {MAX_SLABS} slabs; start with a larger capacity."
+            )
+    require_memory([(specs[s], new - state.stores[s].capacity) for s, new in capacities.items()], "grow")
+    return capacities
+
+
+def _rebuilt(specs: Sequence[StoreSpec], state: State, counters: np.ndarray, capacities: dict[int, int]) -> State:
+    """The state with larger stores, and with new indexes where they are larger or keys found no entry."""
+    stores = list(state.stores)
+    for s, spec in enumerate(specs):
+        if counters[s, _WORD["num_unplaced"]]:
+            words = counters[s].copy()
+            words[_WORD["salt_low"]] = (int(words[_WORD["salt_low"]]) + 0x9E3779B9) & 0xFFFFFFFF
+            stores[s] = dataclasses.replace(stores[s], counters=jnp.asarray(words))
+        elif s not in capacities:
+            continue
+        stores[s].index.delete()
+        if s in capacities:
+            stores[s] = _with_slab(spec, stores[s], capacities[s] - stores[s].capacity)
+        num_buckets = num_buckets_of(stores[s].capacity)
+        index, new_counters = _rebuild(stores[s].counters, stores[s].records, num_buckets)
+        stores[s] = dataclasses.replace(stores[s], index=index, counters=new_counters)
+    return dataclasses.replace(state, stores=tuple(stores))
+
+
+def _with_slab(spec: StoreSpec, store: StoreState, size: int) -> StoreState:
+    rows, records, states = new_slab(spec, size)
+    return dataclasses.replace(
         store,
         rows=(*store.rows, rows),
         records=(*store.records, records),
         states=tuple((*slabs, slab) for slabs, slab in zip(store.states, states, strict=True)),
     )
-    index, counters = _rebuild(store.counters, store.records, num_buckets_of(new_capacity))
-    return dataclasses.replace(store, index=index, counters=counters)
-
-
-def _salted_anew(store: StoreState, words: np.ndarray) -> StoreState:
-    """Makes the index anew under another salt: keys found no entry within the probe bound."""
-    words = words.copy()
-    words[_WORD["salt_low"]] += np.uint32(0x9E3779B9)
-    num_buckets = store.index.shape[0]
-    store.index.delete()
-    index, counters = _rebuild(jnp.asarray(words), store.records, num_buckets)
-    return dataclasses.replace(store, index=index, counters=counters)
 
 
 @functools.partial(jax.jit, donate_argnums=0, static_argnums=2)
@@ -193,15 +203,32 @@ def _rebuild(counters: Array, records: tuple[Array, ...], num_buckets: int) -> t
     return table.kernels.rebuild(counters, records, num_buckets)
 
 
+def _names(spec: StoreSpec) -> str:
+    return ", ".join(f'"{table.name}"' for table in spec.tables)
+
+
 def free_bytes() -> int | None:
     """Memory that is left on the default device; None where it does not say."""
     device = jax.local_devices()[0]
-    stats = device.memory_stats() if device.platform != "cpu" else None
-    if stats and "bytes_limit" in stats:
-        return int(stats["bytes_limit"]) - int(stats.get("bytes_in_use", 0))
     if device.platform == "cpu":
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
-    return None
+        return _free_host_bytes()
+    stats = device.memory_stats() or {}
+    return int(stats["bytes_limit"]) - int(stats.get("bytes_in_use", 0)) if "bytes_limit" in stats else None
+
+
+def _free_host_bytes() -> int | None:
+    """What Linux can give without swapping (its page cache included), within the limit of the control group."""
+    try:
+        lines = pathlib.Path("/proc/meminfo").read_text().splitlines()
+        free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration):
+        return None
+    group = pathlib.Path("/sys/fs/cgroup")
+    try:
+        limit, used = (group / "memory.max").read_text().strip(), (group / "memory.current").read_text()
+    except OSError:
+        return free
+    return free if limit == "max" else min(free, int(limit) - int(used))
 
 
 def fits(spec: StoreSpec, num_rows: int) -> bool:
@@ -210,19 +237,21 @@ def fits(spec: StoreSpec, num_rows: int) -> bool:
     return free is None or num_rows * row_bytes(spec) <= free
 
 
-def require_memory(spec: StoreSpec, num_rows: int, op: str) -> None:
-    """Refuses rows that will not fit, before anything changes.
+def require_memory(asked: Sequence[tuple[StoreSpec, int]], op: str) -> None:
+    """Refuses stores and rows that will not fit together, before anything changes.
 
     Raises:
       MemoryError: says the bytes asked, the bytes that a row costs, and the bytes there are.
     """
-    free, cost = free_bytes(), row_bytes(spec)
-    if free is not None and num_rows * cost > free:
-        names = ", ".join(f'"{table.name}"' for table in spec.tables)
+    free = free_bytes()
+    total = sum(num_rows * row_bytes(spec) for spec, num_rows in asked)
+    if free is not None and total > free:
+        parts = "; ".join(
+            f"store of tables {_names(spec)}: {num_rows} rows of {row_bytes(spec)} bytes (row {4 * spec.dim}, the rest "
+            "optimizer state, record and index)"
+            for spec, num_rows in asked
+        )
         raise MemoryError(
-            f"{op}: store of tables {names}: got {num_rows} rows of {cost} bytes (row {4 * spec.dim}, the "
-            "rest optimizer "
-            f"state, record and index), {num_rows * cost} bytes, wanted at most {free} that are free; lower "
-            "capacity, dim "
-            "or the optimizer's state, or use more devices."
+            f"{op}: capacity: got {total} bytes ({parts}), wanted at most {free} that are free; lower capacity, dim or "
+            "the optimizer's state, or use more devices."
         )

@@ -45,7 +45,7 @@ class Stats:
     num_rows: Int32[Array, " num_tables"]
     """Rows in use after the step."""
     longest_probe: Int32[Array, " num_stores"]
-    """Buckets visited by the longest walk since the index was last built."""
+    """Buckets of the longest walk to a row since the index was last built; may differ between runs on a GPU."""
     num_unplaced: Int32[Array, " num_stores"]
     """Of the refused since the index was last built: occurrences that found no entry within the probe bound."""
     num_stale: Int32[Array, ""]

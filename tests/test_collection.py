@@ -289,9 +289,14 @@ def test_many_tables_and_features():
     batch = {feature.name: np.array([5, 6]) for feature in features}
     embeddings, state, plan = programs.lookup(collection)(collection.init(seed=0), collection.batch(batch).features)
     state, stats = programs.update(collection)(state, plan, embeddings)
+    seen = set()
     for i, table in enumerate(tables):
-        initial = programs.initial_rows(table.name, table.dim, [5, 6])
-        np.testing.assert_array_equal(embeddings[f"x{i}"], initial)
-        np.testing.assert_array_equal(embeddings[f"y{i}"], initial)
+        if i % 9 == 0:  # asking for initial rows compiles a program for each table
+            initial = programs.initial_rows(table.name, table.dim, [5, 6])
+            np.testing.assert_array_equal(embeddings[f"x{i}"], initial)
+        np.testing.assert_array_equal(embeddings[f"x{i}"], embeddings[f"y{i}"])
+        assert embeddings[f"x{i}"].shape == (2, table.dim)
+        seen.add(np.asarray(embeddings[f"x{i}"])[0, :4].tobytes())
         assert programs.counts(stats, table.name)["num_inserted"] == 2
         assert programs.counts(stats, table.name)["num_found"] == 2
+    assert len(seen) == 26

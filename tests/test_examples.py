@@ -51,7 +51,6 @@ SMALL = train_dlrm.Config(
     top=(32,),
     plot=None,
     show_progress=False,
-    learning_rate=0.05,
 )
 
 ROOMY = dataclasses.replace(SMALL, capacity=1024)

@@ -28,7 +28,7 @@ ADAM = jaxsok.optim.adam(MOVES_BY_ADAM)
 TABLES = [
     jaxsok.TableSpec("user", 4, SGD, capacity=4, max_capacity=MAX_CAPACITY),
     jaxsok.TableSpec("item", 4, SGD, capacity=4, max_capacity=MAX_CAPACITY, unknown="zeros"),
-    jaxsok.TableSpec("ad", 3, ADAM, capacity=4),
+    jaxsok.TableSpec("ad", 3, ADAM, capacity=32),  # at most 16 keys: grows once, to 64, when two plans are reserved for
 ]
 COLLECTION = jaxsok.Collection(
     TABLES,

@@ -89,7 +89,8 @@ enum Counter : int {
   kFreeEnd = 2,
   kGeneration = 3,    // advanced by erase: row ids of older plans are worthless
   kNumUnplaced = 4,   // occurrences that found no entry within kMaxProbes since the last rebuild
-  kLongestProbe = 5,  // buckets visited by the longest walk since the last rebuild
+  kLongestProbe = 5,  // buckets of the longest walk to a row since the last rebuild; a property of the order of
+                      // entries, so on a GPU it may differ between runs
   kSaltLow = 6,       // mixed into every hash; a rebuild may change it
   kSaltHigh = 7,
   kNumCounters = 8,

@@ -1,7 +1,7 @@
 // The walk of one key through the index (the essay in layout.h says why it is right).
 //
 // This is the read-only walk, shared by both back ends. Inserting walks the same way but must claim entries
-// under concurrency, which each back end does with its own atomics: kernels/table_cpu.cc, kernels/table_cuda.cuh.
+// under concurrency, which each back end does with its own atomics: kernels/index_cpu.h, kernels/index_cuda.cuh.
 #ifndef JAXSOK_CORE_PROBE_H_
 #define JAXSOK_CORE_PROBE_H_
 

@@ -20,6 +20,10 @@ namespace jaxsok {
 constexpr int kUsesPerChunk = 32;  // one warp's worth of sorted uses
 constexpr int kChunkLanes = 32;
 
+// Vectors a lane should hold: what a row costs in instructions beside its bytes is paid once for all of them. Of 1, 2
+// and 4, 2 was the fastest on an H200 (docs/performance.md): W1's step 0.97, 0.89 and 0.92 ms.
+constexpr int kVectorsPerLane = 2;
+
 /// How the columns of a row are dealt to lanes: lane l holds the vectors l, l + lanes, l + 2 lanes, ...
 /// of `vector` neighbouring columns.
 struct LaneShape {
@@ -31,7 +35,7 @@ struct LaneShape {
     shape.vector = dim % 4 == 0 ? 4 : 1;
     const int vectors = dim / shape.vector;
     shape.lanes = 1;
-    while (shape.lanes < vectors && shape.lanes < 32) shape.lanes *= 2;
+    while (shape.lanes * kVectorsPerLane < vectors && shape.lanes < 32) shape.lanes *= 2;
     return shape;
   }
 };

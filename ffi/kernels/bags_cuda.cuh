@@ -159,7 +159,8 @@ __device__ __forceinline__ void CopyRows(const Position& mine, int num_valid, co
 /// What a group of lanes knows of its bag.
 struct BagResult {
   bool unfinished;
-  float factor;  // of mean and sqrtn; 0: zeros
+  bool zeros;    // the divisor is zero, or the bag is empty
+  float factor;  // of mean and sqrtn
 };
 
 /// Sums one bag per group of lanes; resolve(position) gives each position, lane by lane.
@@ -173,7 +174,7 @@ __device__ __forceinline__ BagResult SumBag(const Feature& f, int32_t begin, int
   const int lane = warp_lane % lanes, group_start = warp_lane - lane;
   const int length = end - begin;
   const int longest = __reduce_max_sync(~0u, length);
-  const bool weighted = f.weights_start >= 0;
+  const bool weighted = f.weights_start >= 0 && f.combiner != kCombinerNone;
   bool empty = true, unfinished = false;
   int hotness = 0;
   float weights = 0.0f;
@@ -214,10 +215,12 @@ __device__ __forceinline__ BagResult SumBag(const Feature& f, int32_t begin, int
   const unsigned group_mask = (lanes == kWarp ? ~0u : (1u << lanes) - 1) << group_start;
   result.unfinished = (__ballot_sync(~0u, unfinished) & group_mask) != 0;
   result.factor = 1.0f;
+  result.zeros = false;
   if (f.combiner == kCombinerMean || f.combiner == kCombinerSqrtn) {
     float divisor = weighted ? weights : static_cast<float>(hotness);
     if (f.combiner == kCombinerSqrtn) divisor = sqrtf(divisor);
-    result.factor = divisor == 0.0f ? 0.0f : 1.0f / divisor;
+    result.zeros = divisor == 0.0f;
+    result.factor = 1.0f / divisor;
   }
   return result;
 }
@@ -228,7 +231,7 @@ __device__ __forceinline__ void WriteBag(const Feature& f, const BagResult& bag,
                                          int lanes, int dim, float* out) {
   if (bag.unfinished) return;
   if (f.combiner == kCombinerMean || f.combiner == kCombinerSqrtn) {
-    if (bag.factor == 0.0f) {
+    if (bag.zeros) {
       sum.SetZero();
     } else {
       sum.Scale(bag.factor);

@@ -40,7 +40,7 @@ inline ProbeResult ProbeFrom(const IndexView& index, uint64_t key, uint32_t tabl
 
 inline uint64_t SaltOf(const uint32_t* counters) { return Word64(counters[kSaltLow], counters[kSaltHigh]); }
 
-/// Finds up to kKeysPerChunk keys; positions with kNoTable get kNoRow. Returns the buckets of the longest walk.
+/// Finds up to kKeysPerChunk keys; positions with kNoTable get kNoRow. Returns the buckets of the longest walk to a row.
 ///
 /// `unseen(i, home)` is called, in order, for each key that is not there.
 template <typename Unseen>
@@ -60,9 +60,12 @@ int32_t FindChunk(const IndexView& index, uint64_t salt, const uint64_t* keys, c
     row_ids[i] = kNoRow;
     if (tables[i] == kNoTable) continue;
     const ProbeResult walk = ProbeFrom(index, keys[i], tables[i], home);
-    longest = std::max(longest, walk.num_probes);
     row_ids[i] = walk.row_id;
-    if (walk.row_id == kNoRow) unseen(i, home);
+    if (walk.row_id == kNoRow) {
+      unseen(i, home);
+    } else {
+      longest = std::max(longest, walk.num_probes);
+    }
   }
   return longest;
 }
@@ -208,7 +211,6 @@ void FindOrInsert(Stream stream, const StoreView& store, const Source& source, i
       const uint32_t position = unseen[k];
       const uint32_t table = source.TableAt(position);
       const ProbeResult walk = ProbeFrom(store.index, source.keys[position], table, homes[k]);
-      longest = std::max(longest, static_cast<uint32_t>(walk.num_probes));
       int32_t* table_counts = counts + int64_t{table} * kNumCounts;
       if (walk.row_id != kNoRow) {
         row_ids[position] = walk.row_id;
@@ -220,6 +222,7 @@ void FindOrInsert(Stream stream, const StoreView& store, const Source& source, i
         const uint32_t row_id = allocator.Take();
         *store.index.EntryAt(walk.entry) = {source.keys[position], row_id, table};
         row_ids[position] = row_id;
+        longest = std::max(longest, static_cast<uint32_t>(walk.num_probes));
         ++table_counts[kCountInserted];
         ++store.table_rows[table];
         unseen[num_new++] = position;

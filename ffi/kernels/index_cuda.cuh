@@ -63,12 +63,13 @@ __device__ __forceinline__ uint64_t SaltOf(const uint32_t* counters) {
   return Word64(counters[kSaltLow], counters[kSaltHigh]);
 }
 
-/// Four entries at once. kShared: other threads write the index at the same time, so L1 must not answer.
+/// Four entries at once. kShared: other threads write the index at the same time, so L1 must not answer; else it may,
+/// with lines from before such writes.
 template <bool kShared>
 __device__ __forceinline__ void LoadBucket(const IndexView& index, uint32_t bucket, uint4 line[kEntriesPerBucket]) {
   const uint4* at = reinterpret_cast<const uint4*>(index.buckets + bucket);
 #pragma unroll
-  for (int e = 0; e < kEntriesPerBucket; ++e) line[e] = kShared ? __ldcg(at + e) : __ldg(at + e);
+  for (int e = 0; e < kEntriesPerBucket; ++e) line[e] = kShared ? __ldcg(at + e) : __ldca(at + e);
 }
 
 /// As Probe in core/probe.h, with whole buckets loaded at once.
@@ -106,8 +107,9 @@ __device__ __forceinline__ void StoreHalf(Entry* entry, uint32_t row_id, uint32_
 /// and then only lowered by atomicMin; whoever meets the key waits for that one store.
 ///
 /// Not inlined: in the steady state few keys are new, and the walk's registers would cost every kernel occupancy.
-__device__ __noinline__ ProbeResult Claim(IndexView index, uint64_t key, uint32_t table, uint64_t salt,
+static __device__ __noinline__ ProbeResult Claim(IndexView index, uint64_t key, uint32_t table, uint64_t salt,
                                           uint32_t max_probes, uint32_t position) {
+  __builtin_assume(__isGlobal(index.buckets));
   uint32_t bucket = HomeBucket(HashOf(key, table, salt), index.num_buckets);
   for (uint32_t probe = 0; probe < max_probes; ++probe) {
     uint4 line[kEntriesPerBucket];
@@ -132,6 +134,8 @@ __device__ __noinline__ ProbeResult Claim(IndexView index, uint64_t key, uint32_
         row_id = static_cast<uint32_t>(half);
         aux = static_cast<uint32_t>(half >> 32);
       }
+      // Walking on could give the key a second entry; without one it is inserted key by key.
+      if (aux == kAuxUnset) return {kPendingRow, kNoEntry, static_cast<int32_t>(probe + 1)};
       if (aux == table) return {row_id, number, static_cast<int32_t>(probe + 1)};
       if (aux == (kAuxPending | table)) {
         if (row_id > position) atomicMin(&entry->row_id, position);
@@ -244,6 +248,7 @@ struct StoreSink {
     counters[kFreeBegin] += reused;
     counters[kNumAllocated] += num_new - reused;
   }
+  __device__ void SawUnplaced() const { atomicAdd(store.counters + kNumUnplaced, 1u); }
   __device__ void SawProbes(int num_probes) const {
     if (static_cast<uint32_t>(num_probes) > store.counters[kLongestProbe]) {
       atomicMax(store.counters + kLongestProbe, static_cast<uint32_t>(num_probes));
@@ -414,6 +419,7 @@ __global__ void __launch_bounds__(kBlock) CommitKernel(Sink sink, InsertWorkspac
         const ProbeResult at = InsertDistinct(sink.Index(), sink.KeyOf(row_id), sink.TableOf(row_id), sink.Salt(),
                                               sink.MaxProbes(), row_id);
         sink.SawProbes(at.num_probes);
+        if (at.entry == kNoEntry) sink.SawUnplaced();
       }
     }
     __syncthreads();
@@ -432,11 +438,13 @@ __global__ void __launch_bounds__(kBlock) CommitKernel(Sink sink, InsertWorkspac
     available = sink.Available();
   }
   __syncthreads();
-  for (int64_t start = 0; start < num_keys; start += kBlock) {
+  // Once no row is left, pending keys are only found or refused, which the finishing pass does side by side.
+  bool is_full = available == 0;  // the same in all threads
+  for (int64_t start = 0; start < num_keys && !is_full; start += kBlock) {
     const int64_t mine = start + threadIdx.x;
     const bool pending = mine < num_keys && row_ids[mine] == kPendingRow;
     if (!__syncthreads_or(pending)) continue;
-    for (int64_t position = start; position < num_keys && position < start + kBlock; ++position) {
+    for (int64_t position = start; position < num_keys && position < start + kBlock && !is_full; ++position) {
       if (row_ids[position] != kPendingRow) continue;  // the same for all threads
       const uint64_t key = keys[position];
       const uint32_t table = table_of(position);
@@ -457,7 +465,8 @@ __global__ void __launch_bounds__(kBlock) CommitKernel(Sink sink, InsertWorkspac
       __syncthreads();
       if (row_id != kNoRow) sink.WriteRow(row_id, key, table, threadIdx.x, kBlock);
       if (threadIdx.x == 0 && row_id != kNoRow) row_ids[position] = row_id;
-      __syncthreads();
+      is_full = num_new == available;
+      __syncthreads();  // before thread 0 moves on and changes it
     }
   }
   if (threadIdx.x == 0) sink.Commit(num_new);

@@ -19,8 +19,8 @@ struct BatchView {
 };
 
 // Bags, in all three: a bag holds the positions [offsets[b], offsets[b + 1]) of its feature, or hotness
-// positions each. Offsets outside [0, num_keys] or falling are clamped, so that nothing outside the buffers is
-// ever touched. Positions in no bag count as padding. Rows are added in the order of the positions, starting from
+// positions each. Offsets never decrease (Python sees to it, for traced ones too: features.py, combine.py); those
+// outside [0, num_keys] are clamped, so that nothing outside the buffers is ever touched. Positions in no bag count as padding. Rows are added in the order of the positions, starting from
 // the first (not from zero): weight * row if the feature is weighted, else row. Then mean and sqrtn multiply
 // by 1 / divisor, where the divisor is the number of keys that are not padding (sqrt of it), or the sum of their
 // weights (sqrt of the sum of their squares), added in the same order; divisor zero or empty bag: zeros.

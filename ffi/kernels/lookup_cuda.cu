@@ -33,7 +33,7 @@ struct LaneCounts {
 __global__ void PrepareKernel(int32_t* counts, int num_counts, InsertControl* control, uint32_t* row_ids,
                               int64_t num_row_ids) {
   const int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
-  if (i < num_counts) counts[i] = 0;
+  for (int64_t c = i; c < num_counts; c += int64_t{gridDim.x} * blockDim.x) counts[c] = 0;
   if (control != nullptr && i < static_cast<int64_t>(sizeof(InsertControl) / 4)) {
     reinterpret_cast<uint32_t*>(control)[i] = 0;
   }
@@ -87,14 +87,17 @@ __device__ __forceinline__ Position ResolvePosition(const LookupArguments& a, co
 }
 
 /// Leaves bags to the finishing pass; lanes with `unfinished` each add one bag.
-__device__ __forceinline__ void LeaveBag(const InsertWorkspace& w, bool unfinished, uint32_t bag) {
+///
+/// A bag that is left holds a position of its own, so the list has room for all of them.
+__device__ __forceinline__ void LeaveBag(const InsertWorkspace& w, bool unfinished, uint32_t bag, int64_t room) {
   const unsigned lanes = __ballot_sync(~0u, unfinished);
   if (lanes == 0) return;
   const int leader = __ffs(lanes) - 1, lane = threadIdx.x % kWarp;
   uint32_t start = 0;
   if (lane == leader) start = atomicAdd(&w.control->num_unfinished, static_cast<uint32_t>(__popc(lanes)));
   start = __shfl_sync(~0u, start, leader);
-  if (unfinished) w.unfinished[start + __popc(lanes & ((1u << lane) - 1))] = bag;
+  const uint32_t at = start + __popc(lanes & ((1u << lane) - 1));
+  if (unfinished && at < room) w.unfinished[at] = bag;
 }
 
 /// Adds the lanes' counts to the feature's table. All threads of the block.
@@ -152,7 +155,8 @@ __global__ void __launch_bounds__(kBlock, BlocksPerMultiprocessor<kPerLane>()) L
       if (warp_lane < num_valid) mine = ResolvePosition<kMode>(a, f, warp_bag + warp_lane, salt, counts);
       CopyRows<kVector, kPerLane>(mine, num_valid, a.store, f.table, lanes, out + int64_t{warp_bag} * a.store.dim);
       if (kMode == kModeInsert) {
-        LeaveBag(a.insert, mine.kind == kPositionUnfinished, static_cast<uint32_t>(f.bag_start + warp_bag + warp_lane));
+        LeaveBag(a.insert, mine.kind == kPositionUnfinished, static_cast<uint32_t>(f.bag_start + warp_bag + warp_lane),
+                 a.batch.num_keys);
       }
     }
   } else {
@@ -168,13 +172,14 @@ __global__ void __launch_bounds__(kBlock, BlocksPerMultiprocessor<kPerLane>()) L
           [&](int32_t at) { return ResolvePosition<kMode>(a, f, at, salt, counts); }, sum);
       if (bag < f.num_bags) WriteBag<kVector, kPerLane>(f, result, sum, lanes, a.store.dim, out + int64_t{bag} * a.store.dim);
       if (kMode == kModeInsert) {
-        LeaveBag(a.insert, result.unfinished && warp_lane % lanes == 0, static_cast<uint32_t>(f.bag_start + bag));
+        LeaveBag(a.insert, result.unfinished && warp_lane % lanes == 0, static_cast<uint32_t>(f.bag_start + bag),
+                 a.batch.num_keys);
       }
     }
     // What lies in no bag is padding: the tail of a ragged feature's buffer.
     if (f.hotness == 0) {
       const int32_t used = min(max(__ldg(a.batch.offsets + f.offsets_start + f.num_bags), 0), f.num_keys);
-      const int32_t tiles = CeilDiv(f.num_bags, kBagsPerTile);
+      const int32_t tiles = max(CeilDiv(f.num_bags, kBagsPerTile), 1);  // a feature without bags has one
       for (int64_t at = used + int64_t{tile} * kBlock + threadIdx.x; at < f.num_keys; at += int64_t{tiles} * kBlock) {
         ++counts.padding;
       }
@@ -197,9 +202,10 @@ __global__ void __launch_bounds__(kBlock) FinishKernel(const __grid_constant__ L
   const int groups = kWarp / lanes, group = (threadIdx.x % kWarp) / lanes;
   const int64_t warp = int64_t{blockIdx.x} * (kBlock / kWarp) + threadIdx.x / kWarp;
   const int64_t stride = int64_t{gridDim.x} * (kBlock / kWarp) * groups;
-  for (int64_t first = warp * groups; first < control.num_unfinished; first += stride) {
+  const int64_t num_unfinished = min(int64_t{control.num_unfinished}, a.batch.num_keys);
+  for (int64_t first = warp * groups; first < num_unfinished; first += stride) {
     const int64_t item = first + group;
-    const bool valid = item < control.num_unfinished;
+    const bool valid = item < num_unfinished;
     const int32_t global_bag = static_cast<int32_t>(a.insert.unfinished[valid ? item : first]);
     const Feature f = Feature::Load(
         a.batch.features, FeatureAt(a.batch.features, a.batch.num_features, kFeatureBagStart, global_bag));

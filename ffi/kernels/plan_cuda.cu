@@ -27,6 +27,7 @@ struct PlanSink {
   __device__ void WriteRow(uint32_t, uint64_t, uint32_t, int, int) const {}
   __device__ void CountNew(uint32_t, int) const {}
   __device__ void Commit(uint32_t num_new) const { *plan.num_unique = static_cast<int32_t>(num_new); }
+  __device__ void SawUnplaced() const {}
   __device__ void SawProbes(int) const {}
   __device__ void SawEntry(uint64_t, uint32_t, uint32_t) const {}
   __device__ int NumTables() const { return kSharedTables + 1; }
@@ -58,8 +59,8 @@ __global__ void __launch_bounds__(kBlock) PlanClaimKernel(PlanSink sink, InsertW
     if (key == kPaddingKey) {
       sink.plan.inverse[i] = static_cast<int32_t>(kNoRow);
     } else {
-      const ProbeResult at = FindOrClaim(sink.index, key, table_of(i), sink.Salt(), sink.MaxProbes(),
-                                         static_cast<uint32_t>(i));
+      const ProbeResult at =
+          Claim(sink.index, key, table_of(i), sink.Salt(), sink.MaxProbes(), static_cast<uint32_t>(i));
       sink.plan.inverse[i] = static_cast<int32_t>(kPendingRow);
       w.entry_of[i] = at.entry;
       pending = true;

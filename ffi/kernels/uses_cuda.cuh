@@ -87,18 +87,16 @@ __global__ void __launch_bounds__(kBlock) ListUsesKernel(BatchView batch, Positi
   const int32_t first_bag = (static_cast<int32_t>(blockIdx.x) - f.tile_start) * kBagsPerTile;
   const bool is_live = positions.IsLive(f);
   int num_stale = 0;
-  const auto list = [&](int64_t position, bool counts) {
-    uint32_t row = counts ? positions.Row(position) : kNoRow;
-    if (!is_live && row != kNoRow) {
-      ++num_stale;
-      row = kNoRow;
-    }
+  const auto list = [&](int64_t position, bool is_left_out) {
+    uint32_t row = positions.IsPadding(position) ? kNoRow : positions.Row(position);
+    if (!is_live && row != kNoRow) ++num_stale;
+    if (!is_live || is_left_out) row = kNoRow;
     w.rows[position] = row;
     w.positions[position] = static_cast<uint32_t>(position);
   };
   if (f.combiner == kCombinerNone) {
     const int32_t bag = first_bag + static_cast<int32_t>(threadIdx.x);
-    if (bag < f.num_bags) list(int64_t{f.key_start} + bag, true);
+    if (bag < f.num_bags) list(int64_t{f.key_start} + bag, false);
   } else {
     const int lane = threadIdx.x % kLanes;
     const int group_start = static_cast<int>(threadIdx.x % kWarp) - lane;
@@ -130,7 +128,7 @@ __global__ void __launch_bounds__(kBlock) ListUsesKernel(BatchView batch, Positi
       for (int32_t at = begin + lane; at < end; at += kLanes) {
         const int64_t position = int64_t{f.key_start} + at;
         const float weight = weighted ? __ldg(batch.weights + f.weights_start + at) : 1.0f;
-        list(position, !left_out && !positions.IsPadding(position));
+        list(position, left_out);
         w.factors[position] = {static_cast<uint32_t>(f.bag_start + bag), divided && weighted ? weight * scale
                                                                        : divided             ? scale
                                                                                              : weight};
@@ -178,17 +176,6 @@ __device__ __forceinline__ uint32_t EndOfRow(const uint32_t* sorted, uint32_t be
   }
   return low;
 }
-
-/// At most 32 uses of one row, as the lanes of a group know them.
-struct Chunk {
-  bool valid;
-  int start;      // among the warp's uses
-  uint32_t row;
-  uint32_t rank;  // uses of the row before it
-  int uses;
-  bool is_long;   // the row has more chunks
-  float factor;   // of the first use
-};
 
 // One warp, 32 sorted uses. A chunk begins where a row begins, and every 32 uses after that; the warp that holds
 // its first use sums it, reading up to 31 uses of the next warp. Groups of lanes take a chunk each.
@@ -245,69 +232,62 @@ __global__ void __launch_bounds__(kBlock)
     later_gradient = view.GradientOf(gradients, w.sorted_positions[later], &later_factor);
   }
   __syncwarp();
+  // Rows of single keys and plain sums, the common case, spare the factors.
+  const bool has_factors =
+      __any_sync(~0u, (row != kNoRow && factor != 1.0f) || (later_gradient != nullptr && later_factor != 1.0f));
+  constexpr int kUsesMask = 0xff, kIsLong = 1 << 8, kIsFirst = 1 << 9;
+  const int packed = length | (is_long ? kIsLong : 0) | (rank == 0 ? kIsFirst : 0);
 
-  // kTurns chunks a group at a time: the rows and first gradients of all are asked for before any is waited for.
-  constexpr int kTurns = kPerLane == 1 ? 2 : 1;
   const int lane = warp_lane % lanes, group = warp_lane / lanes, groups = kWarp / lanes;
   const unsigned mask = (lanes == kWarp ? ~0u : (1u << lanes) - 1) << (warp_lane - lane);
-  for (int turn = 0; turn < num_starts; turn += groups * kTurns) {
-    Chunk chunks[kTurns];
-    typename Apply::template Loaded<kVector, kPerLane> loaded[kTurns];
-    RowPart<kVector, kPerLane> sums[kTurns];
-#pragma unroll
-    for (int t = 0; t < kTurns; ++t) {
-      const int number = turn + t * groups + group;
-      Chunk& chunk = chunks[t];
-      chunk.valid = number < num_starts;
-      chunk.start = chunk_starts[warp_in_block][chunk.valid ? number : turn];
-      chunk.row = __shfl_sync(~0u, row, chunk.start);
-      chunk.rank = __shfl_sync(~0u, rank, chunk.start);
-      chunk.uses = __shfl_sync(~0u, length, chunk.start);
-      chunk.is_long = __shfl_sync(~0u, is_long ? 1 : 0, chunk.start) != 0;
-      const auto from = __shfl_sync(~0u, reinterpret_cast<unsigned long long>(gradient), chunk.start);
-      chunk.factor = __shfl_sync(~0u, factor, chunk.start);
-      if (!chunk.valid) {
-        chunk.uses = 0;
-        continue;
-      }
-      sums[t].Load(reinterpret_cast<const float*>(from), lane, lanes, view.dim);
-      if (!chunk.is_long) apply.Load(chunk.row, lane, lanes, loaded[t]);
+  for (int turn = 0; turn < num_starts; turn += groups) {
+    const bool valid = turn + group < num_starts;
+    const int start = chunk_starts[warp_in_block][valid ? turn + group : turn];
+    const uint32_t chunk_row = __shfl_sync(~0u, row, start);
+    const int about = __shfl_sync(~0u, packed, start);
+    const int uses = valid ? about & kUsesMask : 0;
+    const auto from = __shfl_sync(~0u, reinterpret_cast<unsigned long long>(gradient), start);
+    const float first_factor = has_factors ? __shfl_sync(~0u, factor, start) : 1.0f;
+    typename Apply::template Loaded<kVector, kPerLane> loaded;
+    RowPart<kVector, kPerLane> sum;
+    if (valid) {
+      // The row is asked for before the first gradient is waited for.
+      sum.Load(reinterpret_cast<const float*>(from), lane, lanes, view.dim);
+      if ((about & kIsLong) == 0) apply.Load(chunk_row, lane, lanes, loaded);
+      if (has_factors) sum.Scale(first_factor);
     }
+    const int most = __reduce_max_sync(~0u, uses);
+    for (int u = 1; u < most; u += kFlight) {
+      RowPart<kVector, kPerLane> parts[kFlight];
+      float factors[kFlight];
 #pragma unroll
-    for (int t = 0; t < kTurns; ++t) {
-      const Chunk& chunk = chunks[t];
-      RowPart<kVector, kPerLane>& sum = sums[t];
-      if (chunk.valid) sum.Scale(chunk.factor);
-      const int most = __reduce_max_sync(~0u, chunk.uses);
-      for (int u = 1; u < most; u += kFlight) {
-        RowPart<kVector, kPerLane> parts[kFlight];
-        float factors[kFlight];
-#pragma unroll
-        for (int i = 0; i < kFlight; ++i) {
-          const int use = chunk.start + u + i;  // below 64, or not read
-          const auto near = __shfl_sync(~0u, reinterpret_cast<unsigned long long>(gradient), use & (kWarp - 1));
-          const auto far = __shfl_sync(~0u, reinterpret_cast<unsigned long long>(later_gradient), use & (kWarp - 1));
+      for (int i = 0; i < kFlight; ++i) {
+        const int use = start + u + i;  // below 64, or not read
+        const auto near = __shfl_sync(~0u, reinterpret_cast<unsigned long long>(gradient), use & (kWarp - 1));
+        const auto far = __shfl_sync(~0u, reinterpret_cast<unsigned long long>(later_gradient), use & (kWarp - 1));
+        if (has_factors) {
           const float near_factor = __shfl_sync(~0u, factor, use & (kWarp - 1));
           const float far_factor = __shfl_sync(~0u, later_factor, use & (kWarp - 1));
           factors[i] = use < kWarp ? near_factor : far_factor;
-          if (u + i < chunk.uses) {
-            parts[i].Load(reinterpret_cast<const float*>(use < kWarp ? near : far), lane, lanes, view.dim);
-          }
         }
+        if (u + i < uses) {
+          parts[i].Load(reinterpret_cast<const float*>(use < kWarp ? near : far), lane, lanes, view.dim);
+        }
+      }
 #pragma unroll
-        for (int i = 0; i < kFlight; ++i) {
-          if (u + i >= chunk.uses) continue;
-          parts[i].Scale(factors[i]);
-          sum.Add(parts[i]);
-        }
+      for (int i = 0; i < kFlight; ++i) {
+        if (u + i >= uses) continue;
+        if (has_factors) parts[i].Scale(factors[i]);
+        sum.Add(parts[i]);
       }
-      if (!chunk.valid) continue;
-      if (chunk.is_long) {
-        sum.Store(w.partials + (2 * int64_t{warp} + (chunk.rank == 0 ? 1 : 0)) * view.dim, lane, lanes, view.dim);
-        if (chunk.rank == 0 && lane == 0) w.long_starts[atomicAdd(w.num_long, 1u)] = first + chunk.start;
-      } else {
-        apply.Apply(chunk.row, static_cast<uint32_t>(chunk.uses), lane, lanes, mask, loaded[t], sum);
-      }
+    }
+    if (!valid) continue;
+    if ((about & kIsLong) != 0) {
+      const bool is_first = (about & kIsFirst) != 0;
+      sum.Store(w.partials + (2 * int64_t{warp} + (is_first ? 1 : 0)) * view.dim, lane, lanes, view.dim);
+      if (is_first && lane == 0) w.long_starts[atomicAdd(w.num_long, 1u)] = first + start;
+    } else {
+      apply.Apply(chunk_row, static_cast<uint32_t>(uses), lane, lanes, mask, loaded, sum);
     }
   }
 }
@@ -315,7 +295,7 @@ __global__ void __launch_bounds__(kBlock)
 // One block, one row with more than 32 uses: kChunkLanes groups of lanes add its partial sums, then a tree.
 // The list's order depends on timing; the rows in it do not touch each other.
 template <typename Apply, int kVector, int kPerLane>
-__global__ void __launch_bounds__(1024)
+__global__ void __launch_bounds__(1024, 1)
     SumLongKernel(const __grid_constant__ Apply apply, UseView view, UsesWorkspace w, uint32_t num_keys, int lanes) {
   __shared__ float tree[kChunkLanes][kWarp * kVector];
   __shared__ uint32_t end;

@@ -1,0 +1,1845 @@
+"""The cases of test_kernels.py, and what every target must give for them, to the bit. Imports nothing of jaxsok.
+
+First the model: `oracle.py` says what the ops mean, in float64; this says in NumPy float32 and plain loops what
+`ffi/core` and `ffi/kernels/*.h` promise beyond it: the layout of a store, the numbering of rows, the order of every
+sum, the counts. The words of layout.h are written down again, so that a word moved by mistake is seen.
+
+Then the cases: scripts of calls on one store, each with the outputs and the whole state that must follow.
+"""
+
+import dataclasses
+import functools
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from strategies import CORNER_KEYS
+
+PADDING_KEY = 2**64 - 1
+NO_ROW = 2**32 - 1
+EMPTY = np.uint32(2**32 - 1)  # every word of an empty entry or record
+MAX_PROBES = 64
+PER_BUCKET = 4
+BAGS_PER_TILE = 256
+USES_PER_CHUNK = 32
+CHUNK_LANES = 32
+
+NUM_ALLOCATED, FREE_BEGIN, FREE_END, GENERATION, NUM_UNPLACED, LONGEST_PROBE, SALT_LOW, SALT_HIGH = range(8)
+FOUND, INSERTED, MISSING, REFUSED, PADDED = range(5)
+NONE, SUM, MEAN, SQRTN = range(4)
+SGD, ADAGRAD, ROWWISE_ADAGRAD, ADAM = range(4)
+SUM_OF_USES, MEAN_OF_USES, SQRT_OF_USES = range(3)
+CONSTANT, UNIFORM, NORMAL, TRUNCATED_NORMAL = range(4)
+
+F32 = np.float32
+U64 = np.uint64
+GOLDEN = U64(0x9E3779B97F4A7C15)
+
+# --------------------------------------------------------------------------------------------------------------
+# Keys and hashes (core/hash.h)
+
+
+def as_keys(keys) -> np.ndarray:
+    """Python integers as uint64."""
+    return np.array(keys, np.uint64).reshape(-1)
+
+
+def words(keys: np.ndarray) -> np.ndarray:
+    """uint64 keys as uint32[n, 2], low word first."""
+    return np.stack([keys & U64(2**32 - 1), keys >> U64(32)], -1).astype(np.uint32)
+
+
+def from_words(pairs: np.ndarray) -> np.ndarray:
+    """The reverse of `words`."""
+    return pairs[..., 0].astype(np.uint64) | pairs[..., 1].astype(np.uint64) << U64(32)
+
+
+def mix(x: np.ndarray) -> np.ndarray:
+    """SplitMix64's finaliser; arrays only, since NumPy warns of scalars that wrap."""
+    x = (x ^ (x >> U64(30))) * U64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> U64(27))) * U64(0x94D049BB133111EB)
+    return x ^ (x >> U64(31))
+
+
+def home_buckets(keys: np.ndarray, tables: np.ndarray, salt: int, num_buckets: int) -> np.ndarray:
+    """Where the walk of each (table, key) pair begins."""
+    hashes = mix(mix(keys ^ U64(salt)) + (tables.astype(np.uint64) + U64(1)) * GOLDEN)
+    return ((hashes >> U64(32)) * U64(num_buckets)) >> U64(32)
+
+
+# --------------------------------------------------------------------------------------------------------------
+# New rows (core/initialize.h)
+
+
+def _log(x: np.ndarray) -> np.ndarray:
+    bits = x.view(np.uint32)
+    exponent = (bits >> 23).astype(np.int32) - 127
+    m = ((bits & np.uint32(0x007FFFFF)) | np.uint32(0x3F800000)).view(F32)
+    halve = m > F32(1.41421356)
+    m = np.where(halve, m * F32(0.5), m)
+    exponent = exponent + halve
+    s = (m - F32(1)) / (m + F32(1))
+    z = s * s
+    series = np.full_like(z, F32(2) / F32(9))
+    for coefficient in (F32(2) / F32(7), F32(2) / F32(5), F32(2) / F32(3), F32(2)):
+        series = series * z + coefficient
+    return exponent.astype(F32) * F32(0.693147181) + s * series
+
+
+def _polynomial(r: np.ndarray, *coefficients: float) -> np.ndarray:
+    """Horner, the highest power first."""
+    total = np.full_like(r, F32(coefficients[0]))
+    for coefficient in coefficients[1:]:
+        total = total * r + F32(coefficient)
+    return total
+
+
+def normal_quantile(p: np.ndarray) -> np.ndarray:
+    """AS 241, routine PPND7, operation by operation."""
+    q = p - F32(0.5)
+    r = F32(0.180625) - q * q
+    top = _polynomial(r, 59.109374720, 159.29113202, 50.434271938, 3.3871327179)
+    bottom = _polynomial(r, 67.187563600, 78.757757664, 17.895169469, 1.0)
+    center = q * top / bottom
+    tail = np.where(q < 0, p, F32(1) - p)
+    r = np.sqrt(-_log(tail))
+    near, far = r - F32(1.6), r - F32(5)
+    top = _polynomial(near, 0.17023821103, 1.3067284816, 2.7568153900, 1.4234372777)
+    bottom = _polynomial(near, 0.12021132975, 0.73700164250, 1.0)
+    magnitude = top / bottom
+    top = _polynomial(far, 0.017337203997, 0.42868294337, 3.0812263860, 6.6579051150)
+    bottom = _polynomial(far, 0.012258202635, 0.24197894225, 1.0)
+    magnitude = np.where(r <= F32(5), magnitude, top / bottom)
+    return np.where(np.abs(q) <= F32(0.425), center, np.where(q < 0, -magnitude, magnitude))
+
+
+def initial_rows(table_words: np.ndarray, seed: np.ndarray, keys: np.ndarray, tables: np.ndarray, dim: int):
+    """The row that each (table, key) pair gets when it is first seen."""
+    lines = table_words[tables]
+    names = from_words(lines[:, 0:2])
+    streams = mix(mix(from_words(seed[None]) + GOLDEN) ^ names)
+    streams = mix(keys + mix(streams))
+    steps = np.arange(1, dim + 1, dtype=np.uint64) * GOLDEN
+    bits = (mix(streams[:, None] + steps) >> U64(32)).astype(np.uint32)
+    a, b = lines[:, 3].copy().view(F32)[:, None], lines[:, 4].copy().view(F32)[:, None]
+    unit = (bits >> 8).astype(F32) * F32(2.0**-24)
+    p = ((bits >> 9).astype(F32) + F32(0.5)) * F32(2.0**-23)
+    low, high = F32(0.0227501319), F32(0.9772498681)
+    kinds = lines[:, 2][:, None]
+    with np.errstate(all="ignore"):  # branches not taken
+        return np.select(
+            [kinds == CONSTANT, kinds == UNIFORM, kinds == NORMAL, kinds == TRUNCATED_NORMAL],
+            [
+                np.broadcast_to(a, p.shape),
+                a + (b - a) * unit,
+                a + b * normal_quantile(p),
+                a + b * normal_quantile(low + p * (high - low)),
+            ],
+        ).astype(F32)
+
+
+@functools.cache
+def table_words(num_tables: int) -> np.ndarray:
+    """Tables with all kinds of initializers, each of its own name."""
+    lines = np.zeros((num_tables, 8), np.uint32)
+    for t, line in enumerate(lines):
+        line[:3] = zlib.crc32(b"low %d" % t), zlib.crc32(b"high %d" % t), (t + 1) % 4
+        line[3:5] = np.array([-0.5, 0.25 + t], F32).view(np.uint32)
+    lines.flags.writeable = False
+    return lines
+
+
+# --------------------------------------------------------------------------------------------------------------
+# Batches (FeatureWord in core/layout.h, bags in kernels/lookup.h)
+
+
+@dataclasses.dataclass(frozen=True)
+class Feature:
+    """One feature's part of a batch."""
+
+    keys: np.ndarray
+    table: int = 0
+    combiner: int = NONE
+    hotness: int = 1
+    """Positions per bag; 0: ragged."""
+    offsets: np.ndarray | None = None
+    weights: np.ndarray | None = None
+    unknown_zeros: bool = False
+    plan: int = 0
+
+    @property
+    def num_keys(self) -> int:
+        return len(self.keys)
+
+    @property
+    def num_bags(self) -> int:
+        if self.offsets is not None:
+            return len(self.offsets) - 1
+        return self.num_keys // self.hotness
+
+    def bounds(self) -> np.ndarray:
+        """Where each bag begins among the feature's positions; what lies outside or falls is clamped."""
+        if self.offsets is None:
+            return np.arange(self.num_bags + 1) * self.hotness
+        return np.maximum.accumulate(np.clip(self.offsets.astype(np.int64), 0, self.num_keys))
+
+    def bags(self) -> np.ndarray:
+        """The bag of each position; -1: in none."""
+        bounds = self.bounds()
+        of = np.full(self.num_keys, -1)
+        of[bounds[0] : bounds[-1]] = np.repeat(np.arange(self.num_bags), np.diff(bounds))
+        return of
+
+
+def single(keys, table=0, **more) -> Feature:
+    """Every key its own row."""
+    return Feature(as_keys(keys), table, NONE, 1, **more)
+
+
+def fixed(keys, table, combiner, hotness, weights=None, **more) -> Feature:
+    """Bags of one size."""
+    return Feature(as_keys(keys), table, combiner, hotness, weights=weights, **more)
+
+
+def ragged(keys, table, combiner, offsets, weights=None, **more) -> Feature:
+    """Bags of any size."""
+    return Feature(as_keys(keys), table, combiner, 0, np.asarray(offsets, np.int32), weights, **more)
+
+
+class Batch:
+    """All features over one store."""
+
+    def __init__(self, *features: Feature):
+        self.features = features
+        self.keys = np.concatenate([f.keys for f in features] or [np.zeros(0, np.uint64)])
+        self.starts = np.cumsum([0, *(f.num_keys for f in features)])
+        sizes = [f.num_keys for f in features]
+        self.tables = np.repeat([f.table for f in features], sizes).astype(np.int64)
+        bags = [f.bags() for f in features]
+        self.bags = np.concatenate(bags or [np.zeros(0, np.int64)])
+        self.is_asked = (self.keys != U64(PADDING_KEY)) & (self.bags >= 0)
+
+    def words(self) -> tuple[tuple[int, ...], ...]:
+        """The features operand."""
+        lines, bag, offset, weight, tile = [], 0, 0, 0, 0
+        for f, start in zip(self.features, self.starts, strict=False):
+            weights_start = -1 if f.weights is None else weight
+            line = (f.table, f.combiner, start, f.num_keys, bag, f.num_bags, f.hotness, offset, weights_start, tile)
+            lines.append((*map(int, line), int(f.unknown_zeros), f.plan))
+            bag += f.num_bags
+            offset += 0 if f.offsets is None else len(f.offsets)
+            weight += 0 if f.weights is None else len(f.weights)
+            tile += -(-f.num_bags // BAGS_PER_TILE)
+        return tuple(lines)
+
+    @property
+    def num_tiles(self) -> int:
+        return sum(-(-f.num_bags // BAGS_PER_TILE) for f in self.features)
+
+    def shapes(self, dim: int) -> tuple[tuple[int, int], ...]:
+        """Of the embeddings."""
+        return tuple((f.num_bags, dim) for f in self.features)
+
+    def operands(self) -> dict[str, np.ndarray]:
+        """keys, offsets, weights."""
+        offsets = [f.offsets for f in self.features if f.offsets is not None]
+        weights = [f.weights for f in self.features if f.weights is not None]
+        return {
+            "keys": words(self.keys),
+            "offsets": np.concatenate([*offsets, np.zeros(0, np.int32)]).astype(np.int32),
+            "weights": np.concatenate([*weights, np.zeros(0, F32)]).astype(F32),
+        }
+
+    def part(self, number: int) -> slice:
+        """The positions of one feature."""
+        return slice(int(self.starts[number]), int(self.starts[number + 1]))
+
+    def count_padding(self, num_tables: int) -> np.ndarray:
+        """Positions without a key, by table: padding, and whatever lies in no bag."""
+        return np.bincount(self.tables[~self.is_asked], minlength=num_tables).astype(np.int32)
+
+
+def joined(*batches: Batch) -> Batch:
+    """Several plans' batches as one; feature by feature, each knowing its plan."""
+    return Batch(*(dataclasses.replace(f, plan=p) for p, batch in enumerate(batches) for f in batch.features))
+
+
+def _in_order(bags: np.ndarray, present: np.ndarray):
+    """(positions, their bags) of the first keys of all bags, then of the second ones, ..."""
+    positions = np.flatnonzero(present & (bags >= 0))
+    of = bags[positions]
+    if not len(of):
+        return
+    starts = np.flatnonzero(np.r_[True, of[1:] != of[:-1]])
+    ranks = np.arange(len(of)) - np.repeat(starts, np.diff(np.r_[starts, len(of)]))
+    for rank in range(int(ranks.max()) + 1):
+        yield rank, positions[ranks == rank], of[ranks == rank]
+
+
+def bag_scales(feature: Feature, present: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """1 / divisor of each bag of mean and sqrtn, and where the divisor is zero."""
+    counts, sums = np.zeros(feature.num_bags, F32), np.zeros(feature.num_bags, F32)
+    for _, positions, bags in _in_order(feature.bags(), present):
+        counts[bags] += F32(1)
+        if feature.weights is not None:
+            w = feature.weights[positions]
+            sums[bags] = sums[bags] + (w * w if feature.combiner == SQRTN else w)
+    divisors = counts if feature.weights is None else sums
+    if feature.combiner == SQRTN:
+        divisors = np.sqrt(divisors)
+    is_zero = divisors == 0
+    return np.where(is_zero, F32(0), F32(1) / np.where(is_zero, F32(1), divisors)), is_zero
+
+
+def combine(feature: Feature, values: np.ndarray, present: np.ndarray) -> np.ndarray:
+    """The embeddings of one feature. `values`: the row of each position; `present`: not padding."""
+    if feature.combiner == NONE:
+        return np.where(present[:, None], values, F32(0))
+    out = np.zeros((feature.num_bags, values.shape[1]), F32)
+    for rank, positions, bags in _in_order(feature.bags(), present):
+        rows = values[positions]
+        if feature.weights is not None:
+            rows = feature.weights[positions][:, None] * rows
+        out[bags] = rows if rank == 0 else out[bags] + rows
+    if feature.combiner in (MEAN, SQRTN):
+        scales, is_zero = bag_scales(feature, present)
+        out = np.where(is_zero[:, None], F32(0), out * scales[:, None])
+    return out
+
+
+def use_factors(feature: Feature, present: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """By what the gradient of its bag is multiplied for each position, and which positions are no uses at all."""
+    weights = np.ones(feature.num_keys, F32) if feature.weights is None else feature.weights
+    if feature.combiner == NONE:
+        return np.ones(feature.num_keys, F32), ~present
+    bags = feature.bags()
+    left_out = ~present | (bags < 0)
+    if feature.combiner == SUM:
+        return weights, left_out
+    scales, is_zero = bag_scales(feature, present)
+    scales, is_zero = np.append(scales, F32(0)), np.append(is_zero, True)  # bag -1
+    return (scales[bags] if feature.weights is None else weights * scales[bags]), left_out | is_zero[bags]
+
+
+# --------------------------------------------------------------------------------------------------------------
+# Sums and steps (core/row_update.h)
+
+
+def sum_uses(rows: np.ndarray, terms: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Distinct rows, the sum of each one's terms, and their number. Terms come in the order of their positions."""
+    dim = terms.shape[1]
+    if not len(rows):
+        return np.zeros(0, np.int64), np.zeros((0, dim), F32), np.zeros(0, np.int64)
+    order = np.argsort(rows, kind="stable")
+    rows, terms = rows[order], terms[order]
+    starts = np.flatnonzero(np.r_[True, rows[1:] != rows[:-1]])
+    sizes = np.diff(np.r_[starts, len(rows)])
+    ranks = np.arange(len(rows)) - np.repeat(starts, sizes)
+    chunk_starts = np.flatnonzero(ranks % USES_PER_CHUNK == 0)
+    chunk_sizes = np.diff(np.r_[chunk_starts, len(rows)])
+    chunks = terms[chunk_starts]
+    for i in range(1, USES_PER_CHUNK):
+        more = np.flatnonzero(chunk_sizes > i)
+        chunks[more] = chunks[more] + terms[chunk_starts[more] + i]
+    first_chunks = np.searchsorted(chunk_starts, starts)
+    sums = chunks[first_chunks]
+    for r in np.flatnonzero(sizes > USES_PER_CHUNK):
+        lanes = np.zeros((CHUNK_LANES, dim), F32)
+        for c in range(-(-int(sizes[r]) // USES_PER_CHUNK)):
+            chunk = chunks[first_chunks[r] + c]
+            lanes[c % CHUNK_LANES] = chunk if c < CHUNK_LANES else lanes[c % CHUNK_LANES] + chunk
+        half = CHUNK_LANES // 2
+        while half:
+            lanes = lanes[:half] + lanes[half:]
+            half //= 2
+        sums[r] = lanes[0]
+    return rows[starts], sums, sizes
+
+
+def mean_squares(gradients: np.ndarray) -> np.ndarray:
+    """The mean square of each row, in the order of LaneShape."""
+    num, dim = gradients.shape
+    vector = 4 if dim % 4 == 0 else 1
+    lanes = 1
+    while lanes < dim // vector and lanes < 32:
+        lanes *= 2
+    per_lane = -(-dim // (lanes * vector))
+    squares = np.zeros((num, per_lane * lanes * vector), F32)
+    squares[:, :dim] = gradients * gradients
+    squares = squares.reshape(num, per_lane, lanes, vector)
+    sums = np.zeros((num, lanes), F32)
+    for k in range(per_lane):
+        for i in range(vector):
+            sums = sums + squares[:, k, :, i]
+    while lanes > 1:
+        lanes //= 2
+        sums = sums[:, :lanes] + sums[:, lanes:]
+    return sums[:, 0] / F32(dim)
+
+
+def step(optimizer: int, hyper: np.ndarray, g: np.ndarray, row: np.ndarray, states: list[np.ndarray]):
+    """New rows and states."""
+    h = hyper.astype(F32)
+    if optimizer == SGD:
+        return row - h[0] * g, []
+    if optimizer == ADAGRAD:
+        acc = states[0] + g * g
+        inverse = np.where(acc > 0, F32(1) / np.sqrt(np.where(acc > 0, acc, F32(1)) + h[1]), F32(0))
+        return row - h[0] * (g * inverse), [acc]
+    if optimizer == ROWWISE_ADAGRAD:
+        acc = states[0] + mean_squares(g)[:, None]
+        return row - (h[0] / (np.sqrt(acc) + h[1])) * g, [acc]
+    m = h[1] * states[0] + h[6] * g
+    v = h[2] * states[1] + h[7] * (g * g)
+    return row - h[0] * ((m / h[4]) / (np.sqrt(v / h[5]) + h[3])), [m, v]
+
+
+STATES = {SGD: (), ADAGRAD: ("dim",), ROWWISE_ADAGRAD: (1,), ADAM: ("dim", "dim")}
+
+
+def hyper_of(optimizer: int, learning_rate: float = 0.5) -> np.ndarray:
+    """Hyper-parameters with which every term of a step counts."""
+    numbers = {
+        SGD: (learning_rate,),
+        ADAGRAD: (learning_rate, 1e-3),
+        ROWWISE_ADAGRAD: (learning_rate, 1e-3),
+        ADAM: (learning_rate, 0.9, 0.99, 1e-3, 0.19, 0.0199, 0.1, 0.01),
+    }[optimizer]
+    return np.array(numbers + (0.0,) * (8 - len(numbers)), F32)
+
+
+# --------------------------------------------------------------------------------------------------------------
+# Stores
+
+
+class Store:
+    """One shard: arrays as in core/layout.h, and what they mean as dicts."""
+
+    def __init__(
+        self,
+        slabs=(312,),
+        dim=4,
+        num_tables=1,
+        num_buckets=None,
+        salt=0x1234567890ABCDEF,
+        optimizer=SGD,
+        initial=(0.1, 0.2),
+        generation=7,
+    ):
+        self.slabs, self.dim, self.num_tables, self.optimizer = tuple(slabs), dim, num_tables, optimizer
+        self.capacity = sum(slabs)
+        self.tables = table_words(num_tables)
+        self.seed = np.array([11, 12], np.uint32)
+        widths = [dim if width == "dim" else width for width in STATES[optimizer]]
+        self.initial = tuple(float(F32(value)) for value in initial[: len(widths)])
+        self.rows = np.full((self.capacity, dim), F32(-99))  # what nobody writes stays so
+        self.records = np.full((self.capacity, 4), EMPTY)
+        self.states = [np.full((self.capacity, w), F32(v)) for w, v in zip(widths, self.initial, strict=True)]
+        self.counters = np.zeros(8, np.uint32)
+        self.counters[GENERATION] = generation
+        self.table_rows = np.zeros(num_tables, np.uint32)
+        self.row_of: dict[tuple[int, int], int] = {}
+        self._empty_index(num_buckets or max(16, -(-self.capacity // 2)), salt)
+
+    # Reading ------------------------------------------------------------------------------------------------
+
+    @property
+    def num_buckets(self) -> int:
+        return len(self.index)
+
+    @property
+    def salt(self) -> int:
+        return int(self.counters[SALT_LOW]) | int(self.counters[SALT_HIGH]) << 32
+
+    @property
+    def num_rows_left(self) -> int:
+        c = self.counters
+        return self.capacity - int(c[NUM_ALLOCATED]) + int(c[FREE_END]) - int(c[FREE_BEGIN])
+
+    def arrays(self) -> dict:
+        """Copies of all arrays, per-row ones cut into slabs."""
+        ends = np.cumsum(self.slabs)[:-1]
+
+        def cut(array):
+            return tuple(part.copy() for part in np.split(array, ends))
+
+        return {
+            "index": self.index.copy(),
+            "counters": self.counters.copy(),
+            "table_rows": self.table_rows.copy(),
+            "rows": cut(self.rows),
+            "records": cut(self.records),
+            "states": tuple(cut(state) for state in self.states),
+        }
+
+    def homes(self, keys: np.ndarray, tables: np.ndarray) -> list[int]:
+        return home_buckets(keys, tables, self.salt, self.num_buckets).tolist()
+
+    def find(self, keys: np.ndarray, tables: np.ndarray) -> np.ndarray:
+        """Row ids; NO_ROW where absent."""
+        pairs = zip(tables.tolist(), keys.tolist(), strict=True)
+        return np.array([self.row_of.get(pair, NO_ROW) for pair in pairs], np.uint32)
+
+    # The index ----------------------------------------------------------------------------------------------
+
+    def _empty_index(self, num_buckets: int, salt: int) -> None:
+        self.index = np.full((num_buckets, 16), EMPTY)
+        self.fill = [0] * num_buckets
+        self.bucket_of: dict[tuple[int, int], int] = {}
+        self.counters[SALT_LOW], self.counters[SALT_HIGH] = salt & 0xFFFFFFFF, salt >> 32
+
+    def _walk(self, home: int) -> tuple[int | None, int]:
+        """The first bucket with an empty entry, and how many were visited."""
+        for probe in range(MAX_PROBES):
+            bucket = (home + probe) % self.num_buckets
+            if self.fill[bucket] < PER_BUCKET:
+                return bucket, probe + 1
+        return None, MAX_PROBES
+
+    def _enter(self, pair: tuple[int, int], bucket: int, row_id: int) -> None:
+        table, key = pair
+        at = 4 * self.fill[bucket]
+        self.index[bucket, at : at + 4] = key & 0xFFFFFFFF, key >> 32, row_id, table
+        self.fill[bucket] += 1
+        self.bucket_of[pair] = bucket
+
+    def _saw(self, probes: int) -> None:
+        self.counters[LONGEST_PROBE] = max(int(self.counters[LONGEST_PROBE]), probes)
+
+    # Writing ------------------------------------------------------------------------------------------------
+
+    def find_or_insert(self, keys: np.ndarray, tables: np.ndarray, is_asked: np.ndarray):
+        """Row ids and counts. Distinct pairs come one after the other, by first position; repeats share their fate."""
+        row_ids = np.full(len(keys), NO_ROW, np.uint32)
+        counts = np.zeros((self.num_tables, 5), np.int32)
+        new = []
+        for pair, occurrences, home in self._distinct(keys, tables, is_asked):
+            table, row_id = pair[0], self.row_of.get(pair)
+            num = len(occurrences)
+            if pair in self.bucket_of:
+                self._saw((self.bucket_of[pair] - home) % self.num_buckets + 1)
+                row_ids[occurrences] = row_id
+                counts[table, FOUND] += num
+                continue
+            bucket, probes = self._walk(home)
+            self._saw(probes)
+            if bucket is None or self.num_rows_left == 0:
+                self.counters[NUM_UNPLACED] += num if bucket is None else 0
+                counts[table, REFUSED] += num
+                continue
+            row_ids[occurrences] = row_id = self._take_row(pair)
+            self._enter(pair, bucket, row_id)
+            counts[table, [INSERTED, FOUND]] += 1, num - 1
+            new.append((row_id, occurrences[0]))
+        rows, firsts = np.array(new, np.int64).reshape(-1, 2).T
+        self.rows[rows] = initial_rows(self.tables, self.seed, keys[firsts], tables[firsts], self.dim)
+        return row_ids, counts
+
+    def _distinct(self, keys: np.ndarray, tables: np.ndarray, is_asked: np.ndarray):
+        """(table, key), its positions and its home bucket, by first position."""
+        positions = np.flatnonzero(is_asked)
+        order = positions[np.lexsort((positions, keys[positions], tables[positions]))]
+        is_first = np.r_[True, (np.diff(keys[order]) != 0) | (np.diff(tables[order]) != 0)][: len(order)]
+        groups = np.split(order, np.flatnonzero(is_first)[1:]) if len(order) else []
+        groups.sort(key=lambda group: group[0])
+        firsts = np.array([group[0] for group in groups], np.int64)
+        pairs = zip(tables[firsts].tolist(), keys[firsts].tolist(), strict=True)
+        return zip(pairs, groups, self.homes(keys[firsts], tables[firsts]), strict=True)
+
+    def _take_row(self, pair: tuple[int, int]) -> int:
+        c = self.counters
+        if c[FREE_BEGIN] < c[FREE_END]:
+            row_id = int(self.records[c[FREE_BEGIN], 3])
+            c[FREE_BEGIN] += 1
+        else:
+            row_id = int(c[NUM_ALLOCATED])
+            c[NUM_ALLOCATED] += 1
+        self.records[row_id, :3] = pair[1] & 0xFFFFFFFF, pair[1] >> 32, pair[0]
+        self.table_rows[pair[0]] += 1
+        self.row_of[pair] = row_id
+        return row_id
+
+    def erase(self, keys: np.ndarray, tables: np.ndarray) -> int:
+        """How many distinct pairs were there."""
+        num_erased = 0
+        for pair in zip(tables.tolist(), keys.tolist(), strict=True):
+            row_id = self.row_of.pop(pair, None)
+            if row_id is None:
+                continue
+            num_erased += 1
+            self.records[row_id, :2] = EMPTY
+            self.table_rows[pair[0]] -= 1
+            for state, value in zip(self.states, self.initial, strict=True):
+                state[row_id] = F32(value)
+        dead = np.flatnonzero((self.records[: self.counters[NUM_ALLOCATED], :2] == EMPTY).all(axis=1))
+        self.records[: len(dead), 3] = dead
+        self.counters[[FREE_BEGIN, FREE_END]] = 0, len(dead)
+        self.counters[GENERATION] += num_erased > 0
+        self.rebuild()
+        return num_erased
+
+    def rebuild(self, num_buckets: int | None = None, salt: int | None = None) -> None:
+        """Another index over the same records."""
+        self._empty_index(num_buckets or self.num_buckets, self.salt if salt is None else salt)
+        self.counters[[NUM_UNPLACED, LONGEST_PROBE]] = 0
+        pairs = sorted(self.row_of, key=self.row_of.get)
+        keys, tables = as_keys([key for _, key in pairs]), np.array([table for table, _ in pairs], np.int64)
+        for pair, home in zip(pairs, self.homes(keys, tables), strict=True):
+            bucket, probes = self._walk(home)
+            self._saw(probes)
+            if bucket is None:
+                self.counters[NUM_UNPLACED] += 1
+            else:
+                self._enter(pair, bucket, self.row_of[pair])
+
+    # Batches ------------------------------------------------------------------------------------------------
+
+    def row_values(self, batch: Batch, row_ids: np.ndarray, *, may_be_zeros: bool = False) -> np.ndarray:
+        """The row of each position: the store's, else the one it would get, else zeros."""
+        values = np.zeros((len(batch.keys), self.dim), F32)
+        known = row_ids < self.capacity
+        values[known] = self.rows[row_ids[known]]
+        unknown = ~known & batch.is_asked
+        if may_be_zeros:
+            zeros = [np.full(f.num_keys, f.unknown_zeros) for f in batch.features]
+            unknown &= ~np.concatenate([*zeros, np.zeros(0, bool)])
+        keys, tables = batch.keys[unknown], batch.tables[unknown]
+        values[unknown] = initial_rows(self.tables, self.seed, keys, tables, self.dim)
+        return values
+
+    def embeddings(self, batch: Batch, values: np.ndarray) -> list[np.ndarray]:
+        """Of all features."""
+        present = batch.keys != U64(PADDING_KEY)
+        parts = [batch.part(f) for f in range(len(batch.features))]
+        return [combine(f, values[part], present[part]) for f, part in zip(batch.features, parts, strict=True)]
+
+    def lookup(self, batch: Batch):
+        """Embeddings, row ids, counts."""
+        row_ids, counts = self.find_or_insert(batch.keys, batch.tables, batch.is_asked)
+        counts[:, PADDED] = batch.count_padding(self.num_tables)
+        return self.embeddings(batch, self.row_values(batch, row_ids)), row_ids, counts
+
+    def lookup_find(self, batch: Batch):
+        """Embeddings, counts."""
+        row_ids = np.where(batch.is_asked, self.find(batch.keys, batch.tables), np.uint32(NO_ROW))
+        values = self.row_values(batch, row_ids, may_be_zeros=True)
+        return self.embeddings(batch, values), self._counts(batch, row_ids, MISSING)
+
+    def lookup_planned(self, batch: Batch, row_ids: np.ndarray):
+        """Embeddings, counts."""
+        values = self.row_values(batch, row_ids)
+        return self.embeddings(batch, values), self._counts(batch, row_ids, REFUSED)
+
+    def _counts(self, batch: Batch, row_ids: np.ndarray, absent: int) -> np.ndarray:
+        counts = np.zeros((self.num_tables, 5), np.int32)
+        known = row_ids < self.capacity
+        for outcome, which in ((FOUND, batch.is_asked & known), (absent, batch.is_asked & ~known)):
+            counts[:, outcome] = np.bincount(batch.tables[which], minlength=self.num_tables)
+        counts[:, PADDED] = batch.count_padding(self.num_tables)
+        return counts
+
+    def update(self, batch: Batch, row_ids, gradients, generations, hyper, row_gradient=SUM_OF_USES):
+        """Rows with gradients that are not finite by table, and uses of stale plans."""
+        present = batch.keys != U64(PADDING_KEY)
+        used_rows, terms, num_stale = [np.zeros(0, np.int64)], [np.zeros((0, self.dim), F32)], 0
+        for f, feature in enumerate(batch.features):
+            part = batch.part(f)
+            with_row = batch.is_asked[part] & (row_ids[part] < self.capacity)
+            if generations[feature.plan] != self.counters[GENERATION]:
+                num_stale += int(with_row.sum())
+                continue
+            factors, left_out = use_factors(feature, present[part])
+            uses = np.flatnonzero(with_row & ~left_out)
+            used_rows.append(row_ids[part][uses].astype(np.int64))
+            terms.append(factors[uses, None] * gradients[f][feature.bags()[uses]])
+        rows, sums, num_uses = sum_uses(np.concatenate(used_rows), np.concatenate(terms))
+        if row_gradient == MEAN_OF_USES:
+            sums = sums * (F32(1) / num_uses.astype(F32))[:, None]
+        if row_gradient == SQRT_OF_USES:
+            sums = sums * (F32(1) / np.sqrt(num_uses.astype(F32)))[:, None]
+        finite = np.isfinite(sums).all(axis=1)
+        nonfinite_tables = self.records[rows[~finite], 2]
+        rows, sums = rows[finite], sums[finite]
+        new_rows, new_states = step(self.optimizer, hyper, sums, self.rows[rows], [s[rows] for s in self.states])
+        self.rows[rows] = new_rows
+        for state, values in zip(self.states, new_states, strict=True):
+            state[rows] = values
+        return np.bincount(nonfinite_tables, minlength=self.num_tables).astype(np.int32), np.int32(num_stale)
+
+
+def plan(batch: Batch) -> dict[str, np.ndarray]:
+    """Distinct (table, key) pairs by first position."""
+    n = len(batch.keys)
+    inverse = np.full(n, n, np.int32)
+    pairs: dict[tuple[int, int], int] = {}
+    multiplicity = np.zeros(n, np.int32)
+    keys, tables = batch.keys.tolist(), batch.tables.tolist()
+    for i in np.flatnonzero(batch.is_asked).tolist():
+        inverse[i] = pairs.setdefault((tables[i], keys[i]), len(pairs))
+        multiplicity[inverse[i]] += 1
+    unique, unique_tables = np.full(n, PADDING_KEY, np.uint64), np.zeros(n, np.uint32)
+    unique[: len(pairs)] = [key for _, key in pairs]
+    unique_tables[: len(pairs)] = [table for table, _ in pairs]
+    return {
+        "unique": words(unique),
+        "unique_tables": unique_tables,
+        "inverse": inverse,
+        "multiplicity": multiplicity,
+        "num_unique": np.array(len(pairs), np.int32),
+    }
+
+
+# --------------------------------------------------------------------------------------------------------------
+# Scripts
+
+
+@dataclasses.dataclass
+class Step:
+    """One call: its operands and attributes, what must come out, and the store's arrays after it."""
+
+    op: str
+    inputs: dict[str, Any]
+    statics: dict[str, Any]
+    want: dict[str, Any]
+    state: dict[str, Any] | None
+    meaning: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """What the oracle needs to judge the model."""
+
+
+class Script:
+    """Calls on one store, one after the other; the model runs along and says what each must give."""
+
+    def __init__(self, seed: int = 0, **store):
+        self.rng = np.random.default_rng(seed)
+        self.store = Store(**store)
+        self.initial: dict[str, Any] | None = None
+        self.steps: list[Step] = []
+        self.has_exact_probes = False
+        """Whether the longest walk is the same in whatever order the keys of a call enter the index."""
+
+    def _add(self, op, inputs, statics, want, **meaning) -> None:
+        self.steps.append(Step(op, inputs, statics, want, self.store.arrays(), meaning))
+
+    def _begin(self) -> None:
+        if self.initial is None:
+            self.initial = self.store.arrays()
+
+    # The store before the first call ------------------------------------------------------------------------
+
+    def fill(self, keys, tables=0) -> None:
+        """Gives keys rows that no initializer makes, and optimizer state that no step begins with."""
+        assert self.initial is None
+        store, rng = self.store, self.rng
+        keys = as_keys(keys)
+        tables = np.broadcast_to(tables, keys.shape).astype(np.int64)
+        row_ids, counts = store.find_or_insert(keys, tables, np.full(len(keys), True))
+        assert counts[:, REFUSED].sum() == 0
+        row_ids = np.unique(row_ids)
+        store.rows[row_ids] = rng.normal(size=(len(row_ids), store.dim)).astype(F32)
+        for state in store.states:
+            state[row_ids] = rng.uniform(0.5, 2, (len(row_ids), state.shape[1])).astype(F32)
+
+    # Calls --------------------------------------------------------------------------------------------------
+
+    def find(self, keys, tables=0) -> None:
+        self._begin()
+        keys, tables = _pairs(keys, tables)
+        want = {"row_ids": self.store.find(keys, tables)}
+        self._add("find", {"keys": words(keys), "table_ids": tables.astype(np.uint32)}, {}, want)
+
+    def find_or_insert(self, keys, tables=0) -> np.ndarray:
+        self._begin()
+        store = self.store
+        keys, tables = _pairs(keys, tables)
+        is_known = tables < store.num_tables
+        is_padding = keys == U64(PADDING_KEY)
+        row_ids, counts = store.find_or_insert(keys, tables, is_known & ~is_padding)
+        counts[:, PADDED] = np.bincount(tables[is_known & is_padding], minlength=store.num_tables)
+        inputs = {"keys": words(keys), "table_ids": tables.astype(np.uint32), "seed": store.seed}
+        self._add("find_or_insert", inputs, self._tables(), {"row_ids": row_ids, "counts": counts})
+        return row_ids
+
+    def erase(self, keys, tables=0) -> None:
+        self._begin()
+        keys, tables = _pairs(keys, tables)
+        want = {"num_erased": np.array(self.store.erase(keys, tables), np.uint32)}
+        inputs = {"keys": words(keys), "table_ids": tables.astype(np.uint32)}
+        self._add("erase", inputs, {"initial": self.store.initial}, want)
+
+    def rebuild(self, num_buckets: int, salt: int | None = None) -> None:
+        self._begin()
+        self.store.rebuild(num_buckets, salt)
+        inputs = {"salt": self.store.counters[[SALT_LOW, SALT_HIGH]]}
+        self._add("rebuild", inputs, {"num_buckets": num_buckets}, {})
+
+    def plan(self, batch: Batch) -> None:
+        self._begin()
+        self._add("plan", batch.operands(), _features(batch), plan(batch))
+
+    def lookup(self, batch: Batch) -> np.ndarray:
+        self._begin()
+        embeddings, row_ids, counts = self.store.lookup(batch)
+        inputs = {**batch.operands(), "seed": self.store.seed}
+        statics = {**self._tables(), **_features(batch), "shapes": batch.shapes(self.store.dim)}
+        want = {"row_ids": row_ids, "counts": counts, "embeddings": embeddings}
+        self._add("lookup", inputs, statics, want, batch=batch, values=self.store.row_values(batch, row_ids))
+        return row_ids
+
+    def lookup_find(self, batch: Batch) -> None:
+        self._begin()
+        embeddings, counts = self.store.lookup_find(batch)
+        inputs = {**batch.operands(), "seed": self.store.seed}
+        statics = {**self._tables(), **_features(batch), "shapes": batch.shapes(self.store.dim)}
+        self._add("lookup_find", inputs, statics, {"counts": counts, "embeddings": embeddings})
+
+    def lookup_planned(self, batch: Batch, row_ids: np.ndarray) -> None:
+        self._begin()
+        embeddings, counts = self.store.lookup_planned(batch, row_ids)
+        inputs = {**batch.operands(), "seed": self.store.seed, "row_ids": row_ids}
+        statics = {**self._tables(), **_features(batch), "shapes": batch.shapes(self.store.dim)}
+        self._add("lookup_planned", inputs, statics, {"counts": counts, "embeddings": embeddings})
+
+    def update(
+        self, batch: Batch, row_ids, *, gradients=None, generations=None, row_gradient=SUM_OF_USES, learning_rate=0.5
+    ) -> None:
+        self._begin()
+        store = self.store
+        if gradients is None:
+            gradients = [self.normal(f.num_bags, store.dim) for f in batch.features]
+        if generations is None:
+            generations = [store.counters[GENERATION]] * (1 + max(f.plan for f in batch.features))
+        generations = np.array(generations, np.uint32)
+        hyper = hyper_of(store.optimizer, learning_rate)
+        before = (store.rows.copy(), [state.copy() for state in store.states])
+        nonfinite, stale = store.update(batch, row_ids, gradients, generations, hyper, row_gradient)
+        inputs = {**batch.operands(), "row_ids": row_ids, "gradients": gradients, "hyper": hyper}
+        statics = {
+            **_features(batch),
+            "num_tables": store.num_tables,
+            "optimizer": store.optimizer,
+            "row_gradient": row_gradient,
+        }
+        want = {"num_nonfinite": nonfinite, "num_stale": stale}
+        meaning = {"batch": batch, "before": before, "learning_rate": learning_rate}
+        self._add("update", {**inputs, "generations": generations}, statics, want, **meaning)
+
+    def combine(self, feature: Feature, inverse: np.ndarray, num_unique: int) -> None:
+        """combine and its transpose; `feature.keys` are not read."""
+        self._begin()
+        dim = self.store.dim
+        rows = self.normal(num_unique, dim)
+        present = (inverse >= 0) & (inverse < num_unique)
+        values = np.zeros((len(inverse), dim), F32)
+        values[present] = rows[inverse[present]]
+        batch = Batch(feature)
+        operands = {name: array for name, array in batch.operands().items() if name != "keys"}
+        inputs = {**operands, "inverse": inverse.astype(np.int32)}
+        want = {"embeddings": combine(feature, values, present)}
+        statics = {**_features(batch), "num_bags": feature.num_bags}
+        self._add("combine", {**inputs, "rows": rows}, statics, want)
+
+        gradients = self.normal(feature.num_bags, dim)
+        factors, left_out = use_factors(feature, present)
+        uses = np.flatnonzero(~left_out)
+        used, sums, _ = sum_uses(inverse[uses], factors[uses, None] * gradients[feature.bags()[uses]])
+        row_gradients = np.zeros((num_unique, dim), F32)
+        row_gradients[used] = sums
+        statics = {**_features(batch), "num_unique": num_unique}
+        self._add("combine_transpose", {**inputs, "gradients": gradients}, statics, {"row_gradients": row_gradients})
+
+    def _tables(self) -> dict[str, Any]:
+        return {"tables": tuple(map(tuple, self.store.tables.tolist()))}
+
+    # Numbers ------------------------------------------------------------------------------------------------
+
+    def normal(self, *shape: int) -> np.ndarray:
+        return self.rng.normal(size=shape).astype(F32)
+
+    def distinct(self, num: int, low: int = 1 << 40) -> np.ndarray:
+        """Keys that no other part of a script uses, if it has another `low`."""
+        return (U64(low) + self.rng.permutation(4 * num + 4)[:num].astype(np.uint64) * U64(0x100000001)).astype(U64)
+
+    def mixed(self, num: int, present) -> np.ndarray:
+        """Keys with rows, new ones, some of them again, and padding between."""
+        rng = self.rng
+        pool = np.concatenate([as_keys(present), self.distinct(num // 3 + 1)])
+        keys = rng.choice(pool, num) if num else np.zeros(0, np.uint64)
+        keys[rng.random(num) < 0.07] = PADDING_KEY
+        return keys
+
+    def weights(self, num: int) -> np.ndarray:
+        return self.rng.uniform(-0.5, 2, num).astype(F32)
+
+    def keys_of_homes(self, buckets, num: int, table: int = 0) -> np.ndarray:
+        """The first keys whose walk begins in one of these buckets, in equal parts."""
+        found = []
+        for bucket in buckets:
+            part: list[np.ndarray] = []
+            start = 0
+            while sum(map(len, part)) < -(-num // len(buckets)):
+                block = np.arange(start, start + (1 << 19), dtype=np.uint64)
+                homes = home_buckets(block, np.full(len(block), table), self.store.salt, self.store.num_buckets)
+                part.append(block[homes == U64(bucket)])
+                start += len(block)
+            found.append(np.concatenate(part)[: -(-num // len(buckets))])
+        return np.concatenate(found)[:num]
+
+
+def _pairs(keys, tables) -> tuple[np.ndarray, np.ndarray]:
+    keys = as_keys(keys)
+    return keys, np.broadcast_to(np.asarray(tables, np.int64), keys.shape)
+
+
+def _features(batch: Batch) -> dict[str, Any]:
+    return {"features": batch.words(), "num_tiles": batch.num_tiles}
+
+
+# --------------------------------------------------------------------------------------------------------------
+# Cases: a name says what is special; names with "small" are those that run under compute-sanitizer.
+
+CASES: dict[str, Callable[[], Script]] = {}
+Keys = Sequence[int] | np.ndarray
+
+SIZES = (0, 1, 31, 32, 33, 255, 256, 257, 1000, 5000)
+# Every shape of DispatchShape: rows of 4-float vectors and of single floats, 1 to 32 lanes, 1 to 32 pieces a lane.
+DIMS = (1, 2, 3, 4, 7, 8, 12, 16, 33, 64, 66, 100, 128, 200, 201, 256, 301, 400, 513, 1024)
+SLABS = ((312,), (5, 307), (5, 7, 300))
+
+
+def case(name: str, *args: Any) -> Callable:
+    """Registers a function that makes a script; more than once with other arguments."""
+
+    def register(build: Callable[..., Script]) -> Callable[..., Script]:
+        def script() -> Script:
+            with np.errstate(all="ignore"):  # infinities and NaN are part of some cases
+                return build(*args)
+
+        assert name not in CASES
+        CASES[name] = script
+        return build
+
+    return register
+
+
+def cases(pattern: str, *arguments: Any) -> Callable:
+    """`case` for each of a list of arguments (or tuples of them), which the name shows."""
+
+    def register(build: Callable[..., Script]) -> Callable[..., Script]:
+        for argument in arguments:
+            argument = argument if isinstance(argument, tuple) else (argument,)
+            case(pattern.format(*argument), *argument)(build)
+        return build
+
+    return register
+
+
+# Tables: find, find_or_insert, erase, rebuild ------------------------------------------------------------------
+
+
+def table_store(num_keys: int, number: int, seed: int, **more) -> Script:
+    """Slabs, tables, dims and optimizers in turn."""
+    slabs = SLABS[number % 3] if num_keys <= 257 else ((5, 2507), (5, 7, 2500), (2512,))[number % 3]
+    parameters = {"num_tables": (1, 3, 70)[number % 3], "dim": (8, 3, 4)[number % 3], "optimizer": (number + 3) % 4}
+    return Script(seed=seed, slabs=slabs, **{**parameters, **more})
+
+
+@cases("table-{0}_keys", *SIZES)
+def table_sizes(num_keys: int) -> Script:
+    """Around the sizes of warps, blocks and chunks: insert, find, erase, insert again."""
+    number = SIZES.index(num_keys)
+    script = table_store(num_keys, number, seed=num_keys)
+
+    def tables_of(num):
+        return script.rng.integers(0, script.store.num_tables, num)
+
+    present = script.distinct(max(num_keys, 3) // 3, low=9)
+    script.fill(present, tables_of(len(present)))
+    keys, tables = script.mixed(num_keys, present), tables_of(num_keys)
+    script.find_or_insert(keys, tables)
+    script.find(script.rng.permutation(keys), tables)
+    script.erase(script.rng.permutation(keys), tables)
+    script.find_or_insert(script.rng.permutation(keys), tables)
+    script.find(keys, tables)
+    return script
+
+
+def corner_keys(script: Script, num: int) -> tuple[Keys, Keys]:
+    """0, the sign bit, twins: in part present."""
+    return CORNER_KEYS[::2], script.rng.choice(as_keys(CORNER_KEYS), num)
+
+
+KINDS: dict[str, Callable[[Script, int], tuple[Keys, Keys]]] = {
+    "new": lambda s, n: ([], s.distinct(n)),
+    "present": lambda s, n: (pool := s.distinct(n * 2 // 3), s.rng.choice(pool, n)),
+    "half_present": lambda s, n: (
+        pool := s.distinct(n // 2),
+        s.rng.permutation(np.r_[pool, s.distinct(n - n // 2, 7)]),
+    ),
+    "one_new": lambda s, n: ([1, 2, 3], np.full(n, 2**63, np.uint64)),
+    "one_present": lambda s, n: ([1, 2**63, 3], np.full(n, 2**63, np.uint64)),
+    "high_words": lambda s, n: ([5, 5 + 2**32], s.rng.integers(0, n, n).astype(U64) << U64(32) | U64(5)),
+    "low_words": lambda s, n: ([5 << 32], s.rng.integers(0, n, n).astype(U64) | U64(5 << 32)),
+    "corners": corner_keys,
+    "padding_between": lambda s, n: ([7, 8], np.where(np.arange(n) % 2, U64(PADDING_KEY), s.distinct(n))),
+    "only_padding": lambda s, n: ([7, 8], np.full(n, PADDING_KEY, np.uint64)),
+    "in_all_tables": lambda s, n: (range(50), s.rng.integers(0, 100, n)),
+    "of_one_home": lambda s, n: ([7, 8], s.rng.choice(s.keys_of_homes([5], 200), n)),
+    "of_last_homes": lambda s, n: (
+        (last := [s.store.num_buckets - 2, s.store.num_buckets - 1])
+        and (s.keys_of_homes(last, 30), s.rng.choice(s.keys_of_homes(last, 200), n))
+    ),
+}
+
+
+@cases("table-keys_{0}", *KINDS)
+def table_kinds(kind: str) -> Script:
+    """Keys that a careless table confuses, in three tables, then under another salt in an index of another size."""
+    script = table_store(1000, 1, seed=1, optimizer=ADAM)
+    present, keys = KINDS[kind](script, 1000)
+    tables = np.zeros(1000, np.int64) if "home" in kind or "one" in kind else script.rng.integers(0, 3, 1000)
+    script.fill(np.repeat(as_keys(present), 3), np.tile(np.arange(3), len(present)))
+    script.find(keys, tables)
+    script.find_or_insert(keys, tables)
+    script.find(keys, (tables + 1) % 3)
+    script.rebuild(700, salt=99)
+    script.find_or_insert(script.rng.permutation(keys), tables)
+    script.erase(np.where(np.arange(1000) % 3, keys, U64(12345)), tables)
+    script.find(keys, tables)
+    script.find_or_insert(keys[::-1], tables)
+    return script
+
+
+@case("table-300000_keys")
+def table_large() -> Script:
+    """More blocks of 1,024 keys, and of 1,024 rows, than a block has threads; most rows are on the list of freed ones."""
+    script = Script(slabs=(100_000, 200_000), dim=1, num_tables=1, num_buckets=1 << 13)
+    script.fill(np.arange(1000))
+    store = script.store
+    store.records[:289_000, 3] = np.arange(1000, 290_000)
+    store.counters[[NUM_ALLOCATED, FREE_BEGIN, FREE_END]] = 290_000, 0, 289_000
+    keys = script.rng.integers(0, 12_000, 300_000)
+    script.find_or_insert(keys)
+    script.erase(script.rng.integers(6000, 20_000, 300_000))
+    script.find_or_insert(keys)
+    return script
+
+
+@case("table-24_slabs")
+def table_slabs() -> Script:
+    """As many slabs as a store can have, of one row and of a hundred."""
+    script = Script(slabs=np.resize([1, 100, 1, 2, 33], 24).tolist(), dim=3, num_tables=3, optimizer=ADAGRAD)
+    keys = script.rng.permutation(np.arange(1000))
+    script.find_or_insert(keys, np.arange(1000) % 3)
+    script.erase(keys[:1000:7], np.arange(0, 1000, 7) % 3)
+    script.find_or_insert(keys[::-1], np.arange(1000) % 3)
+    return script
+
+
+@case("table-one_key_5000_times")
+def table_one_key() -> Script:
+    """New, then present, then erased by 5,000 at once."""
+    script = table_store(5000, SIZES.index(5000), seed=2)
+    script.fill(script.distinct(100), 0)
+    keys = np.full(5000, 2**64 - 2, np.uint64)
+    for call in (script.find_or_insert, script.find, script.find_or_insert, script.erase, script.find_or_insert):
+        call(keys)
+    return script
+
+
+@case("table-unknown_tables")
+def table_unknown_tables() -> Script:
+    """Numbers of tables that the store does not have: nothing found, nothing inserted, nothing touched."""
+    script = Script(slabs=(5, 7, 300), num_tables=3)
+    script.fill(range(40), np.arange(40) % 3)
+    keys, tables = np.arange(33), np.resize([0, 1, 2, 3, 2**24, 2**31, 2**32 - 2, 2**32 - 1], 33)
+    script.find(keys, tables)
+    script.find_or_insert(keys, tables)
+    script.erase(keys, tables)
+    script.find_or_insert(np.where(keys % 2, U64(PADDING_KEY), as_keys(keys)), tables)
+    return script
+
+
+@case("table-few_rows_left")
+def table_few_rows_left() -> Script:
+    """The first new keys by position get the rows that are left; then none is left; then freed ones, ascending."""
+    script = Script(slabs=(5, 7), num_tables=3, optimizer=ADAGRAD)
+    rng = script.rng
+    tables = rng.integers(0, 3, 33)
+    script.fill(range(7), 0)
+    script.find_or_insert(np.r_[np.arange(30, 40), rng.integers(0, 20, 23)], np.r_[np.zeros(10, int), tables[10:]])
+    script.find_or_insert(rng.integers(0, 60, 33), tables)
+    script.erase(np.resize([3, 6, 0, 31, 3, 2**50, PADDING_KEY], 33), 0)
+    script.find_or_insert(np.resize([2**40, 3, 2**41, 2**42, 0, 2**43], 33), 0)
+    script.erase(np.resize([1, 2**40, 4], 33), 0)
+    script.find_or_insert(np.resize([77, PADDING_KEY, 78, 77], 33), tables % 2)
+    script.find_or_insert(np.arange(100, 133), tables)
+    return script
+
+
+@cases("table-{0}_new_keys_for_8_rows", 33, 257, 5000)
+def table_far_too_many(num_keys: int) -> Script:
+    """More new keys than rows, and than entries in the index: eight get rows, the others leave no trace."""
+    script = Script(slabs=(8,), num_tables=1, num_buckets=16)
+    keys = script.distinct(num_keys)
+    script.find_or_insert(keys)
+    script.find_or_insert(keys[::-1])
+    script.find(keys)
+    return script
+
+
+@cases("table-index_of_{0}_buckets", 1, 2, 3)
+def table_crowded_index(num_buckets: int) -> Script:
+    """An index with fewer entries than the store has rows: keys without an entry are refused and counted apart."""
+    script = Script(slabs=(5, 7, 300), num_tables=3, num_buckets=num_buckets)
+    keys = script.distinct(20, low=3)
+    script.fill(keys[:3], np.arange(3))
+    asked = script.rng.choice(keys, 257)
+    script.find_or_insert(asked, np.arange(257) % 3)
+    script.find(asked, np.arange(257) % 3)
+    script.find_or_insert(asked[::-1], np.arange(257) % 3)
+    script.rebuild(160)
+    script.find_or_insert(asked, np.arange(257) % 3)
+    return script
+
+
+@cases("table-300_keys_of_home_{0}", 100, 4095)
+def table_aimed(bucket: int) -> Script:
+    """More keys of one home than a walk is long: the first 256 by position get entries; erasing makes room for more."""
+    script = Script(slabs=(5, 7, 588), num_buckets=4096, num_tables=1)
+    rng = script.rng
+    aimed = rng.permutation(script.keys_of_homes([bucket], 300))
+    keys = rng.permutation(np.r_[aimed, script.distinct(100)])
+    script.find_or_insert(keys)
+    script.find_or_insert(rng.permutation(np.r_[keys[:350], np.full(50, aimed[-1])]))
+    script.find(keys)
+    placed = [key for key in aimed.tolist() if (0, key) in script.store.row_of]
+    script.erase(np.resize(as_keys(placed[10:60]), 400))
+    script.find_or_insert(keys)
+    script.find(keys)
+    return script
+
+
+@case("table-320_keys_of_8_homes")
+def table_aimed_around() -> Script:
+    """Walks that overlap: who gets an entry depends on the order, which is that of the positions."""
+    script = Script(slabs=(5, 7, 588), num_buckets=4096, num_tables=1)
+    aimed = script.keys_of_homes(range(4090, 4098 - 2), 320)
+    keys = script.rng.permutation(np.r_[aimed, script.distinct(80)])
+    script.find_or_insert(keys)
+    script.find_or_insert(keys[::-1])
+    script.find(keys)
+    return script
+
+
+@cases("table-walk_of_{0}_keys", 1, 4, 5, 33, 128, 255, 256)
+def table_longest_walk(num_keys: int) -> Script:
+    """Keys of one home fill bucket after bucket, in any order: the longest walk is known exactly."""
+    script = Script(slabs=(5, 307), num_buckets=512)
+    script.has_exact_probes = True
+    keys = np.resize(script.keys_of_homes([500], num_keys), 256)
+    script.find_or_insert(keys)
+    script.rebuild(512)
+    script.erase(np.resize(keys[:1], 256))
+    return script
+
+
+@case("table-longest_walk_of_one_warp")
+def table_longest_walk_present() -> Script:
+    """A find_or_insert of present keys walks too, and says how far."""
+    script = Script(slabs=(5, 307), num_buckets=512)
+    script.has_exact_probes = True
+    keys = script.keys_of_homes([3], 32)
+    script.fill(keys)
+    script.store.counters[LONGEST_PROBE] = 0
+    script.find_or_insert(keys)
+    return script
+
+
+@case("table-erase_all_and_refill")
+def table_erase_all() -> Script:
+    """Every row is freed and handed out again, ascending, whatever the order of erasing; twice."""
+    script = Script(slabs=(5, 7, 300), num_tables=3, optimizer=ROWWISE_ADAGRAD)
+    rng = script.rng
+    keys, tables = script.distinct(312, low=1), np.arange(312) % 3
+    script.fill(keys[:200], tables[:200])
+    for _ in range(2):
+        script.find_or_insert(keys, tables)
+        order = rng.permutation(312)
+        script.erase(keys[order], tables[order])
+        order = rng.permutation(312)
+        script.find_or_insert(keys[order] + U64(rng.integers(2)), tables[order])
+    return script
+
+
+@case("table-erase_again_and_again")
+def table_erase_in_parts() -> Script:
+    """Freed rows of several erasures are one ascending list, used up before fresh rows."""
+    script = Script(slabs=(5, 7, 300), num_tables=1, optimizer=ADAM)
+    keys = script.distinct(200, low=1)
+    script.fill(keys)
+    for part in (keys[150:160], keys[20:50], keys[145:155], keys[:33]):
+        script.erase(np.resize(part, 33))
+        script.find_or_insert(script.distinct(33, low=int(part[0]) + 2**50)[:12])
+    return script
+
+
+@case("table-erase_absent_keys")
+def table_erase_absent() -> Script:
+    """Nothing is there to erase: generation and rows stay."""
+    script = Script(slabs=(5, 7, 300), optimizer=ADAGRAD)
+    script.fill(range(100))
+    script.erase(np.arange(1000, 1033))
+    script.erase(np.full(33, PADDING_KEY, np.uint64))
+    return script
+
+
+@case("table-erase_absent_keys_after_reuse")
+def table_erase_absent_after_reuse() -> Script:
+    """Of the freed rows some are in use again, and nothing is erased: the list is made anew all the same."""
+    script = Script(slabs=(5, 7, 300), optimizer=ADAGRAD)
+    script.fill(range(100))
+    script.erase(np.arange(40, 73))
+    script.find_or_insert(np.resize(np.arange(1000, 1010), 33))
+    script.erase(np.arange(5000, 5033))
+    script.find_or_insert(np.arange(2000, 2033))
+    return script
+
+
+# Batches: plan, lookup, lookup_find, lookup_planned, update ---------------------------------------------------
+
+
+def all_batch_ops(script: Script, batch: Batch, **update) -> Script:
+    """All targets that take a batch; the store holds some of its keys."""
+    script.plan(batch)
+    script.lookup_find(batch)
+    row_ids = script.lookup(batch)
+    script.lookup_find(batch)
+    script.update(batch, row_ids, **update)
+    some = np.where(script.rng.random(len(row_ids)) < 0.1, np.uint32(NO_ROW), row_ids)
+    script.lookup_planned(batch, some)
+    return script
+
+
+@cases("batch-{0}_keys", *SIZES)
+def batch_sizes(num_keys: int) -> Script:
+    """Single keys, around the sizes of warps, blocks and tiles."""
+    number = SIZES.index(num_keys) + 1
+    script = table_store(num_keys, number, seed=num_keys)
+    table = script.store.num_tables - 1
+    present = script.distinct(max(num_keys, 3) // 3, low=9)
+    script.fill(present, table)
+    return all_batch_ops(script, Batch(single(script.mixed(num_keys, present), table)), row_gradient=number % 3)
+
+
+@case("batch-300000_keys")
+def batch_large() -> Script:
+    """More blocks than a block has threads; more positions than any chunk of the CPU."""
+    script = Script(slabs=(100_000, 50_000), dim=1, optimizer=ADAGRAD, num_buckets=1 << 14)
+    script.fill(np.arange(1000))
+    keys = (2.0 ** script.rng.uniform(0, 14, 300_000)).astype(np.uint64)  # key 1 has some 20,000 uses
+    batch = Batch(single(keys[:200_000], 0), fixed(keys[200_000:], 0, MEAN, 10))
+    script.plan(batch)
+    script.update(batch, script.lookup(batch))
+    return script
+
+
+@case("batch-24_slabs")
+def batch_slabs() -> Script:
+    """As many slabs as a store can have, of one row and of a hundred."""
+    script = Script(slabs=np.resize([1, 100, 1, 2, 33], 24).tolist(), dim=3, num_tables=1, optimizer=ADAM)
+    script.fill(np.arange(100))
+    return all_batch_ops(script, Batch(single(script.rng.permutation(np.arange(1000)), 0)))
+
+
+@case("batch-one_key_5000_times")
+def batch_one_key() -> Script:
+    """A hot key and nothing else; a sum of 157 chunks."""
+    script = table_store(5000, SIZES.index(5000) + 1, seed=2)
+    script.fill(script.distinct(30, low=9), 0)
+    return all_batch_ops(
+        script, Batch(single(np.full(5000, 2**63, np.uint64), script.store.num_tables - 1)), row_gradient=1
+    )
+
+
+@cases("batch-keys_{0}", *KINDS)
+def batch_kinds(kind: str) -> Script:
+    """The same keys in three tables: single, in bags of five, in ragged bags."""
+    script = Script(slabs=(5, 7, 2500), num_tables=3, dim=8, optimizer=ADAGRAD)
+    present, keys = KINDS[kind](script, 1000)
+    keys = as_keys(keys)
+    script.fill(np.repeat(as_keys(present), 3), np.tile(np.arange(3), len(present)))
+    offsets = np.r_[0, np.sort(script.rng.integers(0, 1000, 63)), 1000]
+    batch = Batch(
+        single(keys, 0),
+        fixed(keys[::-1], 1, MEAN, 5, script.weights(1000)),
+        ragged(np.roll(keys, 7), 2, SQRTN, offsets),
+    )
+    return all_batch_ops(script, batch)
+
+
+@case("batch-few_rows_left")
+def batch_few_rows_left() -> Script:
+    """Refused keys give their initial rows and take no gradient; first come by position, over all features."""
+    script = Script(slabs=(5, 7, 20), num_tables=3, dim=12, optimizer=ADAM)
+    script.fill(range(9), 0)
+
+    def keys(num):
+        return script.rng.integers(0, 40, num)
+
+    weights = script.weights(40)
+    for _ in range(2):
+        batch = Batch(
+            ragged(keys(40), 0, MEAN, np.r_[0, 0, 3, 20, 39], weights),
+            single(keys(33), 1),
+            fixed(keys(60), 0, SUM, 4),
+            single(keys(10), 2),
+        )
+        script.update(batch, script.lookup(batch))
+    script.erase(np.arange(33), 0)
+    script.update(batch, script.lookup(batch))
+    return script
+
+
+@case("batch-5000_new_keys_for_8_rows")
+def batch_far_too_many() -> Script:
+    """More new keys than entries in the index, in bags of 16."""
+    script = Script(slabs=(8,), num_tables=1, num_buckets=16, dim=8)
+    batch = Batch(single(script.distinct(904), 0), fixed(script.distinct(4096), 0, MEAN, 16))
+    script.update(batch, script.lookup(batch))
+    script.lookup(batch)
+    return script
+
+
+@case("batch-index_of_2_buckets")
+def batch_crowded_index() -> Script:
+    """Keys without an entry, in bags and single."""
+    script = Script(slabs=(5, 7, 300), num_tables=3, num_buckets=2, dim=7)
+    keys = script.distinct(20, low=3)
+    script.fill(keys[:3], 1)
+    batch = Batch(
+        single(script.rng.choice(keys, 33), 1),
+        ragged(script.rng.choice(keys, 100), 2, SUM, [0, 50, 50, 90]),
+        fixed(script.rng.choice(keys, 60), 1, MEAN, 3, script.weights(60)),
+    )
+    script.lookup_find(batch)
+    script.update(batch, script.lookup(batch))
+    script.lookup(batch)
+    return script
+
+
+@case("batch-300_keys_of_one_home")
+def batch_aimed() -> Script:
+    """First come by position, over features and bags."""
+    script = Script(slabs=(5, 7, 588), num_buckets=4096, dim=4)
+    aimed = script.rng.permutation(script.keys_of_homes([77], 300))
+    batch = Batch(
+        single(np.r_[aimed[:120], aimed[:30]], 0),
+        ragged(np.r_[aimed[100:], aimed[:50]], 0, SUM, [0, 100, 100, 101, 250]),
+    )
+    script.lookup(batch)
+    script.update(batch, script.lookup(batch))
+    script.lookup_find(batch)
+    return script
+
+
+# Bags ----------------------------------------------------------------------------------------------------------
+
+LENGTHS = (0, 0, 1, 500, 2, 0, 33, 257, 31, 32, 64, 0, 3, 129, 0)
+
+
+def bag_features(script: Script, lengths, combiners=(SUM, MEAN, SQRTN), table=0) -> list[Feature]:
+    """Ragged features of all combiners, without weights and with; some keys have rows, some are padding."""
+    offsets = np.r_[0, np.cumsum(lengths)]
+    num_keys = int(offsets[-1])
+    present = script.distinct(200, low=9)
+    if script.initial is None and (table, int(present[0])) not in script.store.row_of:
+        script.fill(present, table)
+    return [
+        ragged(
+            script.mixed(num_keys, present), table, combiner, offsets, script.weights(num_keys) if weighted else None
+        )
+        for combiner in combiners
+        for weighted in (False, True)
+    ]
+
+
+@cases("bags-ragged_of_dim_{0}", 12, 7)
+def bags_ragged(dim: int) -> Script:
+    """Bags of 0 to 500 keys; empty ones first, in between and last."""
+    script = Script(slabs=(5, 7, 4000), dim=dim, optimizer=ADAGRAD)
+    return all_batch_ops(script, Batch(*bag_features(script, LENGTHS)))
+
+
+@case("bags-one_key_500_times")
+def bags_one_key() -> Script:
+    """Long bags of one new key: within the call it is found after its first position, also by its own bag."""
+    script = Script(slabs=(5, 7, 300), dim=16)
+    offsets = [0, 500, 500, 1000]
+    batch = Batch(*(ragged(np.full(1000, 2**63 + c), 0, c, offsets) for c in (SUM, MEAN, SQRTN)))
+    return all_batch_ops(script, batch, row_gradient=SQRT_OF_USES)
+
+
+@case("bags-of_fixed_size")
+def bags_fixed() -> Script:
+    """1 (with weights), 2, 5, 33, 100 and 500 keys a bag, with padding anywhere."""
+    script = Script(slabs=(5, 7, 3000), dim=8, num_tables=3, optimizer=ROWWISE_ADAGRAD)
+    present = script.distinct(200, low=9)
+    script.fill(present, 1)
+    features = [
+        fixed(script.mixed(h * n, present), t % 3, 1 + t % 3, h, script.weights(h * n) if t % 2 else None)
+        for t, (h, n) in enumerate([(2, 257), (1, 300), (5, 33), (33, 9), (500, 2), (100, 7)])
+    ]
+    return all_batch_ops(script, Batch(*features), row_gradient=MEAN_OF_USES)
+
+
+@case("bags-many_tiles")
+def bags_many_tiles() -> Script:
+    """More than 256 bags a feature; a tile of empty bags."""
+    script = Script(slabs=(5, 7, 3000), dim=4)
+    lengths = np.r_[np.zeros(257, int), script.rng.integers(0, 4, 400), np.zeros(30, int)]
+    return all_batch_ops(script, Batch(*bag_features(script, lengths, (SUM, MEAN))))
+
+
+@case("bags-weights_of_sum_zero")
+def bags_zero_sums() -> Script:
+    """Weights that cancel or vanish: zeros for mean, and no gradient; sum and sqrtn go by their own rules."""
+    script = Script(slabs=(5, 7, 300), dim=8, optimizer=ADAM)
+    script.fill(range(40), 0)
+    weights = np.array([1, -1, 0, 0, 2, 1, 0.5, -0.5, 3, 0, 0, 1, -1, 1, -1, 4], F32)
+    offsets = [0, 2, 4, 5, 8, 9, 11, 15, 15, 16]
+    keys = script.rng.integers(0, 60, (4, 16))
+    batch = Batch(*(ragged(keys[combiner], 0, combiner, offsets, weights) for combiner in (SUM, MEAN, SQRTN)))
+    return all_batch_ops(script, batch)
+
+
+@case("bags-empty")
+def bags_empty() -> Script:
+    """Features without keys, without bags, with neither; bags without keys, and of padding alone."""
+    script = Script(slabs=(5, 7, 300), dim=8, num_tables=3)
+    script.fill(range(40), 1)
+    none = np.zeros(0, np.uint64)
+    batch = Batch(
+        ragged(none, 0, SUM, [0, 0, 0, 0, 0]),
+        single(none, 1),
+        ragged(none, 2, MEAN, [0]),
+        ragged(script.rng.integers(0, 60, 33), 1, MEAN, [0, 0, 10, 10, 33]),
+        ragged(np.full(8, PADDING_KEY, np.uint64), 1, SQRTN, [0, 4, 4, 8]),
+        fixed(np.full(12, PADDING_KEY, np.uint64), 2, MEAN, 4),
+        ragged(none, 0, SUM, [0, 0]),
+    )
+    return all_batch_ops(script, batch)
+
+
+@cases("bags-only_empty_{0}", "bags", "features")
+def bags_only_empty(what: str) -> Script:
+    """A batch without a key."""
+    script = Script(slabs=(5, 7, 300), dim=8)
+    script.fill(range(40))
+    feature = ragged([], 0, MEAN, [0] * 34) if what == "bags" else ragged([], 0, MEAN, [0])
+    return all_batch_ops(script, Batch(feature))
+
+
+@case("bags-40_features")
+def bags_40_features() -> Script:
+    """Every kind of feature at once, more than a warp has lanes, over three tables."""
+    script = Script(slabs=(5, 7, 3000), dim=8, num_tables=3, optimizer=ROWWISE_ADAGRAD)
+    present = script.distinct(100, low=9)
+    script.fill(np.repeat(present, 3), np.tile(np.arange(3), 100))
+    features = []
+    for i in range(40):
+        table, combiner, n = i % 3, 1 + i // 4 % 3, int(script.rng.integers(0, 70))
+        weights = script.weights(n) if i % 5 == 0 else None
+        unknown_zeros = table == 2
+        keys = script.mixed(n, present)
+        if i % 4 == 0:
+            features.append(single(keys, table, unknown_zeros=unknown_zeros))
+        elif i % 4 == 1:
+            h = 1 + i // 4 % 5
+            n = n // h * h
+            weights = None if weights is None else weights[:n]
+            features.append(fixed(keys[:n], table, combiner, h, weights, unknown_zeros=unknown_zeros))
+        else:
+            offsets = np.r_[0, np.sort(script.rng.integers(0, n + 1, i)), n]
+            features.append(ragged(keys, table, combiner, offsets, weights, unknown_zeros=unknown_zeros))
+    return all_batch_ops(script, Batch(*features), row_gradient=SQRT_OF_USES)
+
+
+@case("bags-70_tables")
+def bags_70_tables() -> Script:
+    """More tables than the GPU counts in shared memory, each with keys of the same numbers."""
+    script = Script(slabs=(5, 7, 1200), dim=4, num_tables=70)
+    script.fill(np.repeat(np.arange(5), 70), np.tile(np.arange(70), 5))
+    keys = np.where(script.rng.random((70, 10)) < 0.1, -1, script.rng.integers(0, 12, (70, 10))).astype(U64)
+    features = [single(keys[t], t) if t % 2 else ragged(keys[t], t, MEAN, [0, 3, 3, 10]) for t in range(70)]
+    return all_batch_ops(script, Batch(*features))
+
+
+@case("bags-unknown_keys_as_zeros")
+def bags_unknown_zeros() -> Script:
+    """find: a key without a row gives zeros, and counts in the divisor."""
+    script = Script(slabs=(5, 7, 300), dim=8)
+    script.fill(range(20))
+    keys = script.rng.integers(0, 60, 33)
+    script.lookup_find(
+        Batch(
+            *(ragged(keys, 0, c, [0, 10, 10, 33], unknown_zeros=True) for c in (SUM, MEAN, SQRTN)),
+            ragged(keys, 0, MEAN, [0, 10, 10, 33], script.weights(33), unknown_zeros=True),
+            single(keys, 0, unknown_zeros=True),
+        )
+    )
+    return script
+
+
+BATCH_OPS = ("plan", "lookup_find", "lookup", "lookup_planned", "update")
+
+
+def one_batch_op(script: Script, op: str, batch: Batch) -> Script:
+    """One target alone, so that a case is about it."""
+    row_ids = np.where(batch.is_asked, script.store.find(batch.keys, batch.tables), np.uint32(NO_ROW))
+    more = {"lookup_planned": (row_ids,), "update": (row_ids,)}.get(op, ())
+    getattr(script, op)(batch, *more)
+    return script
+
+
+@cases("bags-keys_in_no_bag-{0}", *BATCH_OPS)
+def bags_keys_in_no_bag(op: str) -> Script:
+    """Keys before the first bag and after the last one are padding, whatever they are."""
+    script = Script(slabs=(5, 7, 300), dim=8, num_tables=3)
+    script.fill(np.repeat(np.arange(20), 3), np.tile(np.arange(3), 20))
+    keys = script.rng.integers(0, 40, 64)
+    batch = Batch(
+        ragged(keys, 0, MEAN, [5, 10, 10, 33, 40]),
+        single(keys[:5], 1),
+        ragged(keys, 1, SUM, [0, 1]),
+        ragged(keys, 2, SQRTN, [64]),
+        ragged(keys, 2, SUM, [60, 64, 64], script.weights(64)),
+    )
+    return one_batch_op(script, op, batch)
+
+
+@cases("bags-offsets_outside-{0}", *BATCH_OPS)
+def bags_offsets_outside(op: str) -> Script:
+    """Negative offsets, and offsets past the end, are clamped."""
+    script = Script(slabs=(5, 7, 300), dim=8)
+    script.fill(range(20))
+    keys = script.rng.integers(0, 40, 64)
+    batch = Batch(
+        ragged(keys, 0, SUM, [-(10**8), -1, 3, 60, 65, 10**9]),
+        ragged(keys, 0, MEAN, [-(2**31), 2**31 - 1]),
+        ragged(keys, 0, SQRTN, [0, 64, 70, 70]),
+    )
+    return one_batch_op(script, op, batch)
+
+
+@cases("bags-offsets_that_fall-{0}", *BATCH_OPS)
+def bags_offsets_fall(op: str) -> Script:
+    """A bag begins where the one before it ended, if its offset is smaller: no position lies in two bags."""
+    script = Script(slabs=(5, 7, 300), dim=8)
+    script.fill(range(20))
+    keys = script.rng.integers(0, 40, 64)
+    batch = Batch(ragged(keys, 0, SUM, [0, 20, 10, 15, 30, 0, 64]), ragged(keys, 0, MEAN, [64, 0, 32, 64]))
+    return one_batch_op(script, op, batch)
+
+
+# Dims ----------------------------------------------------------------------------------------------------------
+
+
+@cases("dim-{0}", *DIMS)
+def dims(dim: int) -> Script:
+    """Every shape of a row: read, initialized, combined, summed over few, some and many uses, stepped."""
+    number = DIMS.index(dim)
+    script = Script(slabs=SLABS[number % 3], dim=dim, num_tables=3, optimizer=number % 4, seed=dim)
+    present = script.distinct(20, low=9)
+    script.fill(present, 0)
+    hot = np.where(np.arange(1250) % 8 == 7, script.rng.choice(present[2:], 1250), present[0])
+    hot[::33] = present[1]
+    lengths = (0, 33, 1, 0, 12, 2, 64, 3, 0)
+    num_keys = sum(lengths)
+    offsets = np.r_[0, np.cumsum(lengths)]
+    batch = Batch(
+        ragged(hot, 0, SUM, np.r_[0, np.sort(script.rng.integers(0, 1250, 60)), 1250]),
+        single(script.mixed(40, present), 0),
+        ragged(script.mixed(num_keys, present), 1, MEAN, offsets, script.weights(num_keys)),
+        fixed(script.mixed(24, present), 2, SQRTN, 3),
+    )
+    script.lookup_find(batch)
+    script.update(batch, script.lookup(batch), row_gradient=number % 3)
+    return script
+
+
+@cases("combine-dim_{0}", *DIMS)
+def combine_dims(dim: int) -> Script:
+    """Combine and its transpose, with a row of more than 1,024 uses."""
+    number = DIMS.index(dim)
+    script = Script(dim=dim, seed=dim)
+    inverse = np.where(script.rng.random(1400) < 0.8, 3, script.rng.integers(-2, 23, 1400))
+    offsets = np.r_[0, np.sort(script.rng.integers(0, 1400, 63)), 1400]
+    weights = script.weights(1400) if number % 2 else None
+    script.combine(ragged(np.zeros(1400), 0, 1 + number % 3, offsets, weights), inverse, 20)
+    return script
+
+
+@cases("combine-{0}_keys", *SIZES)
+def combine_sizes(num_keys: int) -> Script:
+    """As many positions, bags or rows as threads, warps, blocks; padding is what lies outside the rows."""
+    number = SIZES.index(num_keys)
+    script = Script(dim=(4, 3, 8)[number % 3], seed=num_keys)
+    num_unique = max(1, num_keys // (1 + number % 3))
+    inverse = script.rng.integers(-1, num_unique + 1, num_keys)
+    inverse[::17] = np.resize([-(2**31), 2**31 - 1], len(inverse[::17]))
+    num_bags = max(1, num_keys // (1 + (number + 1) % 3))
+    offsets = np.r_[0, np.sort(script.rng.integers(0, num_keys + 1, num_bags - 1)), num_keys]
+    weights = script.weights(num_keys) if number % 2 else None
+    script.combine(ragged(np.zeros(num_keys), 0, 1 + number % 3, offsets, weights), inverse, num_unique)
+    return script
+
+
+@case("combine-of_fixed_size")
+def combine_fixed() -> Script:
+    """Bags of one size, of 500 keys, weights of sum zero, no bags, no rows."""
+    script = Script(dim=8)
+
+    def inverse(num):
+        return script.rng.integers(-1, 34, num)
+
+    script.combine(fixed(np.zeros(1000), 0, MEAN, 500), inverse(1000), 33)
+    script.combine(fixed(np.zeros(257), 0, SQRTN, 1, script.weights(257)), inverse(257), 33)
+    zero = np.array([1, -1, 0, 0, 2, 1], F32)
+    for combiner in (SUM, MEAN, SQRTN):
+        script.combine(ragged(np.zeros(6), 0, combiner, [0, 2, 4, 6], zero), np.arange(6) % 4, 4)
+    script.combine(ragged(np.zeros(6), 0, MEAN, [0]), np.arange(6) % 4, 4)
+    script.combine(ragged(np.zeros(6), 0, MEAN, [0, 3, 6]), np.arange(6), 0)
+    return script
+
+
+@case("combine-odd_offsets")
+def combine_odd_offsets() -> Script:
+    """Positions in no bag, offsets outside."""
+    script = Script(dim=8)
+    script.combine(ragged(np.zeros(64), 0, MEAN, [5, 10, 10, 40]), script.rng.integers(-1, 11, 64), 10)
+    script.combine(ragged(np.zeros(64), 0, SUM, [-9, 3, 70, 90]), script.rng.integers(-1, 11, 64), 10)
+    return script
+
+
+# Updates -------------------------------------------------------------------------------------------------------
+
+NUM_USES = (1, 2, 31, 32, 33, 64, 1024, 1025, 5000)
+USES = (
+    (SGD, SUM_OF_USES, 8),
+    (SGD, SQRT_OF_USES, 3),
+    (ADAGRAD, SUM_OF_USES, 8),
+    (ADAGRAD, MEAN_OF_USES, 7),
+    (ROWWISE_ADAGRAD, SUM_OF_USES, 8),
+    (ROWWISE_ADAGRAD, MEAN_OF_USES, 33),
+    (ADAM, SUM_OF_USES, 8),
+    (ADAM, SQRT_OF_USES, 12),
+)
+
+
+def keys_with_uses(script: Script, uses: Sequence[int]) -> np.ndarray:
+    """Key i occurs uses[i] times, anywhere."""
+    return script.rng.permutation(np.repeat(np.arange(len(uses), dtype=np.uint64), uses))
+
+
+@cases("update-uses-optimizer_{0}-row_gradient_{1}-dim_{2}", *USES)
+def update_uses(optimizer: int, row_gradient: int, dim: int) -> Script:
+    """Rows with 1 to 5,000 uses in one batch: in a chunk, in two, in one round of lanes, in five."""
+    script = Script(slabs=(5, 7, 300), dim=dim, optimizer=optimizer, seed=dim)
+    script.fill(range(40))
+    keys = keys_with_uses(script, [*NUM_USES, *NUM_USES[:6]])
+    script.update(batch := Batch(single(keys)), script.store.find(keys, batch.tables), row_gradient=row_gradient)
+    return script
+
+
+@cases("update-uses_in_bags-{0}", SUM, MEAN, SQRTN)
+def update_uses_in_bags(combiner: int) -> Script:
+    """The same uses in weighted bags; a use has the factor of its bag."""
+    script = Script(slabs=(5, 7, 300), dim=4, optimizer=ADAGRAD)
+    script.fill(range(40))
+    keys = keys_with_uses(script, NUM_USES)
+    offsets = np.r_[0, np.sort(script.rng.integers(0, len(keys), 600)), len(keys)]
+    batch = Batch(ragged(keys, 0, combiner, offsets, script.weights(len(keys))))
+    script.update(batch, script.store.find(keys, batch.tables))
+    return script
+
+
+@case("update-uses_do_not_mind_their_neighbours")
+def update_neighbours() -> Script:
+    """Decision D8: a row's sum depends on its own uses, so rows with the same uses get the same bits."""
+    script = Script(slabs=(40,), dim=8)
+    script.fill(range(3))
+    script.store.rows[:3] = 0
+    one = script.normal(1100, 8)
+    keys, gradients = np.full(4400, 2, np.uint64), script.normal(4400, 8)
+    every_second, in_a_row = np.arange(1, 2201, 2), np.arange(3000, 4100)
+    keys[every_second], gradients[every_second] = 0, one
+    keys[in_a_row], gradients[in_a_row] = 1, one
+    batch = Batch(single(keys))
+    script.update(batch, script.store.find(keys, batch.tables), gradients=[gradients])
+    assert (script.store.rows[0].view(np.uint32) == script.store.rows[1].view(np.uint32)).all()
+    return script
+
+
+@cases("update-not_finite-optimizer_{0}", SGD, ADAGRAD, ROWWISE_ADAGRAD, ADAM)
+def update_not_finite(optimizer: int) -> Script:
+    """One infinite or NaN column, a sum that overflows, infinities that cancel: the row stays, its table counts it."""
+    script = Script(slabs=(5, 7, 300), dim=8, num_tables=3, optimizer=optimizer)
+    script.fill(np.repeat(np.arange(14), 3), np.tile(np.arange(3), 14))
+    keys = keys_with_uses(script, [1, 2, 2, 40, 1, 2, 1100, 3, 1, 1, 40])
+    weights = np.where(keys == 8, F32(0), F32(0.5))
+    gradients = script.normal(len(keys), 8)
+    of = [np.flatnonzero(keys == key) for key in range(11)]
+    gradients[of[0], 3] = np.inf
+    gradients[of[1][1], 0] = np.nan
+    gradients[of[2], 7] = np.inf, -np.inf
+    gradients[of[3][35], 2] = -np.inf
+    gradients[of[5], 1] = 3e38
+    gradients[of[6][1050], 4] = np.nan
+    gradients[of[8], 4] = np.inf  # times weight zero
+    gradients[of[10], 0] = 1e38
+    batch = Batch(
+        single(keys, 2),
+        fixed(keys, 0, SUM, 1, weights),
+        ragged(keys, 1, MEAN, np.arange(len(keys) + 1)),
+    )
+    row_ids = script.store.find(batch.keys, batch.tables)
+    script.update(batch, row_ids, gradients=[gradients] * 3)
+    script.update(batch, row_ids, gradients=[gradients] * 3, row_gradient=MEAN_OF_USES)
+    return script
+
+
+@cases("update-tiny_numbers-optimizer_{0}", SGD, ADAGRAD)
+def update_tiny(optimizer: int) -> Script:
+    """Numbers below the normal ones are neither flushed nor taken for zero."""
+    script = Script(slabs=(5, 7, 300), dim=8, optimizer=optimizer)
+    script.fill(range(10))
+    script.store.rows[:10] *= F32(1e-39)
+    script.store.rows[7:9] = -0.0  # a sum starts from its first row, not from zero
+    for state in script.store.states:
+        state[:5] = 0
+    keys = np.arange(10).repeat(4)
+    batch = Batch(single(keys), fixed(keys, 0, MEAN, 4), fixed(keys, 0, SUM, 2, np.full(40, 1e-3, F32)))
+    row_ids = script.lookup(batch)
+    gradients = [script.normal(f.num_bags, 8) * F32(1e-40) for f in batch.features]
+    script.update(batch, row_ids, gradients=gradients, learning_rate=0.5 if optimizer == SGD else 1e-20)
+    return script
+
+
+@cases("update-plans_{0}", "none_stale", "first_stale", "last_stale", "all_stale")
+def update_stale(which: str) -> Script:
+    """Uses of a plan of another generation are left out and counted; the other plan's rows step alone."""
+    script = Script(slabs=(5, 7, 30), dim=8, num_tables=3, optimizer=ADAM, generation=3)
+    script.fill(np.repeat(np.arange(10), 3), np.tile(np.arange(3), 10))
+
+    def keys(num):
+        return np.where(script.rng.random(num) < 0.1, -1, script.rng.integers(0, 20, num)).astype(U64)
+
+    offsets = [0, 0, 3, 30, 33]
+    batches = [
+        Batch(single(keys(33), 0), ragged(keys(40), 1, MEAN, offsets, script.weights(40))),
+        Batch(fixed(keys(30), 1, SQRTN, 3), single(keys(33), 2), ragged(keys(33), 0, SUM, offsets)),
+    ]
+    row_ids = np.concatenate([script.lookup(batch) for batch in batches])  # the store gets full: refused keys, too
+    stale = {"none": [], "first": [0], "last": [1], "all": [0, 1]}[which.split("_")[0]]
+    generations = [2 if p in stale else 3 for p in range(2)]
+    script.update(joined(*batches), row_ids, generations=generations)
+    return script
+
+
+@case("update-stale_bag_of_weights_of_sum_zero")
+def update_stale_zero_sum() -> Script:
+    """Keys of a stale plan that had a row are counted, whatever their bag would have done with their gradient."""
+    script = Script(slabs=(5, 7, 30), dim=8, generation=3)
+    script.fill(range(10))
+    weights = np.array([1, -1, 2, 1, 0, 0], F32)
+    batch = Batch(ragged([1, 2, 3, 4, 5, PADDING_KEY], 0, MEAN, [0, 2, 4, 6], weights))
+    row_ids = np.where(batch.is_asked, script.store.find(batch.keys, batch.tables), np.uint32(NO_ROW))
+    script.update(batch, row_ids, generations=[4])
+    script.update(batch, row_ids)
+    return script
+
+
+# A small selection: every kernel, in every way through it, in little time ---------------------------------------
+
+
+@cases("small-table-{0}_tables", 3, 70)
+def small_table(num_tables: int) -> Script:
+    """find, find_or_insert, erase and rebuild in the normal case."""
+    script = Script(slabs=(5, 7, 100), num_tables=num_tables, dim=5, optimizer=ADAM)
+    tables = script.rng.integers(0, num_tables, 48)
+    script.fill(range(20), np.arange(20) % 3)
+    keys = script.mixed(48, range(20))
+    script.find_or_insert(keys, tables)
+    script.erase(keys[:20], tables[:20])
+    script.find_or_insert(keys, tables)
+    script.rebuild(30, salt=5)
+    script.find(keys, tables)
+    return script
+
+
+@cases("small-table-{0}", "full", "crowded")
+def small_table_refusing(why: str) -> Script:
+    """Rows run out; entries run out."""
+    script = Script(slabs=(5, 7), dim=8, num_buckets=16 if why == "full" else 2)
+    for keys in (range(10, 42), range(32)):
+        script.find_or_insert(keys)
+    return script
+
+
+@cases("small-plan-{0}_keys", 0, 300)
+def small_plan(num_keys: int) -> Script:
+    """Distinct keys over two blocks and two tables."""
+    script = Script(num_tables=2)
+    keys = script.mixed(num_keys, range(5))
+    script.plan(Batch(single(keys, 0), ragged(keys, 1, SUM, [0, num_keys // 2, num_keys])))
+    return script
+
+
+@cases("small-batch-dim_{0}", 4, 7, 72)
+def small_batch(dim: int) -> Script:
+    """lookup, lookup_find and lookup_planned: single keys, bags, tails."""
+    script = Script(slabs=(5, 7, 200), dim=dim, num_tables=2)
+    script.fill(range(20), 0)
+    keys = script.mixed(40, range(30))
+    batch = Batch(
+        single(keys, 0),
+        ragged(keys, 1, MEAN, [0, 0, 33, 33, 36], np.abs(script.weights(40))),
+        fixed(keys, 0, SQRTN, 4),
+    )
+    script.lookup_find(batch)
+    row_ids = script.lookup(batch)
+    script.lookup_planned(batch, row_ids)
+    return script
+
+
+@cases("small-batch-{0}", "full", "crowded")
+def small_batch_refusing(why: str) -> Script:
+    """Rows run out; entries run out."""
+    script = Script(slabs=(5, 7), dim=8, num_buckets=16 if why == "full" else 2)
+    script.lookup(Batch(single(range(10, 30)), ragged(range(30), 0, MEAN, [0, 3, 3, 30])))
+    return script
+
+
+@cases("small-update-optimizer_{0}", SGD, ADAGRAD, ROWWISE_ADAGRAD, ADAM)
+def small_update(optimizer: int) -> Script:
+    """Few uses, more than a chunk, more than a round of lanes; a bag, a NaN, a stale plan."""
+    script = Script(slabs=(5, 7, 50), dim=(8, 7, 72, 33)[optimizer], optimizer=optimizer)
+    script.fill(range(20))
+    keys = keys_with_uses(script, [1, 2, 33, 1060, 32, 1])
+    batch = joined(Batch(single(keys), ragged(keys[:40], 0, MEAN, [0, 5, 5, 40])), Batch(single(range(20))))
+    gradients = [script.normal(f.num_bags, script.store.dim) for f in batch.features]
+    gradients[0][keys == 0] = np.nan
+    generation = int(script.store.counters[GENERATION])
+    row_ids = script.store.find(batch.keys, batch.tables)
+    script.update(batch, row_ids, gradients=gradients, generations=[generation, generation - 1])
+    return script
+
+
+@cases("small-combine-dim_{0}", 4, 33)
+def small_combine(dim: int) -> Script:
+    """combine and its transpose, with a row of 1,100 uses."""
+    script = Script(dim=dim)
+    inverse = np.where(script.rng.random(1200) < 0.95, 3, script.rng.integers(-2, 9, 1200))
+    script.combine(ragged(np.zeros(1200), 0, MEAN, np.arange(0, 1201, 40), script.weights(1200)), inverse, 8)
+    return script

@@ -1,0 +1,478 @@
+"""One contract suite over all targets, on the CPU and on CUDA: to the bit what kernel_cases.py says, and cpu = cuda.
+
+Each case is a script of calls on one store. Both back ends run it in one process, twice: `pytest tests/test_kernels.py
+-k small` is a selection of quick cases that launches every kernel, for compute-sanitizer.
+"""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import kernel_cases as cases
+import numpy as np
+import oracle
+import pytest
+
+from jaxsok.kernels import combine, library, lookup, plan, table, update
+from jaxsok.store import StoreState
+
+BACK_ENDS = ("cpu", pytest.param("cuda", marks=pytest.mark.gpu))
+
+
+# --------------------------------------------------------------------------------------------------------------
+# Calls. `static` is (op, attributes): one compilation for each of them and for each set of shapes.
+
+
+def _batch(x, features):
+    return x["keys"], x["offsets"], x["weights"], np.array(features, np.int32)
+
+
+def _bags(x, features):
+    return x["offsets"], x["weights"], np.array(features, np.int32)
+
+
+def _find(s, x):
+    return {"row_ids": table.find(s.index, s.counters, x["keys"], x["table_ids"])}, s
+
+
+def _find_or_insert(s, x, tables):
+    tables = np.array(tables, np.uint32)
+    *state, row_ids, counts = table.find_or_insert(
+        s.index, s.counters, s.table_rows, tables, x["seed"], x["keys"], x["table_ids"], s.rows, s.records
+    )
+    index, counters, table_rows, rows, records = state
+    return {"row_ids": row_ids, "counts": counts}, StoreState(index, counters, table_rows, rows, records, s.states)
+
+
+def _erase(s, x, initial):
+    index, counters, table_rows, records, states, num_erased = table.erase(
+        s.index, s.counters, s.table_rows, x["keys"], x["table_ids"], s.records, s.states, initial
+    )
+    return {"num_erased": num_erased}, StoreState(index, counters, table_rows, s.rows, records, states)
+
+
+def _rebuild(s, x, num_buckets):
+    counters = jnp.concatenate([s.counters[: cases.SALT_LOW], x["salt"]])
+    index, counters = table.rebuild(counters, s.records, num_buckets)
+    return {}, StoreState(index, counters, s.table_rows, s.rows, s.records, s.states)
+
+
+def _plan(s, x, features, num_tiles):
+    names = ("unique", "unique_tables", "inverse", "multiplicity", "num_unique")
+    return dict(zip(names, plan.plan(_batch(x, features), num_tiles), strict=True)), s
+
+
+def _lookup(s, x, tables, features, num_tiles, shapes):
+    tables = np.array(tables, np.uint32)
+    *state, row_ids, counts, embeddings = lookup.lookup(
+        s.index,
+        s.counters,
+        s.table_rows,
+        tables,
+        x["seed"],
+        _batch(x, features),
+        s.rows,
+        s.records,
+        shapes,
+        num_tiles,
+    )
+    index, counters, table_rows, rows, records = state
+    state = StoreState(index, counters, table_rows, rows, records, s.states)
+    return {"row_ids": row_ids, "counts": counts, "embeddings": embeddings}, state
+
+
+def _lookup_find(s, x, tables, features, num_tiles, shapes):
+    tables = np.array(tables, np.uint32)
+    counts, embeddings = lookup.lookup_find(
+        s.index, s.counters, tables, x["seed"], _batch(x, features), s.rows, shapes, num_tiles
+    )
+    return {"counts": counts, "embeddings": embeddings}, s
+
+
+def _lookup_planned(s, x, tables, features, num_tiles, shapes):
+    tables = np.array(tables, np.uint32)
+    counts, embeddings = lookup.lookup_planned(
+        tables, x["seed"], _batch(x, features), x["row_ids"], s.rows, shapes, num_tiles
+    )
+    return {"counts": counts, "embeddings": embeddings}, s
+
+
+def _update(s, x, features, **attributes):
+    rows, states, num_nonfinite, num_stale = update.update(
+        s.counters,
+        x["generations"],
+        _batch(x, features),
+        x["row_ids"],
+        x["hyper"],
+        s.rows,
+        s.states,
+        s.records,
+        x["gradients"],
+        **attributes,
+    )
+    state = StoreState(s.index, s.counters, s.table_rows, rows, s.records, states)
+    return {"num_nonfinite": num_nonfinite, "num_stale": num_stale}, state
+
+
+def _combine(s, x, features, num_bags, num_tiles):
+    return {"embeddings": combine.combine(x["rows"], x["inverse"], _bags(x, features), num_bags, num_tiles)}, s
+
+
+def _combine_transpose(s, x, features, num_unique, num_tiles):
+    bags = _bags(x, features)
+    return {"row_gradients": combine.combine_transpose(x["gradients"], x["inverse"], bags, num_unique, num_tiles)}, s
+
+
+OPS = {
+    "jaxsok_table_find": _find,
+    "jaxsok_table_find_or_insert": _find_or_insert,
+    "jaxsok_table_erase": _erase,
+    "jaxsok_table_rebuild": _rebuild,
+    "jaxsok_plan": _plan,
+    "jaxsok_combine": _combine,
+    "jaxsok_combine_transpose": _combine_transpose,
+    "jaxsok_lookup": _lookup,
+    "jaxsok_lookup_find": _lookup_find,
+    "jaxsok_lookup_planned": _lookup_planned,
+    "jaxsok_update": _update,
+}
+_BY_NAME = {op.__name__[1:]: op for op in OPS.values()}
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def call(state, inputs, static):
+    """One call of one target: the outputs by name, and the state after it."""
+    op, attributes = static
+    return _BY_NAME[op](state, inputs, **dict(attributes))
+
+
+# --------------------------------------------------------------------------------------------------------------
+# Runs
+
+
+def on(device, tree):
+    """A copy of every array on a device, to which all that is computed from it is committed."""
+    return jax.tree.map(lambda array: jax.device_put(np.array(array), device), tree)
+
+
+def flat(tree) -> dict[str, np.ndarray]:
+    """Every array by its path."""
+    leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
+    return {jax.tree_util.keystr(path, simple=True, separator="."): np.asarray(leaf) for path, leaf in leaves}
+
+
+def state_arrays(state: StoreState) -> dict:
+    """A state as kernel_cases has it."""
+    names = ("index", "counters", "table_rows", "rows", "records", "states")
+    return {name: getattr(state, name) for name in names}
+
+
+def run(script: cases.Script, back_end: str) -> list[dict[str, np.ndarray]]:
+    """All outputs and states of a script, call by call."""
+    device = jax.devices("cpu" if back_end == "cpu" else "gpu")[0]
+    state = StoreState(**on(device, script.initial))
+    results = []
+    for step in script.steps:
+        static = (step.op, tuple(sorted(step.statics.items())))
+        outputs, state = call(state, on(device, step.inputs), static)
+        results.append(flat({**outputs, "state": state_arrays(state)}))
+    return results
+
+
+class Runs:
+    """One case; each back end runs it twice, and once for all tests."""
+
+    def __init__(self, build):
+        self.script = build()
+        self.results = {}
+
+    def of(self, back_end: str) -> tuple[list, list]:
+        """Two runs."""
+        if back_end not in self.results:
+            self.results[back_end] = (run(self.script, back_end), run(self.script, back_end))
+        return self.results[back_end]
+
+    def where(self, number: int) -> str:
+        """Which call a message is about."""
+        return f"call {number} of {len(self.script.steps)}, {self.script.steps[number].op}"
+
+
+@pytest.fixture(scope="module", params=[pytest.param(build, id=name) for name, build in cases.CASES.items()])
+def case(request):
+    """Module scope: all tests of a case run one after the other, then its arrays go."""
+    return Runs(request.param)
+
+
+# --------------------------------------------------------------------------------------------------------------
+# Comparisons
+
+
+def entries(index: np.ndarray) -> np.ndarray:
+    """The entries of an index, in an order of their own: where one lies is not promised."""
+    lines = index.reshape(-1, 4)
+    return lines[np.lexsort(lines.T)]
+
+
+def comparable(result: dict[str, np.ndarray], *, probes: bool) -> dict[str, np.ndarray]:
+    """A result without what may differ: the order of entries, and the longest walk if it depends on that order."""
+    result = dict(result)
+    result["state.index"] = entries(result["state.index"])
+    if not probes:
+        result["state.counters"] = np.delete(result["state.counters"], cases.LONGEST_PROBE)
+    return result
+
+
+def bits(array: np.ndarray) -> np.ndarray:
+    """Floats as the words that hold them."""
+    return array.view(np.uint32) if array.dtype == np.float32 else array
+
+
+def assert_same_bits(got: dict[str, np.ndarray], want: dict[str, np.ndarray], what: str) -> None:
+    """Every array, in type, shape and bits."""
+    assert got.keys() == want.keys(), what
+    for name, array in want.items():
+        assert got[name].dtype == array.dtype and got[name].shape == array.shape, f"{what}: {name}"
+        if not np.array_equal(bits(got[name]), bits(array)):
+            np.testing.assert_array_equal(got[name], array, err_msg=f"{what}: {name}")
+            raise AssertionError(f"{what}: {name}: equal numbers, other bits (signed zeros or NaN)")
+
+
+def walks(index: np.ndarray, counters: np.ndarray) -> np.ndarray:
+    """How many buckets a walk visits to each entry in use, once it is sure that every walk arrives."""
+    num_buckets = len(index)
+    lines = index.reshape(num_buckets, 4, 4)
+    is_used = ~(lines[:, :, :2] == cases.EMPTY).all(axis=2)
+    # A walk stops at the first empty entry: there is none before a used one of its bucket, nor in a bucket before.
+    assert (is_used[:, :-1] | ~is_used[:, 1:]).all(), "an empty entry before one in use"
+    num_full_before = np.zeros(num_buckets, np.int64)
+    for _ in range(cases.MAX_PROBES):
+        is_full = is_used.all(axis=1)
+        num_full_before = np.where(np.roll(is_full, 1), np.roll(num_full_before, 1) + 1, 0)
+    buckets, places = np.nonzero(is_used)
+    used = lines[buckets, places]
+    salt = int(counters[cases.SALT_LOW]) | int(counters[cases.SALT_HIGH]) << 32
+    homes = cases.home_buckets(cases.from_words(used[:, :2]), used[:, 3], salt, num_buckets).astype(np.int64)
+    distance = (buckets - homes) % num_buckets
+    assert (distance < cases.MAX_PROBES).all(), "an entry out of reach"
+    assert (num_full_before[buckets] >= distance).all(), "an entry behind an empty one"
+    return distance + 1
+
+
+# --------------------------------------------------------------------------------------------------------------
+# Tests
+
+
+@pytest.mark.parametrize("back_end", BACK_ENDS)
+def test_contract(case, back_end):
+    """Every output and the whole state after each call: numbers of rows and floats to the bit."""
+    has_exact_probes = back_end == "cpu" or case.script.has_exact_probes
+    for number, (step, got) in enumerate(zip(case.script.steps, case.of(back_end)[0], strict=True)):
+        want = flat({**step.want, "state": step.state})
+        got, want = (comparable(result, probes=has_exact_probes) for result in (got, want))
+        assert_same_bits(got, want, case.where(number))
+
+
+@pytest.mark.parametrize("back_end", BACK_ENDS)
+def test_index(case, back_end):
+    """Whatever the order of its entries: every walk ends at its entry within the bound, and the longest is told."""
+    for number, result in enumerate(case.of(back_end)[0]):
+        index, counters = result["state.index"], result["state.counters"]
+        longest = max(walks(index, counters), default=0)
+        assert longest <= counters[cases.LONGEST_PROBE] <= cases.MAX_PROBES, case.where(number)
+
+
+@pytest.mark.parametrize("back_end", BACK_ENDS)
+def test_two_runs(case, back_end):
+    """Law 3: the same bits of outputs and of state."""
+    for number, (first, second) in enumerate(zip(*case.of(back_end), strict=True)):
+        first, second = (comparable(result, probes=back_end == "cpu") for result in (first, second))
+        assert_same_bits(second, first, case.where(number))
+
+
+@pytest.mark.gpu
+def test_cpu_is_cuda(case):
+    """Law 10: integers exactly, floats within rounding."""
+    for number, results in enumerate(zip(case.of("cpu")[0], case.of("cuda")[0], strict=True)):
+        cpu, cuda = (comparable(result, probes=case.script.has_exact_probes) for result in results)
+        for name, want in cpu.items():
+            what = f"{case.where(number)}: {name}"
+            if want.dtype == np.float32:
+                # Bits are expected, and asserted below; a wrong row or a lost use is off by far more than this.
+                np.testing.assert_allclose(cuda[name], want, rtol=1e-6, atol=1e-6, err_msg=what)
+            else:
+                np.testing.assert_array_equal(cuda[name], want, err_msg=what)
+
+
+@pytest.mark.gpu
+def test_cpu_is_cuda_to_the_bit(case):
+    """Law 10 with rounding zero: core/ fixes every order of summation, and no product is fused into a sum."""
+    for number, results in enumerate(zip(case.of("cpu")[0], case.of("cuda")[0], strict=True)):
+        cpu, cuda = (comparable(result, probes=case.script.has_exact_probes) for result in results)
+        assert_same_bits(cuda, cpu, case.where(number))
+
+
+def test_every_target_has_cases():
+    """All targets are called, by the small selection already; a new one needs cases."""
+    assert set(OPS) == {target for target, _ in library.TARGETS}
+    called = {step.op for name, build in cases.CASES.items() if "small" in name for step in build().steps}
+    assert called == set(_BY_NAME)
+
+
+def test_home_bucket():
+    """jaxsok.kernels.table.home_bucket, by which keys are aimed at one place, is the hash of the index."""
+    rng = np.random.default_rng(0)
+    keys = rng.integers(0, 2**64, 1000, np.uint64)
+    tables = rng.integers(0, 2**24, 1000).astype(np.uint32)
+    for salt, num_buckets in ((0, 1), (2**64 - 1, 12345), (77, 2**31 - 1)):
+        got = table.home_bucket(cases.words(keys), tables, salt=salt, num_buckets=num_buckets)
+        np.testing.assert_array_equal(got, cases.home_buckets(keys, tables, salt, num_buckets))
+
+
+@pytest.mark.parametrize("back_end", BACK_ENDS)
+def test_rebuild_under_a_salt_that_aims(back_end):
+    """300 keys have one home under the new salt: 256 are found, the rest counted; a better salt brings them back."""
+    script = cases.Script(slabs=(5, 395), num_buckets=512, salt=1)
+    aimed = script.keys_of_homes([9], 300)
+    script.store = cases.Store(slabs=(5, 395), num_buckets=512, salt=2)
+    script.fill(aimed)
+    script.find(aimed)
+    script.rebuild(512, salt=1)
+    script.find(aimed)  # the model's row ids are those of the records
+    script.rebuild(512, salt=2)
+    script.find(aimed)
+    before, bad, found, _, again = run(script, back_end)
+    assert bad["state.counters"][cases.NUM_UNPLACED] == 300 - 256
+    assert bad["state.counters"][cases.LONGEST_PROBE] == cases.MAX_PROBES
+    is_found = found["row_ids"] != cases.NO_ROW
+    assert is_found.sum() == 256
+    np.testing.assert_array_equal(found["row_ids"][is_found], before["row_ids"][is_found])
+    np.testing.assert_array_equal(again["row_ids"], before["row_ids"])
+    assert again["state.counters"][cases.NUM_UNPLACED] == 0
+
+
+# --------------------------------------------------------------------------------------------------------------
+# The model against the oracle: two meanings written by two people agree, so neither is judged by itself alone.
+
+COMBINERS = {cases.NONE: None, cases.SUM: "sum", cases.MEAN: "mean", cases.SQRTN: "sqrtn"}
+OPTIMIZERS = {
+    cases.SGD: oracle.Sgd(),
+    cases.ADAGRAD: oracle.Adagrad(eps=1e-3),
+    cases.ROWWISE_ADAGRAD: oracle.RowwiseAdagrad(eps=1e-3),
+    cases.ADAM: oracle.Adam(0.9, 0.99, 1e-3),
+}
+ROW_GRADIENTS = ("sum", "mean", "sqrt")
+MEANT = ("bags-", "batch-few", "batch-keys", "dim-12", "small-batch", "small-update", "table-")
+# The oracle has no index, so it knows no keys that find no entry.
+NOT_MEANT = ("table-index", "table-300", "table-320", "small-batch-crowded")
+
+
+def factors_of(batch: cases.Batch) -> tuple[np.ndarray, np.ndarray]:
+    """The oracle's factor of each position, and which bags' divisors are zero: their keys are not used."""
+    factors, is_used = np.zeros(len(batch.keys)), np.full(len(batch.keys), True)
+    for f, feature in enumerate(batch.features):
+        weights = np.ones(feature.num_keys) if feature.weights is None else feature.weights.astype(np.float64)
+        bounds, start = feature.bounds(), batch.starts[f]
+        for first, last in itertools.pairwise(bounds):
+            keys, bag = feature.keys[first:last].tolist(), slice(start + first, start + last)
+            combiner, weighted = COMBINERS[feature.combiner], feature.weights is not None
+            factors[bag] = oracle.bag_factors(keys, weights[first:last].tolist(), combiner, weighted)
+            is_used[bag] = combiner not in ("mean", "sqrtn") or factors[bag].any()
+    return factors, is_used
+
+
+@pytest.mark.parametrize("name", [n for n in cases.CASES if n.startswith(MEANT) and not n.startswith(NOT_MEANT)])
+def test_the_model_agrees_with_the_oracle(name):
+    """Row ids and counts; embeddings and steps within what float32 sums of 1,100 numbers of size one lose."""
+    script = cases.CASES[name]()
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4)
+    judge = (
+        store_of(script.store, script.initial) if name.startswith("table-") and name != "table-300000_keys" else None
+    )
+    for number, step in enumerate(script.steps):
+        what = f"call {number}, {step.op}"
+        if judge is not None and step.op in ("find", "find_or_insert", "erase"):
+            assert_table_agrees(step, judge, what)
+        if step.op == "lookup":
+            batch, values = step.meaning["batch"], step.meaning["values"].astype(np.float64)
+            factors, _ = factors_of(batch)
+            for f, feature in enumerate(batch.features):
+                want = np.zeros((feature.num_bags, script.store.dim))
+                part, bags = batch.part(f), feature.bags()
+                np.add.at(want, bags[bags >= 0], (factors[part, None] * values[part])[bags >= 0])
+                close(step.want["embeddings"][f], want, err_msg=f"{what}: feature {f}")
+        if step.op == "update":
+            assert_update_agrees(step, script.store, close)
+
+
+def store_of(store: cases.Store, state: dict) -> oracle.StoreOracle:
+    """The oracle of a store in this state; its rows are not looked at."""
+    tables = {t: oracle.TableOracle(str(t), lambda key: np.zeros(1)) for t in range(store.num_tables)}
+    judge = oracle.StoreOracle(1, oracle.Sgd(), 1.0, store.capacity, tables)
+    records = np.concatenate(state["records"])
+    judge.num_allocated = int(state["counters"][cases.NUM_ALLOCATED])
+    for row_id, record in enumerate(records[: judge.num_allocated]):
+        key = int(cases.from_words(record[None, :2])[0])
+        assert key != cases.PADDING_KEY  # no script begins with freed rows
+        tables[int(record[2])].row_ids[key] = row_id
+        judge.rows[row_id], judge.states[row_id] = np.zeros(1), []
+    return judge
+
+
+def assert_table_agrees(step: cases.Step, judge: oracle.StoreOracle, what: str) -> None:
+    """find, find_or_insert or erase, key by key."""
+    keys, tables = cases.from_words(step.inputs["keys"]).tolist(), step.inputs["table_ids"].tolist()
+    pairs = [(t, key) for t, key in zip(tables, keys, strict=True)]
+    is_real = [key != cases.PADDING_KEY and t in judge.tables for t, key in pairs]
+    if step.op == "erase":
+        of_table = {
+            t: [key for (u, key), real in zip(pairs, is_real, strict=True) if real and u == t] for t in judge.tables
+        }
+        assert sum(judge.erase(t, of_table[t]) for t in judge.tables) == step.want["num_erased"], what
+        return
+    row_ids, counts = [], np.zeros((len(judge.tables), len(oracle.COUNTS)), np.int32)
+    for (t, key), real in zip(pairs, is_real, strict=True):
+        row_id, outcome = None, "padding"
+        if real and step.op == "find":
+            row_id = judge.find(t, key)
+        elif real:
+            row_id, outcome = judge.find_or_insert(t, key)
+        row_ids.append(cases.NO_ROW if row_id is None else row_id)
+        if t in judge.tables:
+            counts[t, oracle.COUNTS.index(f"num_{outcome}")] += 1
+    np.testing.assert_array_equal(step.want["row_ids"], row_ids, err_msg=what)
+    if step.op == "find_or_insert":
+        np.testing.assert_array_equal(step.want["counts"], counts, err_msg=what)
+
+
+def assert_update_agrees(step, store, close):
+    """One update of the model, by the oracle's optimizers."""
+    batch, (rows, states) = step.meaning["batch"], step.meaning["before"]
+    judge = oracle.StoreOracle(
+        store.dim,
+        OPTIMIZERS[store.optimizer],
+        step.meaning["learning_rate"],
+        store.capacity,
+        {},
+        ROW_GRADIENTS[step.statics["row_gradient"]],
+        dict(enumerate(rows.astype(np.float64))),
+        {row_id: [state[row_id].astype(np.float64) for state in states] for row_id in range(store.capacity)},
+    )
+    (factors, is_used), row_ids = factors_of(batch), step.inputs["row_ids"]
+    generation = step.state["counters"][cases.GENERATION]
+    sums, num_uses = np.zeros((store.capacity, store.dim)), np.zeros(store.capacity, np.int64)
+    for f, feature in enumerate(batch.features):
+        if step.inputs["generations"][feature.plan] != generation:
+            continue
+        part = batch.part(f)
+        uses = np.flatnonzero(batch.is_asked[part] & (row_ids[part] < store.capacity) & is_used[part])
+        gradients = step.inputs["gradients"][f][feature.bags()[uses]].astype(np.float64)
+        np.add.at(sums, row_ids[part][uses], factors[part][uses, None] * gradients)
+        np.add.at(num_uses, row_ids[part][uses], 1)
+    num_nonfinite = sum(
+        not judge.apply(row_id, sums[row_id], int(num_uses[row_id]), 1) for row_id in np.flatnonzero(num_uses).tolist()
+    )
+    assert num_nonfinite == step.want["num_nonfinite"].sum()
+    close(np.concatenate(step.state["rows"]), np.stack([judge.rows[r] for r in range(store.capacity)]))
+    for k, state in enumerate(step.state["states"]):
+        close(np.concatenate(state), np.stack([judge.states[r][k] for r in range(store.capacity)]))
