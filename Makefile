@@ -12,7 +12,6 @@
 #   JAXSOK_CUDA  AUTO (default: where nvcc is found and a GPU is visible), ON or OFF
 #   PYTEST_ARGS  further arguments of pytest, e.g. PYTEST_ARGS="-k bag"
 
-COMMA := ,
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := test
@@ -35,57 +34,63 @@ VENV ?= $(if $(ACTIVE),$(VIRTUAL_ENV),.venv)
 
 FFI_SOURCES := $(wildcard ffi/CMakeLists.txt ffi/exports.map ffi/*/*.h ffi/*/*.cc ffi/*/*.cu ffi/*/*.cuh)
 
+# The libraries are built into jaxsok/_lib, for one environment at a time: its stamp names the environment and all that
+# makes another library, and a build takes away the stamps of the others.
+STAMP := $(shell echo '$(abspath $(VENV)) $(PYTHON) $(JAXSOK_CUDA) $(JAXSOK_CUDA_ARCHITECTURES) $(JAXSOK_XLA_INCLUDE_DIR)' | cksum | cut -d' ' -f1)
+BUILT := jaxsok/_lib/.built-$(STAMP)
+
 ifeq ($(VENV),system)
 
 PY := $(or $(PYTHON),$(shell command -v python3))
 CMAKE_BUILD := build/system
-INSTALLED := $(CMAKE_BUILD)/.jaxsok-installed
+TOOLS :=
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 
-# The libraries are put into jaxsok/_lib by CMake alone; no pip, no network.
-$(INSTALLED): $(FFI_SOURCES) Makefile
-	@mkdir -p $(@D)
-	cmake -S ffi -B $(@D) $(if $(shell command -v ninja),-G Ninja) -DPython_EXECUTABLE="$$($(PY) -c 'import sys; print(sys.executable)')" \
-	  -DJAXSOK_BUILD_TESTS=ON -DJAXSOK_CUDA=$(JAXSOK_CUDA) -DJAXSOK_CUDA_ARCHITECTURES="$(JAXSOK_CUDA_ARCHITECTURES)" -DJAXSOK_XLA_INCLUDE_DIR="$(JAXSOK_XLA_INCLUDE_DIR)"
-	rm -f jaxsok/_lib/libjaxsok_*.so
-	cmake --build $(@D) --parallel
+# By CMake alone: no pip, no network.
+$(BUILT): $(FFI_SOURCES)
+	rm -f jaxsok/_lib/libjaxsok_*.so jaxsok/_lib/.built-*
+	cmake -S ffi -B $(CMAKE_BUILD) $(if $(shell command -v ninja),-G Ninja) \
+	  -DPython_EXECUTABLE="$$($(PY) -c 'import sys; print(sys.executable)')" -DJAXSOK_BUILD_TESTS=ON \
+	  -DJAXSOK_CUDA='$(JAXSOK_CUDA)' -DJAXSOK_CUDA_ARCHITECTURES='$(JAXSOK_CUDA_ARCHITECTURES)' \
+	  -DJAXSOK_XLA_INCLUDE_DIR='$(JAXSOK_XLA_INCLUDE_DIR)'
+	cmake --build $(CMAKE_BUILD) --parallel
 	@touch $@
-
-TOOLS_INSTALLED := $(INSTALLED)
 
 else
 
 PY := $(abspath $(VENV))/bin/python
 CMAKE_BUILD := build/editable
-INSTALLED := $(VENV)/.jaxsok-installed
-TOOLS_INSTALLED := $(VENV)/.jaxsok-tools-installed
-export PATH := $(abspath $(VENV))/bin:$(PATH)
+TOOLS := $(VENV)/.jaxsok-tools
+ENVIRONMENT := $(VENV)/.jaxsok-environment
 DEVICELESS := $(abspath $(VENV))/share/deviceless
 PIP_INSTALL := $(PY) -m pip install --quiet --disable-pip-version-check
-EXTRAS := test$(if $(GPU),$(COMMA)cuda13)
+export PATH := $(abspath $(VENV))/bin:$(PATH)
 
 $(PY):
 	python="$${PYTHON:-$$(scripts/find_python.sh)}"; "$$python" -m venv $(VENV)
 
-# Editable: Python sources are used as they stand, and changed C++ or CUDA sources are compiled on the next `make`.
-# The build is not isolated, so that it is incremental and uses the headers of the jaxlib installed here; wheels are
-# built in isolation, against the oldest supported jaxlib. Everything is installed anew when pyproject.toml changed.
-$(INSTALLED): pyproject.toml $(FFI_SOURCES) | $(PY)
-	$(if $(filter pyproject.toml,$?),$(PIP_INSTALL) $$($(PY) scripts/requirements.py build))
-	rm -f jaxsok/_lib/libjaxsok_*.so
-	JAXSOK_BUILD_TESTS=ON $(PIP_INSTALL) --no-build-isolation $(if $(filter pyproject.toml,$?),,--no-deps) --editable ".[$(EXTRAS)]"
+$(ENVIRONMENT): pyproject.toml | $(PY)
+	$(PIP_INSTALL) $$($(PY) scripts/requirements.py build test $(if $(GPU),cuda13))
 	$(if $(GPU),,scripts/deviceless.sh $(PY))
 	@touch $@
 
-$(TOOLS_INSTALLED): $(INSTALLED)
+$(TOOLS): $(ENVIRONMENT)
 	$(PIP_INSTALL) $$($(PY) scripts/requirements.py dev)
+	@touch $@
+
+# Editable: Python sources are used as they stand, changed C++ or CUDA sources are compiled on the next `make`. The build
+# is not isolated, so that it is incremental and uses the headers of the jaxlib installed here; wheels are built in
+# isolation, against the oldest supported jaxlib.
+$(BUILT): $(ENVIRONMENT) $(FFI_SOURCES)
+	rm -f jaxsok/_lib/libjaxsok_*.so jaxsok/_lib/.built-*
+	JAXSOK_BUILD_TESTS=ON $(PIP_INSTALL) --no-build-isolation --no-deps --editable .
 	@touch $@
 
 endif
 
 .PHONY: build test test-cpp test-slow test-matrix demo bench lint format wheel clean distclean
 
-build: $(INSTALLED)
+build: $(BUILT)
 	@sed 's/^/jaxsok: /' jaxsok/_lib/build_info.txt
 
 test-cpp: build
@@ -112,14 +117,14 @@ bench: build
 PYTHON_SOURCES := $(wildcard jaxsok tests examples benchmarks scripts)
 CPP_SOURCES = $(filter %.h %.cc %.cu %.cuh,$(FFI_SOURCES))
 
-lint: $(TOOLS_INSTALLED)
+lint: $(TOOLS)
 	$(PY) -m ruff check $(PYTHON_SOURCES)
 	$(PY) -m ruff format --check $(PYTHON_SOURCES)
 	lint-imports
 	$(PY) -m pyright
 	clang-format --dry-run --Werror $(CPP_SOURCES)
 
-format: $(TOOLS_INSTALLED)
+format: $(TOOLS)
 	$(PY) -m ruff check --fix $(PYTHON_SOURCES)
 	$(PY) -m ruff format $(PYTHON_SOURCES)
 	clang-format -i $(CPP_SOURCES)
@@ -135,7 +140,6 @@ wheel: | $(PY)
 
 clean:
 	rm -rf build dist jaxsok/_lib
-	rm -f $(INSTALLED)
 
 distclean: clean
 	rm -rf .venv .pytest_cache .ruff_cache .import_linter_cache .hypothesis

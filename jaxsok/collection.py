@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int32, UInt32
 
+from jaxsok import ahead as ahead_lib
 from jaxsok import export as export_lib
 from jaxsok import features as features_lib
 from jaxsok import grow as grow_lib
@@ -266,6 +267,53 @@ class Collection:
         if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
             raise ValueError(f"grow: steps: got {steps!r}, wanted an integer of at least 1.")
         return grow_lib.grow(self.stores, self.growth, state, steps)
+
+    def ahead(self, step: Any, *, state_argnum: int = 0) -> ahead_lib.Ahead:
+        """Wraps a jitted step, so that the program for the next capacity is there when the state grows.
+
+        Call the result as you call the step: results and donation are those of the step. It holds a program for each
+        set of shapes, dtypes and places of the arguments; a set that is new is compiled on the spot, as `jax.jit` does
+        it. Once a store is more than half full, a thread traces and compiles the step for the state that `grow` will
+        make next; if growth comes before that is done, the call waits for the rest of it. Where growth goes elsewhere
+        (memory ran short, another batch size came along), the call compiles on the spot.
+
+        The step is traced in another thread, under the settings of the calling one (`jax.set_mesh`,
+        `jax.default_device`, `jax.enable_x64`, matmul precision, type promotion, random bits; not the deprecated
+        `with mesh:`). It must not change anything outside itself when traced. A program that fails in the background
+        is told by a `RuntimeWarning` of the next call, and compiled where it is first called. At its end the
+        interpreter waits for a program under way.
+
+        Args:
+          step: what `jax.jit` returned, without static arguments: bind those with `functools.partial` or a closure.
+          state_argnum: which positional argument is the state.
+
+        Returns:
+          A callable; its `num_compiled`, `num_ahead`, `num_hits_ahead` and `stalls_s` say what was compiled, where,
+          and how long calls waited. Each program is logged, at level INFO, to "jaxsok.ahead".
+
+        Raises:
+          TypeError, ValueError: a step that is not jitted; when called, no state at `state_argnum`, static arguments.
+
+        Cost:
+          A microsecond for each array among the arguments of a call. In the background one compilation for each
+          capacity, of which the last is in vain; on a GPU XLA may time kernels there while steps run.
+
+        Example:
+          >>> import jaxsok
+          >>> tables = [jaxsok.TableSpec("item", dim=4, optimizer=jaxsok.optim.sgd(0.1), capacity=4)]
+          >>> collection = jaxsok.Collection(tables, [jaxsok.FeatureSpec("clicked", table="item")])
+          >>> def step(state, features):
+          ...     embeddings, state, plan = collection.lookup(state, features)
+          ...     return collection.update(state, plan, embeddings)
+          >>> step = collection.ahead(jax.jit(step, donate_argnums=0))
+          >>> state = collection.init(seed=0)
+          >>> for start in range(0, 16, 2):  # two new keys a step: from 4 rows to 8, then to 16
+          ...     features = collection.batch({"clicked": np.arange(start, start + 2)}).features
+          ...     state, stats = step(collection.grow(state), features)
+          >>> state.stores[0].capacity, step.num_compiled, step.num_hits_ahead
+          (16, 1, 2)
+        """
+        return ahead_lib.Ahead(step, self.stores, self.growth, state_argnum)
 
     def erase(self, state: State, table: str, keys: Any) -> tuple[State, UInt32[Array, ""]]:
         """Takes the rows of keys away; absent keys are passed over. Plans made before become stale.

@@ -44,6 +44,8 @@ class GrowthTracker:
     """Counters on their way to the host, oldest first, with `allowed` when they were asked for."""
     signature: tuple[int, ...] | None = None
     """Capacities of the state last seen; another one means another state, of which nothing is known."""
+    steps: int = 1
+    """Steps until the next call of `grow`, as the last one was told."""
     num_calls: int = 0
     num_waits: int = 0
     """How often the host had to wait for the device."""
@@ -104,6 +106,7 @@ def grow(specs: Sequence[StoreSpec], tracker: GrowthTracker, state: State, steps
         tracker.forget()
         tracker.signature = _signature(state)
     tracker.num_calls += 1
+    tracker.steps = steps
     reserve = [keys * steps for keys in tracker.keys_per_step]
     open_ended = [
         spec.max_capacity is None or store.capacity < spec.max_capacity

@@ -20,8 +20,10 @@ def _positive(what: str, name: str, value: object, most: int) -> None:
 
 
 def _name(what: str, value: object) -> None:
-    if not isinstance(value, str) or not value:
-        raise TypeError(f"{what}: name: got {value!r}, wanted a string that is not empty.")
+    if not isinstance(value, str):
+        raise TypeError(f"{what}: name: got {value!r}, wanted a string.")
+    if not value:
+        raise ValueError(f"{what}: name: got an empty string, wanted a name.")
 
 
 @dataclasses.dataclass(frozen=True)

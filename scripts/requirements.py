@@ -1,9 +1,9 @@
-"""Prints what an extra of pyproject.toml installs, jaxsok itself apart, one requirement a word.
+"""Prints what jaxsok and some of its extras need, jaxsok itself apart, one requirement a line.
 
-`pip install` of these installs the tools of an extra without building the package again. pip's own answer,
-dependency groups, needs a pip newer than the one that comes with the oldest supported Python.
+`pip install` of these sets up an environment without building the package. pip's own answer, dependency groups,
+needs a pip newer than the one that comes with the oldest supported Python.
 
-Usage: python scripts/requirements.py EXTRA [EXTRA ...]; "build" stands for what the build itself needs.
+Usage: python scripts/requirements.py EXTRA [EXTRA ...]; "build" stands for what the build needs.
 """
 
 import pathlib
@@ -17,15 +17,15 @@ PYPROJECT = tomllib.loads((pathlib.Path(__file__).parent.parent / "pyproject.tom
 def requirements(extra: str) -> list[str]:
     """The requirements of one extra, with those of the extras it names."""
     if extra == "build":  # jaxlib comes with jax, in the version that this environment runs
-        required = [r for r in PYPROJECT["build-system"]["requires"] if not r.startswith("jaxlib")]
-        jax = [r for r in PYPROJECT["project"]["dependencies"] if re.match(r"jax\b", r)]
-        return [*required, *jax, "cmake" + PYPROJECT["tool"]["scikit-build"]["cmake"]["version"], "ninja"]
+        required = [text for text in PYPROJECT["build-system"]["requires"] if not text.startswith("jaxlib")]
+        return [*required, "cmake" + PYPROJECT["tool"]["scikit-build"]["cmake"]["version"], "ninja"]
     found = []
-    for requirement in PYPROJECT["project"]["optional-dependencies"][extra]:
-        own = re.fullmatch(r"jaxsok\[(.+)\]", requirement)
-        found += [r for name in own[1].split(",") for r in requirements(name)] if own else [requirement]
+    for text in PYPROJECT["project"]["optional-dependencies"][extra]:
+        own = re.fullmatch(r"jaxsok\[(.+)\]", text)
+        found += [more for name in own[1].split(",") for more in requirements(name)] if own else [text]
     return found
 
 
 if __name__ == "__main__":
-    print("\n".join(dict.fromkeys(r for extra in sys.argv[1:] for r in requirements(extra))))
+    needed = [text for extra in sys.argv[1:] for text in requirements(extra)]
+    print("\n".join(dict.fromkeys([*PYPROJECT["project"]["dependencies"], *needed])))

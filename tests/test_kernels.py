@@ -351,6 +351,22 @@ def test_rebuild_under_a_salt_that_aims(back_end):
     assert again["state.counters"][cases.NUM_UNPLACED] == 0
 
 
+@pytest.mark.parametrize("back_end", BACK_ENDS)
+def test_rebuild_into_too_few_buckets(back_end):
+    """As many rows as there are entries are found, the others counted; the longest walk is one that found a row."""
+    script = cases.Script(slabs=(5, 307), num_buckets=64)
+    script.fill(np.arange(33))
+    script.find(np.arange(33))
+    script.rebuild(2)
+    script.find(np.arange(33))
+    before, small, found = run(script, back_end)
+    is_found = found["row_ids"] != cases.NO_ROW
+    assert is_found.sum() == 8
+    np.testing.assert_array_equal(found["row_ids"][is_found], before["row_ids"][is_found])
+    assert small["state.counters"][cases.NUM_UNPLACED] == 33 - 8
+    assert small["state.counters"][cases.LONGEST_PROBE] <= 2
+
+
 # --------------------------------------------------------------------------------------------------------------
 # The model against the oracle: two meanings written by two people agree, so neither is judged by itself alone.
 

@@ -107,7 +107,8 @@ enum FeatureWord : int {
   kFeatureHotness = 6,       // positions per bag; 0: ragged, look into offsets
   kFeatureOffsetsStart = 7,  // first of num_bags + 1 offsets (ragged only)
   kFeatureWeightsStart = 8,  // first of num_keys weights; -1: none
-  kFeatureTileStart = 9,     // tiles of the features before it; a tile is kBagsPerTile bags of one feature
+  kFeatureTileStart = 9,     // tiles of the features before it; a tile is kBagsPerTile bags of one feature, and a
+                             // feature with keys has one at least
   kFeatureUnknown = 10,      // find: 0 a key without a row gives its initial row, 1 zeros
   kFeaturePlan = 11,         // update: number of the plan that the feature came with
   kNumFeatureWords = 12,

@@ -100,6 +100,25 @@ __device__ __forceinline__ void LeaveBag(const InsertWorkspace& w, bool unfinish
   if (unfinished && at < room) w.unfinished[at] = bag;
 }
 
+/// What lies in no bag is padding: before the first bag of a feature, and after the last one.
+template <int kMode>
+__device__ __forceinline__ void CountLoosePositions(const LookupArguments& a, const Feature& f, int32_t tile,
+                                                    LaneCounts& counts) {
+  int32_t first = 0, last = 0;  // the bags hold [first, last)
+  if (f.hotness > 0) {
+    last = static_cast<int32_t>(min(int64_t{f.num_bags} * f.hotness, int64_t{f.num_keys}));
+  } else {
+    first = min(max(__ldg(a.batch.offsets + f.offsets_start), 0), f.num_keys);
+    last = max(min(__ldg(a.batch.offsets + f.offsets_start + f.num_bags), f.num_keys), first);
+  }
+  const int32_t tiles = max(CeilDiv(f.num_bags, kBagsPerTile), 1);  // a feature without bags has one
+  const int32_t num_loose = first + (f.num_keys - last);
+  for (int64_t i = int64_t{tile} * kBlock + threadIdx.x; i < num_loose; i += int64_t{tiles} * kBlock) {
+    ++counts.padding;
+    if (kMode == kModeInsert) a.row_ids[f.key_start + (i < first ? i : last + (i - first))] = kNoRow;
+  }
+}
+
 /// Adds the lanes' counts to the feature's table. All threads of the block.
 template <int kMode>
 __device__ __forceinline__ void FlushCounts(const LookupArguments& a, const Feature& f, const LaneCounts& lane) {
@@ -176,15 +195,8 @@ __global__ void __launch_bounds__(kBlock, BlocksPerMultiprocessor<kPerLane>()) L
                  a.batch.num_keys);
       }
     }
-    // What lies in no bag is padding: the tail of a ragged feature's buffer.
-    if (f.hotness == 0) {
-      const int32_t used = min(max(__ldg(a.batch.offsets + f.offsets_start + f.num_bags), 0), f.num_keys);
-      const int32_t tiles = max(CeilDiv(f.num_bags, kBagsPerTile), 1);  // a feature without bags has one
-      for (int64_t at = used + int64_t{tile} * kBlock + threadIdx.x; at < f.num_keys; at += int64_t{tiles} * kBlock) {
-        ++counts.padding;
-      }
-    }
   }
+  CountLoosePositions<kMode>(a, f, tile, counts);
   FlushCounts<kMode>(a, f, counts);
 }
 

@@ -148,10 +148,10 @@ LaunchError LaunchRebuild(Stream stream, const StoreView& store, void*) {
     Walk& slot = walks[r % kBucketsAhead];
     if (r >= kBucketsAhead && slot.record.key != kPaddingKey) {
       const ProbeResult walk = ProbeFrom(index, slot.record.key, slot.record.table, slot.home);
-      longest = std::max(longest, walk.num_probes);
       if (walk.entry == kNoEntry) {
         ++num_unplaced;
       } else {
+        longest = std::max(longest, walk.num_probes);
         *index.EntryAt(walk.entry) = {slot.record.key, static_cast<uint32_t>(r - kBucketsAhead), slot.record.table};
       }
     }

@@ -124,10 +124,6 @@ __device__ __forceinline__ bool IsDead(const StoreView& store, uint32_t row_id) 
 // Counts dead rows, 1,024 a block; the last block to end sums the counts up to its own and writes the counters.
 __global__ void __launch_bounds__(kBlock) CountDeadKernel(StoreView store, RebuildControl* control,
                                                           uint32_t* block_counts, uint32_t* num_erased) {
-  if (control->num_erased == 0) {
-    if (blockIdx.x == 0 && threadIdx.x == 0) *num_erased = 0;
-    return;
-  }
   int mine = 0;
   for (int i = 0; i < kPositionsPerBlock / kBlock; ++i) {
     mine += IsDead(store, blockIdx.x * kPositionsPerBlock + i * kBlock + threadIdx.x) ? 1 : 0;
@@ -157,15 +153,13 @@ __global__ void __launch_bounds__(kBlock) CountDeadKernel(StoreView store, Rebui
   if (threadIdx.x == 0) {
     store.counters[kFreeBegin] = 0;
     store.counters[kFreeEnd] = sum;
-    store.counters[kGeneration] += 1;
+    if (control->num_erased != 0) store.counters[kGeneration] += 1;
     *num_erased = control->num_erased;
   }
 }
 
 // The list of freed rows, ascending: each block writes its own part.
-__global__ void __launch_bounds__(kBlock) ListDeadKernel(StoreView store, const RebuildControl* control,
-                                                         const uint32_t* block_counts) {
-  if (control->num_erased == 0) return;
+__global__ void __launch_bounds__(kBlock) ListDeadKernel(StoreView store, const uint32_t* block_counts) {
   using Scan = cub::BlockScan<uint32_t, kBlock>;
   __shared__ typename Scan::TempStorage storage;
   uint32_t at = block_counts[blockIdx.x];
@@ -190,8 +184,11 @@ __global__ void __launch_bounds__(kBlock) EnterKernel(StoreView store) {
     const uint64_t key = record->key;
     if (key == kPaddingKey) continue;
     const ProbeResult at = InsertDistinct(store.index, key, record->table, salt, kMaxProbes, row_id);
-    if (at.entry == kNoEntry) atomicAdd(store.counters + kNumUnplaced, 1u);
-    longest = max(longest, at.num_probes);
+    if (at.entry == kNoEntry) {
+      atomicAdd(store.counters + kNumUnplaced, 1u);
+    } else {
+      longest = max(longest, at.num_probes);
+    }
   }
   longest = __reduce_max_sync(~0u, longest);
   if (threadIdx.x % kWarp == 0 && static_cast<uint32_t>(longest) > store.counters[kLongestProbe]) {
@@ -256,7 +253,7 @@ LaunchError LaunchErase(Stream stream, const StoreView& store, const StateView& 
   }
   const unsigned blocks = static_cast<unsigned>(CeilDiv<int64_t>(store.capacity, kPositionsPerBlock));
   CountDeadKernel<<<blocks, kBlock, 0, stream>>>(store, control, block_counts, num_erased);
-  ListDeadKernel<<<blocks, kBlock, 0, stream>>>(store, control, block_counts);
+  ListDeadKernel<<<blocks, kBlock, 0, stream>>>(store, block_counts);
   JAXSOK_RETURN_IF_CUDA(cudaGetLastError());
   return RebuildIndex(stream, store);
 }

@@ -17,6 +17,7 @@ class Sgd(Optimizer):
     """See `sgd`."""
 
     kernel: ClassVar[int] = 0
+    name: ClassVar[str] = "sgd"
 
     def state_specs(self, dim: int) -> tuple[RowState, ...]:
         """None."""
@@ -32,6 +33,7 @@ class Adagrad(Optimizer):
     """See `adagrad`."""
 
     kernel: ClassVar[int] = 1
+    name: ClassVar[str] = "adagrad"
     initial_accumulator_value: float = 0.1
     eps: float = 1e-7
 
@@ -55,6 +57,7 @@ class RowwiseAdagrad(Optimizer):
     """See `rowwise_adagrad`."""
 
     kernel: ClassVar[int] = 2
+    name: ClassVar[str] = "rowwise_adagrad"
     initial_accumulator_value: float = 0.0
     eps: float = 1e-8
 
@@ -78,6 +81,7 @@ class Adam(Optimizer):
     """See `adam`."""
 
     kernel: ClassVar[int] = 3
+    name: ClassVar[str] = "adam"
     b1: float = 0.9
     b2: float = 0.999
     eps: float = 1e-8

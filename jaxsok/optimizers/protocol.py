@@ -39,12 +39,15 @@ class Optimizer(abc.ABC):
     kernel: ClassVar[int]
     """The number of the row update in `ffi/core/row_update.h`."""
 
+    name: ClassVar[str]
+    """The name of the function in `jaxsok.optim` that makes it."""
+
     learning_rate: LearningRate
 
     def __post_init__(self) -> None:
         """Turns a 0-d array into a number and refuses what is neither number nor schedule."""
         rate = self.learning_rate
-        name = f"optim.{type(self).__name__.lower()}"
+        name = f"optim.{self.name}"
         if isinstance(rate, jax.core.Tracer):
             raise TypeError(
                 f"{name}: learning_rate: got a traced value; an optimizer is declared outside jit. Pass the "
@@ -64,7 +67,7 @@ class Optimizer(abc.ABC):
         value = getattr(self, name)
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value < below:
             raise ValueError(
-                f"optim.{type(self).__name__.lower()}: {name}: got {value!r}, wanted a number in [{low}, {below})."
+                f"optim.{self.name}: {name}: got {value!r}, wanted a number in [{low}, {below})."
             )
 
     @abc.abstractmethod

@@ -1,0 +1,360 @@
+"""Steps, on the host: the program for the state that growth makes next, compiled before it is needed (decision D9).
+
+Capacities are shapes, so each growth of a store needs the step's program anew. While a store fills up, a thread traces
+and compiles the step for the capacity that `grow.next_capacity` names; the first call after the growth finds the
+program. The thread works on shapes alone: it holds no array and never waits for the device. Fed by what `grow` knows
+of the rows in use; a prediction that fails costs a compilation where it is needed, never a wrong result. Not here:
+when and how a store grows (`grow.py`).
+"""
+
+import concurrent.futures
+import contextlib
+import dataclasses
+import logging
+import threading
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxsok.grow import LOOK_EVERY, GrowthTracker, next_capacity
+from jaxsok.specs import StoreSpec
+from jaxsok.store import State, StoreState, num_buckets_of
+from jaxsok.types import MAX_SLABS
+
+# JAX's settings that change a program and that a context can hold for one thread alone. A thread begins with the
+# global ones, so the compiling one is given those of the caller; and a program serves only the settings it was made in.
+_SETTINGS = (
+    jax.default_device,
+    jax.default_matmul_precision,
+    jax.default_prng_impl,
+    jax.enable_x64,
+    jax.numpy_dtype_promotion,
+    jax.numpy_rank_promotion,
+    jax.threefry_partitionable,
+    jax.enable_custom_prng,
+    jax.softmax_custom_jvp,
+    jax.allow_f16_reductions,
+    jax.debug_key_reuse,
+)
+
+_log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass
+class _Program:
+    """A compiled step, or one that is being compiled."""
+
+    capacities: tuple[int, ...]
+    is_ahead: bool
+    """Whether the thread compiles it, or a call on the spot."""
+    compiled: concurrent.futures.Future = dataclasses.field(default_factory=concurrent.futures.Future)
+    seconds: float = 0.0
+
+
+class Ahead:
+    """A jitted step that has its program for the next capacity compiled ahead; `Collection.ahead` makes it."""
+
+    num_compiled: int
+    """Programs compiled on the spot: each held a call up for all of its compilation."""
+    num_ahead: int
+    """Programs compiled in the background."""
+    num_hits_ahead: int
+    """Programs compiled in the background that a call then used, perhaps after waiting for the rest of the work."""
+    stalls_s: list[float]
+    """Seconds that the first call of each program waited for it, in the order of those calls."""
+
+    def __init__(self, step: Any, specs: Sequence[StoreSpec], tracker: GrowthTracker, state_argnum: int):
+        """Wraps a step; compiles nothing yet.
+
+        Args:
+          step: what `jax.jit` returned.
+          specs: the collection's stores.
+          tracker: what the collection knows of the rows in use; only read.
+          state_argnum: which positional argument is the state.
+
+        Raises:
+          TypeError, ValueError: a step that is not jitted, a number that is none.
+        """
+        if not isinstance(step, jax.stages.Wrapped):
+            raise TypeError(
+                f"ahead: step: got {_described(step)}, which has no .lower, wanted a jitted function: "
+                "collection.ahead(jax.jit(step, donate_argnums=0))."
+            )
+        if isinstance(state_argnum, bool) or not isinstance(state_argnum, int) or state_argnum < 0:
+            raise ValueError(f"ahead: state_argnum: got {state_argnum!r}, wanted an integer of at least 0.")
+        self.num_compiled = self.num_ahead = self.num_hits_ahead = 0
+        self.stalls_s = []
+        self._step = step
+        self._specs = tuple(specs)
+        self._tracker = tracker
+        self._state_argnum = state_argnum
+        self._programs: dict[Any, _Program] = {}
+        self._ready: dict[Any, jax.stages.Compiled] = {}  # of the programs, those that were called
+        self._failed: list[tuple[_Program, BaseException]] = []
+        self._thread: threading.Thread | None = None
+        self._looked: dict[Any, int] = {}
+
+    def __call__(self, *args, **kwargs):
+        """Calls the step's program for these arguments, compiled on the spot if there is none.
+
+        Returns:
+          What the step returns.
+
+        Raises:
+          TypeError: no state at `state_argnum`, static arguments, or whatever tracing the step raises.
+
+        Cost:
+          Beside the step's dispatch about a microsecond for each array among the arguments.
+        """
+        settings = _settings()
+        if settings is None or jax.config.jax_disable_jit:  # inside another trace, or nothing shall be compiled
+            return self._step(*args, **kwargs)
+        state = self._state_of(args)
+        self._warn_of_failures()
+        leaves, tree = jax.tree.flatten((args, kwargs))
+        signature = _signature(leaves, tree, settings)
+        compiled = self._ready.get(signature)
+        if compiled is None:
+            compiled = self._first_call(signature, args, kwargs)
+        # Shapes are taken down before the call, which may delete the arrays, and the thread starts after it, so that
+        # tracing does not compete with dispatching.
+        job = self._next_job(signature, state, args, kwargs, settings)
+        results = compiled(*args, **kwargs)
+        if job is not None:
+            self._start(*job)
+        return results
+
+    def wait(self) -> None:
+        """Waits for the program under way in the background, if there is one."""
+        if self._thread is not None:
+            self._thread.join()
+
+    # What a call needs
+
+    def _state_of(self, args: tuple) -> State:
+        place = self._state_argnum
+        if place >= len(args) or not isinstance(args[place], State):
+            got = _described(args[place]) if place < len(args) else f"{len(args)} positional arguments"
+            raise TypeError(
+                f"ahead: state: got {got}, wanted the State as positional argument {place}; say with state_argnum "
+                "which one it is."
+            )
+        return args[place]
+
+    def _first_call(self, signature: Any, args: tuple, kwargs: dict) -> jax.stages.Compiled:
+        """The program of a signature that was never called; waits for it, or compiles it."""
+        start = time.perf_counter()
+        capacities = _capacities(args[self._state_argnum])
+        mine = _Program(capacities, is_ahead=False)
+        program = self._programs.setdefault(signature, mine)
+        if program is not mine and program.compiled.exception() is not None:  # waits if it is under way
+            program = self._programs[signature] = mine
+        if program is mine:
+            self._compile(mine, args, kwargs)
+        compiled = self._ready[signature] = program.compiled.result()
+        self.stalls_s.append(time.perf_counter() - start)
+        self.num_hits_ahead += program.is_ahead
+        _log.info(
+            "ahead: program %d, for capacities %s, compiled in %.2f s %s; the call waited %.2f s",
+            len(self.stalls_s),
+            list(capacities),
+            program.seconds,
+            "in the background" if program.is_ahead else "on the spot",
+            self.stalls_s[-1],
+        )
+        return compiled
+
+    def _compile(self, program: _Program, args: tuple, kwargs: dict) -> None:
+        """Compiles for arrays, or shapes; whoever waits for the program gets it, or the error, whatever it is."""
+        start = time.perf_counter()
+        try:
+            compiled = self._step.lower(*args, **kwargs).compile()
+            if compiled.in_tree != jax.tree.structure((args, kwargs)):
+                raise TypeError(
+                    f"ahead: step: got static arguments (its program takes {compiled.in_tree}), wanted none; bind "
+                    "them before jax.jit, with functools.partial or a closure."
+                )
+        except BaseException as error:
+            program.compiled.set_exception(error)
+            raise
+        program.seconds = time.perf_counter() - start
+        self.num_ahead += program.is_ahead
+        self.num_compiled += not program.is_ahead
+        program.compiled.set_result(compiled)
+
+    # What happens ahead
+
+    def _next_job(self, signature: Any, state: State, args: tuple, kwargs: dict, settings: tuple) -> tuple | None:
+        """What the thread shall compile now; None: it is at work, no store fills up, or all is there."""
+        if self._thread is not None and self._thread.is_alive():
+            return None
+        filling = self._filling(state)
+        look, turn = (signature, tuple(filling)), self._tracker.num_calls // LOOK_EVERY
+        if not filling or self._looked.get(look) == turn:  # a look asks for free memory, which may have changed
+            return None
+        abstract_args, abstract_kwargs = jax.tree.map(_abstract, (args, kwargs))
+        place = self._state_argnum
+        for grown in self._futures(abstract_args[place], filling):
+            future_args = (*abstract_args[:place], grown, *abstract_args[place + 1 :])
+            leaves, tree = jax.tree.flatten((future_args, abstract_kwargs))
+            future_signature = _signature(leaves, tree, settings)
+            if future_signature not in self._programs:
+                return future_signature, future_args, abstract_kwargs, settings
+        self._looked[look] = turn
+        return None
+
+    def _filling(self, state: State) -> dict[int, int]:
+        """The rows that each store more than half full may need soon, by its number; the fullest store first."""
+        tracker, capacities = self._tracker, _capacities(state)
+        if tracker.signature != capacities:  # not the state that `grow` knows
+            return {}
+        needed = {}
+        for s, capacity in enumerate(capacities):
+            reserve, known, bound = tracker.keys_per_step[s] * tracker.steps, tracker.known[s], tracker.bound(s)
+            # By the rows last seen: the bound passes the half of every large store now and then, until `grow`, which
+            # then asks for newer counters, has them.
+            if known is not None and bound is not None and reserve and 2 * (known[0] + reserve) > capacity:
+                needed[s] = bound + reserve
+        return dict(sorted(needed.items(), key=lambda item: -item[1] / capacities[item[0]]))
+
+    def _futures(self, state: State, filling: dict[int, int]) -> Iterator[State]:
+        """States that growth may make next: of the fullest store, of the two fullest together, and so on."""
+        stores = list(state.stores)
+        for s, needed in filling.items():
+            capacity = next_capacity(self._specs[s], stores[s].capacity, needed)
+            if capacity > stores[s].capacity and len(stores[s].rows) < MAX_SLABS:
+                stores[s] = _grown(stores[s], capacity)
+                yield dataclasses.replace(state, stores=tuple(stores))
+
+    def _start(self, signature: Any, args: tuple, kwargs: dict, settings: tuple) -> None:
+        program = _Program(_capacities(args[self._state_argnum]), is_ahead=True)
+        if self._programs.setdefault(signature, program) is not program:
+            return
+        # Not a daemon: at its end the interpreter waits for the thread. A daemon would come back from XLA into an
+        # interpreter that is gone, which aborts the process (seen with jax 0.10.2 and 0.12.0.1).
+        self._thread = threading.Thread(
+            target=self._compile_ahead, args=(program, args, kwargs, settings), name="jaxsok.ahead", daemon=False
+        )
+        try:
+            self._thread.start()
+        except RuntimeError as error:  # no more threads, or the interpreter is at its end
+            self._thread = None
+            program.compiled.set_exception(error)
+            self._failed.append((program, error))
+
+    def _compile_ahead(self, program: _Program, args: tuple, kwargs: dict, settings: tuple) -> None:
+        try:
+            with _in_settings(settings):
+                self._compile(program, args, kwargs)
+        except BaseException as error:  # nobody sees what a thread raises: the next call says it
+            self._failed.append((program, error))
+
+    def _warn_of_failures(self) -> None:
+        while self._failed:
+            program, error = self._failed.pop(0)
+            warnings.warn(
+                f"ahead: step: the program for capacities {list(program.capacities)} did not compile in the "
+                f"background ({type(error).__name__}: {error}); it is compiled where it is first called.",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Settings
+
+
+def _settings() -> tuple | None:
+    """The caller's settings; None inside a trace, where there is no program to call."""
+    try:
+        mesh = jax.sharding.get_mesh()
+    except ValueError:  # JAX's way to say that a trace is under way
+        return None
+    return (mesh, *(setting.value for setting in _SETTINGS))
+
+
+@contextlib.contextmanager
+def _in_settings(settings: tuple) -> Iterator[None]:
+    """Gives this thread the settings of another; those that are equal stay, so that JAX's caches are shared."""
+    mesh, *values = settings
+    with contextlib.ExitStack() as stack:
+        for setting, value in zip(_SETTINGS, values, strict=True):
+            if setting.value != value:
+                stack.enter_context(setting(value))
+        if jax.sharding.get_mesh() != mesh:
+            stack.enter_context(jax.set_mesh(mesh))
+        yield
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Shapes
+
+
+def _capacities(state: State) -> tuple[int, ...]:
+    return tuple(store.capacity for store in state.stores)
+
+
+def _signature(leaves: Sequence[Any], tree: Any, settings: tuple) -> Any:
+    """What a program depends on: structure, shapes, dtypes, places and settings; of arrays and of shapes alike."""
+    types, places = [], []
+    for leaf in leaves:
+        aval, place = _type_and_place(leaf)
+        types.append((aval.shape, aval.dtype, aval.weak_type))
+        places.append(place)
+    # On one device it does not matter which arrays were put there and which only came to lie there. A new slab is of
+    # the second kind until the step returns it as the first: without this, growth would compile twice.
+    chosen = {place for place in places if place is not None}
+    devices = {(*place.device_set, place.memory_kind) for place in chosen}
+    where = next(iter(devices), None) if len(devices) <= 1 and all(len(p.device_set) == 1 for p in chosen) else None
+    return tree, settings, tuple(types), (where or tuple(places)) if chosen else None
+
+
+def _type_and_place(leaf: Any) -> tuple[Any, Any]:
+    """Shape, dtype and weak type; and the sharding of an array that was put somewhere, None of one that may move."""
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return leaf, leaf.sharding
+    aval = getattr(leaf, "aval", None)  # what jax.typeof gives, in a tenth of the time
+    if aval is not None:
+        return aval, leaf.sharding if getattr(leaf, "committed", False) else None
+    try:
+        return jax.typeof(leaf), None
+    except TypeError:
+        raise TypeError(
+            f"ahead: step: an argument: got {_described(leaf)}, wanted arrays and numbers alone; bind static arguments "
+            "before jax.jit, with functools.partial or a closure."
+        ) from None
+
+
+def _abstract(leaf: Any) -> Any:
+    """An argument without its contents. Numbers stay: they cost nothing, and JAX treats them in a way of its own."""
+    if not isinstance(leaf, (jax.Array, np.ndarray, np.generic)):
+        return leaf
+    aval, place = _type_and_place(leaf)
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type, sharding=place)
+
+
+def _grown(store: StoreState, capacity: int) -> StoreState:
+    """The shapes of a store that grew as `grow` makes it grow: one more slab, another index."""
+
+    def with_slab(slabs: tuple) -> tuple:
+        return (*slabs, _with_length(slabs[0], capacity - store.capacity))
+
+    return dataclasses.replace(
+        store,
+        index=_with_length(store.index, num_buckets_of(capacity)),
+        rows=with_slab(store.rows),
+        records=with_slab(store.records),
+        states=tuple(with_slab(slabs) for slabs in store.states),
+    )
+
+
+def _with_length(leaf: jax.ShapeDtypeStruct, length: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((length, *leaf.shape[1:]), leaf.dtype, weak_type=leaf.weak_type, sharding=leaf.sharding)
+
+
+def _described(value: Any) -> str:
+    return getattr(value, "__name__", None) or f"{type(value).__name__} {value!r}"[:80]

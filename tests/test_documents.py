@@ -1,0 +1,516 @@
+"""The documentation is true: examples in docstrings, code of the pages and what it prints, messages, names, numbers, links."""
+
+import ast
+import contextlib
+import dataclasses
+import doctest
+import importlib
+import inspect
+import io
+import pathlib
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxsok
+from jaxsok import grow, store
+from jaxsok.kernels import library
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+MODULES = sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob("jaxsok/**/*.py"))
+PAGES = ["README.md", *sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob("docs/**/*.md"))]
+ALL_MARKDOWN = sorted({*PAGES, "CHANGELOG.md", *(path.relative_to(ROOT).as_posix() for path in ROOT.glob("*/*.md"))})
+
+
+@pytest.fixture(autouse=True)
+def promotion_of_users():
+    """Pages and docstrings are run as users run them, not under the strict promotion of the other tests."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"), np.printoptions():
+        yield
+
+
+def fenced(text):
+    """Each fenced block of a page: its language, the number of the line before its first, its text, what precedes it."""
+    blocks, end = [], 0
+    for found in re.finditer(r"^```(\w*)\n(.*?)^```$", text, flags=re.DOTALL | re.MULTILINE):
+        blocks.append((found[1], text[: found.start(2)].count("\n"), found[2], text[end : found.start()]))
+        end = found.end()
+    assert text.count("\n```") == 2 * len(blocks), "a fence that is not closed, or indented"
+    return blocks
+
+
+def sections(text):
+    """The text below each heading of a page, by heading; deeper headings end a section as well."""
+    parts = re.split(r"^#+ (.*)$", re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE), flags=re.MULTILINE)
+    return dict(zip(parts[1::2], parts[2::2], strict=True))
+
+
+def table_of(text):
+    """The lines of the one Markdown table of a section, as lists of cells; without its head."""
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in re.findall(r"^\|.*\|$", text, re.MULTILINE)]
+    assert len(rows) > 2 and set("".join(rows[1])) <= set("-:"), "no table, or more than one"
+    return rows[2:]
+
+
+# Code ------------------------------------------------------------------------------------------------------------
+
+
+def docstrings(name):
+    """Each docstring of a source file, by line; read from the source, so that no decorator or hook can hide one."""
+    for node in ast.walk(ast.parse((ROOT / name).read_text())):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) is not None:
+            yield node.body[0].lineno, ast.get_docstring(node)
+
+
+@pytest.mark.parametrize("name", [name for name in MODULES if any(">>> " in text for _, text in docstrings(name))])
+def test_examples_of_docstrings(name):
+    """What stands behind >>> runs, and gives what is written below it."""
+    module = importlib.import_module(name.removesuffix(".py").removesuffix("/__init__").replace("/", "."))
+    runner, report = doctest.DocTestRunner(verbose=False), io.StringIO()
+    for line, text in docstrings(name):
+        test = doctest.DocTestParser().get_doctest(text, dict(vars(module)), f"{name}:{line}", name, line - 1)
+        runner.run(test, out=report.write)
+    assert runner.tries > 0
+    assert runner.failures == 0, report.getvalue()
+
+
+def test_examples_were_found():
+    """The modules with public functions have examples that run."""
+    with_examples = {name for name in MODULES if any(">>> " in text for _, text in docstrings(name))}
+    assert {"jaxsok/collection.py", "jaxsok/combine.py", "jaxsok/optimizers/fused.py"} <= with_examples
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if "```python" in (ROOT / page).read_text()])
+def test_code_of_pages(page):
+    """The Python of a page runs, block after block; a block of text right behind one is what it prints."""
+    blocks, names = fenced((ROOT / page).read_text()), {"__name__": "__main__"}
+    for i, (language, line, code, _) in enumerate(blocks):
+        if language != "python":
+            continue
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            exec(compile("\n" * line + code, str(ROOT / page), "exec"), names)
+        if i + 1 < len(blocks) and blocks[i + 1][0] == "text" and not blocks[i + 1][3].strip():
+            got = [text.rstrip() for text in printed.getvalue().splitlines()]
+            assert got == blocks[i + 1][2].splitlines(), f"{page}:{line}"
+
+
+# Messages --------------------------------------------------------------------------------------------------------
+
+SGD = jaxsok.optim.sgd(0.1)
+
+
+def item(**options):
+    """A collection of a table and a feature, both called "item"."""
+    spec = {name: options.pop(name) for name in ("capacity", "max_capacity") if name in options}
+    table = jaxsok.TableSpec("item", 4, SGD, **{"capacity": 8, **spec})
+    return jaxsok.Collection([table], [jaxsok.FeatureSpec("item", table="item", **options)])
+
+
+def pack(value, **options):
+    """Packs one feature."""
+    return item(**options).batch({"item": value})
+
+
+def step(collection, keys=(7, 8, 9), gradient=1.0, between=lambda state: state):
+    """One whole step; the gradient is the same everywhere."""
+    batch = collection.batch({"item": np.array(keys)})
+    embeddings, state, plan = collection.lookup(collection.init(seed=0), batch.features)
+    return collection.update(between(state), plan, {"item": jnp.full(embeddings["item"].shape, gradient)})
+
+
+def update_with(gradients=None, plan=None, **options):
+    """An update with something wrong about it."""
+    collection = item()
+    batch = collection.batch({"item": np.array([7, 8])})
+    _, state, own = collection.lookup(collection.init(seed=0), batch.features)
+    gradients = {"item": jnp.ones((2, 4))} if gradients is None else gradients
+    collection.update(state, own if plan is None else plan(collection, own, batch), gradients, **options)
+
+
+def other_collection():
+    """A collection whose states and features do not fit that of `item`."""
+    return jaxsok.Collection([jaxsok.TableSpec("user", 4, SGD, capacity=8)], [jaxsok.FeatureSpec("item", table="user")])
+
+
+def grow_beyond_all_limits(monkeypatch):
+    """As if memory had no end: there are no more rows than row ids."""
+    monkeypatch.setattr(grow, "free_bytes", lambda: None)
+    collection = item()
+    collection.batch({"item": np.arange(8)})
+    monkeypatch.setattr(grow, "MAX_CAPACITY", 8)
+    collection.grow(collection.init(), steps=2)
+
+
+def grow_without_memory(monkeypatch):
+    """A megabyte is left."""
+    collection = item()
+    collection.batch({"item": np.arange(8)})
+    state = collection.init()
+    monkeypatch.setattr(grow, "free_bytes", lambda: 2**20)
+    collection.grow(state, steps=10_000)
+
+
+def init_without_memory(monkeypatch):
+    """Two stores that do not fit together."""
+    monkeypatch.setattr(grow, "free_bytes", lambda: 2**20)
+    tables = [jaxsok.TableSpec("user", 4, SGD, capacity=10_000), jaxsok.TableSpec("item", 8, SGD, capacity=10_000)]
+    jaxsok.Collection(tables, []).init()
+
+
+def load(back_end, exists, monkeypatch):
+    """A library that was not built, or that is none."""
+
+    class Path(pathlib.PurePosixPath):
+        def exists(self):
+            return exists
+
+    monkeypatch.setattr(library, "library_path", lambda name: Path(f"jaxsok/_lib/libjaxsok_{name}.so"))
+    library._load(back_end)
+
+
+def erase_all(collection):
+    """Erases the keys of `step` between its lookup and its update."""
+    return lambda state: collection.erase(state, "item", np.array([7, 8, 9]))[0]
+
+
+def stale_step():
+    """A row is erased between lookup and update."""
+    collection = item()
+    return step(collection, between=erase_all(collection))
+
+
+def traced_rate():
+    """An optimizer made inside a jitted function."""
+    jax.jit(lambda rate: jaxsok.optim.sgd(rate) and rate)(0.1)
+
+
+RAGGED = jaxsok.Bags(np.arange(6), lengths=np.array([2, 4]))
+ONES = np.ones(6, np.float32)
+
+PROVOKED = {
+    # Declaring
+    "dim": lambda: jaxsok.TableSpec("item", 0, SGD),
+    "dim of another kind": lambda: jaxsok.TableSpec("item", 2.5, SGD),
+    "name": lambda: jaxsok.TableSpec("", 4, SGD),
+    "max_capacity": lambda: jaxsok.TableSpec("item", 4, SGD, max_capacity=1000),
+    "optimizer": lambda: jaxsok.TableSpec("item", 4, "sgd"),
+    "initializer": lambda: jaxsok.TableSpec("item", 4, SGD, initializer="zeros"),
+    "dtype": lambda: jaxsok.TableSpec("item", 4, SGD, dtype="bfloat16"),
+    "row_gradient": lambda: jaxsok.TableSpec("item", 4, SGD, row_gradient="average"),
+    "unknown": lambda: jaxsok.TableSpec("item", 4, SGD, unknown="nan"),
+    "combiner": lambda: jaxsok.FeatureSpec("item", "item", combiner="max"),
+    "weights without combiner": lambda: jaxsok.FeatureSpec("item", "item", combiner=None, weighted=True),
+    "max_hotness with combiner": lambda: jaxsok.FeatureSpec("item", "item", max_hotness=8),
+    "key_dtype": lambda: jaxsok.FeatureSpec("item", "item", key_dtype="int16"),
+    "two of one name": lambda: jaxsok.Collection([item().tables[0]] * 2, []),
+    "no tables": lambda: jaxsok.Collection([], []),
+    "unknown table": lambda: jaxsok.Collection(item().tables, [jaxsok.FeatureSpec("clicked", table="itme")]),
+    "not a spec": lambda: jaxsok.Collection(["item"], []),
+    "too many features": lambda: jaxsok.Collection(
+        item().tables, [jaxsok.FeatureSpec(f"clicked {i}", table="item") for i in range(1025)]
+    ),
+    "too many rows": lambda: jaxsok.Collection([jaxsok.TableSpec(name, 4, SGD, capacity=2**30) for name in "ab"], []),
+    "learning rate": lambda: jaxsok.optim.sgd("fast"),
+    "traced learning rate": traced_rate,
+    "b1": lambda: jaxsok.optim.adam(1e-3, b1=1.0),
+    "uniform": lambda: jaxsok.initializers.uniform(1.0, -1.0),
+    "normal": lambda: jaxsok.initializers.normal(stddev=-1.0),
+    # Packing
+    "no mapping": lambda: item().batch([1, 2]),
+    "missing feature": lambda: item().batch({"itme": np.array([7])}),
+    "float keys": lambda: pack(np.array([7.0])),
+    "a scalar": lambda: pack(np.int64(7)),
+    "three axes": lambda: pack(np.zeros((2, 3, 4), np.int64)),
+    "narrowed keys": lambda: pack(jnp.array([7, 8], jnp.int32)),
+    "no words": lambda: pack(jnp.array([7, 8, 9], jnp.uint32)),
+    "float keys on the device": lambda: pack(jnp.array([7.0, 8.0])),
+    "lengths and offsets": lambda: pack(jaxsok.Bags(np.arange(6), lengths=np.array([6]), offsets=np.array([0, 6]))),
+    "ragged rectangle": lambda: pack(jaxsok.Bags(np.zeros((2, 3), np.int64), lengths=np.array([3, 3]))),
+    "float lengths": lambda: pack(jaxsok.Bags(np.arange(6), lengths=np.array([2.0, 4.0]))),
+    "negative lengths": lambda: pack(jaxsok.Bags(np.arange(6), lengths=np.array([7, -1]))),
+    "offsets from 1": lambda: pack(jaxsok.Bags(np.arange(6), offsets=np.array([1, 6]))),
+    "falling offsets": lambda: pack(jaxsok.Bags(np.arange(6), offsets=np.array([0, 4, 2, 6]))),
+    "past the end": lambda: pack(jaxsok.Bags(np.arange(6), lengths=np.array([3, 4]))),
+    "keys in no bag": lambda: pack(jaxsok.Bags(np.arange(6), lengths=np.array([2, 3]))),
+    "max_keys": lambda: pack(RAGGED, max_keys=4),
+    "max_hotness": lambda: pack(RAGGED, combiner=None, max_hotness=3),
+    "weights missing": lambda: pack(RAGGED, weighted=True),
+    "weights not declared": lambda: pack(dataclasses.replace(RAGGED, weights=ONES)),
+    "integer weights": lambda: pack(dataclasses.replace(RAGGED, weights=np.arange(6)), weighted=True),
+    "shape of weights": lambda: pack(dataclasses.replace(RAGGED, weights=ONES[:5]), weighted=True),
+    "NaN weights": lambda: pack(dataclasses.replace(RAGGED, weights=ONES * np.nan), weighted=True),
+    # Lookup, find, update
+    "not a state": lambda: item().lookup({}, pack(np.array([7])).features),
+    "state of other specs": lambda: item().lookup(other_collection().init(), pack(np.array([7])).features),
+    "raw features": lambda: item().find(item().init(), {"item": np.array([7])}),
+    "features of other specs": lambda: other_collection().find(other_collection().init(), pack(np.array([7])).features),
+    "plan of no lookup": lambda: update_with(plan=lambda collection, own, batch: collection.plan(batch.features)),
+    "plans and gradients": lambda: update_with(plan=lambda collection, own, batch: [own, own]),
+    "no gradient": lambda: update_with({}),
+    "unknown gradient": lambda: update_with({"item": jnp.ones((2, 4)), "itme": jnp.ones((2, 4))}),
+    "shape of gradient": lambda: update_with({"item": jnp.ones((2, 3))}),
+    "integer gradient": lambda: update_with({"item": jnp.ones((2, 4), jnp.int32)}),
+    "rate of update": lambda: update_with(learning_rate=jnp.ones(3)),
+    # Other calls
+    "seed": lambda: item().init(seed=-1),
+    "steps": lambda: item().grow(item().init(), steps=0),
+    "table": lambda: item().export_table(item().init(), "itme"),
+    "keys to erase": lambda: item().erase(item().init(), "item", np.array([[7]])),
+    "not jitted": lambda: item().ahead(step),
+    "no state for ahead": lambda: item().ahead(jax.jit(step))(None),
+    "static arguments for ahead": lambda: item().ahead(jax.jit(step))(item().init(), "fast"),
+    "label": lambda: pack(np.array([7]))["label"],
+    "mask": lambda: pack(np.array([7])).features.mask("itme"),
+    # What a step counted
+    "full": lambda: step(item(capacity=2, max_capacity=2))[1].check(),
+    "not finite": lambda: step(item(), gradient=np.inf)[1].check(),
+    "stale": lambda: stale_step()[1].check(),
+    # Memory
+    "init": init_without_memory,
+    "grow": grow_without_memory,
+    "row ids": grow_beyond_all_limits,
+    # Libraries
+    "CPU library": lambda monkeypatch: load("cpu", False, monkeypatch),
+    "CUDA library": lambda monkeypatch: load("cuda", False, monkeypatch),
+}
+
+
+def message_of(provoke, monkeypatch):
+    """The last line of the traceback, as Python writes it."""
+    with pytest.raises(Exception) as info:
+        provoke(monkeypatch) if inspect.signature(provoke).parameters else provoke()
+    kind = type(info.value)
+    name = kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"
+    return f"{name.replace('jaxsok.types', 'jaxsok')}: {' '.join(str(info.value).split())}"
+
+
+def quoted_messages():
+    """Each line of text in docs/errors.md."""
+    blocks = fenced((ROOT / "docs/errors.md").read_text())
+    return [line for language, _, text, _ in blocks if language == "text" for line in text.splitlines()]
+
+
+@pytest.mark.parametrize("name", PROVOKED)
+def test_messages_are_quoted_as_they_are(name, monkeypatch):
+    """docs/errors.md quotes what the code says."""
+    assert message_of(PROVOKED[name], monkeypatch) in quoted_messages()
+
+
+def test_every_quoted_message_is_provoked():
+    """No message in docs/errors.md outlives its error: each is provoked once."""
+    assert len(quoted_messages()) == len(set(quoted_messages())) == len(PROVOKED)
+
+
+def test_every_class_of_errors_is_told():
+    """What the sources raise has a line in the table of docs/errors.md."""
+    raised = set()
+    for name in MODULES:
+        for node in ast.walk(ast.parse((ROOT / name).read_text())):
+            if isinstance(node, ast.Raise) and node.exc is not None:
+                raised.add(ast.unparse(node.exc.func if isinstance(node.exc, ast.Call) else node.exc))
+    told = [re.findall(r"`(?:jaxsok\.)?(\w+)`", cells[0]) for cells in table_of(sections(errors_page())["Errors"])]
+    assert {name for names in told for name in names} == raised
+
+
+def errors_page():
+    """docs/errors.md."""
+    return (ROOT / "docs/errors.md").read_text()
+
+
+# Names -----------------------------------------------------------------------------------------------------------
+
+
+def call_of(name, function):
+    """A function as the pages write it: without self and annotations."""
+    signature = inspect.signature(function)
+    parameters = [p.replace(annotation=p.empty) for p in signature.parameters.values() if p.name != "self"]
+    text = f"{name}{signature.replace(parameters=parameters, return_annotation=signature.empty)}"
+    return re.sub(r"e-0(\d)", r"e-\1", text)
+
+
+def members_of(kind):
+    """Public fields, properties and methods of a class, as docs/api.md writes them."""
+    fields = dataclasses.fields(kind) if dataclasses.is_dataclass(kind) else ()
+    names = []
+    for field in fields:
+        if field.default is not dataclasses.MISSING:
+            names.append(f"{field.name}={field.default!r}")
+        elif field.default_factory is not dataclasses.MISSING:
+            names.append(f"{field.name}={field.default_factory.__name__}()")
+        else:
+            names.append(field.name)
+    for name, value in vars(kind).items():
+        if name.startswith("_") or name in {field.name for field in fields}:
+            continue
+        if isinstance(value, property):
+            names.append(name)
+        elif inspect.isroutine(value):
+            names.append(call_of(name, value))
+    return [name for name in names if not name.startswith("_")]
+
+
+def public_names(module):
+    """What a module offers: its __all__, or what it defines without an underscore."""
+    if hasattr(module, "__all__"):
+        return module.__all__
+    return [name for name, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__
+            and not name.startswith("_")]
+
+
+def calls_of(module):
+    """The public functions of a module with their arguments, and its classes by name."""
+    values = {name: getattr(module, name) for name in public_names(module)}
+    return [call_of(name, value) if inspect.isfunction(value) else name for name, value in values.items()]
+
+
+API = {
+    "jaxsok": lambda: list(jaxsok.__all__),
+    "jaxsok.Collection": lambda: [
+        *(name for name in vars(item()) if not name.startswith("_")),
+        *members_of(jaxsok.Collection),
+    ],
+    "jaxsok.TableSpec": lambda: members_of(jaxsok.TableSpec),
+    "jaxsok.FeatureSpec": lambda: members_of(jaxsok.FeatureSpec),
+    "jaxsok.StoreSpec": lambda: members_of(jaxsok.StoreSpec),
+    "jaxsok.Bags": lambda: members_of(jaxsok.Bags),
+    "jaxsok.Batch": lambda: members_of(jaxsok.Batch),
+    "jaxsok.Features": lambda: members_of(jaxsok.Features),
+    "jaxsok.Plan": lambda: members_of(jaxsok.Plan),
+    "jaxsok.State": lambda: members_of(jaxsok.State),
+    "jaxsok.StoreState": lambda: members_of(jaxsok.StoreState),
+    "jaxsok.Stats": lambda: members_of(jaxsok.Stats),
+    "jaxsok.optim": lambda: calls_of(jaxsok.optim),
+    "jaxsok.initializers": lambda: calls_of(jaxsok.initializers),
+}
+
+
+@pytest.mark.parametrize("section", API)
+def test_api_page(section):
+    """Every public name stands in docs/api.md with its arguments, and nothing else does."""
+    told = [cells[0] for cells in table_of(sections((ROOT / "docs/api.md").read_text())[f"`{section}`"])]
+    assert sorted(told) == sorted(f"`{name}`" for name in API[section]())
+
+
+def test_api_page_has_every_module_and_class():
+    """No section without a test, no name of __all__ that is a class of its own without a section."""
+    headings = {heading.strip("`") for heading in sections((ROOT / "docs/api.md").read_text())} - {"API"}
+    assert headings == set(API)
+    classes = {f"jaxsok.{name}" for name in jaxsok.__all__ if inspect.isclass(getattr(jaxsok, name))}
+    assert {name for name in classes if not name.endswith("Error")} <= headings
+
+
+# Numbers ---------------------------------------------------------------------------------------------------------
+
+
+def test_bytes_of_a_row():
+    """The table of docs/memory_layout.md is what row_bytes and memory_estimate say."""
+    rows = table_of(sections((ROOT / "docs/memory_layout.md").read_text())["Bytes of a row"])
+    assert len(rows) == 20
+    capacity = 1 << 20
+    for dim, optimizer, *told in rows:
+        make = getattr(jaxsok.optim, optimizer.strip("`"))
+        collection = jaxsok.Collection([jaxsok.TableSpec("user", int(dim), make(0.1), capacity=capacity)], [])
+        estimate = collection.memory_estimate()
+        names = ("rows", "optimizer_state", "records", "index", "total")
+        assert [int(number) for number in told] == [estimate[name] / capacity for name in names]
+        assert int(told[-1]) == store.row_bytes(collection.stores[0])
+
+
+def test_bytes_of_workspaces():
+    """What docs/memory_layout.md says of them, bytes a key and once."""
+    rows = table_of(sections((ROOT / "docs/memory_layout.md").read_text())["What a step needs besides"])
+    sizes = {
+        "lookup": library.load_cpu().JaxsokInsertWorkspaceBytes,
+        "plan": library.load_cpu().JaxsokPlanWorkspaceBytes,
+        "update": lambda num_keys: library.load_cpu().JaxsokUpdateWorkspaceBytes(num_keys, 64),
+    }
+    assert [name for name, *_ in rows] == [f"`{name}`" for name in sizes]
+    num_keys = 1 << 20
+    for (name, by_key, once), size in zip(rows, sizes.values(), strict=True):
+        assert by_key == f"{(size(2 * num_keys) - size(num_keys)) / num_keys:.1f}", name
+        number, unit = once.split()
+        assert float(number) == pytest.approx(size(0) / {"KiB": 2**10, "MiB": 2**20}[unit], abs=0.05), name
+
+
+def test_arrays_of_a_store():
+    """The arrays in docs/memory_layout.md are those of a state."""
+    rows = table_of(sections((ROOT / "docs/memory_layout.md").read_text())["Arrays of a store"])
+    fields = [field.name for field in dataclasses.fields(jaxsok.StoreState)]
+    assert [name.strip("`") for name, *_ in rows] == fields
+    state = item().init().stores[0]
+    for (name, dtype, shape), field in zip(rows, fields, strict=True):
+        leaves = jax.tree.leaves(getattr(state, field))
+        assert all(leaf.dtype == dtype for leaf in leaves), name
+        assert all(shape.count(",") == leaf.ndim - 1 for leaf in leaves) or field == "states"
+
+
+def test_state_of_optimizers():
+    """The state in the table of docs/optimizers.md is what the optimizers declare, their arguments as well."""
+    rows = table_of(sections((ROOT / "docs/optimizers.md").read_text())["Optimizers"])
+    told = {call.strip("`"): state for call, _, state in rows}
+    dim = 64
+    for call, state in told.items():
+        make = getattr(jaxsok.optim, call.split("(")[0])
+        assert call == call_of(make.__name__, make)
+        specs = [
+            f"`{spec.name}`: {'dim' if spec.dim == dim else spec.dim}, {spec.initial_value}"
+            for spec in make(0.1).state_specs(dim)
+        ]
+        assert state == ("; ".join(specs) or "none")
+    assert set(told) == {call for call in calls_of(jaxsok.optim) if "(" in call}
+
+
+def test_limits():
+    """Numbers that docs/growth.md and docs/concepts.md repeat."""
+    layout = (ROOT / "ffi/core/layout.h").read_text()
+    assert jaxsok.types.MAX_SLABS == 24 and jaxsok.types.MAX_CAPACITY == 2**31 - 1
+    assert "kMaxProbes = 64;" in layout
+    assert grow.GROWTH_FACTOR == 2.0 and grow.GENTLE_FACTOR == 1.25 and grow.LOOK_EVERY == 64
+    assert store.MIN_BUCKETS == 16
+
+
+# Links -----------------------------------------------------------------------------------------------------------
+
+
+def anchor_of(heading):
+    """The anchor that GitHub gives a heading."""
+    return re.sub(r"[^\w\- ]", "", heading.replace("`", "").lower()).replace(" ", "-")
+
+
+def links_of(page):
+    """The targets of the links of a page that lead to files of the project."""
+    text = re.sub(r"^```.*?^```$|`[^`\n]*`", "", (ROOT / page).read_text(), flags=re.DOTALL | re.MULTILINE)
+    return [link for link in re.findall(r"\]\(([^)\s]+)\)", text) if not re.match(r"https?:|mailto:", link)]
+
+
+@pytest.mark.parametrize("page", ALL_MARKDOWN)
+def test_links_exist(page):
+    """Files, folders and headings that a page points to are there."""
+    for link in links_of(page):
+        path, _, anchor = link.partition("#")
+        target = (ROOT / page).parent / path if path else ROOT / page
+        assert target.exists(), f"{page}: {link}"
+        assert target.resolve().is_relative_to(ROOT), f"{page}: {link}"
+        if anchor:
+            assert anchor in map(anchor_of, sections(target.read_text())), f"{page}: {link}"
+
+
+def test_files_that_pages_name_exist():
+    """A path of the project in a page's code font is that of a file, unless it has a placeholder."""
+    named = {
+        (page, path)
+        for page in PAGES
+        for path in re.findall(r"`((?:jaxsok|ffi|tests|benchmarks|examples|docs|scripts)/[\w./]+)`", (ROOT / page).read_text())
+    }
+    assert named
+    assert not [(page, path) for page, path in sorted(named) if not (ROOT / path).exists()]
+
+
+def test_every_page_is_found_from_the_index():
+    """docs/index.md leads to all pages."""
+    linked = {(ROOT / "docs" / link).resolve() for link in links_of("docs/index.md")}
+    assert {path for path in ROOT.glob("docs/**/*.md")} - {ROOT / "docs/index.md"} <= linked
