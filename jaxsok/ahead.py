@@ -357,4 +357,5 @@ def _with_length(leaf: jax.ShapeDtypeStruct, length: int) -> jax.ShapeDtypeStruc
 
 
 def _described(value: Any) -> str:
-    return getattr(value, "__name__", None) or f"{type(value).__name__} {value!r}"[:80]
+    """Its name or its kind: what is in it may still be on the device."""
+    return getattr(value, "__name__", None) or type(value).__name__

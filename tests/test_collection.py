@@ -139,6 +139,82 @@ def test_row_ids_of_a_large_batch():
         assert dict(zip(table["keys"].tolist(), table["row_ids"].tolist(), strict=True)) == seen
 
 
+@pytest.mark.parametrize("max_capacity", [None, 20_000])
+def test_row_ids_of_a_very_large_batch(max_capacity):
+    """A quarter of a million keys on many threads, hot ones among them, more new ones than there are rows."""
+    collection = programs.one_table(capacity=1 << 17 if max_capacity is None else max_capacity, dim=2)
+    rng = np.random.default_rng(1)
+    keys = np.where(rng.random(1 << 18) < 0.3, rng.integers(0, 4, 1 << 18), rng.integers(0, 2**62, 1 << 18) >> 46)
+    keys = keys.astype(np.uint64) * np.uint64(2**32 + 1)
+    features = programs.batch(collection, user=keys)
+    _, state, plan = programs.lookup(collection)(collection.init(seed=0), features)
+    distinct, first = np.unique(keys, return_index=True)
+    order = distinct[np.argsort(first)][:max_capacity]
+    table = collection.export_table(state, "user")
+    np.testing.assert_array_equal(table["keys"], order)
+    np.testing.assert_array_equal(table["row_ids"], np.arange(len(order)))
+    _, stats = programs.update(collection)(state, plan, {"user": jnp.zeros((1 << 18, 2))})
+    is_in = np.isin(keys, order)
+    assert programs.counts(stats) == {
+        "num_found": int(is_in.sum()) - len(order),
+        "num_inserted": len(order),
+        "num_missing": 0,
+        "num_refused": int((~is_in).sum()),
+        "num_padding": 0,
+    }
+
+
+@pytest.mark.parametrize("value", ["single", "padded", "ragged"])
+def test_a_batch_of_no_samples(value):
+    """The last batch of a reader may be empty: nothing happens, the step counts."""
+    collection = programs.one_table(max_keys=4)
+    raw = {
+        "single": np.zeros(0, np.int64),
+        "padded": np.zeros((0, 3), np.int64),
+        "ragged": jaxsok.Bags(np.zeros(0, np.int64), lengths=np.zeros(0, np.int32)),
+    }[value]
+    state = programs.insert(collection, collection.init(seed=0), [1, 2])
+    embeddings, state, plan = collection.lookup(state, programs.batch(collection, user=raw))
+    assert embeddings["user"].shape == (0, DIM)
+    state, stats = collection.update(state, plan, {"user": jnp.zeros((0, DIM))})
+    stats.check()
+    assert collection.num_rows(state) == {"user": 2} and int(state.step) == 1
+    assert sum(programs.counts(stats).values()) == (4 if value == "ragged" else 0)
+
+
+def test_a_table_without_features():
+    """It may be declared for later: it stays empty, and is exported, erased from and counted like any other."""
+    optimizer = jaxsok.optim.adam(0.1)
+    tables = [jaxsok.TableSpec("user", DIM, optimizer), jaxsok.TableSpec("later", 2 * DIM, optimizer)]
+    collection = jaxsok.Collection(tables, [jaxsok.FeatureSpec("user", "user")])
+    state, stats = programs.learn(collection, collection.init(seed=0), programs.batch(collection, user=np.array([1])))
+    stats.check()
+    assert collection.num_rows(state) == {"user": 1, "later": 0}
+    assert stats.to_dict()["later"]["num_rows"] == 0
+    state, num_erased = collection.erase(collection.grow(state), "later", np.array([1]))
+    assert int(num_erased) == 0
+    assert len(collection.export_table(state, "later")["keys"]) == 0
+
+
+def test_on_another_device():
+    """The default device is where state and features go; every op stays there."""
+    devices = jax.devices()
+    if len(devices) < 2:
+        pytest.skip(f"needs two devices, has {len(devices)}")
+    results = []
+    for device in (devices[0], devices[-1]):
+        with jax.default_device(device):
+            collection = programs.one_table(capacity=4, optimizer=jaxsok.optim.adam(0.1))
+            state = collection.init(seed=0)
+            features = programs.batch(collection, user=np.array([1, 2, 3, 4, 5]))
+            state, _ = programs.learn(collection, collection.grow(state), features)
+            state, _ = collection.erase(state, "user", np.array([2]))
+            assert {d for leaf in jax.tree.leaves(state) for d in leaf.devices()} == {device}
+            results.append(collection.export_table(state, "user"))
+    np.testing.assert_array_equal(results[0]["rows"], results[1]["rows"])
+    assert results[0]["keys"].tolist() == [1, 3, 4, 5]
+
+
 @pytest.mark.parametrize("unknown", ["initial", "zeros"])
 def test_find_inserts_nothing(unknown):
     """Evaluation sees the rows that are there, and for others what the table says; the state is only read."""

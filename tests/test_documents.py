@@ -1,4 +1,4 @@
-"""The documentation is true: examples in docstrings, code of the pages and what it prints, messages, names, numbers, links."""
+"""The documentation is true: examples of docstrings, code of pages and its output, messages, names, numbers, links."""
 
 import ast
 import contextlib
@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import jaxsok
-from jaxsok import grow, store
+from jaxsok import grow, store, types
 from jaxsok.kernels import library
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -33,7 +33,7 @@ def promotion_of_users():
 
 
 def fenced(text):
-    """Each fenced block of a page: its language, the number of the line before its first, its text, what precedes it."""
+    """Each fenced block of a page: its language, how many lines precede it, its text, the text since the last block."""
     blocks, end = [], 0
     for found in re.finditer(r"^```(\w*)\n(.*?)^```$", text, flags=re.DOTALL | re.MULTILINE):
         blocks.append((found[1], text[: found.start(2)].count("\n"), found[2], text[end : found.start()]))
@@ -44,13 +44,17 @@ def fenced(text):
 
 def sections(text):
     """The text below each heading of a page, by heading; deeper headings end a section as well."""
-    parts = re.split(r"^#+ (.*)$", re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE), flags=re.MULTILINE)
+    parts = re.split(
+        r"^#+ (.*)$", re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE), flags=re.MULTILINE
+    )
     return dict(zip(parts[1::2], parts[2::2], strict=True))
 
 
 def table_of(text):
     """The lines of the one Markdown table of a section, as lists of cells; without its head."""
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in re.findall(r"^\|.*\|$", text, re.MULTILINE)]
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in re.findall(r"^\|.*\|$", text, re.MULTILINE)
+    ]
     assert len(rows) > 2 and set("".join(rows[1])) <= set("-:"), "no table, or more than one"
     return rows[2:]
 
@@ -357,8 +361,11 @@ def public_names(module):
     """What a module offers: its __all__, or what it defines without an underscore."""
     if hasattr(module, "__all__"):
         return module.__all__
-    return [name for name, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__
-            and not name.startswith("_")]
+    return [
+        name
+        for name, value in vars(module).items()
+        if getattr(value, "__module__", "") == module.__name__ and not name.startswith("_")
+    ]
 
 
 def calls_of(module):
@@ -466,11 +473,41 @@ def test_state_of_optimizers():
 
 def test_limits():
     """Numbers that docs/growth.md and docs/concepts.md repeat."""
-    layout = (ROOT / "ffi/core/layout.h").read_text()
-    assert jaxsok.types.MAX_SLABS == 24 and jaxsok.types.MAX_CAPACITY == 2**31 - 1
-    assert "kMaxProbes = 64;" in layout
+    assert types.MAX_SLABS == 24 and types.MAX_CAPACITY == 2**31 - 1
+    assert constants((ROOT / "ffi/core/layout.h").read_text())["kMaxProbes"] == 64
     assert grow.GROWTH_FACTOR == 2.0 and grow.GENTLE_FACTOR == 1.25 and grow.LOOK_EVERY == 64
     assert store.MIN_BUCKETS == 16
+
+
+def constants(text):
+    """The integers that a C++ header names, constants and words of enums, by name."""
+    text = re.sub(r"//[^\n]*", "", text)
+    found = re.findall(r"\b(k\w+) = (~?)(?:uint\d+_t)?\{?(\d+)\}?(?: << (\d+))?[,;]", text)
+    return {
+        name: ~int(number) if inverted else int(number) << int(shift or 0) for name, inverted, number, shift in found
+    }
+
+
+def test_words_of_python_and_cpp():
+    """jaxsok/types.py and ffi/core/ name the same numbers."""
+    layout = constants((ROOT / "ffi/core/layout.h").read_text())
+    update = constants((ROOT / "ffi/core/row_update.h").read_text())
+
+    def words(prefix, names):
+        return [layout[prefix + "".join(word.capitalize() for word in name.split("_"))] for name in names]
+
+    assert words("k", types.COUNTERS) == list(range(layout["kNumCounters"]))
+    assert words("kCount", [name.removeprefix("num_") for name in types.COUNTS]) == list(range(layout["kNumCounts"]))
+    assert words("kCombiner", [str(name) for name in types.COMBINERS]) == list(types.COMBINERS.values())
+    for name, number in types.ROW_GRADIENTS.items():
+        assert update[f"kRowGradient{name.capitalize()}"] == number
+    assert layout["kPaddingKey"] % 2**64 == types.PADDING_KEY and layout["kNoRow"] % 2**32 == types.NO_ROW
+    assert layout["kEntriesPerBucket"] == types.ENTRIES_PER_BUCKET and layout["kBagsPerTile"] == types.BAGS_PER_TILE
+    assert layout["kMaxSlabs"] == types.MAX_SLABS and layout["kMaxDim"] == types.MAX_DIM
+    launch = constants((ROOT / "ffi/kernels/launch_cuda.cuh").read_text())
+    assert launch["kMaxFeatures"] == types.MAX_FEATURES
+    assert layout["kNumFeatureWords"] == types.NUM_FEATURE_WORDS
+    assert layout["kNumTableWords"] == types.NUM_TABLE_WORDS and update["kNumHyper"] == types.NUM_HYPER
 
 
 # Links -----------------------------------------------------------------------------------------------------------
@@ -504,7 +541,9 @@ def test_files_that_pages_name_exist():
     named = {
         (page, path)
         for page in PAGES
-        for path in re.findall(r"`((?:jaxsok|ffi|tests|benchmarks|examples|docs|scripts)/[\w./]+)`", (ROOT / page).read_text())
+        for path in re.findall(
+            r"`((?:jaxsok|ffi|tests|benchmarks|examples|docs|scripts)/[\w./]+)`", (ROOT / page).read_text()
+        )
     }
     assert named
     assert not [(page, path) for page, path in sorted(named) if not (ROOT / path).exists()]

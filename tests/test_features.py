@@ -299,6 +299,21 @@ def test_features_are_a_pytree_of_small_arrays():
     np.testing.assert_array_equal(again.mask("user"), features.mask("user"))
 
 
+def test_a_batch_packed_inside_a_program():
+    """Keys that a program makes on the device, as words, need no way over the host."""
+    collection = programs.one_table(combiner="mean")
+    keys = programs.as_array([[3, 2**40 + 3], [5, oracle.PADDING_KEY]])
+
+    @jax.jit
+    def step(state, words):
+        embeddings, state, _ = collection.lookup(state, collection.batch({"user": words}).features)
+        return embeddings["user"], state
+
+    got, state = step(collection.init(seed=0), jnp.asarray(programs.words(keys)))
+    np.testing.assert_array_equal(got, embed(collection, keys))
+    assert collection.export_table(state, "user")["keys"].tolist() == [3, 2**40 + 3, 5]
+
+
 def test_several_features_of_one_table_share_their_rows():
     """A key seen by one feature is found by the next, in the order of the collection's list."""
     table = jaxsok.TableSpec("item", DIM, jaxsok.optim.sgd(1.0), capacity=64)

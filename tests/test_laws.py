@@ -83,6 +83,33 @@ def test_law_3_state_has_an_index_to_leave_out():
     assert sum("index" not in path for path in paths) >= 6  # rows, records and optimizer state of two stores
 
 
+@pytest.mark.parametrize("num_uses", [1, 3, 31, 64, 1000])
+def test_a_sum_depends_only_on_the_uses_of_its_row(num_uses):
+    """Decision D8: other keys, where they stand, and how the batch is cut into plans change no bit of a row."""
+    collection = programs.one_table(dim=8, capacity=8192)
+    rng = np.random.default_rng(num_uses)
+    own = rng.normal(size=(num_uses, 8)).astype(np.float32)
+
+    def row_after(places, keys, cuts):
+        keys, gradients = keys.copy(), rng.normal(size=(len(keys), 8)).astype(np.float32)
+        keys[places], gradients[places] = 7, own
+        state, plans, parts = collection.init(seed=0), [], []
+        for part in np.split(np.arange(len(keys)), cuts):
+            _, state, plan = collection.lookup(state, programs.batch(collection, user=keys[part]))
+            plans.append(plan)
+            parts.append({"user": jnp.asarray(gradients[part])})
+        state, _ = collection.update(state, plans, parts)
+        return programs.bits(programs.rows_of(collection, state)[7])
+
+    size = 2 * num_uses + 6
+    strangers, one_stranger = rng.integers(100, 4000, size), np.full(size, 100)
+    want = row_after(np.arange(num_uses), strangers, [])
+    np.testing.assert_array_equal(want, row_after(size - num_uses + np.arange(num_uses), one_stranger, []))
+    scattered = np.sort(rng.permutation(size)[:num_uses])
+    np.testing.assert_array_equal(want, row_after(scattered, strangers, []))
+    np.testing.assert_array_equal(want, row_after(scattered, strangers, [size // 3, size // 2]))
+
+
 NUM_UNIQUE, NUM_KEYS, NUM_BAGS, DIM = 5, 16, 4, 3
 
 

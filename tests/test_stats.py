@@ -67,6 +67,25 @@ def test_shapes_and_types():
     assert all(isinstance(stats.to_dict()["user"][name], int) for name in by_table)
 
 
+def test_tables_of_interleaved_stores():
+    """The order is that of the declaration, however the tables are grouped into stores."""
+    sgd = jaxsok.optim.sgd(1.0)
+    tables = [jaxsok.TableSpec(name, dim, sgd, capacity=16) for name, dim in zip("abcd", (4, 8, 4, 8), strict=True)]
+    collection = jaxsok.Collection(tables, [jaxsok.FeatureSpec(f"f{table.name}", table.name) for table in tables[::-1]])
+    batch = {f"f{name}": np.arange(4) % (i + 1) for i, name in enumerate("abcd")}
+    features = collection.batch(batch).features
+    _, state, plan = programs.lookup(collection)(collection.init(seed=0), features)
+    gradients = {f"f{table.name}": jnp.full((4, table.dim), np.nan if table.name == "c" else 1.0) for table in tables}
+    state, stats = programs.update(collection)(state, plan, gradients)
+    assert tuple(stats.tables) == tuple("abcd")
+    for i, name in enumerate("abcd"):
+        assert programs.counts(stats, name)["num_inserted"] == i + 1
+        assert stats.to_dict()[name]["num_rows"] == i + 1
+        assert stats.to_dict()[name]["num_nonfinite"] == (3 if name == "c" else 0)
+    assert stats.longest_probe.shape == (2,)
+    assert collection.num_rows(state) == {"a": 1, "b": 2, "c": 3, "d": 4}
+
+
 def test_check_is_silent_when_nothing_is_wrong():
     """It returns nothing to look at, and raises nothing."""
     collection = two_tables(capacity=16)

@@ -41,9 +41,9 @@ def test_gradients_of_a_row_are_summed_over_all_its_uses():
 def test_a_row_with_thousands_of_uses():
     """A hot key beside cold ones: its sum has every use once (integers, so exact in any order)."""
     collection = zeros_table(capacity=4096)
-    rng = np.random.default_rng(0)
-    keys = np.where(rng.random(20_000) < 0.5, 7, rng.integers(100, 2000, 20_000))
-    gradients = rng.integers(-4, 5, (20_000, DIM)).astype(np.float32)
+    rng, size = np.random.default_rng(0), 200_000
+    keys = np.where(rng.random(size) < 0.5, 7, rng.integers(100, 2000, size))
+    gradients = rng.integers(-4, 5, (size, DIM)).astype(np.float32)
     _, rows, _ = rows_after(collection, keys, gradients)
     for key in (7, *rng.choice(keys, 50)):
         np.testing.assert_array_equal(rows[int(key)], -gradients[keys == key].sum(axis=0))
@@ -306,6 +306,27 @@ def test_update_inside_a_scan():
     scanned, (_, stats) = jax.jit(lambda state, xs: jax.lax.scan(body, state, xs))(collection.init(seed=0), stacked)
     programs.assert_same_state(one_by_one, scanned, index=False)
     np.testing.assert_array_equal(np.sum(np.asarray(stats.num_inserted), axis=0), counted.num_inserted)
+
+
+def test_steps_under_cond_and_while():
+    """A step that may be left out, and a loop that ends when the data say so."""
+    collection = zeros_table()
+    features = programs.batch(collection, user=np.array([1, 2]))
+    step = programs.train_step(collection, loss=lambda embeddings: jnp.sum(embeddings["user"]))
+
+    @jax.jit
+    def maybe(state, features, take):
+        return jax.lax.cond(take, lambda s: step(s, features)[0], lambda s: s, state)
+
+    @jax.jit
+    def until_five(state, features):
+        return jax.lax.while_loop(lambda s: s.step < jnp.uint32(5), lambda s: step(s, features)[0], state)
+
+    state = maybe(maybe(collection.init(seed=0), features, False), features, True)
+    assert int(state.step) == 1 and collection.num_rows(state) == {"user": 2}
+    np.testing.assert_array_equal(programs.rows_of(collection, state)[1], np.full(DIM, -1.0))
+    state = until_five(state, features)
+    np.testing.assert_array_equal(programs.rows_of(collection, state)[2], np.full(DIM, -5.0))
 
 
 @pytest.mark.parametrize("barrier", [False, True])

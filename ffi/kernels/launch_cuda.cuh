@@ -102,6 +102,17 @@ struct Feature {
     return f;
   }
 
+  /// Where the bags of the feature begin and end among its keys; what lies outside is padding.
+  __device__ void Bags(const int32_t* offsets, int32_t* first, int32_t* last) const {
+    if (hotness > 0) {
+      *first = 0;
+      *last = static_cast<int32_t>(min(int64_t{num_bags} * hotness, int64_t{num_keys}));
+      return;
+    }
+    *first = min(max(__ldg(offsets + offsets_start), 0), num_keys);
+    *last = max(min(__ldg(offsets + offsets_start + num_bags), num_keys), *first);
+  }
+
   /// Where a bag begins and ends among the feature's keys, clamped to them.
   __device__ void BagRange(const int32_t* offsets, int32_t bag, int32_t* begin, int32_t* end) const {
     if (hotness > 0) {

@@ -104,13 +104,8 @@ __device__ __forceinline__ void LeaveBag(const InsertWorkspace& w, bool unfinish
 template <int kMode>
 __device__ __forceinline__ void CountLoosePositions(const LookupArguments& a, const Feature& f, int32_t tile,
                                                     LaneCounts& counts) {
-  int32_t first = 0, last = 0;  // the bags hold [first, last)
-  if (f.hotness > 0) {
-    last = static_cast<int32_t>(min(int64_t{f.num_bags} * f.hotness, int64_t{f.num_keys}));
-  } else {
-    first = min(max(__ldg(a.batch.offsets + f.offsets_start), 0), f.num_keys);
-    last = max(min(__ldg(a.batch.offsets + f.offsets_start + f.num_bags), f.num_keys), first);
-  }
+  int32_t first, last;
+  f.Bags(a.batch.offsets, &first, &last);
   const int32_t tiles = max(CeilDiv(f.num_bags, kBagsPerTile), 1);  // a feature without bags has one
   const int32_t num_loose = first + (f.num_keys - last);
   for (int64_t i = int64_t{tile} * kBlock + threadIdx.x; i < num_loose; i += int64_t{tiles} * kBlock) {

@@ -49,18 +49,22 @@ __global__ void __launch_bounds__(kBlock) PlanPrepareKernel(PlanSink sink, Inser
   if (start == 0) *sink.plan.num_unique = 0;
 }
 
-// One thread, one position. `inverse` holds kPendingRow until it is known.
-__global__ void __launch_bounds__(kBlock) PlanClaimKernel(PlanSink sink, InsertWorkspace w, const uint64_t* keys,
-                                                          TableOfPosition table_of) {
+// One thread, one position. `inverse` holds kPendingRow until it is known. What lies in no bag is padding.
+__global__ void __launch_bounds__(kBlock) PlanClaimKernel(PlanSink sink, InsertWorkspace w, BatchView batch) {
   const int64_t i = int64_t{blockIdx.x} * kBlock + threadIdx.x;
   bool pending = false;
   if (i < sink.num_keys) {
-    const uint64_t key = __ldg(keys + i);
-    if (key == kPaddingKey) {
+    const uint64_t key = __ldg(batch.keys + i);
+    const Feature f = Feature::Load(batch.features, FeatureAt(batch.features, batch.num_features, kFeatureKeyStart,
+                                                              static_cast<int32_t>(i)));
+    int32_t first, last;
+    f.Bags(batch.offsets, &first, &last);
+    const int32_t at_feature = static_cast<int32_t>(i) - f.key_start;
+    if (key == kPaddingKey || at_feature < first || at_feature >= last) {
       sink.plan.inverse[i] = static_cast<int32_t>(kNoRow);
     } else {
       const ProbeResult at =
-          Claim(sink.index, key, table_of(i), sink.Salt(), sink.MaxProbes(), static_cast<uint32_t>(i));
+          Claim(sink.index, key, static_cast<uint32_t>(f.table), sink.Salt(), sink.MaxProbes(), static_cast<uint32_t>(i));
       sink.plan.inverse[i] = static_cast<int32_t>(kPendingRow);
       w.entry_of[i] = at.entry;
       pending = true;
@@ -101,7 +105,7 @@ LaunchError LaunchPlan(Stream stream, const BatchView& batch, const PlanView& pl
   JAXSOK_RETURN_IF_CUDA(cudaGetLastError());
   if (batch.num_keys == 0) return nullptr;
   const TableOfPosition table_of{nullptr, batch.features, batch.num_features};
-  PlanClaimKernel<<<blocks, kBlock, 0, stream>>>(sink, w, batch.keys, table_of);
+  PlanClaimKernel<<<blocks, kBlock, 0, stream>>>(sink, w, batch);
   uint32_t* row_ids = reinterpret_cast<uint32_t*>(plan.inverse);
   JAXSOK_RETURN_IF_LAUNCH(LaunchInsertPasses(stream, sink, w, batch.keys, table_of, row_ids, batch.num_keys, 1));
   PlanResolveKernel<<<blocks, kBlock, 0, stream>>>(sink, w);

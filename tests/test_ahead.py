@@ -1,0 +1,345 @@
+"""Programs compiled before growth: there in time, the same results, the same buffers; nothing lost where it fails."""
+
+import functools
+import logging
+import subprocess
+import sys
+import threading
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import programs
+import pytest
+
+import jaxsok
+
+BATCH = 8
+
+
+def new_keys(collection, step):
+    """A batch of keys that no step before had."""
+    return programs.batch(collection, user=np.arange(step * BATCH, (step + 1) * BATCH))
+
+
+def run(collection, step, num_steps, *, state=None, wait=True):
+    """Trains on new keys alone; `wait`: for the program under way after each step."""
+    state = collection.init(seed=0) if state is None else state
+    values = []
+    for i in range(num_steps):
+        state = collection.grow(state)
+        state, value, _ = step(state, new_keys(collection, i))
+        values.append(value)
+        if wait and hasattr(step, "wait"):
+            step.wait()
+    return state, values
+
+
+def ahead(collection, step=None):
+    """The usual step with its programs compiled ahead."""
+    step = programs.train_step(collection) if step is None else step
+    return collection.ahead(jax.jit(step, donate_argnums=0))
+
+
+def in_background():
+    """Whether this code is traced by the compiling thread."""
+    return threading.current_thread() is not threading.main_thread()
+
+
+# --------------------------------------------------------------------------------------------------------------
+# There in time, and the same
+
+
+def test_three_growths_find_their_programs():
+    """From 16 rows to 128: one program is compiled on the spot, the first; results are those of the plain step."""
+    optimizer = jaxsok.optim.adam(0.1)
+    collection = programs.one_table(capacity=16, optimizer=optimizer)
+    step = ahead(collection)
+    state, values = run(collection, step, 16)
+    assert state.stores[0].capacity == 128 and collection.growth.num_grown == 3
+    assert (step.num_compiled, step.num_hits_ahead) == (1, 3)
+    assert step.num_ahead == 4  # of 256 rows, too
+    assert len(step.stalls_s) == 4 and max(step.stalls_s[1:]) < step.stalls_s[0]
+    other = programs.one_table(capacity=16, optimizer=optimizer)
+    expected, expected_values = run(other, jax.jit(programs.train_step(other), donate_argnums=0), 16)
+    programs.assert_same_state(state, expected, index=False)
+    np.testing.assert_array_equal(values, expected_values)
+
+
+def test_growth_that_comes_early_waits_for_the_rest():
+    """The program under way is not compiled a second time."""
+    collection = programs.one_table(capacity=16)
+    train_step = programs.train_step(collection)
+
+    def step(state, features):
+        if in_background():
+            time.sleep(0.5)
+        return train_step(state, features)
+
+    step = ahead(collection, step)
+    state, _ = run(collection, step, 3, wait=False)
+    assert state.stores[0].capacity == 32
+    assert (step.num_compiled, step.num_ahead, step.num_hits_ahead) == (1, 1, 1)
+    assert step.stalls_s[1] > 0.1
+
+
+def test_stores_that_grow_apart_and_together():
+    """Whichever is full first: one store alone, or several in one call."""
+    sgd = jaxsok.optim.sgd(0.1)
+    collection = jaxsok.Collection(
+        [jaxsok.TableSpec(f"dim {dim}", dim, sgd, capacity=capacity) for dim, capacity in ((2, 16), (4, 40), (8, 16))],
+        [jaxsok.FeatureSpec(f"dim {dim}", f"dim {dim}") for dim in (2, 4, 8)],
+    )
+    step = ahead(collection)
+    state, grown = collection.init(seed=0), set()
+    for i in range(18):
+        keys = np.arange(i // 3 * BATCH, (i // 3 + 1) * BATCH)  # three calls for each batch: a program for each
+        features = programs.batch(collection, **{f"dim {dim}": keys for dim in (2, 4, 8)})
+        before = [store.capacity for store in state.stores]
+        state = collection.grow(state)
+        grown.add(tuple(np.flatnonzero([store.capacity for store in state.stores] != np.array(before)).tolist()))
+        state, _, stats = step(state, features)
+        stats.check()
+        step.wait()
+    assert grown == {(), (0, 2), (1,)}
+    assert (step.num_compiled, step.num_hits_ahead) == (1, 3)
+
+
+def test_a_state_on_a_device_of_its_own():
+    """Arrays that were put on a device: a new slab is not, until the step returns it; still one program a capacity."""
+    device = jax.devices()[-1]
+    with jax.default_device(device):
+        collection = programs.one_table(capacity=16)
+        step = ahead(collection)
+        state, _ = run(collection, step, 8, state=jax.device_put(collection.init(seed=0), device))
+    assert state.stores[0].capacity == 64 and all(leaf.committed for leaf in jax.tree.leaves(state))
+    assert (step.num_compiled, step.num_hits_ahead) == (1, 2)
+
+
+def test_buffers_are_given_away():
+    """The program compiled ahead donates as the step does: same addresses, and the old state is gone."""
+    collection = programs.one_table(capacity=16, optimizer=jaxsok.optim.adagrad(0.1))
+    step = ahead(collection)
+    state, _ = run(collection, step, 2)
+    state = collection.grow(state)
+    assert state.stores[0].capacity == 32
+    before = [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(state.stores)]
+    after, _, _ = step(state, new_keys(collection, 2))
+    assert [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(after.stores)] == before
+    assert step.num_hits_ahead == 1 and all(leaf.is_deleted() for leaf in jax.tree.leaves(state.stores))
+
+
+def test_nothing_is_compiled_for_stores_that_will_not_grow():
+    """Half empty ones, and those at their maximum."""
+    collection = programs.one_table(capacity=128)
+    step = ahead(collection)
+    run(collection, step, 6)
+    assert (step.num_compiled, step.num_ahead) == (1, 0)
+    collection = programs.one_table(capacity=16, max_capacity=32)
+    step = ahead(collection)
+    state, _ = run(collection, step, 6)
+    assert state.stores[0].capacity == 32
+    assert (step.num_compiled, step.num_ahead, step.num_hits_ahead) == (1, 1, 1)
+
+
+def test_each_program_is_logged(caplog):
+    """Where it was compiled, and how long the call waited."""
+    caplog.set_level(logging.INFO, logger="jaxsok.ahead")
+    collection = programs.one_table(capacity=16)
+    run(collection, ahead(collection), 3)
+    first, second = (record.getMessage() for record in caplog.records if record.name == "jaxsok.ahead")
+    assert "[16]" in first and "on the spot" in first
+    assert "[32]" in second and "in the background" in second
+
+
+# --------------------------------------------------------------------------------------------------------------
+# Where it goes otherwise
+
+
+def test_growth_that_goes_elsewhere():
+    """A reserve for 100 steps: the capacity is not the predicted one; compiled on the spot, and right."""
+    collection = programs.one_table(capacity=16)
+    step = ahead(collection)
+    state, _ = run(collection, step, 2)
+    assert step.num_ahead == 1
+    state = collection.grow(state, steps=100)
+    state, _, stats = step(state, new_keys(collection, 2))
+    stats.check()
+    assert state.stores[0].capacity == 16 + 100 * BATCH
+    assert (step.num_compiled, step.num_hits_ahead) == (2, 0)
+    assert collection.num_rows(state) == {"user": 3 * BATCH}
+
+
+def test_other_shapes_and_numbers():
+    """Each batch size has its program, ahead as well; a number may change its value, not its kind."""
+    collection = programs.one_table(capacity=16)
+    train_step = programs.train_step(collection)
+
+    def scaled(state, features, *, scale):
+        state, value, stats = train_step(state, features)
+        return state, value * scale, stats
+
+    step = ahead(collection, scaled)
+    state = collection.init(seed=0)
+    for scale in (1.0, 2.0, 3):
+        _, expected, _ = jax.jit(train_step)(state, new_keys(collection, 0))
+        state, value, _ = step(collection.grow(state), new_keys(collection, 0), scale=scale)
+        np.testing.assert_allclose(value, expected * np.float32(scale), rtol=1e-6)  # one product more
+    assert step.num_compiled == 2  # float and int
+    small = programs.batch(collection, user=np.arange(4))
+    state, _, _ = step(state, small, scale=1.0)
+    assert step.num_compiled == 3
+    step.wait()
+    for features in (small, new_keys(collection, 1), new_keys(collection, 2)):
+        state, _, _ = step(collection.grow(state), features, scale=1.0)
+        step.wait()
+    assert state.stores[0].capacity == 32 and step.num_compiled == 3
+
+
+def test_a_failure_in_the_background_is_told():
+    """A warning of the next call; the program is compiled where it is needed."""
+    collection = programs.one_table(capacity=16)
+    train_step = programs.train_step(collection)
+
+    def step(state, features):
+        if in_background():
+            raise RuntimeError("no tracing here")
+        return train_step(state, features)
+
+    step = ahead(collection, step)
+    state, _ = run(collection, step, 2)
+    state = collection.grow(state)
+    with pytest.warns(RuntimeWarning, match=r"ahead.*\[32\].*RuntimeError: no tracing here"):
+        state, _, _ = step(state, new_keys(collection, 2))
+    assert (step.num_compiled, step.num_ahead, step.num_hits_ahead) == (2, 0, 0)
+    state, _, _ = step(collection.grow(state), new_keys(collection, 3))  # told once
+    step.wait()
+    with pytest.warns(RuntimeWarning, match=r"\[64\]"):
+        step(state, new_keys(collection, 3))
+    step.wait()
+
+
+def test_a_failure_on_the_spot_is_raised():
+    """Every time, with its own words; the state is still there."""
+    collection = programs.one_table(capacity=16)
+
+    def step(state, features):
+        raise RuntimeError("a mistake in the model")
+
+    step = ahead(collection, step)
+    state = collection.grow(collection.init(seed=0))
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="a mistake in the model"):
+            step(state, new_keys(collection, 0))
+    assert step.num_compiled == 0 and collection.num_rows(state) == {"user": 0}
+
+
+def test_settings_of_the_caller():
+    """The thread traces under the caller's settings; under others the same shapes are another program."""
+    collection = programs.one_table(capacity=16)
+    train_step, seen = programs.train_step(collection), []
+
+    def step(state, features):
+        seen.append((in_background(), jax.default_matmul_precision.value, jax.sharding.get_abstract_mesh().shape))
+        return train_step(state, features)
+
+    step = ahead(collection, step)
+    mesh = jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:1])
+    with jax.default_matmul_precision("highest"), jax.set_mesh(mesh):
+        state, _ = run(collection, step, 3)
+    assert step.num_hits_ahead == 1
+    assert seen == [(background, "highest", {"d": 1}) for background in (False, True, True)]
+    step(state, new_keys(collection, 2))
+    step.wait()
+    assert step.num_compiled == 2 and seen[3][:2] == (False, None)
+
+
+def test_inside_another_trace():
+    """There it is the step itself."""
+    collection = programs.one_table(capacity=64)
+    step = ahead(collection)
+    state, features = collection.init(seed=0), new_keys(collection, 0)
+    _, expected, _ = jax.jit(programs.train_step(collection))(state, features)
+    _, value, _ = jax.jit(lambda state, features: step(state, features))(state, features)
+    np.testing.assert_array_equal(value, expected)
+    assert jax.eval_shape(step, state, features)[1].shape == ()
+    with jax.disable_jit(False):
+        step(state, features)
+    assert step.num_compiled == 1
+
+
+def test_the_interpreter_ends_while_a_program_is_under_way():
+    """It waits, and ends well: no deadlock, nothing aborted."""
+    script = """
+import threading, time, jax, numpy as np, jaxsok
+table = jaxsok.TableSpec("user", 4, jaxsok.optim.sgd(0.1), capacity=4)
+collection = jaxsok.Collection([table], [jaxsok.FeatureSpec("user", "user")])
+@jax.jit
+def step(state, features):
+    if threading.current_thread() is not threading.main_thread():
+        print("tracing", flush=True)
+        time.sleep(1)
+    embeddings, state, plan = collection.lookup(state, features)
+    return collection.update(state, plan, embeddings)
+step, state = collection.ahead(step), collection.init()
+for i in range(2):
+    features = collection.batch({"user": np.arange(2) + 2 * i}).features
+    state, _ = step(collection.grow(state), features)
+while step._thread is None:
+    time.sleep(0.01)
+print("end", flush=True)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert sorted(done.stdout.split()) == ["end", "tracing"]
+
+
+# --------------------------------------------------------------------------------------------------------------
+# Bad input
+
+
+def test_bad_steps():
+    """What is no jitted function, and arguments that are no arrays."""
+    collection = programs.one_table()
+    train_step = programs.train_step(collection)
+    with pytest.raises(TypeError, match=r"ahead: step: got step, .*\.lower, wanted a jitted function"):
+        collection.ahead(train_step)
+    with pytest.raises(TypeError, match=r"ahead: step: got NoneType,"):
+        collection.ahead(None)
+    for number in (-1, 0.5, True, "state"):
+        with pytest.raises(ValueError, match=f"ahead: state_argnum: got {number!r}, wanted an integer"):
+            collection.ahead(jax.jit(train_step), state_argnum=number)
+
+    state, features = collection.init(seed=0), new_keys(collection, 0)
+    step = collection.ahead(jax.jit(train_step))
+    with pytest.raises(TypeError, match="ahead: state: got Features, wanted the State as positional argument 0"):
+        step(features, state)
+    with pytest.raises(TypeError, match="ahead: state: got 0 positional arguments"):
+        step(state=state, features=features)
+    with pytest.raises(TypeError, match="ahead: state: got 2 positional arguments.*argument 7"):
+        collection.ahead(jax.jit(train_step), state_argnum=7)(state, features)
+
+    def with_mode(state, features, mode):
+        return train_step(state, features)
+
+    for mode in ("train", 3):
+        step = collection.ahead(jax.jit(with_mode, static_argnums=2))
+        with pytest.raises(TypeError, match=r"ahead: step: .*static arguments"):
+            step(state, features, mode)
+
+
+def test_the_state_may_stand_anywhere():
+    """`state_argnum`, and static arguments that are bound beforehand."""
+    collection = programs.one_table(capacity=16)
+    train_step = programs.train_step(collection)
+
+    def step(mode, features, state):
+        assert mode == "train"
+        return train_step(state, features)
+
+    step = collection.ahead(jax.jit(functools.partial(step, "train"), donate_argnums=1), state_argnum=1)
+    state, _ = run(collection, lambda state, features: step(features, state), 2)
+    step.wait()
+    state, _, _ = step(new_keys(collection, 2), collection.grow(state))
+    assert jnp.shape(state.stores[0].rows[1]) == (16, 4) and step.num_hits_ahead == 1
