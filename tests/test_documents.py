@@ -12,6 +12,7 @@ import re
 
 import jax
 import jax.numpy as jnp
+import jaxtyping
 import numpy as np
 import pytest
 
@@ -26,8 +27,9 @@ ALL_MARKDOWN = sorted({*PAGES, "CHANGELOG.md", *(path.relative_to(ROOT).as_posix
 
 
 @pytest.fixture(autouse=True)
-def promotion_of_users():
-    """Pages and docstrings are run as users run them, not under the strict promotion of the other tests."""
+def world_of_users(monkeypatch):
+    """Pages are run as users run them: without the strict promotion and the type checks (if any) of other tests."""
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"), np.printoptions():
         yield
 
