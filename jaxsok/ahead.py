@@ -111,7 +111,7 @@ class Ahead:
           Beside the step's dispatch about a microsecond for each array among the arguments.
         """
         settings = _settings()
-        if settings is None or jax.config.jax_disable_jit:  # inside another trace, or nothing shall be compiled
+        if settings is None or _is_debugging():  # inside a trace there is no program to call
             return self._step(*args, **kwargs)
         state = self._state_of(args)
         self._warn_of_failures()
@@ -218,7 +218,7 @@ class Ahead:
             # By the rows last seen: the bound passes the half of every large store now and then, until `grow`, which
             # then asks for newer counters, has them.
             if known is not None and bound is not None and reserve and 2 * (known[0] + reserve) > capacity:
-                needed[s] = bound + reserve
+                needed[s] = min(bound + reserve, capacity) + reserve  # the step under way, and the one after growth
         return dict(sorted(needed.items(), key=lambda item: -item[1] / capacities[item[0]]))
 
     def _futures(self, state: State, filling: dict[int, int]) -> Iterator[State]:
@@ -268,8 +268,13 @@ class Ahead:
 # Settings
 
 
+def _is_debugging() -> bool:
+    """Whether JAX shall run steps, or repeat them, operation by operation: a compiled program alone cannot."""
+    return jax.config.jax_disable_jit or jax.debug_nans.value or jax.debug_infs.value
+
+
 def _settings() -> tuple | None:
-    """The caller's settings; None inside a trace, where there is no program to call."""
+    """The caller's settings; None inside a trace."""
     try:
         mesh = jax.sharding.get_mesh()
     except ValueError:  # JAX's way to say that a trace is under way

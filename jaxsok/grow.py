@@ -105,6 +105,10 @@ def grow(specs: Sequence[StoreSpec], tracker: GrowthTracker, state: State, steps
     if tracker.signature != _signature(state):
         tracker.forget()
         tracker.signature = _signature(state)
+    if tracker.num_calls:
+        # Counted only now: the first batch may be seen after the first call.
+        for s, keys in enumerate(tracker.keys_per_step):
+            tracker.allowed[s] += keys * tracker.steps
     tracker.num_calls += 1
     tracker.steps = steps
     reserve = [keys * steps for keys in tracker.keys_per_step]
@@ -144,8 +148,6 @@ def grow(specs: Sequence[StoreSpec], tracker: GrowthTracker, state: State, steps
         arriving = _snapshot(tuple(store.counters for store in state.stores))
         arriving.copy_to_host_async()
         tracker.under_way.append((arriving, list(tracker.allowed)))
-    for s, keys in enumerate(reserve):
-        tracker.allowed[s] += keys
     return state
 
 

@@ -22,7 +22,7 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 
 # Shapes as types: JAXSOK_TYPECHECK=1 checks the annotations of the inner modules while the tests run. The public
 # surface is left out: it has to refuse bad input with its own words, which a type checker would forestall.
-_TYPECHECKED = ("kernels", "combine", "plan", "table", "lookup", "update", "export", "grow")
+_TYPECHECKED = ("kernels", "combine", "table", "lookup", "export", "grow")
 if os.environ.get("JAXSOK_TYPECHECK") == "1" and importlib.util.find_spec("beartype") and "jaxsok" not in sys.modules:
     import jaxtyping
 
