@@ -258,5 +258,5 @@ def require_memory(asked: Sequence[tuple[StoreSpec, int]], op: str) -> None:
         )
         raise MemoryError(
             f"{op}: capacity: got {total} bytes ({parts}), wanted at most {free} that are free; lower capacity, dim or "
-            "the optimizer's state, or use more devices."
+            "the optimizer's state."
         )

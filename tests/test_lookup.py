@@ -1,0 +1,90 @@
+"""jaxsok.lookup: the ways down agree with each other; what each means is in test_collection.py and test_machine.py."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+import jaxsok
+
+TABLES = [
+    jaxsok.TableSpec("a", dim=4, optimizer=jaxsok.optim.sgd(0.1), capacity=64),
+    jaxsok.TableSpec("b", dim=8, optimizer=jaxsok.optim.sgd(0.1), capacity=64, unknown="zeros"),
+]
+FEATURES = [
+    jaxsok.FeatureSpec("one", table="a"),
+    jaxsok.FeatureSpec("bag", table="b", combiner="mean", max_keys=32),
+    jaxsok.FeatureSpec("each", table="a", combiner=None),
+]
+COLLECTION = jaxsok.Collection(TABLES, FEATURES)
+
+
+def batch(seed: int, space: int = 30):
+    """A batch of eight samples."""
+    rng = np.random.default_rng(seed)
+    draw = lambda *shape: rng.integers(-1, space, shape)  # noqa: E731
+    lengths = rng.integers(0, 4, 8)
+    bag = jaxsok.Bags(draw(int(lengths.sum())), lengths=lengths)
+    return COLLECTION.batch({"one": draw(8), "bag": bag, "each": draw(8, 2)}).features
+
+
+@jax.jit
+def fused(state, features):
+    """Without a plan."""
+    return COLLECTION.lookup(state, features)
+
+
+@jax.jit
+def planned(state, features):
+    """With a plan made apart."""
+    return COLLECTION.lookup(state, COLLECTION.plan(features))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_plan_made_apart_changes_nothing(seed):
+    """Embeddings, row ids, counts and rows are the same bits with and without `Collection.plan`."""
+    one, other = COLLECTION.init(seed=1), COLLECTION.init(seed=1)
+    for step in range(3):
+        features = batch(10 * seed + step)
+        e1, one, p1 = fused(one, features)
+        e2, other, p2 = planned(other, features)
+        for name in e1:
+            assert np.array_equal(np.asarray(e1[name]), np.asarray(e2[name])), name
+        for f1, f2 in zip(p1.found, p2.found, strict=True):
+            assert np.array_equal(np.asarray(f1.row_ids), np.asarray(f2.row_ids))
+            assert np.array_equal(np.asarray(f1.counts), np.asarray(f2.counts))
+    for s1, s2 in zip(one.stores, other.stores, strict=True):
+        assert np.array_equal(np.asarray(s1.records[0])[:, :3], np.asarray(s2.records[0])[:, :3])
+        assert np.array_equal(np.asarray(s1.rows[0]), np.asarray(s2.rows[0]))
+
+
+def test_find_reads_what_lookup_gave():
+    """Once the keys have rows, the evaluation lookup gives the same bits and changes nothing."""
+    features = batch(5)
+    embeddings, state, _ = fused(COLLECTION.init(seed=1), features)
+    again, stats = COLLECTION.find(state, features)
+    for name in embeddings:
+        assert np.array_equal(np.asarray(embeddings[name]), np.asarray(again[name])), name
+    assert int(np.asarray(stats.num_missing).sum()) == 0
+
+
+def test_find_of_unknown_keys():
+    """A key without a row reads its initial row, or zeros where its table says so."""
+    features = batch(6)
+    embeddings, _ = COLLECTION.find(COLLECTION.init(seed=1), features)
+    first, *_ = fused(COLLECTION.init(seed=1), features)
+    assert np.array_equal(np.asarray(embeddings["one"]), np.asarray(first["one"]))
+    assert not np.asarray(embeddings["bag"]).any() and np.asarray(first["bag"]).any()
+
+
+def test_features_of_one_store_only():
+    """A store that no feature reads passes through untouched."""
+    collection = jaxsok.Collection(TABLES, FEATURES[:1])
+    state = collection.init(seed=1)
+    features = collection.batch({"one": np.arange(8)}).features
+    embeddings, state, plan = collection.lookup(state, features)
+    state, stats = collection.update(state, plan, embeddings)
+    assert collection.num_rows(state) == {"a": 8, "b": 0}
+    assert stats.to_dict()["b"] == dict.fromkeys(stats.to_dict()["b"], 0)
+    assert dataclasses.is_dataclass(plan) and plan.found[1].row_ids.shape == (0,)
