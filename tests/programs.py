@@ -6,8 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import oracle
+import strategies
 
 import jaxsok
+from jaxsok.kernels import table
 
 PADDING = jaxsok.PADDING_KEY
 
@@ -249,3 +251,17 @@ def index_of(collection, state, store=0):
     store = state.stores[store]
     counters = np.asarray(store.counters)
     return store.index.shape[0], int(counters[6]) | int(counters[7]) << 32
+
+
+def aimed_keys(collection, state, num_keys, *, table_id=0, bucket=1, **options):
+    """Keys of a table of the first store whose home is one bucket of the index as it is now."""
+    num_buckets, salt = index_of(collection, state)
+    return strategies.keys_of_one_bucket(
+        table.home_bucket,
+        num_keys,
+        table_id=table_id,
+        salt=salt,
+        num_buckets=num_buckets,
+        bucket=bucket,
+        **options,
+    )

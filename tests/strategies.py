@@ -88,17 +88,19 @@ def gradients(shape, values=(0.25, 0.5, 1.0, 2.0)):
     return flat.map(lambda values: np.array(values, np.float32).reshape(shape))
 
 
-def keys_of_one_bucket(home_bucket, num_keys, *, table_id, salt, num_buckets, bucket=0, start=0):
-    """The first `num_keys` keys from `start` on whose home is one bucket, by brute force.
+def keys_of_one_bucket(home_bucket, num_keys, *, table_id, salt, num_buckets, bucket=0, start=0, stride=1):
+    """The first `num_keys` of the keys start, start + stride, ... whose home is one bucket, by brute force.
+
+    A stride of 2**32 gives twins: keys of one low word.
 
     `home_bucket(words, table_ids, salt=, num_buckets=)` is the library's NumPy function (jaxsok.kernels.table): asking
     it only aims the keys, and what the table then does with them is judged without it.
     """
     found, block = [], 1 << 16
     while sum(map(len, found)) < num_keys:
-        candidates = np.arange(start, start + block, dtype=np.uint64)
+        candidates = np.uint64(start) + np.arange(block, dtype=np.uint64) * np.uint64(stride)
         words = candidates.view("<u4").reshape(block, 2)
         homes = np.asarray(home_bucket(words, np.full(block, table_id, np.uint32), salt=salt, num_buckets=num_buckets))
         found.append(candidates[homes == bucket])
-        start += block
+        start += block * stride
     return np.concatenate(found)[:num_keys]

@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import programs
 import pytest
-import strategies
 
 import jaxsok
 
@@ -289,21 +288,11 @@ def test_growth_after_erasures():
     assert programs.counts(stats)["num_found"] == 400
 
 
-def aimed_keys(collection, state, num_keys):
-    """Keys whose home is one bucket of the index as it is now."""
-    from jaxsok.kernels import table
-
-    num_buckets, salt = programs.index_of(collection, state)
-    return strategies.keys_of_one_bucket(
-        table.home_bucket, num_keys, table_id=0, salt=salt, num_buckets=num_buckets, bucket=1
-    )
-
-
 def test_keys_of_one_bucket():
     """They fill bucket after bucket; all are found, none is lost, and the walk is counted."""
     collection = programs.one_table(capacity=1024)
     state = collection.init(seed=0)
-    keys = aimed_keys(collection, state, 64)
+    keys = programs.aimed_keys(collection, state, 64)
     state, stats = programs.learn(collection, state, programs.batch(collection, user=keys), gradient=0.0)
     assert programs.counts(stats)["num_inserted"] == 64
     assert programs.total(stats, "longest_probe") >= 16  # 64 keys in buckets of four
@@ -321,7 +310,7 @@ def test_more_keys_of_one_bucket_than_a_walk_is_long():
     """Some find no entry within the bound: counted apart, and after a rebuild with another salt none is lost."""
     collection = programs.one_table(capacity=2048)
     state = collection.init(seed=0)
-    keys = aimed_keys(collection, state, 600)
+    keys = programs.aimed_keys(collection, state, 600)
     features = programs.batch(collection, user=keys)
     state, stats = programs.learn(collection, state, features, gradient=0.0)
     num_unplaced = programs.total(stats, "num_unplaced")

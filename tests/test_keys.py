@@ -156,6 +156,49 @@ def test_twins_that_differ_in_one_word_are_strangers(collection):
     assert len({row.tobytes() for row in rows}) == len(twins)
 
 
+@pytest.mark.parametrize("stride", [1, 2**31, 2**32])
+def test_strangers_that_meet_in_one_bucket(collection, stride):
+    """Keys of one bucket that differ in the low word, around the middle, or in the high word alone."""
+    state = collection.init(seed=0)
+    keys = programs.aimed_keys(collection, state, 12, stride=stride, start=5)
+    assert keys_in(collection, keys) == keys.tolist()
+    state = programs.insert(collection, state, keys[:6])
+    _, stats = programs.find(collection)(state, programs.batch(collection, user=keys))
+    assert programs.counts(stats)["num_found"] == 6 and programs.counts(stats)["num_missing"] == 6
+    state, num_erased = collection.erase(state, "user", keys[3:9])
+    assert int(num_erased) == 3
+    assert list(programs.rows_of(collection, state)) == keys[:3].tolist()
+
+
+def test_equal_keys_of_two_tables_meet_in_one_bucket():
+    """The walk of one table passes entries of the other that hold the same key."""
+    sgd = jaxsok.optim.sgd(1.0)
+    collection = jaxsok.Collection(
+        [jaxsok.TableSpec("user", 4, sgd, capacity=32), jaxsok.TableSpec("item", 4, sgd, capacity=32)],
+        [jaxsok.FeatureSpec("u", "user"), jaxsok.FeatureSpec("i", "item")],
+    )
+    state = collection.init(seed=0)
+    # Of 4,096 keys of a bucket in the first table one in 32 has the same home in the second.
+    homes = [set(programs.aimed_keys(collection, state, 4096, table_id=number).tolist()) for number in (0, 1)]
+    keys = np.array(sorted(homes[0] & homes[1])[:8], np.uint64)
+    assert len(keys) == 8
+    features = programs.batch(collection, u=keys, i=np.full(8, -1))
+    _, state, _ = programs.lookup(collection)(state, features)
+    embeddings, stats = programs.find(collection)(state, programs.batch(collection, u=keys, i=keys))
+    assert programs.counts(stats, "item")["num_missing"] == programs.counts(stats, "user")["num_found"] == 8
+    np.testing.assert_array_equal(embeddings["i"], programs.initial_rows("item", 4, keys))
+    both = programs.batch(collection, u=keys, i=keys[::-1].copy())
+    _, state, plan = programs.lookup(collection)(state, both)
+    state, stats = programs.update(collection)(state, plan, {"u": jnp.ones((8, 4)), "i": jnp.zeros((8, 4))})
+    assert programs.counts(stats, "item")["num_inserted"] == programs.counts(stats, "user")["num_found"] == 8
+    rows = programs.rows_of(collection, state, "item")
+    np.testing.assert_array_equal(np.stack([rows[key] for key in keys.tolist()]), embeddings["i"])
+    state, num_erased = collection.erase(state, "user", keys[:4])
+    assert int(num_erased) == 4
+    assert set(programs.rows_of(collection, state, "user")) == set(keys[4:].tolist())
+    assert set(programs.rows_of(collection, state, "item")) == set(keys.tolist())
+
+
 @pytest.mark.parametrize("share_a_store", [True, False])
 def test_equal_keys_in_two_tables_are_strangers(share_a_store):
     """Each table has its own row of key 5; erasing one leaves the other."""

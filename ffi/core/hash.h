@@ -30,9 +30,7 @@ JAXSOK_HOST_DEVICE uint32_t HomeBucket(uint64_t hash, uint32_t num_buckets) {
   return static_cast<uint32_t>(((hash >> 32) * static_cast<uint64_t>(num_buckets)) >> 32);
 }
 
-JAXSOK_HOST_DEVICE uint64_t Word64(uint32_t low, uint32_t high) {
-  return static_cast<uint64_t>(high) << 32 | low;
-}
+JAXSOK_HOST_DEVICE uint64_t Word64(uint32_t low, uint32_t high) { return static_cast<uint64_t>(high) << 32 | low; }
 
 }  // namespace jaxsok
 

@@ -98,11 +98,11 @@ enum Counter : int {
 
 /// What one feature's part of a batch looks like: one line of int32[num_features, kNumFeatureWords].
 enum FeatureWord : int {
-  kFeatureTable = 0,         // number of its table in the store
-  kFeatureCombiner = 1,      // Combiner
-  kFeatureKeyStart = 2,      // first position among the keys of the store
-  kFeatureNumKeys = 3,       // static number of positions
-  kFeatureBagStart = 4,      // first bag among the bags of the store
+  kFeatureTable = 0,     // number of its table in the store
+  kFeatureCombiner = 1,  // Combiner
+  kFeatureKeyStart = 2,  // first position among the keys of the store
+  kFeatureNumKeys = 3,   // static number of positions
+  kFeatureBagStart = 4,  // first bag among the bags of the store
   kFeatureNumBags = 5,
   kFeatureHotness = 6,       // positions per bag; 0: ragged, look into offsets
   kFeatureOffsetsStart = 7,  // first of num_bags + 1 offsets (ragged only)
@@ -179,10 +179,10 @@ struct IndexView {
 /// All of a store that lookups read or write.
 struct StoreView {
   IndexView index;
-  uint32_t* counters;          // [kNumCounters]
-  uint32_t* table_rows;        // [num_tables]: rows of each table
-  const uint32_t* tables;      // [num_tables, kNumTableWords]
-  const uint32_t* seed;        // [2]
+  uint32_t* counters;      // [kNumCounters]
+  uint32_t* table_rows;    // [num_tables]: rows of each table
+  const uint32_t* tables;  // [num_tables, kNumTableWords]
+  const uint32_t* seed;    // [2]
   SlabStarts starts;
   Slabs<Record> records;
   Slabs<float> rows;

@@ -10,22 +10,22 @@
 
 namespace jaxsok {
 
-using Index = ffi::Buffer<ffi::U32>;        // [num_buckets, 16]
-using Counters = ffi::Buffer<ffi::U32>;     // [kNumCounters]
-using TableRows = ffi::Buffer<ffi::U32>;    // [num_tables]
-using Tables = ffi::Buffer<ffi::U32>;       // [num_tables, kNumTableWords]
-using Seed = ffi::Buffer<ffi::U32>;         // [2]
-using Keys = ffi::Buffer<ffi::U32>;         // [num_keys, 2]: low, high
-using TableIds = ffi::Buffer<ffi::U32>;     // [num_keys]
-using Offsets = ffi::Buffer<ffi::S32>;      // one vector for all ragged features
-using Weights = ffi::Buffer<ffi::F32>;      // one vector for all weighted features
-using Features = ffi::Buffer<ffi::S32>;     // [num_features, kNumFeatureWords]
-using RowIds = ffi::Buffer<ffi::U32>;       // [num_keys]
-using Counts = ffi::Buffer<ffi::S32>;       // [num_tables, kNumCounts]
-using Rows = ffi::Buffer<ffi::F32>;         // [slab capacity, dim]
-using Records = ffi::Buffer<ffi::U32>;      // [slab capacity, 4]
+using Index = ffi::Buffer<ffi::U32>;      // [num_buckets, 16]
+using Counters = ffi::Buffer<ffi::U32>;   // [kNumCounters]
+using TableRows = ffi::Buffer<ffi::U32>;  // [num_tables]
+using Tables = ffi::Buffer<ffi::U32>;     // [num_tables, kNumTableWords]
+using Seed = ffi::Buffer<ffi::U32>;       // [2]
+using Keys = ffi::Buffer<ffi::U32>;       // [num_keys, 2]: low, high
+using TableIds = ffi::Buffer<ffi::U32>;   // [num_keys]
+using Offsets = ffi::Buffer<ffi::S32>;    // one vector for all ragged features
+using Weights = ffi::Buffer<ffi::F32>;    // one vector for all weighted features
+using Features = ffi::Buffer<ffi::S32>;   // [num_features, kNumFeatureWords]
+using RowIds = ffi::Buffer<ffi::U32>;     // [num_keys]
+using Counts = ffi::Buffer<ffi::S32>;     // [num_tables, kNumCounts]
+using Rows = ffi::Buffer<ffi::F32>;       // [slab capacity, dim]
+using Records = ffi::Buffer<ffi::U32>;    // [slab capacity, 4]
 using Workspace = ffi::Buffer<ffi::U8>;
-using Scalar = ffi::Buffer<ffi::U32>;       // []
+using Scalar = ffi::Buffer<ffi::U32>;  // []
 
 inline const uint64_t* KeysOf(const Keys& keys) { return reinterpret_cast<const uint64_t*>(keys.typed_data()); }
 
@@ -73,7 +73,8 @@ class SlabReader {
       if (capacity_ == 0) {
         starts_.start[s] = static_cast<uint32_t>(start);
       } else if (starts_.start[s] != start) {
-        return ffi::Error::InvalidArgument(std::string(op_) + ": " + argument + ": slabs of another size than the rows'");
+        return ffi::Error::InvalidArgument(std::string(op_) + ": " + argument +
+                                           ": slabs of another size than the rows'");
       }
       start += static_cast<uint64_t>(dims[0]);
       slabs.data[s] = reinterpret_cast<T*>(buffer->typed_data());

@@ -8,10 +8,10 @@
 #include "../kernels/stream.h"
 #include "xla/ffi/api/ffi.h"
 
-#define JAXSOK_RETURN_IF_ERROR(expression)                       \
-  do {                                                           \
-    ::xla::ffi::Error jaxsok_error = (expression);               \
-    if (jaxsok_error.failure()) return jaxsok_error;             \
+#define JAXSOK_RETURN_IF_ERROR(expression)           \
+  do {                                               \
+    ::xla::ffi::Error jaxsok_error = (expression);   \
+    if (jaxsok_error.failure()) return jaxsok_error; \
   } while (false)
 
 namespace jaxsok {

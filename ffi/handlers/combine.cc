@@ -29,10 +29,10 @@ ffi::Error CombineImpl(StreamArgument stream, Rows rows, ffi::Buffer<ffi::S32> i
   JAXSOK_RETURN_IF_ERROR(ReadBags(inverse, offsets, weights, features, num_tiles, kOp, batch));
   JAXSOK_RETURN_IF_ERROR(CheckShape(rows.dimensions(), {-1, -1}, "rows", kOp));
   StreamScope scope(stream);
-  return FromLaunch(LaunchCombine(scope.get(), rows.typed_data(), rows.dimensions()[0],
-                                  static_cast<int32_t>(rows.dimensions()[1]), inverse.typed_data(), batch,
-                                  embeddings->typed_data()),
-                    kOp);
+  return FromLaunch(
+      LaunchCombine(scope.get(), rows.typed_data(), rows.dimensions()[0], static_cast<int32_t>(rows.dimensions()[1]),
+                    inverse.typed_data(), batch, embeddings->typed_data()),
+      kOp);
 }
 
 /// The transpose: bag gradients into row gradients.
@@ -47,10 +47,10 @@ ffi::Error CombineTransposeImpl(StreamArgument stream, Rows bag_gradients, ffi::
   JAXSOK_RETURN_IF_ERROR(
       CheckBytes(workspace->size_bytes(), UpdateWorkspaceBytes(batch.num_keys, dim), "workspace", kOp));
   StreamScope scope(stream);
-  return FromLaunch(LaunchCombineTranspose(scope.get(), bag_gradients.typed_data(), row_gradients->dimensions()[0],
-                                           dim, inverse.typed_data(), batch, row_gradients->typed_data(),
-                                           workspace->typed_data()),
-                    kOp);
+  return FromLaunch(
+      LaunchCombineTranspose(scope.get(), bag_gradients.typed_data(), row_gradients->dimensions()[0], dim,
+                             inverse.typed_data(), batch, row_gradients->typed_data(), workspace->typed_data()),
+      kOp);
 }
 
 }  // namespace

@@ -9,8 +9,7 @@ ffi::Error LookupImpl(StreamArgument stream, Index index_in, Counters counters_i
                       Tables tables, Seed seed, Keys keys, Offsets offsets, Weights weights, Features features,
                       ffi::RemainingArgs args, ffi::Result<Index> index, ffi::Result<Counters> counters,
                       ffi::Result<TableRows> table_rows, ffi::Result<RowIds> row_ids, ffi::Result<Counts> counts,
-                      ffi::Result<Workspace> workspace, ffi::RemainingRets rets, int32_t num_slabs,
-                      int32_t num_tiles) {
+                      ffi::Result<Workspace> workspace, ffi::RemainingRets rets, int32_t num_slabs, int32_t num_tiles) {
   constexpr char kOp[] = "lookup";
   BatchView batch{};
   JAXSOK_RETURN_IF_ERROR(ReadBatch(keys, offsets, weights, features, num_tiles, kOp, batch));
@@ -18,8 +17,7 @@ ffi::Error LookupImpl(StreamArgument stream, Index index_in, Counters counters_i
   JAXSOK_RETURN_IF_ERROR(CheckAlias(counters_in.typed_data(), counters->typed_data(), "counters", kOp));
   JAXSOK_RETURN_IF_ERROR(CheckAlias(table_rows_in.typed_data(), table_rows->typed_data(), "table_rows", kOp));
   JAXSOK_RETURN_IF_ERROR(CheckShape(row_ids->dimensions(), {batch.num_keys}, "row_ids", kOp));
-  JAXSOK_RETURN_IF_ERROR(
-      CheckBytes(workspace->size_bytes(), InsertWorkspaceBytes(batch.num_keys), "workspace", kOp));
+  JAXSOK_RETURN_IF_ERROR(CheckBytes(workspace->size_bytes(), InsertWorkspaceBytes(batch.num_keys), "workspace", kOp));
   StoreView store{};
   int64_t dim = 0, record_words = 4;
   SlabReader slabs(args, num_slabs, kOp);
@@ -90,9 +88,9 @@ ffi::Error LookupPlannedImpl(StreamArgument stream, Tables tables, Seed seed, Ke
   std::vector<float*> embeddings;
   JAXSOK_RETURN_IF_ERROR(ReadEmbeddings(rets, 0, batch.num_features, embeddings));
   StreamScope scope(stream);
-  return FromLaunch(LaunchLookupPlanned(scope.get(), store, batch, row_ids.typed_data(), embeddings.data(),
-                                        counts->typed_data()),
-                    kOp);
+  return FromLaunch(
+      LaunchLookupPlanned(scope.get(), store, batch, row_ids.typed_data(), embeddings.data(), counts->typed_data()),
+      kOp);
 }
 
 }  // namespace

@@ -14,8 +14,8 @@ ffi::Error TableFindImpl(StreamArgument stream, Index index, Counters counters, 
   JAXSOK_RETURN_IF_ERROR(CheckShape(table_ids.dimensions(), {n}, "table_ids", kOp));
   JAXSOK_RETURN_IF_ERROR(CheckShape(row_ids->dimensions(), {n}, "row_ids", kOp));
   StreamScope scope(stream);
-  return FromLaunch(LaunchFind(scope.get(), IndexOf(index), counters.typed_data(), KeysOf(keys),
-                               table_ids.typed_data(), n, row_ids->typed_data()),
+  return FromLaunch(LaunchFind(scope.get(), IndexOf(index), counters.typed_data(), KeysOf(keys), table_ids.typed_data(),
+                               n, row_ids->typed_data()),
                     kOp);
 }
 
@@ -89,8 +89,7 @@ ffi::Error TableEraseImpl(StreamArgument stream, Index index_in, Counters counte
   store.starts = slabs.starts();
   store.capacity = slabs.capacity();
   store.num_tables = static_cast<int32_t>(table_rows->dimensions()[0]);
-  JAXSOK_RETURN_IF_ERROR(
-      CheckBytes(workspace->size_bytes(), RebuildWorkspaceBytes(store.capacity), "workspace", kOp));
+  JAXSOK_RETURN_IF_ERROR(CheckBytes(workspace->size_bytes(), RebuildWorkspaceBytes(store.capacity), "workspace", kOp));
   StreamScope scope(stream);
   return FromLaunch(LaunchErase(scope.get(), store, states, KeysOf(keys), table_ids.typed_data(), n,
                                 num_erased->typed_data(), workspace->typed_data()),
@@ -111,8 +110,7 @@ ffi::Error TableRebuildImpl(StreamArgument stream, Counters counters_in, ffi::Re
   store.counters = counters->typed_data();
   store.starts = slabs.starts();
   store.capacity = slabs.capacity();
-  JAXSOK_RETURN_IF_ERROR(
-      CheckBytes(workspace->size_bytes(), RebuildWorkspaceBytes(store.capacity), "workspace", kOp));
+  JAXSOK_RETURN_IF_ERROR(CheckBytes(workspace->size_bytes(), RebuildWorkspaceBytes(store.capacity), "workspace", kOp));
   StreamScope scope(stream);
   return FromLaunch(LaunchRebuild(scope.get(), store, workspace->typed_data()), kOp);
 }
@@ -158,14 +156,10 @@ JAXSOK_DEFINE_HANDLER(JaxsokTableErase, TableEraseImpl,
                           .Attr<int32_t>("num_slabs")
                           .Attr<ffi::Span<const float>>("initial"));
 
-JAXSOK_DEFINE_HANDLER(JaxsokTableRebuild, TableRebuildImpl,
-                      BindStream()
-                          .Arg<Counters>()
-                          .RemainingArgs()
-                          .Ret<Index>()
-                          .Ret<Counters>()
-                          .Ret<Workspace>()
-                          .Attr<int32_t>("num_slabs"));
+JAXSOK_DEFINE_HANDLER(
+    JaxsokTableRebuild, TableRebuildImpl,
+    BindStream().Arg<Counters>().RemainingArgs().Ret<Index>().Ret<Counters>().Ret<Workspace>().Attr<int32_t>(
+        "num_slabs"));
 
 }  // namespace jaxsok
 

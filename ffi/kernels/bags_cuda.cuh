@@ -102,8 +102,7 @@ constexpr int RowsInFlight() {
 
 __device__ __forceinline__ Position Shuffle(const Position& p, int from) {
   Position q;
-  q.pointer = reinterpret_cast<const float*>(
-      __shfl_sync(~0u, reinterpret_cast<unsigned long long>(p.pointer), from));
+  q.pointer = reinterpret_cast<const float*>(__shfl_sync(~0u, reinterpret_cast<unsigned long long>(p.pointer), from));
   q.key = __shfl_sync(~0u, static_cast<unsigned long long>(p.key), from);
   q.kind = __shfl_sync(~0u, p.kind, from);
   q.weight = __shfl_sync(~0u, p.weight, from);

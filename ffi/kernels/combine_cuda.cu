@@ -1,6 +1,5 @@
 // Rows at hand to embeddings and back on a GPU: the bags of lookup and the sums of update, over one array of rows.
 #include "combine.h"
-
 #include "uses_cuda.cuh"
 
 namespace jaxsok {
@@ -24,9 +23,9 @@ struct ArrayPositions {
 
 // As LookupKernel: one block, one tile of bags; a group of lanes sums one bag after the other.
 template <int kVector, int kPerLane>
-__global__ void __launch_bounds__(kBlock) CombineKernel(const __grid_constant__ StoreView store, BatchView batch,
-                                                        ArrayPositions positions, const float* rows, float* out,
-                                                        int lanes) {
+__global__ void __launch_bounds__(kBlock)
+    CombineKernel(const __grid_constant__ StoreView store, BatchView batch, ArrayPositions positions, const float* rows,
+                  float* out, int lanes) {
   const Feature f = Feature::Load(batch.features, 0);
   const int warp_lane = threadIdx.x % kWarp, groups = kWarp / lanes, group = warp_lane / lanes;
   const int32_t warp_bag =
@@ -62,8 +61,7 @@ struct LaunchCombineShape {
   float* out;
   template <int kVector, int kPerLane>
   LaunchError operator()(int lanes) const {
-    CombineKernel<kVector, kPerLane>
-        <<<batch.num_tiles, kBlock, 0, stream>>>(store, batch, positions, rows, out, lanes);
+    CombineKernel<kVector, kPerLane><<<batch.num_tiles, kBlock, 0, stream>>>(store, batch, positions, rows, out, lanes);
     JAXSOK_RETURN_IF_CUDA(cudaGetLastError());
     return nullptr;
   }
@@ -104,8 +102,8 @@ LaunchError LaunchCombine(Stream stream, const float* rows, int64_t num_unique, 
   if (batch.num_tiles == 0 || dim == 0) return nullptr;
   StoreView store{};
   store.dim = dim;
-  return DispatchShape(
-      dim, LaunchCombineShape{stream, store, batch, ArrayPositions{inverse, num_unique}, rows, embeddings});
+  return DispatchShape(dim,
+                       LaunchCombineShape{stream, store, batch, ArrayPositions{inverse, num_unique}, rows, embeddings});
 }
 
 LaunchError LaunchCombineTranspose(Stream stream, const float* bag_gradients, int64_t num_unique, int32_t dim,

@@ -40,7 +40,8 @@ inline ProbeResult ProbeFrom(const IndexView& index, uint64_t key, uint32_t tabl
 
 inline uint64_t SaltOf(const uint32_t* counters) { return Word64(counters[kSaltLow], counters[kSaltHigh]); }
 
-/// Finds up to kKeysPerChunk keys; positions with kNoTable get kNoRow. Returns the buckets of the longest walk to a row.
+/// Finds up to kKeysPerChunk keys; positions with kNoTable get kNoRow. Returns the buckets of the longest walk to a
+/// row.
 ///
 /// `unseen(i, home)` is called, in order, for each key that is not there.
 template <typename Unseen>

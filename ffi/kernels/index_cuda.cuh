@@ -108,7 +108,7 @@ __device__ __forceinline__ void StoreHalf(Entry* entry, uint32_t row_id, uint32_
 ///
 /// Not inlined: in the steady state few keys are new, and the walk's registers would cost every kernel occupancy.
 static __device__ __noinline__ ProbeResult Claim(IndexView index, uint64_t key, uint32_t table, uint64_t salt,
-                                          uint32_t max_probes, uint32_t position) {
+                                                 uint32_t max_probes, uint32_t position) {
   __builtin_assume(__isGlobal(index.buckets));
   uint32_t bucket = HomeBucket(HashOf(key, table, salt), index.num_buckets);
   for (uint32_t probe = 0; probe < max_probes; ++probe) {
@@ -279,8 +279,8 @@ __device__ __forceinline__ bool IsWinner(const IndexView& index, uint32_t entry_
 // Each block counts the winners among its 1,024 positions; the last block to end sums the counts up to its own.
 // Blocks write block_counts[blockIdx]; the last one, told by a ticket after a fence, rewrites all of them.
 template <typename Sink>
-__global__ void __launch_bounds__(kBlock) CountKernel(Sink sink, InsertWorkspace w, const uint32_t* row_ids,
-                                                      int64_t num_keys) {
+__global__ void __launch_bounds__(kBlock)
+    CountKernel(Sink sink, InsertWorkspace w, const uint32_t* row_ids, int64_t num_keys) {
   if (w.control->num_pending == 0) return;
   int mine = 0;
   for (int i = 0; i < kPositionsPerBlock / kBlock; ++i) {
@@ -323,8 +323,8 @@ __global__ void __launch_bounds__(kBlock) CountKernel(Sink sink, InsertWorkspace
 // A thread numbers the winners among four neighbouring positions, then lanes write the new rows of the block.
 // A winner alone writes its record and its entry; row ids are distinct, so no two threads write one row.
 template <typename Sink>
-__global__ void __launch_bounds__(kBlock) AssignKernel(Sink sink, InsertWorkspace w, const uint64_t* keys,
-                                                       uint32_t* row_ids, int64_t num_keys, int lanes) {
+__global__ void __launch_bounds__(kBlock)
+    AssignKernel(Sink sink, InsertWorkspace w, const uint64_t* keys, uint32_t* row_ids, int64_t num_keys, int lanes) {
   const InsertControl control = *w.control;
   if (control.num_pending == 0) return;
   constexpr int kPerThread = kPositionsPerBlock / kBlock;

@@ -33,16 +33,16 @@ constexpr int BlocksPerMultiprocessor() {
   return kPerLane == 1 ? 4 : kPerLane == 2 ? 3 : kPerLane <= 8 ? 2 : 1;
 }
 
-#define JAXSOK_RETURN_IF_CUDA(expression)                                        \
-  do {                                                                           \
-    const cudaError_t jaxsok_error = (expression);                               \
-    if (jaxsok_error != cudaSuccess) return cudaGetErrorString(jaxsok_error);    \
+#define JAXSOK_RETURN_IF_CUDA(expression)                                     \
+  do {                                                                        \
+    const cudaError_t jaxsok_error = (expression);                            \
+    if (jaxsok_error != cudaSuccess) return cudaGetErrorString(jaxsok_error); \
   } while (false)
 
-#define JAXSOK_RETURN_IF_LAUNCH(expression)                     \
-  do {                                                          \
-    const ::jaxsok::LaunchError jaxsok_error = (expression);    \
-    if (jaxsok_error != nullptr) return jaxsok_error;           \
+#define JAXSOK_RETURN_IF_LAUNCH(expression)                  \
+  do {                                                       \
+    const ::jaxsok::LaunchError jaxsok_error = (expression); \
+    if (jaxsok_error != nullptr) return jaxsok_error;        \
   } while (false)
 
 /// Parts of a workspace, each 256-byte aligned.

@@ -14,17 +14,18 @@ struct BatchView {
   const int32_t* features;  // [num_features, kNumFeatureWords]; device memory on CUDA
   int64_t num_keys;
   int32_t num_features;
-  int32_t num_tiles;        // of all features: see kBagsPerTile
-  int64_t num_offsets;      // 0: no feature is ragged
+  int32_t num_tiles;    // of all features: see kBagsPerTile
+  int64_t num_offsets;  // 0: no feature is ragged
 };
 
 // Bags, in all three: a bag holds the positions [offsets[b], offsets[b + 1]) of its feature, or hotness
 // positions each. Offsets never decrease (Python sees to it, for traced ones too: features.py, combine.py); those
-// outside [0, num_keys] are clamped, so that nothing outside the buffers is ever touched. Positions in no bag count as padding. Rows are added in the order of the positions, starting from
-// the first (not from zero): weight * row if the feature is weighted, else row. Then mean and sqrtn multiply
-// by 1 / divisor, where the divisor is the number of keys that are not padding (sqrt of it), or the sum of their
-// weights (sqrt of the sum of their squares), added in the same order; divisor zero or empty bag: zeros.
-// With kCombinerNone every position is a bag (hotness 1, num_bags == num_keys); padding gives zeros.
+// outside [0, num_keys] are clamped, so that nothing outside the buffers is ever touched. Positions in no bag count as
+// padding. Rows are added in the order of the positions, starting from the first (not from zero): weight * row if the
+// feature is weighted, else row. Then mean and sqrtn multiply by 1 / divisor, where the divisor is the number of keys
+// that are not padding (sqrt of it), or the sum of their weights (sqrt of the sum of their squares), added in the same
+// order; divisor zero or empty bag: zeros. With kCombinerNone every position is a bag (hotness 1, num_bags ==
+// num_keys); padding gives zeros.
 
 /// Looks up a batch; unseen keys get rows.
 ///
@@ -43,8 +44,8 @@ LaunchError LaunchLookupFind(Stream stream, const StoreView& store, const BatchV
 ///
 /// Pre    : row_ids[i] is a row below the capacity, or kNoRow.
 /// Post   : embeddings and counts (found, refused, padding).
-LaunchError LaunchLookupPlanned(Stream stream, const StoreView& store, const BatchView& batch,
-                                const uint32_t* row_ids, float* const* embeddings, int32_t* counts);
+LaunchError LaunchLookupPlanned(Stream stream, const StoreView& store, const BatchView& batch, const uint32_t* row_ids,
+                                float* const* embeddings, int32_t* counts);
 
 }  // namespace jaxsok
 

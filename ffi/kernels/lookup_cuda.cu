@@ -18,7 +18,7 @@ struct LookupArguments {
   const uint32_t* given_row_ids;  // kModePlanned
   uint32_t* row_ids;              // kModeInsert
   int32_t* counts;
-  InsertWorkspace insert;         // kModeInsert
+  InsertWorkspace insert;  // kModeInsert
 };
 
 /// What a lane saw; added up before it leaves the block.
@@ -150,9 +150,9 @@ __device__ __forceinline__ void FlushCounts(const LookupArguments& a, const Feat
 // A thread writes the row ids of the keys it resolved and its columns of its group's embeddings; nothing is shared
 // but counters, which are added to.
 template <int kMode, int kVector, int kPerLane>
-__global__ void __launch_bounds__(kBlock, BlocksPerMultiprocessor<kPerLane>()) LookupKernel(const __grid_constant__ LookupArguments a,
-                                                       const __grid_constant__ FeaturePointers<float> embeddings,
-                                                       int lanes) {
+__global__ void __launch_bounds__(kBlock, BlocksPerMultiprocessor<kPerLane>())
+    LookupKernel(const __grid_constant__ LookupArguments a, const __grid_constant__ FeaturePointers<float> embeddings,
+                 int lanes) {
   const Feature f =
       Feature::Load(a.batch.features, FeatureAt(a.batch.features, a.batch.num_features, kFeatureTileStart, blockIdx.x));
   const uint64_t salt = kMode == kModePlanned ? 0 : SaltOf(a.store.counters);
@@ -182,9 +182,10 @@ __global__ void __launch_bounds__(kBlock, BlocksPerMultiprocessor<kPerLane>()) L
       if (bag < f.num_bags) f.BagRange(a.batch.offsets, bag, &begin, &end);
       RowPart<kVector, kPerLane> sum;
       BagResult result = SumBag<kVector, kPerLane>(
-          f, begin, end, a.store, lanes,
-          [&](int32_t at) { return ResolvePosition<kMode>(a, f, at, salt, counts); }, sum);
-      if (bag < f.num_bags) WriteBag<kVector, kPerLane>(f, result, sum, lanes, a.store.dim, out + int64_t{bag} * a.store.dim);
+          f, begin, end, a.store, lanes, [&](int32_t at) { return ResolvePosition<kMode>(a, f, at, salt, counts); },
+          sum);
+      if (bag < f.num_bags)
+        WriteBag<kVector, kPerLane>(f, result, sum, lanes, a.store.dim, out + int64_t{bag} * a.store.dim);
       if (kMode == kModeInsert) {
         LeaveBag(a.insert, result.unfinished && warp_lane % lanes == 0, static_cast<uint32_t>(f.bag_start + bag),
                  a.batch.num_keys);
@@ -198,9 +199,9 @@ __global__ void __launch_bounds__(kBlock, BlocksPerMultiprocessor<kPerLane>()) L
 // A group of lanes takes one bag of the list after the other: its pending keys are known now.
 // A position lies in one bag, a bag is in the list once: no two groups write the same row id or embedding.
 template <int kVector, int kPerLane>
-__global__ void __launch_bounds__(kBlock) FinishKernel(const __grid_constant__ LookupArguments a,
-                                                       const __grid_constant__ FeaturePointers<float> embeddings,
-                                                       int lanes) {
+__global__ void __launch_bounds__(kBlock)
+    FinishKernel(const __grid_constant__ LookupArguments a, const __grid_constant__ FeaturePointers<float> embeddings,
+                 int lanes) {
   const InsertControl control = *a.insert.control;
   if (control.num_pending == 0) return;
   __shared__ int32_t shared_counts[kSharedTables * kNumCounts];
@@ -214,8 +215,8 @@ __global__ void __launch_bounds__(kBlock) FinishKernel(const __grid_constant__ L
     const int64_t item = first + group;
     const bool valid = item < num_unfinished;
     const int32_t global_bag = static_cast<int32_t>(a.insert.unfinished[valid ? item : first]);
-    const Feature f = Feature::Load(
-        a.batch.features, FeatureAt(a.batch.features, a.batch.num_features, kFeatureBagStart, global_bag));
+    const Feature f = Feature::Load(a.batch.features,
+                                    FeatureAt(a.batch.features, a.batch.num_features, kFeatureBagStart, global_bag));
     const int32_t bag = global_bag - f.bag_start;
     int32_t begin = 0, end = 0;
     if (valid) f.BagRange(a.batch.offsets, bag, &begin, &end);
@@ -292,13 +293,11 @@ LaunchError LaunchLookup(Stream stream, const StoreView& store, const BatchView&
   JAXSOK_RETURN_IF_LAUNCH(FillPointers<float>(embeddings, batch.num_features, pointers));
   LookupArguments a{store, batch, nullptr, row_ids, counts, InsertWorkspace::Cut(workspace, batch.num_keys)};
   // Only ragged features have positions that lie in no bag.
-  JAXSOK_RETURN_IF_LAUNCH(Prepare(stream, counts, store.num_tables, a.insert.control, row_ids,
-                                  batch.num_offsets > 0 ? batch.num_keys : 0));
+  JAXSOK_RETURN_IF_LAUNCH(
+      Prepare(stream, counts, store.num_tables, a.insert.control, row_ids, batch.num_offsets > 0 ? batch.num_keys : 0));
   if (batch.num_tiles == 0 || batch.num_keys == 0) {
     // No keys: bags, if any, are empty.
-    return batch.num_tiles == 0
-               ? nullptr
-               : DispatchShape(store.dim, LaunchMode<kModeInsert>{stream, a, pointers});
+    return batch.num_tiles == 0 ? nullptr : DispatchShape(store.dim, LaunchMode<kModeInsert>{stream, a, pointers});
   }
   JAXSOK_RETURN_IF_LAUNCH(DispatchShape(store.dim, LaunchMode<kModeInsert>{stream, a, pointers}));
   JAXSOK_RETURN_IF_LAUNCH(LaunchInsertPasses(stream, StoreSink{store, counts}, a.insert, batch.keys,
@@ -317,8 +316,8 @@ LaunchError LaunchLookupFind(Stream stream, const StoreView& store, const BatchV
   return DispatchShape(store.dim, LaunchMode<kModeFind>{stream, a, pointers});
 }
 
-LaunchError LaunchLookupPlanned(Stream stream, const StoreView& store, const BatchView& batch,
-                                const uint32_t* row_ids, float* const* embeddings, int32_t* counts) {
+LaunchError LaunchLookupPlanned(Stream stream, const StoreView& store, const BatchView& batch, const uint32_t* row_ids,
+                                float* const* embeddings, int32_t* counts) {
   FeaturePointers<float> pointers;
   JAXSOK_RETURN_IF_LAUNCH(FillPointers<float>(embeddings, batch.num_features, pointers));
   LookupArguments a{store, batch, row_ids, nullptr, counts, {}};

@@ -55,16 +55,16 @@ __global__ void __launch_bounds__(kBlock) PlanClaimKernel(PlanSink sink, InsertW
   bool pending = false;
   if (i < sink.num_keys) {
     const uint64_t key = __ldg(batch.keys + i);
-    const Feature f = Feature::Load(batch.features, FeatureAt(batch.features, batch.num_features, kFeatureKeyStart,
-                                                              static_cast<int32_t>(i)));
+    const Feature f = Feature::Load(
+        batch.features, FeatureAt(batch.features, batch.num_features, kFeatureKeyStart, static_cast<int32_t>(i)));
     int32_t first, last;
     f.Bags(batch.offsets, &first, &last);
     const int32_t at_feature = static_cast<int32_t>(i) - f.key_start;
     if (key == kPaddingKey || at_feature < first || at_feature >= last) {
       sink.plan.inverse[i] = static_cast<int32_t>(kNoRow);
     } else {
-      const ProbeResult at =
-          Claim(sink.index, key, static_cast<uint32_t>(f.table), sink.Salt(), sink.MaxProbes(), static_cast<uint32_t>(i));
+      const ProbeResult at = Claim(sink.index, key, static_cast<uint32_t>(f.table), sink.Salt(), sink.MaxProbes(),
+                                   static_cast<uint32_t>(i));
       sink.plan.inverse[i] = static_cast<int32_t>(kPendingRow);
       w.entry_of[i] = at.entry;
       pending = true;

@@ -59,9 +59,9 @@ __global__ void __launch_bounds__(kBlock) ClaimKernel(StoreSink sink, InsertWork
 }
 
 // One thread, one key that was pending.
-__global__ void __launch_bounds__(kBlock) ResolveKernel(StoreSink sink, InsertWorkspace w, const uint64_t* keys,
-                                                        const uint32_t* table_ids, int64_t num_keys,
-                                                        uint32_t* row_ids) {
+__global__ void __launch_bounds__(kBlock)
+    ResolveKernel(StoreSink sink, InsertWorkspace w, const uint64_t* keys, const uint32_t* table_ids, int64_t num_keys,
+                  uint32_t* row_ids) {
   const InsertControl control = *w.control;
   if (control.num_pending == 0) return;
   __shared__ int32_t shared_counts[kSharedTables * kNumCounts];
@@ -87,9 +87,9 @@ struct RebuildControl {
 
 // One thread, one key: the thread that takes the key out of the record sets the row's state back.
 // A key named twice is taken out once, by the compare-and-swap.
-__global__ void __launch_bounds__(kBlock) EraseKernel(StoreView store, StateView states, const uint64_t* keys,
-                                                      const uint32_t* table_ids, int64_t num_keys,
-                                                      RebuildControl* control) {
+__global__ void __launch_bounds__(kBlock)
+    EraseKernel(StoreView store, StateView states, const uint64_t* keys, const uint32_t* table_ids, int64_t num_keys,
+                RebuildControl* control) {
   const int64_t i = int64_t{blockIdx.x} * kBlock + threadIdx.x;
   if (i >= num_keys) return;
   const uint64_t key = keys[i];
@@ -122,8 +122,8 @@ __device__ __forceinline__ bool IsDead(const StoreView& store, uint32_t row_id) 
 }
 
 // Counts dead rows, 1,024 a block; the last block to end sums the counts up to its own and writes the counters.
-__global__ void __launch_bounds__(kBlock) CountDeadKernel(StoreView store, RebuildControl* control,
-                                                          uint32_t* block_counts, uint32_t* num_erased) {
+__global__ void __launch_bounds__(kBlock)
+    CountDeadKernel(StoreView store, RebuildControl* control, uint32_t* block_counts, uint32_t* num_erased) {
   int mine = 0;
   for (int i = 0; i < kPositionsPerBlock / kBlock; ++i) {
     mine += IsDead(store, blockIdx.x * kPositionsPerBlock + i * kBlock + threadIdx.x) ? 1 : 0;
@@ -232,8 +232,8 @@ LaunchError LaunchFindOrInsert(Stream stream, const StoreView& store, const uint
   const unsigned blocks = static_cast<unsigned>(CeilDiv<int64_t>(num_keys, kBlock));
   ClaimKernel<<<blocks, kBlock, 0, stream>>>(sink, w, keys, table_ids, num_keys, row_ids);
   JAXSOK_RETURN_IF_CUDA(cudaGetLastError());
-  JAXSOK_RETURN_IF_LAUNCH(LaunchInsertPasses(stream, sink, w, keys, TableOfPosition{table_ids, nullptr, 0}, row_ids,
-                                             num_keys, store.dim));
+  JAXSOK_RETURN_IF_LAUNCH(
+      LaunchInsertPasses(stream, sink, w, keys, TableOfPosition{table_ids, nullptr, 0}, row_ids, num_keys, store.dim));
   ResolveKernel<<<blocks, kBlock, 0, stream>>>(sink, w, keys, table_ids, num_keys, row_ids);
   JAXSOK_RETURN_IF_CUDA(cudaGetLastError());
   return nullptr;

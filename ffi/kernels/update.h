@@ -25,6 +25,7 @@ struct UpdateSpec {
 /// Post   : rows and states of used rows moved once; a row whose summed gradient is not finite is left alone and
 ///          counted in num_nonfinite[table]; uses of a plan whose generation is not the store's are left out and
 ///          their plan's keys counted in num_stale[0] (keys that had a row).
+///          Keys of a bag whose divisor is zero (its embedding is zeros) are no uses: they do not move their rows.
 /// Order  : core/row_update.h.
 LaunchError LaunchUpdate(Stream stream, const StoreView& store, const StateView& states, const UpdateSpec& spec,
                          const float* hyper, const uint32_t* generations, const BatchView& batch,

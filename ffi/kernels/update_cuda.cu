@@ -1,6 +1,5 @@
 // The way back on a GPU: sums of row gradients (uses_cuda.cuh), and the optimizers that step with them.
 #include "update.h"
-
 #include "uses_cuda.cuh"
 
 namespace jaxsok {
@@ -165,8 +164,7 @@ LaunchError LaunchUpdate(Stream stream, const StoreView& store, const StateView&
                                                      w.positions, num_rows);
   JAXSOK_RETURN_IF_CUDA(cudaGetLastError());
   if (batch.num_keys == 0 || batch.num_tiles == 0) return nullptr;
-  const PlannedPositions positions{batch.keys,     row_ids,        generations,
-                                   store.counters, store.capacity, num_stale};
+  const PlannedPositions positions{batch.keys, row_ids, generations, store.counters, store.capacity, num_stale};
   ListUsesKernel<<<batch.num_tiles, kBlock, 0, stream>>>(batch, positions, w);
   JAXSOK_RETURN_IF_CUDA(cudaGetLastError());
   switch (spec.optimizer) {
@@ -175,8 +173,7 @@ LaunchError LaunchUpdate(Stream stream, const StoreView& store, const StateView&
     case kOptimizerAdagrad:
       return LaunchWith<Adagrad>(stream, store, states, spec, hyper, pointers, batch, num_nonfinite, w, end_bit);
     case kOptimizerRowwiseAdagrad:
-      return LaunchWith<RowwiseAdagrad>(stream, store, states, spec, hyper, pointers, batch, num_nonfinite, w,
-                                        end_bit);
+      return LaunchWith<RowwiseAdagrad>(stream, store, states, spec, hyper, pointers, batch, num_nonfinite, w, end_bit);
     case kOptimizerAdam:
       return LaunchWith<Adam>(stream, store, states, spec, hyper, pointers, batch, num_nonfinite, w, end_bit);
     default:

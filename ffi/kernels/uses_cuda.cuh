@@ -130,7 +130,7 @@ __global__ void __launch_bounds__(kBlock) ListUsesKernel(BatchView batch, Positi
         const float weight = weighted ? __ldg(batch.weights + f.weights_start + at) : 1.0f;
         list(position, left_out);
         w.factors[position] = {static_cast<uint32_t>(f.bag_start + bag), divided && weighted ? weight * scale
-                                                                       : divided             ? scale
+                                                                         : divided           ? scale
                                                                                              : weight};
       }
     }

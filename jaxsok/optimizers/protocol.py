@@ -66,9 +66,7 @@ class Optimizer(abc.ABC):
         """Refuses a hyper-parameter outside [low, below)."""
         value = getattr(self, name)
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value < below:
-            raise ValueError(
-                f"optim.{self.name}: {name}: got {value!r}, wanted a number in [{low}, {below})."
-            )
+            raise ValueError(f"optim.{self.name}: {name}: got {value!r}, wanted a number in [{low}, {below}).")
 
     @abc.abstractmethod
     def state_specs(self, dim: int) -> tuple[RowState, ...]:
