@@ -295,8 +295,8 @@ class Collection:
           TypeError, ValueError: a step that is not jitted; when called, no state at `state_argnum`, static arguments.
 
         Cost:
-          A microsecond for each array among the arguments of a call. In the background one compilation for each
-          capacity, of which the last is in vain; on a GPU XLA may time kernels there while steps run.
+          One to two microseconds for each array among the arguments of a call. In the background one compilation
+          for each capacity, of which the last is in vain; on a GPU XLA may time kernels there while steps run.
 
         Example:
           >>> import jaxsok

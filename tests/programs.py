@@ -9,7 +9,7 @@ import oracle
 import strategies
 
 import jaxsok
-from jaxsok.kernels import table
+from jaxsok.kernels import table as table_door
 
 PADDING = jaxsok.PADDING_KEY
 
@@ -257,7 +257,7 @@ def aimed_keys(collection, state, num_keys, *, table_id=0, bucket=1, **options):
     """Keys of a table of the first store whose home is one bucket of the index as it is now."""
     num_buckets, salt = index_of(collection, state)
     return strategies.keys_of_one_bucket(
-        table.home_bucket,
+        table_door.home_bucket,
         num_keys,
         table_id=table_id,
         salt=salt,

@@ -14,6 +14,7 @@ import programs
 import pytest
 
 import jaxsok
+from jaxsok import ahead as ahead_lib
 
 BATCH = 8
 
@@ -217,6 +218,25 @@ def test_a_failure_in_the_background_is_told():
         state, _, _ = step(state, new_keys(collection, 2))
     for _ in range(2):  # told once, and not tried again
         state, _, _ = step(state, new_keys(collection, 2))
+        step.wait()
+
+
+def test_a_failure_before_tracing_holds_no_call_up(monkeypatch):
+    """A thread that cannot even begin, and one that cannot be started."""
+
+    def fail(*_):
+        raise RuntimeError("not today")
+
+    for place, name in ((ahead_lib, "_in_settings"), (threading.Thread, "start")):
+        collection = programs.one_table(capacity=16)
+        step = ahead(collection)
+        with monkeypatch.context() as patched:
+            patched.setattr(place, name, fail)
+            state, _ = run(collection, step, 2)
+        state = collection.grow(state)
+        with pytest.warns(RuntimeWarning, match=r"ahead.*\[32\].*not today"):
+            state, _, _ = step(state, new_keys(collection, 2))
+        assert (step.num_compiled, step.num_hits_ahead) == (2, 0)
         step.wait()
 
 

@@ -12,11 +12,10 @@ import jaxsok
 
 BATCH = 4
 MAX_KEYS = 8
-KEYS = strategies.CORNER_KEYS
 SEED = 7
 MOVES_BY_SGD = 0.5
 MOVES_BY_ADAM = 0.125
-# The machine's store of sgd rows holds at most 28 of the 48 pairs of table and key: it fills up and refuses.
+# The machine's store of sgd rows holds at most 28 of the 38 pairs of table and key: it fills up and refuses.
 MAX_CAPACITY = 14
 
 # Rows are sums of at most a few hundred float32 terms of size <= 2 (the oracle adds in float64); Adam divides by a
@@ -28,7 +27,7 @@ ADAM = jaxsok.optim.adam(MOVES_BY_ADAM)
 TABLES = [
     jaxsok.TableSpec("user", 4, SGD, capacity=4, max_capacity=MAX_CAPACITY),
     jaxsok.TableSpec("item", 4, SGD, capacity=4, max_capacity=MAX_CAPACITY, unknown="zeros"),
-    jaxsok.TableSpec("ad", 3, ADAM, capacity=32),  # at most 16 keys: grows once, to 64, when two plans are reserved for
+    jaxsok.TableSpec("ad", 3, ADAM, capacity=32),  # at most 19 keys: grows once, to 64
 ]
 COLLECTION = jaxsok.Collection(
     TABLES,
@@ -41,6 +40,18 @@ COLLECTION = jaxsok.Collection(
         jaxsok.FeatureSpec("slot", "ad", combiner="mean", weighted=True),
     ],
 )
+
+
+def meeting_keys():
+    """Keys that meet in one bucket: two with the same home in both tables of a store, and a twin in the high word."""
+    state = COLLECTION.init(seed=SEED)
+    homes = [programs.aimed_keys(COLLECTION, state, 512, table_id=number).tolist() for number in (0, 1)]
+    both = sorted(set(homes[0]) & set(homes[1]))[:2]
+    twins = programs.aimed_keys(COLLECTION, state, 2, start=both[0], stride=2**32).tolist()
+    return (*both, twins[1])
+
+
+KEYS = (*strategies.CORNER_KEYS, *meeting_keys())
 FEATURES = [
     oracle.Feature("user", "user", "sum", BATCH),
     oracle.Feature("history", "item", "mean", MAX_KEYS),
