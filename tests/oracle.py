@@ -97,7 +97,7 @@ def keys_and_weights(bag: Sequence) -> tuple[list[int], list[float]]:
 
 
 def bag_factors(keys: Sequence[int], weights: Sequence[float], combiner: str | None, weighted: bool) -> list[float]:
-    """By what each row of a bag is multiplied before they are added up; 0 for padding."""
+    """By what each row of a bag is multiplied before they are added up; 0 for padding, and if the divisor is zero."""
     real = [key != PADDING_KEY for key in keys]
     present = [weight for weight, is_real in zip(weights, real, strict=True) if is_real]
     if combiner in ("sum", None):
@@ -108,9 +108,23 @@ def bag_factors(keys: Sequence[int], weights: Sequence[float], combiner: str | N
         divisor = math.sqrt(math.fsum(weight**2 for weight in present)) if weighted else math.sqrt(len(present))
     else:
         raise ValueError(f"oracle: combiner {combiner!r}")
-    if divisor == 0:  # an empty bag, or weights that cancel: zeros
+    if divisor == 0:
         return [0.0] * len(keys)
     return [weight / divisor if is_real else 0.0 for weight, is_real in zip(weights, real, strict=True)]
+
+
+def has_divisor(keys: Sequence[int], weights: Sequence[float], combiner: str | None, weighted: bool) -> bool:
+    """Whether the bag is more than zeros by definition.
+
+    Keys of a bag whose divisor is zero (no keys, or weights that cancel) are no uses: nothing of them was read, so
+    they do not step their rows.
+    """
+    present = [weight for key, weight in zip(keys, weights, strict=True) if key != PADDING_KEY]
+    if combiner == "mean":
+        return math.fsum(present) != 0 if weighted else bool(present)
+    if combiner == "sqrtn":
+        return any(weight != 0 for weight in present) if weighted else bool(present)
+    return True
 
 
 def combine(rows: Sequence[np.ndarray], factors: Sequence[float], dim: int) -> np.ndarray:
@@ -275,7 +289,9 @@ class CollectionOracle:
                 groups = [[i] for i in range(len(keys))] if feature.combiner is None else [range(len(keys))]
                 for group in groups:
                     group_keys = [keys[i] for i in group]
-                    factors = bag_factors(group_keys, [weights[i] for i in group], feature.combiner, feature.weighted)
+                    group_weights = [weights[i] for i in group]
+                    factors = bag_factors(group_keys, group_weights, feature.combiner, feature.weighted)
+                    is_used = has_divisor(group_keys, group_weights, feature.combiner, feature.weighted)
                     rows = []
                     for key, factor in zip(group_keys, factors, strict=True):
                         if key == PADDING_KEY:
@@ -285,7 +301,8 @@ class CollectionOracle:
                         row_id, row, outcome = resolve(store, feature.table, key)
                         count[f"num_{outcome}"] += 1
                         rows.append(row)
-                        uses.append(Use(feature.name, len(outputs), feature.table, row_id, factor))
+                        if is_used:
+                            uses.append(Use(feature.name, len(outputs), feature.table, row_id, factor))
                     outputs.append(combine(rows, factors, store.dim))
             count["num_padding"] += feature.num_positions - num_seen
             embeddings[feature.name] = np.array(outputs).reshape(len(outputs), store.dim)

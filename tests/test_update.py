@@ -252,6 +252,26 @@ def test_non_finite_row_gradients_are_skipped_and_counted(optimizer, poison):
         stats.check()
 
 
+@pytest.mark.parametrize("combiner", ["mean", "sqrtn"])
+def test_keys_of_a_bag_without_divisor_are_no_uses(combiner):
+    """Weights that cancel make a bag of zeros: nothing of its rows was read, so Adam does not step them."""
+    collection = programs.one_table(
+        combiner=combiner, weighted=True, optimizer=jaxsok.optim.adam(0.1), row_gradient="mean"
+    )
+    keys = np.array([[1, 2], [3, 2]])
+    state = collection.init(seed=0)
+    for weights in ([[1.0, 1.0], [1.0, 1.0]], [[1.0, -1.0] if combiner == "mean" else [0.0, 0.0], [1.0, 1.0]]):
+        features = programs.batch(collection, user=jaxsok.Bags(keys, weights=np.array(weights, np.float32)))
+        before = programs.rows_of(collection, state)
+        state, stats = programs.learn(collection, state, features)
+    after = programs.exported(collection, state)
+    np.testing.assert_array_equal(after[1][1], before[1])
+    assert np.all(after[2][1] != before[2]) and np.all(after[3][1] != before[3])
+    for a, b in zip(after[2][2], after[3][2], strict=True):
+        np.testing.assert_array_equal(a, b)  # one use each in the second step, whatever row_gradient divides by
+    assert programs.counts(stats)["num_found"] == 4
+
+
 def test_a_sum_that_overflows_is_not_finite():
     """Finite gradients whose sum is not: skipped and counted like any other."""
     collection = programs.one_table()
