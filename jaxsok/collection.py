@@ -337,8 +337,8 @@ class Collection:
         words = keys_lib.words_of(keys, "int64", "erase")
         if words.ndim != 2:
             raise ValueError(f"erase: keys: got shape {list(words.shape[:-1])}, wanted [num_keys].")
-        ids = table_lib.table_ids_of(number, words.shape[0])
-        store, num_erased = table_lib.erase(self.stores[s], state.stores[s], words, ids)
+        ids = jnp.asarray(table_lib.table_ids_of(number, words.shape[0]))
+        store, num_erased = table_lib.erase(self.stores[s], state.stores[s], jnp.asarray(words), ids)
         stores = (*state.stores[:s], store, *state.stores[s + 1 :])
         return dataclasses.replace(state, stores=stores), num_erased
 

@@ -4,7 +4,6 @@ import dataclasses
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int32
 
@@ -123,13 +122,3 @@ class Stats:
 
     def _rows_of_store(self, counts: dict[str, Any], i: int) -> int:
         return sum(counts[t]["num_rows"] for t, s in zip(self.tables, self.stores, strict=True) if s == self.stores[i])
-
-
-def zeros_like_tables(num_tables: int) -> Int32[Array, " num_tables"]:
-    """Counts that nothing has touched.
-
-    Example:
-      >>> zeros_like_tables(2).tolist()
-      [0, 0]
-    """
-    return jnp.zeros((num_tables,), jnp.int32)
