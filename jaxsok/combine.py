@@ -93,7 +93,8 @@ def combine_transpose(
         raise ValueError(
             f"combine_transpose: bag_gradients: got shape {list(gradients.shape)}, wanted [{layout.num_bags}, dim]."
         )
-    return kernels.combine_transpose(gradients, inverse, bags, num_unique, layout.num_tiles)
+    row_gradients, _ = kernels.combine_transpose([gradients], inverse, bags, num_unique, layout.num_tiles)
+    return row_gradients
 
 
 def _bags(

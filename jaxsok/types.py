@@ -22,12 +22,16 @@ MAX_SLABS: int = 24
 MAX_FEATURES: int = 1024
 """The most features over one store: their buffers are the kernels' parameters."""
 
+NUM_PARTITIONS: int = 4096
+"""Classes of keys by hash; a small map says which shard has each of them."""
+
 MAX_CAPACITY: int = 2**31 - 1
 """Row ids stay below 2**31 per shard."""
 
 ENTRIES_PER_BUCKET: int = 4
 BUCKET_WORDS: int = 16
 RECORD_WORDS: int = 4
+REQUEST_WORDS: int = 4
 COUNTERS: tuple[str, ...] = (
     "num_allocated",
     "free_begin",

@@ -18,6 +18,8 @@ from strategies import CORNER_KEYS
 
 PADDING_KEY = 2**64 - 1
 NO_ROW = 2**32 - 1
+NO_OWNER = 2**32 - 1
+NUM_PARTITIONS = 4096
 EMPTY = np.uint32(2**32 - 1)  # every word of an empty entry or record
 MAX_PROBES = 64
 PER_BUCKET = 4
@@ -61,6 +63,27 @@ def mix(x: np.ndarray) -> np.ndarray:
     x = (x ^ (x >> U64(30))) * U64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> U64(27))) * U64(0x94D049BB133111EB)
     return x ^ (x >> U64(31))
+
+
+def unmix(x: int) -> int:
+    """The number that `mix` turns into x."""
+    wrap = 2**64 - 1
+    x = x ^ x >> 31 ^ x >> 62
+    x = x * pow(0x94D049BB133111EB, -1, 2**64) & wrap
+    x = x ^ x >> 27 ^ x >> 54
+    x = x * pow(0xBF58476D1CE4E5B9, -1, 2**64) & wrap
+    return x ^ x >> 30 ^ x >> 60
+
+
+def key_of_hash(wanted: int, line: np.ndarray) -> int:
+    """The key of a table, by its words, that has this partition hash."""
+    name = int(line[0]) | int(line[1]) << 32
+    return unmix((unmix(wanted) - int(GOLDEN)) % 2**64) ^ name
+
+
+def partition_hashes(keys: np.ndarray, lines: np.ndarray) -> np.ndarray:
+    """By which keys belong to partitions and rounds; `lines`: the words of each key's table."""
+    return mix(mix(keys ^ from_words(lines[:, 0:2])) + GOLDEN)
 
 
 def home_buckets(keys: np.ndarray, tables: np.ndarray, salt: int, num_buckets: int) -> np.ndarray:
@@ -147,7 +170,17 @@ def table_words(num_tables: int) -> np.ndarray:
     for t, line in enumerate(lines):
         line[:3] = zlib.crc32(b"low %d" % t), zlib.crc32(b"high %d" % t), (t + 1) % 4
         line[3:5] = np.array([-0.5, 0.25 + t], F32).view(np.uint32)
+        line[5] = NO_OWNER
     lines.flags.writeable = False
+    return lines
+
+
+def placed(lines: np.ndarray, owners: dict[int, int] | None = None, unknown_zeros: Sequence[int] = ()) -> np.ndarray:
+    """Words of tables of which some lie on one shard, and some give zeros for unknown keys."""
+    lines = lines.copy()
+    for table, owner in (owners or {}).items():
+        lines[table, 5] = owner
+    lines[list(unknown_zeros), 6] = 1
     return lines
 
 
@@ -698,6 +731,37 @@ def plan(batch: Batch) -> dict[str, np.ndarray]:
     }
 
 
+def plan_requests(
+    batch: Batch, lines: np.ndarray, partition_owners: np.ndarray, num_shards: int, by_hash: bool
+) -> dict[str, np.ndarray]:
+    """Distinct (table, key) pairs by owner, then by round hash or not, then by first position."""
+    distinct, n = plan(batch), len(batch.keys)
+    num = int(distinct["num_unique"])
+    keys, tables = from_words(distinct["unique"][:num]), distinct["unique_tables"][:num]
+    hashes = partition_hashes(keys, lines[tables])
+    pinned = lines[tables, 5]
+    owners = np.where(pinned != NO_OWNER, pinned, partition_owners[hashes // U64(2**52)])
+    owners = np.minimum(owners, num_shards - 1).astype(np.int64)
+    rounds = hashes << U64(12) | hashes // U64(2**52)
+    first = np.arange(num)
+    order = np.lexsort((first, rounds, owners) if by_hash else (first, owners))
+    requests = np.tile(np.array([EMPTY, EMPTY, 0, 0], np.uint32), (n, 1))
+    requests[:num, :2] = words(keys[order])
+    requests[:num, 2] = tables[order]
+    requests[:num, 3] = distinct["multiplicity"][order]
+    place = np.full(n + 1, n, np.int32)
+    place[order] = first
+    sorted_hashes = np.full((n if by_hash else 0, 2), EMPTY)
+    if by_hash:
+        sorted_hashes[:num] = words(rounds[order])
+    return {
+        "requests": requests,
+        "inverse": place[distinct["inverse"]],
+        "starts": np.r_[0, np.cumsum(np.bincount(owners, minlength=num_shards))].astype(np.int32),
+        "hashes": sorted_hashes,
+    }
+
+
 # --------------------------------------------------------------------------------------------------------------
 # Scripts
 
@@ -785,6 +849,42 @@ class Script:
         self._begin()
         self._add("plan", batch.operands(), _features(batch), plan(batch))
 
+    def plan_requests(self, batch: Batch, num_shards: int, owners=None, on: dict[int, int] | None = None) -> None:
+        """In both orders. `owners`: of the partitions, else equal ranges; `on`: of tables that lie on one shard."""
+        self._begin()
+        lines = placed(self.store.tables, on)
+        if owners is None:
+            owners = np.arange(NUM_PARTITIONS) * num_shards // NUM_PARTITIONS
+        owners = np.broadcast_to(np.asarray(owners, np.uint32), NUM_PARTITIONS)
+        for by_hash in (False, True):
+            statics = {**self._tables(lines), **_features(batch), "num_shards": num_shards, "by_hash": by_hash}
+            want = plan_requests(batch, lines, owners, num_shards, by_hash)
+            self._add("plan_requests", {**batch.operands(), "owners": owners}, statics, want)
+
+    def gather(self, keys, tables, row_ids, uses=1, unknown_zeros: Sequence[int] = ()) -> None:
+        """For a lookup and for find."""
+        self._begin()
+        store = self.store
+        keys, tables = _pairs(keys, tables)
+        row_ids = np.broadcast_to(np.asarray(row_ids, np.int64), keys.shape).astype(np.uint32)
+        uses = np.broadcast_to(np.asarray(uses, np.int64), keys.shape)
+        requests = np.concatenate([words(keys), tables[:, None], uses[:, None]], axis=1).astype(np.uint32)
+        lines = placed(store.tables, None, unknown_zeros)
+        is_real = (keys != U64(PADDING_KEY)) & (tables < store.num_tables)
+        is_known = is_real & (row_ids < store.capacity)
+        is_absent = is_real & ~is_known
+        rows = np.zeros((len(keys), store.dim), F32)
+        rows[is_known] = store.rows[row_ids[is_known]]
+        rows[is_absent] = initial_rows(lines, store.seed, keys[is_absent], tables[is_absent], store.dim)
+        num_absent = np.zeros(store.num_tables, np.int32)
+        np.add.at(num_absent, tables[is_absent], uses[is_absent])
+        inputs = {"seed": store.seed, "requests": requests, "row_ids": row_ids}
+        for is_find in (False, True):
+            if is_find:
+                rows = np.where((is_absent & np.isin(tables, unknown_zeros))[:, None], F32(0), rows)
+            statics = {**self._tables(lines), "is_find": is_find}
+            self._add("gather", inputs, statics, {"rows": rows, "num_absent": num_absent})
+
     def lookup(self, batch: Batch) -> np.ndarray:
         self._begin()
         embeddings, row_ids, counts = self.store.lookup(batch)
@@ -833,7 +933,7 @@ class Script:
         self._add("update", {**inputs, "generations": generations}, statics, want, **meaning)
 
     def combine(self, feature: Feature, inverse: np.ndarray, num_unique: int) -> None:
-        """combine and its transpose; `feature.keys` are not read."""
+        """combine and its transpose of one feature, whose keys are not read."""
         self._begin()
         dim = self.store.dim
         rows = self.normal(num_unique, dim)
@@ -847,17 +947,32 @@ class Script:
         statics = {**_features(batch), "num_bags": feature.num_bags}
         self._add("combine", {**inputs, "rows": rows}, statics, want)
 
-        gradients = self.normal(feature.num_bags, dim)
-        factors, left_out = use_factors(feature, present)
-        uses = np.flatnonzero(~left_out)
-        used, sums, _ = sum_uses(inverse[uses], factors[uses, None] * gradients[feature.bags()[uses]])
-        row_gradients = np.zeros((num_unique, dim), F32)
-        row_gradients[used] = sums
-        statics = {**_features(batch), "num_unique": num_unique}
-        self._add("combine_transpose", {**inputs, "gradients": gradients}, statics, {"row_gradients": row_gradients})
+        self.transpose(batch, inverse, num_unique)
 
-    def _tables(self) -> dict[str, Any]:
-        return {"tables": tuple(map(tuple, self.store.tables.tolist()))}
+    def transpose(self, batch: Batch, inverse: np.ndarray, num_unique: int, gradients=None) -> None:
+        """combine_transpose of any features; their keys are not read."""
+        self._begin()
+        dim = self.store.dim
+        if gradients is None:
+            gradients = [self.normal(f.num_bags, dim) for f in batch.features]
+        present = (inverse >= 0) & (inverse < num_unique)
+        used_rows, terms = [np.zeros(0, np.int64)], [np.zeros((0, dim), F32)]
+        for f, feature in enumerate(batch.features):
+            part = batch.part(f)
+            factors, left_out = use_factors(feature, present[part])
+            uses = np.flatnonzero(~left_out)
+            used_rows.append(inverse[part][uses].astype(np.int64))
+            terms.append(factors[uses, None] * gradients[f][feature.bags()[uses]])
+        used, sums, counts = sum_uses(np.concatenate(used_rows), np.concatenate(terms))
+        row_gradients, num_uses = np.zeros((num_unique, dim), F32), np.zeros(num_unique, np.int32)
+        row_gradients[used], num_uses[used] = sums, counts
+        operands = {name: array for name, array in batch.operands().items() if name != "keys"}
+        inputs = {**operands, "inverse": inverse.astype(np.int32), "gradients": gradients}
+        statics = {**_features(batch), "num_unique": num_unique}
+        self._add("combine_transpose", inputs, statics, {"row_gradients": row_gradients, "num_uses": num_uses})
+
+    def _tables(self, lines: np.ndarray | None = None) -> dict[str, Any]:
+        return {"tables": tuple(map(tuple, (self.store.tables if lines is None else lines).tolist()))}
 
     # Numbers ------------------------------------------------------------------------------------------------
 
@@ -1637,6 +1752,318 @@ def combine_odd_offsets() -> Script:
     return script
 
 
+@cases("transpose-{0}_keys", *SIZES)
+def transpose_sizes(num_keys: int) -> Script:
+    """Three features over one list of rows: single keys, weighted bags of two, ragged bags with loose positions."""
+    number = SIZES.index(num_keys)
+    script = Script(dim=(3, 8, 66)[number % 3], seed=num_keys)
+    half, num_unique = num_keys // 2 * 2, max(1, num_keys // 2)
+    first, last = num_keys // 7, num_keys - num_keys // 9
+    offsets = np.r_[first, np.sort(script.rng.integers(first, last + 1, num_keys // 3)), last]
+    batch = Batch(
+        single(np.zeros(num_keys)),
+        fixed(np.zeros(half), 1, 1 + number % 3, 2, script.weights(half)),
+        ragged(np.zeros(num_keys), 2, 1 + (number + 1) % 3, offsets),
+    )
+    inverse = script.rng.integers(-1, num_unique + 1, len(batch.keys))
+    inverse[::17] = np.resize([-(2**31), 2**31 - 1], len(inverse[::17]))
+    script.transpose(batch, inverse, num_unique)
+    return script
+
+
+@cases("transpose-dim_{0}", *DIMS)
+def transpose_dims(dim: int) -> Script:
+    """A row with uses in all features, more than 1,024 of them; one with none; numbers of uses."""
+    script = Script(dim=dim, seed=dim)
+    lengths = np.resize([0, 33, 1, 2, 64], 40)
+    num_keys = int(lengths.sum())
+    offsets = np.r_[0, np.cumsum(lengths)]
+    batch = Batch(
+        ragged(np.zeros(num_keys), 0, 1 + dim % 3, offsets, script.weights(num_keys)),
+        single(np.zeros(600)),
+        fixed(np.zeros(300), 0, SQRTN, 3),
+    )
+    inverse = np.where(script.rng.random(len(batch.keys)) < 0.8, 3, script.rng.integers(-2, 40, len(batch.keys)))
+    script.transpose(batch, np.where(inverse == 5, -1, inverse), 38)
+    return script
+
+
+@case("transpose-one_row")
+def transpose_one_row() -> Script:
+    """Every position of every feature uses the same row; then none uses any; then there is no row."""
+    script = Script(dim=8)
+    batch = Batch(single(np.zeros(700)), fixed(np.zeros(900), 0, MEAN, 3), single(np.zeros(33)))
+    for inverse, num_unique in ((np.zeros(1633, int), 1), (np.full(1633, 9), 9), (np.full(1633, -1), 3)):
+        script.transpose(batch, inverse, num_unique)
+    script.transpose(batch, np.zeros(1633, int), 0)
+    return script
+
+
+@case("transpose-divisors_of_zero")
+def transpose_zero_divisors() -> Script:
+    """Keys of a bag whose weights cancel or vanish are no uses of their rows, but with sum; padding does not count."""
+    script = Script(dim=8)
+    weights = np.array([1, -1, 0, 0, 2, 1, 0.5, -0.5, 3, 0, 0, 1, -1, 1, -1, 4], F32)
+    offsets = [0, 2, 4, 5, 8, 9, 11, 15, 15, 16]
+    batch = Batch(*(ragged(np.zeros(16), 0, c, offsets, weights) for c in (SUM, MEAN, SQRTN)), single(np.zeros(5)))
+    script.transpose(batch, np.arange(53) % 16, 16)
+    script.transpose(batch, np.where(np.arange(53) % 3 == 1, -1, np.arange(53) % 7), 8)
+    return script
+
+
+@case("transpose-odd_offsets")
+def transpose_odd_offsets() -> Script:
+    """Positions in no bag, offsets outside, features without keys and without bags."""
+    script = Script(dim=8)
+    batch = Batch(
+        single([]),
+        ragged(np.zeros(64), 0, MEAN, [5, 10, 10, 40]),
+        ragged([], 0, SUM, [0, 0, 0]),
+        ragged(np.zeros(64), 0, SUM, [-9, 3, 70, 90]),
+        ragged(np.zeros(64), 0, SQRTN, [64]),
+        single(np.zeros(64)),
+        ragged(np.zeros(300), 0, MEAN, np.r_[np.full(300, 7), 290]),
+    )
+    script.transpose(batch, script.rng.integers(-1, 11, len(batch.keys)), 10)
+    return script
+
+
+@case("transpose-not_finite")
+def transpose_not_finite() -> Script:
+    """Infinite sums are given as they are; nobody skips them here."""
+    script = Script(dim=8)
+    batch = Batch(single(np.zeros(40)), fixed(np.zeros(40), 0, SUM, 2))
+    gradients = [script.normal(f.num_bags, 8) for f in batch.features]
+    gradients[0][3, 2], gradients[1][5, 0] = np.inf, -np.inf
+    gradients[0][7:9, 1] = 3e38
+    script.transpose(batch, np.arange(80) // 4 % 13, 13, gradients)
+    return script
+
+
+@case("transpose-40_features")
+def transpose_40_features() -> Script:
+    """Every kind of feature at once, more than a warp has lanes; more than one tile of bags."""
+    script = Script(dim=12)
+    features = []
+    for i in range(40):
+        combiner, n = 1 + i // 4 % 3, int(script.rng.integers(0, 400))
+        weights = script.weights(n) if i % 5 == 0 else None
+        if i % 4 == 0:
+            features.append(single(np.zeros(n)))
+        elif i % 4 == 1:
+            h = 1 + i // 4 % 5
+            n = n // h * h
+            features.append(fixed(np.zeros(n), 0, combiner, h, None if weights is None else weights[:n]))
+        else:
+            features.append(
+                ragged(np.zeros(n), 0, combiner, np.r_[0, np.sort(script.rng.integers(0, n + 1, 9 * i)), n], weights)
+            )
+    batch = Batch(*features)
+    script.transpose(batch, script.rng.integers(-3, 900, len(batch.keys)), 890)
+    return script
+
+
+# Requests: plan_requests, gather -------------------------------------------------------------------------------
+
+NUM_SHARDS = (1, 2, 3, 8, 64)
+
+
+def batch_of_tables(script: Script, keys: np.ndarray) -> Batch:
+    """The same keys in three tables: single, in bags of one size, in ragged bags with loose positions."""
+    n = len(keys)
+    offsets = np.r_[n // 5, np.sort(script.rng.integers(n // 5, n - n // 6 + 1, n // 4)), n - n // 6]
+    fives = n // 5 * 5
+    return Batch(single(keys, 0), fixed(keys[::-1][:fives], 1, MEAN, 5), ragged(np.roll(keys, 7), 2, SUM, offsets))
+
+
+@cases("requests-{0}_keys", *SIZES)
+def requests_sizes(num_keys: int) -> Script:
+    """Around the sizes of warps, blocks and chunks, for several numbers of shards."""
+    number = SIZES.index(num_keys)
+    script = Script(num_tables=3, seed=num_keys)
+    batch = batch_of_tables(script, script.mixed(num_keys, range(20)))
+    for num_shards in (NUM_SHARDS[number % 5], NUM_SHARDS[(number + 2) % 5]):
+        script.plan_requests(batch, num_shards)
+    return script
+
+
+@cases("requests-of_{0}_shards", *NUM_SHARDS, 5, 1000, 65536)
+def requests_shards(num_shards: int) -> Script:
+    """Every number of shards, with keys of all partitions; most of the last have no owner of a key."""
+    script = Script(num_tables=3, seed=num_shards)
+    script.plan_requests(batch_of_tables(script, script.mixed(1500, range(200))), num_shards)
+    return script
+
+
+@case("requests-300000_keys")
+def requests_large() -> Script:
+    """More blocks than a block has threads; more positions than any chunk of the CPU; keys used often and once."""
+    script = Script(num_tables=2)
+    keys = (2.0 ** script.rng.uniform(0, 24, 300_000)).astype(np.uint64)
+    batch = Batch(single(keys[:200_000], 0), fixed(keys[200_000:], 1, MEAN, 10))
+    script.plan_requests(batch, 8, on={1: 3})
+    return script
+
+
+@cases("requests-keys_{0}", *KINDS)
+def requests_kinds(kind: str) -> Script:
+    """Keys that a careless plan confuses."""
+    script = Script(slabs=(5, 7, 2500), num_tables=3)
+    _, keys = KINDS[kind](script, 1000)
+    script.plan_requests(batch_of_tables(script, as_keys(keys)), 8)
+    return script
+
+
+@case("requests-one_key_5000_times")
+def requests_one_key() -> Script:
+    """One request, used 5,000 times; each table has another owner for it, or the same."""
+    script = Script(num_tables=3)
+    script.plan_requests(batch_of_tables(script, np.full(5000, 2**63, np.uint64)), 64)
+    return script
+
+
+@case("requests-of_one_owner")
+def requests_one_owner() -> Script:
+    """All keys of one shard, whichever: the others get none."""
+    script = Script(num_tables=3)
+    batch = batch_of_tables(script, script.mixed(700, range(200)))
+    for owner in (0, 2, 7):
+        script.plan_requests(batch, 8, owners=owner)
+    script.plan_requests(batch, 8, on={0: 5, 1: 5, 2: 5})
+    return script
+
+
+@case("requests-of_pinned_tables")
+def requests_pinned() -> Script:
+    """Tables that lie on one shard beside one that is spread; owners in any order; the first and the last shard."""
+    script = Script(num_tables=3)
+    batch = batch_of_tables(script, script.mixed(700, range(200)))
+    script.plan_requests(batch, 3, on={1: 0})
+    script.plan_requests(batch, 8, owners=script.rng.integers(0, 8, NUM_PARTITIONS), on={0: 7, 2: 0})
+    script.plan_requests(batch, 1, on={0: 0, 1: 0})
+    return script
+
+
+@case("requests-of_shards_that_are_not")
+def requests_wrong_owners() -> Script:
+    """Owners beyond the last shard, which Python refuses: they count as the last, and nothing outside is touched."""
+    script = Script(num_tables=3)
+    batch = batch_of_tables(script, script.mixed(700, range(200)))
+    script.plan_requests(batch, 3, owners=script.rng.integers(0, 2**32, NUM_PARTITIONS), on={1: 2**32 - 2})
+    script.plan_requests(batch, 1, owners=7, on={1: 3})
+    return script
+
+
+@case("requests-equal_hashes")
+def requests_equal_hashes() -> Script:
+    """Keys of three tables with one hash stay by first position; a real hash of all ones comes before the padding."""
+    script = Script(num_tables=3)
+    lines = script.store.tables
+    hashes = [2**64 - 1, 0, 1, 2**52 - 1, 2**52, 2**63, *map(int, script.rng.integers(0, 2**63, 60))]
+    keys = [as_keys([key_of_hash(h, line) for h in script.rng.permutation(as_keys(hashes)).tolist()]) for line in lines]
+    assert np.array_equal(np.sort(partition_hashes(keys[1], np.resize(lines[1], (66, 8)))), np.sort(as_keys(hashes)))
+    padded = [np.r_[one[:30], np.full(7, PADDING_KEY, np.uint64), one[30:], one[:9]] for one in keys]
+    batch = Batch(single(padded[2], 2), single(padded[0], 0), fixed(padded[1], 1, SUM, 2))
+    for num_shards in (1, 8):
+        script.plan_requests(batch, num_shards)
+        script.plan_requests(batch, num_shards, owners=0)
+    return script
+
+
+@case("requests-padding_alone")
+def requests_padding() -> Script:
+    """Padding, and keys in no bag: no request."""
+    script = Script(num_tables=3)
+    batch = Batch(
+        single(np.full(300, PADDING_KEY, np.uint64), 0),
+        ragged(range(64), 1, SUM, [64]),
+        ragged(range(64), 2, SUM, [9, 9, 9]),
+    )
+    for num_shards in (1, 3):
+        script.plan_requests(batch, num_shards)
+    return script
+
+
+@case("requests-odd_bags")
+def requests_odd_bags() -> Script:
+    """Keys before the first bag and after the last one are padding, whatever they are."""
+    script = Script(num_tables=3)
+    script.plan_requests(batch_with_loose_ends(lambda num, *_: script.rng.integers(0, 40, num)), 8)
+    return script
+
+
+@case("requests-70_tables")
+def requests_70_tables() -> Script:
+    """Each with keys of the same numbers, and some on one shard."""
+    script = Script(num_tables=70)
+    keys = script.rng.integers(0, 12, (70, 30))
+    script.plan_requests(Batch(*(single(keys[t], t) for t in range(70))), 8, on={t: t % 8 for t in range(0, 70, 3)})
+    return script
+
+
+GATHER_DIMS = (*DIMS, 130)
+
+
+def gather_mixed(script: Script, num: int, unknown_zeros: Sequence[int] = ()) -> Script:
+    """Requests with rows and without, padding with rows and without, tables that are not, in any order."""
+    store, rng = script.store, script.rng
+    script.fill(range(60), np.arange(60) % store.num_tables)
+    keys = np.where(rng.random(num) < 0.2, U64(PADDING_KEY), rng.integers(0, 2**63, num).astype(np.uint64))
+    tables = np.where(rng.random(num) < 0.05, rng.choice([store.num_tables, 2**24, 2**32 - 1], num), 0)
+    tables = np.where(tables == 0, rng.integers(0, store.num_tables, num), tables)
+    absent = rng.choice([NO_ROW, NO_ROW - 1, store.capacity, 2**31], num)
+    row_ids = np.where(rng.random(num) < 0.3, absent, rng.integers(0, store.capacity, num))
+    uses = np.where(rng.random(num) < 0.01, 10**6, rng.integers(0, 9, num))
+    script.gather(keys, tables, row_ids, uses, unknown_zeros)
+    return script
+
+
+@cases("gather-dim_{0}", *GATHER_DIMS)
+def gather_dims(dim: int) -> Script:
+    """Every shape of a row, from one slab, two or three; tables with all kinds of initializers."""
+    number = GATHER_DIMS.index(dim)
+    return gather_mixed(Script(slabs=SLABS[number % 3], dim=dim, num_tables=3 + number % 2, seed=dim), 150, (1,))
+
+
+@cases("gather-{0}_keys", *SIZES)
+def gather_sizes(num_keys: int) -> Script:
+    """Around the sizes of warps and blocks; more tables than the GPU counts in shared memory."""
+    number = SIZES.index(num_keys)
+    script = Script(slabs=SLABS[number % 3], dim=(8, 3, 64)[number % 3], num_tables=(1, 3, 70)[number % 3])
+    return gather_mixed(script, num_keys, range(0, script.store.num_tables, 2))
+
+
+@case("gather-24_slabs")
+def gather_slabs() -> Script:
+    """As many slabs as a store can have, of one row and of a hundred: every row, its neighbours' ends first."""
+    script = Script(slabs=np.resize([1, 100, 1, 2, 33], 24).tolist(), dim=12, num_tables=1)
+    script.fill(np.arange(640))
+    script.gather(np.arange(1300), 0, np.r_[np.arange(650), np.arange(650)[::-1]])
+    return script
+
+
+@cases("gather-all_{0}", "present", "absent", "padding", "of_no_table")
+def gather_all(what: str) -> Script:
+    """Warps that agree: of rows alone, of new rows, of zeros."""
+    script = Script(slabs=(5, 7, 300), dim=64, num_tables=3)
+    script.fill(range(60), np.arange(60) % 3)
+    keys = np.full(700, PADDING_KEY, np.uint64) if what == "padding" else np.arange(700)
+    tables = np.full(700, 3) if what == "of_no_table" else np.arange(700) % 3
+    row_ids = np.full(700, NO_ROW) if what == "absent" else script.rng.integers(0, 312, 700)
+    script.gather(keys, tables, row_ids, np.arange(700), (0, 2))
+    return script
+
+
+@case("gather-300000_keys")
+def gather_large() -> Script:
+    """More blocks than fit any GPU at once; counts of one table from all of them."""
+    script = Script(slabs=(100_000, 50_000), dim=4, num_buckets=1 << 14)
+    script.fill(range(1000))
+    script.store.rows[:] = script.normal(150_000, 4)
+    script.gather(np.arange(300_000), 0, script.rng.integers(0, 200_000, 300_000), 3)
+    return script
+
+
 # Updates -------------------------------------------------------------------------------------------------------
 
 NUM_USES = (1, 2, 31, 32, 33, 64, 1024, 1025, 5000)
@@ -1811,6 +2238,22 @@ def small_plan(num_keys: int) -> Script:
     return script
 
 
+@cases("small-requests-{0}_keys", 0, 300)
+def small_requests(num_keys: int) -> Script:
+    """Several shards, and one; a table that lies on one of them."""
+    script = Script(num_tables=3)
+    batch = batch_of_tables(script, script.mixed(num_keys, range(50)))
+    for num_shards in (1, 3):
+        script.plan_requests(batch, num_shards, on={2: 0})
+    return script
+
+
+@cases("small-gather-dim_{0}", 4, 7, 72)
+def small_gather(dim: int) -> Script:
+    """Rows, new rows, zeros, over two blocks."""
+    return gather_mixed(Script(slabs=(5, 7, 100), dim=dim, num_tables=3), 300, (0,))
+
+
 @cases("small-batch-dim_{0}", 4, 7, 72)
 def small_batch(dim: int) -> Script:
     """lookup, lookup_find and lookup_planned: single keys, bags, tails."""
@@ -1857,4 +2300,18 @@ def small_combine(dim: int) -> Script:
     script = Script(dim=dim)
     inverse = np.where(script.rng.random(1200) < 0.95, 3, script.rng.integers(-2, 9, 1200))
     script.combine(ragged(np.zeros(1200), 0, MEAN, np.arange(0, 1201, 40), script.weights(1200)), inverse, 8)
+    return script
+
+
+@cases("small-transpose-dim_{0}", 4, 33)
+def small_transpose(dim: int) -> Script:
+    """combine_transpose of three features, with a row of 1,100 uses."""
+    script = Script(dim=dim)
+    batch = Batch(
+        single(np.zeros(600)),
+        ragged(np.zeros(600), 0, MEAN, np.arange(40, 561, 40), script.weights(600)),
+        fixed(np.zeros(60), 0, SUM, 3),
+    )
+    inverse = np.where(script.rng.random(1260) < 0.95, 3, script.rng.integers(-2, 9, 1260))
+    script.transpose(batch, inverse, 8)
     return script

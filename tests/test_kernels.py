@@ -4,6 +4,7 @@ Each case is a script of calls on one store. Both back ends run it in one proces
 -k small` is a selection of quick cases that launches every kernel, for compute-sanitizer.
 """
 
+import dataclasses
 import functools
 import itertools
 
@@ -45,6 +46,14 @@ def _find_or_insert(s, x, tables):
     return {"row_ids": row_ids, "counts": counts}, StoreState(index, counters, table_rows, rows, records, s.states)
 
 
+def _gather(s, x, tables, is_find):
+    tables = np.array(tables, np.uint32)
+    counters, rows, num_absent = table.gather(
+        s.counters, tables, x["seed"], x["requests"], x["row_ids"], s.rows, is_find=is_find
+    )
+    return {"rows": rows, "num_absent": num_absent}, dataclasses.replace(s, counters=counters)
+
+
 def _erase(s, x, initial):
     index, counters, table_rows, records, states, num_erased = table.erase(
         s.index, s.counters, s.table_rows, x["keys"], x["table_ids"], s.records, s.states, initial
@@ -61,6 +70,12 @@ def _rebuild(s, x, num_buckets):
 def _plan(s, x, features, num_tiles):
     names = ("unique", "unique_tables", "inverse", "multiplicity", "num_unique")
     return dict(zip(names, plan.plan(_batch(x, features), num_tiles), strict=True)), s
+
+
+def _plan_requests(s, x, tables, features, **attributes):
+    names = ("requests", "inverse", "starts", "hashes")
+    tables = np.array(tables, np.uint32)
+    return dict(zip(names, plan.plan_requests(_batch(x, features), tables, x["owners"], **attributes), strict=True)), s
 
 
 def _lookup(s, x, tables, features, num_tiles, shapes):
@@ -92,10 +107,10 @@ def _lookup_find(s, x, tables, features, num_tiles, shapes):
 
 def _lookup_planned(s, x, tables, features, num_tiles, shapes):
     tables = np.array(tables, np.uint32)
-    counts, embeddings = lookup.lookup_planned(
-        tables, x["seed"], _batch(x, features), x["row_ids"], s.rows, shapes, num_tiles
+    counters, counts, embeddings = lookup.lookup_planned(
+        s.counters, tables, x["seed"], _batch(x, features), x["row_ids"], s.rows, shapes, num_tiles
     )
-    return {"counts": counts, "embeddings": embeddings}, s
+    return {"counts": counts, "embeddings": embeddings}, dataclasses.replace(s, counters=counters)
 
 
 def _update(s, x, features, **attributes):
@@ -120,16 +135,19 @@ def _combine(s, x, features, num_bags, num_tiles):
 
 
 def _combine_transpose(s, x, features, num_unique, num_tiles):
-    bags = _bags(x, features)
-    return {"row_gradients": combine.combine_transpose(x["gradients"], x["inverse"], bags, num_unique, num_tiles)}, s
+    names, bags = ("row_gradients", "num_uses"), _bags(x, features)
+    results = combine.combine_transpose(x["gradients"], x["inverse"], bags, num_unique, num_tiles)
+    return dict(zip(names, results, strict=True)), s
 
 
 OPS = {
     "jaxsok_table_find": _find,
     "jaxsok_table_find_or_insert": _find_or_insert,
+    "jaxsok_table_gather": _gather,
     "jaxsok_table_erase": _erase,
     "jaxsok_table_rebuild": _rebuild,
     "jaxsok_plan": _plan,
+    "jaxsok_plan_requests": _plan_requests,
     "jaxsok_combine": _combine,
     "jaxsok_combine_transpose": _combine_transpose,
     "jaxsok_lookup": _lookup,

@@ -1,8 +1,8 @@
-// Hashes: where a key lives in the index, and the counter-based numbers behind new rows.
+// Hashes: where a key lives in the index, which shard has it, and the counter-based numbers behind new rows.
 #ifndef JAXSOK_CORE_HASH_H_
 #define JAXSOK_CORE_HASH_H_
 
-#include "platform.h"
+#include "layout.h"
 
 namespace jaxsok {
 
@@ -31,6 +31,32 @@ JAXSOK_HOST_DEVICE uint32_t HomeBucket(uint64_t hash, uint32_t num_buckets) {
 }
 
 JAXSOK_HOST_DEVICE uint64_t Word64(uint32_t low, uint32_t high) { return static_cast<uint64_t>(high) << 32 | low; }
+
+/// The hash by which a key belongs to a partition; `name`: the table's.
+///
+/// Never salted, and free of the table's number: the owner of a key is a pure function of table, key and mesh. Keys of
+/// one table have distinct hashes, since every step is a bijection.
+JAXSOK_HOST_DEVICE uint64_t PartitionHash(uint64_t key, uint64_t name) { return HashOf(key, 0, name); }
+
+constexpr int kPartitionBits = 12;
+static_assert(kNumPartitions == 1 << kPartitionBits, "the partition is the top of the hash");
+
+JAXSOK_HOST_DEVICE uint32_t PartitionOf(uint64_t hash) { return static_cast<uint32_t>(hash >> (64 - kPartitionBits)); }
+
+/// The hash by which the requests for one owner are dealt to rounds.
+///
+/// The owner follows from the top bits, so they come last: among the keys of one owner it is spread over all 64 bits.
+JAXSOK_HOST_DEVICE uint64_t RoundHash(uint64_t hash) { return hash << kPartitionBits | hash >> (64 - kPartitionBits); }
+
+/// The shard that has a key; always below num_shards (Python checks the owners that it gives).
+///
+/// `table_words`: the table's line, kNumTableWords; `hash`: the key's PartitionHash.
+JAXSOK_HOST_DEVICE uint32_t OwnerOf(const uint32_t* table_words, const uint32_t* partition_owners, uint32_t num_shards,
+                                    uint64_t hash) {
+  const uint32_t pinned = table_words[kTableOwner];
+  const uint32_t owner = pinned != kNoOwner ? pinned : partition_owners[PartitionOf(hash)];
+  return owner < num_shards ? owner : num_shards - 1;
+}
 
 }  // namespace jaxsok
 

@@ -62,6 +62,11 @@ constexpr int kMaxProbes = 64;
 constexpr int kMaxSlabs = 24;
 constexpr int kMaxStates = 2;
 constexpr int kMaxDim = 1024;
+// Classes of keys by hash, which a small map deals to the shards (types.py NUM_PARTITIONS). Equal parts differ by one
+// partition at most (a hundred shards have 40 or 41 each), and the map's 16 KiB stay in a GPU's first cache.
+constexpr int kNumPartitions = 4096;
+constexpr int kMaxShards = 1 << 16;
+constexpr uint32_t kNoOwner = ~uint32_t{0};  // of a table: its keys belong to shards by partition
 
 struct alignas(16) Entry {
   uint64_t key;
@@ -81,6 +86,14 @@ struct alignas(16) Record {
   uint32_t free_id;  // entry of the list of freed rows, see above
 };
 static_assert(sizeof(Record) == 16, "a record is one 16-byte store");
+
+/// What one shard asks of another: one distinct (table, key) pair of its batch.
+struct alignas(16) Request {
+  uint64_t key;  // kPaddingKey: none
+  uint32_t table;
+  uint32_t uses;  // occurrences in the asker's batch
+};
+static_assert(sizeof(Request) == 16, "a request is one 16-byte load");
 
 /// Words of the counters array; types.py names them too.
 enum Counter : int {
@@ -133,13 +146,15 @@ enum Count : int {
   kNumCounts = 5,
 };
 
-/// What a table's new rows hold: one line of uint32[num_tables, kNumTableWords].
+/// What a table's new rows hold, and where they lie: one line of uint32[num_tables, kNumTableWords].
 enum TableWord : int {
   kTableNameLow = 0,  // 64-bit hash of the table's name
   kTableNameHigh = 1,
   kTableInitializer = 2,  // InitializerKind
   kTableParameterA = 3,   // bits of a float
   kTableParameterB = 4,   // bits of a float
+  kTableOwner = 5,        // the shard that has the whole table; kNoOwner: by partition
+  kTableUnknown = 6,      // gather for find: 0 a key without a row gives its initial row, 1 zeros
   kNumTableWords = 8,
 };
 

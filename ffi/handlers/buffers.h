@@ -24,6 +24,8 @@ using RowIds = ffi::Buffer<ffi::U32>;     // [num_keys]
 using Counts = ffi::Buffer<ffi::S32>;     // [num_tables, kNumCounts]
 using Rows = ffi::Buffer<ffi::F32>;       // [slab capacity, dim]
 using Records = ffi::Buffer<ffi::U32>;    // [slab capacity, 4]
+using Requests = ffi::Buffer<ffi::U32>;   // [num_requests, 4]
+using Inverse = ffi::Buffer<ffi::S32>;    // [num_keys]
 using Workspace = ffi::Buffer<ffi::U8>;
 using Scalar = ffi::Buffer<ffi::U32>;  // []
 
@@ -98,6 +100,21 @@ class SlabReader {
   uint64_t capacity_ = 0;
   size_t next_ = 0;
 };
+
+/// The store of ops that only read rows: those come first among the operands after the named ones.
+inline ffi::Error ReadOnlyStore(Tables tables, Seed seed, const ffi::RemainingArgs& args, int32_t num_slabs,
+                                const char* op, StoreView& store) {
+  int64_t dim = 0;
+  SlabReader slabs(args, num_slabs, op);
+  JAXSOK_RETURN_IF_ERROR(slabs.Read<ffi::F32>("rows", store.rows, &dim));
+  store.tables = tables.typed_data();
+  store.seed = seed.typed_data();
+  store.starts = slabs.starts();
+  store.capacity = slabs.capacity();
+  store.dim = static_cast<int32_t>(dim);
+  store.num_tables = static_cast<int32_t>(tables.dimensions()[0]);
+  return ffi::Error::Success();
+}
 
 /// Checks that the first results after the named ones alias the first operands after the named ones.
 template <ffi::DataType dtype>

@@ -42,21 +42,6 @@ ffi::Error LookupImpl(StreamArgument stream, Index index_in, Counters counters_i
                     kOp);
 }
 
-/// What the two that only read have in common.
-ffi::Error ReadOnlyStore(Tables tables, Seed seed, const ffi::RemainingArgs& args, int32_t num_slabs, const char* op,
-                         StoreView& store) {
-  int64_t dim = 0;
-  SlabReader slabs(args, num_slabs, op);
-  JAXSOK_RETURN_IF_ERROR(slabs.Read<ffi::F32>("rows", store.rows, &dim));
-  store.tables = tables.typed_data();
-  store.seed = seed.typed_data();
-  store.starts = slabs.starts();
-  store.capacity = slabs.capacity();
-  store.dim = static_cast<int32_t>(dim);
-  store.num_tables = static_cast<int32_t>(tables.dimensions()[0]);
-  return ffi::Error::Success();
-}
-
 /// Looks up a batch and changes nothing.
 ffi::Error LookupFindImpl(StreamArgument stream, Index index, Counters counters, Tables tables, Seed seed, Keys keys,
                           Offsets offsets, Weights weights, Features features, ffi::RemainingArgs args,
@@ -75,11 +60,14 @@ ffi::Error LookupFindImpl(StreamArgument stream, Index index, Counters counters,
 }
 
 /// Combines rows whose ids a plan has found.
-ffi::Error LookupPlannedImpl(StreamArgument stream, Tables tables, Seed seed, Keys keys, Offsets offsets,
-                             Weights weights, Features features, RowIds row_ids, ffi::RemainingArgs args,
-                             ffi::Result<Counts> counts, ffi::RemainingRets rets, int32_t num_slabs,
-                             int32_t num_tiles) {
+///
+/// The counters pass through untouched: whoever takes them from here and writes rows comes after this read.
+ffi::Error LookupPlannedImpl(StreamArgument stream, Counters counters_in, Tables tables, Seed seed, Keys keys,
+                             Offsets offsets, Weights weights, Features features, RowIds row_ids,
+                             ffi::RemainingArgs args, ffi::Result<Counters> counters, ffi::Result<Counts> counts,
+                             ffi::RemainingRets rets, int32_t num_slabs, int32_t num_tiles) {
   constexpr char kOp[] = "lookup_planned";
+  JAXSOK_RETURN_IF_ERROR(CheckAlias(counters_in.typed_data(), counters->typed_data(), "counters", kOp));
   BatchView batch{};
   JAXSOK_RETURN_IF_ERROR(ReadBatch(keys, offsets, weights, features, num_tiles, kOp, batch));
   JAXSOK_RETURN_IF_ERROR(CheckShape(row_ids.dimensions(), {batch.num_keys}, "row_ids", kOp));
@@ -135,6 +123,7 @@ JAXSOK_DEFINE_HANDLER(JaxsokLookupFind, LookupFindImpl,
 
 JAXSOK_DEFINE_HANDLER(JaxsokLookupPlanned, LookupPlannedImpl,
                       BindStream()
+                          .Arg<Counters>()
                           .Arg<Tables>()
                           .Arg<Seed>()
                           .Arg<Keys>()
@@ -143,6 +132,7 @@ JAXSOK_DEFINE_HANDLER(JaxsokLookupPlanned, LookupPlannedImpl,
                           .Arg<Features>()
                           .Arg<RowIds>()
                           .RemainingArgs()
+                          .Ret<Counters>()
                           .Ret<Counts>()
                           .RemainingRets()
                           .Attr<int32_t>("num_slabs")

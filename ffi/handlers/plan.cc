@@ -1,4 +1,4 @@
-// Handler of the plan noun: the distinct keys of a batch.
+// Handlers of the plan noun: the distinct keys of a batch, by first position or by owner.
 #include "../kernels/plan.h"
 
 #include "buffers.h"
@@ -8,10 +8,9 @@ namespace {
 
 /// Distinct (table, key) pairs by first position, with inverse and multiplicities.
 ffi::Error PlanImpl(StreamArgument stream, Keys keys, Offsets offsets, Weights weights, Features features,
-                    ffi::Result<Keys> unique, ffi::Result<TableIds> unique_tables,
-                    ffi::Result<ffi::Buffer<ffi::S32>> inverse, ffi::Result<ffi::Buffer<ffi::S32>> multiplicity,
-                    ffi::Result<ffi::Buffer<ffi::S32>> num_unique, ffi::Result<Workspace> workspace,
-                    int32_t num_tiles) {
+                    ffi::Result<Keys> unique, ffi::Result<TableIds> unique_tables, ffi::Result<Inverse> inverse,
+                    ffi::Result<ffi::Buffer<ffi::S32>> multiplicity, ffi::Result<ffi::Buffer<ffi::S32>> num_unique,
+                    ffi::Result<Workspace> workspace, int32_t num_tiles) {
   constexpr char kOp[] = "plan";
   BatchView batch{};
   JAXSOK_RETURN_IF_ERROR(ReadBatch(keys, offsets, weights, features, num_tiles, kOp, batch));
@@ -27,6 +26,34 @@ ffi::Error PlanImpl(StreamArgument stream, Keys keys, Offsets offsets, Weights w
   return FromLaunch(LaunchPlan(scope.get(), batch, plan, workspace->typed_data()), kOp);
 }
 
+/// Distinct (table, key) pairs as requests, ordered by owner.
+ffi::Error PlanRequestsImpl(StreamArgument stream, Keys keys, Offsets offsets, Weights weights, Features features,
+                            Tables tables, ffi::Buffer<ffi::U32> partition_owners, ffi::Result<Requests> requests,
+                            ffi::Result<Inverse> inverse, ffi::Result<ffi::Buffer<ffi::S32>> starts,
+                            ffi::Result<Keys> hashes, ffi::Result<Workspace> workspace, int32_t num_tiles,
+                            int32_t num_shards, int32_t by_hash) {
+  constexpr char kOp[] = "plan_requests";
+  BatchView batch{};
+  JAXSOK_RETURN_IF_ERROR(ReadBatch(keys, offsets, weights, features, num_tiles, kOp, batch));
+  const int64_t n = batch.num_keys;
+  JAXSOK_RETURN_IF_ERROR(CheckShape(tables.dimensions(), {-1, kNumTableWords}, "tables", kOp));
+  JAXSOK_RETURN_IF_ERROR(CheckShape(partition_owners.dimensions(), {kNumPartitions}, "partition_owners", kOp));
+  JAXSOK_RETURN_IF_ERROR(CheckShape(requests->dimensions(), {n, 4}, "requests", kOp));
+  JAXSOK_RETURN_IF_ERROR(CheckShape(inverse->dimensions(), {n}, "inverse", kOp));
+  JAXSOK_RETURN_IF_ERROR(CheckShape(starts->dimensions(), {int64_t{num_shards} + 1}, "starts", kOp));
+  JAXSOK_RETURN_IF_ERROR(CheckShape(hashes->dimensions(), {by_hash != 0 ? n : 0, 2}, "hashes", kOp));
+  JAXSOK_RETURN_IF_ERROR(CheckBytes(workspace->size_bytes(), PlanRequestsWorkspaceBytes(n), "workspace", kOp));
+  const OwnersView owners = {tables.typed_data(), static_cast<int32_t>(tables.dimensions()[0]),
+                             partition_owners.typed_data(), num_shards};
+  RequestsView out;
+  out.requests = reinterpret_cast<Request*>(requests->typed_data());
+  out.inverse = inverse->typed_data();
+  out.starts = starts->typed_data();
+  out.hashes = by_hash != 0 ? reinterpret_cast<uint64_t*>(hashes->typed_data()) : nullptr;
+  StreamScope scope(stream);
+  return FromLaunch(LaunchPlanRequests(scope.get(), batch, owners, out, workspace->typed_data()), kOp);
+}
+
 }  // namespace
 
 JAXSOK_DEFINE_HANDLER(JaxsokPlan, PlanImpl,
@@ -37,14 +64,35 @@ JAXSOK_DEFINE_HANDLER(JaxsokPlan, PlanImpl,
                           .Arg<Features>()
                           .Ret<Keys>()
                           .Ret<TableIds>()
-                          .Ret<ffi::Buffer<ffi::S32>>()
+                          .Ret<Inverse>()
                           .Ret<ffi::Buffer<ffi::S32>>()
                           .Ret<ffi::Buffer<ffi::S32>>()
                           .Ret<Workspace>()
                           .Attr<int32_t>("num_tiles"));
 
+JAXSOK_DEFINE_HANDLER(JaxsokPlanRequests, PlanRequestsImpl,
+                      BindStream()
+                          .Arg<Keys>()
+                          .Arg<Offsets>()
+                          .Arg<Weights>()
+                          .Arg<Features>()
+                          .Arg<Tables>()
+                          .Arg<ffi::Buffer<ffi::U32>>()
+                          .Ret<Requests>()
+                          .Ret<Inverse>()
+                          .Ret<ffi::Buffer<ffi::S32>>()
+                          .Ret<Keys>()
+                          .Ret<Workspace>()
+                          .Attr<int32_t>("num_tiles")
+                          .Attr<int32_t>("num_shards")
+                          .Attr<int32_t>("by_hash"));
+
 }  // namespace jaxsok
 
 extern "C" __attribute__((visibility("default"))) int64_t JaxsokPlanWorkspaceBytes(int64_t num_keys) {
   return jaxsok::PlanWorkspaceBytes(num_keys);
+}
+
+extern "C" __attribute__((visibility("default"))) int64_t JaxsokPlanRequestsWorkspaceBytes(int64_t num_keys) {
+  return jaxsok::PlanRequestsWorkspaceBytes(num_keys);
 }

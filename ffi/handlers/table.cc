@@ -1,4 +1,4 @@
-// Handlers of the table noun: find, find_or_insert, erase, rebuild.
+// Handlers of the table noun: find, find_or_insert, gather, erase, rebuild.
 #include "buffers.h"
 
 namespace jaxsok {
@@ -52,6 +52,29 @@ ffi::Error TableFindOrInsertImpl(StreamArgument stream, Index index_in, Counters
   StreamScope scope(stream);
   return FromLaunch(LaunchFindOrInsert(scope.get(), store, KeysOf(keys), table_ids.typed_data(), n,
                                        row_ids->typed_data(), counts->typed_data(), workspace->typed_data()),
+                    kOp);
+}
+
+/// The rows of requests whose row ids are known.
+///
+/// The counters pass through untouched: whoever takes them from here and writes rows comes after this read.
+ffi::Error TableGatherImpl(StreamArgument stream, Counters counters_in, Tables tables, Seed seed, Requests requests,
+                           RowIds row_ids, ffi::RemainingArgs args, ffi::Result<Counters> counters,
+                           ffi::Result<Rows> rows, ffi::Result<ffi::Buffer<ffi::S32>> num_absent, int32_t num_slabs,
+                           int32_t is_find) {
+  constexpr char kOp[] = "table_gather";
+  JAXSOK_RETURN_IF_ERROR(CheckAlias(counters_in.typed_data(), counters->typed_data(), "counters", kOp));
+  const int64_t n = requests.dimensions()[0];
+  JAXSOK_RETURN_IF_ERROR(CheckShape(tables.dimensions(), {-1, kNumTableWords}, "tables", kOp));
+  JAXSOK_RETURN_IF_ERROR(CheckShape(requests.dimensions(), {n, 4}, "requests", kOp));
+  JAXSOK_RETURN_IF_ERROR(CheckShape(row_ids.dimensions(), {n}, "row_ids", kOp));
+  StoreView store{};
+  JAXSOK_RETURN_IF_ERROR(ReadOnlyStore(tables, seed, args, num_slabs, kOp, store));
+  JAXSOK_RETURN_IF_ERROR(CheckShape(rows->dimensions(), {n, store.dim}, "rows", kOp));
+  JAXSOK_RETURN_IF_ERROR(CheckShape(num_absent->dimensions(), {store.num_tables}, "num_absent", kOp));
+  StreamScope scope(stream);
+  return FromLaunch(LaunchGather(scope.get(), store, reinterpret_cast<const Request*>(requests.typed_data()),
+                                 row_ids.typed_data(), n, is_find != 0, rows->typed_data(), num_absent->typed_data()),
                     kOp);
 }
 
@@ -138,6 +161,20 @@ JAXSOK_DEFINE_HANDLER(JaxsokTableFindOrInsert, TableFindOrInsertImpl,
                           .Ret<Workspace>()
                           .RemainingRets()
                           .Attr<int32_t>("num_slabs"));
+
+JAXSOK_DEFINE_HANDLER(JaxsokTableGather, TableGatherImpl,
+                      BindStream()
+                          .Arg<Counters>()
+                          .Arg<Tables>()
+                          .Arg<Seed>()
+                          .Arg<Requests>()
+                          .Arg<RowIds>()
+                          .RemainingArgs()
+                          .Ret<Counters>()
+                          .Ret<Rows>()
+                          .Ret<ffi::Buffer<ffi::S32>>()
+                          .Attr<int32_t>("num_slabs")
+                          .Attr<int32_t>("is_find"));
 
 JAXSOK_DEFINE_HANDLER(JaxsokTableErase, TableEraseImpl,
                       BindStream()

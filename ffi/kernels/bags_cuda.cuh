@@ -122,10 +122,21 @@ __device__ __forceinline__ void LoadPosition(const Position& p, const StoreView&
   }
 }
 
+/// The table of each lane's position: one for all of them,
+struct OneTable {
+  uint32_t table;
+  __device__ uint32_t At(int) const { return table; }
+};
+/// or each lane's own. The warp asks together.
+struct TableByLane {
+  uint32_t mine;
+  __device__ uint32_t At(int from) const { return __shfl_sync(~0u, mine, from); }
+};
+
 /// Copies the rows of 32 positions, lane i holding position i, to consecutive rows of the output.
-template <int kVector, int kPerLane>
-__device__ __forceinline__ void CopyRows(const Position& mine, int num_valid, const StoreView& store, uint32_t table,
-                                         int lanes, float* out) {
+template <int kVector, int kPerLane, typename TableOf>
+__device__ __forceinline__ void CopyRows(const Position& mine, int num_valid, const StoreView& store,
+                                         const TableOf& table_of, int lanes, float* out) {
   constexpr int kFlight = RowsInFlight<kPerLane>();
   const int warp_lane = threadIdx.x % kWarp;
   const int lane = warp_lane % lanes, group = warp_lane / lanes, groups = kWarp / lanes;
@@ -144,6 +155,7 @@ __device__ __forceinline__ void CopyRows(const Position& mine, int num_valid, co
         continue;
       }
       const Position p = Shuffle(mine, from & (kWarp - 1));
+      const uint32_t table = table_of.At(from & (kWarp - 1));
       store_it[i] = store_it[i] && p.kind != kPositionUnfinished;
       if (store_it[i]) LoadPosition(p, store, table, lane, lanes, rows[i]);
     }

@@ -15,12 +15,16 @@ namespace jaxsok {
 LaunchError LaunchCombine(Stream stream, const float* rows, int64_t num_unique, int32_t dim, const int32_t* inverse,
                           const BatchView& batch, float* embeddings);
 
-/// Takes bag gradients back to rows.
+/// Takes bag gradients back to rows: of any number of features, of any kind, whose rows stand in one array.
 ///
-/// Post   : row_gradients[u] is the sum over the uses of row u, in the order of core/row_update.h; zeros if none.
-LaunchError LaunchCombineTranspose(Stream stream, const float* bag_gradients, int64_t num_unique, int32_t dim,
+/// Pre    : bag_gradients[f] is [num_bags, dim] of feature f; batch.keys is not read. inverse is as for LaunchCombine,
+///          for the positions of all features together.
+/// Post   : row_gradients[u] is the sum over the uses of row u, in the order of core/row_update.h, by position over all
+///          features; num_uses[u] their number. Zeros if there are none. Positions of a bag whose divisor is zero are
+///          no uses, as for LaunchUpdate.
+LaunchError LaunchCombineTranspose(Stream stream, const float* const* bag_gradients, int64_t num_unique, int32_t dim,
                                    const int32_t* inverse, const BatchView& batch, float* row_gradients,
-                                   void* workspace);
+                                   int32_t* num_uses, void* workspace);
 
 }  // namespace jaxsok
 

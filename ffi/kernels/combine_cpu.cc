@@ -75,21 +75,25 @@ LaunchError LaunchCombine(Stream stream, const float* rows, int64_t num_unique, 
   return nullptr;
 }
 
-LaunchError LaunchCombineTranspose(Stream stream, const float* bag_gradients, int64_t num_unique, int32_t dim,
+LaunchError LaunchCombineTranspose(Stream stream, const float* const* bag_gradients, int64_t num_unique, int32_t dim,
                                    const int32_t* inverse, const BatchView& batch, float* row_gradients,
-                                   void* workspace) {
+                                   int32_t* num_uses, void* workspace) {
   if (dim > kMaxDim) return "bag_gradients: dim is above kMaxDim";
   const BagFeatures bags(stream, batch);
   if (bags.error() != nullptr) return bags.error();
   constexpr int64_t kRowsPerTask = 4096;
   RunRanges(stream, num_unique, kRowsPerTask, [&](int64_t begin, int64_t end) {
     std::fill(row_gradients + begin * dim, row_gradients + end * dim, 0.0f);
+    std::fill(num_uses + begin, num_uses + end, 0);
   });
   const ArrayPositions positions = {nullptr, inverse, num_unique, dim};
   ForEachRowGradient(
-      stream, bags, std::vector<char>(batch.num_features, 1), &bag_gradients, batch.num_keys, dim, num_unique,
-      positions, [](uint32_t) {},
-      [&](uint32_t row, const float* gradient, int64_t) { CopyRow(row_gradients + int64_t{row} * dim, gradient, dim); },
+      stream, bags, std::vector<char>(batch.num_features, 1), bag_gradients, batch.num_keys, dim, num_unique, positions,
+      [](uint32_t) {},
+      [&](uint32_t row, const float* gradient, int64_t uses) {
+        CopyRow(row_gradients + int64_t{row} * dim, gradient, dim);
+        num_uses[row] = static_cast<int32_t>(uses);
+      },
       workspace);
   return nullptr;
 }

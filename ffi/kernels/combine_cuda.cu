@@ -67,9 +67,10 @@ struct LaunchCombineShape {
   }
 };
 
-/// Writes the sum of a row's gradients.
+/// Writes the sum of a row's gradients, and how many there were.
 struct ApplyWrite {
   float* out;
+  int32_t* num_uses;
   int32_t dim;
 
   template <int kVector, int kPerLane>
@@ -77,18 +78,20 @@ struct ApplyWrite {
   template <int kVector, int kPerLane>
   __device__ void Load(uint32_t, int, int, Loaded<kVector, kPerLane>&) const {}
   template <int kVector, int kPerLane>
-  __device__ void Apply(uint32_t row, uint32_t, int lane, int lanes, unsigned, Loaded<kVector, kPerLane>&,
+  __device__ void Apply(uint32_t row, uint32_t uses, int lane, int lanes, unsigned, Loaded<kVector, kPerLane>&,
                         RowPart<kVector, kPerLane>& gradient) const {
     gradient.Store(out + int64_t{row} * dim, lane, lanes, dim);
+    if (lane == 0) num_uses[row] = static_cast<int32_t>(uses);
   }
 };
 
 // Rows that no bag uses have gradient zero; positions that no bag holds have no row.
-__global__ void PrepareTransposeKernel(float* row_gradients, int64_t num_values, uint32_t* num_long, uint32_t* rows,
+__global__ void PrepareTransposeKernel(ApplyWrite out, int64_t num_unique, uint32_t* num_long, uint32_t* rows,
                                        uint32_t* positions, int64_t num_keys) {
   const int64_t start = int64_t{blockIdx.x} * kBlock + threadIdx.x, stride = int64_t{gridDim.x} * kBlock;
   if (start == 0) *num_long = 0;
-  for (int64_t i = start; i < num_values; i += stride) row_gradients[i] = 0.0f;
+  for (int64_t i = start; i < num_unique * out.dim; i += stride) out.out[i] = 0.0f;
+  for (int64_t i = start; i < num_unique; i += stride) out.num_uses[i] = 0;
   for (int64_t i = start; i < num_keys; i += stride) {
     rows[i] = kNoRow;
     positions[i] = 0;
@@ -106,22 +109,21 @@ LaunchError LaunchCombine(Stream stream, const float* rows, int64_t num_unique, 
                        LaunchCombineShape{stream, store, batch, ArrayPositions{inverse, num_unique}, rows, embeddings});
 }
 
-LaunchError LaunchCombineTranspose(Stream stream, const float* bag_gradients, int64_t num_unique, int32_t dim,
+LaunchError LaunchCombineTranspose(Stream stream, const float* const* bag_gradients, int64_t num_unique, int32_t dim,
                                    const int32_t* inverse, const BatchView& batch, float* row_gradients,
-                                   void* workspace) {
-  if (dim == 0) return nullptr;
-  const int end_bit = RowBits(num_unique);
+                                   int32_t* num_uses, void* workspace) {
+  FeaturePointers<const float> pointers;
+  JAXSOK_RETURN_IF_LAUNCH(FillPointers<const float>(bag_gradients, batch.num_features, pointers));
+  const int end_bit = BitsBelow(num_unique);
+  const ApplyWrite out{row_gradients, num_uses, dim};
   UsesWorkspace w;
   JAXSOK_RETURN_IF_LAUNCH(CutUses(workspace, batch.num_keys, dim, end_bit, &w));
-  PrepareTransposeKernel<<<1024, kBlock, 0, stream>>>(row_gradients, num_unique * dim, w.num_long, w.rows, w.positions,
-                                                      batch.num_keys);
+  PrepareTransposeKernel<<<1024, kBlock, 0, stream>>>(out, num_unique, w.num_long, w.rows, w.positions, batch.num_keys);
   JAXSOK_RETURN_IF_CUDA(cudaGetLastError());
   if (batch.num_keys == 0 || batch.num_tiles == 0) return nullptr;
   ListUsesKernel<<<batch.num_tiles, kBlock, 0, stream>>>(batch, ArrayPositions{inverse, num_unique}, w);
   JAXSOK_RETURN_IF_CUDA(cudaGetLastError());
-  FeaturePointers<const float> pointers;
-  JAXSOK_RETURN_IF_LAUNCH(FillPointers<const float>(&bag_gradients, 1, pointers));
-  return LaunchUses(stream, ApplyWrite{row_gradients, dim}, pointers, batch, w, dim, end_bit);
+  return LaunchUses(stream, out, pointers, batch, w, dim, end_bit);
 }
 
 }  // namespace jaxsok

@@ -63,6 +63,13 @@ class WorkspaceCutter {
   int64_t at_;
 };
 
+/// Low bits in which numbers below `bound` differ, and differ from all ones (kNoRow, kNoOwner): what a sort looks at.
+inline int BitsBelow(int64_t bound) {
+  int bits = 1;
+  while ((int64_t{1} << bits) <= bound) ++bits;
+  return bits > 32 ? 32 : bits;
+}
+
 /// The last feature whose word is at most `value`: features lie one after the other by tiles, bags and keys alike,
 /// and empty ones share their start with the next.
 __device__ __forceinline__ int FeatureAt(const int32_t* features, int num_features, int word, int32_t value) {

@@ -167,7 +167,8 @@ __global__ void __launch_bounds__(kBlock, BlocksPerMultiprocessor<kPerLane>())
     if (num_valid > 0) {
       Position mine{nullptr, kPaddingKey, kPositionPadding, 1.0f};
       if (warp_lane < num_valid) mine = ResolvePosition<kMode>(a, f, warp_bag + warp_lane, salt, counts);
-      CopyRows<kVector, kPerLane>(mine, num_valid, a.store, f.table, lanes, out + int64_t{warp_bag} * a.store.dim);
+      CopyRows<kVector, kPerLane>(mine, num_valid, a.store, OneTable{static_cast<uint32_t>(f.table)}, lanes,
+                                  out + int64_t{warp_bag} * a.store.dim);
       if (kMode == kModeInsert) {
         LeaveBag(a.insert, mine.kind == kPositionUnfinished, static_cast<uint32_t>(f.bag_start + warp_bag + warp_lane),
                  a.batch.num_keys);

@@ -1,4 +1,4 @@
-// The distinct keys of a batch; reads no table.
+// The distinct keys of a batch, and whom to ask for them; reads no table.
 #ifndef JAXSOK_KERNELS_PLAN_H_
 #define JAXSOK_KERNELS_PLAN_H_
 
@@ -24,6 +24,38 @@ struct PlanView {
 /// Order  : by first position: the same on every run and on both back ends.
 /// Cost   : 32 B of scratch index a key, written once and probed once.
 LaunchError LaunchPlan(Stream stream, const BatchView& batch, const PlanView& plan, void* workspace);
+
+/// What the plan of a batch leaves behind (20 bytes a key), and the workspace of either making it or ordering it: the
+/// hashes (twice), owners and places that a radix sort takes, and its own, of which a mebibyte does not grow.
+constexpr int64_t PlanRequestsWorkspaceBytes(int64_t num_keys) {
+  const int64_t padded = CeilDiv<int64_t>(num_keys, 64) * 64;
+  const int64_t making = PlanWorkspaceBytes(num_keys), ordering = (int64_t{1} << 20) + padded * 56;
+  return 1024 + padded * 20 + (making > ordering ? making : ordering);
+}
+
+/// Which shard has which keys.
+struct OwnersView {
+  const uint32_t* tables;  // [num_tables, kNumTableWords]
+  int32_t num_tables;
+  const uint32_t* partition_owners;  // [kNumPartitions]
+  int32_t num_shards;
+};
+
+struct RequestsView {
+  Request* requests;  // [num_keys]: distinct (table, key) pairs; then {kPaddingKey, 0, 0}
+  int32_t* inverse;   // [num_keys]: place among the requests; num_keys for padding
+  int32_t* starts;    // [num_shards + 1]: where the requests of each owner begin, and where the last ones end
+  uint64_t* hashes;   // [num_keys]: the RoundHash of each request; then all ones. nullptr: not asked for
+};
+
+/// Makes the keys of a batch distinct and orders them by the shard that has them.
+///
+/// Pre    : num_shards is 1 to kMaxShards. An owner that is not below it counts as the last shard.
+/// Order  : by owner, then by RoundHash if `out.hashes` is given, then by first position: the same on every run and on
+///          both back ends. (Keys of two tables may share a hash; those of one do not.)
+/// Cost   : as LaunchPlan, and a radix sort of the distinct keys: by the bits of num_shards, or by 64 and those.
+LaunchError LaunchPlanRequests(Stream stream, const BatchView& batch, const OwnersView& owners, const RequestsView& out,
+                               void* workspace);
 
 }  // namespace jaxsok
 

@@ -1,7 +1,10 @@
-// The distinct keys of a batch on the CPU.
+// The distinct keys of a batch on the CPU, and their order by owner.
 //
-// Positions are dealt to partitions by the hash of their key, in order; a partition is one task with a small map of
-// its own, which finds the first position of each of its keys. Counting first positions then numbers the keys.
+// Positions are dealt to shares by the hash of their key, in order; a share is one task with a small map of its own,
+// which finds the first position of each of its keys. Counting first positions then numbers the keys.
+//
+// Requests are dealt in the same way to classes: an owner, or a part of the hashes of one owner. Within a class they
+// stay in their order, or are sorted by hash; a class is one task.
 #include <algorithm>
 #include <vector>
 
@@ -11,17 +14,17 @@
 namespace jaxsok {
 namespace {
 
-constexpr int kPartitionBits = 6;
-constexpr int kNumPartitions = 1 << kPartitionBits;
+constexpr int kShareBits = 6;
+constexpr int kNumShares = 1 << kShareBits;
 constexpr int64_t kPositionsPerChunk = 8 * kKeysPerChunk;
 constexpr uint32_t kNoPosition = ~uint32_t{0};
 constexpr int32_t kIsPadding = -1;  // in `inverse`, while it still holds first positions
 constexpr uint64_t kPlanSalt = kGolden;
-// A walk this long at load 0.5 means keys aimed at one place: the partition is sorted instead.
+// A walk this long at load 0.5 means keys aimed at one place: the share is sorted instead.
 constexpr int kMaxSteps = 128;
 
-/// One partition's task: its positions in ascending order, and all of the batch by position.
-struct Partition {
+/// One share's task: its positions in ascending order, and all of the batch by position.
+struct Share {
   const uint32_t* positions;
   int64_t size;
   uint32_t* slots;  // 4 * size: room for a power of two of at least twice the size
@@ -75,11 +78,9 @@ struct Partition {
   }
 };
 
-}  // namespace
-
-LaunchError LaunchPlan(Stream stream, const BatchView& batch, const PlanView& plan, void* workspace) {
-  const BagFeatures bags(stream, batch);
-  if (bags.error() != nullptr) return bags.error();
+/// The body of LaunchPlan.
+void MakeDistinct(Stream stream, const BatchView& batch, const BagFeatures& bags, const PlanView& plan,
+                  void* workspace) {
   const BatchSource source = {batch.keys, &bags};
   const int64_t num_keys = batch.num_keys;
   const int64_t num_chunks = CeilDiv(num_keys, kPositionsPerChunk);
@@ -88,10 +89,10 @@ LaunchError LaunchPlan(Stream stream, const BatchView& batch, const PlanView& pl
   uint32_t* dealt = carver.Take<uint32_t>(num_keys);
   uint32_t* slots = carver.Take<uint32_t>(4 * num_keys);
   uint32_t* multiplicity = carver.Take<uint32_t>(num_keys);
-  std::vector<int64_t> places(num_chunks * kNumPartitions, 0);
-  std::vector<int64_t> partition_starts(kNumPartitions + 1, 0);
+  std::vector<int64_t> places(num_chunks * kNumShares, 0);
+  std::vector<int64_t> share_starts(kNumShares + 1, 0);
   std::vector<int64_t> chunk_starts(num_chunks + 1, 0);
-  const auto partition_of = [&](int64_t i) { return hashes[i] >> (64 - kPartitionBits); };
+  const auto share_of = [&](int64_t i) { return hashes[i] >> (64 - kShareBits); };
 
   // Calls visit(first position, end, tables) for pieces of a chunk.
   const auto for_pieces = [&](int64_t chunk_begin, int64_t chunk_end, const auto& visit) {
@@ -104,42 +105,41 @@ LaunchError LaunchPlan(Stream stream, const BatchView& batch, const PlanView& pl
   };
 
   RunRanges(stream, num_keys, kPositionsPerChunk, [&](int64_t chunk_begin, int64_t chunk_end) {
-    int64_t* counts = &places[chunk_begin / kPositionsPerChunk * kNumPartitions];
+    int64_t* counts = &places[chunk_begin / kPositionsPerChunk * kNumShares];
     for_pieces(chunk_begin, chunk_end, [&](int64_t begin, int64_t end, const uint32_t* tables) {
       for (int64_t i = begin; i < end; ++i) {
         const uint32_t table = tables[i - begin];
         plan.inverse[i] = table == kNoTable ? kIsPadding : 0;
         if (table == kNoTable) continue;
         hashes[i] = HashOf(batch.keys[i], table, kPlanSalt);
-        ++counts[partition_of(i)];
+        ++counts[share_of(i)];
       }
     });
   });
 
   int64_t place = 0;
-  for (int p = 0; p < kNumPartitions; ++p) {
-    partition_starts[p] = place;
+  for (int p = 0; p < kNumShares; ++p) {
+    share_starts[p] = place;
     for (int64_t c = 0; c < num_chunks; ++c) {
-      const int64_t count = places[c * kNumPartitions + p];
-      places[c * kNumPartitions + p] = place;
+      const int64_t count = places[c * kNumShares + p];
+      places[c * kNumShares + p] = place;
       place += count;
     }
   }
-  partition_starts[kNumPartitions] = place;
+  share_starts[kNumShares] = place;
 
   RunRanges(stream, num_keys, kPositionsPerChunk, [&](int64_t begin, int64_t end) {
-    int64_t* next = &places[begin / kPositionsPerChunk * kNumPartitions];
+    int64_t* next = &places[begin / kPositionsPerChunk * kNumShares];
     for (int64_t i = begin; i < end; ++i) {
-      if (plan.inverse[i] != kIsPadding) dealt[next[partition_of(i)]++] = static_cast<uint32_t>(i);
+      if (plan.inverse[i] != kIsPadding) dealt[next[share_of(i)]++] = static_cast<uint32_t>(i);
     }
   });
 
-  RunTasks(stream, kNumPartitions, [&](int64_t p) {
-    const int64_t start = partition_starts[p];
-    const Partition partition = {
-        dealt + start, partition_starts[p + 1] - start, slots + 4 * start, batch.keys, hashes, plan.inverse,
-        multiplicity};
-    if (!partition.JoinByMap()) partition.JoinBySort();
+  RunTasks(stream, kNumShares, [&](int64_t p) {
+    const int64_t start = share_starts[p];
+    const Share share = {
+        dealt + start, share_starts[p + 1] - start, slots + 4 * start, batch.keys, hashes, plan.inverse, multiplicity};
+    if (!share.JoinByMap()) share.JoinBySort();
   });
 
   RunRanges(stream, num_keys, kPositionsPerChunk, [&](int64_t begin, int64_t end) {
@@ -174,6 +174,117 @@ LaunchError LaunchPlan(Stream stream, const BatchView& batch, const PlanView& pl
     std::fill(plan.unique + unused, plan.unique + end, kPaddingKey);
     std::fill(plan.unique_tables + unused, plan.unique_tables + end, uint32_t{0});
     std::fill(plan.multiplicity + unused, plan.multiplicity + end, 0);
+  });
+}
+
+/// Orders `num_items` by class, then by `hashes` if given, then by number.
+///
+/// `class_of(i)` is below num_classes; order[p] is the item at place p, starts[c] where class c begins.
+template <typename ClassOf>
+void OrderByClass(Stream stream, int64_t num_items, int64_t num_classes, const ClassOf& class_of,
+                  const uint64_t* hashes, uint32_t* order, std::vector<uint32_t>& starts) {
+  constexpr int64_t kMostGroups = 64;
+  // A group has as many items as it has counts, at least.
+  const int64_t num_groups = std::clamp<int64_t>(num_items / std::max(num_classes, kPositionsPerChunk), 1, kMostGroups);
+  std::vector<uint32_t> places(num_groups * num_classes, 0);
+  starts.assign(num_classes + 1, 0);
+  const auto for_group = [&](int64_t group, const auto& visit) {
+    uint32_t* own = &places[group * num_classes];
+    const int64_t end = (group + 1) * num_items / num_groups;
+    for (int64_t i = group * num_items / num_groups; i < end; ++i) visit(own[class_of(i)], static_cast<uint32_t>(i));
+  };
+
+  RunTasks(stream, num_groups, [&](int64_t group) { for_group(group, [](uint32_t& count, uint32_t) { ++count; }); });
+  uint32_t place = 0;
+  for (int64_t c = 0; c < num_classes; ++c) {
+    starts[c] = place;
+    for (int64_t g = 0; g < num_groups; ++g) {
+      const uint32_t count = places[g * num_classes + c];
+      places[g * num_classes + c] = place;
+      place += count;
+    }
+  }
+  starts[num_classes] = place;
+  RunTasks(stream, num_groups,
+           [&](int64_t group) { for_group(group, [&](uint32_t& next, uint32_t item) { order[next++] = item; }); });
+  if (hashes == nullptr) return;
+  constexpr int64_t kClassesPerTask = 16;
+  RunRanges(stream, num_classes, kClassesPerTask, [&](int64_t begin, int64_t end) {
+    for (int64_t c = begin; c < end; ++c) {
+      std::sort(order + starts[c], order + starts[c + 1],
+                [hashes](uint32_t a, uint32_t b) { return hashes[a] != hashes[b] ? hashes[a] < hashes[b] : a < b; });
+    }
+  });
+}
+
+}  // namespace
+
+LaunchError LaunchPlan(Stream stream, const BatchView& batch, const PlanView& plan, void* workspace) {
+  const BagFeatures bags(stream, batch);
+  if (bags.error() != nullptr) return bags.error();
+  MakeDistinct(stream, batch, bags, plan, workspace);
+  return nullptr;
+}
+
+LaunchError LaunchPlanRequests(Stream stream, const BatchView& batch, const OwnersView& owners, const RequestsView& out,
+                               void* workspace) {
+  if (owners.num_shards < 1 || owners.num_shards > kMaxShards) return "num_shards: must be 1 to kMaxShards";
+  const BagFeatures bags(stream, batch);
+  if (LaunchError error = bags.ErrorWithTables(owners.num_tables)) return error;
+  const int64_t num_keys = batch.num_keys;
+  int32_t num_unique = 0;
+  Carver carver(workspace);
+  PlanView plan;
+  plan.unique = carver.Take<uint64_t>(num_keys);
+  plan.unique_tables = carver.Take<uint32_t>(num_keys);
+  plan.multiplicity = carver.Take<int32_t>(num_keys);
+  plan.inverse = out.inverse;
+  plan.num_unique = &num_unique;
+  uint32_t* place_of = carver.Take<uint32_t>(num_keys);
+  Carver ordering = carver;  // the plan's workspace is free again when it is made
+  MakeDistinct(stream, batch, bags, plan, carver.Take<char>(PlanWorkspaceBytes(num_keys)));
+
+  const bool by_hash = out.hashes != nullptr;
+  constexpr int64_t kRequestsPerClass = 128;  // small enough to sort in a core's nearest cache
+  constexpr int kMostHashBits = 12;
+  int hash_bits = 0;
+  while (by_hash && hash_bits < kMostHashBits &&
+         (int64_t{owners.num_shards} << hash_bits) * kRequestsPerClass < num_unique) {
+    ++hash_bits;
+  }
+  uint64_t* hashes = ordering.Take<uint64_t>(num_keys);
+  uint32_t* classes = ordering.Take<uint32_t>(num_keys);
+  uint32_t* order = ordering.Take<uint32_t>(num_keys);
+  RunRanges(stream, num_unique, kPositionsPerChunk, [&](int64_t begin, int64_t end) {
+    for (int64_t u = begin; u < end; ++u) {
+      const uint32_t* words = owners.tables + int64_t{plan.unique_tables[u]} * kNumTableWords;
+      const uint64_t hash = PartitionHash(plan.unique[u], Word64(words[kTableNameLow], words[kTableNameHigh]));
+      const uint32_t owner = OwnerOf(words, owners.partition_owners, static_cast<uint32_t>(owners.num_shards), hash);
+      hashes[u] = RoundHash(hash);
+      classes[u] = owner << hash_bits | (hash_bits == 0 ? 0 : static_cast<uint32_t>(hashes[u] >> (64 - hash_bits)));
+    }
+  });
+  std::vector<uint32_t> starts;
+  OrderByClass(
+      stream, num_unique, int64_t{owners.num_shards} << hash_bits, [&](int64_t u) { return classes[u]; },
+      by_hash ? hashes : nullptr, order, starts);
+  for (int64_t s = 0; s <= owners.num_shards; ++s) out.starts[s] = static_cast<int32_t>(starts[s << hash_bits]);
+
+  RunRanges(stream, num_keys, kPositionsPerChunk, [&](int64_t begin, int64_t end) {
+    for (int64_t p = begin; p < end; ++p) {
+      const bool is_used = p < num_unique;
+      const uint32_t u = is_used ? order[p] : 0;
+      out.requests[p] =
+          is_used ? Request{plan.unique[u], plan.unique_tables[u], static_cast<uint32_t>(plan.multiplicity[u])}
+                  : Request{kPaddingKey, 0, 0};
+      if (is_used) place_of[u] = static_cast<uint32_t>(p);
+      if (by_hash) out.hashes[p] = is_used ? hashes[u] : ~uint64_t{0};
+    }
+  });
+  RunRanges(stream, num_keys, kPositionsPerChunk, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      if (out.inverse[i] != num_keys) out.inverse[i] = static_cast<int32_t>(place_of[out.inverse[i]]);
+    }
   });
   return nullptr;
 }

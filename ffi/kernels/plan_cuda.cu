@@ -1,4 +1,7 @@
-// Distinct keys on a GPU: the passes of index_cuda.cuh over a scratch index in the workspace.
+// Distinct keys on a GPU: the passes of index_cuda.cuh over a scratch index in the workspace. By owner: sorts of what
+// they give.
+#include <cub/device/device_radix_sort.cuh>
+
 #include "index_cuda.cuh"
 #include "plan.h"
 
@@ -89,6 +92,120 @@ __global__ void __launch_bounds__(kBlock) PlanResolveKernel(PlanSink sink, Inser
   }
 }
 
+/// What the sorts read and write, by number of a distinct key or by place.
+struct OrderWorkspace {
+  uint64_t* hashes;         // by number; nullptr: the order is not by hash
+  uint64_t* sorted_hashes;  // as the sort leaves them
+  uint32_t* owners;         // by number
+  uint32_t* moved_owners;   // in the order of the hashes
+  uint32_t* sorted_owners;  // by place
+  uint32_t* order;          // numbers
+  uint32_t* sorted_order;
+  void* sort_storage;
+  size_t sort_bytes;
+};
+
+template <typename Key>
+LaunchError SortOrder(Stream stream, const OrderWorkspace& w, const Key* keys, Key* sorted_keys, const uint32_t* order,
+                      uint32_t* sorted_order, int64_t num_keys, int end_bit) {
+  size_t bytes = w.sort_bytes;
+  JAXSOK_RETURN_IF_CUDA(cub::DeviceRadixSort::SortPairs(w.sort_storage, bytes, keys, sorted_keys, order, sorted_order,
+                                                        static_cast<int>(num_keys), 0, end_bit, stream));
+  return nullptr;
+}
+
+/// Cuts what OrderRequests needs from `rest`; `num_bytes`: how much there is.
+LaunchError CutOrder(WorkspaceCutter rest, int64_t num_bytes, int64_t num_keys, bool by_hash, int owner_bits,
+                     OrderWorkspace* w) {
+  const int n = static_cast<int>(num_keys);
+  w->hashes = by_hash ? rest.Take<uint64_t>(num_keys) : nullptr;
+  w->sorted_hashes = by_hash ? rest.Take<uint64_t>(num_keys) : nullptr;
+  w->owners = rest.Take<uint32_t>(num_keys);
+  w->moved_owners = rest.Take<uint32_t>(num_keys);
+  w->sorted_owners = rest.Take<uint32_t>(num_keys);
+  w->order = rest.Take<uint32_t>(num_keys);
+  w->sorted_order = rest.Take<uint32_t>(num_keys);
+  w->sort_storage = rest.Rest();
+  size_t hash_bytes = 0;
+  JAXSOK_RETURN_IF_CUDA(cub::DeviceRadixSort::SortPairs(nullptr, w->sort_bytes, w->owners, w->sorted_owners, w->order,
+                                                        w->sorted_order, n, 0, owner_bits));
+  if (by_hash) {
+    JAXSOK_RETURN_IF_CUDA(cub::DeviceRadixSort::SortPairs(nullptr, hash_bytes, w->hashes, w->sorted_hashes, w->order,
+                                                          w->sorted_order, n, 0, 64));
+  }
+  if (hash_bytes > w->sort_bytes) w->sort_bytes = hash_bytes;
+  return rest.used() + static_cast<int64_t>(w->sort_bytes) > num_bytes ? "workspace is smaller than its bound"
+                                                                       : nullptr;
+}
+
+// One thread, one distinct key: its hash and its owner. What lies beyond the distinct keys gets all ones, and is
+// therefore last in every sort; a real hash of all ones comes before, by its number.
+__global__ void __launch_bounds__(kBlock)
+    OwnersKernel(PlanView plan, OwnersView owners, OrderWorkspace w, int64_t num_keys) {
+  const int64_t u = int64_t{blockIdx.x} * kBlock + threadIdx.x;
+  if (u >= num_keys) return;
+  uint64_t hash = ~uint64_t{0};
+  uint32_t owner = kNoOwner;
+  if (u < *plan.num_unique) {
+    const uint32_t* words = owners.tables + int64_t{plan.unique_tables[u]} * kNumTableWords;
+    const uint64_t partition_hash = PartitionHash(plan.unique[u], Word64(words[kTableNameLow], words[kTableNameHigh]));
+    owner = OwnerOf(words, owners.partition_owners, static_cast<uint32_t>(owners.num_shards), partition_hash);
+    hash = RoundHash(partition_hash);
+  }
+  if (w.hashes != nullptr) w.hashes[u] = hash;
+  w.owners[u] = owner;
+  w.order[u] = static_cast<uint32_t>(u);
+}
+
+// One thread, one place in the order of the hashes.
+__global__ void __launch_bounds__(kBlock) MoveOwnersKernel(OrderWorkspace w, int64_t num_keys) {
+  const int64_t i = int64_t{blockIdx.x} * kBlock + threadIdx.x;
+  if (i < num_keys) w.moved_owners[i] = w.owners[w.sorted_order[i]];
+}
+
+/// The first of sorted[0 .. size) that is not below `value`.
+__device__ __forceinline__ int32_t LowerBound(const uint32_t* sorted, int32_t size, uint32_t value) {
+  int32_t low = 0, high = size;
+  while (low < high) {
+    const int32_t middle = low + (high - low) / 2;
+    if (sorted[middle] < value) {
+      low = middle + 1;
+    } else {
+      high = middle;
+    }
+  }
+  return low;
+}
+
+// One thread, one place: its request and hash; and one owner: where its requests begin.
+// `order` has each number once, so each entry of place_of is written once. nullptr: the order is that of the numbers.
+__global__ void __launch_bounds__(kBlock)
+    PlaceKernel(PlanView plan, RequestsView out, int32_t num_shards, const uint32_t* order, const uint64_t* hashes,
+                const uint32_t* sorted_owners, uint32_t* place_of, int64_t num_keys) {
+  const int64_t i = int64_t{blockIdx.x} * kBlock + threadIdx.x;
+  if (i <= num_shards) {
+    const int32_t num_unique = *plan.num_unique;
+    out.starts[i] = i == 0            ? 0
+                    : i == num_shards ? num_unique
+                                      : LowerBound(sorted_owners, num_unique, static_cast<uint32_t>(i));
+  }
+  if (i >= num_keys) return;
+  const uint32_t u = order == nullptr ? static_cast<uint32_t>(i) : order[i];
+  const uint64_t key = plan.unique[u];
+  reinterpret_cast<uint4*>(out.requests)[i] =
+      make_uint4(static_cast<uint32_t>(key), static_cast<uint32_t>(key >> 32), plan.unique_tables[u],
+                 static_cast<uint32_t>(plan.multiplicity[u]));
+  if (order != nullptr) place_of[u] = static_cast<uint32_t>(i);
+  if (hashes != nullptr) out.hashes[i] = hashes[u];
+}
+
+// One thread, one position: from the number of its key to the place of its request.
+__global__ void __launch_bounds__(kBlock)
+    MoveInverseKernel(int32_t* inverse, const uint32_t* place_of, int64_t num_keys) {
+  const int64_t i = int64_t{blockIdx.x} * kBlock + threadIdx.x;
+  if (i < num_keys && inverse[i] < num_keys) inverse[i] = static_cast<int32_t>(place_of[inverse[i]]);
+}
+
 }  // namespace
 
 LaunchError LaunchPlan(Stream stream, const BatchView& batch, const PlanView& plan, void* workspace) {
@@ -109,6 +226,56 @@ LaunchError LaunchPlan(Stream stream, const BatchView& batch, const PlanView& pl
   uint32_t* row_ids = reinterpret_cast<uint32_t*>(plan.inverse);
   JAXSOK_RETURN_IF_LAUNCH(LaunchInsertPasses(stream, sink, w, batch.keys, table_of, row_ids, batch.num_keys, 1));
   PlanResolveKernel<<<blocks, kBlock, 0, stream>>>(sink, w);
+  JAXSOK_RETURN_IF_CUDA(cudaGetLastError());
+  return nullptr;
+}
+
+LaunchError LaunchPlanRequests(Stream stream, const BatchView& batch, const OwnersView& owners, const RequestsView& out,
+                               void* workspace) {
+  if (owners.num_shards < 1 || owners.num_shards > kMaxShards) return "num_shards: must be 1 to kMaxShards";
+  const int64_t num_keys = batch.num_keys;
+  const bool by_hash = out.hashes != nullptr, by_owner = owners.num_shards > 1;
+  WorkspaceCutter kept(workspace);
+  PlanView plan;
+  plan.unique = kept.Take<uint64_t>(num_keys);
+  plan.unique_tables = kept.Take<uint32_t>(num_keys);
+  plan.multiplicity = kept.Take<int32_t>(num_keys);
+  plan.num_unique = kept.Take<int32_t>(1);
+  plan.inverse = out.inverse;
+  uint32_t* place_of = kept.Take<uint32_t>(num_keys);
+  // What orders the requests lies where the plan's own workspace was.
+  const int owner_bits = BitsBelow(owners.num_shards);
+  OrderWorkspace w;
+  JAXSOK_RETURN_IF_LAUNCH(CutOrder(kept, PlanRequestsWorkspaceBytes(num_keys), num_keys, by_hash, owner_bits, &w));
+  JAXSOK_RETURN_IF_LAUNCH(LaunchPlan(stream, batch, plan, kept.Rest()));
+
+  const unsigned blocks = static_cast<unsigned>(CeilDiv<int64_t>(num_keys, kBlock));
+  const uint32_t* order = nullptr;
+  if (num_keys > 0 && (by_hash || by_owner)) {
+    OwnersKernel<<<blocks, kBlock, 0, stream>>>(plan, owners, w, num_keys);
+    JAXSOK_RETURN_IF_CUDA(cudaGetLastError());
+    if (by_hash) {
+      JAXSOK_RETURN_IF_LAUNCH(SortOrder(stream, w, w.hashes, w.sorted_hashes, w.order, w.sorted_order, num_keys, 64));
+      order = w.sorted_order;
+    }
+    if (by_owner && by_hash) {
+      MoveOwnersKernel<<<blocks, kBlock, 0, stream>>>(w, num_keys);
+      JAXSOK_RETURN_IF_CUDA(cudaGetLastError());
+      JAXSOK_RETURN_IF_LAUNCH(
+          SortOrder(stream, w, w.moved_owners, w.sorted_owners, w.sorted_order, w.order, num_keys, owner_bits));
+      order = w.order;
+    } else if (by_owner) {
+      JAXSOK_RETURN_IF_LAUNCH(
+          SortOrder(stream, w, w.owners, w.sorted_owners, w.order, w.sorted_order, num_keys, owner_bits));
+      order = w.sorted_order;
+    }
+  }
+  const int64_t num_places = num_keys > owners.num_shards ? num_keys : owners.num_shards + 1;
+  PlaceKernel<<<static_cast<unsigned>(CeilDiv<int64_t>(num_places, kBlock)), kBlock, 0, stream>>>(
+      plan, out, owners.num_shards, order, w.hashes, w.sorted_owners, place_of, num_keys);
+  JAXSOK_RETURN_IF_CUDA(cudaGetLastError());
+  if (order == nullptr) return nullptr;
+  MoveInverseKernel<<<blocks, kBlock, 0, stream>>>(out.inverse, place_of, num_keys);
   JAXSOK_RETURN_IF_CUDA(cudaGetLastError());
   return nullptr;
 }

@@ -1,4 +1,4 @@
-// find, find_or_insert, erase and rebuild on the CPU (table.h says what, index_cpu.h how keys are walked).
+// find, find_or_insert, gather, erase and rebuild on the CPU (table.h says what, index_cpu.h how keys are walked).
 #include <cstring>
 
 #include "index_cpu.h"
@@ -94,6 +94,44 @@ LaunchError LaunchFindOrInsert(Stream stream, const StoreView& store, const uint
   if (store.index.num_buckets == 0) return "index: no buckets";
   const PairSource source = {keys, table_ids, static_cast<uint32_t>(store.num_tables)};
   FindOrInsert(stream, store, source, num_keys, row_ids, counts, workspace);
+  return nullptr;
+}
+
+LaunchError LaunchGather(Stream stream, const StoreView& store, const Request* requests, const uint32_t* row_ids,
+                         int64_t num_requests, bool is_find, float* rows, int32_t* num_absent) {
+  if (store.dim < 1 || store.dim > kMaxDim) return "rows: dim must be 1 to kMaxDim";
+  const int32_t dim = store.dim;
+  std::fill_n(num_absent, store.num_tables, 0);
+  constexpr int64_t kRequestsPerTask = 1024;
+  RunRanges(stream, num_requests, kRequestsPerTask, [&](int64_t begin, int64_t end) {
+    std::vector<int32_t> absent(store.num_tables, 0);
+    int64_t fetched = begin;
+    for (int64_t i = begin; i < end; ++i) {
+      for (const int64_t ahead = std::min(i + kRowsAhead, end); fetched < ahead; ++fetched) {
+        if (row_ids[fetched] < store.capacity) PrefetchRow(store.rows.At(store.starts, row_ids[fetched], dim), dim);
+      }
+      const Request& request = requests[i];
+      float* out = rows + i * dim;
+      if (request.key == kPaddingKey || request.table >= static_cast<uint32_t>(store.num_tables)) {
+        ClearRow(out, dim);
+        continue;
+      }
+      if (row_ids[i] < store.capacity) {
+        CopyRow(out, store.rows.At(store.starts, row_ids[i], dim), dim);
+        continue;
+      }
+      absent[request.table] += static_cast<int32_t>(request.uses);
+      const uint32_t* words = store.tables + int64_t{request.table} * kNumTableWords;
+      if (is_find && words[kTableUnknown] != 0) {
+        ClearRow(out, dim);
+      } else {
+        InitializeRow(RowInitializer::Of(words, store.seed, request.key), out, dim);
+      }
+    }
+    for (int32_t t = 0; t < store.num_tables; ++t) {
+      if (absent[t] != 0) AddAtomically(&num_absent[t], absent[t]);
+    }
+  });
   return nullptr;
 }
 

@@ -1,4 +1,6 @@
-// find, find_or_insert, erase and rebuild on a GPU. index_cuda.cuh says how rows are made.
+// find, find_or_insert, gather, erase and rebuild on a GPU. index_cuda.cuh says how rows are made, bags_cuda.cuh how
+// they are copied.
+#include "bags_cuda.cuh"
 #include "index_cuda.cuh"
 #include "table.h"
 
@@ -211,7 +213,81 @@ LaunchError RebuildIndex(Stream stream, const StoreView& store) {
   return nullptr;
 }
 
+struct GatherArguments {
+  StoreView store;
+  const Request* requests;
+  const uint32_t* row_ids;
+  int64_t num_requests;
+  bool is_find;
+  float* rows;
+  int32_t* num_absent;
+};
+
+// One warp, 32 requests: lane i finds the row of request i, then groups of lanes copy 32 / lanes rows at a time.
+// A thread writes its columns of its group's rows; nothing is shared but counts, which are added to.
+template <int kVector, int kPerLane>
+__global__ void __launch_bounds__(kBlock, BlocksPerMultiprocessor<kPerLane>())
+    GatherKernel(const __grid_constant__ GatherArguments a, int lanes) {
+  __shared__ int32_t block_absent[kSharedTables];
+  const bool has_few_tables = a.store.num_tables <= kSharedTables;
+  if (threadIdx.x < kSharedTables) block_absent[threadIdx.x] = 0;
+  const int64_t warp_first = int64_t{blockIdx.x} * kBlock + threadIdx.x / kWarp * kWarp;
+  const int64_t i = int64_t{blockIdx.x} * kBlock + threadIdx.x;
+  Position mine{nullptr, kPaddingKey, kPositionPadding, 1.0f};
+  uint32_t table = 0;
+  int32_t uses = 0;
+  if (i < a.num_requests) {
+    const uint4 request = __ldg(reinterpret_cast<const uint4*>(a.requests) + i);
+    const uint32_t row_id = __ldg(a.row_ids + i);
+    mine.key = Word64(request.x, request.y);
+    if (mine.key != kPaddingKey && request.z < static_cast<uint32_t>(a.store.num_tables)) {
+      table = request.z;
+      if (row_id < a.store.capacity) {
+        mine.kind = kPositionRow;
+        mine.pointer = a.store.rows.At(a.store.starts, row_id, a.store.dim);
+      } else {
+        const bool is_zeros = a.is_find && __ldg(a.store.tables + table * kNumTableWords + kTableUnknown) != 0;
+        mine.kind = is_zeros ? kPositionZeros : kPositionInitial;
+        uses = static_cast<int32_t>(request.w);
+      }
+    }
+  }
+  // The barrier also ends the zeroing of the block's counts.
+  const bool has_absent = __syncthreads_or(uses != 0) != 0;
+  if (uses != 0) atomicAdd((has_few_tables ? block_absent : a.num_absent) + table, uses);
+  const int num_valid = static_cast<int>(min(int64_t{kWarp}, a.num_requests - warp_first));
+  if (num_valid > 0) {
+    CopyRows<kVector, kPerLane>(mine, num_valid, a.store, TableByLane{table}, lanes, a.rows + warp_first * a.store.dim);
+  }
+  if (!has_absent || !has_few_tables) return;
+  __syncthreads();
+  if (threadIdx.x < a.store.num_tables && block_absent[threadIdx.x] != 0) {
+    atomicAdd(a.num_absent + threadIdx.x, block_absent[threadIdx.x]);
+  }
+}
+
+struct LaunchGatherShape {
+  Stream stream;
+  const GatherArguments& a;
+  template <int kVector, int kPerLane>
+  LaunchError operator()(int lanes) const {
+    const unsigned blocks = static_cast<unsigned>(CeilDiv<int64_t>(a.num_requests, kBlock));
+    GatherKernel<kVector, kPerLane><<<blocks, kBlock, 0, stream>>>(a, lanes);
+    JAXSOK_RETURN_IF_CUDA(cudaGetLastError());
+    return nullptr;
+  }
+};
+
 }  // namespace
+
+LaunchError LaunchGather(Stream stream, const StoreView& store, const Request* requests, const uint32_t* row_ids,
+                         int64_t num_requests, bool is_find, float* rows, int32_t* num_absent) {
+  JAXSOK_RETURN_IF_CUDA(
+      cudaMemsetAsync(num_absent, 0, static_cast<size_t>(store.num_tables) * sizeof(int32_t), stream));
+  if (num_requests == 0) return nullptr;
+  const GatherArguments a{store, requests, row_ids, num_requests, is_find, rows, num_absent};
+  return DispatchShape(store.dim, LaunchGatherShape{stream, a});
+}
 
 LaunchError LaunchFind(Stream stream, const IndexView& index, const uint32_t* counters, const uint64_t* keys,
                        const uint32_t* table_ids, int64_t num_keys, uint32_t* row_ids) {

@@ -153,7 +153,7 @@ LaunchError LaunchUpdate(Stream stream, const StoreView& store, const StateView&
                          int32_t* num_stale, void* workspace) {
   FeaturePointers<const float> pointers;
   JAXSOK_RETURN_IF_LAUNCH(FillPointers<const float>(gradients, batch.num_features, pointers));
-  const int end_bit = RowBits(store.capacity);
+  const int end_bit = BitsBelow(store.capacity);
   UsesWorkspace w;
   JAXSOK_RETURN_IF_LAUNCH(CutUses(workspace, batch.num_keys, store.dim, end_bit, &w));
   // Only ragged features have positions that lie in no bag, which nobody lists.

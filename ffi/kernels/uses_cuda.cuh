@@ -382,13 +382,6 @@ inline LaunchError LaunchUses(Stream stream, const Apply& apply, const FeaturePo
   return DispatchShape(dim, LaunchSums<Apply>{stream, apply, gradients, view, w, batch.num_keys});
 }
 
-/// Bits in which row ids below num_rows differ, and differ from kNoRow.
-inline int RowBits(int64_t num_rows) {
-  int bits = 1;
-  while ((int64_t{1} << bits) <= num_rows) ++bits;
-  return bits > 32 ? 32 : bits;
-}
-
 }  // namespace jaxsok
 
 #endif  // JAXSOK_KERNELS_USES_CUDA_CUH_

@@ -50,6 +50,59 @@ void TestHashes() {
   }
 }
 
+/// Owners and rounds never change with the salt of an index, nor with the number of a table in its store.
+void TestPartitions() {
+  struct Golden {
+    uint64_t key, name, hash;
+    uint32_t partition;
+    uint64_t round_hash;
+  };
+  constexpr Golden kGoldens[] = {
+      {0x0ull, 0x0ull, 0xe220a8397b1dcdafull, 3618u, 0xa8397b1dcdafe22ull},
+      {0x5ull, 0x0ull, 0x6aafef81a8f1ad0full, 1706u, 0xfef81a8f1ad0f6aaull},
+      {0x5ull, 0x123456789abcdef0ull, 0x61a10b6a758a4a4ull, 97u, 0xa10b6a758a4a4061ull},
+      {0xfffffffffffffffeull, 0x123456789abcdef0ull, 0x2d6f11673b585730ull, 726u, 0xf11673b5857302d6ull},
+      {0x100000000ull, 0xfedcba9876543210ull, 0x4ed4829993e9b548ull, 1261u, 0x4829993e9b5484edull},
+      {0x8000000000000000ull, 0x4d000003e8ull, 0x93e9bb180595d762ull, 2366u, 0x9bb180595d76293eull},
+  };
+  for (const Golden& golden : kGoldens) {
+    const uint64_t hash = PartitionHash(golden.key, golden.name);
+    JAXSOK_CHECK(hash == golden.hash);
+    JAXSOK_CHECK(PartitionOf(hash) == golden.partition);
+    JAXSOK_CHECK(RoundHash(hash) == golden.round_hash);
+  }
+  JAXSOK_CHECK(PartitionOf(0) == 0 && PartitionOf(~uint64_t{0}) == kNumPartitions - 1);
+}
+
+void TestOwners() {
+  std::vector<uint32_t> owners(kNumPartitions, 1);
+  owners[3] = 2;
+  owners[4] = 9;
+  uint32_t words[kNumTableWords] = {};
+  const auto owner_of = [&](uint64_t partition) { return OwnerOf(words, owners.data(), 3, partition << 52 | 77); };
+  words[kTableOwner] = kNoOwner;
+  JAXSOK_CHECK(owner_of(0) == 1 && owner_of(3) == 2 && owner_of(4) == 2 && owner_of(kNumPartitions - 1) == 1);
+  words[kTableOwner] = 0;
+  JAXSOK_CHECK(owner_of(3) == 0);
+  words[kTableOwner] = 3;  // there are three: 0, 1, 2
+  JAXSOK_CHECK(owner_of(3) == 2);
+}
+
+/// The keys of one partition differ in all bits of their round hash: slices of it are as large as each other.
+void TestRoundHashesSpread() {
+  constexpr uint32_t kNumSlices = 16;
+  std::vector<uint32_t> sizes(kNumSlices, 0);
+  uint32_t num_keys = 0;
+  for (uint64_t key = 0; key < 4'000'000; ++key) {
+    const uint64_t hash = PartitionHash(key, 5);
+    if (PartitionOf(hash) >= 8) continue;
+    ++sizes[RoundHash(hash) >> 60];
+    ++num_keys;
+  }
+  const double mean = static_cast<double>(num_keys) / kNumSlices;
+  for (const uint32_t size : sizes) JAXSOK_CHECK(std::fabs(size - mean) < 6 * std::sqrt(mean));
+}
+
 void TestHomeBucketsStayInside() {
   for (const uint32_t num_buckets : {1u, 2u, 3u, 1000u, 0x7fffffffu, 0xffffffffu}) {
     JAXSOK_CHECK(HomeBucket(0, num_buckets) == 0);
@@ -277,6 +330,9 @@ void TestOptimizers() {
 int main() {
   jaxsok::TestMixIsSplitMix64();
   jaxsok::TestHashes();
+  jaxsok::TestPartitions();
+  jaxsok::TestOwners();
+  jaxsok::TestRoundHashesSpread();
   jaxsok::TestHomeBucketsStayInside();
   jaxsok::TestHomeBucketsSpread();
   jaxsok::TestWalk();

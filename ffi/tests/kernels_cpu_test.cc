@@ -714,9 +714,8 @@ void TestCombine(uint64_t seed, int num_threads) {
   Batch batch;
   AddFeature(batch, random, 1, 10, static_cast<int32_t>(1 + random.Below(3)), 2000, seed % 2 == 0);
   const size_t n = batch.keys.size();
-  std::vector<float> rows(static_cast<size_t>(num_unique) * dim), bag_gradients(batch.bags[0].size() * dim);
+  std::vector<float> rows(static_cast<size_t>(num_unique) * dim);
   for (float& x : rows) x = random.Below(3) != 0 ? -0.0f : random.Uniform();
-  for (float& x : bag_gradients) x = random.Below(3) != 0 ? -0.0f : random.Uniform();
   std::vector<int32_t> inverse(n);
   std::vector<char> is_padding(n);
   for (size_t i = 0; i < n; ++i) {
@@ -733,19 +732,188 @@ void TestCombine(uint64_t seed, int num_threads) {
   view.keys = nullptr;
   LaunchCombine(&executor, rows.data(), num_unique, dim, inverse.data(), view, embeddings.pointers[0]);
   JAXSOK_CHECK_SEED(IsSame(embeddings.values[0], ModelCombine(batch, 0, dim, is_padding, line)), seed);
+}
 
-  std::vector<float> row_gradients(rows.size(), 33.0f), wanted(rows.size(), 0.0f);
+void TestTranspose(uint64_t seed, int num_threads) {
+  Random random(seed);
+  ThreadExecutor executor(num_threads);
+  const int32_t dim = static_cast<int32_t>(1 + random.Below(70));
+  const int32_t num_unique = static_cast<int32_t>(random.Below(100));
+  const Batch batch = RandomBatch(random, 1, 10, 700);
+  const size_t n = batch.keys.size();
+  std::vector<int32_t> inverse(n);
+  std::vector<char> is_padding(n);
+  for (size_t i = 0; i < n; ++i) {
+    inverse[i] = random.Below(8) == 0 ? static_cast<int32_t>(random.Next() | 1u << 31)
+                                      : static_cast<int32_t>(random.Below(num_unique * 9 / 8 + 1));
+    if (random.Below(3) == 0) inverse[i] = 0;
+    is_padding[i] = inverse[i] < 0 || inverse[i] >= num_unique;
+  }
+  std::vector<std::vector<float>> gradients;
+  std::vector<const float*> pointers;
+  for (const auto& bags : batch.bags) gradients.emplace_back(bags.size() * dim);
+  for (auto& gradient : gradients) {
+    for (float& x : gradient) x = random.Below(3) != 0 ? -0.0f : random.Uniform();
+    pointers.push_back(gradient.data());
+  }
+  std::vector<float> row_gradients(int64_t{num_unique} * dim, 33.0f), wanted(row_gradients.size(), 0.0f);
+  std::vector<int32_t> num_uses(num_unique, 33), wanted_uses(num_unique, 0);
+  BatchView view = batch.View();
+  view.keys = nullptr;
   Memory workspace(UpdateWorkspaceBytes(n, dim));
-  LaunchCombineTranspose(&executor, bag_gradients.data(), num_unique, dim, inverse.data(), view, row_gradients.data(),
-                         workspace.get());
+  JAXSOK_CHECK_SEED(LaunchCombineTranspose(&executor, pointers.data(), num_unique, dim, inverse.data(), view,
+                                           row_gradients.data(), num_uses.data(), workspace.get()) == nullptr,
+                    seed);
   Uses uses;
-  ModelUses(
-      batch, 0, dim, is_padding, [&](int64_t i) { return static_cast<uint32_t>(inverse[i]); }, bag_gradients, uses);
+  for (int f = 0; f < batch.num_features(); ++f) {
+    ModelUses(
+        batch, f, dim, is_padding, [&](int64_t i) { return static_cast<uint32_t>(inverse[i]); }, gradients[f], uses);
+  }
   for (const auto& [row, lines] : uses) {
     const Line sum = ModelSum(lines);
     std::copy(sum.begin(), sum.end(), wanted.begin() + int64_t{row} * dim);
+    wanted_uses[row] = static_cast<int32_t>(lines.size());
   }
   JAXSOK_CHECK_SEED(IsSame(row_gradients, wanted), seed);
+  JAXSOK_CHECK_SEED(IsSame(num_uses, wanted_uses), seed);
+}
+
+bool IsSameRequest(const Request& a, const Request& b) {
+  return a.key == b.key && a.table == b.table && a.uses == b.uses;
+}
+
+void TestRequests(uint64_t seed, int num_threads) {
+  Random random(seed);
+  ThreadExecutor executor(num_threads);
+  constexpr int kNumTables = 3;
+  constexpr int32_t kShards[] = {1, 2, 3, 8, 64, 1000};
+  const Batch batch = RandomBatch(random, kNumTables, 1 + random.Below(4000), random.Below(3) == 0 ? 20000 : 300);
+  const int64_t n = static_cast<int64_t>(batch.keys.size());
+  const int32_t num_shards = kShards[random.Below(6)];
+  std::vector<uint32_t> tables(kNumTables * kNumTableWords, 0), partition_owners(kNumPartitions);
+  for (int t = 0; t < kNumTables; ++t) {
+    tables[t * kNumTableWords + kTableNameLow] = random.Next();
+    tables[t * kNumTableWords + kTableNameHigh] = random.Next();
+    tables[t * kNumTableWords + kTableOwner] = random.Below(3) == 0 ? random.Below(num_shards + 1) : kNoOwner;
+  }
+  const bool is_one_owner = random.Below(4) == 0;
+  for (uint32_t& owner : partition_owners) owner = is_one_owner ? num_shards / 2 : random.Below(num_shards);
+  const bool by_hash = random.Below(2) == 0;
+
+  std::vector<Request> requests(n + 1, Request{1, 2, 3});
+  std::vector<int32_t> inverse(n + 1, -5), starts(num_shards + 2, -5);
+  std::vector<uint64_t> hashes(n + 1, 5);
+  Memory workspace(PlanRequestsWorkspaceBytes(n));
+  JAXSOK_CHECK_SEED(
+      LaunchPlanRequests(&executor, batch.View(), {tables.data(), kNumTables, partition_owners.data(), num_shards},
+                         {requests.data(), inverse.data(), starts.data(), by_hash ? hashes.data() : nullptr},
+                         workspace.get()) == nullptr,
+      seed);
+
+  // By owner, hash (or zero), first position: the key of the map is the order.
+  struct Wanted {
+    Request request;
+    std::vector<int64_t> positions;
+  };
+  std::map<Pair, Wanted> distinct;
+  std::vector<Pair> by_position;
+  for (int f = 0; f < batch.num_features(); ++f) {
+    const uint32_t table = static_cast<uint32_t>(batch.Word(f, kFeatureTable));
+    for (const auto& bag : batch.bags[f]) {
+      for (int64_t i = bag.first; i < bag.second; ++i) {
+        if (batch.keys[i] == kPaddingKey) continue;
+        const Pair pair = {table, batch.keys[i]};
+        Wanted& wanted = distinct[pair];
+        if (wanted.positions.empty()) by_position.push_back(pair);
+        wanted.positions.push_back(i);
+        wanted.request = {pair.second, table, static_cast<uint32_t>(wanted.positions.size())};
+      }
+    }
+  }
+  std::map<std::pair<std::pair<uint32_t, uint64_t>, size_t>, Pair> order;
+  for (size_t u = 0; u < by_position.size(); ++u) {
+    const uint32_t* words = &tables[by_position[u].first * kNumTableWords];
+    const uint64_t name = uint64_t{words[kTableNameHigh]} << 32 | words[kTableNameLow];
+    const uint64_t hash = Mix64(Mix64(by_position[u].second ^ name) + 0x9e3779b97f4a7c15ull);
+    uint32_t owner = words[kTableOwner] == kNoOwner ? partition_owners[hash >> 52] : words[kTableOwner];
+    owner = std::min(owner, static_cast<uint32_t>(num_shards - 1));
+    order[{{owner, by_hash ? hash << 12 | hash >> 52 : 0}, u}] = by_position[u];
+  }
+  std::vector<int32_t> wanted_inverse(n + 1, static_cast<int32_t>(n)), wanted_starts(num_shards + 2, 0);
+  wanted_inverse[n] = wanted_starts[num_shards + 1] = -5;
+  int32_t place = 0;
+  for (const auto& [at, pair] : order) {
+    const Wanted& wanted = distinct[pair];
+    JAXSOK_CHECK_SEED(IsSameRequest(requests[place], wanted.request), seed);
+    JAXSOK_CHECK_SEED(!by_hash || hashes[place] == at.first.second, seed);
+    for (const int64_t i : wanted.positions) wanted_inverse[i] = place;
+    ++place;
+    for (int32_t s = static_cast<int32_t>(at.first.first) + 1; s <= num_shards; ++s) wanted_starts[s] = place;
+  }
+  for (int64_t p = place; p < n; ++p) {
+    JAXSOK_CHECK_SEED(IsSameRequest(requests[p], {kPaddingKey, 0, 0}), seed);
+    JAXSOK_CHECK_SEED(!by_hash || hashes[p] == ~uint64_t{0}, seed);
+  }
+  JAXSOK_CHECK_SEED(IsSameRequest(requests[n], {1, 2, 3}) && hashes[n] == 5, seed);
+  JAXSOK_CHECK_SEED(IsSame(inverse, wanted_inverse), seed);
+  JAXSOK_CHECK_SEED(IsSame(starts, wanted_starts), seed);
+}
+
+/// What a batch cannot say is refused, and nothing is written.
+void TestRequestsRefused() {
+  ThreadExecutor executor(1);
+  Batch batch;
+  batch.bags.resize(1);
+  batch.features.assign(kNumFeatureWords, 0);
+  batch.features[kFeatureTable] = 1;
+  batch.features[kFeatureHotness] = 1;
+  const std::vector<uint32_t> tables(kNumTableWords, 0), partition_owners(kNumPartitions, 0);
+  int32_t starts[3] = {7, 7, 7};
+  Memory workspace(PlanRequestsWorkspaceBytes(0));
+  for (const int32_t num_shards : {0, -1, kMaxShards + 1, 2}) {
+    JAXSOK_CHECK(LaunchPlanRequests(&executor, batch.View(), {tables.data(), 1, partition_owners.data(), num_shards},
+                                    {nullptr, nullptr, starts, nullptr}, workspace.get()) != nullptr);
+  }
+  JAXSOK_CHECK(starts[0] == 7 && starts[1] == 7 && starts[2] == 7);
+}
+
+void TestGather(uint64_t seed, int num_threads) {
+  Random random(seed);
+  ThreadExecutor executor(num_threads);
+  const int32_t dim = static_cast<int32_t>(1 + random.Below(70));
+  const int32_t num_tables = static_cast<int32_t>(1 + random.Below(5));
+  Store store(dim, num_tables, {3, 1 + random.Below(50), 20}, 16, 0, dim);
+  for (auto& slab : store.rows) {
+    for (float& x : slab) x = random.Uniform();
+  }
+  for (int t = 0; t < num_tables; ++t) store.tables[t * kNumTableWords + kTableUnknown] = random.Below(2);
+  const int64_t n = random.Below(random.Below(3) == 0 ? 5000 : 50);
+  const bool is_find = random.Below(2) == 0;
+  std::vector<Request> requests(n);
+  std::vector<uint32_t> row_ids(n);
+  std::vector<float> rows(n * dim, 44.0f), wanted;
+  std::vector<int32_t> num_absent(num_tables, 44), wanted_absent(num_tables, 0);
+  for (int64_t i = 0; i < n; ++i) {
+    requests[i] = {RandomKey(random, 1000), random.Below(num_tables + 1), random.Below(5)};
+    row_ids[i] = random.Below(store.view.capacity * 5 / 4);
+    if (random.Below(9) == 0) row_ids[i] = kNoRow;
+    const Request& request = requests[i];
+    Line row(dim, 0.0f);
+    if (request.key != kPaddingKey && request.table < static_cast<uint32_t>(num_tables)) {
+      const uint32_t* words = &store.tables[request.table * kNumTableWords];
+      if (row_ids[i] < store.view.capacity) {
+        row = store.RowAt(row_ids[i]);
+      } else {
+        wanted_absent[request.table] += static_cast<int32_t>(request.uses);
+        const RowInitializer initializer = RowInitializer::Of(words, store.seed.data(), request.key);
+        for (int32_t c = 0; c < dim && !(is_find && words[kTableUnknown] != 0); ++c) row[c] = initializer.At(c);
+      }
+    }
+    wanted.insert(wanted.end(), row.begin(), row.end());
+  }
+  LaunchGather(&executor, store.view, requests.data(), row_ids.data(), n, is_find, rows.data(), num_absent.data());
+  JAXSOK_CHECK_SEED(IsSame(rows, wanted), seed);
+  JAXSOK_CHECK_SEED(IsSame(num_absent, wanted_absent), seed);
 }
 
 /// Keys whose walks meet: more than kMaxProbes buckets of them. The last find no entry; none is lost or mixed up.
@@ -797,8 +965,11 @@ void TestHotRow() {
   for (float& g : gradients) g = random.Uniform();
   const std::vector<int32_t> inverse(kNumKeys, 0);
   Memory workspace(UpdateWorkspaceBytes(kNumKeys, kDim));
-  LaunchCombineTranspose(&executor, gradients.data(), 1, kDim, inverse.data(), batch.View(), row_gradient.data(),
+  const float* pointers[] = {gradients.data()};
+  int32_t num_uses = 0;
+  LaunchCombineTranspose(&executor, pointers, 1, kDim, inverse.data(), batch.View(), row_gradient.data(), &num_uses,
                          workspace.get());
+  JAXSOK_CHECK(num_uses == kNumKeys);
   std::vector<Line> lines;
   for (int64_t i = 0; i < kNumKeys; ++i) lines.emplace_back(&gradients[i * kDim], &gradients[i * kDim] + kDim);
   JAXSOK_CHECK(IsSame(row_gradient, ModelSum(lines)));
@@ -842,8 +1013,12 @@ int main(int argc, char** argv) {
       jaxsok::Machine(seed, num_threads).Run(6);
       jaxsok::TestPlan(seed, num_threads);
       jaxsok::TestCombine(seed, num_threads);
+      jaxsok::TestTranspose(seed, num_threads);
+      jaxsok::TestRequests(seed, num_threads);
+      jaxsok::TestGather(seed, num_threads);
     }
   }
+  jaxsok::TestRequestsRefused();
   jaxsok::TestUnplaced();
   jaxsok::TestHotRow();
 #if defined(__x86_64__)

@@ -1,5 +1,7 @@
 """Doors of the combine noun: rows to embeddings, and bag gradients to row gradients."""
 
+from collections.abc import Sequence
+
 import jax
 import numpy as np
 from jaxtyping import Array, Float32, Int32
@@ -8,8 +10,8 @@ from jaxsok.kernels import library
 from jaxsok.kernels.table import result
 from jaxsok.types import Inverse
 
-Bags = tuple[Int32[Array, " num_offsets"], Float32[Array, " num_weights"], Int32[np.ndarray, "1 12"]]
-"""offsets, weights, features: the one feature of a combine."""
+Bags = tuple[Int32[Array, " num_offsets"], Float32[Array, " num_weights"], Int32[np.ndarray, "num_features 12"]]
+"""offsets, weights, features: as in a lookup's `Batch`; a combine has one feature."""
 
 
 def combine(
@@ -22,16 +24,21 @@ def combine(
 
 
 def combine_transpose(
-    bag_gradients: Float32[Array, "num_bags dim"], inverse: Inverse, bags: Bags, num_unique: int, num_tiles: int
-) -> Float32[Array, "num_unique dim"]:
-    """Bag gradients into row gradients. See `LaunchCombineTranspose` in ffi/kernels/combine.h."""
-    dim = bag_gradients.shape[1]
+    gradients: Sequence[Float32[Array, "..."]], inverse: Inverse, bags: Bags, num_unique: int, num_tiles: int
+) -> tuple[Float32[Array, "num_unique dim"], Int32[Array, " num_unique"]]:
+    """Bag gradients of each feature into row gradients. See `LaunchCombineTranspose` in ffi/kernels/combine.h.
+
+    Returns:
+      row_gradients, num_uses.
+    """
+    dim = gradients[0].shape[-1]
     workspace = library.register().JaxsokUpdateWorkspaceBytes(inverse.shape[0], dim)
     results = (
-        result(bag_gradients, (num_unique, dim), "float32"),
-        result(bag_gradients, (workspace,), "uint8"),
+        result(gradients[0], (num_unique, dim), "float32"),
+        result(gradients[0], (num_unique,), "int32"),
+        result(gradients[0], (workspace,), "uint8"),
     )
-    row_gradients, _ = jax.ffi.ffi_call("jaxsok_combine_transpose", results)(
-        bag_gradients, inverse, *bags, num_tiles=np.int32(num_tiles)
+    row_gradients, num_uses, _ = jax.ffi.ffi_call("jaxsok_combine_transpose", results)(
+        inverse, *bags, *gradients, num_tiles=np.int32(num_tiles)
     )
-    return row_gradients
+    return row_gradients, num_uses

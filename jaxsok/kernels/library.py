@@ -16,9 +16,11 @@ import jaxsok
 TARGETS: tuple[tuple[str, str], ...] = (
     ("jaxsok_table_find", "JaxsokTableFind"),
     ("jaxsok_table_find_or_insert", "JaxsokTableFindOrInsert"),
+    ("jaxsok_table_gather", "JaxsokTableGather"),
     ("jaxsok_table_erase", "JaxsokTableErase"),
     ("jaxsok_table_rebuild", "JaxsokTableRebuild"),
     ("jaxsok_plan", "JaxsokPlan"),
+    ("jaxsok_plan_requests", "JaxsokPlanRequests"),
     ("jaxsok_combine", "JaxsokCombine"),
     ("jaxsok_combine_transpose", "JaxsokCombineTranspose"),
     ("jaxsok_lookup", "JaxsokLookup"),
@@ -85,6 +87,7 @@ def load_cpu() -> ctypes.CDLL:
         "JaxsokInsertWorkspaceBytes": (ctypes.c_int64,),
         "JaxsokRebuildWorkspaceBytes": (ctypes.c_int64,),
         "JaxsokPlanWorkspaceBytes": (ctypes.c_int64,),
+        "JaxsokPlanRequestsWorkspaceBytes": (ctypes.c_int64,),
         "JaxsokUpdateWorkspaceBytes": (ctypes.c_int64, ctypes.c_int32),
     }.items():
         function = getattr(library, name)

@@ -85,6 +85,7 @@ def lookup_find(
 
 
 def lookup_planned(
+    counters: UInt32[Array, " num_counters"],
     tables: UInt32[np.ndarray, "num_tables 8"],
     seed: UInt32[Array, "2"],
     batch: Batch,
@@ -92,18 +93,18 @@ def lookup_planned(
     rows: Sequence[Slab],
     embedding_shapes: Sequence[tuple[int, ...]],
     num_tiles: int,
-) -> tuple[Int32[Array, "num_tables num_counts"], list[Array]]:
+) -> tuple[UInt32[Array, " num_counters"], Int32[Array, "num_tables num_counts"], list[Array]]:
     """Combines rows whose ids are known. See `LaunchLookupPlanned` in ffi/kernels/lookup.h.
 
     Returns:
-      counts, embeddings.
+      counters (donated, unchanged: an op that takes them comes after this one), counts, embeddings.
     """
     library.register()
-    results = _counts_and_embeddings(batch[0], tables, embedding_shapes)
-    call = jax.ffi.ffi_call("jaxsok_lookup_planned", results)
+    results = (jax.typeof(counters), *_counts_and_embeddings(batch[0], tables, embedding_shapes))
+    call = jax.ffi.ffi_call("jaxsok_lookup_planned", results, input_output_aliases={0: 0})
     attributes = {"num_slabs": np.int32(len(rows)), "num_tiles": np.int32(num_tiles)}
-    counts, *embeddings = call(tables, seed, *batch, row_ids, *rows, **attributes)
-    return counts, list(embeddings)
+    counters, counts, *embeddings = call(counters, tables, seed, *batch, row_ids, *rows, **attributes)
+    return counters, counts, list(embeddings)
 
 
 def _counts_and_embeddings(

@@ -1,4 +1,4 @@
-"""Doors of the table noun: find, find_or_insert, erase, rebuild."""
+"""Doors of the table noun: find, find_or_insert, gather, erase, rebuild."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -65,6 +65,32 @@ def find_or_insert(
     call = jax.ffi.ffi_call("jaxsok_table_find_or_insert", results, input_output_aliases=aliases)
     index, counters, table_rows, row_ids, counts, _, *slabs = call(*operands, num_slabs=np.int32(num_slabs))
     return index, counters, table_rows, tuple(slabs[:num_slabs]), tuple(slabs[num_slabs:]), row_ids, counts
+
+
+def gather(
+    counters: UInt32[Array, " num_counters"],
+    tables: UInt32[np.ndarray, "num_tables 8"],
+    seed: UInt32[Array, "2"],
+    requests: UInt32[Array, "num_keys 4"],
+    row_ids: RowIds,
+    rows: Sequence[Slab],
+    *,
+    is_find: bool,
+) -> tuple[UInt32[Array, " num_counters"], Float32[Array, "num_keys dim"], Int32[Array, " num_tables"]]:
+    """The rows of requests whose row ids are known. See `LaunchGather` in ffi/kernels/table.h.
+
+    Returns:
+      counters (donated, unchanged: an op that takes them comes after this one), rows, num_absent.
+    """
+    library.register()
+    results = (
+        jax.typeof(counters),
+        result(requests, (requests.shape[0], rows[0].shape[1]), "float32"),
+        result(requests, (tables.shape[0],), "int32"),
+    )
+    call = jax.ffi.ffi_call("jaxsok_table_gather", results, input_output_aliases={0: 0})
+    attributes = {"num_slabs": np.int32(len(rows)), "is_find": np.int32(is_find)}
+    return tuple(call(counters, tables, seed, requests, row_ids, *rows, **attributes))
 
 
 def erase(
