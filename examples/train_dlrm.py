@@ -8,6 +8,13 @@ anywhere, on CPU or GPU:
     python examples/train_dlrm.py --data train.txt
     python examples/train_dlrm.py --data day_0.gz day_1.gz --dim 64 --batch-size 16384 --bottom 512 256 --top 512 256
 
+It uses all devices of the machine: the tables and each batch are split over them, the MLPs are on each. With
+`--distributed` it uses those of all processes that a launcher started; SLURM and Open MPI tell each process which one
+it is, otherwise three environment variables do (docs/many_devices.md):
+
+    srun python examples/train_dlrm.py --distributed --data train.txt
+    JAX_COORDINATOR_ADDRESS=host:1234 NUM_PROCESSES=2 PROCESS_ID=0 python examples/train_dlrm.py --distributed
+
 It ends with the AUC on held-out rows, the keys of each table, samples per second, and a plot of loss and table growth.
 Ctrl-C stops after the current step and ends in the same way with what was done (exit code 130); a second one aborts.
 
@@ -20,6 +27,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+import os
 import pathlib
 import signal
 import sys
@@ -34,6 +42,9 @@ import matplotlib
 import numpy as np
 import optax
 from flax import nnx
+from jax.experimental import multihost_utils
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 from sklearn.metrics import roc_auc_score
 from tqdm import tqdm
 
@@ -61,7 +72,7 @@ class Config:
     held_out_rows: int | None = None
     """Rows at the end of the log that are not trained on; None: a tenth, at most 100,000."""
     batch_size: int = 2048
-    """Rows in a step."""
+    """Rows in a step, on all devices together."""
     dim: int = 16
     """Numbers in a row of a table, and width of the bottom MLP's result."""
     capacity: int = 4096
@@ -82,6 +93,18 @@ class Config:
     """File for the plot; None: no plot."""
     show_progress: bool = True
     """Whether to show a progress bar."""
+    num_devices: int | None = None
+    """How many devices to use; None: all. In several processes always all."""
+    placement: str = "auto"
+    """Where tables live, if there are several devices: "auto" asks the planner; "sharded" spreads all of them."""
+    distributed: bool = False
+    """Whether a launcher started several of this process."""
+    num_processes: int | None = None
+    """How many, where the launcher does not say; None: $NUM_PROCESSES."""
+    process_id: int | None = None
+    """Which of them this is, where the launcher does not say; None: $PROCESS_ID."""
+    heartbeat_timeout_s: int = 100
+    """After so many seconds without a word from a process, or of waiting for one at the end, all of them end."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -175,11 +198,50 @@ def log_loss(params: nnx.State, embeddings: dict[str, jax.Array], batch, graphde
 # ------------------------------------------------------------------------------------------------------------- tables
 
 
-def make_collection(config: Config) -> jaxsok.Collection:
-    """Declares a table and a feature for each category."""
+def make_mesh(config: Config) -> jax.sharding.Mesh | None:
+    """Lines up the devices along one axis; None for one device, which needs no mesh.
+
+    Raises:
+      ValueError: there are fewer, or a batch cannot be shared out evenly.
+    """
+    devices = jax.devices()[: None if jax.process_count() > 1 else config.num_devices]
+    if config.batch_size % len(devices) or len(devices) < (config.num_devices or 1):
+        raise ValueError(
+            f"train: {len(devices)} devices cannot share batches of {config.batch_size} rows evenly, or are fewer than "
+            f"num_devices={config.num_devices}; pass another batch_size or num_devices."
+        )
+    if len(devices) == 1:
+        return None
+    return jax.make_mesh((len(devices),), ("data",), axis_types=(AxisType.Auto,), devices=devices)
+
+
+def make_collection(config: Config, mesh: jax.sharding.Mesh | None = None) -> jaxsok.Collection:
+    """Declares a table and a feature for each category; with a mesh they are split over its devices."""
     optimizer = OPTIMIZERS[config.optimizer](config.learning_rate)
     tables = [jaxsok.TableSpec(name, config.dim, optimizer, capacity=config.capacity) for name in criteo.CATEGORY_NAMES]
-    return jaxsok.Collection(tables, [jaxsok.FeatureSpec(name, table=name) for name in criteo.CATEGORY_NAMES])
+    features = [jaxsok.FeatureSpec(name, table=name) for name in criteo.CATEGORY_NAMES]
+    if mesh is None:
+        return jaxsok.Collection(tables, features)
+    if config.placement == "auto":
+        proposal = jaxsok.propose(tables, features, num_shards=mesh.size, keys_per_step=config.batch_size // mesh.size)
+        tables = proposal.tables
+        if config.show_progress and jax.process_index() == 0:
+            print(proposal)
+    return jaxsok.Collection(tables, features, mesh=mesh, axis="data")
+
+
+def on_all_devices(collection: jaxsok.Collection, tree):
+    """Copies dense parameters to each device of the collection's mesh; without a mesh leaves them where they are."""
+    if collection.shards is None:
+        return tree
+    return jax.device_put(tree, NamedSharding(collection.shards.mesh, P()))
+
+
+def own_part(rows: criteo.Batch, batch_size: int) -> criteo.Batch:
+    """Gives the rows of a batch that this process feeds: its share of `batch_size`, fewer at the end of a log."""
+    share = batch_size // jax.process_count()
+    part = slice(jax.process_index() * share, (jax.process_index() + 1) * share)
+    return criteo.Batch(rows.label[part], rows.integers[part], rows.categories[part])
 
 
 def to_raw(rows: criteo.Batch) -> dict[str, np.ndarray]:
@@ -189,11 +251,14 @@ def to_raw(rows: criteo.Batch) -> dict[str, np.ndarray]:
 
 
 def make_step(collection: jaxsok.Collection, graphdef: nnx.GraphDef, tx: optax.GradientTransformation) -> Callable:
-    """Compiles a step: look up, differentiate, update tables and MLPs. State and parameters are donated."""
+    """Compiles a step: look up, differentiate, update tables and MLPs. State and parameters are donated.
+
+    On many devices nothing here changes: the loss is a mean over the whole batch, so gradients are those of one device.
+    """
 
     @functools.partial(jax.jit, donate_argnums=(0, 1, 2))
-    def step(state, params, opt_state, batch):
-        embeddings, state, plan = collection.lookup(state, batch.features)
+    def step(state, params, opt_state, batch, plan):
+        embeddings, state, plan = collection.lookup(state, plan)
         loss, (params_gradient, embeddings_gradient) = jax.value_and_grad(log_loss, (0, 1))(
             params, embeddings, batch, graphdef
         )
@@ -220,27 +285,29 @@ def train(config: Config) -> Result:
       ValueError: the log has no labels, or too few rows for one step.
       criteo.LogFormatError: a row of the log is not in Criteo's format.
     """
+    is_first = jax.process_index() == 0  # it alone shows what goes on
+    config = dataclasses.replace(config, show_progress=config.show_progress and is_first)
+    mesh = make_mesh(config)
     paths = config.data or (_synthetic_log(config),)
     num_rows = min(sum(map(criteo.estimate_num_rows, paths)), config.max_rows or sys.maxsize)
     held_out_rows = min(num_rows // 10, 100_000) if config.held_out_rows is None else config.held_out_rows
-    collection = make_collection(config)
+    collection = make_collection(config, mesh)
     state = collection.init(seed=config.seed)
     graphdef, params = make_model(config)
     tx = optax.adam(config.dense_learning_rate)
-    opt_state = tx.init(params)
-    step = make_step(collection, graphdef, tx)
+    params, opt_state = on_all_devices(collection, (params, tx.init(params)))
+    step = collection.ahead(make_step(collection, graphdef, tx))  # growth finds its program compiled
 
     history = _History(num_rows - held_out_rows, config.show_progress)
     held_out: collections.deque[criteo.Batch] = collections.deque()
     reader = criteo.read_log(paths, config.batch_size, max_rows=config.max_rows)
     with contextlib.closing(reader), history, _CtrlC() as ctrl_c:
-        for rows in hold_back(reader, held_out_rows, held_out):
-            batch = collection.batch(to_raw(rows))
-            state = collection.grow(state)  # after `batch`, whose size says how much room a step may need
-            state, params, opt_state, loss, stats = step(state, params, opt_state, batch)
-            history.add(loss, stats, rows.num_rows)
-            if ctrl_c.is_pressed:
-                break
+        own_parts = (to_raw(own_part(rows, config.batch_size)) for rows in hold_back(reader, held_out_rows, held_out))
+        # Asked by the pipeline, which is a batch ahead: what it has read is trained on, so that no row is skipped.
+        for batch, plan in collection.pipeline(ctrl_c.until_pressed(own_parts)):
+            state = collection.grow(state)  # after the pipeline saw the batch, whose size says how much room it needs
+            state, params, opt_state, loss, stats = step(state, params, opt_state, batch, plan)
+            history.add(loss, stats, config.batch_size)
     if not history.num_samples:
         raise ValueError(
             f"train: {paths[0]}: about {num_rows} rows are too few for a step of {config.batch_size} rows "
@@ -262,7 +329,11 @@ def train(config: Config) -> Result:
 def _synthetic_log(config: Config) -> pathlib.Path:
     if config.show_progress:
         print(f"Synthetic log of {config.num_rows:,} rows: written by the first run, read by the later ones.")
+    if jax.process_index():
+        multihost_utils.sync_global_devices("log")  # the first process writes it
     path = criteo.cached_log(config.num_rows, config.seed, config.cache_dir)
+    if jax.process_count() > 1 and not jax.process_index():
+        multihost_utils.sync_global_devices("log")
     if config.show_progress:
         print(f"Reading {path}")
     return path
@@ -301,8 +372,21 @@ def hold_back(
 class _CtrlC:
     """Turns the first Ctrl-C into a question asked between steps: an exception inside one would lose donated state."""
 
+    AGREE_EVERY = 20  # batches between questions to the other processes, which must stop at the same step
+
     def __init__(self):
         self.is_pressed = False
+
+    def until_pressed(self, batches: Iterable) -> Iterator:
+        """The same batches, up to the one during which Ctrl-C came, to whichever process."""
+        for i, batch in enumerate(batches):
+            yield batch
+            if jax.process_count() > 1:
+                if i % self.AGREE_EVERY:
+                    continue
+                self.is_pressed = bool(multihost_utils.process_allgather(np.array(self.is_pressed)).any())
+            if self.is_pressed:
+                return
 
     def __enter__(self):
         # Python lets only the main thread set handlers; elsewhere Ctrl-C is not ours to handle.
@@ -405,21 +489,14 @@ def evaluate(
 
     probabilities, num_found, num_missing = [np.zeros(0, np.float32)], 0, 0
     for rows in held_out:
-        result, stats = predict(state, params, collection.batch(to_raw(_pad(rows, batch_size))))
-        probabilities.append(np.asarray(result)[: rows.num_rows])
+        raw = to_raw(own_part(rows, batch_size))
+        batch = collection.batch(raw, pad_to=batch_size // jax.process_count())  # one program serves all
+        result, stats = predict(state, params, batch)
+        result, is_real = multihost_utils.process_allgather((result, batch.mask), tiled=True)
+        probabilities.append(result[is_real])
         num_found += int(np.asarray(stats.num_found).sum())
         num_missing += int(np.asarray(stats.num_missing).sum())
     return np.concatenate(probabilities), num_missing / max(num_found + num_missing, 1)
-
-
-def _pad(rows: criteo.Batch, batch_size: int) -> criteo.Batch:
-    """Fills a batch up with rows of padding, so that one compiled program serves all."""
-    num_missing = batch_size - rows.num_rows
-    return criteo.Batch(
-        np.pad(rows.label, (0, num_missing)),
-        np.pad(rows.integers, ((0, num_missing), (0, 0))),
-        np.pad(rows.categories, ((0, num_missing), (0, 0)), constant_values=criteo.MISSING_KEY),
-    )
 
 
 def auc_of(label: np.ndarray, probabilities: np.ndarray) -> float:
@@ -516,7 +593,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> Config:
     add("--max-rows", type=int, help="read at most so many rows (default: all)")
     add("--held-out-rows", type=int,
         help="rows at the end of the log to evaluate on (default: a tenth, at most 100,000)")  # fmt: skip
-    add("--batch-size", type=int, default=default.batch_size, help="rows in a step")
+    add("--batch-size", type=int, default=default.batch_size, help="rows in a step, on all devices together")
     add("--dim", type=int, default=default.dim, help="dim of the tables")
     add("--capacity", type=int, default=default.capacity, help="rows that each table begins with")
     add("--optimizer", choices=sorted(OPTIMIZERS), default=default.optimizer, help="optimizer of the tables")
@@ -530,8 +607,35 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> Config:
     add("--seed", type=int, default=default.seed, help="seed of tables, MLPs and synthetic log")
     add("--plot", type=pathlib.Path, default=default.plot, metavar="FILE", help="file for the plot")
     add("--no-progress", dest="show_progress", action="store_false", help="show no progress bar")
+    add("--num-devices", type=int, help="how many devices to use (default: all)")
+    add("--placement", choices=("auto", "sharded"), default=default.placement,
+        help="where tables live: as the planner says, or spread over all devices")  # fmt: skip
+    add("--distributed", action="store_true", help="one of several processes: under SLURM, Open MPI, or with "
+        "JAX_COORDINATOR_ADDRESS set and the two options that follow")  # fmt: skip
+    add("--num-processes", type=int, help="how many processes, if no launcher says (default: $NUM_PROCESSES)")
+    add("--process-id", type=int, help="which one this is, from 0 (default: $PROCESS_ID)")
+    add("--heartbeat-timeout-s", type=int, default=default.heartbeat_timeout_s,
+        help="seconds of silence of one process after which the others end")  # fmt: skip
     values = vars(parser.parse_args(arguments))
     return Config(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
+
+
+def join_processes(config: Config) -> None:
+    """Meets the other processes; before anything else, since JAX looks for devices once.
+
+    SLURM and Open MPI have told JAX all it needs. Elsewhere it takes the address of process 0 from
+    $JAX_COORDINATOR_ADDRESS, and the numbers from here.
+    """
+
+    def number(given: int | None, variable: str) -> int | None:
+        return int(os.environ[variable]) if given is None and variable in os.environ else given
+
+    jax.distributed.initialize(
+        num_processes=number(config.num_processes, "NUM_PROCESSES"),
+        process_id=number(config.process_id, "PROCESS_ID"),
+        heartbeat_timeout_seconds=config.heartbeat_timeout_s,
+        shutdown_timeout_seconds=config.heartbeat_timeout_s,
+    )
 
 
 def main() -> int:
@@ -541,8 +645,14 @@ def main() -> int:
       The exit code: 0, or 130 (as shells expect of SIGINT) if Ctrl-C ended the training.
     """
     config = parse_arguments()
-    device = jax.devices()[0]
-    print(f"Device: {device.platform} ({device.device_kind})")
+    if config.distributed:
+        join_processes(config)
+    is_first = jax.process_index() == 0
+    if is_first:
+        device, number = jax.devices()[0], len(jax.devices()[: config.num_devices])
+        of_many = f"{number} x " if number > 1 else ""
+        in_many = f" in {jax.process_count()} processes" if jax.process_count() > 1 else ""
+        print(f"Device: {of_many}{device.platform} ({device.device_kind}){in_many}")
     try:
         result = train(config)
     except KeyboardInterrupt:
@@ -551,10 +661,11 @@ def main() -> int:
     except (ValueError, OSError) as error:
         print(f"train_dlrm: {error}", file=sys.stderr)
         return 1
-    print(format_result(result))
-    if config.plot is not None:
-        save_plot(result, config.plot)
-        print(f"  plot             {config.plot}")
+    if is_first:
+        print(format_result(result))
+        if config.plot is not None:
+            save_plot(result, config.plot)
+            print(f"  plot             {config.plot}")
     return 130 if result.is_interrupted else 0
 
 

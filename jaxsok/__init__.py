@@ -9,7 +9,8 @@ from jaxsok import optimizers as optim
 from jaxsok.collection import Collection
 from jaxsok.features import Bags, Batch, Features
 from jaxsok.plan import Plan
-from jaxsok.specs import FeatureSpec, StoreSpec, TableSpec
+from jaxsok.planner import Proposal, TableProposal, propose
+from jaxsok.specs import REPLICATED, SHARDED, ExchangeSpec, FeatureSpec, Placement, StoreSpec, TableSpec, on
 from jaxsok.stats import Stats
 from jaxsok.store import State, StoreState
 from jaxsok.types import (
@@ -25,20 +26,28 @@ __version__ = "0.1.0"
 __all__ = [
     "NO_ROW",
     "PADDING_KEY",
+    "REPLICATED",
+    "SHARDED",
     "Bags",
     "Batch",
     "Collection",
+    "ExchangeSpec",
     "FeatureSpec",
     "Features",
     "NonFiniteGradientError",
+    "Placement",
     "Plan",
+    "Proposal",
     "StalePlanError",
     "State",
     "Stats",
     "StoreSpec",
     "StoreState",
     "TableFullError",
+    "TableProposal",
     "TableSpec",
     "initializers",
+    "on",
     "optim",
+    "propose",
 ]

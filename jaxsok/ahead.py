@@ -20,7 +20,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxsok.grow import LOOK_EVERY, GrowthTracker, next_capacity
+from jaxsok.grow import LOOK_EVERY, GrowthTracker, free_bytes, next_capacity
 from jaxsok.specs import StoreSpec
 from jaxsok.store import State, StoreState, num_buckets_of
 from jaxsok.types import MAX_SLABS
@@ -218,6 +218,7 @@ class Ahead:
             return {}
         needed = {}
         for s, capacity in enumerate(capacities):
+            capacity //= self._specs[s].num_shards
             reserve, known, bound = tracker.keys_per_step[s] * tracker.steps, tracker.known[s], tracker.bound(s)
             # By the rows last seen: the bound passes the half of every large store now and then, until `grow`, which
             # then asks for newer counters, has them.
@@ -229,9 +230,11 @@ class Ahead:
         """States that growth may make next: of the fullest store, of the two fullest together, and so on."""
         stores = list(state.stores)
         for s, needed in filling.items():
-            capacity = next_capacity(self._specs[s], stores[s].capacity, needed)
-            if capacity > stores[s].capacity and len(stores[s].rows) < MAX_SLABS:
-                stores[s] = _grown(stores[s], capacity)
+            num_shards = self._specs[s].num_shards
+            old = stores[s].capacity // num_shards
+            capacity = next_capacity(self._specs[s], old, needed, free_bytes())
+            if capacity > old and len(stores[s].rows) < MAX_SLABS:
+                stores[s] = _grown(stores[s], num_shards, capacity)
                 yield dataclasses.replace(state, stores=tuple(stores))
 
     def _start(self, signature: Any, args: tuple, kwargs: dict, settings: tuple) -> None:
@@ -348,15 +351,15 @@ def _abstract(leaf: Any) -> Any:
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type, sharding=place)
 
 
-def _grown(store: StoreState, capacity: int) -> StoreState:
-    """The shapes of a store that grew as `grow` makes it grow: one more slab, another index."""
+def _grown(store: StoreState, num_shards: int, capacity: int) -> StoreState:
+    """The shapes of a store that grew as `grow` makes it grow: one more slab, another index; `capacity` of a shard."""
 
     def with_slab(slabs: tuple) -> tuple:
-        return (*slabs, _with_length(slabs[0], capacity - store.capacity))
+        return (*slabs, _with_length(slabs[0], num_shards * capacity - store.capacity))
 
     return dataclasses.replace(
         store,
-        index=_with_length(store.index, num_buckets_of(capacity)),
+        index=_with_length(store.index, num_shards * num_buckets_of(capacity)),
         rows=with_slab(store.rows),
         records=with_slab(store.records),
         states=tuple(with_slab(slabs) for slabs in store.states),

@@ -1,30 +1,46 @@
-"""What a user declares and calls: tables and features. A collection holds no arrays; the state does."""
+"""What a user declares and calls: tables, features, a mesh. A collection holds no arrays; the state does."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Int32, UInt32
 
 from jaxsok import ahead as ahead_lib
+from jaxsok import exchange as exchange_lib
 from jaxsok import export as export_lib
 from jaxsok import features as features_lib
 from jaxsok import grow as grow_lib
 from jaxsok import keys as keys_lib
 from jaxsok import lookup as lookup_lib
+from jaxsok import pipeline as pipeline_lib
 from jaxsok import plan as plan_lib
+from jaxsok import processes
+from jaxsok import split as split_lib
 from jaxsok import table as table_lib
 from jaxsok import update as update_lib
 from jaxsok.features import Batch, Features
 from jaxsok.kernels import library
 from jaxsok.lookup import Embeddings
-from jaxsok.plan import Plan
-from jaxsok.specs import FeatureSpec, StoreSpec, TableSpec, fingerprint, group_into_stores
+from jaxsok.plan import Found, Plan
+from jaxsok.shards import Shards
+from jaxsok.specs import (
+    ExchangeSpec,
+    FeatureSpec,
+    StoreSpec,
+    TableSpec,
+    described,
+    fingerprint,
+    group_into_stores,
+)
 from jaxsok.stats import Stats
-from jaxsok.store import State, init_store, num_buckets_of
+from jaxsok.store import State, StoreState, init_store, num_buckets_of
 from jaxsok.types import COUNTERS, COUNTS, MAX_CAPACITY, MAX_FEATURES
 
 
@@ -33,6 +49,10 @@ class Collection:
 
     Tables of one dim, dtype, optimizer and row_gradient share a store; all features over a store cost one FFI call
     per lookup and one per update.
+
+    With a mesh the samples of a batch and the rows of the tables are split over the named axis: keys travel to the
+    shards that own them, rows travel back (docs/many_devices.md). Methods take and give global arrays, under `jit` or
+    not; inside `shard_map` or `pmap` over the axis they take and give a shard's part.
 
     Raises:
       TypeError, ValueError: two tables or features of one name, a feature on an unknown table, no tables.
@@ -51,12 +71,24 @@ class Collection:
       (2, 1)
     """
 
-    def __init__(self, tables: Sequence[TableSpec], features: Sequence[FeatureSpec]):
+    def __init__(
+        self,
+        tables: Sequence[TableSpec],
+        features: Sequence[FeatureSpec],
+        *,
+        mesh: Mesh | None = None,
+        axis: str | tuple[str, ...] | None = None,
+        exchange: ExchangeSpec | None = None,
+    ):
         """Declares; allocates nothing.
 
         Args:
           tables: at least one; names are unique.
           features: names are unique; each names a table. Their order is the order of keys in a batch.
+          mesh: the devices; None: one.
+          axis: the axis of the mesh over which batches and tables are split, or several as a tuple. Along other axes
+            of the mesh both are repeated.
+          exchange: how rows and gradients travel between shards; None: as float32.
         """
         for kind, specs, wanted in (("tables", tables, TableSpec), ("features", features, FeatureSpec)):
             for spec in specs:
@@ -74,13 +106,40 @@ class Collection:
                 raise ValueError(
                     f'Collection: feature "{feature.name}": table: got "{feature.table}", wanted one of {known}.'
                 )
+        if exchange is not None and not isinstance(exchange, ExchangeSpec):
+            raise TypeError(f"Collection: exchange: got {exchange!r}, wanted a jaxsok.ExchangeSpec.")
+        self.shards: Shards | None = Shards.of(mesh, axis)
+        num_shards = 1 if self.shards is None else self.shards.num_shards
+        self.exchange: ExchangeSpec = exchange or ExchangeSpec()
         self.tables: tuple[TableSpec, ...] = tuple(tables)
         self.features: tuple[FeatureSpec, ...] = tuple(features)
-        self.stores: tuple[StoreSpec, ...] = group_into_stores(self.tables)
+        for table in self.tables if self.shards is not None else ():
+            if table.placement.kind == "on" and table.placement.shard >= num_shards:
+                raise ValueError(
+                    f'Collection: table "{table.name}": placement: got {table.placement}, wanted a device from 0 to '
+                    f"{num_shards - 1} along the axis ({self.shards})."
+                )
+        self.stores: tuple[StoreSpec, ...] = group_into_stores(self.tables, num_shards)
         self.fingerprint: str = fingerprint(self.stores)
+        self.partition_owners: np.ndarray = plan_lib.default_owners(num_shards)[: None if num_shards > 1 else 0]
+        # What the parts of one shard go through to reach the others; one shard has no others.
+        self._between = (self.shards, self.exchange) if num_shards > 1 else (None, None)
+        # Outside jit too, what runs on a mesh runs as a program.
+        static = {"plan": "send_capacities", "erase": ("store", "number")}
+        self._jitted = {
+            name: jax.jit(getattr(self, f"_{name}_global"), static_argnames=static.get(name, ()))
+            for name in ("plan", "lookup", "find", "update", "erase")
+        }
+        self._lines = [0] * len(self.stores)
         self.growth = grow_lib.GrowthTracker.of(len(self.stores))
         for s, store in enumerate(self.stores):
             names = [table.name for table in store.tables]
+            least = self.exchange.send_capacity
+            if least is not None and num_shards > 1 and least < len(names):
+                raise ValueError(
+                    f"Collection: exchange: send_capacity: got {least}, wanted at least {len(names)}, the tables of "
+                    f"store {s}: so many keys may share a hash, and go in one round."
+                )
             num_features = sum(feature.table in names for feature in self.features)
             if num_features > MAX_FEATURES:
                 raise ValueError(
@@ -110,24 +169,48 @@ class Collection:
         if isinstance(seed, bool) or not isinstance(seed, (int, np.integer)) or not 0 <= seed < 2**64:
             raise ValueError(f"init: seed: got {seed!r}, wanted an integer from 0 to 2**64 - 1.")
         library.register()
-        grow_lib.require_memory([(store, store.capacity) for store in self.stores], "init")
+        shards = self.shards
+        if shards is not None and shards.num_processes > 1:
+            sizes = [f"capacity of {table.name}: {table.capacity}, {table.max_capacity}" for table in self.tables]
+            features = [repr(feature) for feature in self.features]
+            processes.require_same(
+                "init", [f"mesh: {shards}", f"seed: {seed}", *described(self.stores), *sizes, *features]
+            )
+        free = grow_lib.agreed_free_bytes(shards)
+        grow_lib.require_memory([(store, store.capacity) for store in self.stores], "init", free)
         # Salts differ between stores and seeds; they are hidden from whoever chooses keys.
         salts = np.random.SeedSequence(int(seed)).generate_state(len(self.stores), np.uint64)
+
+        def make_stores() -> tuple[StoreState, ...]:
+            return tuple(init_store(store, int(salt)) for store, salt in zip(self.stores, salts, strict=True))
+
+        def make_rest() -> tuple[Array, ...]:
+            words = np.array([seed & 0xFFFFFFFF, seed >> 32], np.uint32)
+            return jnp.zeros((), jnp.uint32), jnp.asarray(words), jnp.asarray(self.partition_owners)
+
+        step, seed_words, owners = make_rest() if shards is None else shards.make(make_rest, is_split=False)
         state = State(
-            stores=tuple(init_store(store, int(salt)) for store, salt in zip(self.stores, salts, strict=True)),
-            step=jnp.zeros((), jnp.uint32),
-            seed=jnp.asarray(np.array([seed & 0xFFFFFFFF, seed >> 32], np.uint32)),
+            stores=make_stores() if shards is None else shards.make(make_stores),
+            step=step,
+            seed=seed_words,
+            partition_owners=owners,
             fingerprint=self.fingerprint,
+            mesh=self._mesh_name,
         )
         self.growth.forget()
         return state
 
-    def batch(self, raw: Mapping[str, Any]) -> Batch:
+    def batch(self, raw: Mapping[str, Any], *, pad_to: int | None = None) -> Batch:
         """Packs a raw batch: features into few arrays of static size, everything else untouched.
+
+        On a mesh this process's samples are split over its shards in order, and so are entries of `raw` that have a
+        line for each sample. In several processes each passes its own samples, all the same number of them.
 
         Args:
           raw: for each feature an integer array `[num_bags]` or `[num_bags, hotness]`, or `Bags`; other entries are
             carried along (`batch["label"]`).
+          pad_to: adds samples without keys until there are so many: for the last batch of a log. `batch.mask` tells
+            which are real.
 
         Raises:
           TypeError, ValueError: names the feature, the argument, what was got and wanted.
@@ -138,24 +221,72 @@ class Collection:
         Example:
           `batch = collection.batch({"user": user_ids, "history": Bags(ids, lengths=lengths), "label": clicks})`
         """
-        batch = features_lib.pack(raw, self.stores, self.features, self.fingerprint)
+        mask: Any = None
+        if pad_to is not None:
+            raw, mask = split_lib.pad(raw, self.features, pad_to)
+        if self.shards is not None and not self.shards.is_manual():
+            batch = split_lib.pack_sharded(raw, self.stores, self.features, self.fingerprint, self.shards, mask)
+        else:
+            batch = features_lib.pack(raw, self.stores, self.features, self.fingerprint)
+            num_parts = 1 if self.shards is None else self.shards.num_shards
+            features = dataclasses.replace(batch.features, num_parts=num_parts)
+            batch = dataclasses.replace(batch, features=features, mask=None if mask is None else jnp.asarray(mask))
         self._note_keys([batch.features])
         return batch
 
-    def plan(self, features: Features) -> Plan:
+    def plan(self, features: Features, *, send_capacity: Sequence[int] | None = None) -> Plan:
         """Makes the keys of a batch distinct. Reads no table, so it can run a batch ahead of the lookup.
 
+        On a mesh, with `send_capacity`, it also sends the keys to their owners, in one round: the lookup and the
+        update then have no loop, and the host waits for nothing. Keys beyond the capacity are not sent, read their
+        initial rows and are counted as refused: compare `plan.asked[s].load[0, 0]` with it first, or let
+        `collection.pipeline` do so. Without it the exchange goes in as many rounds as it takes.
+
+        Args:
+          features: of `batch`.
+          send_capacity: for each store the keys for one destination; on a mesh only.
+
         Cost:
-          One pass over the keys and a scratch index of 32 bytes a key.
+          One pass over the keys and a scratch index of 32 bytes a key; on a mesh also a sort by owner.
 
         Example:
           `embeddings, state, plan = collection.lookup(state, collection.plan(batch.features))`
         """
         self._check_features("plan", features)
-        distinct = tuple(
-            plan_lib.distinct_keys(part) if part.layouts else plan_lib.empty_distinct() for part in features.stores
-        )
-        return Plan(features, distinct)
+        if send_capacity is not None:
+            self._check_send_capacity(send_capacity)
+            send_capacity = tuple(int(capacity) for capacity in send_capacity)
+        if self.shards is None or self.shards.is_manual():
+            return self._plan_part(features, send_capacity)
+        return self._jitted["plan"](features, send_capacities=send_capacity)
+
+    def pipeline(self, batches: Iterable[Mapping[str, Any]], *, pad_to: int | None = None) -> "pipeline_lib.Pipeline":
+        """Gives batches with their plans, each made while the step before runs.
+
+        On a mesh the keys are exchanged with the plan, and its counts choose the send capacity: the step has no loop,
+        the host never waits for a step, and results are those of `lookup(state, batch.features)`. Few capacities are
+        used, each a program of the step. On one device plans are left to the lookup, which is faster.
+
+        Args:
+          batches: raw batches, as `batch` takes them.
+          pad_to: as for `batch`.
+
+        Returns:
+          An iterator of (batch, plan).
+
+        Example:
+          >>> import jaxsok
+          >>> tables = [jaxsok.TableSpec("item", dim=4, optimizer=jaxsok.optim.sgd(0.1), capacity=64)]
+          >>> collection = jaxsok.Collection(tables, [jaxsok.FeatureSpec("clicked", table="item")])
+          >>> state = collection.init(seed=0)
+          >>> for batch, plan in collection.pipeline({"clicked": np.arange(i, i + 4)} for i in range(3)):
+          ...     state = collection.grow(state)
+          ...     embeddings, state, plan = collection.lookup(state, plan)
+          ...     state, stats = collection.update(state, plan, embeddings)
+          >>> collection.num_rows(state)
+          {'item': 6}
+        """
+        return pipeline_lib.Pipeline(self, batches, pad_to)
 
     def lookup(self, state: State, features: Features | Plan) -> tuple[Embeddings, State, Plan]:
         """Looks up a batch; unseen keys get rows, in order of first occurrence.
@@ -171,7 +302,8 @@ class Collection:
           ValueError: a state or features of another collection. Raised when traced.
 
         Cost:
-          One FFI call per store. Per key 8 bytes, one 64-byte bucket and its row read, an embedding written.
+          One FFI call per store. Per key 8 bytes, one 64-byte bucket and its row read, an embedding written. On a
+          mesh also 16 bytes and a row on the wire for each distinct key, and what padding takes.
 
         Example:
           `embeddings, state, plan = collection.lookup(state, batch.features)`
@@ -181,20 +313,23 @@ class Collection:
         self._check_features("lookup", plan.features)
         self._note_keys([plan.features])
         with jax.named_scope("jaxsok.lookup"):
-            return lookup_lib.lookup(self.stores, state, plan)
+            if self.shards is None or self.shards.is_manual():
+                return lookup_lib.lookup(self.stores, state, plan, *self._between)
+            return self._jitted["lookup"](state, plan)
 
-    def find(self, state: State, features: Features) -> tuple[Embeddings, Stats]:
+    def find(self, state: State, features: Features | Plan) -> tuple[Embeddings, Stats]:
         """The evaluation lookup: reads only. Keys without a row read what their table's `unknown` says.
 
         Example:
           `embeddings, stats = collection.find(state, batch.features)`
         """
         self._check_state("find", state)
-        self._check_features("find", features)
+        plan = features if isinstance(features, Plan) else Plan(features)
+        self._check_features("find", plan.features)
         with jax.named_scope("jaxsok.find"):
-            embeddings, counts = lookup_lib.find(self.stores, state, features)
-        nonfinite = [jnp.zeros(len(store.tables), jnp.int32) for store in self.stores]
-        return embeddings, self._stats(state, [counts], nonfinite, jnp.zeros((), jnp.int32))
+            if self.shards is None or self.shards.is_manual():
+                return self._find_part(state, plan)
+            return self._jitted["find"](state, plan)
 
     def update(
         self,
@@ -220,7 +355,7 @@ class Collection:
 
         Cost:
           One FFI call per store: sorts the uses by row, reads each bag gradient, reads and writes each used row and
-          its state once.
+          its state once. On a mesh also a row gradient on the wire for each distinct key, and what padding takes.
 
         Example:
           `state, stats = collection.update(state, plan, g_embeddings)`
@@ -242,9 +377,100 @@ class Collection:
             _check_rate(learning_rate)
         self._note_keys([one.features for one in plans])
         with jax.named_scope("jaxsok.update"):
-            state, nonfinite, stale = update_lib.update(self.stores, state, plans, grads, learning_rate)
-        counts = [[found.counts for found in one.found] for one in plans]
-        return state, self._stats(state, counts, nonfinite, stale)
+            if self.shards is None or self.shards.is_manual():
+                return self._update_part(state, plans, grads, learning_rate)
+            for one, of_plan in zip(plans, grads, strict=True):
+                update_lib.check_gradients(self.stores, one, of_plan, self.shards.num_shards)
+            return self._jitted["update"](state, plans, [dict(of_plan) for of_plan in grads], learning_rate)
+
+    # The same on one shard's part of everything, and on global arrays, where it calls the former on every shard.
+
+    def _plan_part(self, features: Features, send_capacities: tuple[int, ...] | None) -> Plan:
+        if self.shards is not None:
+            shards, _ = self._between
+            if shards is None:
+                return Plan(features)
+            sizes = send_capacities or (None,) * len(self.stores)
+            asked = [
+                exchange_lib.ask(shards, store, part, jnp.asarray(self.partition_owners), size)
+                if part.layouts
+                else None
+                for store, part, size in zip(self.stores, features.stores, sizes, strict=True)
+            ]
+            if send_capacities is None and self.exchange.send_capacity is not None:
+                size = self.exchange.send_capacity
+                asked = [one and dataclasses.replace(one, send_capacity=size) for one in asked]
+            return Plan(features, asked=tuple(asked))
+        distinct = tuple(
+            plan_lib.distinct_keys(part) if part.layouts else plan_lib.empty_distinct() for part in features.stores
+        )
+        return Plan(features, distinct)
+
+    def _plan_global(self, features: Features, send_capacities: tuple[int, ...] | None) -> Plan:
+        spec = self.shards.spec
+        return self.shards.run(lambda part: self._plan_part(part, send_capacities), (features,), (spec,), spec)
+
+    def _lookup_global(self, state: State, plan: Plan) -> tuple[Embeddings, State, Plan]:
+        spec, of_state = self.shards.spec, self._specs_of(state)
+        return self.shards.run(
+            lambda *part: lookup_lib.lookup(self.stores, *part, *self._between),
+            (state, plan),
+            (of_state, spec),
+            (spec, of_state, spec),
+        )
+
+    def _find_part(self, state: State, plan: Plan) -> tuple[Embeddings, Stats]:
+        embeddings, found = lookup_lib.find(self.stores, state, plan, *self._between)
+        nonfinite = [jnp.zeros(len(store.tables), jnp.int32) for store in self.stores]
+        return embeddings, self._stats(state, [found], nonfinite, jnp.zeros((), jnp.int32))
+
+    def _find_global(self, state: State, plan: Plan) -> tuple[Embeddings, Stats]:
+        spec = self.shards.spec
+        return self.shards.run(self._find_part, (state, plan), (self._specs_of(state), spec), (spec, P()))
+
+    def _update_part(
+        self, state: State, plans: Sequence[Plan], gradients: Sequence[Mapping[str, Array]], learning_rate: Any
+    ) -> tuple[State, Stats]:
+        state, nonfinite, stale = update_lib.update(self.stores, state, plans, gradients, learning_rate, *self._between)
+        return state, self._stats(state, [one.found for one in plans], nonfinite, stale)
+
+    def _update_global(
+        self, state: State, plans: Sequence[Plan], gradients: Sequence[Mapping[str, Array]], learning_rate: Any
+    ) -> tuple[State, Stats]:
+        spec, of_state = self.shards.spec, self._specs_of(state)
+        gradients = jax.tree.map(self.shards.resplit, gradients)
+        return self.shards.run(
+            self._update_part, (state, plans, gradients, learning_rate), (of_state, spec, spec, P()), (of_state, P())
+        )
+
+    def _erase_part(self, state: State, words: Array, *, store: int, number: int) -> tuple[State, UInt32[Array, ""]]:
+        spec, old = self.stores[store], state.stores[store]
+        ids = jnp.asarray(table_lib.table_ids_of(number, words.shape[0]))
+        new, num_erased = table_lib.erase(spec, old, words, ids)
+        shards, _ = self._between
+        if shards is not None:
+            # A plan is stale on all shards or on none: those without an erased row advance with the others.
+            is_counted = (shards.index() == 0) | (not spec.is_replicated)
+            num_erased = lax.psum(jnp.where(is_counted, num_erased, 0), shards.axis)
+            generation = old.generation + (num_erased > 0).astype(jnp.uint32)
+            new = dataclasses.replace(new, counters=new.counters.at[COUNTERS.index("generation")].set(generation))
+        stores = (*state.stores[:store], new, *state.stores[store + 1 :])
+        return dataclasses.replace(state, stores=stores), num_erased
+
+    def _erase_global(self, state: State, words: Array, *, store: int, number: int) -> tuple[State, UInt32[Array, ""]]:
+        of_state = self._specs_of(state)
+        total = P() if self.stores[store].num_shards > 1 else self.shards.spec
+
+        def part(state: State, words: Array) -> tuple[State, Array]:
+            state, num_erased = self._erase_part(state, words, store=store, number=number)
+            return state, num_erased if total == P() else num_erased[None]
+
+        state, num_erased = self.shards.run(part, (state, words), (of_state, P()), (of_state, total))
+        return state, num_erased.reshape(())
+
+    def _specs_of(self, state: State) -> Any:
+        """How each array of a state lies on the mesh, as `shard_map` takes it."""
+        return dataclasses.replace(state, stores=self.shards.spec, step=P(), seed=P(), partition_owners=P())
 
     def grow(self, state: State, *, steps: int = 1) -> State:
         """Makes room, between steps, for what the next `steps` steps may insert; almost always returns at once.
@@ -266,7 +492,7 @@ class Collection:
         self._check_state("grow", state)
         if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
             raise ValueError(f"grow: steps: got {steps!r}, wanted an integer of at least 1.")
-        return grow_lib.grow(self.stores, self.growth, state, steps)
+        return grow_lib.grow(self.stores, self.growth, state, steps, self.shards)
 
     def ahead(self, step: Any, *, state_argnum: int = 0) -> ahead_lib.Ahead:
         """Wraps a jitted step, so that the program for the next capacity is there when the state grows.
@@ -326,6 +552,8 @@ class Collection:
         Returns:
           The state, and how many rows went.
 
+        On a mesh the keys are the same everywhere, in all processes.
+
         Cost:
           Streams the records and rewrites the index of the table's store: 48 bytes a row of capacity.
 
@@ -337,10 +565,56 @@ class Collection:
         words = keys_lib.words_of(keys, "int64", "erase")
         if words.ndim != 2:
             raise ValueError(f"erase: keys: got shape {list(words.shape[:-1])}, wanted [num_keys].")
-        ids = jnp.asarray(table_lib.table_ids_of(number, words.shape[0]))
-        store, num_erased = table_lib.erase(self.stores[s], state.stores[s], jnp.asarray(words), ids)
-        stores = (*state.stores[:s], store, *state.stores[s + 1 :])
-        return dataclasses.replace(state, stores=stores), num_erased
+        if self.shards is None or self.shards.is_manual():
+            return self._erase_part(state, jnp.asarray(words), store=s, number=number)
+        return self._jitted["erase"](state, words, store=s, number=number)
+
+    def stack(self, tree: Any) -> Any:
+        """Global arrays as `pmap` takes them: each `[num_shards * n, ...]` as `[num_shards, n, ...]`.
+
+        What is the same everywhere (a state's seed and step) is given to each shard. `unstack` is the way back.
+
+        Args:
+          tree: a state, features, or any arrays split over the axis; consumed.
+
+        Example:
+          `state = collection.stack(collection.init(seed=0))`, then `jax.pmap(step, axis_name="data")(state, ...)`.
+        """
+        return self._restacked("stack", tree, is_stacking=True)
+
+    def unstack(self, tree: Any) -> Any:
+        """What `pmap` gave, as global arrays: the way back from `stack`.
+
+        Example:
+          `collection.export_table(collection.unstack(state), "user")`
+        """
+        return self._restacked("unstack", tree, is_stacking=False)
+
+    def _restacked(self, op: str, tree: Any, *, is_stacking: bool) -> Any:
+        if self.shards is None:
+            raise ValueError(f"{op}: tree: got arrays of one device, wanted a collection with a mesh.")
+        num_shards = self.shards.num_shards
+        leaves, structure = jax.tree.flatten(tree, is_leaf=lambda node: isinstance(node, State))
+        split, same = self.shards.split, self.shards.same
+
+        def restacked(leaf: Array, is_split: bool) -> Array:
+            if is_split and is_stacking:
+                new = leaf.reshape(num_shards, leaf.shape[0] // num_shards, *leaf.shape[1:])
+            elif is_split:
+                new = leaf.reshape(num_shards * leaf.shape[1], *leaf.shape[2:])
+            else:
+                new = jnp.broadcast_to(leaf, (num_shards, *leaf.shape)) if is_stacking else leaf[0]
+            return new
+
+        def restack(leaf: Array, is_split: bool) -> Array:
+            new = jax.jit(restacked, out_shardings=split if is_split or is_stacking else same, static_argnums=1)(
+                leaf, is_split
+            )
+            leaf.delete()  # one by one: never two copies of everything
+            return new
+
+        restacked_nodes = [jax.tree.map(restack, node, _is_split(node)) for node in leaves]
+        return jax.tree.unflatten(structure, restacked_nodes)
 
     def export_table(self, state: State, table: str) -> dict[str, Any]:
         """A table's keys, rows, row ids and optimizer state as NumPy arrays, in the order of the row ids.
@@ -361,36 +635,64 @@ class Collection:
           `collection.num_rows(state)` → `{"user": 1000, "item": 250}`
         """
         self._check_state("num_rows", state)
+        by_store = [
+            _rows_by_table(one.table_rows, store, jnp if self._spans_processes else np)
+            for store, one in zip(self.stores, state.stores, strict=True)
+        ]
         return {
             table.name: int(rows)
-            for store, one in zip(self.stores, state.stores, strict=True)
-            for table, rows in zip(store.tables, np.asarray(one.table_rows), strict=True)
+            for store, one in zip(self.stores, by_store, strict=True)
+            for table, rows in zip(store.tables, np.asarray(one), strict=True)
         }
 
     def memory_estimate(self, state: State | None = None) -> dict[str, int]:
-        """Bytes of the stores, by what they hold, on one device.
+        """Bytes by what they hold, on each device.
 
         Args:
           state: of which capacity; None: as `init` makes it.
 
         Returns:
-          "rows", "optimizer_state", "records", "index", "total".
+          "rows", "optimizer_state", "records", "index"; "exchange": on a mesh, what rows and gradients of the largest
+          batch seen take on their way (lines received, and the batch's own); "total".
 
         Example:
           `collection.memory_estimate()["total"]`
         """
-        sizes = dict.fromkeys(("rows", "optimizer_state", "records", "index"), 0)
+        sizes = dict.fromkeys(("rows", "optimizer_state", "records", "index", "exchange"), 0)
         for s, store in enumerate(self.stores):
-            capacity = store.capacity if state is None else state.stores[s].capacity
+            capacity = store.capacity if state is None else state.stores[s].capacity // store.num_shards
             sizes["rows"] += 4 * store.dim * capacity
             sizes["optimizer_state"] += 4 * sum(one.dim for one in store.state_specs) * capacity
             sizes["records"] += 16 * capacity
             sizes["index"] += 64 * num_buckets_of(capacity)
+            lines = 2 * self._lines[s] if store.num_shards > 1 else 0
+            sizes["exchange"] += lines * (4 * store.dim + 16)
         return sizes | {"total": sum(sizes.values())}
 
+    @property
+    def _mesh_name(self) -> str:
+        return "" if self.shards is None else str(self.shards)
+
+    @property
+    def _spans_processes(self) -> bool:
+        return self.shards is not None and self.shards.num_processes > 1
+
     def _note_keys(self, features: Sequence[Features]) -> None:
-        for s in range(len(self.stores)):
-            self.growth.saw_batch(s, sum(part.stores[s].keys.shape[0] for part in features))
+        for s, spec in enumerate(self.stores):
+            layouts = [layout for part in features for layout in part.stores[s].layouts]
+            self._lines[s] = max(self._lines[s], sum(layout.num_keys for layout in layouts))
+            keys = grow_lib.keys_at_most(spec, [(layout.table, layout.num_keys) for layout in layouts])
+            self.growth.saw_batch(s, keys)
+
+    def _check_send_capacity(self, send_capacity: Sequence[int]) -> None:
+        what = "plan: send_capacity"
+        if self.shards is None:
+            raise ValueError(f"{what}: got one without a mesh, wanted None; nothing is sent on one device.")
+        if not isinstance(send_capacity, (tuple, list)) or len(send_capacity) != len(self.stores):
+            raise ValueError(f"{what}: got {send_capacity!r}, wanted one number for each of {len(self.stores)} stores.")
+        for capacity in send_capacity:
+            if isinstance(capacity, bool) or not isinstance(capacity, (int, np.integer)) or capacity < 1:
+                raise ValueError(f"{what}: got {capacity!r}, wanted a number of keys, at least 1.")
 
     def _locate(self, op: str, table: str) -> tuple[int, int]:
         for s, store in enumerate(self.stores):
@@ -402,6 +704,11 @@ class Collection:
     def _check_state(self, op: str, state: State) -> None:
         if not isinstance(state, State):
             raise TypeError(f"{op}: state: got {type(state).__name__}, wanted the State that Collection.init made.")
+        if state.mesh != self._mesh_name:
+            raise ValueError(
+                f"{op}: state: got one made for {_place(state.mesh)}, wanted one for {_place(self._mesh_name)}; use "
+                "the collection that made it."
+            )
         if state.fingerprint != self.fingerprint:
             raise ValueError(
                 f"{op}: state: got one of other specs (fingerprint {state.fingerprint}), wanted "
@@ -419,29 +726,83 @@ class Collection:
             raise ValueError(
                 f"{op}: features: got those of a collection with other specs; make them with this one's batch."
             )
+        num_parts = 1 if self.shards is None else self.shards.num_shards
+        if features.num_parts != num_parts:
+            raise ValueError(
+                f"{op}: features: got those packed for {features.num_parts} shards, wanted {num_parts} "
+                f"({_place(self._mesh_name)}); make them with this collection's batch."
+            )
 
     def _stats(
-        self, state: State, counts: Sequence[Sequence[Array]], nonfinite: Sequence[Array], stale: Int32[Array, ""]
+        self,
+        state: State,
+        found: Sequence[Sequence[Found]],
+        nonfinite: Sequence[Array],
+        stale: Int32[Array, ""],
     ) -> Stats:
+        """The counts of one step; on a mesh, of all shards: one small all-reduce."""
         names = [table.name for store in self.stores for table in store.tables]
         order = np.array([names.index(table.name) for table in self.tables])
-        by_plan = [jnp.concatenate(list(one)) for one in counts]
-        total = sum(by_plan[1:], by_plan[0])[order]
+        num_shards = self.stores[0].num_shards
+        shards, _ = self._between
+        is_first = True if shards is None else shards.index() == 0
         word = {name: i for i, name in enumerate(COUNTERS)}
-        rows = jnp.concatenate([store.table_rows for store in state.stores]).astype(jnp.int32)
         counters = jnp.stack([store.counters for store in state.stores]).astype(jnp.int32)
-        place = [self._locate("stats", table.name)[0] for table in self.tables]
+        rounds = jnp.stack([jnp.concatenate([one.num_rounds for one in plan]) for plan in found]).max(axis=0)
+        rows = [
+            jnp.where(is_first | (not spec.is_replicated), store.table_rows.astype(jnp.int32), 0)
+            for spec, store in zip(self.stores, state.stores, strict=True)
+        ]
+        # What is not a sum is put where no other shard adds to it.
+        longest = counters[:, word["longest_probe"]]
+        place = 0 if shards is None else shards.index()
+        parts = {
+            "counts": sum(jnp.concatenate([one.counts for one in plan]) for plan in found),
+            "nonfinite": jnp.concatenate(list(nonfinite)),
+            "rows": jnp.concatenate(rows),
+            "unplaced": counters[:, word["num_unplaced"]],
+            "stale": stale,
+            "rounds": jnp.where(is_first, rounds, 0),
+            "longest": jnp.zeros((num_shards, len(self.stores)), jnp.int32).at[place].set(longest),
+        }
+        if self.shards is not None:
+            shapes = [part.shape for part in parts.values()]
+            flat = lax.psum(jnp.concatenate([part.reshape(-1) for part in parts.values()]), self.shards.axis)
+            ends = np.cumsum([int(np.prod(shape)) for shape in shapes])[:-1].tolist()
+            pieces = zip(parts, jnp.split(flat, ends), shapes, strict=True)
+            parts = {name: part.reshape(shape) for name, part, shape in pieces}
+        total = parts["counts"][order]
+        stores = [self._locate("stats", table.name)[0] for table in self.tables]
         return Stats(
             **{name: total[:, i] for i, name in enumerate(COUNTS)},
-            num_nonfinite=jnp.concatenate(list(nonfinite))[order],
-            num_rows=rows[order],
-            longest_probe=counters[:, word["longest_probe"]],
-            num_unplaced=counters[:, word["num_unplaced"]],
-            num_stale=stale,
+            num_nonfinite=parts["nonfinite"][order],
+            num_rows=parts["rows"][order],
+            longest_probe=parts["longest"].max(axis=0),
+            num_unplaced=parts["unplaced"],
+            num_stale=parts["stale"],
+            num_rounds=parts["rounds"],
             tables=tuple(table.name for table in self.tables),
-            capacities=tuple(state.stores[s].capacity for s in place),
-            stores=tuple(place),
+            capacities=tuple(state.stores[s].capacity for s in stores),
+            stores=tuple(stores),
         )
+
+
+def _is_split(node: Any) -> Any:
+    """For each array of a state, or of anything else, whether each shard has a part of it."""
+    if not isinstance(node, State):
+        return True
+    others = dict.fromkeys(("step", "seed", "partition_owners"), False)
+    return dataclasses.replace(node, stores=jax.tree.map(lambda _: True, node.stores), **others)
+
+
+def _place(mesh_name: str) -> str:
+    return f"the mesh axes {mesh_name}" if mesh_name else "one device"
+
+
+def _rows_by_table(table_rows: Array, store: StoreSpec, xp: Any) -> Any:
+    """Rows of each table of a store, of all shards; `xp` is jax.numpy where a process does not have all of them."""
+    by_shard = (table_rows if xp is jnp else np.asarray(table_rows)).reshape(store.num_shards, len(store.tables))
+    return by_shard[0] if store.is_replicated else by_shard.sum(axis=0)
 
 
 def _check_rate(rate: Any) -> None:

@@ -117,10 +117,14 @@ class StoreFeatures:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Features:
-    """All features of a batch, packed by store. Made by `Collection.batch`; a pytree of arrays."""
+    """All features of a batch, packed by store. Made by `Collection.batch`; a pytree of arrays.
+
+    On a mesh each array holds one packed part for each shard, one after the other; layouts are those of one part.
+    """
 
     stores: tuple[StoreFeatures, ...]
     fingerprint: str = dataclasses.field(metadata={"static": True})
+    num_parts: int = dataclasses.field(default=1, metadata={"static": True})
 
     def _find(self, name: str) -> tuple[StoreFeatures, FeatureLayout]:
         for store in self.stores:
@@ -130,22 +134,33 @@ class Features:
         known = [layout.name for store in self.stores for layout in store.layouts]
         raise KeyError(f'Features: got feature "{name}", wanted one of {known}.')
 
+    def _parts(self, array: Array, start: int, size: int) -> Array:
+        """`size` lines of each part of a packed array: `[num_parts, size, ...]`."""
+        # Inside shard_map there is one part, whatever the batch was made for.
+        num_parts = self.num_parts if not _is_part(self) else 1
+        lines = array.reshape(num_parts, array.shape[0] // num_parts, *array.shape[1:])
+        return lines[:, start : start + size]
+
     def keys(self, name: str) -> UInt32[Array, "num_keys 2"]:
         """The keys of a feature as words, padding included."""
         store, layout = self._find(name)
-        return store.keys[layout.key_start : layout.key_start + layout.num_keys]
+        return self._parts(store.keys, layout.key_start, layout.num_keys).reshape(-1, 2)
 
     def offsets(self, name: str) -> Int32[Array, " num_bags_plus_1"]:
         """Where each bag of a feature begins among its keys, and where the last one ends.
 
         Example:
           Bags `[7, 7]` and `[9]` give `[0, 2, 3]`.
+
+        On a mesh those of all parts, one after the other, each counting from 0.
         """
         store, layout = self._find(name)
         if layout.num_offsets:
-            return store.offsets[layout.offsets_start : layout.offsets_start + layout.num_offsets]
-        hotness = layout.num_keys // max(1, layout.embedding_shape[0])
-        return jnp.arange(layout.embedding_shape[0] + 1, dtype=jnp.int32) * hotness
+            return self._parts(store.offsets, layout.offsets_start, layout.num_offsets).reshape(-1)
+        num_bags = layout.embedding_shape[0]
+        hotness = layout.num_keys // max(1, num_bags)
+        num_parts = 1 if _is_part(self) else self.num_parts
+        return jnp.tile(jnp.arange(num_bags + 1, dtype=jnp.int32) * hotness, num_parts)
 
     def mask(self, name: str) -> Bool[Array, "..."]:
         """Where a feature has a key and no padding: `[num_keys]`, or `[num_bags, hotness]` for padded features.
@@ -156,8 +171,17 @@ class Features:
         _, layout = self._find(name)
         real = ~(self.keys(name) == jnp.uint32(PADDING_KEY & 0xFFFFFFFF)).all(axis=-1)
         if layout.combiner is None:
-            return real.reshape(layout.embedding_shape)
-        return real.reshape(layout.num_bags, layout.hotness) if layout.hotness > 1 else real
+            return real.reshape(-1, *layout.embedding_shape[1:])
+        return real.reshape(-1, layout.hotness) if layout.hotness > 1 else real
+
+
+def _is_part(features: Features) -> bool:
+    """Whether the arrays are one shard's part: then they have as many keys as the layouts say."""
+    for store in features.stores:
+        num_keys = sum(layout.num_keys for layout in store.layouts)
+        if num_keys:
+            return store.keys.shape[0] == num_keys
+    return True
 
 
 @jax.tree_util.register_dataclass
@@ -167,6 +191,8 @@ class Batch:
 
     features: Features
     rest: dict[str, Any]
+    mask: Any = None
+    """With `pad_to`: bool `[num_samples]`, False for the samples that were added; else None."""
 
     def __getitem__(self, name: str) -> Any:
         """An entry that is not a feature, as it was given: `batch["label"]`."""
@@ -200,6 +226,13 @@ def pack(raw: Mapping[str, Any], stores: Sequence[StoreSpec], features: Sequence
     Raises:
       TypeError, ValueError: names feature, argument, got and wanted. Nothing has changed then.
     """
+    require_features(raw, features)
+    packed = jax.tree.map(jnp.asarray, pack_stores(raw, stores, features))
+    return Batch(Features(packed, tag), rest_of(raw, features))
+
+
+def require_features(raw: Mapping[str, Any], features: Sequence[FeatureSpec]) -> None:
+    """Refuses a raw batch that is no mapping, or lacks a feature."""
     if not isinstance(raw, Mapping):
         raise TypeError(f"batch: raw: got {type(raw).__name__}, wanted a mapping from names to arrays.")
     missing = [spec.name for spec in features if spec.name not in raw]
@@ -208,15 +241,25 @@ def pack(raw: Mapping[str, Any], stores: Sequence[StoreSpec], features: Sequence
             f"batch: raw: got {len(features) - len(missing)} of {len(features)} features, wanted also {missing}; "
             f"it holds {sorted(map(str, raw))}."
         )
+
+
+def rest_of(raw: Mapping[str, Any], features: Sequence[FeatureSpec]) -> dict[str, Any]:
+    """The entries of a raw batch that are no features."""
+    own = {spec.name for spec in features}
+    return {name: value for name, value in raw.items() if name not in own}
+
+
+def pack_stores(
+    raw: Mapping[str, Any], stores: Sequence[StoreSpec], features: Sequence[FeatureSpec]
+) -> tuple[StoreFeatures, ...]:
+    """The features of a raw batch by store; what came as NumPy alone is NumPy still."""
     parts = {spec.name: _read(spec, raw[spec.name]) for spec in features}
     packed = []
     for store in stores:
         names = [table.name for table in store.tables]
         mine = [parts[spec.name] for spec in features if spec.table in names]
         packed.append(_pack_store(store, mine))
-    own = {spec.name for spec in features}
-    rest = {name: value for name, value in raw.items() if name not in own}
-    return Batch(Features(tuple(packed), tag), rest)
+    return tuple(packed)
 
 
 def _pack_store(store: StoreSpec, parts: Sequence[_Part]) -> StoreFeatures:
@@ -262,13 +305,13 @@ def _pack_store(store: StoreSpec, parts: Sequence[_Part]) -> StoreFeatures:
     )
 
 
-def _join(arrays: Sequence[Any], empty: np.ndarray) -> Array:
-    """One device array of all; NumPy parts are joined on the host, so that one transfer carries them."""
+def _join(arrays: Sequence[Any], empty: np.ndarray) -> Any:
+    """One array of all; NumPy parts are joined on the host, so that one transfer carries them."""
     if not arrays:
-        return jnp.asarray(empty)
+        return empty
     if any(isinstance(array, jax.Array) for array in arrays):
         return jnp.concatenate([jnp.asarray(array) for array in arrays])
-    return jnp.asarray(arrays[0] if len(arrays) == 1 else np.concatenate(arrays))
+    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
 
 
 def _read(spec: FeatureSpec, value: Any) -> _Part:
@@ -324,7 +367,17 @@ def _read_weights(spec: FeatureSpec, bags: Bags, shape: tuple[int, ...], what: s
     return weights.astype(jnp.float32)
 
 
-def _read_ragged(spec: FeatureSpec, bags: Bags, words: Any, weights: Any, what: str) -> _Part:
+def read_offsets(bags: Bags, words: Any, what: str) -> Any:
+    """Offsets of ragged keys: int32 NumPy, known to rise to the end of the keys; or traced, and made to rise.
+
+    Args:
+      bags: with lengths or offsets.
+      words: of its keys.
+      what: named in errors.
+
+    Raises:
+      TypeError, ValueError: names argument, got and wanted.
+    """
     if bags.lengths is not None and bags.offsets is not None:
         raise ValueError(f"{what}: got both lengths and offsets, wanted one of them.")
     if words.ndim != 2:
@@ -341,13 +394,15 @@ def _read_ragged(spec: FeatureSpec, bags: Bags, words: Any, weights: Any, what: 
         wanted = "[num_bags]" if name == "lengths" else "[num_bags + 1]"
         raise ValueError(f"{what}: {name}: got shape {list(given.shape)}, wanted {wanted}.")
     if isinstance(given, np.ndarray):
-        offsets = _check_offsets(given, name, words, what)
-    elif name == "offsets":
-        offsets = rising(given, words.shape[0])
-    else:
-        zero = jnp.zeros(1, jnp.int32)
-        offsets = rising(jnp.concatenate([zero, jnp.cumsum(given.astype(jnp.int32))]), words.shape[0])
-    if isinstance(given, jax.Array) or isinstance(words, jax.Array):
+        return _check_offsets(given, name, words, what)
+    if name == "offsets":
+        return rising(given, words.shape[0])
+    return rising(jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(given.astype(jnp.int32))]), words.shape[0])
+
+
+def _read_ragged(spec: FeatureSpec, bags: Bags, words: Any, weights: Any, what: str) -> _Part:
+    offsets = read_offsets(bags, words, what)
+    if isinstance(offsets, jax.Array) or isinstance(words, jax.Array):
         place = jnp.arange(words.shape[0], dtype=jnp.int32)
         inside = (place >= offsets[0]) & (place < offsets[-1])
         words = jnp.where(inside[:, None], words, jnp.uint32(PADDING_KEY & 0xFFFFFFFF))

@@ -5,20 +5,27 @@ from the records, so the peak is the new size. Whether to grow rests on counters
 state's own are there, on them; while steps are still under way, on a bound that follows from the last ones seen and
 from what the steps since could have inserted at most. The host waits for the device only when that bound does not
 fit.
+
+On a mesh the fullest shard decides, and all shards grow alike. In several processes no decision rests on what has
+arrived at one of them: counters are asked for as a collective and read a fixed number of calls later, so that all
+processes grow at the same call.
 """
 
 import collections
 import dataclasses
 import functools
+import math
 import pathlib
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from jaxsok import table
+from jaxsok import processes, table
+from jaxsok.shards import Shards
 from jaxsok.specs import StoreSpec
 from jaxsok.store import State, StoreState, new_slab, num_buckets_of, row_bytes
 from jaxsok.types import COUNTERS, MAX_CAPACITY, MAX_SLABS
@@ -26,6 +33,7 @@ from jaxsok.types import COUNTERS, MAX_CAPACITY, MAX_SLABS
 GROWTH_FACTOR = 2.0  # capacity after growing over capacity before: the number of programs compiled is logarithmic
 LOOK_EVERY = 64  # calls between looks at counters that nothing forces: keys without an index entry show there
 GENTLE_FACTOR = 1.25  # where twice does not fit into memory
+AGREED_LAG = 2  # calls between asking for counters and reading them, where several processes must agree
 
 _WORD = {name: i for i, name in enumerate(COUNTERS)}
 
@@ -39,9 +47,9 @@ class GrowthTracker:
     allowed: list[int]
     """Insertions that all steps so far could have made, by store, since the tracker began."""
     known: list[tuple[int, int] | None]
-    """Rows last seen, and `allowed` at that time, by store."""
-    under_way: collections.deque[tuple[Array, list[int]]]
-    """Counters on their way to the host, oldest first, with `allowed` when they were asked for."""
+    """Rows last seen, and `allowed` at that time, by store; on a mesh the rows of the fullest shard."""
+    under_way: collections.deque[tuple[Array, list[int], int]]
+    """Summaries on their way to the host, oldest first, with `allowed` and `num_calls` when they were asked for."""
     signature: tuple[int, ...] | None = None
     """Capacities of the state last seen; another one means another state, of which nothing is known."""
     steps: int = 1
@@ -72,36 +80,74 @@ class GrowthTracker:
         known = self.known[store]
         return None if known is None else known[0] + self.allowed[store] - known[1]
 
-    def learn(self, counters: np.ndarray, allowed: Sequence[int]) -> None:
-        """Takes in counters `[num_stores, num_counters]` that were current when `allowed` was."""
-        for s, words in enumerate(counters):
-            self.known[s] = (_rows_in_use(words), allowed[s])
+    def learn(self, summary: np.ndarray, allowed: Sequence[int]) -> None:
+        """Takes in a summary `[num_stores, 2]` that was current when `allowed` was."""
+        for s, (num_rows, _) in enumerate(summary):
+            self.known[s] = (int(num_rows), allowed[s])
 
 
-def _rows_in_use(words: np.ndarray) -> int:
-    return int(words[_WORD["num_allocated"]]) - int(words[_WORD["free_end"]]) + int(words[_WORD["free_begin"]])
+def keys_at_most(spec: StoreSpec, num_keys: Sequence[tuple[int, int]]) -> int:
+    """The keys that one step may insert into one shard of a store.
+
+    Of keys that are spread by hash a shard gets its share give or take a root; six of them on top are passed once in
+    10**9 times, unless somebody aims at a shard.
+
+    Args:
+      spec: of the store.
+      num_keys: of each feature of one shard's batch, its table's number and its keys.
+    """
+    if spec.num_shards == 1:
+        return sum(keys for _, keys in num_keys)
+    if spec.is_replicated:
+        return spec.num_shards * sum(keys for _, keys in num_keys)
+    pinned, spread = [0] * spec.num_shards, 0
+    for number, keys in num_keys:
+        placement = spec.tables[number].placement
+        if placement.kind == "on":
+            pinned[placement.shard] += spec.num_shards * keys
+        else:
+            spread += keys
+    return min(spec.num_shards * spread, math.ceil(spread + 6 * math.sqrt(spread))) + max(pinned)
 
 
 def _signature(state: State) -> tuple[int, ...]:
     return tuple(store.capacity for store in state.stores)
 
 
-@jax.jit
-def _snapshot(counters: tuple[Array, ...]) -> Array:
-    """A copy that lives on when the state is donated."""
-    return jnp.stack(counters)
+def _summed_up(counters: Any, num_shards: int, xp: Any) -> Any:
+    """By store: rows in use of the fullest shard, and occurrences of keys that found no index entry."""
+    lines = []
+    for words in counters:
+        words = words.reshape(num_shards, len(COUNTERS)).astype(xp.int32)
+        in_use = words[:, _WORD["num_allocated"]] - words[:, _WORD["free_end"]] + words[:, _WORD["free_begin"]]
+        lines.append(xp.stack([in_use.max(), words[:, _WORD["num_unplaced"]].sum()]))
+    return xp.stack(lines)
 
 
-def _read(state: State) -> np.ndarray:
-    return np.stack([np.asarray(store.counters) for store in state.stores])
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _summary(counters: tuple[Array, ...], num_shards: int, same: Any) -> Array:
+    """What the host needs of the counters, as an array that lives on when the state is donated."""
+    summary = _summed_up(counters, num_shards, jnp)
+    return summary if same is None else jax.lax.with_sharding_constraint(summary, same)
 
 
-def grow(specs: Sequence[StoreSpec], tracker: GrowthTracker, state: State, steps: int) -> State:
+def _read(state: State, num_shards: int, shards: Shards | None, is_agreed: bool) -> np.ndarray:
+    counters = tuple(store.counters for store in state.stores)
+    if is_agreed:
+        return np.asarray(_summary(counters, num_shards, shards.same if shards else None))
+    return _summed_up([np.asarray(words) for words in counters], num_shards, np)
+
+
+def grow(
+    specs: Sequence[StoreSpec], tracker: GrowthTracker, state: State, steps: int, shards: Shards | None = None
+) -> State:
     """Makes room for what the next `steps` steps may insert.
 
     Returns:
       The same state, or one with more slabs; the old one must not be used then.
     """
+    num_shards = specs[0].num_shards
+    is_agreed = shards is not None and shards.num_processes > 1
     if tracker.signature != _signature(state):
         tracker.forget()
         tracker.signature = _signature(state)
@@ -112,89 +158,117 @@ def grow(specs: Sequence[StoreSpec], tracker: GrowthTracker, state: State, steps
     tracker.num_calls += 1
     tracker.steps = steps
     reserve = [keys * steps for keys in tracker.keys_per_step]
+    capacities = [store.capacity // num_shards for store in state.stores]
     open_ended = [
-        spec.max_capacity is None or store.capacity < spec.max_capacity
-        for spec, store in zip(specs, state.stores, strict=True)
+        spec.max_capacity is None or capacity < spec.max_capacity
+        for spec, capacity in zip(specs, capacities, strict=True)
     ]
 
     def short(s: int) -> bool:
         bound = tracker.bound(s)
-        return open_ended[s] and (bound is None or bound + reserve[s] > state.stores[s].capacity)
+        return open_ended[s] and (bound is None or bound + reserve[s] > capacities[s])
+
+    def has_arrived(summary: Array, asked_at: int) -> bool:
+        return tracker.num_calls - asked_at >= AGREED_LAG if is_agreed else summary.is_ready()
 
     unplaced = False
-    counters = _read(state) if all(store.counters.is_ready() for store in state.stores) else None
-    while counters is None and tracker.under_way and tracker.under_way[0][0].is_ready():
-        arrived, allowed = tracker.under_way.popleft()
+    summary = None
+    if not is_agreed and all(store.counters.is_ready() for store in state.stores):
+        summary = _read(state, num_shards, shards, is_agreed)
+    while summary is None and tracker.under_way and has_arrived(tracker.under_way[0][0], tracker.under_way[0][2]):
+        arrived, allowed, _ = tracker.under_way.popleft()
         tracker.learn(np.asarray(arrived), allowed)
-        unplaced = bool(np.asarray(arrived)[:, _WORD["num_unplaced"]].any())
-    if counters is None and (unplaced or any(short(s) for s in range(len(specs)))):
-        counters = _read(state)
+        unplaced = bool(np.asarray(arrived)[:, 1].any())
+    if summary is None and (unplaced or any(short(s) for s in range(len(specs)))):
+        summary = _read(state, num_shards, shards, is_agreed)
         tracker.num_waits += 1
-    if counters is not None:
+    if summary is not None:
         tracker.under_way.clear()
-        tracker.learn(counters, tracker.allowed)
+        tracker.learn(summary, tracker.allowed)
         needed = {s: tracker.known[s][0] + reserve[s] for s in range(len(specs)) if short(s)}
-        state = _rebuilt(specs, state, counters, _new_capacities(specs, state, needed))
+        if needed or summary[:, 1].any():
+            state = _rebuilt(specs, state, summary, _new_capacities(specs, state, needed, shards), shards)
         tracker.num_grown += len(needed)
         tracker.signature = _signature(state)
     elif not tracker.under_way and (
         tracker.num_calls % LOOK_EVERY == 0
         or any(
             # Half of what is left may be gone: ask now, so that the answer is there before it is needed.
-            tracker.known[s] is not None and 2 * (tracker.bound(s) + reserve[s]) > store.capacity + tracker.known[s][0]
-            for s, store in enumerate(state.stores)
+            tracker.known[s] is not None and 2 * (tracker.bound(s) + reserve[s]) > capacity + tracker.known[s][0]
+            for s, capacity in enumerate(capacities)
         )
     ):
-        arriving = _snapshot(tuple(store.counters for store in state.stores))
+        counters = tuple(store.counters for store in state.stores)
+        arriving = _summary(counters, num_shards, shards.same if shards else None)
         arriving.copy_to_host_async()
-        tracker.under_way.append((arriving, list(tracker.allowed)))
+        tracker.under_way.append((arriving, list(tracker.allowed), tracker.num_calls))
     return state
 
 
-def next_capacity(spec: StoreSpec, capacity: int, needed: int) -> int:
-    """The capacity that a store grows to: twice, or a quarter more where that would not fit, or what is needed."""
+def next_capacity(spec: StoreSpec, capacity: int, needed: int, free: int | None) -> int:
+    """The capacity that a shard grows to: twice, or a quarter more where that would not fit, or what is needed."""
     limit = min(spec.max_capacity or MAX_CAPACITY, MAX_CAPACITY)
     wanted = min(limit, max(needed, int(capacity * GROWTH_FACTOR)))
     gentle = min(limit, max(needed, int(capacity * GENTLE_FACTOR)))
-    return wanted if fits(spec, wanted - capacity) else gentle
+    fits = free is None or (wanted - capacity) * row_bytes(spec) <= free
+    return wanted if fits else gentle
 
 
-def _new_capacities(specs: Sequence[StoreSpec], state: State, needed: dict[int, int]) -> dict[int, int]:
-    """What each store that is short grows to; refuses what will not fit before anything has changed."""
+def _new_capacities(
+    specs: Sequence[StoreSpec], state: State, needed: dict[int, int], shards: Shards | None
+) -> dict[int, int]:
+    """What the shards of each store that is short grow to; refuses what will not fit before anything has changed."""
     capacities = {}
+    free = agreed_free_bytes(shards) if needed else None
     for s, rows in needed.items():
-        capacity, num_slabs = state.stores[s].capacity, len(state.stores[s].rows)
-        capacities[s] = next_capacity(specs[s], capacity, rows)
+        capacity, num_slabs = state.stores[s].capacity // specs[s].num_shards, len(state.stores[s].rows)
+        capacities[s] = next_capacity(specs[s], capacity, rows, free)
         if capacities[s] <= capacity or num_slabs >= MAX_SLABS:
             raise MemoryError(
                 f"grow: store of tables {_names(specs[s])}: got {capacity} rows in {num_slabs} slabs, wanted {rows} "
                 f"rows, beyond {MAX_CAPACITY} rows or {MAX_SLABS} slabs; start with a larger capacity."
             )
-    require_memory([(specs[s], new - state.stores[s].capacity) for s, new in capacities.items()], "grow")
+    more = [(specs[s], new - state.stores[s].capacity // specs[s].num_shards) for s, new in capacities.items()]
+    require_memory(more, "grow", free)
     return capacities
 
 
-def _rebuilt(specs: Sequence[StoreSpec], state: State, counters: np.ndarray, capacities: dict[int, int]) -> State:
+def _rebuilt(
+    specs: Sequence[StoreSpec], state: State, summary: np.ndarray, capacities: dict[int, int], shards: Shards | None
+) -> State:
     """The state with larger stores, and with new indexes where they are larger or keys found no entry."""
     stores = list(state.stores)
     for s, spec in enumerate(specs):
-        if counters[s, _WORD["num_unplaced"]]:
-            words = counters[s].copy()
-            words[_WORD["salt_low"]] = (int(words[_WORD["salt_low"]]) + 0x9E3779B9) & 0xFFFFFFFF
-            stores[s] = dataclasses.replace(stores[s], counters=jnp.asarray(words))
-        elif s not in capacities:
+        if not summary[s, 1] and s not in capacities:
             continue
-        stores[s].index.delete()
+        index, counters = stores[s].index, stores[s].counters
+        if summary[s, 1]:
+            counters = _resalted(counters, spec.num_shards)
+        index.delete()
+        stores[s] = dataclasses.replace(stores[s], counters=counters)
         if s in capacities:
-            stores[s] = _with_slab(spec, stores[s], capacities[s] - stores[s].capacity)
-        num_buckets = num_buckets_of(stores[s].capacity)
-        index, new_counters = _rebuild(stores[s].counters, stores[s].records, num_buckets)
-        stores[s] = dataclasses.replace(stores[s], index=index, counters=new_counters)
+            old = stores[s].capacity // spec.num_shards
+            stores[s] = _with_slab(spec, stores[s], capacities[s] - old, shards)
+        num_buckets = num_buckets_of(stores[s].capacity // spec.num_shards)
+        index, counters = _rebuild(stores[s].counters, stores[s].records, num_buckets, shards)
+        stores[s] = dataclasses.replace(stores[s], index=index, counters=counters)
     return dataclasses.replace(state, stores=tuple(stores))
 
 
-def _with_slab(spec: StoreSpec, store: StoreState, size: int) -> StoreState:
-    rows, records, states = new_slab(spec, size)
+@functools.partial(jax.jit, static_argnums=1, donate_argnums=0)
+def _resalted(counters: Array, num_shards: int) -> Array:
+    """Counters with another salt."""
+    words = counters.reshape(num_shards, len(COUNTERS))
+    return words.at[:, _WORD["salt_low"]].add(jnp.uint32(0x9E3779B9)).reshape(-1)
+
+
+def _with_slab(spec: StoreSpec, store: StoreState, size: int, shards: Shards | None) -> StoreState:
+    """A store with one more slab, of `size` rows in each shard."""
+
+    def make() -> tuple:
+        return new_slab(spec, spec.num_shards * size)
+
+    rows, records, states = make() if shards is None else shards.make(make)
     return dataclasses.replace(
         store,
         rows=(*store.rows, rows),
@@ -203,13 +277,36 @@ def _with_slab(spec: StoreSpec, store: StoreState, size: int) -> StoreState:
     )
 
 
-@functools.partial(jax.jit, donate_argnums=0, static_argnums=2)
-def _rebuild(counters: Array, records: tuple[Array, ...], num_buckets: int) -> tuple[Array, Array]:
-    return table.kernels.rebuild(counters, records, num_buckets)
+@functools.partial(jax.jit, donate_argnums=0, static_argnums=(2, 3))
+def _rebuild(
+    counters: Array, records: tuple[Array, ...], num_buckets: int, shards: Shards | None
+) -> tuple[Array, Array]:
+    if shards is None:
+        return table.kernels.rebuild(counters, records, num_buckets)
+    return shards.run(
+        lambda *part: table.kernels.rebuild(*part, num_buckets),
+        (counters, records),
+        (shards.spec, shards.spec),
+        shards.spec,
+    )
 
 
 def _names(spec: StoreSpec) -> str:
     return ", ".join(f'"{table.name}"' for table in spec.tables)
+
+
+def agreed_free_bytes(shards: Shards | None) -> int | None:
+    """Memory that is left for a shard on each device, the least of all processes; None where nobody says."""
+    free = free_bytes()
+    if shards is None or shards.num_processes == 1:
+        num_local = 1 if shards is None else len(shards.local())
+    else:
+        unknown = 1 << 61
+        free = processes.least(unknown if free is None else free)
+        free = None if free == unknown else free
+        num_local = len(shards.local())
+    # Shards on CPU devices share the memory of their host.
+    return free // num_local if free is not None and jax.default_backend() == "cpu" else free
 
 
 def free_bytes() -> int | None:
@@ -236,19 +333,12 @@ def _free_host_bytes() -> int | None:
     return free if limit == "max" else min(free, int(limit) - int(used))
 
 
-def fits(spec: StoreSpec, num_rows: int) -> bool:
-    """Whether so many more rows would fit into memory."""
-    free = free_bytes()
-    return free is None or num_rows * row_bytes(spec) <= free
-
-
-def require_memory(asked: Sequence[tuple[StoreSpec, int]], op: str) -> None:
-    """Refuses stores and rows that will not fit together, before anything changes.
+def require_memory(asked: Sequence[tuple[StoreSpec, int]], op: str, free: int | None) -> None:
+    """Refuses stores and rows (of a shard) that will not fit together, before anything changes.
 
     Raises:
       MemoryError: says the bytes asked, the bytes that a row costs, and the bytes there are.
     """
-    free = free_bytes()
     total = sum(num_rows * row_bytes(spec) for spec, num_rows in asked)
     if free is not None and total > free:
         parts = "; ".join(

@@ -1,7 +1,8 @@
-"""What a user declares: tables and features (frozen, hashable), and the stores that follow from them (decision D4)."""
+"""What a user declares: tables, their placements, features; and the stores that follow from them (decision D4)."""
 
 import dataclasses
 import hashlib
+import math
 from collections.abc import Sequence
 from typing import Literal
 
@@ -9,7 +10,16 @@ import numpy as np
 
 from jaxsok import initializers
 from jaxsok.optimizers.protocol import Optimizer, RowState
-from jaxsok.types import COMBINERS, MAX_CAPACITY, MAX_DIM, NUM_TABLE_WORDS, ROW_GRADIENTS, Combiner, RowGradient
+from jaxsok.types import (
+    COMBINERS,
+    MAX_CAPACITY,
+    MAX_DIM,
+    NO_ROW,
+    NUM_TABLE_WORDS,
+    ROW_GRADIENTS,
+    Combiner,
+    RowGradient,
+)
 
 
 def _positive(what: str, name: str, value: object, most: int) -> None:
@@ -24,6 +34,80 @@ def _name(what: str, value: object) -> None:
         raise TypeError(f"{what}: name: got {value!r}, wanted a string.")
     if not value:
         raise ValueError(f"{what}: name: got an empty string, wanted a name.")
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """Where a table lives on a mesh: `SHARDED`, `REPLICATED` or `on(device)`. On one device all are the same.
+
+    Example:
+      >>> on(3)
+      on(3)
+    """
+
+    kind: Literal["sharded", "on", "replicated"]
+    shard: int = 0
+    """With "on": which shard has the whole table."""
+
+    def __repr__(self) -> str:
+        """As it is written."""
+        return f"on({self.shard})" if self.kind == "on" else self.kind.upper()
+
+
+SHARDED = Placement("sharded")
+"""Rows are spread over all shards by the hash of their keys."""
+
+REPLICATED = Placement("replicated")
+"""Every shard has all rows, and moves them alike: for small tables that every batch reads."""
+
+
+def on(device: int) -> Placement:
+    """The whole table on one shard.
+
+    Args:
+      device: the number of the shard along the collection's axis, from 0.
+
+    Example:
+      `TableSpec("country", 64, optimizer, placement=on(2))`
+    """
+    if isinstance(device, bool) or not isinstance(device, (int, np.integer)) or device < 0:
+        raise ValueError(f"on: device: got {device!r}, wanted the number of a shard, from 0.")
+    return Placement("on", int(device))
+
+
+_WIRE_DTYPES = ("float32", "bfloat16", "float16", "float8_e4m3fn")
+
+
+@dataclasses.dataclass(frozen=True)
+class ExchangeSpec:
+    """How rows and gradients travel between shards. Arithmetic is float32 at both ends.
+
+    float16 and float8_e4m3fn carry a scale with each row, a power of two, so that rows of any size keep their
+    mantissa: 10 and 3 bits. bfloat16 has 7 and needs no scale.
+
+    Raises:
+      ValueError: when declared.
+
+    Example:
+      >>> ExchangeSpec(rows="bfloat16", gradients="bfloat16").send_capacity is None
+      True
+    """
+
+    rows: str = "float32"
+    """Dtype of rows on the wire: float32, bfloat16, float16 or float8_e4m3fn."""
+    gradients: str = "float32"
+    """Dtype of row gradients on the wire, likewise."""
+    send_capacity: int | None = None
+    """Keys for one destination in one round, of each store, where no plan says better; None: a quarter more than
+    uniform owners need."""
+
+    def __post_init__(self) -> None:
+        """Refuses what cannot be meant."""
+        for name in ("rows", "gradients"):
+            if getattr(self, name) not in _WIRE_DTYPES:
+                raise ValueError(f"ExchangeSpec: {name}: got {getattr(self, name)!r}, wanted one of {_WIRE_DTYPES}.")
+        if self.send_capacity is not None:
+            _positive("ExchangeSpec", "send_capacity", self.send_capacity, MAX_CAPACITY)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +136,7 @@ class TableSpec:
     initializer: initializers.Initializer = dataclasses.field(default_factory=initializers.uniform)
     """What a new row holds: from `jaxsok.initializers`."""
     capacity: int = 65_536
-    """Rows at first; the tables of a store pool theirs. `collection.grow` adds more."""
+    """Rows at first, on all shards together; the tables of a store pool theirs. `collection.grow` adds more."""
     max_capacity: int | None = None
     """Rows at most; None: until memory ends. A store's is the sum, or None if one of its tables has None."""
     dtype: str = "float32"
@@ -61,6 +145,8 @@ class TableSpec:
     """How the gradients of a row's uses become one: their sum, their mean, or the sum over the root of their number."""
     unknown: Literal["initial", "zeros"] = "initial"
     """What `find` gives for a key without a row: the row it would get, or zeros."""
+    placement: Placement = SHARDED
+    """Where it lives on a mesh: SHARDED, REPLICATED or on(device)."""
 
     def __post_init__(self) -> None:
         """Refuses what cannot be meant."""
@@ -89,6 +175,11 @@ class TableSpec:
             raise ValueError(f"{what}: row_gradient: got {self.row_gradient!r}, wanted one of {list(ROW_GRADIENTS)}.")
         if self.unknown not in ("initial", "zeros"):
             raise ValueError(f'{what}: unknown: got {self.unknown!r}, wanted "initial" or "zeros".')
+        if not isinstance(self.placement, Placement):
+            raise TypeError(
+                f"{what}: placement: got {self.placement!r}, wanted jaxsok.SHARDED, jaxsok.REPLICATED or "
+                "jaxsok.on(device)."
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,7 +203,8 @@ class FeatureSpec:
     weighted: bool = False
     """Whether each key comes with a float32 weight."""
     max_keys: int | None = None
-    """Keys of a ragged batch at most: the static size of its buffer. None: each batch's next power of two."""
+    """Keys of a ragged batch at most: the static size of its buffer, on a mesh shared out evenly among the shards.
+    None: each batch's next power of two."""
     max_hotness: int | None = None
     """With combiner None and ragged bags: give `[num_bags, max_hotness, dim]` in place of `[max_keys, dim]`."""
     key_dtype: Literal["int64", "int32"] = "int64"
@@ -144,9 +236,10 @@ class FeatureSpec:
 
 @dataclasses.dataclass(frozen=True)
 class StoreSpec:
-    """The tables that share one store: same dim, dtype, optimizer and row_gradient."""
+    """The tables that share one store: same dim, dtype, optimizer and row_gradient, all of them replicated or none."""
 
     tables: tuple[TableSpec, ...]
+    num_shards: int = 1
 
     @property
     def dim(self) -> int:
@@ -169,15 +262,38 @@ class StoreSpec:
         return self.optimizer.state_specs(self.dim)
 
     @property
+    def is_replicated(self) -> bool:
+        """Whether every shard has all rows."""
+        return self.num_shards > 1 and self.tables[0].placement.kind == "replicated"
+
+    @property
     def capacity(self) -> int:
-        """Rows at first."""
-        return sum(table.capacity for table in self.tables)
+        """Rows of a shard at first."""
+        return self._per_shard([table.capacity for table in self.tables])
 
     @property
     def max_capacity(self) -> int | None:
-        """Rows at most; None: until memory ends."""
+        """Rows of a shard at most; None: until memory ends."""
         limits = [table.max_capacity for table in self.tables]
-        return None if None in limits else min(sum(limits), MAX_CAPACITY)
+        return None if None in limits else min(self._per_shard(limits), MAX_CAPACITY)
+
+    def _per_shard(self, rows: Sequence[int]) -> int:
+        """What a shard needs so that the tables together have room for `rows` each.
+
+        Hashing gives a shard its share give or take a root: with four of them on top a shard overflows before the
+        tables are full about once in 30,000 times.
+        """
+        if self.num_shards == 1 or self.is_replicated:
+            return sum(rows)
+        pinned = [0] * self.num_shards
+        spread = 0
+        for table, num_rows in zip(self.tables, rows, strict=True):
+            if table.placement.kind == "on":
+                pinned[table.placement.shard] += num_rows
+            else:
+                spread += num_rows
+        share = spread / self.num_shards
+        return min(spread, math.ceil(share + 4 * math.sqrt(share))) + max(pinned)
 
     def table_number(self, name: str) -> int:
         """The number by which the store's kernels know a table."""
@@ -190,10 +306,14 @@ class StoreSpec:
             name = int.from_bytes(hashlib.blake2b(table.name.encode(), digest_size=8).digest(), "little")
             line[:3] = name & 0xFFFFFFFF, name >> 32, table.initializer.kind
             line[3:5] = np.array([table.initializer.a, table.initializer.b], np.float32).view(np.uint32)
+            # A replicated store is one segment for everybody: each shard is the owner of all.
+            pinned = 0 if self.is_replicated else table.placement.shard if table.placement.kind == "on" else NO_ROW
+            line[5] = pinned
+            line[6] = table.unknown == "zeros"
         return words
 
 
-def group_into_stores(tables: Sequence[TableSpec]) -> tuple[StoreSpec, ...]:
+def group_into_stores(tables: Sequence[TableSpec], num_shards: int = 1) -> tuple[StoreSpec, ...]:
     """Groups tables by what their stores must share, in the order of their first table.
 
     Example:
@@ -205,18 +325,28 @@ def group_into_stores(tables: Sequence[TableSpec]) -> tuple[StoreSpec, ...]:
     """
     groups: dict[tuple, list[TableSpec]] = {}
     for table in tables:
-        groups.setdefault((table.dim, table.dtype, table.optimizer, table.row_gradient), []).append(table)
-    return tuple(StoreSpec(tuple(group)) for group in groups.values())
+        is_replicated = num_shards > 1 and table.placement.kind == "replicated"
+        key = (table.dim, table.dtype, table.optimizer, table.row_gradient, is_replicated)
+        groups.setdefault(key, []).append(table)
+    return tuple(StoreSpec(tuple(group), num_shards) for group in groups.values())
 
 
 def fingerprint(stores: Sequence[StoreSpec]) -> str:
-    """Names the shape of a state: which tables share which stores, their dims, states and new rows.
+    """Names the shape of a state: which tables share which stores, where they live, their dims, states and new rows.
 
     Capacities, learning rates and schedules may change between runs; they are not in it.
     """
+    return hashlib.blake2b("\n".join(described(stores)).encode(), digest_size=8).hexdigest()
+
+
+def described(stores: Sequence[StoreSpec]) -> list[str]:
+    """What the fingerprint stands for, a line for each table."""
     lines = [
         f"{s}:{table.name}:{table.dim}:{table.dtype}:{type(table.optimizer).__name__}:{store.state_specs}:{table.initializer}"
         for s, store in enumerate(stores)
         for table in store.tables
     ]
-    return hashlib.blake2b("\n".join(lines).encode(), digest_size=8).hexdigest()
+    if stores[0].num_shards == 1:
+        return lines
+    placements = [f":{table.placement} of {store.num_shards}" for store in stores for table in store.tables]
+    return [line + placement for line, placement in zip(lines, placements, strict=True)]

@@ -23,7 +23,7 @@ _PER_TABLE = (
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Stats:
-    """Counts of one step, per table in the order of `tables`.
+    """Counts of one step, per table in the order of `tables`; on a mesh those of all shards together.
 
     The first five count occurrences, as if the keys were looked up one after the other, and add up to the keys
     asked (law 5).
@@ -49,6 +49,8 @@ class Stats:
     """Of the refused since the index was last built: occurrences that found no entry within the probe bound."""
     num_stale: Int32[Array, ""]
     """Uses that changed nothing because their plan is older than the last erase."""
+    num_rounds: Int32[Array, " num_stores"]
+    """Passes of the exchange between shards, of the lookup that had most; 0 where nothing was exchanged."""
 
     tables: tuple[str, ...] = dataclasses.field(metadata={"static": True})
     capacities: tuple[int, ...] = dataclasses.field(metadata={"static": True})
@@ -57,7 +59,7 @@ class Stats:
     """The number of each table's store."""
 
     def __add__(self, other: "Stats") -> "Stats":
-        """Adds counts; of `num_rows`, `longest_probe` and `num_unplaced` the later (other) stands.
+        """Adds counts; of `num_rows`, `longest_probe`, `num_unplaced` and `num_rounds` the later (other) stands.
 
         Example:
           `total = stats_of_step_1 + stats_of_step_2`

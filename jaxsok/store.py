@@ -1,6 +1,7 @@
 """The state of one shard: index, slabs of rows and optimizer state, records, counters (`ffi/core/layout.h`).
 
-A state is a pytree of plain arrays. Ops take it and return it; under `donate_argnums` they change it in place.
+A state is a pytree of plain arrays. Ops take it and return it; under `donate_argnums` they change it in place. On a
+mesh each array of a store is split along its first dimension, and a shard's part is what one device would have.
 """
 
 import dataclasses
@@ -58,8 +59,12 @@ class State:
     step: UInt32[Array, ""]
     """How many updates came before."""
     seed: UInt32[Array, "2"]
+    partition_owners: UInt32[Array, " num_partitions"]
+    """The shard of each of the 4,096 partitions of keys; none on one device."""
     fingerprint: str = dataclasses.field(metadata={"static": True})
     """Of the specs that made it; a collection with others refuses it."""
+    mesh: str = dataclasses.field(default="", metadata={"static": True})
+    """The axes and sizes over which it is split, as "data=8"; empty on one device."""
 
 
 def num_buckets_of(capacity: int) -> int:
@@ -91,20 +96,21 @@ def new_slab(spec: StoreSpec, size: int) -> tuple[Array, Array, tuple[Array, ...
 
 
 def init_store(spec: StoreSpec, salt: int) -> StoreState:
-    """An empty store of the declared capacity.
+    """An empty store of the declared capacity, of all shards together.
 
     Args:
       spec: its tables.
       salt: 64 bits that are mixed into every hash of this store.
     """
-    rows, records, states = new_slab(spec, spec.capacity)
-    counters = np.zeros(len(COUNTERS), np.uint32)
-    counters[COUNTERS.index("salt_low")] = salt & 0xFFFFFFFF
-    counters[COUNTERS.index("salt_high")] = salt >> 32
+    capacity, num_shards = spec.capacity, spec.num_shards
+    rows, records, states = new_slab(spec, num_shards * capacity)
+    counters = np.zeros((num_shards, len(COUNTERS)), np.uint32)
+    counters[:, COUNTERS.index("salt_low")] = salt & 0xFFFFFFFF
+    counters[:, COUNTERS.index("salt_high")] = salt >> 32
     return StoreState(
-        index=jnp.full((num_buckets_of(spec.capacity), BUCKET_WORDS), np.uint32(0xFFFFFFFF)),
-        counters=jnp.asarray(counters),
-        table_rows=jnp.zeros(len(spec.tables), jnp.uint32),
+        index=jnp.full((num_shards * num_buckets_of(capacity), BUCKET_WORDS), np.uint32(0xFFFFFFFF)),
+        counters=jnp.asarray(counters.reshape(-1)),
+        table_rows=jnp.zeros(num_shards * len(spec.tables), jnp.uint32),
         rows=(rows,),
         records=(records,),
         states=tuple((state,) for state in states),

@@ -7,7 +7,7 @@ import dataclasses
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int32, UInt32
+from jaxtyping import Array, Float32, Int32, UInt32
 
 from jaxsok.kernels import table as kernels
 from jaxsok.specs import StoreSpec
@@ -68,6 +68,40 @@ def find_or_insert(
         store, index=index, counters=counters, table_rows=table_rows, rows=rows, records=records
     )
     return store, row_ids, counts
+
+
+def gather(
+    spec: StoreSpec,
+    store: StoreState,
+    seed: UInt32[Array, "2"],
+    requests: UInt32[Array, "num_keys 4"],
+    row_ids: RowIds,
+    *,
+    is_find: bool,
+) -> tuple[StoreState, Float32[Array, "num_keys dim"], Int32[Array, " num_tables"]]:
+    """The rows of requests whose row ids are known.
+
+    Args:
+      spec: the store's tables.
+      store: unchanged; an update of the store that is returned comes after this read.
+      seed: of the state.
+      requests: key low, key high, table, uses; PADDING_KEY gives zeros.
+      row_ids: of each request; NO_ROW gives what the key's row would hold if it were new.
+      is_find: whether tables with `unknown="zeros"` give zeros for NO_ROW.
+
+    Returns:
+      The store, the rows, and by table how many uses had no row.
+
+    Cost:
+      Reads and writes each row once.
+
+    Example:
+      Row ids `[1, 0, NO_ROW]` → row 1, row 0, and the initial row of the third request's key.
+    """
+    counters, rows, num_absent = kernels.gather(
+        store.counters, spec.table_words(), seed, requests, row_ids, store.rows, is_find=is_find
+    )
+    return dataclasses.replace(store, counters=counters), rows, num_absent
 
 
 def erase(spec: StoreSpec, store: StoreState, keys: Keys, table_ids: TableIds) -> tuple[StoreState, UInt32[Array, ""]]:

@@ -1,4 +1,8 @@
-"""The way back: plans and gradients → state. Each row that was used steps once, with the sum of its gradients."""
+"""The way back: plans and gradients → state. Each row that was used steps once, with the sum of its gradients.
+
+On one device each store costs one FFI call. On a mesh this runs on every shard: gradients are summed for each distinct
+key, go to the owners, and there the rows step, once, with what came from all.
+"""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -8,19 +12,29 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float32, Int32
 
-from jaxsok.features import StoreFeatures
+from jaxsok import exchange, table
+from jaxsok.exchange import Round, Route
+from jaxsok.features import FeatureLayout, StoreFeatures
+from jaxsok.kernels import combine as combine_kernels
 from jaxsok.kernels import update as kernels
-from jaxsok.plan import Plan
-from jaxsok.specs import StoreSpec
+from jaxsok.plan import Plan, Requests
+from jaxsok.shards import Shards
+from jaxsok.specs import ExchangeSpec, StoreSpec
 from jaxsok.store import State, StoreState
-from jaxsok.types import NUM_FEATURE_WORDS, ROW_GRADIENTS
+from jaxsok.types import NO_ROW, NUM_FEATURE_WORDS, ROW_GRADIENTS
 
 Gradients = Mapping[str, Float32[Array, "..."]]
 """By feature, in the shape of its embedding."""
 
 
 def update(
-    specs: Sequence[StoreSpec], state: State, plans: Sequence[Plan], gradients: Sequence[Gradients], learning_rate: Any
+    specs: Sequence[StoreSpec],
+    state: State,
+    plans: Sequence[Plan],
+    gradients: Sequence[Gradients],
+    learning_rate: Any,
+    shards: Shards | None = None,
+    wire: ExchangeSpec | None = None,
 ) -> tuple[State, list[Int32[Array, " num_tables"]], Int32[Array, ""]]:
     """Steps every row that the plans used, once, and advances the step.
 
@@ -30,6 +44,8 @@ def update(
       plans: of the lookups of this step.
       gradients: one for each plan.
       learning_rate: a scalar in place of the optimizers' own, or None.
+      shards: over which the stores are split; None: one device.
+      wire: how gradients travel between them.
 
     Returns:
       The state; rows with non-finite gradients by store and table; uses that came from a stale plan.
@@ -46,9 +62,11 @@ def update(
             nonfinite.append(jnp.zeros(len(spec.tables), jnp.int32))
             continue
         hyper = spec.optimizer.hyper_operand(state.step, learning_rate)
-        store, one_nonfinite, one_stale = _update_store(
-            spec, store, s, [plans[i] for i in used], [gradients[i] for i in used], hyper, [live[i] for i in used]
-        )
+        of_store = [plans[i] for i in used], [gradients[i] for i in used], hyper, [live[i] for i in used]
+        if shards is None or wire is None:
+            store, one_nonfinite, one_stale = _update_store(spec, store, s, *of_store)
+        else:
+            store, one_nonfinite, one_stale = _update_exchanged(shards, wire, spec, store, s, *of_store)
         stores.append(store)
         nonfinite.append(one_nonfinite)
         stale = stale + one_stale
@@ -68,12 +86,7 @@ def _update_store(
     parts = [plan.features.stores[s] for plan in plans]
     batch, num_tiles = _joined(parts)
     row_ids = _concatenate([plan.found[s].row_ids for plan in plans])
-    generations = jnp.stack(
-        [
-            plan.found[s].generation if one is None else jnp.where(one, store.generation, ~store.generation)
-            for plan, one in zip(plans, live, strict=True)
-        ]
-    )
+    generations = _generations(store, s, plans, live)
     flat = [
         _gradient(grads, layout, spec) for part, grads in zip(parts, gradients, strict=True) for layout in part.layouts
     ]
@@ -95,6 +108,170 @@ def _update_store(
     return dataclasses.replace(store, rows=rows, states=states), num_nonfinite, num_stale
 
 
+def _generations(store: StoreState, s: int, plans: Sequence[Plan], live: Sequence[Array | None]) -> Array:
+    """The generation that each plan speaks of; one that is not the store's, if the plan is stale as a whole."""
+    return jnp.concatenate(
+        [
+            plan.found[s].generation if one is None else jnp.where(one, store.generation, ~store.generation)[None]
+            for plan, one in zip(plans, live, strict=True)
+        ]
+    )
+
+
+def _update_exchanged(
+    shards: Shards,
+    wire: ExchangeSpec,
+    spec: StoreSpec,
+    store: StoreState,
+    s: int,
+    plans: Sequence[Plan],
+    gradients: Sequence[Gradients],
+    hyper: Array,
+    live: Sequence[Array | None],
+) -> tuple[StoreState, Array, Array]:
+    """One store's update through the exchange."""
+    asked = [plan.asked[s] for plan in plans]
+    generations = _generations(store, s, plans, live)
+    # The number of uses travels with the gradients only where the requests do not know it.
+    counts_differ = any(exchange.has_unused_keys(plan.features.stores[s]) for plan in plans)
+    none = jnp.zeros(len(spec.tables), jnp.int32), jnp.zeros((), jnp.int32)
+
+    def step(
+        store: StoreState, arrived: Sequence[tuple[Array, Array, Array, Array]]
+    ) -> tuple[StoreState, Array, Array]:
+        """Steps the rows of requests `[n, 4]` by the gradients that arrived for them, from each plan."""
+        received, row_ids, sums, uses = zip(*arrived, strict=True)
+        row_ids = [jnp.where(n > 0, ids, jnp.uint32(NO_ROW)) for ids, n in zip(row_ids, uses, strict=True)]
+        stale = generations != store.generation
+        num_stale = sum(jnp.where(stale[p], n.sum(), 0) for p, n in enumerate(uses))
+        all_ids = _concatenate(row_ids)
+        if spec.row_gradient != "sum":
+            alive = [jnp.where(is_stale, 0, n) for is_stale, n in zip(stale, uses, strict=True)]
+            total = exchange.uses_of_rows(all_ids, _concatenate(alive)).astype(jnp.float32)
+            divisor = jnp.maximum(total if spec.row_gradient == "mean" else jnp.sqrt(total), 1.0)
+            ends = np.cumsum([ids.shape[0] for ids in row_ids])
+            sums = [part / one[:, None] for part, one in zip(sums, jnp.split(divisor, ends[:-1].tolist()), strict=True)]
+        batch, num_tiles = _as_features([part.shape[0] for part in received])
+        keys = _concatenate([part[:, :2] for part in received])
+        rows, states, num_nonfinite, _ = kernels.update(
+            store.counters,
+            generations,
+            (keys, *batch),
+            all_ids,
+            hyper,
+            store.rows,
+            store.states,
+            store.records,
+            sums,
+            num_tables=len(spec.tables),
+            num_tiles=num_tiles,
+            optimizer=spec.optimizer.kernel,
+            row_gradient=ROW_GRADIENTS["sum"],
+        )
+        return dataclasses.replace(store, rows=rows, states=states), num_nonfinite, num_stale
+
+    if all(one.received is not None for one in asked):
+        arrived = []
+        for plan, grads, one in zip(plans, gradients, asked, strict=True):
+            route = Route(shards, spec.is_replicated, one.send_capacity)
+            sums, uses = _summed(spec, plan, grads, s, one.slots, route.num_sent)
+            live_uses = route.to_owners(uses) if counts_differ else one.received[:, 3].astype(jnp.int32)
+            sums = route.rows_to_owners(sums, wire.gradients)
+            arrived.append((one.received, plan.found[s].row_ids, sums, live_uses))
+        store, num_nonfinite, num_stale = step(store, arrived)
+    else:
+        asked = [_in_rounds(spec, one) for one in asked]
+        summed = [
+            _summed(spec, plan, grads, s, one.inverse, one.requests.shape[0])
+            for plan, grads, one in zip(plans, gradients, asked, strict=True)
+        ]
+
+        def one_round(carry: tuple, rounds: list[Round]) -> tuple:
+            store, num_nonfinite, num_stale = carry
+            arrived = []
+            for one, part, (sums, uses) in zip(asked, rounds, summed, strict=True):
+                received = part.requests(one)
+                row_ids = table.find(store, received[:, :2], received[:, 2])
+                live_uses = part.route.to_owners(part.take(uses)) if counts_differ else received[:, 3].astype(jnp.int32)
+                sums = part.route.rows_to_owners(part.take(sums), wire.gradients)
+                arrived.append((received, row_ids, sums, live_uses))
+            store, more_nonfinite, more_stale = step(store, arrived)
+            return store, num_nonfinite + more_nonfinite, num_stale + more_stale
+
+        (store, num_nonfinite, num_stale), _ = exchange.over_rounds(shards, spec, asked, one_round, (store, *none))
+    if spec.is_replicated:
+        # Every shard did the same: one of them counts.
+        is_first = shards.index() == 0
+        num_nonfinite, num_stale = jnp.where(is_first, num_nonfinite, 0), jnp.where(is_first, num_stale, 0)
+    return store, num_nonfinite, num_stale
+
+
+def _in_rounds(spec: StoreSpec, asked: Requests) -> Requests:
+    """A plan as one that goes in rounds, beside others that do."""
+    if asked.hashes.shape[0] != asked.requests.shape[0]:
+        raise ValueError(
+            "update: plan: got plans with and without a send capacity in one update, wanted all of one kind: all from "
+            "collection.pipeline or plan(send_capacity=...), or none."
+        )
+    return asked
+
+
+def _summed(
+    spec: StoreSpec, plan: Plan, gradients: Gradients, s: int, lines: Array, num_lines: int
+) -> tuple[Array, Array]:
+    """The gradients of each distinct key, summed over its uses in the batch, and the number of uses."""
+    part = plan.features.stores[s]
+    flat = [_gradient(gradients, layout, spec) for layout in part.layouts]
+    _, offsets, weights, words = part.operands()
+    return combine_kernels.combine_transpose(flat, lines, (offsets, weights, words), num_lines, part.num_tiles)
+
+
+def _as_features(sizes: Sequence[int]) -> tuple[tuple[Array, Array, np.ndarray], int]:
+    """Single keys, one feature for each plan, as the kernels take them: offsets, weights, features; tiles."""
+    words, start, tile = [], 0, 0
+    for number, size in enumerate(sizes):
+        layout = FeatureLayout(
+            name="received",
+            table=0,
+            combiner=None,
+            num_keys=size,
+            num_bags=size,
+            hotness=1,
+            key_start=start,
+            bag_start=start,
+            offsets_start=0,
+            num_offsets=0,
+            weights_start=-1,
+            tile_start=tile,
+            embedding_shape=(size,),
+            unknown_zeros=False,
+        )
+        words.append(layout.words(plan=number))
+        start += size
+        tile += layout.num_tiles
+    return (jnp.zeros(0, jnp.int32), jnp.zeros(0, jnp.float32), np.array(words, np.int32)), tile
+
+
+def check_gradients(specs: Sequence[StoreSpec], plan: Plan, gradients: Gradients, num_parts: int) -> None:
+    """Refuses gradients that do not fit a plan of global arrays.
+
+    Args:
+      specs: of the stores.
+      plan: of a lookup.
+      gradients: by feature.
+      num_parts: shards that the samples are split over.
+
+    Raises:
+      TypeError, ValueError: names the feature, got and wanted.
+    """
+    _check_names(plan, gradients)
+    for spec, part in zip(specs, plan.features.stores, strict=True):
+        for layout in part.layouts:
+            num_lines, *others = layout.embedding_shape
+            whole = dataclasses.replace(layout, embedding_shape=(num_lines * num_parts, *others))
+            _gradient(gradients, whole, spec)
+
+
 def _check_names(plan: Plan, gradients: Gradients) -> None:
     known = {layout.name for part in plan.features.stores for layout in part.layouts}
     unknown = sorted(set(gradients) - known)
@@ -111,7 +288,7 @@ def _is_live(plan: Plan, state: State) -> Array | None:
     if len(used) < 2:
         return None
     same = [plan.found[s].generation == state.stores[s].generation for s in used]
-    return jnp.stack(same).all()
+    return jnp.concatenate(same).all()
 
 
 def _gradient(gradients: Gradients, layout: Any, spec: StoreSpec) -> Array:

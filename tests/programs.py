@@ -1,12 +1,15 @@
 """What the tests share: collections, batches in the library's and in the oracle's words, programs jitted once."""
 
 import functools
+import hashlib
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import oracle
+import pytest
 import strategies
+from jax.sharding import AxisType
 
 import jaxsok
 from jaxsok.kernels import table as table_door
@@ -265,3 +268,136 @@ def aimed_keys(collection, state, num_keys, *, table_id=0, bucket=1, **options):
         bucket=bucket,
         **options,
     )
+
+
+# --------------------------------------------------------------------------------------------------------------
+# Many devices
+
+
+@functools.cache
+def mesh(num_devices, axis="data", axis_type=AxisType.Auto):
+    """A mesh of the first devices of the default backend; the test is skipped where there are fewer."""
+    devices = jax.devices()
+    if len(devices) < num_devices:
+        pytest.skip(f"needs {num_devices} devices; the {jax.default_backend()} backend has {len(devices)}")
+    return jax.make_mesh((num_devices,), (axis,), axis_types=(axis_type,), devices=devices[:num_devices])
+
+
+def over(num_devices, tables, features, **exchange):
+    """A collection over so many devices; keyword arguments go to its `ExchangeSpec`."""
+    spec = jaxsok.ExchangeSpec(**exchange) if exchange else None
+    return jaxsok.Collection(tables, features, mesh=mesh(num_devices), axis="data", exchange=spec)
+
+
+def quickly():
+    """Compiler options for programs that run a few times only: on CPU LLVM takes most of the time of a test."""
+    if jax.default_backend() != "cpu":
+        return None
+    return {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+
+
+@functools.cache
+def fed_step(collection):
+    """Jitted, donated: one whole step with gradients from outside; gives state, embeddings and statistics."""
+
+    def step(state, features, gradients):
+        embeddings, state, plan_ = collection.lookup(state, features)
+        state, stats = collection.update(state, plan_, gradients)
+        return state, embeddings, stats
+
+    return jax.jit(step, donate_argnums=0, compiler_options=quickly())
+
+
+def by_key(collection, state, name):
+    """A table ordered by key, with nothing that depends on the mesh: {"keys", "rows", and each optimizer state}."""
+    table = collection.export_table(state, name)
+    order = np.argsort(table["keys"])
+    columns = {"keys": table["keys"], "rows": table["rows"], **table["state"]}
+    return {column: values[order] for column, values in columns.items()}
+
+
+def assert_close_tables(collections, states, *, rtol, atol):
+    """Equality of what two collections hold, by key: keys exactly, rows and optimizer state within a tolerance."""
+    for spec in collections[0].tables:
+        first, second = (by_key(*pair, spec.name) for pair in zip(collections, states, strict=True))
+        np.testing.assert_array_equal(first.pop("keys"), second.pop("keys"), err_msg=spec.name)
+        assert first.keys() == second.keys()
+        for column in first:
+            message = f"{spec.name}: {column}"
+            np.testing.assert_allclose(first[column], second[column], rtol=rtol, atol=atol, err_msg=message)
+
+
+def replicas(collection, state, store):
+    """The parts of every array of a replicated store, shard by shard: [(path, [part, ...])]."""
+    num_shards = collection.shards.num_shards
+    return [(path, np.split(np.asarray(leaf), num_shards)) for path, leaf in state_leaves(state.stores[store])]
+
+
+# The owner of a key, written again from its definition (decision D6; ffi/core/hash.h): a test that asked the library
+# where keys go could not see them go astray.
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+NUM_PARTITIONS = 4096
+
+
+def mix64(values):
+    """The finaliser of SplitMix64, of an array of uint64."""
+    values = np.atleast_1d(values)
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))
+
+
+def unmixed64(values):
+    """The inverse of `mix64`."""
+
+    def unshifted(values, shift):
+        result = values
+        for _ in range(64 // shift + 1):
+            result = values ^ (result >> np.uint64(shift))
+        return result
+
+    def inverse(odd):  # of an odd number modulo 2^64
+        return np.uint64(pow(odd, -1, 2**64))
+
+    values = unshifted(np.atleast_1d(values), 31) * inverse(0x94D049BB133111EB)
+    values = unshifted(values, 27) * inverse(0xBF58476D1CE4E5B9)
+    return unshifted(values, 30)
+
+
+def _word_of_name(table):
+    return np.uint64(int.from_bytes(hashlib.blake2b(table.encode(), digest_size=8).digest(), "little"))
+
+
+def partition_hash(keys, table):
+    """The hash by which keys of a table belong to partitions."""
+    return mix64(mix64(as_array(keys).reshape(-1) ^ _word_of_name(table)) + _GOLDEN)
+
+
+def keys_of_hashes(hashes, table):
+    """The keys of a table that have these partition hashes: every step of the hash can be undone."""
+    return unmixed64(unmixed64(as_array(hashes).reshape(-1)) - _GOLDEN) ^ _word_of_name(table)
+
+
+def round_hash(keys, table):
+    """The hash by which keys are dealt to rounds: that of the partition, its top 12 bits moved to the bottom."""
+    hashes = partition_hash(keys, table)
+    return hashes << np.uint64(12) | hashes >> np.uint64(52)
+
+
+def keys_of_round_hashes(hashes, table):
+    """The keys of a table that have these round hashes."""
+    hashes = as_array(hashes).reshape(-1)
+    return keys_of_hashes(hashes >> np.uint64(12) | hashes << np.uint64(52), table)
+
+
+def owner_of(keys, table, num_shards):
+    """The shard of each key of a table that is spread over all shards."""
+    partitions = (partition_hash(keys, table) >> np.uint64(52)).astype(np.int64)
+    return partitions * num_shards // NUM_PARTITIONS
+
+
+def keys_of_owner(owner, num_keys, table, num_shards, *, start=0):
+    """The first keys from `start` on that one shard owns."""
+    keys = np.arange(start, start + 16 * num_shards * (num_keys + 16), dtype=np.uint64)
+    return keys[owner_of(keys, table, num_shards) == owner][:num_keys]

@@ -5,6 +5,7 @@ import importlib.util
 import os
 import pathlib
 import signal
+import socket
 import subprocess
 import sys
 
@@ -51,6 +52,7 @@ SMALL = train_dlrm.Config(
     top=(32,),
     plot=None,
     show_progress=False,
+    num_devices=1,
 )
 
 ROOMY = dataclasses.replace(SMALL, capacity=1024)
@@ -157,6 +159,153 @@ def test_log_loss_is_that_of_the_model():
     assert train_dlrm.log_loss_of(np.asarray(label), np.asarray(nnx.sigmoid(logits))) == pytest.approx(
         float(expected), rel=1e-5
     )
+
+
+# ------------------------------------------------------------------------------------------------------- many devices
+
+FEW = dataclasses.replace(ROOMY, max_rows=3000, held_out_rows=700)
+"""Eight steps, and three batches to evaluate on, of which the last is short."""
+
+
+@pytest.fixture(scope="module")
+def one_device(log):
+    return train_dlrm.train(dataclasses.replace(FEW, data=(log,)))
+
+
+def _assert_same_training(many: train_dlrm.Result, one: train_dlrm.Result) -> None:
+    # The same sums in another order, in all layers and over eight steps: some units of the last of seven digits.
+    np.testing.assert_allclose(many.losses, one.losses, rtol=2e-5)
+    np.testing.assert_array_equal(many.growth, one.growth)
+    assert many.num_rows == one.num_rows
+    assert (many.num_samples, many.num_held_out) == (one.num_samples, one.num_held_out)
+    assert many.missing_keys == one.missing_keys
+    assert many.auc == pytest.approx(one.auc, abs=1e-3)
+
+
+def test_many_devices_train_as_one(log, one_device):
+    if len(jax.devices()) < 4:
+        pytest.skip(f"needs 4 devices; there are {len(jax.devices())}")
+    _assert_same_training(train_dlrm.train(dataclasses.replace(FEW, data=(log,), num_devices=4)), one_device)
+
+
+def test_batches_that_cannot_be_shared_are_refused(log):
+    if len(jax.devices()) < 2:
+        pytest.skip("needs 2 devices; there is one")
+    with pytest.raises(ValueError, match="cannot share batches of 255 rows evenly"):
+        train_dlrm.train(dataclasses.replace(FEW, data=(log,), batch_size=255, num_devices=2))
+    with pytest.raises(ValueError, match="fewer than num_devices=1000"):
+        train_dlrm.train(dataclasses.replace(FEW, data=(log,), batch_size=1000, num_devices=1000))
+
+
+def test_ctrl_c_stops_after_what_the_pipeline_has_read():
+    with train_dlrm._CtrlC() as ctrl_c:
+        batches = ctrl_c.until_pressed(iter(range(10)))
+        assert [next(batches), next(batches)] == [0, 1]
+        signal.raise_signal(signal.SIGINT)
+        assert list(batches) == []
+
+
+def _free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("localhost", 0))
+        return one.getsockname()[1]
+
+
+def _variables_of(launcher: str, process: int, port: int) -> dict[str, str]:
+    """What a launcher tells the second of two processes, or the first."""
+    if launcher == "slurm":
+        names = {"JOB_ID": port, "STEP_NODELIST": "localhost", "NTASKS": 2, "PROCID": process, "LOCALID": process}
+        return {f"SLURM_{name}": str(value) for name, value in names.items()}
+    if launcher == "open mpi":
+        names = {"SIZE": 2, "RANK": process, "LOCAL_RANK": process}
+        own = {f"OMPI_COMM_WORLD_{name}": str(value) for name, value in names.items()}
+        return own | {"OMPI_MCA_orte_hnp_uri": f"{port * 2**12}.0;tcp://127.0.0.1:1"}
+    return {"JAX_COORDINATOR_ADDRESS": f"localhost:{port}", "NUM_PROCESSES": "2", "PROCESS_ID": str(process)}
+
+
+def _start_two(launcher: str, *arguments) -> list[subprocess.Popen]:
+    port = _free_port()
+    # One CPU device each; several threads would fight over the cores of a small machine.
+    plain = _environment() | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"}
+    return [
+        subprocess.Popen(
+            _command("--distributed", *arguments),
+            env=plain | _variables_of(launcher, process, port),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for process in range(2)
+    ]
+
+
+@pytest.mark.parametrize("launcher", ["slurm", "open mpi", "variables"])
+def test_processes_find_each_other(launcher):
+    """What SLURM and Open MPI set is enough; without them, three variables."""
+    code = (
+        "import sys; sys.path.insert(0, sys.argv[1]); import jax, train_dlrm;"
+        "train_dlrm.join_processes(train_dlrm.Config()); print(jax.process_index(), jax.device_count())"
+    )
+    port = _free_port()
+    environment = _environment() | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", code, str(EXAMPLES)],
+            env=environment | _variables_of(launcher, process, port),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for process in range(2)
+    ]
+    for number, process in enumerate(processes):
+        output, errors = process.communicate(timeout=120)
+        assert process.returncode == 0, errors
+        assert f"{number} 2" in output
+
+
+def test_two_processes_train_as_one_device(log, one_device, tmp_path):
+    arguments = ["--data", log, "--max-rows", 3000, "--held-out-rows", 700, "--batch-size", 256, "--dim", 8]
+    small = ["--capacity", 1024, "--bottom", 16, "--top", 32, "--plot", tmp_path / "plot.png", "--no-progress"]
+    first, second = _start_two("variables", *arguments, *small)
+    try:
+        output, errors = first.communicate(timeout=300)
+        others, more_errors = second.communicate(timeout=100)
+    finally:
+        first.kill()
+        second.kill()
+    assert (first.returncode, second.returncode) == (0, 0), (errors, more_errors)
+    assert "Device: 2 x cpu" in output and "in 2 processes" in output
+    report = train_dlrm.format_result(one_device).splitlines()
+    # The rows trained on and held out, and every key: as one device has them. Times differ, AUC in the last digit.
+    for line in (report[1], *report[4:]):
+        assert line in output
+    auc = float(output.split("held-out AUC")[1].split()[0])
+    assert auc == pytest.approx(one_device.auc, abs=1e-3)
+    assert "Done." not in others and "AUC" not in others, "one process speaks"
+    assert (tmp_path / "plot.png").exists()
+
+
+@pytest.mark.slow
+def test_ctrl_c_of_one_process_stops_all_at_one_step(tmp_path):
+    criteo.write_log(tmp_path / "log.tsv", 200_000, max_cardinality=500)
+    arguments = ["--data", tmp_path / "log.tsv", "--plot", tmp_path / "plot.png", "--held-out-rows", 1000]
+    small = ["--batch-size", 128, "--dim", 4, "--capacity", 1024, "--bottom", 8, "--top", 8]
+    first, second = _start_two("variables", *arguments, *small)
+    try:
+        seen = ""
+        while "keys=" not in seen:  # the progress bar after some steps
+            letter = first.stderr.read(1)
+            assert letter, seen
+            seen += letter
+        second.send_signal(signal.SIGINT)
+        output, errors = first.communicate(timeout=200)
+        second.communicate(timeout=100)
+    finally:
+        first.kill()
+        second.kill()
+    assert (first.returncode, second.returncode) == (130, 130), errors
+    assert "Interrupted; what was done:" in output
 
 
 # ------------------------------------------------------------------------------------------------------- command line
@@ -336,6 +485,6 @@ def test_dynamic_tables_learn_as_dense_ones_do(log):
 def test_dynamic_tables_learn_as_dense_ones_do_on_many_keys(tmp_path):
     criteo.write_log(tmp_path / "log.tsv", 200_000, seed=7, max_cardinality=20_000)
     config = train_dlrm.Config(
-        data=(tmp_path / "log.tsv",), held_out_rows=40_000, optimizer="adagrad", plot=None, show_progress=False
+        data=(tmp_path / "log.tsv",), held_out_rows=40_000, plot=None, show_progress=False, num_devices=1
     )
     _assert_parity(config, num_seeds=3)

@@ -1,0 +1,326 @@
+"""The all-to-all between shards: keys to their owners, rows to the askers, gradients to the owners (decision D5).
+
+Every shard sends each owner `send_capacity` lines, padded: a dense all-to-all of static shape. Of a replicated store
+everybody is an owner: lines are all-gathered, and each shard reads the rows from its own copy.
+
+Where a plan has told that the capacity suffices there is one round and no loop. Elsewhere the keys go in rounds by
+slices of their hash. All shards agree on the end of a slice: the least hash that would be one too many for any of
+them. So every round fits, every key is in one round on all shards, all gradients of a row meet in one round, and its
+optimizer steps once. The first round lies outside the loop.
+
+What owners do with keys and gradients is in lookup.py and update.py.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Bool, Float32, Int32, UInt32
+
+from jaxsok import plan as plan_lib
+from jaxsok.features import StoreFeatures
+from jaxsok.plan import Requests
+from jaxsok.shards import Shards
+from jaxsok.specs import StoreSpec
+from jaxsok.types import COMBINERS, PADDING_KEY
+
+SLACK = 1.25  # of the default send capacity over what uniform owners would need
+CAPACITY_STEPS = 8  # send capacities in an octave: a plan's load is rounded up by at most an eighth
+_LEAST = 16  # lines of the smallest default capacity
+
+_ALL_ONES = np.uint32(0xFFFFFFFF)
+_PADDING_REQUEST = np.array([PADDING_KEY & 0xFFFFFFFF, PADDING_KEY >> 32, 0, 0], np.uint32)
+
+
+def default_send_capacity(spec: StoreSpec, features: StoreFeatures) -> int:
+    """Keys for one destination in one round, where no plan has told.
+
+    A quarter more than the most loaded owner gets from keys that are all distinct and spread evenly.
+
+    Args:
+      spec: of the store.
+      features: of one shard.
+    """
+    spread, pinned = 0, [0] * spec.num_shards
+    for layout in features.layouts:
+        placement = spec.tables[layout.table].placement
+        if placement.kind == "on":
+            pinned[placement.shard] += layout.num_keys
+        else:
+            spread += layout.num_keys
+    share = spread / spec.num_shards + max(pinned)
+    num_keys = features.keys.shape[0]
+    least = max(_LEAST, len(spec.tables))
+    return max(least, min(num_keys, -(-int(share * SLACK) // 8) * 8))
+
+
+def rounded_capacity(load: int) -> int:
+    """The next of a few capacities: at most eight in each octave, so that few programs serve all batches.
+
+    Example:
+      >>> [rounded_capacity(load) for load in (3, 100, 1000, 1025)]
+      [16, 112, 1024, 1152]
+    """
+    step = max(_LEAST, 1 << max(0, (load - 1).bit_length() - CAPACITY_STEPS.bit_length()))
+    return max(1, -(-load // step)) * step
+
+
+@dataclasses.dataclass(frozen=True)
+class Route:
+    """How lines travel between the askers and the owners of one store."""
+
+    shards: Shards
+    is_replicated: bool
+    send_capacity: int
+
+    @property
+    def num_owners(self) -> int:
+        """Destinations of a shard's lines."""
+        return 1 if self.is_replicated else self.shards.num_shards
+
+    @property
+    def num_sent(self) -> int:
+        """Lines that a shard sends in a round."""
+        return self.num_owners * self.send_capacity
+
+    def to_owners(self, lines: Array) -> Array:
+        """Lines `[num_sent, ...]`, owner by owner, to the owners, who get `[num_shards * send_capacity, ...]`."""
+        if self.is_replicated:
+            return lax.all_gather(lines, self.shards.axis, axis=0, tiled=True)
+        return lax.all_to_all(lines, self.shards.axis, 0, 0, tiled=True)
+
+    def to_askers(self, lines: Array) -> Array:
+        """The way back: what was done with each line, in the order in which the asker sent them."""
+        if self.is_replicated:
+            return lax.dynamic_slice_in_dim(lines, self.shards.index() * self.send_capacity, self.send_capacity)
+        return lax.all_to_all(lines, self.shards.axis, 0, 0, tiled=True)
+
+    def rows_to_owners(self, rows: Float32[Array, "_ dim"], dtype: str) -> Float32[Array, "_ dim"]:
+        """`to_owners` of rows in another dtype on the wire."""
+        return _decoded(self.to_owners(_encoded(rows, dtype)), dtype)
+
+    def rows_to_askers(self, rows: Float32[Array, "_ dim"], dtype: str) -> Float32[Array, "_ dim"]:
+        """`to_askers` of rows in another dtype on the wire."""
+        return _decoded(self.to_askers(_encoded(rows, dtype)), dtype)
+
+
+# The wire ------------------------------------------------------------------------------------------------------------
+
+# Rows are scaled until their largest number is below this power of two, the greatest that the dtype holds with room.
+_TOP_EXPONENT = {"float16": 15, "float8_e4m3fn": 8}
+
+
+def _encoded(rows: Float32[Array, "_ dim"], dtype: str) -> Array:
+    """Rows as they travel: themselves, or bytes of 16- or 8-bit numbers followed by the scale of the row."""
+    if dtype == "float32":
+        return rows
+    if dtype == "bfloat16":
+        # As integers: back ends without bfloat16 collectives would widen them on the wire.
+        return lax.bitcast_convert_type(rows.astype(jnp.bfloat16), jnp.uint16)
+    largest = jnp.abs(rows).max(axis=1, keepdims=True)
+    _, exponent = jnp.frexp(largest)
+    shift = jnp.where(jnp.isfinite(largest) & (largest > 0), _TOP_EXPONENT[dtype] - exponent, 0)
+    shift = jnp.clip(shift, -126, 126)
+    small = lax.bitcast_convert_type((rows * _power_of_two(shift)).astype(dtype), jnp.uint8)
+    scale = lax.bitcast_convert_type(_power_of_two(-shift), jnp.uint8)
+    return jnp.concatenate([small.reshape(rows.shape[0], -1), scale.reshape(rows.shape[0], -1)], axis=1)
+
+
+def _decoded(lines: Array, dtype: str) -> Float32[Array, "_ dim"]:
+    if dtype == "float32":
+        return lines
+    if dtype == "bfloat16":
+        return lax.bitcast_convert_type(lines, jnp.bfloat16).astype(jnp.float32)
+    num_lines, itemsize = lines.shape[0], jnp.dtype(dtype).itemsize
+    scale = lax.bitcast_convert_type(lines[:, -4:], jnp.float32)
+    small = lines[:, :-4]
+    small = lax.bitcast_convert_type(small.reshape(num_lines, -1, 2) if itemsize == 2 else small, jnp.dtype(dtype))
+    return small.astype(jnp.float32) * scale[:, None]
+
+
+def _power_of_two(exponent: Int32[Array, "..."]) -> Float32[Array, "..."]:
+    """2 to the exponent, by its bits: exact."""
+    return lax.bitcast_convert_type((exponent + 127) << 23, jnp.float32)
+
+
+def wire_bytes(dim: int, dtype: str) -> int:
+    """Bytes of one row on the wire.
+
+    Example:
+      >>> wire_bytes(128, "float32"), wire_bytes(128, "bfloat16"), wire_bytes(128, "float8_e4m3fn")
+      (512, 256, 132)
+    """
+    return {"float32": 4 * dim, "bfloat16": 2 * dim, "float16": 2 * dim + 4, "float8_e4m3fn": dim + 4}[dtype]
+
+
+# Plans ---------------------------------------------------------------------------------------------------------------
+
+
+def ask(
+    shards: Shards,
+    spec: StoreSpec,
+    features: StoreFeatures,
+    owners: UInt32[Array, " num_partitions"],
+    send_capacity: int | None = None,
+) -> Requests:
+    """What a shard asks of the others for one store; with a send capacity the keys are exchanged at once.
+
+    Args:
+      shards: of the collection.
+      spec: of the store.
+      features: of this shard.
+      owners: the shard of each partition.
+      send_capacity: one round is enough, and this its capacity: the caller compares `load`. None: rounds.
+    """
+    one_round = send_capacity is not None
+    requests, inverse, starts, hashes = plan_lib.requests_of(spec, features, owners, by_hash=not one_round)
+    if not one_round:
+        capacity = default_send_capacity(spec, features)
+        return Requests(requests, inverse, starts, hashes, jnp.zeros((1, 2), jnp.int32), send_capacity=capacity)
+    counts = lax.all_gather(starts[1:] - starts[:-1], shards.axis)  # [num_shards, num_owners]
+    load = jnp.stack([counts.max(), counts.sum(axis=0).max()])[None]
+    route = Route(shards, spec.is_replicated, send_capacity)
+    place, is_real = _places(route, starts[:-1], starts[1:], requests.shape[0])
+    received = route.to_owners(_taken_requests(requests, place, is_real))
+    owner = (inverse[:, None] >= starts[None, 1:]).sum(axis=1, dtype=jnp.int32)
+    begin = starts.at[owner].get(mode="clip")
+    within = inverse - begin
+    is_sent = (inverse < starts[-1]) & (within < send_capacity)
+    slots = jnp.where(is_sent, owner * send_capacity + within, -1)
+    return Requests(requests, inverse, starts, hashes, load, received, slots, send_capacity)
+
+
+def _places(
+    route: Route, begins: Int32[Array, " num_owners"], ends: Int32[Array, " num_owners"], num_keys: int
+) -> tuple[Int32[Array, " num_sent"], Bool[Array, " num_sent"]]:
+    """The place of each line to send among the requests; num_keys where there is none."""
+    place = begins[:, None] + jnp.arange(route.send_capacity, dtype=jnp.int32)[None, :]
+    is_real = place < ends[:, None]
+    return jnp.where(is_real, place, num_keys).reshape(-1), is_real.reshape(-1)
+
+
+def _taken_requests(requests: Array, place: Array, is_real: Array) -> UInt32[Array, "num_sent 4"]:
+    return jnp.where(is_real[:, None], requests.at[place].get(mode="clip"), _PADDING_REQUEST)
+
+
+# Rounds --------------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Round:
+    """One plan's part of one round: which of its requests are sent."""
+
+    route: Route
+    place: Int32[Array, " num_sent"]
+    is_real: Bool[Array, " num_sent"]
+
+    def requests(self, asked: Requests) -> UInt32[Array, "_ 4"]:
+        """What the owners get of the requests."""
+        return self.route.to_owners(_taken_requests(asked.requests, self.place, self.is_real))
+
+    def take(self, lines: Array) -> Array:
+        """The lines of this round, of all the requests' lines; zeros where nothing is sent."""
+        return lines.at[self.place].get(mode="fill", fill_value=0)
+
+    def put(self, lines: Array, of_round: Array) -> Array:
+        """All the requests' lines, with those of this round set."""
+        return lines.at[self.place].set(of_round, mode="drop", unique_indices=False)
+
+
+def over_rounds(
+    shards: Shards,
+    spec: StoreSpec,
+    asked: Sequence[Requests],
+    body: Callable[[Any, list[Round]], Any],
+    carry: Any,
+) -> tuple[Any, Int32[Array, ""]]:
+    """Calls `body(carry, rounds)` once for each round, with the plans' parts of it, until every request was sent.
+
+    Args:
+      shards: of the collection.
+      spec: of the store.
+      asked: of each plan, ordered by hash; their rounds have common ends.
+      body: runs on every shard; gives the next carry, of the same types.
+      carry: the first.
+
+    Returns:
+      The last carry, and the number of rounds.
+    """
+    routes = [Route(shards, spec.is_replicated, one.send_capacity) for one in asked]
+
+    def run(carry: Any, begins: list[Array]) -> tuple[Any, list[Array], Array]:
+        bound, is_last = _common_end(shards, asked, begins)
+        ends = [_ends(one, begin, bound, is_last) for one, begin in zip(asked, begins, strict=True)]
+        rounds = [
+            Round(route, *_places(route, begin, end, one.requests.shape[0]))
+            for route, one, begin, end in zip(routes, asked, begins, ends, strict=True)
+        ]
+        return body(carry, rounds), ends, is_last
+
+    def is_unfinished(loop: tuple) -> Bool[Array, ""]:
+        return ~loop[2]
+
+    def go_on(loop: tuple) -> tuple:
+        carry, begins, _, num_rounds = loop
+        return *run(carry, begins), num_rounds + 1
+
+    first = run(carry, [one.starts[:-1] for one in asked])
+    carry, _, _, num_rounds = lax.while_loop(is_unfinished, go_on, (*first, jnp.int32(1)))
+    return carry, num_rounds
+
+
+def _common_end(
+    shards: Shards, asked: Sequence[Requests], begins: Sequence[Array]
+) -> tuple[UInt32[Array, "2"], Bool[Array, ""]]:
+    """The hash (high, low) that ends a round on all shards, and whether there is none: all that is left fits."""
+    highs, lows, is_over = [], [], []
+    for one, begin in zip(asked, begins, strict=True):
+        at = begin + one.send_capacity  # the first request of each owner that the round has no room for
+        over = at < one.starts[1:]
+        hashes = one.hashes.at[at].get(mode="fill", fill_value=0)
+        highs.append(jnp.where(over, hashes[:, 1], _ALL_ONES))
+        lows.append(jnp.where(over, hashes[:, 0], _ALL_ONES))
+        is_over.append(over)
+    high, low, over = jnp.concatenate(highs), jnp.concatenate(lows), jnp.concatenate(is_over)
+    fits = jnp.where(over.any(), jnp.uint32(0), jnp.uint32(1))
+    least_high, all_fit = lax.pmin(jnp.stack([high.min(), fits]), shards.axis)
+    least_low = lax.pmin(jnp.where(over & (high == least_high), low, _ALL_ONES).min(), shards.axis)
+    return jnp.stack([least_high, least_low]), all_fit == 1
+
+
+def _ends(
+    asked: Requests, begins: Array, bound: UInt32[Array, "2"], is_last: Bool[Array, ""]
+) -> Int32[Array, " num_owners"]:
+    """For each owner, one past the last request whose hash is below the bound; past its last one in the last round."""
+    high, low = asked.hashes[:, 1], asked.hashes[:, 0]
+    is_below = (high < bound[0]) | ((high == bound[0]) & (low < bound[1])) | is_last
+    place = jnp.arange(asked.hashes.shape[0], dtype=jnp.int32)[None, :]
+    is_next = (place >= begins[:, None]) & (place < asked.starts[1:, None]) & is_below[None, :]
+    return begins + is_next.sum(axis=1, dtype=jnp.int32)
+
+
+def has_unused_keys(features: StoreFeatures) -> bool:
+    """Whether a key of a bag may be no use of its row: where weights can make the divisor zero."""
+    divided = (COMBINERS["mean"], COMBINERS["sqrtn"])
+    return any(layout.weights_start >= 0 and COMBINERS[layout.combiner] in divided for layout in features.layouts)
+
+
+@functools.partial(jax.jit, inline=True)
+def uses_of_rows(row_ids: UInt32[Array, " _"], uses: Int32[Array, " _"]) -> Int32[Array, " _"]:
+    """For each line the uses of its row, summed over all lines of that row.
+
+    Example:
+      >>> uses_of_rows(jnp.array([4, 2, 4], jnp.uint32), jnp.array([1, 5, 2], jnp.int32)).tolist()
+      [3, 5, 3]
+    """
+    order = jnp.argsort(row_ids)
+    rows, sums = row_ids[order], jnp.cumsum(uses[order])
+    first = jnp.searchsorted(rows, rows, side="left", method="sort")
+    last = jnp.searchsorted(rows, rows, side="right", method="sort") - 1
+    before = jnp.where(first > 0, sums[jnp.maximum(first - 1, 0)], 0)
+    return jnp.zeros_like(uses).at[order].set(sums[last] - before)

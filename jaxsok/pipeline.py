@@ -1,0 +1,118 @@
+"""Batches with their plans, each made while the step before runs: prefetch, and the choice of send capacities.
+
+When batch k is handed out, the plan of batch k + 1 is already under way on the devices. When the caller, having
+dispatched step k, asks for the next batch, the host reads the counts of that plan, which came before the step: it
+waits for no step that was just dispatched.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+
+from jaxsok.exchange import default_send_capacity, rounded_capacity
+from jaxsok.features import Batch, Features
+from jaxsok.grow import GrowthTracker
+from jaxsok.plan import Plan
+from jaxsok.shards import Shards
+from jaxsok.specs import StoreSpec
+
+HEADROOM = 1.03  # of a new capacity over the load that asked for it: batches of one kind differ by a few per cent
+SPARE = 1.5  # a capacity in use is kept for loads down to this part of it: fewer programs
+
+
+class Planner(Protocol):
+    """What the pipeline needs of a collection."""
+
+    stores: tuple[StoreSpec, ...]
+    shards: Shards | None
+    growth: GrowthTracker
+
+    def batch(self, raw: Mapping[str, Any], *, pad_to: int | None = None) -> Batch:
+        """Packs a raw batch."""
+        ...
+
+    def plan(self, features: Features, *, send_capacity: Any = None) -> Plan:
+        """Makes keys distinct and sends them."""
+        ...
+
+
+class Pipeline:
+    """An iterator of (batch, plan); `Collection.pipeline` makes it."""
+
+    def __init__(self, collection: Planner, batches: Iterable[Mapping[str, Any]], pad_to: int | None):
+        """Nothing runs before the first batch is asked for."""
+        self._collection = collection
+        self._batches = iter(batches)
+        self._pad_to = pad_to
+        self._in_use: list[set[int]] = [set() for _ in collection.stores]
+        self._next: list[int | None] = [None] * len(collection.stores)
+        self.num_replanned = 0
+        """How often a batch had more keys for one owner than the capacity chosen for it, and was planned again."""
+
+    @property
+    def send_capacities(self) -> list[list[int]]:
+        """For each store the send capacities in use: each combination is a program of the step."""
+        return [sorted(sizes) for sizes in self._in_use]
+
+    def __iter__(self) -> Iterator[tuple[Batch, Plan]]:
+        """The batches in order, each with its plan."""
+        if self._collection.shards is None or self._collection.shards.num_shards == 1:
+            for raw in self._batches:
+                batch = self._collection.batch(raw, pad_to=self._pad_to)
+                yield batch, Plan(batch.features)
+            return
+        waiting = self._planned()
+        while waiting is not None:
+            batch, plan = waiting
+            plan = self._checked(batch, plan)  # of the first batch before the second is planned by what it chose
+            waiting = self._planned()
+            yield batch, plan
+
+    def _planned(self) -> tuple[Batch, Plan] | None:
+        """The next batch, its plan dispatched with the capacities that served last; None at the end."""
+        try:
+            raw = next(self._batches)
+        except StopIteration:
+            return None
+        batch = self._collection.batch(raw, pad_to=self._pad_to)
+        sizes = [
+            default_send_capacity(spec, part) if size is None else size
+            for spec, part, size in zip(self._collection.stores, batch.features.stores, self._next, strict=True)
+        ]
+        return batch, self._collection.plan(batch.features, send_capacity=sizes)
+
+    def _checked(self, batch: Batch, plan: Plan) -> Plan:
+        """A plan whose capacities suffice; chooses those of the next one."""
+        sizes, is_short, is_first = [], False, False
+        for s, asked in enumerate(plan.asked or ()):
+            if asked is None:
+                sizes.append(1)
+                continue
+            most_sent, most_received = (int(count) for count in _first_part(asked.load)[0])
+            self._collection.growth.saw_batch(s, most_received)
+            is_first = is_first or self._next[s] is None
+            size = self._choose(s, most_sent)
+            is_short = is_short or asked.send_capacity < most_sent
+            self._next[s] = size
+            sizes.append(size)
+        if is_short or is_first:
+            self.num_replanned += is_short
+            plan = self._collection.plan(batch.features, send_capacity=sizes)
+        return plan
+
+    def _choose(self, s: int, load: int) -> int:
+        """A capacity for a load: one in use that is not much too large, or a new one."""
+        least = len(self._collection.stores[s].tables)
+        fitting = [size for size in self._in_use[s] if max(load, least) <= size <= max(SPARE * load, 16)]
+        if fitting:
+            return min(fitting)
+        size = max(least, rounded_capacity(int(load * HEADROOM)))
+        self._in_use[s].add(size)
+        return size
+
+
+def _first_part(array: jax.Array) -> np.ndarray:
+    """This process's first part of an array whose parts are all the same."""
+    return np.asarray(array.addressable_shards[0].data)

@@ -1,0 +1,435 @@
+"""Proposes where tables live on a mesh, by their size and traffic; counts bytes on the wire and in memory; says why.
+
+It runs before there is a collection: the tables that it returns are what the collection is made of. Everything here is
+arithmetic on specs and, with a sample, on the keys of one batch, in NumPy. Nothing is moved by it.
+
+The model, of one step, one device out of N and one table of R rows, of which the device asks K keys:
+
+- Distinct keys u: as measured in a sample; else those of K draws from R equally likely keys, R (1 - exp(-K / R)).
+  Skewed keys have fewer.
+- A line is one distinct key's part of the exchange: its request (16 bytes), its row and its row gradient, in the dtypes
+  of the wire. With F evaluation lookups a step, requests and rows travel 1 + F times.
+- SHARDED: every owner gets u / N of the requests of every device. A device sends, and gets, u (N - 1) / N lines.
+- on(d): the exchange is dense, so that a device sends every owner as many lines as the most loaded one gets. Alone in
+  its store, the table costs (N - 1) u lines. Tables that load all devices alike cost what they cost sharded, never
+  less: nothing is gained on the wire.
+- REPLICATED: requests and gradients of all devices are gathered, (N - 1) u lines without rows; no row travels, and
+  evaluation asks nobody. Each device keeps R rows and moves the rows of N u lines.
+
+Not counted: padding (send capacities are those of the most loaded owner, whom hashing gives a root or two more than
+its share, rounded up; the pipeline keeps one for loads down to two thirds of it), and what a collective costs however
+few its bytes are: a replicated store adds collectives of its own.
+"""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import numpy as np
+
+from jaxsok import features as features_lib
+from jaxsok import keys as keys_lib
+from jaxsok.exchange import wire_bytes
+from jaxsok.features import Bags
+from jaxsok.specs import REPLICATED, SHARDED, ExchangeSpec, FeatureSpec, Placement, TableSpec, group_into_stores, on
+from jaxsok.store import num_buckets_of, row_bytes
+from jaxsok.types import BUCKET_WORDS, ENTRIES_PER_BUCKET, PADDING_KEY
+
+REQUEST_BYTES = 16  # key, table and uses: four words
+REPLICATED_BYTES = 64 << 20  # of a table, on each device: beyond it nothing is replicated unasked
+
+
+@dataclasses.dataclass(frozen=True)
+class TableProposal:
+    """What the planner knows of one table, and where it would put it."""
+
+    table: TableSpec
+    """With its placement."""
+    keys: float
+    """That one device asks in a step."""
+    distinct_keys: float
+    """Of these; where all devices are alike, so many lines travel."""
+    num_bytes: int
+    """Of its rows, with optimizer state, records and index, once."""
+    wire_bytes: Mapping[str, int]
+    """Received by a device in a step: "sharded", "on" (alone on its device), "replicated"."""
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Proposal:
+    """Where `propose` puts tables, and what that costs. `str` makes a table of it."""
+
+    lines: tuple[TableProposal, ...]
+    """In the order of the tables."""
+    num_shards: int
+    wire_bytes: int
+    """Received by each device in a step: all stores together, on(...) at its true load."""
+    bytes_per_device: tuple[int, ...]
+    """Of the rows that each shard has when the tables are full."""
+    allocated_bytes: int
+    """Of the stores on each device, as `init` makes them: all shards get the size of the fullest, with room for the
+    unevenness of hashing."""
+
+    @property
+    def tables(self) -> tuple[TableSpec, ...]:
+        """The tables with their placements, in their order: for the collection."""
+        return tuple(line.table for line in self.lines)
+
+    def __str__(self) -> str:
+        """A line for each table, and the sums."""
+        head = ("table", "rows", "bytes", "keys", "distinct", "sharded", "on one", "replicated", "placement", "reason")
+        body = [
+            (
+                line.table.name,
+                f"{line.table.capacity:,}",
+                _in_units(line.num_bytes),
+                f"{line.keys:,.0f}",
+                f"{line.distinct_keys:,.0f}",
+                *(_in_units(line.wire_bytes[kind]) for kind in ("sharded", "on", "replicated")),
+                str(line.table.placement),
+                line.reason,
+            )
+            for line in self.lines
+        ]
+        widths = [max(map(len, column)) for column in zip(head, *body, strict=True)]
+        rows = [
+            "  ".join(
+                cell.ljust(width) if i in (0, 8, 9) else cell.rjust(width)
+                for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+            ).rstrip()
+            for row in (head, *body)
+        ]
+        each = "device" if self.num_shards == 1 else f"each of {self.num_shards} devices"
+        used = sorted({_in_units(num_bytes) for num_bytes in (min(self.bytes_per_device), max(self.bytes_per_device))})
+        return "\n".join(
+            [
+                *rows,
+                f"A step sends {_in_units(self.wire_bytes)} to {each}. Full tables take {' to '.join(used)} of the "
+                f"{_in_units(self.allocated_bytes)} allocated on {each}.",
+            ]
+        )
+
+
+def propose(
+    tables: Sequence[TableSpec],
+    features: Sequence[FeatureSpec],
+    *,
+    num_shards: int,
+    keys_per_step: int | Mapping[str, int] | None = None,
+    sample: Mapping[str, Any] | None = None,
+    exchange: ExchangeSpec | None = None,
+    finds_per_step: float = 0.0,
+    memory_bytes: int | None = None,
+    replicated_bytes: int = REPLICATED_BYTES,
+    overrides: Mapping[str, Placement | Literal["on"]] | None = None,
+) -> Proposal:
+    """Chooses a placement for each table, by the bytes that it puts on the wire.
+
+    A table is replicated if that sends fewer bytes than sharding and its rows are few; else it is sharded. On training
+    traffic with one dtype for rows and gradients that never happens: all gradients go to all devices. It does where
+    rows are read much more often than they move (`finds_per_step`), and where gradients are much smaller on the wire
+    than rows. A table goes to one device only when told to, since that never saves bytes. A placement that a TableSpec
+    declares other than SHARDED stands, and `overrides` come before it.
+
+    Args:
+      tables: of the collection to be; their `capacity` counts as their rows.
+      features: of the collection to be.
+      num_shards: devices along its axis.
+      keys_per_step: keys that one device's part of a batch has for each feature, padding not counted; one number for
+        all. Without it: max_keys of the feature, shared out. Keys are taken to be equally likely.
+      sample: instead: a raw batch of all devices, as `collection.batch` takes it, NumPy. Its keys are counted.
+      exchange: dtypes on the wire, as the collection gets them.
+      finds_per_step: evaluation lookups of such a batch in the time of one training step.
+      memory_bytes: that each device has for the stores. What the planner would replicate is sharded, largest first,
+        until the stores fit.
+      replicated_bytes: of a table, on each device, at most, unless told to replicate it.
+      overrides: placements by table. "on" puts the table on one device, the planner says which: the most keys first,
+        each on the device with the least so far.
+
+    Returns:
+      The proposal; `proposal.tables` are for the collection.
+
+    Raises:
+      TypeError, ValueError: unknown names, a device outside the axis, a feature without a number of keys.
+      MemoryError: the stores are larger than `memory_bytes`; says which tables are the largest.
+
+    Example:
+      >>> from jaxsok import optim
+      >>> tables = [TableSpec("user", 64, optim.sgd(0.1), capacity=1_000_000), TableSpec("day", 64, optim.sgd(0.1),
+      ...     capacity=7)]
+      >>> features = [FeatureSpec("user", table="user"), FeatureSpec("day", table="day")]
+      >>> proposal = propose(tables, features, num_shards=4, keys_per_step=1000, overrides={"day": REPLICATED})
+      >>> [table.placement for table in proposal.tables]
+      [SHARDED, REPLICATED]
+      >>> [round(line.distinct_keys) for line in proposal.lines]
+      [1000, 7]
+    """
+    if isinstance(num_shards, bool) or not isinstance(num_shards, (int, np.integer)) or num_shards < 1:
+        raise ValueError(f"propose: num_shards: got {num_shards!r}, wanted the number of devices, at least 1.")
+    names = [table.name for table in tables]
+    for feature in features:
+        if feature.table not in names:
+            raise ValueError(f'propose: feature "{feature.name}": table: got "{feature.table}", wanted one of {names}.')
+    if sample is not None and keys_per_step is not None:
+        raise ValueError("propose: sample: got one beside keys_per_step, wanted one of the two.")
+    if sample is not None:
+        traffic = _measured(tables, features, sample, num_shards)
+    else:
+        traffic = _assumed(tables, features, keys_per_step, num_shards)
+    forced = _forced(tables, overrides or {}, traffic, num_shards)
+    model = _Model(num_shards, exchange or ExchangeSpec(), finds_per_step)
+    lines = [_proposed(model, table, *traffic[table.name], forced, replicated_bytes) for table in tables]
+    if memory_bytes is not None:
+        lines = _fitted(lines, set(forced), num_shards, memory_bytes)
+    placed = [line.table for line in lines]
+    distinct = {line.table.name: line.distinct_keys for line in lines}
+    return Proposal(
+        tuple(lines),
+        int(num_shards),
+        model.of_stores(placed, distinct),
+        _bytes_per_device(placed, num_shards),
+        _allocated_bytes(placed, num_shards),
+    )
+
+
+# Traffic -------------------------------------------------------------------------------------------------------------
+
+
+def _assumed(
+    tables: Sequence[TableSpec],
+    features: Sequence[FeatureSpec],
+    keys_per_step: int | Mapping[str, int] | None,
+    num_shards: int,
+) -> dict[str, tuple[float, float]]:
+    """Keys and distinct keys of each table, if all of its rows are asked for alike."""
+    known = keys_per_step if isinstance(keys_per_step, Mapping) else {}
+    unknown = sorted(set(known) - {feature.name for feature in features})
+    if unknown:
+        raise ValueError(
+            f"propose: keys_per_step: got features {unknown}, wanted some of {[one.name for one in features]}."
+        )
+    keys = dict.fromkeys((table.name for table in tables), 0.0)
+    for feature in features:
+        number = known.get(feature.name) if isinstance(keys_per_step, Mapping) else keys_per_step
+        if number is None and feature.max_keys is not None:
+            number = feature.max_keys / num_shards
+        if number is None:
+            raise ValueError(
+                f'propose: feature "{feature.name}": keys_per_step: got none, wanted how many keys one device asks in '
+                "a step; pass keys_per_step, or a sample."
+            )
+        if isinstance(number, bool) or not isinstance(number, (int, float, np.number)) or number < 0:
+            raise ValueError(f'propose: feature "{feature.name}": keys_per_step: got {number!r}, wanted a number.')
+        keys[feature.table] += float(number)
+    rows = {table.name: table.capacity for table in tables}
+    return {name: (number, -rows[name] * math.expm1(-number / rows[name])) for name, number in keys.items()}
+
+
+def _measured(
+    tables: Sequence[TableSpec], features: Sequence[FeatureSpec], sample: Mapping[str, Any], num_shards: int
+) -> dict[str, tuple[float, float]]:
+    """Keys and distinct keys of each table in a batch: the means over the devices' parts of it."""
+    features_lib.require_features(sample, features)
+    parts: dict[str, list[list[np.ndarray]]] = {table.name: [[] for _ in range(num_shards)] for table in tables}
+    for feature in features:
+        what = f'propose: sample: feature "{feature.name}"'
+        value = sample[feature.name]
+        bags = value if isinstance(value, Bags) else Bags(value)
+        words = keys_lib.words_of(bags.keys, feature.key_dtype, what)
+        keys = keys_lib.from_words(words)
+        if bags.lengths is None and bags.offsets is None:
+            cuts = np.array_split(keys, num_shards)
+        else:
+            offsets = features_lib.read_offsets(bags, words, what)
+            num_bags = offsets.shape[0] - 1
+            bounds = [offsets[i * num_bags // num_shards] for i in range(num_shards + 1)]
+            cuts = [keys[begin:end] for begin, end in itertools.pairwise(bounds)]
+        for part, cut in zip(parts[feature.table], cuts, strict=True):
+            part.append(cut.reshape(-1)[cut.reshape(-1) != np.uint64(PADDING_KEY)])
+    traffic = {}
+    for name, of_devices in parts.items():
+        joined = [np.concatenate([np.zeros(0, np.uint64), *cuts]) for cuts in of_devices]
+        traffic[name] = (
+            float(np.mean([part.size for part in joined])),
+            float(np.mean([np.unique(part).size for part in joined])),
+        )
+    return traffic
+
+
+# Costs ---------------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class _Model:
+    """Bytes that a device gets in a step; see the top of the module."""
+
+    num_shards: int
+    exchange: ExchangeSpec
+    finds_per_step: float
+
+    def _line(self, dim: int) -> float:
+        """Request, row, gradient."""
+        there_and_back = (1 + self.finds_per_step) * (REQUEST_BYTES + wire_bytes(dim, self.exchange.rows))
+        return there_and_back + wire_bytes(dim, self.exchange.gradients)
+
+    def sharded(self, dim: int, distinct: float) -> int:
+        return round(distinct * (self.num_shards - 1) / self.num_shards * self._line(dim))
+
+    def on_one(self, dim: int, distinct: float) -> int:
+        return round(distinct * (self.num_shards - 1) * self._line(dim))
+
+    def replicated(self, dim: int, distinct: float) -> int:
+        line = REQUEST_BYTES + wire_bytes(dim, self.exchange.gradients)
+        return round(distinct * (self.num_shards - 1) * line)
+
+    def of_stores(self, tables: Sequence[TableSpec], distinct: Mapping[str, float]) -> int:
+        """All tables together, as the stores send them."""
+        total = 0
+        for store in group_into_stores(tables, self.num_shards):
+            if store.is_replicated:
+                total += self.replicated(store.dim, sum(distinct[table.name] for table in store.tables))
+                continue
+            pinned, spread = [0.0] * self.num_shards, 0.0
+            for table in store.tables:
+                if table.placement.kind == "on":
+                    pinned[table.placement.shard % self.num_shards] += distinct[table.name]
+                else:
+                    spread += distinct[table.name]
+            # As if everything on one device were: the most loaded one says how many lines go to each.
+            total += self.on_one(store.dim, spread / self.num_shards + max(pinned))
+        return total
+
+
+def _forced(
+    tables: Sequence[TableSpec],
+    overrides: Mapping[str, Placement | Literal["on"]],
+    traffic: Mapping[str, tuple[float, float]],
+    num_shards: int,
+) -> dict[str, tuple[Placement, str]]:
+    """Placements that are not the planner's to choose, and why."""
+    names = [table.name for table in tables]
+    unknown = sorted(set(overrides) - set(names))
+    if unknown:
+        raise ValueError(f"propose: overrides: got tables {unknown}, wanted some of {names}.")
+    forced = {table.name: (table.placement, "declared so") for table in tables if table.placement != SHARDED}
+    for name, placement in overrides.items():
+        if not isinstance(placement, Placement) and placement != "on":
+            raise TypeError(
+                f'propose: overrides: table "{name}": got {placement!r}, wanted jaxsok.SHARDED, jaxsok.REPLICATED, '
+                'jaxsok.on(device) or "on".'
+            )
+        forced[name] = (SHARDED if placement == "on" else placement, "asked for")
+    for name, (placement, _) in forced.items():
+        if placement.kind == "on" and placement.shard >= num_shards > 1:
+            raise ValueError(
+                f'propose: table "{name}": placement: got {placement}, wanted a device from 0 to {num_shards - 1}.'
+            )
+    cost = {table.name: table.dim * traffic[table.name][1] for table in tables}
+    load = [0.0] * num_shards
+    for name, (placement, _) in forced.items():
+        if placement.kind == "on":
+            load[placement.shard % num_shards] += cost[name]
+    free = [name for name, placement in overrides.items() if placement == "on"]
+    for name in sorted(free, key=lambda name: (-cost[name], names.index(name))):
+        shard = int(np.argmin(load))
+        load[shard] += cost[name]
+        forced[name] = (on(shard), "asked for; the least loaded device")
+    return forced
+
+
+def _proposed(
+    model: _Model,
+    table: TableSpec,
+    keys: float,
+    distinct: float,
+    forced: Mapping[str, tuple[Placement, str]],
+    replicated_bytes: int,
+) -> TableProposal:
+    """The choice for one table."""
+    num_bytes = table.capacity * row_bytes(group_into_stores([table])[0])
+    bytes_by_kind = {
+        "sharded": model.sharded(table.dim, distinct),
+        "on": model.on_one(table.dim, distinct),
+        "replicated": model.replicated(table.dim, distinct),
+    }
+    sharded, replicated = bytes_by_kind["sharded"], bytes_by_kind["replicated"]
+    placement = SHARDED
+    if table.name in forced:
+        placement, reason = forced[table.name]
+        least = min(sharded, replicated)
+        if model.num_shards > 1 and bytes_by_kind[placement.kind] > least:
+            reason += f"; {bytes_by_kind[placement.kind] / max(least, 1):.1f} times the bytes of the cheapest"
+            reason += ", less if others balance it" if placement.kind == "on" else ""
+    elif model.num_shards == 1:
+        reason = "one device"
+    elif replicated >= sharded:
+        reason = f"replicated sends {replicated / max(sharded, 1):.1f} times as much" if sharded else "no keys"
+    elif num_bytes > replicated_bytes:
+        reason = f"replicated sends less, but takes {_in_units(num_bytes)} on every device"
+    else:
+        placement = REPLICATED
+        reason = f"sends {replicated / sharded:.2f} of the bytes of sharded; small"
+    placed = dataclasses.replace(table, placement=placement)
+    return TableProposal(placed, keys, distinct, num_bytes, bytes_by_kind, reason)
+
+
+# Memory --------------------------------------------------------------------------------------------------------------
+
+
+def _bytes_per_device(tables: Sequence[TableSpec], num_shards: int) -> tuple[int, ...]:
+    """Of the rows that each shard has when all tables are full."""
+    of_shard = [0.0] * num_shards
+    for store in group_into_stores(tables, num_shards):
+        for table in store.tables:
+            num_bytes = table.capacity * row_bytes(store)
+            if table.placement.kind == "on":
+                of_shard[table.placement.shard % num_shards] += num_bytes
+            else:
+                share = 1 if store.is_replicated else num_shards
+                of_shard = [one + num_bytes / share for one in of_shard]
+    return tuple(math.ceil(one) for one in of_shard)
+
+
+def _allocated_bytes(tables: Sequence[TableSpec], num_shards: int) -> int:
+    """Of all stores on one device, as `init` makes them."""
+    total = 0
+    for store in group_into_stores(tables, num_shards):
+        index = 4 * BUCKET_WORDS  # bytes of a bucket
+        per_row = row_bytes(store) - index * 2 // ENTRIES_PER_BUCKET
+        total += store.capacity * per_row + index * num_buckets_of(store.capacity)
+    return total
+
+
+def _fitted(
+    lines: Sequence[TableProposal], forced: set[str], num_shards: int, memory_bytes: int
+) -> list[TableProposal]:
+    """The same, with fewer replicated tables if there is not room for all; refuses what does not fit at all."""
+    lines = list(lines)
+    movable = [
+        i for i, line in enumerate(lines) if line.table.placement == REPLICATED and line.table.name not in forced
+    ]
+    for i in sorted(movable, key=lambda i: -lines[i].num_bytes):
+        if _allocated_bytes([line.table for line in lines], num_shards) <= memory_bytes:
+            return lines
+        table = dataclasses.replace(lines[i].table, placement=SHARDED)
+        lines[i] = dataclasses.replace(lines[i], table=table, reason="replicated sends less, but there is no room")
+    total = _allocated_bytes([line.table for line in lines], num_shards)
+    if total > memory_bytes:
+        largest = sorted(lines, key=lambda line: -line.num_bytes)[:3]
+        parts = ", ".join(f'"{one.table.name}" {one.num_bytes} bytes {one.table.placement}' for one in largest)
+        raise MemoryError(
+            f"propose: memory_bytes: got {memory_bytes}, wanted at least {total} on each of {num_shards} devices (the "
+            f"largest tables: {parts}); lower capacity or dim, or use more devices."
+        )
+    return lines
+
+
+def _in_units(num_bytes: float) -> str:
+    """As people read it: 1536 is "1.5 KiB"."""
+    if num_bytes < 1024:
+        return f"{num_bytes:.0f} B"
+    power = min(int(math.log2(num_bytes)) // 10, 4)
+    return f"{num_bytes / 1024**power:.1f} {('KiB', 'MiB', 'GiB', 'TiB')[power - 1]}"

@@ -1,0 +1,143 @@
+"""The devices over which stores and batches are sharded: some axes of a mesh, seen as one.
+
+Sharding model: every array of a store, of a batch and of a plan is split along its first dimension, one equal part
+for each shard, in the order of the axes; seed and step are the same everywhere. Along axes of the mesh that are not
+named, everything is repeated. Inside `shard_map` (or `pmap`) over the axes, code sees the parts and works on them.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Int32
+
+
+@dataclasses.dataclass(frozen=True)
+class Shards:
+    """Some axes of a mesh."""
+
+    mesh: Mesh
+    axis: tuple[str, ...]
+
+    @classmethod
+    def of(cls, mesh: Any, axis: Any) -> "Shards | None":
+        """The axes named, checked; None without a mesh.
+
+        Raises:
+          TypeError, ValueError: no mesh, no such axis; says what there is.
+        """
+        if mesh is None:
+            if axis is not None:
+                raise ValueError(f"Collection: axis: got {axis!r} without a mesh, wanted both; pass mesh=...")
+            return None
+        if not isinstance(mesh, Mesh):
+            raise TypeError(f"Collection: mesh: got {type(mesh).__name__}, wanted a jax.sharding.Mesh (jax.make_mesh).")
+        names = (axis,) if isinstance(axis, str) else axis
+        is_tuple = isinstance(names, (tuple, list)) and names and all(isinstance(name, str) for name in names)
+        if not is_tuple or len(set(names)) != len(names):
+            raise TypeError(
+                f"Collection: axis: got {axis!r}, wanted the name of an axis of the mesh, or a tuple of them."
+            )
+        missing = [name for name in names if name not in mesh.axis_names]
+        if missing:
+            raise ValueError(
+                f"Collection: axis: got {missing[0]!r}, wanted one of the mesh's axes, {list(mesh.axis_names)}; name "
+                "it in jax.make_mesh, or pass another axis."
+            )
+        return cls(mesh, tuple(names))
+
+    @property
+    def num_shards(self) -> int:
+        """How many there are."""
+        return int(np.prod([self.mesh.shape[name] for name in self.axis]))
+
+    @property
+    def spec(self) -> P:
+        """Of every array that is split: along its first dimension."""
+        return P(self.axis)
+
+    @property
+    def split(self) -> NamedSharding:
+        """The sharding of every array that is split."""
+        return NamedSharding(self.mesh, self.spec)
+
+    @property
+    def same(self) -> NamedSharding:
+        """The sharding of what is the same everywhere."""
+        return NamedSharding(self.mesh, P())
+
+    def place(self, ndim: int, *, is_split: bool = True) -> NamedSharding:
+        """`split` or `same` as a step's results have it: on an explicit mesh all dimensions are named.
+
+        JAX compiles a step anew for arguments whose shardings are equal in all but the form.
+        """
+        if AxisType.Explicit not in self.mesh.axis_types:
+            return self.split if is_split else self.same
+        first = self.axis if len(self.axis) > 1 else self.axis[0]
+        return NamedSharding(self.mesh, P(*([first] if is_split else [None])[:ndim], *[None] * (ndim - 1)))
+
+    def resplit(self, array: Array) -> Array:
+        """An array split over the shards; on an explicit mesh JAX does not do so by itself."""
+        if AxisType.Explicit not in self.mesh.axis_types:
+            return array
+        return jax.sharding.reshard(array, self.place(array.ndim))
+
+    def make(self, make: Callable[[], Any], *, is_split: bool = True) -> Any:
+        """What a function makes, each array split or not, and made where it belongs."""
+        places = jax.tree.map(lambda leaf: self.place(leaf.ndim, is_split=is_split), jax.eval_shape(make))
+        return jax.jit(make, out_shardings=places)()
+
+    @property
+    def num_processes(self) -> int:
+        """Processes whose devices are in the mesh."""
+        return len({device.process_index for device in self.mesh.devices.flat})
+
+    def __str__(self) -> str:
+        """As messages name it."""
+        return ", ".join(f"{name}={self.mesh.shape[name]}" for name in self.axis)
+
+    def local(self) -> list[int]:
+        """The numbers of the shards on this process's devices, ascending."""
+        places = self.split.addressable_devices_indices_map((self.num_shards,))
+        return sorted({(place[0].start or 0) for place in places.values()})
+
+    def is_manual(self) -> bool:
+        """Whether the caller is inside `shard_map` or `pmap` over these axes, and sees shards.
+
+        Raises:
+          ValueError: inside a `shard_map` over a part of the axes only.
+        """
+        manual = [name for name in self.axis if name in jax.sharding.get_abstract_mesh().manual_axes]
+        if manual and len(manual) < len(self.axis):
+            raise ValueError(
+                f"Collection: axis: got a shard_map over {manual} alone, wanted one over all of {list(self.axis)}, or "
+                "none."
+            )
+        return bool(manual)
+
+    def index(self) -> Int32[Array, ""]:
+        """The number of this shard (inside)."""
+        return lax.axis_index(self.axis)
+
+    def run(self, body: Callable, args: Sequence[Any], in_specs: Sequence[Any], out_specs: Any) -> Any:
+        """Calls `body` on every shard; at once where the caller sees shards already."""
+        if self.is_manual():
+            return body(*args)
+        return jax.shard_map(body, mesh=self.mesh, in_specs=tuple(in_specs), out_specs=out_specs)(*args)
+
+    def put(self, blocks: dict[int, np.ndarray]) -> Array:
+        """One array, split, of the blocks of this process's shards, which all have one shape."""
+        block = next(iter(blocks.values()))
+        size = block.shape[0]
+        shape = (self.num_shards * size, *block.shape[1:])
+        if size == 0:
+            # Nothing tells the shards of an empty array apart.
+            return jax.make_array_from_callback(shape, self.place(block.ndim), lambda _: block)
+        return jax.make_array_from_callback(
+            shape, self.place(block.ndim), lambda place: blocks[(place[0].start or 0) // size]
+        )

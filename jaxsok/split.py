@@ -1,0 +1,266 @@
+"""A process's batch into one packed part for each of its shards.
+
+Samples are shared out in order: with n samples on this process's k shards, shard i gets samples i n/k to (i+1) n/k.
+Every part has the same static size, in every process. features.py reads and packs a part; this module cuts, pads and
+puts the parts together as arrays split over the mesh.
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, SingleDeviceSharding
+
+from jaxsok import features as features_lib
+from jaxsok import keys as keys_lib
+from jaxsok.features import Bags, Batch, Features
+from jaxsok.shards import Shards
+from jaxsok.specs import FeatureSpec, StoreSpec
+from jaxsok.types import PADDING_KEY
+
+
+def pack_sharded(
+    raw: Mapping[str, Any],
+    stores: Sequence[StoreSpec],
+    features: Sequence[FeatureSpec],
+    tag: str,
+    shards: Shards,
+    mask: np.ndarray | None = None,
+) -> Batch:
+    """Packs this process's part of a batch for its shards; entries with a line for each sample are split alike.
+
+    Args:
+      raw: as for `features.pack`: the samples of this process.
+      stores: of the collection.
+      features: of the collection.
+      tag: the collection's fingerprint.
+      shards: over which to split.
+      mask: which samples are real, if some were added.
+
+    Raises:
+      TypeError, ValueError: names feature, argument, got and wanted. Nothing has changed then.
+    """
+    features_lib.require_features(raw, features)
+    if any(_is_on_device(raw[spec.name]) for spec in features):
+        return _pack_on_device(raw, stores, features, tag, shards)
+    numbers = shards.local()
+    parts: dict[str, list[Any]] = {}
+    specs = []
+    num_samples = set()
+    for spec in features:
+        parts[spec.name], num_bags, size = _cut(spec, raw[spec.name], len(numbers), shards)
+        num_samples.add(num_bags)
+        specs.append(dataclasses.replace(spec, max_keys=size))
+    packed = [
+        features_lib.pack_stores({name: cut[i] for name, cut in parts.items()}, stores, specs)
+        for i in range(len(numbers))
+    ]
+    leaves, trees = zip(*(jax.tree.flatten(part) for part in packed), strict=True)
+    joined = [shards.put(dict(zip(numbers, same, strict=True))) for same in zip(*leaves, strict=True)]
+    rest = features_lib.rest_of(raw, features)
+    if len(num_samples) == 1:
+        rest = {name: _split_rest(value, num_samples, numbers, shards) for name, value in rest.items()}
+    split_mask = None if mask is None else shards.put(dict(zip(numbers, np.split(mask, len(numbers)), strict=True)))
+    return Batch(Features(jax.tree.unflatten(trees[0], joined), tag, shards.num_shards), rest, split_mask)
+
+
+def pad(raw: Mapping[str, Any], features: Sequence[FeatureSpec], pad_to: int) -> tuple[dict[str, Any], np.ndarray]:
+    """Adds samples without keys until there are `pad_to`; to other entries with a line for each sample, zeros.
+
+    Args:
+      raw: NumPy input.
+      features: of the collection; they must have one number of samples.
+      pad_to: how many samples there shall be.
+
+    Returns:
+      The raw batch, and which of its samples are real.
+
+    Raises:
+      TypeError, ValueError: more samples than `pad_to`, features that do not agree, device arrays.
+
+    Example:
+      >>> raw, mask = pad({"user": np.array([7, 9])}, [FeatureSpec("user", table="user")], 3)
+      >>> raw["user"].tolist(), mask.tolist()
+      ([7, 9, 18446744073709551615], [True, True, False])
+    """
+    if isinstance(pad_to, bool) or not isinstance(pad_to, (int, np.integer)) or pad_to < 1:
+        raise ValueError(f"batch: pad_to: got {pad_to!r}, wanted a number of samples, at least 1.")
+    features_lib.require_features(raw, features)
+    counts: dict[str, int] = {}
+    padded = dict(raw)
+    for spec in features:
+        what = f'batch: feature "{spec.name}"'
+        value = raw[spec.name]
+        bags = value if isinstance(value, Bags) else Bags(value)
+        if _is_on_device(value):
+            raise TypeError(f"{what}: got a jax.Array with pad_to, wanted NumPy; pad device arrays before.")
+        words = keys_lib.words_of(bags.keys, spec.key_dtype, what)
+        keys = keys_lib.from_words(words)
+        is_ragged = bags.lengths is not None or bags.offsets is not None
+        lengths = np.diff(features_lib.read_offsets(bags, words, what)) if is_ragged else keys
+        counts[spec.name] = lengths.shape[0]
+        more = pad_to - lengths.shape[0]
+        if more < 0:
+            raise ValueError(f"{what}: keys: got {lengths.shape[0]} samples, wanted at most pad_to = {pad_to}.")
+        if is_ragged:
+            lengths = np.concatenate([lengths, np.zeros(more, lengths.dtype)])
+            padded[spec.name] = Bags(keys, lengths=lengths, weights=bags.weights)
+            continue
+        keys = np.concatenate([keys, np.full((more, *keys.shape[1:]), PADDING_KEY, np.uint64)])
+        weights = bags.weights
+        if weights is not None:
+            weights = np.asarray(weights)
+            weights = np.concatenate([weights, np.zeros((more, *weights.shape[1:]), weights.dtype)])
+        padded[spec.name] = keys if weights is None else Bags(keys, weights=weights)
+    if len(set(counts.values())) > 1:
+        raise ValueError(f"batch: pad_to: got features of {counts} samples, wanted one number of samples for all.")
+    num_samples = next(iter(counts.values()), pad_to)
+    for name, value in features_lib.rest_of(raw, features).items():
+        if hasattr(value, "shape") and value.shape[:1] == (num_samples,):
+            value = np.asarray(value)
+            padded[name] = np.concatenate([value, np.zeros((pad_to - num_samples, *value.shape[1:]), value.dtype)])
+    return padded, np.arange(pad_to) < num_samples
+
+
+def _is_on_device(value: Any) -> bool:
+    bags = value if isinstance(value, Bags) else Bags(value)
+    return any(isinstance(one, jax.Array) for one in (bags.keys, bags.lengths, bags.offsets, bags.weights))
+
+
+def _require_even(what: str, num_samples: int, num_parts: int, shards: Shards) -> None:
+    if num_samples % num_parts:
+        raise ValueError(
+            f"{what}: keys: got {num_samples} samples, wanted a multiple of {num_parts}, the shards of this process "
+            f"({shards}); pad the last batch: collection.batch(raw, pad_to={-(-num_samples // num_parts) * num_parts})."
+        )
+
+
+def _cut(spec: FeatureSpec, value: Any, num_parts: int, shards: Shards) -> tuple[list[Any], int, int | None]:
+    """A feature's parts, its number of samples, and the static size of a part's key buffer (None: as it comes)."""
+    what = f'batch: feature "{spec.name}"'
+    bags = value if isinstance(value, Bags) else Bags(value)
+    words = keys_lib.words_of(bags.keys, spec.key_dtype, what)
+    keys = keys_lib.from_words(words)
+    weights = None if bags.weights is None else np.asarray(bags.weights)
+    if weights is not None and weights.shape != keys.shape:
+        raise ValueError(
+            f"{what}: weights: got shape {list(weights.shape)}, wanted that of the keys, {list(keys.shape)}."
+        )
+    limit = None if spec.max_keys is None else -(-spec.max_keys // shards.num_shards)
+    if bags.lengths is None and bags.offsets is None:
+        _require_even(what, keys.shape[0], num_parts, shards)
+        cuts = np.split(keys, num_parts)
+        if weights is None:
+            return cuts, keys.shape[0], limit
+        return (
+            [Bags(k, weights=w) for k, w in zip(cuts, np.split(weights, num_parts), strict=True)],
+            keys.shape[0],
+            limit,
+        )
+    offsets = features_lib.read_offsets(bags, words, what)
+    num_bags = offsets.shape[0] - 1
+    _require_even(what, num_bags, num_parts, shards)
+    bounds = np.arange(num_parts + 1) * (num_bags // num_parts)
+    longest = int(np.diff(offsets[bounds]).max())
+    if limit is not None and longest > limit:
+        raise ValueError(
+            f"{what}: keys: got {longest} keys for one shard, wanted at most {limit} (max_keys = {spec.max_keys} over "
+            f"{shards.num_shards} shards); declare a larger FeatureSpec(max_keys=...)."
+        )
+    size = limit
+    if limit is None and spec.max_hotness is None:
+        if shards.num_processes > 1:
+            raise ValueError(
+                f"{what}: max_keys: got None in {shards.num_processes} processes, wanted a number: all of them must "
+                "give their keys one size; declare FeatureSpec(max_keys=...)."
+            )
+        size = max(1, 1 << (longest - 1).bit_length() if longest else 1)
+    parts = []
+    for first, last in itertools.pairwise(bounds.tolist()):
+        begin, end = offsets[first], offsets[last]
+        parts.append(
+            Bags(
+                keys[begin:end],
+                lengths=np.diff(offsets[first : last + 1]),
+                weights=None if weights is None else weights[begin:end],
+            )
+        )
+    return parts, num_bags, size
+
+
+def _split_rest(value: Any, num_samples: set[int], numbers: Sequence[int], shards: Shards) -> Any:
+    """An entry with a line for each sample, split as the samples are; anything else as it is."""
+    if isinstance(value, jax.Array) and not value.is_fully_addressable:
+        return value
+    if not hasattr(value, "shape") or value.shape[:1] != tuple(num_samples):
+        return value
+    value = np.asarray(value)
+    if value.dtype.kind not in "fiub" and value.dtype != jnp.bfloat16:
+        return value
+    value = value.astype(jax.dtypes.canonicalize_dtype(value.dtype))
+    return shards.put(dict(zip(numbers, np.split(value, len(numbers)), strict=True)))
+
+
+def _pack_on_device(
+    raw: Mapping[str, Any],
+    stores: Sequence[StoreSpec],
+    features: Sequence[FeatureSpec],
+    tag: str,
+    shards: Shards,
+) -> Batch:
+    """Features that are on the devices already, split by their samples, packed where they are."""
+    arrays: dict[str, Any] = {}
+    specs = []
+    for spec in features:
+        what = f'batch: feature "{spec.name}"'
+        value = raw[spec.name]
+        bags = value if isinstance(value, Bags) else Bags(value)
+        if bags.lengths is not None or bags.offsets is not None:
+            raise ValueError(
+                f"{what}: got ragged keys beside device arrays, wanted NumPy for all features, or rectangles: nobody "
+                "can tell, when traced, which keys are of which shard."
+            )
+        pair = {"keys": bags.keys} if bags.weights is None else {"keys": bags.keys, "weights": bags.weights}
+        for name, array in pair.items():
+            pair[name] = _placed(what, name, array, spec, shards)
+        arrays[spec.name] = pair
+        limit = None if spec.max_keys is None else -(-spec.max_keys // shards.num_shards)
+        specs.append(dataclasses.replace(spec, max_keys=limit))
+
+    def pack_part(parts: dict[str, dict[str, Any]]) -> Any:
+        bags = {name: Bags(pair["keys"], weights=pair.get("weights")) for name, pair in parts.items()}
+        return jax.tree.map(jnp.asarray, features_lib.pack_stores(bags, stores, specs))
+
+    run = jax.jit(lambda parts: shards.run(pack_part, (parts,), (shards.spec,), shards.spec))
+    return Batch(Features(run(arrays), tag, shards.num_shards), features_lib.rest_of(raw, features))
+
+
+def _placed(what: str, name: str, array: Any, spec: FeatureSpec, shards: Shards) -> Any:
+    """An array of a feature as one that is split over the shards; refused if it is split over other axes."""
+    if not isinstance(array, jax.Array):
+        array = keys_lib.words_of(array, spec.key_dtype, what) if name == "keys" else np.asarray(array)
+    if array.shape[0] % shards.num_shards:
+        raise ValueError(
+            f"{what}: {name}: got {array.shape[0]} samples, wanted a multiple of {shards.num_shards}, the shards "
+            f"({shards}); pad the last batch."
+        )
+    if isinstance(array, jax.core.Tracer):
+        sharding = getattr(jax.typeof(array), "sharding", None)
+    elif isinstance(array, jax.Array):
+        sharding = array.sharding
+    else:
+        return jax.device_put(array, shards.split)
+    first = sharding.spec[0] if isinstance(sharding, NamedSharding) and len(sharding.spec) else None
+    names = (first,) if isinstance(first, str) else tuple(first or ())
+    if names and names != shards.axis:
+        raise ValueError(
+            f"{what}: {name}: got samples split over axis {list(names)}, wanted {list(shards.axis)}, the collection's; "
+            "put them there with jax.device_put."
+        )
+    if isinstance(sharding, SingleDeviceSharding) and not isinstance(array, jax.core.Tracer):
+        return jax.device_put(array, shards.split)
+    return array

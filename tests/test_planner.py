@@ -1,0 +1,297 @@
+"""The planner: its counts against NumPy and against the exchange, its choices, what it refuses and what it prints."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import programs
+import pytest
+
+import jaxsok
+from jaxsok import REPLICATED, SHARDED, Bags, ExchangeSpec, FeatureSpec, TableSpec, on, propose
+
+SGD = jaxsok.optim.sgd(0.1)
+MANY_FINDS = 100.0  # evaluations a step: rows travel much more often than gradients, so replicas pay
+
+
+def specs(**rows):
+    """Tables of dim 8 with so many rows, each with a feature of its name."""
+    tables = [TableSpec(name, 8, SGD, capacity=capacity) for name, capacity in rows.items()]
+    return tables, [FeatureSpec(name, table=name) for name in rows]
+
+
+def placements(proposal):
+    return [table.placement for table in proposal.tables]
+
+
+# Traffic -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("num_rows", "num_keys"), [(10, 4), (100, 300), (5000, 1000), (50, 5000)])
+def test_distinct_keys_of_uniform_draws(num_rows, num_keys):
+    proposal = propose(*specs(item=num_rows), num_shards=4, keys_per_step=num_keys)
+    rng = np.random.default_rng(0)
+    drawn = [np.unique(rng.integers(0, num_rows, num_keys)).size for _ in range(400)]
+    # The exponential stands for (1 - 1/R)^K: a key too few of ten, at most; the mean of the draws varies by less.
+    assert proposal.lines[0].distinct_keys == pytest.approx(np.mean(drawn), abs=0.02 * min(num_rows, num_keys) + 0.3)
+
+
+def test_features_of_one_table_are_counted_together():
+    tables = [TableSpec("item", 8, SGD, capacity=100)]
+    features = [FeatureSpec("history", table="item"), FeatureSpec("clicked", table="item")]
+    (line,) = propose(tables, features, num_shards=2, keys_per_step={"history": 60, "clicked": 40}).lines
+    assert line.keys == 100
+    assert line.distinct_keys == pytest.approx(100 * (1 - np.exp(-1)))
+
+
+def test_max_keys_stands_for_keys_per_step():
+    tables = [TableSpec("item", 8, SGD, capacity=100)]
+    (line,) = propose(tables, [FeatureSpec("item", table="item", max_keys=80)], num_shards=4).lines
+    assert line.keys == 20
+
+
+def test_a_sample_is_counted():
+    tables = [TableSpec("user", 8, SGD), TableSpec("item", 8, SGD)]
+    features = [FeatureSpec("user", "user"), FeatureSpec("clicked", "item"), FeatureSpec("history", "item")]
+    sample = {
+        "user": np.array([7, 7, -1, 8]),  # by device: [7, 7] and [padding, 8]
+        "clicked": np.array([[1, 2], [2, -1], [5, 6], [7, 8]]),  # [1, 2, 2] and [5, 6, 7, 8]
+        "history": Bags(np.array([1, 1, 9, 5, 5]), lengths=np.array([2, 0, 1, 2])),  # [1, 1] and [9, 5, 5]
+    }
+    user, item = propose(tables, features, num_shards=2, sample=sample).lines
+    assert (user.keys, user.distinct_keys) == (1.5, 1.0)
+    assert (item.keys, item.distinct_keys) == ((5 + 7) / 2, (2 + 5) / 2)
+
+
+def test_a_sample_is_counted_as_the_exchange_counts():
+    rng = np.random.default_rng(1)
+    tables, features = specs(user=10_000, item=50)
+    sample = {"user": rng.zipf(1.3, 1024) % 10_000, "item": rng.integers(0, 50, (1024, 3))}
+    proposal = propose(tables, features, num_shards=8, sample=sample)
+    collection = programs.over(8, proposal.tables, features)
+    plan = collection.plan(collection.batch(sample).features, send_capacity=(1024,))
+    num_requests = np.asarray(plan.asked[0].starts).reshape(8, -1)[:, -1]
+    assert sum(line.distinct_keys for line in proposal.lines) == num_requests.mean()
+
+
+# Costs ---------------------------------------------------------------------------------------------------------------
+
+
+def test_bytes_by_hand():
+    # 4 devices, dim 8, 100 distinct keys of 1,000,000 rows: requests of 16 bytes, rows and gradients of 32.
+    proposal = propose(*specs(item=1_000_000), num_shards=4, keys_per_step=100)
+    (line,) = proposal.lines
+    assert line.distinct_keys == pytest.approx(100, abs=0.01)
+    assert line.wire_bytes["sharded"] == round(99.995 * 3 / 4 * (16 + 32 + 32))
+    assert line.wire_bytes["on"] == round(99.995 * 3 * (16 + 32 + 32))
+    assert line.wire_bytes["replicated"] == round(99.995 * 3 * (16 + 32))
+    assert proposal.wire_bytes == line.wire_bytes["sharded"]
+    small = propose(
+        *specs(item=1_000_000),
+        num_shards=4,
+        keys_per_step=100,
+        exchange=ExchangeSpec(rows="bfloat16", gradients="float8_e4m3fn"),
+    )
+    assert small.wire_bytes == round(99.995 * 3 / 4 * (16 + 16 + 12))
+
+
+def test_bytes_are_those_of_the_arrays_that_travel():
+    # All keys distinct and every capacity full: lines to other devices, as the plan lays them out.
+    tables, features = specs(item=1_000_000)
+    sample = {"item": np.arange(8 * 512)}
+    proposal = propose(tables, features, num_shards=8, sample=sample)
+    collection = programs.over(8, proposal.tables, features)
+    plan = collection.plan(collection.batch(sample).features, send_capacity=(512,))
+    (counts,) = (np.asarray(asked.starts).reshape(8, 9) for asked in plan.asked)
+    to_others = np.diff(counts, axis=1) * (1 - np.eye(8, dtype=np.int64))
+    request_bytes = plan.asked[0].requests.dtype.itemsize * plan.asked[0].requests.shape[1]
+    # Hashing shares keys out unevenly: of 3584 that should leave a device's part, give or take a root or two.
+    assert to_others.sum() / 8 * (request_bytes + 32 + 32) == pytest.approx(proposal.wire_bytes, rel=0.03)
+
+
+def test_one_device_sends_nothing():
+    proposal = propose(*specs(user=100, item=10), num_shards=1, keys_per_step=50)
+    assert proposal.wire_bytes == 0
+    assert placements(proposal) == [SHARDED, SHARDED]
+    assert "one device" in str(proposal)
+
+
+def test_tables_on_devices_cost_the_most_loaded_one():
+    tables, features = specs(a=1000, b=1000, c=1000, d=1000)
+    costs = {}
+    for name, devices in {"apart": (0, 1, 2, 3), "two by two": (0, 0, 1, 1), "together": (2, 2, 2, 2)}.items():
+        overrides = {table.name: on(d) for table, d in zip(tables, devices, strict=True)}
+        costs[name] = propose(tables, features, num_shards=4, keys_per_step=200, overrides=overrides).wire_bytes
+    sharded = propose(tables, features, num_shards=4, keys_per_step=200).wire_bytes
+    assert costs["apart"] == pytest.approx(sharded, abs=4)
+    assert costs["two by two"] == pytest.approx(2 * sharded, rel=1e-3)
+    assert costs["together"] == pytest.approx(4 * sharded, rel=1e-3)
+
+
+# Choices -------------------------------------------------------------------------------------------------------------
+
+
+def test_training_traffic_is_sharded():
+    proposal = propose(*specs(user=100_000, day=7), num_shards=8, keys_per_step=1000)
+    assert placements(proposal) == [SHARDED, SHARDED]
+    assert all("replicated sends 4.8 times as much" in line.reason for line in proposal.lines)
+
+
+def test_small_tables_are_replicated_where_that_sends_less():
+    tables, features = specs(user=1_000_000, day=7)
+    proposal = propose(tables, features, num_shards=4, keys_per_step=1000, finds_per_step=MANY_FINDS)
+    assert placements(proposal) == [SHARDED, REPLICATED]
+    assert "takes 76.3 MiB on every device" in proposal.lines[0].reason  # 80 bytes a row: too many for each device
+    # By small gradients too: 2 devices, 16 + 12 bytes against half of 16 + 32 + 12.
+    narrow = ExchangeSpec(gradients="float8_e4m3fn")
+    assert placements(propose(tables, features, num_shards=2, keys_per_step=1000, exchange=narrow)) == [
+        SHARDED,
+        REPLICATED,
+    ]
+    always = propose(tables, features, num_shards=2, keys_per_step=1000, exchange=narrow, replicated_bytes=100_000_000)
+    assert placements(always) == [REPLICATED, REPLICATED]
+
+
+def test_choices_cost_the_least():
+    for num_shards, finds, gradients in itertools.product((2, 8), (0.0, 3.0, 50.0), ("float32", "float8_e4m3fn")):
+        exchange = ExchangeSpec(gradients=gradients)
+        proposal = propose(
+            *specs(user=500, day=7), num_shards=num_shards, keys_per_step=100, exchange=exchange, finds_per_step=finds
+        )
+        for line in proposal.lines:
+            assert line.wire_bytes[line.table.placement.kind] == min(line.wire_bytes.values())
+
+
+def test_overrides_come_before_declared_placements_and_those_before_the_planner():
+    tables, features = specs(a=100, b=100, c=100)
+    tables[1] = TableSpec("b", 8, SGD, capacity=100, placement=on(2))
+    tables[2] = TableSpec("c", 8, SGD, capacity=100, placement=on(2))
+    proposal = propose(tables, features, num_shards=4, keys_per_step=10, overrides={"a": REPLICATED, "c": SHARDED})
+    assert placements(proposal) == [REPLICATED, on(2), SHARDED]
+    assert [line.reason.split(";")[0] for line in proposal.lines] == ["asked for", "declared so", "asked for"]
+
+
+def test_on_is_balanced_by_keys():
+    tables, features = specs(a=10_000, b=10_000, c=10_000, d=10_000, e=10_000)
+    keys = {"a": 600, "b": 300, "c": 300, "d": 100, "e": 500}
+    overrides = {**dict.fromkeys("abcd", "on"), "e": on(1)}
+    proposal = propose(tables, features, num_shards=3, keys_per_step=keys, overrides=overrides)
+    # e is there before: a goes to device 0, b to 2, c to 2 as well, then d to 1, which has 500.
+    assert placements(proposal) == [on(0), on(2), on(2), on(1), on(1)]
+
+
+# Memory --------------------------------------------------------------------------------------------------------------
+
+
+def mixed(num_shards=4):
+    tables = [
+        TableSpec("user", 8, SGD, capacity=4000),
+        TableSpec("item", 8, SGD, capacity=1000, placement=on(1)),
+        TableSpec("day", 8, SGD, capacity=70, placement=REPLICATED),
+        TableSpec("query", 16, jaxsok.optim.adam(0.1), capacity=400),
+    ]
+    features = [FeatureSpec(table.name, table=table.name) for table in tables]
+    return propose(tables, features, num_shards=num_shards, keys_per_step=64), features
+
+
+def test_bytes_per_device_by_hand():
+    proposal, _ = mixed()
+    # SGD of dim 8: 32 + 16 of record + 32 of index; Adam of dim 16: 64 + 128 + 48.
+    everywhere = 4000 // 4 * 80 + 70 * 80 + 400 // 4 * 240
+    assert proposal.bytes_per_device == (everywhere, everywhere + 1000 * 80, everywhere, everywhere)
+
+
+def test_allocated_bytes_are_those_of_init():
+    proposal, features = mixed()
+    collection = programs.over(4, proposal.tables, features)
+    state = collection.init(seed=0)
+    assert proposal.allocated_bytes == collection.memory_estimate()["total"]
+    leaves = [
+        leaf
+        for store in state.stores
+        for leaf in jax.tree.leaves((store.index, store.rows, store.records, store.states))
+    ]
+    assert proposal.allocated_bytes == sum(leaf.addressable_shards[1].data.nbytes for leaf in leaves)
+
+
+def test_what_does_not_fit_is_sharded_or_refused():
+    tables, features = specs(day=1000, hour=500, item=20_000)
+    options = {"num_shards": 4, "keys_per_step": 1000, "finds_per_step": MANY_FINDS}
+    free = propose(tables, features, **options)
+    assert placements(free) == [REPLICATED, REPLICATED, REPLICATED]
+    tight = propose(tables, features, memory_bytes=600_000, **options)
+    assert placements(tight) == [REPLICATED, REPLICATED, SHARDED]
+    assert tight.allocated_bytes <= 600_000
+    assert "there is no room" in tight.lines[2].reason
+    with pytest.raises(
+        MemoryError, match=r"got 400000, wanted at least 4\d{5} on each of 4 devices .*\"item\" 1600000"
+    ):
+        propose(tables, features, memory_bytes=400_000, **options)
+    with pytest.raises(MemoryError, match="REPLICATED"):
+        propose(tables, features, memory_bytes=600_000, overrides={"item": REPLICATED}, **options)
+
+
+# What it refuses -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_shards": 0}, "num_shards: got 0"),
+        ({"keys_per_step": None}, 'feature "item": keys_per_step: got none'),
+        ({"keys_per_step": {"itme": 3}}, r"got features \['itme'\]"),
+        ({"keys_per_step": -1}, "got -1, wanted a number"),
+        ({"sample": {"item": np.arange(8)}}, "one of the two"),
+        ({"keys_per_step": None, "sample": {"itme": np.arange(8)}}, r"wanted also \['item'\]"),
+        ({"overrides": {"itme": SHARDED}}, r"got tables \['itme'\]"),
+        ({"overrides": {"item": on(4)}}, r"got on\(4\), wanted a device from 0 to 3"),
+        ({"overrides": {"item": "replicated"}}, "wanted jaxsok.SHARDED"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(options, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        propose(*specs(item=100), **{"num_shards": 4, "keys_per_step": 10, **options})
+
+
+def test_unknown_tables_are_refused():
+    with pytest.raises(ValueError, match='feature "item": table: got "itme"'):
+        propose(specs(item=100)[0], [FeatureSpec("item", table="itme")], num_shards=2, keys_per_step=1)
+
+
+# What it prints, and what is made of it ------------------------------------------------------------------------------
+
+
+def test_it_prints_what_it_chose_and_why():
+    text = str(mixed()[0])
+    head, *lines, last = text.splitlines()
+    assert head.split() == [
+        *("table", "rows", "bytes", "keys", "distinct", "sharded", "on", "one", "replicated", "placement", "reason")
+    ]
+    for line, placement in zip(lines, ("SHARDED", "on(1)", "REPLICATED", "SHARDED"), strict=True):
+        assert placement in line
+        assert line.index(placement) == head.index("placement")
+    assert "Full tables take" in last and "each of 4 devices" in last
+
+
+def test_what_is_proposed_trains_as_one_device_does():
+    rng = np.random.default_rng(2)
+    tables, features = specs(user=256, item=128, day=7)
+    proposal = propose(tables, features, num_shards=8, keys_per_step=8, overrides={"item": "on", "day": REPLICATED})
+    assert {table.placement.kind for table in proposal.tables} == {"sharded", "on", "replicated"}
+    sizes = {"user": 200, "item": 60, "day": 7}
+    raws = [{name: rng.integers(0, size, 64) for name, size in sizes.items()} for _ in range(3)]
+
+    def train(collection):
+        state = collection.init(seed=3)
+        step = programs.fed_step(collection)
+        for raw in raws:
+            features = collection.batch(raw).features
+            gradients = {name: jnp.ones((64, 8)) * (keys[:, None] + 1.0) for name, keys in raw.items()}
+            state, _, stats = step(state, features, gradients)
+            stats.check()
+        return state
+
+    one, many = jaxsok.Collection(tables, features), programs.over(8, proposal.tables, features)
+    # Gradients are small integers: their sums are exact in any order.
+    programs.assert_close_tables((one, many), (train(one), train(many)), rtol=1e-6, atol=1e-6)
