@@ -9,6 +9,7 @@ Command:  `python -m benchmarks.run --only table`
 Last result: not yet measured.
 """
 
+import dataclasses
 import time
 
 import jax
@@ -100,7 +101,7 @@ class _Table:
             begin = min(begin, self.workload.num_rows - num_keys)
             keys = _keys(jnp.arange(num_keys, dtype=jnp.uint32) + jnp.uint32(begin))
             store, _ = self._insert(store, self.state.seed, keys)
-        self.state = jaxsok.State((store,), self.state.step, self.state.seed, self.state.fingerprint)
+        self.state = dataclasses.replace(self.state, stores=(store,))
         if int(store.num_rows()) != self.workload.num_rows:
             raise RuntimeError(f"{self.workload.name}: {int(store.num_rows())} rows, wanted {self.workload.num_rows}.")
 

@@ -1,16 +1,17 @@
-"""A workload as a jaxsok collection, its tables filled with all their rows, its batches packed.
+"""A workload as a jaxsok collection, on one device or a mesh, its tables filled with all their rows.
 
-Fed by `workloads.py`; feeds `bench_lookup.py`, `bench_update.py`, `bench_plan.py`. Filling looks keys up, as training
-does: there is no other way in that would be measured honestly. Keys are mixed on the device, so that the host sends
-nothing.
+Fed by `workloads.py`; feeds `bench_lookup.py`, `bench_update.py`, `bench_plan.py`, `bench_exchange.py`. Filling looks
+keys up, as training does: there is no other way in that would be measured honestly. Keys are mixed on the devices, and
+one program does all of it, so that the host sends nothing.
 """
 
 import dataclasses
-import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 import jaxsok
 from benchmarks import peers
@@ -18,10 +19,13 @@ from benchmarks.limits import varied_floats
 from benchmarks.workloads import Workload, mix
 
 _FILL_BYTES = 2 << 30
-"""Of embeddings that one filling step makes, at most."""
+"""Of embeddings that one filling step makes on a device, at most."""
 
 _FILL_KEYS = 16 << 20
-"""Keys of one filling step, at most."""
+"""Keys of one filling step on a device, at most."""
+
+AXIS = "data"
+"""Of the mesh."""
 
 
 @dataclasses.dataclass
@@ -44,11 +48,16 @@ class Filled:
         return pack(self.collection, self.workload, ids)
 
     def gradients(self, num_bags: int) -> dict[str, jax.Array]:
-        """A fixed gradient for the embeddings of `num_bags` bags a feature."""
-        return {
-            spec.name: varied_floats((num_bags, self.workload.dim)) * jnp.float32(1.0 + 0.01 * number)
-            for number, spec in enumerate(self.collection.features)
-        }
+        """A fixed gradient for the embeddings of `num_bags` bags a feature; on a mesh split as the embeddings are."""
+
+        def make():
+            return {
+                spec.name: varied_floats((num_bags, self.workload.dim)) * jnp.float32(1.0 + 0.01 * number)
+                for number, spec in enumerate(self.collection.features)
+            }
+
+        shards = self.collection.shards
+        return make() if shards is None else jax.jit(make, out_shardings=shards.split)()
 
 
 def optimizer_of(name: str) -> jaxsok.optim.Optimizer:
@@ -57,8 +66,10 @@ def optimizer_of(name: str) -> jaxsok.optim.Optimizer:
     return getattr(jaxsok.optim, name)(peers.LEARNING_RATE, **constants)
 
 
-def collection_of(workload: Workload, optimizer: str) -> jaxsok.Collection:
-    """One table and one feature for each table of the workload; all of them share one store."""
+def collection_of(
+    workload: Workload, optimizer: str, mesh: Mesh | None = None, exchange: jaxsok.ExchangeSpec | None = None
+) -> jaxsok.Collection:
+    """One table and one feature for each table of the workload; all of them share one store, sharded on a mesh."""
     made = optimizer_of(optimizer)
     tables = [
         jaxsok.TableSpec(f"table_{number:02}", dim=workload.dim, optimizer=made, capacity=workload.num_rows)
@@ -68,38 +79,45 @@ def collection_of(workload: Workload, optimizer: str) -> jaxsok.Collection:
         jaxsok.FeatureSpec(f"feature_{number:02}", table=table.name, combiner=workload.combiner)
         for number, table in enumerate(tables)
     ]
-    return jaxsok.Collection(tables, features)
+    return jaxsok.Collection(tables, features, mesh=mesh, axis=None if mesh is None else AXIS, exchange=exchange)
 
 
 def pack(collection: jaxsok.Collection, workload: Workload, ids: np.ndarray) -> jaxsok.Features:
     """Packs ids [num_tables, num_bags, hotness] as the features of a batch."""
+    return collection.batch(raw_of(collection, workload, ids)).features
+
+
+def raw_of(collection: jaxsok.Collection, workload: Workload, ids: np.ndarray) -> dict[str, Any]:
+    """The raw batch of ids [num_tables, num_bags, hotness]."""
     raw = {}
     for number, spec in enumerate(collection.features):
         keys = mix(number, ids[number]).view(np.uint64)[..., 0]
         raw[spec.name] = keys if workload.hotness > 1 else keys[:, 0]
-    return collection.batch(raw).features
+    return raw
 
 
-def filled(workload: Workload, optimizer: str) -> Filled:
-    """Makes the collection and gives every id of every table its row.
+def filled(workload: Workload, optimizer: str, mesh: Mesh | None = None) -> Filled:
+    """Makes the collection and gives every id of every table its row; on a mesh at its owner.
 
     Raises:
       RuntimeError: the tables do not hold what was inserted.
     """
-    collection = collection_of(workload, optimizer)
+    collection = collection_of(workload, optimizer, mesh)
     state = collection.init(seed=0)
-    bags = _fill_bags(workload)
-    insert = jax.jit(lambda state, features: collection.lookup(state, features)[1], donate_argnums=0)
+    bags = _fill_bags(workload, 1 if mesh is None else mesh.size)
     shape = (bags, workload.hotness) if workload.hotness > 1 else (bags,)
     num_ids = bags * workload.hotness
+
+    def insert(state, begin):
+        raw = {
+            spec.name: _keys(shape, workload.num_rows, number, begin) for number, spec in enumerate(collection.features)
+        }
+        return collection.lookup(state, collection.batch(raw).features)[1]
+
+    insert = jax.jit(insert, donate_argnums=0)
     for begin in range(0, workload.num_rows, num_ids):
         # The last step begins early enough to be as long as the others; keys met again insert nothing.
-        begin = min(begin, max(0, workload.num_rows - num_ids))
-        raw = {
-            spec.name: _keys(shape, workload.num_rows, jnp.uint32(number), jnp.uint32(begin))
-            for number, spec in enumerate(collection.features)
-        }
-        state = insert(state, collection.batch(raw).features)
+        state = insert(state, jnp.uint32(min(begin, max(0, workload.num_rows - num_ids))))
     jax.block_until_ready(state)
     short = {name: count for name, count in collection.num_rows(state).items() if count != workload.num_rows}
     if short:
@@ -107,7 +125,6 @@ def filled(workload: Workload, optimizer: str) -> Filled:
     return Filled(workload, optimizer, collection, state)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
 def _keys(shape, num_rows, table, begin):
     """Keys of the ids from `begin` on; past the last id they begin anew, so that all of them are ids."""
     count = int(np.prod(shape))
@@ -115,12 +132,13 @@ def _keys(shape, num_rows, table, begin):
     return mix(table, ids, jnp).reshape(*shape, 2)
 
 
-def _fill_bags(workload: Workload) -> int:
-    """Bags of each feature in a filling step."""
+def _fill_bags(workload: Workload, num_devices: int) -> int:
+    """Bags of each feature in a filling step, over all devices."""
     rows_per_bag = workload.hotness
     by_bytes = _FILL_BYTES // (workload.num_tables * workload.dim * 4)
     by_keys = _FILL_KEYS // (workload.num_tables * rows_per_bag)
-    return max(1, min(by_bytes, by_keys, -(-workload.num_rows // rows_per_bag)))
+    needed = -(-workload.num_rows // (rows_per_bag * num_devices))
+    return max(1, min(by_bytes, by_keys, needed)) * num_devices
 
 
 def load_of(collection: jaxsok.Collection, state: jaxsok.State) -> float:

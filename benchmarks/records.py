@@ -39,6 +39,30 @@ FIND_AND_GATHER = "find + gather"
 INSERT_NEW = "find_or_insert, all new"
 INSERT_PRESENT = "find_or_insert, all present"
 
+# The parts of a step on a mesh, and what is measured around it.
+DISTINCT = "distinct keys"
+KEY_EXCHANGE = "key exchange"
+OWNER_LOOKUP = "find + gather at the owner"
+ROW_EXCHANGE = "row exchange"
+TRANSPOSE = "combine, transposed"
+GRADIENT_EXCHANGE = "gradient exchange"
+OWNER_UPDATE = "update at the owner"
+ALL_TO_ALL = "all-to-all of the step's bytes"
+DLRM = "DLRM step"
+
+WHOLE = ("single", "pipelined")
+"""The programs that leave nothing of a step out: only they stand beside peers."""
+
+TORCHREC = {
+    ("M1", TRAINING): (5.02, 3.16),
+    ("M1", STEP): (8.23, 4.90),
+    ("M1-64", TRAINING): (3.79, 3.12),
+    ("M1-64", STEP): (5.49, 4.67),
+}
+"""Milliseconds of TorchRec 1.6.1 (FBGEMM 1.6.0) on 8 H200s, row-wise and table-wise: published, not measured here."""
+
+TORCHREC_DEVICES = 8
+
 PEER_WHAT = {EVALUATION: FORWARD, TRAINING: FORWARD}
 """The name under which a peer's record of the same work stands, where it has another."""
 
@@ -69,14 +93,18 @@ class Record:
     num_keys: int = 0
     num_unique: int = 0
     moved_bytes: int = 0
-    """What the work must move, each unique row and index line once (`limits.py`)."""
+    """What the work must move, each unique row and index line once (`limits.py`); on a mesh what a device sends to the
+    others, padding included."""
     limit_ms: float | None = None
     """A limit that belongs to this record alone."""
     by: str = ""
     """Which way of doing it this is, where several were tried: the fastest one."""
     load: float | None = None
     """Of the index, where there is one."""
+    num_devices: int = 0
+    """Of the mesh; 0 where there is none."""
     notes: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """On a mesh: scaling, program ("single", "planned", "pipelined", "plan", "apart", …), wire, front_end."""
 
     @property
     def gigabytes_per_s(self) -> float:
@@ -218,7 +246,7 @@ def rows(records: Sequence[Record]) -> list[tuple[str, ...]]:
 
     table = []
     for record in records:
-        if record.subject != "jaxsok":
+        if record.subject != "jaxsok" or record.num_devices:
             continue
         ms = record.timing.ms
         limit_ms = limit_of(record, found)
@@ -278,8 +306,92 @@ def peer_rows(records: Sequence[Record]) -> list[tuple[str, ...]]:
             f"{record.gigabytes_per_s:.0f}" if record.moved_bytes else NOTHING,
         )
         for record in records
-        if record.subject != "jaxsok"
+        if record.subject != "jaxsok" and not record.num_devices
     ]
+
+
+EXCHANGE_COLUMNS = (
+    "workload",
+    "devices",
+    "what",
+    "program",
+    "ms",
+    "spread",
+    "k samples/s",
+    "MB sent",
+    "GB/s sent",
+    "of the wire",
+    "efficiency",
+    "XLA ÷",
+    "TorchRec row-wise, published, 8 GPUs",
+    "TorchRec table-wise, published, 8 GPUs",
+)
+"""Of the table of meshes: sent by one device to the others; `of the wire` is that rate over the one of the bare
+all-to-all; efficiency is against two devices; TorchRec's times, with their ratio where there are as many devices."""
+
+
+def exchange_rows(records: Sequence[Record], is_full_size: bool) -> list[tuple[str, ...]]:
+    """The table of meshes: each record beside the wire, two devices, and the peers, as text.
+
+    Args:
+      records: of one run or of several, each on another number of devices.
+      is_full_size: at full scale on GPUs, which TorchRec's times ask for.
+    """
+    found = {}
+    for record in records:
+        notes = record.notes
+        if record.num_devices:
+            found[(*_mesh_place(record), record.what, notes["program"], notes["wire"], notes["front_end"])] = record
+    table = []
+    for key, record in found.items():
+        (workload, distribution, scaling, num_devices), what, notes = key[:4], record.what, record.notes
+        ms = record.timing.ms
+        is_step = notes["program"] in (*WHOLE, "planned", "take")
+        is_peer_of = notes["program"] in WHOLE and record.subject == "jaxsok"
+        limit = found.get((*key[:4], ALL_TO_ALL, "alone", notes["wire"], "jit"))
+        base = found.get((workload, distribution, scaling, 2, *key[4:]))
+        peer = found.get((*key[:4], PEER_WHAT.get(what, what), "take", "float32", "jit")) if is_peer_of else None
+        ideal = 1.0 if scaling == "weak" else num_devices / 2
+        program = " ".join(
+            part for part in (notes["program"], *(notes[n] for n in ("wire", "front_end"))) if part not in USUAL
+        )
+        sent = record.moved_bytes
+        table.append(
+            (
+                f"{workload} {distribution} {scaling}",
+                f"{num_devices}",
+                f"{record.subject} {what}" if record.subject != "jaxsok" else what,
+                program,
+                f"{ms:.4g}",
+                f"{100 * record.timing.spread:.0f}%",
+                f"{notes['num_samples'] / ms:.4g}" if is_step else NOTHING,
+                f"{sent * 1e-6:.4g}" if sent else NOTHING,
+                f"{record.gigabytes_per_s:.3g}" if sent else NOTHING,
+                f"{record.gigabytes_per_s / limit.gigabytes_per_s:.2f}" if sent and limit else NOTHING,
+                f"{base.timing.ms / ms / ideal:.2f}" if base and num_devices >= 2 else NOTHING,
+                f"{peer.timing.ms / ms:.2f}" if peer else NOTHING,
+                *_torchrec_cells(record, is_peer_of and is_full_size and notes["wire"] == "float32"),
+            )
+        )
+    return table
+
+
+USUAL = ("float32", "jit")
+"""Wire and front end that a table does not name."""
+
+
+def _mesh_place(record: Record) -> tuple[str, str, str, int]:
+    return record.workload, record.distribution, record.notes["scaling"], record.num_devices
+
+
+def _torchrec_cells(record: Record, is_comparable: bool) -> tuple[str, str]:
+    """TorchRec's time for the same work; the ratio too, where the number of devices is the same."""
+    times = TORCHREC.get((record.workload, record.what))
+    if times is None or not is_comparable or record.notes["scaling"] != "weak" or record.num_devices < 2:
+        return NOTHING, NOTHING
+    ratio = record.num_devices == TORCHREC_DEVICES
+    row_wise, table_wise = (f"{ms} ms{f', {ms / record.timing.ms:.2f}' if ratio else ''}" for ms in times)
+    return row_wise, table_wise
 
 
 def host_bound_note(records: Sequence[Record]) -> str:

@@ -2,6 +2,10 @@
 
     python -m benchmarks.run --workloads W1,W5 --keys uniform --out results.json
 
+On a mesh (M1, M1-64, and any of W1 to W6):
+
+    python -m benchmarks.run --only exchange --workloads M1,W1,W5 [--devices 2]
+
 Order: FBGEMM first, in a process of its own that gives its memory back; then, workload by workload, the filled tables,
 the static tables, and the limits, one after the other, since two of them may not fit. Each measurement that fails is
 recorded and passed over. The file is written after each workload.
@@ -26,6 +30,15 @@ from benchmarks.timing import Protocol
 from benchmarks.workloads import KeySet, Run, Workload
 
 PARTS = ("lookup", "update", "plan", "combine", "table", "limits", "xla", "fbgemm")
+"""Of a run that names none: what one device can do."""
+
+EXCHANGE = "exchange"
+"""The part that is about meshes; a run measures it alone."""
+
+EXCHANGE_PARTS = ("single", "planned", "bfloat16", "split", "dlrm", "pmap", "xla")
+"""What `bench_exchange.py` has a measurement for; all of them by default."""
+
+EXCHANGE_WORKLOADS = ("M1", "W1", "W5")
 
 QUICK_SCALE = 0.002
 
@@ -42,7 +55,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--workloads", help=f"comma-separated, of {', '.join(workloads.NAMES)}; default: all")
     parser.add_argument("--keys", help="comma-separated: uniform, zipf1.05, …; default: those of each workload")
     parser.add_argument("--optimizers", help="comma-separated; default: those of each workload")
-    parser.add_argument("--only", help=f"comma-separated parts, of {', '.join(PARTS)}; default: all")
+    parser.add_argument("--only", help=f"comma-separated parts, of {', '.join(PARTS)} (default: all), or {EXCHANGE}")
+    parser.add_argument("--devices", help="with exchange: comma-separated numbers of devices; default: 1, 2, 4, 8")
+    parser.add_argument("--scaling", choices=workloads.SCALINGS, help="default: weak for M1, strong for others")
+    parser.add_argument("--exchange", help=f"with exchange: comma-separated, of {', '.join(EXCHANGE_PARTS)}")
     parser.add_argument("--scale", type=float, help=f"share of the rows and bags; default 1, on a CPU {CPU_SCALE}")
     parser.add_argument("--quick", action="store_true", help=f"few repetitions, scale {QUICK_SCALE}, first run of each")
     parser.add_argument("--out", type=pathlib.Path, help="JSON file for the results")
@@ -54,11 +70,18 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--fbgemm-timeout", type=float, default=240.0, help="seconds for the FBGEMM process")
     options = parser.parse_args(arguments)
     try:
+        options.parts = _listed("--only", options.only, PARTS, (EXCHANGE,))
+        if EXCHANGE in options.parts and len(options.parts) > 1:
+            raise ValueError(f"--only: {EXCHANGE} fills the memory of all devices; run it without other parts.")
+        if EXCHANGE in options.parts:
+            options.workloads = options.workloads or ",".join(EXCHANGE_WORKLOADS)
         options.workloads = workloads.select(options.workloads)
-        options.parts = tuple(part.strip() for part in options.only.split(",")) if options.only else PARTS
-        unknown = [part for part in options.parts if part not in PARTS]
-        if unknown:
-            raise ValueError(f"--only: unknown parts {unknown}; there are {', '.join(PARTS)}.")
+        meshless = [workloads.H1.name] if EXCHANGE in options.parts else workloads.MESH_WORKLOADS
+        foreign = [name for name in options.workloads if name in meshless]
+        if foreign:
+            raise ValueError(f"--workloads: {foreign} go with --only {EXCHANGE}, the others, H1 too, without it.")
+        options.exchange = _listed("--exchange", options.exchange, EXCHANGE_PARTS)
+        options.devices = tuple(int(one) for one in options.devices.split(",")) if options.devices else None
         for workload in workloads.WORKLOADS.values():
             workloads.chosen_runs(workload, options.keys, options.optimizers)
     except ValueError as error:
@@ -67,6 +90,17 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     if options.scale is None:
         options.scale = QUICK_SCALE if options.quick else 1.0 if options.is_gpu else CPU_SCALE
     return options
+
+
+def _listed(option: str, text: str | None, usual: Sequence[str], more: Sequence[str] = ()) -> tuple[str, ...]:
+    """The parts that a comma-separated list names, all of the usual ones for None; refuses those it does not know."""
+    if text is None:
+        return tuple(usual)
+    parts = tuple(part.strip() for part in text.split(","))
+    unknown = [part for part in parts if part not in (*usual, *more)]
+    if unknown:
+        raise ValueError(f"{option}: unknown parts {unknown}; there are {', '.join((*usual, *more))}.")
+    return parts
 
 
 def has_gpu() -> bool:
@@ -97,10 +131,12 @@ def main(arguments: Sequence[str] | None = None) -> Recorder:
     begin = time.perf_counter()
     fbgemm = measure_fbgemm(options, protocol)
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", MEMORY_FRACTION)
+    about_mesh = ("devices", "scaling", "exchange") if EXCHANGE in options.parts else ()
     shown = {
         name: value
         for name, value in vars(options).items()
-        if name in ("workloads", "keys", "optimizers", "parts", "scale", "quick", "seed") and value is not None
+        if name in ("workloads", "keys", "optimizers", "parts", "scale", "quick", "seed", *about_mesh)
+        and value is not None
     }
     recorder = Recorder(options.out, records.describe(shown, options.commit), begin)
     about = recorder.about
@@ -111,6 +147,11 @@ def main(arguments: Sequence[str] | None = None) -> Recorder:
     for record in fbgemm["records"]:
         recorder.add(record)
     recorder.failures += fbgemm["failures"]
+
+    if EXCHANGE in options.parts:
+        measure_exchange(options, protocol, recorder)
+        finish(recorder)
+        return recorder
 
     copy_gb_s, copy = limits.copy_gigabytes_per_s(protocol)
     about["copy_gb_per_s"] = copy_gb_s
@@ -134,6 +175,22 @@ def main(arguments: Sequence[str] | None = None) -> Recorder:
         recorder.write()
     finish(recorder)
     return recorder
+
+
+def measure_exchange(options: argparse.Namespace, protocol: Protocol, recorder: Recorder) -> None:
+    """Measures the sharded step of each workload on each number of devices."""
+    bench_exchange = importlib.import_module("benchmarks.bench_exchange")
+    numbers = bench_exchange.devices_at_hand(options.devices)
+    recorder.about["num_devices"] = numbers
+    for name in options.workloads:
+        workload = workloads.on_mesh(name).scaled(options.scale)
+        (run, *_) = workloads.chosen_runs(workload, options.keys or "uniform", options.optimizers)
+        scaling = options.scaling or bench_exchange.default_scaling(name)
+        for num_devices in numbers:
+            bench_exchange.measure(
+                workload, run, num_devices, scaling, options.exchange, recorder, protocol, options.seed
+            )
+            recorder.write()
 
 
 def measure_workload(
@@ -280,11 +337,17 @@ def measure_fbgemm(options: argparse.Namespace, protocol: Protocol) -> dict:
 
 def finish(recorder: Recorder) -> None:
     """Prints the tables and the failures."""
-    print("\n" + records.format_table(records.COLUMNS, records.rows(recorder.records)))
-    note = records.host_bound_note(recorder.records)
-    print(f"{note}\n" if note else "")
-    print(records.format_table(records.KEY_COLUMNS, records.key_rows(recorder.records)) + "\n")
-    print(records.format_table(records.PEER_COLUMNS, records.peer_rows(recorder.records)))
+    about = recorder.about
+    is_full_size = about["platform"] == "gpu" and about["options"]["scale"] == 1.0
+    on_meshes = records.exchange_rows(recorder.records, is_full_size)
+    if on_meshes:
+        print("\n" + records.format_table(records.EXCHANGE_COLUMNS, on_meshes))
+    else:
+        print("\n" + records.format_table(records.COLUMNS, records.rows(recorder.records)))
+        note = records.host_bound_note(recorder.records)
+        print(f"{note}\n" if note else "")
+        print(records.format_table(records.KEY_COLUMNS, records.key_rows(recorder.records)) + "\n")
+        print(records.format_table(records.PEER_COLUMNS, records.peer_rows(recorder.records)))
     for failure in recorder.failures:
         print(f"FAILED {failure['what']}: {failure['why']}")
     recorder.write()

@@ -1,4 +1,4 @@
-"""The workloads by name (W1 to W6, H1), and the keys that they ask for.
+"""The workloads by name (W1 to W6, H1; M1 on meshes), and the keys that they ask for.
 
 Fed by nothing; feeds every benchmark and every peer, so that all of them see the same ids. NumPy alone: the process
 that measures FBGEMM imports this without JAX, and the ids of a run are a function of its seed.
@@ -36,7 +36,7 @@ class Workload:
     """A named set of shapes: tables of one dim in one store, one feature each."""
 
     name: str
-    """W1 to W6."""
+    """W1 to W6, M1."""
     title: str
     num_tables: int
     num_rows: int
@@ -64,6 +64,18 @@ class Workload:
         if scale == 1.0:
             return self
         return dataclasses.replace(self, num_rows=_scaled(self.num_rows, scale), num_bags=_scaled(self.num_bags, scale))
+
+    def on_devices(self, num_devices: int, scaling: str) -> "Workload":
+        """The same on so many devices: under "weak" scaling each has `num_bags`, under "strong" all together have.
+
+        Example:
+          >>> m1 = MESH_WORKLOADS["M1"]
+          >>> m1.on_devices(4, "weak").num_bags, m1.on_devices(4, "strong").num_bags
+          (32768, 8192)
+        """
+        if scaling == "weak":
+            return dataclasses.replace(self, num_bags=self.num_bags * num_devices)
+        return dataclasses.replace(self, num_bags=-(-self.num_bags // num_devices) * num_devices)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -175,7 +187,44 @@ H1 = HashWorkload(
     name="H1", title="raw hash", num_rows=32 << 20, dims=(8, 32, 64, 128), keys_per_call=(1 << 20, 4 << 20)
 )
 
+MESH_WORKLOADS: dict[str, Workload] = {
+    workload.name: workload
+    for workload in (
+        Workload(
+            name="M1",
+            title="TorchRec's shape; bags are those of each device",
+            num_tables=26,
+            num_rows=2_000_000,
+            dim=128,
+            num_bags=8_192,
+            hotness=1,
+            combiner="sum",
+            runs=(Run("rowwise_adagrad", ("uniform",)),),
+        ),
+        Workload(
+            name="M1-64",
+            title="the same, half as wide",
+            num_tables=26,
+            num_rows=2_000_000,
+            dim=64,
+            num_bags=8_192,
+            hotness=1,
+            combiner="sum",
+            runs=(Run("rowwise_adagrad", ("uniform",)),),
+        ),
+    )
+}
+"""Measured on meshes alone, by `bench_exchange.py`, which also takes those above."""
+
 NAMES = (*WORKLOADS, H1.name)
+"""What a run measures that names none."""
+
+SCALINGS = ("weak", "strong")
+
+
+def on_mesh(name: str) -> Workload:
+    """The workload of a name, for a mesh."""
+    return MESH_WORKLOADS[name] if name in MESH_WORKLOADS else WORKLOADS[name]
 
 
 def chosen_runs(workload: Workload, distributions: str | None, optimizers: str | None) -> list[Run]:
@@ -224,8 +273,9 @@ def select(names: str | None) -> tuple[str, ...]:
         return NAMES
     chosen = tuple(name.strip().upper() for name in names.split(",") if name.strip())
     for name in chosen:
-        if name not in NAMES:
-            raise ValueError(f"--workloads: no workload is named {name!r}; there are {', '.join(NAMES)}.")
+        if name not in (*NAMES, *MESH_WORKLOADS):
+            known = ", ".join((*NAMES, *MESH_WORKLOADS))
+            raise ValueError(f"--workloads: no workload is named {name!r}; there are {known}.")
     return chosen
 
 

@@ -1,9 +1,11 @@
 """The benchmarks: right keys, right bytes, right peers, and a run small enough for a CPU that measures everything."""
 
+import dataclasses
 import doctest
 import importlib
 import json
 import pathlib
+import re
 import sys
 
 import jax
@@ -15,7 +17,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 if str(ROOT) not in sys.path:
     sys.path.append(str(ROOT))
 
-from benchmarks import limits, peers, records, report, run, timing, workloads  # noqa: E402
+from benchmarks import bench_exchange, dlrm, fill, limits, peers, records, report, run, timing, workloads  # noqa: E402
 
 
 @pytest.mark.parametrize(
@@ -45,7 +47,9 @@ def test_the_check_of_unique_keys_refuses_a_wrong_generator(monkeypatch):
 
 
 def test_unknown_names_are_refused_before_anything_runs():
-    for arguments in (["--workloads", "W9"], ["--keys", "normal"], ["--optimizers", "lion"], ["--only", "lunch"]):
+    unknown = (["--workloads", "W9"], ["--keys", "normal"], ["--optimizers", "lion"], ["--only", "lunch"])
+    misplaced = (["--workloads", "M1"], ["--only", "exchange,lookup"], ["--only", "exchange", "--workloads", "H1"])
+    for arguments in (*unknown, *misplaced, ["--only", "exchange", "--exchange", "lunch"]):
         with pytest.raises(SystemExit):
             run.parse(arguments)
 
@@ -142,6 +146,64 @@ def test_ratios_and_limits_stand_beside_the_right_records():
     assert [step[name] for name in records.COLUMNS[-3:]] == ["10.00", "-", "-"]
 
 
+def on_mesh(what, program, num_devices, ms, subject="jaxsok", sent_bytes=0, scaling="weak"):
+    notes = {"scaling": scaling, "num_samples": 8192 * num_devices, "program": program, "wire": "float32"}
+    return records.Record(
+        "M1",
+        what,
+        subject,
+        timing.summary([ms], 1),
+        distribution="uniform",
+        num_devices=num_devices,
+        moved_bytes=sent_bytes,
+        notes=notes | {"front_end": "jit"},
+    )
+
+
+def test_a_table_of_meshes_compares_whole_steps_alone():
+    found = [
+        on_mesh(records.ALL_TO_ALL, "alone", 8, 0.5, "limit", 100_000_000),
+        on_mesh(records.STEP, "planned", 8, 1.5, sent_bytes=90_000_000),
+        on_mesh(records.STEP, "pipelined", 8, 2.0, sent_bytes=100_000_000),
+        on_mesh(records.STEP, "pipelined", 2, 1.5),
+        on_mesh(records.STEP, "take", 8, 30.0, "xla"),
+    ]
+    rows = [dict(zip(records.EXCHANGE_COLUMNS, row, strict=True)) for row in records.exchange_rows(found, True)]
+    _, planned, pipelined, two, _ = rows
+    row_wise, table_wise = records.EXCHANGE_COLUMNS[-2:]
+    assert (planned["XLA ÷"], planned[row_wise]) == (records.NOTHING, records.NOTHING)  # its plan is not in it
+    assert (pipelined["XLA ÷"], pipelined["of the wire"], pipelined["efficiency"]) == ("15.00", "0.25", "0.75")
+    assert (pipelined["k samples/s"], pipelined["GB/s sent"]) == ("3.277e+04", "50")
+    assert (pipelined[row_wise], pipelined[table_wise]) == ("8.23 ms, 4.12", "4.9 ms, 2.45")
+    assert two[row_wise] == "8.23 ms"  # no ratio between two devices and eight
+    assert records.exchange_rows(found, False)[2][-1] == records.NOTHING
+    strong = [dataclasses.replace(one, notes=one.notes | {"scaling": "strong"}) for one in found]
+    assert records.exchange_rows(strong, True)[2][records.EXCHANGE_COLUMNS.index("efficiency")] == "0.19"
+    assert records.rows(found) == records.peer_rows(found) == []
+
+
+@pytest.fixture
+def small_m1(monkeypatch):
+    """M1 with few tables: a program has an operand for each of them, and compiling is what takes the time."""
+    small = dataclasses.replace(workloads.MESH_WORKLOADS["M1"], num_tables=2)
+    monkeypatch.setitem(workloads.MESH_WORKLOADS, "M1", small)
+    return small.scaled(0.0005)
+
+
+@pytest.mark.skipif(len(jax.devices()) < 2, reason="needs two devices")
+def test_a_planned_step_copies_no_table(small_m1):
+    workload = small_m1.on_devices(2, "weak")
+    collection = fill.filled(workload, "rowwise_adagrad", bench_exchange.mesh_of(2)).collection
+    state = collection.init(seed=0)
+    (ids,) = workloads.draw_batches(workload, "uniform", 1, seed=0)
+    plan = collection.plan(fill.pack(collection, workload, ids), send_capacity=(64,))
+    step = jax.jit(lambda state, plan: bench_exchange._step(collection, state, plan), donate_argnums=0)
+    rows = state.stores[0].rows[0].shape[0] // 2
+    text = step.lower(state, plan).compile().as_text()
+    assert f"[{rows},{workload.dim}]" in text
+    assert not re.findall(rf"= \S*\[{rows},{workload.dim}\]\S* copy\(", text)
+
+
 def test_the_documented_floors_are_those_of_the_formulas():
     document = (ROOT / "docs" / "performance.md").read_text()
     assert records.format_table(report.FLOOR_COLUMNS, report.floor_rows(4230)) in document
@@ -201,3 +263,49 @@ def test_a_quick_run_measures_everything(tmp_path, monkeypatch):
     assert written.endswith("after\n")
     assert "old" not in written
     assert "forward + update, rowwise_adagrad" in written
+
+
+@pytest.mark.skipif(len(jax.devices()) < 2, reason="needs two devices")
+def test_a_quick_run_on_a_mesh_measures_everything(tmp_path, monkeypatch, small_m1):
+    monkeypatch.setattr(run, "has_gpu", lambda: jax.default_backend() == "gpu")
+    monkeypatch.setattr(dlrm, "BOTTOM", (16,))
+    monkeypatch.setattr(dlrm, "TOP", (16,))
+    path = tmp_path / "results.json"
+    num_devices = 4 if len(jax.devices()) >= 4 else 2  # 8 threads on two cores wait for each other
+    arguments = ["--only", "exchange", "--workloads", "M1", "--devices", str(num_devices), "--quick"]
+    arguments += ["--scale", "0.0005", "--repetitions", "2", "--batch-ms", "1", "--out", str(path), "--commit", "abc"]
+    recorder = run.main(arguments)
+    assert recorder.failures == []
+
+    about, found, _ = records.load(path)
+    assert about["num_devices"] == [num_devices]
+    measured = {(one.what, one.notes["program"], one.notes["wire"], one.notes["front_end"]) for one in found}
+    whole = {
+        (what, program)
+        for what in (records.EVALUATION, records.TRAINING, records.STEP)
+        for program in ("single", "planned", "pipelined")
+    }
+    parts = (
+        "DISTINCT",
+        "KEY_EXCHANGE",
+        "OWNER_LOOKUP",
+        "ROW_EXCHANGE",
+        "COMBINE",
+        "TRANSPOSE",
+        "GRADIENT_EXCHANGE",
+        "OWNER_UPDATE",
+    )
+    assert measured == (
+        {(what, program, "float32", "jit") for what, program in whole}
+        | {(what, program, "bfloat16", "jit") for what, program in whole if program != "single"}
+        | {(getattr(records, part), "apart", "float32", "jit") for part in parts}
+        | {(records.ALL_TO_ALL, "alone", wire, "jit") for wire in ("float32", "bfloat16")}
+        | {(records.FORWARD, "take", "float32", "jit"), (records.STEP, "take", "float32", "jit")}
+        | {(records.PLAN, "plan", "float32", "jit"), (records.DLRM, "pipelined", "float32", "jit")}
+        | {(records.STEP, "planned", "float32", "pmap")}
+    )
+    assert all(one.timing.ms > 0 for one in found)
+    # A whole step asks for keys and sends rows twice; bfloat16 halves the rows.
+    sent = {(one.notes["program"], one.notes["wire"]): one.moved_bytes for one in found if one.what == records.STEP}
+    assert sent["pipelined", "float32"] - sent["pipelined", "bfloat16"] == sent["planned", "bfloat16"] > 0
+    assert len(records.exchange_rows(found, False)) == len(found)

@@ -1,0 +1,566 @@
+"""The sharded step: keys to their owners, rows back, gradients to the owners, on 1, 2, 4 and 8 devices.
+
+Question: what does a step on a mesh cost, how does it scale, and how much of it is the wire?
+Workload: M1 and M1-64 (8,192 samples a device: weak scaling), W1 and W5 (their bags shared out: strong scaling).
+Limit:    one all-to-all of as many bytes as the step sends, in float32 (`wire_limit`), measured in the same run.
+Command:  `python -m benchmarks.run --only exchange --workloads M1,W1,W5 [--devices 2]`
+Last result: not yet measured.
+
+Two programs. *Planned*: the plan, which exchanges the keys, is a program of its own, with the send capacity that
+`Collection.pipeline` chooses; the step has one round and no loop. It is measured without its plan ("planned"), the plan
+alone ("plan"), and both as the pipeline dispatches them, plan k + 1 and then step k ("pipelined"): the pipeline itself
+does it here, with batches that are packed already. *Single*: `lookup(state, features)`, with further rounds in a loop.
+Only "pipelined" and "single" are whole steps, and only they are compared with peers.
+
+Peer: the row-sharded table that a user of JAX writes today: one array [tables * rows, dim] split by its rows,
+`jnp.take` under `jit`, `.at[].add` of the row gradients (SGD), left to XLA's partitioner.
+
+The parts of a step ("split") are measured apart, as programs of the same sizes, one after the other: their sum is not
+the step, in which XLA may overlap them.
+"""
+
+import dataclasses
+import functools
+import gc
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxsok
+from benchmarks import fill, limits, peers, records, workloads
+from benchmarks.fill import AXIS, Filled
+from benchmarks.records import Record, Recorder
+from benchmarks.timing import Protocol, Step, Timing
+from benchmarks.workloads import KeySet, Workload
+from jaxsok import combine as combine_lib
+from jaxsok import exchange as exchange_lib
+from jaxsok import plan as plan_lib
+from jaxsok import table as table_lib
+from jaxsok import update as update_lib
+from jaxsok.exchange import Route
+from jaxsok.features import Batch
+from jaxsok.kernels import lookup as lookup_kernels
+from jaxsok.kernels import update as update_kernels
+from jaxsok.pipeline import Pipeline
+from jaxsok.types import NO_ROW, REQUEST_WORDS, ROW_GRADIENTS
+
+MORE_PARTS_OF = ("M1", "M1-64")
+"""The workloads that have a second wire dtype, a second front end and a model around them; the others would say the
+same again, at the price of compiling."""
+
+METHODS = ("single", "planned", "bfloat16", "split", "dlrm", "pmap")
+"""The parts that a filled collection measures, in their order; "pmap" takes the state for good."""
+
+DEVICES = (1, 2, 4, 8)
+
+KEY_BYTES_SENT = 4 * REQUEST_WORDS
+"""A key, its table and the number of its uses."""
+
+
+def mesh_of(num_devices: int) -> Mesh:
+    """The first devices as one axis."""
+    return jax.make_mesh((num_devices,), (AXIS,), axis_types=(AxisType.Auto,), devices=jax.devices()[:num_devices])
+
+
+def devices_at_hand(asked: Sequence[int] | None) -> tuple[int, ...]:
+    """The numbers of devices to measure; those asked for, of which there must be enough.
+
+    Raises:
+      ValueError: more devices were asked for than there are.
+    """
+    there = len(jax.devices())
+    if asked and max(asked) > there:
+        raise ValueError(f"--devices: got {max(asked)}, there are {there}.")
+    return tuple(asked) if asked else tuple(number for number in DEVICES if number <= there)
+
+
+def default_scaling(name: str) -> str:
+    """The bags of M1 are those of a device; the others' are those of the batch."""
+    return "weak" if name in workloads.MESH_WORKLOADS else "strong"
+
+
+def measure(
+    workload: Workload,
+    run: workloads.Run,
+    num_devices: int,
+    scaling: str,
+    parts: Sequence[str],
+    recorder: Recorder,
+    protocol: Protocol,
+    seed: int,
+) -> None:
+    """Measures one workload on one number of devices under one scaling, under each key distribution of the run.
+
+    Args:
+      workload: of one device, or of all together, as `scaling` says.
+      run: the optimizer, and the key distributions.
+      num_devices: the first so many.
+      scaling: "weak" or "strong".
+      parts: of METHODS, and "xla".
+      recorder: takes the records; each part that fails is recorded as failed, and ends nothing else.
+      protocol: how often.
+      seed: of the keys.
+    """
+    workload = workload.on_devices(num_devices, scaling)
+    if workload.name not in MORE_PARTS_OF:
+        parts = [part for part in parts if part not in ("bfloat16", "dlrm", "pmap")]
+    if num_devices == 1:  # nothing is exchanged: one device's step is the base of the scaling
+        parts = [part for part in parts if part in ("single", "dlrm", "xla")]
+    mesh = mesh_of(num_devices)
+    for distribution in run.distributions:
+        label = f"{workload.name} {distribution} {scaling} on {num_devices}"
+        key_sets = workloads.key_sets(workload, distribution, protocol.num_key_sets, seed)
+        if set(parts) - {"xla"}:
+            with recorder.attempt(label):
+                bench = Sharded(workload, run.optimizer, distribution, mesh, scaling, key_sets, recorder, protocol)
+                for part in (part for part in METHODS if part in parts):
+                    with recorder.attempt(f"{label} {part}"):
+                        getattr(bench, part)()
+            bench = None
+            gc.collect()
+        if "xla" in parts:
+            common = _common(workload, distribution, scaling, num_devices, key_sets)
+            with recorder.attempt(f"{label} xla table"):
+                measure_xla(workload, mesh, key_sets, common, recorder, protocol, label)
+            gc.collect()
+
+
+def _common(workload, distribution, scaling, num_devices, key_sets) -> dict[str, Any]:
+    """What all records of one workload on one mesh share."""
+    return {
+        "workload": workload.name,
+        "distribution": distribution,
+        "num_devices": num_devices,
+        "num_keys": workload.num_keys,
+        "num_unique": round(sum(key_set.num_unique for key_set in key_sets) / len(key_sets)),
+        "notes": {
+            "scaling": scaling,
+            "num_samples": workload.num_bags,
+            "num_rows": workload.num_tables * workload.num_rows,
+        },
+    }
+
+
+class Packed:
+    """A collection whose batches are packed already: what a `Pipeline` asks of one."""
+
+    def __init__(self, collection: jaxsok.Collection):
+        """Shares everything with the collection."""
+        self.stores, self.shards, self.growth = collection.stores, collection.shards, collection.growth
+        self.plan = collection.plan
+
+    def batch(self, raw: Any, *, pad_to: int | None = None) -> Batch:
+        """The batch itself."""
+        return raw
+
+
+class Sharded:
+    """One workload on one mesh: its tables filled, its batches packed; a method for each part of the benchmark."""
+
+    def __init__(
+        self,
+        workload: Workload,
+        optimizer: str,
+        distribution: str,
+        mesh: Mesh,
+        scaling: str,
+        key_sets: Sequence[KeySet],
+        recorder: Recorder,
+        protocol: Protocol,
+    ):
+        """Fills the tables, packs the batches and lets the pipeline choose the send capacity."""
+        self.workload, self.optimizer, self.protocol, self.recorder = workload, optimizer, protocol, recorder
+        self.mesh, self.num_devices = mesh, mesh.size
+        self.common = _common(workload, distribution, scaling, mesh.size, key_sets)
+        self.filled: Filled = fill.filled(workload, optimizer, mesh)
+        self.collection = self.filled.collection
+        (self.spec,) = self.collection.stores
+        recorder.say(f"{workload.name} on {mesh.size}: {self.common['notes']['num_rows']} rows filled")
+        rng = np.random.default_rng(0)
+        self.batches = [
+            self.collection.batch(
+                fill.raw_of(self.collection, workload, key_set.ids)
+                | {
+                    "dense": rng.random((workload.num_bags, 13), np.float32),
+                    "label": rng.integers(0, 2, workload.num_bags).astype(np.float32),
+                }
+            )
+            for key_set in key_sets
+        ]
+        self.features = [batch.features for batch in self.batches]
+        self.steps = _steps_of(self.collection)
+        self.send_capacity = 0
+        self.plans: list[Any] = self.features
+        if self.num_devices > 1:
+            pipeline = Pipeline(Packed(self.collection), self.batches, None)
+            for _ in pipeline:
+                pass
+            # The largest that it chose: one program serves all sets.
+            self.send_capacity = pipeline.send_capacities[0][-1]
+            self.plans = [self._plan(None, features) for features in self.features]
+            jax.block_until_ready(self.plans)
+
+    def single(self) -> None:
+        """Features in, one program: plan, exchange in rounds, and on one device none of both."""
+        for what, step in self.steps.items():
+            num_rounds = self._checked(what, step, self.features)
+            timing = self._timed(step, self.features)
+            sent = 0
+            if self.num_devices > 1:
+                store_features = self._features_of_a_shard()
+                capacity = exchange_lib.default_send_capacity(self.spec, store_features)
+                # The update asks its owners again: rows of an earlier round are not kept.
+                keys, rows = (2, 2) if what == records.STEP else (1, 1)
+                sent = num_rounds * self._sent_bytes(capacity, "float32", keys=keys, rows=rows)
+            self._add(what, timing, program="single", sent_bytes=sent, num_rounds=num_rounds)
+
+    def planned(self, wire: str = "float32") -> None:
+        """The plan alone, each step without its plan, and each as the pipeline dispatches it; then the wire's limit."""
+        if wire == "float32":
+            timing, _ = Step(self._plan, donates=False, is_compiled=True).measure((), self.features, self.protocol)
+            sent = self._sent_bytes(self.send_capacity, wire, keys=1)
+            self._add(records.PLAN, timing, program="plan", sent_bytes=sent)
+        self._add_limit(wire)
+        for what, step in self.steps.items():
+            rows = 2 if what == records.STEP else 1
+            num_rounds = self._checked(what, step, self.plans)
+            timing = self._timed(step, self.plans)
+            sent = self._sent_bytes(self.send_capacity, wire, rows=rows)
+            self._add(what, timing, program="planned", wire=wire, sent_bytes=sent, num_rounds=num_rounds)
+            timing, chosen = self._pipelined(step)
+            sent = self._sent_bytes(self.send_capacity, wire, keys=1, rows=rows)
+            self._add(what, timing, program="pipelined", wire=wire, sent_bytes=sent, num_rounds=num_rounds, **chosen)
+
+    def bfloat16(self) -> None:
+        """Planned, with rows and gradients as bfloat16 on the wire; the tables and plans are the same."""
+        exchange = jaxsok.ExchangeSpec(rows="bfloat16", gradients="bfloat16")
+        steps = self.steps
+        self.steps = _steps_of(fill.collection_of(self.workload, self.optimizer, self.mesh, exchange))
+        try:
+            self.planned("bfloat16")
+        finally:
+            self.steps = steps
+
+    def split(self) -> None:
+        """The parts of a planned step as programs of their own, on the same sizes."""
+        collection, spec, shards, capacity = self.collection, self.spec, self.collection.shards, self.send_capacity
+        route = Route(shards, False, capacity)
+        owners = jnp.asarray(collection.partition_owners)
+        one = P(AXIS)
+
+        def on_shards(body: Callable, in_specs: Sequence[Any], out_specs: Any = one) -> Callable:
+            return lambda *args: shards.run(body, args, in_specs, out_specs)
+
+        def timed(what: str, body: Callable, sets: Sequence[tuple], sent_bytes: int = 0, state: Any = None) -> None:
+            """Of `body(*parts)`, or of `body(state, *parts)`, which gives the state and is donated it."""
+            if state is None:
+                run = on_shards(body, (one,) * len(sets[0]))
+                timing, _ = Step(lambda _, args: run(*args), donates=False).measure((), sets, self.protocol)
+            else:
+                run = on_shards(body, ((one, P()), *(one,) * len(sets[0])), (one, P()))
+                step = Step(lambda carry, args: (run(carry, *args), ()), donates=True)
+                timing, (store, count) = step.measure(state, sets, self.protocol)
+                self.filled.state = dataclasses.replace(self.filled.state, stores=(store,), step=count)
+            self._add(what, timing, program="apart", sent_bytes=sent_bytes)
+
+        num_lines = self.num_devices * route.num_sent
+        rows = jax.jit(lambda: limits.varied_floats((num_lines, spec.dim)), out_shardings=shards.split)()
+        received = [plan.asked[0].received for plan in self.plans]
+        features = [features.stores[0] for features in self.features]
+
+        def distinct(part):
+            return plan_lib.requests_of(spec, part, owners, by_hash=False)[:3]
+
+        def combine(part, slots, answers):
+            of_key = jnp.where(slots >= 0, slots.astype(jnp.uint32), jnp.uint32(NO_ROW))
+            shapes = [(*layout.embedding_shape, spec.dim) for layout in part.layouts]
+            return lookup_kernels.lookup_planned(
+                spec.table_words(), self._seed, part.operands(), of_key, (answers,), shapes, part.num_tiles
+            )[1]
+
+        def transpose(part, slots, gradients):
+            _, offsets, weights, words = part.operands()
+            flat = [gradients[layout.name] for layout in part.layouts]
+            return combine_lib.kernels.combine_transpose(
+                flat, slots, (offsets, weights, words), route.num_sent, part.num_tiles
+            )
+
+        def owner_lookup(store, requests):
+            row_ids = table_lib.find(store, requests[:, :2], requests[:, 2])
+            return row_ids, table_lib.gather(spec, store, self._seed, requests, row_ids, is_find=True)[0]
+
+        def update(carry, requests, row_ids, sums):
+            store, count = carry
+            batch, num_tiles = update_lib._as_features([requests.shape[0]])
+            new_rows, states, _, _ = update_kernels.update(
+                store.counters,
+                store.generation,
+                (requests[:, :2], *batch),
+                row_ids,
+                spec.optimizer.hyper_operand(count, None),
+                store.rows,
+                store.states,
+                store.records,
+                [sums],
+                num_tables=len(spec.tables),
+                num_tiles=num_tiles,
+                optimizer=spec.optimizer.kernel,
+                row_gradient=ROW_GRADIENTS["sum"],
+            )
+            return dataclasses.replace(store, rows=new_rows, states=states), count + 1
+
+        keys_sent = self._sent_bytes(capacity, "float32", keys=1)
+        rows_sent = self._sent_bytes(capacity, "float32", rows=1)
+        timed(records.DISTINCT, distinct, [(part,) for part in features])
+        timed(records.KEY_EXCHANGE, route.to_owners, [(part,) for part in received], keys_sent)
+        store = self.filled.state.stores[0]
+        timed(records.OWNER_LOOKUP, owner_lookup, [(store, part) for part in received])
+        timed(records.ROW_EXCHANGE, lambda part: route.rows_to_askers(part, "float32"), [(rows,)], rows_sent)
+        slots = [plan.asked[0].slots for plan in self.plans]
+        pairs = list(zip(features, slots, strict=True))
+        timed(records.COMBINE, combine, [(*pair, rows) for pair in pairs])
+        gradients = self.filled.gradients(self.workload.num_bags)
+        timed(records.TRANSPOSE, transpose, [(*pair, gradients) for pair in pairs])
+        timed(records.GRADIENT_EXCHANGE, lambda part: route.rows_to_owners(part, "float32"), [(rows,)], rows_sent)
+        find = jax.jit(on_shards(lambda *args: owner_lookup(*args)[0], (one, one)))
+        row_ids = [find(store, part) for part in received]
+        sets = [(part, ids, rows) for part, ids in zip(received, row_ids, strict=True)]
+        state, self.filled.state = (store, self.filled.state.step), self.filled.state
+        timed(records.OWNER_UPDATE, update, sets, state=state)
+
+    def dlrm(self) -> None:
+        """A whole step of MLPerf's DLRM on these tables, pipelined: dense parameters repeated, Adagrad, global mean."""
+        import optax
+
+        from benchmarks import dlrm
+
+        collection, same = self.collection, self.collection.shards.same
+        optimizer = optax.adagrad(0.01)
+
+        def make():
+            params = dlrm.init(jax.random.key(0), len(collection.features), self.workload.dim)
+            return params, optimizer.init(params)
+
+        @functools.partial(jax.jit, donate_argnums=0)
+        def step(carry, plan, dense, labels):
+            state, params, opt_state = carry
+            embeddings, state, plan = collection.lookup(state, plan)
+            loss, (g_params, g_embeddings) = jax.value_and_grad(dlrm.loss, (0, 1))(params, embeddings, dense, labels)
+            state, stats = collection.update(state, plan, g_embeddings)
+            updates, opt_state = optimizer.update(g_params, opt_state, params)
+            dense_part = lax.with_sharding_constraint((optax.apply_updates(params, updates), opt_state), same)
+            return (state, *dense_part), (loss, stats)
+
+        pipeline = Pipeline(Packed(collection), itertools.cycle(self.batches), None)
+        batches = iter(pipeline)
+
+        def pipelined(carry, _):
+            batch, plan = next(batches)
+            return step(carry, plan, batch["dense"], batch["label"])
+
+        carry = (self.filled.state, *jax.jit(make, out_shardings=same)())
+        carry, (loss, stats) = pipelined(carry, None)
+        stats.check()
+        if not np.isfinite(float(loss)):
+            raise RuntimeError(f"{self.workload.name}: the loss of the first step is {float(loss)}.")
+        measured = Step(pipelined, donates=True, is_compiled=True)
+        timing, (self.filled.state, *_) = measured.measure(carry, [None] * len(self.batches), self.protocol)
+        sent = self._sent_bytes(self.send_capacity, "float32", keys=1, rows=2)
+        program = "pipelined" if self.num_devices > 1 else "single"
+        self._add(records.DLRM, timing, program=program, sent_bytes=sent, **_choices(pipeline))
+
+    def pmap(self) -> None:
+        """The planned step under `pmap`; takes the state for good, so it comes last.
+
+        `pmap` gives each device its part with an axis of one in front. Where XLA takes that axis away by copying, all
+        rows are copied in each step (as it does on CPUs with JAX 0.10): what is measured is that too.
+        """
+        num, collection = self.num_devices, self.collection
+        first = NamedSharding(self.mesh, P(AXIS))
+
+        @functools.partial(jax.jit, out_shardings=first)
+        def stacked(tree):
+            return jax.tree.map(lambda x: x.reshape(num, x.shape[0] // num, *x.shape[1:]), tree)
+
+        @functools.partial(jax.jit, out_shardings=first)
+        def stacked_state(state):
+            def repeated(x):
+                return jnp.broadcast_to(x[None], (num, *x.shape))
+
+            same = {name: repeated(getattr(state, name)) for name in ("step", "seed", "partition_owners")}
+            return dataclasses.replace(state, stores=stacked(state.stores), **same)
+
+        state = jax.block_until_ready(stacked_state(self.filled.state))
+        self.filled.state = None
+        inputs = [stacked(plan) for plan in self.plans]
+        devices = list(self.mesh.devices.flat)
+        run = jax.pmap(functools.partial(_step, collection), axis_name=AXIS, devices=devices, donate_argnums=0)
+        step = Step(run, donates=True, is_compiled=True)
+        state, (_, stats) = step.run(state, inputs[0])
+        jax.tree.map(lambda x: x[0], stats).check()
+        timing, _ = step.measure(state, inputs, self.protocol)
+        sent = self._sent_bytes(self.send_capacity, "float32", rows=2)
+        self._add(records.STEP, timing, program="planned", front_end="pmap", sent_bytes=sent)
+
+    # What they share ---------------------------------------------------------------------------------------------
+
+    @property
+    def _seed(self) -> jax.Array:
+        return jnp.zeros(2, jnp.uint32)  # of new rows, of which there are none
+
+    def _plan(self, _, features):
+        return self.collection.plan(features, send_capacity=(self.send_capacity,))
+
+    def _features_of_a_shard(self):
+        """What one shard has of a batch, as the collection sees it inside: its arrays' shapes, no arrays."""
+        return jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct((x.shape[0] // self.num_devices, *x.shape[1:]), x.dtype),
+            self.features[0].stores[0],
+        )
+
+    def _checked(self, what: str, step: Step, inputs: Sequence[Any]) -> int:
+        """Runs one step and looks whether it did its work; its number of rounds."""
+        self.filled.state, outputs = step.run(self.filled.state, inputs[0])
+        if what == records.TRAINING:
+            return 1 if self.num_devices > 1 else 0
+        stats = outputs[1]
+        stats.check()
+        missing = int(np.asarray(stats.num_missing).sum() + np.asarray(stats.num_inserted).sum())
+        if missing:
+            raise RuntimeError(f"{self.workload.name} {what}: {missing} keys had no row after filling.")
+        return int(np.asarray(stats.num_rounds).max())
+
+    def _timed(self, step: Step, inputs: Sequence[Any]) -> Timing:
+        timing, self.filled.state = step.measure(self.filled.state, inputs, self.protocol)
+        return timing
+
+    def _pipelined(self, step: Step) -> tuple[Timing, dict[str, Any]]:
+        pipeline = Pipeline(Packed(self.collection), itertools.cycle(self.batches), None)
+        batches = iter(pipeline)
+
+        def run(state, _):
+            _, plan = next(batches)
+            state, outputs = step.run(state, plan)
+            return (state, outputs) if step.donates else outputs
+
+        pipelined = Step(run, donates=step.donates, is_compiled=True)
+        timing, self.filled.state = pipelined.measure(self.filled.state, [None] * len(self.batches), self.protocol)
+        return timing, _choices(pipeline)
+
+    def _sent_bytes(self, send_capacity: int, wire: str, *, keys: int = 0, rows: int = 0) -> int:
+        """Bytes that a device sends to the others: so many times its keys, so many times a row for each, padded."""
+        line = keys * KEY_BYTES_SENT + rows * exchange_lib.wire_bytes(self.spec.dim, wire)
+        return (self.num_devices - 1) * send_capacity * line
+
+    def _add_limit(self, wire: str) -> None:
+        sent = self._sent_bytes(self.send_capacity, wire, keys=1, rows=2)
+        timing = wire_limit(self.mesh, sent, self.protocol)
+        self._add(records.ALL_TO_ALL, timing, subject="limit", program="alone", wire=wire, sent_bytes=sent)
+
+    def _add(self, what: str, timing: Timing, *, subject: str = "jaxsok", sent_bytes: int = 0, **notes: Any) -> None:
+        notes = {"wire": "float32", "front_end": "jit", "send_capacity": self.send_capacity} | notes
+        common = self.common | {"notes": self.common["notes"] | notes}
+        variant = f"{common['notes']['scaling']} x{self.num_devices} {notes['program']}"
+        for name, usual in (("wire", "float32"), ("front_end", "jit")):
+            variant += f" {notes[name]}" if notes[name] != usual else ""
+        optimizer = self.optimizer if what in (records.STEP, records.DLRM, records.OWNER_UPDATE) else ""
+        shown = {"timing": timing, "optimizer": optimizer, "variant": variant, "moved_bytes": sent_bytes}
+        self.recorder.add(Record(what=what, subject=subject, **shown, **common))
+
+
+def _choices(pipeline: Pipeline) -> dict[str, Any]:
+    """What a pipeline chose while it was timed, warm-ups included.
+
+    More than one capacity, or batches planned again and again, are part of its time.
+    """
+    return {"send_capacities": pipeline.send_capacities[0], "num_replanned": pipeline.num_replanned}
+
+
+def _steps_of(collection: jaxsok.Collection) -> dict[str, Step]:
+    """The three things that are timed; each is a program for features, and another for plans."""
+    return {
+        records.EVALUATION: Step(collection.find, donates=False),
+        records.TRAINING: Step(functools.partial(_train, collection), donates=True),
+        records.STEP: Step(functools.partial(_step, collection), donates=True),
+    }
+
+
+def _train(collection, state, features):
+    embeddings, state, _ = collection.lookup(state, features)
+    return state, embeddings
+
+
+def _step(collection, state, features):
+    embeddings, state, plan = collection.lookup(state, features)
+    # The gradient of half their squares: as in a model, it is there only after the lookup. With a given gradient
+    # nothing orders the gather of a planned step before its update, and XLA copies all rows to be safe.
+    state, stats = collection.update(state, plan, embeddings)
+    return state, (embeddings, stats)
+
+
+def wire_limit(mesh: Mesh, sent_bytes: int, protocol: Protocol) -> Timing:
+    """The time of one all-to-all in float32 in which each device sends so many bytes to the others."""
+    num = mesh.size
+    floats = -(-sent_bytes // (limits.FLOAT_BYTES * (num - 1)))
+    make = jax.jit(lambda: limits.varied_floats((num * num, floats)), out_shardings=NamedSharding(mesh, P(AXIS)))
+    exchange = jax.shard_map(
+        lambda lines: lax.all_to_all(lines, AXIS, 0, 0, tiled=True), mesh=mesh, in_specs=P(AXIS), out_specs=P(AXIS)
+    )
+    timing, _ = Step(lambda _, lines: exchange(lines), donates=False).measure((), [make()], protocol)
+    return timing
+
+
+def measure_xla(
+    workload: Workload,
+    mesh: Mesh,
+    key_sets: Sequence[KeySet],
+    common: dict[str, Any],
+    recorder: Recorder,
+    protocol: Protocol,
+    label: str,
+) -> None:
+    """Times the row-sharded `jnp.take` and, with it, `.at[].add` of its row gradients.
+
+    Samples are split as the collection's are: a device asks for the rows of its own. The output is split by samples,
+    as a data-parallel model wants it.
+    """
+    split = NamedSharding(mesh, P(AXIS))
+    num_rows = -(-workload.num_tables * workload.num_rows // mesh.size) * mesh.size
+    table = jax.jit(lambda: limits.varied_floats((num_rows, workload.dim)), out_shardings=split)()
+    row_sets = [
+        jax.device_put(key_set.stacked_rows.transpose(1, 0, 2).reshape(-1, workload.hotness), split)
+        for key_set in key_sets
+    ]
+    notes = {"program": "take", "front_end": "jit", "wire": "float32"}
+    common = common | {
+        "subject": "xla",
+        "notes": common["notes"] | notes,
+        "variant": f"{common['notes']['scaling']} x{mesh.size} take",
+    }
+    read = jax.jit(peers.forward, out_shardings=split)
+    with recorder.attempt(f"{label} xla forward"):
+        forward = Step(read, donates=False, is_compiled=True)
+        timing, _ = forward.measure(table, row_sets, protocol)
+        recorder.add(Record(what=records.FORWARD, timing=timing, **common))
+    shapes = (row_sets[0].shape[0], workload.dim)
+    gradients = jax.jit(lambda: limits.varied_floats(shapes), out_shardings=split)()
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def write(table, rows, gradients):
+        carry = (table, (), jnp.zeros((), jnp.int32))
+        return lax.with_sharding_constraint(peers.update("sgd", carry, (rows, gradients))[0], split)
+
+    def step(table, rows):
+        embeddings = read(table, rows)
+        return write(table, rows, gradients), embeddings
+
+    with recorder.attempt(f"{label} xla forward + update"):
+        timing, _ = Step(step, donates=True, is_compiled=True).measure(table, row_sets, protocol)
+        recorder.add(Record(what=records.STEP, timing=timing, optimizer="sgd", **common))
