@@ -192,6 +192,7 @@ def ask(
     within = inverse - begin
     is_sent = (inverse < starts[-1]) & (within < send_capacity)
     slots = jnp.where(is_sent, owner * send_capacity + within, -1)
+    hashes = jnp.zeros((1, 2), jnp.uint32)  # not empty, see `StoreFeatures`
     return Requests(requests, inverse, starts, hashes, load, received, slots, send_capacity)
 
 

@@ -94,7 +94,11 @@ class FeatureLayout:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class StoreFeatures:
-    """The features of a batch that read one store."""
+    """The features of a batch that read one store.
+
+    No array is empty: where there is nothing to hold it has one line that nobody reads. XLA's compiler for several
+    GPUs (jaxlib 0.11.2) dies of arguments without elements.
+    """
 
     keys: UInt32[Array, "num_keys 2"]
     offsets: Int32[Array, " num_offsets"]
@@ -111,7 +115,12 @@ class StoreFeatures:
     def operands(self) -> tuple[Array, Array, Array, np.ndarray]:
         """keys, offsets, weights, features, as the kernels take them."""
         words = np.array([layout.words() for layout in self.layouts], np.int32).reshape(-1, NUM_FEATURE_WORDS)
-        return self.keys, self.offsets, self.weights, words
+        is_ragged = any(layout.num_offsets for layout in self.layouts)
+        is_weighted = any(layout.weights_start >= 0 for layout in self.layouts)
+        # Kernels tell by the size whether any feature is ragged.
+        offsets = self.offsets if is_ragged else jnp.zeros(0, jnp.int32)
+        weights = self.weights if is_weighted else jnp.zeros(0, jnp.float32)
+        return self.keys, offsets, weights, words
 
 
 @jax.tree_util.register_dataclass
@@ -298,9 +307,9 @@ def _pack_store(store: StoreSpec, parts: Sequence[_Part]) -> StoreFeatures:
     if key_start >= 2**31 or bag_start >= 2**31:
         raise ValueError(f"batch: raw: got {key_start} keys and {bag_start} bags for one store, wanted below 2**31.")
     return StoreFeatures(
-        _join(keys, np.zeros((0, 2), np.uint32)),
-        _join(offsets, np.zeros(0, np.int32)),
-        _join(weights, np.zeros(0, np.float32)),
+        _join(keys, keys_lib.padding_words((1,))),
+        _join(offsets, np.zeros(1, np.int32)),
+        _join(weights, np.zeros(1, np.float32)),
         tuple(layouts),
     )
 

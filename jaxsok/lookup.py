@@ -18,7 +18,7 @@ from jaxsok.plan import Distinct, Found, Plan, Requests
 from jaxsok.shards import Shards
 from jaxsok.specs import ExchangeSpec, StoreSpec
 from jaxsok.store import State, StoreState
-from jaxsok.types import COUNTS, NO_ROW
+from jaxsok.types import COUNTS, NO_ROW, RowIds
 
 Embeddings = dict[str, Array]
 """By feature: float32, `[num_bags, dim]` with a combiner, else one row per key in the shape of the keys."""
@@ -100,7 +100,7 @@ def find(
                 _shapes(part, spec),
                 part.num_tiles,
             )
-            one_found = Found(jnp.zeros(0, jnp.uint32), store.generation[None], counts, _rounds(0))
+            one_found = Found(_no_row_ids(), store.generation[None], counts, _rounds(0))
         else:
             requests = _asked(shards, spec, part, state, plan, s, wire)
             _, one_found, values = _lookup_exchanged(
@@ -159,7 +159,7 @@ def _lookup_exchanged(
         store, row_ids, answers, inserted, absent = answer(store, route, asked.received)
         lines, num_rounds = asked.slots, 1
     else:
-        row_ids = jnp.zeros(0, jnp.uint32)
+        row_ids = _no_row_ids()
         num_keys = asked.requests.shape[0]
         if spec.is_replicated:
             answers = jnp.full(num_keys, jnp.uint32(NO_ROW))
@@ -251,7 +251,12 @@ def _lookup_planned(
 def _nothing(spec: StoreSpec, store: StoreState) -> Found:
     """What a store without features was asked: nothing."""
     counts = jnp.zeros((len(spec.tables), len(COUNTS)), jnp.int32)
-    return Found(jnp.zeros(0, jnp.uint32), store.generation[None], counts, _rounds(0))
+    return Found(_no_row_ids(), store.generation[None], counts, _rounds(0))
+
+
+def _no_row_ids() -> RowIds:
+    """Of nobody; not empty, see `StoreFeatures`."""
+    return jnp.full(1, jnp.uint32(NO_ROW))
 
 
 def _rounds(num_rounds: int | Int32[Array, ""]) -> Int32[Array, "1"]:

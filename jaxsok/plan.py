@@ -45,7 +45,7 @@ class Requests:
     starts: Int32[Array, " num_owners_plus_1"]
     """Where the requests of each owner begin, and where the last ones end."""
     hashes: UInt32[Array, "_ 2"]
-    """By place, what decides a request's round: (low, high). Rising within an owner; empty if there is one round."""
+    """By place, what decides a request's round: (low, high). Rising within an owner; one line if there is one round."""
     load: Int32[Array, "1 2"]
     """The same on all shards: most requests from one shard to one owner, and most to one owner from all shards."""
     received: UInt32[Array, "_ 4"] | None = None

@@ -208,7 +208,7 @@ def _update_exchanged(
 
 def _in_rounds(spec: StoreSpec, asked: Requests) -> Requests:
     """A plan as one that goes in rounds, beside others that do."""
-    if asked.hashes.shape[0] != asked.requests.shape[0]:
+    if asked.received is not None:
         raise ValueError(
             "update: plan: got plans with and without a send capacity in one update, wanted all of one kind: all from "
             "collection.pipeline or plan(send_capacity=...), or none."
@@ -312,7 +312,8 @@ def _concatenate(arrays: Sequence[Array]) -> Array:
 def _joined(parts: Sequence[StoreFeatures]) -> tuple[kernels.Batch, int]:
     """Several plans' features as one batch, each feature knowing its plan."""
     words, num_keys, num_bags, num_offsets, num_weights, num_tiles = [], 0, 0, 0, 0, 0
-    for number, part in enumerate(parts):
+    operands = [part.operands() for part in parts]
+    for number, (part, (_, offsets, weights, _)) in enumerate(zip(parts, operands, strict=True)):
         for layout in part.layouts:
             moved = dataclasses.replace(
                 layout,
@@ -325,11 +326,9 @@ def _joined(parts: Sequence[StoreFeatures]) -> tuple[kernels.Batch, int]:
             words.append(moved.words(plan=number))
         num_keys += part.keys.shape[0]
         num_bags += sum(layout.num_bags for layout in part.layouts)
-        num_offsets += part.offsets.shape[0]
-        num_weights += part.weights.shape[0]
+        num_offsets += offsets.shape[0]
+        num_weights += weights.shape[0]
         num_tiles += part.num_tiles
     features = np.array(words, np.int32).reshape(-1, NUM_FEATURE_WORDS)
-    keys = _concatenate([part.keys for part in parts])
-    offsets = _concatenate([part.offsets for part in parts])
-    weights = _concatenate([part.weights for part in parts])
+    keys, offsets, weights = (_concatenate([arrays[i] for arrays in operands]) for i in range(3))
     return (keys, offsets, weights, features), num_tiles
