@@ -49,7 +49,7 @@ from jaxsok.features import Batch
 from jaxsok.kernels import lookup as lookup_kernels
 from jaxsok.kernels import update as update_kernels
 from jaxsok.pipeline import Pipeline
-from jaxsok.types import NO_ROW, REQUEST_WORDS, ROW_GRADIENTS
+from jaxsok.types import COUNTERS, NO_ROW, REQUEST_WORDS, ROW_GRADIENTS
 
 MORE_PARTS_OF = ("M1", "M1-64")
 """The workloads that have a second wire dtype, a second front end and a model around them; the others would say the
@@ -281,9 +281,10 @@ class Sharded:
         def combine(part, slots, answers):
             of_key = jnp.where(slots >= 0, slots.astype(jnp.uint32), jnp.uint32(NO_ROW))
             shapes = [(*layout.embedding_shape, spec.dim) for layout in part.layouts]
+            counters = jnp.zeros(len(COUNTERS), jnp.uint32)  # they pass through
             return lookup_kernels.lookup_planned(
-                spec.table_words(), self._seed, part.operands(), of_key, (answers,), shapes, part.num_tiles
-            )[1]
+                counters, spec.table_words(), self._seed, part.operands(), of_key, (answers,), shapes, part.num_tiles
+            )[2]
 
         def transpose(part, slots, gradients):
             _, offsets, weights, words = part.operands()
@@ -294,7 +295,7 @@ class Sharded:
 
         def owner_lookup(store, requests):
             row_ids = table_lib.find(store, requests[:, :2], requests[:, 2])
-            return row_ids, table_lib.gather(spec, store, self._seed, requests, row_ids, is_find=True)[0]
+            return row_ids, table_lib.gather(spec, store, self._seed, requests, row_ids, is_find=True)[1]
 
         def update(carry, requests, row_ids, sums):
             store, count = carry

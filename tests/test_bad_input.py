@@ -557,3 +557,216 @@ def test_spec_fields_are_checked_when_replaced():
     """dataclasses.replace goes through the same door."""
     with raises(ValueError, "TableSpec", "dim", "0"):
         dataclasses.replace(jaxsok.TableSpec("user", DIM, SGD), dim=0)
+
+
+# --------------------------------------------------------------------------------------------------------------
+# On a mesh
+
+
+def over_two(axes=("data",), axis="data", tables=None, exchange=None, **feature):
+    """A collection over a mesh whose first axis has two devices and whose others have one."""
+    if len(jax.devices()) < 2:
+        pytest.skip("needs two devices")
+    shape = (2, *[1] * (len(axes) - 1))
+    types = (jax.sharding.AxisType.Auto,) * len(axes)
+    mesh = jax.make_mesh(shape, axes, axis_types=types, devices=jax.devices()[:2])
+    tables = [jaxsok.TableSpec("user", DIM, SGD, capacity=16)] if tables is None else tables
+    return jaxsok.Collection(
+        tables, [jaxsok.FeatureSpec("user", "user", **feature)], mesh=mesh, axis=axis, exchange=exchange
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "axis", "parts"),
+    [
+        (ValueError, "model", ("'model'", "data")),
+        (ValueError, ("data", "model"), ("'model'", "data")),
+        (TypeError, None, ("None", "name")),
+        (TypeError, (), ("()", "name")),
+        (TypeError, 0, ("0", "name")),
+        (TypeError, ("data", "data"), ("data", "tuple")),
+    ],
+)
+def test_axis(kind, axis, parts):
+    """A name of the mesh, or several different ones; the message says which there are."""
+    with raises(kind, "Collection", "axis", *parts):
+        over_two(axis=axis)
+
+
+def test_axis_and_mesh_belong_together():
+    """One without the other, and something else than a mesh."""
+    tables, features = [jaxsok.TableSpec("user", DIM, SGD)], [jaxsok.FeatureSpec("user", "user")]
+    with raises(ValueError, "Collection", "axis", "data", "mesh"):
+        jaxsok.Collection(tables, features, axis="data")
+    with raises(TypeError, "Collection", "mesh", "list", "jax.make_mesh"):
+        jaxsok.Collection(tables, features, mesh=jax.devices(), axis="data")
+
+
+@pytest.mark.parametrize(
+    ("kind", "device"), [(ValueError, -1), (BAD_KIND, 1.0), (BAD_KIND, True), (BAD_KIND, jax.devices()[0])]
+)
+def test_device_of_on(kind, device):
+    """The number of a shard."""
+    with raises(kind, "on", "device", device):
+        jaxsok.on(device)
+
+
+def test_a_device_outside_the_axis():
+    """on(2) of two shards; on one device every placement is the same and nothing is refused."""
+    tables = [jaxsok.TableSpec("user", DIM, SGD, capacity=16, placement=jaxsok.on(2))]
+    with raises(ValueError, "Collection", "user", "placement", "on(2)", "0 to 1", "data=2"):
+        over_two(tables=tables)
+    jaxsok.Collection(tables, [jaxsok.FeatureSpec("user", "user")])
+
+
+@pytest.mark.parametrize("placement", ["sharded", None, 3])
+def test_placement(placement):
+    """One of three; the message names them."""
+    with raises(TypeError, "TableSpec", "user", "placement", placement, "SHARDED", "REPLICATED", "on("):
+        jaxsok.TableSpec("user", DIM, SGD, placement=placement)
+
+
+@pytest.mark.parametrize(
+    ("kind", "parts", "arguments"),
+    [
+        (ValueError, ("rows", "float64"), {"rows": "float64"}),
+        (ValueError, ("gradients", "int8"), {"gradients": "int8"}),
+        (ValueError, ("send_capacity", "0"), {"send_capacity": 0}),
+        (TypeError, ("send_capacity", "1.5"), {"send_capacity": 1.5}),
+    ],
+)
+def test_exchange_spec(kind, parts, arguments):
+    """ExchangeSpec."""
+    with raises(kind, "ExchangeSpec", *parts):
+        jaxsok.ExchangeSpec(**arguments)
+
+
+def test_exchange_of_a_collection():
+    """A spec, and room for one key of each table, which may share a hash."""
+    with raises(TypeError, "Collection", "exchange", "bfloat16", "ExchangeSpec"):
+        over_two(exchange="bfloat16")
+    tables = [jaxsok.TableSpec(name, DIM, SGD, capacity=16) for name in ("user", "item")]
+    with raises(ValueError, "Collection", "exchange", "send_capacity", "got 1", "at least 2"):
+        over_two(tables=tables, exchange=jaxsok.ExchangeSpec(send_capacity=1))
+
+
+@pytest.mark.parametrize("num_samples", [1, 3])
+@pytest.mark.parametrize("kind", ["column", "rectangle", "ragged", "on the device"])
+def test_a_batch_that_does_not_divide_the_axis(kind, num_samples):
+    """Said with the number that would; nothing is cut off or repeated."""
+    keys = np.arange(num_samples)
+    value = {
+        "column": keys,
+        "rectangle": keys.reshape(num_samples, 1),
+        "ragged": jaxsok.Bags(keys, lengths=np.ones(num_samples, int)),
+        "on the device": jnp.asarray(programs.words(keys)),
+    }[kind]
+    with raises(ValueError, "batch", "user", "keys", num_samples, "multiple of 2", "data=2", "pad"):
+        over_two().batch({"user": value})
+
+
+def test_samples_split_over_another_axis():
+    """Moving them would be a collective that nobody asked for."""
+    one = over_two(("data", "model"))
+    sharding = jax.sharding.NamedSharding(one.shards.mesh, jax.sharding.PartitionSpec("model"))
+    keys = jax.device_put(programs.words(np.arange(4)), sharding)
+    with raises(ValueError, "batch", "user", "keys", "model", "data", "jax.device_put"):
+        one.batch({"user": keys})
+
+
+def test_more_keys_than_a_shard_has_room_for():
+    """max_keys is shared out evenly: the longest part counts."""
+    bags = jaxsok.Bags(np.arange(6), lengths=np.array([5, 1]))
+    with raises(ValueError, "batch", "user", "5 keys for one shard", "at most 4", "max_keys = 8"):
+        over_two(max_keys=8).batch({"user": bags})
+
+
+def test_ragged_keys_beside_device_arrays():
+    """Which keys are of which shard is known on the host alone."""
+    keys = jnp.asarray(programs.words(np.arange(4)))
+    with raises(ValueError, "batch", "user", "ragged", "NumPy"):
+        over_two().batch({"user": jaxsok.Bags(keys, lengths=np.array([2, 2]))})
+
+
+@pytest.mark.parametrize("is_on_mesh", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "keys", "pad_to", "parts"),
+    [
+        (ValueError, np.arange(3), 0, ("pad_to", "0")),
+        (ValueError, np.arange(3), 4.0, ("pad_to", "4.0")),
+        (ValueError, np.arange(3), 2, ("user", "3 samples", "pad_to = 2")),
+        (TypeError, np.zeros((3, 2), np.uint32), 4, ("user", "jax.Array", "NumPy")),
+    ],
+)
+def test_pad_to(collection, is_on_mesh, kind, keys, pad_to, parts):
+    """Not fewer samples than there are, and NumPy alone."""
+    keys = jnp.asarray(keys) if keys.ndim == 2 else keys
+    with raises(kind, "batch", *parts):
+        (over_two() if is_on_mesh else collection).batch({"user": keys}, pad_to=pad_to)
+
+
+def test_pad_to_of_features_of_unlike_numbers(two_features):
+    """Which sample is real must be one answer."""
+    with raises(ValueError, "batch", "pad_to", "'user': 3", "'friend': 2"):
+        two_features.batch({"user": np.arange(3), "friend": np.arange(2)}, pad_to=4)
+
+
+def test_states_and_features_of_another_mesh():
+    """Between one device, two devices, and two devices of another axis: never taken for one another."""
+    one_device = programs.one_table(capacity=16)
+    collections = {
+        "one device": one_device,
+        "data=2": over_two(),
+        "rank=2": over_two(("rank",), "rank"),
+    }
+    made = {
+        name: (one.init(seed=0), programs.batch(one, user=np.array([1, 2]))) for name, one in collections.items()
+    }
+    for name, one in collections.items():
+        for other, (state, features) in made.items():
+            if name == other:
+                continue
+            own_state, own_features = made[name]
+            for op, call in {
+                "lookup": lambda one=one, own=own_features, state=state: one.lookup(state, own),
+                "find": lambda one=one, own=own_features, state=state: one.find(state, own),
+                "grow": lambda one=one, state=state: one.grow(state),
+                "erase": lambda one=one, state=state: one.erase(state, "user", np.array([1])),
+                "export_table": lambda one=one, state=state: one.export_table(state, "user"),
+                "num_rows": lambda one=one, state=state: one.num_rows(state),
+            }.items():
+                with raises(ValueError, op, "state", other, name, "use the collection that made it"):
+                    call()
+            if "one device" in (name, other):
+                with raises(ValueError, "find", "features", "batch"):
+                    one.find(own_state, features)
+
+
+@pytest.mark.parametrize(
+    ("send_capacity", "parts"),
+    [(4, ("4", "1 stores")), ((4, 4), ("(4, 4)", "1 stores")), ((0,), ("0", "at least 1")), ((2.0,), ("2.0",))],
+)
+def test_send_capacity_of_plan(collection, send_capacity, parts):
+    """One number for each store, on a mesh alone."""
+    one = over_two()
+    with raises(ValueError, "plan", "send_capacity", *parts):
+        one.plan(programs.batch(one, user=np.arange(2)), send_capacity=send_capacity)
+    with raises(ValueError, "plan", "send_capacity", "without a mesh"):
+        collection.plan(programs.batch(collection, user=np.arange(2)), send_capacity=(4,))
+
+
+def test_unlike_plans_in_one_update():
+    """One that goes in one round and one that goes in several have no common end of a round."""
+    one = over_two()
+    features = programs.batch(one, user=np.arange(2))
+    _, state, first = one.lookup(one.init(seed=0), features)
+    embeddings, state, second = one.lookup(state, one.plan(features, send_capacity=(4,)))
+    with raises(ValueError, "update", "plan", "send capacity", "all of one kind"):
+        one.update(state, [first, second], [embeddings, embeddings])
+
+
+@pytest.mark.parametrize("op", ["stack", "unstack"])
+def test_stack_on_one_device(collection, op):
+    """pmap is for meshes."""
+    with raises(ValueError, op, "tree", "mesh"):
+        getattr(collection, op)(collection.init(seed=0))

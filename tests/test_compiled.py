@@ -224,6 +224,143 @@ def test_one_program_serves_all_batches():
 
 
 # --------------------------------------------------------------------------------------------------------------
+# Over eight devices: every program is that of one shard
+
+NUM_SHARDS = 8
+SHARD_CAPACITY = 1 << 12  # of the smaller store: its rows of Adam are the smallest large arrays but for the records
+SHARDED_BYTES = SHARD_CAPACITY * 16
+
+
+@functools.cache
+def declared_over_eight():
+    """A store that is spread, with tables of two placements, and a replicated one, with and without divided uses."""
+    adagrad, adam = jaxsok.optim.adagrad(0.1), jaxsok.optim.adam(0.1)
+    tables = [
+        jaxsok.TableSpec("user", 16, adagrad, capacity=NUM_SHARDS * SHARD_CAPACITY, row_gradient="mean"),
+        jaxsok.TableSpec("item", 16, adagrad, capacity=64, row_gradient="mean", placement=jaxsok.on(3)),
+        jaxsok.TableSpec("ad", 4, adam, capacity=SHARD_CAPACITY, placement=jaxsok.REPLICATED),
+    ]
+    features = [
+        jaxsok.FeatureSpec("user", "user"),
+        jaxsok.FeatureSpec("item", "item", combiner="mean", max_keys=MAX_KEYS),
+        jaxsok.FeatureSpec("ad", "ad"),
+    ]
+    return programs.over(NUM_SHARDS, tables, features)
+
+
+def features_over_eight(seed=0):
+    """One batch."""
+    rng = np.random.default_rng(seed)
+    return programs.batch(
+        declared_over_eight(),
+        user=rng.integers(0, 2**40, NUM_BAGS),
+        item=jaxsok.Bags(rng.integers(0, 20, NUM_BAGS), lengths=np.ones(NUM_BAGS, int)),
+        ad=rng.integers(-1, 99, (NUM_BAGS, 2)),
+    )
+
+
+def stacked_on_devices(*batches):
+    """Batches for a scan, as arrays with a leading axis of steps."""
+    return jax.jit(lambda *trees: jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees))(*batches)
+
+
+def sharded_case(name):
+    """A function of a donated state and more, and what comes with it: "path, step"."""
+    collection = declared_over_eight()
+    path, _, kind = name.partition(", ")
+
+    def asked(seed):
+        features = features_over_eight(seed)
+        return features if path == "rounds" else collection.plan(features, send_capacity=(16, 16))
+
+    if kind == "scan":
+        return scan_of_steps(collection), (stacked_on_devices(asked(0), asked(1)),)
+    if kind == "two plans":
+        return two_lookups(collection), (asked(0), asked(1))
+    make = {"step": programs.train_step, "linear loss": linear_step}[kind]
+    return make(collection), (asked(0),)
+
+
+@functools.cache
+def compiled_sharded_case(name):
+    """One case, compiled; its arguments beside the state."""
+    function, arguments = sharded_case(name)
+    state = declared_over_eight().init(seed=0)
+    lowered = jax.jit(function, donate_argnums=0, compiler_options=programs.quickly()).lower(state, *arguments)
+    return lowered.compile(), arguments
+
+
+SHARDED_CASES = (
+    "rounds, step",
+    "rounds, linear loss",
+    "rounds, scan",
+    "planned, step",
+    "planned, linear loss",
+    "planned, two plans",
+    "planned, scan",
+)
+
+
+@pytest.mark.parametrize("name", SHARDED_CASES)
+def test_no_table_sized_copy_on_a_mesh(name):
+    """Every shard changes its part where it lies, with rounds in a loop or without, inside a loop over steps or not."""
+    compiled, _ = compiled_sharded_case(name)
+    text = compiled.as_text()
+    assert "all-to-all" in text
+    assert not table_copies(text, SHARDED_BYTES)
+    assert not host_calls(text)
+    assert ("while(" in text) == (name != "planned, step" and name != "planned, linear loss" and "two" not in name)
+
+
+def addresses(state):
+    """Where each part of each array lies, by path and device."""
+    return {
+        (path, part.device.id): part.data.unsafe_buffer_pointer()
+        for path, leaf in programs.state_leaves(state)
+        for part in leaf.addressable_shards
+    }
+
+
+@pytest.mark.parametrize("name", SHARDED_CASES)
+def test_addresses_on_a_mesh_do_not_change(name):
+    """Law 9 on eight devices: all donated arrays of the state keep their places."""
+    compiled, arguments = compiled_sharded_case(name)
+    state = declared_over_eight().init(seed=0)
+    before = addresses(state)
+    state, *_ = compiled(state, *arguments)
+    state, *_ = compiled(state, *arguments)
+    after = addresses(state)
+    assert before.keys() == after.keys()
+    assert {place for place in before if before[place] != after[place]} == set()
+
+
+def bytes_beside_the_state(path, num_keys, dim):
+    """What a step over eight devices needs on each of them for so many keys, the state and the results left out."""
+    table = jaxsok.TableSpec("user", dim, jaxsok.optim.adagrad(0.1), capacity=1 << 16)
+    collection = programs.over(NUM_SHARDS, [table], [jaxsok.FeatureSpec("user", "user")])
+    keys = np.random.default_rng(0).integers(0, 2**40, NUM_SHARDS * num_keys)
+    asked = programs.batch(collection, user=keys)
+    if path == "planned":
+        (_, asked), *_ = collection.pipeline([{"user": keys}])
+    state = collection.init(seed=0)
+    step = jax.jit(programs.train_step(collection), donate_argnums=0, compiler_options=programs.quickly())
+    return step.lower(state, asked).compile().memory_analysis().temp_size_in_bytes
+
+
+@pytest.mark.parametrize("path", ["rounds", "planned"])
+def test_memory_of_the_exchange_is_that_of_the_batch(path):
+    """A dense exchange for the worst case would have room for num_shards batches; this one has less than half of it.
+
+    Counted for the keys from 4,096 to 16,384 of a device, since the kernels' workspaces have a fixed part (8 MiB).
+    """
+    few, many, dim = 4096, 16_384, 32
+    small, large = (bytes_beside_the_state(path, num_keys, dim) for num_keys in (few, many))
+    rows_of_the_batch = (many - few) * dim * 4
+    assert large - small < 0.5 * NUM_SHARDS * rows_of_the_batch
+    assert small < 12 << 20
+
+
+# --------------------------------------------------------------------------------------------------------------
 # The same for an H200 that need not be there
 
 # XLA keeps the full description in xla/backends/gpu/target_config/specs/h200.txtpb; these fields are enough.

@@ -15,9 +15,10 @@ import jax.numpy as jnp
 import jaxtyping
 import numpy as np
 import pytest
+from jax.experimental import multihost_utils
 
 import jaxsok
-from jaxsok import grow, store, types
+from jaxsok import grow, processes, shards, store, types
 from jaxsok.kernels import library
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -194,6 +195,80 @@ def traced_rate():
     jax.jit(lambda rate: jaxsok.optim.sgd(rate) and rate)(0.1)
 
 
+def mesh_of(num_devices=2, axes=("data",)):
+    """A mesh as long as its first axis; the test is skipped where there are fewer devices."""
+    if len(jax.devices()) < num_devices:
+        pytest.skip(f"needs {num_devices} devices")
+    shape = (num_devices, *[1] * (len(axes) - 1))
+    types = (jax.sharding.AxisType.Auto,) * len(axes)
+    return jax.make_mesh(shape, axes, axis_types=types, devices=jax.devices()[:num_devices])
+
+
+def over(mesh=None, axis="data", exchange=None, tables=None, **options):
+    """The collection of `item` over two devices."""
+    one = item(**options)
+    mesh = mesh_of() if mesh is None else mesh
+    return jaxsok.Collection(tables or one.tables, one.features, mesh=mesh, axis=axis, exchange=exchange)
+
+
+def tables_of(placement, names=("item",)):
+    """Tables that live somewhere."""
+    return [jaxsok.TableSpec(name, 4, SGD, capacity=8, placement=placement) for name in names]
+
+
+def pack_over(value, pad_to=None, **options):
+    """Packs one feature for two devices."""
+    return over(**options).batch({"item": value}, pad_to=pad_to)
+
+
+def put(keys, mesh, axis):
+    """Keys on a mesh, their samples split over one axis."""
+    words = np.stack([keys, np.zeros_like(keys)], -1).astype(np.uint32)
+    return jax.device_put(words, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(axis)))
+
+
+def half_inside():
+    """A collection over two axes, called where one of them is manual."""
+    axes = ("data", "model")
+    collection = over(mesh_of(2, axes), axes)
+    state, features = collection.init(), collection.batch({"item": np.arange(2)}).features
+    split = jax.sharding.PartitionSpec("data")
+    body = jax.shard_map(
+        lambda state, features: collection.find(state, features)[0],
+        mesh=collection.shards.mesh,
+        in_specs=(jax.sharding.PartitionSpec(), split),
+        out_specs=split,
+        axis_names={"data"},
+        check_vma=False,
+    )
+    jax.jit(body)(state, features)
+
+
+def unlike_plans():
+    """A plan of a pipeline and one of a lookup, in one update."""
+    collection = over()
+    features = collection.batch({"item": np.arange(2)}).features
+    _, state, first = collection.lookup(collection.init(), features)
+    embeddings, state, second = collection.lookup(state, collection.plan(features, send_capacity=(4,)))
+    collection.update(state, [first, second], [embeddings, embeddings])
+
+
+def unlike_processes(monkeypatch):
+    """As if another process had said something else."""
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    other = np.frombuffer(b"seed: 0", np.uint8)
+    monkeypatch.setattr(
+        multihost_utils, "process_allgather", lambda own: np.stack([other if own.dtype == np.uint8 else own, own])
+    )
+    processes.require_same("init", ["seed: 1"])
+
+
+def ragged_in_processes(monkeypatch):
+    """As if the mesh had devices of two processes."""
+    monkeypatch.setattr(shards.Shards, "num_processes", 2)
+    pack_over(RAGGED)
+
+
 RAGGED = jaxsok.Bags(np.arange(6), lengths=np.array([2, 4]))
 ONES = np.ones(6, np.float32)
 
@@ -271,6 +346,43 @@ PROVOKED = {
     "static arguments for ahead": lambda: item().ahead(jax.jit(step))(item().init(), "fast"),
     "label": lambda: pack(np.array([7]))["label"],
     "mask": lambda: pack(np.array([7])).features.mask("itme"),
+    # On a mesh
+    "axis": lambda: over(axis="model"),
+    "axis without a mesh": lambda: jaxsok.Collection(item().tables, item().features, axis="data"),
+    "no mesh": lambda: over(mesh="data"),
+    "no axis": lambda: over(axis=3),
+    "placement": lambda: jaxsok.TableSpec("item", 4, SGD, placement="replicated"),
+    "no shard": lambda: jaxsok.on(-1),
+    "on a device that is not there": lambda: over(tables=tables_of(jaxsok.on(2))),
+    "dtype of the wire": lambda: jaxsok.ExchangeSpec(rows="int8"),
+    "no send_capacity": lambda: jaxsok.ExchangeSpec(send_capacity=0),
+    "not an exchange": lambda: over(exchange="bfloat16"),
+    "small send_capacity": lambda: over(
+        tables=tables_of(jaxsok.SHARDED, ("item", "user")), exchange=jaxsok.ExchangeSpec(send_capacity=1)
+    ),
+    "uneven batch": lambda: pack_over(np.arange(3)),
+    "uneven device arrays": lambda: pack_over(put(np.arange(3), mesh_of(1), None)),
+    "samples on another axis": lambda: over(mesh_of(2, ("model", "data"))).batch(
+        {"item": put(np.arange(4), mesh_of(2, ("model", "data")), "model")}
+    ),
+    "ragged beside device arrays": lambda: pack_over(jaxsok.Bags(jnp.zeros((4, 2), jnp.uint32), lengths=RAGGED.lengths)),
+    "keys of one shard": lambda: pack_over(RAGGED, max_keys=6),
+    "ragged keys in processes": ragged_in_processes,
+    "pad_to": lambda: pack_over(np.arange(3), pad_to=0),
+    "too small pad_to": lambda: pack_over(np.arange(3), pad_to=2),
+    "pad_to of device arrays": lambda: pack_over(jnp.zeros((3, 2), jnp.uint32), pad_to=4),
+    "pad_to of unlike features": lambda: jaxsok.Collection(
+        item().tables, [jaxsok.FeatureSpec("item", "item"), jaxsok.FeatureSpec("user", "item")]
+    ).batch({"item": np.arange(3), "user": np.arange(2)}, pad_to=4),
+    "state of another mesh": lambda: item().lookup(over().init(), pack(np.arange(2)).features),
+    "state of one device": lambda: over().lookup(item().init(), pack_over(np.arange(2)).features),
+    "send_capacity on one device": lambda: item().plan(pack(np.arange(2)).features, send_capacity=(4,)),
+    "one send_capacity": lambda: over().plan(pack_over(np.arange(2)).features, send_capacity=4),
+    "send_capacity of a plan": lambda: over().plan(pack_over(np.arange(2)).features, send_capacity=(0,)),
+    "unlike plans": unlike_plans,
+    "half inside": half_inside,
+    "stack on one device": lambda: item().stack(item().init()),
+    "unlike processes": unlike_processes,
     # What a step counted
     "full": lambda: step(item(capacity=2, max_capacity=2))[1].check(),
     "not finite": lambda: step(item(), gradient=np.inf)[1].check(),

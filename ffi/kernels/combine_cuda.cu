@@ -85,16 +85,26 @@ struct ApplyWrite {
   }
 };
 
-// Rows that no bag uses have gradient zero; positions that no bag holds have no row.
+// No row has a use yet; positions that no bag holds have no row.
 __global__ void PrepareTransposeKernel(ApplyWrite out, int64_t num_unique, uint32_t* num_long, uint32_t* rows,
                                        uint32_t* positions, int64_t num_keys) {
   const int64_t start = int64_t{blockIdx.x} * kBlock + threadIdx.x, stride = int64_t{gridDim.x} * kBlock;
   if (start == 0) *num_long = 0;
-  for (int64_t i = start; i < num_unique * out.dim; i += stride) out.out[i] = 0.0f;
   for (int64_t i = start; i < num_unique; i += stride) out.num_uses[i] = 0;
   for (int64_t i = start; i < num_keys; i += stride) {
     rows[i] = kNoRow;
     positions[i] = 0;
+  }
+}
+
+// Rows that no bag uses have gradient zero: as many lanes as a row has columns, at most a warp, take one row after the
+// other. Among what is sent to owners they are few, so they are sought once all the others are written.
+__global__ void __launch_bounds__(kBlock) ZeroUnusedKernel(ApplyWrite out, int64_t num_unique, int lanes) {
+  const int64_t groups = int64_t{gridDim.x} * kBlock / lanes;
+  const int lane = static_cast<int>(threadIdx.x) % lanes;
+  for (int64_t row = (int64_t{blockIdx.x} * kBlock + threadIdx.x) / lanes; row < num_unique; row += groups) {
+    if (__ldg(out.num_uses + row) != 0) continue;
+    for (int column = lane; column < out.dim; column += lanes) out.out[row * out.dim + column] = 0.0f;
   }
 }
 
@@ -120,10 +130,16 @@ LaunchError LaunchCombineTranspose(Stream stream, const float* const* bag_gradie
   JAXSOK_RETURN_IF_LAUNCH(CutUses(workspace, batch.num_keys, dim, end_bit, &w));
   PrepareTransposeKernel<<<1024, kBlock, 0, stream>>>(out, num_unique, w.num_long, w.rows, w.positions, batch.num_keys);
   JAXSOK_RETURN_IF_CUDA(cudaGetLastError());
-  if (batch.num_keys == 0 || batch.num_tiles == 0) return nullptr;
-  ListUsesKernel<<<batch.num_tiles, kBlock, 0, stream>>>(batch, ArrayPositions{inverse, num_unique}, w);
+  if (batch.num_keys != 0 && batch.num_tiles != 0) {
+    ListUsesKernel<<<batch.num_tiles, kBlock, 0, stream>>>(batch, ArrayPositions{inverse, num_unique}, w);
+    JAXSOK_RETURN_IF_CUDA(cudaGetLastError());
+    JAXSOK_RETURN_IF_LAUNCH(LaunchUses(stream, out, pointers, batch, w, dim, end_bit));
+  }
+  int lanes = 1;
+  while (lanes < dim && lanes < kWarp) lanes *= 2;
+  ZeroUnusedKernel<<<1024, kBlock, 0, stream>>>(out, num_unique, lanes);
   JAXSOK_RETURN_IF_CUDA(cudaGetLastError());
-  return LaunchUses(stream, out, pointers, batch, w, dim, end_bit);
+  return nullptr;
 }
 
 }  // namespace jaxsok

@@ -1,0 +1,174 @@
+"""One of several processes of a training run; tests/test_processes.py starts them: `process_worker.py <job> <folder>`.
+
+The place of the process among the others comes from the environment: PORT, NUM_PROCESSES, PROCESS_ID and NUM_DEVICES
+(of this process). What it found out goes to `<folder>/<process>.npz`, and an error to its standard error.
+"""
+
+import os
+import pathlib
+import signal
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType
+
+import jaxsok
+
+NUM_SHARDS, NUM_SAMPLES, NUM_STEPS, DIM = 4, 32, 5, 4
+KILLED_IN_STEP = 2
+HEARTBEAT_S = 10
+ADAGRAD = jaxsok.optim.adagrad(0.1)
+# Room for a first step, but not for all: the first store grows on the way, and each growth compiles the step anew.
+TABLES = (
+    jaxsok.TableSpec("user", DIM, ADAGRAD, capacity=256),
+    jaxsok.TableSpec("item", DIM, ADAGRAD, capacity=96, placement=jaxsok.on(3)),
+    jaxsok.TableSpec("ad", DIM, ADAGRAD, capacity=128, placement=jaxsok.REPLICATED),
+)
+FEATURES = (
+    jaxsok.FeatureSpec("user", "user"),
+    jaxsok.FeatureSpec("item", "item", combiner="mean", max_keys=3 * NUM_SAMPLES),
+    jaxsok.FeatureSpec("ad", "ad"),
+)
+
+
+def raw_batch(step, process=0, num_processes=1):
+    """One process's part of the batch of a step: the samples of `process` among all."""
+    rng = np.random.default_rng(step)
+    lengths = rng.integers(0, 4, NUM_SAMPLES)
+    keys = rng.integers(0, 60, int(lengths.sum()))
+    user, ad = rng.integers(0, 1000, NUM_SAMPLES), rng.integers(-1, 40, NUM_SAMPLES)
+    label = rng.normal(size=NUM_SAMPLES).astype(np.float32)
+    first, last = (NUM_SAMPLES * one // num_processes for one in (process, process + 1))
+    offsets = np.concatenate([[0], np.cumsum(lengths)])
+    return {
+        "user": user[first:last],
+        "item": jaxsok.Bags(keys[offsets[first] : offsets[last]], lengths=lengths[first:last]),
+        "ad": ad[first:last],
+        "label": label[first:last],
+    }
+
+
+def train_step(collection):
+    """A whole step on a global mean."""
+
+    def loss_of(embeddings, label):
+        score = sum(jnp.tanh(embedding).sum(axis=1) for embedding in embeddings.values())
+        return jnp.mean((score - label) ** 2)
+
+    def step(state, asked, label):
+        embeddings, state, plan = collection.lookup(state, asked)
+        loss, gradients = jax.value_and_grad(loss_of)(embeddings, label)
+        state, stats = collection.update(state, plan, gradients)
+        return state, loss, stats
+
+    options = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+    return jax.jit(step, donate_argnums=0, compiler_options=options)
+
+
+def train(collection, process=0, num_processes=1, *, in_step=lambda step: None):
+    """Some steps with growth, of the pipeline; state, losses and counts."""
+    state, step, results = collection.init(seed=4), train_step(collection), []
+    raws = (raw_batch(number, process, num_processes) for number in range(NUM_STEPS))
+    for number, (batch, plan) in enumerate(collection.pipeline(raws)):
+        in_step(number)
+        state = collection.grow(state)
+        state, loss, stats = step(state, plan, batch["label"])
+        stats.check()
+        results.append((float(loss), [int(rows) for rows in np.asarray(stats.num_inserted)]))
+    return state, results
+
+
+def local_tables(collection, state):
+    """What this process's shards hold: {"<table>.<column>": array}, rows of replicated tables from its first shard."""
+    columns = {}
+    for spec, store in zip(collection.stores, state.stores, strict=True):
+        parts = {name: [] for name in ("counters", "records", "rows", "states")}
+        slabs = {"counters": (store.counters,), "records": store.records, "rows": store.rows, "states": store.states[0]}
+        shards = sorted({part.index[0].start or 0 for part in store.counters.addressable_shards})
+        for name, arrays in slabs.items():
+            for place in range(1 if spec.is_replicated else len(shards)):
+                by_slab = [
+                    sorted(array.addressable_shards, key=lambda part: part.index[0].start or 0)[place].data
+                    for array in arrays
+                ]
+                parts[name].append(np.concatenate([np.asarray(part) for part in by_slab]))
+        for number, table in enumerate(spec.tables):
+            found = {"keys": [], "rows": [], "states": []}
+            for records, rows, states in zip(parts["records"], parts["rows"], parts["states"], strict=True):
+                keys = records[:, 0].astype(np.uint64) | records[:, 1].astype(np.uint64) << np.uint64(32)
+                is_used = (records[:, 2] == number) & (keys != np.uint64(jaxsok.PADDING_KEY))
+                found["keys"].append(keys[is_used])
+                found["rows"].append(rows[is_used])
+                found["states"].append(states[is_used])
+            columns |= {f"{table.name}.{name}": np.concatenate(values) for name, values in found.items()}
+    return columns
+
+
+def main(job, folder):
+    """Joins the others, does its part, and says what came of it."""
+    number, num_processes = int(os.environ["PROCESS_ID"]), int(os.environ["NUM_PROCESSES"])
+    jax.config.update("jax_num_cpu_devices", int(os.environ["NUM_DEVICES"]))
+    jax.distributed.initialize(
+        f"localhost:{os.environ['PORT']}",
+        num_processes=num_processes,
+        process_id=number,
+        heartbeat_timeout_seconds=HEARTBEAT_S,
+        shutdown_timeout_seconds=HEARTBEAT_S,
+    )
+    mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Auto,))
+    if job == "refusals":
+        refusals(mesh, number, folder)
+        return
+    collection = jaxsok.Collection(TABLES, FEATURES, mesh=mesh, axis="data")
+
+    def in_step(step):
+        if job == "killed" and number == 1 and step == KILLED_IN_STEP:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    state, results = train(collection, number, num_processes, in_step=in_step)
+    losses, inserted = zip(*results, strict=True)
+    capacities = [store.capacity for store in state.stores]
+    num_rows = collection.num_rows(state)
+    np.savez(
+        pathlib.Path(folder) / f"{number}.npz",
+        losses=losses,
+        inserted=inserted,
+        capacities=capacities,
+        num_grown=collection.growth.num_grown,
+        num_rows=[num_rows[table.name] for table in TABLES],
+        **local_tables(collection, state),
+    )
+
+
+def refusals(mesh, number, folder):
+    """What each process is told of specs that differ, and of ragged keys whose size nobody declared."""
+    tables = {
+        "dim": [jaxsok.TableSpec("user", DIM + 4 * number, ADAGRAD, capacity=32)],
+        "capacity": [jaxsok.TableSpec("user", DIM, ADAGRAD, capacity=32 << number)],
+        "same": [jaxsok.TableSpec("user", DIM, ADAGRAD, capacity=32)],
+    }
+    messages = {}
+
+    def note(name, call):
+        try:
+            call()
+            messages[name] = "nothing raised"
+        except ValueError as error:
+            messages[name] = str(error)
+
+    features = [jaxsok.FeatureSpec("user", "user")]
+    for name in ("dim", "capacity"):
+        note(name, jaxsok.Collection(tables[name], features, mesh=mesh, axis="data").init)
+    same = jaxsok.Collection(tables["same"], features, mesh=mesh, axis="data")
+    note("seed", lambda: same.init(seed=number))
+    other = [jaxsok.FeatureSpec("user", "user", combiner=("sum", "mean")[number])]
+    note("feature", jaxsok.Collection(tables["same"], other, mesh=mesh, axis="data").init)
+    note("ragged", lambda: same.batch({"user": jaxsok.Bags(np.arange(2), lengths=np.array([1, 1]))}))
+    note("same", same.init)
+    np.savez(pathlib.Path(folder) / f"{number}.npz", **messages)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

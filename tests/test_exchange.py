@@ -1,0 +1,375 @@
+"""The exchange: what travels keeps its worth, goes where it belongs, and is counted where it had no room."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import programs
+import pytest
+import strategies
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.sharding import PartitionSpec as P
+
+import jaxsok
+from jaxsok import exchange
+from jaxsok.shards import Shards
+
+NUM_SHARDS, CAPACITY, DIM = 4, 3, 6
+SGD = jaxsok.optim.sgd(1.0)
+# Half a unit in the last place of 24, 8, 11 and 4 bits, relative to the number.
+ROUNDING = {"float32": 0.0, "bfloat16": 2.0**-8, "float16": 2.0**-11, "float8_e4m3fn": 2.0**-4}
+LEAST_NORMAL = 2.0**-126
+
+# --------------------------------------------------------------------------------------------------------------
+# The wire
+
+
+@functools.cache
+def travel(way, dtype, is_replicated=False):
+    """Jitted: rows `[NUM_SHARDS * num_lines, DIM]` of all shards on their way there ("to_owners") or back."""
+    mesh = programs.mesh(NUM_SHARDS)
+    route = exchange.Route(Shards(mesh, ("data",)), is_replicated, CAPACITY)
+    function = functools.partial(getattr(route, f"rows_{way}"), dtype=dtype)
+    return jax.jit(jax.shard_map(function, mesh=mesh, in_specs=P("data"), out_specs=P("data")))
+
+
+def sent(rows, dtype):
+    """What becomes of rows `[n, DIM]` on the wire; n as many as all shards send in a round."""
+    whole = np.zeros((NUM_SHARDS * NUM_SHARDS * CAPACITY, DIM), np.float32)
+    whole[: len(rows)] = rows
+    arrived = np.asarray(travel("to_owners", dtype)(whole))
+    # A line from shard i to owner j lies at [i, j] before and at [j, i] afterwards.
+    swapped = arrived.reshape(NUM_SHARDS, NUM_SHARDS, CAPACITY, DIM).swapaxes(0, 1)
+    return swapped.reshape(-1, DIM)[: len(rows)]
+
+
+def rows_of_all_sizes():
+    """Rows whose largest number is from 2^-110 to 2^126, with columns down to a millionth of it, of both signs."""
+    rng = np.random.default_rng(0)
+    exponents = np.linspace(-110, 126, NUM_SHARDS * NUM_SHARDS * CAPACITY - 2)
+    within = 2.0 ** rng.uniform(-20, 0, (len(exponents), DIM)) * rng.choice([-1, 1], (len(exponents), DIM))
+    return (2.0 ** exponents[:, None] * within).astype(np.float32)
+
+
+@pytest.mark.parametrize("dtype", ROUNDING)
+def test_rounding_of_the_wire(dtype):
+    """An error is at most that of one rounding, relative to the largest number of its row, whatever its size."""
+    rows = rows_of_all_sizes()
+    error = np.abs(sent(rows, dtype).astype(np.float64) - rows)
+    assert (error <= ROUNDING[dtype] * np.abs(rows).max(axis=1, keepdims=True)).all()
+
+
+@pytest.mark.parametrize("dtype", ROUNDING)
+def test_numbers_near_the_largest_keep_their_own_rounding(dtype):
+    """Within three octaves of the largest number of the row the error is relative to the number itself."""
+    rng = np.random.default_rng(1)
+    rows = rng.choice([-1, 1], (40, DIM)) * rng.uniform(0.125, 1.0, (40, DIM)) * 2.0 ** rng.integers(-100, 100, (40, 1))
+    rows = rows.astype(np.float32)
+    np.testing.assert_array_less(np.abs(sent(rows, dtype) - rows), ROUNDING[dtype] * np.abs(rows) + 1e-45)
+
+
+@pytest.mark.parametrize("dtype", ROUNDING)
+def test_powers_of_two_travel_unharmed(dtype):
+    """Scales are powers of two: what needs no mantissa loses nothing, zeros included."""
+    rows = (2.0 ** np.arange(-60, 60, 3)).astype(np.float32)[:, None] * np.array([1, -1, 0, 0.5, 0.25, 1], np.float32)
+    np.testing.assert_array_equal(sent(rows, dtype), rows)
+
+
+@pytest.mark.parametrize("dtype", ROUNDING)
+def test_zeros_stay_zeros(dtype):
+    """A row of zeros has no largest number to scale by."""
+    assert (sent(np.zeros((5, DIM), np.float32), dtype) == 0).all()
+
+
+@pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
+@pytest.mark.parametrize("dtype", ROUNDING)
+def test_rows_that_are_not_finite_stay_so(dtype, value):
+    """The owner has to see that a gradient was infinite or NaN; rows beside it do not suffer."""
+    rows = np.tile(np.array([1, 2, 4, 0.5, 0.25, -1], np.float32), (7, 1))
+    rows[3, 2] = value
+    arrived = sent(rows, dtype)
+    assert not np.isfinite(arrived[3, 2])
+    others = np.arange(7) != 3
+    np.testing.assert_array_equal(arrived[others], rows[others])
+
+
+@pytest.mark.parametrize("dtype", ROUNDING)
+def test_tiny_rows(dtype):
+    """Numbers below the least normal one may be flushed to zero, as XLA does elsewhere; never anything worse."""
+    rows = np.array([[1e-40, 0, -1e-45, 2e-39, 0, 1e-42], [LEAST_NORMAL, -LEAST_NORMAL, 0, 1e-40, 0, 2e-38]], np.float32)
+    error = np.abs(sent(rows, dtype).astype(np.float64) - rows)
+    assert (error <= LEAST_NORMAL + ROUNDING[dtype] * np.abs(rows)).all()
+
+
+@pytest.mark.parametrize("dtype", ROUNDING)
+def test_huge_rows_stay_finite(dtype):
+    """Scales reach as far as float32 does, but for the last rounding before infinity."""
+    rows = np.array([[3e38, -3e38, 1.0, 0, 1e38, 2e38]], np.float32)
+    arrived = sent(rows, dtype).astype(np.float64)
+    assert np.isfinite(arrived).all()
+    assert (np.abs(arrived - rows) <= ROUNDING[dtype] * 3e38).all()
+
+
+@pytest.mark.parametrize("is_replicated", [False, True])
+def test_lines_return_to_where_they_came_from(is_replicated):
+    """The way back undoes the way there; of a replicated store every owner gets everything."""
+    num_sent = CAPACITY if is_replicated else NUM_SHARDS * CAPACITY
+    rows = np.arange(NUM_SHARDS * num_sent * DIM, dtype=np.float32).reshape(-1, DIM)
+    there = travel("to_owners", "float32", is_replicated)(rows)
+    if is_replicated:
+        np.testing.assert_array_equal(there, np.tile(rows, (NUM_SHARDS, 1)))
+    np.testing.assert_array_equal(travel("to_askers", "float32", is_replicated)(there), rows)
+
+
+@pytest.mark.parametrize("dtype", ROUNDING)
+def test_bytes_on_the_wire(dtype):
+    """`wire_bytes` is what the collective is given for a row."""
+    rows = jax.ShapeDtypeStruct((NUM_SHARDS * NUM_SHARDS * CAPACITY, DIM), np.float32)
+    text = travel("to_owners", dtype).lower(rows).as_text()
+    (line,) = [line for line in text.splitlines() if "all_to_all" in line]
+    *shape, kind = line.split(": (tensor<")[1].split(">")[0].split("x")
+    itemsize = {"f32": 4, "ui16": 2, "ui8": 1}[kind]
+    assert np.prod([int(size) for size in shape]) * itemsize == NUM_SHARDS * CAPACITY * exchange.wire_bytes(DIM, dtype)
+
+
+# --------------------------------------------------------------------------------------------------------------
+# What a plan asks
+
+NUM_SAMPLES, MAX_KEYS = 16, 24  # of each shard: 4 samples; 8 positions of "user", 6 of "item"
+TABLES = [
+    jaxsok.TableSpec("user", 4, SGD, capacity=256),
+    jaxsok.TableSpec("item", 4, SGD, capacity=256, placement=jaxsok.on(2)),
+    jaxsok.TableSpec("ad", 4, SGD, capacity=256, placement=jaxsok.REPLICATED),
+]
+FEATURES = [
+    jaxsok.FeatureSpec("user", "user"),
+    jaxsok.FeatureSpec("item", "item", max_keys=MAX_KEYS),
+    jaxsok.FeatureSpec("ad", "ad"),
+]
+# Sufficient for one store and too little for some batches of the other; how many positions a shard has in each.
+SEND_CAPACITIES, POSITIONS = (5, 4), (14, 4)
+
+
+@functools.cache
+def collection():
+    """Two stores on four shards: one of a table that is spread and one on shard 2, and a replicated one."""
+    return programs.over(NUM_SHARDS, TABLES, FEATURES)
+
+
+@functools.cache
+def planned(one_round):
+    """Jitted plan, with the send capacities or without."""
+    sizes = SEND_CAPACITIES if one_round else None
+    return jax.jit(lambda features: collection().plan(features, send_capacity=sizes))
+
+
+@st.composite
+def batches(draw):
+    """Raw batches of one shape; every shard has at most its share of ragged keys."""
+    user = draw(strategies.padded_bags(strategies.CORNER_KEYS, NUM_SAMPLES, 2))
+    parts = [draw(strategies.ragged_bags(strategies.CORNER_KEYS, 4, MAX_KEYS // NUM_SHARDS)) for _ in range(NUM_SHARDS)]
+    ad = draw(strategies.key_lists(strategies.CORNER_KEYS, NUM_SAMPLES, padding=True))
+    return {
+        "user": programs.as_array(user),
+        "item": programs.to_bags([bag for part in parts for bag in part]),
+        "ad": programs.as_array(ad),
+    }
+
+
+def positions_of(raw, shard, store):
+    """The (table number, table, key) of each position of one shard's part of one store; None for padding."""
+    first, last = 4 * shard, 4 * shard + 4
+    if store == 1:
+        found = [(0, "ad", int(key)) for key in raw["ad"][first:last]]
+    else:
+        offsets = np.concatenate([[0], np.cumsum(raw["item"].lengths)])
+        found = [(0, "user", int(key)) for key in raw["user"][first:last].reshape(-1)]
+        found += [(1, "item", int(key)) for key in raw["item"].keys[offsets[first] : offsets[last]]]
+    found += [(0, "", oracle.PADDING_KEY)] * (POSITIONS[store] - len(found))
+    return [None if one[2] == oracle.PADDING_KEY else one for one in found]
+
+
+def owner_of(pair):
+    """The owner of a (table number, table, key), said again."""
+    _, table, key = pair
+    return {"user": lambda: int(programs.owner_of([key], "user", NUM_SHARDS)[0]), "item": lambda: 2, "ad": lambda: 0}[
+        table
+    ]()
+
+
+def by_owner(raw, shard, store, by_hash):
+    """The distinct pairs of one shard, owner by owner, by first occurrence or by hash; and how often each occurs."""
+    positions = [one for one in positions_of(raw, shard, store) if one is not None]
+    distinct = list(dict.fromkeys(positions))
+    num_owners = 1 if store == 1 else NUM_SHARDS
+    segments = [[one for one in distinct if owner_of(one) == owner] for owner in range(num_owners)]
+    if by_hash:
+        segments = [sorted(part, key=lambda one: int(programs.round_hash([one[2]], one[1])[0])) for part in segments]
+    return segments, {one: positions.count(one) for one in distinct}
+
+
+def words_of(pair, num_uses):
+    """A request's four words."""
+    number, _, key = pair
+    return [key & 0xFFFFFFFF, key >> 32, number, num_uses]
+
+
+def parts_of(array):
+    """An array, shard by shard."""
+    return np.split(np.asarray(array), NUM_SHARDS)
+
+
+@given(raw=batches())
+def test_requests(raw):
+    """Each distinct key once, owner by owner, in the order of first occurrence, with its uses; each key knows where."""
+    asked = planned(True)(collection().batch(raw).features).asked
+    for store, one in enumerate(asked):
+        for shard, (lines, inverse, starts) in enumerate(
+            zip(parts_of(one.requests), parts_of(one.inverse), parts_of(one.starts), strict=True)
+        ):
+            segments, uses = by_owner(raw, shard, store, by_hash=False)
+            flat = [pair for segment in segments for pair in segment]
+            assert starts.tolist() == np.cumsum([0, *map(len, segments)]).tolist()
+            assert lines[: len(flat)].tolist() == [words_of(pair, uses[pair]) for pair in flat]
+            assert (lines[len(flat) :, :2] == 0xFFFFFFFF).all()
+            num_keys = POSITIONS[store]
+            wanted = [num_keys if pair is None else flat.index(pair) for pair in positions_of(raw, shard, store)]
+            assert inverse.tolist() == wanted
+
+
+@given(raw=batches())
+def test_load_slots_and_what_owners_receive(raw):
+    """The plan's counts tell whether the capacity was enough; what fits is sent, and comes back on its slot."""
+    asked = planned(True)(collection().batch(raw).features).asked
+    for store, (one, capacity) in enumerate(zip(asked, SEND_CAPACITIES, strict=True)):
+        segments = [by_owner(raw, shard, store, by_hash=False) for shard in range(NUM_SHARDS)]
+        counts = np.array([[len(part) for part in parts] for parts, _ in segments])
+        for load in parts_of(one.load):
+            assert load.tolist() == [[counts.max(), counts.sum(axis=0).max()]]
+        for shard, slots in enumerate(parts_of(one.slots)):
+            places = {
+                pair: owner * capacity + i
+                for owner, part in enumerate(segments[shard][0])
+                for i, pair in enumerate(part[:capacity])
+            }
+            assert slots.tolist() == [places.get(pair, -1) for pair in positions_of(raw, shard, store)]
+        for owner, received in enumerate(parts_of(one.received)):
+            for parts, block in zip(segments, received.reshape(NUM_SHARDS, capacity, 4), strict=True):
+                wanted = parts[0][0 if store == 1 else owner][:capacity]
+                assert block[: len(wanted)].tolist() == [words_of(pair, parts[1][pair]) for pair in wanted]
+                assert (block[len(wanted) :, :2] == 0xFFFFFFFF).all()
+
+
+@given(raw=batches())
+def test_requests_in_rounds(raw):
+    """Without a capacity requests of an owner rise by the hash that deals them to rounds, and nothing is sent yet."""
+    asked = planned(False)(collection().batch(raw).features).asked
+    for store, one in enumerate(asked):
+        assert one.received is None and one.slots is None
+        assert (np.asarray(one.load) == 0).all()
+        for shard, (lines, hashes) in enumerate(zip(parts_of(one.requests), parts_of(one.hashes), strict=True)):
+            segments, uses = by_owner(raw, shard, store, by_hash=True)
+            flat = [pair for segment in segments for pair in segment]
+            assert lines[: len(flat)].tolist() == [words_of(pair, uses[pair]) for pair in flat]
+            got = hashes[: len(flat)].astype(np.uint64)
+            wanted = [int(programs.round_hash([key], table)[0]) for _, table, key in flat]
+            assert (got[:, 1] << np.uint64(32) | got[:, 0]).tolist() == wanted
+
+
+def test_a_send_capacity_that_is_too_small_is_counted():
+    """Keys that were not sent read their initial rows, learn nothing, and are refused: all of them are counted."""
+    one = programs.over(NUM_SHARDS, TABLES[:1], [jaxsok.FeatureSpec("user", "user", combiner=None)])
+    keys = programs.keys_of_owner(1, 32, "user", NUM_SHARDS)
+    features = programs.batch(one, user=keys)
+    plan = one.plan(features, send_capacity=(3,))
+    assert np.asarray(plan.asked[0].load)[0].tolist() == [8, 32]
+    embeddings, state, plan = one.lookup(one.init(seed=0), plan)
+    state, stats = one.update(state, plan, {"user": np.ones((32, 4), np.float32)})
+    assert programs.counts(stats) == {**dict.fromkeys(oracle.COUNTS, 0), "num_inserted": 12, "num_refused": 20}
+    with pytest.raises(jaxsok.TableFullError, match="20 keys refused"):
+        stats.check()
+    initial = programs.initial_rows("user", 4, keys)
+    np.testing.assert_array_equal(embeddings["user"], initial)
+    rows = programs.rows_of(one, state, "user")
+    assert sorted(rows) == sorted(keys.reshape(4, 8)[:, :3].reshape(-1).tolist())
+    for key, row in zip(keys.tolist(), initial, strict=True):
+        if key in rows:
+            np.testing.assert_allclose(rows[key], row - 1.0, rtol=1e-6)
+
+
+# --------------------------------------------------------------------------------------------------------------
+# Capacities
+
+PLACEMENTS = [jaxsok.SHARDED, jaxsok.REPLICATED, *map(jaxsok.on, range(3))]
+
+
+@given(
+    placement=st.lists(st.sampled_from(PLACEMENTS), min_size=1, max_size=4),
+    num_shards=st.sampled_from([4, 8]),
+    num_keys=st.lists(st.sampled_from([0, 1, 8, 40, 512]), min_size=4, max_size=4),
+)
+def test_default_send_capacity(placement, num_shards, num_keys):
+    """Room for what even keys need, for all that one owner may get from one device, and not much more."""
+    tables = [jaxsok.TableSpec(f"t{i}", 4, SGD, placement=one) for i, one in enumerate(placement)]
+    features = [jaxsok.FeatureSpec(f"t{i}", f"t{i}") for i in range(len(tables))]
+    sizes = {f"t{i}": num_keys[i] for i in range(len(tables))}
+    part = jaxsok.Collection(tables, features).batch({name: np.zeros(size, np.int64) for name, size in sizes.items()})
+    layouts = [layout for store in part.features.stores for layout in store.layouts]
+    for spec in programs.over(num_shards, tables, features).stores:
+        names = [table.name for table in spec.tables]
+        mine = [
+            dataclasses.replace(layout, table=names.index(layout.name)) for layout in layouts if layout.name in names
+        ]
+        total = sum(layout.num_keys for layout in mine)
+        keys = np.zeros((total, 2), np.uint32)
+        store = dataclasses.replace(part.features.stores[0], keys=keys, layouts=tuple(mine))
+        capacity = exchange.default_send_capacity(spec, store)
+        pinned = [
+            sum(sizes[table.name] for table in spec.tables if table.placement == jaxsok.on(i)) for i in range(3)
+        ]
+        spread = sum(sizes[table.name] for table in spec.tables if table.placement.kind != "on")
+        even = max(pinned) + spread / num_shards
+        assert capacity >= max(min(even, total), len(spec.tables))
+        assert capacity <= max(16, 1.25 * even + 8)
+
+
+@given(st.lists(st.integers(0, 2**24), min_size=2, max_size=2))
+def test_rounded_capacity(loads):
+    """At least the load, an eighth above it at most (from 128 on), rising, and its own rounding."""
+    low, high = sorted(loads)
+    for load in loads:
+        capacity = exchange.rounded_capacity(load)
+        assert load <= capacity <= max(load + 16, load * 9 / 8)
+        assert exchange.rounded_capacity(capacity) == capacity
+    assert exchange.rounded_capacity(low) <= exchange.rounded_capacity(high)
+
+
+def test_rounded_capacities_are_few():
+    """Eight in an octave: so many programs at most."""
+    for octave in range(7, 13):
+        loads = range(2**octave + 1, 2 ** (octave + 1) + 1)
+        assert len({exchange.rounded_capacity(load) for load in loads}) == 8
+
+
+NUM_LINES = 24
+
+
+@functools.cache
+def jitted_uses():
+    """`uses_of_rows`, compiled once."""
+    return jax.jit(exchange.uses_of_rows)
+
+
+@given(
+    rows=st.lists(st.sampled_from([0, 1, 2, 7, 2**31, jaxsok.NO_ROW]), min_size=NUM_LINES, max_size=NUM_LINES),
+    uses=st.lists(st.integers(0, 1000), min_size=NUM_LINES, max_size=NUM_LINES),
+)
+def test_uses_of_rows(rows, uses):
+    """Every line of a row has the uses of all its lines."""
+    got = jitted_uses()(jnp.array(rows, jnp.uint32), jnp.array(uses, jnp.int32))
+    rows, uses = np.array(rows), np.array(uses)
+    assert got.tolist() == [int(uses[rows == row].sum()) for row in rows]

@@ -1,0 +1,185 @@
+"""The pipeline: the same results as without it, capacities that suffice, plans one batch ahead."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import programs
+import pytest
+
+import jaxsok
+
+NUM_SHARDS, NUM_SAMPLES = 4, 128
+TABLES = [
+    jaxsok.TableSpec("user", 4, jaxsok.optim.adagrad(0.1), capacity=2048),
+    jaxsok.TableSpec("ad", 3, jaxsok.optim.sgd(0.1), capacity=256, placement=jaxsok.REPLICATED),
+    jaxsok.TableSpec("unused", 2, jaxsok.optim.sgd(0.1), capacity=8),
+]
+FEATURES = [
+    jaxsok.FeatureSpec("user", "user"),
+    jaxsok.FeatureSpec("ad", "ad", combiner="mean", max_keys=4 * NUM_SAMPLES),
+]
+GRADIENTS = {"user": np.ones((NUM_SAMPLES, 4), np.float32), "ad": np.ones((NUM_SAMPLES, 3), np.float32)}
+
+
+@functools.cache
+def collection(num_shards=NUM_SHARDS):
+    """A sharded store, a replicated one, and one that no feature reads; None: one device."""
+    return jaxsok.Collection(TABLES, FEATURES) if num_shards is None else programs.over(num_shards, TABLES, FEATURES)
+
+
+def even(step):
+    """Keys that spread."""
+    rng = np.random.default_rng(step)
+    lengths = rng.integers(0, 4, NUM_SAMPLES)
+    return {
+        "user": rng.integers(0, 2**40, NUM_SAMPLES),
+        "ad": jaxsok.Bags(rng.integers(0, 60, lengths.sum()), lengths=lengths),
+    }
+
+
+def skewed(step):
+    """The same, but all keys of the sharded table belong to one shard."""
+    return {**even(step), "user": programs.keys_of_owner(2, NUM_SAMPLES, "user", NUM_SHARDS, start=1000 * step)}
+
+
+def single_step(one, state, asked):
+    """One step; fed from outside."""
+    return programs.fed_step(one)(state, asked, GRADIENTS)
+
+
+@pytest.mark.parametrize("num_shards", [None, 1, NUM_SHARDS])
+def test_results_are_those_of_lookups_without_plans(num_shards):
+    """Embeddings, statistics and tables, with skew and without; only the rounds may differ."""
+    one = collection(num_shards)
+    raws = [even(0), skewed(1), even(2), even(0)]
+    states = [one.init(seed=3), one.init(seed=3)]
+    for raw, (batch, plan) in zip(raws, one.pipeline(raws), strict=True):
+        states[0], got, stats = single_step(one, states[0], plan)
+        states[1], want, want_stats = single_step(one, states[1], one.batch(raw).features)
+        for name in want:
+            np.testing.assert_allclose(got[name], want[name], rtol=1e-6, err_msg=name)
+        assert stats.to_dict() == want_stats.to_dict()
+        assert np.asarray(stats.num_rounds).tolist() == ([1, 1, 0] if num_shards == NUM_SHARDS else [0, 0, 0])
+    programs.assert_close_tables((one, one), states, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("num_shards", [None, 1])
+def test_on_one_shard_plans_are_left_to_the_lookup(num_shards):
+    """The fused lookup is faster than a plan made apart."""
+    pipeline = collection(num_shards).pipeline([even(0), even(1)])
+    plans = [plan for _, plan in pipeline]
+    assert len(plans) == 2
+    assert all(plan.distinct is None and plan.asked is None and not plan.is_looked_up for plan in plans)
+    assert pipeline.num_replanned == 0 and pipeline.send_capacities == [[], [], []]
+
+
+def loads_of(plan):
+    """Most requests from one shard to one owner, of each store that is read."""
+    return [int(np.asarray(asked.load)[0, 0]) for asked in plan.asked if asked is not None]
+
+
+def test_capacities_suffice_and_are_few():
+    """Each plan has room for its most loaded pair; batches of one kind share a capacity, and so a program."""
+    pipeline = collection().pipeline(even(step) for step in range(8))
+    for _, plan in pipeline:
+        sizes = [asked.send_capacity for asked in plan.asked if asked is not None]
+        assert all(size >= load for size, load in zip(sizes, loads_of(plan), strict=True))
+        assert all(size in in_use for size, in_use in zip(sizes, pipeline.send_capacities, strict=False))
+    assert all(len(sizes) <= 2 for sizes in pipeline.send_capacities[:2])
+    assert pipeline.send_capacities[2] == []
+    # A shard has 32 keys, an owner's even share is 8 of them: nothing near all of them is sent to each.
+    assert max(pipeline.send_capacities[0]) <= 24
+
+
+def test_a_batch_more_skewed_than_the_one_before_is_planned_again():
+    """Counted, and its plan has room; going back to even batches needs no new plan."""
+    raws = [even(0), skewed(1), skewed(2), even(3), even(4)]
+    pipeline = collection().pipeline(raws)
+    seen = []
+    for _, plan in pipeline:
+        assert plan.asked[0].send_capacity >= loads_of(plan)[0]
+        seen.append(pipeline.num_replanned)
+    assert seen == [0, 1, 1, 1, 1]
+    assert len(pipeline.send_capacities[0]) == 2
+
+
+def test_the_next_plan_is_under_way_before_the_step():
+    """When batch k is handed out, batch k + 1 has been drawn and planned; the last one needs no other."""
+    drawn = []
+
+    def raws():
+        for step in range(3):
+            drawn.append(step)
+            yield even(step)
+
+    pipeline = collection().pipeline(raws())
+    assert drawn == []
+    assert [len(drawn) for _ in pipeline] == [2, 3, 3]
+
+
+def test_an_empty_log():
+    """No batch, no plan, no error."""
+    assert list(collection().pipeline([])) == list(collection(None).pipeline([])) == []
+
+
+def test_a_short_last_batch_is_padded():
+    """`pad_to` reaches every batch, and each mask says what is real."""
+    short = {"user": np.arange(5), "ad": jaxsok.Bags(np.arange(3), lengths=np.array([0, 1, 0, 2, 0]))}
+    for one in (collection(), collection(None)):
+        batches = list(one.pipeline([even(0), short], pad_to=NUM_SAMPLES))
+        assert [int(batch.mask.sum()) for batch, _ in batches] == [NUM_SAMPLES, 5]
+        _, state, plan = programs.lookup(one)(one.init(seed=0), batches[1][1])
+        assert one.num_rows(state) == {"user": 5, "ad": 3, "unused": 0}
+
+
+def test_the_labels_come_with_their_batch():
+    """Whatever else is in a raw batch is in the batch that it became."""
+    raws = [{**even(step), "label": np.full(NUM_SAMPLES, step, np.float32)} for step in range(3)]
+    assert [float(batch["label"][0]) for batch, _ in collection().pipeline(raws)] == [0.0, 1.0, 2.0]
+
+
+def test_an_error_of_a_batch_comes_out_of_the_loop():
+    """A bad batch is refused when it is packed: while the one before is handed out."""
+    pipeline = iter(collection().pipeline([even(0), {"user": np.arange(3)}]))
+    with pytest.raises(ValueError, match="batch"):
+        next(pipeline)
+
+
+def test_growth_reserves_what_a_plan_has_counted():
+    """Skewed keys fill one shard: growth learns from the plan how many, and nothing is refused."""
+    table = jaxsok.TableSpec("user", 4, jaxsok.optim.sgd(0.1), capacity=64)
+    one = programs.over(NUM_SHARDS, [table], [jaxsok.FeatureSpec("user", "user")])
+    keys = programs.keys_of_owner(3, 2 * NUM_SAMPLES, "user", NUM_SHARDS)
+    # Every shard asks the same owner for other keys: far more than an even share of the batch.
+    raws = [{"user": part} for part in np.split(keys, 2)]
+    state = one.init(seed=0)
+    for batch, plan in one.pipeline(raws):
+        assert one.growth.keys_per_step[0] >= NUM_SAMPLES
+        state = one.grow(state)
+        _, state, plan = programs.lookup(one)(state, plan)
+        state, stats = programs.update(one)(state, plan, {"user": jnp.ones((NUM_SAMPLES, 4))})
+        stats.check()
+        assert programs.counts(stats) == {**dict.fromkeys(oracle.COUNTS, 0), "num_inserted": NUM_SAMPLES}
+    assert one.num_rows(state) == {"user": 2 * NUM_SAMPLES}
+
+
+def test_capacities_in_use_are_kept_by_several_pipelines_apart():
+    """Each pipeline chooses anew: an epoch of another kind is not bound by the last one."""
+    first, second = collection().pipeline([skewed(0)]), collection().pipeline([even(0)])
+    for pipeline in (first, second):
+        assert len(list(pipeline)) == 1
+    assert max(second.send_capacities[0]) < min(first.send_capacities[0])
+
+
+def test_a_step_compiles_once_for_each_combination_of_capacities():
+    """The host chooses; within one choice contents compile nothing."""
+    one = collection()
+    step = jax.jit(one.lookup, donate_argnums=0, compiler_options=programs.quickly())
+    state, combinations = one.init(seed=0), set()
+    for _, plan in one.pipeline([even(0), even(1), skewed(2), even(3)]):
+        combinations.add(tuple(asked and asked.send_capacity for asked in plan.asked))
+        _, state, _ = step(state, plan)
+    assert step._cache_size() == len(combinations)

@@ -1,0 +1,168 @@
+"""Several processes: the same tables as in one, refusals in all of them, and an end when one of them dies."""
+
+import functools
+import os
+import pathlib
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import jax
+import numpy as np
+import process_worker
+import programs
+import pytest
+
+import jaxsok
+
+WORKER = pathlib.Path(__file__).with_name("process_worker.py")
+END_S = 60  # within which a process has to end after another has died
+
+pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="processes share CPUs, not a GPU")
+
+
+def free_port():
+    """A port of this machine that nobody listens to."""
+    with socket.socket() as one:
+        one.bind(("localhost", 0))
+        return one.getsockname()[1]
+
+
+def start(job, folder, num_processes, num_devices):
+    """Processes with so many devices each."""
+    environment = {
+        **{name: value for name, value in os.environ.items() if not name.startswith("JAX_")},
+        "JAX_PLATFORMS": "cpu",
+        "PYTHONPATH": str(pathlib.Path(jaxsok.__file__).parents[1]),
+        "PORT": str(free_port()),
+        "NUM_PROCESSES": str(num_processes),
+        "NUM_DEVICES": str(num_devices),
+    }
+    processes = []
+    for number in range(num_processes):
+        with (folder / f"{number}.err").open("wb") as errors:
+            processes.append(
+                subprocess.Popen(
+                    [sys.executable, str(WORKER), job, str(folder)],
+                    env={**environment, "PROCESS_ID": str(number)},
+                    stdout=subprocess.DEVNULL,
+                    stderr=errors,
+                )
+            )
+    return processes
+
+
+def ended(processes, folder, *, timeout_s):
+    """The exit codes; nobody is left behind."""
+    deadline = time.monotonic() + timeout_s
+    try:
+        return [process.wait(timeout=max(0.1, deadline - time.monotonic())) for process in processes]
+    except subprocess.TimeoutExpired:
+        errors = [(folder / f"{number}.err").read_text()[-1500:] for number in range(len(processes))]
+        raise AssertionError("\n".join(["still there:", *errors])) from None
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def results_of(job, folder, num_processes, num_devices):
+    """What each process wrote."""
+    codes = ended(start(job, folder, num_processes, num_devices), folder, timeout_s=180)
+    assert codes == [0] * num_processes, [(folder / f"{n}.err").read_text()[-1500:] for n in range(num_processes)]
+    return [dict(np.load(folder / f"{number}.npz")) for number in range(num_processes)]
+
+
+@functools.cache
+def one_process(num_shards):
+    """The same training in this process, over four devices; None: on one device without a mesh."""
+    if num_shards is None:
+        collection = jaxsok.Collection(process_worker.TABLES, process_worker.FEATURES)
+    else:
+        collection = programs.over(num_shards, process_worker.TABLES, process_worker.FEATURES)
+    state, results = process_worker.train(collection)
+    return collection, state, results
+
+
+@pytest.fixture(scope="module", params=[(2, 2), (4, 1)], ids=["2 processes x 2 devices", "4 processes x 1 device"])
+def trained(request, tmp_path_factory):
+    """A training with growth over four devices in several processes."""
+    return results_of("train", tmp_path_factory.mktemp("trained"), *request.param)
+
+
+def union(results, table):
+    """A table as all processes together have it, by key."""
+    is_replicated = table.placement == jaxsok.REPLICATED
+    columns = ("keys", "rows", "states")
+    parts = {column: [result[f"{table.name}.{column}"] for result in results] for column in columns}
+    if is_replicated:
+        for column in columns:
+            for part in parts[column][1:]:
+                np.testing.assert_array_equal(part, parts[column][0])
+    whole = {column: parts[column][0] if is_replicated else np.concatenate(parts[column]) for column in columns}
+    assert len(np.unique(whole["keys"])) == len(whole["keys"]), "two processes have a row of one key"
+    order = np.argsort(whole["keys"])
+    return {column: values[order] for column, values in whole.items()}
+
+
+@pytest.mark.parametrize("num_shards", [process_worker.NUM_SHARDS, None], ids=["one process", "one device"])
+def test_tables_of_processes_are_those_of(num_shards, trained):
+    """Rows and optimizer state by key: those of four devices of one process to the bit, of one device by rounding."""
+    collection, state, _ = one_process(num_shards)
+    for table in process_worker.TABLES:
+        got, want = union(trained, table), programs.by_key(collection, state, table.name)
+        np.testing.assert_array_equal(got.pop("keys"), want.pop("keys"), err_msg=table.name)
+        tolerance = {"rtol": 0, "atol": 0} if num_shards else {"rtol": 1e-5, "atol": 1e-6}
+        for column, values in zip(("rows", "states"), want.values(), strict=True):
+            np.testing.assert_allclose(got[column], values, err_msg=f"{table.name}: {column}", **tolerance)
+
+
+def test_results_are_the_same_in_all_processes(trained):
+    """Losses, counts, rows and growth: no process is told anything else; and they are those of one device."""
+    collection, state, results = one_process(None)
+    for result in trained:
+        for name in ("losses", "inserted", "capacities", "num_grown", "num_rows"):
+            np.testing.assert_array_equal(result[name], trained[0][name], err_msg=name)
+    np.testing.assert_allclose(trained[0]["losses"], [loss for loss, _ in results], rtol=1e-5)
+    np.testing.assert_array_equal(trained[0]["inserted"], [inserted for _, inserted in results])
+    num_rows = collection.num_rows(state)
+    assert trained[0]["num_rows"].tolist() == [num_rows[table.name] for table in process_worker.TABLES]
+    assert trained[0]["num_grown"] >= 1
+
+
+def test_refusals_in_all_processes(tmp_path):
+    """Specs that differ are named in every process at the start; then all of them go on with specs that do not."""
+    results = results_of("refusals", tmp_path, 2, 1)
+    for result in results:
+        messages = {name: str(message) for name, message in result.items()}
+        assert messages.pop("same") == "nothing raised"
+        ragged = messages.pop("ragged")
+        assert 'batch: feature "user": max_keys: got None in 2 processes, wanted a number' in ragged
+        for name, (first, second) in {
+            "dim": (":user:4:", ":user:8:"),
+            "capacity": ("capacity of user: 32", "capacity of user: 64"),
+            "seed": ("seed: 0", "seed: 1"),
+            "feature": ("'sum'", "'mean'"),
+        }.items():
+            message = messages.pop(name)
+            assert message.startswith("init: specs: got ") and "in process 1 and" in message and "declare" in message
+            assert second in message.split("in process 1")[0] and first in message.split("in process 1")[1], message
+        assert not messages
+
+
+def test_a_process_that_dies_ends_the_others(tmp_path):
+    """Killed in the middle of a training: the others end with an error, and not much later than their heartbeat."""
+    processes = start("killed", tmp_path, 2, 2)
+    try:
+        assert processes[1].wait(timeout=120) == -signal.SIGKILL
+        started = time.monotonic()
+        assert processes[0].wait(timeout=END_S) != 0
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    assert time.monotonic() - started < END_S
+    assert not (tmp_path / "0.npz").exists()
+    assert (tmp_path / "0.err").read_text().strip()
