@@ -261,8 +261,14 @@ class Sharded:
         def timed(what: str, body: Callable, sets: Sequence[tuple], sent_bytes: int = 0, state: Any = None) -> None:
             """Of `body(*parts)`, or of `body(state, *parts)`, which gives the state and is donated it."""
             if state is None:
-                run = on_shards(body, (one,) * len(sets[0]))
-                timing, _ = Step(lambda _, args: run(*args), donates=False).measure((), sets, self.protocol)
+                run = jax.jit(on_shards(body, (one,) * len(sets[0])))
+
+                def step(_, args):
+                    # XLA's CPU back end (jaxlib 0.10.2) locks up when many collectives that do not depend on each
+                    # other are under way.
+                    return jax.block_until_ready(run(*args)) if jax.default_backend() == "cpu" else run(*args)
+
+                timing, _ = Step(step, donates=False, is_compiled=True).measure((), sets, self.protocol)
             else:
                 run = on_shards(body, ((one, P()), *(one,) * len(sets[0])), (one, P()))
                 step = Step(lambda carry, args: (run(carry, *args), ()), donates=True)

@@ -261,7 +261,7 @@ class Collection:
         return self._jitted["plan"](features, send_capacities=send_capacity)
 
     def pipeline(self, batches: Iterable[Mapping[str, Any]], *, pad_to: int | None = None) -> "pipeline_lib.Pipeline":
-        """Gives batches with their plans, each made while the step before runs.
+        """Gives batches with their plans, made two batches ahead, while earlier steps run.
 
         On a mesh the keys are exchanged with the plan, and its counts choose the send capacity: the step has no loop,
         the host never waits for a step, and results are those of `lookup(state, batch.features)`. Few capacities are
