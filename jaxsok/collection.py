@@ -722,15 +722,15 @@ class Collection:
                 f"{op}: features: got {type(features).__name__}, wanted Features; make them with "
                 "collection.batch(raw).features."
             )
-        if features.fingerprint != self.fingerprint:
-            raise ValueError(
-                f"{op}: features: got those of a collection with other specs; make them with this one's batch."
-            )
         num_parts = 1 if self.shards is None else self.shards.num_shards
         if features.num_parts != num_parts:
             raise ValueError(
                 f"{op}: features: got those packed for {features.num_parts} shards, wanted {num_parts} "
                 f"({_place(self._mesh_name)}); make them with this collection's batch."
+            )
+        if features.fingerprint != self.fingerprint:
+            raise ValueError(
+                f"{op}: features: got those of a collection with other specs; make them with this one's batch."
             )
 
     def _stats(

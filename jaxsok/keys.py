@@ -14,7 +14,7 @@ from jaxtyping import Array, UInt32
 from jaxsok.types import PADDING_KEY
 
 
-def to_words(keys: np.ndarray, what: str) -> np.ndarray:
+def to_words(keys: np.ndarray, what: str = "to_words") -> np.ndarray:
     """Views NumPy integers as `uint32[..., 2]` words, low word first.
 
     Args:

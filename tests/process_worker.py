@@ -19,11 +19,15 @@ import jaxsok
 NUM_SHARDS, NUM_SAMPLES, NUM_STEPS, DIM = 4, 32, 5, 4
 KILLED_IN_STEP = 2
 HEARTBEAT_S = 10
-ADAGRAD = jaxsok.optim.adagrad(0.1)
+ADAGRAD, ADAM = jaxsok.optim.adagrad(0.1), jaxsok.optim.adam(0.05)
+WIRES = {
+    "float32": jaxsok.ExchangeSpec(),
+    "narrow": jaxsok.ExchangeSpec(rows="bfloat16", gradients="float8_e4m3fn"),
+}
 # Room for a first step, but not for all: the first store grows on the way, and each growth compiles the step anew.
 TABLES = (
-    jaxsok.TableSpec("user", DIM, ADAGRAD, capacity=256),
-    jaxsok.TableSpec("item", DIM, ADAGRAD, capacity=96, placement=jaxsok.on(3)),
+    jaxsok.TableSpec("user", DIM, ADAM, row_gradient="mean", capacity=256),
+    jaxsok.TableSpec("item", DIM, ADAM, row_gradient="mean", capacity=96, placement=jaxsok.on(3)),
     jaxsok.TableSpec("ad", DIM, ADAGRAD, capacity=128, placement=jaxsok.REPLICATED),
 )
 FEATURES = (
@@ -84,26 +88,26 @@ def local_tables(collection, state):
     """What this process's shards hold: {"<table>.<column>": array}, rows of replicated tables from its first shard."""
     columns = {}
     for spec, store in zip(collection.stores, state.stores, strict=True):
-        parts = {name: [] for name in ("counters", "records", "rows", "states")}
-        slabs = {"counters": (store.counters,), "records": store.records, "rows": store.rows, "states": store.states[0]}
-        shards = sorted({part.index[0].start or 0 for part in store.counters.addressable_shards})
-        for name, arrays in slabs.items():
-            for place in range(1 if spec.is_replicated else len(shards)):
-                by_slab = [
-                    sorted(array.addressable_shards, key=lambda part: part.index[0].start or 0)[place].data
-                    for array in arrays
-                ]
-                parts[name].append(np.concatenate([np.asarray(part) for part in by_slab]))
-        for number, table in enumerate(spec.tables):
-            found = {"keys": [], "rows": [], "states": []}
-            for records, rows, states in zip(parts["records"], parts["rows"], parts["states"], strict=True):
-                keys = records[:, 0].astype(np.uint64) | records[:, 1].astype(np.uint64) << np.uint64(32)
-                is_used = (records[:, 2] == number) & (keys != np.uint64(jaxsok.PADDING_KEY))
-                found["keys"].append(keys[is_used])
-                found["rows"].append(rows[is_used])
-                found["states"].append(states[is_used])
-            columns |= {f"{table.name}.{name}": np.concatenate(values) for name, values in found.items()}
-    return columns
+        names = [one.name for one in spec.state_specs]
+        slabs = {"records": store.records, "rows": store.rows, **dict(zip(names, store.states, strict=True))}
+        num_local = len(store.counters.addressable_shards)
+        for place in range(1 if spec.is_replicated else num_local):
+            parts = {
+                name: np.concatenate([np.asarray(parts_of(array)[place]) for array in arrays])
+                for name, arrays in slabs.items()
+            }
+            records = parts.pop("records")
+            parts["keys"] = records[:, 0].astype(np.uint64) | records[:, 1].astype(np.uint64) << np.uint64(32)
+            for number, table in enumerate(spec.tables):
+                is_used = (records[:, 2] == number) & (parts["keys"] != np.uint64(jaxsok.PADDING_KEY))
+                for name, values in parts.items():
+                    columns.setdefault(f"{table.name}.{name}", []).append(values[is_used])
+    return {name: np.concatenate(values) for name, values in columns.items()}
+
+
+def parts_of(array):
+    """The parts of an array that this process has, shard by shard."""
+    return [part.data for part in sorted(array.addressable_shards, key=lambda part: part.index[0].start or 0)]
 
 
 def main(job, folder):
@@ -121,7 +125,8 @@ def main(job, folder):
     if job == "refusals":
         refusals(mesh, number, folder)
         return
-    collection = jaxsok.Collection(TABLES, FEATURES, mesh=mesh, axis="data")
+    wire = WIRES["narrow" if job == "train narrow" else "float32"]
+    collection = jaxsok.Collection(TABLES, FEATURES, mesh=mesh, axis="data", exchange=wire)
 
     def in_step(step):
         if job == "killed" and number == 1 and step == KILLED_IN_STEP:

@@ -100,7 +100,9 @@ def test_rows_that_are_not_finite_stay_so(dtype, value):
 @pytest.mark.parametrize("dtype", ROUNDING)
 def test_tiny_rows(dtype):
     """Numbers below the least normal one may be flushed to zero, as XLA does elsewhere; never anything worse."""
-    rows = np.array([[1e-40, 0, -1e-45, 2e-39, 0, 1e-42], [LEAST_NORMAL, -LEAST_NORMAL, 0, 1e-40, 0, 2e-38]], np.float32)
+    rows = np.array(
+        [[1e-40, 0, -1e-45, 2e-39, 0, 1e-42], [LEAST_NORMAL, -LEAST_NORMAL, 0, 1e-40, 0, 2e-38]], np.float32
+    )
     error = np.abs(sent(rows, dtype).astype(np.float64) - rows)
     assert (error <= LEAST_NORMAL + ROUNDING[dtype] * np.abs(rows)).all()
 
@@ -328,9 +330,7 @@ def test_default_send_capacity(placement, num_shards, num_keys):
         keys = np.zeros((total, 2), np.uint32)
         store = dataclasses.replace(part.features.stores[0], keys=keys, layouts=tuple(mine))
         capacity = exchange.default_send_capacity(spec, store)
-        pinned = [
-            sum(sizes[table.name] for table in spec.tables if table.placement == jaxsok.on(i)) for i in range(3)
-        ]
+        pinned = [sum(sizes[table.name] for table in spec.tables if table.placement == jaxsok.on(i)) for i in range(3)]
         spread = sum(sizes[table.name] for table in spec.tables if table.placement.kind != "on")
         even = max(pinned) + spread / num_shards
         assert capacity >= max(min(even, total), len(spec.tables))

@@ -1,4 +1,4 @@
-"""The pipeline: the same results as without it, capacities that suffice, plans one batch ahead."""
+"""The pipeline: the same results as without it, capacities that suffice, plans some batches ahead."""
 
 import functools
 
@@ -10,6 +10,7 @@ import programs
 import pytest
 
 import jaxsok
+from jaxsok.pipeline import PLANS_AHEAD
 
 NUM_SHARDS, NUM_SAMPLES = 4, 128
 TABLES = [
@@ -56,7 +57,7 @@ def test_results_are_those_of_lookups_without_plans(num_shards):
     one = collection(num_shards)
     raws = [even(0), skewed(1), even(2), even(0)]
     states = [one.init(seed=3), one.init(seed=3)]
-    for raw, (batch, plan) in zip(raws, one.pipeline(raws), strict=True):
+    for raw, (_, plan) in zip(raws, one.pipeline(raws), strict=True):
         states[0], got, stats = single_step(one, states[0], plan)
         states[1], want, want_stats = single_step(one, states[1], one.batch(raw).features)
         for name in want:
@@ -96,7 +97,7 @@ def test_capacities_suffice_and_are_few():
 
 def test_a_batch_more_skewed_than_the_one_before_is_planned_again():
     """Counted, and its plan has room; going back to even batches needs no new plan."""
-    raws = [even(0), skewed(1), skewed(2), even(3), even(4)]
+    raws = [even(0), skewed(1), even(2), even(3), even(4)]
     pipeline = collection().pipeline(raws)
     seen = []
     for _, plan in pipeline:
@@ -106,18 +107,19 @@ def test_a_batch_more_skewed_than_the_one_before_is_planned_again():
     assert len(pipeline.send_capacities[0]) == 2
 
 
-def test_the_next_plan_is_under_way_before_the_step():
-    """When batch k is handed out, batch k + 1 has been drawn and planned; the last one needs no other."""
+def test_the_next_plans_are_under_way_before_the_step():
+    """When batch k is handed out, those that follow have been drawn and planned, so many as shall be ahead."""
     drawn = []
 
     def raws():
-        for step in range(3):
+        for step in range(5):
             drawn.append(step)
             yield even(step)
 
     pipeline = collection().pipeline(raws())
     assert drawn == []
-    assert [len(drawn) for _ in pipeline] == [2, 3, 3]
+    assert PLANS_AHEAD >= 1
+    assert [len(drawn) for _ in pipeline] == [min(step + 1 + PLANS_AHEAD, 5) for step in range(5)]
 
 
 def test_an_empty_log():
@@ -142,7 +144,7 @@ def test_the_labels_come_with_their_batch():
 
 
 def test_an_error_of_a_batch_comes_out_of_the_loop():
-    """A bad batch is refused when it is packed: while the one before is handed out."""
+    """A bad batch is refused when it is packed: before one that came earlier is handed out."""
     pipeline = iter(collection().pipeline([even(0), {"user": np.arange(3)}]))
     with pytest.raises(ValueError, match="batch"):
         next(pipeline)
@@ -156,7 +158,7 @@ def test_growth_reserves_what_a_plan_has_counted():
     # Every shard asks the same owner for other keys: far more than an even share of the batch.
     raws = [{"user": part} for part in np.split(keys, 2)]
     state = one.init(seed=0)
-    for batch, plan in one.pipeline(raws):
+    for _, plan in one.pipeline(raws):
         assert one.growth.keys_per_step[0] >= NUM_SAMPLES
         state = one.grow(state)
         _, state, plan = programs.lookup(one)(state, plan)

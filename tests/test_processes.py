@@ -76,32 +76,39 @@ def results_of(job, folder, num_processes, num_devices):
 
 
 @functools.cache
-def one_process(num_shards):
+def one_process(num_shards, wire="float32"):
     """The same training in this process, over four devices; None: on one device without a mesh."""
-    if num_shards is None:
-        collection = jaxsok.Collection(process_worker.TABLES, process_worker.FEATURES)
-    else:
-        collection = programs.over(num_shards, process_worker.TABLES, process_worker.FEATURES)
+    mesh = None if num_shards is None else programs.mesh(num_shards)
+    axis = None if num_shards is None else "data"
+    exchange = process_worker.WIRES[wire]
+    tables, features = process_worker.TABLES, process_worker.FEATURES
+    collection = jaxsok.Collection(tables, features, mesh=mesh, axis=axis, exchange=exchange)
     state, results = process_worker.train(collection)
     return collection, state, results
 
 
-@pytest.fixture(scope="module", params=[(2, 2), (4, 1)], ids=["2 processes x 2 devices", "4 processes x 1 device"])
+@pytest.fixture(
+    scope="module",
+    params=[("train", 2, 2), ("train narrow", 4, 1)],
+    ids=["2 processes x 2 devices", "4 processes x 1 device, narrow on the wire"],
+)
 def trained(request, tmp_path_factory):
-    """A training with growth over four devices in several processes."""
-    return results_of("train", tmp_path_factory.mktemp("trained"), *request.param)
+    """The wire, and a training with growth over four devices in several processes."""
+    job, *sizes = request.param
+    wire = "narrow" if job == "train narrow" else "float32"
+    return wire, results_of(job, tmp_path_factory.mktemp("trained"), *sizes)
 
 
-def union(results, table):
+def union(results, table, columns):
     """A table as all processes together have it, by key."""
-    is_replicated = table.placement == jaxsok.REPLICATED
-    columns = ("keys", "rows", "states")
     parts = {column: [result[f"{table.name}.{column}"] for result in results] for column in columns}
-    if is_replicated:
+    if table.placement == jaxsok.REPLICATED:
         for column in columns:
             for part in parts[column][1:]:
                 np.testing.assert_array_equal(part, parts[column][0])
-    whole = {column: parts[column][0] if is_replicated else np.concatenate(parts[column]) for column in columns}
+        whole = {column: parts[column][0] for column in columns}
+    else:
+        whole = {column: np.concatenate(parts[column]) for column in columns}
     assert len(np.unique(whole["keys"])) == len(whole["keys"]), "two processes have a row of one key"
     order = np.argsort(whole["keys"])
     return {column: values[order] for column, values in whole.items()}
@@ -110,26 +117,34 @@ def union(results, table):
 @pytest.mark.parametrize("num_shards", [process_worker.NUM_SHARDS, None], ids=["one process", "one device"])
 def test_tables_of_processes_are_those_of(num_shards, trained):
     """Rows and optimizer state by key: those of four devices of one process to the bit, of one device by rounding."""
-    collection, state, _ = one_process(num_shards)
+    wire, processes = trained
+    collection, state, _ = one_process(num_shards, wire if num_shards else "float32")
     for table in process_worker.TABLES:
-        got, want = union(trained, table), programs.by_key(collection, state, table.name)
+        want = programs.by_key(collection, state, table.name)
+        got = union(processes, table, tuple(want))
         np.testing.assert_array_equal(got.pop("keys"), want.pop("keys"), err_msg=table.name)
-        tolerance = {"rtol": 0, "atol": 0} if num_shards else {"rtol": 1e-5, "atol": 1e-6}
-        for column, values in zip(("rows", "states"), want.values(), strict=True):
+        if num_shards is None and wire == "narrow":
+            continue  # the meshes of one process tell what a narrow wire does (test_many_devices.py)
+        tolerance = {"rtol": 0, "atol": 0} if num_shards else {"rtol": 1e-4, "atol": 1e-5}
+        for column, values in want.items():
             np.testing.assert_allclose(got[column], values, err_msg=f"{table.name}: {column}", **tolerance)
 
 
 def test_results_are_the_same_in_all_processes(trained):
     """Losses, counts, rows and growth: no process is told anything else; and they are those of one device."""
+    wire, processes = trained
     collection, state, results = one_process(None)
-    for result in trained:
+    first = processes[0]
+    for result in processes:
         for name in ("losses", "inserted", "capacities", "num_grown", "num_rows"):
-            np.testing.assert_array_equal(result[name], trained[0][name], err_msg=name)
-    np.testing.assert_allclose(trained[0]["losses"], [loss for loss, _ in results], rtol=1e-5)
-    np.testing.assert_array_equal(trained[0]["inserted"], [inserted for _, inserted in results])
+            np.testing.assert_array_equal(result[name], first[name], err_msg=name)
+    # A mean over 32 samples of what bfloat16 rows with 8 bits give.
+    rtol = 1e-5 if wire == "float32" else 0.02
+    np.testing.assert_allclose(first["losses"], [loss for loss, _ in results], rtol=rtol)
+    np.testing.assert_array_equal(first["inserted"], [inserted for _, inserted in results])
     num_rows = collection.num_rows(state)
-    assert trained[0]["num_rows"].tolist() == [num_rows[table.name] for table in process_worker.TABLES]
-    assert trained[0]["num_grown"] >= 1
+    assert first["num_rows"].tolist() == [num_rows[table.name] for table in process_worker.TABLES]
+    assert first["num_grown"] >= 1
 
 
 def test_refusals_in_all_processes(tmp_path):

@@ -1,4 +1,4 @@
-"""Axes of a mesh as shards: one of several or all, Auto and Explicit, inside shard_map and pmap, beside dense layers."""
+"""Axes of a mesh as shards: one or several, Auto and Explicit, inside shard_map and pmap, beside dense layers."""
 
 import functools
 
@@ -65,8 +65,9 @@ def first_params():
 
 def loss_of(params, embeddings, target):
     """A model on top of the embeddings; the mean over all samples that it is given."""
-    hidden = jnp.tanh(sum(embeddings.values()) @ params["w"])
-    return jnp.mean((hidden @ params["v"] - target) ** 2)
+    with jax.default_matmul_precision("highest"):  # a GPU's TF32 keeps 10 bits, and chooses kernels by shape
+        hidden = jnp.tanh(sum(embeddings.values()) @ params["w"])
+        return jnp.mean((hidden @ params["v"] - target) ** 2)
 
 
 def dense_step(collection, gather):
@@ -202,9 +203,9 @@ def part_step(collection):
 
     def step(state, features, target):
         embeddings, state, plan = collection.lookup(state, features)
-        gradients = jax.grad(
-            lambda embeddings: loss_of(first_params(), embeddings, target) / np.float32(num_shards)
-        )(embeddings)
+        gradients = jax.grad(lambda embeddings: loss_of(first_params(), embeddings, target) / np.float32(num_shards))(
+            embeddings
+        )
         state, stats = collection.update(state, plan, gradients)
         return state, stats
 
@@ -236,9 +237,7 @@ def test_inside_shard_map():
     state, counts = collection.init(seed=2), []
     specs = jax.tree.map(lambda leaf: leaf.sharding.spec, state)
     split = P("data")
-    step = jax.shard_map(
-        part_step(collection), mesh=mesh_of(), in_specs=(specs, split, split), out_specs=(specs, P())
-    )
+    step = jax.shard_map(part_step(collection), mesh=mesh_of(), in_specs=(specs, split, split), out_specs=(specs, P()))
     step = jax.jit(step, donate_argnums=0, compiler_options=programs.quickly())
     for raw in raw_batches():
         batch = collection.batch(raw)
