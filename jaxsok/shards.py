@@ -103,7 +103,7 @@ class Shards:
 
     def local(self) -> list[int]:
         """The numbers of the shards on this process's devices, ascending."""
-        places = self.split.addressable_devices_indices_map((self.num_shards,))
+        places: Any = self.split.addressable_devices_indices_map((self.num_shards,))
         return sorted({(place[0].start or 0) for place in places.values()})
 
     def is_manual(self) -> bool:
