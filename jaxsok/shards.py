@@ -78,8 +78,8 @@ class Shards:
         """
         if AxisType.Explicit not in self.mesh.axis_types:
             return self.split if is_split else self.same
-        first = self.axis if len(self.axis) > 1 else self.axis[0]
-        return NamedSharding(self.mesh, P(*([first] if is_split else [None])[:ndim], *[None] * (ndim - 1)))
+        first = [self.axis if is_split else None][:ndim]
+        return NamedSharding(self.mesh, P(*first, *[None] * (ndim - 1)))
 
     def resplit(self, array: Array) -> Array:
         """An array split over the shards; on an explicit mesh JAX does not do so by itself."""
@@ -103,7 +103,7 @@ class Shards:
 
     def local(self) -> list[int]:
         """The numbers of the shards on this process's devices, ascending."""
-        places: Any = self.split.addressable_devices_indices_map((self.num_shards,))
+        places = self.split.addressable_devices_indices_map((self.num_shards,))
         return sorted({(place[0].start or 0) for place in places.values()})
 
     def is_manual(self) -> bool:
