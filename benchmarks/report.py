@@ -8,6 +8,7 @@ Several files are told one after the other. What stands outside the markers is l
 import argparse
 import pathlib
 from collections.abc import Sequence
+from typing import Any
 
 from benchmarks import limits, records, workloads
 
@@ -19,25 +20,42 @@ def section(path: pathlib.Path) -> str:
     """One results file as Markdown: where it ran, the table, the peers and limits, the failures."""
     about, found, failures = records.load(path)
     versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
+    is_on_mesh = all(record.num_devices for record in found)
+    one_device = (
+        ""
+        if is_on_mesh
+        else f" Device copy {about['copy_gb_per_s']:.0f} GB/s (read + write); limits by {about['limits_by']}; "
+        f"FBGEMM {about['fbgemm']};"
+    )
     lines = [
-        f"### {about['device']}, {about['date']}",
+        f"### {about['device']}, {about['date']}" + (", several" if is_on_mesh else ""),
         "",
         f"Commit `{about['commit']}`; Python {about['python']}, {versions}"
         + (f"; driver {about['driver']}" if about["driver"] else f"; {about['cpu_count']} CPU cores")
-        + f". Device copy {about['copy_gb_per_s']:.0f} GB/s (read + write); limits by {about['limits_by']}; "
-        + f"FBGEMM {about['fbgemm']}; scale {about['options']['scale']:g}; {about['wall_s']:.0f} s in all.",
-        "",
-        records.format_table(records.COLUMNS, records.rows(found)),
+        + f".{one_device} Scale {about['options']['scale']:g}; {about['wall_s']:.0f} s in all.",
         "",
     ]
+    lines += _mesh_tables(found, about) if is_on_mesh else _tables(found)
+    if failures:
+        lines += ["What failed:", "", *(f"- {entry['what']}: {_one_line(entry['why'])}" for entry in failures), ""]
+    return "\n".join(lines)
+
+
+def _tables(found: Sequence[records.Record]) -> list[str]:
+    lines = [records.format_table(records.COLUMNS, records.rows(found)), ""]
     note = records.host_bound_note(found)
     lines += [note.replace("*", "\\*", 1), ""] if note else []
     lines += ["The batches:", "", records.format_table(records.KEY_COLUMNS, records.key_rows(found)), ""]
     lines += ["Peers and limits by themselves:", ""]
-    lines += [records.format_table(records.PEER_COLUMNS, records.peer_rows(found)), ""]
-    if failures:
-        lines += ["What failed:", "", *(f"- {entry['what']}: {_one_line(entry['why'])}" for entry in failures), ""]
-    return "\n".join(lines)
+    return [*lines, records.format_table(records.PEER_COLUMNS, records.peer_rows(found)), ""]
+
+
+def _mesh_tables(found: Sequence[records.Record], about: dict[str, Any]) -> list[str]:
+    table = records.exchange_rows(found, about["options"]["scale"] == 1 and about["platform"] != "cpu")
+    # What is published of other systems stands in the text, once.
+    keep = [i for i, column in enumerate(records.EXCHANGE_COLUMNS) if "TorchRec" not in column]
+    columns = [records.EXCHANGE_COLUMNS[i] for i in keep]
+    return [records.format_table(columns, [[row[i] for i in keep] for row in table]), ""]
 
 
 def floor_rows(gigabytes_per_s: float) -> list[tuple[str, ...]]:
