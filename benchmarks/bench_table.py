@@ -138,7 +138,7 @@ class _Table:
             return store, row_ids
 
         timing, store = Step(find_or_insert, donates=True).measure(store, key_sets, protocol, idle)
-        self.state = jaxsok.State((store,), self.state.step, self.state.seed, self.state.fingerprint)
+        self.state = dataclasses.replace(self.state, stores=(store,))
         self._add(recorder, records.INSERT_PRESENT, num_keys, timing, find_bytes, limit_ms=limit.ms, load=self.load)
 
     def find_and_gather(self, num_keys: int, id_sets: list[jax.Array], recorder: Recorder, protocol: Protocol) -> None:
