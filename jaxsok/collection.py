@@ -636,13 +636,13 @@ class Collection:
         """
         self._check_state("num_rows", state)
         by_store = [
-            _rows_by_table(one.table_rows, store, jnp if self._spans_processes else np)
+            _rows_by_table(self.shards.gathered(one.table_rows) if self._spans_processes else one.table_rows, store)
             for store, one in zip(self.stores, state.stores, strict=True)
         ]
         return {
             table.name: int(rows)
             for store, one in zip(self.stores, by_store, strict=True)
-            for table, rows in zip(store.tables, np.asarray(one), strict=True)
+            for table, rows in zip(store.tables, one, strict=True)
         }
 
     def memory_estimate(self, state: State | None = None) -> dict[str, int]:
@@ -683,6 +683,13 @@ class Collection:
             self._lines[s] = max(self._lines[s], sum(layout.num_keys for layout in layouts))
             keys = grow_lib.keys_at_most(spec, [(layout.table, layout.num_keys) for layout in layouts])
             self.growth.saw_batch(s, keys)
+
+    def _allocated(self, state: State, store: int) -> int:
+        """Rows that a store has for different keys, on all shards; the state may be a shard's part or all of it."""
+        spec, capacity = self.stores[store], state.stores[store].capacity
+        if self.shards is not None and not self.shards.is_manual():
+            capacity //= spec.num_shards
+        return capacity if spec.is_replicated else capacity * spec.num_shards
 
     def _check_send_capacity(self, send_capacity: Sequence[int]) -> None:
         what = "plan: send_capacity"
@@ -760,7 +767,9 @@ class Collection:
             "counts": sum(jnp.concatenate([one.counts for one in plan]) for plan in found),
             "nonfinite": jnp.concatenate(list(nonfinite)),
             "rows": jnp.concatenate(rows),
-            "unplaced": counters[:, word["num_unplaced"]],
+            "unplaced": jnp.where(
+                is_first | ~np.array([spec.is_replicated for spec in self.stores]), counters[:, word["num_unplaced"]], 0
+            ),
             "stale": stale,
             "rounds": jnp.where(is_first, rounds, 0),
             "longest": jnp.zeros((num_shards, len(self.stores)), jnp.int32).at[place].set(longest),
@@ -782,7 +791,7 @@ class Collection:
             num_stale=parts["stale"],
             num_rounds=parts["rounds"],
             tables=tuple(table.name for table in self.tables),
-            capacities=tuple(state.stores[s].capacity for s in stores),
+            capacities=tuple(self._allocated(state, s) for s in stores),
             stores=tuple(stores),
         )
 
@@ -799,9 +808,9 @@ def _place(mesh_name: str) -> str:
     return f"the mesh axes {mesh_name}" if mesh_name else "one device"
 
 
-def _rows_by_table(table_rows: Array, store: StoreSpec, xp: Any) -> Any:
-    """Rows of each table of a store, of all shards; `xp` is jax.numpy where a process does not have all of them."""
-    by_shard = (table_rows if xp is jnp else np.asarray(table_rows)).reshape(store.num_shards, len(store.tables))
+def _rows_by_table(table_rows: Any, store: StoreSpec) -> np.ndarray:
+    """Rows of each table of a store, of all shards: int64, since all shards together may have more than 2**31."""
+    by_shard = np.asarray(table_rows).astype(np.int64).reshape(store.num_shards, len(store.tables))
     return by_shard[0] if store.is_replicated else by_shard.sum(axis=0)
 
 

@@ -31,6 +31,8 @@ from jaxsok.types import COMBINERS, PADDING_KEY
 
 SLACK = 1.25  # of the default send capacity over what uniform owners would need
 CAPACITY_STEPS = 8  # send capacities in an octave: a plan's load is rounded up by at most an eighth
+MOST_LINES = 2  # lines received in one round over the keys of a shard's batch: beyond it there are more rounds
+SMALL_ENOUGH = 1024  # a send capacity whose memory is not worth a round
 _LEAST = 16  # lines of the smallest default capacity
 
 _ALL_ONES = np.uint32(0xFFFFFFFF)
@@ -40,7 +42,8 @@ _PADDING_REQUEST = np.array([PADDING_KEY & 0xFFFFFFFF, PADDING_KEY >> 32, 0, 0],
 def default_send_capacity(spec: StoreSpec, features: StoreFeatures) -> int:
     """Keys for one destination in one round, where no plan has told.
 
-    A quarter more than the most loaded owner gets from keys that are all distinct and spread evenly.
+    A quarter more than the most loaded owner gets from keys that are all distinct and spread evenly, within
+    `most_send_capacity`.
 
     Args:
       spec: of the store.
@@ -53,10 +56,24 @@ def default_send_capacity(spec: StoreSpec, features: StoreFeatures) -> int:
             pinned[placement.shard] += layout.num_keys
         else:
             spread += layout.num_keys
-    share = spread / spec.num_shards + max(pinned)
-    num_keys = features.keys.shape[0]
+    share = spread if spec.is_replicated else spread / spec.num_shards + max(pinned)
     least = max(_LEAST, len(spec.tables))
-    return max(least, min(num_keys, -(-int(share * SLACK) // 8) * 8))
+    return max(least, min(most_send_capacity(spec, features), -(-int(share * SLACK) // 8) * 8))
+
+
+def most_send_capacity(spec: StoreSpec, features: StoreFeatures) -> int:
+    """The largest send capacity that is chosen for a shard's batch: what it receives stays near what it holds.
+
+    A shard receives `num_shards * send_capacity` lines, whoever sent them. Where one owner has most of the keys, that
+    would be as many as the keys of all shards; further rounds take less memory.
+
+    Args:
+      spec: of the store.
+      features: of one shard.
+    """
+    num_keys = sum(layout.num_keys for layout in features.layouts)
+    most = min(num_keys, max(SMALL_ENOUGH, -(-MOST_LINES * num_keys // spec.num_shards)))
+    return max(_LEAST, len(spec.tables), most)
 
 
 def rounded_capacity(load: int) -> int:

@@ -6,6 +6,7 @@ and nobody waits. With one plan ahead they would be the last thing before step k
 (H200, two processes: 1.6 ms a step in place of 1.2; docs/performance.md).
 """
 
+import concurrent.futures
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Protocol
@@ -13,7 +14,7 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
-from jaxsok.exchange import default_send_capacity, rounded_capacity
+from jaxsok.exchange import default_send_capacity, most_send_capacity, rounded_capacity
 from jaxsok.features import Batch, Features
 from jaxsok.grow import GrowthTracker
 from jaxsok.plan import Plan
@@ -51,6 +52,7 @@ class Pipeline:
         self._pad_to = pad_to
         self._in_use: list[set[int]] = [set() for _ in collection.stores]
         self._next: list[int | None] = [None] * len(collection.stores)
+        self._failed: concurrent.futures.Future[None] | None = None
         self.num_replanned = 0
         """How often a batch had more keys for one owner than the capacity chosen for it, and was planned again."""
 
@@ -73,14 +75,22 @@ class Pipeline:
             while len(under_way) < PLANS_AHEAD and (following := self._planned()):
                 under_way.extend(following)
             yield batch, plan
+        if self._failed is not None:
+            self._failed.result()  # raises
 
     def _planned(self) -> list[tuple[Batch, Plan]]:
         """The next batch, its plan dispatched with the capacities that served last; nothing at the end."""
+        if self._failed is not None:
+            return []
         try:
             raw = next(self._batches)
+            batch = self._collection.batch(raw, pad_to=self._pad_to)
         except StopIteration:
             return []
-        batch = self._collection.batch(raw, pad_to=self._pad_to)
+        except Exception as error:  # told in its turn: the batches before it are handed out first
+            self._failed = concurrent.futures.Future()
+            self._failed.set_exception(error)
+            return []
         sizes = [
             default_send_capacity(spec, part) if size is None else size
             for spec, part, size in zip(self._collection.stores, batch.features.stores, self._next, strict=True)
@@ -93,7 +103,7 @@ class Pipeline:
 
     def _checked(self, batch: Batch, plan: Plan) -> Plan:
         """A plan whose capacities suffice; chooses those of the next one."""
-        sizes, is_short, is_first = [], False, False
+        sizes, is_short, is_first, is_too_skewed = [], False, False, False
         for s, asked in enumerate(plan.asked or ()):
             if asked is None:
                 sizes.append(1)
@@ -101,10 +111,15 @@ class Pipeline:
             most_sent, most_received = (int(count) for count in _first_part(asked.load)[0])
             self._collection.growth.saw_batch(s, most_received)
             is_first = is_first or self._next[s] is None
-            size = self._choose(s, most_sent)
+            most = most_send_capacity(self._collection.stores[s], batch.features.stores[s])
+            is_too_skewed = is_too_skewed or most_sent > most
+            size = min(self._choose(s, most_sent), most) if most_sent <= most else most
             is_short = is_short or asked.send_capacity < most_sent
             self._next[s] = size
             sizes.append(size)
+        if is_too_skewed:  # one round would take the memory of several batches
+            self.num_replanned += 1
+            return self._collection.plan(batch.features)
         if is_short or is_first:
             self.num_replanned += is_short
             plan = self._collection.plan(batch.features, send_capacity=sizes)

@@ -49,7 +49,13 @@ class Shards:
                 f"Collection: axis: got {missing[0]!r}, wanted one of the mesh's axes, {list(mesh.axis_names)}; name "
                 "it in jax.make_mesh, or pass another axis."
             )
-        return cls(mesh, tuple(names))
+        shards = cls(mesh, tuple(names))
+        if 1 < shards.num_processes < jax.process_count():
+            raise ValueError(
+                f"Collection: mesh: got devices of {shards.num_processes} processes of {jax.process_count()}, wanted "
+                "those of all, or of one: what processes agree on, all of them must be asked."
+            )
+        return shards
 
     @property
     def num_shards(self) -> int:
@@ -86,6 +92,10 @@ class Shards:
         if AxisType.Explicit not in self.mesh.axis_types:
             return array
         return jax.sharding.reshard(array, self.place(array.ndim))
+
+    def gathered(self, array: Array) -> Array:
+        """A small split array, whole in every process (a collective)."""
+        return jax.jit(lambda whole: whole, out_shardings=self.same)(array)
 
     def make(self, make: Callable[[], Any], *, is_split: bool = True) -> Any:
         """What a function makes, each array split or not, and made where it belongs."""

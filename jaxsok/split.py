@@ -132,6 +132,11 @@ def _is_on_device(value: Any) -> bool:
 
 
 def _require_even(what: str, num_samples: int, num_parts: int, shards: Shards) -> None:
+    if num_samples == 0:
+        raise ValueError(
+            f"{what}: keys: got no samples, wanted at least one for each of {num_parts} shards ({shards}); leave the "
+            f"batch out, or pad it: collection.batch(raw, pad_to={num_parts})."
+        )
     if num_samples % num_parts:
         raise ValueError(
             f"{what}: keys: got {num_samples} samples, wanted a multiple of {num_parts}, the shards of this process "

@@ -42,7 +42,7 @@ class Stats:
     num_nonfinite: Int32[Array, " num_tables"]
     """Rows whose summed gradient was infinite or NaN; they were left alone."""
     num_rows: Int32[Array, " num_tables"]
-    """Rows in use after the step."""
+    """Rows in use after the step; int32, so up to 2**31 - 1 (`Collection.num_rows` counts further)."""
     longest_probe: Int32[Array, " num_stores"]
     """Buckets of the longest walk to a row since the index was last built; may differ between runs on a GPU."""
     num_unplaced: Int32[Array, " num_stores"]

@@ -143,13 +143,6 @@ def test_the_labels_come_with_their_batch():
     assert [float(batch["label"][0]) for batch, _ in collection().pipeline(raws)] == [0.0, 1.0, 2.0]
 
 
-def test_an_error_of_a_batch_comes_out_of_the_loop():
-    """A bad batch is refused when it is packed: before one that came earlier is handed out."""
-    pipeline = iter(collection().pipeline([even(0), {"user": np.arange(3)}]))
-    with pytest.raises(ValueError, match="batch"):
-        next(pipeline)
-
-
 def test_growth_reserves_what_a_plan_has_counted():
     """Skewed keys fill one shard: growth learns from the plan how many, and nothing is refused."""
     table = jaxsok.TableSpec("user", 4, jaxsok.optim.sgd(0.1), capacity=64)
@@ -185,3 +178,26 @@ def test_a_step_compiles_once_for_each_combination_of_capacities():
         combinations.add(tuple(asked and asked.send_capacity for asked in plan.asked))
         _, state, _ = step(state, plan)
     assert step._cache_size() == len(combinations)
+
+
+def test_batches_before_a_bad_one_are_handed_out():
+    """The pipeline reads ahead; what it reads badly is told in its turn."""
+    table = jaxsok.TableSpec("user", 4, jaxsok.optim.sgd(0.1), capacity=64)
+    collection = programs.over(4, [table], [jaxsok.FeatureSpec("user", "user")])
+    raws = [{"user": np.arange(8)}] * 3 + [{"user": np.arange(7)}]
+    seen = 0
+    with pytest.raises(ValueError, match="wanted a multiple of 4"):
+        for _ in collection.pipeline(raws):
+            seen += 1
+    assert seen == 3
+
+
+def test_one_owner_of_everything_goes_in_rounds():
+    """One round would take the memory of all batches: the plan goes in rounds of as many lines as two of them."""
+    num_shards, num_keys = 8, 4096
+    table = jaxsok.TableSpec("user", 4, jaxsok.optim.sgd(0.1), capacity=64, placement=jaxsok.on(0))
+    collection = programs.over(num_shards, [table], [jaxsok.FeatureSpec("user", "user")])
+    (_, plan), *_ = collection.pipeline([{"user": np.arange(num_shards * num_keys)}])
+    (asked,) = plan.asked
+    assert asked.received is None
+    assert num_shards * asked.send_capacity <= max(2 * num_keys, num_shards * 1024)

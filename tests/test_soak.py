@@ -211,6 +211,7 @@ def test_soak():
     rng, end = np.random.default_rng(SEED), time.monotonic() + SECONDS
     totals = dict.fromkeys(("steps", "grown", "erased", "rounds"), 0)
     while time.monotonic() < end:
+        jax.clear_caches()  # programs of earlier episodes hold memory maps, of which Linux gives 65,530
         episode, end_of_episode = Episode(rng), min(end, time.monotonic() + EPISODE_S)
         while time.monotonic() < end_of_episode:
             episode.run_segment()

@@ -220,3 +220,11 @@ def test_device_arrays_on_another_axis_are_refused():
     with pytest.raises(ValueError, match=r"batch: feature \"user\": keys: got samples split over axis \['model'\]"):
         one.batch({"user": keys})
     one.batch({"user": jax.device_put(keys, NamedSharding(mesh, P("data")))})
+
+
+def test_no_samples_are_refused():
+    """A mesh has nothing to share out then."""
+    table = jaxsok.TableSpec("user", 4, jaxsok.optim.sgd(0.1), capacity=64)
+    collection = programs.over(2, [table], [jaxsok.FeatureSpec("user", "user")])
+    with pytest.raises(ValueError, match=r'"user": keys: got no samples, wanted at least one .* pad_to=2'):
+        collection.batch({"user": np.zeros(0, np.int64)})

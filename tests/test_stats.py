@@ -172,3 +172,16 @@ def test_longest_probe_is_at_least_one():
     # 2,048 keys in an index for 4,096 rows, four entries a bucket: a walk of more than 16 buckets is no chance.
     assert 1 <= programs.total(stats, "longest_probe") <= 16
     assert programs.total(stats, "num_unplaced") == 0
+
+
+def test_capacities_on_a_mesh_are_those_of_all_shards():
+    """As num_rows beside them; a replicated store has room for one shard's rows, however often it has them."""
+    tables = [
+        jaxsok.TableSpec("user", 4, jaxsok.optim.sgd(0.1), capacity=64),
+        jaxsok.TableSpec("tag", 8, jaxsok.optim.sgd(0.1), capacity=64, placement=jaxsok.REPLICATED),
+    ]
+    collection = programs.over(2, tables, [jaxsok.FeatureSpec(name, name) for name in ("user", "tag")])
+    state = collection.init(seed=0)
+    _, stats = collection.find(state, programs.batch(collection, user=np.arange(4), tag=np.arange(4)))
+    assert stats.capacities == (state.stores[0].capacity, state.stores[1].capacity // 2)
+    assert stats.capacities[1] == 64
