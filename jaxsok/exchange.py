@@ -247,7 +247,7 @@ class Round:
 
     def put(self, lines: Array, of_round: Array) -> Array:
         """All the requests' lines, with those of this round set."""
-        return lines.at[self.place].set(of_round, mode="drop", unique_indices=False)
+        return lines.at[self.place].set(of_round, mode="drop")
 
 
 def over_rounds(

@@ -90,6 +90,21 @@ def _update_store(
     flat = [
         _gradient(grads, layout, spec) for part, grads in zip(parts, gradients, strict=True) for layout in part.layouts
     ]
+    return _stepped(spec, store, generations, batch, num_tiles, row_ids, hyper, flat, spec.row_gradient)
+
+
+def _stepped(
+    spec: StoreSpec,
+    store: StoreState,
+    generations: Array,
+    batch: kernels.Batch,
+    num_tiles: int,
+    row_ids: Array,
+    hyper: Array,
+    gradients: Sequence[Array],
+    row_gradient: str,
+) -> tuple[StoreState, Array, Array]:
+    """The store, its used rows stepped; rows with non-finite gradients by table; uses of stale plans."""
     rows, states, num_nonfinite, num_stale = kernels.update(
         store.counters,
         generations,
@@ -99,11 +114,11 @@ def _update_store(
         store.rows,
         store.states,
         store.records,
-        flat,
+        gradients,
         num_tables=len(spec.tables),
         num_tiles=num_tiles,
         optimizer=spec.optimizer.kernel,
-        row_gradient=ROW_GRADIENTS[spec.row_gradient],
+        row_gradient=ROW_GRADIENTS[row_gradient],
     )
     return dataclasses.replace(store, rows=rows, states=states), num_nonfinite, num_stale
 
@@ -153,22 +168,10 @@ def _update_exchanged(
             sums = [part / one[:, None] for part, one in zip(sums, jnp.split(divisor, ends[:-1].tolist()), strict=True)]
         batch, num_tiles = _as_features([part.shape[0] for part in received])
         keys = _concatenate([part[:, :2] for part in received])
-        rows, states, num_nonfinite, _ = kernels.update(
-            store.counters,
-            generations,
-            (keys, *batch),
-            all_ids,
-            hyper,
-            store.rows,
-            store.states,
-            store.records,
-            sums,
-            num_tables=len(spec.tables),
-            num_tiles=num_tiles,
-            optimizer=spec.optimizer.kernel,
-            row_gradient=ROW_GRADIENTS["sum"],
+        store, num_nonfinite, _ = _stepped(
+            spec, store, generations, (keys, *batch), num_tiles, all_ids, hyper, sums, "sum"
         )
-        return dataclasses.replace(store, rows=rows, states=states), num_nonfinite, num_stale
+        return store, num_nonfinite, num_stale
 
     if all(one.received is not None for one in asked):
         arrived = []
