@@ -48,7 +48,7 @@ constexpr uint64_t kPaddingKey = ~uint64_t{0};  // the one reserved key (types.p
 constexpr uint32_t kNoRow = ~uint32_t{0};       // "absent" (types.py NO_ROW)
 constexpr uint32_t kPendingRow = kNoRow - 1;    // inside one call: the row of this position is not decided yet
 constexpr uint32_t kNoEntry = ~uint32_t{0};     // inside one call: the key found no entry within kMaxProbes
-constexpr uint32_t kWinner = kNoEntry - 1;      // inside one call: this position made the row
+constexpr uint32_t kWinner = kNoRow - 2;        // inside one call: this position makes the row of its key
 
 constexpr uint32_t kAuxUnset = ~uint32_t{0};
 constexpr uint32_t kAuxPending = uint32_t{1} << 31;
@@ -134,6 +134,12 @@ enum Combiner : int {
   kCombinerSum = 1,
   kCombinerMean = 2,
   kCombinerSqrtn = 3,
+};
+
+/// Which features a batch has: bits.
+enum FeatureKind : int {
+  kSingleKeys = 1,  // some with kCombinerNone
+  kBags = 2,        // some with another combiner
 };
 
 /// Words of a table's line in the int32 counts [num_tables, kNumCounts]; stats.py names them too.

@@ -4,9 +4,10 @@
 // they lie in the batch, on the device or on the number of threads. CPU and CUDA follow it alike.
 //
 //   uses u_0 .. u_{n-1} of a row, by position in the batch
-//   chunk c   = u_{32c} + u_{32c+1} + ... in sequence                          (kUsesPerChunk)
+//   run r     = u_{8r} + u_{8r+1} + ... in sequence                            (kUsesPerRun)
+//   chunk c   = run_{4c} + run_{4c+1} + ... in sequence: 32 uses               (kUsesPerChunk)
 //   lane l    = chunk_l + chunk_{l+32} + chunk_{l+64} + ... in sequence        (kChunkLanes; only if n > 32)
-//   gradient  = the lanes added in a binary tree: lane l += lane l + 16, then 8, 4, 2, 1
+//   gradient  = the lanes that have a chunk, added in a binary tree: lane l += lane l + 16, then 8, 4, 2, 1
 //
 // A sum over the columns of a row (the mean square of rowwise Adagrad) is fixed too: LaneShape says which
 // columns a lane holds; a lane sums its own in order, then lanes combine in a butterfly.
@@ -17,6 +18,7 @@
 
 namespace jaxsok {
 
+constexpr int kUsesPerRun = 8;     // what one group of lanes adds one after the other
 constexpr int kUsesPerChunk = 32;  // one warp's worth of sorted uses
 constexpr int kChunkLanes = 32;
 

@@ -9,10 +9,12 @@ ffi::Error LookupImpl(StreamArgument stream, Index index_in, Counters counters_i
                       Tables tables, Seed seed, Keys keys, Offsets offsets, Weights weights, Features features,
                       ffi::RemainingArgs args, ffi::Result<Index> index, ffi::Result<Counters> counters,
                       ffi::Result<TableRows> table_rows, ffi::Result<RowIds> row_ids, ffi::Result<Counts> counts,
-                      ffi::Result<Workspace> workspace, ffi::RemainingRets rets, int32_t num_slabs, int32_t num_tiles) {
+                      ffi::Result<Workspace> workspace, ffi::RemainingRets rets, int32_t num_slabs, int32_t num_tiles,
+                      int32_t kinds) {
   constexpr char kOp[] = "lookup";
   BatchView batch{};
   JAXSOK_RETURN_IF_ERROR(ReadBatch(keys, offsets, weights, features, num_tiles, kOp, batch));
+  batch.kinds = kinds;
   JAXSOK_RETURN_IF_ERROR(CheckAlias(index_in.typed_data(), index->typed_data(), "index", kOp));
   JAXSOK_RETURN_IF_ERROR(CheckAlias(counters_in.typed_data(), counters->typed_data(), "counters", kOp));
   JAXSOK_RETURN_IF_ERROR(CheckAlias(table_rows_in.typed_data(), table_rows->typed_data(), "table_rows", kOp));
@@ -45,10 +47,12 @@ ffi::Error LookupImpl(StreamArgument stream, Index index_in, Counters counters_i
 /// Looks up a batch and changes nothing.
 ffi::Error LookupFindImpl(StreamArgument stream, Index index, Counters counters, Tables tables, Seed seed, Keys keys,
                           Offsets offsets, Weights weights, Features features, ffi::RemainingArgs args,
-                          ffi::Result<Counts> counts, ffi::RemainingRets rets, int32_t num_slabs, int32_t num_tiles) {
+                          ffi::Result<Counts> counts, ffi::RemainingRets rets, int32_t num_slabs, int32_t num_tiles,
+                          int32_t kinds) {
   constexpr char kOp[] = "lookup_find";
   BatchView batch{};
   JAXSOK_RETURN_IF_ERROR(ReadBatch(keys, offsets, weights, features, num_tiles, kOp, batch));
+  batch.kinds = kinds;
   StoreView store{};
   JAXSOK_RETURN_IF_ERROR(ReadOnlyStore(tables, seed, args, num_slabs, kOp, store));
   store.index = IndexOf(index);
@@ -65,11 +69,12 @@ ffi::Error LookupFindImpl(StreamArgument stream, Index index, Counters counters,
 ffi::Error LookupPlannedImpl(StreamArgument stream, Counters counters_in, Tables tables, Seed seed, Keys keys,
                              Offsets offsets, Weights weights, Features features, RowIds row_ids,
                              ffi::RemainingArgs args, ffi::Result<Counters> counters, ffi::Result<Counts> counts,
-                             ffi::RemainingRets rets, int32_t num_slabs, int32_t num_tiles) {
+                             ffi::RemainingRets rets, int32_t num_slabs, int32_t num_tiles, int32_t kinds) {
   constexpr char kOp[] = "lookup_planned";
   JAXSOK_RETURN_IF_ERROR(CheckAlias(counters_in.typed_data(), counters->typed_data(), "counters", kOp));
   BatchView batch{};
   JAXSOK_RETURN_IF_ERROR(ReadBatch(keys, offsets, weights, features, num_tiles, kOp, batch));
+  batch.kinds = kinds;
   JAXSOK_RETURN_IF_ERROR(CheckShape(row_ids.dimensions(), {batch.num_keys}, "row_ids", kOp));
   StoreView store{};
   JAXSOK_RETURN_IF_ERROR(ReadOnlyStore(tables, seed, args, num_slabs, kOp, store));
@@ -103,7 +108,8 @@ JAXSOK_DEFINE_HANDLER(JaxsokLookup, LookupImpl,
                           .Ret<Workspace>()
                           .RemainingRets()
                           .Attr<int32_t>("num_slabs")
-                          .Attr<int32_t>("num_tiles"));
+                          .Attr<int32_t>("num_tiles")
+                          .Attr<int32_t>("kinds"));
 
 JAXSOK_DEFINE_HANDLER(JaxsokLookupFind, LookupFindImpl,
                       BindStream()
@@ -119,7 +125,8 @@ JAXSOK_DEFINE_HANDLER(JaxsokLookupFind, LookupFindImpl,
                           .Ret<Counts>()
                           .RemainingRets()
                           .Attr<int32_t>("num_slabs")
-                          .Attr<int32_t>("num_tiles"));
+                          .Attr<int32_t>("num_tiles")
+                          .Attr<int32_t>("kinds"));
 
 JAXSOK_DEFINE_HANDLER(JaxsokLookupPlanned, LookupPlannedImpl,
                       BindStream()
@@ -136,6 +143,7 @@ JAXSOK_DEFINE_HANDLER(JaxsokLookupPlanned, LookupPlannedImpl,
                           .Ret<Counts>()
                           .RemainingRets()
                           .Attr<int32_t>("num_slabs")
-                          .Attr<int32_t>("num_tiles"));
+                          .Attr<int32_t>("num_tiles")
+                          .Attr<int32_t>("kinds"));
 
 }  // namespace jaxsok

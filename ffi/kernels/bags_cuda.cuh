@@ -33,11 +33,11 @@ template <int kVector, int kPerLane>
 struct RowPart {
   Columns<kVector> part[kPerLane];
 
-  __device__ void SetZero() {
+  __device__ void Fill(float value) {
 #pragma unroll
     for (int k = 0; k < kPerLane; ++k) {
 #pragma unroll
-      for (int i = 0; i < kVector; ++i) part[k].v[i] = 0.0f;
+      for (int i = 0; i < kVector; ++i) part[k].v[i] = value;
     }
   }
   __device__ void Load(const float* row, int lane, int lanes, int dim) {
@@ -85,6 +85,16 @@ struct RowPart {
       for (int i = 0; i < kVector; ++i) part[k].v[i] = part[k].v[i] + other.part[k].v[i];
     }
   }
+  /// The part that another lane of the warp holds. All lanes ask together.
+  __device__ RowPart Shuffle(int from) const {
+    RowPart other;
+#pragma unroll
+    for (int k = 0; k < kPerLane; ++k) {
+#pragma unroll
+      for (int i = 0; i < kVector; ++i) other.part[k].v[i] = __shfl_sync(~0u, part[k].v[i], from);
+    }
+    return other;
+  }
   __device__ void Scale(float factor) {
 #pragma unroll
     for (int k = 0; k < kPerLane; ++k) {
@@ -118,7 +128,7 @@ __device__ __forceinline__ void LoadPosition(const Position& p, const StoreView&
   } else if (p.kind == kPositionInitial) {
     row.LoadInitial(RowInitializer::Of(store.tables + table * kNumTableWords, store.seed, p.key), lane, lanes);
   } else {
-    row.SetZero();
+    row.Fill(0.0f);
   }
 }
 
@@ -132,6 +142,13 @@ struct TableByLane {
   uint32_t mine;
   __device__ uint32_t At(int from) const { return __shfl_sync(~0u, mine, from); }
 };
+
+/// Blocks of kBlock threads that should fit a multiprocessor while rows are copied: narrow rows need many warps in
+/// flight to cover the memory's latency, wide ones carry enough bytes per lane.
+template <int kPerLane>
+constexpr int CopyBlocksPerMultiprocessor() {
+  return kPerLane <= 2 ? 4 : kPerLane <= 8 ? 2 : 1;
+}
 
 /// Copies the rows of 32 positions, lane i holding position i, to consecutive rows of the output.
 template <int kVector, int kPerLane, typename TableOf>
@@ -167,73 +184,174 @@ __device__ __forceinline__ void CopyRows(const Position& mine, int num_valid, co
   }
 }
 
-/// What a group of lanes knows of its bag.
+/// Rows of a bag in flight in a group of lanes.
+template <int kPerLane>
+constexpr int BagRowsInFlight() {
+  return kPerLane >= 8 ? 1 : 8 / kPerLane;
+}
+
+/// Blocks of kBlock threads that should fit a multiprocessor while bags are summed.
+template <int kPerLane>
+constexpr int BagBlocksPerMultiprocessor() {
+  return kPerLane <= 8 ? 2 : 1;
+}
+
+/// One group's part of one bag: a position for each of its lanes.
+struct Window {
+  int32_t first;  // position among the feature's keys
+  int32_t count;  // at most 0: none
+  int32_t bag;    // of the feature; beyond its last one: none
+  bool is_last;   // the bags at hand end here; the same in all lanes of the warp
+};
+
+/// Deals neighbouring bags of one feature to the groups of a warp, window by window. The warp calls together.
+class BagWalk {
+ public:
+  __device__ BagWalk(const Feature& f, const int32_t* offsets, int32_t first_bag, int32_t last_bag, int lanes)
+      : f_(f), offsets_(offsets), next_(first_bag), last_(last_bag), lanes_(lanes) {}
+
+  __device__ bool Next(Window& w) {
+    if (at_ >= longest_) {
+      if (next_ >= last_) return false;
+      bag_ = next_ + static_cast<int32_t>(threadIdx.x % kWarp) / lanes_;
+      next_ += kWarp / lanes_;
+      begin_ = end_ = 0;
+      if (bag_ < last_) f_.BagRange(offsets_, bag_, &begin_, &end_);
+      // An empty bag has a window too: its embedding is written.
+      longest_ = max(static_cast<int32_t>(__reduce_max_sync(~0u, end_ - begin_)), 1);
+      at_ = 0;
+    }
+    w.first = begin_ + at_;
+    w.count = min(end_ - w.first, lanes_);
+    w.bag = bag_ < last_ ? bag_ : -1;
+    at_ += lanes_;
+    w.is_last = at_ >= longest_;
+    return true;
+  }
+
+ private:
+  const Feature& f_;
+  const int32_t* offsets_;
+  int32_t next_, last_, lanes_;
+  int32_t bag_ = 0, begin_ = 0, end_ = 0, at_ = 0, longest_ = 0;
+};
+
+/// Where the rows of a warp's window lie, and their weights. In shared memory: registers are what the sums need.
+struct WindowRows {
+  const float* rows[kWarp];  // nullptr: padding
+  float weights[kWarp];
+};
+
+/// What a group of lanes knows of its bag when all its rows are added.
 struct BagResult {
   bool unfinished;
   bool zeros;    // the divisor is zero, or the bag is empty
   float factor;  // of mean and sqrtn
 };
 
-/// Sums one bag per group of lanes; resolve(position) gives each position, lane by lane.
+/// Sums the bags of a walk, one for each group of lanes at a time, and hands each to write(bag, result, sum).
 ///
-/// All lanes of the warp call it together; a group without a bag passes begin == end. Order of the sum: by position.
-template <int kVector, int kPerLane, typename Resolve>
-__device__ __forceinline__ BagResult SumBag(const Feature& f, int32_t begin, int32_t end, const StoreView& store,
-                                            int lanes, const Resolve& resolve, RowPart<kVector, kPerLane>& sum) {
-  constexpr int kFlight = RowsInFlight<kPerLane>();
+/// A source says what a position contributes, in three steps, so that memory is asked long before it is needed: while
+/// the rows of one window are added, the index lines of the next are on their way (Ask) and the keys of the one after
+/// it (Load).
+///
+/// Order of the sum: by position, from the first row. It begins at -0, which added to any number gives that number.
+template <int kVector, int kPerLane, typename Walk, typename Source, typename Write>
+__device__ __forceinline__ void SumBags(const Feature& f, Walk& walk, const StoreView& store, int lanes, Source& source,
+                                        WindowRows& window_rows, const Write& write) {
+  constexpr int kFlight = BagRowsInFlight<kPerLane>();
+  using Token = typename Source::Token;
   const int warp_lane = threadIdx.x % kWarp;
   const int lane = warp_lane % lanes, group_start = warp_lane - lane;
-  const int length = end - begin;
-  const int longest = __reduce_max_sync(~0u, length);
-  const bool weighted = f.weights_start >= 0 && f.combiner != kCombinerNone;
-  bool empty = true, unfinished = false;
+  const unsigned group_mask = (lanes == kWarp ? ~0u : (1u << lanes) - 1) << group_start;
+  const bool weighted = f.weights_start >= 0;
+  const auto load = [&](const Window& w) { return lane < w.count ? source.Load(w.first + lane) : Source::None(); };
+
+  Window now{}, next{}, later{};
+  bool has_now = walk.Next(now), has_next = has_now && walk.Next(next);
+  if (!has_now) return;
+  Token now_token = load(now);
+  if (!has_next) next.count = 0;
+  Token next_token = load(next);
+  source.Ask(now_token);
+
+  RowPart<kVector, kPerLane> sum;
+  sum.Fill(-0.0f);
+  bool unfinished = false;
   int hotness = 0;
   float weights = 0.0f;
-  sum.SetZero();
-  for (int chunk = 0; chunk < longest; chunk += lanes) {
-    Position mine{nullptr, kPaddingKey, kPositionPadding, 1.0f};
-    if (chunk + lane < length) mine = resolve(begin + chunk + lane);
+  while (has_now) {
+    const bool has_later = has_next && walk.Next(later);
+    if (!has_later) later.count = 0;
+    const Token later_token = load(later);
+    Position mine = source.Resolve(now.first + lane, now_token, lane < now.count);
+    source.Ask(next_token);
     unfinished = unfinished || mine.kind == kPositionUnfinished;
-    for (int first = 0; first < lanes && chunk + first < longest; first += kFlight) {
-      RowPart<kVector, kPerLane> rows[kFlight];
-      Position p[kFlight];
+
+    if (__all_sync(~0u, mine.kind <= kPositionRow)) {  // rows and padding alone
+      hotness += __popc(__ballot_sync(~0u, mine.kind == kPositionRow) & group_mask);
+      window_rows.rows[warp_lane] = mine.pointer;
+      if (weighted) window_rows.weights[warp_lane] = mine.weight;
+      __syncwarp();
+      for (int first = 0; first < now.count; first += kFlight) {
+        RowPart<kVector, kPerLane> rows[kFlight];
+        const float* from[kFlight];
 #pragma unroll
-      for (int i = 0; i < kFlight; ++i) {
-        // Beyond the group's last lane: a position of the next group is read and not used.
-        p[i] = Shuffle(mine, (group_start + first + i) & (kWarp - 1));
-        if (first + i >= lanes) p[i].kind = kPositionPadding;
-        if (p[i].kind != kPositionPadding) LoadPosition(p[i], store, f.table, lane, lanes, rows[i]);
-      }
-#pragma unroll
-      for (int i = 0; i < kFlight; ++i) {
-        if (p[i].kind == kPositionPadding) continue;
-        if (weighted) {
-          rows[i].Scale(p[i].weight);
-          const float w = p[i].weight;
-          weights = weights + (f.combiner == kCombinerSqrtn ? w * w : w);
+        for (int i = 0; i < kFlight; ++i) {
+          from[i] = first + i < now.count ? window_rows.rows[group_start + first + i] : nullptr;
+          if (from[i] != nullptr) rows[i].Load(from[i], lane, lanes, store.dim);
         }
-        ++hotness;
-        if (empty) {
-          sum = rows[i];
-          empty = false;
-        } else {
+#pragma unroll
+        for (int i = 0; i < kFlight; ++i) {
+          if (from[i] == nullptr) continue;
+          if (weighted) {
+            const float weight = window_rows.weights[group_start + first + i];
+            rows[i].Scale(weight);
+            weights = weights + (f.combiner == kCombinerSqrtn ? weight * weight : weight);
+          }
           sum.Add(rows[i]);
         }
       }
+      __syncwarp();
+    } else {
+      const int longest = __reduce_max_sync(~0u, now.count);
+      for (int first = 0; first < longest; ++first) {
+        const Position p = Shuffle(mine, group_start + first);
+        if (p.kind == kPositionPadding) continue;
+        RowPart<kVector, kPerLane> row;
+        LoadPosition(p, store, f.table, lane, lanes, row);
+        if (weighted) {
+          row.Scale(p.weight);
+          weights = weights + (f.combiner == kCombinerSqrtn ? p.weight * p.weight : p.weight);
+        }
+        ++hotness;
+        sum.Add(row);
+      }
     }
+    if (now.is_last) {
+      BagResult result;
+      result.unfinished = (__ballot_sync(~0u, unfinished) & group_mask) != 0;
+      result.factor = 1.0f;
+      result.zeros = hotness == 0;
+      if (f.combiner == kCombinerMean || f.combiner == kCombinerSqrtn) {
+        float divisor = weighted ? weights : static_cast<float>(hotness);
+        if (f.combiner == kCombinerSqrtn) divisor = sqrtf(divisor);
+        result.zeros = divisor == 0.0f;
+        result.factor = 1.0f / divisor;
+      }
+      write(now.bag, result, sum);
+      sum.Fill(-0.0f);
+      unfinished = false;
+      hotness = 0;
+      weights = 0.0f;
+    }
+    now = next;
+    next = later;
+    has_now = has_next;
+    has_next = has_later;
+    now_token = next_token;
+    next_token = later_token;
   }
-  BagResult result;
-  const unsigned group_mask = (lanes == kWarp ? ~0u : (1u << lanes) - 1) << group_start;
-  result.unfinished = (__ballot_sync(~0u, unfinished) & group_mask) != 0;
-  result.factor = 1.0f;
-  result.zeros = false;
-  if (f.combiner == kCombinerMean || f.combiner == kCombinerSqrtn) {
-    float divisor = weighted ? weights : static_cast<float>(hotness);
-    if (f.combiner == kCombinerSqrtn) divisor = sqrtf(divisor);
-    result.zeros = divisor == 0.0f;
-    result.factor = 1.0f / divisor;
-  }
-  return result;
 }
 
 /// Writes a bag's embedding, if it is known.
@@ -241,12 +359,10 @@ template <int kVector, int kPerLane>
 __device__ __forceinline__ void WriteBag(const Feature& f, const BagResult& bag, RowPart<kVector, kPerLane>& sum,
                                          int lanes, int dim, float* out) {
   if (bag.unfinished) return;
-  if (f.combiner == kCombinerMean || f.combiner == kCombinerSqrtn) {
-    if (bag.zeros) {
-      sum.SetZero();
-    } else {
-      sum.Scale(bag.factor);
-    }
+  if (bag.zeros) {
+    sum.Fill(0.0f);
+  } else if (f.combiner == kCombinerMean || f.combiner == kCombinerSqrtn) {
+    sum.Scale(bag.factor);
   }
   sum.StoreStreaming(out, threadIdx.x % lanes, lanes, dim);
 }

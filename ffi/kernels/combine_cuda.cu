@@ -21,35 +21,45 @@ struct ArrayPositions {
   __device__ void AddStale(int) const {}
 };
 
-// As LookupKernel: one block, one tile of bags; a group of lanes sums one bag after the other.
-template <int kVector, int kPerLane>
-__global__ void __launch_bounds__(kBlock)
-    CombineKernel(const __grid_constant__ StoreView store, BatchView batch, ArrayPositions positions, const float* rows,
-                  float* out, int lanes) {
-  const Feature f = Feature::Load(batch.features, 0);
-  const int warp_lane = threadIdx.x % kWarp, groups = kWarp / lanes, group = warp_lane / lanes;
-  const int32_t warp_bag =
-      static_cast<int32_t>(blockIdx.x) * kBagsPerTile + static_cast<int32_t>(threadIdx.x / kWarp) * kWarp;
-  for (int step = 0; step < lanes; ++step) {
-    const int32_t bag = warp_bag + step * groups + group;
-    if (warp_bag + step * groups >= f.num_bags) break;
-    int32_t begin = 0, end = 0;
-    if (bag < f.num_bags) f.BagRange(batch.offsets, bag, &begin, &end);
-    const auto resolve = [&](int32_t at) {
-      Position p{nullptr, kPaddingKey, kPositionPadding, 1.0f};
-      const uint32_t row = positions.Row(at);
-      if (row == kNoRow) return p;
-      p.kind = kPositionRow;
-      p.pointer = rows + int64_t{row} * store.dim;
-      if (f.weights_start >= 0) p.weight = __ldg(batch.weights + f.weights_start + at);
-      return p;
-    };
-    RowPart<kVector, kPerLane> sum;
-    const BagResult result = SumBag<kVector, kPerLane>(f, begin, end, store, lanes, resolve, sum);
-    if (bag < f.num_bags) {
-      WriteBag<kVector, kPerLane>(f, result, sum, lanes, store.dim, out + int64_t{bag} * store.dim);
-    }
+/// Rows that stand in one array (SumBags).
+struct ArraySource {
+  ArrayPositions positions;
+  const float* rows;
+  const float* weights;  // of the feature; nullptr: none
+  int32_t dim;
+
+  using Token = uint32_t;
+  __device__ static Token None() { return kNoRow; }
+  __device__ Token Load(int32_t at) const { return positions.Row(at); }
+  __device__ void Ask(Token) const {}
+  __device__ Position Resolve(int32_t at, Token row, bool) const {
+    Position p{nullptr, kPaddingKey, kPositionPadding, 1.0f};
+    if (row == kNoRow) return p;
+    p.kind = kPositionRow;
+    p.pointer = rows + int64_t{row} * dim;
+    if (weights != nullptr) p.weight = __ldg(weights + at);
+    return p;
   }
+};
+
+// As LookupKernel: each warp takes its share of the bags.
+template <int kVector, int kPerLane>
+__global__ void __launch_bounds__(kBlock, BagBlocksPerMultiprocessor<kPerLane>())
+    CombineKernel(const __grid_constant__ StoreView store, BatchView batch, ArrayPositions positions, const float* rows,
+                  float* out, TileShare share, int lanes) {
+  const Feature f = Feature::Load(batch.features, 0);
+  const int32_t warp = static_cast<int32_t>(blockIdx.x) * (kBlock / kWarp) + static_cast<int32_t>(threadIdx.x) / kWarp;
+  const int32_t first = warp * share.granule, last = min(first + share.granule, f.num_bags);
+  if (first >= last) return;
+  ArraySource source{positions, rows, f.weights_start >= 0 ? batch.weights + f.weights_start : nullptr, store.dim};
+  BagWalk walk(f, batch.offsets, first, last, lanes);
+  __shared__ WindowRows window_rows[kBlock / kWarp];
+  SumBags<kVector, kPerLane>(f, walk, store, lanes, source, window_rows[threadIdx.x / kWarp],
+                             [&](int32_t bag, const BagResult& result, RowPart<kVector, kPerLane>& sum) {
+                               if (bag < 0) return;
+                               WriteBag<kVector, kPerLane>(f, result, sum, lanes, store.dim,
+                                                           out + int64_t{bag} * store.dim);
+                             });
 }
 
 struct LaunchCombineShape {
@@ -61,7 +71,9 @@ struct LaunchCombineShape {
   float* out;
   template <int kVector, int kPerLane>
   LaunchError operator()(int lanes) const {
-    CombineKernel<kVector, kPerLane><<<batch.num_tiles, kBlock, 0, stream>>>(store, batch, positions, rows, out, lanes);
+    const TileShare share = TileShare::Of(batch.num_tiles);
+    CombineKernel<kVector, kPerLane><<<batch.num_tiles * share.BlocksPerTile(), kBlock, 0, stream>>>(
+        store, batch, positions, rows, out, share, lanes);
     JAXSOK_RETURN_IF_CUDA(cudaGetLastError());
     return nullptr;
   }

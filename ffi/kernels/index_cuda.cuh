@@ -15,6 +15,7 @@
 #ifndef JAXSOK_KERNELS_INDEX_CUDA_CUH_
 #define JAXSOK_KERNELS_INDEX_CUDA_CUH_
 
+#include <algorithm>
 #include <cub/block/block_scan.cuh>
 
 #include "../core/initialize.h"
@@ -72,24 +73,42 @@ __device__ __forceinline__ void LoadBucket(const IndexView& index, uint32_t buck
   for (int e = 0; e < kEntriesPerBucket; ++e) line[e] = kShared ? __ldcg(at + e) : __ldca(at + e);
 }
 
-/// As Probe in core/probe.h, with whole buckets loaded at once.
+/// Looks through one bucket of a walk. True if the walk ends here: at the pair's entry, or at the first empty one.
+///
+/// Free of branches, so that the line stays in registers and a warp together.
+__device__ __forceinline__ bool EndsInBucket(const uint4 line[kEntriesPerBucket], uint32_t bucket, uint64_t key,
+                                             uint32_t table, ProbeResult* at) {
+  const uint32_t low = static_cast<uint32_t>(key), high = static_cast<uint32_t>(key >> 32);
+  bool ended = false;
+#pragma unroll
+  for (int e = kEntriesPerBucket - 1; e >= 0; --e) {
+    const bool hit = line[e].x == low && line[e].y == high && line[e].w == table;
+    const bool ends = hit || (line[e].x & line[e].y) == ~0u;  // kPaddingKey
+    at->entry = ends ? bucket * kEntriesPerBucket + e : at->entry;
+    at->row_id = hit ? line[e].z : at->row_id;
+    ended = ended || ends;
+  }
+  return ended;
+}
+
+/// Walks on from a bucket, `num_probes` behind it. As Probe in core/probe.h, with whole buckets loaded at once.
 template <bool kShared>
-__device__ __forceinline__ ProbeResult ProbeBuckets(const IndexView& index, uint64_t key, uint32_t table, uint64_t salt,
-                                                    uint32_t max_probes) {
-  uint32_t bucket = HomeBucket(HashOf(key, table, salt), index.num_buckets);
-  for (uint32_t probe = 0; probe < max_probes; ++probe) {
+__device__ __forceinline__ ProbeResult ProbeFrom(const IndexView& index, uint64_t key, uint32_t table, uint32_t bucket,
+                                                 uint32_t num_probes, uint32_t max_probes) {
+  for (uint32_t probe = num_probes; probe < max_probes; ++probe) {
     uint4 line[kEntriesPerBucket];
     LoadBucket<kShared>(index, bucket, line);
-#pragma unroll
-    for (int e = 0; e < kEntriesPerBucket; ++e) {
-      const uint64_t found = Word64(line[e].x, line[e].y);
-      const uint32_t entry = bucket * kEntriesPerBucket + e;
-      if (found == key && line[e].w == table) return {line[e].z, entry, static_cast<int32_t>(probe + 1)};
-      if (found == kPaddingKey) return {kNoRow, entry, static_cast<int32_t>(probe + 1)};
-    }
+    ProbeResult at{kNoRow, kNoEntry, static_cast<int32_t>(probe + 1)};
+    if (EndsInBucket(line, bucket, key, table, &at)) return at;
     bucket = NextBucket(bucket, index.num_buckets);
   }
   return {kNoRow, kNoEntry, static_cast<int32_t>(max_probes)};
+}
+
+template <bool kShared>
+__device__ __forceinline__ ProbeResult ProbeBuckets(const IndexView& index, uint64_t key, uint32_t table, uint64_t salt,
+                                                    uint32_t max_probes) {
+  return ProbeFrom<kShared>(index, key, table, HomeBucket(HashOf(key, table, salt), index.num_buckets), 0, max_probes);
 }
 
 /// The (row_id, aux) half of an entry, as other threads publish it.
@@ -209,6 +228,8 @@ class TableCounts {
 
 /// New pairs get rows of a store.
 struct StoreSink {
+  static constexpr int kColumnsAtOnce = 4;
+
   StoreView store;
   int32_t* counts;
 
@@ -231,11 +252,27 @@ struct StoreSink {
   }
   __device__ uint64_t KeyOf(uint32_t row_id) const { return store.records.At(store.starts, row_id, 1)->key; }
   __device__ uint32_t TableOf(uint32_t row_id) const { return store.records.At(store.starts, row_id, 1)->table; }
+  /// Lanes that write a new row together, four columns each: a power of two, at most a warp.
+  __device__ int LanesOfRow() const {
+    int lanes = 1;
+    while (lanes * kColumnsAtOnce < store.dim && lanes < kWarp) lanes *= 2;
+    return lanes;
+  }
   /// Lanes `lane` of `lanes` write a new row.
   __device__ void WriteRow(uint32_t row_id, uint64_t key, uint32_t table, int lane, int lanes) const {
     float* row = store.rows.At(store.starts, row_id, store.dim);
     const RowInitializer values = RowInitializer::Of(store.tables + table * kNumTableWords, store.seed, key);
-    for (int column = lane; column < store.dim; column += lanes) row[column] = values.At(column);
+    const bool whole = store.dim % kColumnsAtOnce == 0;
+    for (int column = lane * kColumnsAtOnce; column < store.dim; column += lanes * kColumnsAtOnce) {
+      float four[kColumnsAtOnce];
+#pragma unroll
+      for (int i = 0; i < kColumnsAtOnce; ++i) four[i] = values.At(column + i);
+      if (whole) {
+        *reinterpret_cast<float4*>(row + column) = make_float4(four[0], four[1], four[2], four[3]);
+      } else {
+        for (int i = 0; i < kColumnsAtOnce && column + i < store.dim; ++i) row[column + i] = four[i];
+      }
+    }
   }
   __device__ void CountNew(uint32_t table, int n) const {
     atomicAdd(store.table_rows + table, static_cast<uint32_t>(n));
@@ -264,133 +301,6 @@ struct StoreSink {
   __device__ int NumTables() const { return store.num_tables; }
 };
 
-// Passes. -----------------------------------------------------------------------------------------------------
-
-/// Whether a pending position is the winner of its entry, and of which table.
-__device__ __forceinline__ bool IsWinner(const IndexView& index, uint32_t entry_number, uint32_t position,
-                                         uint32_t* table) {
-  if (entry_number == kNoEntry) return false;
-  const uint64_t half = LoadHalf(index.EntryAt(entry_number));
-  const uint32_t aux = static_cast<uint32_t>(half >> 32);
-  *table = aux & ~kAuxPending;
-  return aux != kAuxUnset && (aux & kAuxPending) != 0 && static_cast<uint32_t>(half) == position;
-}
-
-// Each block counts the winners among its 1,024 positions; the last block to end sums the counts up to its own.
-// Blocks write block_counts[blockIdx]; the last one, told by a ticket after a fence, rewrites all of them.
-template <typename Sink>
-__global__ void __launch_bounds__(kBlock)
-    CountKernel(Sink sink, InsertWorkspace w, const uint32_t* row_ids, int64_t num_keys) {
-  if (w.control->num_pending == 0) return;
-  int mine = 0;
-  for (int i = 0; i < kPositionsPerBlock / kBlock; ++i) {
-    const int64_t position = int64_t{blockIdx.x} * kPositionsPerBlock + i * kBlock + threadIdx.x;
-    uint32_t table;
-    if (position < num_keys && row_ids[position] == kPendingRow) {
-      mine += IsWinner(sink.Index(), w.entry_of[position], static_cast<uint32_t>(position), &table) ? 1 : 0;
-    }
-  }
-  using Scan = cub::BlockScan<uint32_t, kBlock>;
-  __shared__ typename Scan::TempStorage storage;
-  __shared__ bool is_last;
-  uint32_t before, total;
-  Scan(storage).ExclusiveSum(static_cast<uint32_t>(mine), before, total);
-  if (threadIdx.x == 0) {
-    w.block_counts[blockIdx.x] = total;
-    __threadfence();
-    is_last = atomicAdd(&w.control->blocks_done, 1u) + 1 == gridDim.x;
-  }
-  __syncthreads();
-  if (!is_last) return;
-  __threadfence();
-  uint32_t sum = 0;
-  for (uint32_t start = 0; start < gridDim.x; start += kBlock) {
-    const uint32_t b = start + threadIdx.x;
-    const uint32_t count = b < gridDim.x ? __ldcg(w.block_counts + b) : 0;
-    __syncthreads();
-    Scan(storage).ExclusiveSum(count, before, total);
-    if (b < gridDim.x) w.block_counts[b] = sum + before;
-    sum += total;
-  }
-  if (threadIdx.x == 0) {
-    const uint32_t available = sink.Available();
-    w.control->num_new = sum;
-    w.control->num_accepted = sum < available ? sum : available;
-    w.control->overflow = sum > available ? 1 : 0;
-  }
-}
-
-// A thread numbers the winners among four neighbouring positions, then lanes write the new rows of the block.
-// A winner alone writes its record and its entry; row ids are distinct, so no two threads write one row.
-template <typename Sink>
-__global__ void __launch_bounds__(kBlock)
-    AssignKernel(Sink sink, InsertWorkspace w, const uint64_t* keys, uint32_t* row_ids, int64_t num_keys, int lanes) {
-  const InsertControl control = *w.control;
-  if (control.num_pending == 0) return;
-  constexpr int kPerThread = kPositionsPerBlock / kBlock;
-  using Scan = cub::BlockScan<uint32_t, kBlock>;
-  __shared__ typename Scan::TempStorage storage;
-  __shared__ uint32_t new_row[kPositionsPerBlock];
-  __shared__ uint32_t new_table[kPositionsPerBlock];
-  __shared__ uint32_t new_position[kPositionsPerBlock];
-  __shared__ uint32_t num_by_table[kSharedTables];
-  for (int t = threadIdx.x; t < kSharedTables; t += kBlock) num_by_table[t] = 0;
-
-  const int64_t first = int64_t{blockIdx.x} * kPositionsPerBlock + threadIdx.x * kPerThread;
-  uint32_t winner_table[kPerThread];
-  uint32_t winners = 0;  // bits
-  for (int i = 0; i < kPerThread; ++i) {
-    const int64_t position = first + i;
-    if (position < num_keys && row_ids[position] == kPendingRow &&
-        IsWinner(sink.Index(), w.entry_of[position], static_cast<uint32_t>(position), &winner_table[i])) {
-      winners |= 1u << i;
-    }
-  }
-  uint32_t before, total;
-  Scan(storage).ExclusiveSum(static_cast<uint32_t>(__popc(winners)), before, total);  // ends with all reads done
-  const bool undo = control.overflow != 0 || IsSequential(control);
-  uint32_t local = before;
-  __syncthreads();
-  for (int i = 0; i < kPerThread; ++i) {
-    if ((winners >> i & 1) == 0) continue;
-    const uint32_t position = static_cast<uint32_t>(first + i);
-    const uint32_t ordinal = w.block_counts[blockIdx.x] + local;
-    Entry* entry = sink.Index().EntryAt(w.entry_of[position]);
-    new_row[local] = kNoRow;
-    if (undo) {
-      StoreHalf(entry, kNoRow, kAuxUnset);
-      *reinterpret_cast<volatile unsigned long long*>(&entry->key) = kPaddingKey;
-    }
-    if (!IsSequential(control) && ordinal < control.num_accepted) {
-      const uint32_t row_id = sink.RowOf(ordinal);
-      const uint32_t table = winner_table[i];
-      new_row[local] = row_id;
-      new_table[local] = table;
-      new_position[local] = position;
-      sink.WriteRecord(row_id, keys[position], table);
-      row_ids[position] = row_id;
-      if (!undo) {
-        StoreHalf(entry, row_id, table);
-        sink.SawEntry(keys[position], table, w.entry_of[position]);
-      }
-      if (sink.NumTables() <= kSharedTables) {
-        atomicAdd(&num_by_table[table], 1u);
-      } else {
-        sink.CountNew(table, 1);
-      }
-    }
-    ++local;
-  }
-  __syncthreads();
-  const int lane = threadIdx.x % lanes;
-  for (uint32_t n = threadIdx.x / lanes; n < total; n += kBlock / lanes) {
-    if (new_row[n] != kNoRow) sink.WriteRow(new_row[n], keys[new_position[n]], new_table[n], lane, lanes);
-  }
-  if (sink.NumTables() <= kSharedTables && threadIdx.x < sink.NumTables() && num_by_table[threadIdx.x] != 0) {
-    sink.CountNew(threadIdx.x, static_cast<int>(num_by_table[threadIdx.x]));
-  }
-}
-
 /// Where the table of a position comes from.
 struct TableOfPosition {
   const uint32_t* table_ids;  // given, or
@@ -402,6 +312,159 @@ struct TableOfPosition {
     return static_cast<uint32_t>(__ldg(features + f * kNumFeatureWords + kFeatureTable));
   }
 };
+
+// Passes. -----------------------------------------------------------------------------------------------------
+
+/// Whether a pending position is the winner of its entry.
+__device__ __forceinline__ bool IsWinner(const IndexView& index, uint32_t entry_number, uint32_t position) {
+  if (entry_number == kNoEntry) return false;
+  const uint64_t half = LoadHalf(index.EntryAt(entry_number));
+  const uint32_t aux = static_cast<uint32_t>(half >> 32);
+  return aux != kAuxUnset && (aux & kAuxPending) != 0 && static_cast<uint32_t>(half) == position;
+}
+
+// One thread, one position: keys that were not found claim an entry. Thread i writes entry_of[i].
+template <typename Sink>
+__global__ void __launch_bounds__(kBlock)
+    ClaimPendingKernel(Sink sink, InsertWorkspace w, const uint64_t* keys, TableOfPosition table_of,
+                       const uint32_t* row_ids, int64_t num_keys) {
+  if (w.control->num_pending == 0) return;
+  for (int64_t i = int64_t{blockIdx.x} * kBlock + threadIdx.x; i < num_keys; i += int64_t{gridDim.x} * kBlock) {
+    if (row_ids[i] != kPendingRow) continue;
+    const ProbeResult at =
+        Claim(sink.Index(), keys[i], table_of(i), sink.Salt(), sink.MaxProbes(), static_cast<uint32_t>(i));
+    w.entry_of[i] = at.entry;
+    if (at.entry == kNoEntry) atomicAdd(&w.control->num_unplaced, 1u);
+  }
+}
+
+// Chunks of 1,024 positions: a block counts and marks the winners of one after the other; the last block to end sums
+// the counts up to each chunk.
+// Blocks write block_counts[chunk]; the last one, told by a ticket after a fence, rewrites all of them.
+template <typename Sink>
+__global__ void __launch_bounds__(kBlock)
+    CountKernel(Sink sink, InsertWorkspace w, uint32_t* row_ids, int64_t num_keys) {
+  if (w.control->num_pending == 0) return;
+  using Scan = cub::BlockScan<uint32_t, kBlock>;
+  __shared__ typename Scan::TempStorage storage;
+  __shared__ bool is_last;
+  const uint32_t num_chunks = static_cast<uint32_t>(CeilDiv<int64_t>(num_keys, kPositionsPerBlock));
+  uint32_t before, total;
+  for (uint32_t chunk = blockIdx.x; chunk < num_chunks; chunk += gridDim.x) {
+    uint32_t entries[kPositionsPerBlock / kBlock];
+    int mine = 0;
+#pragma unroll
+    for (int i = 0; i < kPositionsPerBlock / kBlock; ++i) {
+      const int64_t position = int64_t{chunk} * kPositionsPerBlock + i * kBlock + threadIdx.x;
+      const bool pending = position < num_keys && row_ids[position] == kPendingRow;
+      entries[i] = pending ? w.entry_of[position] : kNoEntry;
+    }
+#pragma unroll
+    for (int i = 0; i < kPositionsPerBlock / kBlock; ++i) {
+      const int64_t position = int64_t{chunk} * kPositionsPerBlock + i * kBlock + threadIdx.x;
+      if (IsWinner(sink.Index(), entries[i], static_cast<uint32_t>(position))) {
+        row_ids[position] = kWinner;
+        ++mine;
+      }
+    }
+    __syncthreads();  // of the storage
+    Scan(storage).ExclusiveSum(static_cast<uint32_t>(mine), before, total);
+    if (threadIdx.x == 0) w.block_counts[chunk] = total;
+  }
+  if (threadIdx.x == 0) {
+    __threadfence();
+    is_last = atomicAdd(&w.control->blocks_done, 1u) + 1 == gridDim.x;
+  }
+  __syncthreads();
+  if (!is_last) return;
+  __threadfence();
+  uint32_t sum = 0;
+  for (uint32_t start = 0; start < num_chunks; start += kBlock) {
+    const uint32_t chunk = start + threadIdx.x;
+    const uint32_t count = chunk < num_chunks ? __ldcg(w.block_counts + chunk) : 0;
+    __syncthreads();
+    Scan(storage).ExclusiveSum(count, before, total);
+    if (chunk < num_chunks) w.block_counts[chunk] = sum + before;
+    sum += total;
+  }
+  if (threadIdx.x == 0) {
+    const uint32_t available = sink.Available();
+    w.control->num_new = sum;
+    w.control->num_accepted = sum < available ? sum : available;
+    w.control->overflow = sum > available ? 1 : 0;
+  }
+}
+
+// Chunk by chunk, as count: a thread numbers the winners among four neighbouring positions, then lanes write the new
+// rows of the chunk.
+// A winner alone writes its record and its entry; row ids are distinct, so no two threads write one row.
+template <typename Sink>
+__global__ void __launch_bounds__(kBlock) AssignKernel(Sink sink, InsertWorkspace w, const uint64_t* keys,
+                                                       TableOfPosition table_of, uint32_t* row_ids, int64_t num_keys) {
+  const InsertControl control = *w.control;
+  if (control.num_pending == 0) return;
+  constexpr int kPerThread = kPositionsPerBlock / kBlock;
+  using Scan = cub::BlockScan<uint32_t, kBlock>;
+  __shared__ typename Scan::TempStorage storage;
+  __shared__ uint64_t new_key[kPositionsPerBlock];
+  __shared__ uint32_t new_row[kPositionsPerBlock];
+  __shared__ uint32_t new_table[kPositionsPerBlock];
+  __shared__ uint32_t num_by_table[kSharedTables];
+  for (int t = threadIdx.x; t < kSharedTables; t += kBlock) num_by_table[t] = 0;
+  const bool undo = control.overflow != 0 || IsSequential(control);
+  const uint32_t num_chunks = static_cast<uint32_t>(CeilDiv<int64_t>(num_keys, kPositionsPerBlock));
+  for (uint32_t chunk = blockIdx.x; chunk < num_chunks; chunk += gridDim.x) {
+    const int64_t first = int64_t{chunk} * kPositionsPerBlock + threadIdx.x * kPerThread;
+    uint32_t winners = 0;  // bits
+    for (int i = 0; i < kPerThread; ++i) {
+      if (first + i < num_keys && row_ids[first + i] == kWinner) winners |= 1u << i;
+    }
+    uint32_t local, total;
+    __syncthreads();  // of all that is shared
+    Scan(storage).ExclusiveSum(static_cast<uint32_t>(__popc(winners)), local, total);
+    for (int i = 0; i < kPerThread; ++i) {
+      if ((winners >> i & 1) == 0) continue;
+      const uint32_t position = static_cast<uint32_t>(first + i);
+      const uint32_t ordinal = w.block_counts[chunk] + local;
+      const uint32_t entry_number = w.entry_of[position];
+      Entry* entry = sink.Index().EntryAt(entry_number);
+      uint32_t row_id = kPendingRow;  // if it gets no row, the finishing pass says what became of it
+      if (undo) {
+        StoreHalf(entry, kNoRow, kAuxUnset);
+        *reinterpret_cast<volatile unsigned long long*>(&entry->key) = kPaddingKey;
+      }
+      if (!IsSequential(control) && ordinal < control.num_accepted) {
+        row_id = sink.RowOf(ordinal);
+        const uint64_t key = keys[position];
+        const uint32_t table = table_of(position);
+        new_key[local] = key;
+        new_table[local] = table;
+        sink.WriteRecord(row_id, key, table);
+        if (!undo) {
+          StoreHalf(entry, row_id, table);
+          sink.SawEntry(key, table, entry_number);
+        }
+        if (sink.NumTables() <= kSharedTables) {
+          atomicAdd(&num_by_table[table], 1u);
+        } else {
+          sink.CountNew(table, 1);
+        }
+      }
+      new_row[local] = row_id;
+      row_ids[position] = row_id;
+      ++local;
+    }
+    __syncthreads();
+    const int lanes = sink.LanesOfRow();
+    for (uint32_t n = threadIdx.x / lanes; n < total; n += kBlock / lanes) {
+      if (new_row[n] != kPendingRow) sink.WriteRow(new_row[n], new_key[n], new_table[n], threadIdx.x % lanes, lanes);
+    }
+  }
+  __syncthreads();
+  if (sink.NumTables() <= kSharedTables && threadIdx.x < sink.NumTables() && num_by_table[threadIdx.x] != 0) {
+    sink.CountNew(threadIdx.x, static_cast<int>(num_by_table[threadIdx.x]));
+  }
+}
 
 // Normally one thread advances the counters. If rows ran out, threads enter the accepted pairs again, each its own
 // rows: the pairs are distinct, entries are claimed by compare-and-swap. If a claim found no entry, block 0 inserts
@@ -485,16 +548,20 @@ __device__ __forceinline__ uint32_t ResolvePending(const Sink& sink, const Inser
   return at.row_id;
 }
 
+/// Blocks of a pass over all positions: enough to fill any GPU, few enough to cost little when nothing is new.
+inline int InsertBlocks(int64_t num_keys) {
+  constexpr int64_t kMost = 132 * 8;
+  return static_cast<int>(std::min(CeilDiv<int64_t>(num_keys, kPositionsPerBlock), kMost));
+}
+
 /// count, assign and commit, between claim and finish.
 template <typename Sink>
 inline LaunchError LaunchInsertPasses(Stream stream, const Sink& sink, const InsertWorkspace& w, const uint64_t* keys,
-                                      const TableOfPosition& table_of, uint32_t* row_ids, int64_t num_keys, int dim) {
-  const int blocks = static_cast<int>(CeilDiv<int64_t>(num_keys, kPositionsPerBlock));
+                                      const TableOfPosition& table_of, uint32_t* row_ids, int64_t num_keys) {
   // Commit's ticket goes on from count's: both must have the same number of blocks.
+  const int blocks = InsertBlocks(num_keys);
   CountKernel<<<blocks, kBlock, 0, stream>>>(sink, w, row_ids, num_keys);
-  int lanes = 1;
-  while (lanes < dim && lanes < kWarp) lanes *= 2;
-  AssignKernel<<<blocks, kBlock, 0, stream>>>(sink, w, keys, row_ids, num_keys, lanes);
+  AssignKernel<<<blocks, kBlock, 0, stream>>>(sink, w, keys, table_of, row_ids, num_keys);
   CommitKernel<<<blocks, kBlock, 0, stream>>>(sink, w, keys, table_of, row_ids, num_keys);
   JAXSOK_RETURN_IF_CUDA(cudaGetLastError());
   return nullptr;

@@ -26,12 +26,28 @@ inline LaunchError FillPointers(T* const* from, int32_t num_features, FeaturePoi
   return nullptr;
 }
 
-/// Blocks of kBlock threads that should fit a multiprocessor at once: narrow rows need many warps in flight to
-/// cover the memory's latency, wide ones carry enough bytes per lane.
-template <int kPerLane>
-constexpr int BlocksPerMultiprocessor() {
-  return kPerLane == 1 ? 4 : kPerLane == 2 ? 3 : kPerLane <= 8 ? 2 : 1;
-}
+/// How bags are dealt to blocks: a block takes kBlock / kWarp * granule neighbouring bags of one tile, a warp
+/// `granule`.
+struct TileShare {
+  int granule;  // bags of a warp: a power of two, at most kWarp
+
+  /// Finer for small batches, so that they too reach every multiprocessor: at least four warps for each of its
+  /// schedulers where there are bags enough.
+  static TileShare Of(int num_tiles) {
+    int device = 0, multiprocessors = 0;
+    if (cudaGetDevice(&device) != cudaSuccess ||
+        cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device) != cudaSuccess) {
+      multiprocessors = 132;
+    }
+    TileShare share{kWarp};
+    while (share.granule > 4 && int64_t{num_tiles} * kBagsPerTile < int64_t{multiprocessors} * 16 * share.granule) {
+      share.granule /= 2;
+    }
+    return share;
+  }
+  __host__ __device__ int BlocksPerTile() const { return kBagsPerTile / (kBlock / kWarp * granule); }
+};
+static_assert(kBagsPerTile == kBlock, "with a granule of kWarp a block takes a tile");
 
 #define JAXSOK_RETURN_IF_CUDA(expression)                                     \
   do {                                                                        \

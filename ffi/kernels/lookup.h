@@ -16,6 +16,7 @@ struct BatchView {
   int32_t num_features;
   int32_t num_tiles;    // of all features: see kBagsPerTile
   int64_t num_offsets;  // 0: no feature is ragged
+  int32_t kinds;        // FeatureKind; lookups alone look at it
 };
 
 // Bags, in all three: a bag holds the positions [offsets[b], offsets[b + 1]) of its feature, or hotness

@@ -1,4 +1,6 @@
 // The way down on a GPU. See bags_cuda.cuh for who does what, index_cuda.cuh for how rows are made.
+#include <cuda_pipeline_primitives.h>
+
 #include "bags_cuda.cuh"
 #include "index_cuda.cuh"
 #include "lookup.h"
@@ -29,6 +31,30 @@ struct LaneCounts {
   int longest_probe = 0;
 };
 
+/// One index line for each lane of a warp, copied to shared memory while the lanes do something else.
+struct AsyncLines {
+  uint4 entries[kEntriesPerBucket][kWarp];
+
+  __device__ void CopyFrom(const IndexView& index, uint32_t bucket) {
+    const char* from = reinterpret_cast<const char*>(index.buckets + bucket);
+#pragma unroll
+    for (int e = 0; e < kEntriesPerBucket; ++e) {
+      // Through L1, unlike __pipeline_memcpy_async: warps that ask for one hot key do not all go to one slice of L2.
+      asm volatile("cp.async.ca.shared.global [%0], [%1], 16;" ::"r"(
+                       static_cast<uint32_t>(__cvta_generic_to_shared(&entries[e][threadIdx.x % kWarp]))),
+                   "l"(from + e * sizeof(uint4)));
+    }
+  }
+  __device__ static void Commit() { __pipeline_commit(); }
+  __device__ static void Wait() { __pipeline_wait_prior(0); }
+  __device__ bool EndsHere(uint32_t bucket, uint64_t key, uint32_t table, ProbeResult* at) const {
+    uint4 line[kEntriesPerBucket];
+#pragma unroll
+    for (int e = 0; e < kEntriesPerBucket; ++e) line[e] = entries[e][threadIdx.x % kWarp];
+    return EndsInBucket(line, bucket, key, table, at);
+  }
+};
+
 // Zeroes what the passes add to: one launch in place of several memsets.
 __global__ void PrepareKernel(int32_t* counts, int num_counts, InsertControl* control, uint32_t* row_ids,
                               int64_t num_row_ids) {
@@ -40,51 +66,77 @@ __global__ void PrepareKernel(int32_t* counts, int num_counts, InsertControl* co
   for (int64_t p = i; p < num_row_ids; p += int64_t{gridDim.x} * blockDim.x) row_ids[p] = kNoRow;
 }
 
-/// Finds what position `at` of a feature contributes, and counts it.
+/// What the positions of one feature contribute (SumBags), and what became of them.
+///
+/// Keys that are not there stay absent in this pass. With kModeInsert they are pending: claimed and numbered by the
+/// passes of index_cuda.cuh, their bags left to the finishing one.
 template <int kMode>
-__device__ __forceinline__ Position ResolvePosition(const LookupArguments& a, const Feature& f, int32_t at,
-                                                    uint64_t salt, LaneCounts& counts) {
-  const int64_t position = int64_t{f.key_start} + at;
-  Position p{nullptr, __ldg(a.batch.keys + position), kPositionPadding, 1.0f};
-  uint32_t row_id = kNoRow;
-  if (p.key == kPaddingKey) {
-    ++counts.padding;
-    if (kMode == kModeInsert) a.row_ids[position] = kNoRow;
-    return p;
+struct LookupSource {
+  const LookupArguments& a;
+  const Feature& f;
+  uint64_t salt;
+  AsyncLines* lines;  // of the warp
+  uint32_t bucket;    // whose line was asked for last
+  LaneCounts counts;
+
+  /// A key; with kModePlanned beside it the row id.
+  struct Token {
+    uint64_t key;
+    uint32_t row_id;
+  };
+  __device__ static Token None() { return {kPaddingKey, kNoRow}; }
+  __device__ Token Load(int32_t at) const {
+    const int64_t position = int64_t{f.key_start} + at;
+    return {__ldg(a.batch.keys + position), kMode == kModePlanned ? __ldg(a.given_row_ids + position) : kNoRow};
   }
-  if (kMode == kModePlanned) {
-    row_id = __ldg(a.given_row_ids + position);
-    if (row_id >= a.store.capacity) row_id = kNoRow;
-  } else {
-    const ProbeResult at_entry =
-        kMode == kModeInsert
-            ? FindOrClaim(a.store.index, p.key, f.table, salt, kMaxProbes, static_cast<uint32_t>(position))
-            : ProbeBuckets<false>(a.store.index, p.key, f.table, salt, kMaxProbes);
-    row_id = at_entry.row_id;
-    // Of the walks that ended at a row; those of new keys are seen when they are entered for good.
-    if (row_id < kPendingRow) counts.longest_probe = max(counts.longest_probe, at_entry.num_probes);
-    if (kMode == kModeInsert) {
-      a.row_ids[position] = row_id;
-      if (row_id == kPendingRow) {
-        a.insert.entry_of[position] = at_entry.entry;
-        if (at_entry.entry == kNoEntry) atomicAdd(&a.insert.control->num_unplaced, 1u);
+  /// Has a token's index line copied to shared memory; nobody waits for it here.
+  __device__ void Ask(const Token& token) {
+    if (kMode == kModePlanned) return;
+    if (token.key != kPaddingKey) {
+      bucket = HomeBucket(HashOf(token.key, f.table, salt), a.store.index.num_buckets);
+      lines->CopyFrom(a.store.index, bucket);
+    }
+    AsyncLines::Commit();
+  }
+  __device__ Position Resolve(int32_t at, const Token& token, bool valid) {
+    ProbeResult found{token.row_id, kNoEntry, 1};
+    if (kMode != kModePlanned) {
+      AsyncLines::Wait();
+      if (token.key != kPaddingKey && !lines->EndsHere(bucket, token.key, f.table, &found)) {
+        found = ProbeFrom<false>(a.store.index, token.key, f.table, NextBucket(bucket, a.store.index.num_buckets), 1,
+                                 kMaxProbes);
       }
     }
+    return valid ? Take(at, token.key, found) : Position{nullptr, kPaddingKey, kPositionPadding, 1.0f};
   }
-  if (f.weights_start >= 0) p.weight = __ldg(a.batch.weights + f.weights_start + at);
-  if (kMode == kModeInsert && row_id == kPendingRow) {
-    p.kind = kPositionUnfinished;
+  /// A position whose walk has ended at a row, or nowhere.
+  __device__ Position Take(int32_t at, uint64_t key, const ProbeResult& found) {
+    const int64_t position = int64_t{f.key_start} + at;
+    Position p{nullptr, key, kPositionPadding, 1.0f};
+    if (key == kPaddingKey) {
+      ++counts.padding;
+      if (kMode == kModeInsert) a.row_ids[position] = kNoRow;
+      return p;
+    }
+    if (f.weights_start >= 0) p.weight = __ldg(a.batch.weights + f.weights_start + at);
+    if (found.row_id < a.store.capacity) {
+      if (kMode == kModeInsert) a.row_ids[position] = found.row_id;
+      p.kind = kPositionRow;
+      p.pointer = a.store.rows.At(a.store.starts, found.row_id, a.store.dim);
+      ++counts.found;
+      counts.longest_probe = max(counts.longest_probe, found.num_probes);
+      return p;
+    }
     ++counts.absent;
-  } else if (row_id == kNoRow) {
-    p.kind = kMode == kModeFind && f.unknown_zeros ? kPositionZeros : kPositionInitial;
-    ++counts.absent;
-  } else {
-    p.kind = kPositionRow;
-    p.pointer = a.store.rows.At(a.store.starts, row_id, a.store.dim);
-    ++counts.found;
+    if (kMode == kModeInsert) {
+      a.row_ids[position] = kPendingRow;
+      p.kind = kPositionUnfinished;
+    } else {
+      p.kind = kMode == kModeFind && f.unknown_zeros ? kPositionZeros : kPositionInitial;
+    }
+    return p;
   }
-  return p;
-}
+};
 
 /// Leaves bags to the finishing pass; lanes with `unfinished` each add one bag.
 ///
@@ -100,15 +152,15 @@ __device__ __forceinline__ void LeaveBag(const InsertWorkspace& w, bool unfinish
   if (unfinished && at < room) w.unfinished[at] = bag;
 }
 
-/// What lies in no bag is padding: before the first bag of a feature, and after the last one.
+/// What lies in no bag is padding: before the first bag of a feature, and after the last one. Blocks share it as they
+/// share the feature's bags; all threads of `block` of `blocks`.
 template <int kMode>
-__device__ __forceinline__ void CountLoosePositions(const LookupArguments& a, const Feature& f, int32_t tile,
+__device__ __forceinline__ void CountLoosePositions(const LookupArguments& a, const Feature& f, int block, int blocks,
                                                     LaneCounts& counts) {
   int32_t first, last;
   f.Bags(a.batch.offsets, &first, &last);
-  const int32_t tiles = max(CeilDiv(f.num_bags, kBagsPerTile), 1);  // a feature without bags has one
-  const int32_t num_loose = first + (f.num_keys - last);
-  for (int64_t i = int64_t{tile} * kBlock + threadIdx.x; i < num_loose; i += int64_t{tiles} * kBlock) {
+  const int64_t num_loose = first + (f.num_keys - last);
+  for (int64_t i = int64_t{block} * kBlock + threadIdx.x; i < num_loose; i += int64_t{blocks} * kBlock) {
     ++counts.padding;
     if (kMode == kModeInsert) a.row_ids[f.key_start + (i < first ? i : last + (i - first))] = kNoRow;
   }
@@ -144,58 +196,143 @@ __device__ __forceinline__ void FlushCounts(const LookupArguments& a, const Feat
   }
 }
 
-// One block, one tile of bags of one feature; one warp, 32 of them.
-// Bags of single keys: lane i finds the row of bag i, then groups of lanes copy 32 / lanes rows at a time.
-// Other bags: each group of lanes sums one bag after the other.
-// A thread writes the row ids of the keys it resolved and its columns of its group's embeddings; nothing is shared
-// but counters, which are added to.
-template <int kMode, int kVector, int kPerLane>
-__global__ void __launch_bounds__(kBlock, BlocksPerMultiprocessor<kPerLane>())
-    LookupKernel(const __grid_constant__ LookupArguments a, const __grid_constant__ FeaturePointers<float> embeddings,
-                 int lanes) {
-  const Feature f =
-      Feature::Load(a.batch.features, FeatureAt(a.batch.features, a.batch.num_features, kFeatureTileStart, blockIdx.x));
-  const uint64_t salt = kMode == kModePlanned ? 0 : SaltOf(a.store.counters);
-  float* out = embeddings.data[f.number];
-  const int warp_lane = threadIdx.x % kWarp;
-  const int32_t tile = static_cast<int32_t>(blockIdx.x) - f.tile_start;
-  const int32_t warp_bag = tile * kBagsPerTile + static_cast<int32_t>(threadIdx.x / kWarp) * kWarp;
-  LaneCounts counts;
+/// The bags of a block, all of one feature, and those of a warp in it.
+struct BlockBags {
+  Feature f;
+  int block, blocks;  // of those that share the feature
+  int32_t first_bag, last_bag;
 
-  if (f.combiner == kCombinerNone) {
-    const int num_valid = min(kWarp, f.num_bags - warp_bag);
-    if (num_valid > 0) {
-      Position mine{nullptr, kPaddingKey, kPositionPadding, 1.0f};
-      if (warp_lane < num_valid) mine = ResolvePosition<kMode>(a, f, warp_bag + warp_lane, salt, counts);
-      CopyRows<kVector, kPerLane>(mine, num_valid, a.store, OneTable{static_cast<uint32_t>(f.table)}, lanes,
-                                  out + int64_t{warp_bag} * a.store.dim);
-      if (kMode == kModeInsert) {
-        LeaveBag(a.insert, mine.kind == kPositionUnfinished, static_cast<uint32_t>(f.bag_start + warp_bag + warp_lane),
-                 a.batch.num_keys);
+  __device__ static BlockBags Of(const BatchView& batch, TileShare share) {
+    const int tile = static_cast<int>(blockIdx.x) / share.BlocksPerTile();
+    BlockBags b;
+    b.f = Feature::Load(batch.features, FeatureAt(batch.features, batch.num_features, kFeatureTileStart, tile));
+    b.block = static_cast<int>(blockIdx.x) - b.f.tile_start * share.BlocksPerTile();
+    b.blocks = max(CeilDiv(b.f.num_bags, kBagsPerTile), 1) * share.BlocksPerTile();  // without bags: one tile
+    const int32_t warp = b.block * (kBlock / kWarp) + static_cast<int>(threadIdx.x) / kWarp;
+    b.first_bag = min(warp * share.granule, b.f.num_bags);
+    b.last_bag = min(b.first_bag + share.granule, b.f.num_bags);
+    return b;
+  }
+};
+
+// Single keys: lane i of a warp finds the row of bag i, then groups of lanes copy 32 / lanes rows at a time.
+// A thread writes the row id of its key and its columns of its group's embeddings; nothing is shared but counters,
+// which are added to.
+template <int kMode, int kVector, int kPerLane>
+__global__ void __launch_bounds__(kBlock, CopyBlocksPerMultiprocessor<kPerLane>())
+    LookupRowsKernel(const __grid_constant__ LookupArguments a,
+                     const __grid_constant__ FeaturePointers<float> embeddings, TileShare share, int lanes) {
+  const BlockBags b = BlockBags::Of(a.batch, share);
+  const Feature& f = b.f;
+  if (f.combiner != kCombinerNone) return;
+  LookupSource<kMode> source{a, f, kMode == kModePlanned ? 0 : SaltOf(a.store.counters), nullptr, 0, {}};
+  const int32_t bag = b.first_bag + static_cast<int32_t>(threadIdx.x % kWarp);
+  if (b.first_bag < b.last_bag) {
+    Position mine{nullptr, kPaddingKey, kPositionPadding, 1.0f};
+    if (bag < b.last_bag) {
+      const auto token = source.Load(bag);
+      ProbeResult found{token.row_id, kNoEntry, 1};
+      if (kMode != kModePlanned && token.key != kPaddingKey) {
+        found = ProbeBuckets<false>(a.store.index, token.key, f.table, source.salt, kMaxProbes);
       }
+      mine = source.Take(bag, token.key, found);
     }
-  } else {
-    const int groups = kWarp / lanes, group = warp_lane / lanes;
-    for (int step = 0; step < lanes; ++step) {
-      const int32_t bag = warp_bag + step * groups + group;
-      if (warp_bag + step * groups >= f.num_bags) break;
-      int32_t begin = 0, end = 0;
-      if (bag < f.num_bags) f.BagRange(a.batch.offsets, bag, &begin, &end);
-      RowPart<kVector, kPerLane> sum;
-      BagResult result = SumBag<kVector, kPerLane>(
-          f, begin, end, a.store, lanes, [&](int32_t at) { return ResolvePosition<kMode>(a, f, at, salt, counts); },
-          sum);
-      if (bag < f.num_bags)
-        WriteBag<kVector, kPerLane>(f, result, sum, lanes, a.store.dim, out + int64_t{bag} * a.store.dim);
-      if (kMode == kModeInsert) {
-        LeaveBag(a.insert, result.unfinished && warp_lane % lanes == 0, static_cast<uint32_t>(f.bag_start + bag),
-                 a.batch.num_keys);
-      }
+    CopyRows<kVector, kPerLane>(mine, b.last_bag - b.first_bag, a.store, OneTable{static_cast<uint32_t>(f.table)},
+                                lanes, embeddings.data[f.number] + int64_t{b.first_bag} * a.store.dim);
+    if (kMode == kModeInsert) {
+      LeaveBag(a.insert, mine.kind == kPositionUnfinished, static_cast<uint32_t>(f.bag_start + bag), a.batch.num_keys);
     }
   }
-  CountLoosePositions<kMode>(a, f, tile, counts);
-  FlushCounts<kMode>(a, f, counts);
+  CountLoosePositions<kMode>(a, f, b.block, b.blocks, source.counts);
+  FlushCounts<kMode>(a, f, source.counts);
 }
+
+// Other bags: each group of lanes sums one after the other. Who writes what is as for single keys.
+template <int kMode, int kVector, int kPerLane>
+__global__ void __launch_bounds__(kBlock, BagBlocksPerMultiprocessor<kPerLane>())
+    LookupBagsKernel(const __grid_constant__ LookupArguments a,
+                     const __grid_constant__ FeaturePointers<float> embeddings, TileShare share, int lanes) {
+  __shared__ AsyncLines lines[kMode == kModePlanned ? 1 : kBlock / kWarp];
+  __shared__ WindowRows window_rows[kBlock / kWarp];
+  __shared__ Feature f;
+  const BlockBags b = BlockBags::Of(a.batch, share);
+  if (threadIdx.x == 0) f = b.f;
+  __syncthreads();
+  if (f.combiner == kCombinerNone) return;
+  LookupSource<kMode> source{a,
+                             f,
+                             kMode == kModePlanned ? 0 : SaltOf(a.store.counters),
+                             lines + (kMode == kModePlanned ? 0 : threadIdx.x / kWarp),
+                             0,
+                             {}};
+  float* out = embeddings.data[f.number];
+  BagWalk walk(f, a.batch.offsets, b.first_bag, b.last_bag, lanes);
+  SumBags<kVector, kPerLane>(f, walk, a.store, lanes, source, window_rows[threadIdx.x / kWarp],
+                             [&](int32_t bag, const BagResult& result, RowPart<kVector, kPerLane>& sum) {
+                               if (bag >= 0) {
+                                 WriteBag<kVector, kPerLane>(f, result, sum, lanes, a.store.dim,
+                                                             out + int64_t{bag} * a.store.dim);
+                               }
+                               if (kMode == kModeInsert) {
+                                 LeaveBag(a.insert, result.unfinished && static_cast<int>(threadIdx.x) % lanes == 0,
+                                          static_cast<uint32_t>(f.bag_start + bag), a.batch.num_keys);
+                               }
+                             });
+  CountLoosePositions<kMode>(a, f, b.block, b.blocks, source.counts);
+  FlushCounts<kMode>(a, f, source.counts);
+}
+
+/// One bag for each group of lanes, each perhaps of another feature (SumBags).
+class ListedBags {
+ public:
+  __device__ ListedBags(int32_t begin, int32_t end, int32_t bag, int lanes)
+      : begin_(begin), end_(end), bag_(bag), lanes_(lanes), longest_(__reduce_max_sync(~0u, end - begin)) {}
+
+  __device__ bool Next(Window& w) {
+    if (at_ >= longest_) return false;
+    w.first = begin_ + at_;
+    w.count = min(end_ - w.first, lanes_);
+    w.bag = bag_;
+    at_ += lanes_;
+    w.is_last = at_ >= longest_;
+    return true;
+  }
+
+ private:
+  int32_t begin_, end_, bag_, lanes_, longest_;
+  int32_t at_ = 0;
+};
+
+/// What positions contribute once it is known what became of their keys (SumBags).
+struct FinishSource {
+  const LookupArguments& a;
+  const Feature& f;
+  const InsertControl& control;
+  TableCounts& counts;
+
+  using Token = uint64_t;
+  __device__ static Token None() { return kPaddingKey; }
+  __device__ Token Load(int32_t at) const { return __ldg(a.batch.keys + f.key_start + at); }
+  __device__ void Ask(Token) const {}
+  __device__ Position Resolve(int32_t at, Token key, bool) {
+    const int64_t position = int64_t{f.key_start} + at;
+    Position p{nullptr, key, kPositionPadding, 1.0f};
+    if (key == kPaddingKey) return p;
+    uint32_t row_id = a.row_ids[position];
+    if (row_id == kPendingRow) {
+      bool unplaced;
+      row_id =
+          ResolvePending(StoreSink{a.store, a.counts}, control, a.insert.entry_of[position], key, f.table, &unplaced);
+      a.row_ids[position] = row_id;
+      counts.Add(f.table, row_id == kNoRow ? kCountRefused : kCountFound, 1);
+      if (unplaced) atomicAdd(a.store.counters + kNumUnplaced, 1u);
+    }
+    if (f.weights_start >= 0) p.weight = __ldg(a.batch.weights + f.weights_start + at);
+    p.kind = row_id == kNoRow ? kPositionInitial : kPositionRow;
+    if (row_id != kNoRow) p.pointer = a.store.rows.At(a.store.starts, row_id, a.store.dim);
+    return p;
+  }
+};
 
 // A group of lanes takes one bag of the list after the other: its pending keys are known now.
 // A position lies in one bag, a bag is in the list once: no two groups write the same row id or embedding.
@@ -206,8 +343,8 @@ __global__ void __launch_bounds__(kBlock)
   const InsertControl control = *a.insert.control;
   if (control.num_pending == 0) return;
   __shared__ int32_t shared_counts[kSharedTables * kNumCounts];
-  TableCounts table_counts(shared_counts, a.counts, a.store.num_tables);
-  const StoreSink sink{a.store, a.counts};
+  __shared__ WindowRows window_rows[kBlock / kWarp];
+  TableCounts counts(shared_counts, a.counts, a.store.num_tables);
   const int groups = kWarp / lanes, group = (threadIdx.x % kWarp) / lanes;
   const int64_t warp = int64_t{blockIdx.x} * (kBlock / kWarp) + threadIdx.x / kWarp;
   const int64_t stride = int64_t{gridDim.x} * (kBlock / kWarp) * groups;
@@ -221,31 +358,16 @@ __global__ void __launch_bounds__(kBlock)
     const int32_t bag = global_bag - f.bag_start;
     int32_t begin = 0, end = 0;
     if (valid) f.BagRange(a.batch.offsets, bag, &begin, &end);
-    const auto resolve = [&](int32_t at) {
-      const int64_t position = int64_t{f.key_start} + at;
-      Position p{nullptr, __ldg(a.batch.keys + position), kPositionPadding, 1.0f};
-      if (p.key == kPaddingKey) return p;
-      uint32_t row_id = a.row_ids[position];
-      if (row_id == kPendingRow) {
-        bool unplaced;
-        row_id = ResolvePending(sink, control, a.insert.entry_of[position], p.key, f.table, &unplaced);
-        a.row_ids[position] = row_id;
-        table_counts.Add(f.table, row_id == kNoRow ? kCountRefused : kCountFound, 1);
-        if (unplaced) atomicAdd(a.store.counters + kNumUnplaced, 1u);
-      }
-      if (f.weights_start >= 0) p.weight = __ldg(a.batch.weights + f.weights_start + at);
-      p.kind = row_id == kNoRow ? kPositionInitial : kPositionRow;
-      if (row_id != kNoRow) p.pointer = a.store.rows.At(a.store.starts, row_id, a.store.dim);
-      return p;
-    };
-    RowPart<kVector, kPerLane> sum;
-    const BagResult result = SumBag<kVector, kPerLane>(f, begin, end, a.store, lanes, resolve, sum);
-    if (valid) {
-      WriteBag<kVector, kPerLane>(f, result, sum, lanes, a.store.dim,
-                                  embeddings.data[f.number] + int64_t{bag} * a.store.dim);
-    }
+    ListedBags walk(begin, end, valid ? bag : -1, lanes);
+    FinishSource source{a, f, control, counts};
+    SumBags<kVector, kPerLane>(f, walk, a.store, lanes, source, window_rows[threadIdx.x / kWarp],
+                               [&](int32_t at, const BagResult& result, RowPart<kVector, kPerLane>& sum) {
+                                 if (at < 0) return;
+                                 WriteBag<kVector, kPerLane>(f, result, sum, lanes, a.store.dim,
+                                                             embeddings.data[f.number] + int64_t{at} * a.store.dim);
+                               });
   }
-  table_counts.Flush();
+  counts.Flush();
 }
 
 /// Blocks of the finishing pass: enough to fill the largest GPU, few enough to cost nothing when there is no work.
@@ -258,7 +380,14 @@ struct LaunchMode {
   const FeaturePointers<float>& embeddings;
   template <int kVector, int kPerLane>
   LaunchError operator()(int lanes) const {
-    LookupKernel<kMode, kVector, kPerLane><<<a.batch.num_tiles, kBlock, 0, stream>>>(a, embeddings, lanes);
+    const TileShare share = TileShare::Of(a.batch.num_tiles);
+    const int blocks = a.batch.num_tiles * share.BlocksPerTile();
+    if (a.batch.kinds & kSingleKeys) {
+      LookupRowsKernel<kMode, kVector, kPerLane><<<blocks, kBlock, 0, stream>>>(a, embeddings, share, lanes);
+    }
+    if (a.batch.kinds & kBags) {
+      LookupBagsKernel<kMode, kVector, kPerLane><<<blocks, kBlock, 0, stream>>>(a, embeddings, share, lanes);
+    }
     JAXSOK_RETURN_IF_CUDA(cudaGetLastError());
     return nullptr;
   }
@@ -301,9 +430,12 @@ LaunchError LaunchLookup(Stream stream, const StoreView& store, const BatchView&
     return batch.num_tiles == 0 ? nullptr : DispatchShape(store.dim, LaunchMode<kModeInsert>{stream, a, pointers});
   }
   JAXSOK_RETURN_IF_LAUNCH(DispatchShape(store.dim, LaunchMode<kModeInsert>{stream, a, pointers}));
-  JAXSOK_RETURN_IF_LAUNCH(LaunchInsertPasses(stream, StoreSink{store, counts}, a.insert, batch.keys,
-                                             TableOfPosition{nullptr, batch.features, batch.num_features}, row_ids,
-                                             batch.num_keys, store.dim));
+  const StoreSink sink{store, counts};
+  const TableOfPosition table_of{nullptr, batch.features, batch.num_features};
+  ClaimPendingKernel<<<InsertBlocks(batch.num_keys), kBlock, 0, stream>>>(sink, a.insert, batch.keys, table_of, row_ids,
+                                                                          batch.num_keys);
+  JAXSOK_RETURN_IF_CUDA(cudaGetLastError());
+  JAXSOK_RETURN_IF_LAUNCH(LaunchInsertPasses(stream, sink, a.insert, batch.keys, table_of, row_ids, batch.num_keys));
   return DispatchShape(store.dim, LaunchFinish{stream, a, pointers});
 }
 

@@ -27,6 +27,7 @@ struct PlanSink {
   }
   __device__ uint64_t KeyOf(uint32_t ordinal) const { return plan.unique[ordinal]; }
   __device__ uint32_t TableOf(uint32_t ordinal) const { return plan.unique_tables[ordinal]; }
+  __device__ int LanesOfRow() const { return 1; }
   __device__ void WriteRow(uint32_t, uint64_t, uint32_t, int, int) const {}
   __device__ void CountNew(uint32_t, int) const {}
   __device__ void Commit(uint32_t num_new) const { *plan.num_unique = static_cast<int32_t>(num_new); }
@@ -224,7 +225,7 @@ LaunchError LaunchPlan(Stream stream, const BatchView& batch, const PlanView& pl
   const TableOfPosition table_of{nullptr, batch.features, batch.num_features};
   PlanClaimKernel<<<blocks, kBlock, 0, stream>>>(sink, w, batch);
   uint32_t* row_ids = reinterpret_cast<uint32_t*>(plan.inverse);
-  JAXSOK_RETURN_IF_LAUNCH(LaunchInsertPasses(stream, sink, w, batch.keys, table_of, row_ids, batch.num_keys, 1));
+  JAXSOK_RETURN_IF_LAUNCH(LaunchInsertPasses(stream, sink, w, batch.keys, table_of, row_ids, batch.num_keys));
   PlanResolveKernel<<<blocks, kBlock, 0, stream>>>(sink, w);
   JAXSOK_RETURN_IF_CUDA(cudaGetLastError());
   return nullptr;

@@ -226,7 +226,7 @@ struct GatherArguments {
 // One warp, 32 requests: lane i finds the row of request i, then groups of lanes copy 32 / lanes rows at a time.
 // A thread writes its columns of its group's rows; nothing is shared but counts, which are added to.
 template <int kVector, int kPerLane>
-__global__ void __launch_bounds__(kBlock, BlocksPerMultiprocessor<kPerLane>())
+__global__ void __launch_bounds__(kBlock, CopyBlocksPerMultiprocessor<kPerLane>())
     GatherKernel(const __grid_constant__ GatherArguments a, int lanes) {
   __shared__ int32_t block_absent[kSharedTables];
   const bool has_few_tables = a.store.num_tables <= kSharedTables;
@@ -309,7 +309,7 @@ LaunchError LaunchFindOrInsert(Stream stream, const StoreView& store, const uint
   ClaimKernel<<<blocks, kBlock, 0, stream>>>(sink, w, keys, table_ids, num_keys, row_ids);
   JAXSOK_RETURN_IF_CUDA(cudaGetLastError());
   JAXSOK_RETURN_IF_LAUNCH(
-      LaunchInsertPasses(stream, sink, w, keys, TableOfPosition{table_ids, nullptr, 0}, row_ids, num_keys, store.dim));
+      LaunchInsertPasses(stream, sink, w, keys, TableOfPosition{table_ids, nullptr, 0}, row_ids, num_keys));
   ResolveKernel<<<blocks, kBlock, 0, stream>>>(sink, w, keys, table_ids, num_keys, row_ids);
   JAXSOK_RETURN_IF_CUDA(cudaGetLastError());
   return nullptr;

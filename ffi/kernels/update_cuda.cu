@@ -75,7 +75,7 @@ struct ApplyStep {
   __device__ void Apply(uint32_t row, uint32_t num_uses, int lane, int lanes, unsigned mask,
                         Loaded<kVector, kPerLane>& loaded, RowPart<kVector, kPerLane>& gradient) const {
     if (row_gradient != kRowGradientSum) gradient.Scale(RowGradientScale(row_gradient, num_uses));
-    bool finite = true;
+    float zero = 0.0f;  // NaN once a gradient is infinite or NaN
     float squares = 0.0f;
 #pragma unroll
     for (int k = 0; k < kPerLane; ++k) {
@@ -83,11 +83,11 @@ struct ApplyStep {
 #pragma unroll
       for (int i = 0; i < kVector; ++i) {
         const float g = gradient.part[k].v[i];
-        finite = finite && IsFinite(g);
+        zero = __fmaf_rn(g, 0.0f, zero);
         if constexpr (Step::kRowwise) squares = squares + g * g;
       }
     }
-    if (!__all_sync(mask, finite)) {
+    if (!__all_sync(mask, zero == 0.0f)) {
       if (lane == 0) {
         const uint32_t table = store.records.At(store.starts, row, 1)->table;
         if (table < static_cast<uint32_t>(store.num_tables)) atomicAdd(num_nonfinite + table, 1);

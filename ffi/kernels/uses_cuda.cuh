@@ -1,12 +1,12 @@
 // From bag gradients to row gradients on a GPU: the uses of a batch sorted by row, and summed in the order of
 // core/row_update.h. update_cuda.cu steps optimizers with the sums, combine_cuda.cu writes them down.
 //
-//   list   each position says which row it used, and by which factor of its bag's gradient (bags with weights or
-//          a divisor; single keys need none)
+//   list   each position says which row it used, and by which factor of its bag's gradient (plain sums of bags of
+//          one length need none)
 //   sort   (row, position), stable: a row's uses stand together, by position
 //   sum    a warp takes 32 sorted uses. Rows with at most 32 uses are summed and applied at once; of longer rows
 //          every 32 uses give a partial sum, and the row is put into a list
-//   long   a block takes one row of that list: partial sums, tree, apply
+//   long   a group of lanes, or where there are many partial sums a block, takes one row of that list
 #ifndef JAXSOK_KERNELS_USES_CUDA_CUH_
 #define JAXSOK_KERNELS_USES_CUDA_CUH_
 
@@ -23,15 +23,21 @@ struct alignas(8) UseFactor {
   float factor;
 };
 
+/// A row with more than one chunk.
+struct LongRow {
+  uint32_t begin;  // its first sorted use
+  uint32_t num_uses;
+};
+
 struct UsesWorkspace {
   uint32_t* num_long;     // [1]
   uint32_t* rows;         // [num_keys]
   uint32_t* positions;    // [num_keys]
   uint32_t* sorted_rows;  // [num_keys]
   uint32_t* sorted_positions;
-  UseFactor* factors;     // [num_keys], by position
-  uint32_t* long_starts;  // [num_keys / 32 + 1]: first sorted use of each row with more than 32
-  float* partials;        // [2 * (num_keys / 32 + 1), dim]
+  UseFactor* factors;  // [num_keys], by position
+  LongRow* long_rows;  // [num_keys / 32 + 1]: rows with more than 32 uses
+  float* partials;     // [2 * (num_keys / 32 + 1), dim]
   void* sort_storage;
   size_t sort_bytes;
 };
@@ -45,7 +51,7 @@ inline LaunchError CutUses(void* workspace, int64_t num_keys, int32_t dim, int e
   w->sorted_rows = cutter.Take<uint32_t>(num_keys);
   w->sorted_positions = cutter.Take<uint32_t>(num_keys);
   w->factors = cutter.Take<UseFactor>(num_keys);
-  w->long_starts = cutter.Take<uint32_t>(num_chunks);
+  w->long_rows = cutter.Take<LongRow>(num_chunks);
   w->partials = cutter.Take<float>(2 * num_chunks * dim);
   w->sort_storage = cutter.Rest();
   JAXSOK_RETURN_IF_CUDA(cub::DeviceRadixSort::SortPairs(nullptr, w->sort_bytes, w->rows, w->sorted_rows, w->positions,
@@ -54,6 +60,11 @@ inline LaunchError CutUses(void* workspace, int64_t num_keys, int32_t dim, int e
     return "workspace is smaller than its bound";
   }
   return nullptr;
+}
+
+/// Whether a feature's uses need no factors: bag and factor follow from the position.
+__device__ __forceinline__ bool IsPlain(int32_t combiner, int32_t hotness, int32_t weights_start) {
+  return hotness > 0 && weights_start < 0 && (combiner == kCombinerNone || combiner == kCombinerSum);
 }
 
 /// Where the gradient of a sorted use lies, and its factor.
@@ -67,9 +78,10 @@ struct UseView {
                                      float* factor) const {
     const int f = FeatureAt(features, num_features, kFeatureKeyStart, static_cast<int32_t>(position));
     const int32_t* words = features + f * kNumFeatureWords;
-    if (__ldg(words + kFeatureCombiner) == kCombinerNone) {
+    if (IsPlain(__ldg(words + kFeatureCombiner), __ldg(words + kFeatureHotness), __ldg(words + kFeatureWeightsStart))) {
       *factor = 1.0f;
-      return gradients.data[f] + int64_t{static_cast<int32_t>(position) - __ldg(words + kFeatureKeyStart)} * dim;
+      const int32_t at = static_cast<int32_t>(position) - __ldg(words + kFeatureKeyStart);
+      return gradients.data[f] + int64_t{at / __ldg(words + kFeatureHotness)} * dim;
     }
     const uint2 use = __ldg(reinterpret_cast<const uint2*>(factors + position));
     *factor = __uint_as_float(use.y);
@@ -78,7 +90,8 @@ struct UseView {
 };
 
 // A block lists the uses of one tile of bags. `positions` says which row a position has, and whether it is padding.
-// Single keys: a thread a position. Other bags: eight lanes a bag. Each position is written by one thread.
+// Where no factors are needed: a thread a position. Other bags: eight lanes a bag. Each position is written by one
+// thread.
 template <typename Positions>
 __global__ void __launch_bounds__(kBlock) ListUsesKernel(BatchView batch, Positions positions, UsesWorkspace w) {
   constexpr int kLanes = 8;
@@ -94,9 +107,11 @@ __global__ void __launch_bounds__(kBlock) ListUsesKernel(BatchView batch, Positi
     w.rows[position] = row;
     w.positions[position] = static_cast<uint32_t>(position);
   };
-  if (f.combiner == kCombinerNone) {
-    const int32_t bag = first_bag + static_cast<int32_t>(threadIdx.x);
-    if (bag < f.num_bags) list(int64_t{f.key_start} + bag, false);
+  if (IsPlain(f.combiner, f.hotness, f.weights_start)) {
+    const int64_t end = min(int64_t{first_bag + kBagsPerTile} * f.hotness, int64_t{f.num_keys});
+    for (int64_t at = int64_t{first_bag} * f.hotness + threadIdx.x; at < end; at += kBlock) {
+      list(int64_t{f.key_start} + at, false);
+    }
   } else {
     const int lane = threadIdx.x % kLanes;
     const int group_start = static_cast<int>(threadIdx.x % kWarp) - lane;
@@ -155,48 +170,70 @@ __device__ __forceinline__ uint32_t StartOfRow(const uint32_t* sorted, uint32_t 
   return high;
 }
 
-/// One past the last of sorted[begin .. end) that equals sorted[begin].
-__device__ __forceinline__ uint32_t EndOfRow(const uint32_t* sorted, uint32_t begin, uint32_t end, uint32_t row) {
-  const uint32_t lane = threadIdx.x % kWarp;
-  uint32_t low = begin + 1, high = end;  // sorted[low - 1] is the row; everything from high on is not
-  // Most long rows have fewer than 1,024 uses: two tests of 32 places find their end.
-  const uint32_t near = begin + kUsesPerChunk * (lane + 1);
-  const uint32_t num_near = __popc(__ballot_sync(~0u, near < end && sorted[near] == row));
-  low = begin + kUsesPerChunk * num_near + 1;
-  if (num_near < kWarp) high = min(low + kUsesPerChunk - 1, end);
-  while (low < high) {
-    const uint32_t step = (high - low + kWarp - 1) / kWarp;
-    const uint32_t at = low + lane * step;
-    const bool same = at < high && sorted[at] == row;
-    const uint32_t num_same = __popc(__ballot_sync(~0u, same));
-    if (num_same == 0) return low;
-    const uint32_t next_high = min(low + num_same * step, high);
-    low = low + (num_same - 1) * step + 1;
-    high = next_high;
-  }
-  return low;
+/// Rows whose gradients are summed at the same time, for lanes that hold kPerLane vectors each.
+template <int kPerLane>
+constexpr int UsesInFlight() {
+  return kPerLane >= 4 ? 1 : 4 / kPerLane;
 }
 
+/// Blocks of kBlock threads that should fit a multiprocessor while gradients are summed.
+template <int kPerLane>
+constexpr int SumBlocksPerMultiprocessor() {
+  return kPerLane <= 2 ? 4 : kPerLane <= 8 ? 2 : 1;
+}
+
+/// What a warp knows of its 32 sorted uses and of the 32 after them. In shared memory: registers are what the sums
+/// need.
+struct WarpUses {
+  const float* gradients[2 * kWarp];
+  float factors[2 * kWarp];
+  uint32_t rows[kWarp];
+  uint8_t lengths[kWarp];       // of the chunk that begins at a use
+  uint8_t short_starts[kWarp];  // the uses at which chunks of one run begin
+
+  /// Adds uses [first, first + count) to `sum`, in sequence. Groups of lanes each add their own.
+  template <int kVector, int kPerLane>
+  __device__ void Add(int first, int count, bool has_factors, int lane, int lanes, int dim,
+                      RowPart<kVector, kPerLane>& sum) const {
+    constexpr int kFlight = UsesInFlight<kPerLane>();
+    for (int u = 0; u < count; u += kFlight) {
+      RowPart<kVector, kPerLane> parts[kFlight];
+#pragma unroll
+      for (int i = 0; i < kFlight; ++i) {
+        if (u + i < count) parts[i].Load(gradients[first + u + i], lane, lanes, dim);
+      }
+#pragma unroll
+      for (int i = 0; i < kFlight; ++i) {
+        if (u + i >= count) continue;
+        if (has_factors) parts[i].Scale(factors[first + u + i]);
+        sum.Add(parts[i]);
+      }
+    }
+  }
+};
+
 // One warp, 32 sorted uses. A chunk begins where a row begins, and every 32 uses after that; the warp that holds
-// its first use sums it, reading up to 31 uses of the next warp. Groups of lanes take a chunk each.
+// its first use sums it, reading up to 31 uses of the next warp. Chunks of one run are taken by a group of lanes each;
+// of longer ones all groups take runs, and each adds up all of them.
 // A row with one chunk is applied by the group that summed it, and by no other. A chunk of a longer row writes its
 // partial sum: of the chunks that begin in one warp's 32 uses at most one is the first of a long row and at most
-// one is a later one, so partials[2 * warp + is_first] is written once.
+// one is a later one, so partials[2 * warp + is_first] is written once. The last one puts the row into the list.
 template <typename Apply, int kVector, int kPerLane>
-__global__ void __launch_bounds__(kBlock)
+__global__ void __launch_bounds__(kBlock, SumBlocksPerMultiprocessor<kPerLane>())
     SumUsesKernel(const __grid_constant__ Apply apply, const __grid_constant__ FeaturePointers<const float> gradients,
                   UseView view, UsesWorkspace w, uint32_t num_keys, int lanes) {
-  constexpr int kFlight = RowsInFlight<kPerLane>();
-  __shared__ uint8_t chunk_starts[kBlock / kWarp][kWarp];
+  __shared__ WarpUses uses_of_warp[kBlock / kWarp];
   const int warp_in_block = threadIdx.x / kWarp, warp_lane = threadIdx.x % kWarp;
+  WarpUses& uses = uses_of_warp[warp_in_block];
   const uint32_t warp = blockIdx.x * (kBlock / kWarp) + warp_in_block;
   const uint32_t first = warp * kWarp;
   if (first >= num_keys) return;
   const uint32_t at = first + warp_lane, later = at + kWarp;
   const uint32_t row = at < num_keys ? w.sorted_rows[at] : kNoRow;
-  if (__all_sync(~0u, row == kNoRow)) return;
   const uint32_t later_row = later < num_keys ? w.sorted_rows[later] : kNoRow;
   const uint32_t before = first == 0 ? kNoRow : w.sorted_rows[first - 1];
+  const uint32_t position = at < num_keys ? w.sorted_positions[at] : 0;
+  if (__all_sync(~0u, row == kNoRow)) return;
 
   // Bit i: use first + i is of another row than the one before it.
   uint32_t previous = __shfl_up_sync(~0u, row, 1);
@@ -213,115 +250,147 @@ __global__ void __launch_bounds__(kBlock)
   const unsigned heads_so_far = changes & (~0u >> (kWarp - 1 - warp_lane));
   const uint32_t rank = heads_so_far ? warp_lane - (kWarp - 1 - __clz(heads_so_far)) : uses_before + warp_lane;
   const bool is_start = row != kNoRow && rank % kUsesPerChunk == 0;
-  const unsigned starts = __ballot_sync(~0u, is_start);
-  if (starts == 0) return;
-  const int num_starts = __popc(starts);
-  if (is_start) chunk_starts[warp_in_block][__popc(starts & ((1u << warp_lane) - 1))] = static_cast<uint8_t>(warp_lane);
+  if (!__any_sync(~0u, is_start)) return;
   // The boundary after each lane's use: where a chunk that begins there ends, unless 32 uses come first.
-  const uint64_t after = warp_lane == 63 ? 0 : boundary >> (warp_lane + 1);
+  const uint64_t after = boundary >> (warp_lane + 1);
   const int to_boundary = after == 0 ? 64 : __ffsll(static_cast<long long>(after));
   const int length = min(kUsesPerChunk, to_boundary);
-  const bool is_long = rank != 0 || (length == kUsesPerChunk && to_boundary > kUsesPerChunk);
-  const bool needs_later = __any_sync(~0u, is_start && warp_lane + length > kWarp);
-
-  float factor = 0.0f, later_factor = 0.0f;
-  const float* gradient = nullptr;
-  const float* later_gradient = nullptr;
-  if (row != kNoRow) gradient = view.GradientOf(gradients, w.sorted_positions[at], &factor);
-  if (needs_later && later_row != kNoRow) {
-    later_gradient = view.GradientOf(gradients, w.sorted_positions[later], &later_factor);
+  const bool is_short = rank == 0 && length <= kUsesPerRun;
+  const unsigned shorts = __ballot_sync(~0u, is_start && is_short);
+  unsigned longs = __ballot_sync(~0u, is_start && !is_short);
+  if (is_start && is_short) {
+    uses.short_starts[__popc(shorts & ((1u << warp_lane) - 1))] = static_cast<uint8_t>(warp_lane);
   }
-  __syncwarp();
+  float factor = 1.0f, later_factor = 1.0f;
+  if (row != kNoRow) uses.gradients[warp_lane] = view.GradientOf(gradients, position, &factor);
+  if (__any_sync(~0u, is_start && warp_lane + length > kWarp) && later_row != kNoRow) {
+    uses.gradients[kWarp + warp_lane] = view.GradientOf(gradients, w.sorted_positions[later], &later_factor);
+  }
+  uses.factors[warp_lane] = factor;
+  uses.factors[kWarp + warp_lane] = later_factor;
+  uses.rows[warp_lane] = row;
+  uses.lengths[warp_lane] = static_cast<uint8_t>(length);
   // Rows of single keys and plain sums, the common case, spare the factors.
-  const bool has_factors =
-      __any_sync(~0u, (row != kNoRow && factor != 1.0f) || (later_gradient != nullptr && later_factor != 1.0f));
-  constexpr int kUsesMask = 0xff, kIsLong = 1 << 8, kIsFirst = 1 << 9;
-  const int packed = length | (is_long ? kIsLong : 0) | (rank == 0 ? kIsFirst : 0);
+  const bool has_factors = __any_sync(~0u, factor != 1.0f || later_factor != 1.0f);
+  __syncwarp();
 
   const int lane = warp_lane % lanes, group = warp_lane / lanes, groups = kWarp / lanes;
   const unsigned mask = (lanes == kWarp ? ~0u : (1u << lanes) - 1) << (warp_lane - lane);
-  for (int turn = 0; turn < num_starts; turn += groups) {
-    const bool valid = turn + group < num_starts;
-    const int start = chunk_starts[warp_in_block][valid ? turn + group : turn];
-    const uint32_t chunk_row = __shfl_sync(~0u, row, start);
-    const int about = __shfl_sync(~0u, packed, start);
-    const int uses = valid ? about & kUsesMask : 0;
-    const auto from = __shfl_sync(~0u, reinterpret_cast<unsigned long long>(gradient), start);
-    const float first_factor = has_factors ? __shfl_sync(~0u, factor, start) : 1.0f;
+  const int num_shorts = __popc(shorts);
+  for (int turn = group; turn < num_shorts; turn += groups) {
+    const int start = uses.short_starts[turn];
+    const uint32_t chunk_row = uses.rows[start];
+    const int count = uses.lengths[start];
+    // The row is asked for before the first gradient is waited for.
     typename Apply::template Loaded<kVector, kPerLane> loaded;
     RowPart<kVector, kPerLane> sum;
-    if (valid) {
-      // The row is asked for before the first gradient is waited for.
-      sum.Load(reinterpret_cast<const float*>(from), lane, lanes, view.dim);
-      if ((about & kIsLong) == 0) apply.Load(chunk_row, lane, lanes, loaded);
-      if (has_factors) sum.Scale(first_factor);
+    sum.Load(uses.gradients[start], lane, lanes, view.dim);
+    apply.Load(chunk_row, lane, lanes, loaded);
+    if (has_factors) sum.Scale(uses.factors[start]);
+    uses.Add(start + 1, count - 1, has_factors, lane, lanes, view.dim, sum);
+    apply.Apply(chunk_row, static_cast<uint32_t>(count), lane, lanes, mask, loaded, sum);
+  }
+  __syncwarp();
+
+  for (; longs != 0; longs &= longs - 1) {
+    const int start = __ffs(longs) - 1;
+    const uint32_t its_rank = __shfl_sync(~0u, rank, start);
+    const int count = uses.lengths[start];
+    const bool ends_row = __shfl_sync(~0u, to_boundary, start) <= kUsesPerChunk;
+    const bool is_whole = its_rank == 0 && ends_row;
+    RowPart<kVector, kPerLane> total;
+    total.Fill(-0.0f);
+    for (int done = 0; done < count; done += groups * kUsesPerRun) {
+      const int begin = done + group * kUsesPerRun;
+      RowPart<kVector, kPerLane> run;
+      run.Fill(-0.0f);
+      uses.Add(start + begin, min(count - begin, kUsesPerRun), has_factors, lane, lanes, view.dim, run);
+      __syncwarp();
+      for (int g = 0; g < groups && done + g * kUsesPerRun < count; ++g) total.Add(run.Shuffle(g * lanes + lane));
     }
-    const int most = __reduce_max_sync(~0u, uses);
-    for (int u = 1; u < most; u += kFlight) {
-      RowPart<kVector, kPerLane> parts[kFlight];
-      float factors[kFlight];
-#pragma unroll
-      for (int i = 0; i < kFlight; ++i) {
-        const int use = start + u + i;  // below 64, or not read
-        const auto near = __shfl_sync(~0u, reinterpret_cast<unsigned long long>(gradient), use & (kWarp - 1));
-        const auto far = __shfl_sync(~0u, reinterpret_cast<unsigned long long>(later_gradient), use & (kWarp - 1));
-        if (has_factors) {
-          const float near_factor = __shfl_sync(~0u, factor, use & (kWarp - 1));
-          const float far_factor = __shfl_sync(~0u, later_factor, use & (kWarp - 1));
-          factors[i] = use < kWarp ? near_factor : far_factor;
-        }
-        if (u + i < uses) {
-          parts[i].Load(reinterpret_cast<const float*>(use < kWarp ? near : far), lane, lanes, view.dim);
+    if (group == 0) {
+      if (is_whole) {
+        typename Apply::template Loaded<kVector, kPerLane> loaded;
+        apply.Load(uses.rows[start], lane, lanes, loaded);
+        apply.Apply(uses.rows[start], static_cast<uint32_t>(count), lane, lanes, mask, loaded, total);
+      } else {
+        total.Store(w.partials + (2 * int64_t{warp} + (its_rank == 0 ? 1 : 0)) * view.dim, lane, lanes, view.dim);
+        if (ends_row && lane == 0) {
+          w.long_rows[atomicAdd(w.num_long, 1u)] = {first + start - its_rank, its_rank + count};
         }
       }
-#pragma unroll
-      for (int i = 0; i < kFlight; ++i) {
-        if (u + i >= uses) continue;
-        if (has_factors) parts[i].Scale(factors[i]);
-        sum.Add(parts[i]);
-      }
     }
-    if (!valid) continue;
-    if ((about & kIsLong) != 0) {
-      const bool is_first = (about & kIsFirst) != 0;
-      sum.Store(w.partials + (2 * int64_t{warp} + (is_first ? 1 : 0)) * view.dim, lane, lanes, view.dim);
-      if (is_first && lane == 0) w.long_starts[atomicAdd(w.num_long, 1u)] = first + start;
-    } else {
-      apply.Apply(chunk_row, static_cast<uint32_t>(uses), lane, lanes, mask, loaded, sum);
-    }
+    __syncwarp();
   }
 }
 
-// One block, one row with more than 32 uses: kChunkLanes groups of lanes add its partial sums, then a tree.
+/// The partial sums of one long row.
+struct PartialsOfRow {
+  const float* partials;
+  uint32_t begin, num_chunks;
+  int dim;
+
+  __device__ static PartialsOfRow Of(const UsesWorkspace& w, LongRow row, int dim) {
+    return {w.partials, row.begin, CeilDiv<uint32_t>(row.num_uses, kUsesPerChunk), dim};
+  }
+  template <int kVector, int kPerLane>
+  __device__ void Load(uint32_t chunk, int lane, int lanes, RowPart<kVector, kPerLane>& part) const {
+    const int64_t warp = (begin + chunk * kUsesPerChunk) / kWarp;
+    part.LoadPlain(partials + (2 * warp + (chunk == 0 ? 1 : 0)) * dim, lane, lanes, dim);
+  }
+};
+
+// The rows with more than 32 uses. Those with few chunks: a group of lanes each. Then the others, one after the other
+// by whole blocks: kChunkLanes groups of lanes add a row's partial sums, then a tree.
 // The list's order depends on timing; the rows in it do not touch each other.
 template <typename Apply, int kVector, int kPerLane>
 __global__ void __launch_bounds__(1024, 1)
-    SumLongKernel(const __grid_constant__ Apply apply, UseView view, UsesWorkspace w, uint32_t num_keys, int lanes) {
+    SumLongKernel(const __grid_constant__ Apply apply, UseView view, UsesWorkspace w, int lanes) {
+  constexpr uint32_t kFewChunks = 8;
   __shared__ float tree[kChunkLanes][kWarp * kVector];
-  __shared__ uint32_t end;
   const int lane = threadIdx.x % lanes, chunk_lane = threadIdx.x / lanes;
   const uint32_t num_long = *w.num_long;
-  for (uint32_t item = blockIdx.x; item < num_long; item += gridDim.x) {
-    const uint32_t begin = w.long_starts[item];
-    const uint32_t row = w.sorted_rows[begin];
-    if (threadIdx.x < kWarp) {
-      const uint32_t found = EndOfRow(w.sorted_rows, begin, num_keys, row);
-      if (threadIdx.x == 0) end = found;
+  const unsigned group_mask = (lanes == kWarp ? ~0u : (1u << lanes) - 1) << (threadIdx.x % kWarp - lane);
+  const uint32_t num_groups = gridDim.x * (blockDim.x / lanes);
+  for (uint32_t item = blockIdx.x * (blockDim.x / lanes) + chunk_lane; item < num_long; item += num_groups) {
+    const LongRow long_row = w.long_rows[item];
+    const PartialsOfRow partials = PartialsOfRow::Of(w, long_row, view.dim);
+    if (partials.num_chunks > kFewChunks) continue;
+    const uint32_t row = w.sorted_rows[long_row.begin];
+    typename Apply::template Loaded<kVector, kPerLane> loaded;
+    apply.Load(row, lane, lanes, loaded);
+    // The tree over kChunkLanes lanes, of which those from kFewChunks on have no chunk.
+    const auto pair = [&](uint32_t chunk, RowPart<kVector, kPerLane>& sum) {
+      RowPart<kVector, kPerLane> other;
+      partials.Load(chunk, lane, lanes, sum);
+      if (chunk + 4 >= partials.num_chunks) return;
+      partials.Load(chunk + 4, lane, lanes, other);
+      sum.Add(other);
+    };
+    RowPart<kVector, kPerLane> sum, right, other;
+    pair(0, sum);
+    pair(1, right);
+    if (partials.num_chunks > 2) {
+      pair(2, other);
+      sum.Add(other);
     }
-    __syncthreads();
-    const uint32_t num_uses = end - begin;
-    const uint32_t num_chunks = CeilDiv<uint32_t>(num_uses, kUsesPerChunk);
+    if (partials.num_chunks > 3) {
+      pair(3, other);
+      right.Add(other);
+    }
+    sum.Add(right);
+    apply.Apply(row, long_row.num_uses, lane, lanes, group_mask, loaded, sum);
+  }
+  for (uint32_t item = blockIdx.x; item < num_long; item += gridDim.x) {
+    const LongRow long_row = w.long_rows[item];
+    const PartialsOfRow partials = PartialsOfRow::Of(w, long_row, view.dim);
+    if (partials.num_chunks <= kFewChunks) continue;
     RowPart<kVector, kPerLane> sum;
-    sum.SetZero();
-    for (uint32_t c = chunk_lane; c < num_chunks; c += kChunkLanes) {
-      const int64_t warp = (begin + c * kUsesPerChunk) / kWarp;
+    sum.Fill(-0.0f);
+    for (uint32_t c = chunk_lane; c < partials.num_chunks; c += kChunkLanes) {
       RowPart<kVector, kPerLane> part;
-      part.LoadPlain(w.partials + (2 * warp + (c == 0 ? 1 : 0)) * view.dim, lane, lanes, view.dim);
-      if (c == static_cast<uint32_t>(chunk_lane)) {
-        sum = part;
-      } else {
-        sum.Add(part);
-      }
+      partials.Load(c, lane, lanes, part);
+      sum.Add(part);
     }
 #pragma unroll
     for (int k = 0; k < kPerLane; ++k) {
@@ -340,10 +409,11 @@ __global__ void __launch_bounds__(1024, 1)
       for (int i = 0; i < kVector; ++i) sum.part[k].v[i] = mine[i];
     }
     if (chunk_lane == 0) {
+      const uint32_t row = w.sorted_rows[long_row.begin];
       const unsigned mask = lanes == kWarp ? ~0u : (1u << lanes) - 1;
       typename Apply::template Loaded<kVector, kPerLane> loaded;
       apply.Load(row, lane, lanes, loaded);
-      apply.Apply(row, num_uses, lane, lanes, mask, loaded, sum);
+      apply.Apply(row, long_row.num_uses, lane, lanes, mask, loaded, sum);
     }
     __syncthreads();
   }
@@ -365,7 +435,7 @@ struct LaunchSums {
     const uint32_t n = static_cast<uint32_t>(num_keys);
     SumUsesKernel<Apply, kVector, kPerLane><<<blocks, kBlock, 0, stream>>>(apply, gradients, view, w, n, lanes);
     JAXSOK_RETURN_IF_CUDA(cudaGetLastError());
-    SumLongKernel<Apply, kVector, kPerLane><<<kLongBlocks, kChunkLanes * lanes, 0, stream>>>(apply, view, w, n, lanes);
+    SumLongKernel<Apply, kVector, kPerLane><<<kLongBlocks, kChunkLanes * lanes, 0, stream>>>(apply, view, w, lanes);
     JAXSOK_RETURN_IF_CUDA(cudaGetLastError());
     return nullptr;
   }

@@ -14,6 +14,8 @@ from jaxsok.types import COUNTS, Keys, RowIds
 Batch = tuple[Keys, Int32[Array, " num_offsets"], Float32[Array, " num_weights"], Int32[np.ndarray, "num_features 12"]]
 """keys, offsets, weights, features: the parts of `BatchView` in ffi/kernels/lookup.h."""
 
+_COMBINER_WORD = 1  # of a line of features: kFeatureCombiner in ffi/core/layout.h
+
 
 def lookup(
     index: UInt32[Array, "num_buckets 16"],
@@ -55,7 +57,7 @@ def lookup(
     )
     aliases = {0: 0, 1: 1, 2: 2} | {9 + i: 6 + i for i in range(len(slabs))}
     call = jax.ffi.ffi_call("jaxsok_lookup", results, input_output_aliases=aliases)
-    out = call(*state, tables, seed, *batch, *slabs, num_slabs=np.int32(num_slabs), num_tiles=np.int32(num_tiles))
+    out = call(*state, tables, seed, *batch, *slabs, **_attributes(batch, num_slabs, num_tiles))
     index, counters, table_rows, row_ids, counts, _, *rest = out
     new_rows, new_records, embeddings = rest[:num_slabs], rest[num_slabs : 2 * num_slabs], rest[2 * num_slabs :]
     return index, counters, table_rows, tuple(new_rows), tuple(new_records), row_ids, counts, list(embeddings)
@@ -79,8 +81,7 @@ def lookup_find(
     library.register()
     results = _counts_and_embeddings(batch[0], tables, embedding_shapes)
     call = jax.ffi.ffi_call("jaxsok_lookup_find", results)
-    attributes = {"num_slabs": np.int32(len(rows)), "num_tiles": np.int32(num_tiles)}
-    counts, *embeddings = call(index, counters, tables, seed, *batch, *rows, **attributes)
+    counts, *embeddings = call(index, counters, tables, seed, *batch, *rows, **_attributes(batch, len(rows), num_tiles))
     return counts, list(embeddings)
 
 
@@ -102,9 +103,15 @@ def lookup_planned(
     library.register()
     results = (jax.typeof(counters), *_counts_and_embeddings(batch[0], tables, embedding_shapes))
     call = jax.ffi.ffi_call("jaxsok_lookup_planned", results, input_output_aliases={0: 0})
-    attributes = {"num_slabs": np.int32(len(rows)), "num_tiles": np.int32(num_tiles)}
-    counters, counts, *embeddings = call(counters, tables, seed, *batch, row_ids, *rows, **attributes)
+    counters, counts, *embeddings = call(counters, tables, seed, *batch, row_ids, *rows, **_attributes(batch, len(rows), num_tiles))
     return counters, counts, list(embeddings)
+
+
+def _attributes(batch: Batch, num_slabs: int, num_tiles: int) -> dict[str, np.int32]:
+    """What a launch must know before it can look into the batch; `kinds`: FeatureKind in ffi/core/layout.h."""
+    is_bag = batch[3][:, _COMBINER_WORD] != 0
+    kinds = int(not is_bag.all()) | int(is_bag.any()) << 1
+    return {"num_slabs": np.int32(num_slabs), "num_tiles": np.int32(num_tiles), "kinds": np.int32(kinds)}
 
 
 def _counts_and_embeddings(
