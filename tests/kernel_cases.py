@@ -205,7 +205,7 @@ def rounding_bits(lines: np.ndarray, seed: np.ndarray, step: int, keys: np.ndarr
     streams = mix(keys + mix(of_step ^ from_words(lines[:, 0:2])))
     draws = mix(streams[:, None] + np.arange(1, -(-dim // 4) + 1, dtype=np.uint64) * GOLDEN)
     shifts = np.arange(4, dtype=np.uint64) * U64(16)
-    return (draws[:, :, None] >> shifts & U64(0xFFFF)).reshape(len(keys), -1)[:, :dim]
+    return (draws[:, :, None] >> shifts & U64(0xFFFF)).reshape(len(keys), 4 * draws.shape[1])[:, :dim]
 
 
 @functools.cache
