@@ -47,8 +47,8 @@ from jaxsok.types import COUNTERS, COUNTS, MAX_CAPACITY, MAX_FEATURES
 class Collection:
     """Tables, and the features that read them.
 
-    Tables of one dim, dtype, optimizer and row_gradient share a store; all features over a store cost one FFI call
-    per lookup and one per update.
+    Tables of one dim, dtype, rounding, optimizer and row_gradient share a store; all features over a store cost one FFI
+    call per lookup and one per update.
 
     With a mesh the samples of a batch and the rows of the tables are split over the named axis: keys travel to the
     shards that own them, rows travel back (docs/many_devices.md). Methods take and give global arrays, under `jit` or
@@ -88,7 +88,7 @@ class Collection:
           mesh: the devices; None: one.
           axis: the axis of the mesh over which batches and tables are split, or several as a tuple. Along other axes
             of the mesh both are repeated.
-          exchange: how rows and gradients travel between shards; None: as float32.
+          exchange: how rows and gradients travel between shards; None: rows as they are stored, gradients as float32.
         """
         for kind, specs, wanted in (("tables", tables, TableSpec), ("features", features, FeatureSpec)):
             for spec in specs:
@@ -661,7 +661,7 @@ class Collection:
         sizes = dict.fromkeys(("rows", "optimizer_state", "records", "index", "exchange"), 0)
         for s, store in enumerate(self.stores):
             capacity = store.capacity if state is None else state.stores[s].capacity // store.num_shards
-            sizes["rows"] += 4 * store.dim * capacity
+            sizes["rows"] += store.itemsize * store.dim * capacity
             sizes["optimizer_state"] += 4 * sum(one.dim for one in store.state_specs) * capacity
             sizes["records"] += 16 * capacity
             sizes["index"] += 64 * num_buckets_of(capacity)

@@ -22,7 +22,7 @@ enum PositionKind : int {
 };
 
 struct Position {
-  const float* pointer;
+  const void* pointer;
   uint64_t key;
   int kind;
   float weight;
@@ -40,7 +40,8 @@ struct RowPart {
       for (int i = 0; i < kVector; ++i) part[k].v[i] = value;
     }
   }
-  __device__ void Load(const float* row, int lane, int lanes, int dim) {
+  template <typename Row>
+  __device__ void Load(const Row* row, int lane, int lanes, int dim) {
 #pragma unroll
     for (int k = 0; k < kPerLane; ++k) {
       const int column = (lane + k * lanes) * kVector;
@@ -48,34 +49,48 @@ struct RowPart {
     }
   }
   /// For rows that this kernel also writes.
-  __device__ void LoadPlain(const float* row, int lane, int lanes, int dim) {
+  template <typename Row>
+  __device__ void LoadPlain(const Row* row, int lane, int lanes, int dim) {
 #pragma unroll
     for (int k = 0; k < kPerLane; ++k) {
       const int column = (lane + k * lanes) * kVector;
       if (column < dim) part[k] = Columns<kVector>::LoadPlain(row + column);
     }
   }
+  /// What a new row holds: rounded as one.
+  template <typename Row>
   __device__ void LoadInitial(const RowInitializer& values, int lane, int lanes) {
 #pragma unroll
     for (int k = 0; k < kPerLane; ++k) {
 #pragma unroll
       for (int i = 0; i < kVector; ++i) {
-        part[k].v[i] = values.At(static_cast<uint32_t>((lane + k * lanes) * kVector + i));
+        const float value = values.At(static_cast<uint32_t>((lane + k * lanes) * kVector + i));
+        part[k].v[i] = RowNumber<Row>::Widened(RowNumber<Row>::Nearest(value));
       }
     }
   }
-  __device__ void Store(float* row, int lane, int lanes, int dim) const {
+  template <typename Row>
+  __device__ void Store(Row* row, int lane, int lanes, int dim) const {
 #pragma unroll
     for (int k = 0; k < kPerLane; ++k) {
       const int column = (lane + k * lanes) * kVector;
       if (column < dim) part[k].Store(row + column);
     }
   }
-  __device__ void StoreStreaming(float* row, int lane, int lanes, int dim) const {
+  template <typename Row>
+  __device__ void StoreStreaming(Row* row, int lane, int lanes, int dim) const {
 #pragma unroll
     for (int k = 0; k < kPerLane; ++k) {
       const int column = (lane + k * lanes) * kVector;
       if (column < dim) part[k].StoreStreaming(row + column);
+    }
+  }
+  template <typename Row>
+  __device__ void StoreStochastic(Row* row, const RowRounding& rounding, int lane, int lanes, int dim) const {
+#pragma unroll
+    for (int k = 0; k < kPerLane; ++k) {
+      const int column = (lane + k * lanes) * kVector;
+      if (column < dim) part[k].StoreStochastic(row + column, rounding, static_cast<uint32_t>(column));
     }
   }
   __device__ void Add(const RowPart& other) {
@@ -104,15 +119,31 @@ struct RowPart {
   }
 };
 
-/// Rows in flight per lane: about four loads, however a row is cut.
-template <int kPerLane>
-constexpr int RowsInFlight() {
-  return kPerLane >= 4 ? 1 : 4 / kPerLane;
+/// Where embeddings go: in the dtype of the rows, or in float32.
+struct EmbeddingPointers {
+  FeaturePointers<void> pointers;
+  bool is_float32;
+
+  LaunchError Fill(const EmbeddingsView& embeddings, int32_t num_features) {
+    is_float32 = embeddings.dtype == kRowDtypeFloat32;
+    return FillPointers<void>(embeddings.data, num_features, pointers);
+  }
+};
+
+/// Writes one line of what a lookup gives. `line`: its number in an array of lines of `dim`.
+template <typename Row, int kVector, int kPerLane>
+__device__ __forceinline__ void WriteLine(const RowPart<kVector, kPerLane>& part, void* lines, bool is_float32,
+                                          int64_t line, int lane, int lanes, int dim) {
+  if (is_float32) {
+    part.StoreStreaming(static_cast<float*>(lines) + line * dim, lane, lanes, dim);
+  } else {
+    part.StoreStreaming(static_cast<Row*>(lines) + line * dim, lane, lanes, dim);
+  }
 }
 
 __device__ __forceinline__ Position Shuffle(const Position& p, int from) {
   Position q;
-  q.pointer = reinterpret_cast<const float*>(__shfl_sync(~0u, reinterpret_cast<unsigned long long>(p.pointer), from));
+  q.pointer = reinterpret_cast<const void*>(__shfl_sync(~0u, reinterpret_cast<unsigned long long>(p.pointer), from));
   q.key = __shfl_sync(~0u, static_cast<unsigned long long>(p.key), from);
   q.kind = __shfl_sync(~0u, p.kind, from);
   q.weight = __shfl_sync(~0u, p.weight, from);
@@ -120,13 +151,14 @@ __device__ __forceinline__ Position Shuffle(const Position& p, int from) {
 }
 
 /// A row's part, from wherever the position says. The warp stays together.
-template <int kVector, int kPerLane>
+template <typename Row, int kVector, int kPerLane>
 __device__ __forceinline__ void LoadPosition(const Position& p, const StoreView& store, uint32_t table, int lane,
                                              int lanes, RowPart<kVector, kPerLane>& row) {
   if (p.kind == kPositionRow) {
-    row.Load(p.pointer, lane, lanes, store.dim);
+    row.Load(static_cast<const Row*>(p.pointer), lane, lanes, store.dim);
   } else if (p.kind == kPositionInitial) {
-    row.LoadInitial(RowInitializer::Of(store.tables + table * kNumTableWords, store.seed, p.key), lane, lanes);
+    row.template LoadInitial<Row>(RowInitializer::Of(store.tables + table * kNumTableWords, store.seed, p.key), lane,
+                                  lanes);
   } else {
     row.Fill(0.0f);
   }
@@ -143,18 +175,12 @@ struct TableByLane {
   __device__ uint32_t At(int from) const { return __shfl_sync(~0u, mine, from); }
 };
 
-/// Blocks of kBlock threads that should fit a multiprocessor while rows are copied: narrow rows need many warps in
-/// flight to cover the memory's latency, wide ones carry enough bytes per lane.
-template <int kPerLane>
-constexpr int CopyBlocksPerMultiprocessor() {
-  return kPerLane <= 2 ? 4 : kPerLane <= 8 ? 2 : 1;
-}
-
-/// Copies the rows of 32 positions, lane i holding position i, to consecutive rows of the output.
-template <int kVector, int kPerLane, typename TableOf>
+/// Copies the rows of 32 positions, lane i holding position i, to lines `first_line` and following of the output.
+template <typename Row, int kVector, int kPerLane, typename TableOf>
 __device__ __forceinline__ void CopyRows(const Position& mine, int num_valid, const StoreView& store,
-                                         const TableOf& table_of, int lanes, float* out) {
-  constexpr int kFlight = RowsInFlight<kPerLane>();
+                                         const TableOf& table_of, int lanes, void* lines, bool is_float32,
+                                         int64_t first_line) {
+  constexpr int kFlight = RowsInFlight<16, kVector * kPerLane>();
   const int warp_lane = threadIdx.x % kWarp;
   const int lane = warp_lane % lanes, group = warp_lane / lanes, groups = kWarp / lanes;
   const bool all_rows = __all_sync(~0u, mine.kind == kPositionRow || warp_lane >= num_valid);
@@ -164,7 +190,7 @@ __device__ __forceinline__ void CopyRows(const Position& mine, int num_valid, co
 #pragma unroll
     for (int i = 0; i < kFlight; ++i) {
       const int from = first + i * groups + group;
-      const auto pointer = reinterpret_cast<const float*>(
+      const auto pointer = reinterpret_cast<const Row*>(
           __shfl_sync(~0u, reinterpret_cast<unsigned long long>(mine.pointer), from & (kWarp - 1)));
       store_it[i] = from < num_valid;
       if (all_rows) {
@@ -174,26 +200,20 @@ __device__ __forceinline__ void CopyRows(const Position& mine, int num_valid, co
       const Position p = Shuffle(mine, from & (kWarp - 1));
       const uint32_t table = table_of.At(from & (kWarp - 1));
       store_it[i] = store_it[i] && p.kind != kPositionUnfinished;
-      if (store_it[i]) LoadPosition(p, store, table, lane, lanes, rows[i]);
+      if (store_it[i]) LoadPosition<Row>(p, store, table, lane, lanes, rows[i]);
     }
 #pragma unroll
     for (int i = 0; i < kFlight; ++i) {
       const int64_t from = first + i * groups + group;
-      if (store_it[i]) rows[i].StoreStreaming(out + from * store.dim, lane, lanes, store.dim);
+      if (store_it[i]) WriteLine<Row>(rows[i], lines, is_float32, first_line + from, lane, lanes, store.dim);
     }
   }
 }
 
-/// Rows of a bag in flight in a group of lanes.
-template <int kPerLane>
-constexpr int BagRowsInFlight() {
-  return kPerLane >= 8 ? 1 : 8 / kPerLane;
-}
-
-/// Blocks of kBlock threads that should fit a multiprocessor while bags are summed.
-template <int kPerLane>
+/// Blocks of kBlock threads that should fit a multiprocessor while bags are summed: rows in flight want registers.
+template <int kFloats>
 constexpr int BagBlocksPerMultiprocessor() {
-  return kPerLane <= 8 ? 2 : 1;
+  return kFloats <= 32 ? 2 : 1;
 }
 
 /// One group's part of one bag: a position for each of its lanes.
@@ -238,7 +258,7 @@ class BagWalk {
 
 /// Where the rows of a warp's window lie, and their weights. In shared memory: registers are what the sums need.
 struct WindowRows {
-  const float* rows[kWarp];  // nullptr: padding
+  const void* rows[kWarp];  // nullptr: padding
   float weights[kWarp];
 };
 
@@ -256,10 +276,10 @@ struct BagResult {
 /// it (Load).
 ///
 /// Order of the sum: by position, from the first row. It begins at -0, which added to any number gives that number.
-template <int kVector, int kPerLane, typename Walk, typename Source, typename Write>
+template <typename Row, int kVector, int kPerLane, typename Walk, typename Source, typename Write>
 __device__ __forceinline__ void SumBags(const Feature& f, Walk& walk, const StoreView& store, int lanes, Source& source,
                                         WindowRows& window_rows, const Write& write) {
-  constexpr int kFlight = BagRowsInFlight<kPerLane>();
+  constexpr int kFlight = RowsInFlight<32, kVector * kPerLane>();
   using Token = typename Source::Token;
   const int warp_lane = threadIdx.x % kWarp;
   const int lane = warp_lane % lanes, group_start = warp_lane - lane;
@@ -295,10 +315,11 @@ __device__ __forceinline__ void SumBags(const Feature& f, Walk& walk, const Stor
       __syncwarp();
       for (int first = 0; first < now.count; first += kFlight) {
         RowPart<kVector, kPerLane> rows[kFlight];
-        const float* from[kFlight];
+        const Row* from[kFlight];
 #pragma unroll
         for (int i = 0; i < kFlight; ++i) {
-          from[i] = first + i < now.count ? window_rows.rows[group_start + first + i] : nullptr;
+          from[i] =
+              first + i < now.count ? static_cast<const Row*>(window_rows.rows[group_start + first + i]) : nullptr;
           if (from[i] != nullptr) rows[i].Load(from[i], lane, lanes, store.dim);
         }
 #pragma unroll
@@ -319,7 +340,7 @@ __device__ __forceinline__ void SumBags(const Feature& f, Walk& walk, const Stor
         const Position p = Shuffle(mine, group_start + first);
         if (p.kind == kPositionPadding) continue;
         RowPart<kVector, kPerLane> row;
-        LoadPosition(p, store, f.table, lane, lanes, row);
+        LoadPosition<Row>(p, store, f.table, lane, lanes, row);
         if (weighted) {
           row.Scale(p.weight);
           weights = weights + (f.combiner == kCombinerSqrtn ? p.weight * p.weight : p.weight);
@@ -355,16 +376,16 @@ __device__ __forceinline__ void SumBags(const Feature& f, Walk& walk, const Stor
 }
 
 /// Writes a bag's embedding, if it is known.
-template <int kVector, int kPerLane>
+template <typename Row, int kVector, int kPerLane>
 __device__ __forceinline__ void WriteBag(const Feature& f, const BagResult& bag, RowPart<kVector, kPerLane>& sum,
-                                         int lanes, int dim, float* out) {
+                                         int lanes, int dim, void* lines, bool is_float32, int64_t line) {
   if (bag.unfinished) return;
   if (bag.zeros) {
     sum.Fill(0.0f);
   } else if (f.combiner == kCombinerMean || f.combiner == kCombinerSqrtn) {
     sum.Scale(bag.factor);
   }
-  sum.StoreStreaming(out, threadIdx.x % lanes, lanes, dim);
+  WriteLine<Row>(sum, lines, is_float32, line, threadIdx.x % lanes, lanes, dim);
 }
 
 }  // namespace jaxsok

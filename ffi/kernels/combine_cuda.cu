@@ -1,4 +1,6 @@
 // Rows at hand to embeddings and back on a GPU: the bags of lookup and the sums of update, over one array of rows.
+#include <vector>
+
 #include "combine.h"
 #include "uses_cuda.cuh"
 
@@ -44,7 +46,7 @@ struct ArraySource {
 
 // As LookupKernel: each warp takes its share of the bags.
 template <int kVector, int kPerLane>
-__global__ void __launch_bounds__(kBlock, BagBlocksPerMultiprocessor<kPerLane>())
+__global__ void __launch_bounds__(kBlock, BagBlocksPerMultiprocessor<kVector * kPerLane>())
     CombineKernel(const __grid_constant__ StoreView store, BatchView batch, ArrayPositions positions, const float* rows,
                   float* out, TileShare share, int lanes) {
   const Feature f = Feature::Load(batch.features, 0);
@@ -54,12 +56,11 @@ __global__ void __launch_bounds__(kBlock, BagBlocksPerMultiprocessor<kPerLane>()
   ArraySource source{positions, rows, f.weights_start >= 0 ? batch.weights + f.weights_start : nullptr, store.dim};
   BagWalk walk(f, batch.offsets, first, last, lanes);
   __shared__ WindowRows window_rows[kBlock / kWarp];
-  SumBags<kVector, kPerLane>(f, walk, store, lanes, source, window_rows[threadIdx.x / kWarp],
-                             [&](int32_t bag, const BagResult& result, RowPart<kVector, kPerLane>& sum) {
-                               if (bag < 0) return;
-                               WriteBag<kVector, kPerLane>(f, result, sum, lanes, store.dim,
-                                                           out + int64_t{bag} * store.dim);
-                             });
+  SumBags<float, kVector, kPerLane>(f, walk, store, lanes, source, window_rows[threadIdx.x / kWarp],
+                                    [&](int32_t bag, const BagResult& result, RowPart<kVector, kPerLane>& sum) {
+                                      if (bag < 0) return;
+                                      WriteBag<float>(f, result, sum, lanes, store.dim, out, true, bag);
+                                    });
 }
 
 struct LaunchCombineShape {
@@ -81,6 +82,8 @@ struct LaunchCombineShape {
 
 /// Writes the sum of a row's gradients, and how many there were.
 struct ApplyWrite {
+  using Row = float;
+
   float* out;
   int32_t* num_uses;
   int32_t dim;
@@ -90,8 +93,8 @@ struct ApplyWrite {
   template <int kVector, int kPerLane>
   __device__ void Load(uint32_t, int, int, Loaded<kVector, kPerLane>&) const {}
   template <int kVector, int kPerLane>
-  __device__ void Apply(uint32_t row, uint32_t uses, int lane, int lanes, unsigned, Loaded<kVector, kPerLane>&,
-                        RowPart<kVector, kPerLane>& gradient) const {
+  __device__ void Apply(uint32_t row, uint32_t, uint32_t uses, int lane, int lanes, unsigned,
+                        Loaded<kVector, kPerLane>&, RowPart<kVector, kPerLane>& gradient) const {
     gradient.Store(out + int64_t{row} * dim, lane, lanes, dim);
     if (lane == 0) num_uses[row] = static_cast<int32_t>(uses);
   }
@@ -134,8 +137,9 @@ LaunchError LaunchCombine(Stream stream, const float* rows, int64_t num_unique, 
 LaunchError LaunchCombineTranspose(Stream stream, const float* const* bag_gradients, int64_t num_unique, int32_t dim,
                                    const int32_t* inverse, const BatchView& batch, float* row_gradients,
                                    int32_t* num_uses, void* workspace) {
-  FeaturePointers<const float> pointers;
-  JAXSOK_RETURN_IF_LAUNCH(FillPointers<const float>(bag_gradients, batch.num_features, pointers));
+  FeaturePointers<const void> pointers;
+  const std::vector<const void*> data(bag_gradients, bag_gradients + batch.num_features);
+  JAXSOK_RETURN_IF_LAUNCH(FillPointers<const void>(data.data(), batch.num_features, pointers));
   const int end_bit = BitsBelow(num_unique);
   const ApplyWrite out{row_gradients, num_uses, dim};
   UsesWorkspace w;
@@ -145,7 +149,8 @@ LaunchError LaunchCombineTranspose(Stream stream, const float* const* bag_gradie
   if (batch.num_keys != 0 && batch.num_tiles != 0) {
     ListUsesKernel<<<batch.num_tiles, kBlock, 0, stream>>>(batch, ArrayPositions{inverse, num_unique}, w);
     JAXSOK_RETURN_IF_CUDA(cudaGetLastError());
-    JAXSOK_RETURN_IF_LAUNCH(LaunchUses(stream, out, pointers, batch, w, dim, end_bit));
+    JAXSOK_RETURN_IF_LAUNCH(
+        LaunchUses(stream, out, pointers, batch, w, dim, dim * static_cast<int32_t>(sizeof(float)), end_bit));
   }
   int lanes = 1;
   while (lanes < dim && lanes < kWarp) lanes *= 2;

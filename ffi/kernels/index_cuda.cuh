@@ -260,17 +260,29 @@ struct StoreSink {
   }
   /// Lanes `lane` of `lanes` write a new row.
   __device__ void WriteRow(uint32_t row_id, uint64_t key, uint32_t table, int lane, int lanes) const {
-    float* row = store.rows.At(store.starts, row_id, store.dim);
+    if (store.row_dtype == kRowDtypeFloat32) {
+      WriteRowAs<float>(row_id, key, table, lane, lanes);
+    } else if (store.row_dtype == kRowDtypeBfloat16) {
+      WriteRowAs<BFloat16>(row_id, key, table, lane, lanes);
+    } else {
+      WriteRowAs<Float16>(row_id, key, table, lane, lanes);
+    }
+  }
+  template <typename Row>
+  __device__ void WriteRowAs(uint32_t row_id, uint64_t key, uint32_t table, int lane, int lanes) const {
+    Row* row = store.rows.At<Row>(store.starts, row_id, store.dim);
     const RowInitializer values = RowInitializer::Of(store.tables + table * kNumTableWords, store.seed, key);
     const bool whole = store.dim % kColumnsAtOnce == 0;
     for (int column = lane * kColumnsAtOnce; column < store.dim; column += lanes * kColumnsAtOnce) {
-      float four[kColumnsAtOnce];
+      Columns<kColumnsAtOnce> four;
 #pragma unroll
-      for (int i = 0; i < kColumnsAtOnce; ++i) four[i] = values.At(column + i);
+      for (int i = 0; i < kColumnsAtOnce; ++i) four.v[i] = values.At(column + i);
       if (whole) {
-        *reinterpret_cast<float4*>(row + column) = make_float4(four[0], four[1], four[2], four[3]);
+        four.Store(row + column);
       } else {
-        for (int i = 0; i < kColumnsAtOnce && column + i < store.dim; ++i) row[column + i] = four[i];
+        for (int i = 0; i < kColumnsAtOnce && column + i < store.dim; ++i) {
+          row[column + i] = RowNumber<Row>::Nearest(four.v[i]);
+        }
       }
     }
   }

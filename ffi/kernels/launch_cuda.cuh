@@ -4,6 +4,7 @@
 
 #include <cuda_runtime.h>
 
+#include "../core/row_dtype.h"
 #include "../core/row_update.h"
 #include "lookup.h"
 
@@ -148,28 +149,101 @@ struct Feature {
   }
 };
 
-/// `kVector` neighbouring columns: what one lane loads at once.
-template <int kVector>
-struct Columns;
+/// `kVector` neighbouring numbers of a row as they are stored: what one lane loads at once.
+template <typename Row, int kVector>
+struct Packed;
 template <>
-struct Columns<1> {
-  float v[1];
-  __device__ static Columns Load(const float* at) { return {{__ldg(at)}}; }
-  __device__ static Columns LoadPlain(const float* at) { return {{*at}}; }
-  __device__ void Store(float* at) const { *at = v[0]; }
-  __device__ void StoreStreaming(float* at) const { __stcs(at, v[0]); }
+struct Packed<float, 1> {
+  using Type = float;
+  __device__ static float Bits(Type packed, int) { return packed; }
+  __device__ static Type Of(const float* numbers) { return numbers[0]; }
 };
 template <>
-struct Columns<4> {
-  float v[4];
-  __device__ static Columns Of(float4 f) { return {{f.x, f.y, f.z, f.w}}; }
-  __device__ static Columns Load(const float* at) { return Of(__ldg(reinterpret_cast<const float4*>(at))); }
-  __device__ static Columns LoadPlain(const float* at) { return Of(*reinterpret_cast<const float4*>(at)); }
-  __device__ void Store(float* at) const { *reinterpret_cast<float4*>(at) = make_float4(v[0], v[1], v[2], v[3]); }
-  __device__ void StoreStreaming(float* at) const {
-    __stcs(reinterpret_cast<float4*>(at), make_float4(v[0], v[1], v[2], v[3]));
+struct Packed<float, 4> {
+  using Type = float4;
+  __device__ static float Bits(Type packed, int i) {
+    return i == 0 ? packed.x : i == 1 ? packed.y : i == 2 ? packed.z : packed.w;
+  }
+  __device__ static Type Of(const float* n) { return make_float4(n[0], n[1], n[2], n[3]); }
+};
+template <typename Row>
+struct Packed<Row, 1> {
+  using Type = unsigned short;
+  __device__ static Row Bits(Type packed, int) { return {packed}; }
+  __device__ static Type Of(const Row* numbers) { return numbers[0].bits; }
+};
+template <typename Row>
+struct Packed<Row, 4> {
+  using Type = uint2;
+  __device__ static Row Bits(Type packed, int i) {
+    return {static_cast<uint16_t>((i < 2 ? packed.x : packed.y) >> (i % 2 * 16))};
+  }
+  __device__ static Type Of(const Row* n) {
+    return make_uint2(uint32_t{n[0].bits} | uint32_t{n[1].bits} << 16, uint32_t{n[2].bits} | uint32_t{n[3].bits} << 16);
   }
 };
+
+/// `kVector` neighbouring columns, widened.
+template <int kVector>
+struct Columns {
+  float v[kVector];
+
+  template <typename Row>
+  __device__ static Columns Widened(typename Packed<Row, kVector>::Type packed) {
+    Columns columns;
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) columns.v[i] = RowNumber<Row>::Widened(Packed<Row, kVector>::Bits(packed, i));
+    return columns;
+  }
+  template <typename Row>
+  __device__ static Columns Load(const Row* at) {
+    return Widened<Row>(__ldg(reinterpret_cast<const typename Packed<Row, kVector>::Type*>(at)));
+  }
+  template <typename Row>
+  __device__ static Columns LoadPlain(const Row* at) {
+    return Widened<Row>(*reinterpret_cast<const typename Packed<Row, kVector>::Type*>(at));
+  }
+  /// Rounded to nearest.
+  template <typename Row>
+  __device__ typename Packed<Row, kVector>::Type Nearest() const {
+    Row numbers[kVector];
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) numbers[i] = RowNumber<Row>::Nearest(v[i]);
+    return Packed<Row, kVector>::Of(numbers);
+  }
+  template <typename Row>
+  __device__ void Store(Row* at) const {
+    *reinterpret_cast<typename Packed<Row, kVector>::Type*>(at) = Nearest<Row>();
+  }
+  template <typename Row>
+  __device__ void StoreStreaming(Row* at) const {
+    __stcs(reinterpret_cast<typename Packed<Row, kVector>::Type*>(at), Nearest<Row>());
+  }
+  /// Rounded by the row's random bits; `column`: of the first number.
+  template <typename Row>
+  __device__ void StoreStochastic(Row* at, const RowRounding& rounding, uint32_t column) const {
+    const uint64_t draw = rounding.Draw(column / 4);
+    Row numbers[kVector];
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) {
+      numbers[i] = RowNumber<Row>::Stochastic(v[i], static_cast<uint32_t>(draw >> ((column + i) % 4 * 16)) & 0xffffu);
+    }
+    *reinterpret_cast<typename Packed<Row, kVector>::Type*>(at) = Packed<Row, kVector>::Of(numbers);
+  }
+};
+
+/// Blocks of kBlock threads that should fit a multiprocessor where lanes hold `kFloats` numbers of a row: narrow rows
+/// need many warps in flight to cover the memory's latency, wide ones carry enough bytes per lane.
+template <int kFloats>
+constexpr int BlocksPerMultiprocessor() {
+  return kFloats <= 8 ? 4 : kFloats <= 32 ? 2 : 1;
+}
+
+/// As many rows in flight as make `kWanted` numbers a lane.
+template <int kWanted, int kFloats>
+constexpr int RowsInFlight() {
+  return kFloats >= kWanted ? 1 : kWanted / kFloats;
+}
 
 /// Calls body.operator()<kVector, kPerLane>() with the shape of a row of `dim` columns: kPerLane vectors a lane.
 template <typename Body>

@@ -219,14 +219,14 @@ struct GatherArguments {
   const uint32_t* row_ids;
   int64_t num_requests;
   bool is_find;
-  float* rows;
+  void* rows;
   int32_t* num_absent;
 };
 
 // One warp, 32 requests: lane i finds the row of request i, then groups of lanes copy 32 / lanes rows at a time.
 // A thread writes its columns of its group's rows; nothing is shared but counts, which are added to.
-template <int kVector, int kPerLane>
-__global__ void __launch_bounds__(kBlock, CopyBlocksPerMultiprocessor<kPerLane>())
+template <typename Row, int kVector, int kPerLane>
+__global__ void __launch_bounds__(kBlock, BlocksPerMultiprocessor<kVector * kPerLane>())
     GatherKernel(const __grid_constant__ GatherArguments a, int lanes) {
   __shared__ int32_t block_absent[kSharedTables];
   const bool has_few_tables = a.store.num_tables <= kSharedTables;
@@ -244,7 +244,7 @@ __global__ void __launch_bounds__(kBlock, CopyBlocksPerMultiprocessor<kPerLane>(
       table = request.z;
       if (row_id < a.store.capacity) {
         mine.kind = kPositionRow;
-        mine.pointer = a.store.rows.At(a.store.starts, row_id, a.store.dim);
+        mine.pointer = a.store.rows.At<Row>(a.store.starts, row_id, a.store.dim);
       } else {
         const bool is_zeros = a.is_find && __ldg(a.store.tables + table * kNumTableWords + kTableUnknown) != 0;
         mine.kind = is_zeros ? kPositionZeros : kPositionInitial;
@@ -257,7 +257,7 @@ __global__ void __launch_bounds__(kBlock, CopyBlocksPerMultiprocessor<kPerLane>(
   if (uses != 0) atomicAdd((has_few_tables ? block_absent : a.num_absent) + table, uses);
   const int num_valid = static_cast<int>(min(int64_t{kWarp}, a.num_requests - warp_first));
   if (num_valid > 0) {
-    CopyRows<kVector, kPerLane>(mine, num_valid, a.store, TableByLane{table}, lanes, a.rows + warp_first * a.store.dim);
+    CopyRows<Row, kVector, kPerLane>(mine, num_valid, a.store, TableByLane{table}, lanes, a.rows, false, warp_first);
   }
   if (!has_absent || !has_few_tables) return;
   __syncthreads();
@@ -266,13 +266,14 @@ __global__ void __launch_bounds__(kBlock, CopyBlocksPerMultiprocessor<kPerLane>(
   }
 }
 
+template <typename Row>
 struct LaunchGatherShape {
   Stream stream;
   const GatherArguments& a;
   template <int kVector, int kPerLane>
   LaunchError operator()(int lanes) const {
     const unsigned blocks = static_cast<unsigned>(CeilDiv<int64_t>(a.num_requests, kBlock));
-    GatherKernel<kVector, kPerLane><<<blocks, kBlock, 0, stream>>>(a, lanes);
+    GatherKernel<Row, kVector, kPerLane><<<blocks, kBlock, 0, stream>>>(a, lanes);
     JAXSOK_RETURN_IF_CUDA(cudaGetLastError());
     return nullptr;
   }
@@ -281,12 +282,14 @@ struct LaunchGatherShape {
 }  // namespace
 
 LaunchError LaunchGather(Stream stream, const StoreView& store, const Request* requests, const uint32_t* row_ids,
-                         int64_t num_requests, bool is_find, float* rows, int32_t* num_absent) {
+                         int64_t num_requests, bool is_find, void* rows, int32_t* num_absent) {
   JAXSOK_RETURN_IF_CUDA(
       cudaMemsetAsync(num_absent, 0, static_cast<size_t>(store.num_tables) * sizeof(int32_t), stream));
   if (num_requests == 0) return nullptr;
   const GatherArguments a{store, requests, row_ids, num_requests, is_find, rows, num_absent};
-  return DispatchShape(store.dim, LaunchGatherShape{stream, a});
+  return WithRowDtype(store.row_dtype, [&](auto number) {
+    return DispatchShape(store.dim, LaunchGatherShape<decltype(number)>{stream, a});
+  });
 }
 
 LaunchError LaunchFind(Stream stream, const IndexView& index, const uint32_t* counters, const uint64_t* keys,

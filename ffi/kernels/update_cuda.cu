@@ -1,6 +1,5 @@
-// The way back on a GPU: sums of row gradients (uses_cuda.cuh), and the optimizers that step with them.
-#include "update.h"
-#include "uses_cuda.cuh"
+// The way back on a GPU: uses are listed, sorted and summed (uses_cuda.cuh), and rows step (update_cuda.cuh).
+#include "update_cuda.cuh"
 
 namespace jaxsok {
 namespace {
@@ -37,122 +36,14 @@ __global__ void PrepareUpdateKernel(int32_t* num_nonfinite, int num_tables, int3
   }
 }
 
-/// Steps one row with the sum of its gradients.
-template <typename Step>
-struct ApplyStep {
-  StoreView store;
-  Slabs<float> states[kMaxStates];
-  const float* hyper;
-  int32_t row_gradient;
-  int32_t* num_nonfinite;
-
-  template <int kVector, int kPerLane>
-  struct Loaded {
-    RowPart<kVector, kPerLane> row;
-    RowPart<kVector, kPerLane> state0;
-    RowPart<kVector, kPerLane> state1;
-    float rowwise;
-  };
-
-  /// Begins to read what the step will need, before the gradients are summed.
-  template <int kVector, int kPerLane>
-  __device__ void Load(uint32_t row, int lane, int lanes, Loaded<kVector, kPerLane>& loaded) const {
-    loaded.row.LoadPlain(store.rows.At(store.starts, row, store.dim), lane, lanes, store.dim);
-    if constexpr (Step::kRowwise) {
-      loaded.rowwise = *states[0].At(store.starts, row, 1);
-    } else {
-      if constexpr (Step::kNumStates > 0) {
-        loaded.state0.LoadPlain(states[0].At(store.starts, row, store.dim), lane, lanes, store.dim);
-      }
-      if constexpr (Step::kNumStates > 1) {
-        loaded.state1.LoadPlain(states[1].At(store.starts, row, store.dim), lane, lanes, store.dim);
-      }
-    }
-  }
-
-  /// `mask`: the lanes of the group, which call it together.
-  template <int kVector, int kPerLane>
-  __device__ void Apply(uint32_t row, uint32_t num_uses, int lane, int lanes, unsigned mask,
-                        Loaded<kVector, kPerLane>& loaded, RowPart<kVector, kPerLane>& gradient) const {
-    if (row_gradient != kRowGradientSum) gradient.Scale(RowGradientScale(row_gradient, num_uses));
-    float zero = 0.0f;  // NaN once a gradient is infinite or NaN
-    float squares = 0.0f;
-#pragma unroll
-    for (int k = 0; k < kPerLane; ++k) {
-      if ((lane + k * lanes) * kVector >= store.dim) continue;
-#pragma unroll
-      for (int i = 0; i < kVector; ++i) {
-        const float g = gradient.part[k].v[i];
-        zero = __fmaf_rn(g, 0.0f, zero);
-        if constexpr (Step::kRowwise) squares = squares + g * g;
-      }
-    }
-    if (!__all_sync(mask, zero == 0.0f)) {
-      if (lane == 0) {
-        const uint32_t table = store.records.At(store.starts, row, 1)->table;
-        if (table < static_cast<uint32_t>(store.num_tables)) atomicAdd(num_nonfinite + table, 1);
-      }
-      return;
-    }
-    float words[kNumHyper];
-#pragma unroll
-    for (int i = 0; i < kNumHyper; ++i) words[i] = __ldg(hyper + i);
-    if constexpr (Step::kRowwise) {
-      for (int offset = lanes / 2; offset >= 1; offset /= 2) {
-        squares = squares + __shfl_xor_sync(mask, squares, offset);
-      }
-      const float accumulator = loaded.rowwise + squares / static_cast<float>(store.dim);
-      const float scale = Step::Scale(words, accumulator);
-#pragma unroll
-      for (int k = 0; k < kPerLane; ++k) {
-#pragma unroll
-        for (int i = 0; i < kVector; ++i) {
-          loaded.row.part[k].v[i] = loaded.row.part[k].v[i] - scale * gradient.part[k].v[i];
-        }
-      }
-      if (lane == 0) *states[0].At(store.starts, row, 1) = accumulator;
-    } else {
-#pragma unroll
-      for (int k = 0; k < kPerLane; ++k) {
-        if ((lane + k * lanes) * kVector >= store.dim) continue;
-#pragma unroll
-        for (int i = 0; i < kVector; ++i) {
-          Step::Step(words, gradient.part[k].v[i], loaded.row.part[k].v[i], loaded.state0.part[k].v[i],
-                     loaded.state1.part[k].v[i]);
-        }
-      }
-      if constexpr (Step::kNumStates > 0) {
-        loaded.state0.Store(states[0].At(store.starts, row, store.dim), lane, lanes, store.dim);
-      }
-      if constexpr (Step::kNumStates > 1) {
-        loaded.state1.Store(states[1].At(store.starts, row, store.dim), lane, lanes, store.dim);
-      }
-    }
-    loaded.row.Store(store.rows.At(store.starts, row, store.dim), lane, lanes, store.dim);
-  }
-};
-
-template <typename Step>
-LaunchError LaunchWith(Stream stream, const StoreView& store, const StateView& states, const UpdateSpec& spec,
-                       const float* hyper, const FeaturePointers<const float>& gradients, const BatchView& batch,
-                       int32_t* num_nonfinite, UsesWorkspace& w, int end_bit) {
-  ApplyStep<Step> apply;
-  apply.store = store;
-  for (int k = 0; k < kMaxStates; ++k) apply.states[k] = states.data[k];
-  apply.hyper = hyper;
-  apply.row_gradient = spec.row_gradient;
-  apply.num_nonfinite = num_nonfinite;
-  return LaunchUses(stream, apply, gradients, batch, w, store.dim, end_bit);
-}
-
 }  // namespace
 
 LaunchError LaunchUpdate(Stream stream, const StoreView& store, const StateView& states, const UpdateSpec& spec,
-                         const float* hyper, const uint32_t* generations, const BatchView& batch,
-                         const uint32_t* row_ids, const float* const* gradients, int32_t* num_nonfinite,
+                         const float* hyper, const uint32_t* step, const uint32_t* generations, const BatchView& batch,
+                         const uint32_t* row_ids, const GradientsView& gradients, int32_t* num_nonfinite,
                          int32_t* num_stale, void* workspace) {
-  FeaturePointers<const float> pointers;
-  JAXSOK_RETURN_IF_LAUNCH(FillPointers<const float>(gradients, batch.num_features, pointers));
+  FeaturePointers<const void> pointers;
+  JAXSOK_RETURN_IF_LAUNCH(FillPointers<const void>(gradients.data, batch.num_features, pointers));
   const int end_bit = BitsBelow(store.capacity);
   UsesWorkspace w;
   JAXSOK_RETURN_IF_LAUNCH(CutUses(workspace, batch.num_keys, store.dim, end_bit, &w));
@@ -167,18 +58,11 @@ LaunchError LaunchUpdate(Stream stream, const StoreView& store, const StateView&
   const PlannedPositions positions{batch.keys, row_ids, generations, store.counters, store.capacity, num_stale};
   ListUsesKernel<<<batch.num_tiles, kBlock, 0, stream>>>(batch, positions, w);
   JAXSOK_RETURN_IF_CUDA(cudaGetLastError());
-  switch (spec.optimizer) {
-    case kOptimizerSgd:
-      return LaunchWith<Sgd>(stream, store, states, spec, hyper, pointers, batch, num_nonfinite, w, end_bit);
-    case kOptimizerAdagrad:
-      return LaunchWith<Adagrad>(stream, store, states, spec, hyper, pointers, batch, num_nonfinite, w, end_bit);
-    case kOptimizerRowwiseAdagrad:
-      return LaunchWith<RowwiseAdagrad>(stream, store, states, spec, hyper, pointers, batch, num_nonfinite, w, end_bit);
-    case kOptimizerAdam:
-      return LaunchWith<Adam>(stream, store, states, spec, hyper, pointers, batch, num_nonfinite, w, end_bit);
-    default:
-      return "unknown optimizer";
-  }
+  const int32_t gradient_bytes = gradients.dtype == kRowDtypeFloat32 ? 4 : 2;
+  const UpdateArguments a{states, spec, hyper, step, batch, gradient_bytes, num_nonfinite};
+  return WithRowDtype(store.row_dtype, [&](auto number) {
+    return UpdateOf<decltype(number)>::Step(stream, store, a, pointers, w, end_bit);
+  });
 }
 
 }  // namespace jaxsok

@@ -11,6 +11,7 @@
 #define JAXSOK_KERNELS_USES_CUDA_CUH_
 
 #include <cub/device/device_radix_sort.cuh>
+#include <type_traits>
 
 #include "bags_cuda.cuh"
 #include "update.h"
@@ -73,19 +74,24 @@ struct UseView {
   int num_features;
   const UseFactor* factors;
   int32_t dim;
+  int32_t line_bytes;  // of a bag gradient
 
-  __device__ const float* GradientOf(const FeaturePointers<const float>& gradients, uint32_t position,
-                                     float* factor) const {
+  /// Whether bag gradients are float32; if not they have the dtype of the rows.
+  __device__ bool IsFloat32() const { return line_bytes == dim * static_cast<int32_t>(sizeof(float)); }
+
+  __device__ const void* GradientOf(const FeaturePointers<const void>& gradients, uint32_t position,
+                                    float* factor) const {
     const int f = FeatureAt(features, num_features, kFeatureKeyStart, static_cast<int32_t>(position));
     const int32_t* words = features + f * kNumFeatureWords;
     if (IsPlain(__ldg(words + kFeatureCombiner), __ldg(words + kFeatureHotness), __ldg(words + kFeatureWeightsStart))) {
       *factor = 1.0f;
       const int32_t at = static_cast<int32_t>(position) - __ldg(words + kFeatureKeyStart);
-      return gradients.data[f] + int64_t{at / __ldg(words + kFeatureHotness)} * dim;
+      return static_cast<const char*>(gradients.data[f]) + int64_t{at / __ldg(words + kFeatureHotness)} * line_bytes;
     }
     const uint2 use = __ldg(reinterpret_cast<const uint2*>(factors + position));
     *factor = __uint_as_float(use.y);
-    return gradients.data[f] + int64_t{static_cast<int32_t>(use.x) - __ldg(words + kFeatureBagStart)} * dim;
+    const int32_t bag = static_cast<int32_t>(use.x) - __ldg(words + kFeatureBagStart);
+    return static_cast<const char*>(gradients.data[f]) + int64_t{bag} * line_bytes;
   }
 };
 
@@ -170,37 +176,37 @@ __device__ __forceinline__ uint32_t StartOfRow(const uint32_t* sorted, uint32_t 
   return high;
 }
 
-/// Rows whose gradients are summed at the same time, for lanes that hold kPerLane vectors each.
-template <int kPerLane>
-constexpr int UsesInFlight() {
-  return kPerLane >= 4 ? 1 : 4 / kPerLane;
-}
-
-/// Blocks of kBlock threads that should fit a multiprocessor while gradients are summed.
-template <int kPerLane>
-constexpr int SumBlocksPerMultiprocessor() {
-  return kPerLane <= 2 ? 4 : kPerLane <= 8 ? 2 : 1;
-}
-
 /// What a warp knows of its 32 sorted uses and of the 32 after them. In shared memory: registers are what the sums
 /// need.
 struct WarpUses {
-  const float* gradients[2 * kWarp];
+  const void* gradients[2 * kWarp];
   float factors[2 * kWarp];
   uint32_t rows[kWarp];
+  uint32_t positions[kWarp];
   uint8_t lengths[kWarp];       // of the chunk that begins at a use
   uint8_t short_starts[kWarp];  // the uses at which chunks of one run begin
 
   /// Adds uses [first, first + count) to `sum`, in sequence. Groups of lanes each add their own.
-  template <int kVector, int kPerLane>
-  __device__ void Add(int first, int count, bool has_factors, int lane, int lanes, int dim,
+  template <typename Row, int kVector, int kPerLane>
+  __device__ void Add(int first, int count, bool has_factors, const UseView& view, int lane, int lanes,
                       RowPart<kVector, kPerLane>& sum) const {
-    constexpr int kFlight = UsesInFlight<kPerLane>();
+    if (std::is_same_v<Row, float> || view.IsFloat32()) {
+      AddAs<float>(first, count, has_factors, view.dim, lane, lanes, sum);
+    } else {
+      AddAs<Row>(first, count, has_factors, view.dim, lane, lanes, sum);
+    }
+  }
+
+ private:
+  template <typename Gradient, int kVector, int kPerLane>
+  __device__ void AddAs(int first, int count, bool has_factors, int dim, int lane, int lanes,
+                        RowPart<kVector, kPerLane>& sum) const {
+    constexpr int kFlight = RowsInFlight<16, kVector * kPerLane>();
     for (int u = 0; u < count; u += kFlight) {
       RowPart<kVector, kPerLane> parts[kFlight];
 #pragma unroll
       for (int i = 0; i < kFlight; ++i) {
-        if (u + i < count) parts[i].Load(gradients[first + u + i], lane, lanes, dim);
+        if (u + i < count) parts[i].Load(static_cast<const Gradient*>(gradients[first + u + i]), lane, lanes, dim);
       }
 #pragma unroll
       for (int i = 0; i < kFlight; ++i) {
@@ -219,8 +225,8 @@ struct WarpUses {
 // partial sum: of the chunks that begin in one warp's 32 uses at most one is the first of a long row and at most
 // one is a later one, so partials[2 * warp + is_first] is written once. The last one puts the row into the list.
 template <typename Apply, int kVector, int kPerLane>
-__global__ void __launch_bounds__(kBlock, SumBlocksPerMultiprocessor<kPerLane>())
-    SumUsesKernel(const __grid_constant__ Apply apply, const __grid_constant__ FeaturePointers<const float> gradients,
+__global__ void __launch_bounds__(kBlock, BlocksPerMultiprocessor<kVector * kPerLane>())
+    SumUsesKernel(const __grid_constant__ Apply apply, const __grid_constant__ FeaturePointers<const void> gradients,
                   UseView view, UsesWorkspace w, uint32_t num_keys, int lanes) {
   __shared__ WarpUses uses_of_warp[kBlock / kWarp];
   const int warp_in_block = threadIdx.x / kWarp, warp_lane = threadIdx.x % kWarp;
@@ -269,6 +275,7 @@ __global__ void __launch_bounds__(kBlock, SumBlocksPerMultiprocessor<kPerLane>()
   uses.factors[warp_lane] = factor;
   uses.factors[kWarp + warp_lane] = later_factor;
   uses.rows[warp_lane] = row;
+  uses.positions[warp_lane] = position;
   uses.lengths[warp_lane] = static_cast<uint8_t>(length);
   // Rows of single keys and plain sums, the common case, spare the factors.
   const bool has_factors = __any_sync(~0u, factor != 1.0f || later_factor != 1.0f);
@@ -281,14 +288,13 @@ __global__ void __launch_bounds__(kBlock, SumBlocksPerMultiprocessor<kPerLane>()
     const int start = uses.short_starts[turn];
     const uint32_t chunk_row = uses.rows[start];
     const int count = uses.lengths[start];
-    // The row is asked for before the first gradient is waited for.
+    // The row is asked for before its gradients.
     typename Apply::template Loaded<kVector, kPerLane> loaded;
-    RowPart<kVector, kPerLane> sum;
-    sum.Load(uses.gradients[start], lane, lanes, view.dim);
     apply.Load(chunk_row, lane, lanes, loaded);
-    if (has_factors) sum.Scale(uses.factors[start]);
-    uses.Add(start + 1, count - 1, has_factors, lane, lanes, view.dim, sum);
-    apply.Apply(chunk_row, static_cast<uint32_t>(count), lane, lanes, mask, loaded, sum);
+    RowPart<kVector, kPerLane> sum;
+    sum.Fill(-0.0f);
+    uses.template Add<typename Apply::Row>(start, count, has_factors, view, lane, lanes, sum);
+    apply.Apply(chunk_row, uses.positions[start], static_cast<uint32_t>(count), lane, lanes, mask, loaded, sum);
   }
   __syncwarp();
 
@@ -304,7 +310,8 @@ __global__ void __launch_bounds__(kBlock, SumBlocksPerMultiprocessor<kPerLane>()
       const int begin = done + group * kUsesPerRun;
       RowPart<kVector, kPerLane> run;
       run.Fill(-0.0f);
-      uses.Add(start + begin, min(count - begin, kUsesPerRun), has_factors, lane, lanes, view.dim, run);
+      uses.template Add<typename Apply::Row>(start + begin, min(count - begin, kUsesPerRun), has_factors, view, lane,
+                                             lanes, run);
       __syncwarp();
       for (int g = 0; g < groups && done + g * kUsesPerRun < count; ++g) total.Add(run.Shuffle(g * lanes + lane));
     }
@@ -312,7 +319,8 @@ __global__ void __launch_bounds__(kBlock, SumBlocksPerMultiprocessor<kPerLane>()
       if (is_whole) {
         typename Apply::template Loaded<kVector, kPerLane> loaded;
         apply.Load(uses.rows[start], lane, lanes, loaded);
-        apply.Apply(uses.rows[start], static_cast<uint32_t>(count), lane, lanes, mask, loaded, total);
+        apply.Apply(uses.rows[start], uses.positions[start], static_cast<uint32_t>(count), lane, lanes, mask, loaded,
+                    total);
       } else {
         total.Store(w.partials + (2 * int64_t{warp} + (its_rank == 0 ? 1 : 0)) * view.dim, lane, lanes, view.dim);
         if (ends_row && lane == 0) {
@@ -379,7 +387,7 @@ __global__ void __launch_bounds__(1024, 1)
       right.Add(other);
     }
     sum.Add(right);
-    apply.Apply(row, long_row.num_uses, lane, lanes, group_mask, loaded, sum);
+    apply.Apply(row, w.sorted_positions[long_row.begin], long_row.num_uses, lane, lanes, group_mask, loaded, sum);
   }
   for (uint32_t item = blockIdx.x; item < num_long; item += gridDim.x) {
     const LongRow long_row = w.long_rows[item];
@@ -413,7 +421,7 @@ __global__ void __launch_bounds__(1024, 1)
       const unsigned mask = lanes == kWarp ? ~0u : (1u << lanes) - 1;
       typename Apply::template Loaded<kVector, kPerLane> loaded;
       apply.Load(row, lane, lanes, loaded);
-      apply.Apply(row, long_row.num_uses, lane, lanes, mask, loaded, sum);
+      apply.Apply(row, w.sorted_positions[long_row.begin], long_row.num_uses, lane, lanes, mask, loaded, sum);
     }
     __syncthreads();
   }
@@ -425,7 +433,7 @@ template <typename Apply>
 struct LaunchSums {
   Stream stream;
   const Apply& apply;
-  const FeaturePointers<const float>& gradients;
+  const FeaturePointers<const void>& gradients;
   UseView view;
   const UsesWorkspace& w;
   int64_t num_keys;
@@ -443,12 +451,12 @@ struct LaunchSums {
 
 /// sort, sum, long: after the uses are listed. `num_rows`: row ids are below it.
 template <typename Apply>
-inline LaunchError LaunchUses(Stream stream, const Apply& apply, const FeaturePointers<const float>& gradients,
-                              const BatchView& batch, UsesWorkspace& w, int32_t dim, int end_bit) {
+inline LaunchError LaunchUses(Stream stream, const Apply& apply, const FeaturePointers<const void>& gradients,
+                              const BatchView& batch, UsesWorkspace& w, int32_t dim, int32_t line_bytes, int end_bit) {
   const int n = static_cast<int>(batch.num_keys);
   JAXSOK_RETURN_IF_CUDA(cub::DeviceRadixSort::SortPairs(w.sort_storage, w.sort_bytes, w.rows, w.sorted_rows,
                                                         w.positions, w.sorted_positions, n, 0, end_bit, stream));
-  const UseView view{batch.features, batch.num_features, w.factors, dim};
+  const UseView view{batch.features, batch.num_features, w.factors, dim, line_bytes};
   return DispatchShape(dim, LaunchSums<Apply>{stream, apply, gradients, view, w, batch.num_keys});
 }
 

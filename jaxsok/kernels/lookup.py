@@ -28,6 +28,7 @@ def lookup(
     records: Sequence[RecordSlab],
     embedding_shapes: Sequence[tuple[int, ...]],
     num_tiles: int,
+    embedding_dtype: str = "float32",
 ) -> tuple[
     Array,
     Array,
@@ -53,7 +54,7 @@ def lookup(
         result(keys, (tables.shape[0], len(COUNTS)), "int32"),
         result(keys, (workspace,), "uint8"),
         *map(jax.typeof, slabs),
-        *(result(keys, shape, "float32") for shape in embedding_shapes),
+        *(result(keys, shape, embedding_dtype) for shape in embedding_shapes),
     )
     aliases = {0: 0, 1: 1, 2: 2} | {9 + i: 6 + i for i in range(len(slabs))}
     call = jax.ffi.ffi_call("jaxsok_lookup", results, input_output_aliases=aliases)
@@ -72,6 +73,7 @@ def lookup_find(
     rows: Sequence[Slab],
     embedding_shapes: Sequence[tuple[int, ...]],
     num_tiles: int,
+    embedding_dtype: str = "float32",
 ) -> tuple[Int32[Array, "num_tables num_counts"], list[Array]]:
     """Looks up a batch and changes nothing. See `LaunchLookupFind` in ffi/kernels/lookup.h.
 
@@ -79,7 +81,7 @@ def lookup_find(
       counts, embeddings.
     """
     library.register()
-    results = _counts_and_embeddings(batch[0], tables, embedding_shapes)
+    results = _counts_and_embeddings(batch[0], tables, embedding_shapes, embedding_dtype)
     call = jax.ffi.ffi_call("jaxsok_lookup_find", results)
     counts, *embeddings = call(index, counters, tables, seed, *batch, *rows, **_attributes(batch, len(rows), num_tiles))
     return counts, list(embeddings)
@@ -94,6 +96,7 @@ def lookup_planned(
     rows: Sequence[Slab],
     embedding_shapes: Sequence[tuple[int, ...]],
     num_tiles: int,
+    embedding_dtype: str = "float32",
 ) -> tuple[UInt32[Array, " num_counters"], Int32[Array, "num_tables num_counts"], list[Array]]:
     """Combines rows whose ids are known. See `LaunchLookupPlanned` in ffi/kernels/lookup.h.
 
@@ -101,7 +104,7 @@ def lookup_planned(
       counters (donated, unchanged: an op that takes them comes after this one), counts, embeddings.
     """
     library.register()
-    results = (jax.typeof(counters), *_counts_and_embeddings(batch[0], tables, embedding_shapes))
+    results = (jax.typeof(counters), *_counts_and_embeddings(batch[0], tables, embedding_shapes, embedding_dtype))
     call = jax.ffi.ffi_call("jaxsok_lookup_planned", results, input_output_aliases={0: 0})
     counters, counts, *embeddings = call(counters, tables, seed, *batch, row_ids, *rows, **_attributes(batch, len(rows), num_tiles))
     return counters, counts, list(embeddings)
@@ -115,9 +118,9 @@ def _attributes(batch: Batch, num_slabs: int, num_tiles: int) -> dict[str, np.in
 
 
 def _counts_and_embeddings(
-    keys: Keys, tables: np.ndarray, embedding_shapes: Sequence[tuple[int, ...]]
+    keys: Keys, tables: np.ndarray, embedding_shapes: Sequence[tuple[int, ...]], embedding_dtype: str
 ) -> tuple[Any, ...]:
     return (
         result(keys, (tables.shape[0], len(COUNTS)), "int32"),
-        *(result(keys, shape, "float32") for shape in embedding_shapes),
+        *(result(keys, shape, embedding_dtype) for shape in embedding_shapes),
     )

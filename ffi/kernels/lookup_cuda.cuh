@@ -1,0 +1,434 @@
+// The way down on a GPU, for rows of one dtype. See bags_cuda.cuh for who does what, index_cuda.cuh for how rows are
+// made, lookup_cuda.cu for the order of the passes.
+#ifndef JAXSOK_KERNELS_LOOKUP_CUDA_CUH_
+#define JAXSOK_KERNELS_LOOKUP_CUDA_CUH_
+
+#include <cuda_pipeline_primitives.h>
+
+#include "bags_cuda.cuh"
+#include "index_cuda.cuh"
+#include "lookup.h"
+
+namespace jaxsok {
+
+enum Mode : int {
+  kModeFind = 0,     // probe; absent keys stay absent
+  kModeInsert = 1,   // probe; absent keys claim an entry, their bags wait for the finishing pass
+  kModePlanned = 2,  // row ids are given
+};
+
+struct LookupArguments {
+  StoreView store;
+  BatchView batch;
+  const uint32_t* given_row_ids;  // kModePlanned
+  uint32_t* row_ids;              // kModeInsert
+  int32_t* counts;
+  InsertWorkspace insert;  // kModeInsert
+};
+
+/// What a lane saw; added up before it leaves the block.
+struct LaneCounts {
+  int found = 0;
+  int absent = 0;
+  int padding = 0;
+  int longest_probe = 0;
+};
+
+/// One index line for each lane of a warp, copied to shared memory while the lanes do something else.
+struct AsyncLines {
+  uint4 entries[kEntriesPerBucket][kWarp];
+
+  __device__ void CopyFrom(const IndexView& index, uint32_t bucket) {
+    const char* from = reinterpret_cast<const char*>(index.buckets + bucket);
+#pragma unroll
+    for (int e = 0; e < kEntriesPerBucket; ++e) {
+      // Through L1, unlike __pipeline_memcpy_async: warps that ask for one hot key do not all go to one slice of L2.
+      asm volatile("cp.async.ca.shared.global [%0], [%1], 16;" ::"r"(
+                       static_cast<uint32_t>(__cvta_generic_to_shared(&entries[e][threadIdx.x % kWarp]))),
+                   "l"(from + e * sizeof(uint4)));
+    }
+  }
+  __device__ static void Commit() { __pipeline_commit(); }
+  __device__ static void Wait() { __pipeline_wait_prior(0); }
+  __device__ bool EndsHere(uint32_t bucket, uint64_t key, uint32_t table, ProbeResult* at) const {
+    uint4 line[kEntriesPerBucket];
+#pragma unroll
+    for (int e = 0; e < kEntriesPerBucket; ++e) line[e] = entries[e][threadIdx.x % kWarp];
+    return EndsInBucket(line, bucket, key, table, at);
+  }
+};
+
+/// What the positions of one feature contribute (SumBags), and what became of them.
+///
+/// Keys that are not there stay absent in this pass. With kModeInsert they are pending: claimed and numbered by the
+/// passes of index_cuda.cuh, their bags left to the finishing one.
+template <int kMode, typename Row>
+struct LookupSource {
+  const LookupArguments& a;
+  const Feature& f;
+  uint64_t salt;
+  AsyncLines* lines;  // of the warp
+  uint32_t bucket;    // whose line was asked for last
+  LaneCounts counts;
+
+  /// A key; with kModePlanned beside it the row id.
+  struct Token {
+    uint64_t key;
+    uint32_t row_id;
+  };
+  __device__ static Token None() { return {kPaddingKey, kNoRow}; }
+  __device__ Token Load(int32_t at) const {
+    const int64_t position = int64_t{f.key_start} + at;
+    return {__ldg(a.batch.keys + position), kMode == kModePlanned ? __ldg(a.given_row_ids + position) : kNoRow};
+  }
+  /// Has a token's index line copied to shared memory; nobody waits for it here.
+  __device__ void Ask(const Token& token) {
+    if (kMode == kModePlanned) return;
+    if (token.key != kPaddingKey) {
+      bucket = HomeBucket(HashOf(token.key, f.table, salt), a.store.index.num_buckets);
+      lines->CopyFrom(a.store.index, bucket);
+    }
+    AsyncLines::Commit();
+  }
+  __device__ Position Resolve(int32_t at, const Token& token, bool valid) {
+    ProbeResult found{token.row_id, kNoEntry, 1};
+    if (kMode != kModePlanned) {
+      AsyncLines::Wait();
+      if (token.key != kPaddingKey && !lines->EndsHere(bucket, token.key, f.table, &found)) {
+        found = ProbeFrom<false>(a.store.index, token.key, f.table, NextBucket(bucket, a.store.index.num_buckets), 1,
+                                 kMaxProbes);
+      }
+    }
+    return valid ? Take(at, token.key, found) : Position{nullptr, kPaddingKey, kPositionPadding, 1.0f};
+  }
+  /// A position whose walk has ended at a row, or nowhere.
+  __device__ Position Take(int32_t at, uint64_t key, const ProbeResult& found) {
+    const int64_t position = int64_t{f.key_start} + at;
+    Position p{nullptr, key, kPositionPadding, 1.0f};
+    if (key == kPaddingKey) {
+      ++counts.padding;
+      if (kMode == kModeInsert) a.row_ids[position] = kNoRow;
+      return p;
+    }
+    if (f.weights_start >= 0) p.weight = __ldg(a.batch.weights + f.weights_start + at);
+    if (found.row_id < a.store.capacity) {
+      if (kMode == kModeInsert) a.row_ids[position] = found.row_id;
+      p.kind = kPositionRow;
+      p.pointer = a.store.rows.At<Row>(a.store.starts, found.row_id, a.store.dim);
+      ++counts.found;
+      counts.longest_probe = max(counts.longest_probe, found.num_probes);
+      return p;
+    }
+    ++counts.absent;
+    if (kMode == kModeInsert) {
+      a.row_ids[position] = kPendingRow;
+      p.kind = kPositionUnfinished;
+    } else {
+      p.kind = kMode == kModeFind && f.unknown_zeros ? kPositionZeros : kPositionInitial;
+    }
+    return p;
+  }
+};
+
+/// Leaves bags to the finishing pass; lanes with `unfinished` each add one bag.
+///
+/// A bag that is left holds a position of its own, so the list has room for all of them.
+__device__ __forceinline__ void LeaveBag(const InsertWorkspace& w, bool unfinished, uint32_t bag, int64_t room) {
+  const unsigned lanes = __ballot_sync(~0u, unfinished);
+  if (lanes == 0) return;
+  const int leader = __ffs(lanes) - 1, lane = threadIdx.x % kWarp;
+  uint32_t start = 0;
+  if (lane == leader) start = atomicAdd(&w.control->num_unfinished, static_cast<uint32_t>(__popc(lanes)));
+  start = __shfl_sync(~0u, start, leader);
+  const uint32_t at = start + __popc(lanes & ((1u << lane) - 1));
+  if (unfinished && at < room) w.unfinished[at] = bag;
+}
+
+/// What lies in no bag is padding: before the first bag of a feature, and after the last one. Blocks share it as they
+/// share the feature's bags; all threads of `block` of `blocks`.
+template <int kMode>
+__device__ __forceinline__ void CountLoosePositions(const LookupArguments& a, const Feature& f, int block, int blocks,
+                                                    LaneCounts& counts) {
+  int32_t first, last;
+  f.Bags(a.batch.offsets, &first, &last);
+  const int64_t num_loose = first + (f.num_keys - last);
+  for (int64_t i = int64_t{block} * kBlock + threadIdx.x; i < num_loose; i += int64_t{blocks} * kBlock) {
+    ++counts.padding;
+    if (kMode == kModeInsert) a.row_ids[f.key_start + (i < first ? i : last + (i - first))] = kNoRow;
+  }
+}
+
+/// Adds the lanes' counts to the feature's table. All threads of the block.
+template <int kMode>
+__device__ __forceinline__ void FlushCounts(const LookupArguments& a, const Feature& f, const LaneCounts& lane) {
+  __shared__ int32_t sums[4];
+  if (threadIdx.x < 4) sums[threadIdx.x] = 0;
+  __syncthreads();
+  const int found = __reduce_add_sync(~0u, lane.found), absent = __reduce_add_sync(~0u, lane.absent);
+  const int padding = __reduce_add_sync(~0u, lane.padding), longest = __reduce_max_sync(~0u, lane.longest_probe);
+  if (threadIdx.x % kWarp == 0) {
+    atomicAdd(&sums[0], found);
+    atomicAdd(&sums[1], absent);
+    atomicAdd(&sums[2], padding);
+    atomicMax(&sums[3], longest);
+  }
+  __syncthreads();
+  if (threadIdx.x != 0) return;
+  int32_t* counts = a.counts + f.table * kNumCounts;
+  if (sums[0] != 0) atomicAdd(counts + kCountFound, sums[0]);
+  if (sums[2] != 0) atomicAdd(counts + kCountPadding, sums[2]);
+  if (kMode == kModeInsert) {
+    // Absent keys are counted when it is known what became of them.
+    if (sums[1] != 0) atomicAdd(&a.insert.control->num_pending, static_cast<uint32_t>(sums[1]));
+    if (static_cast<uint32_t>(sums[3]) > a.store.counters[kLongestProbe]) {
+      atomicMax(a.store.counters + kLongestProbe, static_cast<uint32_t>(sums[3]));
+    }
+  } else if (sums[1] != 0) {
+    atomicAdd(counts + (kMode == kModeFind ? kCountMissing : kCountRefused), sums[1]);
+  }
+}
+
+/// The bags of a block, all of one feature, and those of a warp in it.
+struct BlockBags {
+  Feature f;
+  int block, blocks;  // of those that share the feature
+  int32_t first_bag, last_bag;
+
+  __device__ static BlockBags Of(const BatchView& batch, TileShare share) {
+    const int tile = static_cast<int>(blockIdx.x) / share.BlocksPerTile();
+    BlockBags b;
+    b.f = Feature::Load(batch.features, FeatureAt(batch.features, batch.num_features, kFeatureTileStart, tile));
+    b.block = static_cast<int>(blockIdx.x) - b.f.tile_start * share.BlocksPerTile();
+    b.blocks = max(CeilDiv(b.f.num_bags, kBagsPerTile), 1) * share.BlocksPerTile();  // without bags: one tile
+    const int32_t warp = b.block * (kBlock / kWarp) + static_cast<int>(threadIdx.x) / kWarp;
+    b.first_bag = min(warp * share.granule, b.f.num_bags);
+    b.last_bag = min(b.first_bag + share.granule, b.f.num_bags);
+    return b;
+  }
+};
+
+// Single keys: lane i of a warp finds the row of bag i, then groups of lanes copy 32 / lanes rows at a time.
+// A thread writes the row id of its key and its columns of its group's embeddings; nothing is shared but counters,
+// which are added to.
+template <int kMode, typename Row, int kVector, int kPerLane>
+__global__ void __launch_bounds__(kBlock, BlocksPerMultiprocessor<kVector * kPerLane>())
+    LookupRowsKernel(const __grid_constant__ LookupArguments a, const __grid_constant__ EmbeddingPointers embeddings,
+                     TileShare share, int lanes) {
+  const BlockBags b = BlockBags::Of(a.batch, share);
+  const Feature& f = b.f;
+  if (f.combiner != kCombinerNone) return;
+  LookupSource<kMode, Row> source{a, f, kMode == kModePlanned ? 0 : SaltOf(a.store.counters), nullptr, 0, {}};
+  const int32_t bag = b.first_bag + static_cast<int32_t>(threadIdx.x % kWarp);
+  if (b.first_bag < b.last_bag) {
+    Position mine{nullptr, kPaddingKey, kPositionPadding, 1.0f};
+    if (bag < b.last_bag) {
+      const auto token = source.Load(bag);
+      ProbeResult found{token.row_id, kNoEntry, 1};
+      if (kMode != kModePlanned && token.key != kPaddingKey) {
+        found = ProbeBuckets<false>(a.store.index, token.key, f.table, source.salt, kMaxProbes);
+      }
+      mine = source.Take(bag, token.key, found);
+    }
+    CopyRows<Row, kVector, kPerLane>(mine, b.last_bag - b.first_bag, a.store, OneTable{static_cast<uint32_t>(f.table)},
+                                     lanes, embeddings.pointers.data[f.number], embeddings.is_float32, b.first_bag);
+    if (kMode == kModeInsert) {
+      LeaveBag(a.insert, mine.kind == kPositionUnfinished, static_cast<uint32_t>(f.bag_start + bag), a.batch.num_keys);
+    }
+  }
+  CountLoosePositions<kMode>(a, f, b.block, b.blocks, source.counts);
+  FlushCounts<kMode>(a, f, source.counts);
+}
+
+// Other bags: each group of lanes sums one after the other. Who writes what is as for single keys.
+template <int kMode, typename Row, int kVector, int kPerLane>
+__global__ void __launch_bounds__(kBlock, BagBlocksPerMultiprocessor<kVector * kPerLane>())
+    LookupBagsKernel(const __grid_constant__ LookupArguments a, const __grid_constant__ EmbeddingPointers embeddings,
+                     TileShare share, int lanes) {
+  __shared__ AsyncLines lines[kMode == kModePlanned ? 1 : kBlock / kWarp];
+  __shared__ WindowRows window_rows[kBlock / kWarp];
+  __shared__ Feature f;
+  const BlockBags b = BlockBags::Of(a.batch, share);
+  if (threadIdx.x == 0) f = b.f;
+  __syncthreads();
+  if (f.combiner == kCombinerNone) return;
+  LookupSource<kMode, Row> source{a,
+                                  f,
+                                  kMode == kModePlanned ? 0 : SaltOf(a.store.counters),
+                                  lines + (kMode == kModePlanned ? 0 : threadIdx.x / kWarp),
+                                  0,
+                                  {}};
+  void* out = embeddings.pointers.data[f.number];
+  BagWalk walk(f, a.batch.offsets, b.first_bag, b.last_bag, lanes);
+  SumBags<Row, kVector, kPerLane>(
+      f, walk, a.store, lanes, source, window_rows[threadIdx.x / kWarp],
+      [&](int32_t bag, const BagResult& result, RowPart<kVector, kPerLane>& sum) {
+        if (bag >= 0) {
+          WriteBag<Row>(f, result, sum, lanes, a.store.dim, out, embeddings.is_float32, bag);
+        }
+        if (kMode == kModeInsert) {
+          LeaveBag(a.insert, result.unfinished && static_cast<int>(threadIdx.x) % lanes == 0,
+                   static_cast<uint32_t>(f.bag_start + bag), a.batch.num_keys);
+        }
+      });
+  CountLoosePositions<kMode>(a, f, b.block, b.blocks, source.counts);
+  FlushCounts<kMode>(a, f, source.counts);
+}
+
+/// One bag for each group of lanes, each perhaps of another feature (SumBags).
+class ListedBags {
+ public:
+  __device__ ListedBags(int32_t begin, int32_t end, int32_t bag, int lanes)
+      : begin_(begin), end_(end), bag_(bag), lanes_(lanes), longest_(__reduce_max_sync(~0u, end - begin)) {}
+
+  __device__ bool Next(Window& w) {
+    if (at_ >= longest_) return false;
+    w.first = begin_ + at_;
+    w.count = min(end_ - w.first, lanes_);
+    w.bag = bag_;
+    at_ += lanes_;
+    w.is_last = at_ >= longest_;
+    return true;
+  }
+
+ private:
+  int32_t begin_, end_, bag_, lanes_, longest_;
+  int32_t at_ = 0;
+};
+
+/// What positions contribute once it is known what became of their keys (SumBags).
+template <typename Row>
+struct FinishSource {
+  const LookupArguments& a;
+  const Feature& f;
+  const InsertControl& control;
+  TableCounts& counts;
+
+  using Token = uint64_t;
+  __device__ static Token None() { return kPaddingKey; }
+  __device__ Token Load(int32_t at) const { return __ldg(a.batch.keys + f.key_start + at); }
+  __device__ void Ask(Token) const {}
+  __device__ Position Resolve(int32_t at, Token key, bool) {
+    const int64_t position = int64_t{f.key_start} + at;
+    Position p{nullptr, key, kPositionPadding, 1.0f};
+    if (key == kPaddingKey) return p;
+    uint32_t row_id = a.row_ids[position];
+    if (row_id == kPendingRow) {
+      bool unplaced;
+      row_id =
+          ResolvePending(StoreSink{a.store, a.counts}, control, a.insert.entry_of[position], key, f.table, &unplaced);
+      a.row_ids[position] = row_id;
+      counts.Add(f.table, row_id == kNoRow ? kCountRefused : kCountFound, 1);
+      if (unplaced) atomicAdd(a.store.counters + kNumUnplaced, 1u);
+    }
+    if (f.weights_start >= 0) p.weight = __ldg(a.batch.weights + f.weights_start + at);
+    p.kind = row_id == kNoRow ? kPositionInitial : kPositionRow;
+    if (row_id != kNoRow) p.pointer = a.store.rows.At<Row>(a.store.starts, row_id, a.store.dim);
+    return p;
+  }
+};
+
+// A group of lanes takes one bag of the list after the other: its pending keys are known now.
+// A position lies in one bag, a bag is in the list once: no two groups write the same row id or embedding.
+template <typename Row, int kVector, int kPerLane>
+__global__ void __launch_bounds__(kBlock)
+    FinishKernel(const __grid_constant__ LookupArguments a, const __grid_constant__ EmbeddingPointers embeddings,
+                 int lanes) {
+  const InsertControl control = *a.insert.control;
+  if (control.num_pending == 0) return;
+  __shared__ int32_t shared_counts[kSharedTables * kNumCounts];
+  __shared__ WindowRows window_rows[kBlock / kWarp];
+  TableCounts counts(shared_counts, a.counts, a.store.num_tables);
+  const int groups = kWarp / lanes, group = (threadIdx.x % kWarp) / lanes;
+  const int64_t warp = int64_t{blockIdx.x} * (kBlock / kWarp) + threadIdx.x / kWarp;
+  const int64_t stride = int64_t{gridDim.x} * (kBlock / kWarp) * groups;
+  const int64_t num_unfinished = min(int64_t{control.num_unfinished}, a.batch.num_keys);
+  for (int64_t first = warp * groups; first < num_unfinished; first += stride) {
+    const int64_t item = first + group;
+    const bool valid = item < num_unfinished;
+    const int32_t global_bag = static_cast<int32_t>(a.insert.unfinished[valid ? item : first]);
+    const Feature f = Feature::Load(a.batch.features,
+                                    FeatureAt(a.batch.features, a.batch.num_features, kFeatureBagStart, global_bag));
+    const int32_t bag = global_bag - f.bag_start;
+    int32_t begin = 0, end = 0;
+    if (valid) f.BagRange(a.batch.offsets, bag, &begin, &end);
+    ListedBags walk(begin, end, valid ? bag : -1, lanes);
+    FinishSource<Row> source{a, f, control, counts};
+    SumBags<Row, kVector, kPerLane>(f, walk, a.store, lanes, source, window_rows[threadIdx.x / kWarp],
+                                    [&](int32_t at, const BagResult& result, RowPart<kVector, kPerLane>& sum) {
+                                      if (at < 0) return;
+                                      WriteBag<Row>(f, result, sum, lanes, a.store.dim,
+                                                    embeddings.pointers.data[f.number], embeddings.is_float32, at);
+                                    });
+  }
+  counts.Flush();
+}
+
+/// Blocks of the finishing pass: enough to fill the largest GPU, few enough to cost nothing when there is no work.
+constexpr int kFinishBlocks = 132 * 8;
+
+/// The kernels for rows of one dtype.
+template <typename Row>
+struct LookupOf {
+  /// Finds keys, or takes row ids that are given, and writes every embedding that is known then.
+  static LaunchError Main(Stream stream, Mode mode, const LookupArguments& a, const EmbeddingPointers& embeddings);
+  /// Writes the embeddings that waited for new rows.
+  static LaunchError Finish(Stream stream, const LookupArguments& a, const EmbeddingPointers& embeddings);
+};
+
+template <typename Row, int kMode>
+struct LaunchMain {
+  Stream stream;
+  const LookupArguments& a;
+  const EmbeddingPointers& embeddings;
+  template <int kVector, int kPerLane>
+  LaunchError operator()(int lanes) const {
+    const TileShare share = TileShare::Of(a.batch.num_tiles);
+    const int blocks = a.batch.num_tiles * share.BlocksPerTile();
+    if (a.batch.kinds & kSingleKeys) {
+      LookupRowsKernel<kMode, Row, kVector, kPerLane><<<blocks, kBlock, 0, stream>>>(a, embeddings, share, lanes);
+    }
+    if (a.batch.kinds & kBags) {
+      LookupBagsKernel<kMode, Row, kVector, kPerLane><<<blocks, kBlock, 0, stream>>>(a, embeddings, share, lanes);
+    }
+    JAXSOK_RETURN_IF_CUDA(cudaGetLastError());
+    return nullptr;
+  }
+};
+
+template <typename Row>
+struct LaunchFinish {
+  Stream stream;
+  const LookupArguments& a;
+  const EmbeddingPointers& embeddings;
+  template <int kVector, int kPerLane>
+  LaunchError operator()(int lanes) const {
+    FinishKernel<Row, kVector, kPerLane><<<kFinishBlocks, kBlock, 0, stream>>>(a, embeddings, lanes);
+    JAXSOK_RETURN_IF_CUDA(cudaGetLastError());
+    return nullptr;
+  }
+};
+
+template <typename Row>
+LaunchError LookupOf<Row>::Main(Stream stream, Mode mode, const LookupArguments& a,
+                                const EmbeddingPointers& embeddings) {
+  switch (mode) {
+    case kModeFind:
+      return DispatchShape(a.store.dim, LaunchMain<Row, kModeFind>{stream, a, embeddings});
+    case kModeInsert:
+      return DispatchShape(a.store.dim, LaunchMain<Row, kModeInsert>{stream, a, embeddings});
+    default:
+      return DispatchShape(a.store.dim, LaunchMain<Row, kModePlanned>{stream, a, embeddings});
+  }
+}
+
+template <typename Row>
+LaunchError LookupOf<Row>::Finish(Stream stream, const LookupArguments& a, const EmbeddingPointers& embeddings) {
+  return DispatchShape(a.store.dim, LaunchFinish<Row>{stream, a, embeddings});
+}
+
+extern template struct LookupOf<BFloat16>;  // lookup_rows16_cuda.cu
+extern template struct LookupOf<Float16>;
+
+}  // namespace jaxsok
+
+#endif  // JAXSOK_KERNELS_LOOKUP_CUDA_CUH_

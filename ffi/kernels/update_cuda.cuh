@@ -1,0 +1,190 @@
+// The optimizers of the way back on a GPU, for rows of one dtype: what uses_cuda.cuh applies to a row's gradients.
+#ifndef JAXSOK_KERNELS_UPDATE_CUDA_CUH_
+#define JAXSOK_KERNELS_UPDATE_CUDA_CUH_
+
+#include <type_traits>
+
+#include "update.h"
+#include "uses_cuda.cuh"
+
+namespace jaxsok {
+
+/// Steps one row with the sum of its gradients.
+///
+/// The random bits of a row are those of the key and table that the batch gives for one of its uses: they are at hand,
+/// the record would be one more line to read.
+template <typename Step, typename RowType>
+struct ApplyStep {
+  using Row = RowType;
+
+  StoreView store;
+  BatchView batch;
+  const uint32_t* step;
+  int32_t rounding;
+  Slabs<float> states[kMaxStates];
+  const float* hyper;
+  int32_t row_gradient;
+  int32_t* num_nonfinite;
+
+  template <int kVector, int kPerLane>
+  struct Loaded {
+    RowPart<kVector, kPerLane> row;
+    RowPart<kVector, kPerLane> state0;
+    RowPart<kVector, kPerLane> state1;
+    float rowwise;
+  };
+
+  /// Begins to read what the step will need, before the gradients are summed.
+  template <int kVector, int kPerLane>
+  __device__ void Load(uint32_t row, int lane, int lanes, Loaded<kVector, kPerLane>& loaded) const {
+    loaded.row.LoadPlain(store.rows.At<Row>(store.starts, row, store.dim), lane, lanes, store.dim);
+    if constexpr (Step::kRowwise) {
+      loaded.rowwise = *states[0].At(store.starts, row, 1);
+    } else {
+      if constexpr (Step::kNumStates > 0) {
+        loaded.state0.LoadPlain(states[0].At(store.starts, row, store.dim), lane, lanes, store.dim);
+      }
+      if constexpr (Step::kNumStates > 1) {
+        loaded.state1.LoadPlain(states[1].At(store.starts, row, store.dim), lane, lanes, store.dim);
+      }
+    }
+  }
+
+  /// `position`: of a use of the row. `mask`: the lanes of the group, which call it together.
+  template <int kVector, int kPerLane>
+  __device__ void Apply(uint32_t row, uint32_t position, uint32_t num_uses, int lane, int lanes, unsigned mask,
+                        Loaded<kVector, kPerLane>& loaded, RowPart<kVector, kPerLane>& gradient) const {
+    if (row_gradient != kRowGradientSum) gradient.Scale(RowGradientScale(row_gradient, num_uses));
+    float zero = 0.0f;  // NaN once a gradient is infinite or NaN
+    float squares = 0.0f;
+#pragma unroll
+    for (int k = 0; k < kPerLane; ++k) {
+      if ((lane + k * lanes) * kVector >= store.dim) continue;
+#pragma unroll
+      for (int i = 0; i < kVector; ++i) {
+        const float g = gradient.part[k].v[i];
+        zero = __fmaf_rn(g, 0.0f, zero);
+        if constexpr (Step::kRowwise) squares = squares + g * g;
+      }
+    }
+    if (!__all_sync(mask, zero == 0.0f)) {
+      if (lane == 0) {
+        const uint32_t table = store.records.At(store.starts, row, 1)->table;
+        if (table < static_cast<uint32_t>(store.num_tables)) atomicAdd(num_nonfinite + table, 1);
+      }
+      return;
+    }
+    float words[kNumHyper];
+#pragma unroll
+    for (int i = 0; i < kNumHyper; ++i) words[i] = __ldg(hyper + i);
+    if constexpr (Step::kRowwise) {
+      for (int offset = lanes / 2; offset >= 1; offset /= 2) {
+        squares = squares + __shfl_xor_sync(mask, squares, offset);
+      }
+      const float accumulator = loaded.rowwise + squares / static_cast<float>(store.dim);
+      const float scale = Step::Scale(words, accumulator);
+#pragma unroll
+      for (int k = 0; k < kPerLane; ++k) {
+#pragma unroll
+        for (int i = 0; i < kVector; ++i) {
+          loaded.row.part[k].v[i] = loaded.row.part[k].v[i] - scale * gradient.part[k].v[i];
+        }
+      }
+      if (lane == 0) *states[0].At(store.starts, row, 1) = accumulator;
+    } else {
+#pragma unroll
+      for (int k = 0; k < kPerLane; ++k) {
+        if ((lane + k * lanes) * kVector >= store.dim) continue;
+#pragma unroll
+        for (int i = 0; i < kVector; ++i) {
+          Step::Step(words, gradient.part[k].v[i], loaded.row.part[k].v[i], loaded.state0.part[k].v[i],
+                     loaded.state1.part[k].v[i]);
+        }
+      }
+      if constexpr (Step::kNumStates > 0) {
+        loaded.state0.Store(states[0].At(store.starts, row, store.dim), lane, lanes, store.dim);
+      }
+      if constexpr (Step::kNumStates > 1) {
+        loaded.state1.Store(states[1].At(store.starts, row, store.dim), lane, lanes, store.dim);
+      }
+    }
+    Row* to = store.rows.At<Row>(store.starts, row, store.dim);
+    if constexpr (!std::is_same_v<Row, float>) {
+      if (rounding == kRoundingStochastic) {
+        loaded.row.StoreStochastic(to, RoundingAt(position), lane, lanes, store.dim);
+        return;
+      }
+    }
+    loaded.row.Store(to, lane, lanes, store.dim);
+  }
+
+  __device__ RowRounding RoundingAt(uint32_t position) const {
+    uint32_t table;
+    if (batch.tables != nullptr) {
+      table = __ldg(batch.tables + position);
+    } else {
+      const int f = FeatureAt(batch.features, batch.num_features, kFeatureKeyStart, static_cast<int32_t>(position));
+      table = static_cast<uint32_t>(__ldg(batch.features + f * kNumFeatureWords + kFeatureTable));
+    }
+    return RowRounding::Of(store.tables + table * kNumTableWords, RoundingOfStep(store.seed, __ldg(step)),
+                           __ldg(batch.keys + position));
+  }
+};
+
+/// What an update is, beside the store.
+struct UpdateArguments {
+  const StateView& states;
+  const UpdateSpec& spec;
+  const float* hyper;
+  const uint32_t* step;
+  const BatchView& batch;
+  int32_t gradient_bytes;  // of one number
+  int32_t* num_nonfinite;
+};
+
+/// The kernels for rows of one dtype.
+template <typename Row>
+struct UpdateOf {
+  /// Steps the rows whose uses are listed.
+  static LaunchError Step(Stream stream, const StoreView& store, const UpdateArguments& a,
+                          const FeaturePointers<const void>& gradients, UsesWorkspace& w, int end_bit);
+};
+
+template <typename Step, typename Row>
+LaunchError LaunchStep(Stream stream, const StoreView& store, const UpdateArguments& a,
+                       const FeaturePointers<const void>& gradients, UsesWorkspace& w, int end_bit) {
+  ApplyStep<Step, Row> apply;
+  apply.store = store;
+  apply.batch = a.batch;
+  apply.step = a.step;
+  apply.rounding = a.spec.rounding;
+  for (int k = 0; k < kMaxStates; ++k) apply.states[k] = a.states.data[k];
+  apply.hyper = a.hyper;
+  apply.row_gradient = a.spec.row_gradient;
+  apply.num_nonfinite = a.num_nonfinite;
+  return LaunchUses(stream, apply, gradients, a.batch, w, store.dim, store.dim * a.gradient_bytes, end_bit);
+}
+
+template <typename Row>
+LaunchError UpdateOf<Row>::Step(Stream stream, const StoreView& store, const UpdateArguments& a,
+                                const FeaturePointers<const void>& gradients, UsesWorkspace& w, int end_bit) {
+  switch (a.spec.optimizer) {
+    case kOptimizerSgd:
+      return LaunchStep<Sgd, Row>(stream, store, a, gradients, w, end_bit);
+    case kOptimizerAdagrad:
+      return LaunchStep<Adagrad, Row>(stream, store, a, gradients, w, end_bit);
+    case kOptimizerRowwiseAdagrad:
+      return LaunchStep<RowwiseAdagrad, Row>(stream, store, a, gradients, w, end_bit);
+    case kOptimizerAdam:
+      return LaunchStep<Adam, Row>(stream, store, a, gradients, w, end_bit);
+    default:
+      return "unknown optimizer";
+  }
+}
+
+extern template struct UpdateOf<BFloat16>;  // update_rows16_cuda.cu
+extern template struct UpdateOf<Float16>;
+
+}  // namespace jaxsok
+
+#endif  // JAXSOK_KERNELS_UPDATE_CUDA_CUH_
