@@ -125,7 +125,7 @@ class MemoryEstimate:
           >>> from jaxsok import optim
           >>> estimate = memory_estimate([TableSpec("user", 64, optim.rowwise_adagrad(0.1))])
           >>> estimate.largest_capacities(int(0.8 * 141e9))
-          {'user': 366233759}
+          {'user': 366233766}
         """
         limit = self.memory_bytes if memory_bytes is None else memory_bytes
         if limit is None:
