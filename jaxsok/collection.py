@@ -48,8 +48,8 @@ from jaxsok.types import COUNTERS, COUNTS, MAX_CAPACITY, MAX_FEATURES
 class Collection:
     """Tables, and the features that read them.
 
-    Tables of one dim, dtype, optimizer and row_gradient share a store; all features over a store cost one FFI call
-    per lookup and one per update.
+    Tables of one dim, dtype, rounding, optimizer and row_gradient share a store; all features over a store cost one FFI
+    call per lookup and one per update.
 
     With a mesh the samples of a batch and the rows of the tables are split over the named axis: keys travel to the
     shards that own them, rows travel back (docs/many_devices.md). Methods take and give global arrays, under `jit` or
@@ -89,7 +89,7 @@ class Collection:
           mesh: the devices; None: one.
           axis: the axis of the mesh over which batches and tables are split, or several as a tuple. Along other axes
             of the mesh both are repeated.
-          exchange: how rows and gradients travel between shards; None: as float32.
+          exchange: how rows and gradients travel between shards; None: rows as they are stored, gradients as float32.
         """
         for kind, specs, wanted in (("tables", tables, TableSpec), ("features", features, FeatureSpec)):
             for spec in specs:

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Bool, Float32, Int32, UInt32
+from jaxtyping import Array, Bool, Float, Float32, Int32, UInt32
 
 from jaxsok import plan as plan_lib
 from jaxsok.features import StoreFeatures
@@ -117,13 +117,13 @@ class Route:
             return lax.dynamic_slice_in_dim(lines, self.shards.index() * self.send_capacity, self.send_capacity)
         return lax.all_to_all(lines, self.shards.axis, 0, 0, tiled=True)
 
-    def rows_to_owners(self, rows: Float32[Array, "_ dim"], dtype: str) -> Float32[Array, "_ dim"]:
-        """`to_owners` of rows in another dtype on the wire."""
-        return _decoded(self.to_owners(_encoded(rows, dtype)), dtype)
+    def rows_to_owners(self, rows: Float[Array, "_ dim"], dtype: str | None) -> Float32[Array, "_ dim"]:
+        """`to_owners` of rows in another dtype on the wire; None: their own."""
+        return _decoded(self.to_owners(_encoded(rows, dtype)), dtype, rows.dtype)
 
-    def rows_to_askers(self, rows: Float32[Array, "_ dim"], dtype: str) -> Float32[Array, "_ dim"]:
-        """`to_askers` of rows in another dtype on the wire."""
-        return _decoded(self.to_askers(_encoded(rows, dtype)), dtype)
+    def rows_to_askers(self, rows: Float[Array, "_ dim"], dtype: str | None) -> Float32[Array, "_ dim"]:
+        """`to_askers` of rows in another dtype on the wire; None: their own."""
+        return _decoded(self.to_askers(_encoded(rows, dtype)), dtype, rows.dtype)
 
 
 # The wire ------------------------------------------------------------------------------------------------------------
@@ -132,9 +132,12 @@ class Route:
 _TOP_EXPONENT = {"float16": 15, "float8_e4m3fn": 8}
 
 
-def _encoded(rows: Float32[Array, "_ dim"], dtype: str) -> Array:
+def _encoded(rows: Float[Array, "_ dim"], dtype: str | None) -> Array:
     """Rows as they travel: themselves, or bytes of 16- or 8-bit numbers followed by the scale of the row."""
-    if dtype == "float32":
+    if dtype is None and rows.dtype.itemsize == 2:
+        return lax.bitcast_convert_type(rows, jnp.uint16)
+    rows = rows.astype(jnp.float32)
+    if dtype in (None, "float32"):
         return rows
     if dtype == "bfloat16":
         # As integers: back ends without bfloat16 collectives would widen them on the wire.
@@ -148,11 +151,12 @@ def _encoded(rows: Float32[Array, "_ dim"], dtype: str) -> Array:
     return jnp.concatenate([small.reshape(rows.shape[0], -1), scale.reshape(rows.shape[0], -1)], axis=1)
 
 
-def _decoded(lines: Array, dtype: str) -> Float32[Array, "_ dim"]:
-    if dtype == "float32":
+def _decoded(lines: Array, dtype: str | None, own: np.dtype) -> Float32[Array, "_ dim"]:
+    """Lines as float32; `own`: the dtype of the rows before they were encoded."""
+    if lines.dtype == jnp.float32:
         return lines
-    if dtype == "bfloat16":
-        return lax.bitcast_convert_type(lines, jnp.bfloat16).astype(jnp.float32)
+    if dtype in (None, "bfloat16"):
+        return lax.bitcast_convert_type(lines, jnp.bfloat16 if dtype else own).astype(jnp.float32)
     num_lines, itemsize = lines.shape[0], jnp.dtype(dtype).itemsize
     scale = lax.bitcast_convert_type(lines[:, -4:], jnp.float32)
     small = lines[:, :-4]
@@ -165,13 +169,22 @@ def _power_of_two(exponent: Int32[Array, "..."]) -> Float32[Array, "..."]:
     return lax.bitcast_convert_type((exponent + 127) << 23, jnp.float32)
 
 
-def wire_bytes(dim: int, dtype: str) -> int:
+def wire_bytes(dim: int, dtype: str | None, own: str = "float32") -> int:
     """Bytes of one row on the wire.
+
+    Args:
+      dim: numbers of the row.
+      dtype: on the wire; None: its own.
+      own: its dtype before it travels.
 
     Example:
       >>> wire_bytes(128, "float32"), wire_bytes(128, "bfloat16"), wire_bytes(128, "float8_e4m3fn")
       (512, 256, 132)
+      >>> wire_bytes(128, "float16"), wire_bytes(128, None, own="float16")  # the first with the scale of the row
+      (260, 256)
     """
+    if dtype is None:
+        return dim * jnp.dtype(own).itemsize
     return {"float32": 4 * dim, "bfloat16": 2 * dim, "float16": 2 * dim + 4, "float8_e4m3fn": dim + 4}[dtype]
 
 

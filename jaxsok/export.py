@@ -24,8 +24,8 @@ def export_table(spec: StoreSpec, store: StoreState, number: int) -> dict[str, A
       number: of the table in the store.
 
     Returns:
-      `keys` uint64[num_rows], `rows` float32[num_rows, dim], `row_ids` uint32[num_rows] within the shard, and `state`,
-      a dict of float32[num_rows, dim or 1] by the name of the optimizer's state; on a mesh also `shards`
+      `keys` uint64[num_rows], `rows` [num_rows, dim] in the table's dtype, `row_ids` uint32[num_rows] within the shard,
+      and `state`, a dict of float32[num_rows, dim or 1] by the name of the optimizer's state; on a mesh also `shards`
       uint32[num_rows].
 
     Example:

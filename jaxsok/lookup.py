@@ -21,7 +21,8 @@ from jaxsok.store import State, StoreState
 from jaxsok.types import COUNTS, NO_ROW, RowIds
 
 Embeddings = dict[str, Array]
-"""By feature: float32, `[num_bags, dim]` with a combiner, else one row per key in the shape of the keys."""
+"""By feature, in its table's `embedding_dtype`: `[num_bags, dim]` with a combiner, else one row per key in the shape of
+the keys."""
 
 _INSERTED, _FOUND = COUNTS.index("num_inserted"), COUNTS.index("num_found")
 
@@ -99,6 +100,7 @@ def find(
                 store.rows,
                 _shapes(part, spec),
                 part.num_tiles,
+                spec.embedding_dtype,
             )
             one_found = Found(_no_row_ids(), store.generation[None], counts, _rounds(0))
         else:
@@ -193,7 +195,9 @@ def _lookup_exchanged(
         slabs,
         _shapes(features, spec),
         features.num_tiles,
+        spec.embedding_dtype if spec.is_replicated else "float32",
     )
+    values = [_rounded(value, spec.embedding_dtype) for value in values]
     store = dataclasses.replace(store, counters=counters)
     # Rows came for all keys; which of them were there, the owners know.
     without = COUNTS.index("num_missing" if is_find else "num_refused")
@@ -218,6 +222,7 @@ def _lookup_fused(
         store.records,
         _shapes(features, spec),
         features.num_tiles,
+        spec.embedding_dtype,
     )
     store = dataclasses.replace(
         store, index=index, counters=counters, table_rows=table_rows, rows=rows, records=records
@@ -239,6 +244,7 @@ def _lookup_planned(
         store.rows,
         _shapes(features, spec),
         features.num_tiles,
+        spec.embedding_dtype,
     )
     store = dataclasses.replace(store, counters=counters)
     # Among distinct keys every new one is its own first occurrence; the rest of its occurrences are found.
@@ -246,6 +252,14 @@ def _lookup_planned(
     counts = counts.at[:, COUNTS.index("num_inserted")].set(inserted)
     counts = counts.at[:, COUNTS.index("num_found")].add(-inserted)
     return store, Found(row_ids, store.generation[None], counts, _rounds(0)), values
+
+
+def _rounded(values: Array, dtype: str) -> Array:
+    """Embeddings in the dtype of their table, rounded as the kernels round: what is finite stays finite."""
+    if values.dtype == jnp.dtype(dtype):
+        return values
+    largest = jnp.finfo(dtype).max.astype(jnp.float32)
+    return jnp.where(jnp.isfinite(values), jnp.clip(values, -largest, largest), values).astype(dtype)
 
 
 def _nothing(spec: StoreSpec, store: StoreState) -> Found:

@@ -373,7 +373,7 @@ def _step_bytes(spec: StoreSpec, features: StoreFeatures, wire: ExchangeSpec) ->
         return dict.fromkeys(STEP, 0)
     sizes = library.load_cpu()
     num_keys = sum(layout.num_keys for layout in features.layouts)
-    row = jnp.dtype(spec.tables[0].dtype).itemsize * spec.dim
+    row = jnp.dtype(spec.embedding_dtype).itemsize * spec.dim
     embeddings = sum(math.prod(layout.embedding_shape) for layout in features.layouts) * row
     found = 4 + 4 * len(COUNTS) * len(spec.tables) + 4  # generation, counts, rounds
     parts = {"batch": _bytes_of(features), "embeddings": embeddings, "gradients": embeddings}

@@ -34,7 +34,17 @@ from jaxsok import keys as keys_lib
 from jaxsok.exchange import wire_bytes
 from jaxsok.features import Bags
 from jaxsok.printed import aligned, each_device, in_units
-from jaxsok.specs import REPLICATED, SHARDED, ExchangeSpec, FeatureSpec, Placement, TableSpec, group_into_stores, on
+from jaxsok.specs import (
+    REPLICATED,
+    SHARDED,
+    ExchangeSpec,
+    FeatureSpec,
+    Placement,
+    StoreSpec,
+    TableSpec,
+    group_into_stores,
+    on,
+)
 from jaxsok.store import row_bytes, store_bytes
 from jaxsok.types import PADDING_KEY
 
@@ -280,19 +290,20 @@ class _Model:
     exchange: ExchangeSpec
     finds_per_step: float
 
-    def _line(self, dim: int) -> float:
+    def _line(self, rows: TableSpec | StoreSpec) -> float:
         """Request, row, gradient."""
-        there_and_back = (1 + self.finds_per_step) * (REQUEST_BYTES + wire_bytes(dim, self.exchange.rows))
-        return there_and_back + wire_bytes(dim, self.exchange.gradients)
+        row = wire_bytes(rows.dim, self.exchange.rows, rows.dtype)
+        there_and_back = (1 + self.finds_per_step) * (REQUEST_BYTES + row)
+        return there_and_back + wire_bytes(rows.dim, self.exchange.gradients)
 
-    def sharded(self, dim: int, distinct: float) -> int:
-        return round(distinct * (self.num_shards - 1) / self.num_shards * self._line(dim))
+    def sharded(self, rows: TableSpec | StoreSpec, distinct: float) -> int:
+        return round(distinct * (self.num_shards - 1) / self.num_shards * self._line(rows))
 
-    def on_one(self, dim: int, distinct: float) -> int:
-        return round(distinct * (self.num_shards - 1) * self._line(dim))
+    def on_one(self, rows: TableSpec | StoreSpec, distinct: float) -> int:
+        return round(distinct * (self.num_shards - 1) * self._line(rows))
 
-    def replicated(self, dim: int, distinct: float) -> int:
-        line = REQUEST_BYTES + wire_bytes(dim, self.exchange.gradients)
+    def replicated(self, rows: TableSpec | StoreSpec, distinct: float) -> int:
+        line = REQUEST_BYTES + wire_bytes(rows.dim, self.exchange.gradients)
         return round(distinct * (self.num_shards - 1) * line)
 
     def of_stores(self, tables: Sequence[TableSpec], distinct: Mapping[str, float]) -> int:
@@ -300,7 +311,7 @@ class _Model:
         total = 0
         for store in group_into_stores(tables, self.num_shards):
             if store.is_replicated:
-                total += self.replicated(store.dim, sum(distinct[table.name] for table in store.tables))
+                total += self.replicated(store, sum(distinct[table.name] for table in store.tables))
                 continue
             pinned, spread = [0.0] * self.num_shards, 0.0
             for table in store.tables:
@@ -309,7 +320,7 @@ class _Model:
                 else:
                     spread += distinct[table.name]
             # As if everything on one device were: the most loaded one says how many lines go to each.
-            total += self.on_one(store.dim, spread / self.num_shards + max(pinned))
+            total += self.on_one(store, spread / self.num_shards + max(pinned))
         return total
 
 
@@ -361,9 +372,9 @@ def _proposed(
     """The choice for one table."""
     num_bytes = table.capacity * row_bytes(group_into_stores([table])[0])
     bytes_by_kind = {
-        "sharded": model.sharded(table.dim, distinct),
-        "on": model.on_one(table.dim, distinct),
-        "replicated": model.replicated(table.dim, distinct),
+        "sharded": model.sharded(table, distinct),
+        "on": model.on_one(table, distinct),
+        "replicated": model.replicated(table, distinct),
     }
     sharded, replicated = bytes_by_kind["sharded"], bytes_by_kind["replicated"]
     placement = SHARDED

@@ -16,8 +16,12 @@ from jaxsok.types import (
     MAX_DIM,
     NO_ROW,
     NUM_TABLE_WORDS,
+    ROUNDINGS,
+    ROW_DTYPES,
     ROW_GRADIENTS,
     Combiner,
+    Rounding,
+    RowDtype,
     RowGradient,
 )
 
@@ -82,6 +86,7 @@ _WIRE_DTYPES = ("float32", "bfloat16", "float16", "float8_e4m3fn")
 class ExchangeSpec:
     """How rows and gradients travel between shards. Arithmetic is float32 at both ends.
 
+    By default rows travel as they are stored and lose nothing, and gradients as float32. Of the dtypes to name,
     float16 and float8_e4m3fn carry a scale with each row, a power of two, so that rows of any size keep their
     mantissa: 10 and 3 bits. bfloat16 has 7 and needs no scale.
 
@@ -93,10 +98,10 @@ class ExchangeSpec:
       True
     """
 
-    rows: str = "float32"
-    """Dtype of rows on the wire: float32, bfloat16, float16 or float8_e4m3fn."""
-    gradients: str = "float32"
-    """Dtype of row gradients on the wire, likewise."""
+    rows: str | None = None
+    """Dtype of rows on the wire: float32, bfloat16, float16 or float8_e4m3fn; None: that of the table's rows."""
+    gradients: str | None = None
+    """Dtype of row gradients on the wire, likewise; None: float32."""
     send_capacity: int | None = None
     """Keys for one destination in one round, of each store, where no plan says better; None: a quarter more than
     uniform owners need."""
@@ -104,18 +109,20 @@ class ExchangeSpec:
     def __post_init__(self) -> None:
         """Refuses what cannot be meant."""
         for name in ("rows", "gradients"):
-            if getattr(self, name) not in _WIRE_DTYPES:
-                raise ValueError(f"ExchangeSpec: {name}: got {getattr(self, name)!r}, wanted one of {_WIRE_DTYPES}.")
+            if getattr(self, name) not in (None, *_WIRE_DTYPES):
+                raise ValueError(
+                    f"ExchangeSpec: {name}: got {getattr(self, name)!r}, wanted None or one of {_WIRE_DTYPES}."
+                )
         if self.send_capacity is not None:
             _positive("ExchangeSpec", "send_capacity", self.send_capacity, MAX_CAPACITY)
 
 
 @dataclasses.dataclass(frozen=True)
 class TableSpec:
-    """A table: a named map from 64-bit keys to rows of `dim` float32 numbers.
+    """A table: a named map from 64-bit keys to rows of `dim` numbers.
 
-    Tables with the same dim, dtype, optimizer and row_gradient share one store; equal keys in different tables
-    never collide.
+    Tables with the same dim, dtypes, rounding, optimizer and row_gradient share one store; equal keys in different
+    tables never collide. Rows of 16 bits take half the memory; optimizer state and arithmetic are float32 all the same.
 
     Raises:
       TypeError, ValueError: when declared; the message names the table and the argument.
@@ -139,8 +146,13 @@ class TableSpec:
     """Rows at first, on all shards together; the tables of a store pool theirs. `collection.grow` adds more."""
     max_capacity: int | None = None
     """Rows at most; None: until memory ends. A store's is the sum, or None if one of its tables has None."""
-    dtype: str = "float32"
-    """Of the rows."""
+    dtype: RowDtype = "float32"
+    """Of the rows as they are stored: float32, bfloat16 or float16. New rows are rounded to nearest."""
+    embedding_dtype: RowDtype | None = None
+    """Of embeddings, and so of their gradients: float32, or the rows' own; None: the rows' own."""
+    rounding: Rounding = "stochastic"
+    """How a step's float32 result becomes a row of 16 bits: "stochastic", up or down at random so that the mean is
+    kept, or "nearest", where steps below a row's last bit are lost. Of no meaning for float32 rows."""
     row_gradient: RowGradient = "sum"
     """How the gradients of a row's uses become one: their sum, their mean, or the sum over the root of their number."""
     unknown: Literal["initial", "zeros"] = "initial"
@@ -169,8 +181,18 @@ class TableSpec:
                 f"{what}: initializer: got {self.initializer!r}, wanted one of jaxsok.initializers, as "
                 "initializers.uniform(-0.05, 0.05)."
             )
-        if self.dtype != "float32":
-            raise ValueError(f'{what}: dtype: got {self.dtype!r}, wanted "float32" (the only one so far).')
+        if not isinstance(self.dtype, str) or self.dtype not in ROW_DTYPES:
+            raise ValueError(f"{what}: dtype: got {self.dtype!r}, wanted one of {list(ROW_DTYPES)}.")
+        embedding_dtypes = list(dict.fromkeys([self.dtype, "float32"]))
+        if self.embedding_dtype is not None and (
+            not isinstance(self.embedding_dtype, str) or self.embedding_dtype not in embedding_dtypes
+        ):
+            raise ValueError(
+                f"{what}: embedding_dtype: got {self.embedding_dtype!r}, wanted None or one of {embedding_dtypes} "
+                f"with rows of {self.dtype}."
+            )
+        if not isinstance(self.rounding, str) or self.rounding not in ROUNDINGS:
+            raise ValueError(f"{what}: rounding: got {self.rounding!r}, wanted one of {list(ROUNDINGS)}.")
         if self.row_gradient not in ROW_GRADIENTS:
             raise ValueError(f"{what}: row_gradient: got {self.row_gradient!r}, wanted one of {list(ROW_GRADIENTS)}.")
         if self.unknown not in ("initial", "zeros"):
@@ -236,7 +258,7 @@ class FeatureSpec:
 
 @dataclasses.dataclass(frozen=True)
 class StoreSpec:
-    """The tables that share one store: same dim, dtype, optimizer and row_gradient, all of them replicated or none."""
+    """The tables of one store: same dim, dtypes, rounding, optimizer and row_gradient, all replicated or none."""
 
     tables: tuple[TableSpec, ...]
     num_shards: int = 1
@@ -245,6 +267,26 @@ class StoreSpec:
     def dim(self) -> int:
         """Numbers in a row."""
         return self.tables[0].dim
+
+    @property
+    def dtype(self) -> RowDtype:
+        """Of the rows."""
+        return self.tables[0].dtype
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of a number of a row."""
+        return 4 if self.dtype == "float32" else 2
+
+    @property
+    def embedding_dtype(self) -> RowDtype:
+        """Of embeddings and their gradients."""
+        return self.tables[0].embedding_dtype or self.dtype
+
+    @property
+    def rounding(self) -> Rounding:
+        """How a step's result becomes a row of 16 bits."""
+        return self.tables[0].rounding
 
     @property
     def optimizer(self) -> Optimizer:
@@ -326,15 +368,17 @@ def group_into_stores(tables: Sequence[TableSpec], num_shards: int = 1) -> tuple
     groups: dict[tuple, list[TableSpec]] = {}
     for table in tables:
         is_replicated = num_shards > 1 and table.placement.kind == "replicated"
-        key = (table.dim, table.dtype, table.optimizer, table.row_gradient, is_replicated)
+        is_wide = table.dtype == "float32"
+        form = (table.dtype, table.embedding_dtype or table.dtype, None if is_wide else table.rounding)
+        key = (table.dim, form, table.optimizer, table.row_gradient, is_replicated)
         groups.setdefault(key, []).append(table)
     return tuple(StoreSpec(tuple(group), num_shards) for group in groups.values())
 
 
 def fingerprint(stores: Sequence[StoreSpec]) -> str:
-    """Names the shape of a state: which tables share which stores, where they live, their dims, states and new rows.
+    """Names the shape of a state: which tables share which stores, where they live, dims, dtypes, states and new rows.
 
-    Capacities, learning rates and schedules may change between runs; they are not in it.
+    Capacities, learning rates, schedules and rounding may change between runs; they are not in it.
     """
     return hashlib.blake2b("\n".join(described(stores)).encode(), digest_size=8).hexdigest()
 
@@ -342,7 +386,7 @@ def fingerprint(stores: Sequence[StoreSpec]) -> str:
 def described(stores: Sequence[StoreSpec]) -> list[str]:
     """What the fingerprint stands for, a line for each table."""
     lines = [
-        f"{s}:{table.name}:{table.dim}:{table.dtype}:{type(table.optimizer).__name__}:{store.state_specs}:{table.initializer}"
+        f"{s}:{table.name}:{table.dim}:{_described_dtypes(store)}:{type(table.optimizer).__name__}:{store.state_specs}:{table.initializer}"
         for s, store in enumerate(stores)
         for table in store.tables
     ]
@@ -350,3 +394,8 @@ def described(stores: Sequence[StoreSpec]) -> list[str]:
         return lines
     placements = [f":{table.placement} of {store.num_shards}" for store in stores for table in store.tables]
     return [line + placement for line, placement in zip(lines, placements, strict=True)]
+
+
+def _described_dtypes(store: StoreSpec) -> str:
+    """That of the rows, and that of embeddings where it is another."""
+    return store.dtype if store.embedding_dtype == store.dtype else f"{store.dtype} as {store.embedding_dtype}"

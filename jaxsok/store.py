@@ -9,7 +9,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float32, UInt32
+from jaxtyping import Array, Float, Float32, UInt32
 
 from jaxsok.specs import StoreSpec
 from jaxsok.types import BUCKET_WORDS, COUNTERS, ENTRIES_PER_BUCKET, RECORD_WORDS
@@ -28,7 +28,8 @@ class StoreState:
     """See `jaxsok.types.COUNTERS`."""
     table_rows: UInt32[Array, " num_tables"]
     """Rows of each table."""
-    rows: tuple[Float32[Array, "_ dim"], ...]
+    rows: tuple[Float[Array, "_ dim"], ...]
+    """In the dtype of the tables."""
     records: tuple[UInt32[Array, "_ 4"], ...]
     """(table, key) of each row: key low, key high, table, and one entry of the list of freed rows."""
     states: tuple[tuple[Float32[Array, "_ _"], ...], ...]
@@ -81,7 +82,7 @@ def row_bytes(spec: StoreSpec) -> int:
     """Bytes that one row of capacity costs: row, optimizer state, record, its share of the index.
 
     Example:
-      64 float32 with rowwise Adagrad: 256 + 4 + 16 + 32 = 308.
+      64 float32 with rowwise Adagrad: 256 + 4 + 16 + 32 = 308; 64 bfloat16: 128 less.
     """
     return sum(_bytes_by_row(spec).values()) + 4 * BUCKET_WORDS * 2 // ENTRIES_PER_BUCKET
 
@@ -102,7 +103,7 @@ def store_bytes(spec: StoreSpec, capacity: int) -> dict[str, int]:
 def _bytes_by_row(spec: StoreSpec) -> dict[str, int]:
     """Bytes of what lies in slabs, for one row."""
     return {
-        "rows": jnp.dtype(spec.tables[0].dtype).itemsize * spec.dim,
+        "rows": spec.itemsize * spec.dim,
         "optimizer_state": 4 * sum(state.dim for state in spec.state_specs),
         "records": 4 * RECORD_WORDS,
     }
@@ -110,7 +111,7 @@ def _bytes_by_row(spec: StoreSpec) -> dict[str, int]:
 
 def new_slab(spec: StoreSpec, size: int) -> tuple[Array, Array, tuple[Array, ...]]:
     """Rows, records and states of a fresh slab; each leaf its own buffer, so that all can be donated."""
-    rows = jnp.zeros((size, spec.dim), jnp.float32)
+    rows = jnp.zeros((size, spec.dim), spec.dtype)
     records = jnp.full((size, RECORD_WORDS), np.uint32(0xFFFFFFFF))
     states = tuple(jnp.full((size, state.dim), np.float32(state.initial_value)) for state in spec.state_specs)
     return rows, records, states

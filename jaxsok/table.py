@@ -7,7 +7,7 @@ import dataclasses
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float32, Int32, UInt32
+from jaxtyping import Array, Float, Int32, UInt32
 
 from jaxsok.kernels import table as kernels
 from jaxsok.specs import StoreSpec
@@ -78,7 +78,7 @@ def gather(
     row_ids: RowIds,
     *,
     is_find: bool,
-) -> tuple[StoreState, Float32[Array, "num_keys dim"], Int32[Array, " num_tables"]]:
+) -> tuple[StoreState, Float[Array, "num_keys dim"], Int32[Array, " num_tables"]]:
     """The rows of requests whose row ids are known.
 
     Args:
@@ -90,7 +90,7 @@ def gather(
       is_find: whether tables with `unknown="zeros"` give zeros for NO_ROW.
 
     Returns:
-      The store, the rows, and by table how many uses had no row.
+      The store, the rows in the dtype of the store, and by table how many uses had no row.
 
     Cost:
       Reads and writes each row once.

@@ -60,6 +60,13 @@ COMBINERS: dict[str | None, int] = {None: 0, "sum": 1, "mean": 2, "sqrtn": 3}
 RowGradient: TypeAlias = Literal["sum", "mean", "sqrt"]
 ROW_GRADIENTS: dict[str, int] = {"sum": 0, "mean": 1, "sqrt": 2}
 
+RowDtype: TypeAlias = Literal["float32", "bfloat16", "float16"]
+ROW_DTYPES: dict[str, int] = {"float32": 0, "bfloat16": 1, "float16": 2}
+"""How the numbers of rows are stored. Handlers see it by the buffers."""
+
+Rounding: TypeAlias = Literal["nearest", "stochastic"]
+ROUNDINGS: dict[str, int] = {"nearest": 0, "stochastic": 1}
+
 Keys: TypeAlias = UInt32[Array, "num_keys 2"]
 """64-bit keys as (low, high) words."""
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float32, Int32
+from jaxtyping import Array, Float, Int32, UInt32
 
 from jaxsok import exchange, table
 from jaxsok.exchange import Round, Route
@@ -21,10 +21,10 @@ from jaxsok.plan import Plan, Requests
 from jaxsok.shards import Shards
 from jaxsok.specs import ExchangeSpec, StoreSpec
 from jaxsok.store import State, StoreState
-from jaxsok.types import NO_ROW, NUM_FEATURE_WORDS, ROW_GRADIENTS
+from jaxsok.types import NO_ROW, NUM_FEATURE_WORDS, ROUNDINGS, ROW_GRADIENTS
 
-Gradients = Mapping[str, Float32[Array, "..."]]
-"""By feature, in the shape of its embedding."""
+Gradients = Mapping[str, Float[Array, "..."]]
+"""By feature, in the shape and, but for the rounding, the dtype of its embedding."""
 
 
 def update(
@@ -62,7 +62,8 @@ def update(
             nonfinite.append(jnp.zeros(len(spec.tables), jnp.int32))
             continue
         hyper = spec.optimizer.hyper_operand(state.step, learning_rate)
-        of_store = [plans[i] for i in used], [gradients[i] for i in used], hyper, [live[i] for i in used]
+        inputs = StepInputs(hyper, state.seed, state.step)
+        of_store = [plans[i] for i in used], [gradients[i] for i in used], inputs, [live[i] for i in used]
         if shards is None or wire is None:
             store, one_nonfinite, one_stale = _update_store(spec, store, s, *of_store)
         else:
@@ -74,13 +75,22 @@ def update(
     return state, nonfinite, stale
 
 
+@dataclasses.dataclass(frozen=True)
+class StepInputs:
+    """What a step needs beside rows and gradients: hyper-parameters, and where its random bits come from."""
+
+    hyper: Float[Array, " num_hyper"]
+    seed: UInt32[Array, "2"]
+    step: UInt32[Array, ""]
+
+
 def _update_store(
     spec: StoreSpec,
     store: StoreState,
     s: int,
     plans: Sequence[Plan],
     gradients: Sequence[Gradients],
-    hyper: Array,
+    inputs: StepInputs,
     live: Sequence[Array | None],
 ) -> tuple[StoreState, Array, Array]:
     parts = [plan.features.stores[s] for plan in plans]
@@ -90,7 +100,11 @@ def _update_store(
     flat = [
         _gradient(grads, layout, spec) for part, grads in zip(parts, gradients, strict=True) for layout in part.layouts
     ]
-    return _stepped(spec, store, generations, batch, num_tiles, row_ids, hyper, flat, spec.row_gradient)
+    if any(gradient.dtype != spec.embedding_dtype for gradient in flat):
+        flat = [_as_float32(gradient) for gradient in flat]
+    # The features tell the table of each key.
+    table_ids = jnp.zeros(0, jnp.uint32)
+    return _stepped(spec, store, generations, batch, num_tiles, row_ids, table_ids, inputs, flat, spec.row_gradient)
 
 
 def _stepped(
@@ -100,7 +114,8 @@ def _stepped(
     batch: kernels.Batch,
     num_tiles: int,
     row_ids: Array,
-    hyper: Array,
+    table_ids: Array,
+    inputs: StepInputs,
     gradients: Sequence[Array],
     row_gradient: str,
 ) -> tuple[StoreState, Array, Array]:
@@ -110,15 +125,19 @@ def _stepped(
         generations,
         batch,
         row_ids,
-        hyper,
+        inputs.hyper,
+        spec.table_words(),
+        inputs.seed,
+        inputs.step,
+        table_ids,
         store.rows,
         store.states,
         store.records,
         gradients,
-        num_tables=len(spec.tables),
         num_tiles=num_tiles,
         optimizer=spec.optimizer.kernel,
         row_gradient=ROW_GRADIENTS[row_gradient],
+        rounding=ROUNDINGS[spec.rounding],
     )
     return dataclasses.replace(store, rows=rows, states=states), num_nonfinite, num_stale
 
@@ -141,7 +160,7 @@ def _update_exchanged(
     s: int,
     plans: Sequence[Plan],
     gradients: Sequence[Gradients],
-    hyper: Array,
+    inputs: StepInputs,
     live: Sequence[Array | None],
 ) -> tuple[StoreState, Array, Array]:
     """One store's update through the exchange."""
@@ -168,8 +187,11 @@ def _update_exchanged(
             sums = [part / one[:, None] for part, one in zip(sums, jnp.split(divisor, ends[:-1].tolist()), strict=True)]
         batch, num_tiles = _as_features([part.shape[0] for part in received])
         keys = _concatenate([part[:, :2] for part in received])
+        # One feature has keys of all tables; who rounds at random must know which.
+        is_random = spec.dtype != "float32" and spec.rounding == "stochastic"
+        table_ids = _concatenate([part[:, 2] for part in received]) if is_random else jnp.zeros(0, jnp.uint32)
         store, num_nonfinite, _ = _stepped(
-            spec, store, generations, (keys, *batch), num_tiles, all_ids, hyper, sums, "sum"
+            spec, store, generations, (keys, *batch), num_tiles, all_ids, table_ids, inputs, sums, "sum"
         )
         return store, num_nonfinite, num_stale
 
@@ -224,7 +246,7 @@ def _summed(
 ) -> tuple[Array, Array]:
     """The gradients of each distinct key, summed over its uses in the batch, and the number of uses."""
     part = plan.features.stores[s]
-    flat = [_gradient(gradients, layout, spec) for layout in part.layouts]
+    flat = [_as_float32(_gradient(gradients, layout, spec)) for layout in part.layouts]
     _, offsets, weights, words = part.operands()
     return combine_kernels.combine_transpose(flat, lines, (offsets, weights, words), num_lines, part.num_tiles)
 
@@ -305,7 +327,11 @@ def _gradient(gradients: Gradients, layout: Any, spec: StoreSpec) -> Array:
         raise TypeError(f"{what}: got {got}, wanted a float array of shape {list(wanted)}.")
     if gradient.shape != wanted:
         raise ValueError(f"{what}: got shape {list(gradient.shape)}, wanted that of its embedding, {list(wanted)}.")
-    return jnp.asarray(gradient, jnp.float32)
+    return jnp.asarray(gradient)
+
+
+def _as_float32(gradient: Array) -> Array:
+    return gradient.astype(jnp.float32)
 
 
 def _concatenate(arrays: Sequence[Array]) -> Array:

@@ -9,10 +9,12 @@ Then the cases: scripts of calls on one store, each with the outputs and the who
 
 import dataclasses
 import functools
+import itertools
 import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 from strategies import CORNER_KEYS
 
@@ -34,10 +36,14 @@ NONE, SUM, MEAN, SQRTN = range(4)
 SGD, ADAGRAD, ROWWISE_ADAGRAD, ADAM = range(4)
 SUM_OF_USES, MEAN_OF_USES, SQRT_OF_USES = range(3)
 CONSTANT, UNIFORM, NORMAL, TRUNCATED_NORMAL = range(4)
+NEAREST, STOCHASTIC = range(2)
 
 F32 = np.float32
+BF16 = np.dtype(ml_dtypes.bfloat16)
+F16 = np.dtype(np.float16)
 U64 = np.uint64
 GOLDEN = U64(0x9E3779B97F4A7C15)
+ROUNDING_STREAM = U64(0xD1B54A32D192ED03)
 
 # --------------------------------------------------------------------------------------------------------------
 # Keys and hashes (core/hash.h)
@@ -161,6 +167,45 @@ def initial_rows(table_words: np.ndarray, seed: np.ndarray, keys: np.ndarray, ta
                 a + b * normal_quantile(low + p * (high - low)),
             ],
         ).astype(F32)
+
+
+# --------------------------------------------------------------------------------------------------------------
+# Rows of 16 bits (core/row_dtype.h): ml_dtypes and float64 say what rounding means
+
+
+def nearest(values: np.ndarray, dtype) -> np.ndarray:
+    """Ties to even; what is finite stays finite."""
+    values = np.asarray(values, F32)
+    largest = F32(ml_dtypes.finfo(dtype).max)
+    return np.where(np.isfinite(values), np.clip(values, -largest, largest), values).astype(dtype)
+
+
+def stochastic(values: np.ndarray, dtype, random: np.ndarray) -> np.ndarray:
+    """To one of the two neighbours: away from zero if the part beyond the nearer one and the random bits carry."""
+    values = np.asarray(values, F32)
+    if dtype == F32:
+        return values
+    mantissa, least = (8, -126) if dtype == BF16 else (11, -14)
+    _, exponent = np.frexp(np.abs(values.astype(np.float64)))
+    is_subnormal = exponent <= least
+    last = np.ldexp(1.0, np.where(is_subnormal, least + 1, exponent) - mantissa)
+    number, random = np.abs(values.astype(np.float64)) / last, random.astype(np.float64)
+    if dtype == BF16:
+        number = np.floor(number + random / 2.0**16)
+    else:
+        small = np.floor((np.floor(number * 2.0**16) + random) / 2.0**16)
+        number = np.where(is_subnormal, small, np.floor(number + np.floor(random / 8) / 2.0**13))
+    rounded = np.minimum(number * last, np.float64(ml_dtypes.finfo(dtype).max))
+    return np.where(np.isfinite(values), np.copysign(rounded, values), values).astype(F32).astype(dtype)
+
+
+def rounding_bits(lines: np.ndarray, seed: np.ndarray, step: int, keys: np.ndarray, dim: int) -> np.ndarray:
+    """The 16 random bits of each column of keys in one step; `lines`: the words of each key's table."""
+    of_step = mix(mix(from_words(seed[None]) + ROUNDING_STREAM) + U64(step + 1) * GOLDEN)
+    streams = mix(keys + mix(of_step ^ from_words(lines[:, 0:2])))
+    draws = mix(streams[:, None] + np.arange(1, -(-dim // 4) + 1, dtype=np.uint64) * GOLDEN)
+    shifts = np.arange(4, dtype=np.uint64) * U64(16)
+    return (draws[:, :, None] >> shifts & U64(0xFFFF)).reshape(len(keys), 4 * draws.shape[1])[:, :dim]
 
 
 @functools.cache
@@ -466,14 +511,18 @@ class Store:
         optimizer=SGD,
         initial=(0.1, 0.2),
         generation=7,
+        dtype=F32,
+        embedding_dtype=None,
     ):
+        self.dtype = np.dtype(dtype)
+        self.embedding_dtype = np.dtype(embedding_dtype or dtype)
         self.slabs, self.dim, self.num_tables, self.optimizer = tuple(slabs), dim, num_tables, optimizer
         self.capacity = sum(slabs)
         self.tables = table_words(num_tables)
         self.seed = np.array([11, 12], np.uint32)
         widths = [dim if width == "dim" else width for width in STATES[optimizer]]
         self.initial = tuple(float(F32(value)) for value in initial[: len(widths)])
-        self.rows = np.full((self.capacity, dim), F32(-99))  # what nobody writes stays so
+        self.rows = np.full((self.capacity, dim), -99, self.dtype)  # what nobody writes stays so
         self.records = np.full((self.capacity, 4), EMPTY)
         self.states = [np.full((self.capacity, w), F32(v)) for w, v in zip(widths, self.initial, strict=True)]
         self.counters = np.zeros(8, np.uint32)
@@ -574,8 +623,13 @@ class Store:
             counts[table, [INSERTED, FOUND]] += 1, num - 1
             new.append((row_id, occurrences[0]))
         rows, firsts = np.array(new, np.int64).reshape(-1, 2).T
-        self.rows[rows] = initial_rows(self.tables, self.seed, keys[firsts], tables[firsts], self.dim)
+        self.rows[rows] = self.initial_rows(keys[firsts], tables[firsts])
         return row_ids, counts
+
+    def initial_rows(self, keys: np.ndarray, tables: np.ndarray, lines: np.ndarray | None = None) -> np.ndarray:
+        """Of (table, key) pairs, as they are stored."""
+        lines = self.tables if lines is None else lines
+        return nearest(initial_rows(lines, self.seed, keys, tables, self.dim), self.dtype)
 
     def _distinct(self, keys: np.ndarray, tables: np.ndarray, is_asked: np.ndarray):
         """(table, key), its positions and its home bucket, by first position."""
@@ -640,20 +694,21 @@ class Store:
         """The row of each position: the store's, else the one it would get, else zeros."""
         values = np.zeros((len(batch.keys), self.dim), F32)
         known = row_ids < self.capacity
-        values[known] = self.rows[row_ids[known]]
+        values[known] = self.rows[row_ids[known]].astype(F32)
         unknown = ~known & batch.is_asked
         if may_be_zeros:
             zeros = [np.full(f.num_keys, f.unknown_zeros) for f in batch.features]
             unknown &= ~np.concatenate([*zeros, np.zeros(0, bool)])
         keys, tables = batch.keys[unknown], batch.tables[unknown]
-        values[unknown] = initial_rows(self.tables, self.seed, keys, tables, self.dim)
+        values[unknown] = self.initial_rows(keys, tables).astype(F32)
         return values
 
     def embeddings(self, batch: Batch, values: np.ndarray) -> list[np.ndarray]:
         """Of all features."""
         present = batch.keys != U64(PADDING_KEY)
         parts = [batch.part(f) for f in range(len(batch.features))]
-        return [combine(f, values[part], present[part]) for f, part in zip(batch.features, parts, strict=True)]
+        combined = [combine(f, values[part], present[part]) for f, part in zip(batch.features, parts, strict=True)]
+        return [nearest(one, self.embedding_dtype) for one in combined]
 
     def lookup(self, batch: Batch):
         """Embeddings, row ids, counts."""
@@ -680,7 +735,17 @@ class Store:
         counts[:, PADDED] = batch.count_padding(self.num_tables)
         return counts
 
-    def update(self, batch: Batch, row_ids, gradients, generations, hyper, row_gradient=SUM_OF_USES):
+    def update(
+        self,
+        batch: Batch,
+        row_ids,
+        gradients,
+        generations,
+        hyper,
+        row_gradient=SUM_OF_USES,
+        rounding=NEAREST,
+        num_steps=0,
+    ):
         """Rows with gradients that are not finite by table, and uses of stale plans."""
         present = batch.keys != U64(PADDING_KEY)
         used_rows, terms, num_stale = [np.zeros(0, np.int64)], [np.zeros((0, self.dim), F32)], 0
@@ -693,7 +758,7 @@ class Store:
             factors, left_out = use_factors(feature, present[part])
             uses = np.flatnonzero(with_row & ~left_out)
             used_rows.append(row_ids[part][uses].astype(np.int64))
-            terms.append(factors[uses, None] * gradients[f][feature.bags()[uses]])
+            terms.append(factors[uses, None] * gradients[f][feature.bags()[uses]].astype(F32))
         rows, sums, num_uses = sum_uses(np.concatenate(used_rows), np.concatenate(terms))
         if row_gradient == MEAN_OF_USES:
             sums = sums * (F32(1) / num_uses.astype(F32))[:, None]
@@ -702,8 +767,12 @@ class Store:
         finite = np.isfinite(sums).all(axis=1)
         nonfinite_tables = self.records[rows[~finite], 2]
         rows, sums = rows[finite], sums[finite]
-        new_rows, new_states = step(self.optimizer, hyper, sums, self.rows[rows], [s[rows] for s in self.states])
-        self.rows[rows] = new_rows
+        old_rows, old_states = self.rows[rows].astype(F32), [s[rows] for s in self.states]
+        new_rows, new_states = step(self.optimizer, hyper, sums, old_rows, old_states)
+        lines, keys = self.tables[self.records[rows, 2]], from_words(self.records[rows])
+        random = rounding_bits(lines, self.seed, num_steps, keys, self.dim)
+        is_nearest = rounding == NEAREST
+        self.rows[rows] = nearest(new_rows, self.dtype) if is_nearest else stochastic(new_rows, self.dtype, random)
         for state, values in zip(self.states, new_states, strict=True):
             state[rows] = values
         return np.bincount(nonfinite_tables, minlength=self.num_tables).astype(np.int32), np.int32(num_stale)
@@ -808,7 +877,7 @@ class Script:
         row_ids, counts = store.find_or_insert(keys, tables, np.full(len(keys), True))
         assert counts[:, REFUSED].sum() == 0
         row_ids = np.unique(row_ids)
-        store.rows[row_ids] = rng.normal(size=(len(row_ids), store.dim)).astype(F32)
+        store.rows[row_ids] = nearest(rng.normal(size=(len(row_ids), store.dim)), store.dtype)
         for state in store.states:
             state[row_ids] = rng.uniform(0.5, 2, (len(row_ids), state.shape[1])).astype(F32)
 
@@ -873,15 +942,16 @@ class Script:
         is_real = (keys != U64(PADDING_KEY)) & (tables < store.num_tables)
         is_known = is_real & (row_ids < store.capacity)
         is_absent = is_real & ~is_known
-        rows = np.zeros((len(keys), store.dim), F32)
+        rows = np.zeros((len(keys), store.dim), store.dtype)
         rows[is_known] = store.rows[row_ids[is_known]]
-        rows[is_absent] = initial_rows(lines, store.seed, keys[is_absent], tables[is_absent], store.dim)
+        rows[is_absent] = store.initial_rows(keys[is_absent], tables[is_absent], lines)
         num_absent = np.zeros(store.num_tables, np.int32)
         np.add.at(num_absent, tables[is_absent], uses[is_absent])
         inputs = {"seed": store.seed, "requests": requests, "row_ids": row_ids}
         for is_find in (False, True):
             if is_find:
-                rows = np.where((is_absent & np.isin(tables, unknown_zeros))[:, None], F32(0), rows)
+                rows = rows.copy()
+                rows[is_absent & np.isin(tables, unknown_zeros)] = 0
             statics = {**self._tables(lines), "is_find": is_find}
             self._add("gather", inputs, statics, {"rows": rows, "num_absent": num_absent})
 
@@ -889,7 +959,7 @@ class Script:
         self._begin()
         embeddings, row_ids, counts = self.store.lookup(batch)
         inputs = {**batch.operands(), "seed": self.store.seed}
-        statics = {**self._tables(), **_features(batch), "shapes": batch.shapes(self.store.dim)}
+        statics = {**self._tables(), **_features(batch), **self._embeddings(batch)}
         want = {"row_ids": row_ids, "counts": counts, "embeddings": embeddings}
         self._add("lookup", inputs, statics, want, batch=batch, values=self.store.row_values(batch, row_ids))
         return row_ids
@@ -898,33 +968,52 @@ class Script:
         self._begin()
         embeddings, counts = self.store.lookup_find(batch)
         inputs = {**batch.operands(), "seed": self.store.seed}
-        statics = {**self._tables(), **_features(batch), "shapes": batch.shapes(self.store.dim)}
+        statics = {**self._tables(), **_features(batch), **self._embeddings(batch)}
         self._add("lookup_find", inputs, statics, {"counts": counts, "embeddings": embeddings})
 
     def lookup_planned(self, batch: Batch, row_ids: np.ndarray) -> None:
         self._begin()
         embeddings, counts = self.store.lookup_planned(batch, row_ids)
         inputs = {**batch.operands(), "seed": self.store.seed, "row_ids": row_ids}
-        statics = {**self._tables(), **_features(batch), "shapes": batch.shapes(self.store.dim)}
+        statics = {**self._tables(), **_features(batch), **self._embeddings(batch)}
         self._add("lookup_planned", inputs, statics, {"counts": counts, "embeddings": embeddings})
 
     def update(
-        self, batch: Batch, row_ids, *, gradients=None, generations=None, row_gradient=SUM_OF_USES, learning_rate=0.5
+        self,
+        batch: Batch,
+        row_ids,
+        *,
+        gradients=None,
+        generations=None,
+        row_gradient=SUM_OF_USES,
+        learning_rate=0.5,
+        rounding=STOCHASTIC,
+        num_steps=5,
+        tables_apart=False,
     ) -> None:
+        """`tables_apart`: the table of each key stands beside it, and the features do not tell it."""
         self._begin()
         store = self.store
         if gradients is None:
-            gradients = [self.normal(f.num_bags, store.dim) for f in batch.features]
+            gradients = [self.normal(f.num_bags, store.dim).astype(store.embedding_dtype) for f in batch.features]
         if generations is None:
             generations = [store.counters[GENERATION]] * (1 + max(f.plan for f in batch.features))
         generations = np.array(generations, np.uint32)
         hyper = hyper_of(store.optimizer, learning_rate)
         before = (store.rows.copy(), [state.copy() for state in store.states])
-        nonfinite, stale = store.update(batch, row_ids, gradients, generations, hyper, row_gradient)
+        nonfinite, stale = store.update(
+            batch, row_ids, gradients, generations, hyper, row_gradient, rounding, num_steps
+        )
         inputs = {**batch.operands(), "row_ids": row_ids, "gradients": gradients, "hyper": hyper}
+        inputs |= {"seed": store.seed, "step": np.array(num_steps, np.uint32), "table_ids": np.zeros(0, np.uint32)}
+        told = batch
+        if tables_apart:
+            inputs["table_ids"] = batch.tables.astype(np.uint32)
+            told = Batch(*(dataclasses.replace(f, table=0) for f in batch.features))
         statics = {
-            **_features(batch),
-            "num_tables": store.num_tables,
+            **self._tables(),
+            **_features(told),
+            "rounding": rounding,
             "optimizer": store.optimizer,
             "row_gradient": row_gradient,
         }
@@ -970,6 +1059,9 @@ class Script:
         inputs = {**operands, "inverse": inverse.astype(np.int32), "gradients": gradients}
         statics = {**_features(batch), "num_unique": num_unique}
         self._add("combine_transpose", inputs, statics, {"row_gradients": row_gradients, "num_uses": num_uses})
+
+    def _embeddings(self, batch: Batch) -> dict[str, Any]:
+        return {"shapes": batch.shapes(self.store.dim), "embedding_dtype": self.store.embedding_dtype.name}
 
     def _tables(self, lines: np.ndarray | None = None) -> dict[str, Any]:
         return {"tables": tuple(map(tuple, (self.store.tables if lines is None else lines).tolist()))}
@@ -2202,6 +2294,107 @@ def update_stale_zero_sum() -> Script:
     return script
 
 
+# Rows of 16 bits -----------------------------------------------------------------------------------------------
+
+DIMS_16 = (1, 2, 3, 7, 8, 12, 16, 33, 64, 100, 128, 200, 256, 513, 1024)
+HALVES = {"bfloat16": BF16, "float16": F16}
+
+
+@cases("rows16-{0}-dim_{1}", *itertools.product(HALVES, DIMS_16))
+def rows16_dims(dtype: str, dim: int) -> Script:
+    """Every shape of a row: initialized, read, combined, summed, stepped; embeddings and rounding of both kinds."""
+    number = DIMS_16.index(dim) + list(HALVES).index(dtype)
+    embedding_dtype = (None, F32)[number // 2 % 2]
+    script = Script(
+        slabs=SLABS[number % 3],
+        dim=dim,
+        num_tables=3,
+        optimizer=number % 4,
+        seed=dim,
+        dtype=HALVES[dtype],
+        embedding_dtype=embedding_dtype,
+    )
+    present = script.distinct(20, low=9)
+    script.fill(present, 0)
+    hot = np.where(np.arange(1250) % 8 == 7, script.rng.choice(present[2:], 1250), present[0])
+    hot[::33] = present[1]
+    lengths = (0, 33, 1, 0, 12, 2, 64, 3, 0)
+    num_keys = sum(lengths)
+    batch = Batch(
+        ragged(hot, 0, SUM, np.r_[0, np.sort(script.rng.integers(0, 1250, 60)), 1250]),
+        single(script.mixed(40, present), 0),
+        ragged(script.mixed(num_keys, present), 1, MEAN, np.r_[0, np.cumsum(lengths)], script.weights(num_keys)),
+        fixed(script.mixed(24, present), 2, SQRTN, 3),
+    )
+    script.lookup_find(batch)
+    row_ids = script.lookup(batch)
+    script.update(batch, row_ids, row_gradient=number % 3, rounding=number % 2)
+    script.update(batch, row_ids, rounding=1 - number % 2, num_steps=2**32 - 1, tables_apart=True, learning_rate=1e-3)
+    return script
+
+
+@cases("rows16-{0}-optimizer_{1}-rounding_{2}", *itertools.product(HALVES, range(4), (NEAREST, STOCHASTIC)))
+def rows16_optimizers(dtype: str, optimizer: int, rounding: int) -> Script:
+    """Three steps of every optimizer, small ones among them, by gradients of float32 and of 16 bits."""
+    half = HALVES[dtype]
+    script = Script(slabs=(5, 7, 50), dim=12, num_tables=3, optimizer=optimizer, dtype=half)
+    script.fill(range(30), np.arange(30) % 3)
+    keys = [keys_with_uses(script, [1, 2, 33, 3, 2, 9]) * U64(3) + U64(t) for t in range(3)]
+    batch = Batch(*(single(keys[t], t) for t in range(3)))
+    row_ids = script.store.find(batch.keys, batch.tables)
+    for num_steps, learning_rate in enumerate((0.5, 1e-4, 1e-2)):
+        gradients = [script.normal(f.num_bags, 12).astype(half if num_steps else F32) for f in batch.features]
+        more = {"rounding": rounding, "num_steps": num_steps, "tables_apart": num_steps == 1}
+        script.update(batch, row_ids, gradients=gradients, learning_rate=learning_rate, **more)
+    return script
+
+
+@cases("rows16-{0}-extremes-rounding_{1}", *itertools.product(HALVES, (NEAREST, STOCHASTIC)))
+def rows16_extremes(dtype: str, rounding: int) -> Script:
+    """Results beyond the largest number and below the least normal one, ties, signed zeros; sums that overflow."""
+    half = HALVES[dtype]
+    script = Script(slabs=(5, 7, 50), dim=8, dtype=half)
+    script.fill(range(12))
+    largest, least = F32(ml_dtypes.finfo(half).max), F32(ml_dtypes.finfo(half).smallest_subnormal)
+    script.store.rows[:12] = 0
+    script.store.rows[:4] = half.type(largest)
+    script.store.rows[4:6] = -half.type(largest)
+    script.store.rows[11] = -half.type(0)
+    keys = np.arange(12)
+    batch = Batch(single(keys), fixed(np.repeat(keys, 2), 0, SUM, 2))
+    row_ids = script.lookup(batch)  # two largest ones are more than the largest
+    steps = np.zeros((12, 8), F32)
+    steps[:6] = np.outer([1e-3, 0.3, 1, 30, -1e-3, -1], np.arange(8)) * largest / F32(64)
+    steps[6:11] = np.outer([0.125, 0.5, 1.5, 77.3, 1024], np.arange(1, 9)) * least
+    gradients = [-steps, np.zeros((12, 8), F32)]
+    script.update(batch, row_ids, gradients=gradients, rounding=rounding, learning_rate=1.0)
+    script.lookup_planned(batch, row_ids)
+    return script
+
+
+@cases("rows16-{0}-unknown_and_refused", *HALVES)
+def rows16_refused(dtype: str) -> Script:
+    """Keys without a row read their rounded initial row, or zeros; so do keys that a full store refuses."""
+    script = Script(slabs=(5, 7), dim=7, num_tables=3, dtype=HALVES[dtype])
+    script.fill(range(6), np.arange(6) % 3)
+    keys = script.mixed(40, range(6))
+    batch = Batch(
+        *(single(keys, t, unknown_zeros=t == 1) for t in range(3)), fixed(keys, 0, MEAN, 4, unknown_zeros=True)
+    )
+    script.lookup_find(batch)
+    script.lookup_planned(batch, script.lookup(batch))
+    return script
+
+
+@cases("rows16-{0}-gather", *HALVES)
+def rows16_gather(dtype: str) -> Script:
+    """Rows are copied bit by bit, NaN among them; new ones are rounded."""
+    script = Script(slabs=(5, 7, 300), dim=33, num_tables=3, dtype=HALVES[dtype])
+    script.store.rows[:] = nearest(script.normal(312, 33), script.store.dtype)
+    script.store.rows[20:30, ::3] = np.nan
+    return gather_mixed(script, 700, (1,))
+
+
 # A small selection: every kernel, in every way through it, in little time ---------------------------------------
 
 
@@ -2291,6 +2484,20 @@ def small_update(optimizer: int) -> Script:
     generation = int(script.store.counters[GENERATION])
     row_ids = script.store.find(batch.keys, batch.tables)
     script.update(batch, row_ids, gradients=gradients, generations=[generation, generation - 1])
+    return script
+
+
+@cases("small-rows16-{0}", *HALVES)
+def small_rows16(dtype: str) -> Script:
+    """Every launcher that reads or writes rows, once."""
+    script = Script(slabs=(5, 7, 60), dim=12, num_tables=2, optimizer=ADAGRAD, dtype=HALVES[dtype])
+    script.fill(range(20))
+    keys = script.mixed(40, range(30))
+    batch = Batch(single(keys, 0), ragged(keys, 1, MEAN, [0, 0, 33, 33, 36]))
+    script.lookup_find(batch)
+    script.update(batch, script.lookup(batch))
+    script.find_or_insert(np.arange(50, 60), 1)
+    script.gather(np.arange(20), 0, np.arange(20) * 4)
     return script
 
 

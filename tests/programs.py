@@ -188,9 +188,9 @@ def assert_same_state(first, second, *, index=True):
 
 
 def bits(array):
-    """The bits of an array, so that equality sees -0 and NaN."""
+    """The bits of an array, so that equality sees -0 and NaN; bfloat16 is of NumPy's kind "V"."""
     array = np.ascontiguousarray(np.asarray(array))
-    return array.view(np.dtype(f"u{array.dtype.itemsize}")) if array.dtype.kind == "f" else array
+    return array.view(np.dtype(f"u{array.dtype.itemsize}")) if array.dtype.kind in "fV" else array
 
 
 def assert_same_tables(collection, first, second):

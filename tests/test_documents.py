@@ -280,7 +280,9 @@ PROVOKED = {
     "max_capacity": lambda: jaxsok.TableSpec("item", 4, SGD, max_capacity=1000),
     "optimizer": lambda: jaxsok.TableSpec("item", 4, "sgd"),
     "initializer": lambda: jaxsok.TableSpec("item", 4, SGD, initializer="zeros"),
-    "dtype": lambda: jaxsok.TableSpec("item", 4, SGD, dtype="bfloat16"),
+    "dtype": lambda: jaxsok.TableSpec("item", 4, SGD, dtype="float64"),
+    "embedding_dtype": lambda: jaxsok.TableSpec("item", 4, SGD, dtype="bfloat16", embedding_dtype="float16"),
+    "rounding": lambda: jaxsok.TableSpec("item", 4, SGD, rounding="up"),
     "row_gradient": lambda: jaxsok.TableSpec("item", 4, SGD, row_gradient="average"),
     "unknown": lambda: jaxsok.TableSpec("item", 4, SGD, unknown="nan"),
     "combiner": lambda: jaxsok.FeatureSpec("item", "item", combiner="max"),
@@ -623,6 +625,10 @@ def test_words_of_python_and_cpp():
     assert words("kCombiner", [str(name) for name in types.COMBINERS]) == list(types.COMBINERS.values())
     for name, number in types.ROW_GRADIENTS.items():
         assert update[f"kRowGradient{name.capitalize()}"] == number
+    rows = constants((ROOT / "ffi/core/row_dtype.h").read_text())
+    assert words("kRowDtype", types.ROW_DTYPES) == list(types.ROW_DTYPES.values())
+    for name, number in types.ROUNDINGS.items():
+        assert rows[f"kRounding{name.capitalize()}"] == number
     assert layout["kPaddingKey"] % 2**64 == types.PADDING_KEY and layout["kNoRow"] % 2**32 == types.NO_ROW
     assert layout["kEntriesPerBucket"] == types.ENTRIES_PER_BUCKET and layout["kBagsPerTile"] == types.BAGS_PER_TILE
     assert layout["kMaxSlabs"] == types.MAX_SLABS and layout["kMaxDim"] == types.MAX_DIM

@@ -78,7 +78,7 @@ def _plan_requests(s, x, tables, features, **attributes):
     return dict(zip(names, plan.plan_requests(_batch(x, features), tables, x["owners"], **attributes), strict=True)), s
 
 
-def _lookup(s, x, tables, features, num_tiles, shapes):
+def _lookup(s, x, tables, features, num_tiles, shapes, embedding_dtype):
     tables = np.array(tables, np.uint32)
     *state, row_ids, counts, embeddings = lookup.lookup(
         s.index,
@@ -91,35 +91,40 @@ def _lookup(s, x, tables, features, num_tiles, shapes):
         s.records,
         shapes,
         num_tiles,
+        embedding_dtype,
     )
     index, counters, table_rows, rows, records = state
     state = StoreState(index, counters, table_rows, rows, records, s.states)
     return {"row_ids": row_ids, "counts": counts, "embeddings": embeddings}, state
 
 
-def _lookup_find(s, x, tables, features, num_tiles, shapes):
+def _lookup_find(s, x, tables, features, num_tiles, shapes, embedding_dtype):
     tables = np.array(tables, np.uint32)
     counts, embeddings = lookup.lookup_find(
-        s.index, s.counters, tables, x["seed"], _batch(x, features), s.rows, shapes, num_tiles
+        s.index, s.counters, tables, x["seed"], _batch(x, features), s.rows, shapes, num_tiles, embedding_dtype
     )
     return {"counts": counts, "embeddings": embeddings}, s
 
 
-def _lookup_planned(s, x, tables, features, num_tiles, shapes):
+def _lookup_planned(s, x, tables, features, num_tiles, shapes, embedding_dtype):
     tables = np.array(tables, np.uint32)
     counters, counts, embeddings = lookup.lookup_planned(
-        s.counters, tables, x["seed"], _batch(x, features), x["row_ids"], s.rows, shapes, num_tiles
+        s.counters, tables, x["seed"], _batch(x, features), x["row_ids"], s.rows, shapes, num_tiles, embedding_dtype
     )
     return {"counts": counts, "embeddings": embeddings}, dataclasses.replace(s, counters=counters)
 
 
-def _update(s, x, features, **attributes):
+def _update(s, x, tables, features, **attributes):
     rows, states, num_nonfinite, num_stale = update.update(
         s.counters,
         x["generations"],
         _batch(x, features),
         x["row_ids"],
         x["hyper"],
+        np.array(tables, np.uint32),
+        x["seed"],
+        x["step"],
+        x["table_ids"],
         s.rows,
         s.states,
         s.records,
@@ -241,9 +246,14 @@ def comparable(result: dict[str, np.ndarray], *, probes: bool) -> dict[str, np.n
     return result
 
 
+def is_float(array: np.ndarray) -> bool:
+    """Of 32 or 16 bits."""
+    return array.dtype in (np.float32, cases.F16, cases.BF16)
+
+
 def bits(array: np.ndarray) -> np.ndarray:
     """Floats as the words that hold them."""
-    return array.view(np.uint32) if array.dtype == np.float32 else array
+    return array.view(f"u{array.dtype.itemsize}") if is_float(array) else array
 
 
 def assert_same_bits(got: dict[str, np.ndarray], want: dict[str, np.ndarray], what: str) -> None:
@@ -315,9 +325,11 @@ def test_cpu_is_cuda(case):
         cpu, cuda = (comparable(result, probes=case.script.has_exact_probes) for result in results)
         for name, want in cpu.items():
             what = f"{case.where(number)}: {name}"
-            if want.dtype == np.float32:
+            if is_float(want):
                 # Bits are expected, and asserted below; a wrong row or a lost use is off by far more than this.
-                np.testing.assert_allclose(cuda[name], want, rtol=1e-6, atol=1e-6, err_msg=what)
+                rtol = 1e-6 if want.dtype == np.float32 else 2.0**-7
+                close = functools.partial(np.testing.assert_allclose, rtol=rtol, atol=1e-6)
+                close(cuda[name].astype(np.float32), want.astype(np.float32), err_msg=what)
             else:
                 np.testing.assert_array_equal(cuda[name], want, err_msg=what)
 

@@ -2,7 +2,7 @@
 //
 //   index      Bucket[num_buckets]      64 bytes each: the map (table, key) -> row id
 //   records    Record[capacity]         16 bytes each: which (table, key) owns the row
-//   rows       float[capacity][dim]     the rows themselves, dense, by row id
+//   rows       RowDtype[capacity][dim]  the rows themselves, dense, by row id: of 4 or 2 bytes a number
 //   states     float[capacity][1|dim]   one array for each piece of optimizer state
 //   counters   uint32[kNumCounters]     how many rows are in use, the list of freed rows, the generation
 //
@@ -67,6 +67,13 @@ constexpr int kMaxDim = 1024;
 constexpr int kNumPartitions = 4096;
 constexpr int kMaxShards = 1 << 16;
 constexpr uint32_t kNoOwner = ~uint32_t{0};  // of a table: its keys belong to shards by partition
+
+/// How the numbers of rows are stored (row_dtype.h).
+enum RowDtype : int {
+  kRowDtypeFloat32 = 0,
+  kRowDtypeBfloat16 = 1,
+  kRowDtypeFloat16 = 2,
+};
 
 struct alignas(16) Entry {
   uint64_t key;
@@ -183,6 +190,18 @@ struct Slabs {
   }
 };
 
+/// The rows in slabs; the store says of which dtype they are.
+struct RowSlabs {
+  void* data[kMaxSlabs];
+
+  /// The first number of a row. `T` stores one: float, BFloat16 or Float16.
+  template <typename T>
+  JAXSOK_HOST_DEVICE T* At(const SlabStarts& starts, uint32_t row_id, int64_t dim) const {
+    const int slab = starts.num_slabs == 1 ? 0 : starts.SlabOf(row_id);
+    return static_cast<T*>(data[slab]) + static_cast<int64_t>(row_id - starts.start[slab]) * dim;
+  }
+};
+
 struct IndexView {
   Bucket* buckets;
   uint32_t num_buckets;
@@ -200,7 +219,8 @@ struct StoreView {
   const uint32_t* seed;    // [2]
   SlabStarts starts;
   Slabs<Record> records;
-  Slabs<float> rows;
+  RowSlabs rows;
+  RowDtype row_dtype;
   uint32_t capacity;
   int32_t dim;
   int32_t num_tables;

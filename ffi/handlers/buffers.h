@@ -2,6 +2,7 @@
 #ifndef JAXSOK_HANDLERS_BUFFERS_H_
 #define JAXSOK_HANDLERS_BUFFERS_H_
 
+#include <optional>
 #include <vector>
 
 #include "../kernels/update.h"
@@ -22,7 +23,7 @@ using Weights = ffi::Buffer<ffi::F32>;    // one vector for all weighted feature
 using Features = ffi::Buffer<ffi::S32>;   // [num_features, kNumFeatureWords]
 using RowIds = ffi::Buffer<ffi::U32>;     // [num_keys]
 using Counts = ffi::Buffer<ffi::S32>;     // [num_tables, kNumCounts]
-using Rows = ffi::Buffer<ffi::F32>;       // [slab capacity, dim]
+using Rows = ffi::Buffer<ffi::F32>;       // [num_rows, dim]: rows at hand; those of a store may have 16 bits
 using Records = ffi::Buffer<ffi::U32>;    // [slab capacity, 4]
 using Requests = ffi::Buffer<ffi::U32>;   // [num_requests, 4]
 using Inverse = ffi::Buffer<ffi::S32>;    // [num_keys]
@@ -33,6 +34,38 @@ inline const uint64_t* KeysOf(const Keys& keys) { return reinterpret_cast<const 
 
 inline IndexView IndexOf(const Index& index) {
   return {reinterpret_cast<Bucket*>(index.typed_data()), static_cast<uint32_t>(index.dimensions()[0])};
+}
+
+/// How a buffer's numbers are stored; nothing where no row is stored so.
+inline std::optional<RowDtype> RowDtypeOf(const ffi::AnyBuffer& buffer) {
+  switch (buffer.element_type()) {
+    case ffi::F32:
+      return kRowDtypeFloat32;
+    case ffi::BF16:
+      return kRowDtypeBfloat16;
+    case ffi::F16:
+      return kRowDtypeFloat16;
+    default:
+      return std::nullopt;
+  }
+}
+
+/// Reads the dtype that the buffers of one argument share; `dtype` is empty before the first.
+inline ffi::Error ReadRowDtype(const ffi::AnyBuffer& buffer, const char* argument, const char* op,
+                               std::optional<RowDtype>& dtype) {
+  const std::optional<RowDtype> found = RowDtypeOf(buffer);
+  if (!found.has_value() || (dtype.has_value() && dtype != found)) {
+    return ffi::Error::InvalidArgument(std::string(op) + ": " + argument +
+                                       ": wanted float32, bfloat16 or float16, the same in all");
+  }
+#if defined(JAXSOK_CUDA)
+  if (found != kRowDtypeFloat32) {
+    return ffi::Error(ffi::ErrorCode::kUnimplemented,
+                      std::string(op) + ": " + argument + ": got 16-bit numbers, wanted float32 on a GPU");
+  }
+#endif
+  dtype = found;
+  return ffi::Error::Success();
 }
 
 /// The features' part of a batch, checked against each other.
@@ -61,15 +94,47 @@ class SlabReader {
   /// The next `num_slabs` operands as one per-row array of `T`, whose line has `words` words of the buffer's type.
   template <ffi::DataType dtype, typename T>
   ffi::Error Read(const char* argument, Slabs<T>& slabs, int64_t* words) {
+    return ReadEach(argument, words, [&](int s) -> ffi::ErrorOr<ffi::AnyBuffer::Dimensions> {
+      auto buffer = args_.get<ffi::Buffer<dtype>>(next_ + s);
+      if (!buffer.has_value()) return ffi::Unexpected(buffer.error());
+      slabs.data[s] = reinterpret_cast<T*>(buffer->typed_data());
+      return buffer->dimensions();
+    });
+  }
+
+  /// The next `num_slabs` operands as a store's rows.
+  ffi::Error ReadRows(StoreView& store) {
+    int64_t dim = 0;
+    std::optional<RowDtype> dtype;
+    JAXSOK_RETURN_IF_ERROR(ReadEach("rows", &dim, [&](int s) -> ffi::ErrorOr<ffi::AnyBuffer::Dimensions> {
+      auto buffer = args_.get<ffi::AnyBuffer>(next_ + s);
+      if (!buffer.has_value()) return ffi::Unexpected(buffer.error());
+      if (ffi::Error error = ReadRowDtype(*buffer, "rows", op_, dtype); error.failure()) return ffi::Unexpected(error);
+      store.rows.data[s] = buffer->untyped_data();
+      return buffer->dimensions();
+    }));
+    store.dim = static_cast<int32_t>(dim);
+    store.row_dtype = *dtype;
+    return ffi::Error::Success();
+  }
+
+  const SlabStarts& starts() const { return starts_; }
+  uint32_t capacity() const { return static_cast<uint32_t>(capacity_); }
+  size_t next() const { return next_; }
+
+ private:
+  /// Checks slabs against each other and against those of the first array read; read(s) gives the dimensions of one.
+  template <typename ReadOne>
+  ffi::Error ReadEach(const char* argument, int64_t* words, const ReadOne& read) {
     if (starts_.num_slabs < 1 || starts_.num_slabs > kMaxSlabs) {
       return ffi::Error::InvalidArgument(std::string(op_) + ": num_slabs: got " + std::to_string(starts_.num_slabs) +
                                          ", wanted 1 to " + std::to_string(kMaxSlabs));
     }
     uint64_t start = 0;
     for (int s = 0; s < starts_.num_slabs; ++s) {
-      auto buffer = args_.get<ffi::Buffer<dtype>>(next_++);
-      if (!buffer.has_value()) return buffer.error();
-      auto dims = buffer->dimensions();
+      const auto found = read(s);
+      if (!found.has_value()) return found.error();
+      const auto dims = *found;
       JAXSOK_RETURN_IF_ERROR(CheckShape(dims, {-1, s == 0 ? -1 : *words}, argument, op_));
       if (s == 0) *words = dims[1];
       if (capacity_ == 0) {
@@ -79,8 +144,8 @@ class SlabReader {
                                            ": slabs of another size than the rows'");
       }
       start += static_cast<uint64_t>(dims[0]);
-      slabs.data[s] = reinterpret_cast<T*>(buffer->typed_data());
     }
+    next_ += starts_.num_slabs;
     if (capacity_ == 0) capacity_ = start;
     if (start != capacity_ || start >= (uint64_t{1} << 31)) {
       return ffi::Error::InvalidArgument(std::string(op_) + ": " + argument + ": got " + std::to_string(start) +
@@ -89,11 +154,6 @@ class SlabReader {
     return ffi::Error::Success();
   }
 
-  const SlabStarts& starts() const { return starts_; }
-  uint32_t capacity() const { return static_cast<uint32_t>(capacity_); }
-  size_t next() const { return next_; }
-
- private:
   const ffi::RemainingArgs& args_;
   const char* op_;
   SlabStarts starts_{};
@@ -104,40 +164,54 @@ class SlabReader {
 /// The store of ops that only read rows: those come first among the operands after the named ones.
 inline ffi::Error ReadOnlyStore(Tables tables, Seed seed, const ffi::RemainingArgs& args, int32_t num_slabs,
                                 const char* op, StoreView& store) {
-  int64_t dim = 0;
   SlabReader slabs(args, num_slabs, op);
-  JAXSOK_RETURN_IF_ERROR(slabs.Read<ffi::F32>("rows", store.rows, &dim));
+  JAXSOK_RETURN_IF_ERROR(slabs.ReadRows(store));
   store.tables = tables.typed_data();
   store.seed = seed.typed_data();
   store.starts = slabs.starts();
   store.capacity = slabs.capacity();
-  store.dim = static_cast<int32_t>(dim);
   store.num_tables = static_cast<int32_t>(tables.dimensions()[0]);
   return ffi::Error::Success();
 }
 
 /// Checks that the first results after the named ones alias the first operands after the named ones.
-template <ffi::DataType dtype>
-ffi::Error CheckSlabAliases(const ffi::RemainingArgs& args, const ffi::RemainingRets& rets, size_t first_arg,
-                            size_t first_ret, size_t count, const char* op) {
+inline ffi::Error CheckSlabAliases(const ffi::RemainingArgs& args, const ffi::RemainingRets& rets, size_t first_arg,
+                                   size_t first_ret, size_t count, const char* op) {
   for (size_t i = 0; i < count; ++i) {
-    auto arg = args.get<ffi::Buffer<dtype>>(first_arg + i);
-    auto ret = rets.get<ffi::Buffer<dtype>>(first_ret + i);
+    auto arg = args.get<ffi::AnyBuffer>(first_arg + i);
+    auto ret = rets.get<ffi::AnyBuffer>(first_ret + i);
     if (!arg.has_value()) return arg.error();
     if (!ret.has_value()) return ret.error();
-    JAXSOK_RETURN_IF_ERROR(CheckAlias(arg->typed_data(), (*ret)->typed_data(), "slab", op));
+    JAXSOK_RETURN_IF_ERROR(CheckAlias(arg->untyped_data(), (*ret)->untyped_data(), "slab", op));
   }
   return ffi::Error::Success();
 }
 
-/// The embeddings of all features: results from `first` on.
-inline ffi::Error ReadEmbeddings(const ffi::RemainingRets& rets, size_t first, int32_t num_features,
-                                 std::vector<float*>& embeddings) {
+/// The embeddings of all features: results from `first` on. `data` holds what the view points to.
+inline ffi::Error ReadEmbeddings(const ffi::RemainingRets& rets, size_t first, int32_t num_features, const char* op,
+                                 std::vector<void*>& data, EmbeddingsView& embeddings) {
+  std::optional<RowDtype> dtype;
   for (int32_t f = 0; f < num_features; ++f) {
-    auto buffer = rets.get<ffi::Buffer<ffi::F32>>(first + f);
+    auto buffer = rets.get<ffi::AnyBuffer>(first + f);
     if (!buffer.has_value()) return buffer.error();
-    embeddings.push_back((*buffer)->typed_data());
+    JAXSOK_RETURN_IF_ERROR(ReadRowDtype(**buffer, "embeddings", op, dtype));
+    data.push_back((*buffer)->untyped_data());
   }
+  embeddings = {dtype.value_or(kRowDtypeFloat32), data.data()};
+  return ffi::Error::Success();
+}
+
+/// Their gradients: operands from `first` on.
+inline ffi::Error ReadGradients(const ffi::RemainingArgs& args, size_t first, int32_t num_features, const char* op,
+                                std::vector<const void*>& data, GradientsView& gradients) {
+  std::optional<RowDtype> dtype;
+  for (int32_t f = 0; f < num_features; ++f) {
+    auto buffer = args.get<ffi::AnyBuffer>(first + f);
+    if (!buffer.has_value()) return buffer.error();
+    JAXSOK_RETURN_IF_ERROR(ReadRowDtype(*buffer, "gradients", op, dtype));
+    data.push_back(buffer->untyped_data());
+  }
+  gradients = {dtype.value_or(kRowDtypeFloat32), data.data()};
   return ffi::Error::Success();
 }
 

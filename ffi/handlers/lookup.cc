@@ -19,12 +19,11 @@ ffi::Error LookupImpl(StreamArgument stream, Index index_in, Counters counters_i
   JAXSOK_RETURN_IF_ERROR(CheckShape(row_ids->dimensions(), {batch.num_keys}, "row_ids", kOp));
   JAXSOK_RETURN_IF_ERROR(CheckBytes(workspace->size_bytes(), InsertWorkspaceBytes(batch.num_keys), "workspace", kOp));
   StoreView store{};
-  int64_t dim = 0, record_words = 4;
+  int64_t record_words = 4;
   SlabReader slabs(args, num_slabs, kOp);
-  JAXSOK_RETURN_IF_ERROR(slabs.Read<ffi::F32>("rows", store.rows, &dim));
+  JAXSOK_RETURN_IF_ERROR(slabs.ReadRows(store));
   JAXSOK_RETURN_IF_ERROR(slabs.Read<ffi::U32>("records", store.records, &record_words));
-  JAXSOK_RETURN_IF_ERROR(CheckSlabAliases<ffi::F32>(args, rets, 0, 0, num_slabs, kOp));
-  JAXSOK_RETURN_IF_ERROR(CheckSlabAliases<ffi::U32>(args, rets, num_slabs, num_slabs, num_slabs, kOp));
+  JAXSOK_RETURN_IF_ERROR(CheckSlabAliases(args, rets, 0, 0, 2 * static_cast<size_t>(num_slabs), kOp));
   store.index = IndexOf(*index);
   store.counters = counters->typed_data();
   store.table_rows = table_rows->typed_data();
@@ -32,13 +31,14 @@ ffi::Error LookupImpl(StreamArgument stream, Index index_in, Counters counters_i
   store.seed = seed.typed_data();
   store.starts = slabs.starts();
   store.capacity = slabs.capacity();
-  store.dim = static_cast<int32_t>(dim);
   store.num_tables = static_cast<int32_t>(table_rows->dimensions()[0]);
-  std::vector<float*> embeddings;
-  JAXSOK_RETURN_IF_ERROR(ReadEmbeddings(rets, 2 * static_cast<size_t>(num_slabs), batch.num_features, embeddings));
+  std::vector<void*> data;
+  EmbeddingsView embeddings;
+  JAXSOK_RETURN_IF_ERROR(
+      ReadEmbeddings(rets, 2 * static_cast<size_t>(num_slabs), batch.num_features, kOp, data, embeddings));
   StreamScope scope(stream);
-  return FromLaunch(LaunchLookup(scope.get(), store, batch, embeddings.data(), row_ids->typed_data(),
-                                 counts->typed_data(), workspace->typed_data()),
+  return FromLaunch(LaunchLookup(scope.get(), store, batch, embeddings, row_ids->typed_data(), counts->typed_data(),
+                                 workspace->typed_data()),
                     kOp);
 }
 
@@ -53,10 +53,11 @@ ffi::Error LookupFindImpl(StreamArgument stream, Index index, Counters counters,
   JAXSOK_RETURN_IF_ERROR(ReadOnlyStore(tables, seed, args, num_slabs, kOp, store));
   store.index = IndexOf(index);
   store.counters = counters.typed_data();
-  std::vector<float*> embeddings;
-  JAXSOK_RETURN_IF_ERROR(ReadEmbeddings(rets, 0, batch.num_features, embeddings));
+  std::vector<void*> data;
+  EmbeddingsView embeddings;
+  JAXSOK_RETURN_IF_ERROR(ReadEmbeddings(rets, 0, batch.num_features, kOp, data, embeddings));
   StreamScope scope(stream);
-  return FromLaunch(LaunchLookupFind(scope.get(), store, batch, embeddings.data(), counts->typed_data()), kOp);
+  return FromLaunch(LaunchLookupFind(scope.get(), store, batch, embeddings, counts->typed_data()), kOp);
 }
 
 /// Combines rows whose ids a plan has found.
@@ -73,12 +74,12 @@ ffi::Error LookupPlannedImpl(StreamArgument stream, Counters counters_in, Tables
   JAXSOK_RETURN_IF_ERROR(CheckShape(row_ids.dimensions(), {batch.num_keys}, "row_ids", kOp));
   StoreView store{};
   JAXSOK_RETURN_IF_ERROR(ReadOnlyStore(tables, seed, args, num_slabs, kOp, store));
-  std::vector<float*> embeddings;
-  JAXSOK_RETURN_IF_ERROR(ReadEmbeddings(rets, 0, batch.num_features, embeddings));
+  std::vector<void*> data;
+  EmbeddingsView embeddings;
+  JAXSOK_RETURN_IF_ERROR(ReadEmbeddings(rets, 0, batch.num_features, kOp, data, embeddings));
   StreamScope scope(stream);
   return FromLaunch(
-      LaunchLookupPlanned(scope.get(), store, batch, row_ids.typed_data(), embeddings.data(), counts->typed_data()),
-      kOp);
+      LaunchLookupPlanned(scope.get(), store, batch, row_ids.typed_data(), embeddings, counts->typed_data()), kOp);
 }
 
 }  // namespace

@@ -34,12 +34,11 @@ ffi::Error TableFindOrInsertImpl(StreamArgument stream, Index index_in, Counters
   JAXSOK_RETURN_IF_ERROR(CheckShape(table_ids.dimensions(), {n}, "table_ids", kOp));
   JAXSOK_RETURN_IF_ERROR(CheckBytes(workspace->size_bytes(), InsertWorkspaceBytes(n), "workspace", kOp));
   StoreView store{};
-  int64_t dim = 0, record_words = 4;
+  int64_t record_words = 4;
   SlabReader slabs(args, num_slabs, kOp);
-  JAXSOK_RETURN_IF_ERROR(slabs.Read<ffi::F32>("rows", store.rows, &dim));
+  JAXSOK_RETURN_IF_ERROR(slabs.ReadRows(store));
   JAXSOK_RETURN_IF_ERROR(slabs.Read<ffi::U32>("records", store.records, &record_words));
-  JAXSOK_RETURN_IF_ERROR(CheckSlabAliases<ffi::F32>(args, rets, 0, 0, num_slabs, kOp));
-  JAXSOK_RETURN_IF_ERROR(CheckSlabAliases<ffi::U32>(args, rets, num_slabs, num_slabs, num_slabs, kOp));
+  JAXSOK_RETURN_IF_ERROR(CheckSlabAliases(args, rets, 0, 0, 2 * static_cast<size_t>(num_slabs), kOp));
   store.index = IndexOf(*index);
   store.counters = counters->typed_data();
   store.table_rows = table_rows->typed_data();
@@ -47,7 +46,6 @@ ffi::Error TableFindOrInsertImpl(StreamArgument stream, Index index_in, Counters
   store.seed = seed.typed_data();
   store.starts = slabs.starts();
   store.capacity = slabs.capacity();
-  store.dim = static_cast<int32_t>(dim);
   store.num_tables = static_cast<int32_t>(table_rows->dimensions()[0]);
   StreamScope scope(stream);
   return FromLaunch(LaunchFindOrInsert(scope.get(), store, KeysOf(keys), table_ids.typed_data(), n,
@@ -60,8 +58,8 @@ ffi::Error TableFindOrInsertImpl(StreamArgument stream, Index index_in, Counters
 /// The counters pass through untouched: whoever takes them from here and writes rows comes after this read.
 ffi::Error TableGatherImpl(StreamArgument stream, Counters counters_in, Tables tables, Seed seed, Requests requests,
                            RowIds row_ids, ffi::RemainingArgs args, ffi::Result<Counters> counters,
-                           ffi::Result<Rows> rows, ffi::Result<ffi::Buffer<ffi::S32>> num_absent, int32_t num_slabs,
-                           int32_t is_find) {
+                           ffi::Result<ffi::AnyBuffer> rows, ffi::Result<ffi::Buffer<ffi::S32>> num_absent,
+                           int32_t num_slabs, int32_t is_find) {
   constexpr char kOp[] = "table_gather";
   JAXSOK_RETURN_IF_ERROR(CheckAlias(counters_in.typed_data(), counters->typed_data(), "counters", kOp));
   const int64_t n = requests.dimensions()[0];
@@ -71,10 +69,12 @@ ffi::Error TableGatherImpl(StreamArgument stream, Counters counters_in, Tables t
   StoreView store{};
   JAXSOK_RETURN_IF_ERROR(ReadOnlyStore(tables, seed, args, num_slabs, kOp, store));
   JAXSOK_RETURN_IF_ERROR(CheckShape(rows->dimensions(), {n, store.dim}, "rows", kOp));
+  std::optional<RowDtype> dtype = store.row_dtype;
+  JAXSOK_RETURN_IF_ERROR(ReadRowDtype(*rows, "rows", kOp, dtype));
   JAXSOK_RETURN_IF_ERROR(CheckShape(num_absent->dimensions(), {store.num_tables}, "num_absent", kOp));
   StreamScope scope(stream);
   return FromLaunch(LaunchGather(scope.get(), store, reinterpret_cast<const Request*>(requests.typed_data()),
-                                 row_ids.typed_data(), n, is_find != 0, rows->typed_data(), num_absent->typed_data()),
+                                 row_ids.typed_data(), n, is_find != 0, rows->untyped_data(), num_absent->typed_data()),
                     kOp);
 }
 
@@ -103,9 +103,8 @@ ffi::Error TableEraseImpl(StreamArgument stream, Index index_in, Counters counte
     states.width[k] = static_cast<int32_t>(width);
     states.initial[k] = initial[k];
   }
-  JAXSOK_RETURN_IF_ERROR(CheckSlabAliases<ffi::U32>(args, rets, 0, 0, num_slabs, kOp));
-  JAXSOK_RETURN_IF_ERROR(
-      CheckSlabAliases<ffi::F32>(args, rets, num_slabs, num_slabs, num_slabs * states.num_states, kOp));
+  const size_t num_aliased = static_cast<size_t>(num_slabs) * (1 + states.num_states);
+  JAXSOK_RETURN_IF_ERROR(CheckSlabAliases(args, rets, 0, 0, num_aliased, kOp));
   store.index = IndexOf(*index);
   store.counters = counters->typed_data();
   store.table_rows = table_rows->typed_data();
@@ -171,7 +170,7 @@ JAXSOK_DEFINE_HANDLER(JaxsokTableGather, TableGatherImpl,
                           .Arg<RowIds>()
                           .RemainingArgs()
                           .Ret<Counters>()
-                          .Ret<Rows>()
+                          .Ret<ffi::AnyBuffer>()
                           .Ret<ffi::Buffer<ffi::S32>>()
                           .Attr<int32_t>("num_slabs")
                           .Attr<int32_t>("is_find"));

@@ -7,21 +7,29 @@ namespace {
 /// Sums the gradients of each row that the batch used and steps it once.
 ffi::Error UpdateImpl(StreamArgument stream, Counters counters, ffi::Buffer<ffi::U32> generations, Keys keys,
                       Offsets offsets, Weights weights, Features features, RowIds row_ids, ffi::Buffer<ffi::F32> hyper,
-                      ffi::RemainingArgs args, ffi::Result<ffi::Buffer<ffi::S32>> num_nonfinite,
-                      ffi::Result<ffi::Buffer<ffi::S32>> num_stale, ffi::Result<Workspace> workspace,
-                      ffi::RemainingRets rets, int32_t num_slabs, int32_t num_states, int32_t num_tiles,
-                      int32_t optimizer, int32_t row_gradient) {
+                      Tables tables, Seed seed, Scalar step, TableIds table_ids, ffi::RemainingArgs args,
+                      ffi::Result<ffi::Buffer<ffi::S32>> num_nonfinite, ffi::Result<ffi::Buffer<ffi::S32>> num_stale,
+                      ffi::Result<Workspace> workspace, ffi::RemainingRets rets, int32_t num_slabs, int32_t num_states,
+                      int32_t num_tiles, int32_t optimizer, int32_t row_gradient, int32_t rounding) {
   constexpr char kOp[] = "update";
   BatchView batch{};
   JAXSOK_RETURN_IF_ERROR(ReadBatch(keys, offsets, weights, features, num_tiles, kOp, batch));
   JAXSOK_RETURN_IF_ERROR(CheckShape(row_ids.dimensions(), {batch.num_keys}, "row_ids", kOp));
   JAXSOK_RETURN_IF_ERROR(CheckShape(hyper.dimensions(), {kNumHyper}, "hyper", kOp));
+  const int64_t num_tables = num_nonfinite->dimensions()[0];
+  JAXSOK_RETURN_IF_ERROR(CheckShape(tables.dimensions(), {num_tables, kNumTableWords}, "tables", kOp));
+  JAXSOK_RETURN_IF_ERROR(CheckShape(seed.dimensions(), {2}, "seed", kOp));
+  JAXSOK_RETURN_IF_ERROR(CheckShape(step.dimensions(), {}, "step", kOp));
+  if (table_ids.element_count() != 0) {
+    JAXSOK_RETURN_IF_ERROR(CheckShape(table_ids.dimensions(), {batch.num_keys}, "table_ids", kOp));
+    batch.tables = table_ids.typed_data();
+  }
   if (num_states < 0 || num_states > kMaxStates) return ffi::Error::InvalidArgument("update: num_states");
   StoreView store{};
   StateView states{};
-  int64_t dim = 0, record_words = 4;
+  int64_t record_words = 4;
   SlabReader slabs(args, num_slabs, kOp);
-  JAXSOK_RETURN_IF_ERROR(slabs.Read<ffi::F32>("rows", store.rows, &dim));
+  JAXSOK_RETURN_IF_ERROR(slabs.ReadRows(store));
   states.num_states = num_states;
   for (int k = 0; k < num_states; ++k) {
     int64_t width = 0;
@@ -29,24 +37,21 @@ ffi::Error UpdateImpl(StreamArgument stream, Counters counters, ffi::Buffer<ffi:
     states.width[k] = static_cast<int32_t>(width);
   }
   JAXSOK_RETURN_IF_ERROR(slabs.Read<ffi::U32>("records", store.records, &record_words));
+  JAXSOK_RETURN_IF_ERROR(CheckSlabAliases(args, rets, 0, 0, static_cast<size_t>(num_slabs) * (1 + num_states), kOp));
   JAXSOK_RETURN_IF_ERROR(
-      CheckSlabAliases<ffi::F32>(args, rets, 0, 0, static_cast<size_t>(num_slabs) * (1 + num_states), kOp));
-  JAXSOK_RETURN_IF_ERROR(CheckBytes(workspace->size_bytes(),
-                                    UpdateWorkspaceBytes(batch.num_keys, static_cast<int32_t>(dim)), "workspace", kOp));
+      CheckBytes(workspace->size_bytes(), UpdateWorkspaceBytes(batch.num_keys, store.dim), "workspace", kOp));
+  store.tables = tables.typed_data();
+  store.seed = seed.typed_data();
   store.counters = counters.typed_data();
   store.starts = slabs.starts();
   store.capacity = slabs.capacity();
-  store.dim = static_cast<int32_t>(dim);
-  store.num_tables = static_cast<int32_t>(num_nonfinite->dimensions()[0]);
-  std::vector<const float*> gradients;
-  for (int32_t f = 0; f < batch.num_features; ++f) {
-    auto buffer = args.get<ffi::Buffer<ffi::F32>>(slabs.next() + f);
-    if (!buffer.has_value()) return buffer.error();
-    gradients.push_back(buffer->typed_data());
-  }
+  store.num_tables = static_cast<int32_t>(num_tables);
+  std::vector<const void*> data;
+  GradientsView gradients;
+  JAXSOK_RETURN_IF_ERROR(ReadGradients(args, slabs.next(), batch.num_features, kOp, data, gradients));
   StreamScope scope(stream);
-  return FromLaunch(LaunchUpdate(scope.get(), store, states, {optimizer, row_gradient}, hyper.typed_data(),
-                                 generations.typed_data(), batch, row_ids.typed_data(), gradients.data(),
+  return FromLaunch(LaunchUpdate(scope.get(), store, states, {optimizer, row_gradient, rounding}, hyper.typed_data(),
+                                 step.typed_data(), generations.typed_data(), batch, row_ids.typed_data(), gradients,
                                  num_nonfinite->typed_data(), num_stale->typed_data(), workspace->typed_data()),
                     kOp);
 }
@@ -63,6 +68,10 @@ JAXSOK_DEFINE_HANDLER(JaxsokUpdate, UpdateImpl,
                           .Arg<Features>()
                           .Arg<RowIds>()
                           .Arg<ffi::Buffer<ffi::F32>>()
+                          .Arg<Tables>()
+                          .Arg<Seed>()
+                          .Arg<Scalar>()
+                          .Arg<TableIds>()
                           .RemainingArgs()
                           .Ret<ffi::Buffer<ffi::S32>>()
                           .Ret<ffi::Buffer<ffi::S32>>()
@@ -72,7 +81,8 @@ JAXSOK_DEFINE_HANDLER(JaxsokUpdate, UpdateImpl,
                           .Attr<int32_t>("num_states")
                           .Attr<int32_t>("num_tiles")
                           .Attr<int32_t>("optimizer")
-                          .Attr<int32_t>("row_gradient"));
+                          .Attr<int32_t>("row_gradient")
+                          .Attr<int32_t>("rounding"));
 
 }  // namespace jaxsok
 

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <type_traits>
 #include <vector>
 
 #include "lookup.h"
@@ -153,27 +154,43 @@ class BagDivisor {
 /// How far ahead of the sum rows are fetched: enough to hide a memory latency behind rows of 256 bytes.
 constexpr int64_t kRowsAhead = 8;
 
-inline void PrefetchRow(const float* row, int32_t dim) {
-  constexpr int32_t kFloatsPerLine = 16;
+template <typename T>
+void PrefetchRow(const T* row, int32_t dim) {
+  constexpr int32_t kNumbersPerLine = 64 / sizeof(T);
   constexpr int32_t kMostLines = 16;  // the hardware follows a longer stream by itself
-  const int32_t end = std::min(dim, kFloatsPerLine * kMostLines);
-  for (int32_t c = 0; c < end; c += kFloatsPerLine) __builtin_prefetch(row + c);
+  const int32_t end = std::min(dim, kNumbersPerLine * kMostLines);
+  for (int32_t c = 0; c < end; c += kNumbersPerLine) __builtin_prefetch(row + c);
   asm volatile("" : : "r"(row));  // GCC 12 takes a function that only fetches for one without effect, and drops it
 }
 
-// Loops over the columns of one row (combine_cpu.cc).
-void CopyRow(float* out, const float* row, int32_t dim);
-void CopyRowTimes(float* out, const float* row, float weight, int32_t dim);
-void AddRow(float* out, const float* row, int32_t dim);
-void AddRowTimes(float* out, const float* row, float weight, int32_t dim);
+// Loops over the columns of one row (combine_cpu.cc): sums are float32, rows of any dtype.
+#define JAXSOK_DECLARE_ROW_LOOPS(T)                                       \
+  void CopyRow(float* out, const T* row, int32_t dim);                    \
+  void CopyRowTimes(float* out, const T* row, float weight, int32_t dim); \
+  void AddRow(float* out, const T* row, int32_t dim);                     \
+  void AddRowTimes(float* out, const T* row, float weight, int32_t dim)
+JAXSOK_DECLARE_ROW_LOOPS(float);
+JAXSOK_DECLARE_ROW_LOOPS(BFloat16);
+JAXSOK_DECLARE_ROW_LOOPS(Float16);
+#undef JAXSOK_DECLARE_ROW_LOOPS
 void ScaleRow(float* out, float scale, int32_t dim);
-void ClearRow(float* out, int32_t dim);
+
+/// Rounds to nearest.
+void RoundRow(BFloat16* out, const float* row, int32_t dim);
+void RoundRow(Float16* out, const float* row, int32_t dim);
+
+template <typename T>
+void ClearRow(T* out, int32_t dim) {
+  std::fill_n(out, dim, T{});
+}
 
 /// Combines the bags of one tile.
 ///
 /// `rows` gives, by position: Fetch(i), ahead of time; Row(i), nullptr for padding, valid until the next call.
-template <typename Rows>
-void CombineTile(const FeatureView& feature, const Tile& tile, int32_t dim, Rows& rows, float* embeddings) {
+template <typename Rows, typename E>
+void CombineTile(const FeatureView& feature, const Tile& tile, int32_t dim, Rows& rows, E* embeddings) {
+  constexpr bool kIsRounded = !std::is_same_v<E, float>;
+  alignas(64) float unrounded[kIsRounded ? kMaxDim : 1];
   const int64_t tile_end = feature.BagBegin(tile.bag_end);
   int64_t begin = feature.BagBegin(tile.bag_begin);
   int64_t fetched = begin;
@@ -181,12 +198,17 @@ void CombineTile(const FeatureView& feature, const Tile& tile, int32_t dim, Rows
   const bool divided = BagDivisor::IsNeeded(feature.combiner);
   for (int64_t b = tile.bag_begin; b < tile.bag_end; ++b) {
     const int64_t end = feature.BagBegin(b + 1);
-    float* out = embeddings + b * dim;
+    float* out;
+    if constexpr (kIsRounded) {
+      out = unrounded;
+    } else {
+      out = embeddings + b * dim;
+    }
     BagDivisor divisor(feature.combiner, weighted);
     bool is_first = true;
     for (int64_t i = begin; i < end; ++i) {
       for (const int64_t ahead = std::min(i + kRowsAhead, tile_end); fetched < ahead; ++fetched) rows.Fetch(fetched);
-      const float* row = rows.Row(i);
+      const auto* row = rows.Row(i);
       if (row == nullptr) continue;
       const float weight = feature.WeightAt(i);
       divisor.Add(weight);
@@ -202,6 +224,7 @@ void CombineTile(const FeatureView& feature, const Tile& tile, int32_t dim, Rows
     } else if (divided) {
       ScaleRow(out, divisor.Scale(), dim);
     }
+    if constexpr (kIsRounded) RoundRow(embeddings + b * dim, out, dim);
     begin = end;
   }
 }

@@ -1,40 +1,49 @@
 // Rows to embeddings and back on the CPU, and the loops over columns that lookup and update use too.
-#include <cstring>
-
 #include "combine.h"
 #include "uses_cpu.h"
 
 namespace jaxsok {
 
-void CopyRow(float* out, const float* row, int32_t dim) { std::memcpy(out, row, static_cast<size_t>(dim) * 4); }
+// Clones cannot be templates: each loop is written once and defined for each dtype.
+#define JAXSOK_DEFINE_ROW_LOOPS(T)                                                                                   \
+  JAXSOK_CPU_CLONES void CopyRow(float* __restrict out, const T* __restrict row, int32_t dim) {                      \
+    for (int32_t c = 0; c < dim; ++c) out[c] = RowNumber<T>::Widened(row[c]);                                        \
+  }                                                                                                                  \
+  JAXSOK_CPU_CLONES void CopyRowTimes(float* __restrict out, const T* __restrict row, float weight, int32_t dim) {   \
+    for (int32_t c = 0; c < dim; ++c) out[c] = weight * RowNumber<T>::Widened(row[c]);                               \
+  }                                                                                                                  \
+  JAXSOK_CPU_CLONES void AddRow(float* __restrict out, const T* __restrict row, int32_t dim) {                       \
+    for (int32_t c = 0; c < dim; ++c) out[c] = out[c] + RowNumber<T>::Widened(row[c]);                               \
+  }                                                                                                                  \
+  JAXSOK_CPU_CLONES void AddRowTimes(float* __restrict out, const T* __restrict row, float weight, int32_t dim) {    \
+    for (int32_t c = 0; c < dim; ++c) out[c] = out[c] + weight * RowNumber<T>::Widened(row[c]);                      \
+  }                                                                                                                  \
+  JAXSOK_CPU_CLONES void SumChunk(const Use* uses, int64_t num_uses, const TileGradients<T>& gradients, int32_t dim, \
+                                  float* __restrict gradient) {                                                      \
+    const T* __restrict first = gradients.Of(uses[0], dim);                                                          \
+    const float first_factor = uses[0].factor;                                                                       \
+    for (int32_t c = 0; c < dim; ++c) gradient[c] = first_factor * RowNumber<T>::Widened(first[c]);                  \
+    for (int64_t i = 1; i < num_uses; ++i) {                                                                         \
+      const T* __restrict next = gradients.Of(uses[i], dim);                                                         \
+      const float factor = uses[i].factor;                                                                           \
+      for (int32_t c = 0; c < dim; ++c) gradient[c] = gradient[c] + factor * RowNumber<T>::Widened(next[c]);         \
+    }                                                                                                                \
+  }
 
-void ClearRow(float* out, int32_t dim) { std::fill_n(out, dim, 0.0f); }
+JAXSOK_DEFINE_ROW_LOOPS(float)
+JAXSOK_DEFINE_ROW_LOOPS(BFloat16)
+JAXSOK_DEFINE_ROW_LOOPS(Float16)
 
-JAXSOK_CPU_CLONES void CopyRowTimes(float* __restrict out, const float* __restrict row, float weight, int32_t dim) {
-  for (int32_t c = 0; c < dim; ++c) out[c] = weight * row[c];
+JAXSOK_CPU_CLONES void RoundRow(BFloat16* __restrict out, const float* __restrict row, int32_t dim) {
+  for (int32_t c = 0; c < dim; ++c) out[c] = RowNumber<BFloat16>::Nearest(row[c]);
 }
 
-JAXSOK_CPU_CLONES void AddRow(float* __restrict out, const float* __restrict row, int32_t dim) {
-  for (int32_t c = 0; c < dim; ++c) out[c] = out[c] + row[c];
-}
-
-JAXSOK_CPU_CLONES void AddRowTimes(float* __restrict out, const float* __restrict row, float weight, int32_t dim) {
-  for (int32_t c = 0; c < dim; ++c) out[c] = out[c] + weight * row[c];
+JAXSOK_CPU_CLONES void RoundRow(Float16* __restrict out, const float* __restrict row, int32_t dim) {
+  for (int32_t c = 0; c < dim; ++c) out[c] = RowNumber<Float16>::Nearest(row[c]);
 }
 
 JAXSOK_CPU_CLONES void ScaleRow(float* out, float scale, int32_t dim) {
   for (int32_t c = 0; c < dim; ++c) out[c] = out[c] * scale;
-}
-
-JAXSOK_CPU_CLONES void SumChunk(const Use* uses, int64_t num_uses, int32_t dim, float* __restrict gradient) {
-  const float* __restrict first = uses[0].gradient;
-  const float first_factor = uses[0].factor;
-  for (int32_t c = 0; c < dim; ++c) gradient[c] = first_factor * first[c];
-  for (int64_t i = 1; i < num_uses; ++i) {
-    const float* __restrict next = uses[i].gradient;
-    const float factor = uses[i].factor;
-    for (int32_t c = 0; c < dim; ++c) gradient[c] = gradient[c] + factor * next[c];
-  }
 }
 
 namespace {
@@ -90,7 +99,7 @@ LaunchError LaunchCombineTranspose(Stream stream, const float* const* bag_gradie
   ForEachRowGradient(
       stream, bags, std::vector<char>(batch.num_features, 1), bag_gradients, batch.num_keys, dim, num_unique, positions,
       [](uint32_t) {},
-      [&](uint32_t row, const float* gradient, int64_t uses) {
+      [&](uint32_t row, uint32_t, const float* gradient, int64_t uses) {
         CopyRow(row_gradients + int64_t{row} * dim, gradient, dim);
         num_uses[row] = static_cast<int32_t>(uses);
       },

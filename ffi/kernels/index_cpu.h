@@ -137,8 +137,10 @@ struct BatchSource {
   }
 };
 
-/// Writes the initial values of a row (table_cpu.cc).
+/// Writes the initial values of a row, rounded to nearest (table_cpu.cc).
 void InitializeRow(const RowInitializer& initializer, float* row, int32_t dim);
+void InitializeRow(const RowInitializer& initializer, BFloat16* row, int32_t dim);
+void InitializeRow(const RowInitializer& initializer, Float16* row, int32_t dim);
 
 /// Hands out row ids: freed ones in ascending order, then fresh ones.
 class RowAllocator {
@@ -242,8 +244,11 @@ void FindOrInsert(Stream stream, const StoreView& store, const Source& source, i
       record->key = key;  // free_id is not this row's: it stays
       record->table = table;
       const uint32_t* words = store.tables + int64_t{table} * kNumTableWords;
-      InitializeRow(RowInitializer::Of(words, store.seed, key),
-                    store.rows.At(store.starts, row_ids[position], store.dim), store.dim);
+      const RowInitializer initializer = RowInitializer::Of(words, store.seed, key);
+      WithRowDtype(store.row_dtype, [&](auto number) {
+        using R = decltype(number);
+        InitializeRow(initializer, store.rows.At<R>(store.starts, row_ids[position], store.dim), store.dim);
+      });
     }
   });
 }

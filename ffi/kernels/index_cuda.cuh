@@ -233,7 +233,7 @@ struct StoreSink {
   __device__ uint32_t TableOf(uint32_t row_id) const { return store.records.At(store.starts, row_id, 1)->table; }
   /// Lanes `lane` of `lanes` write a new row.
   __device__ void WriteRow(uint32_t row_id, uint64_t key, uint32_t table, int lane, int lanes) const {
-    float* row = store.rows.At(store.starts, row_id, store.dim);
+    float* row = store.rows.At<float>(store.starts, row_id, store.dim);
     const RowInitializer values = RowInitializer::Of(store.tables + table * kNumTableWords, store.seed, key);
     for (int column = lane; column < store.dim; column += lanes) row[column] = values.At(column);
   }

@@ -16,6 +16,20 @@ struct BatchView {
   int32_t num_features;
   int32_t num_tiles;    // of all features: see kBagsPerTile
   int64_t num_offsets;  // 0: no feature is ragged
+  // [num_keys], of update alone, where features do not tell the table of a key; nullptr: they do.
+  const uint32_t* tables;
+};
+
+/// data[f] is [num_bags, dim] of feature f; all of one dtype, that of the rows or float32.
+struct EmbeddingsView {
+  RowDtype dtype;
+  void* const* data;
+};
+
+/// The same of gradients with respect to embeddings.
+struct GradientsView {
+  RowDtype dtype;
+  const void* const* data;
 };
 
 // Bags, in all three: a bag holds the positions [offsets[b], offsets[b + 1]) of its feature, or hotness
@@ -25,27 +39,28 @@ struct BatchView {
 // feature is weighted, else row. Then mean and sqrtn multiply by 1 / divisor, where the divisor is the number of keys
 // that are not padding (sqrt of it), or the sum of their weights (sqrt of the sum of their squares), added in the same
 // order; divisor zero or empty bag: zeros. With kCombinerNone every position is a bag (hotness 1, num_bags ==
-// num_keys); padding gives zeros.
+// num_keys); padding gives zeros. All of it in float32; rows of 16 bits are widened first, and the embedding, if it has
+// 16 bits, is rounded once, to nearest (core/row_dtype.h).
 
 /// Looks up a batch; unseen keys get rows.
 ///
-/// Post   : embeddings[f][b] for every bag; row_ids as LaunchFindOrInsert; refused keys contribute their
+/// Post   : embeddings for every bag; row_ids as LaunchFindOrInsert; refused keys contribute their
 ///          initial row. counts and the store as LaunchFindOrInsert.
-LaunchError LaunchLookup(Stream stream, const StoreView& store, const BatchView& batch, float* const* embeddings,
-                         uint32_t* row_ids, int32_t* counts, void* workspace);
+LaunchError LaunchLookup(Stream stream, const StoreView& store, const BatchView& batch,
+                         const EmbeddingsView& embeddings, uint32_t* row_ids, int32_t* counts, void* workspace);
 
 /// Looks up a batch and changes nothing; keys without a row give their initial row or zeros (kFeatureUnknown).
 ///
 /// Post   : embeddings and counts (found, missing, padding).
-LaunchError LaunchLookupFind(Stream stream, const StoreView& store, const BatchView& batch, float* const* embeddings,
-                             int32_t* counts);
+LaunchError LaunchLookupFind(Stream stream, const StoreView& store, const BatchView& batch,
+                             const EmbeddingsView& embeddings, int32_t* counts);
 
 /// Combines rows whose ids are known (a plan made apart): as LaunchLookupFind, with row_ids given.
 ///
 /// Pre    : row_ids[i] is a row below the capacity, or kNoRow.
 /// Post   : embeddings and counts (found, refused, padding).
 LaunchError LaunchLookupPlanned(Stream stream, const StoreView& store, const BatchView& batch, const uint32_t* row_ids,
-                                float* const* embeddings, int32_t* counts);
+                                const EmbeddingsView& embeddings, int32_t* counts);
 
 }  // namespace jaxsok
 

@@ -5,7 +5,8 @@
 namespace jaxsok {
 namespace {
 
-/// The rows of positions whose row ids are known; CombineTile asks it.
+/// The rows of positions whose row ids are known; CombineTile asks it. `R`: a number of them.
+template <typename R>
 class StoreRows {
  public:
   /// `row_ids[i - first]` is the row id of position i; `unknown`: what a key without a row gives (kFeatureUnknown).
@@ -20,10 +21,10 @@ class StoreRows {
 
   void Fetch(int64_t position) const {
     const uint32_t row_id = row_ids_[position - first_];
-    if (row_id < store_.capacity) PrefetchRow(store_.rows.At(store_.starts, row_id, store_.dim), store_.dim);
+    if (row_id < store_.capacity) PrefetchRow(RowAt(row_id), store_.dim);
   }
 
-  const float* Row(int64_t position) {
+  const R* Row(int64_t position) {
     const uint32_t row_id = row_ids_[position - first_];
     if (keys_[position] == kPaddingKey) {
       ++num_padding_;
@@ -31,7 +32,7 @@ class StoreRows {
     }
     if (row_id < store_.capacity) {
       ++num_found_;
-      return store_.rows.At(store_.starts, row_id, store_.dim);
+      return RowAt(row_id);
     }
     ++num_unknown_;
     if (unknown_ != 0) {
@@ -47,6 +48,8 @@ class StoreRows {
   int32_t num_padding() const { return num_padding_; }
 
  private:
+  const R* RowAt(uint32_t row_id) const { return store_.rows.At<R>(store_.starts, row_id, store_.dim); }
+
   const StoreView& store_;
   const uint64_t* keys_;
   const uint32_t* row_ids_;
@@ -56,15 +59,18 @@ class StoreRows {
   int32_t num_found_ = 0;
   int32_t num_unknown_ = 0;
   int32_t num_padding_ = 0;
-  alignas(64) float initial_row_[kMaxDim];
+  alignas(64) R initial_row_[kMaxDim];
 };
 
-LaunchError CheckStore(const StoreView& store) {
-  return store.dim < 1 || store.dim > kMaxDim ? "rows: dim must be 1 to kMaxDim" : nullptr;
+LaunchError CheckStore(const StoreView& store, const EmbeddingsView& embeddings) {
+  if (store.dim < 1 || store.dim > kMaxDim) return "rows: dim must be 1 to kMaxDim";
+  if (!HasRowDtypes(store.row_dtype, embeddings.dtype)) return "embeddings: neither float32 nor of the rows' dtype";
+  return nullptr;
 }
 
 /// Counts what CombineTile saw, and as padding the positions that no bag of the feature holds.
-void CountTile(const FeatureView& feature, const Tile& tile, const StoreRows& rows, Count unknown, int32_t* counts) {
+template <typename R>
+void CountTile(const FeatureView& feature, const Tile& tile, const StoreRows<R>& rows, Count unknown, int32_t* counts) {
   int64_t num_outside = 0;
   if (tile.bag_begin == 0) {
     num_outside = feature.num_keys - (feature.BagBegin(feature.num_bags) - feature.BagBegin(0));
@@ -73,6 +79,18 @@ void CountTile(const FeatureView& feature, const Tile& tile, const StoreRows& ro
   AddAtomically(&table_counts[kCountFound], rows.num_found());
   AddAtomically(&table_counts[unknown], rows.num_unknown());
   AddAtomically(&table_counts[kCountPadding], rows.num_padding() + static_cast<int32_t>(num_outside));
+}
+
+/// The embeddings of one tile; `saw(rows)` is called when they are made. Parameters as those of StoreRows.
+template <typename Saw>
+void CombineRows(const StoreView& store, const FeatureView& feature, const Tile& tile, const uint64_t* keys,
+                 const uint32_t* row_ids, int64_t first, int32_t unknown, const EmbeddingsView& embeddings,
+                 const Saw& saw) {
+  WithRowDtypes(store.row_dtype, embeddings.dtype, [&](auto row_number, auto number) {
+    StoreRows<decltype(row_number)> rows(store, feature, keys, row_ids, first, unknown);
+    CombineTile(feature, tile, store.dim, rows, static_cast<decltype(number)*>(embeddings.data[tile.feature]));
+    saw(rows);
+  });
 }
 
 /// Features without bags have no tile to count their positions.
@@ -85,28 +103,27 @@ void CountBaglessFeatures(const BagFeatures& bags, int32_t* counts) {
 
 }  // namespace
 
-LaunchError LaunchLookup(Stream stream, const StoreView& store, const BatchView& batch, float* const* embeddings,
-                         uint32_t* row_ids, int32_t* counts, void* workspace) {
+LaunchError LaunchLookup(Stream stream, const StoreView& store, const BatchView& batch,
+                         const EmbeddingsView& embeddings, uint32_t* row_ids, int32_t* counts, void* workspace) {
   const BagFeatures bags(stream, batch);
   if (LaunchError error = bags.ErrorWithTables(store.num_tables)) return error;
-  if (LaunchError error = CheckStore(store)) return error;
+  if (LaunchError error = CheckStore(store, embeddings)) return error;
   if (store.index.num_buckets == 0) return "index: no buckets";
   FindOrInsert(stream, store, BatchSource{batch.keys, &bags}, batch.num_keys, row_ids, counts, workspace);
   RunTasks(stream, static_cast<int64_t>(bags.tiles().size()), [&](int64_t t) {
     const Tile& tile = bags.tiles()[t];
     const FeatureView& feature = bags.features()[tile.feature];
     constexpr int32_t kInitialRow = 0;
-    StoreRows rows(store, feature, batch.keys, row_ids, 0, kInitialRow);
-    CombineTile(feature, tile, store.dim, rows, embeddings[tile.feature]);
+    CombineRows(store, feature, tile, batch.keys, row_ids, 0, kInitialRow, embeddings, [](const auto&) {});
   });
   return nullptr;
 }
 
-LaunchError LaunchLookupFind(Stream stream, const StoreView& store, const BatchView& batch, float* const* embeddings,
-                             int32_t* counts) {
+LaunchError LaunchLookupFind(Stream stream, const StoreView& store, const BatchView& batch,
+                             const EmbeddingsView& embeddings, int32_t* counts) {
   const BagFeatures bags(stream, batch);
   if (LaunchError error = bags.ErrorWithTables(store.num_tables)) return error;
-  if (LaunchError error = CheckStore(store)) return error;
+  if (LaunchError error = CheckStore(store, embeddings)) return error;
   if (store.index.num_buckets == 0) return "index: no buckets";
   const uint64_t salt = SaltOf(store.counters);
   ClearCounts(counts, store.num_tables);
@@ -123,27 +140,25 @@ LaunchError LaunchLookupFind(Stream stream, const StoreView& store, const BatchV
       FindChunk(store.index, salt, batch.keys + begin, tables, end - begin, row_ids.data() + (begin - first),
                 [](int64_t, uint32_t) {});
     }
-    StoreRows rows(store, feature, batch.keys, row_ids.data(), first, feature.unknown);
-    CombineTile(feature, tile, store.dim, rows, embeddings[tile.feature]);
-    CountTile(feature, tile, rows, kCountMissing, counts);
+    CombineRows(store, feature, tile, batch.keys, row_ids.data(), first, feature.unknown, embeddings,
+                [&](const auto& rows) { CountTile(feature, tile, rows, kCountMissing, counts); });
   });
   return nullptr;
 }
 
 LaunchError LaunchLookupPlanned(Stream stream, const StoreView& store, const BatchView& batch, const uint32_t* row_ids,
-                                float* const* embeddings, int32_t* counts) {
+                                const EmbeddingsView& embeddings, int32_t* counts) {
   const BagFeatures bags(stream, batch);
   if (LaunchError error = bags.ErrorWithTables(store.num_tables)) return error;
-  if (LaunchError error = CheckStore(store)) return error;
+  if (LaunchError error = CheckStore(store, embeddings)) return error;
   ClearCounts(counts, store.num_tables);
   CountBaglessFeatures(bags, counts);
   RunTasks(stream, static_cast<int64_t>(bags.tiles().size()), [&](int64_t t) {
     const Tile& tile = bags.tiles()[t];
     const FeatureView& feature = bags.features()[tile.feature];
     constexpr int32_t kInitialRow = 0;  // a key without a row was refused: it trains on as if new
-    StoreRows rows(store, feature, batch.keys, row_ids, 0, kInitialRow);
-    CombineTile(feature, tile, store.dim, rows, embeddings[tile.feature]);
-    CountTile(feature, tile, rows, kCountRefused, counts);
+    CombineRows(store, feature, tile, batch.keys, row_ids, 0, kInitialRow, embeddings,
+                [&](const auto& rows) { CountTile(feature, tile, rows, kCountRefused, counts); });
   });
   return nullptr;
 }

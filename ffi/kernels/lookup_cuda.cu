@@ -80,7 +80,7 @@ __device__ __forceinline__ Position ResolvePosition(const LookupArguments& a, co
     ++counts.absent;
   } else {
     p.kind = kPositionRow;
-    p.pointer = a.store.rows.At(a.store.starts, row_id, a.store.dim);
+    p.pointer = a.store.rows.At<float>(a.store.starts, row_id, a.store.dim);
     ++counts.found;
   }
   return p;
@@ -235,7 +235,7 @@ __global__ void __launch_bounds__(kBlock)
       }
       if (f.weights_start >= 0) p.weight = __ldg(a.batch.weights + f.weights_start + at);
       p.kind = row_id == kNoRow ? kPositionInitial : kPositionRow;
-      if (row_id != kNoRow) p.pointer = a.store.rows.At(a.store.starts, row_id, a.store.dim);
+      if (row_id != kNoRow) p.pointer = a.store.rows.At<float>(a.store.starts, row_id, a.store.dim);
       return p;
     };
     RowPart<kVector, kPerLane> sum;
@@ -288,10 +288,10 @@ LaunchError Prepare(Stream stream, int32_t* counts, int num_tables, InsertContro
 
 }  // namespace
 
-LaunchError LaunchLookup(Stream stream, const StoreView& store, const BatchView& batch, float* const* embeddings,
+LaunchError LaunchLookup(Stream stream, const StoreView& store, const BatchView& batch, const EmbeddingsView& embeddings,
                          uint32_t* row_ids, int32_t* counts, void* workspace) {
   FeaturePointers<float> pointers;
-  JAXSOK_RETURN_IF_LAUNCH(FillPointers<float>(embeddings, batch.num_features, pointers));
+  JAXSOK_RETURN_IF_LAUNCH(FillPointers<float>(reinterpret_cast<float* const*>(embeddings.data), batch.num_features, pointers));
   LookupArguments a{store, batch, nullptr, row_ids, counts, InsertWorkspace::Cut(workspace, batch.num_keys)};
   // Only ragged features have positions that lie in no bag.
   JAXSOK_RETURN_IF_LAUNCH(
@@ -307,10 +307,10 @@ LaunchError LaunchLookup(Stream stream, const StoreView& store, const BatchView&
   return DispatchShape(store.dim, LaunchFinish{stream, a, pointers});
 }
 
-LaunchError LaunchLookupFind(Stream stream, const StoreView& store, const BatchView& batch, float* const* embeddings,
-                             int32_t* counts) {
+LaunchError LaunchLookupFind(Stream stream, const StoreView& store, const BatchView& batch,
+                             const EmbeddingsView& embeddings, int32_t* counts) {
   FeaturePointers<float> pointers;
-  JAXSOK_RETURN_IF_LAUNCH(FillPointers<float>(embeddings, batch.num_features, pointers));
+  JAXSOK_RETURN_IF_LAUNCH(FillPointers<float>(reinterpret_cast<float* const*>(embeddings.data), batch.num_features, pointers));
   LookupArguments a{store, batch, nullptr, nullptr, counts, {}};
   JAXSOK_RETURN_IF_LAUNCH(Prepare(stream, counts, store.num_tables, nullptr, nullptr, 0));
   if (batch.num_tiles == 0) return nullptr;
@@ -318,9 +318,9 @@ LaunchError LaunchLookupFind(Stream stream, const StoreView& store, const BatchV
 }
 
 LaunchError LaunchLookupPlanned(Stream stream, const StoreView& store, const BatchView& batch, const uint32_t* row_ids,
-                                float* const* embeddings, int32_t* counts) {
+                                const EmbeddingsView& embeddings, int32_t* counts) {
   FeaturePointers<float> pointers;
-  JAXSOK_RETURN_IF_LAUNCH(FillPointers<float>(embeddings, batch.num_features, pointers));
+  JAXSOK_RETURN_IF_LAUNCH(FillPointers<float>(reinterpret_cast<float* const*>(embeddings.data), batch.num_features, pointers));
   LookupArguments a{store, batch, row_ids, nullptr, counts, {}};
   JAXSOK_RETURN_IF_LAUNCH(Prepare(stream, counts, store.num_tables, nullptr, nullptr, 0));
   if (batch.num_tiles == 0) return nullptr;

@@ -6,6 +6,7 @@
 #define JAXSOK_KERNELS_TABLE_H_
 
 #include "../core/layout.h"
+#include "../core/row_dtype.h"
 #include "../core/row_update.h"
 #include "stream.h"
 
@@ -34,8 +35,9 @@ LaunchError LaunchFind(Stream stream, const IndexView& index, const uint32_t* co
 /// Finds the row id of each (table, key) pair, and gives unseen pairs a row.
 ///
 /// Post   : row_ids[i] is the row; kNoRow for padding and for keys refused because the store is full.
-///          New rows hold their initial values; their records are written, table_rows and counters advanced.
-///          counts[t] (zeroed first) counts occurrences: the first of a new key is inserted, its repeats found.
+///          New rows hold their initial values, rounded to nearest if they have 16 bits; their records are written,
+///          table_rows and counters advanced. counts[t] (zeroed first) counts occurrences: the first of a new key is
+///          inserted, its repeats found.
 /// Order  : unseen pairs are numbered by their first position; freed rows in ascending order, then fresh ones.
 ///          All but the order of entries inside the index is the same on every run and on both back ends.
 ///          When m rows are left, the first m unseen pairs by first position get them, the others are refused.
@@ -46,14 +48,15 @@ LaunchError LaunchFindOrInsert(Stream stream, const StoreView& store, const uint
 /// Copies the rows of requests whose row ids are known.
 ///
 /// Pre    : of the store tables, seed, rows and what says where they lie.
-/// Post   : rows[i] is the row of row_ids[i]. Where that is not below the capacity: what the key's row would hold if it
+/// Post   : rows[i] is the row of row_ids[i], in the store's dtype, bit by bit. Where that is not below the capacity:
+/// what the key's row would hold if it
 ///          were new; for find zeros instead if the table says so (kTableUnknown). Zeros for kPaddingKey and for tables
 ///          that the store does not have, whatever the row id.
 ///          num_absent[t] is the sum of `uses` over the requests of table t that have no row.
 /// Order  : each row is written once, by one group of threads: the same bits on every run and on both back ends.
 /// Cost   : per request 20 B in; its row in and out.
 LaunchError LaunchGather(Stream stream, const StoreView& store, const Request* requests, const uint32_t* row_ids,
-                         int64_t num_requests, bool is_find, float* rows, int32_t* num_absent);
+                         int64_t num_requests, bool is_find, void* rows, int32_t* num_absent);
 
 /// The optimizer state of a store: num_states arrays in slabs.
 struct StateView {

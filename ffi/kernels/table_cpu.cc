@@ -62,7 +62,56 @@ void ListFreedRows(Stream stream, const StoreView& store, void* workspace) {
   store.counters[kFreeEnd] = static_cast<uint32_t>(num_freed);
 }
 
+template <typename R>
+void Gather(Stream stream, const StoreView& store, const Request* requests, const uint32_t* row_ids,
+            int64_t num_requests, bool is_find, R* rows, int32_t* num_absent) {
+  const int32_t dim = store.dim;
+  std::fill_n(num_absent, store.num_tables, 0);
+  constexpr int64_t kRequestsPerTask = 1024;
+  RunRanges(stream, num_requests, kRequestsPerTask, [&](int64_t begin, int64_t end) {
+    std::vector<int32_t> absent(store.num_tables, 0);
+    int64_t fetched = begin;
+    for (int64_t i = begin; i < end; ++i) {
+      for (const int64_t ahead = std::min(i + kRowsAhead, end); fetched < ahead; ++fetched) {
+        if (row_ids[fetched] < store.capacity) PrefetchRow(store.rows.At<R>(store.starts, row_ids[fetched], dim), dim);
+      }
+      const Request& request = requests[i];
+      R* out = rows + i * dim;
+      if (request.key == kPaddingKey || request.table >= static_cast<uint32_t>(store.num_tables)) {
+        ClearRow(out, dim);
+        continue;
+      }
+      if (row_ids[i] < store.capacity) {
+        std::memcpy(out, store.rows.At<R>(store.starts, row_ids[i], dim), static_cast<size_t>(dim) * sizeof(R));
+        continue;
+      }
+      absent[request.table] += static_cast<int32_t>(request.uses);
+      const uint32_t* words = store.tables + int64_t{request.table} * kNumTableWords;
+      if (is_find && words[kTableUnknown] != 0) {
+        ClearRow(out, dim);
+      } else {
+        InitializeRow(RowInitializer::Of(words, store.seed, request.key), out, dim);
+      }
+    }
+    for (int32_t t = 0; t < store.num_tables; ++t) {
+      if (absent[t] != 0) AddAtomically(&num_absent[t], absent[t]);
+    }
+  });
+}
+
 }  // namespace
+
+void InitializeRow(const RowInitializer& initializer, BFloat16* row, int32_t dim) {
+  alignas(64) float unrounded[kMaxDim];
+  InitializeRow(initializer, unrounded, dim);
+  RoundRow(row, unrounded, dim);
+}
+
+void InitializeRow(const RowInitializer& initializer, Float16* row, int32_t dim) {
+  alignas(64) float unrounded[kMaxDim];
+  InitializeRow(initializer, unrounded, dim);
+  RoundRow(row, unrounded, dim);
+}
 
 JAXSOK_CPU_CLONES void InitializeRow(const RowInitializer& initializer, float* row, int32_t dim) {
   switch (initializer.kind) {
@@ -98,41 +147,12 @@ LaunchError LaunchFindOrInsert(Stream stream, const StoreView& store, const uint
 }
 
 LaunchError LaunchGather(Stream stream, const StoreView& store, const Request* requests, const uint32_t* row_ids,
-                         int64_t num_requests, bool is_find, float* rows, int32_t* num_absent) {
+                         int64_t num_requests, bool is_find, void* rows, int32_t* num_absent) {
   if (store.dim < 1 || store.dim > kMaxDim) return "rows: dim must be 1 to kMaxDim";
-  const int32_t dim = store.dim;
-  std::fill_n(num_absent, store.num_tables, 0);
-  constexpr int64_t kRequestsPerTask = 1024;
-  RunRanges(stream, num_requests, kRequestsPerTask, [&](int64_t begin, int64_t end) {
-    std::vector<int32_t> absent(store.num_tables, 0);
-    int64_t fetched = begin;
-    for (int64_t i = begin; i < end; ++i) {
-      for (const int64_t ahead = std::min(i + kRowsAhead, end); fetched < ahead; ++fetched) {
-        if (row_ids[fetched] < store.capacity) PrefetchRow(store.rows.At(store.starts, row_ids[fetched], dim), dim);
-      }
-      const Request& request = requests[i];
-      float* out = rows + i * dim;
-      if (request.key == kPaddingKey || request.table >= static_cast<uint32_t>(store.num_tables)) {
-        ClearRow(out, dim);
-        continue;
-      }
-      if (row_ids[i] < store.capacity) {
-        CopyRow(out, store.rows.At(store.starts, row_ids[i], dim), dim);
-        continue;
-      }
-      absent[request.table] += static_cast<int32_t>(request.uses);
-      const uint32_t* words = store.tables + int64_t{request.table} * kNumTableWords;
-      if (is_find && words[kTableUnknown] != 0) {
-        ClearRow(out, dim);
-      } else {
-        InitializeRow(RowInitializer::Of(words, store.seed, request.key), out, dim);
-      }
-    }
-    for (int32_t t = 0; t < store.num_tables; ++t) {
-      if (absent[t] != 0) AddAtomically(&num_absent[t], absent[t]);
-    }
+  return WithRowDtype(store.row_dtype, [&](auto number) {
+    Gather(stream, store, requests, row_ids, num_requests, is_find, static_cast<decltype(number)*>(rows), num_absent);
+    return LaunchError{nullptr};
   });
-  return nullptr;
 }
 
 LaunchError LaunchErase(Stream stream, const StoreView& store, const StateView& states, const uint64_t* keys,

@@ -244,7 +244,7 @@ __global__ void __launch_bounds__(kBlock, BlocksPerMultiprocessor<kPerLane>())
       table = request.z;
       if (row_id < a.store.capacity) {
         mine.kind = kPositionRow;
-        mine.pointer = a.store.rows.At(a.store.starts, row_id, a.store.dim);
+        mine.pointer = a.store.rows.At<float>(a.store.starts, row_id, a.store.dim);
       } else {
         const bool is_zeros = a.is_find && __ldg(a.store.tables + table * kNumTableWords + kTableUnknown) != 0;
         mine.kind = is_zeros ? kPositionZeros : kPositionInitial;
@@ -281,11 +281,11 @@ struct LaunchGatherShape {
 }  // namespace
 
 LaunchError LaunchGather(Stream stream, const StoreView& store, const Request* requests, const uint32_t* row_ids,
-                         int64_t num_requests, bool is_find, float* rows, int32_t* num_absent) {
+                         int64_t num_requests, bool is_find, void* rows, int32_t* num_absent) {
   JAXSOK_RETURN_IF_CUDA(
       cudaMemsetAsync(num_absent, 0, static_cast<size_t>(store.num_tables) * sizeof(int32_t), stream));
   if (num_requests == 0) return nullptr;
-  const GatherArguments a{store, requests, row_ids, num_requests, is_find, rows, num_absent};
+  const GatherArguments a{store, requests, row_ids, num_requests, is_find, static_cast<float*>(rows), num_absent};
   return DispatchShape(store.dim, LaunchGatherShape{stream, a});
 }
 

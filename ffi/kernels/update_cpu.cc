@@ -87,6 +87,26 @@ void StepRow(int32_t optimizer, const float* hyper, const float* gradient, float
   }
 }
 
+/// Makes 16-bit numbers of a step's result, with the random bits of the row.
+template <typename R>
+inline void RoundColumns(R* __restrict out, const float* __restrict row, const RowRounding& rounding, int32_t dim) {
+  constexpr int32_t kPerDraw = 4;
+  // Draws first: then the loop over the columns is one of 16- and 32-bit numbers.
+  alignas(64) uint64_t draws[kMaxDim / kPerDraw];
+  for (int32_t q = 0; q < CeilDiv(dim, kPerDraw); ++q) draws[q] = rounding.Draw(static_cast<uint32_t>(q));
+  alignas(64) uint16_t random[kMaxDim];
+  for (int32_t c = 0; c < dim; ++c) random[c] = static_cast<uint16_t>(draws[c / kPerDraw] >> (c % kPerDraw * 16));
+  for (int32_t c = 0; c < dim; ++c) out[c] = RowNumber<R>::Stochastic(row[c], random[c]);
+}
+
+JAXSOK_CPU_CLONES void RoundStepped(BFloat16* out, const float* row, const RowRounding& rounding, int32_t dim) {
+  RoundColumns(out, row, rounding, dim);
+}
+
+JAXSOK_CPU_CLONES void RoundStepped(Float16* out, const float* row, const RowRounding& rounding, int32_t dim) {
+  RoundColumns(out, row, rounding, dim);
+}
+
 /// The states' widths as each optimizer wants them.
 LaunchError CheckStates(int32_t optimizer, const StateView& states, int32_t dim) {
   int32_t num_states = 0, width = dim;
@@ -133,17 +153,49 @@ int32_t CountStale(const FeatureView& feature, const StorePositions& positions) 
   return num_stale;
 }
 
+/// What a step needs beside the row and its gradient.
+struct StepView {
+  const StoreView& store;
+  const StateView& states;
+  const UpdateSpec& spec;
+  const float* hyper;
+
+  float* StateOf(int k, uint32_t row) const {
+    return k < states.num_states ? states.data[k].At(store.starts, row, states.width[k]) : nullptr;
+  }
+
+  /// Steps a row by its gradient; rounding() gives the row's random bits, where they are asked for.
+  template <typename R, typename Rounding>
+  void Step(uint32_t row_id, const float* gradient, const Rounding& rounding) const {
+    const int32_t dim = store.dim;
+    R* row = store.rows.At<R>(store.starts, row_id, dim);
+    if constexpr (std::is_same_v<R, float>) {
+      StepRow(spec.optimizer, hyper, gradient, row, StateOf(0, row_id), StateOf(1, row_id), dim);
+    } else {
+      alignas(64) float stepped[kMaxDim];
+      CopyRow(stepped, row, dim);
+      StepRow(spec.optimizer, hyper, gradient, stepped, StateOf(0, row_id), StateOf(1, row_id), dim);
+      if (spec.rounding == kRoundingNearest) {
+        RoundRow(row, stepped, dim);
+      } else {
+        RoundStepped(row, stepped, rounding(), dim);
+      }
+    }
+  }
+};
+
 }  // namespace
 
 LaunchError LaunchUpdate(Stream stream, const StoreView& store, const StateView& states, const UpdateSpec& spec,
-                         const float* hyper, const uint32_t* generations, const BatchView& batch,
-                         const uint32_t* row_ids, const float* const* gradients, int32_t* num_nonfinite,
+                         const float* hyper, const uint32_t* step, const uint32_t* generations, const BatchView& batch,
+                         const uint32_t* row_ids, const GradientsView& gradients, int32_t* num_nonfinite,
                          int32_t* num_stale, void* workspace) {
   const int32_t dim = store.dim;
   if (dim < 1 || dim > kMaxDim) return "rows: dim must be 1 to kMaxDim";
+  if (!HasRowDtypes(store.row_dtype, gradients.dtype)) return "gradients: neither float32 nor of the rows' dtype";
   if (LaunchError error = CheckStates(spec.optimizer, states, dim)) return error;
   const BagFeatures bags(stream, batch);
-  if (bags.error() != nullptr) return bags.error();
+  if (LaunchError error = batch.tables == nullptr ? bags.ErrorWithTables(store.num_tables) : bags.error()) return error;
   const StorePositions positions = {batch.keys, row_ids, store.capacity};
   std::fill_n(num_nonfinite, store.num_tables, 0);
   *num_stale = 0;
@@ -153,27 +205,37 @@ LaunchError LaunchUpdate(Stream stream, const StoreView& store, const StateView&
     if (!is_live[feature.number]) *num_stale += CountStale(feature, positions);
   }
 
-  const auto state_of = [&](int k, uint32_t row) {
-    return k < states.num_states ? states.data[k].At(store.starts, row, states.width[k]) : nullptr;
-  };
-  const auto fetch = [&](uint32_t row) {
-    PrefetchRow(store.rows.At(store.starts, row, dim), dim);
-    for (int k = 0; k < states.num_states; ++k) PrefetchRow(state_of(k, row), states.width[k]);
-  };
-  const auto step = [&](uint32_t row, float* gradient, int64_t num_uses) {
-    if (spec.row_gradient != kRowGradientSum) ScaleRow(gradient, RowGradientScale(spec.row_gradient, num_uses), dim);
-    if (!IsFiniteRow(gradient, dim)) {
-      const uint32_t table = store.records.At(store.starts, row, 1)->table;
-      if (table < static_cast<uint32_t>(store.num_tables)) AddAtomically(&num_nonfinite[table], 1);
-      return;
-    }
-    StepRow(spec.optimizer, hyper, gradient, store.rows.At(store.starts, row, dim), state_of(0, row), state_of(1, row),
-            dim);
+  const StepView view = {store, states, spec, hyper};
+  const uint64_t rounding_of_step = RoundingOfStep(store.seed, *step);
+  const auto rounding_of = [&](uint32_t position) {
+    const uint32_t last_table = static_cast<uint32_t>(store.num_tables) - 1;
+    const uint32_t table = batch.tables == nullptr ? bags.At(position).table : batch.tables[position];
+    const uint32_t* words = store.tables + int64_t{std::min(table, last_table)} * kNumTableWords;
+    return RowRounding::Of(words, rounding_of_step, batch.keys[position]);
   };
   const int64_t num_rows = std::max<int64_t>(1, std::min(store.counters[kNumAllocated], store.capacity));
-  ForEachRowGradient(stream, bags, is_live, gradients, batch.num_keys, dim, num_rows, positions, fetch, step,
-                     workspace);
-  return nullptr;
+  return WithRowDtypes(store.row_dtype, gradients.dtype, [&](auto row_number, auto gradient_number) {
+    using R = decltype(row_number);
+    using G = decltype(gradient_number);
+    const auto fetch = [&](uint32_t row) {
+      PrefetchRow(store.rows.At<R>(store.starts, row, dim), dim);
+      for (int k = 0; k < states.num_states; ++k) PrefetchRow(view.StateOf(k, row), states.width[k]);
+    };
+    const auto apply = [&](uint32_t row, uint32_t position, float* gradient, int64_t num_uses) {
+      if (spec.row_gradient != kRowGradientSum) ScaleRow(gradient, RowGradientScale(spec.row_gradient, num_uses), dim);
+      if (IsFiniteRow(gradient, dim)) {
+        view.Step<R>(row, gradient, [&] { return rounding_of(position); });
+        return;
+      }
+      const uint32_t table = store.records.At(store.starts, row, 1)->table;
+      if (table < static_cast<uint32_t>(store.num_tables)) AddAtomically(&num_nonfinite[table], 1);
+    };
+    std::vector<const G*> typed(batch.num_features);
+    for (int32_t f = 0; f < batch.num_features; ++f) typed[f] = static_cast<const G*>(gradients.data[f]);
+    ForEachRowGradient(stream, bags, is_live, typed.data(), batch.num_keys, dim, num_rows, positions, fetch, apply,
+                       workspace);
+    return LaunchError{nullptr};
+  });
 }
 
 }  // namespace jaxsok

@@ -57,7 +57,7 @@ struct ApplyStep {
   /// Begins to read what the step will need, before the gradients are summed.
   template <int kVector, int kPerLane>
   __device__ void Load(uint32_t row, int lane, int lanes, Loaded<kVector, kPerLane>& loaded) const {
-    loaded.row.LoadPlain(store.rows.At(store.starts, row, store.dim), lane, lanes, store.dim);
+    loaded.row.LoadPlain(store.rows.At<float>(store.starts, row, store.dim), lane, lanes, store.dim);
     if constexpr (Step::kRowwise) {
       loaded.rowwise = *states[0].At(store.starts, row, 1);
     } else {
@@ -128,7 +128,7 @@ struct ApplyStep {
         loaded.state1.Store(states[1].At(store.starts, row, store.dim), lane, lanes, store.dim);
       }
     }
-    loaded.row.Store(store.rows.At(store.starts, row, store.dim), lane, lanes, store.dim);
+    loaded.row.Store(store.rows.At<float>(store.starts, row, store.dim), lane, lanes, store.dim);
   }
 };
 
@@ -148,11 +148,11 @@ LaunchError LaunchWith(Stream stream, const StoreView& store, const StateView& s
 }  // namespace
 
 LaunchError LaunchUpdate(Stream stream, const StoreView& store, const StateView& states, const UpdateSpec& spec,
-                         const float* hyper, const uint32_t* generations, const BatchView& batch,
-                         const uint32_t* row_ids, const float* const* gradients, int32_t* num_nonfinite,
+                         const float* hyper, const uint32_t*, const uint32_t* generations, const BatchView& batch,
+                         const uint32_t* row_ids, const GradientsView& gradients, int32_t* num_nonfinite,
                          int32_t* num_stale, void* workspace) {
   FeaturePointers<const float> pointers;
-  JAXSOK_RETURN_IF_LAUNCH(FillPointers<const float>(gradients, batch.num_features, pointers));
+  JAXSOK_RETURN_IF_LAUNCH(FillPointers<const float>(reinterpret_cast<const float* const*>(gradients.data), batch.num_features, pointers));
   const int end_bit = BitsBelow(store.capacity);
   UsesWorkspace w;
   JAXSOK_RETURN_IF_LAUNCH(CutUses(workspace, batch.num_keys, store.dim, end_bit, &w));

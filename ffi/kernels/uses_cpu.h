@@ -17,17 +17,33 @@ namespace jaxsok {
 
 /// One use of a row: the gradient of its bag, times the row's factor in that bag.
 struct Use {
-  const float* gradient;
+  uint32_t bag;  // number of its tile, times kBagsPerTile, and place in it
   uint32_t row;  // kNoRow: left out
+  uint32_t position;
   float factor;
 };
 static_assert(sizeof(Use) == 16, "two arrays of uses fit UpdateWorkspaceBytes");
 
+/// Where the gradients of a tile's bags begin.
+template <typename G>
+struct TileGradients {
+  std::vector<const G*> starts;
+
+  const G* Of(const Use& use, int32_t dim) const {
+    return starts[use.bag / kBagsPerTile] + int64_t{use.bag % kBagsPerTile} * dim;
+  }
+};
+
 /// gradient = use_0 + use_1 + ... in sequence: one chunk (combine_cpu.cc).
-void SumChunk(const Use* uses, int64_t num_uses, int32_t dim, float* gradient);
+void SumChunk(const Use* uses, int64_t num_uses, const TileGradients<float>& gradients, int32_t dim, float* gradient);
+void SumChunk(const Use* uses, int64_t num_uses, const TileGradients<BFloat16>& gradients, int32_t dim,
+              float* gradient);
+void SumChunk(const Use* uses, int64_t num_uses, const TileGradients<Float16>& gradients, int32_t dim, float* gradient);
 
 /// The gradient of a row with more than one chunk; `lanes` grows to the scratch that the tree needs.
-inline void SumTree(const Use* uses, int64_t num_uses, int32_t dim, std::vector<float>& lanes, float* gradient) {
+template <typename G>
+void SumTree(const Use* uses, int64_t num_uses, const TileGradients<G>& gradients, int32_t dim,
+             std::vector<float>& lanes, float* gradient) {
   lanes.resize(static_cast<size_t>(kChunkLanes) * dim);
   const int64_t num_chunks = CeilDiv<int64_t>(num_uses, kUsesPerChunk);
   const auto lane = [&](int64_t l) { return lanes.data() + l * dim; };
@@ -36,9 +52,9 @@ inline void SumTree(const Use* uses, int64_t num_uses, int32_t dim, std::vector<
     const int64_t begin = c * kUsesPerChunk;
     const int64_t size = std::min<int64_t>(kUsesPerChunk, num_uses - begin);
     if (c < kChunkLanes) {
-      SumChunk(uses + begin, size, dim, lane(c));
+      SumChunk(uses + begin, size, gradients, dim, lane(c));
     } else {
-      SumChunk(uses + begin, size, dim, gradient);
+      SumChunk(uses + begin, size, gradients, dim, gradient);
       AddRow(lane(c % kChunkLanes), gradient, dim);
     }
   }
@@ -85,21 +101,25 @@ inline void SortByRow(Use* uses, Use* scratch, int64_t num_uses) {
   if (from != uses) std::copy(from, from + num_uses, uses);
 }
 
-/// Calls apply(row, gradient, num_uses) once for each row that bags of `is_live` features used, from many threads.
+/// Calls apply(row, position, gradient, num_uses) once for each row that bags of `is_live` features used, from many
+/// threads; `position` is that of its first use.
 ///
 /// `positions` gives, by position: IsPadding(i), and Row(i), kNoRow if it has none. `fetch(row)` is called some rows
 /// ahead. `num_rows`: rows are mostly below it (a hint for spreading work). The gradient may be overwritten.
-template <typename Positions, typename Fetch, typename Apply>
+template <typename G, typename Positions, typename Fetch, typename Apply>
 void ForEachRowGradient(Stream stream, const BagFeatures& bags, const std::vector<char>& is_live,
-                        const float* const* gradients, int64_t num_keys, int32_t dim, int64_t num_rows,
+                        const G* const* gradients, int64_t num_keys, int32_t dim, int64_t num_rows,
                         const Positions& positions, const Fetch& fetch, const Apply& apply, void* workspace) {
   constexpr int64_t kMaxGroups = 64;
   constexpr int64_t kMaxBuckets = 2048;
   constexpr int64_t kUsesPerBucket = 128;
   static_assert(kMaxGroups * kMaxBuckets * sizeof(uint32_t) <= (8 << 20), "counts fit UpdateWorkspaceBytes");
   std::vector<Tile> tiles;
+  TileGradients<G> tile_gradients;
   for (const Tile& tile : bags.tiles()) {
-    if (is_live[tile.feature]) tiles.push_back(tile);
+    if (!is_live[tile.feature]) continue;
+    tiles.push_back(tile);
+    tile_gradients.starts.push_back(gradients[tile.feature] + tile.bag_begin * dim);
   }
   const int64_t num_tiles = static_cast<int64_t>(tiles.size());
   if (num_tiles == 0) return;
@@ -117,13 +137,15 @@ void ForEachRowGradient(Stream stream, const BagFeatures& bags, const std::vecto
   const auto bucket_of = [&](uint32_t row) { return std::min<int64_t>(row >> shift, num_buckets - 1); };
   const auto for_tiles = [&](int64_t group, const auto& visit) {
     const int64_t end = (group + 1) * num_tiles / num_groups;
-    for (int64_t t = group * num_tiles / num_groups; t < end; ++t) visit(tiles[t], bags.features()[tiles[t].feature]);
+    for (int64_t t = group * num_tiles / num_groups; t < end; ++t) {
+      visit(t, tiles[t], bags.features()[tiles[t].feature]);
+    }
   };
 
   RunTasks(stream, num_groups, [&](int64_t group) {
     uint32_t* counts = places + group * num_buckets;
     std::fill_n(counts, num_buckets, 0u);
-    for_tiles(group, [&](const Tile& tile, const FeatureView& feature) {
+    for_tiles(group, [&](int64_t t, const Tile& tile, const FeatureView& feature) {
       const bool weighted = feature.weights != nullptr;
       const bool divided = BagDivisor::IsNeeded(feature.combiner);
       for (int64_t b = tile.bag_begin; b < tile.bag_end; ++b) {
@@ -139,7 +161,8 @@ void ForEachRowGradient(Stream stream, const BagFeatures& bags, const std::vecto
           const float factor = divided && weighted ? feature.WeightAt(i) * scale
                                : divided           ? scale
                                                    : feature.WeightAt(i);
-          by_position[i] = {gradients[tile.feature] + b * dim, row, factor};
+          by_position[i] = {static_cast<uint32_t>(t * kBagsPerTile + (b - tile.bag_begin)), row,
+                            static_cast<uint32_t>(i), factor};
           if (row != kNoRow) ++counts[bucket_of(row)];
         }
       }
@@ -161,7 +184,7 @@ void ForEachRowGradient(Stream stream, const BagFeatures& bags, const std::vecto
 
   RunTasks(stream, num_groups, [&](int64_t group) {
     uint32_t* place = places + group * num_buckets;
-    for_tiles(group, [&](const Tile& tile, const FeatureView& feature) {
+    for_tiles(group, [&](int64_t, const Tile& tile, const FeatureView& feature) {
       const int64_t end = feature.BagBegin(tile.bag_end);
       for (int64_t i = feature.BagBegin(tile.bag_begin); i < end; ++i) {
         if (by_position[i].row != kNoRow) by_bucket[place[bucket_of(by_position[i].row)]++] = by_position[i];
@@ -180,15 +203,15 @@ void ForEachRowGradient(Stream stream, const BagFeatures& bags, const std::vecto
       int64_t end = begin + 1;
       while (end < num_uses && uses[end].row == uses[begin].row) ++end;
       for (const int64_t ahead = std::min(end + kRowsAhead, num_uses); fetched < ahead; ++fetched) {
-        PrefetchRow(uses[fetched].gradient, dim);
+        PrefetchRow(tile_gradients.Of(uses[fetched], dim), dim);
         if (fetched == 0 || uses[fetched].row != uses[fetched - 1].row) fetch(uses[fetched].row);
       }
       if (end - begin <= kUsesPerChunk) {
-        SumChunk(uses + begin, end - begin, dim, gradient);
+        SumChunk(uses + begin, end - begin, tile_gradients, dim, gradient);
       } else {
-        SumTree(uses + begin, end - begin, dim, lanes, gradient);
+        SumTree(uses + begin, end - begin, tile_gradients, dim, lanes, gradient);
       }
-      apply(uses[begin].row, gradient, end - begin);
+      apply(uses[begin].row, uses[begin].position, gradient, end - begin);
       begin = end;
     }
   });

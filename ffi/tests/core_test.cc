@@ -1,7 +1,7 @@
 // The facts of core/: hashes and initial values by their golden numbers, walks by what they cover, optimizers by
 // closed forms.
 //
-// Golden numbers come from a Python program that shares no code with core/ (big integers, struct for float32,
+// Golden numbers come from a Python program that shares no code with core/ (big integers, fractions, struct for floats,
 // statistics.NormalDist in double). They change only with the format of checkpoints.
 #include <algorithm>
 #include <cmath>
@@ -10,6 +10,7 @@
 
 #include "../core/initialize.h"
 #include "../core/probe.h"
+#include "../core/row_dtype.h"
 #include "../core/row_update.h"
 #include "testing.h"
 
@@ -270,6 +271,135 @@ void TestFloats() {
   JAXSOK_CHECK(Word64(0x89abcdefu, 0x01234567u) == 0x0123456789abcdefull);
 }
 
+void TestRounding() {
+  struct Golden {
+    uint32_t bits;
+    uint16_t bfloat16[6], float16[6];  // to nearest; by the random bits 0, 1, 0x7fff, 0x8000, 0xffff
+  };
+  constexpr Golden kGoldens[] = {
+      // Exact numbers, zeros among them, and 65504: the largest float16.
+      {0xbf800000u, {0xbf80, 0xbf80, 0xbf80, 0xbf80, 0xbf80, 0xbf80}, {0xbc00, 0xbc00, 0xbc00, 0xbc00, 0xbc00, 0xbc00}},
+      {0x00000000u, {0x0000, 0x0000, 0x0000, 0x0000, 0x0000, 0x0000}, {0x0000, 0x0000, 0x0000, 0x0000, 0x0000, 0x0000}},
+      {0x80000000u, {0x8000, 0x8000, 0x8000, 0x8000, 0x8000, 0x8000}, {0x8000, 0x8000, 0x8000, 0x8000, 0x8000, 0x8000}},
+      {0x477fe000u, {0x4780, 0x477f, 0x477f, 0x4780, 0x4780, 0x4780}, {0x7bff, 0x7bff, 0x7bff, 0x7bff, 0x7bff, 0x7bff}},
+      // Ties, to even, of either dtype; numbers between.
+      {0x3f808000u, {0x3f80, 0x3f80, 0x3f80, 0x3f80, 0x3f81, 0x3f81}, {0x3c04, 0x3c04, 0x3c04, 0x3c04, 0x3c04, 0x3c04}},
+      {0x3f818000u, {0x3f82, 0x3f81, 0x3f81, 0x3f81, 0x3f82, 0x3f82}, {0x3c0c, 0x3c0c, 0x3c0c, 0x3c0c, 0x3c0c, 0x3c0c}},
+      {0x3f801000u, {0x3f80, 0x3f80, 0x3f80, 0x3f80, 0x3f80, 0x3f81}, {0x3c00, 0x3c00, 0x3c00, 0x3c00, 0x3c01, 0x3c01}},
+      {0x3f803000u, {0x3f80, 0x3f80, 0x3f80, 0x3f80, 0x3f80, 0x3f81}, {0x3c02, 0x3c01, 0x3c01, 0x3c01, 0x3c02, 0x3c02}},
+      {0x3dcccccdu, {0x3dcd, 0x3dcc, 0x3dcc, 0x3dcd, 0x3dcd, 0x3dcd}, {0x2e66, 0x2e66, 0x2e66, 0x2e66, 0x2e66, 0x2e67}},
+      {0xc0490fd0u, {0xc049, 0xc049, 0xc049, 0xc049, 0xc049, 0xc04a}, {0xc248, 0xc248, 0xc248, 0xc248, 0xc248, 0xc249}},
+      // Below the normal bfloat16.
+      {0x80000001u, {0x8000, 0x8000, 0x8000, 0x8000, 0x8000, 0x8001}, {0x8000, 0x8000, 0x8000, 0x8000, 0x8000, 0x8000}},
+      {0x00008000u, {0x0000, 0x0000, 0x0000, 0x0000, 0x0001, 0x0001}, {0x0000, 0x0000, 0x0000, 0x0000, 0x0000, 0x0000}},
+      {0x00018000u, {0x0002, 0x0001, 0x0001, 0x0001, 0x0002, 0x0002}, {0x0000, 0x0000, 0x0000, 0x0000, 0x0000, 0x0000}},
+      {0x007fffffu, {0x0080, 0x007f, 0x0080, 0x0080, 0x0080, 0x0080}, {0x0000, 0x0000, 0x0000, 0x0000, 0x0000, 0x0000}},
+      // Below the normal float16: 2^-24, halves of it, 2^-26, 2^-40, 2^-41, the least normal one and just below it.
+      {0x33800000u, {0x3380, 0x3380, 0x3380, 0x3380, 0x3380, 0x3380}, {0x0001, 0x0001, 0x0001, 0x0001, 0x0001, 0x0001}},
+      {0x33000000u, {0x3300, 0x3300, 0x3300, 0x3300, 0x3300, 0x3300}, {0x0000, 0x0000, 0x0000, 0x0000, 0x0001, 0x0001}},
+      {0x33c00000u, {0x33c0, 0x33c0, 0x33c0, 0x33c0, 0x33c0, 0x33c0}, {0x0002, 0x0001, 0x0001, 0x0001, 0x0002, 0x0002}},
+      {0x32800000u, {0x3280, 0x3280, 0x3280, 0x3280, 0x3280, 0x3280}, {0x0000, 0x0000, 0x0000, 0x0000, 0x0000, 0x0001}},
+      {0x2b800000u, {0x2b80, 0x2b80, 0x2b80, 0x2b80, 0x2b80, 0x2b80}, {0x0000, 0x0000, 0x0000, 0x0000, 0x0000, 0x0001}},
+      {0x2b000000u, {0x2b00, 0x2b00, 0x2b00, 0x2b00, 0x2b00, 0x2b00}, {0x0000, 0x0000, 0x0000, 0x0000, 0x0000, 0x0000}},
+      {0x38800000u, {0x3880, 0x3880, 0x3880, 0x3880, 0x3880, 0x3880}, {0x0400, 0x0400, 0x0400, 0x0400, 0x0400, 0x0400}},
+      {0x387fffffu, {0x3880, 0x387f, 0x3880, 0x3880, 0x3880, 0x3880}, {0x0400, 0x03ff, 0x03ff, 0x0400, 0x0400, 0x0400}},
+      {0x387fda40u, {0x3880, 0x387f, 0x387f, 0x3880, 0x3880, 0x3880}, {0x03ff, 0x03ff, 0x03ff, 0x03ff, 0x03ff, 0x0400}},
+      {0xb3d6bf95u, {0xb3d7, 0xb3d6, 0xb3d6, 0xb3d7, 0xb3d7, 0xb3d7}, {0x8002, 0x8001, 0x8001, 0x8002, 0x8002, 0x8002}},
+      // Beyond the largest numbers, and infinities.
+      {0x477ff000u, {0x4780, 0x477f, 0x477f, 0x4780, 0x4780, 0x4780}, {0x7bff, 0x7bff, 0x7bff, 0x7bff, 0x7bff, 0x7bff}},
+      {0x47800000u, {0x4780, 0x4780, 0x4780, 0x4780, 0x4780, 0x4780}, {0x7bff, 0x7bff, 0x7bff, 0x7bff, 0x7bff, 0x7bff}},
+      {0x4e6e6b28u, {0x4e6e, 0x4e6e, 0x4e6e, 0x4e6e, 0x4e6e, 0x4e6f}, {0x7bff, 0x7bff, 0x7bff, 0x7bff, 0x7bff, 0x7bff}},
+      {0x7f7f8000u, {0x7f7f, 0x7f7f, 0x7f7f, 0x7f7f, 0x7f7f, 0x7f7f}, {0x7bff, 0x7bff, 0x7bff, 0x7bff, 0x7bff, 0x7bff}},
+      {0xff7fffffu, {0xff7f, 0xff7f, 0xff7f, 0xff7f, 0xff7f, 0xff7f}, {0xfbff, 0xfbff, 0xfbff, 0xfbff, 0xfbff, 0xfbff}},
+      {0x7f800000u, {0x7f80, 0x7f80, 0x7f80, 0x7f80, 0x7f80, 0x7f80}, {0x7c00, 0x7c00, 0x7c00, 0x7c00, 0x7c00, 0x7c00}},
+      {0xff800000u, {0xff80, 0xff80, 0xff80, 0xff80, 0xff80, 0xff80}, {0xfc00, 0xfc00, 0xfc00, 0xfc00, 0xfc00, 0xfc00}},
+  };
+  constexpr uint32_t kRandom[] = {0, 1, 0x7fff, 0x8000, 0xffff};
+  for (const Golden& golden : kGoldens) {
+    const float value = FloatOfBits(golden.bits);
+    JAXSOK_CHECK_SEED(RowNumber<BFloat16>::Nearest(value).bits == golden.bfloat16[0], golden.bits);
+    JAXSOK_CHECK_SEED(RowNumber<Float16>::Nearest(value).bits == golden.float16[0], golden.bits);
+    for (int i = 0; i < 5; ++i) {
+      // What lies above 16 bits does not count.
+      const uint32_t random = kRandom[i] | 0xabcd0000u;
+      JAXSOK_CHECK_SEED(RowNumber<BFloat16>::Stochastic(value, random).bits == golden.bfloat16[i + 1], golden.bits);
+      JAXSOK_CHECK_SEED(RowNumber<Float16>::Stochastic(value, random).bits == golden.float16[i + 1], golden.bits);
+    }
+    JAXSOK_CHECK_SEED(BitsOfFloat(RowNumber<float>::Stochastic(value, 0xffff)) == golden.bits, golden.bits);
+  }
+}
+
+/// Each number of 16 bits is one float, which every rounding leaves as it is; NaN stays NaN, whatever its bits.
+template <typename T>
+void TestExactNumbersStay(uint16_t infinity) {
+  for (uint32_t bits = 0; bits < 0x10000u; ++bits) {
+    const float value = RowNumber<T>::Widened(T{static_cast<uint16_t>(bits)});
+    const bool is_nan = (bits & 0x7fffu) > infinity;
+    JAXSOK_CHECK_SEED(std::isnan(value) == is_nan, bits);
+    JAXSOK_CHECK_SEED(std::isinf(value) == ((bits & 0x7fffu) == infinity), bits);
+    JAXSOK_CHECK_SEED(std::signbit(value) == (bits >> 15 != 0), bits);
+    const auto is_same = [&](T rounded) {
+      return is_nan ? std::isnan(RowNumber<T>::Widened(rounded)) && rounded.bits >> 15 == bits >> 15
+                    : rounded.bits == bits;
+    };
+    JAXSOK_CHECK_SEED(is_same(RowNumber<T>::Nearest(value)), bits);
+    for (const uint32_t random : {0x0u, 0x1u, 0x8000u, 0xfff8u, 0xffffu}) {
+      JAXSOK_CHECK_SEED(is_same(RowNumber<T>::Stochastic(value, random)), bits);
+    }
+  }
+  for (const uint32_t bits : {0x7f800001u, 0x7fffffffu, 0x7f808000u, 0xff800001u, 0xffffffffu}) {
+    JAXSOK_CHECK_SEED(std::isnan(RowNumber<T>::Widened(RowNumber<T>::Nearest(FloatOfBits(bits)))), bits);
+    JAXSOK_CHECK_SEED(std::isnan(RowNumber<T>::Widened(RowNumber<T>::Stochastic(FloatOfBits(bits), 0xffff))), bits);
+  }
+}
+
+/// Over all random bits the mean is the number itself: exactly, where the bits below the cut are no more than 16.
+template <typename T>
+void TestRoundingKeepsTheMean(float smallest, double left_out) {
+  Random random(17);
+  for (int i = 0; i < 200; ++i) {
+    float value = smallest * std::ldexp(1.0f + static_cast<float>(random.Below(1u << 23)) * 0x1p-23f, i % 20);
+    if (i % 2 == 0) value = -value;
+    const T low = RowNumber<T>::Stochastic(value, 0), high = RowNumber<T>::Stochastic(value, 0xffff);
+    const double near = RowNumber<T>::Widened(low), far = RowNumber<T>::Widened(high);
+    double sum = 0;
+    bool is_neighbour = high.bits - low.bits <= 1;
+    for (uint32_t r = 0; r < 0x10000u; ++r) {
+      const T rounded = RowNumber<T>::Stochastic(value, r);
+      is_neighbour = is_neighbour && (rounded.bits == low.bits || rounded.bits == high.bits);
+      sum += RowNumber<T>::Widened(rounded) - near;
+    }
+    JAXSOK_CHECK_SEED(is_neighbour && std::fabs(near) <= std::fabs(value) && std::fabs(value) <= std::fabs(far), i);
+    JAXSOK_CHECK_SEED(std::fabs(near + sum / 65536 - value) <= left_out, i);
+  }
+}
+
+void TestRandomBits() {
+  struct Golden {
+    uint64_t seed, name, key;
+    uint32_t step;
+    uint64_t draws[2];  // of columns 0 to 3 and 1020 to 1023
+  };
+  constexpr Golden kGoldens[] = {
+      {0x0ull, 0x0ull, 0x0ull, 0x0u, {0x45858b5a411cd1eeull, 0xabd78ddb6bfcbe85ull}},
+      {0x900000007ull, 0x4d000003e8ull, 0x5ull, 0x0u, {0x7ef7a24c95874d2ull, 0x66e9d0a6def85665ull}},
+      {0x900000007ull, 0x4d000003e8ull, 0x5ull, 0x1u, {0x9bc30a3e899d1286ull, 0xa5b212a170bc3b3bull}},
+      {~0x0ull, 0x123456789abcdef0ull, 0xfffffffffffffffeull, ~0x0u, {0x846ce77b6f27a7e2ull, 0xf8ba4a79c46a6415ull}},
+  };
+  for (const Golden& golden : kGoldens) {
+    const uint32_t seed[] = {static_cast<uint32_t>(golden.seed), static_cast<uint32_t>(golden.seed >> 32)};
+    uint32_t words[kNumTableWords] = {};
+    words[kTableNameLow] = static_cast<uint32_t>(golden.name);
+    words[kTableNameHigh] = static_cast<uint32_t>(golden.name >> 32);
+    const RowRounding row = RowRounding::Of(words, RoundingOfStep(seed, golden.step), golden.key);
+    for (int d = 0; d < 2; ++d) {
+      const uint32_t quad = d == 0 ? 0 : 255;
+      JAXSOK_CHECK(row.Draw(quad) == golden.draws[d]);
+      for (uint32_t c = 0; c < 4; ++c) JAXSOK_CHECK(row.At(4 * quad + c) == (golden.draws[d] >> 16 * c & 0xffff));
+    }
+  }
+}
+
 void TestLaneShapes() {
   for (int dim = 1; dim <= kMaxDim; ++dim) {
     const LaneShape shape = LaneShape::Of(dim);
@@ -343,6 +473,14 @@ int main() {
   jaxsok::TestNormalQuantile();
   jaxsok::TestLog();
   jaxsok::TestFloats();
+  jaxsok::TestRounding();
+  jaxsok::TestExactNumbersStay<jaxsok::BFloat16>(0x7f80);
+  jaxsok::TestExactNumbersStay<jaxsok::Float16>(0x7c00);
+  jaxsok::TestRoundingKeepsTheMean<jaxsok::BFloat16>(0.01f, 0.0);
+  jaxsok::TestRoundingKeepsTheMean<jaxsok::BFloat16>(0x1p-130f, 0.0);
+  jaxsok::TestRoundingKeepsTheMean<jaxsok::Float16>(0x1p-17f, 0.0);
+  jaxsok::TestRoundingKeepsTheMean<jaxsok::Float16>(0x1p-30f, 0x1p-40);
+  jaxsok::TestRandomBits();
   jaxsok::TestLaneShapes();
   jaxsok::TestRowGradientScale();
   jaxsok::TestOptimizers();

@@ -1,7 +1,8 @@
 // The CPU launchers against plain loops over a std::map, to the bit, with 1, 2 and 5 threads.
 //
-// The model knows the launchers' contracts and core/initialize.h and row_update.h's closed forms, but none of the
-// index, the plans, the sort or the loops that it judges.
+// The model knows the launchers' contracts, core/initialize.h, the random bits of core/row_dtype.h (core_test.cc has
+// golden ones) and row_update.h's closed forms, but none of the index, the plans, the sort, the rounding or the loops
+// that it judges.
 #include <algorithm>
 #include <cmath>
 #include <limits>
@@ -25,12 +26,59 @@ namespace {
 using Pair = std::pair<uint32_t, uint64_t>;  // table, key
 using Line = std::vector<float>;
 
+int64_t BytesOf(RowDtype dtype) { return dtype == kRowDtypeFloat32 ? 4 : 2; }
+
+/// The numbers of a dtype as floats: by the formats' definitions.
+Line Decoded(RowDtype dtype, const void* data, int64_t size) {
+  Line line(size);
+  if (dtype == kRowDtypeFloat32) std::memcpy(line.data(), data, size * sizeof(float));
+  const uint16_t* words = static_cast<const uint16_t*>(data);
+  for (int64_t i = 0; i < size && dtype != kRowDtypeFloat32; ++i) {
+    const int exponent_bits = dtype == kRowDtypeBfloat16 ? 8 : 5, mantissa_bits = 15 - exponent_bits;
+    const int bias = (1 << (exponent_bits - 1)) - 1;
+    const int exponent = (words[i] & 0x7fff) >> mantissa_bits, mantissa = words[i] & ((1 << mantissa_bits) - 1);
+    double value =
+        std::ldexp(mantissa + (exponent == 0 ? 0 : 1 << mantissa_bits), std::max(exponent, 1) - bias - mantissa_bits);
+    if (exponent == (1 << exponent_bits) - 1) value = mantissa == 0 ? INFINITY : NAN;
+    line[i] = static_cast<float>(std::copysign(value, (words[i] & 0x8000) != 0 ? -1.0 : 1.0));
+  }
+  return line;
+}
+
+/// A float rounded to a dtype, in doubles: to nearest, or stochastically by 16 random bits.
+float ModelRound(RowDtype dtype, float value, bool is_nearest, uint32_t random) {
+  if (dtype == kRowDtypeFloat32 || !std::isfinite(value)) return value;
+  const bool is_bfloat16 = dtype == kRowDtypeBfloat16;
+  int exponent = 0;
+  std::frexp(std::fabs(static_cast<double>(value)), &exponent);
+  const bool is_subnormal = exponent <= (is_bfloat16 ? -126 : -14);
+  const double last =
+      is_subnormal ? std::ldexp(1.0, is_bfloat16 ? -133 : -24) : std::ldexp(1.0, exponent - (is_bfloat16 ? 8 : 11));
+  double number = std::fabs(static_cast<double>(value)) / last;
+  if (is_nearest) {
+    number = std::nearbyint(number);
+  } else if (is_bfloat16) {
+    number = std::floor(number + random / 65536.0);
+  } else {
+    number = is_subnormal ? std::floor((std::floor(number * 65536.0) + random) / 65536.0)
+                          : std::floor(number + (random >> 3) / 8192.0);
+  }
+  const double largest = is_bfloat16 ? std::ldexp(255.0, 120) : 65504.0;
+  return static_cast<float>(std::copysign(std::min(number * last, largest), value));
+}
+
+Line ModelNearest(RowDtype dtype, Line line) {
+  for (float& value : line) value = ModelRound(dtype, value, true, 0);
+  return line;
+}
+
 /// A store's arrays, in slabs.
 struct Store {
   int32_t dim, num_tables, num_states;
+  RowDtype dtype;
   std::vector<uint32_t> slab_rows;
   Memory index_memory;
-  std::vector<std::vector<float>> rows;
+  std::vector<std::vector<uint8_t>> rows;
   std::vector<std::vector<Record>> records;
   std::vector<std::vector<float>> states[kMaxStates];
   std::vector<uint32_t> counters, table_rows, tables, seed;
@@ -38,10 +86,11 @@ struct Store {
   StateView state_view{};
 
   Store(int32_t dim_, int32_t num_tables_, std::vector<uint32_t> slabs, uint32_t num_buckets, int num_states_,
-        int32_t width)
+        int32_t width, RowDtype dtype_ = kRowDtypeFloat32)
       : dim(dim_),
         num_tables(num_tables_),
         num_states(num_states_),
+        dtype(dtype_),
         slab_rows(std::move(slabs)),
         index_memory(num_buckets * sizeof(Bucket)),
         counters(kNumCounters, 0),
@@ -64,7 +113,7 @@ struct Store {
     for (size_t s = 0; s < slab_rows.size(); ++s) {
       view.starts.start[s] = view.capacity;
       view.capacity += slab_rows[s];
-      rows.emplace_back(static_cast<size_t>(slab_rows[s]) * dim, -99.0f);
+      rows.emplace_back(static_cast<size_t>(slab_rows[s]) * dim * BytesOf(dtype), 0xc2);  // a number of each dtype
       records.emplace_back(slab_rows[s], Record{kPaddingKey, 0, 0});
     }
     for (int k = 0; k < num_states; ++k) {
@@ -83,13 +132,14 @@ struct Store {
     view.table_rows = table_rows.data();
     view.tables = tables.data();
     view.seed = seed.data();
+    view.row_dtype = dtype;
     view.dim = dim;
     view.num_tables = num_tables;
   }
 
   Line RowAt(uint32_t row_id) const {
-    const float* row = view.rows.At(view.starts, row_id, dim);
-    return Line(row, row + dim);
+    if (dtype == kRowDtypeFloat32) return Decoded(dtype, view.rows.At<float>(view.starts, row_id, dim), dim);
+    return Decoded(dtype, view.rows.At<uint16_t>(view.starts, row_id, dim), dim);
   }
 };
 
@@ -213,7 +263,7 @@ Line InitialRow(const Store& store, uint32_t table, uint64_t key) {
   const RowInitializer initializer = RowInitializer::Of(&store.tables[table * kNumTableWords], store.seed.data(), key);
   Line row(store.dim);
   for (int c = 0; c < store.dim; ++c) row[c] = initializer.At(static_cast<uint32_t>(c));
-  return row;
+  return ModelNearest(store.dtype, row);
 }
 
 /// The row of a pair, kNoRow when refused; counts it.
@@ -413,12 +463,40 @@ std::vector<char> PaddingOf(const Batch& batch) {
 
 /// Room for the embeddings of a batch, with what must be overwritten in it.
 struct Embeddings {
-  std::vector<std::vector<float>> values;
-  std::vector<float*> pointers;
-  Embeddings(const Batch& batch, int32_t dim) {
-    for (const auto& bags : batch.bags) values.emplace_back(bags.size() * dim, 55.0f);
-    for (auto& value : values) pointers.push_back(value.data());
+  RowDtype dtype;
+  std::vector<std::vector<uint8_t>> bytes;
+  std::vector<void*> pointers;
+  Embeddings(const Batch& batch, int32_t dim, RowDtype dtype_ = kRowDtypeFloat32) : dtype(dtype_) {
+    for (const auto& bags : batch.bags) bytes.emplace_back(bags.size() * dim * BytesOf(dtype), 0x42);
+    for (auto& one : bytes) pointers.push_back(one.data());
   }
+  EmbeddingsView View() const { return {dtype, pointers.data()}; }
+  Line Values(int f) const { return Decoded(dtype, bytes[f].data(), bytes[f].size() / BytesOf(dtype)); }
+};
+
+/// Gradients as floats and as what a launcher takes.
+struct Gradients {
+  RowDtype dtype;
+  std::vector<std::vector<uint16_t>> words;
+  std::vector<const void*> pointers;
+  /// Rounds `values` to the dtype.
+  Gradients(std::vector<Line>& values, RowDtype dtype_) : dtype(dtype_) {
+    for (Line& line : values) {
+      if (dtype == kRowDtypeFloat32) {
+        pointers.push_back(line.data());
+        continue;
+      }
+      std::vector<uint16_t> half;
+      for (const float value : line) {
+        half.push_back(dtype == kRowDtypeBfloat16 ? RowNumber<BFloat16>::Nearest(value).bits
+                                                  : RowNumber<Float16>::Nearest(value).bits);
+      }
+      line = Decoded(dtype, half.data(), static_cast<int64_t>(half.size()));
+      words.push_back(std::move(half));
+    }
+    for (const auto& half : words) pointers.push_back(half.data());
+  }
+  GradientsView View() const { return {dtype, pointers.data()}; }
 };
 
 /// One walk of lookups, updates and erasures on one store.
@@ -429,7 +507,8 @@ class Machine {
         random_(seed),
         executor_(num_threads),
         optimizer_(static_cast<int>(random_.Below(4))),
-        store_(MakeStore(random_, optimizer_)),
+        store_(MakeStore(random_, optimizer_, static_cast<RowDtype>(seed % 3))),
+        embedding_dtype_(random_.Below(2) == 0 ? kRowDtypeFloat32 : store_.dtype),
         model_(store_) {}
 
   void Run(int num_steps) {
@@ -450,14 +529,14 @@ class Machine {
   const Store& store() const { return store_; }
 
  private:
-  static Store MakeStore(Random& random, int optimizer) {
+  static Store MakeStore(Random& random, int optimizer, RowDtype dtype) {
     constexpr int32_t kDims[] = {1, 3, 4, 5, 8, 16, 31, 64, 100, 132};
     const int32_t dim = kDims[random.Below(10)];
     const int num_states = optimizer == kOptimizerAdam ? 2 : optimizer == kOptimizerSgd ? 0 : 1;
     std::vector<uint32_t> slabs = {40 + random.Below(200)};
     for (uint32_t s = random.Below(4); s > 0; --s) slabs.push_back(1 + random.Below(300));
     return Store(dim, static_cast<int32_t>(1 + random.Below(5)), slabs, 400, num_states,
-                 optimizer == kOptimizerRowwiseAdagrad ? 1 : dim);
+                 optimizer == kOptimizerRowwiseAdagrad ? 1 : dim, dtype);
   }
 
   void* Workspace(int64_t bytes) {
@@ -469,8 +548,8 @@ class Machine {
     const int32_t dim = store_.dim;
     std::vector<int32_t> counts(store_.num_tables * kNumCounts, -7), wanted(store_.num_tables * kNumCounts, 0);
     row_ids_.assign(batch.keys.size(), 12345);
-    Embeddings embeddings(batch, dim);
-    JAXSOK_CHECK_SEED(LaunchLookup(&executor_, store_.view, batch.View(), embeddings.pointers.data(), row_ids_.data(),
+    Embeddings embeddings(batch, dim, embedding_dtype_);
+    JAXSOK_CHECK_SEED(LaunchLookup(&executor_, store_.view, batch.View(), embeddings.View(), row_ids_.data(),
                                    counts.data(), Workspace(InsertWorkspaceBytes(batch.keys.size()))) == nullptr,
                       seed_);
     std::vector<uint32_t> row_ids(batch.keys.size(), kNoRow);
@@ -495,14 +574,14 @@ class Machine {
       };
     };
     for (int f = 0; f < batch.num_features(); ++f) {
-      JAXSOK_CHECK_SEED(IsSame(embeddings.values[f], ModelCombine(batch, f, dim, PaddingOf(batch), row_of(f))), seed_);
+      const Line wanted_values = ModelCombine(batch, f, dim, PaddingOf(batch), row_of(f));
+      JAXSOK_CHECK_SEED(IsSame(embeddings.Values(f), ModelNearest(embedding_dtype_, wanted_values)), seed_);
     }
-    Embeddings planned(batch, dim);
+    Embeddings planned(batch, dim, embedding_dtype_);
     std::vector<int32_t> planned_counts(wanted.size(), -7);
-    LaunchLookupPlanned(&executor_, store_.view, batch.View(), row_ids_.data(), planned.pointers.data(),
-                        planned_counts.data());
+    LaunchLookupPlanned(&executor_, store_.view, batch.View(), row_ids_.data(), planned.View(), planned_counts.data());
     for (int f = 0; f < batch.num_features(); ++f) {
-      JAXSOK_CHECK_SEED(IsSame(embeddings.values[f], planned.values[f]), seed_);
+      JAXSOK_CHECK_SEED(IsSame(embeddings.bytes[f], planned.bytes[f]), seed_);
     }
     for (int t = 0; t < store_.num_tables; ++t) {
       wanted[t * kNumCounts + kCountFound] += wanted[t * kNumCounts + kCountInserted];
@@ -516,10 +595,9 @@ class Machine {
       if (random_.Below(4) == 0) key = RandomKey(random_, 1000);
     }
     std::vector<int32_t> counts(store_.num_tables * kNumCounts, -7), wanted(store_.num_tables * kNumCounts, 0);
-    Embeddings embeddings(batch, store_.dim);
+    Embeddings embeddings(batch, store_.dim, embedding_dtype_);
     JAXSOK_CHECK_SEED(
-        LaunchLookupFind(&executor_, store_.view, batch.View(), embeddings.pointers.data(), counts.data()) == nullptr,
-        seed_);
+        LaunchLookupFind(&executor_, store_.view, batch.View(), embeddings.View(), counts.data()) == nullptr, seed_);
     for (int f = 0; f < batch.num_features(); ++f) {
       const uint32_t table = static_cast<uint32_t>(batch.Word(f, kFeatureTable));
       wanted[table * kNumCounts + kCountPadding] += batch.Word(f, kFeatureNumKeys);
@@ -531,7 +609,7 @@ class Machine {
         return batch.Word(f, kFeatureUnknown) != 0 ? Line(store_.dim, 0.0f) : InitialRow(store_, table, batch.keys[i]);
       };
       const auto wanted_embeddings = ModelCombine(batch, f, store_.dim, PaddingOf(batch), row_of);
-      JAXSOK_CHECK_SEED(IsSame(embeddings.values[f], wanted_embeddings), seed_);
+      JAXSOK_CHECK_SEED(IsSame(embeddings.Values(f), ModelNearest(embedding_dtype_, wanted_embeddings)), seed_);
     }
     JAXSOK_CHECK_SEED(IsSame(counts, wanted), seed_);
   }
@@ -540,14 +618,15 @@ class Machine {
     const int32_t dim = store_.dim;
     const uint32_t generations[] = {model_.generation,
                                     random_.Below(3) == 0 ? model_.generation + 1 : model_.generation};
-    const UpdateSpec spec = {optimizer_, static_cast<int32_t>(random_.Below(3))};
+    const UpdateSpec spec = {optimizer_, static_cast<int32_t>(random_.Below(3)),
+                             static_cast<int32_t>(random_.Below(2))};
+    const uint32_t update_step = random_.Next();
     const float hyper[kNumHyper] = {0.1f, 0.9f, 0.99f, 1e-6f, 0.3f, 0.2f, 0.1f, 0.01f};
     std::vector<uint32_t> row_ids = row_ids_;
     for (uint32_t& row_id : row_ids) {
       if (random_.Below(40) == 0) row_id = store_.view.capacity + random_.Below(1000);
     }
-    std::vector<std::vector<float>> gradients;
-    std::vector<const float*> pointers;
+    std::vector<Line> gradients;
     for (const auto& bags : batch.bags) {
       gradients.emplace_back(bags.size() * dim);
       for (float& g : gradients.back()) g = random_.Below(3) == 0 ? -0.0f : random_.Uniform();
@@ -556,11 +635,22 @@ class Machine {
             random_.Below(2) == 0 ? std::numeric_limits<float>::infinity() : std::nanf("");
       }
     }
-    for (const auto& gradient : gradients) pointers.push_back(gradient.data());
+    const Gradients given(gradients, embedding_dtype_);
     std::vector<int32_t> num_nonfinite(store_.num_tables, -3), wanted_nonfinite(store_.num_tables, 0);
     int32_t num_stale = -3, wanted_stale = 0;
-    JAXSOK_CHECK_SEED(LaunchUpdate(&executor_, store_.view, store_.state_view, spec, hyper, generations, batch.View(),
-                                   row_ids.data(), pointers.data(), num_nonfinite.data(), &num_stale,
+    // A batch that tells the table of each key has features that do not.
+    Batch of_table_0 = batch;
+    std::vector<uint32_t> tables(batch.keys.size(), 0);
+    for (int f = 0; f < batch.num_features(); ++f) {
+      const int32_t begin = batch.Word(f, kFeatureKeyStart);
+      std::fill_n(tables.begin() + begin, batch.Word(f, kFeatureNumKeys), batch.Word(f, kFeatureTable));
+      of_table_0.features[static_cast<size_t>(f) * kNumFeatureWords + kFeatureTable] = 0;
+    }
+    const bool has_tables = random_.Below(2) == 0;
+    BatchView view = has_tables ? of_table_0.View() : batch.View();
+    view.tables = has_tables ? tables.data() : nullptr;
+    JAXSOK_CHECK_SEED(LaunchUpdate(&executor_, store_.view, store_.state_view, spec, hyper, &update_step, generations,
+                                   view, row_ids.data(), given.View(), num_nonfinite.data(), &num_stale,
                                    Workspace(UpdateWorkspaceBytes(batch.keys.size(), dim))) == nullptr,
                       seed_);
     Uses uses;
@@ -576,7 +666,11 @@ class Machine {
       }
     }
     std::map<uint32_t, uint32_t> table_of;
-    for (const auto& [pair, row_id] : model_.row_ids) table_of[row_id] = pair.first;
+    std::map<uint32_t, uint64_t> key_of;
+    for (const auto& [pair, row_id] : model_.row_ids) {
+      table_of[row_id] = pair.first;
+      key_of[row_id] = pair.second;
+    }
     for (const auto& [row_id, lines] : uses) {
       Line gradient = ModelSum(lines);
       const float n = static_cast<float>(lines.size());
@@ -590,6 +684,12 @@ class Machine {
       ModelStep(optimizer_, hyper, gradient, model_.rows[row_id],
                 store_.num_states > 0 ? &model_.states[0][row_id] : nullptr,
                 store_.num_states > 1 ? &model_.states[1][row_id] : nullptr);
+      const RowRounding bits = RowRounding::Of(&store_.tables[table_of[row_id] * kNumTableWords],
+                                               RoundingOfStep(store_.seed.data(), update_step), key_of[row_id]);
+      for (int c = 0; c < dim; ++c) {
+        float& value = model_.rows[row_id][c];
+        value = ModelRound(store_.dtype, value, spec.rounding == kRoundingNearest, bits.At(c));
+      }
     }
     JAXSOK_CHECK_SEED(IsSame(num_nonfinite, wanted_nonfinite), seed_);
     JAXSOK_CHECK_SEED(num_stale == wanted_stale, seed_);
@@ -657,6 +757,7 @@ class Machine {
   ThreadExecutor executor_;
   int optimizer_;
   Store store_;
+  RowDtype embedding_dtype_;
   Model model_;
   std::vector<uint32_t> row_ids_;
   std::vector<uint64_t> keys_;
@@ -730,8 +831,9 @@ void TestCombine(uint64_t seed, int num_threads) {
   Embeddings embeddings(batch, dim);
   BatchView view = batch.View();
   view.keys = nullptr;
-  LaunchCombine(&executor, rows.data(), num_unique, dim, inverse.data(), view, embeddings.pointers[0]);
-  JAXSOK_CHECK_SEED(IsSame(embeddings.values[0], ModelCombine(batch, 0, dim, is_padding, line)), seed);
+  LaunchCombine(&executor, rows.data(), num_unique, dim, inverse.data(), view,
+                static_cast<float*>(embeddings.pointers[0]));
+  JAXSOK_CHECK_SEED(IsSame(embeddings.Values(0), ModelCombine(batch, 0, dim, is_padding, line)), seed);
 }
 
 void TestTranspose(uint64_t seed, int num_threads) {
@@ -882,16 +984,18 @@ void TestGather(uint64_t seed, int num_threads) {
   ThreadExecutor executor(num_threads);
   const int32_t dim = static_cast<int32_t>(1 + random.Below(70));
   const int32_t num_tables = static_cast<int32_t>(1 + random.Below(5));
-  Store store(dim, num_tables, {3, 1 + random.Below(50), 20}, 16, 0, dim);
+  const RowDtype dtype = static_cast<RowDtype>(random.Below(3));
+  Store store(dim, num_tables, {3, 1 + random.Below(50), 20}, 16, 0, dim, dtype);
   for (auto& slab : store.rows) {
-    for (float& x : slab) x = random.Uniform();
+    for (uint8_t& byte : slab) byte = static_cast<uint8_t>(random.Below(60));
   }
   for (int t = 0; t < num_tables; ++t) store.tables[t * kNumTableWords + kTableUnknown] = random.Below(2);
   const int64_t n = random.Below(random.Below(3) == 0 ? 5000 : 50);
   const bool is_find = random.Below(2) == 0;
   std::vector<Request> requests(n);
   std::vector<uint32_t> row_ids(n);
-  std::vector<float> rows(n * dim, 44.0f), wanted;
+  std::vector<uint8_t> rows(n * dim * BytesOf(dtype), 44);
+  Line wanted;
   std::vector<int32_t> num_absent(num_tables, 44), wanted_absent(num_tables, 0);
   for (int64_t i = 0; i < n; ++i) {
     requests[i] = {RandomKey(random, 1000), random.Below(num_tables + 1), random.Below(5)};
@@ -907,12 +1011,13 @@ void TestGather(uint64_t seed, int num_threads) {
         wanted_absent[request.table] += static_cast<int32_t>(request.uses);
         const RowInitializer initializer = RowInitializer::Of(words, store.seed.data(), request.key);
         for (int32_t c = 0; c < dim && !(is_find && words[kTableUnknown] != 0); ++c) row[c] = initializer.At(c);
+        row = ModelNearest(dtype, row);
       }
     }
     wanted.insert(wanted.end(), row.begin(), row.end());
   }
   LaunchGather(&executor, store.view, requests.data(), row_ids.data(), n, is_find, rows.data(), num_absent.data());
-  JAXSOK_CHECK_SEED(IsSame(rows, wanted), seed);
+  JAXSOK_CHECK_SEED(IsSame(Decoded(dtype, rows.data(), n * dim), wanted), seed);
   JAXSOK_CHECK_SEED(IsSame(num_absent, wanted_absent), seed);
 }
 

@@ -26,6 +26,7 @@ def lookup(
     records: Sequence[RecordSlab],
     embedding_shapes: Sequence[tuple[int, ...]],
     num_tiles: int,
+    embedding_dtype: str = "float32",
 ) -> tuple[
     Array,
     Array,
@@ -51,7 +52,7 @@ def lookup(
         result(keys, (tables.shape[0], len(COUNTS)), "int32"),
         result(keys, (workspace,), "uint8"),
         *map(jax.typeof, slabs),
-        *(result(keys, shape, "float32") for shape in embedding_shapes),
+        *(result(keys, shape, embedding_dtype) for shape in embedding_shapes),
     )
     aliases = {0: 0, 1: 1, 2: 2} | {9 + i: 6 + i for i in range(len(slabs))}
     call = jax.ffi.ffi_call("jaxsok_lookup", results, input_output_aliases=aliases)
@@ -70,6 +71,7 @@ def lookup_find(
     rows: Sequence[Slab],
     embedding_shapes: Sequence[tuple[int, ...]],
     num_tiles: int,
+    embedding_dtype: str = "float32",
 ) -> tuple[Int32[Array, "num_tables num_counts"], list[Array]]:
     """Looks up a batch and changes nothing. See `LaunchLookupFind` in ffi/kernels/lookup.h.
 
@@ -77,7 +79,7 @@ def lookup_find(
       counts, embeddings.
     """
     library.register()
-    results = _counts_and_embeddings(batch[0], tables, embedding_shapes)
+    results = _counts_and_embeddings(batch[0], tables, embedding_shapes, embedding_dtype)
     call = jax.ffi.ffi_call("jaxsok_lookup_find", results)
     attributes = {"num_slabs": np.int32(len(rows)), "num_tiles": np.int32(num_tiles)}
     counts, *embeddings = call(index, counters, tables, seed, *batch, *rows, **attributes)
@@ -93,6 +95,7 @@ def lookup_planned(
     rows: Sequence[Slab],
     embedding_shapes: Sequence[tuple[int, ...]],
     num_tiles: int,
+    embedding_dtype: str = "float32",
 ) -> tuple[UInt32[Array, " num_counters"], Int32[Array, "num_tables num_counts"], list[Array]]:
     """Combines rows whose ids are known. See `LaunchLookupPlanned` in ffi/kernels/lookup.h.
 
@@ -100,7 +103,7 @@ def lookup_planned(
       counters (donated, unchanged: an op that takes them comes after this one), counts, embeddings.
     """
     library.register()
-    results = (jax.typeof(counters), *_counts_and_embeddings(batch[0], tables, embedding_shapes))
+    results = (jax.typeof(counters), *_counts_and_embeddings(batch[0], tables, embedding_shapes, embedding_dtype))
     call = jax.ffi.ffi_call("jaxsok_lookup_planned", results, input_output_aliases={0: 0})
     attributes = {"num_slabs": np.int32(len(rows)), "num_tiles": np.int32(num_tiles)}
     counters, counts, *embeddings = call(counters, tables, seed, *batch, row_ids, *rows, **attributes)
@@ -108,9 +111,9 @@ def lookup_planned(
 
 
 def _counts_and_embeddings(
-    keys: Keys, tables: np.ndarray, embedding_shapes: Sequence[tuple[int, ...]]
+    keys: Keys, tables: np.ndarray, embedding_shapes: Sequence[tuple[int, ...]], embedding_dtype: str
 ) -> tuple[Any, ...]:
     return (
         result(keys, (tables.shape[0], len(COUNTS)), "int32"),
-        *(result(keys, shape, "float32") for shape in embedding_shapes),
+        *(result(keys, shape, embedding_dtype) for shape in embedding_shapes),
     )

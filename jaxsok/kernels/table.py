@@ -5,18 +5,19 @@ from typing import Any
 
 import jax
 import numpy as np
-from jaxtyping import Array, Float32, Int32, UInt32
+from jaxtyping import Array, Float, Float32, Int32, UInt32
 
 from jaxsok.kernels import library
 from jaxsok.types import BUCKET_WORDS, COUNTS, Keys, RowIds, TableIds
 
-# Slabs of one array differ in capacity, and optimizer state is as wide as its row or 1.
-Slab = Float32[Array, "_ dim"]
+# Slabs of one array differ in capacity. Rows are float32, bfloat16 or float16; optimizer state is as wide as its row
+# or 1.
+Slab = Float[Array, "_ dim"]
 StateSlab = Float32[Array, "_ _"]
 RecordSlab = UInt32[Array, "_ 4"]
 
 
-def result(like: Array, shape: tuple[int, ...], dtype: str) -> Any:
+def result(like: Array, shape: tuple[int, ...], dtype: Any) -> Any:
     """A result type that varies over the mesh as `like` does."""
     return jax.typeof(like).update(shape=shape, dtype=np.dtype(dtype))
 
@@ -76,7 +77,7 @@ def gather(
     rows: Sequence[Slab],
     *,
     is_find: bool,
-) -> tuple[UInt32[Array, " num_counters"], Float32[Array, "num_keys dim"], Int32[Array, " num_tables"]]:
+) -> tuple[UInt32[Array, " num_counters"], Float[Array, "num_keys dim"], Int32[Array, " num_tables"]]:
     """The rows of requests whose row ids are known. See `LaunchGather` in ffi/kernels/table.h.
 
     Returns:
@@ -85,7 +86,7 @@ def gather(
     library.register()
     results = (
         jax.typeof(counters),
-        result(requests, (requests.shape[0], rows[0].shape[1]), "float32"),
+        result(requests, (requests.shape[0], rows[0].shape[1]), rows[0].dtype),
         result(requests, (tables.shape[0],), "int32"),
     )
     call = jax.ffi.ffi_call("jaxsok_table_gather", results, input_output_aliases={0: 0})

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import jax
 import numpy as np
-from jaxtyping import Array, Float32, Int32, UInt32
+from jaxtyping import Array, Float, Float32, Int32, UInt32
 
 from jaxsok.kernels import library
 from jaxsok.kernels.lookup import Batch
@@ -18,17 +18,23 @@ def update(
     batch: Batch,
     row_ids: RowIds,
     hyper: Float32[Array, " num_hyper"],
+    tables: UInt32[np.ndarray, "num_tables 8"],
+    seed: UInt32[Array, "2"],
+    step: UInt32[Array, ""],
+    table_ids: UInt32[Array, " num_keys_or_0"],
     rows: Sequence[Slab],
     states: Sequence[Sequence[StateSlab]],
     records: Sequence[RecordSlab],
-    gradients: Sequence[Float32[Array, "..."]],
+    gradients: Sequence[Float[Array, "..."]],
     *,
-    num_tables: int,
     num_tiles: int,
     optimizer: int,
     row_gradient: int,
+    rounding: int,
 ) -> tuple[tuple[Array, ...], tuple[tuple[Array, ...], ...], Int32[Array, " num_tables"], Int32[Array, ""]]:
     """Steps every row that the batch used, once. See `LaunchUpdate` in ffi/kernels/update.h.
+
+    `table_ids`: the table of each key, where the batch's features do not tell it; else none.
 
     Returns:
       rows, states (donated), num_nonfinite, num_stale.
@@ -37,12 +43,12 @@ def update(
     workspace = library.register().JaxsokUpdateWorkspaceBytes(keys.shape[0], dim)
     slabs = (*rows, *(slab for array in states for slab in array))
     results = (
-        result(row_ids, (num_tables,), "int32"),
+        result(row_ids, (tables.shape[0],), "int32"),
         result(row_ids, (), "int32"),
         result(row_ids, (workspace,), "uint8"),
         *map(jax.typeof, slabs),
     )
-    aliases = {8 + i: 3 + i for i in range(len(slabs))}
+    aliases = {12 + i: 3 + i for i in range(len(slabs))}
     call = jax.ffi.ffi_call("jaxsok_update", results, input_output_aliases=aliases)
     num_nonfinite, num_stale, _, *slabs = call(
         counters,
@@ -50,6 +56,10 @@ def update(
         *batch,
         row_ids,
         hyper,
+        tables,
+        seed,
+        step,
+        table_ids,
         *slabs,
         *records,
         *gradients,
@@ -58,6 +68,7 @@ def update(
         num_tiles=np.int32(num_tiles),
         optimizer=np.int32(optimizer),
         row_gradient=np.int32(row_gradient),
+        rounding=np.int32(rounding),
     )
     parts = tuple(tuple(slabs[i : i + num_slabs]) for i in range(0, len(slabs), num_slabs))
     return parts[0], parts[1:], num_nonfinite, num_stale

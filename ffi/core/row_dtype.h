@@ -1,0 +1,172 @@
+// How the numbers of a row are stored, and how a float becomes one of 16 bits.
+//
+// Arithmetic is float32 everywhere: rows are widened when they are read and rounded when they are written. Initial
+// values and embeddings round to nearest, ties to even. What an optimizer made of a row rounds stochastically unless
+// told otherwise: up or down to one of its two neighbours, with probabilities that keep the mean. Steps far below a
+// row's last bit then move it at the right rate; to nearest they would never move it.
+//
+// Random bits are a function of (seed, step, table name, key, column) and of nothing else (decision D8). Everything
+// here works on bits, so CPU and CUDA give the same ones, and holds for all floats:
+//
+//   exact numbers   stay what they are, under any random bits
+//   finite ones     never become infinite: beyond the largest finite number they become it
+//   infinities      stay
+//   NaN             stays NaN
+#ifndef JAXSOK_CORE_ROW_DTYPE_H_
+#define JAXSOK_CORE_ROW_DTYPE_H_
+
+#include "hash.h"
+#include "layout.h"
+
+namespace jaxsok {
+
+/// How a step's result becomes a 16-bit row; types.py names them too. Without meaning for float32 rows.
+enum Rounding : int {
+  kRoundingNearest = 0,
+  kRoundingStochastic = 1,
+};
+
+/// Numbers of 16 bits as they are stored.
+struct BFloat16 {
+  uint16_t bits;  // the upper half of a float
+};
+struct Float16 {
+  uint16_t bits;  // sign, 5 bits of exponent, 10 of mantissa
+};
+
+/// What can be done with a number of a row: widen it, or make it of a float.
+///
+/// `random`: 16 random bits in the low half of the word; what lies above is not looked at.
+template <typename T>
+struct RowNumber;
+
+template <>
+struct RowNumber<float> {
+  static constexpr RowDtype kDtype = kRowDtypeFloat32;
+  JAXSOK_HOST_DEVICE static float Widened(float value) { return value; }
+  JAXSOK_HOST_DEVICE static float Nearest(float value) { return value; }
+  JAXSOK_HOST_DEVICE static float Stochastic(float value, uint32_t) { return value; }
+};
+
+template <>
+struct RowNumber<BFloat16> {
+  static constexpr RowDtype kDtype = kRowDtypeBfloat16;
+  JAXSOK_HOST_DEVICE static float Widened(BFloat16 value) { return FloatOfBits(uint32_t{value.bits} << 16); }
+  JAXSOK_HOST_DEVICE static BFloat16 Nearest(float value) {
+    const uint32_t bits = BitsOfFloat(value);
+    return Cut(bits, 0x7fffu + (bits >> 16 & 1));
+  }
+  JAXSOK_HOST_DEVICE static BFloat16 Stochastic(float value, uint32_t random) {
+    return Cut(BitsOfFloat(value), random & 0xffffu);
+  }
+
+ private:
+  /// Adds below the cut and truncates. Numbers below the normal ones have the same cut: nothing is special there.
+  JAXSOK_HOST_DEVICE static BFloat16 Cut(uint32_t bits, uint32_t added) {
+    const uint32_t magnitude = bits & 0x7fffffffu;
+    uint32_t result = (magnitude + added) >> 16;
+    result = result < 0x7f7fu ? result : 0x7f7fu;
+    if (magnitude >= 0x7f800000u) result = magnitude >> 16 | (magnitude > 0x7f800000u ? 0x40u : 0u);
+    return {static_cast<uint16_t>((bits >> 16 & 0x8000u) | result)};
+  }
+};
+
+template <>
+struct RowNumber<Float16> {
+  static constexpr RowDtype kDtype = kRowDtypeFloat16;
+  JAXSOK_HOST_DEVICE static float Widened(Float16 value) {
+    const uint32_t magnitude = value.bits & 0x7fffu;
+    // The exponents of the two formats begin 112 apart; the product is exact, and makes subnormal numbers normal.
+    uint32_t bits = BitsOfFloat(FloatOfBits(magnitude << 13) * 5192296858534827628530496329220096.0f);
+    if (magnitude >= 0x7c00u) bits = magnitude << 13 | 0x7f800000u;
+    return FloatOfBits(bits | (value.bits & 0x8000u) << 16);
+  }
+  JAXSOK_HOST_DEVICE static Float16 Nearest(float value) {
+    const uint32_t bits = BitsOfFloat(value);
+    const uint32_t magnitude = bits & 0x7fffffffu;
+    // Below the normal numbers the step is 2^-24, that of the floats from 1/2 on: their sum rounds as it should.
+    const float small = FloatOfBits(magnitude < kLeastNormal ? magnitude : kLeastNormal);
+    const uint32_t subnormal = BitsOfFloat(small + 0.5f) - 0x3f000000u;
+    return Join(bits, (magnitude + 0xfffu + (magnitude >> 13 & 1)) >> 13, subnormal);
+  }
+  /// Unbiased, but for magnitudes below 2^-17, where 16 random bits meet more bits than that: what lies below 2^-40 is
+  /// left out.
+  JAXSOK_HOST_DEVICE static Float16 Stochastic(float value, uint32_t random) {
+    const uint32_t bits = BitsOfFloat(value);
+    const uint32_t magnitude = bits & 0x7fffffffu;
+    const float small = FloatOfBits(magnitude < kLeastNormal ? magnitude : kLeastNormal);
+    // In units of 2^-40: 16 bits below the last one.
+    const uint32_t fixed = static_cast<uint32_t>(static_cast<int32_t>(small * 1099511627776.0f));
+    return Join(bits, (magnitude + (random >> 3 & 0x1fffu)) >> 13, (fixed + (random & 0xffffu)) >> 16);
+  }
+
+ private:
+  static constexpr uint32_t kLeastNormal = 0x38800000u;  // 2^-14
+
+  /// Of the two ways to round, the one that the magnitude needs. `normal` still has a float's exponent.
+  JAXSOK_HOST_DEVICE static Float16 Join(uint32_t bits, uint32_t normal, uint32_t subnormal) {
+    const uint32_t magnitude = bits & 0x7fffffffu;
+    uint32_t result = magnitude < kLeastNormal ? subnormal : normal - (112u << 10);
+    result = result < 0x7bffu ? result : 0x7bffu;
+    if (magnitude >= 0x7f800000u) result = 0x7c00u | (magnitude > 0x7f800000u ? 0x200u : 0u);
+    return {static_cast<uint16_t>((bits >> 16 & 0x8000u) | result)};
+  }
+};
+
+constexpr uint64_t kRoundingStream = 0xd1b54a32d192ed03ull;  // apart from initial values, whose stream is kGolden
+
+/// What the rounding of all rows of one update shares.
+///
+/// `seed`: the two words of the state's seed; `step`: how many updates came before.
+JAXSOK_HOST_DEVICE uint64_t RoundingOfStep(const uint32_t* seed, uint32_t step) {
+  return Mix64(Mix64(Word64(seed[0], seed[1]) + kRoundingStream) + (uint64_t{step} + 1) * kGolden);
+}
+
+/// The random bits of one row in one step: SplitMix64, one draw for four neighbouring columns.
+struct RowRounding {
+  uint64_t stream;
+
+  /// `table_words`: the table's line, kNumTableWords; `of_step`: RoundingOfStep.
+  JAXSOK_HOST_DEVICE static RowRounding Of(const uint32_t* table_words, uint64_t of_step, uint64_t key) {
+    const uint64_t name = Word64(table_words[kTableNameLow], table_words[kTableNameHigh]);
+    return {Mix64(key + Mix64(of_step ^ name))};
+  }
+
+  /// The bits of columns 4 * quad to 4 * quad + 3, 16 each, those of the first in the lowest.
+  JAXSOK_HOST_DEVICE uint64_t Draw(uint32_t quad) const { return Mix64(stream + (uint64_t{quad} + 1) * kGolden); }
+
+  /// The bits of one column.
+  JAXSOK_HOST_DEVICE uint32_t At(uint32_t column) const {
+    return static_cast<uint32_t>(Draw(column / 4) >> (column % 4 * 16)) & 0xffffu;
+  }
+};
+
+/// Calls work(number) with a number of the dtype's type.
+template <typename Work>
+auto WithRowDtype(RowDtype dtype, const Work& work) {
+  switch (dtype) {
+    case kRowDtypeBfloat16:
+      return work(BFloat16{});
+    case kRowDtypeFloat16:
+      return work(Float16{});
+    default:
+      return work(float{});
+  }
+}
+
+/// Calls work(row number, embedding number); embeddings and their gradients have the dtype of the rows, or float32.
+///
+/// Pre    : HasRowDtypes(rows, embeddings).
+template <typename Work>
+auto WithRowDtypes(RowDtype rows, RowDtype embeddings, const Work& work) {
+  return WithRowDtype(rows,
+                      [&](auto row) { return embeddings == kRowDtypeFloat32 ? work(row, float{}) : work(row, row); });
+}
+
+inline bool HasRowDtypes(RowDtype rows, RowDtype embeddings) {
+  return embeddings == kRowDtypeFloat32 || embeddings == rows;
+}
+
+}  // namespace jaxsok
+
+#endif  // JAXSOK_CORE_ROW_DTYPE_H_
