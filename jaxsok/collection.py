@@ -660,7 +660,7 @@ class Collection:
         Args:
           state: of which capacities; None: as `init` makes it, or as `grow` makes it for `num_rows`.
           batch: what a step works on: of `batch`, or its features. None: the state alone is counted.
-          num_rows: rows that the tables have, by table (see `num_rows`), or will come to have; see
+          num_rows: rows that the tables have (`collection.num_rows(state)`) or will come to have; see
             `jaxsok.memory_estimate`.
           steps: between two calls of `grow`.
           device_bytes: memory of one device: whether the total fits, and how many rows would.

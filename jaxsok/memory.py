@@ -290,7 +290,7 @@ def estimated(
         if capacities is not None:
             capacity = capacities[s]
         else:
-            capacity = spec.capacity if num_rows is None else _grown(spec, spec.rows_of_shard(of_tables) + reserved)
+            capacity = spec.capacity if num_rows is None else _grown(spec, reserved, spec.rows_of_shard(of_tables))
         in_use = sum(of_tables)
         of_shard = in_use if spec.is_replicated else in_use / num_shards
         counted.append(
@@ -314,12 +314,21 @@ def estimated(
 # The state -----------------------------------------------------------------------------------------------------------
 
 
-def _grown(spec: StoreSpec, needed: int) -> int:
-    """The capacity at which `grow` arrives, from the declared one, when rows come a few at a time."""
-    capacity, larger = 0, spec.capacity
-    while capacity < larger < needed:
-        capacity, larger = larger, next_capacity(spec, larger, larger + 1, None)
-    return larger
+def _grown(spec: StoreSpec, reserved: int, num_rows: int) -> int:
+    """The capacity at which `grow` arrives, from the declared one, when rows come a few at a time.
+
+    Args:
+      spec: of the store.
+      reserved: rows that are kept free.
+      num_rows: rows of a shard in the end.
+    """
+    capacity = spec.capacity
+    while capacity < num_rows + reserved:
+        larger = next_capacity(spec, capacity, max(reserved, capacity + 1), None)
+        if larger == capacity:
+            break
+        capacity = larger
+    return capacity
 
 
 def _rows_of(tables: Sequence[TableSpec], num_rows: int | Mapping[str, int] | None) -> list[int]:
