@@ -49,7 +49,7 @@ from jaxsok.features import Batch
 from jaxsok.kernels import lookup as lookup_kernels
 from jaxsok.kernels import update as update_kernels
 from jaxsok.pipeline import Pipeline
-from jaxsok.types import COUNTERS, NO_ROW, REQUEST_WORDS, ROW_GRADIENTS
+from jaxsok.types import COUNTERS, NO_ROW, REQUEST_WORDS, ROUNDINGS, ROW_GRADIENTS
 
 MORE_PARTS_OF = ("M1", "M1-64")
 """The workloads that have a second wire dtype, a second front end and a model around them; the others would say the
@@ -312,14 +312,18 @@ class Sharded:
                 (requests[:, :2], *batch),
                 row_ids,
                 spec.optimizer.hyper_operand(count, None),
+                spec.table_words(),
+                self._seed,
+                count,
+                requests[:, 2] if spec.dtype != "float32" else jnp.zeros(0, jnp.uint32),
                 store.rows,
                 store.states,
                 store.records,
                 [sums],
-                num_tables=len(spec.tables),
                 num_tiles=num_tiles,
                 optimizer=spec.optimizer.kernel,
                 row_gradient=ROW_GRADIENTS["sum"],
+                rounding=ROUNDINGS[spec.rounding],
             )
             return dataclasses.replace(store, rows=new_rows, states=states), count + 1
 

@@ -288,10 +288,11 @@ LaunchError Prepare(Stream stream, int32_t* counts, int num_tables, InsertContro
 
 }  // namespace
 
-LaunchError LaunchLookup(Stream stream, const StoreView& store, const BatchView& batch, const EmbeddingsView& embeddings,
-                         uint32_t* row_ids, int32_t* counts, void* workspace) {
+LaunchError LaunchLookup(Stream stream, const StoreView& store, const BatchView& batch,
+                         const EmbeddingsView& embeddings, uint32_t* row_ids, int32_t* counts, void* workspace) {
   FeaturePointers<float> pointers;
-  JAXSOK_RETURN_IF_LAUNCH(FillPointers<float>(reinterpret_cast<float* const*>(embeddings.data), batch.num_features, pointers));
+  JAXSOK_RETURN_IF_LAUNCH(
+      FillPointers<float>(reinterpret_cast<float* const*>(embeddings.data), batch.num_features, pointers));
   LookupArguments a{store, batch, nullptr, row_ids, counts, InsertWorkspace::Cut(workspace, batch.num_keys)};
   // Only ragged features have positions that lie in no bag.
   JAXSOK_RETURN_IF_LAUNCH(
@@ -310,7 +311,8 @@ LaunchError LaunchLookup(Stream stream, const StoreView& store, const BatchView&
 LaunchError LaunchLookupFind(Stream stream, const StoreView& store, const BatchView& batch,
                              const EmbeddingsView& embeddings, int32_t* counts) {
   FeaturePointers<float> pointers;
-  JAXSOK_RETURN_IF_LAUNCH(FillPointers<float>(reinterpret_cast<float* const*>(embeddings.data), batch.num_features, pointers));
+  JAXSOK_RETURN_IF_LAUNCH(
+      FillPointers<float>(reinterpret_cast<float* const*>(embeddings.data), batch.num_features, pointers));
   LookupArguments a{store, batch, nullptr, nullptr, counts, {}};
   JAXSOK_RETURN_IF_LAUNCH(Prepare(stream, counts, store.num_tables, nullptr, nullptr, 0));
   if (batch.num_tiles == 0) return nullptr;
@@ -320,7 +322,8 @@ LaunchError LaunchLookupFind(Stream stream, const StoreView& store, const BatchV
 LaunchError LaunchLookupPlanned(Stream stream, const StoreView& store, const BatchView& batch, const uint32_t* row_ids,
                                 const EmbeddingsView& embeddings, int32_t* counts) {
   FeaturePointers<float> pointers;
-  JAXSOK_RETURN_IF_LAUNCH(FillPointers<float>(reinterpret_cast<float* const*>(embeddings.data), batch.num_features, pointers));
+  JAXSOK_RETURN_IF_LAUNCH(
+      FillPointers<float>(reinterpret_cast<float* const*>(embeddings.data), batch.num_features, pointers));
   LookupArguments a{store, batch, row_ids, nullptr, counts, {}};
   JAXSOK_RETURN_IF_LAUNCH(Prepare(stream, counts, store.num_tables, nullptr, nullptr, 0));
   if (batch.num_tiles == 0) return nullptr;

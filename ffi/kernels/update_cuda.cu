@@ -152,7 +152,8 @@ LaunchError LaunchUpdate(Stream stream, const StoreView& store, const StateView&
                          const uint32_t* row_ids, const GradientsView& gradients, int32_t* num_nonfinite,
                          int32_t* num_stale, void* workspace) {
   FeaturePointers<const float> pointers;
-  JAXSOK_RETURN_IF_LAUNCH(FillPointers<const float>(reinterpret_cast<const float* const*>(gradients.data), batch.num_features, pointers));
+  JAXSOK_RETURN_IF_LAUNCH(
+      FillPointers<const float>(reinterpret_cast<const float* const*>(gradients.data), batch.num_features, pointers));
   const int end_bit = BitsBelow(store.capacity);
   UsesWorkspace w;
   JAXSOK_RETURN_IF_LAUNCH(CutUses(workspace, batch.num_keys, store.dim, end_bit, &w));
