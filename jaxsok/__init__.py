@@ -8,6 +8,7 @@ from jaxsok import initializers
 from jaxsok import optimizers as optim
 from jaxsok.collection import Collection
 from jaxsok.features import Bags, Batch, Features
+from jaxsok.memory import MemoryEstimate, StoreMemory, memory_estimate
 from jaxsok.plan import Plan
 from jaxsok.planner import Proposal, TableProposal, propose
 from jaxsok.specs import REPLICATED, SHARDED, ExchangeSpec, FeatureSpec, Placement, StoreSpec, TableSpec, on
@@ -34,6 +35,7 @@ __all__ = [
     "ExchangeSpec",
     "FeatureSpec",
     "Features",
+    "MemoryEstimate",
     "NonFiniteGradientError",
     "Placement",
     "Plan",
@@ -41,12 +43,14 @@ __all__ = [
     "StalePlanError",
     "State",
     "Stats",
+    "StoreMemory",
     "StoreSpec",
     "StoreState",
     "TableFullError",
     "TableProposal",
     "TableSpec",
     "initializers",
+    "memory_estimate",
     "on",
     "optim",
     "propose",

@@ -19,6 +19,7 @@ from jaxsok import features as features_lib
 from jaxsok import grow as grow_lib
 from jaxsok import keys as keys_lib
 from jaxsok import lookup as lookup_lib
+from jaxsok import memory as memory_lib
 from jaxsok import pipeline as pipeline_lib
 from jaxsok import plan as plan_lib
 from jaxsok import processes
@@ -40,7 +41,7 @@ from jaxsok.specs import (
     group_into_stores,
 )
 from jaxsok.stats import Stats
-from jaxsok.store import State, StoreState, init_store, num_buckets_of
+from jaxsok.store import State, StoreState, init_store
 from jaxsok.types import COUNTERS, COUNTS, MAX_CAPACITY, MAX_FEATURES
 
 
@@ -130,7 +131,6 @@ class Collection:
             name: jax.jit(getattr(self, f"_{name}_global"), static_argnames=static.get(name, ()))
             for name in ("plan", "lookup", "find", "update", "erase")
         }
-        self._lines = [0] * len(self.stores)
         self.growth = grow_lib.GrowthTracker.of(len(self.stores))
         for s, store in enumerate(self.stores):
             names = [table.name for table in store.tables]
@@ -645,29 +645,50 @@ class Collection:
             for table, rows in zip(store.tables, one, strict=True)
         }
 
-    def memory_estimate(self, state: State | None = None) -> dict[str, int]:
-        """Bytes by what they hold, on each device.
+    def memory_estimate(
+        self,
+        state: State | None = None,
+        batch: Batch | Features | None = None,
+        *,
+        num_rows: int | Mapping[str, int] | None = None,
+        steps: int = 1,
+        device_bytes: int | None = None,
+        memory_fraction: float = memory_lib.MEMORY_FRACTION,
+    ) -> memory_lib.MemoryEstimate:
+        """Counts the bytes that the collection takes on each device. `print` the result.
 
         Args:
-          state: of which capacity; None: as `init` makes it.
-
-        Returns:
-          "rows", "optimizer_state", "records", "index"; "exchange": on a mesh, what rows and gradients of the largest
-          batch seen take on their way (lines received, and the batch's own); "total".
+          state: of which capacities; None: as `init` makes it, or as `grow` makes it for `num_rows`.
+          batch: what a step works on: of `batch`, or its features. None: the state alone is counted.
+          num_rows: rows that the tables have (`collection.num_rows(state)`) or will come to have; see
+            `jaxsok.memory_estimate`.
+          steps: between two calls of `grow`.
+          device_bytes: memory of one device: whether the total fits, and how many rows would.
+          memory_fraction: of `device_bytes`, what XLA gives to arrays: XLA_CLIENT_MEM_FRACTION, by default 0.75.
 
         Example:
-          `collection.memory_estimate()["total"]`
+          `collection.memory_estimate(state, batch).total`
         """
-        sizes = dict.fromkeys(("rows", "optimizer_state", "records", "index", "exchange"), 0)
-        for s, store in enumerate(self.stores):
-            capacity = store.capacity if state is None else state.stores[s].capacity // store.num_shards
-            sizes["rows"] += store.itemsize * store.dim * capacity
-            sizes["optimizer_state"] += 4 * sum(one.dim for one in store.state_specs) * capacity
-            sizes["records"] += 16 * capacity
-            sizes["index"] += 64 * num_buckets_of(capacity)
-            lines = 2 * self._lines[s] if store.num_shards > 1 else 0
-            sizes["exchange"] += lines * (4 * store.dim + 16)
-        return sizes | {"total": sum(sizes.values())}
+        num_shards = self.stores[0].num_shards
+        features = batch.features if isinstance(batch, Batch) else batch
+        if features is None:
+            parts = [features_lib.shaped(store, (), {}) for store in self.stores]
+        else:
+            self._check_features("memory_estimate", features)
+            parts = [features_lib.part_shape(part, features.num_parts) for part in features.stores]
+        if state is not None:
+            self._check_state("memory_estimate", state)
+        return memory_lib.estimated(
+            self.tables,
+            parts,
+            num_shards=num_shards,
+            capacities=None if state is None else [store.capacity // num_shards for store in state.stores],
+            num_rows=num_rows,
+            exchange=self.exchange,
+            steps=steps,
+            device_bytes=device_bytes,
+            memory_fraction=memory_fraction,
+        )
 
     @property
     def _mesh_name(self) -> str:
@@ -680,7 +701,6 @@ class Collection:
     def _note_keys(self, features: Sequence[Features]) -> None:
         for s, spec in enumerate(self.stores):
             layouts = [layout for part in features for layout in part.stores[s].layouts]
-            self._lines[s] = max(self._lines[s], sum(layout.num_keys for layout in layouts))
             keys = grow_lib.keys_at_most(spec, [(layout.table, layout.num_keys) for layout in layouts])
             self.growth.saw_batch(s, keys)
 

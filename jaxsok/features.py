@@ -271,8 +271,60 @@ def pack_stores(
     return tuple(packed)
 
 
+def shaped(store: StoreSpec, features: Sequence[FeatureSpec], sizes: Mapping[str, tuple[int, int]]) -> StoreFeatures:
+    """The features of a batch that nobody has yet: shapes and dtypes in place of arrays.
+
+    Args:
+      store: the store.
+      features: of the collection.
+      sizes: for each feature its keys and its samples; as many of both are single keys, else the bags are ragged.
+    """
+    names = [table.name for table in store.tables]
+    parts = []
+    for spec in features:
+        if spec.table not in names:
+            continue
+        num_keys, num_bags = sizes[spec.name]
+        words = jax.ShapeDtypeStruct((num_keys, 2), jnp.uint32)
+        is_ragged = num_keys != num_bags and spec.max_hotness is None
+        offsets = jax.ShapeDtypeStruct((num_bags + 1,), jnp.int32) if is_ragged else None
+        weights = jax.ShapeDtypeStruct((num_keys,), jnp.float32) if spec.weighted else None
+        if spec.combiner is None:
+            num_bags = num_keys
+        hotness = 0 if spec.combiner and is_ragged else 1
+        parts.append(_Part(spec, words, offsets, weights, num_bags, hotness, (num_bags,)))
+    layouts = _layouts(store, parts)
+    num_offsets = sum(layout.num_offsets for layout in layouts)
+    num_weights = sum(layout.num_keys for layout in layouts if layout.weights_start >= 0)
+    return StoreFeatures(
+        jax.ShapeDtypeStruct((sum(layout.num_keys for layout in layouts) or 1, 2), jnp.uint32),
+        jax.ShapeDtypeStruct((num_offsets or 1,), jnp.int32),
+        jax.ShapeDtypeStruct((num_weights or 1,), jnp.float32),
+        layouts,
+    )
+
+
+def part_shape(features: StoreFeatures, num_parts: int) -> StoreFeatures:
+    """The shapes and dtypes of one shard's part of packed features."""
+    num_keys = sum(layout.num_keys for layout in features.layouts) or 1
+    num_parts = max(1, min(num_parts, features.keys.shape[0] // num_keys))  # inside shard_map there is one part
+    return jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct((leaf.shape[0] // num_parts, *leaf.shape[1:]), leaf.dtype), features
+    )
+
+
 def _pack_store(store: StoreSpec, parts: Sequence[_Part]) -> StoreFeatures:
-    layouts, keys, offsets, weights = [], [], [], []
+    return StoreFeatures(
+        _join([part.words for part in parts], keys_lib.padding_words((1,))),
+        _join([part.offsets for part in parts if part.offsets is not None], np.zeros(1, np.int32)),
+        _join([part.weights for part in parts if part.weights is not None], np.zeros(1, np.float32)),
+        _layouts(store, parts),
+    )
+
+
+def _layouts(store: StoreSpec, parts: Sequence[_Part]) -> tuple[FeatureLayout, ...]:
+    """Where each feature lies among those of its store."""
+    layouts: list[FeatureLayout] = []
     key_start = bag_start = offsets_start = weights_start = tile_start = 0
     for part in parts:
         num_keys, spec = part.words.shape[0], part.spec
@@ -294,24 +346,14 @@ def _pack_store(store: StoreSpec, parts: Sequence[_Part]) -> StoreFeatures:
             unknown_zeros=store.tables[table].unknown == "zeros",
         )
         layouts.append(layout)
-        keys.append(part.words)
         key_start += num_keys
         bag_start += part.num_bags
         tile_start += layout.num_tiles
-        if part.offsets is not None:
-            offsets.append(part.offsets)
-            offsets_start += layout.num_offsets
-        if part.weights is not None:
-            weights.append(part.weights)
-            weights_start += num_keys
+        offsets_start += layout.num_offsets
+        weights_start += 0 if part.weights is None else num_keys
     if key_start >= 2**31 or bag_start >= 2**31:
         raise ValueError(f"batch: raw: got {key_start} keys and {bag_start} bags for one store, wanted below 2**31.")
-    return StoreFeatures(
-        _join(keys, keys_lib.padding_words((1,))),
-        _join(offsets, np.zeros(1, np.int32)),
-        _join(weights, np.zeros(1, np.float32)),
-        tuple(layouts),
-    )
+    return tuple(layouts)
 
 
 def _join(arrays: Sequence[Any], empty: np.ndarray) -> Any:

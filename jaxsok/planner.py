@@ -33,6 +33,7 @@ from jaxsok import features as features_lib
 from jaxsok import keys as keys_lib
 from jaxsok.exchange import wire_bytes
 from jaxsok.features import Bags
+from jaxsok.printed import aligned, each_device, in_units
 from jaxsok.specs import (
     REPLICATED,
     SHARDED,
@@ -44,8 +45,8 @@ from jaxsok.specs import (
     group_into_stores,
     on,
 )
-from jaxsok.store import num_buckets_of, row_bytes
-from jaxsok.types import BUCKET_WORDS, ENTRIES_PER_BUCKET, PADDING_KEY
+from jaxsok.store import row_bytes, store_bytes
+from jaxsok.types import PADDING_KEY
 
 REQUEST_BYTES = 16  # key, table and uses: four words
 REPLICATED_BYTES = 64 << 20  # of a table, on each device: beyond it nothing is replicated unasked
@@ -95,30 +96,23 @@ class Proposal:
             (
                 line.table.name,
                 f"{line.table.capacity:,}",
-                _in_units(line.num_bytes),
+                in_units(line.num_bytes),
                 f"{line.keys:,.0f}",
                 f"{line.distinct_keys:,.0f}",
-                *(_in_units(line.wire_bytes[kind]) for kind in ("sharded", "on", "replicated")),
+                *(in_units(line.wire_bytes[kind]) for kind in ("sharded", "on", "replicated")),
                 str(line.table.placement),
                 line.reason,
             )
             for line in self.lines
         ]
-        widths = [max(map(len, column)) for column in zip(head, *body, strict=True)]
-        rows = [
-            "  ".join(
-                cell.ljust(width) if i in (0, 8, 9) else cell.rjust(width)
-                for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-            ).rstrip()
-            for row in (head, *body)
-        ]
-        each = "device" if self.num_shards == 1 else f"each of {self.num_shards} devices"
-        used = sorted({_in_units(num_bytes) for num_bytes in (min(self.bytes_per_device), max(self.bytes_per_device))})
+        rows = aligned(head, body, is_text=(0, 8, 9))
+        each = each_device(self.num_shards)
+        used = sorted({in_units(num_bytes) for num_bytes in (min(self.bytes_per_device), max(self.bytes_per_device))})
         return "\n".join(
             [
                 *rows,
-                f"A step sends {_in_units(self.wire_bytes)} to {each}. Full tables take {' to '.join(used)} of the "
-                f"{_in_units(self.allocated_bytes)} allocated on {each}.",
+                f"A step sends {in_units(self.wire_bytes)} to {each}. Full tables take {' to '.join(used)} of the "
+                f"{in_units(self.allocated_bytes)} allocated on {each}.",
             ]
         )
 
@@ -177,12 +171,7 @@ def propose(
       >>> [round(line.distinct_keys) for line in proposal.lines]
       [1000, 7]
     """
-    if isinstance(num_shards, bool) or not isinstance(num_shards, (int, np.integer)) or num_shards < 1:
-        raise ValueError(f"propose: num_shards: got {num_shards!r}, wanted the number of devices, at least 1.")
-    names = [table.name for table in tables]
-    for feature in features:
-        if feature.table not in names:
-            raise ValueError(f'propose: feature "{feature.name}": table: got "{feature.table}", wanted one of {names}.')
+    check_declared("propose", tables, features, num_shards)
     if sample is not None and keys_per_step is not None:
         raise ValueError("propose: sample: got one beside keys_per_step, wanted one of the two.")
     if sample is not None:
@@ -205,6 +194,16 @@ def propose(
     )
 
 
+def check_declared(op: str, tables: Sequence[TableSpec], features: Sequence[FeatureSpec], num_shards: object) -> None:
+    """Refuses what no collection could be made of, before there is one."""
+    if isinstance(num_shards, bool) or not isinstance(num_shards, (int, np.integer)) or num_shards < 1:
+        raise ValueError(f"{op}: num_shards: got {num_shards!r}, wanted the number of devices, at least 1.")
+    names = [table.name for table in tables]
+    for feature in features:
+        if feature.table not in names:
+            raise ValueError(f'{op}: feature "{feature.name}": table: got "{feature.table}", wanted one of {names}.')
+
+
 # Traffic -------------------------------------------------------------------------------------------------------------
 
 
@@ -215,27 +214,38 @@ def _assumed(
     num_shards: int,
 ) -> dict[str, tuple[float, float]]:
     """Keys and distinct keys of each table, if all of its rows are asked for alike."""
-    known = keys_per_step if isinstance(keys_per_step, Mapping) else {}
-    unknown = sorted(set(known) - {feature.name for feature in features})
-    if unknown:
-        raise ValueError(
-            f"propose: keys_per_step: got features {unknown}, wanted some of {[one.name for one in features]}."
-        )
     keys = dict.fromkeys((table.name for table in tables), 0.0)
-    for feature in features:
-        number = known.get(feature.name) if isinstance(keys_per_step, Mapping) else keys_per_step
-        if number is None and feature.max_keys is not None:
-            number = feature.max_keys / num_shards
+    for feature, number in zip(features, keys_of("propose", features, keys_per_step, num_shards), strict=True):
         if number is None:
             raise ValueError(
                 f'propose: feature "{feature.name}": keys_per_step: got none, wanted how many keys one device asks in '
                 "a step; pass keys_per_step, or a sample."
             )
-        if isinstance(number, bool) or not isinstance(number, (int, float, np.number)) or number < 0:
-            raise ValueError(f'propose: feature "{feature.name}": keys_per_step: got {number!r}, wanted a number.')
-        keys[feature.table] += float(number)
+        keys[feature.table] += number
     rows = {table.name: table.capacity for table in tables}
     return {name: (number, -rows[name] * math.expm1(-number / rows[name])) for name, number in keys.items()}
+
+
+def keys_of(
+    op: str, features: Sequence[FeatureSpec], keys_per_step: int | Mapping[str, int] | None, num_shards: int
+) -> list[float | None]:
+    """For each feature the keys that one device asks in a step; None where neither the caller nor `max_keys` tells."""
+    known = keys_per_step if isinstance(keys_per_step, Mapping) else {}
+    unknown = sorted(set(known) - {feature.name for feature in features})
+    if unknown:
+        raise ValueError(
+            f"{op}: keys_per_step: got features {unknown}, wanted some of {[one.name for one in features]}."
+        )
+    keys: list[float | None] = []
+    for feature in features:
+        number = known.get(feature.name) if isinstance(keys_per_step, Mapping) else keys_per_step
+        if number is None and feature.max_keys is not None:
+            number = feature.max_keys / num_shards
+        is_number = isinstance(number, (int, float, np.number)) and not isinstance(number, bool)
+        if number is not None and not (is_number and number >= 0):
+            raise ValueError(f'{op}: feature "{feature.name}": keys_per_step: got {number!r}, wanted a number.')
+        keys.append(None if number is None else float(number))
+    return keys
 
 
 def _measured(
@@ -379,7 +389,7 @@ def _proposed(
     elif replicated >= sharded:
         reason = f"replicated sends {replicated / max(sharded, 1):.1f} times as much" if sharded else "no keys"
     elif num_bytes > replicated_bytes:
-        reason = f"replicated sends less, but takes {_in_units(num_bytes)} on every device"
+        reason = f"replicated sends less, but takes {in_units(num_bytes)} on every device"
     else:
         placement = REPLICATED
         reason = f"sends {replicated / sharded:.2f} of the bytes of sharded; small"
@@ -406,12 +416,8 @@ def _bytes_per_device(tables: Sequence[TableSpec], num_shards: int) -> tuple[int
 
 def _allocated_bytes(tables: Sequence[TableSpec], num_shards: int) -> int:
     """Of all stores on one device, as `init` makes them."""
-    total = 0
-    for store in group_into_stores(tables, num_shards):
-        index = 4 * BUCKET_WORDS  # bytes of a bucket
-        per_row = row_bytes(store) - index * 2 // ENTRIES_PER_BUCKET
-        total += store.capacity * per_row + index * num_buckets_of(store.capacity)
-    return total
+    stores = group_into_stores(tables, num_shards)
+    return sum(sum(store_bytes(store, store.capacity).values()) for store in stores)
 
 
 def _fitted(
@@ -436,11 +442,3 @@ def _fitted(
             f"largest tables: {parts}); lower capacity or dim, or use more devices."
         )
     return lines
-
-
-def _in_units(num_bytes: float) -> str:
-    """As people read it: 1536 is "1.5 KiB"."""
-    if num_bytes < 1024:
-        return f"{num_bytes:.0f} B"
-    power = min(int(math.log2(num_bytes)) // 10, 4)
-    return f"{num_bytes / 1024**power:.1f} {('KiB', 'MiB', 'GiB', 'TiB')[power - 1]}"

@@ -311,15 +311,15 @@ class StoreSpec:
     @property
     def capacity(self) -> int:
         """Rows of a shard at first."""
-        return self._per_shard([table.capacity for table in self.tables])
+        return self.rows_of_shard([table.capacity for table in self.tables])
 
     @property
     def max_capacity(self) -> int | None:
         """Rows of a shard at most; None: until memory ends."""
         limits = [table.max_capacity for table in self.tables]
-        return None if None in limits else min(self._per_shard(limits), MAX_CAPACITY)
+        return None if None in limits else min(self.rows_of_shard(limits), MAX_CAPACITY)
 
-    def _per_shard(self, rows: Sequence[int]) -> int:
+    def rows_of_shard(self, rows: Sequence[int]) -> int:
         """What a shard needs so that the tables together have room for `rows` each.
 
         Hashing gives a shard its share give or take a root: with four of them on top a shard overflows before the

@@ -84,8 +84,29 @@ def row_bytes(spec: StoreSpec) -> int:
     Example:
       64 float32 with rowwise Adagrad: 256 + 4 + 16 + 32 = 308; 64 bfloat16: 128 less.
     """
-    num_bytes = spec.itemsize * spec.dim + 4 * sum(state.dim for state in spec.state_specs)
-    return num_bytes + 4 * RECORD_WORDS + 4 * BUCKET_WORDS * 2 // ENTRIES_PER_BUCKET
+    return sum(_bytes_by_row(spec).values()) + 4 * BUCKET_WORDS * 2 // ENTRIES_PER_BUCKET
+
+
+def store_bytes(spec: StoreSpec, capacity: int) -> dict[str, int]:
+    """Bytes of the arrays of one shard, by what they hold.
+
+    Args:
+      spec: of the store.
+      capacity: rows of the shard.
+    """
+    return {name: capacity * num_bytes for name, num_bytes in _bytes_by_row(spec).items()} | {
+        "index": 4 * BUCKET_WORDS * num_buckets_of(capacity),
+        "counters": 4 * (len(COUNTERS) + len(spec.tables)),
+    }
+
+
+def _bytes_by_row(spec: StoreSpec) -> dict[str, int]:
+    """Bytes of what lies in slabs, for one row."""
+    return {
+        "rows": spec.itemsize * spec.dim,
+        "optimizer_state": 4 * sum(state.dim for state in spec.state_specs),
+        "records": 4 * RECORD_WORDS,
+    }
 
 
 def new_slab(spec: StoreSpec, size: int) -> tuple[Array, Array, tuple[Array, ...]]:

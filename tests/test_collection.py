@@ -335,26 +335,6 @@ def test_export_table_types():
     assert all(len(array) == 2 for array in table["state"].values())
 
 
-def test_memory_estimate_is_what_a_state_takes():
-    """The bytes of the estimate are those of the arrays, and grow with the capacity."""
-    collection = programs.one_table(dim=8, optimizer=jaxsok.optim.adam(0.1), capacity=1 << 16)
-    state = collection.init(seed=0)
-    actual = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
-    estimate = collection.memory_estimate()
-    assert all(isinstance(value, int) for value in jax.tree.leaves(estimate))
-    at_least = (1 << 16) * 8 * 4 * 3  # rows and two moments
-    total = estimate["total"]
-    assert total >= at_least
-    # Counters of some dozens of bytes are not worth a line; a reserve and workspaces may be counted on top.
-    assert actual - 4096 <= total <= 2 * actual
-    assert total == sum(value for name, value in estimate.items() if name != "total")
-    state = programs.insert(collection, state, range(1 << 16), grow=True)
-    grown = collection.grow(state)
-    actual = sum(leaf.nbytes for leaf in jax.tree.leaves(grown))
-    assert actual - 4096 <= collection.memory_estimate(grown)["total"] <= 2 * actual
-    assert collection.memory_estimate(grown)["total"] > 1.2 * total
-
-
 def test_many_tables_and_features():
     """26 tables of three dims, two features each: every feature reads its own table."""
     optimizer = jaxsok.optim.rowwise_adagrad(0.1)

@@ -213,6 +213,20 @@ def test_peak_memory_is_the_state_and_the_batch(name):
     assert outputs[0] == outputs[1]
 
 
+@pytest.mark.parametrize(
+    ("name", "wanted"),
+    [
+        ("lookup", ["jaxsok_lookup"]),
+        ("train step", ["jaxsok_lookup", "jaxsok_update"]),
+        ("two lookups", ["jaxsok_lookup", "jaxsok_lookup", "jaxsok_update"]),
+    ],
+)
+def test_one_call_a_store_for_lookup_and_for_update(name, wanted):
+    """At most two calls a store in a step, whatever its features are; one more for each further micro-batch."""
+    targets = re.findall(r'custom_call_target="(jaxsok_\w+)"', compiled_case(name)[0].as_text())
+    assert sorted(targets) == sorted(2 * wanted)
+
+
 def test_one_program_serves_all_batches():
     """Other contents of the same shapes compile nothing."""
     collection = declared()
@@ -410,6 +424,9 @@ def compile_for_h200():
                     "alias_bytes": memory.alias_size_in_bytes,
                     "temp_bytes": memory.temp_size_in_bytes,
                     "state_bytes": state_bytes(state),
+                    "step_bytes": collection.memory_estimate(state, arguments[0]).step_bytes
+                    if name in ("lookup", "train step", "linear loss", "find and step")
+                    else None,
                 }
             )
     results |= compile_for_eight_h200s()
@@ -447,6 +464,7 @@ def compile_for_eight_h200s():
                 "alias_bytes": memory.alias_size_in_bytes,
                 "temp_bytes": memory.temp_size_in_bytes,
                 "state_bytes": sum(leaf.nbytes for leaf in jax.tree.leaves(state.stores)) // NUM_SHARDS,
+                "step_bytes": collection.memory_estimate(batch=features).step_bytes,
             }
         ]
     return results
@@ -493,6 +511,9 @@ def test_compiled_for_h200():
             assert result["host_calls"] == [], name
             assert result["num_custom_calls"] > 0, name
             assert result["alias_bytes"] >= result["state_bytes"], name
+            if result["step_bytes"] is not None:
+                assert result["temp_bytes"] <= result["step_bytes"], name
+                assert name == "lookup" or result["step_bytes"] <= 2 * result["temp_bytes"], name
         if len(by_capacity) == 2:
             assert abs(by_capacity[1]["temp_bytes"] - by_capacity[0]["temp_bytes"]) <= ALIGNMENT_BYTES, name
 

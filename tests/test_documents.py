@@ -505,6 +505,8 @@ API = {
     "jaxsok.Placement": lambda: members_of(jaxsok.Placement),
     "jaxsok.Proposal": lambda: members_of(jaxsok.Proposal),
     "jaxsok.TableProposal": lambda: members_of(jaxsok.TableProposal),
+    "jaxsok.MemoryEstimate": lambda: members_of(jaxsok.MemoryEstimate),
+    "jaxsok.StoreMemory": lambda: members_of(jaxsok.StoreMemory),
     "jaxsok.Bags": lambda: members_of(jaxsok.Bags),
     "jaxsok.Batch": lambda: members_of(jaxsok.Batch),
     "jaxsok.Features": lambda: members_of(jaxsok.Features),
@@ -542,11 +544,11 @@ def test_bytes_of_a_row():
     capacity = 1 << 20
     for dim, optimizer, *told in rows:
         make = getattr(jaxsok.optim, optimizer.strip("`"))
-        collection = jaxsok.Collection([jaxsok.TableSpec("user", int(dim), make(0.1), capacity=capacity)], [])
-        estimate = collection.memory_estimate()
-        names = ("rows", "optimizer_state", "records", "index", "total")
-        assert [int(number) for number in told] == [estimate[name] / capacity for name in names]
-        assert int(told[-1]) == store.row_bytes(collection.stores[0])
+        estimate = jaxsok.memory_estimate([jaxsok.TableSpec("user", int(dim), make(0.1), capacity=capacity)])
+        (counted,) = estimate.stores
+        parts = [counted.state[name] / capacity for name in ("rows", "optimizer_state", "records", "index")]
+        assert [int(number) for number in told] == [*parts, counted.row_bytes]
+        assert int(told[-1]) == round(estimate.bytes_per_key, 3)
 
 
 def test_bytes_of_workspaces():

@@ -1,0 +1,423 @@
+"""How many bytes a collection takes on each device: its state, and what one step needs besides.
+
+Arithmetic on specs, sizes of batches and the kernels' own workspace sizes; nothing is allocated. The state is counted
+to the byte. What a step needs is a bound, of which a test says how close it is to what XLA allocates: every array of
+the batch, its plan, embeddings and gradients is counted as if all lived at once, of the workspaces the largest one,
+since calls follow one another. The model's own activations are not counted.
+
+On a mesh a device receives S * send_capacity lines in a round, S being the number of shards. The exchange is counted
+as two float32 rows a line (sent and received, or received and decoded, whatever the dtype on the wire), one a key (rows
+that came back, sums of gradients), requests of 16 bytes sent and received, and 32 bytes a line for row ids and uses.
+Batches and plans are counted as `collection.pipeline` holds them: two ahead of the one in use.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxsok import features as features_lib
+from jaxsok.exchange import default_send_capacity
+from jaxsok.features import StoreFeatures
+from jaxsok.grow import keys_at_most, next_capacity
+from jaxsok.kernels import library
+from jaxsok.pipeline import PLANS_AHEAD
+from jaxsok.planner import REQUEST_BYTES, check_declared, keys_of
+from jaxsok.printed import aligned, each_device, in_units
+from jaxsok.specs import ExchangeSpec, FeatureSpec, StoreSpec, TableSpec, group_into_stores
+from jaxsok.store import num_buckets_of, row_bytes, store_bytes
+from jaxsok.types import COUNTS, ENTRIES_PER_BUCKET, MAX_CAPACITY, NUM_PARTITIONS
+
+MEMORY_FRACTION = 0.75  # of a GPU, that XLA takes for all arrays unless XLA_CLIENT_MEM_FRACTION says otherwise
+
+STATE = ("rows", "optimizer_state", "records", "index", "counters")
+STEP = ("batch", "plan", "embeddings", "gradients", "exchange", "workspace")
+
+
+@dataclasses.dataclass(frozen=True)
+class StoreMemory:
+    """One store on one device."""
+
+    tables: tuple[str, ...]
+    dim: int
+    num_rows: int
+    """In use, of the tables together, on all devices."""
+    capacity: int
+    """Rows of a shard."""
+    load: float
+    """Of the index when `num_rows` are in use."""
+    row_bytes: int
+    """Of one row of capacity: its numbers, optimizer state, record, and share of the index."""
+    state: Mapping[str, int]
+    """Bytes of the arrays: "rows", "optimizer_state", "records", "index", "counters"."""
+    reserve: int
+    """Of these, the bytes that `grow` keeps free for the keys of coming steps."""
+    num_keys: int
+    """Positions for keys in one batch of a device."""
+    step: Mapping[str, int]
+    """Bytes that a step needs besides: "batch" and "plan" (of all batches under way), "embeddings", "gradients",
+    "exchange" (0 on one device), "workspace" (of lookup, plan or update, the largest)."""
+
+
+@dataclasses.dataclass(frozen=True)
+class MemoryEstimate:
+    """Bytes on each device. `str` makes a table of it.
+
+    Example:
+      >>> from jaxsok import optim
+      >>> tables = [TableSpec("user", 64, optim.rowwise_adagrad(0.1), capacity=1_000_000)]
+      >>> estimate = memory_estimate(tables)
+      >>> round(estimate.bytes_per_key), estimate.total == estimate.state_bytes
+      (308, True)
+    """
+
+    stores: tuple[StoreMemory, ...]
+    num_shards: int
+    other: int
+    """Bytes of the state beside its stores: step, seed, and on a mesh the owners of partitions."""
+    tables: tuple[TableSpec, ...]
+    """That are counted; with the capacities of the specs."""
+    device_bytes: int | None = None
+    """Of one device, as asked."""
+    memory_fraction: float = MEMORY_FRACTION
+    """Of these, what XLA gives to arrays."""
+
+    @property
+    def state_bytes(self) -> int:
+        """Of all arrays of the state."""
+        return self.other + sum(sum(store.state.values()) for store in self.stores)
+
+    @property
+    def step_bytes(self) -> int:
+        """That a step needs besides the state, at most, the model's own left out."""
+        workspace = max((store.step["workspace"] for store in self.stores), default=0)
+        return workspace + sum(sum(store.step.values()) - store.step["workspace"] for store in self.stores)
+
+    @property
+    def total(self) -> int:
+        """Of state and step."""
+        return self.state_bytes + self.step_bytes
+
+    @property
+    def bytes_per_key(self) -> float:
+        """Bytes of the state, on all devices together, over the rows in use."""
+        return self.state_bytes * self.num_shards / max(1, sum(store.num_rows for store in self.stores))
+
+    @property
+    def memory_bytes(self) -> int | None:
+        """What XLA gives to arrays on a device; None: not asked."""
+        return None if self.device_bytes is None else int(self.device_bytes * self.memory_fraction)
+
+    def largest_capacities(self, memory_bytes: int | None = None) -> dict[str, int]:
+        """The capacities, in the proportions of the specs, with which state and step just fit.
+
+        Args:
+          memory_bytes: for arrays on each device; None: `device_bytes * memory_fraction`. 0.8 of a GPU: pass that.
+
+        Returns:
+          Rows by table, on all devices together: for `TableSpec(capacity=...)`. All 0 if the step alone is too large.
+
+        Example:
+          >>> from jaxsok import optim
+          >>> estimate = memory_estimate([TableSpec("user", 64, optim.rowwise_adagrad(0.1))])
+          >>> estimate.largest_capacities(int(0.8 * 141e9))
+          {'user': 366233766}
+        """
+        limit = self.memory_bytes if memory_bytes is None else memory_bytes
+        if limit is None:
+            raise ValueError(
+                "largest_capacities: memory_bytes: got None without device_bytes, wanted the bytes that a device has "
+                "for arrays."
+            )
+        room = limit - self.other - self.step_bytes
+        stores = group_into_stores(self.tables, self.num_shards)
+        declared = sum(table.capacity for table in self.tables)
+
+        def scaled(tables: Sequence[TableSpec], num_rows: int) -> list[int]:
+            return [num_rows * table.capacity // declared for table in tables]
+
+        def fits(num_rows: int) -> bool:
+            capacities = [spec.rows_of_shard(scaled(spec.tables, num_rows)) for spec in stores]
+            counted = [sum(store_bytes(*one).values()) for one in zip(stores, capacities, strict=True)]
+            return max(capacities) <= MAX_CAPACITY and sum(counted) <= room
+
+        low, high = 0, max(room, 0) * self.num_shards  # a row takes more than a byte
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if fits(middle) else (low, middle - 1)
+        return {table.name: rows for table, rows in zip(self.tables, scaled(self.tables, low), strict=True)}
+
+    def __str__(self) -> str:
+        """The state by store, the step by store, and the sums."""
+        names = [" ".join(store.tables) for store in self.stores]
+        head = ("state", "dim", "rows in use", "capacity", *(name.replace("_", " ") for name in STATE), "a row")
+        body = [
+            (
+                name,
+                str(store.dim),
+                f"{store.num_rows:,}",
+                f"{store.capacity:,}",
+                *(in_units(store.state[part]) for part in STATE),
+                f"{store.row_bytes} B",
+            )
+            for name, store in zip(names, self.stores, strict=True)
+        ]
+        lines = aligned(head, body, is_text=(0,))
+        if any(store.num_keys for store in self.stores):
+            head = ("step", "keys", *STEP, "reserve")
+            body = [
+                (name, f"{store.num_keys:,}", *(in_units(store.step[part]) for part in STEP), in_units(store.reserve))
+                for name, store in zip(names, self.stores, strict=True)
+            ]
+            lines += ["", *aligned(head, body, is_text=(0,))]
+        each = each_device(self.num_shards)
+        lines += [
+            "",
+            f"{in_units(self.total)} on {each}: state {in_units(self.state_bytes)}, step {in_units(self.step_bytes)}. "
+            f"{self.bytes_per_key:.1f} bytes a key.",
+        ]
+        if self.device_bytes is not None and self.memory_bytes is not None:
+            verdict = "enough" if self.total <= self.memory_bytes else "too little"
+            rows = ", ".join(f"{name} {number:,}" for name, number in self.largest_capacities().items())
+            lines += [
+                f"XLA gives arrays {in_units(self.memory_bytes)}, {self.memory_fraction:.0%} of "
+                f"{in_units(self.device_bytes)}: {verdict}; XLA_CLIENT_MEM_FRACTION must be at least "
+                f"{math.ceil(100 * self.total / self.device_bytes) / 100:.2f}.",
+                f"Rows that would fit: {rows}.",
+            ]
+        return "\n".join(lines)
+
+
+def memory_estimate(
+    tables: Sequence[TableSpec],
+    features: Sequence[FeatureSpec] = (),
+    *,
+    num_shards: int = 1,
+    num_rows: int | Mapping[str, int] | None = None,
+    num_samples: int | None = None,
+    keys_per_step: int | Mapping[str, int] | None = None,
+    exchange: ExchangeSpec | None = None,
+    steps: int = 1,
+    device_bytes: int | None = None,
+    memory_fraction: float = MEMORY_FRACTION,
+) -> MemoryEstimate:
+    """Counts the bytes that a collection takes on each device, before there is one.
+
+    Args:
+      tables: of the collection to be.
+      features: of the collection to be; only what a step needs depends on them.
+      num_shards: devices along its axis.
+      num_rows: rows that the tables will come to have, on all devices together, by table or one number for each. The
+        capacity counted is the one that `grow` reaches by doubling the declared one. None: the declared capacity, full.
+      num_samples: of one device's part of a batch. Without it and `keys_per_step` the state alone is counted.
+      keys_per_step: positions for keys, padding counted, that one device's part of a batch has for each feature, or one
+        number for all. A feature without one has `max_keys` shared out, else one key (or `max_hotness`) a sample.
+      exchange: as the collection gets it: its send capacity.
+      steps: between two calls of `grow`: so much is held in reserve.
+      device_bytes: memory of one device: whether the total fits, and how many rows would.
+      memory_fraction: of `device_bytes`, what XLA gives to arrays: XLA_CLIENT_MEM_FRACTION, by default 0.75.
+
+    Returns:
+      The estimate: by store, and in all. `print` it.
+
+    Raises:
+      TypeError, ValueError: unknown names, numbers that cannot be meant, a feature without a number of keys.
+      ImportError: the CPU library, which knows the sizes of workspaces, is missing.
+
+    Example:
+      >>> from jaxsok import optim
+      >>> tables = [TableSpec("user", 64, optim.rowwise_adagrad(0.1), capacity=1_000_000)]
+      >>> estimate = memory_estimate(tables, [FeatureSpec("user", table="user")], num_samples=65_536)
+      >>> estimate.stores[0].row_bytes, estimate.stores[0].state["index"], estimate.stores[0].step["embeddings"]
+      (308, 32000000, 16777216)
+    """
+    op = "memory_estimate"
+    check_declared(op, tables, features, num_shards)
+    if not tables:
+        raise ValueError(f"{op}: tables: got none, wanted at least one TableSpec.")
+    stores = group_into_stores(tables, int(num_shards))
+    sizes = _sizes(features, num_samples, keys_per_step, num_shards)
+    parts = [features_lib.shaped(store, features if sizes else (), sizes) for store in stores]
+    return estimated(
+        tables,
+        parts,
+        num_shards=int(num_shards),
+        num_rows=num_rows,
+        exchange=exchange,
+        steps=steps,
+        device_bytes=device_bytes,
+        memory_fraction=memory_fraction,
+    )
+
+
+def estimated(
+    tables: Sequence[TableSpec],
+    features: Sequence[StoreFeatures],
+    *,
+    num_shards: int,
+    capacities: Sequence[int] | None = None,
+    num_rows: int | Mapping[str, int] | None = None,
+    exchange: ExchangeSpec | None = None,
+    steps: int = 1,
+    device_bytes: int | None = None,
+    memory_fraction: float = MEMORY_FRACTION,
+) -> MemoryEstimate:
+    """The estimate, of features that are packed or shaped; see `memory_estimate`.
+
+    Args:
+      tables: of the collection.
+      features: by store, of one device.
+      num_shards: devices along the axis.
+      capacities: rows of a shard of each store; None: those that the specs and `num_rows` lead to.
+      num_rows: see `memory_estimate`.
+      exchange: see `memory_estimate`.
+      steps: see `memory_estimate`.
+      device_bytes: see `memory_estimate`.
+      memory_fraction: see `memory_estimate`.
+    """
+    _check_numbers(steps, device_bytes, memory_fraction)
+    rows = _rows_of(tables, num_rows)
+    by_name = {table.name: number for table, number in zip(tables, rows, strict=True)}
+    stores = group_into_stores(tables, num_shards)
+    counted = []
+    for s, (spec, part) in enumerate(zip(stores, features, strict=True)):
+        reserved = steps * keys_at_most(spec, [(layout.table, layout.num_keys) for layout in part.layouts])
+        of_tables = [by_name[table.name] for table in spec.tables]
+        if capacities is not None:
+            capacity = capacities[s]
+        else:
+            capacity = spec.capacity if num_rows is None else _grown(spec, reserved, spec.rows_of_shard(of_tables))
+        in_use = sum(of_tables)
+        of_shard = in_use if spec.is_replicated else in_use / num_shards
+        counted.append(
+            StoreMemory(
+                tables=tuple(table.name for table in spec.tables),
+                dim=spec.dim,
+                num_rows=in_use,
+                capacity=capacity,
+                load=of_shard / (ENTRIES_PER_BUCKET * num_buckets_of(capacity)),
+                row_bytes=row_bytes(spec),
+                state=store_bytes(spec, capacity),
+                reserve=min(reserved, capacity) * row_bytes(spec),
+                num_keys=sum(layout.num_keys for layout in part.layouts),
+                step=_step_bytes(spec, part, exchange or ExchangeSpec()),
+            )
+        )
+    other = 4 + 8 + (4 * NUM_PARTITIONS if num_shards > 1 else 0)
+    return MemoryEstimate(tuple(counted), num_shards, other, tuple(tables), device_bytes, memory_fraction)
+
+
+# The state -----------------------------------------------------------------------------------------------------------
+
+
+def _grown(spec: StoreSpec, reserved: int, num_rows: int) -> int:
+    """The capacity at which `grow` arrives, from the declared one, when rows come a few at a time.
+
+    Args:
+      spec: of the store.
+      reserved: rows that are kept free.
+      num_rows: rows of a shard in the end.
+    """
+    capacity = spec.capacity
+    while capacity < num_rows + reserved:
+        larger = next_capacity(spec, capacity, max(reserved, capacity + 1), None)
+        if larger == capacity:
+            break
+        capacity = larger
+    return capacity
+
+
+def _rows_of(tables: Sequence[TableSpec], num_rows: int | Mapping[str, int] | None) -> list[int]:
+    """The rows of each table."""
+    names = [table.name for table in tables]
+    known = num_rows if isinstance(num_rows, Mapping) else dict.fromkeys(names, num_rows)
+    unknown = sorted(set(known) - set(names))
+    if unknown:
+        raise ValueError(f"memory_estimate: num_rows: got tables {unknown}, wanted some of {names}.")
+    rows = [table.capacity if known.get(table.name) is None else known[table.name] for table in tables]
+    for name, number in zip(names, rows, strict=True):
+        if isinstance(number, bool) or not isinstance(number, (int, np.integer)) or number < 0:
+            raise ValueError(f'memory_estimate: table "{name}": num_rows: got {number!r}, wanted a number of rows.')
+    return [int(number) for number in rows]
+
+
+# The step ------------------------------------------------------------------------------------------------------------
+
+
+def _sizes(
+    features: Sequence[FeatureSpec],
+    num_samples: int | None,
+    keys_per_step: int | Mapping[str, int] | None,
+    num_shards: int,
+) -> dict[str, tuple[int, int]]:
+    """For each feature the keys and the samples of one device; nothing, if nothing is known of the batch."""
+    op = "memory_estimate"
+    if num_samples is not None and (
+        isinstance(num_samples, bool) or not isinstance(num_samples, (int, np.integer)) or num_samples < 1
+    ):
+        raise ValueError(f"{op}: num_samples: got {num_samples!r}, wanted a number of samples, at least 1.")
+    keys = keys_of(op, features, keys_per_step, num_shards)
+    if num_samples is None and keys_per_step is None:
+        return {}
+    sizes = {}
+    for feature, number in zip(features, keys, strict=True):
+        if number is None and num_samples is None:
+            raise ValueError(
+                f'{op}: feature "{feature.name}": keys_per_step: got none, wanted how many keys one device asks in a '
+                "step; pass keys_per_step or num_samples."
+            )
+        if number is None:
+            number = num_samples * (feature.max_hotness or 1)
+        sizes[feature.name] = math.ceil(number), int(math.ceil(number) if num_samples is None else num_samples)
+    return sizes
+
+
+def _step_bytes(spec: StoreSpec, features: StoreFeatures, wire: ExchangeSpec) -> dict[str, int]:
+    """Bytes that a step needs of one device for one store, by what they hold; a store without features needs none."""
+    if not features.layouts:
+        return dict.fromkeys(STEP, 0)
+    sizes = library.load_cpu()
+    num_keys = sum(layout.num_keys for layout in features.layouts)
+    row = jnp.dtype(spec.embedding_dtype).itemsize * spec.dim
+    embeddings = sum(math.prod(layout.embedding_shape) for layout in features.layouts) * row
+    found = 4 + 4 * len(COUNTS) * len(spec.tables) + 4  # generation, counts, rounds
+    parts = {"batch": _bytes_of(features), "embeddings": embeddings, "gradients": embeddings}
+    if spec.num_shards == 1:
+        update = sizes.JaxsokUpdateWorkspaceBytes(num_keys, spec.dim)
+        lookup = max(sizes.JaxsokInsertWorkspaceBytes(num_keys), sizes.JaxsokPlanWorkspaceBytes(num_keys))
+        return parts | {"plan": 4 * num_keys + found, "exchange": 0, "workspace": max(lookup, update)}
+    capacity = wire.send_capacity or default_send_capacity(spec, features)
+    num_owners = 1 if spec.is_replicated else spec.num_shards
+    sent, received = num_owners * capacity, spec.num_shards * capacity
+    # requests, inverse and slots by key; starts, hashes, load; requests and row ids by line received
+    plan = (REQUEST_BYTES + 8) * num_keys + 4 * (num_owners + 1) + 16 + (REQUEST_BYTES + 4) * received + found
+    exchange = 4 * spec.dim * (2 * received + num_keys) + REQUEST_BYTES * (sent + received) + 32 * received
+    workspace = max(
+        sizes.JaxsokPlanRequestsWorkspaceBytes(num_keys),
+        sizes.JaxsokInsertWorkspaceBytes(received),
+        sizes.JaxsokUpdateWorkspaceBytes(max(num_keys, received), spec.dim),
+    )
+    batches = 1 + PLANS_AHEAD
+    parts["batch"] *= batches
+    return parts | {"plan": batches * plan, "exchange": exchange, "workspace": workspace}
+
+
+def _bytes_of(tree: Any) -> int:
+    """Of arrays, or of shapes that stand for them."""
+    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+def _check_numbers(steps: int, device_bytes: int | None, memory_fraction: float) -> None:
+    op = "memory_estimate"
+    if isinstance(steps, bool) or not isinstance(steps, (int, np.integer)) or steps < 1:
+        raise ValueError(f"{op}: steps: got {steps!r}, wanted an integer of at least 1.")
+    if device_bytes is not None and (
+        isinstance(device_bytes, bool) or not isinstance(device_bytes, (int, float, np.number)) or device_bytes <= 0
+    ):
+        raise ValueError(f"{op}: device_bytes: got {device_bytes!r}, wanted a number of bytes, above 0.")
+    if not isinstance(memory_fraction, (int, float)) or not 0 < memory_fraction <= 1:
+        raise ValueError(f"{op}: memory_fraction: got {memory_fraction!r}, wanted a number above 0, at most 1.")
