@@ -34,11 +34,6 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxsok
-from benchmarks import fill, limits, peers, records, workloads
-from benchmarks.fill import AXIS, Filled
-from benchmarks.records import Record, Recorder
-from benchmarks.timing import Protocol, Step, Timing
-from benchmarks.workloads import KeySet, Workload
 from jaxsok import combine as combine_lib
 from jaxsok import exchange as exchange_lib
 from jaxsok import plan as plan_lib
@@ -50,6 +45,12 @@ from jaxsok.kernels import lookup as lookup_kernels
 from jaxsok.kernels import update as update_kernels
 from jaxsok.pipeline import Pipeline
 from jaxsok.types import COUNTERS, NO_ROW, REQUEST_WORDS, ROW_GRADIENTS
+
+from . import fill, limits, peers, records, workloads
+from .fill import AXIS, Filled
+from .records import Record, Recorder
+from .timing import Protocol, Step, Timing
+from .workloads import KeySet, Workload
 
 MORE_PARTS_OF = ("M1", "M1-64")
 """The workloads that have a second wire dtype, a second front end and a model around them; the others would say the

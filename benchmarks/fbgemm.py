@@ -28,8 +28,8 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
     SplitTableBatchedEmbeddingBagsCodegen,
 )
 
-from benchmarks import workloads
-from benchmarks.workloads import Workload
+from . import workloads
+from .workloads import Workload
 
 LEARNING_RATE = 0.01
 

@@ -8,9 +8,8 @@ Several files are told one after the other. What stands outside the markers is l
 import argparse
 import pathlib
 from collections.abc import Sequence
-from typing import Any
 
-from benchmarks import limits, records, workloads
+from . import limits, records, tables, workloads
 
 BEGIN = "<!-- benchmarks: begin. Written by benchmarks/report.py; edits here are lost. -->"
 END = "<!-- benchmarks: end -->"
@@ -35,27 +34,20 @@ def section(path: pathlib.Path) -> str:
         + f".{one_device} Scale {about['options']['scale']:g}; {about['wall_s']:.0f} s in all.",
         "",
     ]
-    lines += _mesh_tables(found, about) if is_on_mesh else _tables(found)
+    is_full_size = about["options"]["scale"] == 1 and about["platform"] != "cpu"
+    for title, columns, table in tables.all_of(found, is_full_size):
+        # What is published of other systems stands in the text, once.
+        keep = [i for i, column in enumerate(columns) if "TorchRec" not in column]
+        short = [[row[i] for i in keep] for row in table]
+        lines += [title, "", tables.format_table([columns[i] for i in keep], short), ""]
+    note = tables.host_bound_note(found)
+    lines += [note.replace("*", "\\*", 1), ""] if note else []
+    skipped = about.get("skipped", [])
+    if skipped:
+        lines += ["Skipped:", "", *(f"- {entry['what']}: {_one_line(entry['why'])}" for entry in skipped), ""]
     if failures:
         lines += ["What failed:", "", *(f"- {entry['what']}: {_one_line(entry['why'])}" for entry in failures), ""]
     return "\n".join(lines)
-
-
-def _tables(found: Sequence[records.Record]) -> list[str]:
-    lines = [records.format_table(records.COLUMNS, records.rows(found)), ""]
-    note = records.host_bound_note(found)
-    lines += [note.replace("*", "\\*", 1), ""] if note else []
-    lines += ["The batches:", "", records.format_table(records.KEY_COLUMNS, records.key_rows(found)), ""]
-    lines += ["Peers and limits by themselves:", ""]
-    return [*lines, records.format_table(records.PEER_COLUMNS, records.peer_rows(found)), ""]
-
-
-def _mesh_tables(found: Sequence[records.Record], about: dict[str, Any]) -> list[str]:
-    table = records.exchange_rows(found, about["options"]["scale"] == 1 and about["platform"] != "cpu")
-    # What is published of other systems stands in the text, once.
-    keep = [i for i, column in enumerate(records.EXCHANGE_COLUMNS) if "TorchRec" not in column]
-    columns = [records.EXCHANGE_COLUMNS[i] for i in keep]
-    return [records.format_table(columns, [[row[i] for i in keep] for row in table]), ""]
 
 
 def floor_rows(gigabytes_per_s: float) -> list[tuple[str, ...]]:
@@ -109,7 +101,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--document", type=pathlib.Path, default=root / "docs" / "performance.md")
     options = parser.parse_args(arguments)
     if options.floors:
-        print(records.format_table(FLOOR_COLUMNS, floor_rows(options.floors)))
+        print(tables.format_table(FLOOR_COLUMNS, floor_rows(options.floors)))
         return
     if not options.results:
         parser.error("name a results file, or --floors")

@@ -17,7 +17,20 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 if str(ROOT) not in sys.path:
     sys.path.append(str(ROOT))
 
-from benchmarks import bench_exchange, dlrm, fill, limits, peers, records, report, run, timing, workloads  # noqa: E402
+from benchmarks import (  # noqa: E402
+    bench_exchange,
+    bench_skew,
+    dlrm,
+    fill,
+    limits,
+    peers,
+    records,
+    report,
+    run,
+    tables,
+    timing,
+    workloads,
+)
 
 
 @pytest.mark.parametrize(
@@ -139,11 +152,11 @@ def test_ratios_and_limits_stand_beside_the_right_records():
         record(records.GATHER, "limit", 1.0),
         record(records.READ_MODIFY_WRITE, "limit", 3.0, "adam"),
     ]
-    forward, step = (dict(zip(records.COLUMNS, row, strict=True)) for row in records.rows(found))
+    forward, step = (dict(zip(tables.COLUMNS, row, strict=True)) for row in tables.rows(found))
     assert (forward["limit ms"], forward["of limit"]) == ("1", "0.50")
-    assert [forward[name] for name in records.COLUMNS[-3:]] == ["1.50", "2.00", "3.00"]
+    assert [forward[name] for name in tables.COLUMNS[-3:]] == ["1.50", "2.00", "3.00"]
     assert (step["limit ms"], step["of limit"]) == ("4", "0.50")
-    assert [step[name] for name in records.COLUMNS[-3:]] == ["10.00", "-", "-"]
+    assert [step[name] for name in tables.COLUMNS[-3:]] == ["10.00", "-", "-"]
 
 
 def on_mesh(what, program, num_devices, ms, subject="jaxsok", sent_bytes=0, scaling="weak"):
@@ -168,18 +181,18 @@ def test_a_table_of_meshes_compares_whole_steps_alone():
         on_mesh(records.STEP, "pipelined", 2, 1.5),
         on_mesh(records.STEP, "take", 8, 30.0, "xla"),
     ]
-    rows = [dict(zip(records.EXCHANGE_COLUMNS, row, strict=True)) for row in records.exchange_rows(found, True)]
+    rows = [dict(zip(tables.EXCHANGE_COLUMNS, row, strict=True)) for row in tables.exchange_rows(found, True)]
     _, planned, pipelined, two, _ = rows
-    row_wise, table_wise = records.EXCHANGE_COLUMNS[-2:]
-    assert (planned["XLA ÷"], planned[row_wise]) == (records.NOTHING, records.NOTHING)  # its plan is not in it
+    row_wise, table_wise = tables.EXCHANGE_COLUMNS[-2:]
+    assert (planned["XLA ÷"], planned[row_wise]) == (tables.NOTHING, tables.NOTHING)  # its plan is not in it
     assert (pipelined["XLA ÷"], pipelined["of the wire"], pipelined["efficiency"]) == ("15.00", "0.25", "0.75")
     assert (pipelined["k samples/s"], pipelined["GB/s sent"]) == ("3.277e+04", "50")
     assert (pipelined[row_wise], pipelined[table_wise]) == ("8.23 ms, 4.12", "4.9 ms, 2.45")
     assert two[row_wise] == "8.23 ms"  # no ratio between two devices and eight
-    assert records.exchange_rows(found, False)[2][-1] == records.NOTHING
+    assert tables.exchange_rows(found, False)[2][-1] == tables.NOTHING
     strong = [dataclasses.replace(one, notes=one.notes | {"scaling": "strong"}) for one in found]
-    assert records.exchange_rows(strong, True)[2][records.EXCHANGE_COLUMNS.index("efficiency")] == "0.19"
-    assert records.rows(found) == records.peer_rows(found) == []
+    assert tables.exchange_rows(strong, True)[2][tables.EXCHANGE_COLUMNS.index("efficiency")] == "0.19"
+    assert tables.rows(found) == tables.peer_rows(found) == []
 
 
 @pytest.fixture
@@ -206,11 +219,11 @@ def test_a_planned_step_copies_no_table(small_m1):
 
 def test_the_documented_floors_are_those_of_the_formulas():
     document = (ROOT / "docs" / "performance.md").read_text()
-    assert records.format_table(report.FLOOR_COLUMNS, report.floor_rows(4230)) in document
+    assert tables.format_table(report.FLOOR_COLUMNS, report.floor_rows(4230)) in document
     assert report.replace_between_markers(document, "x").count("\n\nx\n\n") == 1
 
 
-@pytest.mark.parametrize("name", ["limits", "timing", "workloads"])
+@pytest.mark.parametrize("name", ["bench_dims", "limits", "one_table", "timing", "workloads"])
 def test_examples_of(name):
     failed, attempted = doctest.testmod(importlib.import_module(f"benchmarks.{name}"))
     assert attempted > 0
@@ -227,7 +240,8 @@ def test_a_quick_run_measures_everything(tmp_path, monkeypatch):
     monkeypatch.setattr(run, "has_gpu", lambda: jax.default_backend() == "gpu")
     path = tmp_path / "results.json"
     parts = ",".join(part for part in run.PARTS if part != "fbgemm")  # not while this process holds the memory
-    arguments = ["--quick", "--scale", "0.0003", "--workloads", "W5,H1", "--repetitions", "2", "--batch-ms", "1"]
+    monkeypatch.setitem(workloads.WORKLOADS, "W1", dataclasses.replace(workloads.WORKLOADS["W1"], num_tables=2))
+    arguments = ["--quick", "--scale", "0.0003", "--workloads", "W1,W5,H1", "--repetitions", "2", "--batch-ms", "1"]
     recorder = run.main([*arguments, "--only", parts, "--out", str(path), "--commit", "abc"])
     assert recorder.failures == []
 
@@ -251,9 +265,23 @@ def test_a_quick_run_measures_everything(tmp_path, monkeypatch):
         ("H1", records.FIND_AND_GATHER, "jaxsok"),
         ("H1", records.INSERT_NEW, "jaxsok"),
         ("H1", records.INSERT_PRESENT, "jaxsok"),
+        ("W1", records.EMPTY, "limit"),
+        ("dims", records.STEP, "jaxsok"),
+        ("scale", records.GROW, "jaxsok"),
+        ("scale", records.FIND_AND_GATHER, "jaxsok"),
+        ("scale", records.BUILD, "jaxsok"),
+        ("scale", records.CHURN, "jaxsok"),
     } <= measured
     assert all(record.timing.ms > 0 for record in found)
-    assert all(row[records.COLUMNS.index("limit ms")] != records.NOTHING for row in records.rows(found))
+    by_part = {part: [record for record in found if record.part == part] for part in tables.PARTS}
+    assert all(by_part[part] for part in tables.PARTS if part != "cpu" or jax.default_backend() == "cpu")
+    assert {record.distribution for record in by_part["skew"] if record.workload == "W1"} == set(bench_skew.KEYS)
+    assert {record.variant for record in by_part["skew"] if record.workload == "W5"} == {
+        f"bags of {hotness}" for hotness in bench_skew.HOTNESS
+    }
+    assert all(record.notes["rows_stay"] for record in found if record.what == records.GROW)
+    assert all(len(table) == len(columns) for _, columns, rows in tables.all_of(found, False) for table in rows)
+    assert all(row[tables.COLUMNS.index("limit ms")] != tables.NOTHING for row in tables.rows(found))
 
     page = tmp_path / "performance.md"
     page.write_text(f"before\n{report.BEGIN}\nold\n{report.END}\nafter\n")
@@ -308,4 +336,4 @@ def test_a_quick_run_on_a_mesh_measures_everything(tmp_path, monkeypatch, small_
     # A whole step asks for keys and sends rows twice; bfloat16 halves the rows.
     sent = {(one.notes["program"], one.notes["wire"]): one.moved_bytes for one in found if one.what == records.STEP}
     assert sent["pipelined", "float32"] - sent["pipelined", "bfloat16"] == sent["planned", "bfloat16"] > 0
-    assert len(records.exchange_rows(found, False)) == len(found)
+    assert len(tables.exchange_rows(found, False)) == len(found)

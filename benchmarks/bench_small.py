@@ -1,0 +1,116 @@
+"""Small batches: what a lookup and a step cost when there is little to do.
+
+Question: how near does a small batch come to the floor, and is it the host or the device that sets the pace?
+Workload: W1's tables (26 x 64 floats, rowwise Adagrad) with 256 to 4,096 samples; uniform keys, all present.
+Limit:    the later of two: the bytes at the bandwidth of a copy, and as many kernels without work as the program
+          launches (a CUDA graph of them, by CuPy). Beside it the dispatch of an empty jitted program.
+Command:  `python -m jaxsok bench --only small`
+Last result: not yet measured.
+
+"Dispatched" is one program a step, back to back: what a serving or training loop sees. "On the device" is a step of one
+program that runs several of them, unrolled: the host dispatches once for all.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from . import cuda_kernels, limits, records, workloads
+from .bench_update import step_bytes
+from .fill import Filled
+from .records import Batches, Record, Recorder
+from .timing import Protocol, Step
+
+WORKLOADS = ("W1",)
+
+SIZES = (256, 1024, 4096, 512, 2048)
+"""Samples, in the order in which they are measured."""
+
+STEPS = 8
+"""Of the program that runs several; each with keys of its own."""
+
+WHATS = (records.EVALUATION, records.TRAINING, records.STEP)
+
+
+def measure(
+    filled: Filled, recorder: Recorder, protocol: Protocol, seed: int, copy_gb_s: float, is_quick: bool = False
+) -> None:
+    """Measures every size on tables that are filled already."""
+    with recorder.attempt("small, an empty program"):
+        empty(recorder, protocol)
+    floors: dict[str, tuple[float, float | None]] = {}
+    for num_samples in SIZES[:1] if is_quick else SIZES:
+        label = f"{filled.workload.name} of {num_samples} samples"
+        if not recorder.has_time(label):
+            continue
+        workload = dataclasses.replace(filled.workload, num_bags=num_samples)
+        with recorder.attempt(label):
+            key_sets = workloads.key_sets(workload, "uniform", 2 if is_quick else STEPS, seed)
+            batches = Batches(workload, "uniform", key_sets)
+            with filled.seen_as(workload) as small:
+                for what in WHATS:
+                    _measure(small, what, batches, recorder, protocol, copy_gb_s, floors)
+
+
+def empty(recorder: Recorder, protocol: Protocol) -> None:
+    """Times the dispatch of a program that adds one to a number."""
+    step = Step(lambda carry, one: (carry + one, ()), donates=True)
+    timing, _ = step.measure(jnp.zeros(()), [jnp.float32(1.0)], protocol)
+    recorder.add(Record("W1", records.EMPTY, "limit", timing, notes={"part": "small"}))
+
+
+def _measure(small, what, batches, recorder, protocol, copy_gb_s, floors) -> None:
+    sets = small.inputs(what, [key_set.ids for key_set in batches.key_sets])
+    dispatched = small.measure(what, sets, protocol)
+    on_device = small.measure_in_a_row(what, sets, protocol)
+    num_samples = batches.workload.num_bags
+    if what not in floors:
+        floors[what] = _floor(small, what, sets, recorder, protocol)
+    num_kernels, kernels_ms = floors[what]
+    is_step = what == records.STEP
+    if is_step:
+        moved = step_bytes(batches, small.optimizer)
+    else:
+        moved = limits.forward_bytes(*batches.shape, training=what == records.TRAINING)
+    bytes_ms = moved / copy_gb_s * 1e-6
+    best = on_device if on_device.ms < dispatched.ms else dispatched
+    recorder.add(
+        batches.record(
+            what,
+            "jaxsok",
+            dataclasses.replace(best, dispatch_ms=dispatched.ms),
+            optimizer=small.optimizer if is_step else "",
+            variant=f"{num_samples} samples",
+            moved_bytes=moved,
+            limit_ms=max(bytes_ms, kernels_ms or 0.0),
+            notes={
+                "part": "small",
+                "num_samples": num_samples,
+                "device_ms": on_device.ms,
+                "num_kernels": num_kernels,
+                "kernels_ms": kernels_ms,
+                "bytes_ms": bytes_ms,
+            },
+        )
+    )
+
+
+def _floor(small, what, sets, recorder, protocol) -> tuple[float, float | None]:
+    """How many kernels one step launches, and the time of as many that do nothing; None where nobody can say."""
+    if jax.default_backend() == "cpu":
+        return 0, None
+    try:
+        kernels, small.state = small.programs[what].kernels(small.state, sets)
+        num_kernels = sum(launches for launches, _ in kernels.values())
+        plain = cuda_kernels.loaded(4)
+        if not num_kernels or plain is None:
+            recorder.skip(f"{what}: kernels without work", f"{num_kernels:g} kernels seen; CuPy: {plain is not None}")
+            return num_kernels, None
+        timing = plain.nothing(round(num_kernels), protocol)
+    except Exception as error:  # a floor is worth less than what stands on it
+        recorder.skip(f"{what}: kernels without work", f"{type(error).__name__}: {error}")
+        return 0, None
+    notes = {"part": "small", "num_kernels": num_kernels}
+    recorder.add(Record("W1", records.NO_WORK, "limit", timing, variant=what, notes=notes))
+    return num_kernels, timing.ms
