@@ -117,12 +117,16 @@ def sizes(recorder: Recorder, protocol: Protocol, seed: int, copy_gb_s: float, s
     for size in wanted:
         if num_rows and not recorder.has_time(f"scale: {count(size)} rows"):
             return
-        while num_rows < size:
-            one.state = one.collection.grow(one.state)
-            one.insert_ids(num_rows, base)
-            num_rows += base
-            # A counter that is there spares `grow` its worst case: a capacity more than is wanted.
-            jax.block_until_ready(one.store.counters)
+        try:
+            while num_rows < size:
+                one.state = one.collection.grow(one.state)
+                one.insert_ids(num_rows, base)
+                num_rows += base
+                # A counter that is there spares `grow` its worst case: a capacity more than is wanted.
+                jax.block_until_ready(one.store.counters)
+        except (MemoryError, jax.errors.JaxRuntimeError) as error:  # what was reached before is told
+            recorder.fail(f"scale: {count(size)} rows", f"{type(error).__name__}: {error}")
+            break
         one.require_rows(size)
         seconds += time.perf_counter() - begin
         id_sets = draw(size, num_keys, protocol.num_key_sets, seed)

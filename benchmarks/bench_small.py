@@ -27,8 +27,11 @@ WORKLOADS = ("W1",)
 SIZES = (256, 1024, 4096, 512, 2048)
 """Samples, in the order in which they are measured."""
 
-STEPS = 8
+STEPS, QUICK_STEPS = 8, 2
 """Of the program that runs several; each with keys of its own."""
+
+COLD_BYTES = 128 << 20
+"""Index lines and rows of all batches in rotation: more than a cache holds, or a batch would meet its own last run."""
 
 WHATS = (records.EVALUATION, records.TRAINING, records.STEP)
 
@@ -46,11 +49,14 @@ def measure(
             continue
         workload = dataclasses.replace(filled.workload, num_bags=num_samples)
         with recorder.attempt(label):
-            key_sets = workloads.key_sets(workload, "uniform", 2 if is_quick else STEPS, seed)
+            length = QUICK_STEPS if is_quick else STEPS
+            batch_bytes = workload.num_keys * (limits.INDEX_LINE_BYTES + workload.dim * limits.FLOAT_BYTES)
+            num_programs = 1 if is_quick else max(1, -(-COLD_BYTES // (batch_bytes * length)))
+            key_sets = workloads.key_sets(workload, "uniform", num_programs * length, seed)
             batches = Batches(workload, "uniform", key_sets)
             with filled.seen_as(workload) as small:
                 for what in WHATS:
-                    _measure(small, what, batches, recorder, protocol, copy_gb_s, floors)
+                    _measure(small, what, batches, length, recorder, protocol, copy_gb_s, floors)
 
 
 def empty(recorder: Recorder, protocol: Protocol) -> None:
@@ -60,13 +66,13 @@ def empty(recorder: Recorder, protocol: Protocol) -> None:
     recorder.add(Record("W1", records.EMPTY, "limit", timing, notes={"part": "small"}))
 
 
-def _measure(small, what, batches, recorder, protocol, copy_gb_s, floors) -> None:
+def _measure(small, what, batches, length, recorder, protocol, copy_gb_s, floors) -> None:
     sets = small.inputs(what, [key_set.ids for key_set in batches.key_sets])
     dispatched = small.measure(what, sets, protocol)
-    on_device = small.measure_in_a_row(what, sets, protocol)
+    on_device = small.measure_in_a_row(what, sets, protocol, length)
     num_samples = batches.workload.num_bags
     if what not in floors:
-        floors[what] = _floor(small, what, sets, recorder, protocol)
+        floors[what] = _floor(small, what, sets[:length], recorder, protocol)
     num_kernels, kernels_ms = floors[what]
     is_step = what == records.STEP
     if is_step:

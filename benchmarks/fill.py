@@ -90,9 +90,9 @@ class Filled:
         timing, self.state = self.programs[what].measure(self.state, sets, protocol, idle)
         return timing
 
-    def measure_in_a_row(self, what: str, sets: Sequence[Any], protocol: Protocol) -> Timing:
-        """Times one step of a program that runs all batches, unrolled."""
-        timing, self.state = self.programs[what].measure_in_a_row(self.state, sets, protocol)
+    def measure_in_a_row(self, what: str, sets: Sequence[Any], protocol: Protocol, length: int | None = None) -> Timing:
+        """Times one step of a program that runs so many batches (all for None), unrolled."""
+        timing, self.state = self.programs[what].measure_in_a_row(self.state, sets, protocol, length)
         return timing
 
     def gradients(self, num_bags: int) -> dict[str, jax.Array]:

@@ -23,7 +23,7 @@ import sys
 import time
 from collections.abc import Sequence
 
-from . import measure, records, tables, timing, workloads
+from . import measure, plots, records, tables, timing, workloads
 from .records import Recorder
 from .timing import Protocol
 
@@ -200,8 +200,15 @@ def finish(recorder: Recorder) -> None:
     for failure in recorder.failures:
         print(f"FAILED {failure['what']}: {failure['why']}")
     recorder.write()
-    if recorder.path is not None:
-        print(f"written: {recorder.path}")
+    if recorder.path is None:
+        return
+    print(f"written: {recorder.path}")
+    if plots.why_none():
+        print(f"no plots: {plots.why_none()}")
+        return
+    folder = recorder.path.with_suffix("")
+    for name, _ in plots.draw(recorder.records, folder):
+        print(f"drawn: {folder / name}")
 
 
 if __name__ == "__main__":

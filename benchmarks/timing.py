@@ -206,10 +206,17 @@ class Step:
             in_a_row, host_ms=timing.host_ms, dispatch_ms=timing.ms, kernels=timing.kernels
         ), carry
 
-    def measure_in_a_row(self, carry: Any, sets: Sequence[Any], protocol: Protocol) -> tuple[Timing, Any]:
-        """Measures one step of the program that runs all sets in a row: the host dispatches once for all of them."""
-        timing, carry = self._batches(self._unrolled, carry, [tuple(sets)], protocol)
-        return scaled(timing, 1.0 / len(sets)), carry
+    def measure_in_a_row(
+        self, carry: Any, sets: Sequence[Any], protocol: Protocol, length: int | None = None
+    ) -> tuple[Timing, Any]:
+        """Measures one step of a program that runs `length` sets in a row (all of them for None).
+
+        The host dispatches once for all of them. `length` divides the number of sets.
+        """
+        length = length or len(sets)
+        groups = [tuple(sets[begin : begin + length]) for begin in range(0, len(sets), length)]
+        timing, carry = self._batches(self._unrolled, carry, groups, protocol)
+        return scaled(timing, 1.0 / length), carry
 
     def kernels(self, carry: Any, sets: Sequence[Any]) -> tuple[dict[str, tuple[float, float]], Any]:
         """What one step launches on the device: by kernel how often, and for how many milliseconds (`launched`)."""

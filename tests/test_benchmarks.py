@@ -24,10 +24,12 @@ from benchmarks import (  # noqa: E402
     fill,
     limits,
     peers,
+    plots,
     records,
     report,
     run,
     tables,
+    targets,
     timing,
     workloads,
 )
@@ -223,6 +225,57 @@ def test_the_documented_floors_are_those_of_the_formulas():
     assert report.replace_between_markers(document, "x").count("\n\nx\n\n") == 1
 
 
+def test_the_document_tells_the_results_that_are_kept():
+    paths = sorted((ROOT / "benchmarks" / "results").glob("*.json"))
+    document = (ROOT / "docs" / "performance.md").read_text()
+    assert all(report.section(path).strip() in document for path in paths)
+    assert report.targets_section(paths) in document
+
+
+def test_targets_are_read_from_the_right_records():
+    def record(workload, what, subject, ms, **more):
+        return records.Record(workload, what, subject, timing.summary([ms], 1), distribution="uniform", **more)
+
+    full = {"platform": "gpu", "commit": "abc", "options": {"scale": 1.0}}
+    on_cpu = {"platform": "cpu", "commit": "abc", "options": {"scale": 0.01}}
+    old = [record("W1", records.EVALUATION, "jaxsok", 9.0), record("W1", records.FORWARD, "fbgemm_unchecked", 3.3)]
+    new = [
+        record("W1", records.EVALUATION, "jaxsok", 3.0),
+        # Not the one that is compared: small batches have a table of their own.
+        record("W1", records.EVALUATION, "jaxsok", 0.1, notes={"part": "small"}),
+        record("W1", records.STEP, "jaxsok", 1.0, optimizer="rowwise_adagrad", notes={"part": "skew"}),
+    ]
+    cpu = [
+        record("W1", records.EVALUATION, "jaxsok", 0.1),
+        record("W1", records.STEP, "jaxsok", 3.2, optimizer="sgd", notes={"part": "cpu"}),
+        record("W1", records.STEP, "xla", 2.0, optimizer="sgd", notes={"part": "cpu"}),
+    ]
+    rows = {row[0]: row[1:] for row in targets.rows([(full, old), (full, new), (on_cpu, cpu)])}
+    forward = "evaluation forward, W1 uniform, speed over "
+    assert rows[forward + targets.PEER_NAMES["fbgemm_unchecked"]] == ("≥ 1.1", "1.10", "pass")
+    assert rows[forward + targets.PEER_NAMES["fbgemm_default"]] == ("≥ 2.5", "-", targets.NOT_MEASURED)
+    (of_cpu,) = (row for name, row in rows.items() if name.startswith("CPU") and "uniform" in name)
+    assert of_cpu == ("≤ 1.5", "1.60", "**miss**")
+    assert sum(row[-1] in ("pass", "**miss**") for row in rows.values()) == 2
+
+
+def test_plots_are_drawn_of_what_there_is(tmp_path):
+    def record(ms, part="", **notes):
+        made = timing.summary([ms], 1)
+        notes = notes | ({"part": part} if part else {})
+        return records.Record("W1", records.FIND_AND_GATHER, "jaxsok", made, num_keys=64, limit_ms=ms / 2, notes=notes)
+
+    sizes = [record(1.0, "scale", num_rows=10), record(2.0, "scale", num_rows=100)]
+    assert [name for name, _ in plots.draw(sizes, tmp_path)] == ["scale.svg"]
+    first = (tmp_path / "scale.svg").read_bytes()
+    assert b"rows in the table" in first
+    plots.draw(sizes, tmp_path)
+    assert (tmp_path / "scale.svg").read_bytes() == first  # the same bytes from the same records
+    dims = [record(1.0, "dims", dim=dim, dtype="float32") for dim in (8, 33, 64)]
+    assert [name for name, _ in plots.draw(dims, tmp_path)] == ["dims.svg"]
+    assert not (tmp_path / "scale.svg").exists()  # a plot without records does not stay behind
+
+
 @pytest.mark.parametrize("name", ["bench_dims", "limits", "one_table", "timing", "workloads"])
 def test_examples_of(name):
     failed, attempted = doctest.testmod(importlib.import_module(f"benchmarks.{name}"))
@@ -280,17 +333,32 @@ def test_a_quick_run_measures_everything(tmp_path, monkeypatch):
         f"bags of {hotness}" for hotness in bench_skew.HOTNESS
     }
     assert all(record.notes["rows_stay"] for record in found if record.what == records.GROW)
+    # Readings find what this run measured; of the others full-size results tell.
+    reached = [target.name for target in targets.TARGETS if target.reading(targets.Found(found)) is not None]
+    for wanted in (
+        "W1's shape, one key a table",
+        "W1's shape, one key in all",
+        "churn",
+        "CPU: lookup + update, SGD, uni",
+    ):
+        assert any(wanted in name for name in reached) or jax.default_backend() != "cpu"
     assert all(len(table) == len(columns) for _, columns, rows in tables.all_of(found, False) for table in rows)
     assert all(row[tables.COLUMNS.index("limit ms")] != tables.NOTHING for row in tables.rows(found))
 
     page = tmp_path / "performance.md"
-    page.write_text(f"before\n{report.BEGIN}\nold\n{report.END}\nafter\n")
+    markers = [line for part in (report.RESULTS, report.TARGETS) for line in (*report.markers(part), "between")]
+    page.write_text("\n".join(["before", markers[0], "old", *markers[1:-1], "after\n"]))
     report.main([str(path), "--document", str(page)])
     written = page.read_text()
     assert written.startswith("before\n")
     assert written.endswith("after\n")
     assert "old" not in written
+    assert "between" in written
     assert "forward + update, rowwise_adagrad" in written
+    for title, *_ in tables.PARTS.values():
+        assert title in written or title == tables.PARTS["cpu"][0]
+    assert "images/" not in written  # plots are of full-size runs on a GPU
+    assert path.with_suffix("").is_dir() == (plots.why_none() is None)
 
 
 @pytest.mark.skipif(len(jax.devices()) < 2, reason="needs two devices")
