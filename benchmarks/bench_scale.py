@@ -172,7 +172,7 @@ def sizes(recorder: Recorder, protocol: Protocol, seed: int, copy_gb_s: float, s
 def build(recorder: Recorder, scale: float, copy_gb_s: float) -> None:
     """Times inserting all keys into an empty store of the size that they need."""
     num_keys = max(1024, round(BUILD_KEYS_PER_CALL * scale))
-    calls = max(2, round(BUILT_KEYS * scale) // num_keys)
+    calls = max(2, -(-round(BUILT_KEYS * scale) // num_keys))
     one = OneTable(calls * num_keys, DIM)
     samples = []
     for _ in range(3):  # the first compiles
@@ -208,7 +208,7 @@ def churn(recorder: Recorder, protocol: Protocol, seed: int, copy_gb_s: float, n
     one.fill(min(num_rows, BUILD_KEYS_PER_CALL))
     num_changed = max(1, num_rows // CHURN_SHARE)
     live = jnp.arange(num_rows, dtype=jnp.uint32)
-    change = jax.jit(functools.partial(_change, one, num_changed), donate_argnums=(0, 1))
+    change = jax.jit(functools.partial(_change, one.store_spec, num_changed), donate_argnums=(0, 1))
     for number in range(rounds):
         if number == 1:  # the first compiles
             jax.block_until_ready((one.store, live))
@@ -228,7 +228,7 @@ def churn(recorder: Recorder, protocol: Protocol, seed: int, copy_gb_s: float, n
         # The same program on both; compiled once.
         store.programs = one.programs
         sets = one.inputs(records.FIND_AND_GATHER, id_sets)
-        _, stats = one.collection.find(store.state, sets[0])
+        _, (_, stats) = one.programs[records.FIND_AND_GATHER].run(store.state, sets[0])
         if int(jax.device_get(stats.num_missing).sum()):
             raise RuntimeError(f"scale: the {name} store does not have all keys after {rounds} rounds.")
         timing = store.measure_in_a_row(records.FIND_AND_GATHER, sets, protocol)
@@ -275,17 +275,17 @@ def measure(
                 one()
 
 
-def _change(one: OneTable, num_changed: int, store: Any, live: jax.Array, seed: jax.Array, number: jax.Array):
+def _change(spec: Any, num_changed: int, store: Any, live: jax.Array, seed: jax.Array, number: jax.Array):
     """One round: some live ids leave, as many new ones come and take their places in `live`."""
     num_rows = live.size
     # Distinct places without a sort: an odd step through a power of two.
     step = (number * jnp.uint32(0x9E3779B1)) | jnp.uint32(1)
     places = (jax.lax.iota(jnp.uint32, num_changed) * step + number * jnp.uint32(0x85EBCA6B)) % jnp.uint32(num_rows)
     gone = keys_of(live[places])
-    store, _ = table.erase(one.store_spec, store, gone, table_ids(gone))
+    store, _ = table.erase(spec, store, gone, table_ids(gone))
     new = jnp.uint32(num_rows) + number * jnp.uint32(num_changed) + jax.lax.iota(jnp.uint32, num_changed)
     keys = keys_of(new)
-    store, _, _ = table.find_or_insert(one.store_spec, store, seed, keys, table_ids(keys))
+    store, _, _ = table.find_or_insert(spec, store, seed, keys, table_ids(keys))
     return store, live.at[places].set(new)
 
 

@@ -13,10 +13,9 @@ program that runs several of them, unrolled: the host dispatches once for all.
 
 import dataclasses
 
-import jax
 import jax.numpy as jnp
 
-from . import cuda_kernels, limits, records, workloads
+from . import cuda_kernels, fill, limits, records, workloads
 from .bench_update import step_bytes
 from .fill import Filled
 from .records import Batches, Record, Recorder
@@ -42,7 +41,6 @@ def measure(
     """Measures every size on tables that are filled already."""
     with recorder.attempt("small, an empty program"):
         empty(recorder, protocol)
-    floors: dict[str, tuple[float, float | None]] = {}
     for num_samples in SIZES[:1] if is_quick else SIZES:
         label = f"{filled.workload.name} of {num_samples} samples"
         if not recorder.has_time(label):
@@ -56,7 +54,7 @@ def measure(
             batches = Batches(workload, "uniform", key_sets)
             with filled.seen_as(workload) as small:
                 for what in WHATS:
-                    _measure(small, what, batches, length, recorder, protocol, copy_gb_s, floors)
+                    _measure(small, what, batches, length, recorder, protocol, copy_gb_s)
 
 
 def empty(recorder: Recorder, protocol: Protocol) -> None:
@@ -66,14 +64,11 @@ def empty(recorder: Recorder, protocol: Protocol) -> None:
     recorder.add(Record("W1", records.EMPTY, "limit", timing, notes={"part": "small"}))
 
 
-def _measure(small, what, batches, length, recorder, protocol, copy_gb_s, floors) -> None:
+def _measure(small, what, batches, length, recorder, protocol, copy_gb_s) -> None:
     sets = small.inputs(what, [key_set.ids for key_set in batches.key_sets])
     dispatched = small.measure(what, sets, protocol)
     on_device = small.measure_in_a_row(what, sets, protocol, length)
     num_samples = batches.workload.num_bags
-    if what not in floors:
-        floors[what] = _floor(small, what, sets[:length], recorder, protocol)
-    num_kernels, kernels_ms = floors[what]
     is_step = what == records.STEP
     if is_step:
         moved = step_bytes(batches, small.optimizer)
@@ -89,34 +84,35 @@ def _measure(small, what, batches, length, recorder, protocol, copy_gb_s, floors
             optimizer=small.optimizer if is_step else "",
             variant=f"{num_samples} samples",
             moved_bytes=moved,
-            limit_ms=max(bytes_ms, kernels_ms or 0.0),
-            notes={
-                "part": "small",
-                "num_samples": num_samples,
-                "device_ms": on_device.ms,
-                "num_kernels": num_kernels,
-                "kernels_ms": kernels_ms,
-                "bytes_ms": bytes_ms,
-            },
+            limit_ms=bytes_ms,
+            notes={"part": "small", "num_samples": num_samples, "device_ms": on_device.ms},
         )
     )
 
 
-def _floor(small, what, sets, recorder, protocol) -> tuple[float, float | None]:
-    """How many kernels one step launches, and the time of as many that do nothing; None where nobody can say."""
-    if jax.default_backend() == "cpu":
-        return 0, None
-    try:
-        kernels, small.state = small.programs[what].kernels(small.state, sets)
+def floors(recorder: Recorder, protocol: Protocol, seed: int) -> None:
+    """Times as many kernels as each program launches, without work.
+
+    How many those are is told by JAX's profiler, on tables of a thousandth of the rows: they do not depend on them.
+    Profiler and CUDA graphs are left to the end of a run, so that nothing else is lost if they cannot be had.
+    """
+    if not recorder.has_time("small, kernels without work"):
+        return
+    plain = cuda_kernels.loaded(4)
+    if plain is None:
+        recorder.skip("small, kernels without work", "CuPy is not importable here")
+        return
+    workload = dataclasses.replace(workloads.WORKLOADS[WORKLOADS[0]].scaled(0.001), num_bags=SIZES[0])
+    filled = fill.filled(workload, workload.runs[0].optimizer)
+    key_sets = workloads.key_sets(workload, "uniform", protocol.num_key_sets, seed)
+    for what in WHATS:
+        sets = filled.inputs(what, [key_set.ids for key_set in key_sets])
+        filled.measure(what, sets, protocol)  # compiled before it is profiled
+        kernels, filled.state = filled.programs[what].kernels(filled.state, sets)
         num_kernels = sum(launches for launches, _ in kernels.values())
-        plain = cuda_kernels.loaded(4)
-        if not num_kernels or plain is None:
-            recorder.skip(f"{what}: kernels without work", f"{num_kernels:g} kernels seen; CuPy: {plain is not None}")
-            return num_kernels, None
+        if not num_kernels:
+            recorder.skip(f"{what}: kernels without work", "the profiler saw no kernel")
+            continue
         timing = plain.nothing(round(num_kernels), protocol)
-    except Exception as error:  # a floor is worth less than what stands on it
-        recorder.skip(f"{what}: kernels without work", f"{type(error).__name__}: {error}")
-        return 0, None
-    notes = {"part": "small", "num_kernels": num_kernels}
-    recorder.add(Record("W1", records.NO_WORK, "limit", timing, variant=what, notes=notes))
-    return num_kernels, timing.ms
+        notes = {"part": "small", "num_kernels": num_kernels, "kernels": dict(list(kernels.items())[:20])}
+        recorder.add(Record(workload.name, records.NO_WORK, "limit", timing, variant=what, notes=notes))

@@ -107,7 +107,7 @@ class HashTable(OneTable):
         self._add(recorder, records.FIND, num_keys, timing, find_bytes, limit_ms=limit.ms, load=self.load)
 
         seed = self.state.seed
-        find_or_insert = Step(lambda store, keys: self._find_or_insert(store, seed, keys), donates=True)
+        find_or_insert = Step(lambda store, keys: self.find_or_insert(store, seed, keys), donates=True)
         timing, self.store = find_or_insert.measure(self.store, key_sets, protocol, idle)
         self._add(recorder, records.INSERT_PRESENT, num_keys, timing, find_bytes, limit_ms=limit.ms, load=self.load)
 

@@ -79,6 +79,11 @@ def one_device(options: argparse.Namespace, protocol: Protocol, recorder: Record
                 own_tables[part]()
             collect()
             recorder.write()
+    has_small = "small" in options.parts and set(bench_small.WORKLOADS) & set(options.workloads)
+    if has_small and options.is_gpu:
+        with recorder.attempt("small, kernels without work"):
+            bench_small.floors(recorder, brief, seed)
+        recorder.write()
 
 
 def measure_workload(
@@ -116,6 +121,7 @@ def measure_workload(
             with recorder.attempt(f"{label} jaxsok"):
                 measure_jaxsok(workload, run, first_time, batches, parts, options, protocol, recorder, copy_gb_s)
             collect()
+            recorder.write()
         if on_static:
             with recorder.attempt(f"{label} static tables"):
                 measure_static(workload, run, first_time, batches, on_static, protocol, recorder)

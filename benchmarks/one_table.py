@@ -5,6 +5,7 @@ made on the device. Filling takes the door `jaxsok.table.find_or_insert`, so tha
 """
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -43,15 +44,13 @@ class OneTable:
         self.collection = jaxsok.Collection([spec], [feature])
         (self.store_spec,) = self.collection.stores
         self.state: Any = None
-        self.insert = jax.jit(self._find_or_insert, donate_argnums=0)
+        # Of the spec alone: were it bound to this object, the arrays would live until the garbage collector comes.
+        self.find_or_insert = functools.partial(_find_or_insert, self.store_spec)
+        self.insert = jax.jit(self.find_or_insert, donate_argnums=0)
         """(store, seed, keys) -> store, row ids."""
         programs = programs_of(self.collection)
         self.programs: dict[str, Step] = {FIND_AND_GATHER: Step(self.collection.find, donates=False)}
         self.programs[STEP] = programs[STEP]
-
-    def _find_or_insert(self, store, seed, keys):
-        store, row_ids, _ = table.find_or_insert(self.store_spec, store, seed, keys, table_ids(keys))
-        return store, row_ids
 
     @property
     def store(self) -> jaxsok.StoreState:
@@ -111,6 +110,11 @@ class OneTable:
         """Times one step of a program that runs all batches, unrolled."""
         timing, self.state = self.programs[what].measure_in_a_row(self.state, sets, protocol)
         return timing
+
+
+def _find_or_insert(spec, store, seed, keys):
+    store, row_ids, _ = table.find_or_insert(spec, store, seed, keys, table_ids(keys))
+    return store, row_ids
 
 
 def draw(num_rows: int, num_keys: int, num_sets: int, seed: int) -> list[jax.Array]:

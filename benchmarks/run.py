@@ -163,6 +163,7 @@ def main(arguments: Sequence[str] | None = None) -> Recorder:
     for record in fbgemm["records"]:
         recorder.add(record)
     recorder.failures += fbgemm["failures"]
+    recorder.write()
     if EXCHANGE in options.parts:
         measure_exchange(options, protocol, recorder)
     else:
@@ -207,8 +208,9 @@ def finish(recorder: Recorder) -> None:
         print(f"no plots: {plots.why_none()}")
         return
     folder = recorder.path.with_suffix("")
-    for name, _ in plots.draw(recorder.records, folder):
-        print(f"drawn: {folder / name}")
+    with recorder.attempt("plots"):
+        for name, _ in plots.draw(recorder.records, folder):
+            print(f"drawn: {folder / name}")
 
 
 if __name__ == "__main__":

@@ -259,12 +259,14 @@ SMALL_COLUMNS = (
 def small_rows(records: Sequence[Record]) -> list[tuple[str, ...]]:
     """Small batches of W1, by size; an empty program first."""
     table = []
+    floors = {record.variant: record for record in records if record.what == names.NO_WORK}
     for record in sorted(records, key=lambda record: record.notes.get("num_samples", 0)):
         notes, ms = record.notes, record.timing.ms
         if record.what == names.EMPTY:
             table.append((NOTHING, "an empty program", f"{ms:.4g}", *[NOTHING] * 6))
         elif record.subject == "jaxsok":
-            floor = notes["kernels_ms"]
+            floor = floors.get(record.what)
+            limit_ms = max(record.limit_ms, floor.timing.ms if floor else 0.0)
             table.append(
                 (
                     f"{notes['num_samples']}",
@@ -272,10 +274,10 @@ def small_rows(records: Sequence[Record]) -> list[tuple[str, ...]]:
                     f"{record.timing.dispatch_ms:.4g}",
                     f"{notes['device_ms']:.4g}",
                     f"{record.num_keys / ms * 1e-3:.4g}",
-                    f"{notes['num_kernels']:g}" if notes["num_kernels"] else NOTHING,
-                    NOTHING if floor is None else f"{floor:.4g}",
-                    f"{notes['bytes_ms']:.3g}",
-                    _of_limit(record),
+                    NOTHING if floor is None else f"{floor.notes['num_kernels']:g}",
+                    NOTHING if floor is None else f"{floor.timing.ms:.4g}",
+                    f"{record.limit_ms:.3g}",
+                    f"{limit_ms / ms:.2f}",
                 )
             )
     return table

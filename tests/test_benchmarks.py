@@ -7,6 +7,7 @@ import json
 import pathlib
 import re
 import sys
+import types
 
 import jax
 import jax.numpy as jnp
@@ -17,12 +18,16 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 if str(ROOT) not in sys.path:
     sys.path.append(str(ROOT))
 
+import jaxsok  # noqa: E402
 from benchmarks import (  # noqa: E402
     bench_exchange,
+    bench_scale,
     bench_skew,
+    bench_small,
     dlrm,
     fill,
     limits,
+    measure,
     peers,
     plots,
     records,
@@ -223,6 +228,89 @@ def test_the_documented_floors_are_those_of_the_formulas():
     document = (ROOT / "docs" / "performance.md").read_text()
     assert tables.format_table(report.FLOOR_COLUMNS, report.floor_rows(4230)) in document
     assert report.replace_between_markers(document, "x").count("\n\nx\n\n") == 1
+
+
+def test_a_table_grows_no_further_than_its_share_of_the_memory(monkeypatch):
+    recorder = records.Recorder(None, {})
+    row_bytes = 304  # 64 floats, record, index: docs/memory_layout.md
+    limit = round(7_500 * row_bytes / bench_scale.MEMORY_SHARE * 0.92)  # 7 times the least size, not 16 times
+    in_use = {"bytes_limit": limit, "bytes_in_use": 0, "peak_bytes_in_use": 5}
+    monkeypatch.setattr(bench_scale, "_memory", lambda: in_use)
+    monkeypatch.setattr(bench_scale, "NUM_KEYS", 1)
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
+    bench_scale.sizes(recorder, timing.QUICK.brief(), seed=0, copy_gb_s=1.0, scale=0.001, is_quick=True)
+    assert recorder.failures == []
+    lookups = [record.notes["num_rows"] for record in recorder.records if record.what == records.FIND_AND_GATHER]
+    (reached,) = (record for record in recorder.records if record.what == records.FILL)
+    assert lookups == [1024, 4096, 7168]
+    assert reached.notes["is_limited"] and reached.notes["num_rows"] == 7168
+    assert targets.Found(recorder.records).all(records.FILL, notes={"part": "scale"})
+    assert 0.7 < targets._share_of_memory(targets.Found(recorder.records)) <= bench_scale.MEMORY_SHARE
+
+
+def test_what_fails_while_a_table_grows_leaves_what_was_reached(monkeypatch):
+    recorder = records.Recorder(None, {})
+    monkeypatch.setattr(bench_scale, "NUM_KEYS", 1)
+    grow = jaxsok.Collection.grow
+
+    def until_4_096_rows(self, state, **options):
+        if int(state.stores[0].num_rows()) >= 4096:
+            raise MemoryError("no more")
+        return grow(self, state, **options)
+
+    monkeypatch.setattr(jaxsok.Collection, "grow", until_4_096_rows)
+    bench_scale.sizes(recorder, timing.QUICK.brief(), seed=0, copy_gb_s=1.0, scale=0.001, is_quick=True)
+    (failure,) = recorder.failures
+    assert "no more" in failure["why"]
+    (reached,) = (record for record in recorder.records if record.what == records.FILL)
+    assert reached.notes["num_rows"] == 4096
+
+
+def test_kernels_are_counted_for_their_floor(monkeypatch):
+    """Stands in for a GPU with CuPy: the profiler's kernels, and the time of as many without work."""
+    asked = []
+    plain = types.SimpleNamespace(nothing=lambda count, protocol: asked.append(count) or timing.summary([0.5], 1))
+    monkeypatch.setattr(bench_small.cuda_kernels, "loaded", lambda dim: plain)
+    seen = {"gather": (2.0, 0.1), "sort": (1.0, 0.2)}
+    monkeypatch.setattr(timing, "launched", lambda function, steps: function() or seen)
+    small = dataclasses.replace(workloads.WORKLOADS["W1"], num_tables=2)
+    monkeypatch.setitem(workloads.WORKLOADS, "W1", small)
+    recorder = records.Recorder(None, {})
+    bench_small.floors(recorder, dataclasses.replace(timing.QUICK.brief(), num_key_sets=2), seed=0)
+    assert asked == [3, 3, 3]
+    notes = {"part": "small", "num_samples": 256, "device_ms": 1.0}
+    step = records.Record("W1", records.STEP, "jaxsok", timing.summary([1.0], 1), num_keys=8, limit_ms=0.1, notes=notes)
+    step = dataclasses.replace(step, timing=dataclasses.replace(step.timing, dispatch_ms=2.0))
+    (row,) = tables.small_rows([*recorder.records, step])
+    told = dict(zip(tables.SMALL_COLUMNS, row, strict=True))
+    assert (told["kernels"], told["as many without work ms"], told["of limit"]) == ("3", "0.5", "0.50")
+
+
+def test_what_fbgemm_wrote_becomes_records(monkeypatch):
+    entry = {"workload": "W1", "what": "forward", "subject": "fbgemm_default", "distribution": "uniform"}
+    entry |= {"optimizer": "", "samples_ms": [2.0, 1.0, 3.0], "dispatches": 7}
+    commands = []
+    written = {"records": [entry], "failures": [], "about": {}}
+    monkeypatch.setattr(peers, "why_no_fbgemm", lambda: None)
+    monkeypatch.setattr(peers, "run_fbgemm", lambda arguments, timeout_s: commands.append(arguments) or written)
+    monkeypatch.setattr(run, "has_gpu", lambda: True)
+    options = run.parse(["--only", "fbgemm", "--workloads", "W1", "--keys", "uniform"])
+    found = measure.measure_fbgemm(options, timing.Protocol())
+    (record,) = found["records"]
+    assert (record.timing.ms, record.timing.dispatches) == (2.0, 7)
+    assert record.num_keys == workloads.WORKLOADS["W1"].num_keys
+    assert commands[0][commands[0].index("--keys") + 1] == "uniform"
+
+
+def test_without_time_left_a_run_says_what_it_left_out(tmp_path, monkeypatch):
+    monkeypatch.setattr(run, "has_gpu", lambda: False)
+    path = tmp_path / "results.json"
+    recorder = run.main(
+        ["--scale", "0.001", "--time", "0", "--out", str(path), "--repetitions", "1", "--batch-ms", "1"]
+    )
+    assert recorder.failures == recorder.records == []
+    skipped = {entry["what"] for entry in json.loads(path.read_text())["about"]["skipped"]}
+    assert {"W1 rowwise_adagrad", "W6 sgd", "H1 D 8", "scale", "dims", "insert", "cpu"} <= skipped
 
 
 def test_the_document_tells_the_results_that_are_kept():
