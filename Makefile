@@ -112,7 +112,7 @@ demo: build
 	$(PY) examples/train_dlrm.py $(DEMO_ARGS)
 
 bench: build
-	$(PY) -m benchmarks.run $(BENCH_ARGS)
+	$(PY) -m jaxsok bench $(BENCH_ARGS)
 
 PYTHON_SOURCES := $(wildcard jaxsok tests examples benchmarks scripts)
 CPP_SOURCES = $(filter %.h %.cc %.cu %.cuh,$(FFI_SOURCES))

@@ -4,36 +4,28 @@ Question: what does combining cost by itself, and what its transpose, which has 
 Workload: W5 (bags of 20), rows of the distinct keys given.
 Limit:    combine: the bare gather with the bags added up. Transpose: its bytes over the bandwidth of a copy (gradients
           of the bags in, once, and of the rows out); grouping is not counted.
-Command:  `python -m benchmarks.run --only combine --workloads W5`
-Last result: not yet measured.
+Command:  `python -m jaxsok bench --only combine --workloads W5`
+Last result: docs/performance.md (H200, commit a5cb355).
 """
-
-from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks import limits, records
-from benchmarks.records import Record, Recorder
-from benchmarks.timing import Protocol, Step
-from benchmarks.workloads import KeySet, Workload
 from jaxsok import combine
+
+from . import limits, records
+from .records import Batches, Recorder
+from .timing import Protocol, Step
 
 WORKLOADS = ("W5",)
 
 
-def measure(
-    workload: Workload,
-    distribution: str,
-    key_sets: Sequence[KeySet],
-    recorder: Recorder,
-    protocol: Protocol,
-    copy_gb_s: float,
-) -> None:
+def measure(batches: Batches, recorder: Recorder, protocol: Protocol, copy_gb_s: float) -> None:
     """Measures combine and its transpose, each beside XLA's, under one key distribution."""
+    workload, key_sets = batches.workload, batches.key_sets
     hotness, dim = workload.hotness, workload.dim
-    num_bags, num_keys = workload.num_tables * workload.num_bags, workload.num_keys
+    num_bags, num_keys = workload.num_embeddings, workload.num_keys
     num_unique = max(key_set.num_unique for key_set in key_sets)
     offsets = jnp.arange(num_bags + 1, dtype=jnp.int32) * hotness
     inverses = [
@@ -44,19 +36,7 @@ def measure(
     gradients = limits.varied_floats((num_bags, dim))
 
     def add(what, subject, timing, moved, limit_ms):
-        recorder.add(
-            Record(
-                workload=workload.name,
-                what=what,
-                subject=subject,
-                timing=timing,
-                distribution=distribution,
-                num_keys=num_keys,
-                num_unique=num_unique,
-                moved_bytes=moved,
-                limit_ms=limit_ms,
-            )
-        )
+        recorder.add(batches.record(what, subject, timing, moved_bytes=moved, limit_ms=limit_ms))
 
     limit, _ = limits.gather(rows, [inverse.reshape(num_bags, hotness) for inverse in inverses], protocol)
     moved = limits.gather_bytes(num_keys, num_unique, num_bags, dim)

@@ -3,7 +3,7 @@
 Question: what does a step on a mesh cost, how does it scale, and how much of it is the wire?
 Workload: M1 and M1-64 (8,192 samples a device: weak scaling), W1 and W5 (their bags shared out: strong scaling).
 Limit:    one all-to-all of as many bytes as the step sends, in float32 (`wire_limit`), measured in the same run.
-Command:  `python -m benchmarks.run --only exchange --workloads M1,W1,W5 [--devices 2]`
+Command:  `python -m jaxsok bench --only exchange --workloads M1,W1,W5 [--devices 2]`
 Last result: docs/performance.md, "Many GPUs" (4 x H200, commit aa3152c).
 
 Two programs. *Planned*: the plan, which exchanges the keys, is a program of its own, with the send capacity that
@@ -34,11 +34,6 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxsok
-from benchmarks import fill, limits, peers, records, workloads
-from benchmarks.fill import AXIS, Filled
-from benchmarks.records import Record, Recorder
-from benchmarks.timing import Protocol, Step, Timing
-from benchmarks.workloads import KeySet, Workload
 from jaxsok import combine as combine_lib
 from jaxsok import exchange as exchange_lib
 from jaxsok import plan as plan_lib
@@ -50,6 +45,12 @@ from jaxsok.kernels import lookup as lookup_kernels
 from jaxsok.kernels import update as update_kernels
 from jaxsok.pipeline import Pipeline
 from jaxsok.types import COUNTERS, NO_ROW, REQUEST_WORDS, ROUNDINGS, ROW_GRADIENTS
+
+from . import fill, limits, peers, records, workloads
+from .fill import AXIS, Filled
+from .records import Record, Recorder
+from .timing import Protocol, Step, Timing
+from .workloads import KeySet, Workload
 
 MORE_PARTS_OF = ("M1", "M1-64")
 """The workloads that have a second wire dtype, a second front end and a model around them; the others would say the

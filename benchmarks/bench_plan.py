@@ -4,36 +4,27 @@ Question: what does making a plan ahead of its lookup cost?
 Workload: the keys of W1, W5 and W6.
 Limit:    the bytes of keys in and plan out over the bandwidth of a copy (`limits.plan_bytes`); the scratch index that
           finds equal keys comes on top, and a sort in its place would move more.
-Command:  `python -m benchmarks.run --only plan --workloads W1`
-Last result: not yet measured.
+Command:  `python -m jaxsok bench --only plan --workloads W1`
+Last result: docs/performance.md (H200, commit a5cb355).
 
 The peer is `jnp.unique` of the static rows with inverse and counts, which sorts: 32 bits a key where jaxsok has 64 and
 a table.
 """
 
-from collections.abc import Sequence
-
 import jax
 import jax.numpy as jnp
 
-from benchmarks import limits, records
-from benchmarks.fill import collection_of, pack
-from benchmarks.records import Record, Recorder
-from benchmarks.timing import Protocol, Step
-from benchmarks.workloads import KeySet, Workload
+from . import limits, records
+from .fill import collection_of, pack
+from .records import Batches, Recorder
+from .timing import Protocol, Step
 
 WORKLOADS = ("W1", "W5", "W6")
 
 
-def measure(
-    workload: Workload,
-    distribution: str,
-    key_sets: Sequence[KeySet],
-    recorder: Recorder,
-    protocol: Protocol,
-    copy_gb_s: float,
-) -> None:
+def measure(batches: Batches, recorder: Recorder, protocol: Protocol, copy_gb_s: float) -> None:
     """Measures `Collection.plan` and its peer under one key distribution."""
+    workload, key_sets = batches.workload, batches.key_sets
     collection = collection_of(workload, workload.runs[0].optimizer)
     sets = [pack(collection, workload, key_set.ids) for key_set in key_sets]
     idle = pack(collection, workload, key_sets[0].ids[:, :1])
@@ -51,16 +42,5 @@ def measure(
     xla, _ = Step(unique, donates=False).measure((), rows, protocol, rows[0][: workload.num_tables])
     moved = limits.plan_bytes(workload.num_keys)
     for subject, one in (("xla", xla), ("jaxsok", timing)):
-        recorder.add(
-            Record(
-                workload=workload.name,
-                what=records.PLAN,
-                subject=subject,
-                timing=one,
-                distribution=distribution,
-                num_keys=workload.num_keys,
-                num_unique=found,
-                moved_bytes=moved,
-                limit_ms=moved / copy_gb_s * 1e-6,
-            )
-        )
+        limit_ms = moved / copy_gb_s * 1e-6
+        recorder.add(batches.record(records.PLAN, subject, one, moved_bytes=moved, limit_ms=limit_ms))

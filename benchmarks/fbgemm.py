@@ -3,9 +3,9 @@
 Question: what do static tables without any hashing cost in the fastest library that PyTorch users have?
 Workload: W1 to W6, with the ids of `workloads.py`, so that jaxsok and TBE look up the same rows.
 Limit:    that of jaxsok's forward and step (`limits.py`).
-Command:  `python -m benchmarks.run` starts it first where torch and fbgemm_gpu can be imported; by hand:
+Command:  `python -m jaxsok bench` starts it first where torch and fbgemm_gpu can be imported; by hand:
           `python -m benchmarks.fbgemm --workloads W1 --out fbgemm.json`.
-Last result: not yet measured.
+Last result: docs/performance.md (H200, commit a5cb355).
 
 Each workload is measured with `bounds_check_mode=NONE` ("fbgemm_unchecked": the honest peer, since a static table needs
 no check to be right on right ids) and with the module's default, WARNING ("fbgemm_default": what a user gets). Forward
@@ -28,8 +28,8 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
     SplitTableBatchedEmbeddingBagsCodegen,
 )
 
-from benchmarks import workloads
-from benchmarks.workloads import Workload
+from . import workloads
+from .workloads import Workload
 
 LEARNING_RATE = 0.01
 

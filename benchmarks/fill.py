@@ -1,11 +1,13 @@
 """A workload as a jaxsok collection, on one device or a mesh, its tables filled with all their rows.
 
-Fed by `workloads.py`; feeds `bench_lookup.py`, `bench_update.py`, `bench_plan.py`, `bench_exchange.py`. Filling looks
-keys up, as training does: there is no other way in that would be measured honestly. Keys are mixed on the devices, and
-one program does all of it, so that the host sends nothing.
+Fed by `workloads.py`; feeds all benchmarks of W1 to W6. Filling looks keys up, as training does: there is no other way
+in that would be measured honestly. Keys are mixed on the devices, and one program does all of it, so that the host
+sends nothing. `Filled` also has the three programs that everything here is about, and threads its state through them.
 """
 
+import contextlib
 import dataclasses
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -14,9 +16,12 @@ import numpy as np
 from jax.sharding import Mesh
 
 import jaxsok
-from benchmarks import peers
-from benchmarks.limits import varied_floats
-from benchmarks.workloads import Workload, mix
+
+from . import peers
+from .limits import varied_floats
+from .records import EVALUATION, STEP, TRAINING
+from .timing import Protocol, Step, Timing
+from .workloads import Workload, mix
 
 _FILL_BYTES = 2 << 30
 """Of embeddings that one filling step makes on a device, at most."""
@@ -37,15 +42,58 @@ class Filled:
     collection: jaxsok.Collection
     state: jaxsok.State
     """Replaced by whatever donates it."""
+    programs: dict[str, Step] = dataclasses.field(init=False)
+    """By what is measured; one for all batches, whatever their distribution."""
+
+    def __post_init__(self) -> None:
+        """Declares the programs; none is compiled before it is run."""
+        self.programs = programs_of(self.collection)
 
     @property
     def load(self) -> float:
         """Entries in use over entries of the index."""
         return load_of(self.collection, self.state)
 
+    @contextlib.contextmanager
+    def seen_as(self, workload: Workload, collection: jaxsok.Collection | None = None) -> Iterator["Filled"]:
+        """The same state for batches of another shape, or under other features on the same tables."""
+        other = Filled(workload, self.optimizer, collection or self.collection, self.state)
+        if collection is None:
+            other.programs = self.programs
+        try:
+            yield other
+        finally:
+            self.state = other.state
+
     def features(self, ids: np.ndarray) -> jaxsok.Features:
         """Packs a batch of ids [num_tables, num_bags, hotness]."""
         return pack(self.collection, self.workload, ids)
+
+    def inputs(self, what: str, id_sets: Sequence[np.ndarray]) -> list[Any]:
+        """Batches of ids as the program of `what` takes them; all of one shape, so that one gradient serves them."""
+        sets = [self.features(ids) for ids in id_sets]
+        if what != STEP:
+            return sets
+        gradients = self.gradients(id_sets[0].shape[1])
+        return [(features, gradients) for features in sets]
+
+    def check(self, sets: Sequence[Any], where: str) -> None:
+        """Raises if a key of the first batch of features has no row."""
+        _, (_, stats) = self.programs[EVALUATION].run(self.state, sets[0])
+        stats.check()
+        missing = int(jax.device_get(stats.num_missing).sum())
+        if missing:
+            raise RuntimeError(f"{where}: {missing} keys have no row after filling.")
+
+    def measure(self, what: str, sets: Sequence[Any], protocol: Protocol, idle: Any = None) -> Timing:
+        """Times the program of `what` on batches in rotation."""
+        timing, self.state = self.programs[what].measure(self.state, sets, protocol, idle)
+        return timing
+
+    def measure_in_a_row(self, what: str, sets: Sequence[Any], protocol: Protocol, length: int | None = None) -> Timing:
+        """Times one step of a program that runs so many batches (all for None), unrolled."""
+        timing, self.state = self.programs[what].measure_in_a_row(self.state, sets, protocol, length)
+        return timing
 
     def gradients(self, num_bags: int) -> dict[str, jax.Array]:
         """A fixed gradient for the embeddings of `num_bags` bags a feature; on a mesh split as the embeddings are."""
@@ -58,6 +106,26 @@ class Filled:
 
         shards = self.collection.shards
         return make() if shards is None else jax.jit(make, out_shardings=shards.split)()
+
+
+def programs_of(collection: jaxsok.Collection) -> dict[str, Step]:
+    """Evaluation forward, training forward, and a step with a gradient that is given."""
+
+    def train(state, features):
+        embeddings, state, _ = collection.lookup(state, features)
+        return state, embeddings
+
+    def step(state, inputs):
+        features, gradients = inputs
+        embeddings, state, plan = collection.lookup(state, features)
+        state, stats = collection.update(state, plan, gradients)
+        return state, (embeddings, stats)
+
+    return {
+        EVALUATION: Step(collection.find, donates=False),
+        TRAINING: Step(train, donates=True),
+        STEP: Step(step, donates=True),
+    }
 
 
 def optimizer_of(name: str) -> jaxsok.optim.Optimizer:
@@ -88,10 +156,11 @@ def pack(collection: jaxsok.Collection, workload: Workload, ids: np.ndarray) -> 
 
 
 def raw_of(collection: jaxsok.Collection, workload: Workload, ids: np.ndarray) -> dict[str, Any]:
-    """The raw batch of ids [num_tables, num_bags, hotness]."""
+    """The raw batch of ids [num_tables, num_bags, hotness], a line for each feature."""
     raw = {}
-    for number, spec in enumerate(collection.features):
-        keys = mix(number, ids[number]).view(np.uint64)[..., 0]
+    numbers = {table.name: number for number, table in enumerate(collection.tables)}
+    for spec, of_feature in zip(collection.features, ids, strict=True):
+        keys = mix(numbers[spec.table], of_feature).view(np.uint64)[..., 0]
         raw[spec.name] = keys if workload.hotness > 1 else keys[:, 0]
     return raw
 

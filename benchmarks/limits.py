@@ -6,7 +6,7 @@ keys, no index: row ids given) is the limit of a forward. *Read-modify-write* of
 gradient, after a bare gather, is the limit of a step.
 
 A limit is only as good as the code that measures it. XLA's gather is one way; on a GPU where CuPy is installed a plain
-CUDA kernel (one thread for each 16 bytes, nothing else) is another. The faster one is the limit and the record says
+CUDA kernel (`cuda_kernels.py`) is another. The faster one is the limit and the record says
 which it was; where CuPy is missing, the run says that its limits are XLA's.
 
 Fed by the rows of the workload; feeds `records.py`. Not here: peers, which do more than a limit does.
@@ -15,13 +15,12 @@ Fed by the rows of the workload; feeds `records.py`. Not here: peers, which do m
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from benchmarks.timing import Protocol, Step, Timing, summary
+from . import cuda_kernels
+from .timing import Protocol, Step, Timing
 
 KEY_BYTES = 8
 ROW_ID_BYTES = 4
@@ -35,17 +34,19 @@ _NUM_COPIED_BYTES = {"cpu": 128 << 20, "gpu": 4 << 30}
 """Several times the last-level cache."""
 
 
-def forward_bytes(num_keys: int, num_unique: int, num_bags: int, dim: int, *, training: bool) -> int:
+def forward_bytes(
+    num_keys: int, num_unique: int, num_bags: int, dim: int, *, training: bool, itemsize: int = FLOAT_BYTES
+) -> int:
     """What a forward must move.
 
-    Every key is read once (8 B), every unique key's index line (64 B) and row (4 B a column) once, every embedding is
-    written once. A training forward also writes the row id of every key (4 B) for the update.
+    Every key is read once (8 B), every unique key's index line (64 B) and row (`itemsize` B a column) once, every
+    embedding is written once. A training forward also writes the row id of every key (4 B) for the update.
 
     Example:
       >>> forward_bytes(num_keys=3, num_unique=2, num_bags=3, dim=64, training=False)  # 24 + 128 + 512 + 768
       1432
     """
-    row_bytes = dim * FLOAT_BYTES
+    row_bytes = dim * itemsize
     moved = num_keys * KEY_BYTES + num_unique * (INDEX_LINE_BYTES + row_bytes) + num_bags * row_bytes
     return moved + (num_keys * ROW_ID_BYTES if training else 0)
 
@@ -84,7 +85,14 @@ def plan_bytes(num_keys: int) -> int:
     return num_keys * (KEY_BYTES + KEY_BYTES + 3 * ROW_ID_BYTES)
 
 
-def update_bytes(num_keys: int, num_unique: int, num_bags: int, dim: int, state_dims: Sequence[int]) -> int:
+def update_bytes(
+    num_keys: int,
+    num_unique: int,
+    num_bags: int,
+    dim: int,
+    state_dims: Sequence[int],
+    itemsize: int = FLOAT_BYTES,
+) -> int:
     """What an update must move: row ids and gradients in, every unique row and its optimizer state in and out.
 
     Grouping the uses of a row (a sort, say) is not counted: a better way may need less of it. A state narrower than a
@@ -94,7 +102,7 @@ def update_bytes(num_keys: int, num_unique: int, num_bags: int, dim: int, state_
       >>> update_bytes(num_keys=3, num_unique=2, num_bags=3, dim=64, state_dims=(1,))  # 12 + 768 + 1024 + 128
       1932
     """
-    row_bytes = dim * FLOAT_BYTES
+    row_bytes = dim * itemsize
     state_bytes = sum(max(width * FLOAT_BYTES, SECTOR_BYTES) for width in state_dims)
     return num_keys * ROW_ID_BYTES + num_bags * row_bytes + num_unique * 2 * (row_bytes + state_bytes)
 
@@ -137,7 +145,7 @@ def gather(table: jax.Array, row_sets: Sequence[jax.Array], protocol: Protocol) 
         timing, _ = step.measure(table, row_sets, protocol)
         return timing
 
-    kernels = cuda_kernels(table.shape[1])
+    kernels = cuda_kernels.loaded(table.shape[1])
     return _faster(by_xla, kernels and functools.partial(kernels.gather, table, row_sets), protocol)
 
 
@@ -172,7 +180,7 @@ def read_modify_write(
     def by_cuda(protocol):
         return kernels.read_modify_write(*carry, row_sets, protocol)
 
-    kernels = cuda_kernels(table.shape[1])
+    kernels = cuda_kernels.loaded(table.shape[1])
     timing, by = _faster(by_xla, kernels and by_cuda, protocol)
     return timing, by, carry[0]
 
@@ -194,7 +202,7 @@ def probe(lines: jax.Array, row_sets: Sequence[jax.Array], protocol: Protocol) -
         timing, _ = step.measure(lines, row_sets, protocol)
         return timing
 
-    kernels = cuda_kernels(lines.shape[1])
+    kernels = cuda_kernels.loaded(lines.shape[1])
     return _faster(by_xla, kernels and functools.partial(kernels.probe, lines, row_sets), protocol)
 
 
@@ -214,147 +222,4 @@ def _faster(
 
 def has_cuda_kernels() -> bool:
     """Whether the limits of this run are tried with CUDA kernels as well."""
-    return cuda_kernels(4) is not None
-
-
-def cuda_kernels(dim: int) -> "_CudaKernels | None":
-    """The plain CUDA kernels, or None on a CPU, without CuPy, or for rows that are not whole 16-byte pieces."""
-    if jax.default_backend() == "cpu" or dim % 4:
-        return None
-    try:
-        import cupy
-    except ImportError:
-        return None
-    return _CudaKernels(cupy)
-
-
-_CUDA_SOURCE = r"""
-// One thread, one 16-byte piece of one bag; `pieces` threads side by side read one row.
-// Thread i writes out[i] and nothing else; the output is streamed past the cache, the rows are not.
-extern "C" __global__ void Gather(const float4* table, const int* rows, float4* out, long long num_bags, int hotness,
-                                  int pieces) {
-  const long long i = blockIdx.x * static_cast<long long>(blockDim.x) + threadIdx.x;
-  const long long bag = i / pieces;
-  if (bag >= num_bags) return;
-  const int piece = i - bag * pieces;
-  float4 sum = table[rows[bag * hotness] * static_cast<long long>(pieces) + piece];
-#pragma unroll 4
-  for (int h = 1; h < hotness; ++h) {
-    const float4 row = table[rows[bag * hotness + h] * static_cast<long long>(pieces) + piece];
-    sum.x += row.x;
-    sum.y += row.y;
-    sum.z += row.z;
-    sum.w += row.w;
-  }
-  __stcs(out + i, sum);
-}
-
-// One thread, one 16-byte piece of one row; no row occurs twice, so no two threads meet.
-extern "C" __global__ void ReadModifyWrite(float4* table, const int* rows, const float4* gradients, long long num_rows,
-                                           int pieces) {
-  const long long i = blockIdx.x * static_cast<long long>(blockDim.x) + threadIdx.x;
-  const long long at = i / pieces;
-  if (at >= num_rows) return;
-  const float4 gradient = __ldcs(gradients + i);
-  float4* piece = table + rows[at] * static_cast<long long>(pieces) + (i - at * pieces);
-  float4 row = *piece;
-  row.x += gradient.x;
-  row.y += gradient.y;
-  row.z += gradient.z;
-  row.w += gradient.w;
-  *piece = row;
-}
-
-// One thread, one 64-byte line, four bytes out.
-extern "C" __global__ void Probe(const float4* lines, const int* rows, float* out, long long num_keys) {
-  const long long i = blockIdx.x * static_cast<long long>(blockDim.x) + threadIdx.x;
-  if (i >= num_keys) return;
-  const float4* line = lines + rows[i] * 4LL;
-  const float4 a = line[0], b = line[1], c = line[2], d = line[3];
-  out[i] = a.x + b.x + c.x + d.x;
-}
-"""
-
-_BLOCK = 256
-
-
-class _CudaKernels:
-    """Launches the two kernels on the buffers of JAX arrays. They are scratch: nobody else reads them meanwhile."""
-
-    def __init__(self, cupy: Any):
-        self._cupy = cupy
-        self._gather = cupy.RawKernel(_CUDA_SOURCE, "Gather")
-        self._read_modify_write = cupy.RawKernel(_CUDA_SOURCE, "ReadModifyWrite")
-        self._probe = cupy.RawKernel(_CUDA_SOURCE, "Probe")
-
-    def gather(self, table: jax.Array, row_sets: Sequence[jax.Array], protocol: Protocol) -> Timing:
-        num_bags, hotness = row_sets[0].shape
-        pieces = table.shape[1] // 4
-        out = jnp.full((num_bags, table.shape[1]), jnp.nan, jnp.float32)
-
-        def arguments(rows):
-            return (*self._pointers(table, rows, out), *self._integers(num_bags), *self._small(hotness, pieces))
-
-        timing = self._time(self._gather, num_bags * pieces, table, row_sets, out, arguments, protocol)
-        want = table.at[row_sets[0][:1000]].get(mode="promise_in_bounds").sum(axis=1)
-        self._gather((self._blocks(num_bags * pieces),), (_BLOCK,), arguments(row_sets[0]))
-        self._cupy.cuda.Device().synchronize()
-        if not bool(jnp.allclose(jnp.asarray(out)[:1000], want, rtol=1e-5, atol=1e-6)):
-            raise RuntimeError("limits: the CUDA gather and XLA's disagree; its time would mean nothing.")
-        return timing
-
-    def read_modify_write(
-        self, table: jax.Array, gradients: jax.Array, row_sets: Sequence[jax.Array], protocol: Protocol
-    ) -> Timing:
-        pieces = table.shape[1] // 4
-        num_rows = row_sets[0].shape[0]
-
-        def arguments(rows):
-            return (*self._pointers(table, rows, gradients), *self._integers(num_rows), *self._small(pieces))
-
-        return self._time(self._read_modify_write, num_rows * pieces, table, row_sets, gradients, arguments, protocol)
-
-    def probe(self, lines: jax.Array, row_sets: Sequence[jax.Array], protocol: Protocol) -> Timing:
-        num_keys = row_sets[0].shape[0]
-        out = jnp.full((num_keys,), jnp.nan, jnp.float32)
-
-        def arguments(rows):
-            return (*self._pointers(lines, rows, out), *self._integers(num_keys))
-
-        return self._time(self._probe, num_keys, lines, row_sets, out, arguments, protocol)
-
-    def _time(self, kernel, num_threads, table, row_sets, other, arguments, protocol) -> Timing:
-        """Device events around batches of launches, in the same protocol as everything else."""
-        jax.block_until_ready((table, list(row_sets), other))
-        prepared = [arguments(rows) for rows in row_sets]
-        grid = (self._blocks(num_threads),)
-        position = 0
-
-        def batch(count):
-            nonlocal position
-            begin, end = self._cupy.cuda.Event(), self._cupy.cuda.Event()
-            begin.record()
-            for _ in range(count):
-                kernel(grid, (_BLOCK,), prepared[position % len(prepared)])
-                position += 1
-            end.record()
-            end.synchronize()
-            return self._cupy.cuda.get_elapsed_time(begin, end)
-
-        for _ in range(protocol.warmups):
-            batch(len(prepared))
-        count = protocol.dispatches(batch(20) / 20 * 1e-3)
-        return summary([batch(count) / count for _ in range(protocol.repetitions)], count)
-
-    def _pointers(self, *arrays):
-        return [np.uint64(array.unsafe_buffer_pointer()) for array in arrays]
-
-    def _integers(self, *values):
-        return [np.int64(value) for value in values]
-
-    def _small(self, *values):
-        return [np.int32(value) for value in values]
-
-    @staticmethod
-    def _blocks(num_threads: int) -> int:
-        return -(-num_threads // _BLOCK)
+    return cuda_kernels.loaded(4) is not None

@@ -23,9 +23,9 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from benchmarks.limits import varied_floats
-from benchmarks.timing import Protocol, Step, Timing
-from benchmarks.workloads import KeySet, Workload, state_dims
+from .limits import varied_floats
+from .timing import Protocol, Step, Timing
+from .workloads import KeySet, Workload, state_dims
 
 LEARNING_RATE = 0.01
 """Of every optimizer of every peer and of jaxsok; small, so that thousands of steps with one gradient stay finite."""
@@ -160,8 +160,8 @@ def run_fbgemm(arguments: Sequence[str], timeout_s: float) -> dict:
     """Measures FBGEMM in a process of its own and returns what `fbgemm.py` wrote: records, failures, versions."""
     with tempfile.TemporaryDirectory() as folder:
         out = pathlib.Path(folder) / "fbgemm.json"
-        command = [sys.executable, "-m", "benchmarks.fbgemm", "--out", str(out), *arguments]
-        root = pathlib.Path(__file__).resolve().parent.parent
+        command = [sys.executable, "-m", f"{__package__}.fbgemm", "--out", str(out), *arguments]
+        root = pathlib.Path(__file__).resolve().parents[len(__package__.split("."))]
         failure = None
         try:
             completed = subprocess.run(command, cwd=root, timeout=timeout_s, check=False)

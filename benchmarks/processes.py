@@ -25,9 +25,10 @@ import numpy as np
 from jax.sharding import AxisType
 
 import jaxsok
-from benchmarks.bench_exchange import Packed
-from benchmarks.workloads import MESH_WORKLOADS
 from jaxsok.pipeline import Pipeline
+
+from .bench_exchange import Packed
+from .workloads import MESH_WORKLOADS
 
 NUM_KEY_SETS = 4
 STEPS = 50

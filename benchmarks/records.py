@@ -1,8 +1,8 @@
 """What a run found: one record per measured thing, the failures, and the device that it ran on.
 
 Fed by `bench_*.py`, `limits.py`, `peers.py` and `fbgemm.py`; feeds `report.py` through a JSON file. A record names no
-other record: what stands beside what (a time, its limit, its peers) is decided in `rows`, once, for the terminal and
-for the documentation.
+other record: what stands beside what (a time, its limit, its peers) is decided in `tables.py`, once, for the terminal
+and for the documentation.
 """
 
 import dataclasses
@@ -18,7 +18,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from benchmarks.timing import HOST_BOUND, Timing
+from .timing import Timing
+from .workloads import KeySet, Workload
 
 SCHEMA = 1
 """Version of the JSON file."""
@@ -38,6 +39,12 @@ FIND = "find"
 FIND_AND_GATHER = "find + gather"
 INSERT_NEW = "find_or_insert, all new"
 INSERT_PRESENT = "find_or_insert, all present"
+EMPTY = "an empty program"
+NO_WORK = "kernels without work"
+GROW = "grow"
+BUILD = "build"
+FILL = "fill to the memory's share"
+CHURN = "churn"
 
 # The parts of a step on a mesh, and what is measured around it.
 DISTINCT = "distinct keys"
@@ -50,31 +57,6 @@ OWNER_UPDATE = "update at the owner"
 ALL_TO_ALL = "all-to-all of the step's bytes"
 DLRM = "DLRM step"
 
-WHOLE = ("single", "pipelined")
-"""The programs that leave nothing of a step out: only they stand beside peers."""
-
-TORCHREC = {
-    ("M1", TRAINING): (5.02, 3.16),
-    ("M1", STEP): (8.23, 4.90),
-    ("M1-64", TRAINING): (3.79, 3.12),
-    ("M1-64", STEP): (5.49, 4.67),
-}
-"""Milliseconds of TorchRec 1.6.1 (FBGEMM 1.6.0) on 8 H200s, row-wise and table-wise: published, not measured here."""
-
-TORCHREC_DEVICES = 8
-
-PEER_WHAT = {EVALUATION: FORWARD, TRAINING: FORWARD}
-"""The name under which a peer's record of the same work stands, where it has another."""
-
-LIMIT_WHAT = {
-    EVALUATION: (GATHER,),
-    TRAINING: (GATHER,),
-    FORWARD: (GATHER,),
-    STEP: (GATHER, READ_MODIFY_WRITE),
-    FIND_AND_GATHER: (GATHER,),
-}
-"""The limits whose times, one after the other, no version of this work undercuts."""
-
 
 @dataclasses.dataclass(frozen=True)
 class Record:
@@ -83,13 +65,13 @@ class Record:
     workload: str
     what: str
     subject: str
-    """"jaxsok", "xla", "fbgemm_unchecked", "fbgemm_default" or "limit"."""
+    """"jaxsok", "xla", "torch", "fbgemm_unchecked", "fbgemm_default" or "limit"."""
     timing: Timing
     distribution: str = ""
     optimizer: str = ""
     """Empty where no optimizer takes part."""
     variant: str = ""
-    """What else tells records of one workload apart: the dim and the keys per call of H1."""
+    """What else tells records of one workload apart: the dim and the keys per call of H1, the samples of a batch."""
     num_keys: int = 0
     num_unique: int = 0
     moved_bytes: int = 0
@@ -104,7 +86,13 @@ class Record:
     num_devices: int = 0
     """Of the mesh; 0 where there is none."""
     notes: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """On a mesh: scaling, program ("single", "planned", "pipelined", "plan", "apart", …), wire, front_end."""
+    """On a mesh: scaling, program ("single", "planned", "pipelined", "plan", "apart", …), wire, front_end. "part": the
+    part that a record belongs to, where that has a table of its own; with what the part has to say beside the time."""
+
+    @property
+    def part(self) -> str:
+        """The part whose table it stands in; empty for the table of all workloads."""
+        return self.notes.get("part", "")
 
     @property
     def gigabytes_per_s(self) -> float:
@@ -112,12 +100,54 @@ class Record:
         return self.moved_bytes / self.timing.ms * 1e-6 if self.timing.ms else 0.0
 
 
+@dataclasses.dataclass(frozen=True)
+class Batches:
+    """The batches of one workload under one key distribution, and what all records of them share."""
+
+    workload: Workload
+    distribution: str
+    key_sets: Sequence[KeySet]
+
+    @property
+    def num_unique(self) -> int:
+        """Distinct (table, id) pairs of a batch, on average."""
+        return round(sum(key_set.num_unique for key_set in self.key_sets) / len(self.key_sets))
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """Keys, unique keys, bags and dim: what the formulas of `limits.py` take first."""
+        return self.workload.num_keys, self.num_unique, self.workload.num_embeddings, self.workload.dim
+
+    def record(self, what: str, subject: str, timing: Timing, **more: Any) -> Record:
+        """A record of these batches."""
+        return Record(
+            self.workload.name,
+            what,
+            subject,
+            timing,
+            distribution=self.distribution,
+            num_keys=self.workload.num_keys,
+            num_unique=self.num_unique,
+            **more,
+        )
+
+
 class Recorder:
     """Collects the records and failures of a run and writes them; a failure ends nothing but its own measurement."""
 
-    def __init__(self, path: pathlib.Path | None, about: dict[str, Any], begin: float | None = None):
-        """Starts a run, at `begin` of time.perf_counter; `path` is written after each workload."""
+    def __init__(
+        self,
+        path: pathlib.Path | None,
+        about: dict[str, Any],
+        begin: float | None = None,
+        budget_s: float | None = None,
+    ):
+        """Starts a run, at `begin` of time.perf_counter; `path` is written after each workload.
+
+        After `budget_s` seconds nothing is begun any more; None: no end.
+        """
         self.path = path
+        self.budget_s = budget_s
         self.about = about
         self.records: list[Record] = []
         self.failures: list[dict[str, str]] = []
@@ -134,6 +164,18 @@ class Recorder:
         for name, ms in list((timing.kernels or {}).items())[:12]:
             self.say(f"    {ms:9.4f} ms  {name[:120]}")
         return record
+
+    def has_time(self, what: str, needs_s: float = 0.0) -> bool:
+        """Whether there is time left to begin `what`, which takes so many seconds; if not, records it as skipped."""
+        if self.budget_s is None or time.perf_counter() - self._begin + needs_s < self.budget_s:
+            return True
+        self.skip(what, "out of time (--time)")
+        return False
+
+    def skip(self, what: str, why: str) -> None:
+        """Records that something was left out, which is no failure."""
+        self.about.setdefault("skipped", []).append({"what": what, "why": why})
+        self.say(f"skipped {what}: {why}")
 
     def say(self, line: str) -> None:
         """Prints a line with the seconds since the run began."""
@@ -202,214 +244,6 @@ def commit_of(folder: pathlib.Path) -> str:
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
     return commit + ("+" if changed else "")
-
-
-NOTHING = "-"
-"""In a table: not measured, or it has no meaning."""
-
-COLUMNS = (
-    "workload",
-    "what",
-    "ms",
-    "spread",
-    "host ms",
-    "M keys/s",
-    "GB/s",
-    "limit ms",
-    "of limit",
-    "XLA ÷",
-    "FBGEMM unchecked ÷",
-    "FBGEMM default ÷",
-)
-"""Of the table: `host ms` is an empty step; the last three are the peer's time over jaxsok's, so above 1 jaxsok is the
-faster."""
-
-KEY_COLUMNS = ("workload", "keys", "unique", "rows", "load")
-"""Of the table of keys: of one batch; the load is that of the index."""
-
-
-PEER_COLUMNS = ("workload", "what", "who", "ms", "spread", "GB/s")
-
-
-def rows(records: Sequence[Record]) -> list[tuple[str, ...]]:
-    """The table: each of jaxsok's records beside its limit and its peers, as text."""
-    found = {}
-    for record in records:
-        found[(record.subject, record.workload, record.distribution, record.optimizer, record.variant, record.what)] = (
-            record
-        )
-
-    def peer(record: Record, subject: str) -> Record | None:
-        what = PEER_WHAT.get(record.what, record.what)
-        place = (record.workload, record.distribution)
-        return found.get((subject, *place, record.optimizer, record.variant, what))
-
-    table = []
-    for record in records:
-        if record.subject != "jaxsok" or record.num_devices:
-            continue
-        ms = record.timing.ms
-        limit_ms = limit_of(record, found)
-        ratios = [peer(record, subject) for subject in ("xla", "fbgemm_unchecked", "fbgemm_default")]
-        table.append(
-            (
-                " ".join(part for part in (record.workload, record.variant, record.distribution) if part),
-                f"{record.what}{f', {record.optimizer}' if record.optimizer else ''}",
-                f"{ms:.4g}{'*' if record.timing.is_host_bound else ''}",
-                f"{100 * record.timing.spread:.0f}%",
-                NOTHING if record.timing.host_ms is None else f"{record.timing.host_ms:.3g}",
-                f"{record.num_keys / ms * 1e-3:.4g}",
-                f"{record.gigabytes_per_s:.0f}",
-                NOTHING if limit_ms is None else f"{limit_ms:.4g}",
-                NOTHING if limit_ms is None else f"{limit_ms / ms:.2f}",
-                *(NOTHING if other is None else f"{other.timing.ms / ms:.2f}" for other in ratios),
-            )
-        )
-    return table
-
-
-def key_rows(records: Sequence[Record]) -> list[tuple[str, ...]]:
-    """What the batches looked like: workload and distribution, keys, unique keys, rows of the store, load."""
-    table = {}
-    for record in records:
-        if record.subject == "jaxsok" and record.load is not None:
-            name = " ".join(part for part in (record.workload, record.variant, record.distribution) if part)
-            numbers = (record.num_keys, record.num_unique, record.notes.get("num_rows", 0))
-            table[name] = (name, *(f"{number:,}" if number else NOTHING for number in numbers), f"{record.load:.3f}")
-    return list(table.values())
-
-
-def limit_of(record: Record, found: dict[tuple[str, ...], Record]) -> float | None:
-    """The sum of the limits of a record's work; None if one of them was not measured."""
-    if record.limit_ms is not None:
-        return record.limit_ms
-    parts = []
-    for what in LIMIT_WHAT.get(record.what, ()):
-        # A gather has no optimizer; a read-modify-write has: its state is part of what moves.
-        optimizer = record.optimizer if what == READ_MODIFY_WRITE else ""
-        part = found.get(("limit", record.workload, record.distribution, optimizer, record.variant, what))
-        if part is None:
-            return None
-        parts.append(part.timing.ms)
-    return sum(parts) if parts else None
-
-
-def peer_rows(records: Sequence[Record]) -> list[tuple[str, ...]]:
-    """The peers and the limits by themselves: workload, what, subject, ms, spread, GB/s."""
-    return [
-        (
-            " ".join(part for part in (record.workload, record.variant, record.distribution) if part),
-            f"{record.what}{f', {record.optimizer}' if record.optimizer else ''}",
-            f"{record.subject}{f' ({record.by})' if record.by else ''}",
-            f"{record.timing.ms:.4g}",
-            f"{100 * record.timing.spread:.0f}%",
-            f"{record.gigabytes_per_s:.0f}" if record.moved_bytes else NOTHING,
-        )
-        for record in records
-        if record.subject != "jaxsok" and not record.num_devices
-    ]
-
-
-EXCHANGE_COLUMNS = (
-    "workload",
-    "devices",
-    "what",
-    "program",
-    "ms",
-    "spread",
-    "k samples/s",
-    "MB sent",
-    "GB/s sent",
-    "of the wire",
-    "efficiency",
-    "XLA ÷",
-    "TorchRec row-wise, published, 8 GPUs",
-    "TorchRec table-wise, published, 8 GPUs",
-)
-"""Of the table of meshes: sent by one device to the others; `of the wire` is that rate over the one of the bare
-all-to-all; efficiency is against two devices; TorchRec's times, with their ratio where there are as many devices."""
-
-
-def exchange_rows(records: Sequence[Record], is_full_size: bool) -> list[tuple[str, ...]]:
-    """The table of meshes: each record beside the wire, two devices, and the peers, as text.
-
-    Args:
-      records: of one run or of several, each on another number of devices.
-      is_full_size: at full scale on GPUs, which TorchRec's times ask for.
-    """
-    found = {}
-    for record in records:
-        notes = record.notes
-        if record.num_devices:
-            found[(*_mesh_place(record), record.what, notes["program"], notes["wire"], notes["front_end"])] = record
-    table = []
-    for key, record in found.items():
-        (workload, distribution, scaling, num_devices), what, notes = key[:4], record.what, record.notes
-        ms = record.timing.ms
-        is_step = notes["program"] in (*WHOLE, "planned", "take")
-        is_peer_of = notes["program"] in WHOLE and record.subject == "jaxsok"
-        limit = found.get((*key[:4], ALL_TO_ALL, "alone", notes["wire"], "jit"))
-        base = found.get((workload, distribution, scaling, 2, *key[4:]))
-        peer = found.get((*key[:4], PEER_WHAT.get(what, what), "take", "float32", "jit")) if is_peer_of else None
-        ideal = 1.0 if scaling == "weak" else num_devices / 2
-        program = " ".join(
-            part for part in (notes["program"], *(notes[n] for n in ("wire", "front_end"))) if part not in USUAL
-        )
-        sent = record.moved_bytes
-        table.append(
-            (
-                f"{workload} {distribution} {scaling}",
-                f"{num_devices}",
-                f"{record.subject} {what}" if record.subject != "jaxsok" else what,
-                program,
-                f"{ms:.4g}",
-                f"{100 * record.timing.spread:.0f}%",
-                f"{notes['num_samples'] / ms:.4g}" if is_step else NOTHING,
-                f"{sent * 1e-6:.4g}" if sent else NOTHING,
-                f"{record.gigabytes_per_s:.3g}" if sent else NOTHING,
-                f"{record.gigabytes_per_s / limit.gigabytes_per_s:.2f}" if sent and limit else NOTHING,
-                f"{base.timing.ms / ms / ideal:.2f}" if base and num_devices >= 2 else NOTHING,
-                f"{peer.timing.ms / ms:.2f}" if peer else NOTHING,
-                *_torchrec_cells(record, is_peer_of and is_full_size and notes["wire"] == "float32"),
-            )
-        )
-    return table
-
-
-USUAL = ("float32", "jit")
-"""Wire and front end that a table does not name."""
-
-
-def _mesh_place(record: Record) -> tuple[str, str, str, int]:
-    return record.workload, record.distribution, record.notes["scaling"], record.num_devices
-
-
-def _torchrec_cells(record: Record, is_comparable: bool) -> tuple[str, str]:
-    """TorchRec's time for the same work; the ratio too, where the number of devices is the same."""
-    times = TORCHREC.get((record.workload, record.what))
-    if times is None or not is_comparable or record.notes["scaling"] != "weak" or record.num_devices < 2:
-        return NOTHING, NOTHING
-    ratio = record.num_devices == TORCHREC_DEVICES
-    row_wise, table_wise = (f"{ms} ms{f', {ms / record.timing.ms:.2f}' if ratio else ''}" for ms in times)
-    return row_wise, table_wise
-
-
-def host_bound_note(records: Sequence[Record]) -> str:
-    """Explains the asterisk, if a row has one."""
-    if not any(record.timing.is_host_bound for record in records):
-        return ""
-    return f"* an empty step takes at least {HOST_BOUND:.0%} of this time: the host, not the device, may have set it."
-
-
-def format_table(columns: Sequence[str], table: Sequence[Sequence[str]]) -> str:
-    """A table in Markdown, its columns aligned so that a terminal shows it too."""
-    widths = [max(len(row[i]) for row in (columns, *table)) for i in range(len(columns))]
-
-    def line(cells):
-        return "| " + " | ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)) + " |"
-
-    rule = "|" + "|".join("-" * (width + 2) for width in widths) + "|"
-    return "\n".join([line(columns), rule, *(line(row) for row in table)])
 
 
 def _label(record: Record) -> str:

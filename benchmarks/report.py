@@ -1,8 +1,10 @@
-"""Writes the results of a run into the documentation, between two markers.
+"""Writes the results of runs into the documentation: plots, tables, and what was reached of the targets.
 
-    python -m benchmarks.report results.json --document docs/performance.md
+    python -m benchmarks.report [results.json ...]
 
-Several files are told one after the other. What stands outside the markers is left alone.
+Several files are told one after the other, oldest first; where two have measured the same, the later one counts in the
+plots and the targets. Without any, those in benchmarks/results are, by name. Each part goes between two markers of the
+document; what stands outside them is left alone.
 """
 
 import argparse
@@ -10,10 +12,20 @@ import pathlib
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks import limits, records, workloads
+from . import limits, plots, records, tables, targets, workloads
 
-BEGIN = "<!-- benchmarks: begin. Written by benchmarks/report.py; edits here are lost. -->"
-END = "<!-- benchmarks: end -->"
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+
+RESULTS, TARGETS = "benchmarks", "targets"
+"""The parts of the document that are written here."""
+
+
+def markers(part: str) -> tuple[str, str]:
+    """The lines between which a part stands."""
+    return (
+        f"<!-- {part}: begin. Written by benchmarks/report.py; edits here are lost. -->",
+        f"<!-- {part}: end -->",
+    )
 
 
 def section(path: pathlib.Path) -> str:
@@ -27,35 +39,29 @@ def section(path: pathlib.Path) -> str:
         else f" Device copy {about['copy_gb_per_s']:.0f} GB/s (read + write); limits by {about['limits_by']}; "
         f"FBGEMM {about['fbgemm']};"
     )
+    options = about["options"]
     lines = [
         f"### {about['device']}, {about['date']}" + (", several" if is_on_mesh else ""),
         "",
         f"Commit `{about['commit']}`; Python {about['python']}, {versions}"
         + (f"; driver {about['driver']}" if about["driver"] else f"; {about['cpu_count']} CPU cores")
-        + f".{one_device} Scale {about['options']['scale']:g}; {about['wall_s']:.0f} s in all.",
+        + f".{one_device} Scale {options['scale']:g}; {_protocol(options)}{about['wall_s']:.0f} s in all.",
         "",
     ]
-    lines += _mesh_tables(found, about) if is_on_mesh else _tables(found)
+    is_full_size = options["scale"] == 1 and about["platform"] != "cpu"
+    for title, columns, table in tables.all_of(found, is_full_size):
+        # What is published of other systems stands in the text, once.
+        keep = [i for i, column in enumerate(columns) if "TorchRec" not in column]
+        short = [[row[i] for i in keep] for row in table]
+        lines += [title, "", tables.format_table([columns[i] for i in keep], short), ""]
+    note = tables.host_bound_note(found)
+    lines += [note.replace("*", "\\*", 1), ""] if note else []
+    skipped = about.get("skipped", [])
+    if skipped:
+        lines += ["Skipped:", "", *(f"- {entry['what']}: {_one_line(entry['why'])}" for entry in skipped), ""]
     if failures:
         lines += ["What failed:", "", *(f"- {entry['what']}: {_one_line(entry['why'])}" for entry in failures), ""]
     return "\n".join(lines)
-
-
-def _tables(found: Sequence[records.Record]) -> list[str]:
-    lines = [records.format_table(records.COLUMNS, records.rows(found)), ""]
-    note = records.host_bound_note(found)
-    lines += [note.replace("*", "\\*", 1), ""] if note else []
-    lines += ["The batches:", "", records.format_table(records.KEY_COLUMNS, records.key_rows(found)), ""]
-    lines += ["Peers and limits by themselves:", ""]
-    return [*lines, records.format_table(records.PEER_COLUMNS, records.peer_rows(found)), ""]
-
-
-def _mesh_tables(found: Sequence[records.Record], about: dict[str, Any]) -> list[str]:
-    table = records.exchange_rows(found, about["options"]["scale"] == 1 and about["platform"] != "cpu")
-    # What is published of other systems stands in the text, once.
-    keep = [i for i, column in enumerate(records.EXCHANGE_COLUMNS) if "TorchRec" not in column]
-    columns = [records.EXCHANGE_COLUMNS[i] for i in keep]
-    return [records.format_table(columns, [[row[i] for i in keep] for row in table]), ""]
 
 
 def floor_rows(gigabytes_per_s: float) -> list[tuple[str, ...]]:
@@ -87,34 +93,77 @@ def floor_rows(gigabytes_per_s: float) -> list[tuple[str, ...]]:
 FLOOR_COLUMNS = ("workload", "optimizer", "M keys", "M unique", "forward GB", "step GB", "forward ms", "step ms")
 
 
-def replace_between_markers(document: str, text: str) -> str:
-    """The document with `text` between its markers.
+def targets_section(paths: Sequence[pathlib.Path]) -> str:
+    """What was reached of every target, as Markdown."""
+    results = [records.load(path)[:2] for path in paths]
+    rows = targets.rows(results)
+    counts = {
+        verdict: sum(row[-1] == verdict for row in rows) for verdict in ("pass", "**miss**", targets.NOT_MEASURED)
+    }
+    runs = ", ".join(dict.fromkeys(f"`{about['commit']}`" for about, _ in results))
+    return "\n".join(
+        [
+            f"Commits {runs}: {counts['pass']} reached, {counts['**miss**']} missed, "
+            f"{counts[targets.NOT_MEASURED]} not measured. A speed over a peer is its time over jaxsok's.",
+            "",
+            tables.format_table(targets.COLUMNS, rows),
+        ]
+    )
+
+
+def plots_section(paths: Sequence[pathlib.Path], folder: pathlib.Path) -> str:
+    """Draws the plots of full-size runs on a GPU, and links them; says so where nothing can be drawn."""
+    found = []
+    for path in paths:
+        about, one, _ = records.load(path)
+        if about["platform"] != "cpu" and about["options"]["scale"] == 1.0:
+            found += one
+    why = plots.why_none()
+    if why:
+        print(f"report: no plots are drawn: {why}")
+        return ""
+    return "".join(f"![{shows}](images/{name})\n\n" for name, shows in plots.draw(found, folder))
+
+
+def replace_between_markers(document: str, text: str, part: str = RESULTS) -> str:
+    """The document with `text` between the markers of a part.
 
     Raises:
       ValueError: the document does not have each marker once, in order.
     """
-    if document.count(BEGIN) != 1 or document.count(END) != 1 or document.index(BEGIN) > document.index(END):
-        raise ValueError(f"report: the document must have {BEGIN!r} and then {END!r}, each once.")
-    before, rest = document.split(BEGIN)
-    _, after = rest.split(END)
-    return f"{before}{BEGIN}\n\n{text.strip()}\n\n{END}{after}"
+    begin, end = markers(part)
+    if document.count(begin) != 1 or document.count(end) != 1 or document.index(begin) > document.index(end):
+        raise ValueError(f"report: the document must have {begin!r} and then {end!r}, each once.")
+    before, rest = document.split(begin)
+    _, after = rest.split(end)
+    return f"{before}{begin}\n\n{text.strip()}\n\n{end}{after}"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Reads results files and rewrites the document."""
+    """Reads results files, draws the plots, rewrites the document."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.report", description=__doc__.split("\n")[0])
-    parser.add_argument("results", type=pathlib.Path, nargs="*")
+    parser.add_argument("results", type=pathlib.Path, nargs="*", help="default: all in benchmarks/results")
     parser.add_argument("--floors", type=float, metavar="GB_PER_S", help="print the floors at this bandwidth instead")
-    root = pathlib.Path(__file__).resolve().parent.parent
-    parser.add_argument("--document", type=pathlib.Path, default=root / "docs" / "performance.md")
+    parser.add_argument("--document", type=pathlib.Path, default=ROOT / "docs" / "performance.md")
     options = parser.parse_args(arguments)
     if options.floors:
-        print(records.format_table(FLOOR_COLUMNS, floor_rows(options.floors)))
+        print(tables.format_table(FLOOR_COLUMNS, floor_rows(options.floors)))
         return
-    if not options.results:
-        parser.error("name a results file, or --floors")
-    text = "\n\n".join(section(path) for path in options.results)
-    options.document.write_text(replace_between_markers(options.document.read_text(), text))
+    paths = options.results or sorted((ROOT / "benchmarks" / "results").glob("*.json"))
+    if not paths:
+        parser.error("got no results file, and there is none in benchmarks/results")
+    document = options.document.read_text()
+    text = plots_section(paths, options.document.parent / "images") + "\n\n".join(section(path) for path in paths)
+    document = replace_between_markers(document, text)
+    document = replace_between_markers(document, targets_section(paths), TARGETS)
+    options.document.write_text(document)
+
+
+def _protocol(options: dict[str, Any]) -> str:
+    """How often, where the run told it."""
+    if "repetitions" not in options:
+        return ""
+    return f"{options['repetitions']} repetitions of {options['batch_ms']:g} ms; "
 
 
 def _one_line(text: str) -> str:

@@ -26,6 +26,9 @@ import jax
 HOST_SHARE = 0.5
 """From this share of a step's time on, the host may be what is measured: the unrolled program is measured as well."""
 
+HOST_MS_AT_MOST = 1.0
+"""No dispatch of one program took a host longer, by far (0.2 ms): beside a longer step the host is not measured."""
+
 HOST_BOUND = 0.8
 """From this share on, a time that stands is marked as the host's."""
 
@@ -34,11 +37,11 @@ HOST_BOUND = 0.8
 class Protocol:
     """How often a step is repeated."""
 
-    repetitions: int = 20
+    repetitions: int = 10
     """Batches; the median is taken over them."""
-    warmups: int = 3
+    warmups: int = 2
     """Rounds over all key sets before anything is measured; the first of them compiles."""
-    batch_s: float = 0.05
+    batch_s: float = 0.03
     """A batch has as many dispatches as this needs, and at least one."""
     num_key_sets: int = 3
     """Key sets in rotation, so that no batch meets a warm cache."""
@@ -46,6 +49,16 @@ class Protocol:
     """A step so slow that its repetitions would take longer gets fewer, never under five; the record says how many."""
     profile: bool = False
     """Whether the kernels of a step are listed as well, with JAX's profiler, after it was timed."""
+
+    def brief(self) -> "Protocol":
+        """The same with fewer and shorter repetitions, for sweeps over many shapes; their spread is reported too."""
+        return dataclasses.replace(
+            self,
+            repetitions=min(self.repetitions, 7),
+            warmups=1,
+            batch_s=min(self.batch_s, 0.015),
+            max_s=self.max_s / 4,
+        )
 
     def dispatches(self, step_s: float) -> int:
         """Dispatches of one batch for a step of this length."""
@@ -174,9 +187,11 @@ class Step:
         """
         timing, carry = self._batches(self._single, carry, sets, protocol)
         if protocol.profile:
-            kernels, carry = self._kernels(carry, sets)
-            timing = dataclasses.replace(timing, kernels=kernels)
+            kernels, carry = self.kernels(carry, sets)
+            timing = dataclasses.replace(timing, kernels={name: ms for name, (_, ms) in kernels.items()})
         if idle is None or jax.default_backend() == "cpu":
+            return timing, carry
+        if timing.ms > HOST_MS_AT_MOST:
             return timing, carry
         if self._host is None:  # once for all key sets: the program of an empty step is the same
             few = dataclasses.replace(protocol, repetitions=min(5, protocol.repetitions))
@@ -184,30 +199,35 @@ class Step:
         timing = dataclasses.replace(timing, host_ms=self._host.ms)
         if self._host.ms < HOST_SHARE * timing.ms:
             return timing, carry
-        unrolled, carry = self._batches(self._unrolled, carry, [tuple(sets)], protocol)
-        if unrolled.ms / len(sets) >= timing.ms:
+        in_a_row, carry = self.measure_in_a_row(carry, sets, protocol)
+        if in_a_row.ms >= timing.ms:
             return timing, carry
-        return (
-            dataclasses.replace(
-                timing,
-                ms=unrolled.ms / len(sets),
-                low_ms=unrolled.low_ms / len(sets),
-                high_ms=unrolled.high_ms / len(sets),
-                repetitions=unrolled.repetitions,
-                dispatches=unrolled.dispatches,
-                dispatch_ms=timing.ms,
-            ),
-            carry,
-        )
+        return dataclasses.replace(
+            in_a_row, host_ms=timing.host_ms, dispatch_ms=timing.ms, kernels=timing.kernels
+        ), carry
 
-    def _kernels(self, carry, sets) -> tuple[dict[str, float], Any]:
+    def measure_in_a_row(
+        self, carry: Any, sets: Sequence[Any], protocol: Protocol, length: int | None = None
+    ) -> tuple[Timing, Any]:
+        """Measures one step of a program that runs `length` sets in a row (all of them for None).
+
+        The host dispatches once for all of them. `length` divides the number of sets.
+        """
+        length = length or len(sets)
+        groups = [tuple(sets[begin : begin + length]) for begin in range(0, len(sets), length)]
+        timing, carry = self._batches(self._unrolled, carry, groups, protocol)
+        return scaled(timing, 1.0 / length), carry
+
+    def kernels(self, carry: Any, sets: Sequence[Any]) -> tuple[dict[str, tuple[float, float]], Any]:
+        """What one step launches on the device: by kernel how often, and for how many milliseconds (`launched`)."""
+
         def steps():
             nonlocal carry
             for inputs in sets:
                 carry, outputs = self._call(self._single, carry, inputs)
             jax.block_until_ready((carry, outputs) if self.donates else outputs)
 
-        return device_kernels(steps, len(sets)), carry
+        return launched(steps, len(sets)), carry
 
     def _call(self, program, carry, inputs):
         if self.donates:
@@ -249,16 +269,17 @@ def time_once(function: Callable[[], Any], repetitions: int) -> Timing:
     return summary(samples, 1)
 
 
-def device_kernels(function: Callable[[], Any], num_steps: int) -> dict[str, float]:
-    """Milliseconds a step that each kernel took on the device, by JAX's profiler; the longest first.
+def launched(function: Callable[[], Any], num_steps: int) -> dict[str, tuple[float, float]]:
+    """The kernels that ran on the device, by JAX's profiler; the longest first.
 
     Args:
       function: dispatches `num_steps` steps and waits for them.
       num_steps: over how many steps the sums are divided.
 
     Returns:
-      Kernel names with their milliseconds a step; empty on a backend without device lines (a CPU).
+      By the kernel's name, launches a step and milliseconds a step; empty on a backend without device lines (a CPU).
     """
+    counts: Counter[str] = Counter()
     totals: Counter[str] = Counter()
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
@@ -272,5 +293,6 @@ def device_kernels(function: Callable[[], Any], num_steps: int) -> dict[str, flo
                         continue
                     for event in line.events:
                         with contextlib.suppress(UnicodeDecodeError):
+                            counts[event.name] += 1
                             totals[event.name] += event.duration_ns * 1e-6 / num_steps
-    return dict(totals.most_common())
+    return {name: (counts[name] / num_steps, ms) for name, ms in totals.most_common()}

@@ -7,6 +7,7 @@ import json
 import pathlib
 import re
 import sys
+import types
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,26 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 if str(ROOT) not in sys.path:
     sys.path.append(str(ROOT))
 
-from benchmarks import bench_exchange, dlrm, fill, limits, peers, records, report, run, timing, workloads  # noqa: E402
+import jaxsok  # noqa: E402
+from benchmarks import (  # noqa: E402
+    bench_exchange,
+    bench_scale,
+    bench_skew,
+    bench_small,
+    dlrm,
+    fill,
+    limits,
+    measure,
+    peers,
+    plots,
+    records,
+    report,
+    run,
+    tables,
+    targets,
+    timing,
+    workloads,
+)
 
 
 @pytest.mark.parametrize(
@@ -139,11 +159,11 @@ def test_ratios_and_limits_stand_beside_the_right_records():
         record(records.GATHER, "limit", 1.0),
         record(records.READ_MODIFY_WRITE, "limit", 3.0, "adam"),
     ]
-    forward, step = (dict(zip(records.COLUMNS, row, strict=True)) for row in records.rows(found))
+    forward, step = (dict(zip(tables.COLUMNS, row, strict=True)) for row in tables.rows(found))
     assert (forward["limit ms"], forward["of limit"]) == ("1", "0.50")
-    assert [forward[name] for name in records.COLUMNS[-3:]] == ["1.50", "2.00", "3.00"]
+    assert [forward[name] for name in tables.COLUMNS[-3:]] == ["1.50", "2.00", "3.00"]
     assert (step["limit ms"], step["of limit"]) == ("4", "0.50")
-    assert [step[name] for name in records.COLUMNS[-3:]] == ["10.00", "-", "-"]
+    assert [step[name] for name in tables.COLUMNS[-3:]] == ["10.00", "-", "-"]
 
 
 def on_mesh(what, program, num_devices, ms, subject="jaxsok", sent_bytes=0, scaling="weak"):
@@ -168,18 +188,18 @@ def test_a_table_of_meshes_compares_whole_steps_alone():
         on_mesh(records.STEP, "pipelined", 2, 1.5),
         on_mesh(records.STEP, "take", 8, 30.0, "xla"),
     ]
-    rows = [dict(zip(records.EXCHANGE_COLUMNS, row, strict=True)) for row in records.exchange_rows(found, True)]
+    rows = [dict(zip(tables.EXCHANGE_COLUMNS, row, strict=True)) for row in tables.exchange_rows(found, True)]
     _, planned, pipelined, two, _ = rows
-    row_wise, table_wise = records.EXCHANGE_COLUMNS[-2:]
-    assert (planned["XLA ÷"], planned[row_wise]) == (records.NOTHING, records.NOTHING)  # its plan is not in it
+    row_wise, table_wise = tables.EXCHANGE_COLUMNS[-2:]
+    assert (planned["XLA ÷"], planned[row_wise]) == (tables.NOTHING, tables.NOTHING)  # its plan is not in it
     assert (pipelined["XLA ÷"], pipelined["of the wire"], pipelined["efficiency"]) == ("15.00", "0.25", "0.75")
     assert (pipelined["k samples/s"], pipelined["GB/s sent"]) == ("3.277e+04", "50")
     assert (pipelined[row_wise], pipelined[table_wise]) == ("8.23 ms, 4.12", "4.9 ms, 2.45")
     assert two[row_wise] == "8.23 ms"  # no ratio between two devices and eight
-    assert records.exchange_rows(found, False)[2][-1] == records.NOTHING
+    assert tables.exchange_rows(found, False)[2][-1] == tables.NOTHING
     strong = [dataclasses.replace(one, notes=one.notes | {"scaling": "strong"}) for one in found]
-    assert records.exchange_rows(strong, True)[2][records.EXCHANGE_COLUMNS.index("efficiency")] == "0.19"
-    assert records.rows(found) == records.peer_rows(found) == []
+    assert tables.exchange_rows(strong, True)[2][tables.EXCHANGE_COLUMNS.index("efficiency")] == "0.19"
+    assert tables.rows(found) == tables.peer_rows(found) == []
 
 
 @pytest.fixture
@@ -206,11 +226,145 @@ def test_a_planned_step_copies_no_table(small_m1):
 
 def test_the_documented_floors_are_those_of_the_formulas():
     document = (ROOT / "docs" / "performance.md").read_text()
-    assert records.format_table(report.FLOOR_COLUMNS, report.floor_rows(4230)) in document
+    assert tables.format_table(report.FLOOR_COLUMNS, report.floor_rows(4230)) in document
     assert report.replace_between_markers(document, "x").count("\n\nx\n\n") == 1
 
 
-@pytest.mark.parametrize("name", ["limits", "timing", "workloads"])
+def test_a_table_grows_no_further_than_its_share_of_the_memory(monkeypatch):
+    recorder = records.Recorder(None, {})
+    row_bytes = 304  # 64 floats, record, index: docs/memory_layout.md
+    limit = round(7_500 * row_bytes / bench_scale.MEMORY_SHARE * 0.92)  # 7 times the least size, not 16 times
+    in_use = {"bytes_limit": limit, "bytes_in_use": 0, "peak_bytes_in_use": 5}
+    monkeypatch.setattr(bench_scale, "_memory", lambda: in_use)
+    monkeypatch.setattr(bench_scale, "NUM_KEYS", 1)
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
+    bench_scale.sizes(recorder, timing.QUICK.brief(), seed=0, copy_gb_s=1.0, scale=0.001, is_quick=True)
+    assert recorder.failures == []
+    lookups = [record.notes["num_rows"] for record in recorder.records if record.what == records.FIND_AND_GATHER]
+    (reached,) = (record for record in recorder.records if record.what == records.FILL)
+    assert lookups == [1024, 4096, 7168]
+    assert reached.notes["is_limited"] and reached.notes["num_rows"] == 7168
+    assert targets.Found(recorder.records).all(records.FILL, notes={"part": "scale"})
+    assert 0.7 < targets._share_of_memory(targets.Found(recorder.records)) <= bench_scale.MEMORY_SHARE
+
+
+def test_what_fails_while_a_table_grows_leaves_what_was_reached(monkeypatch):
+    recorder = records.Recorder(None, {})
+    monkeypatch.setattr(bench_scale, "NUM_KEYS", 1)
+    grow = jaxsok.Collection.grow
+
+    def until_4_096_rows(self, state, **options):
+        if int(state.stores[0].num_rows()) >= 4096:
+            raise MemoryError("no more")
+        return grow(self, state, **options)
+
+    monkeypatch.setattr(jaxsok.Collection, "grow", until_4_096_rows)
+    bench_scale.sizes(recorder, timing.QUICK.brief(), seed=0, copy_gb_s=1.0, scale=0.001, is_quick=True)
+    (failure,) = recorder.failures
+    assert "no more" in failure["why"]
+    (reached,) = (record for record in recorder.records if record.what == records.FILL)
+    assert reached.notes["num_rows"] == 4096
+
+
+def test_kernels_are_counted_for_their_floor(monkeypatch):
+    """Stands in for a GPU with CuPy: the profiler's kernels, and the time of as many without work."""
+    asked = []
+    plain = types.SimpleNamespace(nothing=lambda count, protocol: asked.append(count) or timing.summary([0.5], 1))
+    monkeypatch.setattr(bench_small.cuda_kernels, "loaded", lambda dim: plain)
+    seen = {"gather": (2.0, 0.1), "sort": (1.0, 0.2)}
+    monkeypatch.setattr(timing, "launched", lambda function, steps: function() or seen)
+    small = dataclasses.replace(workloads.WORKLOADS["W1"], num_tables=2)
+    monkeypatch.setitem(workloads.WORKLOADS, "W1", small)
+    recorder = records.Recorder(None, {})
+    bench_small.floors(recorder, dataclasses.replace(timing.QUICK.brief(), num_key_sets=2), seed=0)
+    assert asked == [3, 3, 3]
+    notes = {"part": "small", "num_samples": 256, "device_ms": 1.0}
+    step = records.Record("W1", records.STEP, "jaxsok", timing.summary([1.0], 1), num_keys=8, limit_ms=0.1, notes=notes)
+    step = dataclasses.replace(step, timing=dataclasses.replace(step.timing, dispatch_ms=2.0))
+    (row,) = tables.small_rows([*recorder.records, step])
+    told = dict(zip(tables.SMALL_COLUMNS, row, strict=True))
+    assert (told["kernels"], told["as many without work ms"], told["of limit"]) == ("3", "0.5", "0.50")
+
+
+def test_what_fbgemm_wrote_becomes_records(monkeypatch):
+    entry = {"workload": "W1", "what": "forward", "subject": "fbgemm_default", "distribution": "uniform"}
+    entry |= {"optimizer": "", "samples_ms": [2.0, 1.0, 3.0], "dispatches": 7}
+    commands = []
+    written = {"records": [entry], "failures": [], "about": {}}
+    monkeypatch.setattr(peers, "why_no_fbgemm", lambda: None)
+    monkeypatch.setattr(peers, "run_fbgemm", lambda arguments, timeout_s: commands.append(arguments) or written)
+    monkeypatch.setattr(run, "has_gpu", lambda: True)
+    options = run.parse(["--only", "fbgemm", "--workloads", "W1", "--keys", "uniform"])
+    found = measure.measure_fbgemm(options, timing.Protocol())
+    (record,) = found["records"]
+    assert (record.timing.ms, record.timing.dispatches) == (2.0, 7)
+    assert record.num_keys == workloads.WORKLOADS["W1"].num_keys
+    assert commands[0][commands[0].index("--keys") + 1] == "uniform"
+
+
+def test_without_time_left_a_run_says_what_it_left_out(tmp_path, monkeypatch):
+    monkeypatch.setattr(run, "has_gpu", lambda: False)
+    path = tmp_path / "results.json"
+    recorder = run.main(
+        ["--scale", "0.001", "--time", "0", "--out", str(path), "--repetitions", "1", "--batch-ms", "1"]
+    )
+    assert recorder.failures == recorder.records == []
+    skipped = {entry["what"] for entry in json.loads(path.read_text())["about"]["skipped"]}
+    assert {"W1 rowwise_adagrad", "W6 sgd", "H1 D 8", "scale", "dims", "insert", "cpu"} <= skipped
+
+
+def test_the_document_tells_the_results_that_are_kept():
+    paths = sorted((ROOT / "benchmarks" / "results").glob("*.json"))
+    document = (ROOT / "docs" / "performance.md").read_text()
+    assert all(report.section(path).strip() in document for path in paths)
+    assert report.targets_section(paths) in document
+
+
+def test_targets_are_read_from_the_right_records():
+    def record(workload, what, subject, ms, **more):
+        return records.Record(workload, what, subject, timing.summary([ms], 1), distribution="uniform", **more)
+
+    full = {"platform": "gpu", "commit": "abc", "options": {"scale": 1.0}}
+    on_cpu = {"platform": "cpu", "commit": "abc", "options": {"scale": 0.01}}
+    old = [record("W1", records.EVALUATION, "jaxsok", 9.0), record("W1", records.FORWARD, "fbgemm_unchecked", 3.3)]
+    new = [
+        record("W1", records.EVALUATION, "jaxsok", 3.0),
+        # Not the one that is compared: small batches have a table of their own.
+        record("W1", records.EVALUATION, "jaxsok", 0.1, notes={"part": "small"}),
+        record("W1", records.STEP, "jaxsok", 1.0, optimizer="rowwise_adagrad", notes={"part": "skew"}),
+    ]
+    cpu = [
+        record("W1", records.EVALUATION, "jaxsok", 0.1),
+        record("W1", records.STEP, "jaxsok", 3.2, optimizer="sgd", notes={"part": "cpu"}),
+        record("W1", records.STEP, "xla", 2.0, optimizer="sgd", notes={"part": "cpu"}),
+    ]
+    rows = {row[0]: row[1:] for row in targets.rows([(full, old), (full, new), (on_cpu, cpu)])}
+    forward = "evaluation forward, W1 uniform, speed over "
+    assert rows[forward + targets.PEER_NAMES["fbgemm_unchecked"]] == ("≥ 1.1", "1.10", "pass")
+    assert rows[forward + targets.PEER_NAMES["fbgemm_default"]] == ("≥ 2.5", "-", targets.NOT_MEASURED)
+    (of_cpu,) = (row for name, row in rows.items() if name.startswith("CPU") and "uniform" in name)
+    assert of_cpu == ("≤ 1.5", "1.60", "**miss**")
+    assert sum(row[-1] in ("pass", "**miss**") for row in rows.values()) == 2
+
+
+def test_plots_are_drawn_of_what_there_is(tmp_path):
+    def record(ms, part="", **notes):
+        made = timing.summary([ms], 1)
+        notes = notes | ({"part": part} if part else {})
+        return records.Record("W1", records.FIND_AND_GATHER, "jaxsok", made, num_keys=64, limit_ms=ms / 2, notes=notes)
+
+    sizes = [record(1.0, "scale", num_rows=10), record(2.0, "scale", num_rows=100)]
+    assert [name for name, _ in plots.draw(sizes, tmp_path)] == ["scale.svg"]
+    first = (tmp_path / "scale.svg").read_bytes()
+    assert b"rows in the table" in first
+    plots.draw(sizes, tmp_path)
+    assert (tmp_path / "scale.svg").read_bytes() == first  # the same bytes from the same records
+    dims = [record(1.0, "dims", dim=dim, dtype="float32") for dim in (8, 33, 64)]
+    assert [name for name, _ in plots.draw(dims, tmp_path)] == ["dims.svg"]
+    assert not (tmp_path / "scale.svg").exists()  # a plot without records does not stay behind
+
+
+@pytest.mark.parametrize("name", ["bench_dims", "limits", "one_table", "timing", "workloads"])
 def test_examples_of(name):
     failed, attempted = doctest.testmod(importlib.import_module(f"benchmarks.{name}"))
     assert attempted > 0
@@ -227,7 +381,8 @@ def test_a_quick_run_measures_everything(tmp_path, monkeypatch):
     monkeypatch.setattr(run, "has_gpu", lambda: jax.default_backend() == "gpu")
     path = tmp_path / "results.json"
     parts = ",".join(part for part in run.PARTS if part != "fbgemm")  # not while this process holds the memory
-    arguments = ["--quick", "--scale", "0.0003", "--workloads", "W5,H1", "--repetitions", "2", "--batch-ms", "1"]
+    monkeypatch.setitem(workloads.WORKLOADS, "W1", dataclasses.replace(workloads.WORKLOADS["W1"], num_tables=2))
+    arguments = ["--quick", "--scale", "0.0003", "--workloads", "W1,W5,H1", "--repetitions", "2", "--batch-ms", "1"]
     recorder = run.main([*arguments, "--only", parts, "--out", str(path), "--commit", "abc"])
     assert recorder.failures == []
 
@@ -251,18 +406,47 @@ def test_a_quick_run_measures_everything(tmp_path, monkeypatch):
         ("H1", records.FIND_AND_GATHER, "jaxsok"),
         ("H1", records.INSERT_NEW, "jaxsok"),
         ("H1", records.INSERT_PRESENT, "jaxsok"),
+        ("W1", records.EMPTY, "limit"),
+        ("dims", records.STEP, "jaxsok"),
+        ("scale", records.GROW, "jaxsok"),
+        ("scale", records.FIND_AND_GATHER, "jaxsok"),
+        ("scale", records.BUILD, "jaxsok"),
+        ("scale", records.CHURN, "jaxsok"),
     } <= measured
     assert all(record.timing.ms > 0 for record in found)
-    assert all(row[records.COLUMNS.index("limit ms")] != records.NOTHING for row in records.rows(found))
+    by_part = {part: [record for record in found if record.part == part] for part in tables.PARTS}
+    assert all(by_part[part] for part in tables.PARTS if part != "cpu" or jax.default_backend() == "cpu")
+    assert {record.distribution for record in by_part["skew"] if record.workload == "W1"} == set(bench_skew.KEYS)
+    assert {record.variant for record in by_part["skew"] if record.workload == "W5"} == {
+        f"bags of {hotness}" for hotness in bench_skew.HOTNESS
+    }
+    assert all(record.notes["rows_stay"] for record in found if record.what == records.GROW)
+    # Readings find what this run measured; of the others full-size results tell.
+    reached = [target.name for target in targets.TARGETS if target.reading(targets.Found(found)) is not None]
+    for wanted in (
+        "W1's shape, one key a table",
+        "W1's shape, one key in all",
+        "churn",
+        "CPU: lookup + update, SGD, uni",
+    ):
+        assert any(wanted in name for name in reached) or jax.default_backend() != "cpu"
+    assert all(len(table) == len(columns) for _, columns, rows in tables.all_of(found, False) for table in rows)
+    assert all(row[tables.COLUMNS.index("limit ms")] != tables.NOTHING for row in tables.rows(found))
 
     page = tmp_path / "performance.md"
-    page.write_text(f"before\n{report.BEGIN}\nold\n{report.END}\nafter\n")
+    markers = [line for part in (report.RESULTS, report.TARGETS) for line in (*report.markers(part), "between")]
+    page.write_text("\n".join(["before", markers[0], "old", *markers[1:-1], "after\n"]))
     report.main([str(path), "--document", str(page)])
     written = page.read_text()
     assert written.startswith("before\n")
     assert written.endswith("after\n")
     assert "old" not in written
+    assert "between" in written
     assert "forward + update, rowwise_adagrad" in written
+    for title, *_ in tables.PARTS.values():
+        assert title in written or title == tables.PARTS["cpu"][0]
+    assert "images/" not in written  # plots are of full-size runs on a GPU
+    assert path.with_suffix("").is_dir() == (plots.why_none() is None)
 
 
 @pytest.mark.skipif(len(jax.devices()) < 2, reason="needs two devices")
@@ -308,4 +492,4 @@ def test_a_quick_run_on_a_mesh_measures_everything(tmp_path, monkeypatch, small_
     # A whole step asks for keys and sends rows twice; bfloat16 halves the rows.
     sent = {(one.notes["program"], one.notes["wire"]): one.moved_bytes for one in found if one.what == records.STEP}
     assert sent["pipelined", "float32"] - sent["pipelined", "bfloat16"] == sent["planned", "bfloat16"] > 0
-    assert len(records.exchange_rows(found, False)) == len(found)
+    assert len(tables.exchange_rows(found, False)) == len(found)

@@ -1,0 +1,24 @@
+"""Keys that are all new: how fast they get rows, with the bytes of the rows and without.
+
+Question: what does inserting itself cost, when rows of one float leave next to nothing else to write?
+Workload: H1's rows and keys a call, rows of 1 and of 64 floats, SGD; from an empty table to load 0.5.
+Limit:    the bytes that must move (`limits.insert_bytes`) at the bandwidth of a copy.
+Command:  `python -m jaxsok bench --only insert`
+Last result: not yet measured.
+
+"Without the rows' bytes" takes off the time in which a copy would move them: what rows of another width would leave.
+"""
+
+from .bench_table import HashTable
+from .records import Recorder
+from .timing import Protocol
+from .workloads import HashWorkload
+
+DIMS = (1, 64)
+
+
+def measure(workload: HashWorkload, recorder: Recorder, protocol: Protocol, copy_gb_s: float) -> None:
+    """Measures both widths."""
+    for dim in DIMS:
+        with recorder.attempt(f"insert D {dim}"):
+            HashTable(workload, dim).insert_new(recorder, protocol, copy_gb_s, part="insert")

@@ -1,0 +1,226 @@
+"""One device, workload by workload: the filled tables, the static tables, the limits, then what has tables of its own.
+
+Fed by `run.py`; feeds a Recorder. Not here: what is measured (`bench_*.py`), what it is compared with (`peers.py`,
+`limits.py`), meshes (`bench_exchange.py`).
+"""
+
+import argparse
+import gc
+import time
+from collections.abc import Sequence
+
+import jax.numpy as jnp
+
+from . import (
+    bench_combine,
+    bench_cpu,
+    bench_dims,
+    bench_insert,
+    bench_lookup,
+    bench_plan,
+    bench_scale,
+    bench_skew,
+    bench_small,
+    bench_table,
+    bench_update,
+    fill,
+    limits,
+    peers,
+    records,
+    timing,
+    workloads,
+)
+from .records import Batches, Record, Recorder
+from .timing import Protocol
+from .workloads import Run, Workload
+
+ON_FILLED = {"lookup": None, "update": None, "small": bench_small.WORKLOADS, "skew": bench_skew.WORKLOADS}
+"""The parts that need filled tables, and the workloads whose tables they are measured on; None: all."""
+
+WITHOUT_TABLES = {"plan": bench_plan, "combine": bench_combine}
+
+OWN_TABLES = ("insert", "scale", "dims", "cpu")
+"""The parts with tables of their own, in the order in which they are measured."""
+
+
+def one_device(options: argparse.Namespace, protocol: Protocol, recorder: Recorder) -> None:
+    """Measures every part of one device; the file is written after each workload."""
+    about, scale = recorder.about, options.scale
+    copy_gb_s, copy = limits.copy_gigabytes_per_s(protocol)
+    about["copy_gb_per_s"] = copy_gb_s
+    about["limits_by"] = "cuda and xla" if limits.has_cuda_kernels() else "xla alone"
+    recorder.say(f"device copy: {copy_gb_s:.0f} GB/s ±{50 * copy.spread:.0f}%; limits by {about['limits_by']}")
+    if "scale" in options.parts:
+        bench_scale.growth(recorder, scale)
+        collect()
+    h1 = workloads.H1.scaled(scale)
+    for name in options.workloads:
+        if name in workloads.WORKLOADS:
+            workload = workloads.WORKLOADS[name].scaled(scale)
+            runs = workloads.chosen_runs(workload, options.keys, options.optimizers)
+            if options.quick:
+                runs = [Run(runs[0].optimizer, runs[0].distributions[:1])] if runs else []
+            measure_workload(workload, runs, options, protocol, recorder, copy_gb_s)
+        elif "table" in options.parts:
+            h1_dims = h1.with_dims(h1.dims[:1]) if options.quick else h1
+            bench_table.measure(h1_dims, recorder, protocol, options.seed, copy_gb_s)
+        collect()
+        recorder.write()
+    brief, seed, is_quick = protocol.brief(), options.seed, options.quick
+    own_tables = {
+        "insert": lambda: bench_insert.measure(h1, recorder, protocol, copy_gb_s),
+        "scale": lambda: bench_scale.measure(recorder, brief, seed, copy_gb_s, scale, is_quick),
+        "dims": lambda: bench_dims.measure(recorder, brief, seed, copy_gb_s, scale, is_quick),
+        "cpu": lambda: bench_cpu.measure(recorder, protocol, seed, scale, is_quick),
+    }
+    for part in OWN_TABLES:
+        if part in options.parts and recorder.has_time(part):
+            with recorder.attempt(part):
+                own_tables[part]()
+            collect()
+            recorder.write()
+    has_small = "small" in options.parts and set(bench_small.WORKLOADS) & set(options.workloads)
+    if has_small and options.is_gpu:
+        with recorder.attempt("small, kernels without work"):
+            bench_small.floors(recorder, brief, seed)
+        recorder.write()
+
+
+def measure_workload(
+    workload: Workload,
+    runs: Sequence[Run],
+    options: argparse.Namespace,
+    protocol: Protocol,
+    recorder: Recorder,
+    copy_gb_s: float,
+) -> None:
+    """Measures one of W1 to W6: for each optimizer the dynamic tables, then the static ones and the limits."""
+    on_filled = {part for part, names in ON_FILLED.items() if names is None or workload.name in names}
+    on_filled &= set(options.parts)
+    on_static = {"limits", "xla"} & set(options.parts)
+    apart = [part for part, bench in WITHOUT_TABLES.items() if workload.name in bench.WORKLOADS]
+    apart = [part for part in apart if part in options.parts]
+    if not (on_filled or on_static or apart):
+        return
+    batches: dict[str, Batches] = {}
+    for run in runs:
+        for distribution in run.distributions:
+            if distribution not in batches:
+                key_sets = workloads.key_sets(workload, distribution, protocol.num_key_sets, options.seed)
+                batches[distribution] = Batches(workload, distribution, key_sets)
+    seen: set[str] = set()
+    for number, run in enumerate(runs):
+        first_time = [distribution for distribution in run.distributions if distribution not in seen]
+        seen.update(first_time)
+        label = f"{workload.name} {run.optimizer}"
+        if not recorder.has_time(label):
+            continue
+        # The sweeps take the tables of the first optimizer.
+        parts = on_filled if number == 0 else on_filled & {"lookup", "update"}
+        if parts:
+            with recorder.attempt(f"{label} jaxsok"):
+                measure_jaxsok(workload, run, first_time, batches, parts, options, protocol, recorder, copy_gb_s)
+            collect()
+            recorder.write()
+        if on_static:
+            with recorder.attempt(f"{label} static tables"):
+                measure_static(workload, run, first_time, batches, on_static, protocol, recorder)
+            collect()
+    for part in apart:
+        for distribution, one in batches.items():
+            label = f"{workload.name} {distribution} {part}"
+            if not recorder.has_time(label):
+                continue
+            with recorder.attempt(label):
+                WITHOUT_TABLES[part].measure(one, recorder, protocol, copy_gb_s)
+            collect()
+
+
+def measure_jaxsok(workload, run, first_time, batches, parts, options, protocol, recorder, copy_gb_s) -> None:
+    """Fills the tables of a workload, then measures lookups (where they were not measured yet), updates, the rest."""
+    begin = time.perf_counter()
+    filled = fill.filled(workload, run.optimizer)
+    rows = workload.num_tables * workload.num_rows
+    seconds = time.perf_counter() - begin
+    recorder.say(f"{workload.name} {run.optimizer}: {rows} rows filled in {seconds:.1f} s, load {filled.load:.2f}")
+    for distribution in first_time if "lookup" in parts else ():
+        bench_lookup.measure(filled, batches[distribution], recorder, protocol)
+    for distribution in run.distributions if "update" in parts else ():
+        bench_update.measure(filled, batches[distribution], recorder, protocol)
+    brief = protocol.brief()
+    if "skew" in parts and recorder.has_time(f"{workload.name} skew"):
+        with recorder.attempt(f"{workload.name} skew"):
+            uniform = batches.get("uniform") or next(iter(batches.values()))
+            bench_skew.measure(filled, uniform.key_sets, recorder, brief, copy_gb_s)
+    if "small" in parts and recorder.has_time(f"{workload.name} small"):
+        with recorder.attempt(f"{workload.name} small"):
+            bench_small.measure(filled, recorder, brief, options.seed, copy_gb_s, options.quick)
+
+
+def measure_static(workload, run, first_time, batches, parts, protocol, recorder) -> None:
+    """Makes static tables, then measures the limits on their rows and XLA's forward and step."""
+    static = peers.StaticTables(workload, run.optimizer)
+    for distribution in run.distributions:
+        one = batches[distribution]
+        moved = limits.gather_bytes(*one.shape)
+        if "limits" in parts:
+            if distribution in first_time:
+                row_sets = [static.rows(key_set) for key_set in one.key_sets]
+                found, by = limits.gather(static.table, row_sets, protocol)
+                recorder.add(one.record(records.GATHER, "limit", found, moved_bytes=moved, by=by))
+            # All sets cut to the shortest, so that one program serves them; they differ by a fraction of a per cent.
+            least = min(key_set.num_unique for key_set in one.key_sets)
+            unique = [jnp.asarray(key_set.shuffled_unique_rows()[:least]) for key_set in one.key_sets]
+            found, by, static.table = limits.read_modify_write(static.table, unique, protocol)
+            wide = sum(width > 1 for width in workloads.state_dims(run.optimizer, workload.dim))
+            found = timing.scaled(found, (3 + 2 * wide) / 3)
+            row_bytes = limits.ROW_ID_BYTES + (3 + 2 * wide) * workload.dim * limits.FLOAT_BYTES
+            recorder.add(
+                one.record(
+                    records.READ_MODIFY_WRITE,
+                    "limit",
+                    found,
+                    optimizer=run.optimizer,
+                    moved_bytes=least * row_bytes,
+                    by=by,
+                    notes={"states": wide},
+                )
+            )
+        if "xla" in parts:
+            if distribution in first_time:
+                found = static.measure_forward(one.key_sets, protocol)
+                recorder.add(one.record(records.FORWARD, "xla", found, moved_bytes=moved))
+            with recorder.attempt(f"{workload.name} {distribution} {run.optimizer} xla step"):
+                found = static.measure_step(one.key_sets, protocol)
+                moved += limits.update_bytes(*one.shape, workloads.state_dims(run.optimizer, workload.dim))
+                recorder.add(one.record(records.STEP, "xla", found, optimizer=run.optimizer, moved_bytes=moved))
+
+
+def measure_fbgemm(options: argparse.Namespace, protocol: Protocol) -> dict:
+    """Runs FBGEMM's process where it can run; its records, its failures, or why there are none."""
+    found = {"records": [], "failures": [], "why": None}
+    chosen = [name for name in options.workloads if name in workloads.WORKLOADS]
+    if "fbgemm" not in options.parts or not chosen:
+        found["why"] = "not asked for"
+        return found
+    found["why"] = peers.why_no_fbgemm() if options.is_gpu else "no GPU to run it on"
+    if found["why"]:
+        return found
+    arguments = ["--workloads", ",".join(chosen), "--scale", str(options.scale), "--seed", str(options.seed)]
+    arguments += ["--repetitions", str(protocol.repetitions), "--warmups", str(protocol.warmups)]
+    arguments += ["--batch-s", str(protocol.batch_s), "--num-key-sets", str(protocol.num_key_sets)]
+    arguments += ["--keys", options.keys] if options.keys else []
+    arguments += ["--optimizers", options.optimizers] if options.optimizers else []
+    written = peers.run_fbgemm(arguments, options.fbgemm_timeout)
+    found["failures"] = written["failures"]
+    for entry in written["records"]:
+        samples, count = entry.pop("samples_ms"), entry.pop("dispatches")
+        workload = workloads.WORKLOADS[entry["workload"]].scaled(options.scale)
+        entry["num_keys"] = workload.num_keys
+        found["records"].append(Record(timing=timing.summary(samples, count), **entry))
+    return found
+
+
+def collect() -> None:
+    """Lets go of device memory: tables of one workload must be gone before those of the next are made."""
+    gc.collect()

@@ -1,0 +1,475 @@
+"""Records as tables: what stands beside what, for the terminal and for the documentation alike.
+
+Fed by `records.py`; feeds `run.py` and `report.py`. The table of all workloads is `rows`; each part with something else
+to say has a function of its own in `PARTS`.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+
+from . import records as names
+from .records import (
+    ALL_TO_ALL,
+    EVALUATION,
+    FIND_AND_GATHER,
+    FORWARD,
+    GATHER,
+    READ_MODIFY_WRITE,
+    STEP,
+    TRAINING,
+    Record,
+)
+from .timing import HOST_BOUND
+
+WHOLE = ("single", "pipelined")
+"""The programs that leave nothing of a step out: only they stand beside peers."""
+
+TORCHREC = {
+    ("M1", TRAINING): (5.02, 3.16),
+    ("M1", STEP): (8.23, 4.90),
+    ("M1-64", TRAINING): (3.79, 3.12),
+    ("M1-64", STEP): (5.49, 4.67),
+}
+"""Milliseconds of TorchRec 1.6.1 (FBGEMM 1.6.0) on 8 H200s, row-wise and table-wise: published, not measured here."""
+
+TORCHREC_DEVICES = 8
+
+PEER_WHAT = {EVALUATION: FORWARD, TRAINING: FORWARD}
+"""The name under which a peer's record of the same work stands, where it has another."""
+
+LIMIT_WHAT = {
+    EVALUATION: (GATHER,),
+    TRAINING: (GATHER,),
+    FORWARD: (GATHER,),
+    STEP: (GATHER, READ_MODIFY_WRITE),
+    FIND_AND_GATHER: (GATHER,),
+}
+"""The limits whose times, one after the other, no version of this work undercuts."""
+
+
+NOTHING = "-"
+"""In a table: not measured, or it has no meaning."""
+
+COLUMNS = (
+    "workload",
+    "what",
+    "ms",
+    "spread",
+    "host ms",
+    "M keys/s",
+    "GB/s",
+    "limit ms",
+    "of limit",
+    "XLA ÷",
+    "FBGEMM unchecked ÷",
+    "FBGEMM default ÷",
+)
+"""Of the table: `host ms` is an empty step; the last three are the peer's time over jaxsok's, so above 1 jaxsok is the
+faster."""
+
+KEY_COLUMNS = ("workload", "keys", "unique", "rows", "load")
+"""Of the table of keys: of one batch; the load is that of the index."""
+
+
+PEER_COLUMNS = ("workload", "what", "who", "ms", "spread", "GB/s")
+
+
+def rows(records: Sequence[Record]) -> list[tuple[str, ...]]:
+    """The table: each of jaxsok's records beside its limit and its peers, as text."""
+    records = _of_workloads(records)
+    found = {_place(record): record for record in records}
+
+    def peer(record: Record, subject: str) -> Record | None:
+        what = PEER_WHAT.get(record.what, record.what)
+        place = (record.workload, record.distribution)
+        return found.get((subject, *place, record.optimizer, record.variant, what))
+
+    table = []
+    for record in records:
+        if record.subject != "jaxsok":
+            continue
+        ms = record.timing.ms
+        limit_ms = limit_of(record, found)
+        ratios = [peer(record, subject) for subject in ("xla", "fbgemm_unchecked", "fbgemm_default")]
+        table.append(
+            (
+                " ".join(part for part in (record.workload, record.variant, record.distribution) if part),
+                _what(record),
+                f"{ms:.4g}{'*' if record.timing.is_host_bound else ''}",
+                f"{100 * record.timing.spread:.0f}%",
+                NOTHING if record.timing.host_ms is None else f"{record.timing.host_ms:.3g}",
+                f"{record.num_keys / ms * 1e-3:.4g}",
+                f"{record.gigabytes_per_s:.0f}",
+                NOTHING if limit_ms is None else f"{limit_ms:.4g}",
+                NOTHING if limit_ms is None else f"{limit_ms / ms:.2f}",
+                *(NOTHING if other is None else f"{other.timing.ms / ms:.2f}" for other in ratios),
+            )
+        )
+    return table
+
+
+def key_rows(records: Sequence[Record]) -> list[tuple[str, ...]]:
+    """What the batches looked like: workload and distribution, keys, unique keys, rows of the store, load."""
+    table = {}
+    for record in _of_workloads(records):
+        if record.subject == "jaxsok" and record.load is not None:
+            name = " ".join(part for part in (record.workload, record.variant, record.distribution) if part)
+            numbers = (record.num_keys, record.num_unique, record.notes.get("num_rows", 0))
+            table[name] = (name, *(f"{number:,}" if number else NOTHING for number in numbers), f"{record.load:.3f}")
+    return list(table.values())
+
+
+def _of_workloads(records: Iterable[Record]) -> list[Record]:
+    """The records of one device that have no table of their own."""
+    return [record for record in records if not record.num_devices and not record.part]
+
+
+def _place(record: Record) -> tuple[str, ...]:
+    return record.subject, record.workload, record.distribution, record.optimizer, record.variant, record.what
+
+
+def limit_of(record: Record, found: dict[tuple[str, ...], Record]) -> float | None:
+    """The sum of the limits of a record's work; None if one of them was not measured."""
+    if record.limit_ms is not None:
+        return record.limit_ms
+    parts = []
+    for what in LIMIT_WHAT.get(record.what, ()):
+        # A gather has no optimizer; a read-modify-write has: its state is part of what moves.
+        optimizer = record.optimizer if what == READ_MODIFY_WRITE else ""
+        part = found.get(("limit", record.workload, record.distribution, optimizer, record.variant, what))
+        if part is None:
+            return None
+        parts.append(part.timing.ms)
+    return sum(parts) if parts else None
+
+
+def peer_rows(records: Sequence[Record]) -> list[tuple[str, ...]]:
+    """The peers and the limits by themselves: workload, what, subject, ms, spread, GB/s."""
+    return [
+        (
+            " ".join(part for part in (record.workload, record.variant, record.distribution) if part),
+            _what(record),
+            f"{record.subject}{f' ({record.by})' if record.by else ''}",
+            f"{record.timing.ms:.4g}",
+            f"{100 * record.timing.spread:.0f}%",
+            f"{record.gigabytes_per_s:.0f}" if record.moved_bytes else NOTHING,
+        )
+        for record in _of_workloads(records)
+        if record.subject != "jaxsok"
+    ]
+
+
+EXCHANGE_COLUMNS = (
+    "workload",
+    "devices",
+    "what",
+    "program",
+    "ms",
+    "spread",
+    "k samples/s",
+    "MB sent",
+    "GB/s sent",
+    "of the wire",
+    "efficiency",
+    "XLA ÷",
+    "TorchRec row-wise, published, 8 GPUs",
+    "TorchRec table-wise, published, 8 GPUs",
+)
+"""Of the table of meshes: sent by one device to the others; `of the wire` is that rate over the one of the bare
+all-to-all; efficiency is against two devices; TorchRec's times, with their ratio where there are as many devices."""
+
+
+def exchange_rows(records: Sequence[Record], is_full_size: bool) -> list[tuple[str, ...]]:
+    """The table of meshes: each record beside the wire, two devices, and the peers, as text.
+
+    Args:
+      records: of one run or of several, each on another number of devices.
+      is_full_size: at full scale on GPUs, which TorchRec's times ask for.
+    """
+    found = {}
+    for record in records:
+        notes = record.notes
+        if record.num_devices:
+            found[(*_mesh_place(record), record.what, notes["program"], notes["wire"], notes["front_end"])] = record
+    table = []
+    for key, record in found.items():
+        (workload, distribution, scaling, num_devices), what, notes = key[:4], record.what, record.notes
+        ms = record.timing.ms
+        is_step = notes["program"] in (*WHOLE, "planned", "take")
+        is_peer_of = notes["program"] in WHOLE and record.subject == "jaxsok"
+        limit = found.get((*key[:4], ALL_TO_ALL, "alone", notes["wire"], "jit"))
+        base = found.get((workload, distribution, scaling, 2, *key[4:]))
+        peer = found.get((*key[:4], PEER_WHAT.get(what, what), "take", "float32", "jit")) if is_peer_of else None
+        ideal = 1.0 if scaling == "weak" else num_devices / 2
+        program = " ".join(
+            part for part in (notes["program"], *(notes[n] for n in ("wire", "front_end"))) if part not in USUAL
+        )
+        sent = record.moved_bytes
+        table.append(
+            (
+                f"{workload} {distribution} {scaling}",
+                f"{num_devices}",
+                f"{record.subject} {what}" if record.subject != "jaxsok" else what,
+                program,
+                f"{ms:.4g}",
+                f"{100 * record.timing.spread:.0f}%",
+                f"{notes['num_samples'] / ms:.4g}" if is_step else NOTHING,
+                f"{sent * 1e-6:.4g}" if sent else NOTHING,
+                f"{record.gigabytes_per_s:.3g}" if sent else NOTHING,
+                f"{record.gigabytes_per_s / limit.gigabytes_per_s:.2f}" if sent and limit else NOTHING,
+                f"{base.timing.ms / ms / ideal:.2f}" if base and num_devices >= 2 else NOTHING,
+                f"{peer.timing.ms / ms:.2f}" if peer else NOTHING,
+                *_torchrec_cells(record, is_peer_of and is_full_size and notes["wire"] == "float32"),
+            )
+        )
+    return table
+
+
+USUAL = ("float32", "jit")
+"""Wire and front end that a table does not name."""
+
+
+def _mesh_place(record: Record) -> tuple[str, str, str, int]:
+    return record.workload, record.distribution, record.notes["scaling"], record.num_devices
+
+
+def _torchrec_cells(record: Record, is_comparable: bool) -> tuple[str, str]:
+    """TorchRec's time for the same work; the ratio too, where the number of devices is the same."""
+    times = TORCHREC.get((record.workload, record.what))
+    if times is None or not is_comparable or record.notes["scaling"] != "weak" or record.num_devices < 2:
+        return NOTHING, NOTHING
+    ratio = record.num_devices == TORCHREC_DEVICES
+    row_wise, table_wise = (f"{ms} ms{f', {ms / record.timing.ms:.2f}' if ratio else ''}" for ms in times)
+    return row_wise, table_wise
+
+
+SMALL_COLUMNS = (
+    "samples",
+    "what",
+    "dispatched ms",
+    "on the device ms",
+    "M keys/s",
+    "kernels",
+    "as many without work ms",
+    "bytes ms",
+    "of limit",
+)
+"""Of small batches: one program a step; several steps in one program; the floors; the larger floor over the faster."""
+
+
+def small_rows(records: Sequence[Record]) -> list[tuple[str, ...]]:
+    """Small batches of W1, by size; an empty program first."""
+    table = []
+    floors = {record.variant: record for record in records if record.what == names.NO_WORK}
+    for record in sorted(records, key=lambda record: record.notes.get("num_samples", 0)):
+        notes, ms = record.notes, record.timing.ms
+        if record.what == names.EMPTY:
+            table.append((NOTHING, "an empty program", f"{ms:.4g}", *[NOTHING] * 6))
+        elif record.subject == "jaxsok":
+            floor = floors.get(record.what)
+            limit_ms = max(record.limit_ms, floor.timing.ms if floor else 0.0)
+            table.append(
+                (
+                    f"{notes['num_samples']}",
+                    _what(record),
+                    f"{record.timing.dispatch_ms:.4g}",
+                    f"{notes['device_ms']:.4g}",
+                    f"{record.num_keys / ms * 1e-3:.4g}",
+                    NOTHING if floor is None else f"{floor.notes['num_kernels']:g}",
+                    NOTHING if floor is None else f"{floor.timing.ms:.4g}",
+                    f"{record.limit_ms:.3g}",
+                    f"{limit_ms / ms:.2f}",
+                )
+            )
+    return table
+
+
+SKEW_COLUMNS = ("workload", "keys", "what", "ms", "spread", "ns a key", "GB/s", "of limit", "time ÷ uniform")
+"""Of skew: the last column is the time over that of uniform keys in the same shape, or of bags of one key."""
+
+
+def skew_rows(records: Sequence[Record]) -> list[tuple[str, ...]]:
+    """One key repeated, and bags of three lengths."""
+    table = []
+    for record in records:
+        is_base = record.distribution == "uniform" and record.variant in ("", "bags of 1")
+        same = [one for one in records if (one.workload, one.what) == (record.workload, record.what)]
+        base = next((one for one in same if one.distribution == "uniform" and one.variant in ("", "bags of 1")), None)
+        per_key = record.timing.ms / record.num_keys
+        ratio = NOTHING if base is None or is_base else f"{per_key / (base.timing.ms / base.num_keys):.2f}"
+        keys = ", ".join(part for part in (record.distribution, record.variant) if part)
+        table.append(
+            (
+                record.workload,
+                keys,
+                _what(record),
+                f"{record.timing.ms:.4g}",
+                f"{100 * record.timing.spread:.0f}%",
+                f"{per_key * 1e6:.4g}",
+                f"{record.gigabytes_per_s:.0f}",
+                _of_limit(record),
+                ratio,
+            )
+        )
+    return table
+
+
+DIM_COLUMNS = ("dim", "rows", "what", "ms", "spread", "M keys/s", "GB/s", "of a copy", "÷ next multiple of 4")
+"""Of dims: the last column is the rate in GB/s over that of the next multiple of 4."""
+
+
+def dim_rows(records: Sequence[Record]) -> list[tuple[str, ...]]:
+    """Every width and dtype of rows, by width."""
+    found = {(record.notes["dim"], record.notes["dtype"], _what(record)): record for record in records}
+    table = []
+    for (dim, dtype, what), record in sorted(found.items()):
+        base = found.get((-(-dim // 4) * 4, dtype, what)) if dim % 4 else None
+        table.append(
+            (
+                f"{dim}",
+                dtype,
+                what,
+                f"{record.timing.ms:.4g}",
+                f"{100 * record.timing.spread:.0f}%",
+                f"{record.num_keys / record.timing.ms * 1e-3:.4g}",
+                f"{record.gigabytes_per_s:.0f}",
+                _of_limit(record),
+                f"{record.gigabytes_per_s / base.gigabytes_per_s:.2f}" if base else NOTHING,
+            )
+        )
+    return table
+
+
+SCALE_COLUMNS = ("what", "", "ms", "spread", "M keys/s", "of limit", "more")
+"""Of size, growth and churn."""
+
+
+def scale_rows(records: Sequence[Record]) -> list[tuple[str, ...]]:
+    """Lookups by the size of the table, growing, building, churn."""
+    return [
+        (
+            record.what,
+            record.variant,
+            f"{record.timing.ms:.4g}",
+            f"{100 * record.timing.spread:.0f}%" if record.timing.repetitions > 1 else NOTHING,
+            f"{record.num_keys / record.timing.ms * 1e-3:.4g}" if record.num_keys else NOTHING,
+            _of_limit(record),
+            _scale_notes(record),
+        )
+        for record in records
+    ]
+
+
+def _scale_notes(record: Record) -> str:
+    notes = record.notes
+    if record.what == names.GROW:
+        peak = "" if notes["peak_after"] is None else f", at its peak {notes['peak_after'] * 1e-9:.1f} GB"
+        in_use = "" if notes["in_use_after"] is None else f"; {notes['in_use_before'] * 1e-9:.1f} GB in use, then "
+        in_use += "" if notes["in_use_after"] is None else f"{notes['in_use_after'] * 1e-9:.1f}"
+        moved = "no row moved" if notes["rows_stay"] else "ROWS MOVED"
+        return f"{notes['num_rows']:,} → {notes['capacity']:,} rows, {moved}{in_use}{peak}"
+    if record.what == FIND_AND_GATHER:
+        return f"{notes['bytes'] * 1e-9:.1f} GB, {notes['num_slabs']} slabs"
+    if record.what == names.FILL:
+        share = "" if notes["memory"] is None else f", {notes['bytes'] / notes['memory']:.0%} of the device's memory"
+        return f"{notes['num_rows']:,} rows, {notes['bytes'] * 1e-9:.1f} GB{share}; growth and its compiling included"
+    if record.what == names.CHURN:
+        made = f", {notes['round_ms']:.3g} ms a round" if "round_ms" in notes else ""
+        rounds = f"{notes['rounds']} rounds of {notes['num_changed']:,} keys{made}; " if made else ""
+        return f"{rounds}{notes['num_rows']:,} rows, longest probe {notes['longest_probe']}"
+    return ""
+
+
+INSERT_COLUMNS = ("keys", "ms", "spread", "M keys/s", "M keys/s without the rows' bytes", "GB/s", "of limit")
+"""Of inserting: without the time in which a copy moves the rows."""
+
+
+def insert_rows(records: Sequence[Record]) -> list[tuple[str, ...]]:
+    """All-new keys, by the width of the rows."""
+    return [
+        (
+            record.variant,
+            f"{record.timing.ms:.4g}",
+            f"{100 * record.timing.spread:.0f}%",
+            f"{record.num_keys / record.timing.ms * 1e-3:.4g}",
+            f"{record.num_keys / (record.timing.ms - record.notes['row_bytes_ms']) * 1e-3:.4g}",
+            f"{record.gigabytes_per_s:.0f}",
+            _of_limit(record),
+        )
+        for record in records
+    ]
+
+
+CPU_COLUMNS = ("keys", "who", "ms", "spread", "M keys/s", "jaxsok's time ÷ this")
+"""Of the comparison on a CPU."""
+
+
+def cpu_rows(records: Sequence[Record]) -> list[tuple[str, ...]]:
+    """jaxsok, a static table in XLA, torch: lookup and update with SGD."""
+    ours = {record.distribution: record.timing.ms for record in records if record.subject == "jaxsok"}
+    return [
+        (
+            record.distribution,
+            record.subject,
+            f"{record.timing.ms:.4g}",
+            f"{100 * record.timing.spread:.0f}%",
+            f"{record.num_keys / record.timing.ms * 1e-3:.4g}",
+            f"{ours[record.distribution] / record.timing.ms:.2f}" if record.distribution in ours else NOTHING,
+        )
+        for record in records
+    ]
+
+
+PARTS: dict[str, tuple[str, Sequence[str], Callable[[Sequence[Record]], list[tuple[str, ...]]]]] = {
+    "small": ("Small batches (W1's tables):", SMALL_COLUMNS, small_rows),
+    "skew": ("Skew:", SKEW_COLUMNS, skew_rows),
+    "insert": ("All-new keys:", INSERT_COLUMNS, insert_rows),
+    "scale": ("Size, growth and churn (64 floats, SGD):", SCALE_COLUMNS, scale_rows),
+    "dims": ("Widths of rows:", DIM_COLUMNS, dim_rows),
+    "cpu": ("A static table on this CPU (SGD):", CPU_COLUMNS, cpu_rows),
+}
+"""The parts that have a table of their own: its title, columns, and what makes it of the part's records."""
+
+
+def all_of(records: Sequence[Record], is_full_size: bool) -> list[tuple[str, Sequence[str], list[tuple[str, ...]]]]:
+    """Every table that the records fill: title, columns, rows.
+
+    Args:
+      records: of one run.
+      is_full_size: at full scale on GPUs, which published times ask for.
+    """
+    made = [
+        ("Workloads:", COLUMNS, rows(records)),
+        ("The batches:", KEY_COLUMNS, key_rows(records)),
+        ("Peers and limits by themselves:", PEER_COLUMNS, peer_rows(records)),
+        ("On a mesh:", EXCHANGE_COLUMNS, exchange_rows(records, is_full_size)),
+    ]
+    for part, (title, columns, function) in PARTS.items():
+        of_part = [record for record in records if record.part == part]
+        made.insert(-3, (title, columns, function(of_part)))
+    return [one for one in made if one[2]]
+
+
+def _what(record: Record) -> str:
+    return f"{record.what}{f', {record.optimizer}' if record.optimizer else ''}"
+
+
+def _of_limit(record: Record) -> str:
+    return NOTHING if record.limit_ms is None else f"{record.limit_ms / record.timing.ms:.2f}"
+
+
+def host_bound_note(records: Sequence[Record]) -> str:
+    """Explains the asterisk, if a row has one."""
+    if not any(record.timing.is_host_bound for record in records):
+        return ""
+    return f"* an empty step takes at least {HOST_BOUND:.0%} of this time: the host, not the device, may have set it."
+
+
+def format_table(columns: Sequence[str], table: Sequence[Sequence[str]]) -> str:
+    """A table in Markdown, its columns aligned so that a terminal shows it too."""
+    widths = [max(len(row[i]) for row in (columns, *table)) for i in range(len(columns))]
+
+    def line(cells):
+        return "| " + " | ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)) + " |"
+
+    rule = "|" + "|".join("-" * (width + 2) for width in widths) + "|"
+    return "\n".join([line(columns), rule, *(line(row) for row in table)])

@@ -1,0 +1,354 @@
+"""What is to be reached, as data: each target, what is wanted, and how it is read from the records of a run.
+
+Fed by `records.py`; feeds `report.py`. Targets of a GPU are read from full-size runs on a GPU, those of a CPU from runs
+on a CPU; a target whose records are missing is told as not measured. What is compared is what is printed: two digits
+after the point. Not here: why a target was missed (docs/performance.md).
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from . import records as names
+from .bench_cpu import DISTRIBUTIONS
+from .bench_skew import ONE_A_TABLE, ONE_IN_ALL
+from .records import EVALUATION, FIND_AND_GATHER, GATHER, STEP, TRAINING, Record
+from .tables import PEER_WHAT
+
+NOT_MEASURED = "not measured"
+
+
+class Found:
+    """The records of several runs; where two runs measured the same, the later one counts."""
+
+    def __init__(self, found: Iterable[Record]):
+        """Takes the records, oldest run first."""
+        self._records = list(found)[::-1]
+
+    def all(
+        self, what: str, subject: str = "jaxsok", notes: dict[str, Any] | None = None, **fields: Any
+    ) -> list[Record]:
+        """The records with these fields and notes, newest first; without a part named, of no part's own table."""
+        notes = {"part": ""} | (notes or {})
+        return [
+            record
+            for record in self._records
+            if record.what == what
+            and record.subject == subject
+            and all(record.notes.get(name, "" if name == "part" else None) == value for name, value in notes.items())
+            and all(getattr(record, name) == value for name, value in fields.items())
+        ]
+
+    def ms(
+        self, what: str, subject: str = "jaxsok", notes: dict[str, Any] | None = None, **fields: Any
+    ) -> float | None:
+        """The time of the newest such record; None without one."""
+        found = self.all(what, subject, notes, **fields)
+        return found[0].timing.ms if found else None
+
+
+Reading = Callable[[Found], float | None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """One number to reach."""
+
+    name: str
+    wanted: float
+    reading: Reading
+    is_least: bool = True
+    """Whether more is better: `wanted` is the least; else it is the most."""
+    unit: str = ""
+    platform: str = "gpu"
+    instead: Reading | None = None
+    """What else was measured, where this was not; told, never judged."""
+    of_instead: str = ""
+    tested_by: str = ""
+    """The tests that show it, where it is no number of a run; `wanted` is none of it then."""
+
+    @property
+    def wanted_text(self) -> str:
+        """As the table tells it."""
+        if self.tested_by:
+            return "none"
+        return f"{'≥' if self.is_least else '≤'} {self.wanted:g}{self.unit}"
+
+    def row(self, found: Found) -> tuple[str, str, str, str]:
+        """Its line of the table: target, wanted, reached, and "pass", "**miss**", "not measured" or "tested"."""
+        if self.tested_by:
+            return self.name, self.wanted_text, self.tested_by, "tested"
+        reached = self.reading(found)
+        if reached is None:
+            other = self.instead(found) if self.instead else None
+            told = f"({self.of_instead}: {other:.2f}{self.unit})" if other is not None else "-"
+            return self.name, self.wanted_text, told, NOT_MEASURED
+        value = round(reached, 2)
+        is_reached = value >= self.wanted if self.is_least else value <= self.wanted
+        return self.name, self.wanted_text, f"{value:.2f}{self.unit}", "pass" if is_reached else "**miss**"
+
+
+COLUMNS = ("target", "wanted", "reached", "")
+
+
+def rows(results: Sequence[tuple[dict[str, Any], Sequence[Record]]]) -> list[tuple[str, str, str, str]]:
+    """The table of all targets, from runs told as (about, records), oldest first."""
+    found = {
+        "gpu": Found(
+            record
+            for about, one in results
+            if about["platform"] != "cpu" and about["options"]["scale"] == 1.0
+            for record in one
+        ),
+        "cpu": Found(record for about, one in results if about["platform"] == "cpu" for record in one),
+    }
+    return [target.row(found[target.platform]) for target in TARGETS]
+
+
+def _over(first: float | None, second: float | None) -> float | None:
+    """One time over another; None if one of them was not measured."""
+    return first / second if first is not None and second is not None else None
+
+
+def _of_bare_gather(dim: int) -> Reading:
+    place = {"workload": "H1", "variant": f"D {dim}, 4 Mi keys"}
+    return lambda found: _over(found.ms(GATHER, "limit", **place), found.ms(FIND_AND_GATHER, **place))
+
+
+def _faster_than(peer: str, workload: str, what: str, distribution: str = "uniform", optimizer: str = "") -> Reading:
+    place = {"workload": workload, "distribution": distribution, "optimizer": optimizer, "num_devices": 0}
+
+    def reading(found: Found) -> float | None:
+        return _over(found.ms(PEER_WHAT.get(what, what), peer, **place), found.ms(what, **place))
+
+    return reading
+
+
+def _step_ms(workload: str) -> Reading:
+    place = {"workload": workload, "distribution": "uniform", "optimizer": "rowwise_adagrad", "num_devices": 0}
+    return lambda found: found.ms(STEP, **place)
+
+
+def _inserted(found: Found) -> float | None:
+    """G keys/s of rows of one float, the time of a copy of their bytes taken off."""
+    for record in found.all(names.INSERT_NEW, notes={"part": "insert", "dim": 1}):
+        return record.num_keys / (record.timing.ms - record.notes["row_bytes_ms"]) * 1e-6
+    return None
+
+
+def _inserted_with_rows(found: Found) -> float | None:
+    for record in found.all(names.INSERT_NEW, workload="H1", variant="D 8, 4 Mi keys"):
+        return record.num_keys / record.timing.ms * 1e-6
+    return None
+
+
+def _on_mesh(num_devices: int, program: str = "pipelined", what: str = STEP, subject: str = "jaxsok") -> Reading:
+    notes = {"program": program, "wire": "float32", "front_end": "jit", "scaling": "weak"}
+    return lambda found: found.ms(what, subject, notes, workload="M1", num_devices=num_devices)
+
+
+def _efficiency(num_devices: int) -> Reading:
+    return lambda found: _over(_on_mesh(2)(found), _on_mesh(num_devices)(found))
+
+
+def _forward_on_mesh(num_devices: int) -> Reading:
+    take = _on_mesh(num_devices, "take", names.FORWARD, "xla")
+    return lambda found: _over(take(found), _on_mesh(num_devices, what=EVALUATION)(found))
+
+
+def _skew(what: str, distribution: str) -> Reading:
+    place = {"notes": {"part": "skew"}, "workload": "W1"}
+
+    def reading(found: Found) -> float | None:
+        return _over(
+            found.ms(what, distribution=distribution, **place), found.ms(what, distribution="uniform", **place)
+        )
+
+    return reading
+
+
+def _rate(found: Found, dim: int, what: str, optimizer: str, dtype: str = "float32") -> float | None:
+    """GB/s of one width."""
+    notes = {"part": "dims", "dim": dim, "dtype": dtype}
+    measured = found.all(what, notes=notes, optimizer=optimizer)
+    return measured[0].gigabytes_per_s if measured else None
+
+
+_DIM_WORK = ((FIND_AND_GATHER, ""), (STEP, "rowwise_adagrad"), (STEP, "sgd"))
+
+
+def _least(ratios: Iterable[float | None]) -> float | None:
+    known = [ratio for ratio in ratios if ratio is not None]
+    return min(known) if known else None
+
+
+def _odd_dims(found: Found) -> float | None:
+    """The least share that a width keeps of the next multiple of 4, in GB/s."""
+    return _least(
+        _over(_rate(found, dim, *work), _rate(found, -(-dim // 4) * 4, *work))
+        for dim in (33, 63, 65, 126, 127)
+        for work in _DIM_WORK
+    )
+
+
+def _wide_dims(dim: int) -> Reading:
+    return lambda found: _least(_over(_rate(found, dim, *work), _rate(found, 256, *work)) for work in _DIM_WORK)
+
+
+def _narrow(what: str, optimizer: str) -> Reading:
+    def reading(found: Found) -> float | None:
+        times = {}
+        for dtype in ("float32", "bfloat16"):
+            times[dtype] = found.ms(what, notes={"part": "dims", "dim": 128, "dtype": dtype}, optimizer=optimizer)
+        return _over(times["float32"], times["bfloat16"])
+
+    return reading
+
+
+def _by_size(found: Found) -> float | None:
+    """The slowest lookup from 16 M rows on over the fastest."""
+    times = {}
+    for record in found.all(FIND_AND_GATHER, notes={"part": "scale"}):
+        if record.notes["num_rows"] >= 16_000_000:
+            times.setdefault(record.variant, record.timing.ms)
+    return max(times.values()) / min(times.values()) if len(times) > 1 else None
+
+
+def _peak_of_growth(found: Found) -> float | None:
+    """The peak of the first growth over what is in use after it; None where an earlier peak hides it."""
+    for record in found.all(names.GROW, notes={"part": "scale"}, variant="first"):
+        notes = record.notes
+        if notes["peak_after"] and notes["peak_after"] > notes["peak_before"]:
+            return notes["peak_after"] / notes["in_use_after"]
+    return None
+
+
+def _share_of_memory(found: Found) -> float | None:
+    for record in found.all(names.FILL, notes={"part": "scale"}):
+        return record.notes["bytes"] / record.notes["memory"] if record.notes["memory"] else None
+    return None
+
+
+def _after_churn(found: Found) -> float | None:
+    times = {name: found.ms(names.CHURN, notes={"part": "scale"}, variant=name) for name in ("fresh", "churned")}
+    return _over(times["fresh"], times["churned"])
+
+
+def _on_cpu(distribution: str) -> Reading:
+    place = {"notes": {"part": "cpu"}, "distribution": distribution}
+    return lambda found: _over(found.ms(STEP, **place), found.ms(STEP, "xla", **place))
+
+
+UNCHECKED, DEFAULT = "fbgemm_unchecked", "fbgemm_default"
+
+PEER_NAMES = {UNCHECKED: "FBGEMM without its bounds check", DEFAULT: "FBGEMM with its bounds check (its default)"}
+
+
+def _forwards() -> Iterable[Target]:
+    wanted = {
+        (EVALUATION, UNCHECKED): {"W1": 1.1, "W2": 1.1, "W3": 1.25, "W4": 1.15},
+        (EVALUATION, DEFAULT): {"W1": 2.5, "W2": 1.9, "W3": 4.0, "W4": 3.3},
+        (TRAINING, UNCHECKED): {"W1": 0.95, "W2": 1.0},
+        (TRAINING, DEFAULT): {"W1": 2.0, "W2": 1.7},
+    }
+    for (what, peer), by_workload in wanted.items():
+        for workload, least in by_workload.items():
+            name = f"{what}, {workload} uniform, speed over {PEER_NAMES[peer]}"
+            yield Target(name, least, _faster_than(peer, workload, what))
+
+
+def _steps() -> Iterable[Target]:
+    wanted = (
+        ("W1", "uniform", "rowwise_adagrad", 1.4),
+        ("W1", "uniform", "adam", 2.0),
+        ("W5", "uniform", "rowwise_adagrad", 1.2),
+        ("W1", "zipf1.05", "rowwise_adagrad", 1.3),
+        ("W5", "zipf1.15", "rowwise_adagrad", 1.3),
+        ("W6", "zipf1.05", "sgd", 1.3),
+        ("W6", "zipf1.05", "adam", 1.3),
+    )
+    for workload, distribution, optimizer, least in wanted:
+        name = f"forward + update, {workload} {distribution} {optimizer}, speed over {PEER_NAMES[UNCHECKED]}"
+        yield Target(name, least, _faster_than(UNCHECKED, workload, STEP, distribution, optimizer))
+    for workload, floor_ms in (("W1", 0.56), ("W5", 2.0)):
+        name = f"forward + update, {workload} uniform rowwise_adagrad, 1.35 times its floor of {floor_ms:g} ms"
+        yield Target(name, round(1.35 * floor_ms, 2), _step_ms(workload), is_least=False, unit=" ms")
+
+
+TARGETS: tuple[Target, ...] = (
+    *(
+        Target(f"find + gather, share of a bare gather, {dim} floats, 4 Mi keys", least, _of_bare_gather(dim))
+        for dim, least in ((128, 0.90), (64, 0.83), (32, 0.70), (8, 0.50))
+    ),
+    *_forwards(),
+    *_steps(),
+    Target("lifted Optax Adam over the fused one", 1.5, lambda found: None, is_least=False),
+    Target(
+        "find_or_insert, all-new keys, the rows' bytes apart",
+        3.0,
+        _inserted,
+        unit=" G keys/s",
+        instead=_inserted_with_rows,
+        of_instead="rows of 8 floats written",
+    ),
+    Target(
+        "M1 on 8 GPUs, plan and step",
+        2.0,
+        _on_mesh(8),
+        is_least=False,
+        unit=" ms",
+        instead=_on_mesh(4),
+        of_instead="on 4, one process for all",
+    ),
+    Target(
+        "M1, weak scaling from 2 to 8 GPUs",
+        0.7,
+        _efficiency(8),
+        instead=_efficiency(4),
+        of_instead="to 4, one process for all",
+    ),
+    Target(
+        "M1 on 8 GPUs, forward, speed over a row-sharded `jnp.take`",
+        2.0,
+        _forward_on_mesh(8),
+        instead=_forward_on_mesh(4),
+        of_instead="on 4, one process for all",
+    ),
+    *(
+        Target(f"{what}, W1's shape, {distribution}: time over uniform keys", 1.0, _skew(what, distribution), False)
+        for distribution in (ONE_A_TABLE, ONE_IN_ALL)
+        for what in (EVALUATION, STEP)
+    ),
+    Target(
+        "copies of a table in a step, host synchronisations of its kernels",
+        0.0,
+        lambda found: None,
+        tested_by="`tests/test_compiled.py`, `tests/test_architecture.py`",
+    ),
+    Target("widths that are no multiple of 4, worst GB/s over those of the next", 0.75, _odd_dims),
+    *(Target(f"rows of {dim} floats, GB/s over those of 256, the worst", 0.95, _wide_dims(dim)) for dim in (512, 1024)),
+    *(
+        Target(
+            f"bfloat16 rows of 128, {what}{f', {optimizer}' if optimizer else ''}, speed over float32",
+            1.6,
+            reading,
+        )
+        for what, optimizer in _DIM_WORK
+        for reading in (_narrow(what, optimizer),)
+    ),
+    Target("lookups of 1 Mi keys from 16 M rows on, slowest over fastest", 1.15, _by_size, is_least=False),
+    Target("peak of growing a 10 GB store over its new size", 1.05, _peak_of_growth, is_least=False),
+    Target("share of the GPU's memory that a store grows to", 0.8, _share_of_memory),
+    Target("find + gather after 1,000 rounds of 10% churn, over a fresh store's", 0.9, _after_churn),
+    *(
+        Target(
+            f"CPU: lookup + update, SGD, {one}, over static `jnp.take` + `.at[].add`",
+            1.5,
+            _on_cpu(one),
+            is_least=False,
+            platform="cpu",
+        )
+        for one in DISTRIBUTIONS
+    ),
+)
+"""Of the project, on one H200 if nothing else is said; ratios against a peer are its time over jaxsok's."""
