@@ -769,7 +769,9 @@ class Collection:
     ) -> Stats:
         """The counts of one step; on a mesh, of all shards: one small all-reduce."""
         names = [table.name for store in self.stores for table in store.tables]
-        order = np.array([names.index(table.name) for table in self.tables])
+        order = [names.index(table.name) for table in self.tables]
+        # Stores that hold the tables as they were declared, the usual case, spare a step its gathers.
+        is_ordered = order == sorted(order)
         num_shards = self.stores[0].num_shards
         shards, _ = self._between
         is_first = True if shards is None else shards.index() == 0
@@ -800,12 +802,12 @@ class Collection:
             ends = np.cumsum([int(np.prod(shape)) for shape in shapes])[:-1].tolist()
             pieces = zip(parts, jnp.split(flat, ends), shapes, strict=True)
             parts = {name: part.reshape(shape) for name, part, shape in pieces}
-        total = parts["counts"][order]
+        by_table = {name: parts[name] if is_ordered else parts[name][np.array(order)] for name in _STATS_BY_TABLE}
         stores = [self._locate("stats", table.name)[0] for table in self.tables]
         return Stats(
-            **{name: total[:, i] for i, name in enumerate(COUNTS)},
-            num_nonfinite=parts["nonfinite"][order],
-            num_rows=parts["rows"][order],
+            **{name: by_table["counts"][:, i] for i, name in enumerate(COUNTS)},
+            num_nonfinite=by_table["nonfinite"],
+            num_rows=by_table["rows"],
             longest_probe=parts["longest"].max(axis=0),
             num_unplaced=parts["unplaced"],
             num_stale=parts["stale"],
@@ -814,6 +816,9 @@ class Collection:
             capacities=tuple(self._allocated(state, s) for s in stores),
             stores=tuple(stores),
         )
+
+
+_STATS_BY_TABLE = ("counts", "nonfinite", "rows")
 
 
 def _is_split(node: Any) -> Any:

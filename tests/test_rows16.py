@@ -23,8 +23,6 @@ DTYPES = [(dtype, embedding_dtype) for dtype in HALVES for embedding_dtype in (N
 COMBINERS = [(None, False), *itertools.product(("sum", "mean", "sqrtn"), (False, True))]
 NUM_SHARDS = 4
 
-pytestmark = pytest.mark.skipif(jax.default_backend() == "gpu", reason="16-bit rows are on the CPU only so far")
-
 
 def assert_same_bits(got, want):
     """Dtype, shape and bits."""
