@@ -593,9 +593,9 @@ def test_bytes(dtype):
     assert store.row_bytes(collection.stores[0]) == 6 * DTYPE_BYTES[dtype] + 2 * 6 * 4 + 16 + 32
     for _ in range(2):
         arrays = state.stores[0]
-        estimate = collection.memory_estimate(state)
-        assert estimate["rows"] == sum(slab.nbytes for slab in arrays.rows)
-        assert estimate["optimizer_state"] == sum(slab.nbytes for slab in jax.tree.leaves(arrays.states))
+        (estimate,) = collection.memory_estimate(state).stores
+        assert estimate.state["rows"] == sum(slab.nbytes for slab in arrays.rows)
+        assert estimate.state["optimizer_state"] == sum(slab.nbytes for slab in jax.tree.leaves(arrays.states))
         state = programs.insert(collection, state, np.arange(100), grow=True)
     assert [slab.dtype for slab in state.stores[0].rows] == [jnp.dtype(dtype)] * len(state.stores[0].rows)
     assert len(state.stores[0].rows) > 1

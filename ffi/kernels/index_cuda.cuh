@@ -318,9 +318,10 @@ struct TableOfPosition {
   const uint32_t* table_ids;  // given, or
   const int32_t* features;    // by feature
   int num_features;
+  int64_t num_keys;
   __device__ uint32_t operator()(int64_t position) const {
     if (table_ids != nullptr) return __ldg(table_ids + position);
-    const int f = FeatureAt(features, num_features, kFeatureKeyStart, static_cast<int32_t>(position));
+    const int f = FeatureAt(features, num_features, kFeatureKeyStart, static_cast<int32_t>(position), num_keys);
     return static_cast<uint32_t>(__ldg(features + f * kNumFeatureWords + kFeatureTable));
   }
 };

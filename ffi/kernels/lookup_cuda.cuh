@@ -197,7 +197,8 @@ struct BlockBags {
   __device__ static BlockBags Of(const BatchView& batch, TileShare share) {
     const int tile = static_cast<int>(blockIdx.x) / share.BlocksPerTile();
     BlockBags b;
-    b.f = Feature::Load(batch.features, FeatureAt(batch.features, batch.num_features, kFeatureTileStart, tile));
+    b.f = Feature::Load(batch.features,
+                        FeatureAt(batch.features, batch.num_features, kFeatureTileStart, tile, batch.num_tiles));
     b.block = static_cast<int>(blockIdx.x) - b.f.tile_start * share.BlocksPerTile();
     b.blocks = max(CeilDiv(b.f.num_bags, kBagsPerTile), 1) * share.BlocksPerTile();  // without bags: one tile
     const int32_t warp = b.block * (kBlock / kWarp) + static_cast<int>(threadIdx.x) / kWarp;
@@ -346,8 +347,9 @@ __global__ void __launch_bounds__(kBlock)
     const int64_t item = first + group;
     const bool valid = item < num_unfinished;
     const int32_t global_bag = static_cast<int32_t>(a.insert.unfinished[valid ? item : first]);
-    const Feature f = Feature::Load(a.batch.features,
-                                    FeatureAt(a.batch.features, a.batch.num_features, kFeatureBagStart, global_bag));
+    const Feature f =
+        Feature::Load(a.batch.features, FeatureAt(a.batch.features, a.batch.num_features, kFeatureBagStart, global_bag,
+                                                  int64_t{a.batch.num_tiles} * kBagsPerTile));
     const int32_t bag = global_bag - f.bag_start;
     int32_t begin = 0, end = 0;
     if (valid) f.BagRange(a.batch.offsets, bag, &begin, &end);

@@ -59,8 +59,8 @@ __global__ void __launch_bounds__(kBlock) PlanClaimKernel(PlanSink sink, InsertW
   bool pending = false;
   if (i < sink.num_keys) {
     const uint64_t key = __ldg(batch.keys + i);
-    const Feature f = Feature::Load(
-        batch.features, FeatureAt(batch.features, batch.num_features, kFeatureKeyStart, static_cast<int32_t>(i)));
+    const Feature f = Feature::Load(batch.features, FeatureAt(batch.features, batch.num_features, kFeatureKeyStart,
+                                                              static_cast<int32_t>(i), batch.num_keys));
     int32_t first, last;
     f.Bags(batch.offsets, &first, &last);
     const int32_t at_feature = static_cast<int32_t>(i) - f.key_start;

@@ -312,7 +312,7 @@ LaunchError LaunchFindOrInsert(Stream stream, const StoreView& store, const uint
   ClaimKernel<<<blocks, kBlock, 0, stream>>>(sink, w, keys, table_ids, num_keys, row_ids);
   JAXSOK_RETURN_IF_CUDA(cudaGetLastError());
   JAXSOK_RETURN_IF_LAUNCH(
-      LaunchInsertPasses(stream, sink, w, keys, TableOfPosition{table_ids, nullptr, 0}, row_ids, num_keys));
+      LaunchInsertPasses(stream, sink, w, keys, TableOfPosition{table_ids, nullptr, 0, 0}, row_ids, num_keys));
   ResolveKernel<<<blocks, kBlock, 0, stream>>>(sink, w, keys, table_ids, num_keys, row_ids);
   JAXSOK_RETURN_IF_CUDA(cudaGetLastError());
   return nullptr;

@@ -123,7 +123,8 @@ struct ApplyStep {
     if (batch.tables != nullptr) {
       table = __ldg(batch.tables + position);
     } else {
-      const int f = FeatureAt(batch.features, batch.num_features, kFeatureKeyStart, static_cast<int32_t>(position));
+      const int f = FeatureAt(batch.features, batch.num_features, kFeatureKeyStart, static_cast<int32_t>(position),
+                              batch.num_keys);
       table = static_cast<uint32_t>(__ldg(batch.features + f * kNumFeatureWords + kFeatureTable));
     }
     return RowRounding::Of(store.tables + table * kNumTableWords, RoundingOfStep(store.seed, __ldg(step)),

@@ -75,13 +75,14 @@ struct UseView {
   const UseFactor* factors;
   int32_t dim;
   int32_t line_bytes;  // of a bag gradient
+  int64_t num_keys;
 
   /// Whether bag gradients are float32; if not they have the dtype of the rows.
   __device__ bool IsFloat32() const { return line_bytes == dim * static_cast<int32_t>(sizeof(float)); }
 
   __device__ const void* GradientOf(const FeaturePointers<const void>& gradients, uint32_t position,
                                     float* factor) const {
-    const int f = FeatureAt(features, num_features, kFeatureKeyStart, static_cast<int32_t>(position));
+    const int f = FeatureAt(features, num_features, kFeatureKeyStart, static_cast<int32_t>(position), num_keys);
     const int32_t* words = features + f * kNumFeatureWords;
     if (IsPlain(__ldg(words + kFeatureCombiner), __ldg(words + kFeatureHotness), __ldg(words + kFeatureWeightsStart))) {
       *factor = 1.0f;
@@ -101,13 +102,12 @@ struct UseView {
 template <typename Positions>
 __global__ void __launch_bounds__(kBlock) ListUsesKernel(BatchView batch, Positions positions, UsesWorkspace w) {
   constexpr int kLanes = 8;
-  const Feature f =
-      Feature::Load(batch.features, FeatureAt(batch.features, batch.num_features, kFeatureTileStart, blockIdx.x));
+  const Feature f = Feature::Load(
+      batch.features, FeatureAt(batch.features, batch.num_features, kFeatureTileStart, blockIdx.x, batch.num_tiles));
   const int32_t first_bag = (static_cast<int32_t>(blockIdx.x) - f.tile_start) * kBagsPerTile;
   const bool is_live = positions.IsLive(f);
   int num_stale = 0;
-  const auto list = [&](int64_t position, bool is_left_out) {
-    uint32_t row = positions.IsPadding(position) ? kNoRow : positions.Row(position);
+  const auto list = [&](int64_t position, uint32_t row, bool is_left_out) {
     if (!is_live && row != kNoRow) ++num_stale;
     if (!is_live || is_left_out) row = kNoRow;
     w.rows[position] = row;
@@ -116,7 +116,9 @@ __global__ void __launch_bounds__(kBlock) ListUsesKernel(BatchView batch, Positi
   if (IsPlain(f.combiner, f.hotness, f.weights_start)) {
     const int64_t end = min(int64_t{first_bag + kBagsPerTile} * f.hotness, int64_t{f.num_keys});
     for (int64_t at = int64_t{first_bag} * f.hotness + threadIdx.x; at < end; at += kBlock) {
-      list(int64_t{f.key_start} + at, false);
+      // Padding has no row: its key need not be read.
+      const int64_t position = int64_t{f.key_start} + at;
+      list(position, positions.Row(position), false);
     }
   } else {
     const int lane = threadIdx.x % kLanes;
@@ -149,7 +151,7 @@ __global__ void __launch_bounds__(kBlock) ListUsesKernel(BatchView batch, Positi
       for (int32_t at = begin + lane; at < end; at += kLanes) {
         const int64_t position = int64_t{f.key_start} + at;
         const float weight = weighted ? __ldg(batch.weights + f.weights_start + at) : 1.0f;
-        list(position, left_out);
+        list(position, positions.IsPadding(position) ? kNoRow : positions.Row(position), left_out);
         w.factors[position] = {static_cast<uint32_t>(f.bag_start + bag), divided && weighted ? weight * scale
                                                                          : divided           ? scale
                                                                                              : weight};
@@ -185,6 +187,16 @@ struct WarpUses {
   uint32_t positions[kWarp];
   uint8_t lengths[kWarp];       // of the chunk that begins at a use
   uint8_t short_starts[kWarp];  // the uses at which chunks of one run begin
+
+  /// The gradient of one use, without its factor.
+  template <typename Row, int kVector, int kPerLane>
+  __device__ void Load(int use, const UseView& view, int lane, int lanes, RowPart<kVector, kPerLane>& part) const {
+    if (std::is_same_v<Row, float> || view.IsFloat32()) {
+      part.Load(static_cast<const float*>(gradients[use]), lane, lanes, view.dim);
+    } else {
+      part.Load(static_cast<const Row*>(gradients[use]), lane, lanes, view.dim);
+    }
+  }
 
   /// Adds uses [first, first + count) to `sum`, in sequence. Groups of lanes each add their own.
   template <typename Row, int kVector, int kPerLane>
@@ -288,12 +300,13 @@ __global__ void __launch_bounds__(kBlock, BlocksPerMultiprocessor<kVector * kPer
     const int start = uses.short_starts[turn];
     const uint32_t chunk_row = uses.rows[start];
     const int count = uses.lengths[start];
-    // The row is asked for before its gradients.
+    // The row is asked for before the first gradient is waited for.
     typename Apply::template Loaded<kVector, kPerLane> loaded;
-    apply.Load(chunk_row, lane, lanes, loaded);
     RowPart<kVector, kPerLane> sum;
-    sum.Fill(-0.0f);
-    uses.template Add<typename Apply::Row>(start, count, has_factors, view, lane, lanes, sum);
+    uses.template Load<typename Apply::Row>(start, view, lane, lanes, sum);
+    apply.Load(chunk_row, lane, lanes, loaded);
+    if (has_factors) sum.Scale(uses.factors[start]);
+    uses.template Add<typename Apply::Row>(start + 1, count - 1, has_factors, view, lane, lanes, sum);
     apply.Apply(chunk_row, uses.positions[start], static_cast<uint32_t>(count), lane, lanes, mask, loaded, sum);
   }
   __syncwarp();
@@ -456,7 +469,7 @@ inline LaunchError LaunchUses(Stream stream, const Apply& apply, const FeaturePo
   const int n = static_cast<int>(batch.num_keys);
   JAXSOK_RETURN_IF_CUDA(cub::DeviceRadixSort::SortPairs(w.sort_storage, w.sort_bytes, w.rows, w.sorted_rows,
                                                         w.positions, w.sorted_positions, n, 0, end_bit, stream));
-  const UseView view{batch.features, batch.num_features, w.factors, dim, line_bytes};
+  const UseView view{batch.features, batch.num_features, w.factors, dim, line_bytes, batch.num_keys};
   return DispatchShape(dim, LaunchSums<Apply>{stream, apply, gradients, view, w, batch.num_keys});
 }
 

@@ -106,7 +106,9 @@ def lookup_planned(
     library.register()
     results = (jax.typeof(counters), *_counts_and_embeddings(batch[0], tables, embedding_shapes, embedding_dtype))
     call = jax.ffi.ffi_call("jaxsok_lookup_planned", results, input_output_aliases={0: 0})
-    counters, counts, *embeddings = call(counters, tables, seed, *batch, row_ids, *rows, **_attributes(batch, len(rows), num_tiles))
+    counters, counts, *embeddings = call(
+        counters, tables, seed, *batch, row_ids, *rows, **_attributes(batch, len(rows), num_tiles)
+    )
     return counters, counts, list(embeddings)
 
 
