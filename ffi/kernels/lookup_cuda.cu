@@ -46,7 +46,7 @@ LaunchError LaunchLookup(Stream stream, const StoreView& store, const BatchView&
   }
   JAXSOK_RETURN_IF_LAUNCH(Main(stream, kModeInsert, a, pointers));
   const StoreSink sink{store, counts};
-  const TableOfPosition table_of{nullptr, batch.features, batch.num_features};
+  const TableOfPosition table_of{nullptr, batch.features, batch.num_features, batch.num_keys};
   ClaimPendingKernel<<<InsertBlocks(batch.num_keys), kBlock, 0, stream>>>(sink, a.insert, batch.keys, table_of, row_ids,
                                                                           batch.num_keys);
   JAXSOK_RETURN_IF_CUDA(cudaGetLastError());

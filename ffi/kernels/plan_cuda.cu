@@ -222,7 +222,7 @@ LaunchError LaunchPlan(Stream stream, const BatchView& batch, const PlanView& pl
   PlanPrepareKernel<<<blocks, kBlock, 0, stream>>>(sink, w.control);
   JAXSOK_RETURN_IF_CUDA(cudaGetLastError());
   if (batch.num_keys == 0) return nullptr;
-  const TableOfPosition table_of{nullptr, batch.features, batch.num_features};
+  const TableOfPosition table_of{nullptr, batch.features, batch.num_features, batch.num_keys};
   PlanClaimKernel<<<blocks, kBlock, 0, stream>>>(sink, w, batch);
   uint32_t* row_ids = reinterpret_cast<uint32_t*>(plan.inverse);
   JAXSOK_RETURN_IF_LAUNCH(LaunchInsertPasses(stream, sink, w, batch.keys, table_of, row_ids, batch.num_keys));
