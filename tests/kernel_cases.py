@@ -29,7 +29,7 @@ BAGS_PER_TILE = 256
 USES_PER_RUN = 8
 USES_PER_CHUNK = 32
 CHUNK_LANES = 32
-VECTORS_PER_LANE = 2
+VECTORS_PER_LANE = {4: 2, 1: 8}
 
 NUM_ALLOCATED, FREE_BEGIN, FREE_END, GENERATION, NUM_UNPLACED, LONGEST_PROBE, SALT_LOW, SALT_HIGH = range(8)
 FOUND, INSERTED, MISSING, REFUSED, PADDED = range(5)
@@ -458,7 +458,7 @@ def mean_squares(gradients: np.ndarray) -> np.ndarray:
     num, dim = gradients.shape
     vector = 4 if dim % 4 == 0 else 1
     lanes = 1
-    while lanes * VECTORS_PER_LANE < dim // vector and lanes < 32:
+    while lanes * VECTORS_PER_LANE[vector] < dim // vector and lanes < 32:
         lanes *= 2
     per_lane = -(-dim // (lanes * vector))
     squares = np.zeros((num, per_lane * lanes * vector), F32)

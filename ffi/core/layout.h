@@ -124,7 +124,7 @@ enum FeatureWord : int {
   kFeatureNumKeys = 3,   // static number of positions
   kFeatureBagStart = 4,  // first bag among the bags of the store
   kFeatureNumBags = 5,
-  kFeatureHotness = 6,       // positions per bag; 0: ragged, look into offsets
+  kFeatureHotness = 6,       // positions per bag, so num_keys is num_bags times it; 0: ragged, look into offsets
   kFeatureOffsetsStart = 7,  // first of num_bags + 1 offsets (ragged only)
   kFeatureWeightsStart = 8,  // first of num_keys weights; -1: none
   kFeatureTileStart = 9,     // tiles of the features before it; a tile is kBagsPerTile bags of one feature, and a

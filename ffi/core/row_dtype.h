@@ -76,6 +76,13 @@ struct RowNumber<Float16> {
   static constexpr RowDtype kDtype = kRowDtypeFloat16;
   JAXSOK_HOST_DEVICE static float Widened(Float16 value) {
     const uint32_t magnitude = value.bits & 0x7fffu;
+#if defined(__CUDA_ARCH__)
+    if (magnitude <= 0x7c00u) {  // of NaN the hardware makes another NaN
+      float widened;
+      asm("cvt.f32.f16 %0, %1;" : "=f"(widened) : "h"(value.bits));
+      return widened;
+    }
+#endif
     // The exponents of the two formats begin 112 apart; the product is exact, and makes subnormal numbers normal.
     uint32_t bits = BitsOfFloat(FloatOfBits(magnitude << 13) * 5192296858534827628530496329220096.0f);
     if (magnitude >= 0x7c00u) bits = magnitude << 13 | 0x7f800000u;
@@ -84,6 +91,13 @@ struct RowNumber<Float16> {
   JAXSOK_HOST_DEVICE static Float16 Nearest(float value) {
     const uint32_t bits = BitsOfFloat(value);
     const uint32_t magnitude = bits & 0x7fffffffu;
+#if defined(__CUDA_ARCH__)
+    if (magnitude < 0x7f800000u) {
+      Float16 nearest;
+      asm("cvt.rn.f16.f32 %0, %1;" : "=h"(nearest.bits) : "f"(fminf(fmaxf(value, -65504.0f), 65504.0f)));
+      return nearest;
+    }
+#endif
     // Below the normal numbers the step is 2^-24, that of the floats from 1/2 on: their sum rounds as it should.
     const float small = FloatOfBits(magnitude < kLeastNormal ? magnitude : kLeastNormal);
     const uint32_t subnormal = BitsOfFloat(small + 0.5f) - 0x3f000000u;

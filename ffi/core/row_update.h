@@ -25,6 +25,8 @@ constexpr int kChunkLanes = 32;
 // Vectors a lane should hold: what a row costs in instructions beside its bytes is paid once for all of them. Of 1, 2
 // and 4, 2 was the fastest on an H200 (docs/performance.md): W1's step 0.97, 0.89 and 0.92 ms.
 constexpr int kVectorsPerLane = 2;
+// Of single numbers, where the dim is no multiple of 4: so many that a group of lanes has few of them idle.
+constexpr int kSinglesPerLane = 8;
 
 /// How the columns of a row are dealt to lanes: lane l holds the vectors l, l + lanes, l + 2 lanes, ...
 /// of `vector` neighbouring columns.
@@ -36,8 +38,9 @@ struct LaneShape {
     LaneShape shape;
     shape.vector = dim % 4 == 0 ? 4 : 1;
     const int vectors = dim / shape.vector;
+    const int per_lane = shape.vector == 4 ? kVectorsPerLane : kSinglesPerLane;
     shape.lanes = 1;
-    while (shape.lanes * kVectorsPerLane < vectors && shape.lanes < 32) shape.lanes *= 2;
+    while (shape.lanes * per_lane < vectors && shape.lanes < 32) shape.lanes *= 2;
     return shape;
   }
 };

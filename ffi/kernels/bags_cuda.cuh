@@ -1,11 +1,12 @@
 // Bags on a GPU: the rows of each bag into its embedding, wherever the rows come from.
 //
-// A block takes one tile: kBagsPerTile bags of one feature. A row of dim columns is shared by `lanes` neighbouring
+// A block takes bags of one tile, so of one feature (TileShare). A row of dim columns is shared by `lanes` neighbouring
 // lanes of a warp (LaneShape), each with kPerLane vectors of kVector columns, so a warp works on 32 / lanes rows at
-// once. Row ids are found lane by lane, 32 keys a warp at a time, before rows are read: probes and rows are both
-// many loads in flight.
+// once. Row ids are found lane by lane, 32 keys a warp at a time: probes and rows are both many loads in flight.
 #ifndef JAXSOK_KERNELS_BAGS_CUDA_CUH_
 #define JAXSOK_KERNELS_BAGS_CUDA_CUH_
+
+#include <type_traits>
 
 #include "../core/initialize.h"
 #include "launch_cuda.cuh"
@@ -124,7 +125,8 @@ struct EmbeddingPointers {
   FeaturePointers<void> pointers;
   bool is_float32;
 
-  LaunchError Fill(const EmbeddingsView& embeddings, int32_t num_features) {
+  LaunchError Fill(const EmbeddingsView& embeddings, int32_t num_features, RowDtype rows) {
+    if (!HasRowDtypes(rows, embeddings.dtype)) return "embeddings: neither float32 nor of the rows' dtype";
     is_float32 = embeddings.dtype == kRowDtypeFloat32;
     return FillPointers<void>(embeddings.data, num_features, pointers);
   }
@@ -150,7 +152,7 @@ __device__ __forceinline__ Position Shuffle(const Position& p, int from) {
   return q;
 }
 
-/// A row's part, from wherever the position says. The warp stays together.
+/// A row's part, from wherever the position says.
 template <typename Row, int kVector, int kPerLane>
 __device__ __forceinline__ void LoadPosition(const Position& p, const StoreView& store, uint32_t table, int lane,
                                              int lanes, RowPart<kVector, kPerLane>& row) {
@@ -175,38 +177,59 @@ struct TableByLane {
   __device__ uint32_t At(int from) const { return __shfl_sync(~0u, mine, from); }
 };
 
+/// Copies 32 rows, lane i holding the pointer of row i, to lines `first_line` and following of the output.
+template <typename From, typename To, int kVector, int kPerLane>
+__device__ __forceinline__ void CopyLines(const void* mine, int num_valid, int dim, int lanes, void* lines,
+                                          int64_t first_line) {
+  constexpr int kFlight = RowsInFlight<16, kVector * kPerLane>();
+  const int warp_lane = threadIdx.x % kWarp;
+  const int lane = warp_lane % lanes, group = warp_lane / lanes, groups = kWarp / lanes;
+  To* out = static_cast<To*>(lines) + first_line * dim;
+  for (int first = 0; first < num_valid; first += groups * kFlight) {
+    RowPart<kVector, kPerLane> rows[kFlight];
+#pragma unroll
+    for (int i = 0; i < kFlight; ++i) {
+      const int from = first + i * groups + group;
+      const auto row = reinterpret_cast<const From*>(
+          __shfl_sync(~0u, reinterpret_cast<unsigned long long>(mine), from & (kWarp - 1)));
+      if (from < num_valid) rows[i].Load(row, lane, lanes, dim);
+    }
+#pragma unroll
+    for (int i = 0; i < kFlight; ++i) {
+      const int64_t from = first + i * groups + group;
+      if (from < num_valid) rows[i].StoreStreaming(out + from * dim, lane, lanes, dim);
+    }
+  }
+}
+
 /// Copies the rows of 32 positions, lane i holding position i, to lines `first_line` and following of the output.
 template <typename Row, int kVector, int kPerLane, typename TableOf>
 __device__ __forceinline__ void CopyRows(const Position& mine, int num_valid, const StoreView& store,
                                          const TableOf& table_of, int lanes, void* lines, bool is_float32,
                                          int64_t first_line) {
-  constexpr int kFlight = RowsInFlight<16, kVector * kPerLane>();
   const int warp_lane = threadIdx.x % kWarp;
+  if (__all_sync(~0u, mine.kind == kPositionRow || warp_lane >= num_valid)) {
+    if constexpr (std::is_same_v<Row, float>) {
+      CopyLines<float, float, kVector, kPerLane>(mine.pointer, num_valid, store.dim, lanes, lines, first_line);
+    } else if (is_float32) {
+      CopyLines<Row, float, kVector, kPerLane>(mine.pointer, num_valid, store.dim, lanes, lines, first_line);
+    } else if (store.dim % 8 == 0) {
+      // As they are: pairs of numbers of 16 bits are copied as if they were floats.
+      CopyLines<float, float, kVector, kPerLane>(mine.pointer, num_valid, store.dim / 2, lanes, lines, first_line);
+    } else {
+      CopyLines<Row, Row, kVector, kPerLane>(mine.pointer, num_valid, store.dim, lanes, lines, first_line);
+    }
+    return;
+  }
   const int lane = warp_lane % lanes, group = warp_lane / lanes, groups = kWarp / lanes;
-  const bool all_rows = __all_sync(~0u, mine.kind == kPositionRow || warp_lane >= num_valid);
-  for (int first = 0; first < num_valid; first += groups * kFlight) {
-    RowPart<kVector, kPerLane> rows[kFlight];
-    bool store_it[kFlight];
-#pragma unroll
-    for (int i = 0; i < kFlight; ++i) {
-      const int from = first + i * groups + group;
-      const auto pointer = reinterpret_cast<const Row*>(
-          __shfl_sync(~0u, reinterpret_cast<unsigned long long>(mine.pointer), from & (kWarp - 1)));
-      store_it[i] = from < num_valid;
-      if (all_rows) {
-        if (store_it[i]) rows[i].Load(pointer, lane, lanes, store.dim);
-        continue;
-      }
-      const Position p = Shuffle(mine, from & (kWarp - 1));
-      const uint32_t table = table_of.At(from & (kWarp - 1));
-      store_it[i] = store_it[i] && p.kind != kPositionUnfinished;
-      if (store_it[i]) LoadPosition<Row>(p, store, table, lane, lanes, rows[i]);
-    }
-#pragma unroll
-    for (int i = 0; i < kFlight; ++i) {
-      const int64_t from = first + i * groups + group;
-      if (store_it[i]) WriteLine<Row>(rows[i], lines, is_float32, first_line + from, lane, lanes, store.dim);
-    }
+  for (int first = 0; first < num_valid; first += groups) {
+    const int from = first + group;
+    const Position p = Shuffle(mine, from & (kWarp - 1));
+    const uint32_t table = table_of.At(from & (kWarp - 1));
+    if (from >= num_valid || p.kind == kPositionUnfinished) continue;
+    RowPart<kVector, kPerLane> row;
+    LoadPosition<Row>(p, store, table, lane, lanes, row);
+    WriteLine<Row>(row, lines, is_float32, first_line + from, lane, lanes, store.dim);
   }
 }
 

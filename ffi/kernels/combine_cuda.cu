@@ -44,7 +44,7 @@ struct ArraySource {
   }
 };
 
-// As LookupKernel: each warp takes its share of the bags.
+// As LookupBagsKernel: each warp takes its share of the bags.
 template <int kVector, int kPerLane>
 __global__ void __launch_bounds__(kBlock, BagBlocksPerMultiprocessor<kVector * kPerLane>())
     CombineKernel(const __grid_constant__ StoreView store, BatchView batch, ArrayPositions positions, const float* rows,
@@ -83,6 +83,7 @@ struct LaunchCombineShape {
 /// Writes the sum of a row's gradients, and how many there were.
 struct ApplyWrite {
   using Row = float;
+  static constexpr int kNumLines = 0;
 
   float* out;
   int32_t* num_uses;

@@ -1,8 +1,8 @@
 // Walking and claiming in the index on a GPU, and the passes that turn claims into row ids.
 //
 // Inserting n keys, all kernels on one stream, no host in between:
-//   claim    each position walks to its entry. Hits are done. An unseen key claims the first empty entry of its
-//            walk; positions that meet a pending entry leave the smallest position in it.
+//   claim    each position whose key was not found (by find_or_insert here, by the main kernel of lookup before) walks
+//            again and claims the first empty entry; positions that meet a pending entry leave the smallest in it.
 //   count    positions that find themselves in their entry are winners: one for each new (table, key). Blocks
 //            count theirs, the last block to end sums up and decides whether all fit.
 //   assign   winners are numbered by position, get row ids (freed ones first), write record and initial row, and
@@ -24,7 +24,7 @@
 
 namespace jaxsok {
 
-constexpr int kPositionsPerBlock = 1024;  // of count and assign: 4 a thread
+constexpr int kPositionsPerChunk = 1024;  // what a block of count or assign takes at a time: 4 a thread
 constexpr int kMaxSpins = 1 << 22;        // waits for another thread's single store: microseconds, bounded at seconds
 constexpr int kSharedTables = 64;         // tables counted in shared memory; more go to global memory
 
@@ -33,7 +33,7 @@ struct InsertControl {
   uint32_t num_pending;     // positions whose key has no row yet
   uint32_t num_unplaced;    // claims that found no entry
   uint32_t num_unfinished;  // bags to finish
-  uint32_t blocks_done;     // of count
+  uint32_t blocks_done;     // of count, then of commit
   uint32_t num_new;         // winners
   uint32_t num_accepted;    // of them, those that get rows
   uint32_t overflow;        // not all fit
@@ -46,7 +46,7 @@ struct InsertWorkspace {
   InsertControl* control;
   uint32_t* entry_of;      // [num_keys]: of pending positions
   uint32_t* unfinished;    // [num_keys]: bags to finish
-  uint32_t* block_counts;  // winners of each block of count; then of all blocks before it
+  uint32_t* chunk_counts;  // winners of each chunk of positions; then of all chunks before it
 
   static InsertWorkspace Cut(void* workspace, int64_t num_keys, WorkspaceCutter* rest = nullptr) {
     WorkspaceCutter cutter(workspace);
@@ -54,7 +54,7 @@ struct InsertWorkspace {
     w.control = cutter.Take<InsertControl>(1);
     w.entry_of = cutter.Take<uint32_t>(num_keys);
     w.unfinished = cutter.Take<uint32_t>(num_keys);
-    w.block_counts = cutter.Take<uint32_t>(CeilDiv<int64_t>(num_keys, kPositionsPerBlock));
+    w.chunk_counts = cutter.Take<uint32_t>(CeilDiv<int64_t>(num_keys, kPositionsPerChunk));
     if (rest != nullptr) *rest = cutter;
     return w;
   }
@@ -353,7 +353,7 @@ __global__ void __launch_bounds__(kBlock)
 
 // Chunks of 1,024 positions: a block counts and marks the winners of one after the other; the last block to end sums
 // the counts up to each chunk.
-// Blocks write block_counts[chunk]; the last one, told by a ticket after a fence, rewrites all of them.
+// Blocks write chunk_counts[chunk]; the last one, told by a ticket after a fence, rewrites all of them.
 template <typename Sink>
 __global__ void __launch_bounds__(kBlock)
     CountKernel(Sink sink, InsertWorkspace w, uint32_t* row_ids, int64_t num_keys) {
@@ -361,20 +361,20 @@ __global__ void __launch_bounds__(kBlock)
   using Scan = cub::BlockScan<uint32_t, kBlock>;
   __shared__ typename Scan::TempStorage storage;
   __shared__ bool is_last;
-  const uint32_t num_chunks = static_cast<uint32_t>(CeilDiv<int64_t>(num_keys, kPositionsPerBlock));
+  const uint32_t num_chunks = static_cast<uint32_t>(CeilDiv<int64_t>(num_keys, kPositionsPerChunk));
   uint32_t before, total;
   for (uint32_t chunk = blockIdx.x; chunk < num_chunks; chunk += gridDim.x) {
-    uint32_t entries[kPositionsPerBlock / kBlock];
+    uint32_t entries[kPositionsPerChunk / kBlock];
     int mine = 0;
 #pragma unroll
-    for (int i = 0; i < kPositionsPerBlock / kBlock; ++i) {
-      const int64_t position = int64_t{chunk} * kPositionsPerBlock + i * kBlock + threadIdx.x;
+    for (int i = 0; i < kPositionsPerChunk / kBlock; ++i) {
+      const int64_t position = int64_t{chunk} * kPositionsPerChunk + i * kBlock + threadIdx.x;
       const bool pending = position < num_keys && row_ids[position] == kPendingRow;
       entries[i] = pending ? w.entry_of[position] : kNoEntry;
     }
 #pragma unroll
-    for (int i = 0; i < kPositionsPerBlock / kBlock; ++i) {
-      const int64_t position = int64_t{chunk} * kPositionsPerBlock + i * kBlock + threadIdx.x;
+    for (int i = 0; i < kPositionsPerChunk / kBlock; ++i) {
+      const int64_t position = int64_t{chunk} * kPositionsPerChunk + i * kBlock + threadIdx.x;
       if (IsWinner(sink.Index(), entries[i], static_cast<uint32_t>(position))) {
         row_ids[position] = kWinner;
         ++mine;
@@ -382,7 +382,7 @@ __global__ void __launch_bounds__(kBlock)
     }
     __syncthreads();  // of the storage
     Scan(storage).ExclusiveSum(static_cast<uint32_t>(mine), before, total);
-    if (threadIdx.x == 0) w.block_counts[chunk] = total;
+    if (threadIdx.x == 0) w.chunk_counts[chunk] = total;
   }
   if (threadIdx.x == 0) {
     __threadfence();
@@ -394,10 +394,10 @@ __global__ void __launch_bounds__(kBlock)
   uint32_t sum = 0;
   for (uint32_t start = 0; start < num_chunks; start += kBlock) {
     const uint32_t chunk = start + threadIdx.x;
-    const uint32_t count = chunk < num_chunks ? __ldcg(w.block_counts + chunk) : 0;
+    const uint32_t count = chunk < num_chunks ? __ldcg(w.chunk_counts + chunk) : 0;
     __syncthreads();
     Scan(storage).ExclusiveSum(count, before, total);
-    if (chunk < num_chunks) w.block_counts[chunk] = sum + before;
+    if (chunk < num_chunks) w.chunk_counts[chunk] = sum + before;
     sum += total;
   }
   if (threadIdx.x == 0) {
@@ -416,18 +416,18 @@ __global__ void __launch_bounds__(kBlock) AssignKernel(Sink sink, InsertWorkspac
                                                        TableOfPosition table_of, uint32_t* row_ids, int64_t num_keys) {
   const InsertControl control = *w.control;
   if (control.num_pending == 0) return;
-  constexpr int kPerThread = kPositionsPerBlock / kBlock;
+  constexpr int kPerThread = kPositionsPerChunk / kBlock;
   using Scan = cub::BlockScan<uint32_t, kBlock>;
   __shared__ typename Scan::TempStorage storage;
-  __shared__ uint64_t new_key[kPositionsPerBlock];
-  __shared__ uint32_t new_row[kPositionsPerBlock];
-  __shared__ uint32_t new_table[kPositionsPerBlock];
+  __shared__ uint64_t new_key[kPositionsPerChunk];
+  __shared__ uint32_t new_row[kPositionsPerChunk];
+  __shared__ uint32_t new_table[kPositionsPerChunk];
   __shared__ uint32_t num_by_table[kSharedTables];
   for (int t = threadIdx.x; t < kSharedTables; t += kBlock) num_by_table[t] = 0;
   const bool undo = control.overflow != 0 || IsSequential(control);
-  const uint32_t num_chunks = static_cast<uint32_t>(CeilDiv<int64_t>(num_keys, kPositionsPerBlock));
+  const uint32_t num_chunks = static_cast<uint32_t>(CeilDiv<int64_t>(num_keys, kPositionsPerChunk));
   for (uint32_t chunk = blockIdx.x; chunk < num_chunks; chunk += gridDim.x) {
-    const int64_t first = int64_t{chunk} * kPositionsPerBlock + threadIdx.x * kPerThread;
+    const int64_t first = int64_t{chunk} * kPositionsPerChunk + threadIdx.x * kPerThread;
     uint32_t winners = 0;  // bits
     for (int i = 0; i < kPerThread; ++i) {
       if (first + i < num_keys && row_ids[first + i] == kWinner) winners |= 1u << i;
@@ -438,7 +438,7 @@ __global__ void __launch_bounds__(kBlock) AssignKernel(Sink sink, InsertWorkspac
     for (int i = 0; i < kPerThread; ++i) {
       if ((winners >> i & 1) == 0) continue;
       const uint32_t position = static_cast<uint32_t>(first + i);
-      const uint32_t ordinal = w.block_counts[chunk] + local;
+      const uint32_t ordinal = w.chunk_counts[chunk] + local;
       const uint32_t entry_number = w.entry_of[position];
       Entry* entry = sink.Index().EntryAt(entry_number);
       uint32_t row_id = kPendingRow;  // if it gets no row, the finishing pass says what became of it
@@ -564,7 +564,7 @@ __device__ __forceinline__ uint32_t ResolvePending(const Sink& sink, const Inser
 /// Blocks of a pass over all positions: enough to fill any GPU, few enough to cost little when nothing is new.
 inline int InsertBlocks(int64_t num_keys) {
   constexpr int64_t kMost = 132 * 8;
-  return static_cast<int>(std::min(CeilDiv<int64_t>(num_keys, kPositionsPerBlock), kMost));
+  return static_cast<int>(std::min(CeilDiv<int64_t>(num_keys, kPositionsPerChunk), kMost));
 }
 
 /// count, assign and commit, between claim and finish.

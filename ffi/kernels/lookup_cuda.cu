@@ -35,7 +35,7 @@ LaunchError Main(Stream stream, Mode mode, const LookupArguments& a, const Embed
 LaunchError LaunchLookup(Stream stream, const StoreView& store, const BatchView& batch,
                          const EmbeddingsView& embeddings, uint32_t* row_ids, int32_t* counts, void* workspace) {
   EmbeddingPointers pointers;
-  JAXSOK_RETURN_IF_LAUNCH(pointers.Fill(embeddings, batch.num_features));
+  JAXSOK_RETURN_IF_LAUNCH(pointers.Fill(embeddings, batch.num_features, store.row_dtype));
   LookupArguments a{store, batch, nullptr, row_ids, counts, InsertWorkspace::Cut(workspace, batch.num_keys)};
   // Only ragged features have positions that lie in no bag.
   JAXSOK_RETURN_IF_LAUNCH(
@@ -58,7 +58,7 @@ LaunchError LaunchLookup(Stream stream, const StoreView& store, const BatchView&
 LaunchError LaunchLookupFind(Stream stream, const StoreView& store, const BatchView& batch,
                              const EmbeddingsView& embeddings, int32_t* counts) {
   EmbeddingPointers pointers;
-  JAXSOK_RETURN_IF_LAUNCH(pointers.Fill(embeddings, batch.num_features));
+  JAXSOK_RETURN_IF_LAUNCH(pointers.Fill(embeddings, batch.num_features, store.row_dtype));
   LookupArguments a{store, batch, nullptr, nullptr, counts, {}};
   JAXSOK_RETURN_IF_LAUNCH(Prepare(stream, counts, store.num_tables, nullptr, nullptr, 0));
   if (batch.num_tiles == 0) return nullptr;
@@ -68,7 +68,7 @@ LaunchError LaunchLookupFind(Stream stream, const StoreView& store, const BatchV
 LaunchError LaunchLookupPlanned(Stream stream, const StoreView& store, const BatchView& batch, const uint32_t* row_ids,
                                 const EmbeddingsView& embeddings, int32_t* counts) {
   EmbeddingPointers pointers;
-  JAXSOK_RETURN_IF_LAUNCH(pointers.Fill(embeddings, batch.num_features));
+  JAXSOK_RETURN_IF_LAUNCH(pointers.Fill(embeddings, batch.num_features, store.row_dtype));
   LookupArguments a{store, batch, row_ids, nullptr, counts, {}};
   JAXSOK_RETURN_IF_LAUNCH(Prepare(stream, counts, store.num_tables, nullptr, nullptr, 0));
   if (batch.num_tiles == 0) return nullptr;

@@ -3,8 +3,6 @@
 #ifndef JAXSOK_KERNELS_LOOKUP_CUDA_CUH_
 #define JAXSOK_KERNELS_LOOKUP_CUDA_CUH_
 
-#include <cuda_pipeline_primitives.h>
-
 #include "bags_cuda.cuh"
 #include "index_cuda.cuh"
 #include "lookup.h"
@@ -13,7 +11,7 @@ namespace jaxsok {
 
 enum Mode : int {
   kModeFind = 0,     // probe; absent keys stay absent
-  kModeInsert = 1,   // probe; absent keys claim an entry, their bags wait for the finishing pass
+  kModeInsert = 1,   // probe; absent keys are left pending, and their bags to the finishing pass
   kModePlanned = 2,  // row ids are given
 };
 
@@ -42,14 +40,16 @@ struct AsyncLines {
     const char* from = reinterpret_cast<const char*>(index.buckets + bucket);
 #pragma unroll
     for (int e = 0; e < kEntriesPerBucket; ++e) {
-      // Through L1, unlike __pipeline_memcpy_async: warps that ask for one hot key do not all go to one slice of L2.
+      // Through L1, unlike CUDA's own copy of 16 bytes: warps that ask for one hot key do not all go to one slice of
+      // L2.
       asm volatile("cp.async.ca.shared.global [%0], [%1], 16;" ::"r"(
                        static_cast<uint32_t>(__cvta_generic_to_shared(&entries[e][threadIdx.x % kWarp]))),
-                   "l"(from + e * sizeof(uint4)));
+                   "l"(from + e * sizeof(uint4))
+                   : "memory");
     }
   }
-  __device__ static void Commit() { __pipeline_commit(); }
-  __device__ static void Wait() { __pipeline_wait_prior(0); }
+  /// Until the calling thread's copies have arrived.
+  __device__ static void Wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
   __device__ bool EndsHere(uint32_t bucket, uint64_t key, uint32_t table, ProbeResult* at) const {
     uint4 line[kEntriesPerBucket];
 #pragma unroll
@@ -84,11 +84,9 @@ struct LookupSource {
   /// Has a token's index line copied to shared memory; nobody waits for it here.
   __device__ void Ask(const Token& token) {
     if (kMode == kModePlanned) return;
-    if (token.key != kPaddingKey) {
-      bucket = HomeBucket(HashOf(token.key, f.table, salt), a.store.index.num_buckets);
-      lines->CopyFrom(a.store.index, bucket);
-    }
-    AsyncLines::Commit();
+    if (token.key == kPaddingKey) return;
+    bucket = HomeBucket(HashOf(token.key, f.table, salt), a.store.index.num_buckets);
+    lines->CopyFrom(a.store.index, bucket);
   }
   __device__ Position Resolve(int32_t at, const Token& token, bool valid) {
     ProbeResult found{token.row_id, kNoEntry, 1};

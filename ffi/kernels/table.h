@@ -48,9 +48,9 @@ LaunchError LaunchFindOrInsert(Stream stream, const StoreView& store, const uint
 /// Copies the rows of requests whose row ids are known.
 ///
 /// Pre    : of the store tables, seed, rows and what says where they lie.
-/// Post   : rows[i] is the row of row_ids[i], in the store's dtype, bit by bit. Where that is not below the capacity:
-/// what the key's row would hold if it
-///          were new; for find zeros instead if the table says so (kTableUnknown). Zeros for kPaddingKey and for tables
+/// Post   : rows[i] is the row of row_ids[i], in the store's dtype, number by number (a NaN may become
+///          another one). Where that is not below the capacity: what the key's row would hold if it were new; for find
+///          zeros instead if the table says so (kTableUnknown). Zeros for kPaddingKey and for tables
 ///          that the store does not have, whatever the row id.
 ///          num_absent[t] is the sum of `uses` over the requests of table t that have no row.
 /// Order  : each row is written once, by one group of threads: the same bits on every run and on both back ends.

@@ -127,8 +127,8 @@ __device__ __forceinline__ bool IsDead(const StoreView& store, uint32_t row_id) 
 __global__ void __launch_bounds__(kBlock)
     CountDeadKernel(StoreView store, RebuildControl* control, uint32_t* block_counts, uint32_t* num_erased) {
   int mine = 0;
-  for (int i = 0; i < kPositionsPerBlock / kBlock; ++i) {
-    mine += IsDead(store, blockIdx.x * kPositionsPerBlock + i * kBlock + threadIdx.x) ? 1 : 0;
+  for (int i = 0; i < kPositionsPerChunk / kBlock; ++i) {
+    mine += IsDead(store, blockIdx.x * kPositionsPerChunk + i * kBlock + threadIdx.x) ? 1 : 0;
   }
   using Scan = cub::BlockScan<uint32_t, kBlock>;
   __shared__ typename Scan::TempStorage storage;
@@ -165,8 +165,8 @@ __global__ void __launch_bounds__(kBlock) ListDeadKernel(StoreView store, const 
   using Scan = cub::BlockScan<uint32_t, kBlock>;
   __shared__ typename Scan::TempStorage storage;
   uint32_t at = block_counts[blockIdx.x];
-  for (int i = 0; i < kPositionsPerBlock / kBlock; ++i) {
-    const uint32_t row_id = blockIdx.x * kPositionsPerBlock + i * kBlock + threadIdx.x;
+  for (int i = 0; i < kPositionsPerChunk / kBlock; ++i) {
+    const uint32_t row_id = blockIdx.x * kPositionsPerChunk + i * kBlock + threadIdx.x;
     const bool dead = IsDead(store, row_id);
     uint32_t before, total;
     Scan(storage).ExclusiveSum(dead ? 1u : 0u, before, total);
@@ -322,7 +322,7 @@ LaunchError LaunchErase(Stream stream, const StoreView& store, const StateView& 
                         const uint32_t* table_ids, int64_t num_keys, uint32_t* num_erased, void* workspace) {
   WorkspaceCutter cutter(workspace);
   RebuildControl* control = cutter.Take<RebuildControl>(1);
-  uint32_t* block_counts = cutter.Take<uint32_t>(CeilDiv<int64_t>(store.capacity, kPositionsPerBlock));
+  uint32_t* block_counts = cutter.Take<uint32_t>(CeilDiv<int64_t>(store.capacity, kPositionsPerChunk));
   // Reading the index ends before it is cleared: the kernels are ordered on the stream.
   const IndexView none{store.index.buckets, 0};
   ClearIndexKernel<<<1, kBlock, 0, stream>>>(none, control);
@@ -330,7 +330,7 @@ LaunchError LaunchErase(Stream stream, const StoreView& store, const StateView& 
     EraseKernel<<<static_cast<unsigned>(CeilDiv<int64_t>(num_keys, kBlock)), kBlock, 0, stream>>>(
         store, states, keys, table_ids, num_keys, control);
   }
-  const unsigned blocks = static_cast<unsigned>(CeilDiv<int64_t>(store.capacity, kPositionsPerBlock));
+  const unsigned blocks = static_cast<unsigned>(CeilDiv<int64_t>(store.capacity, kPositionsPerChunk));
   CountDeadKernel<<<blocks, kBlock, 0, stream>>>(store, control, block_counts, num_erased);
   ListDeadKernel<<<blocks, kBlock, 0, stream>>>(store, block_counts);
   JAXSOK_RETURN_IF_CUDA(cudaGetLastError());

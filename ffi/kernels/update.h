@@ -19,9 +19,37 @@ struct UpdateSpec {
   int32_t rounding;      // Rounding; of 16-bit rows
 };
 
+/// The states' widths as each optimizer wants them.
+inline LaunchError CheckStates(int32_t optimizer, const StateView& states, int32_t dim) {
+  int32_t num_states = 0, width = dim;
+  switch (optimizer) {
+    case kOptimizerSgd:
+      num_states = Sgd::kNumStates;
+      break;
+    case kOptimizerAdagrad:
+      num_states = Adagrad::kNumStates;
+      break;
+    case kOptimizerRowwiseAdagrad:
+      num_states = RowwiseAdagrad::kNumStates;
+      width = 1;
+      break;
+    case kOptimizerAdam:
+      num_states = Adam::kNumStates;
+      break;
+    default:
+      return "optimizer: unknown";
+  }
+  if (states.num_states != num_states) return "states: not as many as the optimizer has";
+  for (int32_t k = 0; k < num_states; ++k) {
+    if (states.width[k] != width) return "states: not as wide as the optimizer's";
+  }
+  return nullptr;
+}
+
 /// Steps every row that the batch used, once, with the sum of its gradients.
 ///
-/// Pre    : row_ids are those that the lookups returned: a position's row is that of its key and table.
+/// Pre    : row_ids are those that the lookups returned: a position's row is that of its key and table, kNoRow for
+///          padding.
 ///          generations[p] is the generation of plan p (kFeaturePlan); hyper is float[kNumHyper]; step[0] is how many
 ///          updates came before. Of the store also tables and seed.
 /// Post   : rows and states of used rows moved once; a row whose summed gradient is not finite is left alone and

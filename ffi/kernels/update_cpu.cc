@@ -107,33 +107,6 @@ JAXSOK_CPU_CLONES void RoundStepped(Float16* out, const float* row, const RowRou
   RoundColumns(out, row, rounding, dim);
 }
 
-/// The states' widths as each optimizer wants them.
-LaunchError CheckStates(int32_t optimizer, const StateView& states, int32_t dim) {
-  int32_t num_states = 0, width = dim;
-  switch (optimizer) {
-    case kOptimizerSgd:
-      num_states = Sgd::kNumStates;
-      break;
-    case kOptimizerAdagrad:
-      num_states = Adagrad::kNumStates;
-      break;
-    case kOptimizerRowwiseAdagrad:
-      num_states = RowwiseAdagrad::kNumStates;
-      width = 1;
-      break;
-    case kOptimizerAdam:
-      num_states = Adam::kNumStates;
-      break;
-    default:
-      return "optimizer: unknown";
-  }
-  if (states.num_states != num_states) return "states: not as many as the optimizer has";
-  for (int32_t k = 0; k < num_states; ++k) {
-    if (states.width[k] != width) return "states: not as wide as the optimizer's";
-  }
-  return nullptr;
-}
-
 struct StorePositions {
   const uint64_t* keys;
   const uint32_t* row_ids;

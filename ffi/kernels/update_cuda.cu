@@ -42,6 +42,8 @@ LaunchError LaunchUpdate(Stream stream, const StoreView& store, const StateView&
                          const float* hyper, const uint32_t* step, const uint32_t* generations, const BatchView& batch,
                          const uint32_t* row_ids, const GradientsView& gradients, int32_t* num_nonfinite,
                          int32_t* num_stale, void* workspace) {
+  if (!HasRowDtypes(store.row_dtype, gradients.dtype)) return "gradients: neither float32 nor of the rows' dtype";
+  JAXSOK_RETURN_IF_LAUNCH(CheckStates(spec.optimizer, states, store.dim));
   FeaturePointers<const void> pointers;
   JAXSOK_RETURN_IF_LAUNCH(FillPointers<const void>(gradients.data, batch.num_features, pointers));
   const int end_bit = BitsBelow(store.capacity);

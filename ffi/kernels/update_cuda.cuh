@@ -16,6 +16,8 @@ namespace jaxsok {
 template <typename Step, typename RowType>
 struct ApplyStep {
   using Row = RowType;
+  /// Lines as wide as a row that a step holds.
+  static constexpr int kNumLines = 1 + (Step::kRowwise ? 0 : Step::kNumStates) + (std::is_same_v<Row, float> ? 0 : 1);
 
   StoreView store;
   BatchView batch;
@@ -127,6 +129,7 @@ struct ApplyStep {
                               batch.num_keys);
       table = static_cast<uint32_t>(__ldg(batch.features + f * kNumFeatureWords + kFeatureTable));
     }
+    table = min(table, static_cast<uint32_t>(store.num_tables) - 1);
     return RowRounding::Of(store.tables + table * kNumTableWords, RoundingOfStep(store.seed, __ldg(step)),
                            __ldg(batch.keys + position));
   }

@@ -230,6 +230,13 @@ struct WarpUses {
   }
 };
 
+/// Blocks of kBlock threads that should fit a multiprocessor while gradients are summed: a step that holds more than
+/// the row itself, or makes numbers of 16 bits, wants registers.
+template <typename Apply, int kFloats>
+constexpr int SumBlocksPerMultiprocessor() {
+  return kFloats <= 8 && Apply::kNumLines > 1 ? 3 : BlocksPerMultiprocessor<kFloats>();
+}
+
 // One warp, 32 sorted uses. A chunk begins where a row begins, and every 32 uses after that; the warp that holds
 // its first use sums it, reading up to 31 uses of the next warp. Chunks of one run are taken by a group of lanes each;
 // of longer ones all groups take runs, and each adds up all of them.
@@ -237,7 +244,7 @@ struct WarpUses {
 // partial sum: of the chunks that begin in one warp's 32 uses at most one is the first of a long row and at most
 // one is a later one, so partials[2 * warp + is_first] is written once. The last one puts the row into the list.
 template <typename Apply, int kVector, int kPerLane>
-__global__ void __launch_bounds__(kBlock, BlocksPerMultiprocessor<kVector * kPerLane>())
+__global__ void __launch_bounds__(kBlock, SumBlocksPerMultiprocessor<Apply, kVector * kPerLane>())
     SumUsesKernel(const __grid_constant__ Apply apply, const __grid_constant__ FeaturePointers<const void> gradients,
                   UseView view, UsesWorkspace w, uint32_t num_keys, int lanes) {
   __shared__ WarpUses uses_of_warp[kBlock / kWarp];
@@ -406,12 +413,19 @@ __global__ void __launch_bounds__(1024, 1)
     const LongRow long_row = w.long_rows[item];
     const PartialsOfRow partials = PartialsOfRow::Of(w, long_row, view.dim);
     if (partials.num_chunks <= kFewChunks) continue;
+    constexpr int kFlight = RowsInFlight<32, kVector * kPerLane>();
     RowPart<kVector, kPerLane> sum;
     sum.Fill(-0.0f);
-    for (uint32_t c = chunk_lane; c < partials.num_chunks; c += kChunkLanes) {
-      RowPart<kVector, kPerLane> part;
-      partials.Load(c, lane, lanes, part);
-      sum.Add(part);
+    for (uint32_t c = chunk_lane; c < partials.num_chunks; c += kFlight * kChunkLanes) {
+      RowPart<kVector, kPerLane> parts[kFlight];
+#pragma unroll
+      for (int i = 0; i < kFlight; ++i) {
+        if (c + i * kChunkLanes < partials.num_chunks) partials.Load(c + i * kChunkLanes, lane, lanes, parts[i]);
+      }
+#pragma unroll
+      for (int i = 0; i < kFlight; ++i) {
+        if (c + i * kChunkLanes < partials.num_chunks) sum.Add(parts[i]);
+      }
     }
 #pragma unroll
     for (int k = 0; k < kPerLane; ++k) {
@@ -440,7 +454,8 @@ __global__ void __launch_bounds__(1024, 1)
   }
 }
 
-constexpr int kLongBlocks = 132 * 4;  // fill the largest GPU with blocks of 512 threads; without work they cost 2 us
+constexpr int kLongBlocks =
+    132 * 4;  // fill the largest GPU with blocks of 32 groups of lanes; without work they cost 2 us
 
 template <typename Apply>
 struct LaunchSums {
@@ -462,7 +477,7 @@ struct LaunchSums {
   }
 };
 
-/// sort, sum, long: after the uses are listed. `num_rows`: row ids are below it.
+/// sort, sum, long: after the uses are listed. `end_bit`: row ids differ in the bits below it.
 template <typename Apply>
 inline LaunchError LaunchUses(Stream stream, const Apply& apply, const FeaturePointers<const void>& gradients,
                               const BatchView& batch, UsesWorkspace& w, int32_t dim, int32_t line_bytes, int end_bit) {

@@ -406,7 +406,7 @@ void TestLaneShapes() {
     JAXSOK_CHECK(shape.vector == (dim % 4 == 0 ? 4 : 1) && dim % shape.vector == 0);
     const int vectors = dim / shape.vector;
     JAXSOK_CHECK(shape.lanes <= 32 && (shape.lanes & (shape.lanes - 1)) == 0);
-    JAXSOK_CHECK(shape.lanes == 32 || shape.lanes * kVectorsPerLane >= vectors);
+    JAXSOK_CHECK(shape.lanes == 32 || shape.lanes * (shape.vector == 4 ? kVectorsPerLane : kSinglesPerLane) >= vectors);
     JAXSOK_CHECK(shape.lanes == 1 || shape.lanes / 2 < vectors);
   }
 }
