@@ -391,16 +391,12 @@ class Collection:
             if shards is None:
                 return Plan(features)
             sizes = send_capacities or (None,) * len(self.stores)
-            asked = [
-                exchange_lib.ask(shards, store, part, jnp.asarray(self.partition_owners), size)
-                if part.layouts
-                else None
+            owners, per_round = jnp.asarray(self.partition_owners), self.exchange.send_capacity
+            asked = tuple(
+                exchange_lib.ask(shards, store, part, owners, size, per_round) if part.layouts else None
                 for store, part, size in zip(self.stores, features.stores, sizes, strict=True)
-            ]
-            if send_capacities is None and self.exchange.send_capacity is not None:
-                size = self.exchange.send_capacity
-                asked = [one and dataclasses.replace(one, send_capacity=size) for one in asked]
-            return Plan(features, asked=tuple(asked))
+            )
+            return Plan(features, asked=asked)
         distinct = tuple(
             plan_lib.distinct_keys(part) if part.layouts else plan_lib.empty_distinct() for part in features.stores
         )

@@ -197,6 +197,7 @@ def ask(
     features: StoreFeatures,
     owners: UInt32[Array, " num_partitions"],
     send_capacity: int | None = None,
+    per_round: int | None = None,
 ) -> Requests:
     """What a shard asks of the others for one store; with a send capacity the keys are exchanged at once.
 
@@ -206,11 +207,12 @@ def ask(
       features: of this shard.
       owners: the shard of each partition.
       send_capacity: one round is enough, and this its capacity: the caller compares `load`. None: rounds.
+      per_round: the capacity of each of several rounds (`ExchangeSpec.send_capacity`); None: `default_send_capacity`.
     """
     one_round = send_capacity is not None
     requests, inverse, starts, hashes = plan_lib.requests_of(spec, features, owners, by_hash=not one_round)
     if not one_round:
-        capacity = default_send_capacity(spec, features)
+        capacity = per_round or default_send_capacity(spec, features)
         return Requests(requests, inverse, starts, hashes, jnp.zeros((1, 2), jnp.int32), send_capacity=capacity)
     counts = lax.all_gather(starts[1:] - starts[:-1], shards.axis)  # [num_shards, num_owners]
     load = jnp.stack([counts.max(), counts.sum(axis=0).max()])[None]

@@ -121,10 +121,7 @@ def _asked(
 ) -> Requests:
     if plan.asked is not None:
         return plan.asked[s]
-    requests = exchange.ask(shards, spec, features, state.partition_owners)
-    if wire.send_capacity is not None:
-        requests = dataclasses.replace(requests, send_capacity=wire.send_capacity)
-    return requests
+    return exchange.ask(shards, spec, features, state.partition_owners, per_round=wire.send_capacity)
 
 
 def _lookup_exchanged(

@@ -35,11 +35,13 @@ NUMBERED = sorted(path.name for path in EXAMPLES.glob("[0-9]*.py"))
 
 
 @pytest.mark.parametrize("name", NUMBERED)
-def test_numbered_examples_run(name):
+def test_numbered_examples_run(name, capsys):
+    """They end without an error, and show something."""
     spec = importlib.util.spec_from_file_location(f"example_{name[:2]}", EXAMPLES / name)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     module.main()
+    assert capsys.readouterr().out.strip()
 
 
 # --------------------------------------------------------------------------------------------------------- train_dlrm
