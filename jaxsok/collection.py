@@ -798,12 +798,14 @@ class Collection:
             ends = np.cumsum([int(np.prod(shape)) for shape in shapes])[:-1].tolist()
             pieces = zip(parts, jnp.split(flat, ends), shapes, strict=True)
             parts = {name: part.reshape(shape) for name, part, shape in pieces}
-        by_table = {name: parts[name] if is_ordered else parts[name][np.array(order)] for name in _STATS_BY_TABLE}
+        counts, nonfinite, rows = (
+            parts[name] if is_ordered else parts[name][np.array(order)] for name in ("counts", "nonfinite", "rows")
+        )
         stores = [self._locate("stats", table.name)[0] for table in self.tables]
         return Stats(
-            **{name: by_table["counts"][:, i] for i, name in enumerate(COUNTS)},
-            num_nonfinite=by_table["nonfinite"],
-            num_rows=by_table["rows"],
+            **{name: counts[:, i] for i, name in enumerate(COUNTS)},
+            num_nonfinite=nonfinite,
+            num_rows=rows,
             longest_probe=parts["longest"].max(axis=0),
             num_unplaced=parts["unplaced"],
             num_stale=parts["stale"],
@@ -812,9 +814,6 @@ class Collection:
             capacities=tuple(self._allocated(state, s) for s in stores),
             stores=tuple(stores),
         )
-
-
-_STATS_BY_TABLE = ("counts", "nonfinite", "rows")
 
 
 def _is_split(node: Any) -> Any:

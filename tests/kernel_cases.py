@@ -1778,6 +1778,13 @@ def bags_offsets_outside(op: str) -> Script:
 # Dims ----------------------------------------------------------------------------------------------------------
 
 
+def mostly_two(script: Script, keys: np.ndarray, num: int) -> np.ndarray:
+    """`num` positions: one key hot, one warm, of the others a few uses each."""
+    found = np.where(np.arange(num) % 8 == 7, script.rng.choice(keys[2:], num), keys[0])
+    found[::33] = keys[1]
+    return found
+
+
 @cases("dim-{0}", *DIMS)
 def dims(dim: int) -> Script:
     """Every shape of a row: read, initialized, combined, summed over few, some and many uses, stepped."""
@@ -1785,8 +1792,7 @@ def dims(dim: int) -> Script:
     script = Script(slabs=SLABS[number % 3], dim=dim, num_tables=3, optimizer=number % 4, seed=dim)
     present = script.distinct(20, low=9)
     script.fill(present, 0)
-    hot = np.where(np.arange(1250) % 8 == 7, script.rng.choice(present[2:], 1250), present[0])
-    hot[::33] = present[1]
+    hot = mostly_two(script, present, 1250)
     lengths = (0, 33, 1, 0, 12, 2, 64, 3, 0)
     num_keys = sum(lengths)
     offsets = np.r_[0, np.cumsum(lengths)]
@@ -2327,8 +2333,7 @@ def rows16_dims(dtype: str, dim: int) -> Script:
     )
     present = script.distinct(20, low=9)
     script.fill(present, 0)
-    hot = np.where(np.arange(1250) % 8 == 7, script.rng.choice(present[2:], 1250), present[0])
-    hot[::33] = present[1]
+    hot = mostly_two(script, present, 1250)
     lengths = (0, 33, 1, 0, 12, 2, 64, 3, 0)
     num_keys = sum(lengths)
     batch = Batch(

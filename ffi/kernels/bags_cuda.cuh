@@ -306,7 +306,7 @@ __device__ __forceinline__ void SumBags(const Feature& f, Walk& walk, const Stor
   using Token = typename Source::Token;
   const int warp_lane = threadIdx.x % kWarp;
   const int lane = warp_lane % lanes, group_start = warp_lane - lane;
-  const unsigned group_mask = (lanes == kWarp ? ~0u : (1u << lanes) - 1) << group_start;
+  const unsigned group_mask = GroupMask(lanes, group_start);
   const bool weighted = f.weights_start >= 0;
   const auto load = [&](const Window& w) { return lane < w.count ? source.Load(w.first + lane) : Source::None(); };
 

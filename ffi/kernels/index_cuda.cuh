@@ -313,19 +313,6 @@ struct StoreSink {
   __device__ int NumTables() const { return store.num_tables; }
 };
 
-/// Where the table of a position comes from.
-struct TableOfPosition {
-  const uint32_t* table_ids;  // given, or
-  const int32_t* features;    // by feature
-  int num_features;
-  int64_t num_keys;
-  __device__ uint32_t operator()(int64_t position) const {
-    if (table_ids != nullptr) return __ldg(table_ids + position);
-    const int f = FeatureAt(features, num_features, kFeatureKeyStart, static_cast<int32_t>(position), num_keys);
-    return static_cast<uint32_t>(__ldg(features + f * kNumFeatureWords + kFeatureTable));
-  }
-};
-
 // Passes. -----------------------------------------------------------------------------------------------------
 
 /// Whether a pending position is the winner of its entry.
@@ -563,8 +550,7 @@ __device__ __forceinline__ uint32_t ResolvePending(const Sink& sink, const Inser
 
 /// Blocks of a pass over all positions: enough to fill any GPU, few enough to cost little when nothing is new.
 inline int InsertBlocks(int64_t num_keys) {
-  constexpr int64_t kMost = 132 * 8;
-  return static_cast<int>(std::min(CeilDiv<int64_t>(num_keys, kPositionsPerChunk), kMost));
+  return static_cast<int>(std::min(CeilDiv<int64_t>(num_keys, kPositionsPerChunk), int64_t{kManyBlocks}));
 }
 
 /// count, assign and commit, between claim and finish.

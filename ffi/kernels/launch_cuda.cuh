@@ -13,6 +13,16 @@ namespace jaxsok {
 constexpr int kWarp = 32;
 constexpr int kBlock = 256;
 
+/// Multiprocessors of an H200, for grids that stride over their work: elsewhere they fit a little less well.
+constexpr int kMultiprocessors = 132;
+/// Blocks of a pass that may have nothing to do: enough to fill a GPU, few enough to cost little then.
+constexpr int kManyBlocks = kMultiprocessors * 8;
+
+/// The lanes of a group of `lanes`, as a mask; `start`: its first in the warp.
+__device__ __forceinline__ unsigned GroupMask(int lanes, int start) {
+  return (lanes == kWarp ? ~0u : (1u << lanes) - 1) << start;
+}
+
 /// Pointers of all features travel as a kernel parameter (CUDA 12.1 on takes 32 KB of them on sm_70 and later).
 constexpr int kMaxFeatures = 1024;
 template <typename T>
@@ -38,7 +48,7 @@ struct TileShare {
     int device = 0, multiprocessors = 0;
     if (cudaGetDevice(&device) != cudaSuccess ||
         cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device) != cudaSuccess) {
-      multiprocessors = 132;
+      multiprocessors = kMultiprocessors;
     }
     TileShare share{kWarp};
     while (share.granule > 4 && int64_t{num_tiles} * kBagsPerTile < int64_t{multiprocessors} * 16 * share.granule) {
@@ -109,6 +119,19 @@ __device__ __forceinline__ int FeatureAt(const int32_t* features, int num_featur
   }
   return low;
 }
+
+/// Where the table of a position comes from.
+struct TableOfPosition {
+  const uint32_t* table_ids;  // given, or
+  const int32_t* features;    // by feature
+  int num_features;
+  int64_t num_keys;
+  __device__ uint32_t operator()(int64_t position) const {
+    if (table_ids != nullptr) return __ldg(table_ids + position);
+    const int f = FeatureAt(features, num_features, kFeatureKeyStart, static_cast<int32_t>(position), num_keys);
+    return static_cast<uint32_t>(__ldg(features + f * kNumFeatureWords + kFeatureTable));
+  }
+};
 
 /// One feature's words.
 struct Feature {

@@ -363,9 +363,6 @@ __global__ void __launch_bounds__(kBlock)
   counts.Flush();
 }
 
-/// Blocks of the finishing pass: enough to fill the largest GPU, few enough to cost nothing when there is no work.
-constexpr int kFinishBlocks = 132 * 8;
-
 /// The kernels for rows of one dtype.
 template <typename Row>
 struct LookupOf {
@@ -402,7 +399,7 @@ struct LaunchFinish {
   const EmbeddingPointers& embeddings;
   template <int kVector, int kPerLane>
   LaunchError operator()(int lanes) const {
-    FinishKernel<Row, kVector, kPerLane><<<kFinishBlocks, kBlock, 0, stream>>>(a, embeddings, lanes);
+    FinishKernel<Row, kVector, kPerLane><<<kManyBlocks, kBlock, 0, stream>>>(a, embeddings, lanes);
     JAXSOK_RETURN_IF_CUDA(cudaGetLastError());
     return nullptr;
   }

@@ -203,7 +203,7 @@ __global__ void ZeroProbeCountersKernel(uint32_t* counters) {
   counters[kLongestProbe] = 0;
 }
 
-constexpr int kStreamBlocks = 132 * 16;  // grid-stride kernels: two full waves of the largest GPU
+constexpr int kStreamBlocks = kMultiprocessors * 16;  // grid-stride kernels: two full waves
 
 LaunchError RebuildIndex(Stream stream, const StoreView& store) {
   ClearIndexKernel<<<kStreamBlocks, kBlock, 0, stream>>>(store.index, nullptr);

@@ -121,15 +121,8 @@ struct ApplyStep {
   }
 
   __device__ RowRounding RoundingAt(uint32_t position) const {
-    uint32_t table;
-    if (batch.tables != nullptr) {
-      table = __ldg(batch.tables + position);
-    } else {
-      const int f = FeatureAt(batch.features, batch.num_features, kFeatureKeyStart, static_cast<int32_t>(position),
-                              batch.num_keys);
-      table = static_cast<uint32_t>(__ldg(batch.features + f * kNumFeatureWords + kFeatureTable));
-    }
-    table = min(table, static_cast<uint32_t>(store.num_tables) - 1);
+    const TableOfPosition table_of{batch.tables, batch.features, batch.num_features, batch.num_keys};
+    const uint32_t table = min(table_of(position), static_cast<uint32_t>(store.num_tables) - 1);
     return RowRounding::Of(store.tables + table * kNumTableWords, RoundingOfStep(store.seed, __ldg(step)),
                            __ldg(batch.keys + position));
   }

@@ -301,7 +301,7 @@ __global__ void __launch_bounds__(kBlock, SumBlocksPerMultiprocessor<Apply, kVec
   __syncwarp();
 
   const int lane = warp_lane % lanes, group = warp_lane / lanes, groups = kWarp / lanes;
-  const unsigned mask = (lanes == kWarp ? ~0u : (1u << lanes) - 1) << (warp_lane - lane);
+  const unsigned mask = GroupMask(lanes, warp_lane - lane);
   const int num_shorts = __popc(shorts);
   for (int turn = group; turn < num_shorts; turn += groups) {
     const int start = uses.short_starts[turn];
@@ -378,7 +378,7 @@ __global__ void __launch_bounds__(1024, 1)
   __shared__ float tree[kChunkLanes][kWarp * kVector];
   const int lane = threadIdx.x % lanes, chunk_lane = threadIdx.x / lanes;
   const uint32_t num_long = *w.num_long;
-  const unsigned group_mask = (lanes == kWarp ? ~0u : (1u << lanes) - 1) << (threadIdx.x % kWarp - lane);
+  const unsigned group_mask = GroupMask(lanes, static_cast<int>(threadIdx.x % kWarp) - lane);
   const uint32_t num_groups = gridDim.x * (blockDim.x / lanes);
   for (uint32_t item = blockIdx.x * (blockDim.x / lanes) + chunk_lane; item < num_long; item += num_groups) {
     const LongRow long_row = w.long_rows[item];
@@ -445,7 +445,7 @@ __global__ void __launch_bounds__(1024, 1)
     }
     if (chunk_lane == 0) {
       const uint32_t row = w.sorted_rows[long_row.begin];
-      const unsigned mask = lanes == kWarp ? ~0u : (1u << lanes) - 1;
+      const unsigned mask = GroupMask(lanes, 0);
       typename Apply::template Loaded<kVector, kPerLane> loaded;
       apply.Load(row, lane, lanes, loaded);
       apply.Apply(row, w.sorted_positions[long_row.begin], long_row.num_uses, lane, lanes, mask, loaded, sum);
@@ -454,8 +454,7 @@ __global__ void __launch_bounds__(1024, 1)
   }
 }
 
-constexpr int kLongBlocks =
-    132 * 4;  // fill the largest GPU with blocks of 32 groups of lanes; without work they cost 2 us
+constexpr int kLongBlocks = kMultiprocessors * 4;  // of 32 groups of lanes; without work they cost 2 us
 
 template <typename Apply>
 struct LaunchSums {
