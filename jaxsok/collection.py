@@ -798,14 +798,14 @@ class Collection:
             ends = np.cumsum([int(np.prod(shape)) for shape in shapes])[:-1].tolist()
             pieces = zip(parts, jnp.split(flat, ends), shapes, strict=True)
             parts = {name: part.reshape(shape) for name, part, shape in pieces}
-        counts, nonfinite, rows = (
+        counts, num_nonfinite, num_rows = (
             parts[name] if is_ordered else parts[name][np.array(order)] for name in ("counts", "nonfinite", "rows")
         )
         stores = [self._locate("stats", table.name)[0] for table in self.tables]
         return Stats(
             **{name: counts[:, i] for i, name in enumerate(COUNTS)},
-            num_nonfinite=nonfinite,
-            num_rows=rows,
+            num_nonfinite=num_nonfinite,
+            num_rows=num_rows,
             longest_probe=parts["longest"].max(axis=0),
             num_unplaced=parts["unplaced"],
             num_stale=parts["stale"],
