@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import jax.numpy as jnp
 
-from jaxsok.optimizers.protocol import LearningRate, Optimizer, RowState
+from jaxsok.optimizers.protocol import LearningRate, Optimizer, RowInputs, RowOutputs, RowState
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,6 +26,11 @@ class Sgd(Optimizer):
     def hyper(self, step: Any, learning_rate: Any) -> tuple[Any, ...]:
         """The learning rate."""
         return (learning_rate,)
+
+    def step_row(self, inputs: RowInputs) -> RowOutputs:
+        """`row -= lr * g`."""
+        gradient, row, _, _, (learning_rate,) = inputs
+        return RowOutputs(row - learning_rate * gradient, ())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +56,13 @@ class Adagrad(Optimizer):
         """Learning rate, eps."""
         return (learning_rate, self.eps)
 
+    def step_row(self, inputs: RowInputs) -> RowOutputs:
+        """`acc += g²; row -= lr * g / sqrt(acc + eps)`, zero where `acc` is 0."""
+        gradient, row, (accumulator,), _, (learning_rate, eps) = inputs
+        accumulator = accumulator + gradient * gradient
+        inverse = jnp.where(accumulator > 0, 1 / jnp.sqrt(accumulator + eps), 0.0)
+        return RowOutputs(row - learning_rate * (gradient * inverse), (accumulator,))
+
 
 @dataclasses.dataclass(frozen=True)
 class RowwiseAdagrad(Optimizer):
@@ -74,6 +86,12 @@ class RowwiseAdagrad(Optimizer):
     def hyper(self, step: Any, learning_rate: Any) -> tuple[Any, ...]:
         """Learning rate, eps."""
         return (learning_rate, self.eps)
+
+    def step_row(self, inputs: RowInputs) -> RowOutputs:
+        """`acc += mean(g²); row -= lr * g / (sqrt(acc) + eps)`."""
+        gradient, row, (accumulator,), _, (learning_rate, eps) = inputs
+        accumulator = accumulator + jnp.mean(gradient * gradient)
+        return RowOutputs(row - learning_rate / (jnp.sqrt(accumulator) + eps) * gradient, (accumulator,))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,6 +121,13 @@ class Adam(Optimizer):
         correct1 = 1 - jnp.float32(self.b1) ** count
         correct2 = 1 - jnp.float32(self.b2) ** count
         return (learning_rate, self.b1, self.b2, self.eps, correct1, correct2, 1 - self.b1, 1 - self.b2)
+
+    def step_row(self, inputs: RowInputs) -> RowOutputs:
+        """`m = b1 m + (1 - b1) g; v = b2 v + (1 - b2) g²; row -= lr * m̂ / (sqrt(v̂) + eps)`."""
+        gradient, row, (m, v), _, (learning_rate, b1, b2, eps, correct1, correct2, rest1, rest2) = inputs
+        m = b1 * m + rest1 * gradient
+        v = b2 * v + rest2 * (gradient * gradient)
+        return RowOutputs(row - learning_rate * ((m / correct1) / (jnp.sqrt(v / correct2) + eps)), (m, v))
 
 
 def sgd(learning_rate: LearningRate) -> Sgd:

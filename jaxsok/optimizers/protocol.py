@@ -1,14 +1,18 @@
-"""What a sparse optimizer declares: its per-row state, and the kernel that steps a row.
+"""What a sparse optimizer declares: its per-row state, and what a step does to one row.
 
 An optimizer is a frozen, hashable declaration; the arrays live in the store, and hyper-parameters reach the kernel
 as an operand, so that changing them recompiles nothing.
+
+A step is a pure JAX function of one row, `step_row`. It is compiled to a row program (program.py) that the update
+kernel runs on each used row, in the same pass that sums its gradients. The commonest optimizers also name a kernel of
+their own, which does the same and is used where no limits are set.
 """
 
 import abc
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +20,9 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from jaxsok.types import NUM_HYPER
+
+PROGRAM: int = 4
+"""The number in `ffi/core/row_update.h` under which the kernel runs a row program."""
 
 LearningRate = float | Callable[[Any], Any]
 """A number, or an Optax schedule: a function of the step, 0 at the first update."""
@@ -32,12 +39,33 @@ class RowState:
     """What the state of a new row holds."""
 
 
+class RowInputs(NamedTuple):
+    """What a step sees of one row. All float32."""
+
+    gradient: Float[Array, " dim"]
+    """Summed over the uses of the row, scaled by row_gradient."""
+    row: Float[Array, " dim"]
+    states: tuple[Float[Array, " _"], ...]
+    """In the order of `state_specs`: `[dim]` or `[1]`."""
+    num_uses: Float[Array, ""]
+    """How often the step used the row, on all shards."""
+    hyper: tuple[Float[Array, ""], ...]
+    """What `Optimizer.hyper` gave."""
+
+
+class RowOutputs(NamedTuple):
+    """What a step makes of one row; shapes as they came."""
+
+    row: Float[Array, " dim"]
+    states: tuple[Float[Array, " _"], ...]
+
+
 @dataclasses.dataclass(frozen=True)
 class Optimizer(abc.ABC):
-    """A fused optimizer: it names the kernel that steps a row."""
+    """What moves the rows of a table."""
 
-    kernel: ClassVar[int]
-    """The number of the row update in `ffi/core/row_update.h`."""
+    kernel: ClassVar[int] = PROGRAM
+    """The number of the row update in `ffi/core/row_update.h`; PROGRAM: `step_row` is all there is."""
 
     name: ClassVar[str]
     """The name of the function in `jaxsok.optim` that makes it."""
@@ -74,7 +102,20 @@ class Optimizer(abc.ABC):
 
     @abc.abstractmethod
     def hyper(self, step: Any, learning_rate: Any) -> tuple[Any, ...]:
-        """The words that the kernel reads: at most NUM_HYPER scalars. `step` is 0 at the first update."""
+        """What steps take beside the rows: scalars; a kernel of its own reads at most NUM_HYPER.
+
+        Args:
+          step: int32[], 0 at the first update.
+          learning_rate: a scalar.
+        """
+
+    @abc.abstractmethod
+    def step_row(self, inputs: RowInputs) -> RowOutputs:
+        """The step of one row: a pure JAX function that treats rows alike.
+
+        It may use what acts on columns one by one (arithmetic, comparisons, `jnp.where`, roots, powers, exp, log) and
+        sums, means, norms, maxima and minima over the columns; see program.py for what a row program can do.
+        """
 
     def hyper_operand(self, step: Any, learning_rate: Any = None) -> Float[Array, " num_hyper"]:
         """The hyper-parameter operand of one step.
