@@ -317,6 +317,7 @@ class Sharded:
                 self._seed,
                 count,
                 requests[:, 2] if spec.dtype != "float32" else jnp.zeros(0, jnp.uint32),
+                jnp.zeros(0, jnp.float32),
                 store.rows,
                 store.states,
                 store.records,
@@ -325,6 +326,8 @@ class Sharded:
                 optimizer=spec.optimizer.kernel,
                 row_gradient=ROW_GRADIENTS["sum"],
                 rounding=ROUNDINGS[spec.rounding],
+                program=np.zeros(1, np.int32),
+                num_registers=0,
             )
             return dataclasses.replace(store, rows=new_rows, states=states), count + 1
 

@@ -34,6 +34,8 @@ class StoreState:
     """(table, key) of each row: key low, key high, table, and one entry of the list of freed rows."""
     states: tuple[tuple[Float32[Array, "_ _"], ...], ...]
     """Optimizer state, in the order of the optimizer's `state_specs`."""
+    globals_: tuple[Array, ...] = ()
+    """Optimizer state that belongs to no row, a line for each shard; the lines are equal."""
 
     @property
     def capacity(self) -> int:
@@ -96,7 +98,8 @@ def store_bytes(spec: StoreSpec, capacity: int) -> dict[str, int]:
     """
     return {name: capacity * num_bytes for name, num_bytes in _bytes_by_row(spec).items()} | {
         "index": 4 * BUCKET_WORDS * num_buckets_of(capacity),
-        "counters": 4 * (len(COUNTERS) + len(spec.tables)),
+        "counters": 4 * (len(COUNTERS) + len(spec.tables))
+        + sum(np.asarray(leaf).nbytes for leaf in spec.optimizer.init_globals(spec.dim)),
     }
 
 
@@ -136,4 +139,8 @@ def init_store(spec: StoreSpec, salt: int) -> StoreState:
         rows=(rows,),
         records=(records,),
         states=tuple((state,) for state in states),
+        globals_=tuple(
+            jnp.asarray(np.broadcast_to(leaf, (num_shards, *np.shape(leaf))))
+            for leaf in spec.optimizer.init_globals(spec.dim)
+        ),
     )

@@ -19,6 +19,9 @@ MAX_DIM: int = 1024
 MAX_SLABS: int = 24
 """The most slabs a store can have; doubling from 65,536 rows, 16 slabs reach the last row id."""
 
+MAX_STATES: int = 8
+"""The most arrays of optimizer state."""
+
 MAX_FEATURES: int = 1024
 """The most features over one store: their buffers are the kernels' parameters."""
 

@@ -17,6 +17,8 @@ from jaxsok.exchange import Round, Route
 from jaxsok.features import FeatureLayout, StoreFeatures
 from jaxsok.kernels import combine as combine_kernels
 from jaxsok.kernels import update as kernels
+from jaxsok.optimizers.program import compiled
+from jaxsok.optimizers.protocol import PROGRAM
 from jaxsok.plan import Plan, Requests
 from jaxsok.shards import Shards
 from jaxsok.specs import ExchangeSpec, StoreSpec
@@ -61,14 +63,14 @@ def update(
             stores.append(store)
             nonfinite.append(jnp.zeros(len(spec.tables), jnp.int32))
             continue
-        hyper = spec.optimizer.hyper_operand(state.step, learning_rate)
-        inputs = StepInputs(hyper, state.seed, state.step)
+        stepping, globals_ = Stepping.of(spec, store.globals_, state.step, learning_rate)
+        inputs = StepInputs(stepping, state.seed, state.step)
         of_store = [plans[i] for i in used], [gradients[i] for i in used], inputs, [live[i] for i in used]
         if shards is None or wire is None:
             store, one_nonfinite, one_stale = _update_store(spec, store, s, *of_store)
         else:
             store, one_nonfinite, one_stale = _update_exchanged(shards, wire, spec, store, s, *of_store)
-        stores.append(store)
+        stores.append(dataclasses.replace(store, globals_=globals_))
         nonfinite.append(one_nonfinite)
         stale = stale + one_stale
     state = dataclasses.replace(state, stores=tuple(stores), step=state.step + jnp.uint32(1))
@@ -76,10 +78,37 @@ def update(
 
 
 @dataclasses.dataclass(frozen=True)
-class StepInputs:
-    """What a step needs beside rows and gradients: hyper-parameters, and where its random bits come from."""
+class Stepping:
+    """What the kernel does to a row: by an optimizer of its own, or by a row program."""
 
+    kernel: int
     hyper: Float[Array, " num_hyper"]
+    """Or a program's scalars."""
+    words: np.ndarray
+    """Of the program; of no meaning without."""
+    num_registers: int = 0
+    counts_uses: bool = False
+    """Whether the step of a row depends on how often it was used."""
+
+    @classmethod
+    def of(
+        cls, spec: StoreSpec, globals_: tuple[Array, ...], step: Any, learning_rate: Any
+    ) -> tuple["Stepping", tuple[Array, ...]]:
+        """That of a store's optimizer at a step, and the store's globals after it."""
+        optimizer = spec.optimizer
+        if optimizer.kernel != PROGRAM:
+            return cls(optimizer.kernel, optimizer.hyper_operand(step, learning_rate), np.zeros(1, np.int32)), globals_
+        program = compiled(optimizer, spec.dim)
+        hyper, after = optimizer.advance(tuple(leaf[0] for leaf in globals_), step, learning_rate, spec.dim)
+        stepping = cls(PROGRAM, program.scalars(hyper), program.words(), program.num_registers, program.counts_uses)
+        return stepping, tuple(jnp.asarray(leaf)[None] for leaf in after)
+
+
+@dataclasses.dataclass(frozen=True)
+class StepInputs:
+    """What a step needs beside rows and gradients: what it does to a row, and where its random bits come from."""
+
+    stepping: Stepping
     seed: UInt32[Array, "2"]
     step: UInt32[Array, ""]
 
@@ -118,6 +147,7 @@ def _stepped(
     inputs: StepInputs,
     gradients: Sequence[Array],
     row_gradient: str,
+    num_uses: Array | None = None,
 ) -> tuple[StoreState, Array, Array]:
     """The store, its used rows stepped; rows with non-finite gradients by table; uses of stale plans."""
     rows, states, num_nonfinite, num_stale = kernels.update(
@@ -125,19 +155,22 @@ def _stepped(
         generations,
         batch,
         row_ids,
-        inputs.hyper,
+        inputs.stepping.hyper,
         spec.table_words(),
         inputs.seed,
         inputs.step,
         table_ids,
+        jnp.zeros(0, jnp.float32) if num_uses is None else num_uses,
         store.rows,
         store.states,
         store.records,
         gradients,
         num_tiles=num_tiles,
-        optimizer=spec.optimizer.kernel,
+        optimizer=inputs.stepping.kernel,
         row_gradient=ROW_GRADIENTS[row_gradient],
         rounding=ROUNDINGS[spec.rounding],
+        program=inputs.stepping.words,
+        num_registers=inputs.stepping.num_registers,
     )
     return dataclasses.replace(store, rows=rows, states=states), num_nonfinite, num_stale
 
@@ -179,9 +212,11 @@ def _update_exchanged(
         stale = generations != store.generation
         num_stale = sum(jnp.where(stale[p], n.sum(), 0) for p, n in enumerate(uses))
         all_ids = _concatenate(row_ids)
-        if spec.row_gradient != "sum":
+        total = None
+        if spec.row_gradient != "sum" or inputs.stepping.counts_uses:
             alive = [jnp.where(is_stale, 0, n) for is_stale, n in zip(stale, uses, strict=True)]
             total = exchange.uses_of_rows(all_ids, _concatenate(alive)).astype(jnp.float32)
+        if spec.row_gradient != "sum":
             divisor = jnp.maximum(total if spec.row_gradient == "mean" else jnp.sqrt(total), 1.0)
             ends = np.cumsum([ids.shape[0] for ids in row_ids])
             sums = [part / one[:, None] for part, one in zip(sums, jnp.split(divisor, ends[:-1].tolist()), strict=True)]
@@ -191,7 +226,7 @@ def _update_exchanged(
         is_random = spec.dtype != "float32" and spec.rounding == "stochastic"
         table_ids = _concatenate([part[:, 2] for part in received]) if is_random else jnp.zeros(0, jnp.uint32)
         store, num_nonfinite, _ = _stepped(
-            spec, store, generations, (keys, *batch), num_tiles, all_ids, table_ids, inputs, sums, "sum"
+            spec, store, generations, (keys, *batch), num_tiles, all_ids, table_ids, inputs, sums, "sum", total
         )
         return store, num_nonfinite, num_stale
 

@@ -114,7 +114,7 @@ def _lookup_planned(s, x, tables, features, num_tiles, shapes, embedding_dtype):
     return {"counts": counts, "embeddings": embeddings}, dataclasses.replace(s, counters=counters)
 
 
-def _update(s, x, tables, features, **attributes):
+def _update(s, x, tables, features, program=(0,), num_registers=0, **attributes):
     rows, states, num_nonfinite, num_stale = update.update(
         s.counters,
         x["generations"],
@@ -125,10 +125,13 @@ def _update(s, x, tables, features, **attributes):
         x["seed"],
         x["step"],
         x["table_ids"],
+        x.get("num_uses", jnp.zeros(0, jnp.float32)),
         s.rows,
         s.states,
         s.records,
         x["gradients"],
+        program=np.array(program, np.int32),
+        num_registers=num_registers,
         **attributes,
     )
     state = StoreState(s.index, s.counters, s.table_rows, rows, s.records, states)

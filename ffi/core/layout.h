@@ -60,7 +60,7 @@ constexpr int kEntriesPerBucket = 4;
 constexpr int kMaxProbes = 64;
 // Doubling from 2^16 rows, 16 slabs reach 2^31 rows; the rest is room for a gentler last step near the memory's end.
 constexpr int kMaxSlabs = 24;
-constexpr int kMaxStates = 2;
+constexpr int kMaxStates = 8;  // of an optimizer (types.py MAX_STATES)
 constexpr int kMaxDim = 1024;
 // Classes of keys by hash, which a small map deals to the shards (types.py NUM_PARTITIONS). Equal parts differ by one
 // partition at most (a hundred shards have 40 or 41 each), and the map's 16 KiB stay in a GPU's first cache.

@@ -50,6 +50,7 @@ enum Optimizer : int {
   kOptimizerAdagrad = 1,
   kOptimizerRowwiseAdagrad = 2,
   kOptimizerAdam = 3,
+  kOptimizerProgram = 4,  // row_program.h
 };
 
 enum RowGradient : int {

@@ -7,15 +7,18 @@ namespace {
 /// Sums the gradients of each row that the batch used and steps it once.
 ffi::Error UpdateImpl(StreamArgument stream, Counters counters, ffi::Buffer<ffi::U32> generations, Keys keys,
                       Offsets offsets, Weights weights, Features features, RowIds row_ids, ffi::Buffer<ffi::F32> hyper,
-                      Tables tables, Seed seed, Scalar step, TableIds table_ids, ffi::RemainingArgs args,
-                      ffi::Result<ffi::Buffer<ffi::S32>> num_nonfinite, ffi::Result<ffi::Buffer<ffi::S32>> num_stale,
-                      ffi::Result<Workspace> workspace, ffi::RemainingRets rets, int32_t num_slabs, int32_t num_states,
-                      int32_t num_tiles, int32_t optimizer, int32_t row_gradient, int32_t rounding) {
+                      Tables tables, Seed seed, Scalar step, TableIds table_ids, ffi::Buffer<ffi::F32> num_uses,
+                      ffi::RemainingArgs args, ffi::Result<ffi::Buffer<ffi::S32>> num_nonfinite,
+                      ffi::Result<ffi::Buffer<ffi::S32>> num_stale, ffi::Result<Workspace> workspace,
+                      ffi::RemainingRets rets, int32_t num_slabs, int32_t num_states, int32_t num_tiles,
+                      int32_t optimizer, int32_t row_gradient, int32_t rounding, ffi::Span<const int32_t> program_words,
+                      int32_t num_registers) {
   constexpr char kOp[] = "update";
   BatchView batch{};
   JAXSOK_RETURN_IF_ERROR(ReadBatch(keys, offsets, weights, features, num_tiles, kOp, batch));
   JAXSOK_RETURN_IF_ERROR(CheckShape(row_ids.dimensions(), {batch.num_keys}, "row_ids", kOp));
-  JAXSOK_RETURN_IF_ERROR(CheckShape(hyper.dimensions(), {kNumHyper}, "hyper", kOp));
+  JAXSOK_RETURN_IF_ERROR(
+      CheckShape(hyper.dimensions(), {optimizer == kOptimizerProgram ? -1 : kNumHyper}, "hyper", kOp));
   const int64_t num_tables = num_nonfinite->dimensions()[0];
   JAXSOK_RETURN_IF_ERROR(CheckShape(tables.dimensions(), {num_tables, kNumTableWords}, "tables", kOp));
   JAXSOK_RETURN_IF_ERROR(CheckShape(seed.dimensions(), {2}, "seed", kOp));
@@ -23,6 +26,18 @@ ffi::Error UpdateImpl(StreamArgument stream, Counters counters, ffi::Buffer<ffi:
   if (table_ids.element_count() != 0) {
     JAXSOK_RETURN_IF_ERROR(CheckShape(table_ids.dimensions(), {batch.num_keys}, "table_ids", kOp));
     batch.tables = table_ids.typed_data();
+  }
+  UpdateSpec spec{optimizer, row_gradient, rounding};
+  RowProgram program;
+  if (optimizer == kOptimizerProgram) {
+    const char* error = program.Read(program_words.begin(), static_cast<int64_t>(program_words.size()), num_registers,
+                                     num_states, hyper.dimensions()[0]);
+    if (error != nullptr) return ffi::Error::InvalidArgument(std::string("update: ") + error);
+    spec.program = &program;
+  }
+  if (num_uses.element_count() != 0) {
+    JAXSOK_RETURN_IF_ERROR(CheckShape(num_uses.dimensions(), {batch.num_keys}, "num_uses", kOp));
+    spec.num_uses = num_uses.typed_data();
   }
   if (num_states < 0 || num_states > kMaxStates) return ffi::Error::InvalidArgument("update: num_states");
   StoreView store{};
@@ -50,8 +65,8 @@ ffi::Error UpdateImpl(StreamArgument stream, Counters counters, ffi::Buffer<ffi:
   GradientsView gradients;
   JAXSOK_RETURN_IF_ERROR(ReadGradients(args, slabs.next(), batch.num_features, kOp, data, gradients));
   StreamScope scope(stream);
-  return FromLaunch(LaunchUpdate(scope.get(), store, states, {optimizer, row_gradient, rounding}, hyper.typed_data(),
-                                 step.typed_data(), generations.typed_data(), batch, row_ids.typed_data(), gradients,
+  return FromLaunch(LaunchUpdate(scope.get(), store, states, spec, hyper.typed_data(), step.typed_data(),
+                                 generations.typed_data(), batch, row_ids.typed_data(), gradients,
                                  num_nonfinite->typed_data(), num_stale->typed_data(), workspace->typed_data()),
                     kOp);
 }
@@ -72,6 +87,7 @@ JAXSOK_DEFINE_HANDLER(JaxsokUpdate, UpdateImpl,
                           .Arg<Seed>()
                           .Arg<Scalar>()
                           .Arg<TableIds>()
+                          .Arg<ffi::Buffer<ffi::F32>>()
                           .RemainingArgs()
                           .Ret<ffi::Buffer<ffi::S32>>()
                           .Ret<ffi::Buffer<ffi::S32>>()
@@ -82,7 +98,9 @@ JAXSOK_DEFINE_HANDLER(JaxsokUpdate, UpdateImpl,
                           .Attr<int32_t>("num_tiles")
                           .Attr<int32_t>("optimizer")
                           .Attr<int32_t>("row_gradient")
-                          .Attr<int32_t>("rounding"));
+                          .Attr<int32_t>("rounding")
+                          .Attr<ffi::Span<const int32_t>>("program")
+                          .Attr<int32_t>("num_registers"));
 
 }  // namespace jaxsok
 

@@ -2,6 +2,7 @@
 #ifndef JAXSOK_KERNELS_UPDATE_H_
 #define JAXSOK_KERNELS_UPDATE_H_
 
+#include "../core/row_program.h"
 #include "lookup.h"
 
 namespace jaxsok {
@@ -17,6 +18,10 @@ struct UpdateSpec {
   int32_t optimizer;     // Optimizer
   int32_t row_gradient;  // RowGradient
   int32_t rounding;      // Rounding; of 16-bit rows
+  // For kOptimizerProgram, else null.
+  const RowProgram* program = nullptr;
+  // For a program, by position: how often all shards used the row; null: as often as the batch has it.
+  const float* num_uses = nullptr;
 };
 
 /// The states' widths as each optimizer wants them.
@@ -36,6 +41,11 @@ inline LaunchError CheckStates(int32_t optimizer, const StateView& states, int32
     case kOptimizerAdam:
       num_states = Adam::kNumStates;
       break;
+    case kOptimizerProgram:
+      for (int32_t k = 0; k < states.num_states; ++k) {
+        if (states.width[k] != dim && states.width[k] != 1) return "states: as wide as a row, or of one number";
+      }
+      return nullptr;
     default:
       return "optimizer: unknown";
   }
@@ -50,8 +60,8 @@ inline LaunchError CheckStates(int32_t optimizer, const StateView& states, int32
 ///
 /// Pre    : row_ids are those that the lookups returned: a position's row is that of its key and table, kNoRow for
 ///          padding.
-///          generations[p] is the generation of plan p (kFeaturePlan); hyper is float[kNumHyper]; step[0] is how many
-///          updates came before. Of the store also tables and seed.
+///          generations[p] is the generation of plan p (kFeaturePlan); hyper is float[kNumHyper], or a program's
+///          scalars; step[0] is how many updates came before. Of the store also tables and seed.
 /// Post   : rows and states of used rows moved once; a row whose summed gradient is not finite is left alone and
 ///          counted in num_nonfinite[table]; uses of a plan whose generation is not the store's are left out and
 ///          their plan's keys counted in num_stale[0] (keys that had a row).

@@ -1,6 +1,7 @@
 // The way back on the CPU: row gradients (uses_cpu.h), each followed at once by its row's optimizer step.
 #include <cstring>
 
+#include "row_program_cpu.h"
 #include "update.h"
 #include "uses_cpu.h"
 
@@ -139,21 +140,60 @@ struct StepView {
 
   /// Steps a row by its gradient; rounding() gives the row's random bits, where they are asked for.
   template <typename R, typename Rounding>
-  void Step(uint32_t row_id, const float* gradient, const Rounding& rounding) const {
+  void Step(uint32_t row_id, const float* gradient, float num_uses, const Rounding& rounding) const {
     const int32_t dim = store.dim;
     R* row = store.rows.At<R>(store.starts, row_id, dim);
+    if (spec.program != nullptr) return RunProgram(row, row_id, gradient, num_uses, rounding);
     if constexpr (std::is_same_v<R, float>) {
       StepRow(spec.optimizer, hyper, gradient, row, StateOf(0, row_id), StateOf(1, row_id), dim);
     } else {
       alignas(64) float stepped[kMaxDim];
       CopyRow(stepped, row, dim);
       StepRow(spec.optimizer, hyper, gradient, stepped, StateOf(0, row_id), StateOf(1, row_id), dim);
-      if (spec.rounding == kRoundingNearest) {
-        RoundRow(row, stepped, dim);
+      PutRow(row, stepped, rounding);
+    }
+  }
+
+ private:
+  template <typename R, typename Rounding>
+  void PutRow(R* row, const float* stepped, const Rounding& rounding) const {
+    if constexpr (std::is_same_v<R, float>) {
+      CopyRow(row, stepped, store.dim);
+    } else if (spec.rounding == kRoundingNearest) {
+      RoundRow(row, stepped, store.dim);
+    } else {
+      RoundStepped(row, stepped, rounding(), store.dim);
+    }
+  }
+
+  template <typename R, typename Rounding>
+  void RunProgram(R* row, uint32_t row_id, const float* gradient, float num_uses, const Rounding& rounding) const {
+    const int32_t dim = store.dim, stride = RowMachine::StrideOf(dim);
+    thread_local std::vector<float> registers;  // scratch: nothing in it outlives the call
+    if (registers.size() < static_cast<size_t>(kMaxRegisters) * stride) registers.resize(kMaxRegisters * stride);
+    const RowMachine machine{*spec.program, hyper, dim, stride, registers.data(), num_uses};
+    CopyRow(machine.Register(0), gradient, dim);
+    CopyRow(machine.Register(1), row, dim);
+    for (int k = 0; k < states.num_states; ++k) {
+      const float* state = StateOf(k, row_id);
+      if (states.width[k] == 1) {
+        std::fill_n(machine.Register(2 + k), dim, *state);
       } else {
-        RoundStepped(row, stepped, rounding(), dim);
+        CopyRow(machine.Register(2 + k), state, dim);
       }
     }
+    RunRowProgram(machine, [&](int slot, const float* values, bool is_scalar) {
+      alignas(64) float same[kMaxDim];
+      if (is_scalar) {
+        std::fill_n(same, dim, *values);
+        values = same;
+      }
+      if (slot == 0) {
+        PutRow(row, values, rounding);
+      } else {
+        std::copy_n(values, states.width[slot - 1], StateOf(slot - 1, row_id));
+      }
+    });
   }
 };
 
@@ -197,7 +237,8 @@ LaunchError LaunchUpdate(Stream stream, const StoreView& store, const StateView&
     const auto apply = [&](uint32_t row, uint32_t position, float* gradient, int64_t num_uses) {
       if (spec.row_gradient != kRowGradientSum) ScaleRow(gradient, RowGradientScale(spec.row_gradient, num_uses), dim);
       if (IsFiniteRow(gradient, dim)) {
-        view.Step<R>(row, gradient, [&] { return rounding_of(position); });
+        const float uses = spec.num_uses == nullptr ? static_cast<float>(num_uses) : spec.num_uses[position];
+        view.Step<R>(row, gradient, uses, [&] { return rounding_of(position); });
         return;
       }
       const uint32_t table = store.records.At(store.starts, row, 1)->table;

@@ -22,6 +22,7 @@ def update(
     seed: UInt32[Array, "2"],
     step: UInt32[Array, ""],
     table_ids: UInt32[Array, " num_keys_or_0"],
+    num_uses: Float32[Array, " num_keys_or_0"],
     rows: Sequence[Slab],
     states: Sequence[Sequence[StateSlab]],
     records: Sequence[RecordSlab],
@@ -31,10 +32,14 @@ def update(
     optimizer: int,
     row_gradient: int,
     rounding: int,
+    program: Int32[np.ndarray, " num_words"],
+    num_registers: int,
 ) -> tuple[tuple[Array, ...], tuple[tuple[Array, ...], ...], Int32[Array, " num_tables"], Int32[Array, ""]]:
     """Steps every row that the batch used, once. See `LaunchUpdate` in ffi/kernels/update.h.
 
-    `table_ids`: the table of each key, where the batch's features do not tell it; else none.
+    `table_ids`: the table of each key, where the batch's features do not tell it; else none. `num_uses`: of each key's
+    row on all shards, where the batch does not tell it; else none. `program`: words of a row program, if the optimizer
+    is one.
 
     Returns:
       rows, states (donated), num_nonfinite, num_stale.
@@ -48,7 +53,7 @@ def update(
         result(row_ids, (workspace,), "uint8"),
         *map(jax.typeof, slabs),
     )
-    aliases = {12 + i: 3 + i for i in range(len(slabs))}
+    aliases = {13 + i: 3 + i for i in range(len(slabs))}
     call = jax.ffi.ffi_call("jaxsok_update", results, input_output_aliases=aliases)
     num_nonfinite, num_stale, _, *slabs = call(
         counters,
@@ -60,6 +65,7 @@ def update(
         seed,
         step,
         table_ids,
+        num_uses,
         *slabs,
         *records,
         *gradients,
@@ -69,6 +75,8 @@ def update(
         optimizer=np.int32(optimizer),
         row_gradient=np.int32(row_gradient),
         rounding=np.int32(rounding),
+        program=program,
+        num_registers=np.int32(num_registers),
     )
     parts = tuple(tuple(slabs[i : i + num_slabs]) for i in range(0, len(slabs), num_slabs))
     return parts[0], parts[1:], num_nonfinite, num_stale

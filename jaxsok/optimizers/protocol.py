@@ -117,16 +117,51 @@ class Optimizer(abc.ABC):
         sums, means, norms, maxima and minima over the columns; see program.py for what a row program can do.
         """
 
-    def hyper_operand(self, step: Any, learning_rate: Any = None) -> Float[Array, " num_hyper"]:
-        """The hyper-parameter operand of one step.
+    def init_globals(self, dim: int) -> tuple[np.ndarray, ...]:
+        """Optimizer state that belongs to no row, as a store holds it at first: none, but for lifted optimizers."""
+        return ()
+
+    def advance(
+        self, globals_: tuple[Any, ...], step: Any, learning_rate: Any, dim: int
+    ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        """One step of what belongs to no row.
+
+        Args:
+          globals_: as `init_globals` or the last call gave them.
+          step: uint32[], how many updates came before.
+          learning_rate: a scalar in place of the declared one, or None.
+          dim: of the table.
+
+        Returns:
+          What `step_row` gets as hyper, and the globals after the step.
+        """
+        return self.hyper(step, self.rate_at(step, learning_rate)), globals_
+
+    def hyper_shapes(self, dim: int) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Shapes and dtypes of what `step_row` gets as hyper."""
+        scalar = jax.ShapeDtypeStruct((), jnp.float32)
+        return tuple(scalar for _ in self.hyper(np.int32(0), np.float32(0)))
+
+    def rate_at(self, step: Any, learning_rate: Any = None) -> Any:
+        """The learning rate of a step.
 
         Args:
           step: uint32[], how many updates came before.
           learning_rate: a scalar that takes the place of the declared one.
         """
-        if learning_rate is None:
-            # Schedules subtract from the step: an unsigned one would wrap.
-            signed = jnp.asarray(step).astype(jnp.int32)
-            learning_rate = self.learning_rate(signed) if callable(self.learning_rate) else self.learning_rate
-        words = [jnp.asarray(word, jnp.float32) for word in self.hyper(step, learning_rate)]
+        if learning_rate is not None:
+            return learning_rate
+        # Schedules subtract from the step: an unsigned one would wrap.
+        signed = jnp.asarray(step).astype(jnp.int32)
+        return self.learning_rate(signed) if callable(self.learning_rate) else self.learning_rate
+
+    def hyper_operand(self, step: Any, learning_rate: Any = None) -> Float[Array, " num_hyper"]:
+        """The hyper-parameter operand of one step, for a kernel of its own.
+
+        Args:
+          step: uint32[], how many updates came before.
+          learning_rate: a scalar that takes the place of the declared one.
+        """
+        hyper = self.hyper(step, self.rate_at(step, learning_rate))
+        words = [jnp.asarray(word, jnp.float32) for word in hyper]
         return jnp.stack(words + [jnp.zeros((), jnp.float32)] * (NUM_HYPER - len(words)))

@@ -1,0 +1,282 @@
+// Row programs: an optimizer's step of one row as a list of operations on registers as wide as a row.
+//
+// jaxsok/optimizers/program.py compiles them from a JAX function. Both back ends run them in the pass that sums the
+// row's gradients: operation by operation, each on all columns. All is float32; an operation that is not exactly
+// rounded by IEEE (exp, log and their kin) is worked out in double by the functions of this header, so that CPU and
+// CUDA give the same bits. Truth is 1, falsehood 0.
+//
+//   register 0                 the row's gradient
+//   register 1                 the row
+//   register 2, 3, ...         its states; a state of one number is in every column
+//   registers after            temporaries; no register has a meaning of its own once it was written
+//   operand r >= 0             register r
+//   operand -1                 the number of uses of the row
+//   operand -2 - i             scalar i, the same for all rows
+//
+// kRowOutput writes its operand to the row (destination 0) or to state k (destination 1 + k); a state of one number
+// takes column 0. What has no output stays as it was.
+#ifndef JAXSOK_CORE_ROW_PROGRAM_H_
+#define JAXSOK_CORE_ROW_PROGRAM_H_
+
+#include "platform.h"
+#include "row_dtype.h"
+
+namespace jaxsok {
+
+constexpr int kMaxRowOps = 256;
+constexpr int kMaxRegisters = 24;
+constexpr int kRowOpWords = 5;  // code, destination, three operands
+
+/// program.py names them in this order.
+enum RowOp : int {
+  kRowCopy = 0,
+  kRowNegate,
+  kRowAbs,
+  kRowSign,
+  kRowSqrt,
+  kRowRsqrt,
+  kRowExp,
+  kRowLog,
+  kRowLog1p,
+  kRowExpm1,
+  kRowTanh,
+  kRowLogistic,
+  kRowFloor,
+  kRowIsFinite,
+  kRowNot,
+  kRowToBfloat16,
+  kRowToFloat16,
+  kRowAdd,
+  kRowSubtract,
+  kRowMultiply,
+  kRowDivide,
+  kRowMaximum,
+  kRowMinimum,
+  kRowPower,
+  kRowEqual,
+  kRowNotEqual,
+  kRowLess,
+  kRowLessEqual,
+  kRowAnd,
+  kRowOr,
+  kRowSelect,            // a ? b : c
+  kRowMultiplyAdd,       // a * b + c, rounded twice
+  kRowMultiplySubtract,  // c - a * b, rounded twice
+  kRowSum,               // over the columns, in the order of LaneShape
+  kRowMax,
+  kRowMin,
+  kRowOutput,
+  kNumRowOps,
+};
+
+/// One operation, packed.
+struct RowInstruction {
+  uint8_t code;
+  uint8_t to;
+  int16_t a, b, c;
+};
+static_assert(sizeof(RowInstruction) == 8, "one 8-byte load");
+
+struct RowProgram {
+  int32_t num_ops;
+  int32_t num_registers;
+  RowInstruction ops[kMaxRowOps];
+
+  /// From the words of the handler's attribute; null, or what is wrong with them.
+  const char* Read(const int32_t* words, int64_t num_words, int32_t registers, int num_states, int64_t num_scalars) {
+    if (num_words % kRowOpWords != 0 || num_words / kRowOpWords > kMaxRowOps) return "program: too long, or cut off";
+    if (registers < 2 + num_states || registers > kMaxRegisters) return "program: number of registers";
+    num_ops = static_cast<int32_t>(num_words / kRowOpWords);
+    num_registers = registers;
+    for (int i = 0; i < num_ops; ++i) {
+      const int32_t* op = words + i * kRowOpWords;
+      if (op[0] < 0 || op[0] >= kNumRowOps) return "program: unknown operation";
+      if (op[1] < 0 || op[1] >= (op[0] == kRowOutput ? 1 + num_states : registers)) return "program: destination";
+      for (int k = 2; k < kRowOpWords; ++k) {
+        if (op[k] >= registers || op[k] < -1 - num_scalars) return "program: operand";
+      }
+      ops[i] = {static_cast<uint8_t>(op[0]), static_cast<uint8_t>(op[1]), static_cast<int16_t>(op[2]),
+                static_cast<int16_t>(op[3]), static_cast<int16_t>(op[4])};
+    }
+    return nullptr;
+  }
+};
+
+/// exp(x), to about 1e-14: x = k ln 2 + r with |r| <= ln 2 / 2, and the Taylor series of r up to its 12th power.
+JAXSOK_HOST_DEVICE double ExpOf(double x) {
+  if (x != x) return x;
+  if (x > 700.0) return 1e300;  // beyond float32 all the same
+  if (x < -700.0) return 0.0;
+  const double quotient = x * 1.4426950408889634;
+  const int k = static_cast<int>(quotient + (quotient < 0.0 ? -0.5 : 0.5));
+  const double r = (x - k * 6.93147180369123816490e-01) - k * 1.90821492927058770002e-10;
+  double sum = 1.0;
+  for (int n = 12; n >= 1; --n) sum = sum * (r / n) + 1.0;
+  uint64_t bits = static_cast<uint64_t>(k + 1023) << 52;
+  double scale;
+  memcpy(&scale, &bits, sizeof(scale));
+  return sum * scale;
+}
+
+/// log(x), to about 1e-14; of a float that is not positive what IEEE says. x = 2^e m with m in [sqrt(1/2), sqrt(2)),
+/// and log(m) = 2 atanh(s) with s = (m - 1) / (m + 1), whose series ends below 1e-16 after 11 terms.
+JAXSOK_HOST_DEVICE double LogOfDouble(double x) {
+  if (!(x > 0.0)) return x == 0.0 ? -INFINITY : NAN;
+  if (x > 1.7e308) return x;
+  uint64_t bits;
+  memcpy(&bits, &x, sizeof(bits));
+  int exponent = static_cast<int>(bits >> 52) - 1023;
+  bits = (bits & 0x000fffffffffffffull) | 0x3ff0000000000000ull;
+  double m;
+  memcpy(&m, &bits, sizeof(m));
+  if (m > 1.4142135623730951) {
+    m = m * 0.5;
+    ++exponent;
+  }
+  const double s = (m - 1.0) / (m + 1.0), z = s * s;
+  double series = 0.0;
+  for (int n = 21; n >= 1; n -= 2) series = series * z + 2.0 / n;
+  return exponent * 0.6931471805599453 + s * series;
+}
+
+JAXSOK_HOST_DEVICE double Log1pOf(double x) {
+  // Near zero 1 + x loses what matters; three terms are exact to 1e-12 there.
+  if (x < 1e-4 && x > -1e-4) return x * (1.0 - x * (0.5 - x * (1.0 / 3.0 - x * 0.25)));
+  return LogOfDouble(1.0 + x);
+}
+
+JAXSOK_HOST_DEVICE double Expm1Of(double x) {
+  if (x < 1e-4 && x > -1e-4) return x * (1.0 + x * (0.5 + x * (1.0 / 6.0 + x * (1.0 / 24.0))));
+  return ExpOf(x) - 1.0;
+}
+
+JAXSOK_HOST_DEVICE double TanhOf(double x) {
+  if (x > 20.0) return 1.0;
+  if (x < -20.0) return -1.0;
+  const double e = Expm1Of(2.0 * x);
+  return e / (e + 2.0);
+}
+
+/// x^y as IEEE's pow, for floats: a negative x only with a whole y.
+JAXSOK_HOST_DEVICE double PowerOf(float x, float y) {
+  if (y == 0.0f || x == 1.0f) return 1.0;
+  if (x != x || y != y) return NAN;
+  const float whole = floorf(y);
+  const bool is_whole = whole == y, is_odd = is_whole && floorf(y * 0.5f) * 2.0f != y;
+  const double size = x < 0.0f ? -static_cast<double>(x) : static_cast<double>(x);
+  double power;
+  if (size == 0.0) {
+    power = y > 0.0f ? 0.0 : INFINITY;
+  } else if (size == 1.0) {
+    power = 1.0;
+  } else {
+    power = ExpOf(static_cast<double>(y) * LogOfDouble(size));
+  }
+  const bool is_negative = (BitsOfFloat(x) >> 31) != 0;
+  if (!is_negative) return power;
+  if (is_odd) return -power;
+  return x == 0.0f || is_whole || size > 1.7e308 ? power : NAN;
+}
+
+/// NaN where either is, as in JAX.
+JAXSOK_HOST_DEVICE float MaximumOf(float a, float b) { return a != a || b != b ? a + b : a > b ? a : b; }
+JAXSOK_HOST_DEVICE float MinimumOf(float a, float b) { return a != a || b != b ? a + b : a < b ? a : b; }
+
+/// What an operation with up to three operands does to one column. The code is known where this is compiled.
+template <int kCode>
+JAXSOK_HOST_DEVICE float RowOpOf(float a, float b, float c) {
+  if constexpr (kCode == kRowCopy) return a;
+  if constexpr (kCode == kRowNegate) return -a;
+  if constexpr (kCode == kRowAbs) return FloatOfBits(BitsOfFloat(a) & 0x7fffffffu);
+  if constexpr (kCode == kRowSign) return a > 0.0f ? 1.0f : a < 0.0f ? -1.0f : a;
+  if constexpr (kCode == kRowSqrt) return sqrtf(a);
+  if constexpr (kCode == kRowRsqrt) return 1.0f / sqrtf(a);
+  if constexpr (kCode == kRowExp) return static_cast<float>(ExpOf(a));
+  if constexpr (kCode == kRowLog) return static_cast<float>(LogOfDouble(a));
+  if constexpr (kCode == kRowLog1p) return static_cast<float>(Log1pOf(a));
+  if constexpr (kCode == kRowExpm1) return static_cast<float>(Expm1Of(a));
+  if constexpr (kCode == kRowTanh) return static_cast<float>(TanhOf(a));
+  if constexpr (kCode == kRowLogistic) return static_cast<float>(1.0 / (1.0 + ExpOf(-static_cast<double>(a))));
+  if constexpr (kCode == kRowFloor) return floorf(a);
+  if constexpr (kCode == kRowIsFinite) return IsFinite(a) ? 1.0f : 0.0f;
+  if constexpr (kCode == kRowNot) return a != 0.0f ? 0.0f : 1.0f;
+  if constexpr (kCode == kRowToBfloat16) return RowNumber<BFloat16>::Widened(RowNumber<BFloat16>::Nearest(a));
+  if constexpr (kCode == kRowToFloat16) return RowNumber<Float16>::Widened(RowNumber<Float16>::Nearest(a));
+  if constexpr (kCode == kRowAdd) return a + b;
+  if constexpr (kCode == kRowSubtract) return a - b;
+  if constexpr (kCode == kRowMultiply) return a * b;
+  if constexpr (kCode == kRowDivide) return a / b;
+  if constexpr (kCode == kRowMaximum) return MaximumOf(a, b);
+  if constexpr (kCode == kRowMinimum) return MinimumOf(a, b);
+  if constexpr (kCode == kRowPower) return static_cast<float>(PowerOf(a, b));
+  if constexpr (kCode == kRowEqual) return a == b ? 1.0f : 0.0f;
+  if constexpr (kCode == kRowNotEqual) return a != b ? 1.0f : 0.0f;
+  if constexpr (kCode == kRowLess) return a < b ? 1.0f : 0.0f;
+  if constexpr (kCode == kRowLessEqual) return a <= b ? 1.0f : 0.0f;
+  if constexpr (kCode == kRowAnd) return a != 0.0f && b != 0.0f ? 1.0f : 0.0f;
+  if constexpr (kCode == kRowOr) return a != 0.0f || b != 0.0f ? 1.0f : 0.0f;
+  if constexpr (kCode == kRowSelect) return a != 0.0f ? b : c;
+  if constexpr (kCode == kRowMultiplyAdd) return a * b + c;
+  if constexpr (kCode == kRowMultiplySubtract) return c - a * b;
+  return a;
+}
+
+/// What joins two columns in a reduction.
+template <int kCode>
+JAXSOK_HOST_DEVICE float JoinOf(float a, float b) {
+  if constexpr (kCode == kRowMax) return MaximumOf(a, b);
+  if constexpr (kCode == kRowMin) return MinimumOf(a, b);
+  return a + b;
+}
+
+/// What a reduction begins with.
+template <int kCode>
+JAXSOK_HOST_DEVICE float StartOf() {
+  if constexpr (kCode == kRowMax) return -INFINITY;
+  if constexpr (kCode == kRowMin) return INFINITY;
+  return 0.0f;
+}
+
+/// Whether an operation reads its second and third operand.
+JAXSOK_HOST_DEVICE bool ReadsSecond(int code) { return code >= kRowAdd && code <= kRowMultiplySubtract; }
+JAXSOK_HOST_DEVICE bool ReadsThird(int code) { return code >= kRowSelect && code <= kRowMultiplySubtract; }
+
+/// The operations on columns, for a switch over their codes.
+#define JAXSOK_ROW_COLUMN_OPS(_) \
+  _(kRowCopy)                    \
+  _(kRowNegate)                  \
+  _(kRowAbs)                     \
+  _(kRowSign)                    \
+  _(kRowSqrt)                    \
+  _(kRowRsqrt)                   \
+  _(kRowExp)                     \
+  _(kRowLog)                     \
+  _(kRowLog1p)                   \
+  _(kRowExpm1)                   \
+  _(kRowTanh)                    \
+  _(kRowLogistic)                \
+  _(kRowFloor)                   \
+  _(kRowIsFinite)                \
+  _(kRowNot)                     \
+  _(kRowToBfloat16)              \
+  _(kRowToFloat16)               \
+  _(kRowAdd)                     \
+  _(kRowSubtract)                \
+  _(kRowMultiply)                \
+  _(kRowDivide)                  \
+  _(kRowMaximum)                 \
+  _(kRowMinimum)                 \
+  _(kRowPower)                   \
+  _(kRowEqual)                   \
+  _(kRowNotEqual)                \
+  _(kRowLess)                    \
+  _(kRowLessEqual)               \
+  _(kRowAnd)                     \
+  _(kRowOr)                      \
+  _(kRowSelect)                  \
+  _(kRowMultiplyAdd)             \
+  _(kRowMultiplySubtract)
+
+}  // namespace jaxsok
+
+#endif  // JAXSOK_CORE_ROW_PROGRAM_H_

@@ -1,0 +1,107 @@
+// The loops over columns of row_program_cpu.h, in a version for each generation of processors.
+#include "row_program_cpu.h"
+
+namespace jaxsok {
+namespace {
+
+/// One operand: columns, or one number for all.
+struct Operand {
+  const float* columns;  // null: `value` for all
+  float value;
+
+  static Operand Of(const RowMachine& machine, int number) {
+    if (number >= 0) return {machine.Register(number), 0.0f};
+    return {nullptr, machine.Scalar(number)};
+  }
+};
+
+/// to[c] = op(a[c], b[c], c[c]). Where an operand is a number, the loop has it in a register.
+template <int kCode>
+struct OverColumns {
+  __attribute__((always_inline)) static inline void Run(float* to, Operand a, Operand b, Operand c, int32_t dim) {
+    const float *pa = a.columns, *pb = b.columns, *pc = c.columns;
+    if (pa != nullptr && pb == nullptr && pc == nullptr) {
+      for (int32_t i = 0; i < dim; ++i) to[i] = RowOpOf<kCode>(pa[i], b.value, c.value);
+    } else if (pa != nullptr && pb != nullptr && pc == nullptr) {
+      for (int32_t i = 0; i < dim; ++i) to[i] = RowOpOf<kCode>(pa[i], pb[i], c.value);
+    } else if (pa == nullptr && pb != nullptr && pc == nullptr) {
+      for (int32_t i = 0; i < dim; ++i) to[i] = RowOpOf<kCode>(a.value, pb[i], c.value);
+    } else if (pa != nullptr && pb != nullptr && pc != nullptr) {
+      for (int32_t i = 0; i < dim; ++i) to[i] = RowOpOf<kCode>(pa[i], pb[i], pc[i]);
+    } else if (pa == nullptr && pb != nullptr && pc != nullptr) {
+      for (int32_t i = 0; i < dim; ++i) to[i] = RowOpOf<kCode>(a.value, pb[i], pc[i]);
+    } else if (pa != nullptr && pb == nullptr && pc != nullptr) {
+      for (int32_t i = 0; i < dim; ++i) to[i] = RowOpOf<kCode>(pa[i], b.value, pc[i]);
+    } else if (pa == nullptr && pb == nullptr && pc != nullptr) {
+      for (int32_t i = 0; i < dim; ++i) to[i] = RowOpOf<kCode>(a.value, b.value, pc[i]);
+    } else {
+      const float value = RowOpOf<kCode>(a.value, b.value, c.value);
+      for (int32_t i = 0; i < dim; ++i) to[i] = value;
+    }
+  }
+};
+
+/// What each lane of LaneShape joins of its own columns, in order, then the lanes in a butterfly.
+template <int kCode>
+float Reduced(const float* values, int32_t dim) {
+  const LaneShape shape = LaneShape::Of(dim);
+  float lanes[32];
+  for (int l = 0; l < shape.lanes; ++l) lanes[l] = StartOf<kCode>();
+  for (int32_t start = 0; start < dim; start += shape.lanes * shape.vector) {
+    for (int l = 0; l < shape.lanes; ++l) {
+      const int32_t first = start + l * shape.vector;
+      for (int32_t c = first; c < std::min(first + shape.vector, dim); ++c)
+        lanes[l] = JoinOf<kCode>(lanes[l], values[c]);
+    }
+  }
+  // Lane 0 of the butterfly: the other lanes hold the same, since the order of two operands changes nothing.
+  for (int offset = shape.lanes / 2; offset >= 1; offset /= 2) {
+    for (int l = 0; l < offset; ++l) lanes[l] = JoinOf<kCode>(lanes[l], lanes[l + offset]);
+  }
+  return lanes[0];
+}
+
+}  // namespace
+
+JAXSOK_CPU_CLONES int32_t RunColumnOps(const RowMachine& machine, int32_t op) {
+  const int32_t dim = machine.dim;
+  for (; op < machine.program.num_ops; ++op) {
+    const RowInstruction one = machine.program.ops[op];
+    if (one.code >= kRowSum) break;
+    float* to = machine.Register(one.to);
+    const Operand a = Operand::Of(machine, one.a);
+    // Operands that are not read are numbers, so that few of the loops are ever taken.
+    const Operand b = ReadsSecond(one.code) ? Operand::Of(machine, one.b) : Operand{nullptr, 0.0f};
+    const Operand c = ReadsThird(one.code) ? Operand::Of(machine, one.c) : Operand{nullptr, 0.0f};
+    switch (one.code) {
+#define JAXSOK_ROW_OP(name)                   \
+  case name:                                  \
+    OverColumns<name>::Run(to, a, b, c, dim); \
+    break;
+      JAXSOK_ROW_COLUMN_OPS(JAXSOK_ROW_OP)
+#undef JAXSOK_ROW_OP
+      default:
+        break;
+    }
+  }
+  return op;
+}
+
+void RunReduction(const RowMachine& machine, const RowInstruction& op) {
+  const int32_t dim = machine.dim;
+  float value;
+  if (op.a < 0) {
+    // A number in every column, as the registers would hold it.
+    std::vector<float> columns(dim, machine.Scalar(op.a));
+    value = op.code == kRowSum ? Reduced<kRowSum>(columns.data(), dim) : columns[0];
+  } else {
+    const float* columns = machine.Register(op.a);
+    value = op.code == kRowSum   ? Reduced<kRowSum>(columns, dim)
+            : op.code == kRowMax ? Reduced<kRowMax>(columns, dim)
+                                 : Reduced<kRowMin>(columns, dim);
+  }
+  float* to = machine.Register(op.to);
+  for (int32_t c = 0; c < dim; ++c) to[c] = value;
+}
+
+}  // namespace jaxsok

@@ -1,0 +1,521 @@
+"""Row programs: an optimizer's `step_row` as a short list of operations that the update kernel runs on each row.
+
+`step_row` is traced once for each dim. What does not depend on the row (schedules, bias corrections, counts) is left
+to XLA, which works it out once a step; the results are the program's scalars. The rest becomes operations on registers
+as wide as a row: `ffi/core/row_program.h` says what each does, on both back ends alike.
+
+    m = 0.9 * m + 0.1 * g        multiply   r3 = s0 * r2          registers: r0 gradient, r1 row, r2 and on the states,
+                                 multiply   r4 = s1 * r0          then temporaries; scalars: s0 = 0.9, s1 = 0.1
+                                 add        r2 = r3 + r4
+    row = row - lr * m           multiply   r0 = s2 * r2
+                                 subtract   r1 = r1 - r0
+
+A number for each row (a sum over the columns, a state of one number) is a register whose columns are equal.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import core as jax_core
+from jaxtyping import Array, Float
+
+from jaxsok.optimizers.protocol import Optimizer, RowInputs
+
+MAX_OPS: int = 256
+MAX_REGISTERS: int = 24
+MAX_SCALARS: int = 256
+
+# RowOp in ffi/core/row_program.h, in this order.
+OPS: tuple[str, ...] = (
+    "copy",
+    "negate",
+    "abs",
+    "sign",
+    "sqrt",
+    "rsqrt",
+    "exp",
+    "log",
+    "log1p",
+    "expm1",
+    "tanh",
+    "logistic",
+    "floor",
+    "is_finite",
+    "not",
+    "to_bfloat16",
+    "to_float16",
+    "add",
+    "subtract",
+    "multiply",
+    "divide",
+    "maximum",
+    "minimum",
+    "power",
+    "equal",
+    "not_equal",
+    "less",
+    "less_equal",
+    "and",
+    "or",
+    "select",
+    "multiply_add",
+    "multiply_subtract",
+    "sum",
+    "max",
+    "min",
+    "output",
+)
+_CODES = {name: code for code, name in enumerate(OPS)}
+
+_UNARY = {
+    "neg": "negate",
+    "abs": "abs",
+    "sign": "sign",
+    "sqrt": "sqrt",
+    "rsqrt": "rsqrt",
+    "exp": "exp",
+    "log": "log",
+    "log1p": "log1p",
+    "expm1": "expm1",
+    "tanh": "tanh",
+    "logistic": "logistic",
+    "floor": "floor",
+    "is_finite": "is_finite",
+    "not": "not",
+}
+_BINARY = {
+    "add": "add",
+    "add_any": "add",
+    "sub": "subtract",
+    "mul": "multiply",
+    "div": "divide",
+    "max": "maximum",
+    "min": "minimum",
+    "pow": "power",
+    "eq": "equal",
+    "ne": "not_equal",
+    "lt": "less",
+    "le": "less_equal",
+    "and": "and",
+    "or": "or",
+}
+_SWAPPED = {"gt": "less", "ge": "less_equal"}
+_REDUCTIONS = {"reduce_sum": "sum", "reduce_max": "max", "reduce_min": "min"}
+_SAME_VALUE = ("reshape", "squeeze", "expand_dims", "broadcast_in_dim", "copy", "copy_p", "transpose", "stop_gradient")
+_CALLS = ("jit", "pjit", "closed_call", "core_call", "remat", "checkpoint", "custom_jvp_call", "custom_vjp_call")
+
+
+@dataclasses.dataclass(frozen=True)
+class RowProgram:
+    """A compiled step of one row."""
+
+    ops: tuple[tuple[int, int, int, int, int], ...]
+    """Code, destination, operands. An operand r >= 0 is register r, -1 the number of uses, -2 - i scalar i."""
+    num_registers: int
+    num_states: int
+    counts_uses: bool
+    """Whether it reads the number of uses."""
+    scalars: Callable[..., Float[Array, " num_scalars"]] = dataclasses.field(repr=False)
+    """From the optimizer's hyper to what the kernel reads beside the rows."""
+
+    def words(self) -> np.ndarray:
+        """The operations as the handler takes them: int32[5 * num_ops]."""
+        return np.array(self.ops, np.int32).reshape(-1)
+
+    def __str__(self) -> str:
+        """One operation a line."""
+
+        def operand(number: int) -> str:
+            return f"r{number}" if number >= 0 else "num_uses" if number == -1 else f"s{-2 - number}"
+
+        names = ["row", *(f"state {k}" for k in range(self.num_states))]
+        lines = []
+        for code, to, *operands in self.ops:
+            shown = ", ".join(operand(one) for one in operands[: _num_operands(code)])
+            lines.append(f"{names[to] if OPS[code] == 'output' else f'r{to}'} = {OPS[code]} {shown}")
+        return "\n".join(lines)
+
+
+class NotARowProgram(ValueError):
+    """A `step_row` that does something which row programs cannot."""
+
+
+@functools.lru_cache(maxsize=1024)
+def compiled(optimizer: Optimizer, dim: int) -> RowProgram:
+    """The row program of an optimizer for rows of `dim` numbers.
+
+    Args:
+      optimizer: whose `step_row` is traced.
+      dim: of the table.
+
+    Raises:
+      NotARowProgram: it uses an operation that row programs do not have, mixes columns otherwise than by sums, maxima
+        and minima, or is too long. The message says which and what to do.
+
+    Example:
+      >>> from jaxsok import optim
+      >>> print(compiled(optim.sgd(0.5), 8))
+      r0 = multiply_subtract s0, r0, r1
+      row = output r0
+    """
+    what = f"optim.{optimizer.name}: step_row"
+    states = optimizer.state_specs(dim)
+    wide = jax.ShapeDtypeStruct((dim,), jnp.float32)
+    scalar = jax.ShapeDtypeStruct((), jnp.float32)
+    hyper = optimizer.hyper_shapes(dim)
+    inputs = RowInputs(
+        gradient=wide,
+        row=wide,
+        states=tuple(jax.ShapeDtypeStruct((state.dim,), jnp.float32) for state in states),
+        num_uses=scalar,
+        hyper=hyper,
+    )
+    closed, outputs = jax.make_jaxpr(lambda inputs: tuple(optimizer.step_row(inputs)), return_shape=True)(inputs)
+    shapes = [(tuple(out.shape), jnp.dtype(out.dtype)) for out in jax.tree.leaves(outputs)]
+    wanted = [((dim,), jnp.dtype("float32"))] + [((state.dim,), jnp.dtype("float32")) for state in states]
+    if shapes != wanted:
+        raise NotARowProgram(f"{what}: got outputs {shapes}, wanted the row and its states as they came, {wanted}.")
+    program = _Compiler(what, dim, len(states))
+    return program.run(closed, len(jax.tree.leaves(hyper)))
+
+
+# Compiling -----------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class _Global:
+    """A value that no row has part in; `number` among those that the scalars' function works out."""
+
+    number: int
+
+
+@dataclasses.dataclass(frozen=True)
+class _Literal:
+    """A number."""
+
+    value: float
+
+
+@dataclasses.dataclass(frozen=True)
+class _Row:
+    """A value that depends on the row: number in order of definition."""
+
+    number: int
+
+
+@dataclasses.dataclass(frozen=True)
+class _NumUses:
+    """The number of uses of the row."""
+
+
+_Value = _Global | _Literal | _Row | _NumUses
+
+
+class _Compiler:
+    """One run over a jaxpr: operations in single assignment, then registers."""
+
+    def __init__(self, what: str, dim: int, num_states: int):
+        self.what, self.dim, self.num_states = what, dim, num_states
+        self.num_values = 2 + num_states
+        self.steps: list[tuple[str, int, tuple[_Value, ...]]] = []
+        # What XLA works out: values in order, each a hyper, a constant, or the result of an equation.
+        self.globals: list[Callable[[list[Any], Sequence[Any]], Any]] = []
+        self.sizes: list[int] = []
+
+    def run(self, closed: Any, num_hyper: int) -> RowProgram:
+        leaves = closed.jaxpr.invars
+        inputs: list[_Value] = [_Row(i) for i in range(self.num_values)]
+        inputs.append(_NumUses())
+        for i in range(num_hyper):
+            inputs.append(self._global(lambda env, hyper, i=i: hyper[i], leaves[len(inputs)].aval))
+        return self._allocated(self._inline_closed(closed, inputs))
+
+    # Equations to operations.
+
+    def _inline(self, jaxpr: Any, consts: Sequence[_Value], inputs: Sequence[_Value]) -> list[_Value]:
+        env: dict[Any, _Value] = dict(zip(jaxpr.constvars, consts, strict=True))
+        env.update(zip(jaxpr.invars, inputs, strict=True))
+
+        def read(atom: Any) -> _Value:
+            return self._constant(atom.val) if isinstance(atom, jax_core.Literal) else env[atom]
+
+        for equation in jaxpr.eqns:
+            values = [read(atom) for atom in equation.invars]
+            results = self._equation(equation, values)
+            env.update(zip(equation.outvars, results, strict=True))
+        return [read(atom) for atom in jaxpr.outvars]
+
+    def _inline_closed(self, closed: Any, inputs: Sequence[_Value]) -> list[_Value]:
+        consts = [self._constant(const) for const in getattr(closed, "consts", ())]
+        return self._inline(getattr(closed, "jaxpr", closed), consts, inputs)
+
+    def _equation(self, equation: Any, values: Sequence[_Value]) -> list[_Value]:
+        name = equation.primitive.name
+        if not any(isinstance(value, (_Row, _NumUses)) for value in values):
+            if name in _SAME_VALUE and self._size_of(values[0]) == 1:
+                # A scalar made as long as a row is still that scalar.
+                return [values[0]]
+            return self._outside(equation, values)
+        if name in _CALLS:
+            inner = next(equation.params[key] for key in ("jaxpr", "call_jaxpr", "fun_jaxpr") if key in equation.params)
+            return self._inline_closed(inner, values)
+        if name == "cond":
+            return self._both_branches(equation, values)
+        shape = equation.outvars[0].aval.shape
+        if int(np.prod(shape)) not in (1, self.dim):
+            raise NotARowProgram(
+                f"{self.what}: got {name} that makes {list(shape)} of one row, wanted arrays of {self.dim} or of 1."
+            )
+        return [self._operation(name, equation, values)]
+
+    def _operation(self, name: str, equation: Any, values: Sequence[_Value]) -> _Value:
+        if name in _SAME_VALUE:
+            return values[0]
+        if name in _UNARY:
+            return self._emit(_UNARY[name], values[0])
+        if name in _BINARY:
+            return self._emit(_BINARY[name], *values)
+        if name in _SWAPPED:
+            return self._emit(_SWAPPED[name], values[1], values[0])
+        if name in _REDUCTIONS:
+            shape = equation.invars[0].aval.shape
+            over = [axis for axis in equation.params["axes"] if shape[axis] != 1]
+            return self._emit(_REDUCTIONS[name], values[0]) if over else values[0]
+        if name == "dot_general":
+            return self._dot(equation, values)
+        if name == "select_n" and len(values) == 3:
+            condition, when_false, when_true = values
+            return self._emit("select", condition, when_true, when_false)
+        if name == "clamp":
+            low, value, high = values
+            return self._emit("minimum", self._emit("maximum", value, low), high)
+        if name == "square":
+            return self._emit("multiply", values[0], values[0])
+        if name == "integer_pow":
+            return self._integer_power(values[0], equation.params["y"])
+        if name == "convert_element_type":
+            return self._converted(equation, values[0])
+        raise NotARowProgram(
+            f"{self.what}: got the operation {name} on what depends on the row, wanted arithmetic, comparisons, where, "
+            "roots, powers, exp, log, and sums, maxima or minima over the columns."
+        )
+
+    def _dot(self, equation: Any, values: Sequence[_Value]) -> _Value:
+        """The inner product of two rows."""
+        left, right = (atom.aval.shape for atom in equation.invars)
+        (contracted, _), _ = equation.params["dimension_numbers"]
+        size = int(np.prod([left[axis] for axis in contracted]))
+        if equation.outvars[0].aval.size != 1 or int(np.prod(left)) != int(np.prod(right)) or size not in (1, self.dim):
+            raise NotARowProgram(f"{self.what}: got a product of {list(left)} and {list(right)}, wanted that of rows.")
+        product = self._emit("multiply", *values)
+        return product if size == 1 else self._emit("sum", product)
+
+    def _integer_power(self, value: _Value, exponent: int) -> _Value:
+        if exponent == 0:
+            return _Literal(1.0)
+        result: _Value | None = None
+        factor, rest = value, abs(exponent)
+        while rest:
+            if rest & 1:
+                result = factor if result is None else self._emit("multiply", result, factor)
+            rest >>= 1
+            if rest:
+                factor = self._emit("multiply", factor, factor)
+        return result if exponent > 0 else self._emit("divide", _Literal(1.0), result)
+
+    def _converted(self, equation: Any, value: _Value) -> _Value:
+        old, new = equation.invars[0].aval.dtype, jnp.dtype(equation.params["new_dtype"])
+        if new == jnp.bool_:
+            return value if old == jnp.bool_ else self._emit("not_equal", value, _Literal(0.0))
+        if new == jnp.float32:
+            return value
+        if new in (jnp.bfloat16, jnp.float16):
+            return self._emit(f"to_{new.name}", value)
+        raise NotARowProgram(f"{self.what}: got a row as {new.name}, wanted float32, bfloat16, float16 or bool.")
+
+    def _both_branches(self, equation: Any, values: Sequence[_Value]) -> list[_Value]:
+        """Of a choice: rows go through both, and take the results of one."""
+        branches = equation.params["branches"]
+        if len(branches) != 2:
+            raise NotARowProgram(f"{self.what}: got a choice of {len(branches)} branches, wanted 2.")
+        index, *operands = values
+        results = [self._inline_closed(branch, operands) for branch in branches]
+        if isinstance(index, (_Global, _Literal)):
+            index = self._as_float(index)
+        return [self._emit("select", index, true, false) for false, true in zip(*results, strict=True)]
+
+    def _emit(self, name: str, *operands: _Value) -> _Row:
+        result = _Row(self.num_values)
+        self.num_values += 1
+        self.steps.append((name, result.number, operands))
+        return result
+
+    # What XLA works out.
+
+    def _global(self, make: Callable[[list[Any], Sequence[Any]], Any], aval: Any) -> _Global:
+        self.globals.append(make)
+        self.sizes.append(int(np.prod(aval.shape)))
+        return _Global(len(self.globals) - 1)
+
+    def _constant(self, value: Any) -> _Value:
+        if np.ndim(value) == 0 and np.asarray(value).dtype in (np.float32, np.bool_):
+            return _Literal(float(value))
+        return self._global(lambda env, hyper: value, jax.typeof(value))
+
+    def _size_of(self, value: _Value) -> int:
+        return self.sizes[value.number] if isinstance(value, _Global) else 1
+
+    def _as_float(self, value: _Global | _Literal) -> _Value:
+        if isinstance(value, _Literal):
+            return value
+        return self._global(
+            lambda env, hyper: jnp.asarray(env[value.number]).astype(jnp.float32), jax.ShapeDtypeStruct((), jnp.float32)
+        )
+
+    def _outside(self, equation: Any, values: Sequence[_Value]) -> list[_Value]:
+        atoms = [atom.aval for atom in equation.invars]
+
+        def bind(env: list[Any], hyper: Sequence[Any]) -> list[Any]:
+            operands = []
+            for value, aval in zip(values, atoms, strict=True):
+                one = env[value.number] if isinstance(value, _Global) else value.value
+                # A scalar stands for an array of equal numbers.
+                operands.append(
+                    jnp.broadcast_to(jnp.asarray(one, aval.dtype).reshape(jnp.shape(one)), aval.shape)
+                    if jnp.size(one) == 1
+                    else one
+                )
+            params = equation.primitive.get_bind_params(equation.params)
+            out = equation.primitive.bind(*operands, **params)
+            return list(out) if equation.primitive.multiple_results else [out]
+
+        whole = self._global(bind, jax.ShapeDtypeStruct((0,), jnp.float32))
+        return [
+            self._global(lambda env, hyper, i=i: env[whole.number][i], var.aval)
+            for i, var in enumerate(equation.outvars)
+        ]
+
+    # Registers.
+
+    def _allocated(self, outputs: Sequence[_Value]) -> RowProgram:
+        steps = self._fused(self._live(outputs), outputs)
+        steps += [("output", slot, (value,)) for slot, value in enumerate(outputs) if value != _Row(1 + slot)]
+        last_use: dict[int, int] = {}
+        for at, (_, _, operands) in enumerate(steps):
+            last_use.update({value.number: at for value in operands if isinstance(value, _Row)})
+        place: dict[int, int] = {i: i for i in range(2 + self.num_states)}
+        free = sorted((i for i in place if i not in last_use), reverse=True)
+        num_registers = len(place)
+        scalars: list[_Value] = []
+        ops = []
+
+        def operand(value: _Value) -> int:
+            if isinstance(value, _Row):
+                return place[value.number]
+            if isinstance(value, _NumUses):
+                return -1
+            if self._size_of(value) != 1:
+                raise NotARowProgram(
+                    f"{self.what}: got an array of {self._size_of(value)} numbers beside the row, wanted scalars."
+                )
+            if value not in scalars:
+                scalars.append(value)
+            return -2 - scalars.index(value)
+
+        for at, (name, result, operands) in enumerate(steps):
+            numbers = [operand(value) for value in operands]
+            ended = {value.number for value in operands if isinstance(value, _Row) and last_use[value.number] == at}
+            free += [place[number] for number in ended]
+            to = result
+            if name != "output":
+                free.sort(reverse=True)
+                if not free:
+                    free.append(num_registers)
+                    num_registers += 1
+                to = place[result] = free.pop()
+            ops.append((_CODES[name], to, *numbers, *[0] * (3 - len(numbers))))
+        for count, most, of in (
+            (len(ops), MAX_OPS, "operations"),
+            (num_registers, MAX_REGISTERS, "registers"),
+            (len(scalars), MAX_SCALARS, "scalars"),
+        ):
+            if count > most:
+                raise NotARowProgram(f"{self.what}: got {count} {of}, wanted at most {most}; make the step simpler.")
+        counts_uses = any(isinstance(value, _NumUses) for _, _, operands in steps for value in operands)
+        function = functools.partial(_scalars, tuple(self.globals), tuple(scalars))
+        return RowProgram(tuple(ops), num_registers, self.num_states, counts_uses, function)
+
+    def _live(self, outputs: Sequence[_Value]) -> list[tuple[str, int, tuple[_Value, ...]]]:
+        """The operations that an output depends on."""
+        needed = {value.number for value in outputs if isinstance(value, _Row)}
+        live = []
+        for step in reversed(self.steps):
+            if step[1] in needed:
+                needed |= {value.number for value in step[2] if isinstance(value, _Row)}
+                live.append(step)
+        return live[::-1]
+
+    def _fused(self, steps: list, outputs: Sequence[_Value]) -> list:
+        """Products that one sum or difference takes, and nothing else, joined with it; each is rounded all the same."""
+        num_uses: dict[int, int] = {}
+        for _, _, operands in steps:
+            for value in operands:
+                if isinstance(value, _Row):
+                    num_uses[value.number] = num_uses.get(value.number, 0) + 1
+        for value in outputs:
+            if isinstance(value, _Row):
+                num_uses[value.number] = num_uses.get(value.number, 0) + 1
+        products = {
+            result: operands for name, result, operands in steps if name == "multiply" and num_uses.get(result) == 1
+        }
+        joined: set[int] = set()
+        fused = []
+        for name, result, operands in steps:
+            step = (name, result, operands)
+            numbers = [value.number if isinstance(value, _Row) else None for value in operands]
+            if name == "add":
+                for product, other in ((1, 0), (0, 1)):
+                    if numbers[product] in products:
+                        joined.add(numbers[product])
+                        step = ("multiply_add", result, (*products[numbers[product]], operands[other]))
+                        break
+            elif name == "subtract" and numbers[1] in products:
+                joined.add(numbers[1])
+                step = ("multiply_subtract", result, (*products[numbers[1]], operands[0]))
+            fused.append(step)
+        return [step for step in fused if step[1] not in joined]
+
+
+def _scalars(
+    makers: Sequence[Callable], wanted: Sequence[_Value], hyper: Sequence[Any]
+) -> Float[Array, " num_scalars"]:
+    """Works out what is wanted, and what that needs."""
+    env = _Lazy(makers, jax.tree.leaves(hyper))
+    values = [env[value.number] if isinstance(value, _Global) else value.value for value in wanted]
+    if not values:
+        return jnp.zeros(1, jnp.float32)
+    return jnp.stack([jnp.asarray(value).astype(jnp.float32).reshape(()) for value in values])
+
+
+class _Lazy(dict):
+    """Values by number, each worked out when it is first asked for."""
+
+    def __init__(self, makers: Sequence[Callable], hyper: Sequence[Any]):
+        super().__init__()
+        self.makers, self.hyper = makers, hyper
+
+    def __missing__(self, number: int) -> Any:
+        self[number] = self.makers[number](self, self.hyper)
+        return self[number]
+
+
+def _num_operands(code: int) -> int:
+    name = OPS[code]
+    if name in ("select", "multiply_add", "multiply_subtract"):
+        return 3
+    return 2 if name in _BINARY.values() else 1
