@@ -42,6 +42,7 @@ enum RowOp : int {
   kRowTanh,
   kRowLogistic,
   kRowFloor,
+  kRowCbrt,
   kRowIsFinite,
   kRowNot,
   kRowToBfloat16,
@@ -178,6 +179,13 @@ JAXSOK_HOST_DEVICE double PowerOf(float x, float y) {
   return x == 0.0f || is_whole || size > 1.7e308 ? power : NAN;
 }
 
+JAXSOK_HOST_DEVICE float CbrtOf(float x) {
+  if (x == 0.0f || !IsFinite(x)) return x;
+  const double size = x < 0.0f ? -static_cast<double>(x) : static_cast<double>(x);
+  const float root = static_cast<float>(ExpOf(LogOfDouble(size) / 3.0));
+  return x < 0.0f ? -root : root;
+}
+
 /// NaN where either is, as in JAX.
 JAXSOK_HOST_DEVICE float MaximumOf(float a, float b) { return a != a || b != b ? a + b : a > b ? a : b; }
 JAXSOK_HOST_DEVICE float MinimumOf(float a, float b) { return a != a || b != b ? a + b : a < b ? a : b; }
@@ -198,6 +206,7 @@ JAXSOK_HOST_DEVICE float RowOpOf(float a, float b, float c) {
   if constexpr (kCode == kRowTanh) return static_cast<float>(TanhOf(a));
   if constexpr (kCode == kRowLogistic) return static_cast<float>(1.0 / (1.0 + ExpOf(-static_cast<double>(a))));
   if constexpr (kCode == kRowFloor) return floorf(a);
+  if constexpr (kCode == kRowCbrt) return CbrtOf(a);
   if constexpr (kCode == kRowIsFinite) return IsFinite(a) ? 1.0f : 0.0f;
   if constexpr (kCode == kRowNot) return a != 0.0f ? 0.0f : 1.0f;
   if constexpr (kCode == kRowToBfloat16) return RowNumber<BFloat16>::Widened(RowNumber<BFloat16>::Nearest(a));
@@ -241,41 +250,45 @@ JAXSOK_HOST_DEVICE float StartOf() {
 JAXSOK_HOST_DEVICE bool ReadsSecond(int code) { return code >= kRowAdd && code <= kRowMultiplySubtract; }
 JAXSOK_HOST_DEVICE bool ReadsThird(int code) { return code >= kRowSelect && code <= kRowMultiplySubtract; }
 
-/// The operations on columns, for a switch over their codes.
-#define JAXSOK_ROW_COLUMN_OPS(_) \
-  _(kRowCopy)                    \
-  _(kRowNegate)                  \
-  _(kRowAbs)                     \
-  _(kRowSign)                    \
-  _(kRowSqrt)                    \
-  _(kRowRsqrt)                   \
-  _(kRowExp)                     \
-  _(kRowLog)                     \
-  _(kRowLog1p)                   \
-  _(kRowExpm1)                   \
-  _(kRowTanh)                    \
-  _(kRowLogistic)                \
-  _(kRowFloor)                   \
-  _(kRowIsFinite)                \
-  _(kRowNot)                     \
-  _(kRowToBfloat16)              \
-  _(kRowToFloat16)               \
-  _(kRowAdd)                     \
-  _(kRowSubtract)                \
-  _(kRowMultiply)                \
-  _(kRowDivide)                  \
-  _(kRowMaximum)                 \
-  _(kRowMinimum)                 \
-  _(kRowPower)                   \
-  _(kRowEqual)                   \
-  _(kRowNotEqual)                \
-  _(kRowLess)                    \
-  _(kRowLessEqual)               \
-  _(kRowAnd)                     \
-  _(kRowOr)                      \
-  _(kRowSelect)                  \
-  _(kRowMultiplyAdd)             \
+/// The operations on columns that take a few instructions, for a switch over their codes,
+#define JAXSOK_LIGHT_ROW_OPS(_) \
+  _(kRowCopy)                   \
+  _(kRowNegate)                 \
+  _(kRowAbs)                    \
+  _(kRowSign)                   \
+  _(kRowSqrt)                   \
+  _(kRowRsqrt)                  \
+  _(kRowFloor)                  \
+  _(kRowIsFinite)               \
+  _(kRowNot)                    \
+  _(kRowToBfloat16)             \
+  _(kRowToFloat16)              \
+  _(kRowAdd)                    \
+  _(kRowSubtract)               \
+  _(kRowMultiply)               \
+  _(kRowDivide)                 \
+  _(kRowMaximum)                \
+  _(kRowMinimum)                \
+  _(kRowEqual)                  \
+  _(kRowNotEqual)               \
+  _(kRowLess)                   \
+  _(kRowLessEqual)              \
+  _(kRowAnd)                    \
+  _(kRowOr)                     \
+  _(kRowSelect)                 \
+  _(kRowMultiplyAdd)            \
   _(kRowMultiplySubtract)
+
+/// and those that take many.
+#define JAXSOK_HEAVY_ROW_OPS(_) \
+  _(kRowExp)                    \
+  _(kRowLog)                    \
+  _(kRowLog1p)                  \
+  _(kRowExpm1)                  \
+  _(kRowTanh)                   \
+  _(kRowLogistic)               \
+  _(kRowCbrt)                   \
+  _(kRowPower)
 
 }  // namespace jaxsok
 

@@ -83,6 +83,7 @@ struct LaunchCombineShape {
 /// Writes the sum of a row's gradients, and how many there were.
 struct ApplyWrite {
   using Row = float;
+  static constexpr bool kStepsLongRowsApart = false;
   static constexpr int kNumLines = 0;
 
   float* out;

@@ -78,7 +78,8 @@ JAXSOK_CPU_CLONES int32_t RunColumnOps(const RowMachine& machine, int32_t op) {
   case name:                                  \
     OverColumns<name>::Run(to, a, b, c, dim); \
     break;
-      JAXSOK_ROW_COLUMN_OPS(JAXSOK_ROW_OP)
+      JAXSOK_LIGHT_ROW_OPS(JAXSOK_ROW_OP)
+      JAXSOK_HEAVY_ROW_OPS(JAXSOK_ROW_OP)
 #undef JAXSOK_ROW_OP
       default:
         break;

@@ -9,6 +9,15 @@
 
 namespace jaxsok {
 
+/// The random bits of the row that a position uses.
+__device__ inline RowRounding RoundingAt(const StoreView& store, const BatchView& batch, const uint32_t* step,
+                                         uint32_t position) {
+  const TableOfPosition table_of{batch.tables, batch.features, batch.num_features, batch.num_keys};
+  const uint32_t table = min(table_of(position), static_cast<uint32_t>(store.num_tables) - 1);
+  return RowRounding::Of(store.tables + table * kNumTableWords, RoundingOfStep(store.seed, __ldg(step)),
+                         __ldg(batch.keys + position));
+}
+
 /// Steps one row with the sum of its gradients.
 ///
 /// The random bits of a row are those of the key and table that the batch gives for one of its uses: they are at hand,
@@ -17,13 +26,15 @@ template <typename Step, typename RowType>
 struct ApplyStep {
   using Row = RowType;
   /// Lines as wide as a row that a step holds.
+  static constexpr bool kStepsLongRowsApart = false;
   static constexpr int kNumLines = 1 + (Step::kRowwise ? 0 : Step::kNumStates) + (std::is_same_v<Row, float> ? 0 : 1);
 
   StoreView store;
   BatchView batch;
   const uint32_t* step;
   int32_t rounding;
-  Slabs<float> states[kMaxStates];
+  static constexpr int kNumStates = Step::kNumStates > 0 ? Step::kNumStates : 1;
+  Slabs<float> states[kNumStates];
   const float* hyper;
   int32_t row_gradient;
   int32_t* num_nonfinite;
@@ -113,18 +124,11 @@ struct ApplyStep {
     Row* to = store.rows.At<Row>(store.starts, row, store.dim);
     if constexpr (!std::is_same_v<Row, float>) {
       if (rounding == kRoundingStochastic) {
-        loaded.row.StoreStochastic(to, RoundingAt(position), lane, lanes, store.dim);
+        loaded.row.StoreStochastic(to, RoundingAt(store, batch, step, position), lane, lanes, store.dim);
         return;
       }
     }
     loaded.row.Store(to, lane, lanes, store.dim);
-  }
-
-  __device__ RowRounding RoundingAt(uint32_t position) const {
-    const TableOfPosition table_of{batch.tables, batch.features, batch.num_features, batch.num_keys};
-    const uint32_t table = min(table_of(position), static_cast<uint32_t>(store.num_tables) - 1);
-    return RowRounding::Of(store.tables + table * kNumTableWords, RoundingOfStep(store.seed, __ldg(step)),
-                           __ldg(batch.keys + position));
   }
 };
 
@@ -147,6 +151,13 @@ struct UpdateOf {
                           const FeaturePointers<const void>& gradients, UsesWorkspace& w, int end_bit);
 };
 
+/// The same for optimizers that are programs (row_program_cuda.cuh).
+template <typename Row>
+struct ProgramOf {
+  static LaunchError Step(Stream stream, const StoreView& store, const UpdateArguments& a,
+                          const FeaturePointers<const void>& gradients, UsesWorkspace& w, int end_bit);
+};
+
 template <typename Step, typename Row>
 LaunchError LaunchStep(Stream stream, const StoreView& store, const UpdateArguments& a,
                        const FeaturePointers<const void>& gradients, UsesWorkspace& w, int end_bit) {
@@ -155,7 +166,7 @@ LaunchError LaunchStep(Stream stream, const StoreView& store, const UpdateArgume
   apply.batch = a.batch;
   apply.step = a.step;
   apply.rounding = a.spec.rounding;
-  for (int k = 0; k < kMaxStates; ++k) apply.states[k] = a.states.data[k];
+  for (int k = 0; k < Step::kNumStates; ++k) apply.states[k] = a.states.data[k];
   apply.hyper = a.hyper;
   apply.row_gradient = a.spec.row_gradient;
   apply.num_nonfinite = a.num_nonfinite;
@@ -174,6 +185,8 @@ LaunchError UpdateOf<Row>::Step(Stream stream, const StoreView& store, const Upd
       return LaunchStep<RowwiseAdagrad, Row>(stream, store, a, gradients, w, end_bit);
     case kOptimizerAdam:
       return LaunchStep<Adam, Row>(stream, store, a, gradients, w, end_bit);
+    case kOptimizerProgram:
+      return ProgramOf<Row>::Step(stream, store, a, gradients, w, end_bit);
     default:
       return "unknown optimizer";
   }
@@ -181,6 +194,9 @@ LaunchError UpdateOf<Row>::Step(Stream stream, const StoreView& store, const Upd
 
 extern template struct UpdateOf<BFloat16>;  // update_rows16_cuda.cu
 extern template struct UpdateOf<Float16>;
+extern template struct ProgramOf<float>;  // row_program_cuda.cu
+extern template struct ProgramOf<BFloat16>;
+extern template struct ProgramOf<Float16>;
 
 }  // namespace jaxsok
 

@@ -250,7 +250,7 @@ __global__ void __launch_bounds__(kBlock, SumBlocksPerMultiprocessor<Apply, kVec
   __shared__ WarpUses uses_of_warp[kBlock / kWarp];
   const int warp_in_block = threadIdx.x / kWarp, warp_lane = threadIdx.x % kWarp;
   WarpUses& uses = uses_of_warp[warp_in_block];
-  const uint32_t warp = blockIdx.x * (kBlock / kWarp) + warp_in_block;
+  const uint32_t warp = blockIdx.x * (blockDim.x / kWarp) + warp_in_block;
   const uint32_t first = warp * kWarp;
   if (first >= num_keys) return;
   const uint32_t at = first + warp_lane, later = at + kWarp;
@@ -354,9 +354,12 @@ __global__ void __launch_bounds__(kBlock, SumBlocksPerMultiprocessor<Apply, kVec
 
 /// The partial sums of one long row.
 struct PartialsOfRow {
-  const float* partials;
+  float* partials;
   uint32_t begin, num_chunks;
   int dim;
+
+  /// Where the first one lies, and then the sum of all of them, if the row is stepped apart.
+  __device__ float* First() const { return partials + (2 * int64_t{begin / kWarp} + 1) * dim; }
 
   __device__ static PartialsOfRow Of(const UsesWorkspace& w, LongRow row, int dim) {
     return {w.partials, row.begin, CeilDiv<uint32_t>(row.num_uses, kUsesPerChunk), dim};
@@ -386,7 +389,7 @@ __global__ void __launch_bounds__(1024, 1)
     if (partials.num_chunks > kFewChunks) continue;
     const uint32_t row = w.sorted_rows[long_row.begin];
     typename Apply::template Loaded<kVector, kPerLane> loaded;
-    apply.Load(row, lane, lanes, loaded);
+    if constexpr (!Apply::kStepsLongRowsApart) apply.Load(row, lane, lanes, loaded);
     // The tree over kChunkLanes lanes, of which those from kFewChunks on have no chunk.
     const auto pair = [&](uint32_t chunk, RowPart<kVector, kPerLane>& sum) {
       RowPart<kVector, kPerLane> other;
@@ -407,7 +410,11 @@ __global__ void __launch_bounds__(1024, 1)
       right.Add(other);
     }
     sum.Add(right);
-    apply.Apply(row, w.sorted_positions[long_row.begin], long_row.num_uses, lane, lanes, group_mask, loaded, sum);
+    if constexpr (Apply::kStepsLongRowsApart) {
+      sum.Store(partials.First(), lane, lanes, view.dim);
+    } else {
+      apply.Apply(row, w.sorted_positions[long_row.begin], long_row.num_uses, lane, lanes, group_mask, loaded, sum);
+    }
   }
   for (uint32_t item = blockIdx.x; item < num_long; item += gridDim.x) {
     const LongRow long_row = w.long_rows[item];
@@ -443,7 +450,9 @@ __global__ void __launch_bounds__(1024, 1)
 #pragma unroll
       for (int i = 0; i < kVector; ++i) sum.part[k].v[i] = mine[i];
     }
-    if (chunk_lane == 0) {
+    if (Apply::kStepsLongRowsApart && chunk_lane == 0) {
+      sum.Store(partials.First(), lane, lanes, view.dim);
+    } else if (chunk_lane == 0) {
       const uint32_t row = w.sorted_rows[long_row.begin];
       const unsigned mask = GroupMask(lanes, 0);
       typename Apply::template Loaded<kVector, kPerLane> loaded;
@@ -452,6 +461,38 @@ __global__ void __launch_bounds__(1024, 1)
     }
     __syncthreads();
   }
+}
+
+// The rows whose sums the kernel before left to be applied: a group of lanes each.
+template <typename Apply, int kVector, int kPerLane>
+__global__ void __launch_bounds__(kBlock)
+    StepLongKernel(const __grid_constant__ Apply apply, UseView view, UsesWorkspace w, int lanes) {
+  const int lane = threadIdx.x % lanes;
+  const unsigned mask = GroupMask(lanes, static_cast<int>(threadIdx.x % kWarp) - lane);
+  const uint32_t num_long = *w.num_long, groups = blockDim.x / lanes;
+  for (uint32_t item = blockIdx.x * groups + threadIdx.x / lanes; item < num_long; item += gridDim.x * groups) {
+    const LongRow long_row = w.long_rows[item];
+    const uint32_t row = w.sorted_rows[long_row.begin];
+    typename Apply::template Loaded<kVector, kPerLane> loaded;
+    apply.Load(row, lane, lanes, loaded);
+    RowPart<kVector, kPerLane> sum;
+    sum.Load(PartialsOfRow::Of(w, long_row, view.dim).First(), lane, lanes, view.dim);
+    apply.Apply(row, w.sorted_positions[long_row.begin], long_row.num_uses, lane, lanes, mask, loaded, sum);
+  }
+}
+
+/// Threads of a block and the bytes of shared memory that they want beside what a kernel declares.
+struct BlockShape {
+  int threads;
+  int shared_bytes;
+};
+
+/// Lets a kernel have so many bytes of shared memory for a block.
+template <typename Kernel>
+inline LaunchError AllowShared(Kernel* kernel, int bytes) {
+  if (bytes <= 32 << 10) return nullptr;  // that and what kernels declare is always allowed
+  JAXSOK_RETURN_IF_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
+  return nullptr;
 }
 
 constexpr int kLongBlocks = kMultiprocessors * 4;  // of 32 groups of lanes; without work they cost 2 us
@@ -466,12 +507,22 @@ struct LaunchSums {
   int64_t num_keys;
   template <int kVector, int kPerLane>
   LaunchError operator()(int lanes) const {
-    const unsigned blocks = static_cast<unsigned>(CeilDiv<int64_t>(num_keys, kBlock));
+    BlockShape block{kBlock, 0};
+    if constexpr (Apply::kStepsLongRowsApart) block = apply.ShapeOfBlock(kVector * kPerLane);
+    const unsigned blocks = static_cast<unsigned>(CeilDiv<int64_t>(num_keys, block.threads));
     const uint32_t n = static_cast<uint32_t>(num_keys);
-    SumUsesKernel<Apply, kVector, kPerLane><<<blocks, kBlock, 0, stream>>>(apply, gradients, view, w, n, lanes);
+    const auto sum = SumUsesKernel<Apply, kVector, kPerLane>;
+    JAXSOK_RETURN_IF_LAUNCH(AllowShared(sum, block.shared_bytes));
+    sum<<<blocks, block.threads, block.shared_bytes, stream>>>(apply, gradients, view, w, n, lanes);
     JAXSOK_RETURN_IF_CUDA(cudaGetLastError());
     SumLongKernel<Apply, kVector, kPerLane><<<kLongBlocks, kChunkLanes * lanes, 0, stream>>>(apply, view, w, lanes);
     JAXSOK_RETURN_IF_CUDA(cudaGetLastError());
+    if constexpr (Apply::kStepsLongRowsApart) {
+      const auto step = StepLongKernel<Apply, kVector, kPerLane>;
+      JAXSOK_RETURN_IF_LAUNCH(AllowShared(step, block.shared_bytes));
+      step<<<kLongBlocks, block.threads, block.shared_bytes, stream>>>(apply, view, w, lanes);
+      JAXSOK_RETURN_IF_CUDA(cudaGetLastError());
+    }
     return nullptr;
   }
 };

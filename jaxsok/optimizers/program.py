@@ -45,6 +45,7 @@ OPS: tuple[str, ...] = (
     "tanh",
     "logistic",
     "floor",
+    "cbrt",
     "is_finite",
     "not",
     "to_bfloat16",
@@ -85,6 +86,7 @@ _UNARY = {
     "tanh": "tanh",
     "logistic": "logistic",
     "floor": "floor",
+    "cbrt": "cbrt",
     "is_finite": "is_finite",
     "not": "not",
 }
@@ -107,6 +109,7 @@ _BINARY = {
 _SWAPPED = {"gt": "less", "ge": "less_equal"}
 _REDUCTIONS = {"reduce_sum": "sum", "reduce_max": "max", "reduce_min": "min"}
 _SAME_VALUE = ("reshape", "squeeze", "expand_dims", "broadcast_in_dim", "copy", "copy_p", "transpose", "stop_gradient")
+_ON_COLUMNS = {*_UNARY, *_BINARY, *_SWAPPED, "select_n", "clamp", "square", "integer_pow", "convert_element_type"}
 _CALLS = ("jit", "pjit", "closed_call", "core_call", "remat", "checkpoint", "custom_jvp_call", "custom_vjp_call")
 
 
@@ -271,7 +274,11 @@ class _Compiler:
             raise NotARowProgram(
                 f"{self.what}: got {name} that makes {list(shape)} of one row, wanted arrays of {self.dim} or of 1."
             )
-        return [self._operation(name, equation, values)]
+        result, dtype = self._operation(name, equation, values), equation.outvars[0].aval.dtype
+        if dtype in (jnp.bfloat16, jnp.float16) and name != "convert_element_type":
+            # Registers are float32; so many bits of what an operation makes of 16-bit numbers are kept.
+            return [self._emit(f"to_{dtype.name}", result)]
+        return [result]
 
     def _operation(self, name: str, equation: Any, values: Sequence[_Value]) -> _Value:
         if name in _SAME_VALUE:
@@ -385,15 +392,19 @@ class _Compiler:
             for value, aval in zip(values, atoms, strict=True):
                 one = env[value.number] if isinstance(value, _Global) else value.value
                 # A scalar stands for an array of equal numbers.
-                operands.append(
-                    jnp.broadcast_to(jnp.asarray(one, aval.dtype).reshape(jnp.shape(one)), aval.shape)
-                    if jnp.size(one) == 1
-                    else one
-                )
+                if jnp.size(one) == 1:
+                    one = jnp.broadcast_to(jnp.asarray(one, aval.dtype).reshape(()), aval.shape)
+                operands.append(one)
             params = equation.primitive.get_bind_params(equation.params)
             out = equation.primitive.bind(*operands, **params)
             return list(out) if equation.primitive.multiple_results else [out]
 
+        if equation.primitive.name in _ON_COLUMNS and all(self._size_of(value) == 1 for value in values):
+            # Of equal numbers: one of them is enough.
+            atoms = [jax.ShapeDtypeStruct((), aval.dtype) for aval in atoms]
+            dtype = equation.outvars[0].aval.dtype
+            whole = self._global(bind, jax.ShapeDtypeStruct((0,), jnp.float32))
+            return [self._global(lambda env, hyper: env[whole.number][0], jax.ShapeDtypeStruct((), dtype))]
         whole = self._global(bind, jax.ShapeDtypeStruct((0,), jnp.float32))
         return [
             self._global(lambda env, hyper, i=i: env[whole.number][i], var.aval)

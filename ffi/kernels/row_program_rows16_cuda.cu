@@ -1,0 +1,9 @@
+// Row programs on rows of 2 bytes a number (row_program_cuda.cuh).
+#include "row_program_cuda.cuh"
+
+namespace jaxsok {
+
+template struct ProgramOf<BFloat16>;
+template struct ProgramOf<Float16>;
+
+}  // namespace jaxsok
