@@ -63,7 +63,7 @@ enum RowOp : int {
   kRowSelect,            // a ? b : c
   kRowMultiplyAdd,       // a * b + c, rounded twice
   kRowMultiplySubtract,  // c - a * b, rounded twice
-  kRowSum,               // over the columns, in the order of LaneShape
+  kRowSum,               // over the columns, in the order of LaneShape::OfProgram
   kRowMax,
   kRowMin,
   kRowOutput,
@@ -82,6 +82,15 @@ struct RowProgram {
   int32_t num_ops;
   int32_t num_registers;
   RowInstruction ops[kMaxRowOps];
+
+  /// Scalars that operands name.
+  int32_t NumScalars() const {
+    int least = -1;
+    for (int i = 0; i < num_ops; ++i) {
+      for (const int operand : {ops[i].a, ops[i].b, ops[i].c}) least = operand < least ? operand : least;
+    }
+    return -1 - least;
+  }
 
   /// From the words of the handler's attribute; null, or what is wrong with them.
   const char* Read(const int32_t* words, int64_t num_words, int32_t registers, int num_states, int64_t num_scalars) {

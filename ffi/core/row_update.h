@@ -34,11 +34,19 @@ struct LaneShape {
   int vector;  // 4 when dim is a multiple of 4 (16-byte loads), else 1
   int lanes;   // a power of two, at most 32
 
-  JAXSOK_HOST_DEVICE static LaneShape Of(int dim) {
+  JAXSOK_HOST_DEVICE static LaneShape Of(int dim) { return Dealt(dim, kVectorsPerLane, kSinglesPerLane); }
+
+  /// That of row programs, whose instructions cost less the more columns each takes.
+  JAXSOK_HOST_DEVICE static LaneShape OfProgram(int dim) {
+    return Dealt(dim, 2 * kVectorsPerLane, 2 * kSinglesPerLane);
+  }
+
+ private:
+  JAXSOK_HOST_DEVICE static LaneShape Dealt(int dim, int vectors_per_lane, int singles_per_lane) {
     LaneShape shape;
     shape.vector = dim % 4 == 0 ? 4 : 1;
     const int vectors = dim / shape.vector;
-    const int per_lane = shape.vector == 4 ? kVectorsPerLane : kSinglesPerLane;
+    const int per_lane = shape.vector == 4 ? vectors_per_lane : singles_per_lane;
     shape.lanes = 1;
     while (shape.lanes * per_lane < vectors && shape.lanes < 32) shape.lanes *= 2;
     return shape;

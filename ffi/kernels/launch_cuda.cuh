@@ -276,11 +276,17 @@ constexpr int RowsInFlight() {
   return kFloats >= kWanted ? 1 : kWanted / kFloats;
 }
 
+/// Vectors of a row that a lane holds, as kernels are compiled for them: a power of two, at least as many as there are.
+inline int ShapePerLane(int dim, LaneShape shape) {
+  int per_lane = 1;
+  while (per_lane * shape.lanes * shape.vector < dim) per_lane *= 2;
+  return per_lane;
+}
+
 /// Calls body.operator()<kVector, kPerLane>() with the shape of a row of `dim` columns: kPerLane vectors a lane.
 template <typename Body>
-inline LaunchError DispatchShape(int dim, const Body& body) {
-  const LaneShape shape = LaneShape::Of(dim);
-  const int per_lane = CeilDiv(dim / shape.vector, shape.lanes);
+inline LaunchError DispatchShape(int dim, LaneShape shape, const Body& body) {
+  const int per_lane = ShapePerLane(dim, shape);
   if (shape.vector == 4) {
     if (per_lane <= 1) return body.template operator()<4, 1>(shape.lanes);
     if (per_lane <= 2) return body.template operator()<4, 2>(shape.lanes);
@@ -295,6 +301,11 @@ inline LaunchError DispatchShape(int dim, const Body& body) {
     if (per_lane <= 32) return body.template operator()<1, 32>(shape.lanes);
   }
   return "rows of more than 1024 columns";
+}
+
+template <typename Body>
+inline LaunchError DispatchShape(int dim, const Body& body) {
+  return DispatchShape(dim, LaneShape::Of(dim), body);
 }
 
 }  // namespace jaxsok

@@ -41,11 +41,11 @@ struct OverColumns {
   }
 };
 
-/// What each lane of LaneShape joins of its own columns, in order, then the lanes in a butterfly.
+/// What each lane of LaneShape::OfProgram joins of its own columns, in order, then the lanes in a butterfly.
 template <int kCode>
 float Reduced(const float* values, int32_t dim) {
-  const LaneShape shape = LaneShape::Of(dim);
-  float lanes[32];
+  const LaneShape shape = LaneShape::OfProgram(dim);
+  float lanes[32] = {};
   for (int l = 0; l < shape.lanes; ++l) lanes[l] = StartOf<kCode>();
   for (int32_t start = 0; start < dim; start += shape.lanes * shape.vector) {
     for (int l = 0; l < shape.lanes; ++l) {

@@ -28,7 +28,7 @@ struct RowMachine {
 /// Runs the operations on columns of a program, from `op` to the next that is none; the number of that one.
 int32_t RunColumnOps(const RowMachine& machine, int32_t op);
 
-/// Runs a reduction; LaneShape tells its order.
+/// Runs a reduction; LaneShape::OfProgram tells its order.
 void RunReduction(const RowMachine& machine, const RowInstruction& op);
 
 /// Runs a program. put(slot, values, is_scalar) is called for each output: slot 0 is the row, 1 + k state k.

@@ -1,12 +1,14 @@
 // Row programs on a GPU: what uses_cuda.cuh applies to a row's gradients, operation by operation.
 //
-// A register lies in shared memory, each lane's columns of it (LaneShape) at places of the lane's own, so that no lane
-// ever waits for another but in a reduction:
+// A register lies in shared memory, each lane's columns of it at places of the lane's own, so that no lane ever waits
+// for another but in a reduction:
 //
-//   word (register * per_lane + k) * threads + thread     vector k of the thread's columns: 16 bytes, or 4
+//   (register * per_lane + k) * threads + thread     vector k of the thread's columns: 16 bytes, or 4
+//   after all registers                              the scalars, four times each
 //
 // A row and its states are copied there from memory without passing through the lane's own registers, while its
-// gradients are summed. One instruction is looked up for all of a lane's columns, eight at a time.
+// gradients are summed. What an instruction costs beside its arithmetic (fetch, addresses, choice of the operation) is
+// paid once for sixteen columns: lanes are dealt twice as many as elsewhere (LaneShape::OfProgram).
 #ifndef JAXSOK_KERNELS_ROW_PROGRAM_CUDA_CUH_
 #define JAXSOK_KERNELS_ROW_PROGRAM_CUDA_CUH_
 
@@ -17,135 +19,191 @@
 
 namespace jaxsok {
 
-/// The registers of one lane.
-template <int kVector>
-struct LaneRegisters {
-  Columns<kVector>* base;  // of this thread
-  int threads;             // of the block
-  int per_lane;
+/// One instruction as lanes take it: places in shared memory, in bytes from its begin.
+struct LaneInstruction {
+  uint32_t code_and_to;  // code, and from bit 8 on the destination: a place, or the number of an output
+  uint32_t a, b, c;      // places; kOfLane: the lane's own part of a register, else a scalar
+};
+constexpr uint32_t kOfLane = uint32_t{1} << 31;
 
-  __device__ Columns<kVector>& At(int number, int k) const { return base[(number * per_lane + k) * threads]; }
+/// `kVector` numbers in shared memory. The addresses are those of the shared window.
+template <int kVector>
+struct SharedColumns;
+template <>
+struct SharedColumns<4> {
+  __device__ static Columns<4> Load(uint32_t at) {
+    Columns<4> columns;
+    asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(columns.v[0]), "=f"(columns.v[1]), "=f"(columns.v[2]), "=f"(columns.v[3])
+                 : "r"(at)
+                 : "memory");
+    return columns;
+  }
+  __device__ static void Store(uint32_t at, const Columns<4>& columns) {
+    asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(at), "f"(columns.v[0]), "f"(columns.v[1]),
+                 "f"(columns.v[2]), "f"(columns.v[3])
+                 : "memory");
+  }
+};
+template <>
+struct SharedColumns<1> {
+  __device__ static Columns<1> Load(uint32_t at) {
+    Columns<1> columns;
+    asm volatile("ld.shared.f32 %0, [%1];" : "=f"(columns.v[0]) : "r"(at) : "memory");
+    return columns;
+  }
+  __device__ static void Store(uint32_t at, const Columns<1>& columns) {
+    asm volatile("st.shared.f32 [%0], %1;" ::"r"(at), "f"(columns.v[0]) : "memory");
+  }
 };
 
-/// What operands stand for beside registers.
-struct LaneScalars {
-  const float* scalars;
-  float num_uses;
-  __device__ float At(int operand) const { return operand == -1 ? num_uses : __ldg(scalars - 2 - operand); }
+/// The shared memory of a block, as one of its lanes sees it.
+template <int kVector>
+struct LaneMemory {
+  static constexpr uint32_t kBytes = kVector * sizeof(float);
+
+  char* begin;      // of the block's part
+  uint32_t window;  // the same as an address of the shared window
+  uint32_t of_lane, stride;
+
+  __device__ static LaneMemory Of() {
+    extern __shared__ float4 shared_registers[];
+    return {reinterpret_cast<char*>(shared_registers),
+            static_cast<uint32_t>(__cvta_generic_to_shared(shared_registers)), threadIdx.x * kBytes,
+            blockDim.x * kBytes};
+  }
+  /// Vector k of register `number`, of rows with `per_lane` vectors a lane.
+  __device__ uint32_t PlaceOf(int number, int per_lane, int k) const {
+    return (number * per_lane + k) * stride + of_lane;
+  }
+  __device__ void* At(uint32_t place) const { return begin + place; }
+  __device__ Columns<kVector> Get(uint32_t place) const { return SharedColumns<kVector>::Load(window + place); }
+  __device__ void Put(uint32_t place, const Columns<kVector>& columns) const {
+    SharedColumns<kVector>::Store(window + place, columns);
+  }
 };
 
 /// Vectors that one instruction takes at a time.
-template <int kVector>
+template <int kVector, int kPerLane>
 constexpr int VectorsAtOnce() {
-  return 8 / kVector;
+  return kPerLane * kVector < 16 ? kPerLane : 16 / kVector;
 }
 
-template <int kVector>
-using Operands = Columns<kVector>[VectorsAtOnce<kVector>()];
+/// Where the columns of an operand lie: a scalar's are all at one place.
+struct OperandPlaces {
+  uint32_t first, step;
 
-template <int kVector>
-__device__ __forceinline__ void LoadOperand(const LaneRegisters<kVector>& registers, const LaneScalars& scalars,
-                                            int operand, int first, Operands<kVector>& to) {
-  constexpr int kAtOnce = VectorsAtOnce<kVector>();
-  if (operand >= 0) {
-#pragma unroll
-    for (int k = 0; k < kAtOnce; ++k) {
-      if (first + k < registers.per_lane) to[k] = registers.At(operand, first + k);
-    }
-  } else {
-    const float value = scalars.At(operand);
-#pragma unroll
-    for (int k = 0; k < kAtOnce; ++k) {
-#pragma unroll
-      for (int i = 0; i < kVector; ++i) to[k].v[i] = value;
-    }
+  template <int kVector>
+  __device__ static OperandPlaces Of(const LaneMemory<kVector>& memory, uint32_t operand) {
+    const uint32_t is_of_lane = static_cast<uint32_t>(static_cast<int32_t>(operand) >> 31);
+    return {(operand & ~kOfLane) + (memory.of_lane & is_of_lane), memory.stride & is_of_lane};
   }
-}
+};
 
-template <int kCode, int kVector>
-__device__ __forceinline__ void OverOperands(Operands<kVector>& a, const Operands<kVector>& b,
-                                             const Operands<kVector>& c) {
+template <int kCode, int kVector, int kCount>
+__device__ __forceinline__ void OverColumns(Columns<kVector> (&a)[kCount], const Columns<kVector> (&b)[kCount],
+                                            const Columns<kVector> (&c)[kCount]) {
 #pragma unroll
-  for (int k = 0; k < VectorsAtOnce<kVector>(); ++k) {
+  for (int k = 0; k < kCount; ++k) {
 #pragma unroll
     for (int i = 0; i < kVector; ++i) a[k].v[i] = RowOpOf<kCode>(a[k].v[i], b[k].v[i], c[k].v[i]);
   }
 }
 
-template <int kCode, int kVector>
-__device__ __forceinline__ float ReducedOver(const LaneRegisters<kVector>& registers, const LaneScalars& scalars,
-                                             int operand, int lane, int lanes, unsigned mask, int dim) {
-  float sum = StartOf<kCode>();
-  for (int k = 0; k < registers.per_lane; ++k) {
-    if ((lane + k * lanes) * kVector >= dim) break;
-#pragma unroll
-    for (int i = 0; i < kVector; ++i) {
-      sum = JoinOf<kCode>(sum, operand >= 0 ? registers.At(operand, k).v[i] : scalars.At(operand));
-    }
+/// An instruction of JAXSOK_HEAVY_ROW_OPS for one number. Not inlined: it would take all registers.
+static __device__ __noinline__ float HeavyOf(int code, float a, float b) {
+  switch (code) {
+#define JAXSOK_ROW_OP(name) \
+  case name:                \
+    return RowOpOf<name>(a, b, 0.0f);
+    JAXSOK_HEAVY_ROW_OPS(JAXSOK_ROW_OP)
+#undef JAXSOK_ROW_OP
+    default:
+      return a;
   }
-  for (int offset = lanes / 2; offset >= 1; offset /= 2) {
-    sum = JoinOf<kCode>(sum, __shfl_xor_sync(mask, sum, offset));
+}
+
+/// The columns of a row over which a reduction goes, and the lanes that hold them.
+struct RowShape {
+  int lane, lanes;
+  unsigned mask;
+  int dim;
+};
+
+template <int kCode, int kVector, int kPerLane>
+__device__ __forceinline__ float ReducedOver(const LaneMemory<kVector>& memory, OperandPlaces places,
+                                             const RowShape& row) {
+  float sum = StartOf<kCode>();
+#pragma unroll
+  for (int k = 0; k < kPerLane; ++k) {
+    if ((row.lane + k * row.lanes) * kVector >= row.dim) break;
+    const Columns<kVector> columns = memory.Get(places.first + k * places.step);
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) sum = JoinOf<kCode>(sum, columns.v[i]);
+  }
+  for (int offset = row.lanes / 2; offset >= 1; offset /= 2) {
+    sum = JoinOf<kCode>(sum, __shfl_xor_sync(row.mask, sum, offset));
   }
   return sum;
 }
 
-/// Runs an instruction of JAXSOK_HEAVY_ROW_OPS, one number at a time: unrolled they would take all registers.
-template <int kVector>
-__device__ __noinline__ void RunHeavy(RowInstruction op, LaneRegisters<kVector> registers, LaneScalars scalars) {
-#pragma unroll 1
-  for (int at = 0; at < registers.per_lane * kVector; ++at) {
-    const int k = at / kVector, i = at % kVector;
-    const float a = op.a >= 0 ? registers.At(op.a, k).v[i] : scalars.At(op.a);
-    const float b = op.code != kRowPower ? 0.0f : op.b >= 0 ? registers.At(op.b, k).v[i] : scalars.At(op.b);
-    float value = a;
-    switch (op.code) {
-#define JAXSOK_ROW_OP(name)            \
-  case name:                           \
-    value = RowOpOf<name>(a, b, 0.0f); \
-    break;
-      JAXSOK_HEAVY_ROW_OPS(JAXSOK_ROW_OP)
-#undef JAXSOK_ROW_OP
-      default:
-        break;
-    }
-    registers.At(op.to, k).v[i] = value;
-  }
-}
-
-/// Runs one instruction that is no output. `mask`: the lanes of the group, which call it together.
-template <int kVector>
-__device__ __noinline__ void RunInstruction(RowInstruction op, LaneRegisters<kVector> registers, LaneScalars scalars,
-                                            int lane, int lanes, unsigned mask, int dim) {
-  constexpr int kAtOnce = VectorsAtOnce<kVector>();
-  Operands<kVector> a, b, c;
-  if (op.code >= kRowSum) {
-    const float value = op.code == kRowSum   ? ReducedOver<kRowSum>(registers, scalars, op.a, lane, lanes, mask, dim)
-                        : op.code == kRowMax ? ReducedOver<kRowMax>(registers, scalars, op.a, lane, lanes, mask, dim)
-                                             : ReducedOver<kRowMin>(registers, scalars, op.a, lane, lanes, mask, dim);
-    for (int k = 0; k < registers.per_lane; ++k) {
+/// Runs one instruction that is no output.
+template <int kVector, int kPerLane>
+__device__ __forceinline__ void RunInstruction(const LaneInstruction& op, const LaneMemory<kVector>& memory,
+                                               const RowShape& row) {
+  constexpr int kAtOnce = VectorsAtOnce<kVector, kPerLane>();
+  const int code = static_cast<int>(op.code_and_to & 0xff);
+  const uint32_t to = (op.code_and_to >> 8) + memory.of_lane;
+  const OperandPlaces at_a = OperandPlaces::Of(memory, op.a);
+  if (code >= kRowSum) {
+    Columns<kVector> columns;
+    const float value = code == kRowSum   ? ReducedOver<kRowSum, kVector, kPerLane>(memory, at_a, row)
+                        : code == kRowMax ? ReducedOver<kRowMax, kVector, kPerLane>(memory, at_a, row)
+                                          : ReducedOver<kRowMin, kVector, kPerLane>(memory, at_a, row);
 #pragma unroll
-      for (int i = 0; i < kVector; ++i) registers.At(op.to, k).v[i] = value;
-    }
+    for (int i = 0; i < kVector; ++i) columns.v[i] = value;
+#pragma unroll
+    for (int k = 0; k < kPerLane; ++k) memory.Put(to + k * memory.stride, columns);
     return;
   }
-  for (int first = 0; first < registers.per_lane; first += kAtOnce) {
-    LoadOperand<kVector>(registers, scalars, op.a, first, a);
-    if (ReadsSecond(op.code)) LoadOperand<kVector>(registers, scalars, op.b, first, b);
-    if (ReadsThird(op.code)) LoadOperand<kVector>(registers, scalars, op.c, first, c);
-    switch (op.code) {
-#define JAXSOK_ROW_OP(name)               \
-  case name:                              \
-    OverOperands<name, kVector>(a, b, c); \
+  const OperandPlaces at_b = OperandPlaces::Of(memory, op.b), at_c = OperandPlaces::Of(memory, op.c);
+#pragma unroll 1
+  for (int first = 0; first < kPerLane; first += kAtOnce) {
+    Columns<kVector> a[kAtOnce], b[kAtOnce], c[kAtOnce];
+#pragma unroll
+    for (int k = 0; k < kAtOnce; ++k) a[k] = memory.Get(at_a.first + (first + k) * at_a.step);
+    if (ReadsSecond(code)) {
+#pragma unroll
+      for (int k = 0; k < kAtOnce; ++k) b[k] = memory.Get(at_b.first + (first + k) * at_b.step);
+    }
+    if (ReadsThird(code)) {
+#pragma unroll
+      for (int k = 0; k < kAtOnce; ++k) c[k] = memory.Get(at_c.first + (first + k) * at_c.step);
+    }
+    // The commonest first: what follows is a tree of comparisons.
+    if (code == kRowMultiply) {
+      OverColumns<kRowMultiply>(a, b, c);
+    } else if (code == kRowMultiplyAdd) {
+      OverColumns<kRowMultiplyAdd>(a, b, c);
+    } else {
+      switch (code) {
+#define JAXSOK_ROW_OP(name)     \
+  case name:                    \
+    OverColumns<name>(a, b, c); \
     break;
-      JAXSOK_LIGHT_ROW_OPS(JAXSOK_ROW_OP)
+        JAXSOK_LIGHT_ROW_OPS(JAXSOK_ROW_OP)
 #undef JAXSOK_ROW_OP
-      default:  // a heavy one
-        return RunHeavy<kVector>(op, registers, scalars);
+        default:  // a heavy one
+#pragma unroll
+          for (int k = 0; k < kAtOnce; ++k) {
+#pragma unroll
+            for (int i = 0; i < kVector; ++i) a[k].v[i] = HeavyOf(code, a[k].v[i], b[k].v[i]);
+          }
+          break;
+      }
     }
 #pragma unroll
-    for (int k = 0; k < kAtOnce; ++k) {
-      if (first + k < registers.per_lane) registers.At(op.to, first + k) = a[k];
-    }
+    for (int k = 0; k < kAtOnce; ++k) memory.Put(to + (first + k) * memory.stride, a[k]);
   }
 }
 
@@ -155,7 +213,7 @@ struct ApplyProgram {
   using Row = RowType;
   static constexpr int kNumLines = 2;  // of gradients: rows and states lie in shared memory
   static constexpr bool kStepsLongRowsApart = true;
-  static constexpr int kSharedBytes = 56 << 10;  // of a block: four fit a multiprocessor
+  static constexpr int kSharedBytes = 100 << 10;  // of a block: two fit a multiprocessor
 
   StoreView store;
   BatchView batch;
@@ -166,41 +224,72 @@ struct ApplyProgram {
   const float* num_uses;
   int32_t row_gradient;
   int32_t* num_nonfinite;
-  RowProgram program;
-
-  /// Blocks for rows of which a lane holds `floats` numbers: smaller ones where registers are many or wide, so that
-  /// several fit a multiprocessor.
-  BlockShape ShapeOfBlock(int floats) const {
-    const int bytes = program.num_registers * floats * static_cast<int>(sizeof(float));  // of a thread
-    int threads = kBlock;
-    while (threads > 2 * kWarp && threads * bytes > kSharedBytes) threads /= 2;
-    return {threads, threads * bytes};
-  }
+  int32_t num_scalars, num_registers, num_ops;
+  int32_t uses_register;  // which holds the number of uses; -1: nobody reads it
+  uint32_t scalars_place;
+  LaneInstruction ops[kMaxRowOps];
 
   /// Nothing: shared memory has it.
   template <int kVector, int kPerLane>
   struct Loaded {};
 
-  template <int kVector>
-  __device__ static LaneRegisters<kVector> Registers(int per_lane) {
+  /// Translates a program for rows of a shape, and says which blocks it wants: smaller ones where registers are many
+  /// or wide, so that two of them fit a multiprocessor.
+  BlockShape Translate(const RowProgram& program, int vector, int per_lane) {
+    num_ops = program.num_ops;
+    num_registers = program.num_registers;
+    uses_register = -1;
+    for (int i = 0; i < num_ops; ++i) {
+      const RowInstruction& op = program.ops[i];
+      if (op.a == -1 || op.b == -1 || op.c == -1) uses_register = program.num_registers;
+    }
+    if (uses_register >= 0) ++num_registers;
+    const int vector_bytes = vector * static_cast<int>(sizeof(float));
+    const int scalar_bytes = num_scalars * static_cast<int>(sizeof(float4));
+    const auto bytes_of = [&](int threads) { return num_registers * per_lane * threads * vector_bytes + scalar_bytes; };
+    int threads = kBlock;
+    while (threads > 2 * kWarp && bytes_of(threads) > kSharedBytes) threads /= 2;
+    scalars_place = static_cast<uint32_t>(bytes_of(threads) - scalar_bytes);
+    const auto register_at = [&](int number) {
+      return static_cast<uint32_t>(number) * per_lane * threads * vector_bytes;
+    };
+    const auto place_of = [&](int operand) {
+      if (operand >= 0) return kOfLane | register_at(operand);
+      if (operand == -1) return kOfLane | register_at(uses_register);
+      return scalars_place + static_cast<uint32_t>(-2 - operand) * static_cast<uint32_t>(sizeof(float4));
+    };
+    for (int i = 0; i < num_ops; ++i) {
+      const RowInstruction& op = program.ops[i];
+      const uint32_t to = op.code == kRowOutput ? op.to : register_at(op.to);
+      ops[i] = {op.code | to << 8, place_of(op.a), place_of(op.b), place_of(op.c)};
+    }
+    return {threads, bytes_of(threads)};
+  }
+
+  /// Puts the scalars where instructions find them. The whole block calls it.
+  __device__ void Begin() const {
     extern __shared__ float4 shared_registers[];
-    return {reinterpret_cast<Columns<kVector>*>(shared_registers) + threadIdx.x, static_cast<int>(blockDim.x),
-            per_lane};
+    float4* to = reinterpret_cast<float4*>(reinterpret_cast<char*>(shared_registers) + scalars_place);
+    for (int i = static_cast<int>(threadIdx.x); i < num_scalars; i += static_cast<int>(blockDim.x)) {
+      const float value = __ldg(scalars + i);
+      to[i] = make_float4(value, value, value, value);
+    }
+    __syncthreads();
   }
 
   /// Begins to copy the row and its states.
   template <int kVector, int kPerLane>
   __device__ void Load(uint32_t row, int lane, int lanes, Loaded<kVector, kPerLane>&) const {
-    const LaneRegisters<kVector> registers = Registers<kVector>(kPerLane);
+    const LaneMemory<kVector> memory = LaneMemory<kVector>::Of();
     const Row* from = store.rows.At<Row>(store.starts, row, store.dim);
 #pragma unroll
     for (int k = 0; k < kPerLane; ++k) {
       const int column = (lane + k * lanes) * kVector;
       if (column >= store.dim) continue;
       if constexpr (std::is_same_v<Row, float>) {
-        __pipeline_memcpy_async(&registers.At(1, k), from + column, sizeof(Columns<kVector>));
+        __pipeline_memcpy_async(memory.At(memory.PlaceOf(1, kPerLane, k)), from + column, memory.kBytes);
       } else {
-        registers.At(1, k) = Columns<kVector>::LoadPlain(from + column);
+        memory.Put(memory.PlaceOf(1, kPerLane, k), Columns<kVector>::LoadPlain(from + column));
       }
     }
     for (int s = 0; s < states.num_states; ++s) {
@@ -209,9 +298,8 @@ struct ApplyProgram {
 #pragma unroll
       for (int k = 0; k < kPerLane; ++k) {
         const int column = (lane + k * lanes) * kVector;
-        if (column < store.dim) {
-          __pipeline_memcpy_async(&registers.At(2 + s, k), state + column, sizeof(Columns<kVector>));
-        }
+        if (column >= store.dim) continue;
+        __pipeline_memcpy_async(memory.At(memory.PlaceOf(2 + s, kPerLane, k)), state + column, memory.kBytes);
       }
     }
     __pipeline_commit();
@@ -222,23 +310,21 @@ struct ApplyProgram {
   __device__ void Apply(uint32_t row, uint32_t position, uint32_t uses, int lane, int lanes, unsigned mask,
                         Loaded<kVector, kPerLane>&, RowPart<kVector, kPerLane>& gradient) const {
     if (row_gradient != kRowGradientSum) gradient.Scale(RowGradientScale(row_gradient, uses));
-    const LaneRegisters<kVector> registers = Registers<kVector>(kPerLane);
+    const LaneMemory<kVector> memory = LaneMemory<kVector>::Of();
     float zero = 0.0f;  // NaN once a gradient is infinite or NaN
 #pragma unroll
     for (int k = 0; k < kPerLane; ++k) {
       if ((lane + k * lanes) * kVector >= store.dim) continue;
-      registers.At(0, k) = gradient.part[k];
+      memory.Put(memory.PlaceOf(0, kPerLane, k), gradient.part[k]);
 #pragma unroll
       for (int i = 0; i < kVector; ++i) zero = __fmaf_rn(gradient.part[k].v[i], 0.0f, zero);
     }
     for (int s = 0; s < states.num_states; ++s) {
-      if (states.width[s] == store.dim) continue;
-      const float value = *states.data[s].At(store.starts, row, 1);
-#pragma unroll
-      for (int k = 0; k < kPerLane; ++k) {
-#pragma unroll
-        for (int i = 0; i < kVector; ++i) registers.At(2 + s, k).v[i] = value;
-      }
+      if (states.width[s] == 1) Fill<kVector, kPerLane>(memory, 2 + s, *states.data[s].At(store.starts, row, 1));
+    }
+    if (uses_register >= 0) {
+      const float number = num_uses == nullptr ? static_cast<float>(uses) : __ldg(num_uses + position);
+      Fill<kVector, kPerLane>(memory, uses_register, number);
     }
     const bool is_finite = __all_sync(mask, zero == 0.0f);
     __pipeline_wait_prior(0);
@@ -249,62 +335,66 @@ struct ApplyProgram {
       }
       return;
     }
-    Run(registers, row, position, uses, lane, lanes, mask);
+    Run<kVector, kPerLane>(memory, row, position, {lane, lanes, mask, store.dim});
   }
 
  private:
-  template <int kVector>
-  __device__ void Run(const LaneRegisters<kVector>& registers, uint32_t row, uint32_t position, uint32_t uses, int lane,
-                      int lanes, unsigned mask) const {
-    const LaneScalars of_row{scalars, num_uses == nullptr ? static_cast<float>(uses) : __ldg(num_uses + position)};
-    for (int at = 0; at < program.num_ops; ++at) {
-      const RowInstruction op = program.ops[at];
-      if (op.code != kRowOutput) {
-        RunInstruction<kVector>(op, registers, of_row, lane, lanes, mask, store.dim);
-      } else if (op.to == 0) {
-        WriteRow(registers, of_row, op.a, row, position, lane, lanes);
-      } else if (states.width[op.to - 1] == store.dim) {
-        float* state = states.data[op.to - 1].At(store.starts, row, store.dim);
-        Write(registers, of_row, op.a, lane, lanes,
-              [&](const Columns<kVector>& columns, int column) { columns.Store(state + column); });
-      } else if (lane == 0) {
-        *states.data[op.to - 1].At(store.starts, row, 1) = op.a >= 0 ? registers.At(op.a, 0).v[0] : of_row.At(op.a);
+  template <int kVector, int kPerLane>
+  __device__ static void Fill(const LaneMemory<kVector>& memory, int number, float value) {
+    Columns<kVector> columns;
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) columns.v[i] = value;
+#pragma unroll
+    for (int k = 0; k < kPerLane; ++k) memory.Put(memory.PlaceOf(number, kPerLane, k), columns);
+  }
+
+  template <int kVector, int kPerLane>
+  __device__ void Run(const LaneMemory<kVector>& memory, uint32_t row, uint32_t position, const RowShape& shape) const {
+    for (int at = 0; at < num_ops; ++at) {
+      const LaneInstruction op = ops[at];
+      if ((op.code_and_to & 0xff) != kRowOutput) {
+        RunInstruction<kVector, kPerLane>(op, memory, shape);
+        continue;
+      }
+      const OperandPlaces places = OperandPlaces::Of(memory, op.a);
+      const int state = static_cast<int>(op.code_and_to >> 8) - 1;
+      if (state < 0) {
+        WriteRow<kVector, kPerLane>(memory, places, row, position, shape);
+      } else if (states.width[state] == store.dim) {
+        float* to = states.data[state].At(store.starts, row, store.dim);
+        Write<kVector, kPerLane>(memory, places, shape,
+                                 [&](const Columns<kVector>& columns, int column) { columns.Store(to + column); });
+      } else if (shape.lane == 0) {
+        *states.data[state].At(store.starts, row, 1) = memory.Get(places.first).v[0];
       }
     }
   }
 
-  template <int kVector>
-  __device__ void WriteRow(const LaneRegisters<kVector>& registers, const LaneScalars& of_row, int operand,
-                           uint32_t row, uint32_t position, int lane, int lanes) const {
+  template <int kVector, int kPerLane>
+  __device__ void WriteRow(const LaneMemory<kVector>& memory, OperandPlaces places, uint32_t row, uint32_t position,
+                           const RowShape& shape) const {
     Row* to = store.rows.At<Row>(store.starts, row, store.dim);
     if constexpr (!std::is_same_v<Row, float>) {
       if (rounding == kRoundingStochastic) {
         const RowRounding bits = RoundingAt(store, batch, step, position);
-        Write(registers, of_row, operand, lane, lanes, [&](const Columns<kVector>& columns, int column) {
+        Write<kVector, kPerLane>(memory, places, shape, [&](const Columns<kVector>& columns, int column) {
           columns.StoreStochastic(to + column, bits, static_cast<uint32_t>(column));
         });
         return;
       }
     }
-    Write(registers, of_row, operand, lane, lanes,
-          [&](const Columns<kVector>& columns, int column) { columns.Store(to + column); });
+    Write<kVector, kPerLane>(memory, places, shape,
+                             [&](const Columns<kVector>& columns, int column) { columns.Store(to + column); });
   }
 
   /// put(columns, first column) for each vector of an operand.
-  template <int kVector, typename Put>
-  __device__ void Write(const LaneRegisters<kVector>& registers, const LaneScalars& of_row, int operand, int lane,
-                        int lanes, const Put& put) const {
-    for (int k = 0; k < registers.per_lane; ++k) {
-      const int column = (lane + k * lanes) * kVector;
-      if (column >= store.dim) break;
-      Columns<kVector> columns;
-      if (operand >= 0) {
-        columns = registers.At(operand, k);
-      } else {
+  template <int kVector, int kPerLane, typename Put>
+  __device__ static void Write(const LaneMemory<kVector>& memory, OperandPlaces places, const RowShape& shape,
+                               const Put& put) {
 #pragma unroll
-        for (int i = 0; i < kVector; ++i) columns.v[i] = of_row.At(operand);
-      }
-      put(columns, column);
+    for (int k = 0; k < kPerLane; ++k) {
+      const int column = (shape.lane + k * shape.lanes) * kVector;
+      if (column < shape.dim) put(memory.Get(places.first + k * places.step), column);
     }
   }
 };
@@ -322,8 +412,12 @@ LaunchError ProgramOf<Row>::Step(Stream stream, const StoreView& store, const Up
   apply.num_uses = a.spec.num_uses;
   apply.row_gradient = a.spec.row_gradient;
   apply.num_nonfinite = a.num_nonfinite;
-  apply.program = *a.spec.program;
-  return LaunchUses(stream, apply, gradients, a.batch, w, store.dim, store.dim * a.gradient_bytes, end_bit);
+  apply.num_scalars = a.spec.program->NumScalars();
+  const LaneShape shape = LaneShape::OfProgram(store.dim);
+  const int per_lane = ShapePerLane(store.dim, shape);
+  const BlockShape block = apply.Translate(*a.spec.program, shape.vector, per_lane);
+  return LaunchUses(stream, apply, gradients, a.batch, w, store.dim, store.dim * a.gradient_bytes, end_bit, shape,
+                    block);
 }
 
 }  // namespace jaxsok

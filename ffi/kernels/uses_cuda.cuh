@@ -6,9 +6,12 @@
 //   sort   (row, position), stable: a row's uses stand together, by position
 //   sum    a warp takes 32 sorted uses. Rows with at most 32 uses are summed and applied at once; of longer rows
 //          every 32 uses give a partial sum, and the row is put into a list
+//   hot    of a row with very many partial sums: a block adds those of one lane (kChunkLanes)
 //   long   a group of lanes, or where there are many partial sums a block, takes one row of that list
 #ifndef JAXSOK_KERNELS_USES_CUDA_CUH_
 #define JAXSOK_KERNELS_USES_CUDA_CUH_
+
+#include <cuda_pipeline_primitives.h>
 
 #include <cub/device/device_radix_sort.cuh>
 #include <type_traits>
@@ -30,14 +33,18 @@ struct LongRow {
   uint32_t num_uses;
 };
 
+/// Chunks from which on a row's partial sums are spread over blocks, one for each of the kChunkLanes lanes.
+constexpr uint32_t kManyChunks = 512;
+
 struct UsesWorkspace {
-  uint32_t* num_long;     // [1]
+  uint32_t* num_long;     // [2]: of long_rows, of hot_rows
   uint32_t* rows;         // [num_keys]
   uint32_t* positions;    // [num_keys]
   uint32_t* sorted_rows;  // [num_keys]
   uint32_t* sorted_positions;
   UseFactor* factors;  // [num_keys], by position
   LongRow* long_rows;  // [num_keys / 32 + 1]: rows with more than 32 uses
+  LongRow* hot_rows;   // [num_chunks / kManyChunks + 1]: those of them with more than kManyChunks chunks
   float* partials;     // [2 * (num_keys / 32 + 1), dim]
   void* sort_storage;
   size_t sort_bytes;
@@ -46,13 +53,14 @@ struct UsesWorkspace {
 inline LaunchError CutUses(void* workspace, int64_t num_keys, int32_t dim, int end_bit, UsesWorkspace* w) {
   const int64_t num_chunks = CeilDiv<int64_t>(num_keys, kUsesPerChunk);
   WorkspaceCutter cutter(workspace);
-  w->num_long = cutter.Take<uint32_t>(1);
+  w->num_long = cutter.Take<uint32_t>(2);
   w->rows = cutter.Take<uint32_t>(num_keys);
   w->positions = cutter.Take<uint32_t>(num_keys);
   w->sorted_rows = cutter.Take<uint32_t>(num_keys);
   w->sorted_positions = cutter.Take<uint32_t>(num_keys);
   w->factors = cutter.Take<UseFactor>(num_keys);
   w->long_rows = cutter.Take<LongRow>(num_chunks);
+  w->hot_rows = cutter.Take<LongRow>(num_chunks / kManyChunks + 1);
   w->partials = cutter.Take<float>(2 * num_chunks * dim);
   w->sort_storage = cutter.Rest();
   JAXSOK_RETURN_IF_CUDA(cub::DeviceRadixSort::SortPairs(nullptr, w->sort_bytes, w->rows, w->sorted_rows, w->positions,
@@ -234,7 +242,9 @@ struct WarpUses {
 /// the row itself, or makes numbers of 16 bits, wants registers.
 template <typename Apply, int kFloats>
 constexpr int SumBlocksPerMultiprocessor() {
-  return kFloats <= 8 && Apply::kNumLines > 1 ? 3 : BlocksPerMultiprocessor<kFloats>();
+  return Apply::kStepsLongRowsApart             ? (kFloats <= 16 ? 2 : 1)
+         : kFloats <= 8 && Apply::kNumLines > 1 ? 3
+                                                : BlocksPerMultiprocessor<kFloats>();
 }
 
 // One warp, 32 sorted uses. A chunk begins where a row begins, and every 32 uses after that; the warp that holds
@@ -248,6 +258,7 @@ __global__ void __launch_bounds__(kBlock, SumBlocksPerMultiprocessor<Apply, kVec
     SumUsesKernel(const __grid_constant__ Apply apply, const __grid_constant__ FeaturePointers<const void> gradients,
                   UseView view, UsesWorkspace w, uint32_t num_keys, int lanes) {
   __shared__ WarpUses uses_of_warp[kBlock / kWarp];
+  if constexpr (Apply::kStepsLongRowsApart) apply.Begin();
   const int warp_in_block = threadIdx.x / kWarp, warp_lane = threadIdx.x % kWarp;
   WarpUses& uses = uses_of_warp[warp_in_block];
   const uint32_t warp = blockIdx.x * (blockDim.x / kWarp) + warp_in_block;
@@ -344,7 +355,9 @@ __global__ void __launch_bounds__(kBlock, SumBlocksPerMultiprocessor<Apply, kVec
       } else {
         total.Store(w.partials + (2 * int64_t{warp} + (its_rank == 0 ? 1 : 0)) * view.dim, lane, lanes, view.dim);
         if (ends_row && lane == 0) {
-          w.long_rows[atomicAdd(w.num_long, 1u)] = {first + start - its_rank, its_rank + count};
+          const LongRow long_row = {first + start - its_rank, its_rank + count};
+          w.long_rows[atomicAdd(w.num_long, 1u)] = long_row;
+          if (long_row.num_uses > kManyChunks * kUsesPerChunk) w.hot_rows[atomicAdd(w.num_long + 1, 1u)] = long_row;
         }
       }
     }
@@ -358,18 +371,71 @@ struct PartialsOfRow {
   uint32_t begin, num_chunks;
   int dim;
 
-  /// Where the first one lies, and then the sum of all of them, if the row is stepped apart.
-  __device__ float* First() const { return partials + (2 * int64_t{begin / kWarp} + 1) * dim; }
-
   __device__ static PartialsOfRow Of(const UsesWorkspace& w, LongRow row, int dim) {
     return {w.partials, row.begin, CeilDiv<uint32_t>(row.num_uses, kUsesPerChunk), dim};
   }
+  /// How many there are once SumHotKernel has run.
+  __device__ uint32_t NumLeft() const { return num_chunks > kManyChunks ? kChunkLanes : num_chunks; }
+
+  /// Where one lies. The first one's place holds the sum of all in the end, if the row is stepped apart.
+  __device__ float* At(uint32_t chunk) const {
+    const int64_t warp = (begin + chunk * kUsesPerChunk) / kWarp;
+    return partials + (2 * warp + (chunk == 0 ? 1 : 0)) * dim;
+  }
   template <int kVector, int kPerLane>
   __device__ void Load(uint32_t chunk, int lane, int lanes, RowPart<kVector, kPerLane>& part) const {
-    const int64_t warp = (begin + chunk * kUsesPerChunk) / kWarp;
-    part.LoadPlain(partials + (2 * warp + (chunk == 0 ? 1 : 0)) * dim, lane, lanes, dim);
+    part.LoadPlain(At(chunk), lane, lanes, dim);
   }
 };
+
+// The rows with more than kManyChunks chunks: a block adds the partial sums of one lane, in sequence, and leaves the
+// sum where the lane's first one was. They come by tiles: one is added while the next is on its way.
+template <int kTileFloats>
+__global__ void __launch_bounds__(kBlock) SumHotKernel(UsesWorkspace w, int dim) {
+  constexpr int kColumnsPerThread = kMaxDim / kBlock;
+  __shared__ float tiles[2][kTileFloats];
+  const uint32_t num_pairs = w.num_long[1] * kChunkLanes;
+  const uint32_t tile_lines = kTileFloats / dim;
+  for (uint32_t pair = blockIdx.x; pair < num_pairs; pair += gridDim.x) {
+    const PartialsOfRow partials = PartialsOfRow::Of(w, w.hot_rows[pair / kChunkLanes], dim);
+    const uint32_t chunk_lane = pair % kChunkLanes;
+    const uint32_t num_lines = (partials.num_chunks - chunk_lane + kChunkLanes - 1) / kChunkLanes;
+    const auto ask = [&](uint32_t first_line) {
+      const uint32_t lines = first_line < num_lines ? min(tile_lines, num_lines - first_line) : 0;
+      float* tile = tiles[first_line / tile_lines % 2];
+      for (uint32_t at = threadIdx.x; at < lines * dim; at += kBlock) {
+        const float* line = partials.At(chunk_lane + (first_line + at / dim) * kChunkLanes);
+        __pipeline_memcpy_async(tile + at, line + at % dim, sizeof(float));
+      }
+      __pipeline_commit();
+    };
+    float sums[kColumnsPerThread];
+#pragma unroll
+    for (int i = 0; i < kColumnsPerThread; ++i) sums[i] = -0.0f;
+    ask(0);
+    for (uint32_t first_line = 0; first_line < num_lines; first_line += tile_lines) {
+      ask(first_line + tile_lines);
+      __pipeline_wait_prior(1);
+      __syncthreads();
+      const float* tile = tiles[first_line / tile_lines % 2];
+      const uint32_t lines = min(tile_lines, num_lines - first_line);
+#pragma unroll
+      for (int i = 0; i < kColumnsPerThread; ++i) {
+        const int column = static_cast<int>(threadIdx.x) + i * kBlock;
+        if (column >= dim) continue;
+#pragma unroll 8
+        for (uint32_t line = 0; line < lines; ++line) sums[i] = sums[i] + tile[line * dim + column];
+      }
+      __syncthreads();
+    }
+    __pipeline_wait_prior(0);
+#pragma unroll
+    for (int i = 0; i < kColumnsPerThread; ++i) {
+      const int column = static_cast<int>(threadIdx.x) + i * kBlock;
+      if (column < dim) partials.At(chunk_lane)[column] = sums[i];
+    }
+  }
+}
 
 // The rows with more than 32 uses. Those with few chunks: a group of lanes each. Then the others, one after the other
 // by whole blocks: kChunkLanes groups of lanes add a row's partial sums, then a tree.
@@ -411,7 +477,7 @@ __global__ void __launch_bounds__(1024, 1)
     }
     sum.Add(right);
     if constexpr (Apply::kStepsLongRowsApart) {
-      sum.Store(partials.First(), lane, lanes, view.dim);
+      sum.Store(partials.At(0), lane, lanes, view.dim);
     } else {
       apply.Apply(row, w.sorted_positions[long_row.begin], long_row.num_uses, lane, lanes, group_mask, loaded, sum);
     }
@@ -420,18 +486,19 @@ __global__ void __launch_bounds__(1024, 1)
     const LongRow long_row = w.long_rows[item];
     const PartialsOfRow partials = PartialsOfRow::Of(w, long_row, view.dim);
     if (partials.num_chunks <= kFewChunks) continue;
+    const uint32_t num_left = partials.NumLeft();
     constexpr int kFlight = RowsInFlight<32, kVector * kPerLane>();
     RowPart<kVector, kPerLane> sum;
     sum.Fill(-0.0f);
-    for (uint32_t c = chunk_lane; c < partials.num_chunks; c += kFlight * kChunkLanes) {
+    for (uint32_t c = chunk_lane; c < num_left; c += kFlight * kChunkLanes) {
       RowPart<kVector, kPerLane> parts[kFlight];
 #pragma unroll
       for (int i = 0; i < kFlight; ++i) {
-        if (c + i * kChunkLanes < partials.num_chunks) partials.Load(c + i * kChunkLanes, lane, lanes, parts[i]);
+        if (c + i * kChunkLanes < num_left) partials.Load(c + i * kChunkLanes, lane, lanes, parts[i]);
       }
 #pragma unroll
       for (int i = 0; i < kFlight; ++i) {
-        if (c + i * kChunkLanes < partials.num_chunks) sum.Add(parts[i]);
+        if (c + i * kChunkLanes < num_left) sum.Add(parts[i]);
       }
     }
 #pragma unroll
@@ -451,7 +518,7 @@ __global__ void __launch_bounds__(1024, 1)
       for (int i = 0; i < kVector; ++i) sum.part[k].v[i] = mine[i];
     }
     if (Apply::kStepsLongRowsApart && chunk_lane == 0) {
-      sum.Store(partials.First(), lane, lanes, view.dim);
+      sum.Store(partials.At(0), lane, lanes, view.dim);
     } else if (chunk_lane == 0) {
       const uint32_t row = w.sorted_rows[long_row.begin];
       const unsigned mask = GroupMask(lanes, 0);
@@ -467,6 +534,7 @@ __global__ void __launch_bounds__(1024, 1)
 template <typename Apply, int kVector, int kPerLane>
 __global__ void __launch_bounds__(kBlock)
     StepLongKernel(const __grid_constant__ Apply apply, UseView view, UsesWorkspace w, int lanes) {
+  apply.Begin();
   const int lane = threadIdx.x % lanes;
   const unsigned mask = GroupMask(lanes, static_cast<int>(threadIdx.x % kWarp) - lane);
   const uint32_t num_long = *w.num_long, groups = blockDim.x / lanes;
@@ -476,7 +544,7 @@ __global__ void __launch_bounds__(kBlock)
     typename Apply::template Loaded<kVector, kPerLane> loaded;
     apply.Load(row, lane, lanes, loaded);
     RowPart<kVector, kPerLane> sum;
-    sum.Load(PartialsOfRow::Of(w, long_row, view.dim).First(), lane, lanes, view.dim);
+    sum.Load(PartialsOfRow::Of(w, long_row, view.dim).At(0), lane, lanes, view.dim);
     apply.Apply(row, w.sorted_positions[long_row.begin], long_row.num_uses, lane, lanes, mask, loaded, sum);
   }
 }
@@ -505,16 +573,19 @@ struct LaunchSums {
   UseView view;
   const UsesWorkspace& w;
   int64_t num_keys;
+  BlockShape block;
   template <int kVector, int kPerLane>
   LaunchError operator()(int lanes) const {
-    BlockShape block{kBlock, 0};
-    if constexpr (Apply::kStepsLongRowsApart) block = apply.ShapeOfBlock(kVector * kPerLane);
     const unsigned blocks = static_cast<unsigned>(CeilDiv<int64_t>(num_keys, block.threads));
     const uint32_t n = static_cast<uint32_t>(num_keys);
     const auto sum = SumUsesKernel<Apply, kVector, kPerLane>;
     JAXSOK_RETURN_IF_LAUNCH(AllowShared(sum, block.shared_bytes));
     sum<<<blocks, block.threads, block.shared_bytes, stream>>>(apply, gradients, view, w, n, lanes);
     JAXSOK_RETURN_IF_CUDA(cudaGetLastError());
+    if (num_keys > int64_t{kManyChunks} * kUsesPerChunk) {
+      SumHotKernel<4096><<<kMultiprocessors * 4, kBlock, 0, stream>>>(w, view.dim);
+      JAXSOK_RETURN_IF_CUDA(cudaGetLastError());
+    }
     SumLongKernel<Apply, kVector, kPerLane><<<kLongBlocks, kChunkLanes * lanes, 0, stream>>>(apply, view, w, lanes);
     JAXSOK_RETURN_IF_CUDA(cudaGetLastError());
     if constexpr (Apply::kStepsLongRowsApart) {
@@ -527,15 +598,23 @@ struct LaunchSums {
   }
 };
 
-/// sort, sum, long: after the uses are listed. `end_bit`: row ids differ in the bits below it.
+/// sort, sum, long: after the uses are listed. `end_bit`: row ids differ in the bits below it. `shape`: how lanes share
+/// a row.
 template <typename Apply>
 inline LaunchError LaunchUses(Stream stream, const Apply& apply, const FeaturePointers<const void>& gradients,
-                              const BatchView& batch, UsesWorkspace& w, int32_t dim, int32_t line_bytes, int end_bit) {
+                              const BatchView& batch, UsesWorkspace& w, int32_t dim, int32_t line_bytes, int end_bit,
+                              LaneShape shape, BlockShape block) {
   const int n = static_cast<int>(batch.num_keys);
   JAXSOK_RETURN_IF_CUDA(cub::DeviceRadixSort::SortPairs(w.sort_storage, w.sort_bytes, w.rows, w.sorted_rows,
                                                         w.positions, w.sorted_positions, n, 0, end_bit, stream));
   const UseView view{batch.features, batch.num_features, w.factors, dim, line_bytes, batch.num_keys};
-  return DispatchShape(dim, LaunchSums<Apply>{stream, apply, gradients, view, w, batch.num_keys});
+  return DispatchShape(dim, shape, LaunchSums<Apply>{stream, apply, gradients, view, w, batch.num_keys, block});
+}
+
+template <typename Apply>
+inline LaunchError LaunchUses(Stream stream, const Apply& apply, const FeaturePointers<const void>& gradients,
+                              const BatchView& batch, UsesWorkspace& w, int32_t dim, int32_t line_bytes, int end_bit) {
+  return LaunchUses(stream, apply, gradients, batch, w, dim, line_bytes, end_bit, LaneShape::Of(dim), {kBlock, 0});
 }
 
 }  // namespace jaxsok
