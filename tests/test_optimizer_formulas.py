@@ -286,7 +286,10 @@ def trained():
 def test_through_a_collection(name):
     """Twenty steps of lookup and update: rows and all their state are what the formula says."""
     collection, initial, state = trained()
-    got = {key: (row, row_state) for key, (_, row, row_state) in programs.exported(collection, state, name).items()}
+    table = collection.export_table(state, name)
+    states = [table["state"][spec.name] for spec in CASES[name].optimizer.state_specs(DIM)]
+    assert len(states) == len(table["state"])
+    got = {key: (table["rows"][i], [array[i] for array in states]) for i, key in enumerate(table["keys"].tolist())}
     assert_close(got, by_formula(name, initial[name]))
 
 
