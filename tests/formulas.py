@@ -83,7 +83,9 @@ def lion(b1=0.9, b2=0.99, weight_decay=1e-3):
     return zeros("dim"), step
 
 
-def rmsprop(decay=0.9, eps=1e-8, initial=0.0, eps_in_sqrt=True, centered=False, momentum=None, nesterov=False, correct=False):
+def rmsprop(
+    decay=0.9, eps=1e-8, initial=0.0, eps_in_sqrt=True, centered=False, momentum=None, nesterov=False, correct=False
+):
     def step(row, state, gradient, rate, t):
         divisor = 1 - decay**t if correct else 1.0
         v = decay * state[0] + (1 - decay) * gradient**2
@@ -160,7 +162,9 @@ def _shrunk(z, quadratic, l1, l21):
     threshold, length = l21 * math.sqrt(len(z)), _length(kept)
     if length <= threshold:
         return np.zeros(len(z))
-    return np.array([-(1 - threshold / length) * k / q if k != 0 else 0.0 for k, q in zip(kept, quadratic, strict=True)])
+    return np.array(
+        [-(1 - threshold / length) * k / q if k != 0 else 0.0 for k, q in zip(kept, quadratic, strict=True)]
+    )
 
 
 def ftrl(power=-0.5, initial=0.1, l1=0.0, l2=0.0, l2_shrinkage=0.0, beta=0.0, l21=0.0):

@@ -16,12 +16,8 @@ from jaxsok.optimizers.limits import with_norm_at_most
 from jaxsok.optimizers.protocol import PROGRAM, RowInputs
 
 DIM = 4
-ALL = optim.Limits(
-    clip_value=0.8, clip_row_norm=1.0, adaptive_clip=optim.AdaptiveClip(0.9, 1e-3), max_row_norm=0.5
-)
-MAKERS = [
-    make for name in optim.__all__ if inspect.isfunction(make := getattr(optim, name)) and name != "lift"
-]
+ALL = optim.Limits(clip_value=0.8, clip_row_norm=1.0, adaptive_clip=optim.AdaptiveClip(0.9, 1e-3), max_row_norm=0.5)
+MAKERS = [make for name in optim.__all__ if inspect.isfunction(make := getattr(optim, name)) and name != "lift"]
 
 
 def norm(row):

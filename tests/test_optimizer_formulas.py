@@ -98,7 +98,9 @@ CASES = {
     ),
     "lion": Case(optim.lion(rate_of), formulas.lion(), optax.lion(rate_of)),
     "lion_other": Case(
-        optim.lion(rate_of, 0.6, 0.8, 0.3), formulas.lion(0.6, 0.8, 0.3), optax.lion(rate_of, 0.6, 0.8, weight_decay=0.3)
+        optim.lion(rate_of, 0.6, 0.8, 0.3),
+        formulas.lion(0.6, 0.8, 0.3),
+        optax.lion(rate_of, 0.6, 0.8, weight_decay=0.3),
     ),
     "rmsprop": Case(optim.rmsprop(rate_of), formulas.rmsprop(), optax.rmsprop(rate_of)),
     "rmsprop_centered": Case(
@@ -228,7 +230,9 @@ def step_rows(optimizer, rows, states, gradients, num_uses, step, learning_rate=
     """One step of all rows, by `step_row` alone."""
     rate = learning_rate
     if rate is None:
-        rate = optimizer.learning_rate(jnp.int32(step)) if callable(optimizer.learning_rate) else optimizer.learning_rate
+        rate = (
+            optimizer.learning_rate(jnp.int32(step)) if callable(optimizer.learning_rate) else optimizer.learning_rate
+        )
     hyper = tuple(jnp.asarray(word, jnp.float32) for word in optimizer.hyper(jnp.uint32(step), rate))
 
     def one(gradient, row, state, uses):
@@ -407,7 +411,17 @@ def test_zero_gradients_give_finite_rows(name):
     for rows in (zeros, jnp.asarray(some_rows())):
         new = step_rows(optimizer, rows, initial_states(optimizer, NUM_KEYS), zeros, jnp.ones(NUM_KEYS), 0)
         assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(new))
-        stays = {"sgd", "momentum", "adagrad", "rowwise_adagrad", "adam", "rowwise_adam", "adamax", "rmsprop", "adadelta"}
+        stays = {
+            "sgd",
+            "momentum",
+            "adagrad",
+            "rowwise_adagrad",
+            "adam",
+            "rowwise_adam",
+            "adamax",
+            "rmsprop",
+            "adadelta",
+        }
         stays |= {"adagrad_decay", "lamb", "lars", "rmsprop_centered", "group_adam_free"}
         if name in stays or not rows.any():
             np.testing.assert_allclose(new.row, rows, rtol=1e-6 if name == "group_adam_free" else 0)
