@@ -159,9 +159,10 @@ def ftrl(
     With `p(acc) = acc^-learning_rate_power`: `z += g + 2 · l2_shrinkage · row - (p(acc + g²) - p(acc)) / lr · row;
     acc += g²; row = -(z - l1 · sign(z)) / ((p(acc) + beta) / lr + 2 · l2)`, zero where `|z| <= l1`.
 
-    A new row has z = 0: unless `initial_accumulator_value` is 0 or small, its first step forgets most of its initial
-    numbers, as in TensorFlow. From its first use on it is exact, but for `l2_shrinkage` and changes of the learning
-    rate: a gradient of zero changes neither acc, nor z, nor the row. Both of these act in the steps that use the row.
+    A new row has z = 0, as in TensorFlow: of its initial numbers its first step keeps the share
+    `1 - p(initial_accumulator_value) / p(acc)`, all of them if that value is 0. From its first use on it is exact, but
+    for `l2_shrinkage` and changes of the learning rate: a gradient of zero changes neither acc, nor z, nor the row.
+    Both of these act in the steps that use the row.
 
     Args:
       learning_rate: a number, a 0-d array, or an Optax schedule; positive.
