@@ -151,23 +151,16 @@ def uses_of_three_keys(collection):
     return programs.rows_of(collection, state)
 
 
-def test_uses_are_counted():
-    """CowClip's bound of each row has its own number of uses, on one device."""
-    limits = optim.Limits(adaptive_clip=optim.AdaptiveClip(ratio=1.0, lower=0.5))
-    rows = uses_of_three_keys(
-        programs.one_table(
-            dim=DIM, optimizer=optim.sgd(1.0, limits=limits), initializer=jaxsok.initializers.zeros(), capacity=16
-        )
-    )
-    assert {key: round(norm(row), 5) for key, row in rows.items()} == {1: 0.5, 2: 1.0, 3: 2.5}
-
-
-def test_uses_are_counted_over_all_shards():
-    """On a mesh a row is used on several shards; its bound knows of all uses."""
+@pytest.mark.parametrize("num_devices", [1, 2])
+@pytest.mark.parametrize("row_gradient", ["sum", "mean"])
+def test_uses_are_counted(row_gradient, num_devices):
+    """CowClip's bound of a row knows of all its uses, on all shards, whatever becomes of its gradients."""
     limits = optim.Limits(adaptive_clip=optim.AdaptiveClip(ratio=1.0, lower=0.5))
     sgd, zeros = optim.sgd(1.0, limits=limits), jaxsok.initializers.zeros()
-    table = jaxsok.TableSpec("user", DIM, sgd, initializer=zeros, capacity=64)
-    rows = uses_of_three_keys(programs.over(2, [table], [jaxsok.FeatureSpec("user", table="user")]))
+    table = jaxsok.TableSpec("user", DIM, sgd, initializer=zeros, capacity=64, row_gradient=row_gradient)
+    feature = jaxsok.FeatureSpec("user", table="user")
+    collection = jaxsok.Collection([table], [feature]) if num_devices == 1 else programs.over(2, [table], [feature])
+    rows = uses_of_three_keys(collection)
     assert {key: round(norm(row), 5) for key, row in rows.items()} == {1: 0.5, 2: 1.0, 3: 2.5}
 
 

@@ -17,6 +17,7 @@ import programs
 import pytest
 
 import jaxsok
+from jaxsok import specs
 
 DIM = 5
 RATE = 0.05
@@ -393,6 +394,23 @@ def test_other_dims(dim):
             np.testing.assert_allclose(
                 got["state"][spec.name].reshape(-1), one, rtol=1e-5, atol=1e-5, err_msg=f"{table.name}: {spec.name}"
             )
+
+
+def test_states_fit_other_strengths_but_no_other_state():
+    """The fingerprint of a state tells its form: not rates, strengths and limits."""
+    optim = jaxsok.optim
+
+    def same(one, other):
+        first, second = (programs.one_table(dim=DIM, optimizer=optimizer) for optimizer in (one, other))
+        return specs.fingerprint(first.stores) == specs.fingerprint(second.stores)
+
+    assert same(optim.adam(0.1), optim.adam(0.2, b1=0.5, limits=optim.Limits(clip_value=1.0)))
+    assert same(optim.group_adam(0.1), optim.group_adam(0.1, l1=0.5, l21=0.5))
+    assert same(optim.sgd(0.1, momentum=0.9), optim.sgd(0.1, momentum=0.5, nesterov=True, weight_decay=0.1))
+    assert not same(optim.sgd(0.1), optim.sgd(0.1, momentum=0.9))
+    assert not same(optim.rmsprop(0.1), optim.rmsprop(0.1, centered=True))
+    assert not same(optim.adam(0.1), optim.adamw(0.1))
+    assert not same(optim.ftrl(0.1), optim.ftrl(0.1, initial_accumulator_value=0.5))
 
 
 def test_optimizers_are_declarations():
