@@ -427,6 +427,37 @@ def test_zero_gradients_give_finite_rows(name):
             np.testing.assert_allclose(new.row, rows, rtol=1e-6 if name == "group_adam_free" else 0)
 
 
+@pytest.mark.parametrize("name", ["lamb", "lamb_other", "lars", "lars_other"])
+def test_rows_of_zeros_can_leave_zero(name):
+    """A norm of zero trusts the step as it is, as in the formula and in Optax."""
+    case = CASES[name]
+    row, gradient = np.zeros(DIM), np.arange(DIM) - 1.5
+    initial_state, step = case.formula
+    want, _ = step(row, initial_state(DIM), gradient, rate_of(0), 1)
+    gradients = jnp.asarray(gradient, jnp.float32)[None]
+    new = step_rows(case.optimizer, jnp.zeros((1, DIM)), initial_states(case.optimizer, 1), gradients, jnp.ones(1), 0)
+    assert (np.abs(new.row[0]) > 1e-3).all()
+    np.testing.assert_allclose(new.row[0], want, **TOLERANCE)
+    with jax.numpy_dtype_promotion("standard"):
+        updates, _ = case.tx.update(gradients[0], case.tx.init(jnp.zeros(DIM)), jnp.zeros(DIM))
+    np.testing.assert_allclose(new.row[0], updates, **TOLERANCE)
+
+
+def test_a_deviation_of_nothing_but_rounding():
+    """Centered RMSProp of gradients that never change: the square of the mean can round above the mean square."""
+    optimizer = optim.rmsprop(1e-3, decay=0.7, centered=True)
+    rows, states, gradients = jnp.zeros((64, DIM)), initial_states(optimizer, 64), some_large_numbers()
+    differences = []
+    for step in range(60):
+        rows, states = step_rows(optimizer, rows, states, gradients, jnp.ones(64), step)
+        differences.append(states[0] - states[1] * states[1])
+    assert np.isfinite(rows).all() and (np.array(differences) < -optimizer.eps).any()
+
+
+def some_large_numbers():
+    return jnp.asarray(np.random.default_rng(2).uniform(1e3, 1e4, (64, DIM)), jnp.float32)
+
+
 def test_kernels_of_their_own():
     """The four have them while no option asks for more; all else is a program."""
     own = {"sgd": 0, "adagrad": 1, "rowwise_adagrad": 2, "adam": 3}

@@ -14,6 +14,9 @@ from jaxtyping import Array, Float
 
 from jaxsok.optimizers.protocol import PROGRAM, Optimizer, RowInputs, RowOutputs
 
+# The smallest normal number: zeros divided by it are zeros.
+_TINY = 2.0**-126
+
 
 @dataclasses.dataclass(frozen=True)
 class AdaptiveClip:
@@ -167,7 +170,7 @@ def with_norm_at_most(row: Float[Array, " dim"], bound: Float[Array, ""] | float
     """
     # By the greatest number first: the square of 1e20 is infinite, and a row that was scaled by 1 / inf would be lost.
     greatest = jnp.max(jnp.abs(row))
-    unit = row / jnp.where(greatest > 0, greatest, 1.0)
+    unit = row / jnp.maximum(greatest, _TINY)
     length = norm(unit)
     return jnp.where(greatest * length > bound, unit * (bound / length), row)
 
