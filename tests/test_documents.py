@@ -300,6 +300,10 @@ PROVOKED = {
     "learning rate": lambda: jaxsok.optim.sgd("fast"),
     "traced learning rate": traced_rate,
     "b1": lambda: jaxsok.optim.adam(1e-3, b1=1.0),
+    "nesterov": lambda: jaxsok.optim.sgd(0.1, nesterov=True),
+    "positive learning rate": lambda: jaxsok.optim.ftrl(0.0),
+    "limits": lambda: jaxsok.optim.adam(0.1, limits=1.0),
+    "limit": lambda: jaxsok.optim.Limits(clip_row_norm=0.0),
     "uniform": lambda: jaxsok.initializers.uniform(1.0, -1.0),
     "normal": lambda: jaxsok.initializers.normal(stddev=-1.0),
     # Packing
@@ -582,17 +586,51 @@ def test_arrays_of_a_store():
 def test_state_of_optimizers():
     """The state in the table of docs/optimizers.md is what the optimizers declare, their arguments as well."""
     rows = table_of(sections((ROOT / "docs/optimizers.md").read_text())["Optimizers"])
-    told = {call.strip("`"): state for call, _, state in rows}
+    told = {call.strip("`"): state for call, _, state, _ in rows}
     dim = 64
     for call, state in told.items():
         make = getattr(jaxsok.optim, call.split("(")[0])
         assert call == call_of(make.__name__, make)
-        specs = [
-            f"`{spec.name}`: {'dim' if spec.dim == dim else spec.dim}, {spec.initial_value}"
-            for spec in make(0.1).state_specs(dim)
-        ]
-        assert state == ("; ".join(specs) or "none")
-    assert set(told) == {call for call in calls_of(jaxsok.optim) if "(" in call}
+        assert state == (state_of(make(0.1), dim) or "none")
+    # Lifted optimizers have the state of what they were made from.
+    calls = {call for call in calls_of(jaxsok.optim) if "(" in call and not call.startswith("lift(")}
+    assert set(told) == calls
+
+
+def state_of(optimizer, dim):
+    """An optimizer's state as docs/optimizers.md writes it."""
+    specs = optimizer.state_specs(dim)
+    return "; ".join(f"`{spec.name}`: {'dim' if spec.dim == dim else spec.dim}, {spec.initial_value}" for spec in specs)
+
+
+def test_state_of_options():
+    """An option of docs/optimizers.md adds the state that stands beside it."""
+    rows = table_of(sections((ROOT / "docs/optimizers.md").read_text())["Momentum and weight decay"])
+    values = {"momentum=": 0.9, "centered=True": True, "bias_correction=True": True, "eps_in_sqrt=False": False}
+    for call, _, state in rows:
+        if "(" not in call:
+            continue
+        name, option = call.strip("`)").split("(")
+        make, argument = getattr(jaxsok.optim, name), option.split("=")[0]
+        plain, more = make(0.1), make(0.1, **{argument: values[option]})
+        assert state_of(more, 64).removeprefix(state_of(plain, 64)).strip("; ") == state
+
+
+def test_exact_optimizers():
+    """A gradient of zero leaves row and state of those that docs/optimizers.md calls exact, and of no others."""
+    for call, _, _, unused in table_of(sections((ROOT / "docs/optimizers.md").read_text())["Optimizers"]):
+        name = call.strip("`").split("(")[0]
+        optimizer = getattr(jaxsok.optim, name)(0.1)
+        row = jnp.array([0.3, -0.2, 0.1])
+        states = tuple(jnp.full(spec.dim, spec.initial_value) for spec in optimizer.state_specs(3))
+        seen = []
+        for step, gradient in enumerate([[1.0, -2.0, 0.5], [0.5, 1.0, -1.0], [0.0, 0.0, 0.0]]):
+            hyper = tuple(jnp.asarray(word, jnp.float32) for word in optimizer.hyper(np.int32(step), 0.1))
+            inputs = jaxsok.optim.RowInputs(jnp.array(gradient), row, states, jnp.float32(1), hyper)
+            row, states = optimizer.step_row(inputs)
+            seen.append((row, states))
+        same = jax.tree.map(lambda a, b: bool((a == b).all()), seen[1], seen[2])
+        assert unused == ("exact" if jax.tree.all(same) else "lazy"), name
 
 
 def test_limits():

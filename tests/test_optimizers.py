@@ -1,6 +1,12 @@
-"""Optimizers on rows: against formulas written anew in float64, and against dense Optax on touched rows."""
+"""Optimizers on rows: what holds for all of them, and the four with kernels of their own against the oracle.
+
+Every optimizer against its formula is in test_optimizer_formulas.py.
+"""
 
 import dataclasses
+import functools
+import inspect
+import re
 
 import jax
 import jax.numpy as jnp
@@ -11,10 +17,27 @@ import programs
 import pytest
 
 import jaxsok
+from jaxsok import specs
 
 DIM = 5
 RATE = 0.05
 OPTIMIZERS = [jaxsok.optim.sgd, jaxsok.optim.adagrad, jaxsok.optim.rowwise_adagrad, jaxsok.optim.adam]
+# All that a name in jaxsok.optim makes; lifted ones have tests of their own.
+MAKERS = {
+    name: make
+    for name in jaxsok.optim.__all__
+    if inspect.isfunction(make := getattr(jaxsok.optim, name)) and name != "lift"
+}
+# With what else than its learning rate, so that all of its state is there.
+OPTIONS = {
+    "sgd": {"momentum": 0.9, "weight_decay": 0.1},
+    "rmsprop": {"centered": True, "momentum": 0.9, "initial_scale": 0.5},
+    "adagrad_decay": {"decay_step": 2},
+    "lars": {"weight_decay": 0.1, "trust_coefficient": 0.5},
+    "ftrl": {"l1": 0.01, "l2_shrinkage": 0.1},
+    "group_ftrl": {"l21": 0.01, "initial_accumulator_value": 0.5},
+    "group_adam": {"l21": 0.01},
+}
 # Ten steps of some ten roundings each, rows and states of size <= 10 in float32 against float64.
 TOLERANCE = {"rtol": 2e-5, "atol": 2e-6}
 
@@ -93,18 +116,45 @@ def test_dense_optax_on_touched_rows(name):
     np.testing.assert_allclose(got, dense, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("make", OPTIMIZERS)
-def test_untouched_rows_do_not_move(make):
-    """Lazy: no decay of moments, no step, whatever happens to others."""
-    collection = programs.one_table(dim=DIM, optimizer=make(RATE))
-    state, _ = programs.learn(collection, collection.init(seed=0), programs.batch(collection, user=np.array([1, 2])))
-    before = programs.exported(collection, state)[1]
+def with_all(rate, **more):
+    """A collection with a table and a feature for each optimizer, both of its name."""
+    tables = [
+        jaxsok.TableSpec(name, DIM, make(rate, **OPTIONS.get(name, {}), **more), capacity=16)
+        for name, make in MAKERS.items()
+    ]
+    return jaxsok.Collection(tables, [jaxsok.FeatureSpec(name, table=name) for name in MAKERS])
+
+
+def learn_all(collection, state, keys, gradient=1.0, learning_rate=None):
+    """One lookup and one update of all tables with the same keys and the same gradient for every embedding."""
+    features = collection.batch(dict.fromkeys(MAKERS, np.asarray(keys))).features
+    return _learn_all(collection)(state, features, jnp.float32(gradient), learning_rate)
+
+
+@functools.cache
+def _learn_all(collection):
+    def step(state, features, gradient, learning_rate):
+        embeddings, state, plan = collection.lookup(state, features)
+        gradients = jax.tree.map(lambda embedding: jnp.full(embedding.shape, gradient), embeddings)
+        state, _ = collection.update(state, plan, gradients, learning_rate=learning_rate)
+        return state
+
+    return jax.jit(step, compiler_options=programs.quickly())
+
+
+def test_untouched_rows_do_not_move():
+    """Lazy: no decay of moments, no step, no weight decay, whatever happens to others."""
+    collection = with_all(RATE)
+    state = learn_all(collection, collection.init(seed=0), [1, 2])
+    before = {name: programs.exported(collection, state, name) for name in MAKERS}
     for _ in range(3):
-        state, _ = programs.learn(collection, state, programs.batch(collection, user=np.array([2, 3])))
-    after = programs.exported(collection, state)[1]
-    np.testing.assert_array_equal(before[1], after[1])
-    for a, b in zip(before[2], after[2], strict=True):
-        np.testing.assert_array_equal(a, b)
+        state = learn_all(collection, state, [2, 3])
+    for name in MAKERS:
+        old, new = before[name], programs.exported(collection, state, name)
+        np.testing.assert_array_equal(old[1][1], new[1][1], err_msg=name)
+        for a, b in zip(old[1][2], new[1][2], strict=True):
+            np.testing.assert_array_equal(a, b, err_msg=name)
+        assert np.any(old[2][1] != new[2][1]), name  # a row that was used did move
 
 
 def test_adam_counts_the_steps_of_the_collection():
@@ -178,26 +228,189 @@ def test_learning_rate_of_update_wins_over_a_schedule():
     np.testing.assert_array_equal(programs.rows_of(collection, state)[1], np.full(DIM, -0.125))
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "sizes"),
-    [
-        (jaxsok.optim.sgd(0.1), []),
-        (jaxsok.optim.adagrad(0.1, initial_accumulator_value=0.5), [(DIM, 0.5)]),
-        (jaxsok.optim.rowwise_adagrad(0.1, initial_accumulator_value=0.25), [(1, 0.25)]),
-        (jaxsok.optim.adam(0.1), [(DIM, 0.0), (DIM, 0.0)]),
-    ],
-)
-def test_new_rows_begin_with_initial_state(optimizer, sizes):
+def test_learning_rate_of_update_is_that_of_every_optimizer():
+    """Given to update it does what it does when it is declared."""
+    states = []
+    for declared, given in ((0.25, None), (RATE, 0.25)):
+        collection = with_all(declared)
+        state = collection.init(seed=0)
+        for keys in ([1, 2], [2, 3]):
+            state = learn_all(collection, state, keys, 0.5, None if given is None else jnp.float32(given))
+        states.append({name: programs.exported(collection, state, name) for name in MAKERS})
+    for name in MAKERS:
+        for key in (1, 2, 3):
+            (_, row, row_states), (_, other, other_states) = (state[name][key] for state in states)
+            # XLA works out constants by another program; some roundings of a scalar.
+            np.testing.assert_allclose(row, other, rtol=1e-5, atol=1e-7, err_msg=name)
+            for a, b in zip(row_states, other_states, strict=True):
+                np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6, err_msg=name)
+
+
+def test_new_rows_begin_with_initial_state():
     """By name, one line a row, before any update; state_specs() says so."""
-    collection = programs.one_table(dim=DIM, optimizer=optimizer)
-    state = programs.insert(collection, collection.init(seed=0), [3, 4])
-    table = collection.export_table(state, "user")["state"]
-    specs = optimizer.state_specs(DIM)
-    assert list(table) == [spec.name for spec in specs]
-    assert len(set(table)) == len(sizes) == len(specs)
-    for spec, (size, value) in zip(specs, sizes, strict=True):
-        assert spec.initial_value == value
-        np.testing.assert_array_equal(table[spec.name].reshape(2, size), np.full((2, size), value, np.float32))
+    collection = with_all(0.1)
+    features = collection.batch(dict.fromkeys(MAKERS, np.array([3, 4]))).features
+    _, state, _ = jax.jit(collection.lookup)(collection.init(seed=0), features)
+    wanted = {
+        "sgd": {"trace": (DIM, 0.0)},
+        "adagrad": {"accumulator": (DIM, 0.1)},
+        "rowwise_adagrad": {"accumulator": (1, 0.0)},
+        "adam": {"m": (DIM, 0.0), "v": (DIM, 0.0)},
+        "adamw": {"m": (DIM, 0.0), "v": (DIM, 0.0)},
+        "rowwise_adam": {"m": (DIM, 0.0), "v": (1, 0.0)},
+        "adamax": {"m": (DIM, 0.0), "u": (DIM, 0.0)},
+        "lion": {"m": (DIM, 0.0)},
+        "rmsprop": {"v": (DIM, 0.5), "m": (DIM, 0.0), "trace": (DIM, 0.0)},
+        "adadelta": {"v": (DIM, 0.0), "u": (DIM, 0.0)},
+        "adagrad_decay": {"accumulator": (DIM, 0.1), "num_decays": (1, 0.0)},
+        "lamb": {"m": (DIM, 0.0), "v": (DIM, 0.0)},
+        "lars": {"trace": (DIM, 0.0)},
+        "ftrl": {"accumulator": (DIM, 0.1), "z": (DIM, 0.0)},
+        "group_ftrl": {"accumulator": (DIM, 0.5), "z": (DIM, 0.0)},
+        "group_adam": {"m": (DIM, 0.0), "v": (DIM, 0.0), "held": (DIM, 0.0)},
+    }
+    assert wanted.keys() == MAKERS.keys()
+    for table in collection.tables:
+        got = collection.export_table(state, table.name)["state"]
+        specs = {spec.name: (spec.dim, spec.initial_value) for spec in table.optimizer.state_specs(DIM)}
+        assert specs == wanted[table.name] and got.keys() == specs.keys()
+        for name, (size, value) in specs.items():
+            np.testing.assert_array_equal(got[name].reshape(2, size), np.full((2, size), value, np.float32))
+    assert jaxsok.optim.sgd(0.1).state_specs(DIM) == ()
+    assert [spec.name for spec in jaxsok.optim.rmsprop(0.1).state_specs(DIM)] == ["v"]
+
+
+SHARE = ("[0.0, 1.0)", [-0.1, 1.0, float("nan"), "0.5", True])
+AT_LEAST_0 = ("[0.0, inf)", [-0.1, float("inf"), float("nan"), None, True])
+POSITIVE = ("positive", [0.0, -0.1, float("inf"), float("nan"), None, True])
+MOMENTS = {"b1": SHARE, "b2": SHARE}
+HYPER = {
+    "sgd": {"momentum": SHARE, "weight_decay": AT_LEAST_0},
+    "adagrad": {"initial_accumulator_value": AT_LEAST_0, "eps": AT_LEAST_0, "weight_decay": AT_LEAST_0},
+    "rowwise_adagrad": {"initial_accumulator_value": AT_LEAST_0, "eps": AT_LEAST_0, "weight_decay": AT_LEAST_0},
+    "adam": {**MOMENTS, "eps": AT_LEAST_0},
+    "adamw": {**MOMENTS, "eps": POSITIVE, "weight_decay": AT_LEAST_0},
+    "rowwise_adam": {**MOMENTS, "eps": POSITIVE, "weight_decay": AT_LEAST_0},
+    "adamax": {**MOMENTS, "eps": POSITIVE, "weight_decay": AT_LEAST_0},
+    "lion": {**MOMENTS, "weight_decay": AT_LEAST_0},
+    "rmsprop": {"decay": SHARE, "eps": POSITIVE, "initial_scale": AT_LEAST_0, "momentum": SHARE},
+    "adadelta": {"rho": SHARE, "eps": POSITIVE, "weight_decay": AT_LEAST_0},
+    "adagrad_decay": {
+        "initial_accumulator_value": POSITIVE,
+        "decay_step": ("positive integer", [0, -1, 2.0, None, True]),
+        "decay_rate": ("number", [0.0, 1.0, -0.1, float("nan"), True]),
+        "weight_decay": AT_LEAST_0,
+    },
+    "lamb": {**MOMENTS, "eps": POSITIVE, "weight_decay": AT_LEAST_0},
+    "lars": {"weight_decay": AT_LEAST_0, "trust_coefficient": POSITIVE, "eps": AT_LEAST_0, "momentum": SHARE},
+    "ftrl": {
+        "learning_rate_power": ("not above 0", [0.5, float("-inf"), float("nan"), None, True]),
+        **dict.fromkeys(("initial_accumulator_value", "l1", "l2", "l2_shrinkage", "beta"), AT_LEAST_0),
+    },
+    "group_adam": {**MOMENTS, "eps": POSITIVE, **dict.fromkeys(("l1", "l2", "l21"), AT_LEAST_0)},
+}
+HYPER["group_ftrl"] = {**HYPER["ftrl"], "l21": AT_LEAST_0}
+FLAGS = {
+    "sgd": ["nesterov"],
+    "lars": ["nesterov"],
+    "rmsprop": ["eps_in_sqrt", "centered", "nesterov", "bias_correction"],
+}
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_refused_hyper_parameters(name):
+    """All of them, below, above and at the ends; the message names optimizer, argument, what was got and wanted."""
+    make, hyper, flags = MAKERS[name], HYPER[name], FLAGS.get(name, [])
+    assert {*hyper, *flags, "learning_rate", "limits"} == set(inspect.signature(make).parameters)
+    for argument, (wanted, values) in hyper.items():
+        for value in values:
+            if value is None and argument == "momentum":
+                continue
+            with pytest.raises(ValueError, match=rf"^optim\.{name}: {argument}: got .*, wanted a.*") as caught:
+                make(0.1, **{argument: value})
+            assert repr(value) in str(caught.value) and wanted in str(caught.value)
+    for flag in flags:
+        with pytest.raises(TypeError, match=rf"^optim\.{name}: {flag}: got 1, wanted True or False\.$"):
+            make(0.1, **{flag: 1})
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_refused_learning_rates(name):
+    """Neither number nor schedule; and at most 0 where it is divided by."""
+    make = MAKERS[name]
+    for value in ("fast", None, float("nan"), float("inf")):
+        with pytest.raises(TypeError, match=rf"^optim\.{name}: learning_rate: got {re.escape(repr(value))}, wanted"):
+            make(value)
+    with pytest.raises(ValueError, match=rf"^optim\.{name}: learning_rate: got shape \[2\], wanted a scalar"):
+        make(np.ones(2))
+    with pytest.raises(TypeError, match=rf"^optim\.{name}: learning_rate: got a traced value"):
+        jax.jit(make)(0.1)
+    if name in ("ftrl", "group_ftrl", "group_adam"):
+        with pytest.raises(ValueError, match=rf"^optim\.{name}: learning_rate: got 0\.0, wanted a positive number"):
+            make(0.0)
+    else:
+        assert make(0.0).learning_rate == 0
+    assert make(jnp.float32(0.5)) == make(np.float64(0.5)) == make(0.5)
+    assert hash(make(0.5)) == hash(make(0.5)) and make(0.5) != make(0.25)
+
+
+@pytest.mark.parametrize("name", ["sgd", "rmsprop"])
+def test_nesterov_needs_momentum(name):
+    """Without it there is nothing to look ahead along."""
+    with pytest.raises(ValueError, match=rf"^optim\.{name}: nesterov: got True without momentum; give momentum=0\.9"):
+        MAKERS[name](0.1, nesterov=True)
+
+
+@pytest.mark.parametrize("dim", [1, 33])
+def test_other_dims(dim):
+    """Sums over the columns, and states of one number beside rows of one: the same step as `step_row` by itself."""
+    tables = [
+        jaxsok.TableSpec(name, dim, make(RATE, **OPTIONS.get(name, {})), capacity=16) for name, make in MAKERS.items()
+    ]
+    collection = jaxsok.Collection(tables, [jaxsok.FeatureSpec(name, table=name) for name in MAKERS])
+    features = collection.batch(dict.fromkeys(MAKERS, np.array([7]))).features
+    state = collection.init(seed=0)
+    initial, _ = jax.jit(collection.find)(state, features)
+    rows = {name: row[0] for name, row in initial.items()}
+    states = {
+        table.name: [np.full(s.dim, s.initial_value) for s in table.optimizer.state_specs(dim)] for table in tables
+    }
+    rng = np.random.default_rng(dim)
+    for step in range(3):
+        gradient = rng.normal(size=dim).astype(np.float32)
+        given = dict.fromkeys(MAKERS, jnp.asarray(gradient)[None])
+        state, _, _ = programs.fed_step(collection)(state, features, given)
+        for table in tables:
+            hyper = table.optimizer.hyper(np.int32(step), RATE)
+            hyper = tuple(jnp.asarray(word, jnp.float32) for word in hyper)
+            old = tuple(jnp.asarray(one, jnp.float32) for one in states[table.name])
+            inputs = jaxsok.optim.RowInputs(jnp.asarray(gradient), rows[table.name], old, jnp.float32(1), hyper)
+            rows[table.name], states[table.name] = table.optimizer.step_row(inputs)
+    for table in tables:
+        got = collection.export_table(state, table.name)
+        # Sums over up to 33 columns in another order, three times.
+        np.testing.assert_allclose(got["rows"][0], rows[table.name], rtol=1e-5, atol=1e-6, err_msg=table.name)
+        for spec, one in zip(table.optimizer.state_specs(dim), states[table.name], strict=True):
+            np.testing.assert_allclose(
+                got["state"][spec.name].reshape(-1), one, rtol=1e-5, atol=1e-5, err_msg=f"{table.name}: {spec.name}"
+            )
+
+
+def test_states_fit_other_strengths_but_no_other_state():
+    """The fingerprint of a state tells its form: not rates, strengths and limits."""
+    optim = jaxsok.optim
+
+    def same(one, other):
+        first, second = (programs.one_table(dim=DIM, optimizer=optimizer) for optimizer in (one, other))
+        return specs.fingerprint(first.stores) == specs.fingerprint(second.stores)
+
+    assert same(optim.adam(0.1), optim.adam(0.2, b1=0.5, limits=optim.Limits(clip_value=1.0)))
+    assert same(optim.group_adam(0.1), optim.group_adam(0.1, l1=0.5, l21=0.5))
+    assert same(optim.sgd(0.1, momentum=0.9), optim.sgd(0.1, momentum=0.5, nesterov=True, weight_decay=0.1))
+    assert not same(optim.sgd(0.1), optim.sgd(0.1, momentum=0.9))
+    assert not same(optim.rmsprop(0.1), optim.rmsprop(0.1, centered=True))
+    assert not same(optim.adam(0.1), optim.adamw(0.1))
+    assert not same(optim.ftrl(0.1), optim.ftrl(0.1, initial_accumulator_value=0.5))
 
 
 def test_optimizers_are_declarations():

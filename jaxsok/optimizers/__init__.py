@@ -1,6 +1,34 @@
 """Sparse optimizers: declared here, stepped in the update kernel. Seen as `jaxsok.optim`."""
 
 from jaxsok.optimizers.fused import adagrad, adam, rowwise_adagrad, sgd
+from jaxsok.optimizers.limits import AdaptiveClip, Limits
+from jaxsok.optimizers.moments import adamax, adamw, lion, rowwise_adam
 from jaxsok.optimizers.protocol import Optimizer, RowInputs, RowOutputs, RowState
+from jaxsok.optimizers.sparse import ftrl, group_adam, group_ftrl
+from jaxsok.optimizers.squares import adadelta, adagrad_decay, rmsprop
+from jaxsok.optimizers.trust import lamb, lars
 
-__all__ = ["Optimizer", "RowInputs", "RowOutputs", "RowState", "adagrad", "adam", "rowwise_adagrad", "sgd"]
+__all__ = [
+    "AdaptiveClip",
+    "Limits",
+    "Optimizer",
+    "RowInputs",
+    "RowOutputs",
+    "RowState",
+    "adadelta",
+    "adagrad",
+    "adagrad_decay",
+    "adam",
+    "adamax",
+    "adamw",
+    "ftrl",
+    "group_adam",
+    "group_ftrl",
+    "lamb",
+    "lars",
+    "lion",
+    "rmsprop",
+    "rowwise_adagrad",
+    "rowwise_adam",
+    "sgd",
+]

@@ -64,9 +64,6 @@ class RowOutputs(NamedTuple):
 class Optimizer(abc.ABC):
     """What moves the rows of a table."""
 
-    kernel: ClassVar[int] = PROGRAM
-    """The number of the row update in `ffi/core/row_update.h`; PROGRAM: `step_row` is all there is."""
-
     name: ClassVar[str]
     """The name of the function in `jaxsok.optim` that makes it."""
 
@@ -89,6 +86,11 @@ class Optimizer(abc.ABC):
             object.__setattr__(self, "learning_rate", rate)
         if not callable(rate) and not (isinstance(rate, (int, float)) and math.isfinite(rate)):
             raise TypeError(f"{name}: learning_rate: got {rate!r}, wanted a finite number or an Optax schedule.")
+
+    @property
+    def kernel(self) -> int:
+        """The number of the row update in `ffi/core/row_update.h`; PROGRAM: `step_row` is all there is."""
+        return PROGRAM
 
     def _check(self, name: str, low: float, below: float = math.inf) -> None:
         """Refuses a hyper-parameter outside [low, below)."""

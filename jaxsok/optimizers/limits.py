@@ -1,0 +1,180 @@
+"""Bounds around a step of any optimizer: on the row gradient before it, on the row after it.
+
+A limit sees one row at a time. What couples rows, a norm over all gradients, is not here.
+"""
+
+import abc
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import ClassVar
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from jaxsok.optimizers.protocol import PROGRAM, Optimizer, RowInputs, RowOutputs
+
+# The smallest normal number: zeros divided by it are zeros.
+_TINY = 2.0**-126
+
+
+@dataclasses.dataclass(frozen=True)
+class AdaptiveClip:
+    """CowClip: a bound on the norm of a row gradient that grows with the row and with how often it was used.
+
+    The L2 norm of the row gradient is at most `num_uses * max(ratio * ||row||, lower)`: one use moves a row by no more
+    than a share of itself, and n uses by n times as much. Meant for `row_gradient="sum"`.
+
+    Example:
+      >>> AdaptiveClip(ratio=1.0, lower=1e-5)
+      AdaptiveClip(ratio=1.0, lower=1e-05)
+
+    Source: Zheng et al., "CowClip: Reducing CTR Prediction Model Training Time from 12 hours to 10 minutes on 1 GPU",
+    2022, where ratio is r and lower is ζ.
+    """
+
+    ratio: float = 1.0
+    """The share of the row's L2 norm that one use may bring."""
+    lower: float = 1e-5
+    """What one use may bring whatever the row is, so that a row of zeros can leave zero."""
+
+    def __post_init__(self) -> None:
+        """Refuses what cannot be meant."""
+        _check_positive("AdaptiveClip", "ratio", self.ratio)
+        _check_positive("AdaptiveClip", "lower", self.lower)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What bounds a step, given to an optimizer as `limits`. None: no bound.
+
+    In this order: `clip_value`, `clip_row_norm`, `adaptive_clip` on the row gradient, which is the sum of its uses
+    after `row_gradient`; then the optimizer's step, its weight decay included; then `max_row_norm` on the row. A
+    gradient or row within its bounds passes to the bit; one of norm zero stays zero. Norms do not overflow.
+
+    Example:
+      >>> from jaxsok import optim
+      >>> limited = optim.adam(1e-3, limits=Limits(clip_row_norm=1.0, max_row_norm=10.0))
+      >>> limited.limits.clip_row_norm
+      1.0
+
+    Source: per-row forms of `optax.clip` and `optax.clip_by_global_norm`; `max_norm` of `tf.nn.embedding_lookup`, which
+    bounds rows when they are read.
+    """
+
+    clip_value: float | None = None
+    """Each number of a row gradient lies in [-clip_value, clip_value]."""
+    clip_row_norm: float | None = None
+    """A row gradient of greater L2 norm is scaled down to it."""
+    adaptive_clip: AdaptiveClip | None = None
+    """A bound on a row gradient's L2 norm that knows the row and its uses."""
+    max_row_norm: float | None = None
+    """A row of greater L2 norm after a step is scaled down to it. For rows of 16 bits, before they are rounded."""
+
+    def __post_init__(self) -> None:
+        """Refuses what cannot be meant."""
+        for name in ("clip_value", "clip_row_norm", "max_row_norm"):
+            if getattr(self, name) is not None:
+                _check_positive("Limits", name, getattr(self, name))
+        if not isinstance(self.adaptive_clip, AdaptiveClip | None):
+            raise TypeError(
+                f"Limits: adaptive_clip: got {self.adaptive_clip!r}, wanted None or optim.AdaptiveClip(ratio, lower)."
+            )
+
+    def around(self, step: Callable[[RowInputs], RowOutputs], inputs: RowInputs) -> RowOutputs:
+        """The step of one row within these limits.
+
+        Args:
+          step: `step_row` of an optimizer without limits.
+          inputs: of the row.
+        """
+        gradient = inputs.gradient
+        if self.clip_value is not None:
+            gradient = jnp.minimum(jnp.maximum(gradient, -self.clip_value), self.clip_value)
+        if self.clip_row_norm is not None:
+            gradient = with_norm_at_most(gradient, self.clip_row_norm)
+        if self.adaptive_clip is not None:
+            share = self.adaptive_clip.ratio * norm(inputs.row)
+            bound = inputs.num_uses * jnp.maximum(share, self.adaptive_clip.lower)
+            gradient = with_norm_at_most(gradient, bound)
+        outputs = step(inputs._replace(gradient=gradient))
+        if self.max_row_norm is not None:
+            outputs = outputs._replace(row=with_norm_at_most(outputs.row, self.max_row_norm))
+        return outputs
+
+
+@dataclasses.dataclass(frozen=True)
+class Limited(Optimizer):
+    """An optimizer whose steps may have limits, and which may have a kernel of its own for when there are none."""
+
+    _own_kernel: ClassVar[int] = PROGRAM
+    """The number of the row update that does what the declaration says if `_is_plain()`."""
+
+    limits: Limits | None = dataclasses.field(default=None, kw_only=True)
+    """Bounds around every step."""
+
+    def __post_init__(self) -> None:
+        """Refuses limits that are none, and forgets those that do not limit."""
+        super().__post_init__()
+        if not isinstance(self.limits, Limits | None):
+            raise TypeError(
+                f"optim.{self.name}: limits: got {self.limits!r}, wanted None or optim.Limits(...), as "
+                "optim.Limits(clip_row_norm=1.0)."
+            )
+        if self.limits == Limits():
+            object.__setattr__(self, "limits", None)
+
+    @property
+    def kernel(self) -> int:
+        """The number of the row update in `ffi/core/row_update.h`: its own, or PROGRAM."""
+        return self._own_kernel if self.limits is None and self._is_plain() else PROGRAM
+
+    def _is_plain(self) -> bool:
+        """Whether no option asks for more than the kernel of its own does."""
+        return True
+
+    def step_row(self, inputs: RowInputs) -> RowOutputs:
+        """The optimizer's step within its limits."""
+        return self._step(inputs) if self.limits is None else self.limits.around(self._step, inputs)
+
+    @abc.abstractmethod
+    def _step(self, inputs: RowInputs) -> RowOutputs:
+        """The step of one row without limits."""
+
+    def _check_positive(self, name: str) -> None:
+        _check_positive(f"optim.{self.name}", name, getattr(self, name))
+
+    def _check_flag(self, name: str) -> None:
+        if not isinstance(getattr(self, name), bool):
+            raise TypeError(f"optim.{self.name}: {name}: got {getattr(self, name)!r}, wanted True or False.")
+
+    def _check_positive_rate(self) -> None:
+        """For optimizers that divide by the learning rate."""
+        if not callable(self.learning_rate) and not self.learning_rate > 0:
+            raise ValueError(
+                f"optim.{self.name}: learning_rate: got {self.learning_rate!r}, wanted a positive number or a schedule."
+            )
+
+
+def norm(row: Float[Array, " dim"]) -> Float[Array, ""]:
+    """The L2 norm."""
+    return jnp.sqrt(jnp.sum(row * row))
+
+
+def with_norm_at_most(row: Float[Array, " dim"], bound: Float[Array, ""] | float) -> Float[Array, " dim"]:
+    """The row, scaled down to an L2 norm of `bound` if it has a greater one.
+
+    Example:
+      >>> with_norm_at_most(jnp.array([3.0, 4.0]), 1.0)
+      Array([0.6, 0.8], dtype=float32)
+    """
+    # By the greatest number first: the square of 1e20 is infinite, and a row that was scaled by 1 / inf would be lost.
+    greatest = jnp.max(jnp.abs(row))
+    unit = row / jnp.maximum(greatest, _TINY)
+    length = norm(unit)
+    return jnp.where(greatest * length > bound, unit * (bound / length), row)
+
+
+def _check_positive(what: str, name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise ValueError(f"{what}: {name}: got {value!r}, wanted a positive number.")
