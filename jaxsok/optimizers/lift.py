@@ -60,6 +60,11 @@ _DENIED = {
     ),
     "SophiaState": ("it needs the loss itself, to estimate its curvature", "Use another optimizer"),
     "HutchinsonState": ("it needs the loss itself, to estimate its curvature", "Use another optimizer"),
+    "MuonState": ("it makes the columns of the whole table orthogonal", "Use another optimizer"),
+    "ZeroNansState": (
+        "it notes in one place whether any gradient of the table was NaN",
+        "Lift optax.stateless_with_tree_map(lambda g, _: jnp.where(jnp.isnan(g), 0.0, g)), which does the same unnoted",
+    ),
     "ScaleByLBFGSState": ("its step is made of products over the whole table", "Use another optimizer"),
 }
 """Classes of Optax state that tests of the update mislead about, or refuse less clearly: why not, what to do."""
@@ -295,6 +300,7 @@ def _formed(tx: Any, dim: int, rowwise: bool) -> _Form:
     if not rowwise:
         _refuse_coupled([*after[:num_updates], *first, *after[num_updates:]])
         _refuse_factored(tx, leaves)
+        _refuse_sized(tx, states[1], update, dim)
     return _stored_form(tx, tree_util.tree_structure(states[1]), leaves, dim)
 
 
@@ -322,7 +328,7 @@ def _refuse_by_name(state: Any) -> None:
     for name in classes:
         if name in _DENIED:
             reason, remedy = _DENIED[name]
-            raise _Refused(f"it has a {name}: {reason}", remedy)
+            raise _Refused(f"its state has a {name}: {reason}", remedy)
 
 
 def _leaves(states: dict[int, Any], dim: int) -> tuple[_Leaf, ...]:
@@ -415,6 +421,19 @@ def _refuse_factored(tx: Any, leaves: tuple[_Leaf, ...]) -> None:
                 "it is factored, and couples rows",
                 "Pass factored=False to it, or rowwise=True to step each row alone, unfactored",
             )
+
+
+def _refuse_sized(tx: Any, one: Any, of_few: Any, dim: int) -> None:
+    """A step of one row is that of a table only if the formula does not ask how many rows there are."""
+    formulas = [separable.formula_of(of_few)]
+    for num_rows, state in ((1, one), (_MANY_ROWS, _initial_shapes(tx, _MANY_ROWS, dim))):
+        _, update, _ = _traced(tx, state, jax.ShapeDtypeStruct((num_rows, dim), jnp.float32))
+        formulas.append(separable.formula_of(update))
+    if any(formula != formulas[0] for formula in formulas):
+        raise _Refused(
+            "its formula depends on the number of rows in the table",
+            "Pass rowwise=True to step each row as a table of one row",
+        )
 
 
 def _stored_form(tx: Any, treedef: Any, leaves: tuple[_Leaf, ...], dim: int) -> _Form:

@@ -88,6 +88,28 @@ def dependences(
     return [read(atom) for atom in jaxpr.outvars]
 
 
+def formula_of(closed: core.ClosedJaxpr) -> tuple[Any, ...]:
+    """What a function computes, without the shapes: two that differ may do other things to blocks of other sizes.
+
+    Args:
+      closed: the function, traced.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> by_size = lambda block: block / block.shape[0]
+      >>> formula_of(jax.make_jaxpr(by_size)(jnp.ones((3, 2)))) == formula_of(jax.make_jaxpr(by_size)(jnp.ones((5, 2))))
+      False
+    """
+    words: list[Any] = [np.asarray(value).tolist() for value in closed.consts if np.ndim(value) == 0]
+    for eqn in closed.jaxpr.eqns:
+        numbers = [repr(atom.val) for atom in eqn.invars if isinstance(atom, core.Literal)]
+        plain = {key: value for key, value in eqn.params.items() if isinstance(value, (bool, int, float, str))}
+        bodies = [eqn.params.get("jaxpr"), eqn.params.get("call_jaxpr"), *eqn.params.get("branches", ())]
+        inner = [formula_of(_closed(body)) for body in bodies if isinstance(body, (core.Jaxpr, core.ClosedJaxpr))]
+        words.append((eqn.primitive.name, *numbers, *sorted(plain.items()), *inner))
+    return tuple(words)
+
+
 def _of_constant(value: Any, num_rows: int) -> Dependence:
     """Constants with an axis as long as the block may tell its rows apart."""
     shape = np.shape(value)
