@@ -3,10 +3,10 @@
 `PYTHONPATH=. python tests/optax_cases.py` writes the table of docs/optax.md anew.
 """
 
+import dataclasses
 import inspect
 import pathlib
 import re
-import sys
 import warnings
 
 import jax.numpy as jnp
@@ -98,9 +98,7 @@ CALLS = {
         "scale_by_schedule(schedule)": lambda: optax.scale_by_schedule(optax.exponential_decay(-RATE, 3, 0.5))
     },
     "optax.scale_by_learning_rate": {"scale_by_learning_rate(lr)": lambda: optax.scale_by_learning_rate(RATE)},
-    "optax.scale_by_zoom_linesearch": {
-        "scale_by_zoom_linesearch(5)": lambda: optax.scale_by_zoom_linesearch(5)
-    },
+    "optax.scale_by_zoom_linesearch": {"scale_by_zoom_linesearch(5)": lambda: optax.scale_by_zoom_linesearch(5)},
     "optax.selective_transform": {
         "selective_transform(sgd, False)": lambda: optax.selective_transform(_sgd(), freeze_mask=False)
     },
@@ -187,3 +185,35 @@ def made(make):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return make()
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """What `lift` says of a transformation."""
+
+    kind: str
+    told: str
+    """The state of a row, and why it is not exact."""
+
+
+def verdict(make):
+    """What `lift` makes of a transformation, or why it refuses."""
+    tx = made(make)
+    try:
+        return Verdict("exact", _state_of(jaxsok.optim.lift(tx)))
+    except ValueError as refused:
+        why = _reason(refused)
+    try:
+        return Verdict("row-wise variant", f"{_state_of(jaxsok.optim.lift(tx, rowwise=True))}; {why}")
+    except ValueError as refused:
+        return Verdict("refused", _reason(refused))
+
+
+def _reason(refused):
+    return re.fullmatch(r"optim\.lift: refused: (.*?)\. [A-Z].*", str(refused), re.DOTALL)[1]
+
+
+def _state_of(optimizer):
+    dim = 64
+    names = [f"`{state.name}`" + (" (1)" if state.dim == 1 else "") for state in optimizer.state_specs(dim)]
+    return ", ".join(names) or "no state"

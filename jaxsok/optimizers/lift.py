@@ -72,12 +72,8 @@ _DENIED = {
 _STARTED = "started"
 
 
-class _Refused(Exception):
-    """Why a transformation cannot be lifted, and what to do; `lift` makes a ValueError of it."""
-
-    def __init__(self, reason: str, remedy: str):
-        super().__init__(reason, remedy)
-        self.reason, self.remedy = reason, remedy
+def _refusal(reason: str, remedy: str) -> str:
+    return f"optim.lift: refused: {reason}. {remedy}."
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,11 +152,8 @@ class Lifted(Optimizer):
 
     def _form(self, dim: int) -> _Form:
         if dim not in self._forms:
-            try:
-                with _arithmetic_of_optax():
-                    self._forms[dim] = _formed(self.tx, dim, self.rowwise)
-            except _Refused as refused:
-                raise ValueError(f"optim.lift: refused: {refused.reason}. {refused.remedy}.") from refused.__cause__
+            with _arithmetic_of_optax():
+                self._forms[dim] = _formed(self.tx, dim, self.rowwise)
         return self._forms[dim]
 
     def state_specs(self, dim: int) -> tuple[RowState, ...]:
@@ -220,8 +213,7 @@ class Lifted(Optimizer):
             block = row.reshape(1, dim)
             row_leaves = [leaf for leaf in form.leaves if leaf.is_row]
             leaves = [
-                _stored_to_leaf(state, leaf)
-                for state, leaf in zip(states[: len(row_leaves)], row_leaves, strict=True)
+                _stored_to_leaf(state, leaf) for state, leaf in zip(states[: len(row_leaves)], row_leaves, strict=True)
             ]
             if form.has_started:
                 started = states[-1]
@@ -274,7 +266,7 @@ def _leaf_to_stored(value: Array, state: Array) -> Array:
 
 
 def _formed(tx: Any, dim: int, rowwise: bool) -> _Form:
-    """What `lift` has to know of a transformation; raises `_Refused`."""
+    """What `lift` has to know of a transformation; raises what `lift` does."""
     import optax
 
     tx = optax.with_extra_args_support(tx)
@@ -292,9 +284,11 @@ def _formed(tx: Any, dim: int, rowwise: bool) -> _Form:
     num_updates = len(after) - len(leaves)
     for leaf, *found in zip(leaves, first, after[num_updates:], strict=True):
         if not leaf.is_row and any(one is not None for one in found):
-            raise _Refused(
-                f"its state {leaf.place} is one for all rows, yet depends on the data of all",
-                "Use an optimizer whose state is by row, or a fused one of jaxsok.optim",
+            raise ValueError(
+                _refusal(
+                    f"its state {leaf.place} is one for all rows, yet depends on the data of all",
+                    "Use an optimizer whose state is by row, or a fused one of jaxsok.optim",
+                )
             )
     _refuse_positional([*first, *after])
     if not rowwise:
@@ -309,9 +303,11 @@ def _initial_shapes(tx: Any, num_rows: int, dim: int) -> Any:
     try:
         return jax.eval_shape(tx.init, table)
     except Exception as error:
-        raise _Refused(
-            f"its init fails on a table, which is one array of [num_rows, dim]: {_told(error)}",
-            "Masks and labels must fit a single array: pass True, a label, or a function of the parameters",
+        raise ValueError(
+            _refusal(
+                f"its init fails on a table, which is one array of [num_rows, dim]: {_told(error)}",
+                "Masks and labels must fit a single array: pass True, a label, or a function of the parameters",
+            )
         ) from error
 
 
@@ -328,14 +324,14 @@ def _refuse_by_name(state: Any) -> None:
     for name in classes:
         if name in _DENIED:
             reason, remedy = _DENIED[name]
-            raise _Refused(f"its state has a {name}: {reason}", remedy)
+            raise ValueError(_refusal(f"its state has a {name}: {reason}", remedy))
 
 
 def _leaves(states: dict[int, Any], dim: int) -> tuple[_Leaf, ...]:
-    """The leaves of the state of one row; `_Refused` if one is neither a row's nor the store's."""
+    """The leaves of the state of one row; refused if one is neither a row's nor the store's."""
     flat = {num_rows: tree_util.tree_flatten_with_path(state)[0] for num_rows, state in states.items()}
     if len({tree_util.tree_structure(state) for state in states.values()}) > 1:
-        raise _Refused("the structure of its state depends on the number of rows", "Use a fused optimizer")
+        raise ValueError(_refusal("the structure of its state depends on the number of rows", "Use a fused optimizer"))
     leaves = []
     for i, (path, one) in enumerate(flat[1]):
         shapes = {num_rows: flat[num_rows][i][1].shape for num_rows in flat}
@@ -344,18 +340,24 @@ def _leaves(states: dict[int, Any], dim: int) -> tuple[_Leaf, ...]:
         is_row = all(shape == (num_rows, *rest) for num_rows, shape in shapes.items())
         leaf = _Leaf(tuple(path), one.shape, one.dtype, is_row)
         if jnp.issubdtype(one.dtype, jax.dtypes.extended):
-            raise _Refused(f"its state {leaf.place} is a random key, and random numbers do not fit rows", "Leave it out")
+            raise ValueError(
+                _refusal(f"its state {leaf.place} is a random key, and random numbers do not fit rows", "Leave it out")
+            )
         if not is_global and not (is_row and rest in ((), (1,), (dim,))):
             shape = list(shapes[_NUM_ROWS[0]])
-            raise _Refused(
-                f"its state {leaf.place} is {shape} for {_NUM_ROWS[0]} rows of {dim}: neither one line per row, of "
-                "one number or of dim, nor the same for any number of rows",
-                "Use an optimizer whose state is by row",
+            raise ValueError(
+                _refusal(
+                    f"its state {leaf.place} is {shape} for {_NUM_ROWS[0]} rows of {dim}: neither one line per row, of "
+                    "one number or of dim, nor the same for any number of rows",
+                    "Use an optimizer whose state is by row",
+                )
             )
         if is_row and one.dtype not in (jnp.float32, jnp.bfloat16, jnp.bool_):
-            raise _Refused(
-                f"its state {leaf.place} is {one.dtype} by row, and rows keep float32 or bfloat16",
-                "Choose another dtype for it",
+            raise ValueError(
+                _refusal(
+                    f"its state {leaf.place} is {one.dtype} by row, and rows keep float32 or bfloat16",
+                    "Choose another dtype for it",
+                )
             )
         leaves.append(leaf)
     return tuple(leaves)
@@ -374,9 +376,11 @@ def _traced(tx: Any, state: Any, block: Any) -> tuple[Any, Any, Any]:
     try:
         traced, shapes = jax.make_jaxpr(update, return_shape=True)(block, leaves, block)
     except Exception as error:
-        raise _Refused(
-            f"its update fails with a gradient, a state and a table and nothing else: {_told(error)}",
-            "What needs the loss, or other arguments, cannot be lifted: leave it out",
+        raise ValueError(
+            _refusal(
+                f"its update fails with a gradient, a state and a table and nothing else: {_told(error)}",
+                "What needs the loss, or other arguments, cannot be lifted: leave it out",
+            )
         ) from error
     return jax.make_jaxpr(init)(block), traced, shapes
 
@@ -384,29 +388,32 @@ def _traced(tx: Any, state: Any, block: Any) -> tuple[Any, Any, Any]:
 def _refuse_changed(old: Any, new: Any, leaves: tuple[_Leaf, ...]) -> None:
     same = tree_util.tree_structure(old) == tree_util.tree_structure(new)
     if not same or any(
-        a.shape != b.shape
-        for a, b in zip(tree_util.tree_leaves(old), tree_util.tree_leaves(new), strict=True)
+        a.shape != b.shape for a, b in zip(tree_util.tree_leaves(old), tree_util.tree_leaves(new), strict=True)
     ):
-        raise _Refused("its state changes its structure or shapes in an update", "Use another optimizer")
+        raise ValueError(_refusal("its state changes its structure or shapes in an update", "Use another optimizer"))
 
 
 def _refuse_positional(found: list[separable.Dependence]) -> None:
     if any(isinstance(one, separable.Positional) for one in found) or any(
         isinstance(one, Coupled) and one.reason == separable.BY_PLACE for one in found
     ):
-        raise _Refused(
-            "what it does to a row depends on the place of the row in the batch",
-            "Noise and counters along the rows cannot be lifted: leave them out",
+        raise ValueError(
+            _refusal(
+                "what it does to a row depends on the place of the row in the batch",
+                "Noise and counters along the rows cannot be lifted: leave them out",
+            )
         )
 
 
 def _refuse_coupled(found: list[separable.Dependence]) -> None:
     for one in found:
         if isinstance(one, Coupled):
-            raise _Refused(
-                f"it {one.reason}, so a row's step depends on other rows",
-                "Pass rowwise=True for the same formula applied to each row alone, which is another optimizer; clip by "
-                "a global norm outside (docs/optax.md)",
+            raise ValueError(
+                _refusal(
+                    f"it {one.reason}, so a row's step depends on other rows",
+                    "Pass rowwise=True for the same formula applied to each row alone, which is another optimizer; clip by "
+                    "a global norm outside (docs/optax.md)",
+                )
             )
 
 
@@ -416,10 +423,12 @@ def _refuse_factored(tx: Any, leaves: tuple[_Leaf, ...]) -> None:
     small = tree_util.tree_leaves(_initial_shapes(tx, 1, _MANY_COLUMNS))
     for leaf, one, many in zip(leaves, small, large, strict=False):
         if many.shape != ((_MANY_ROWS, *one.shape[1:]) if leaf.is_row else one.shape):
-            raise _Refused(
-                f"its state {leaf.place} is {list(many.shape)} in a table of {_MANY_ROWS} rows of {_MANY_COLUMNS}: "
-                "it is factored, and couples rows",
-                "Pass factored=False to it, or rowwise=True to step each row alone, unfactored",
+            raise ValueError(
+                _refusal(
+                    f"its state {leaf.place} is {list(many.shape)} in a table of {_MANY_ROWS} rows of {_MANY_COLUMNS}: "
+                    "it is factored, and couples rows",
+                    "Pass factored=False to it, or rowwise=True to step each row alone, unfactored",
+                )
             )
 
 
@@ -430,9 +439,11 @@ def _refuse_sized(tx: Any, one: Any, of_few: Any, dim: int) -> None:
         _, update, _ = _traced(tx, state, jax.ShapeDtypeStruct((num_rows, dim), jnp.float32))
         formulas.append(separable.formula_of(update))
     if any(formula != formulas[0] for formula in formulas):
-        raise _Refused(
-            "its formula depends on the number of rows in the table",
-            "Pass rowwise=True to step each row as a table of one row",
+        raise ValueError(
+            _refusal(
+                "its formula depends on the number of rows in the table",
+                "Pass rowwise=True to step each row as a table of one row",
+            )
         )
 
 
@@ -441,9 +452,7 @@ def _stored_form(tx: Any, treedef: Any, leaves: tuple[_Leaf, ...], dim: int) -> 
     rng = np.random.default_rng(0)
     blocks = [rng.normal(size=(_NUM_ROWS[0], dim)).astype(np.float32) for _ in range(2)]
     with jax.ensure_compile_time_eval():
-        values = [
-            [np.asarray(leaf) for leaf in tree_util.tree_leaves(tx.init(jnp.asarray(block)))] for block in blocks
-        ]
+        values = [[np.asarray(leaf) for leaf in tree_util.tree_leaves(tx.init(jnp.asarray(block)))] for block in blocks]
     specs, copied, global_state, rates = [], [], [], []
     scheduled = {_parent(leaf.path, "hyperparams_states") for leaf in leaves} - {None}
     for leaf, first, second in zip(leaves, *values, strict=True):

@@ -53,9 +53,7 @@ _REDUCTIONS = {
 _RESHAPES = frozenset(["broadcast_in_dim", "reshape", "squeeze", "expand_dims", "transpose"])
 
 
-def dependences(
-    closed: core.ClosedJaxpr, inputs: Sequence[Dependence], num_rows: int
-) -> list[Dependence]:
+def dependences(closed: core.ClosedJaxpr, inputs: Sequence[Dependence], num_rows: int) -> list[Dependence]:
     """How the outputs of a function of a block depend on its rows.
 
     Args:
