@@ -7,6 +7,7 @@ the store's, and whether a row's step needs any other row (separable.py). The st
 
 import contextlib
 import dataclasses
+import itertools
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -411,7 +412,7 @@ def _refuse_coupled(found: list[separable.Dependence]) -> None:
             raise ValueError(
                 _refusal(
                     f"it {one.reason}, so a row's step depends on other rows",
-                    "Pass rowwise=True for the same formula applied to each row alone, which is another optimizer; clip by "
+                    "Pass rowwise=True for the same formula on each row alone, which is another optimizer; clip by "
                     "a global norm outside (docs/optax.md)",
                 )
             )
@@ -474,7 +475,7 @@ def _stored_form(tx: Any, treedef: Any, leaves: tuple[_Leaf, ...], dim: int) -> 
 
 def _parent(path: tuple[Any, ...], field: str) -> str | None:
     """The path of the state that holds `<field>["learning_rate"]` on the way to a leaf."""
-    for i, (one, two) in enumerate(zip(path, path[1:], strict=False)):
+    for i, (one, two) in enumerate(itertools.pairwise(path)):
         if getattr(one, "name", None) == field and getattr(two, "key", None) == "learning_rate":
             return tree_util.keystr(path[:i])
     return None
