@@ -107,7 +107,7 @@ CALLS = {
         "sgd(lr, momentum=0.9)": lambda: optax.sgd(RATE, momentum=0.9),
         "sgd(lr, momentum=0.9, nesterov=True)": lambda: optax.sgd(RATE, momentum=0.9, nesterov=True),
     },
-    "optax.snapshot": {"snapshot(name, measure)": lambda: optax.snapshot("norm", optax.global_norm)},
+    "optax.snapshot": {"snapshot(name, measure)": lambda: optax.snapshot("largest", lambda tree: jnp.max(tree))},
     "optax.stateless": {
         "stateless(function by column)": lambda: optax.stateless(lambda updates, params: -RATE * jnp.tanh(updates))
     },

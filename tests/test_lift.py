@@ -91,7 +91,7 @@ def lifted_run(optimizer, table, gradients, touched):
         table, states = jax.vmap(one)(gradient, table, states, used)
         return (table, states, global_state, number + 1), (table, states)
 
-    states = tuple(jnp.full((len(table), s.dim), s.initial_value) for s in optimizer.state_specs(dim))
+    states = tuple(jnp.full((len(table), s.dim), s.initial_value, jnp.float32) for s in optimizer.state_specs(dim))
     carry = table, states, tuple(map(jnp.asarray, optimizer.init_globals(dim))), jnp.int32(0)
     return jax.lax.scan(step, carry, (gradients, touched))[1]
 
@@ -446,13 +446,13 @@ ALONE = {
     "elementwise": lambda x: jnp.where(x > 0, x, jnp.exp(x) - 1),
     "over columns": lambda x: x - x.mean(axis=1, keepdims=True),
     "there and back": lambda x: (x.T * 2).T.reshape(N, 1, D)[:, 0],
-    "a constant by column": lambda x: x + np.arange(D, dtype=np.float32),
+    "a constant by column": lambda x: x + np.arange(D, dtype=np.float32)[None],
     "nested": lambda x: jax.jit(jax.nn.silu)(x),
     "one of two": lambda x: jax.lax.cond(jnp.ones(()) > 0, lambda x: x * 2, lambda x: x, x),
 }
 TOGETHER = {
     "sum": lambda x: x - x.mean(),
-    "over rows": lambda x: x / jnp.max(x, axis=0),
+    "over rows": lambda x: x / jnp.max(x, axis=0, keepdims=True),
     "end to end": lambda x: jnp.sort(x.ravel()).reshape(N, D),
     "one row for all": lambda x: x + x[:1],
     "reversed": lambda x: x[::-1],

@@ -17,7 +17,7 @@ import numpy as np
 from jax import tree_util
 from jaxtyping import Array, Float
 
-from jaxsok.optimizers import separable
+from jaxsok.optimizers import program, separable
 from jaxsok.optimizers.protocol import Optimizer, RowInputs, RowOutputs, RowState
 from jaxsok.optimizers.separable import Coupled
 from jaxsok.types import MAX_DIM
@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 _NUM_ROWS = (13, 17, 19)
 # Of a table in which factored state would show: Optax factors from 128 rows and 128 columns on.
 _MANY_ROWS, _MANY_COLUMNS = 4099, MAX_DIM
+
+# Of a table whose rows are looked at when an optimizer is declared; tables of other dims follow when they are.
+_A_DIM = 8
 
 _DENIED = {
     "MultiStepsState": (
@@ -149,7 +152,13 @@ class Lifted(Optimizer):
             raise TypeError(
                 "optim.lift: tx: got a transformation that cannot be hashed, wanted functions for init and update."
             ) from None
-        self._form(8)
+        self._form(_A_DIM)
+        try:
+            program.compiled(self, _A_DIM)
+        except program.NotARowProgram as error:
+            found = str(error).rpartition("step_row: ")[2].rstrip(".")
+            remedy = "Use a fused optimizer of jaxsok.optim, or a transformation made of these"
+            raise ValueError(_refusal(f"its step of a row is no row program: {found}", remedy)) from None
 
     def _form(self, dim: int) -> _Form:
         if dim not in self._forms:
@@ -169,13 +178,17 @@ class Lifted(Optimizer):
         """None: what a step takes is the global state, which `advance` gives."""
         return ()
 
+    def hyper_shapes(self, dim: int) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Those of the global state."""
+        return tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in self.init_globals(dim))
+
     def advance(
-        self, global_state: tuple[Any, ...], step: Any, learning_rate: Any, dim: int
+        self, globals_: tuple[Any, ...], step: Any, learning_rate: Any, dim: int
     ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         """The global state as it is before the step, and after it.
 
         Args:
-          global_state: of this step.
+          globals_: as `init_globals` or the last call gave them.
           step: not used: the transformation counts by itself.
           learning_rate: None, or what takes the place of an injected learning rate, for this step alone.
           dim: of the rows.
@@ -184,7 +197,7 @@ class Lifted(Optimizer):
           ValueError: a learning rate for a transformation that has no injected one.
         """
         form = self._form(dim)
-        before = [jnp.asarray(leaf) for leaf in global_state]
+        before = [jnp.asarray(leaf) for leaf in globals_]
         if learning_rate is not None:
             if not form.rates:
                 raise ValueError(
@@ -200,7 +213,7 @@ class Lifted(Optimizer):
         kept = [
             old if learning_rate is not None and place in form.rates else jnp.asarray(new).astype(old.dtype)
             for place, (old, new) in enumerate(
-                zip([jnp.asarray(leaf) for leaf in global_state], _of_kind(form, after, is_row=False), strict=True)
+                zip([jnp.asarray(leaf) for leaf in globals_], _of_kind(form, after, is_row=False), strict=True)
             )
         ]
         return tuple(before), tuple(kept)

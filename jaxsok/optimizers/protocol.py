@@ -17,7 +17,7 @@ from typing import Any, ClassVar, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Shaped
+from jaxtyping import Array, Float
 
 from jaxsok.types import NUM_HYPER
 
@@ -49,8 +49,8 @@ class RowInputs(NamedTuple):
     """In the order of `state_specs`: `[dim]` or `[1]`."""
     num_uses: Float[Array, ""]
     """How often the step used the row, on all shards."""
-    hyper: tuple[Shaped[Array, "..."], ...]
-    """What `Optimizer.advance` gave."""
+    hyper: tuple[Float[Array, ""], ...]
+    """What `Optimizer.hyper` gave."""
 
 
 class RowOutputs(NamedTuple):
@@ -108,33 +108,6 @@ class Optimizer(abc.ABC):
           step: int32[], 0 at the first update.
           learning_rate: a scalar.
         """
-
-    def init_globals(self, dim: int) -> tuple[np.ndarray, ...]:
-        """State that a store has once, not by row, at its first step; none but for lifted optimizers.
-
-        Args:
-          dim: of the rows.
-
-        Returns:
-          Arrays of any shape and dtype; they are kept with the store.
-        """
-        return ()
-
-    def advance(
-        self, global_state: tuple[Any, ...], step: Any, learning_rate: Any, dim: int
-    ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        """What a step takes beside the rows, and the global state that it leaves.
-
-        Args:
-          global_state: of this step: as `init_globals` or the last `advance` gave it.
-          step: int32[], 0 at the first update.
-          learning_rate: a scalar.
-          dim: of the rows.
-
-        Returns:
-          `RowInputs.hyper`; the new global state, in shapes and dtypes of the old.
-        """
-        return self.hyper(step, learning_rate), global_state
 
     @abc.abstractmethod
     def step_row(self, inputs: RowInputs) -> RowOutputs:
