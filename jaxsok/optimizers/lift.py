@@ -162,8 +162,15 @@ class Lifted(Optimizer):
 
     def _form(self, dim: int) -> _Form:
         if dim not in self._forms:
-            with _arithmetic_of_optax():
-                self._forms[dim] = _formed(self.tx, dim, self.rowwise)
+            try:
+                with _arithmetic_of_optax():
+                    self._forms[dim] = _formed(self.tx, dim, self.rowwise)
+            except jax.errors.JAXTypeError as error:
+                raise TypeError(
+                    "optim.lift: tx: got a transformation made of traced values; an optimizer is declared outside "
+                    "jit. Make it of numbers, with optax.inject_hyperparams, and pass the traced rate to "
+                    "collection.update(..., learning_rate=rate)."
+                ) from error
         return self._forms[dim]
 
     def state_specs(self, dim: int) -> tuple[RowState, ...]:
