@@ -76,6 +76,7 @@ CALLS = {
     "optax.lookahead": {"lookahead(sgd, 5, 0.5)": lambda: optax.lookahead(_sgd(), 5, 0.5)},
     "optax.masked": {"masked(sgd, True)": lambda: optax.masked(_sgd(), True)},
     "optax.measure_with_ema": {},  # makes a measure for snapshots, no transformation
+    "optax.monitor": {"monitor({name: measure})": lambda: optax.monitor({"largest": lambda tree: jnp.max(tree)})},
     "optax.multi_transform": {},  # the older name of partition
     "optax.named_chain": {
         "named_chain((name, clip), (name, adam))": lambda: optax.named_chain(
@@ -92,6 +93,10 @@ CALLS = {
     "optax.scale": {"scale(-lr)": lambda: optax.scale(-RATE)},
     "optax.scale_by_backtracking_linesearch": {
         "scale_by_backtracking_linesearch(5)": lambda: optax.scale_by_backtracking_linesearch(5)
+    },
+    "optax.scale_by_factored_rms": {
+        "scale_by_factored_rms()": lambda: optax.scale_by_factored_rms(),
+        "scale_by_factored_rms(factored=False)": lambda: optax.scale_by_factored_rms(factored=False),
     },
     "optax.scale_by_rprop": {"scale_by_rprop(lr)": lambda: optax.scale_by_rprop(RATE)},
     "optax.scale_by_schedule": {
@@ -127,6 +132,9 @@ CALLS = {
         )
     },
     "optax.contrib.dpsgd": {"dpsgd(lr, 1.0, 0.1, seed)": lambda: optax.contrib.dpsgd(RATE, 1.0, 0.1, 0)},
+    "optax.contrib.hutchinson_estimator_diag_hessian": {
+        "hutchinson_estimator_diag_hessian()": lambda: optax.contrib.hutchinson_estimator_diag_hessian()
+    },
     "optax.contrib.mechanize": {"mechanize(sgd)": lambda: optax.contrib.mechanize(_sgd())},
     "optax.contrib.sam": {"sam(sgd, sgd)": lambda: optax.contrib.sam(_sgd(), _sgd())},
     "optax.contrib.schedule_free": {
@@ -147,7 +155,7 @@ def _seed(function):
 
 
 def makers():
-    """Every public function of Optax that makes a transformation, by name: found by what it is said to return."""
+    """Every public function of Optax that makes a transformation, by name: it says so, or CALLS does."""
     found = {"optax.MultiSteps": optax.MultiSteps}
     for module, prefix in ((optax, "optax."), (optax.contrib, "optax.contrib.")):
         for name in sorted(dir(module)):
@@ -217,3 +225,45 @@ def _state_of(optimizer):
     dim = 64
     names = [f"`{state.name}`" + (" (1)" if state.dim == 1 else "") for state in optimizer.state_specs(dim)]
     return ", ".join(names) or "no state"
+
+
+# The table -----------------------------------------------------------------------------------------------------------
+
+HEADING = "## Every transformation of Optax"
+
+
+def lines():
+    """The lines of the table: what is called, what lift makes of it, state of a row or why not."""
+    result = []
+    for name, calls in cases().items():
+        prefix = name.removeprefix("optax.").rpartition(".")[0]
+        for call, make in calls.items():
+            found = verdict(make)
+            shown = f"{prefix}.{call}" if prefix else call
+            result.append(f"| `{shown}` | {found.kind} | {found.told} |".replace("||", "| |"))
+    return result
+
+
+def section():
+    """The last section of the page, made anew."""
+    counts = [verdict(make).kind for calls in cases().values() for make in calls.values()]
+    told = ", ".join(f"{counts.count(kind)} {kind}" for kind in ("exact", "row-wise variant", "refused"))
+    head = (
+        f"Made by `tests/optax_cases.py` with Optax {optax.__version__}, from all that Optax offers: {told}. Third "
+        "column: the state of a row, (1) for one number in place of dim; why it is no exact lift.\n\n"
+        "| `optax.` | lifted | state of a row, or why not |\n|---|---|---|\n"
+    )
+    return f"{HEADING}\n\n{head}" + "\n".join(lines()) + "\n"
+
+
+def written():
+    """The section as it stands in the page, and with which Optax it was made."""
+    text = PAGE.read_text()
+    text = text[text.index(HEADING) :]
+    return text, re.search(r"with Optax ([\w.]+),", text)[1]
+
+
+if __name__ == "__main__":
+    text = PAGE.read_text()
+    PAGE.write_text(text[: text.index(HEADING)] + section())
+    print(f"{PAGE.name}: {len(lines())} lines")

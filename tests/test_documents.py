@@ -592,7 +592,8 @@ def test_state_of_optimizers():
             for spec in make(0.1).state_specs(dim)
         ]
         assert state == ("; ".join(specs) or "none")
-    assert set(told) == {call for call in calls_of(jaxsok.optim) if "(" in call}
+    # What lift makes of Optax is in docs/optax.md.
+    assert set(told) == {call for call in calls_of(jaxsok.optim) if "(" in call and not call.startswith("lift(")}
 
 
 def test_limits():

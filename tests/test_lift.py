@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 
 import hypothesis.strategies as st
 import jax
@@ -200,6 +201,19 @@ def judged_by_examples(tx, num_rows=6, dim=4, num_steps=3):
     return "exact"
 
 
+def test_table_of_the_page():
+    """docs/optax.md has a line for everything that Optax makes; with another Optax, for what both have."""
+    text, version = optax_cases.written()
+    if version == optax.__version__:
+        assert text == optax_cases.section(), "run: PYTHONPATH=. python tests/optax_cases.py"
+        return
+    told = dict(re.findall(r"^\| `(.*?)` \| ([^|]*) \|", text, re.MULTILINE))
+    found = dict(re.findall(r"^\| `(.*?)` \| ([^|]*) \|", "\n".join(optax_cases.lines()), re.MULTILINE))
+    both = told.keys() & found.keys()
+    assert len(both) > 100
+    assert {call: told[call] for call in both} == {call: found[call] for call in both}
+
+
 # Refusals ------------------------------------------------------------------------------------------------------------
 
 
@@ -228,7 +242,10 @@ REFUSED = {
     "a branch not taken": (lambda: optax.clip_by_global_norm(1e9), "sums over the rows"),
     "a branch not taken yet": (normalized_late, "sums over the rows"),
     "factored": (lambda: transformation(next(c for c in MISLED if "adafactor" in c)), "factored=False"),
-    "global state of rows": (lambda: optax.contrib.prodigy(RATE), "estim_lr is one for all rows, yet depends on"),
+    "global state of rows": (
+        lambda: optax.contrib.prodigy(RATE),
+        "estim_lr is one for all rows, yet depends on their data",
+    ),
     "state by column": (lambda: optax.sm3(RATE), r"mu\[1\] is one for all rows"),
     "flat state": (lambda: optax.flatten(optax.adam(RATE)), r"mu is \[104\] for 13 rows of 8"),
     "micro-steps": (lambda: transformation("optax.MultiSteps(sgd, 2)"), "MultiStepsState.*several plans"),

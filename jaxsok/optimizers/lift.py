@@ -307,7 +307,7 @@ def _formed(tx: Any, dim: int, rowwise: bool) -> _Form:
         if not leaf.is_row and any(one is not None for one in found):
             raise ValueError(
                 _refusal(
-                    f"its state {leaf.place} is one for all rows, yet depends on the data of all",
+                    f"its state {leaf.place} is one for all rows, yet depends on their data",
                     "Use an optimizer whose state is by row, or a fused one of jaxsok.optim",
                 )
             )
@@ -345,7 +345,7 @@ def _refuse_by_name(state: Any) -> None:
     for name in classes:
         if name in _DENIED:
             reason, remedy = _DENIED[name]
-            raise ValueError(_refusal(f"its state has a {name}: {reason}", remedy))
+            raise ValueError(_refusal(f"its state holds {name}: {reason}", remedy))
 
 
 def _leaves(states: dict[int, Any], dim: int) -> tuple[_Leaf, ...]:
@@ -399,7 +399,7 @@ def _traced(tx: Any, state: Any, block: Any) -> tuple[Any, Any, Any]:
     except Exception as error:
         raise ValueError(
             _refusal(
-                f"its update fails with a gradient, a state and a table and nothing else: {_told(error)}",
+                f"its update fails on gradient, state and parameters alone: {_told(error)}",
                 "What needs the loss, or other arguments, cannot be lifted: leave it out",
             )
         ) from error
