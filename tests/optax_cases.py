@@ -4,6 +4,7 @@
 """
 
 import dataclasses
+import functools
 import inspect
 import pathlib
 import re
@@ -171,6 +172,7 @@ def makers():
     return found
 
 
+@functools.cache
 def cases():
     """What to call, as {"optax.contrib.": call} and functions that make it; by name of the function in Optax."""
     result = {}
@@ -204,6 +206,7 @@ class Verdict:
     """The state of a row, and why it is not exact."""
 
 
+@functools.cache
 def verdict(make):
     """What `lift` makes of a transformation, or why it refuses."""
     tx = made(make)

@@ -316,7 +316,7 @@ def _formed(tx: Any, dim: int, rowwise: bool) -> _Form:
         _refuse_coupled([*after[:num_updates], *first, *after[num_updates:]])
         _refuse_factored(tx, leaves)
         _refuse_sized(tx, states[1], update, dim)
-    return _stored_form(tx, tree_util.tree_structure(states[1]), leaves, dim)
+    return _stored_form(tx, tree_util.tree_structure(states[1]), leaves, first, dim)
 
 
 def _initial_shapes(tx: Any, num_rows: int, dim: int) -> Any:
@@ -431,7 +431,7 @@ def _refuse_coupled(found: list[separable.Dependence]) -> None:
         if isinstance(one, Coupled):
             raise ValueError(
                 _refusal(
-                    f"it {one.reason}, so a row's step depends on other rows",
+                    f"the step of a row may depend on other rows: it {one.reason}",
                     "Pass rowwise=True for the same formula on each row alone, which is another optimizer; clip by "
                     "a global norm outside (docs/optax.md)",
                 )
@@ -468,19 +468,19 @@ def _refuse_sized(tx: Any, one: Any, of_few: Any, dim: int) -> None:
         )
 
 
-def _stored_form(tx: Any, treedef: Any, leaves: tuple[_Leaf, ...], dim: int) -> _Form:
-    """Initial values, found by looking at what `init` makes of two blocks of random rows."""
-    rng = np.random.default_rng(0)
-    blocks = [rng.normal(size=(_NUM_ROWS[0], dim)).astype(np.float32) for _ in range(2)]
+def _stored_form(
+    tx: Any, treedef: Any, leaves: tuple[_Leaf, ...], found: list[separable.Dependence], dim: int
+) -> _Form:
+    """Initial values: numbers, where `init` asks for no row and gives all columns the same one."""
     with jax.ensure_compile_time_eval():
-        values = [[np.asarray(leaf) for leaf in tree_util.tree_leaves(tx.init(jnp.asarray(block)))] for block in blocks]
+        values = [np.asarray(leaf) for leaf in tree_util.tree_leaves(tx.init(jnp.zeros((1, dim), jnp.float32)))]
     specs, copied, global_state, rates = [], [], [], []
     scheduled = {_parent(leaf.path, "hyperparams_states") for leaf in leaves} - {None}
-    for leaf, first, second in zip(leaves, *values, strict=True):
+    for leaf, first, dependence in zip(leaves, values, found, strict=True):
         if leaf.is_row:
-            numbers = np.stack([first, second]).astype(np.float32)
-            is_copied = numbers.size > 0 and not np.all(numbers == numbers.flat[0])
-            value = 0.0 if is_copied else float(numbers.flat[0])
+            numbers = first.astype(np.float32).reshape(-1)
+            is_copied = dependence is not None or not np.all(numbers == numbers[0])
+            value = 0.0 if is_copied else float(numbers[0])
             specs.append(RowState(_name(leaf, specs), int(np.prod(leaf.shape[1:])), value))
             copied.append(is_copied)
             continue

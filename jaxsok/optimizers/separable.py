@@ -18,7 +18,7 @@ class Coupled:
     """A value made of several rows together, or in a way that is not understood."""
 
     reason: str
-    """What it was made by, as the end of a sentence: "sums over the rows"."""
+    """What it was made by: "sums over the rows"."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +69,7 @@ def dependences(closed: core.ClosedJaxpr, inputs: Sequence[Dependence], num_rows
       >>> import jax, jax.numpy as jnp
       >>> block = jnp.zeros((13, 4))
       >>> dependences(jax.make_jaxpr(lambda x: (2 * x, x - x.mean(), x[0, 0]))(block), [0], num_rows=13)
-      [0, Coupled(reason='sums over the rows'), Coupled(reason='takes slice of the rows')]
+      [0, Coupled(reason='sums over the rows'), Coupled(reason='takes slice of them')]
     """
     jaxpr = closed.jaxpr
     known: dict[Any, Dependence] = {}
@@ -152,7 +152,7 @@ def _of_equation(eqn: Any, ins: list[Dependence], num_rows: int) -> list[Depende
         return [Coupled(_REDUCTIONS[name]) if axis in gone else axis - sum(one < axis for one in gone)] * num_outs
     if name in _RESHAPES:
         return [_moved(name, params, axis, eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape)]
-    return [Coupled(f"takes {name} of the rows")] * num_outs
+    return [Coupled(f"takes {name} of them")] * num_outs
 
 
 def _moved(name: str, params: Any, axis: int, old: tuple[int, ...], new: tuple[int, ...]) -> Dependence:
