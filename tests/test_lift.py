@@ -148,6 +148,7 @@ MISLED = {
     "optax.contrib.sam(sgd, sgd)": "exact",
     "optax.clip_by_global_norm(1e9)": "exact",  # a branch that is not taken
     "optax.adafactor(lr, multiply_by_parameter_scale=False, clipping_threshold=None)": "exact",  # large tables
+    "optax.scale_by_factored_rms()": "exact",
     "optax.add_noise(0.1, 0.1, key)": "row-wise variant",  # noise that no other row shares
     "optax.noisy_sgd(lr)": "row-wise variant",
 }
