@@ -1,6 +1,7 @@
 """Sparse optimizers: declared here, stepped in the update kernel. Seen as `jaxsok.optim`."""
 
 from jaxsok.optimizers.fused import adagrad, adam, rowwise_adagrad, sgd
+from jaxsok.optimizers.lift import lift
 from jaxsok.optimizers.limits import AdaptiveClip, Limits
 from jaxsok.optimizers.moments import adamax, adamw, lion, rowwise_adam
 from jaxsok.optimizers.protocol import Optimizer, RowInputs, RowOutputs, RowState
@@ -26,6 +27,7 @@ __all__ = [
     "group_ftrl",
     "lamb",
     "lars",
+    "lift",
     "lion",
     "rmsprop",
     "rowwise_adagrad",

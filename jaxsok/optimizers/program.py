@@ -259,14 +259,14 @@ class _Compiler:
 
     def _equation(self, equation: Any, values: Sequence[_Value]) -> list[_Value]:
         name = equation.primitive.name
+        if name in _CALLS:
+            inner = next(equation.params[key] for key in ("jaxpr", "call_jaxpr", "fun_jaxpr") if key in equation.params)
+            return self._inline_closed(inner, values)
         if not any(isinstance(value, (_Row, _NumUses)) for value in values):
             if name in _SAME_VALUE and self._size_of(values[0]) == 1:
                 # A scalar made as long as a row is still that scalar.
                 return [values[0]]
             return self._outside(equation, values)
-        if name in _CALLS:
-            inner = next(equation.params[key] for key in ("jaxpr", "call_jaxpr", "fun_jaxpr") if key in equation.params)
-            return self._inline_closed(inner, values)
         if name == "cond":
             return self._both_branches(equation, values)
         shape = equation.outvars[0].aval.shape
@@ -396,7 +396,7 @@ class _Compiler:
                     one = jnp.broadcast_to(jnp.asarray(one, aval.dtype).reshape(()), aval.shape)
                 operands.append(one)
             params = equation.primitive.get_bind_params(equation.params)
-            out = equation.primitive.bind(*operands, **params)
+            out = equation.primitive.bind(*_varying_alike(operands), **params)
             return list(out) if equation.primitive.multiple_results else [out]
 
         if equation.primitive.name in _ON_COLUMNS and all(self._size_of(value) == 1 for value in values):
@@ -500,6 +500,16 @@ class _Compiler:
                 step = ("multiply_subtract", result, (*products[numbers[1]], operands[0]))
             fused.append(step)
         return [step for step in fused if step[1] not in joined]
+
+
+def _varying_alike(operands: Sequence[Any]) -> list[Any]:
+    """Inside shard_map a primitive, unlike a function of jnp, wants operands that vary over the same axes."""
+    varying = [jax.typeof(one).manual_axis_type.varying for one in operands]
+    everything = frozenset().union(*varying)
+    return [
+        jax.lax.pcast(one, tuple(everything - some), to="varying") if everything - some else one
+        for one, some in zip(operands, varying, strict=True)
+    ]
 
 
 def _scalars(

@@ -1,0 +1,541 @@
+"""Optax transformations that treat rows alike, as sparse optimizers of rows; those that do not are refused.
+
+`lift` looks at a transformation once, when it is declared: which leaves of its state have one line per row, which are
+the store's, and whether a row's step needs any other row (separable.py). The step of a row is the transformation's own
+`update` on a table of that one row, so a lifted optimizer has the formulas of Optax, not copies of them.
+"""
+
+import contextlib
+import dataclasses
+import itertools
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import tree_util
+from jaxtyping import Array, Float
+
+from jaxsok.optimizers import program, separable
+from jaxsok.optimizers.protocol import Optimizer, RowInputs, RowOutputs, RowState
+from jaxsok.optimizers.separable import Coupled
+from jaxsok.types import MAX_DIM
+
+if TYPE_CHECKING:
+    import optax
+
+# Row counts of the blocks on which a transformation is looked at: primes, so that no other axis is as long.
+_NUM_ROWS = (13, 17, 19)
+# Of a table in which factored state would show: Optax factors from 128 rows and 128 columns on.
+_MANY_ROWS, _MANY_COLUMNS = 4099, MAX_DIM
+
+# Of a table whose rows are looked at when an optimizer is declared; tables of other dims follow when they are.
+_A_DIM = 8
+
+_DENIED = {
+    "MultiStepsState": (
+        "a row that only an earlier micro-step used would lose its gradient",
+        "Accumulate outside: give collection.update several plans and their gradients at once",
+    ),
+    "ApplyEvery": (
+        "a row that only an earlier micro-step used would lose its gradient",
+        "Accumulate outside: give collection.update several plans and their gradients at once",
+    ),
+    "SAMState": (
+        "a row that the second of its two gradients does not use would stay where the first one put it",
+        "Use another optimizer",
+    ),
+    "LookaheadState": (
+        "it needs fast and slow parameters of the whole table side by side",
+        "Lift the fast optimizer alone",
+    ),
+    "AddNoiseState": (
+        "its noise depends on the place of a row in the batch, and unused rows would get none",
+        "Lift the transformation without the noise",
+    ),
+    "DifferentiallyPrivateAggregateState": (
+        "it needs the gradient of every sample apart, and gives noise to all rows",
+        "Use another optimizer",
+    ),
+    "ApplyIfFiniteState": (
+        "whether one row steps would depend on the gradients of all",
+        "Leave it out: Stats.num_nonfinite counts the rows whose gradients are not finite",
+    ),
+    "SophiaState": ("it needs the loss itself, to estimate its curvature", "Use another optimizer"),
+    "HutchinsonState": ("it needs the loss itself, to estimate its curvature", "Use another optimizer"),
+    "MuonState": ("it makes the columns of the whole table orthogonal", "Use another optimizer"),
+    "ZeroNansState": (
+        "it notes in one place whether any gradient of the table was NaN",
+        "Lift optax.stateless_with_tree_map(lambda g, _: jnp.where(jnp.isnan(g), 0.0, g)), which does the same unnoted",
+    ),
+    "ScaleByLBFGSState": ("its step is made of products over the whole table", "Use another optimizer"),
+}
+"""Classes of Optax state that tests of the update mislead about, or refuse less clearly: why not, what to do."""
+
+_STARTED = "started"
+
+
+def _refusal(reason: str, remedy: str) -> str:
+    return f"optim.lift: refused: {reason}. {remedy}."
+
+
+@dataclasses.dataclass(frozen=True)
+class _Leaf:
+    """One leaf of the state of a transformation, over a table of one row."""
+
+    path: tuple[Any, ...]
+    shape: tuple[int, ...]
+    dtype: Any
+    is_row: bool
+    """One line for each row; else one for the store."""
+
+    @property
+    def place(self) -> str:
+        """Where it is, to be read: "[0].mu"."""
+        return tree_util.keystr(self.path).lstrip(".") or "the state"
+
+
+@dataclasses.dataclass(frozen=True)
+class _Form:
+    """The state of a transformation over rows of one dim, and how it lies in a store."""
+
+    treedef: Any
+    leaves: tuple[_Leaf, ...]
+    state_specs: tuple[RowState, ...]
+    copied: tuple[bool, ...]
+    """Of each row leaf: whether it begins as a function of the row rather than with a number."""
+    global_state: tuple[np.ndarray, ...]
+    rates: tuple[int, ...]
+    """Which of the global leaves is a learning rate that may be set from outside."""
+
+    @property
+    def has_started(self) -> bool:
+        """Whether a state beside the transformation's own tells which rows stepped before."""
+        return any(self.copied)
+
+
+@contextlib.contextmanager
+def _arithmetic_of_optax() -> Iterator[None]:
+    """Optax counts on JAX's defaults: it mixes int32 counts with floats, scalars with arrays, and 32 bits."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"), jax.enable_x64(False):
+        yield
+
+
+@dataclasses.dataclass(frozen=True)
+class Lifted(Optimizer):
+    """See `lift`."""
+
+    name: ClassVar[str] = "lift"
+    # The transformation has its own; that of `collection.update` goes to inject_hyperparams.
+    learning_rate: None = dataclasses.field(default=None, init=False, repr=False)  # pyright: ignore
+    tx: "optax.GradientTransformation"
+    rowwise: bool = False
+    # What was found out, by dim: a memo of pure functions of the fields above.
+    _forms: dict[int, _Form] = dataclasses.field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        """Refuses what cannot be lifted."""
+        import optax
+
+        if not isinstance(self.tx, optax.GradientTransformation):
+            remedy = "call its gradient_transformation()" if hasattr(self.tx, "gradient_transformation") else ""
+            raise TypeError(
+                f"optim.lift: tx: got {type(self.tx).__name__}, wanted an optax.GradientTransformation, as "
+                f"optax.adamw(1e-3){'; ' * bool(remedy)}{remedy}."
+            )
+        if not isinstance(self.rowwise, bool):
+            raise TypeError(f"optim.lift: rowwise: got {self.rowwise!r}, wanted True or False.")
+        try:
+            hash(self.tx)
+        except TypeError:
+            raise TypeError(
+                "optim.lift: tx: got a transformation that cannot be hashed, wanted functions for init and update."
+            ) from None
+        self._form(_A_DIM)
+        try:
+            program.compiled(self, _A_DIM)
+        except program.NotARowProgram as error:
+            found = str(error).rpartition("step_row: ")[2].rstrip(".")
+            remedy = "Use a fused optimizer of jaxsok.optim, or a transformation made of these"
+            raise ValueError(_refusal(f"its step of a row is no row program: {found}", remedy)) from None
+
+    def _form(self, dim: int) -> _Form:
+        if dim not in self._forms:
+            try:
+                with _arithmetic_of_optax():
+                    self._forms[dim] = _formed(self.tx, dim, self.rowwise)
+            except jax.errors.JAXTypeError as error:
+                raise TypeError(
+                    "optim.lift: tx: got a transformation made of traced values; an optimizer is declared outside "
+                    "jit. Make it of numbers, with optax.inject_hyperparams, and pass the traced rate to "
+                    "collection.update(..., learning_rate=rate)."
+                ) from error
+        return self._forms[dim]
+
+    def state_specs(self, dim: int) -> tuple[RowState, ...]:
+        """The leaves of the transformation's state that have one line per row, by the names they have there."""
+        return self._form(dim).state_specs
+
+    def init_globals(self, dim: int) -> tuple[np.ndarray, ...]:
+        """The leaves of the transformation's state that do not depend on rows: counts, injected hyper-parameters."""
+        return self._form(dim).global_state
+
+    def hyper(self, step: Any, learning_rate: Any) -> tuple[Any, ...]:
+        """None: what a step takes is the global state, which `advance` gives."""
+        return ()
+
+    def hyper_shapes(self, dim: int) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Those of the global state."""
+        return tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in self.init_globals(dim))
+
+    def advance(
+        self, globals_: tuple[Any, ...], step: Any, learning_rate: Any, dim: int
+    ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        """The global state as it is before the step, and after it.
+
+        Args:
+          globals_: as `init_globals` or the last call gave them.
+          step: not used: the transformation counts by itself.
+          learning_rate: None, or what takes the place of an injected learning rate, for this step alone.
+          dim: of the rows.
+
+        Raises:
+          ValueError: a learning rate for a transformation that has no injected one.
+        """
+        form = self._form(dim)
+        before = [jnp.asarray(leaf) for leaf in globals_]
+        if learning_rate is not None:
+            if not form.rates:
+                raise ValueError(
+                    "update: learning_rate: got one, but a lifted optimizer has its own. Wrap it in "
+                    "optax.inject_hyperparams, with a number for learning_rate, or pass a schedule to Optax."
+                )
+            for place in form.rates:
+                before[place] = jnp.asarray(learning_rate).astype(before[place].dtype)
+        with _arithmetic_of_optax():
+            zeros = jnp.zeros((1, dim), jnp.float32)
+            rows = [leaf for leaf, is_row in self._leaves_of(form, zeros) if is_row]
+            _, after = self._updated(form, zeros, zeros, rows, before)
+        kept = [
+            old if learning_rate is not None and place in form.rates else jnp.asarray(new).astype(old.dtype)
+            for place, (old, new) in enumerate(
+                zip([jnp.asarray(leaf) for leaf in globals_], _of_kind(form, after, is_row=False), strict=True)
+            )
+        ]
+        return tuple(before), tuple(kept)
+
+    def step_row(self, inputs: RowInputs) -> RowOutputs:
+        """The transformation's `update` on a table of one row."""
+        gradient, row, states, _, global_state = inputs
+        dim = row.shape[0]
+        form = self._form(dim)
+        with _arithmetic_of_optax():
+            block = row.reshape(1, dim)
+            row_leaves = [leaf for leaf in form.leaves if leaf.is_row]
+            leaves = [
+                _stored_to_leaf(state, leaf) for state, leaf in zip(states[: len(row_leaves)], row_leaves, strict=True)
+            ]
+            if form.has_started:
+                started = states[-1]
+                fresh = [value for value, is_row in self._leaves_of(form, block) if is_row]
+                leaves = [
+                    jnp.where(started.reshape((1,) * leaf.ndim) == 0, first, leaf) if copied else leaf
+                    for leaf, first, copied in zip(leaves, fresh, form.copied, strict=True)
+                ]
+            moved, after = self._updated(form, gradient.reshape(1, dim), block, leaves, global_state)
+            new = [
+                _leaf_to_stored(value, state)
+                for value, state in zip(_of_kind(form, after, is_row=True), states, strict=False)
+            ]
+            if form.has_started:
+                new.append(jnp.ones_like(states[-1]))
+            return RowOutputs(moved.reshape(dim), tuple(new))
+
+    def _leaves_of(self, form: _Form, block: Array) -> list[tuple[Any, bool]]:
+        """The leaves of `init`, and whether each is a row's."""
+        leaves = tree_util.tree_leaves(self.tx.init(block))
+        return [(jnp.asarray(value), leaf.is_row) for value, leaf in zip(leaves, form.leaves, strict=True)]
+
+    def _updated(
+        self, form: _Form, gradient: Array, block: Array, rows: Any, global_state: Any
+    ) -> tuple[Float[Array, "1 dim"], list[Any]]:
+        """The block after an update, and the leaves of the new state."""
+        import optax
+
+        rows, global_state = iter(rows), iter(global_state)
+        state = form.treedef.unflatten([next(rows if leaf.is_row else global_state) for leaf in form.leaves])
+        updates, state = optax.with_extra_args_support(self.tx).update(gradient, state, block)
+        return optax.apply_updates(block, updates), tree_util.tree_leaves(state)
+
+
+def _of_kind(form: _Form, leaves: list[Any], *, is_row: bool) -> list[Any]:
+    return [value for value, leaf in zip(leaves, form.leaves, strict=True) if leaf.is_row == is_row]
+
+
+def _stored_to_leaf(state: Array, leaf: _Leaf) -> Array:
+    """Stored state is float32, and holds each number of a narrower dtype exactly."""
+    value = state.reshape(leaf.shape)
+    return value != 0 if leaf.dtype == jnp.bool_ else value.astype(leaf.dtype)
+
+
+def _leaf_to_stored(value: Array, state: Array) -> Array:
+    return value.astype(jnp.float32).reshape(state.shape)
+
+
+# What a transformation is ------------------------------------------------------------------------------------------
+
+
+def _formed(tx: Any, dim: int, rowwise: bool) -> _Form:
+    """What `lift` has to know of a transformation; raises what `lift` does."""
+    import optax
+
+    tx = optax.with_extra_args_support(tx)
+    states = {num_rows: _initial_shapes(tx, num_rows, dim) for num_rows in (1, *_NUM_ROWS)}
+    _refuse_by_name(states[1])
+    leaves = _leaves(states, dim)
+    num_rows = next(n for n in _NUM_ROWS if n != dim)
+    block = jax.ShapeDtypeStruct((num_rows, dim), jnp.float32)
+    init, update, shapes = _traced(tx, states[num_rows], block)
+    _refuse_changed(states[num_rows], shapes[1], leaves)
+
+    kinds = [0 if leaf.is_row else None for leaf in leaves]
+    first = separable.dependences(init, [0], num_rows)
+    after = separable.dependences(update, [0, *kinds, 0], num_rows)
+    num_updates = len(after) - len(leaves)
+    for leaf, *found in zip(leaves, first, after[num_updates:], strict=True):
+        if not leaf.is_row and any(one is not None for one in found):
+            raise ValueError(
+                _refusal(
+                    f"its state {leaf.place} is one for all rows, yet depends on their data",
+                    "Use an optimizer whose state is by row, or a fused one of jaxsok.optim",
+                )
+            )
+    _refuse_positional([*first, *after])
+    if not rowwise:
+        _refuse_coupled([*after[:num_updates], *first, *after[num_updates:]])
+        _refuse_factored(tx, leaves)
+        _refuse_sized(tx, states[1], update, dim)
+    return _stored_form(tx, tree_util.tree_structure(states[1]), leaves, first, dim)
+
+
+def _initial_shapes(tx: Any, num_rows: int, dim: int) -> Any:
+    table = jax.ShapeDtypeStruct((num_rows, dim), jnp.float32)
+    try:
+        return jax.eval_shape(tx.init, table)
+    except Exception as error:
+        raise ValueError(
+            _refusal(
+                f"its init fails on a table, which is one array of [num_rows, dim]: {_told(error)}",
+                "Masks and labels must fit a single array: pass True, a label, or a function of the parameters",
+            )
+        ) from error
+
+
+def _told(error: Exception) -> str:
+    """The first line of an error, without its full stop."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0][:160].rstrip('. ') if lines else ''}".rstrip(": ")
+
+
+def _refuse_by_name(state: Any) -> None:
+    classes: list[str] = []
+    # is_leaf sees every node on the way down.
+    tree_util.tree_leaves(state, is_leaf=lambda node: classes.append(type(node).__name__) or False)
+    for name in classes:
+        if name in _DENIED:
+            reason, remedy = _DENIED[name]
+            raise ValueError(_refusal(f"its state holds {name}: {reason}", remedy))
+
+
+def _leaves(states: dict[int, Any], dim: int) -> tuple[_Leaf, ...]:
+    """The leaves of the state of one row; refused if one is neither a row's nor the store's."""
+    flat = {num_rows: tree_util.tree_flatten_with_path(state)[0] for num_rows, state in states.items()}
+    if len({tree_util.tree_structure(state) for state in states.values()}) > 1:
+        raise ValueError(_refusal("the structure of its state depends on the number of rows", "Use a fused optimizer"))
+    leaves = []
+    for i, (path, one) in enumerate(flat[1]):
+        shapes = {num_rows: flat[num_rows][i][1].shape for num_rows in flat}
+        rest = one.shape[1:]
+        is_global = set(shapes.values()) == {one.shape}
+        is_row = all(shape == (num_rows, *rest) for num_rows, shape in shapes.items())
+        leaf = _Leaf(tuple(path), one.shape, one.dtype, is_row)
+        if jnp.issubdtype(one.dtype, jax.dtypes.extended):
+            raise ValueError(
+                _refusal(f"its state {leaf.place} is a random key, and random numbers do not fit rows", "Leave it out")
+            )
+        if not is_global and not (is_row and rest in ((), (1,), (dim,))):
+            shape = list(shapes[_NUM_ROWS[0]])
+            raise ValueError(
+                _refusal(
+                    f"its state {leaf.place} is {shape} for {_NUM_ROWS[0]} rows of {dim}: neither one line per row, of "
+                    "one number or of dim, nor the same for any number of rows",
+                    "Use an optimizer whose state is by row",
+                )
+            )
+        if is_row and one.dtype not in (jnp.float32, jnp.bfloat16, jnp.bool_):
+            raise ValueError(
+                _refusal(
+                    f"its state {leaf.place} is {one.dtype} by row, and rows keep float32 or bfloat16",
+                    "Choose another dtype for it",
+                )
+            )
+        leaves.append(leaf)
+    return tuple(leaves)
+
+
+def _traced(tx: Any, state: Any, block: Any) -> tuple[Any, Any, Any]:
+    """The jaxprs of init (its leaves), of update (updates, then leaves), and the shapes of what update gives."""
+    leaves, treedef = tree_util.tree_flatten(state)
+
+    def init(rows: Any) -> Any:
+        return [jnp.asarray(leaf) for leaf in tree_util.tree_leaves(tx.init(rows))]
+
+    def update(gradient: Any, leaves: Any, rows: Any) -> Any:
+        return tx.update(gradient, treedef.unflatten(leaves), rows)
+
+    try:
+        traced, shapes = jax.make_jaxpr(update, return_shape=True)(block, leaves, block)
+    except Exception as error:
+        raise ValueError(
+            _refusal(
+                f"its update fails on gradient, state and parameters alone: {_told(error)}",
+                "What needs the loss, or other arguments, cannot be lifted: leave it out",
+            )
+        ) from error
+    return jax.make_jaxpr(init)(block), traced, shapes
+
+
+def _refuse_changed(old: Any, new: Any, leaves: tuple[_Leaf, ...]) -> None:
+    same = tree_util.tree_structure(old) == tree_util.tree_structure(new)
+    if not same or any(
+        a.shape != b.shape for a, b in zip(tree_util.tree_leaves(old), tree_util.tree_leaves(new), strict=True)
+    ):
+        raise ValueError(_refusal("its state changes its structure or shapes in an update", "Use another optimizer"))
+
+
+def _refuse_positional(found: list[separable.Dependence]) -> None:
+    if any(isinstance(one, separable.Positional) for one in found) or any(
+        isinstance(one, Coupled) and one.reason == separable.BY_PLACE for one in found
+    ):
+        raise ValueError(
+            _refusal(
+                "what it does to a row depends on the place of the row in the batch",
+                "Noise and counters along the rows cannot be lifted: leave them out",
+            )
+        )
+
+
+def _refuse_coupled(found: list[separable.Dependence]) -> None:
+    for one in found:
+        if isinstance(one, Coupled):
+            raise ValueError(
+                _refusal(
+                    f"the step of a row may depend on other rows: it {one.reason}",
+                    "Pass rowwise=True for the same formula on each row alone, which is another optimizer; clip by "
+                    "a global norm outside (docs/optax.md)",
+                )
+            )
+
+
+def _refuse_factored(tx: Any, leaves: tuple[_Leaf, ...]) -> None:
+    """State that has lines per row in a small table may be factored in a large one."""
+    large = tree_util.tree_leaves(_initial_shapes(tx, _MANY_ROWS, _MANY_COLUMNS))
+    small = tree_util.tree_leaves(_initial_shapes(tx, 1, _MANY_COLUMNS))
+    for leaf, one, many in zip(leaves, small, large, strict=False):
+        if many.shape != ((_MANY_ROWS, *one.shape[1:]) if leaf.is_row else one.shape):
+            raise ValueError(
+                _refusal(
+                    f"its state {leaf.place} is {list(many.shape)} in a table of {_MANY_ROWS} rows of {_MANY_COLUMNS}: "
+                    "it is factored, and couples rows",
+                    "Pass factored=False to it, or rowwise=True to step each row alone, unfactored",
+                )
+            )
+
+
+def _refuse_sized(tx: Any, one: Any, of_few: Any, dim: int) -> None:
+    """A step of one row is that of a table only if the formula does not ask how many rows there are."""
+    formulas = [separable.formula_of(of_few)]
+    for num_rows, state in ((1, one), (_MANY_ROWS, _initial_shapes(tx, _MANY_ROWS, dim))):
+        _, update, _ = _traced(tx, state, jax.ShapeDtypeStruct((num_rows, dim), jnp.float32))
+        formulas.append(separable.formula_of(update))
+    if any(formula != formulas[0] for formula in formulas):
+        raise ValueError(
+            _refusal(
+                "its formula depends on the number of rows in the table",
+                "Pass rowwise=True to step each row as a table of one row",
+            )
+        )
+
+
+def _stored_form(
+    tx: Any, treedef: Any, leaves: tuple[_Leaf, ...], found: list[separable.Dependence], dim: int
+) -> _Form:
+    """Initial values: numbers, where `init` asks for no row and gives all columns the same one."""
+    with jax.ensure_compile_time_eval():
+        values = [np.asarray(leaf) for leaf in tree_util.tree_leaves(tx.init(jnp.zeros((1, dim), jnp.float32)))]
+    specs, copied, global_state, rates = [], [], [], []
+    scheduled = {_parent(leaf.path, "hyperparams_states") for leaf in leaves} - {None}
+    for leaf, first, dependence in zip(leaves, values, found, strict=True):
+        if leaf.is_row:
+            numbers = first.astype(np.float32).reshape(-1)
+            is_copied = dependence is not None or not np.all(numbers == numbers[0])
+            value = 0.0 if is_copied else float(numbers[0])
+            specs.append(RowState(_name(leaf, specs), int(np.prod(leaf.shape[1:])), value))
+            copied.append(is_copied)
+            continue
+        owner = _parent(leaf.path, "hyperparams")
+        if owner is not None and owner not in scheduled:
+            rates.append(len(global_state))
+        global_state.append(first)
+    if any(copied):
+        specs.append(RowState(_unique(_STARTED, specs), 1, 0.0))
+    return _Form(treedef, leaves, tuple(specs), tuple(copied), tuple(global_state), tuple(rates))
+
+
+def _parent(path: tuple[Any, ...], field: str) -> str | None:
+    """The path of the state that holds `<field>["learning_rate"]` on the way to a leaf."""
+    for i, (one, two) in enumerate(itertools.pairwise(path)):
+        if getattr(one, "name", None) == field and getattr(two, "key", None) == "learning_rate":
+            return tree_util.keystr(path[:i])
+    return None
+
+
+def _name(leaf: _Leaf, taken: list[RowState]) -> str:
+    """The last word of a path: `[0].mu` is "mu"."""
+    words = [getattr(part, "name", getattr(part, "key", None)) for part in leaf.path]
+    return _unique(next((word for word in reversed(words) if isinstance(word, str)), "state"), taken)
+
+
+def _unique(name: str, taken: list[RowState]) -> str:
+    names = [state.name for state in taken]
+    return next(one for one in (name, *(f"{name}_{i}" for i in range(2, len(names) + 3))) if one not in names)
+
+
+def lift(tx: "optax.GradientTransformation", *, rowwise: bool = False) -> Lifted:
+    """An Optax transformation as a sparse optimizer: its own formulas, on the rows that a step used.
+
+    Optax counts, schedules and injected hyper-parameters are the store's, one for all rows; momenta and accumulators
+    are the rows'. A row that no key uses does not move and its state does not decay. Two tables share a store if
+    their optimizers lift the same object.
+
+    Args:
+      tx: chains, schedules, `optax.inject_hyperparams`, masks that fit a single array, and mu_dtype included.
+      rowwise: False: what couples rows is refused. True: its formula is applied to each row as if that row were all
+        the parameters: lamb with a trust ratio by row, clipping by the norm of a row. That is another optimizer.
+
+    Raises:
+      ValueError: it couples rows, or cannot be lifted at all; the message says why and what to do.
+      TypeError: `tx` is no `optax.GradientTransformation`.
+
+    Cost:
+      State: one number per column for each moment. It is looked at when declared, which takes some 0.1 s.
+
+    Example:
+      >>> import optax
+      >>> lift(optax.adam(1e-3)).state_specs(dim=64)
+      (RowState(name='mu', dim=64, initial_value=0.0), RowState(name='nu', dim=64, initial_value=0.0))
+
+    Source: docs/optax.md.
+    """
+    return Lifted(tx, rowwise)

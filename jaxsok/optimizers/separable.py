@@ -1,0 +1,183 @@
+"""Whether a function of a block of rows treats each row alone: read from its jaxpr, not from examples.
+
+Examples cannot see a branch that they do not take: clipping by a global norm of 1e9 looks harmless. Here every value
+is followed from the inputs to the outputs. Feeds `lift.py`; knows nothing of Optax.
+"""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from jax.extend import core
+
+
+@dataclasses.dataclass(frozen=True)
+class Coupled:
+    """A value made of several rows together, or in a way that is not understood."""
+
+    reason: str
+    """What it was made by: "sums over the rows"."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Positional:
+    """A value that knows no row's data, but differs from row to row: noise, a count along the block."""
+
+
+Dependence = int | Coupled | Positional | None
+"""How a value depends on the block: the axis along which its rows lie; None: on no row, and the same for all."""
+
+BY_PLACE = "depends on the place of a row in the block"
+
+_BY_COLUMN = frozenset(
+    "abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp convert_element_type copy cos cosh div "
+    "eq erf erf_inv erfc exp exp2 expm1 floor ge gt imag integer_pow is_finite le lgamma log log1p logistic lt max min "
+    "mul ne neg nextafter not or pow real reduce_precision rem round rsqrt select_n sign sin sinh sqrt square "
+    "stop_gradient sub tan tanh xor".split()
+)
+_CALLS = frozenset(
+    "jit pjit closed_call core_call remat remat2 checkpoint custom_jvp_call custom_vjp_call custom_lin".split()
+)
+_REDUCTIONS = {
+    "reduce_sum": "sums over the rows",
+    "reduce_max": "takes a maximum over the rows",
+    "reduce_min": "takes a minimum over the rows",
+    "reduce_prod": "multiplies over the rows",
+    "reduce_and": "asks something of all rows together",
+    "reduce_or": "asks something of all rows together",
+    "argmax": "takes a maximum over the rows",
+    "argmin": "takes a minimum over the rows",
+}
+_RESHAPES = frozenset(["broadcast_in_dim", "reshape", "squeeze", "expand_dims", "transpose"])
+
+
+def dependences(closed: core.ClosedJaxpr, inputs: Sequence[Dependence], num_rows: int) -> list[Dependence]:
+    """How the outputs of a function of a block depend on its rows.
+
+    Args:
+      closed: the function, traced.
+      inputs: of each input.
+      num_rows: of the block; no other axis may be so long.
+
+    Returns:
+      For each output. An axis is a promise: row i of the output is a function of row i of the inputs, the same for
+      all i. `Coupled` is none: it says what was seen first that may break it.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> block = jnp.zeros((13, 4))
+      >>> dependences(jax.make_jaxpr(lambda x: (2 * x, x - x.mean(), x[0, 0]))(block), [0], num_rows=13)
+      [0, Coupled(reason='sums over the rows'), Coupled(reason='takes slice of them')]
+    """
+    jaxpr = closed.jaxpr
+    known: dict[Any, Dependence] = {}
+    for var, value in zip(jaxpr.constvars, closed.consts, strict=True):
+        known[var] = _of_constant(value, num_rows)
+    known.update(zip(jaxpr.invars, inputs, strict=True))
+
+    def read(atom: Any) -> Dependence:
+        return None if isinstance(atom, core.Literal) else known[atom]
+
+    for eqn in jaxpr.eqns:
+        outs = _of_equation(eqn, [read(atom) for atom in eqn.invars], num_rows)
+        known.update(zip(eqn.outvars, outs, strict=True))
+    return [read(atom) for atom in jaxpr.outvars]
+
+
+def formula_of(closed: core.ClosedJaxpr) -> tuple[Any, ...]:
+    """What a function computes, without the shapes: two that differ may do other things to blocks of other sizes.
+
+    Args:
+      closed: the function, traced.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> by_size = lambda block: block / block.shape[0]
+      >>> formula_of(jax.make_jaxpr(by_size)(jnp.ones((3, 2)))) == formula_of(jax.make_jaxpr(by_size)(jnp.ones((5, 2))))
+      False
+    """
+    words: list[Any] = [np.asarray(value).tolist() for value in closed.consts if np.ndim(value) == 0]
+    for eqn in closed.jaxpr.eqns:
+        numbers = [repr(atom.val) for atom in eqn.invars if isinstance(atom, core.Literal)]
+        plain = {key: value for key, value in eqn.params.items() if isinstance(value, (bool, int, float, str))}
+        bodies = [eqn.params.get("jaxpr"), eqn.params.get("call_jaxpr"), *eqn.params.get("branches", ())]
+        inner = [formula_of(_closed(body)) for body in bodies if isinstance(body, (core.Jaxpr, core.ClosedJaxpr))]
+        words.append((eqn.primitive.name, *numbers, *sorted(plain.items()), *inner))
+    return tuple(words)
+
+
+def _of_constant(value: Any, num_rows: int) -> Dependence:
+    """Constants with an axis as long as the block may tell its rows apart."""
+    shape = np.shape(value)
+    for axis in [axis for axis, size in enumerate(shape) if size == num_rows]:
+        parts = np.moveaxis(np.asarray(value), axis, 0)
+        if not all(np.array_equal(part, parts[0]) for part in parts):
+            return Positional()
+    return None
+
+
+def _of_equation(eqn: Any, ins: list[Dependence], num_rows: int) -> list[Dependence]:
+    name, params = eqn.primitive.name, eqn.params
+    num_outs = len(eqn.outvars)
+    if name in _CALLS:
+        body = params.get("jaxpr", params.get("call_jaxpr"))
+        if body is not None:
+            return dependences(_closed(body), ins, num_rows)
+    if name == "cond":
+        choice, operands = ins[0], ins[1:]
+        if choice is None:
+            branches = [dependences(_closed(branch), operands, num_rows) for branch in params["branches"]]
+            return [_joined(list(outs)) for outs in zip(*branches, strict=True)]
+    for value in ins:
+        if isinstance(value, Coupled):
+            return [value] * num_outs
+    axes = {value for value in ins if isinstance(value, int)}
+    is_plain = name in _BY_COLUMN or name in _RESHAPES or name in _REDUCTIONS
+    if not axes:
+        may_differ = any(isinstance(value, Positional) for value in ins) or not is_plain
+        return [
+            Positional() if may_differ and (num_rows in out.aval.shape or any(ins)) else None for out in eqn.outvars
+        ]
+    if any(isinstance(value, Positional) for value in ins):
+        return [Coupled(BY_PLACE)] * num_outs
+    if len(axes) > 1:
+        return [Coupled("sets rows against columns")] * num_outs
+    (axis,) = axes
+    if name in _BY_COLUMN:
+        return [axis] * num_outs
+    if name in _REDUCTIONS:
+        gone = params["axes"]
+        return [Coupled(_REDUCTIONS[name]) if axis in gone else axis - sum(one < axis for one in gone)] * num_outs
+    if name in _RESHAPES:
+        return [_moved(name, params, axis, eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape)]
+    return [Coupled(f"takes {name} of them")] * num_outs
+
+
+def _moved(name: str, params: Any, axis: int, old: tuple[int, ...], new: tuple[int, ...]) -> Dependence:
+    """Where a change of shape puts the rows."""
+    if name == "broadcast_in_dim":
+        return int(params["broadcast_dimensions"][axis])
+    if name == "transpose":
+        return int(list(params["permutation"]).index(axis))
+    # Rows stay whole where as many numbers lie before their axis, and the axis is as long.
+    for place, size in enumerate(new):
+        if size == old[axis] and math.prod(new[:place]) == math.prod(old[:axis]):
+            return place
+    return Coupled("lays the rows end to end")
+
+
+def _joined(values: list[Dependence]) -> Dependence:
+    """What is known of a value that is one of several."""
+    distinct = [value for i, value in enumerate(values) if value is not None and value not in values[:i]]
+    if not distinct:
+        return None
+    couplings = [value for value in distinct if isinstance(value, Coupled)]
+    if couplings:
+        return couplings[0]
+    return distinct[0] if len(distinct) == 1 else Coupled("sets rows against columns")
+
+
+def _closed(body: Any) -> core.ClosedJaxpr:
+    return body if isinstance(body, core.ClosedJaxpr) else core.ClosedJaxpr(body, ())
