@@ -8,6 +8,7 @@ import itertools
 
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jaxtyping import Array, Bool, Float, Int32, UInt32
 
 from jaxsok.kernels import table as kernels
@@ -207,9 +208,31 @@ def _written(
         size = slab.shape[0]
         place = row_ids - jnp.uint32(start)  # rows of slabs before this one wrap around, past its end
         place = jnp.where(place < jnp.uint32(size), place.astype(jnp.int32), jnp.int32(size))
-        written.append(slab.at[place].set(rows, mode="drop"))
+        if slab.dtype == jnp.bfloat16:
+            written.append(lax.platform_dependent(slab, place, rows, cpu=_scattered_as_bits, default=_scattered))
+        else:
+            written.append(_scattered(slab, place, rows))
         start += size
     return tuple(written)
+
+
+def _scattered(slab: Array, place: Int32[Array, " _"], rows: Array) -> Array:
+    return slab.at[place].set(rows, mode="drop")
+
+
+def _scattered_as_bits(
+    slab: Float[Array, "_ dim"], place: Int32[Array, " _"], rows: Float[Array, "_ dim"]
+) -> Array:
+    """The same for bfloat16 on a CPU, whose compiler (jaxlib 0.10.2) would widen the slab for each row it sets.
+
+    Views cost a copy of the slab there, so nothing is done where nothing is new.
+    """
+
+    def write() -> Array:
+        bits = _scattered(lax.bitcast_convert_type(slab, jnp.uint16), place, lax.bitcast_convert_type(rows, jnp.uint16))
+        return lax.bitcast_convert_type(bits, slab.dtype)
+
+    return lax.cond((place < slab.shape[0]).any(), write, lambda: slab)
 
 
 def rounded(values: Float[Array, "..."], dtype: str) -> Float[Array, "..."]:
