@@ -353,8 +353,18 @@ def _rounds(num_rounds: int | Int32[Array, ""]) -> Int32[Array, "1"]:
 
 
 def _shapes(features: StoreFeatures, spec: StoreSpec) -> list[tuple[int, ...]]:
-    return [(*layout.embedding_shape, spec.dim) for layout in features.layouts]
+    return [(*layout.combined_shape, spec.dim) for layout in features.layouts]
 
 
 def _named(features: StoreFeatures, values: Sequence[Array]) -> Embeddings:
-    return {layout.name: value for layout, value in zip(features.layouts, values, strict=True)}
+    pairs = zip(features.layouts, values, strict=True)
+    return {layout.name: _expanded(value, features.inverse_of(layout)) for layout, value in pairs}
+
+
+def _expanded(value: Array, inverse: Int32[Array, " num_samples"] | None) -> Array:
+    """A line for each sample, where samples share bags."""
+    if inverse is None:
+        return value
+    if value.shape[0] == 0:  # then there are no samples
+        return jnp.zeros((inverse.shape[0], *value.shape[1:]), value.dtype)
+    return value.at[inverse].get(mode="clip")

@@ -384,6 +384,9 @@ def _step_bytes(spec: StoreSpec, features: StoreFeatures, wire: ExchangeSpec) ->
     num_keys = sum(layout.num_keys for layout in features.layouts)
     row = jnp.dtype(spec.embedding_dtype).itemsize * spec.dim
     embeddings = sum(math.prod(layout.embedding_shape) for layout in features.layouts) * row
+    # Samples that share bags: what the kernels make is there beside what it is expanded to.
+    shared = [layout for layout in features.layouts if layout.inverse_start >= 0]
+    embeddings += sum(math.prod(layout.combined_shape) for layout in shared) * row
     found = 4 + 4 * len(COUNTS) * len(spec.tables) + 4  # generation, counts, rounds
     parts = {"batch": _bytes_of(features), "embeddings": embeddings, "gradients": embeddings}
     if spec.num_shards == 1:
