@@ -136,7 +136,9 @@ def pad(raw: Mapping[str, Any], features: Sequence[FeatureSpec], pad_to: int) ->
 
 def _is_on_device(value: Any) -> bool:
     bags = value if isinstance(value, Bags) else Bags(value)
-    return any(isinstance(one, jax.Array) for one in (bags.keys, bags.lengths, bags.offsets, bags.weights, bags.inverse))
+    return any(
+        isinstance(one, jax.Array) for one in (bags.keys, bags.lengths, bags.offsets, bags.weights, bags.inverse)
+    )
 
 
 def _require_even(what: str, num_samples: int, num_parts: int, shards: Shards) -> None:

@@ -220,9 +220,7 @@ def _scattered(slab: Array, place: Int32[Array, " _"], rows: Array) -> Array:
     return slab.at[place].set(rows, mode="drop")
 
 
-def _scattered_as_bits(
-    slab: Float[Array, "_ dim"], place: Int32[Array, " _"], rows: Float[Array, "_ dim"]
-) -> Array:
+def _scattered_as_bits(slab: Float[Array, "_ dim"], place: Int32[Array, " _"], rows: Float[Array, "_ dim"]) -> Array:
     """The same for bfloat16 on a CPU, whose compiler (jaxlib 0.10.2) would widen the slab for each row it sets.
 
     Views cost a copy of the slab there, so nothing is done where nothing is new.
