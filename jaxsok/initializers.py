@@ -214,7 +214,8 @@ def matrix(values: Any) -> Initializer:
         raise ValueError(
             f"initializers.matrix: values: got shape {list(given.shape)}, wanted [num_values, dim], at least one row."
         )
-    kept = np.array(given, np.float32, order="C")
+    with np.errstate(over="ignore"):  # what float32 cannot hold is refused below
+        kept = np.array(given, np.float32, order="C")
     if not np.isfinite(kept).all():
         raise ValueError("initializers.matrix: values: got infinite or NaN in float32, wanted finite numbers.")
     kept.flags.writeable = False

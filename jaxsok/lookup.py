@@ -304,24 +304,26 @@ def _with_initial_rows(
 ) -> tuple[RowIds, tuple[Array, ...], Int32[Array, " num_tables"]]:
     """Row ids and slabs by which keys read their initial row too: one slab more. And how many keys of each table do."""
     capacity = sum(slab.shape[0] for slab in slabs)
-    ids, initial, absent = [], [], [jnp.zeros((), jnp.int32) for _ in spec.tables]
-    end = num_initial = 0
+    ids, absent = [], [jnp.zeros((), jnp.int32) for _ in spec.tables]
+    # The first line is for keys that read zeros, which this kernel would give the initial row.
+    initial, num_initial, end = [jnp.zeros((1, spec.dim), slabs[0].dtype)], 1, 0
     for layout in features.layouts:
         begin, end = layout.key_start, layout.key_start + layout.num_keys
         own, keys = row_ids[begin:end], features.keys[begin:end]
-        if layout.num_keys and spec.tables[layout.table].initializer.is_traced:
-            table_ids = table.table_ids_of(layout.table, layout.num_keys)
-            needed = table.needs_initial_row(spec, keys, table_ids, own, is_find=is_find)
-            place = jnp.arange(layout.num_keys, dtype=jnp.uint32) + jnp.uint32(capacity + num_initial)
-            own = jnp.where(needed, place, own)
-            initial.append(table.initial_rows(spec, keys, table_ids).astype(slabs[0].dtype))
-            absent[layout.table] += needed.sum(dtype=jnp.int32)
-            num_initial += layout.num_keys
+        reads_zeros = is_find and layout.unknown_zeros
+        if reads_zeros or spec.tables[layout.table].initializer.is_traced:
+            is_absent = table.is_key(keys) & (own == jnp.uint32(NO_ROW))
+            absent[layout.table] += is_absent.sum(dtype=jnp.int32)
+            place = jnp.uint32(capacity)
+            if not reads_zeros:
+                place = jnp.arange(layout.num_keys, dtype=jnp.uint32) + jnp.uint32(capacity + num_initial)
+                rows = table.initial_rows(spec, keys, table.table_ids_of(layout.table, layout.num_keys))
+                initial.append(rows.astype(slabs[0].dtype))
+                num_initial += layout.num_keys
+            own = jnp.where(is_absent, place, own)
         ids.append(own)
     ids.append(row_ids[end:])
-    if initial:
-        slabs = (*slabs, jnp.concatenate(initial))
-    return jnp.concatenate(ids), tuple(slabs), jnp.stack(absent)
+    return jnp.concatenate(ids), (*slabs, jnp.concatenate(initial)), jnp.stack(absent)
 
 
 def _reads_traced(spec: StoreSpec, features: StoreFeatures) -> bool:

@@ -5,6 +5,7 @@ The whole way down is `lookup.py`; this is for keys without bags: plans made apa
 
 import dataclasses
 import itertools
+from collections.abc import Sequence
 
 import jax.numpy as jnp
 import numpy as np
@@ -75,7 +76,7 @@ def find_or_insert(
         axis=0, dtype=jnp.int32
     )
     counts = counts.at[:, _FOUND].add(found).at[:, _PADDING].add(-found)
-    to_write = jnp.where(is_traced(spec, table_ids), new, jnp.uint32(NO_ROW))
+    to_write = jnp.where(_is_one_of(ids, spec.traced_tables), new, jnp.uint32(NO_ROW))
     rows = _written(store.rows, to_write, initial_rows(spec, keys, table_ids))
     return dataclasses.replace(store, rows=rows), jnp.where(is_known, known, new), counts
 
@@ -134,7 +135,9 @@ def gather(
     )
     if spec.traced_tables:
         keys, table_ids = requests[:, :2], requests[:, 2]
-        is_initial = needs_initial_row(spec, keys, table_ids, row_ids, is_find=is_find)
+        # Who reads zeros has them from the kernel, as every key of such a table that has no row.
+        given = [n for n in spec.traced_tables if not (is_find and spec.tables[n].unknown == "zeros")]
+        is_initial = (row_ids == jnp.uint32(NO_ROW)) & is_key(keys) & _is_one_of(table_ids, given)
         rows = jnp.where(is_initial[:, None], initial_rows(spec, keys, table_ids), rows)
     return dataclasses.replace(store, counters=counters), rows, num_absent
 
@@ -174,29 +177,13 @@ def _initial_rows_of(spec: StoreSpec, number: int, keys: Keys) -> Float[Array, "
     return rounded(initializer.rows(keys, spec.dim), spec.dtype)
 
 
-def is_traced(spec: StoreSpec, table_ids: TableIds | np.ndarray) -> Bool[Array, " num_keys"]:
-    """Which keys are of tables whose initial rows XLA works out."""
-    table_ids = jnp.asarray(table_ids)
-    return (table_ids[:, None] == jnp.array(spec.traced_tables, jnp.uint32)[None, :]).any(axis=1)
+def is_key(keys: Keys) -> Bool[Array, " num_keys"]:
+    """Which keys are no padding."""
+    return (keys != jnp.uint32(PADDING_KEY & 0xFFFFFFFF)).any(axis=1)
 
 
-def needs_initial_row(
-    spec: StoreSpec, keys: Keys, table_ids: TableIds | np.ndarray, row_ids: RowIds, *, is_find: bool
-) -> Bool[Array, " num_keys"]:
-    """Which keys have no row and read the initial one, and XLA works it out.
-
-    Args:
-      spec: the store's tables.
-      keys: words; padding reads zeros.
-      table_ids: the number of each key's table.
-      row_ids: of each key.
-      is_find: whether keys of tables with `unknown="zeros"` read zeros.
-    """
-    given = [n for n in spec.traced_tables if not (is_find and spec.tables[n].unknown == "zeros")]
-    table_ids = jnp.asarray(table_ids)
-    is_given = (table_ids[:, None] == jnp.array(given, jnp.uint32)[None, :]).any(axis=1)
-    is_key = (keys != jnp.uint32(PADDING_KEY & 0xFFFFFFFF)).any(axis=1)
-    return is_given & is_key & (row_ids == jnp.uint32(NO_ROW))
+def _is_one_of(table_ids: TableIds | np.ndarray, numbers: Sequence[int]) -> Bool[Array, " num_keys"]:
+    return (jnp.asarray(table_ids)[:, None] == jnp.array(numbers, jnp.uint32)[None, :]).any(axis=1)
 
 
 def _written(
