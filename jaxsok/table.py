@@ -20,7 +20,7 @@ from jaxsok.types import COUNTS, NO_ROW, PADDING_KEY, Keys, RowIds, TableIds
 _FOUND, _PADDING = COUNTS.index("num_found"), COUNTS.index("num_padding")
 
 
-def find(store: StoreState, keys: Keys, table_ids: TableIds) -> RowIds:
+def find(store: StoreState, keys: Keys, table_ids: TableIds | np.ndarray) -> RowIds:
     """Finds the row id of each (table, key) pair; changes nothing.
 
     Args:
@@ -41,7 +41,7 @@ def find(store: StoreState, keys: Keys, table_ids: TableIds) -> RowIds:
 
 
 def find_or_insert(
-    spec: StoreSpec, store: StoreState, seed: UInt32[Array, "2"], keys: Keys, table_ids: TableIds
+    spec: StoreSpec, store: StoreState, seed: UInt32[Array, "2"], keys: Keys, table_ids: TableIds | np.ndarray
 ) -> tuple[StoreState, RowIds, Int32[Array, "num_tables num_counts"]]:
     """Finds the row id of each (table, key) pair, and gives unseen pairs rows, by first occurrence.
 
@@ -50,7 +50,8 @@ def find_or_insert(
       store: donated: the result has its buffers.
       seed: of the state.
       keys: words; duplicates and PADDING_KEY are allowed.
-      table_ids: the number of each key's table in the store.
+      table_ids: the number of each key's table in the store. NumPy spares the tables whose rows XLA works out keys
+        that are not theirs.
 
     Returns:
       The store, the row ids (NO_ROW for padding and where the store is full), and counts by table (types.COUNTS).
