@@ -161,7 +161,7 @@ def fan_in(
         raise ValueError(f"initializers.fan_in: scale: got {scale}, wanted at least 0.")
     deviation = math.sqrt(scale)
     if distribution == "uniform":
-        return _FanIn(1, -math.sqrt(3.0) * deviation, math.sqrt(3.0) * deviation)
+        return _FanIn(1, -math.sqrt(3.0 * scale), math.sqrt(3.0 * scale))
     if distribution == "normal":
         return _FanIn(2, 0.0, deviation)
     if distribution == "truncated_normal":

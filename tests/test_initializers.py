@@ -660,3 +660,16 @@ def test_other_stores_look_up_in_one_call():
     features = programs.batch(collection, b=np.arange(4), c=np.arange(4))
     text = jax.jit(collection.lookup).lower(collection.init(), features).as_text()
     assert text.count("@jaxsok_lookup(") == 2 and "jaxsok_table" not in text
+
+
+def test_memory_of_initial_rows_is_counted():
+    """The estimate holds what XLA takes for a lookup, where it works out rows."""
+    collection = programs.one_table(
+        dim=64, initializer=jaxsok.initializers.matrix(np.ones((2, 64))), capacity=1 << 15, combiner="mean"
+    )
+    batch = collection.batch({"user": np.arange(1 << 16).reshape(1 << 14, 4)})
+    state = collection.init()
+    compiled = jax.jit(collection.lookup, donate_argnums=0).lower(state, batch.features).compile()
+    estimate = collection.memory_estimate(state, batch)
+    temporary = compiled.memory_analysis().temp_size_in_bytes
+    assert 0.5 * estimate.stores[0].step["workspace"] < temporary <= estimate.stores[0].step["workspace"] + (4 << 20)

@@ -172,6 +172,20 @@ def test_every_form_on_a_mesh_and_through_the_pipeline(form):
             np.testing.assert_array_equal(a, b)
 
 
+def test_a_sample_of_any_form_for_propose():
+    """Placements are chosen by the same keys."""
+    one = declared()
+    keys, lengths = np.array([7, 8, 7, 9]), np.array([2, 0, 1, 1, 0, 0, 0, 0])
+    forms = [in_form(form, keys, lengths, None) for form in ("shuffled", "polars")]
+    proposals = [
+        jaxsok.propose(one.tables, one.features, num_shards=2, sample={"item": value})
+        for value in (jaxsok.Bags(keys, lengths=lengths), *forms)
+    ]
+    assert str(proposals[0]) == str(proposals[1]) == str(proposals[2])
+    with pytest.raises(TypeError, match='propose: sample: feature "item": keys: got an Arrow column of double'):
+        jaxsok.propose(one.tables, one.features, num_shards=2, sample={"item": pa.array([1.5])})
+
+
 # --------------------------------------------------------------------------------------------------------------
 # Coordinates
 
