@@ -575,6 +575,22 @@ def test_shared_bags_inside_a_program():
     np.testing.assert_array_equal(got, rows[[1, 0, 1, 0]])
 
 
+def test_shared_bags_inside_shard_map():
+    """Each shard packs its own part: its bags, and whose they are."""
+    table = jaxsok.TableSpec("user", DIM, jaxsok.optim.sgd(0.1), capacity=64)
+    collection = programs.over(2, [table], [jaxsok.FeatureSpec("user", "user")])
+
+    def found(state, words, inverse):
+        batch = collection.batch({"user": jaxsok.Bags(words, inverse=inverse)})
+        return collection.find(state, batch.features)[0]["user"]
+
+    split, state = jax.sharding.PartitionSpec("data"), collection.init(seed=3)
+    specs = (collection._specs_of(state), split, split)
+    on_shards = jax.jit(jax.shard_map(found, mesh=collection.shards.mesh, in_specs=specs, out_specs=split))
+    got = on_shards(state, jnp.asarray(programs.words([7, 8, 9, 10])), jnp.array([1, 0, 1, 1, 1, 0]))
+    np.testing.assert_array_equal(got, programs.initial_rows("user", DIM, [8, 7, 8, 10, 10, 9], seed=3))
+
+
 def test_what_features_tell_of_shared_bags():
     """Keys, offsets and mask are those of the bags; the inverse says whose."""
     collection = sharing(2, "sum", False, 64)
