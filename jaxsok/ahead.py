@@ -23,7 +23,6 @@ import numpy as np
 from jaxsok.grow import LOOK_EVERY, GrowthTracker, free_bytes, next_capacity
 from jaxsok.specs import StoreSpec
 from jaxsok.store import State, StoreState, num_buckets_of
-from jaxsok.types import MAX_SLABS
 
 # JAX's settings that change a program and that a context can hold for one thread alone. A thread begins with the
 # global ones, so the compiling one is given those of the caller; and a program serves only the settings it was made in.
@@ -233,7 +232,7 @@ class Ahead:
             num_shards = self._specs[s].num_shards
             old = stores[s].capacity // num_shards
             capacity = next_capacity(self._specs[s], old, needed, free_bytes())
-            if capacity > old and len(stores[s].rows) < MAX_SLABS:
+            if capacity > old and len(stores[s].rows) < self._specs[s].max_slabs:
                 stores[s] = _grown(stores[s], num_shards, capacity)
                 yield dataclasses.replace(state, stores=tuple(stores))
 

@@ -23,6 +23,7 @@ from jaxsok import memory as memory_lib
 from jaxsok import pipeline as pipeline_lib
 from jaxsok import plan as plan_lib
 from jaxsok import processes
+from jaxsok import sources as sources_lib
 from jaxsok import split as split_lib
 from jaxsok import table as table_lib
 from jaxsok import update as update_lib
@@ -207,8 +208,9 @@ class Collection:
         line for each sample. In several processes each passes its own samples, all the same number of them.
 
         Args:
-          raw: for each feature an integer array `[num_bags]` or `[num_bags, hotness]`, or `Bags`; other entries are
-            carried along (`batch["label"]`).
+          raw: for each feature an integer array `[num_bags]` or `[num_bags, hotness]`, or `Bags`; also `Coo` (or a
+            `tf.SparseTensor`), a column of integers or of lists of them (Arrow, Polars), a
+            `jax.experimental.sparse.BCOO`. Other entries are carried along (`batch["label"]`).
           pad_to: adds samples without keys until there are so many: for the last batch of a log. `batch.mask` tells
             which are real.
 
@@ -222,6 +224,7 @@ class Collection:
           `batch = collection.batch({"user": user_ids, "history": Bags(ids, lengths=lengths), "label": clicks})`
         """
         mask: Any = None
+        raw = sources_lib.converted(raw, self.features)
         if pad_to is not None:
             raw, mask = split_lib.pad(raw, self.features, pad_to)
         if self.shards is not None and not self.shards.is_manual():

@@ -41,6 +41,9 @@ class Bags:
     """`[num_bags + 1]`: where each bag begins, and where the last one ends."""
     weights: Any = None
     """One float per key, in the shape of `keys`."""
+    inverse: Any = None
+    """`[num_samples]`: the bag of each sample, where samples share bags. The embedding is expanded to a line for each
+    sample; a bag is looked up once, and its gradient is the sum of its samples'. TorchRec's variable batch."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,6 +68,15 @@ class FeatureLayout:
     embedding_shape: tuple[int, ...]
     """Of the embedding, without its last axis."""
     unknown_zeros: bool
+    inverse_start: int = -1
+    """-1: every bag has its own line of the embedding."""
+    num_distinct: int = 0
+    """With an inverse: the bags that it picks lines from."""
+
+    @property
+    def combined_shape(self) -> tuple[int, ...]:
+        """Of what kernels make: `embedding_shape`, or that of the distinct bags before they are expanded."""
+        return self.embedding_shape if self.inverse_start < 0 else (self.num_distinct, *self.embedding_shape[1:])
 
     @property
     def num_tiles(self) -> int:
@@ -106,6 +118,14 @@ class StoreFeatures:
     weights: Float32[Array, " num_weights"]
     """Of the weighted features, one after the other."""
     layouts: tuple[FeatureLayout, ...] = dataclasses.field(metadata={"static": True})
+    inverse: Int32[Array, " num_inverse"] | None = None
+    """Of the features whose samples share bags, one after the other; None if there are none."""
+
+    def inverse_of(self, layout: FeatureLayout) -> Int32[Array, " num_samples"] | None:
+        """The bag of each sample of a feature; None where every bag has its own line."""
+        if self.inverse is None or layout.inverse_start < 0:
+            return None
+        return self.inverse[layout.inverse_start : layout.inverse_start + layout.embedding_shape[0]]
 
     @property
     def num_tiles(self) -> int:
@@ -166,10 +186,22 @@ class Features:
         store, layout = self._find(name)
         if layout.num_offsets:
             return self._parts(store.offsets, layout.offsets_start, layout.num_offsets).reshape(-1)
-        num_bags = layout.embedding_shape[0]
+        num_bags = layout.combined_shape[0]
         hotness = layout.num_keys // max(1, num_bags)
         num_parts = 1 if _is_part(self) else self.num_parts
         return jnp.tile(jnp.arange(num_bags + 1, dtype=jnp.int32) * hotness, num_parts)
+
+    def inverse(self, name: str) -> Int32[Array, " num_samples"]:
+        """The bag of each sample of a feature; 0, 1, 2, ... where every bag has its own line.
+
+        Keys, offsets and mask are those of the bags: `mask[inverse]` has a line for each sample. On a mesh those of all
+        parts, one after the other, each counting the bags of its own part.
+        """
+        store, layout = self._find(name)
+        if layout.inverse_start >= 0:
+            return self._parts(store.inverse, layout.inverse_start, layout.embedding_shape[0]).reshape(-1)
+        num_parts = 1 if _is_part(self) else self.num_parts
+        return jnp.tile(jnp.arange(layout.embedding_shape[0], dtype=jnp.int32), num_parts)
 
     def mask(self, name: str) -> Bool[Array, "..."]:
         """Where a feature has a key and no padding: `[num_keys]`, or `[num_bags, hotness]` for padded features.
@@ -221,6 +253,7 @@ class _Part:
     num_bags: int
     hotness: int
     shape: tuple[int, ...]
+    inverse: Any = None
 
 
 def pack(raw: Mapping[str, Any], stores: Sequence[StoreSpec], features: Sequence[FeatureSpec], tag: str) -> Batch:
@@ -319,13 +352,21 @@ def _pack_store(store: StoreSpec, parts: Sequence[_Part]) -> StoreFeatures:
         _join([part.offsets for part in parts if part.offsets is not None], np.zeros(1, np.int32)),
         _join([part.weights for part in parts if part.weights is not None], np.zeros(1, np.float32)),
         _layouts(store, parts),
+        _join_inverse([part.inverse for part in parts if part.inverse is not None]),
     )
+
+
+def _join_inverse(arrays: Sequence[Any]) -> Any:
+    if not arrays:
+        return None
+    joined = _join(arrays, np.zeros(1, np.int32))
+    return joined if joined.shape[0] else np.zeros(1, np.int32)  # not empty, see `StoreFeatures`
 
 
 def _layouts(store: StoreSpec, parts: Sequence[_Part]) -> tuple[FeatureLayout, ...]:
     """Where each feature lies among those of its store."""
     layouts: list[FeatureLayout] = []
-    key_start = bag_start = offsets_start = weights_start = tile_start = 0
+    key_start = bag_start = offsets_start = weights_start = tile_start = inverse_start = 0
     for part in parts:
         num_keys, spec = part.words.shape[0], part.spec
         table = store.table_number(spec.table)
@@ -345,6 +386,14 @@ def _layouts(store: StoreSpec, parts: Sequence[_Part]) -> tuple[FeatureLayout, .
             embedding_shape=part.shape,
             unknown_zeros=store.tables[table].unknown == "zeros",
         )
+        if part.inverse is not None:
+            layout = dataclasses.replace(
+                layout,
+                embedding_shape=(part.inverse.shape[0], *part.shape[1:]),
+                inverse_start=inverse_start,
+                num_distinct=part.shape[0],
+            )
+            inverse_start += part.inverse.shape[0]
         layouts.append(layout)
         key_start += num_keys
         bag_start += part.num_bags
@@ -368,6 +417,43 @@ def _join(arrays: Sequence[Any], empty: np.ndarray) -> Any:
 def _read(spec: FeatureSpec, value: Any) -> _Part:
     what = f'batch: feature "{spec.name}"'
     bags = value if isinstance(value, Bags) else Bags(value)
+    part = _read_bags(spec, bags, what)
+    if bags.inverse is None:
+        return part
+    is_ragged = bags.lengths is not None or bags.offsets is not None
+    if is_ragged and spec.combiner is None and spec.max_hotness is None:
+        raise ValueError(
+            f"{what}: inverse: got one with combiner None and ragged keys, whose embedding has no line for each bag; "
+            "declare FeatureSpec(max_hotness=...)."
+        )
+    return dataclasses.replace(part, inverse=read_inverse(bags, part.shape[0], what))
+
+
+def read_inverse(bags: Bags, num_bags: int, what: str) -> Any:
+    """The bag of each sample: int32 NumPy, known to be bags; or traced, and clamped.
+
+    Args:
+      bags: with an inverse.
+      num_bags: of the feature.
+      what: named in errors.
+
+    Raises:
+      TypeError, ValueError: names argument, got and wanted.
+    """
+    given = bags.inverse if isinstance(bags.inverse, jax.core.Tracer) else np.asarray(bags.inverse)
+    if given.dtype == np.bool_ or not jnp.issubdtype(given.dtype, jnp.integer):
+        raise TypeError(f"{what}: inverse: got {given.dtype}{list(given.shape)}, wanted integers.")
+    if given.ndim != 1:
+        raise ValueError(f"{what}: inverse: got shape {list(given.shape)}, wanted [num_samples].")
+    if not isinstance(given, np.ndarray):
+        return jnp.clip(given.astype(jnp.int32), 0, max(num_bags - 1, 0))
+    outside = given[(given < 0) | (given >= num_bags)]
+    if outside.size:
+        raise ValueError(f"{what}: inverse: got {outside[0]}, wanted 0 to {num_bags - 1}, one of {num_bags} bags.")
+    return given.astype(np.int32)
+
+
+def _read_bags(spec: FeatureSpec, bags: Bags, what: str) -> _Part:
     words = keys_lib.words_of(bags.keys, spec.key_dtype, what)
     weights = _read_weights(spec, bags, words.shape[:-1], what)
     if bags.lengths is not None or bags.offsets is not None:

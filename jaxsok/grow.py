@@ -28,7 +28,7 @@ from jaxsok import processes, table
 from jaxsok.shards import Shards
 from jaxsok.specs import StoreSpec
 from jaxsok.store import State, StoreState, new_slab, num_buckets_of, row_bytes
-from jaxsok.types import COUNTERS, MAX_CAPACITY, MAX_SLABS
+from jaxsok.types import COUNTERS, MAX_CAPACITY
 
 GROWTH_FACTOR = 2.0  # capacity after growing over capacity before: the number of programs compiled is logarithmic
 LOOK_EVERY = 64  # calls between looks at counters that nothing forces: keys without an index entry show there
@@ -223,10 +223,10 @@ def _new_capacities(
     for s, rows in needed.items():
         capacity, num_slabs = state.stores[s].capacity // specs[s].num_shards, len(state.stores[s].rows)
         capacities[s] = next_capacity(specs[s], capacity, rows, free)
-        if capacities[s] <= capacity or num_slabs >= MAX_SLABS:
+        if capacities[s] <= capacity or num_slabs >= specs[s].max_slabs:
             raise MemoryError(
                 f"grow: store of tables {_names(specs[s])}: got {capacity} rows in {num_slabs} slabs, wanted {rows} "
-                f"rows, beyond {MAX_CAPACITY} rows or {MAX_SLABS} slabs; start with a larger capacity."
+                f"rows, beyond {MAX_CAPACITY} rows or {specs[s].max_slabs} slabs; start with a larger capacity."
             )
     more = [(specs[s], new - state.stores[s].capacity // specs[s].num_shards) for s, new in capacities.items()]
     require_memory(more, "grow", free)

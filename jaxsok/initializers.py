@@ -1,11 +1,23 @@
 """What a new row holds: declarations, each a function of (seed, table name, key, column) and of nothing else.
 
-The values are worked out inside the kernels (`ffi/core/initialize.h`), so a key gets the same row on every mesh,
-in every run and on both back ends. Random numbers are counter-based: SplitMix64 of the key's stream and the column.
+Most are worked out inside the kernels (`ffi/core/initialize.h`), so a key gets the same row on every mesh, in every
+run and on both back ends. Random numbers are counter-based: SplitMix64 of the key's stream and the column.
+
+`matrix` and `function` are traced: XLA works their rows out beside the kernels and writes those of new keys. They are
+functions of key and column alone. A store that has such a table looks up by several calls in place of one (table.py,
+lookup.py); its other tables get the same rows as ever.
 """
 
 import dataclasses
+import hashlib
 import math
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float32, UInt32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -15,6 +27,40 @@ class Initializer:
     kind: int
     a: float
     b: float = 0.0
+
+    @property
+    def is_traced(self) -> bool:
+        """Whether XLA works the rows out (`rows`), and not the kernels."""
+        return False
+
+    def of_dim(self, dim: int) -> "Initializer":
+        """The same for rows of so many numbers: what the kernels are given.
+
+        Example:
+          >>> fan_in(1.0, "normal").of_dim(16)
+          Initializer(kind=2, a=0.0, b=0.25)
+        """
+        return self
+
+    def require(self, dim: int, what: str) -> None:
+        """Refuses a table whose rows this cannot fill.
+
+        Args:
+          dim: numbers in a row of the table.
+          what: named in errors.
+
+        Raises:
+          TypeError, ValueError: a matrix of other columns, a function of other results.
+        """
+
+    def rows(self, words: UInt32[Array, "num_keys 2"], dim: int) -> Float32[Array, "num_keys dim"]:
+        """The rows of keys, if `is_traced`.
+
+        Args:
+          words: of the keys.
+          dim: numbers in a row.
+        """
+        raise TypeError(f"Initializer.rows: got {self!r}, whose rows the kernels work out.")
 
 
 def _finite(name: str, **parameters: float) -> None:
@@ -88,3 +134,215 @@ def truncated_normal(stddev: float = 0.01, mean: float = 0.0) -> Initializer:
     if stddev < 0:
         raise ValueError(f"initializers.truncated_normal: stddev: got {stddev}, wanted at least 0.")
     return Initializer(3, float(mean), float(stddev))
+
+
+def fan_in(
+    scale: float = 1.0, distribution: Literal["uniform", "normal", "truncated_normal"] = "uniform"
+) -> Initializer:
+    """Mean 0 and variance `scale / dim`, by the table's dim: variance scaling of a row that a layer multiplies.
+
+    The same as `jax.nn.initializers.variance_scaling(scale, "fan_in", distribution, in_axis=1, out_axis=0)` of a
+    `[num_rows, dim]` table, which Flax gives to `nnx.Embed` with scale 1 and "normal". Worked out in the kernels.
+
+    Args:
+      scale: of the variance; 1 keeps the length of a row near 1.
+      distribution: "uniform" over +-sqrt(3 scale / dim), "normal", or "truncated_normal" at two standard deviations
+        before the cut, which is wider by 1 / 0.8796 so that the variance after it is the same.
+
+    Raises:
+      ValueError: a negative scale, another distribution.
+
+    Example:
+      >>> fan_in(3.0).of_dim(4)
+      Initializer(kind=1, a=-1.5, b=1.5)
+    """
+    _finite("fan_in", scale=scale)
+    if scale < 0:
+        raise ValueError(f"initializers.fan_in: scale: got {scale}, wanted at least 0.")
+    deviation = math.sqrt(scale)
+    if distribution == "uniform":
+        return _FanIn(1, -math.sqrt(3.0 * scale), math.sqrt(3.0 * scale))
+    if distribution == "normal":
+        return _FanIn(2, 0.0, deviation)
+    if distribution == "truncated_normal":
+        return _FanIn(3, 0.0, deviation / _DEVIATION_WITHIN_TWO)
+    raise ValueError(
+        f'initializers.fan_in: distribution: got {distribution!r}, wanted "uniform", "normal" or "truncated_normal".'
+    )
+
+
+# Of the standard normal distribution between -2 and 2.
+_DEVIATION_WITHIN_TWO = math.sqrt(1 - 4 * math.exp(-2) / math.sqrt(2 * math.pi) / math.erf(math.sqrt(2)))
+
+
+class _FanIn(Initializer):
+    """Its parameters are those of rows of one number; they shrink with the root of the dim."""
+
+    def of_dim(self, dim: int) -> Initializer:
+        return Initializer(self.kind, self.a / math.sqrt(dim), self.b / math.sqrt(dim))
+
+
+# Traced ------------------------------------------------------------------------------------------------------------
+
+
+def matrix(values: Any) -> Initializer:
+    """Rows of a matrix by key: key k gets row `k mod num_values`. DeepRec's default values.
+
+    The modulo is that of the key as an unsigned 64-bit number: int64 -2 is key 2**64 - 2.
+
+    Args:
+      values: finite floats `[num_values, dim]`, kept as float32. They are a constant of every program that looks the
+        table up: thousands of rows, not millions.
+
+    Raises:
+      TypeError, ValueError: not floats, not two axes, no rows, not finite; another dim than the table's.
+
+    Cost:
+      For a store with such a table a lookup costs several calls in place of one, and for each of its keys a row of
+      the matrix is read and written twice: once for keys that got a row, once beside the rows for keys that have none.
+
+    Source: DeepRec, embedding variables with `InitializerOption(default_value_dim=num_values)`.
+
+    Example:
+      >>> matrix(np.array([[0.0, 1.0], [2.0, 3.0]])).rows(jnp.array([[7, 0]], jnp.uint32), dim=2).tolist()
+      [[2.0, 3.0]]
+    """
+    given = np.asarray(values)
+    if not jnp.issubdtype(given.dtype, jnp.floating):
+        raise TypeError(f"initializers.matrix: values: got {given.dtype}{list(given.shape)}, wanted floats.")
+    if given.ndim != 2 or 0 in given.shape:
+        raise ValueError(
+            f"initializers.matrix: values: got shape {list(given.shape)}, wanted [num_values, dim], at least one row."
+        )
+    with np.errstate(over="ignore"):  # what float32 cannot hold is refused below
+        kept = np.array(given, np.float32, order="C")
+    if not np.isfinite(kept).all():
+        raise ValueError("initializers.matrix: values: got infinite or NaN in float32, wanted finite numbers.")
+    kept.flags.writeable = False
+    return _Matrix(kept)
+
+
+def function(fn: Callable[[Array, Array], Array], name: str) -> Initializer:
+    """The user's own pure function of a key and the columns.
+
+    It is called for one key and mapped over the keys of a batch (`jax.vmap`), so that no key can depend on its
+    company. Integer arithmetic and single roundings give the same bits everywhere. Of a float product that is added
+    to, or of a transcendental function, XLA may make other last bits in another program or on another back end; a row
+    that was written stays.
+
+    Args:
+      fn: takes the key's words `uint32[2]` (low, high) and the columns `int32[dim]` (0, 1, ...); gives `float32[dim]`.
+        It must not read anything that changes.
+      name: stands for the function in the fingerprint of a state: give another name to another function.
+
+    Raises:
+      TypeError, ValueError: not callable, no name; results of another shape or dtype, when the table is declared.
+
+    Cost:
+      For a store with such a table a lookup costs several calls in place of one, and for each of its keys a row is
+      worked out and written twice: once for keys that got a row, once beside the rows for keys that have none.
+
+    Example:
+      >>> def parity(words, columns):
+      ...     return (words[0] % 2).astype(jnp.float32) * jnp.ones(columns.shape)
+      >>> function(parity, "parity").rows(jnp.array([[7, 0], [4, 0]], jnp.uint32), dim=2).tolist()
+      [[1.0, 1.0], [0.0, 0.0]]
+    """
+    if not callable(fn):
+        raise TypeError(f"initializers.function: fn: got {fn!r}, wanted a function of (words, columns).")
+    if not isinstance(name, str) or not name:
+        raise TypeError(f"initializers.function: name: got {name!r}, wanted a string that names the function.")
+    return _Function(fn, name)
+
+
+class _Traced(Initializer):
+    """The kernels fill new rows with zeros, and XLA writes over them."""
+
+    def __init__(self):
+        super().__init__(0, 0.0)
+
+    @property
+    def is_traced(self) -> bool:
+        return True
+
+
+class _Matrix(_Traced):
+    """Equal to others of the same shape and bits."""
+
+    values: np.ndarray
+    _name: str
+
+    def __init__(self, values: np.ndarray):
+        super().__init__()
+        digest = hashlib.blake2b(values.tobytes(), digest_size=16).hexdigest()
+        object.__setattr__(self, "values", values)
+        object.__setattr__(self, "_name", f"matrix([{values.shape[0]}, {values.shape[1]}] {digest})")
+
+    def __repr__(self) -> str:
+        return self._name
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Matrix) and self._name == other._name
+
+    def __hash__(self) -> int:
+        return hash(self._name)
+
+    def require(self, dim: int, what: str) -> None:
+        if self.values.shape[1] != dim:
+            raise ValueError(
+                f"{what}: initializer: got a matrix of {self.values.shape[1]} columns, wanted dim = {dim} of them."
+            )
+
+    def rows(self, words: UInt32[Array, "num_keys 2"], dim: int) -> Float32[Array, "num_keys dim"]:
+        return jnp.asarray(self.values).at[_modulo(words, self.values.shape[0])].get(mode="promise_in_bounds")
+
+
+class _Function(_Traced):
+    """Equal to others of the same function and name."""
+
+    fn: Callable[[Array, Array], Array]
+    name: str
+
+    def __init__(self, fn: Callable[[Array, Array], Array], name: str):
+        super().__init__()
+        object.__setattr__(self, "fn", fn)
+        object.__setattr__(self, "name", name)
+
+    def __repr__(self) -> str:
+        return f"function({self.name!r})"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Function) and (self.fn is other.fn and self.name == other.name)
+
+    def __hash__(self) -> int:
+        return hash((id(self.fn), self.name))
+
+    def require(self, dim: int, what: str) -> None:
+        shapes = jax.ShapeDtypeStruct((2,), jnp.uint32), jax.ShapeDtypeStruct((dim,), jnp.int32)
+        made = jax.eval_shape(self.fn, *shapes)
+        if not hasattr(made, "shape") or (made.shape, made.dtype) != ((dim,), jnp.float32):
+            got = f"{made.dtype}{list(made.shape)}" if hasattr(made, "shape") else type(made).__name__
+            raise TypeError(
+                f"{what}: initializer: got {self!r} that gives {got} for words uint32[2] and columns int32[{dim}], "
+                f"wanted float32[{dim}]."
+            )
+
+    def rows(self, words: UInt32[Array, "num_keys 2"], dim: int) -> Float32[Array, "num_keys dim"]:
+        columns = jnp.arange(dim, dtype=jnp.int32)
+        return jax.vmap(lambda key: self.fn(key, columns))(words)
+
+
+def _modulo(words: UInt32[Array, "num_keys 2"], divisor: int) -> UInt32[Array, " num_keys"]:
+    """Unsigned 64-bit keys modulo a number below 2**31, in 32-bit arithmetic: as on paper, some bits at a time."""
+    num_bits = 32 - (divisor - 1).bit_length()  # (divisor - 1) * 2**num_bits + 2**num_bits - 1 is below 2**32
+    rest = jnp.zeros(words.shape[:1], jnp.uint32)
+    for word in (words[:, 1], words[:, 0]):
+        left = 32
+        while left:
+            taken = min(num_bits, left)
+            left -= taken
+            if taken == 32:  # divisor 1
+                return rest
+            digit = (word >> jnp.uint32(left)) & jnp.uint32(2**taken - 1)
+            rest = ((rest << jnp.uint32(taken)) | digit) % jnp.uint32(divisor)
+    return rest

@@ -1,6 +1,7 @@
 """The way down: features or a plan → embeddings, state, plan; find is the same and changes nothing.
 
-On one device each store costs one FFI call. A plan made apart costs two, the first over distinct keys only.
+On one device each store costs one FFI call. A plan made apart costs two, the first over distinct keys only; a store
+with initial rows that XLA works out costs three.
 On a mesh this runs on every shard: the distinct keys go to their owners, who find or insert rows and send them back.
 """
 
@@ -8,6 +9,7 @@ import dataclasses
 from collections.abc import Sequence
 
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Int32, UInt32
 
 from jaxsok import exchange, table
@@ -25,6 +27,7 @@ Embeddings = dict[str, Array]
 the keys."""
 
 _INSERTED, _FOUND = COUNTS.index("num_inserted"), COUNTS.index("num_found")
+_MISSING, _REFUSED = COUNTS.index("num_missing"), COUNTS.index("num_refused")
 
 
 def lookup(
@@ -59,6 +62,8 @@ def lookup(
             requests = _asked(shards, spec, features, state, plan, s, wire)
             store, one_found, values = _lookup_exchanged(shards, wire, spec, store, state.seed, features, requests)
             asked.append(requests)
+        elif plan.distinct is None and _reads_traced(spec, features):
+            store, one_found, values = _lookup_traced(spec, store, state.seed, features)
         elif plan.distinct is None:
             store, one_found, values = _lookup_fused(spec, store, state.seed, features)
         else:
@@ -91,17 +96,22 @@ def find(
             continue
         if shards is None or wire is None or spec.is_replicated:
             # A replicated store is all here: nothing is asked of others.
-            counts, values = kernels.lookup_find(
-                store.index,
-                store.counters,
-                spec.table_words(),
-                state.seed,
-                part.operands(),
-                store.rows,
-                _shapes(part, spec),
-                part.num_tiles,
-                spec.embedding_dtype,
-            )
+            if _reads_traced(spec, part):
+                row_ids = table.find(store, part.keys, _table_ids(part))
+                _, counts, values = _combined(spec, store, state.seed, part, row_ids, store.rows, is_find=True)
+                counts = counts.at[:, _MISSING].set(counts[:, _REFUSED]).at[:, _REFUSED].set(0)
+            else:
+                counts, values = kernels.lookup_find(
+                    store.index,
+                    store.counters,
+                    spec.table_words(),
+                    state.seed,
+                    part.operands(),
+                    store.rows,
+                    _shapes(part, spec),
+                    part.num_tiles,
+                    spec.embedding_dtype,
+                )
             one_found = Found(_no_row_ids(), store.generation[None], counts, _rounds(0))
         else:
             requests = _asked(shards, spec, part, state, plan, s, wire)
@@ -183,21 +193,13 @@ def _lookup_exchanged(
     else:
         of_key = jnp.where(is_line, lines.astype(jnp.uint32), jnp.uint32(NO_ROW))
         slabs = (answers,)
-    counters, counts, values = kernels.lookup_planned(
-        store.counters,
-        spec.table_words(),
-        seed,
-        features.operands(),
-        of_key,
-        slabs,
-        _shapes(features, spec),
-        features.num_tiles,
-        spec.embedding_dtype if spec.is_replicated else "float32",
+    # Of a store that is spread all keys were sent, unless a send capacity was too small.
+    may_lack_rows = spec.is_replicated or asked.received is not None
+    store, counts, values = _combined(
+        spec, store, seed, features, of_key, slabs, is_find=is_find, may_lack_rows=may_lack_rows
     )
-    values = [_rounded(value, spec.embedding_dtype) for value in values]
-    store = dataclasses.replace(store, counters=counters)
     # Rows came for all keys; which of them were there, the owners know.
-    without = COUNTS.index("num_missing" if is_find else "num_refused")
+    without = _MISSING if is_find else _REFUSED
     counts = counts.at[:, _FOUND].add(-inserted - absent).at[:, _INSERTED].add(inserted).at[:, without].add(absent)
     return store, Found(row_ids, store.generation[None], counts, _rounds(num_rounds)), values
 
@@ -232,31 +234,109 @@ def _lookup_planned(
 ) -> tuple[StoreState, Found, list[Array]]:
     store, unique_ids, unique_counts = table.find_or_insert(spec, store, seed, distinct.unique, distinct.unique_tables)
     row_ids = unique_ids.at[distinct.inverse].get(mode="fill", fill_value=NO_ROW)
+    store, counts, values = _combined(spec, store, seed, features, row_ids, store.rows)
+    # Among distinct keys every new one is its own first occurrence; the rest of its occurrences are found.
+    inserted = unique_counts[:, _INSERTED]
+    counts = counts.at[:, _INSERTED].set(inserted).at[:, _FOUND].add(-inserted)
+    return store, Found(row_ids, store.generation[None], counts, _rounds(0)), values
+
+
+def _lookup_traced(
+    spec: StoreSpec, store: StoreState, seed: UInt32[Array, "2"], features: StoreFeatures
+) -> tuple[StoreState, Found, list[Array]]:
+    """As `_lookup_fused`, where XLA works out what new rows hold."""
+    store, row_ids, insert_counts = table.find_or_insert(spec, store, seed, features.keys, _table_ids(features))
+    store, counts, values = _combined(spec, store, seed, features, row_ids, store.rows)
+    inserted = insert_counts[:, _INSERTED]
+    counts = counts.at[:, _INSERTED].set(inserted).at[:, _FOUND].add(-inserted)
+    return store, Found(row_ids, store.generation[None], counts, _rounds(0)), values
+
+
+# Rows into embeddings ------------------------------------------------------------------------------------------------
+
+
+def _combined(
+    spec: StoreSpec,
+    store: StoreState,
+    seed: UInt32[Array, "2"],
+    features: StoreFeatures,
+    row_ids: RowIds,
+    slabs: Sequence[Array],
+    *,
+    is_find: bool = False,
+    may_lack_rows: bool = True,
+) -> tuple[StoreState, Int32[Array, "num_tables num_counts"], list[Array]]:
+    """Embeddings of rows that are known; keys without one read their initial row, whoever works it out.
+
+    Args:
+      spec: the store's tables.
+      store: unchanged; an update of the store that is returned comes after this read.
+      seed: of the state.
+      features: of this shard.
+      row_ids: of each key, in `slabs`.
+      slabs: the store's, or rows that came from others.
+      is_find: whether keys without a row read zeros where their table says so.
+      may_lack_rows: whether keys that are no padding may have NO_ROW.
+    """
+    absent = None
+    if may_lack_rows and _reads_traced(spec, features):
+        row_ids, slabs, absent = _with_initial_rows(spec, features, row_ids, slabs, is_find=is_find)
+    is_own = slabs[0].dtype == jnp.dtype(spec.dtype)
     counters, counts, values = kernels.lookup_planned(
         store.counters,
         spec.table_words(),
         seed,
         features.operands(),
         row_ids,
-        store.rows,
+        slabs,
         _shapes(features, spec),
         features.num_tiles,
-        spec.embedding_dtype,
+        spec.embedding_dtype if is_own else "float32",
     )
-    store = dataclasses.replace(store, counters=counters)
-    # Among distinct keys every new one is its own first occurrence; the rest of its occurrences are found.
-    inserted = unique_counts[:, COUNTS.index("num_inserted")]
-    counts = counts.at[:, COUNTS.index("num_inserted")].set(inserted)
-    counts = counts.at[:, COUNTS.index("num_found")].add(-inserted)
-    return store, Found(row_ids, store.generation[None], counts, _rounds(0)), values
+    values = [table.rounded(value, spec.embedding_dtype) for value in values]
+    if absent is not None:
+        counts = counts.at[:, _FOUND].add(-absent).at[:, _REFUSED].add(absent)
+    return dataclasses.replace(store, counters=counters), counts, values
 
 
-def _rounded(values: Array, dtype: str) -> Array:
-    """Embeddings in the dtype of their table, rounded as the kernels round: what is finite stays finite."""
-    if values.dtype == jnp.dtype(dtype):
-        return values
-    largest = jnp.finfo(dtype).max.astype(jnp.float32)
-    return jnp.where(jnp.isfinite(values), jnp.clip(values, -largest, largest), values).astype(dtype)
+def _with_initial_rows(
+    spec: StoreSpec, features: StoreFeatures, row_ids: RowIds, slabs: Sequence[Array], *, is_find: bool
+) -> tuple[RowIds, tuple[Array, ...], Int32[Array, " num_tables"]]:
+    """Row ids and slabs by which keys read their initial row too: one slab more. And how many keys of each table do."""
+    capacity = sum(slab.shape[0] for slab in slabs)
+    ids, absent = [], [jnp.zeros((), jnp.int32) for _ in spec.tables]
+    # The first line is for keys that read zeros, which this kernel would give the initial row.
+    initial, num_initial, end = [jnp.zeros((1, spec.dim), slabs[0].dtype)], 1, 0
+    for layout in features.layouts:
+        begin, end = layout.key_start, layout.key_start + layout.num_keys
+        own, keys = row_ids[begin:end], features.keys[begin:end]
+        reads_zeros = is_find and layout.unknown_zeros
+        if reads_zeros or spec.tables[layout.table].initializer.is_traced:
+            is_absent = table.is_key(keys) & (own == jnp.uint32(NO_ROW))
+            absent[layout.table] += is_absent.sum(dtype=jnp.int32)
+            place = jnp.uint32(capacity)
+            if not reads_zeros:
+                place = jnp.arange(layout.num_keys, dtype=jnp.uint32) + jnp.uint32(capacity + num_initial)
+                rows = table.initial_rows(spec, keys, table.table_ids_of(layout.table, layout.num_keys))
+                initial.append(rows.astype(slabs[0].dtype))
+                num_initial += layout.num_keys
+            own = jnp.where(is_absent, place, own)
+        ids.append(own)
+    ids.append(row_ids[end:])
+    return jnp.concatenate(ids), (*slabs, jnp.concatenate(initial)), jnp.stack(absent)
+
+
+def _reads_traced(spec: StoreSpec, features: StoreFeatures) -> bool:
+    """Whether a feature reads a table whose initial rows XLA works out."""
+    return any(spec.tables[layout.table].initializer.is_traced for layout in features.layouts)
+
+
+def _table_ids(features: StoreFeatures) -> np.ndarray:
+    """The table of each key; 0 for the line that nobody reads."""
+    ids = np.zeros(features.keys.shape[0], np.uint32)
+    for layout in features.layouts:
+        ids[layout.key_start : layout.key_start + layout.num_keys] = layout.table
+    return ids
 
 
 def _nothing(spec: StoreSpec, store: StoreState) -> Found:
@@ -275,8 +355,18 @@ def _rounds(num_rounds: int | Int32[Array, ""]) -> Int32[Array, "1"]:
 
 
 def _shapes(features: StoreFeatures, spec: StoreSpec) -> list[tuple[int, ...]]:
-    return [(*layout.embedding_shape, spec.dim) for layout in features.layouts]
+    return [(*layout.combined_shape, spec.dim) for layout in features.layouts]
 
 
 def _named(features: StoreFeatures, values: Sequence[Array]) -> Embeddings:
-    return {layout.name: value for layout, value in zip(features.layouts, values, strict=True)}
+    pairs = zip(features.layouts, values, strict=True)
+    return {layout.name: _expanded(value, features.inverse_of(layout)) for layout, value in pairs}
+
+
+def _expanded(value: Array, inverse: Int32[Array, " num_samples"] | None) -> Array:
+    """A line for each sample, where samples share bags."""
+    if inverse is None:
+        return value
+    if value.shape[0] == 0:  # then there are no samples
+        return jnp.zeros((inverse.shape[0], *value.shape[1:]), value.dtype)
+    return value.at[inverse].get(mode="clip")

@@ -384,12 +384,18 @@ def _step_bytes(spec: StoreSpec, features: StoreFeatures, wire: ExchangeSpec) ->
     num_keys = sum(layout.num_keys for layout in features.layouts)
     row = jnp.dtype(spec.embedding_dtype).itemsize * spec.dim
     embeddings = sum(math.prod(layout.embedding_shape) for layout in features.layouts) * row
+    # Samples that share bags: what the kernels make is there beside what it is expanded to.
+    shared = [layout for layout in features.layouts if layout.inverse_start >= 0]
+    embeddings += sum(math.prod(layout.combined_shape) for layout in shared) * row
     found = 4 + 4 * len(COUNTS) * len(spec.tables) + 4  # generation, counts, rounds
     parts = {"batch": _bytes_of(features), "embeddings": embeddings, "gradients": embeddings}
+    # Where XLA works out what new rows hold: a row for each key to write, and one beside the slabs.
+    initial = 2 * spec.itemsize * spec.dim if spec.traced_tables else 0
     if spec.num_shards == 1:
         update = sizes.JaxsokUpdateWorkspaceBytes(num_keys, spec.dim)
         lookup = max(sizes.JaxsokInsertWorkspaceBytes(num_keys), sizes.JaxsokPlanWorkspaceBytes(num_keys))
-        return parts | {"plan": 4 * num_keys + found, "exchange": 0, "workspace": max(lookup, update)}
+        workspace = max(lookup + initial * num_keys, update)
+        return parts | {"plan": 4 * num_keys + found, "exchange": 0, "workspace": workspace}
     capacity = wire.send_capacity or default_send_capacity(spec, features)
     num_owners = 1 if spec.is_replicated else spec.num_shards
     sent, received = num_owners * capacity, spec.num_shards * capacity
@@ -398,7 +404,7 @@ def _step_bytes(spec: StoreSpec, features: StoreFeatures, wire: ExchangeSpec) ->
     exchange = 4 * spec.dim * (2 * received + num_keys) + REQUEST_BYTES * (sent + received) + 32 * received
     workspace = max(
         sizes.JaxsokPlanRequestsWorkspaceBytes(num_keys),
-        sizes.JaxsokInsertWorkspaceBytes(received),
+        sizes.JaxsokInsertWorkspaceBytes(received) + initial * (received + num_keys),
         sizes.JaxsokUpdateWorkspaceBytes(max(num_keys, received), spec.dim),
     )
     batches = 1 + PLANS_AHEAD

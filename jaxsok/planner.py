@@ -31,6 +31,7 @@ import numpy as np
 
 from jaxsok import features as features_lib
 from jaxsok import keys as keys_lib
+from jaxsok import sources as sources_lib
 from jaxsok.exchange import wire_bytes
 from jaxsok.features import Bags
 from jaxsok.printed import aligned, each_device, in_units
@@ -253,6 +254,7 @@ def _measured(
 ) -> dict[str, tuple[float, float]]:
     """Keys and distinct keys of each table in a batch: the means over the devices' parts of it."""
     features_lib.require_features(sample, features)
+    sample = sources_lib.converted(sample, features, "propose: sample")
     parts: dict[str, list[list[np.ndarray]]] = {table.name: [[] for _ in range(num_shards)] for table in tables}
     for feature in features:
         what = f'propose: sample: feature "{feature.name}"'

@@ -14,6 +14,7 @@ from jaxsok.types import (
     COMBINERS,
     MAX_CAPACITY,
     MAX_DIM,
+    MAX_SLABS,
     NO_ROW,
     NUM_TABLE_WORDS,
     ROUNDINGS,
@@ -181,6 +182,7 @@ class TableSpec:
                 f"{what}: initializer: got {self.initializer!r}, wanted one of jaxsok.initializers, as "
                 "initializers.uniform(-0.05, 0.05)."
             )
+        self.initializer.require(self.dim, what)
         if not isinstance(self.dtype, str) or self.dtype not in ROW_DTYPES:
             raise ValueError(f"{what}: dtype: got {self.dtype!r}, wanted one of {list(ROW_DTYPES)}.")
         embedding_dtypes = list(dict.fromkeys([self.dtype, "float32"]))
@@ -304,6 +306,16 @@ class StoreSpec:
         return self.optimizer.state_specs(self.dim)
 
     @property
+    def traced_tables(self) -> tuple[int, ...]:
+        """The numbers of the tables whose new rows XLA works out, and not the kernels."""
+        return tuple(number for number, table in enumerate(self.tables) if table.initializer.is_traced)
+
+    @property
+    def max_slabs(self) -> int:
+        """Slabs of rows at most: lookups have one more, of initial rows, where XLA works those out."""
+        return MAX_SLABS - bool(self.traced_tables)
+
+    @property
     def is_replicated(self) -> bool:
         """Whether every shard has all rows."""
         return self.num_shards > 1 and self.tables[0].placement.kind == "replicated"
@@ -346,8 +358,9 @@ class StoreSpec:
         words = np.zeros((len(self.tables), NUM_TABLE_WORDS), np.uint32)
         for line, table in zip(words, self.tables, strict=True):
             name = int.from_bytes(hashlib.blake2b(table.name.encode(), digest_size=8).digest(), "little")
-            line[:3] = name & 0xFFFFFFFF, name >> 32, table.initializer.kind
-            line[3:5] = np.array([table.initializer.a, table.initializer.b], np.float32).view(np.uint32)
+            initializer = table.initializer.of_dim(table.dim)
+            line[:3] = name & 0xFFFFFFFF, name >> 32, initializer.kind
+            line[3:5] = np.array([initializer.a, initializer.b], np.float32).view(np.uint32)
             # A replicated store is one segment for everybody: each shard is the owner of all.
             pinned = 0 if self.is_replicated else table.placement.shard if table.placement.kind == "on" else NO_ROW
             line[5] = pinned
@@ -386,7 +399,7 @@ def fingerprint(stores: Sequence[StoreSpec]) -> str:
 def described(stores: Sequence[StoreSpec]) -> list[str]:
     """What the fingerprint stands for, a line for each table."""
     lines = [
-        f"{s}:{table.name}:{table.dim}:{_described_dtypes(store)}:{type(table.optimizer).__name__}:{store.state_specs}:{table.initializer}"
+        f"{s}:{table.name}:{table.dim}:{_described_dtypes(store)}:{type(table.optimizer).__name__}:{store.state_specs}:{table.initializer.of_dim(table.dim)}"
         for s, store in enumerate(stores)
         for table in store.tables
     ]

@@ -104,18 +104,26 @@ def pad(raw: Mapping[str, Any], features: Sequence[FeatureSpec], pad_to: int) ->
         lengths = np.diff(features_lib.read_offsets(bags, words, what)) if is_ragged else keys
         counts[spec.name] = lengths.shape[0]
         more = pad_to - lengths.shape[0]
-        if more < 0:
-            raise ValueError(f"{what}: keys: got {lengths.shape[0]} samples, wanted at most pad_to = {pad_to}.")
+        inverse = None
+        if bags.inverse is not None:
+            # One empty bag more, whether it is needed or not: shapes do not tell how many samples were added.
+            inverse = features_lib.read_inverse(bags, lengths.shape[0], what)
+            counts[spec.name] = inverse.shape[0]
+            more, num_added = 1, pad_to - inverse.shape[0]
+            inverse = np.concatenate([inverse, np.full(max(num_added, 0), lengths.shape[0], np.int32)])
+        if counts[spec.name] > pad_to:
+            raise ValueError(f"{what}: keys: got {counts[spec.name]} samples, wanted at most pad_to = {pad_to}.")
         if is_ragged:
             lengths = np.concatenate([lengths, np.zeros(more, lengths.dtype)])
-            padded[spec.name] = Bags(keys, lengths=lengths, weights=bags.weights)
+            padded[spec.name] = Bags(keys, lengths=lengths, weights=bags.weights, inverse=inverse)
             continue
         keys = np.concatenate([keys, np.full((more, *keys.shape[1:]), PADDING_KEY, np.uint64)])
         weights = bags.weights
         if weights is not None:
             weights = np.asarray(weights)
             weights = np.concatenate([weights, np.zeros((more, *weights.shape[1:]), weights.dtype)])
-        padded[spec.name] = keys if weights is None else Bags(keys, weights=weights)
+        is_plain = weights is None and inverse is None
+        padded[spec.name] = keys if is_plain else Bags(keys, weights=weights, inverse=inverse)
     if len(set(counts.values())) > 1:
         raise ValueError(f"batch: pad_to: got features of {counts} samples, wanted one number of samples for all.")
     num_samples = next(iter(counts.values()), pad_to)
@@ -128,7 +136,9 @@ def pad(raw: Mapping[str, Any], features: Sequence[FeatureSpec], pad_to: int) ->
 
 def _is_on_device(value: Any) -> bool:
     bags = value if isinstance(value, Bags) else Bags(value)
-    return any(isinstance(one, jax.Array) for one in (bags.keys, bags.lengths, bags.offsets, bags.weights))
+    return any(
+        isinstance(one, jax.Array) for one in (bags.keys, bags.lengths, bags.offsets, bags.weights, bags.inverse)
+    )
 
 
 def _require_even(what: str, num_samples: int, num_parts: int, shards: Shards) -> None:
@@ -155,22 +165,32 @@ def _cut(spec: FeatureSpec, value: Any, num_parts: int, shards: Shards) -> tuple
         raise ValueError(
             f"{what}: weights: got shape {list(weights.shape)}, wanted that of the keys, {list(keys.shape)}."
         )
+    is_ragged = bags.lengths is not None or bags.offsets is not None
+    offsets = features_lib.read_offsets(bags, words, what) if is_ragged else np.zeros(0, np.int32)
+    num_bags = offsets.shape[0] - 1 if is_ragged else keys.shape[0]
+    inverse = None if bags.inverse is None else features_lib.read_inverse(bags, num_bags, what)
+    num_samples = num_bags if inverse is None else inverse.shape[0]
+    _require_even(what, num_samples, num_parts, shards)
+    if inverse is not None:
+        # In several processes all must agree on the bags of a part; without, what the batch has is enough.
+        most = num_samples // num_parts
+        most = most if shards.num_processes > 1 else min(most, num_bags)
+        pieces = np.split(inverse, num_parts)
+        parts = [_picked(keys, offsets, weights, piece, most, is_ragged=is_ragged) for piece in pieces]
+    elif is_ragged:
+        bounds = np.arange(num_parts + 1) * (num_bags // num_parts)
+        parts = []
+        for first, last in itertools.pairwise(bounds.tolist()):
+            begin, end = offsets[first], offsets[last]
+            of_part = None if weights is None else weights[begin:end]
+            parts.append(Bags(keys[begin:end], lengths=np.diff(offsets[first : last + 1]), weights=of_part))
+    else:
+        of_parts = [None] * num_parts if weights is None else np.split(weights, num_parts)
+        parts = [Bags(k, weights=w) for k, w in zip(np.split(keys, num_parts), of_parts, strict=True)]
     limit = None if spec.max_keys is None else -(-spec.max_keys // shards.num_shards)
-    if bags.lengths is None and bags.offsets is None:
-        _require_even(what, keys.shape[0], num_parts, shards)
-        cuts = np.split(keys, num_parts)
-        if weights is None:
-            return cuts, keys.shape[0], limit
-        return (
-            [Bags(k, weights=w) for k, w in zip(cuts, np.split(weights, num_parts), strict=True)],
-            keys.shape[0],
-            limit,
-        )
-    offsets = features_lib.read_offsets(bags, words, what)
-    num_bags = offsets.shape[0] - 1
-    _require_even(what, num_bags, num_parts, shards)
-    bounds = np.arange(num_parts + 1) * (num_bags // num_parts)
-    longest = int(np.diff(offsets[bounds]).max())
+    if not is_ragged:
+        return parts, num_samples, limit
+    longest = max(part.keys.shape[0] for part in parts)
     if limit is not None and longest > limit:
         raise ValueError(
             f"{what}: keys: got {longest} keys for one shard, wanted at most {limit} (max_keys = {spec.max_keys} over "
@@ -184,17 +204,32 @@ def _cut(spec: FeatureSpec, value: Any, num_parts: int, shards: Shards) -> tuple
                 "give their keys one size; declare FeatureSpec(max_keys=...)."
             )
         size = max(1, 1 << (longest - 1).bit_length() if longest else 1)
-    parts = []
-    for first, last in itertools.pairwise(bounds.tolist()):
-        begin, end = offsets[first], offsets[last]
-        parts.append(
-            Bags(
-                keys[begin:end],
-                lengths=np.diff(offsets[first : last + 1]),
-                weights=None if weights is None else weights[begin:end],
-            )
-        )
-    return parts, num_bags, size
+    return parts, num_samples, size
+
+
+def _picked(
+    keys: np.ndarray,
+    offsets: np.ndarray,
+    weights: np.ndarray | None,
+    inverse: np.ndarray,
+    num_bags: int,
+    *,
+    is_ragged: bool,
+) -> Bags:
+    """The bags that some samples share, in their order, and empty ones until there are `num_bags`."""
+    used, local = np.unique(inverse, return_inverse=True)
+    more = num_bags - used.size
+    if is_ragged:
+        lengths = offsets[used + 1] - offsets[used]
+        # Where the keys of the bags lie, one bag after the other.
+        place = np.repeat(offsets[used] - np.cumsum(lengths) + lengths, lengths) + np.arange(lengths.sum())
+        lengths = np.concatenate([lengths, np.zeros(more, lengths.dtype)])
+        of_keys = None if weights is None else weights[place]
+        return Bags(keys[place], lengths=lengths, weights=of_keys, inverse=local)
+    padded = np.concatenate([keys[used], np.full((more, *keys.shape[1:]), PADDING_KEY, np.uint64)])
+    if weights is not None:
+        weights = np.concatenate([weights[used], np.zeros((more, *keys.shape[1:]), weights.dtype)])
+    return Bags(padded, weights=weights, inverse=local)
 
 
 def _split_rest(value: Any, num_samples: set[int], numbers: Sequence[int], shards: Shards) -> Any:
@@ -224,6 +259,11 @@ def _pack_on_device(
         what = f'batch: feature "{spec.name}"'
         value = raw[spec.name]
         bags = value if isinstance(value, Bags) else Bags(value)
+        if bags.inverse is not None:
+            raise ValueError(
+                f"{what}: inverse: got one beside device arrays, wanted NumPy for all features: nobody can tell, when "
+                "traced, which bags are of which shard."
+            )
         if bags.lengths is not None or bags.offsets is not None:
             raise ValueError(
                 f"{what}: got ragged keys beside device arrays, wanted NumPy for all features, or rectangles: nobody "

@@ -4,18 +4,23 @@ The whole way down is `lookup.py`; this is for keys without bags: plans made apa
 """
 
 import dataclasses
+import itertools
+from collections.abc import Sequence
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int32, UInt32
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int32, UInt32
 
 from jaxsok.kernels import table as kernels
 from jaxsok.specs import StoreSpec
 from jaxsok.store import StoreState
-from jaxsok.types import Keys, RowIds, TableIds
+from jaxsok.types import COUNTS, NO_ROW, PADDING_KEY, Keys, RowIds, TableIds
+
+_FOUND, _PADDING = COUNTS.index("num_found"), COUNTS.index("num_padding")
 
 
-def find(store: StoreState, keys: Keys, table_ids: TableIds) -> RowIds:
+def find(store: StoreState, keys: Keys, table_ids: TableIds | np.ndarray) -> RowIds:
     """Finds the row id of each (table, key) pair; changes nothing.
 
     Args:
@@ -36,7 +41,7 @@ def find(store: StoreState, keys: Keys, table_ids: TableIds) -> RowIds:
 
 
 def find_or_insert(
-    spec: StoreSpec, store: StoreState, seed: UInt32[Array, "2"], keys: Keys, table_ids: TableIds
+    spec: StoreSpec, store: StoreState, seed: UInt32[Array, "2"], keys: Keys, table_ids: TableIds | np.ndarray
 ) -> tuple[StoreState, RowIds, Int32[Array, "num_tables num_counts"]]:
     """Finds the row id of each (table, key) pair, and gives unseen pairs rows, by first occurrence.
 
@@ -45,22 +50,50 @@ def find_or_insert(
       store: donated: the result has its buffers.
       seed: of the state.
       keys: words; duplicates and PADDING_KEY are allowed.
-      table_ids: the number of each key's table in the store.
+      table_ids: the number of each key's table in the store. NumPy spares the tables whose rows XLA works out keys
+        that are not theirs.
 
     Returns:
       The store, the row ids (NO_ROW for padding and where the store is full), and counts by table (types.COUNTS).
 
+    Cost:
+      One call. Where XLA works out the rows of some tables two calls, of which the second looks at unseen keys alone,
+      and for each key a row worked out by every such table, of which those of new keys are written.
+
     Example:
       Keys `[9, 7, 9]` in an empty store → row ids `[0, 1, 0]`.
     """
+    keys = jnp.asarray(keys)
+    if not spec.traced_tables:
+        return _inserted(spec, store, seed, keys, jnp.asarray(table_ids))
+    ids = jnp.asarray(table_ids)
+    known = find(store, keys, ids)
+    is_known = known != jnp.uint32(NO_ROW)
+    # Who has a row needs no second search. And an insertion of what the search gave comes after it for XLA too, which
+    # would copy the index else.
+    unseen = jnp.where(is_known[:, None], jnp.uint32(PADDING_KEY & 0xFFFFFFFF), keys)
+    store, new, counts = _inserted(spec, store, seed, unseen, ids)
+    found = ((ids[:, None] == jnp.arange(len(spec.tables), dtype=jnp.uint32)[None, :]) & is_known[:, None]).sum(
+        axis=0, dtype=jnp.int32
+    )
+    counts = counts.at[:, _FOUND].add(found).at[:, _PADDING].add(-found)
+    to_write = jnp.where(_is_one_of(ids, spec.traced_tables), new, jnp.uint32(NO_ROW))
+    rows = _written(store.rows, to_write, initial_rows(spec, keys, table_ids))
+    return dataclasses.replace(store, rows=rows), jnp.where(is_known, known, new), counts
+
+
+def _inserted(
+    spec: StoreSpec, store: StoreState, seed: UInt32[Array, "2"], keys: Keys, table_ids: TableIds
+) -> tuple[StoreState, RowIds, Int32[Array, "num_tables num_counts"]]:
+    """`find_or_insert` by the kernels alone."""
     index, counters, table_rows, rows, records, row_ids, counts = kernels.find_or_insert(
         store.index,
         store.counters,
         store.table_rows,
         spec.table_words(),
         seed,
-        jnp.asarray(keys),
-        jnp.asarray(table_ids),
+        keys,
+        table_ids,
         store.rows,
         store.records,
     )
@@ -101,7 +134,99 @@ def gather(
     counters, rows, num_absent = kernels.gather(
         store.counters, spec.table_words(), seed, requests, row_ids, store.rows, is_find=is_find
     )
+    if spec.traced_tables:
+        keys, table_ids = requests[:, :2], requests[:, 2]
+        # Who reads zeros has them from the kernel, as every key of such a table that has no row.
+        given = [n for n in spec.traced_tables if not (is_find and spec.tables[n].unknown == "zeros")]
+        is_initial = (row_ids == jnp.uint32(NO_ROW)) & is_key(keys) & _is_one_of(table_ids, given)
+        rows = jnp.where(is_initial[:, None], initial_rows(spec, keys, table_ids), rows)
     return dataclasses.replace(store, counters=counters), rows, num_absent
+
+
+# Initial rows that XLA works out --------------------------------------------------------------------------------------
+
+
+def initial_rows(spec: StoreSpec, keys: Keys, table_ids: TableIds | np.ndarray) -> Float[Array, "num_keys dim"]:
+    """What new rows of keys hold, by the initializers that XLA works out; zeros for keys of other tables.
+
+    Args:
+      spec: the store's tables.
+      keys: words; what padding gets is of no meaning.
+      table_ids: the number of each key's table; if NumPy, each key is worked out by its own table alone.
+
+    Returns:
+      Rows in the dtype of the store, rounded to nearest.
+
+    Cost:
+      By each such table a row for every key; with NumPy table ids a row for every key.
+    """
+    if isinstance(table_ids, np.ndarray):
+        ends = [0, *(np.flatnonzero(np.diff(table_ids)) + 1).tolist(), len(table_ids)]
+        runs = [(int(table_ids[begin]), keys[begin:end]) for begin, end in itertools.pairwise(ends) if end > begin]
+        rows = [_initial_rows_of(spec, number, part) for number, part in runs]
+        return jnp.concatenate(rows) if rows else jnp.zeros((0, spec.dim), spec.dtype)
+    rows = jnp.zeros((keys.shape[0], spec.dim), spec.dtype)
+    for number in spec.traced_tables:
+        rows = jnp.where((table_ids == number)[:, None], _initial_rows_of(spec, number, keys), rows)
+    return rows
+
+
+def _initial_rows_of(spec: StoreSpec, number: int, keys: Keys) -> Float[Array, "num_keys dim"]:
+    initializer = spec.tables[number].initializer
+    if not initializer.is_traced:
+        return jnp.zeros((keys.shape[0], spec.dim), spec.dtype)
+    return rounded(initializer.rows(keys, spec.dim), spec.dtype)
+
+
+def is_key(keys: Keys) -> Bool[Array, " num_keys"]:
+    """Which keys are no padding."""
+    return (keys != jnp.uint32(PADDING_KEY & 0xFFFFFFFF)).any(axis=1)
+
+
+def _is_one_of(table_ids: TableIds | np.ndarray, numbers: Sequence[int]) -> Bool[Array, " num_keys"]:
+    return (jnp.asarray(table_ids)[:, None] == jnp.array(numbers, jnp.uint32)[None, :]).any(axis=1)
+
+
+def _written(
+    slabs: tuple[Float[Array, "_ dim"], ...], row_ids: RowIds, rows: Float[Array, "num_keys dim"]
+) -> tuple[Float[Array, "_ dim"], ...]:
+    """Slabs with some rows set, where they lie; those of NO_ROW are left out. Equal row ids have equal rows."""
+    written, start = [], 0
+    for slab in slabs:
+        size = slab.shape[0]
+        place = row_ids - jnp.uint32(start)  # rows of slabs before this one wrap around, past its end
+        place = jnp.where(place < jnp.uint32(size), place.astype(jnp.int32), jnp.int32(size))
+        if slab.dtype == jnp.bfloat16:
+            written.append(lax.platform_dependent(slab, place, rows, cpu=_scattered_as_bits, default=_scattered))
+        else:
+            written.append(_scattered(slab, place, rows))
+        start += size
+    return tuple(written)
+
+
+def _scattered(slab: Array, place: Int32[Array, " _"], rows: Array) -> Array:
+    return slab.at[place].set(rows, mode="drop")
+
+
+def _scattered_as_bits(slab: Float[Array, "_ dim"], place: Int32[Array, " _"], rows: Float[Array, "_ dim"]) -> Array:
+    """The same for bfloat16 on a CPU, whose compiler (jaxlib 0.10.2) would widen the slab for each row it sets.
+
+    Views cost a copy of the slab there, so nothing is done where nothing is new.
+    """
+
+    def write() -> Array:
+        bits = _scattered(lax.bitcast_convert_type(slab, jnp.uint16), place, lax.bitcast_convert_type(rows, jnp.uint16))
+        return lax.bitcast_convert_type(bits, slab.dtype)
+
+    return lax.cond((place < slab.shape[0]).any(), write, lambda: slab)
+
+
+def rounded(values: Float[Array, "..."], dtype: str) -> Float[Array, "..."]:
+    """Numbers in another dtype, rounded as the kernels round: to nearest, and what is finite stays finite."""
+    if values.dtype == jnp.dtype(dtype):
+        return values
+    largest = jnp.finfo(dtype).max.astype(values.dtype)
+    return jnp.where(jnp.isfinite(values), jnp.clip(values, -largest, largest), values).astype(dtype)
 
 
 def erase(spec: StoreSpec, store: StoreState, keys: Keys, table_ids: TableIds) -> tuple[StoreState, UInt32[Array, ""]]:

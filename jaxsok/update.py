@@ -127,7 +127,9 @@ def _update_store(
     row_ids = _concatenate([plan.found[s].row_ids for plan in plans])
     generations = _generations(store, s, plans, live)
     flat = [
-        _gradient(grads, layout, spec) for part, grads in zip(parts, gradients, strict=True) for layout in part.layouts
+        _bag_gradient(grads, part, layout, spec)
+        for part, grads in zip(parts, gradients, strict=True)
+        for layout in part.layouts
     ]
     if any(gradient.dtype != spec.embedding_dtype for gradient in flat):
         flat = [_as_float32(gradient) for gradient in flat]
@@ -281,7 +283,7 @@ def _summed(
 ) -> tuple[Array, Array]:
     """The gradients of each distinct key, summed over its uses in the batch, and the number of uses."""
     part = plan.features.stores[s]
-    flat = [_as_float32(_gradient(gradients, layout, spec)) for layout in part.layouts]
+    flat = [_as_float32(_bag_gradient(gradients, part, layout, spec)) for layout in part.layouts]
     _, offsets, weights, words = part.operands()
     return combine_kernels.combine_transpose(flat, lines, (offsets, weights, words), num_lines, part.num_tiles)
 
@@ -363,6 +365,26 @@ def _gradient(gradients: Gradients, layout: Any, spec: StoreSpec) -> Array:
     if gradient.shape != wanted:
         raise ValueError(f"{what}: got shape {list(gradient.shape)}, wanted that of its embedding, {list(wanted)}.")
     return jnp.asarray(gradient)
+
+
+def _bag_gradient(gradients: Gradients, part: StoreFeatures, layout: FeatureLayout, spec: StoreSpec) -> Array:
+    """The gradient of what the kernels made: where samples share a bag, their sum, in the order of the samples."""
+    gradient = _gradient(gradients, layout, spec)
+    inverse = part.inverse_of(layout)
+    if inverse is None:
+        return gradient
+    shape = (*layout.combined_shape, spec.dim)
+    num_samples, hotness = gradient.shape[0], int(np.prod(layout.embedding_shape[1:]))
+    if num_samples == 0 or layout.num_distinct == 0:
+        return jnp.zeros(shape, jnp.float32)
+    # Not XLA's scatter-add, whose order of summing changes from run to run on a GPU (law 3).
+    lines = inverse[:, None] * jnp.int32(hotness) + jnp.arange(hotness, dtype=jnp.int32)[None, :]
+    flat = _as_float32(gradient).reshape(num_samples * hotness, spec.dim)
+    bags, num_tiles = _as_features([num_samples * hotness])
+    summed, _ = combine_kernels.combine_transpose(
+        [flat], lines.reshape(-1), bags, layout.num_distinct * hotness, num_tiles
+    )
+    return summed.reshape(shape)
 
 
 def _as_float32(gradient: Array) -> Array:

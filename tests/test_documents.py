@@ -512,6 +512,7 @@ API = {
     "jaxsok.MemoryEstimate": lambda: members_of(jaxsok.MemoryEstimate),
     "jaxsok.StoreMemory": lambda: members_of(jaxsok.StoreMemory),
     "jaxsok.Bags": lambda: members_of(jaxsok.Bags),
+    "jaxsok.Coo": lambda: members_of(jaxsok.Coo),
     "jaxsok.Batch": lambda: members_of(jaxsok.Batch),
     "jaxsok.Features": lambda: members_of(jaxsok.Features),
     "jaxsok.Plan": lambda: members_of(jaxsok.Plan),

@@ -1,0 +1,326 @@
+"""Features as other libraries hold them, read as `Bags`: coordinates, Arrow columns, sparse matrices.
+
+Arrow and whatever speaks its C interface (Polars) are read where they lie, without a copy, unless a column has nulls
+or several chunks. All ends as NumPy; only a sparse matrix inside a program stays on the device. Libraries are imported
+where one of their objects has come. What the bags mean is in features.py.
+"""
+
+import dataclasses
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxsok import keys as keys_lib
+from jaxsok.features import Bags
+from jaxsok.specs import FeatureSpec
+from jaxsok.types import PADDING_KEY
+
+
+@dataclasses.dataclass(frozen=True)
+class Coo:
+    """One feature of one batch by coordinates: each key with its bag. What `tf.SparseTensor` holds.
+
+    Keys may come in any order. They are sorted by bag, then by column if there are columns; the sort is stable, so
+    keys that agree in both keep their order. Columns say no more than that. Read on the host; a `tf.SparseTensor` may
+    stand in its place.
+
+    Example:
+      >>> coo = Coo(np.array([[1, 0], [0, 1], [0, 0]]), np.array([9, 8, 7]), shape=(3, 2))  # bags [7, 8], [9] and []
+      >>> bags = converted({"a": coo}, [FeatureSpec("a", table="a")])["a"]
+      >>> bags.keys.tolist(), bags.lengths.tolist()
+      ([7, 8, 9], [2, 1, 0])
+    """
+
+    indices: Any
+    """`[num_keys, 2]`: bag and column of each key; or `[num_keys]`: its bag."""
+    keys: Any
+    """`[num_keys]`"""
+    _: dataclasses.KW_ONLY
+    weights: Any = None
+    """One float per key."""
+    shape: Any
+    """`(num_bags, num_columns)`, or `(num_bags,)` where there are no columns."""
+
+
+def converted(raw: Mapping[str, Any], features: Sequence[FeatureSpec], op: str = "batch") -> Mapping[str, Any]:
+    """A raw batch with all its features as arrays or `Bags` of arrays.
+
+    Args:
+      raw: one entry per feature, and others, which are passed on.
+      features: of the collection; those that the batch lacks are left to others to refuse.
+      op: named in errors.
+
+    Raises:
+      TypeError, ValueError: names feature, argument, got and wanted.
+      ImportError: a column that speaks Arrow's C interface, where pyarrow is missing.
+    """
+    if not isinstance(raw, Mapping):
+        return raw
+    found = {
+        spec.name: _converted(spec, raw[spec.name], f'{op}: feature "{spec.name}"')
+        for spec in features
+        if spec.name in raw
+    }
+    return {**raw, **found}
+
+
+def _converted(spec: FeatureSpec, value: Any, what: str) -> Any:
+    bags = value if isinstance(value, Bags) else Bags(value)
+    others = {name: getattr(bags, name) for name in ("lengths", "offsets", "weights", "inverse")}
+    if _is_coo(bags.keys):
+        given = [name for name in ("lengths", "offsets", "weights") if others[name] is not None]
+        if given:
+            raise ValueError(
+                f"{what}: got a {type(bags.keys).__name__} with {given}, wanted it alone: it says which keys are in "
+                "which bag, and their weights."
+            )
+        return dataclasses.replace(_of_coo(spec, bags.keys, what), inverse=_plain(others["inverse"], what, "inverse"))
+    if not any(_is_arrow(one) for one in (bags.keys, *others.values())):
+        return value
+    keys, found = bags.keys, {name: _plain(one, what, name) for name, one in others.items() if name != "weights"}
+    lengths = None
+    if _is_arrow(keys):
+        keys, lengths = _of_arrow(_column(keys, what, "keys"), what, "keys")
+        if lengths is not None and (found["lengths"] is not None or found["offsets"] is not None):
+            raise ValueError(f"{what}: got a column of lists with lengths or offsets, wanted one of them.")
+    weights = others["weights"]
+    if _is_arrow(weights):
+        weights, of_weights = _of_arrow(_column(weights, what, "weights"), what, "weights")
+        if (of_weights is None) != (lengths is None) or (
+            lengths is not None and (of_weights is not None and not np.array_equal(of_weights, lengths))
+        ):
+            raise ValueError(f"{what}: weights: got lists of other lengths than the keys', wanted one weight per key.")
+        if weights.shape == np.shape(keys):
+            # Lists of one size that are null in both columns.
+            is_padding = np.asarray(keys).astype(np.uint64) == np.uint64(PADDING_KEY)
+            weights = np.where(np.isnan(weights) & is_padding, weights.dtype.type(0), weights)
+    if lengths is not None:
+        found["lengths"] = lengths
+    if lengths is None and weights is None and not any(one is not None for one in found.values()):
+        return keys
+    return Bags(keys, weights=weights, **found)
+
+
+# Coordinates ---------------------------------------------------------------------------------------------------------
+
+
+def _is_coo(value: Any) -> bool:
+    return isinstance(value, Coo) or _is_bcoo(value) or _is_sparse_tensor(value)
+
+
+def _is_bcoo(value: Any) -> bool:
+    # Nobody has one who has not imported it.
+    sparse = sys.modules.get("jax.experimental.sparse")
+    return sparse is not None and isinstance(value, sparse.BCOO)
+
+
+def _is_sparse_tensor(value: Any) -> bool:
+    """A `tf.SparseTensor` or `tf.compat.v1.SparseTensorValue`."""
+    return all(hasattr(value, name) for name in ("indices", "values", "dense_shape"))
+
+
+def _of_coo(spec: FeatureSpec, value: Any, what: str) -> Bags:
+    if _is_bcoo(value):
+        return _of_bcoo(spec, value, what)
+    if not isinstance(value, Coo):
+        value = Coo(value.indices, value.values, shape=tuple(np.asarray(value.dense_shape).tolist()))
+    if any(isinstance(one, jax.core.Tracer) for one in (value.indices, value.keys, value.weights)):
+        raise TypeError(
+            f"{what}: got a Coo of traced arrays, wanted NumPy: it is sorted on the host; inside a program pass "
+            "Bags(keys, offsets=...), or a jax.experimental.sparse.BCOO."
+        )
+    indices = _integers(value.indices, what, "indices")
+    if indices.ndim not in (1, 2) or (indices.ndim == 2 and indices.shape[1] != 2):
+        raise ValueError(
+            f"{what}: indices: got shape {list(indices.shape)}, wanted [num_keys, 2] of bags and columns, or "
+            "[num_keys] of bags."
+        )
+    shape = _shape_of(value.shape, indices.ndim, what)
+    keys = keys_lib.words_of(value.keys, spec.key_dtype, what)
+    if keys.shape[:-1] != indices.shape[:1]:
+        raise ValueError(
+            f"{what}: keys: got shape {list(keys.shape[:-1])} for {indices.shape[0]} indices, wanted "
+            f"[{indices.shape[0]}]."
+        )
+    keys = keys_lib.from_words(keys)
+    weights = None if value.weights is None else np.asarray(value.weights)
+    if weights is not None and weights.shape != keys.shape:
+        raise ValueError(
+            f"{what}: weights: got shape {list(weights.shape)}, wanted that of the keys, {list(keys.shape)}."
+        )
+    columns = (indices if indices.ndim == 2 else indices[:, None]).T
+    for axis, (name, line) in enumerate(zip(("bag", "column"), columns, strict=False)):
+        outside = np.flatnonzero((line < 0) | (line >= shape[axis]))
+        if outside.size:
+            raise ValueError(
+                f"{what}: indices: got {name} {int(line[outside[0]])} at {int(outside[0])}, wanted 0 to "
+                f"{shape[axis] - 1}, within shape {shape}."
+            )
+    return _sorted_by_bag(keys, columns, weights, shape[0])
+
+
+def _sorted_by_bag(keys: np.ndarray, columns: np.ndarray, weights: np.ndarray | None, num_bags: int) -> Bags:
+    """Keys by bag, then by further columns; stable."""
+    order = np.lexsort(columns[::-1])
+    if not np.array_equal(order, np.arange(order.size)):
+        keys, weights = keys[order], None if weights is None else weights[order]
+    return Bags(keys, lengths=np.bincount(columns[0], minlength=num_bags), weights=weights)
+
+
+def _shape_of(given: Any, num_axes: int, what: str) -> tuple[int, ...]:
+    shape = tuple(np.atleast_1d(np.asarray(given)).tolist())
+    are_sizes = all(isinstance(size, int) and not isinstance(size, bool) and size >= 0 for size in shape)
+    if not are_sizes or len(shape) < num_axes or len(shape) > 2:
+        wanted = "(num_bags, num_columns)" if num_axes == 2 else "(num_bags,) or (num_bags, num_columns)"
+        raise ValueError(f"{what}: shape: got {given!r}, wanted {wanted}.")
+    return shape
+
+
+def _of_bcoo(spec: FeatureSpec, matrix: Any, what: str) -> Bags:
+    """A sparse `[num_bags, num_keys]` matrix: the column is the key, the datum its weight.
+
+    Without weights an entry is a key where its datum is not zero.
+    """
+    if matrix.ndim != 2 or matrix.n_batch or matrix.n_dense:
+        raise ValueError(
+            f"{what}: got a BCOO of shape {list(matrix.shape)} with n_batch={matrix.n_batch} and "
+            f"n_dense={matrix.n_dense}, wanted [num_bags, num_keys] with neither; "
+            "jax.experimental.sparse.bcoo_update_layout changes it."
+        )
+    num_bags, num_keys = matrix.shape
+    if any(isinstance(one, jax.core.Tracer) for one in (matrix.data, matrix.indices)):
+        return _of_traced_bcoo(spec, matrix)
+    indices, data = np.asarray(matrix.indices).astype(np.int64), np.asarray(matrix.data)
+    if indices.size and indices.min() < 0:
+        raise ValueError(f"{what}: indices: got {int(indices.min())}, wanted no negative number.")
+    inside = (indices[:, 0] < num_bags) & (indices[:, 1] < num_keys)  # what lies outside is padding
+    if not spec.weighted:
+        others = data[inside & (data != 0) & (data != 1)]
+        if others.size:
+            raise ValueError(
+                f"{what}: weights: got a BCOO that holds {others[0]}, wanted 0 and 1 alone without declared weights; "
+                "declare FeatureSpec(weighted=True)."
+            )
+        inside &= data != 0
+    columns, data = indices[inside].T, data[inside]
+    bags = _sorted_by_bag(columns[1].astype(np.uint64), columns, data if spec.weighted else None, num_bags)
+    return bags
+
+
+def _of_traced_bcoo(spec: FeatureSpec, matrix: Any) -> Bags:
+    """The same inside a program, where nobody can check: what lies outside is dropped, below 0 too."""
+    num_bags, num_keys = matrix.shape
+    bags, columns = matrix.indices[:, 0], matrix.indices[:, 1]
+    inside = (bags >= 0) & (bags < num_bags) & (columns >= 0) & (columns < num_keys)
+    if not spec.weighted:
+        inside &= matrix.data != jnp.zeros((), matrix.data.dtype)
+    bags = jnp.where(inside, bags.astype(jnp.int32), jnp.int32(num_bags))
+    # By column, then by bag; the second sort is stable and keeps the order of the first.
+    order = jnp.argsort(columns, stable=True)
+    order = order[jnp.argsort(bags[order], stable=True)]
+    ends = jnp.arange(num_bags + 1, dtype=jnp.int32)
+    offsets = jnp.searchsorted(bags[order], ends).astype(jnp.int32)
+    keys = columns[order]
+    words = keys_lib.words_of(keys if keys.dtype.itemsize == 8 else keys.astype(jnp.int32), "int32", "batch")
+    return Bags(words, offsets=offsets, weights=matrix.data[order] if spec.weighted else None)
+
+
+def _integers(given: Any, what: str, name: str) -> np.ndarray:
+    array = np.asarray(given)
+    if array.size == 0 and array.dtype == np.float64:
+        array = array.astype(np.int64)  # an empty list
+    if not np.issubdtype(array.dtype, np.integer):
+        raise TypeError(f"{what}: {name}: got {array.dtype}{list(array.shape)}, wanted integers.")
+    return array.astype(np.int64)
+
+
+# Arrow ---------------------------------------------------------------------------------------------------------------
+
+
+def _is_arrow(value: Any) -> bool:
+    return hasattr(value, "__arrow_c_array__") or hasattr(value, "__arrow_c_stream__")
+
+
+def _plain(value: Any, what: str, name: str) -> Any:
+    """Lengths, offsets or inverse: an Arrow column as NumPy; anything else as it is."""
+    if not _is_arrow(value):
+        return value
+    column = _column(value, what, name)
+    if column.null_count:
+        raise ValueError(f"{what}: {name}: got {column.null_count} nulls, wanted an integer in every line.")
+    return column.to_numpy(zero_copy_only=False)
+
+
+def _column(value: Any, what: str, name: str) -> Any:
+    """A `pyarrow.Array` of whatever speaks Arrow's C interface."""
+    try:
+        import pyarrow as pa
+    except ImportError as error:
+        raise ImportError(
+            f"{what}: {name}: got {type(value).__name__}, which is read through Arrow; pip install pyarrow."
+        ) from error
+    if isinstance(value, pa.Array):
+        return value
+    if not isinstance(value, pa.ChunkedArray):
+        value = pa.chunked_array(value) if hasattr(value, "__arrow_c_stream__") else pa.array(value)
+    if isinstance(value, pa.Array):
+        return value
+    return value.chunk(0) if value.num_chunks == 1 else value.combine_chunks()
+
+
+def _of_arrow(column: Any, what: str, name: str) -> tuple[np.ndarray, np.ndarray | None]:
+    """The numbers of a column, and with lists the length of each. Null lists are empty; null keys are padding.
+
+    Lists of one fixed size are a rectangle `[num_bags, hotness]`, without lengths.
+    """
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    kind = column.type
+    if pa.types.is_fixed_size_list(kind):
+        width = kind.list_size
+        # Of null lists `flatten` has nothing: their lines stay padding.
+        flat = _numbers(column.flatten(), what, name).reshape(len(column) - column.null_count, width)
+        if not column.null_count:
+            return flat, None
+        if flat.dtype.kind in "iu" and flat.dtype.itemsize < 8:
+            flat = flat.astype(np.int64)
+        square = np.full((len(column), width), _nothing(flat.dtype), flat.dtype)
+        square[column.is_valid().to_numpy(zero_copy_only=False)] = flat
+        return square, None
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
+        lengths = pc.list_value_length(column)
+        if lengths.null_count:
+            lengths = lengths.fill_null(0)
+        return _numbers(column.flatten(), what, name), lengths.to_numpy(zero_copy_only=False).astype(np.int64)
+    return _numbers(column, what, name), None
+
+
+def _numbers(column: Any, what: str, name: str) -> np.ndarray:
+    """Keys or weights, without another list around them."""
+    import pyarrow as pa
+
+    is_key, kind = name == "keys", column.type
+    if not (pa.types.is_integer(kind) if is_key else pa.types.is_floating(kind)) and not pa.types.is_null(kind):
+        wanted = "integers" if is_key else "floats"
+        raise TypeError(f"{what}: {name}: got an Arrow column of {kind}, wanted {wanted}, or lists of them.")
+    if pa.types.is_null(kind):
+        column = column.cast(pa.int64() if is_key else pa.float32())
+    if column.null_count:
+        if not is_key:
+            raise ValueError(f"{what}: weights: got {column.null_count} nulls, wanted a number for every key.")
+        # Widened first: a narrow type has no padding. int64 -1 and uint64 2**64 - 1 are the same key.
+        column = column.cast(pa.uint64() if kind == pa.uint64() else pa.int64())
+        column = column.fill_null(_nothing(np.dtype(np.uint64 if kind == pa.uint64() else np.int64)).item())
+    return column.to_numpy(zero_copy_only=False)
+
+
+def _nothing(dtype: np.dtype) -> Any:
+    """PADDING_KEY as a number of 64 bits; of weights, what cannot be one."""
+    if dtype.kind == "f":
+        return dtype.type(np.nan)
+    return np.uint64(PADDING_KEY) if dtype == np.uint64 else dtype.type(-1)

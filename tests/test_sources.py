@@ -1,0 +1,665 @@
+"""jaxsok.sources and shared bags: every form of input means what the same bags in NumPy mean."""
+
+import collections
+import functools
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import polars as pl
+import programs
+import pyarrow as pa
+import pytest
+from jax.experimental import sparse
+
+import jaxsok
+from jaxsok import sources
+
+NUM_BAGS, WIDTH, DIM = 8, 3, 4
+VOCABULARY = 50  # of sparse matrices; other forms have keys of 64 bits
+MAX_KEYS = NUM_BAGS * WIDTH  # for each of two shards half of it would not always do
+SparseTensor = collections.namedtuple("SparseTensor", ("indices", "values", "dense_shape"))
+FORMS = ("coo", "rows", "shuffled", "tensor", "list", "large_list", "chunked", "polars", "bcoo")
+
+
+@functools.cache
+def declared(num_shards=None, combiner="sum", weighted=False, key_dtype="int64"):
+    """One feature over one table."""
+    table = jaxsok.TableSpec("item", DIM, jaxsok.optim.adagrad(0.5), capacity=512)
+    feature = jaxsok.FeatureSpec(
+        "item",
+        "item",
+        combiner=combiner,
+        weighted=weighted,
+        max_keys=2 * MAX_KEYS,
+        max_hotness=WIDTH if combiner is None else None,
+        key_dtype=key_dtype,
+    )
+    if num_shards is None:
+        return jaxsok.Collection([table], [feature])
+    return programs.over(num_shards, [table], [feature])
+
+
+@functools.cache
+def step(collection):
+    """A whole step: embeddings too."""
+
+    def run(state, features):
+        embeddings, state, plan = collection.lookup(state, features)
+        gradients = jax.tree.map(jnp.cos, embeddings)
+        state, stats = collection.update(state, plan, gradients)
+        return embeddings, state, stats
+
+    return jax.jit(run, compiler_options=programs.quickly() if collection.shards is not None else None)
+
+
+def stepped(collection, value, state=None):
+    """Embeddings, and keys with rows after a step."""
+    state = collection.init(seed=3) if state is None else state
+    embeddings, state, stats = step(collection)(state, programs.batch(collection, item=value))
+    stats.check()
+    return np.asarray(embeddings["item"]), programs.rows_of(collection, state, "item")
+
+
+def assert_same_step(collection, value, bags):
+    """The same bits, down and back."""
+    (got, got_rows), (want, want_rows) = stepped(collection, value), stepped(collection, bags)
+    np.testing.assert_array_equal(got, want)
+    assert got_rows.keys() == want_rows.keys()
+    for key in want_rows:
+        np.testing.assert_array_equal(got_rows[key], want_rows[key])
+
+
+def matrix_of(dense, nse, dtype=None):
+    """A BCOO, padded as `BCOO.fromdense(..., nse=)` does it: its last entries lie outside."""
+    indices = np.argwhere(dense)
+    data = dense[tuple(indices.T)].astype(dtype or dense.dtype)
+    more = nse - len(data)
+    indices = np.concatenate([indices, np.full((more, 2), dense.shape)]).astype(np.int32)
+    data = np.concatenate([data, np.zeros(more, data.dtype)])
+    return sparse.BCOO((jnp.asarray(data), jnp.asarray(indices)), shape=dense.shape)
+
+
+@st.composite
+def ragged(draw, *, most=2**63 - 1):
+    """Keys, lengths and weights of a batch of bags."""
+    lengths = draw(st.lists(st.integers(0, WIDTH), min_size=NUM_BAGS, max_size=NUM_BAGS))
+    keys = draw(st.lists(st.integers(0, most), min_size=sum(lengths), max_size=sum(lengths)))
+    weights = draw(st.lists(st.sampled_from([0.5, 1.0, 2.0, -1.0]), min_size=len(keys), max_size=len(keys)))
+    return np.array(keys, np.int64), np.array(lengths), np.array(weights, np.float32)
+
+
+def lists_of(keys, lengths):
+    """As Python lists; an empty bag is an empty list or, every other one, null."""
+    ends = np.cumsum(lengths)
+    bags = [keys[end - length : end].tolist() for end, length in zip(ends, lengths, strict=True)]
+    return [None if not bag and i % 2 else bag for i, bag in enumerate(bags)]
+
+
+def chunked(lists, kind):
+    """A column of two chunks, the first of them a slice."""
+    half = NUM_BAGS // 2
+    first = pa.array([[1, 2], None, *lists[:half]], kind).slice(2)
+    return pa.chunked_array([first, pa.array(lists[half:], kind)])
+
+
+def in_form(form, keys, lengths, weights):
+    """The same bags in another library's words."""
+    rows = np.repeat(np.arange(NUM_BAGS), lengths)
+    columns = np.arange(len(keys)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+    indices = np.stack([rows, columns], axis=1)
+    if form == "coo":
+        return jaxsok.Coo(indices, keys, weights=weights, shape=(NUM_BAGS, WIDTH))
+    if form == "rows":
+        return jaxsok.Coo(rows, keys, weights=weights, shape=(NUM_BAGS,))
+    if form == "shuffled":
+        order = np.random.default_rng(0).permutation(len(keys))
+        weights = None if weights is None else weights[order]
+        return jaxsok.Coo(indices[order], keys[order], weights=weights, shape=(NUM_BAGS, WIDTH))
+    if form == "tensor":
+        assert weights is None
+        return SparseTensor(indices, keys, np.array([NUM_BAGS, WIDTH]))
+    make = {
+        "list": lambda lists, kind: pa.array(lists, pa.list_(kind)),
+        "large_list": lambda lists, kind: pa.array(lists, pa.large_list(kind)),
+        "chunked": lambda lists, kind: chunked(lists, pa.list_(kind)),
+        "polars": lambda lists, kind: pl.Series(
+            lists, dtype=pl.List({pa.int64(): pl.Int64, pa.float32(): pl.Float32}[kind])
+        ),
+    }[form]
+    column = make(lists_of(keys, lengths), pa.int64())
+    return column if weights is None else jaxsok.Bags(column, weights=make(lists_of(weights, lengths), pa.float32()))
+
+
+@pytest.mark.parametrize("form", FORMS[:-1])
+@pytest.mark.parametrize("weighted", [False, True])
+@hypothesis.settings(max_examples=10)
+@hypothesis.given(bags=ragged())
+def test_every_form_is_a_step_of_the_same_bags(form, weighted, bags):
+    """Embeddings and rows, to the bit; bags in any order and null lists included."""
+    keys, lengths, weights = bags
+    if form == "tensor" and weighted:
+        return  # its weights are a tensor of their own: a Coo has both
+    collection = declared(weighted=weighted, combiner="mean")
+    value = in_form(form, keys, lengths, weights if weighted else None)
+    want = jaxsok.Bags(keys, lengths=lengths, weights=weights if weighted else None)
+    assert_same_step(collection, value, want)
+
+
+@pytest.mark.parametrize("form", ["shuffled", "polars"])
+def test_every_form_without_a_combiner(form):
+    """Each key keeps its row and its column's order."""
+    keys, lengths = np.arange(10, 20), np.array([3, 0, 2, 1, 0, 3, 1, 0])
+    assert_same_step(declared(combiner=None), in_form(form, keys, lengths, None), jaxsok.Bags(keys, lengths=lengths))
+
+
+@pytest.mark.parametrize("form", FORMS[:-1])
+def test_every_form_on_a_mesh_and_through_the_pipeline(form):
+    """Samples go to their shards from any form; the pipeline packs as `batch` does; so does `pad_to`."""
+    rng = np.random.default_rng(5)
+    lengths = rng.integers(0, WIDTH + 1, NUM_BAGS)
+    keys = rng.integers(0, 99, lengths.sum())
+    collection = declared(2)
+    bags = jaxsok.Bags(keys, lengths=lengths)
+    value = in_form(form, keys, lengths, None)
+    assert_same_step(collection, value, bags)
+    for pad_to in (None, NUM_BAGS + 2):
+        (got, _), *_ = collection.pipeline([{"item": value}], pad_to=pad_to)
+        want = collection.batch({"item": bags}, pad_to=pad_to)
+        for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+            np.testing.assert_array_equal(a, b)
+
+
+def test_a_sample_of_any_form_for_propose():
+    """Placements are chosen by the same keys."""
+    one = declared()
+    keys, lengths = np.array([7, 8, 7, 9]), np.array([2, 0, 1, 1, 0, 0, 0, 0])
+    forms = [in_form(form, keys, lengths, None) for form in ("shuffled", "polars")]
+    proposals = [
+        jaxsok.propose(one.tables, one.features, num_shards=2, sample={"item": value})
+        for value in (jaxsok.Bags(keys, lengths=lengths), *forms)
+    ]
+    assert str(proposals[0]) == str(proposals[1]) == str(proposals[2])
+    with pytest.raises(TypeError, match='propose: sample: feature "item": keys: got an Arrow column of double'):
+        jaxsok.propose(one.tables, one.features, num_shards=2, sample={"item": pa.array([1.5])})
+
+
+# --------------------------------------------------------------------------------------------------------------
+# Coordinates
+
+
+def test_equal_coordinates_keep_their_order():
+    """The sort is stable: floats are added in the order in which the keys came."""
+    coo = jaxsok.Coo(np.array([1, 0, 1, 0, 1]), np.array([5, 6, 7, 8, 9]), shape=(2,))
+    bags = sources.converted({"item": coo}, declared().features)["item"]
+    assert bags.keys.tolist() == [6, 8, 5, 7, 9] and bags.lengths.tolist() == [2, 3]
+    both = jaxsok.Coo(np.array([[0, 1], [0, 0], [0, 1]]), np.array([5, 6, 7]), shape=(1, 2))
+    assert sources.converted({"item": both}, declared().features)["item"].keys.tolist() == [6, 5, 7]
+
+
+@pytest.mark.parametrize("key_dtype", ["int64", "int32"])
+def test_declared_int32(key_dtype):
+    """Narrow keys through every form; of a jax.Array int32 only where declared."""
+    keys, lengths = np.array([3, 7, 2**31 - 1, 7], np.int32), np.array([2, 0, 1, 1, 0, 0, 0, 0])
+    collection, want = declared(key_dtype=key_dtype), jaxsok.Bags(keys.astype(np.int64), lengths=lengths)
+    narrow = [
+        pa.array(lists_of(keys, lengths), pa.list_(pa.int32())),
+        pl.Series(lists_of(keys, lengths), dtype=pl.List(pl.Int32)),
+        jaxsok.Coo(np.repeat(np.arange(NUM_BAGS), lengths), keys, shape=(NUM_BAGS,)),
+        jaxsok.Bags(keys, lengths=lengths),
+    ]
+    for value in narrow:
+        assert_same_step(collection, value, want)
+    for value in (
+        jaxsok.Bags(jnp.asarray(keys), lengths=lengths),
+        jaxsok.Coo(np.repeat(np.arange(NUM_BAGS), lengths), jnp.asarray(keys), shape=(NUM_BAGS,)),
+    ):
+        if key_dtype == "int32":
+            assert_same_step(collection, value, want)
+        else:
+            with pytest.raises(TypeError, match=r'"item": keys: got a jax.Array int32\[4\], which may be an int64'):
+                programs.batch(collection, item=value)
+
+
+COO = functools.partial(jaxsok.Coo, shape=(2, 3))
+BAD_COO = {
+    "negative bag": (ValueError, "indices: got bag -1 at 1, wanted 0 to 1", COO([[0, 0], [-1, 0]], [1, 2])),
+    "bag past the end": (ValueError, "indices: got bag 2 at 0, wanted 0 to 1", COO([[2, 0]], [1])),
+    "negative column": (ValueError, "indices: got column -2 at 0, wanted 0 to 2", COO([[0, -2]], [1])),
+    "column past the end": (ValueError, "indices: got column 3 at 0", COO([[0, 3]], [1])),
+    "fewer keys": (ValueError, r"keys: got shape \[1\] for 2 indices, wanted \[2\]", COO([[0, 0], [1, 0]], [1])),
+    "weights": (ValueError, r"weights: got shape \[2\], wanted", COO([[0, 0]], [1], weights=[1.0, 2.0])),
+    "float indices": (TypeError, "indices: got float64", COO([[0.0, 0.0]], [1])),
+    "bool indices": (TypeError, "indices: got bool", COO([[True, False]], [1])),
+    "float keys": (TypeError, "keys must be integers, got float64", COO([[0, 0]], [1.5])),
+    "three axes": (ValueError, r"indices: got shape \[1, 3\], wanted \[num_keys, 2\]", COO([[0, 0, 0]], [1])),
+    "no columns": (ValueError, r"shape: got \(2,\), wanted \(num_bags, num_columns\)", COO([[0, 0]], [1], shape=(2,))),
+    "bad shape": (ValueError, "shape: got -1, wanted", COO([0], [1], shape=-1)),
+    "lengths too": (
+        ValueError,
+        r"got a Coo with \['lengths'\], wanted it alone",
+        jaxsok.Bags(COO([], []), lengths=[0]),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD_COO)
+def test_bad_coordinates(name):
+    """Refused by name, with what was got and wanted."""
+    error, message, value = BAD_COO[name]
+    as_arrays = value
+    if isinstance(value, jaxsok.Coo):
+        as_arrays = jaxsok.Coo(np.array(value.indices), np.array(value.keys), weights=value.weights, shape=value.shape)
+    with pytest.raises(error, match=f'batch: feature "item": {message}'):
+        programs.batch(declared(), item=as_arrays)
+
+
+def test_traced_coordinates_are_refused():
+    """Sorting is the host's work; the message says what to pass inside a program."""
+    one = declared(key_dtype="int32")
+    with pytest.raises(TypeError, match=r"got a Coo of traced arrays.*BCOO"):
+        jax.jit(lambda keys: programs.batch(one, item=jaxsok.Coo(np.array([0]), keys, shape=(1,))))(jnp.array([1]))
+
+
+# --------------------------------------------------------------------------------------------------------------
+# Sparse matrices
+
+
+@functools.cache
+def found_inside(collection):
+    """`find` of a batch that a program packs."""
+    return jax.jit(lambda state, value: collection.find(state, programs.batch(collection, item=value))[0]["item"])
+
+
+@hypothesis.settings(max_examples=10)
+@hypothesis.given(bags=ragged(most=VOCABULARY - 1))
+def test_a_sparse_matrix_times_the_table(bags):
+    """With weights and the sum, embeddings are the matrix product; outside a program and inside one."""
+    keys, lengths, weights = bags
+    rows = np.repeat(np.arange(NUM_BAGS), lengths)
+    # Padded, as `BCOO.fromdense(..., nse=)` does: the last entries lie outside.
+    more = MAX_KEYS - len(keys)
+    indices = np.concatenate([np.stack([rows, keys], axis=1), np.full((more, 2), [NUM_BAGS, VOCABULARY])])
+    data = np.concatenate([weights, np.zeros(more, np.float32)])
+    order = np.random.default_rng(1).permutation(MAX_KEYS)
+    arrays = jnp.asarray(data[order]), jnp.asarray(indices[order].astype(np.int32))
+    matrix = sparse.BCOO(arrays, shape=(NUM_BAGS, VOCABULARY))
+    collection = declared(weighted=True)
+    table = programs.initial_rows("item", DIM, np.arange(VOCABULARY), seed=3)
+    got, _ = stepped(collection, matrix)
+    dense = np.zeros((NUM_BAGS, VOCABULARY), np.float32)
+    np.add.at(dense, (rows, keys), weights)
+    np.testing.assert_allclose(got, dense @ table, atol=1e-6)
+    np.testing.assert_array_equal(found_inside(collection)(collection.init(seed=3), matrix), got)
+
+
+def test_a_sparse_matrix_without_weights():
+    """Ones are keys, zeros and what lies outside are none, in any dtype; other numbers need declared weights."""
+    dense = np.zeros((NUM_BAGS, VOCABULARY), np.int32)
+    dense[0, [3, 7]] = dense[2, 49] = 1
+    want = jaxsok.Bags(np.array([3, 7, 49]), lengths=np.array([2, 0, 1, 0, 0, 0, 0, 0]))
+    for dtype in (np.int32, np.float32, np.bool_):
+        matrix = matrix_of(dense, MAX_KEYS, dtype)
+        assert_same_step(declared(), matrix, want)
+        assert_same_step(declared(2), matrix, want)
+        found = found_inside(declared())(declared().init(seed=3), matrix)
+        np.testing.assert_array_equal(found, stepped(declared(), want)[0])
+    with pytest.raises(ValueError, match=r'"item": weights: got a BCOO that holds 2, wanted 0 and 1 .*weighted=True'):
+        programs.batch(declared(), item=matrix_of(2 * dense, MAX_KEYS))
+
+
+def test_bad_sparse_matrices():
+    """Negative indices, batch axes, other ranks."""
+    negative = sparse.BCOO((jnp.ones(1), jnp.array([[0, -1]])), shape=(NUM_BAGS, VOCABULARY))
+    with pytest.raises(ValueError, match="indices: got -1, wanted no negative number"):
+        programs.batch(declared(), item=negative)
+    ones, zeros = np.ones, functools.partial(np.zeros, dtype=np.int32)
+    for data, indices, shape in (
+        (ones((NUM_BAGS, 4)), zeros((NUM_BAGS, 4, 1)), (NUM_BAGS, 4)),  # a batch axis
+        (ones((1, 4)), zeros((1, 1)), (NUM_BAGS, 4)),  # a dense axis
+        (ones(4), zeros((4, 1)), (4,)),
+    ):
+        matrix = sparse.BCOO((jnp.asarray(data, jnp.float32), jnp.asarray(indices)), shape=shape)
+        with pytest.raises(ValueError, match=r"got a BCOO of shape .* wanted \[num_bags, num_keys\] with neither"):
+            programs.batch(declared(), item=matrix)
+    ragged_beside = jax.jit(lambda matrix: programs.batch(declared(2), item=matrix))
+    with pytest.raises(ValueError, match="got ragged keys beside device arrays"):
+        ragged_beside(matrix_of(np.ones((NUM_BAGS, 4)), NUM_BAGS * 4, np.float32))
+
+
+# --------------------------------------------------------------------------------------------------------------
+# Columns
+
+
+def test_columns_of_single_keys():
+    """One key a sample; null is none."""
+    keys = [3, None, 2**62, 7, None, 1, 2, 3]
+    want = np.array([-1 if key is None else key for key in keys])
+    for column in (
+        pa.array(keys, pa.int64()),
+        pa.chunked_array([pa.array(keys[:3], pa.int64()), pa.array(keys[3:], pa.int64())]),
+        pl.Series(keys, dtype=pl.Int64),
+        pl.Series(keys, dtype=pl.UInt64),
+    ):
+        assert_same_step(declared(), column, want)
+    narrow = [3, None, 7, 1, 2, 3, 4, 255]
+    want = np.array([-1 if key is None else key for key in narrow])
+    for kind in (pa.int32(), pa.uint8()):
+        narrow_keys = narrow if kind == pa.int32() else pa.array(narrow, pa.uint8())
+        assert_same_step(declared(), pa.array(narrow_keys, kind), want)
+
+
+def test_nulls():
+    """A null list is an empty bag, a null key is padding, inside a list too."""
+    lists = [[3, None], None, [], [None], [7], [8], [9], [1]]
+    want = jaxsok.Bags(np.array([3, -1, -1, 7, 8, 9, 1]), lengths=np.array([2, 0, 0, 1, 1, 1, 1, 1]))
+    for column in (pa.array(lists, pa.list_(pa.int64())), pl.Series(lists, dtype=pl.List(pl.Int64))):
+        assert_same_step(declared(combiner="mean"), column, want)
+
+
+def test_null_lists_over_keys():
+    """Arrow allows keys under a null list: they are nobody's."""
+    offsets, keys = pa.array([0, 2, 4, 5], pa.int32()), pa.array([1, 2, 3, 4, 5], pa.int64())
+    column = pa.ListArray.from_arrays(offsets, keys, mask=pa.array([False, True, False]))
+    bags = sources.converted({"item": column}, declared().features)["item"]
+    assert bags.keys.tolist() == [1, 2, 5] and bags.lengths.tolist() == [2, 0, 1]
+
+
+@pytest.mark.parametrize("kind", ["arrow", "narrow", "polars"])
+def test_lists_of_one_size_are_rectangles(kind):
+    """Static shapes without a declared number of keys; a null list is a line of padding."""
+    lists = [[1, 2], None, [3, None], [4, 5], [6, 7], [1, 2], [8, 9], [3, 4]]
+    column = {
+        "arrow": lambda: pa.array(lists, pa.list_(pa.int64(), 2)),
+        "narrow": lambda: pa.array(lists, pa.list_(pa.uint16(), 2)),
+        "polars": lambda: pl.Series(lists, dtype=pl.Array(pl.Int64, 2)),
+    }[kind]()
+    want = np.array([[-1 if key is None else key for key in one or [None, None]] for one in lists])
+    assert_same_step(declared(), column, want)
+    assert sources.converted({"item": column}, declared().features)["item"].shape == (NUM_BAGS, 2)
+
+
+def test_weights_of_lists_of_one_size():
+    """Null in both columns is an empty bag; null weights of keys are refused."""
+    keys = pa.array([[1, 2], None] + [[3, 4]] * 6, pa.list_(pa.int64(), 2))
+    weights = pa.array([[1.0, 0.5], None] + [[2.0, 1.0]] * 6, pa.list_(pa.float32(), 2))
+    plain = jaxsok.Bags(
+        np.array([[1, 2], [-1, -1]] + [[3, 4]] * 6),
+        weights=np.array([[1.0, 0.5], [0, 0]] + [[2.0, 1.0]] * 6, np.float32),
+    )
+    assert_same_step(declared(weighted=True), jaxsok.Bags(keys, weights=weights), plain)
+    with pytest.raises(ValueError, match="weights: got infinite or NaN"):
+        programs.batch(declared(weighted=True), item=jaxsok.Bags(keys.fill_null([5, 6]), weights=weights))
+
+
+def test_columns_without_nulls_are_not_copied():
+    """Keys lie where Arrow and Polars have them."""
+    keys = np.arange(1000)
+    for column, values in (
+        (pa.array(keys), keys),
+        (pl.Series(keys), keys),
+        (pa.ListArray.from_arrays(pa.array([0, 400, 1000], pa.int32()), pa.array(keys)), keys),
+    ):
+        found = sources.converted({"item": column}, declared().features)["item"]
+        found = found.keys if isinstance(found, jaxsok.Bags) else found
+        np.testing.assert_array_equal(found, values)
+        assert not found.flags.owndata and not found.flags.writeable
+
+
+def test_columns_in_bags():
+    """Lengths, offsets and weights may be columns too, beside NumPy."""
+    keys, lengths, weights = np.arange(4), np.array([2, 0, 1, 1, 0, 0, 0, 0]), np.ones(4, np.float32)
+    offsets = np.concatenate([[0], np.cumsum(lengths)])
+    plain = jaxsok.Bags(keys, lengths=lengths, weights=weights)
+    for value in (
+        jaxsok.Bags(pa.array(keys), lengths=pa.array(lengths), weights=pa.array(weights)),
+        jaxsok.Bags(keys, offsets=pa.array(offsets), weights=pl.Series(weights)),
+        jaxsok.Bags(pl.Series(keys), lengths=lengths, weights=weights),
+    ):
+        assert_same_step(declared(weighted=True), value, plain)
+
+
+LISTS = pa.array([[1, 2], [3]])
+BAD_COLUMNS = {
+    "floats": (TypeError, "keys: got an Arrow column of double, wanted integers", pa.array([1.5])),
+    "strings": (TypeError, "keys: got an Arrow column of string, wanted integers", pa.array(["a"])),
+    "lists of floats": (TypeError, "keys: got an Arrow column of double", pa.array([[1.5]])),
+    "lists of lists": (TypeError, "keys: got an Arrow column of list<", pa.array([[[1]]])),
+    "a table": (TypeError, "keys: got an Arrow column of struct", pl.DataFrame({"a": [1]})),
+    "lengths twice": (ValueError, "got a column of lists with lengths or offsets", jaxsok.Bags(LISTS, lengths=[2, 1])),
+    "null lengths": (ValueError, "lengths: got 1 nulls", jaxsok.Bags(np.arange(2), lengths=pa.array([2, None]))),
+    "null weights": (
+        ValueError,
+        "weights: got 1 nulls, wanted a number for every key",
+        jaxsok.Bags(LISTS, weights=pa.array([[1.0, None], [2.0]])),
+    ),
+    "weights of other lengths": (
+        ValueError,
+        "weights: got lists of other lengths than the keys'",
+        jaxsok.Bags(LISTS, weights=pa.array([[1.0], [2.0, 3.0]])),
+    ),
+    "flat weights of lists": (
+        ValueError,
+        "weights: got lists of other lengths than the keys'",
+        jaxsok.Bags(LISTS, weights=pa.array([1.0, 2.0, 3.0])),
+    ),
+    "integer weights": (TypeError, "weights: got an Arrow column of int64", jaxsok.Bags(LISTS, weights=LISTS)),
+}
+
+
+@pytest.mark.parametrize("name", BAD_COLUMNS)
+def test_bad_columns(name):
+    """Refused by name, with what was got and wanted."""
+    error, message, value = BAD_COLUMNS[name]
+    with pytest.raises(error, match=f'batch: feature "item": {message}'):
+        programs.batch(declared(weighted="weights" in name), item=value)
+
+
+# --------------------------------------------------------------------------------------------------------------
+# Samples that share bags
+
+NUM_SAMPLES = 16
+
+
+@st.composite
+def shared(draw):
+    """Bags, and which of them each sample has; some perhaps nobody's."""
+    bags = draw(ragged())
+    inverse = draw(st.lists(st.integers(0, NUM_BAGS - 1), min_size=NUM_SAMPLES, max_size=NUM_SAMPLES))
+    return bags, np.array(inverse)
+
+
+def expanded(keys, lengths, weights, inverse):
+    """A bag for each sample: what sharing spares."""
+    ends = np.cumsum(lengths)
+    place = np.concatenate([np.arange(ends[i] - lengths[i], ends[i]) for i in inverse]).astype(int)
+    return jaxsok.Bags(keys[place], lengths=lengths[inverse], weights=None if weights is None else weights[place])
+
+
+@functools.cache
+def sharing(num_shards, combiner, weighted, num_keys, optimizer=None):
+    """Beside a feature without shared bags, of the same table."""
+    table = jaxsok.TableSpec("item", DIM, optimizer or jaxsok.optim.sgd(0.25), capacity=512)
+    options = {"combiner": combiner, "weighted": weighted, "max_keys": num_keys}
+    width = WIDTH if combiner is None else None
+    features = [
+        jaxsok.FeatureSpec("plain", "item"),
+        jaxsok.FeatureSpec("item", "item", max_hotness=width, **options),
+        jaxsok.FeatureSpec("again", "item"),
+    ]
+    return programs.over(num_shards, [table], features) if num_shards else jaxsok.Collection([table], features)
+
+
+@pytest.mark.parametrize(
+    ("num_shards", "combiner", "weighted"), [(None, "mean", True), (None, None, False), (2, "sum", True)]
+)
+@hypothesis.settings(max_examples=10)
+@hypothesis.given(drawn=shared())
+def test_shared_bags_are_expanded(num_shards, combiner, weighted, drawn):
+    """Embeddings and rows as if each sample had its bag of its own; gradients of a bag are summed."""
+    (keys, lengths, weights), inverse = drawn
+    weights = weights if weighted else None
+    collection = sharing(num_shards, combiner, weighted, NUM_SAMPLES * WIDTH * 2)
+    other = np.arange(NUM_SAMPLES) % 5
+    again = jaxsok.Bags(np.arange(NUM_BAGS), inverse=inverse)
+    results = []
+    for item, more in (
+        (jaxsok.Bags(keys, lengths=lengths, weights=weights, inverse=inverse), again),
+        (expanded(keys, lengths, weights, inverse), np.arange(NUM_BAGS)[inverse]),
+    ):
+        features = programs.batch(collection, plain=other, item=item, again=more)
+        embeddings, state, stats = step(collection)(collection.init(seed=3), features)
+        stats.check()
+        results.append((jax.device_get(embeddings), programs.rows_of(collection, state, "item")))
+    (got, got_rows), (want, want_rows) = results
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), got, want)
+    # A bag that no sample has is looked up on one device, and gets rows that never move.
+    assert want_rows.keys() <= got_rows.keys()
+    for key in want_rows:
+        np.testing.assert_allclose(got_rows[key], want_rows[key], rtol=1e-5, atol=1e-5)
+
+
+def test_shared_bags_move_rows_by_the_sum():
+    """By hand: two samples of one bag, one of another; a bag that nobody has stays."""
+    collection = programs.one_table(dim=2, initializer=jaxsok.initializers.zeros())
+    bags = jaxsok.Bags(np.array([7, 8, 9]), inverse=np.array([1, 0, 1]))
+    embeddings, state, plan = collection.lookup(collection.init(), programs.batch(collection, user=bags))
+    assert embeddings["user"].shape == (3, 2)
+    gradients = jnp.array([[1.0, 2.0], [10.0, 20.0], [100.0, 200.0]])
+    state, _ = collection.update(state, plan, {"user": gradients})
+    rows = programs.rows_of(collection, state)
+    assert {key: row.tolist() for key, row in rows.items()} == {7: [-10, -20], 8: [-101, -202], 9: [0, 0]}
+    with pytest.raises(ValueError, match=r'"user": got shape \[2, 2\], wanted that of its embedding, \[3, 2\]'):
+        collection.update(state, plan, {"user": gradients[:2]})
+
+
+@pytest.mark.parametrize("num_shards", [None, 2])
+def test_shared_bags_through_pipeline_and_padding(num_shards):
+    """Added samples have an empty bag; parts know their own bags; the plan of the pipeline serves."""
+    collection = sharing(num_shards, "sum", False, 64)
+    inverse = np.array([1, 0, 1, 2, 2])
+    raw = {
+        "plain": np.arange(5),
+        "item": jaxsok.Bags(np.array([7, 8, 9]), lengths=np.array([2, 1, 0]), inverse=inverse),
+        "again": jaxsok.Bags(np.array([[4, 5], [6, -1], [-1, -1]]), inverse=inverse),
+    }
+    ((batch, plan),) = collection.pipeline([raw], pad_to=8)
+    assert np.asarray(batch.mask).tolist() == [True] * 5 + [False] * 3
+    embeddings, state, plan = programs.lookup(collection)(collection.init(seed=3), plan)
+    rows = dict(enumerate(programs.initial_rows("item", DIM, np.arange(10), seed=3)))
+    nothing = np.zeros(DIM, np.float32)
+    item = np.stack([rows[7] + rows[8], rows[9], nothing, nothing])
+    again = np.stack([rows[4] + rows[5], rows[6], nothing, nothing])
+    padded = np.concatenate([inverse, [3, 3, 3]])
+    np.testing.assert_allclose(embeddings["item"], item[np.array([1, 0, 1, 2, 2, 3, 3, 3])], atol=1e-7)
+    np.testing.assert_allclose(embeddings["again"], again[padded], atol=1e-7)
+    state, stats = programs.update(collection)(state, plan, jax.tree.map(jnp.ones_like, embeddings))
+    stats.check()
+    moved = {key: (rows[key] - row)[0] for key, row in programs.rows_of(collection, state, "item").items() if key > 4}
+    np.testing.assert_allclose([moved[key] for key in (5, 6, 7, 8, 9)], [0.25, 0.5, 0.25, 0.25, 0.5], atol=1e-6)
+
+
+def test_shared_bags_inside_a_program():
+    """Keys and inverse on the device: the inverse is clamped, so that no kernel can stray."""
+    collection = programs.one_table(dim=2)
+
+    @jax.jit
+    def found(state, words, inverse):
+        bags = jaxsok.Bags(words, inverse=inverse)
+        return collection.find(state, programs.batch(collection, user=bags))[0]["user"]
+
+    rows = programs.initial_rows("user", 2, [7, 8])
+    got = found(collection.init(), jnp.asarray(programs.words([7, 8])), jnp.array([1, 0, 9, -3]))
+    np.testing.assert_array_equal(got, rows[[1, 0, 1, 0]])
+
+
+def test_shared_bags_inside_shard_map():
+    """Each shard packs its own part: its bags, and whose they are."""
+    table = jaxsok.TableSpec("user", DIM, jaxsok.optim.sgd(0.1), capacity=64)
+    collection = programs.over(2, [table], [jaxsok.FeatureSpec("user", "user")])
+
+    def found(state, words, inverse):
+        batch = collection.batch({"user": jaxsok.Bags(words, inverse=inverse)})
+        return collection.find(state, batch.features)[0]["user"]
+
+    split, state = jax.sharding.PartitionSpec("data"), collection.init(seed=3)
+    specs = (collection._specs_of(state), split, split)
+    on_shards = jax.jit(jax.shard_map(found, mesh=collection.shards.mesh, in_specs=specs, out_specs=split))
+    got = on_shards(state, jnp.asarray(programs.words([7, 8, 9, 10])), jnp.array([1, 0, 1, 1, 1, 0]))
+    np.testing.assert_array_equal(got, programs.initial_rows("user", DIM, [8, 7, 8, 10, 10, 9], seed=3))
+
+
+def test_what_features_tell_of_shared_bags():
+    """Keys, offsets and mask are those of the bags; the inverse says whose."""
+    collection = sharing(2, "sum", False, 64)
+    raw = {
+        "plain": np.arange(4),
+        "item": jaxsok.Bags(np.array([7, 8, 9]), lengths=np.array([2, 1]), inverse=np.array([1, 1, 0, 1])),
+        "again": np.arange(4),
+    }
+    features = programs.batch(collection, **raw)
+    assert features.inverse("item").tolist() == [0, 0, 0, 1]
+    assert features.inverse("plain").tolist() == [0, 1, 0, 1]
+    assert features.offsets("item").tolist() == [0, 1, 1, 0, 2, 3]
+
+
+def test_no_samples():
+    """Neither gradients nor embeddings, and nothing breaks."""
+    collection = programs.one_table(dim=2)
+    for keys in (np.zeros(0, np.int64), np.array([5])):
+        bags = jaxsok.Bags(keys, inverse=np.zeros(0, np.int64))
+        embeddings, state, plan = collection.lookup(collection.init(), programs.batch(collection, user=bags))
+        assert embeddings["user"].shape == (0, 2)
+        collection.update(state, plan, embeddings)
+
+
+BAD_INVERSES = {
+    "floats": (TypeError, r"inverse: got float64\[1\], wanted integers", np.array([0.0])),
+    "two axes": (ValueError, r"inverse: got shape \[1, 1\], wanted \[num_samples\]", np.array([[0]])),
+    "negative": (ValueError, "inverse: got -1, wanted 0 to 1, one of 2 bags", np.array([0, -1])),
+    "past the end": (ValueError, "inverse: got 2, wanted 0 to 1", np.array([2, 0])),
+    "nulls": (ValueError, "inverse: got 1 nulls", pa.array([0, None])),
+}
+
+
+@pytest.mark.parametrize("name", BAD_INVERSES)
+@pytest.mark.parametrize("num_shards", [None, 2])
+def test_bad_inverses(name, num_shards):
+    """Refused by name, with what was got and wanted; on a mesh by the same words."""
+    error, message, inverse = BAD_INVERSES[name]
+    with pytest.raises(error, match=f'batch: feature "item": {message}'):
+        programs.batch(declared(num_shards), item=jaxsok.Bags(np.array([3, 4]), inverse=inverse))
+
+
+def test_inverses_that_have_no_lines():
+    """Jagged rows have no line for each bag; device arrays on a mesh cannot be cut by bags."""
+    jagged = programs.one_table(combiner=None, max_keys=8)
+    bags = jaxsok.Bags(np.array([1, 2]), lengths=np.array([2]), inverse=np.array([0]))
+    with pytest.raises(ValueError, match=r"inverse: got one with combiner None and ragged keys.*max_hotness"):
+        programs.batch(jagged, user=bags)
+    words = jnp.asarray(programs.words([1, 2]))
+    with pytest.raises(ValueError, match="inverse: got one beside device arrays"):
+        programs.batch(declared(2), item=jaxsok.Bags(words, inverse=np.array([0, 1])))
+
+
+def test_shared_bags_repeat_to_the_bit():
+    """Law 3: the sum over the samples of a bag runs in one order."""
+    collection = sharing(None, "sum", False, 64)
+    rng = np.random.default_rng(0)
+    raw = {
+        "plain": np.arange(64),
+        "item": jaxsok.Bags(np.arange(3), lengths=np.array([1, 1, 1]), inverse=rng.integers(0, 3, 64)),
+        "again": np.arange(64),
+    }
+    features = programs.batch(collection, **raw)
+    _, state, plan = programs.lookup(collection)(collection.init(seed=3), features)
+    gradients = {name: rng.normal(size=(64, DIM)).astype(np.float32) for name in raw}
+    rows = []
+    for _ in range(3):
+        after, _ = programs.update(collection)(state, plan, gradients)
+        rows.append(programs.rows_of(collection, after, "item"))
+    for other in rows[1:]:
+        for key, row in rows[0].items():
+            np.testing.assert_array_equal(programs.bits(row), programs.bits(other[key]))
