@@ -58,9 +58,7 @@ def raw_batches(num_steps, seed=0, **options):
 def joined(embeddings):
     """The input of the dense part: [num_samples, WIDTH]."""
     ads = embeddings["ads"]
-    return jax.numpy.concatenate(
-        [embeddings["user"], embeddings["history"], ads.reshape(ads.shape[0], -1)], axis=-1
-    )
+    return jax.numpy.concatenate([embeddings["user"], embeddings["history"], ads.reshape(ads.shape[0], -1)], axis=-1)
 
 
 def loss_of(scores, label):
@@ -131,11 +129,14 @@ class Oracle:
                 np.testing.assert_allclose(row, mine[key], rtol=1e-4, atol=1e-6, err_msg=f"{spec.name} {key}")
 
 
+def everywhere(collection, tree):
+    """A pytree's arrays on all devices of the collection's mesh, if it has one."""
+    return tree if collection.shards is None else jax.device_put(tree, collection.shards.same)
+
+
 def addresses(tree):
     """Of every buffer of a pytree, on every device."""
-    return [
-        shard.data.unsafe_buffer_pointer() for leaf in jax.tree.leaves(tree) for shard in leaf.addressable_shards
-    ]
+    return [shard.data.unsafe_buffer_pointer() for leaf in jax.tree.leaves(tree) for shard in leaf.addressable_shards]
 
 
 def snapshot(tree):

@@ -137,7 +137,7 @@ def zero_taps(model: nn.Module, variables: Mapping[str, Any], *args: Any, **kwar
     Args:
       model: the model.
       variables: as `init` made them.
-      args: of `model.apply`: the same as in the step, or others of the same shapes.
+      args: of `model.apply` in the step.
       kwargs: likewise, with `rngs` and `method`; `mutable` is not needed.
 
     Returns:
@@ -168,11 +168,12 @@ def zero_taps(model: nn.Module, variables: Mapping[str, Any], *args: Any, **kwar
 
         return asked(*args, **kwargs)
 
-    def apply(variables: Any, args: Any) -> None:
+    def apply() -> None:
         with nn.intercept_methods(probe):
             model.apply(variables, *args, **{**kwargs, "mutable": True})
 
-    jax.eval_shape(apply, dict(variables), args)
+    # Nothing is an argument of what is traced: a flag that the model looks at stays one.
+    jax.eval_shape(apply)
     if not found:
         raise ValueError(
             "zero_taps: model: got one that looks nothing up in this call, wanted jaxsok.layers.linen.Embeddings "
@@ -241,12 +242,12 @@ def apply_updates(
 
 
 def grow(
-    collections: Collection | Sequence[Collection], tables: Mapping[str, Any], *, steps: int = 1
+    collection: Collection | Mapping[str, Collection], tables: Mapping[str, Any], *, steps: int = 1
 ) -> dict[str, Any]:
     """`Collection.grow` for the tables of a model. Between steps, outside `jit`.
 
     Args:
-      collections: of the layers; each grows the state that its specs made.
+      collection: of the one layer; of several, each by the path of its layer, parts joined by "/".
       tables: the variables "tables"; consumed where they grow.
       steps: as for `Collection.grow`.
 
@@ -254,35 +255,32 @@ def grow(
       The variables "tables".
 
     Raises:
-      ValueError: a layer of none of the collections, or two layers of one.
+      TypeError, ValueError: a layer without a collection, or two layers over one.
 
     Example:
       `tables = layers.grow(collection, tables)` before each step.
     """
-    several = [collections] if isinstance(collections, Collection) else list(collections)
-    owners: dict[str, Collection] = {}
-    for one in several:
-        if not isinstance(one, Collection):
-            raise TypeError(f"grow: collections: got {type(one).__name__}, wanted a jaxsok.Collection, or several.")
-        owners[one.fingerprint] = one
-    found = list(_found(tables, "state", State))
-    of_owners: dict[str, list[str]] = {}
-    for path, state in found:
-        if state.fingerprint not in owners:
+    states = {"/".join(path): (path, state) for path, state in _found(tables, "state", State)}
+    if isinstance(collection, Collection):
+        collection = dict.fromkeys(states, collection)
+    elif not isinstance(collection, Mapping):
+        raise TypeError(
+            f"grow: collection: got {type(collection).__name__}, wanted a jaxsok.Collection, or one by path of a layer."
+        )
+    of_collections: dict[int, list[str]] = {}
+    for name in states:
+        if not isinstance(collection.get(name), Collection):
+            raise ValueError(f"grow: collection: got none for the layer {name!r}, wanted one for each: {list(states)}.")
+        of_collections.setdefault(id(collection[name]), []).append(name)
+    for names in of_collections.values():
+        if len(names) > 1:
             raise ValueError(
-                f"grow: collections: got none of the layer {'/'.join(path)!r} (fingerprint {state.fingerprint}), wanted "
-                "those of all layers."
-            )
-        of_owners.setdefault(state.fingerprint, []).append("/".join(path))
-    for paths in of_owners.values():
-        if len(paths) > 1:
-            raise ValueError(
-                f"grow: tables: got layers {paths} over collections of equal specs, wanted unlike ones, since a "
-                "collection follows the growth of one state; name their tables apart, or share the layer."
+                f"grow: collection: got one for the layers {names}, wanted a collection for each, since it follows the "
+                "growth of one state: grow({path: collection}, tables); or share the layer."
             )
     new = dict(tables)
-    for path, state in found:
-        new = _with(new, (*path, "state"), owners[state.fingerprint].grow(state, steps=steps))
+    for name, (path, state) in states.items():
+        new = _with(new, (*path, "state"), collection[name].grow(state, steps=steps))
     return new
 
 
@@ -299,8 +297,8 @@ def _at(node: Any, path: tuple[str, ...]) -> Any:
     for i, name in enumerate(path):
         if not isinstance(node, Mapping) or name not in node:
             raise ValueError(
-                f"apply_updates: got nothing at {'/'.join(path[: i + 1])!r}, wanted the tables and the gradients of the "
-                "taps of every layer that looked something up; differentiate with respect to zero_taps(...)."
+                f"apply_updates: got nothing at {'/'.join(path[: i + 1])!r}, wanted the tables and the gradients of "
+                "the taps of every layer that looked something up; differentiate with respect to zero_taps(...)."
             )
         node = node[name]
     return node

@@ -366,14 +366,14 @@ def _lookups(f: Callable, args: tuple, kwargs: Mapping[str, Any]) -> dict[tuple[
     graphdef, state = nnx.split((args, dict(kwargs)))
     probes: dict[tuple[Any, ...], _Probe] = {}
 
-    def probe(state: Any) -> None:
-        # A copy: what f does to its modules is not done.
+    def probe() -> None:
+        # Of a copy: what f does to its modules is not done. Nothing is an argument of what is traced: a flag stays one.
         args, kwargs = nnx.merge(graphdef, state, copy=True)
         for path, layer in _layers(args[0]):
             probes[path] = layer._probe = _Probe()
         f(*args, **kwargs)
 
-    jax.eval_shape(probe, state)
+    jax.eval_shape(probe)
     shape = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)  # noqa: E731
     return {path: [jax.tree.map(shape, one) for one in probe.features] for path, probe in probes.items()}
 
