@@ -336,7 +336,7 @@ def test_a_loss_is_traced_for_its_lookups_without_a_trace_left(mode):
         def __call__(self, features):
             return self.out(self.drop(cases.joined(self.embed(features))))[:, 0]
 
-    def loss(model, seen, batch, is_seen, *, name):
+    def loss(model, seen, batch, is_seen, name):
         value = loss_fn(model, batch)
         if is_seen and name == "loss":  # flags are none of a trace's business
             seen.update(loss=value)
