@@ -69,7 +69,7 @@ class Embeddings(nnx.Module):
       >>> optimizer = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
       >>> batch = collection.batch({"clicked": np.array([7, 9, 7])})
       >>> loss, grads = layers.value_and_grad(lambda model: jnp.mean(model(batch.features)))(model)
-      >>> optimizer.update(model, grads)  # doctest: +SKIP
+      >>> _ = optimizer.update(model, grads)
       >>> model.embed.update(grads).to_dict()["item"]["num_inserted"]
       2
 
@@ -92,7 +92,7 @@ class Embeddings(nnx.Module):
         # What a step leaves behind is what it found, nothing, so one program serves all steps.
         self.taps = TapVariable(())
         self.plans = PlanVariable(())
-        self._probe = None
+        self._probe: _Probe | None = None
 
     def __call__(self, features: Features | Plan, *, deterministic: bool | None = None) -> dict[str, Array]:
         """Looks up a batch.
@@ -239,7 +239,7 @@ class Embeddings(nnx.Module):
 
 
 def value_and_grad(
-    f: Callable[..., Any], *, wrt: Any = nnx.Param, has_aux: bool = False, accumulate: bool = False
+    f: Callable[..., Any], *, wrt: Any = None, has_aux: bool = False, accumulate: bool = False
 ) -> Callable[..., Any]:
     """`nnx.value_and_grad` for models with `Embeddings`: makes their taps and differentiates with respect to them too.
 
@@ -249,7 +249,7 @@ def value_and_grad(
 
     Args:
       f: of the model and more arguments; returns the loss, or (loss, aux).
-      wrt: filter of the other Variables to differentiate with respect to.
+      wrt: filter of the other Variables to differentiate with respect to; None: `nnx.Param`.
       has_aux: whether `f` returns (loss, aux).
       accumulate: as for `Embeddings.set_taps`: the gradient of a further micro-batch, before one update of all.
 
@@ -273,7 +273,7 @@ def value_and_grad(
       Array([[2., 2., 2., 2.],
              [2., 2., 2., 2.]], dtype=float32)
     """
-    wrt = nnx.Any(wrt, TapVariable)
+    wrt = nnx.Any(nnx.Param if wrt is None else wrt, TapVariable)
 
     @functools.wraps(f)
     def with_taps(model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -357,8 +357,9 @@ def _layers(model: Any) -> Iterator[tuple[tuple[Any, ...], Embeddings]]:
 
 
 def _is_graph_mode() -> bool:
-    """Whether Flax's transformations take `DiffState` and carry new Variables out."""
-    return all(mode.current_value() for mode in (nnx.set_graph_mode, nnx.set_graph_updates))
+    """Whether Flax's transformations take `DiffState` and carry new Variables out; before it had modes, they did."""
+    modes = [getattr(nnx, name, None) for name in ("set_graph_mode", "set_graph_updates")]
+    return all(mode is None or mode.current_value() for mode in modes)
 
 
 def _lookups(f: Callable, args: tuple, kwargs: Mapping[str, Any]) -> dict[tuple[Any, ...], list[Any]]:
