@@ -147,7 +147,7 @@ def test_any_run_is_that_of_the_oracle(ops):
     np.testing.assert_allclose(state.params["out"]["kernel"][:, 0], oracle.kernel, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("num_devices", [1, 2, 4])
+@pytest.mark.parametrize("num_devices", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 def test_like_the_core_to_the_bit(num_devices):
     """Losses, tables, counts and parameters; the same functions run, so the same bits come out."""
     collection = cases.collection_of(num_devices, optimizer=jaxsok.optim.adam(0.1))
