@@ -496,6 +496,12 @@ def calls_of(module):
     return [call_of(name, value) if inspect.isfunction(value) else name for name, value in values.items()]
 
 
+def layers(name):
+    """A module of jaxsok.layers, which needs Flax."""
+    pytest.importorskip("flax")
+    return importlib.import_module(f"jaxsok.layers.{name}")
+
+
 API = {
     "jaxsok": lambda: list(jaxsok.__all__),
     "jaxsok.Collection": lambda: [
@@ -521,6 +527,15 @@ API = {
     "jaxsok.Stats": lambda: members_of(jaxsok.Stats),
     "jaxsok.optim": lambda: calls_of(jaxsok.optim),
     "jaxsok.initializers": lambda: calls_of(jaxsok.initializers),
+    "jaxsok.layers.nnx": lambda: calls_of(layers("nnx")),
+    "jaxsok.layers.nnx.Embeddings": lambda: [
+        *(name for name in vars(layers("nnx").Embeddings(item())) if not name.startswith("_")),
+        *members_of(layers("nnx").Embeddings),
+    ],
+    "jaxsok.layers.linen": lambda: calls_of(layers("linen")),
+    "jaxsok.layers.linen.Embeddings": lambda: [
+        name for name in members_of(layers("linen").Embeddings) if not name.startswith(("parent", "name"))
+    ],
 }
 
 

@@ -1,0 +1,310 @@
+"""A Flax Linen layer over a collection: looks up in a model's `apply`, learns from the gradient of its taps.
+
+Three collections of variables: "tables", the state of the tables; "sparse_taps", the taps of a step, made by
+`zero_taps` and differentiated; "plans", what `apply` hands to `apply_updates` of the same step. None of them is in
+"params". Imported by the user: `from jaxsok.layers import linen as layers`; the calls that need no Flax are in tap.py.
+"""
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+from flax import linen as nn
+from jaxtyping import Array
+
+from jaxsok.collection import Collection
+from jaxsok.features import Features
+from jaxsok.layers import tap
+from jaxsok.plan import Plan
+from jaxsok.stats import Stats
+from jaxsok.store import State
+
+__all__ = ["Embeddings", "apply_updates", "grow", "zero_taps"]
+
+_TABLES, _TAPS, _PLANS = "tables", "sparse_taps", "plans"
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class _Lookups:
+    """What "plans" holds for a layer: the plans of its calls in one `apply`, and the collection that made them."""
+
+    plans: tuple[Plan, ...]
+    collection: Collection = dataclasses.field(metadata={"static": True})
+
+
+class Embeddings(nn.Module):
+    """The tables of a collection as a layer: features in, embeddings by feature out.
+
+    In training, `apply` with `mutable=["tables", "plans"]` and taps, a call is `Collection.lookup`: unseen keys get
+    rows, and `apply_updates` makes the rows learn. In evaluation, where "tables" is not mutable, a call is
+    `Collection.find`, which changes nothing. `init` makes the tables, empty, and looks nothing up.
+
+    Several calls in a step are several lookups of the same tables; one update takes them all. A collection follows the
+    growth of one state: two layers need two collections.
+
+    Example:
+      >>> import jax.numpy as jnp, jaxsok, numpy as np
+      >>> from flax import linen as nn
+      >>> from jaxsok.layers import linen as layers
+      >>> tables = [jaxsok.TableSpec("item", 4, jaxsok.optim.sgd(0.1), capacity=16)]
+      >>> collection = jaxsok.Collection(tables, [jaxsok.FeatureSpec("clicked", table="item")])
+      >>> class Model(nn.Module):
+      ...     @nn.compact
+      ...     def __call__(self, features):
+      ...         return nn.Dense(1)(layers.Embeddings(collection, name="embed")(features)["clicked"])
+      >>> model, batch = Model(), collection.batch({"clicked": np.array([7, 9, 7])})
+      >>> variables = model.init(jax.random.key(0), batch.features)
+      >>> sorted(variables)
+      ['params', 'tables']
+      >>> def loss_fn(params, taps, tables):
+      ...     variables = {"params": params, "sparse_taps": taps, "tables": tables}
+      ...     scores, updates = model.apply(variables, batch.features, mutable=["tables", "plans"])
+      ...     return jnp.mean(scores), updates
+      >>> taps = layers.zero_taps(model, variables, batch.features)
+      >>> of_params_and_taps = jax.grad(loss_fn, argnums=(0, 1), has_aux=True)
+      >>> (g_params, g_taps), updates = of_params_and_taps(variables["params"], taps, variables["tables"])
+      >>> tables, stats = layers.apply_updates(updates, g_taps)
+      >>> stats["embed"].to_dict()["item"]["num_inserted"]
+      2
+
+    Source: decision D7 of the design.
+    """
+
+    collection: Collection
+    """Its tables and features."""
+    seed: int = 0
+    """As for `Collection.init`."""
+    deterministic: bool | None = None
+    """True: evaluation. None: evaluation where "tables" is not mutable."""
+
+    def __call__(self, features: Features | Plan, deterministic: bool | None = None) -> dict[str, Array]:
+        """Looks up a batch.
+
+        Args:
+          features: `collection.batch(raw).features`, or a plan made of them.
+          deterministic: in place of the layer's own.
+
+        Returns:
+          Embeddings by feature, as of `Collection.lookup`; zeros in `init`.
+
+        Raises:
+          ValueError: in training, taps that are missing or of other features, or "plans" that is not mutable; variables
+            without tables; features of another collection.
+
+        Example:
+          `x = jnp.concatenate(list(self.embed(features).values()), axis=-1)`
+        """
+        if not isinstance(self.collection, Collection):
+            raise TypeError(
+                f"Embeddings: collection: got {type(self.collection).__name__}, wanted a jaxsok.Collection."
+            )
+        if self.is_initializing():
+            if not self.has_variable(_TABLES, "state"):
+                self.put_variable(_TABLES, "state", self.collection.init(self.seed))
+            return tap.zero_taps(self.collection, features)
+        if not self.has_variable(_TABLES, "state"):
+            raise ValueError(
+                f'Embeddings: variables: got none of "{_TABLES}" at {self.path}, wanted those that model.init made.'
+            )
+        state = self.get_variable(_TABLES, "state")
+        is_mutable = self.is_mutable_collection(_TABLES)
+        deterministic = self.deterministic if deterministic is None else deterministic
+        if deterministic or (deterministic is None and not is_mutable):
+            return self.collection.find(state, features)[0]
+        if not is_mutable or not self.is_mutable_collection(_PLANS):
+            raise ValueError(
+                f'Embeddings: mutable: got no "{_PLANS if is_mutable else _TABLES}", wanted '
+                f'mutable=["{_TABLES}", "{_PLANS}"] in training; or deterministic=True.'
+            )
+        plans = self.get_variable(_PLANS, "lookups").plans if self.has_variable(_PLANS, "lookups") else ()
+        taps = self.get_variable(_TAPS, "taps") if self.has_variable(_TAPS, "taps") else ()
+        if len(plans) >= len(taps):
+            raise ValueError(
+                f"Embeddings: got a lookup in training with taps for {len(taps)}, wanted taps for each; pass "
+                f'"{_TAPS}": zero_taps(model, variables, ...) among the variables, and "{_PLANS}" in `mutable` alone.'
+            )
+        embeddings, state, plan = tap.lookup("Embeddings", self.collection, state, features, taps[len(plans)])
+        self.put_variable(_TABLES, "state", state)
+        self.put_variable(_PLANS, "lookups", _Lookups((*plans, plan), self.collection))
+        return embeddings
+
+
+def zero_taps(model: nn.Module, variables: Mapping[str, Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
+    """The taps of one `apply`: the variables "sparse_taps".
+
+    Args:
+      model: the model.
+      variables: as `init` made them.
+      args: of `model.apply` in the step.
+      kwargs: likewise, with `rngs` and `method`; `mutable` is not needed.
+
+    Returns:
+      Zeros: nested as variables are, by lookup, by feature.
+
+    Raises:
+      ValueError: a model that looks nothing up in this call.
+
+    Cost:
+      The call is traced once, without lookups; nothing at run time under `jit`.
+
+    Example:
+      `taps = layers.zero_taps(model, {"params": params, "tables": tables}, batch.features)`
+    """
+    found: dict[tuple[str, ...], list[tuple[Collection, Any]]] = {}
+
+    def probe(call: Any, args: Any, kwargs: Any, context: Any) -> Any:
+        layer = context.module
+        if not isinstance(layer, Embeddings) or context.method_name != "__call__":
+            return call(*args, **kwargs)
+
+        def asked(features: Features | Plan, deterministic: bool | None = None) -> Any:
+            deterministic = layer.deterministic if deterministic is None else deterministic
+            if not deterministic:
+                shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), features)
+                found.setdefault(layer.path, []).append((layer.collection, shapes))
+            return tap.zero_taps(layer.collection, features)
+
+        return asked(*args, **kwargs)
+
+    def apply() -> None:
+        with nn.intercept_methods(probe):
+            model.apply(variables, *args, **{**kwargs, "mutable": True})
+
+    # Nothing is an argument of what is traced: a flag that the model looks at stays one.
+    jax.eval_shape(apply)
+    if not found:
+        raise ValueError(
+            "zero_taps: model: got one that looks nothing up in this call, wanted jaxsok.layers.linen.Embeddings "
+            "called in training."
+        )
+    taps: dict[str, Any] = {}
+    for path, lookups in found.items():
+        node = taps
+        for name in path:
+            node = node.setdefault(name, {})
+        node["taps"] = tuple(tap.zero_taps(collection, features) for collection, features in lookups)
+    return taps
+
+
+def apply_updates(
+    updates: Mapping[str, Any] | Sequence[Mapping[str, Any]],
+    gradients: Mapping[str, Any] | Sequence[Mapping[str, Any]],
+    *,
+    learning_rate: Any = None,
+) -> tuple[dict[str, Any], dict[str, Stats]]:
+    """`Collection.update` for all layers of a model: every row that was looked up steps once.
+
+    Args:
+      updates: the variables that `apply` returned. A list for several micro-batches, each of which was applied to the
+        tables of the one before it.
+      gradients: with respect to the taps, nested as they are; one for each of `updates`.
+      learning_rate: a scalar, perhaps traced, in place of the tables' own.
+
+    Returns:
+      The new variables "tables", and by path of the layer, its parts joined by "/", what depended on the data.
+
+    Raises:
+      TypeError, ValueError: no lookup; gradients that are missing, or of other lookups. Raised when traced.
+
+    Example:
+      `tables, stats = layers.apply_updates(updates, g_taps)`
+    """
+    several = list(updates) if isinstance(updates, (list, tuple)) else [updates]
+    of_taps = list(gradients) if isinstance(gradients, (list, tuple)) else [gradients]
+    if not several or len(several) != len(of_taps):
+        raise ValueError(
+            f"apply_updates: gradients: got {len(of_taps)} for {len(several)} updates, wanted one for each, at least 1."
+        )
+    for one in several:
+        if not isinstance(one, Mapping) or _TABLES not in one or _PLANS not in one:
+            got = sorted(one) if isinstance(one, Mapping) else type(one).__name__
+            raise ValueError(
+                f'apply_updates: updates: got {got}, wanted the variables "{_TABLES}" and "{_PLANS}" that '
+                f'apply(..., mutable=["{_TABLES}", "{_PLANS}"]) returned from a lookup in training.'
+            )
+    waiting: dict[tuple[str, ...], tuple[Collection, list[Plan], list[Any]]] = {}
+    for one, grads in zip(several, of_taps, strict=True):
+        for path, lookups in _found(one[_PLANS], "lookups", _Lookups):
+            _, plans, by_lookup = waiting.setdefault(path, (lookups.collection, [], []))
+            own = _at(grads, (*path, "taps"))
+            # Behind the lookups of earlier micro-batches.
+            by_lookup.append((*[None] * len(plans), *own))
+            plans.extend(lookups.plans)
+    tables, stats = dict(several[-1][_TABLES]), {}
+    for path, (collection, plans, by_lookup) in waiting.items():
+        state, stats["/".join(path)] = tap.update(
+            "apply_updates", collection, _at(tables, (*path, "state")), plans, by_lookup, learning_rate
+        )
+        tables = _with(tables, (*path, "state"), state)
+    return tables, stats
+
+
+def grow(
+    collection: Collection | Mapping[str, Collection], tables: Mapping[str, Any], *, steps: int = 1
+) -> dict[str, Any]:
+    """`Collection.grow` for the tables of a model. Between steps, outside `jit`.
+
+    Args:
+      collection: of the one layer; of several, each by the path of its layer, parts joined by "/".
+      tables: the variables "tables"; consumed where they grow.
+      steps: as for `Collection.grow`.
+
+    Returns:
+      The variables "tables".
+
+    Raises:
+      TypeError, ValueError: a layer without a collection, or two layers over one.
+
+    Example:
+      `tables = layers.grow(collection, tables)` before each step.
+    """
+    states = {"/".join(path): (path, state) for path, state in _found(tables, "state", State)}
+    if isinstance(collection, Collection):
+        collection = dict.fromkeys(states, collection)
+    elif not isinstance(collection, Mapping):
+        raise TypeError(
+            f"grow: collection: got {type(collection).__name__}, wanted a jaxsok.Collection, or one by path of a layer."
+        )
+    of_collections: dict[int, list[str]] = {}
+    for name in states:
+        if not isinstance(collection.get(name), Collection):
+            raise ValueError(f"grow: collection: got none for the layer {name!r}, wanted one for each: {list(states)}.")
+        of_collections.setdefault(id(collection[name]), []).append(name)
+    for names in of_collections.values():
+        if len(names) > 1:
+            raise ValueError(
+                f"grow: collection: got one for the layers {names}, wanted a collection for each, since it follows the "
+                "growth of one state: grow({path: collection}, tables); or share the layer."
+            )
+    new = dict(tables)
+    for name, (path, state) in states.items():
+        new = _with(new, (*path, "state"), collection[name].grow(state, steps=steps))
+    return new
+
+
+def _found(node: Any, name: str, kind: type, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """The values of one name and kind among nested variables, by the path of their layer."""
+    for key, value in node.items() if isinstance(node, Mapping) else ():
+        if key == name and isinstance(value, kind):
+            yield path, value
+        else:
+            yield from _found(value, name, kind, (*path, key))
+
+
+def _at(node: Any, path: tuple[str, ...]) -> Any:
+    for i, name in enumerate(path):
+        if not isinstance(node, Mapping) or name not in node:
+            raise ValueError(
+                f"apply_updates: got nothing at {'/'.join(path[: i + 1])!r}, wanted the tables and the gradients of "
+                "the taps of every layer that looked something up; differentiate with respect to zero_taps(...)."
+            )
+        node = node[name]
+    return node
+
+
+def _with(node: Mapping[str, Any], path: tuple[str, ...], value: Any) -> dict[str, Any]:
+    """Nested variables with one of them replaced; what went in stays as it was."""
+    name, *rest = path
+    return {**node, name: _with(node[name], tuple(rest), value) if rest else value}

@@ -1,0 +1,420 @@
+"""A Flax NNX layer over a collection: looks up in a model's `__call__`, learns from the gradient of its taps.
+
+Tables, taps and plans lie in Variables of their own types, so whatever is filtered by `nnx.Param` (optimizers,
+gradients, checkpoints, counts of parameters) does not see them. Both graph and tree mode. Imported by the user:
+`from jaxsok.layers import nnx as layers`; the calls that need no Flax are in tap.py.
+"""
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+from flax import nnx
+from jaxtyping import Array
+
+from jaxsok.collection import Collection
+from jaxsok.features import Features
+from jaxsok.layers import tap
+from jaxsok.plan import Plan
+from jaxsok.stats import Stats
+
+__all__ = ["Embeddings", "PlanVariable", "TableVariable", "TapVariable", "grow", "update", "value_and_grad"]
+
+
+class TableVariable(nnx.Variable):
+    """The `State` of a collection: rows, index, optimizer state. Never differentiated; donate it with the model."""
+
+
+class TapVariable(nnx.Variable):
+    """The taps of a step: for each lookup, zeros by feature. What a step differentiates beside `nnx.Param`."""
+
+
+class PlanVariable(nnx.Variable):
+    """The plans of the lookups since the last update."""
+
+
+class _Probe:
+    """What a layer was asked for while a loss was only traced for its lookups."""
+
+    def __init__(self):
+        self.features: list[Any] = []
+
+
+class Embeddings(nnx.Module):
+    """The tables of a collection as a layer: features in, embeddings by feature out.
+
+    In training mode a call is `Collection.lookup`: unseen keys get rows, and `update` makes the rows learn. It needs
+    taps, which `value_and_grad` of this module makes, or `set_taps`. In evaluation mode (`model.eval()`, or
+    `deterministic=True`) a call is `Collection.find`, which changes nothing.
+
+    Several calls in a step, by one layer shared or of different features, are several lookups of the same tables; one
+    update takes them all. A collection follows the growth of one state: two layers need two collections.
+
+    Raises:
+      TypeError: no collection.
+
+    Example:
+      >>> import jax.numpy as jnp, jaxsok, numpy as np, optax
+      >>> from flax import nnx
+      >>> from jaxsok.layers import nnx as layers
+      >>> tables = [jaxsok.TableSpec("item", 4, jaxsok.optim.sgd(0.1), capacity=16)]
+      >>> collection = jaxsok.Collection(tables, [jaxsok.FeatureSpec("clicked", table="item")])
+      >>> class Model(nnx.Module):
+      ...     def __init__(self, rngs):
+      ...         self.embed, self.out = layers.Embeddings(collection), nnx.Linear(4, 1, rngs=rngs)
+      ...     def __call__(self, features):
+      ...         return self.out(self.embed(features)["clicked"])
+      >>> model = Model(nnx.Rngs(0))
+      >>> optimizer = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
+      >>> batch = collection.batch({"clicked": np.array([7, 9, 7])})
+      >>> loss, grads = layers.value_and_grad(lambda model: jnp.mean(model(batch.features)))(model)
+      >>> _ = optimizer.update(model, grads)
+      >>> model.embed.update(grads).to_dict()["item"]["num_inserted"]
+      2
+
+    Source: decision D7 of the design.
+    """
+
+    def __init__(self, collection: Collection, *, seed: int = 0, deterministic: bool = False):
+        """Allocates the tables, empty.
+
+        Args:
+          collection: its tables and features.
+          seed: as for `Collection.init`.
+          deterministic: evaluation mode; `model.eval()` and `model.train()` set it.
+        """
+        if not isinstance(collection, Collection):
+            raise TypeError(f"Embeddings: collection: got {type(collection).__name__}, wanted a jaxsok.Collection.")
+        self.collection = collection
+        self.deterministic = deterministic
+        self.tables = TableVariable(collection.init(seed))
+        # What a step leaves behind is what it found, nothing, so one program serves all steps.
+        self.taps = TapVariable(())
+        self.plans = PlanVariable(())
+        self._probe: _Probe | None = None
+
+    def __call__(self, features: Features | Plan, *, deterministic: bool | None = None) -> dict[str, Array]:
+        """Looks up a batch.
+
+        Args:
+          features: `collection.batch(raw).features`, or a plan made of them.
+          deterministic: in place of the layer's own.
+
+        Returns:
+          Embeddings by feature, as of `Collection.lookup`.
+
+        Raises:
+          ValueError: in training mode, taps that are missing or of other features; features of another collection.
+
+        Example:
+          `x = jnp.concatenate(list(self.embed(features).values()), axis=-1)`
+        """
+        if self.deterministic if deterministic is None else deterministic:
+            return self.find(features)[0]
+        if self._probe is not None:
+            self._probe.features.append(features)
+            return tap.zero_taps(self.collection, features)
+        taps, plans = self.taps.get_value(), self.plans.get_value()
+        if len(plans) >= len(taps):
+            num_taps = sum(one is not None for one in taps)
+            raise ValueError(
+                f"Embeddings: got a lookup in training mode with taps for {num_taps}, wanted taps for each; "
+                "differentiate with jaxsok.layers.nnx.value_and_grad, or call set_taps(features) before the gradient. "
+                "To evaluate: model.eval()."
+            )
+        embeddings, state, plan = tap.lookup(
+            "Embeddings", self.collection, self.tables.get_value(), features, taps[len(plans)]
+        )
+        self.tables.set_value(state)
+        self.plans.set_value((*plans, plan))
+        return embeddings
+
+    def set_view(self, deterministic: bool | None = None):
+        """For `nnx.view`.
+
+        Args:
+          deterministic: if True, lookups find and insert nothing.
+        """
+        if deterministic is not None:
+            self.deterministic = deterministic
+
+    def set_taps(self, *features: Features | Plan, accumulate: bool = False) -> None:
+        """Makes the taps of a step, before its gradient is taken.
+
+        Not needed with `value_and_grad` of this module. With Flax's own transformations: call it, then differentiate
+        with respect to `nnx.Any(nnx.Param, TapVariable)`.
+
+        Args:
+          features: what the differentiated function will look up, in the order of its calls.
+          accumulate: whether lookups that wait for their update may: those of earlier micro-batches of the same step.
+
+        Raises:
+          ValueError: lookups that were not updated; features of another collection.
+
+        Cost:
+          Under `jit` none.
+
+        Example:
+          >>> import jaxsok, numpy as np
+          >>> from flax import nnx
+          >>> from jaxsok.layers import nnx as layers
+          >>> tables = [jaxsok.TableSpec("item", 4, jaxsok.optim.sgd(0.1), capacity=16)]
+          >>> layer = layers.Embeddings(jaxsok.Collection(tables, [jaxsok.FeatureSpec("clicked", table="item")]))
+          >>> features = layer.collection.batch({"clicked": np.array([7, 9, 7])}).features
+          >>> layer.set_taps(features)
+          >>> wrt = nnx.DiffState(0, layers.TapVariable)
+          >>> grads = nnx.grad(lambda layer: layer(features)["clicked"].sum(), argnums=wrt)(layer)
+          >>> layer.update(grads).to_dict()["item"]["num_inserted"]
+          2
+        """
+        taps = tuple(tap.zero_taps(self.collection, one) for one in features)
+        waiting = len(self.plans.get_value())
+        if waiting and not accumulate:
+            raise ValueError(
+                f"Embeddings: got {waiting} lookups without an update, wanted none before the next step; call "
+                "update(grads) in each step, or pass accumulate=True if one update is to take them all, or discard() "
+                "to pass over them."
+            )
+        self.taps.set_value((*[None] * waiting, *taps))
+
+    def update(self, gradients: Any, *, learning_rate: Any = None) -> Stats:
+        """`Collection.update`: every row that was looked up since the last update steps once.
+
+        Args:
+          gradients: what `value_and_grad` gave, with one TapVariable in it: of the layer, or of a model with one layer
+            (of several: `update(model, grads)`, or `grads["path"]["to"]["layer"]`). A list of them for several
+            differentiated calls.
+          learning_rate: a scalar, perhaps traced, in place of the tables' own.
+
+        Returns:
+          What depended on the data of the step. Read it when you like: no later step donates it.
+
+        Raises:
+          ValueError: no lookup since the last update; gradients that are missing, or of other lookups.
+
+        Example:
+          `stats = model.embed.update(grads)`
+        """
+        several = gradients if isinstance(gradients, (list, tuple)) else [gradients]
+        return self._update([_only_taps(one) for one in several], learning_rate)
+
+    def _update(self, gradients: Sequence[Any], learning_rate: Any) -> Stats:
+        state, stats = tap.update(
+            "Embeddings.update",
+            self.collection,
+            self.tables.get_value(),
+            self.plans.get_value(),
+            gradients,
+            learning_rate,
+        )
+        self.tables.set_value(state)
+        self.discard()
+        return stats
+
+    def discard(self) -> None:
+        """Passes over the lookups since the last update: rows that they inserted stay, and have learned nothing.
+
+        Example:
+          `model.embed.discard()` where a step is skipped.
+        """
+        self.taps.set_value(())
+        self.plans.set_value(())
+
+    def find(self, features: Features | Plan) -> tuple[dict[str, Array], Stats]:
+        """`Collection.find`: the evaluation lookup, with its counts.
+
+        Example:
+          `embeddings, stats = model.embed.find(batch.features)`
+        """
+        return self.collection.find(self.tables.get_value(), features)
+
+    def grow(self, *, steps: int = 1) -> None:
+        """`Collection.grow`: makes room for what the next steps may insert. Between steps, outside `jit`.
+
+        Example:
+          `model.embed.grow()` before each step; `jaxsok.layers.nnx.grow(model)` for all layers of a model.
+        """
+        self.tables.set_value(self.collection.grow(self.tables.get_value(), steps=steps))
+
+
+def value_and_grad(
+    f: Callable[..., Any], *, wrt: Any = None, has_aux: bool = False, accumulate: bool = False
+) -> Callable[..., Any]:
+    """`nnx.value_and_grad` for models with `Embeddings`: makes their taps and differentiates with respect to them too.
+
+    Gives what `nnx.value_and_grad` gives. The gradients hold a TapVariable for each layer beside those of `wrt`, so
+    that they can be clipped together; `nnx.Optimizer.update` takes out its own. Graph and tree mode, by
+    `nnx.set_graph_mode`.
+
+    Args:
+      f: of the model and more arguments; returns the loss, or (loss, aux).
+      wrt: filter of the other Variables to differentiate with respect to; None: `nnx.Param`.
+      has_aux: whether `f` returns (loss, aux).
+      accumulate: as for `Embeddings.set_taps`: the gradient of a further micro-batch, before one update of all.
+
+    Returns:
+      A function of the arguments of `f` that returns (loss, grads), or ((loss, aux), grads).
+
+    Raises:
+      TypeError, ValueError: a model without `Embeddings`; lookups of the last step that were not updated.
+
+    Cost:
+      `f` is traced once more, without lookups, to see what it looks up; nothing at run time under `jit`. Not jitted,
+      `f` must not look at values.
+
+    Example:
+      >>> import jaxsok, numpy as np
+      >>> tables = [jaxsok.TableSpec("item", 4, jaxsok.optim.sgd(0.5), capacity=16)]
+      >>> layer = Embeddings(jaxsok.Collection(tables, [jaxsok.FeatureSpec("clicked", table="item")]))
+      >>> features = layer.collection.batch({"clicked": np.array([7, 9])}).features
+      >>> loss, grads = value_and_grad(lambda layer: 2.0 * layer(features)["clicked"].sum())(layer)
+      >>> grads["taps"].get_value()[0]["clicked"]
+      Array([[2., 2., 2., 2.],
+             [2., 2., 2., 2.]], dtype=float32)
+    """
+    wrt = nnx.Any(nnx.Param if wrt is None else wrt, TapVariable)
+
+    @functools.wraps(f)
+    def with_taps(model: Any, *args: Any, **kwargs: Any) -> Any:
+        layers = dict(_layers(model))
+        if not layers:
+            raise ValueError(
+                "value_and_grad: model: got one without jaxsok.layers.nnx.Embeddings, wanted at least one; "
+                "without them use nnx.value_and_grad."
+            )
+        found = _lookups(f, (model, *args), kwargs)
+        before = [(layer, layer.taps.get_value()) for layer in layers.values()]
+        try:
+            for path, layer in layers.items():
+                layer.set_taps(*found[path], accumulate=accumulate)
+            if _is_graph_mode():
+                differentiated = nnx.value_and_grad(f, argnums=nnx.DiffState(0, wrt), has_aux=has_aux)
+                return differentiated(model, *args, **kwargs)
+            return _value_and_grad_of_tree(f, wrt, has_aux, model, args, kwargs)
+        except BaseException:
+            for layer, taps in before:
+                layer.taps.set_value(taps)
+            raise
+
+    return with_taps
+
+
+def update(model: Any, gradients: Any, *, learning_rate: Any = None) -> dict[str, Stats]:
+    """`Embeddings.update` for all layers of a model that looked something up.
+
+    Args:
+      model: the model.
+      gradients: of the whole model, as `value_and_grad` gives them, or a list of them.
+      learning_rate: as for `Embeddings.update`.
+
+    Returns:
+      By path, its parts joined by dots: what depended on the data of the step.
+
+    Raises:
+      ValueError: no layer looked anything up; gradients that are missing.
+
+    Example:
+      `stats = layers.update(model, grads)["embed"]`
+    """
+    several = gradients if isinstance(gradients, (list, tuple)) else [gradients]
+    waiting = [(path, layer) for path, layer in _layers(model) if layer.plans.get_value()]
+    if not waiting:
+        raise ValueError("update: model: got one without lookups since the last update, wanted at least one.")
+    of_layers = [[_taps_at(one, path) for one in several] for path, _ in waiting]
+    return {
+        ".".join(map(str, path)): layer._update(of_layer, learning_rate)
+        for (path, layer), of_layer in zip(waiting, of_layers, strict=True)
+    }
+
+
+def grow(model: Any, *, steps: int = 1) -> None:
+    """`Embeddings.grow` for all layers of a model. Between steps, outside `jit`.
+
+    Raises:
+      ValueError: two layers over one collection, which can follow the growth of one state only.
+
+    Example:
+      `layers.grow(model)` before each step.
+    """
+    layers = list(_layers(model))
+    of_collections: dict[int, list[str]] = {}
+    for path, layer in layers:
+        of_collections.setdefault(id(layer.collection), []).append(".".join(map(str, path)))
+    for paths in of_collections.values():
+        if len(paths) > 1:
+            raise ValueError(
+                f"grow: model: got layers {paths} over one collection, wanted a collection for each, since it follows "
+                "the growth of one state; or share the layer."
+            )
+    for _, layer in layers:
+        layer.grow(steps=steps)
+
+
+def _layers(model: Any) -> Iterator[tuple[tuple[Any, ...], Embeddings]]:
+    """The layers of a model by path, each once."""
+    return ((path, node) for path, node in nnx.iter_graph(model) if isinstance(node, Embeddings))
+
+
+def _is_graph_mode() -> bool:
+    """Whether Flax's transformations take `DiffState` and carry new Variables out; before it had modes, they did."""
+    modes = [getattr(nnx, name, None) for name in ("set_graph_mode", "set_graph_updates")]
+    return all(mode is None or mode.current_value() for mode in modes)
+
+
+def _lookups(f: Callable, args: tuple, kwargs: Mapping[str, Any]) -> dict[tuple[Any, ...], list[Any]]:
+    """What each layer of the model, `args[0]`, is asked for by `f`, in order; shapes alone."""
+    graphdef, state = nnx.split((args, dict(kwargs)))
+    probes: dict[tuple[Any, ...], _Probe] = {}
+
+    def probe() -> None:
+        # Of a copy: what f does to its modules is not done. Nothing is an argument of what is traced: a flag stays one.
+        args, kwargs = nnx.merge(graphdef, state, copy=True)
+        for path, layer in _layers(args[0]):
+            probes[path] = layer._probe = _Probe()
+        f(*args, **kwargs)
+
+    jax.eval_shape(probe)
+    shape = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)  # noqa: E731
+    return {path: [jax.tree.map(shape, one) for one in probe.features] for path, probe in probes.items()}
+
+
+def _value_and_grad_of_tree(f: Callable, wrt: Any, has_aux: bool, model: Any, args: tuple, kwargs: Any) -> Any:
+    """Tree mode knows no `DiffState`: the model goes in as two states, and comes out as one."""
+    graphdef, diff, rest = nnx.split(model, wrt, ...)
+
+    def pure(diff: Any, rest: Any, *args: Any, **kwargs: Any) -> Any:
+        copy = nnx.merge(graphdef, diff, rest, copy=True)
+        out = f(copy, *args, **kwargs)
+        loss, aux = out if has_aux else (out, None)
+        return loss, (aux, nnx.state(copy, nnx.Not(wrt)))
+
+    (loss, (aux, rest)), grads = nnx.value_and_grad(pure, has_aux=True)(diff, rest, *args, **kwargs)
+    nnx.update(model, rest)
+    return ((loss, aux), grads) if has_aux else (loss, grads)
+
+
+def _only_taps(gradients: Any) -> Any:
+    """The value of the one TapVariable among gradients."""
+    leaves = jax.tree.leaves(gradients, is_leaf=lambda node: isinstance(node, TapVariable))
+    taps = [leaf for leaf in leaves if isinstance(leaf, TapVariable)]
+    if len(taps) != 1:
+        raise ValueError(
+            f"Embeddings.update: gradients: got {len(taps)} TapVariables, wanted that of the layer; differentiate with "
+            "jaxsok.layers.nnx.value_and_grad, or with respect to nnx.Any(nnx.Param, TapVariable). With several "
+            "layers: jaxsok.layers.nnx.update(model, grads)."
+        )
+    return taps[0].get_value()
+
+
+def _taps_at(gradients: Any, path: tuple[Any, ...]) -> Any:
+    """The gradients of a layer's taps, among those of the model."""
+    node = gradients
+    for part in (*path, "taps"):
+        if not isinstance(node, Mapping) or part not in node:
+            raise ValueError(
+                f"update: gradients: got none for the taps of {'.'.join(map(str, path))!r}, wanted them; differentiate "
+                "with jaxsok.layers.nnx.value_and_grad, or with respect to nnx.Any(nnx.Param, TapVariable)."
+            )
+        node = node[part]
+    return node.get_value() if isinstance(node, TapVariable) else node

@@ -1,0 +1,156 @@
+"""The zero tap: zeros whose gradient is that of the embeddings of a lookup.
+
+A layer looks up inside the differentiated function, where the embeddings are no argument of it. So each call passes its
+embeddings through taps: zeros of their shape, which are an argument. The value is that of the embeddings, to the bit;
+the gradient with respect to the taps is that of the embeddings. Feeds nnx.py and linen.py; knows no Flax.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from jaxsok.collection import Collection
+from jaxsok.features import Features
+from jaxsok.lookup import Embeddings
+from jaxsok.plan import Plan
+from jaxsok.stats import Stats
+from jaxsok.store import State
+
+Taps = Mapping[str, Array]
+"""Of one lookup: by feature, zeros of the shape and the dtype of its embedding."""
+
+
+@jax.custom_vjp
+def tapped(embeddings: Embeddings, taps: Taps) -> Embeddings:
+    """The embeddings, whose gradient goes to the taps.
+
+    Cost:
+      None: what goes in comes out, both ways.
+
+    Example:
+      >>> taps = {"item": jnp.zeros(2)}
+      >>> loss = lambda taps: (tapped({"item": jnp.array([3.0, 4.0])}, taps)["item"] ** 2).sum()
+      >>> jax.value_and_grad(loss)(taps)
+      (Array(25., dtype=float32), {'item': Array([6., 8.], dtype=float32)})
+
+    Source: decision D7 of the design. (`embeddings + taps` would turn -0.0 into 0.0.)
+    """
+    return dict(embeddings)
+
+
+def _forward(embeddings: Embeddings, taps: Taps) -> tuple[Embeddings, None]:
+    return dict(embeddings), None
+
+
+def _backward(_: None, gradients: Embeddings) -> tuple[None, Embeddings]:
+    # The embeddings are no argument of the differentiated function: nobody asks for their gradient.
+    return None, gradients
+
+
+tapped.defvjp(_forward, _backward)
+
+
+def zero_taps(collection: Collection, features: Features | Plan) -> dict[str, Array]:
+    """The taps of one lookup.
+
+    Args:
+      collection: on its mesh the taps are split as the embeddings are.
+      features: what will be looked up; only its layout is read.
+
+    Returns:
+      By feature, zeros of the shape and the dtype of its embedding.
+
+    Cost:
+      Under `jit` none: nobody reads the zeros.
+
+    Example:
+      `zero_taps(collection, batch.features)` → `{"item": zeros [num_bags, dim]}`
+    """
+    if isinstance(features, Plan):
+        features = features.features
+    collection._check_features("zero_taps", features)
+    shards = collection.shards
+    is_global = shards is not None and not shards.is_manual()
+    taps = {}
+    for spec, part in zip(collection.stores, features.stores, strict=True):
+        for layout in part.layouts:
+            num_lines, *others = layout.embedding_shape
+            shape = (num_lines * (features.num_parts if is_global else 1), *others, spec.dim)
+            if is_global:
+                # Outside jit made where they belong; inside, on an explicit mesh, of the embeddings' type.
+                zeros = jnp.zeros(shape, spec.embedding_dtype, device=shards.place(len(shape)))
+                taps[layout.name] = shards.resplit(zeros)
+            else:
+                taps[layout.name] = jnp.zeros(shape, spec.embedding_dtype)
+    return taps
+
+
+def lookup(
+    op: str, collection: Collection, state: State, features: Features | Plan, taps: Taps
+) -> tuple[Embeddings, State, Plan]:
+    """`Collection.lookup`, the embeddings tapped.
+
+    Raises:
+      ValueError: taps of another shape. Raised when traced.
+    """
+    embeddings, state, plan = collection.lookup(state, features)
+    wanted = {name: f"{value.dtype}{list(value.shape)}" for name, value in embeddings.items()}
+    got = {name: f"{value.dtype}{list(value.shape)}" for name, value in taps.items()}
+    for name in sorted(wanted.keys() | got.keys()):
+        if got.get(name) != wanted.get(name):
+            raise ValueError(
+                f'{op}: feature "{name}": got a tap of {got.get(name, "no shape")}, wanted that of its embedding, '
+                f"{wanted.get(name, 'none')}; make the taps of a step from the features that it looks up, in order."
+            )
+    return tapped(embeddings, taps), state, plan
+
+
+def update(
+    op: str,
+    collection: Collection,
+    state: State,
+    plans: Sequence[Plan],
+    gradients: Sequence[Sequence[Taps | None]],
+    learning_rate: Any = None,
+) -> tuple[State, Stats]:
+    """`Collection.update` with the gradients of taps.
+
+    Args:
+      op: named in errors.
+      collection: that looked up.
+      state: donated: the result has its buffers.
+      plans: of all lookups since the last update.
+      gradients: of each differentiated call, by lookup; None for those of other calls.
+      learning_rate: a scalar in place of the optimizers' own, or None.
+
+    Raises:
+      ValueError: no lookup, or one without gradients. Raised when traced.
+    """
+    if not plans:
+        raise ValueError(
+            f"{op}: got no lookup to update, wanted one since the last update; call the layer in training mode inside "
+            "the differentiated function first."
+        )
+    by_plan: list[Taps | None] = [None] * len(plans)
+    for one in gradients:
+        if len(one) > len(plans):
+            raise ValueError(
+                f"{op}: gradients: got those of {len(one)} taps for {len(plans)} lookups, wanted one for each; make "
+                "taps for the lookups of the step alone."
+            )
+        for i, of_lookup in enumerate(one):
+            if of_lookup is None:
+                continue
+            if by_plan[i] is not None:
+                raise ValueError(f"{op}: gradients: got lookup {i + 1} of {len(plans)} twice, wanted it once.")
+            by_plan[i] = of_lookup
+    missing = [i + 1 for i, one in enumerate(by_plan) if one is None]
+    if missing:
+        raise ValueError(
+            f"{op}: gradients: got none for lookup {missing[0]} of {len(plans)}, wanted those of its taps; "
+            "differentiate with respect to the taps as well, and pass the gradients of all calls."
+        )
+    return collection.update(state, plans, by_plan, learning_rate=learning_rate)

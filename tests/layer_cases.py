@@ -1,0 +1,151 @@
+"""What the tests of the Flax layers share: collections, raw batches, and the model in NumPy alone."""
+
+import functools
+
+import jax
+import numpy as np
+import programs
+
+import jaxsok
+
+RATE, ROW_RATE, START = 0.05, 0.2, 0.25
+WIDTH = 4 + 4 + 2 * 3  # of the model's input: user, mean of history, two ads
+
+
+def collection_of(num_devices=1, *, optimizer=None, capacity=64, axis_type=None, **options):
+    """Two stores; a table that two features read; a ragged bag, single keys, rows without a combiner."""
+    optimizer = jaxsok.optim.sgd(ROW_RATE) if optimizer is None else optimizer
+    options = {"initializer": jaxsok.initializers.constant(START), "capacity": capacity, **options}
+    tables = [
+        jaxsok.TableSpec("user", 4, optimizer, **options),
+        jaxsok.TableSpec("item", 4, optimizer, **options),
+        jaxsok.TableSpec("ad", 3, optimizer, **options),
+    ]
+    features = [
+        jaxsok.FeatureSpec("user", "user"),
+        jaxsok.FeatureSpec("history", "item", combiner="mean", max_keys=32),
+        jaxsok.FeatureSpec("ads", "ad", combiner=None),
+    ]
+    if num_devices == 1 and axis_type is None:
+        return jaxsok.Collection(tables, features)
+    mesh = programs.mesh(num_devices, **({} if axis_type is None else {"axis_type": axis_type}))
+    return jaxsok.Collection(tables, features, mesh=mesh, axis="data")
+
+
+@functools.cache
+def one_device():
+    """The collection of most tests: programs are compiled once for it."""
+    return collection_of()
+
+
+def raw_batch(rng, num_samples=8, num_keys=12):
+    """Keys of a small pool, so that rows are used again; the same numbers in different tables."""
+    lengths = rng.integers(0, 3, num_samples)
+    return {
+        "user": rng.integers(0, num_keys, num_samples),
+        "history": jaxsok.Bags(rng.integers(0, num_keys, lengths.sum()), lengths=lengths),
+        "ads": rng.integers(0, num_keys, (num_samples, 2)),
+        "label": rng.normal(size=num_samples).astype(np.float32),
+    }
+
+
+def raw_batches(num_steps, seed=0, **options):
+    """So many of them."""
+    rng = np.random.default_rng(seed)
+    return [raw_batch(rng, **options) for _ in range(num_steps)]
+
+
+def joined(embeddings):
+    """The input of the dense part: [num_samples, WIDTH]."""
+    ads = embeddings["ads"]
+    return jax.numpy.concatenate([embeddings["user"], embeddings["history"], ads.reshape(ads.shape[0], -1)], axis=-1)
+
+
+def loss_of(scores, label):
+    """Mean squared error."""
+    return ((scores - label) ** 2).mean()
+
+
+class Oracle:
+    """The same model in float64: a dict of rows, gradients by formula, plain SGD for rows and for the dense part."""
+
+    def __init__(self, kernel, bias):
+        self.kernel, self.bias = np.array(kernel, np.float64).reshape(-1), float(np.ravel(bias)[0])
+        self.rows = {}
+
+    def keys_of(self, raw):
+        """By sample: the (table, key, share, first column) of each use."""
+        ends = np.cumsum(raw["history"].lengths)
+        for i, user in enumerate(raw["user"]):
+            uses = [("user", int(user), 1.0, 0)]
+            bag = raw["history"].keys[ends[i] - raw["history"].lengths[i] : ends[i]]
+            uses += [("item", int(key), 1.0 / len(bag), 4) for key in bag]
+            uses += [("ad", int(key), 1.0, 8 + 3 * j) for j, key in enumerate(raw["ads"][i])]
+            yield uses
+
+    def row(self, table, key, *, insert):
+        """A row; a new one is made, and kept if asked."""
+        new = np.full(3 if table == "ad" else 4, START)
+        return self.rows.setdefault((table, key), new) if insert else self.rows.get((table, key), new)
+
+    def forward(self, raw, *, insert):
+        """Inputs and scores."""
+        x = np.zeros((len(raw["user"]), WIDTH))
+        for line, uses in zip(x, self.keys_of(raw), strict=True):
+            for table, key, share, first in uses:
+                row = self.row(table, key, insert=insert)
+                line[first : first + len(row)] += share * row
+        return x, x @ self.kernel + self.bias
+
+    def loss(self, raw, *, insert=False):
+        """Mean squared error."""
+        return np.mean((self.forward(raw, insert=insert)[1] - raw["label"]) ** 2)
+
+    def step(self, *raws):
+        """One update from the summed gradients of several batches; the loss of each."""
+        losses, g_kernel, g_bias, g_rows = [], np.zeros(WIDTH), 0.0, {}
+        for raw in raws:
+            x, scores = self.forward(raw, insert=True)
+            g_scores = 2 * (scores - raw["label"]) / len(scores)
+            losses.append(np.mean((scores - raw["label"]) ** 2))
+            g_kernel, g_bias = g_kernel + g_scores @ x, g_bias + g_scores.sum()
+            for g_score, uses in zip(g_scores, self.keys_of(raw), strict=True):
+                for table, key, share, first in uses:
+                    row = self.rows[table, key]
+                    g_row = share * g_score * self.kernel[first : first + len(row)]
+                    g_rows[table, key] = g_rows.get((table, key), 0.0) + g_row
+        self.kernel, self.bias = self.kernel - RATE * g_kernel, self.bias - RATE * g_bias
+        for name, g_row in g_rows.items():
+            self.rows[name] = self.rows[name] - ROW_RATE * g_row
+        return losses
+
+    def assert_tables(self, collection, state):
+        """The tables have these keys and, within the rounding of float32 sums, these rows."""
+        for spec in collection.tables:
+            table = programs.by_key(collection, state, spec.name)
+            mine = {key: row for (name, key), row in self.rows.items() if name == spec.name}
+            assert table["keys"].tolist() == sorted(mine), spec.name
+            for key, row in zip(table["keys"].tolist(), table["rows"], strict=True):
+                np.testing.assert_allclose(row, mine[key], rtol=1e-4, atol=1e-6, err_msg=f"{spec.name} {key}")
+
+
+def everywhere(collection, tree):
+    """A pytree's arrays on all devices of the collection's mesh, if it has one."""
+    return tree if collection.shards is None else jax.device_put(tree, collection.shards.same)
+
+
+def addresses(tree):
+    """Of every buffer of a pytree, on every device."""
+    return [shard.data.unsafe_buffer_pointer() for leaf in jax.tree.leaves(tree) for shard in leaf.addressable_shards]
+
+
+def snapshot(tree):
+    """A pytree's arrays, on the host."""
+    return jax.tree.map(lambda leaf: np.array(leaf), tree)
+
+
+def assert_equal(first, second):
+    """Two pytrees, to the bit."""
+    assert jax.tree.structure(first) == jax.tree.structure(second)
+    for (path, one), two in zip(jax.tree.leaves_with_path(first), jax.tree.leaves(second), strict=True):
+        np.testing.assert_array_equal(np.asarray(one), np.asarray(two), err_msg=jax.tree_util.keystr(path))

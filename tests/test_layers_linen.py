@@ -1,0 +1,522 @@
+"""The Linen layer: like the core to the bit, like a NumPy model, and in collections of its own beside "params"."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import layer_cases as cases
+import numpy as np
+import optax
+import pytest
+import test_compiled
+from flax import linen as nn
+from flax import serialization
+from flax.training import train_state
+from hypothesis import given
+from hypothesis import strategies as st
+
+import jaxsok
+from jaxsok.layers import linen as layers
+
+TRAINING = ["tables", "plans"]
+
+
+@pytest.fixture(autouse=True)
+def world_of_users():
+    """Flax and Optax promote dtypes and ranks."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+@pytest.fixture(autouse=True, scope="module")
+def quickly():
+    """LLVM takes most of the time of these tests; what is asked of it is in test_compiled.py."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+class Model(nn.Module):
+    """Embeddings, and one linear layer."""
+
+    collection: jaxsok.Collection
+
+    def setup(self):
+        self.embed = layers.Embeddings(self.collection)
+        self.out = nn.Dense(1)
+
+    def __call__(self, features):
+        return self.out(cases.joined(self.embed(features)))[:, 0]
+
+
+@functools.cache
+def variables_of(model):
+    """As `init` makes them."""
+    return model.init(jax.random.key(0), model.collection.batch(cases.raw_batches(1)[0]).features)
+
+
+def declared(collection, tx=None):
+    """A model, its train state and its tables."""
+    model = Model(collection)
+    variables = jax.tree.map(jnp.copy, variables_of(model))
+    tx = optax.sgd(cases.RATE) if tx is None else tx
+    params = cases.everywhere(collection, variables["params"])
+    state = train_state.TrainState.create(apply_fn=model.apply, params=params, tx=tx)
+    state = state.replace(opt_state=cases.everywhere(collection, state.opt_state))
+    return model, state, variables["tables"]
+
+
+def gradients_of(model, params, tables, batch):
+    """(loss, updates), (g_params, g_taps)."""
+
+    def loss_fn(params, taps):
+        variables = {"params": params, "sparse_taps": taps, "tables": tables}
+        scores, updates = model.apply(variables, batch.features, mutable=TRAINING)
+        return cases.loss_of(scores, batch["label"]), updates
+
+    taps = layers.zero_taps(model, {"params": params, "tables": tables}, batch.features)
+    return jax.value_and_grad(loss_fn, argnums=(0, 1), has_aux=True)(params, taps)
+
+
+@functools.cache
+def train(model, donate=True):
+    """One step as a Linen user writes it."""
+
+    def step(state, tables, batch):
+        (loss, updates), (g_params, g_taps) = gradients_of(model, state.params, tables, batch)
+        tables, stats = layers.apply_updates(updates, g_taps)
+        return state.apply_gradients(grads=g_params), tables, loss, stats["embed"]
+
+    return jax.jit(step, donate_argnums=(0, 1) if donate else ())
+
+
+@functools.cache
+def train_twice(model):
+    """One step of two micro-batches."""
+
+    def step(state, tables, first, second):
+        (loss, updates), (g_params, g_taps) = gradients_of(model, state.params, tables, first)
+        (more, others), (its_params, its_taps) = gradients_of(model, state.params, updates["tables"], second)
+        tables, stats = layers.apply_updates([updates, others], [g_taps, its_taps])
+        state = state.apply_gradients(grads=jax.tree.map(jnp.add, g_params, its_params))
+        return state, tables, (loss, more), stats["embed"]
+
+    return jax.jit(step, donate_argnums=(0, 1))
+
+
+@functools.cache
+def evaluate(model):
+    """The loss in evaluation."""
+    return jax.jit(
+        lambda params, tables, batch: cases.loss_of(
+            model.apply({"params": params, "tables": tables}, batch.features), batch["label"]
+        )
+    )
+
+
+# Like the oracle, like the core -----------------------------------------------------------------------------------
+
+
+@given(
+    ops=st.lists(
+        st.tuples(st.sampled_from(["train", "train twice", "evaluate", "grow"]), st.integers(0, 10**6)), max_size=6
+    )
+)
+def test_any_run_is_that_of_the_oracle(ops):
+    """Steps, micro-batches, evaluations and growth in any order (law 1)."""
+    collection = cases.one_device()
+    model, state, tables = declared(collection)
+    oracle = cases.Oracle(state.params["out"]["kernel"], state.params["out"]["bias"])
+    for op, seed in ops:
+        raw, other = cases.raw_batches(2, seed, num_samples=5)
+        batch = collection.batch(raw)
+        if op == "train":
+            state, tables, loss, stats = train(model)(state, tables, batch)
+            np.testing.assert_allclose(loss, oracle.step(raw)[0], rtol=1e-4)
+            stats.check()
+        elif op == "train twice":
+            state, tables, losses, stats = train_twice(model)(state, tables, batch, collection.batch(other))
+            np.testing.assert_allclose(losses, oracle.step(raw, other), rtol=1e-4)
+            stats.check()
+        elif op == "evaluate":
+            np.testing.assert_allclose(evaluate(model)(state.params, tables, batch), oracle.loss(raw), rtol=1e-4)
+        else:
+            tables = layers.grow(collection, tables)
+    oracle.assert_tables(collection, tables["embed"]["state"])
+    np.testing.assert_allclose(state.params["out"]["kernel"][:, 0], oracle.kernel, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("num_devices", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
+def test_like_the_core_to_the_bit(num_devices):
+    """Losses, tables, counts and parameters; the same functions run, so the same bits come out."""
+    collection = cases.collection_of(num_devices, optimizer=jaxsok.optim.adam(0.1))
+    tx = optax.adam(1e-2)
+    model, dense, tables = declared(collection, tx=tx)
+    params, opt_state = jax.tree.map(jnp.copy, (dense.params, dense.opt_state))
+    out = nn.Dense(1)
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1, 2))
+    def core(state, params, opt_state, batch):
+        embeddings, state, plan = collection.lookup(state, batch.features)
+
+        def of_dense(params, embeddings):
+            scores = out.apply({"params": params["out"]}, cases.joined(embeddings))[:, 0]
+            return cases.loss_of(scores, batch["label"])
+
+        loss, (g_params, g_embeddings) = jax.value_and_grad(of_dense, (0, 1))(params, embeddings)
+        state, stats = collection.update(state, plan, g_embeddings)
+        updates, opt_state = tx.update(g_params, opt_state, params)
+        return state, optax.apply_updates(params, updates), opt_state, loss, stats
+
+    state = collection.init(seed=0)
+    cases.assert_equal(tables["embed"]["state"], state)
+    for raw in cases.raw_batches(2 if num_devices > 1 else 4):
+        batch = collection.batch(raw)
+        dense, tables, loss, stats = train(model)(dense, tables, batch)
+        state, params, opt_state, wanted, counts = core(state, params, opt_state, batch)
+        assert float(loss) == float(wanted)
+        assert stats.to_dict() == counts.to_dict()
+    cases.assert_equal(tables["embed"]["state"], state)
+    cases.assert_equal(dense.params, params)
+
+
+def test_gradient_of_taps_is_that_of_the_embeddings():
+    """By formula: of sum(c * e ** 2) it is 2 c e."""
+    collection = cases.one_device()
+    layer = layers.Embeddings(collection)
+    features = collection.batch(cases.raw_batches(1)[0]).features
+    tables = layer.init(jax.random.key(0), features)["tables"]
+    factors = {"user": 1.0, "history": 2.0, "ads": 3.0}
+
+    def loss(taps):
+        embeddings, updates = layer.apply({"tables": tables, "sparse_taps": taps}, features, mutable=TRAINING)
+        return sum(factors[name] * jnp.sum(value**2) for name, value in embeddings.items()), (embeddings, updates)
+
+    taps = layers.zero_taps(layer, {"tables": tables}, features)
+    gradients, (embeddings, updates) = jax.grad(loss, has_aux=True)(taps)
+    (of_lookup,) = gradients["taps"]
+    for name, factor in factors.items():
+        np.testing.assert_array_equal(of_lookup[name], 2 * factor * np.asarray(embeddings[name]))
+    _, stats = layers.apply_updates(updates, gradients)
+    assert stats[""].to_dict()["user"]["num_inserted"] > 0
+
+
+# Collections of variables -----------------------------------------------------------------------------------------
+
+
+def test_init_gives_empty_tables_beside_params():
+    """As Collection.init makes them, under jit or not; dense tools see "params" alone."""
+    collection = cases.one_device()
+    model, state, tables = declared(collection, tx=optax.adam(1e-2))
+    num_dense = cases.WIDTH + 1
+    assert sum(leaf.size for leaf in jax.tree.leaves(state.params)) == num_dense
+    assert sum(leaf.size for leaf in jax.tree.leaves(state.opt_state)) == 2 * num_dense + 1
+    features = collection.batch(cases.raw_batches(1)[0]).features
+    for variables in (model.init(jax.random.key(0), features), jax.jit(model.init)(jax.random.key(0), features)):
+        assert sorted(variables) == ["params", "tables"]
+        cases.assert_equal(variables["tables"]["embed"]["state"], collection.init(seed=0))
+    seeded = layers.Embeddings(collection, seed=5).init(jax.random.key(0), features)["tables"]["state"]
+    cases.assert_equal(seeded, collection.init(seed=5))
+
+
+def test_checkpoints(tmp_path):
+    """A train state without tables; the tables' state by itself; both back, and training goes on alike."""
+    orbax = pytest.importorskip("orbax.checkpoint")
+    collection = cases.collection_of(optimizer=jaxsok.optim.adam(0.1))
+    model, state, tables = declared(collection)
+    batches = [collection.batch(raw) for raw in cases.raw_batches(3)]
+    for batch in batches[:2]:
+        state, tables, _, _ = train(model)(state, tables, batch)
+    assert len(serialization.to_bytes(state)) < 1024 < sum(leaf.nbytes for leaf in jax.tree.leaves(tables))
+    leaves, structure = jax.tree.flatten(tables)
+    kept = {str(i): leaf for i, leaf in enumerate(leaves) if leaf.size}  # Orbax refuses arrays without elements
+    with orbax.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "tables", kept)
+        checkpointer.save(tmp_path / "params", state.params)
+    _, fresh, empty = declared(collection)
+    with orbax.StandardCheckpointer() as checkpointer:
+        restored = checkpointer.restore(tmp_path / "tables", kept)
+        fresh = fresh.replace(params=checkpointer.restore(tmp_path / "params", fresh.params))
+    leaves = [restored.get(str(i), leaf) for i, leaf in enumerate(jax.tree.leaves(empty))]
+    step = train(model, donate=False)
+    _, other, its_loss, _ = step(fresh, jax.tree.unflatten(structure, leaves), batches[2])
+    _, tables, loss, _ = step(state, tables, batches[2])
+    assert loss == its_loss
+    cases.assert_equal(other, tables)
+
+
+# In place, one program --------------------------------------------------------------------------------------------
+
+
+def test_donated_tables_stay_where_they_are():
+    """Law 9; and one program serves all batches of a size."""
+    collection = cases.collection_of()
+    model, state, tables = declared(collection)
+    step = train(model)
+    batches = [collection.batch(raw) for raw in cases.raw_batches(3)]
+    small = [collection.batch(raw) for raw in cases.raw_batches(2, num_samples=4)]
+    # Two steps: the step number of a new TrainState is a Python integer, and later an array.
+    for batch in batches[:2]:
+        state, tables, _, _ = step(state, tables, batch)
+    before, num_programs = cases.addresses(tables), step._cache_size()
+    for batch in [*batches, *small, *batches]:
+        state, tables, _, stats = step(state, tables, batch)
+        stats.check()
+        assert cases.addresses(tables) == before
+    assert step._cache_size() == num_programs + 1
+
+
+@pytest.mark.parametrize("num_devices", [1, 2])
+def test_no_table_sized_copy(num_devices):
+    """What XLA made of a step holds none."""
+    capacity = 1 << 12
+    collection = cases.collection_of(num_devices, capacity=capacity)
+    model, state, tables = declared(collection)
+    text = train(model).lower(state, tables, collection.batch(cases.raw_batches(1)[0])).compile().as_text()
+    assert "jaxsok_update" in text
+    assert not test_compiled.table_copies(text, capacity * 3 * 4)
+
+
+def test_growth_between_steps():
+    """A table that starts with 4 rows and gets many; nothing is refused, all learn."""
+    collection = cases.collection_of(capacity=4)
+    raws = cases.raw_batches(3, num_keys=200)
+    model, state, tables = declared(collection)
+    oracle = cases.Oracle(state.params["out"]["kernel"], state.params["out"]["bias"])
+    for raw in raws:
+        batch = collection.batch(raw)
+        tables = layers.grow(collection, tables)
+        state, tables, _, stats = train(model)(state, tables, batch)
+        stats.check()
+        oracle.step(raw)
+    assert tables["embed"]["state"].stores[0].capacity > 4
+    oracle.assert_tables(collection, tables["embed"]["state"])
+
+
+def test_scan_over_steps():
+    """lax.scan with train state and tables as carry: a loop of steps, in place."""
+    collection = cases.one_device()
+    batches = [collection.batch(raw) for raw in cases.raw_batches(3)]
+    model, state, tables = declared(collection)
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def steps(state, tables, stacked):
+        def body(carry, batch):
+            *carry, loss, _ = train(model, donate=False)(*carry, batch)
+            return tuple(carry), loss
+
+        return jax.lax.scan(body, (state, tables), stacked)
+
+    before = cases.addresses(tables)
+    (_, scanned), losses = steps(state, tables, jax.tree.map(lambda *leaves: jnp.stack(leaves), *batches))
+    assert cases.addresses(scanned) == before
+    _, state, tables = declared(collection)
+    for batch, loss in zip(batches, losses, strict=True):
+        state, tables, wanted, _ = train(model)(state, tables, batch)
+        np.testing.assert_allclose(loss, wanted, rtol=1e-6)
+    for spec in collection.tables:
+        own, other = (collection.export_table(one["embed"]["state"], spec.name) for one in (scanned, tables))
+        np.testing.assert_array_equal(own["keys"], other["keys"])
+        np.testing.assert_allclose(own["rows"], other["rows"], rtol=1e-5)
+
+
+# Several lookups --------------------------------------------------------------------------------------------------
+
+
+class Twins(nn.Module):
+    """One layer that is called twice."""
+
+    collection: jaxsok.Collection
+
+    @nn.compact
+    def __call__(self, features, others):
+        embed = layers.Embeddings(self.collection, name="embed")
+        return sum(jnp.sum(cases.joined(embed(one)) ** 2) for one in (features, others))
+
+
+class Pair(nn.Module):
+    """Two layers, over two collections."""
+
+    collections: tuple
+
+    @nn.compact
+    def __call__(self, raw, only=None):
+        scores = []
+        for i, collection in enumerate(self.collections):
+            if only in (None, i):
+                embeddings = layers.Embeddings(collection, name=f"tower{i}")(collection.batch(raw).features)
+                scores.append(jnp.sum(cases.joined(embeddings) ** 2))
+        return sum(scores)
+
+
+def step_of_sum(model, tables, *args):
+    """One step of a model whose output is its loss; without a dense part."""
+
+    def loss(taps):
+        return model.apply({"tables": tables, "sparse_taps": taps}, *args, mutable=TRAINING)
+
+    gradients, updates = jax.grad(loss, has_aux=True)(layers.zero_taps(model, {"tables": tables}, *args))
+    return layers.apply_updates(updates, gradients)
+
+
+def test_two_lookups_in_one_step():
+    """Rows that both calls used step once, with the sum of both gradients: as core's update with two plans."""
+    collection = cases.collection_of(optimizer=jaxsok.optim.adam(0.1))
+    model = Twins(collection)
+    first, second = (collection.batch(raw).features for raw in cases.raw_batches(2))
+    tables = model.init(jax.random.key(0), first, second)["tables"]
+    tables, stats = step_of_sum(model, tables, first, second)
+    embeddings, state, plan = collection.lookup(collection.init(seed=0), first)
+    others, state, other_plan = collection.lookup(state, second)
+    gradients = [jax.tree.map(lambda e: 2 * e, one) for one in (embeddings, others)]
+    state, counts = collection.update(state, [plan, other_plan], gradients)
+    cases.assert_equal(tables["embed"]["state"], state)
+    assert stats["embed"].to_dict() == counts.to_dict() and int(state.step) == 1
+
+
+def test_two_layers():
+    """Each has its state; update and grow go through all that looked something up."""
+    collections = cases.collection_of(), cases.collection_of()
+    raw = {"user": np.arange(3), "history": np.arange(3), "ads": np.zeros((3, 2), np.int64)}
+    model = Pair(collections)
+    tables = model.init(jax.random.key(0), raw)["tables"]
+    by_path = {f"tower{i}": collection for i, collection in enumerate(collections)}
+    tables = layers.grow(by_path, tables, steps=2)
+    tables, stats = step_of_sum(model, tables, raw, None)
+    assert sorted(stats) == ["tower0", "tower1"]
+    tables, stats = step_of_sum(model, tables, raw, 1)
+    assert sorted(stats) == ["tower1"]
+    assert [int(tables[name]["state"].step) for name in ("tower0", "tower1")] == [1, 2]
+    assert "got one for the layers ['tower0', 'tower1']" in message(
+        ValueError, lambda: layers.grow(collections[0], tables)
+    )
+    assert "got none for the layer 'tower1'" in message(
+        ValueError, lambda: layers.grow({"tower0": collections[0]}, tables)
+    )
+
+
+# Evaluation -------------------------------------------------------------------------------------------------------
+
+
+def test_evaluation_changes_nothing():
+    """Where "tables" is not mutable, and where it is but evaluation is asked for."""
+    collection = cases.one_device()
+    model, state, tables = declared(collection)
+    state, tables, _, _ = train(model)(state, tables, collection.batch(cases.raw_batches(1)[0]))
+    before = cases.snapshot(tables)
+    new = collection.batch(cases.raw_batches(1, seed=1, num_keys=10**6)[0])
+    found, stats = collection.find(tables["embed"]["state"], new.features)
+    assert stats.to_dict()["user"]["num_missing"] == 8
+    layer, variables = layers.Embeddings(collection), {"tables": tables["embed"]}
+    cases.assert_equal(layer.apply(variables, new.features), found)
+    for frozen, options in ((layer, {"deterministic": True}), (layers.Embeddings(collection, deterministic=True), {})):
+        embeddings, changed = frozen.apply(variables, new.features, **options, mutable=TRAINING)
+        cases.assert_equal(embeddings, found)
+        assert not changed.get("plans")
+        cases.assert_equal(changed["tables"], variables["tables"])
+    model.apply({"params": state.params, "tables": tables}, new.features)
+    cases.assert_equal(cases.snapshot(tables), before)
+
+
+# Other transformations --------------------------------------------------------------------------------------------
+
+
+def test_remat_around_a_lookup_looks_up_twice():
+    """The same numbers, as docs/flax.md says, but a second lookup in the program."""
+    collection = cases.one_device()
+    batch = collection.batch(cases.raw_batches(1)[0])
+
+    class Squared(Model):
+        def __call__(self, features):
+            return super().__call__(features) ** 2
+
+    seen = []
+    for make in (Squared, nn.remat(Squared)):
+        model = make(collection)
+        _, state, tables = declared(collection)
+        step = train(model, donate=False)
+        _, tables, loss, stats = step(state, tables, batch)
+        text = step.lower(state, declared(collection)[2], batch).as_text()
+        seen.append((text.count("@jaxsok_lookup"), float(loss), stats.to_dict(), tables))
+    (once, loss, counts, tables), (twice, its_loss, its_counts, its_tables) = seen
+    assert (once, twice) == (2, 4)  # for each of two stores
+    assert (loss, counts) == (its_loss, its_counts)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6), tables, its_tables)
+
+
+# Errors -----------------------------------------------------------------------------------------------------------
+
+
+def message(error, call):
+    """What a call refuses with, on one line."""
+    with pytest.raises(error) as info:
+        call()
+    return re.sub(r"\s+", " ", str(info.value))
+
+
+def test_errors():
+    """Each says what to do; nothing has changed."""
+    collection = cases.one_device()
+    model, state, tables = declared(collection)
+    batch, small = (collection.batch(cases.raw_batches(1, num_samples=size)[0]) for size in (8, 4))
+    variables = {"params": state.params, "tables": tables}
+    taps = layers.zero_taps(model, variables, batch.features)
+    stranger = jaxsok.Collection([jaxsok.TableSpec("x", 2, jaxsok.optim.sgd(0.1))], [jaxsok.FeatureSpec("x", "x")])
+    foreign = stranger.batch({"x": np.array([7])}).features
+    before = cases.snapshot(tables)
+
+    def apply(variables=variables, features=batch.features, mutable=TRAINING, layer=model):
+        return layer.apply(variables, features, mutable=mutable)
+
+    assert "got a lookup in training with taps for 0" in message(ValueError, apply)
+    assert 'got no "plans"' in message(ValueError, lambda: apply(mutable=["tables"]))
+    training = layers.Embeddings(collection, deterministic=False)
+    of_layer = {"tables": tables["embed"]}
+    assert 'got no "tables"' in message(ValueError, lambda: apply(of_layer, mutable=False, layer=training))
+    assert 'got none of "tables"' in message(ValueError, lambda: apply({"params": state.params}))
+    assert "wanted a jaxsok.Collection" in message(
+        TypeError, lambda: layers.Embeddings("item").init(jax.random.key(0), batch.features)
+    )
+    for call in (
+        lambda: apply({**variables, "sparse_taps": taps}, foreign),
+        lambda: layers.zero_taps(model, variables, foreign),
+    ):
+        assert "collection with other specs" in message(ValueError, call)
+    wrong = {**variables, "sparse_taps": layers.zero_taps(model, variables, small.features)}
+    assert "got a tap of float32[4, 2, 3], wanted that of its embedding, float32[8, 2, 3]" in message(
+        ValueError, lambda: apply(wrong)
+    )
+    dense = nn.Dense(1)
+    of_dense = dense.init(jax.random.key(0), jnp.ones(3))
+    assert "looks nothing up" in message(ValueError, lambda: layers.zero_taps(dense, of_dense, jnp.ones(3)))
+
+    _, updates = apply({**variables, "sparse_taps": taps})
+    assert "got nothing at 'embed'" in message(ValueError, lambda: layers.apply_updates(updates, {}))
+    assert "got nothing at 'embed/taps'" in message(ValueError, lambda: layers.apply_updates(updates, {"embed": {}}))
+    none = {"embed": {"taps": ()}}
+    assert "got none for lookup 1 of 1" in message(ValueError, lambda: layers.apply_updates(updates, none))
+    twice = {"embed": {"taps": taps["embed"]["taps"] * 2}}
+    assert "those of 2 taps for 1 lookups" in message(ValueError, lambda: layers.apply_updates(updates, twice))
+    assert "got 2 for 1 updates" in message(ValueError, lambda: layers.apply_updates(updates, [taps, taps]))
+    for nothing in ({"tables": tables}, {"plans": {}}, None):
+        assert 'wanted the variables "tables" and "plans"' in message(
+            ValueError, lambda nothing=nothing: layers.apply_updates(nothing, taps)
+        )
+    assert "learning_rate" in message(TypeError, lambda: layers.apply_updates(updates, taps, learning_rate="fast"))
+    assert "collection: got str" in message(TypeError, lambda: layers.grow("item", tables))
+    assert "got none for the layer 'embed'" in message(ValueError, lambda: layers.grow({}, tables))
+    assert "state: got one of other specs" in message(ValueError, lambda: layers.grow(stranger, tables))
+    cases.assert_equal(cases.snapshot(tables), before)
+    _, stats = layers.apply_updates(updates, taps, learning_rate=jnp.float32(0.5))
+    assert stats["embed"].to_dict()["user"]["num_inserted"] > 0
+
+
+def test_vmap_over_a_lookup_is_refused():
+    """A table has one state: there is no lookup by lines of a batch."""
+    collection = cases.one_device()
+    model, state, tables = declared(collection)
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *[collection.batch(r) for r in cases.raw_batches(2)])
+    variables = {"params": state.params, "tables": tables}
+    with pytest.raises((NotImplementedError, TypeError, ValueError), match="vmap"):
+        jax.vmap(lambda features: model.apply(variables, features))(stacked.features)

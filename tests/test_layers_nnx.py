@@ -1,0 +1,784 @@
+"""The NNX layer: like the core to the bit, like a NumPy model, and unseen by whatever looks at `nnx.Param`."""
+
+import functools
+import re
+
+import hypothesis
+import jax
+import jax.numpy as jnp
+import layer_cases as cases
+import numpy as np
+import optax
+import pytest
+import test_compiled
+from flax import nnx
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.sharding import AxisType
+
+import jaxsok
+from jaxsok.layers import nnx as layers
+
+MODES = ("graph", "tree")
+
+
+@pytest.fixture(autouse=True)
+def world_of_users():
+    """Flax and Optax promote dtypes and ranks."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+@pytest.fixture(autouse=True, scope="module")
+def quickly():
+    """LLVM takes most of the time of these tests; what is asked of it is in test_compiled.py."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+@pytest.fixture(params=MODES)
+def mode(request):
+    """Graph mode and tree mode."""
+    with in_mode(request.param):
+        yield request.param
+
+
+def in_mode(name):
+    """A mode of Flax, for a while; "no updates": graph mode that carries no new Variables out."""
+    return nnx.set_graph_updates(False) if name == "no updates" else nnx.set_graph_mode(name == "graph")
+
+
+class Model(nnx.Module):
+    """Embeddings, and one linear layer."""
+
+    def __init__(self, collection, rngs):
+        self.embed = layers.Embeddings(collection)
+        self.out = nnx.Linear(cases.WIDTH, 1, rngs=rngs)
+
+    def __call__(self, features):
+        return self.out(cases.joined(self.embed(features)))[:, 0]
+
+
+def loss_fn(model, batch):
+    return cases.loss_of(model(batch.features), batch["label"])
+
+
+def declared(collection, tx=None):
+    """A model and its optimizer."""
+    model = Model(collection, nnx.Rngs(0))
+    return model, nnx.Optimizer(model, optax.sgd(cases.RATE) if tx is None else tx, wrt=nnx.Param)
+
+
+def train(model, optimizer, batch):
+    """One step as a Flax user writes it."""
+    loss, grads = layers.value_and_grad(loss_fn)(model, batch)
+    optimizer.update(model, grads)
+    return loss, model.embed.update(grads)
+
+
+def train_twice(model, optimizer, first, second):
+    """One step of two micro-batches."""
+    loss, grads = layers.value_and_grad(loss_fn)(model, first)
+    more, others = layers.value_and_grad(loss_fn, accumulate=True)(model, second)
+    of_params = jax.tree.map(jnp.add, nnx.state(grads, nnx.Param), nnx.state(others, nnx.Param))
+    optimizer.update(model, of_params)
+    return loss, more, model.embed.update([grads, others])
+
+
+@functools.cache
+def jitted(function, mode, donate=True):
+    """Compiled once for all tests of a mode."""
+    return nnx.jit(function, donate_argnums=(0, 1) if donate else ())
+
+
+def state_of(model):
+    """The jaxsok state of a model."""
+    return model.embed.tables.get_value()
+
+
+def oracle_of(model):
+    """The same model in NumPy."""
+    return cases.Oracle(model.out.kernel[...], model.out.bias[...])
+
+
+# Like the oracle, like the core -----------------------------------------------------------------------------------
+
+OPS = st.lists(
+    st.tuples(st.sampled_from(["train", "train twice", "evaluate", "discard", "grow"]), st.integers(0, 10**6)),
+    min_size=1,
+    max_size=6,
+)
+
+
+def lookup_alone(model, batch):
+    """A step that is skipped."""
+    layers.value_and_grad(loss_fn)(model, batch)
+    model.embed.discard()
+
+
+@given(ops=OPS)
+def test_any_run_is_that_of_the_oracle(ops):
+    """See `any_run`; graph mode."""
+    any_run("graph", ops)
+
+
+@hypothesis.settings(max_examples=5)
+@given(ops=OPS)
+def test_any_run_in_tree_mode(ops):
+    """The same; the layer itself does not ask for the mode, so a few will do."""
+    any_run("tree", ops)
+
+
+def any_run(name, ops):
+    """Steps, micro-batches, evaluations, skipped steps and growth, in any order (law 1)."""
+    with in_mode(name):
+        collection = cases.one_device()
+        model, optimizer = declared(collection)
+        oracle = oracle_of(model)
+        for op, seed in ops:
+            raw, other = cases.raw_batches(2, seed, num_samples=5)
+            batch = collection.batch(raw)
+            if op == "train":
+                loss, stats = jitted(train, name)(model, optimizer, batch)
+                np.testing.assert_allclose(loss, oracle.step(raw)[0], rtol=1e-4)
+                stats.check()
+            elif op == "train twice":
+                *losses, stats = jitted(train_twice, name)(model, optimizer, batch, collection.batch(other))
+                np.testing.assert_allclose(losses, oracle.step(raw, other), rtol=1e-4)
+                stats.check()
+            elif op == "evaluate":
+                model.eval()
+                loss = jitted(loss_fn, name, donate=False)(model, batch)
+                np.testing.assert_allclose(loss, oracle.loss(raw), rtol=1e-4)
+                model.train()
+            elif op == "discard":
+                oracle.loss(raw, insert=True)
+                jitted(lookup_alone, name, donate=False)(model, batch)
+            else:
+                layers.grow(model)
+        oracle.assert_tables(collection, state_of(model))
+        np.testing.assert_allclose(model.out.kernel[...][:, 0], oracle.kernel, rtol=1e-4, atol=1e-6)
+
+
+def core_step(graphdef, collection, tx):
+    """The core's two calls, with the same dense part."""
+
+    def step(state, params, opt_state, batch):
+        embeddings, state, plan = collection.lookup(state, batch.features)
+
+        def of_dense(params, embeddings):
+            out = nnx.merge(graphdef, params)
+            return cases.loss_of(out(cases.joined(embeddings))[:, 0], batch["label"])
+
+        loss, (g_params, g_embeddings) = jax.value_and_grad(of_dense, (0, 1))(params, embeddings)
+        state, stats = collection.update(state, plan, g_embeddings)
+        updates, opt_state = tx.update(g_params, opt_state, params)
+        return state, optax.apply_updates(params, updates), opt_state, loss, stats
+
+    return jax.jit(step, donate_argnums=(0, 1, 2))
+
+
+def assert_like_core(collection, num_steps=4):
+    """Losses, tables, counts and dense parameters of both, to the bit."""
+    tx = optax.adam(1e-2)
+    model, optimizer = declared(collection, tx)
+    graphdef, params = nnx.split(jax.tree.map(jnp.copy, model.out))
+    state, opt_state = collection.init(seed=0), tx.init(params)
+    # As a step gives them back: else the second step is another program.
+    params, opt_state = cases.everywhere(collection, (params, opt_state))
+    for dense in (model.out, optimizer):
+        nnx.update(dense, cases.everywhere(collection, nnx.state(dense)))
+    step, core = nnx.jit(train, donate_argnums=(0, 1)), core_step(graphdef, collection, tx)
+    for raw in cases.raw_batches(num_steps):
+        batch = collection.batch(raw)
+        loss, stats = step(model, optimizer, batch)
+        state, params, opt_state, wanted, counts = core(state, params, opt_state, batch)
+        assert float(loss) == float(wanted)
+        assert stats.to_dict() == counts.to_dict()
+    cases.assert_equal(state_of(model), state)
+    cases.assert_equal(jax.tree.leaves(nnx.state(model.out)), jax.tree.leaves(params))
+
+
+@pytest.mark.parametrize("name", [*MODES, "no updates"])
+def test_like_the_core_to_the_bit(name):
+    """The same functions run, so the same bits come out."""
+    with in_mode(name):
+        assert_like_core(cases.collection_of(optimizer=jaxsok.optim.adam(0.1)))
+
+
+@pytest.mark.parametrize("num_devices, name", [(2, "tree"), (4, "graph")])
+def test_like_the_core_on_a_mesh(num_devices, name):
+    """Tables split over devices; so are the taps."""
+    collection = cases.collection_of(num_devices, optimizer=jaxsok.optim.rowwise_adagrad(0.1))
+    with in_mode(name):
+        assert_like_core(collection, num_steps=2)
+    taps = layers.Embeddings(collection)
+    taps.set_taps(collection.batch(cases.raw_batches(1)[0]).features)
+    assert {len(leaf.sharding.device_set) for leaf in jax.tree.leaves(taps.taps.get_value())} == {num_devices}
+
+
+def test_on_an_explicit_mesh():
+    """Where shardings are part of types, the gradient of a tap has that of the embedding."""
+    collection = cases.collection_of(2, axis_type=AxisType.Explicit)
+    layer = layers.Embeddings(collection)
+    batch = collection.batch(cases.raw_batches(1)[0])
+
+    def loss_of(embeddings):
+        return sum(jnp.sum(embedding**2) for embedding in embeddings.values())
+
+    @nnx.jit
+    def step(layer, features):
+        loss, grads = layers.value_and_grad(lambda layer: loss_of(layer(features)))(layer)
+        layer.update(grads)
+        return loss
+
+    @jax.jit
+    def core(state, features):
+        embeddings, state, plan = collection.lookup(state, features)
+        loss, gradients = jax.value_and_grad(loss_of)(embeddings)
+        return collection.update(state, plan, gradients)[0], loss
+
+    with jax.set_mesh(collection.shards.mesh):
+        state, loss = core(collection.init(seed=0), batch.features)
+        assert step(layer, batch.features) == loss
+    cases.assert_equal(layer.tables.get_value(), state)
+
+
+# Gradients --------------------------------------------------------------------------------------------------------
+
+
+def test_gradient_of_taps_is_that_of_the_embeddings(mode):
+    """By formula: of sum(c * e ** 2) it is 2 c e."""
+    collection = cases.one_device()
+    layer = layers.Embeddings(collection)
+    features = collection.batch(cases.raw_batches(1)[0]).features
+    factors = {"user": 1.0, "history": 2.0, "ads": 3.0}
+
+    def loss(layer):
+        embeddings = layer(features)
+        return sum(factors[name] * jnp.sum(value**2) for name, value in embeddings.items()), embeddings
+
+    (_, embeddings), grads = layers.value_and_grad(loss, has_aux=True)(layer)
+    (taps,) = jax.tree.leaves(grads, is_leaf=lambda node: isinstance(node, layers.TapVariable))
+    (of_lookup,) = taps.get_value()
+    assert of_lookup.keys() == embeddings.keys() == factors.keys()
+    for name, factor in factors.items():
+        np.testing.assert_array_equal(of_lookup[name], 2 * factor * np.asarray(embeddings[name]))
+
+
+def test_flax_s_own_transformation():
+    """set_taps and nnx.value_and_grad with DiffState do what value_and_grad does."""
+    collection = cases.one_device()
+    batch = collection.batch(cases.raw_batches(1)[0])
+    (own, optimizer), (other, its_optimizer) = declared(collection), declared(collection)
+
+    @nnx.jit
+    def step(model, optimizer, batch):
+        model.embed.set_taps(batch.features)
+        wrt = nnx.DiffState(0, nnx.Any(nnx.Param, layers.TapVariable))
+        loss, grads = nnx.value_and_grad(loss_fn, argnums=wrt)(model, batch)
+        optimizer.update(model, grads)
+        model.embed.update(grads)
+        return loss
+
+    assert step(own, optimizer, batch) == jitted(train, "graph")(other, its_optimizer, batch)[0]
+    cases.assert_equal(jax.tree.leaves(nnx.state(own)), jax.tree.leaves(nnx.state(other)))
+
+
+def test_rows_and_dense_parameters_are_clipped_together(mode):
+    """Gradients are one pytree: the global norm is over both."""
+    collection = cases.one_device()
+    batch = collection.batch(cases.raw_batches(1)[0])
+    model, _ = declared(collection)
+    _, grads = layers.value_and_grad(loss_fn)(model, batch)
+    total = np.sqrt(sum(np.sum(np.square(leaf)) for leaf in jax.tree.leaves(grads)))
+    assert total > 0.5
+    clipped = jax.tree.map(lambda leaf: leaf * (0.5 / optax.tree.norm(grads)), grads)
+    np.testing.assert_allclose(optax.tree.norm(clipped), 0.5, rtol=1e-6)
+    embeddings, state, plan = collection.lookup(collection.init(seed=0), batch.features)
+    wanted = jax.tree.map(lambda leaf: leaf / total * 0.5, _taps(grads))
+    wanted, _ = collection.update(state, plan, wanted)
+    model.embed.update(clipped)
+    for spec in collection.tables:
+        own, other = (collection.export_table(one, spec.name)["rows"] for one in (state_of(model), wanted))
+        np.testing.assert_allclose(own, other, rtol=1e-5)
+
+
+def _taps(grads):
+    (taps,) = [leaf for leaf in jax.tree.leaves(grads, is_leaf=_is_tap) if _is_tap(leaf)]
+    return taps.get_value()[0]
+
+
+def _is_tap(node):
+    return isinstance(node, layers.TapVariable)
+
+
+def test_a_negative_zero_stays_one():
+    """The tap gives what the lookup gave, to the bit; x + 0 would not."""
+    tables = [jaxsok.TableSpec("item", 2, jaxsok.optim.sgd(1.0), initializer=jaxsok.initializers.constant(-0.0))]
+    layer = layers.Embeddings(jaxsok.Collection(tables, [jaxsok.FeatureSpec("item", "item")]))
+    features = layer.collection.batch({"item": np.array([7])}).features
+    (_, row), _ = layers.value_and_grad(lambda layer: (layer(features)["item"].sum(), layer(features)), has_aux=True)(
+        layer
+    )
+    assert np.signbit(row["item"]).all()
+
+
+def test_a_loss_is_traced_for_its_lookups_without_a_trace_left(mode):
+    """Random numbers and metrics of the step are drawn and counted once."""
+
+    class Noisy(Model):
+        def __init__(self, collection, rngs):
+            super().__init__(collection, rngs)
+            self.drop = nnx.Dropout(0.5, rngs=rngs)
+
+        def __call__(self, features):
+            return self.out(self.drop(cases.joined(self.embed(features))))[:, 0]
+
+    def loss(model, seen, batch, is_seen, name):
+        value = loss_fn(model, batch)
+        if is_seen and name == "loss":  # flags are none of a trace's business
+            seen.update(loss=value)
+        return value
+
+    collection = cases.one_device()
+    batch = collection.batch(cases.raw_batches(1)[0])
+    model, seen = Noisy(collection, nnx.Rngs(0)), nnx.metrics.Average("loss")
+    before = int(model.drop.rngs.count[...])
+    value, _ = layers.value_and_grad(loss)(model, seen, batch, True, name="loss")
+    assert int(model.drop.rngs.count[...]) == before + 1
+    assert int(seen.count[...]) == 1 and seen.compute() == value
+
+
+# Unseen by what looks at nnx.Param --------------------------------------------------------------------------------
+
+
+def test_dense_tools_do_not_see_tables(mode):
+    """Optimizer state, nnx.split, nnx.state and counts hold the linear layer alone."""
+    collection = cases.one_device()
+    model, optimizer = declared(collection, optax.adam(1e-2))
+    num_dense = cases.WIDTH + 1
+
+    def count(tree):
+        return sum(leaf.size for leaf in jax.tree.leaves(tree))
+
+    def assert_apart():
+        params = nnx.state(model, nnx.Param)
+        assert count(params) == num_dense
+        assert count(optimizer.opt_state) == 2 * num_dense + 1
+        _, dense, tables, taps, plans, rest = nnx.split(
+            model, nnx.Param, layers.TableVariable, layers.TapVariable, layers.PlanVariable, ...
+        )
+        assert count(dense) == num_dense and count(taps) == count(plans) == count(rest) == 0
+        assert jax.tree.leaves(tables) == jax.tree.leaves(state_of(model))
+
+    assert_apart()
+    train(model, optimizer, collection.batch(cases.raw_batches(1)[0]))
+    assert_apart()
+
+
+def not_empty(tree):
+    """The arrays of a pytree by number; Orbax refuses those without elements."""
+    return {str(i): leaf for i, leaf in enumerate(jax.tree.leaves(tree)) if leaf.size}
+
+
+def test_checkpoints(mode, tmp_path):
+    """Parameters without tables; the tables' state by itself; both back into a new model, which trains on alike."""
+    orbax = pytest.importorskip("orbax.checkpoint")
+    collection = cases.collection_of(optimizer=jaxsok.optim.adam(0.1))
+    model, optimizer = declared(collection)
+    batches = [collection.batch(raw) for raw in cases.raw_batches(3)]
+    for batch in batches[:2]:
+        train(model, optimizer, batch)
+    params, tables = nnx.state(model, nnx.Param), nnx.state(model, layers.TableVariable)
+    with orbax.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "params", nnx.to_pure_dict(params))
+        checkpointer.save(tmp_path / "tables", not_empty(tables))
+    written = sum(path.stat().st_size for path in (tmp_path / "params").rglob("*") if path.is_file())
+    assert written < 32 * 1024 < sum(leaf.nbytes for leaf in jax.tree.leaves(tables)) * 4
+    other, _ = declared(collection)
+    other.out.kernel[...] = jnp.zeros_like(other.out.kernel[...])
+    with orbax.StandardCheckpointer() as checkpointer:
+        wanted = nnx.to_pure_dict(nnx.state(other, nnx.Param))
+        assert set(checkpointer.metadata(tmp_path / "params").item_metadata.tree) == {"out"}
+        nnx.update(other, checkpointer.restore(tmp_path / "params", wanted))
+        leaves, structure = jax.tree.flatten(nnx.state(other, layers.TableVariable))
+        restored = checkpointer.restore(tmp_path / "tables", not_empty(leaves))
+        leaves = [restored.get(str(i), leaf) for i, leaf in enumerate(leaves)]
+        nnx.update(other, jax.tree.unflatten(structure, leaves))
+    losses = [train(one, optimizer, batches[2])[0] for one in (model, other)]
+    assert losses[0] == losses[1]
+    cases.assert_equal(state_of(other), state_of(model))
+
+
+# In place, one program --------------------------------------------------------------------------------------------
+
+
+def test_donated_tables_stay_where_they_are(mode):
+    """Law 9; and one program serves all batches of a size, another those of another size."""
+    collection = cases.collection_of()
+    model, optimizer = declared(collection)
+    traced = []
+
+    def counted(model, optimizer, batch):
+        traced.append(batch["label"].shape)
+        return train(model, optimizer, batch)
+
+    step = nnx.jit(counted, donate_argnums=(0, 1))
+    batches = [collection.batch(raw) for raw in cases.raw_batches(3)]
+    small = [collection.batch(raw) for raw in cases.raw_batches(2, num_samples=4)]
+    step(model, optimizer, batches[0])
+    before = cases.addresses(state_of(model))
+    for batch in [*batches, *small, *batches]:
+        step(model, optimizer, batch)[1].check()
+        assert cases.addresses(state_of(model)) == before
+    assert traced == [(8,), (4,)]
+
+
+@pytest.mark.parametrize("num_devices", [1, 2])
+def test_no_table_sized_copy(num_devices):
+    """What XLA made of a step holds none."""
+    capacity = 1 << 12
+    collection = cases.collection_of(num_devices, capacity=capacity)
+    model, optimizer = declared(collection)
+    batch = collection.batch(cases.raw_batches(1)[0])
+    text = nnx.jit(train, donate_argnums=(0, 1)).lower(model, optimizer, batch).compile().as_text()
+    assert "jaxsok_update" in text
+    assert not test_compiled.table_copies(text, capacity * 3 * 4)
+
+
+def test_growth_between_steps(mode):
+    """A table that starts with 4 rows and gets many; nothing is refused, all learn."""
+    collection = cases.collection_of(capacity=4)
+    model, optimizer = declared(collection)
+    oracle = oracle_of(model)
+    for raw in cases.raw_batches(3, num_keys=200):
+        batch = collection.batch(raw)
+        model.embed.grow()
+        _, stats = train(model, optimizer, batch)
+        stats.check()
+        oracle.step(raw)
+    assert state_of(model).stores[0].capacity > 4
+    oracle.assert_tables(collection, state_of(model))
+
+
+def test_scans_over_steps(mode):
+    """nnx.scan with the model as carry, and lax.scan over its split state: a loop of steps, in place."""
+    collection = cases.one_device()
+    batches = [collection.batch(raw) for raw in cases.raw_batches(3)]
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *batches)
+    looped = declared(collection)
+    wanted = [float(train(*looped, batch)[0]) for batch in batches]
+
+    @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=(nnx.Carry, 0))
+    def by_nnx(carry, batch):
+        return carry, train(*carry, batch)[0]
+
+    @functools.partial(nnx.jit, donate_argnums=(0, 1))
+    def steps(model, optimizer, stacked):
+        return by_nnx((model, optimizer), stacked)[1]
+
+    scanned = declared(collection)
+    before = cases.addresses(state_of(scanned[0]))
+    np.testing.assert_allclose(steps(*scanned, stacked), wanted, rtol=1e-6)
+    assert cases.addresses(state_of(scanned[0])) == before
+
+    again = declared(collection)
+    graphdef, state = nnx.split(again)
+
+    def by_lax(state, batch):
+        merged = nnx.merge(graphdef, state, copy=True)
+        loss, _ = train(*merged, batch)
+        return nnx.state(merged), loss
+
+    state, losses = jax.lax.scan(by_lax, state, stacked)
+    nnx.update(again, state)
+    np.testing.assert_allclose(losses, wanted, rtol=1e-6)
+    for model, _ in (scanned, again):
+        for spec in collection.tables:
+            own, other = (collection.export_table(state_of(one), spec.name) for one in (model, looped[0]))
+            np.testing.assert_array_equal(own["keys"], other["keys"])
+            np.testing.assert_allclose(own["rows"], other["rows"], rtol=1e-5)
+
+
+# Several lookups --------------------------------------------------------------------------------------------------
+
+
+class Twins(nnx.Module):
+    """One layer that is called twice."""
+
+    def __init__(self, collection, rngs):
+        self.embed = layers.Embeddings(collection)
+        self.out = nnx.Linear(2 * cases.WIDTH, 1, rngs=rngs)
+
+    def __call__(self, features, others):
+        joined = [cases.joined(self.embed(one)) for one in (features, others)]
+        return self.out(jnp.concatenate(joined, axis=-1))[:, 0]
+
+
+def test_two_lookups_in_one_step(mode):
+    """Rows that both calls used step once, with the sum of both gradients: as core's update with two plans."""
+    collection = cases.collection_of(optimizer=jaxsok.optim.adam(0.1))
+    model = Twins(collection, nnx.Rngs(0))
+    first, second = (collection.batch(raw) for raw in cases.raw_batches(2))
+
+    def loss(model):
+        return cases.loss_of(model(first.features, second.features), first["label"])
+
+    value, grads = layers.value_and_grad(loss)(model)
+    kernel, bias = model.out.kernel[...], model.out.bias[...]
+    model.embed.update(grads)
+
+    embeddings, state, plan = collection.lookup(collection.init(seed=0), first.features)
+    others, state, other_plan = collection.lookup(state, second.features)
+
+    def of_embeddings(embeddings, others):
+        x = jnp.concatenate([cases.joined(embeddings), cases.joined(others)], axis=-1)
+        return cases.loss_of((x @ kernel + bias)[:, 0], first["label"])
+
+    wanted, gradients = jax.value_and_grad(of_embeddings, (0, 1))(embeddings, others)
+    state, _ = collection.update(state, [plan, other_plan], list(gradients))
+    assert value == wanted
+    cases.assert_equal(state_of(model), state)
+    assert int(state.step) == 1
+
+
+def test_two_layers(mode):
+    """Two collections in one model: update and grow go through all layers, and name them by path."""
+
+    class Pair(nnx.Module):
+        def __init__(self):
+            self.towers = nnx.List([layers.Embeddings(cases.collection_of(), seed=seed) for seed in (0, 1)])
+
+        def __call__(self, features, only=None):
+            used = self.towers if only is None else [self.towers[only]]
+            return sum(jnp.sum(cases.joined(tower(features)) ** 2) for tower in used)
+
+    model = Pair()
+    features = model.towers[0].collection.batch(cases.raw_batches(1)[0]).features
+    layers.grow(model, steps=2)
+    _, grads = layers.value_and_grad(lambda model: model(features))(model)
+    stats = layers.update(model, grads)
+    assert sorted(stats) == ["towers.0", "towers.1"]
+    assert {int(tower.tables.get_value().step) for tower in model.towers} == {1}
+    _, grads = layers.value_and_grad(lambda model: model(features, only=1))(model)
+    with pytest.raises(ValueError, match="2 TapVariables"):
+        model.towers[1].update(grads)
+    assert sorted(layers.update(model, grads)) == ["towers.1"]
+    _, grads = layers.value_and_grad(lambda model: model(features, only=0))(model)
+    model.towers[0].update(grads["towers"][0])
+    assert [int(tower.tables.get_value().step) for tower in model.towers] == [2, 2]
+
+
+# Evaluation -------------------------------------------------------------------------------------------------------
+
+
+def test_evaluation_changes_nothing(mode):
+    """Each way to say it: eval(), nnx.view, the argument; keys without a row are missing, and get none."""
+    collection = cases.one_device()
+    model, optimizer = declared(collection)
+    known, new = cases.raw_batches(1)[0], cases.raw_batches(1, seed=1, num_keys=10**6)[0]
+    train(model, optimizer, collection.batch(known))
+    oracle = oracle_of(model)
+    for spec in collection.tables:
+        table = collection.export_table(state_of(model), spec.name)
+        for key, row in zip(table["keys"].tolist(), table["rows"], strict=True):
+            oracle.rows[spec.name, key] = row.astype(np.float64)
+    before = cases.snapshot(nnx.state(model))
+    features = collection.batch(new).features
+    scores = oracle.forward(new, insert=False)[1]
+    view = nnx.view(model, deterministic=True)
+    assert view.embed.deterministic and not model.embed.deterministic
+    model.eval()
+    for evaluated in (view, model):
+        np.testing.assert_allclose(nnx.jit(lambda model, features: model(features))(evaluated, features), scores, 1e-4)
+    model.train()
+    assert model.embed.deterministic is False
+    embeddings = model.embed(features, deterministic=True)
+    found, stats = model.embed.find(features)
+    cases.assert_equal(embeddings, found)
+    assert stats.to_dict()["user"]["num_missing"] == 8
+    cases.assert_equal(cases.snapshot(nnx.state(model)), before)
+
+
+def test_evaluation_in_a_gradient(mode):
+    """A frozen layer beside dense parameters that learn: no lookup waits, so there is none to update."""
+    collection = cases.one_device()
+    model, optimizer = declared(collection)
+    model.eval()
+    before = cases.snapshot(state_of(model))
+    kernel = np.array(model.out.kernel[...])
+    _, grads = layers.value_and_grad(loss_fn)(model, collection.batch(cases.raw_batches(1)[0]))
+    optimizer.update(model, grads)
+    assert not np.array_equal(kernel, model.out.kernel[...])
+    cases.assert_equal(cases.snapshot(state_of(model)), before)
+    with pytest.raises(ValueError, match="got no lookup to update"):
+        model.embed.update(grads)
+
+
+# Other transformations --------------------------------------------------------------------------------------------
+
+
+def remat_of_all(model, batch):
+    """The lookup is inside what is computed again."""
+    scores = nnx.remat(lambda model, features: model(features) ** 2)(model, batch.features)
+    return cases.loss_of(scores, batch["label"])
+
+
+def remat_of_dense(model, batch):
+    """The lookup is outside."""
+    scores = nnx.remat(lambda out, x: out(x)[:, 0] ** 2)(model.out, cases.joined(model.embed(batch.features)))
+    return cases.loss_of(scores, batch["label"])
+
+
+def no_remat(model, batch):
+    """Nothing is computed again."""
+    return cases.loss_of(model(batch.features) ** 2, batch["label"])
+
+
+def test_remat_around_a_lookup_looks_up_twice():
+    """The same numbers, as docs/flax.md says, but a second lookup; around the dense part alone there is none."""
+    collection = cases.collection_of(capacity=1 << 12)
+    batch = collection.batch(cases.raw_batches(1)[0])
+    seen = {}
+    for loss in (no_remat, remat_of_all, remat_of_dense):
+
+        @functools.partial(nnx.jit, donate_argnums=(0, 1))
+        def step(model, optimizer, batch, loss=loss):
+            value, grads = layers.value_and_grad(loss)(model, batch)
+            optimizer.update(model, grads)
+            return value, model.embed.update(grads)
+
+        model, optimizer = declared(collection)
+        text = step.lower(model, optimizer, batch).as_text()
+        value, stats = step(model, optimizer, batch)
+        seen[loss] = text.count("@jaxsok_lookup"), float(value), stats.to_dict(), cases.snapshot(state_of(model))
+    (once, *numbers, tables), (twice, *same, its_tables), (again, *also, other_tables) = seen.values()
+    assert (once, twice, again) == (2, 4, 2)  # for each of two stores
+    assert numbers == same == also
+    for other in (its_tables, other_tables):
+        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6), tables, other)
+
+
+def test_vmap_over_a_lookup_is_refused():
+    """A table has one state: there is no lookup by lines of a batch."""
+    collection = cases.one_device()
+    model, _ = declared(collection)
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *[collection.batch(r) for r in cases.raw_batches(2)])
+
+    def loss(model, batch):
+        return nnx.vmap(lambda model, features: model(features), in_axes=(None, 0))(model, batch.features).sum()
+
+    model.eval()
+    with pytest.raises((NotImplementedError, TypeError, ValueError), match="vmap"):
+        loss(model, stacked)
+
+
+def test_made_inside_jit_and_in_the_abstract():
+    """nnx.jit makes a model, nnx.eval_shape its shapes."""
+    collection = cases.one_device()
+    made = nnx.jit(lambda: Model(collection, nnx.Rngs(0)))()
+    cases.assert_equal(state_of(made), collection.init(seed=0))
+    shapes = nnx.eval_shape(lambda: Model(collection, nnx.Rngs(0)))
+    assert [leaf.shape for leaf in jax.tree.leaves(state_of(shapes))] == [
+        leaf.shape for leaf in jax.tree.leaves(state_of(made))
+    ]
+
+
+def test_a_layer_shared_by_two_modules():
+    """Graph mode: it is one layer, found once, and its lookups are one update."""
+    collection = cases.one_device()
+    embed = layers.Embeddings(collection)
+    model = nnx.Dict(one=nnx.Dict(embed=embed), two=nnx.Dict(embed=embed))
+    features = collection.batch(cases.raw_batches(1)[0]).features
+
+    def loss(model):
+        return sum(jnp.sum(cases.joined(model[name].embed(features))) for name in ("one", "two"))
+
+    _, grads = layers.value_and_grad(loss)(model)
+    assert len(embed.plans.get_value()) == 2
+    (stats,) = layers.update(model, grads).values()
+    assert stats.to_dict()["user"]["num_found"] > stats.to_dict()["user"]["num_inserted"] > 0
+
+
+# Errors -----------------------------------------------------------------------------------------------------------
+
+
+def message(error, call):
+    """What a call refuses with, on one line."""
+    with pytest.raises(error) as info:
+        call()
+    return re.sub(r"\s+", " ", str(info.value))
+
+
+def test_errors_of_a_step_change_nothing(mode):
+    """Each says what to do; the model is as it was."""
+    collection = cases.one_device()
+    model, optimizer = declared(collection)
+    batch, other = (collection.batch(raw) for raw in cases.raw_batches(2))
+    small = collection.batch(cases.raw_batches(1, num_samples=4)[0])
+    before = cases.snapshot(nnx.state(model))
+    stranger = jaxsok.Collection([jaxsok.TableSpec("x", 2, jaxsok.optim.sgd(0.1))], [jaxsok.FeatureSpec("x", "x")])
+    foreign = stranger.batch({"x": np.array([7])}).features
+
+    assert "call set_taps(features) before the gradient" in message(ValueError, lambda: model(batch.features))
+    assert "To evaluate: model.eval()" in message(ValueError, lambda: model(batch.features))
+    for call in (lambda: model.embed.update({}), lambda: model.embed.update([])):
+        assert "Embeddings.update" in message(ValueError, call)
+    assert "got 0 TapVariables" in message(ValueError, lambda: model.embed.update(nnx.state(model, nnx.Param)))
+    assert "update: model: got one without lookups" in message(ValueError, lambda: layers.update(model, {}))
+    for call in (lambda: model.embed.set_taps(foreign), lambda: model.embed.find(foreign)):
+        assert "features: got those of a collection with other specs" in message(ValueError, call)
+    assert "collection with other specs" in message(
+        ValueError, lambda: layers.value_and_grad(lambda model: jnp.sum(model(foreign)))(model)
+    )
+    assert "value_and_grad: model: got one without" in message(
+        ValueError, lambda: layers.value_and_grad(lambda out: out(jnp.ones(cases.WIDTH)).sum())(model.out)
+    )
+    assert "collection: got State" in message(TypeError, lambda: layers.Embeddings(collection.init()))
+    cases.assert_equal(cases.snapshot(nnx.state(model)), before)
+
+    def failing(model):
+        model(batch.features)
+        raise KeyError("of the user")
+
+    with pytest.raises(KeyError):
+        layers.value_and_grad(failing)(model)
+    cases.assert_equal(cases.snapshot(nnx.state(model)), before)
+
+    model.embed.set_taps(small.features)
+    assert "wanted that of its embedding, float32[8, 2, 3]" in message(ValueError, lambda: model(batch.features))
+    model.embed.set_taps()
+    cases.assert_equal(cases.snapshot(nnx.state(model)), before)
+
+    _, grads = layers.value_and_grad(loss_fn)(model, batch)
+    looked_up = cases.snapshot(nnx.state(model))
+    of_params = nnx.state(grads, nnx.Param)
+    assert "got 0 TapVariables" in message(ValueError, lambda: model.embed.update(of_params))
+    assert "got none for the taps of 'embed'" in message(ValueError, lambda: layers.update(model, of_params))
+    assert "got lookup 1 of 1 twice" in message(ValueError, lambda: model.embed.update([grads, grads]))
+    assert "got none for lookup 1 of 1" in message(ValueError, lambda: model.embed._update([()], None))
+    assert "learning_rate" in message(TypeError, lambda: model.embed.update(grads, learning_rate="fast"))
+    pending = message(ValueError, lambda: layers.value_and_grad(loss_fn)(model, other))
+    assert "got 1 lookups without an update" in pending and "accumulate=True" in pending and "discard()" in pending
+    cases.assert_equal(cases.snapshot(nnx.state(model)), looked_up)
+    assert model.embed.update(grads, learning_rate=jnp.float32(0.5)).to_dict()["user"]["num_inserted"] > 0
+    assert "got no lookup to update" in message(ValueError, lambda: model.embed.update(grads))
+
+
+def test_gradients_of_other_taps_are_refused(mode):
+    """More taps than lookups: they were made for another step."""
+    collection = cases.one_device()
+    model, _ = declared(collection)
+    batch = collection.batch(cases.raw_batches(1)[0])
+    _, grads = layers.value_and_grad(loss_fn)(model, batch)
+    taps = jax.tree.map(lambda leaf: leaf, _taps(grads))
+    assert "got those of 2 taps for 1 lookups" in message(ValueError, lambda: model.embed._update([(taps, taps)], None))
+
+
+def test_one_collection_grows_with_one_state():
+    """Two layers over it would be confused about the rows in use."""
+    collection = cases.one_device()
+    model = nnx.Dict(one=layers.Embeddings(collection), two=layers.Embeddings(collection))
+    assert "layers ['one', 'two'] over one collection" in message(ValueError, lambda: layers.grow(model))
