@@ -38,11 +38,18 @@ def export_table(spec: StoreSpec, store: StoreState, number: int) -> dict[str, A
     for shard in shards[:1] if spec.is_replicated else shards:
         records, rows, states = jax.tree.unflatten(tree, [part[shard] for part in parts])
         exported.append(_export_shard(spec, records, rows, states, number))
-    table = jax.tree.map(lambda *same: np.concatenate(same), *exported)
+    table = {name: _joined([one[name] for one in exported]) for name in exported[0]}
     if spec.num_shards > 1:
         sizes = [one["keys"].shape[0] for one in exported]
         table["shards"] = np.repeat(np.array(shards[: len(sizes)], np.uint32), sizes)
     return table
+
+
+def _joined(parts: list[Any]) -> Any:
+    """Arrays end to end, and dicts of them, whose order stays as it is."""
+    if isinstance(parts[0], dict):
+        return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+    return np.concatenate(parts)
 
 
 def _parts(array: Array, num_shards: int) -> dict[int, np.ndarray]:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import hashlib
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Literal
@@ -397,16 +398,21 @@ def fingerprint(stores: Sequence[StoreSpec]) -> str:
 
 
 def described(stores: Sequence[StoreSpec]) -> list[str]:
-    """What the fingerprint stands for, a line for each table."""
+    """What the fingerprint stands for: a line for each table, then one for each store with state of no row."""
     lines = [
         f"{s}:{table.name}:{table.dim}:{_described_dtypes(store)}:{type(table.optimizer).__name__}:{store.state_specs}:{table.initializer.of_dim(table.dim)}"
         for s, store in enumerate(stores)
         for table in store.tables
     ]
+    lines += [
+        f"{s}:globals:{[(leaf.shape, str(leaf.dtype)) for leaf in map(np.asarray, globals_)]}"
+        for s, store in enumerate(stores)
+        if (globals_ := store.optimizer.init_globals(store.dim))
+    ]
     if stores[0].num_shards == 1:
         return lines
     placements = [f":{table.placement} of {store.num_shards}" for store in stores for table in store.tables]
-    return [line + placement for line, placement in zip(lines, placements, strict=True)]
+    return [line + placement for line, placement in itertools.zip_longest(lines, placements, fillvalue="")]
 
 
 def _described_dtypes(store: StoreSpec) -> str:

@@ -60,7 +60,9 @@ def update(
     for s, (spec, store) in enumerate(zip(specs, state.stores, strict=True)):
         used = [i for i, plan in enumerate(plans) if plan.features.stores[s].layouts]
         if not used:
-            stores.append(store)
+            # What belongs to no row, a count of steps say, goes on with the others'.
+            _, globals_ = Stepping.of(spec, store.globals_, state.step, learning_rate)
+            stores.append(dataclasses.replace(store, globals_=globals_))
             nonfinite.append(jnp.zeros(len(spec.tables), jnp.int32))
             continue
         stepping, globals_ = Stepping.of(spec, store.globals_, state.step, learning_rate)

@@ -335,6 +335,14 @@ def test_export_table_types():
     assert all(len(array) == 2 for array in table["state"].values())
 
 
+def test_export_table_keeps_the_order_of_states():
+    optimizer = jaxsok.optim.rmsprop(0.1, centered=True, momentum=0.9)
+    names = [spec.name for spec in optimizer.state_specs(DIM)]
+    assert names != sorted(names)
+    collection = jaxsok.Collection([jaxsok.TableSpec("t", DIM, optimizer, capacity=8)], [])
+    assert list(collection.export_table(collection.init(), "t")["state"]) == names
+
+
 def test_many_tables_and_features():
     """26 tables of three dims, two features each: every feature reads its own table."""
     optimizer = jaxsok.optim.rowwise_adagrad(0.1)

@@ -1,7 +1,7 @@
 // The way back on the CPU: row gradients (uses_cpu.h), each followed at once by its row's optimizer step.
 #include <cstring>
 
-#include "row_program_cpu.h"
+#include "update_program_cpu.h"
 #include "update.h"
 #include "uses_cpu.h"
 

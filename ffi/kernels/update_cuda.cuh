@@ -151,7 +151,7 @@ struct UpdateOf {
                           const FeaturePointers<const void>& gradients, UsesWorkspace& w, int end_bit);
 };
 
-/// The same for optimizers that are programs (row_program_cuda.cuh).
+/// The same for optimizers that are programs (update_program_cuda.cuh).
 template <typename Row>
 struct ProgramOf {
   static LaunchError Step(Stream stream, const StoreView& store, const UpdateArguments& a,
@@ -194,7 +194,7 @@ LaunchError UpdateOf<Row>::Step(Stream stream, const StoreView& store, const Upd
 
 extern template struct UpdateOf<BFloat16>;  // update_rows16_cuda.cu
 extern template struct UpdateOf<Float16>;
-extern template struct ProgramOf<float>;  // row_program_cuda.cu
+extern template struct ProgramOf<float>;  // update_program_cuda.cu
 extern template struct ProgramOf<BFloat16>;
 extern template struct ProgramOf<Float16>;
 

@@ -4,6 +4,7 @@ from jaxsok.optimizers.fused import adagrad, adam, rowwise_adagrad, sgd
 from jaxsok.optimizers.lift import lift
 from jaxsok.optimizers.limits import AdaptiveClip, Limits
 from jaxsok.optimizers.moments import adamax, adamw, lion, rowwise_adam
+from jaxsok.optimizers.program import NotARowProgram
 from jaxsok.optimizers.protocol import Optimizer, RowInputs, RowOutputs, RowState
 from jaxsok.optimizers.sparse import ftrl, group_adam, group_ftrl
 from jaxsok.optimizers.squares import adadelta, adagrad_decay, rmsprop
@@ -12,6 +13,7 @@ from jaxsok.optimizers.trust import lamb, lars
 __all__ = [
     "AdaptiveClip",
     "Limits",
+    "NotARowProgram",
     "Optimizer",
     "RowInputs",
     "RowOutputs",

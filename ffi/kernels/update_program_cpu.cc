@@ -1,5 +1,5 @@
-// The loops over columns of row_program_cpu.h, in a version for each generation of processors.
-#include "row_program_cpu.h"
+// The loops over columns of update_program_cpu.h, in a version for each generation of processors.
+#include "update_program_cpu.h"
 
 namespace jaxsok {
 namespace {

@@ -1,5 +1,5 @@
-// Row programs on rows of 2 bytes a number (row_program_cuda.cuh).
-#include "row_program_cuda.cuh"
+// Row programs on rows of 2 bytes a number (update_program_cuda.cuh).
+#include "update_program_cuda.cuh"
 
 namespace jaxsok {
 

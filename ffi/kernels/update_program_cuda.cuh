@@ -9,8 +9,8 @@
 // A row and its states are copied there from memory without passing through the lane's own registers, while its
 // gradients are summed. What an instruction costs beside its arithmetic (fetch, addresses, choice of the operation) is
 // paid once for sixteen columns: lanes are dealt twice as many as elsewhere (LaneShape::OfProgram).
-#ifndef JAXSOK_KERNELS_ROW_PROGRAM_CUDA_CUH_
-#define JAXSOK_KERNELS_ROW_PROGRAM_CUDA_CUH_
+#ifndef JAXSOK_KERNELS_UPDATE_PROGRAM_CUDA_CUH_
+#define JAXSOK_KERNELS_UPDATE_PROGRAM_CUDA_CUH_
 
 #include <cuda_pipeline_primitives.h>
 
@@ -422,4 +422,4 @@ LaunchError ProgramOf<Row>::Step(Stream stream, const StoreView& store, const Up
 
 }  // namespace jaxsok
 
-#endif  // JAXSOK_KERNELS_ROW_PROGRAM_CUDA_CUH_
+#endif  // JAXSOK_KERNELS_UPDATE_PROGRAM_CUDA_CUH_

@@ -1,6 +1,6 @@
 // Row programs on the CPU: operation by operation, each a loop over the columns of one row.
-#ifndef JAXSOK_KERNELS_ROW_PROGRAM_CPU_H_
-#define JAXSOK_KERNELS_ROW_PROGRAM_CPU_H_
+#ifndef JAXSOK_KERNELS_UPDATE_PROGRAM_CPU_H_
+#define JAXSOK_KERNELS_UPDATE_PROGRAM_CPU_H_
 
 #include <vector>
 
@@ -54,4 +54,4 @@ void RunRowProgram(const RowMachine& machine, const Put& put) {
 
 }  // namespace jaxsok
 
-#endif  // JAXSOK_KERNELS_ROW_PROGRAM_CPU_H_
+#endif  // JAXSOK_KERNELS_UPDATE_PROGRAM_CPU_H_
