@@ -142,6 +142,7 @@ def main() -> None:
             continue
         workload = workloads.WORKLOADS[name].scaled(arguments.scale)
         chosen = workloads.chosen_runs(workload, arguments.keys, arguments.optimizers)
+        chosen = [run for run in chosen if run.optimizer in OPTIMIZERS]
         for subject in BOUNDS_CHECKS:
             seen: set[str] = set()
             for run in chosen:

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.sharding import Mesh
 
 import jaxsok
@@ -21,7 +22,7 @@ from . import peers
 from .limits import varied_floats
 from .records import EVALUATION, STEP, TRAINING
 from .timing import Protocol, Step, Timing
-from .workloads import Workload, mix
+from .workloads import LIFTED_ADAM, Workload, mix
 
 _FILL_BYTES = 2 << 30
 """Of embeddings that one filling step makes on a device, at most."""
@@ -130,6 +131,8 @@ def programs_of(collection: jaxsok.Collection) -> dict[str, Step]:
 
 def optimizer_of(name: str) -> jaxsok.optim.Optimizer:
     """The optimizer by its name, with the constants that the peers use."""
+    if name == LIFTED_ADAM:
+        return jaxsok.optim.lift(optax.adam(peers.LEARNING_RATE, **peers.ADAM))
     constants = {"adagrad": peers.ADAGRAD, "rowwise_adagrad": peers.ROWWISE_ADAGRAD, "adam": peers.ADAM}.get(name, {})
     return getattr(jaxsok.optim, name)(peers.LEARNING_RATE, **constants)
 

@@ -122,7 +122,7 @@ def measure_workload(
                 measure_jaxsok(workload, run, first_time, batches, parts, options, protocol, recorder, copy_gb_s)
             collect()
             recorder.write()
-        if on_static:
+        if on_static and run.optimizer != workloads.LIFTED_ADAM:
             with recorder.attempt(f"{label} static tables"):
                 measure_static(workload, run, first_time, batches, on_static, protocol, recorder)
             collect()

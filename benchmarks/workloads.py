@@ -21,6 +21,10 @@ _ROUNDS = ((0x9E3779B1, 0x85EBCA77), (0xC2B2AE3D, 0x27D4EB2F), (0x165667B1, 0x9E
 """Odd multipliers of the rounds of `mix` (the primes of xxHash32)."""
 
 
+LIFTED_ADAM = "lifted_adam"
+"""Optax's Adam by `optim.lift`: beside the fused one, and with no peers of its own."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Run:
     """One optimizer of a workload, and the key distributions under which its update is measured."""
@@ -127,7 +131,12 @@ WORKLOADS: dict[str, Workload] = _named(
         "W1",
         64,
         4_000_000,
-        (Run("rowwise_adagrad", _CRITEO), Run("adagrad", ("uniform",)), Run("adam", ("uniform",))),
+        (
+            Run("rowwise_adagrad", _CRITEO),
+            Run("adagrad", ("uniform",)),
+            Run("adam", _CRITEO[:2]),
+            Run(LIFTED_ADAM, _CRITEO[:2]),
+        ),
     ),
     _criteo("W2", 128, 2_000_000, (Run("rowwise_adagrad", _CRITEO[:2]),)),
     _criteo("W3", 16, 4_000_000, (Run("rowwise_adagrad", _CRITEO[:2]),)),
@@ -218,7 +227,7 @@ def state_dims(optimizer: str, dim: int) -> tuple[int, ...]:
       >>> state_dims("adam", 64)
       (64, 64)
     """
-    dims = {"sgd": (), "rowwise_adagrad": (1,), "adagrad": (dim,), "adam": (dim, dim)}
+    dims = {"sgd": (), "rowwise_adagrad": (1,), "adagrad": (dim,), "adam": (dim, dim), LIFTED_ADAM: (dim, dim)}
     if optimizer not in dims:
         raise ValueError(f"--optimizers: unknown optimizer {optimizer!r}; there are {', '.join(dims)}.")
     return dims[optimizer]
