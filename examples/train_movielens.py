@@ -403,8 +403,8 @@ def train(config: Config) -> Result:
     log, held_out = ratings.part(0, num_trained), ratings.part(num_trained, len(ratings))
     if not len(log) or not len(held_out) or config.epochs < 1:
         raise ValueError(
-            f"train: got {len(log)} ratings to train on, {len(held_out)} held out and {config.epochs} epochs, wanted at "
-            "least 1 of each; pass another held_out or epochs."
+            f"train: got {len(log)} ratings to train on, {len(held_out)} held out and {config.epochs} epochs, wanted "
+            "at least 1 of each; pass another held_out or epochs."
         )
     start = time.perf_counter()
     run = train_dense if config.dense else train_dynamic
