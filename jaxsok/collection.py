@@ -10,7 +10,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Int32, UInt32
+from jaxtyping import Array, Float32, Int32, UInt32
 
 from jaxsok import ahead as ahead_lib
 from jaxsok import exchange as exchange_lib
@@ -20,6 +20,7 @@ from jaxsok import grow as grow_lib
 from jaxsok import keys as keys_lib
 from jaxsok import lookup as lookup_lib
 from jaxsok import memory as memory_lib
+from jaxsok import norms as norms_lib
 from jaxsok import pipeline as pipeline_lib
 from jaxsok import plan as plan_lib
 from jaxsok import processes
@@ -130,7 +131,7 @@ class Collection:
         static = {"plan": "send_capacities", "erase": ("store", "number")}
         self._jitted = {
             name: jax.jit(getattr(self, f"_{name}_global"), static_argnames=static.get(name, ()))
-            for name in ("plan", "lookup", "find", "update", "erase")
+            for name in ("plan", "lookup", "find", "update", "gradient_norm", "erase")
         }
         self.growth = grow_lib.GrowthTracker.of(len(self.stores))
         for s, store in enumerate(self.stores):
@@ -364,18 +365,7 @@ class Collection:
           `state, stats = collection.update(state, plan, g_embeddings)`
         """
         self._check_state("update", state)
-        plans = [plan] if isinstance(plan, Plan) else list(plan)
-        grads = [gradients] if isinstance(gradients, Mapping) else list(gradients)
-        if not plans or len(plans) != len(grads):
-            raise ValueError(
-                f"update: gradients: got {len(grads)} for {len(plans)} plans, wanted one for each, at least 1."
-            )
-        for one in plans:
-            if not isinstance(one, Plan) or one.found is None:
-                raise TypeError(
-                    f"update: plan: got {type(one).__name__} that no lookup returned, wanted lookup's third result."
-                )
-            self._check_features("update", one.features)
+        plans, grads = self._plans_and_gradients("update", plan, gradients)
         if learning_rate is not None:
             _check_rate(learning_rate)
         self._note_keys([one.features for one in plans])
@@ -385,6 +375,107 @@ class Collection:
             for one, of_plan in zip(plans, grads, strict=True):
                 update_lib.check_gradients(self.stores, one, of_plan, self.shards.num_shards)
             return self._jitted["update"](state, plans, [dict(of_plan) for of_plan in grads], learning_rate)
+
+    def gradient_norm(
+        self,
+        state: State,
+        plan: Plan | Sequence[Plan],
+        gradients: Mapping[str, Array] | Sequence[Mapping[str, Array]],
+    ) -> Float32[Array, ""]:
+        """The norm of the row gradients that `update` would step by, of all tables together.
+
+        A row counts once, with the sum of its gradients over all uses, plans and shards, scaled as its table's
+        `row_gradient` says: with "sum" this is the norm of the gradient that a dense table would have. Rows that the
+        update leaves alone (refused keys, stale plans, a sum that is not finite) do not count. Numbers of any size
+        are squared without overflow, and two runs give the same bits.
+
+        Args:
+          state: read only.
+          plan: of a lookup, or those of several; as for `update`.
+          gradients: with respect to the embeddings; as for `update`.
+
+        Raises:
+          TypeError, ValueError: plans and gradients that do not fit. Raised when traced.
+
+        Cost:
+          About that of an update: sorts the uses by row, reads each bag gradient, writes and reads a float32 row
+          gradient for each key. On a mesh gradients go over the wire a second time.
+
+        Example:
+          >>> import jaxsok
+          >>> tables = [jaxsok.TableSpec("item", dim=1, optimizer=jaxsok.optim.sgd(0.1), capacity=16)]
+          >>> collection = jaxsok.Collection(tables, [jaxsok.FeatureSpec("clicked", table="item")])
+          >>> batch = collection.batch({"clicked": np.array([7, 9, 7])})
+          >>> _, state, plan = collection.lookup(collection.init(seed=0), batch.features)
+          >>> gradients = {"clicked": jnp.array([[1.0], [4.0], [2.0]])}  # 3 for key 7, 4 for key 9
+          >>> collection.gradient_norm(state, plan, gradients)
+          Array(5., dtype=float32)
+        """
+        self._check_state("gradient_norm", state)
+        plans, grads = self._plans_and_gradients("gradient_norm", plan, gradients)
+        is_part = self.shards is None or self.shards.is_manual()
+        for one, of_plan in zip(plans, grads, strict=True):
+            num_parts = 1 if self.shards is None or is_part else self.shards.num_shards
+            update_lib.check_gradients(self.stores, one, of_plan, num_parts, "gradient_norm")
+        if is_part:
+            return self._gradient_norm_part(state, plans, grads)
+        return self._jitted["gradient_norm"](state, plans, [dict(of_plan) for of_plan in grads])
+
+    def clip_by_global_norm(
+        self,
+        state: State,
+        plan: Plan | Sequence[Plan],
+        gradients: Mapping[str, Array] | Sequence[Mapping[str, Array]],
+        max_norm: Any,
+        dense: Any = None,
+    ) -> tuple[Any, Any, Float32[Array, ""]]:
+        """Scales the gradients of rows and of dense parameters together until their norm is at most `max_norm`.
+
+        As `optax.clip_by_global_norm` of all of them would, if tables were dense: below `max_norm` nothing changes,
+        not a bit; else each number is multiplied by `max_norm / norm`. Give the results to `update` and to the dense
+        optimizer, whose own clipping is left out.
+
+        A row gradient that is not finite does not count, since `update` skips and counts it. A dense gradient that is
+        not finite does: as in Optax, a norm of NaN makes all gradients NaN, and then no row moves.
+
+        Args:
+          state: read only.
+          plan: of a lookup, or those of several; as for `update`.
+          gradients: with respect to the embeddings; as for `update`.
+          max_norm: a positive scalar, perhaps traced.
+          dense: any tree of float gradients. Inside `shard_map` those of the whole batch, the same on all shards.
+
+        Returns:
+          Gradients and dense gradients in the form and dtypes in which they came, and the norm before clipping,
+          float32.
+
+        Raises:
+          TypeError, ValueError: plans and gradients that do not fit, `max_norm` not a positive scalar.
+
+        Cost:
+          `gradient_norm`, and one pass over all gradients.
+
+        Source:
+          R. Pascanu, T. Mikolov and Y. Bengio, On the difficulty of training recurrent neural networks, 2013.
+
+        Example:
+          >>> import jaxsok
+          >>> tables = [jaxsok.TableSpec("item", dim=1, optimizer=jaxsok.optim.sgd(0.1), capacity=16)]
+          >>> collection = jaxsok.Collection(tables, [jaxsok.FeatureSpec("clicked", table="item")])
+          >>> batch = collection.batch({"clicked": np.array([7, 7])})
+          >>> _, state, plan = collection.lookup(collection.init(seed=0), batch.features)
+          >>> gradients = {"clicked": jnp.array([[1.0], [2.0]])}  # 3 for key 7
+          >>> gradients, dense, norm = collection.clip_by_global_norm(
+          ...     state, plan, gradients, 2.5, dense={"bias": jnp.array(4.0)}
+          ... )
+          >>> norm.item(), gradients["clicked"].tolist(), dense["bias"].item()
+          (5.0, [[0.5], [1.0]], 2.0)
+        """
+        _check_max_norm(max_norm)
+        of_rows = self.gradient_norm(state, plan, gradients)
+        norm = norms_lib.tree_norm([of_rows, norms_lib.tree_norm(dense)])
+        gradients, dense = norms_lib.scaled((gradients, dense), norms_lib.factor_of(norm, max_norm))
+        return gradients, dense, norm
 
     # The same on one shard's part of everything, and on global arrays, where it calls the former on every shard.
 
@@ -441,6 +532,20 @@ class Collection:
         return self.shards.run(
             self._update_part, (state, plans, gradients, learning_rate), (of_state, spec, spec, P()), (of_state, P())
         )
+
+    def _gradient_norm_part(
+        self, state: State, plans: Sequence[Plan], gradients: Sequence[Mapping[str, Array]]
+    ) -> Float32[Array, ""]:
+        axis = None if self.shards is None else self.shards.axis
+        return norms_lib.row_gradient_norm(self.stores, state, plans, gradients, *self._between, axis)
+
+    def _gradient_norm_global(
+        self, state: State, plans: Sequence[Plan], gradients: Sequence[Mapping[str, Array]]
+    ) -> Float32[Array, ""]:
+        spec = self.shards.spec
+        gradients = jax.tree.map(self.shards.resplit, gradients)
+        args, of_args = (state, plans, gradients), (self._specs_of(state), spec, spec)
+        return self.shards.run(self._gradient_norm_part, args, of_args, P())
 
     def _erase_part(self, state: State, words: Array, *, store: int, number: int) -> tuple[State, UInt32[Array, ""]]:
         spec, old = self.stores[store], state.stores[store]
@@ -742,6 +847,22 @@ class Collection:
                 "the collection that made it, or declare the same tables."
             )
 
+    def _plans_and_gradients(self, op: str, plan: Any, gradients: Any) -> tuple[list[Plan], list[Mapping[str, Array]]]:
+        """What an op on lookups was given, as lists of one length."""
+        plans = [plan] if isinstance(plan, Plan) else list(plan)
+        grads = [gradients] if isinstance(gradients, Mapping) else list(gradients)
+        if not plans or len(plans) != len(grads):
+            raise ValueError(
+                f"{op}: gradients: got {len(grads)} for {len(plans)} plans, wanted one for each, at least 1."
+            )
+        for one in plans:
+            if not isinstance(one, Plan) or one.found is None:
+                raise TypeError(
+                    f"{op}: plan: got {type(one).__name__} that no lookup returned, wanted lookup's third result."
+                )
+            self._check_features(op, one.features)
+        return plans, grads
+
     def _check_features(self, op: str, features: Features) -> None:
         if not isinstance(features, Features):
             raise TypeError(
@@ -842,3 +963,12 @@ def _check_rate(rate: Any) -> None:
     if not is_number or np.shape(rate) != ():
         got = f"shape {list(np.shape(rate))}" if is_number else repr(rate)
         raise TypeError(f"update: learning_rate: got {got}, wanted a scalar.")
+
+
+def _check_max_norm(max_norm: Any) -> None:
+    is_number = isinstance(max_norm, (int, float, np.number, np.ndarray, jax.Array)) and not isinstance(max_norm, bool)
+    if not is_number or np.shape(max_norm) != ():
+        got = f"shape {list(np.shape(max_norm))}" if is_number else repr(max_norm)
+        raise TypeError(f"clip_by_global_norm: max_norm: got {got}, wanted a scalar.")
+    if not isinstance(max_norm, jax.Array) and not max_norm > 0:
+        raise ValueError(f"clip_by_global_norm: max_norm: got {max_norm}, wanted a positive number.")
