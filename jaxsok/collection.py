@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float32, Int32, UInt32
 
 from jaxsok import ahead as ahead_lib
+from jaxsok import annotations, guards, processes
 from jaxsok import exchange as exchange_lib
 from jaxsok import export as export_lib
 from jaxsok import features as features_lib
@@ -23,7 +24,6 @@ from jaxsok import memory as memory_lib
 from jaxsok import norms as norms_lib
 from jaxsok import pipeline as pipeline_lib
 from jaxsok import plan as plan_lib
-from jaxsok import processes
 from jaxsok import sources as sources_lib
 from jaxsok import split as split_lib
 from jaxsok import table as table_lib
@@ -155,6 +155,7 @@ class Collection:
                     f"store {s}, wanted at most {MAX_CAPACITY}."
                 )
 
+    @annotations.annotated("jaxsok.init")
     def init(self, seed: int = 0) -> State:
         """Allocates empty stores of the declared capacity.
 
@@ -202,6 +203,7 @@ class Collection:
         self.growth.forget()
         return state
 
+    @annotations.annotated("jaxsok.batch")
     def batch(self, raw: Mapping[str, Any], *, pad_to: int | None = None) -> Batch:
         """Packs a raw batch: features into few arrays of static size, everything else untouched.
 
@@ -238,6 +240,7 @@ class Collection:
         self._note_keys([batch.features])
         return batch
 
+    @annotations.annotated("jaxsok.plan")
     def plan(self, features: Features, *, send_capacity: Sequence[int] | None = None) -> Plan:
         """Makes the keys of a batch distinct. Reads no table, so it can run a batch ahead of the lookup.
 
@@ -260,6 +263,7 @@ class Collection:
         if send_capacity is not None:
             self._check_send_capacity(send_capacity)
             send_capacity = tuple(int(capacity) for capacity in send_capacity)
+        (features,) = guards.whole("plan", features=features)
         if self.shards is None or self.shards.is_manual():
             return self._plan_part(features, send_capacity)
         return self._jitted["plan"](features, send_capacities=send_capacity)
@@ -292,6 +296,7 @@ class Collection:
         """
         return pipeline_lib.Pipeline(self, batches, pad_to)
 
+    @annotations.annotated("jaxsok.lookup")
     def lookup(self, state: State, features: Features | Plan) -> tuple[Embeddings, State, Plan]:
         """Looks up a batch; unseen keys get rows, in order of first occurrence.
 
@@ -316,11 +321,12 @@ class Collection:
         plan = features if isinstance(features, Plan) else Plan(features)
         self._check_features("lookup", plan.features)
         self._note_keys([plan.features])
-        with jax.named_scope("jaxsok.lookup"):
-            if self.shards is None or self.shards.is_manual():
-                return lookup_lib.lookup(self.stores, state, plan, *self._between)
-            return self._jitted["lookup"](state, plan)
+        state, plan = guards.whole("lookup", state=state, features=plan)
+        if self.shards is None or self.shards.is_manual():
+            return lookup_lib.lookup(self.stores, state, plan, *self._between)
+        return self._jitted["lookup"](state, plan)
 
+    @annotations.annotated("jaxsok.find")
     def find(self, state: State, features: Features | Plan) -> tuple[Embeddings, Stats]:
         """The evaluation lookup: reads only. Keys without a row read what their table's `unknown` says.
 
@@ -330,11 +336,12 @@ class Collection:
         self._check_state("find", state)
         plan = features if isinstance(features, Plan) else Plan(features)
         self._check_features("find", plan.features)
-        with jax.named_scope("jaxsok.find"):
-            if self.shards is None or self.shards.is_manual():
-                return self._find_part(state, plan)
-            return self._jitted["find"](state, plan)
+        state, plan = guards.whole("find", state=state, features=plan)
+        if self.shards is None or self.shards.is_manual():
+            return self._find_part(state, plan)
+        return self._jitted["find"](state, plan)
 
+    @annotations.annotated("jaxsok.update")
     def update(
         self,
         state: State,
@@ -369,13 +376,14 @@ class Collection:
         if learning_rate is not None:
             _check_rate(learning_rate)
         self._note_keys([one.features for one in plans])
-        with jax.named_scope("jaxsok.update"):
-            if self.shards is None or self.shards.is_manual():
-                return self._update_part(state, plans, grads, learning_rate)
-            for one, of_plan in zip(plans, grads, strict=True):
-                update_lib.check_gradients(self.stores, one, of_plan, self.shards.num_shards)
-            return self._jitted["update"](state, plans, [dict(of_plan) for of_plan in grads], learning_rate)
+        state, plans, grads = guards.whole("update", state=state, plan=plans, gradients=grads)
+        if self.shards is None or self.shards.is_manual():
+            return self._update_part(state, plans, grads, learning_rate)
+        for one, of_plan in zip(plans, grads, strict=True):
+            update_lib.check_gradients(self.stores, one, of_plan, self.shards.num_shards)
+        return self._jitted["update"](state, plans, [dict(of_plan) for of_plan in grads], learning_rate)
 
+    @annotations.annotated("jaxsok.gradient_norm")
     def gradient_norm(
         self,
         state: State,
@@ -417,10 +425,12 @@ class Collection:
         for one, of_plan in zip(plans, grads, strict=True):
             num_parts = 1 if self.shards is None or is_part else self.shards.num_shards
             update_lib.check_gradients(self.stores, one, of_plan, num_parts, "gradient_norm")
+        state, plans, grads = guards.whole("gradient_norm", state=state, plan=plans, gradients=grads)
         if is_part:
             return self._gradient_norm_part(state, plans, grads)
         return self._jitted["gradient_norm"](state, plans, [dict(of_plan) for of_plan in grads])
 
+    @annotations.annotated("jaxsok.clip_by_global_norm")
     def clip_by_global_norm(
         self,
         state: State,
@@ -576,6 +586,7 @@ class Collection:
         """How each array of a state lies on the mesh, as `shard_map` takes it."""
         return dataclasses.replace(state, stores=self.shards.spec, step=P(), seed=P(), partition_owners=P())
 
+    @annotations.annotated("jaxsok.grow")
     def grow(self, state: State, *, steps: int = 1) -> State:
         """Makes room, between steps, for what the next `steps` steps may insert; almost always returns at once.
 
@@ -645,6 +656,7 @@ class Collection:
         """
         return ahead_lib.Ahead(step, self.stores, self.growth, state_argnum)
 
+    @annotations.annotated("jaxsok.erase")
     def erase(self, state: State, table: str, keys: Any) -> tuple[State, UInt32[Array, ""]]:
         """Takes the rows of keys away; absent keys are passed over. Plans made before become stale.
 
@@ -669,10 +681,12 @@ class Collection:
         words = keys_lib.words_of(keys, "int64", "erase")
         if words.ndim != 2:
             raise ValueError(f"erase: keys: got shape {list(words.shape[:-1])}, wanted [num_keys].")
+        state, words = guards.whole("erase", state=state, keys=words)
         if self.shards is None or self.shards.is_manual():
             return self._erase_part(state, jnp.asarray(words), store=s, number=number)
         return self._jitted["erase"](state, words, store=s, number=number)
 
+    @annotations.annotated("jaxsok.stack")
     def stack(self, tree: Any) -> Any:
         """Global arrays as `pmap` takes them: each `[num_shards * n, ...]` as `[num_shards, n, ...]`.
 
@@ -686,6 +700,7 @@ class Collection:
         """
         return self._restacked("stack", tree, is_stacking=True)
 
+    @annotations.annotated("jaxsok.unstack")
     def unstack(self, tree: Any) -> Any:
         """What `pmap` gave, as global arrays: the way back from `stack`.
 
@@ -720,6 +735,7 @@ class Collection:
         restacked_nodes = [jax.tree.map(restack, node, _is_split(node)) for node in leaves]
         return jax.tree.unflatten(structure, restacked_nodes)
 
+    @annotations.annotated("jaxsok.export_table")
     def export_table(self, state: State, table: str) -> dict[str, Any]:
         """A table's keys, rows, row ids and optimizer state as NumPy arrays, in the order of the row ids.
 
@@ -732,6 +748,7 @@ class Collection:
         s, number = self._locate("export_table", table)
         return export_lib.export_table(self.stores[s], state.stores[s], number)
 
+    @annotations.annotated("jaxsok.num_rows")
     def num_rows(self, state: State) -> dict[str, int]:
         """Rows in use by table (waits for the device).
 

@@ -14,7 +14,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Float32, UInt32
 
-from jaxsok import exchange, table
+from jaxsok import annotations, exchange, table
 from jaxsok import update as update_lib
 from jaxsok.exchange import Round, Route
 from jaxsok.kernels import combine as combine_kernels
@@ -127,6 +127,7 @@ def _summed_by_row(
     return jnp.where(jnp.isfinite(sums).all(axis=1, keepdims=True), sums, 0.0)
 
 
+@annotations.by_store
 def _row_sums(
     spec: StoreSpec,
     store: StoreState,
@@ -148,6 +149,7 @@ def _row_sums(
     return _summed_by_row(jnp.concatenate(row_ids), tuple(batch), num_tiles, flat, spec.row_gradient)
 
 
+@annotations.by_store
 def _with_exchanged(
     shards: Shards,
     wire: ExchangeSpec,

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int32, UInt32
 
-from jaxsok import exchange, table
+from jaxsok import annotations, exchange, table
 from jaxsok.exchange import Round, Route
 from jaxsok.features import FeatureLayout, StoreFeatures
 from jaxsok.kernels import combine as combine_kernels
@@ -113,6 +113,7 @@ class StepInputs:
     step: UInt32[Array, ""]
 
 
+@annotations.by_store
 def _update_store(
     spec: StoreSpec,
     store: StoreState,
@@ -187,6 +188,7 @@ def generations_of(store: StoreState, s: int, plans: Sequence[Plan], live: Seque
     )
 
 
+@annotations.by_store
 def _update_exchanged(
     shards: Shards,
     wire: ExchangeSpec,
