@@ -394,8 +394,8 @@ class Collection:
 
         A row counts once, with the sum of its gradients over all uses, plans and shards, scaled as its table's
         `row_gradient` says: with "sum" this is the norm of the gradient that a dense table would have. Rows that the
-        update leaves alone (refused keys, stale plans, a sum that is not finite) do not count. Numbers of any size
-        are squared without overflow, and two runs give the same bits.
+        update leaves alone (refused keys, stale plans, a sum that is not finite) do not count. What the optimizer's own
+        limits would cut off does. Numbers of any size are squared without overflow, and two runs give the same bits.
 
         Args:
           state: read only.
