@@ -20,6 +20,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxsok.annotations import annotated
 from jaxsok.grow import LOOK_EVERY, GrowthTracker, free_bytes, next_capacity
 from jaxsok.specs import StoreSpec
 from jaxsok.store import State, StoreState, num_buckets_of
@@ -171,6 +172,7 @@ class Ahead:
         )
         return compiled
 
+    @annotated("jaxsok.ahead")
     def _compile(self, program: _Program, args: tuple, kwargs: dict) -> None:
         """Compiles for arrays, or shapes; whoever waits for the program gets it, or the error, whatever it is."""
         start = time.perf_counter()

@@ -10,9 +10,10 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Int32, UInt32
+from jaxtyping import Array, Float32, Int32, UInt32
 
 from jaxsok import ahead as ahead_lib
+from jaxsok import annotations, guards, processes
 from jaxsok import exchange as exchange_lib
 from jaxsok import export as export_lib
 from jaxsok import features as features_lib
@@ -20,9 +21,9 @@ from jaxsok import grow as grow_lib
 from jaxsok import keys as keys_lib
 from jaxsok import lookup as lookup_lib
 from jaxsok import memory as memory_lib
+from jaxsok import norms as norms_lib
 from jaxsok import pipeline as pipeline_lib
 from jaxsok import plan as plan_lib
-from jaxsok import processes
 from jaxsok import sources as sources_lib
 from jaxsok import split as split_lib
 from jaxsok import table as table_lib
@@ -130,7 +131,7 @@ class Collection:
         static = {"plan": "send_capacities", "erase": ("store", "number")}
         self._jitted = {
             name: jax.jit(getattr(self, f"_{name}_global"), static_argnames=static.get(name, ()))
-            for name in ("plan", "lookup", "find", "update", "erase")
+            for name in ("plan", "lookup", "find", "update", "gradient_norm", "erase")
         }
         self.growth = grow_lib.GrowthTracker.of(len(self.stores))
         for s, store in enumerate(self.stores):
@@ -154,6 +155,7 @@ class Collection:
                     f"store {s}, wanted at most {MAX_CAPACITY}."
                 )
 
+    @annotations.annotated("jaxsok.init")
     def init(self, seed: int = 0) -> State:
         """Allocates empty stores of the declared capacity.
 
@@ -201,6 +203,7 @@ class Collection:
         self.growth.forget()
         return state
 
+    @annotations.annotated("jaxsok.batch")
     def batch(self, raw: Mapping[str, Any], *, pad_to: int | None = None) -> Batch:
         """Packs a raw batch: features into few arrays of static size, everything else untouched.
 
@@ -237,6 +240,7 @@ class Collection:
         self._note_keys([batch.features])
         return batch
 
+    @annotations.annotated("jaxsok.plan")
     def plan(self, features: Features, *, send_capacity: Sequence[int] | None = None) -> Plan:
         """Makes the keys of a batch distinct. Reads no table, so it can run a batch ahead of the lookup.
 
@@ -259,6 +263,7 @@ class Collection:
         if send_capacity is not None:
             self._check_send_capacity(send_capacity)
             send_capacity = tuple(int(capacity) for capacity in send_capacity)
+        (features,) = guards.whole("plan", features=features)
         if self.shards is None or self.shards.is_manual():
             return self._plan_part(features, send_capacity)
         return self._jitted["plan"](features, send_capacities=send_capacity)
@@ -291,6 +296,7 @@ class Collection:
         """
         return pipeline_lib.Pipeline(self, batches, pad_to)
 
+    @annotations.annotated("jaxsok.lookup")
     def lookup(self, state: State, features: Features | Plan) -> tuple[Embeddings, State, Plan]:
         """Looks up a batch; unseen keys get rows, in order of first occurrence.
 
@@ -315,11 +321,12 @@ class Collection:
         plan = features if isinstance(features, Plan) else Plan(features)
         self._check_features("lookup", plan.features)
         self._note_keys([plan.features])
-        with jax.named_scope("jaxsok.lookup"):
-            if self.shards is None or self.shards.is_manual():
-                return lookup_lib.lookup(self.stores, state, plan, *self._between)
-            return self._jitted["lookup"](state, plan)
+        state, plan = guards.whole("lookup", state=state, features=plan)
+        if self.shards is None or self.shards.is_manual():
+            return lookup_lib.lookup(self.stores, state, plan, *self._between)
+        return self._jitted["lookup"](state, plan)
 
+    @annotations.annotated("jaxsok.find")
     def find(self, state: State, features: Features | Plan) -> tuple[Embeddings, Stats]:
         """The evaluation lookup: reads only. Keys without a row read what their table's `unknown` says.
 
@@ -329,11 +336,12 @@ class Collection:
         self._check_state("find", state)
         plan = features if isinstance(features, Plan) else Plan(features)
         self._check_features("find", plan.features)
-        with jax.named_scope("jaxsok.find"):
-            if self.shards is None or self.shards.is_manual():
-                return self._find_part(state, plan)
-            return self._jitted["find"](state, plan)
+        state, plan = guards.whole("find", state=state, features=plan)
+        if self.shards is None or self.shards.is_manual():
+            return self._find_part(state, plan)
+        return self._jitted["find"](state, plan)
 
+    @annotations.annotated("jaxsok.update")
     def update(
         self,
         state: State,
@@ -364,27 +372,120 @@ class Collection:
           `state, stats = collection.update(state, plan, g_embeddings)`
         """
         self._check_state("update", state)
-        plans = [plan] if isinstance(plan, Plan) else list(plan)
-        grads = [gradients] if isinstance(gradients, Mapping) else list(gradients)
-        if not plans or len(plans) != len(grads):
-            raise ValueError(
-                f"update: gradients: got {len(grads)} for {len(plans)} plans, wanted one for each, at least 1."
-            )
-        for one in plans:
-            if not isinstance(one, Plan) or one.found is None:
-                raise TypeError(
-                    f"update: plan: got {type(one).__name__} that no lookup returned, wanted lookup's third result."
-                )
-            self._check_features("update", one.features)
+        plans, grads = self._plans_and_gradients("update", plan, gradients)
         if learning_rate is not None:
             _check_rate(learning_rate)
         self._note_keys([one.features for one in plans])
-        with jax.named_scope("jaxsok.update"):
-            if self.shards is None or self.shards.is_manual():
-                return self._update_part(state, plans, grads, learning_rate)
-            for one, of_plan in zip(plans, grads, strict=True):
-                update_lib.check_gradients(self.stores, one, of_plan, self.shards.num_shards)
-            return self._jitted["update"](state, plans, [dict(of_plan) for of_plan in grads], learning_rate)
+        state, plans, grads = guards.whole("update", state=state, plan=plans, gradients=grads)
+        if self.shards is None or self.shards.is_manual():
+            return self._update_part(state, plans, grads, learning_rate)
+        for one, of_plan in zip(plans, grads, strict=True):
+            update_lib.check_gradients(self.stores, one, of_plan, self.shards.num_shards)
+        return self._jitted["update"](state, plans, [dict(of_plan) for of_plan in grads], learning_rate)
+
+    @annotations.annotated("jaxsok.gradient_norm")
+    def gradient_norm(
+        self,
+        state: State,
+        plan: Plan | Sequence[Plan],
+        gradients: Mapping[str, Array] | Sequence[Mapping[str, Array]],
+    ) -> Float32[Array, ""]:
+        """The norm of the row gradients that `update` would step by, of all tables together.
+
+        A row counts once, with the sum of its gradients over all uses, plans and shards, scaled as its table's
+        `row_gradient` says: with "sum" this is the norm of the gradient that a dense table would have. Rows that the
+        update leaves alone (refused keys, stale plans, a sum that is not finite) do not count. What the optimizer's own
+        limits would cut off does. Numbers of any size are squared without overflow, and two runs give the same bits.
+
+        Args:
+          state: read only.
+          plan: of a lookup, or those of several; as for `update`.
+          gradients: with respect to the embeddings; as for `update`.
+
+        Raises:
+          TypeError, ValueError: plans and gradients that do not fit. Raised when traced.
+
+        Cost:
+          About that of an update: sorts the uses by row, reads each bag gradient, writes and reads a float32 row
+          gradient for each key. On a mesh gradients go over the wire a second time.
+
+        Example:
+          >>> import jaxsok
+          >>> tables = [jaxsok.TableSpec("item", dim=1, optimizer=jaxsok.optim.sgd(0.1), capacity=16)]
+          >>> collection = jaxsok.Collection(tables, [jaxsok.FeatureSpec("clicked", table="item")])
+          >>> batch = collection.batch({"clicked": np.array([7, 9, 7])})
+          >>> _, state, plan = collection.lookup(collection.init(seed=0), batch.features)
+          >>> gradients = {"clicked": jnp.array([[1.0], [4.0], [2.0]])}  # 3 for key 7, 4 for key 9
+          >>> collection.gradient_norm(state, plan, gradients)
+          Array(5., dtype=float32)
+        """
+        self._check_state("gradient_norm", state)
+        plans, grads = self._plans_and_gradients("gradient_norm", plan, gradients)
+        is_part = self.shards is None or self.shards.is_manual()
+        for one, of_plan in zip(plans, grads, strict=True):
+            num_parts = 1 if self.shards is None or is_part else self.shards.num_shards
+            update_lib.check_gradients(self.stores, one, of_plan, num_parts, "gradient_norm")
+        state, plans, grads = guards.whole("gradient_norm", state=state, plan=plans, gradients=grads)
+        if is_part:
+            return self._gradient_norm_part(state, plans, grads)
+        return self._jitted["gradient_norm"](state, plans, [dict(of_plan) for of_plan in grads])
+
+    @annotations.annotated("jaxsok.clip_by_global_norm")
+    def clip_by_global_norm(
+        self,
+        state: State,
+        plan: Plan | Sequence[Plan],
+        gradients: Mapping[str, Array] | Sequence[Mapping[str, Array]],
+        max_norm: Any,
+        dense: Any = None,
+    ) -> tuple[Any, Any, Float32[Array, ""]]:
+        """Scales the gradients of rows and of dense parameters together until their norm is at most `max_norm`.
+
+        As `optax.clip_by_global_norm` of all of them would, if tables were dense: below `max_norm` nothing changes,
+        not a bit; else each number is multiplied by `max_norm / norm`. Give the results to `update` and to the dense
+        optimizer, whose own clipping is left out.
+
+        A row gradient that is not finite does not count, since `update` skips and counts it. A dense gradient that is
+        not finite does: as in Optax, a norm of NaN makes all gradients NaN, and then no row moves.
+
+        Args:
+          state: read only.
+          plan: of a lookup, or those of several; as for `update`.
+          gradients: with respect to the embeddings; as for `update`.
+          max_norm: a positive scalar, perhaps traced.
+          dense: any tree of float gradients. Inside `shard_map` those of the whole batch, the same on all shards.
+
+        Returns:
+          Gradients and dense gradients in the form and dtypes in which they came, and the norm before clipping,
+          float32.
+
+        Raises:
+          TypeError, ValueError: plans and gradients that do not fit, `max_norm` not a positive scalar.
+
+        Cost:
+          `gradient_norm`, and one pass over all gradients.
+
+        Source:
+          R. Pascanu, T. Mikolov and Y. Bengio, On the difficulty of training recurrent neural networks, 2013.
+
+        Example:
+          >>> import jaxsok
+          >>> tables = [jaxsok.TableSpec("item", dim=1, optimizer=jaxsok.optim.sgd(0.1), capacity=16)]
+          >>> collection = jaxsok.Collection(tables, [jaxsok.FeatureSpec("clicked", table="item")])
+          >>> batch = collection.batch({"clicked": np.array([7, 7])})
+          >>> _, state, plan = collection.lookup(collection.init(seed=0), batch.features)
+          >>> gradients = {"clicked": jnp.array([[1.0], [2.0]])}  # 3 for key 7
+          >>> gradients, dense, norm = collection.clip_by_global_norm(
+          ...     state, plan, gradients, 2.5, dense={"bias": jnp.array(4.0)}
+          ... )
+          >>> norm.item(), gradients["clicked"].tolist(), dense["bias"].item()
+          (5.0, [[0.5], [1.0]], 2.0)
+        """
+        _check_max_norm(max_norm)
+        of_rows = self.gradient_norm(state, plan, gradients)
+        norm = norms_lib.tree_norm([of_rows, norms_lib.tree_norm(dense)])
+        gradients, dense = norms_lib.scaled((gradients, dense), norms_lib.factor_of(norm, max_norm))
+        return gradients, dense, norm
 
     # The same on one shard's part of everything, and on global arrays, where it calls the former on every shard.
 
@@ -442,6 +543,20 @@ class Collection:
             self._update_part, (state, plans, gradients, learning_rate), (of_state, spec, spec, P()), (of_state, P())
         )
 
+    def _gradient_norm_part(
+        self, state: State, plans: Sequence[Plan], gradients: Sequence[Mapping[str, Array]]
+    ) -> Float32[Array, ""]:
+        axis = None if self.shards is None else self.shards.axis
+        return norms_lib.row_gradient_norm(self.stores, state, plans, gradients, *self._between, axis)
+
+    def _gradient_norm_global(
+        self, state: State, plans: Sequence[Plan], gradients: Sequence[Mapping[str, Array]]
+    ) -> Float32[Array, ""]:
+        spec = self.shards.spec
+        gradients = jax.tree.map(self.shards.resplit, gradients)
+        args, of_args = (state, plans, gradients), (self._specs_of(state), spec, spec)
+        return self.shards.run(self._gradient_norm_part, args, of_args, P())
+
     def _erase_part(self, state: State, words: Array, *, store: int, number: int) -> tuple[State, UInt32[Array, ""]]:
         spec, old = self.stores[store], state.stores[store]
         ids = jnp.asarray(table_lib.table_ids_of(number, words.shape[0]))
@@ -471,6 +586,7 @@ class Collection:
         """How each array of a state lies on the mesh, as `shard_map` takes it."""
         return dataclasses.replace(state, stores=self.shards.spec, step=P(), seed=P(), partition_owners=P())
 
+    @annotations.annotated("jaxsok.grow")
     def grow(self, state: State, *, steps: int = 1) -> State:
         """Makes room, between steps, for what the next `steps` steps may insert; almost always returns at once.
 
@@ -540,6 +656,7 @@ class Collection:
         """
         return ahead_lib.Ahead(step, self.stores, self.growth, state_argnum)
 
+    @annotations.annotated("jaxsok.erase")
     def erase(self, state: State, table: str, keys: Any) -> tuple[State, UInt32[Array, ""]]:
         """Takes the rows of keys away; absent keys are passed over. Plans made before become stale.
 
@@ -564,10 +681,12 @@ class Collection:
         words = keys_lib.words_of(keys, "int64", "erase")
         if words.ndim != 2:
             raise ValueError(f"erase: keys: got shape {list(words.shape[:-1])}, wanted [num_keys].")
+        state, words = guards.whole("erase", state=state, keys=words)
         if self.shards is None or self.shards.is_manual():
             return self._erase_part(state, jnp.asarray(words), store=s, number=number)
         return self._jitted["erase"](state, words, store=s, number=number)
 
+    @annotations.annotated("jaxsok.stack")
     def stack(self, tree: Any) -> Any:
         """Global arrays as `pmap` takes them: each `[num_shards * n, ...]` as `[num_shards, n, ...]`.
 
@@ -581,6 +700,7 @@ class Collection:
         """
         return self._restacked("stack", tree, is_stacking=True)
 
+    @annotations.annotated("jaxsok.unstack")
     def unstack(self, tree: Any) -> Any:
         """What `pmap` gave, as global arrays: the way back from `stack`.
 
@@ -615,6 +735,7 @@ class Collection:
         restacked_nodes = [jax.tree.map(restack, node, _is_split(node)) for node in leaves]
         return jax.tree.unflatten(structure, restacked_nodes)
 
+    @annotations.annotated("jaxsok.export_table")
     def export_table(self, state: State, table: str) -> dict[str, Any]:
         """A table's keys, rows, row ids and optimizer state as NumPy arrays, in the order of the row ids.
 
@@ -627,6 +748,7 @@ class Collection:
         s, number = self._locate("export_table", table)
         return export_lib.export_table(self.stores[s], state.stores[s], number)
 
+    @annotations.annotated("jaxsok.num_rows")
     def num_rows(self, state: State) -> dict[str, int]:
         """Rows in use by table (waits for the device).
 
@@ -742,6 +864,22 @@ class Collection:
                 "the collection that made it, or declare the same tables."
             )
 
+    def _plans_and_gradients(self, op: str, plan: Any, gradients: Any) -> tuple[list[Plan], list[Mapping[str, Array]]]:
+        """What an op on lookups was given, as lists of one length."""
+        plans = [plan] if isinstance(plan, Plan) else list(plan)
+        grads = [gradients] if isinstance(gradients, Mapping) else list(gradients)
+        if not plans or len(plans) != len(grads):
+            raise ValueError(
+                f"{op}: gradients: got {len(grads)} for {len(plans)} plans, wanted one for each, at least 1."
+            )
+        for one in plans:
+            if not isinstance(one, Plan) or one.found is None:
+                raise TypeError(
+                    f"{op}: plan: got {type(one).__name__} that no lookup returned, wanted lookup's third result."
+                )
+            self._check_features(op, one.features)
+        return plans, grads
+
     def _check_features(self, op: str, features: Features) -> None:
         if not isinstance(features, Features):
             raise TypeError(
@@ -842,3 +980,12 @@ def _check_rate(rate: Any) -> None:
     if not is_number or np.shape(rate) != ():
         got = f"shape {list(np.shape(rate))}" if is_number else repr(rate)
         raise TypeError(f"update: learning_rate: got {got}, wanted a scalar.")
+
+
+def _check_max_norm(max_norm: Any) -> None:
+    is_number = isinstance(max_norm, (int, float, np.number, np.ndarray, jax.Array)) and not isinstance(max_norm, bool)
+    if not is_number or np.shape(max_norm) != ():
+        got = f"shape {list(np.shape(max_norm))}" if is_number else repr(max_norm)
+        raise TypeError(f"clip_by_global_norm: max_norm: got {got}, wanted a scalar.")
+    if not isinstance(max_norm, jax.Array) and not max_norm > 0:
+        raise ValueError(f"clip_by_global_norm: max_norm: got {max_norm}, wanted a positive number.")

@@ -22,6 +22,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, Int32, UInt32
 
+from jaxsok import annotations
 from jaxsok import plan as plan_lib
 from jaxsok.features import StoreFeatures
 from jaxsok.plan import Requests
@@ -105,12 +106,14 @@ class Route:
         """Lines that a shard sends in a round."""
         return self.num_owners * self.send_capacity
 
+    @jax.named_scope("to_owners")
     def to_owners(self, lines: Array) -> Array:
         """Lines `[num_sent, ...]`, owner by owner, to the owners, who get `[num_shards * send_capacity, ...]`."""
         if self.is_replicated:
             return lax.all_gather(lines, self.shards.axis, axis=0, tiled=True)
         return lax.all_to_all(lines, self.shards.axis, 0, 0, tiled=True)
 
+    @jax.named_scope("to_askers")
     def to_askers(self, lines: Array) -> Array:
         """The way back: what was done with each line, in the order in which the asker sent them."""
         if self.is_replicated:
@@ -191,6 +194,7 @@ def wire_bytes(dim: int, dtype: str | None, own: str = "float32") -> int:
 # Plans ---------------------------------------------------------------------------------------------------------------
 
 
+@annotations.by_store
 def ask(
     shards: Shards,
     spec: StoreSpec,
@@ -286,6 +290,7 @@ def over_rounds(
     """
     routes = [Route(shards, spec.is_replicated, one.send_capacity) for one in asked]
 
+    @jax.named_scope("round")
     def run(carry: Any, begins: list[Array]) -> tuple[Any, list[Array], Array]:
         bound, is_last = _common_end(shards, asked, begins)
         ends = [_ends(one, begin, bound, is_last) for one, begin in zip(asked, begins, strict=True)]

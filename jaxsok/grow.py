@@ -16,6 +16,8 @@ import dataclasses
 import functools
 import math
 import pathlib
+import warnings
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -33,6 +35,9 @@ from jaxsok.types import COUNTERS, MAX_CAPACITY
 GROWTH_FACTOR = 2.0  # capacity after growing over capacity before: the number of programs compiled is logarithmic
 LOOK_EVERY = 64  # calls between looks at counters that nothing forces: keys without an index entry show there
 GENTLE_FACTOR = 1.25  # where twice does not fit into memory
+COPIES = 3  # steps in a row after which a state that is copied is told: one may have come from elsewhere
+WORTH_BYTES = 64 << 20  # of the largest array of a state that is: below, copying costs less than a step
+PLACES = 100  # calls that look: then it is known how the step goes
 AGREED_LAG = 2  # calls between asking for counters and reading them, where several processes must agree
 
 _WORD = {name: i for i, name in enumerate(COUNTERS)}
@@ -59,6 +64,12 @@ class GrowthTracker:
     """How often the host had to wait for the device."""
     num_grown: int = 0
     """How often a store grew: each time the step is compiled anew."""
+    place: tuple[weakref.ref, int] | None = None
+    """The largest array of the state last seen, and where it lay."""
+    num_places: int = 0
+    """How often that was looked at."""
+    num_copied: int = 0
+    """How often in a row the state was elsewhere, and what it came from gone."""
 
     @classmethod
     def of(cls, num_stores: int) -> "GrowthTracker":
@@ -157,6 +168,7 @@ def grow(
             tracker.allowed[s] += keys * tracker.steps
     tracker.num_calls += 1
     tracker.steps = steps
+    _warn_of_copies(tracker, state)
     reserve = [keys * steps for keys in tracker.keys_per_step]
     capacities = [store.capacity // num_shards for store in state.stores]
     open_ended = [
@@ -203,6 +215,36 @@ def grow(
         arriving.copy_to_host_async()
         tracker.under_way.append((arriving, list(tracker.allowed), tracker.num_calls))
     return state
+
+
+def _warn_of_copies(tracker: GrowthTracker, state: State) -> None:
+    """Tells, once, that steps copy the state: rows lie elsewhere after each.
+
+    A donated state stays where it is (law 9). One that is not is right as well, but is copied in every step, and two of
+    it are in memory. Nothing is waited for: while steps are under way nobody looks.
+    """
+    if tracker.num_places >= PLACES or tracker.num_copied >= COPIES:
+        return
+    slab = max((slab for store in state.stores for slab in store.rows), key=lambda slab: slab.nbytes)
+    if slab.nbytes < WORTH_BYTES or not slab.is_ready():
+        tracker.place = None
+        return
+    last, tracker.num_places = tracker.place, tracker.num_places + 1
+    tracker.place = weakref.ref(slab), slab.addressable_shards[0].data.unsafe_buffer_pointer()
+    if last is None or last[0]() is slab:
+        return
+    # Where the old state lives on, two of them take turns, or the caller means to keep it.
+    old = last[0]()
+    is_kept = old is not None and not old.is_deleted()
+    tracker.num_copied = tracker.num_copied + 1 if tracker.place[1] != last[1] and not is_kept else 0
+    if tracker.num_copied == COPIES:
+        warnings.warn(
+            f"grow: state: got a new copy of it after each of the last {COPIES} steps (its largest array has "
+            f"{slab.nbytes} bytes), wanted one that is changed in place; donate the state to the step: "
+            "jax.jit(step, donate_argnums=0).",
+            RuntimeWarning,
+            stacklevel=5,  # the caller of Collection.grow, behind its annotation
+        )
 
 
 def next_capacity(spec: StoreSpec, capacity: int, needed: int, free: int | None) -> int:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int32, UInt32
 
-from jaxsok import exchange, table
+from jaxsok import annotations, exchange, table
 from jaxsok.exchange import Round, Route
 from jaxsok.features import StoreFeatures
 from jaxsok.kernels import lookup as kernels
@@ -96,22 +96,7 @@ def find(
             continue
         if shards is None or wire is None or spec.is_replicated:
             # A replicated store is all here: nothing is asked of others.
-            if _reads_traced(spec, part):
-                row_ids = table.find(store, part.keys, _table_ids(part))
-                _, counts, values = _combined(spec, store, state.seed, part, row_ids, store.rows, is_find=True)
-                counts = counts.at[:, _MISSING].set(counts[:, _REFUSED]).at[:, _REFUSED].set(0)
-            else:
-                counts, values = kernels.lookup_find(
-                    store.index,
-                    store.counters,
-                    spec.table_words(),
-                    state.seed,
-                    part.operands(),
-                    store.rows,
-                    _shapes(part, spec),
-                    part.num_tiles,
-                    spec.embedding_dtype,
-                )
+            counts, values = _find_here(spec, store, state.seed, part)
             one_found = Found(_no_row_ids(), store.generation[None], counts, _rounds(0))
         else:
             requests = _asked(shards, spec, part, state, plan, s, wire)
@@ -134,6 +119,7 @@ def _asked(
     return exchange.ask(shards, spec, features, state.partition_owners, per_round=wire.send_capacity)
 
 
+@annotations.by_store
 def _lookup_exchanged(
     shards: Shards,
     wire: ExchangeSpec,
@@ -207,6 +193,29 @@ def _lookup_exchanged(
 # On one device -------------------------------------------------------------------------------------------------------
 
 
+@annotations.by_store
+def _find_here(
+    spec: StoreSpec, store: StoreState, seed: UInt32[Array, "2"], features: StoreFeatures
+) -> tuple[Int32[Array, "num_tables num_counts"], list[Array]]:
+    """The counts and embeddings of one store whose rows are all here."""
+    if _reads_traced(spec, features):
+        row_ids = table.find(store, features.keys, _table_ids(features))
+        _, counts, values = _combined(spec, store, seed, features, row_ids, store.rows, is_find=True)
+        return counts.at[:, _MISSING].set(counts[:, _REFUSED]).at[:, _REFUSED].set(0), values
+    return kernels.lookup_find(
+        store.index,
+        store.counters,
+        spec.table_words(),
+        seed,
+        features.operands(),
+        store.rows,
+        _shapes(features, spec),
+        features.num_tiles,
+        spec.embedding_dtype,
+    )
+
+
+@annotations.by_store
 def _lookup_fused(
     spec: StoreSpec, store: StoreState, seed: UInt32[Array, "2"], features: StoreFeatures
 ) -> tuple[StoreState, Found, list[Array]]:
@@ -229,6 +238,7 @@ def _lookup_fused(
     return store, Found(row_ids, store.generation[None], counts, _rounds(0)), values
 
 
+@annotations.by_store
 def _lookup_planned(
     spec: StoreSpec, store: StoreState, seed: UInt32[Array, "2"], features: StoreFeatures, distinct: Distinct
 ) -> tuple[StoreState, Found, list[Array]]:
@@ -241,6 +251,7 @@ def _lookup_planned(
     return store, Found(row_ids, store.generation[None], counts, _rounds(0)), values
 
 
+@annotations.by_store
 def _lookup_traced(
     spec: StoreSpec, store: StoreState, seed: UInt32[Array, "2"], features: StoreFeatures
 ) -> tuple[StoreState, Found, list[Array]]:

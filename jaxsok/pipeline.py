@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
+from jaxsok.annotations import annotated
 from jaxsok.exchange import default_send_capacity, most_send_capacity, rounded_capacity
 from jaxsok.features import Batch, Features
 from jaxsok.grow import GrowthTracker
@@ -101,6 +102,7 @@ class Pipeline:
                 asked.load.copy_to_host_async()
         return [(batch, plan)]
 
+    @annotated("jaxsok.pipeline")
     def _checked(self, batch: Batch, plan: Plan) -> Plan:
         """A plan whose capacities suffice; chooses those of the next one."""
         sizes, is_short, is_first, is_too_skewed = [], False, False, False

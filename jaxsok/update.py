@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int32, UInt32
 
-from jaxsok import exchange, table
+from jaxsok import annotations, exchange, table
 from jaxsok.exchange import Round, Route
 from jaxsok.features import FeatureLayout, StoreFeatures
 from jaxsok.kernels import combine as combine_kernels
@@ -54,7 +54,7 @@ def update(
     """
     for plan, grads in zip(plans, gradients, strict=True):
         _check_names(plan, grads)
-    live = [_is_live(plan, state) for plan in plans]
+    live = [is_live(plan, state) for plan in plans]
     stores, nonfinite = [], []
     stale = jnp.zeros((), jnp.int32)
     for s, (spec, store) in enumerate(zip(specs, state.stores, strict=True)):
@@ -115,6 +115,7 @@ class StepInputs:
     step: UInt32[Array, ""]
 
 
+@annotations.by_store
 def _update_store(
     spec: StoreSpec,
     store: StoreState,
@@ -125,11 +126,11 @@ def _update_store(
     live: Sequence[Array | None],
 ) -> tuple[StoreState, Array, Array]:
     parts = [plan.features.stores[s] for plan in plans]
-    batch, num_tiles = _joined(parts)
+    batch, num_tiles = joined(parts)
     row_ids = _concatenate([plan.found[s].row_ids for plan in plans])
-    generations = _generations(store, s, plans, live)
+    generations = generations_of(store, s, plans, live)
     flat = [
-        _bag_gradient(grads, part, layout, spec)
+        bag_gradient(grads, part, layout, spec)
         for part, grads in zip(parts, gradients, strict=True)
         for layout in part.layouts
     ]
@@ -179,7 +180,7 @@ def _stepped(
     return dataclasses.replace(store, rows=rows, states=states), num_nonfinite, num_stale
 
 
-def _generations(store: StoreState, s: int, plans: Sequence[Plan], live: Sequence[Array | None]) -> Array:
+def generations_of(store: StoreState, s: int, plans: Sequence[Plan], live: Sequence[Array | None]) -> Array:
     """The generation that each plan speaks of; one that is not the store's, if the plan is stale as a whole."""
     return jnp.concatenate(
         [
@@ -189,6 +190,7 @@ def _generations(store: StoreState, s: int, plans: Sequence[Plan], live: Sequenc
     )
 
 
+@annotations.by_store
 def _update_exchanged(
     shards: Shards,
     wire: ExchangeSpec,
@@ -202,7 +204,7 @@ def _update_exchanged(
 ) -> tuple[StoreState, Array, Array]:
     """One store's update through the exchange."""
     asked = [plan.asked[s] for plan in plans]
-    generations = _generations(store, s, plans, live)
+    generations = generations_of(store, s, plans, live)
     # The number of uses travels with the gradients only where the requests do not know it.
     counts_differ = any(exchange.has_unused_keys(plan.features.stores[s]) for plan in plans)
     none = jnp.zeros(len(spec.tables), jnp.int32), jnp.zeros((), jnp.int32)
@@ -224,7 +226,7 @@ def _update_exchanged(
             divisor = jnp.maximum(total if spec.row_gradient == "mean" else jnp.sqrt(total), 1.0)
             ends = np.cumsum([ids.shape[0] for ids in row_ids])
             sums = [part / one[:, None] for part, one in zip(sums, jnp.split(divisor, ends[:-1].tolist()), strict=True)]
-        batch, num_tiles = _as_features([part.shape[0] for part in received])
+        batch, num_tiles = as_features([part.shape[0] for part in received])
         keys = _concatenate([part[:, :2] for part in received])
         # One feature has keys of all tables; who rounds at random must know which.
         is_random = spec.dtype != "float32" and spec.rounding == "stochastic"
@@ -238,15 +240,15 @@ def _update_exchanged(
         arrived = []
         for plan, grads, one in zip(plans, gradients, asked, strict=True):
             route = Route(shards, spec.is_replicated, one.send_capacity)
-            sums, uses = _summed(spec, plan, grads, s, one.slots, route.num_sent)
+            sums, uses = summed_by_key(spec, plan, grads, s, one.slots, route.num_sent)
             live_uses = route.to_owners(uses) if counts_differ else one.received[:, 3].astype(jnp.int32)
             sums = route.rows_to_owners(sums, wire.gradients)
             arrived.append((one.received, plan.found[s].row_ids, sums, live_uses))
         store, num_nonfinite, num_stale = step(store, arrived)
     else:
-        asked = [_in_rounds(spec, one) for one in asked]
+        asked = [in_rounds(one) for one in asked]
         summed = [
-            _summed(spec, plan, grads, s, one.inverse, one.requests.shape[0])
+            summed_by_key(spec, plan, grads, s, one.inverse, one.requests.shape[0])
             for plan, grads, one in zip(plans, gradients, asked, strict=True)
         ]
 
@@ -270,27 +272,27 @@ def _update_exchanged(
     return store, num_nonfinite, num_stale
 
 
-def _in_rounds(spec: StoreSpec, asked: Requests) -> Requests:
+def in_rounds(asked: Requests, op: str = "update") -> Requests:
     """A plan as one that goes in rounds, beside others that do."""
     if asked.received is not None:
         raise ValueError(
-            "update: plan: got plans with and without a send capacity in one update, wanted all of one kind: all from "
+            f"{op}: plan: got plans with and without a send capacity in one update, wanted all of one kind: all from "
             "collection.pipeline or plan(send_capacity=...), or none."
         )
     return asked
 
 
-def _summed(
+def summed_by_key(
     spec: StoreSpec, plan: Plan, gradients: Gradients, s: int, lines: Array, num_lines: int
 ) -> tuple[Array, Array]:
     """The gradients of each distinct key, summed over its uses in the batch, and the number of uses."""
     part = plan.features.stores[s]
-    flat = [_as_float32(_bag_gradient(gradients, part, layout, spec)) for layout in part.layouts]
+    flat = [_as_float32(bag_gradient(gradients, part, layout, spec)) for layout in part.layouts]
     _, offsets, weights, words = part.operands()
     return combine_kernels.combine_transpose(flat, lines, (offsets, weights, words), num_lines, part.num_tiles)
 
 
-def _as_features(sizes: Sequence[int]) -> tuple[tuple[Array, Array, np.ndarray], int]:
+def as_features(sizes: Sequence[int]) -> tuple[tuple[Array, Array, np.ndarray], int]:
     """Single keys, one feature for each plan, as the kernels take them: offsets, weights, features; tiles."""
     words, start, tile = [], 0, 0
     for number, size in enumerate(sizes):
@@ -316,7 +318,9 @@ def _as_features(sizes: Sequence[int]) -> tuple[tuple[Array, Array, np.ndarray],
     return (jnp.zeros(0, jnp.int32), jnp.zeros(0, jnp.float32), np.array(words, np.int32)), tile
 
 
-def check_gradients(specs: Sequence[StoreSpec], plan: Plan, gradients: Gradients, num_parts: int) -> None:
+def check_gradients(
+    specs: Sequence[StoreSpec], plan: Plan, gradients: Gradients, num_parts: int, op: str = "update"
+) -> None:
     """Refuses gradients that do not fit a plan of global arrays.
 
     Args:
@@ -324,26 +328,27 @@ def check_gradients(specs: Sequence[StoreSpec], plan: Plan, gradients: Gradients
       plan: of a lookup.
       gradients: by feature.
       num_parts: shards that the samples are split over.
+      op: as messages name the call.
 
     Raises:
       TypeError, ValueError: names the feature, got and wanted.
     """
-    _check_names(plan, gradients)
+    _check_names(plan, gradients, op)
     for spec, part in zip(specs, plan.features.stores, strict=True):
         for layout in part.layouts:
             num_lines, *others = layout.embedding_shape
             whole = dataclasses.replace(layout, embedding_shape=(num_lines * num_parts, *others))
-            _gradient(gradients, whole, spec)
+            gradient_of(gradients, whole, spec, op)
 
 
-def _check_names(plan: Plan, gradients: Gradients) -> None:
+def _check_names(plan: Plan, gradients: Gradients, op: str = "update") -> None:
     known = {layout.name for part in plan.features.stores for layout in part.layouts}
     unknown = sorted(set(gradients) - known)
     if unknown:
-        raise ValueError(f"update: gradients: got features {unknown}, wanted only those of the plan: {sorted(known)}.")
+        raise ValueError(f"{op}: gradients: got features {unknown}, wanted only those of the plan: {sorted(known)}.")
 
 
-def _is_live(plan: Plan, state: State) -> Array | None:
+def is_live(plan: Plan, state: State) -> Array | None:
     """Whether no store of a plan was erased from since its lookup; None where the kernel can tell by itself.
 
     A plan over several stores is stale as a whole: half a step would be worse than none.
@@ -355,8 +360,9 @@ def _is_live(plan: Plan, state: State) -> Array | None:
     return jnp.concatenate(same).all()
 
 
-def _gradient(gradients: Gradients, layout: Any, spec: StoreSpec) -> Array:
-    what = f'update: gradients: feature "{layout.name}"'
+def gradient_of(gradients: Gradients, layout: FeatureLayout, spec: StoreSpec, op: str = "update") -> Array:
+    """A feature's gradient, checked."""
+    what = f'{op}: gradients: feature "{layout.name}"'
     if layout.name not in gradients:
         raise ValueError(f"{what}: got none, wanted one; there are {sorted(gradients)}.")
     gradient = gradients[layout.name]
@@ -369,9 +375,9 @@ def _gradient(gradients: Gradients, layout: Any, spec: StoreSpec) -> Array:
     return jnp.asarray(gradient)
 
 
-def _bag_gradient(gradients: Gradients, part: StoreFeatures, layout: FeatureLayout, spec: StoreSpec) -> Array:
+def bag_gradient(gradients: Gradients, part: StoreFeatures, layout: FeatureLayout, spec: StoreSpec) -> Array:
     """The gradient of what the kernels made: where samples share a bag, their sum, in the order of the samples."""
-    gradient = _gradient(gradients, layout, spec)
+    gradient = gradient_of(gradients, layout, spec)
     inverse = part.inverse_of(layout)
     if inverse is None:
         return gradient
@@ -382,7 +388,7 @@ def _bag_gradient(gradients: Gradients, part: StoreFeatures, layout: FeatureLayo
     # Not XLA's scatter-add, whose order of summing changes from run to run on a GPU (law 3).
     lines = inverse[:, None] * jnp.int32(hotness) + jnp.arange(hotness, dtype=jnp.int32)[None, :]
     flat = _as_float32(gradient).reshape(num_samples * hotness, spec.dim)
-    bags, num_tiles = _as_features([num_samples * hotness])
+    bags, num_tiles = as_features([num_samples * hotness])
     summed, _ = combine_kernels.combine_transpose(
         [flat], lines.reshape(-1), bags, layout.num_distinct * hotness, num_tiles
     )
@@ -397,7 +403,7 @@ def _concatenate(arrays: Sequence[Array]) -> Array:
     return arrays[0] if len(arrays) == 1 else jnp.concatenate(arrays)
 
 
-def _joined(parts: Sequence[StoreFeatures]) -> tuple[kernels.Batch, int]:
+def joined(parts: Sequence[StoreFeatures]) -> tuple[kernels.Batch, int]:
     """Several plans' features as one batch, each feature knowing its plan."""
     words, num_keys, num_bags, num_offsets, num_weights, num_tiles = [], 0, 0, 0, 0, 0
     operands = [part.operands() for part in parts]

@@ -190,6 +190,28 @@ def stale_step():
     return step(collection, between=erase_all(collection))
 
 
+def clip(max_norm):
+    """Clipping with something wrong about it."""
+    collection = item()
+    embeddings, state, plan = collection.lookup(collection.init(), collection.batch({"item": np.array([7])}).features)
+    collection.clip_by_global_norm(state, plan, embeddings, max_norm)
+
+
+def derivative_of_lookup():
+    """The loss by the rows, through a lookup."""
+    collection = item()
+    features = collection.batch({"item": np.array([7])}).features
+    jax.vjp(lambda state: collection.lookup(state, features)[0]["item"], collection.init())[1](jnp.ones((1, 4)))
+
+
+def find_over_batches():
+    """A map over two batches."""
+    collection = item()
+    features = collection.batch({"item": np.array([7])}).features
+    two = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), features)
+    jax.vmap(lambda one: collection.find(collection.init(), one)[0])(two)
+
+
 def traced_rate():
     """An optimizer made inside a jitted function."""
     jax.jit(lambda rate: jaxsok.optim.sgd(rate) and rate)(0.1)
@@ -391,6 +413,10 @@ PROVOKED = {
     "half inside": half_inside,
     "stack on one device": lambda: item().stack(item().init()),
     "unlike processes": unlike_processes,
+    "max_norm": lambda: clip("large"),
+    "negative max_norm": lambda: clip(-1.0),
+    "derivative of a lookup": derivative_of_lookup,
+    "find over batches": find_over_batches,
     # What a step counted
     "full": lambda: step(item(capacity=2, max_capacity=2))[1].check(),
     "not finite": lambda: step(item(), gradient=np.inf)[1].check(),

@@ -1,0 +1,60 @@
+"""Refusals of JAX transformations that a table cannot go through, in the words of the call.
+
+A kernel call has no derivative and no batch axis, and JAX would say so in terms of FFI. An op passes what it was given
+through `whole`: an identity whose rules for `jax.grad` and `jax.vmap` raise. JAX asks a rule only if an argument is
+differentiated or mapped over, however deep below `jit`, `scan` or `shard_map`; compiled programs are the same.
+"""
+
+from typing import Any
+
+import jax
+
+
+def whole(op: str, **arguments: Any) -> tuple[Any, ...]:
+    """Arguments as they are; to differentiate by them or to map over them raises.
+
+    Args:
+      op: as messages name the call.
+      **arguments: trees of arrays, by name.
+
+    Raises:
+      TypeError: later, from JAX's trace of `jax.grad` and the like, or of `jax.vmap`; names op and argument.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> jax.jit(lambda rows: whole("lookup", state=rows)[0])(jnp.ones(2)).tolist()
+      [1.0, 1.0]
+    """
+    if not any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(arguments)):
+        return tuple(arguments.values())
+    return tuple(_guarded(op, name, tree) for name, tree in arguments.items())
+
+
+def _guarded(op: str, name: str, tree: Any) -> Any:
+    leaves, structure = jax.tree.flatten(tree)
+
+    @jax.custom_batching.custom_vmap
+    def unmapped(*leaves: Any) -> tuple[Any, ...]:
+        return leaves
+
+    @unmapped.def_vmap
+    def refuse_map(axis_size: int, in_batched: Any, *leaves: Any) -> Any:
+        del in_batched, leaves
+        raise TypeError(
+            f"{op}: {name}: got arrays that jax.vmap maps over ({axis_size} of them), wanted one call for all: a table "
+            "has no batch axis. Put the keys of all into one batch, a line or a bag for each; or loop with lax.scan."
+        )
+
+    @jax.custom_jvp
+    def constant(*leaves: Any) -> tuple[Any, ...]:
+        return unmapped(*leaves)
+
+    @constant.defjvp
+    def refuse_derivative(primals: Any, tangents: Any) -> Any:
+        del primals, tangents
+        raise TypeError(
+            f"{op}: {name}: got a derivative with respect to it, wanted none: {op} is no step of jax.grad. "
+            "Differentiate the loss by the embeddings that lookup gave, and pass the result to update."
+        )
+
+    return jax.tree.unflatten(structure, constant(*leaves)) if leaves else tree

@@ -1,0 +1,244 @@
+"""The norm of a step's row gradients: what clipping by global norm needs to know of the tables.
+
+Each row counts once, with the sum of its gradients over all uses, plans and shards: the norm is that of the dense
+gradient which a whole table would have. Fed by plans and gradients, as update.py is, whose way it goes up to the point
+where rows would step. It changes nothing; who scales gradients is `Collection.clip_by_global_norm`.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float, Float32, UInt32
+
+from jaxsok import annotations, exchange, table
+from jaxsok import update as update_lib
+from jaxsok.exchange import Round, Route
+from jaxsok.kernels import combine as combine_kernels
+from jaxsok.kernels import plan as plan_kernels
+from jaxsok.plan import Plan
+from jaxsok.shards import Shards
+from jaxsok.specs import ExchangeSpec, StoreSpec
+from jaxsok.store import State, StoreState
+from jaxsok.types import NO_ROW
+from jaxsok.update import Gradients
+
+Squares = tuple[Float32[Array, ""], Float32[Array, ""]]
+"""The largest number so far, and the sum of the squares of all numbers over it: no square overflows or vanishes."""
+
+
+def row_gradient_norm(
+    specs: Sequence[StoreSpec],
+    state: State,
+    plans: Sequence[Plan],
+    gradients: Sequence[Gradients],
+    shards: Shards | None = None,
+    wire: ExchangeSpec | None = None,
+    axis: Any = None,
+) -> Float32[Array, ""]:
+    """The root of the sum of the squares of all row gradients that an update would step by.
+
+    Args:
+      specs: of the stores.
+      state: of which nothing but the index and the counters is read.
+      plans: of the lookups of this step.
+      gradients: one for each plan; checked.
+      shards: over which the stores are split; None: one shard.
+      wire: how gradients travel between them.
+      axis: of the mesh, also where it has one shard; None: no mesh.
+    """
+    live = [update_lib.is_live(plan, state) for plan in plans]
+    squares = jnp.float32(0), jnp.float32(0)
+    for s, (spec, store) in enumerate(zip(specs, state.stores, strict=True)):
+        used = [i for i, plan in enumerate(plans) if plan.features.stores[s].layouts]
+        if not used:
+            continue
+        of_store = [plans[i] for i in used], [gradients[i] for i in used], [live[i] for i in used]
+        if shards is None or wire is None:
+            squares = with_squares(squares, _row_sums(spec, store, s, *of_store))
+        else:
+            squares = _with_exchanged(shards, wire, spec, store, s, *of_store, squares)
+    if axis is not None:
+        squares = _of_all_shards(axis, squares)
+    return norm_of(squares)
+
+
+def with_squares(squares: Squares, numbers: Float[Array, "..."]) -> Squares:
+    """Squares with those of more numbers; one that is not finite makes them so.
+
+    Example:
+      >>> norm_of(with_squares((jnp.float32(0), jnp.float32(0)), jnp.array([3.0, 4.0]))).item()
+      5.0
+    """
+    if numbers.size == 0:
+        return squares
+    numbers = numbers.astype(jnp.float32)
+    largest = jnp.maximum(squares[0], jnp.abs(numbers).max())
+    return largest, _rescaled(squares, largest) + jnp.square(numbers / _divisor(largest)).sum()
+
+
+def norm_of(squares: Squares) -> Float32[Array, ""]:
+    """The root of the sum of squares: infinite if a number was, NaN if one was NaN."""
+    largest, total = squares
+    return jnp.where(jnp.isinf(largest), largest, largest * jnp.sqrt(total))
+
+
+def _rescaled(squares: Squares, largest: Float32[Array, ""]) -> Float32[Array, ""]:
+    """The sum of squares over another largest number, not below its own."""
+    return squares[1] * jnp.square(squares[0] / _divisor(largest))
+
+
+def _divisor(largest: Float32[Array, ""]) -> Float32[Array, ""]:
+    # Back ends may take subnormal numbers for 0, and nothing may be divided by that.
+    return jnp.where(largest < jnp.finfo(jnp.float32).tiny, jnp.float32(1), largest)
+
+
+def _of_all_shards(axis: Any, squares: Squares) -> Squares:
+    """Those of all shards, added in their order."""
+    largest = lax.pmax(squares[0], axis)
+    place, num_shards = lax.axis_index(axis), lax.axis_size(axis)
+    # Each in a place of its own, where adding is exact: the order of the sum is not left to the collective.
+    parts = jnp.zeros(num_shards, jnp.float32).at[place].set(_rescaled(squares, largest))
+    return largest, lax.psum(parts, axis).sum()
+
+
+def _summed_by_row(
+    row_ids: UInt32[Array, " num_keys"],
+    batch: tuple[Array, Array, np.ndarray],
+    num_tiles: int,
+    gradients: Sequence[Float32[Array, "..."]],
+    row_gradient: str,
+) -> Float32[Array, "num_keys dim"]:
+    """Row gradients in the order of the rows' first uses; zeros beyond, and where one is not finite.
+
+    Rows are made distinct as keys are: a row id stands for its key.
+    """
+    is_row = row_ids != jnp.uint32(NO_ROW)
+    as_keys = jnp.stack([row_ids, jnp.where(is_row, jnp.uint32(0), jnp.uint32(NO_ROW))], axis=1)
+    _, _, inverse, _, _ = plan_kernels.plan((as_keys, *batch), num_tiles)
+    sums, uses = combine_kernels.combine_transpose(gradients, inverse, batch, row_ids.shape[0], num_tiles)
+    if row_gradient != "sum":
+        divisor = jnp.maximum(uses.astype(jnp.float32), 1.0)
+        sums = sums / (divisor if row_gradient == "mean" else jnp.sqrt(divisor))[:, None]
+    # The update leaves such a row alone.
+    return jnp.where(jnp.isfinite(sums).all(axis=1, keepdims=True), sums, 0.0)
+
+
+@annotations.by_store
+def _row_sums(
+    spec: StoreSpec,
+    store: StoreState,
+    s: int,
+    plans: Sequence[Plan],
+    gradients: Sequence[Gradients],
+    live: Sequence[Array | None],
+) -> Float32[Array, "num_keys dim"]:
+    """One store's row gradients on one device."""
+    parts = [plan.features.stores[s] for plan in plans]
+    (_, *batch), num_tiles = update_lib.joined(parts)
+    stale = update_lib.generations_of(store, s, plans, live) != store.generation
+    row_ids = [jnp.where(stale[p], jnp.uint32(NO_ROW), plan.found[s].row_ids) for p, plan in enumerate(plans)]
+    flat = [
+        update_lib.bag_gradient(grads, part, layout, spec).astype(jnp.float32)
+        for part, grads in zip(parts, gradients, strict=True)
+        for layout in part.layouts
+    ]
+    return _summed_by_row(jnp.concatenate(row_ids), tuple(batch), num_tiles, flat, spec.row_gradient)
+
+
+@annotations.by_store
+def _with_exchanged(
+    shards: Shards,
+    wire: ExchangeSpec,
+    spec: StoreSpec,
+    store: StoreState,
+    s: int,
+    plans: Sequence[Plan],
+    gradients: Sequence[Gradients],
+    live: Sequence[Array | None],
+    squares: Squares,
+) -> Squares:
+    """Squares with those of the rows that this shard owns; gradients come to it as they do for an update."""
+    asked = [plan.asked[s] for plan in plans]
+    stale = update_lib.generations_of(store, s, plans, live) != store.generation
+    counts_differ = any(exchange.has_unused_keys(plan.features.stores[s]) for plan in plans)
+    # Every shard has all rows of a replicated store: one of them counts.
+    is_counted = jnp.bool_(True) if not spec.is_replicated else shards.index() == 0
+
+    def add(squares: Squares, arrived: Sequence[tuple[Array, Array, Array]]) -> Squares:
+        """Takes in what arrived from each plan: row ids, sums and uses."""
+        row_ids, sums, uses = zip(*arrived, strict=True)
+        uses = [jnp.where(is_stale, 0, n) for is_stale, n in zip(stale, uses, strict=True)]
+        ids = jnp.concatenate([jnp.where(n > 0, i, jnp.uint32(NO_ROW)) for i, n in zip(row_ids, uses, strict=True)])
+        if spec.row_gradient != "sum":
+            total = jnp.maximum(exchange.uses_of_rows(ids, jnp.concatenate(uses)).astype(jnp.float32), 1.0)
+            divisor = total if spec.row_gradient == "mean" else jnp.sqrt(total)
+            ends = np.cumsum([part.shape[0] for part in row_ids])[:-1].tolist()
+            sums = [part / one[:, None] for part, one in zip(sums, jnp.split(divisor, ends), strict=True)]
+        batch, num_tiles = update_lib.as_features([part.shape[0] for part in row_ids])
+        rows = _summed_by_row(ids, batch, num_tiles, sums, "sum")
+        return with_squares(squares, jnp.where(is_counted, rows, 0.0))
+
+    if all(one.received is not None for one in asked):
+        arrived = []
+        for plan, grads, one in zip(plans, gradients, asked, strict=True):
+            route = Route(shards, spec.is_replicated, one.send_capacity)
+            sums, uses = update_lib.summed_by_key(spec, plan, grads, s, one.slots, route.num_sent)
+            uses = route.to_owners(uses) if counts_differ else one.received[:, 3].astype(jnp.int32)
+            arrived.append((plan.found[s].row_ids, route.rows_to_owners(sums, wire.gradients), uses))
+        return add(squares, arrived)
+    asked = [update_lib.in_rounds(one, "gradient_norm") for one in asked]
+    summed = [
+        update_lib.summed_by_key(spec, plan, grads, s, one.inverse, one.requests.shape[0])
+        for plan, grads, one in zip(plans, gradients, asked, strict=True)
+    ]
+
+    def one_round(squares: Squares, rounds: list[Round]) -> Squares:
+        arrived = []
+        for one, part, (sums, uses) in zip(asked, rounds, summed, strict=True):
+            received = part.requests(one)
+            row_ids = table.find(store, received[:, :2], received[:, 2])
+            uses = part.route.to_owners(part.take(uses)) if counts_differ else received[:, 3].astype(jnp.int32)
+            arrived.append((row_ids, part.route.rows_to_owners(part.take(sums), wire.gradients), uses))
+        return add(squares, arrived)
+
+    squares, _ = exchange.over_rounds(shards, spec, asked, one_round, squares)
+    return squares
+
+
+def tree_norm(tree: Any) -> Float32[Array, ""]:
+    """The norm of all numbers of a tree of floats, as `optax.global_norm` has it; complex numbers by their absolute.
+
+    Example:
+      >>> tree_norm({"kernel": jnp.array([[3.0]]), "bias": jnp.array([4.0])}).item()
+      5.0
+    """
+    squares = jnp.float32(0), jnp.float32(0)
+    for leaf in jax.tree.leaves(tree):
+        squares = with_squares(squares, jnp.abs(jnp.asarray(leaf)))
+    return norm_of(squares)
+
+
+def factor_of(norm: Float32[Array, ""], max_norm: Any) -> Float32[Array, ""]:
+    """What gradients are multiplied by: 1 below `max_norm`, else what brings their norm there; NaN for a norm of NaN.
+
+    Example:
+      >>> [factor_of(jnp.float32(norm), 2.0).item() for norm in (1.0, 2.0, 8.0)]
+      [1.0, 1.0, 0.25]
+    """
+    max_norm = jnp.asarray(max_norm, jnp.float32)
+    return jnp.where(norm < max_norm, jnp.float32(1), max_norm / norm)
+
+
+def scaled(tree: Any, factor: Float32[Array, ""]) -> Any:
+    """Every number of a tree times a factor, in its dtype."""
+
+    def times(leaf: Array) -> Array:
+        leaf = jnp.asarray(leaf)
+        wide = jnp.float32 if leaf.dtype.itemsize < 4 else leaf.dtype  # 16 bits are rounded once
+        return (leaf.astype(wide) * factor.astype(wide)).astype(leaf.dtype)
+
+    return jax.tree.map(times, tree)
