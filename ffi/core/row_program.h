@@ -87,7 +87,8 @@ struct RowProgram {
   int32_t NumScalars() const {
     int least = -1;
     for (int i = 0; i < num_ops; ++i) {
-      for (const int operand : {ops[i].a, ops[i].b, ops[i].c}) least = operand < least ? operand : least;
+      const int operands[] = {ops[i].a, ops[i].b, ops[i].c};
+      for (const int operand : operands) least = operand < least ? operand : least;
     }
     return -1 - least;
   }
