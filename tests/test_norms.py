@@ -310,6 +310,17 @@ def test_a_dense_gradient_that_is_not_finite_stops_all():
     np.testing.assert_array_equal(dense["bias"], want["bias"])
 
 
+def test_samples_that_share_a_bag():
+    """The gradient of a bag is the sum of its samples'."""
+    collection = programs.one_table(initializer=jaxsok.initializers.zeros())
+    bags = jaxsok.Bags(np.array([[7, 9], [9, 11]]), inverse=np.array([0, 1, 1, 0, 1]))
+    _, state, plan = collection.lookup(collection.init(seed=0), collection.batch({"user": bags}).features)
+    gradients = np.random.default_rng(0).normal(size=(5, 4)).astype(np.float32)
+    first, second = gradients[[0, 3]].sum(axis=0), gradients[[1, 2, 4]].sum(axis=0)
+    norm = collection.gradient_norm(state, plan, {"user": jnp.asarray(gradients)})
+    np.testing.assert_allclose(norm, norm_of([first, first + second, second]), rtol=1e-5)
+
+
 @pytest.mark.parametrize("size", [1e-30, 1e-20, 1e20, 1e30])
 def test_numbers_of_any_size(size):
     """Squares of these leave float32; their norm does not."""
