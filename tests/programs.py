@@ -193,16 +193,23 @@ def bits(array):
     return array.view(np.dtype(f"u{array.dtype.itemsize}")) if array.dtype.kind in "fV" else array
 
 
-def assert_same_tables(collection, first, second):
-    """Equality of what two states export, to the bit."""
+def assert_same_tables(collection, first, second, rtol=0):
+    """Equality of what two states export: to the bit, or for numbers within `rtol`."""
+
+    def assert_same(a, b, name):
+        if rtol == 0:
+            np.testing.assert_array_equal(bits(a), bits(b), err_msg=name)
+        else:
+            np.testing.assert_allclose(a, b, rtol=rtol, atol=rtol / 100, err_msg=name)
+
     for table in collection.tables:
         a, b = collection.export_table(first, table.name), collection.export_table(second, table.name)
         np.testing.assert_array_equal(a["keys"], b["keys"])
         np.testing.assert_array_equal(a["row_ids"], b["row_ids"])
-        np.testing.assert_array_equal(bits(a["rows"]), bits(b["rows"]))
+        assert_same(a["rows"], b["rows"], "rows")
         assert a["state"].keys() == b["state"].keys()
         for name in a["state"]:
-            np.testing.assert_array_equal(bits(a["state"][name]), bits(b["state"][name]), err_msg=name)
+            assert_same(a["state"][name], b["state"][name], name)
 
 
 # --------------------------------------------------------------------------------------------------------------

@@ -33,6 +33,7 @@ def run(collection, step, num_steps, *, state=None, wait=True):
         state, value, _ = step(state, new_keys(collection, i))
         values.append(value)
         if wait and hasattr(step, "wait"):
+            jax.block_until_ready(state)  # so that `grow` sees what the step inserted
             step.wait()
     return state, values
 

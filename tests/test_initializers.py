@@ -672,4 +672,5 @@ def test_memory_of_initial_rows_is_counted():
     compiled = jax.jit(collection.lookup, donate_argnums=0).lower(state, batch.features).compile()
     estimate = collection.memory_estimate(state, batch)
     temporary = compiled.memory_analysis().temp_size_in_bytes
-    assert 0.5 * estimate.stores[0].step["workspace"] < temporary <= estimate.stores[0].step["workspace"] + (4 << 20)
+    least = 0.5 if jax.default_backend() == "cpu" else 0.2  # XLA's GPU compiler keeps less of it in memory
+    assert least * estimate.stores[0].step["workspace"] < temporary <= estimate.stores[0].step["workspace"] + (4 << 20)

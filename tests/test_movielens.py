@@ -184,7 +184,9 @@ def assert_parity(config, num_seeds):
         dense = train_movielens.train(dataclasses.replace(config, dense=True))
         # The first step has the same rows and the same model: sums of another order are all that may differ.
         np.testing.assert_allclose(dynamic.losses[0], dense.losses[0], rtol=1e-6)
-        np.testing.assert_allclose(dynamic.losses[:20], dense.losses[:20], rtol=1e-4)
+        # A GPU multiplies matrices with fewer bits, and the two programs not alike.
+        tolerance = 1e-4 if jax.default_backend() == "cpu" else 1e-2
+        np.testing.assert_allclose(dynamic.losses[:20], dense.losses[:20], rtol=tolerance)
         print(f"seed {seed}: AUC {dynamic.auc:.5f} dynamic, {dense.auc:.5f} dense")
         aucs.append((dynamic.auc, dense.auc))
     dynamic, dense = np.mean(aucs, axis=0)
@@ -253,5 +255,5 @@ def test_every_field_has_an_option():
 def test_nothing_to_train_on_is_refused(small):
     with pytest.raises(ValueError, match="got 6000 ratings to train on, 0 held out"):
         train_movielens.train(dataclasses.replace(small, held_out=0.0))
-    with pytest.raises(ValueError, match="3 devices cannot share batches of 256 ratings evenly"):
+    with pytest.raises(ValueError, match="devices cannot share batches of 256 ratings evenly"):
         train_movielens.train(dataclasses.replace(small, num_devices=3))

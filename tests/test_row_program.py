@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import jaxsok
@@ -272,6 +273,51 @@ def test_learning_rate_and_schedule_are_operands():
         moved.append(collection.export_table(state, "t")["rows"])
         assert before is None or not np.array_equal(before, moved[-1])
     assert len(traces) == 1
+
+
+# Both back ends ------------------------------------------------------------------------------------------------------
+
+
+def on_both(run):
+    """What a run gives on the CPU and on the GPU."""
+    results = []
+    for device in (jax.devices("cpu")[0], jax.devices("gpu")[0]):
+        with jax.default_device(device):
+            results.append(run())
+    return results
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("dim", DIMS)
+def test_law_10_cpu_and_cuda_give_the_same_bits(dim, dtype):
+    """Rows with one use and with hundreds; sums over the columns; programs that are kernels of their own too."""
+    batches = [(keys, gradients / 100) for keys, gradients in random_batches(dim, num_batches=3)]
+    for optimizer in (
+        as_program(optim.rowwise_adagrad(0.01)),
+        optim.adamw(0.01, limits=optim.Limits(clip_row_norm=1.0, max_row_norm=2.0)),
+        optim.lamb(0.01),
+        optim.group_ftrl(0.01, learning_rate_power=-0.37, l1=0.1, l21=0.1),
+        optim.lift(optax.chain(optax.clip(0.5), optax.adabelief(optax.cosine_decay_schedule(0.1, 10)))),
+    ):
+        (on_cpu, _), (on_gpu, _) = on_both(lambda: trained(optimizer, dim, batches, dtype))
+        assert_same_bits(on_cpu, on_gpu)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("function", FUNCTIONS, ids=lambda function: function.__name__)
+def test_law_10_of_every_operation(function):
+    for dim in (1, 8, 33, 200):
+        batches = list(random_batches(dim, num_batches=2))
+        (on_cpu, _), (on_gpu, _) = on_both(lambda: trained(Custom(0.1, function=function), dim, batches))
+        assert_same_bits(on_cpu, on_gpu)
+
+
+@pytest.mark.parametrize("dim", [3, 8, 128])
+def test_law_3_two_runs_give_the_same_bits(dim):
+    batches = list(random_batches(dim))
+    first, second = (trained(optim.lamb(0.1), dim, batches)[0] for _ in range(2))
+    assert_same_bits(first, second)
 
 
 # What is refused -----------------------------------------------------------------------------------------------------

@@ -8,14 +8,15 @@ import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
-import polars as pl
 import programs
-import pyarrow as pa
 import pytest
 from jax.experimental import sparse
 
 import jaxsok
 from jaxsok import sources
+
+pa = pytest.importorskip("pyarrow", reason="needs pyarrow, of the test dependencies")
+pl = pytest.importorskip("polars", reason="needs polars, of the test dependencies")
 
 NUM_BAGS, WIDTH, DIM = 8, 3, 4
 VOCABULARY = 50  # of sparse matrices; other forms have keys of 64 bits

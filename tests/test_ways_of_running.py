@@ -126,7 +126,8 @@ def test_accumulated_micro_batches_are_one_batch(way):
     state, stats = donated({"loop": loop, "scan": scan}[way])(collection.init(seed=0), parts)
     stats.check()
     assert int(state.step) == 1
-    programs.assert_same_tables(collection, whole, state)
+    # A GPU's compiler fuses the loss otherwise in a loop: its gradients differ in the last bit.
+    programs.assert_same_tables(collection, whole, state, rtol=0 if jax.default_backend() == "cpu" else 1e-5)
     counts = stats.to_dict()
     assert counts["user"]["num_inserted"] == len(set(raw["user"].tolist()))
 
