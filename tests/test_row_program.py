@@ -1,6 +1,7 @@
 """Row programs: what is compiled, what is refused, and that the kernels do what the JAX function says."""
 
 import dataclasses
+import functools
 import itertools
 import pathlib
 import re
@@ -300,7 +301,7 @@ def test_law_10_cpu_and_cuda_give_the_same_bits(dim, dtype):
         optim.group_ftrl(0.01, learning_rate_power=-0.37, l1=0.1, l21=0.1),
         optim.lift(optax.chain(optax.clip(0.5), optax.adabelief(optax.cosine_decay_schedule(0.1, 10)))),
     ):
-        (on_cpu, _), (on_gpu, _) = on_both(lambda: trained(optimizer, dim, batches, dtype))
+        (on_cpu, _), (on_gpu, _) = on_both(functools.partial(trained, optimizer, dim, batches, dtype))
         assert_same_bits(on_cpu, on_gpu)
 
 
@@ -309,7 +310,7 @@ def test_law_10_cpu_and_cuda_give_the_same_bits(dim, dtype):
 def test_law_10_of_every_operation(function):
     for dim in (1, 8, 33, 200):
         batches = list(random_batches(dim, num_batches=2))
-        (on_cpu, _), (on_gpu, _) = on_both(lambda: trained(Custom(0.1, function=function), dim, batches))
+        (on_cpu, _), (on_gpu, _) = on_both(functools.partial(trained, Custom(0.1, function=function), dim, batches))
         assert_same_bits(on_cpu, on_gpu)
 
 
