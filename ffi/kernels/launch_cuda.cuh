@@ -4,6 +4,8 @@
 
 #include <cuda_runtime.h>
 
+#include <type_traits>
+
 #include "../core/row_dtype.h"
 #include "../core/row_update.h"
 #include "lookup.h"
@@ -254,6 +256,18 @@ struct Columns {
   template <typename Row>
   __device__ void StoreStochastic(Row* at, const RowRounding& rounding, uint32_t column) const {
     const uint64_t draw = rounding.Draw(column / 4);
+    if constexpr (std::is_same_v<Row, BFloat16> && kVector == 4) {
+      // None of them, or of their sum, is near infinity or NaN: what they become is a sum cut off.
+      if (fabsf(v[0]) + fabsf(v[1]) + fabsf(v[2]) + fabsf(v[3]) < 1e38f) {
+        const uint32_t low = static_cast<uint32_t>(draw), high = static_cast<uint32_t>(draw >> 32);
+        const uint32_t first =
+            __byte_perm(BitsOfFloat(v[0]) + (low & 0xffffu), BitsOfFloat(v[1]) + (low >> 16), 0x7632);
+        const uint32_t second =
+            __byte_perm(BitsOfFloat(v[2]) + (high & 0xffffu), BitsOfFloat(v[3]) + (high >> 16), 0x7632);
+        *reinterpret_cast<uint2*>(at) = make_uint2(first, second);
+        return;
+      }
+    }
     Row numbers[kVector];
 #pragma unroll
     for (int i = 0; i < kVector; ++i) {
