@@ -306,7 +306,7 @@ class Sharded:
 
         def update(carry, requests, row_ids, sums):
             store, count = carry
-            batch, num_tiles = update_lib._as_features([requests.shape[0]])
+            batch, num_tiles = update_lib.as_features([requests.shape[0]])
             new_rows, states, _, _ = update_kernels.update(
                 store.counters,
                 store.generation,

@@ -32,8 +32,8 @@ def run(collection, step, num_steps, *, state=None, wait=True):
         state = collection.grow(state)
         state, value, _ = step(state, new_keys(collection, i))
         values.append(value)
+        jax.block_until_ready(state)  # so that `grow` sees what the step inserted
         if wait and hasattr(step, "wait"):
-            jax.block_until_ready(state)  # so that `grow` sees what the step inserted
             step.wait()
     return state, values
 

@@ -1,8 +1,8 @@
 // The way back on the CPU: row gradients (uses_cpu.h), each followed at once by its row's optimizer step.
 #include <cstring>
 
-#include "update_program_cpu.h"
 #include "update.h"
+#include "update_program_cpu.h"
 #include "uses_cpu.h"
 
 namespace jaxsok {

@@ -25,8 +25,8 @@ __device__ inline RowRounding RoundingAt(const StoreView& store, const BatchView
 template <typename Step, typename RowType>
 struct ApplyStep {
   using Row = RowType;
-  /// Lines as wide as a row that a step holds.
   static constexpr bool kStepsLongRowsApart = false;
+  /// Lines as wide as a row that a step holds.
   static constexpr int kNumLines = 1 + (Step::kRowwise ? 0 : Step::kNumStates) + (std::is_same_v<Row, float> ? 0 : 1);
 
   StoreView store;

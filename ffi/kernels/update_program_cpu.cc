@@ -1,6 +1,8 @@
 // The loops over columns of update_program_cpu.h, in a version for each generation of processors.
 #include "update_program_cpu.h"
 
+#include <algorithm>
+
 namespace jaxsok {
 namespace {
 
@@ -93,8 +95,9 @@ void RunReduction(const RowMachine& machine, const RowInstruction& op) {
   float value;
   if (op.a < 0) {
     // A number in every column, as the registers would hold it.
-    std::vector<float> columns(dim, machine.Scalar(op.a));
-    value = op.code == kRowSum ? Reduced<kRowSum>(columns.data(), dim) : columns[0];
+    float columns[kMaxDim];
+    std::fill_n(columns, dim, machine.Scalar(op.a));
+    value = op.code == kRowSum ? Reduced<kRowSum>(columns, dim) : columns[0];
   } else {
     const float* columns = machine.Register(op.a);
     value = op.code == kRowSum   ? Reduced<kRowSum>(columns, dim)

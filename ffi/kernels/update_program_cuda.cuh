@@ -14,6 +14,8 @@
 
 #include <cuda_pipeline_primitives.h>
 
+#include <algorithm>
+
 #include "../core/row_program.h"
 #include "update_cuda.cuh"
 
@@ -234,8 +236,12 @@ struct ApplyProgram {
   struct Loaded {};
 
   /// Translates a program for rows of a shape, and says which blocks it wants: smaller ones where registers are many
-  /// or wide, so that two of them fit a multiprocessor.
-  BlockShape Translate(const RowProgram& program, int vector, int per_lane) {
+  /// or wide, so that two of them fit a multiprocessor, and each what a block can have.
+  LaunchError Translate(const RowProgram& program, int vector, int per_lane, BlockShape* block) {
+    constexpr int kDeclaredBytes = 16 << 10;  // at most, by the kernels
+    int most = 0;
+    JAXSOK_RETURN_IF_LAUNCH(SharedBytesOfBlock(&most));
+    most -= kDeclaredBytes;
     num_ops = program.num_ops;
     num_registers = program.num_registers;
     uses_register = -1;
@@ -248,7 +254,9 @@ struct ApplyProgram {
     const int scalar_bytes = num_scalars * static_cast<int>(sizeof(float4));
     const auto bytes_of = [&](int threads) { return num_registers * per_lane * threads * vector_bytes + scalar_bytes; };
     int threads = kBlock;
-    while (threads > 2 * kWarp && bytes_of(threads) > kSharedBytes) threads /= 2;
+    while (threads > 2 * kWarp && bytes_of(threads) > std::min(kSharedBytes, most)) threads /= 2;
+    if (bytes_of(threads) > most) threads = kWarp;
+    if (bytes_of(threads) > most) return "program: its registers and scalars do not fit this GPU's shared memory";
     scalars_place = static_cast<uint32_t>(bytes_of(threads) - scalar_bytes);
     const auto register_at = [&](int number) {
       return static_cast<uint32_t>(number) * per_lane * threads * vector_bytes;
@@ -263,7 +271,8 @@ struct ApplyProgram {
       const uint32_t to = op.code == kRowOutput ? op.to : register_at(op.to);
       ops[i] = {op.code | to << 8, place_of(op.a), place_of(op.b), place_of(op.c)};
     }
-    return {threads, bytes_of(threads)};
+    *block = {threads, bytes_of(threads)};
+    return nullptr;
   }
 
   /// Puts the scalars where instructions find them. The whole block calls it.
@@ -415,7 +424,8 @@ LaunchError ProgramOf<Row>::Step(Stream stream, const StoreView& store, const Up
   apply.num_scalars = a.spec.program->NumScalars();
   const LaneShape shape = LaneShape::OfProgram(store.dim);
   const int per_lane = ShapePerLane(store.dim, shape);
-  const BlockShape block = apply.Translate(*a.spec.program, shape.vector, per_lane);
+  BlockShape block;
+  JAXSOK_RETURN_IF_LAUNCH(apply.Translate(*a.spec.program, shape.vector, per_lane, &block));
   return LaunchUses(stream, apply, gradients, a.batch, w, store.dim, store.dim * a.gradient_bytes, end_bit, shape,
                     block);
 }

@@ -555,11 +555,25 @@ struct BlockShape {
   int shared_bytes;
 };
 
-/// Lets a kernel have so many bytes of shared memory for a block.
+/// Bytes of shared memory that a block can have on the GPU at hand.
+inline LaunchError SharedBytesOfBlock(int* bytes) {
+  int device = 0;
+  JAXSOK_RETURN_IF_CUDA(cudaGetDevice(&device));
+  JAXSOK_RETURN_IF_CUDA(cudaDeviceGetAttribute(bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
+  return nullptr;
+}
+
+/// Lets a kernel have more shared memory for a block than is always allowed: all there is, whatever this launch wants,
+/// so that launches from several threads never take it from each other.
 template <typename Kernel>
 inline LaunchError AllowShared(Kernel* kernel, int bytes) {
   if (bytes <= 32 << 10) return nullptr;  // that and what kernels declare is always allowed
-  JAXSOK_RETURN_IF_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
+  int most = 0;
+  cudaFuncAttributes declared;
+  JAXSOK_RETURN_IF_LAUNCH(SharedBytesOfBlock(&most));
+  JAXSOK_RETURN_IF_CUDA(cudaFuncGetAttributes(&declared, kernel));
+  JAXSOK_RETURN_IF_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                             most - static_cast<int>(declared.sharedSizeBytes)));
   return nullptr;
 }
 
