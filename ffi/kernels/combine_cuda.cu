@@ -93,7 +93,7 @@ struct ApplyWrite {
   template <int kVector, int kPerLane>
   struct Loaded {};
   template <int kVector, int kPerLane>
-  __device__ void Load(uint32_t, int, int, Loaded<kVector, kPerLane>&) const {}
+  __device__ void Load(uint32_t, uint32_t, int, int, Loaded<kVector, kPerLane>&) const {}
   template <int kVector, int kPerLane>
   __device__ void Apply(uint32_t row, uint32_t, uint32_t uses, int lane, int lanes, unsigned,
                         Loaded<kVector, kPerLane>&, RowPart<kVector, kPerLane>& gradient) const {

@@ -45,11 +45,13 @@ struct ApplyStep {
     RowPart<kVector, kPerLane> state0;
     RowPart<kVector, kPerLane> state1;
     float rowwise;
+    RowRounding bits;  // of rows of 16 bits
   };
 
-  /// Begins to read what the step will need, before the gradients are summed.
+  /// Begins to read what the step will need, before the gradients are summed: the key of `position` among it, from
+  /// which the random bits come.
   template <int kVector, int kPerLane>
-  __device__ void Load(uint32_t row, int lane, int lanes, Loaded<kVector, kPerLane>& loaded) const {
+  __device__ void Load(uint32_t row, uint32_t position, int lane, int lanes, Loaded<kVector, kPerLane>& loaded) const {
     loaded.row.LoadPlain(store.rows.At<Row>(store.starts, row, store.dim), lane, lanes, store.dim);
     if constexpr (Step::kRowwise) {
       loaded.rowwise = *states[0].At(store.starts, row, 1);
@@ -61,11 +63,14 @@ struct ApplyStep {
         loaded.state1.LoadPlain(states[1].At(store.starts, row, store.dim), lane, lanes, store.dim);
       }
     }
+    if constexpr (!std::is_same_v<Row, float>) {
+      if (rounding == kRoundingStochastic) loaded.bits = RoundingAt(store, batch, step, position);
+    }
   }
 
-  /// `position`: of a use of the row. `mask`: the lanes of the group, which call it together.
+  /// `mask`: the lanes of the group, which call it together.
   template <int kVector, int kPerLane>
-  __device__ void Apply(uint32_t row, uint32_t position, uint32_t num_uses, int lane, int lanes, unsigned mask,
+  __device__ void Apply(uint32_t row, uint32_t, uint32_t num_uses, int lane, int lanes, unsigned mask,
                         Loaded<kVector, kPerLane>& loaded, RowPart<kVector, kPerLane>& gradient) const {
     if (row_gradient != kRowGradientSum) gradient.Scale(RowGradientScale(row_gradient, num_uses));
     float zero = 0.0f;  // NaN once a gradient is infinite or NaN
@@ -124,7 +129,7 @@ struct ApplyStep {
     Row* to = store.rows.At<Row>(store.starts, row, store.dim);
     if constexpr (!std::is_same_v<Row, float>) {
       if (rounding == kRoundingStochastic) {
-        loaded.row.StoreStochastic(to, RoundingAt(store, batch, step, position), lane, lanes, store.dim);
+        loaded.row.StoreStochastic(to, loaded.bits, lane, lanes, store.dim);
         return;
       }
     }

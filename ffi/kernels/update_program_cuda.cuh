@@ -288,7 +288,7 @@ struct ApplyProgram {
 
   /// Begins to copy the row and its states.
   template <int kVector, int kPerLane>
-  __device__ void Load(uint32_t row, int lane, int lanes, Loaded<kVector, kPerLane>&) const {
+  __device__ void Load(uint32_t row, uint32_t, int lane, int lanes, Loaded<kVector, kPerLane>&) const {
     const LaneMemory<kVector> memory = LaneMemory<kVector>::Of();
     const Row* from = store.rows.At<Row>(store.starts, row, store.dim);
 #pragma unroll

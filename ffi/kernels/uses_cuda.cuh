@@ -322,7 +322,7 @@ __global__ void __launch_bounds__(kBlock, SumBlocksPerMultiprocessor<Apply, kVec
     typename Apply::template Loaded<kVector, kPerLane> loaded;
     RowPart<kVector, kPerLane> sum;
     uses.template Load<typename Apply::Row>(start, view, lane, lanes, sum);
-    apply.Load(chunk_row, lane, lanes, loaded);
+    apply.Load(chunk_row, uses.positions[start], lane, lanes, loaded);
     if (has_factors) sum.Scale(uses.factors[start]);
     uses.template Add<typename Apply::Row>(start + 1, count - 1, has_factors, view, lane, lanes, sum);
     apply.Apply(chunk_row, uses.positions[start], static_cast<uint32_t>(count), lane, lanes, mask, loaded, sum);
@@ -349,7 +349,7 @@ __global__ void __launch_bounds__(kBlock, SumBlocksPerMultiprocessor<Apply, kVec
     if (group == 0) {
       if (is_whole) {
         typename Apply::template Loaded<kVector, kPerLane> loaded;
-        apply.Load(uses.rows[start], lane, lanes, loaded);
+        apply.Load(uses.rows[start], uses.positions[start], lane, lanes, loaded);
         apply.Apply(uses.rows[start], uses.positions[start], static_cast<uint32_t>(count), lane, lanes, mask, loaded,
                     total);
       } else {
@@ -455,7 +455,7 @@ __global__ void __launch_bounds__(1024, 1)
     if (partials.num_chunks > kFewChunks) continue;
     const uint32_t row = w.sorted_rows[long_row.begin];
     typename Apply::template Loaded<kVector, kPerLane> loaded;
-    if constexpr (!Apply::kStepsLongRowsApart) apply.Load(row, lane, lanes, loaded);
+    if constexpr (!Apply::kStepsLongRowsApart) apply.Load(row, w.sorted_positions[long_row.begin], lane, lanes, loaded);
     // The tree over kChunkLanes lanes, of which those from kFewChunks on have no chunk.
     const auto pair = [&](uint32_t chunk, RowPart<kVector, kPerLane>& sum) {
       RowPart<kVector, kPerLane> other;
@@ -523,7 +523,7 @@ __global__ void __launch_bounds__(1024, 1)
       const uint32_t row = w.sorted_rows[long_row.begin];
       const unsigned mask = GroupMask(lanes, 0);
       typename Apply::template Loaded<kVector, kPerLane> loaded;
-      apply.Load(row, lane, lanes, loaded);
+      apply.Load(row, w.sorted_positions[long_row.begin], lane, lanes, loaded);
       apply.Apply(row, w.sorted_positions[long_row.begin], long_row.num_uses, lane, lanes, mask, loaded, sum);
     }
     __syncthreads();
@@ -542,7 +542,7 @@ __global__ void __launch_bounds__(kBlock)
     const LongRow long_row = w.long_rows[item];
     const uint32_t row = w.sorted_rows[long_row.begin];
     typename Apply::template Loaded<kVector, kPerLane> loaded;
-    apply.Load(row, lane, lanes, loaded);
+    apply.Load(row, w.sorted_positions[long_row.begin], lane, lanes, loaded);
     RowPart<kVector, kPerLane> sum;
     sum.Load(PartialsOfRow::Of(w, long_row, view.dim).At(0), lane, lanes, view.dim);
     apply.Apply(row, w.sorted_positions[long_row.begin], long_row.num_uses, lane, lanes, mask, loaded, sum);
