@@ -430,7 +430,7 @@ def _read(spec: FeatureSpec, value: Any) -> _Part:
 
 
 def read_inverse(bags: Bags, num_bags: int, what: str) -> Any:
-    """The bag of each sample: int32 NumPy, known to be bags; or traced, and clamped.
+    """The bag of each sample: int32 NumPy, known to be bags; or traced, `num_bags` for what is none: an empty one.
 
     Args:
       bags: with an inverse.
@@ -446,7 +446,9 @@ def read_inverse(bags: Bags, num_bags: int, what: str) -> Any:
     if given.ndim != 1:
         raise ValueError(f"{what}: inverse: got shape {list(given.shape)}, wanted [num_samples].")
     if not isinstance(given, np.ndarray):
-        return jnp.clip(given.astype(jnp.int32), 0, max(num_bags - 1, 0))
+        given = given.astype(jnp.int32) if given.dtype.itemsize <= 4 else given
+        is_bag = (given >= 0) & (given < num_bags)
+        return jnp.where(is_bag, given, num_bags).astype(jnp.int32)
     outside = given[(given < 0) | (given >= num_bags)]
     if outside.size:
         raise ValueError(f"{what}: inverse: got {outside[0]}, wanted 0 to {num_bags - 1}, one of {num_bags} bags.")

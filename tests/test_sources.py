@@ -562,18 +562,28 @@ def test_shared_bags_through_pipeline_and_padding(num_shards):
     np.testing.assert_allclose([moved[key] for key in (5, 6, 7, 8, 9)], [0.25, 0.5, 0.25, 0.25, 0.5], atol=1e-6)
 
 
-def test_shared_bags_inside_a_program():
-    """Keys and inverse on the device: the inverse is clamped, so that no kernel can stray."""
+@pytest.mark.parametrize("dtype", ["int32", "int8", "uint32"])
+@pytest.mark.parametrize("num_bags", [2, 3])
+def test_shared_bags_inside_a_program(num_bags, dtype):
+    """Keys and inverse on the device, where nobody can check: a sample whose bag there is not has none."""
     collection = programs.one_table(dim=2)
 
     @jax.jit
-    def found(state, words, inverse):
-        bags = jaxsok.Bags(words, inverse=inverse)
-        return collection.find(state, programs.batch(collection, user=bags))[0]["user"]
+    def moved(state, words, inverse):
+        features = programs.batch(collection, user=jaxsok.Bags(words, inverse=inverse))
+        embeddings, state, plan = collection.lookup(state, features)
+        state, _ = collection.update(state, plan, {"user": jnp.ones((5, 2))})
+        return embeddings["user"], state
 
-    rows = programs.initial_rows("user", 2, [7, 8])
-    got = found(collection.init(), jnp.asarray(programs.words([7, 8])), jnp.array([1, 0, 9, -3]))
-    np.testing.assert_array_equal(got, rows[[1, 0, 1, 0]])
+    keys = [7, 8, 9][:num_bags]
+    rows = programs.initial_rows("user", 2, keys)
+    outside = np.array([-3]).astype(dtype)[0]
+    inverse = jnp.asarray(np.array([1, 0, 9, outside, num_bags], dtype))
+    got, state = moved(collection.init(), jnp.asarray(programs.words(keys)), inverse)
+    np.testing.assert_array_equal(got, [rows[1], rows[0], [0, 0], [0, 0], [0, 0]])
+    after = programs.rows_of(collection, state)
+    for number, key in enumerate(keys):
+        np.testing.assert_allclose(after[key], rows[number] - (1.0 if number < 2 else 0.0), atol=1e-6)
 
 
 def test_shared_bags_inside_shard_map():
