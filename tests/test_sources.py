@@ -586,6 +586,62 @@ def test_shared_bags_inside_a_program(num_bags, dtype):
         np.testing.assert_allclose(after[key], rows[number] - (1.0 if number < 2 else 0.0), atol=1e-6)
 
 
+@pytest.mark.parametrize(("num_shards", "num_programs"), [(None, 2), (2, 1)])
+@pytest.mark.parametrize("kind", ["single", "rectangle", "ragged", "lines"])
+def test_few_programs_serve_all_numbers_of_shared_bags(num_shards, num_programs, kind):
+    """Their number is a power of two, or that of a shard's samples."""
+    table = jaxsok.TableSpec("item", DIM, jaxsok.optim.sgd(0.25), capacity=64)
+    feature = jaxsok.FeatureSpec(
+        "item",
+        "item",
+        combiner=None if kind == "lines" else "mean",
+        weighted=kind == "rectangle",
+        max_keys=16,
+        max_hotness=2 if kind == "lines" else None,
+    )
+    collection = (
+        programs.over(num_shards, [table], [feature]) if num_shards else jaxsok.Collection([table], [feature])
+    )
+    num_traces = 0
+
+    @jax.jit
+    def train(state, features):
+        nonlocal num_traces
+        num_traces += 1
+        embeddings, state, plan = collection.lookup(state, features)
+        return embeddings["item"], collection.update(state, plan, embeddings)[0]
+
+    for num_bags in (3, 4, 5, 6, 7, 8):
+        keys = np.stack([np.arange(num_bags), np.arange(num_bags) + 20], axis=1)
+        inverse = np.arange(8)[::-1] % num_bags
+        weights = np.full(keys.shape, 0.5, np.float32) if kind == "rectangle" else None
+        bags = jaxsok.Bags(keys, weights=weights, inverse=inverse)
+        if kind == "single":
+            bags = jaxsok.Bags(keys[:, 0], inverse=inverse)
+        elif kind in ("ragged", "lines"):
+            bags = jaxsok.Bags(keys.reshape(-1), lengths=np.full(num_bags, 2), inverse=inverse)
+        got, state = train(collection.init(seed=3), programs.batch(collection, item=bags))
+        first, second = (programs.initial_rows("item", DIM, column[inverse], seed=3) for column in keys.T)
+        want = np.stack([first, second], axis=1)
+        want = first if kind == "single" else want if kind == "lines" else want.mean(axis=1)
+        np.testing.assert_allclose(got, want, atol=1e-6)
+        used = keys[:, 0] if kind == "single" else keys.reshape(-1)
+        assert sorted(programs.rows_of(collection, state, "item")) == sorted(used.tolist())
+    assert num_traces == num_programs
+
+
+def test_shared_bags_beside_few_samples():
+    """More bags than samples, and as many single keys as `max_keys` allows: nothing is refused."""
+    collection = programs.one_table(dim=2, max_keys=5)
+    for num_bags, num_samples in ((5, 2), (5, 9), (3, 0), (1, 1)):
+        bags = jaxsok.Bags(np.arange(num_bags), inverse=np.arange(num_samples) % num_bags)
+        features = programs.batch(collection, user=bags)
+        assert features.keys("user").shape[0] <= 5
+        embeddings, _ = collection.find(collection.init(), features)
+        want = programs.initial_rows("user", 2, np.arange(num_samples) % num_bags)
+        np.testing.assert_array_equal(embeddings["user"], want.reshape(num_samples, 2))
+
+
 def test_shared_bags_inside_shard_map():
     """Each shard packs its own part: its bags, and whose they are."""
     table = jaxsok.TableSpec("user", DIM, jaxsok.optim.sgd(0.1), capacity=64)
