@@ -2,6 +2,7 @@
 
 import collections
 import functools
+import sys
 
 import hypothesis
 import hypothesis.strategies as st
@@ -458,6 +459,37 @@ def test_bad_columns(name):
         programs.batch(declared(weighted="weights" in name), item=value)
 
 
+@pytest.mark.parametrize("dtype", [pl.Int64, pl.UInt64, pl.Int32])
+def test_plain_columns_need_no_pyarrow(monkeypatch, dtype):
+    """A Polars column of integers without nulls is an array; the lengths beside it too."""
+    monkeypatch.setitem(sys.modules, "pyarrow", None)  # as if it were not installed
+    keys = np.array([7, 9, 7, 2**31 - 1])
+    want = programs.batch(declared(), item=jaxsok.Bags(keys, lengths=np.array([3, 0, 1])))
+    bags = jaxsok.Bags(pl.Series(keys, dtype=dtype), lengths=pl.Series([3, 0, 1]))
+    got = programs.batch(declared(), item=bags)
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+    single = programs.one_table()
+    got = programs.batch(single, user=pl.Series(keys, dtype=dtype))
+    jax.tree.map(np.testing.assert_array_equal, got, programs.batch(single, user=keys))
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        pl.Series([7, None], dtype=pl.Int64),
+        pl.Series([[7], [8, 9]]),
+        pl.Series([1.0]),
+        pl.Series([[1, 2]], dtype=pl.Array(pl.Int64, 2)),
+    ],
+    ids=["nulls", "lists", "floats", "array"],
+)
+def test_other_columns_say_that_they_need_pyarrow(monkeypatch, values):
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(ImportError, match=r'feature "user": keys: got Series.*pip install pyarrow') as caught:
+        programs.batch(programs.one_table(), user=values)
+    assert "integers without nulls" in str(caught.value)
+
+
 # --------------------------------------------------------------------------------------------------------------
 # Samples that share bags
 
@@ -599,9 +631,7 @@ def test_few_programs_serve_all_numbers_of_shared_bags(num_shards, num_programs,
         max_keys=16,
         max_hotness=2 if kind == "lines" else None,
     )
-    collection = (
-        programs.over(num_shards, [table], [feature]) if num_shards else jaxsok.Collection([table], [feature])
-    )
+    collection = programs.over(num_shards, [table], [feature]) if num_shards else jaxsok.Collection([table], [feature])
     num_traces = 0
 
     @jax.jit
