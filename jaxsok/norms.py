@@ -204,9 +204,7 @@ def _with_exchanged(
             arrived.append((plan.found[s].row_ids, route.rows_to_owners(sums, wire.gradients), uses))
         return add(squares, arrived)
     asked = [update_lib.in_rounds(one, "gradient_norm") for one in asked]
-    summed = [
-        update_lib.summed_by_key(spec, plan, grads, s) for plan, grads in zip(plans, gradients, strict=True)
-    ]
+    summed = [update_lib.summed_by_key(spec, plan, grads, s) for plan, grads in zip(plans, gradients, strict=True)]
 
     def one_round(squares: Squares, rounds: list[Round]) -> Squares:
         arrived = []
