@@ -374,7 +374,7 @@ class Collection:
         self._check_state("update", state)
         plans, grads = self._plans_and_gradients("update", plan, gradients)
         if learning_rate is not None:
-            _check_rate(learning_rate)
+            _check_scalar("update: learning_rate", learning_rate)
         self._note_keys([one.features for one in plans])
         state, plans, grads = guards.whole("update", state=state, plan=plans, gradients=grads)
         if self.shards is None or self.shards.is_manual():
@@ -481,7 +481,9 @@ class Collection:
           >>> norm.item(), gradients["clicked"].tolist(), dense["bias"].item()
           (5.0, [[0.5], [1.0]], 2.0)
         """
-        _check_max_norm(max_norm)
+        _check_scalar("clip_by_global_norm: max_norm", max_norm)
+        if not isinstance(max_norm, jax.Array) and not max_norm > 0:
+            raise ValueError(f"clip_by_global_norm: max_norm: got {max_norm}, wanted a positive number.")
         of_rows = self.gradient_norm(state, plan, gradients)
         norm = norms_lib.tree_norm([of_rows, norms_lib.tree_norm(dense)])
         gradients, dense = norms_lib.scaled((gradients, dense), norms_lib.factor_of(norm, max_norm))
@@ -975,17 +977,8 @@ def _rows_by_table(table_rows: Any, store: StoreSpec) -> np.ndarray:
     return by_shard[0] if store.is_replicated else by_shard.sum(axis=0)
 
 
-def _check_rate(rate: Any) -> None:
-    is_number = isinstance(rate, (int, float, np.number, np.ndarray, jax.Array)) and not isinstance(rate, bool)
-    if not is_number or np.shape(rate) != ():
-        got = f"shape {list(np.shape(rate))}" if is_number else repr(rate)
-        raise TypeError(f"update: learning_rate: got {got}, wanted a scalar.")
-
-
-def _check_max_norm(max_norm: Any) -> None:
-    is_number = isinstance(max_norm, (int, float, np.number, np.ndarray, jax.Array)) and not isinstance(max_norm, bool)
-    if not is_number or np.shape(max_norm) != ():
-        got = f"shape {list(np.shape(max_norm))}" if is_number else repr(max_norm)
-        raise TypeError(f"clip_by_global_norm: max_norm: got {got}, wanted a scalar.")
-    if not isinstance(max_norm, jax.Array) and not max_norm > 0:
-        raise ValueError(f"clip_by_global_norm: max_norm: got {max_norm}, wanted a positive number.")
+def _check_scalar(what: str, value: Any) -> None:
+    is_number = isinstance(value, (int, float, np.number, np.ndarray, jax.Array)) and not isinstance(value, bool)
+    if not is_number or np.shape(value) != ():
+        got = f"shape {list(np.shape(value))}" if is_number else repr(value)
+        raise TypeError(f"{what}: got {got}, wanted a scalar.")

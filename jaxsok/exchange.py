@@ -342,6 +342,12 @@ def _ends(
     return begins + is_next.sum(axis=1, dtype=jnp.int32)
 
 
+def has_divided_bags(features: StoreFeatures) -> bool:
+    """Whether a bag of several keys is divided by something that is known of all its keys together."""
+    divided = (COMBINERS["mean"], COMBINERS["sqrtn"])
+    return any(layout.hotness != 1 and COMBINERS[layout.combiner] in divided for layout in features.layouts)
+
+
 def has_unused_keys(features: StoreFeatures) -> bool:
     """Whether a key of a bag may be no use of its row: where weights can make the divisor zero."""
     divided = (COMBINERS["mean"], COMBINERS["sqrtn"])

@@ -43,7 +43,8 @@ class Bags:
     """One float per key, in the shape of `keys`."""
     inverse: Any = None
     """`[num_samples]`: the bag of each sample, where samples share bags. The embedding is expanded to a line for each
-    sample; a bag is looked up once, and its gradient is the sum of its samples'. TorchRec's variable batch."""
+    sample; a bag is looked up once, and its gradient is the sum of its samples'. TorchRec's variable batch. Empty bags
+    are added up to the next power of two, or to `num_samples`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -426,11 +427,38 @@ def _read(spec: FeatureSpec, value: Any) -> _Part:
             f"{what}: inverse: got one with combiner None and ragged keys, whose embedding has no line for each bag; "
             "declare FeatureSpec(max_hotness=...)."
         )
-    return dataclasses.replace(part, inverse=read_inverse(bags, part.shape[0], what))
+    inverse = read_inverse(bags, part.shape[0], what)
+    return dataclasses.replace(_with_more_bags(part, inverse.shape[0]), inverse=inverse)
+
+
+def _with_more_bags(part: _Part, num_samples: int) -> _Part:
+    """Bags that samples share, and empty ones until their number is the next power of two, or that of the samples.
+
+    Without them each number of bags would be a program. Of bags of one size there are at most as many as `max_keys` is
+    enough for.
+    """
+    num_bags = part.shape[0]
+    if num_bags == 0:
+        return part
+    wanted = 1 << (num_bags - 1).bit_length()
+    wanted = wanted if num_bags > num_samples else min(wanted, num_samples)
+    is_ragged, keys_per_bag = part.offsets is not None, part.words.shape[0] // num_bags
+    if not is_ragged and part.spec.max_keys is not None and part.spec.max_hotness is None:
+        wanted = max(num_bags, min(wanted, part.spec.max_keys // keys_per_bag))
+    more = wanted - num_bags
+    if more == 0:
+        return part
+    of_one = part.num_bags // num_bags  # what kernels take for bags, of each bag
+    part = dataclasses.replace(part, num_bags=wanted * of_one, shape=(wanted, *part.shape[1:]))
+    if is_ragged:
+        xp = jnp if isinstance(part.offsets, jax.Array) else np
+        return dataclasses.replace(part, offsets=xp.concatenate([part.offsets, xp.repeat(part.offsets[-1:], more)]))
+    words, weights = _pad(part.words, part.weights, wanted * keys_per_bag)
+    return dataclasses.replace(part, words=words, weights=weights)
 
 
 def read_inverse(bags: Bags, num_bags: int, what: str) -> Any:
-    """The bag of each sample: int32 NumPy, known to be bags; or traced, and clamped.
+    """The bag of each sample: int32 NumPy, known to be bags; or traced, `num_bags` for what is none: an empty one.
 
     Args:
       bags: with an inverse.
@@ -446,7 +474,9 @@ def read_inverse(bags: Bags, num_bags: int, what: str) -> Any:
     if given.ndim != 1:
         raise ValueError(f"{what}: inverse: got shape {list(given.shape)}, wanted [num_samples].")
     if not isinstance(given, np.ndarray):
-        return jnp.clip(given.astype(jnp.int32), 0, max(num_bags - 1, 0))
+        given = given.astype(jnp.int32) if given.dtype.itemsize <= 4 else given
+        is_bag = (given >= 0) & (given < num_bags)
+        return jnp.where(is_bag, given, num_bags).astype(jnp.int32)
     outside = given[(given < 0) | (given >= num_bags)]
     if outside.size:
         raise ValueError(f"{what}: inverse: got {outside[0]}, wanted 0 to {num_bags - 1}, one of {num_bags} bags.")

@@ -375,9 +375,9 @@ def _named(features: StoreFeatures, values: Sequence[Array]) -> Embeddings:
 
 
 def _expanded(value: Array, inverse: Int32[Array, " num_samples"] | None) -> Array:
-    """A line for each sample, where samples share bags."""
+    """A line for each sample, where samples share bags; zeros for one whose bag there is not."""
     if inverse is None:
         return value
-    if value.shape[0] == 0:  # then there are no samples
+    if value.shape[0] == 0:
         return jnp.zeros((inverse.shape[0], *value.shape[1:]), value.dtype)
-    return value.at[inverse].get(mode="clip")
+    return value.at[inverse].get(mode="fill", fill_value=0)

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float, Float32, UInt32
+from jaxtyping import Array, Bool, Float, Float32, UInt32
 
 from jaxsok import annotations, exchange, table
 from jaxsok import update as update_lib
@@ -111,15 +111,24 @@ def _summed_by_row(
     num_tiles: int,
     gradients: Sequence[Float32[Array, "..."]],
     row_gradient: str,
+    is_refused: Bool[Array, " num_keys"] | None = None,
 ) -> Float32[Array, "num_keys dim"]:
     """Row gradients in the order of the rows' first uses; zeros beyond, and where one is not finite.
 
-    Rows are made distinct as keys are: a row id stands for its key.
+    Rows are made distinct as keys are: a row id stands for its key. Keys without a row that are no padding
+    (`is_refused`) are part of the hotness of their bags, as they are for lookup and update.
     """
     is_row = row_ids != jnp.uint32(NO_ROW)
     as_keys = jnp.stack([row_ids, jnp.where(is_row, jnp.uint32(0), jnp.uint32(NO_ROW))], axis=1)
     _, _, inverse, _, _ = plan_kernels.plan((as_keys, *batch), num_tiles)
+    if is_refused is not None:
+        # They go to the last line, which no row has: there is one row less than keys for each of them.
+        spare = row_ids.shape[0] - 1
+        inverse = jnp.where(is_refused, spare, inverse)
     sums, uses = combine_kernels.combine_transpose(gradients, inverse, batch, row_ids.shape[0], num_tiles)
+    if is_refused is not None:
+        is_spare = (jnp.arange(row_ids.shape[0], dtype=jnp.int32) == spare) & is_refused.any()
+        sums = jnp.where(is_spare[:, None], 0.0, sums)
     if row_gradient != "sum":
         divisor = jnp.maximum(uses.astype(jnp.float32), 1.0)
         sums = sums / (divisor if row_gradient == "mean" else jnp.sqrt(divisor))[:, None]
@@ -138,15 +147,19 @@ def _row_sums(
 ) -> Float32[Array, "num_keys dim"]:
     """One store's row gradients on one device."""
     parts = [plan.features.stores[s] for plan in plans]
-    (_, *batch), num_tiles = update_lib.joined(parts)
+    (keys, *batch), num_tiles = update_lib.joined(parts)
     stale = update_lib.generations_of(store, s, plans, live) != store.generation
     row_ids = [jnp.where(stale[p], jnp.uint32(NO_ROW), plan.found[s].row_ids) for p, plan in enumerate(plans)]
+    row_ids = jnp.concatenate(row_ids)
+    is_refused = None
+    if any(exchange.has_divided_bags(part) for part in parts):
+        is_refused = table.is_key(keys) & (row_ids == jnp.uint32(NO_ROW))
     flat = [
         update_lib.bag_gradient(grads, part, layout, spec).astype(jnp.float32)
         for part, grads in zip(parts, gradients, strict=True)
         for layout in part.layouts
     ]
-    return _summed_by_row(jnp.concatenate(row_ids), tuple(batch), num_tiles, flat, spec.row_gradient)
+    return _summed_by_row(row_ids, tuple(batch), num_tiles, flat, spec.row_gradient, is_refused)
 
 
 @annotations.by_store
@@ -186,15 +199,12 @@ def _with_exchanged(
         arrived = []
         for plan, grads, one in zip(plans, gradients, asked, strict=True):
             route = Route(shards, spec.is_replicated, one.send_capacity)
-            sums, uses = update_lib.summed_by_key(spec, plan, grads, s, one.slots, route.num_sent)
+            sums, uses = update_lib.summed_by_key(spec, plan, grads, s)
             uses = route.to_owners(uses) if counts_differ else one.received[:, 3].astype(jnp.int32)
             arrived.append((plan.found[s].row_ids, route.rows_to_owners(sums, wire.gradients), uses))
         return add(squares, arrived)
     asked = [update_lib.in_rounds(one, "gradient_norm") for one in asked]
-    summed = [
-        update_lib.summed_by_key(spec, plan, grads, s, one.inverse, one.requests.shape[0])
-        for plan, grads, one in zip(plans, gradients, asked, strict=True)
-    ]
+    summed = [update_lib.summed_by_key(spec, plan, grads, s) for plan, grads in zip(plans, gradients, strict=True)]
 
     def one_round(squares: Squares, rounds: list[Round]) -> Squares:
         arrived = []

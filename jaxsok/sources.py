@@ -6,6 +6,7 @@ where one of their objects has come. What the bags mean is in features.py.
 """
 
 import dataclasses
+import importlib.util
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -56,7 +57,7 @@ def converted(raw: Mapping[str, Any], features: Sequence[FeatureSpec], op: str =
 
     Raises:
       TypeError, ValueError: names feature, argument, got and wanted.
-      ImportError: a column that speaks Arrow's C interface, where pyarrow is missing.
+      ImportError: a column that speaks Arrow's C interface, where pyarrow is missing; not of integers without nulls.
     """
     if not isinstance(raw, Mapping):
         return raw
@@ -81,6 +82,9 @@ def _converted(spec: FeatureSpec, value: Any, what: str) -> Any:
         return dataclasses.replace(_of_coo(spec, bags.keys, what), inverse=_plain(others["inverse"], what, "inverse"))
     if not any(_is_arrow(one) for one in (bags.keys, *others.values())):
         return value
+    if not _has_pyarrow():
+        bags = dataclasses.replace(bags, keys=_without_pyarrow(bags.keys))
+        others = {name: _without_pyarrow(one) for name, one in others.items()}
     keys, found = bags.keys, {name: _plain(one, what, name) for name, one in others.items() if name != "weights"}
     lengths = None
     if _is_arrow(keys):
@@ -245,6 +249,21 @@ def _is_arrow(value: Any) -> bool:
     return hasattr(value, "__arrow_c_array__") or hasattr(value, "__arrow_c_stream__")
 
 
+def _has_pyarrow() -> bool:
+    return importlib.util.find_spec("pyarrow") is not None
+
+
+def _without_pyarrow(value: Any) -> Any:
+    """A column of integers without nulls as NumPy, by its own library; anything else as it is."""
+    if not _is_arrow(value) or not hasattr(value, "__array__"):
+        return value
+    array = np.asarray(value)
+    nulls = getattr(value, "null_count", 0)
+    has_nulls = (nulls() if callable(nulls) else nulls) != 0
+    # Where there are nulls Pandas and Polars make floats or objects.
+    return array if array.dtype.kind in "iu" and array.ndim == 1 and not has_nulls else value
+
+
 def _plain(value: Any, what: str, name: str) -> Any:
     """Lengths, offsets or inverse: an Arrow column as NumPy; anything else as it is."""
     if not _is_arrow(value):
@@ -261,7 +280,8 @@ def _column(value: Any, what: str, name: str) -> Any:
         import pyarrow as pa
     except ImportError as error:
         raise ImportError(
-            f"{what}: {name}: got {type(value).__name__}, which is read through Arrow; pip install pyarrow."
+            f"{what}: {name}: got {type(value).__name__}, which is read through Arrow; pip install pyarrow. Without it "
+            "a column of integers without nulls is taken, or NumPy."
         ) from error
     if isinstance(value, pa.Array):
         return value

@@ -240,17 +240,14 @@ def _update_exchanged(
         arrived = []
         for plan, grads, one in zip(plans, gradients, asked, strict=True):
             route = Route(shards, spec.is_replicated, one.send_capacity)
-            sums, uses = summed_by_key(spec, plan, grads, s, one.slots, route.num_sent)
+            sums, uses = summed_by_key(spec, plan, grads, s)
             live_uses = route.to_owners(uses) if counts_differ else one.received[:, 3].astype(jnp.int32)
             sums = route.rows_to_owners(sums, wire.gradients)
             arrived.append((one.received, plan.found[s].row_ids, sums, live_uses))
         store, num_nonfinite, num_stale = step(store, arrived)
     else:
         asked = [in_rounds(one) for one in asked]
-        summed = [
-            summed_by_key(spec, plan, grads, s, one.inverse, one.requests.shape[0])
-            for plan, grads, one in zip(plans, gradients, asked, strict=True)
-        ]
+        summed = [summed_by_key(spec, plan, grads, s) for plan, grads in zip(plans, gradients, strict=True)]
 
         def one_round(carry: tuple, rounds: list[Round]) -> tuple:
             store, num_nonfinite, num_stale = carry
@@ -282,14 +279,22 @@ def in_rounds(asked: Requests, op: str = "update") -> Requests:
     return asked
 
 
-def summed_by_key(
-    spec: StoreSpec, plan: Plan, gradients: Gradients, s: int, lines: Array, num_lines: int
-) -> tuple[Array, Array]:
-    """The gradients of each distinct key, summed over its uses in the batch, and the number of uses."""
-    part = plan.features.stores[s]
+def summed_by_key(spec: StoreSpec, plan: Plan, gradients: Gradients, s: int) -> tuple[Array, Array]:
+    """By request, or by line to send, the gradients of its key, summed over all uses in the batch, and their number."""
+    part, asked = plan.features.stores[s], plan.asked[s]
     flat = [_as_float32(bag_gradient(gradients, part, layout, spec)) for layout in part.layouts]
-    _, offsets, weights, words = part.operands()
-    return combine_kernels.combine_transpose(flat, lines, (offsets, weights, words), num_lines, part.num_tiles)
+    keys, offsets, weights, words = part.operands()
+    bags = offsets, weights, words
+    if asked.received is None:
+        return combine_kernels.combine_transpose(flat, asked.inverse, bags, asked.requests.shape[0], part.num_tiles)
+    num_lines = (asked.starts.shape[0] - 1) * asked.send_capacity
+    if asked.send_capacity >= keys.shape[0] or not exchange.has_divided_bags(part):
+        return combine_kernels.combine_transpose(flat, asked.slots, bags, num_lines, part.num_tiles)
+    # Keys that were not sent are part of the hotness of their bags, as they were for the lookup: they get a line more.
+    is_unsent = table.is_key(keys) & (asked.slots < 0)
+    lines = jnp.where(is_unsent, num_lines, asked.slots)
+    sums, uses = combine_kernels.combine_transpose(flat, lines, bags, num_lines + 1, part.num_tiles)
+    return sums[:num_lines], uses[:num_lines]
 
 
 def as_features(sizes: Sequence[int]) -> tuple[tuple[Array, Array, np.ndarray], int]:

@@ -303,6 +303,29 @@ def test_a_send_capacity_that_is_too_small_is_counted():
             np.testing.assert_allclose(rows[key], row - 1.0, rtol=1e-6)
 
 
+@pytest.mark.parametrize("combiner", ["mean", "sqrtn"])
+@pytest.mark.parametrize("placement", [jaxsok.SHARDED, jaxsok.REPLICATED])
+def test_keys_that_were_not_sent_are_part_of_the_hotness(combiner, placement):
+    """The forward divides by all keys of a bag, so its transpose does too (law 4); the norm is that of what moves."""
+    table = jaxsok.TableSpec(
+        "user", 4, jaxsok.optim.sgd(1.0), capacity=256, initializer=jaxsok.initializers.zeros(), placement=placement
+    )
+    one = programs.over(NUM_SHARDS, [table], [jaxsok.FeatureSpec("user", "user", combiner=combiner)])
+    keys = np.arange(64).reshape(4, 16)
+    gradients = np.random.default_rng(0).normal(size=(4, 4)).astype(np.float32)
+    raw = np.concatenate([keys, np.full((4, 4), -1)], axis=1)
+    plan = one.plan(programs.batch(one, user=raw), send_capacity=(2,))
+    _, state, plan = one.lookup(one.init(seed=0), plan)
+    norm = one.gradient_norm(state, plan, {"user": gradients})
+    state, stats = one.update(state, plan, {"user": gradients})
+    rows = programs.rows_of(one, state, "user")
+    assert 0 < len(rows) < 64 and programs.total(stats, "num_refused") == 64 - len(rows)
+    divisor = 16 if combiner == "mean" else 4
+    for key, row in rows.items():
+        np.testing.assert_allclose(row, -gradients[key // 16] / divisor, rtol=1e-5)
+    np.testing.assert_allclose(norm, np.sqrt(sum(np.square(row).sum() for row in rows.values())), rtol=1e-5)
+
+
 # --------------------------------------------------------------------------------------------------------------
 # Capacities
 

@@ -516,6 +516,27 @@ def test_a_function_sees_one_key():
     np.testing.assert_array_equal(alone[0], among[1])
 
 
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_a_function_that_is_not_finite(bad):
+    """Nobody hides it: the embedding has it, the update leaves the row alone, counts it, and `check` raises."""
+
+    def of_parity(words, columns):
+        """Not finite for odd keys."""
+        return jnp.where(words[0] % 2 == 1, jnp.float32(bad), 1.0) * jnp.ones(columns.shape)
+
+    collection = programs.one_table(initializer=jaxsok.initializers.function(of_parity, "parity"))
+    embeddings, state, plan = collection.lookup(
+        collection.init(), programs.batch(collection, user=programs.as_array([4, 7]))
+    )
+    np.testing.assert_array_equal(embeddings["user"], [[1.0] * 4, [bad] * 4])
+    state, stats = collection.update(state, plan, embeddings)
+    assert programs.total(stats, "num_nonfinite") == 1
+    with pytest.raises(jaxsok.NonFiniteGradientError, match="'user': 1"):
+        stats.check()
+    rows = programs.rows_of(collection, state)
+    np.testing.assert_array_equal([rows[4], rows[7]], [[0.0] * 4, [bad] * 4])
+
+
 def test_equal_declarations():
     """A matrix by its numbers, a function by itself and its name: both enter the fingerprint."""
     one = jaxsok.initializers

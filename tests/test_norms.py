@@ -278,6 +278,39 @@ def test_rows_that_the_update_leaves_alone_do_not_count():
     np.testing.assert_array_equal(programs.rows_of(collection, after)[7], [-1.5] * 4)
 
 
+@pytest.mark.parametrize("combiner", ["mean", "sqrtn"])
+@pytest.mark.parametrize("is_ragged", [False, True])
+@pytest.mark.parametrize("row_gradient", ["sum", "mean"])
+def test_refused_keys_are_part_of_the_hotness(combiner, is_ragged, row_gradient):
+    """Their rows do not move, but the others' gradients are divided by all keys of the bag, padding left out."""
+    collection = programs.one_table(
+        combiner=combiner,
+        capacity=4,
+        max_capacity=4,
+        initializer=jaxsok.initializers.zeros(),
+        row_gradient=row_gradient,
+    )
+    bags = [[1, 2, 3, 4, 5, 6, 7, 8], [9, 1, 1, 10], [11, 12, 2, 13, 14]]
+    keys = np.full((3, 8), -1)
+    for line, bag in zip(keys, bags, strict=True):
+        line[: len(bag)] = bag
+    raw = jaxsok.Bags(np.concatenate(bags), lengths=np.array([len(bag) for bag in bags])) if is_ragged else keys
+    _, state, plan = programs.lookup(collection)(collection.init(seed=0), collection.batch({"user": raw}).features)
+    gradients = np.random.default_rng(0).normal(size=(3, 4)).astype(np.float32)
+    kept, sums, uses = set(programs.rows_of(collection, state)), collections.defaultdict(float), collections.Counter()
+    assert len(kept) == 4
+    for bag, gradient in zip(bags, gradients, strict=True):
+        for key in set(bag) & kept:
+            divisor = len(bag) if combiner == "mean" else len(bag) ** 0.5
+            sums[key] = sums[key] + bag.count(key) * gradient / divisor
+            uses[key] += bag.count(key)
+    want = [sums[key] / (uses[key] if row_gradient == "mean" else 1) for key in kept]
+    norm = collection.gradient_norm(state, plan, {"user": jnp.asarray(gradients)})
+    np.testing.assert_allclose(norm, norm_of(want), rtol=1e-5)
+    after, _ = collection.update(state, plan, {"user": jnp.asarray(gradients)})
+    np.testing.assert_allclose(norm, norm_of(programs.rows_of(collection, after).values()), rtol=1e-5)
+
+
 def test_stale_plans_do_not_count():
     collection, state, first = one_lookup()
     gradients = {"user": jnp.ones((3, 4))}

@@ -2,6 +2,7 @@
 
 import collections
 import functools
+import sys
 
 import hypothesis
 import hypothesis.strategies as st
@@ -458,6 +459,37 @@ def test_bad_columns(name):
         programs.batch(declared(weighted="weights" in name), item=value)
 
 
+@pytest.mark.parametrize("dtype", [pl.Int64, pl.UInt64, pl.Int32])
+def test_plain_columns_need_no_pyarrow(monkeypatch, dtype):
+    """A Polars column of integers without nulls is an array; the lengths beside it too."""
+    monkeypatch.setitem(sys.modules, "pyarrow", None)  # as if it were not installed
+    keys = np.array([7, 9, 7, 2**31 - 1])
+    want = programs.batch(declared(), item=jaxsok.Bags(keys, lengths=np.array([3, 0, 1])))
+    bags = jaxsok.Bags(pl.Series(keys, dtype=dtype), lengths=pl.Series([3, 0, 1]))
+    got = programs.batch(declared(), item=bags)
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+    single = programs.one_table()
+    got = programs.batch(single, user=pl.Series(keys, dtype=dtype))
+    jax.tree.map(np.testing.assert_array_equal, got, programs.batch(single, user=keys))
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        pl.Series([7, None], dtype=pl.Int64),
+        pl.Series([[7], [8, 9]]),
+        pl.Series([1.0]),
+        pl.Series([[1, 2]], dtype=pl.Array(pl.Int64, 2)),
+    ],
+    ids=["nulls", "lists", "floats", "array"],
+)
+def test_other_columns_say_that_they_need_pyarrow(monkeypatch, values):
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(ImportError, match=r'feature "user": keys: got Series.*pip install pyarrow') as caught:
+        programs.batch(programs.one_table(), user=values)
+    assert "integers without nulls" in str(caught.value)
+
+
 # --------------------------------------------------------------------------------------------------------------
 # Samples that share bags
 
@@ -562,18 +594,82 @@ def test_shared_bags_through_pipeline_and_padding(num_shards):
     np.testing.assert_allclose([moved[key] for key in (5, 6, 7, 8, 9)], [0.25, 0.5, 0.25, 0.25, 0.5], atol=1e-6)
 
 
-def test_shared_bags_inside_a_program():
-    """Keys and inverse on the device: the inverse is clamped, so that no kernel can stray."""
+@pytest.mark.parametrize("dtype", ["int32", "int8", "uint32"])
+@pytest.mark.parametrize("num_bags", [2, 3])
+def test_shared_bags_inside_a_program(num_bags, dtype):
+    """Keys and inverse on the device, where nobody can check: a sample whose bag there is not has none."""
     collection = programs.one_table(dim=2)
 
     @jax.jit
-    def found(state, words, inverse):
-        bags = jaxsok.Bags(words, inverse=inverse)
-        return collection.find(state, programs.batch(collection, user=bags))[0]["user"]
+    def moved(state, words, inverse):
+        features = programs.batch(collection, user=jaxsok.Bags(words, inverse=inverse))
+        embeddings, state, plan = collection.lookup(state, features)
+        state, _ = collection.update(state, plan, {"user": jnp.ones((5, 2))})
+        return embeddings["user"], state
 
-    rows = programs.initial_rows("user", 2, [7, 8])
-    got = found(collection.init(), jnp.asarray(programs.words([7, 8])), jnp.array([1, 0, 9, -3]))
-    np.testing.assert_array_equal(got, rows[[1, 0, 1, 0]])
+    keys = [7, 8, 9][:num_bags]
+    rows = programs.initial_rows("user", 2, keys)
+    outside = np.array([-3]).astype(dtype)[0]
+    inverse = jnp.asarray(np.array([1, 0, 9, outside, num_bags], dtype))
+    got, state = moved(collection.init(), jnp.asarray(programs.words(keys)), inverse)
+    np.testing.assert_array_equal(got, [rows[1], rows[0], [0, 0], [0, 0], [0, 0]])
+    after = programs.rows_of(collection, state)
+    for number, key in enumerate(keys):
+        np.testing.assert_allclose(after[key], rows[number] - (1.0 if number < 2 else 0.0), atol=1e-6)
+
+
+@pytest.mark.parametrize(("num_shards", "num_programs"), [(None, 2), (2, 1)])
+@pytest.mark.parametrize("kind", ["single", "rectangle", "ragged", "lines"])
+def test_few_programs_serve_all_numbers_of_shared_bags(num_shards, num_programs, kind):
+    """Their number is a power of two, or that of a shard's samples."""
+    table = jaxsok.TableSpec("item", DIM, jaxsok.optim.sgd(0.25), capacity=64)
+    feature = jaxsok.FeatureSpec(
+        "item",
+        "item",
+        combiner=None if kind == "lines" else "mean",
+        weighted=kind == "rectangle",
+        max_keys=16,
+        max_hotness=2 if kind == "lines" else None,
+    )
+    collection = programs.over(num_shards, [table], [feature]) if num_shards else jaxsok.Collection([table], [feature])
+    num_traces = 0
+
+    @jax.jit
+    def train(state, features):
+        nonlocal num_traces
+        num_traces += 1
+        embeddings, state, plan = collection.lookup(state, features)
+        return embeddings["item"], collection.update(state, plan, embeddings)[0]
+
+    for num_bags in (3, 4, 5, 6, 7, 8):
+        keys = np.stack([np.arange(num_bags), np.arange(num_bags) + 20], axis=1)
+        inverse = np.arange(8)[::-1] % num_bags
+        weights = np.full(keys.shape, 0.5, np.float32) if kind == "rectangle" else None
+        bags = jaxsok.Bags(keys, weights=weights, inverse=inverse)
+        if kind == "single":
+            bags = jaxsok.Bags(keys[:, 0], inverse=inverse)
+        elif kind in ("ragged", "lines"):
+            bags = jaxsok.Bags(keys.reshape(-1), lengths=np.full(num_bags, 2), inverse=inverse)
+        got, state = train(collection.init(seed=3), programs.batch(collection, item=bags))
+        first, second = (programs.initial_rows("item", DIM, column[inverse], seed=3) for column in keys.T)
+        want = np.stack([first, second], axis=1)
+        want = first if kind == "single" else want if kind == "lines" else want.mean(axis=1)
+        np.testing.assert_allclose(got, want, atol=1e-6)
+        used = keys[:, 0] if kind == "single" else keys.reshape(-1)
+        assert sorted(programs.rows_of(collection, state, "item")) == sorted(used.tolist())
+    assert num_traces == num_programs
+
+
+def test_shared_bags_beside_few_samples():
+    """More bags than samples, and as many single keys as `max_keys` allows: nothing is refused."""
+    collection = programs.one_table(dim=2, max_keys=5)
+    for num_bags, num_samples in ((5, 2), (5, 9), (3, 0), (1, 1)):
+        bags = jaxsok.Bags(np.arange(num_bags), inverse=np.arange(num_samples) % num_bags)
+        features = programs.batch(collection, user=bags)
+        assert features.keys("user").shape[0] <= 5
+        embeddings, _ = collection.find(collection.init(), features)
+        want = programs.initial_rows("user", 2, np.arange(num_samples) % num_bags)
+        np.testing.assert_array_equal(embeddings["user"], want.reshape(num_samples, 2))
 
 
 def test_shared_bags_inside_shard_map():
