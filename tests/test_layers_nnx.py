@@ -286,23 +286,98 @@ def test_flax_s_own_transformation():
     cases.assert_equal(jax.tree.leaves(nnx.state(own)), jax.tree.leaves(nnx.state(other)))
 
 
-def test_rows_and_dense_parameters_are_clipped_together(mode):
-    """Gradients are one pytree: the global norm is over both."""
+@pytest.mark.parametrize("max_norm", [0.5, 1e6])
+def test_clipped_as_the_core_clips(mode, max_norm):
+    """To the bit; the gradients keep their form."""
     collection = cases.one_device()
     batch = collection.batch(cases.raw_batches(1)[0])
     model, _ = declared(collection)
     _, grads = layers.value_and_grad(loss_fn)(model, batch)
-    total = np.sqrt(sum(np.sum(np.square(leaf)) for leaf in jax.tree.leaves(grads)))
-    assert total > 0.5
-    clipped = jax.tree.map(lambda leaf: leaf * (0.5 / optax.tree.norm(grads)), grads)
-    np.testing.assert_allclose(optax.tree.norm(clipped), 0.5, rtol=1e-6)
-    embeddings, state, plan = collection.lookup(collection.init(seed=0), batch.features)
-    wanted = jax.tree.map(lambda leaf: leaf / total * 0.5, _taps(grads))
-    wanted, _ = collection.update(state, plan, wanted)
-    model.embed.update(clipped)
-    for spec in collection.tables:
-        own, other = (collection.export_table(one, spec.name)["rows"] for one in (state_of(model), wanted))
-        np.testing.assert_allclose(own, other, rtol=1e-5)
+    clipped, norm = layers.clip_by_global_norm(model, grads, max_norm)
+    assert jax.tree.structure(clipped) == jax.tree.structure(grads) and norm > 0.5
+    _, state, plan = collection.lookup(collection.init(seed=0), batch.features)
+    dense = jax.tree.leaves(nnx.state(grads, nnx.Param))
+    of_taps, dense, wanted = collection.clip_by_global_norm(state, plan, _taps(grads), max_norm, dense)
+    assert norm == wanted
+    cases.assert_equal(_taps(clipped), of_taps)
+    cases.assert_equal(jax.tree.leaves(nnx.state(clipped, nnx.Param)), dense)
+
+
+@pytest.mark.parametrize("num_batches", [1, 2])
+def test_clipped_as_dense_optax_clips(mode, num_batches):
+    """Keys repeat within and between micro-batches: the norm is that of whole tables, not that of their uses."""
+    collection = cases.one_device()
+    raws = cases.raw_batches(num_batches, num_keys=3)
+    model, optimizer = declared(collection)
+    dense = cases.dense_gradients(model.out.kernel[...], model.out.bias[...], raws)
+    wanted, _ = optax.clip_by_global_norm(0.5).update(dense, optax.EmptyState())
+    kernel = np.array(model.out.kernel[...])[:, 0]
+
+    @nnx.jit
+    def step(model, optimizer, batches):
+        grads = []
+        for batch in batches:
+            grads.append(layers.value_and_grad(loss_fn, accumulate=True)(model, batch)[1])
+        unclipped = optax.tree.norm(grads)
+        grads, norm = layers.clip_by_global_norm(model, grads if num_batches > 1 else grads[0], 0.5)
+        several = grads if num_batches > 1 else [grads]
+        summed = jax.tree.map(lambda *leaves: sum(leaves), *[nnx.state(one, nnx.Param) for one in several])
+        optimizer.update(model, summed)
+        model.embed.update(grads)
+        return norm, unclipped
+
+    norm, unclipped = step(model, optimizer, [collection.batch(raw) for raw in raws])
+    np.testing.assert_allclose(norm, optax.tree.norm(dense), rtol=1e-5)
+    assert norm > 0.5 and abs(norm - unclipped) > 0.01 * norm  # Optax's norm of the layer's gradients is another
+    np.testing.assert_allclose(model.out.kernel[...][:, 0], kernel - cases.RATE * wanted["kernel"], rtol=1e-5)
+    cases.assert_stepped(collection, state_of(model), wanted)
+
+
+def test_two_layers_are_clipped_together(mode):
+    """One norm over the tables of both."""
+    model = nnx.Dict(one=layers.Embeddings(cases.collection_of()), two=layers.Embeddings(cases.collection_of()))
+    features = model["one"].collection.batch(cases.raw_batches(1)[0]).features
+
+    def loss(model):
+        return sum(
+            scale * jnp.sum(cases.joined(model[name](features)) ** 2) for scale, name in ((1, "one"), (2, "two"))
+        )
+
+    _, grads = layers.value_and_grad(loss)(model)
+    of_layers = []
+    for name in ("one", "two"):
+        collection = model[name].collection
+        _, state, plan = collection.lookup(collection.init(seed=0), features)
+        (taps,) = grads[name]["taps"].get_value()
+        of_layers.append(float(collection.gradient_norm(state, plan, taps)))
+    clipped, norm = layers.clip_by_global_norm(model, grads, 0.5)
+    np.testing.assert_allclose(norm, np.hypot(*of_layers), rtol=1e-6)
+    for one, two in zip(jax.tree.leaves(clipped), jax.tree.leaves(grads), strict=True):
+        np.testing.assert_allclose(one, two * (0.5 / norm), rtol=1e-6)
+
+
+def test_clipping_refuses_what_does_not_fit(mode):
+    """And changes nothing."""
+    collection = cases.one_device()
+    model, _ = declared(collection)
+    batch = collection.batch(cases.raw_batches(1)[0])
+    assert "clip_by_global_norm: model: got one without lookups" in message(
+        ValueError, lambda: layers.clip_by_global_norm(model, {}, 1.0)
+    )
+    _, grads = layers.value_and_grad(loss_fn)(model, batch)
+    before = cases.snapshot(nnx.state(model))
+    of_params = nnx.state(grads, nnx.Param)
+    for wrong, text in (
+        (of_params, "clip_by_global_norm: gradients: got none for the taps of 'embed'"),
+        ([grads, grads], "got lookup 1 of 1 twice"),
+        ([grads, {"embed": {"taps": ()}}], "got 2 of different dense parameters"),
+    ):
+        assert text in message(ValueError, lambda wrong=wrong: layers.clip_by_global_norm(model, wrong, 1.0))
+    for max_norm, error in ((0.0, ValueError), ("large", TypeError)):
+        assert "clip_by_global_norm: max_norm" in message(
+            error, lambda max_norm=max_norm: layers.clip_by_global_norm(model, grads, max_norm)
+        )
+    cases.assert_equal(cases.snapshot(nnx.state(model)), before)
 
 
 def _taps(grads):
