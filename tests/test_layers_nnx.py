@@ -646,6 +646,27 @@ def test_two_layers(mode):
     assert [int(tower.tables.get_value().step) for tower in model.towers] == [2, 2]
 
 
+def test_two_layers_step_together_or_not_at_all(mode):
+    """Outside jit too: a layer without gradients leaves the others as they were, with their lookups."""
+    model = nnx.Dict(one=layers.Embeddings(cases.collection_of()), two=layers.Embeddings(cases.collection_of()))
+    features = model["one"].collection.batch(cases.raw_batches(1)[0]).features
+
+    def loss(model):
+        return sum(jnp.sum(cases.joined(model[name](features)) ** 2) for name in ("one", "two"))
+
+    _, grads = layers.value_and_grad(loss)(model)
+    before = cases.snapshot(nnx.state(model))
+    wrong = jax.tree.map(lambda leaf: leaf, grads)
+    wrong["two"]["taps"] = layers.TapVariable(())
+    assert "got none for lookup 1 of 1" in message(ValueError, lambda: layers.update(model, wrong))
+    cases.assert_equal(cases.snapshot(nnx.state(model)), before)
+    (taps,) = grads["two"]["taps"].get_value()
+    wrong["two"]["taps"] = layers.TapVariable(({**taps, "user": taps["user"][:, :1]},))
+    assert "user" in message(ValueError, lambda: layers.update(model, wrong))
+    cases.assert_equal(cases.snapshot(nnx.state(model)), before)
+    assert sorted(layers.update(model, grads)) == ["one", "two"]
+
+
 # Evaluation -------------------------------------------------------------------------------------------------------
 
 
@@ -833,7 +854,7 @@ def test_errors_of_a_step_change_nothing(mode):
     assert "got 0 TapVariables" in message(ValueError, lambda: model.embed.update(of_params))
     assert "got none for the taps of 'embed'" in message(ValueError, lambda: layers.update(model, of_params))
     assert "got lookup 1 of 1 twice" in message(ValueError, lambda: model.embed.update([grads, grads]))
-    assert "got none for lookup 1 of 1" in message(ValueError, lambda: model.embed._update([()], None))
+    assert "got none for lookup 1 of 1" in message(ValueError, lambda: model.embed._updated([()], None))
     assert "learning_rate" in message(TypeError, lambda: model.embed.update(grads, learning_rate="fast"))
     pending = message(ValueError, lambda: layers.value_and_grad(loss_fn)(model, other))
     assert "got 1 lookups without an update" in pending and "accumulate=True" in pending and "discard()" in pending
@@ -849,7 +870,9 @@ def test_gradients_of_other_taps_are_refused(mode):
     batch = collection.batch(cases.raw_batches(1)[0])
     _, grads = layers.value_and_grad(loss_fn)(model, batch)
     taps = jax.tree.map(lambda leaf: leaf, _taps(grads))
-    assert "got those of 2 taps for 1 lookups" in message(ValueError, lambda: model.embed._update([(taps, taps)], None))
+    assert "got those of 2 taps for 1 lookups" in message(
+        ValueError, lambda: model.embed._updated([(taps, taps)], None)
+    )
 
 
 def test_one_collection_grows_with_one_state():

@@ -18,6 +18,7 @@ from jaxsok.features import Features
 from jaxsok.layers import tap
 from jaxsok.plan import Plan
 from jaxsok.stats import Stats
+from jaxsok.store import State
 
 __all__ = [
     "Embeddings",
@@ -206,20 +207,18 @@ class Embeddings(nnx.Module):
           `stats = model.embed.update(grads)`
         """
         several = gradients if isinstance(gradients, (list, tuple)) else [gradients]
-        return self._update([_only_taps(one) for one in several], learning_rate)
+        state, stats = self._updated([_only_taps(one) for one in several], learning_rate)
+        self._take(state)
+        return stats
 
-    def _update(self, gradients: Sequence[Any], learning_rate: Any) -> Stats:
-        state, stats = tap.update(
-            "Embeddings.update",
-            self.collection,
-            self.tables.get_value(),
-            self.plans.get_value(),
-            gradients,
-            learning_rate,
-        )
+    def _updated(self, gradients: Sequence[Any], learning_rate: Any) -> tuple[State, Stats]:
+        """What an update makes of the tables; the layer stays as it is."""
+        state, plans = self.tables.get_value(), self.plans.get_value()
+        return tap.update("Embeddings.update", self.collection, state, plans, gradients, learning_rate)
+
+    def _take(self, state: State) -> None:
         self.tables.set_value(state)
         self.discard()
-        return stats
 
     def discard(self) -> None:
         """Passes over the lookups since the last update: rows that they inserted stay, and have learned nothing.
@@ -321,14 +320,20 @@ def update(model: Any, gradients: Any, *, learning_rate: Any = None) -> dict[str
       By path, its parts joined by dots: what depended on the data of the step.
 
     Raises:
-      ValueError: no layer looked anything up; gradients that are missing.
+      ValueError: no layer looked anything up; gradients that are missing. No layer has changed then.
 
     Example:
       `stats = layers.update(model, grads)["embed"]`
     """
     several = gradients if isinstance(gradients, (list, tuple)) else [gradients]
     waiting = _waiting("update", model, several)
-    return {".".join(map(str, path)): layer._update(of_layer, learning_rate) for path, layer, of_layer in waiting}
+    # All before the first takes its own: one that is refused leaves none a step ahead.
+    updated = [layer._updated(of_layer, learning_rate) for _, layer, of_layer in waiting]
+    stats = {}
+    for (path, layer, _), (state, of_layer) in zip(waiting, updated, strict=True):
+        layer._take(state)
+        stats[".".join(map(str, path))] = of_layer
+    return stats
 
 
 def clip_by_global_norm(model: Any, gradients: Any, max_norm: Any) -> tuple[Any, Float32[Array, ""]]:
