@@ -531,6 +531,14 @@ def test_errors():
 
     assert "got a lookup in training with taps for 0" in message(ValueError, apply)
     assert 'got no "plans"' in message(ValueError, lambda: apply(mutable=["tables"]))
+    # With taps a step is meant: a frozen lookup would give them no gradient, and say nothing.
+    for mutable in (False, ["batch_stats"], ["plans"]):
+        assert 'got no "tables"' in message(
+            ValueError, lambda mutable=mutable: apply({**variables, "sparse_taps": taps}, mutable=mutable)
+        )
+    frozen = layers.Embeddings(collection, deterministic=True)
+    of_frozen = {"tables": tables["embed"], "sparse_taps": taps["embed"]}
+    apply(of_frozen, mutable=False, layer=frozen)
     training = layers.Embeddings(collection, deterministic=False)
     of_layer = {"tables": tables["embed"]}
     assert 'got no "tables"' in message(ValueError, lambda: apply(of_layer, mutable=False, layer=training))

@@ -38,8 +38,8 @@ class Embeddings(nn.Module):
     """The tables of a collection as a layer: features in, embeddings by feature out.
 
     In training, `apply` with `mutable=["tables", "plans"]` and taps, a call is `Collection.lookup`: unseen keys get
-    rows, and `apply_updates` makes the rows learn. In evaluation, where "tables" is not mutable, a call is
-    `Collection.find`, which changes nothing. `init` makes the tables, empty, and looks nothing up.
+    rows, and `apply_updates` makes the rows learn. In evaluation, where "tables" is not mutable and no taps are given,
+    a call is `Collection.find`, which changes nothing. `init` makes the tables, empty, and looks nothing up.
 
     Several calls in a step are several lookups of the same tables; one update takes them all. A collection follows the
     growth of one state: two layers need two collections.
@@ -77,7 +77,7 @@ class Embeddings(nn.Module):
     seed: int = 0
     """As for `Collection.init`."""
     deterministic: bool | None = None
-    """True: evaluation. None: evaluation where "tables" is not mutable."""
+    """True: evaluation. None: evaluation where "tables" is not mutable and there are no taps."""
 
     def __call__(self, features: Features | Plan, deterministic: bool | None = None) -> dict[str, Array]:
         """Looks up a batch.
@@ -111,7 +111,9 @@ class Embeddings(nn.Module):
         state = self.get_variable(_TABLES, "state")
         is_mutable = self.is_mutable_collection(_TABLES)
         deterministic = self.deterministic if deterministic is None else deterministic
-        if deterministic or (deterministic is None and not is_mutable):
+        # Taps are of a step: a lookup that gave them no gradient would be a step that learns nothing.
+        is_step = is_mutable or self.has_variable(_TAPS, "taps")
+        if deterministic or (deterministic is None and not is_step):
             return self.collection.find(state, features)[0]
         if not is_mutable or not self.is_mutable_collection(_PLANS):
             raise ValueError(
