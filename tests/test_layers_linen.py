@@ -289,18 +289,15 @@ def test_checkpoints(tmp_path):
     for batch in batches[:2]:
         state, tables, _, _ = train(model)(state, tables, batch)
     assert len(serialization.to_bytes(state)) < 1024 < sum(leaf.nbytes for leaf in jax.tree.leaves(tables))
-    leaves, structure = jax.tree.flatten(tables)
-    kept = {str(i): leaf for i, leaf in enumerate(leaves) if leaf.size}  # Orbax refuses arrays without elements
     with orbax.StandardCheckpointer() as checkpointer:
-        checkpointer.save(tmp_path / "tables", kept)
+        checkpointer.save(tmp_path / "tables", tables)
         checkpointer.save(tmp_path / "params", state.params)
     _, fresh, empty = declared(collection)
     with orbax.StandardCheckpointer() as checkpointer:
-        restored = checkpointer.restore(tmp_path / "tables", kept)
+        restored = checkpointer.restore(tmp_path / "tables", empty)
         fresh = fresh.replace(params=checkpointer.restore(tmp_path / "params", fresh.params))
-    leaves = [restored.get(str(i), leaf) for i, leaf in enumerate(jax.tree.leaves(empty))]
     step = train(model, donate=False)
-    _, other, its_loss, _ = step(fresh, jax.tree.unflatten(structure, leaves), batches[2])
+    _, other, its_loss, _ = step(fresh, restored, batches[2])
     _, tables, loss, _ = step(state, tables, batches[2])
     assert loss == its_loss
     cases.assert_equal(other, tables)
