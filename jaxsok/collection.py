@@ -124,7 +124,8 @@ class Collection:
                 )
         self.stores: tuple[StoreSpec, ...] = group_into_stores(self.tables, num_shards)
         self.fingerprint: str = fingerprint(self.stores)
-        self.partition_owners: np.ndarray = plan_lib.default_owners(num_shards)[: None if num_shards > 1 else 0]
+        # One shard has all partitions; an array without elements would be refused by Orbax.
+        self.partition_owners: np.ndarray = plan_lib.default_owners(num_shards)[: None if num_shards > 1 else 1]
         # What the parts of one shard go through to reach the others; one shard has no others.
         self._between = (self.shards, self.exchange) if num_shards > 1 else (None, None)
         # Outside jit too, what runs on a mesh runs as a program.

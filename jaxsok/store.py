@@ -63,7 +63,7 @@ class State:
     """How many updates came before."""
     seed: UInt32[Array, "2"]
     partition_owners: UInt32[Array, " num_partitions"]
-    """The shard of each of the 4,096 partitions of keys; none on one device."""
+    """The shard of each of the 4,096 partitions of keys; on one device a single 0."""
     fingerprint: str = dataclasses.field(metadata={"static": True})
     """Of the specs that made it; a collection with others refuses it."""
     mesh: str = dataclasses.field(default="", metadata={"static": True})

@@ -129,6 +129,33 @@ class Oracle:
                 np.testing.assert_allclose(row, mine[key], rtol=1e-4, atol=1e-6, err_msg=f"{spec.name} {key}")
 
 
+def dense_gradients(kernel, bias, raws, num_keys=12):
+    """Of the same model over whole tables of fresh rows, summed over batches: what Optax would be given."""
+    params = {name: jax.numpy.full((num_keys, dim), START) for name, dim in (("user", 4), ("item", 4), ("ad", 3))}
+    params |= {"kernel": jax.numpy.reshape(kernel, -1), "bias": jax.numpy.reshape(bias, ())}
+
+    def loss(params, raw):
+        bags = raw["history"]
+        means = np.zeros((len(bags.lengths), num_keys), np.float32)
+        for i, end in enumerate(np.cumsum(bags.lengths)):
+            for key in bags.keys[end - bags.lengths[i] : end]:
+                means[i, key] += 1 / bags.lengths[i]
+        ads = params["ad"][raw["ads"]].reshape(len(means), -1)
+        x = jax.numpy.concatenate([params["user"][raw["user"]], means @ params["item"], ads], axis=-1)
+        return loss_of(x @ params["kernel"] + params["bias"], raw["label"])
+
+    gradients = [jax.grad(loss)(params, raw) for raw in raws]
+    return jax.tree.map(lambda *leaves: sum(leaves), *gradients)
+
+
+def assert_stepped(collection, state, gradients):
+    """The rows in use are those that fresh ones become by plain SGD on dense gradients."""
+    for spec in collection.tables:
+        table = programs.by_key(collection, state, spec.name)
+        wanted = START - ROW_RATE * np.asarray(gradients[spec.name])[table["keys"].astype(np.int64)]
+        np.testing.assert_allclose(table["rows"], wanted, rtol=1e-5, err_msg=spec.name)
+
+
 def everywhere(collection, tree):
     """A pytree's arrays on all devices of the collection's mesh, if it has one."""
     return tree if collection.shards is None else jax.device_put(tree, collection.shards.same)

@@ -202,6 +202,66 @@ def test_gradient_of_taps_is_that_of_the_embeddings():
     assert stats[""].to_dict()["user"]["num_inserted"] > 0
 
 
+@pytest.mark.parametrize("max_norm", [0.5, 1e6])
+def test_clipped_as_the_core_clips(max_norm):
+    """To the bit; the gradients keep their form."""
+    collection = cases.one_device()
+    batch = collection.batch(cases.raw_batches(1)[0])
+    model, dense, tables = declared(collection)
+    (_, updates), (g_params, g_taps) = gradients_of(model, dense.params, tables, batch)
+    clipped, of_params, norm = layers.clip_by_global_norm(updates, g_taps, max_norm, g_params)
+    _, state, plan = collection.lookup(collection.init(seed=0), batch.features)
+    wanted = collection.clip_by_global_norm(state, plan, g_taps["embed"]["taps"][0], max_norm, g_params)
+    assert norm == wanted[2] and norm > 0.5
+    cases.assert_equal((clipped["embed"]["taps"][0], of_params), wanted[:2])
+    cases.assert_equal(layers.clip_by_global_norm(updates, g_taps, max_norm)[1], None)
+
+
+@pytest.mark.parametrize("num_batches", [1, 2])
+def test_clipped_as_dense_optax_clips(num_batches):
+    """Keys repeat within and between micro-batches: the norm is that of whole tables, not that of their uses."""
+    collection = cases.one_device()
+    raws = cases.raw_batches(num_batches, num_keys=3)
+    model, state, tables = declared(collection)
+    dense = cases.dense_gradients(state.params["out"]["kernel"], state.params["out"]["bias"], raws)
+    wanted, _ = optax.clip_by_global_norm(0.5).update(dense, optax.EmptyState())
+
+    @jax.jit
+    def step(params, tables, batches):
+        updates, of_params, of_taps = [], [], []
+        for batch in batches:
+            (_, update), (g_params, g_taps) = gradients_of(model, params, tables, batch)
+            tables = update["tables"]
+            updates.append(update), of_params.append(g_params), of_taps.append(g_taps)
+        if num_batches == 1:
+            (updates,), (of_taps,) = updates, of_taps
+        of_params = jax.tree.map(lambda *leaves: sum(leaves), *of_params)
+        unclipped = optax.tree.norm((of_taps, of_params))
+        of_taps, of_params, norm = layers.clip_by_global_norm(updates, of_taps, 0.5, of_params)
+        return layers.apply_updates(updates, of_taps)[0], of_params, norm, unclipped
+
+    tables, of_params, norm, unclipped = step(state.params, tables, [collection.batch(raw) for raw in raws])
+    np.testing.assert_allclose(norm, optax.tree.norm(dense), rtol=1e-5)
+    assert norm > 0.5 and abs(norm - unclipped) > 0.01 * norm  # Optax's norm of the layer's gradients is another
+    np.testing.assert_allclose(of_params["out"]["kernel"][:, 0], wanted["kernel"], rtol=1e-4, atol=1e-7)
+    cases.assert_stepped(collection, tables["embed"]["state"], wanted)
+
+
+def test_clipping_refuses_what_does_not_fit():
+    """And names itself."""
+    collection = cases.one_device()
+    model, state, tables = declared(collection)
+    batch = collection.batch(cases.raw_batches(1)[0])
+    (_, updates), (_, g_taps) = gradients_of(model, state.params, tables, batch)
+    for updated, gradients, max_norm, text in (
+        (updates, {}, 1.0, "clip_by_global_norm: got nothing at 'embed'"),
+        (updates, [g_taps, g_taps], 1.0, "clip_by_global_norm: gradients: got 2 for 1 updates"),
+        ({"tables": tables}, g_taps, 1.0, "clip_by_global_norm: updates: got ['tables']"),
+        (updates, g_taps, 0.0, "clip_by_global_norm: max_norm: got 0.0"),
+    ):
+        assert text in message(ValueError, functools.partial(layers.clip_by_global_norm, updated, gradients, max_norm))
+
+
 # Collections of variables -----------------------------------------------------------------------------------------
 
 
@@ -229,18 +289,15 @@ def test_checkpoints(tmp_path):
     for batch in batches[:2]:
         state, tables, _, _ = train(model)(state, tables, batch)
     assert len(serialization.to_bytes(state)) < 1024 < sum(leaf.nbytes for leaf in jax.tree.leaves(tables))
-    leaves, structure = jax.tree.flatten(tables)
-    kept = {str(i): leaf for i, leaf in enumerate(leaves) if leaf.size}  # Orbax refuses arrays without elements
     with orbax.StandardCheckpointer() as checkpointer:
-        checkpointer.save(tmp_path / "tables", kept)
+        checkpointer.save(tmp_path / "tables", tables)
         checkpointer.save(tmp_path / "params", state.params)
     _, fresh, empty = declared(collection)
     with orbax.StandardCheckpointer() as checkpointer:
-        restored = checkpointer.restore(tmp_path / "tables", kept)
+        restored = checkpointer.restore(tmp_path / "tables", empty)
         fresh = fresh.replace(params=checkpointer.restore(tmp_path / "params", fresh.params))
-    leaves = [restored.get(str(i), leaf) for i, leaf in enumerate(jax.tree.leaves(empty))]
     step = train(model, donate=False)
-    _, other, its_loss, _ = step(fresh, jax.tree.unflatten(structure, leaves), batches[2])
+    _, other, its_loss, _ = step(fresh, restored, batches[2])
     _, tables, loss, _ = step(state, tables, batches[2])
     assert loss == its_loss
     cases.assert_equal(other, tables)
@@ -471,6 +528,14 @@ def test_errors():
 
     assert "got a lookup in training with taps for 0" in message(ValueError, apply)
     assert 'got no "plans"' in message(ValueError, lambda: apply(mutable=["tables"]))
+    # With taps a step is meant: a frozen lookup would give them no gradient, and say nothing.
+    for mutable in (False, ["batch_stats"], ["plans"]):
+        assert 'got no "tables"' in message(
+            ValueError, lambda mutable=mutable: apply({**variables, "sparse_taps": taps}, mutable=mutable)
+        )
+    frozen = layers.Embeddings(collection, deterministic=True)
+    of_frozen = {"tables": tables["embed"], "sparse_taps": taps["embed"]}
+    apply(of_frozen, mutable=False, layer=frozen)
     training = layers.Embeddings(collection, deterministic=False)
     of_layer = {"tables": tables["embed"]}
     assert 'got no "tables"' in message(ValueError, lambda: apply(of_layer, mutable=False, layer=training))

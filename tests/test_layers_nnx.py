@@ -286,23 +286,98 @@ def test_flax_s_own_transformation():
     cases.assert_equal(jax.tree.leaves(nnx.state(own)), jax.tree.leaves(nnx.state(other)))
 
 
-def test_rows_and_dense_parameters_are_clipped_together(mode):
-    """Gradients are one pytree: the global norm is over both."""
+@pytest.mark.parametrize("max_norm", [0.5, 1e6])
+def test_clipped_as_the_core_clips(mode, max_norm):
+    """To the bit; the gradients keep their form."""
     collection = cases.one_device()
     batch = collection.batch(cases.raw_batches(1)[0])
     model, _ = declared(collection)
     _, grads = layers.value_and_grad(loss_fn)(model, batch)
-    total = np.sqrt(sum(np.sum(np.square(leaf)) for leaf in jax.tree.leaves(grads)))
-    assert total > 0.5
-    clipped = jax.tree.map(lambda leaf: leaf * (0.5 / optax.tree.norm(grads)), grads)
-    np.testing.assert_allclose(optax.tree.norm(clipped), 0.5, rtol=1e-6)
-    embeddings, state, plan = collection.lookup(collection.init(seed=0), batch.features)
-    wanted = jax.tree.map(lambda leaf: leaf / total * 0.5, _taps(grads))
-    wanted, _ = collection.update(state, plan, wanted)
-    model.embed.update(clipped)
-    for spec in collection.tables:
-        own, other = (collection.export_table(one, spec.name)["rows"] for one in (state_of(model), wanted))
-        np.testing.assert_allclose(own, other, rtol=1e-5)
+    clipped, norm = layers.clip_by_global_norm(model, grads, max_norm)
+    assert jax.tree.structure(clipped) == jax.tree.structure(grads) and norm > 0.5
+    _, state, plan = collection.lookup(collection.init(seed=0), batch.features)
+    dense = jax.tree.leaves(nnx.state(grads, nnx.Param))
+    of_taps, dense, wanted = collection.clip_by_global_norm(state, plan, _taps(grads), max_norm, dense)
+    assert norm == wanted
+    cases.assert_equal(_taps(clipped), of_taps)
+    cases.assert_equal(jax.tree.leaves(nnx.state(clipped, nnx.Param)), dense)
+
+
+@pytest.mark.parametrize("num_batches", [1, 2])
+def test_clipped_as_dense_optax_clips(mode, num_batches):
+    """Keys repeat within and between micro-batches: the norm is that of whole tables, not that of their uses."""
+    collection = cases.one_device()
+    raws = cases.raw_batches(num_batches, num_keys=3)
+    model, optimizer = declared(collection)
+    dense = cases.dense_gradients(model.out.kernel[...], model.out.bias[...], raws)
+    wanted, _ = optax.clip_by_global_norm(0.5).update(dense, optax.EmptyState())
+    kernel = np.array(model.out.kernel[...])[:, 0]
+
+    @nnx.jit
+    def step(model, optimizer, batches):
+        grads = []
+        for batch in batches:
+            grads.append(layers.value_and_grad(loss_fn, accumulate=True)(model, batch)[1])
+        unclipped = optax.tree.norm(grads)
+        grads, norm = layers.clip_by_global_norm(model, grads if num_batches > 1 else grads[0], 0.5)
+        several = grads if num_batches > 1 else [grads]
+        summed = jax.tree.map(lambda *leaves: sum(leaves), *[nnx.state(one, nnx.Param) for one in several])
+        optimizer.update(model, summed)
+        model.embed.update(grads)
+        return norm, unclipped
+
+    norm, unclipped = step(model, optimizer, [collection.batch(raw) for raw in raws])
+    np.testing.assert_allclose(norm, optax.tree.norm(dense), rtol=1e-5)
+    assert norm > 0.5 and abs(norm - unclipped) > 0.01 * norm  # Optax's norm of the layer's gradients is another
+    np.testing.assert_allclose(model.out.kernel[...][:, 0], kernel - cases.RATE * wanted["kernel"], rtol=1e-5)
+    cases.assert_stepped(collection, state_of(model), wanted)
+
+
+def test_two_layers_are_clipped_together(mode):
+    """One norm over the tables of both."""
+    model = nnx.Dict(one=layers.Embeddings(cases.collection_of()), two=layers.Embeddings(cases.collection_of()))
+    features = model["one"].collection.batch(cases.raw_batches(1)[0]).features
+
+    def loss(model):
+        return sum(
+            scale * jnp.sum(cases.joined(model[name](features)) ** 2) for scale, name in ((1, "one"), (2, "two"))
+        )
+
+    _, grads = layers.value_and_grad(loss)(model)
+    of_layers = []
+    for name in ("one", "two"):
+        collection = model[name].collection
+        _, state, plan = collection.lookup(collection.init(seed=0), features)
+        (taps,) = grads[name]["taps"].get_value()
+        of_layers.append(float(collection.gradient_norm(state, plan, taps)))
+    clipped, norm = layers.clip_by_global_norm(model, grads, 0.5)
+    np.testing.assert_allclose(norm, np.hypot(*of_layers), rtol=1e-6)
+    for one, two in zip(jax.tree.leaves(clipped), jax.tree.leaves(grads), strict=True):
+        np.testing.assert_allclose(one, two * (0.5 / norm), rtol=1e-6)
+
+
+def test_clipping_refuses_what_does_not_fit(mode):
+    """And changes nothing."""
+    collection = cases.one_device()
+    model, _ = declared(collection)
+    batch = collection.batch(cases.raw_batches(1)[0])
+    assert "clip_by_global_norm: model: got one without lookups" in message(
+        ValueError, lambda: layers.clip_by_global_norm(model, {}, 1.0)
+    )
+    _, grads = layers.value_and_grad(loss_fn)(model, batch)
+    before = cases.snapshot(nnx.state(model))
+    of_params = nnx.state(grads, nnx.Param)
+    for wrong, text in (
+        (of_params, "clip_by_global_norm: gradients: got none for the taps of 'embed'"),
+        ([grads, grads], "got lookup 1 of 1 twice"),
+        ([grads, {"embed": {"taps": ()}}], "got 2 of different dense parameters"),
+    ):
+        assert text in message(ValueError, lambda wrong=wrong: layers.clip_by_global_norm(model, wrong, 1.0))
+    for max_norm, error in ((0.0, ValueError), ("large", TypeError)):
+        assert "clip_by_global_norm: max_norm" in message(
+            error, lambda max_norm=max_norm: layers.clip_by_global_norm(model, grads, max_norm)
+        )
+    cases.assert_equal(cases.snapshot(nnx.state(model)), before)
 
 
 def _taps(grads):
@@ -378,11 +453,6 @@ def test_dense_tools_do_not_see_tables(mode):
     assert_apart()
 
 
-def not_empty(tree):
-    """The arrays of a pytree by number; Orbax refuses those without elements."""
-    return {str(i): leaf for i, leaf in enumerate(jax.tree.leaves(tree)) if leaf.size}
-
-
 def test_checkpoints(mode, tmp_path):
     """Parameters without tables; the tables' state by itself; both back into a new model, which trains on alike."""
     orbax = pytest.importorskip("orbax.checkpoint")
@@ -394,7 +464,8 @@ def test_checkpoints(mode, tmp_path):
     params, tables = nnx.state(model, nnx.Param), nnx.state(model, layers.TableVariable)
     with orbax.StandardCheckpointer() as checkpointer:
         checkpointer.save(tmp_path / "params", nnx.to_pure_dict(params))
-        checkpointer.save(tmp_path / "tables", not_empty(tables))
+        checkpointer.save(tmp_path / "tables", tables)
+        checkpointer.save(tmp_path / "model", nnx.state(model))
     written = sum(path.stat().st_size for path in (tmp_path / "params").rglob("*") if path.is_file())
     assert written < 32 * 1024 < sum(leaf.nbytes for leaf in jax.tree.leaves(tables)) * 4
     other, _ = declared(collection)
@@ -403,13 +474,13 @@ def test_checkpoints(mode, tmp_path):
         wanted = nnx.to_pure_dict(nnx.state(other, nnx.Param))
         assert set(checkpointer.metadata(tmp_path / "params").item_metadata.tree) == {"out"}
         nnx.update(other, checkpointer.restore(tmp_path / "params", wanted))
-        leaves, structure = jax.tree.flatten(nnx.state(other, layers.TableVariable))
-        restored = checkpointer.restore(tmp_path / "tables", not_empty(leaves))
-        leaves = [restored.get(str(i), leaf) for i, leaf in enumerate(leaves)]
-        nnx.update(other, jax.tree.unflatten(structure, leaves))
-    losses = [train(one, optimizer, batches[2])[0] for one in (model, other)]
-    assert losses[0] == losses[1]
+        nnx.update(other, checkpointer.restore(tmp_path / "tables", nnx.state(other, layers.TableVariable)))
+        whole, _ = declared(collection)
+        nnx.update(whole, checkpointer.restore(tmp_path / "model", nnx.state(whole)))
+    losses = [float(train(one, optimizer, batches[2])[0]) for one in (model, other, whole)]
+    assert losses == losses[:1] * 3
     cases.assert_equal(state_of(other), state_of(model))
+    cases.assert_equal(state_of(whole), state_of(model))
 
 
 # In place, one program --------------------------------------------------------------------------------------------
@@ -569,6 +640,27 @@ def test_two_layers(mode):
     _, grads = layers.value_and_grad(lambda model: model(features, only=0))(model)
     model.towers[0].update(grads["towers"][0])
     assert [int(tower.tables.get_value().step) for tower in model.towers] == [2, 2]
+
+
+def test_two_layers_step_together_or_not_at_all(mode):
+    """Outside jit too: a layer without gradients leaves the others as they were, with their lookups."""
+    model = nnx.Dict(one=layers.Embeddings(cases.collection_of()), two=layers.Embeddings(cases.collection_of()))
+    features = model["one"].collection.batch(cases.raw_batches(1)[0]).features
+
+    def loss(model):
+        return sum(jnp.sum(cases.joined(model[name](features)) ** 2) for name in ("one", "two"))
+
+    _, grads = layers.value_and_grad(loss)(model)
+    before = cases.snapshot(nnx.state(model))
+    wrong = jax.tree.map(lambda leaf: leaf, grads)
+    wrong["two"]["taps"] = layers.TapVariable(())
+    assert "got none for lookup 1 of 1" in message(ValueError, lambda: layers.update(model, wrong))
+    cases.assert_equal(cases.snapshot(nnx.state(model)), before)
+    (taps,) = grads["two"]["taps"].get_value()
+    wrong["two"]["taps"] = layers.TapVariable(({**taps, "user": taps["user"][:, :1]},))
+    assert "user" in message(ValueError, lambda: layers.update(model, wrong))
+    cases.assert_equal(cases.snapshot(nnx.state(model)), before)
+    assert sorted(layers.update(model, grads)) == ["one", "two"]
 
 
 # Evaluation -------------------------------------------------------------------------------------------------------
@@ -758,7 +850,7 @@ def test_errors_of_a_step_change_nothing(mode):
     assert "got 0 TapVariables" in message(ValueError, lambda: model.embed.update(of_params))
     assert "got none for the taps of 'embed'" in message(ValueError, lambda: layers.update(model, of_params))
     assert "got lookup 1 of 1 twice" in message(ValueError, lambda: model.embed.update([grads, grads]))
-    assert "got none for lookup 1 of 1" in message(ValueError, lambda: model.embed._update([()], None))
+    assert "got none for lookup 1 of 1" in message(ValueError, lambda: model.embed._updated([()], None))
     assert "learning_rate" in message(TypeError, lambda: model.embed.update(grads, learning_rate="fast"))
     pending = message(ValueError, lambda: layers.value_and_grad(loss_fn)(model, other))
     assert "got 1 lookups without an update" in pending and "accumulate=True" in pending and "discard()" in pending
@@ -774,7 +866,9 @@ def test_gradients_of_other_taps_are_refused(mode):
     batch = collection.batch(cases.raw_batches(1)[0])
     _, grads = layers.value_and_grad(loss_fn)(model, batch)
     taps = jax.tree.map(lambda leaf: leaf, _taps(grads))
-    assert "got those of 2 taps for 1 lookups" in message(ValueError, lambda: model.embed._update([(taps, taps)], None))
+    assert "got those of 2 taps for 1 lookups" in message(
+        ValueError, lambda: model.embed._updated([(taps, taps)], None)
+    )
 
 
 def test_one_collection_grows_with_one_state():

@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 from flax import linen as nn
-from jaxtyping import Array
+from jaxtyping import Array, Float32
 
 from jaxsok.collection import Collection
 from jaxsok.features import Features
@@ -20,7 +20,7 @@ from jaxsok.plan import Plan
 from jaxsok.stats import Stats
 from jaxsok.store import State
 
-__all__ = ["Embeddings", "apply_updates", "grow", "zero_taps"]
+__all__ = ["Embeddings", "apply_updates", "clip_by_global_norm", "grow", "zero_taps"]
 
 _TABLES, _TAPS, _PLANS = "tables", "sparse_taps", "plans"
 
@@ -38,8 +38,8 @@ class Embeddings(nn.Module):
     """The tables of a collection as a layer: features in, embeddings by feature out.
 
     In training, `apply` with `mutable=["tables", "plans"]` and taps, a call is `Collection.lookup`: unseen keys get
-    rows, and `apply_updates` makes the rows learn. In evaluation, where "tables" is not mutable, a call is
-    `Collection.find`, which changes nothing. `init` makes the tables, empty, and looks nothing up.
+    rows, and `apply_updates` makes the rows learn. In evaluation, where "tables" is not mutable and no taps are given,
+    a call is `Collection.find`, which changes nothing. `init` makes the tables, empty, and looks nothing up.
 
     Several calls in a step are several lookups of the same tables; one update takes them all. A collection follows the
     growth of one state: two layers need two collections.
@@ -77,7 +77,7 @@ class Embeddings(nn.Module):
     seed: int = 0
     """As for `Collection.init`."""
     deterministic: bool | None = None
-    """True: evaluation. None: evaluation where "tables" is not mutable."""
+    """True: evaluation. None: evaluation where "tables" is not mutable and there are no taps."""
 
     def __call__(self, features: Features | Plan, deterministic: bool | None = None) -> dict[str, Array]:
         """Looks up a batch.
@@ -111,7 +111,9 @@ class Embeddings(nn.Module):
         state = self.get_variable(_TABLES, "state")
         is_mutable = self.is_mutable_collection(_TABLES)
         deterministic = self.deterministic if deterministic is None else deterministic
-        if deterministic or (deterministic is None and not is_mutable):
+        # Taps are of a step: a lookup that gave them no gradient would be a step that learns nothing.
+        is_step = is_mutable or self.has_variable(_TAPS, "taps")
+        if deterministic or (deterministic is None and not is_step):
             return self.collection.find(state, features)[0]
         if not is_mutable or not self.is_mutable_collection(_PLANS):
             raise ValueError(
@@ -211,34 +213,53 @@ def apply_updates(
     Example:
       `tables, stats = layers.apply_updates(updates, g_taps)`
     """
-    several = list(updates) if isinstance(updates, (list, tuple)) else [updates]
-    of_taps = list(gradients) if isinstance(gradients, (list, tuple)) else [gradients]
-    if not several or len(several) != len(of_taps):
-        raise ValueError(
-            f"apply_updates: gradients: got {len(of_taps)} for {len(several)} updates, wanted one for each, at least 1."
-        )
-    for one in several:
-        if not isinstance(one, Mapping) or _TABLES not in one or _PLANS not in one:
-            got = sorted(one) if isinstance(one, Mapping) else type(one).__name__
-            raise ValueError(
-                f'apply_updates: updates: got {got}, wanted the variables "{_TABLES}" and "{_PLANS}" that '
-                f'apply(..., mutable=["{_TABLES}", "{_PLANS}"]) returned from a lookup in training.'
-            )
-    waiting: dict[tuple[str, ...], tuple[Collection, list[Plan], list[Any]]] = {}
-    for one, grads in zip(several, of_taps, strict=True):
-        for path, lookups in _found(one[_PLANS], "lookups", _Lookups):
-            _, plans, by_lookup = waiting.setdefault(path, (lookups.collection, [], []))
-            own = _at(grads, (*path, "taps"))
-            # Behind the lookups of earlier micro-batches.
-            by_lookup.append((*[None] * len(plans), *own))
-            plans.extend(lookups.plans)
-    tables, stats = dict(several[-1][_TABLES]), {}
+    op = "apply_updates"
+    tables, waiting = _waiting(op, updates, gradients)
+    stats = {}
     for path, (collection, plans, by_lookup) in waiting.items():
-        state, stats["/".join(path)] = tap.update(
-            "apply_updates", collection, _at(tables, (*path, "state")), plans, by_lookup, learning_rate
-        )
+        state = _at(op, tables, (*path, "state"))
+        state, stats["/".join(path)] = tap.update(op, collection, state, plans, by_lookup, learning_rate)
         tables = _with(tables, (*path, "state"), state)
     return tables, stats
+
+
+def clip_by_global_norm(
+    updates: Mapping[str, Any] | Sequence[Mapping[str, Any]],
+    gradients: Mapping[str, Any] | Sequence[Mapping[str, Any]],
+    max_norm: Any,
+    dense: Any = None,
+) -> tuple[Any, Any, Float32[Array, ""]]:
+    """`Collection.clip_by_global_norm` for a model: rows of all its tables and dense parameters, scaled together.
+
+    The norm is that which all gradients would have if tables were dense: each row counts once, with the sum over its
+    uses. Optax's norm of the gradients of taps counts each use by itself, and is another.
+
+    Args:
+      updates: as for `apply_updates`.
+      gradients: with respect to the taps, as for `apply_updates`.
+      max_norm: a positive scalar, perhaps traced.
+      dense: the gradients of the parameters; of several micro-batches, their sum.
+
+    Returns:
+      Gradients and dense gradients in the form in which they came, and the norm before clipping, float32.
+
+    Raises:
+      TypeError, ValueError: no lookup; gradients that are missing; `max_norm` not a positive scalar.
+
+    Cost:
+      That of `Collection.clip_by_global_norm`.
+
+    Example:
+      `g_taps, g_params, norm = layers.clip_by_global_norm(updates, g_taps, 1.0, g_params)`, before `apply_updates`
+    """
+    op = "clip_by_global_norm"
+    tables, waiting = _waiting(op, updates, gradients)
+    lookups = [
+        (collection, _at(op, tables, (*path, "state")), plans, tap.by_plan(op, plans, by_lookup))
+        for path, (collection, plans, by_lookup) in waiting.items()
+    ]
+    (gradients, scaled), norm = tap.clip_by_global_norm(lookups, (gradients, dense), max_norm, dense)
+    return gradients, scaled, norm
 
 
 def grow(
@@ -293,11 +314,41 @@ def _found(node: Any, name: str, kind: type, path: tuple[str, ...] = ()) -> Iter
             yield from _found(value, name, kind, (*path, key))
 
 
-def _at(node: Any, path: tuple[str, ...]) -> Any:
+def _waiting(
+    op: str,
+    updates: Mapping[str, Any] | Sequence[Mapping[str, Any]],
+    gradients: Mapping[str, Any] | Sequence[Mapping[str, Any]],
+) -> tuple[dict[str, Any], dict[tuple[str, ...], tuple[Collection, list[Plan], list[Any]]]]:
+    """The tables after the last micro-batch; by layer its collection, its plans, the gradients of each micro-batch."""
+    several = list(updates) if isinstance(updates, (list, tuple)) else [updates]
+    of_taps = list(gradients) if isinstance(gradients, (list, tuple)) else [gradients]
+    if not several or len(several) != len(of_taps):
+        raise ValueError(
+            f"{op}: gradients: got {len(of_taps)} for {len(several)} updates, wanted one for each, at least 1."
+        )
+    for one in several:
+        if not isinstance(one, Mapping) or _TABLES not in one or _PLANS not in one:
+            got = sorted(one) if isinstance(one, Mapping) else type(one).__name__
+            raise ValueError(
+                f'{op}: updates: got {got}, wanted the variables "{_TABLES}" and "{_PLANS}" that '
+                f'apply(..., mutable=["{_TABLES}", "{_PLANS}"]) returned from a lookup in training.'
+            )
+    waiting: dict[tuple[str, ...], tuple[Collection, list[Plan], list[Any]]] = {}
+    for one, grads in zip(several, of_taps, strict=True):
+        for path, lookups in _found(one[_PLANS], "lookups", _Lookups):
+            _, plans, by_lookup = waiting.setdefault(path, (lookups.collection, [], []))
+            own = _at(op, grads, (*path, "taps"))
+            # Behind the lookups of earlier micro-batches.
+            by_lookup.append((*[None] * len(plans), *own))
+            plans.extend(lookups.plans)
+    return dict(several[-1][_TABLES]), waiting
+
+
+def _at(op: str, node: Any, path: tuple[str, ...]) -> Any:
     for i, name in enumerate(path):
         if not isinstance(node, Mapping) or name not in node:
             raise ValueError(
-                f"apply_updates: got nothing at {'/'.join(path[: i + 1])!r}, wanted the tables and the gradients of "
+                f"{op}: got nothing at {'/'.join(path[: i + 1])!r}, wanted the tables and the gradients of "
                 "the taps of every layer that looked something up; differentiate with respect to zero_taps(...)."
             )
         node = node[name]

@@ -11,15 +11,25 @@ from typing import Any
 
 import jax
 from flax import nnx
-from jaxtyping import Array
+from jaxtyping import Array, Float32
 
 from jaxsok.collection import Collection
 from jaxsok.features import Features
 from jaxsok.layers import tap
 from jaxsok.plan import Plan
 from jaxsok.stats import Stats
+from jaxsok.store import State
 
-__all__ = ["Embeddings", "PlanVariable", "TableVariable", "TapVariable", "grow", "update", "value_and_grad"]
+__all__ = [
+    "Embeddings",
+    "PlanVariable",
+    "TableVariable",
+    "TapVariable",
+    "clip_by_global_norm",
+    "grow",
+    "update",
+    "value_and_grad",
+]
 
 
 class TableVariable(nnx.Variable):
@@ -197,20 +207,18 @@ class Embeddings(nnx.Module):
           `stats = model.embed.update(grads)`
         """
         several = gradients if isinstance(gradients, (list, tuple)) else [gradients]
-        return self._update([_only_taps(one) for one in several], learning_rate)
+        state, stats = self._updated([_only_taps(one) for one in several], learning_rate)
+        self._take(state)
+        return stats
 
-    def _update(self, gradients: Sequence[Any], learning_rate: Any) -> Stats:
-        state, stats = tap.update(
-            "Embeddings.update",
-            self.collection,
-            self.tables.get_value(),
-            self.plans.get_value(),
-            gradients,
-            learning_rate,
-        )
+    def _updated(self, gradients: Sequence[Any], learning_rate: Any) -> tuple[State, Stats]:
+        """What an update makes of the tables; the layer stays as it is."""
+        state, plans = self.tables.get_value(), self.plans.get_value()
+        return tap.update("Embeddings.update", self.collection, state, plans, gradients, learning_rate)
+
+    def _take(self, state: State) -> None:
         self.tables.set_value(state)
         self.discard()
-        return stats
 
     def discard(self) -> None:
         """Passes over the lookups since the last update: rows that they inserted stay, and have learned nothing.
@@ -243,9 +251,9 @@ def value_and_grad(
 ) -> Callable[..., Any]:
     """`nnx.value_and_grad` for models with `Embeddings`: makes their taps and differentiates with respect to them too.
 
-    Gives what `nnx.value_and_grad` gives. The gradients hold a TapVariable for each layer beside those of `wrt`, so
-    that they can be clipped together; `nnx.Optimizer.update` takes out its own. Graph and tree mode, by
-    `nnx.set_graph_mode`.
+    Gives what `nnx.value_and_grad` gives. The gradients hold a TapVariable for each layer beside those of `wrt`;
+    `nnx.Optimizer.update` takes out its own, and `clip_by_global_norm` of this module clips them together. Graph and
+    tree mode, by `nnx.set_graph_mode`.
 
     Args:
       f: of the model and more arguments; returns the loss, or (loss, aux).
@@ -312,20 +320,68 @@ def update(model: Any, gradients: Any, *, learning_rate: Any = None) -> dict[str
       By path, its parts joined by dots: what depended on the data of the step.
 
     Raises:
-      ValueError: no layer looked anything up; gradients that are missing.
+      ValueError: no layer looked anything up; gradients that are missing. No layer has changed then.
 
     Example:
       `stats = layers.update(model, grads)["embed"]`
     """
     several = gradients if isinstance(gradients, (list, tuple)) else [gradients]
-    waiting = [(path, layer) for path, layer in _layers(model) if layer.plans.get_value()]
-    if not waiting:
-        raise ValueError("update: model: got one without lookups since the last update, wanted at least one.")
-    of_layers = [[_taps_at(one, path) for one in several] for path, _ in waiting]
-    return {
-        ".".join(map(str, path)): layer._update(of_layer, learning_rate)
-        for (path, layer), of_layer in zip(waiting, of_layers, strict=True)
-    }
+    waiting = _waiting("update", model, several)
+    # All before the first takes its own: one that is refused leaves none a step ahead.
+    updated = [layer._updated(of_layer, learning_rate) for _, layer, of_layer in waiting]
+    stats = {}
+    for (path, layer, _), (state, of_layer) in zip(waiting, updated, strict=True):
+        layer._take(state)
+        stats[".".join(map(str, path))] = of_layer
+    return stats
+
+
+def clip_by_global_norm(model: Any, gradients: Any, max_norm: Any) -> tuple[Any, Float32[Array, ""]]:
+    """`Collection.clip_by_global_norm` for a model: rows of all its tables and dense parameters, scaled together.
+
+    The norm is that which all gradients would have if tables were dense: each row counts once, with the sum over its
+    uses. Optax's norm of the same gradients counts each use by itself, and is another.
+
+    Args:
+      model: whose lookups wait for their update.
+      gradients: of the whole model, as `value_and_grad` gives them; all in them but taps is dense. A list of them for
+        the micro-batches of one step: their dense gradients are summed, as the update sums those of rows.
+      max_norm: a positive scalar, perhaps traced.
+
+    Returns:
+      The gradients in the form in which they came, and the norm before clipping, float32.
+
+    Raises:
+      TypeError, ValueError: no layer looked anything up; gradients that are missing; `max_norm` not a positive scalar.
+
+    Cost:
+      That of `Collection.clip_by_global_norm`.
+
+    Example:
+      >>> import jax.numpy as jnp, jaxsok, numpy as np
+      >>> tables = [jaxsok.TableSpec("item", 1, jaxsok.optim.sgd(0.5), capacity=16)]
+      >>> layer = Embeddings(jaxsok.Collection(tables, [jaxsok.FeatureSpec("clicked", table="item")]))
+      >>> features = layer.collection.batch({"clicked": np.array([7, 7])}).features
+      >>> weights = jnp.array([[1.0], [2.0]])  # 3 for key 7
+      >>> loss, grads = value_and_grad(lambda layer: jnp.sum(weights * layer(features)["clicked"]))(layer)
+      >>> grads, norm = clip_by_global_norm(layer, grads, 1.5)
+      >>> norm.item(), grads["taps"].get_value()[0]["clicked"].tolist()
+      (3.0, [[0.5], [1.0]])
+    """
+    op = "clip_by_global_norm"
+    several = gradients if isinstance(gradients, (list, tuple)) else [gradients]
+    lookups = []
+    for _, layer, of_layer in _waiting(op, model, several):
+        plans = layer.plans.get_value()
+        lookups.append((layer.collection, layer.tables.get_value(), plans, tap.by_plan(op, plans, of_layer)))
+    without_taps = [jax.tree.map(lambda leaf: None if _is_tap(leaf) else leaf, one, is_leaf=_is_tap) for one in several]
+    if len({jax.tree.structure(one) for one in without_taps}) > 1:
+        raise ValueError(
+            f"{op}: gradients: got {len(several)} of different dense parameters, wanted those of the same in each "
+            "micro-batch."
+        )
+    dense = jax.tree.map(lambda *leaves: sum(leaves[1:], leaves[0]), *without_taps)
+    return tap.clip_by_global_norm(lookups, gradients, max_norm, dense)
 
 
 def grow(model: Any, *, steps: int = 1) -> None:
@@ -354,6 +410,14 @@ def grow(model: Any, *, steps: int = 1) -> None:
 def _layers(model: Any) -> Iterator[tuple[tuple[Any, ...], Embeddings]]:
     """The layers of a model by path, each once."""
     return ((path, node) for path, node in nnx.iter_graph(model) if isinstance(node, Embeddings))
+
+
+def _waiting(op: str, model: Any, gradients: Sequence[Any]) -> list[tuple[tuple[Any, ...], Embeddings, list[Any]]]:
+    """The layers with lookups since the last update: path, layer, and the gradients of its taps from each call."""
+    waiting = [(path, layer) for path, layer in _layers(model) if layer.plans.get_value()]
+    if not waiting:
+        raise ValueError(f"{op}: model: got one without lookups since the last update, wanted at least one.")
+    return [(path, layer, [_taps_at(op, one, path) for one in gradients]) for path, layer in waiting]
 
 
 def _is_graph_mode() -> bool:
@@ -394,10 +458,13 @@ def _value_and_grad_of_tree(f: Callable, wrt: Any, has_aux: bool, model: Any, ar
     return ((loss, aux), grads) if has_aux else (loss, grads)
 
 
+def _is_tap(node: Any) -> bool:
+    return isinstance(node, TapVariable)
+
+
 def _only_taps(gradients: Any) -> Any:
     """The value of the one TapVariable among gradients."""
-    leaves = jax.tree.leaves(gradients, is_leaf=lambda node: isinstance(node, TapVariable))
-    taps = [leaf for leaf in leaves if isinstance(leaf, TapVariable)]
+    taps = [leaf for leaf in jax.tree.leaves(gradients, is_leaf=_is_tap) if _is_tap(leaf)]
     if len(taps) != 1:
         raise ValueError(
             f"Embeddings.update: gradients: got {len(taps)} TapVariables, wanted that of the layer; differentiate with "
@@ -407,13 +474,13 @@ def _only_taps(gradients: Any) -> Any:
     return taps[0].get_value()
 
 
-def _taps_at(gradients: Any, path: tuple[Any, ...]) -> Any:
+def _taps_at(op: str, gradients: Any, path: tuple[Any, ...]) -> Any:
     """The gradients of a layer's taps, among those of the model."""
     node = gradients
     for part in (*path, "taps"):
         if not isinstance(node, Mapping) or part not in node:
             raise ValueError(
-                f"update: gradients: got none for the taps of {'.'.join(map(str, path))!r}, wanted them; differentiate "
+                f"{op}: gradients: got none for the taps of {'.'.join(map(str, path))!r}, wanted them; differentiate "
                 "with jaxsok.layers.nnx.value_and_grad, or with respect to nnx.Any(nnx.Param, TapVariable)."
             )
         node = node[part]

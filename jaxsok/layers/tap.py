@@ -10,9 +10,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array
+from jaxtyping import Array, Float32
 
-from jaxsok.collection import Collection
+from jaxsok import norms
+from jaxsok.collection import Collection, _check_max_norm
 from jaxsok.features import Features
 from jaxsok.lookup import Embeddings
 from jaxsok.plan import Plan
@@ -129,12 +130,52 @@ def update(
     Raises:
       ValueError: no lookup, or one without gradients. Raised when traced.
     """
+    return collection.update(state, plans, by_plan(op, plans, gradients), learning_rate=learning_rate)
+
+
+def clip_by_global_norm(
+    lookups: Sequence[tuple[Collection, State, Sequence[Plan], Sequence[Taps]]],
+    gradients: Any,
+    max_norm: Any,
+    dense: Any,
+) -> tuple[Any, Float32[Array, ""]]:
+    """`Collection.clip_by_global_norm` over the tables of several layers and the dense parameters.
+
+    Args:
+      lookups: by layer, the collection, its state, the plans of the step and the gradients of their taps.
+      gradients: a tree of all that is scaled, in whatever form it came.
+      max_norm: a positive scalar, perhaps traced.
+      dense: the gradients of the dense parameters.
+
+    Returns:
+      The scaled tree, and the norm before.
+
+    Raises:
+      TypeError, ValueError: as for the collection.
+    """
+    _check_max_norm(max_norm)
+    of_rows = [collection.gradient_norm(state, plans, grads) for collection, state, plans, grads in lookups]
+    norm = norms.tree_norm([*of_rows, norms.tree_norm(dense)])
+    return norms.scaled(gradients, norms.factor_of(norm, max_norm)), norm
+
+
+def by_plan(op: str, plans: Sequence[Plan], gradients: Sequence[Sequence[Taps | None]]) -> list[Taps]:
+    """The gradients of each lookup, as `Collection.update` takes them.
+
+    Args:
+      op: named in errors.
+      plans: of all lookups since the last update.
+      gradients: of each differentiated call, by lookup; None for those of other calls.
+
+    Raises:
+      ValueError: no lookup, or one without gradients.
+    """
     if not plans:
         raise ValueError(
             f"{op}: got no lookup to update, wanted one since the last update; call the layer in training mode inside "
             "the differentiated function first."
         )
-    by_plan: list[Taps | None] = [None] * len(plans)
+    found: list[Taps | None] = [None] * len(plans)
     for one in gradients:
         if len(one) > len(plans):
             raise ValueError(
@@ -144,13 +185,13 @@ def update(
         for i, of_lookup in enumerate(one):
             if of_lookup is None:
                 continue
-            if by_plan[i] is not None:
+            if found[i] is not None:
                 raise ValueError(f"{op}: gradients: got lookup {i + 1} of {len(plans)} twice, wanted it once.")
-            by_plan[i] = of_lookup
-    missing = [i + 1 for i, one in enumerate(by_plan) if one is None]
+            found[i] = of_lookup
+    missing = [i + 1 for i, one in enumerate(found) if one is None]
     if missing:
         raise ValueError(
             f"{op}: gradients: got none for lookup {missing[0]} of {len(plans)}, wanted those of its taps; "
             "differentiate with respect to the taps as well, and pass the gradients of all calls."
         )
-    return collection.update(state, plans, by_plan, learning_rate=learning_rate)
+    return found
