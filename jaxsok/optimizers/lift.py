@@ -8,7 +8,7 @@ the store's, and whether a row's step needs any other row (separable.py). The st
 import contextlib
 import dataclasses
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import jax
@@ -315,7 +315,7 @@ def _formed(tx: Any, dim: int, rowwise: bool) -> _Form:
     if not rowwise:
         _refuse_coupled([*after[:num_updates], *first, *after[num_updates:]])
         _refuse_factored(tx, leaves)
-        _refuse_sized(tx, states[1], update, dim)
+        _refuse_sized(tx, states[1], (init, update), num_rows, dim)
     return _stored_form(tx, tree_util.tree_structure(states[1]), leaves, first, dim)
 
 
@@ -453,13 +453,21 @@ def _refuse_factored(tx: Any, leaves: tuple[_Leaf, ...]) -> None:
             )
 
 
-def _refuse_sized(tx: Any, one: Any, of_few: Any, dim: int) -> None:
+def _refuse_sized(tx: Any, one: Any, of_few: tuple[Any, Any], few: int, dim: int) -> None:
     """A step of one row is that of a table only if the formula does not ask how many rows there are."""
-    formulas = [separable.formula_of(of_few)]
-    for num_rows, state in ((1, one), (_MANY_ROWS, _initial_shapes(tx, _MANY_ROWS, dim))):
-        _, update, _ = _traced(tx, state, jax.ShapeDtypeStruct((num_rows, dim), jnp.float32))
-        formulas.append(separable.formula_of(update))
-    if any(formula != formulas[0] for formula in formulas):
+
+    def traced(num_rows: int, state: Any) -> tuple[Any, ...]:
+        return _traced(tx, state, jax.ShapeDtypeStruct((num_rows, dim), jnp.float32))[:2]
+
+    def formulas(functions: Sequence[Any], num_rows: int | None) -> list[Any]:
+        return [separable.formula_of(function, num_rows) for function in functions]
+
+    of_many = traced(_MANY_ROWS, _initial_shapes(tx, _MANY_ROWS, dim))
+    # An axis of one may be that of a block of one row, or another: of such a block sizes tell nothing.
+    depends = formulas(of_few, few) != formulas(of_many, _MANY_ROWS) or formulas(of_few, None) != formulas(
+        traced(1, one), None
+    )
+    if depends:
         raise ValueError(
             _refusal(
                 "its formula depends on the number of rows in the table",
