@@ -375,6 +375,27 @@ def test_what_no_row_has_part_in_is_left_to_xla():
     np.testing.assert_allclose(compiled.scalars((jnp.float32(0.5), jnp.float32(1.0))), [0.5**5])
 
 
+def test_long_schedules():
+    """A hundred operations before the first scalar, and only what the scalars need."""
+    schedule = optax.piecewise_constant_schedule(1.0, {10 * i: 0.5 for i in range(1, 100)})
+    optimizer = optim.lift(optax.sgd(schedule))
+    compiled = program.compiled(optimizer, 8)
+    for count in (0, 15, 995):
+        hyper, _ = optimizer.advance((np.int32(count),), None, None, 8)
+        np.testing.assert_allclose(compiled.scalars(hyper), [-schedule(count)], rtol=1e-6)
+
+
+def test_long_sums_beside_the_row():
+    def step(x):
+        factor = x.hyper[0]
+        for _ in range(3000):
+            factor = factor + 1
+        return x.row * factor
+
+    compiled = program.compiled(of(step), 8)
+    np.testing.assert_array_equal(compiled.scalars((jnp.float32(0.5), jnp.float32(1.0))), [3000.5])
+
+
 def test_what_has_no_output_is_not_computed():
     def step(x):
         jnp.exp(x.row)

@@ -219,6 +219,14 @@ class _NumUses:
 _Value = _Global | _Literal | _Row | _NumUses
 
 
+@dataclasses.dataclass(frozen=True)
+class _Maker:
+    """How XLA works out a value: from others, each with a lesser number, and from the hyper."""
+
+    make: Callable[[dict[int, Any], Sequence[Any]], Any]
+    needed: tuple[int, ...]
+
+
 class _Compiler:
     """One run over a jaxpr: operations in single assignment, then registers."""
 
@@ -227,7 +235,7 @@ class _Compiler:
         self.num_values = 2 + num_states
         self.steps: list[tuple[str, int, tuple[_Value, ...]]] = []
         # What XLA works out: values in order, each a hyper, a constant, or the result of an equation.
-        self.globals: list[Callable[[list[Any], Sequence[Any]], Any]] = []
+        self.globals: list[_Maker] = []
         self.sizes: list[int] = []
 
     def run(self, closed: Any, num_hyper: int) -> RowProgram:
@@ -364,8 +372,9 @@ class _Compiler:
 
     # What XLA works out.
 
-    def _global(self, make: Callable[[list[Any], Sequence[Any]], Any], aval: Any) -> _Global:
-        self.globals.append(make)
+    def _global(self, make: Callable[[dict[int, Any], Sequence[Any]], Any], aval: Any, *needed: _Value) -> _Global:
+        numbers = tuple(value.number for value in needed if isinstance(value, _Global))
+        self.globals.append(_Maker(make, numbers))
         self.sizes.append(int(np.prod(aval.shape)))
         return _Global(len(self.globals) - 1)
 
@@ -381,13 +390,15 @@ class _Compiler:
         if isinstance(value, _Literal):
             return value
         return self._global(
-            lambda env, hyper: jnp.asarray(env[value.number]).astype(jnp.float32), jax.ShapeDtypeStruct((), jnp.float32)
+            lambda env, hyper: jnp.asarray(env[value.number]).astype(jnp.float32),
+            jax.ShapeDtypeStruct((), jnp.float32),
+            value,
         )
 
     def _outside(self, equation: Any, values: Sequence[_Value]) -> list[_Value]:
         atoms = [atom.aval for atom in equation.invars]
 
-        def bind(env: list[Any], hyper: Sequence[Any]) -> list[Any]:
+        def bind(env: dict[int, Any], hyper: Sequence[Any]) -> list[Any]:
             operands = []
             for value, aval in zip(values, atoms, strict=True):
                 one = env[value.number] if isinstance(value, _Global) else value.value
@@ -403,11 +414,11 @@ class _Compiler:
             # Of equal numbers: one of them is enough.
             atoms = [jax.ShapeDtypeStruct((), aval.dtype) for aval in atoms]
             dtype = equation.outvars[0].aval.dtype
-            whole = self._global(bind, jax.ShapeDtypeStruct((0,), jnp.float32))
-            return [self._global(lambda env, hyper: env[whole.number][0], jax.ShapeDtypeStruct((), dtype))]
-        whole = self._global(bind, jax.ShapeDtypeStruct((0,), jnp.float32))
+            whole = self._global(bind, jax.ShapeDtypeStruct((0,), jnp.float32), *values)
+            return [self._global(lambda env, hyper: env[whole.number][0], jax.ShapeDtypeStruct((), dtype), whole)]
+        whole = self._global(bind, jax.ShapeDtypeStruct((0,), jnp.float32), *values)
         return [
-            self._global(lambda env, hyper, i=i: env[whole.number][i], var.aval)
+            self._global(lambda env, hyper, i=i: env[whole.number][i], var.aval, whole)
             for i, var in enumerate(equation.outvars)
         ]
 
@@ -512,27 +523,21 @@ def _varying_alike(operands: Sequence[Any]) -> list[Any]:
     ]
 
 
-def _scalars(
-    makers: Sequence[Callable], wanted: Sequence[_Value], hyper: Sequence[Any]
-) -> Float[Array, " num_scalars"]:
+def _scalars(makers: Sequence[_Maker], wanted: Sequence[_Value], hyper: Sequence[Any]) -> Float[Array, " num_scalars"]:
     """Works out what is wanted, and what that needs."""
-    env = _Lazy(makers, jax.tree.leaves(hyper))
-    values = [env[value.number] if isinstance(value, _Global) else value.value for value in wanted]
-    if not values:
+    if not wanted:
         return jnp.zeros(1, jnp.float32)
+    needed = {value.number for value in wanted if isinstance(value, _Global)}
+    # Each needs only what came before it.
+    for number in reversed(range(len(makers))):
+        if number in needed:
+            needed.update(makers[number].needed)
+    leaves = jax.tree.leaves(hyper)
+    env: dict[int, Any] = {}
+    for number in sorted(needed):
+        env[number] = makers[number].make(env, leaves)
+    values = [env[value.number] if isinstance(value, _Global) else value.value for value in wanted]
     return jnp.stack([jnp.asarray(value).astype(jnp.float32).reshape(()) for value in values])
-
-
-class _Lazy(dict):
-    """Values by number, each worked out when it is first asked for."""
-
-    def __init__(self, makers: Sequence[Callable], hyper: Sequence[Any]):
-        super().__init__()
-        self.makers, self.hyper = makers, hyper
-
-    def __missing__(self, number: int) -> Any:
-        self[number] = self.makers[number](self, self.hyper)
-        return self[number]
 
 
 def _num_operands(code: int) -> int:
