@@ -400,7 +400,7 @@ def fingerprint(stores: Sequence[StoreSpec]) -> str:
 def described(stores: Sequence[StoreSpec]) -> list[str]:
     """What the fingerprint stands for: a line for each table, then one for each store with state of no row."""
     lines = [
-        f"{s}:{table.name}:{table.dim}:{_described_dtypes(store)}:{type(table.optimizer).__name__}:{store.state_specs}:{table.initializer.of_dim(table.dim)}"
+        f"{s}:{table.name}:{table.dim}:{_described_dtypes(store)}:{store.optimizer.state_form(store.dim)}:{store.state_specs}:{table.initializer.of_dim(table.dim)}"
         for s, store in enumerate(stores)
         for table in store.tables
     ]

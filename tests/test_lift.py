@@ -2,7 +2,10 @@
 
 import dataclasses
 import functools
+import os
 import re
+import subprocess
+import sys
 
 import hypothesis.strategies as st
 import jax
@@ -706,6 +709,35 @@ def test_on_a_mesh(num_devices):
         rows.append(programs.by_key(collection, state, "user"))
     for column in rows[0]:
         np.testing.assert_allclose(rows[1][column], rows[0][column], rtol=1e-5, atol=1e-6, err_msg=column)
+
+
+FORMS = """
+import optax, jaxsok
+from jaxsok import specs
+for tx, options in (
+    (optax.adam(0.1), {}),
+    (optax.adam(0.2), {}),
+    (optax.adabelief(0.1), {}),
+    (optax.adabelief(0.1), {"rowwise": True}),
+    (optax.inject_hyperparams(optax.adam)(optax.linear_schedule(1.0, 0.1, 5)), {}),
+    (optax.partition({"a": optax.masked(optax.adam(0.1), lambda x: True)}, "a"), {}),
+):
+    table = jaxsok.TableSpec("t", 4, jaxsok.optim.lift(tx, **options))
+    print(specs.described(specs.group_into_stores([table])))
+"""
+
+
+def test_fingerprints():
+    """Another transformation is another form, another rate is not; the form is the same in every run."""
+    env = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    first, second = (
+        subprocess.run([sys.executable, "-c", FORMS], env=env, capture_output=True, text=True, check=True).stdout
+        for _ in range(2)
+    )
+    assert first == second and " at 0x" not in first
+    adam, faster, belief, rowwise, *others = first.splitlines()
+    assert adam == faster
+    assert len({adam, belief, rowwise, *others}) == 5
 
 
 # Global state --------------------------------------------------------------------------------------------------------
