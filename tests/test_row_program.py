@@ -375,6 +375,12 @@ def test_what_no_row_has_part_in_is_left_to_xla():
     np.testing.assert_allclose(compiled.scalars((jnp.float32(0.5), jnp.float32(1.0))), [0.5**5])
 
 
+def test_zeros_of_both_signs_are_two_scalars():
+    optimizer = Custom(0.1, function=lambda x: (jnp.where(x.row > 0, jnp.float32(0.0), jnp.float32(-0.0)), *x.states))
+    scalars = program.compiled(optimizer, 8).scalars((jnp.float32(0.5), jnp.float32(1.0)))
+    assert np.signbit(scalars).tolist() in ([False, True], [True, False])
+
+
 def test_long_schedules():
     """A hundred operations before the first scalar, and only what the scalars need."""
     schedule = optax.piecewise_constant_schedule(1.0, {10 * i: 0.5 for i in range(1, 100)})

@@ -199,9 +199,19 @@ class _Global:
 
 @dataclasses.dataclass(frozen=True)
 class _Literal:
-    """A number."""
+    """A number, by its bits as float32: 0.0 and -0.0 are two."""
 
-    value: float
+    bits: int
+
+    @classmethod
+    def of(cls, value: Any) -> "_Literal":
+        """Of a Python or NumPy scalar."""
+        return cls(int(np.float32(value).view(np.uint32)))
+
+    @property
+    def value(self) -> float:
+        """As it is written."""
+        return float(np.uint32(self.bits).view(np.float32))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -332,7 +342,7 @@ class _Compiler:
 
     def _integer_power(self, value: _Value, exponent: int) -> _Value:
         if exponent == 0:
-            return _Literal(1.0)
+            return _Literal.of(1.0)
         result: _Value | None = None
         factor, rest = value, abs(exponent)
         while rest:
@@ -341,12 +351,12 @@ class _Compiler:
             rest >>= 1
             if rest:
                 factor = self._emit("multiply", factor, factor)
-        return result if exponent > 0 else self._emit("divide", _Literal(1.0), result)
+        return result if exponent > 0 else self._emit("divide", _Literal.of(1.0), result)
 
     def _converted(self, equation: Any, value: _Value) -> _Value:
         old, new = equation.invars[0].aval.dtype, jnp.dtype(equation.params["new_dtype"])
         if new == jnp.bool_:
-            return value if old == jnp.bool_ else self._emit("not_equal", value, _Literal(0.0))
+            return value if old == jnp.bool_ else self._emit("not_equal", value, _Literal.of(0.0))
         if new == jnp.float32:
             return value
         if new in (jnp.bfloat16, jnp.float16):
@@ -380,7 +390,7 @@ class _Compiler:
 
     def _constant(self, value: Any) -> _Value:
         if np.ndim(value) == 0 and np.asarray(value).dtype in (np.float32, np.bool_):
-            return _Literal(float(value))
+            return _Literal.of(value)
         return self._global(lambda env, hyper: value, jax.typeof(value))
 
     def _size_of(self, value: _Value) -> int:
