@@ -305,6 +305,10 @@ REFUSED = {
     **{f"number of rows by {name}": (over(count), "number of rows") for name, count in COUNTS.items()},
     "needs the loss": (lambda: optax.polyak_sgd(), "'value'.*needs the loss"),
     "mask of a tree": (lambda: optax.masked(optax.sgd(RATE), {"a": True}), "init fails on a table.*single array"),
+    "nine arrays of state": (
+        lambda: optax.chain(*[optax.trace(0.9)] * 9),
+        "it has 9 arrays of state by row.*at most 8",
+    ),
     "half state": (lambda: optax.adam(RATE, mu_dtype=jnp.float16), "mu is float16"),
 }
 

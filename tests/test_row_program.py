@@ -349,6 +349,37 @@ def test_refusals(function, message):
         program.compiled(of(function), 8)
 
 
+def test_refused_when_the_table_is_declared():
+    """Not in the first update."""
+    with pytest.raises(program.NotARowProgram, match=r"optim\.custom: step_row: got the operation sort"):
+        jaxsok.TableSpec("t", 8, of(lambda x: jnp.sort(x.row)))
+
+
+@dataclasses.dataclass(frozen=True)
+class ManyStates(Optimizer):
+    """Gradient descent with so many arrays of state."""
+
+    name: ClassVar[str] = "many_states"
+    num_states: int = 8
+
+    def state_specs(self, dim):
+        return tuple(RowState(f"s{i}", dim, 0.0) for i in range(self.num_states))
+
+    def hyper(self, step, learning_rate):
+        return (learning_rate,)
+
+    def step_row(self, inputs):
+        row = inputs.row - inputs.hyper[0] * inputs.gradient
+        return RowOutputs(row, tuple(state + inputs.gradient for state in inputs.states))
+
+
+def test_number_of_states():
+    held, _ = trained(ManyStates(0.1, num_states=8), 4, [(np.arange(3), np.ones((3, 4)))])
+    assert len(held["state"]) == 8 and all((state == 1).all() for state in held["state"].values())
+    with pytest.raises(ValueError, match=r'TableSpec "t": optimizer: got optim\.many_states with 9 .*at most 8'):
+        jaxsok.TableSpec("t", 4, ManyStates(0.1, num_states=9))
+
+
 def test_too_many_registers():
     def many(x):
         parts = [jnp.sqrt(x.row + i) for i in range(40)]

@@ -20,7 +20,7 @@ from jaxtyping import Array, Float
 from jaxsok.optimizers import program, separable
 from jaxsok.optimizers.protocol import Optimizer, RowInputs, RowOutputs, RowState
 from jaxsok.optimizers.separable import Coupled
-from jaxsok.types import MAX_DIM
+from jaxsok.types import MAX_DIM, MAX_STATES
 
 if TYPE_CHECKING:
     import optax
@@ -508,6 +508,13 @@ def _stored_form(tx: Any, state: Any, leaves: tuple[_Leaf, ...], found: list[sep
         global_state.append(first)
     if any(copied):
         specs.append(RowState(_unique(_STARTED, specs), 1, 0.0))
+    if len(specs) > MAX_STATES:
+        raise ValueError(
+            _refusal(
+                f"it has {len(specs)} arrays of state by row, and rows keep at most {MAX_STATES}",
+                "Use a transformation with less state",
+            )
+        )
     # Not str of the tree's structure, where the repr of a node may tell addresses.
     inner = [name for name in _classes(state) if name != jax.ShapeDtypeStruct.__name__]
     nodes = (*inner, *(f"{leaf.place}:{leaf.dtype}" for leaf in leaves))
