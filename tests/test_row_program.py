@@ -192,6 +192,8 @@ def nested(x):
     g, row, (a, b, c), _, (_, count) = x
     clipped = jax.jit(lambda g: g / jnp.maximum(1.0, jnp.linalg.norm(g)))(g)
     chosen = jax.lax.cond(count > 2, lambda r: r + 1, lambda r: r * 2, row)
+    chosen = jax.lax.cond(jnp.sum(g) > 0, lambda r, c: r - c, lambda r, c: r * 3, chosen, c)
+    chosen = chosen + (g > 0).astype(jnp.int32).astype(jnp.float32)
     return chosen, a + jax.lax.stop_gradient(clipped), jax.nn.relu(g), c
 
 
@@ -338,11 +340,27 @@ def of(function, states="abc"):
         (lambda x: jnp.outer(x.row, x.row)[0], r"\[8, 8\]|64"),
         (lambda x: x.row * jnp.arange(8.0), "an array of 8 numbers beside the row"),
         (lambda x: x.row.astype(jnp.int32).astype(jnp.float32), "as int32"),
+        (lambda x: x.row * jax.lax.div(jnp.where(x.num_uses > 1, 7, 4), 2).astype(jnp.float32), "select_n on .* int32"),
+        (lambda x: x.row * jnp.sum(x.row > 0).astype(jnp.float32), "reduce_sum on a row as int32"),
+        (lambda x: x.row * jax.lax.cond(x.num_uses > 1, lambda: 7, lambda: 4).astype(jnp.float32), "cond on .* int32"),
         (lambda x: x.row.astype(jnp.bfloat16), "outputs"),
         (lambda x: x.row[:4], "wanted|outputs"),
         (lambda x: sum(x.row * (i + 0.5) ** 2 + jnp.sqrt(x.row + i) for i in range(200)), "operations"),
     ],
-    ids=["sort", "cumsum", "reverse", "outer", "columns", "int", "dtype", "shape", "long"],
+    ids=[
+        "sort",
+        "cumsum",
+        "reverse",
+        "outer",
+        "columns",
+        "int",
+        "chosen int",
+        "count",
+        "cond int",
+        "dtype",
+        "shape",
+        "long",
+    ],
 )
 def test_refusals(function, message):
     with pytest.raises(program.NotARowProgram, match=message):

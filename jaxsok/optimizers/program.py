@@ -285,6 +285,7 @@ class _Compiler:
                 # A scalar made as long as a row is still that scalar.
                 return [values[0]]
             return self._outside(equation, values)
+        self._refuse_integers(name, equation, values)
         if name == "cond":
             return self._both_branches(equation, values)
         shape = equation.outvars[0].aval.shape
@@ -297,6 +298,22 @@ class _Compiler:
             # Registers are float32; so many bits of what an operation makes of 16-bit numbers are kept.
             return [self._emit(f"to_{dtype.name}", result)]
         return [result]
+
+    def _refuse_integers(self, name: str, equation: Any, values: Sequence[_Value]) -> None:
+        """Registers are float32: what is 7 // 2 in JAX would be 3.5. A truth value as an integer may only choose."""
+        if name in (*_SAME_VALUE, "convert_element_type"):
+            return
+        of_row = [
+            atom.aval.dtype
+            for place, (atom, value) in enumerate(zip(equation.invars, values, strict=True))
+            if isinstance(value, (_Row, _NumUses)) and not (name == "cond" and place == 0)
+        ]
+        for dtype in [*of_row, *(var.aval.dtype for var in equation.outvars)]:
+            if jnp.issubdtype(dtype, jnp.integer):
+                raise NotARowProgram(
+                    f"{self.what}: got the operation {name} on a row as {dtype.name}, wanted float32, bfloat16, "
+                    "float16 or bool; make it float32 first, and choose with jnp.where."
+                )
 
     def _operation(self, name: str, equation: Any, values: Sequence[_Value]) -> _Value:
         if name in _SAME_VALUE:
@@ -357,7 +374,8 @@ class _Compiler:
         old, new = equation.invars[0].aval.dtype, jnp.dtype(equation.params["new_dtype"])
         if new == jnp.bool_:
             return value if old == jnp.bool_ else self._emit("not_equal", value, _Literal.of(0.0))
-        if new == jnp.float32:
+        is_choice = old == jnp.bool_ or jnp.issubdtype(old, jnp.integer)
+        if new == jnp.float32 or (is_choice and jnp.issubdtype(new, jnp.integer)):
             return value
         if new in (jnp.bfloat16, jnp.float16):
             return self._emit(f"to_{new.name}", value)
