@@ -10,12 +10,14 @@ from typing import Literal
 import numpy as np
 
 from jaxsok import initializers
-from jaxsok.optimizers.protocol import Optimizer, RowState
+from jaxsok.optimizers import program
+from jaxsok.optimizers.protocol import PROGRAM, Optimizer, RowState
 from jaxsok.types import (
     COMBINERS,
     MAX_CAPACITY,
     MAX_DIM,
     MAX_SLABS,
+    MAX_STATES,
     NO_ROW,
     NUM_TABLE_WORDS,
     ROUNDINGS,
@@ -128,6 +130,7 @@ class TableSpec:
 
     Raises:
       TypeError, ValueError: when declared; the message names the table and the argument.
+      NotARowProgram: when declared; the message names the optimizer and what its step does.
 
     Example:
       >>> from jaxsok import optim
@@ -178,6 +181,7 @@ class TableSpec:
             raise TypeError(
                 f"{what}: optimizer: got {self.optimizer!r}, wanted one of jaxsok.optim, as optim.adam(1e-3)."
             )
+        self._check_optimizer(what)
         if not isinstance(self.initializer, initializers.Initializer):
             raise TypeError(
                 f"{what}: initializer: got {self.initializer!r}, wanted one of jaxsok.initializers, as "
@@ -205,6 +209,17 @@ class TableSpec:
                 f"{what}: placement: got {self.placement!r}, wanted jaxsok.SHARDED, jaxsok.REPLICATED or "
                 "jaxsok.on(device)."
             )
+
+    def _check_optimizer(self, what: str) -> None:
+        """Refuses what no kernel could run, here and not in the first update."""
+        num_states = len(self.optimizer.state_specs(self.dim))
+        if num_states > MAX_STATES:
+            raise ValueError(
+                f"{what}: optimizer: got optim.{self.optimizer.name} with {num_states} arrays of state by row, wanted "
+                f"at most {MAX_STATES}."
+            )
+        if self.optimizer.kernel == PROGRAM:
+            program.compiled(self.optimizer, self.dim)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -400,7 +415,7 @@ def fingerprint(stores: Sequence[StoreSpec]) -> str:
 def described(stores: Sequence[StoreSpec]) -> list[str]:
     """What the fingerprint stands for: a line for each table, then one for each store with state of no row."""
     lines = [
-        f"{s}:{table.name}:{table.dim}:{_described_dtypes(store)}:{type(table.optimizer).__name__}:{store.state_specs}:{table.initializer.of_dim(table.dim)}"
+        f"{s}:{table.name}:{table.dim}:{_described_dtypes(store)}:{store.optimizer.state_form(store.dim)}:{store.state_specs}:{table.initializer.of_dim(table.dim)}"
         for s, store in enumerate(stores)
         for table in store.tables
     ]

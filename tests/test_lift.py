@@ -2,7 +2,10 @@
 
 import dataclasses
 import functools
+import os
 import re
+import subprocess
+import sys
 
 import hypothesis.strategies as st
 import jax
@@ -233,6 +236,46 @@ def by_count():
     return optax.stateless(lambda updates, params: updates / updates.shape[0])
 
 
+def over(count):
+    """A mean over the table, without a sum of what depends on a row's data."""
+    return lambda: optax.stateless(lambda updates, params: updates / count(updates))
+
+
+def ones_along(block):
+    return jnp.ones(block.shape[0])
+
+
+def counted_up(block):
+    """A loop that ends after as many rounds as there are rows."""
+    return jax.lax.while_loop(lambda i: i < block.shape[0], lambda i: i + 1.0, jnp.float32(0))
+
+
+def summed_up(block):
+    """Ones summed inside a loop."""
+    return jax.lax.while_loop(lambda i: i < 3, lambda i: i + ones_along(block).sum(), jnp.float32(1))
+
+
+def by_initial_count():
+    """State that is one for all rows, and begins as their number."""
+    return optax.GradientTransformation(
+        lambda params: jnp.float32(params.shape[0]), lambda updates, state, params=None: (updates / state, state)
+    )
+
+
+TABLE_OF_NUMBERS = np.arange(5000, dtype=np.float32) + 1
+COUNTS = {
+    "a sum of ones": lambda block: jnp.sum(jnp.ones_like(block)),
+    "a product of ones": lambda block: ones_along(block) @ ones_along(block),
+    "squares of ones": lambda block: jnp.sum(jnp.ones((block.shape[0],) * 2), axis=1, keepdims=True),
+    "ones of another length": lambda block: jnp.ones(2 * block.shape[0]).sum(),
+    "a constant": lambda block: np.array([[block.shape[0]]], np.float32),
+    "a constant for each row": lambda block: np.full((block.shape[0], 1), block.shape[0], np.float32),
+    "the end of a loop": counted_up,
+    "inside a loop": summed_up,
+    "a place in a constant": lambda block: jnp.asarray(TABLE_OF_NUMBERS)[block.shape[0]],
+}
+
+
 def normalized_late():
     """Couples rows, but not before step 1000."""
     return optax.conditionally_transform(optax.clip_by_global_norm(1.0), lambda step: step > 1000)
@@ -258,8 +301,14 @@ REFUSED = {
     "noise": (lambda: optax.noisy_sgd(RATE, seed=0), "AddNoiseState"),
     "noise without a name": (noise_by_place, "place of the row"),
     "number of rows": (by_count, "number of rows"),
+    "number of rows in the state": (by_initial_count, "number of rows"),
+    **{f"number of rows by {name}": (over(count), "number of rows") for name, count in COUNTS.items()},
     "needs the loss": (lambda: optax.polyak_sgd(), "'value'.*needs the loss"),
     "mask of a tree": (lambda: optax.masked(optax.sgd(RATE), {"a": True}), "init fails on a table.*single array"),
+    "nine arrays of state": (
+        lambda: optax.chain(*[optax.trace(0.9)] * 9),
+        "it has 9 arrays of state by row.*at most 8",
+    ),
     "half state": (lambda: optax.adam(RATE, mu_dtype=jnp.float16), "mu is float16"),
 }
 
@@ -666,6 +715,35 @@ def test_on_a_mesh(num_devices):
         np.testing.assert_allclose(rows[1][column], rows[0][column], rtol=1e-5, atol=1e-6, err_msg=column)
 
 
+FORMS = """
+import optax, jaxsok
+from jaxsok import specs
+for tx, options in (
+    (optax.adam(0.1), {}),
+    (optax.adam(0.2), {}),
+    (optax.adabelief(0.1), {}),
+    (optax.adabelief(0.1), {"rowwise": True}),
+    (optax.inject_hyperparams(optax.adam)(optax.linear_schedule(1.0, 0.1, 5)), {}),
+    (optax.partition({"a": optax.masked(optax.adam(0.1), lambda x: True)}, "a"), {}),
+):
+    table = jaxsok.TableSpec("t", 4, jaxsok.optim.lift(tx, **options))
+    print(specs.described(specs.group_into_stores([table])))
+"""
+
+
+def test_fingerprints():
+    """Another transformation is another form, another rate is not; the form is the same in every run."""
+    env = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    first, second = (
+        subprocess.run([sys.executable, "-c", FORMS], env=env, capture_output=True, text=True, check=True).stdout
+        for _ in range(2)
+    )
+    assert first == second and " at 0x" not in first
+    adam, faster, belief, rowwise, *others = first.splitlines()
+    assert adam == faster
+    assert len({adam, belief, rowwise, *others}) == 5
+
+
 # Global state --------------------------------------------------------------------------------------------------------
 
 
@@ -726,6 +804,7 @@ ALONE = {
     "there and back": lambda x: (x.T * 2).T.reshape(N, 1, D)[:, 0],
     "a constant by column": lambda x: x + np.arange(D, dtype=np.float32)[None],
     "nested": lambda x: jax.jit(jax.nn.silu)(x),
+    "in a loop": lambda x: x * jax.lax.fori_loop(0, 3, lambda i, f: f * 2, jnp.float32(1)),
     "one of two": lambda x: jax.lax.cond(jnp.ones(()) > 0, lambda x: x * 2, lambda x: x, x),
 }
 TOGETHER = {
@@ -739,6 +818,7 @@ TOGETHER = {
     "product of tables": lambda x: x @ x.T @ x,
     "by place": lambda x: x * jnp.arange(N, dtype=jnp.float32)[:, None],
     "a constant by place": lambda x: x * TABLE,
+    "columns laid along the rows": lambda x: x + jnp.broadcast_to(jnp.arange(4.0), (N, D)).reshape(D, N).T,
     "in a branch": lambda x: jax.lax.cond(jnp.ones(()) > 0, lambda x: x, lambda x: x / jnp.sum(x), x),
     "condition on all": lambda x: jax.lax.cond(jnp.sum(x) > 0, lambda x: x, lambda x: -x, x),
 }

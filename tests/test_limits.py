@@ -69,6 +69,17 @@ def test_adaptive_clip():
         assert moved(limits, within, (0.0, 0.0) if row == [0.0, 0.0] else row, num_uses) == pytest.approx(within)
 
 
+@pytest.mark.parametrize("size", [1e20, 1e-20])
+def test_adaptive_clip_of_rows_whose_squares_overflow(size):
+    """The bound is a share of the row's norm, not infinity or zero."""
+    limits = optim.Limits(adaptive_clip=optim.AdaptiveClip(ratio=0.5, lower=1e-30))
+    row = np.array([3.0, 4.0], np.float32) * np.float32(size)
+    # Gradient descent would lose the step in the row's last bits; a trace shows what the step saw.
+    sgd = optim.sgd(1e-3, momentum=0.5, limits=limits)
+    trace = stepped(sgd, [60 * size, -80 * size], row, num_uses=2).states[0]
+    np.testing.assert_allclose(norm(trace), 5 * size, rtol=1e-5)
+
+
 def test_max_row_norm():
     """Of the row after the step: also where the step alone would have been short."""
     limits = optim.Limits(max_row_norm=1.0)

@@ -192,6 +192,8 @@ def nested(x):
     g, row, (a, b, c), _, (_, count) = x
     clipped = jax.jit(lambda g: g / jnp.maximum(1.0, jnp.linalg.norm(g)))(g)
     chosen = jax.lax.cond(count > 2, lambda r: r + 1, lambda r: r * 2, row)
+    chosen = jax.lax.cond(jnp.sum(g) > 0, lambda r, c: r - c, lambda r, c: r * 3, chosen, c)
+    chosen = chosen + (g > 0).astype(jnp.int32).astype(jnp.float32)
     return chosen, a + jax.lax.stop_gradient(clipped), jax.nn.relu(g), c
 
 
@@ -338,15 +340,62 @@ def of(function, states="abc"):
         (lambda x: jnp.outer(x.row, x.row)[0], r"\[8, 8\]|64"),
         (lambda x: x.row * jnp.arange(8.0), "an array of 8 numbers beside the row"),
         (lambda x: x.row.astype(jnp.int32).astype(jnp.float32), "as int32"),
+        (lambda x: x.row * jax.lax.div(jnp.where(x.num_uses > 1, 7, 4), 2).astype(jnp.float32), "select_n on .* int32"),
+        (lambda x: x.row * jnp.sum(x.row > 0).astype(jnp.float32), "reduce_sum on a row as int32"),
+        (lambda x: x.row * jax.lax.cond(x.num_uses > 1, lambda: 7, lambda: 4).astype(jnp.float32), "cond on .* int32"),
         (lambda x: x.row.astype(jnp.bfloat16), "outputs"),
         (lambda x: x.row[:4], "wanted|outputs"),
         (lambda x: sum(x.row * (i + 0.5) ** 2 + jnp.sqrt(x.row + i) for i in range(200)), "operations"),
     ],
-    ids=["sort", "cumsum", "reverse", "outer", "columns", "int", "dtype", "shape", "long"],
+    ids=[
+        "sort",
+        "cumsum",
+        "reverse",
+        "outer",
+        "columns",
+        "int",
+        "chosen int",
+        "count",
+        "cond int",
+        "dtype",
+        "shape",
+        "long",
+    ],
 )
 def test_refusals(function, message):
     with pytest.raises(program.NotARowProgram, match=message):
         program.compiled(of(function), 8)
+
+
+def test_refused_when_the_table_is_declared():
+    """Not in the first update."""
+    with pytest.raises(program.NotARowProgram, match=r"optim\.custom: step_row: got the operation sort"):
+        jaxsok.TableSpec("t", 8, of(lambda x: jnp.sort(x.row)))
+
+
+@dataclasses.dataclass(frozen=True)
+class ManyStates(Optimizer):
+    """Gradient descent with so many arrays of state."""
+
+    name: ClassVar[str] = "many_states"
+    num_states: int = 8
+
+    def state_specs(self, dim):
+        return tuple(RowState(f"s{i}", dim, 0.0) for i in range(self.num_states))
+
+    def hyper(self, step, learning_rate):
+        return (learning_rate,)
+
+    def step_row(self, inputs):
+        row = inputs.row - inputs.hyper[0] * inputs.gradient
+        return RowOutputs(row, tuple(state + inputs.gradient for state in inputs.states))
+
+
+def test_number_of_states():
+    held, _ = trained(ManyStates(0.1, num_states=8), 4, [(np.arange(3), np.ones((3, 4)))])
+    assert len(held["state"]) == 8 and all((state == 1).all() for state in held["state"].values())
+    with pytest.raises(ValueError, match=r'TableSpec "t": optimizer: got optim\.many_states with 9 .*at most 8'):
+        jaxsok.TableSpec("t", 4, ManyStates(0.1, num_states=9))
 
 
 def test_too_many_registers():
@@ -373,6 +422,33 @@ def test_what_no_row_has_part_in_is_left_to_xla():
     compiled = program.compiled(of(step), 8)
     assert str(compiled) == "r0 = multiply_subtract s0, r0, r1\nrow = output r0"
     np.testing.assert_allclose(compiled.scalars((jnp.float32(0.5), jnp.float32(1.0))), [0.5**5])
+
+
+def test_zeros_of_both_signs_are_two_scalars():
+    optimizer = Custom(0.1, function=lambda x: (jnp.where(x.row > 0, jnp.float32(0.0), jnp.float32(-0.0)), *x.states))
+    scalars = program.compiled(optimizer, 8).scalars((jnp.float32(0.5), jnp.float32(1.0)))
+    assert np.signbit(scalars).tolist() in ([False, True], [True, False])
+
+
+def test_long_schedules():
+    """A hundred operations before the first scalar, and only what the scalars need."""
+    schedule = optax.piecewise_constant_schedule(1.0, {10 * i: 0.5 for i in range(1, 100)})
+    optimizer = optim.lift(optax.sgd(schedule))
+    compiled = program.compiled(optimizer, 8)
+    for count in (0, 15, 995):
+        hyper, _ = optimizer.advance((np.int32(count),), None, None, 8)
+        np.testing.assert_allclose(compiled.scalars(hyper), [-schedule(count)], rtol=1e-6)
+
+
+def test_long_sums_beside_the_row():
+    def step(x):
+        factor = x.hyper[0]
+        for _ in range(3000):
+            factor = factor + 1
+        return x.row * factor
+
+    compiled = program.compiled(of(step), 8)
+    np.testing.assert_array_equal(compiled.scalars((jnp.float32(0.5), jnp.float32(1.0))), [3000.5])
 
 
 def test_what_has_no_output_is_not_computed():

@@ -8,7 +8,7 @@ the store's, and whether a row's step needs any other row (separable.py). The st
 import contextlib
 import dataclasses
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import jax
@@ -20,7 +20,7 @@ from jaxtyping import Array, Float
 from jaxsok.optimizers import program, separable
 from jaxsok.optimizers.protocol import Optimizer, RowInputs, RowOutputs, RowState
 from jaxsok.optimizers.separable import Coupled
-from jaxsok.types import MAX_DIM
+from jaxsok.types import MAX_DIM, MAX_STATES
 
 if TYPE_CHECKING:
     import optax
@@ -106,6 +106,8 @@ class _Form:
     copied: tuple[bool, ...]
     """Of each row leaf: whether it begins as a function of the row rather than with a number."""
     global_state: tuple[np.ndarray, ...]
+    nodes: tuple[str, ...]
+    """Classes of what the state is made of, and where its leaves are."""
     rates: tuple[int, ...]
     """Which of the global leaves is a learning rate that may be set from outside."""
 
@@ -180,6 +182,11 @@ class Lifted(Optimizer):
     def init_globals(self, dim: int) -> tuple[np.ndarray, ...]:
         """The leaves of the transformation's state that do not depend on rows: counts, injected hyper-parameters."""
         return self._form(dim).global_state
+
+    def state_form(self, dim: int) -> str:
+        """Its state's tree, and whether rows are stepped as tables of one row."""
+        nodes = " ".join(self._form(dim).nodes)
+        return f"{type(self).__name__}({nodes}{', rowwise' if self.rowwise else ''})"
 
     def hyper(self, step: Any, learning_rate: Any) -> tuple[Any, ...]:
         """None: what a step takes is the global state, which `advance` gives."""
@@ -315,8 +322,8 @@ def _formed(tx: Any, dim: int, rowwise: bool) -> _Form:
     if not rowwise:
         _refuse_coupled([*after[:num_updates], *first, *after[num_updates:]])
         _refuse_factored(tx, leaves)
-        _refuse_sized(tx, states[1], update, dim)
-    return _stored_form(tx, tree_util.tree_structure(states[1]), leaves, first, dim)
+        _refuse_sized(tx, states[1], (init, update), num_rows, dim)
+    return _stored_form(tx, states[1], leaves, first, dim)
 
 
 def _initial_shapes(tx: Any, num_rows: int, dim: int) -> Any:
@@ -338,11 +345,16 @@ def _told(error: Exception) -> str:
     return f"{type(error).__name__}: {lines[0][:160].rstrip('. ') if lines else ''}".rstrip(": ")
 
 
-def _refuse_by_name(state: Any) -> None:
+def _classes(state: Any) -> list[str]:
+    """The names of the classes of all nodes of a state, from the root down."""
     classes: list[str] = []
     # is_leaf sees every node on the way down.
     tree_util.tree_leaves(state, is_leaf=lambda node: classes.append(type(node).__name__) or False)
-    for name in classes:
+    return classes
+
+
+def _refuse_by_name(state: Any) -> None:
+    for name in _classes(state):
         if name in _DENIED:
             reason, remedy = _DENIED[name]
             raise ValueError(_refusal(f"its state holds {name}: {reason}", remedy))
@@ -453,13 +465,21 @@ def _refuse_factored(tx: Any, leaves: tuple[_Leaf, ...]) -> None:
             )
 
 
-def _refuse_sized(tx: Any, one: Any, of_few: Any, dim: int) -> None:
+def _refuse_sized(tx: Any, one: Any, of_few: tuple[Any, Any], few: int, dim: int) -> None:
     """A step of one row is that of a table only if the formula does not ask how many rows there are."""
-    formulas = [separable.formula_of(of_few)]
-    for num_rows, state in ((1, one), (_MANY_ROWS, _initial_shapes(tx, _MANY_ROWS, dim))):
-        _, update, _ = _traced(tx, state, jax.ShapeDtypeStruct((num_rows, dim), jnp.float32))
-        formulas.append(separable.formula_of(update))
-    if any(formula != formulas[0] for formula in formulas):
+
+    def traced(num_rows: int, state: Any) -> tuple[Any, ...]:
+        return _traced(tx, state, jax.ShapeDtypeStruct((num_rows, dim), jnp.float32))[:2]
+
+    def formulas(functions: Sequence[Any], num_rows: int | None) -> list[Any]:
+        return [separable.formula_of(function, num_rows) for function in functions]
+
+    of_many = traced(_MANY_ROWS, _initial_shapes(tx, _MANY_ROWS, dim))
+    # An axis of one may be that of a block of one row, or another: of such a block sizes tell nothing.
+    depends = formulas(of_few, few) != formulas(of_many, _MANY_ROWS) or formulas(of_few, None) != formulas(
+        traced(1, one), None
+    )
+    if depends:
         raise ValueError(
             _refusal(
                 "its formula depends on the number of rows in the table",
@@ -468,9 +488,7 @@ def _refuse_sized(tx: Any, one: Any, of_few: Any, dim: int) -> None:
         )
 
 
-def _stored_form(
-    tx: Any, treedef: Any, leaves: tuple[_Leaf, ...], found: list[separable.Dependence], dim: int
-) -> _Form:
+def _stored_form(tx: Any, state: Any, leaves: tuple[_Leaf, ...], found: list[separable.Dependence], dim: int) -> _Form:
     """Initial values: numbers, where `init` asks for no row and gives all columns the same one."""
     with jax.ensure_compile_time_eval():
         values = [np.asarray(leaf) for leaf in tree_util.tree_leaves(tx.init(jnp.zeros((1, dim), jnp.float32)))]
@@ -490,7 +508,18 @@ def _stored_form(
         global_state.append(first)
     if any(copied):
         specs.append(RowState(_unique(_STARTED, specs), 1, 0.0))
-    return _Form(treedef, leaves, tuple(specs), tuple(copied), tuple(global_state), tuple(rates))
+    if len(specs) > MAX_STATES:
+        raise ValueError(
+            _refusal(
+                f"it has {len(specs)} arrays of state by row, and rows keep at most {MAX_STATES}",
+                "Use a transformation with less state",
+            )
+        )
+    # Not str of the tree's structure, where the repr of a node may tell addresses.
+    inner = [name for name in _classes(state) if name != jax.ShapeDtypeStruct.__name__]
+    nodes = (*inner, *(f"{leaf.place}:{leaf.dtype}" for leaf in leaves))
+    treedef = tree_util.tree_structure(state)
+    return _Form(treedef, leaves, tuple(specs), tuple(copied), tuple(global_state), nodes, tuple(rates))
 
 
 def _parent(path: tuple[Any, ...], field: str) -> str | None:

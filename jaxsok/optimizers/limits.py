@@ -94,7 +94,8 @@ class Limits:
         if self.clip_row_norm is not None:
             gradient = with_norm_at_most(gradient, self.clip_row_norm)
         if self.adaptive_clip is not None:
-            share = self.adaptive_clip.ratio * norm(inputs.row)
+            greatest, _, length = _by_greatest(inputs.row)
+            share = greatest * (self.adaptive_clip.ratio * length)
             bound = inputs.num_uses * jnp.maximum(share, self.adaptive_clip.lower)
             gradient = with_norm_at_most(gradient, bound)
         outputs = step(inputs._replace(gradient=gradient))
@@ -161,6 +162,18 @@ def norm(row: Float[Array, " dim"]) -> Float[Array, ""]:
     return jnp.sqrt(jnp.sum(row * row))
 
 
+def _by_greatest(
+    row: Float[Array, " dim"],
+) -> tuple[Float[Array, ""], Float[Array, " dim"], Float[Array, ""]]:
+    """The greatest number of a row, the row in units of it, and the norm in units of it.
+
+    The square of 1e20 is infinite, and a row that was scaled by 1 / inf would be lost.
+    """
+    greatest = jnp.max(jnp.abs(row))
+    unit = row / jnp.maximum(greatest, _TINY)
+    return greatest, unit, norm(unit)
+
+
 def with_norm_at_most(row: Float[Array, " dim"], bound: Float[Array, ""] | float) -> Float[Array, " dim"]:
     """The row, scaled down to an L2 norm of `bound` if it has a greater one.
 
@@ -168,10 +181,7 @@ def with_norm_at_most(row: Float[Array, " dim"], bound: Float[Array, ""] | float
       >>> with_norm_at_most(jnp.array([3.0, 4.0]), 1.0)
       Array([0.6, 0.8], dtype=float32)
     """
-    # By the greatest number first: the square of 1e20 is infinite, and a row that was scaled by 1 / inf would be lost.
-    greatest = jnp.max(jnp.abs(row))
-    unit = row / jnp.maximum(greatest, _TINY)
-    length = norm(unit)
+    greatest, unit, length = _by_greatest(row)
     return jnp.where(greatest * length > bound, unit * (bound / length), row)
 
 

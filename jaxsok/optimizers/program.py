@@ -199,9 +199,19 @@ class _Global:
 
 @dataclasses.dataclass(frozen=True)
 class _Literal:
-    """A number."""
+    """A number, by its bits as float32: 0.0 and -0.0 are two."""
 
-    value: float
+    bits: int
+
+    @classmethod
+    def of(cls, value: Any) -> "_Literal":
+        """Of a Python or NumPy scalar."""
+        return cls(int(np.float32(value).view(np.uint32)))
+
+    @property
+    def value(self) -> float:
+        """As it is written."""
+        return float(np.uint32(self.bits).view(np.float32))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -219,6 +229,14 @@ class _NumUses:
 _Value = _Global | _Literal | _Row | _NumUses
 
 
+@dataclasses.dataclass(frozen=True)
+class _Maker:
+    """How XLA works out a value: from others, each with a lesser number, and from the hyper."""
+
+    make: Callable[[dict[int, Any], Sequence[Any]], Any]
+    needed: tuple[int, ...]
+
+
 class _Compiler:
     """One run over a jaxpr: operations in single assignment, then registers."""
 
@@ -227,7 +245,7 @@ class _Compiler:
         self.num_values = 2 + num_states
         self.steps: list[tuple[str, int, tuple[_Value, ...]]] = []
         # What XLA works out: values in order, each a hyper, a constant, or the result of an equation.
-        self.globals: list[Callable[[list[Any], Sequence[Any]], Any]] = []
+        self.globals: list[_Maker] = []
         self.sizes: list[int] = []
 
     def run(self, closed: Any, num_hyper: int) -> RowProgram:
@@ -267,6 +285,7 @@ class _Compiler:
                 # A scalar made as long as a row is still that scalar.
                 return [values[0]]
             return self._outside(equation, values)
+        self._refuse_integers(name, equation, values)
         if name == "cond":
             return self._both_branches(equation, values)
         shape = equation.outvars[0].aval.shape
@@ -279,6 +298,22 @@ class _Compiler:
             # Registers are float32; so many bits of what an operation makes of 16-bit numbers are kept.
             return [self._emit(f"to_{dtype.name}", result)]
         return [result]
+
+    def _refuse_integers(self, name: str, equation: Any, values: Sequence[_Value]) -> None:
+        """Registers are float32: what is 7 // 2 in JAX would be 3.5. A truth value as an integer may only choose."""
+        if name in (*_SAME_VALUE, "convert_element_type"):
+            return
+        of_row = [
+            atom.aval.dtype
+            for place, (atom, value) in enumerate(zip(equation.invars, values, strict=True))
+            if isinstance(value, (_Row, _NumUses)) and not (name == "cond" and place == 0)
+        ]
+        for dtype in [*of_row, *(var.aval.dtype for var in equation.outvars)]:
+            if jnp.issubdtype(dtype, jnp.integer):
+                raise NotARowProgram(
+                    f"{self.what}: got the operation {name} on a row as {dtype.name}, wanted float32, bfloat16, "
+                    "float16 or bool; make it float32 first, and choose with jnp.where."
+                )
 
     def _operation(self, name: str, equation: Any, values: Sequence[_Value]) -> _Value:
         if name in _SAME_VALUE:
@@ -324,7 +359,7 @@ class _Compiler:
 
     def _integer_power(self, value: _Value, exponent: int) -> _Value:
         if exponent == 0:
-            return _Literal(1.0)
+            return _Literal.of(1.0)
         result: _Value | None = None
         factor, rest = value, abs(exponent)
         while rest:
@@ -333,13 +368,14 @@ class _Compiler:
             rest >>= 1
             if rest:
                 factor = self._emit("multiply", factor, factor)
-        return result if exponent > 0 else self._emit("divide", _Literal(1.0), result)
+        return result if exponent > 0 else self._emit("divide", _Literal.of(1.0), result)
 
     def _converted(self, equation: Any, value: _Value) -> _Value:
         old, new = equation.invars[0].aval.dtype, jnp.dtype(equation.params["new_dtype"])
         if new == jnp.bool_:
-            return value if old == jnp.bool_ else self._emit("not_equal", value, _Literal(0.0))
-        if new == jnp.float32:
+            return value if old == jnp.bool_ else self._emit("not_equal", value, _Literal.of(0.0))
+        is_choice = old == jnp.bool_ or jnp.issubdtype(old, jnp.integer)
+        if new == jnp.float32 or (is_choice and jnp.issubdtype(new, jnp.integer)):
             return value
         if new in (jnp.bfloat16, jnp.float16):
             return self._emit(f"to_{new.name}", value)
@@ -364,14 +400,15 @@ class _Compiler:
 
     # What XLA works out.
 
-    def _global(self, make: Callable[[list[Any], Sequence[Any]], Any], aval: Any) -> _Global:
-        self.globals.append(make)
+    def _global(self, make: Callable[[dict[int, Any], Sequence[Any]], Any], aval: Any, *needed: _Value) -> _Global:
+        numbers = tuple(value.number for value in needed if isinstance(value, _Global))
+        self.globals.append(_Maker(make, numbers))
         self.sizes.append(int(np.prod(aval.shape)))
         return _Global(len(self.globals) - 1)
 
     def _constant(self, value: Any) -> _Value:
         if np.ndim(value) == 0 and np.asarray(value).dtype in (np.float32, np.bool_):
-            return _Literal(float(value))
+            return _Literal.of(value)
         return self._global(lambda env, hyper: value, jax.typeof(value))
 
     def _size_of(self, value: _Value) -> int:
@@ -381,13 +418,15 @@ class _Compiler:
         if isinstance(value, _Literal):
             return value
         return self._global(
-            lambda env, hyper: jnp.asarray(env[value.number]).astype(jnp.float32), jax.ShapeDtypeStruct((), jnp.float32)
+            lambda env, hyper: jnp.asarray(env[value.number]).astype(jnp.float32),
+            jax.ShapeDtypeStruct((), jnp.float32),
+            value,
         )
 
     def _outside(self, equation: Any, values: Sequence[_Value]) -> list[_Value]:
         atoms = [atom.aval for atom in equation.invars]
 
-        def bind(env: list[Any], hyper: Sequence[Any]) -> list[Any]:
+        def bind(env: dict[int, Any], hyper: Sequence[Any]) -> list[Any]:
             operands = []
             for value, aval in zip(values, atoms, strict=True):
                 one = env[value.number] if isinstance(value, _Global) else value.value
@@ -403,11 +442,11 @@ class _Compiler:
             # Of equal numbers: one of them is enough.
             atoms = [jax.ShapeDtypeStruct((), aval.dtype) for aval in atoms]
             dtype = equation.outvars[0].aval.dtype
-            whole = self._global(bind, jax.ShapeDtypeStruct((0,), jnp.float32))
-            return [self._global(lambda env, hyper: env[whole.number][0], jax.ShapeDtypeStruct((), dtype))]
-        whole = self._global(bind, jax.ShapeDtypeStruct((0,), jnp.float32))
+            whole = self._global(bind, jax.ShapeDtypeStruct((0,), jnp.float32), *values)
+            return [self._global(lambda env, hyper: env[whole.number][0], jax.ShapeDtypeStruct((), dtype), whole)]
+        whole = self._global(bind, jax.ShapeDtypeStruct((0,), jnp.float32), *values)
         return [
-            self._global(lambda env, hyper, i=i: env[whole.number][i], var.aval)
+            self._global(lambda env, hyper, i=i: env[whole.number][i], var.aval, whole)
             for i, var in enumerate(equation.outvars)
         ]
 
@@ -512,27 +551,21 @@ def _varying_alike(operands: Sequence[Any]) -> list[Any]:
     ]
 
 
-def _scalars(
-    makers: Sequence[Callable], wanted: Sequence[_Value], hyper: Sequence[Any]
-) -> Float[Array, " num_scalars"]:
+def _scalars(makers: Sequence[_Maker], wanted: Sequence[_Value], hyper: Sequence[Any]) -> Float[Array, " num_scalars"]:
     """Works out what is wanted, and what that needs."""
-    env = _Lazy(makers, jax.tree.leaves(hyper))
-    values = [env[value.number] if isinstance(value, _Global) else value.value for value in wanted]
-    if not values:
+    if not wanted:
         return jnp.zeros(1, jnp.float32)
+    needed = {value.number for value in wanted if isinstance(value, _Global)}
+    # Each needs only what came before it.
+    for number in reversed(range(len(makers))):
+        if number in needed:
+            needed.update(makers[number].needed)
+    leaves = jax.tree.leaves(hyper)
+    env: dict[int, Any] = {}
+    for number in sorted(needed):
+        env[number] = makers[number].make(env, leaves)
+    values = [env[value.number] if isinstance(value, _Global) else value.value for value in wanted]
     return jnp.stack([jnp.asarray(value).astype(jnp.float32).reshape(()) for value in values])
-
-
-class _Lazy(dict):
-    """Values by number, each worked out when it is first asked for."""
-
-    def __init__(self, makers: Sequence[Callable], hyper: Sequence[Any]):
-        super().__init__()
-        self.makers, self.hyper = makers, hyper
-
-    def __missing__(self, number: int) -> Any:
-        self[number] = self.makers[number](self, self.hyper)
-        return self[number]
 
 
 def _num_operands(code: int) -> int:

@@ -92,6 +92,14 @@ class Optimizer(abc.ABC):
         """The number of the row update in `ffi/core/row_update.h`; PROGRAM: `step_row` is all there is."""
         return PROGRAM
 
+    def state_form(self, dim: int) -> str:
+        """What tells its state from that of another optimizer with states of the same names: the same in every run.
+
+        Args:
+          dim: of the table.
+        """
+        return type(self).__name__
+
     def _check(self, name: str, low: float, below: float = math.inf) -> None:
         """Refuses a hyper-parameter outside [low, below)."""
         value = getattr(self, name)

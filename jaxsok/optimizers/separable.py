@@ -5,10 +5,13 @@ is followed from the inputs to the outputs. Feeds `lift.py`; knows nothing of Op
 """
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
@@ -30,6 +33,7 @@ Dependence = int | Coupled | Positional | None
 """How a value depends on the block: the axis along which its rows lie; None: on no row, and the same for all."""
 
 BY_PLACE = "depends on the place of a row in the block"
+BY_NUMBER = "depends on the number of rows"
 
 _BY_COLUMN = frozenset(
     "abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp convert_element_type copy cos cosh div "
@@ -78,7 +82,7 @@ def dependences(closed: core.ClosedJaxpr, inputs: Sequence[Dependence], num_rows
     known.update(zip(jaxpr.invars, inputs, strict=True))
 
     def read(atom: Any) -> Dependence:
-        return None if isinstance(atom, core.Literal) else known[atom]
+        return _of_constant(atom.val, num_rows) if isinstance(atom, core.Literal) else known[atom]
 
     for eqn in jaxpr.eqns:
         outs = _of_equation(eqn, [read(atom) for atom in eqn.invars], num_rows)
@@ -86,11 +90,12 @@ def dependences(closed: core.ClosedJaxpr, inputs: Sequence[Dependence], num_rows
     return [read(atom) for atom in jaxpr.outvars]
 
 
-def formula_of(closed: core.ClosedJaxpr) -> tuple[Any, ...]:
-    """What a function computes, without the shapes: two that differ may do other things to blocks of other sizes.
+def formula_of(closed: core.ClosedJaxpr, num_rows: int | None = None) -> tuple[Any, ...]:
+    """What a function computes, without the sizes of blocks: two that differ may do other things to other blocks.
 
     Args:
       closed: the function, traced.
+      num_rows: of the block, if no other axis is so long; then sizes that have no part in the block count too.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -98,14 +103,59 @@ def formula_of(closed: core.ClosedJaxpr) -> tuple[Any, ...]:
       >>> formula_of(jax.make_jaxpr(by_size)(jnp.ones((3, 2)))) == formula_of(jax.make_jaxpr(by_size)(jnp.ones((5, 2))))
       False
     """
-    words: list[Any] = [np.asarray(value).tolist() for value in closed.consts if np.ndim(value) == 0]
+    places: dict[Any, int] = {}
+    for var in itertools.chain(
+        closed.jaxpr.constvars, closed.jaxpr.invars, *(eqn.outvars for eqn in closed.jaxpr.eqns)
+    ):
+        places[var] = len(places)
+
+    def read(atoms: Sequence[Any]) -> list[Any]:
+        return [_numbers(atom.val) if isinstance(atom, core.Literal) else places[atom] for atom in atoms]
+
+    words: list[Any] = [*map(_numbers, closed.consts), *read(closed.jaxpr.outvars)]
     for eqn in closed.jaxpr.eqns:
-        numbers = [repr(atom.val) for atom in eqn.invars if isinstance(atom, core.Literal)]
-        plain = {key: value for key, value in eqn.params.items() if isinstance(value, (bool, int, float, str))}
-        bodies = [eqn.params.get("jaxpr"), eqn.params.get("call_jaxpr"), *eqn.params.get("branches", ())]
-        inner = [formula_of(_closed(body)) for body in bodies if isinstance(body, (core.Jaxpr, core.ClosedJaxpr))]
-        words.append((eqn.primitive.name, *numbers, *sorted(plain.items()), *inner))
+        plain = [(key, value) for key, value in eqn.params.items() if isinstance(value, (bool, int, float, str))]
+        if num_rows is not None and not _rows_in(eqn.invars, num_rows) and not _rows_in(eqn.outvars, num_rows):
+            plain += [(key, value) for key, value in eqn.params.items() if _are_sizes(value)]
+        inner = [formula_of(body, num_rows) for body in _bodies(eqn)]
+        words.append((eqn.primitive.name, *read(eqn.invars), *sorted(plain), *inner))
     return tuple(words)
+
+
+def _numbers(value: Any) -> Any:
+    """The numbers of a constant, once where they are the same all along an axis."""
+    if jnp.issubdtype(jax.typeof(value).dtype, jax.dtypes.extended):
+        value = jax.random.key_data(value)
+    array = np.asarray(value)
+    for axis, size in enumerate(array.shape):
+        first = array.take([0], axis) if size else array
+        if np.array_equal(np.broadcast_to(first, array.shape), array):
+            array = first
+    return str(array.dtype), array.tobytes()
+
+
+def _are_sizes(value: Any) -> bool:
+    return isinstance(value, tuple) and all(isinstance(one, int) for one in value)
+
+
+def _bodies(eqn: Any) -> list[core.ClosedJaxpr]:
+    """The functions that an equation holds: of a call, the branches of a choice, condition and body of a loop."""
+    values = [
+        one for _, value in sorted(eqn.params.items()) for one in (value if isinstance(value, tuple) else [value])
+    ]
+    return [_closed(value) for value in values if isinstance(value, (core.Jaxpr, core.ClosedJaxpr))]
+
+
+def _rows_in(atoms: Sequence[Any], num_rows: int) -> int:
+    """How many axes as long as the block the one has that has most."""
+    return max((list(getattr(atom.aval, "shape", ())).count(num_rows) for atom in atoms), default=0)
+
+
+def _counts_rows(eqn: Any, num_rows: int) -> bool:
+    """Whether an axis as long as the block ends in it: a sum of ones is the number of rows."""
+    if _rows_in(eqn.invars, num_rows) > _rows_in(eqn.outvars, num_rows):
+        return True
+    return any(_counts_rows(inner, num_rows) for body in _bodies(eqn) for inner in body.jaxpr.eqns)
 
 
 def _of_constant(value: Any, num_rows: int) -> Dependence:
@@ -136,6 +186,10 @@ def _of_equation(eqn: Any, ins: list[Dependence], num_rows: int) -> list[Depende
     axes = {value for value in ins if isinstance(value, int)}
     is_plain = name in _BY_COLUMN or name in _RESHAPES or name in _REDUCTIONS
     if not axes:
+        if not any(isinstance(value, Positional) for value in ins) and _counts_rows(eqn, num_rows):
+            return [Coupled(BY_NUMBER)] * num_outs
+        if name in _RESHAPES and isinstance(moved := _all_moved(eqn, num_rows), Coupled):
+            return [moved] * num_outs
         may_differ = any(isinstance(value, Positional) for value in ins) or not is_plain
         return [
             Positional() if may_differ and (num_rows in out.aval.shape or any(ins)) else None for out in eqn.outvars
@@ -166,6 +220,13 @@ def _moved(name: str, params: Any, axis: int, old: tuple[int, ...], new: tuple[i
         if size == old[axis] and math.prod(new[:place]) == math.prod(old[:axis]):
             return place
     return Coupled("lays the rows end to end")
+
+
+def _all_moved(eqn: Any, num_rows: int) -> Coupled | None:
+    """Whether what is the same for all rows still is so after a change of shape."""
+    old, new = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
+    moves = [_moved(eqn.primitive.name, eqn.params, axis, old, new) for axis, n in enumerate(old) if n == num_rows]
+    return next((moved for moved in moves if isinstance(moved, Coupled)), None)
 
 
 def _joined(values: list[Dependence]) -> Dependence:
