@@ -375,7 +375,7 @@ class Collection:
         self._check_state("update", state)
         plans, grads = self._plans_and_gradients("update", plan, gradients)
         if learning_rate is not None:
-            _check_scalar("update: learning_rate", learning_rate)
+            check_scalar("update: learning_rate", learning_rate)
         self._note_keys([one.features for one in plans])
         state, plans, grads = guards.whole("update", state=state, plan=plans, gradients=grads)
         if self.shards is None or self.shards.is_manual():
@@ -482,7 +482,7 @@ class Collection:
           >>> norm.item(), gradients["clicked"].tolist(), dense["bias"].item()
           (5.0, [[0.5], [1.0]], 2.0)
         """
-        _check_scalar("clip_by_global_norm: max_norm", max_norm)
+        check_scalar("clip_by_global_norm: max_norm", max_norm)
         if not isinstance(max_norm, jax.Array) and not max_norm > 0:
             raise ValueError(f"clip_by_global_norm: max_norm: got {max_norm}, wanted a positive number.")
         of_rows = self.gradient_norm(state, plan, gradients)
@@ -978,7 +978,8 @@ def _rows_by_table(table_rows: Any, store: StoreSpec) -> np.ndarray:
     return by_shard[0] if store.is_replicated else by_shard.sum(axis=0)
 
 
-def _check_scalar(what: str, value: Any) -> None:
+def check_scalar(what: str, value: Any) -> None:
+    """Refuses what is no number, traced or not, of one element; `what`: the operation and its argument."""
     is_number = isinstance(value, (int, float, np.number, np.ndarray, jax.Array)) and not isinstance(value, bool)
     if not is_number or np.shape(value) != ():
         got = f"shape {list(np.shape(value))}" if is_number else repr(value)

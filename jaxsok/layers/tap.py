@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float32
 
 from jaxsok import norms
-from jaxsok.collection import Collection, _check_max_norm
+from jaxsok.collection import Collection, check_scalar
 from jaxsok.features import Features
 from jaxsok.lookup import Embeddings
 from jaxsok.plan import Plan
@@ -153,7 +153,7 @@ def clip_by_global_norm(
     Raises:
       TypeError, ValueError: as for the collection.
     """
-    _check_max_norm(max_norm)
+    check_scalar("clip_by_global_norm: max_norm", max_norm)
     of_rows = [collection.gradient_norm(state, plans, grads) for collection, state, plans, grads in lookups]
     norm = norms.tree_norm([*of_rows, norms.tree_norm(dense)])
     return norms.scaled(gradients, norms.factor_of(norm, max_norm)), norm
