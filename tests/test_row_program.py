@@ -459,6 +459,18 @@ def test_what_has_no_output_is_not_computed():
     assert [program.OPS[op[0]] for op in program.compiled(of(step), 8).ops] == ["add", "output"]
 
 
+def test_example_of_the_module():
+    """What the compiler makes of it is what the page says."""
+
+    def step(x):
+        m = 0.9 * x.states[0] + 0.1 * x.gradient
+        return x.row - x.hyper[0] * m, m, *x.states[1:]
+
+    lines = str(program.compiled(Custom(0.1, function=step), 8)).splitlines()
+    told = re.findall(r"(?:r\d|row|state 0) = [a-z_]+ [rs]\d[rs\d, ]*\b", program.__doc__)
+    assert [line.strip() for line in told] == lines
+
+
 def test_operations_are_those_of_the_header():
     header = (pathlib.Path(__file__).parents[1] / "ffi/core/row_program.h").read_text()
     names = re.search(r"enum RowOp : int \{(.*?)\};", header, re.S).group(1)

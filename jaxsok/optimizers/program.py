@@ -4,11 +4,11 @@
 to XLA, which works it out once a step; the results are the program's scalars. The rest becomes operations on registers
 as wide as a row: `ffi/core/row_program.h` says what each does, on both back ends alike.
 
-    m = 0.9 * m + 0.1 * g        multiply   r3 = s0 * r2          registers: r0 gradient, r1 row, r2 and on the states,
-                                 multiply   r4 = s1 * r0          then temporaries; scalars: s0 = 0.9, s1 = 0.1
-                                 add        r2 = r3 + r4
-    row = row - lr * m           multiply   r0 = s2 * r2
-                                 subtract   r1 = r1 - r0
+    m = 0.9 * m + 0.1 * g        r2 = multiply s0, r2                  registers: r0 gradient, r1 row, r2 and on the
+                                 r0 = multiply_add s1, r0, r2          states, then temporaries, in whatever is free
+    row = row - lr * m           r1 = multiply_subtract s2, r0, r1     scalars: s0 = 0.9, s1 = 0.1, s2 = lr
+                                 row = output r1
+                                 state 0 = output r0
 
 A number for each row (a sum over the columns, a state of one number) is a register whose columns are equal.
 """
@@ -24,6 +24,7 @@ import numpy as np
 from jax.extend import core as jax_core
 from jaxtyping import Array, Float
 
+from jaxsok.optimizers import separable
 from jaxsok.optimizers.protocol import Optimizer, RowInputs
 
 MAX_OPS: int = 256
@@ -110,7 +111,6 @@ _SWAPPED = {"gt": "less", "ge": "less_equal"}
 _REDUCTIONS = {"reduce_sum": "sum", "reduce_max": "max", "reduce_min": "min"}
 _SAME_VALUE = ("reshape", "squeeze", "expand_dims", "broadcast_in_dim", "copy", "copy_p", "transpose", "stop_gradient")
 _ON_COLUMNS = {*_UNARY, *_BINARY, *_SWAPPED, "select_n", "clamp", "square", "integer_pow", "convert_element_type"}
-_CALLS = ("jit", "pjit", "closed_call", "core_call", "remat", "checkpoint", "custom_jvp_call", "custom_vjp_call")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -277,9 +277,8 @@ class _Compiler:
 
     def _equation(self, equation: Any, values: Sequence[_Value]) -> list[_Value]:
         name = equation.primitive.name
-        if name in _CALLS:
-            inner = next(equation.params[key] for key in ("jaxpr", "call_jaxpr", "fun_jaxpr") if key in equation.params)
-            return self._inline_closed(inner, values)
+        if (body := separable.called(equation)) is not None:
+            return self._inline_closed(body, values)
         if not any(isinstance(value, (_Row, _NumUses)) for value in values):
             if name in _SAME_VALUE and self._size_of(values[0]) == 1:
                 # A scalar made as long as a row is still that scalar.

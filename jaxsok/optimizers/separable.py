@@ -41,9 +41,7 @@ _BY_COLUMN = frozenset(
     "mul ne neg nextafter not or pow real reduce_precision rem round rsqrt select_n sign sin sinh sqrt square "
     "stop_gradient sub tan tanh xor".split()
 )
-_CALLS = frozenset(
-    "jit pjit closed_call core_call remat remat2 checkpoint custom_jvp_call custom_vjp_call custom_lin".split()
-)
+_CALLS = frozenset("jit pjit closed_call core_call remat remat2 checkpoint custom_jvp_call custom_vjp_call".split())
 _REDUCTIONS = {
     "reduce_sum": "sums over the rows",
     "reduce_max": "takes a maximum over the rows",
@@ -88,6 +86,14 @@ def dependences(closed: core.ClosedJaxpr, inputs: Sequence[Dependence], num_rows
         outs = _of_equation(eqn, [read(atom) for atom in eqn.invars], num_rows)
         known.update(zip(eqn.outvars, outs, strict=True))
     return [read(atom) for atom in jaxpr.outvars]
+
+
+def called(eqn: Any) -> core.ClosedJaxpr | None:
+    """The function that an equation does nothing but call: jit, remat, one with a derivative of its own."""
+    if eqn.primitive.name not in _CALLS:
+        return None
+    bodies = [eqn.params[key] for key in ("jaxpr", "call_jaxpr", "fun_jaxpr") if key in eqn.params]
+    return _closed(bodies[0]) if bodies else None
 
 
 def formula_of(closed: core.ClosedJaxpr, num_rows: int | None = None) -> tuple[Any, ...]:
@@ -171,10 +177,9 @@ def _of_constant(value: Any, num_rows: int) -> Dependence:
 def _of_equation(eqn: Any, ins: list[Dependence], num_rows: int) -> list[Dependence]:
     name, params = eqn.primitive.name, eqn.params
     num_outs = len(eqn.outvars)
-    if name in _CALLS:
-        body = params.get("jaxpr", params.get("call_jaxpr"))
-        if body is not None:
-            return dependences(_closed(body), ins, num_rows)
+    body = called(eqn)
+    if body is not None:
+        return dependences(body, ins, num_rows)
     if name == "cond":
         choice, operands = ins[0], ins[1:]
         if choice is None:
