@@ -477,6 +477,7 @@ def test_a_step_that_is_passed_over():
     raw = cases.raw_batches(1)[0]
     (_, updates), _ = gradients_of(model, state.params, tables, collection.batch(raw))
     left = layers.discard(updates)
+    assert "discard: updates: got ['embed']" in message(ValueError, lambda: layers.discard(updates["tables"]))
     assert jax.tree.structure(left) == jax.tree.structure(tables)
     oracle = cases.Oracle(state.params["out"]["kernel"], state.params["out"]["bias"])
     oracle.loss(raw, insert=True)

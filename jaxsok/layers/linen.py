@@ -291,9 +291,15 @@ def discard(updates: Mapping[str, Any]) -> dict[str, Any]:
     Returns:
       The variables "tables", of the same structure as those of `apply_updates`.
 
+    Raises:
+      ValueError: variables without tables.
+
     Example:
       `tables = layers.discard(updates)` where a step is skipped.
     """
+    if not isinstance(updates, Mapping) or _TABLES not in updates:
+        got = sorted(updates) if isinstance(updates, Mapping) else type(updates).__name__
+        raise ValueError(f'discard: updates: got {got}, wanted the variables that apply returned, with "{_TABLES}".')
     tables = dict(updates[_TABLES])
     for path, _ in list(_found(tables, "waiting", _Waiting)):
         tables = _without(tables, (*path, "waiting"))
