@@ -453,6 +453,57 @@ def test_two_layers():
     )
 
 
+def test_micro_batches_are_chained():
+    """Applied to the same tables, or given in another order, they are refused: their row ids are not of one state."""
+    collection = cases.one_device()
+    model, state, tables = declared(collection)
+    first, second = (collection.batch(raw) for raw in cases.raw_batches(2))
+    (_, updates), (_, g_taps) = gradients_of(model, state.params, tables, first)
+    (_, apart), (_, its_taps) = gradients_of(model, state.params, tables, second)
+    (_, chained), (_, more_taps) = gradients_of(model, state.params, updates["tables"], second)
+    for several, of_taps in (([updates, apart], [g_taps, its_taps]), ([chained, updates], [more_taps, g_taps])):
+        for call in (layers.apply_updates, functools.partial(layers.clip_by_global_norm, max_norm=1.0)):
+            assert "micro-batches that were applied to the same tables at 'embed'" in message(
+                ValueError, functools.partial(call, several, of_taps)
+            )
+    new, _ = layers.apply_updates([updates, chained], [g_taps, more_taps])
+    assert jax.tree.structure(new) == jax.tree.structure(tables)
+
+
+def test_a_step_that_is_passed_over():
+    """Its rows stay as they were made, and the next step is the same program as ever."""
+    collection = cases.one_device()
+    model, state, tables = declared(collection)
+    raw = cases.raw_batches(1)[0]
+    (_, updates), _ = gradients_of(model, state.params, tables, collection.batch(raw))
+    left = layers.discard(updates)
+    assert "discard: updates: got ['embed']" in message(ValueError, lambda: layers.discard(updates["tables"]))
+    assert jax.tree.structure(left) == jax.tree.structure(tables)
+    oracle = cases.Oracle(state.params["out"]["kernel"], state.params["out"]["bias"])
+    oracle.loss(raw, insert=True)
+    oracle.assert_tables(collection, left["embed"]["state"])
+
+
+def test_micro_batches_of_different_layers_are_chained():
+    """The tables of the last one must know the rows of the first, also of a layer that it did not call."""
+    collections = cases.collection_of(), cases.collection_of()
+    raw = {"user": np.arange(3), "history": np.arange(3), "ads": np.zeros((3, 2), np.int64)}
+    model = Pair(collections)
+    tables = model.init(jax.random.key(0), raw)["tables"]
+
+    def gradients(tables, only):
+        variables = {"tables": tables, "sparse_taps": layers.zero_taps(model, {"tables": tables}, raw, only)}
+        of_taps = lambda taps: model.apply({**variables, "sparse_taps": taps}, raw, only, mutable=TRAINING)  # noqa: E731
+        return jax.grad(of_taps, has_aux=True)(variables["sparse_taps"])[::-1]
+
+    first, g_taps = gradients(tables, 0)
+    apart, its_taps = gradients(tables, 1)
+    assert "at 'tower0'" in message(ValueError, lambda: layers.apply_updates([first, apart], [g_taps, its_taps]))
+    chained, its_taps = gradients(first["tables"], 1)
+    _, stats = layers.apply_updates([first, chained], [g_taps, its_taps])
+    assert sorted(stats) == ["tower0", "tower1"]
+
+
 # Evaluation -------------------------------------------------------------------------------------------------------
 
 

@@ -20,9 +20,20 @@ from jaxsok.plan import Plan
 from jaxsok.stats import Stats
 from jaxsok.store import State
 
-__all__ = ["Embeddings", "apply_updates", "clip_by_global_norm", "grow", "zero_taps"]
+__all__ = ["Embeddings", "apply_updates", "clip_by_global_norm", "discard", "grow", "zero_taps"]
 
 _TABLES, _TAPS, _PLANS = "tables", "sparse_taps", "plans"
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class _Waiting:
+    """What "tables" holds beside a layer's state between lookup and update: it tells whether micro-batches are chained.
+
+    No arrays: it costs nothing, and every step begins without it.
+    """
+
+    num_lookups: int = dataclasses.field(metadata={"static": True})
 
 
 @jax.tree_util.register_dataclass
@@ -32,6 +43,8 @@ class _Lookups:
 
     plans: tuple[Plan, ...]
     collection: Collection = dataclasses.field(metadata={"static": True})
+    num_before: int = dataclasses.field(metadata={"static": True})
+    """Lookups of these tables that waited for their update before."""
 
 
 class Embeddings(nn.Module):
@@ -120,7 +133,12 @@ class Embeddings(nn.Module):
                 f'Embeddings: mutable: got no "{_PLANS if is_mutable else _TABLES}", wanted '
                 f'mutable=["{_TABLES}", "{_PLANS}"] in training; or deterministic=True.'
             )
-        plans = self.get_variable(_PLANS, "lookups").plans if self.has_variable(_PLANS, "lookups") else ()
+        num_waiting = self.get_variable(_TABLES, "waiting").num_lookups if self.has_variable(_TABLES, "waiting") else 0
+        if self.has_variable(_PLANS, "lookups"):
+            lookups = self.get_variable(_PLANS, "lookups")
+            plans, num_before = lookups.plans, lookups.num_before
+        else:
+            plans, num_before = (), num_waiting
         taps = self.get_variable(_TAPS, "taps") if self.has_variable(_TAPS, "taps") else ()
         if len(plans) >= len(taps):
             raise ValueError(
@@ -129,7 +147,8 @@ class Embeddings(nn.Module):
             )
         embeddings, state, plan = tap.lookup("Embeddings", self.collection, state, features, taps[len(plans)])
         self.put_variable(_TABLES, "state", state)
-        self.put_variable(_PLANS, "lookups", _Lookups((*plans, plan), self.collection))
+        self.put_variable(_TABLES, "waiting", _Waiting(num_waiting + 1))
+        self.put_variable(_PLANS, "lookups", _Lookups((*plans, plan), self.collection, num_before))
         return embeddings
 
 
@@ -208,7 +227,8 @@ def apply_updates(
       The new variables "tables", and by path of the layer, its parts joined by "/", what depended on the data.
 
     Raises:
-      TypeError, ValueError: no lookup; gradients that are missing, or of other lookups. Raised when traced.
+      TypeError, ValueError: no lookup; gradients that are missing, or of other lookups; micro-batches that were not
+        applied to the tables of the one before. Raised when traced.
 
     Example:
       `tables, stats = layers.apply_updates(updates, g_taps)`
@@ -219,7 +239,7 @@ def apply_updates(
     for path, (collection, plans, by_lookup) in waiting.items():
         state = _at(op, tables, (*path, "state"))
         state, stats["/".join(path)] = tap.update(op, collection, state, plans, by_lookup, learning_rate)
-        tables = _with(tables, (*path, "state"), state)
+        tables = _without(_with(tables, (*path, "state"), state), (*path, "waiting"))
     return tables, stats
 
 
@@ -260,6 +280,30 @@ def clip_by_global_norm(
     ]
     (gradients, scaled), norm = tap.clip_by_global_norm(lookups, (gradients, dense), max_norm, dense)
     return gradients, scaled, norm
+
+
+def discard(updates: Mapping[str, Any]) -> dict[str, Any]:
+    """The tables after lookups that are passed over: rows that they inserted stay, and have learned nothing.
+
+    Args:
+      updates: the variables that `apply` returned; of several micro-batches, the last.
+
+    Returns:
+      The variables "tables", of the same structure as those of `apply_updates`.
+
+    Raises:
+      ValueError: variables without tables.
+
+    Example:
+      `tables = layers.discard(updates)` where a step is skipped.
+    """
+    if not isinstance(updates, Mapping) or _TABLES not in updates:
+        got = sorted(updates) if isinstance(updates, Mapping) else type(updates).__name__
+        raise ValueError(f'discard: updates: got {got}, wanted the variables that apply returned, with "{_TABLES}".')
+    tables = dict(updates[_TABLES])
+    for path, _ in list(_found(tables, "waiting", _Waiting)):
+        tables = _without(tables, (*path, "waiting"))
+    return tables
 
 
 def grow(
@@ -334,14 +378,31 @@ def _waiting(
                 f'apply(..., mutable=["{_TABLES}", "{_PLANS}"]) returned from a lookup in training.'
             )
     waiting: dict[tuple[str, ...], tuple[Collection, list[Plan], list[Any]]] = {}
+    num_seen: dict[tuple[str, ...], int] = {}
     for one, grads in zip(several, of_taps, strict=True):
         for path, lookups in _found(one[_PLANS], "lookups", _Lookups):
             _, plans, by_lookup = waiting.setdefault(path, (lookups.collection, [], []))
+            if num_seen.setdefault(path, lookups.num_before) != lookups.num_before:
+                raise _not_chained(op, path)
+            num_seen[path] += len(lookups.plans)
             own = _at(op, grads, (*path, "taps"))
             # Behind the lookups of earlier micro-batches.
             by_lookup.append((*[None] * len(plans), *own))
             plans.extend(lookups.plans)
-    return dict(several[-1][_TABLES]), waiting
+    tables = dict(several[-1][_TABLES])
+    num_waiting = {path: one.num_lookups for path, one in _found(tables, "waiting", _Waiting)}
+    for path, num_lookups in num_seen.items():
+        if num_waiting.get(path) != num_lookups:
+            raise _not_chained(op, path)
+    return tables, waiting
+
+
+def _not_chained(op: str, path: tuple[str, ...]) -> ValueError:
+    return ValueError(
+        f"{op}: updates: got micro-batches that were applied to the same tables at {'/'.join(path)!r}, wanted each "
+        f'applied to those that the one before returned, updates["{_TABLES}"], and given in that order; else new rows '
+        "of one would be rows of other keys in the next."
+    )
 
 
 def _at(op: str, node: Any, path: tuple[str, ...]) -> Any:
@@ -359,3 +420,11 @@ def _with(node: Mapping[str, Any], path: tuple[str, ...], value: Any) -> dict[st
     """Nested variables with one of them replaced; what went in stays as it was."""
     name, *rest = path
     return {**node, name: _with(node[name], tuple(rest), value) if rest else value}
+
+
+def _without(node: Mapping[str, Any], path: tuple[str, ...]) -> dict[str, Any]:
+    """Nested variables without one of them."""
+    name, *rest = path
+    if rest:
+        return {**node, name: _without(node[name], tuple(rest))}
+    return {key: value for key, value in node.items() if key != name}

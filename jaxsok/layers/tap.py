@@ -154,6 +154,8 @@ def clip_by_global_norm(
       TypeError, ValueError: as for the collection.
     """
     check_scalar("clip_by_global_norm: max_norm", max_norm)
+    if not isinstance(max_norm, jax.Array) and not max_norm > 0:
+        raise ValueError(f"clip_by_global_norm: max_norm: got {max_norm}, wanted a positive number.")
     of_rows = [collection.gradient_norm(state, plans, grads) for collection, state, plans, grads in lookups]
     norm = norms.tree_norm([*of_rows, norms.tree_norm(dense)])
     return norms.scaled(gradients, norms.factor_of(norm, max_norm)), norm
