@@ -110,6 +110,10 @@ _BINARY = {
 _SWAPPED = {"gt": "less", "ge": "less_equal"}
 _REDUCTIONS = {"reduce_sum": "sum", "reduce_max": "max", "reduce_min": "min"}
 _SAME_VALUE = ("reshape", "squeeze", "expand_dims", "broadcast_in_dim", "copy", "copy_p", "transpose", "stop_gradient")
+_NO_INTEGERS = (
+    "{what}: got the operation {name} on a row as {dtype}, wanted float32, bfloat16, float16 or bool; make it float32 "
+    "first, and choose with jnp.where."
+)
 _ON_COLUMNS = {*_UNARY, *_BINARY, *_SWAPPED, "select_n", "clamp", "square", "integer_pow", "convert_element_type"}
 
 
@@ -307,12 +311,11 @@ class _Compiler:
             for place, (atom, value) in enumerate(zip(equation.invars, values, strict=True))
             if isinstance(value, (_Row, _NumUses)) and not (name == "cond" and place == 0)
         ]
-        for dtype in [*of_row, *(var.aval.dtype for var in equation.outvars)]:
+        # What a choice gives beside the row, a count say, stays outside.
+        made = [] if name == "cond" else [var.aval.dtype for var in equation.outvars]
+        for dtype in [*of_row, *made]:
             if jnp.issubdtype(dtype, jnp.integer):
-                raise NotARowProgram(
-                    f"{self.what}: got the operation {name} on a row as {dtype.name}, wanted float32, bfloat16, "
-                    "float16 or bool; make it float32 first, and choose with jnp.where."
-                )
+                raise NotARowProgram(_NO_INTEGERS.format(what=self.what, name=name, dtype=dtype.name))
 
     def _operation(self, name: str, equation: Any, values: Sequence[_Value]) -> _Value:
         if name in _SAME_VALUE:
@@ -387,9 +390,27 @@ class _Compiler:
             raise NotARowProgram(f"{self.what}: got a choice of {len(branches)} branches, wanted 2.")
         index, *operands = values
         results = [self._inline_closed(branch, operands) for branch in branches]
-        if isinstance(index, (_Global, _Literal)):
-            index = self._as_float(index)
-        return [self._emit("select", index, true, false) for false, true in zip(*results, strict=True)]
+        chosen: list[_Value] = []
+        for var, false, true in zip(equation.outvars, *results, strict=True):
+            if not any(isinstance(value, (_Row, _NumUses)) for value in (index, false, true)):
+                chosen.append(self._chosen_outside(index, false, true, var.aval))
+                continue
+            if jnp.issubdtype(var.aval.dtype, jnp.integer):
+                raise NotARowProgram(_NO_INTEGERS.format(what=self.what, name="cond", dtype=var.aval.dtype.name))
+            on_row = self._as_float(index) if isinstance(index, (_Global, _Literal)) else index
+            chosen.append(self._emit("select", on_row, true, false))
+        return chosen
+
+    def _chosen_outside(self, index: _Value, false: _Value, true: _Value, aval: Any) -> _Global:
+        """One of two values that no row has part in."""
+
+        def choose(env: dict[int, Any], hyper: Sequence[Any]) -> Any:
+            where, yes, no = (
+                env[one.number] if isinstance(one, _Global) else one.value for one in (index, true, false)
+            )
+            return jnp.where(jnp.asarray(where) != 0, yes, no).astype(aval.dtype)
+
+        return self._global(choose, aval, index, false, true)
 
     def _emit(self, name: str, *operands: _Value) -> _Row:
         result = _Row(self.num_values)
