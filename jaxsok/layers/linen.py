@@ -383,7 +383,7 @@ def _waiting(
         for path, lookups in _found(one[_PLANS], "lookups", _Lookups):
             _, plans, by_lookup = waiting.setdefault(path, (lookups.collection, [], []))
             if num_seen.setdefault(path, lookups.num_before) != lookups.num_before:
-                raise _not_chained(op, path)
+                raise ValueError(_not_chained(op, path))
             num_seen[path] += len(lookups.plans)
             own = _at(op, grads, (*path, "taps"))
             # Behind the lookups of earlier micro-batches.
@@ -393,12 +393,12 @@ def _waiting(
     num_waiting = {path: one.num_lookups for path, one in _found(tables, "waiting", _Waiting)}
     for path, num_lookups in num_seen.items():
         if num_waiting.get(path) != num_lookups:
-            raise _not_chained(op, path)
+            raise ValueError(_not_chained(op, path))
     return tables, waiting
 
 
-def _not_chained(op: str, path: tuple[str, ...]) -> ValueError:
-    return ValueError(
+def _not_chained(op: str, path: tuple[str, ...]) -> str:
+    return (
         f"{op}: updates: got micro-batches that were applied to the same tables at {'/'.join(path)!r}, wanted each "
         f'applied to those that the one before returned, updates["{_TABLES}"], and given in that order; else new rows '
         "of one would be rows of other keys in the next."
