@@ -59,13 +59,12 @@ def update(
     stale = jnp.zeros((), jnp.int32)
     for s, (spec, store) in enumerate(zip(specs, state.stores, strict=True)):
         used = [i for i, plan in enumerate(plans) if plan.features.stores[s].layouts]
+        # What belongs to no row, a count of steps say, goes on also where no row is used.
+        stepping, globals_ = Stepping.of(spec, store.globals_, state.step, learning_rate)
         if not used:
-            # What belongs to no row, a count of steps say, goes on with the others'.
-            _, globals_ = Stepping.of(spec, store.globals_, state.step, learning_rate)
             stores.append(dataclasses.replace(store, globals_=globals_))
             nonfinite.append(jnp.zeros(len(spec.tables), jnp.int32))
             continue
-        stepping, globals_ = Stepping.of(spec, store.globals_, state.step, learning_rate)
         inputs = StepInputs(stepping, state.seed, state.step)
         of_store = [plans[i] for i in used], [gradients[i] for i in used], inputs, [live[i] for i in used]
         if shards is None or wire is None:

@@ -7,6 +7,7 @@ import dataclasses
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
+from jaxtyping import Array
 
 from jaxsok.optimizers.fused import average, bias_correction
 from jaxsok.optimizers.limits import Limited, Limits
@@ -41,11 +42,19 @@ class AdamW(Limited):
 
     def _step(self, inputs: RowInputs) -> RowOutputs:
         """`row -= lr * (m̂ / (sqrt(v̂) + eps) + weight_decay * row)`."""
-        gradient, row, (m, v), _, (learning_rate, correct1, correct2) = inputs
+        update, states = self._update(inputs)
+        return RowOutputs(inputs.row - inputs.hyper[0] * update, states)
+
+    def _update(self, inputs: RowInputs) -> tuple[Array, tuple[Array, Array]]:
+        """What the learning rate scales, weight decay among it; and the moments."""
+        gradient, row, (m, v), _, (_, correct1, correct2) = inputs
         m = average(m, gradient, self.b1)
-        v = average(v, gradient * gradient, self.b2)
-        update = (m / correct1) / (jnp.sqrt(v / correct2) + self.eps) + self.weight_decay * row
-        return RowOutputs(row - learning_rate * update, (m, v))
+        v = average(v, self._squares(gradient), self.b2)
+        return (m / correct1) / (jnp.sqrt(v / correct2) + self.eps) + self.weight_decay * row, (m, v)
+
+    def _squares(self, gradient: Array) -> Array:
+        """Whose average the second moment is."""
+        return gradient * gradient
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,13 +68,9 @@ class RowwiseAdam(AdamW):
         """First moment of each column, second moment of the row."""
         return (RowState("m", dim, 0.0), RowState("v", 1, 0.0))
 
-    def _step(self, inputs: RowInputs) -> RowOutputs:
+    def _squares(self, gradient: Array) -> Array:
         """`v = b2 v + (1 - b2) mean(g²)`; the rest as `adamw`."""
-        gradient, row, (m, v), _, (learning_rate, correct1, correct2) = inputs
-        m = average(m, gradient, self.b1)
-        v = average(v, jnp.mean(gradient * gradient), self.b2)
-        update = (m / correct1) / (jnp.sqrt(v / correct2) + self.eps) + self.weight_decay * row
-        return RowOutputs(row - learning_rate * update, (m, v))
+        return jnp.mean(gradient * gradient)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,8 +9,9 @@ from typing import Any, ClassVar
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from jaxsok.optimizers.fused import average, bias_correction, with_decay, with_momentum
+from jaxsok.optimizers.fused import with_decay, with_momentum
 from jaxsok.optimizers.limits import Limited, Limits, norm
+from jaxsok.optimizers.moments import AdamW
 from jaxsok.optimizers.protocol import LearningRate, RowInputs, RowOutputs, RowState
 
 
@@ -22,38 +23,17 @@ def _trusted(update: Array, row: Array, coefficient: float = 1.0, eps: float = 0
 
 
 @dataclasses.dataclass(frozen=True)
-class Lamb(Limited):
+class Lamb(AdamW):
     """See `lamb`."""
 
     name: ClassVar[str] = "lamb"
-    b1: float = 0.9
-    b2: float = 0.999
     eps: float = 1e-6
     weight_decay: float = 0.0
 
-    def __post_init__(self) -> None:
-        """Refuses hyper-parameters that cannot be meant."""
-        super().__post_init__()
-        self._check("b1", 0.0, 1.0)
-        self._check("b2", 0.0, 1.0)
-        self._check_positive("eps")
-        self._check("weight_decay", 0.0)
-
-    def state_specs(self, dim: int) -> tuple[RowState, ...]:
-        """First and second moment of each column."""
-        return (RowState("m", dim, 0.0), RowState("v", dim, 0.0))
-
-    def hyper(self, step: Any, learning_rate: Any) -> tuple[Any, ...]:
-        """Learning rate, the bias corrections."""
-        return (learning_rate, bias_correction(step, self.b1), bias_correction(step, self.b2))
-
     def _step(self, inputs: RowInputs) -> RowOutputs:
         """`u = m̂ / (sqrt(v̂) + eps) + weight_decay * row; row -= lr * ||row|| / ||u|| * u`."""
-        gradient, row, (m, v), _, (learning_rate, correct1, correct2) = inputs
-        m = average(m, gradient, self.b1)
-        v = average(v, gradient * gradient, self.b2)
-        update = (m / correct1) / (jnp.sqrt(v / correct2) + self.eps) + self.weight_decay * row
-        return RowOutputs(row - learning_rate * _trusted(update, row), (m, v))
+        update, states = self._update(inputs)
+        return RowOutputs(inputs.row - inputs.hyper[0] * _trusted(update, inputs.row), states)
 
 
 @dataclasses.dataclass(frozen=True)
