@@ -196,15 +196,28 @@ JAXSOK_HOST_DEVICE float CbrtOf(float x) {
   return x < 0.0f ? -root : root;
 }
 
-/// NaN where either is, as in JAX.
-/// Of zeros +0 is the greater one: which of two lanes asks must not matter.
+/// NaN where either is, as in JAX. Of zeros +0 is the greater one: which of two lanes asks must not matter. On a GPU it
+/// is one instruction of the same meaning: with branches the interpreter's switch spills registers, and lifted Adam took
+/// 1.25 times as long.
 JAXSOK_HOST_DEVICE float MaximumOf(float a, float b) {
+#ifdef __CUDA_ARCH__
+  float greater;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(greater) : "f"(a), "f"(b));
+  return greater;
+#else
   if (a == b) return FloatOfBits(BitsOfFloat(a) & BitsOfFloat(b));
   return a != a || b != b ? a + b : a > b ? a : b;
+#endif
 }
 JAXSOK_HOST_DEVICE float MinimumOf(float a, float b) {
+#ifdef __CUDA_ARCH__
+  float lesser;
+  asm("min.NaN.f32 %0, %1, %2;" : "=f"(lesser) : "f"(a), "f"(b));
+  return lesser;
+#else
   if (a == b) return FloatOfBits(BitsOfFloat(a) | BitsOfFloat(b));
   return a != a || b != b ? a + b : a < b ? a : b;
+#endif
 }
 
 /// What an operation with up to three operands does to one column. The code is known where this is compiled.
