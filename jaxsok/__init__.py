@@ -4,7 +4,7 @@ Rows appear as 64-bit keys are first seen; a lookup gives embeddings, `jax.grad`
 an update moves the rows that were used. Start with `Collection`.
 """
 
-from jaxsok import initializers
+from jaxsok import initializers, policies
 from jaxsok import optimizers as optim
 from jaxsok.collection import Collection
 from jaxsok.features import Bags, Batch, Features
@@ -55,5 +55,6 @@ __all__ = [
     "memory_estimate",
     "on",
     "optim",
+    "policies",
     "propose",
 ]

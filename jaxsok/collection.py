@@ -10,15 +10,13 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Float32, Int32, UInt32
+from jaxtyping import Array, Float32, Int32
 
 from jaxsok import ahead as ahead_lib
 from jaxsok import annotations, guards, processes
 from jaxsok import exchange as exchange_lib
-from jaxsok import export as export_lib
 from jaxsok import features as features_lib
 from jaxsok import grow as grow_lib
-from jaxsok import keys as keys_lib
 from jaxsok import lookup as lookup_lib
 from jaxsok import memory as memory_lib
 from jaxsok import norms as norms_lib
@@ -26,11 +24,11 @@ from jaxsok import pipeline as pipeline_lib
 from jaxsok import plan as plan_lib
 from jaxsok import sources as sources_lib
 from jaxsok import split as split_lib
-from jaxsok import table as table_lib
 from jaxsok import update as update_lib
 from jaxsok.features import Batch, Features
 from jaxsok.kernels import library
 from jaxsok.lookup import Embeddings
+from jaxsok.operations import TableOperations, place_of
 from jaxsok.plan import Found, Plan
 from jaxsok.shards import Shards
 from jaxsok.specs import (
@@ -47,7 +45,7 @@ from jaxsok.store import State, StoreState, init_store
 from jaxsok.types import COUNTERS, COUNTS, MAX_CAPACITY, MAX_FEATURES
 
 
-class Collection:
+class Collection(TableOperations):
     """Tables, and the features that read them.
 
     Tables of one dim, dtype, rounding, optimizer and row_gradient share a store; all features over a store cost one FFI
@@ -560,35 +558,6 @@ class Collection:
         args, of_args = (state, plans, gradients), (self._specs_of(state), spec, spec)
         return self.shards.run(self._gradient_norm_part, args, of_args, P())
 
-    def _erase_part(self, state: State, words: Array, *, store: int, number: int) -> tuple[State, UInt32[Array, ""]]:
-        spec, old = self.stores[store], state.stores[store]
-        ids = jnp.asarray(table_lib.table_ids_of(number, words.shape[0]))
-        new, num_erased = table_lib.erase(spec, old, words, ids)
-        shards, _ = self._between
-        if shards is not None:
-            # A plan is stale on all shards or on none: those without an erased row advance with the others.
-            is_counted = (shards.index() == 0) | (not spec.is_replicated)
-            num_erased = lax.psum(jnp.where(is_counted, num_erased, 0), shards.axis)
-            generation = old.generation + (num_erased > 0).astype(jnp.uint32)
-            new = dataclasses.replace(new, counters=new.counters.at[COUNTERS.index("generation")].set(generation))
-        stores = (*state.stores[:store], new, *state.stores[store + 1 :])
-        return dataclasses.replace(state, stores=stores), num_erased
-
-    def _erase_global(self, state: State, words: Array, *, store: int, number: int) -> tuple[State, UInt32[Array, ""]]:
-        of_state = self._specs_of(state)
-        total = P() if self.stores[store].num_shards > 1 else self.shards.spec
-
-        def part(state: State, words: Array) -> tuple[State, Array]:
-            state, num_erased = self._erase_part(state, words, store=store, number=number)
-            return state, num_erased if total == P() else num_erased[None]
-
-        state, num_erased = self.shards.run(part, (state, words), (of_state, P()), (of_state, total))
-        return state, num_erased.reshape(())
-
-    def _specs_of(self, state: State) -> Any:
-        """How each array of a state lies on the mesh, as `shard_map` takes it."""
-        return dataclasses.replace(state, stores=self.shards.spec, step=P(), seed=P(), partition_owners=P())
-
     @annotations.annotated("jaxsok.grow")
     def grow(self, state: State, *, steps: int = 1) -> State:
         """Makes room, between steps, for what the next `steps` steps may insert; almost always returns at once.
@@ -659,36 +628,6 @@ class Collection:
         """
         return ahead_lib.Ahead(step, self.stores, self.growth, state_argnum)
 
-    @annotations.annotated("jaxsok.erase")
-    def erase(self, state: State, table: str, keys: Any) -> tuple[State, UInt32[Array, ""]]:
-        """Takes the rows of keys away; absent keys are passed over. Plans made before become stale.
-
-        Args:
-          state: donated: the result has its buffers.
-          table: its name.
-          keys: NumPy integers, or words, `[num_keys]`.
-
-        Returns:
-          The state, and how many rows went.
-
-        On a mesh the keys are the same everywhere, in all processes.
-
-        Cost:
-          Streams the records and rewrites the index of the table's store: 48 bytes a row of capacity.
-
-        Example:
-          `state, num_erased = collection.erase(state, "user", np.array([7]))`
-        """
-        self._check_state("erase", state)
-        s, number = self._locate("erase", table)
-        words = keys_lib.words_of(keys, "int64", "erase")
-        if words.ndim != 2:
-            raise ValueError(f"erase: keys: got shape {list(words.shape[:-1])}, wanted [num_keys].")
-        state, words = guards.whole("erase", state=state, keys=words)
-        if self.shards is None or self.shards.is_manual():
-            return self._erase_part(state, jnp.asarray(words), store=s, number=number)
-        return self._jitted["erase"](state, words, store=s, number=number)
-
     @annotations.annotated("jaxsok.stack")
     def stack(self, tree: Any) -> Any:
         """Global arrays as `pmap` takes them: each `[num_shards * n, ...]` as `[num_shards, n, ...]`.
@@ -738,37 +677,6 @@ class Collection:
         restacked_nodes = [jax.tree.map(restack, node, _is_split(node)) for node in leaves]
         return jax.tree.unflatten(structure, restacked_nodes)
 
-    @annotations.annotated("jaxsok.export_table")
-    def export_table(self, state: State, table: str) -> dict[str, Any]:
-        """A table's keys, rows, row ids and optimizer state as NumPy arrays, in the order of the row ids.
-
-        Waits for the device and holds the whole table in host memory.
-
-        Example:
-          `rows = collection.export_table(state, "user")["rows"]`
-        """
-        self._check_state("export_table", state)
-        s, number = self._locate("export_table", table)
-        return export_lib.export_table(self.stores[s], state.stores[s], number)
-
-    @annotations.annotated("jaxsok.num_rows")
-    def num_rows(self, state: State) -> dict[str, int]:
-        """Rows in use by table (waits for the device).
-
-        Example:
-          `collection.num_rows(state)` → `{"user": 1000, "item": 250}`
-        """
-        self._check_state("num_rows", state)
-        by_store = [
-            _rows_by_table(self.shards.gathered(one.table_rows) if self._spans_processes else one.table_rows, store)
-            for store, one in zip(self.stores, state.stores, strict=True)
-        ]
-        return {
-            table.name: int(rows)
-            for store, one in zip(self.stores, by_store, strict=True)
-            for table, rows in zip(store.tables, one, strict=True)
-        }
-
     def memory_estimate(
         self,
         state: State | None = None,
@@ -814,14 +722,6 @@ class Collection:
             memory_fraction=memory_fraction,
         )
 
-    @property
-    def _mesh_name(self) -> str:
-        return "" if self.shards is None else str(self.shards)
-
-    @property
-    def _spans_processes(self) -> bool:
-        return self.shards is not None and self.shards.num_processes > 1
-
     def _note_keys(self, features: Sequence[Features]) -> None:
         for s, spec in enumerate(self.stores):
             layouts = [layout for part in features for layout in part.stores[s].layouts]
@@ -844,28 +744,6 @@ class Collection:
         for capacity in send_capacity:
             if isinstance(capacity, bool) or not isinstance(capacity, (int, np.integer)) or capacity < 1:
                 raise ValueError(f"{what}: got {capacity!r}, wanted a number of keys, at least 1.")
-
-    def _locate(self, op: str, table: str) -> tuple[int, int]:
-        for s, store in enumerate(self.stores):
-            names = [one.name for one in store.tables]
-            if table in names:
-                return s, names.index(table)
-        raise ValueError(f"{op}: table: got {table!r}, wanted one of {[one.name for one in self.tables]}.")
-
-    def _check_state(self, op: str, state: State) -> None:
-        if not isinstance(state, State):
-            raise TypeError(f"{op}: state: got {type(state).__name__}, wanted the State that Collection.init made.")
-        if state.mesh != self._mesh_name:
-            raise ValueError(
-                f"{op}: state: got one made for {_place(state.mesh)}, wanted one for {_place(self._mesh_name)}; use "
-                "the collection that made it."
-            )
-        if state.fingerprint != self.fingerprint:
-            raise ValueError(
-                f"{op}: state: got one of other specs (fingerprint {state.fingerprint}), wanted "
-                f"{self.fingerprint}; use "
-                "the collection that made it, or declare the same tables."
-            )
 
     def _plans_and_gradients(self, op: str, plan: Any, gradients: Any) -> tuple[list[Plan], list[Mapping[str, Array]]]:
         """What an op on lookups was given, as lists of one length."""
@@ -893,7 +771,7 @@ class Collection:
         if features.num_parts != num_parts:
             raise ValueError(
                 f"{op}: features: got those packed for {features.num_parts} shards, wanted {num_parts} "
-                f"({_place(self._mesh_name)}); make them with this collection's batch."
+                f"({place_of(self._mesh_name)}); make them with this collection's batch."
             )
         if features.fingerprint != self.fingerprint:
             raise ValueError(
@@ -966,16 +844,6 @@ def _is_split(node: Any) -> Any:
         return True
     others = dict.fromkeys(("step", "seed", "partition_owners"), False)
     return dataclasses.replace(node, stores=jax.tree.map(lambda _: True, node.stores), **others)
-
-
-def _place(mesh_name: str) -> str:
-    return f"the mesh axes {mesh_name}" if mesh_name else "one device"
-
-
-def _rows_by_table(table_rows: Any, store: StoreSpec) -> np.ndarray:
-    """Rows of each table of a store, of all shards: int64, since all shards together may have more than 2**31."""
-    by_shard = np.asarray(table_rows).astype(np.int64).reshape(store.num_shards, len(store.tables))
-    return by_shard[0] if store.is_replicated else by_shard.sum(axis=0)
 
 
 def check_scalar(what: str, value: Any) -> None:

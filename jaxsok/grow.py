@@ -310,12 +310,13 @@ def _with_slab(spec: StoreSpec, store: StoreState, size: int, shards: Shards | N
     def make() -> tuple:
         return new_slab(spec, spec.num_shards * size)
 
-    rows, records, states = make() if shards is None else shards.make(make)
+    rows, records, states, statistics = make() if shards is None else shards.make(make)
     return dataclasses.replace(
         store,
         rows=(*store.rows, rows),
         records=(*store.records, records),
         states=tuple((*slabs, slab) for slabs, slab in zip(store.states, states, strict=True)),
+        statistics=(*store.statistics, *statistics),
     )
 
 

@@ -34,7 +34,7 @@ from jaxsok.types import COUNTS, ENTRIES_PER_BUCKET, MAX_CAPACITY, NUM_PARTITION
 
 MEMORY_FRACTION = 0.75  # of a GPU, that XLA takes for all arrays unless XLA_CLIENT_MEM_FRACTION says otherwise
 
-STATE = ("rows", "optimizer_state", "records", "index", "counters")
+STATE = ("rows", "optimizer_state", "records", "statistics", "index", "counters", "admission")
 STEP = ("batch", "plan", "embeddings", "gradients", "exchange", "workspace")
 
 
@@ -53,7 +53,8 @@ class StoreMemory:
     row_bytes: int
     """Of one row of capacity: its numbers, optimizer state, record, and share of the index."""
     state: Mapping[str, int]
-    """Bytes of the arrays: "rows", "optimizer_state", "records", "index", "counters"."""
+    """Bytes of the arrays: "rows", "optimizer_state", "records", "index", "counters", and where there are any
+    "statistics" and "admission"."""
     reserve: int
     """Of these, the bytes that `grow` keeps free for the keys of coming steps."""
     num_keys: int
@@ -154,14 +155,15 @@ class MemoryEstimate:
     def __str__(self) -> str:
         """The state by store, the step by store, and the sums."""
         names = [" ".join(store.tables) for store in self.stores]
-        head = ("state", "dim", "rows in use", "capacity", *(name.replace("_", " ") for name in STATE), "a row")
+        parts = [part for part in STATE if any(part in store.state for store in self.stores)]
+        head = ("state", "dim", "rows in use", "capacity", *(name.replace("_", " ") for name in parts), "a row")
         body = [
             (
                 name,
                 str(store.dim),
                 f"{store.num_rows:,}",
                 f"{store.capacity:,}",
-                *(in_units(store.state[part]) for part in STATE),
+                *(in_units(store.state.get(part, 0)) for part in parts),
                 f"{store.row_bytes} B",
             )
             for name, store in zip(names, self.stores, strict=True)

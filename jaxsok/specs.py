@@ -9,7 +9,7 @@ from typing import Literal
 
 import numpy as np
 
-from jaxsok import initializers
+from jaxsok import initializers, policies
 from jaxsok.optimizers import program
 from jaxsok.optimizers.protocol import PROGRAM, Optimizer, RowState
 from jaxsok.types import (
@@ -164,6 +164,13 @@ class TableSpec:
     """What `find` gives for a key without a row: the row it would get, or zeros."""
     placement: Placement = SHARDED
     """Where it lives on a mesh: SHARDED, REPLICATED or on(device)."""
+    admission: policies.Admission | None = None
+    """Who of the unseen keys gets a row, from `jaxsok.policies`; None: everyone."""
+    eviction: policies.Eviction | None = None
+    """Who leaves when the store is full at its `max_capacity`, from `jaxsok.policies`; None: nobody."""
+    statistics: bool = False
+    """Whether each row keeps its frequency and last step: 8 bytes. Kept too where `eviction` needs them, and for all
+    tables of a store if one of them asks."""
 
     def __post_init__(self) -> None:
         """Refuses what cannot be meant."""
@@ -209,6 +216,12 @@ class TableSpec:
                 f"{what}: placement: got {self.placement!r}, wanted jaxsok.SHARDED, jaxsok.REPLICATED or "
                 "jaxsok.on(device)."
             )
+        for name, kind in (("admission", policies.Admission), ("eviction", policies.Eviction)):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, kind) or type(value) is kind):
+                raise TypeError(f"{what}: {name}: got {value!r}, wanted None or one of jaxsok.policies.")
+        if not isinstance(self.statistics, bool):
+            raise TypeError(f"{what}: statistics: got {self.statistics!r}, wanted True or False.")
 
     def _check_optimizer(self, what: str) -> None:
         """Refuses what no kernel could run, here and not in the first update."""
@@ -322,6 +335,32 @@ class StoreSpec:
         return self.optimizer.state_specs(self.dim)
 
     @property
+    def keeps_statistics(self) -> bool:
+        """Whether its rows have `last_step` and `frequency`."""
+        return any(
+            table.statistics or (table.eviction is not None and table.eviction.needs_statistics)
+            for table in self.tables
+        )
+
+    @property
+    def counts_sightings(self) -> bool:
+        """Whether some table admits by exact count."""
+        return any(isinstance(table.admission, policies.AdmitByCount) for table in self.tables)
+
+    def bloom_segments(self) -> list[tuple[int, int]]:
+        """Begin and size of each table's part of a shard's Bloom filter, in counters; size 0: it has none."""
+        segments, begin = [], 0
+        for table in self.tables:
+            size = 0
+            if isinstance(table.admission, policies.AdmitByBloom):
+                is_spread = self.num_shards > 1 and table.placement.kind == "sharded"
+                num_keys = -(-table.admission.num_keys // self.num_shards) if is_spread else table.admission.num_keys
+                size = table.admission.num_counters(num_keys)
+            segments.append((begin, size))
+            begin += size
+        return segments
+
+    @property
     def traced_tables(self) -> tuple[int, ...]:
         """The numbers of the tables whose new rows XLA works out, and not the kernels."""
         return tuple(number for number, table in enumerate(self.tables) if table.initializer.is_traced)
@@ -399,7 +438,8 @@ def group_into_stores(tables: Sequence[TableSpec], num_shards: int = 1) -> tuple
         is_replicated = num_shards > 1 and table.placement.kind == "replicated"
         is_wide = table.dtype == "float32"
         form = (table.dtype, table.embedding_dtype or table.dtype, None if is_wide else table.rounding)
-        key = (table.dim, form, table.optimizer, table.row_gradient, is_replicated)
+        # Rows of tables that share a store leave by one rule: a store's capacity is one budget.
+        key = (table.dim, form, table.optimizer, table.row_gradient, is_replicated, table.eviction)
         groups.setdefault(key, []).append(table)
     return tuple(StoreSpec(tuple(group), num_shards) for group in groups.values())
 
@@ -420,6 +460,11 @@ def described(stores: Sequence[StoreSpec]) -> list[str]:
         for table in store.tables
     ]
     lines += [
+        f"{s}:kept:{store.keeps_statistics}:{[_described_admission(table) for table in store.tables]}"
+        for s, store in enumerate(stores)
+        if store.keeps_statistics or any(table.admission is not None for table in store.tables)
+    ]
+    lines += [
         f"{s}:globals:{[(leaf.shape, str(leaf.dtype)) for leaf in map(np.asarray, globals_)]}"
         for s, store in enumerate(stores)
         if (globals_ := store.optimizer.init_globals(store.dim))
@@ -428,6 +473,14 @@ def described(stores: Sequence[StoreSpec]) -> list[str]:
         return lines
     placements = [f":{table.placement} of {store.num_shards}" for store in stores for table in store.tables]
     return [line + placement for line, placement in itertools.zip_longest(lines, placements, fillvalue="")]
+
+
+def _described_admission(table: TableSpec) -> str:
+    """What of a table's admission its state depends on."""
+    admission = table.admission
+    if isinstance(admission, policies.AdmitByBloom):
+        return f"bloom of {admission.num_keys}, {admission.false_positive_rate}"
+    return "count" if isinstance(admission, policies.AdmitByCount) else "none"
 
 
 def _described_dtypes(store: StoreSpec) -> str:

@@ -14,6 +14,8 @@ from jaxtyping import Array, Float, Float32, UInt32
 from jaxsok.specs import StoreSpec
 from jaxsok.types import BUCKET_WORDS, COUNTERS, ENTRIES_PER_BUCKET, RECORD_WORDS
 
+NUM_STATISTICS = 2  # words of a row's statistics: last step, frequency
+FIRST_SIGHTINGS = 4096  # buckets of waiting keys at first; `grow` adds more
 MIN_BUCKETS = 16  # 1 KiB; below it the index costs nothing worth saving
 
 
@@ -36,6 +38,14 @@ class StoreState:
     """Optimizer state, in the order of the optimizer's `state_specs`."""
     globals_: tuple[Array, ...] = ()
     """Optimizer state that belongs to no row, a line for each shard; the lines are equal."""
+    statistics: tuple[UInt32[Array, "_ 2"], ...] = ()
+    """Last step and frequency of each row, in slabs as the rows; empty where nobody asks for them."""
+    sightings: tuple[UInt32[Array, "_ 16"], ...] = ()
+    """One array, where a table admits by count: (table, key) → occurrences so far, in buckets as the index."""
+    bloom: tuple[UInt32[Array, " _"], ...] = ()
+    """One array, where a table admits by Bloom filter: counters of one byte, four in a word."""
+    table_evicted: tuple[UInt32[Array, " num_tables"], ...] = ()
+    """One array: rows of each table that were ever evicted, modulo 2**32; empty where no table has a policy."""
 
     @property
     def capacity(self) -> int:
@@ -80,6 +90,12 @@ def num_buckets_of(capacity: int) -> int:
     return max(MIN_BUCKETS, -(-2 * capacity // ENTRIES_PER_BUCKET))
 
 
+def bloom_words(spec: StoreSpec) -> int:
+    """Words of a shard's Bloom filter; 0: it has none."""
+    begin, size = spec.bloom_segments()[-1]
+    return (begin + size) // 4
+
+
 def row_bytes(spec: StoreSpec) -> int:
     """Bytes that one row of capacity costs: row, optimizer state, record, its share of the index.
 
@@ -96,11 +112,23 @@ def store_bytes(spec: StoreSpec, capacity: int) -> dict[str, int]:
       spec: of the store.
       capacity: rows of the shard.
     """
-    return {name: capacity * num_bytes for name, num_bytes in _bytes_by_row(spec).items()} | {
-        "index": 4 * BUCKET_WORDS * num_buckets_of(capacity),
-        "counters": 4 * (len(COUNTERS) + len(spec.tables))
-        + sum(np.asarray(leaf).nbytes for leaf in spec.optimizer.init_globals(spec.dim)),
-    }
+    return (
+        {name: capacity * num_bytes for name, num_bytes in _bytes_by_row(spec).items()}
+        | {
+            "index": 4 * BUCKET_WORDS * num_buckets_of(capacity),
+            "counters": 4 * (len(COUNTERS) + len(spec.tables))
+            + sum(np.asarray(leaf).nbytes for leaf in spec.optimizer.init_globals(spec.dim))
+            + (4 * len(spec.tables) if spec.tables[0].eviction else 0),
+        }
+        | _admission_bytes(spec)
+    )
+
+
+def _admission_bytes(spec: StoreSpec) -> dict[str, int]:
+    """Bytes of what decides who gets a row, as a store begins."""
+    sightings = 4 * BUCKET_WORDS * FIRST_SIGHTINGS if spec.counts_sightings else 0
+    total = sightings + 4 * bloom_words(spec)
+    return {"admission": total} if total else {}
 
 
 def _bytes_by_row(spec: StoreSpec) -> dict[str, int]:
@@ -109,15 +137,16 @@ def _bytes_by_row(spec: StoreSpec) -> dict[str, int]:
         "rows": spec.itemsize * spec.dim,
         "optimizer_state": 4 * sum(state.dim for state in spec.state_specs),
         "records": 4 * RECORD_WORDS,
-    }
+    } | ({"statistics": 4 * NUM_STATISTICS} if spec.keeps_statistics else {})
 
 
-def new_slab(spec: StoreSpec, size: int) -> tuple[Array, Array, tuple[Array, ...]]:
-    """Rows, records and states of a fresh slab; each leaf its own buffer, so that all can be donated."""
+def new_slab(spec: StoreSpec, size: int) -> tuple[Array, Array, tuple[Array, ...], tuple[Array, ...]]:
+    """Rows, records, states and statistics (none or one) of a fresh slab; each leaf its own buffer, to be donated."""
     rows = jnp.zeros((size, spec.dim), spec.dtype)
     records = jnp.full((size, RECORD_WORDS), np.uint32(0xFFFFFFFF))
     states = tuple(jnp.full((size, state.dim), np.float32(state.initial_value)) for state in spec.state_specs)
-    return rows, records, states
+    statistics = (jnp.zeros((size, NUM_STATISTICS), jnp.uint32),) if spec.keeps_statistics else ()
+    return rows, records, states, statistics
 
 
 def init_store(spec: StoreSpec, salt: int) -> StoreState:
@@ -128,7 +157,7 @@ def init_store(spec: StoreSpec, salt: int) -> StoreState:
       salt: 64 bits that are mixed into every hash of this store.
     """
     capacity, num_shards = spec.capacity, spec.num_shards
-    rows, records, states = new_slab(spec, num_shards * capacity)
+    rows, records, states, statistics = new_slab(spec, num_shards * capacity)
     counters = np.zeros((num_shards, len(COUNTERS)), np.uint32)
     counters[:, COUNTERS.index("salt_low")] = salt & 0xFFFFFFFF
     counters[:, COUNTERS.index("salt_high")] = salt >> 32
@@ -143,4 +172,10 @@ def init_store(spec: StoreSpec, salt: int) -> StoreState:
             jnp.asarray(np.broadcast_to(leaf, (num_shards, *np.shape(leaf))))
             for leaf in spec.optimizer.init_globals(spec.dim)
         ),
+        statistics=statistics,
+        sightings=(jnp.full((num_shards * FIRST_SIGHTINGS, BUCKET_WORDS), np.uint32(0xFFFFFFFF)),)
+        if spec.counts_sightings
+        else (),
+        bloom=(jnp.zeros(num_shards * bloom_words(spec), jnp.uint32),) if bloom_words(spec) else (),
+        table_evicted=(jnp.zeros(num_shards * len(spec.tables), jnp.uint32),) if spec.tables[0].eviction else (),
     )

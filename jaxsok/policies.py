@@ -1,0 +1,289 @@
+"""Admission and eviction, declared: who gets a row, and who leaves.
+
+Declarations only: `lookup` admits (ffi/core/admission.h), `evict.py` ranks and takes rows away. A policy is frozen and
+hashable, so that specs can hold it.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import ClassVar, Literal
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, UInt32
+
+from jaxsok.types import Keys
+
+MAX_SIGHTINGS = 255  # what a counter of the Bloom filter holds
+
+
+def _number(what: str, value: object, low: float, high: float) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
+        raise ValueError(f"{what}: got {value!r}, wanted a number from {low} to {high}.")
+
+
+def _whole(what: str, value: object, low: int, high: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise ValueError(f"{what}: got {value!r}, wanted an integer from {low} to {high}.")
+
+
+# Admission -----------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Admission:
+    """Who of the unseen keys gets a row; the others are refused, and counted as `num_unadmitted`.
+
+    A key that is kept out reads `unadmitted` and learns nothing. One of `AdmitByCount`, `AdmitByBloom` and
+    `AdmitByProbability`.
+    """
+
+    kind: ClassVar[int] = 0
+    """AdmissionKind in ffi/core/layout.h."""
+
+    _: dataclasses.KW_ONLY
+    unadmitted: float | Literal["initial"] = 0.0
+    """What each number of the row of a key without admission reads as; "initial": the row that it would get."""
+
+    def __post_init__(self) -> None:
+        """Refuses what cannot be meant."""
+        if self.unadmitted != "initial":
+            value = self.unadmitted
+            if isinstance(value, (bool, str)) or not isinstance(value, (int, float)) or not math.isfinite(value):
+                raise ValueError(
+                    f'policies.{type(self).__name__}: unadmitted: got {value!r}, wanted a finite number or "initial".'
+                )
+
+
+@dataclasses.dataclass(frozen=True)
+class AdmitByCount(Admission):
+    """A key gets a row in the batch in which its `num_sightings`-th occurrence falls, for all uses of that batch.
+
+    Occurrences are counted exactly, 32 bytes for each key that waits; `grow` makes room for more of them. A key whose
+    row is erased or evicted starts anew.
+
+    Example:
+      >>> AdmitByCount(3).num_sightings
+      3
+    """
+
+    kind: ClassVar[int] = 1
+    num_sightings: int = 2
+
+    def __post_init__(self) -> None:
+        """Refuses what cannot be meant."""
+        super().__post_init__()
+        _whole("policies.AdmitByCount: num_sightings", self.num_sightings, 1, 2**31 - 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class AdmitByBloom(Admission):
+    """As `AdmitByCount`, counted by a counting Bloom filter: memory is bounded, and a few keys come in early.
+
+    Once `num_keys` different keys have been seen, an unseen key is taken for one of them with
+    `false_positive_rate`; beyond it more often. A shard counts the keys that it owns. Counts are never taken back: a
+    key whose row was evicted is admitted again at its next sighting, with a new row.
+
+    Source: L. Fan et al., Summary Cache, 2000 (counting Bloom filters); DeepRec's CBFFilter.
+
+    Example:
+      >>> AdmitByBloom(3, num_keys=1_000_000).num_hashes
+      7
+    """
+
+    kind: ClassVar[int] = 2
+    num_sightings: int = 2
+    num_keys: int = 1_000_000
+    """Different keys that are expected, on all shards together."""
+    false_positive_rate: float = 0.01
+
+    def __post_init__(self) -> None:
+        """Refuses what cannot be meant."""
+        super().__post_init__()
+        _whole("policies.AdmitByBloom: num_sightings", self.num_sightings, 1, MAX_SIGHTINGS)
+        _whole("policies.AdmitByBloom: num_keys", self.num_keys, 1, 2**31 - 1)
+        _number("policies.AdmitByBloom: false_positive_rate", self.false_positive_rate, 1e-9, 0.5)
+
+    @property
+    def num_hashes(self) -> int:
+        """Counters that a key advances."""
+        return max(1, round(-math.log2(self.false_positive_rate)))
+
+    def num_counters(self, num_keys: int) -> int:
+        """Counters, of one byte each, for so many keys: a multiple of 4."""
+        bits = -num_keys * math.log(self.false_positive_rate) / math.log(2) ** 2
+        return max(64, -(-math.ceil(bits) // 4) * 4)
+
+
+@dataclasses.dataclass(frozen=True)
+class AdmitByProbability(Admission):
+    """An unseen key gets a row with a probability, drawn anew at each step from (seed, table, key, step).
+
+    Source: SOK's low-frequency filter (`filter_ratio`).
+
+    Example:
+      >>> AdmitByProbability(0.1).probability
+      0.1
+    """
+
+    kind: ClassVar[int] = 3
+    probability: float = 0.5
+
+    def __post_init__(self) -> None:
+        """Refuses what cannot be meant."""
+        super().__post_init__()
+        _number("policies.AdmitByProbability: probability", self.probability, 0.0, 1.0)
+
+
+# Eviction ------------------------------------------------------------------------------------------------------------
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class RowFacts:
+    """What a policy may look at, a line for each row of a slab (some of which may not be in use)."""
+
+    keys: Keys
+    last_step: UInt32[Array, " num_rows"]
+    """The step (or the user's clock) of the last lookup that used the row."""
+    frequency: UInt32[Array, " num_rows"]
+    """Occurrences in all lookups, up to 2**32 - 1."""
+    rows: Float[Array, "num_rows dim"]
+    clock: UInt32[Array, ""]
+    """Now: the state's step, or the user's clock."""
+
+
+Scores = UInt32[Array, " num_rows"] | tuple[UInt32[Array, " num_rows"], UInt32[Array, " num_rows"]]
+"""Whoever has the lowest leaves first; of two arrays the first is the more significant. Ties break by (table, key)."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Eviction:
+    """Who leaves: either those whose time has come (`expired`), or those of lowest score, down to a budget of rows."""
+
+    needs_statistics: ClassVar[bool] = True
+    has_score: ClassVar[bool] = True
+    """Whether rows can be ranked; else `expired` tells who leaves."""
+
+    def scores(self, facts: RowFacts) -> Scores:
+        """Ranks rows: a pure JAX function, row by row."""
+        raise TypeError(f"evict: policy: got {self!r}, which ranks no rows; use one with a score.")
+
+    def expired(self, facts: RowFacts) -> Bool[Array, " num_rows"]:
+        """Whose time has come: a pure JAX function, row by row."""
+        raise TypeError(f"evict: policy: got {self!r}, whose rows do not expire; say how many shall stay.")
+
+
+@dataclasses.dataclass(frozen=True)
+class LeastRecentlyUsed(Eviction):
+    """Rows leave in the order of their last use."""
+
+    def scores(self, facts: RowFacts) -> Scores:
+        """The last step."""
+        return facts.last_step
+
+
+@dataclasses.dataclass(frozen=True)
+class LeastFrequentlyUsed(Eviction):
+    """Rows leave in the order of their number of uses, of equal ones the least recent first."""
+
+    def scores(self, facts: RowFacts) -> Scores:
+        """Frequency, then the last step."""
+        return facts.frequency, facts.last_step
+
+
+@dataclasses.dataclass(frozen=True)
+class EpochLeastFrequentlyUsed(Eviction):
+    """Rows not used in the latest epochs leave first; within an epoch those with the fewest uses.
+
+    Source: HierarchicalKV's kEpochLfu.
+    """
+
+    epoch_steps: int = 1000
+    """Steps (or ticks of the user's clock) of an epoch."""
+
+    def __post_init__(self) -> None:
+        """Refuses what cannot be meant."""
+        _whole("policies.EpochLeastFrequentlyUsed: epoch_steps", self.epoch_steps, 1, 2**31 - 1)
+
+    def scores(self, facts: RowFacts) -> Scores:
+        """The epoch of the last use, then the frequency."""
+        return facts.last_step // jnp.uint32(self.epoch_steps), facts.frequency
+
+
+@dataclasses.dataclass(frozen=True)
+class EpochLeastRecentlyUsed(Eviction):
+    """As `EpochLeastFrequentlyUsed`, within an epoch in the order of the keys: a coarse, cheap clock.
+
+    Source: HierarchicalKV's kEpochLru.
+    """
+
+    epoch_steps: int = 1000
+
+    def __post_init__(self) -> None:
+        """Refuses what cannot be meant."""
+        _whole("policies.EpochLeastRecentlyUsed: epoch_steps", self.epoch_steps, 1, 2**31 - 1)
+
+    def scores(self, facts: RowFacts) -> Scores:
+        """The epoch of the last use."""
+        return facts.last_step // jnp.uint32(self.epoch_steps)
+
+
+@dataclasses.dataclass(frozen=True)
+class LowestScore(Eviction):
+    """Rows leave in the order of a score of the user's own."""
+
+    score: Callable[[RowFacts], Scores] | None = None
+    """A pure JAX function of module level, so that equal specs compare equal."""
+
+    def __post_init__(self) -> None:
+        """Refuses what cannot be meant."""
+        if not callable(self.score):
+            raise TypeError(f"policies.LowestScore: score: got {self.score!r}, wanted a function of RowFacts.")
+
+    def scores(self, facts: RowFacts) -> Scores:
+        """The user's."""
+        assert self.score is not None
+        return self.score(facts)
+
+
+@dataclasses.dataclass(frozen=True)
+class TimeToLive(Eviction):
+    """Rows that were not used for more than `steps` steps (or ticks of the user's clock) leave.
+
+    Source: DeepRec's GlobalStepEvict.
+    """
+
+    has_score: ClassVar[bool] = False
+    steps: int = 1000
+
+    def __post_init__(self) -> None:
+        """Refuses what cannot be meant."""
+        _whole("policies.TimeToLive: steps", self.steps, 0, 2**31 - 1)
+
+    def expired(self, facts: RowFacts) -> Bool[Array, " num_rows"]:
+        """Whose last use is further back; a last use that lies ahead of the clock is none."""
+        age = facts.clock - facts.last_step
+        return (facts.clock >= facts.last_step) & (age > jnp.uint32(self.steps))
+
+
+@dataclasses.dataclass(frozen=True)
+class SmallNorm(Eviction):
+    """Rows whose L2 norm is below a threshold leave. Needs no statistics.
+
+    Source: DeepRec's L2WeightEvict.
+    """
+
+    needs_statistics: ClassVar[bool] = False
+    has_score: ClassVar[bool] = False
+    threshold: float = 1e-6
+
+    def __post_init__(self) -> None:
+        """Refuses what cannot be meant."""
+        _number("policies.SmallNorm: threshold", self.threshold, 0.0, math.inf)
+
+    def expired(self, facts: RowFacts) -> Bool[Array, " num_rows"]:
+        """Whose norm is below."""
+        rows = facts.rows.astype(jnp.float32)
+        return jnp.sqrt((rows * rows).sum(axis=1)) < jnp.float32(self.threshold)

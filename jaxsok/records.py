@@ -1,0 +1,59 @@
+"""Rows of a table with all that belongs to them, as NumPy arrays: what exports give, and imports and files take."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True)
+class Records:
+    """Some rows of one table, on the host; each array has a line for each row.
+
+    Example:
+      >>> Records(np.array([7, 9], np.uint64), np.zeros((2, 4), np.float32)).num_rows
+      2
+    """
+
+    keys: np.ndarray
+    """uint64[num_rows], distinct."""
+    rows: np.ndarray
+    """[num_rows, dim] in the dtype of the table."""
+    state: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
+    """Optimizer state by name, float32[num_rows, dim or 1]; empty: it is not known."""
+    last_step: np.ndarray | None = None
+    """uint32[num_rows]; None: not kept."""
+    frequency: np.ndarray | None = None
+    """uint32[num_rows]; None: not kept."""
+
+    @property
+    def num_rows(self) -> int:
+        """How many there are."""
+        return self.keys.shape[0]
+
+    def take(self, lines: np.ndarray | slice) -> "Records":
+        """Some of the rows, by number, mask or slice."""
+        return Records(
+            self.keys[lines],
+            self.rows[lines],
+            {name: array[lines] for name, array in self.state.items()},
+            None if self.last_step is None else self.last_step[lines],
+            None if self.frequency is None else self.frequency[lines],
+        )
+
+
+def joined(parts: Sequence[Records]) -> Records:
+    """Several, end to end; what one of them lacks, the whole lacks. At least one."""
+
+    def column(name: str) -> np.ndarray | None:
+        arrays = [getattr(part, name) for part in parts]
+        return None if any(array is None for array in arrays) else np.concatenate(arrays)
+
+    names = [name for name in parts[0].state if all(name in part.state for part in parts)]
+    return Records(
+        np.concatenate([part.keys for part in parts]),
+        np.concatenate([part.rows for part in parts]),
+        {name: np.concatenate([part.state[name] for part in parts]) for name in names},
+        column("last_step"),
+        column("frequency"),
+    )
