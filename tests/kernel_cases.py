@@ -29,7 +29,7 @@ BAGS_PER_TILE = 256
 USES_PER_RUN = 8
 USES_PER_CHUNK = 32
 CHUNK_LANES = 32
-VECTORS_PER_LANE = {4: 2, 1: 8}
+VECTORS_PER_LANE = {8: 1, 4: 2, 1: 8}
 
 NUM_ALLOCATED, FREE_BEGIN, FREE_END, GENERATION, NUM_UNPLACED, LONGEST_PROBE, SALT_LOW, SALT_HIGH = range(8)
 FOUND, INSERTED, MISSING, REFUSED, PADDED = range(5)
@@ -453,10 +453,10 @@ def sum_uses(rows: np.ndarray, terms: np.ndarray) -> tuple[np.ndarray, np.ndarra
     return rows[starts], sums, sizes
 
 
-def mean_squares(gradients: np.ndarray) -> np.ndarray:
-    """The mean square of each row, in the order of LaneShape."""
+def mean_squares(gradients: np.ndarray, has_rows16: bool = False) -> np.ndarray:
+    """The mean square of each row, in the order of LaneShape; that of rows of 16 bits is another."""
     num, dim = gradients.shape
-    vector = 4 if dim % 4 == 0 else 1
+    vector = 8 if has_rows16 and dim % 8 == 0 else 4 if dim % 4 == 0 else 1
     lanes = 1
     while lanes * VECTORS_PER_LANE[vector] < dim // vector and lanes < 32:
         lanes *= 2
@@ -474,7 +474,14 @@ def mean_squares(gradients: np.ndarray) -> np.ndarray:
     return sums[:, 0] / F32(dim)
 
 
-def step(optimizer: int, hyper: np.ndarray, g: np.ndarray, row: np.ndarray, states: list[np.ndarray]):
+def step(
+    optimizer: int,
+    hyper: np.ndarray,
+    g: np.ndarray,
+    row: np.ndarray,
+    states: list[np.ndarray],
+    has_rows16: bool = False,
+):
     """New rows and states."""
     h = hyper.astype(F32)
     if optimizer == SGD:
@@ -484,7 +491,7 @@ def step(optimizer: int, hyper: np.ndarray, g: np.ndarray, row: np.ndarray, stat
         inverse = np.where(acc > 0, F32(1) / np.sqrt(np.where(acc > 0, acc, F32(1)) + h[1]), F32(0))
         return row - h[0] * (g * inverse), [acc]
     if optimizer == ROWWISE_ADAGRAD:
-        acc = states[0] + mean_squares(g)[:, None]
+        acc = states[0] + mean_squares(g, has_rows16)[:, None]
         return row - (h[0] / (np.sqrt(acc) + h[1])) * g, [acc]
     m = h[1] * states[0] + h[6] * g
     v = h[2] * states[1] + h[7] * (g * g)
@@ -779,7 +786,7 @@ class Store:
         nonfinite_tables = self.records[rows[~finite], 2]
         rows, sums = rows[finite], sums[finite]
         old_rows, old_states = self.rows[rows].astype(F32), [s[rows] for s in self.states]
-        new_rows, new_states = step(self.optimizer, hyper, sums, old_rows, old_states)
+        new_rows, new_states = step(self.optimizer, hyper, sums, old_rows, old_states, self.dtype != F32)
         lines, keys = self.tables[self.records[rows, 2]], from_words(self.records[rows])
         random = rounding_bits(lines, self.seed, num_steps, keys, self.dim)
         is_nearest = rounding == NEAREST

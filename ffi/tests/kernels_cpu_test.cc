@@ -414,9 +414,9 @@ Line ModelSum(const std::vector<Line>& uses) {
   return lanes[0];
 }
 
-float ModelMeanSquare(const Line& gradient) {
+float ModelMeanSquare(const Line& gradient, bool has_rows16) {
   const int dim = static_cast<int>(gradient.size());
-  const LaneShape shape = LaneShape::Of(dim);
+  const LaneShape shape = has_rows16 ? LaneShape::OfRows16(dim) : LaneShape::Of(dim);
   std::vector<float> lanes(shape.lanes, 0.0f);
   for (int l = 0; l < shape.lanes; ++l) {
     for (int k = 0; (l + k * shape.lanes) * shape.vector < dim; ++k) {
@@ -434,10 +434,10 @@ float ModelMeanSquare(const Line& gradient) {
 }
 
 /// Closed forms, not core's functions.
-void ModelStep(int optimizer, const float* h, const Line& g, Line& row, Line* first, Line* second) {
+void ModelStep(int optimizer, const float* h, const Line& g, Line& row, Line* first, Line* second, bool has_rows16) {
   float rowwise_scale = 0.0f;
   if (optimizer == kOptimizerRowwiseAdagrad) {
-    (*first)[0] = (*first)[0] + ModelMeanSquare(g);
+    (*first)[0] = (*first)[0] + ModelMeanSquare(g, has_rows16);
     rowwise_scale = h[0] / (std::sqrt((*first)[0]) + h[1]);
   }
   for (size_t c = 0; c < row.size(); ++c) {
@@ -684,7 +684,7 @@ class Machine {
       }
       ModelStep(optimizer_, hyper, gradient, model_.rows[row_id],
                 store_.num_states > 0 ? &model_.states[0][row_id] : nullptr,
-                store_.num_states > 1 ? &model_.states[1][row_id] : nullptr);
+                store_.num_states > 1 ? &model_.states[1][row_id] : nullptr, store_.dtype != kRowDtypeFloat32);
       const RowRounding bits = RowRounding::Of(&store_.tables[table_of[row_id] * kNumTableWords],
                                                RoundingOfStep(store_.seed.data(), update_step), key_of[row_id]);
       for (int c = 0; c < dim; ++c) {
