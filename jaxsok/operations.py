@@ -7,6 +7,7 @@ nothing of its own.
 import dataclasses
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -154,6 +155,28 @@ class TableOperations:
                 f"{self.fingerprint}; use "
                 "the collection that made it, or declare the same tables."
             )
+
+
+def clock_of(op: str, clock: Any) -> UInt32[Array, ""] | None:
+    """A user's time as it goes into an op; None stays None.
+
+    Raises:
+      TypeError, ValueError: no scalar, or no uint32; names the op.
+
+    Example:
+      >>> clock_of("lookup", 1_700_000_000).dtype
+      dtype('uint32')
+    """
+    if clock is None:
+        return None
+    if isinstance(clock, (int, np.integer)) and not isinstance(clock, bool):
+        if not 0 <= clock < 2**32:
+            raise ValueError(f"{op}: clock: got {clock}, wanted 0 to 2**32 - 1.")
+        return jnp.uint32(clock)
+    if isinstance(clock, (np.ndarray, jax.Array)) and clock.dtype == np.uint32 and clock.shape == ():
+        return jnp.asarray(clock)
+    got = f"{clock.dtype}{list(clock.shape)}" if hasattr(clock, "shape") else repr(clock)
+    raise TypeError(f"{op}: clock: got {got}, wanted a uint32 scalar or an integer.")
 
 
 def place_of(mesh_name: str) -> str:

@@ -26,6 +26,7 @@ using Counts = ffi::Buffer<ffi::S32>;     // [num_tables, kNumCounts]
 using Rows = ffi::Buffer<ffi::F32>;       // [num_rows, dim]: rows at hand; those of a store may have 16 bits
 using Records = ffi::Buffer<ffi::U32>;    // [slab capacity, 4]
 using Requests = ffi::Buffer<ffi::U32>;   // [num_requests, 4]
+using Uses = ffi::Buffer<ffi::U32>;       // [num_keys]: occurrences of each; [0]: one of each
 using Inverse = ffi::Buffer<ffi::S32>;    // [num_keys]
 using Workspace = ffi::Buffer<ffi::U8>;
 using Scalar = ffi::Buffer<ffi::U32>;  // []
