@@ -5,6 +5,7 @@ nothing of its own.
 """
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -18,6 +19,7 @@ from jaxsok import annotations, guards
 from jaxsok import export as export_lib
 from jaxsok import keys as keys_lib
 from jaxsok import table as table_lib
+from jaxsok.records import Records
 from jaxsok.shards import Shards
 from jaxsok.specs import ExchangeSpec, StoreSpec, TableSpec
 from jaxsok.store import State
@@ -68,7 +70,8 @@ class TableOperations:
     def export_table(self, state: State, table: str) -> dict[str, Any]:
         """A table's keys, rows, row ids and optimizer state as NumPy arrays, in the order of the row ids.
 
-        Waits for the device and holds the whole table in host memory.
+        Waits for the device and holds the whole table in host memory; `export_chunks` gives it in parts. Where
+        statistics are kept they are there too, as `last_step` and `frequency`, and on a mesh the `shards` of the rows.
 
         Example:
           `rows = collection.export_table(state, "user")["rows"]`
@@ -76,6 +79,66 @@ class TableOperations:
         self._check_state("export_table", state)
         s, number = self._locate("export_table", table)
         return export_lib.export_table(self.stores[s], state.stores[s], number)
+
+    def export_chunks(
+        self,
+        state: State,
+        table: str,
+        *,
+        chunk_rows: int | None = None,
+        since: int | None = None,
+        with_state: bool = True,
+    ) -> Iterator[Records]:
+        """Streams a table to the host: keys, rows, optimizer state, and statistics where they are kept.
+
+        The order is that of the row ids, shard after shard. In several processes each gives the rows of its own shards;
+        of a replicated table every process gives all. The next chunks are on their way while one is in the caller's
+        hands, so the host holds a few of them, whatever the table.
+
+        Args:
+          state: not donated; it must not be donated to anything before the last chunk was given.
+          table: its name.
+          chunk_rows: rows of a chunk at most; None: about 64 MiB of them.
+          since: only rows whose `last_step` is at least so much. The table's store must keep statistics.
+          with_state: whether the optimizer state comes along.
+
+        Returns:
+          An iterator of `Records`, whose arrays may be read-only; none of an empty table.
+
+        Raises:
+          TypeError, ValueError: before anything is read; `since` of a table without statistics.
+
+        Cost:
+          Reads 16 bytes a row of capacity (24 with statistics), and the rows exported, all of which cross to the host.
+
+        Example:
+          >>> import jaxsok
+          >>> tables = [jaxsok.TableSpec("item", dim=4, optimizer=jaxsok.optim.sgd(0.1), capacity=64)]
+          >>> collection = jaxsok.Collection(tables, [jaxsok.FeatureSpec("clicked", table="item")])
+          >>> batch = collection.batch({"clicked": np.array([7, 9, 8])})
+          >>> _, state, _ = collection.lookup(collection.init(seed=0), batch.features)
+          >>> [chunk.keys.tolist() for chunk in collection.export_chunks(state, "item", chunk_rows=2)]
+          [[7, 9], [8]]
+        """
+        self._check_state("export_chunks", state)
+        s, number = self._locate("export_chunks", table)
+        spec = self.stores[s]
+        if chunk_rows is not None and (isinstance(chunk_rows, bool) or not isinstance(chunk_rows, (int, np.integer))):
+            raise TypeError(f"export_chunks: chunk_rows: got {chunk_rows!r}, wanted an integer or None.")
+        if chunk_rows is not None and chunk_rows < 1:
+            raise ValueError(f"export_chunks: chunk_rows: got {chunk_rows}, wanted at least 1.")
+        if since is not None:
+            if isinstance(since, bool) or not isinstance(since, (int, np.integer)):
+                raise TypeError(f"export_chunks: since: got {since!r}, wanted an integer or None.")
+            if not spec.keeps_statistics:
+                raise ValueError(
+                    f'export_chunks: since: got {since} for table "{table}", whose rows have no last step; declare '
+                    "TableSpec(statistics=True), or export all."
+                )
+        chunks = export_lib.export_chunks(
+            spec, state.stores[s], number, chunk_rows=chunk_rows, since=since, with_state=with_state
+        )
+        return (chunk.records for chunk in chunks)
 
     @annotations.annotated("jaxsok.num_rows")
     def num_rows(self, state: State) -> dict[str, int]:
