@@ -127,10 +127,10 @@ class Collection(TableOperations):
         # What the parts of one shard go through to reach the others; one shard has no others.
         self._between = (self.shards, self.exchange) if num_shards > 1 else (None, None)
         # Outside jit too, what runs on a mesh runs as a program.
-        static = {"plan": "send_capacities", "erase": ("store", "number")}
+        static = {"plan": "send_capacities", "erase": ("store", "number"), "store": ("op", "store", "number")}
         self._jitted = {
             name: jax.jit(getattr(self, f"_{name}_global"), static_argnames=static.get(name, ()))
-            for name in ("plan", "lookup", "find", "update", "gradient_norm", "erase")
+            for name in ("plan", "lookup", "find", "update", "gradient_norm", "erase", "store")
         }
         self.growth = grow_lib.GrowthTracker.of(len(self.stores))
         for s, store in enumerate(self.stores):

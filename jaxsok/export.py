@@ -170,9 +170,7 @@ class _Lines:
     statistics: np.ndarray | None
 
     def take(self, lines: slice) -> "_Lines":
-        return _Lines(
-            self.places[lines], self.keys[lines], None if self.statistics is None else self.statistics[lines]
-        )
+        return _Lines(self.places[lines], self.keys[lines], None if self.statistics is None else self.statistics[lines])
 
 
 def _lines_of(records: Array, statistics: Array | None, number: int, since: int | None) -> Iterator[_Lines]:

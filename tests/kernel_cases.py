@@ -919,6 +919,21 @@ class Script:
         inputs = {"keys": words(keys), "table_ids": tables.astype(np.uint32)}
         self._add("erase", inputs, {"initial": self.store.initial}, want)
 
+    def scatter(self, row_ids, width: int, dtype) -> None:
+        """Lines of any bits into an array of the store's slabs; the lines of equal row ids are equal."""
+        self._begin()
+        row_ids, dtype = np.asarray(row_ids, np.uint32), np.dtype(dtype)
+        size = (self.store.capacity + 1, width * dtype.itemsize)
+        before, by_row = self.rng.integers(0, 120, (2, *size), np.uint8)  # no NaN in any dtype
+        lines = by_row[np.minimum(row_ids, self.store.capacity)].view(dtype)
+        before, by_row = (array[:-1].view(dtype) for array in (before, by_row))
+        after = before.copy()
+        rows = row_ids[row_ids < self.store.capacity]
+        after[rows] = by_row[rows]
+        ends = np.cumsum(self.store.slabs)[:-1]
+        inputs = {"row_ids": row_ids, "lines": lines, "slabs": tuple(np.split(before, ends))}
+        self._add("scatter", inputs, {}, {"slabs": tuple(np.split(after, ends))})
+
     def touch(self, row_ids, uses=None, clock=5) -> None:
         """`uses`: of each position; None: one each. Statistics are inputs of the call, any numbers."""
         self._begin()
@@ -2192,6 +2207,37 @@ def gather_large() -> Script:
     return script
 
 
+# Scatters: lines into per-row arrays ---------------------------------------------------------------------------
+
+
+@cases("scatter-{0}_keys", *SIZES)
+def scatter_sizes(num_keys: int) -> Script:
+    """Lines of every number of bytes that the GPU tells apart, of all dtypes; rows twice, and absent ones between."""
+    number = SIZES.index(num_keys)
+    script = Script(slabs=SLABS[number % 3], num_tables=1, seed=number)
+    rng = script.rng
+    for width, dtype in ((1, F32), (2, np.uint32), (3, F32), (64, F32), (1, F16), (3, BF16), (4, BF16), (128, F16)):
+        absent = rng.choice([NO_ROW, NO_ROW - 1, 312, 2**31], num_keys)
+        script.scatter(np.where(rng.random(num_keys) < 0.2, absent, rng.integers(0, 312, num_keys)), width, dtype)
+    return script
+
+
+@case("scatter-24_slabs")
+def scatter_slabs() -> Script:
+    """As many slabs as a store can have: every row, its neighbours' ends first."""
+    script = Script(slabs=np.resize([1, 100, 1, 2, 33], 24).tolist(), num_tables=1)
+    script.scatter(np.r_[np.arange(660), np.arange(660)[::-1]], 8, F32)
+    return script
+
+
+@case("scatter-200000_keys")
+def scatter_large() -> Script:
+    """More vectors than the GPU's grid has threads."""
+    script = Script(slabs=(100_000, 50_000), dim=1, num_buckets=16)
+    script.scatter(script.rng.integers(0, 160_000, 200_000), 12, F32)
+    return script
+
+
 # Touches: statistics of rows -----------------------------------------------------------------------------------
 
 
@@ -2498,6 +2544,15 @@ def small_table(num_tables: int) -> Script:
     script.find_or_insert(keys, tables)
     script.rebuild(30, salt=5)
     script.find(keys, tables)
+    return script
+
+
+@case("small-scatter")
+def small_scatter() -> Script:
+    """Vectors of all widths, into three slabs."""
+    script = Script(slabs=(5, 7, 300), num_tables=1)
+    for width, dtype in ((4, F32), (2, F32), (1, F32), (3, BF16)):
+        script.scatter(script.rng.integers(0, 330, 300), width, dtype)
     return script
 
 

@@ -113,6 +113,25 @@ class SlabReader {
     return ffi::Error::Success();
   }
 
+  /// The next `num_slabs` operands as lines of any numbers, of the dtype and width of `like`.
+  ffi::Error ReadLines(const char* argument, const ffi::AnyBuffer& like, LinesView& array) {
+    int64_t width = 0;
+    JAXSOK_RETURN_IF_ERROR(ReadEach(argument, &width, [&](int s) -> ffi::ErrorOr<ffi::AnyBuffer::Dimensions> {
+      auto buffer = args_.get<ffi::AnyBuffer>(next_ + s);
+      if (!buffer.has_value()) return ffi::Unexpected(buffer.error());
+      if (buffer->element_type() != like.element_type()) {
+        return ffi::Unexpected(ffi::Error::InvalidArgument(std::string(op_) + ": " + argument + ": mixed dtypes"));
+      }
+      array.data.data[s] = static_cast<uint8_t*>(buffer->untyped_data());
+      return buffer->dimensions();
+    }));
+    JAXSOK_RETURN_IF_ERROR(CheckShape(like.dimensions(), {-1, width}, "lines", op_));
+    array.line_bytes = width * static_cast<int64_t>(ffi::ByteWidth(like.element_type()));
+    array.starts = starts_;
+    array.capacity = capacity();
+    return ffi::Error::Success();
+  }
+
   const SlabStarts& starts() const { return starts_; }
   uint32_t capacity() const { return static_cast<uint32_t>(capacity_); }
   size_t next() const { return next_; }

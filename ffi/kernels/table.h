@@ -1,5 +1,5 @@
-// find, find_or_insert, erase and rebuild on one shard: from keys to row ids. gather: from row ids to rows. touch:
-// notes that rows were used.
+// find, find_or_insert, erase and rebuild on one shard: from keys to row ids. gather: from row ids to rows.
+// scatter: from row ids into rows. touch: notes that rows were used.
 //
 // Launchers are asynchronous on their stream, allocate nothing and wait for nothing (the CPU's run at once and
 // end before they return). They may be captured in a CUDA graph.
@@ -58,6 +58,22 @@ LaunchError LaunchFindOrInsert(Stream stream, const StoreView& store, const uint
 /// Cost   : per request 20 B in; its row in and out.
 LaunchError LaunchGather(Stream stream, const StoreView& store, const Request* requests, const uint32_t* row_ids,
                          int64_t num_requests, bool is_find, void* rows, int32_t* num_absent);
+
+/// One per-row array of any numbers, by its bytes.
+struct LinesView {
+  SlabStarts starts;
+  Slabs<uint8_t> data;
+  int64_t line_bytes;  // even
+  uint32_t capacity;
+};
+
+/// Writes lines of a per-row array, by row id.
+///
+/// Pre    : the lines of equal row ids are equal.
+/// Post   : line i of `lines` stands in the row of row_ids[i]; row ids that are not below the capacity are passed over.
+/// Cost   : per line 4 B in, and the line in and out.
+LaunchError LaunchScatter(Stream stream, const LinesView& array, const uint32_t* row_ids, int64_t num_lines,
+                          const void* lines);
 
 /// The statistics of a store.
 struct StatisticsView {
