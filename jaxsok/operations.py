@@ -505,10 +505,10 @@ class _Place:
             words = jnp.where(self.shards.index() == 0, words, jnp.zeros_like(words))
         return lax.psum(words, self.shards.axis)
 
-    def is_own(self, words: Array) -> Array | bool:
-        """Which keys this shard has to do with."""
+    def is_own(self, words: Array) -> Array | None:
+        """Which keys this shard has to do with; None: all."""
         if self.shards is None or self.spec.num_shards == 1 or self.spec.is_replicated:
-            return True
+            return None
         owners = plan_lib.owner_of(self.spec, self.number, words, self.partition_owners)
         return owners == self.shards.index().astype(jnp.uint32)
 
@@ -535,7 +535,7 @@ def _assign(
     place: _Place, store: StoreState, words: Array, rows: Array, clock: Array
 ) -> tuple[StoreState, tuple[Array, Array]]:
     is_own = place.is_own(words)
-    if is_own is not True:
+    if is_own is not None:
         words = jnp.where(is_own[:, None], words, jnp.uint32(PADDING_KEY & 0xFFFFFFFF))
     store, _, counts = table_lib.assign(place.spec, store, place.seed, clock, words, place.ids(words), rows, {})
     of_table = counts[place.number].astype(jnp.uint32)
