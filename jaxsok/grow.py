@@ -51,6 +51,8 @@ class GrowthTracker:
     """Positions that one step can insert, by store: learned from batches and traces."""
     allowed: list[int]
     """Insertions that all steps so far could have made, by store, since the tracker began."""
+    assigned_per_step: list[int]
+    """Keys that one step sets the rows of, by store: learned from traces."""
     known: list[tuple[int, int] | None]
     """Rows last seen, and `allowed` at that time, by store; on a mesh the rows of the fullest shard."""
     under_way: collections.deque[tuple[Array, list[int], int]]
@@ -74,7 +76,7 @@ class GrowthTracker:
     @classmethod
     def of(cls, num_stores: int) -> "GrowthTracker":
         """A tracker that knows nothing."""
-        return cls([0] * num_stores, [0] * num_stores, [None] * num_stores, collections.deque())
+        return cls([0] * num_stores, [0] * num_stores, [0] * num_stores, [None] * num_stores, collections.deque())
 
     def forget(self) -> None:
         """Forgets all but the size of batches."""
@@ -85,6 +87,14 @@ class GrowthTracker:
     def saw_batch(self, store: int, num_keys: int) -> None:
         """Notes how many keys one step asks of a store."""
         self.keys_per_step[store] = max(self.keys_per_step[store], num_keys)
+
+    def saw_assign(self, store: int, num_keys: int) -> None:
+        """Notes how many rows one call sets, in a step."""
+        self.assigned_per_step[store] = max(self.assigned_per_step[store], num_keys)
+
+    def per_step(self) -> list[int]:
+        """Rows that one step may insert, by store."""
+        return [keys + assigned for keys, assigned in zip(self.keys_per_step, self.assigned_per_step, strict=True)]
 
     def bound(self, store: int) -> int | None:
         """Rows in use at most; None: not known."""
@@ -164,12 +174,12 @@ def grow(
         tracker.signature = _signature(state)
     if tracker.num_calls:
         # Counted only now: the first batch may be seen after the first call.
-        for s, keys in enumerate(tracker.keys_per_step):
+        for s, keys in enumerate(tracker.per_step()):
             tracker.allowed[s] += keys * tracker.steps
     tracker.num_calls += 1
     tracker.steps = steps
     _warn_of_copies(tracker, state)
-    reserve = [keys * steps for keys in tracker.keys_per_step]
+    reserve = [keys * steps for keys in tracker.per_step()]
     capacities = [store.capacity // num_shards for store in state.stores]
     open_ended = [
         spec.max_capacity is None or capacity < spec.max_capacity
@@ -393,3 +403,39 @@ def require_memory(asked: Sequence[tuple[StoreSpec, int]], op: str, free: int | 
             f"{op}: capacity: got {total} bytes ({parts}), wanted at most {free} that are free; lower capacity, dim or "
             "the optimizer's state."
         )
+
+
+def grow_to(
+    op: str, specs: Sequence[StoreSpec], state: State, capacities: dict[int, int], shards: Shards | None = None
+) -> State:
+    """Makes shards of some stores so large, at once: for rows that are known to come.
+
+    Args:
+      op: named in errors.
+      specs: of all stores.
+      state: the old one must not be used then.
+      capacities: rows of a shard, by the number of the store; more than there are.
+      shards: over which the stores are split; None: one device.
+
+    Raises:
+      MemoryError: they will not fit; nothing has changed.
+    """
+    if not capacities:
+        return state
+    for s, rows in capacities.items():
+        if rows > MAX_CAPACITY or len(state.stores[s].rows) >= specs[s].max_slabs:
+            raise MemoryError(
+                f"{op}: store of tables {_names(specs[s])}: got {rows} rows for a shard, wanted at most {MAX_CAPACITY} "
+                f"in {specs[s].max_slabs} slabs; use more shards, or start with a larger capacity."
+            )
+    free = agreed_free_bytes(shards)
+    more = [(specs[s], new - state.stores[s].capacity // specs[s].num_shards) for s, new in capacities.items()]
+    require_memory(more, op, free)
+    return _rebuilt(specs, state, np.zeros((len(specs), 2), np.int64), capacities, shards)
+
+
+def resalted(specs: Sequence[StoreSpec], state: State, s: int, shards: Shards | None = None) -> State:
+    """The state with the index of one store made anew under another salt: keys that found no entry find one then."""
+    summary = np.zeros((len(specs), 2), np.int64)
+    summary[s, 1] = 1
+    return _rebuilt(specs, state, summary, {}, shards)

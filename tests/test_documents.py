@@ -552,6 +552,7 @@ API = {
     "jaxsok.State": lambda: members_of(jaxsok.State),
     "jaxsok.StoreState": lambda: members_of(jaxsok.StoreState),
     "jaxsok.Stats": lambda: members_of(jaxsok.Stats),
+    "jaxsok.Records": lambda: members_of(jaxsok.Records),
     "jaxsok.optim": lambda: calls_of(jaxsok.optim),
     "jaxsok.initializers": lambda: calls_of(jaxsok.initializers),
     "jaxsok.policies": lambda: calls_of(jaxsok.policies),

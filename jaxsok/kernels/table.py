@@ -1,11 +1,11 @@
-"""Doors of the table noun: find, find_or_insert, gather, erase, rebuild."""
+"""Doors of the table noun: find, find_or_insert, gather, scatter, touch, erase, rebuild."""
 
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import numpy as np
-from jaxtyping import Array, Float, Float32, Int32, UInt32
+from jaxtyping import Array, Float, Float32, Int32, Shaped, UInt32
 
 from jaxsok.kernels import library
 from jaxsok.types import BUCKET_WORDS, COUNTS, Keys, RowIds, TableIds
@@ -15,6 +15,7 @@ from jaxsok.types import BUCKET_WORDS, COUNTS, Keys, RowIds, TableIds
 Slab = Float[Array, "_ dim"]
 StateSlab = Float32[Array, "_ _"]
 RecordSlab = UInt32[Array, "_ 4"]
+StatisticsSlab = UInt32[Array, "_ 2"]
 
 
 def result(like: Array, shape: tuple[int, ...], dtype: Any) -> Any:
@@ -92,6 +93,48 @@ def gather(
     call = jax.ffi.ffi_call("jaxsok_table_gather", results, input_output_aliases={0: 0})
     attributes = {"num_slabs": np.int32(len(rows)), "is_find": np.int32(is_find)}
     return tuple(call(counters, tables, seed, requests, row_ids, *rows, **attributes))
+
+
+def scatter(row_ids: RowIds, lines: Shaped[Array, "_ _"], slabs: Sequence[Shaped[Array, "_ _"]]) -> tuple[Array, ...]:
+    """Writes lines of a per-row array by row id. See `LaunchScatter` in ffi/kernels/table.h.
+
+    Args:
+      row_ids: of each line; NO_ROW is passed over. The lines of equal row ids are equal.
+      lines: in the dtype and width of the slabs.
+      slabs: of rows, of an array of optimizer state, or of statistics; donated.
+
+    Returns:
+      slabs.
+    """
+    library.register()
+    results = tuple(map(jax.typeof, slabs))
+    aliases = {2 + i: i for i in range(len(slabs))}
+    call = jax.ffi.ffi_call("jaxsok_table_scatter", results, input_output_aliases=aliases)
+    return tuple(call(row_ids, lines, *slabs, num_slabs=np.int32(len(slabs))))
+
+
+def touch(
+    row_ids: RowIds,
+    uses: UInt32[Array, " _"],
+    clock: UInt32[Array, ""],
+    statistics: Sequence[StatisticsSlab],
+) -> tuple[StatisticsSlab, ...]:
+    """Notes that a lookup used rows. See `LaunchTouch` in ffi/kernels/table.h.
+
+    Args:
+      row_ids: of each position; NO_ROW is passed over.
+      uses: of each position; none: one each.
+      clock: what `last_step` becomes.
+      statistics: slabs, donated.
+
+    Returns:
+      statistics.
+    """
+    library.register()
+    results = tuple(map(jax.typeof, statistics))
+    aliases = {3 + i: i for i in range(len(statistics))}
+    call = jax.ffi.ffi_call("jaxsok_table_touch", results, input_output_aliases=aliases)
+    return tuple(call(row_ids, uses, clock, *statistics, num_slabs=np.int32(len(statistics))))
 
 
 def erase(
