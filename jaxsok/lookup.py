@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int32, UInt32
 
-from jaxsok import annotations, exchange, table
+from jaxsok import admission, annotations, exchange, table
 from jaxsok.exchange import Round, Route
 from jaxsok.features import StoreFeatures
 from jaxsok.kernels import lookup as kernels
@@ -28,6 +28,7 @@ the keys."""
 
 _INSERTED, _FOUND = COUNTS.index("num_inserted"), COUNTS.index("num_found")
 _MISSING, _REFUSED = COUNTS.index("num_missing"), COUNTS.index("num_refused")
+_UNADMITTED = COUNTS.index("num_unadmitted")
 
 
 def lookup(
@@ -60,14 +61,18 @@ def lookup(
             asked.append(None if plan.asked is None else plan.asked[s])
         elif shards is not None and wire is not None:
             requests = _asked(shards, spec, features, state, plan, s, wire)
-            store, one_found, values = _lookup_exchanged(shards, wire, spec, store, state.seed, features, requests)
+            store, one_found, values = _lookup_exchanged(
+                shards, wire, spec, store, state.seed, features, requests, step=state.step
+            )
             asked.append(requests)
         elif plan.distinct is None and _reads_traced(spec, features):
-            store, one_found, values = _lookup_traced(spec, store, state.seed, features)
+            store, one_found, values = _lookup_traced(spec, store, state.seed, features, state.step)
         elif plan.distinct is None:
-            store, one_found, values = _lookup_fused(spec, store, state.seed, features)
+            store, one_found, values = _lookup_fused(spec, store, state.seed, features, state.step)
         else:
-            store, one_found, values = _lookup_planned(spec, store, state.seed, features, plan.distinct[s])
+            store, one_found, values = _lookup_planned(
+                spec, store, state.seed, features, plan.distinct[s], state.step
+            )
         stores.append(store)
         found.append(one_found)
         embeddings |= _named(features, values)
@@ -129,21 +134,26 @@ def _lookup_exchanged(
     features: StoreFeatures,
     asked: Requests,
     *,
+    step: UInt32[Array, ""] | None = None,
     is_find: bool = False,
 ) -> tuple[StoreState, Found, list[Array]]:
     """One store's lookup through the exchange. What comes back for each request: its row, or its id if replicated."""
     none = jnp.zeros(len(spec.tables), jnp.int32)
+    not_inserted = jnp.zeros((len(spec.tables), 2), jnp.int32)
 
     def answer(
         store: StoreState, route: Route, received: UInt32[Array, "_ 4"]
     ) -> tuple[StoreState, Array, Array, Array, Array]:
-        """What an owner does: the store, its row ids, what it sends back; inserted keys and uses without a row."""
+        """What an owner does: the store, its row ids, what it sends back; inserted keys and unadmitted uses of each
+        table, and uses without a row."""
         keys, table_ids = received[:, :2], received[:, 2]
         if is_find:
-            row_ids, inserted = table.find(store, keys, table_ids), none
+            row_ids, inserted = table.find(store, keys, table_ids), not_inserted
         else:
-            store, row_ids, counts = table.find_or_insert(spec, store, seed, keys, table_ids)
-            inserted = counts[:, _INSERTED]
+            store, row_ids, counts = table.find_or_insert(
+                spec, store, seed, keys, table_ids, step=step, uses=received[:, 3]
+            )
+            inserted = counts[:, (_INSERTED, _UNADMITTED)]
         if spec.is_replicated:
             return store, row_ids, route.to_askers(row_ids), inserted, none
         store, rows, absent = table.gather(spec, store, seed, received, row_ids, is_find=is_find)
@@ -168,7 +178,7 @@ def _lookup_exchanged(
             return store, part.put(answers, back), inserted + more_inserted, absent + more_absent
 
         (store, answers, inserted, absent), num_rounds = exchange.over_rounds(
-            shards, spec, [asked], one_round, (store, answers, none, none)
+            shards, spec, [asked], one_round, (store, answers, not_inserted, none)
         )
         lines = asked.inverse
     is_line = (lines >= 0) & (lines < answers.shape[0])
@@ -186,7 +196,9 @@ def _lookup_exchanged(
     )
     # Rows came for all keys; which of them were there, the owners know.
     without = _MISSING if is_find else _REFUSED
+    inserted, unadmitted = inserted[:, 0], inserted[:, 1]
     counts = counts.at[:, _FOUND].add(-inserted - absent).at[:, _INSERTED].add(inserted).at[:, without].add(absent)
+    counts = counts.at[:, _UNADMITTED].add(unadmitted)
     return store, Found(row_ids, store.generation[None], counts, _rounds(num_rounds)), values
 
 
@@ -217,9 +229,10 @@ def _find_here(
 
 @annotations.by_store
 def _lookup_fused(
-    spec: StoreSpec, store: StoreState, seed: UInt32[Array, "2"], features: StoreFeatures
+    spec: StoreSpec, store: StoreState, seed: UInt32[Array, "2"], features: StoreFeatures, step: UInt32[Array, ""]
 ) -> tuple[StoreState, Found, list[Array]]:
-    index, counters, table_rows, rows, records, row_ids, counts, values = kernels.lookup(
+    asked = admission.operands(spec, store, step)
+    index, counters, table_rows, rows, records, counted, row_ids, counts, values = kernels.lookup(
         store.index,
         store.counters,
         store.table_rows,
@@ -231,35 +244,49 @@ def _lookup_fused(
         _shapes(features, spec),
         features.num_tiles,
         spec.embedding_dtype,
+        asked,
     )
     store = dataclasses.replace(
         store, index=index, counters=counters, table_rows=table_rows, rows=rows, records=records
     )
+    if asked is not None:
+        store = dataclasses.replace(store, sightings=counted[0], bloom=counted[1])
     return store, Found(row_ids, store.generation[None], counts, _rounds(0)), values
 
 
 @annotations.by_store
 def _lookup_planned(
-    spec: StoreSpec, store: StoreState, seed: UInt32[Array, "2"], features: StoreFeatures, distinct: Distinct
+    spec: StoreSpec,
+    store: StoreState,
+    seed: UInt32[Array, "2"],
+    features: StoreFeatures,
+    distinct: Distinct,
+    step: UInt32[Array, ""],
 ) -> tuple[StoreState, Found, list[Array]]:
-    store, unique_ids, unique_counts = table.find_or_insert(spec, store, seed, distinct.unique, distinct.unique_tables)
+    store, unique_ids, unique_counts = table.find_or_insert(
+        spec, store, seed, distinct.unique, distinct.unique_tables, step=step, uses=distinct.multiplicity
+    )
     row_ids = unique_ids.at[distinct.inverse].get(mode="fill", fill_value=NO_ROW)
     store, counts, values = _combined(spec, store, seed, features, row_ids, store.rows)
     # Among distinct keys every new one is its own first occurrence; the rest of its occurrences are found.
     inserted = unique_counts[:, _INSERTED]
     counts = counts.at[:, _INSERTED].set(inserted).at[:, _FOUND].add(-inserted)
+    counts = counts.at[:, _UNADMITTED].set(unique_counts[:, _UNADMITTED])
     return store, Found(row_ids, store.generation[None], counts, _rounds(0)), values
 
 
 @annotations.by_store
 def _lookup_traced(
-    spec: StoreSpec, store: StoreState, seed: UInt32[Array, "2"], features: StoreFeatures
+    spec: StoreSpec, store: StoreState, seed: UInt32[Array, "2"], features: StoreFeatures, step: UInt32[Array, ""]
 ) -> tuple[StoreState, Found, list[Array]]:
     """As `_lookup_fused`, where XLA works out what new rows hold."""
-    store, row_ids, insert_counts = table.find_or_insert(spec, store, seed, features.keys, _table_ids(features))
+    store, row_ids, insert_counts = table.find_or_insert(
+        spec, store, seed, features.keys, _table_ids(features), step=step
+    )
     store, counts, values = _combined(spec, store, seed, features, row_ids, store.rows)
     inserted = insert_counts[:, _INSERTED]
     counts = counts.at[:, _INSERTED].set(inserted).at[:, _FOUND].add(-inserted)
+    counts = counts.at[:, _UNADMITTED].set(insert_counts[:, _UNADMITTED])
     return store, Found(row_ids, store.generation[None], counts, _rounds(0)), values
 
 
@@ -277,7 +304,8 @@ def _combined(
     is_find: bool = False,
     may_lack_rows: bool = True,
 ) -> tuple[StoreState, Int32[Array, "num_tables num_counts"], list[Array]]:
-    """Embeddings of rows that are known; keys without one read their initial row, whoever works it out.
+    """Embeddings of rows that are known; keys without one read their initial row, whoever works it out, or in a lookup
+    what their table's admission says.
 
     Args:
       spec: the store's tables.
@@ -295,7 +323,7 @@ def _combined(
     is_own = slabs[0].dtype == jnp.dtype(spec.dtype)
     counters, counts, values = kernels.lookup_planned(
         store.counters,
-        spec.table_words(),
+        spec.table_words() if is_find else spec.refused_words(),
         seed,
         features.operands(),
         row_ids,
@@ -322,7 +350,8 @@ def _with_initial_rows(
         begin, end = layout.key_start, layout.key_start + layout.num_keys
         own, keys = row_ids[begin:end], features.keys[begin:end]
         reads_zeros = is_find and layout.unknown_zeros
-        if reads_zeros or spec.tables[layout.table].initializer.is_traced:
+        is_traced = spec.tables[layout.table].initializer.is_traced
+        if reads_zeros or (is_traced and table.reads_initial(spec, layout.table, is_find=is_find)):
             is_absent = table.is_key(keys) & (own == jnp.uint32(NO_ROW))
             absent[layout.table] += is_absent.sum(dtype=jnp.int32)
             place = jnp.uint32(capacity)

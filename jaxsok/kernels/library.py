@@ -19,6 +19,8 @@ TARGETS: tuple[tuple[str, str], ...] = (
     ("jaxsok_table_gather", "JaxsokTableGather"),
     ("jaxsok_table_erase", "JaxsokTableErase"),
     ("jaxsok_table_rebuild", "JaxsokTableRebuild"),
+    ("jaxsok_table_forget", "JaxsokTableForget"),
+    ("jaxsok_table_wait", "JaxsokTableWait"),
     ("jaxsok_plan", "JaxsokPlan"),
     ("jaxsok_plan_requests", "JaxsokPlanRequests"),
     ("jaxsok_combine", "JaxsokCombine"),
