@@ -1,8 +1,8 @@
 """Keys that wait for a row: what decides about them in a lookup, forgetting them, taking them out and in.
 
-Who gets a row is decided inside the lookup's kernels, for unseen keys alone (ffi/core/admission.h); `policies.py` declares
-it. Exact counts lie in `StoreState.sightings`, an index of its own; `grow` keeps it at most half full. The counters of
-a Bloom filter hold no keys: they go where the whole array goes, and cannot be dealt to another mesh.
+Who gets a row is decided inside the lookup's kernels, for unseen keys alone (ffi/core/admission.h); `policies.py`
+declares it. Exact counts lie in `StoreState.sightings`, an index of its own; `grow` keeps it at most half full. The
+counters of a Bloom filter hold no keys: they go where the whole array goes, and cannot be dealt to another mesh.
 """
 
 import dataclasses
@@ -148,7 +148,9 @@ def with_waiting(
         blocks = {shard: entries if spec.is_replicated else entries[owners == shard] for shard in shards.local()}
         most = max(map(len, blocks.values()))
         most = (1 << 40) - processes.least((1 << 40) - most)
-    padded = {shard: np.concatenate([part, np.tile(_NO_ENTRY, (most - len(part), 1))]) for shard, part in blocks.items()}
+    padded = {
+        shard: np.concatenate([part, np.tile(_NO_ENTRY, (most - len(part), 1))]) for shard, part in blocks.items()
+    }
     new = jnp.asarray(padded[0]) if shards is None else shards.put(padded)
     return remade(spec, store, most, shards, new)
 
@@ -196,7 +198,7 @@ def remade(
     (sightings,) = store.sightings
     num_buckets = sightings.shape[0] // spec.num_shards
     floors = tuple(spec.sighting_floors().tolist())
-    wanted = ROOM * (int(_most_waiting(sightings, floors, spec.num_shards)) + room)
+    wanted = ROOM * (num_waiting(spec, store, shards) + room)
     while num_buckets * ENTRIES_PER_BUCKET < wanted:
         num_buckets *= 2
     of_old = (sightings,) if more is None else (sightings, more)
@@ -205,11 +207,18 @@ def remade(
     return dataclasses.replace(store, sightings=(new,), counters=counters)
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2))
-def _most_waiting(sightings: Array, floors: tuple[int, ...], num_shards: int) -> Array:
-    """Waiting keys of the fullest shard."""
+def num_waiting(spec: StoreSpec, store: StoreState, shards: Shards | None) -> int:
+    """Keys of all tables that wait for a row, in the fullest shard (waits for the device)."""
+    floors = tuple(spec.sighting_floors().tolist())
+    most = _most_waiting(store.sightings[0], floors, spec.num_shards, None if shards is None else shards.same)
+    return int(np.asarray(most))
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+def _most_waiting(sightings: Array, floors: tuple[int, ...], num_shards: int, same: Any) -> Array:
     is_waiting = _is_waiting(sightings.reshape(-1, _ENTRY_WORDS), np.array(floors, np.uint32), jnp)
-    return is_waiting.reshape(num_shards, -1).sum(axis=1, dtype=jnp.int32).max()
+    most = is_waiting.reshape(num_shards, -1).sum(axis=1, dtype=jnp.int32).max()
+    return most if same is None else jax.lax.with_sharding_constraint(most, same)
 
 
 @functools.partial(jax.jit, donate_argnums=0, static_argnums=(2, 3, 4))

@@ -70,9 +70,7 @@ def lookup(
         elif plan.distinct is None:
             store, one_found, values = _lookup_fused(spec, store, state.seed, features, state.step)
         else:
-            store, one_found, values = _lookup_planned(
-                spec, store, state.seed, features, plan.distinct[s], state.step
-            )
+            store, one_found, values = _lookup_planned(spec, store, state.seed, features, plan.distinct[s], state.step)
         stores.append(store)
         found.append(one_found)
         embeddings |= _named(features, values)
@@ -144,8 +142,11 @@ def _lookup_exchanged(
     def answer(
         store: StoreState, route: Route, received: UInt32[Array, "_ 4"]
     ) -> tuple[StoreState, Array, Array, Array, Array]:
-        """What an owner does: the store, its row ids, what it sends back; inserted keys and unadmitted uses of each
-        table, and uses without a row."""
+        """What an owner does.
+
+        Returns:
+          The store, its row ids, what it sends back; by table new keys and unadmitted uses, and uses without a row.
+        """
         keys, table_ids = received[:, :2], received[:, 2]
         if is_find:
             row_ids, inserted = table.find(store, keys, table_ids), not_inserted
@@ -304,8 +305,7 @@ def _combined(
     is_find: bool = False,
     may_lack_rows: bool = True,
 ) -> tuple[StoreState, Int32[Array, "num_tables num_counts"], list[Array]]:
-    """Embeddings of rows that are known; keys without one read their initial row, whoever works it out, or in a lookup
-    what their table's admission says.
+    """Embeddings of rows that are known; keys without one read their initial row, or what their table says instead.
 
     Args:
       spec: the store's tables.

@@ -16,6 +16,7 @@ from jaxtyping import Array, Bool, Float, UInt32
 from jaxsok.types import Keys
 
 MAX_SIGHTINGS = 255  # what a counter of the Bloom filter holds
+LARGEST = 2.0**128  # float32 ends below it
 MAX_BLOOM_COUNTERS = 2**32 - 4  # of a table: their places are 32-bit numbers
 
 
@@ -50,16 +51,16 @@ class Admission:
 
     _: dataclasses.KW_ONLY
     unadmitted: float | Literal["initial"] = 0.0
-    """What each number of the row of a key without admission reads as; "initial": the row that it would get. In `lookup`
-    alone, and also where the store was full; `find` gives what the table's `unknown` says."""
+    """What each number of the row of a key without admission reads as; "initial": the row that it would get. It is what
+    keys without a row read in `lookup`, also where the store is full; `find` gives what the table's `unknown` says."""
 
     def __post_init__(self) -> None:
         """Refuses what cannot be meant."""
         if self.unadmitted != "initial":
             value = self.unadmitted
-            if isinstance(value, (bool, str)) or not isinstance(value, (int, float)) or not math.isfinite(value):
+            if isinstance(value, (bool, str)) or not isinstance(value, (int, float)) or not abs(value) < LARGEST:
                 raise ValueError(
-                    f'policies.{type(self).__name__}: unadmitted: got {value!r}, wanted a finite number or "initial".'
+                    f'policies.{type(self).__name__}: unadmitted: got {value!r}, wanted a finite float32 or "initial".'
                 )
 
 

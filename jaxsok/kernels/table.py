@@ -53,7 +53,7 @@ class Admission:
         return 1 | bool(self.sightings) << 1 | bool(self.bloom) << 2 | (self.uses is not None) << 3
 
     def after(self, in_place: Sequence[Array]) -> "tuple[tuple[Array, ...], tuple[Array, ...]]":
-        """sightings and bloom, of what came back."""
+        """The sightings and the filter, of what came back."""
         return tuple(in_place[: len(self.sightings)]), tuple(in_place[len(self.sightings) :])
 
 
