@@ -187,7 +187,7 @@ def admission_hash(line: np.ndarray, seed: np.ndarray, key: int) -> np.ndarray:
 
 def is_drawn(line: np.ndarray, seed: np.ndarray, key: int, step: int) -> bool:
     """Whether chance lets a key in at a step."""
-    draw = mix(admission_hash(line, seed, key) + U64(step + 1) * GOLDEN) >> U64(32)
+    draw = mix(admission_hash(line, seed, key) + as_keys([step + 1]) * GOLDEN) >> U64(32)
     return bool(draw[0] < line[8])
 
 

@@ -425,11 +425,11 @@ def run_steps(collection, path):
     ("num_shards", "placement", "path"),
     [
         (None, jaxsok.SHARDED, "planned"),
-        (1, jaxsok.SHARDED, "rounds"),
+        pytest.param(1, jaxsok.SHARDED, "rounds", marks=pytest.mark.slow),
         (2, jaxsok.SHARDED, "rounds"),
         (4, jaxsok.SHARDED, "pipeline"),
-        (4, jaxsok.SHARDED, "rounds"),
-        (2, jaxsok.REPLICATED, "pipeline"),
+        pytest.param(4, jaxsok.SHARDED, "rounds", marks=pytest.mark.slow),
+        pytest.param(2, jaxsok.REPLICATED, "pipeline", marks=pytest.mark.slow),
         (4, jaxsok.REPLICATED, "rounds"),
         (2, jaxsok.on(1), "pipeline"),
     ],
@@ -448,8 +448,8 @@ def test_results_do_not_depend_on_the_mesh(num_shards, placement, path):
         assert len(columns["keys"]), name
         np.testing.assert_array_equal(tables[name]["keys"], columns["keys"], err_msg=name)
         np.testing.assert_allclose(tables[name]["rows"], columns["rows"], 1e-5, 1e-5, err_msg=name)
-    last = want_seen[-1][1]
-    assert all(last[name]["num_unadmitted"] for name in ("user", "item", "tag")) and not last["plain"]["num_unadmitted"]
+    kept_out = {name: sum(stats[name]["num_unadmitted"] for _, stats in want_seen) for name in want_tables}
+    assert min(kept_out[name] for name in ("user", "item", "tag")) > 0 == kept_out["plain"]
 
 
 def test_rounds_count_every_use():
@@ -572,10 +572,10 @@ def test_another_salt_keeps_every_count():
     state = collection.init(seed=SEED)
     state, _ = stats_of_lookup(collection, state, np.arange(500))
     store = state.stores[0]
-    unplaced = store.counters.at[4].set(1)
+    unplaced, salt = store.counters.at[4].set(1), int(store.counters[6])
     state = dataclasses.replace(state, stores=(dataclasses.replace(store, counters=unplaced),))
     state = collection.grow(state)
-    assert int(state.stores[0].counters[4]) == 0 and int(state.stores[0].counters[6]) != int(unplaced[6])
+    assert int(state.stores[0].counters[4]) == 0 and int(state.stores[0].counters[6]) != salt
     state, counts = stats_of_lookup(collection, state, np.arange(500))
     assert counts["num_inserted"] == 500
 
@@ -592,7 +592,7 @@ def test_without_growth_keys_wait_uncounted():
     assert is_full and counts[1] <= 64 and counts[1] + counts[3] == num_keys
 
 
-@pytest.mark.parametrize(("before", "after"), [(None, 4), (4, None), (2, 4), (4, 2)])
+@pytest.mark.parametrize(("before", "after"), [(None, 4), (4, 2), pytest.param(4, None, marks=pytest.mark.slow)])
 def test_waiting_keys_move_to_another_mesh(before, after):
     """What waits is taken out of one state and into another: counts go on where they were."""
     policy, rng = policies.AdmitByCount(4), np.random.default_rng(0)
@@ -646,11 +646,16 @@ def test_clearing_a_table_forgets_those_that_wait():
 # What is read, what is complained of, what it costs
 
 
+def of_key(words, columns):
+    """The low word, and the column."""
+    return (words[0] % jnp.uint32(7)).astype(jnp.float32) + columns.astype(jnp.float32)
+
+
 @pytest.mark.parametrize("path", ["fused", "planned"])
 @pytest.mark.parametrize("unadmitted", [0.25, "initial"])
 def test_rows_that_xla_works_out(path, unadmitted):
     """A traced initializer: new rows are written, keys that are kept out read the constant or their initial row."""
-    initializer = jaxsok.initializers.function(lambda low, high, column: (low % 7).astype(jnp.float32) + column)
+    initializer = jaxsok.initializers.function(of_key, "of_key")
     policy = policies.AdmitByCount(2, unadmitted=unadmitted)
     table = jaxsok.TableSpec("user", 3, SGD, admission=policy, initializer=initializer, capacity=16)
     collection = jaxsok.Collection([table], [jaxsok.FeatureSpec("user", "user", combiner=None)])
