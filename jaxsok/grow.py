@@ -6,6 +6,9 @@ state's own are there, on them; while steps are still under way, on a bound that
 from what the steps since could have inserted at most. The host waits for the device only when that bound does not
 fit.
 
+The same holds for the keys that wait for a row (`StoreState.sightings`), which are made anew, larger if need be, before
+they fill half of their buckets.
+
 On a mesh the fullest shard decides, and all shards grow alike. In several processes no decision rests on what has
 arrived at one of them: counters are asked for as a collective and read a fixed number of calls later, so that all
 processes grow at the same call.
@@ -26,15 +29,16 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from jaxsok import processes, table
+from jaxsok import admission, processes, table
 from jaxsok.shards import Shards
 from jaxsok.specs import StoreSpec
 from jaxsok.store import State, StoreState, new_slab, num_buckets_of, row_bytes
-from jaxsok.types import COUNTERS, MAX_CAPACITY
+from jaxsok.types import COUNTERS, ENTRIES_PER_BUCKET, MAX_CAPACITY
 
 GROWTH_FACTOR = 2.0  # capacity after growing over capacity before: the number of programs compiled is logarithmic
 LOOK_EVERY = 64  # calls between looks at counters that nothing forces: keys without an index entry show there
 GENTLE_FACTOR = 1.25  # where twice does not fit into memory
+WAITING_RESERVES = 2  # for which waiting keys get room: so that the host need not wait for the last steps' counters
 COPIES = 3  # steps in a row after which a state that is copied is told: one may have come from elsewhere
 WORTH_BYTES = 64 << 20  # of the largest array of a state that is: below, copying costs less than a step
 PLACES = 100  # calls that look: then it is known how the step goes
@@ -55,6 +59,8 @@ class GrowthTracker:
     """Keys that one step sets the rows of, by store: learned from traces."""
     known: list[tuple[int, int] | None]
     """Rows last seen, and `allowed` at that time, by store; on a mesh the rows of the fullest shard."""
+    sightings: list[int]
+    """Entries of `sightings` last seen, by store; of the fullest shard. Known since when the rows are."""
     under_way: collections.deque[tuple[Array, list[int], int]]
     """Summaries on their way to the host, oldest first, with `allowed` and `num_calls` when they were asked for."""
     signature: tuple[int, ...] | None = None
@@ -76,7 +82,8 @@ class GrowthTracker:
     @classmethod
     def of(cls, num_stores: int) -> "GrowthTracker":
         """A tracker that knows nothing."""
-        return cls([0] * num_stores, [0] * num_stores, [0] * num_stores, [None] * num_stores, collections.deque())
+        zeros = [0] * num_stores
+        return cls(list(zeros), list(zeros), list(zeros), [None] * num_stores, list(zeros), collections.deque())
 
     def forget(self) -> None:
         """Forgets all but the size of batches."""
@@ -101,10 +108,16 @@ class GrowthTracker:
         known = self.known[store]
         return None if known is None else known[0] + self.allowed[store] - known[1]
 
+    def sightings_bound(self, store: int) -> int | None:
+        """Entries of `sightings` taken at most; None: not known. Each key asked may take one."""
+        known = self.known[store]
+        return None if known is None else self.sightings[store] + self.allowed[store] - known[1]
+
     def learn(self, summary: np.ndarray, allowed: Sequence[int]) -> None:
-        """Takes in a summary `[num_stores, 2]` that was current when `allowed` was."""
-        for s, (num_rows, _) in enumerate(summary):
+        """Takes in a summary `[num_stores, 3]` that was current when `allowed` was."""
+        for s, (num_rows, _, num_sightings) in enumerate(summary):
             self.known[s] = (int(num_rows), allowed[s])
+            self.sightings[s] = int(num_sightings)
 
 
 def keys_at_most(spec: StoreSpec, num_keys: Sequence[tuple[int, int]]) -> int:
@@ -136,12 +149,13 @@ def _signature(state: State) -> tuple[int, ...]:
 
 
 def _summed_up(counters: Any, num_shards: int, xp: Any) -> Any:
-    """By store: rows in use of the fullest shard, and occurrences of keys that found no index entry."""
+    """By store: rows in use of the fullest shard, keys that found no index entry, `sightings` taken of the fullest."""
     lines = []
     for words in counters:
         words = words.reshape(num_shards, len(COUNTERS)).astype(xp.int32)
         in_use = words[:, _WORD["num_allocated"]] - words[:, _WORD["free_end"]] + words[:, _WORD["free_begin"]]
-        lines.append(xp.stack([in_use.max(), words[:, _WORD["num_unplaced"]].sum()]))
+        num_sightings = words[:, _WORD["num_sightings"]].max()
+        lines.append(xp.stack([in_use.max(), words[:, _WORD["num_unplaced"]].sum(), num_sightings]))
     return xp.stack(lines)
 
 
@@ -186,9 +200,15 @@ def grow(
         for spec, capacity in zip(specs, capacities, strict=True)
     ]
 
+    half_entries = [_half_entries(spec, store) for spec, store in zip(specs, state.stores, strict=True)]
+
     def short(s: int) -> bool:
         bound = tracker.bound(s)
         return open_ended[s] and (bound is None or bound + reserve[s] > capacities[s])
+
+    def short_of_sightings(s: int) -> bool:
+        bound = tracker.sightings_bound(s)
+        return bool(half_entries[s]) and (bound is None or bound + reserve[s] > half_entries[s])
 
     def has_arrived(summary: Array, asked_at: int) -> bool:
         return tracker.num_calls - asked_at >= AGREED_LAG if is_agreed else summary.is_ready()
@@ -201,7 +221,7 @@ def grow(
         arrived, allowed, _ = tracker.under_way.popleft()
         tracker.learn(np.asarray(arrived), allowed)
         unplaced = bool(np.asarray(arrived)[:, 1].any())
-    if summary is None and (unplaced or any(short(s) for s in range(len(specs)))):
+    if summary is None and (unplaced or any(short(s) or short_of_sightings(s) for s in range(len(specs)))):
         summary = _read(state, num_shards, shards, is_agreed)
         tracker.num_waits += 1
     if summary is not None:
@@ -210,13 +230,22 @@ def grow(
         needed = {s: tracker.known[s][0] + reserve[s] for s in range(len(specs)) if short(s)}
         if needed or summary[:, 1].any():
             state = _rebuilt(specs, state, summary, _new_capacities(specs, state, needed, shards), shards)
+        crowded = [s for s in range(len(specs)) if half_entries[s] and (short_of_sightings(s) or summary[s, 1])]
+        state = _with_room_to_wait(specs, state, {s: WAITING_RESERVES * reserve[s] for s in crowded}, shards)
+        for s in crowded:
+            tracker.sightings[s] = admission.num_waiting(specs[s], state.stores[s], shards)
         tracker.num_grown += len(needed)
         tracker.signature = _signature(state)
     elif not tracker.under_way and (
         tracker.num_calls % LOOK_EVERY == 0
         or any(
             # Half of what is left may be gone: ask now, so that the answer is there before it is needed.
-            tracker.known[s] is not None and 2 * (tracker.bound(s) + reserve[s]) > capacity + tracker.known[s][0]
+            tracker.known[s] is not None
+            and (
+                2 * (tracker.bound(s) + reserve[s]) > capacity + tracker.known[s][0]
+                or 2 * (tracker.sightings_bound(s) + reserve[s]) * bool(half_entries[s])
+                > half_entries[s] + tracker.sightings[s]
+            )
             for s, capacity in enumerate(capacities)
         )
     ):
@@ -304,6 +333,22 @@ def _rebuilt(
         num_buckets = num_buckets_of(stores[s].capacity // spec.num_shards)
         index, counters = _rebuild(stores[s].counters, stores[s].records, num_buckets, shards)
         stores[s] = dataclasses.replace(stores[s], index=index, counters=counters)
+    return dataclasses.replace(state, stores=tuple(stores))
+
+
+def _half_entries(spec: StoreSpec, store: StoreState) -> int:
+    """Keys that may wait in a shard before their buckets are half full; 0: none waits."""
+    return sum(array.shape[0] // spec.num_shards * ENTRIES_PER_BUCKET // 2 for array in store.sightings)
+
+
+def _with_room_to_wait(specs: Sequence[StoreSpec], state: State, room: dict[int, int], shards: Shards | None) -> State:
+    """The state with sightings made anew, under the salt that the store has now, where they have little room."""
+    if not room:
+        return state
+    stores = [
+        admission.remade(spec, store, room[s], shards) if s in room else store
+        for s, (spec, store) in enumerate(zip(specs, state.stores, strict=True))
+    ]
     return dataclasses.replace(state, stores=tuple(stores))
 
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int32, UInt32
 
-from jaxsok import annotations, exchange, table
+from jaxsok import admission, annotations, exchange, table
 from jaxsok.exchange import Round, Route
 from jaxsok.features import StoreFeatures
 from jaxsok.kernels import lookup as kernels
@@ -28,6 +28,7 @@ the keys."""
 
 _INSERTED, _FOUND = COUNTS.index("num_inserted"), COUNTS.index("num_found")
 _MISSING, _REFUSED = COUNTS.index("num_missing"), COUNTS.index("num_refused")
+_UNADMITTED = COUNTS.index("num_unadmitted")
 
 
 def lookup(
@@ -64,15 +65,16 @@ def lookup(
         elif shards is not None and wire is not None:
             requests = _asked(shards, spec, features, state, plan, s, wire)
             store, one_found, values = _lookup_exchanged(
-                shards, wire, spec, store, state.seed, features, requests, clock=now
+                shards, wire, spec, store, state.seed, features, requests, step=state.step, clock=now
             )
             asked.append(requests)
         elif plan.distinct is None and _reads_traced(spec, features):
-            store, one_found, values = _lookup_traced(spec, store, state.seed, features, now)
+            store, one_found, values = _lookup_traced(spec, store, state.seed, features, state.step, now)
         elif plan.distinct is None:
-            store, one_found, values = _lookup_fused(spec, store, state.seed, features, now)
+            store, one_found, values = _lookup_fused(spec, store, state.seed, features, state.step, now)
         else:
-            store, one_found, values = _lookup_planned(spec, store, state.seed, features, plan.distinct[s], now)
+            distinct = plan.distinct[s]
+            store, one_found, values = _lookup_planned(spec, store, state.seed, features, distinct, state.step, now)
         stores.append(store)
         found.append(one_found)
         embeddings |= _named(features, values)
@@ -134,23 +136,31 @@ def _lookup_exchanged(
     features: StoreFeatures,
     asked: Requests,
     *,
+    step: UInt32[Array, ""] | None = None,
     is_find: bool = False,
     clock: UInt32[Array, ""] | None = None,
 ) -> tuple[StoreState, Found, list[Array]]:
     """One store's lookup through the exchange. What comes back for each request: its row, or its id if replicated."""
     none = jnp.zeros(len(spec.tables), jnp.int32)
+    not_inserted = jnp.zeros((len(spec.tables), 2), jnp.int32)
 
     def answer(
         store: StoreState, route: Route, received: UInt32[Array, "_ 4"]
     ) -> tuple[StoreState, Array, Array, Array, Array]:
-        """What an owner does: the store, its row ids, what it sends back; inserted keys and uses without a row."""
+        """What an owner does.
+
+        Returns:
+          The store, its row ids, what it sends back; by table new keys and unadmitted uses, and uses without a row.
+        """
         keys, table_ids = received[:, :2], received[:, 2]
         if is_find:
-            row_ids, inserted = table.find(store, keys, table_ids), none
+            row_ids, inserted = table.find(store, keys, table_ids), not_inserted
         else:
-            store, row_ids, counts = table.find_or_insert(spec, store, seed, keys, table_ids)
-            inserted = counts[:, _INSERTED]
+            store, row_ids, counts = table.find_or_insert(
+                spec, store, seed, keys, table_ids, step=step, uses=received[:, 3]
+            )
             store = table.touch(spec, store, row_ids, received[:, 3], clock)
+            inserted = counts[:, (_INSERTED, _UNADMITTED)]
         if spec.is_replicated:
             return store, row_ids, route.to_askers(row_ids), inserted, none
         store, rows, absent = table.gather(spec, store, seed, received, row_ids, is_find=is_find)
@@ -175,7 +185,7 @@ def _lookup_exchanged(
             return store, part.put(answers, back), inserted + more_inserted, absent + more_absent
 
         (store, answers, inserted, absent), num_rounds = exchange.over_rounds(
-            shards, spec, [asked], one_round, (store, answers, none, none)
+            shards, spec, [asked], one_round, (store, answers, not_inserted, none)
         )
         lines = asked.inverse
     is_line = (lines >= 0) & (lines < answers.shape[0])
@@ -193,7 +203,9 @@ def _lookup_exchanged(
     )
     # Rows came for all keys; which of them were there, the owners know.
     without = _MISSING if is_find else _REFUSED
+    inserted, unadmitted = inserted[:, 0], inserted[:, 1]
     counts = counts.at[:, _FOUND].add(-inserted - absent).at[:, _INSERTED].add(inserted).at[:, without].add(absent)
+    counts = counts.at[:, _UNADMITTED].add(unadmitted)
     return store, Found(row_ids, store.generation[None], counts, _rounds(num_rounds)), values
 
 
@@ -228,9 +240,11 @@ def _lookup_fused(
     store: StoreState,
     seed: UInt32[Array, "2"],
     features: StoreFeatures,
+    step: UInt32[Array, ""],
     clock: UInt32[Array, ""],
 ) -> tuple[StoreState, Found, list[Array]]:
-    index, counters, table_rows, rows, records, row_ids, counts, values = kernels.lookup(
+    asked = admission.operands(spec, store, step)
+    index, counters, table_rows, rows, records, counted, row_ids, counts, values = kernels.lookup(
         store.index,
         store.counters,
         store.table_rows,
@@ -242,10 +256,13 @@ def _lookup_fused(
         _shapes(features, spec),
         features.num_tiles,
         spec.embedding_dtype,
+        asked,
     )
     store = dataclasses.replace(
         store, index=index, counters=counters, table_rows=table_rows, rows=rows, records=records
     )
+    if asked is not None:
+        store = dataclasses.replace(store, sightings=counted[0], bloom=counted[1])
     store = table.touch(spec, store, row_ids, None, clock)
     return store, Found(row_ids, store.generation[None], counts, _rounds(0)), values
 
@@ -257,15 +274,19 @@ def _lookup_planned(
     seed: UInt32[Array, "2"],
     features: StoreFeatures,
     distinct: Distinct,
+    step: UInt32[Array, ""],
     clock: UInt32[Array, ""],
 ) -> tuple[StoreState, Found, list[Array]]:
-    store, unique_ids, unique_counts = table.find_or_insert(spec, store, seed, distinct.unique, distinct.unique_tables)
+    store, unique_ids, unique_counts = table.find_or_insert(
+        spec, store, seed, distinct.unique, distinct.unique_tables, step=step, uses=distinct.multiplicity
+    )
     store = table.touch(spec, store, unique_ids, distinct.multiplicity.astype(jnp.uint32), clock)
     row_ids = unique_ids.at[distinct.inverse].get(mode="fill", fill_value=NO_ROW)
     store, counts, values = _combined(spec, store, seed, features, row_ids, store.rows)
     # Among distinct keys every new one is its own first occurrence; the rest of its occurrences are found.
     inserted = unique_counts[:, _INSERTED]
     counts = counts.at[:, _INSERTED].set(inserted).at[:, _FOUND].add(-inserted)
+    counts = counts.at[:, _UNADMITTED].set(unique_counts[:, _UNADMITTED])
     return store, Found(row_ids, store.generation[None], counts, _rounds(0)), values
 
 
@@ -275,14 +296,18 @@ def _lookup_traced(
     store: StoreState,
     seed: UInt32[Array, "2"],
     features: StoreFeatures,
+    step: UInt32[Array, ""],
     clock: UInt32[Array, ""],
 ) -> tuple[StoreState, Found, list[Array]]:
     """As `_lookup_fused`, where XLA works out what new rows hold."""
-    store, row_ids, insert_counts = table.find_or_insert(spec, store, seed, features.keys, _table_ids(features))
+    store, row_ids, insert_counts = table.find_or_insert(
+        spec, store, seed, features.keys, _table_ids(features), step=step
+    )
     store = table.touch(spec, store, row_ids, None, clock)
     store, counts, values = _combined(spec, store, seed, features, row_ids, store.rows)
     inserted = insert_counts[:, _INSERTED]
     counts = counts.at[:, _INSERTED].set(inserted).at[:, _FOUND].add(-inserted)
+    counts = counts.at[:, _UNADMITTED].set(insert_counts[:, _UNADMITTED])
     return store, Found(row_ids, store.generation[None], counts, _rounds(0)), values
 
 
@@ -300,7 +325,7 @@ def _combined(
     is_find: bool = False,
     may_lack_rows: bool = True,
 ) -> tuple[StoreState, Int32[Array, "num_tables num_counts"], list[Array]]:
-    """Embeddings of rows that are known; keys without one read their initial row, whoever works it out.
+    """Embeddings of rows that are known; keys without one read their initial row, or what their table says instead.
 
     Args:
       spec: the store's tables.
@@ -318,7 +343,7 @@ def _combined(
     is_own = slabs[0].dtype == jnp.dtype(spec.dtype)
     counters, counts, values = kernels.lookup_planned(
         store.counters,
-        spec.table_words(),
+        spec.table_words() if is_find else spec.refused_words(),
         seed,
         features.operands(),
         row_ids,
@@ -345,7 +370,8 @@ def _with_initial_rows(
         begin, end = layout.key_start, layout.key_start + layout.num_keys
         own, keys = row_ids[begin:end], features.keys[begin:end]
         reads_zeros = is_find and layout.unknown_zeros
-        if reads_zeros or spec.tables[layout.table].initializer.is_traced:
+        is_traced = spec.tables[layout.table].initializer.is_traced
+        if reads_zeros or (is_traced and table.reads_initial(spec, layout.table, is_find=is_find)):
             is_absent = table.is_key(keys) & (own == jnp.uint32(NO_ROW))
             absent[layout.table] += is_absent.sum(dtype=jnp.int32)
             place = jnp.uint32(capacity)

@@ -16,6 +16,8 @@ from jaxtyping import Array, Bool, Float, UInt32
 from jaxsok.types import Keys
 
 MAX_SIGHTINGS = 255  # what a counter of the Bloom filter holds
+LARGEST = 2.0**128  # float32 ends below it
+MAX_BLOOM_COUNTERS = 2**32 - 4  # of a table: their places are 32-bit numbers
 
 
 def _number(what: str, value: object, low: float, high: float) -> None:
@@ -42,17 +44,23 @@ class Admission:
     kind: ClassVar[int] = 0
     """AdmissionKind in ffi/core/layout.h."""
 
+    @property
+    def threshold(self) -> int:
+        """Sightings that it takes, or the probability times 2**32: as the kernels compare it."""
+        raise NotImplementedError
+
     _: dataclasses.KW_ONLY
     unadmitted: float | Literal["initial"] = 0.0
-    """What each number of the row of a key without admission reads as; "initial": the row that it would get."""
+    """What each number of the row of a key without admission reads as; "initial": the row that it would get. It is what
+    keys without a row read in `lookup`, also where the store is full; `find` gives what the table's `unknown` says."""
 
     def __post_init__(self) -> None:
         """Refuses what cannot be meant."""
         if self.unadmitted != "initial":
             value = self.unadmitted
-            if isinstance(value, (bool, str)) or not isinstance(value, (int, float)) or not math.isfinite(value):
+            if isinstance(value, (bool, str)) or not isinstance(value, (int, float)) or not abs(value) < LARGEST:
                 raise ValueError(
-                    f'policies.{type(self).__name__}: unadmitted: got {value!r}, wanted a finite number or "initial".'
+                    f'policies.{type(self).__name__}: unadmitted: got {value!r}, wanted a finite float32 or "initial".'
                 )
 
 
@@ -75,6 +83,11 @@ class AdmitByCount(Admission):
         """Refuses what cannot be meant."""
         super().__post_init__()
         _whole("policies.AdmitByCount: num_sightings", self.num_sightings, 1, 2**31 - 1)
+
+    @property
+    def threshold(self) -> int:
+        """The sightings."""
+        return self.num_sightings
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,6 +117,17 @@ class AdmitByBloom(Admission):
         _whole("policies.AdmitByBloom: num_sightings", self.num_sightings, 1, MAX_SIGHTINGS)
         _whole("policies.AdmitByBloom: num_keys", self.num_keys, 1, 2**31 - 1)
         _number("policies.AdmitByBloom: false_positive_rate", self.false_positive_rate, 1e-9, 0.5)
+        if self.num_counters(self.num_keys) > MAX_BLOOM_COUNTERS:
+            raise ValueError(
+                f"policies.AdmitByBloom: num_keys: got {self.num_keys} at a false_positive_rate of "
+                f"{self.false_positive_rate}, which take {self.num_counters(self.num_keys)} counters, wanted at most "
+                f"{MAX_BLOOM_COUNTERS}; raise the rate or expect fewer keys."
+            )
+
+    @property
+    def threshold(self) -> int:
+        """The sightings."""
+        return self.num_sightings
 
     @property
     def num_hashes(self) -> int:
@@ -134,6 +158,11 @@ class AdmitByProbability(Admission):
         """Refuses what cannot be meant."""
         super().__post_init__()
         _number("policies.AdmitByProbability: probability", self.probability, 0.0, 1.0)
+
+    @property
+    def threshold(self) -> int:
+        """The probability in 32 bits; 2**32 for certainty."""
+        return int(self.probability * 2**32)
 
 
 # Eviction ------------------------------------------------------------------------------------------------------------

@@ -223,6 +223,11 @@ class TableSpec:
         if not isinstance(self.statistics, bool):
             raise TypeError(f"{what}: statistics: got {self.statistics!r}, wanted True or False.")
 
+    @property
+    def refused_read_initial(self) -> bool:
+        """Whether a key without a row reads its initial row in a lookup; else a constant."""
+        return self.admission is None or self.admission.unadmitted == "initial"
+
     def _check_optimizer(self, what: str) -> None:
         """Refuses what no kernel could run, here and not in the first update."""
         num_states = len(self.optimizer.state_specs(self.dim))
@@ -343,6 +348,11 @@ class StoreSpec:
         )
 
     @property
+    def has_admission(self) -> bool:
+        """Whether some table keeps unseen keys out."""
+        return any(table.admission is not None for table in self.tables)
+
+    @property
     def counts_sightings(self) -> bool:
         """Whether some table admits by exact count."""
         return any(isinstance(table.admission, policies.AdmitByCount) for table in self.tables)
@@ -420,7 +430,31 @@ class StoreSpec:
             pinned = 0 if self.is_replicated else table.placement.shard if table.placement.kind == "on" else NO_ROW
             line[5] = pinned
             line[6] = table.unknown == "zeros"
+        for line, table, (begin, size) in zip(words, self.tables, self.bloom_segments(), strict=True):
+            admission = table.admission
+            if admission is None or admission.threshold >= 2**32:
+                continue
+            line[7:9] = admission.kind, admission.threshold
+            if isinstance(admission, policies.AdmitByBloom):
+                line[9:12] = begin // 4, size, admission.num_hashes
         return words
+
+    def refused_words(self) -> np.ndarray:
+        """`table_words` whose initializers give what keys without a row read in a lookup."""
+        words = self.table_words()
+        for line, table in zip(words, self.tables, strict=True):
+            if not table.refused_read_initial:
+                constant = initializers.constant(float(table.admission.unadmitted))
+                line[2:5] = constant.kind, *np.array([constant.a, constant.b], np.float32).view(np.uint32)
+        return words
+
+    def sighting_floors(self, cleared: int | None = None) -> np.ndarray:
+        """By table the count from which a key waits no longer, as it was let in; `cleared`: of one table none waits."""
+        counts = [
+            table.admission.num_sightings if isinstance(table.admission, policies.AdmitByCount) else 1
+            for table in self.tables
+        ]
+        return np.array([1 if number == cleared else count for number, count in enumerate(counts)], np.uint32)
 
 
 def group_into_stores(tables: Sequence[TableSpec], num_shards: int = 1) -> tuple[StoreSpec, ...]:

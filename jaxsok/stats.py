@@ -16,6 +16,7 @@ _PER_TABLE = (
     "num_refused",
     "num_padding",
     "num_nonfinite",
+    "num_unadmitted",
     "num_rows",
 )
 
@@ -36,9 +37,11 @@ class Stats:
     num_missing: Int32[Array, " num_tables"]
     """`find` only: the key has no row."""
     num_refused: Int32[Array, " num_tables"]
-    """The key was new and its store full: it read its initial row and learns nothing."""
+    """The key was new and got no row, as its store was full or as it is not admitted yet: it learns nothing."""
     num_padding: Int32[Array, " num_tables"]
     """PADDING_KEY, and the unused tail of a key buffer."""
+    num_unadmitted: Int32[Array, " num_tables"]
+    """Of the refused: those that the table's admission kept out."""
     num_nonfinite: Int32[Array, " num_tables"]
     """Rows whose summed gradient was infinite or NaN; they were left alone."""
     num_rows: Int32[Array, " num_tables"]
@@ -83,10 +86,10 @@ class Stats:
         }
 
     def check(self) -> None:
-        """Raises if anything was refused, skipped or stale (waits for the device).
+        """Raises if anything was refused for want of room, skipped or stale (waits for the device).
 
         Raises:
-          TableFullError: keys were refused; names table, capacity and how many.
+          TableFullError: keys were refused that were admitted; names table, capacity and how many.
           NonFiniteGradientError: row gradients were skipped.
           StalePlanError: uses of a stale plan were left out.
 
@@ -94,11 +97,12 @@ class Stats:
           `stats.check()` after a step, or every hundred steps on the sum of their stats.
         """
         counts = self.to_dict()
+        num_full = {table: c["num_refused"] - c["num_unadmitted"] for table, c in counts.items()}
         refused = [
-            f'table "{table}": {counts[table]["num_refused"]} keys refused, its store of capacity {capacity} rows '
+            f'table "{table}": {num_full[table]} keys refused, its store of capacity {capacity} rows '
             f"(tables {self._neighbours(i)}) holds {self._rows_of_store(counts, i)}"
             for i, (table, capacity) in enumerate(zip(self.tables, self.capacities, strict=True))
-            if counts[table]["num_refused"]
+            if num_full[table]
         ]
         if refused:
             unplaced = int(np.asarray(self.num_unplaced).sum())

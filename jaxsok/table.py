@@ -12,6 +12,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, Int32, UInt32
 
+from jaxsok import admission
 from jaxsok.kernels import table as kernels
 from jaxsok.specs import StoreSpec
 from jaxsok.store import StoreState
@@ -41,7 +42,14 @@ def find(store: StoreState, keys: Keys, table_ids: TableIds | np.ndarray) -> Row
 
 
 def find_or_insert(
-    spec: StoreSpec, store: StoreState, seed: UInt32[Array, "2"], keys: Keys, table_ids: TableIds | np.ndarray
+    spec: StoreSpec,
+    store: StoreState,
+    seed: UInt32[Array, "2"],
+    keys: Keys,
+    table_ids: TableIds | np.ndarray,
+    *,
+    step: UInt32[Array, ""] | None = None,
+    uses: Array | None = None,
 ) -> tuple[StoreState, RowIds, Int32[Array, "num_tables num_counts"]]:
     """Finds the row id of each (table, key) pair, and gives unseen pairs rows, by first occurrence.
 
@@ -52,9 +60,12 @@ def find_or_insert(
       keys: words; duplicates and PADDING_KEY are allowed.
       table_ids: the number of each key's table in the store. NumPy spares the tables whose rows XLA works out keys
         that are not theirs.
+      step: of the state: unseen keys are judged by the tables' admission. None: all are let in.
+      uses: occurrences that each key stands for, for admission; None: one each.
 
     Returns:
-      The store, the row ids (NO_ROW for padding and where the store is full), and counts by table (types.COUNTS).
+      The store, the row ids (NO_ROW for padding, for keys that are kept out and where the store is full), and counts by
+      table (types.COUNTS): of the keys as they stand here, but for the unadmitted, whose uses count.
 
     Cost:
       One call. Where XLA works out the rows of some tables two calls, of which the second looks at unseen keys alone,
@@ -65,14 +76,14 @@ def find_or_insert(
     """
     keys = jnp.asarray(keys)
     if not spec.traced_tables:
-        return _inserted(spec, store, seed, keys, jnp.asarray(table_ids))
+        return _inserted(spec, store, seed, keys, jnp.asarray(table_ids), step, uses)
     ids = jnp.asarray(table_ids)
     known = find(store, keys, ids)
     is_known = known != jnp.uint32(NO_ROW)
     # Who has a row needs no second search. And an insertion of what the search gave comes after it for XLA too, which
     # would copy the index else.
     unseen = jnp.where(is_known[:, None], jnp.uint32(PADDING_KEY & 0xFFFFFFFF), keys)
-    store, new, counts = _inserted(spec, store, seed, unseen, ids)
+    store, new, counts = _inserted(spec, store, seed, unseen, ids, step, uses)
     found = ((ids[:, None] == jnp.arange(len(spec.tables), dtype=jnp.uint32)[None, :]) & is_known[:, None]).sum(
         axis=0, dtype=jnp.int32
     )
@@ -83,10 +94,17 @@ def find_or_insert(
 
 
 def _inserted(
-    spec: StoreSpec, store: StoreState, seed: UInt32[Array, "2"], keys: Keys, table_ids: TableIds
+    spec: StoreSpec,
+    store: StoreState,
+    seed: UInt32[Array, "2"],
+    keys: Keys,
+    table_ids: TableIds,
+    step: UInt32[Array, ""] | None,
+    uses: Array | None,
 ) -> tuple[StoreState, RowIds, Int32[Array, "num_tables num_counts"]]:
     """`find_or_insert` by the kernels alone."""
-    index, counters, table_rows, rows, records, row_ids, counts = kernels.find_or_insert(
+    asked = admission.operands(spec, store, step, uses)
+    index, counters, table_rows, rows, records, counted, row_ids, counts = kernels.find_or_insert(
         store.index,
         store.counters,
         store.table_rows,
@@ -96,10 +114,13 @@ def _inserted(
         table_ids,
         store.rows,
         store.records,
+        asked,
     )
     store = dataclasses.replace(
         store, index=index, counters=counters, table_rows=table_rows, rows=rows, records=records
     )
+    if asked is not None:
+        store = dataclasses.replace(store, sightings=counted[0], bloom=counted[1])
     return store, row_ids, counts
 
 
@@ -119,7 +140,8 @@ def gather(
       store: unchanged; an update of the store that is returned comes after this read.
       seed: of the state.
       requests: key low, key high, table, uses; PADDING_KEY gives zeros.
-      row_ids: of each request; NO_ROW gives what the key's row would hold if it were new.
+      row_ids: of each request; NO_ROW gives what the key's row would hold if it were new, and for lookups what the
+        table's admission says of keys that it keeps out.
       is_find: whether tables with `unknown="zeros"` give zeros for NO_ROW.
 
     Returns:
@@ -132,12 +154,18 @@ def gather(
       Row ids `[1, 0, NO_ROW]` → row 1, row 0, and the initial row of the third request's key.
     """
     counters, rows, num_absent = kernels.gather(
-        store.counters, spec.table_words(), seed, requests, row_ids, store.rows, is_find=is_find
+        store.counters,
+        spec.table_words() if is_find else spec.refused_words(),
+        seed,
+        requests,
+        row_ids,
+        store.rows,
+        is_find=is_find,
     )
     if spec.traced_tables:
         keys, table_ids = requests[:, :2], requests[:, 2]
-        # Who reads zeros has them from the kernel, as every key of such a table that has no row.
-        given = [n for n in spec.traced_tables if not (is_find and spec.tables[n].unknown == "zeros")]
+        # Who reads zeros or another constant has it from the kernel, as every key of such a table that has no row.
+        given = [n for n in spec.traced_tables if reads_initial(spec, n, is_find=is_find)]
         is_initial = (row_ids == jnp.uint32(NO_ROW)) & is_key(keys) & _is_one_of(table_ids, given)
         rows = jnp.where(is_initial[:, None], initial_rows(spec, keys, table_ids), rows)
     return dataclasses.replace(store, counters=counters), rows, num_absent
@@ -228,6 +256,12 @@ def touch(
     if uses is None:
         uses = jnp.zeros(0, jnp.uint32)
     return dataclasses.replace(store, statistics=kernels.touch(row_ids, uses, clock, store.statistics))
+
+
+def reads_initial(spec: StoreSpec, number: int, *, is_find: bool) -> bool:
+    """Whether keys of a table that have no row read their initial row: in `find`, or in a lookup."""
+    table = spec.tables[number]
+    return table.unknown == "initial" if is_find else table.refused_read_initial
 
 
 # Initial rows that XLA works out --------------------------------------------------------------------------------------
@@ -356,7 +390,7 @@ def erase(spec: StoreSpec, store: StoreState, keys: Keys, table_ids: TableIds) -
         states=states,
         statistics=_without_dead(store.statistics, records),
     )
-    return store, num_erased
+    return admission.forget(spec, store), num_erased
 
 
 def _without_dead(
@@ -405,7 +439,7 @@ def clear(spec: StoreSpec, store: StoreState, number: int) -> tuple[StoreState, 
     )
     # Of no key: what is left of it is the list of freed rows and the index.
     store, _ = erase(spec, store, jnp.zeros((0, 2), jnp.uint32), jnp.zeros(0, jnp.uint32))
-    return store, num_erased
+    return admission.forget(spec, store, cleared=number), num_erased
 
 
 def rebuild(store: StoreState, num_buckets: int) -> tuple[Array, Array]:

@@ -44,17 +44,25 @@ COUNTERS: tuple[str, ...] = (
     "longest_probe",
     "salt_low",
     "salt_high",
+    "num_sightings",
 )
 """The words of a store's counters, in order."""
 
-COUNTS: tuple[str, ...] = ("num_found", "num_inserted", "num_missing", "num_refused", "num_padding")
-"""The words of a table's line of counts, in order."""
+COUNTS: tuple[str, ...] = (
+    "num_found",
+    "num_inserted",
+    "num_missing",
+    "num_refused",
+    "num_padding",
+    "num_unadmitted",
+)
+"""The words of a table's line of counts, in order; the last is a part of the refused."""
 
 BAGS_PER_TILE: int = 256
 """How many bags of one feature a thread block takes."""
 
 NUM_FEATURE_WORDS: int = 12
-NUM_TABLE_WORDS: int = 8
+NUM_TABLE_WORDS: int = 16
 NUM_HYPER: int = 8
 
 Combiner: TypeAlias = Literal["sum", "mean", "sqrtn"]

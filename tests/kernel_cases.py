@@ -31,13 +31,17 @@ USES_PER_CHUNK = 32
 CHUNK_LANES = 32
 VECTORS_PER_LANE = {8: 1, 4: 2, 1: 8}
 
-NUM_ALLOCATED, FREE_BEGIN, FREE_END, GENERATION, NUM_UNPLACED, LONGEST_PROBE, SALT_LOW, SALT_HIGH = range(8)
-FOUND, INSERTED, MISSING, REFUSED, PADDED = range(5)
+NUM_ALLOCATED, FREE_BEGIN, FREE_END, GENERATION, NUM_UNPLACED, LONGEST_PROBE, SALT_LOW, SALT_HIGH, NUM_SIGHTINGS = (
+    range(9)
+)
+FOUND, INSERTED, MISSING, REFUSED, PADDED, UNADMITTED = range(6)
 NONE, SUM, MEAN, SQRTN = range(4)
 SGD, ADAGRAD, ROWWISE_ADAGRAD, ADAM = range(4)
 SUM_OF_USES, MEAN_OF_USES, SQRT_OF_USES = range(3)
 CONSTANT, UNIFORM, NORMAL, TRUNCATED_NORMAL = range(4)
 NEAREST, STOCHASTIC = range(2)
+ADMIT_ALL, BY_COUNT, BY_BLOOM, BY_PROBABILITY = range(4)
+MOST_SIGHTINGS = 255
 
 F32 = np.float32
 BF16 = np.dtype(ml_dtypes.bfloat16)
@@ -45,6 +49,7 @@ F16 = np.dtype(np.float16)
 U64 = np.uint64
 GOLDEN = U64(0x9E3779B97F4A7C15)
 ROUNDING_STREAM = U64(0xD1B54A32D192ED03)
+ADMISSION_STREAM = U64(0xAEF17502108EF2D9)
 
 # --------------------------------------------------------------------------------------------------------------
 # Keys and hashes (core/hash.h)
@@ -171,6 +176,30 @@ def initial_rows(table_words: np.ndarray, seed: np.ndarray, keys: np.ndarray, ta
 
 
 # --------------------------------------------------------------------------------------------------------------
+# Admission (core/admission.h)
+
+
+def admission_hash(line: np.ndarray, seed: np.ndarray, key: int) -> np.ndarray:
+    """Of one key of a table, by its words: uint64[1]."""
+    of_table = mix(mix(from_words(seed[None]) + ADMISSION_STREAM) ^ from_words(line[None, 0:2]))
+    return mix(as_keys([key]) + of_table)
+
+
+def is_drawn(line: np.ndarray, seed: np.ndarray, key: int, step: int) -> bool:
+    """Whether chance lets a key in at a step."""
+    draw = mix(admission_hash(line, seed, key) + as_keys([step + 1]) * GOLDEN) >> U64(32)
+    return bool(draw[0] < line[8])
+
+
+def bloom_counters(line: np.ndarray, seed: np.ndarray, key: int) -> np.ndarray:
+    """The places of a key's counters in the filter of its shard."""
+    begin, size, num_hashes = (int(word) for word in line[9:12])
+    value = int(admission_hash(line, seed, key)[0])
+    low, high = value & 0xFFFFFFFF, value >> 32 | 1
+    return np.array([4 * begin + ((low + i * high) % 2**32 * size >> 32) for i in range(num_hashes)], np.int64)
+
+
+# --------------------------------------------------------------------------------------------------------------
 # Rows of 16 bits (core/row_dtype.h): ml_dtypes and float64 say what rounding means
 
 
@@ -212,7 +241,7 @@ def rounding_bits(lines: np.ndarray, seed: np.ndarray, step: int, keys: np.ndarr
 @functools.cache
 def table_words(num_tables: int) -> np.ndarray:
     """Tables with all kinds of initializers, each of its own name."""
-    lines = np.zeros((num_tables, 8), np.uint32)
+    lines = np.zeros((num_tables, 16), np.uint32)
     for t, line in enumerate(lines):
         line[:3] = zlib.crc32(b"low %d" % t), zlib.crc32(b"high %d" % t), (t + 1) % 4
         line[3:5] = np.array([-0.5, 0.25 + t], F32).view(np.uint32)
@@ -531,19 +560,33 @@ class Store:
         generation=7,
         dtype=F32,
         embedding_dtype=None,
+        admission=None,
+        refused=None,
+        num_waiting_buckets=64,
     ):
+        """`admission`: by table its words from kTableAdmission on; `refused`: what a key without a row reads."""
         self.dtype = np.dtype(dtype)
         self.embedding_dtype = np.dtype(embedding_dtype or dtype)
         self.slabs, self.dim, self.num_tables, self.optimizer = tuple(slabs), dim, num_tables, optimizer
         self.capacity = sum(slabs)
-        self.tables = table_words(num_tables)
+        self.tables = table_words(num_tables).copy()
+        for table, line in (admission or {}).items():
+            self.tables[table, 7 : 7 + len(line)] = line
+        self.refused = self.tables.copy()
+        for table, value in (refused or {}).items():
+            self.refused[table, 2:5] = np.array([CONSTANT, F32(value).view(np.uint32), 0], np.uint32)
+        self.admits = admission is not None
+        kinds = self.tables[:, 7]
+        self.waiting: dict[tuple[int, int], int] = {}
+        self.num_waiting_buckets = num_waiting_buckets if (kinds == BY_COUNT).any() else 0
+        self.bloom = np.zeros(int((4 * self.tables[:, 9] + self.tables[:, 10]).max()), np.uint8)
         self.seed = np.array([11, 12], np.uint32)
         widths = [dim if width == "dim" else width for width in STATES[optimizer]]
         self.initial = tuple(float(F32(value)) for value in initial[: len(widths)])
         self.rows = np.full((self.capacity, dim), -99, self.dtype)  # what nobody writes stays so
         self.records = np.full((self.capacity, 4), EMPTY)
         self.states = [np.full((self.capacity, w), F32(v)) for w, v in zip(widths, self.initial, strict=True)]
-        self.counters = np.zeros(8, np.uint32)
+        self.counters = np.zeros(9, np.uint32)
         self.counters[GENERATION] = generation
         self.table_rows = np.zeros(num_tables, np.uint32)
         self.row_of: dict[tuple[int, int], int] = {}
@@ -578,7 +621,22 @@ class Store:
             "rows": cut(self.rows),
             "records": cut(self.records),
             "states": tuple(cut(state) for state in self.states),
+            "sightings": (self._sightings(),) if self.num_waiting_buckets else (),
+            "bloom": (self.bloom.copy().view("<u4"),) if len(self.bloom) else (),
         }
+
+    def _sightings(self) -> np.ndarray:
+        """Those that wait, each where a walk finds it."""
+        array = np.full((self.num_waiting_buckets, 16), EMPTY)
+        pairs = list(self.waiting)
+        keys, tables = as_keys([key for _, key in pairs]), np.array([table for table, _ in pairs], np.int64)
+        homes = home_buckets(keys, tables, self.salt, self.num_waiting_buckets).astype(np.int64)
+        for (table, key), home in zip(pairs, homes.tolist(), strict=True):
+            places = [(home + probe) % self.num_waiting_buckets for probe in range(MAX_PROBES)]
+            lines = array.reshape(-1, PER_BUCKET, 4)
+            free = ((b, e) for b in places for e in range(PER_BUCKET) if (lines[b, e, :2] == EMPTY).all())
+            lines[next(free)] = key & 0xFFFFFFFF, key >> 32, self.waiting[table, key], table
+        return array
 
     def homes(self, keys: np.ndarray, tables: np.ndarray) -> list[int]:
         return home_buckets(keys, tables, self.salt, self.num_buckets).tolist()
@@ -617,14 +675,26 @@ class Store:
 
     # Writing ------------------------------------------------------------------------------------------------
 
-    def find_or_insert(self, keys: np.ndarray, tables: np.ndarray, is_asked: np.ndarray):
-        """Row ids and counts. Distinct pairs come one after the other, by first position; repeats share their fate."""
+    def find_or_insert(self, keys: np.ndarray, tables: np.ndarray, is_asked: np.ndarray, uses=None, step=None):
+        """Row ids and counts. Distinct pairs come one after the other, by first position; repeats share their fate.
+
+        `step`: unseen pairs are judged by the admission of their tables; `uses`: what each position stands for.
+        """
         row_ids = np.full(len(keys), NO_ROW, np.uint32)
-        counts = np.zeros((self.num_tables, 5), np.int32)
+        counts = np.zeros((self.num_tables, 6), np.int32)
         new = []
+        uses = np.ones(len(keys), np.int64) if uses is None else np.asarray(uses, np.int64)
+        kept_out = set()
+        if step is not None:
+            asked = self._distinct(keys, tables, is_asked)
+            sums = {pair: int(uses[at].sum()) for pair, at, _ in asked if pair not in self.bucket_of}
+            kept_out = self._kept_out(sums, step)
         for pair, occurrences, home in self._distinct(keys, tables, is_asked):
             table, row_id = pair[0], self.row_of.get(pair)
             num = len(occurrences)
+            if pair in kept_out:
+                counts[table, [REFUSED, UNADMITTED]] += num, uses[occurrences].sum()
+                continue
             if pair in self.bucket_of:
                 self._saw((self.bucket_of[pair] - home) % self.num_buckets + 1)
                 row_ids[occurrences] = row_id
@@ -643,6 +713,44 @@ class Store:
         rows, firsts = np.array(new, np.int64).reshape(-1, 2).T
         self.rows[rows] = self.initial_rows(keys[firsts], tables[firsts])
         return row_ids, counts
+
+    def _kept_out(self, sums: dict[tuple[int, int], int], step: int) -> set[tuple[int, int]]:
+        """Of unseen pairs with their uses in a call, those that get no row; counts what is to be counted."""
+        counters = {
+            pair: bloom_counters(self.tables[pair[0]], self.seed, pair[1])
+            for pair in sums
+            if self.tables[pair[0], 7] == BY_BLOOM
+        }
+        for pair, num in sums.items():
+            line = self.tables[pair[0]]
+            if line[7] == BY_COUNT:
+                self.waiting[pair] = min(self.waiting.get(pair, 0) + num, int(line[8]))
+            for at in counters.get(pair, ()):
+                self.bloom[at] = min(int(self.bloom[at]) + num, MOST_SIGHTINGS)
+        self.counters[NUM_SIGHTINGS] = len(self.waiting)
+
+        def is_let_in(pair: tuple[int, int]) -> bool:
+            line = self.tables[pair[0]]
+            if line[7] == BY_COUNT:
+                return self.waiting[pair] >= line[8]
+            if line[7] == BY_BLOOM:
+                return self.bloom[counters[pair]].min() >= line[8]
+            return line[7] == ADMIT_ALL or is_drawn(line, self.seed, pair[1], step)
+
+        return {pair for pair in sums if not is_let_in(pair)}
+
+    def forget(self, floors: np.ndarray) -> None:
+        """Counts that reached their table's floor begin at 0; their entries stay."""
+        self.waiting = {pair: 0 if num >= floors[pair[0]] else num for pair, num in self.waiting.items()}
+
+    def wait(self, num_buckets: int, floors: np.ndarray, more: dict[tuple[int, int], int]) -> None:
+        """Those that wait, with others, in so many buckets."""
+        kept: dict[tuple[int, int], int] = {}
+        for pair, num in [*self.waiting.items(), *more.items()]:
+            if pair[0] < self.num_tables and 0 < num < floors[pair[0]]:
+                kept[pair] = kept.get(pair, 0) + num
+        self.waiting, self.num_waiting_buckets = kept, num_buckets
+        self.counters[NUM_SIGHTINGS] = len(kept)
 
     def initial_rows(self, keys: np.ndarray, tables: np.ndarray, lines: np.ndarray | None = None) -> np.ndarray:
         """Of (table, key) pairs, as they are stored."""
@@ -718,7 +826,8 @@ class Store:
             zeros = [np.full(f.num_keys, f.unknown_zeros) for f in batch.features]
             unknown &= ~np.concatenate([*zeros, np.zeros(0, bool)])
         keys, tables = batch.keys[unknown], batch.tables[unknown]
-        values[unknown] = self.initial_rows(keys, tables).astype(F32)
+        lines = self.tables if may_be_zeros else self.refused
+        values[unknown] = self.initial_rows(keys, tables, lines).astype(F32)
         return values
 
     def embeddings(self, batch: Batch, values: np.ndarray) -> list[np.ndarray]:
@@ -728,9 +837,9 @@ class Store:
         combined = [combine(f, values[part], present[part]) for f, part in zip(batch.features, parts, strict=True)]
         return [nearest(one, self.embedding_dtype) for one in combined]
 
-    def lookup(self, batch: Batch):
+    def lookup(self, batch: Batch, step=None):
         """Embeddings, row ids, counts."""
-        row_ids, counts = self.find_or_insert(batch.keys, batch.tables, batch.is_asked)
+        row_ids, counts = self.find_or_insert(batch.keys, batch.tables, batch.is_asked, step=step)
         counts[:, PADDED] = batch.count_padding(self.num_tables)
         return self.embeddings(batch, self.row_values(batch, row_ids)), row_ids, counts
 
@@ -746,7 +855,7 @@ class Store:
         return self.embeddings(batch, values), self._counts(batch, row_ids, REFUSED)
 
     def _counts(self, batch: Batch, row_ids: np.ndarray, absent: int) -> np.ndarray:
-        counts = np.zeros((self.num_tables, 5), np.int32)
+        counts = np.zeros((self.num_tables, 6), np.int32)
         known = row_ids < self.capacity
         for outcome, which in ((FOUND, batch.is_asked & known), (absent, batch.is_asked & ~known)):
             counts[:, outcome] = np.bincount(batch.tables[which], minlength=self.num_tables)
@@ -907,17 +1016,48 @@ class Script:
         want = {"row_ids": self.store.find(keys, tables)}
         self._add("find", {"keys": words(keys), "table_ids": tables.astype(np.uint32)}, {}, want)
 
-    def find_or_insert(self, keys, tables=0) -> np.ndarray:
+    def find_or_insert(self, keys, tables=0, uses=None, step=None) -> np.ndarray:
+        """`step`: with admission; `uses`: of each key, for it."""
         self._begin()
         store = self.store
         keys, tables = _pairs(keys, tables)
         is_known = tables < store.num_tables
         is_padding = keys == U64(PADDING_KEY)
-        row_ids, counts = store.find_or_insert(keys, tables, is_known & ~is_padding)
+        row_ids, counts = store.find_or_insert(keys, tables, is_known & ~is_padding, uses, step)
         counts[:, PADDED] = np.bincount(tables[is_known & is_padding], minlength=store.num_tables)
         inputs = {"keys": words(keys), "table_ids": tables.astype(np.uint32), "seed": store.seed}
-        self._add("find_or_insert", inputs, self._tables(), {"row_ids": row_ids, "counts": counts})
+        inputs |= {} if uses is None else {"uses": np.asarray(uses, np.uint32)}
+        admission, statics = self._admission(step)
+        self._add(
+            "find_or_insert",
+            {**inputs, **admission},
+            {**self._tables(), **statics},
+            {"row_ids": row_ids, "counts": counts},
+        )
         return row_ids
+
+    def forget(self, floors) -> None:
+        """By table the count from which a key waits no longer."""
+        self._begin()
+        self.store.forget(np.asarray(floors))
+        self._add("forget", {"floors": np.asarray(floors, np.uint32)}, {}, {})
+
+    def wait(self, num_buckets: int, floors, keys=(), counts=(), tables=0) -> None:
+        """Other keys beside those that wait, in so many buckets."""
+        self._begin()
+        keys, tables = _pairs(keys, tables)
+        counts = np.asarray(counts, np.int64)
+        entries = np.concatenate([words(keys), counts[:, None], tables[:, None]], axis=1).astype(np.uint32)
+        pairs = zip(tables.tolist(), keys.tolist(), strict=True)
+        more = {pair: num for pair, num in zip(pairs, counts.tolist(), strict=True) if pair[1] != PADDING_KEY}
+        self.store.wait(num_buckets, np.asarray(floors), more)
+        self._add("wait", {"entries": entries}, {"floors": tuple(floors), "num_buckets": num_buckets}, {})
+
+    def _admission(self, step) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Operands and attributes more, if a step is given."""
+        if step is None:
+            return {}, {}
+        return {"step": np.array(step, np.uint32)}, {"refused": tuple(map(tuple, self.store.refused.tolist()))}
 
     def erase(self, keys, tables=0) -> None:
         self._begin()
@@ -1007,11 +1147,13 @@ class Script:
             statics = {**self._tables(lines), "is_find": is_find}
             self._add("gather", inputs, statics, {"rows": rows, "num_absent": num_absent})
 
-    def lookup(self, batch: Batch) -> np.ndarray:
+    def lookup(self, batch: Batch, step=None) -> np.ndarray:
+        """`step`: with admission."""
         self._begin()
-        embeddings, row_ids, counts = self.store.lookup(batch)
-        inputs = {**batch.operands(), "seed": self.store.seed}
-        statics = {**self._tables(), **_features(batch), **self._embeddings(batch)}
+        embeddings, row_ids, counts = self.store.lookup(batch, step)
+        admission, more = self._admission(step)
+        inputs = {**batch.operands(), "seed": self.store.seed, **admission}
+        statics = {**self._tables(), **_features(batch), **self._embeddings(batch), **more}
         want = {"row_ids": row_ids, "counts": counts, "embeddings": embeddings}
         self._add("lookup", inputs, statics, want, batch=batch, values=self.store.row_values(batch, row_ids))
         return row_ids
@@ -1027,7 +1169,7 @@ class Script:
         self._begin()
         embeddings, counts = self.store.lookup_planned(batch, row_ids)
         inputs = {**batch.operands(), "seed": self.store.seed, "row_ids": row_ids}
-        statics = {**self._tables(), **_features(batch), **self._embeddings(batch)}
+        statics = {**self._tables(self.store.refused), **_features(batch), **self._embeddings(batch)}
         self._add("lookup_planned", inputs, statics, {"counts": counts, "embeddings": embeddings})
 
     def update(
@@ -2111,7 +2253,7 @@ def requests_equal_hashes() -> Script:
     lines = script.store.tables
     hashes = [2**64 - 1, 0, 1, 2**52 - 1, 2**52, 2**63, *map(int, script.rng.integers(0, 2**63, 60))]
     keys = [as_keys([key_of_hash(h, line) for h in script.rng.permutation(as_keys(hashes)).tolist()]) for line in lines]
-    assert np.array_equal(np.sort(partition_hashes(keys[1], np.resize(lines[1], (66, 8)))), np.sort(as_keys(hashes)))
+    assert np.array_equal(np.sort(partition_hashes(keys[1], np.resize(lines[1], (66, 16)))), np.sort(as_keys(hashes)))
     padded = [np.r_[one[:30], np.full(7, PADDING_KEY, np.uint64), one[30:], one[:9]] for one in keys]
     batch = Batch(single(padded[2], 2), single(padded[0], 0), fixed(padded[1], 1, SUM, 2))
     for num_shards in (1, 8):
@@ -2534,6 +2676,146 @@ def rows16_gather(dtype: str) -> Script:
     script.store.rows[:] = nearest(script.normal(312, 33), script.store.dtype)
     script.store.rows[20:30, ::3] = np.nan
     return gather_mixed(script, 700, (1,))
+
+
+# Admission -----------------------------------------------------------------------------------------------------
+
+# By count, by Bloom filter, by probability, everyone: the words of each table from kTableAdmission on.
+POLICIES = {0: (BY_COUNT, 3), 1: (BY_BLOOM, 2, 0, 800, 5), 2: (BY_PROBABILITY, 2**31), 4: (BY_COUNT, 2)}
+REFUSED_READ = {0: 0.75, 1: 0.0, 4: -2.5}  # the keys of table 2 read their initial rows
+
+
+def admitting(seed: int, num_tables: int = 5, **more) -> Script:
+    """A store whose tables admit in all ways."""
+    return Script(seed=seed, num_tables=num_tables, admission=POLICIES, refused=REFUSED_READ, **more)
+
+
+def admission_batch(script: Script, num: int, num_distinct: int) -> Batch:
+    """Single keys, bags of one size and ragged ones, of all tables; some keys again, some padding."""
+    rng = script.rng
+
+    def keys(size):
+        drawn = rng.integers(0, num_distinct, size).astype(np.uint64) * U64(0x100000001)
+        drawn[rng.random(size) < 0.05] = PADDING_KEY
+        return drawn
+
+    offsets = np.r_[0, np.sort(rng.integers(0, num + 1, max(num // 3, 1)))]
+    return Batch(
+        single(keys(num), 0),
+        fixed(keys(2 * num), 1, MEAN, 2, script.weights(2 * num)),
+        ragged(keys(num), 2, SQRTN, offsets),
+        single(keys(num), 3),
+        fixed(keys(3 * num), 4, SUM, 3),
+        fixed(keys(num), 0, MEAN, 1),
+    )
+
+
+@cases("admission-{0}_keys", 1, 33, 257, 2000)
+def admission_sizes(num_keys: int) -> Script:
+    """Lookups one after the other: keys wait, come in, are erased and wait again."""
+    script = admitting(num_keys, slabs=((5, 7, 300), (12_000,))[num_keys > 100], num_waiting_buckets=4096, dim=5)
+    for step in range(3):
+        script.lookup(admission_batch(script, num_keys, num_keys + 2), step=step)
+    erased = np.arange(0, num_keys, 2).astype(np.uint64) * U64(0x100000001)
+    for table in (0, 1, 2):
+        script.erase(erased, table)
+    script.forget([3, 1, 1, 1, 2])
+    row_ids = script.lookup(batch := admission_batch(script, num_keys, num_keys + 2), step=3)
+    script.lookup_planned(batch, row_ids)
+    script.lookup_find(batch)
+    return script
+
+
+@cases("admission-{0}_pairs_with_uses", 33, 5000)
+def admission_uses(num_keys: int) -> Script:
+    """Keys of all tables as owners get them: each stands for several uses; unknown tables and padding between."""
+    script = admitting(num_keys, slabs=(9000,), dim=3, num_waiting_buckets=5000)
+    rng = script.rng
+    for step in range(3):
+        keys, tables = rng.integers(0, 2 * num_keys, num_keys).astype(np.uint64), rng.integers(0, 6, num_keys)
+        keys[rng.random(num_keys) < 0.05] = PADDING_KEY
+        script.find_or_insert(keys, tables, uses=rng.integers(1, 3, num_keys), step=step)
+    script.find_or_insert(keys, tables)  # without admission everyone comes in
+    return script
+
+
+@case("admission-one_key_5000_times")
+def admission_one_key() -> Script:
+    """All occurrences of a call count: the key comes in with all its positions, or with none."""
+    script = Script(
+        slabs=(8,), num_tables=3, admission={0: (BY_COUNT, 5001), 1: (BY_COUNT, 5000), 2: (BY_BLOOM, 255, 0, 64, 3)}
+    )
+    keys = np.full(5000, 2**64 - 2, np.uint64)
+    for table in (0, 1, 2, 0):
+        script.find_or_insert(keys, table, step=0)
+    return script
+
+
+@case("admission-full_store")
+def admission_full_store() -> Script:
+    """More keys are let in than there are rows: the first by position get them, the others are refused for room."""
+    script = admitting(1, slabs=(3, 5), num_tables=5)
+    keys, tables = np.repeat(np.arange(40), 4), np.tile([0, 1, 2, 3], 40)
+    for step in range(3):
+        script.find_or_insert(keys, tables, step=step)
+    batch = admission_batch(script, 30, 40)
+    script.lookup(batch, step=4)
+    return script
+
+
+@case("admission-70_tables")
+def admission_many_tables() -> Script:
+    """More tables than counts have room for in shared memory."""
+    script = Script(
+        num_tables=70, admission={t: (BY_COUNT, 2 + t % 3) for t in range(0, 70, 2)}, num_waiting_buckets=300
+    )
+    for step in range(3):
+        script.find_or_insert(script.rng.integers(0, 5, 600), script.rng.integers(0, 70, 600), step=step)
+    return script
+
+
+@cases("admission-{0}", *HALVES)
+def admission_rows16(dtype: str) -> Script:
+    """Rows of 16 bits: what a key without a row reads is rounded as a new row is."""
+    script = Script(
+        seed=3,
+        slabs=(600,),
+        dim=12,
+        dtype=HALVES[dtype],
+        num_tables=5,
+        admission=POLICIES,
+        refused={0: 1 / 3, 1: 1e30, 4: -0.1},
+    )
+    for step in range(2):
+        script.lookup(admission_batch(script, 40, 30), step=step)
+    return script
+
+
+@case("admission-a_small_filter")
+def admission_small_filter() -> Script:
+    """Sixteen counters for hundreds of keys: they fill up and stay full."""
+    script = Script(num_tables=2, admission={0: (BY_BLOOM, 255, 0, 16, 4), 1: (BY_BLOOM, 3, 4, 64, 30)})
+    for step in range(3):
+        uses = script.rng.integers(1, 50, 257)
+        script.find_or_insert(script.rng.integers(0, 100, 257), np.arange(257) % 2, uses=uses, step=step)
+    return script
+
+
+@case("small-admission")
+def admission_small() -> Script:
+    """All of it once: waiting, coming in, forgotten, made anew in more buckets, with others and without."""
+    script = admitting(7, slabs=(5, 95), num_waiting_buckets=16)
+    batch = admission_batch(script, 6, 9)
+    script.lookup(batch, step=0)
+    script.find_or_insert([1, 2, 3, 3, PADDING_KEY, 1], [0, 0, 4, 4, 0, 1], uses=[1, 2, 1, 1, 5, 1], step=1)
+    script.wait(32, [3, 1, 1, 1, 2], [77, 78, 79, 1, PADDING_KEY, 80], [1, 2, 3, 1, 1, 0], [0, 0, 0, 4, 0, 0])
+    script.find_or_insert([77, 78, 79, 80], 0, step=1)
+    script.forget([1, 1, 1, 1, 2])  # nobody of table 0 waits
+    script.wait(16, [3, 1, 1, 1, 2])
+    row_ids = script.lookup(batch, step=2)
+    script.lookup_planned(batch, row_ids)
+    script.gather(batch.keys, batch.tables, row_ids)
+    return script
 
 
 # A small selection: every kernel, in every way through it, in little time ---------------------------------------

@@ -6,6 +6,8 @@
 //   states     float[capacity][1|dim]   one array for each piece of optimizer state
 //   statistics RowStatistics[capacity]  8 bytes each, where asked for: when and how often the row was used
 //   counters   uint32[kNumCounters]     how many rows are in use, the list of freed rows, the generation
+//   sightings  Bucket[num_buckets]      where a table admits by count: (table, key) -> occurrences so far
+//   bloom      uint8[...]               where a table admits by Bloom filter: counters, four in a word
 //
 //            one bucket, 64 bytes, one memory line
 //   +-----------------+-----------------+-----------------+-----------------+
@@ -32,6 +34,9 @@
 // that meets its key with another table walks on.
 // erase marks the records of its rows dead and rebuilds the index: it is small, it streams, and so no
 // tombstones ever slow the table down.
+//
+// Sightings have the form of an index whose entries are empty, claimed or live, the row id's word being the count.
+// A count of 0 waits for nobody: a key that was forgotten (its row was erased) keeps its entry until the next rebuild.
 //
 // Rows and everything else that a row owns lie in slabs: growing appends one and copies nothing. Slab s holds
 // the row ids [starts[s], starts[s + 1]).
@@ -121,7 +126,8 @@ enum Counter : int {
                       // entries, so on a GPU it may differ between runs
   kSaltLow = 6,       // mixed into every hash; a rebuild may change it
   kSaltHigh = 7,
-  kNumCounters = 8,
+  kNumSightings = 8,  // entries of `sightings` that are taken, those of forgotten keys included
+  kNumCounters = 9,
 };
 
 /// What one feature's part of a batch looks like: one line of int32[num_features, kNumFeatureWords].
@@ -164,19 +170,33 @@ enum Count : int {
   kCountMissing = 2,
   kCountRefused = 3,
   kCountPadding = 4,
-  kNumCounts = 5,
+  kCountUnadmitted = 5,  // of the refused: not let in by the table's admission
+  kNumCounts = 6,
 };
 
 /// What a table's new rows hold, and where they lie: one line of uint32[num_tables, kNumTableWords].
 enum TableWord : int {
   kTableNameLow = 0,  // 64-bit hash of the table's name
   kTableNameHigh = 1,
-  kTableInitializer = 2,  // InitializerKind
-  kTableParameterA = 3,   // bits of a float
-  kTableParameterB = 4,   // bits of a float
-  kTableOwner = 5,        // the shard that has the whole table; kNoOwner: by partition
-  kTableUnknown = 6,      // gather for find: 0 a key without a row gives its initial row, 1 zeros
-  kNumTableWords = 8,
+  kTableInitializer = 2,   // InitializerKind
+  kTableParameterA = 3,    // bits of a float
+  kTableParameterB = 4,    // bits of a float
+  kTableOwner = 5,         // the shard that has the whole table; kNoOwner: by partition
+  kTableUnknown = 6,       // gather for find: 0 a key without a row gives its initial row, 1 zeros
+  kTableAdmission = 7,     // AdmissionKind
+  kTableThreshold = 8,     // sightings that it takes, at least 1; or the probability times 2^32
+  kTableBloomBegin = 9,    // first word of its counters
+  kTableBloomSize = 10,    // number of them, a multiple of four
+  kTableBloomHashes = 11,  // counters that a key advances
+  kNumTableWords = 16,
+};
+
+/// Who of the unseen keys gets a row; policies.py names them too.
+enum AdmissionKind : int {
+  kAdmitAll = 0,
+  kAdmitByCount = 1,
+  kAdmitByBloom = 2,
+  kAdmitByProbability = 3,
 };
 
 /// Where each slab begins; shared by rows, records and states of a store.
@@ -238,6 +258,15 @@ struct StoreView {
   uint32_t capacity;
   int32_t dim;
   int32_t num_tables;
+};
+
+/// What decides who of the unseen keys gets a row, in stores where a table asks.
+struct AdmissionView {
+  IndexView sightings;      // no buckets: no table admits by count
+  uint32_t* bloom;          // nullptr: no table admits by Bloom filter
+  const uint32_t* step;     // []: how many updates came before
+  const uint32_t* uses;     // [num_keys]: occurrences that each position stands for; nullptr: one each
+  const uint32_t* refused;  // [num_tables, kNumTableWords]: initializers by which keys without a row read theirs
 };
 
 }  // namespace jaxsok

@@ -201,6 +201,43 @@ inline ffi::Error CheckSlabAliases(const ffi::RemainingArgs& args, const ffi::Re
   return ffi::Error::Success();
 }
 
+/// Which operands a store with admission brings, after the slabs and in this order; bits of the attribute `admission`.
+/// kernels/table.py names them too. 0: everyone is let in.
+enum AdmissionOperand : int32_t {
+  kAdmissionAsked = 1,  // step and refused, after the next two
+  kSightingsGiven = 2,  // in place, as the slabs
+  kBloomGiven = 4,      // in place
+  kUsesGiven = 8,       // the last
+};
+
+/// Reads them; `admission` is left empty where there are none. `num_aliased`: slabs before them, then with those that
+/// are in place.
+inline ffi::Error ReadAdmission(const ffi::RemainingArgs& args, int32_t operands, int64_t num_keys, const char* op,
+                                std::optional<AdmissionView>& admission, size_t* num_aliased) {
+  if ((operands & kAdmissionAsked) == 0) return ffi::Error::Success();
+  AdmissionView view{};
+  size_t next = *num_aliased;
+  const auto read = [&](const char* argument, std::initializer_list<int64_t> shape, auto** data) -> ffi::Error {
+    auto buffer = args.get<ffi::Buffer<ffi::U32>>(next++);
+    if (!buffer.has_value()) return buffer.error();
+    *data = reinterpret_cast<std::remove_reference_t<decltype(*data)>>(buffer->typed_data());
+    return CheckShape(buffer->dimensions(), shape, argument, op);
+  };
+  if ((operands & kSightingsGiven) != 0) {
+    auto buffer = args.get<ffi::Buffer<ffi::U32>>(next);
+    if (!buffer.has_value()) return buffer.error();
+    view.sightings.num_buckets = static_cast<uint32_t>(buffer->dimensions()[0]);
+    JAXSOK_RETURN_IF_ERROR(read("sightings", {-1, 16}, &view.sightings.buckets));
+  }
+  if ((operands & kBloomGiven) != 0) JAXSOK_RETURN_IF_ERROR(read("bloom", {-1}, &view.bloom));
+  *num_aliased = next;
+  JAXSOK_RETURN_IF_ERROR(read("step", {}, &view.step));
+  JAXSOK_RETURN_IF_ERROR(read("refused", {-1, kNumTableWords}, &view.refused));
+  if ((operands & kUsesGiven) != 0) JAXSOK_RETURN_IF_ERROR(read("uses", {num_keys}, &view.uses));
+  admission = view;
+  return ffi::Error::Success();
+}
+
 /// The embeddings of all features: results from `first` on. `data` holds what the view points to.
 inline ffi::Error ReadEmbeddings(const ffi::RemainingRets& rets, size_t first, int32_t num_features, const char* op,
                                  std::vector<void*>& data, EmbeddingsView& embeddings) {

@@ -10,7 +10,7 @@ ffi::Error LookupImpl(StreamArgument stream, Index index_in, Counters counters_i
                       ffi::RemainingArgs args, ffi::Result<Index> index, ffi::Result<Counters> counters,
                       ffi::Result<TableRows> table_rows, ffi::Result<RowIds> row_ids, ffi::Result<Counts> counts,
                       ffi::Result<Workspace> workspace, ffi::RemainingRets rets, int32_t num_slabs, int32_t num_tiles,
-                      int32_t kinds) {
+                      int32_t kinds, int32_t admission_operands) {
   constexpr char kOp[] = "lookup";
   BatchView batch{};
   JAXSOK_RETURN_IF_ERROR(ReadBatch(keys, offsets, weights, features, num_tiles, kOp, batch));
@@ -25,7 +25,10 @@ ffi::Error LookupImpl(StreamArgument stream, Index index_in, Counters counters_i
   SlabReader slabs(args, num_slabs, kOp);
   JAXSOK_RETURN_IF_ERROR(slabs.ReadRows(store));
   JAXSOK_RETURN_IF_ERROR(slabs.Read<ffi::U32>("records", store.records, &record_words));
-  JAXSOK_RETURN_IF_ERROR(CheckSlabAliases(args, rets, 0, 0, 2 * static_cast<size_t>(num_slabs), kOp));
+  size_t num_aliased = 2 * static_cast<size_t>(num_slabs);
+  std::optional<AdmissionView> admission;
+  JAXSOK_RETURN_IF_ERROR(ReadAdmission(args, admission_operands, batch.num_keys, kOp, admission, &num_aliased));
+  JAXSOK_RETURN_IF_ERROR(CheckSlabAliases(args, rets, 0, 0, num_aliased, kOp));
   store.index = IndexOf(*index);
   store.counters = counters->typed_data();
   store.table_rows = table_rows->typed_data();
@@ -36,11 +39,10 @@ ffi::Error LookupImpl(StreamArgument stream, Index index_in, Counters counters_i
   store.num_tables = static_cast<int32_t>(table_rows->dimensions()[0]);
   std::vector<void*> data;
   EmbeddingsView embeddings;
-  JAXSOK_RETURN_IF_ERROR(
-      ReadEmbeddings(rets, 2 * static_cast<size_t>(num_slabs), batch.num_features, kOp, data, embeddings));
+  JAXSOK_RETURN_IF_ERROR(ReadEmbeddings(rets, num_aliased, batch.num_features, kOp, data, embeddings));
   StreamScope scope(stream);
   return FromLaunch(LaunchLookup(scope.get(), store, batch, embeddings, row_ids->typed_data(), counts->typed_data(),
-                                 workspace->typed_data()),
+                                 workspace->typed_data(), admission.has_value() ? &*admission : nullptr),
                     kOp);
 }
 
@@ -110,7 +112,8 @@ JAXSOK_DEFINE_HANDLER(JaxsokLookup, LookupImpl,
                           .RemainingRets()
                           .Attr<int32_t>("num_slabs")
                           .Attr<int32_t>("num_tiles")
-                          .Attr<int32_t>("kinds"));
+                          .Attr<int32_t>("kinds")
+                          .Attr<int32_t>("admission"));
 
 JAXSOK_DEFINE_HANDLER(JaxsokLookupFind, LookupFindImpl,
                       BindStream()

@@ -1,4 +1,4 @@
-// Handlers of the table noun: find, find_or_insert, gather, scatter, touch, erase, rebuild.
+// Handlers of the table noun: find, find_or_insert, gather, scatter, touch, erase, rebuild, forget, wait.
 #include "buffers.h"
 
 namespace jaxsok {
@@ -25,7 +25,7 @@ ffi::Error TableFindOrInsertImpl(StreamArgument stream, Index index_in, Counters
                                  ffi::Result<Index> index, ffi::Result<Counters> counters,
                                  ffi::Result<TableRows> table_rows, ffi::Result<RowIds> row_ids,
                                  ffi::Result<Counts> counts, ffi::Result<Workspace> workspace, ffi::RemainingRets rets,
-                                 int32_t num_slabs) {
+                                 int32_t num_slabs, int32_t admission_operands) {
   constexpr char kOp[] = "table_find_or_insert";
   const int64_t n = keys.dimensions()[0];
   JAXSOK_RETURN_IF_ERROR(CheckAlias(index_in.typed_data(), index->typed_data(), "index", kOp));
@@ -38,7 +38,10 @@ ffi::Error TableFindOrInsertImpl(StreamArgument stream, Index index_in, Counters
   SlabReader slabs(args, num_slabs, kOp);
   JAXSOK_RETURN_IF_ERROR(slabs.ReadRows(store));
   JAXSOK_RETURN_IF_ERROR(slabs.Read<ffi::U32>("records", store.records, &record_words));
-  JAXSOK_RETURN_IF_ERROR(CheckSlabAliases(args, rets, 0, 0, 2 * static_cast<size_t>(num_slabs), kOp));
+  size_t num_aliased = 2 * static_cast<size_t>(num_slabs);
+  std::optional<AdmissionView> admission;
+  JAXSOK_RETURN_IF_ERROR(ReadAdmission(args, admission_operands, n, kOp, admission, &num_aliased));
+  JAXSOK_RETURN_IF_ERROR(CheckSlabAliases(args, rets, 0, 0, num_aliased, kOp));
   store.index = IndexOf(*index);
   store.counters = counters->typed_data();
   store.table_rows = table_rows->typed_data();
@@ -48,9 +51,10 @@ ffi::Error TableFindOrInsertImpl(StreamArgument stream, Index index_in, Counters
   store.capacity = slabs.capacity();
   store.num_tables = static_cast<int32_t>(table_rows->dimensions()[0]);
   StreamScope scope(stream);
-  return FromLaunch(LaunchFindOrInsert(scope.get(), store, KeysOf(keys), table_ids.typed_data(), n,
-                                       row_ids->typed_data(), counts->typed_data(), workspace->typed_data()),
-                    kOp);
+  return FromLaunch(
+      LaunchFindOrInsert(scope.get(), store, KeysOf(keys), table_ids.typed_data(), n, row_ids->typed_data(),
+                         counts->typed_data(), workspace->typed_data(), admission.has_value() ? &*admission : nullptr),
+      kOp);
 }
 
 /// The rows of requests whose row ids are known.
@@ -172,7 +176,44 @@ ffi::Error TableRebuildImpl(StreamArgument stream, Counters counters_in, ffi::Re
   return FromLaunch(LaunchRebuild(scope.get(), store, workspace->typed_data()), kOp);
 }
 
+/// Forgets, of the keys that wait for a row, those that were seen often.
+ffi::Error TableForgetImpl(StreamArgument stream, Index sightings_in, ffi::Buffer<ffi::U32> floors,
+                           ffi::Result<Index> sightings) {
+  constexpr char kOp[] = "table_forget";
+  JAXSOK_RETURN_IF_ERROR(CheckAlias(sightings_in.typed_data(), sightings->typed_data(), "sightings", kOp));
+  JAXSOK_RETURN_IF_ERROR(CheckShape(sightings_in.dimensions(), {-1, 16}, "sightings", kOp));
+  StreamScope scope(stream);
+  return FromLaunch(
+      LaunchForget(scope.get(), IndexOf(*sightings), floors.typed_data(), static_cast<int32_t>(floors.element_count())),
+      kOp);
+}
+
+/// Makes sightings, of any size, of keys that wait for a row.
+ffi::Error TableWaitImpl(StreamArgument stream, Counters counters_in, ffi::Buffer<ffi::U32> floors,
+                         ffi::Buffer<ffi::U32> entries, ffi::Result<Index> sightings, ffi::Result<Counters> counters) {
+  constexpr char kOp[] = "table_wait";
+  JAXSOK_RETURN_IF_ERROR(CheckAlias(counters_in.typed_data(), counters->typed_data(), "counters", kOp));
+  JAXSOK_RETURN_IF_ERROR(CheckShape(entries.dimensions(), {-1, 4}, "entries", kOp));
+  JAXSOK_RETURN_IF_ERROR(CheckShape(sightings->dimensions(), {-1, 16}, "sightings", kOp));
+  StreamScope scope(stream);
+  return FromLaunch(LaunchWait(scope.get(), IndexOf(*sightings), counters->typed_data(), floors.typed_data(),
+                               static_cast<int32_t>(floors.element_count()),
+                               reinterpret_cast<const Entry*>(entries.typed_data()), entries.dimensions()[0]),
+                    kOp);
+}
+
 }  // namespace
+
+JAXSOK_DEFINE_HANDLER(JaxsokTableForget, TableForgetImpl,
+                      BindStream().Arg<Index>().Arg<ffi::Buffer<ffi::U32>>().Ret<Index>());
+
+JAXSOK_DEFINE_HANDLER(JaxsokTableWait, TableWaitImpl,
+                      BindStream()
+                          .Arg<Counters>()
+                          .Arg<ffi::Buffer<ffi::U32>>()
+                          .Arg<ffi::Buffer<ffi::U32>>()
+                          .Ret<Index>()
+                          .Ret<Counters>());
 
 JAXSOK_DEFINE_HANDLER(JaxsokTableFind, TableFindImpl,
                       BindStream().Arg<Index>().Arg<Counters>().Arg<Keys>().Arg<TableIds>().Ret<RowIds>());
@@ -194,7 +235,8 @@ JAXSOK_DEFINE_HANDLER(JaxsokTableFindOrInsert, TableFindOrInsertImpl,
                           .Ret<Counts>()
                           .Ret<Workspace>()
                           .RemainingRets()
-                          .Attr<int32_t>("num_slabs"));
+                          .Attr<int32_t>("num_slabs")
+                          .Attr<int32_t>("admission"));
 
 JAXSOK_DEFINE_HANDLER(JaxsokTableGather, TableGatherImpl,
                       BindStream()

@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "../core/admission.h"
 #include "../core/initialize.h"
 #include "../core/probe.h"
 #include "bags_cpu.h"
@@ -164,10 +165,109 @@ class RowAllocator {
   uint32_t* counters_;
 };
 
+/// The entry of a pair among those that wait, made if there is none, with `uses` added; kNoEntry: none in reach.
+inline uint32_t AddSightings(const IndexView& sightings, uint32_t* counters, uint64_t key, uint32_t table,
+                             uint32_t uses) {
+  const uint32_t home = HomeBucket(HashOf(key, table, SaltOf(counters)), sightings.num_buckets);
+  const ProbeResult walk = ProbeFrom(sightings, key, table, home);
+  if (walk.entry == kNoEntry) return kNoEntry;
+  Entry* entry = sightings.EntryAt(walk.entry);
+  if (walk.row_id == kNoRow) {
+    *entry = {key, 0, table};
+    ++counters[kNumSightings];
+  }
+  entry->row_id += uses;
+  return walk.entry;
+}
+
+/// Positions of a batch whose keys have no row, in chunks of kKeysPerChunk positions.
+struct UnseenPositions {
+  int64_t num_chunks;
+  uint32_t* num_unseen;  // [num_chunks]
+  uint32_t* positions;   // those of chunk c from c * kKeysPerChunk on
+  uint32_t* homes;       // of their keys, likewise
+};
+
+/// Takes the positions of keys that are not let in out of the lists, and counts them.
+///
+/// One thread's work, as inserting is. All occurrences are counted before the first is judged.
+template <typename Source>
+void Admit(const StoreView& store, const AdmissionView& admission, const Source& source, const UnseenPositions& unseen,
+           uint32_t* row_ids, int32_t* counts) {
+  const auto uses_of = [&](uint32_t position) { return admission.uses == nullptr ? 1u : admission.uses[position]; };
+  const auto words_of = [&](uint32_t table) { return store.tables + int64_t{table} * kNumTableWords; };
+  const auto for_all = [&](const auto& visit) {
+    for (int64_t c = 0; c < unseen.num_chunks; ++c) {
+      const int64_t begin = c * kKeysPerChunk;
+      for (int64_t k = begin; k < begin + unseen.num_unseen[c]; ++k) {
+        const uint32_t position = unseen.positions[k];
+        visit(position, source.keys[position], source.TableAt(position));
+      }
+    }
+  };
+  for_all([&](uint32_t position, uint64_t key, uint32_t table) {
+    const uint32_t* words = words_of(table);
+    if (words[kTableAdmission] == kAdmitByCount) {
+      // The judge finds the entry here.
+      row_ids[position] = AddSightings(admission.sightings, store.counters, key, table, uses_of(position));
+    } else if (words[kTableAdmission] == kAdmitByBloom) {
+      const uint64_t hash = AdmissionHash(words, store.seed, key);
+      for (uint32_t i = 0; i < words[kTableBloomHashes]; ++i) {
+        const uint64_t counter = BloomCounter(words, hash, i);
+        uint32_t* word = &admission.bloom[counter / 4];
+        *word = BloomAdded(*word, counter, uses_of(position));
+      }
+    }
+  });
+  const auto is_admitted = [&](uint32_t position, uint64_t key, uint32_t table) {
+    const uint32_t* words = words_of(table);
+    const uint32_t threshold = words[kTableThreshold];
+    switch (words[kTableAdmission]) {
+      case kAdmitByCount: {
+        if (row_ids[position] == kNoEntry) return false;
+        uint32_t* count = &admission.sightings.EntryAt(row_ids[position])->row_id;
+        *count = std::min(*count, threshold);
+        return *count == threshold;
+      }
+      case kAdmitByBloom: {
+        const uint64_t hash = AdmissionHash(words, store.seed, key);
+        uint32_t least = kMostSightings;
+        for (uint32_t i = 0; i < words[kTableBloomHashes]; ++i) {
+          const uint64_t counter = BloomCounter(words, hash, i);
+          least = std::min(least, BloomCount(admission.bloom[counter / 4], counter));
+        }
+        return least >= threshold;
+      }
+      case kAdmitByProbability:
+        return IsDrawn(words, AdmissionHash(words, store.seed, key), *admission.step);
+      default:
+        return true;
+    }
+  };
+  for (int64_t c = 0; c < unseen.num_chunks; ++c) {
+    const int64_t begin = c * kKeysPerChunk, end = begin + unseen.num_unseen[c];
+    int64_t kept = begin;
+    for (int64_t k = begin; k < end; ++k) {
+      const uint32_t position = unseen.positions[k];
+      const uint32_t table = source.TableAt(position);
+      if (is_admitted(position, source.keys[position], table)) {
+        unseen.positions[kept] = position;
+        unseen.homes[kept++] = unseen.homes[k];
+      } else {
+        int32_t* table_counts = counts + int64_t{table} * kNumCounts;
+        ++table_counts[kCountRefused];
+        table_counts[kCountUnadmitted] += static_cast<int32_t>(uses_of(position));
+      }
+      row_ids[position] = kNoRow;
+    }
+    unseen.num_unseen[c] = static_cast<uint32_t>(kept - begin);
+  }
+}
+
 /// The body of LaunchFindOrInsert, over keys of either source.
 template <typename Source>
 void FindOrInsert(Stream stream, const StoreView& store, const Source& source, int64_t num_keys, uint32_t* row_ids,
-                  int32_t* counts, void* workspace) {
+                  int32_t* counts, void* workspace, const AdmissionView* admission) {
   const uint64_t salt = SaltOf(store.counters);
   const int64_t num_chunks = CeilDiv(num_keys, kKeysPerChunk);
   Carver carver(workspace);
@@ -204,6 +304,9 @@ void FindOrInsert(Stream stream, const StoreView& store, const Source& source, i
     MaxAtomically(&store.counters[kLongestProbe], static_cast<uint32_t>(longest));
   });
 
+  if (admission != nullptr) {
+    Admit(store, *admission, source, UnseenPositions{num_chunks, num_unseen, unseen, homes}, row_ids, counts);
+  }
   RowAllocator allocator(store);
   int64_t num_new = 0;  // the list of new positions overwrites that of unseen ones, which it never overtakes
   uint32_t longest = store.counters[kLongestProbe];

@@ -46,9 +46,11 @@ struct GradientsView {
 /// Looks up a batch; unseen keys get rows.
 ///
 /// Post   : embeddings for every bag; row_ids as LaunchFindOrInsert; refused keys contribute their
-///          initial row. counts and the store as LaunchFindOrInsert.
+///          initial row, with admission the row that `refused` says. counts and the store as LaunchFindOrInsert.
+/// Pre    : `admission` may be nullptr: everyone is let in. It has no uses.
 LaunchError LaunchLookup(Stream stream, const StoreView& store, const BatchView& batch,
-                         const EmbeddingsView& embeddings, uint32_t* row_ids, int32_t* counts, void* workspace);
+                         const EmbeddingsView& embeddings, uint32_t* row_ids, int32_t* counts, void* workspace,
+                         const AdmissionView* admission = nullptr);
 
 /// Looks up a batch and changes nothing; keys without a row give their initial row or zeros (kFeatureUnknown).
 ///

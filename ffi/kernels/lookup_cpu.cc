@@ -104,17 +104,20 @@ void CountBaglessFeatures(const BagFeatures& bags, int32_t* counts) {
 }  // namespace
 
 LaunchError LaunchLookup(Stream stream, const StoreView& store, const BatchView& batch,
-                         const EmbeddingsView& embeddings, uint32_t* row_ids, int32_t* counts, void* workspace) {
+                         const EmbeddingsView& embeddings, uint32_t* row_ids, int32_t* counts, void* workspace,
+                         const AdmissionView* admission) {
   const BagFeatures bags(stream, batch);
   if (LaunchError error = bags.ErrorWithTables(store.num_tables)) return error;
   if (LaunchError error = CheckStore(store, embeddings)) return error;
   if (store.index.num_buckets == 0) return "index: no buckets";
-  FindOrInsert(stream, store, BatchSource{batch.keys, &bags}, batch.num_keys, row_ids, counts, workspace);
+  FindOrInsert(stream, store, BatchSource{batch.keys, &bags}, batch.num_keys, row_ids, counts, workspace, admission);
+  StoreView read = store;
+  if (admission != nullptr) read.tables = admission->refused;
   RunTasks(stream, static_cast<int64_t>(bags.tiles().size()), [&](int64_t t) {
     const Tile& tile = bags.tiles()[t];
     const FeatureView& feature = bags.features()[tile.feature];
     constexpr int32_t kInitialRow = 0;
-    CombineRows(store, feature, tile, batch.keys, row_ids, 0, kInitialRow, embeddings, [](const auto&) {});
+    CombineRows(read, feature, tile, batch.keys, row_ids, 0, kInitialRow, embeddings, [](const auto&) {});
   });
   return nullptr;
 }

@@ -1,4 +1,5 @@
 // The way down on a GPU: the passes in their order. The kernels are in lookup_cuda.cuh.
+#include "admission_cuda.cuh"
 #include "lookup_cuda.cuh"
 
 namespace jaxsok {
@@ -33,7 +34,8 @@ LaunchError Main(Stream stream, Mode mode, const LookupArguments& a, const Embed
 }  // namespace
 
 LaunchError LaunchLookup(Stream stream, const StoreView& store, const BatchView& batch,
-                         const EmbeddingsView& embeddings, uint32_t* row_ids, int32_t* counts, void* workspace) {
+                         const EmbeddingsView& embeddings, uint32_t* row_ids, int32_t* counts, void* workspace,
+                         const AdmissionView* admission) {
   EmbeddingPointers pointers;
   JAXSOK_RETURN_IF_LAUNCH(pointers.Fill(embeddings, batch.num_features, store.row_dtype));
   LookupArguments a{store, batch, nullptr, row_ids, counts, InsertWorkspace::Cut(workspace, batch.num_keys)};
@@ -47,6 +49,11 @@ LaunchError LaunchLookup(Stream stream, const StoreView& store, const BatchView&
   JAXSOK_RETURN_IF_LAUNCH(Main(stream, kModeInsert, a, pointers));
   const StoreSink sink{store, counts};
   const TableOfPosition table_of{nullptr, batch.features, batch.num_features, batch.num_keys};
+  if (admission != nullptr) {
+    JAXSOK_RETURN_IF_LAUNCH(
+        LaunchAdmission(stream, sink, *admission, a.insert, batch.keys, table_of, row_ids, batch.num_keys));
+    a.store.tables = admission->refused;  // from here on they only say what keys without a row read
+  }
   ClaimPendingKernel<<<InsertBlocks(batch.num_keys), kBlock, 0, stream>>>(sink, a.insert, batch.keys, table_of, row_ids,
                                                                           batch.num_keys);
   JAXSOK_RETURN_IF_CUDA(cudaGetLastError());

@@ -333,7 +333,7 @@ __global__ void __launch_bounds__(kBlock)
     FinishKernel(const __grid_constant__ LookupArguments a, const __grid_constant__ EmbeddingPointers embeddings,
                  int lanes) {
   const InsertControl control = *a.insert.control;
-  if (control.num_pending == 0) return;
+  if (control.num_unfinished == 0) return;
   __shared__ int32_t shared_counts[kSharedTables * kNumCounts];
   __shared__ WindowRows window_rows[kBlock / kWarp];
   TableCounts counts(shared_counts, a.counts, a.store.num_tables);

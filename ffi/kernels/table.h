@@ -42,9 +42,16 @@ LaunchError LaunchFind(Stream stream, const IndexView& index, const uint32_t* co
 /// Order  : unseen pairs are numbered by their first position; freed rows in ascending order, then fresh ones.
 ///          All but the order of entries inside the index is the same on every run and on both back ends.
 ///          When m rows are left, the first m unseen pairs by first position get them, the others are refused.
+///
+/// With admission, unseen pairs are first judged by their table's policy (AdmissionKind): all their occurrences in the
+/// call are added to what was counted before, then those that have enough are new, the others refused. Each position
+/// of such a pair counts as refused, its uses as unadmitted. Counts in `sightings` stay at the threshold once there;
+/// a pair that finds no entry there waits uncounted. Counts and filter are the same on every run and on both back ends.
 /// Pre    : workspace has InsertWorkspaceBytes(num_keys) bytes, 256-byte aligned; its contents may be anything.
+///          The uses of all positions together are below 2^31. `admission` may be nullptr: everyone is let in.
 LaunchError LaunchFindOrInsert(Stream stream, const StoreView& store, const uint64_t* keys, const uint32_t* table_ids,
-                               int64_t num_keys, uint32_t* row_ids, int32_t* counts, void* workspace);
+                               int64_t num_keys, uint32_t* row_ids, int32_t* counts, void* workspace,
+                               const AdmissionView* admission = nullptr);
 
 /// Copies the rows of requests whose row ids are known.
 ///
@@ -112,6 +119,22 @@ LaunchError LaunchErase(Stream stream, const StoreView& store, const StateView& 
 ///
 /// Post   : every row in use is found again; kNumUnplaced and kLongestProbe speak of the new index.
 LaunchError LaunchRebuild(Stream stream, const StoreView& store, void* workspace);
+
+/// Forgets, of the keys that wait for a row, those that were seen often.
+///
+/// Post   : entries of table t whose count is floors[t] or more have count 0; they stay where they are.
+/// Cost   : reads the entries once, 16 bytes each.
+LaunchError LaunchForget(Stream stream, const IndexView& sightings, const uint32_t* floors,  // [num_tables]
+                         int32_t num_tables);
+
+/// Fills sightings (of any size, contents may be anything) with keys that wait for a row.
+///
+/// Pre    : entries are key, count and table, as those of sightings; `sightings` is another buffer.
+/// Post   : counts of one pair are added up. Left out are empty entries, counts of 0, and counts of floors[t] or more.
+///          kNumSightings counts the entries taken.
+LaunchError LaunchWait(Stream stream, const IndexView& sightings, uint32_t* counters,
+                       const uint32_t* floors,  // [num_tables]
+                       int32_t num_tables, const Entry* entries, int64_t num_entries);
 
 }  // namespace jaxsok
 

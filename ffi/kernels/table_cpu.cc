@@ -139,10 +139,11 @@ LaunchError LaunchFind(Stream stream, const IndexView& index, const uint32_t* co
 }
 
 LaunchError LaunchFindOrInsert(Stream stream, const StoreView& store, const uint64_t* keys, const uint32_t* table_ids,
-                               int64_t num_keys, uint32_t* row_ids, int32_t* counts, void* workspace) {
+                               int64_t num_keys, uint32_t* row_ids, int32_t* counts, void* workspace,
+                               const AdmissionView* admission) {
   if (store.index.num_buckets == 0) return "index: no buckets";
   const PairSource source = {keys, table_ids, static_cast<uint32_t>(store.num_tables)};
-  FindOrInsert(stream, store, source, num_keys, row_ids, counts, workspace);
+  FindOrInsert(stream, store, source, num_keys, row_ids, counts, workspace, admission);
   return nullptr;
 }
 
@@ -223,6 +224,32 @@ LaunchError LaunchRebuild(Stream stream, const StoreView& store, void*) {
   }
   store.counters[kNumUnplaced] = num_unplaced;
   store.counters[kLongestProbe] = static_cast<uint32_t>(longest);
+  return nullptr;
+}
+
+LaunchError LaunchForget(Stream stream, const IndexView& sightings, const uint32_t* floors, int32_t num_tables) {
+  constexpr int64_t kBucketsPerTask = 1 << 14;
+  RunRanges(stream, sightings.num_buckets, kBucketsPerTask, [&](int64_t begin, int64_t end) {
+    for (int64_t b = begin; b < end; ++b) {
+      for (Entry& entry : sightings.buckets[b].entries) {
+        if (entry.aux < static_cast<uint32_t>(num_tables) && entry.row_id >= floors[entry.aux]) entry.row_id = 0;
+      }
+    }
+  });
+  return nullptr;
+}
+
+LaunchError LaunchWait(Stream stream, const IndexView& sightings, uint32_t* counters, const uint32_t* floors,
+                       int32_t num_tables, const Entry* entries, int64_t num_entries) {
+  if (sightings.num_buckets == 0) return "sightings: no buckets";
+  ClearIndex(stream, sightings);
+  counters[kNumSightings] = 0;
+  for (int64_t i = 0; i < num_entries; ++i) {
+    const Entry& entry = entries[i];
+    if (entry.key == kPaddingKey || entry.aux >= static_cast<uint32_t>(num_tables)) continue;
+    if (entry.row_id == 0 || entry.row_id >= floors[entry.aux]) continue;
+    AddSightings(sightings, counters, entry.key, entry.aux, entry.row_id);
+  }
   return nullptr;
 }
 

@@ -1,5 +1,6 @@
 // find, find_or_insert, gather, erase and rebuild on a GPU. index_cuda.cuh says how rows are made, bags_cuda.cuh how
 // they are copied.
+#include "admission_cuda.cuh"
 #include "bags_cuda.cuh"
 #include "index_cuda.cuh"
 #include "table.h"
@@ -25,7 +26,9 @@ __global__ void ZeroKernel(int32_t* counts, int num_counts, InsertControl* contr
   if (threadIdx.x < sizeof(InsertControl) / 4) reinterpret_cast<uint32_t*>(control)[threadIdx.x] = 0;
 }
 
-// One thread, one key: walk or claim. Thread i writes row_ids[i] and entry_of[i].
+// One thread, one key: walk or claim; without kClaims walk alone, claims come once it is known who is let in. Thread i
+// writes row_ids[i] and entry_of[i].
+template <bool kClaims>
 __global__ void __launch_bounds__(kBlock) ClaimKernel(StoreSink sink, InsertWorkspace w, const uint64_t* keys,
                                                       const uint32_t* table_ids, int64_t num_keys, uint32_t* row_ids) {
   __shared__ int32_t shared_counts[kSharedTables * kNumCounts];
@@ -40,15 +43,20 @@ __global__ void __launch_bounds__(kBlock) ClaimKernel(StoreSink sink, InsertWork
       row_ids[i] = kNoRow;
       if (table < static_cast<uint32_t>(sink.store.num_tables)) counts.Add(table, kCountPadding, 1);
     } else {
-      const ProbeResult at =
-          FindOrClaim(sink.Index(), key, table, sink.Salt(), sink.MaxProbes(), static_cast<uint32_t>(i));
+      ProbeResult at;
+      if (kClaims) {
+        at = FindOrClaim(sink.Index(), key, table, sink.Salt(), sink.MaxProbes(), static_cast<uint32_t>(i));
+      } else {
+        at = ProbeBuckets<false>(sink.Index(), key, table, sink.Salt(), sink.MaxProbes());
+        if (at.row_id == kNoRow) at.row_id = kPendingRow;
+      }
       row_ids[i] = at.row_id;
       probes = at.row_id < kPendingRow ? at.num_probes : 0;
       pending = at.row_id == kPendingRow;
-      if (pending) {
+      if (pending && kClaims) {
         w.entry_of[i] = at.entry;
         if (at.entry == kNoEntry) atomicAdd(&w.control->num_unplaced, 1u);
-      } else {
+      } else if (!pending) {
         counts.Add(table, kCountFound, 1);
       }
     }
@@ -213,6 +221,34 @@ LaunchError RebuildIndex(Stream stream, const StoreView& store) {
   return nullptr;
 }
 
+// Keys that wait for a row. -----------------------------------------------------------------------------------
+
+// A thread looks at entries, grid-stride, and sets the counts of those that are forgotten to 0.
+__global__ void __launch_bounds__(kBlock)
+    ForgetKernel(IndexView sightings, const uint32_t* floors, uint32_t num_tables) {
+  const int64_t num_entries = int64_t{sightings.num_buckets} * kEntriesPerBucket;
+  for (int64_t i = int64_t{blockIdx.x} * kBlock + threadIdx.x; i < num_entries; i += int64_t{gridDim.x} * kBlock) {
+    Entry* entry = sightings.EntryAt(static_cast<uint32_t>(i));
+    const uint4 words = *reinterpret_cast<const uint4*>(entry);
+    if (words.w < num_tables && words.z >= __ldg(floors + words.w)) entry->row_id = 0;
+  }
+}
+
+// A thread enters keys that wait, grid-stride; counts of one key are added to (AddSightings).
+__global__ void __launch_bounds__(kBlock) WaitKernel(IndexView sightings, uint32_t* counters, const uint32_t* floors,
+                                                     uint32_t num_tables, const Entry* entries, int64_t num_entries) {
+  const uint64_t salt = SaltOf(counters);
+  int num_new = 0;
+  for (int64_t i = int64_t{blockIdx.x} * kBlock + threadIdx.x; i < num_entries; i += int64_t{gridDim.x} * kBlock) {
+    const uint4 words = __ldg(reinterpret_cast<const uint4*>(entries + i));
+    const uint64_t key = Word64(words.x, words.y);
+    if (key == kPaddingKey || words.w >= num_tables || words.z == 0 || words.z >= __ldg(floors + words.w)) continue;
+    AddSightings(sightings, salt, key, words.w, words.z, &num_new);
+  }
+  num_new = __reduce_add_sync(~0u, num_new);
+  if (threadIdx.x % kWarp == 0 && num_new != 0) atomicAdd(counters + kNumSightings, static_cast<uint32_t>(num_new));
+}
+
 struct GatherArguments {
   StoreView store;
   const Request* requests;
@@ -302,17 +338,24 @@ LaunchError LaunchFind(Stream stream, const IndexView& index, const uint32_t* co
 }
 
 LaunchError LaunchFindOrInsert(Stream stream, const StoreView& store, const uint64_t* keys, const uint32_t* table_ids,
-                               int64_t num_keys, uint32_t* row_ids, int32_t* counts, void* workspace) {
+                               int64_t num_keys, uint32_t* row_ids, int32_t* counts, void* workspace,
+                               const AdmissionView* admission) {
   const InsertWorkspace w = InsertWorkspace::Cut(workspace, num_keys);
   const StoreSink sink{store, counts};
   ZeroKernel<<<1, kBlock, 0, stream>>>(counts, store.num_tables * kNumCounts, w.control);
   JAXSOK_RETURN_IF_CUDA(cudaGetLastError());
   if (num_keys == 0) return nullptr;
   const unsigned blocks = static_cast<unsigned>(CeilDiv<int64_t>(num_keys, kBlock));
-  ClaimKernel<<<blocks, kBlock, 0, stream>>>(sink, w, keys, table_ids, num_keys, row_ids);
+  const TableOfPosition table_of{table_ids, nullptr, 0, 0};
+  if (admission == nullptr) {
+    ClaimKernel<true><<<blocks, kBlock, 0, stream>>>(sink, w, keys, table_ids, num_keys, row_ids);
+  } else {
+    ClaimKernel<false><<<blocks, kBlock, 0, stream>>>(sink, w, keys, table_ids, num_keys, row_ids);
+    JAXSOK_RETURN_IF_LAUNCH(LaunchAdmission(stream, sink, *admission, w, keys, table_of, row_ids, num_keys));
+    ClaimPendingKernel<<<InsertBlocks(num_keys), kBlock, 0, stream>>>(sink, w, keys, table_of, row_ids, num_keys);
+  }
   JAXSOK_RETURN_IF_CUDA(cudaGetLastError());
-  JAXSOK_RETURN_IF_LAUNCH(
-      LaunchInsertPasses(stream, sink, w, keys, TableOfPosition{table_ids, nullptr, 0, 0}, row_ids, num_keys));
+  JAXSOK_RETURN_IF_LAUNCH(LaunchInsertPasses(stream, sink, w, keys, table_of, row_ids, num_keys));
   ResolveKernel<<<blocks, kBlock, 0, stream>>>(sink, w, keys, table_ids, num_keys, row_ids);
   JAXSOK_RETURN_IF_CUDA(cudaGetLastError());
   return nullptr;
@@ -338,5 +381,21 @@ LaunchError LaunchErase(Stream stream, const StoreView& store, const StateView& 
 }
 
 LaunchError LaunchRebuild(Stream stream, const StoreView& store, void*) { return RebuildIndex(stream, store); }
+
+LaunchError LaunchForget(Stream stream, const IndexView& sightings, const uint32_t* floors, int32_t num_tables) {
+  ForgetKernel<<<kStreamBlocks, kBlock, 0, stream>>>(sightings, floors, static_cast<uint32_t>(num_tables));
+  JAXSOK_RETURN_IF_CUDA(cudaGetLastError());
+  return nullptr;
+}
+
+LaunchError LaunchWait(Stream stream, const IndexView& sightings, uint32_t* counters, const uint32_t* floors,
+                       int32_t num_tables, const Entry* entries, int64_t num_entries) {
+  ClearIndexKernel<<<kStreamBlocks, kBlock, 0, stream>>>(sightings, nullptr);
+  JAXSOK_RETURN_IF_CUDA(cudaMemsetAsync(counters + kNumSightings, 0, sizeof(uint32_t), stream));
+  WaitKernel<<<kStreamBlocks, kBlock, 0, stream>>>(sightings, counters, floors, static_cast<uint32_t>(num_tables),
+                                                   entries, num_entries);
+  JAXSOK_RETURN_IF_CUDA(cudaGetLastError());
+  return nullptr;
+}
 
 }  // namespace jaxsok

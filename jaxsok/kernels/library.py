@@ -21,6 +21,8 @@ TARGETS: tuple[tuple[str, str], ...] = (
     ("jaxsok_table_touch", "JaxsokTableTouch"),
     ("jaxsok_table_erase", "JaxsokTableErase"),
     ("jaxsok_table_rebuild", "JaxsokTableRebuild"),
+    ("jaxsok_table_forget", "JaxsokTableForget"),
+    ("jaxsok_table_wait", "JaxsokTableWait"),
     ("jaxsok_plan", "JaxsokPlan"),
     ("jaxsok_plan_requests", "JaxsokPlanRequests"),
     ("jaxsok_combine", "JaxsokCombine"),

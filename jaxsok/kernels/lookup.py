@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Array, Float32, Int32, UInt32
 
 from jaxsok.kernels import library
-from jaxsok.kernels.table import RecordSlab, Slab, result
+from jaxsok.kernels.table import Admission, RecordSlab, Slab, result
 from jaxsok.types import COUNTS, Keys, RowIds
 
 Batch = tuple[Keys, Int32[Array, " num_offsets"], Float32[Array, " num_weights"], Int32[np.ndarray, "num_features 12"]]
@@ -21,7 +21,7 @@ def lookup(
     index: UInt32[Array, "num_buckets 16"],
     counters: UInt32[Array, " num_counters"],
     table_rows: UInt32[Array, " num_tables"],
-    tables: UInt32[np.ndarray, "num_tables 8"],
+    tables: UInt32[np.ndarray, "num_tables 16"],
     seed: UInt32[Array, "2"],
     batch: Batch,
     rows: Sequence[Slab],
@@ -29,12 +29,14 @@ def lookup(
     embedding_shapes: Sequence[tuple[int, ...]],
     num_tiles: int,
     embedding_dtype: str = "float32",
+    admission: Admission | None = None,
 ) -> tuple[
     Array,
     Array,
     Array,
     tuple[Array, ...],
     tuple[Array, ...],
+    tuple[tuple[Array, ...], tuple[Array, ...]],
     RowIds,
     Int32[Array, "num_tables num_counts"],
     list[Array],
@@ -42,12 +44,13 @@ def lookup(
     """Looks up a batch; unseen keys get rows. See `LaunchLookup` in ffi/kernels/lookup.h.
 
     Returns:
-      index, counters, table_rows, rows, records (all donated), row_ids, counts, embeddings.
+      index, counters, table_rows, rows, records, (sightings, bloom) (all donated), row_ids, counts, embeddings.
     """
     keys, num_slabs = batch[0], len(rows)
     workspace = library.register().JaxsokInsertWorkspaceBytes(keys.shape[0])
     state = (index, counters, table_rows)
-    slabs = (*rows, *records)
+    slabs = (*rows, *records, *(() if admission is None else admission.in_place))
+    others = () if admission is None else admission.others
     results = (
         *map(jax.typeof, state),
         result(keys, (keys.shape[0],), "uint32"),
@@ -58,16 +61,20 @@ def lookup(
     )
     aliases = {0: 0, 1: 1, 2: 2} | {9 + i: 6 + i for i in range(len(slabs))}
     call = jax.ffi.ffi_call("jaxsok_lookup", results, input_output_aliases=aliases)
-    out = call(*state, tables, seed, *batch, *slabs, **_attributes(batch, num_slabs, num_tiles))
+    bits = np.int32(0 if admission is None else admission.bits)
+    out = call(
+        *state, tables, seed, *batch, *slabs, *others, admission=bits, **_attributes(batch, num_slabs, num_tiles)
+    )
     index, counters, table_rows, row_ids, counts, _, *rest = out
-    new_rows, new_records, embeddings = rest[:num_slabs], rest[num_slabs : 2 * num_slabs], rest[2 * num_slabs :]
-    return index, counters, table_rows, tuple(new_rows), tuple(new_records), row_ids, counts, list(embeddings)
+    new_rows, new_records, embeddings = rest[:num_slabs], rest[num_slabs : 2 * num_slabs], rest[len(slabs) :]
+    counted = ((), ()) if admission is None else admission.after(rest[2 * num_slabs : len(slabs)])
+    return index, counters, table_rows, tuple(new_rows), tuple(new_records), counted, row_ids, counts, list(embeddings)
 
 
 def lookup_find(
     index: UInt32[Array, "num_buckets 16"],
     counters: UInt32[Array, " num_counters"],
-    tables: UInt32[np.ndarray, "num_tables 8"],
+    tables: UInt32[np.ndarray, "num_tables 16"],
     seed: UInt32[Array, "2"],
     batch: Batch,
     rows: Sequence[Slab],
@@ -89,7 +96,7 @@ def lookup_find(
 
 def lookup_planned(
     counters: UInt32[Array, " num_counters"],
-    tables: UInt32[np.ndarray, "num_tables 8"],
+    tables: UInt32[np.ndarray, "num_tables 16"],
     seed: UInt32[Array, "2"],
     batch: Batch,
     row_ids: RowIds,

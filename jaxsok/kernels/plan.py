@@ -33,7 +33,7 @@ def plan(batch: Batch, num_tiles: int) -> tuple[Keys, TableIds, Inverse, Int32[A
 
 def plan_requests(
     batch: Batch,
-    tables: UInt32[np.ndarray, "num_tables 8"],
+    tables: UInt32[np.ndarray, "num_tables 16"],
     partition_owners: UInt32[Array, " num_partitions"] | UInt32[np.ndarray, " num_partitions"],
     *,
     num_tiles: int,

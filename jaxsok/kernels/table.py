@@ -1,5 +1,6 @@
-"""Doors of the table noun: find, find_or_insert, gather, scatter, touch, erase, rebuild."""
+"""Doors of the table noun: find, find_or_insert, gather, scatter, touch, erase, rebuild, forget, wait."""
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,6 +24,40 @@ def result(like: Array, shape: tuple[int, ...], dtype: Any) -> Any:
     return jax.typeof(like).update(shape=shape, dtype=np.dtype(dtype))
 
 
+@dataclasses.dataclass(frozen=True)
+class Admission:
+    """What decides who of the unseen keys gets a row (`AdmissionView` in ffi/core/layout.h)."""
+
+    sightings: tuple[UInt32[Array, "_ 16"], ...]
+    """None or one; donated."""
+    bloom: tuple[UInt32[Array, " _"], ...]
+    """None or one; donated."""
+    step: UInt32[Array, ""]
+    refused: UInt32[np.ndarray, "num_tables 16"]
+    """As `tables`, with initializers that give what keys without a row read."""
+    uses: UInt32[Array, " num_keys"] | None = None
+    """Occurrences that each position stands for; None: one each."""
+
+    @property
+    def in_place(self) -> tuple[Array, ...]:
+        """The operands that come back."""
+        return (*self.sightings, *self.bloom)
+
+    @property
+    def others(self) -> tuple[Any, ...]:
+        """Those that follow."""
+        return (self.step, self.refused, *(() if self.uses is None else (self.uses,)))
+
+    @property
+    def bits(self) -> int:
+        """Which operands there are: AdmissionOperand in ffi/handlers/buffers.h."""
+        return 1 | bool(self.sightings) << 1 | bool(self.bloom) << 2 | (self.uses is not None) << 3
+
+    def after(self, in_place: Sequence[Array]) -> "tuple[tuple[Array, ...], tuple[Array, ...]]":
+        """The sightings and the filter, of what came back."""
+        return tuple(in_place[: len(self.sightings)]), tuple(in_place[len(self.sightings) :])
+
+
 def find(
     index: UInt32[Array, "num_buckets 16"],
     counters: UInt32[Array, " num_counters"],
@@ -39,39 +74,54 @@ def find_or_insert(
     index: UInt32[Array, "num_buckets 16"],
     counters: UInt32[Array, " num_counters"],
     table_rows: UInt32[Array, " num_tables"],
-    tables: UInt32[np.ndarray, "num_tables 8"],
+    tables: UInt32[np.ndarray, "num_tables 16"],
     seed: UInt32[Array, "2"],
     keys: Keys,
     table_ids: TableIds,
     rows: Sequence[Slab],
     records: Sequence[RecordSlab],
-) -> tuple[Array, Array, Array, tuple[Array, ...], tuple[Array, ...], RowIds, Int32[Array, "num_tables num_counts"]]:
+    admission: Admission | None = None,
+) -> tuple[
+    Array,
+    Array,
+    Array,
+    tuple[Array, ...],
+    tuple[Array, ...],
+    tuple[tuple[Array, ...], tuple[Array, ...]],
+    RowIds,
+    Int32[Array, "num_tables num_counts"],
+]:
     """Row ids of (table, key) pairs; unseen pairs get rows. See `LaunchFindOrInsert` in ffi/kernels/table.h.
 
     Returns:
-      index, counters, table_rows, rows, records (all donated), row_ids, counts.
+      index, counters, table_rows, rows, records, (sightings, bloom) (all donated), row_ids, counts.
     """
     num_keys, num_slabs = keys.shape[0], len(rows)
     workspace = library.register().JaxsokInsertWorkspaceBytes(num_keys)
     state = (index, counters, table_rows)
     slabs = (*rows, *records)
-    operands = (*state, tables, seed, keys, table_ids, *slabs)
+    in_place = slabs if admission is None else (*slabs, *admission.in_place)
+    others = () if admission is None else admission.others
+    operands = (*state, tables, seed, keys, table_ids, *in_place, *others)
     results = (
         *map(jax.typeof, state),
         result(keys, (num_keys,), "uint32"),
         result(keys, (tables.shape[0], len(COUNTS)), "int32"),
         result(keys, (workspace,), "uint8"),
-        *map(jax.typeof, slabs),
+        *map(jax.typeof, in_place),
     )
-    aliases = {0: 0, 1: 1, 2: 2} | {7 + i: 6 + i for i in range(len(slabs))}
+    aliases = {0: 0, 1: 1, 2: 2} | {7 + i: 6 + i for i in range(len(in_place))}
     call = jax.ffi.ffi_call("jaxsok_table_find_or_insert", results, input_output_aliases=aliases)
-    index, counters, table_rows, row_ids, counts, _, *slabs = call(*operands, num_slabs=np.int32(num_slabs))
-    return index, counters, table_rows, tuple(slabs[:num_slabs]), tuple(slabs[num_slabs:]), row_ids, counts
+    attributes = {"num_slabs": np.int32(num_slabs), "admission": np.int32(0 if admission is None else admission.bits)}
+    index, counters, table_rows, row_ids, counts, _, *slabs = call(*operands, **attributes)
+    rows, records, rest = slabs[:num_slabs], slabs[num_slabs : 2 * num_slabs], slabs[2 * num_slabs :]
+    counted = ((), ()) if admission is None else admission.after(rest)
+    return index, counters, table_rows, tuple(rows), tuple(records), counted, row_ids, counts
 
 
 def gather(
     counters: UInt32[Array, " num_counters"],
-    tables: UInt32[np.ndarray, "num_tables 8"],
+    tables: UInt32[np.ndarray, "num_tables 16"],
     seed: UInt32[Array, "2"],
     requests: UInt32[Array, "num_keys 4"],
     row_ids: RowIds,
@@ -192,6 +242,51 @@ def rebuild(
     return index, counters
 
 
+def forget(
+    sightings: UInt32[Array, "num_buckets 16"], floors: UInt32[Array, " num_tables"] | UInt32[np.ndarray, " num_tables"]
+) -> UInt32[Array, "num_buckets 16"]:
+    """Forgets waiting keys whose count is their table's floor or more. See `LaunchForget` in ffi/kernels/table.h.
+
+    Returns:
+      sightings (donated).
+    """
+    library.register()
+    call = jax.ffi.ffi_call("jaxsok_table_forget", jax.typeof(sightings), input_output_aliases={0: 0})
+    return call(sightings, floors)
+
+
+def wait(
+    counters: UInt32[Array, " num_counters"],
+    floors: UInt32[np.ndarray, " num_tables"],
+    entries: UInt32[Array, "num_entries 4"],
+    num_buckets: int,
+) -> tuple[UInt32[Array, "num_buckets 16"], UInt32[Array, " num_counters"]]:
+    """Makes sightings of `num_buckets` buckets of waiting keys. See `LaunchWait` in ffi/kernels/table.h.
+
+    Returns:
+      sightings, counters (donated).
+    """
+    library.register()
+    results = (result(counters, (num_buckets, BUCKET_WORDS), "uint32"), jax.typeof(counters))
+    call = jax.ffi.ffi_call("jaxsok_table_wait", results, input_output_aliases={0: 1})
+    return tuple(call(counters, floors, entries))
+
+
+GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+
+
+def mix64(words: np.ndarray) -> np.ndarray:
+    """Mix64 of ffi/core/hash.h, of uint64, in NumPy.
+
+    Example:
+      >>> mix64(np.zeros(1, np.uint64)).tolist()
+      [0]
+    """
+    words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return words ^ (words >> np.uint64(31))
+
+
 def home_bucket(
     keys: UInt32[np.ndarray, "num_keys 2"], table_ids: UInt32[np.ndarray, " num_keys"], salt: int, num_buckets: int
 ) -> np.ndarray:
@@ -201,13 +296,6 @@ def home_bucket(
       >>> home_bucket(np.array([[7, 0]], np.uint32), np.array([0], np.uint32), salt=0, num_buckets=1).tolist()
       [0]
     """
-    golden = np.uint64(0x9E3779B97F4A7C15)
-
-    def mix(x: np.ndarray) -> np.ndarray:
-        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        return x ^ (x >> np.uint64(31))
-
     words = np.ascontiguousarray(keys).view(np.uint64)[:, 0]
-    hashes = mix(mix(words ^ np.uint64(salt)) + (table_ids.astype(np.uint64) + np.uint64(1)) * golden)
+    hashes = mix64(mix64(words ^ np.uint64(salt)) + (table_ids.astype(np.uint64) + np.uint64(1)) * GOLDEN)
     return ((hashes >> np.uint64(32)) * np.uint64(num_buckets)) >> np.uint64(32)

@@ -18,7 +18,7 @@ def update(
     batch: Batch,
     row_ids: RowIds,
     hyper: Float32[Array, " num_hyper"],
-    tables: UInt32[np.ndarray, "num_tables 8"],
+    tables: UInt32[np.ndarray, "num_tables 16"],
     seed: UInt32[Array, "2"],
     step: UInt32[Array, ""],
     table_ids: UInt32[Array, " num_keys_or_0"],

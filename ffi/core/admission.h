@@ -1,0 +1,52 @@
+// Who of the unseen keys gets a row: pure functions of (seed, table name, key), and of the step where chance decides.
+//
+// Never of the salt or the store (decision D8): a key meets the same counters and the same draw on every mesh, and
+// after a rebuild of the index under another salt.
+#ifndef JAXSOK_CORE_ADMISSION_H_
+#define JAXSOK_CORE_ADMISSION_H_
+
+#include "hash.h"
+#include "layout.h"
+
+namespace jaxsok {
+
+constexpr uint64_t kAdmissionStream = 0xaef17502108ef2d9ull;  // apart from new rows and rounding; odd
+
+constexpr uint32_t kMostSightings = 255;  // what a counter of the filter holds (policies.py MAX_SIGHTINGS)
+
+/// A key's hash for its table's admission. `table_words`: the table's line; `seed`: the two words of the state's seed.
+JAXSOK_HOST_DEVICE uint64_t AdmissionHash(const uint32_t* table_words, const uint32_t* seed, uint64_t key) {
+  const uint64_t name = Word64(table_words[kTableNameLow], table_words[kTableNameHigh]);
+  return Mix64(key + Mix64(Mix64(Word64(seed[0], seed[1]) + kAdmissionStream) ^ name));
+}
+
+/// By probability: whether the key gets a row at this step.
+JAXSOK_HOST_DEVICE bool IsDrawn(const uint32_t* table_words, uint64_t hash, uint32_t step) {
+  return static_cast<uint32_t>(Mix64(hash + (uint64_t{step} + 1) * kGolden) >> 32) < table_words[kTableThreshold];
+}
+
+/// By Bloom filter: where the i-th counter of a key is, among all counters of the shard.
+///
+/// Source: Adam Kirsch and Michael Mitzenmacher, "Less Hashing, Same Performance: Building a Better Bloom Filter",
+/// 2008: two hashes, here the halves of one, make all the others.
+JAXSOK_HOST_DEVICE uint64_t BloomCounter(const uint32_t* table_words, uint64_t hash, uint32_t i) {
+  const uint32_t mixed = static_cast<uint32_t>(hash) + i * (static_cast<uint32_t>(hash >> 32) | 1);
+  const uint64_t place = (uint64_t{mixed} * table_words[kTableBloomSize]) >> 32;
+  return uint64_t{table_words[kTableBloomBegin]} * 4 + place;
+}
+
+/// A counter out of its word. `counter`: its place.
+JAXSOK_HOST_DEVICE uint32_t BloomCount(uint32_t word, uint64_t counter) {
+  return (word >> (counter % 4 * 8)) & kMostSightings;
+}
+
+/// A word with `uses` added to one of its counters, as far as it goes.
+JAXSOK_HOST_DEVICE uint32_t BloomAdded(uint32_t word, uint64_t counter, uint32_t uses) {
+  const uint32_t count = BloomCount(word, counter);
+  const uint32_t added = uses < kMostSightings - count ? uses : kMostSightings - count;
+  return word + (added << (counter % 4 * 8));
+}
+
+}  // namespace jaxsok
+
+#endif  // JAXSOK_CORE_ADMISSION_H_

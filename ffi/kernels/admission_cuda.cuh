@@ -1,0 +1,168 @@
+// Who of the unseen keys gets a row, on a GPU: two passes between the search and the claims of index_cuda.cuh.
+//
+//   count    each pending position adds its uses to what is counted of its key
+//   judge    each pending position reads the sums: those that are let in stay pending, the others are refused
+//
+// Sums of integers do not mind the order, so the counts are the same on every run; where an entry lies among the
+// sightings is not. Where a batch holds no unseen key, both return at once.
+#ifndef JAXSOK_KERNELS_ADMISSION_CUDA_CUH_
+#define JAXSOK_KERNELS_ADMISSION_CUDA_CUH_
+
+#include "../core/admission.h"
+#include "index_cuda.cuh"
+
+namespace jaxsok {
+
+/// Adds to the count of a pair that waits for a row. Returns its entry, made if there is none; kNoEntry: none in reach.
+///
+/// No race: the key word changes once, by compare-and-swap; the half (count, table) is written once by who took the
+/// entry and then only added to; whoever meets the key waits for that one store (as Claim).
+///
+/// Not inlined: two kernels call it, and its registers are few.
+static __device__ __noinline__ uint32_t AddSightings(IndexView sightings, uint64_t salt, uint64_t key, uint32_t table,
+                                                     uint32_t uses, int* num_new) {
+  __builtin_assume(__isGlobal(sightings.buckets));
+  uint32_t bucket = HomeBucket(HashOf(key, table, salt), sightings.num_buckets);
+  for (int probe = 0; probe < kMaxProbes; ++probe) {
+    uint4 line[kEntriesPerBucket];
+    LoadBucket<true>(sightings, bucket, line);
+#pragma unroll
+    for (int e = 0; e < kEntriesPerBucket; ++e) {
+      uint64_t found = Word64(line[e].x, line[e].y);
+      uint32_t aux = line[e].w;
+      const uint32_t number = bucket * kEntriesPerBucket + e;
+      Entry* entry = &sightings.buckets[bucket].entries[e];
+      if (found == kPaddingKey) {
+        found = atomicCAS(reinterpret_cast<unsigned long long*>(&entry->key), kPaddingKey, key);
+        if (found == kPaddingKey) {
+          StoreHalf(entry, uses, table);
+          ++*num_new;
+          return number;
+        }
+        aux = kAuxUnset;  // the line is old news
+      }
+      if (found != key) continue;
+      for (int spin = 0; aux == kAuxUnset && spin < kMaxSpins; ++spin) {
+        aux = static_cast<uint32_t>(LoadHalf(entry) >> 32);
+      }
+      // Walking on could give the key a second entry; without one it waits uncounted.
+      if (aux == kAuxUnset) return kNoEntry;
+      if (aux != table) continue;
+      atomicAdd(&entry->row_id, uses);
+      return number;
+    }
+    bucket = NextBucket(bucket, sightings.num_buckets);
+  }
+  return kNoEntry;
+}
+
+/// Adds to one counter of the filter, as far as it goes.
+__device__ __forceinline__ void AddToBloom(uint32_t* bloom, uint64_t counter, uint32_t uses) {
+  uint32_t* word = bloom + counter / 4;
+  uint32_t seen = *reinterpret_cast<volatile uint32_t*>(word);
+  // A word only rises, and by one of its counters each time: it changes under our hands at most so often.
+  for (uint32_t tries = 0; tries <= 4 * kMostSightings && BloomCount(seen, counter) != kMostSightings; ++tries) {
+    const uint32_t before = atomicCAS(word, seen, BloomAdded(seen, counter, uses));
+    if (before == seen) return;
+    seen = before;
+  }
+}
+
+__device__ __forceinline__ uint32_t UsesOf(const AdmissionView& admission, int64_t position) {
+  return admission.uses == nullptr ? 1 : __ldg(admission.uses + position);
+}
+
+// One thread, one position, grid-stride. Thread i writes entry_of[i] and adds to counts that all share.
+static __global__ void __launch_bounds__(kBlock)
+    CountSightingsKernel(const __grid_constant__ StoreView store, const __grid_constant__ AdmissionView admission,
+                         InsertWorkspace w, const uint64_t* keys, TableOfPosition table_of, const uint32_t* row_ids,
+                         int64_t num_keys) {
+  if (w.control->num_pending == 0) return;
+  const uint64_t salt = SaltOf(store.counters);
+  int num_new = 0;
+  for (int64_t i = int64_t{blockIdx.x} * kBlock + threadIdx.x; i < num_keys; i += int64_t{gridDim.x} * kBlock) {
+    if (row_ids[i] != kPendingRow) continue;
+    const uint64_t key = __ldg(keys + i);
+    const uint32_t table = table_of(i), uses = UsesOf(admission, i);
+    const uint32_t* words = store.tables + table * kNumTableWords;
+    const uint32_t kind = __ldg(words + kTableAdmission);
+    if (kind == kAdmitByCount) {
+      w.entry_of[i] = AddSightings(admission.sightings, salt, key, table, uses, &num_new);
+    } else if (kind == kAdmitByBloom) {
+      const uint64_t hash = AdmissionHash(words, store.seed, key);
+      const uint32_t num_hashes = __ldg(words + kTableBloomHashes);
+      for (uint32_t h = 0; h < num_hashes; ++h) AddToBloom(admission.bloom, BloomCounter(words, hash, h), uses);
+    }
+  }
+  num_new = __reduce_add_sync(~0u, num_new);
+  if (threadIdx.x % kWarp == 0 && num_new != 0)
+    atomicAdd(store.counters + kNumSightings, static_cast<uint32_t>(num_new));
+}
+
+/// Whether an unseen key is let in, once all of the batch is counted. `entry`: of its pair among the sightings.
+__device__ __forceinline__ bool IsAdmitted(const StoreView& store, const AdmissionView& admission,
+                                           const uint32_t* entry, uint64_t key, uint32_t table) {
+  const uint32_t* words = store.tables + table * kNumTableWords;
+  const uint32_t kind = __ldg(words + kTableAdmission), threshold = __ldg(words + kTableThreshold);
+  if (kind == kAdmitByCount) {
+    if (*entry == kNoEntry) return false;
+    uint32_t* at = &admission.sightings.EntryAt(*entry)->row_id;
+    const uint32_t count = *reinterpret_cast<volatile uint32_t*>(at);
+    // Others of this key write the same number, and judge it alike.
+    if (count > threshold) *reinterpret_cast<volatile uint32_t*>(at) = threshold;
+    return count >= threshold;
+  }
+  if (kind == kAdmitByBloom) {
+    const uint64_t hash = AdmissionHash(words, store.seed, key);
+    const uint32_t num_hashes = __ldg(words + kTableBloomHashes);
+    uint32_t least = kMostSightings;
+    for (uint32_t h = 0; h < num_hashes; ++h) {
+      const uint64_t counter = BloomCounter(words, hash, h);
+      least = min(least, BloomCount(__ldcg(admission.bloom + counter / 4), counter));
+    }
+    return least >= threshold;
+  }
+  return kind != kAdmitByProbability || IsDrawn(words, AdmissionHash(words, store.seed, key), __ldg(admission.step));
+}
+
+// One thread, one position, grid-stride. Thread i writes row_ids[i]: pending positions that are not let in are decided
+// here, and no later pass looks at them but the finishing one.
+// num_pending falls while blocks look whether it is 0: where it is, none of theirs is left.
+static __global__ void __launch_bounds__(kBlock)
+    JudgeKernel(const __grid_constant__ StoreView store, const __grid_constant__ AdmissionView admission,
+                InsertWorkspace w, const uint64_t* keys, TableOfPosition table_of, uint32_t* row_ids, int64_t num_keys,
+                int32_t* counts) {
+  if (__syncthreads_or(*reinterpret_cast<volatile uint32_t*>(&w.control->num_pending) != 0) == 0) return;
+  __shared__ int32_t shared_counts[kSharedTables * kNumCounts];
+  TableCounts table_counts(shared_counts, counts, store.num_tables);
+  int num_refused = 0;
+  for (int64_t i = int64_t{blockIdx.x} * kBlock + threadIdx.x; i < num_keys; i += int64_t{gridDim.x} * kBlock) {
+    if (row_ids[i] != kPendingRow) continue;
+    const uint32_t table = table_of(i);
+    if (IsAdmitted(store, admission, w.entry_of + i, __ldg(keys + i), table)) continue;
+    row_ids[i] = kNoRow;
+    table_counts.Add(table, kCountRefused, 1);
+    table_counts.Add(table, kCountUnadmitted, static_cast<int>(UsesOf(admission, i)));
+    ++num_refused;
+  }
+  table_counts.Flush();
+  num_refused = __reduce_add_sync(~0u, num_refused);
+  if (threadIdx.x % kWarp == 0 && num_refused != 0) {
+    atomicSub(&w.control->num_pending, static_cast<uint32_t>(num_refused));
+  }
+}
+
+/// Both passes.
+inline LaunchError LaunchAdmission(Stream stream, const StoreSink& sink, const AdmissionView& admission,
+                                   const InsertWorkspace& w, const uint64_t* keys, const TableOfPosition& table_of,
+                                   uint32_t* row_ids, int64_t num_keys) {
+  const int blocks = InsertBlocks(num_keys);
+  CountSightingsKernel<<<blocks, kBlock, 0, stream>>>(sink.store, admission, w, keys, table_of, row_ids, num_keys);
+  JudgeKernel<<<blocks, kBlock, 0, stream>>>(sink.store, admission, w, keys, table_of, row_ids, num_keys, sink.counts);
+  JAXSOK_RETURN_IF_CUDA(cudaGetLastError());
+  return nullptr;
+}
+
+}  // namespace jaxsok
+
+#endif  // JAXSOK_KERNELS_ADMISSION_CUDA_CUH_

@@ -1,0 +1,250 @@
+"""Keys that wait for a row: what decides about them in a lookup, forgetting them, taking them out and in.
+
+Who gets a row is decided inside the lookup's kernels, for unseen keys alone (ffi/core/admission.h); `policies.py`
+declares it. Exact counts lie in `StoreState.sightings`, an index of its own; `grow` keeps it at most half full. The
+counters of a Bloom filter hold no keys: they go where the whole array goes, and cannot be dealt to another mesh.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, UInt32
+
+from jaxsok import policies, processes
+from jaxsok.kernels import table as kernels
+from jaxsok.shards import Shards
+from jaxsok.specs import StoreSpec
+from jaxsok.store import StoreState
+from jaxsok.types import BUCKET_WORDS, ENTRIES_PER_BUCKET, NO_ROW, NUM_PARTITIONS
+
+_ENTRY_WORDS = BUCKET_WORDS // ENTRIES_PER_BUCKET
+_NO_ENTRY = np.full(_ENTRY_WORDS, 0xFFFFFFFF, np.uint32)
+ROOM = 4  # entries for each that is taken or may be, after sightings were made anew
+
+
+def operands(
+    spec: StoreSpec, store: StoreState, step: UInt32[Array, ""] | None, uses: Array | None = None
+) -> kernels.Admission | None:
+    """What the kernels need to decide who gets a row; None: everyone does.
+
+    Args:
+      spec: the store's tables.
+      store: donated: its counters change in place.
+      step: of the state; None: everyone is let in, whatever the tables say.
+      uses: occurrences that each key stands for; None: one each.
+    """
+    if step is None or not spec.has_admission:
+        return None
+    words = spec.refused_words()
+    uses = None if uses is None else uses.astype(jnp.uint32)
+    return kernels.Admission(store.sightings, store.bloom, step, words, uses)
+
+
+def forget(spec: StoreSpec, store: StoreState, cleared: int | None = None) -> StoreState:
+    """Forgets the counts of keys that were let in: called when rows went, so that keys that come back start anew.
+
+    Keys that still have their row never need the count again. One that had enough sightings when the store was full
+    starts anew, too.
+
+    Args:
+      spec: the store's tables.
+      store: donated: the result has its buffers.
+      cleared: the number of a table whose waiting keys are forgotten as well.
+
+    Cost:
+      Reads `sightings` once; nothing where no table admits by count.
+
+    Example:
+      `store = admission.forget(spec, store)` after an erase.
+    """
+    if not store.sightings:
+        return store
+    sightings = kernels.forget(store.sightings[0], spec.sighting_floors(cleared))
+    return dataclasses.replace(store, sightings=(sightings,))
+
+
+# Waiting keys, out and in ------------------------------------------------------------------------------------------
+
+
+def waiting(spec: StoreSpec, store: StoreState, number: int) -> tuple[np.ndarray, np.ndarray]:
+    """The keys of a table that wait for a row, and how often each was seen; in no order.
+
+    Waits for the device. In several processes each gives those of its own shards; of a replicated store those of one
+    shard, which stand for all.
+
+    Args:
+      spec: of the store.
+      store: not donated.
+      number: of the table in the store.
+
+    Returns:
+      Keys uint64[num_waiting] and counts uint32[num_waiting], each from 1 to `num_sightings - 1`; none where the table
+      admits otherwise than by count.
+
+    Example:
+      After one lookup of `[7, 7, 9]` with `AdmitByCount(3)` → keys `[7, 9]`, counts `[2, 1]`, perhaps the other way.
+    """
+    keys, counts = [np.zeros(0, np.uint64)], [np.zeros(0, np.uint32)]
+    if store.sightings and isinstance(spec.tables[number].admission, policies.AdmitByCount):
+        floors = spec.sighting_floors()
+        for shard in _local_parts(store.sightings[0], 1 if spec.is_replicated else spec.num_shards):
+            entries = np.asarray(shard).reshape(-1, _ENTRY_WORDS)
+            entries = entries[_is_waiting(entries, floors, np) & (entries[:, 3] == number)]
+            keys.append(np.ascontiguousarray(entries[:, :2]).view("<u8")[:, 0].astype(np.uint64))
+            counts.append(entries[:, 2])
+    return np.concatenate(keys), np.concatenate(counts)
+
+
+def with_waiting(
+    spec: StoreSpec,
+    store: StoreState,
+    number: int,
+    keys: np.ndarray,
+    counts: np.ndarray,
+    partition_owners: np.ndarray | None = None,
+    shards: Shards | None = None,
+) -> StoreState:
+    """A store in which keys of a table wait for a row, beside those that wait already; each goes to its owner.
+
+    Counts of keys that wait already are added. Keys whose count is that of the table's admission or more, and counts of
+    0, are left out: whoever has a row already waits for none.
+
+    Args:
+      spec: of the store; the table admits by count.
+      store: donated; its `sightings` grow as they need.
+      number: of the table in the store.
+      keys: uint64[num_keys], distinct, none of them PADDING_KEY.
+      counts: uint32[num_keys].
+      partition_owners: of the state; with shards alone.
+      shards: over which the store is split; None: one device. In several processes each takes of the keys those that
+        its own shards own.
+
+    Raises:
+      ValueError: the table does not admit by count.
+
+    Cost:
+      On the host 16 bytes a key and a pass over them; on the device `sightings` twice while they are made anew.
+
+    Example:
+      `store = with_waiting(spec, store, 0, *waiting(other_spec, other_store, 0))`
+    """
+    table = spec.tables[number]
+    if not isinstance(table.admission, policies.AdmitByCount):
+        raise ValueError(
+            f'with_waiting: table "{table.name}": admission: got {table.admission!r}, wanted policies.AdmitByCount.'
+        )
+    keys, counts = np.asarray(keys, np.uint64), np.asarray(counts, np.uint32)
+    entries = np.empty((keys.shape[0], _ENTRY_WORDS), np.uint32)
+    entries[:, 0], entries[:, 1] = keys & np.uint64(0xFFFFFFFF), keys >> np.uint64(32)
+    entries[:, 2], entries[:, 3] = counts, number
+    if shards is None or spec.num_shards == 1:
+        blocks, most = {0: entries}, len(entries)
+    else:
+        owners = owners_of(spec, number, keys, partition_owners)
+        blocks = {shard: entries if spec.is_replicated else entries[owners == shard] for shard in shards.local()}
+        most = max(map(len, blocks.values()))
+        most = (1 << 40) - processes.least((1 << 40) - most)
+    padded = {
+        shard: np.concatenate([part, np.tile(_NO_ENTRY, (most - len(part), 1))]) for shard, part in blocks.items()
+    }
+    new = jnp.asarray(padded[0]) if shards is None else shards.put(padded)
+    return remade(spec, store, most, shards, new)
+
+
+def owners_of(
+    spec: StoreSpec, number: int, keys: np.ndarray, partition_owners: np.ndarray | None
+) -> UInt32[np.ndarray, " num_keys"]:
+    """The shard that has each key of a table (decision D6), in NumPy; 0 for all where nothing is spread.
+
+    Args:
+      spec: of the store.
+      number: of the table in the store.
+      keys: uint64[num_keys].
+      partition_owners: of the state.
+    """
+    words = spec.table_words()[number]
+    if spec.num_shards == 1 or spec.is_replicated:
+        return np.zeros(keys.shape[0], np.uint32)
+    if words[5] != NO_ROW:
+        return np.full(keys.shape[0], words[5])
+    name = np.uint64(words[0]) | np.uint64(words[1]) << np.uint64(32)
+    hashes = kernels.mix64(kernels.mix64(keys ^ name) + kernels.GOLDEN)
+    return np.asarray(partition_owners)[(hashes >> np.uint64(64 - NUM_PARTITIONS.bit_length() + 1)).astype(np.int64)]
+
+
+# Sizes ---------------------------------------------------------------------------------------------------------------
+
+
+def remade(
+    spec: StoreSpec, store: StoreState, room: int, shards: Shards | None, more: Array | None = None
+) -> StoreState:
+    """A store whose `sightings` hold the waiting keys alone, with room for others: at most a quarter full after them.
+
+    They never shrink, so that programs stay the same where the room is enough.
+
+    Args:
+      spec: of the store.
+      store: donated.
+      room: for how many keys, in each shard.
+      shards: over which the store is split; None: one device.
+      more: entries `[num_entries, 4]` to take in, of all shards.
+    """
+    if not store.sightings:
+        return store
+    (sightings,) = store.sightings
+    num_buckets = sightings.shape[0] // spec.num_shards
+    floors = tuple(spec.sighting_floors().tolist())
+    wanted = ROOM * (num_waiting(spec, store, shards) + room)
+    while num_buckets * ENTRIES_PER_BUCKET < wanted:
+        num_buckets *= 2
+    of_old = (sightings,) if more is None else (sightings, more)
+    new, counters = _remade(store.counters, of_old, num_buckets, floors, shards)
+    sightings.delete()
+    return dataclasses.replace(store, sightings=(new,), counters=counters)
+
+
+def num_waiting(spec: StoreSpec, store: StoreState, shards: Shards | None) -> int:
+    """Keys of all tables that wait for a row, in the fullest shard (waits for the device)."""
+    floors = tuple(spec.sighting_floors().tolist())
+    most = _most_waiting(store.sightings[0], floors, spec.num_shards, None if shards is None else shards.same)
+    return int(np.asarray(most))
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+def _most_waiting(sightings: Array, floors: tuple[int, ...], num_shards: int, same: Any) -> Array:
+    is_waiting = _is_waiting(sightings.reshape(-1, _ENTRY_WORDS), np.array(floors, np.uint32), jnp)
+    most = is_waiting.reshape(num_shards, -1).sum(axis=1, dtype=jnp.int32).max()
+    return most if same is None else jax.lax.with_sharding_constraint(most, same)
+
+
+@functools.partial(jax.jit, donate_argnums=0, static_argnums=(2, 3, 4))
+def _remade(
+    counters: Array, parts: tuple[Array, ...], num_buckets: int, floors: tuple[int, ...], shards: Shards | None
+) -> tuple[Array, Array]:
+    def of_shard(counters: Array, *parts: Array) -> tuple[Array, Array]:
+        entries = [part.reshape(-1, _ENTRY_WORDS) for part in parts]
+        entries = entries[0] if len(entries) == 1 else jnp.concatenate(entries)
+        return kernels.wait(counters, np.array(floors, np.uint32), entries, num_buckets)
+
+    if shards is None:
+        return of_shard(counters, *parts)
+    return shards.run(of_shard, (counters, *parts), (shards.spec,) * (1 + len(parts)), shards.spec)
+
+
+def _is_waiting(entries: Any, floors: np.ndarray, xp: Any) -> Any:
+    """Which entries `[num_entries, 4]` are of keys that wait: seen, and not often enough."""
+    counts, tables = entries[:, 2], entries[:, 3]
+    is_waiting = xp.zeros(counts.shape, bool)
+    for number, floor in enumerate(floors):
+        is_waiting |= (tables == xp.uint32(number)) & (counts > xp.uint32(0)) & (counts < xp.uint32(floor))
+    return is_waiting
+
+
+def _local_parts(array: Array, num_parts: int) -> list[Any]:
+    """The parts of a split array that this process has; the first of them alone where `num_parts` is 1."""
+    parts = {shard.index[0].start or 0: shard.data for shard in array.addressable_shards}
+    return [parts[start] for start in sorted(parts)][: None if num_parts > 1 else 1]
