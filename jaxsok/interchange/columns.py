@@ -3,7 +3,7 @@
 | column | type | |
 |---|---|---|
 | `key` | uint64 | |
-| `row` | fixed_size_list[dim] of float16, float32 or float64 | bfloat16 is written as float32, and named in the metadata |
+| `row` | fixed_size_list[dim] of float16, float32 or float64 | bfloat16 becomes float32, and the metadata says so |
 | `state.<name>` | fixed_size_list of float32 | of each piece of optimizer state |
 | `last_step`, `frequency` | uint32 | where statistics are kept |
 
@@ -302,7 +302,7 @@ def load(
     chunks = {table: read(path, chunk_rows=chunk_rows) for table, path in paths.items()}
     if not with_state:
         chunks = {table: files.without_state(one) for table, one in chunks.items()}
-    return files.import_all(collection, state, chunks, reset_state=reset_state)
+    return files.import_all(op, collection, state, chunks, reset_state=reset_state)
 
 
 # Records as batches of columns ---------------------------------------------------------------------------------------
@@ -413,7 +413,7 @@ def _checked(
     if found != num_rows:
         raise ValueError(f"{op}: {path}: got {found} rows, wanted {num_rows}, as the footer says.")
     files.check_keys(op, num_rows, keys, lambda number: f"{path}: line {number}")
-    return RecordChunks(num_rows, chunks)
+    return RecordChunks(num_rows, form.dim, dict(form.states), chunks)
 
 
 def _row_bytes(form: Form) -> int:

@@ -44,6 +44,9 @@ class RecordChunks:
 
     num_rows: int
     """In the whole file."""
+    dim: int
+    states: Mapping[str, int]
+    """Optimizer state that comes along: name and width."""
     start: Callable[[], Iterator[Records]]
     """Begins to read."""
 
@@ -155,7 +158,7 @@ class PartialFiles:
         """The open files, in the order of the paths."""
         for path in self._paths:
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._files.append(open(_partial(path), "wb"))  # noqa: SIM115
+            self._files.append(open(_partial(path), "wb"))
         return self._files
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
@@ -224,15 +227,20 @@ class RawArray:
     shape: tuple[int, ...]
     """The number of rows, and what one of them has."""
     begin: int = 0
+    keys: pathlib.Path | None = None
+    """The file that tells how many rows there are, if that is another one."""
 
     def __post_init__(self) -> None:
         """Refuses a file of another size."""
         size, wanted = size_of(self.op, self.path), self.begin + self.row_bytes * self.shape[0]
         if size != wanted:
+            got = "the end of the file" if size < wanted else "more"
+            numbers = " x ".join(map(str, self.shape))
+            told = "" if self.keys is None else f", as many as {self.keys} has keys"
             raise ValueError(
-                f"{self.op}: {self.path}: byte {min(size, wanted)}: got {'the end of the file' if size < wanted else 'more'}"
-                f" ({size} bytes), wanted {wanted} bytes: {self.begin or 'no'} bytes of header and "
-                f"{' x '.join(map(str, self.shape))} {self.dtype.name}; truncated, or of another dim or dtype."
+                f"{self.op}: {self.path}: byte {min(size, wanted)}: got {got} ({size} bytes), wanted {wanted} bytes: "
+                f"{self.begin or 'no'} bytes of header and {numbers} {self.dtype.name}{told}; truncated, or of another "
+                "dim or dtype."
             )
 
     @property
@@ -427,8 +435,21 @@ def refuse_processes(op: str, collection: Collection, write: str) -> None:
         )
 
 
-def import_all(collection: Collection, state: State, chunks: Mapping[str, RecordChunks], *, reset_state: bool) -> State:
-    """Enters the rows of files that were all checked, table by table."""
+def import_all(
+    op: str, collection: Collection, state: State, chunks: Mapping[str, RecordChunks], *, reset_state: bool
+) -> State:
+    """Enters the rows of files that were all checked, table by table; first refuses those that do not fit theirs."""
+    chunks = {table: one for table, one in chunks.items() if one.num_rows}
+    for table, one in chunks.items():
+        spec = spec_of(collection, table)
+        if one.dim != spec.dim:
+            raise ValueError(f'{op}: table "{table}": got rows of dim {one.dim} in the file, wanted {spec.dim}.')
+        states = {state.name: state.dim for state in spec.optimizer.state_specs(spec.dim)}
+        if not one.states.items() <= states.items():
+            raise ValueError(
+                f'{op}: table "{table}": got optimizer state {dict(one.states)} in the file, wanted {states}, as '
+                f"{spec.optimizer.name} has it; pass with_state=False for rows alone."
+            )
     for table, one in chunks.items():
         state = collection.import_table(state, table, one, num_rows=one.num_rows, reset_state=reset_state)
     return state
@@ -453,4 +474,4 @@ def without_state(chunks: RecordChunks) -> RecordChunks:
     def start() -> Iterator[Records]:
         return (dataclasses.replace(one, state={}) for one in chunks)
 
-    return RecordChunks(chunks.num_rows, start)
+    return RecordChunks(chunks.num_rows, chunks.dim, {}, start)

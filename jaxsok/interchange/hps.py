@@ -104,8 +104,8 @@ def read_hps(
     if num_rows == 0:
         raise ValueError(f"{op}: {key_path}: byte 0: got the end of the file, wanted at least one key.")
     keys = RawArray(op, key_path, _KEY, (num_rows,))
-    rows = RawArray(op, rows_path, _ROW, (num_rows, int(dim)))
-    meta = RawArray(op, meta_path, _KEY, (num_rows,)) if hotness else None
+    rows = RawArray(op, rows_path, _ROW, (num_rows, int(dim)), keys=key_path)
+    meta = RawArray(op, meta_path, _KEY, (num_rows,), keys=key_path) if hotness else None
     at_once = files.rows_of_chunk(op, chunk_rows, keys.row_bytes + rows.row_bytes)
     files.check_raw_keys(keys)
     if meta is not None:
@@ -118,7 +118,7 @@ def read_hps(
             frequency = None if meta is None else _frequency(meta, start, stop)
             yield Records(keys.read_keys(start, stop), rows.read(start, stop), frequency=frequency)
 
-    return RecordChunks(num_rows, chunks)
+    return RecordChunks(num_rows, int(dim), {}, chunks)
 
 
 def save(
@@ -205,7 +205,7 @@ def load(
         )
         for table, name in names.items()
     }
-    return files.import_all(collection, state, chunks, reset_state=reset_state)
+    return files.import_all("hps.load", collection, state, chunks, reset_state=reset_state)
 
 
 def _paths(path: str | os.PathLike) -> list[pathlib.Path]:

@@ -99,7 +99,7 @@ def read_npz(path: str | os.PathLike, *, chunk_rows: int | None = None) -> Recor
     def chunks() -> Iterator[Records]:
         return (records.take(slice(start, start + at_once)) for start in files.starts(len(keys), at_once))
 
-    return RecordChunks(len(keys), chunks)
+    return RecordChunks(len(keys), form.dim, dict(form.states), chunks)
 
 
 def save(
@@ -173,7 +173,7 @@ def load(
     chunks = {table: read_npz(path) for table, path in paths.items()}
     if not with_state:
         chunks = {table: files.without_state(one) for table, one in chunks.items()}
-    return files.import_all(collection, state, chunks, reset_state=reset_state)
+    return files.import_all("npz.load", collection, state, chunks, reset_state=reset_state)
 
 
 def _arrays(op: str, path: pathlib.Path) -> dict[str, np.ndarray]:

@@ -45,7 +45,7 @@ _SLOTS: dict[str, dict[str, str]] = {
     "ftrl": {"accumulator": "Ftrl-accumulator", "z": "Ftrl-linear"},
     "group_ftrl": {"accumulator": "Ftrl-accumulator", "z": "Ftrl-linear"},
 }
-"""By optimizer, which file has which state. TensorFlow's slots of these names hold the same numbers, but for momentum."""
+"""By optimizer, which file has which state. TensorFlow's slots hold the same numbers, but for momentum."""
 
 # SOK takes Adamax for Adam where it names the files.
 _ALSO = {"adamax": {"m": "Adam-m", "u": "Adam-v"}}
@@ -91,7 +91,8 @@ def write_sok(
 
     Example:
       >>> import tempfile
-      >>> records = Records(np.array([7], np.uint64), np.ones((1, 4), np.float32), {"accumulator": np.ones((1, 4), "f4")})
+      >>> ones = np.ones((1, 4), np.float32)
+      >>> records = Records(np.array([7], np.uint64), ones, {"accumulator": ones})
       >>> with tempfile.TemporaryDirectory() as path:
       ...     write_sok(path, "user:0", records, optimizer="adagrad"), sorted(os.listdir(path))
       (1, ['user_0-Adagrad-accumulator', 'user_0-key', 'user_0-weight'])
@@ -112,10 +113,11 @@ def write_sok(
     of_state = dtype or "float32"
     outputs = [_Output("key", 0, key_dtype), _Output("weight", 1, of_rows)]
     outputs += [_Output(end, 2, of_state, _slot_name(op, end)) for end in slots.values()]
+    headers = [_header(op, table, output.kind, output.slot, output.dtype) for output in outputs]
     paths, num_rows = [pathlib.Path(directory) / f"{spelled}-{output.end}" for output in outputs], 0
     with PartialFiles(op, paths, overwrite=overwrite, stale=_files_of(op, directory, table)) as opened:
-        for file, output in zip(opened, outputs, strict=True):
-            file.write(_header(op, table, output.kind, output.slot, output.dtype))
+        for file, header in zip(opened, headers, strict=True):
+            file.write(header)
         for chunk in chunks:
             files.write_array(opened[0], _as_key_dtype(op, chunk.keys, key_dtype))
             arrays = [chunk.rows, *(chunk.state[name] * np.float32(1 / scale) for name in slots)]
@@ -133,6 +135,7 @@ def read_sok(
     dim: int,
     optimizer: OptimizerLike = None,
     learning_rate: float | None = None,
+    widths: Mapping[str, int] | None = None,
     chunk_rows: int | None = None,
 ) -> RecordChunks:
     """Reads a table of a SOK dump, whatever number of devices wrote it.
@@ -147,6 +150,7 @@ def read_sok(
       optimizer: whose state to read, as for `write_sok`. State of "adamax" is also found in files named after Adam,
         as SOK writes them. None: rows alone.
       learning_rate: with "sgd", the one that SOK trained with: Keras keeps `-learning_rate * trace`.
+      widths: by name of state, numbers a row where they are not dim, as `{"accumulator": 1}` of "rowwise_adagrad".
       chunk_rows: rows at once; None: about 64 MiB.
 
     Returns:
@@ -171,14 +175,16 @@ def read_sok(
     op, base = "read_sok", pathlib.Path(directory) / _spelled("read_sok", table)
     files.check_dim(op, dim)
     slots, scale = _slots_of(op, optimizer, learning_rate)
-    if optimizer in _ALSO:
+    if isinstance(optimizer, str) and optimizer in _ALSO:
         slots = _found(op, base, [slots, _ALSO[optimizer]])
     key_path, rows_path = _path(base, "key"), _path(base, "weight")
     key_dtype = _read_header(op, key_path, table, 0, "")
     num_rows = files.rows_in(op, key_path, key_dtype.itemsize, HEADER_BYTES)
     keys = RawArray(op, key_path, key_dtype, (num_rows,), HEADER_BYTES)
-    rows = RawArray(op, rows_path, _read_header(op, rows_path, table, 1, ""), (num_rows, int(dim)), HEADER_BYTES)
-    states = {name: _state(op, _path(base, end), table, end, num_rows, int(dim)) for name, end in slots.items()}
+    rows_dtype = _read_header(op, rows_path, table, 1, "")
+    rows = RawArray(op, rows_path, rows_dtype, (num_rows, int(dim)), HEADER_BYTES, key_path)
+    width_of = {name: (widths or {}).get(name, int(dim)) for name in slots}
+    states = {name: _state(op, _path(base, end), table, end, num_rows, width_of[name]) for name, end in slots.items()}
     row_bytes = sum(array.row_bytes for array in (keys, rows, *states.values()))
     at_once = files.rows_of_chunk(op, chunk_rows, row_bytes)
     files.check_raw_keys(keys)
@@ -189,7 +195,7 @@ def read_sok(
             state = {name: _scaled(array.read(start, stop), scale) for name, array in states.items()}
             yield Records(keys.read_keys(start, stop), rows.read(start, stop), state)
 
-    return RecordChunks(num_rows, chunks)
+    return RecordChunks(num_rows, int(dim), width_of, chunks)
 
 
 def read_sok_v1(directory: str | os.PathLike, table: str, *, dim: int, chunk_rows: int | None = None) -> RecordChunks:
@@ -209,7 +215,8 @@ def read_sok_v1(directory: str | os.PathLike, table: str, *, dim: int, chunk_row
 
     Raises:
       FileNotFoundError: a file is missing.
-      ValueError: empty or mis-sized files, PADDING_KEY, or a key that occurs twice; names file and byte.
+      ValueError: empty or mis-sized files, PADDING_KEY, or a key that occurs twice; names file and byte. A file of
+        int64 keys that lost its second half cannot be told from one of uint32.
 
     Example:
       >>> import tempfile
@@ -237,7 +244,7 @@ def read_sok_v1(directory: str | os.PathLike, table: str, *, dim: int, chunk_row
         for start in files.starts(num_rows, at_once):
             yield Records(keys.read_keys(start, start + at_once), rows.read(start, start + at_once))
 
-    return RecordChunks(num_rows, chunks)
+    return RecordChunks(num_rows, int(dim), {}, chunks)
 
 
 def save(
@@ -276,7 +283,7 @@ def save(
     files.refuse_collisions(op, names, files.spelled)
     files.refuse_processes(op, collection, "write_sok")
     chosen = {table: _declared(op, collection, table, with_state, optimizers) for table in names}
-    for table, name in names.items():
+    for name in names.values():
         files.refuse_existing(op, _files_of(op, directory, name), overwrite)
     num_rows = {}
     for table, name in names.items():
@@ -329,11 +336,17 @@ def load(
     chunks = {}
     for table, name in names.items():
         optimizer, rate = _declared(op, collection, table, with_state, optimizers)
-        dim = files.spec_of(collection, table).dim
+        spec = files.spec_of(collection, table)
         chunks[table] = read_sok(
-            directory, name, dim=dim, optimizer=optimizer, learning_rate=rate, chunk_rows=chunk_rows
+            directory,
+            name,
+            dim=spec.dim,
+            optimizer=optimizer,
+            learning_rate=rate,
+            widths={state.name: state.dim for state in spec.optimizer.state_specs(spec.dim)},
+            chunk_rows=chunk_rows,
         )
-    return files.import_all(collection, state, chunks, reset_state=reset_state)
+    return files.import_all(op, collection, state, chunks, reset_state=reset_state)
 
 
 # Names and slots -----------------------------------------------------------------------------------------------------
@@ -369,8 +382,8 @@ def _files_of(op: str, directory: str | os.PathLike, table: str) -> list[pathlib
             name = file.read(HEADER_BYTES)[_NAME].decode(errors="replace").lstrip(" ")
         if name not in ("", table):
             raise FileExistsError(
-                f"{op}: {key_path}: is of the table {name!r}, wanted {table!r}: their names differ in punctuation alone, "
-                "and so their files do not; choose another name or another directory."
+                f"{op}: {key_path}: is of the table {name!r}, wanted {table!r}: their names differ in punctuation "
+                "alone, and so their files do not; choose another name or another directory."
             )
     return there
 
@@ -398,7 +411,7 @@ def _slots_of(op: str, optimizer: Any, learning_rate: float | None) -> tuple[dic
         if len(set(slots.values())) != len(slots):
             raise ValueError(f"{op}: optimizer: got {slots}, wanted a file of its own for each state.")
         return slots, 1.0
-    if optimizer not in _SLOTS:
+    if not isinstance(optimizer, str) or optimizer not in _SLOTS:
         raise ValueError(
             f"{op}: optimizer: got {optimizer!r}, wanted one whose state SOK has, of {list(_SLOTS)}; None for rows "
             'alone; or a mapping from names of state to ends of files, as {"m": "Adam-m"}.'
@@ -510,12 +523,10 @@ def _read_header(op: str, path: pathlib.Path, table: str, kind: int, slot: str) 
     return np.dtype(_DTYPES[code]).newbyteorder("<")
 
 
-def _state(op: str, path: pathlib.Path, table: str, end: str, num_rows: int, dim: int) -> RawArray:
+def _state(op: str, path: pathlib.Path, table: str, end: str, num_rows: int, width: int) -> RawArray:
     dtype = _read_header(op, path, table, 2, _slot_name(op, end))
     size = files.size_of(op, path) - HEADER_BYTES
-    if size == dtype.itemsize * num_rows:
-        return RawArray(op, path, dtype, (num_rows, 1), HEADER_BYTES)
-    lines, rest = divmod(size, dtype.itemsize * dim)
+    lines, rest = divmod(size, dtype.itemsize * width)
     if lines < num_rows and not rest:
         raise ValueError(
             f"{op}: {path}: byte {HEADER_BYTES + size}: got the end of the file after {lines} lines of state, wanted "
@@ -523,7 +534,7 @@ def _state(op: str, path: pathlib.Path, table: str, end: str, num_rows: int, dim
             "tells whose they are: read without this state (optimizer=None, with_state=False), or let SOK train every "
             "key once before it dumps."
         )
-    return RawArray(op, path, dtype, (num_rows, dim), HEADER_BYTES)
+    return RawArray(op, path, dtype, (num_rows, width), HEADER_BYTES)
 
 
 def _scaled(numbers: np.ndarray, scale: float) -> np.ndarray:
