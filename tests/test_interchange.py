@@ -14,6 +14,7 @@ import tempfile
 
 import hypothesis
 import hypothesis.strategies as st
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -688,3 +689,172 @@ def test_memory_is_bounded_by_chunks(tmp_path):
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 16 * chunk_bytes < whole / 3
+
+
+# Tables ----------------------------------------------------------------------------------------------------------
+
+
+def collection_of(num_shards, optimizer=None, dtype="float32", names=("user", "item"), capacity=8):
+    """Tables of one store, on some devices."""
+    optimizer = optimizer or jaxsok.optim.adam(0.1)
+    specs = [jaxsok.TableSpec(name, 4, optimizer, capacity=capacity, dtype=dtype) for name in names]
+    features = [jaxsok.FeatureSpec(name, table=name) for name in names]
+    if num_shards == 1:
+        return jaxsok.Collection(specs, features)
+    if len(jax.devices()) < num_shards:
+        pytest.skip(f"needs {num_shards} devices")
+    mesh = jax.make_mesh(
+        (num_shards,),
+        ("data",),
+        axis_types=(jax.sharding.AxisType.Auto,),
+        devices=jax.devices()[:num_shards],
+    )
+    return jaxsok.Collection(specs, features, mesh=mesh, axis="data")
+
+
+def trained(collection):
+    """A state after two steps; tables share keys."""
+    state = collection.init(seed=3)
+    for keys in ([7, 9, 2**40, 2**64 - 2], [9, 9, 5, 6]):
+        batch = collection.batch({name: np.array(keys, np.uint64) for name in ("user", "item")})
+        embeddings, state, plan = collection.lookup(collection.grow(state), batch.features)
+        gradients = {
+            name: embedding + jnp.asarray(i, embedding.dtype) for i, (name, embedding) in enumerate(embeddings.items())
+        }
+        state, stats = collection.update(state, plan, gradients)
+        stats.check()
+    return state
+
+
+def told(collection, state, table, with_state=True):
+    """What a table holds, by key."""
+    exported = collection.export_table(state, table)
+    return {
+        int(key): (
+            exported["rows"][i].astype(np.float64).tolist(),
+            {name: array[i].tolist() for name, array in exported["state"].items()} if with_state else None,
+        )
+        for i, key in enumerate(exported["keys"])
+    }
+
+
+MODULES = {
+    "hps": (hps.save, hps.load, False),
+    "sok": (sok.save, sok.load, True),
+    "parquet": (columns.save, columns.load, True),
+    "arrow": (
+        functools.partial(columns.save, format="arrow"),
+        functools.partial(columns.load, format="arrow"),
+        True,
+    ),
+    "npz": (npz.save, npz.load, True),
+}
+
+
+@pytest.mark.parametrize("shards", [(1, 4), (4, 1)])
+@pytest.mark.parametrize("module", MODULES)
+def test_tables_through_files(tmp_path, module, shards):
+    """Saved on some shards, loaded on others, at another capacity, one table into another; the second stays apart."""
+    save, load, has_state = MODULES[module]
+    source, target = collection_of(shards[0]), collection_of(shards[1], names=("item", "user"), capacity=4)
+    state = trained(source)
+    assert save(source, state, tmp_path) == {"user": 6, "item": 6}
+    loaded = load(target, target.init(seed=9), tmp_path, {"item": "user"})
+    assert told(target, loaded, "item", has_state) == told(source, state, "user", has_state)
+    assert told(target, loaded, "user") == {}
+    loaded = load(target, loaded, tmp_path, ["user"])
+    for table in ("user", "item"):
+        assert told(target, loaded, table, has_state) == told(source, state, "user", has_state)
+    if not has_state:
+        assert {tuple(one[1]["m"]) for one in told(target, loaded, "user").values()} == {(0.0,) * 4}
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_rows_of_16_bits_through_files(tmp_path, module):
+    """What float32 holds of them comes back."""
+    save, load, has_state = MODULES[module]
+    collection = collection_of(1, dtype="bfloat16")
+    state = trained(collection)
+    save(collection, state, tmp_path)
+    loaded = load(collection, collection.init(seed=9), tmp_path)
+    for table in ("user", "item"):
+        assert told(collection, loaded, table, has_state) == told(collection, state, table, has_state)
+
+
+def test_a_bad_file_changes_no_table(tmp_path):
+    """The first table's files are fine, the second's are not: the state is as it was, and still of use."""
+    collection = collection_of(1)
+    state = trained(collection)
+    for module, (save, load, _) in MODULES.items():
+        save(collection, state, tmp_path / module)
+        before = {table: told(collection, state, table) for table in ("user", "item")}
+        bad = next(path for path in sorted((tmp_path / module).rglob("*item*")) if path.is_file() or module == "hps")
+        bad = bad / "key" if module == "hps" else bad
+        put(bad, bad.read_bytes()[:-1])
+        with pytest.raises(ValueError, match="byte"):
+            load(collection, state, tmp_path / module)
+        assert {table: told(collection, state, table) for table in ("user", "item")} == before
+
+
+def test_rows_alone_and_state_that_does_not_fit(tmp_path):
+    """Loading weights without state, or into a table with another optimizer, is possible and explicit."""
+    source, other = collection_of(1), collection_of(1, jaxsok.optim.rowwise_adam(0.1))
+    state = trained(source)
+    columns.save(source, state, tmp_path)
+    with pytest.raises(ValueError, match=r"columns.load: table \"user\": got optimizer state .*with_state=False"):
+        columns.load(other, other.init(), tmp_path)
+    loaded = columns.load(other, other.init(), tmp_path, with_state=False)
+    assert told(other, loaded, "user", False) == told(source, state, "user", False)
+    assert {tuple(one[1]["v"]) for one in told(other, loaded, "user").values()} == {(0.0,)}
+    with pytest.raises(ValueError, match="got rows of dim 4 in the file, wanted 8"):
+        wide = jaxsok.Collection([jaxsok.TableSpec("user", 8, jaxsok.optim.sgd(0.1), capacity=8)], [])
+        columns.load(wide, wide.init(), tmp_path, with_state=False)
+    with pytest.raises(ValueError, match="got the optimizer rowwise_adam, of which SOK has no files"):
+        sok.save(other, loaded, tmp_path)
+    mapping = {"user": {"m": "Mine-m", "v": "Mine-v"}}
+    sok.save(other, loaded, tmp_path, ["user"], optimizers=mapping)
+    again = sok.load(other, other.init(), tmp_path, ["user"], optimizers=mapping)
+    assert told(other, again, "user") == told(other, loaded, "user")
+    sok.save(other, loaded, tmp_path, ["item"], with_state=False)
+    with pytest.raises(FileNotFoundError, match=r"item-Adam-m: .*with_state=False"):
+        sok.load(source, source.init(), tmp_path, ["item"])
+
+
+def test_momentum_through_sok(tmp_path):
+    """The trace of a table is Keras's momentum over minus the rate; a schedule has no rate."""
+    collection = collection_of(1, jaxsok.optim.sgd(0.5, momentum=0.5))
+    state = trained(collection)
+    sok.save(collection, state, tmp_path)
+    exported = collection.export_table(state, "user")
+    assert (
+        sok_parsed(tmp_path / "user-SGD-momentum")[4].tolist()
+        == (-0.5 * exported["state"]["trace"].reshape(-1)).tolist()
+    )
+    loaded = sok.load(collection, collection.init(), tmp_path)
+    assert told(collection, loaded, "user") == told(collection, state, "user")
+    scheduled = collection_of(1, jaxsok.optim.sgd(lambda step: 0.5, momentum=0.5))
+    with pytest.raises(ValueError, match="got a schedule as the learning rate"):
+        sok.load(scheduled, scheduled.init(), tmp_path)
+
+
+def test_choices_of_tables_are_checked(tmp_path):
+    """Unknown names, names that collide on disk, tables without rows, files that are there; nothing is written."""
+    collection = collection_of(1, names=("a:b", "a/b"))
+    state = collection.init()
+    for save, *_ in MODULES.values():
+        with pytest.raises(ValueError, match="got 'a:b' and 'a/b', whose files would both be named 'a_b"):
+            save(collection, state, tmp_path)
+        with pytest.raises(ValueError, match="tables: got 'c', wanted some of"):
+            save(collection, state, tmp_path, ["c"])
+        with pytest.raises(TypeError, match="tables: got 'a:b', wanted None, a list"):
+            save(collection, state, tmp_path, "a:b")
+    with pytest.raises(ValueError, match="'a:b', which has no rows; HPS reads no empty table: leave it out"):
+        hps.save(collection, state, tmp_path, ["a:b"])
+    assert not list(tmp_path.iterdir())
+    for module, (save, load, _) in MODULES.items():
+        if module != "hps":  # an empty table goes through all other formats
+            save(collection, state, tmp_path / module, {"a:b": "one", "a/b": "two"})
+            with pytest.raises(FileExistsError, match="overwrite=True"):
+                save(collection, state, tmp_path / module, {"a:b": "one"})
+            state = load(collection, state, tmp_path / module, {"a:b": "two"})
+            assert collection.num_rows(state) == {"a:b": 0, "a/b": 0}

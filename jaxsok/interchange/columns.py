@@ -55,8 +55,7 @@ def write_parquet(
       ...     pyarrow.parquet.read_table(f"{path}/user.parquet").to_pylist()
       [{'key': 7, 'row': [1.0, 1.0]}]
     """
-    import pyarrow.parquet as parquet
-
+    _, parquet = _arrow("write_parquet")
     form, chunks = files.checked_records("write_parquet", records)
     schema, num_rows = _schema(form), 0
     with PartialFiles("write_parquet", [pathlib.Path(path)], overwrite=overwrite) as (file,):
@@ -95,10 +94,8 @@ def read_parquet(path: str | os.PathLike, *, chunk_rows: int | None = None) -> R
       ...     [chunk.rows.tolist() for chunk in read_parquet(f"{path}/user.parquet")]
       [[[1.0, 1.0]]]
     """
-    import pyarrow as pa
-    import pyarrow.parquet as parquet
-
     op, path = "read_parquet", pathlib.Path(path)
+    pa, parquet = _arrow(op)
     size = _check_ends(op, path, _PARQUET, 12)
 
     def opened() -> Any:
@@ -146,8 +143,7 @@ def write_arrow(path: str | os.PathLike, records: RecordsIn, *, overwrite: bool 
       ...     pyarrow.ipc.open_file(f"{path}/user.arrow").read_all().to_pylist()
       [{'key': 7, 'row': [1.0, 1.0]}]
     """
-    import pyarrow as pa
-
+    pa, _ = _arrow("write_arrow")
     form, chunks = files.checked_records("write_arrow", records)
     schema, num_rows = _schema(form), 0
     with PartialFiles("write_arrow", [pathlib.Path(path)], overwrite=overwrite) as (file,):
@@ -184,9 +180,8 @@ def read_arrow(path: str | os.PathLike, *, chunk_rows: int | None = None) -> Rec
       ...     [chunk.rows.tolist() for chunk in read_arrow(f"{path}/user.arrow")]
       [[[1.0, 1.0]]]
     """
-    import pyarrow as pa
-
     op, path = "read_arrow", pathlib.Path(path)
+    pa, _ = _arrow(op)
     size = _check_ends(op, path, _ARROW, 18)
     with open(path, "rb") as file:
         file.seek(size - 10)
@@ -306,6 +301,16 @@ def load(
 
 
 # Records as batches of columns ---------------------------------------------------------------------------------------
+
+
+def _arrow(op: str) -> tuple[Any, Any]:
+    """pyarrow and its Parquet part."""
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError as error:
+        raise ImportError(f"{op}: needs pyarrow, which is missing: pip install 'jaxsok[arrow]'.") from error
+    return pyarrow, pyarrow.parquet
 
 
 def _schema(form: Form) -> Any:

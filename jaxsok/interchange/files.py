@@ -336,7 +336,7 @@ def check_keys(op: str, num_keys: int, chunks: Callable[[], Iterator[np.ndarray]
         ordered.sort()
         twice = np.flatnonzero(ordered[1:] == ordered[:-1])
         if twice.size:
-            key = ordered[twice[0] + 1]
+            key = np.uint64(ordered[twice[0] + 1])
             raise ValueError(
                 f"{op}: {place(_second(chunks, key))}: key: got {key} a second time, wanted each key once: its row "
                 "would depend on the order."

@@ -59,7 +59,7 @@ def write_hps(path: str | os.PathLike, records: RecordsIn, *, hotness: bool = Fa
             files.write_array(opened[0], chunk.keys.view(np.int64).astype(_KEY, copy=False))
             numbers = files.narrowed("write_hps", "records.rows", chunk.rows, np.dtype(np.float32))
             files.write_array(opened[1], numbers.astype(_ROW, copy=False))
-            if hotness:
+            if hotness and chunk.frequency is not None:
                 files.write_array(opened[2], chunk.frequency.astype(_KEY))
             num_rows += chunk.num_rows
         if num_rows == 0:
