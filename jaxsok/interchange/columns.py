@@ -304,7 +304,7 @@ def load(
 
 
 def _arrow(op: str) -> tuple[Any, Any]:
-    """pyarrow and its Parquet part."""
+    """The package pyarrow and its Parquet part."""
     try:
         import pyarrow
         import pyarrow.parquet

@@ -156,9 +156,13 @@ class PartialFiles:
 
     def __enter__(self) -> list[IO[bytes]]:
         """The open files, in the order of the paths."""
-        for path in self._paths:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._files.append(open(_partial(path), "wb"))
+        try:
+            for path in self._paths:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                self._files.append(open(_partial(path), "wb"))
+        except OSError as error:
+            self.__exit__(type(error), error, None)
+            raise
         return self._files
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
@@ -171,7 +175,8 @@ class PartialFiles:
                 file.close()
             if kind is None:
                 first, *others = self._paths
-                first.unlink(missing_ok=True)
+                if others or self._stale:
+                    first.unlink(missing_ok=True)
                 for path in self._stale:
                     path.unlink(missing_ok=True)
                 for path in [*others, first]:
