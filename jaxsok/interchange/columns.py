@@ -12,8 +12,9 @@ Any tool that reads such files can make them: the metadata is optional, and sign
 
 import os
 import pathlib
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import IO, Any, Literal
 
 import numpy as np
 
@@ -28,6 +29,10 @@ Format = Literal["parquet", "arrow"]
 
 _ROW_DTYPE = b"jaxsok.row_dtype"
 _PARQUET, _ARROW = b"PAR1", b"ARROW1"
+
+# Pages of Parquet have checksums, the footer has none, and pyarrow ends the process where some of its numbers do not
+# fit each other. So the footers written here have a mark and a checksum before them, in bytes that nothing points to.
+_MARK = b"jaxsok 1"
 
 
 def write_parquet(
@@ -65,6 +70,7 @@ def write_parquet(
             for chunk in chunks:
                 writer.write_batch(_batch(chunk, schema), row_group_size=max(1, chunk.num_rows))
                 num_rows += chunk.num_rows
+        _guard_footer(file)
     return num_rows
 
 
@@ -97,6 +103,7 @@ def read_parquet(path: str | os.PathLike, *, chunk_rows: int | None = None) -> R
     op, path = "read_parquet", pathlib.Path(path)
     pa, parquet = _arrow(op)
     size = _check_ends(op, path, _PARQUET, 12)
+    _check_footer(op, path, size)
 
     def opened() -> Any:
         return parquet.ParquetFile(path, page_checksum_verification=True, pre_buffer=False)
@@ -106,7 +113,7 @@ def read_parquet(path: str | os.PathLike, *, chunk_rows: int | None = None) -> R
             schema, metadata = file.schema_arrow, file.metadata
     except (pa.ArrowException, OSError) as error:
         raise ValueError(f"{op}: {path}: the footer, before byte {size - 8}: {error}") from error
-    form = _form(op, path, schema)
+    form = _form_of(op, path, schema)
     at_once = files.rows_of_chunk(op, chunk_rows, _row_bytes(form))
 
     def batches(columns: list[str] | None = None) -> Iterator[Any]:
@@ -198,7 +205,7 @@ def read_arrow(path: str | os.PathLike, *, chunk_rows: int | None = None) -> Rec
             num_rows = sum(file.get_batch(number).num_rows for number in range(file.num_record_batches))
     except (pa.ArrowException, OSError) as error:
         raise ValueError(f"{op}: {path}: the footer, at byte {footer}, or what it points to: {error}") from error
-    form = _form(op, path, schema)
+    form = _form_of(op, path, schema)
     at_once = files.rows_of_chunk(op, chunk_rows, _row_bytes(form))
 
     def batches(columns: list[str] | None = None) -> Iterator[Any]:
@@ -337,6 +344,13 @@ def _batch(chunk: Records, schema: Any) -> Any:
     return pa.record_batch(arrays, schema=schema)
 
 
+def _form_of(op: str, path: pathlib.Path, schema: Any) -> Form:
+    try:
+        return _form(op, path, schema)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{op}: {path}: the schema, in the footer's bytes: {error}") from error
+
+
 def _form(op: str, path: pathlib.Path, schema: Any) -> Form:
     """What a schema says of records; refuses columns that records do not have."""
     import pyarrow as pa
@@ -438,6 +452,31 @@ def _check_ends(op: str, path: pathlib.Path, magic: bytes, least: int) -> int:
                 f"{op}: {path}: byte {place}: got {got!r}, wanted {magic!r}; truncated, or of another format."
             )
     return size
+
+
+def _guard_footer(file: IO[bytes]) -> None:
+    """Puts mark and checksum before the footer of a Parquet file that was just written."""
+    size = file.seek(0, os.SEEK_END)
+    file.seek(size - 8)
+    begin = size - 8 - int.from_bytes(file.read(4), "little")
+    file.seek(begin)
+    footer = file.read()
+    file.seek(begin)
+    file.write(_MARK + zlib.crc32(footer).to_bytes(4, "little") + footer)
+
+
+def _check_footer(op: str, path: pathlib.Path, size: int) -> None:
+    """Refuses a footer that does not have its checksum, or its length; one without a mark is another tool's."""
+    with open(path, "rb") as file:
+        file.seek(size - 8)
+        begin = size - 8 - int.from_bytes(file.read(4), "little")
+        if begin < 4:
+            raise ValueError(f"{op}: {path}: byte {size - 8}: got a footer longer than the file, wanted a shorter one.")
+        file.seek(max(0, begin - 12))
+        before = file.read(begin - max(0, begin - 12))
+        footer = file.read()
+    if before[:8] == _MARK and zlib.crc32(footer) != int.from_bytes(before[8:], "little"):
+        raise ValueError(f"{op}: {path}: bytes {begin} to {size}: got a footer that does not have its checksum.")
 
 
 def _bytes_of(group: Any) -> tuple[int, int]:

@@ -159,7 +159,7 @@ class PartialFiles:
         try:
             for path in self._paths:
                 path.parent.mkdir(parents=True, exist_ok=True)
-                self._files.append(open(_partial(path), "wb"))
+                self._files.append(open(_partial(path), "w+b"))
         except OSError as error:
             self.__exit__(type(error), error, None)
             raise

@@ -190,9 +190,11 @@ def _arrays(op: str, path: pathlib.Path) -> dict[str, np.ndarray]:
             "or of another format."
         )
     try:
-        with np.load(path, allow_pickle=False) as archive:
+        with open(path, "rb") as file, np.load(file, allow_pickle=False) as archive:
+            if len(archive.files) != struct.unpack("<H", tail[10:12])[0]:
+                raise ValueError(f"{len(archive.files)} arrays and another number at the end")
             return {name: archive[name] for name in archive.files}
-    except (zipfile.BadZipFile, zlib.error, ValueError, KeyError, EOFError, OSError, NotImplementedError) as error:
+    except (zipfile.BadZipFile, zlib.error, ValueError, LookupError, EOFError, OSError, RuntimeError) as error:
         raise ValueError(
             f"{op}: {path}: bytes 0 to {size}: got {error}, wanted a .npz as write_npz makes it."
         ) from error
