@@ -860,3 +860,17 @@ def test_choices_of_tables_are_checked(tmp_path):
                 save(collection, state, tmp_path / module, {"a:b": "one"})
             state = load(collection, state, tmp_path / module, {"a:b": "two"})
             assert collection.num_rows(state) == {"a:b": 0, "a/b": 0}
+
+
+def test_a_table_that_cannot_hold_the_file(tmp_path):
+    """It is refused; the state is in the error, with the tables that were entered before."""
+    source = collection_of(1)
+    hps.save(source, trained(source), tmp_path)
+    specs = [
+        jaxsok.TableSpec("user", 4, jaxsok.optim.adam(0.1), capacity=8),
+        jaxsok.TableSpec("item", 4, jaxsok.optim.sgd(0.1), capacity=4, max_capacity=4),
+    ]
+    collection = jaxsok.Collection(specs, [])
+    with pytest.raises((MemoryError, jaxsok.TableFullError)) as info:
+        hps.load(collection, collection.init(), tmp_path)
+    assert collection.num_rows(info.value.state) == {"user": 6, "item": 0}

@@ -456,7 +456,13 @@ def import_all(
                 f"{spec.optimizer.name} has it; pass with_state=False for rows alone."
             )
     for table, one in chunks.items():
-        state = collection.import_table(state, table, one, num_rows=one.num_rows, reset_state=reset_state)
+        try:
+            state = collection.import_table(state, table, one, num_rows=one.num_rows, reset_state=reset_state)
+        except Exception as error:
+            # The caller's state was donated to the tables before: what there is now must not be lost.
+            if getattr(error, "state", None) is None:
+                error.state = state
+            raise
     return state
 
 

@@ -190,7 +190,7 @@ def load(
 
     Raises:
       FileNotFoundError, ValueError: as `read_hps`; the state is as it was then.
-      MemoryError: the tables cannot grow as far.
+      MemoryError, TableFullError: the tables cannot grow as far; `state` of the error is the state as it is then.
 
     Example:
       `state = hps.load(collection, state, "model/user_embeddings")`

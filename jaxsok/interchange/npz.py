@@ -164,7 +164,7 @@ def load(
 
     Raises:
       FileNotFoundError, ValueError: as `read_npz`, and where a file does not fit its table; the state is as it was.
-      MemoryError: the tables cannot grow as far.
+      MemoryError, TableFullError: the tables cannot grow as far; `state` of the error is the state as it is then.
 
     Example:
       `state = npz.load(collection, state, "tables")`

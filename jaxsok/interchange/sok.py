@@ -326,7 +326,7 @@ def load(
 
     Raises:
       FileNotFoundError, ValueError: as `read_sok`; the state is as it was then.
-      MemoryError: the tables cannot grow as far.
+      MemoryError, TableFullError: the tables cannot grow as far; `state` of the error is the state as it is then.
 
     Example:
       `state = sok.load(collection, state, "dump", {"user": "user:0"}, with_state=False)`
