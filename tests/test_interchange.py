@@ -754,33 +754,31 @@ MODULES = {
 
 
 @pytest.mark.parametrize("shards", [(1, 4), (4, 1)])
-@pytest.mark.parametrize("module", MODULES)
-def test_tables_through_files(tmp_path, module, shards):
+def test_tables_through_files(tmp_path, shards):
     """Saved on some shards, loaded on others, at another capacity, one table into another; the second stays apart."""
-    save, load, has_state = MODULES[module]
     source, target = collection_of(shards[0]), collection_of(shards[1], names=("item", "user"), capacity=4)
     state = trained(source)
-    assert save(source, state, tmp_path) == {"user": 6, "item": 6}
-    loaded = load(target, target.init(seed=9), tmp_path, {"item": "user"})
-    assert told(target, loaded, "item", has_state) == told(source, state, "user", has_state)
-    assert told(target, loaded, "user") == {}
-    loaded = load(target, loaded, tmp_path, ["user"])
-    for table in ("user", "item"):
-        assert told(target, loaded, table, has_state) == told(source, state, "user", has_state)
-    if not has_state:
-        assert {tuple(one[1]["m"]) for one in told(target, loaded, "user").values()} == {(0.0,) * 4}
+    for module, (save, load, has_state) in MODULES.items():
+        assert save(source, state, tmp_path / module) == {"user": 6, "item": 6}
+        loaded = load(target, target.init(seed=9), tmp_path / module, {"item": "user"})
+        assert told(target, loaded, "item", has_state) == told(source, state, "user", has_state), module
+        assert told(target, loaded, "user") == {}
+        loaded = load(target, loaded, tmp_path / module, ["user"])
+        for table in ("user", "item"):
+            assert told(target, loaded, table, has_state) == told(source, state, "user", has_state), module
+        if not has_state:
+            assert {tuple(one[1]["m"]) for one in told(target, loaded, "user").values()} == {(0.0,) * 4}
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_rows_of_16_bits_through_files(tmp_path, module):
+def test_rows_of_16_bits_through_files(tmp_path):
     """What float32 holds of them comes back."""
-    save, load, has_state = MODULES[module]
     collection = collection_of(1, dtype="bfloat16")
     state = trained(collection)
-    save(collection, state, tmp_path)
-    loaded = load(collection, collection.init(seed=9), tmp_path)
-    for table in ("user", "item"):
-        assert told(collection, loaded, table, has_state) == told(collection, state, table, has_state)
+    for module, (save, load, has_state) in MODULES.items():
+        save(collection, state, tmp_path / module)
+        loaded = load(collection, collection.init(seed=9), tmp_path / module)
+        for table in ("user", "item"):
+            assert told(collection, loaded, table, has_state) == told(collection, state, table, has_state), module
 
 
 def test_a_bad_file_changes_no_table(tmp_path):
