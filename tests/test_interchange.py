@@ -873,3 +873,18 @@ def test_a_table_that_cannot_hold_the_file(tmp_path):
     with pytest.raises((MemoryError, jaxsok.TableFullError)) as info:
         hps.load(collection, collection.init(), tmp_path)
     assert collection.num_rows(info.value.state) == {"user": 6, "item": 0}
+
+
+def test_statistics_follow_their_key(tmp_path):
+    """Through the formats that have room for them."""
+    table = jaxsok.TableSpec("user", 4, jaxsok.optim.sgd(0.1), capacity=8, statistics=True)
+    collection = jaxsok.Collection([table], [jaxsok.FeatureSpec("user", table="user")])
+    state = collection.init()
+    for clock, keys in ((5, [7, 7, 9]), (8, [9, 4, 4])):
+        features = collection.batch({"user": np.array(keys)}).features
+        _, state, _ = collection.lookup(state, features, clock=np.uint32(clock))
+    for module in ("parquet", "arrow", "npz"):
+        save, load, _ = MODULES[module]
+        save(collection, state, tmp_path)
+        chunks = by_key(collection.export_chunks(load(collection, collection.init(), tmp_path), "user"))
+        assert {key: one[3:] for key, one in chunks.items()} == {7: (5, 2), 9: (8, 2), 4: (8, 2)}

@@ -87,7 +87,7 @@ def form_of(op: str, records: Any) -> Form:
       TypeError, ValueError: names op, array, got and wanted.
     """
     if not isinstance(records, Records):
-        raise TypeError(f"{op}: records: got {type(records).__name__}, wanted jaxsok.records.Records, or several.")
+        raise TypeError(f"{op}: records: got {type(records).__name__}, wanted jaxsok.Records, or several.")
     keys, rows = records.keys, records.rows
     if keys.dtype != np.uint64 or keys.ndim != 1:
         raise TypeError(f"{op}: records.keys: got {keys.dtype.name}{list(keys.shape)}, wanted uint64[num_rows].")
