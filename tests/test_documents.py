@@ -19,6 +19,7 @@ from jax.experimental import multihost_utils
 
 import jaxsok
 from jaxsok import grow, operations, processes, shards, store, types
+from jaxsok.interchange import columns, files, hps, npz, sok
 from jaxsok.kernels import library
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -565,6 +566,11 @@ API = {
     "jaxsok.layers.linen.Embeddings": lambda: [
         name for name in members_of(layers("linen").Embeddings) if not name.startswith(("parent", "name"))
     ],
+    "jaxsok.interchange.hps": lambda: calls_of(hps),
+    "jaxsok.interchange.sok": lambda: calls_of(sok),
+    "jaxsok.interchange.columns": lambda: calls_of(columns),
+    "jaxsok.interchange.npz": lambda: calls_of(npz),
+    "jaxsok.interchange.files.RecordChunks": lambda: members_of(files.RecordChunks),
 }
 
 
