@@ -17,6 +17,7 @@ import os
 import pathlib
 import runpy
 import tomllib
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -74,7 +75,12 @@ def read_spec(path: str | os.PathLike[str]) -> Declared:
 
 
 def _of_python(path: pathlib.Path) -> Declared:
-    names = runpy.run_path(str(path), run_name="jaxsok_spec")
+    try:
+        names = runpy.run_path(str(path), run_name="jaxsok_spec")
+    except Exception as error:
+        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+        line = frames[-1].lineno if frames else getattr(error, "lineno", None)
+        raise ValueError(f"estimate: {path}, line {line}: {type(error).__name__}: {error}") from error
     collection = names.get("collection")
     if isinstance(collection, Collection):
         num_shards = None if collection.shards is None else collection.stores[0].num_shards

@@ -86,7 +86,11 @@ def draw_estimate(estimate: MemoryEstimate, path: str | os.PathLike[str]) -> Non
     if estimate.memory_bytes is not None:
         title += f", of {in_units(estimate.memory_bytes)} for arrays"
     axes.set_title(title, loc="left")
-    axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=8, frameon=False)
+    order = [part.replace("_", " ") for part in (*STATE, *STEP)]
+    handles, labels = axes.get_legend_handles_labels()
+    by_label = dict(zip(labels, handles, strict=True))
+    handles = [by_label[label] for label in order if label in by_label]
+    axes.legend(handles=handles, loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=8, frameon=False)
     figure.savefig(path)
 
 
