@@ -116,34 +116,36 @@ class _Place:
         at = f"{self.field}[{name}]" if isinstance(name, int) else f"{self.field}.{name}" if self.field else name
         return _Place(self.file, at)
 
-    def wrong(self, what: str) -> ValueError:
-        """An error that says where."""
+    def says(self, what: str) -> str:
+        """A message with its place."""
         at = f"{self.field}: " if self.field else ""
-        return ValueError(f"estimate: {self.file}: {at}{what}")
+        return f"estimate: {self.file}: {at}{what}"
 
     def make(self, function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
         """Calls it, and tells the place of what it refuses."""
         parameters = inspect.signature(function).parameters
         for name in arguments:
             if name not in parameters:
-                raise (self / name).wrong(f"got an unknown field, wanted some of {list(parameters)}.")
+                raise ValueError((self / name).says(f"got an unknown field, wanted some of {list(parameters)}."))
         for name, parameter in parameters.items():
             if parameter.default is parameter.empty and name not in arguments:
-                raise (self / name).wrong("got none, wanted a value.")
+                raise ValueError((self / name).says("got none, wanted a value."))
         try:
             return function(**arguments)
         except (TypeError, ValueError) as error:
-            raise self.wrong(str(error)) from error
+            raise ValueError(self.says(str(error))) from error
 
 
 def _of_data(place: _Place, data: Any) -> Declared:
     _check_mapping(place, data)
     for name in data:
         if name not in ("tables", "features", "exchange"):
-            raise (place / name).wrong("got an unknown field, wanted some of ['tables', 'features', 'exchange'].")
+            raise ValueError(
+                (place / name).says("got an unknown field, wanted some of ['tables', 'features', 'exchange'].")
+            )
     tables = [_table(at, one) for at, one in _list_of(place / "tables", data.get("tables"))]
     if not tables:
-        raise (place / "tables").wrong("got none, wanted at least one table.")
+        raise ValueError((place / "tables").says("got none, wanted at least one table."))
     features = [_made(at, FeatureSpec, one) for at, one in _list_of(place / "features", data.get("features", []))]
     exchange = data.get("exchange")
     made = None if exchange is None else _made(place / "exchange", ExchangeSpec, exchange)
@@ -191,7 +193,7 @@ def _placement(place: _Place, value: Any) -> Placement:
         return by_name[value]
     if isinstance(value, Mapping) and set(value) == {"on"}:
         return place.make(on, {"device": value["on"]})
-    raise place.wrong(f'got {value!r}, wanted "sharded", "replicated" or {{on = device}}.')
+    raise ValueError(place.says(f'got {value!r}, wanted "sharded", "replicated" or {{on = device}}.'))
 
 
 def _called(place: _Place, value: Any, known: Mapping[str, Callable[..., Any]], what: str) -> Any:
@@ -204,7 +206,9 @@ def _name_and_arguments(place: _Place, value: Any, known: Mapping[str, Any], wha
     arguments = dict(value) if isinstance(value, Mapping) else {"name": value}
     name = arguments.pop("name", None)
     if not isinstance(name, str) or name not in known:
-        raise place.wrong(f"got {value!r}, wanted the name of {what}, or {{name = ..., arguments}}: {sorted(known)}.")
+        raise ValueError(
+            place.says(f"got {value!r}, wanted the name of {what}, or {{name = ..., arguments}}: {sorted(known)}.")
+        )
     return name, arguments
 
 
@@ -233,10 +237,10 @@ def _policies(kind: type) -> dict[str, Callable[..., Any]]:
 
 def _list_of(place: _Place, value: Any) -> list[tuple[_Place, Any]]:
     if not isinstance(value, list):
-        raise place.wrong(f"got {value!r}, wanted a list.")
+        raise ValueError(place.says(f"got {value!r}, wanted a list."))
     return [(place / number, one) for number, one in enumerate(value)]
 
 
 def _check_mapping(place: _Place, value: Any) -> None:
     if not isinstance(value, Mapping):
-        raise place.wrong(f"got {value!r}, wanted fields with values.")
+        raise ValueError(place.says(f"got {value!r}, wanted fields with values."))
