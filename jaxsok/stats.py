@@ -182,14 +182,16 @@ def facts_of(stats: Stats) -> Facts:
 
 def packed(stats: Stats) -> Array:
     """All counts in one array on one device, int32[num_counts], so that one transfer brings them."""
-    # On a mesh every device has all counts: one of this process is enough, and no other process has to take part.
     arrays = [getattr(stats, name) for name in _arrays_of(type(stats))]
     if isinstance(stats.num_stale, jax.core.Tracer):
         raise TypeError(
             "Stats: got counts that are being traced, wanted those of a step that was dispatched; give the Stats out "
             "of the jitted function."
         )
-    return _concatenated([array.addressable_data(0) if isinstance(array, jax.Array) else array for array in arrays])
+    if isinstance(stats.num_stale, jax.Array) and len(stats.num_stale.sharding.device_set) > 1:
+        # Every device has all counts: one of this process is enough, and no other process has to take part.
+        arrays = [array.addressable_data(0) for array in arrays]
+    return _concatenated(arrays)
 
 
 @jax.jit
