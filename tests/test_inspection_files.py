@@ -233,3 +233,23 @@ def test_an_orbax_checkpoint(tmp_path):
     check_saved(inspection.inspect(tmp_path / "root" / "3"), collection, state)
     check_saved(inspection.inspect(tmp_path / "root" / "3" / "tables"), collection, state)
     assert inspection.inspect(tmp_path / "root").facts["folder"] == "3/tables"
+
+
+def test_a_table_without_rows_has_a_form(tmp_path):
+    """Dim, dtype and state come from the manifest; keys that a delta takes away are told."""
+    pytest.importorskip("pyarrow")
+    pytest.importorskip("jaxsok.checkpoint", reason="checkpoints are not here yet")
+    from jaxsok import checkpoint
+
+    adagrad = jaxsok.optim.adagrad(0.1)
+    table = jaxsok.TableSpec("user", 4, adagrad, capacity=64, dtype="bfloat16", statistics=True)
+    collection = jaxsok.Collection([table], [jaxsok.FeatureSpec("user", "user")])
+    state, _ = programs.learn(collection, collection.init(seed=0), programs.batch(collection, user=np.arange(3)))
+    checkpoint.export_full(tmp_path / "monday", collection, state)
+    state, _ = collection.erase(state, "user", np.arange(3))
+    checkpoint.export_delta(tmp_path / "tuesday", collection, state, base=tmp_path / "monday")
+    found = inspection.inspect(tmp_path / "tuesday")
+    (user,) = found.tables
+    assert (user.num_rows, user.dim, user.dtype, list(user.states)) == (0, 4, "bfloat16", ["accumulator"])
+    assert user.facts == {"optimizer": "adagrad", "keys that are gone": 3} and found.facts["kind"] == "delta"
+    assert "keys that are gone 3" in str(found) and found.to_json()["tables"][0]["facts"] == user.facts

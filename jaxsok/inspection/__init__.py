@@ -85,4 +85,6 @@ def inspect(path: str | os.PathLike[str], tables: Sequence[str] | None = None) -
         if name not in found.tables:
             raise ValueError(f'inspect: {path}: table: got "{name}", wanted one of {list(found.tables)}.')
     reports = [report(found.tables[name](), name=name, clock=found.clock) for name in names]
-    return Inspection(str(path), found.kind, found.facts, tuple(reports))
+    facts = [dict(found.table_facts.get(name, {})) for name in names]
+    told = [dataclasses.replace(one, facts=said) for one, said in zip(reports, facts, strict=True)]
+    return Inspection(str(path), found.kind, found.facts, tuple(told))

@@ -9,8 +9,11 @@ import functools
 import pathlib
 import re
 import struct
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
 
 from jaxsok.records import Records
 
@@ -31,6 +34,8 @@ class Opened:
     """By name, what begins to read the records of one."""
     facts: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """What the files say of themselves."""
+    table_facts: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
+    """What they say of a table beside its records."""
     clock: int | None = None
     """The step, or the user's time, at which they were written."""
 
@@ -147,8 +152,28 @@ def _open_saved(path: pathlib.Path) -> Opened:
     }
     if folder != path:
         facts = {"folder": str(folder.relative_to(path)), **facts}
-    tables = {name: functools.partial(source.records, name) for name in manifest["tables"]}
-    return Opened("jaxsok", tables, facts, manifest.get("clock"))
+    tables = {name: functools.partial(_saved_records, source, name) for name in manifest["tables"]}
+    table_facts = {}
+    for name, table in manifest["tables"].items():
+        counts = {
+            "keys that wait for a row": sum(file["num_rows"] for file in table["waiting"]),
+            "keys that are gone": sum(file["num_rows"] for file in table["tombstones"]),
+            "rows evicted so far": table["num_evicted"],
+        }
+        some = {what: number for what, number in counts.items() if number}
+        table_facts[name] = {"optimizer": table["form"]["optimizer"], **some}
+    return Opened("jaxsok", tables, facts, table_facts, manifest["clock"])
+
+
+def _saved_records(source: Any, table: str) -> Iterator[Records]:
+    """The rows of a table; before them none, which tell dim, dtype and state of a table without rows."""
+    form = source.form(table)
+    statistics = np.empty(0, np.uint32) if form.statistics else None
+    # NumPy knows bfloat16 from ml_dtypes, which comes with JAX.
+    rows = np.empty((0, form.dim), jnp.dtype(form.dtype))
+    state = {name: np.empty((0, width), np.float32) for name, width, _ in form.states}
+    yield Records(np.empty(0, np.uint64), rows, state, statistics, statistics)
+    yield from source.records(table)
 
 
 # Files of other systems -----------------------------------------------------------------------------------------------

@@ -91,6 +91,8 @@ class TableReport:
     """None: the records have no frequency."""
     ages: Ages | None
     """None: the records have no last step."""
+    facts: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """What the files say of it beside its records, as the keys that wait for a row."""
 
     def to_json(self) -> dict[str, Any]:
         """Dicts, lists and numbers; what is not a number is None."""
@@ -103,8 +105,10 @@ class TableReport:
             f'table "{self.name}": {self.num_rows:,} rows of {self.dim} {self.dtype}, '
             f"{f'state {states}' if states else 'no optimizer state'}; {in_units(self.num_bytes)}"
         ]
+        if self.facts:
+            lines += [", ".join(f"{name} {_fact(value)}" for name, value in self.facts.items())]
         if not self.num_rows:
-            return lines[0]
+            return "\n".join(lines)
         keys = f"keys {self.min_key} to {self.max_key}"
         if self.num_negative:
             keys += f"; as int64 {self.min_signed_key} to {self.max_signed_key}, {self.num_negative:,} negative"
@@ -306,6 +310,10 @@ def _number(value: float | Bin) -> str:
 
 def _whole(one: Bin) -> str:
     return f"{one.low:,}" if one.high == one.low + 1 else f"{one.low:,} - {one.high - 1:,}"
+
+
+def _fact(value: Any) -> str:
+    return f"{value:,}" if isinstance(value, int) else str(value)
 
 
 def _plain(value: Any) -> Any:
