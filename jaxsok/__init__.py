@@ -23,6 +23,7 @@ from jaxsok.types import (
     StalePlanError,
     TableFullError,
 )
+from jaxsok.window import StatsWindow, write_scalars
 
 __version__ = "0.1.0"
 
@@ -47,6 +48,7 @@ __all__ = [
     "StalePlanError",
     "State",
     "Stats",
+    "StatsWindow",
     "StoreMemory",
     "StoreSpec",
     "StoreState",
@@ -59,4 +61,5 @@ __all__ = [
     "optim",
     "policies",
     "propose",
+    "write_scalars",
 ]

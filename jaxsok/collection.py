@@ -42,7 +42,7 @@ from jaxsok.specs import (
 )
 from jaxsok.stats import Stats
 from jaxsok.store import State, StoreState, init_store
-from jaxsok.types import COUNTERS, COUNTS, MAX_CAPACITY, MAX_FEATURES
+from jaxsok.types import COUNTERS, COUNTS, ENTRIES_PER_BUCKET, MAX_CAPACITY, MAX_FEATURES
 
 
 class Collection(TableOperations):
@@ -741,6 +741,11 @@ class Collection(TableOperations):
             capacity //= spec.num_shards
         return capacity if spec.is_replicated else capacity * spec.num_shards
 
+    def _entries(self, state: State, store: int) -> int:
+        """Entries of a store's index for different keys, on all shards; as `_allocated`."""
+        one = state.stores[store]
+        return self._allocated(state, store) * ENTRIES_PER_BUCKET * one.index.shape[0] // one.capacity
+
     def _check_send_capacity(self, send_capacity: Sequence[int]) -> None:
         what = "plan: send_capacity"
         if self.shards is None:
@@ -841,6 +846,7 @@ class Collection(TableOperations):
             tables=tuple(table.name for table in self.tables),
             capacities=tuple(self._allocated(state, s) for s in stores),
             stores=tuple(stores),
+            entries=tuple(self._entries(state, s) for s in stores),
         )
 
 

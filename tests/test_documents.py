@@ -18,7 +18,7 @@ import pytest
 from jax.experimental import multihost_utils
 
 import jaxsok
-from jaxsok import grow, operations, processes, shards, store, types
+from jaxsok import grow, inspection, operations, processes, shards, store, types
 from jaxsok.interchange import columns, files, hps, npz, sok
 from jaxsok.kernels import library
 
@@ -554,9 +554,11 @@ API = {
     "jaxsok.StoreState": lambda: members_of(jaxsok.StoreState),
     "jaxsok.Stats": lambda: members_of(jaxsok.Stats),
     "jaxsok.Records": lambda: members_of(jaxsok.Records),
+    "jaxsok.StatsWindow": lambda: members_of(jaxsok.StatsWindow),
     "jaxsok.optim": lambda: calls_of(jaxsok.optim),
     "jaxsok.initializers": lambda: calls_of(jaxsok.initializers),
     "jaxsok.policies": lambda: calls_of(jaxsok.policies),
+    "jaxsok.inspection": lambda: calls_of(inspection),
     "jaxsok.layers.nnx": lambda: calls_of(layers("nnx")),
     "jaxsok.layers.nnx.Embeddings": lambda: [
         *(name for name in vars(layers("nnx").Embeddings(item())) if not name.startswith("_")),
