@@ -183,7 +183,13 @@ LaunchError LaunchErase(Stream stream, const StoreView& store, const StateView& 
       }
     }
   });
-  if (*num_erased != 0) ++store.counters[kGeneration];
+  return LaunchReclaim(stream, store, num_erased, workspace);
+}
+
+LaunchError LaunchReclaim(Stream stream, const StoreView& store, const uint32_t* num_freed, void* workspace,
+                          bool only_if_any) {
+  if (*num_freed == 0 && only_if_any) return nullptr;
+  if (*num_freed != 0) ++store.counters[kGeneration];
   ListFreedRows(stream, store, workspace);
   return LaunchRebuild(stream, store, workspace);
 }
