@@ -9,7 +9,7 @@ Fed by `Collection.evict`, and by `grow` for a store that is full at its maximum
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -143,7 +143,9 @@ def _score_words(policy: Eviction, scores: Any, num_rows: int) -> tuple[Array, .
     for word in words:
         if getattr(word, "dtype", None) != jnp.uint32 or word.shape != (num_rows,):
             got = f"{word.dtype}{list(word.shape)}" if hasattr(word, "dtype") else type(word).__name__
-            raise TypeError(f"evict: policy: got scores {got} of {policy!r}, wanted uint32[{num_rows}], or two of them.")
+            raise TypeError(
+                f"evict: policy: got scores {got} of {policy!r}, wanted uint32[{num_rows}], or two of them."
+            )
     if not 1 <= len(words) <= 2:
         raise TypeError(f"evict: policy: got {len(words)} scores of {policy!r}, wanted uint32[{num_rows}], or two.")
     return words
@@ -285,35 +287,45 @@ def _evict(leaving: Leaving, store: StoreState, clock: Array, num_rows: Array) -
 
 
 def evict(
-    leaving: Leaving, store: StoreState, clock: Any, num_rows: Any, hand_over: HandOver | None = None
-) -> tuple[StoreState, UInt32[Array, " num_tables"]]:
-    """Takes rows out of one store.
+    leaving: Mapping[int, Leaving],
+    stores: Sequence[StoreState],
+    clock: Any,
+    num_rows: Mapping[int, Any],
+    hand_over: HandOver | None = None,
+) -> tuple[tuple[StoreState, ...], dict[int, UInt32[Array, " num_tables"]]]:
+    """Takes rows out of some stores.
 
     Args:
-      leaving: who may leave.
-      store: donated: the result has its buffers. Unchanged if `hand_over` raises.
+      leaving: who may leave, by the number of the store.
+      stores: of the state. Those named are donated: the results have their buffers. All are unchanged if `hand_over`
+        raises.
       clock: now, a uint32 scalar.
-      num_rows: how many rows may stay, a uint32 scalar; None for a policy without a score.
-      hand_over: is given the rows first; on the host.
+      num_rows: how many rows may stay, by the number of the store; of no meaning for a policy without a score.
+      hand_over: is given the rows of all stores first; on the host.
 
     Returns:
-      The store, and how many rows of each table went, of all shards.
+      All stores, and how many rows of each table went, of all shards, by the number of the store.
     """
     clock = jnp.asarray(clock, jnp.uint32)
-    num_rows = jnp.asarray(0 if num_rows is None else num_rows, jnp.uint32)
-    if hand_over is None:
-        return _evict(leaving, store, clock, num_rows)
-    flags, _ = _select(leaving, store, clock, num_rows)
-    for name, records in selected_records(leaving.spec, store, flags, leaving.shards):
-        hand_over(name, records)
-    return _release(leaving, store, flags)
+    new, counts, flags = list(stores), {}, {}
+    budgets = {s: jnp.asarray(num_rows.get(s, 0), jnp.uint32) for s in leaving}
+    for s, one in leaving.items() if hand_over is not None else ():
+        flags[s], _ = _select(one, stores[s], clock, budgets[s])
+        for name, records in selected_records(one.spec, stores[s], flags[s]):
+            hand_over(name, records)
+    for s, one in leaving.items():
+        if hand_over is None:
+            new[s], counts[s] = _evict(one, stores[s], clock, budgets[s])
+        else:
+            new[s], counts[s] = _release(one, stores[s], flags.pop(s))
+    return tuple(new), counts
 
 
 # What leaves, on the host --------------------------------------------------------------------------------------------
 
 
 def selected_records(
-    spec: StoreSpec, store: StoreState, flags: UInt8[Array, " capacity"], shards: Shards | None
+    spec: StoreSpec, store: StoreState, flags: UInt8[Array, " capacity"]
 ) -> Iterator[tuple[str, Records]]:
     """The rows with a flag, by table, in chunks: shard by shard, in the order of their row ids.
 
@@ -323,7 +335,6 @@ def selected_records(
       spec: of the store.
       store: not donated.
       flags: of `select`.
-      shards: of the store.
 
     Cost:
       Host memory for CHUNK_BYTES of rows, and WINDOW_ROWS bytes. Over the link a byte a row of capacity, and the rows.

@@ -279,28 +279,23 @@ def _evicted(
     hand_over: evict_lib.HandOver | None,
 ) -> State:
     """The state without the rows that leave full stores by their policy."""
-    stores = list(state.stores)
-    capacities = [store.capacity // spec.num_shards for spec, store in zip(specs, stores, strict=True)]
+    capacities = [store.capacity // spec.num_shards for spec, store in zip(specs, state.stores, strict=True)]
 
     def short(s: int) -> bool:
-        policy = specs[s].tables[0].eviction
-        is_at_its_end = policy is not None and capacities[s] == specs[s].max_capacity
+        is_at_its_end = specs[s].tables[0].eviction is not None and capacities[s] == specs[s].max_capacity
         return is_at_its_end and tracker.known[s][0] + reserve[s] > capacities[s]
 
     full = [s for s in range(len(specs)) if short(s)]
-    is_known = True
-    for s in full:
-        policy = specs[s].tables[0].eviction
-        leaving = evict_lib.Leaving(specs[s], policy, None, shards, is_shared=False)
-        kept = rows_kept(capacities[s], reserve[s])
-        clock = state.step if clock is None else clock
-        stores[s], _ = evict_lib.evict(leaving, stores[s], clock, kept if policy.has_score else None, hand_over)
-        tracker.known[s] = min(tracker.known[s][0], kept), tracker.allowed[s]
-        is_known &= policy.has_score
+    leaving = {s: evict_lib.Leaving(specs[s], specs[s].tables[0].eviction, None, shards, is_shared=False) for s in full}
+    kept = {s: rows_kept(capacities[s], reserve[s]) for s in full}
+    stores, _ = evict_lib.evict(leaving, state.stores, state.step if clock is None else clock, kept, hand_over)
+    state = dataclasses.replace(state, stores=stores)
     tracker.num_evictions += len(full)
-    state = dataclasses.replace(state, stores=tuple(stores))
-    if not is_known:
-        # How many had expired nobody knows before.
+    if all(one.policy.has_score for one in leaving.values()):
+        for s in full:
+            tracker.known[s] = min(tracker.known[s][0], kept[s]), tracker.allowed[s]
+    else:
+        # How many have expired nobody knows before.
         is_agreed = shards is not None and shards.num_processes > 1
         tracker.learn(_read(state, specs[0].num_shards, shards, is_agreed), tracker.allowed)
         tracker.num_waits += 1

@@ -262,22 +262,26 @@ class TableOperations:
         num_rows = None if num_rows is None else word_of("evict: num_rows", num_rows)
         if hand_over is not None:
             if not callable(hand_over):
-                raise TypeError(f"evict: hand_over: got {hand_over!r}, wanted a function of a table's name and Records.")
+                raise TypeError(
+                    f"evict: hand_over: got {hand_over!r}, wanted a function of a table's name and Records."
+                )
             if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((state, clock, num_rows))):
                 raise TypeError(
                     "evict: hand_over: got one under a trace (jax.jit, shard_map), wanted None there: rows are read by "
                     "the host. Call evict between steps."
                 )
         (state,) = guards.whole("evict", state=state)
-        stores = list(state.stores)
-        counts = {}
-        for s, one in leaving.items():
-            stores[s], num_evicted = evict_lib.evict(one, stores[s], clock, num_rows, hand_over)
-            counts |= dict(zip([spec.name for spec in self.stores[s].tables], num_evicted, strict=True))
+        budgets = {} if num_rows is None else dict.fromkeys(leaving, num_rows)
+        stores, by_store = evict_lib.evict(leaving, state.stores, clock, budgets, hand_over)
+        counts = {
+            spec.name: count
+            for s, by_table in by_store.items()
+            for spec, count in zip(self.stores[s].tables, by_table, strict=True)
+        }
         none = jnp.zeros((), jnp.uint32)
         evicted = jnp.stack([counts.get(spec.name, none) for spec in self.tables])
         names = tuple(spec.name for spec in self.tables)
-        return dataclasses.replace(state, stores=tuple(stores)), evict_lib.Evicted(evicted, names)
+        return dataclasses.replace(state, stores=stores), evict_lib.Evicted(evicted, names)
 
     @annotations.annotated("jaxsok.export_table")
     def export_table(self, state: State, table: str) -> dict[str, Any]:

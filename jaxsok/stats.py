@@ -74,7 +74,11 @@ class Stats:
             return NotImplemented
         if self.tables != other.tables:
             raise ValueError(f"Stats: +: got tables {other.tables}, wanted {self.tables}.")
-        summed = {name: getattr(self, name) + getattr(other, name) for name in (*_PER_TABLE, "num_stale") if name not in _LATEST}
+        summed = {
+            name: getattr(self, name) + getattr(other, name)
+            for name in (*_PER_TABLE, "num_stale")
+            if name not in _LATEST
+        }
         return dataclasses.replace(other, **summed)
 
     def to_dict(self) -> dict[str, dict[str, int]]:
