@@ -1,8 +1,9 @@
 """Eviction: rows leave by policy, exactly over a whole shard, between steps.
 
-A policy (policies.py) says of each row its score, or whether its time has come; XLA works that out slab by slab, at 4 to
-8 bytes a row (1 where rows expire). Two kernels do the rest: `select` finds the rows of lowest (score, table, key) down
-to a budget, `release` takes them away as erase does. Between the two the host may read the rows that leave, in chunks.
+A policy (policies.py) says of each row its score, or whether its time has come; XLA works that out slab by slab, at 4
+to 8 bytes a row (1 where rows expire). Two kernels do the rest: `select` finds the rows of lowest (score, table, key)
+down to a budget, `release` takes them away as erase does. Between the two the host may read the rows that leave, in
+chunks.
 
 Fed by `Collection.evict`, and by `grow` for a store that is full at its maximum.
 """

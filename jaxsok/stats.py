@@ -64,8 +64,9 @@ class Stats:
     """The number of each table's store."""
 
     def __add__(self, other: "Stats") -> "Stats":
-        """Adds counts; of `num_rows`, `num_evicted`, `longest_probe`, `num_unplaced` and `num_rounds` the later (other)
-        stands.
+        """Adds counts; of those that are not of one step the later (other) stands.
+
+        Those are `num_rows`, `num_evicted`, `longest_probe`, `num_unplaced` and `num_rounds`.
 
         Example:
           `total = stats_of_step_1 + stats_of_step_2`

@@ -654,7 +654,7 @@ def test_rows_kept():
 
 def test_full_shards_never_refuse():
     """On a mesh each shard makes room for itself; the caller is handed who leaves."""
-    collection = over_shards(4, capacity=80, max_capacity=80)
+    collection = over_shards(2, capacity=64, max_capacity=64)
     state, seen, handed = collection.init(seed=0), set(), []
     for step in range(9):
         keys = np.arange(32) + 32 * step
