@@ -310,10 +310,11 @@ def evict(
     clock = jnp.asarray(clock, jnp.uint32)
     new, counts, flags = list(stores), {}, {}
     budgets = {s: jnp.asarray(num_rows.get(s, 0), jnp.uint32) for s in leaving}
-    for s, one in leaving.items() if hand_over is not None else ():
-        flags[s], _ = _select(one, stores[s], clock, budgets[s])
-        for name, records in selected_records(one.spec, stores[s], flags[s]):
-            hand_over(name, records)
+    if hand_over is not None:
+        for s, one in leaving.items():
+            flags[s], _ = _select(one, stores[s], clock, budgets[s])
+            for name, records in selected_records(one.spec, stores[s], flags[s]):
+                hand_over(name, records)
     for s, one in leaving.items():
         if hand_over is None:
             new[s], counts[s] = _evict(one, stores[s], clock, budgets[s])

@@ -553,6 +553,7 @@ API = {
     "jaxsok.StoreState": lambda: members_of(jaxsok.StoreState),
     "jaxsok.Stats": lambda: members_of(jaxsok.Stats),
     "jaxsok.Records": lambda: members_of(jaxsok.Records),
+    "jaxsok.Evicted": lambda: members_of(jaxsok.Evicted),
     "jaxsok.optim": lambda: calls_of(jaxsok.optim),
     "jaxsok.initializers": lambda: calls_of(jaxsok.initializers),
     "jaxsok.policies": lambda: calls_of(jaxsok.policies),
