@@ -1,11 +1,12 @@
 """Eviction: what does it cost to take the tenth of the rows that was used longest ago, and who takes the time?
 
 Question: how near to the memory's bandwidth is an exact eviction over all rows of a table: finding who goes (select),
-          their leaving (release, which makes the index anew), both in one program; and the hand-over to the host?
+          their leaving (release, which sweeps the index), both in one program; and the hand-over to the host? Beside
+          it the rebuild of an index as large, which sweeping spares.
 Workload: one table under rowwise Adagrad, least recently used, last steps spread over 2**20, 10% of the rows in use go;
           100 M rows of 8 floats, and of 64 floats as many as fit. Between two evictions as many new keys come.
 Limit:    bytes of `select_bytes` and `release_bytes` at the bandwidth of a copy: each array that has to be looked at
-          once. Release writes the index in the order of a hash: 64-byte lines here and there, which no copy does.
+          once.
 Command:  `python -m jaxsok bench --only evict`
 Last result: not yet measured.
 """
@@ -55,7 +56,7 @@ def select_bytes(num_rows: int) -> int:
 
 
 def release_bytes(num_rows: int, num_gone: int, state_floats: int) -> int:
-    """What leaving must move: flags, records and a new index of every row; record, statistics and state of who goes.
+    """What leaving must move: flags, records and index of every row; record, statistics and state of who goes.
 
     Example:
       >>> release_bytes(num_rows=10, num_gone=1, state_floats=1)  # 10 * 49 + 28

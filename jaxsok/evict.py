@@ -163,7 +163,7 @@ def _mask(policy: Eviction, expired: Any, num_rows: int) -> Array:
 def release(
     spec: StoreSpec, store: StoreState, flags: UInt8[Array, " capacity"]
 ) -> tuple[StoreState, UInt32[Array, " num_tables"]]:
-    """Takes the rows with a flag away: their optimizer state and statistics are set back, the index is made anew.
+    """Takes the rows with a flag away: optimizer state and statistics are set back, the index is swept.
 
     Args:
       spec: of the store.
@@ -174,8 +174,8 @@ def release(
       The store, and how many rows of each table went. Where none goes nothing changes.
 
     Cost:
-      A byte a row of capacity where none goes; else also the records twice (32 bytes a row) and the index (32 bytes a
-      row written, 64 read and 16 written for each row that stays).
+      A byte a row of capacity where none goes; else also the records twice (32 bytes a row) and the index once (32 bytes
+      a row read, and the buckets written that change). Workspace: 2 bits a row.
 
     Example:
       Flags `[0, 1, 1]` → rows 1 and 2 are free, and the next new key gets row 1.

@@ -240,8 +240,8 @@ class TableOperations:
 
         Cost:
           Streams what the policy reads, and 16 bytes a row of capacity for its record. If anything goes, also 32 bytes
-          a row of records and the index, which is made anew. Memory: 1 byte a row, and 4 or 8 for scores. With
-          `hand_over` the host waits, and reads the rows that leave and a byte a row of capacity.
+          a row of records and 32 of index. Memory: 1 byte a row, and 4 or 8 for scores. With `hand_over` the host
+          waits, and reads the rows that leave and a byte a row of capacity.
 
         Source: HierarchicalKV's scores and DeepRec's GlobalStepEvict and L2WeightEvict, here over all rows at once.
 

@@ -685,16 +685,16 @@ class Store:
             self.table_rows[pair[0]] -= 1
             for state, value in zip(self.states, self.initial, strict=True):
                 state[row_id] = F32(value)
-        self._reclaim(num_erased)
+        self._list_freed(num_erased)
+        self.rebuild()
         return num_erased
 
-    def _reclaim(self, num_freed: int) -> None:
-        """The list of freed rows and the index, made anew."""
+    def _list_freed(self, num_freed: int) -> None:
+        """The list of freed rows, made anew."""
         dead = np.flatnonzero((self.records[: self.counters[NUM_ALLOCATED], :2] == EMPTY).all(axis=1))
         self.records[: len(dead), 3] = dead
         self.counters[[FREE_BEGIN, FREE_END]] = 0, len(dead)
         self.counters[GENERATION] += num_freed > 0
-        self.rebuild()
 
     def select(self, scores: Sequence[np.ndarray], num_kept: int, table: int, mask: np.ndarray | None) -> np.ndarray:
         """A flag for each row of capacity: those of lowest (scores, table, key), or those of a mask."""
@@ -719,8 +719,27 @@ class Store:
                 state[row_id] = F32(value)
         self.table_rows -= num_released
         if num_released.any():
-            self._reclaim(int(num_released.sum()))
+            self._list_freed(int(num_released.sum()))
+            self._sweep() if self.counters[NUM_UNPLACED] == 0 else self.rebuild()
         return num_released
+
+    def _sweep(self) -> None:
+        """Who is in its home bucket stays there; the others enter anew, by row id."""
+        pairs = sorted(self.row_of, key=self.row_of.get)
+        keys, tables = as_keys([key for _, key in pairs]), np.array([table for table, _ in pairs], np.int64)
+        homes, before = dict(zip(pairs, self.homes(keys, tables), strict=True)), self.bucket_of
+        self._empty_index(self.num_buckets, self.salt)
+        self.counters[LONGEST_PROBE] = 0
+        at_home = [pair for pair in pairs if before[pair] == homes[pair]]
+        for pair in at_home:
+            self._saw(1)
+            self._enter(pair, homes[pair], self.row_of[pair])
+        for pair in pairs:
+            if before[pair] != homes[pair]:
+                bucket, probes = self._walk(homes[pair])
+                assert bucket is not None
+                self._saw(probes)
+                self._enter(pair, bucket, self.row_of[pair])
 
     def rebuild(self, num_buckets: int | None = None, salt: int | None = None) -> None:
         """Another index over the same records."""
@@ -2657,6 +2676,34 @@ def evict_mask(which: str) -> Script:
     script.evict_release(script.evict_select((), mask=mask))
     script.find_or_insert(keys[::-1], np.arange(800) % 3)
     script.evict_release(np.zeros(script.store.capacity))
+    return script
+
+
+@cases("evict-index_of_{0}_buckets", 90, 110, 200)
+def evict_crowded_index(num_buckets: int) -> Script:
+    """Long walks, across the index's end too: entries that are swept away, and those that move up behind them."""
+    script = Script(slabs=(5, 7, 300), num_tables=3, num_buckets=num_buckets, optimizer=ADAGRAD)
+    aimed = script.keys_of_homes([num_buckets - 2, num_buckets - 1], 60)
+    others = script.distinct(250, low=3)
+    script.fill(np.r_[aimed, others], np.r_[np.zeros(60, int), np.arange(250) % 3])
+    for share in (0.1, 0.5, 0.9):
+        flags = (script.rng.random(script.store.capacity) < share).astype(np.uint8)
+        script.evict_release(flags)
+        script.find(np.r_[aimed, others], np.r_[np.zeros(60, int), np.arange(250) % 3])
+        script.find_or_insert(script.rng.permutation(aimed)[:20])
+    return script
+
+
+@case("evict-after_keys_found_no_entry")
+def evict_unplaced() -> Script:
+    """Then rows may be without one: the index is rebuilt, and they are found again."""
+    script = Script(slabs=(5, 7, 300), num_buckets=20)
+    keys = script.distinct(90, low=1)
+    script.find_or_insert(keys)
+    script.evict_release(np.arange(script.store.capacity) % 4 == 0)
+    script.find(keys)
+    script.evict_release(np.arange(script.store.capacity) % 4 == 1)
+    script.find_or_insert(keys)
     return script
 
 

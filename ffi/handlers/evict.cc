@@ -43,7 +43,7 @@ ffi::Error EvictSelectImpl(StreamArgument stream, Scalar num_kept, ffi::Remainin
                     kOp);
 }
 
-/// Takes flagged rows away and rebuilds the index in place.
+/// Takes flagged rows away and sweeps the index in place.
 ///
 /// Slabs, all aliased: records, states, statistics if there are any; then table_evicted if there is one.
 ffi::Error EvictReleaseImpl(StreamArgument stream, Index index_in, Counters counters_in, TableRows table_rows_in,

@@ -97,8 +97,10 @@ struct SelectView {
 /// Bytes of workspace for select: control words and the counts of one digit.
 constexpr int64_t SelectWorkspaceBytes() { return 512 + int64_t{kNumSelectBins} * 4; }
 
-/// Bytes of workspace for release: what making the index anew takes.
-constexpr int64_t ReleaseWorkspaceBytes(int64_t capacity) { return 512 + RebuildWorkspaceBytes(capacity); }
+/// Bytes of workspace for release: two bits a row, and what listing the freed rows takes.
+constexpr int64_t ReleaseWorkspaceBytes(int64_t capacity) {
+  return 1024 + 2 * CeilDiv<int64_t>(capacity, 32) * 4 + RebuildWorkspaceBytes(capacity);
+}
 
 /// Selects the rows that leave.
 ///
@@ -116,11 +118,17 @@ LaunchError LaunchSelect(Stream stream, const SelectView& view, const uint32_t* 
 /// Takes the rows away whose flag is not 0.
 ///
 /// Post   : as LaunchErase of their keys, but that nothing is touched where nothing goes: records dead, optimizer state
-///          initial, statistics (if there are any) zero, the list of freed rows and the index made anew, kGeneration
-///          advanced. num_released[t] counts them by table, and is taken from table_rows and added to table_evicted
-///          (if there is one).
+///          initial, statistics (if there are any) zero, the list of freed rows made anew, kGeneration advanced.
+///          num_released[t] counts them by table, and is taken from table_rows and added to table_evicted (if there
+///          is one). The index is swept, or, if keys had found no entry in it, rebuilt.
 /// Pre    : workspace has ReleaseWorkspaceBytes(capacity) bytes, 256-byte aligned.
-/// Cost   : 1 B a row of capacity, 8 B and its state for each row that goes; then the records twice and the index.
+/// Cost   : 1 B a row of capacity, 8 B and its state for each row that goes; the records twice; the index once, and
+///          again the buckets that change.
+///
+/// Sweeping an index: an entry whose row goes leaves its bucket, and so does one that is not in its home bucket; those
+/// that stay close ranks. Now every bucket holds entries of its own alone, the first of them first, as if they had been
+/// inserted so. Those that were displaced and stay (one in twenty at load 0.5) are then inserted as new. Streaming,
+/// where a rebuild goes to a line of memory for each row, here and there.
 LaunchError LaunchRelease(Stream stream, const StoreView& store, const StateView& states,
                           const Slabs<uint32_t>* statistics,  // [capacity, 2]; nullptr: none are kept
                           const uint8_t* flags,               // [capacity]

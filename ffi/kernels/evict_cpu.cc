@@ -3,7 +3,7 @@
 #include <vector>
 
 #include "evict.h"
-#include "parallel_cpu.h"
+#include "index_cpu.h"
 
 namespace jaxsok {
 namespace {
@@ -27,6 +27,51 @@ Split SplitAt(const std::vector<uint32_t>& bins, uint32_t* needed) {
   uint32_t digit = 0;
   while (*needed > bins[digit]) *needed -= bins[digit++];
   return *needed == bins[digit] ? Split{digit + 1, true} : Split{digit, false};
+}
+
+constexpr int64_t kBucketsPerTask = 1 << 12;
+
+/// Takes the entries of dead rows out of the index (evict.h says how).
+void Sweep(Stream stream, const StoreView& store) {
+  const IndexView& index = store.index;
+  const uint64_t salt = SaltOf(store.counters);
+  const Entry empty = {kPaddingKey, kAuxUnset, kAuxUnset};
+  std::vector<std::vector<uint32_t>> displaced(CeilDiv<int64_t>(index.num_buckets, kBucketsPerTask));
+  uint32_t longest = 0;
+  RunRanges(stream, index.num_buckets, kBucketsPerTask, [&](int64_t begin, int64_t end) {
+    bool is_any_kept = false;
+    for (int64_t b = begin; b < end; ++b) {
+      Entry* entries = index.buckets[b].entries;
+      int num_kept = 0;
+      for (int e = 0; e < kEntriesPerBucket && entries[e].key != kPaddingKey; ++e) {
+        const Entry entry = entries[e];
+        entries[e] = empty;
+        if (store.records.At(store.starts, entry.row_id, 1)->key == kPaddingKey) continue;
+        if (HomeBucket(HashOf(entry.key, entry.aux, salt), index.num_buckets) == b) {
+          entries[num_kept++] = entry;
+        } else {
+          displaced[begin / kBucketsPerTask].push_back(entry.row_id);
+        }
+      }
+      is_any_kept = is_any_kept || num_kept > 0;
+    }
+    if (is_any_kept) MaxAtomically(&longest, uint32_t{1});
+  });
+  std::vector<uint32_t> row_ids;
+  for (const std::vector<uint32_t>& some : displaced) row_ids.insert(row_ids.end(), some.begin(), some.end());
+  std::sort(row_ids.begin(), row_ids.end());  // so that the longest walk does not depend on where they were
+  for (const uint32_t row_id : row_ids) {
+    const Record& record = *store.records.At(store.starts, row_id, 1);
+    const uint32_t home = HomeBucket(HashOf(record.key, record.table, salt), index.num_buckets);
+    const ProbeResult walk = ProbeFrom(index, record.key, record.table, home);
+    if (walk.entry == kNoEntry) {
+      ++store.counters[kNumUnplaced];
+      continue;
+    }
+    longest = std::max(longest, static_cast<uint32_t>(walk.num_probes));
+    *index.EntryAt(walk.entry) = {record.key, row_id, record.table};
+  }
+  store.counters[kLongestProbe] = longest;
 }
 
 }  // namespace
@@ -88,6 +133,7 @@ LaunchError LaunchSelect(Stream stream, const SelectView& view, const uint32_t* 
 LaunchError LaunchRelease(Stream stream, const StoreView& store, const StateView& states,
                           const Slabs<uint32_t>* statistics, const uint8_t* flags, uint32_t* table_evicted,
                           uint32_t* num_released, void* workspace) {
+  if (store.index.num_buckets == 0) return "index: no buckets";
   std::fill_n(num_released, store.num_tables, 0);
   RunRanges(stream, store.capacity, kRowsPerTask, [&](int64_t begin, int64_t end) {
     std::vector<uint32_t> own(store.num_tables);
@@ -113,7 +159,12 @@ LaunchError LaunchRelease(Stream stream, const StoreView& store, const StateView
     store.table_rows[t] -= num_released[t];
     if (table_evicted != nullptr) table_evicted[t] += num_released[t];
   }
-  return LaunchReclaim(stream, store, &num_freed, workspace, /*only_if_any=*/true);
+  if (num_freed == 0) return nullptr;
+  LaunchListFreed(stream, store, &num_freed, workspace);
+  // Rows without an entry are not met by sweeping.
+  if (store.counters[kNumUnplaced] != 0) return LaunchRebuild(stream, store, workspace);
+  Sweep(stream, store);
+  return nullptr;
 }
 
 }  // namespace jaxsok

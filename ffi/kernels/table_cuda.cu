@@ -82,7 +82,7 @@ __global__ void __launch_bounds__(kBlock)
 
 // Erase and rebuild. ------------------------------------------------------------------------------------------
 
-struct ReclaimControl {
+struct ListControl {
   uint32_t blocks_done;
 };
 
@@ -126,9 +126,8 @@ __device__ __forceinline__ bool IsDead(const StoreView& store, uint32_t row_id) 
 }
 
 // Counts dead rows, 1,024 a block; the last block to end sums the counts up to its own and writes the counters.
-__global__ void __launch_bounds__(kBlock)
-    CountDeadKernel(StoreView store, ReclaimControl* control, uint32_t* block_counts, const uint32_t* num_freed,
-                    const uint32_t* wanted) {
+__global__ void __launch_bounds__(kBlock) CountDeadKernel(StoreView store, ListControl* control, uint32_t* block_counts,
+                                                          const uint32_t* num_freed, const uint32_t* wanted) {
   if (IsIdle(wanted)) return;
   int mine = 0;
   for (int i = 0; i < kPositionsPerChunk / kBlock; ++i) {
@@ -335,23 +334,26 @@ LaunchError LaunchErase(Stream stream, const StoreView& store, const StateView& 
         store, states, keys, table_ids, num_keys, num_erased);
     JAXSOK_RETURN_IF_CUDA(cudaGetLastError());
   }
-  return LaunchReclaim(stream, store, num_erased, workspace);
+  JAXSOK_RETURN_IF_LAUNCH(LaunchListFreed(stream, store, num_erased, workspace));
+  return LaunchRebuild(stream, store, workspace);
 }
 
-LaunchError LaunchReclaim(Stream stream, const StoreView& store, const uint32_t* num_freed, void* workspace,
-                          bool only_if_any) {
+LaunchError LaunchListFreed(Stream stream, const StoreView& store, const uint32_t* num_freed, void* workspace,
+                            bool only_if_any) {
   WorkspaceCutter cutter(workspace);
-  ReclaimControl* control = cutter.Take<ReclaimControl>(1);
+  ListControl* control = cutter.Take<ListControl>(1);
   uint32_t* block_counts = cutter.Take<uint32_t>(CeilDiv<int64_t>(store.capacity, kPositionsPerChunk));
   const uint32_t* wanted = only_if_any ? num_freed : nullptr;
-  JAXSOK_RETURN_IF_CUDA(cudaMemsetAsync(control, 0, sizeof(ReclaimControl), stream));
+  JAXSOK_RETURN_IF_CUDA(cudaMemsetAsync(control, 0, sizeof(ListControl), stream));
   const unsigned blocks = static_cast<unsigned>(CeilDiv<int64_t>(store.capacity, kPositionsPerChunk));
   CountDeadKernel<<<blocks, kBlock, 0, stream>>>(store, control, block_counts, num_freed, wanted);
   ListDeadKernel<<<blocks, kBlock, 0, stream>>>(store, block_counts, wanted);
   JAXSOK_RETURN_IF_CUDA(cudaGetLastError());
-  return RebuildIndex(stream, store, wanted);
+  return nullptr;
 }
 
-LaunchError LaunchRebuild(Stream stream, const StoreView& store, void*) { return RebuildIndex(stream, store, nullptr); }
+LaunchError LaunchRebuild(Stream stream, const StoreView& store, void*, const uint32_t* only_if) {
+  return RebuildIndex(stream, store, only_if);
+}
 
 }  // namespace jaxsok

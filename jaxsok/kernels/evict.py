@@ -77,7 +77,7 @@ def release(
     tuple[Array, ...],
     UInt32[Array, " num_tables"],
 ]:
-    """Takes flagged rows away and rebuilds the index in place. See `LaunchRelease` in ffi/kernels/evict.h.
+    """Takes flagged rows away and sweeps the index in place. See `LaunchRelease` in ffi/kernels/evict.h.
 
     Args:
       index: as the others of a store, donated.
