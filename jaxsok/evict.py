@@ -174,8 +174,8 @@ def release(
       The store, and how many rows of each table went. Where none goes nothing changes.
 
     Cost:
-      A byte a row of capacity where none goes; else also the records twice (32 bytes a row) and the index once (32 bytes
-      a row read, and the buckets written that change). Workspace: 2 bits a row.
+      A byte a row of capacity where none goes; else also the records twice (32 bytes a row) and the index once (32
+      bytes a row read, and the buckets written that change). Workspace: 2 bits a row.
 
     Example:
       Flags `[0, 1, 1]` → rows 1 and 2 are free, and the next new key gets row 1.
