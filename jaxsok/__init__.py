@@ -7,6 +7,7 @@ an update moves the rows that were used. Start with `Collection`.
 from jaxsok import initializers, policies
 from jaxsok import optimizers as optim
 from jaxsok.collection import Collection
+from jaxsok.evict import Evicted
 from jaxsok.features import Bags, Batch, Features
 from jaxsok.memory import MemoryEstimate, StoreMemory, memory_estimate
 from jaxsok.plan import Plan
@@ -36,6 +37,7 @@ __all__ = [
     "Batch",
     "Collection",
     "Coo",
+    "Evicted",
     "ExchangeSpec",
     "FeatureSpec",
     "Features",

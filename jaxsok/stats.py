@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Int32
+from jaxtyping import Array, Int32, UInt32
 
 from jaxsok.types import NonFiniteGradientError, StalePlanError, TableFullError
 
@@ -22,6 +22,7 @@ _PER_TABLE = (
     "num_nonfinite",
     "num_unadmitted",
     "num_rows",
+    "num_evicted",
 )
 PER_STORE = ("longest_probe", "num_unplaced", "num_rounds")
 PER_STEP = ("num_stale",)
@@ -56,12 +57,14 @@ class Stats:
     """Rows whose summed gradient was infinite or NaN; they were left alone."""
     num_rows: Int32[Array, " num_tables"]
     """Rows in use after the step; int32, so up to 2**31 - 1 (`Collection.num_rows` counts further)."""
+    num_evicted: UInt32[Array, " num_tables"]
+    """Rows that were ever evicted, by `evict` or by `grow`, modulo 2**32; 0 where the table's store has no policy."""
     longest_probe: Int32[Array, " num_stores"]
     """Buckets of the longest walk to a row since the index was last built; may differ between runs on a GPU."""
     num_unplaced: Int32[Array, " num_stores"]
     """Of the refused since the index was last built: occurrences that found no entry within the probe bound."""
     num_stale: Int32[Array, ""]
-    """Uses that changed nothing because their plan is older than the last erase."""
+    """Uses that changed nothing because their plan is older than the last erase or eviction."""
     num_rounds: Int32[Array, " num_stores"]
     """Passes of the exchange between shards, of the lookup that had most; 0 where nothing was exchanged."""
 
@@ -74,7 +77,9 @@ class Stats:
     """Entries of the index of each table's store."""
 
     def __add__(self, other: "Stats") -> "Stats":
-        """Adds counts; of `num_rows`, `longest_probe`, `num_unplaced` and `num_rounds` the later (other) stands.
+        """Adds counts; of those that are not of one step the later (other) stands.
+
+        Those are `num_rows`, `num_evicted`, `longest_probe`, `num_unplaced` and `num_rounds`.
 
         Example:
           `total = stats_of_step_1 + stats_of_step_2`
@@ -83,7 +88,11 @@ class Stats:
             return NotImplemented
         if self.tables != other.tables:
             raise ValueError(f"Stats: +: got tables {other.tables}, wanted {self.tables}.")
-        summed = {name: getattr(self, name) + getattr(other, name) for name in (*_PER_TABLE[:-1], "num_stale")}
+        summed = {
+            name: getattr(self, name) + getattr(other, name)
+            for name in (*_PER_TABLE, "num_stale")
+            if name not in (*LATEST, *TO_DATE)
+        }
         return dataclasses.replace(other, **summed)
 
     def to_dict(self) -> dict[str, dict[str, int]]:
@@ -154,8 +163,8 @@ class Stats:
         stale = int(np.asarray(self.num_stale))
         if stale:
             raise StalePlanError(
-                f"update: plan: {stale} uses came from a plan made before the last erase; they changed nothing. "
-                "Look the batch up again after erasing."
+                f"update: plan: {stale} uses came from a plan made before the last erase or eviction; they "
+                "changed nothing. Look the batch up again after rows have left."
             )
 
     def _neighbours(self, i: int) -> str:

@@ -555,6 +555,7 @@ API = {
     "jaxsok.Stats": lambda: members_of(jaxsok.Stats),
     "jaxsok.Records": lambda: members_of(jaxsok.Records),
     "jaxsok.StatsWindow": lambda: members_of(jaxsok.StatsWindow),
+    "jaxsok.Evicted": lambda: members_of(jaxsok.Evicted),
     "jaxsok.optim": lambda: calls_of(jaxsok.optim),
     "jaxsok.initializers": lambda: calls_of(jaxsok.initializers),
     "jaxsok.policies": lambda: calls_of(jaxsok.policies),
