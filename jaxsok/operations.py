@@ -396,8 +396,8 @@ class TableOperations:
             is the attribute `state` of the error.
 
         Cost:
-          A record crosses to the device once, and is written once; padding to the next power of two of the records of
-          the fullest shard. The host holds two chunks.
+          A record crosses to the device once, and is written once, in calls of about 64 MiB to a shard; what the
+          fullest shard gets is padded by an eighth at most. The host sorts the keys of a chunk, and holds two chunks.
 
         Example:
           >>> import jaxsok
