@@ -11,6 +11,7 @@ from jaxsok.features import Bags, Batch, Features
 from jaxsok.memory import MemoryEstimate, StoreMemory, memory_estimate
 from jaxsok.plan import Plan
 from jaxsok.planner import Proposal, TableProposal, propose
+from jaxsok.records import Records
 from jaxsok.sources import Coo
 from jaxsok.specs import REPLICATED, SHARDED, ExchangeSpec, FeatureSpec, Placement, StoreSpec, TableSpec, on
 from jaxsok.stats import Stats
@@ -42,6 +43,7 @@ __all__ = [
     "Placement",
     "Plan",
     "Proposal",
+    "Records",
     "StalePlanError",
     "State",
     "Stats",

@@ -28,7 +28,7 @@ from jaxsok import update as update_lib
 from jaxsok.features import Batch, Features
 from jaxsok.kernels import library
 from jaxsok.lookup import Embeddings
-from jaxsok.operations import TableOperations, place_of
+from jaxsok.operations import TableOperations, clock_of, place_of
 from jaxsok.plan import Found, Plan
 from jaxsok.shards import Shards
 from jaxsok.specs import (
@@ -127,10 +127,10 @@ class Collection(TableOperations):
         # What the parts of one shard go through to reach the others; one shard has no others.
         self._between = (self.shards, self.exchange) if num_shards > 1 else (None, None)
         # Outside jit too, what runs on a mesh runs as a program.
-        static = {"plan": "send_capacities", "erase": ("store", "number")}
+        static = {"plan": "send_capacities", "erase": ("store", "number"), "store": ("op", "store", "number")}
         self._jitted = {
             name: jax.jit(getattr(self, f"_{name}_global"), static_argnames=static.get(name, ()))
-            for name in ("plan", "lookup", "find", "update", "gradient_norm", "erase")
+            for name in ("plan", "lookup", "find", "update", "gradient_norm", "erase", "store")
         }
         self.growth = grow_lib.GrowthTracker.of(len(self.stores))
         for s, store in enumerate(self.stores):
@@ -296,22 +296,28 @@ class Collection(TableOperations):
         return pipeline_lib.Pipeline(self, batches, pad_to)
 
     @annotations.annotated("jaxsok.lookup")
-    def lookup(self, state: State, features: Features | Plan) -> tuple[Embeddings, State, Plan]:
+    def lookup(self, state: State, features: Features | Plan, *, clock: Any = None) -> tuple[Embeddings, State, Plan]:
         """Looks up a batch; unseen keys get rows, in order of first occurrence.
+
+        Where statistics are kept (`TableSpec.statistics`, or an eviction that needs them), the `last_step` of every row
+        used becomes `clock`, and its `frequency` grows by the occurrences of its key, of all shards.
 
         Args:
           state: donated: the result has its buffers.
           features: of `batch`, or a plan made of them.
+          clock: a uint32 scalar, perhaps traced: the user's own time, the same on all shards. None: `state.step`.
 
         Returns:
           Embeddings by feature, the state, and the plan that `update` takes.
 
         Raises:
-          ValueError: a state or features of another collection. Raised when traced.
+          ValueError: a state or features of another collection, a clock out of range. Raised when traced.
+          TypeError: a clock that is no uint32 scalar.
 
         Cost:
-          One FFI call per store. Per key 8 bytes, one 64-byte bucket and its row read, an embedding written. On a
-          mesh also 16 bytes and a row on the wire for each distinct key, and what padding takes.
+          One FFI call per store, and one more where statistics are kept. Per key 8 bytes, one 64-byte bucket and its
+          row read, an embedding written. On a mesh also 16 bytes and a row on the wire for each distinct key, and what
+          padding takes.
 
         Example:
           `embeddings, state, plan = collection.lookup(state, batch.features)`
@@ -319,11 +325,12 @@ class Collection(TableOperations):
         self._check_state("lookup", state)
         plan = features if isinstance(features, Plan) else Plan(features)
         self._check_features("lookup", plan.features)
+        now = clock_of("lookup", clock)
         self._note_keys([plan.features])
-        state, plan = guards.whole("lookup", state=state, features=plan)
+        state, plan, now = guards.whole("lookup", state=state, features=plan, clock=now)
         if self.shards is None or self.shards.is_manual():
-            return lookup_lib.lookup(self.stores, state, plan, *self._between)
-        return self._jitted["lookup"](state, plan)
+            return lookup_lib.lookup(self.stores, state, plan, *self._between, clock=now)
+        return self._jitted["lookup"](state, plan, now)
 
     @annotations.annotated("jaxsok.find")
     def find(self, state: State, features: Features | Plan) -> tuple[Embeddings, Stats]:
@@ -511,14 +518,13 @@ class Collection(TableOperations):
         spec = self.shards.spec
         return self.shards.run(lambda part: self._plan_part(part, send_capacities), (features,), (spec,), spec)
 
-    def _lookup_global(self, state: State, plan: Plan) -> tuple[Embeddings, State, Plan]:
+    def _lookup_global(self, state: State, plan: Plan, clock: Array | None) -> tuple[Embeddings, State, Plan]:
         spec, of_state = self.shards.spec, self._specs_of(state)
-        return self.shards.run(
-            lambda *part: lookup_lib.lookup(self.stores, *part, *self._between),
-            (state, plan),
-            (of_state, spec),
-            (spec, of_state, spec),
-        )
+
+        def part(state: State, plan: Plan, clock: Array | None) -> tuple[Embeddings, State, Plan]:
+            return lookup_lib.lookup(self.stores, state, plan, *self._between, clock=clock)
+
+        return self.shards.run(part, (state, plan, clock), (of_state, spec, P()), (spec, of_state, spec))
 
     def _find_part(self, state: State, plan: Plan) -> tuple[Embeddings, Stats]:
         embeddings, found = lookup_lib.find(self.stores, state, plan, *self._between)

@@ -1,15 +1,96 @@
-"""A table as records: key, row, row id, optimizer state; here as NumPy arrays on the host."""
+"""A table out of its store, as a stream of records: key, row, optimizer state, statistics; NumPy arrays on the host.
 
+The records of the shards are read block by block (16 bytes a row of capacity, 24 with statistics). They tell which rows
+are the table's, and only those are gathered on their device and cross to the host, some ahead of the reader. So the
+host holds a few chunks, whatever the table, and a table in a store of many costs its own rows.
+"""
+
+import collections
+import dataclasses
+import functools
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jaxtyping import Array
 
+from jaxsok import records as records_lib
 from jaxsok.keys import from_words
+from jaxsok.records import Records
 from jaxsok.specs import StoreSpec
 from jaxsok.store import StoreState
 from jaxsok.types import PADDING_KEY
+
+CHUNK_BYTES = 64 << 20  # of a chunk's rows and state: large enough for the whole speed of a link to the host
+BLOCK_ROWS = 1 << 20  # records that are looked through at once: 16 MiB, 24 with statistics
+AHEAD = 2  # chunks, and blocks, that are on their way while another one is in the reader's hands
+_LEAST_ROWS = 1024  # of a gather: the last chunk of a slab is padded to a power of two, so that programs are few
+
+
+@dataclasses.dataclass(frozen=True)
+class Chunk:
+    """Some rows of one table and shard."""
+
+    shard: int
+    row_ids: np.ndarray
+    """uint32, within the shard, ascending."""
+    records: Records
+
+
+def default_chunk_rows(spec: StoreSpec, *, with_state: bool = True) -> int:
+    """Rows of a chunk of about `CHUNK_BYTES`.
+
+    Example:
+      >>> from jaxsok import TableSpec, optim
+      >>> default_chunk_rows(StoreSpec((TableSpec("user", 128, optim.sgd(0.1)),)))
+      131072
+    """
+    row_bytes = spec.itemsize * spec.dim + (4 * sum(state.dim for state in spec.state_specs) if with_state else 0)
+    return max(1, CHUNK_BYTES // row_bytes)
+
+
+def export_chunks(
+    spec: StoreSpec,
+    store: StoreState,
+    number: int,
+    *,
+    chunk_rows: int | None = None,
+    since: int | None = None,
+    with_state: bool = True,
+) -> Iterator[Chunk]:
+    """Streams one table of a store: this process's shards one after the other, rows by row id.
+
+    Args:
+      spec: of the store.
+      store: not donated, and not to be donated before the last chunk is there.
+      number: of the table in the store.
+      chunk_rows: at most so many rows in a chunk; None: about 64 MiB. A chunk ends with its slab.
+      since: only rows with at least this `last_step`; the store keeps statistics then.
+      with_state: whether optimizer state comes along.
+
+    Cost:
+      Reads 16 bytes a row of capacity (24 with statistics), and the rows exported, all of which cross to the host.
+      Host memory: a few chunks and blocks of records.
+    """
+    num_rows = chunk_rows or default_chunk_rows(spec, with_state=with_state)
+    under_way: collections.deque[_UnderWay] = collections.deque()
+    for shard, part in _parts(spec, store):
+        start = 0
+        states = part.states if with_state else ()
+        names = [state.name for state in spec.state_specs] if with_state else []
+        for s, slab in enumerate(part.rows):
+            arrays = (slab, *(slabs[s] for slabs in states))
+            lines = _lines_of(part.records[s], part.statistics[s] if part.statistics else None, number, since)
+            for piece in _regrouped(lines, num_rows):
+                under_way.append(_UnderWay(shard, start, piece, _gather(arrays, piece.places, num_rows), names))
+                if len(under_way) > AHEAD:
+                    yield under_way.popleft().arrived()
+            start += slab.shape[0]
+    while under_way:
+        yield under_way.popleft().arrived()
 
 
 def export_table(spec: StoreSpec, store: StoreState, number: int) -> dict[str, Any]:
@@ -25,60 +106,174 @@ def export_table(spec: StoreSpec, store: StoreState, number: int) -> dict[str, A
 
     Returns:
       `keys` uint64[num_rows], `rows` [num_rows, dim] in the table's dtype, `row_ids` uint32[num_rows] within the shard,
-      and `state`, a dict of float32[num_rows, dim or 1] by the name of the optimizer's state; on a mesh also `shards`
-      uint32[num_rows].
+      and `state`, a dict of float32[num_rows, dim or 1] by the name of the optimizer's state; where statistics are kept
+      also `last_step` and `frequency`, and on a mesh `shards`, each uint32[num_rows].
 
     Example:
       A table that holds 7 → `{"keys": [7], "rows": [[...]], "row_ids": [0], "state": {"accumulator": [[0.1, ...]]}}`.
     """
-    parts = [_parts(leaf, spec.num_shards) for leaf in jax.tree.leaves((store.records, store.rows, store.states))]
-    tree = jax.tree.structure((store.records, store.rows, store.states))
-    shards = sorted(parts[0])
-    exported = []
-    for shard in shards[:1] if spec.is_replicated else shards:
-        records, rows, states = jax.tree.unflatten(tree, [part[shard] for part in parts])
-        exported.append(_export_shard(spec, records, rows, states, number))
-    table = {name: _joined([one[name] for one in exported]) for name in exported[0]}
+    chunks = list(export_chunks(spec, store, number))
+    records = records_lib.joined([no_records(spec), *(chunk.records for chunk in chunks)])
+    no_ids = [np.zeros(0, np.uint32)]
+    table: dict[str, Any] = {"keys": records.keys, "rows": records.rows}
+    table["row_ids"] = np.concatenate(no_ids + [chunk.row_ids for chunk in chunks])
+    table["state"] = dict(records.state)
+    if records.last_step is not None and records.frequency is not None:
+        table |= {"last_step": records.last_step, "frequency": records.frequency}
     if spec.num_shards > 1:
-        sizes = [one["keys"].shape[0] for one in exported]
-        table["shards"] = np.repeat(np.array(shards[: len(sizes)], np.uint32), sizes)
+        of_chunks = [np.full(chunk.records.num_rows, chunk.shard, np.uint32) for chunk in chunks]
+        table["shards"] = np.concatenate(no_ids + of_chunks)
     return table
 
 
-def _joined(parts: list[Any]) -> Any:
-    """Arrays end to end, and dicts of them, whose order stays as it is."""
-    if isinstance(parts[0], dict):
-        return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
-    return np.concatenate(parts)
+def no_records(spec: StoreSpec, *, with_state: bool = True) -> Records:
+    """No rows, in the dtypes and widths of a store."""
+    none = np.zeros(0, np.uint32) if spec.keeps_statistics else None
+    states = {state.name: np.zeros((0, state.dim), np.float32) for state in spec.state_specs if with_state}
+    return Records(np.zeros(0, np.uint64), np.zeros((0, spec.dim), jnp.dtype(spec.dtype)), states, none, none)
 
 
-def _parts(array: Array, num_shards: int) -> dict[int, np.ndarray]:
-    """The parts of a split array that this process has, by shard."""
-    size = array.shape[0] // num_shards
-    if array.is_fully_addressable:
-        return dict(enumerate(np.split(np.asarray(array), num_shards)))
-    return {(shard.index[0].start or 0) // size: np.asarray(shard.data) for shard in array.addressable_shards}
+@dataclasses.dataclass(frozen=True)
+class _Part:
+    """What one shard has of a store's per-row arrays, on one device."""
+
+    records: tuple[Array, ...]
+    rows: tuple[Array, ...]
+    states: tuple[tuple[Array, ...], ...]
+    statistics: tuple[Array, ...]
 
 
-def _export_shard(
-    spec: StoreSpec, all_records: tuple, all_rows: tuple, all_states: tuple, number: int
-) -> dict[str, Any]:
-    kept: list[np.ndarray] = []
-    keys, rows = [], []
-    states: dict[str, list[np.ndarray]] = {state.name: [] for state in spec.state_specs}
-    start = 0
-    for s, words in enumerate(all_records):
-        slab_keys = from_words(words[:, :2])
-        mine = np.flatnonzero((slab_keys != np.uint64(PADDING_KEY)) & (words[:, 2] == number))
-        keys.append(slab_keys[mine])
-        rows.append(all_rows[s][mine])
-        for state, slabs in zip(spec.state_specs, all_states, strict=True):
-            states[state.name].append(slabs[s][mine])
-        kept.append((mine + start).astype(np.uint32))
-        start += words.shape[0]
-    return {
-        "keys": np.concatenate(keys),
-        "rows": np.concatenate(rows),
-        "row_ids": np.concatenate(kept),
-        "state": {name: np.concatenate(parts) for name, parts in states.items()},
-    }
+def _parts(spec: StoreSpec, store: StoreState) -> Iterator[tuple[int, _Part]]:
+    """The number and the arrays of each shard that this process has; of a replicated store of one of them."""
+    leaves, structure = jax.tree.flatten((store.records, store.rows, store.states, store.statistics))
+    by_shard: list[dict[int, Array]] = []
+    for leaf in leaves:
+        size, parts = leaf.shape[0] // spec.num_shards, {}
+        for shard in leaf.addressable_shards:  # several of one number where the mesh has other axes
+            parts.setdefault((shard.index[0].start or 0) // size, shard.data)
+        by_shard.append(parts)
+    shards = sorted(by_shard[0])
+    for shard in shards[:1] if spec.is_replicated else shards:
+        yield shard, _Part(*jax.tree.unflatten(structure, [parts[shard] for parts in by_shard]))
+
+
+# Which rows ----------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class _Lines:
+    """Rows of a slab that are wanted."""
+
+    places: np.ndarray
+    """Within the slab, ascending."""
+    keys: np.ndarray
+    statistics: np.ndarray | None
+
+    def take(self, lines: slice) -> "_Lines":
+        return _Lines(self.places[lines], self.keys[lines], None if self.statistics is None else self.statistics[lines])
+
+
+def _lines_of(records: Array, statistics: Array | None, number: int, since: int | None) -> Iterator[_Lines]:
+    """The rows of one table in a slab, block by block."""
+    arrays = (records,) if statistics is None else (records, statistics)
+    for start, (words, *kept) in _blocks(arrays):
+        keys = from_words(words[:, :2])
+        is_mine = (keys != np.uint64(PADDING_KEY)) & (words[:, 2] == number)
+        if since is not None:
+            is_mine &= kept[0][:, 0] >= since
+        mine = np.flatnonzero(is_mine)
+        yield _Lines(mine + start, keys[mine], kept[0][mine] if kept else None)
+
+
+def _blocks(arrays: tuple[Array, ...]) -> Iterator[tuple[int, list[np.ndarray]]]:
+    """Arrays from their first line to the last, some lines at a time, as NumPy; with the number of the first line."""
+    size = arrays[0].shape[0]
+    block = min(BLOCK_ROWS, size)
+    under_way: collections.deque[tuple[int, int, tuple[Array, ...]]] = collections.deque()
+
+    def arrived() -> tuple[int, list[np.ndarray]]:
+        start, skipped, parts = under_way.popleft()
+        return start + skipped, [np.asarray(part)[skipped:] for part in parts]
+
+    for start in range(0, size, block):
+        # All blocks have one size, so that one program cuts them: the last one begins earlier.
+        first = min(start, size - block)
+        parts = _sliced(arrays, np.int32(first), block)
+        for part in parts:
+            part.copy_to_host_async()
+        under_way.append((first, start - first, parts))
+        if len(under_way) > AHEAD:
+            yield arrived()
+    while under_way:
+        yield arrived()
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def _sliced(arrays: tuple[Array, ...], start: Array, size: int) -> tuple[Array, ...]:
+    return tuple(lax.dynamic_slice_in_dim(array, start, size) for array in arrays)
+
+
+def _regrouped(pieces: Iterable[_Lines], num_rows: int) -> Iterator[_Lines]:
+    """The same rows in pieces of `num_rows`, but for the last."""
+    held: list[_Lines] = []
+    for piece in pieces:
+        held.append(piece)
+        while sum(len(one.places) for one in held) >= num_rows:
+            whole = _joined(held)
+            yield whole.take(slice(0, num_rows))
+            held = [whole.take(slice(num_rows, None))]
+    if any(len(one.places) for one in held):
+        yield _joined(held)
+
+
+def _joined(pieces: list[_Lines]) -> _Lines:
+    if len(pieces) == 1:
+        return pieces[0]
+    statistics = [piece.statistics for piece in pieces if piece.statistics is not None]
+    return _Lines(
+        np.concatenate([piece.places for piece in pieces]),
+        np.concatenate([piece.keys for piece in pieces]),
+        np.concatenate(statistics) if statistics else None,
+    )
+
+
+# What is in them -----------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class _UnderWay:
+    """A chunk whose rows are on their way to the host."""
+
+    shard: int
+    start: int
+    """Row id of the first row of the slab."""
+    lines: _Lines
+    arrays: tuple[Array, ...]
+    names: list[str]
+
+    def arrived(self) -> Chunk:
+        """Waits for it."""
+        num_rows, statistics = len(self.lines.places), self.lines.statistics
+        rows, *states = (np.asarray(array)[:num_rows] for array in self.arrays)
+        records = Records(
+            self.lines.keys,
+            rows,
+            dict(zip(self.names, states, strict=True)),
+            None if statistics is None else statistics[:, 0],
+            None if statistics is None else statistics[:, 1],
+        )
+        return Chunk(self.shard, (self.lines.places + self.start).astype(np.uint32), records)
+
+
+def _gather(arrays: tuple[Array, ...], places: np.ndarray, num_rows: int) -> tuple[Array, ...]:
+    """Some lines of a slab's arrays, sent to the host: as many as there are places, and then any."""
+    padded = min(num_rows, max(_LEAST_ROWS, 1 << (len(places) - 1).bit_length()))
+    gathered = _gathered(arrays, np.resize(places, padded).astype(np.int32))
+    for array in gathered:
+        array.copy_to_host_async()
+    return gathered
+
+
+@jax.jit
+def _gathered(arrays: tuple[Array, ...], places: Array) -> tuple[Array, ...]:
+    return tuple(array.at[places].get(mode="clip") for array in arrays)

@@ -55,6 +55,8 @@ class GrowthTracker:
     """Positions that one step can insert, by store: learned from batches and traces."""
     allowed: list[int]
     """Insertions that all steps so far could have made, by store, since the tracker began."""
+    assigned_per_step: list[int]
+    """Keys that one step sets the rows of, by store: learned from traces."""
     known: list[tuple[int, int] | None]
     """Rows last seen, and `allowed` at that time, by store; on a mesh the rows of the fullest shard."""
     sightings: list[int]
@@ -80,7 +82,8 @@ class GrowthTracker:
     @classmethod
     def of(cls, num_stores: int) -> "GrowthTracker":
         """A tracker that knows nothing."""
-        return cls([0] * num_stores, [0] * num_stores, [None] * num_stores, [0] * num_stores, collections.deque())
+        none = [0] * num_stores
+        return cls(none.copy(), none.copy(), none.copy(), [None] * num_stores, none.copy(), collections.deque())
 
     def forget(self) -> None:
         """Forgets all but the size of batches."""
@@ -91,6 +94,14 @@ class GrowthTracker:
     def saw_batch(self, store: int, num_keys: int) -> None:
         """Notes how many keys one step asks of a store."""
         self.keys_per_step[store] = max(self.keys_per_step[store], num_keys)
+
+    def saw_assign(self, store: int, num_keys: int) -> None:
+        """Notes how many rows one call sets, in a step."""
+        self.assigned_per_step[store] = max(self.assigned_per_step[store], num_keys)
+
+    def per_step(self) -> list[int]:
+        """Rows that one step may insert, by store."""
+        return [keys + assigned for keys, assigned in zip(self.keys_per_step, self.assigned_per_step, strict=True)]
 
     def bound(self, store: int) -> int | None:
         """Rows in use at most; None: not known."""
@@ -177,12 +188,12 @@ def grow(
         tracker.signature = _signature(state)
     if tracker.num_calls:
         # Counted only now: the first batch may be seen after the first call.
-        for s, keys in enumerate(tracker.keys_per_step):
+        for s, keys in enumerate(tracker.per_step()):
             tracker.allowed[s] += keys * tracker.steps
     tracker.num_calls += 1
     tracker.steps = steps
     _warn_of_copies(tracker, state)
-    reserve = [keys * steps for keys in tracker.keys_per_step]
+    reserve = [keys * steps for keys in tracker.per_step()]
     capacities = [store.capacity // num_shards for store in state.stores]
     open_ended = [
         spec.max_capacity is None or capacity < spec.max_capacity
@@ -219,7 +230,7 @@ def grow(
         needed = {s: tracker.known[s][0] + reserve[s] for s in range(len(specs)) if short(s)}
         if needed or summary[:, 1].any():
             state = _rebuilt(specs, state, summary, _new_capacities(specs, state, needed, shards), shards)
-        crowded = [s for s in range(len(specs)) if half_entries[s] and (short_of_sightings(s) or summary[s, 1])]
+        crowded = [s for s in range(len(specs)) if short_of_sightings(s)]
         state = _with_room_to_wait(specs, state, {s: WAITING_RESERVES * reserve[s] for s in crowded}, shards)
         for s in crowded:
             tracker.sightings[s] = admission.num_waiting(specs[s], state.stores[s], shards)
@@ -322,6 +333,8 @@ def _rebuilt(
         num_buckets = num_buckets_of(stores[s].capacity // spec.num_shards)
         index, counters = _rebuild(stores[s].counters, stores[s].records, num_buckets, shards)
         stores[s] = dataclasses.replace(stores[s], index=index, counters=counters)
+        if summary[s, 1]:
+            stores[s] = admission.remade(spec, stores[s], 0, shards)  # they lie where the salt says, too
     return dataclasses.replace(state, stores=tuple(stores))
 
 
@@ -331,7 +344,7 @@ def _half_entries(spec: StoreSpec, store: StoreState) -> int:
 
 
 def _with_room_to_wait(specs: Sequence[StoreSpec], state: State, room: dict[int, int], shards: Shards | None) -> State:
-    """The state with sightings made anew, under the salt that the store has now, where they have little room."""
+    """The state with sightings made anew where they have little room; `room`: for how many keys, by store."""
     if not room:
         return state
     stores = [
@@ -437,3 +450,39 @@ def require_memory(asked: Sequence[tuple[StoreSpec, int]], op: str, free: int | 
             f"{op}: capacity: got {total} bytes ({parts}), wanted at most {free} that are free; lower capacity, dim or "
             "the optimizer's state."
         )
+
+
+def grow_to(
+    op: str, specs: Sequence[StoreSpec], state: State, capacities: dict[int, int], shards: Shards | None = None
+) -> State:
+    """Makes shards of some stores so large, at once: for rows that are known to come.
+
+    Args:
+      op: named in errors.
+      specs: of all stores.
+      state: the old one must not be used then.
+      capacities: rows of a shard, by the number of the store; more than there are.
+      shards: over which the stores are split; None: one device.
+
+    Raises:
+      MemoryError: they will not fit; nothing has changed.
+    """
+    if not capacities:
+        return state
+    for s, rows in capacities.items():
+        if rows > MAX_CAPACITY or len(state.stores[s].rows) >= specs[s].max_slabs:
+            raise MemoryError(
+                f"{op}: store of tables {_names(specs[s])}: got {rows} rows for a shard, wanted at most {MAX_CAPACITY} "
+                f"in {specs[s].max_slabs} slabs; use more shards, or start with a larger capacity."
+            )
+    free = agreed_free_bytes(shards)
+    more = [(specs[s], new - state.stores[s].capacity // specs[s].num_shards) for s, new in capacities.items()]
+    require_memory(more, op, free)
+    return _rebuilt(specs, state, np.zeros((len(specs), 2), np.int64), capacities, shards)
+
+
+def resalted(specs: Sequence[StoreSpec], state: State, s: int, shards: Shards | None = None) -> State:
+    """The state with the index of one store made anew under another salt: keys that found no entry find one then."""
+    summary = np.zeros((len(specs), 2), np.int64)
+    summary[s, 1] = 1
+    return _rebuilt(specs, state, summary, {}, shards)

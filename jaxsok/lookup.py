@@ -1,7 +1,7 @@
 """The way down: features or a plan → embeddings, state, plan; find is the same and changes nothing.
 
 On one device each store costs one FFI call. A plan made apart costs two, the first over distinct keys only; a store
-with initial rows that XLA works out costs three.
+with initial rows that XLA works out costs three. Statistics, where they are kept, cost one more.
 On a mesh this runs on every shard: the distinct keys go to their owners, who find or insert rows and send them back.
 """
 
@@ -37,6 +37,7 @@ def lookup(
     plan: Plan,
     shards: Shards | None = None,
     wire: ExchangeSpec | None = None,
+    clock: UInt32[Array, ""] | None = None,
 ) -> tuple[Embeddings, State, Plan]:
     """Looks up a batch; unseen keys get rows.
 
@@ -46,6 +47,7 @@ def lookup(
       plan: its features are looked up; its distinct keys are used if it has them.
       shards: over which the stores are split; None: one device.
       wire: how rows travel between them.
+      clock: what `last_step` of the rows used becomes, where statistics are kept; None: the state's step.
 
     Returns:
       Embeddings by feature, the state, and the plan with what was found.
@@ -55,6 +57,7 @@ def lookup(
     """
     embeddings: Embeddings = {}
     stores, found, asked = [], [], []
+    now = state.step if clock is None else clock
     for s, (spec, store, features) in enumerate(zip(specs, state.stores, plan.features.stores, strict=True)):
         if not features.layouts:
             one_found, values = _nothing(spec, store), []
@@ -62,15 +65,17 @@ def lookup(
         elif shards is not None and wire is not None:
             requests = _asked(shards, spec, features, state, plan, s, wire)
             store, one_found, values = _lookup_exchanged(
-                shards, wire, spec, store, state.seed, features, requests, step=state.step
+                shards, wire, spec, store, state.seed, features, requests, step=state.step, clock=now
             )
             asked.append(requests)
         elif plan.distinct is None and _reads_traced(spec, features):
-            store, one_found, values = _lookup_traced(spec, store, state.seed, features, state.step)
+            store, one_found, values = _lookup_traced(spec, store, state.seed, features, state.step, now)
         elif plan.distinct is None:
-            store, one_found, values = _lookup_fused(spec, store, state.seed, features, state.step)
+            store, one_found, values = _lookup_fused(spec, store, state.seed, features, state.step, now)
         else:
-            store, one_found, values = _lookup_planned(spec, store, state.seed, features, plan.distinct[s], state.step)
+            store, one_found, values = _lookup_planned(
+                spec, store, state.seed, features, plan.distinct[s], state.step, now
+            )
         stores.append(store)
         found.append(one_found)
         embeddings |= _named(features, values)
@@ -134,6 +139,7 @@ def _lookup_exchanged(
     *,
     step: UInt32[Array, ""] | None = None,
     is_find: bool = False,
+    clock: UInt32[Array, ""] | None = None,
 ) -> tuple[StoreState, Found, list[Array]]:
     """One store's lookup through the exchange. What comes back for each request: its row, or its id if replicated."""
     none = jnp.zeros(len(spec.tables), jnp.int32)
@@ -155,6 +161,7 @@ def _lookup_exchanged(
                 spec, store, seed, keys, table_ids, step=step, uses=received[:, 3]
             )
             inserted = counts[:, (_INSERTED, _UNADMITTED)]
+            store = table.touch(spec, store, row_ids, received[:, 3], clock)
         if spec.is_replicated:
             return store, row_ids, route.to_askers(row_ids), inserted, none
         store, rows, absent = table.gather(spec, store, seed, received, row_ids, is_find=is_find)
@@ -230,7 +237,12 @@ def _find_here(
 
 @annotations.by_store
 def _lookup_fused(
-    spec: StoreSpec, store: StoreState, seed: UInt32[Array, "2"], features: StoreFeatures, step: UInt32[Array, ""]
+    spec: StoreSpec,
+    store: StoreState,
+    seed: UInt32[Array, "2"],
+    features: StoreFeatures,
+    step: UInt32[Array, ""],
+    clock: UInt32[Array, ""],
 ) -> tuple[StoreState, Found, list[Array]]:
     asked = admission.operands(spec, store, step)
     index, counters, table_rows, rows, records, counted, row_ids, counts, values = kernels.lookup(
@@ -252,6 +264,7 @@ def _lookup_fused(
     )
     if asked is not None:
         store = dataclasses.replace(store, sightings=counted[0], bloom=counted[1])
+    store = table.touch(spec, store, row_ids, None, clock)
     return store, Found(row_ids, store.generation[None], counts, _rounds(0)), values
 
 
@@ -263,10 +276,13 @@ def _lookup_planned(
     features: StoreFeatures,
     distinct: Distinct,
     step: UInt32[Array, ""],
+    clock: UInt32[Array, ""],
 ) -> tuple[StoreState, Found, list[Array]]:
+    uses = distinct.multiplicity.astype(jnp.uint32)
     store, unique_ids, unique_counts = table.find_or_insert(
-        spec, store, seed, distinct.unique, distinct.unique_tables, step=step, uses=distinct.multiplicity
+        spec, store, seed, distinct.unique, distinct.unique_tables, step=step, uses=uses
     )
+    store = table.touch(spec, store, unique_ids, uses, clock)
     row_ids = unique_ids.at[distinct.inverse].get(mode="fill", fill_value=NO_ROW)
     store, counts, values = _combined(spec, store, seed, features, row_ids, store.rows)
     # Among distinct keys every new one is its own first occurrence; the rest of its occurrences are found.
@@ -278,12 +294,18 @@ def _lookup_planned(
 
 @annotations.by_store
 def _lookup_traced(
-    spec: StoreSpec, store: StoreState, seed: UInt32[Array, "2"], features: StoreFeatures, step: UInt32[Array, ""]
+    spec: StoreSpec,
+    store: StoreState,
+    seed: UInt32[Array, "2"],
+    features: StoreFeatures,
+    step: UInt32[Array, ""],
+    clock: UInt32[Array, ""],
 ) -> tuple[StoreState, Found, list[Array]]:
     """As `_lookup_fused`, where XLA works out what new rows hold."""
     store, row_ids, insert_counts = table.find_or_insert(
         spec, store, seed, features.keys, _table_ids(features), step=step
     )
+    store = table.touch(spec, store, row_ids, None, clock)
     store, counts, values = _combined(spec, store, seed, features, row_ids, store.rows)
     inserted = insert_counts[:, _INSERTED]
     counts = counts.at[:, _INSERTED].set(inserted).at[:, _FOUND].add(-inserted)

@@ -5,22 +5,30 @@ nothing of its own.
 """
 
 import dataclasses
+from collections.abc import Iterable, Iterator
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, UInt32
+from jaxtyping import Array, Bool, Float, UInt32
 
 from jaxsok import annotations, guards
 from jaxsok import export as export_lib
+from jaxsok import imports as imports_lib
 from jaxsok import keys as keys_lib
+from jaxsok import plan as plan_lib
 from jaxsok import table as table_lib
+from jaxsok.grow import GrowthTracker
+from jaxsok.records import Records
 from jaxsok.shards import Shards
 from jaxsok.specs import ExchangeSpec, StoreSpec, TableSpec
-from jaxsok.store import State
-from jaxsok.types import COUNTERS
+from jaxsok.store import State, StoreState
+from jaxsok.types import COUNTERS, COUNTS, NO_ROW, PADDING_KEY
+
+_INSERTED, _REFUSED = COUNTS.index("num_inserted"), COUNTS.index("num_refused")
 
 
 class TableOperations:
@@ -30,6 +38,7 @@ class TableOperations:
     tables: tuple[TableSpec, ...]
     stores: tuple[StoreSpec, ...]
     fingerprint: str
+    growth: GrowthTracker
     _between: tuple[Shards | None, ExchangeSpec | None]
     _jitted: dict[str, Any]
 
@@ -55,19 +64,149 @@ class TableOperations:
         """
         self._check_state("erase", state)
         s, number = self._locate("erase", table)
-        words = keys_lib.words_of(keys, "int64", "erase")
-        if words.ndim != 2:
-            raise ValueError(f"erase: keys: got shape {list(words.shape[:-1])}, wanted [num_keys].")
+        words = _words("erase", keys)
         state, words = guards.whole("erase", state=state, keys=words)
         if self.shards is None or self.shards.is_manual():
             return self._erase_part(state, jnp.asarray(words), store=s, number=number)
         return self._jitted["erase"](state, words, store=s, number=number)
 
+    @annotations.annotated("jaxsok.contains")
+    def contains(self, state: State, table: str, keys: Any) -> Bool[Array, " num_keys"]:
+        """Whether each key has a row.
+
+        Args:
+          state: read only.
+          table: its name.
+          keys: NumPy integers, or words, `[num_keys]`; on a mesh the same everywhere, in all processes.
+
+        Returns:
+          For each key; False for PADDING_KEY.
+
+        Cost:
+          One search for each key, on a mesh by every shard, and an all-reduce of 4 bytes a key.
+
+        Example:
+          >>> import jaxsok
+          >>> tables = [jaxsok.TableSpec("item", dim=4, optimizer=jaxsok.optim.sgd(0.1), capacity=64)]
+          >>> collection = jaxsok.Collection(tables, [jaxsok.FeatureSpec("clicked", table="item")])
+          >>> features = collection.batch({"clicked": np.array([7, 9])}).features
+          >>> _, state, _ = collection.lookup(collection.init(seed=0), features)
+          >>> collection.contains(state, "item", np.array([9, 8])).tolist()
+          [True, False]
+        """
+        (is_there,) = self._on_keys("contains", state, table, keys)
+        return is_there
+
+    @annotations.annotated("jaxsok.rows_of")
+    def rows_of(
+        self, state: State, table: str, keys: Any
+    ) -> tuple[Float[Array, "num_keys dim"], Bool[Array, " num_keys"]]:
+        """The rows of keys as they are stored; nothing is inserted, and nothing noted.
+
+        `find` gives embeddings of a batch, and a key without a row its initial one. This is for a look at single rows.
+
+        Args:
+          state: read only.
+          table: its name.
+          keys: NumPy integers, or words, `[num_keys]`; on a mesh the same everywhere, in all processes.
+
+        Returns:
+          A row for each key in the dtype of the table, zeros where there is none; and whether there is one.
+
+        Cost:
+          A search and a row for each key; on a mesh by every shard, and an all-reduce of the rows.
+
+        Example:
+          `rows, is_there = collection.rows_of(state, "user", np.array([7, 9]))`
+        """
+        rows, is_there = self._on_keys("rows_of", state, table, keys)
+        return rows, is_there
+
+    @annotations.annotated("jaxsok.assign")
+    def assign(
+        self, state: State, table: str, keys: Any, rows: Any, *, clock: Any = None
+    ) -> tuple[State, UInt32[Array, ""], UInt32[Array, ""]]:
+        """Sets the rows of keys; keys without one get one, whatever the table's admission says.
+
+        The optimizer state of rows that were there stays, and is initial for new ones. Where statistics are kept, the
+        last step of the rows becomes `clock`; their frequency stays.
+
+        Args:
+          state: donated: the result has its buffers.
+          table: its name.
+          keys: NumPy integers, or words, `[num_keys]`; of one that stands more than once the last row counts.
+            PADDING_KEY is passed over. On a mesh the same everywhere, in all processes.
+          rows: `[num_keys, dim]` of any float dtype, rounded to nearest; on a mesh the same everywhere.
+          clock: a uint32 scalar, perhaps traced; None: `state.step`.
+
+        Returns:
+          The state, how many keys were new, and how many were refused because their shard was full: call `grow` first,
+          which keeps room for so many keys more once it has seen a call. `import_table` makes room by itself.
+
+        Raises:
+          TypeError, ValueError: rows of another shape. Raised when traced.
+
+        Cost:
+          A search and a sort of the keys, on a mesh by every shard; each row is written once.
+
+        Example:
+          >>> import jaxsok
+          >>> tables = [jaxsok.TableSpec("item", dim=1, optimizer=jaxsok.optim.sgd(0.1), capacity=64)]
+          >>> collection = jaxsok.Collection(tables, [jaxsok.FeatureSpec("clicked", table="item")])
+          >>> state = collection.init(seed=0)
+          >>> state, num_inserted, _ = collection.assign(state, "item", np.array([7, 9]), np.array([[1.0], [2.0]]))
+          >>> int(num_inserted), collection.rows_of(state, "item", np.array([9, 8]))[0].tolist()
+          (2, [[2.0], [0.0]])
+        """
+        self._check_state("assign", state)
+        s, number = self._locate("assign", table)
+        words = _words("assign", keys)
+        rows = rows if isinstance(rows, jax.Array) else np.asarray(rows)
+        wanted = (words.shape[0], self.stores[s].dim)
+        if not jnp.issubdtype(rows.dtype, jnp.floating) or rows.shape != wanted:
+            raise ValueError(f"assign: rows: got {rows.dtype}{list(rows.shape)}, wanted floats{list(wanted)}.")
+        if rows.dtype != jnp.dtype(self.stores[s].dtype):
+            rows = rows.astype(np.float32)
+        now = clock_of("assign", clock)
+        now = state.step if now is None else now
+        is_traced = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((state, words)))
+        if is_traced:
+            self.growth.saw_assign(s, words.shape[0])
+        else:
+            self.growth.forget()  # its bound on the rows in use holds for steps alone
+        state, words, rows, now = guards.whole("assign", state=state, keys=words, rows=rows, clock=now)
+        state, (num_inserted, num_refused) = self._on_store("assign", state, s, number, words, rows, now)
+        return state, num_inserted, num_refused
+
+    @annotations.annotated("jaxsok.clear")
+    def clear(self, state: State, table: str) -> tuple[State, UInt32[Array, ""]]:
+        """Takes all rows of a table away; other tables of its store keep theirs. Plans made before become stale.
+
+        Args:
+          state: donated: the result has its buffers.
+          table: its name.
+
+        Returns:
+          The state, and how many rows there were.
+
+        Cost:
+          Streams records, optimizer state and statistics of the table's store, and rewrites the index.
+
+        Example:
+          `state, num_erased = collection.clear(state, "user")`
+        """
+        self._check_state("clear", state)
+        s, number = self._locate("clear", table)
+        (state,) = guards.whole("clear", state=state)
+        state, (num_erased,) = self._on_store("clear", state, s, number)
+        return state, num_erased
+
     @annotations.annotated("jaxsok.export_table")
     def export_table(self, state: State, table: str) -> dict[str, Any]:
         """A table's keys, rows, row ids and optimizer state as NumPy arrays, in the order of the row ids.
 
-        Waits for the device and holds the whole table in host memory.
+        Waits for the device and holds the whole table in host memory; `export_chunks` gives it in parts. Where
+        statistics are kept they are there too, as `last_step` and `frequency`, and on a mesh the `shards` of the rows.
 
         Example:
           `rows = collection.export_table(state, "user")["rows"]`
@@ -75,6 +214,152 @@ class TableOperations:
         self._check_state("export_table", state)
         s, number = self._locate("export_table", table)
         return export_lib.export_table(self.stores[s], state.stores[s], number)
+
+    def export_chunks(
+        self,
+        state: State,
+        table: str,
+        *,
+        chunk_rows: int | None = None,
+        since: int | None = None,
+        with_state: bool = True,
+    ) -> Iterator[Records]:
+        """Streams a table to the host: keys, rows, optimizer state, and statistics where they are kept.
+
+        The order is that of the row ids, shard after shard. In several processes each gives the rows of its own shards;
+        of a replicated table every process gives all. The next chunks are on their way while one is in the caller's
+        hands, so the host holds a few of them, whatever the table.
+
+        Args:
+          state: not donated; it must not be donated to anything before the last chunk was given.
+          table: its name.
+          chunk_rows: rows of a chunk at most; None: about 64 MiB of them.
+          since: only rows whose `last_step` is at least so much. The table's store must keep statistics.
+          with_state: whether the optimizer state comes along.
+
+        Returns:
+          An iterator of `Records`, whose arrays may be read-only; none of an empty table.
+
+        Raises:
+          TypeError, ValueError: before anything is read; `since` of a table without statistics.
+
+        Cost:
+          Reads 16 bytes a row of capacity (24 with statistics), and the rows exported, all of which cross to the host.
+
+        Example:
+          >>> import jaxsok
+          >>> tables = [jaxsok.TableSpec("item", dim=4, optimizer=jaxsok.optim.sgd(0.1), capacity=64)]
+          >>> collection = jaxsok.Collection(tables, [jaxsok.FeatureSpec("clicked", table="item")])
+          >>> batch = collection.batch({"clicked": np.array([7, 9, 8])})
+          >>> _, state, _ = collection.lookup(collection.init(seed=0), batch.features)
+          >>> [chunk.keys.tolist() for chunk in collection.export_chunks(state, "item", chunk_rows=2)]
+          [[7, 9], [8]]
+        """
+        self._check_state("export_chunks", state)
+        s, number = self._locate("export_chunks", table)
+        spec = self.stores[s]
+        if chunk_rows is not None and (isinstance(chunk_rows, bool) or not isinstance(chunk_rows, (int, np.integer))):
+            raise TypeError(f"export_chunks: chunk_rows: got {chunk_rows!r}, wanted an integer or None.")
+        if chunk_rows is not None and chunk_rows < 1:
+            raise ValueError(f"export_chunks: chunk_rows: got {chunk_rows}, wanted at least 1.")
+        if since is not None:
+            if isinstance(since, bool) or not isinstance(since, (int, np.integer)):
+                raise TypeError(f"export_chunks: since: got {since!r}, wanted an integer or None.")
+            if not spec.keeps_statistics:
+                raise ValueError(
+                    f'export_chunks: since: got {since} for table "{table}", whose rows have no last step; declare '
+                    "TableSpec(statistics=True), or export all."
+                )
+        chunks = export_lib.export_chunks(
+            spec, state.stores[s], number, chunk_rows=chunk_rows, since=since, with_state=with_state
+        )
+        return (chunk.records for chunk in chunks)
+
+    @annotations.annotated("jaxsok.import_table")
+    def import_table(
+        self,
+        state: State,
+        table: str,
+        chunks: Records | Iterable[Records],
+        *,
+        num_rows: int | None = None,
+        reset_state: bool = False,
+        clock: Any = None,
+    ) -> State:
+        """Enters records into a table, whatever mesh, capacity or store they came from: each is placed by its key.
+
+        A key that has a row gets the record's row; one that has none gets a new row, whatever the table's admission
+        says. Keys that are not among the records stay as they are. The store grows as it must, up to its
+        `max_capacity`. Plans made before become stale.
+
+        In several processes all pass the same records in the same chunks, and each enters those of its shards.
+
+        Args:
+          state: donated: the result has its buffers, but for what growing replaces.
+          table: its name.
+          chunks: `Records`, or several, one after the other; of chunks that have a key in common the last one counts.
+            Rows of another float dtype are converted, to 16 bits by rounding to nearest. Optimizer state goes by name;
+            what the records lack stays as it is, and is initial for new rows. So do statistics, but for the last step;
+            they are passed over where the table keeps none.
+          num_rows: how many rows will come, if that is known: room is made at once, as far as the store may grow.
+          reset_state: whether optimizer state that the records lack is set back to its initial value for rows that were
+            there, too.
+          clock: the `last_step` of rows whose records have none, a uint32 scalar; None: `state.step`.
+
+        Raises:
+          TypeError, ValueError: a chunk of another dim, or with state that the table's optimizer has not, PADDING_KEY,
+            or a key twice in one chunk. TableFullError: a shard would have more rows than `max_capacity`. MemoryError:
+            the larger store will not fit. Nothing of that chunk is entered then. If chunks before it were, the state
+            is the attribute `state` of the error.
+
+        Cost:
+          A record crosses to the device once, and is written once; padding to the next power of two of the records of
+          the fullest shard. The host holds two chunks.
+
+        Example:
+          >>> import jaxsok
+          >>> from jaxsok import Records
+          >>> tables = [jaxsok.TableSpec("item", dim=1, optimizer=jaxsok.optim.sgd(0.1), capacity=64)]
+          >>> collection = jaxsok.Collection(tables, [jaxsok.FeatureSpec("clicked", table="item")])
+          >>> records = Records(np.array([7, 9], np.uint64), np.array([[1.0], [2.0]], np.float32))
+          >>> state = collection.import_table(collection.init(seed=0), "item", records)
+          >>> collection.export_table(state, "item")["rows"].tolist()
+          [[1.0], [2.0]]
+        """
+        self._check_state("import_table", state)
+        s, number = self._locate("import_table", table)
+        if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(state)):
+            raise TypeError(
+                "import_table: state: got one that is traced, wanted arrays; call it between steps. Inside a jitted "
+                "function use assign."
+            )
+        if num_rows is not None and (isinstance(num_rows, bool) or not isinstance(num_rows, (int, np.integer))):
+            raise TypeError(f"import_table: num_rows: got {num_rows!r}, wanted an integer or None.")
+        if num_rows is not None and num_rows < 0:
+            raise ValueError(f"import_table: num_rows: got {num_rows}, wanted at least 0.")
+        if not isinstance(reset_state, bool):
+            raise TypeError(f"import_table: reset_state: got {reset_state!r}, wanted True or False.")
+        if isinstance(chunks, Records):
+            chunks = [chunks]
+        if not isinstance(chunks, Iterable):
+            raise TypeError(
+                f"import_table: chunks: got {type(chunks).__name__}, wanted jaxsok.Records, or several of them."
+            )
+        now = clock_of("import_table", clock)
+        try:
+            return imports_lib.import_table(
+                self.stores,
+                state,
+                s,
+                number,
+                chunks,
+                clock=now,
+                num_rows=num_rows,
+                reset_state=reset_state,
+                shards=self.shards,
+            )
+        finally:
+            self.growth.forget()  # its bound on the rows in use holds for steps alone
 
     @annotations.annotated("jaxsok.num_rows")
     def num_rows(self, state: State) -> dict[str, int]:
@@ -121,6 +406,45 @@ class TableOperations:
         state, num_erased = self.shards.run(part, (state, words), (of_state, P()), (of_state, total))
         return state, num_erased.reshape(())
 
+    # The same for operations on one store that `_ON_STORE` has.
+
+    def _on_keys(self, op: str, state: State, table: str, keys: Any) -> tuple[Array, ...]:
+        """An operation that reads the rows of some keys."""
+        self._check_state(op, state)
+        s, number = self._locate(op, table)
+        state, words = guards.whole(op, state=state, keys=_words(op, keys))
+        _, results = self._on_store(op, state, s, number, words)
+        return results
+
+    def _on_store(self, op: str, state: State, s: int, number: int, *args: Any) -> tuple[State, tuple[Array, ...]]:
+        """The state, as it was if the operation only reads, and the results: the same on all shards."""
+        if self.shards is None or self.shards.is_manual():
+            new, results = self._store_part(state, *map(jnp.asarray, args), op=op, store=s, number=number)
+        else:
+            new, results = self._jitted["store"](state, *args, op=op, store=s, number=number)
+        return state if new is None else new, results
+
+    def _store_part(
+        self, state: State, *args: Array, op: str, store: int, number: int
+    ) -> tuple[State | None, tuple[Array, ...]]:
+        spec = self.stores[store]
+        place = _Place(spec, number, self.shards, state.seed, state.partition_owners)
+        new, results = _ON_STORE[op](place, state.stores[store], *args)
+        if new is None:
+            return None, results
+        stores = (*state.stores[:store], new, *state.stores[store + 1 :])
+        return dataclasses.replace(state, stores=stores), results
+
+    def _store_global(
+        self, state: State, *args: Array, op: str, store: int, number: int
+    ) -> tuple[State | None, tuple[Array, ...]]:
+        def part(state: State, *args: Array) -> tuple[State | None, tuple[Array, ...]]:
+            return self._store_part(state, *args, op=op, store=store, number=number)
+
+        of_state = self._specs_of(state)
+        out = (None if op in _READING else of_state, P())
+        return self.shards.run(part, (state, *args), (of_state, *[P()] * len(args)), out)
+
     def _specs_of(self, state: State) -> Any:
         """How each array of a state lies on the mesh, as `shard_map` takes it."""
         return dataclasses.replace(state, stores=self.shards.spec, step=P(), seed=P(), partition_owners=P())
@@ -154,6 +478,115 @@ class TableOperations:
                 f"{self.fingerprint}; use "
                 "the collection that made it, or declare the same tables."
             )
+
+
+# On one shard --------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class _Place:
+    """Where an operation on one table works."""
+
+    spec: StoreSpec
+    number: int
+    """Of the table in the store."""
+    shards: Shards | None
+    seed: UInt32[Array, "2"]
+    partition_owners: UInt32[Array, " num_partitions"]
+
+    def ids(self, words: Array) -> np.ndarray:
+        return table_lib.table_ids_of(self.number, words.shape[0])
+
+    def total(self, words: Array) -> Array:
+        """Of all shards; of a replicated store, whose shards all have the same, of one."""
+        if self.shards is None:
+            return words
+        if self.spec.is_replicated:
+            words = jnp.where(self.shards.index() == 0, words, jnp.zeros_like(words))
+        return lax.psum(words, self.shards.axis)
+
+    def is_own(self, words: Array) -> Array | None:
+        """Which keys this shard has to do with; None: all."""
+        if self.shards is None or self.spec.num_shards == 1 or self.spec.is_replicated:
+            return None
+        owners = plan_lib.owner_of(self.spec, self.number, words, self.partition_owners)
+        return owners == self.shards.index().astype(jnp.uint32)
+
+
+def _contains(place: _Place, store: StoreState, words: Array) -> tuple[None, tuple[Array]]:
+    row_ids = table_lib.find(store, words, place.ids(words))
+    return None, (place.total((row_ids != jnp.uint32(NO_ROW)).astype(jnp.uint32)) > 0,)
+
+
+def _rows_of(place: _Place, store: StoreState, words: Array) -> tuple[None, tuple[Array, Array]]:
+    row_ids = table_lib.find(store, words, place.ids(words))
+    is_there = row_ids != jnp.uint32(NO_ROW)
+    requests = jnp.concatenate([words, jnp.asarray(place.ids(words))[:, None], jnp.ones_like(words[:, :1])], axis=1)
+    _, rows, _ = table_lib.gather(place.spec, store, place.seed, requests, row_ids, is_find=True)
+    # As words of 32 bits, of which all shards but one have zeros: their sum has the bits of the row, whatever they say.
+    itemsize = place.spec.itemsize
+    bits = lax.bitcast_convert_type(rows, jnp.uint32 if itemsize == 4 else jnp.uint16).astype(jnp.uint32)
+    bits = place.total(jnp.where(is_there[:, None], bits, jnp.uint32(0)))
+    rows = lax.bitcast_convert_type(bits if itemsize == 4 else bits.astype(jnp.uint16), rows.dtype)
+    return None, (rows, place.total(is_there.astype(jnp.uint32)) > 0)
+
+
+def _assign(
+    place: _Place, store: StoreState, words: Array, rows: Array, clock: Array
+) -> tuple[StoreState, tuple[Array, Array]]:
+    is_own = place.is_own(words)
+    if is_own is not None:
+        words = jnp.where(is_own[:, None], words, jnp.uint32(PADDING_KEY & 0xFFFFFFFF))
+    store, _, counts = table_lib.assign(place.spec, store, place.seed, clock, words, place.ids(words), rows, {})
+    of_table = counts[place.number].astype(jnp.uint32)
+    return store, (place.total(of_table[_INSERTED]), place.total(of_table[_REFUSED]))
+
+
+def _clear(place: _Place, store: StoreState) -> tuple[StoreState, tuple[Array]]:
+    generation = store.generation
+    store, num_erased = table_lib.clear(place.spec, store, place.number)
+    num_erased = place.total(num_erased)
+    # A plan is stale on all shards or on none.
+    advanced = generation + (num_erased > 0).astype(jnp.uint32)
+    counters = store.counters.at[COUNTERS.index("generation")].set(advanced)
+    return dataclasses.replace(store, counters=counters), (num_erased,)
+
+
+_ON_STORE = {"contains": _contains, "rows_of": _rows_of, "assign": _assign, "clear": _clear}
+_READING = ("contains", "rows_of")
+
+
+# What is checked before ----------------------------------------------------------------------------------------------
+
+
+def _words(op: str, keys: Any) -> Any:
+    """The words of keys that were given by themselves."""
+    words = keys_lib.words_of(keys, "int64", op)
+    if words.ndim != 2:
+        raise ValueError(f"{op}: keys: got shape {list(words.shape[:-1])}, wanted [num_keys].")
+    return words
+
+
+def clock_of(op: str, clock: Any) -> UInt32[Array, ""] | None:
+    """A user's time as it goes into an op; None stays None.
+
+    Raises:
+      TypeError, ValueError: no scalar, or no uint32; names the op.
+
+    Example:
+      >>> clock_of("lookup", 1_700_000_000).dtype
+      dtype('uint32')
+    """
+    if clock is None:
+        return None
+    if isinstance(clock, (int, np.integer)) and not isinstance(clock, bool):
+        if not 0 <= clock < 2**32:
+            raise ValueError(f"{op}: clock: got {clock}, wanted 0 to 2**32 - 1.")
+        return jnp.uint32(clock)
+    if isinstance(clock, (np.ndarray, jax.Array)) and clock.dtype == np.uint32 and clock.shape == ():
+        return jnp.asarray(clock)
+    got = f"{clock.dtype}{list(clock.shape)}" if hasattr(clock, "shape") else repr(clock)
+    raise TypeError(f"{op}: clock: got {got}, wanted a uint32 scalar or an integer.")
 
 
 def place_of(mesh_name: str) -> str:

@@ -10,12 +10,20 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int32, UInt32
+from jaxtyping import Array, Int32, UInt32, UInt64
 
 from jaxsok.features import Features, StoreFeatures
 from jaxsok.kernels import plan as kernels
 from jaxsok.specs import StoreSpec
-from jaxsok.types import NUM_PARTITIONS, Inverse, Keys, RowIds, TableIds
+from jaxsok.types import NO_ROW, NUM_PARTITIONS, Inverse, Keys, RowIds, TableIds
+
+# Of ffi/core/hash.h.
+_GOLDEN = 0x9E3779B97F4A7C15
+_MIX = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))  # shift, then multiply; and a last shift
+_LAST_SHIFT = 31
+_PARTITION_BITS = NUM_PARTITIONS.bit_length() - 1
+
+Word = UInt32[Array, " _"]
 
 
 @jax.tree_util.register_dataclass
@@ -117,6 +125,89 @@ def default_owners(num_shards: int) -> np.ndarray:
       ([0, 0], [2], [1366, 1365, 1365])
     """
     return (np.arange(NUM_PARTITIONS, dtype=np.uint64) * num_shards // NUM_PARTITIONS).astype(np.uint32)
+
+
+def owners_of(
+    spec: StoreSpec, number: int, keys: UInt64[np.ndarray, " num_keys"], partition_owners: UInt32[np.ndarray, " _"]
+) -> UInt32[np.ndarray, " num_keys"]:
+    """The shard that has each key of a table: on the host, as the kernels work it out (`OwnerOf` in ffi/core/hash.h).
+
+    Of a replicated store every shard has all keys; it is given as shard 0.
+
+    Args:
+      spec: of the store.
+      number: of the table in the store.
+      keys: PADDING_KEY gets a shard as every other one.
+      partition_owners: the shard of each partition; of no meaning on one device.
+
+    Example:
+      >>> from jaxsok import TableSpec, on, optim
+      >>> tables = TableSpec("user", 4, optim.sgd(0.1)), TableSpec("ad", 4, optim.sgd(0.1), placement=on(3))
+      >>> store, keys, owners = StoreSpec(tables, 4), np.arange(4, dtype=np.uint64), default_owners(4)
+      >>> owners_of(store, 0, keys, owners).tolist(), owners_of(store, 1, keys, owners).tolist()
+      ([2, 0, 1, 2], [3, 3, 3, 3])
+    """
+    low, high, pinned = _place_words(spec, number)
+    if spec.num_shards == 1 or pinned != NO_ROW:
+        return np.full(len(keys), 0 if spec.num_shards == 1 else pinned, np.uint32)
+    name = np.uint64(low | high << 32)
+    hashes = _mixed(_mixed(keys ^ name) + np.uint64(_GOLDEN))
+    return partition_owners[(hashes >> np.uint64(64 - _PARTITION_BITS)).astype(np.int64)]
+
+
+def owner_of(
+    spec: StoreSpec, number: int, keys: Keys, partition_owners: UInt32[Array, " num_partitions"]
+) -> UInt32[Array, " num_keys"]:
+    """`owners_of` of words, on the device: 64-bit arithmetic in words of 32.
+
+    Cost:
+      Some two hundred integer operations a key.
+    """
+    low, high, pinned = _place_words(spec, number)
+    if spec.num_shards == 1 or pinned != NO_ROW:
+        return jnp.full(keys.shape[0], jnp.uint32(0 if spec.num_shards == 1 else pinned))
+    words = keys[:, 0] ^ jnp.uint32(low), keys[:, 1] ^ jnp.uint32(high)
+    _, top = _mixed_words(*_plus(*_mixed_words(*words), _GOLDEN))
+    return partition_owners.at[top >> jnp.uint32(32 - _PARTITION_BITS)].get(mode="promise_in_bounds")
+
+
+def _place_words(spec: StoreSpec, number: int) -> tuple[int, int, int]:
+    """The words of a table's name, and the shard that has all of it, or NO_ROW."""
+    words = spec.table_words()[number]
+    return int(words[0]), int(words[1]), int(words[5])
+
+
+def _mixed(x: UInt64[np.ndarray, " _"]) -> UInt64[np.ndarray, " _"]:
+    for shift, factor in _MIX:
+        x = (x ^ (x >> np.uint64(shift))) * np.uint64(factor)
+    return x ^ (x >> np.uint64(_LAST_SHIFT))
+
+
+def _mixed_words(low: Word, high: Word) -> tuple[Word, Word]:
+    for shift, factor in _MIX:
+        low, high = _times(*_xor_shifted(low, high, shift), factor)
+    return _xor_shifted(low, high, _LAST_SHIFT)
+
+
+def _xor_shifted(low: Word, high: Word, shift: int) -> tuple[Word, Word]:
+    """A number xor itself shifted right by 1 to 31 bits."""
+    right, left = jnp.uint32(shift), jnp.uint32(32 - shift)
+    return low ^ (low >> right | high << left), high ^ high >> right
+
+
+def _plus(low: Word, high: Word, term: int) -> tuple[Word, Word]:
+    total = low + jnp.uint32(term & 0xFFFFFFFF)
+    return total, high + jnp.uint32(term >> 32) + (total < low).astype(jnp.uint32)
+
+
+def _times(low: Word, high: Word, factor: int) -> tuple[Word, Word]:
+    """The product modulo 2**64; that of the low words whole, by halves of 16 bits."""
+    a, b = jnp.uint32(factor & 0xFFFFFFFF), jnp.uint32(factor >> 32)
+    half, bits = jnp.uint32(0xFFFF), jnp.uint32(16)
+    cross = (low >> bits) * (a & half), (low & half) * (a >> bits)
+    middle = ((low & half) * (a & half) >> bits) + (cross[0] & half) + (cross[1] & half)
+    carried = (low >> bits) * (a >> bits) + (cross[0] >> bits) + (cross[1] >> bits) + (middle >> bits)
+    return low * a, carried + low * b + high * a
 
 
 def requests_of(

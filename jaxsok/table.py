@@ -5,18 +5,18 @@ The whole way down is `lookup.py`; this is for keys without bags: plans made apa
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int32, UInt32
+from jaxtyping import Array, Bool, Float, Float32, Int32, UInt32
 
 from jaxsok import admission
 from jaxsok.kernels import table as kernels
 from jaxsok.specs import StoreSpec
 from jaxsok.store import StoreState
-from jaxsok.types import COUNTS, NO_ROW, PADDING_KEY, Keys, RowIds, TableIds
+from jaxsok.types import COUNTERS, COUNTS, NO_ROW, PADDING_KEY, RECORD_WORDS, Keys, RowIds, TableIds
 
 _FOUND, _PADDING = COUNTS.index("num_found"), COUNTS.index("num_padding")
 
@@ -171,6 +171,93 @@ def gather(
     return dataclasses.replace(store, counters=counters), rows, num_absent
 
 
+def assign(
+    spec: StoreSpec,
+    store: StoreState,
+    seed: UInt32[Array, "2"],
+    clock: UInt32[Array, ""],
+    keys: Keys,
+    table_ids: TableIds | np.ndarray,
+    rows: Float[Array, "num_keys dim"],
+    states: Mapping[str, Float32[Array, "num_keys _"]],
+    statistics: UInt32[Array, "num_keys 2"] | None = None,
+) -> tuple[StoreState, RowIds, Int32[Array, "num_tables num_counts"]]:
+    """Gives (table, key) pairs rows that are known; unseen pairs get them too, whatever their table's admission says.
+
+    Args:
+      spec: the store's tables.
+      store: donated: the result has its buffers.
+      seed: of the state.
+      clock: the `last_step` of the rows where `statistics` is None; their frequency stays.
+      keys: words. Of a pair that stands more than once the last row counts.
+      table_ids: the number of each key's table in the store.
+      rows: of any float dtype; rounded to nearest.
+      states: optimizer state by name. What is not named stays as it is, and is initial for new rows.
+      statistics: last step and frequency of each.
+
+    Returns:
+      The store, the row ids (NO_ROW for padding and where the store is full), and counts by table (types.COUNTS).
+
+    Cost:
+      A search for the keys, a sort of them, and each row in and out; nothing of the size of a table.
+
+    Example:
+      Keys `[7, 9]` and rows `[[1.0], [2.0]]` → the rows of 7 and 9 are 1.0 and 2.0, whether they were there or not.
+    """
+    store, row_ids, counts = find_or_insert(spec, store, seed, keys, table_ids)
+    place = _last_of_each(row_ids)
+    slabs = {"rows": kernels.scatter(place, rounded(rows, spec.dtype), store.rows)}
+    named = {state.name: array for state, array in zip(spec.state_specs, store.states, strict=True)}
+    for name, lines in states.items():
+        named[name] = kernels.scatter(place, lines, named[name])
+    if statistics is not None and spec.keeps_statistics:
+        slabs["statistics"] = kernels.scatter(place, statistics, store.statistics)
+    store = dataclasses.replace(store, states=tuple(named.values()), **slabs)
+    if statistics is None:
+        store = touch(spec, store, row_ids, jnp.zeros(row_ids.shape, jnp.uint32), clock)
+    return store, row_ids, counts
+
+
+def _last_of_each(row_ids: RowIds) -> RowIds:
+    """Row ids; NO_ROW where the same one stands again further on."""
+    order = jnp.argsort(row_ids, stable=True)
+    by_row = row_ids[order]
+    is_last = jnp.concatenate([by_row[1:] != by_row[:-1], jnp.ones(min(1, len(order)), bool)])
+    return jnp.full_like(row_ids, NO_ROW).at[order].set(jnp.where(is_last, by_row, jnp.uint32(NO_ROW)))
+
+
+def touch(
+    spec: StoreSpec,
+    store: StoreState,
+    row_ids: RowIds,
+    uses: UInt32[Array, " num_keys"] | None,
+    clock: UInt32[Array, ""],
+) -> StoreState:
+    """Notes in the statistics of rows that a lookup used them; nothing is done for a store that keeps none.
+
+    Args:
+      spec: the store's tables.
+      store: donated: the result has its buffers.
+      row_ids: of each position; NO_ROW is passed over. Rows may stand more than once.
+      uses: how often each position stands for its row; None: once.
+      clock: what `last_step` of the rows becomes, also if it was later before.
+
+    Returns:
+      The store. `frequency` of each row has grown by the uses of its positions, modulo 2**32.
+
+    Cost:
+      One call: 4 bytes a position (8 with uses), 8 bytes of each row in and out.
+
+    Example:
+      Row ids `[1, 0, 1]` at clock 5 → last steps `[5, 5]`, frequencies one and two more.
+    """
+    if not spec.keeps_statistics:
+        return store
+    if uses is None:
+        uses = jnp.zeros(0, jnp.uint32)
+    return dataclasses.replace(store, statistics=kernels.touch(row_ids, uses, clock, store.statistics))
+
+
 def reads_initial(spec: StoreSpec, number: int, *, is_find: bool) -> bool:
     """Whether keys of a table that have no row read their initial row: in `find`, or in a lookup."""
     table = spec.tables[number]
@@ -266,7 +353,8 @@ def rounded(values: Float[Array, "..."], dtype: str) -> Float[Array, "..."]:
 def erase(spec: StoreSpec, store: StoreState, keys: Keys, table_ids: TableIds) -> tuple[StoreState, UInt32[Array, ""]]:
     """Takes the rows of (table, key) pairs away; absent pairs are passed over.
 
-    The index is rebuilt in place, the generation advanced, and the rows' optimizer state set back.
+    The index is rebuilt in place, the generation advanced, the rows' optimizer state set back, and their statistics to
+    zeros.
 
     Args:
       spec: the store's tables.
@@ -278,7 +366,7 @@ def erase(spec: StoreSpec, store: StoreState, keys: Keys, table_ids: TableIds) -
       The store, and how many distinct pairs were there.
 
     Cost:
-      Streams the records (16 bytes a row) and rewrites the index (32 bytes a row).
+      Streams the records (16 bytes a row) and rewrites the index (32 bytes a row). With statistics 32 bytes a row more.
 
     Example:
       Erasing `[7, 7, 8]` from a table that holds 7 and 9 → 1, and 7's row id is the next to be handed out.
@@ -294,9 +382,64 @@ def erase(spec: StoreSpec, store: StoreState, keys: Keys, table_ids: TableIds) -
         [state.initial_value for state in spec.state_specs],
     )
     store = dataclasses.replace(
-        store, index=index, counters=counters, table_rows=table_rows, records=records, states=states
+        store,
+        index=index,
+        counters=counters,
+        table_rows=table_rows,
+        records=records,
+        states=states,
+        statistics=_without_dead(store.statistics, records),
     )
     return admission.forget(spec, store), num_erased
+
+
+def _without_dead(
+    statistics: Sequence[UInt32[Array, "_ 2"]], records: Sequence[UInt32[Array, "_ 4"]]
+) -> tuple[UInt32[Array, "_ 2"], ...]:
+    """Statistics, zeros where a row is not in use."""
+    pairs = zip(statistics, records, strict=bool(statistics))
+    return tuple(jnp.where(is_key(lines[:, :2])[:, None], slab, jnp.uint32(0)) for slab, lines in pairs)
+
+
+def clear(spec: StoreSpec, store: StoreState, number: int) -> tuple[StoreState, UInt32[Array, ""]]:
+    """Takes all rows of one table away, as `erase` of all its keys would.
+
+    Args:
+      spec: the store's tables.
+      store: donated: the result has its buffers.
+      number: of the table in the store.
+
+    Returns:
+      The store, and how many rows there were. Keys of the table that waited for a row are forgotten too.
+
+    Cost:
+      Streams records, optimizer state and statistics, and rewrites the index; no key is sought.
+    """
+    dead = [is_key(lines[:, :2]) & (lines[:, 2] == jnp.uint32(number)) for lines in store.records]
+    # Written out, a byte a row, or XLA would keep a copy of the records for what comes after they are changed.
+    dead = lax.optimization_barrier(dead)
+    is_key_word = np.arange(RECORD_WORDS) < 2
+    records = tuple(
+        jnp.where(gone[:, None] & is_key_word[None, :], jnp.uint32(PADDING_KEY & 0xFFFFFFFF), lines)
+        for lines, gone in zip(store.records, dead, strict=True)
+    )
+    initial = [np.float32(state.initial_value) for state in spec.state_specs]
+    states = tuple(
+        tuple(jnp.where(gone[:, None], value, slab) for slab, gone in zip(slabs, dead, strict=True))
+        for value, slabs in zip(initial, store.states, strict=True)
+    )
+    num_erased = store.table_rows[number]
+    generation = COUNTERS.index("generation")
+    store = dataclasses.replace(
+        store,
+        records=records,
+        states=states,
+        table_rows=store.table_rows.at[number].set(jnp.uint32(0)),
+        counters=store.counters.at[generation].add((num_erased > 0).astype(jnp.uint32)),
+    )
+    # Of no key: what is left of it is the list of freed rows and the index.
+    store, _ = erase(spec, store, jnp.zeros((0, 2), jnp.uint32), jnp.zeros(0, jnp.uint32))
+    return admission.forget(spec, store, cleared=number), num_erased
 
 
 def rebuild(store: StoreState, num_buckets: int) -> tuple[Array, Array]:

@@ -29,7 +29,7 @@ BAGS_PER_TILE = 256
 USES_PER_RUN = 8
 USES_PER_CHUNK = 32
 CHUNK_LANES = 32
-VECTORS_PER_LANE = {4: 2, 1: 8}
+VECTORS_PER_LANE = {8: 1, 4: 2, 1: 8}
 
 NUM_ALLOCATED, FREE_BEGIN, FREE_END, GENERATION, NUM_UNPLACED, LONGEST_PROBE, SALT_LOW, SALT_HIGH, NUM_SIGHTINGS = (
     range(9)
@@ -482,10 +482,10 @@ def sum_uses(rows: np.ndarray, terms: np.ndarray) -> tuple[np.ndarray, np.ndarra
     return rows[starts], sums, sizes
 
 
-def mean_squares(gradients: np.ndarray) -> np.ndarray:
-    """The mean square of each row, in the order of LaneShape."""
+def mean_squares(gradients: np.ndarray, has_rows16: bool = False) -> np.ndarray:
+    """The mean square of each row, in the order of LaneShape; that of rows of 16 bits is another."""
     num, dim = gradients.shape
-    vector = 4 if dim % 4 == 0 else 1
+    vector = 8 if has_rows16 and dim % 8 == 0 else 4 if dim % 4 == 0 else 1
     lanes = 1
     while lanes * VECTORS_PER_LANE[vector] < dim // vector and lanes < 32:
         lanes *= 2
@@ -503,7 +503,14 @@ def mean_squares(gradients: np.ndarray) -> np.ndarray:
     return sums[:, 0] / F32(dim)
 
 
-def step(optimizer: int, hyper: np.ndarray, g: np.ndarray, row: np.ndarray, states: list[np.ndarray]):
+def step(
+    optimizer: int,
+    hyper: np.ndarray,
+    g: np.ndarray,
+    row: np.ndarray,
+    states: list[np.ndarray],
+    has_rows16: bool = False,
+):
     """New rows and states."""
     h = hyper.astype(F32)
     if optimizer == SGD:
@@ -513,7 +520,7 @@ def step(optimizer: int, hyper: np.ndarray, g: np.ndarray, row: np.ndarray, stat
         inverse = np.where(acc > 0, F32(1) / np.sqrt(np.where(acc > 0, acc, F32(1)) + h[1]), F32(0))
         return row - h[0] * (g * inverse), [acc]
     if optimizer == ROWWISE_ADAGRAD:
-        acc = states[0] + mean_squares(g)[:, None]
+        acc = states[0] + mean_squares(g, has_rows16)[:, None]
         return row - (h[0] / (np.sqrt(acc) + h[1])) * g, [acc]
     m = h[1] * states[0] + h[6] * g
     v = h[2] * states[1] + h[7] * (g * g)
@@ -888,7 +895,7 @@ class Store:
         nonfinite_tables = self.records[rows[~finite], 2]
         rows, sums = rows[finite], sums[finite]
         old_rows, old_states = self.rows[rows].astype(F32), [s[rows] for s in self.states]
-        new_rows, new_states = step(self.optimizer, hyper, sums, old_rows, old_states)
+        new_rows, new_states = step(self.optimizer, hyper, sums, old_rows, old_states, self.dtype != F32)
         lines, keys = self.tables[self.records[rows, 2]], from_words(self.records[rows])
         random = rounding_bits(lines, self.seed, num_steps, keys, self.dim)
         is_nearest = rounding == NEAREST
@@ -1058,6 +1065,40 @@ class Script:
         want = {"num_erased": np.array(self.store.erase(keys, tables), np.uint32)}
         inputs = {"keys": words(keys), "table_ids": tables.astype(np.uint32)}
         self._add("erase", inputs, {"initial": self.store.initial}, want)
+
+    def scatter(self, row_ids, width: int, dtype) -> None:
+        """Lines of any bits into an array of the store's slabs; the lines of equal row ids are equal."""
+        self._begin()
+        row_ids, dtype = np.asarray(row_ids, np.uint32), np.dtype(dtype)
+        size = (self.store.capacity + 1, width * dtype.itemsize)
+        before, by_row = self.rng.integers(0, 120, (2, *size), np.uint8)  # no NaN in any dtype
+        lines = by_row[np.minimum(row_ids, self.store.capacity)].view(dtype)
+        before, by_row = (array[:-1].view(dtype) for array in (before, by_row))
+        after = before.copy()
+        rows = row_ids[row_ids < self.store.capacity]
+        after[rows] = by_row[rows]
+        ends = np.cumsum(self.store.slabs)[:-1]
+        inputs = {"row_ids": row_ids, "lines": lines, "slabs": tuple(np.split(before, ends))}
+        self._add("scatter", inputs, {}, {"slabs": tuple(np.split(after, ends))})
+
+    def touch(self, row_ids, uses=None, clock=5) -> None:
+        """`uses`: of each position; None: one each. Statistics are inputs of the call, any numbers."""
+        self._begin()
+        row_ids = np.asarray(row_ids, np.uint32)
+        before = self.rng.integers(0, 2**32, (self.store.capacity, 2), np.uint32)
+        before[:, 1] >>= 8 if len(row_ids) else 0
+        before[::7, 1] = 2**32 - 1 - np.arange(len(before[::7])) % 3  # frequencies that wrap
+        after = before.copy()
+        is_row = row_ids < self.store.capacity
+        rows = row_ids[is_row]
+        after[rows, 0] = clock
+        uses = None if uses is None else np.broadcast_to(np.asarray(uses, np.uint32), row_ids.shape)
+        np.add.at(after[:, 1], rows, np.uint32(1) if uses is None else uses[is_row])
+        ends = np.cumsum(self.store.slabs)[:-1]
+        slabs = {name: tuple(np.split(array, ends)) for name, array in (("before", before), ("after", after))}
+        inputs = {"row_ids": row_ids, "uses": np.zeros(0, np.uint32) if uses is None else uses}
+        inputs |= {"clock": np.array(clock, np.uint32), "statistics": slabs["before"]}
+        self._add("touch", inputs, {}, {"statistics": slabs["after"]})
 
     def rebuild(self, num_buckets: int, salt: int | None = None) -> None:
         self._begin()
@@ -2315,6 +2356,90 @@ def gather_large() -> Script:
     return script
 
 
+# Scatters: lines into per-row arrays ---------------------------------------------------------------------------
+
+
+@cases("scatter-{0}_keys", *SIZES)
+def scatter_sizes(num_keys: int) -> Script:
+    """Lines of every number of bytes that the GPU tells apart, of all dtypes; rows twice, and absent ones between."""
+    number = SIZES.index(num_keys)
+    script = Script(slabs=SLABS[number % 3], num_tables=1, seed=number)
+    rng = script.rng
+    for width, dtype in ((1, F32), (2, np.uint32), (3, F32), (64, F32), (1, F16), (3, BF16), (4, BF16), (128, F16)):
+        absent = rng.choice([NO_ROW, NO_ROW - 1, 312, 2**31], num_keys)
+        script.scatter(np.where(rng.random(num_keys) < 0.2, absent, rng.integers(0, 312, num_keys)), width, dtype)
+    return script
+
+
+@case("scatter-24_slabs")
+def scatter_slabs() -> Script:
+    """As many slabs as a store can have: every row, its neighbours' ends first."""
+    script = Script(slabs=np.resize([1, 100, 1, 2, 33], 24).tolist(), num_tables=1)
+    script.scatter(np.r_[np.arange(660), np.arange(660)[::-1]], 8, F32)
+    return script
+
+
+@case("scatter-200000_keys")
+def scatter_large() -> Script:
+    """More vectors than the GPU's grid has threads."""
+    script = Script(slabs=(100_000, 50_000), dim=1, num_buckets=16)
+    script.scatter(script.rng.integers(0, 160_000, 200_000), 12, F32)
+    return script
+
+
+# Touches: statistics of rows -----------------------------------------------------------------------------------
+
+
+@cases("touch-{0}_keys", *SIZES)
+def touch_sizes(num_keys: int) -> Script:
+    """Around the sizes of warps and blocks: few rows and many, absent ones between, with uses and without."""
+    number = SIZES.index(num_keys)
+    script = Script(slabs=SLABS[number % 3], num_tables=1, seed=number)
+    rng = script.rng
+    for num_rows in (1, 3, 40, 312):
+        absent = rng.choice([NO_ROW, NO_ROW - 1, 312, 2**31], num_keys)
+        row_ids = np.where(rng.random(num_keys) < 0.2, absent, rng.integers(0, num_rows, num_keys))
+        script.touch(row_ids, clock=num_rows)
+        script.touch(row_ids, np.where(rng.random(num_keys) < 0.1, 2**31 + 5, rng.integers(0, 9, num_keys)), 2**32 - 1)
+    return script
+
+
+@cases("touch-{0}", "one_row", "all_absent", "each_row_of_a_warp_once", "pairs_in_a_warp", "no_uses")
+def touch_warps(what: str) -> Script:
+    """Warps that agree, and warps whose lanes meet in groups of every kind."""
+    script = Script(slabs=(5, 7, 300), num_tables=1)
+    i = np.arange(2000)
+    row_ids = {
+        "one_row": np.full(2000, 6),
+        "all_absent": np.full(2000, NO_ROW),
+        "each_row_of_a_warp_once": i % 32 + 3,
+        "pairs_in_a_warp": i % 32 // 2 * 19,
+        "no_uses": i % 5,
+    }[what]
+    script.touch(row_ids)
+    script.touch(row_ids, 0 if what == "no_uses" else i % 4)
+    return script
+
+
+@case("touch-24_slabs")
+def touch_slabs() -> Script:
+    """As many slabs as a store can have: every row, its neighbours' ends first."""
+    script = Script(slabs=np.resize([1, 100, 1, 2, 33], 24).tolist(), num_tables=1)
+    script.touch(np.r_[np.arange(660), np.arange(660)[::-1]], np.arange(1320))
+    return script
+
+
+@case("touch-700000_keys")
+def touch_large() -> Script:
+    """More positions than the GPU's grid has threads; one row in nine positions is hot."""
+    script = Script(slabs=(100_000, 50_000), dim=1, num_buckets=16)
+    rng = script.rng
+    row_ids = np.where(rng.random(700_000) < 0.11, 77, rng.integers(0, 160_000, 700_000))
+    script.touch(row_ids)
+    script.touch(row_ids, rng.integers(0, 2**32, 700_000, np.uint32))
+    return script
+
+
 # Updates -------------------------------------------------------------------------------------------------------
 
 NUM_USES = (1, 2, 31, 32, 33, 64, 1024, 1025, 5000)
@@ -2708,6 +2833,25 @@ def small_table(num_tables: int) -> Script:
     script.find_or_insert(keys, tables)
     script.rebuild(30, salt=5)
     script.find(keys, tables)
+    return script
+
+
+@case("small-scatter")
+def small_scatter() -> Script:
+    """Vectors of all widths, into three slabs."""
+    script = Script(slabs=(5, 7, 300), num_tables=1)
+    for width, dtype in ((4, F32), (2, F32), (1, F32), (3, BF16)):
+        script.scatter(script.rng.integers(0, 330, 300), width, dtype)
+    return script
+
+
+@case("small-touch")
+def small_touch() -> Script:
+    """With uses and without, from three slabs."""
+    script = Script(slabs=(5, 7, 300), num_tables=1)
+    row_ids = script.rng.integers(0, 330, 600)
+    script.touch(row_ids)
+    script.touch(row_ids % 9, script.rng.integers(0, 9, 600), clock=0)
     return script
 
 

@@ -18,7 +18,7 @@ import pytest
 from jax.experimental import multihost_utils
 
 import jaxsok
-from jaxsok import grow, processes, shards, store, types
+from jaxsok import grow, operations, processes, shards, store, types
 from jaxsok.kernels import library
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -533,6 +533,7 @@ API = {
     "jaxsok.Collection": lambda: [
         *(name for name in vars(item()) if not name.startswith("_")),
         *members_of(jaxsok.Collection),
+        *members_of(operations.TableOperations),
     ],
     "jaxsok.TableSpec": lambda: members_of(jaxsok.TableSpec),
     "jaxsok.FeatureSpec": lambda: members_of(jaxsok.FeatureSpec),
@@ -551,8 +552,10 @@ API = {
     "jaxsok.State": lambda: members_of(jaxsok.State),
     "jaxsok.StoreState": lambda: members_of(jaxsok.StoreState),
     "jaxsok.Stats": lambda: members_of(jaxsok.Stats),
+    "jaxsok.Records": lambda: members_of(jaxsok.Records),
     "jaxsok.optim": lambda: calls_of(jaxsok.optim),
     "jaxsok.initializers": lambda: calls_of(jaxsok.initializers),
+    "jaxsok.policies": lambda: calls_of(jaxsok.policies),
     "jaxsok.layers.nnx": lambda: calls_of(layers("nnx")),
     "jaxsok.layers.nnx.Embeddings": lambda: [
         *(name for name in vars(layers("nnx").Embeddings(item())) if not name.startswith("_")),

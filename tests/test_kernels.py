@@ -67,6 +67,14 @@ def _gather(s, x, tables, is_find):
     return {"rows": rows, "num_absent": num_absent}, dataclasses.replace(s, counters=counters)
 
 
+def _scatter(s, x):
+    return {"slabs": table.scatter(x["row_ids"], x["lines"], x["slabs"])}, s
+
+
+def _touch(s, x):
+    return {"statistics": table.touch(x["row_ids"], x["uses"], x["clock"], x["statistics"])}, s
+
+
 def _erase(s, x, initial):
     index, counters, table_rows, records, states, num_erased = table.erase(
         s.index, s.counters, s.table_rows, x["keys"], x["table_ids"], s.records, s.states, initial
@@ -175,6 +183,8 @@ OPS = {
     "jaxsok_table_find": _find,
     "jaxsok_table_find_or_insert": _find_or_insert,
     "jaxsok_table_gather": _gather,
+    "jaxsok_table_scatter": _scatter,
+    "jaxsok_table_touch": _touch,
     "jaxsok_table_erase": _erase,
     "jaxsok_table_rebuild": _rebuild,
     "jaxsok_table_forget": _forget,

@@ -4,6 +4,7 @@
 //   records    Record[capacity]         16 bytes each: which (table, key) owns the row
 //   rows       RowDtype[capacity][dim]  the rows themselves, dense, by row id: of 4 or 2 bytes a number
 //   states     float[capacity][1|dim]   one array for each piece of optimizer state
+//   statistics RowStatistics[capacity]  8 bytes each, where asked for: when and how often the row was used
 //   counters   uint32[kNumCounters]     how many rows are in use, the list of freed rows, the generation
 //   sightings  Bucket[num_buckets]      where a table admits by count: (table, key) -> occurrences so far
 //   bloom      uint8[...]               where a table admits by Bloom filter: counters, four in a word
@@ -98,6 +99,13 @@ struct alignas(16) Record {
   uint32_t free_id;  // entry of the list of freed rows, see above
 };
 static_assert(sizeof(Record) == 16, "a record is one 16-byte store");
+
+/// What a store that is asked for statistics keeps of each row.
+struct alignas(8) RowStatistics {
+  uint32_t last_step;  // the clock of the last lookup that used the row
+  uint32_t frequency;  // occurrences in lookups since the row was made, modulo 2^32
+};
+static_assert(sizeof(RowStatistics) == 8, "two words of a uint32[capacity, 2]");
 
 /// What one shard asks of another: one distinct (table, key) pair of its batch.
 struct alignas(16) Request {

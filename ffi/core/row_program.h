@@ -197,8 +197,8 @@ JAXSOK_HOST_DEVICE float CbrtOf(float x) {
 }
 
 /// NaN where either is, as in JAX. Of zeros +0 is the greater one: which of two lanes asks must not matter. On a GPU it
-/// is one instruction of the same meaning: with branches the interpreter's switch spills registers, and lifted Adam took
-/// 1.25 times as long.
+/// is one instruction of the same meaning: with branches the interpreter's switch spills registers, and lifted Adam
+/// took 1.25 times as long.
 JAXSOK_HOST_DEVICE float MaximumOf(float a, float b) {
 #ifdef __CUDA_ARCH__
   float greater;

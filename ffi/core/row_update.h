@@ -31,10 +31,18 @@ constexpr int kSinglesPerLane = 8;
 /// How the columns of a row are dealt to lanes: lane l holds the vectors l, l + lanes, l + 2 lanes, ...
 /// of `vector` neighbouring columns.
 struct LaneShape {
-  int vector;  // 4 when dim is a multiple of 4 (16-byte loads), else 1
+  int vector;  // 4 when dim is a multiple of 4 (16-byte loads of float), else 1; OfRows16: also 8
   int lanes;   // a power of two, at most 32
 
   JAXSOK_HOST_DEVICE static LaneShape Of(int dim) { return Dealt(dim, kVectorsPerLane, kSinglesPerLane); }
+
+  /// That of a step on rows of 16 bits: as many columns a lane, in vectors of 16 bytes too.
+  JAXSOK_HOST_DEVICE static LaneShape OfRows16(int dim) {
+    if (dim % 8 != 0) return Of(dim);
+    LaneShape shape = {8, 1};
+    while (shape.lanes * 4 * kVectorsPerLane < dim && shape.lanes < 32) shape.lanes *= 2;
+    return shape;
+  }
 
   /// That of row programs, whose instructions cost less the more columns each takes.
   JAXSOK_HOST_DEVICE static LaneShape OfProgram(int dim) {

@@ -26,6 +26,7 @@ using Counts = ffi::Buffer<ffi::S32>;     // [num_tables, kNumCounts]
 using Rows = ffi::Buffer<ffi::F32>;       // [num_rows, dim]: rows at hand; those of a store may have 16 bits
 using Records = ffi::Buffer<ffi::U32>;    // [slab capacity, 4]
 using Requests = ffi::Buffer<ffi::U32>;   // [num_requests, 4]
+using Uses = ffi::Buffer<ffi::U32>;       // [num_keys]: occurrences of each; [0]: one of each
 using Inverse = ffi::Buffer<ffi::S32>;    // [num_keys]
 using Workspace = ffi::Buffer<ffi::U8>;
 using Scalar = ffi::Buffer<ffi::U32>;  // []
@@ -109,6 +110,25 @@ class SlabReader {
     }));
     store.dim = static_cast<int32_t>(dim);
     store.row_dtype = *dtype;
+    return ffi::Error::Success();
+  }
+
+  /// The next `num_slabs` operands as lines of any numbers, of the dtype and width of `like`.
+  ffi::Error ReadLines(const char* argument, const ffi::AnyBuffer& like, LinesView& array) {
+    int64_t width = 0;
+    JAXSOK_RETURN_IF_ERROR(ReadEach(argument, &width, [&](int s) -> ffi::ErrorOr<ffi::AnyBuffer::Dimensions> {
+      auto buffer = args_.get<ffi::AnyBuffer>(next_ + s);
+      if (!buffer.has_value()) return ffi::Unexpected(buffer.error());
+      if (buffer->element_type() != like.element_type()) {
+        return ffi::Unexpected(ffi::Error::InvalidArgument(std::string(op_) + ": " + argument + ": mixed dtypes"));
+      }
+      array.data.data[s] = static_cast<uint8_t*>(buffer->untyped_data());
+      return buffer->dimensions();
+    }));
+    JAXSOK_RETURN_IF_ERROR(CheckShape(like.dimensions(), {-1, width}, "lines", op_));
+    array.line_bytes = width * static_cast<int64_t>(ffi::ByteWidth(like.element_type()));
+    array.starts = starts_;
+    array.capacity = capacity();
     return ffi::Error::Success();
   }
 

@@ -1,4 +1,4 @@
-// Handlers of the table noun: find, find_or_insert, gather, erase, rebuild, forget, wait.
+// Handlers of the table noun: find, find_or_insert, gather, scatter, touch, erase, rebuild, forget, wait.
 #include "buffers.h"
 
 namespace jaxsok {
@@ -79,6 +79,41 @@ ffi::Error TableGatherImpl(StreamArgument stream, Counters counters_in, Tables t
   StreamScope scope(stream);
   return FromLaunch(LaunchGather(scope.get(), store, reinterpret_cast<const Request*>(requests.typed_data()),
                                  row_ids.typed_data(), n, is_find != 0, rows->untyped_data(), num_absent->typed_data()),
+                    kOp);
+}
+
+/// Writes lines of a per-row array, by row id.
+ffi::Error TableScatterImpl(StreamArgument stream, RowIds row_ids, ffi::AnyBuffer lines, ffi::RemainingArgs args,
+                            ffi::RemainingRets rets, int32_t num_slabs) {
+  constexpr char kOp[] = "table_scatter";
+  const int64_t n = row_ids.dimensions()[0];
+  JAXSOK_RETURN_IF_ERROR(CheckShape(lines.dimensions(), {n, -1}, "lines", kOp));
+  LinesView array{};
+  SlabReader slabs(args, num_slabs, kOp);
+  JAXSOK_RETURN_IF_ERROR(slabs.ReadLines("slabs", lines, array));
+  JAXSOK_RETURN_IF_ERROR(CheckSlabAliases(args, rets, 0, 0, static_cast<size_t>(num_slabs), kOp));
+  StreamScope scope(stream);
+  return FromLaunch(LaunchScatter(scope.get(), array, row_ids.typed_data(), n, lines.untyped_data()), kOp);
+}
+
+/// Notes in the statistics of rows that a lookup used them.
+ffi::Error TableTouchImpl(StreamArgument stream, RowIds row_ids, Uses uses, Scalar clock, ffi::RemainingArgs args,
+                          ffi::RemainingRets rets, int32_t num_slabs) {
+  constexpr char kOp[] = "table_touch";
+  const int64_t n = row_ids.dimensions()[0];
+  const bool has_uses = uses.element_count() != 0;
+  if (has_uses) JAXSOK_RETURN_IF_ERROR(CheckShape(uses.dimensions(), {n}, "uses", kOp));
+  StatisticsView statistics{};
+  int64_t words = 2;
+  SlabReader slabs(args, num_slabs, kOp);
+  JAXSOK_RETURN_IF_ERROR(slabs.Read<ffi::U32>("statistics", statistics.data, &words));
+  if (words != 2) return ffi::Error::InvalidArgument("table_touch: statistics: wanted two words a row");
+  JAXSOK_RETURN_IF_ERROR(CheckSlabAliases(args, rets, 0, 0, static_cast<size_t>(num_slabs), kOp));
+  statistics.starts = slabs.starts();
+  statistics.capacity = slabs.capacity();
+  StreamScope scope(stream);
+  return FromLaunch(LaunchTouch(scope.get(), statistics, row_ids.typed_data(), has_uses ? uses.typed_data() : nullptr,
+                                n, clock.typed_data()),
                     kOp);
 }
 
@@ -216,6 +251,14 @@ JAXSOK_DEFINE_HANDLER(JaxsokTableGather, TableGatherImpl,
                           .Ret<ffi::Buffer<ffi::S32>>()
                           .Attr<int32_t>("num_slabs")
                           .Attr<int32_t>("is_find"));
+
+JAXSOK_DEFINE_HANDLER(
+    JaxsokTableScatter, TableScatterImpl,
+    BindStream().Arg<RowIds>().Arg<ffi::AnyBuffer>().RemainingArgs().RemainingRets().Attr<int32_t>("num_slabs"));
+
+JAXSOK_DEFINE_HANDLER(
+    JaxsokTableTouch, TableTouchImpl,
+    BindStream().Arg<RowIds>().Arg<Uses>().Arg<Scalar>().RemainingArgs().RemainingRets().Attr<int32_t>("num_slabs"));
 
 JAXSOK_DEFINE_HANDLER(JaxsokTableErase, TableEraseImpl,
                       BindStream()

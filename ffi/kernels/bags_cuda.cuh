@@ -120,6 +120,35 @@ struct RowPart {
   }
 };
 
+/// A lane's part of a row as it is stored: of 16 bits half the registers of a RowPart.
+template <typename Row, int kVector, int kPerLane>
+struct PackedPart {
+  typename Packed<Row, kVector>::Type part[kPerLane];
+
+  __device__ void Load(const Row* row, int lane, int lanes, int dim) {
+#pragma unroll
+    for (int k = 0; k < kPerLane; ++k) {
+      const int column = (lane + k * lanes) * kVector;
+      if (column >= dim) continue;
+      part[k] = LoadReadOnly(reinterpret_cast<const typename Packed<Row, kVector>::Type*>(row + column));
+    }
+  }
+  /// For rows that this kernel also writes.
+  __device__ void LoadPlain(const Row* row, int lane, int lanes, int dim) {
+#pragma unroll
+    for (int k = 0; k < kPerLane; ++k) {
+      const int column = (lane + k * lanes) * kVector;
+      if (column < dim) part[k] = *reinterpret_cast<const typename Packed<Row, kVector>::Type*>(row + column);
+    }
+  }
+  __device__ RowPart<kVector, kPerLane> Widened() const {
+    RowPart<kVector, kPerLane> wide;
+#pragma unroll
+    for (int k = 0; k < kPerLane; ++k) wide.part[k] = Columns<kVector>::template Widened<Row>(part[k]);
+    return wide;
+  }
+};
+
 /// Where embeddings go: in the dtype of the rows, or in float32.
 struct EmbeddingPointers {
   FeaturePointers<void> pointers;

@@ -84,6 +84,8 @@ struct LaunchCombineShape {
 struct ApplyWrite {
   using Row = float;
   static constexpr bool kStepsLongRowsApart = false;
+  static constexpr bool kStepsRows16 = false;
+  static constexpr bool kHasRowGradients = false;
   static constexpr int kNumLines = 0;
 
   float* out;
@@ -92,8 +94,9 @@ struct ApplyWrite {
 
   template <int kVector, int kPerLane>
   struct Loaded {};
+  __device__ static RowRounding RoundingOf(uint32_t) { return {0}; }
   template <int kVector, int kPerLane>
-  __device__ void Load(uint32_t, uint32_t, int, int, Loaded<kVector, kPerLane>&) const {}
+  __device__ void Load(uint32_t, RowRounding, int, int, Loaded<kVector, kPerLane>&) const {}
   template <int kVector, int kPerLane>
   __device__ void Apply(uint32_t row, uint32_t, uint32_t uses, int lane, int lanes, unsigned,
                         Loaded<kVector, kPerLane>&, RowPart<kVector, kPerLane>& gradient) const {

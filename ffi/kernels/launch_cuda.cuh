@@ -199,6 +199,20 @@ struct Packed<float, 4> {
   }
   __device__ static Type Of(const float* n) { return make_float4(n[0], n[1], n[2], n[3]); }
 };
+/// Eight floats, as two loads of 16 bytes.
+struct alignas(16) EightFloats {
+  float4 first, second;
+};
+template <>
+struct Packed<float, 8> {
+  using Type = EightFloats;
+  __device__ static float Bits(const Type& packed, int i) {
+    return Packed<float, 4>::Bits(i < 4 ? packed.first : packed.second, i % 4);
+  }
+  __device__ static Type Of(const float* n) {
+    return {make_float4(n[0], n[1], n[2], n[3]), make_float4(n[4], n[5], n[6], n[7])};
+  }
+};
 template <typename Row>
 struct Packed<Row, 1> {
   using Type = unsigned short;
@@ -214,7 +228,30 @@ struct Packed<Row, 4> {
   __device__ static Type Of(const Row* n) {
     return make_uint2(uint32_t{n[0].bits} | uint32_t{n[1].bits} << 16, uint32_t{n[2].bits} | uint32_t{n[3].bits} << 16);
   }
+  __device__ static Type OfWords(const uint32_t* words) { return make_uint2(words[0], words[1]); }
 };
+template <typename Row>
+struct Packed<Row, 8> {
+  using Type = uint4;
+  __device__ static Row Bits(Type packed, int i) {
+    const uint32_t word = i < 2 ? packed.x : i < 4 ? packed.y : i < 6 ? packed.z : packed.w;
+    return {static_cast<uint16_t>(word >> (i % 2 * 16))};
+  }
+  __device__ static Type Of(const Row* n) {
+    return make_uint4(uint32_t{n[0].bits} | uint32_t{n[1].bits} << 16, uint32_t{n[2].bits} | uint32_t{n[3].bits} << 16,
+                      uint32_t{n[4].bits} | uint32_t{n[5].bits} << 16, uint32_t{n[6].bits} | uint32_t{n[7].bits} << 16);
+  }
+  __device__ static Type OfWords(const uint32_t* words) { return make_uint4(words[0], words[1], words[2], words[3]); }
+};
+
+/// Memory that no kernel writes meanwhile.
+template <typename T>
+__device__ __forceinline__ T LoadReadOnly(const T* at) {
+  return __ldg(at);
+}
+__device__ __forceinline__ EightFloats LoadReadOnly(const EightFloats* at) {
+  return {__ldg(&at->first), __ldg(&at->second)};
+}
 
 /// `kVector` neighbouring columns, widened.
 template <int kVector>
@@ -230,7 +267,7 @@ struct Columns {
   }
   template <typename Row>
   __device__ static Columns Load(const Row* at) {
-    return Widened<Row>(__ldg(reinterpret_cast<const typename Packed<Row, kVector>::Type*>(at)));
+    return Widened<Row>(LoadReadOnly(reinterpret_cast<const typename Packed<Row, kVector>::Type*>(at)));
   }
   template <typename Row>
   __device__ static Columns LoadPlain(const Row* at) {
@@ -255,25 +292,34 @@ struct Columns {
   /// Rounded by the row's random bits; `column`: of the first number.
   template <typename Row>
   __device__ void StoreStochastic(Row* at, const RowRounding& rounding, uint32_t column) const {
-    const uint64_t draw = rounding.Draw(column / 4);
-    if constexpr (std::is_same_v<Row, BFloat16> && kVector == 4) {
+    using Type = typename Packed<Row, kVector>::Type;
+    if constexpr (std::is_same_v<Row, BFloat16> && kVector % 4 == 0) {
+      float size = 0.0f;
+#pragma unroll
+      for (int i = 0; i < kVector; ++i) size = size + fabsf(v[i]);
       // None of them, or of their sum, is near infinity or NaN: what they become is a sum cut off.
-      if (fabsf(v[0]) + fabsf(v[1]) + fabsf(v[2]) + fabsf(v[3]) < 1e38f) {
-        const uint32_t low = static_cast<uint32_t>(draw), high = static_cast<uint32_t>(draw >> 32);
-        const uint32_t first =
-            __byte_perm(BitsOfFloat(v[0]) + (low & 0xffffu), BitsOfFloat(v[1]) + (low >> 16), 0x7632);
-        const uint32_t second =
-            __byte_perm(BitsOfFloat(v[2]) + (high & 0xffffu), BitsOfFloat(v[3]) + (high >> 16), 0x7632);
-        *reinterpret_cast<uint2*>(at) = make_uint2(first, second);
+      if (size < 1e38f) {
+        uint32_t words[kVector / 2];
+#pragma unroll
+        for (int q = 0; q < kVector; q += 4) {
+          const uint64_t draw = rounding.Draw((column + q) / 4);
+          const uint32_t low = static_cast<uint32_t>(draw), high = static_cast<uint32_t>(draw >> 32);
+          words[q / 2] = __byte_perm(BitsOfFloat(v[q]) + (low & 0xffffu), BitsOfFloat(v[q + 1]) + (low >> 16), 0x7632);
+          words[q / 2 + 1] =
+              __byte_perm(BitsOfFloat(v[q + 2]) + (high & 0xffffu), BitsOfFloat(v[q + 3]) + (high >> 16), 0x7632);
+        }
+        *reinterpret_cast<Type*>(at) = Packed<Row, kVector>::OfWords(words);
         return;
       }
     }
     Row numbers[kVector];
+    uint64_t draw = 0;
 #pragma unroll
     for (int i = 0; i < kVector; ++i) {
+      if (i % 4 == 0) draw = rounding.Draw((column + i) / 4);
       numbers[i] = RowNumber<Row>::Stochastic(v[i], static_cast<uint32_t>(draw >> ((column + i) % 4 * 16)) & 0xffffu);
     }
-    *reinterpret_cast<typename Packed<Row, kVector>::Type*>(at) = Packed<Row, kVector>::Of(numbers);
+    *reinterpret_cast<Type*>(at) = Packed<Row, kVector>::Of(numbers);
   }
 };
 
@@ -314,6 +360,16 @@ inline LaunchError DispatchShape(int dim, LaneShape shape, const Body& body) {
     if (per_lane <= 16) return body.template operator()<1, 16>(shape.lanes);
     if (per_lane <= 32) return body.template operator()<1, 32>(shape.lanes);
   }
+  return "rows of more than 1024 columns";
+}
+
+/// The same where vectors have 8 columns (LaneShape::OfRows16).
+template <typename Body>
+inline LaunchError DispatchVectorsOf8(int dim, LaneShape shape, const Body& body) {
+  const int per_lane = ShapePerLane(dim, shape);
+  if (per_lane <= 1) return body.template operator()<8, 1>(shape.lanes);
+  if (per_lane <= 2) return body.template operator()<8, 2>(shape.lanes);
+  if (per_lane <= 4) return body.template operator()<8, 4>(shape.lanes);
   return "rows of more than 1024 columns";
 }
 

@@ -1,4 +1,5 @@
 // find, find_or_insert, erase and rebuild on one shard: from keys to row ids. gather: from row ids to rows.
+// scatter: from row ids into rows. touch: notes that rows were used.
 //
 // Launchers are asynchronous on their stream, allocate nothing and wait for nothing (the CPU's run at once and
 // end before they return). They may be captured in a CUDA graph.
@@ -64,6 +65,39 @@ LaunchError LaunchFindOrInsert(Stream stream, const StoreView& store, const uint
 /// Cost   : per request 20 B in; its row in and out.
 LaunchError LaunchGather(Stream stream, const StoreView& store, const Request* requests, const uint32_t* row_ids,
                          int64_t num_requests, bool is_find, void* rows, int32_t* num_absent);
+
+/// One per-row array of any numbers, by its bytes.
+struct LinesView {
+  SlabStarts starts;
+  Slabs<uint8_t> data;
+  int64_t line_bytes;  // even
+  uint32_t capacity;
+};
+
+/// Writes lines of a per-row array, by row id.
+///
+/// Pre    : the lines of equal row ids are equal.
+/// Post   : line i of `lines` stands in the row of row_ids[i]; row ids that are not below the capacity are passed over.
+/// Cost   : per line 4 B in, and the line in and out.
+LaunchError LaunchScatter(Stream stream, const LinesView& array, const uint32_t* row_ids, int64_t num_lines,
+                          const void* lines);
+
+/// The statistics of a store.
+struct StatisticsView {
+  SlabStarts starts;
+  Slabs<RowStatistics> data;
+  uint32_t capacity;
+};
+
+/// Notes in the statistics of rows that a lookup used them.
+///
+/// Pre    : clock is one word of the device's memory; uses[i] is how often position i stands for its row; null: once.
+/// Post   : of each row in row_ids, last_step is the clock and frequency has grown by the uses of all its positions,
+///          modulo 2^32. Row ids that are not below the capacity are passed over.
+/// Order  : integers are added and all writers of a row write one clock: the same bits on every run and both back ends.
+/// Cost   : per position 4 B in (8 B with uses); per row 8 B in and out.
+LaunchError LaunchTouch(Stream stream, const StatisticsView& statistics, const uint32_t* row_ids, const uint32_t* uses,
+                        int64_t num_keys, const uint32_t* clock);
 
 /// The optimizer state of a store: num_states arrays in slabs.
 struct StateView {

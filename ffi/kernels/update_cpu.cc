@@ -28,13 +28,14 @@ inline void SumLanes(const float* __restrict squares, int lanes, int32_t dim, fl
   }
 }
 
-/// The sum of squares in the order of LaneShape, divided by dim.
-JAXSOK_CPU_CLONES float MeanSquare(const float* __restrict gradient, int32_t dim) {
+/// The sum of squares in the order of a LaneShape, divided by dim.
+JAXSOK_CPU_CLONES float MeanSquare(const float* __restrict gradient, int32_t dim, LaneShape shape) {
   alignas(64) float squares[kMaxDim];
   for (int32_t c = 0; c < dim; ++c) squares[c] = gradient[c] * gradient[c];
-  const LaneShape shape = LaneShape::Of(dim);
   float sums[32] = {};
-  shape.vector == 4 ? SumLanes<4>(squares, shape.lanes, dim, sums) : SumLanes<1>(squares, shape.lanes, dim, sums);
+  shape.vector == 8   ? SumLanes<8>(squares, shape.lanes, dim, sums)
+  : shape.vector == 4 ? SumLanes<4>(squares, shape.lanes, dim, sums)
+                      : SumLanes<1>(squares, shape.lanes, dim, sums);
   // Lane 0 of the butterfly: the other lanes hold the same sum, whose order of operands does not change it.
   for (int offset = shape.lanes / 2; offset >= 1; offset /= 2) {
     for (int l = 0; l < offset; ++l) sums[l] = sums[l] + sums[l + offset];
@@ -68,21 +69,21 @@ JAXSOK_CPU_CLONES void StepAdam(const float* hyper, const float* gradient, float
 }
 
 JAXSOK_CPU_CLONES void StepRowwiseAdagrad(const float* hyper, const float* __restrict gradient, float* __restrict row,
-                                          float* sum, int32_t dim) {
-  *sum = *sum + MeanSquare(gradient, dim);
+                                          float* sum, int32_t dim, LaneShape shape) {
+  *sum = *sum + MeanSquare(gradient, dim, shape);
   const float scale = RowwiseAdagrad::Scale(hyper, *sum);
   for (int32_t c = 0; c < dim; ++c) row[c] = row[c] - scale * gradient[c];
 }
 
 void StepRow(int32_t optimizer, const float* hyper, const float* gradient, float* row, float* first, float* second,
-             int32_t dim) {
+             int32_t dim, LaneShape shape) {
   switch (optimizer) {
     case kOptimizerSgd:
       return StepSgd(hyper, gradient, row, dim);
     case kOptimizerAdagrad:
       return StepAdagrad(hyper, gradient, row, first, dim);
     case kOptimizerRowwiseAdagrad:
-      return StepRowwiseAdagrad(hyper, gradient, row, first, dim);
+      return StepRowwiseAdagrad(hyper, gradient, row, first, dim, shape);
     default:
       return StepAdam(hyper, gradient, row, first, second, dim);
   }
@@ -145,11 +146,12 @@ struct StepView {
     R* row = store.rows.At<R>(store.starts, row_id, dim);
     if (spec.program != nullptr) return RunProgram(row, row_id, gradient, num_uses, rounding);
     if constexpr (std::is_same_v<R, float>) {
-      StepRow(spec.optimizer, hyper, gradient, row, StateOf(0, row_id), StateOf(1, row_id), dim);
+      StepRow(spec.optimizer, hyper, gradient, row, StateOf(0, row_id), StateOf(1, row_id), dim, LaneShape::Of(dim));
     } else {
       alignas(64) float stepped[kMaxDim];
       CopyRow(stepped, row, dim);
-      StepRow(spec.optimizer, hyper, gradient, stepped, StateOf(0, row_id), StateOf(1, row_id), dim);
+      StepRow(spec.optimizer, hyper, gradient, stepped, StateOf(0, row_id), StateOf(1, row_id), dim,
+              LaneShape::OfRows16(dim));
       PutRow(row, stepped, rounding);
     }
   }

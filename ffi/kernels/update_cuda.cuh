@@ -22,12 +22,17 @@ __device__ inline RowRounding RoundingAt(const StoreView& store, const BatchView
 ///
 /// The random bits of a row are those of the key and table that the batch gives for one of its uses: they are at hand,
 /// the record would be one more line to read.
-template <typename Step, typename RowType>
+///
+/// kRowGradients: bag gradients have the dtype of the rows; else that is looked up.
+template <typename Step, typename RowType, bool kRowGradients>
 struct ApplyStep {
   using Row = RowType;
+  static constexpr bool kHasRowGradients = kRowGradients;
   static constexpr bool kStepsLongRowsApart = false;
+  /// Whether vectors have 16 bytes of such rows, and the random bits of a warp's rows are drawn side by side.
+  static constexpr bool kStepsRows16 = !std::is_same_v<Row, float>;
   /// Lines as wide as a row that a step holds.
-  static constexpr int kNumLines = 1 + (Step::kRowwise ? 0 : Step::kNumStates) + (std::is_same_v<Row, float> ? 0 : 1);
+  static constexpr int kNumLines = 1 + (Step::kRowwise ? 0 : Step::kNumStates);
 
   StoreView store;
   BatchView batch;
@@ -41,17 +46,24 @@ struct ApplyStep {
 
   template <int kVector, int kPerLane>
   struct Loaded {
-    RowPart<kVector, kPerLane> row;
+    PackedPart<Row, kVector, kPerLane> row;
     RowPart<kVector, kPerLane> state0;
     RowPart<kVector, kPerLane> state1;
     float rowwise;
     RowRounding bits;  // of rows of 16 bits
   };
 
-  /// Begins to read what the step will need, before the gradients are summed: the key of `position` among it, from
-  /// which the random bits come.
+  /// The random bits of the row that the use at `position` is of.
+  __device__ RowRounding RoundingOf(uint32_t position) const {
+    if constexpr (kStepsRows16) {
+      if (rounding == kRoundingStochastic) return RoundingAt(store, batch, step, position);
+    }
+    return {0};
+  }
+
+  /// Begins to read what the step will need, before the gradients are summed.
   template <int kVector, int kPerLane>
-  __device__ void Load(uint32_t row, uint32_t position, int lane, int lanes, Loaded<kVector, kPerLane>& loaded) const {
+  __device__ void Load(uint32_t row, RowRounding bits, int lane, int lanes, Loaded<kVector, kPerLane>& loaded) const {
     loaded.row.LoadPlain(store.rows.At<Row>(store.starts, row, store.dim), lane, lanes, store.dim);
     if constexpr (Step::kRowwise) {
       loaded.rowwise = *states[0].At(store.starts, row, 1);
@@ -63,9 +75,7 @@ struct ApplyStep {
         loaded.state1.LoadPlain(states[1].At(store.starts, row, store.dim), lane, lanes, store.dim);
       }
     }
-    if constexpr (!std::is_same_v<Row, float>) {
-      if (rounding == kRoundingStochastic) loaded.bits = RoundingAt(store, batch, step, position);
-    }
+    loaded.bits = bits;
   }
 
   /// `mask`: the lanes of the group, which call it together.
@@ -92,6 +102,7 @@ struct ApplyStep {
       }
       return;
     }
+    RowPart<kVector, kPerLane> stepped = loaded.row.Widened();
     float words[kNumHyper];
 #pragma unroll
     for (int i = 0; i < kNumHyper; ++i) words[i] = __ldg(hyper + i);
@@ -105,7 +116,7 @@ struct ApplyStep {
       for (int k = 0; k < kPerLane; ++k) {
 #pragma unroll
         for (int i = 0; i < kVector; ++i) {
-          loaded.row.part[k].v[i] = loaded.row.part[k].v[i] - scale * gradient.part[k].v[i];
+          stepped.part[k].v[i] = stepped.part[k].v[i] - scale * gradient.part[k].v[i];
         }
       }
       if (lane == 0) *states[0].At(store.starts, row, 1) = accumulator;
@@ -115,7 +126,7 @@ struct ApplyStep {
         if ((lane + k * lanes) * kVector >= store.dim) continue;
 #pragma unroll
         for (int i = 0; i < kVector; ++i) {
-          Step::Step(words, gradient.part[k].v[i], loaded.row.part[k].v[i], loaded.state0.part[k].v[i],
+          Step::Step(words, gradient.part[k].v[i], stepped.part[k].v[i], loaded.state0.part[k].v[i],
                      loaded.state1.part[k].v[i]);
         }
       }
@@ -129,11 +140,11 @@ struct ApplyStep {
     Row* to = store.rows.At<Row>(store.starts, row, store.dim);
     if constexpr (!std::is_same_v<Row, float>) {
       if (rounding == kRoundingStochastic) {
-        loaded.row.StoreStochastic(to, loaded.bits, lane, lanes, store.dim);
+        stepped.StoreStochastic(to, loaded.bits, lane, lanes, store.dim);
         return;
       }
     }
-    loaded.row.Store(to, lane, lanes, store.dim);
+    stepped.Store(to, lane, lanes, store.dim);
   }
 };
 
@@ -163,10 +174,10 @@ struct ProgramOf {
                           const FeaturePointers<const void>& gradients, UsesWorkspace& w, int end_bit);
 };
 
-template <typename Step, typename Row>
-LaunchError LaunchStep(Stream stream, const StoreView& store, const UpdateArguments& a,
-                       const FeaturePointers<const void>& gradients, UsesWorkspace& w, int end_bit) {
-  ApplyStep<Step, Row> apply;
+template <typename Step, typename Row, bool kRowGradients>
+LaunchError LaunchStepAs(Stream stream, const StoreView& store, const UpdateArguments& a,
+                         const FeaturePointers<const void>& gradients, UsesWorkspace& w, int end_bit) {
+  ApplyStep<Step, Row, kRowGradients> apply;
   apply.store = store;
   apply.batch = a.batch;
   apply.step = a.step;
@@ -175,7 +186,20 @@ LaunchError LaunchStep(Stream stream, const StoreView& store, const UpdateArgume
   apply.hyper = a.hyper;
   apply.row_gradient = a.spec.row_gradient;
   apply.num_nonfinite = a.num_nonfinite;
-  return LaunchUses(stream, apply, gradients, a.batch, w, store.dim, store.dim * a.gradient_bytes, end_bit);
+  const LaneShape shape = std::is_same_v<Row, float> ? LaneShape::Of(store.dim) : LaneShape::OfRows16(store.dim);
+  return LaunchUses(stream, apply, gradients, a.batch, w, store.dim, store.dim * a.gradient_bytes, end_bit, shape,
+                    {kBlock, 0});
+}
+
+template <typename Step, typename Row>
+LaunchError LaunchStep(Stream stream, const StoreView& store, const UpdateArguments& a,
+                       const FeaturePointers<const void>& gradients, UsesWorkspace& w, int end_bit) {
+  if constexpr (!std::is_same_v<Row, float>) {
+    if (a.gradient_bytes != static_cast<int32_t>(sizeof(Row))) {
+      return LaunchStepAs<Step, Row, false>(stream, store, a, gradients, w, end_bit);
+    }
+  }
+  return LaunchStepAs<Step, Row, true>(stream, store, a, gradients, w, end_bit);
 }
 
 template <typename Row>

@@ -215,6 +215,8 @@ struct ApplyProgram {
   using Row = RowType;
   static constexpr int kNumLines = 2;  // of gradients: rows and states lie in shared memory
   static constexpr bool kStepsLongRowsApart = true;
+  static constexpr bool kStepsRows16 = false;
+  static constexpr bool kHasRowGradients = false;
   static constexpr int kSharedBytes = 100 << 10;  // of a block: two fit a multiprocessor
 
   StoreView store;
@@ -286,9 +288,12 @@ struct ApplyProgram {
     __syncthreads();
   }
 
+  /// Drawn when the row is written.
+  __device__ static RowRounding RoundingOf(uint32_t) { return {0}; }
+
   /// Begins to copy the row and its states.
   template <int kVector, int kPerLane>
-  __device__ void Load(uint32_t row, uint32_t, int lane, int lanes, Loaded<kVector, kPerLane>&) const {
+  __device__ void Load(uint32_t row, RowRounding, int lane, int lanes, Loaded<kVector, kPerLane>&) const {
     const LaneMemory<kVector> memory = LaneMemory<kVector>::Of();
     const Row* from = store.rows.At<Row>(store.starts, row, store.dim);
 #pragma unroll

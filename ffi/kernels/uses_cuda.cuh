@@ -197,33 +197,40 @@ struct WarpUses {
   uint8_t short_starts[kWarp];  // the uses at which chunks of one run begin
 
   /// The gradient of one use, without its factor.
-  template <typename Row, int kVector, int kPerLane>
+  template <typename Apply, int kVector, int kPerLane>
   __device__ void Load(int use, const UseView& view, int lane, int lanes, RowPart<kVector, kPerLane>& part) const {
-    if (std::is_same_v<Row, float> || view.IsFloat32()) {
+    if (HasFloat32Gradients<Apply>(view)) {
       part.Load(static_cast<const float*>(gradients[use]), lane, lanes, view.dim);
     } else {
-      part.Load(static_cast<const Row*>(gradients[use]), lane, lanes, view.dim);
+      part.Load(static_cast<const typename Apply::Row*>(gradients[use]), lane, lanes, view.dim);
     }
   }
 
   /// Adds uses [first, first + count) to `sum`, in sequence. Groups of lanes each add their own.
-  template <typename Row, int kVector, int kPerLane>
+  template <typename Apply, int kVector, int kPerLane>
   __device__ void Add(int first, int count, bool has_factors, const UseView& view, int lane, int lanes,
                       RowPart<kVector, kPerLane>& sum) const {
-    if (std::is_same_v<Row, float> || view.IsFloat32()) {
+    if (HasFloat32Gradients<Apply>(view)) {
       AddAs<float>(first, count, has_factors, view.dim, lane, lanes, sum);
     } else {
-      AddAs<Row>(first, count, has_factors, view.dim, lane, lanes, sum);
+      AddAs<typename Apply::Row>(first, count, has_factors, view.dim, lane, lanes, sum);
     }
   }
 
  private:
+  /// Known where a kernel is compiled for one of them: code for both costs registers.
+  template <typename Apply>
+  __device__ static bool HasFloat32Gradients(const UseView& view) {
+    if (std::is_same_v<typename Apply::Row, float>) return true;
+    return Apply::kHasRowGradients ? false : view.IsFloat32();
+  }
+
   template <typename Gradient, int kVector, int kPerLane>
   __device__ void AddAs(int first, int count, bool has_factors, int dim, int lane, int lanes,
                         RowPart<kVector, kPerLane>& sum) const {
     constexpr int kFlight = RowsInFlight<16, kVector * kPerLane>();
     for (int u = 0; u < count; u += kFlight) {
-      RowPart<kVector, kPerLane> parts[kFlight];
+      PackedPart<Gradient, kVector, kPerLane> parts[kFlight];
 #pragma unroll
       for (int i = 0; i < kFlight; ++i) {
         if (u + i < count) parts[i].Load(static_cast<const Gradient*>(gradients[first + u + i]), lane, lanes, dim);
@@ -231,8 +238,9 @@ struct WarpUses {
 #pragma unroll
       for (int i = 0; i < kFlight; ++i) {
         if (u + i >= count) continue;
-        if (has_factors) parts[i].Scale(factors[first + u + i]);
-        sum.Add(parts[i]);
+        RowPart<kVector, kPerLane> wide = parts[i].Widened();
+        if (has_factors) wide.Scale(factors[first + u + i]);
+        sum.Add(wide);
       }
     }
   }
@@ -258,6 +266,7 @@ __global__ void __launch_bounds__(kBlock, SumBlocksPerMultiprocessor<Apply, kVec
     SumUsesKernel(const __grid_constant__ Apply apply, const __grid_constant__ FeaturePointers<const void> gradients,
                   UseView view, UsesWorkspace w, uint32_t num_keys, int lanes) {
   __shared__ WarpUses uses_of_warp[kBlock / kWarp];
+  __shared__ RowRounding rounding_of_use[Apply::kStepsRows16 ? kBlock : 1];
   if constexpr (Apply::kStepsLongRowsApart) apply.Begin();
   const int warp_in_block = threadIdx.x / kWarp, warp_lane = threadIdx.x % kWarp;
   WarpUses& uses = uses_of_warp[warp_in_block];
@@ -307,6 +316,12 @@ __global__ void __launch_bounds__(kBlock, SumBlocksPerMultiprocessor<Apply, kVec
   uses.rows[warp_lane] = row;
   uses.positions[warp_lane] = position;
   uses.lengths[warp_lane] = static_cast<uint8_t>(length);
+  if constexpr (Apply::kStepsRows16) {
+    if (is_start && rank == 0) rounding_of_use[threadIdx.x] = apply.RoundingOf(position);
+  }
+  const auto rounding_of = [&](int use) {
+    return Apply::kStepsRows16 ? rounding_of_use[threadIdx.x / kWarp * kWarp + use] : RowRounding{0};
+  };
   // Rows of single keys and plain sums, the common case, spare the factors.
   const bool has_factors = __any_sync(~0u, factor != 1.0f || later_factor != 1.0f);
   __syncwarp();
@@ -321,10 +336,10 @@ __global__ void __launch_bounds__(kBlock, SumBlocksPerMultiprocessor<Apply, kVec
     // The row is asked for before the first gradient is waited for.
     typename Apply::template Loaded<kVector, kPerLane> loaded;
     RowPart<kVector, kPerLane> sum;
-    uses.template Load<typename Apply::Row>(start, view, lane, lanes, sum);
-    apply.Load(chunk_row, uses.positions[start], lane, lanes, loaded);
+    uses.template Load<Apply>(start, view, lane, lanes, sum);
+    apply.Load(chunk_row, rounding_of(start), lane, lanes, loaded);
     if (has_factors) sum.Scale(uses.factors[start]);
-    uses.template Add<typename Apply::Row>(start + 1, count - 1, has_factors, view, lane, lanes, sum);
+    uses.template Add<Apply>(start + 1, count - 1, has_factors, view, lane, lanes, sum);
     apply.Apply(chunk_row, uses.positions[start], static_cast<uint32_t>(count), lane, lanes, mask, loaded, sum);
   }
   __syncwarp();
@@ -341,15 +356,14 @@ __global__ void __launch_bounds__(kBlock, SumBlocksPerMultiprocessor<Apply, kVec
       const int begin = done + group * kUsesPerRun;
       RowPart<kVector, kPerLane> run;
       run.Fill(-0.0f);
-      uses.template Add<typename Apply::Row>(start + begin, min(count - begin, kUsesPerRun), has_factors, view, lane,
-                                             lanes, run);
+      uses.template Add<Apply>(start + begin, min(count - begin, kUsesPerRun), has_factors, view, lane, lanes, run);
       __syncwarp();
       for (int g = 0; g < groups && done + g * kUsesPerRun < count; ++g) total.Add(run.Shuffle(g * lanes + lane));
     }
     if (group == 0) {
       if (is_whole) {
         typename Apply::template Loaded<kVector, kPerLane> loaded;
-        apply.Load(uses.rows[start], uses.positions[start], lane, lanes, loaded);
+        apply.Load(uses.rows[start], rounding_of(start), lane, lanes, loaded);
         apply.Apply(uses.rows[start], uses.positions[start], static_cast<uint32_t>(count), lane, lanes, mask, loaded,
                     total);
       } else {
@@ -455,7 +469,8 @@ __global__ void __launch_bounds__(1024, 1)
     if (partials.num_chunks > kFewChunks) continue;
     const uint32_t row = w.sorted_rows[long_row.begin];
     typename Apply::template Loaded<kVector, kPerLane> loaded;
-    if constexpr (!Apply::kStepsLongRowsApart) apply.Load(row, w.sorted_positions[long_row.begin], lane, lanes, loaded);
+    if constexpr (!Apply::kStepsLongRowsApart)
+      apply.Load(row, apply.RoundingOf(w.sorted_positions[long_row.begin]), lane, lanes, loaded);
     // The tree over kChunkLanes lanes, of which those from kFewChunks on have no chunk.
     const auto pair = [&](uint32_t chunk, RowPart<kVector, kPerLane>& sum) {
       RowPart<kVector, kPerLane> other;
@@ -523,7 +538,7 @@ __global__ void __launch_bounds__(1024, 1)
       const uint32_t row = w.sorted_rows[long_row.begin];
       const unsigned mask = GroupMask(lanes, 0);
       typename Apply::template Loaded<kVector, kPerLane> loaded;
-      apply.Load(row, w.sorted_positions[long_row.begin], lane, lanes, loaded);
+      apply.Load(row, apply.RoundingOf(w.sorted_positions[long_row.begin]), lane, lanes, loaded);
       apply.Apply(row, w.sorted_positions[long_row.begin], long_row.num_uses, lane, lanes, mask, loaded, sum);
     }
     __syncthreads();
@@ -542,7 +557,7 @@ __global__ void __launch_bounds__(kBlock)
     const LongRow long_row = w.long_rows[item];
     const uint32_t row = w.sorted_rows[long_row.begin];
     typename Apply::template Loaded<kVector, kPerLane> loaded;
-    apply.Load(row, w.sorted_positions[long_row.begin], lane, lanes, loaded);
+    apply.Load(row, apply.RoundingOf(w.sorted_positions[long_row.begin]), lane, lanes, loaded);
     RowPart<kVector, kPerLane> sum;
     sum.Load(PartialsOfRow::Of(w, long_row, view.dim).At(0), lane, lanes, view.dim);
     apply.Apply(row, w.sorted_positions[long_row.begin], long_row.num_uses, lane, lanes, mask, loaded, sum);
@@ -622,7 +637,11 @@ inline LaunchError LaunchUses(Stream stream, const Apply& apply, const FeaturePo
   JAXSOK_RETURN_IF_CUDA(cub::DeviceRadixSort::SortPairs(w.sort_storage, w.sort_bytes, w.rows, w.sorted_rows,
                                                         w.positions, w.sorted_positions, n, 0, end_bit, stream));
   const UseView view{batch.features, batch.num_features, w.factors, dim, line_bytes, batch.num_keys};
-  return DispatchShape(dim, shape, LaunchSums<Apply>{stream, apply, gradients, view, w, batch.num_keys, block});
+  const LaunchSums<Apply> sums{stream, apply, gradients, view, w, batch.num_keys, block};
+  if constexpr (Apply::kStepsRows16) {
+    if (shape.vector == 8) return DispatchVectorsOf8(dim, shape, sums);
+  }
+  return DispatchShape(dim, shape, sums);
 }
 
 template <typename Apply>

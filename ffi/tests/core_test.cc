@@ -408,6 +408,10 @@ void TestLaneShapes() {
     JAXSOK_CHECK(shape.lanes <= 32 && (shape.lanes & (shape.lanes - 1)) == 0);
     JAXSOK_CHECK(shape.lanes == 32 || shape.lanes * (shape.vector == 4 ? kVectorsPerLane : kSinglesPerLane) >= vectors);
     JAXSOK_CHECK(shape.lanes == 1 || shape.lanes / 2 < vectors);
+    const LaneShape narrow = LaneShape::OfRows16(dim);
+    JAXSOK_CHECK(narrow.vector == (dim % 8 == 0 ? 8 : shape.vector) && dim % narrow.vector == 0);
+    JAXSOK_CHECK(narrow.lanes <= 32 && (narrow.lanes & (narrow.lanes - 1)) == 0);
+    JAXSOK_CHECK(narrow.vector != 8 || narrow.lanes == 32 || narrow.lanes * 8 >= dim);
   }
 }
 

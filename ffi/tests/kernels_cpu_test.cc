@@ -414,9 +414,9 @@ Line ModelSum(const std::vector<Line>& uses) {
   return lanes[0];
 }
 
-float ModelMeanSquare(const Line& gradient) {
+float ModelMeanSquare(const Line& gradient, bool has_rows16) {
   const int dim = static_cast<int>(gradient.size());
-  const LaneShape shape = LaneShape::Of(dim);
+  const LaneShape shape = has_rows16 ? LaneShape::OfRows16(dim) : LaneShape::Of(dim);
   std::vector<float> lanes(shape.lanes, 0.0f);
   for (int l = 0; l < shape.lanes; ++l) {
     for (int k = 0; (l + k * shape.lanes) * shape.vector < dim; ++k) {
@@ -434,10 +434,10 @@ float ModelMeanSquare(const Line& gradient) {
 }
 
 /// Closed forms, not core's functions.
-void ModelStep(int optimizer, const float* h, const Line& g, Line& row, Line* first, Line* second) {
+void ModelStep(int optimizer, const float* h, const Line& g, Line& row, Line* first, Line* second, bool has_rows16) {
   float rowwise_scale = 0.0f;
   if (optimizer == kOptimizerRowwiseAdagrad) {
-    (*first)[0] = (*first)[0] + ModelMeanSquare(g);
+    (*first)[0] = (*first)[0] + ModelMeanSquare(g, has_rows16);
     rowwise_scale = h[0] / (std::sqrt((*first)[0]) + h[1]);
   }
   for (size_t c = 0; c < row.size(); ++c) {
@@ -684,7 +684,7 @@ class Machine {
       }
       ModelStep(optimizer_, hyper, gradient, model_.rows[row_id],
                 store_.num_states > 0 ? &model_.states[0][row_id] : nullptr,
-                store_.num_states > 1 ? &model_.states[1][row_id] : nullptr);
+                store_.num_states > 1 ? &model_.states[1][row_id] : nullptr, store_.dtype != kRowDtypeFloat32);
       const RowRounding bits = RowRounding::Of(&store_.tables[table_of[row_id] * kNumTableWords],
                                                RoundingOfStep(store_.seed.data(), update_step), key_of[row_id]);
       for (int c = 0; c < dim; ++c) {
@@ -1022,6 +1022,45 @@ void TestGather(uint64_t seed, int num_threads) {
   JAXSOK_CHECK_SEED(IsSame(num_absent, wanted_absent), seed);
 }
 
+/// Statistics of rows by any positions, in slabs, against sums one after the other.
+void TestTouch(uint64_t seed, int num_threads) {
+  Random random(seed);
+  ThreadExecutor executor(num_threads);
+  const std::vector<uint32_t> sizes = {3, 1 + random.Below(50), 20};
+  StatisticsView view{};
+  view.starts.num_slabs = static_cast<int32_t>(sizes.size());
+  std::vector<std::vector<RowStatistics>> slabs;
+  std::vector<std::pair<uint32_t, uint32_t>> wanted;  // last step, frequency
+  for (size_t s = 0; s < sizes.size(); ++s) {
+    view.starts.start[s] = view.capacity;
+    view.capacity += sizes[s];
+    slabs.emplace_back(sizes[s]);
+    for (RowStatistics& line : slabs[s]) {
+      line = {random.Next(), ~uint32_t{0} - random.Below(5)};
+      wanted.emplace_back(line.last_step, line.frequency);
+    }
+    view.data.data[s] = slabs[s].data();
+  }
+  const int64_t n = random.Below(random.Below(3) == 0 ? 20000 : 50);
+  const bool has_uses = random.Below(2) == 0;
+  const uint32_t clock = random.Next();
+  std::vector<uint32_t> row_ids(n), uses(n);
+  for (int64_t i = 0; i < n; ++i) {
+    row_ids[i] = random.Below(9) == 0 ? kNoRow : random.Below(view.capacity * 5 / 4);
+    uses[i] = random.Below(7);
+    if (row_ids[i] >= view.capacity) continue;
+    wanted[row_ids[i]].first = clock;
+    wanted[row_ids[i]].second += has_uses ? uses[i] : 1;
+  }
+  LaunchTouch(&executor, view, row_ids.data(), has_uses ? uses.data() : nullptr, n, &clock);
+  bool is_same = true;
+  for (uint32_t r = 0; r < view.capacity; ++r) {
+    const RowStatistics& line = *view.data.At(view.starts, r, 1);
+    is_same = is_same && line.last_step == wanted[r].first && line.frequency == wanted[r].second;
+  }
+  JAXSOK_CHECK_SEED(is_same, seed);
+}
+
 /// Keys whose walks meet: more than kMaxProbes buckets of them. The last find no entry; none is lost or mixed up.
 void TestUnplaced() {
   ThreadExecutor executor(2);
@@ -1122,6 +1161,7 @@ int main(int argc, char** argv) {
       jaxsok::TestTranspose(seed, num_threads);
       jaxsok::TestRequests(seed, num_threads);
       jaxsok::TestGather(seed, num_threads);
+      jaxsok::TestTouch(seed, num_threads);
     }
   }
   jaxsok::TestRequestsRefused();

@@ -17,6 +17,8 @@ TARGETS: tuple[tuple[str, str], ...] = (
     ("jaxsok_table_find", "JaxsokTableFind"),
     ("jaxsok_table_find_or_insert", "JaxsokTableFindOrInsert"),
     ("jaxsok_table_gather", "JaxsokTableGather"),
+    ("jaxsok_table_scatter", "JaxsokTableScatter"),
+    ("jaxsok_table_touch", "JaxsokTableTouch"),
     ("jaxsok_table_erase", "JaxsokTableErase"),
     ("jaxsok_table_rebuild", "JaxsokTableRebuild"),
     ("jaxsok_table_forget", "JaxsokTableForget"),

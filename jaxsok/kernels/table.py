@@ -1,4 +1,4 @@
-"""Doors of the table noun: find, find_or_insert, gather, erase, rebuild, forget, wait."""
+"""Doors of the table noun: find, find_or_insert, gather, scatter, touch, erase, rebuild, forget, wait."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jaxtyping import Array, Float, Float32, Int32, UInt32
+from jaxtyping import Array, Float, Float32, Int32, Shaped, UInt32
 
 from jaxsok.kernels import library
 from jaxsok.types import BUCKET_WORDS, COUNTS, Keys, RowIds, TableIds
@@ -16,6 +16,7 @@ from jaxsok.types import BUCKET_WORDS, COUNTS, Keys, RowIds, TableIds
 Slab = Float[Array, "_ dim"]
 StateSlab = Float32[Array, "_ _"]
 RecordSlab = UInt32[Array, "_ 4"]
+StatisticsSlab = UInt32[Array, "_ 2"]
 
 
 def result(like: Array, shape: tuple[int, ...], dtype: Any) -> Any:
@@ -144,6 +145,48 @@ def gather(
     return tuple(call(counters, tables, seed, requests, row_ids, *rows, **attributes))
 
 
+def scatter(row_ids: RowIds, lines: Shaped[Array, "_ _"], slabs: Sequence[Shaped[Array, "_ _"]]) -> tuple[Array, ...]:
+    """Writes lines of a per-row array by row id. See `LaunchScatter` in ffi/kernels/table.h.
+
+    Args:
+      row_ids: of each line; NO_ROW is passed over. The lines of equal row ids are equal.
+      lines: in the dtype and width of the slabs.
+      slabs: of rows, of an array of optimizer state, or of statistics; donated.
+
+    Returns:
+      slabs.
+    """
+    library.register()
+    results = tuple(map(jax.typeof, slabs))
+    aliases = {2 + i: i for i in range(len(slabs))}
+    call = jax.ffi.ffi_call("jaxsok_table_scatter", results, input_output_aliases=aliases)
+    return tuple(call(row_ids, lines, *slabs, num_slabs=np.int32(len(slabs))))
+
+
+def touch(
+    row_ids: RowIds,
+    uses: UInt32[Array, " _"],
+    clock: UInt32[Array, ""],
+    statistics: Sequence[StatisticsSlab],
+) -> tuple[StatisticsSlab, ...]:
+    """Notes that a lookup used rows. See `LaunchTouch` in ffi/kernels/table.h.
+
+    Args:
+      row_ids: of each position; NO_ROW is passed over.
+      uses: of each position; none: one each.
+      clock: what `last_step` becomes.
+      statistics: slabs, donated.
+
+    Returns:
+      statistics.
+    """
+    library.register()
+    results = tuple(map(jax.typeof, statistics))
+    aliases = {3 + i: i for i in range(len(statistics))}
+    call = jax.ffi.ffi_call("jaxsok_table_touch", results, input_output_aliases=aliases)
+    return tuple(call(row_ids, uses, clock, *statistics, num_slabs=np.int32(len(statistics))))
+
+
 def erase(
     index: UInt32[Array, "num_buckets 16"],
     counters: UInt32[Array, " num_counters"],
@@ -229,21 +272,6 @@ def wait(
     return tuple(call(counters, floors, entries))
 
 
-GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-
-
-def mix64(words: np.ndarray) -> np.ndarray:
-    """Mix64 of ffi/core/hash.h, of uint64, in NumPy.
-
-    Example:
-      >>> mix64(np.zeros(1, np.uint64)).tolist()
-      [0]
-    """
-    words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return words ^ (words >> np.uint64(31))
-
-
 def home_bucket(
     keys: UInt32[np.ndarray, "num_keys 2"], table_ids: UInt32[np.ndarray, " num_keys"], salt: int, num_buckets: int
 ) -> np.ndarray:
@@ -253,6 +281,13 @@ def home_bucket(
       >>> home_bucket(np.array([[7, 0]], np.uint32), np.array([0], np.uint32), salt=0, num_buckets=1).tolist()
       [0]
     """
+    golden = np.uint64(0x9E3779B97F4A7C15)
+
+    def mix(x: np.ndarray) -> np.ndarray:
+        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        return x ^ (x >> np.uint64(31))
+
     words = np.ascontiguousarray(keys).view(np.uint64)[:, 0]
-    hashes = mix64(mix64(words ^ np.uint64(salt)) + (table_ids.astype(np.uint64) + np.uint64(1)) * GOLDEN)
+    hashes = mix(mix(words ^ np.uint64(salt)) + (table_ids.astype(np.uint64) + np.uint64(1)) * golden)
     return ((hashes >> np.uint64(32)) * np.uint64(num_buckets)) >> np.uint64(32)

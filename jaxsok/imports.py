@@ -1,0 +1,337 @@
+"""Records into a table: each is placed by its key, whatever mesh, capacity or store it came from.
+
+A chunk of records is checked on the host, then dealt to the shards that own its keys. Room is made before anything of
+it is entered. Entering is one program that searches, inserts and writes in place; the host prepares a chunk while the
+one before it is on its way.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, UInt32
+
+from jaxsok import grow as grow_lib
+from jaxsok import keys as keys_lib
+from jaxsok import plan as plan_lib
+from jaxsok import table as table_lib
+from jaxsok.export import default_chunk_rows
+from jaxsok.records import Records
+from jaxsok.shards import Shards
+from jaxsok.specs import StoreSpec
+from jaxsok.store import State, StoreState
+from jaxsok.types import COUNTERS, COUNTS, MAX_CAPACITY, PADDING_KEY, TableFullError
+
+LEAST_ROWS = 256  # of one call: fewer are padded to it, more to a power of two, so that programs are few
+SALTS = 3  # under so many a chunk is tried, if keys find no entry in the index
+
+_WORD = {name: i for i, name in enumerate(COUNTERS)}
+_REFUSED = COUNTS.index("num_refused")
+
+
+def import_table(
+    specs: tuple[StoreSpec, ...],
+    state: State,
+    s: int,
+    number: int,
+    chunks: Iterable[Records],
+    *,
+    clock: UInt32[Array, ""] | None,
+    num_rows: int | None,
+    reset_state: bool,
+    shards: Shards | None,
+) -> State:
+    """Enters records into one table; see `TableOperations.import_table`.
+
+    Args:
+      specs: of all stores.
+      state: donated.
+      s: the store.
+      number: of the table in it.
+      chunks: what is entered.
+      clock: `last_step` of rows whose records have none; None: the state's step.
+      num_rows: how many rows will come.
+      reset_state: whether optimizer state that the records lack becomes initial for rows that were there, too.
+      shards: over which the stores are split; None: one device.
+    """
+    entering = _Entering(specs, s, number, shards, clock, reset_state, state)
+    entering.num_expected = num_rows
+    try:
+        for records in chunks:
+            entering.enter(records)
+        entering.settle()
+    except Exception as error:
+        if entering.state is not state:
+            error.add_note(
+                "import_table: the state was donated, and is changed: the chunks before this one are entered. What "
+                "there is now is the `state` attribute of this error."
+            )
+            error.state = entering.state  # pyright: ignore[reportAttributeAccessIssue]
+        raise
+    return entering.state
+
+
+def checked(spec: StoreSpec, number: int, records: Any) -> dict[str, np.ndarray]:
+    """A chunk's arrays as a table takes them; refuses what does not fit, before anything has changed.
+
+    Returns:
+      "keys" uint64, "rows" in the store's dtype or float32, "state.<name>" float32, and if there are any and the store
+      keeps them "statistics" uint32[num_rows, 2].
+
+    Raises:
+      TypeError, ValueError: names the table, the array, what was got and wanted.
+    """
+    table = spec.tables[number]
+    what = f'import_table: table "{table.name}"'
+    if not isinstance(records, Records):
+        raise TypeError(f"{what}: chunks: got {type(records).__name__}, wanted jaxsok.Records.")
+    keys = np.asarray(records.keys)
+    if keys.ndim != 1:
+        raise ValueError(f"{what}: keys: got shape {list(keys.shape)}, wanted [num_rows].")
+    size = len(keys)
+    keys = keys_lib.from_words(keys_lib.to_words(keys, what))
+    if (keys == np.uint64(PADDING_KEY)).any():
+        raise ValueError(f"{what}: keys: got PADDING_KEY (2**64 - 1, or int64 -1), wanted other keys: it has no row.")
+    ordered = np.sort(keys)
+    twice = ordered[1:][ordered[1:] == ordered[:-1]]
+    if len(twice):
+        raise ValueError(f"{what}: keys: got {twice[0]} more than once in a chunk, wanted distinct keys.")
+    arrays = {"keys": keys, "rows": _floats(f"{what}: rows", records.rows, (size, spec.dim), spec.dtype)}
+    widths = {state.name: state.dim for state in spec.state_specs}
+    for name, array in records.state.items():
+        if name not in widths:
+            raise ValueError(
+                f"{what}: state: got {name!r}, wanted names of optim.{spec.optimizer.name}, {list(widths)}; leave out "
+                "what is of another optimizer: Records(keys, rows, state={})."
+            )
+        arrays[f"state.{name}"] = _floats(f"{what}: state {name!r}", array, (size, widths[name]), "float32")
+    statistics = [records.last_step, records.frequency]
+    if (statistics[0] is None) != (statistics[1] is None):
+        raise ValueError(f"{what}: last_step, frequency: got one of them, wanted both or None.")
+    for name, words in zip(("last_step", "frequency"), statistics, strict=True):
+        words = np.zeros(size, np.uint32) if words is None else np.asarray(words)
+        if words.dtype != np.uint32 or words.shape != (size,):
+            raise ValueError(f"{what}: {name}: got {words.dtype}{list(words.shape)}, wanted uint32[{size}].")
+    if spec.keeps_statistics and records.last_step is not None:
+        arrays["statistics"] = np.stack([np.asarray(words) for words in statistics], axis=1)
+    return arrays
+
+
+def _floats(what: str, array: Any, shape: tuple[int, int], dtype: str) -> np.ndarray:
+    """In a dtype, or in float32 on the way to it: the device rounds."""
+    array = np.asarray(array)
+    if not jnp.issubdtype(array.dtype, jnp.floating) or array.shape != shape:
+        raise ValueError(f"{what}: got {array.dtype}{list(array.shape)}, wanted floats{list(shape)}.")
+    return array if array.dtype == jnp.dtype(dtype) else array.astype(np.float32)
+
+
+class _Entering:
+    """A table that takes records in."""
+
+    def __init__(
+        self,
+        specs: tuple[StoreSpec, ...],
+        s: int,
+        number: int,
+        shards: Shards | None,
+        clock: Any,
+        reset_state: bool,
+        state: State,
+    ):
+        self.specs, self.s, self.number, self.shards = specs, s, number, shards
+        self.reset_state = reset_state
+        self.spec = specs[s]
+        self.state = state
+        # What outlives the state that is donated.
+        self.clock = np.asarray(state.step if clock is None else clock)
+        self.owners = np.asarray(state.partition_owners)
+        self.in_use = self._read_in_use()
+        """Rows in use of each shard, at most."""
+        self.unsettled: tuple[list[Array], dict[str, np.ndarray]] | None = None
+        """How many keys of the last chunk were refused, not yet waited for; and the chunk."""
+        self.num_expected: int | None = None
+        """Rows that will come; None: not known, or made room for."""
+
+    @property
+    def store(self) -> StoreState:
+        return self.state.stores[self.s]
+
+    @property
+    def capacity(self) -> int:
+        """Of a shard."""
+        return self.store.capacity // self.spec.num_shards
+
+    def _expect(self, num_rows: int) -> None:
+        """Makes room for rows to come, as far as the store may grow."""
+        rows = [num_rows if number == self.number else 0 for number in range(len(self.spec.tables))]
+        needed = int(self.in_use.max()) + self.spec.rows_of_shard(rows)
+        needed = min(needed, self.spec.max_capacity or MAX_CAPACITY)
+        if needed > self.capacity:
+            self._grow_to(needed)
+
+    def enter(self, records: Any) -> None:
+        """Enters a chunk, all of it or, if an error is raised, nothing."""
+        arrays = checked(self.spec, self.number, records)
+        if self.num_expected is not None:
+            self._expect(self.num_expected)
+            self.num_expected = None
+        if len(arrays["keys"]):
+            dealt = self._dealt(arrays)
+            self.settle()
+            self._make_room(arrays, dealt)
+            self._enter(arrays, dealt)
+
+    def settle(self) -> None:
+        """Waits for the last chunk; keys that found no entry in the index get one under another salt."""
+        for _ in range(SALTS):
+            if self.unsettled is None:
+                return
+            refused, arrays = self.unsettled
+            self.unsettled = None
+            if any(self._read(one).any() for one in refused):
+                self.state = grow_lib.resalted(self.specs, self.state, self.s, self.shards)
+                self._enter(arrays, self._dealt(arrays))
+        if self.unsettled is not None and any(self._read(one).any() for one in self.unsettled[0]):
+            self.unsettled = None
+            raise TableFullError(
+                f'import_table: table "{self.spec.tables[self.number].name}": got keys without an entry in the index '
+                f"under {SALTS} salts, wanted one for each; declare a larger capacity, so that the index is larger."
+            )
+
+    # Shards ------------------------------------------------------------------------------------------------------
+
+    def _dealt(self, arrays: dict[str, np.ndarray]) -> list[np.ndarray]:
+        """For each shard the lines of the records that it has."""
+        keys, num_shards = arrays["keys"], self.spec.num_shards
+        if num_shards == 1 or self.spec.is_replicated:
+            return [np.arange(len(keys))] * num_shards
+        owners = plan_lib.owners_of(self.spec, self.number, keys, self.owners)
+        order = np.argsort(owners, kind="stable")
+        return np.split(order, np.cumsum(np.bincount(owners, minlength=num_shards))[:-1])
+
+    def _pieces(self, arrays: dict[str, np.ndarray], dealt: list[np.ndarray]) -> Iterable[dict[str, Any]]:
+        """What each shard takes in one call after the other, as arrays that are split."""
+        most = max(len(lines) for lines in dealt)
+        size = min(default_chunk_rows(self.spec), max(LEAST_ROWS, 1 << (most - 1).bit_length()))
+        for begin in range(0, most, size):
+
+            def block(lines: np.ndarray, array: np.ndarray, begin: int = begin) -> np.ndarray:
+                mine = array[lines[begin : begin + size]]
+                padded = np.full((size, *array.shape[1:]), PADDING_KEY if array.dtype == np.uint64 else 0, array.dtype)
+                padded[: len(mine)] = mine
+                return keys_lib.to_words(padded) if array.dtype == np.uint64 else padded
+
+            if self.shards is None:
+                yield {name: block(dealt[0], array) for name, array in arrays.items()}
+            else:
+                local = self.shards.local()
+                yield {
+                    name: self.shards.put({shard: block(dealt[shard], array) for shard in local})
+                    for name, array in arrays.items()
+                }
+
+    def _make_room(self, arrays: dict[str, np.ndarray], dealt: list[np.ndarray]) -> None:
+        """Grows until each shard has rows for its part of a chunk."""
+        asked = np.array([len(lines) for lines in dealt])
+        if (self.in_use + asked > self.capacity).any():
+            self.in_use = self._read_in_use()
+        if (self.in_use + asked > self.capacity).any():
+            # Many of the keys may have rows.
+            absent = [
+                _absent(self.number, self.shards, self.store, piece["keys"])
+                for piece in self._pieces({"keys": arrays["keys"]}, dealt)
+            ]
+            asked = sum(self._read(one).astype(np.int64) for one in absent)
+        needed = int((self.in_use + asked).max())
+        if needed > self.capacity:
+            limit = self.spec.max_capacity or MAX_CAPACITY
+            if needed > limit:
+                names = ", ".join(f'"{table.name}"' for table in self.spec.tables)
+                raise TableFullError(
+                    f'import_table: table "{self.spec.tables[self.number].name}": got a chunk of {len(arrays["keys"])} '
+                    f"keys with which a shard of the store of {names} would have {needed} rows, wanted at most its "
+                    f"max_capacity, {limit}; nothing of the chunk was entered. Raise max_capacity, or evict first."
+                )
+            free = grow_lib.agreed_free_bytes(self.shards)
+            self._grow_to(grow_lib.next_capacity(self.spec, self.capacity, needed, free))
+        self.in_use = self.in_use + asked
+
+    def _grow_to(self, capacity: int) -> None:
+        self.state = grow_lib.grow_to("import_table", self.specs, self.state, {self.s: capacity}, self.shards)
+
+    def _enter(self, arrays: dict[str, np.ndarray], dealt: list[np.ndarray]) -> None:
+        refused = []
+        for piece in self._pieces(arrays, dealt):
+            store, seed = self.store, self.state.seed
+            store, one = _entered(self.spec, self.number, self.shards, self.reset_state, store, seed, self.clock, piece)
+            stores = (*self.state.stores[: self.s], store, *self.state.stores[self.s + 1 :])
+            self.state = dataclasses.replace(self.state, stores=stores)
+            refused.append(one)
+        self.unsettled = refused, arrays
+
+    def _read_in_use(self) -> np.ndarray:
+        """Rows in use of each shard (waits for the device)."""
+        words = self._read(self.store.counters).reshape(self.spec.num_shards, len(COUNTERS)).astype(np.int64)
+        return words[:, _WORD["num_allocated"]] - words[:, _WORD["free_end"]] + words[:, _WORD["free_begin"]]
+
+    def _read(self, array: Array) -> np.ndarray:
+        """A small array with a part in each shard, whole on the host, the same in all processes."""
+        is_spread = self.shards is not None and self.shards.num_processes > 1
+        return np.asarray(self.shards.gathered(array) if is_spread else array)
+
+
+# On the device -------------------------------------------------------------------------------------------------------
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3), donate_argnums=4)
+def _entered(
+    spec: StoreSpec,
+    number: int,
+    shards: Shards | None,
+    is_reset: bool,
+    store: StoreState,
+    seed: Array,
+    clock: Array,
+    piece: dict[str, Array],
+) -> tuple[StoreState, Array]:
+    """The store with records in it, and how many each shard refused."""
+
+    def part(store: StoreState, seed: Array, clock: Array, piece: dict[str, Array]) -> tuple[StoreState, Array]:
+        num_keys = piece["keys"].shape[0]
+        states = {}
+        for state in spec.state_specs:
+            if f"state.{state.name}" in piece:
+                states[state.name] = piece[f"state.{state.name}"]
+            elif is_reset:
+                states[state.name] = jnp.full((num_keys, state.dim), np.float32(state.initial_value))
+        ids = table_lib.table_ids_of(number, num_keys)
+        store, _, counts = table_lib.assign(
+            spec, store, seed, clock, piece["keys"], ids, piece["rows"], states, piece.get("statistics")
+        )
+        # Gradients of rows as they were do not fit what is there now.
+        counters = store.counters.at[_WORD["generation"]].add(jnp.uint32(1))
+        return dataclasses.replace(store, counters=counters), counts[number, _REFUSED][None]
+
+    if shards is None:
+        return part(store, seed, clock, piece)
+    args, split = (store, seed, clock, piece), shards.spec
+    return shards.run(part, args, (split, P(), P(), split), (split, split))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _absent(number: int, shards: Shards | None, store: StoreState, keys: Array) -> Array:
+    """How many keys of each shard have no row."""
+
+    def part(store: StoreState, keys: Array) -> Array:
+        row_ids = table_lib.find(store, keys, table_lib.table_ids_of(number, keys.shape[0]))
+        is_absent = table_lib.is_key(keys) & (row_ids == jnp.uint32(table_lib.NO_ROW))
+        return is_absent.sum(dtype=jnp.int32)[None]
+
+    if shards is None:
+        return part(store, keys)
+    return shards.run(part, (store, keys), (shards.spec, shards.spec), shards.spec)
