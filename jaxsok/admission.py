@@ -19,7 +19,7 @@ from jaxsok.kernels import table as kernels
 from jaxsok.shards import Shards
 from jaxsok.specs import StoreSpec
 from jaxsok.store import StoreState
-from jaxsok.types import BUCKET_WORDS, ENTRIES_PER_BUCKET, NO_ROW, NUM_PARTITIONS
+from jaxsok.types import BUCKET_WORDS, ENTRIES_PER_BUCKET
 
 _ENTRY_WORDS = BUCKET_WORDS // ENTRIES_PER_BUCKET
 _NO_ENTRY = np.full(_ENTRY_WORDS, 0xFFFFFFFF, np.uint32)
@@ -105,7 +105,7 @@ def with_waiting(
     number: int,
     keys: np.ndarray,
     counts: np.ndarray,
-    partition_owners: np.ndarray | None = None,
+    owners: np.ndarray | None = None,
     shards: Shards | None = None,
 ) -> StoreState:
     """A store in which keys of a table wait for a row, beside those that wait already; each goes to its owner.
@@ -119,7 +119,7 @@ def with_waiting(
       number: of the table in the store.
       keys: uint64[num_keys], distinct, none of them PADDING_KEY.
       counts: uint32[num_keys].
-      partition_owners: of the state; with shards alone.
+      owners: the shard of each key (`plan.owners_of`); with shards alone.
       shards: over which the store is split; None: one device. In several processes each takes of the keys those that
         its own shards own.
 
@@ -144,7 +144,6 @@ def with_waiting(
     if shards is None or spec.num_shards == 1:
         blocks, most = {0: entries}, len(entries)
     else:
-        owners = owners_of(spec, number, keys, partition_owners)
         blocks = {shard: entries if spec.is_replicated else entries[owners == shard] for shard in shards.local()}
         most = max(map(len, blocks.values()))
         most = (1 << 40) - processes.least((1 << 40) - most)
@@ -153,27 +152,6 @@ def with_waiting(
     }
     new = jnp.asarray(padded[0]) if shards is None else shards.put(padded)
     return remade(spec, store, most, shards, new)
-
-
-def owners_of(
-    spec: StoreSpec, number: int, keys: np.ndarray, partition_owners: np.ndarray | None
-) -> UInt32[np.ndarray, " num_keys"]:
-    """The shard that has each key of a table (decision D6), in NumPy; 0 for all where nothing is spread.
-
-    Args:
-      spec: of the store.
-      number: of the table in the store.
-      keys: uint64[num_keys].
-      partition_owners: of the state.
-    """
-    words = spec.table_words()[number]
-    if spec.num_shards == 1 or spec.is_replicated:
-        return np.zeros(keys.shape[0], np.uint32)
-    if words[5] != NO_ROW:
-        return np.full(keys.shape[0], words[5])
-    name = np.uint64(words[0]) | np.uint64(words[1]) << np.uint64(32)
-    hashes = kernels.mix64(kernels.mix64(keys ^ name) + kernels.GOLDEN)
-    return np.asarray(partition_owners)[(hashes >> np.uint64(64 - NUM_PARTITIONS.bit_length() + 1)).astype(np.int64)]
 
 
 # Sizes ---------------------------------------------------------------------------------------------------------------

@@ -91,8 +91,8 @@ class GrowthTracker:
     @classmethod
     def of(cls, num_stores: int) -> "GrowthTracker":
         """A tracker that knows nothing."""
-        zeros = [0] * num_stores
-        return cls(list(zeros), list(zeros), list(zeros), [None] * num_stores, list(zeros), collections.deque())
+        none = [0] * num_stores
+        return cls(none.copy(), none.copy(), none.copy(), [None] * num_stores, none.copy(), collections.deque())
 
     def forget(self) -> None:
         """Forgets all but the size of batches."""
@@ -256,7 +256,7 @@ def grow(
         is_full = any(evicting[s] and short(s) for s in range(len(specs)))
         if needed or summary[:, 1].any():
             state = _rebuilt(specs, state, summary, _new_capacities(specs, state, needed, shards), shards)
-        crowded = [s for s in range(len(specs)) if half_entries[s] and (short_of_sightings(s) or summary[s, 1])]
+        crowded = [s for s in range(len(specs)) if short_of_sightings(s)]
         state = _with_room_to_wait(specs, state, {s: WAITING_RESERVES * reserve[s] for s in crowded}, shards)
         for s in crowded:
             tracker.sightings[s] = admission.num_waiting(specs[s], state.stores[s], shards)
@@ -419,6 +419,8 @@ def _rebuilt(
         num_buckets = num_buckets_of(stores[s].capacity // spec.num_shards)
         index, counters = _rebuild(stores[s].counters, stores[s].records, num_buckets, shards)
         stores[s] = dataclasses.replace(stores[s], index=index, counters=counters)
+        if summary[s, 1]:
+            stores[s] = admission.remade(spec, stores[s], 0, shards)  # they lie where the salt says, too
     return dataclasses.replace(state, stores=tuple(stores))
 
 
@@ -428,7 +430,7 @@ def _half_entries(spec: StoreSpec, store: StoreState) -> int:
 
 
 def _with_room_to_wait(specs: Sequence[StoreSpec], state: State, room: dict[int, int], shards: Shards | None) -> State:
-    """The state with sightings made anew, under the salt that the store has now, where they have little room."""
+    """The state with sightings made anew where they have little room; `room`: for how many keys, by store."""
     if not room:
         return state
     stores = [

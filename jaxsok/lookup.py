@@ -73,8 +73,9 @@ def lookup(
         elif plan.distinct is None:
             store, one_found, values = _lookup_fused(spec, store, state.seed, features, state.step, now)
         else:
-            distinct = plan.distinct[s]
-            store, one_found, values = _lookup_planned(spec, store, state.seed, features, distinct, state.step, now)
+            store, one_found, values = _lookup_planned(
+                spec, store, state.seed, features, plan.distinct[s], state.step, now
+            )
         stores.append(store)
         found.append(one_found)
         embeddings |= _named(features, values)
@@ -159,8 +160,8 @@ def _lookup_exchanged(
             store, row_ids, counts = table.find_or_insert(
                 spec, store, seed, keys, table_ids, step=step, uses=received[:, 3]
             )
-            store = table.touch(spec, store, row_ids, received[:, 3], clock)
             inserted = counts[:, (_INSERTED, _UNADMITTED)]
+            store = table.touch(spec, store, row_ids, received[:, 3], clock)
         if spec.is_replicated:
             return store, row_ids, route.to_askers(row_ids), inserted, none
         store, rows, absent = table.gather(spec, store, seed, received, row_ids, is_find=is_find)
@@ -277,10 +278,11 @@ def _lookup_planned(
     step: UInt32[Array, ""],
     clock: UInt32[Array, ""],
 ) -> tuple[StoreState, Found, list[Array]]:
+    uses = distinct.multiplicity.astype(jnp.uint32)
     store, unique_ids, unique_counts = table.find_or_insert(
-        spec, store, seed, distinct.unique, distinct.unique_tables, step=step, uses=distinct.multiplicity
+        spec, store, seed, distinct.unique, distinct.unique_tables, step=step, uses=uses
     )
-    store = table.touch(spec, store, unique_ids, distinct.multiplicity.astype(jnp.uint32), clock)
+    store = table.touch(spec, store, unique_ids, uses, clock)
     row_ids = unique_ids.at[distinct.inverse].get(mode="fill", fill_value=NO_ROW)
     store, counts, values = _combined(spec, store, seed, features, row_ids, store.rows)
     # Among distinct keys every new one is its own first occurrence; the rest of its occurrences are found.

@@ -413,7 +413,7 @@ def clear(spec: StoreSpec, store: StoreState, number: int) -> tuple[StoreState, 
       number: of the table in the store.
 
     Returns:
-      The store, and how many rows there were.
+      The store, and how many rows there were. Keys of the table that waited for a row are forgotten too.
 
     Cost:
       Streams records, optimizer state and statistics, and rewrites the index; no key is sought.

@@ -601,12 +601,14 @@ def test_waiting_keys_move_to_another_mesh(before, after):
     state, _ = stats_of_lookup(old, state, rng.integers(2**63, 2**63 + 40, 64, np.uint64))
     want, rows = waiting(old, state, "user"), programs.rows_of(old, state)
     other = new.init(seed=SEED)
+    keys, counts = admission.waiting(old.stores[0], state.stores[0], 0)
     store = admission.with_waiting(
         new.stores[0],
         other.stores[0],
         0,
-        *admission.waiting(old.stores[0], state.stores[0], 0),
-        np.asarray(other.partition_owners),
+        keys,
+        counts,
+        None if after is None else programs.owner_of(keys, "user", after),
         new.shards,
     )
     assert int(np.asarray(store.counters).reshape(-1, 9)[:, 8].sum()) == len(want)

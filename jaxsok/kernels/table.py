@@ -272,21 +272,6 @@ def wait(
     return tuple(call(counters, floors, entries))
 
 
-GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-
-
-def mix64(words: np.ndarray) -> np.ndarray:
-    """Mix64 of ffi/core/hash.h, of uint64, in NumPy.
-
-    Example:
-      >>> mix64(np.zeros(1, np.uint64)).tolist()
-      [0]
-    """
-    words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return words ^ (words >> np.uint64(31))
-
-
 def home_bucket(
     keys: UInt32[np.ndarray, "num_keys 2"], table_ids: UInt32[np.ndarray, " num_keys"], salt: int, num_buckets: int
 ) -> np.ndarray:
@@ -296,6 +281,13 @@ def home_bucket(
       >>> home_bucket(np.array([[7, 0]], np.uint32), np.array([0], np.uint32), salt=0, num_buckets=1).tolist()
       [0]
     """
+    golden = np.uint64(0x9E3779B97F4A7C15)
+
+    def mix(x: np.ndarray) -> np.ndarray:
+        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        return x ^ (x >> np.uint64(31))
+
     words = np.ascontiguousarray(keys).view(np.uint64)[:, 0]
-    hashes = mix64(mix64(words ^ np.uint64(salt)) + (table_ids.astype(np.uint64) + np.uint64(1)) * GOLDEN)
+    hashes = mix(mix(words ^ np.uint64(salt)) + (table_ids.astype(np.uint64) + np.uint64(1)) * golden)
     return ((hashes >> np.uint64(32)) * np.uint64(num_buckets)) >> np.uint64(32)
