@@ -138,12 +138,24 @@ def optimizer_of(name: str) -> jaxsok.optim.Optimizer:
 
 
 def collection_of(
-    workload: Workload, optimizer: str, mesh: Mesh | None = None, exchange: jaxsok.ExchangeSpec | None = None
+    workload: Workload,
+    optimizer: str,
+    mesh: Mesh | None = None,
+    exchange: jaxsok.ExchangeSpec | None = None,
+    **options: Any,
 ) -> jaxsok.Collection:
-    """One table and one feature for each table of the workload; all of them share one store, sharded on a mesh."""
+    """One table and one feature for each table of the workload; all of them share one store, sharded on a mesh.
+
+    Args:
+      workload: whose shape.
+      optimizer: by name.
+      mesh: None: one device.
+      exchange: between shards.
+      **options: of every TableSpec.
+    """
     made = optimizer_of(optimizer)
     tables = [
-        jaxsok.TableSpec(f"table_{number:02}", dim=workload.dim, optimizer=made, capacity=workload.num_rows)
+        jaxsok.TableSpec(f"table_{number:02}", dim=workload.dim, optimizer=made, capacity=workload.num_rows, **options)
         for number in range(workload.num_tables)
     ]
     features = [
@@ -168,29 +180,42 @@ def raw_of(collection: jaxsok.Collection, workload: Workload, ids: np.ndarray) -
     return raw
 
 
-def filled(workload: Workload, optimizer: str, mesh: Mesh | None = None) -> Filled:
+def filled(workload: Workload, optimizer: str, mesh: Mesh | None = None, **options: Any) -> Filled:
     """Makes the collection and gives every id of every table its row; on a mesh at its owner.
+
+    Args:
+      workload: whose shape.
+      optimizer: by name.
+      mesh: None: one device.
+      **options: of every TableSpec. What they say of admission does not count here.
 
     Raises:
       RuntimeError: the tables do not hold what was inserted.
     """
-    collection = collection_of(workload, optimizer, mesh)
+    collection = collection_of(workload, optimizer, mesh, **options)
+    # Tables without admission have the same state but for those who wait.
+    plain = collection_of(workload, optimizer, mesh, **{**options, "admission": None})
     state = collection.init(seed=0)
+    waiting, fingerprint = [(one.sightings, one.bloom) for one in state.stores], state.fingerprint
+    stores = tuple(dataclasses.replace(one, sightings=(), bloom=()) for one in state.stores)
+    state = dataclasses.replace(state, stores=stores, fingerprint=plain.fingerprint)
     bags = _fill_bags(workload, 1 if mesh is None else mesh.size)
     shape = (bags, workload.hotness) if workload.hotness > 1 else (bags,)
     num_ids = bags * workload.hotness
 
     def insert(state, begin):
-        raw = {
-            spec.name: _keys(shape, workload.num_rows, number, begin) for number, spec in enumerate(collection.features)
-        }
-        return collection.lookup(state, collection.batch(raw).features)[1]
+        raw = {spec.name: _keys(shape, workload.num_rows, number, begin) for number, spec in enumerate(plain.features)}
+        return plain.lookup(state, plain.batch(raw).features)[1]
 
     insert = jax.jit(insert, donate_argnums=0)
     for begin in range(0, workload.num_rows, num_ids):
         # The last step begins early enough to be as long as the others; keys met again insert nothing.
         state = insert(state, jnp.uint32(min(begin, max(0, workload.num_rows - num_ids))))
-    jax.block_until_ready(state)
+    stores = tuple(
+        dataclasses.replace(one, sightings=sightings, bloom=bloom)
+        for one, (sightings, bloom) in zip(state.stores, waiting, strict=True)
+    )
+    state = jax.block_until_ready(dataclasses.replace(state, stores=stores, fingerprint=fingerprint))
     short = {name: count for name, count in collection.num_rows(state).items() if count != workload.num_rows}
     if short:
         raise RuntimeError(f"{workload.name}: tables hold {short} rows after filling, wanted {workload.num_rows} each.")

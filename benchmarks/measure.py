@@ -17,6 +17,7 @@ from . import (
     bench_dims,
     bench_evict,
     bench_insert,
+    bench_life,
     bench_lookup,
     bench_plan,
     bench_scale,
@@ -40,7 +41,7 @@ ON_FILLED = {"lookup": None, "update": None, "small": bench_small.WORKLOADS, "sk
 
 WITHOUT_TABLES = {"plan": bench_plan, "combine": bench_combine}
 
-OWN_TABLES = ("insert", "scale", "dims", "evict", "cpu")
+OWN_TABLES = ("insert", "scale", "dims", "evict", "life", "cpu")
 """The parts with tables of their own, in the order in which they are measured."""
 
 
@@ -73,6 +74,7 @@ def one_device(options: argparse.Namespace, protocol: Protocol, recorder: Record
         "scale": lambda: bench_scale.measure(recorder, brief, seed, copy_gb_s, scale, is_quick),
         "dims": lambda: bench_dims.measure(recorder, brief, seed, copy_gb_s, scale, is_quick),
         "evict": lambda: bench_evict.measure(recorder, copy_gb_s, scale, is_quick),
+        "life": lambda: bench_life.measure(recorder, brief, seed, scale, is_quick),
         "cpu": lambda: bench_cpu.measure(recorder, protocol, seed, scale, is_quick),
     }
     for part in OWN_TABLES:

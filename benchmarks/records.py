@@ -50,6 +50,7 @@ RELEASE = "release"
 EVICT = "select + release"
 REBUILD = "rebuild of the index alone"
 HAND_OVER = "hand-over to the host"
+EXPORT = "export to the host"
 
 # The parts of a step on a mesh, and what is measured around it.
 DISTINCT = "distinct keys"

@@ -420,6 +420,39 @@ def evict_rows(records: Sequence[Record]) -> list[tuple[str, ...]]:
     ]
 
 
+LIFE_COLUMNS = (
+    "what",
+    "keys or table",
+    "statistics and admission",
+    "ms",
+    "spread",
+    "time ÷ without",
+    "GB/s",
+    "of the link",
+)
+"""Of statistics, admission and exports."""
+
+
+def life_rows(records: Sequence[Record]) -> list[tuple[str, ...]]:
+    """Forwards and steps with both, over the same without; an export beside the link."""
+    plain = {(one.what, one.distribution): one.timing.ms for one in records if one.variant == "without"}
+    return [
+        (
+            one.what,
+            one.distribution or one.variant,
+            one.variant if one.distribution else NOTHING,
+            f"{one.timing.ms:.4g}",
+            f"{100 * one.timing.spread:.0f}%",
+            f"{one.timing.ms / plain[one.what, one.distribution]:.3f}"
+            if (one.what, one.distribution) in plain
+            else NOTHING,
+            f"{one.gigabytes_per_s:.4g}" if one.moved_bytes else NOTHING,
+            _of_limit(one) if one.moved_bytes else NOTHING,
+        )
+        for one in records
+    ]
+
+
 CPU_COLUMNS = ("keys", "who", "ms", "spread", "M keys/s", "jaxsok's time ÷ this")
 """Of the comparison on a CPU."""
 
@@ -447,6 +480,7 @@ PARTS: dict[str, tuple[str, Sequence[str], Callable[[Sequence[Record]], list[tup
     "scale": ("Size, growth and churn (64 floats, SGD):", SCALE_COLUMNS, scale_rows),
     "dims": ("Widths of rows:", DIM_COLUMNS, dim_rows),
     "evict": ("Eviction of the least recently used tenth (rowwise Adagrad):", EVICT_COLUMNS, evict_rows),
+    "life": ("Statistics, admission and export (W1, rowwise Adagrad):", LIFE_COLUMNS, life_rows),
     "cpu": ("A static table on this CPU (SGD):", CPU_COLUMNS, cpu_rows),
 }
 """The parts that have a table of their own: its title, columns, and what makes it of the part's records."""

@@ -1,0 +1,130 @@
+"""The life of a table: what do statistics and admission add to a lookup, and how fast does a table leave the device?
+
+Question: training forward and step of W1 with frequency, last step and exact-count admission on, over the same without;
+          an export of 10 GB beside the bandwidth of the link to the host.
+Workload: W1, all keys present, and besides with 1% of the keys unseen, which wait and never come in; one table of 128
+          floats under rowwise Adagrad, 10 GB of rows and state.
+Limit:    the same step without; for the export a plain copy of 1 GB to the host, the best of three.
+Command:  `python -m jaxsok bench --only life`
+Last result: docs/performance.md.
+"""
+
+import time
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+
+from jaxsok.policies import AdmitByCount
+
+from . import fill, records, workloads
+from .bench_scale import share_of_memory
+from .limits import FLOAT_BYTES
+from .one_table import OneTable, count
+from .records import Batches, Record, Recorder
+from .timing import Protocol, summary
+
+WORKLOAD = "W1"
+WITHOUT, WITH, WAITING = "without", "with", "with, 1% waiting"
+NEVER = 1 << 30  # sightings that no key reaches here
+EXPORT_BYTES = 10 << 30
+EXPORT_DIM = 128
+LINK_BYTES = 1 << 30
+UNSEEN = 100  # of so many keys one
+
+
+def measure(recorder: Recorder, protocol: Protocol, seed: int, scale: float, is_quick: bool = False) -> None:
+    """Measures both."""
+    workload = workloads.WORKLOADS[WORKLOAD].scaled(scale)
+    run = workload.runs[0]
+    distributions = run.distributions[:1] if is_quick else run.distributions[:2]
+    batches = []
+    for distribution in distributions:
+        key_sets = workloads.key_sets(workload, distribution, protocol.num_key_sets, seed)
+        batches.append(Batches(workload, distribution, key_sets))
+    for variant in (WITHOUT, WITH):
+        label = f"life: {WORKLOAD} {variant}"
+        if recorder.has_time(label):
+            with recorder.attempt(label):
+                _lookups(recorder, protocol, run.optimizer, batches, variant)
+    if recorder.has_time("life: export"):
+        with recorder.attempt("life: export"):
+            _export(recorder, scale)
+
+
+def _lookups(recorder: Recorder, protocol: Protocol, optimizer: str, batches: Sequence[Batches], variant: str) -> None:
+    workload = batches[0].workload
+    options = {} if variant == WITHOUT else {"statistics": True, "admission": AdmitByCount(num_sightings=NEVER)}
+    filled = fill.filled(workload, optimizer, **options)
+    for one in batches:
+        id_sets = [key_set.ids for key_set in one.key_sets]
+        of_variant = {variant: id_sets}
+        if variant == WITH:
+            of_variant[WAITING] = [_with_unseen(ids, workload.num_rows) for ids in id_sets]
+        for name, ids in of_variant.items():
+            for what in (records.TRAINING, records.STEP):
+                inputs = filled.inputs(what, ids)
+                filled.state = filled.collection.grow(filled.state)  # room for those that wait
+                timing = filled.measure(what, inputs, protocol)
+                notes = {"part": "life"}
+                recorder.add(
+                    one.record(
+                        what,
+                        "jaxsok",
+                        timing,
+                        optimizer=optimizer if what == records.STEP else "",
+                        variant=name,
+                        load=filled.load,
+                        notes=notes,
+                    )
+                )
+    short = {name: rows for name, rows in filled.collection.num_rows(filled.state).items() if rows != workload.num_rows}
+    if short:
+        raise RuntimeError(f"life: tables hold {short} rows, wanted {workload.num_rows} each: keys came in that wait.")
+
+
+def _with_unseen(ids: np.ndarray, num_rows: int) -> np.ndarray:
+    """Ids [num_tables, num_bags, hotness] of which every hundredth has no row."""
+    changed = ids.copy()
+    changed[:, ::UNSEEN] = ids[:, ::UNSEEN] % 1000 + num_rows
+    return changed
+
+
+def _export(recorder: Recorder, scale: float) -> None:
+    row_bytes = EXPORT_DIM * FLOAT_BYTES + FLOAT_BYTES + 8
+    num_rows = max(1000, round(min(EXPORT_BYTES, share_of_memory() // 3) * scale) // row_bytes)
+    one = OneTable(num_rows, EXPORT_DIM, "rowwise_adagrad", statistics=True)
+    one.fill(min(num_rows, 4 << 20))
+    link = jax.block_until_ready(jax.numpy.zeros(max(1024, round(LINK_BYTES * scale) // 4), jax.numpy.float32))
+    link_ms = []
+    for _ in range(3):
+        begin = time.perf_counter()
+        np.asarray(link + 1)
+        link_ms.append((time.perf_counter() - begin) * 1e3)
+    del link
+    times, num_bytes = [], 0
+    for _ in range(3):  # the first compiles
+        begin, num_bytes, seen = time.perf_counter(), 0, 0
+        for part in one.collection.export_chunks(one.state, "items"):
+            seen += part.num_rows
+            arrays = (part.keys, part.rows, *part.state.values(), part.last_step, part.frequency)
+            num_bytes += sum(array.nbytes for array in arrays if array is not None)
+        times.append((time.perf_counter() - begin) * 1e3)
+        if seen != num_rows:
+            raise RuntimeError(f"life: export gave {seen} rows, wanted {num_rows}.")
+    link_rate = max(1024, round(LINK_BYTES * scale) // 4) * 4 / min(link_ms)
+    recorder.add(
+        Record(
+            "life",
+            records.EXPORT,
+            "jaxsok",
+            summary(times[1:], 1),
+            optimizer=one.optimizer,
+            variant=f"D {EXPORT_DIM}, {count(num_rows)} rows",
+            num_keys=num_rows,
+            moved_bytes=num_bytes,
+            limit_ms=num_bytes / link_rate,
+            load=one.load,
+            notes={"part": "life", "link_gb_per_s": link_rate * 1e-6, "first_ms": times[0]},
+        )
+    )
