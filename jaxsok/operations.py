@@ -688,24 +688,15 @@ def clock_of(op: str, clock: Any) -> UInt32[Array, ""] | None:
       >>> clock_of("lookup", 1_700_000_000).dtype
       dtype('uint32')
     """
-    if clock is None:
-        return None
-    if isinstance(clock, (int, np.integer)) and not isinstance(clock, bool):
-        if not 0 <= clock < 2**32:
-            raise ValueError(f"{op}: clock: got {clock}, wanted 0 to 2**32 - 1.")
-        return jnp.uint32(clock)
-    if isinstance(clock, (np.ndarray, jax.Array)) and clock.dtype == np.uint32 and clock.shape == ():
-        return jnp.asarray(clock)
-    got = f"{clock.dtype}{list(clock.shape)}" if hasattr(clock, "shape") else repr(clock)
-    raise TypeError(f"{op}: clock: got {got}, wanted a uint32 scalar or an integer.")
+    return None if clock is None else word_of(f"{op}: clock", clock)
 
 
 def word_of(what: str, value: Any) -> Any:
     """A uint32 scalar, checked; `what`: the operation and its argument."""
-    if isinstance(value, jax.Array):
-        if value.shape != () or value.dtype != jnp.uint32:
+    if isinstance(value, (jax.Array, np.ndarray)):
+        if value.shape != () or value.dtype != np.uint32:
             raise TypeError(f"{what}: got {value.dtype}{list(value.shape)}, wanted an integer or a uint32 scalar.")
-        return value
+        return jnp.asarray(value)
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
         raise TypeError(f"{what}: got {value!r}, wanted an integer or a uint32 scalar.")
     if not 0 <= value < 2**32:

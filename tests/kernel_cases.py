@@ -2902,6 +2902,7 @@ def admission_small() -> Script:
     row_ids = script.lookup(batch, step=2)
     script.lookup_planned(batch, row_ids)
     script.gather(batch.keys, batch.tables, row_ids)
+    return script
 
 
 # Eviction: select, release -------------------------------------------------------------------------------------

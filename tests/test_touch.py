@@ -227,7 +227,7 @@ def test_nothing_is_added_without_statistics():
     [
         (-1, ValueError, "lookup: clock: got -1, wanted 0 to 2"),
         (2**32, ValueError, "lookup: clock: got 4294967296"),
-        (True, TypeError, "lookup: clock: got True, wanted a uint32 scalar"),
+        (True, TypeError, "lookup: clock: got True, wanted an integer or a uint32 scalar"),
         (1.5, TypeError, "lookup: clock: got 1.5"),
         (np.zeros(1, np.uint32), TypeError, r"lookup: clock: got uint32\[1\]"),
         (np.zeros((), np.int32), TypeError, r"lookup: clock: got int32\[\]"),
