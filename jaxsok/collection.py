@@ -29,7 +29,7 @@ from jaxsok import update as update_lib
 from jaxsok.features import Batch, Features
 from jaxsok.kernels import library
 from jaxsok.lookup import Embeddings
-from jaxsok.operations import TableOperations, clock_of, place_of, word_of
+from jaxsok.operations import TableOperations, clock_of, place_of
 from jaxsok.plan import Found, Plan
 from jaxsok.shards import Shards
 from jaxsok.specs import (
@@ -595,8 +595,7 @@ class Collection(TableOperations):
         self._check_state("grow", state)
         if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
             raise ValueError(f"grow: steps: got {steps!r}, wanted an integer of at least 1.")
-        clock = state.step if clock is None else word_of("grow: clock", clock)
-        return grow_lib.grow(self.stores, self.growth, state, steps, self.shards, clock, hand_over)
+        return grow_lib.grow(self.stores, self.growth, state, steps, self.shards, clock_of("grow", clock), hand_over)
 
     def ahead(self, step: Any, *, state_argnum: int = 0) -> ahead_lib.Ahead:
         """Wraps a jitted step, so that the program for the next capacity is there when the state grows.

@@ -259,21 +259,22 @@ class TableOperations:
         """
         self._check_state("evict", state)
         leaving = self._leaving(table, policy, num_rows)
-        clock = state.step if clock is None else word_of("evict: clock", clock)
-        num_rows = None if num_rows is None else word_of("evict: num_rows", num_rows)
+        now = clock_of("evict", clock)
+        num_rows = None if num_rows is None else _word("evict: num_rows", num_rows)
         if hand_over is not None:
             if not callable(hand_over):
                 raise TypeError(
                     f"evict: hand_over: got {hand_over!r}, wanted a function of a table's name and Records."
                 )
-            if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((state, clock, num_rows))):
+            if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((state, now, num_rows))):
                 raise TypeError(
                     "evict: hand_over: got one under a trace (jax.jit, shard_map), wanted None there: rows are read by "
                     "the host. Call evict between steps."
                 )
         (state,) = guards.whole("evict", state=state)
+        now = state.step if now is None else now
         budgets = {} if num_rows is None else dict.fromkeys(leaving, num_rows)
-        stores, by_store = evict_lib.evict(leaving, state.stores, clock, budgets, hand_over)
+        stores, by_store = evict_lib.evict(leaving, state.stores, now, budgets, hand_over)
         counts = {
             spec.name: count
             for s, by_table in by_store.items()
@@ -691,7 +692,7 @@ def clock_of(op: str, clock: Any) -> UInt32[Array, ""] | None:
     return None if clock is None else word_of(f"{op}: clock", clock)
 
 
-def word_of(what: str, value: Any) -> Any:
+def _word(what: str, value: Any) -> Any:
     """A uint32 scalar, checked; `what`: the operation and its argument."""
     if isinstance(value, (jax.Array, np.ndarray)):
         if value.shape != () or value.dtype != np.uint32:

@@ -168,6 +168,9 @@ def main(job, folder):
         parts = {**local_tables(collection, state), **exported(collection, state)}
         np.savez(pathlib.Path(folder) / f"{number}.npz", **read, **parts)
         return
+    if job == "evict":
+        evicted_by_need(mesh, number, num_processes, folder)
+        return
     wire = WIRES["narrow" if job == "train narrow" else "float32"]
     collection = jaxsok.Collection(TABLES, FEATURES, mesh=mesh, axis="data", exchange=wire)
 
@@ -186,6 +189,46 @@ def main(job, folder):
         capacities=capacities,
         num_grown=collection.growth.num_grown,
         num_rows=[num_rows[table.name] for table in TABLES],
+        **local_tables(collection, state),
+    )
+
+
+def evicting(mesh):
+    """A spread table and a replicated one, full soon, whose least recently used rows leave."""
+    lru = {"capacity": 96, "max_capacity": 96, "eviction": jaxsok.policies.LeastRecentlyUsed()}
+    tables = [
+        jaxsok.TableSpec("user", DIM, ADAGRAD, **lru),
+        jaxsok.TableSpec("ad", DIM, ADAGRAD, placement=jaxsok.REPLICATED, **lru),
+    ]
+    return jaxsok.Collection(tables, [jaxsok.FeatureSpec(t.name, t.name) for t in tables], mesh=mesh, axis="data")
+
+
+def evicted(collection, process=0, num_processes=1):
+    """Steps that bring new keys into full stores, then an eviction by name; the state, who was handed over."""
+    state, handed = collection.init(seed=0), {"user": [], "ad": []}
+
+    def hand_over(name, records):
+        handed[name] += records.keys.tolist()
+
+    lookup = jax.jit(collection.lookup, donate_argnums=0)
+    for step in range(9):
+        keys = np.random.default_rng(step).integers(0, 30, 16) + 20 * step
+        mine = np.split(keys, num_processes)[process]
+        features = collection.batch({"user": mine, "ad": mine + 7}).features
+        state = collection.grow(state, clock=step, hand_over=hand_over)
+        _, state, _ = lookup(state, features)
+    state, gone = collection.evict(state, "user", num_rows=30, clock=9, hand_over=hand_over)
+    return state, gone, handed
+
+
+def evicted_by_need(mesh, number, num_processes, folder):
+    """What each process was handed, and what its shards have left."""
+    collection = evicting(mesh)
+    state, gone, handed = evicted(collection, number, num_processes)
+    np.savez(
+        pathlib.Path(folder) / f"{number}.npz",
+        gone=np.asarray(gone.num_evicted),
+        **{f"handed.{name}": np.array(keys, np.uint64) for name, keys in handed.items()},
         **local_tables(collection, state),
     )
 

@@ -606,14 +606,6 @@ def test_inside_shard_map():
 # Ahead of need
 
 
-def touched(collection, state, used, step, statistics):
-    """Statistics as a lookup will write them: of the keys that `used` names, in the table "user"."""
-    for key in used:
-        _, uses = statistics.get(key, (0, 0))
-        statistics[key] = (step, uses + 1)
-    return with_statistics(collection, state, {"user": statistics})
-
-
 @pytest.mark.parametrize("policy", [LeastRecentlyUsed(), LeastFrequentlyUsed()])
 def test_a_full_store_never_refuses(policy):
     """Many steps, four times as many keys as rows: nothing refused, and those that stay are whom the policy says."""
@@ -636,7 +628,9 @@ def test_a_full_store_never_refuses(policy):
         assert counts["num_refused"] == 0
         assert counts["num_rows"] <= capacity
         assert counts["num_evicted"] == num_gone
-        state = touched(collection, state, keys.tolist(), step, present)
+        for key in keys.tolist():
+            present[key] = (step, present.get(key, (0, 0))[1] + 1)
+        assert statistics_of(collection, state) == present
     assert num_gone > 100
     assert collection.growth.num_evictions > 5
 
@@ -678,16 +672,17 @@ def test_full_shards_never_refuse():
 def test_time_to_live_makes_room_by_a_users_clock():
     """Those whose time has come; where that frees too little it is told, once, and keys may be refused."""
     collection = programs.one_table(capacity=32, max_capacity=32, eviction=TimeToLive(100))
-    state, statistics = collection.init(seed=0), {}
+    state = collection.init(seed=0)
+    lookup = jax.jit(lambda state, features, clock: collection.lookup(state, features, clock=clock))
     for hour in range(8):
         features = programs.batch(collection, user=np.arange(8) + 8 * hour)
         state = collection.grow(state, clock=50 * hour)
-        state, stats = programs.learn(collection, state, features)
+        embeddings, state, plan = lookup(state, features, np.uint32(50 * hour))
+        state, stats = programs.update(collection)(state, plan, embeddings)
         stats.check()
-        statistics = {key: of_key for key, of_key in statistics.items() if key in programs.rows_of(collection, state)}
-        state = touched(collection, state, range(8 * hour, 8 * hour + 8), 50 * hour, statistics)
-    assert collection.growth.num_evictions > 1
-    assert min(programs.rows_of(collection, state)) >= 8
+        # Room for four hours; at the fifth those go that are more than two hours old.
+        assert min(programs.rows_of(collection, state)) == 8 * (0 if hour < 4 else 2 if hour < 6 else 4)
+    assert collection.growth.num_evictions == 2
     state = programs.insert(collection, state, range(100, 108))
     state = programs.insert(collection, state, range(108, 116))
     with pytest.warns(RuntimeWarning, match="rows in use after eviction by TimeToLive"):

@@ -173,6 +173,23 @@ def test_operations_of_processes_are_those_of_one(tmp_path):
                 )
 
 
+def test_eviction_in_several_processes(tmp_path):
+    """Rows leave as in one process; each process is handed those of its own shards, and replicated ones come once."""
+    processes = results_of("evict", tmp_path, 2, 2)
+    collection = process_worker.evicting(programs.mesh(4))
+    state, gone, handed = process_worker.evicted(collection)
+    assert all(handed.values())
+    for table in collection.tables:
+        want = programs.by_key(collection, state, table.name)
+        got = union(processes, table, ("keys", "rows"))
+        for column, values in got.items():
+            np.testing.assert_array_equal(values, want[column], err_msg=table.name)
+        parts = np.concatenate([one[f"handed.{table.name}"] for one in processes]).tolist()
+        assert sorted(parts) == sorted(handed[table.name])
+    for one in processes:
+        np.testing.assert_array_equal(one["gone"], gone.num_evicted)
+
+
 def test_refusals_in_all_processes(tmp_path):
     """Specs that differ are named in every process at the start; then all of them go on with specs that do not."""
     results = results_of("refusals", tmp_path, 2, 1)
