@@ -267,4 +267,4 @@ class Life(stateful.RuleBasedStateMachine):
 
 
 TestLife = Life.TestCase
-TestLife.settings = hypothesis.settings(max_examples=8, stateful_step_count=12, deadline=None)
+TestLife.settings = hypothesis.settings(max_examples=5, stateful_step_count=12, deadline=None)
