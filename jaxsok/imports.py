@@ -271,7 +271,7 @@ class _Entering:
         refused = []
         for piece in self._pieces(arrays, dealt):
             store, seed = self.store, self.state.seed
-            store, one = _entered(self.spec, self.number, self.shards, self.reset_state, store, seed, self.clock, piece)
+            store, one = entered(self.spec, self.number, self.shards, self.reset_state, store, seed, self.clock, piece)
             stores = (*self.state.stores[: self.s], store, *self.state.stores[self.s + 1 :])
             self.state = dataclasses.replace(self.state, stores=stores)
             refused.append(one)
@@ -292,7 +292,7 @@ class _Entering:
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3), donate_argnums=4)
-def _entered(
+def entered(
     spec: StoreSpec,
     number: int,
     shards: Shards | None,

@@ -529,6 +529,12 @@ def layers(name):
     return importlib.import_module(f"jaxsok.layers.{name}")
 
 
+def checkpoint():
+    """jaxsok.checkpoint, which needs Orbax and PyArrow."""
+    pytest.importorskip("orbax.checkpoint")
+    return importlib.import_module("jaxsok.checkpoint")
+
+
 API = {
     "jaxsok": lambda: list(jaxsok.__all__),
     "jaxsok.Collection": lambda: [
@@ -574,6 +580,11 @@ API = {
     "jaxsok.interchange.columns": lambda: calls_of(columns),
     "jaxsok.interchange.npz": lambda: calls_of(npz),
     "jaxsok.interchange.files.RecordChunks": lambda: members_of(files.RecordChunks),
+    "jaxsok.checkpoint": lambda: calls_of(checkpoint()),
+    **{
+        f"jaxsok.checkpoint.{name}": lambda name=name: members_of(getattr(checkpoint(), name))
+        for name in ("TablesSave", "TablesRestore", "SaveReport", "Exported")
+    },
 }
 
 

@@ -1,0 +1,39 @@
+"""Checkpoints and exports: rows with their keys, streamed into files and back, onto any mesh.
+
+`TablesSave` and `TablesRestore` go through Orbax, beside the dense parameters. `export_full` and `export_delta` write
+folders of the same files without it, the latter only what changed; `load` makes a state of them. The files are told in
+docs/checkpoint_format.md. Needs `pip install 'jaxsok[checkpoint]'`; import it by name.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from jaxsok.checkpoint.exports import Exported, apply_delta, export_delta, export_full, load
+from jaxsok.checkpoint.files import CorruptFileError
+from jaxsok.checkpoint.save import SaveReport
+
+if TYPE_CHECKING:
+    from jaxsok.checkpoint.handler import TablesCheckpointHandler, TablesRestore, TablesSave
+
+_OF_ORBAX = ("TablesCheckpointHandler", "TablesRestore", "TablesSave")
+
+__all__ = [
+    "CorruptFileError",
+    "Exported",
+    "SaveReport",
+    "TablesCheckpointHandler",
+    "TablesRestore",
+    "TablesSave",
+    "apply_delta",
+    "export_delta",
+    "export_full",
+    "load",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Orbax takes seconds to import, and exports do without it."""
+    if name in _OF_ORBAX:
+        from jaxsok.checkpoint import handler
+
+        return getattr(handler, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,150 @@
+"""The Orbax handler: tables as an item of a checkpoint, beside dense parameters or alone.
+
+Orbax makes the folder, waits for all processes and commits; what is in the folder is written by `save.py` and read by
+`restore.py`. Files are written by a thread that Orbax waits for; `async_save` returns as soon as the state is on the
+host.
+"""
+
+import asyncio
+import dataclasses
+import time
+from collections.abc import Sequence
+from typing import Any
+
+try:
+    import orbax.checkpoint as ocp
+except ImportError as error:
+    raise ImportError(
+        "jaxsok.checkpoint: orbax-checkpoint: got no such module, wanted it for checkpoints; pip install "
+        "'jaxsok[checkpoint]'."
+    ) from error
+
+from jaxsok.checkpoint import manifest as manifest_lib
+from jaxsok.checkpoint.restore import OptimizerState, Source, restored
+from jaxsok.checkpoint.save import HOST_BYTES, PIECE_BYTES, SaveOptions, SaveReport, Saving, saved_now
+from jaxsok.collection import Collection
+from jaxsok.store import State
+
+SAVE, RESTORE = "TablesSave", "TablesRestore"
+PATIENCE_S = 600  # for Orbax to make the folder
+
+
+class TablesCheckpointHandler(ocp.AsyncCheckpointHandler):
+    """Saves and restores the tables of a collection.
+
+    `CheckpointManager`, `AsyncCheckpointer` and `Checkpointer` find it by the arguments, `TablesSave` and
+    `TablesRestore`; in several processes all of them call.
+
+    Example:
+      `ocp.AsyncCheckpointer(TablesCheckpointHandler()).save(path, args=TablesSave(collection, state))`
+    """
+
+    def __init__(self) -> None:
+        """Holds nothing but the report of the last save."""
+        self.report: SaveReport | None = None
+
+    async def async_save(self, directory: Any, args: "TablesSave") -> list[Any]:
+        """Copies the state to the host and returns; files are written by a thread that Orbax waits for."""
+        saving = args.started()
+        self.report = args.report
+        # The folder may be on its way: a commit future waits for it, in its thread, and then writes.
+        commit = ocp.future.CommitFutureAwaitingContractedSignals(_written(saving, directory), name="jaxsok_tables")
+        began = time.monotonic()
+
+        def is_alive() -> None:
+            try:
+                commit.result(timeout=0.001)
+            except TimeoutError:
+                if time.monotonic() - began > PATIENCE_S:
+                    raise
+
+        # Not on the loop's thread: other items are copied at the same time.
+        await asyncio.to_thread(saving.feed, is_alive)
+        return [commit]
+
+    def save(self, directory: Any, args: "TablesSave") -> None:
+        """Saves and waits for the files."""
+        saving = args.started()
+        self.report = args.report
+        saved_now(saving, directory)
+
+    def finalize(self, directory: Any) -> None:
+        """Joins what all processes have written; called by the first of them, when all have."""
+        manifest_lib.join_parts(SAVE, directory)
+
+    def restore(self, directory: Any, args: "TablesRestore | None" = None) -> State:
+        """The state of the arguments' collection, as it was saved."""
+        if not isinstance(args, TablesRestore):
+            raise TypeError(
+                f"{RESTORE}: args: got {args!r}, wanted TablesRestore(collection): a collection says where rows go."
+            )
+        source = Source.of(RESTORE, directory)
+        return restored(source, args.collection, args.state, args.tables, args.optimizer_state)
+
+    def metadata(self, directory: Any) -> dict[str, Any]:
+        """What the manifest says, without the lists of files."""
+        manifest = manifest_lib.read(RESTORE, directory)
+        kept = ("form", "num_rows", "num_nonfinite", "num_evicted")
+        tables = {name: {one: table[one] for one in kept} for name, table in manifest["tables"].items()}
+        return {**{name: manifest[name] for name in ("step", "clock", "uuid", "mesh", "kind")}, "tables": tables}
+
+
+async def _written(saving: Saving, directory: Any) -> None:
+    saving.write(directory)
+
+
+@ocp.args.register_with_handler(TablesCheckpointHandler, for_save=True)
+@dataclasses.dataclass
+class TablesSave(ocp.args.CheckpointArgs):
+    """What to save: of `CheckpointManager.save` and the like, alone or in `ocp.args.Composite`.
+
+    When `save` has returned, the state may be donated: all that is saved of it is on the host, and `report.pause_s`
+    says how long that took. What does not fit into `host_bytes` is written before `save` returns.
+
+    Example:
+      `manager.save(step, args=ocp.args.Composite(tables=TablesSave(collection, state), params=...))`
+    """
+
+    collection: Collection
+    state: State
+    _: dataclasses.KW_ONLY
+    compression: str = "none"
+    """Of the files: "none", "lz4" or "zstd"."""
+    host_bytes: int = HOST_BYTES
+    """Host memory that this process may take."""
+    piece_bytes: int = PIECE_BYTES
+    """What is copied at a time."""
+    clock: int | None = None
+    """The time, where lookups are told one; None: the state's step."""
+    report: SaveReport | None = dataclasses.field(default=None, init=False)
+    """What the save did, once it has begun; `total_s` and `file_bytes` once it has ended."""
+
+    def started(self) -> Saving:
+        """The save that these arguments mean."""
+        if not isinstance(self.collection, Collection):
+            raise TypeError(f"{SAVE}: collection: got {type(self.collection).__name__}, wanted a jaxsok.Collection.")
+        options = SaveOptions(self.compression, self.host_bytes, self.piece_bytes)
+        saving = Saving(SAVE, self.collection, self.state, options, clock=self.clock)
+        self.report = saving.report
+        return saving
+
+
+@ocp.args.register_with_handler(TablesCheckpointHandler, for_restore=True)
+@dataclasses.dataclass
+class TablesRestore(ocp.args.CheckpointArgs):
+    """What to restore, and into what.
+
+    Example:
+      `state = manager.restore(step, args=ocp.args.Composite(tables=TablesRestore(collection)))["tables"]`
+    """
+
+    collection: Collection
+    """Of any mesh, capacities, grouping into stores and dtype of rows."""
+    _: dataclasses.KW_ONLY
+    state: State | None = None
+    """Donated; None: a new one, with the seed and the step of the save. One that is given keeps its own."""
+    tables: Sequence[str] | None = None
+    """Names; None: all, and the checkpoint must have no others."""
+    optimizer_state: OptimizerState = "require"
+    """"require": as it was saved, refused if the optimizer is of another form; "matching": what has equal name and dim,
+    the rest initial; "initial": none of it."""

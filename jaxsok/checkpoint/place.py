@@ -1,0 +1,165 @@
+"""Rows into a state, round by round: so many for each shard at a time, each shard's of the keys that it owns.
+
+Sharding model: a round is one program over all shards; each process gives the lines of its own shards, padded to one
+size, and all processes make equally many rounds. (`import_table` takes the same records in all processes; here each
+reads its own.)
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from jaxsok import grow as grow_lib
+from jaxsok import imports as imports_lib
+from jaxsok import processes
+from jaxsok.collection import Collection
+from jaxsok.keys import padding_words, to_words
+from jaxsok.records import Records, joined
+from jaxsok.shards import Shards
+from jaxsok.specs import StoreSpec
+from jaxsok.store import NUM_STATISTICS, State, row_bytes
+from jaxsok.types import TableFullError
+
+ROUND_BYTES = 32 << 20  # of all shards of a process together: host memory stays at a few times that
+MOST_LINES = 1 << 20  # of a shard in a round
+
+
+class Placer:
+    """Places records of one table; what it placed replaces what was there under the same keys."""
+
+    def __init__(self, op: str, collection: Collection, s: int, number: int):
+        """Declares.
+
+        Args:
+          op: named in errors.
+          collection: of the state.
+          s: the number of the store.
+          number: of the table in it.
+        """
+        self.op, self.collection, self.s, self.number = op, collection, s, number
+        self.spec: StoreSpec = collection.stores[s]
+        self.shards: Shards | None = collection.shards
+        self.local = [0] if self.shards is None else self.shards.local()
+        lines = ROUND_BYTES // (row_bytes(self.spec) * len(self.local))
+        # A power of two: a few programs, whatever the number of rows.
+        self.most_lines = min(MOST_LINES, 1 << max(6, int(lines).bit_length() - 1))
+
+    def place(self, state: State, of_shard: Callable[[int], Iterator[Records]]) -> tuple[State, int]:
+        """Places all records.
+
+        Args:
+          state: donated; with room for all of them.
+          of_shard: the records of a shard of this process, in any pieces; of a replicated store those of one stand for
+            all.
+
+        Returns:
+          The state, and how many rows were placed, on all shards.
+
+        Raises:
+          TableFullError: keys were refused.
+        """
+        streams = {shard: _Stream(of_shard(shard)) for shard in self.local[: 1 if self.spec.is_replicated else None]}
+        total, unsettled = 0, None
+        while True:
+            blocks = {shard: stream.take(self.most_lines) for shard, stream in streams.items()}
+            most = max(block.num_rows if block else 0 for block in blocks.values())
+            # The size of a round, like their number, is what the process with most to do needs.
+            most = (1 << 40) - processes.least((1 << 40) - most)
+            if most == 0:
+                break
+            size = min(self.most_lines, 1 << max(6, (most - 1).bit_length()))
+            total += sum(block.num_rows for block in blocks.values() if block)
+            piece = self._piece(blocks, size)
+            state = self._settled(state, unsettled)
+            state, refused = self._entered(state, piece)
+            unsettled = piece, refused
+        return self._settled(state, unsettled), self._total(total)
+
+    def _entered(self, state: State, piece: dict[str, Any]) -> tuple[State, Array]:
+        store, refused = imports_lib.entered(
+            self.spec, self.number, self.shards, False, state.stores[self.s], state.seed, np.uint32(0), piece
+        )
+        stores = (*state.stores[: self.s], store, *state.stores[self.s + 1 :])
+        return dataclasses.replace(state, stores=stores), refused
+
+    def _settled(self, state: State, unsettled: tuple[dict[str, Any], Array] | None) -> State:
+        """The state when a round has ended: keys that found no entry in the index get one under another salt."""
+        for _ in range(imports_lib.SALTS):
+            if unsettled is None or not self._is_any(unsettled[1]):
+                return state
+            state = grow_lib.resalted(self.collection.stores, state, self.s, self.shards)
+            state, refused = self._entered(state, unsettled[0])
+            unsettled = unsettled[0], refused
+        if unsettled is None or not self._is_any(unsettled[1]):
+            return state
+        raise TableFullError(
+            f'{self.op}: table "{self.spec.tables[self.number].name}": got keys without an entry in the index under '
+            f"{imports_lib.SALTS} salts, wanted one for each; declare a larger capacity, so that the index is larger."
+        )
+
+    def _is_any(self, refused: Array) -> bool:
+        """Whether a shard of any process refused a key."""
+        is_spread = self.shards is not None and self.shards.num_processes > 1
+        return bool(np.asarray(self.shards.gathered(refused) if is_spread else refused).any())
+
+    def _piece(self, blocks: dict[int, Records | None], size: int) -> dict[str, Any]:
+        """What a round enters: for each array the lines of all shards."""
+        padded = {shard: self._padded(block, size) for shard, block in blocks.items()}
+        if self.spec.is_replicated:
+            padded = dict.fromkeys(self.local, padded[self.local[0]])
+        first = padded[self.local[0]]
+        if self.shards is None:
+            return {name: jnp.asarray(array) for name, array in first.items()}
+        return {name: self.shards.put({shard: padded[shard][name] for shard in self.local}) for name in first}
+
+    def _total(self, count: int) -> int:
+        """Of all processes; a replicated store is read by each of them in full."""
+        if self.spec.is_replicated or self.shards is None or self.shards.num_processes == 1:
+            return count
+        from jax.experimental import multihost_utils
+
+        words = np.array([count >> 31, count & 0x7FFFFFFF], np.int32)
+        gathered = np.asarray(multihost_utils.process_allgather(words)).reshape(-1, 2)
+        return sum((int(high) << 31) | int(low) for high, low in gathered)
+
+    def _padded(self, records: Records | None, size: int) -> dict[str, np.ndarray]:
+        """A shard's lines, and padding behind them."""
+        spec, count = self.spec, 0 if records is None else records.num_rows
+        arrays = {"keys": padding_words((size,)), "rows": np.zeros((size, spec.dim), jnp.dtype(spec.dtype))}
+        arrays |= {f"state.{one.name}": np.zeros((size, one.dim), np.float32) for one in spec.state_specs}
+        if spec.keeps_statistics:
+            arrays["statistics"] = np.zeros((size, NUM_STATISTICS), np.uint32)
+        if records is not None:
+            arrays["keys"][:count], arrays["rows"][:count] = to_words(records.keys), records.rows
+            for one in spec.state_specs:
+                arrays[f"state.{one.name}"][:count] = records.state[one.name]
+            if spec.keeps_statistics:
+                arrays["statistics"][:count, 0], arrays["statistics"][:count, 1] = records.last_step, records.frequency
+        return arrays
+
+
+class _Stream:
+    """Records that come in pieces of any size, handed out in pieces of the size asked for."""
+
+    def __init__(self, pieces: Iterator[Records]):
+        self.pieces, self.rest = pieces, None
+
+    def take(self, most: int) -> Records | None:
+        """The next lines, at most so many; None: there are none."""
+        parts, count = [], 0
+        while count < most:
+            piece = self.rest if self.rest is not None else next(self.pieces, None)
+            self.rest = None
+            if piece is None:
+                break
+            if count + piece.num_rows > most:
+                self.rest = piece.take(slice(most - count, None))
+                piece = piece.take(slice(0, most - count))
+            if piece.num_rows:
+                parts.append(piece)
+                count += piece.num_rows
+        return joined(parts) if parts else None

@@ -1,0 +1,455 @@
+"""Saving: a state on its way into the files of a folder, through a queue that holds so many bytes and no more.
+
+One side copies pieces of the state to the host and is what training waits for; the other picks out the live rows, puts
+them in the order of their partitions and writes them. What fits into the queue is copied at once; what does not waits
+until files are written.
+"""
+
+import collections
+import concurrent.futures
+import dataclasses
+import logging
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxsok import policies
+from jaxsok.checkpoint import manifest as manifest_lib
+from jaxsok.checkpoint.files import (
+    COMPRESSIONS,
+    BatchFile,
+    TableForm,
+    all_partitions,
+    keys_batch,
+    keys_schema,
+    name_word,
+    partitions_of,
+)
+from jaxsok.checkpoint.snapshot import Piece, RowsPiece, WordsPiece, pieces, shard_parts
+from jaxsok.collection import Collection
+from jaxsok.keys import from_words
+from jaxsok.records import Records
+from jaxsok.specs import StoreSpec, TableSpec
+from jaxsok.store import State
+from jaxsok.types import BUCKET_WORDS, COUNTERS, ENTRIES_PER_BUCKET, NUM_PARTITIONS, PADDING_KEY
+
+HOST_BYTES = 4 << 30  # of a process (decision D12)
+PIECE_BYTES = 64 << 20  # large enough for a link's full speed, small beside HOST_BYTES
+WORKING_PIECES = 6  # pieces' worth of memory outside the queue: under way to the host, sorted, compressed, written
+BATCHES_PER_PIECE = 16  # so that a process which restores a sixteenth of the partitions reads little more than that
+LOG = logging.getLogger("jaxsok.checkpoint")
+
+
+@dataclasses.dataclass(frozen=True)
+class SaveOptions:
+    """How a state is saved."""
+
+    compression: str = "none"
+    """Of the columns of the files: "none", "lz4" or "zstd"."""
+    host_bytes: int = HOST_BYTES
+    """Host memory that a process may take beside its tables."""
+    piece_bytes: int = PIECE_BYTES
+    """What is copied from the device at a time; made smaller where `host_bytes` asks for it."""
+
+    def check(self, op: str) -> None:
+        """Refuses what cannot be meant."""
+        if self.compression not in COMPRESSIONS:
+            raise ValueError(f"{op}: compression: got {self.compression!r}, wanted one of {list(COMPRESSIONS)}.")
+        for name in ("host_bytes", "piece_bytes"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{op}: {name}: got {value!r}, wanted a number of bytes.")
+
+    @property
+    def bytes_of_piece(self) -> int:
+        """Of a piece: so few that those outside the queue take half of the memory at most."""
+        return max(1, min(self.piece_bytes, self.host_bytes // (2 * WORKING_PIECES)))
+
+    @property
+    def bytes_of_queue(self) -> int:
+        """What may wait to be written."""
+        return max(1, self.host_bytes - WORKING_PIECES * self.bytes_of_piece)
+
+
+@dataclasses.dataclass
+class SaveReport:
+    """What a save did, in this process."""
+
+    pause_s: float = 0.0
+    """How long training waited: until the last row was on the host."""
+    num_bytes: int = 0
+    """Copied from the devices."""
+    peak_bytes: int = 0
+    """In the queue at most."""
+    num_rows: dict[str, int] = dataclasses.field(default_factory=dict)
+    """Rows written, by table."""
+    num_nonfinite: dict[str, int] = dataclasses.field(default_factory=dict)
+    """Of these, rows with a number that is infinite or NaN."""
+    file_bytes: int = 0
+    """Written."""
+    total_s: float = 0.0
+    """Until the files of this process were on the disk; 0 before that."""
+
+
+class Saving:
+    """One save of one process: `feed` on the thread that holds the state, `write` on another."""
+
+    def __init__(
+        self,
+        op: str,
+        collection: Collection,
+        state: State,
+        options: SaveOptions,
+        *,
+        kind: str = "checkpoint",
+        clock: int | None = None,
+        since: int | None = None,
+        tombstones: Mapping[str, np.ndarray] | None = None,
+        more: Mapping[str, Any] | None = None,
+    ):
+        """Reads what is small; waits for the state.
+
+        Args:
+          op: named in errors.
+          collection: that made the state.
+          state: not donated until `feed` has returned.
+          options: how.
+          kind: "checkpoint", "full" or "delta".
+          clock: the time of the save, as lookups were told it; None: the state's step.
+          since: only rows whose last step is this or later.
+          tombstones: keys of each table that are gone since.
+          more: for the manifest.
+        """
+        options.check(op)
+        collection._check_state(op, state)
+        self.op, self.collection, self.state, self.options, self.since = op, collection, state, options, since
+        self.tombstones = dict(tombstones or {})
+        self.report = SaveReport()
+        self._began = time.perf_counter()
+        self._process = jax.process_index()
+        self._queue: collections.deque[Piece | None] = collections.deque()
+        self._held = 0
+        self._error: BaseException | None = None
+        self._changed = threading.Condition()
+        self._writes = threading.Event()
+        self.has_stopped = False
+        """Whether the writer failed, and not the copy."""
+        self.part = {
+            "format": manifest_lib.FORMAT,
+            "version": manifest_lib.VERSION,
+            "kind": kind,
+            "num_processes": jax.process_count(),
+            "step": int(np.asarray(state.step)),
+            "seed": [int(word) for word in np.asarray(state.seed)],
+            "mesh": state.mesh,
+            "num_shards": collection.stores[0].num_shards,
+            "stores": [self._store_part(s) for s in range(len(collection.stores))],
+            **(more or {}),
+        }
+        self.part["clock"] = self.part["step"] if clock is None else int(clock)
+
+    # Copying
+
+    def feed(self, is_alive: Callable[[], None] = lambda: None) -> None:
+        """Copies the state to the host, as fast as the queue takes it; then the state may be donated.
+
+        Args:
+          is_alive: called now and then while waiting for the writer to begin; raises if it will never.
+        """
+        try:
+            for piece in self._pieces():
+                self._put(piece, is_alive)
+        except BaseException as error:
+            self._fail(error)
+            raise
+        del self.state
+        self.report.pause_s = time.perf_counter() - self._began
+        with self._changed:
+            self._queue.append(None)
+            self._changed.notify_all()
+        LOG.info("%s: %d bytes on the host after %.3f s", self.op, self.report.num_bytes, self.report.pause_s)
+
+    def _pieces(self) -> Iterator[Piece]:
+        for s, (spec, store) in enumerate(zip(self.collection.stores, self.state.stores, strict=True)):
+            yield from pieces(
+                s, spec, store, self.collection.shards, piece_bytes=self.options.bytes_of_piece, since=self.since
+            )
+
+    def _put(self, piece: Piece, is_alive: Callable[[], None]) -> None:
+        with self._changed:
+            # An empty queue takes a piece of any size.
+            while self._error is None and self._held and self._held + piece.nbytes > self.options.bytes_of_queue:
+                if not self._changed.wait(timeout=1.0) and not self._writes.is_set():
+                    is_alive()
+            if self._error is not None:
+                raise RuntimeError(f"{self.op}: the files could not be written: {self._error}") from self._error
+            self._queue.append(piece)
+            self._held += piece.nbytes
+            self.report.num_bytes += piece.nbytes
+            self.report.peak_bytes = max(self.report.peak_bytes, self._held)
+            self._changed.notify_all()
+
+    def _fail(self, error: BaseException) -> None:
+        with self._changed:
+            self._error = self._error or error
+            self._queue.clear()
+            self._changed.notify_all()
+
+    # Writing
+
+    def write(self, folder: Any) -> None:
+        """Writes this process's files, and then its part of the manifest.
+
+        Args:
+          folder: there already, of `pathlib` or `etils.epath`.
+        """
+        self._writes.set()
+        tables = _Tables(self.collection, folder, self._process, self.options, self.since)
+        try:
+            while (piece := self._take()) is not None:
+                tables.write(piece)
+                with self._changed:
+                    self._held -= piece.nbytes
+                    self._changed.notify_all()
+            entries, bloom = tables.close()
+        except BaseException as error:
+            tables.abandon()
+            self.has_stopped = self._error is None
+            self._fail(error)
+            raise
+        for name, keys in self.tombstones.items() if self._process == 0 else ():
+            entries[name][manifest_lib.TOMBSTONES] = [self._write_keys(folder, name, keys)] if keys.size else []
+        report = self.report
+        report.num_rows = {name: entry["num_rows"] for name, entry in entries.items()}
+        report.num_nonfinite = {name: entry["num_nonfinite"] for name, entry in entries.items()}
+        report.file_bytes = sum(
+            file["size"]
+            for entry in entries.values()
+            for kind in (manifest_lib.ROWS, manifest_lib.WAITING, manifest_lib.TOMBSTONES)
+            for file in entry[kind]
+        ) + sum(file["size"] for file in bloom)
+        evicted = self._evicted()
+        for name, entry in entries.items():
+            entry["num_evicted"] = evicted[name]
+            if entry["num_nonfinite"]:
+                LOG.warning(
+                    '%s: table "%s": %d of %d rows have numbers that are infinite or NaN; they are saved as they are.',
+                    self.op,
+                    name,
+                    entry["num_nonfinite"],
+                    entry["num_rows"],
+                )
+        part = {**self.part, "tables": entries, "bloom": bloom, "pause_s": report.pause_s}
+        manifest_lib.write_part(folder, self._process, part)
+        report.total_s = time.perf_counter() - self._began
+
+    def _write_keys(self, folder: Any, name: str, keys: np.ndarray) -> dict[str, Any]:
+        number = [table.name for table in self.collection.tables].index(name)
+        file = BatchFile(folder, f"table_{number:04d}.tombstones.arrow", keys_schema(False), self.options.compression)
+        size = max(1, self.options.bytes_of_piece // keys.itemsize)
+        for start in range(0, keys.size, size):
+            file.write(keys_batch(keys[start : start + size]), all_partitions())
+        return file.close()
+
+    def _take(self) -> Piece | None:
+        with self._changed:
+            while not self._queue and self._error is None:
+                self._changed.wait()
+            if self._error is not None:
+                raise RuntimeError(f"{self.op}: the state could not be copied: {self._error}") from self._error
+            return self._queue.popleft()
+
+    # What is small
+
+    def _store_part(self, s: int) -> dict[str, Any]:
+        spec, store = self.collection.stores[s], self.state.stores[s]
+
+        def here(array: Any) -> np.ndarray:
+            """A shard's part, of those that are equal on all."""
+            return np.asarray(array.addressable_data(0))
+
+        counters = here(store.counters)[: len(COUNTERS)]
+        word = {name: int(counters[i]) for i, name in enumerate(COUNTERS)}
+        return {
+            "tables": [table.name for table in spec.tables],
+            "salt": [word["salt_low"], word["salt_high"]],
+            "generation": word["generation"],
+            "is_replicated": spec.is_replicated,
+            "globals": [manifest_lib.array_to_json(here(leaf)[0]) for leaf in store.globals_],
+            "bloom_segments": [list(segment) for segment in spec.bloom_segments()],
+            "num_evicted": [
+                int(sum(np.asarray(part).astype(np.int64)[i] for part in shard_parts(array, spec, shards).values()))
+                for shards in (self.collection.shards,)
+                for array in store.table_evicted
+                for i in range(len(spec.tables))
+            ],
+        }
+
+    def _evicted(self) -> dict[str, int]:
+        counts = {table.name: 0 for table in self.collection.tables}
+        for store in self.part["stores"]:
+            counts |= dict(zip(store["tables"], store["num_evicted"], strict=False))  # none where nothing is evicted
+        return counts
+
+
+def saved_now(saving: Saving, folder: Any) -> None:
+    """Saves and waits for the files.
+
+    Args:
+      saving: not begun.
+      folder: there already.
+    """
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        written = pool.submit(saving.write, folder)
+        try:
+            saving.feed()
+        finally:
+            # What stopped the copy may be what stopped the writer; that one says why.
+            concurrent.futures.wait([written])
+            if saving.has_stopped:
+                written.result()
+        written.result()
+
+
+class _Tables:
+    """The files of all tables of one process, and what the manifest says of them."""
+
+    def __init__(self, collection: Collection, folder: Any, process: int, options: SaveOptions, since: int | None):
+        self.collection, self.folder, self.process, self.options = collection, folder, process, options
+        self.since = since
+        self.forms = [[TableForm.of(spec, table) for table in spec.tables] for spec in collection.stores]
+        self.words = [np.array([name_word(table.name) for table in spec.tables]) for spec in collection.stores]
+        self.admissions = {table.name: admission_of(spec, table) for spec in collection.stores for table in spec.tables}
+        self.numbers = {table.name: number for number, table in enumerate(collection.tables)}
+        self.open: dict[tuple[str, str], BatchFile] = {}
+        self.done: dict[tuple[str, str], dict[str, Any]] = {}
+        self.bloom: dict[int, tuple[Any, dict[str, Any]]] = {}
+        self.nonfinite = {table.name: 0 for table in collection.tables}
+        self.by_partition = {table.name: np.zeros(NUM_PARTITIONS, np.int64) for table in collection.tables}
+
+    def write(self, piece: Piece) -> None:
+        if isinstance(piece, RowsPiece):
+            self._write_rows(piece)
+        elif piece.kind == "waiting":
+            self._write_waiting(piece)
+        else:
+            self._write_bloom(piece)
+
+    def _write_rows(self, piece: RowsPiece) -> None:
+        forms = self.forms[piece.store]
+        keys, tables = from_words(piece.records[:, :2]), piece.records[:, 2]
+        is_live = keys != np.uint64(PADDING_KEY)
+        if self.since is not None:
+            assert piece.statistics is not None
+            is_live &= piece.statistics[:, 0] >= np.uint32(self.since)
+        lines = np.flatnonzero(is_live)
+        numbers = tables[lines]
+        partitions = partitions_of(keys[lines], self.words[piece.store][numbers])
+        order = np.argsort(numbers.astype(np.int64) * NUM_PARTITIONS + partitions, kind="stable")
+        lines, partitions = lines[order], partitions[order]
+        ends = np.searchsorted(numbers[order], np.arange(len(forms) + 1))
+        most = max(1, -(-len(piece.records) // BATCHES_PER_PIECE))
+        for number, form in enumerate(forms):
+            self.by_partition[form.name] += np.bincount(
+                partitions[ends[number] : ends[number + 1]], minlength=NUM_PARTITIONS
+            )
+            for start in range(ends[number], ends[number + 1], most):
+                stop = min(start + most, ends[number + 1])
+                self._write_batch(form, piece, keys, lines[start:stop], partitions[start:stop])
+
+    def _write_batch(
+        self, form: TableForm, piece: RowsPiece, keys: np.ndarray, lines: np.ndarray, partitions: np.ndarray
+    ) -> None:
+        statistics = None if piece.statistics is None else piece.statistics[lines]
+        records = Records(
+            keys[lines],
+            piece.rows[lines],
+            {name: array[lines] for (name, _, _), array in zip(form.states, piece.states, strict=True)},
+            None if statistics is None else np.ascontiguousarray(statistics[:, 0]),
+            None if statistics is None else np.ascontiguousarray(statistics[:, 1]),
+        )
+        self.nonfinite[form.name] += int((~np.isfinite(records.rows).all(axis=1)).sum())
+        file = self._file(form.name, manifest_lib.ROWS, form.schema)
+        file.write(form.to_batch(records), (int(partitions[0]), int(partitions[-1])))
+
+    def _write_waiting(self, piece: WordsPiece) -> None:
+        entries = piece.words.reshape(-1, BUCKET_WORDS // ENTRIES_PER_BUCKET)
+        entries = entries[from_words(entries[:, :2]) != np.uint64(PADDING_KEY)]
+        for number, form in enumerate(self.forms[piece.store]):
+            admission = self.collection.stores[piece.store].tables[number].admission
+            if not isinstance(admission, policies.AdmitByCount):
+                continue
+            # Whoever was seen often enough has a row, or had one; a count of 0 is that of a key that was forgotten.
+            counts = entries[:, 2]
+            mine = entries[(entries[:, 3] == number) & (counts > 0) & (counts < admission.num_sightings)]
+            if mine.size:
+                file = self._file(form.name, manifest_lib.WAITING, keys_schema(True))
+                keys, counts = from_words(mine[:, :2]), np.ascontiguousarray(mine[:, 2])
+                file.write(keys_batch(keys, counts), all_partitions())
+
+    def _write_bloom(self, piece: WordsPiece) -> None:
+        if piece.store not in self.bloom:
+            name = f"store_{piece.store:04d}.process_{self.process:05d}.bloom"
+            self.bloom[piece.store] = (
+                (self.folder / name).open("wb"),
+                {"store": piece.store, "name": name, "size": 0, "pieces": []},
+            )
+        file, entry = self.bloom[piece.store]
+        data = piece.words.astype("<u4").tobytes()
+        entry["pieces"].append([entry["size"], len(data), zlib.crc32(data), piece.shard])
+        entry["size"] += file.write(data)
+
+    def _file(self, table: str, kind: str, schema: Any) -> BatchFile:
+        if (table, kind) not in self.open:
+            ending = "" if kind == manifest_lib.ROWS else f".{kind}"
+            name = f"table_{self.numbers[table]:04d}.process_{self.process:05d}{ending}.arrow"
+            self.open[table, kind] = BatchFile(self.folder, name, schema, self.options.compression)
+        return self.open[table, kind]
+
+    def close(self) -> tuple[dict[str, dict[str, Any]], list[dict[str, Any]]]:
+        """Ends all files; what the manifest says of each table, and of the Bloom filters."""
+        for key, file in self.open.items():
+            self.done[key] = file.close()
+        for file, _ in self.bloom.values():
+            file.close()
+        entries: dict[str, dict[str, Any]] = {}
+        for form in (form for forms in self.forms for form in forms):
+            files = {
+                kind: [self.done[form.name, kind]] if (form.name, kind) in self.done else []
+                for kind in (manifest_lib.ROWS, manifest_lib.WAITING, manifest_lib.TOMBSTONES)
+            }
+            entries[form.name] = {
+                "form": form.to_json(),
+                "admission": self.admissions[form.name],
+                "num_rows": sum(file["num_rows"] for file in files[manifest_lib.ROWS]),
+                "num_nonfinite": self.nonfinite[form.name],
+                "partition_rows": manifest_lib.packed(self.by_partition[form.name]),
+                **files,
+            }
+        return entries, [entry for _, entry in self.bloom.values()]
+
+    def abandon(self) -> None:
+        """Lets go of the files; nobody will read them."""
+        for file in self.open.values():
+            file.abandon()
+        for file, _ in self.bloom.values():
+            file.close()
+
+
+def admission_of(spec: StoreSpec, table: TableSpec) -> dict[str, Any] | None:
+    """What of a table's admission its counters depend on."""
+    admission = table.admission
+    if isinstance(admission, policies.AdmitByBloom):
+        return {
+            "by": "bloom",
+            "num_keys": admission.num_keys,
+            "false_positive_rate": admission.false_positive_rate,
+            "num_shards": spec.num_shards,
+            "placement": str(table.placement) if spec.num_shards > 1 else "",
+        }
+    return {"by": "count"} if isinstance(admission, policies.AdmitByCount) else None

@@ -1,0 +1,276 @@
+"""What the tests of checkpoints share: collections, a training, tables as arrays have them, other processes."""
+
+import functools
+import os
+import pathlib
+import random
+import signal
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType
+
+import jaxsok
+from jaxsok import optim, policies
+
+DIM = 4
+NUM_SAMPLES = 24  # divisible by every mesh that is used
+ADAM, ROWWISE = optim.adam(0.1), optim.rowwise_adagrad(0.1)
+
+
+def mesh_of(num_devices):
+    """The first devices."""
+    devices = jax.devices()[:num_devices]
+    return jax.make_mesh((num_devices,), ("data",), axis_types=(AxisType.Auto,), devices=devices)
+
+
+def collection_of(tables, num_devices=None):
+    """A collection with a feature for each table, the same one for the same tables; None: one device, no mesh."""
+    return _collection_of(tuple(tables), num_devices)
+
+
+@functools.cache
+def _collection_of(tables, num_devices):
+    features = [jaxsok.FeatureSpec(table.name, table.name) for table in tables]
+    options = {} if num_devices is None else {"mesh": mesh_of(num_devices), "axis": "data"}
+    return jaxsok.Collection(tables, features, **options)
+
+
+def tables_of(*, capacity=240, **options):
+    """Two tables in one store, one of 16 bits on every shard, one on a single shard that admits by count."""
+    options = {"statistics": True, "capacity": capacity, **options}
+    return [
+        jaxsok.TableSpec("user", DIM, ADAM, **options),
+        jaxsok.TableSpec("item", DIM, ADAM, **options),
+        jaxsok.TableSpec("day", 2 * DIM, ROWWISE, dtype="bfloat16", placement=jaxsok.REPLICATED, **options),
+        jaxsok.TableSpec("ad", DIM, ROWWISE, placement=jaxsok.on(0), admission=policies.AdmitByCount(2), **options),
+    ]
+
+
+def one_batch(collection, step, num_keys=200):
+    """Keys of a step: some come back, some are new; a few are large."""
+    rng = np.random.default_rng(step)
+    keys = rng.integers(0, num_keys, (len(collection.tables), NUM_SAMPLES)).astype(np.uint64)
+    keys[:, ::5] += np.uint64(2**63)
+    return {table.name: keys[i] for i, table in enumerate(collection.tables)}
+
+
+@functools.cache
+def train_step(collection):
+    """Lookup, a gradient that depends on the embedding, update."""
+
+    def step(state, features):
+        embeddings, state, plan = collection.lookup(state, features)
+        gradients = {name: embedding * 0.5 + 0.1 for name, embedding in embeddings.items()}
+        return collection.update(state, plan, gradients)
+
+    # Few steps of small batches: what takes time is the compiler.
+    options = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+    return jax.jit(step, donate_argnums=0, compiler_options=options)
+
+
+def train(collection, state, num_steps):
+    """So many steps; which ones, the state's step says."""
+    for _ in range(num_steps):
+        batch = collection.batch(one_batch(collection, int(state.step)))
+        state = collection.grow(state)
+        state, _ = train_step(collection)(state, batch.features)
+    return state
+
+
+def parts_of(array, num_parts):
+    """The parts of an array that this process has, by shard."""
+    size = array.shape[0] // num_parts
+    return {(part.index[0].start or 0) // size: np.asarray(part.data) for part in array.addressable_shards}
+
+
+def content(collection, state):
+    """Every table as this process's shards have it, ascending by key, from the arrays: {"<table>.<column>": array}."""
+    columns = {}
+    for spec, store in zip(collection.stores, state.stores, strict=True):
+        slabs = {"records": store.records, "rows": store.rows}
+        slabs |= {f"state.{one.name}": arrays for one, arrays in zip(spec.state_specs, store.states, strict=True)}
+        if store.statistics:
+            slabs["statistics"] = store.statistics
+        parts = {name: [parts_of(slab, spec.num_shards) for slab in arrays] for name, arrays in slabs.items()}
+        shards = sorted(parts["records"][0])
+        for table in spec.tables:
+            number = [one.name for one in spec.tables].index(table.name)
+            found = {name: [] for name in ("keys", *parts)}
+            for shard in shards[:1] if spec.is_replicated else shards:
+                whole = {name: np.concatenate([part[shard] for part in slab]) for name, slab in parts.items()}
+                words = whole["records"].astype(np.uint64)
+                keys = words[:, 0] | words[:, 1] << np.uint64(32)
+                is_mine = (keys != np.uint64(jaxsok.PADDING_KEY)) & (words[:, 2] == number)
+                for name, values in {"keys": keys, **whole}.items():
+                    found[name].append(values[is_mine])
+            found.pop("records")
+            joined = {name: np.concatenate(values) for name, values in found.items()}
+            order = np.argsort(joined["keys"])
+            columns |= {f"{table.name}.{name}": values[order] for name, values in joined.items()}
+    return columns
+
+
+def waiting(collection, state, table):
+    """Keys of a table that wait for a row, and their counts: {key: count}; from the arrays alone."""
+    found = {}
+    for spec, store in zip(collection.stores, state.stores, strict=True):
+        for number, one in enumerate(spec.tables):
+            if one.name != table:
+                continue
+            for array in store.sightings:
+                for shard, part in parts_of(array, spec.num_shards).items():
+                    entries = part.reshape(-1, 4).astype(np.uint64)
+                    keys = entries[:, 0] | entries[:, 1] << np.uint64(32)
+                    is_mine = (keys != np.uint64(jaxsok.PADDING_KEY)) & (entries[:, 3] == number)
+                    is_mine &= (entries[:, 2] > 0) & (entries[:, 2] < one.admission.num_sightings)
+                    if shard == 0 or not spec.is_replicated:
+                        found |= dict(zip(keys[is_mine].tolist(), entries[is_mine, 2].tolist(), strict=True))
+    return found
+
+
+def assert_same(got, want, *, names=None):
+    """Equal to the bit."""
+    assert got.keys() == want.keys() if names is None else names
+    for name in want if names is None else names:
+        assert got[name].dtype == want[name].dtype, name
+        np.testing.assert_array_equal(bits(got[name]), bits(want[name]), err_msg=name)
+
+
+def bits(array):
+    return array.view(np.uint16) if array.dtype.itemsize == 2 else array
+
+
+# Programs of other processes ------------------------------------------------------------------------------------------
+
+
+def counting():
+    """A table whose rows are the number of steps, whatever their keys."""
+    zeros = jaxsok.initializers.constant(0.0)
+    return collection_of([jaxsok.TableSpec("item", 16, optim.sgd(1.0), initializer=zeros, capacity=4096)])
+
+
+NUM_COUNTED = 3000
+
+
+def save_for_ever(folder):
+    """Trains and saves after each step, from where the last process was when it was killed."""
+    import orbax.checkpoint as ocp
+
+    from jaxsok import checkpoint
+
+    collection = counting()
+    features = collection.batch({"item": np.arange(NUM_COUNTED)}).features
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def step(state):
+        embeddings, state, plan = collection.lookup(state, features)
+        return collection.update(state, plan, {"item": -jnp.ones_like(embeddings["item"])})[0]
+
+    with ocp.CheckpointManager(folder, options=ocp.CheckpointManagerOptions(max_to_keep=2)) as manager:
+        last = manager.latest_step()
+        if last is None:
+            state = collection.init(seed=0)
+        else:
+            restore = ocp.args.Composite(tables=checkpoint.TablesRestore(collection))
+            state = manager.restore(last, args=restore)["tables"]
+        while True:
+            state = step(state)
+            number = int(state.step)
+            items = ocp.args.Composite(
+                tables=checkpoint.TablesSave(collection, state),
+                params=ocp.args.StandardSave({"steps": np.full(3, number)}),
+            )
+            # One byte for each save that begins; the one before it has ended, or `save` would wait.
+            manager.wait_until_finished()
+            os.write(1, b".")
+            manager.save(number, args=items)
+
+
+def killed_again_and_again(folder, seed):
+    """For each line of standard input, a process of its own that saves for ever, and is killed when it has begun.
+
+    The modules are loaded once; JAX's back end begins in each child anew.
+    """
+    import orbax.checkpoint  # noqa: F401
+
+    import jaxsok.checkpoint.handler  # noqa: F401
+
+    rng = random.Random(seed)
+    for _ in sys.stdin:
+        ready, begun = os.pipe()
+        child = os.fork()
+        if child == 0:
+            os.dup2(begun, 1)
+            save_for_ever(folder)
+        os.close(begun)
+        os.read(ready, 1)
+        started = time.monotonic()
+        os.read(ready, 1)
+        # Somewhere in a save: they all take about as long.
+        time.sleep(rng.uniform(0.0, 1.2) * (time.monotonic() - started))
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        os.close(ready)
+        print("killed", flush=True)
+
+
+def in_processes(folder):
+    """Trains, saves through Orbax and without it, restores and goes on: one of several processes."""
+    import orbax.checkpoint as ocp
+
+    from jaxsok import checkpoint
+
+    number = int(os.environ["PROCESS_ID"])
+    jax.config.update("jax_num_cpu_devices", int(os.environ["NUM_DEVICES"]))
+    jax.distributed.initialize(
+        f"localhost:{os.environ['PORT']}", num_processes=int(os.environ["NUM_PROCESSES"]), process_id=number
+    )
+    mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Auto,))
+    folder = pathlib.Path(folder)
+
+    def collection(**options):
+        tables = [table for table in tables_of(**options)]
+        features = [jaxsok.FeatureSpec(table.name, table.name) for table in tables]
+        return jaxsok.Collection(tables, features, mesh=mesh, axis="data")
+
+    def batch_of(one, step):
+        share = NUM_SAMPLES // jax.process_count()
+        raw = one_batch(one, step)
+        return one.batch({name: keys[number * share : (number + 1) * share] for name, keys in raw.items()})
+
+    first = collection()
+    state = first.init(seed=11)
+
+    def trained(state, num_steps):
+        for _ in range(num_steps):
+            batch = batch_of(first, int(state.step))
+            state = first.grow(state)
+            state, _ = train_step(first)(state, batch.features)
+        return state
+
+    state = trained(state, 3)
+    checkpoint.export_full(folder / "full", first, state)
+    state = trained(state, 2)
+    state, _ = first.erase(state, "user", one_batch(first, 1)["user"][:6])
+    checkpoint.export_delta(folder / "delta", first, state, folder / "full")
+    with ocp.CheckpointManager(folder / "manager") as manager:
+        manager.save(5, args=ocp.args.Composite(tables=checkpoint.TablesSave(first, state, compression="zstd")))
+        manager.wait_until_finished()
+        other = collection(capacity=40)
+        again = manager.restore(5, args=ocp.args.Composite(tables=checkpoint.TablesRestore(other)))["tables"]
+    loaded = checkpoint.load(folder / "delta", other)
+    for name, one in {"trained": state, "restored": again, "loaded": loaded}.items():
+        np.savez(folder / f"{name}.{number}.npz", **_plain(content(first, one)))
+
+
+def _plain(columns):
+    """As `np.savez` takes them."""
+    return {name: bits(values) for name, values in columns.items()}
+
+
+if __name__ == "__main__":
+    {"killed": killed_again_and_again, "processes": in_processes}[sys.argv[1]](*sys.argv[2:])

@@ -1,0 +1,572 @@
+"""Checkpoints: what was saved is restored, onto any mesh; what is damaged or does not fit is refused."""
+
+import dataclasses
+import json
+import logging
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+import threading
+
+import checkpoint_cases as cases
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import programs
+import pyarrow as pa
+import pytest
+from checkpoint_cases import assert_same, collection_of, content, tables_of, train, waiting
+from test_processes import ended, free_port
+
+import jaxsok
+from jaxsok import checkpoint, optim, policies
+from jaxsok.checkpoint import TablesRestore, TablesSave, manifest, save
+from jaxsok.types import COUNTERS
+
+WORKER = pathlib.Path(cases.__file__)
+TABLES = [table.name for table in tables_of()]
+pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="eight devices are made of a CPU")
+
+
+@pytest.fixture(scope="module")
+def eight():
+    """A collection over eight devices, and what a training made of it; not to be donated."""
+    collection = collection_of(tables_of(), 8)
+    return collection, train(collection, collection.init(seed=2**40 + 7), 4)
+
+
+@pytest.fixture(scope="module")
+def saved(eight, tmp_path_factory):
+    """The folder of its tables, saved by an asynchronous manager beside a parameter."""
+    folder = tmp_path_factory.mktemp("saved")
+    with ocp.CheckpointManager(folder) as manager:
+        items = ocp.args.Composite(
+            tables=TablesSave(*eight, compression="lz4"), params=ocp.args.StandardSave({"w": np.arange(3.0)})
+        )
+        manager.save(4, args=items)
+        manager.wait_until_finished()
+    return folder / "4" / "tables"
+
+
+def restore(folder, collection, **options):
+    """Without a manager."""
+    return checkpoint.TablesCheckpointHandler().restore(folder, args=TablesRestore(collection, **options))
+
+
+def save_to(folder, collection, state, **options):
+    """Synchronously, without a manager."""
+    args = TablesSave(collection, state, **options)
+    ocp.Checkpointer(checkpoint.TablesCheckpointHandler()).save(folder, args=args)
+    return args.report
+
+
+# Onto other meshes, capacities, stores --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_devices", [8, 3, 1, None])
+def test_every_row_counter_and_waiting_key_is_restored(eight, saved, num_devices):
+    """With another capacity: too small for what comes on one device, larger than before on three."""
+    collection, state = eight
+    other = collection_of(tables_of(capacity=300 if num_devices == 3 else 24), num_devices)
+    again = restore(saved, other)
+    assert_same(content(other, again), content(collection, state))
+    assert waiting(other, again, "ad") == waiting(collection, state, "ad") != {}
+    assert int(again.step) == int(state.step) == 4
+    np.testing.assert_array_equal(np.asarray(again.seed), np.asarray(state.seed))
+    assert other.num_rows(again) == collection.num_rows(state)
+
+
+def test_training_goes_on_as_if_nothing_had_been(eight, saved):
+    """New keys, old keys and keys that waited, on a mesh of the same size, to the bit; and new rows by the old seed."""
+    collection, state = eight
+    other = collection_of(tables_of(), 8)
+    went_on = train(other, restore(saved, other), 2)
+    wanted = train(collection, collection.init(seed=2**40 + 7), 6)
+    assert_same(content(other, went_on), content(collection, wanted))
+    assert waiting(other, went_on, "ad")
+
+
+def test_tables_are_regrouped(eight, saved):
+    """Tables that shared a store are apart, others share one, and placements differ."""
+    collection, state = eight
+    tables = [
+        jaxsok.TableSpec("user", cases.DIM, cases.ADAM, eviction=policies.LeastRecentlyUsed(), placement=jaxsok.on(1)),
+        jaxsok.TableSpec("item", cases.DIM, cases.ADAM, statistics=True, placement=jaxsok.REPLICATED),
+        jaxsok.TableSpec("day", 2 * cases.DIM, cases.ROWWISE, dtype="bfloat16", statistics=True),
+        jaxsok.TableSpec("ad", cases.DIM, cases.ROWWISE, statistics=True, admission=policies.AdmitByCount(2)),
+    ]
+    other = collection_of(tables[::-1], 2)
+    again = restore(saved, other)
+    assert [[one.name for one in store.tables] for store in other.stores] == [["ad"], ["day"], ["item"], ["user"]]
+    got, want = content(other, again), content(collection, state)
+    assert_same({name: got[name] for name in want}, want)
+    assert waiting(other, again, "ad") == waiting(collection, state, "ad")
+
+
+def test_through_a_manager_beside_parameters(eight, saved):
+    """Items are restored together, and the state is the one that the handler gives alone."""
+    collection, state = eight
+    other = collection_of(tables_of(), 2)
+    with ocp.CheckpointManager(saved.parents[1]) as manager:
+        items = manager.restore(
+            4,
+            args=ocp.args.Composite(tables=TablesRestore(other), params=ocp.args.StandardRestore({"w": np.zeros(3)})),
+        )
+    np.testing.assert_array_equal(items["params"]["w"], np.arange(3.0))
+    assert_same(content(other, items["tables"]), content(collection, state))
+
+
+def test_an_empty_collection(tmp_path):
+    collection = collection_of(tables_of(), 2)
+    save_to(tmp_path / "empty", collection, collection.init(seed=1))
+    again = restore(tmp_path / "empty", collection_of(tables_of()))
+    assert all(rows == 0 for rows in collection_of(tables_of()).num_rows(again).values())
+
+
+# While training goes on -----------------------------------------------------------------------------------------------
+
+
+def test_what_is_saved_is_the_state_of_the_call(tmp_path):
+    """The state is donated to steps while the files are written; the pause is told."""
+    collection = collection_of(tables_of(), 4)
+    state = train(collection, collection.init(seed=1), 2)
+    want = content(collection, state)
+    with ocp.AsyncCheckpointer(checkpoint.TablesCheckpointHandler()) as checkpointer:
+        args = TablesSave(collection, state)
+        checkpointer.save(tmp_path / "saved", args=args)
+        assert 0 < args.report.pause_s < 60
+        state = train(collection, state, 2)
+        checkpointer.wait_until_finished()
+    assert args.report.total_s >= args.report.pause_s
+    assert args.report.num_rows == {name: want[f"{name}.keys"].size for name in TABLES}
+    other = collection_of(tables_of())
+    assert_same(content(other, restore(tmp_path / "saved", other)), want)
+    assert content(collection, state)["user.keys"].size > want["user.keys"].size
+
+
+@pytest.mark.parametrize("compression", ["none", "zstd"])
+def test_host_memory_is_bounded(eight, tmp_path, compression):
+    """A queue of a few KiB: what does not fit waits until files are written, and nothing is lost."""
+    collection, state = eight
+    report = save_to(tmp_path / "saved", collection, state, host_bytes=24_000, compression=compression)
+    assert report.peak_bytes <= 24_000 < report.num_bytes
+    other = collection_of(tables_of(), 3)
+    assert_same(content(other, restore(tmp_path / "saved", other)), content(collection, state))
+
+
+def test_the_writer_waits_for_the_folder_and_the_copy_for_the_writer(eight, tmp_path):
+    """The queue's two ends on two threads: with no writer the copy stops at the bound, and goes on with one."""
+    saving = save.Saving("test", *eight, save.SaveOptions(host_bytes=24_000))
+    thread = threading.Thread(target=saving.feed, daemon=True)
+    thread.start()
+    thread.join(timeout=2)
+    assert thread.is_alive() and saving.report.num_bytes <= 24_000
+    saving.write(tmp_path)
+    thread.join(timeout=30)
+    assert not thread.is_alive() and saving.report.num_bytes > 24_000
+
+
+def test_an_error_of_the_writer_ends_the_save(eight, tmp_path):
+    """A folder that is not there: the caller is told, and nobody waits for ever."""
+    saving = save.Saving("test", *eight, save.SaveOptions(host_bytes=24_000))
+    with pytest.raises(FileNotFoundError):
+        save.saved_now(saving, tmp_path / "absent")
+
+
+# What is saved beside rows --------------------------------------------------------------------------------------------
+
+
+def test_salts_evictions_and_optimizer_state_of_no_row(tmp_path):
+    """Small things follow their table onto another mesh."""
+    lifted = optim.lift(optax.scale_by_schedule(lambda count: -0.1 / (1.0 + count)))
+    tables = [jaxsok.TableSpec("item", 4, lifted, capacity=64, eviction=policies.LeastRecentlyUsed())]
+    collection = collection_of(tables, 4)
+    state = train(collection, collection.init(seed=3), 3)
+    (store,) = state.stores
+    evicted = jnp.arange(4, dtype=jnp.uint32) + 10
+    evicted = jax.device_put(evicted, store.table_evicted[0].sharding)
+    state = dataclasses.replace(state, stores=(dataclasses.replace(store, table_evicted=(evicted,)),))
+    save_to(tmp_path / "saved", collection, state)
+    for num_devices in (2, None):
+        other = collection_of(tables, num_devices)
+        (again,) = restore(tmp_path / "saved", other).stores
+        assert int(np.asarray(again.table_evicted[0]).sum()) == 46
+        shards = num_devices or 1
+        for leaf, was in zip(again.globals_, store.globals_, strict=True):
+            np.testing.assert_array_equal(np.asarray(leaf), np.asarray(was)[:shards])
+            assert np.asarray(leaf).max() == 3
+        words = np.asarray(again.counters).reshape(shards, -1)
+        for name in ("salt_low", "salt_high"):
+            assert (words[:, COUNTERS.index(name)] == np.asarray(store.counters)[COUNTERS.index(name)]).all()
+
+
+def test_bloom_filters_stay_where_the_shards_are_the_same(tmp_path, caplog):
+    """To the bit on a mesh of the same size; elsewhere they begin anew, and that is told."""
+    tables = [
+        jaxsok.TableSpec("item", 4, optim.sgd(0.1), capacity=64, admission=policies.AdmitByBloom(3, num_keys=500))
+    ]
+    collection = collection_of(tables, 4)
+    state = train(collection, collection.init(seed=3), 3)
+    save_to(tmp_path / "saved", collection, state)
+    again = restore(tmp_path / "saved", collection_of(tables, 4))
+    was = np.asarray(state.stores[0].bloom[0])
+    np.testing.assert_array_equal(np.asarray(again.stores[0].bloom[0]), was)
+    assert was.any() and not caplog.records
+    other = restore(tmp_path / "saved", collection_of(tables, 2))
+    assert not np.asarray(other.stores[0].bloom[0]).any()
+    assert 'table "item": its Bloom filter begins anew' in caplog.text
+
+
+def test_rows_that_are_not_finite_are_reported(tmp_path, caplog):
+    """By table, in the log, in the report and in the manifest; they are saved as they are."""
+    tables = [jaxsok.TableSpec(name, 4, optim.sgd(0.1), capacity=64) for name in ("item", "user")]
+    collection = collection_of(tables)
+    state = train(collection, collection.init(), 1)
+    store = state.stores[0]
+    keys = content(collection, state)["item.keys"]
+    lines = np.asarray(collection.export_table(state, "item")["row_ids"])[:2]
+    rows = np.array(store.rows[0])
+    rows[lines[0], 1], rows[lines[1], 0] = np.nan, np.inf
+    state = dataclasses.replace(state, stores=(dataclasses.replace(store, rows=(jnp.asarray(rows),)),))
+    with caplog.at_level(logging.WARNING, logger="jaxsok.checkpoint"):
+        report = save_to(tmp_path / "saved", collection, state)
+    assert f'table "item": 2 of {keys.size} rows have numbers that are infinite or NaN' in caplog.text
+    assert report.num_nonfinite == {"item": 2, "user": 0}
+    tables = manifest.read("test", tmp_path / "saved")["tables"]
+    assert {name: table["num_nonfinite"] for name, table in tables.items()} == report.num_nonfinite
+    other = collection_of([jaxsok.TableSpec(name, 4, optim.sgd(0.1)) for name in ("item", "user")])
+    assert_same(content(other, restore(tmp_path / "saved", other)), content(collection, state))
+
+
+# Other optimizers, dtypes, tables -------------------------------------------------------------------------------------
+
+
+def test_another_optimizer_is_refused_unless_it_is_meant(eight, saved):
+    """Rows alone, or state of equal names; never by accident."""
+    collection, state = eight
+    want = content(collection, state)
+
+    def other(optimizer):
+        tables = [jaxsok.TableSpec(name, cases.DIM, optimizer, statistics=True) for name in ("user", "item")]
+        return collection_of(tables, 2)
+
+    chosen = {"tables": ["user", "item"]}
+    with pytest.raises(
+        ValueError, match=r'table "user": optimizer: got state of optim\.adam .* wanted that of optim\.'
+    ):
+        restore(saved, other(optim.adagrad(0.1)), **chosen)
+    for optimizer, mode, kept in (
+        (optim.adagrad(0.1), "initial", ()),
+        (optim.sgd(0.1), "matching", ()),
+        (optim.adamw(0.1, weight_decay=0.1), "matching", ("m", "v")),
+        (optim.adam(0.2), "initial", ()),
+    ):
+        one = other(optimizer)
+        got = content(one, restore(saved, one, optimizer_state=mode, **chosen))
+        assert_same(got, want, names=["user.keys", "user.rows", "item.keys", "item.rows", "user.statistics"])
+        for piece in one.stores[0].state_specs:
+            name = f"user.state.{piece.name}"
+            assert (got[name] == (want[name] if piece.name in kept else piece.initial_value)).all(), (name, mode)
+
+
+def test_rows_of_another_dtype_are_converted(eight, saved, caplog):
+    """To nearest, and told."""
+    collection, state = eight
+    want = content(collection, state)
+    table = jaxsok.TableSpec("user", cases.DIM, cases.ADAM, statistics=True, dtype="bfloat16")
+    other = collection_of([table, jaxsok.TableSpec("day", 2 * cases.DIM, cases.ROWWISE, statistics=True)], 2)
+    got = content(other, restore(saved, other, tables=["user", "day"]))
+    bits = want["user.rows"].view(np.uint32).astype(np.uint64)
+    nearest = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)  # to even, in integers
+    np.testing.assert_array_equal(got["user.rows"].view(np.uint16), nearest)
+    wide = (want["day.rows"].view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+    np.testing.assert_array_equal(got["day.rows"], wide)
+    assert 'table "user": rows of float32 become bfloat16, rounded to nearest' in caplog.text
+
+
+def test_statistics_that_nobody_kept(tmp_path):
+    """Rows without statistics come as if used when they were saved: none of them is the first to leave."""
+    plain = collection_of([jaxsok.TableSpec("item", 4, optim.sgd(0.1), capacity=64)])
+    state = train(plain, plain.init(), 3)
+    save_to(tmp_path / "saved", plain, state)
+    other = collection_of([jaxsok.TableSpec("item", 4, optim.sgd(0.1), statistics=True)])
+    got = content(other, restore(tmp_path / "saved", other))
+    assert (got["item.statistics"] == [3, 0]).all()
+    np.testing.assert_array_equal(got["item.rows"], content(plain, state)["item.rows"])
+
+
+def test_some_tables_into_a_state_that_there_is(eight, saved):
+    """They take the place of what was there; the others, step and seed stay. Plans from before are stale."""
+    collection, state = eight
+    other = collection_of(tables_of(), 3)
+    mine = train(other, other.init(seed=1), 2)
+    before, generations = content(other, mine), [np.asarray(store.generation) for store in mine.stores]
+    again = restore(saved, other, state=mine, tables=["user", "day"])
+    got, want = content(other, again), content(collection, state)
+    assert_same(got, want, names=[name for name in want if name.split(".")[0] in ("user", "day")])
+    assert_same(got, before, names=[name for name in want if name.split(".")[0] in ("item", "ad")])
+    assert int(again.step) == 2 and int(again.seed[0]) == 1
+    assert all(int(store.generation) > int(was) for store, was in zip(again.stores[:2], generations, strict=False))
+
+
+@pytest.mark.parametrize(
+    ("tables", "options", "message"),
+    [
+        (
+            ["user"],
+            {},
+            r"got .* with tables \['ad', 'day', 'item', 'user'\], wanted those of the collection, \['user'\]",
+        ),
+        (["user", "other"], {"tables": ["other"]}, r'tables: got "other", wanted some of .* the tables in'),
+        (
+            ["user"],
+            {"tables": ["item"]},
+            r'tables: got "item", wanted some of \[\'user\'\], the tables of the collection',
+        ),
+        (["wide"], {"tables": ["user"]}, r'table "user": dim: got 4 in .*, wanted 5'),
+        (["user"], {"tables": ["user"], "optimizer_state": "none"}, "optimizer_state: got 'none', wanted one of"),
+        (["small"], {"tables": ["user"]}, r"max_capacity: got 8 rows for a shard, wanted \d+ for what was saved"),
+    ],
+)
+def test_what_does_not_fit_is_refused_by_name(saved, tables, options, message):
+    specs = {
+        "user": jaxsok.TableSpec("user", cases.DIM, cases.ADAM, statistics=True),
+        "other": jaxsok.TableSpec("other", cases.DIM, cases.ADAM, statistics=True),
+        "wide": jaxsok.TableSpec("user", cases.DIM + 1, cases.ADAM, statistics=True),
+        "small": jaxsok.TableSpec("user", cases.DIM, cases.ADAM, statistics=True, capacity=8, max_capacity=8),
+    }
+    with pytest.raises((ValueError, jaxsok.TableFullError), match=message):
+        restore(saved, collection_of([specs[name] for name in tables]), **options)
+
+
+def test_arguments_that_cannot_be_meant(eight, tmp_path):
+    collection, state = eight
+    for options, message in (
+        ({"compression": "gzip"}, "compression: got 'gzip', wanted one of"),
+        ({"host_bytes": 0}, "host_bytes: got 0, wanted a number of bytes"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            save_to(tmp_path / "saved", collection, state, **options)
+    with pytest.raises(TypeError, match=r"wanted TablesRestore\(collection\)"):
+        checkpoint.TablesCheckpointHandler().restore(tmp_path)
+    with pytest.raises(FileNotFoundError, match=r"has no manifest\.json"):
+        restore(tmp_path, collection)
+
+
+# Damage ---------------------------------------------------------------------------------------------------------------
+
+
+def _flip(path, byte):
+    data = bytearray(path.read_bytes())
+    data[byte] ^= 0x10
+    path.write_bytes(data)
+
+
+def _files(folder):
+    return json.loads((folder / "manifest.json").read_text())["tables"]["user"]["files"]
+
+
+@pytest.mark.parametrize("place", ["head", "batch", "foot", "cut", "longer", "gone", "swapped", "manifest", "no json"])
+def test_damaged_files_are_refused_and_change_nothing(saved, tmp_path, place):
+    """Naming file and byte; the state that was to take the rows is as it was."""
+    folder = tmp_path / "damaged"
+    shutil.copytree(saved, folder)
+    entry = _files(folder)[0]
+    path, byte = folder / entry["name"], 0
+    if place == "head":
+        _flip(path, 40)
+    elif place == "batch":
+        byte = entry["batches"][3][0]
+        _flip(path, byte + entry["batches"][3][1] // 2)
+    elif place == "foot":
+        byte = entry["foot"][0]
+        _flip(path, byte + 5)
+    elif place == "cut":
+        byte = entry["batches"][5][0] + 7
+        os.truncate(path, byte)
+    elif place == "longer":
+        byte = entry["size"]
+        path.write_bytes(path.read_bytes() + b"more")
+    elif place == "gone":
+        path.unlink()
+    elif place == "swapped":
+        # A file of another table, in its place: of the same size, or not.
+        data = (
+            folder / json.loads((folder / "manifest.json").read_text())["tables"]["item"]["files"][0]["name"]
+        ).read_bytes()
+        path.write_bytes(data[: entry["size"]].ljust(entry["size"], b"\0"))
+    elif place == "manifest":
+        path = folder / "manifest.json"
+        path.write_text(path.read_text().replace('"step": 4', '"step": 5'))
+    else:
+        path, byte = folder / "manifest.json", r"\d+"
+        path.write_bytes(path.read_bytes()[:100])
+    other = collection_of(tables_of(), 2)
+    mine = train(other, other.init(seed=1), 2)
+    before = content(other, mine)
+    with pytest.raises(checkpoint.CorruptFileError, match=f'file ".*{path.name}", byte {byte}: '):
+        restore(folder, other, state=mine, tables=["user"])
+    assert_same(content(other, mine), before)
+
+
+def test_rows_of_another_type_are_refused(saved, tmp_path):
+    """A file whose checksums are right and whose columns are not: somebody wrote it anew."""
+    folder = tmp_path / "other"
+    shutil.copytree(saved, folder)
+    entry = _files(folder)[0]
+    schema = pa.schema([pa.field("key", pa.int32(), nullable=False)])
+    file = checkpoint.files.BatchFile(folder, entry["name"], schema)
+    file.write(pa.record_batch([pa.array([1, 2], pa.int32())], schema=schema), (0, 4095))
+    whole = json.loads((folder / "manifest.json").read_text())
+    whole.pop("checksum")
+    whole["tables"]["user"]["files"] = [file.close()]
+    (folder / "manifest.json").write_text(manifest._sealed(whole))
+    with pytest.raises(checkpoint.CorruptFileError, match=r"byte 8: got columns key int32, wanted key uint64, row "):
+        restore(folder, collection_of(tables_of()))
+
+
+def test_a_newer_format_is_refused(saved, tmp_path):
+    shutil.copy(saved / "manifest.json", tmp_path)
+    whole = json.loads((tmp_path / "manifest.json").read_text())
+    whole.pop("checksum")
+    (tmp_path / "manifest.json").write_text(manifest._sealed({**whole, "version": 99}))
+    with pytest.raises(
+        ValueError, match="got version 99 of the format, wanted at most 1; use the jaxsok that wrote it"
+    ):
+        restore(tmp_path, collection_of(tables_of()))
+
+
+# The files ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_files_are_read_by_anybody(eight, saved):
+    """By Arrow alone, from the description in docs/checkpoint_format.md."""
+    collection, state = eight
+    want = content(collection, state)
+    whole = json.loads((saved / "manifest.json").read_text())
+    for name, table in whole["tables"].items():
+        parts = [pa.ipc.open_file(saved / file["name"]).read_all() for file in table["files"]]
+        joined = pa.concat_tables(parts).combine_chunks()
+        keys = joined["key"].to_numpy()
+        order = np.argsort(keys)
+        np.testing.assert_array_equal(keys[order], want[f"{name}.keys"])
+        rows = np.stack(joined["row"].to_numpy(zero_copy_only=False))[order]
+        np.testing.assert_array_equal(rows, cases.bits(want[f"{name}.rows"]))
+        seen = np.stack([joined[one].to_numpy() for one in ("last_step", "frequency")], axis=1)
+        np.testing.assert_array_equal(seen[order], want[f"{name}.statistics"])
+        assert table["num_rows"] == keys.size
+
+
+def test_batches_tell_their_partitions(saved):
+    """So that a process reads what it needs: the range of each batch is that of its keys, and most are narrow."""
+    whole, widths = json.loads((saved / "manifest.json").read_text()), []
+    for name, table in whole["tables"].items():
+        for file in table["files"]:
+            reader = pa.ipc.open_file(saved / file["name"])
+            for number, (_, _, _, num_rows, first, last) in enumerate(file["batches"]):
+                keys = reader.get_batch(number)["key"].to_numpy()
+                partitions = programs.partition_hash(keys, name) >> np.uint64(52)
+                assert (num_rows, first, last) == (keys.size, partitions.min(), partitions.max())
+                assert (np.diff(partitions.astype(int)) >= 0).all()
+                widths.append(last - first)
+    assert np.mean(widths) < 4096 / 4
+
+
+# Death ----------------------------------------------------------------------------------------------------------------
+
+
+def killed(folder, times, seed):
+    """Kills a process that saves again and again, so often; after each death what is there is read."""
+    collection = cases.counting()
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(pathlib.Path(jaxsok.__file__).parents[1])}
+    command = [sys.executable, "-W", "ignore", str(WORKER), "killed", str(folder), str(seed)]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    steps, unfinished = [], 0
+    with subprocess.Popen(command, env=environment, text=True, **pipes) as process:
+        for _ in range(times):
+            process.stdin.write("go\n")
+            process.stdin.flush()
+            assert process.stdout.readline() == "killed\n"
+            unfinished += bool([path for path in folder.iterdir() if "tmp" in path.name])
+            with ocp.CheckpointManager(folder) as manager:
+                step = manager.latest_step()
+                items = manager.restore(
+                    step,
+                    args=ocp.args.Composite(
+                        tables=TablesRestore(collection), params=ocp.args.StandardRestore({"steps": np.zeros(3, int)})
+                    ),
+                )
+            got = content(collection, items["tables"])
+            np.testing.assert_array_equal(got["item.keys"], np.arange(cases.NUM_COUNTED))
+            assert (got["item.rows"] == step).all() and (items["params"]["steps"] == step).all()
+            assert int(items["tables"].step) == step
+            steps.append(step)
+    assert steps == sorted(steps)
+    return steps, unfinished
+
+
+def test_a_death_at_any_moment_leaves_a_whole_checkpoint(tmp_path):
+    steps, _ = killed(tmp_path, 4, seed=1)
+    assert steps[0] >= 1 and steps[-1] >= 4
+
+
+@pytest.mark.slow
+def test_fifty_deaths(tmp_path):
+    steps, unfinished = killed(tmp_path, 50, seed=2)
+    assert steps[-1] >= 50 and unfinished >= 5
+
+
+# Several processes ----------------------------------------------------------------------------------------------------
+
+
+def test_two_processes(tmp_path):
+    """What two processes saved is restored by two, and by one on other meshes; exports and deltas alike."""
+    environment = {
+        **{name: value for name, value in os.environ.items() if not name.startswith("JAX_")},
+        "JAX_PLATFORMS": "cpu",
+        "PYTHONPATH": str(pathlib.Path(jaxsok.__file__).parents[1]),
+        "PORT": str(free_port()),
+        "NUM_PROCESSES": "2",
+        "NUM_DEVICES": "2",
+    }
+    processes = []
+    for number in range(2):
+        with (tmp_path / f"{number}.err").open("wb") as errors:
+            processes.append(
+                subprocess.Popen(
+                    [sys.executable, str(WORKER), "processes", str(tmp_path)],
+                    env={**environment, "PROCESS_ID": str(number)},
+                    stdout=subprocess.DEVNULL,
+                    stderr=errors,
+                )
+            )
+    codes = ended(processes, tmp_path, timeout_s=180)
+    assert codes == [0, 0], [(tmp_path / f"{n}.err").read_text()[-2500:] for n in range(2)]
+
+    def union(name):
+        """All that both had; of replicated tables each had all."""
+        parts = [dict(np.load(tmp_path / f"{name}.{number}.npz")) for number in range(2)]
+        whole = {}
+        for column in parts[0]:
+            table, is_replicated = column.split(".")[0], column.startswith("day.")
+            chosen = parts[:1] if is_replicated else parts
+            order = np.argsort(np.concatenate([part[f"{table}.keys"] for part in chosen]))
+            whole[column] = np.concatenate([part[column] for part in chosen])[order]
+        return whole
+
+    want = union("trained")
+    assert all(want[f"{name}.keys"].size for name in TABLES)
+    assert_same(union("restored"), want)
+    assert_same(union("loaded"), want)
+    for num_devices in (None, 3):
+        other = collection_of(tables_of(capacity=30), num_devices)
+        with ocp.CheckpointManager(tmp_path / "manager") as manager:
+            state = manager.restore(5, args=ocp.args.Composite(tables=TablesRestore(other)))["tables"]
+        for one in (state, checkpoint.load([tmp_path / "full", tmp_path / "delta"], other)):
+            got = {name: cases.bits(values) for name, values in content(other, one).items()}
+            assert_same(got, want)
+            assert int(one.step) == 5

@@ -1,0 +1,270 @@
+"""Exports: a full one and its deltas are the table as it is, in order and in no other; what is gone is gone."""
+
+import json
+import pathlib
+import shutil
+import tempfile
+
+import checkpoint_cases as cases
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from checkpoint_cases import assert_same, collection_of, content, tables_of, train, train_step, waiting
+from hypothesis import stateful
+
+import jaxsok
+from jaxsok import checkpoint, optim, policies
+
+pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="eight devices are made of a CPU")
+
+
+def two(num_devices=None, **options):
+    """Two tables in a store."""
+    options = {"statistics": True, "capacity": 64, **options}
+    return collection_of([jaxsok.TableSpec(name, 2, cases.ADAM, **options) for name in ("user", "item")], num_devices)
+
+
+@pytest.fixture(scope="module")
+def chain(tmp_path_factory):
+    """A full export and two deltas by four devices, what the state held at each, and the collection."""
+    folder = tmp_path_factory.mktemp("chain")
+    collection = collection_of(tables_of(), 4)
+    state = train(collection, collection.init(seed=9), 2)
+    held, paths = [], [folder / "full", folder / "first", folder / "second"]
+    exported = [checkpoint.export_full(paths[0], collection, state, compression="lz4")]
+    held.append((content(collection, state), waiting(collection, state, "ad")))
+    for number, path in enumerate(paths[1:]):
+        state = train(collection, state, 1)
+        keys = content(collection, state)["user.keys"]
+        state, _ = collection.erase(state, "user", keys[number::7])
+        if number == 1:
+            state, _ = collection.clear(state, "item")
+            state = train(collection, state, 1)
+        exported.append(checkpoint.export_delta(path, collection, state, paths[number]))
+        held.append((content(collection, state), waiting(collection, state, "ad")))
+    return paths, exported, held, state
+
+
+@pytest.mark.parametrize("num_devices", [3, None])
+def test_full_and_deltas_are_the_table(chain, num_devices):
+    """Rows, optimizer state, statistics, keys that wait, and the step; on another mesh and with another capacity."""
+    paths, exported, held, state = chain
+    other = collection_of(tables_of(capacity=30), num_devices)
+    for number in range(3):
+        again = checkpoint.load(paths[: number + 1], other)
+        assert_same(content(other, again), held[number][0])
+        assert waiting(other, again, "ad") == held[number][1]
+        assert int(again.step) == exported[number].step
+    np.testing.assert_array_equal(np.asarray(again.seed), np.asarray(state.seed))
+
+
+def test_the_links_of_a_delta_are_found_beside_it(chain):
+    paths, _, held, _ = chain
+    other = collection_of(tables_of(), 2)
+    assert_same(content(other, checkpoint.load(paths[2], other)), held[2][0])
+
+
+def test_deltas_are_applied_one_by_one(chain):
+    """To a state that serves: by the path of what it holds, or by its number; old plans are stale."""
+    paths, exported, held, _ = chain
+    other = collection_of(tables_of(capacity=60))
+    state = checkpoint.load(paths[0], other)
+    generation = int(state.stores[0].generation)
+    state = checkpoint.apply_delta(paths[1], other, state, after=paths[0])
+    assert_same(content(other, state), held[1][0])
+    state = checkpoint.apply_delta(paths[2], other, state, after=exported[1].uuid)
+    assert_same(content(other, state), held[2][0])
+    assert int(state.stores[0].generation) > generation
+
+
+def test_a_delta_is_small(chain):
+    """What did not change is not in it; what went is there by its key."""
+    _, exported, held, _ = chain
+    first, was = held[1][0], held[0][0]
+    changed = first["user.statistics"][:, 0] >= 2
+    assert exported[1].num_rows["user"] == changed.sum() < changed.size
+    gone = np.setdiff1d(was["user.keys"], first["user.keys"])
+    assert exported[1].num_tombstones["user"] == gone.size > 0
+    # Those of the first delta are not told again.
+    known = np.union1d(was["user.keys"], first["user.keys"])
+    again = np.setdiff1d(
+        np.setdiff1d(known, held[2][0]["user.keys"]), np.setdiff1d(was["user.keys"], first["user.keys"])
+    )
+    assert exported[2].num_tombstones["user"] == again.size
+
+
+def test_deltas_in_another_order_are_refused(chain):
+    paths, exported, _, _ = chain
+    other = collection_of(tables_of(), 2)
+    for links, message in (
+        ([paths[0], paths[2]], rf"which rests on {exported[1].uuid} .*, after .*, which is {exported[0].uuid}"),
+        ([paths[0], paths[1], paths[1]], "apply deltas in order, and none of them twice"),
+        ([paths[1], paths[2]], r'got the delta ".*first" first, wanted the full export it rests on'),
+        ([paths[0], paths[0]], "a full export, wanted a delta after"),
+        ([], "got no folders"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            checkpoint.load(links, other)
+    state = other.init()
+    with pytest.raises(ValueError, match="apply deltas in order"):
+        checkpoint.apply_delta(paths[2], other, state, after=paths[0])
+    assert other.num_rows(state)["user"] == 0
+
+
+def test_a_link_that_is_lost_is_named(chain, tmp_path):
+    paths, *_ = chain
+    shutil.copytree(paths[1], tmp_path / "alone")
+    with pytest.raises(ValueError, match=r'got the delta ".*alone" alone, whose base ".*full" is not there; give all'):
+        checkpoint.load(tmp_path / "alone", collection_of(tables_of(), 2))
+
+
+@pytest.mark.parametrize("kind", ["files", "tombstones"])
+def test_a_damaged_delta_changes_nothing(chain, tmp_path, kind):
+    paths, _, held, _ = chain
+    shutil.copytree(paths[1], tmp_path / "damaged")
+    entry = json.loads((tmp_path / "damaged" / "manifest.json").read_text())["tables"]["user"][kind][0]
+    path, byte = tmp_path / "damaged" / entry["name"], entry["batches"][0][0]
+    data = bytearray(path.read_bytes())
+    data[byte + entry["batches"][0][1] - 1] ^= 1
+    path.write_bytes(data)
+    other = collection_of(tables_of(), 2)
+    state = checkpoint.load(paths[0], other)
+    with pytest.raises(checkpoint.CorruptFileError, match=f'apply_delta: file ".*{entry["name"]}", byte {byte}: '):
+        checkpoint.apply_delta(tmp_path / "damaged", other, state, after=paths[0])
+    with pytest.raises(checkpoint.CorruptFileError, match=f"byte {byte}: "):
+        checkpoint.load([paths[0], tmp_path / "damaged"], other, state=state)
+    assert_same(content(other, state), held[0][0])
+
+
+def test_a_delta_on_a_checkpoint(tmp_path):
+    """The tables' folder of an Orbax checkpoint is a full export, too."""
+    collection = two()
+    state = train(collection, collection.init(seed=1), 2)
+    with ocp.CheckpointManager(tmp_path / "manager") as manager:
+        manager.save(2, args=ocp.args.Composite(tables=checkpoint.TablesSave(collection, state)))
+    base = tmp_path / "manager" / "2" / "tables"
+    state = train(collection, state, 1)
+    checkpoint.export_delta(tmp_path / "delta", collection, state, base)
+    again = checkpoint.load([base, tmp_path / "delta"], collection)
+    assert_same(content(collection, again), content(collection, state))
+
+
+def test_the_users_clock(tmp_path):
+    """Where lookups are told the time, exports are told it as well; rows of the base's own time are in the delta."""
+    collection = two()
+    lookup = jax.jit(lambda state, features, clock: collection.lookup(state, features, clock=clock)[1])
+
+    def at(state, clock, keys):
+        features = collection.batch({"user": np.array(keys), "item": np.array(keys)}).features
+        return lookup(state, features, np.uint32(clock))
+
+    state = at(at(collection.init(), 1000, [1, 2]), 2000, [3, 4])
+    checkpoint.export_full(tmp_path / "full", collection, state, clock=2000)
+    state = at(state, 2000, [5, 6])
+    exported = checkpoint.export_delta(tmp_path / "delta", collection, state, tmp_path / "full", clock=2500)
+    assert exported.num_rows == {"user": 4, "item": 4} and (exported.clock, exported.step) == (2500, 0)
+    again = checkpoint.load(tmp_path / "delta", collection)
+    assert_same(content(collection, again), content(collection, state))
+    with pytest.raises(ValueError, match=r"base: got .* of time 2500, wanted one of 2400 or earlier"):
+        checkpoint.export_delta(tmp_path / "again", collection, state, tmp_path / "delta", clock=2400)
+
+
+def test_what_cannot_be_exported_is_refused(tmp_path):
+    collection = two()
+    state = train(collection, collection.init(seed=1), 1)
+    checkpoint.export_full(tmp_path / "full", collection, state)
+    with pytest.raises(FileExistsError, match=r'export_full: path: got ".*full", which exists'):
+        checkpoint.export_full(tmp_path / "full", collection, state)
+    plain = collection_of([jaxsok.TableSpec(name, 2, cases.ADAM, capacity=64) for name in ("user", "item")])
+    with pytest.raises(ValueError, match=r'table "user": statistics: got False, wanted True'):
+        checkpoint.export_delta(tmp_path / "delta", plain, plain.init(), tmp_path / "full")
+    other = collection_of([jaxsok.TableSpec("user", 2, cases.ADAM, capacity=64, statistics=True)])
+    with pytest.raises(ValueError, match=r"with tables \['item', 'user'\], wanted those of the collection, \['user'\]"):
+        checkpoint.export_delta(tmp_path / "delta", other, other.init(), tmp_path / "full")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["full"]
+
+
+def test_an_export_that_ended_early_leaves_nothing_to_read(tmp_path, monkeypatch):
+    """The folder gets its name at the end; what an earlier one left is in nobody's way."""
+    collection = two()
+    state = train(collection, collection.init(seed=1), 1)
+
+    def fails(*args):
+        raise OSError("no space")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("jaxsok.checkpoint.manifest.write_part", fails)
+        with pytest.raises(OSError, match="no space"):
+            checkpoint.export_full(tmp_path / "full", collection, state)
+    assert not (tmp_path / "full").exists() and (tmp_path / "full.writing").exists()
+    with pytest.raises(FileNotFoundError, match=r"which has no manifest\.json"):
+        checkpoint.load(tmp_path / "full.writing", collection)
+    checkpoint.export_full(tmp_path / "full", collection, state)
+    assert not (tmp_path / "full.writing").exists()
+    assert_same(content(collection, checkpoint.load(tmp_path / "full", collection)), content(collection, state))
+
+
+def test_some_tables_for_serving(chain):
+    """Rows alone, of some tables, by a collection that does not train."""
+    paths, _, held, _ = chain
+    table = jaxsok.TableSpec("user", cases.DIM, optim.sgd(0.0))
+    other = collection_of([table], 2)
+    options = {"tables": ["user"], "optimizer_state": "initial"}
+    state = checkpoint.load(paths[:2], other, **options)
+    state = checkpoint.apply_delta(paths[2], other, state, after=paths[1], **options)
+    assert_same(content(other, state), held[2][0], names=["user.keys", "user.rows"])
+
+
+# In any order ---------------------------------------------------------------------------------------------------------
+
+
+class Life(stateful.RuleBasedStateMachine):
+    """Batches, erasing, clearing and exports in any order: whatever was exported last, loaded, is the live table."""
+
+    def __init__(self):
+        super().__init__()
+        self.collection = two(capacity=512, admission=policies.AdmitByCount(2))
+        self.state = self.collection.init(seed=5)
+        self.folder = tempfile.TemporaryDirectory()
+        self.links = []
+
+    def teardown(self):
+        self.folder.cleanup()
+
+    keys = st.lists(st.integers(0, 30), min_size=4, max_size=4)
+
+    @stateful.rule(user=keys, item=keys, is_step=st.booleans())
+    def look_up(self, user, item, is_step):
+        features = self.collection.batch({"user": np.array(user), "item": np.array(item)}).features
+        if is_step:
+            self.state, _ = train_step(self.collection)(self.state, features)
+        else:
+            _, self.state, _ = self.collection.lookup(self.state, features)
+
+    @stateful.rule(table=st.sampled_from(["user", "item"]), keys=keys)
+    def erase(self, table, keys):
+        self.state, _ = self.collection.erase(self.state, table, np.array(keys))
+
+    @stateful.rule(table=st.sampled_from(["user", "item"]))
+    def clear(self, table):
+        self.state, _ = self.collection.clear(self.state, table)
+
+    @stateful.rule()
+    def export(self):
+        path = pathlib.Path(self.folder.name) / str(len(self.links))
+        if self.links:
+            checkpoint.export_delta(path, self.collection, self.state, self.links[-1])
+        else:
+            checkpoint.export_full(path, self.collection, self.state)
+        self.links.append(path)
+        again = checkpoint.load(self.links, self.collection)
+        assert_same(content(self.collection, again), content(self.collection, self.state))
+        assert waiting(self.collection, again, "user") == waiting(self.collection, self.state, "user")
+        assert int(again.step) == int(self.state.step)
+
+
+TestLife = Life.TestCase
+TestLife.settings = hypothesis.settings(max_examples=5, stateful_step_count=12, deadline=None)
