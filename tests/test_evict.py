@@ -310,6 +310,21 @@ def test_freed_rows_are_reused_and_a_key_that_comes_back_starts_anew():
         np.testing.assert_array_equal(state_of_53, state_of_72)  # one whose row nobody had before
 
 
+def test_admission_begins_anew():
+    """A key that was let in and then evicted waits again; one that waits goes on counting."""
+    admission = policies.AdmitByCount(3)
+    collection = programs.one_table(capacity=16, eviction=LeastRecentlyUsed(), admission=admission)
+    state = collection.init(seed=0)
+    for keys in ([1, 1, 2], [1, 2, 3]):
+        state = programs.insert(collection, state, keys)
+    assert set(programs.rows_of(collection, state)) == {1}
+    state, _ = collection.evict(state, num_rows=0)
+    state = programs.insert(collection, state, [1, 1, 2])
+    assert set(programs.rows_of(collection, state)) == {2}
+    state = programs.insert(collection, state, [1, 3, 4])
+    assert set(programs.rows_of(collection, state)) == {1, 2}
+
+
 def test_plans_of_before_are_stale():
     """An update with them changes nothing and is counted; where nobody left they are good."""
     collection = programs.one_table(capacity=16, eviction=LeastRecentlyUsed())
