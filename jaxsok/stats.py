@@ -15,8 +15,8 @@ _PER_TABLE = (
     "num_missing",
     "num_refused",
     "num_padding",
-    "num_nonfinite",
     "num_unadmitted",
+    "num_nonfinite",
     "num_rows",
 )
 
