@@ -103,7 +103,7 @@ def sizes(recorder: Recorder, protocol: Protocol, seed: int, copy_gb_s: float, s
     wanted = [base * (size // SIZES[0]) for size in (SIZES[:3] if is_quick else SIZES)]
     spec = OneTable(16, DIM).store_spec
     # The largest lookup and a batch of new keys need memory of their own.
-    affordable = _share_of_memory() // row_bytes(spec) // base * base
+    affordable = share_of_memory() // row_bytes(spec) // base * base
     last = min(wanted[-1], affordable)
     is_limited = last < wanted[-1]
     wanted = [size for size in wanted if size < last] + [last]
@@ -300,7 +300,7 @@ def _total_memory() -> int | None:
     return round(limit / float(os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.75"))) if limit else None
 
 
-def _share_of_memory() -> int:
+def share_of_memory() -> int:
     """Bytes that a store may fill: a share of the memory, and no more than is free, two lookups left out."""
     total, stats = _total_memory(), _memory()
     if total is None:

@@ -15,6 +15,7 @@ from . import (
     bench_combine,
     bench_cpu,
     bench_dims,
+    bench_evict,
     bench_insert,
     bench_lookup,
     bench_plan,
@@ -39,7 +40,7 @@ ON_FILLED = {"lookup": None, "update": None, "small": bench_small.WORKLOADS, "sk
 
 WITHOUT_TABLES = {"plan": bench_plan, "combine": bench_combine}
 
-OWN_TABLES = ("insert", "scale", "dims", "cpu")
+OWN_TABLES = ("insert", "scale", "dims", "evict", "cpu")
 """The parts with tables of their own, in the order in which they are measured."""
 
 
@@ -71,6 +72,7 @@ def one_device(options: argparse.Namespace, protocol: Protocol, recorder: Record
         "insert": lambda: bench_insert.measure(h1, recorder, protocol, copy_gb_s),
         "scale": lambda: bench_scale.measure(recorder, brief, seed, copy_gb_s, scale, is_quick),
         "dims": lambda: bench_dims.measure(recorder, brief, seed, copy_gb_s, scale, is_quick),
+        "evict": lambda: bench_evict.measure(recorder, copy_gb_s, scale, is_quick),
         "cpu": lambda: bench_cpu.measure(recorder, protocol, seed, scale, is_quick),
     }
     for part in OWN_TABLES:

@@ -45,6 +45,11 @@ GROW = "grow"
 BUILD = "build"
 FILL = "fill to the memory's share"
 CHURN = "churn"
+SELECT = "select"
+RELEASE = "release"
+EVICT = "select + release"
+REBUILD = "rebuild of the index alone"
+HAND_OVER = "hand-over to the host"
 
 # The parts of a step on a mesh, and what is measured around it.
 DISTINCT = "distinct keys"

@@ -399,6 +399,27 @@ def insert_rows(records: Sequence[Record]) -> list[tuple[str, ...]]:
     ]
 
 
+EVICT_COLUMNS = ("table", "what", "ms", "spread", "M rows/s", "GB/s", "of a copy's bandwidth", "more")
+"""Of eviction: rows are those of the table; of the hand-over, those that leave."""
+
+
+def evict_rows(records: Sequence[Record]) -> list[tuple[str, ...]]:
+    """Who goes, their leaving, both, and what of it is the index."""
+    return [
+        (
+            record.variant,
+            record.what,
+            f"{record.timing.ms:.4g}",
+            f"{100 * record.timing.spread:.0f}%" if record.timing.repetitions > 1 else NOTHING,
+            f"{record.num_keys / record.timing.ms * 1e-3:.4g}",
+            f"{record.gigabytes_per_s:.4g}",
+            _of_limit(record),
+            f"{record.notes['num_gone']:,} of {record.notes['num_rows']:,} rows go",
+        )
+        for record in records
+    ]
+
+
 CPU_COLUMNS = ("keys", "who", "ms", "spread", "M keys/s", "jaxsok's time ÷ this")
 """Of the comparison on a CPU."""
 
@@ -425,6 +446,7 @@ PARTS: dict[str, tuple[str, Sequence[str], Callable[[Sequence[Record]], list[tup
     "insert": ("All-new keys:", INSERT_COLUMNS, insert_rows),
     "scale": ("Size, growth and churn (64 floats, SGD):", SCALE_COLUMNS, scale_rows),
     "dims": ("Widths of rows:", DIM_COLUMNS, dim_rows),
+    "evict": ("Eviction of the least recently used tenth (rowwise Adagrad):", EVICT_COLUMNS, evict_rows),
     "cpu": ("A static table on this CPU (SGD):", CPU_COLUMNS, cpu_rows),
 }
 """The parts that have a table of their own: its title, columns, and what makes it of the part's records."""

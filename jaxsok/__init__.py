@@ -7,6 +7,7 @@ an update moves the rows that were used. Start with `Collection`.
 from jaxsok import initializers, policies
 from jaxsok import optimizers as optim
 from jaxsok.collection import Collection
+from jaxsok.evict import Evicted
 from jaxsok.features import Bags, Batch, Features
 from jaxsok.memory import MemoryEstimate, StoreMemory, memory_estimate
 from jaxsok.plan import Plan
@@ -23,6 +24,7 @@ from jaxsok.types import (
     StalePlanError,
     TableFullError,
 )
+from jaxsok.window import StatsWindow, write_scalars
 
 __version__ = "0.1.0"
 
@@ -35,6 +37,7 @@ __all__ = [
     "Batch",
     "Collection",
     "Coo",
+    "Evicted",
     "ExchangeSpec",
     "FeatureSpec",
     "Features",
@@ -47,6 +50,7 @@ __all__ = [
     "StalePlanError",
     "State",
     "Stats",
+    "StatsWindow",
     "StoreMemory",
     "StoreSpec",
     "StoreState",
@@ -59,4 +63,5 @@ __all__ = [
     "optim",
     "policies",
     "propose",
+    "write_scalars",
 ]

@@ -1,12 +1,19 @@
-"""The command line: `python -m jaxsok bench`. Thin: a command finds what it runs, and hands its arguments on."""
+"""The command line: `python -m jaxsok bench`, `inspect` and `estimate`.
+
+Thin: a command finds what it runs, and hands its arguments on.
+"""
 
 import argparse
 import importlib
 import importlib.util
+import json
 import pathlib
+import re
 import sys
 from collections.abc import Sequence
 from types import ModuleType
+
+import jax
 
 _SOURCES = pathlib.Path(__file__).resolve().parents[1]
 """The checkout, or the folder into which a wheel was installed."""
@@ -28,8 +35,126 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     # The benchmarks have a parser of their own, which is found with them.
     commands.add_parser("bench", add_help=False, help="times jaxsok here, beside its limits and peers (bench --help)")
+    _declare_inspect(commands.add_parser("inspect", help="tells what is in a checkpoint, an export or a file"))
+    _declare_estimate(commands.add_parser("estimate", help="counts the bytes that tables will take on each device"))
     options, rest = parser.parse_known_args(arguments)
-    return {"bench": _bench}[options.command](rest)
+    if options.command == "bench":
+        return _bench(rest)
+    if rest:
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    is_python = options.command == "estimate" and options.spec.endswith(".py")
+    if arguments is None and jax.config.jax_platforms is None and not is_python:
+        # Files are read on the CPU; a GPU, of which JAX takes most as soon as it looks for one, is left to who trains.
+        # What a Python file declares may need the devices of its mesh.
+        jax.config.update("jax_platforms", "cpu")
+    try:
+        print({"inspect": _inspect, "estimate": _estimate}[options.command](options))
+    except (OSError, ValueError, TypeError, ImportError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+def _declare_inspect(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Goes through the tables of a checkpoint or an export of jaxsok, of an HPS or SOK folder, or of a .parquet, "
+        ".arrow or .npz file: dims, dtypes, sizes, ranges of keys, norms, frequencies, ages."
+    )
+    parser.add_argument("path", metavar="PATH", help="file or folder; its kind is told by its content")
+    parser.add_argument("--table", action="append", metavar="NAME", help="only this one; may be given several times")
+    parser.add_argument("--picture", metavar="FILE", help="draws the histograms: .png, .svg or .pdf")
+    parser.add_argument("--json", metavar="FILE", help="writes all numbers")
+
+
+def _inspect(options: argparse.Namespace) -> str:
+    from jaxsok import inspection
+
+    _check_outputs(options)
+    found = inspection.inspect(options.path, options.table)
+    if options.json is not None:
+        pathlib.Path(options.json).write_text(json.dumps(found.to_json(), indent=1) + "\n")
+    if options.picture is not None:
+        inspection.draw_reports(found.tables, options.picture)
+    return str(found)
+
+
+def _declare_estimate(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Counts the bytes of the tables that a file declares: a .py file that defines `tables` (and `features`) or a "
+        "`collection`, or a .toml or .json file of their fields. Sizes may have units, as 141e9 or 80GiB."
+    )
+    parser.add_argument("spec", metavar="SPEC", help="file of declarations")
+    parser.add_argument(
+        "--num-rows",
+        action="append",
+        default=[],
+        metavar="[TABLE=]N",
+        help="rows that a table, or each one, will come to have; by default its capacity",
+    )
+    parser.add_argument("--shards", type=int, metavar="S", help="devices; by default 1, or those of the collection")
+    parser.add_argument("--num-samples", type=int, metavar="N", help="of one device's part of a batch: counts a step")
+    parser.add_argument("--steps", type=int, default=1, metavar="N", help="between two calls of grow")
+    parser.add_argument("--device-bytes", metavar="B", help="memory of one device: whether it is enough")
+    parser.add_argument("--picture", metavar="FILE", help="draws the parts: .png, .svg or .pdf")
+
+
+def _estimate(options: argparse.Namespace) -> str:
+    from jaxsok import inspection
+    from jaxsok.memory import memory_estimate
+
+    _check_outputs(options)
+    declared = inspection.read_spec(options.spec)
+    num_shards = options.shards if options.shards is not None else declared.num_shards or 1
+    estimate = memory_estimate(
+        declared.tables,
+        declared.features,
+        num_shards=num_shards,
+        num_rows=_rows_of(options.num_rows, [table.name for table in declared.tables]),
+        num_samples=options.num_samples,
+        exchange=declared.exchange,
+        steps=options.steps,
+        device_bytes=None if options.device_bytes is None else _number("--device-bytes", options.device_bytes),
+    )
+    if options.picture is not None:
+        inspection.draw_estimate(estimate, options.picture)
+    return str(estimate)
+
+
+def _check_outputs(options: argparse.Namespace) -> None:
+    """Before a long pass, not behind it."""
+    for name in ("json", "picture"):
+        path = getattr(options, name, None)
+        if path is not None and not pathlib.Path(path).resolve().parent.is_dir():
+            raise FileNotFoundError(f"{options.command}: --{name}: got {path}, wanted a file in a folder that exists.")
+    if options.picture is not None and pathlib.Path(options.picture).suffix not in (".png", ".svg", ".pdf"):
+        raise ValueError(f"{options.command}: --picture: got {options.picture}, wanted a file .png, .svg or .pdf.")
+
+
+def _rows_of(given: Sequence[str], tables: Sequence[str]) -> int | dict[str, int] | None:
+    """Of `--num-rows 1000000` or `--num-rows user=1e6`."""
+    rows: dict[str, int] = {}
+    for one in given:
+        table, equals, number = one.rpartition("=")
+        if equals and table not in tables:
+            raise ValueError(f'estimate: --num-rows: got table "{table}", wanted one of {list(tables)}.')
+        rows |= dict.fromkeys([table] if equals else tables, _number("--num-rows", number))
+    return rows or None
+
+
+def _number(option: str, text: str) -> int:
+    """Of "1000000", "141e9" or "80GiB"."""
+    found = re.fullmatch(r"([0-9.]+(?:e[0-9]+)?) ?([KMGT]i?)?B?", text)
+    powers = {
+        None: 1,
+        **{f"{unit}{i}": (1024 if i else 1000) ** n for n, unit in enumerate("KMGT", 1) for i in ("", "i")},
+    }
+    try:
+        number = float(found[1]) * powers[found[2]] if found else -1.0
+    except ValueError:
+        number = -1.0
+    if number < 0 or number != int(number):
+        raise ValueError(f"estimate: {option}: got {text!r}, wanted a number, as 1000000, 141e9 or 80GiB.")
+    return int(number)
 
 
 def _bench(arguments: Sequence[str]) -> int:

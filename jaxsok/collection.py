@@ -14,6 +14,7 @@ from jaxtyping import Array, Float32, Int32
 
 from jaxsok import ahead as ahead_lib
 from jaxsok import annotations, guards, processes
+from jaxsok import evict as evict_lib
 from jaxsok import exchange as exchange_lib
 from jaxsok import features as features_lib
 from jaxsok import grow as grow_lib
@@ -28,7 +29,7 @@ from jaxsok import update as update_lib
 from jaxsok.features import Batch, Features
 from jaxsok.kernels import library
 from jaxsok.lookup import Embeddings
-from jaxsok.operations import TableOperations, clock_of, place_of
+from jaxsok.operations import TableOperations, clock_of, place_of, word_of
 from jaxsok.plan import Found, Plan
 from jaxsok.shards import Shards
 from jaxsok.specs import (
@@ -42,7 +43,7 @@ from jaxsok.specs import (
 )
 from jaxsok.stats import Stats
 from jaxsok.store import State, StoreState, init_store
-from jaxsok.types import COUNTERS, COUNTS, MAX_CAPACITY, MAX_FEATURES
+from jaxsok.types import COUNTERS, COUNTS, ENTRIES_PER_BUCKET, MAX_CAPACITY, MAX_FEATURES
 
 
 class Collection(TableOperations):
@@ -565,16 +566,25 @@ class Collection(TableOperations):
         return self.shards.run(self._gradient_norm_part, args, of_args, P())
 
     @annotations.annotated("jaxsok.grow")
-    def grow(self, state: State, *, steps: int = 1) -> State:
+    def grow(
+        self, state: State, *, steps: int = 1, clock: Any = None, hand_over: evict_lib.HandOver | None = None
+    ) -> State:
         """Makes room, between steps, for what the next `steps` steps may insert; almost always returns at once.
 
         Growing appends a slab to every per-row array and copies no row; the step's program is compiled anew for the
         larger state. The worst case is every key of a step new: `steps` times the keys per step of each store is held
         in reserve. A collection follows one state at a time; `init` starts anew.
 
+        A store that has reached its `max_capacity`, and whose tables have an `eviction`, does not refuse: before the
+        reserve runs out rows leave by that policy, more of them than the reserve asks, so that this is rare
+        (docs/growth.md). `TimeToLive` and `SmallNorm` may find too few; a warning tells so once.
+
         Args:
-          state: consumed if it grows: its index is freed first, so that the peak is the new size.
+          state: consumed if it grows: its index is freed first, so that the peak is the new size. Consumed too if rows
+            are evicted: the result has its buffers then.
           steps: how many steps are dispatched until the next call; the length of a `lax.scan` over steps.
+          clock: now, for eviction: an integer or a uint32 scalar; None: `state.step`.
+          hand_over: is given the rows that are evicted, as by `evict`.
 
         Raises:
           MemoryError: the larger store will not fit; says the bytes asked and the bytes that a row costs.
@@ -585,7 +595,8 @@ class Collection(TableOperations):
         self._check_state("grow", state)
         if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
             raise ValueError(f"grow: steps: got {steps!r}, wanted an integer of at least 1.")
-        return grow_lib.grow(self.stores, self.growth, state, steps, self.shards)
+        clock = state.step if clock is None else word_of("grow: clock", clock)
+        return grow_lib.grow(self.stores, self.growth, state, steps, self.shards, clock, hand_over)
 
     def ahead(self, step: Any, *, state_argnum: int = 0) -> ahead_lib.Ahead:
         """Wraps a jitted step, so that the program for the next capacity is there when the state grows.
@@ -741,6 +752,11 @@ class Collection(TableOperations):
             capacity //= spec.num_shards
         return capacity if spec.is_replicated else capacity * spec.num_shards
 
+    def _entries(self, state: State, store: int) -> int:
+        """Entries of a store's index for different keys, on all shards; as `_allocated`."""
+        one = state.stores[store]
+        return self._allocated(state, store) * ENTRIES_PER_BUCKET * one.index.shape[0] // one.capacity
+
     def _check_send_capacity(self, send_capacity: Sequence[int]) -> None:
         what = "plan: send_capacity"
         if self.shards is None:
@@ -806,6 +822,13 @@ class Collection(TableOperations):
             jnp.where(is_first | (not spec.is_replicated), store.table_rows.astype(jnp.int32), 0)
             for spec, store in zip(self.stores, state.stores, strict=True)
         ]
+        # As words: their sum is the same modulo 2**32.
+        evicted = [
+            jnp.where(is_first | (not spec.is_replicated), one.table_evicted[0].astype(jnp.int32), 0)
+            if one.table_evicted
+            else jnp.zeros(len(spec.tables), jnp.int32)
+            for spec, one in zip(self.stores, state.stores, strict=True)
+        ]
         # What is not a sum is put where no other shard adds to it.
         longest = counters[:, word["longest_probe"]]
         place = 0 if shards is None else shards.index()
@@ -813,6 +836,7 @@ class Collection(TableOperations):
             "counts": sum(jnp.concatenate([one.counts for one in plan]) for plan in found),
             "nonfinite": jnp.concatenate(list(nonfinite)),
             "rows": jnp.concatenate(rows),
+            "evicted": jnp.concatenate(evicted),
             "unplaced": jnp.where(
                 is_first | ~np.array([spec.is_replicated for spec in self.stores]), counters[:, word["num_unplaced"]], 0
             ),
@@ -826,14 +850,16 @@ class Collection(TableOperations):
             ends = np.cumsum([int(np.prod(shape)) for shape in shapes])[:-1].tolist()
             pieces = zip(parts, jnp.split(flat, ends), shapes, strict=True)
             parts = {name: part.reshape(shape) for name, part, shape in pieces}
-        counts, num_nonfinite, num_rows = (
-            parts[name] if is_ordered else parts[name][np.array(order)] for name in ("counts", "nonfinite", "rows")
+        counts, num_nonfinite, num_rows, num_evicted = (
+            parts[name] if is_ordered else parts[name][np.array(order)]
+            for name in ("counts", "nonfinite", "rows", "evicted")
         )
         stores = [self._locate("stats", table.name)[0] for table in self.tables]
         return Stats(
             **{name: counts[:, i] for i, name in enumerate(COUNTS)},
             num_nonfinite=num_nonfinite,
             num_rows=num_rows,
+            num_evicted=num_evicted.astype(jnp.uint32),
             longest_probe=parts["longest"].max(axis=0),
             num_unplaced=parts["unplaced"],
             num_stale=parts["stale"],
@@ -841,6 +867,7 @@ class Collection(TableOperations):
             tables=tuple(table.name for table in self.tables),
             capacities=tuple(self._allocated(state, s) for s in stores),
             stores=tuple(stores),
+            entries=tuple(self._entries(state, s) for s in stores),
         )
 
 

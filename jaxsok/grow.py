@@ -9,6 +9,9 @@ fit.
 The same holds for the keys that wait for a row (`StoreState.sightings`), which are made anew, larger if need be, before
 they fill half of their buckets.
 
+A store that may grow no further, and whose tables have a policy of eviction, loses rows in the same manner: ahead of
+need, and a slack more than the reserve asks, so that it is rare.
+
 On a mesh the fullest shard decides, and all shards grow alike. In several processes no decision rests on what has
 arrived at one of them: counters are asked for as a collective and read a fixed number of calls later, so that all
 processes grow at the same call.
@@ -30,6 +33,7 @@ import numpy as np
 from jaxtyping import Array
 
 from jaxsok import admission, processes, table
+from jaxsok import evict as evict_lib
 from jaxsok.shards import Shards
 from jaxsok.specs import StoreSpec
 from jaxsok.store import State, StoreState, new_slab, num_buckets_of, row_bytes
@@ -42,6 +46,7 @@ WAITING_RESERVES = 2  # for which waiting keys get room: so that the host need n
 COPIES = 3  # steps in a row after which a state that is copied is told: one may have come from elsewhere
 WORTH_BYTES = 64 << 20  # of the largest array of a state that is: below, copying costs less than a step
 PLACES = 100  # calls that look: then it is known how the step goes
+SLACK_SHARE = 16  # one in so many rows leaves beside what the reserve asks: evicting streams the whole store
 AGREED_LAG = 2  # calls between asking for counters and reading them, where several processes must agree
 
 _WORD = {name: i for i, name in enumerate(COUNTERS)}
@@ -78,6 +83,10 @@ class GrowthTracker:
     """How often that was looked at."""
     num_copied: int = 0
     """How often in a row the state was elsewhere, and what it came from gone."""
+    num_evictions: int = 0
+    """How often rows of a store left to make room."""
+    is_told: bool = False
+    """Whether it was told that eviction could not make room."""
 
     @classmethod
     def of(cls, num_stores: int) -> "GrowthTracker":
@@ -174,12 +183,27 @@ def _read(state: State, num_shards: int, shards: Shards | None, is_agreed: bool)
 
 
 def grow(
-    specs: Sequence[StoreSpec], tracker: GrowthTracker, state: State, steps: int, shards: Shards | None = None
+    specs: Sequence[StoreSpec],
+    tracker: GrowthTracker,
+    state: State,
+    steps: int,
+    shards: Shards | None = None,
+    clock: Any = None,
+    hand_over: evict_lib.HandOver | None = None,
 ) -> State:
     """Makes room for what the next `steps` steps may insert.
 
+    Args:
+      specs: of the stores.
+      tracker: of the state; changed.
+      state: consumed, if it grows or loses rows.
+      steps: until the next call.
+      shards: over which the stores are split; None: one device.
+      clock: of eviction; None: the state's step.
+      hand_over: is given the rows that are evicted.
+
     Returns:
-      The same state, or one with more slabs; the old one must not be used then.
+      The same state, or one with more slabs or fewer rows; the old one must not be used then.
     """
     num_shards = specs[0].num_shards
     is_agreed = shards is not None and shards.num_processes > 1
@@ -201,10 +225,11 @@ def grow(
     ]
 
     half_entries = [_half_entries(spec, store) for spec, store in zip(specs, state.stores, strict=True)]
+    evicting = [spec.max_capacity is not None and spec.tables[0].eviction is not None for spec in specs]
 
     def short(s: int) -> bool:
         bound = tracker.bound(s)
-        return open_ended[s] and (bound is None or bound + reserve[s] > capacities[s])
+        return (open_ended[s] or evicting[s]) and (bound is None or bound + reserve[s] > capacities[s])
 
     def short_of_sightings(s: int) -> bool:
         bound = tracker.sightings_bound(s)
@@ -227,7 +252,8 @@ def grow(
     if summary is not None:
         tracker.under_way.clear()
         tracker.learn(summary, tracker.allowed)
-        needed = {s: tracker.known[s][0] + reserve[s] for s in range(len(specs)) if short(s)}
+        needed = {s: tracker.known[s][0] + reserve[s] for s in range(len(specs)) if open_ended[s] and short(s)}
+        is_full = any(evicting[s] and short(s) for s in range(len(specs)))
         if needed or summary[:, 1].any():
             state = _rebuilt(specs, state, summary, _new_capacities(specs, state, needed, shards), shards)
         crowded = [s for s in range(len(specs)) if short_of_sightings(s)]
@@ -236,6 +262,8 @@ def grow(
             tracker.sightings[s] = admission.num_waiting(specs[s], state.stores[s], shards)
         tracker.num_grown += len(needed)
         tracker.signature = _signature(state)
+        if is_full:
+            state = _evicted(specs, tracker, state, reserve, shards, clock, hand_over)
     elif not tracker.under_way and (
         tracker.num_calls % LOOK_EVERY == 0
         or any(
@@ -253,6 +281,64 @@ def grow(
         arriving = _summary(counters, num_shards, shards.same if shards else None)
         arriving.copy_to_host_async()
         tracker.under_way.append((arriving, list(tracker.allowed), tracker.num_calls))
+    return state
+
+
+def rows_kept(capacity: int, reserve: int) -> int:
+    """Rows of a shard that stay when its store is full: so many that the reserve fits, and a slack.
+
+    The slack is the larger of the reserve and a sixteenth of the capacity, and at most half of what the reserve leaves.
+
+    Example:
+      >>> rows_kept(1600, 50), rows_kept(1600, 400), rows_kept(1600, 1000), rows_kept(1600, 2000)
+      (1450, 800, 300, 0)
+    """
+    left = max(0, capacity - reserve)
+    return left - min(max(reserve, capacity // SLACK_SHARE), left // 2)
+
+
+def _evicted(
+    specs: Sequence[StoreSpec],
+    tracker: GrowthTracker,
+    state: State,
+    reserve: Sequence[int],
+    shards: Shards | None,
+    clock: Any,
+    hand_over: evict_lib.HandOver | None,
+) -> State:
+    """The state without the rows that leave full stores by their policy."""
+    capacities = [store.capacity // spec.num_shards for spec, store in zip(specs, state.stores, strict=True)]
+
+    def short(s: int) -> bool:
+        is_at_its_end = specs[s].tables[0].eviction is not None and capacities[s] == specs[s].max_capacity
+        return is_at_its_end and tracker.known[s][0] + reserve[s] > capacities[s]
+
+    full = [s for s in range(len(specs)) if short(s)]
+    leaving = {s: evict_lib.Leaving(specs[s], specs[s].tables[0].eviction, None, shards, is_shared=False) for s in full}
+    kept = {s: rows_kept(capacities[s], reserve[s]) for s in full}
+    stores, _ = evict_lib.evict(leaving, state.stores, state.step if clock is None else clock, kept, hand_over)
+    state = dataclasses.replace(state, stores=stores)
+    tracker.num_evictions += len(full)
+    if all(one.policy.has_score for one in leaving.values()):
+        for s in full:
+            tracker.known[s] = min(tracker.known[s][0], kept[s]), tracker.allowed[s]
+    else:
+        # How many have expired nobody knows before.
+        is_agreed = shards is not None and shards.num_processes > 1
+        tracker.learn(_read(state, specs[0].num_shards, shards, is_agreed), tracker.allowed)
+        tracker.num_waits += 1
+    left = [s for s in full if short(s)]
+    if left and not tracker.is_told:
+        tracker.is_told = True
+        s = left[0]
+        warnings.warn(
+            f"grow: store of tables {_names(specs[s])}: got {tracker.known[s][0]} rows in use after eviction by "
+            f"{specs[s].tables[0].eviction!r}, wanted at most {capacities[s] - reserve[s]} of {capacities[s]}, so that "
+            f"the {reserve[s]} keys of the next steps all get rows; some may be refused. Raise max_capacity, take "
+            "smaller batches, or evict more: a shorter time, or a policy with a score.",
+            RuntimeWarning,
+            stacklevel=5,  # the caller of Collection.grow, behind its annotation
+        )
     return state
 
 

@@ -20,6 +20,7 @@ from jaxsok import grow as grow_lib
 from jaxsok import keys as keys_lib
 from jaxsok import plan as plan_lib
 from jaxsok import table as table_lib
+from jaxsok.exchange import rounded_capacity
 from jaxsok.export import default_chunk_rows
 from jaxsok.records import Records
 from jaxsok.shards import Shards
@@ -27,7 +28,7 @@ from jaxsok.specs import StoreSpec
 from jaxsok.store import State, StoreState
 from jaxsok.types import COUNTERS, COUNTS, MAX_CAPACITY, PADDING_KEY, TableFullError
 
-LEAST_ROWS = 256  # of one call: fewer are padded to it, more to a power of two, so that programs are few
+LEAST_ROWS = 256  # of one call: fewer are padded to it, more by an eighth at most, so that programs are few
 SALTS = 3  # under so many a chunk is tried, if keys find no entry in the index
 
 _WORD = {name: i for i, name in enumerate(COUNTERS)}
@@ -217,13 +218,15 @@ class _Entering:
     def _pieces(self, arrays: dict[str, np.ndarray], dealt: list[np.ndarray]) -> Iterable[dict[str, Any]]:
         """What each shard takes in one call after the other, as arrays that are split."""
         most = max(len(lines) for lines in dealt)
-        size = min(default_chunk_rows(self.spec), max(LEAST_ROWS, 1 << (most - 1).bit_length()))
+        size = min(default_chunk_rows(self.spec), max(LEAST_ROWS, rounded_capacity(most)))
         for begin in range(0, most, size):
 
             def block(lines: np.ndarray, array: np.ndarray, begin: int = begin) -> np.ndarray:
-                mine = array[lines[begin : begin + size]]
-                padded = np.full((size, *array.shape[1:]), PADDING_KEY if array.dtype == np.uint64 else 0, array.dtype)
-                padded[: len(mine)] = mine
+                mine = lines[begin : begin + size]
+                padded = np.empty((size, *array.shape[1:]), array.dtype)
+                # With this mode NumPy writes where it is told, and makes no copy first.
+                np.take(array, mine, axis=0, out=padded[: len(mine)], mode="clip")
+                padded[len(mine) :] = PADDING_KEY if array.dtype == np.uint64 else 0
                 return keys_lib.to_words(padded) if array.dtype == np.uint64 else padded
 
             if self.shards is None:
@@ -310,8 +313,9 @@ def _entered(
             elif is_reset:
                 states[state.name] = jnp.full((num_keys, state.dim), np.float32(state.initial_value))
         ids = table_lib.table_ids_of(number, num_keys)
+        statistics = piece.get("statistics")
         store, _, counts = table_lib.assign(
-            spec, store, seed, clock, piece["keys"], ids, piece["rows"], states, piece.get("statistics")
+            spec, store, seed, clock, piece["keys"], ids, piece["rows"], states, statistics, is_distinct=True
         )
         # Gradients of rows as they were do not fit what is there now.
         counters = store.counters.at[_WORD["generation"]].add(jnp.uint32(1))

@@ -15,7 +15,8 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, UInt32
 
-from jaxsok import annotations, guards
+from jaxsok import annotations, guards, policies
+from jaxsok import evict as evict_lib
 from jaxsok import export as export_lib
 from jaxsok import imports as imports_lib
 from jaxsok import keys as keys_lib
@@ -201,6 +202,88 @@ class TableOperations:
         state, (num_erased,) = self._on_store("clear", state, s, number)
         return state, num_erased
 
+    @annotations.annotated("jaxsok.evict")
+    def evict(
+        self,
+        state: State,
+        table: str | None = None,
+        policy: policies.Eviction | None = None,
+        *,
+        num_rows: Any = None,
+        clock: Any = None,
+        hand_over: evict_lib.HandOver | None = None,
+    ) -> tuple[State, evict_lib.Evicted]:
+        """Takes rows away by policy, exactly over all rows of a shard. Plans made before become stale if any went.
+
+        A policy that ranks rows (least recently used, least frequently used, a score of the user's own) leaves
+        `num_rows` of them: those of lowest score go, ties in the order of (table, key). One that tells whose time has
+        come (`TimeToLive`, `SmallNorm`) takes those. What belonged to a row goes with it: a key that comes back starts
+        anew, with its initial row. Freed rows are handed out again in ascending order.
+
+        Args:
+          state: donated: the result has its buffers.
+          table: its name; None: all tables of every store that has a policy, or, with `policy`, of all stores.
+          policy: from `jaxsok.policies`; None: the table's own `eviction`.
+          num_rows: how many rows of the table may stay, on all shards together; with `table=None` how many rows of each
+            store. Shards keep as equal shares as they can, in all exactly so many; each shard takes its own lowest.
+            None for a policy that ranks no rows.
+          clock: now, an integer or a uint32 scalar; None: `state.step`.
+          hand_over: called with the name of a table and some of its rows (`Records`: keys, rows, optimizer state,
+            statistics) until it has had all that leave, before anything changes. Between steps only, not under
+            `jax.jit`. In several processes each hands over the rows of its own shards; replicated rows come once.
+
+        Returns:
+          The state, and how many rows of each table went, of all shards.
+
+        Raises:
+          TypeError, ValueError: no such table, no policy, a budget that does not fit the policy, statistics that the
+            policy needs and nobody keeps. Nothing has changed then.
+
+        Cost:
+          Streams what the policy reads, and 16 bytes a row of capacity for its record. If anything goes, also 32 bytes
+          a row of records and 32 of index. Memory: 1 byte a row, and 4 or 8 for scores. With `hand_over` the host
+          waits, and reads the rows that leave and a byte a row of capacity.
+
+        Source: HierarchicalKV's scores and DeepRec's GlobalStepEvict and L2WeightEvict, here over all rows at once.
+
+        Example:
+          >>> import jaxsok
+          >>> from jaxsok.policies import LeastRecentlyUsed
+          >>> tables = [jaxsok.TableSpec("item", 4, jaxsok.optim.sgd(0.1), capacity=16, eviction=LeastRecentlyUsed())]
+          >>> collection = jaxsok.Collection(tables, [jaxsok.FeatureSpec("clicked", table="item")])
+          >>> features = collection.batch({"clicked": np.array([9, 7, 8])}).features
+          >>> _, state, _ = collection.lookup(collection.init(seed=0), features)
+          >>> state, evicted = collection.evict(state, num_rows=1)  # all used at one step: by key
+          >>> evicted.to_dict(), collection.export_table(state, "item")["keys"].tolist()
+          ({'item': 2}, [9])
+        """
+        self._check_state("evict", state)
+        leaving = self._leaving(table, policy, num_rows)
+        clock = state.step if clock is None else word_of("evict: clock", clock)
+        num_rows = None if num_rows is None else word_of("evict: num_rows", num_rows)
+        if hand_over is not None:
+            if not callable(hand_over):
+                raise TypeError(
+                    f"evict: hand_over: got {hand_over!r}, wanted a function of a table's name and Records."
+                )
+            if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((state, clock, num_rows))):
+                raise TypeError(
+                    "evict: hand_over: got one under a trace (jax.jit, shard_map), wanted None there: rows are read by "
+                    "the host. Call evict between steps."
+                )
+        (state,) = guards.whole("evict", state=state)
+        budgets = {} if num_rows is None else dict.fromkeys(leaving, num_rows)
+        stores, by_store = evict_lib.evict(leaving, state.stores, clock, budgets, hand_over)
+        counts = {
+            spec.name: count
+            for s, by_table in by_store.items()
+            for spec, count in zip(self.stores[s].tables, by_table, strict=True)
+        }
+        none = jnp.zeros((), jnp.uint32)
+        evicted = jnp.stack([counts.get(spec.name, none) for spec in self.tables])
+        names = tuple(spec.name for spec in self.tables)
+        return dataclasses.replace(state, stores=stores), evict_lib.Evicted(evicted, names)
+
     @annotations.annotated("jaxsok.export_table")
     def export_table(self, state: State, table: str) -> dict[str, Any]:
         """A table's keys, rows, row ids and optimizer state as NumPy arrays, in the order of the row ids.
@@ -313,8 +396,8 @@ class TableOperations:
             is the attribute `state` of the error.
 
         Cost:
-          A record crosses to the device once, and is written once; padding to the next power of two of the records of
-          the fullest shard. The host holds two chunks.
+          A record crosses to the device once, and is written once, in calls of about 64 MiB to a shard; what the
+          fullest shard gets is padded by an eighth at most. The host sorts the keys of a chunk, and holds two chunks.
 
         Example:
           >>> import jaxsok
@@ -444,6 +527,34 @@ class TableOperations:
         of_state = self._specs_of(state)
         out = (None if op in _READING else of_state, P())
         return self.shards.run(part, (state, *args), (of_state, *[P()] * len(args)), out)
+
+    def _leaving(self, table: str | None, policy: Any, num_rows: Any) -> dict[int, evict_lib.Leaving]:
+        """Who may leave, by the number of the store; refuses what cannot be meant."""
+        if policy is not None and (not isinstance(policy, policies.Eviction) or type(policy) is policies.Eviction):
+            raise TypeError(f"evict: policy: got {policy!r}, wanted None or one of jaxsok.policies that evicts.")
+        if table is None:
+            numbers = {s: None for s, spec in enumerate(self.stores) if policy or spec.tables[0].eviction}
+        else:
+            s, number = self._locate("evict", table)
+            numbers = {s: number} if policy or self.stores[s].tables[0].eviction else {}
+        if not numbers:
+            whose = "every table" if table is None else f'table "{table}"'
+            raise ValueError(
+                f"evict: policy: got None, and {whose} was declared without one; pass a policy, or declare "
+                "TableSpec(..., eviction=policies.LeastRecentlyUsed())."
+            )
+        leaving = {}
+        for s, number in numbers.items():
+            rule = policy or self.stores[s].tables[0].eviction
+            if rule.has_score and num_rows is None:
+                raise ValueError(f"evict: num_rows: got None with {rule!r}, wanted how many rows may stay.")
+            if not rule.has_score and num_rows is not None:
+                raise ValueError(
+                    f"evict: num_rows: got {num_rows!r} with {rule!r}, wanted None: it takes the rows whose time has "
+                    "come, however many."
+                )
+            leaving[s] = evict_lib.Leaving(self.stores[s], rule, number, self.shards)
+        return leaving
 
     def _specs_of(self, state: State) -> Any:
         """How each array of a state lies on the mesh, as `shard_map` takes it."""
@@ -587,6 +698,19 @@ def clock_of(op: str, clock: Any) -> UInt32[Array, ""] | None:
         return jnp.asarray(clock)
     got = f"{clock.dtype}{list(clock.shape)}" if hasattr(clock, "shape") else repr(clock)
     raise TypeError(f"{op}: clock: got {got}, wanted a uint32 scalar or an integer.")
+
+
+def word_of(what: str, value: Any) -> Any:
+    """A uint32 scalar, checked; `what`: the operation and its argument."""
+    if isinstance(value, jax.Array):
+        if value.shape != () or value.dtype != jnp.uint32:
+            raise TypeError(f"{what}: got {value.dtype}{list(value.shape)}, wanted an integer or a uint32 scalar.")
+        return value
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+        raise TypeError(f"{what}: got {value!r}, wanted an integer or a uint32 scalar.")
+    if not 0 <= value < 2**32:
+        raise ValueError(f"{what}: got {value}, wanted 0 to 2**32 - 1.")
+    return jnp.uint32(value)
 
 
 def place_of(mesh_name: str) -> str:

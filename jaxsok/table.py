@@ -181,6 +181,8 @@ def assign(
     rows: Float[Array, "num_keys dim"],
     states: Mapping[str, Float32[Array, "num_keys _"]],
     statistics: UInt32[Array, "num_keys 2"] | None = None,
+    *,
+    is_distinct: bool = False,
 ) -> tuple[StoreState, RowIds, Int32[Array, "num_tables num_counts"]]:
     """Gives (table, key) pairs rows that are known; unseen pairs get them too, whatever their table's admission says.
 
@@ -194,6 +196,7 @@ def assign(
       rows: of any float dtype; rounded to nearest.
       states: optimizer state by name. What is not named stays as it is, and is initial for new rows.
       statistics: last step and frequency of each.
+      is_distinct: that no pair stands more than once is known; spares a sort.
 
     Returns:
       The store, the row ids (NO_ROW for padding and where the store is full), and counts by table (types.COUNTS).
@@ -205,7 +208,7 @@ def assign(
       Keys `[7, 9]` and rows `[[1.0], [2.0]]` → the rows of 7 and 9 are 1.0 and 2.0, whether they were there or not.
     """
     store, row_ids, counts = find_or_insert(spec, store, seed, keys, table_ids)
-    place = _last_of_each(row_ids)
+    place = row_ids if is_distinct else _last_of_each(row_ids)
     slabs = {"rows": kernels.scatter(place, rounded(rows, spec.dtype), store.rows)}
     named = {state.name: array for state, array in zip(spec.state_specs, store.states, strict=True)}
     for name, lines in states.items():

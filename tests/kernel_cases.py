@@ -793,12 +793,61 @@ class Store:
             self.table_rows[pair[0]] -= 1
             for state, value in zip(self.states, self.initial, strict=True):
                 state[row_id] = F32(value)
+        self._list_freed(num_erased)
+        self.rebuild()
+        return num_erased
+
+    def _list_freed(self, num_freed: int) -> None:
+        """The list of freed rows, made anew."""
         dead = np.flatnonzero((self.records[: self.counters[NUM_ALLOCATED], :2] == EMPTY).all(axis=1))
         self.records[: len(dead), 3] = dead
         self.counters[[FREE_BEGIN, FREE_END]] = 0, len(dead)
-        self.counters[GENERATION] += num_erased > 0
-        self.rebuild()
-        return num_erased
+        self.counters[GENERATION] += num_freed > 0
+
+    def select(self, scores: Sequence[np.ndarray], num_kept: int, table: int, mask: np.ndarray | None) -> np.ndarray:
+        """A flag for each row of capacity: those of lowest (scores, table, key), or those of a mask."""
+        asked = {pair: row_id for pair, row_id in self.row_of.items() if table in (-1, pair[0])}
+        if mask is not None:
+            gone = [row_id for row_id in asked.values() if mask[row_id]]
+        else:
+            ranked = sorted((*(int(word[row_id]) for word in scores), *pair, row_id) for pair, row_id in asked.items())
+            gone = [row_id for *_, row_id in ranked[: max(0, len(ranked) - num_kept)]]
+        flags = np.zeros(self.capacity, np.uint8)
+        flags[gone] = 1
+        return flags
+
+    def release(self, flags: np.ndarray) -> np.ndarray:
+        """How many rows of each table went; where none did all stays."""
+        num_released = np.zeros(self.num_tables, np.uint32)
+        for pair, row_id in [item for item in self.row_of.items() if flags[item[1]]]:
+            del self.row_of[pair]
+            num_released[pair[0]] += 1
+            self.records[row_id, :2] = EMPTY
+            for state, value in zip(self.states, self.initial, strict=True):
+                state[row_id] = F32(value)
+        self.table_rows -= num_released
+        if num_released.any():
+            self._list_freed(int(num_released.sum()))
+            self._sweep() if self.counters[NUM_UNPLACED] == 0 else self.rebuild()
+        return num_released
+
+    def _sweep(self) -> None:
+        """Who is in its home bucket stays there; the others enter anew, by row id."""
+        pairs = sorted(self.row_of, key=self.row_of.get)
+        keys, tables = as_keys([key for _, key in pairs]), np.array([table for table, _ in pairs], np.int64)
+        homes, before = dict(zip(pairs, self.homes(keys, tables), strict=True)), self.bucket_of
+        self._empty_index(self.num_buckets, self.salt)
+        self.counters[LONGEST_PROBE] = 0
+        at_home = [pair for pair in pairs if before[pair] == homes[pair]]
+        for pair in at_home:
+            self._saw(1)
+            self._enter(pair, homes[pair], self.row_of[pair])
+        for pair in pairs:
+            if before[pair] != homes[pair]:
+                bucket, probes = self._walk(homes[pair])
+                assert bucket is not None
+                self._saw(probes)
+                self._enter(pair, bucket, self.row_of[pair])
 
     def rebuild(self, num_buckets: int | None = None, salt: int | None = None) -> None:
         """Another index over the same records."""
@@ -1099,6 +1148,44 @@ class Script:
         inputs = {"row_ids": row_ids, "uses": np.zeros(0, np.uint32) if uses is None else uses}
         inputs |= {"clock": np.array(clock, np.uint32), "statistics": slabs["before"]}
         self._add("touch", inputs, {}, {"statistics": slabs["after"]})
+
+    def evict_select(self, scores: Sequence[np.ndarray], num_kept=0, table=-1, mask=None) -> np.ndarray:
+        self._begin()
+        store = self.store
+        scores = tuple(np.asarray(word, np.uint32) for word in scores)
+        flags = store.select(scores, num_kept, table, mask)
+        owners = [pair[0] for pair, row_id in store.row_of.items() if flags[row_id]]
+        num_selected = np.bincount(np.array(owners, np.int64), minlength=store.num_tables).astype(np.uint32)
+        ends = np.cumsum(store.slabs)[:-1]
+        inputs = {
+            "num_kept": np.array(num_kept, np.uint32),
+            "scores": tuple(tuple(np.split(word, ends)) for word in scores),
+            "mask": () if mask is None else tuple(np.split(np.asarray(mask, np.uint8), ends)),
+        }
+        statics = {"num_tables": store.num_tables, "table": table}
+        self._add("evict_select", inputs, statics, {"flags": flags, "num_selected": num_selected})
+        return flags
+
+    def evict_release(self, flags: np.ndarray, *, has_statistics=True, has_evicted=True) -> None:
+        self._begin()
+        store = self.store
+        ends = np.cumsum(store.slabs)[:-1]
+        statistics = self.rng.integers(0, 2**32, (store.capacity, 2), dtype=np.uint32)
+        evicted = self.rng.integers(0, 2**32, store.num_tables, dtype=np.uint32)
+        is_used = np.isin(np.arange(store.capacity), list(store.row_of.values()))
+        inputs = {
+            "flags": np.asarray(flags, np.uint8),
+            "statistics": tuple(np.split(statistics, ends)) if has_statistics else (),
+            "table_evicted": (evicted,) if has_evicted else (),
+        }
+        num_released = store.release(flags)
+        statistics = np.where((is_used & (np.asarray(flags) != 0))[:, None], np.uint32(0), statistics)
+        want = {
+            "num_released": num_released,
+            "statistics": tuple(np.split(statistics, ends)) if has_statistics else (),
+            "table_evicted": (evicted + num_released,) if has_evicted else (),
+        }
+        self._add("evict_release", inputs, {"initial": store.initial}, want)
 
     def rebuild(self, num_buckets: int, salt: int | None = None) -> None:
         self._begin()
@@ -2815,6 +2902,102 @@ def admission_small() -> Script:
     row_ids = script.lookup(batch, step=2)
     script.lookup_planned(batch, row_ids)
     script.gather(batch.keys, batch.tables, row_ids)
+
+
+# Eviction: select, release -------------------------------------------------------------------------------------
+
+
+def score_words(script: Script, kind: str) -> tuple[np.ndarray, ...]:
+    """Scores of every row of capacity, in use or not."""
+    rng, num = script.rng, script.store.capacity
+    some = rng.integers(0, 2**32, num, dtype=np.uint32)
+    return {
+        "equal": (np.full(num, 2**32 - 1, np.uint32),),
+        "steps": (rng.integers(1000, 1100, num).astype(np.uint32),),
+        "spread": (some,),
+        "low_bits": (some & np.uint32(0x3FF),),
+        "pairs": (rng.integers(0, 3, num).astype(np.uint32), some),
+        "second_equal": (some % np.uint32(5), np.zeros(num, np.uint32)),
+        "high_bits": (some & np.uint32(0xC0000000), some << np.uint32(31)),
+    }[kind]
+
+
+SCORES = ("equal", "steps", "spread", "low_bits", "pairs", "second_equal", "high_bits")
+
+
+@cases("evict-scores_{0}", *SCORES)
+def evict_scores(kind: str) -> Script:
+    """Budgets from none to more than there is, of all tables and of one; then the freed rows are handed out again."""
+    script = table_store(1000, SCORES.index(kind), seed=SCORES.index(kind), optimizer=SCORES.index(kind) % 4)
+    store = script.store
+    keys = np.r_[script.distinct(1500, low=int(script.rng.integers(2**40))), as_keys([0, 2**63, 2**64 - 2])]
+    script.fill(keys, script.rng.integers(0, store.num_tables, len(keys)))
+    words = score_words(script, kind)
+    for num_kept in (0, 1, 700, len(keys) - 1, len(keys), 2**32 - 1):
+        script.evict_select(words, num_kept)
+    of_one = script.evict_select(words, 3, table=store.num_tables - 1)
+    script.evict_release(of_one)
+    script.find_or_insert(script.rng.permutation(keys)[:600], script.rng.integers(0, store.num_tables, 600))
+    script.evict_release(script.evict_select(words, 400), has_evicted=False)
+    script.find(keys, script.rng.integers(0, store.num_tables, len(keys)))
+    script.find_or_insert(script.distinct(600, low=5))
+    return script
+
+
+@cases("evict-mask_{0}", "none", "some", "all")
+def evict_mask(which: str) -> Script:
+    """Of the rows in use alone, of all tables and of one; where nothing goes not even the index is touched."""
+    script = Script(slabs=(5, 7, 1000), num_tables=3, optimizer=ADAM)
+    keys = script.distinct(800, low=3)
+    script.fill(keys, np.arange(800) % 3)
+    share = {"none": 2.0, "some": 0.7, "all": 0.0}[which]
+    mask = script.rng.random(script.store.capacity) >= share
+    script.find_or_insert(np.r_[keys[:50], script.distinct(50, low=2)], np.arange(100) % 3)
+    script.evict_release(script.evict_select((), table=1, mask=mask), has_statistics=False)
+    script.evict_release(script.evict_select((), mask=mask))
+    script.find_or_insert(keys[::-1], np.arange(800) % 3)
+    script.evict_release(np.zeros(script.store.capacity))
+    return script
+
+
+@cases("evict-index_of_{0}_buckets", 90, 110, 200)
+def evict_crowded_index(num_buckets: int) -> Script:
+    """Long walks, across the index's end too: entries that are swept away, and those that move up behind them."""
+    script = Script(slabs=(5, 7, 300), num_tables=3, num_buckets=num_buckets, optimizer=ADAGRAD)
+    aimed = script.keys_of_homes([num_buckets - 2, num_buckets - 1], 60)
+    others = script.distinct(250, low=3)
+    script.fill(np.r_[aimed, others], np.r_[np.zeros(60, int), np.arange(250) % 3])
+    for share in (0.1, 0.5, 0.9):
+        flags = (script.rng.random(script.store.capacity) < share).astype(np.uint8)
+        script.evict_release(flags)
+        script.find(np.r_[aimed, others], np.r_[np.zeros(60, int), np.arange(250) % 3])
+        script.find_or_insert(script.rng.permutation(aimed)[:20])
+    return script
+
+
+@case("evict-after_keys_found_no_entry")
+def evict_unplaced() -> Script:
+    """Then rows may be without one: the index is rebuilt, and they are found again."""
+    script = Script(slabs=(5, 7, 300), num_buckets=20)
+    keys = script.distinct(90, low=1)
+    script.find_or_insert(keys)
+    script.evict_release(np.arange(script.store.capacity) % 4 == 0)
+    script.find(keys)
+    script.evict_release(np.arange(script.store.capacity) % 4 == 1)
+    script.find_or_insert(keys)
+    return script
+
+
+@case("evict-20000_rows")
+def evict_large() -> Script:
+    """Scores that tie by thousands; keys that differ in their last bits."""
+    script = Script(slabs=(7_000, 14_000), dim=1, num_tables=2, num_buckets=1 << 13)
+    keys = np.arange(20_000).astype(U64) + (U64(3) << U64(60))
+    script.fill(script.rng.permutation(keys), np.arange(20_000) % 2)
+    steps = (script.rng.integers(0, 5, script.store.capacity).astype(np.uint32),)
+    script.evict_select(steps, 19_900)
+    script.evict_release(script.evict_select(steps, 9_000))
+    script.find_or_insert(keys[:3000], np.arange(3000) % 2)
     return script
 
 
@@ -2852,6 +3035,21 @@ def small_touch() -> Script:
     row_ids = script.rng.integers(0, 330, 600)
     script.touch(row_ids)
     script.touch(row_ids % 9, script.rng.integers(0, 9, 600), clock=0)
+    return script
+
+
+@cases("small-evict-{0}_tables", 3, 70)
+def small_evict(num_tables: int) -> Script:
+    """By score and by mask."""
+    script = Script(slabs=(5, 7, 100), num_tables=num_tables, dim=5, optimizer=ADAM)
+    script.fill(script.distinct(90), np.arange(90) % num_tables)
+    words = score_words(script, "pairs")
+    script.evict_release(script.evict_select(words, 60))
+    script.evict_release(script.evict_select(words[:1], 1, table=2))
+    mask = np.arange(script.store.capacity) % 5 == 0
+    script.evict_release(script.evict_select((), mask=mask), has_statistics=False, has_evicted=False)
+    script.evict_release(np.zeros(script.store.capacity))
+    script.find_or_insert(script.distinct(40))
     return script
 
 

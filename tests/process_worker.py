@@ -84,6 +84,42 @@ def train(collection, process=0, num_processes=1, *, in_step=lambda step: None):
     return state, results
 
 
+def operate(collection):
+    """Imports with growth, assigns, clears and reads: the same calls in all processes; the state, and what was read."""
+    state, read = collection.init(seed=6), {}
+    rng = np.random.default_rng(8)
+    for table in TABLES:
+        chunks = []
+        for size in (700, 1, 90):
+            keys = np.unique(rng.integers(0, 2**63, size, np.uint64))
+            rows = rng.normal(size=(len(keys), DIM)).astype(np.float32)
+            names = [one.name for one in table.optimizer.state_specs(DIM)]
+            chunks.append(jaxsok.Records(keys, rows, {name: rows + 1 for name in names}))
+        state = collection.import_table(state, table.name, chunks)
+        asked = np.concatenate([chunks[0].keys[::9], rng.integers(0, 2**63, 9, np.uint64)])
+        state, inserted, refused = collection.assign(
+            state, table.name, asked[9:], np.arange(DIM * (len(asked) - 9)).reshape(-1, DIM).astype(np.float32)
+        )
+        rows, is_there = collection.rows_of(state, table.name, asked)
+        also = collection.contains(state, table.name, asked)
+        read[table.name] = [np.asarray(one) for one in (inserted, refused, rows, is_there, also)]
+    state, num_erased = collection.clear(state, "item")
+    read["num_erased"] = [np.asarray(num_erased)]
+    return state, read
+
+
+def exported(collection, state):
+    """The same as `local_tables`, as the stream of records has it."""
+    columns = {}
+    for table in TABLES:
+        chunks = list(collection.export_chunks(state, table.name, chunk_rows=100))
+        for name in ("keys", "rows"):
+            columns[f"exported.{table.name}.{name}"] = np.concatenate(
+                [np.zeros((0, *(DIM,) * (name == "rows")))] * (not chunks) + [getattr(chunk, name) for chunk in chunks]
+            )
+    return columns
+
+
 def local_tables(collection, state):
     """What this process's shards hold: {"<table>.<column>": array}, rows of replicated tables from its first shard."""
     columns = {}
@@ -124,6 +160,13 @@ def main(job, folder):
     mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Auto,))
     if job == "refusals":
         refusals(mesh, number, folder)
+        return
+    if job == "operations":
+        collection = jaxsok.Collection(TABLES, FEATURES, mesh=mesh, axis="data")
+        state, read = operate(collection)
+        read = {f"read.{name}.{i}": one for name, values in read.items() for i, one in enumerate(values)}
+        parts = {**local_tables(collection, state), **exported(collection, state)}
+        np.savez(pathlib.Path(folder) / f"{number}.npz", **read, **parts)
         return
     wire = WIRES["narrow" if job == "train narrow" else "float32"]
     collection = jaxsok.Collection(TABLES, FEATURES, mesh=mesh, axis="data", exchange=wire)

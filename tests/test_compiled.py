@@ -237,6 +237,41 @@ def test_one_program_serves_all_batches():
     assert step._cache_size() == 1
 
 
+EVICTIONS = {
+    "one word": jaxsok.policies.LeastRecentlyUsed(),
+    "two words": jaxsok.policies.EpochLeastFrequentlyUsed(10),
+    "time": jaxsok.policies.TimeToLive(10),
+    "norm": jaxsok.policies.SmallNorm(0.1),
+}
+# By row beside the state: a flag and scores of 4 or 8 bytes, or a flag and a mask (of norms also their
+# squares); a count for every 1,024 rows.
+BYTES_OF_EVICTION = {"one word": 5, "two words": 9, "time": 2, "norm": 6}
+
+
+@functools.cache
+def compiled_eviction(name, capacity, dtype="float32"):
+    """`Collection.evict` of a store with Adam, by one policy."""
+    policy = EVICTIONS[name]
+    table = jaxsok.TableSpec("user", 16, jaxsok.optim.adam(0.1), capacity=capacity, eviction=policy, dtype=dtype)
+    collection = jaxsok.Collection([table], [jaxsok.FeatureSpec("user", "user")])
+    num_rows = capacity // 2 if policy.has_score else None
+    evict = functools.partial(collection.evict, num_rows=num_rows)
+    return jax.jit(evict, donate_argnums=0).lower(collection.init(seed=0)).compile()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", EVICTIONS)
+def test_eviction_copies_nothing_by_row(name, dtype):
+    """Rows, state, statistics and records stay where they are; scores and flags are all that is as long as the rows."""
+    small, large = (compiled_eviction(name, capacity, dtype) for capacity in (CAPACITY, 16 * CAPACITY))
+    assert not table_copies(large.as_text(), 16 * CAPACITY * 8)
+    assert not host_calls(large.as_text())
+    beside = [compiled.memory_analysis().temp_size_in_bytes for compiled in (small, large)]
+    assert beside[1] - beside[0] <= 15 * CAPACITY * (BYTES_OF_EVICTION[name] + 0.05) + ALIGNMENT_BYTES
+    # All but what the state has beside its stores is aliased.
+    assert large.memory_analysis().output_size_in_bytes - large.memory_analysis().alias_size_in_bytes < ALIGNMENT_BYTES
+
+
 # --------------------------------------------------------------------------------------------------------------
 # Over eight devices: every program is that of one shard
 

@@ -18,7 +18,8 @@ import pytest
 from jax.experimental import multihost_utils
 
 import jaxsok
-from jaxsok import grow, operations, processes, shards, store, types
+from jaxsok import grow, inspection, operations, processes, shards, store, types
+from jaxsok.interchange import columns, files, hps, npz, sok
 from jaxsok.kernels import library
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -553,9 +554,12 @@ API = {
     "jaxsok.StoreState": lambda: members_of(jaxsok.StoreState),
     "jaxsok.Stats": lambda: members_of(jaxsok.Stats),
     "jaxsok.Records": lambda: members_of(jaxsok.Records),
+    "jaxsok.StatsWindow": lambda: members_of(jaxsok.StatsWindow),
+    "jaxsok.Evicted": lambda: members_of(jaxsok.Evicted),
     "jaxsok.optim": lambda: calls_of(jaxsok.optim),
     "jaxsok.initializers": lambda: calls_of(jaxsok.initializers),
     "jaxsok.policies": lambda: calls_of(jaxsok.policies),
+    "jaxsok.inspection": lambda: calls_of(inspection),
     "jaxsok.layers.nnx": lambda: calls_of(layers("nnx")),
     "jaxsok.layers.nnx.Embeddings": lambda: [
         *(name for name in vars(layers("nnx").Embeddings(item())) if not name.startswith("_")),
@@ -565,6 +569,11 @@ API = {
     "jaxsok.layers.linen.Embeddings": lambda: [
         name for name in members_of(layers("linen").Embeddings) if not name.startswith(("parent", "name"))
     ],
+    "jaxsok.interchange.hps": lambda: calls_of(hps),
+    "jaxsok.interchange.sok": lambda: calls_of(sok),
+    "jaxsok.interchange.columns": lambda: calls_of(columns),
+    "jaxsok.interchange.npz": lambda: calls_of(npz),
+    "jaxsok.interchange.files.RecordChunks": lambda: members_of(files.RecordChunks),
 }
 
 

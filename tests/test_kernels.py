@@ -15,7 +15,7 @@ import numpy as np
 import oracle
 import pytest
 
-from jaxsok.kernels import combine, library, lookup, plan, table, update
+from jaxsok.kernels import combine, evict, library, lookup, plan, table, update
 from jaxsok.store import StoreState
 
 BACK_ENDS = ("cpu", pytest.param("cuda", marks=pytest.mark.gpu))
@@ -97,6 +97,28 @@ def _wait(s, x, floors, num_buckets):
     entries = jnp.concatenate([s.sightings[0].reshape(-1, 4), x["entries"]])
     sightings, counters = table.wait(s.counters, np.array(floors, np.uint32), entries, num_buckets)
     return {}, dataclasses.replace(s, sightings=(sightings,), counters=counters)
+
+
+def _evict_select(s, x, num_tables, table):
+    names = ("flags", "num_selected")
+    found = evict.select(x["num_kept"], s.records, x["scores"], x["mask"], num_tables, table)
+    return dict(zip(names, found, strict=True)), s
+
+
+def _evict_release(s, x, initial):
+    index, counters, table_rows, records, states, statistics, table_evicted, num_released = evict.release(
+        s.index,
+        s.counters,
+        s.table_rows,
+        x["flags"],
+        s.records,
+        s.states,
+        initial,
+        x["statistics"],
+        x["table_evicted"],
+    )
+    outputs = {"num_released": num_released, "statistics": statistics, "table_evicted": table_evicted}
+    return outputs, StoreState(index, counters, table_rows, s.rows, records, states)
 
 
 def _plan(s, x, features, num_tiles):
@@ -189,6 +211,8 @@ OPS = {
     "jaxsok_table_rebuild": _rebuild,
     "jaxsok_table_forget": _forget,
     "jaxsok_table_wait": _wait,
+    "jaxsok_evict_select": _evict_select,
+    "jaxsok_evict_release": _evict_release,
     "jaxsok_plan": _plan,
     "jaxsok_plan_requests": _plan_requests,
     "jaxsok_combine": _combine,

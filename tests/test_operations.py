@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 import jaxsok
 from jaxsok import export, grow, plan
 from jaxsok.kernels import plan as plan_door
+from jaxsok.types import COUNTERS
 
 PADDING = jaxsok.PADDING_KEY
 DIM, NUM_KEYS = 4, 8
@@ -410,6 +411,20 @@ def test_room_for_rows_that_are_told():
     capped = collection_of(capacity=8, max_capacity=32)
     state = capped.import_table(capped.init(seed=0), "a", chunks[0], num_rows=10**9)
     assert state.stores[0].capacity == 64  # two tables of 32
+
+
+def test_keys_without_an_entry_get_one_under_another_salt():
+    """Keys aimed at one bucket find none within the bound: none is lost, whatever the chunk."""
+    table = jaxsok.TableSpec("a", DIM, ADAM, capacity=700, statistics=True)
+    collection = jaxsok.Collection([table], [])
+    state = collection.init(seed=0)
+    keys = programs.aimed_keys(collection, state, 600)
+    salt = np.asarray(state.stores[0].counters)[COUNTERS.index("salt_low")]
+    records = random_records(np.random.default_rng(0), keys)
+    state = collection.import_table(state, "a", [records.take(slice(0, 400)), records.take(slice(400, None))])
+    assert np.asarray(state.stores[0].counters)[COUNTERS.index("salt_low")] != salt
+    assert content(state)[0] == as_dict(records)
+    assert np.asarray(collection.contains(state, "a", keys)).all()
 
 
 def test_memory_that_there_is_not(monkeypatch):

@@ -147,6 +147,32 @@ def test_results_are_the_same_in_all_processes(trained):
     assert first["num_grown"] >= 1
 
 
+def test_operations_of_processes_are_those_of_one(tmp_path):
+    """Records enter the shards that own them, whoever has those; what is read is the same everywhere."""
+    results = results_of("operations", tmp_path, 2, 2)
+    tables, features = process_worker.TABLES, process_worker.FEATURES
+    one = jaxsok.Collection(tables, features, mesh=programs.mesh(process_worker.NUM_SHARDS), axis="data")
+    state, read = process_worker.operate(one)
+    for name, values in read.items():
+        for i, want in enumerate(values):
+            for result in results:
+                np.testing.assert_array_equal(result[f"read.{name}.{i}"], want)
+    assert read["user"][3].sum() >= 78 and read["num_erased"][0] > 700
+    for table in tables:
+        names = [state.name for state in table.optimizer.state_specs(table.dim)]
+        got, want = union(results, table, ["keys", "rows", *names]), one.export_table(state, table.name)
+        assert set(got["keys"].tolist()) == set(want["keys"].tolist())
+        order, ordered = np.argsort(got["keys"]), np.argsort(want["keys"])
+        np.testing.assert_array_equal(got["rows"][order], want["rows"][ordered])
+        for name in names:
+            np.testing.assert_array_equal(got[name][order], want["state"][name][ordered])
+        for result in results:
+            for column in ("keys", "rows"):
+                np.testing.assert_array_equal(
+                    result[f"exported.{table.name}.{column}"], result[f"{table.name}.{column}"]
+                )
+
+
 def test_refusals_in_all_processes(tmp_path):
     """Specs that differ are named in every process at the start; then all of them go on with specs that do not."""
     results = results_of("refusals", tmp_path, 2, 1)

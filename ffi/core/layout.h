@@ -24,7 +24,7 @@
 //   pending    aux == kAuxPending | table               row_id is the smallest position in the batch that asked
 //   live       aux == table                             row_id is the row
 // An entry only ever moves downwards in this list while a call inserts; it becomes empty again only when the
-// whole index is rebuilt, or when a full store undoes every entry that the same call claimed.
+// whole index is rebuilt or swept, or when a full store undoes every entry that the same call claimed.
 //
 // find walks the probe run of a key, bucket after bucket from its home (hash.h), in entry order, and stops at
 // its entry or at the first empty one. This is right because inserting fills the first empty entry of the same
@@ -32,8 +32,9 @@
 // find_or_insert claims that first empty entry by compare-and-swap on the key. Two threads with one key walk
 // the same run, so they meet in one entry: the loser sees the key it wanted. Identity is (table, key): a thread
 // that meets its key with another table walks on.
-// erase marks the records of its rows dead and rebuilds the index: it is small, it streams, and so no
-// tombstones ever slow the table down.
+// erase marks the records of its rows dead and rebuilds the index: it is small, and so no tombstones ever slow the
+// table down. evict knows the dead by row and sweeps instead (kernels/evict.h): entries of dead rows and entries that
+// are not in their home bucket leave, the others close ranks, and those that were displaced are inserted again.
 //
 // Sightings have the form of an index whose entries are empty, claimed or live, the row id's word being the count.
 // A count of 0 waits for nobody: a key that was forgotten (its row was erased) keeps its entry until the next rebuild.

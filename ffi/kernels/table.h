@@ -115,10 +115,19 @@ struct StateView {
 LaunchError LaunchErase(Stream stream, const StoreView& store, const StateView& states, const uint64_t* keys,
                         const uint32_t* table_ids, int64_t num_keys, uint32_t* num_erased, void* workspace);
 
+/// Makes the list of freed rows anew after records were marked dead.
+///
+/// Post   : freed rows are listed in ascending order; kGeneration is advanced if num_freed[0] (on a GPU in its memory)
+///          is not 0. With `only_if_any` nothing is touched where it is.
+/// Pre    : workspace as for erase.
+LaunchError LaunchListFreed(Stream stream, const StoreView& store, const uint32_t* num_freed, void* workspace,
+                            bool only_if_any = false);
+
 /// Fills an index (of any size, contents may be anything) from the records.
 ///
-/// Post   : every row in use is found again; kNumUnplaced and kLongestProbe speak of the new index.
-LaunchError LaunchRebuild(Stream stream, const StoreView& store, void* workspace);
+/// Post   : every row in use is found again; kNumUnplaced and kLongestProbe speak of the new index. Nothing is touched
+///          where only_if[0] (on a GPU in its memory) is 0; nullptr: always.
+LaunchError LaunchRebuild(Stream stream, const StoreView& store, void* workspace, const uint32_t* only_if = nullptr);
 
 /// Forgets, of the keys that wait for a row, those that were seen often.
 ///

@@ -184,12 +184,20 @@ LaunchError LaunchErase(Stream stream, const StoreView& store, const StateView& 
       }
     }
   });
-  if (*num_erased != 0) ++store.counters[kGeneration];
-  ListFreedRows(stream, store, workspace);
+  LaunchListFreed(stream, store, num_erased, workspace);
   return LaunchRebuild(stream, store, workspace);
 }
 
-LaunchError LaunchRebuild(Stream stream, const StoreView& store, void*) {
+LaunchError LaunchListFreed(Stream stream, const StoreView& store, const uint32_t* num_freed, void* workspace,
+                            bool only_if_any) {
+  if (*num_freed == 0 && only_if_any) return nullptr;
+  if (*num_freed != 0) ++store.counters[kGeneration];
+  ListFreedRows(stream, store, workspace);
+  return nullptr;
+}
+
+LaunchError LaunchRebuild(Stream stream, const StoreView& store, void*, const uint32_t* only_if) {
+  if (only_if != nullptr && *only_if == 0) return nullptr;
   const IndexView& index = store.index;
   if (index.num_buckets == 0) return "index: no buckets";
   const uint64_t salt = SaltOf(store.counters);

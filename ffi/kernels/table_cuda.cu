@@ -90,16 +90,18 @@ __global__ void __launch_bounds__(kBlock)
 
 // Erase and rebuild. ------------------------------------------------------------------------------------------
 
-struct RebuildControl {
+struct ListControl {
   uint32_t blocks_done;
-  uint32_t num_erased;
 };
+
+/// Whether a pass has nothing to do: it was told to look whether anything was freed, and nothing was.
+__device__ __forceinline__ bool IsIdle(const uint32_t* wanted) { return wanted != nullptr && *wanted == 0; }
 
 // One thread, one key: the thread that takes the key out of the record sets the row's state back.
 // A key named twice is taken out once, by the compare-and-swap.
 __global__ void __launch_bounds__(kBlock)
     EraseKernel(StoreView store, StateView states, const uint64_t* keys, const uint32_t* table_ids, int64_t num_keys,
-                RebuildControl* control) {
+                uint32_t* num_erased) {
   const int64_t i = int64_t{blockIdx.x} * kBlock + threadIdx.x;
   if (i >= num_keys) return;
   const uint64_t key = keys[i];
@@ -109,7 +111,7 @@ __global__ void __launch_bounds__(kBlock)
   if (row_id == kNoRow) return;
   Record* record = store.records.At(store.starts, row_id, 1);
   if (atomicCAS(reinterpret_cast<unsigned long long*>(&record->key), key, kPaddingKey) != key) return;
-  atomicAdd(&control->num_erased, 1u);
+  atomicAdd(num_erased, 1u);
   atomicSub(store.table_rows + record->table, 1u);
   for (int k = 0; k < states.num_states; ++k) {
     float* state = states.data[k].At(store.starts, row_id, states.width[k]);
@@ -118,13 +120,13 @@ __global__ void __launch_bounds__(kBlock)
 }
 
 // A thread empties buckets, grid-stride.
-__global__ void __launch_bounds__(kBlock) ClearIndexKernel(IndexView index, RebuildControl* control) {
+__global__ void __launch_bounds__(kBlock) ClearIndexKernel(IndexView index, const uint32_t* wanted) {
+  if (IsIdle(wanted)) return;
   uint4* words = reinterpret_cast<uint4*>(index.buckets);
   const int64_t num_words = int64_t{index.num_buckets} * kEntriesPerBucket;
   for (int64_t i = int64_t{blockIdx.x} * kBlock + threadIdx.x; i < num_words; i += int64_t{gridDim.x} * kBlock) {
     words[i] = make_uint4(~0u, ~0u, ~0u, ~0u);
   }
-  if (control != nullptr && blockIdx.x == 0 && threadIdx.x == 0) *control = RebuildControl{0, 0};
 }
 
 __device__ __forceinline__ bool IsDead(const StoreView& store, uint32_t row_id) {
@@ -132,8 +134,9 @@ __device__ __forceinline__ bool IsDead(const StoreView& store, uint32_t row_id) 
 }
 
 // Counts dead rows, 1,024 a block; the last block to end sums the counts up to its own and writes the counters.
-__global__ void __launch_bounds__(kBlock)
-    CountDeadKernel(StoreView store, RebuildControl* control, uint32_t* block_counts, uint32_t* num_erased) {
+__global__ void __launch_bounds__(kBlock) CountDeadKernel(StoreView store, ListControl* control, uint32_t* block_counts,
+                                                          const uint32_t* num_freed, const uint32_t* wanted) {
+  if (IsIdle(wanted)) return;
   int mine = 0;
   for (int i = 0; i < kPositionsPerChunk / kBlock; ++i) {
     mine += IsDead(store, blockIdx.x * kPositionsPerChunk + i * kBlock + threadIdx.x) ? 1 : 0;
@@ -163,13 +166,14 @@ __global__ void __launch_bounds__(kBlock)
   if (threadIdx.x == 0) {
     store.counters[kFreeBegin] = 0;
     store.counters[kFreeEnd] = sum;
-    if (control->num_erased != 0) store.counters[kGeneration] += 1;
-    *num_erased = control->num_erased;
+    if (*num_freed != 0) store.counters[kGeneration] += 1;
   }
 }
 
 // The list of freed rows, ascending: each block writes its own part.
-__global__ void __launch_bounds__(kBlock) ListDeadKernel(StoreView store, const uint32_t* block_counts) {
+__global__ void __launch_bounds__(kBlock)
+    ListDeadKernel(StoreView store, const uint32_t* block_counts, const uint32_t* wanted) {
+  if (IsIdle(wanted)) return;
   using Scan = cub::BlockScan<uint32_t, kBlock>;
   __shared__ typename Scan::TempStorage storage;
   uint32_t at = block_counts[blockIdx.x];
@@ -185,7 +189,8 @@ __global__ void __launch_bounds__(kBlock) ListDeadKernel(StoreView store, const 
 }
 
 // A thread enters the rows in use, grid-stride: the pairs are distinct, entries are claimed by compare-and-swap.
-__global__ void __launch_bounds__(kBlock) EnterKernel(StoreView store) {
+__global__ void __launch_bounds__(kBlock) EnterKernel(StoreView store, const uint32_t* wanted) {
+  if (IsIdle(wanted)) return;
   const uint64_t salt = SaltOf(store.counters);
   const uint32_t end = store.counters[kNumAllocated];
   int longest = 0;
@@ -206,17 +211,19 @@ __global__ void __launch_bounds__(kBlock) EnterKernel(StoreView store) {
   }
 }
 
-__global__ void ZeroProbeCountersKernel(uint32_t* counters) {
+__global__ void ZeroProbeCountersKernel(uint32_t* counters, const uint32_t* wanted) {
+  if (IsIdle(wanted)) return;
   counters[kNumUnplaced] = 0;
   counters[kLongestProbe] = 0;
 }
 
 constexpr int kStreamBlocks = kMultiprocessors * 16;  // grid-stride kernels: two full waves
 
-LaunchError RebuildIndex(Stream stream, const StoreView& store) {
-  ClearIndexKernel<<<kStreamBlocks, kBlock, 0, stream>>>(store.index, nullptr);
-  ZeroProbeCountersKernel<<<1, 1, 0, stream>>>(store.counters);
-  EnterKernel<<<kStreamBlocks, kBlock, 0, stream>>>(store);
+/// `wanted`: nothing is done where it is 0; nullptr: always.
+LaunchError RebuildIndex(Stream stream, const StoreView& store, const uint32_t* wanted) {
+  ClearIndexKernel<<<kStreamBlocks, kBlock, 0, stream>>>(store.index, wanted);
+  ZeroProbeCountersKernel<<<1, 1, 0, stream>>>(store.counters, wanted);
+  EnterKernel<<<kStreamBlocks, kBlock, 0, stream>>>(store, wanted);
   JAXSOK_RETURN_IF_CUDA(cudaGetLastError());
   return nullptr;
 }
@@ -363,24 +370,34 @@ LaunchError LaunchFindOrInsert(Stream stream, const StoreView& store, const uint
 
 LaunchError LaunchErase(Stream stream, const StoreView& store, const StateView& states, const uint64_t* keys,
                         const uint32_t* table_ids, int64_t num_keys, uint32_t* num_erased, void* workspace) {
-  WorkspaceCutter cutter(workspace);
-  RebuildControl* control = cutter.Take<RebuildControl>(1);
-  uint32_t* block_counts = cutter.Take<uint32_t>(CeilDiv<int64_t>(store.capacity, kPositionsPerChunk));
+  JAXSOK_RETURN_IF_CUDA(cudaMemsetAsync(num_erased, 0, sizeof(uint32_t), stream));
   // Reading the index ends before it is cleared: the kernels are ordered on the stream.
-  const IndexView none{store.index.buckets, 0};
-  ClearIndexKernel<<<1, kBlock, 0, stream>>>(none, control);
   if (num_keys > 0) {
     EraseKernel<<<static_cast<unsigned>(CeilDiv<int64_t>(num_keys, kBlock)), kBlock, 0, stream>>>(
-        store, states, keys, table_ids, num_keys, control);
+        store, states, keys, table_ids, num_keys, num_erased);
+    JAXSOK_RETURN_IF_CUDA(cudaGetLastError());
   }
-  const unsigned blocks = static_cast<unsigned>(CeilDiv<int64_t>(store.capacity, kPositionsPerChunk));
-  CountDeadKernel<<<blocks, kBlock, 0, stream>>>(store, control, block_counts, num_erased);
-  ListDeadKernel<<<blocks, kBlock, 0, stream>>>(store, block_counts);
-  JAXSOK_RETURN_IF_CUDA(cudaGetLastError());
-  return RebuildIndex(stream, store);
+  JAXSOK_RETURN_IF_LAUNCH(LaunchListFreed(stream, store, num_erased, workspace));
+  return LaunchRebuild(stream, store, workspace);
 }
 
-LaunchError LaunchRebuild(Stream stream, const StoreView& store, void*) { return RebuildIndex(stream, store); }
+LaunchError LaunchListFreed(Stream stream, const StoreView& store, const uint32_t* num_freed, void* workspace,
+                            bool only_if_any) {
+  WorkspaceCutter cutter(workspace);
+  ListControl* control = cutter.Take<ListControl>(1);
+  uint32_t* block_counts = cutter.Take<uint32_t>(CeilDiv<int64_t>(store.capacity, kPositionsPerChunk));
+  const uint32_t* wanted = only_if_any ? num_freed : nullptr;
+  JAXSOK_RETURN_IF_CUDA(cudaMemsetAsync(control, 0, sizeof(ListControl), stream));
+  const unsigned blocks = static_cast<unsigned>(CeilDiv<int64_t>(store.capacity, kPositionsPerChunk));
+  CountDeadKernel<<<blocks, kBlock, 0, stream>>>(store, control, block_counts, num_freed, wanted);
+  ListDeadKernel<<<blocks, kBlock, 0, stream>>>(store, block_counts, wanted);
+  JAXSOK_RETURN_IF_CUDA(cudaGetLastError());
+  return nullptr;
+}
+
+LaunchError LaunchRebuild(Stream stream, const StoreView& store, void*, const uint32_t* only_if) {
+  return RebuildIndex(stream, store, only_if);
+}
 
 LaunchError LaunchForget(Stream stream, const IndexView& sightings, const uint32_t* floors, int32_t num_tables) {
   ForgetKernel<<<kStreamBlocks, kBlock, 0, stream>>>(sightings, floors, static_cast<uint32_t>(num_tables));

@@ -23,6 +23,8 @@ TARGETS: tuple[tuple[str, str], ...] = (
     ("jaxsok_table_rebuild", "JaxsokTableRebuild"),
     ("jaxsok_table_forget", "JaxsokTableForget"),
     ("jaxsok_table_wait", "JaxsokTableWait"),
+    ("jaxsok_evict_select", "JaxsokEvictSelect"),
+    ("jaxsok_evict_release", "JaxsokEvictRelease"),
     ("jaxsok_plan", "JaxsokPlan"),
     ("jaxsok_plan_requests", "JaxsokPlanRequests"),
     ("jaxsok_combine", "JaxsokCombine"),
@@ -90,6 +92,8 @@ def load_cpu() -> ctypes.CDLL:
     for name, argument_types in {
         "JaxsokInsertWorkspaceBytes": (ctypes.c_int64,),
         "JaxsokRebuildWorkspaceBytes": (ctypes.c_int64,),
+        "JaxsokSelectWorkspaceBytes": (),
+        "JaxsokReleaseWorkspaceBytes": (ctypes.c_int64,),
         "JaxsokPlanWorkspaceBytes": (ctypes.c_int64,),
         "JaxsokPlanRequestsWorkspaceBytes": (ctypes.c_int64,),
         "JaxsokUpdateWorkspaceBytes": (ctypes.c_int64, ctypes.c_int32),

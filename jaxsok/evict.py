@@ -1,0 +1,417 @@
+"""Eviction: rows leave by policy, exactly over a whole shard, between steps.
+
+A policy (policies.py) says of each row its score, or whether its time has come; XLA works that out slab by slab, at 4
+to 8 bytes a row (1 where rows expire). Two kernels do the rest: `select` finds the rows of lowest (score, table, key)
+down to a budget, `release` takes them away as erase does. Between the two the host may read the rows that leave, in
+chunks.
+
+Fed by `Collection.evict`, and by `grow` for a store that is full at its maximum.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, UInt8, UInt32
+
+from jaxsok import admission, annotations
+from jaxsok.kernels import evict as kernels
+from jaxsok.keys import from_words
+from jaxsok.policies import Eviction, RowFacts
+from jaxsok.records import Records
+from jaxsok.shards import Shards
+from jaxsok.specs import StoreSpec
+from jaxsok.store import StoreState, row_bytes
+from jaxsok.types import COUNTERS
+
+CHUNK_BYTES = 32 << 20  # of rows that leave, on their way to whoever takes them over: host memory stays bounded
+WINDOW_ROWS = 1 << 24  # whose flags the host looks at together, a byte each
+
+HandOver = Callable[[str, Records], None]
+"""Takes some rows of a table, by its name, before they go."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Evicted:
+    """What an eviction took away: rows by table, of all shards.
+
+    Example:
+      >>> Evicted(jnp.array([3, 0], jnp.uint32), ("user", "item")).to_dict()
+      {'user': 3, 'item': 0}
+    """
+
+    num_evicted: UInt32[Array, " num_tables"]
+    """Rows of each table, in the order of `tables`."""
+    tables: tuple[str, ...] = dataclasses.field(metadata={"static": True})
+
+    def to_dict(self) -> dict[str, int]:
+        """The counts by table, as Python integers (waits for the device).
+
+        Example:
+          `evicted.to_dict()["user"]`
+        """
+        return {table: int(count) for table, count in zip(self.tables, np.asarray(self.num_evicted), strict=True)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaving:
+    """Who may leave one store, and by which rule: hashable, a program is compiled for each."""
+
+    spec: StoreSpec
+    policy: Eviction
+    number: int | None = None
+    """Of the table in the store; None: all its tables."""
+    shards: Shards | None = None
+    """Over which the store is split; None: one device."""
+    is_shared: bool = True
+    """Whether `num_rows` is a budget of all shards together; else it is that of each."""
+
+    def __post_init__(self) -> None:
+        """Refuses what cannot be ranked."""
+        names = [self.spec.tables[self.number]] if self.number is not None else self.spec.tables
+        if self.policy.needs_statistics and not self.spec.keeps_statistics:
+            raise ValueError(
+                f"evict: policy: got {self.policy!r} for tables {[table.name for table in names]} that keep no "
+                "statistics; declare TableSpec(..., statistics=True), or an eviction that needs them."
+            )
+
+
+# On one shard --------------------------------------------------------------------------------------------------------
+
+
+@annotations.by_store
+def select(
+    spec: StoreSpec,
+    store: StoreState,
+    policy: Eviction,
+    clock: UInt32[Array, ""],
+    num_kept: UInt32[Array, ""],
+    number: int | None = None,
+) -> tuple[UInt8[Array, " capacity"], UInt32[Array, " num_tables"]]:
+    """Selects the rows that leave; changes nothing.
+
+    Args:
+      spec: of the store.
+      store: read only.
+      policy: who leaves.
+      clock: now.
+      num_kept: how many rows may stay, of the table or of all tables; of no meaning for a policy without a score.
+      number: of the table in the store; None: all.
+
+    Returns:
+      A flag for each row of capacity, and how many rows of each table have one.
+
+    Cost:
+      Streams what the policy reads and 16 bytes a row of records, then a byte and a score a row for each digit of the
+      score (`LaunchSelect`). Memory: the flags, and 4 or 8 bytes a row for scores.
+
+    Example:
+      Last steps `[3, 1, 2]` of three rows, least recently used, `num_kept=1` → flags `[0, 1, 1]`.
+    """
+    scores: list[list[Array]] = []
+    mask: list[Array] = []
+    for s, (rows, records) in enumerate(zip(store.rows, store.records, strict=True)):
+        none = jnp.zeros(rows.shape[0], jnp.uint32)
+        statistics = store.statistics[s] if store.statistics else None
+        facts = RowFacts(
+            keys=records[:, :2],
+            last_step=none if statistics is None else statistics[:, 0],
+            frequency=none if statistics is None else statistics[:, 1],
+            rows=rows,
+            clock=clock,
+        )
+        if policy.has_score:
+            words = _score_words(policy, policy.scores(facts), rows.shape[0])
+            scores = scores or [[] for _ in words]
+            for array, word in zip(scores, words, strict=True):
+                array.append(word)
+        else:
+            mask.append(_mask(policy, policy.expired(facts), rows.shape[0]))
+    table = kernels.ALL_TABLES if number is None or len(spec.tables) == 1 else number
+    return kernels.select(num_kept, store.records, scores, mask, len(spec.tables), table)
+
+
+def _score_words(policy: Eviction, scores: Any, num_rows: int) -> tuple[Array, ...]:
+    """One or two arrays, checked: a score may be the user's."""
+    words = scores if isinstance(scores, tuple) else (scores,)
+    for word in words:
+        if getattr(word, "dtype", None) != jnp.uint32 or word.shape != (num_rows,):
+            got = f"{word.dtype}{list(word.shape)}" if hasattr(word, "dtype") else type(word).__name__
+            raise TypeError(
+                f"evict: policy: got scores {got} of {policy!r}, wanted uint32[{num_rows}], or two of them."
+            )
+    if not 1 <= len(words) <= 2:
+        raise TypeError(f"evict: policy: got {len(words)} scores of {policy!r}, wanted uint32[{num_rows}], or two.")
+    return words
+
+
+def _mask(policy: Eviction, expired: Any, num_rows: int) -> Array:
+    if getattr(expired, "dtype", None) != jnp.bool_ or expired.shape != (num_rows,):
+        got = f"{expired.dtype}{list(expired.shape)}" if hasattr(expired, "dtype") else type(expired).__name__
+        raise TypeError(f"evict: policy: got {got} of {policy!r}, wanted bool[{num_rows}].")
+    return expired.astype(jnp.uint8)
+
+
+@annotations.by_store
+def release(
+    spec: StoreSpec, store: StoreState, flags: UInt8[Array, " capacity"]
+) -> tuple[StoreState, UInt32[Array, " num_tables"]]:
+    """Takes the rows with a flag away: optimizer state and statistics are set back, the index is swept.
+
+    Args:
+      spec: of the store.
+      store: donated: the result has its buffers.
+      flags: of `select`.
+
+    Returns:
+      The store, and how many rows of each table went. Where none goes nothing changes.
+
+    Cost:
+      A byte a row of capacity where none goes; else also the records twice (32 bytes a row) and the index once (32
+      bytes a row read, and the buckets written that change). Workspace: 2 bits a row.
+
+    Example:
+      Flags `[0, 1, 1]` → rows 1 and 2 are free, and the next new key gets row 1.
+    """
+    index, counters, table_rows, records, states, statistics, table_evicted, num_released = kernels.release(
+        store.index,
+        store.counters,
+        store.table_rows,
+        flags,
+        store.records,
+        store.states,
+        [state.initial_value for state in spec.state_specs],
+        store.statistics,
+        store.table_evicted,
+    )
+    store = dataclasses.replace(
+        store,
+        index=index,
+        counters=counters,
+        table_rows=table_rows,
+        records=records,
+        states=states,
+        statistics=statistics,
+        table_evicted=table_evicted,
+    )
+    return admission.forget(spec, store), num_released
+
+
+def share_of(shards: Shards, num_rows: UInt32[Array, ""], mine: UInt32[Array, ""]) -> UInt32[Array, ""]:
+    """How many rows this shard may keep of a budget of all: as equal as possible, and in all exactly the budget.
+
+    A shard that has fewer rows than its share keeps all, and the others share what it leaves. Of shards with equal rows
+    those of higher number keep the odd ones.
+
+    Args:
+      shards: of the store.
+      num_rows: the budget.
+      mine: rows that this shard has.
+
+    Example:
+      Shards with 2, 9 and 9 rows and a budget of 13 keep 2, 5 and 6.
+    """
+    num_shards = shards.num_shards
+    rows = lax.psum(jnp.zeros(num_shards, jnp.uint32).at[shards.index()].set(mine), shards.axis)
+    order = jnp.argsort(rows, stable=True)
+
+    def give(left: Array, taken: tuple[Array, Array]) -> tuple[Array, Array]:
+        has, num_left = taken
+        share = jnp.minimum(has, left // num_left)
+        return left - share, share
+
+    _, shares = lax.scan(give, num_rows, (rows[order], jnp.arange(num_shards, 0, -1, dtype=jnp.uint32)))
+    return jnp.zeros(num_shards, jnp.uint32).at[order].set(shares)[shards.index()]
+
+
+def _selected(leaving: Leaving, store: StoreState, clock: Array, num_rows: Array) -> tuple[Array, Array]:
+    spec, shards = leaving.spec, leaving.shards
+    num_kept = num_rows
+    if leaving.policy.has_score and leaving.is_shared and shards is not None and not spec.is_replicated:
+        mine = store.table_rows if leaving.number is None else store.table_rows[leaving.number]
+        num_kept = share_of(shards, num_rows, mine.sum(dtype=jnp.uint32))
+    return select(spec, store, leaving.policy, clock, num_kept, leaving.number)
+
+
+def _released(leaving: Leaving, store: StoreState, flags: Array) -> tuple[StoreState, Array]:
+    shards, old = leaving.shards, store.generation
+    store, num_released = release(leaving.spec, store, flags)
+    if shards is not None:
+        # A plan is stale on all shards or on none: those that lost no row advance with the others.
+        is_counted = (shards.index() == 0) | (not leaving.spec.is_replicated)
+        num_released = lax.psum(jnp.where(is_counted, num_released, 0), shards.axis)
+        generation = old + (num_released > 0).any().astype(jnp.uint32)
+        counters = store.counters.at[COUNTERS.index("generation")].set(generation)
+        store = dataclasses.replace(store, counters=counters)
+    return store, num_released
+
+
+# On whole stores -----------------------------------------------------------------------------------------------------
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _select(leaving: Leaving, store: StoreState, clock: Array, num_rows: Array) -> tuple[Array, Array]:
+    """Flags of all shards, and by shard and table how many have one."""
+    shards = leaving.shards
+    if shards is None:
+        return _selected(leaving, store, clock, num_rows)
+    body = functools.partial(_selected, leaving)
+    return shards.run(body, (store, clock, num_rows), (shards.spec, P(), P()), shards.spec)
+
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
+def _release(leaving: Leaving, store: StoreState, flags: Array) -> tuple[StoreState, Array]:
+    shards = leaving.shards
+    if shards is None:
+        return _released(leaving, store, flags)
+    body = functools.partial(_released, leaving)
+    return shards.run(body, (store, flags), (shards.spec, shards.spec), (shards.spec, P()))
+
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
+def _evict(leaving: Leaving, store: StoreState, clock: Array, num_rows: Array) -> tuple[StoreState, Array]:
+    def body(store: StoreState, clock: Array, num_rows: Array) -> tuple[StoreState, Array]:
+        flags, _ = _selected(leaving, store, clock, num_rows)
+        return _released(leaving, store, flags)
+
+    shards = leaving.shards
+    if shards is None:
+        return body(store, clock, num_rows)
+    return shards.run(body, (store, clock, num_rows), (shards.spec, P(), P()), (shards.spec, P()))
+
+
+def evict(
+    leaving: Mapping[int, Leaving],
+    stores: Sequence[StoreState],
+    clock: Any,
+    num_rows: Mapping[int, Any],
+    hand_over: HandOver | None = None,
+) -> tuple[tuple[StoreState, ...], dict[int, UInt32[Array, " num_tables"]]]:
+    """Takes rows out of some stores.
+
+    Args:
+      leaving: who may leave, by the number of the store.
+      stores: of the state. Those named are donated: the results have their buffers. All are unchanged if `hand_over`
+        raises.
+      clock: now, a uint32 scalar.
+      num_rows: how many rows may stay, by the number of the store; of no meaning for a policy without a score.
+      hand_over: is given the rows of all stores first; on the host.
+
+    Returns:
+      All stores, and how many rows of each table went, of all shards, by the number of the store.
+    """
+    clock = jnp.asarray(clock, jnp.uint32)
+    new, counts, flags = list(stores), {}, {}
+    budgets = {s: jnp.asarray(num_rows.get(s, 0), jnp.uint32) for s in leaving}
+    if hand_over is not None:
+        for s, one in leaving.items():
+            flags[s], _ = _select(one, stores[s], clock, budgets[s])
+            for name, records in selected_records(one.spec, stores[s], flags[s]):
+                hand_over(name, records)
+    for s, one in leaving.items():
+        if hand_over is None:
+            new[s], counts[s] = _evict(one, stores[s], clock, budgets[s])
+        else:
+            new[s], counts[s] = _release(one, stores[s], flags.pop(s))
+    return tuple(new), counts
+
+
+# What leaves, on the host --------------------------------------------------------------------------------------------
+
+
+def selected_records(
+    spec: StoreSpec, store: StoreState, flags: UInt8[Array, " capacity"]
+) -> Iterator[tuple[str, Records]]:
+    """The rows with a flag, by table, in chunks: shard by shard, in the order of their row ids.
+
+    In several processes each gives the rows of its own shards; those of a replicated store are given once in all.
+
+    Args:
+      spec: of the store.
+      store: not donated.
+      flags: of `select`.
+
+    Cost:
+      Host memory for CHUNK_BYTES of rows, and WINDOW_ROWS bytes. Over the link a byte a row of capacity, and the rows.
+    """
+    arrays = {"rows": store.rows, "records": store.records, "states": store.states, "statistics": store.statistics}
+    leaves, structure = jax.tree.flatten((arrays, flags))
+    parts = [_parts(leaf) for leaf in leaves]
+    for shard in sorted(parts[0]):
+        if shard != 0 and spec.is_replicated:
+            continue
+        of_shard, shard_flags = jax.tree.unflatten(structure, [part[shard] for part in parts])
+        start = 0
+        for s, slab in enumerate(of_shard["records"]):
+            slabs = (
+                slab,
+                of_shard["rows"][s],
+                tuple(state[s] for state in of_shard["states"]),
+                of_shard["statistics"][s] if of_shard["statistics"] else None,
+            )
+            chunk_rows = _chunk_rows(spec, slab.shape[0])
+            for places in _flagged(shard_flags, start, slab.shape[0]):
+                for at in range(0, len(places), chunk_rows):
+                    yield from _by_table(spec, _read(slabs, places[at : at + chunk_rows], chunk_rows))
+            start += slab.shape[0]
+
+
+def _parts(array: Array) -> dict[int, Array]:
+    """The parts of a split array that this process has to tell of, by where they begin, numbered from the first."""
+    parts = {shard.index[0].start or 0: shard.data for shard in array.addressable_shards if shard.replica_id == 0}
+    size = next(iter(parts.values())).shape[0] if parts else 1
+    return {start // size: part for start, part in parts.items()}
+
+
+def _chunk_rows(spec: StoreSpec, size: int) -> int:
+    """Rows of a chunk: a power of two, or a whole slab."""
+    return min(size, 1 << max(0, (CHUNK_BYTES // row_bytes(spec)).bit_length() - 1))
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def _window(flags: Array, start: Array, size: int) -> Array:
+    return lax.dynamic_slice(flags, (start,), (size,))
+
+
+def _flagged(flags: Array, start: int, size: int) -> Iterator[np.ndarray]:
+    """Places in a slab whose row has a flag, ascending, a window at a time."""
+    window = min(size, WINDOW_ROWS)
+    for begin in range(0, size, window):
+        # The last window begins where it still fits; what was seen before is left out.
+        first = min(begin, size - window)
+        places = np.flatnonzero(np.asarray(_window(flags, np.int32(start + first), window))) + first
+        yield places[places >= begin].astype(np.int32)
+
+
+@jax.jit
+def _gathered(slabs: Any, places: Array) -> Any:
+    return jax.tree.map(lambda slab: slab.at[places].get(mode="clip"), slabs)
+
+
+def _read(slabs: Any, places: np.ndarray, num_lines: int) -> Any:
+    """Lines of slabs as NumPy arrays; one program for all chunks, which asks for `num_lines` of them."""
+    padded = np.zeros(num_lines, np.int32)
+    padded[: len(places)] = places
+    return jax.tree.map(lambda lines: np.asarray(lines)[: len(places)], _gathered(slabs, padded))
+
+
+def _by_table(spec: StoreSpec, lines: Any) -> Iterator[tuple[str, Records]]:
+    """Lines of a store as records of its tables."""
+    words, rows, states, statistics = lines
+    records = Records(
+        from_words(words[:, :2]),
+        rows,
+        {one.name: state for one, state in zip(spec.state_specs, states, strict=True)},
+        None if statistics is None else statistics[:, 0],
+        None if statistics is None else statistics[:, 1],
+    )
+    for number in np.unique(words[:, 2]).tolist():
+        is_mine = words[:, 2] == number
+        yield spec.tables[number].name, records if is_mine.all() else records.take(is_mine)

@@ -1,0 +1,90 @@
+"""What is in a checkpoint, an export or a file of another system; and what a collection will take, drawn.
+
+`inspect` reads any of them, `report` any records; `read_spec` reads declarations of tables from a file. The command
+line is `python -m jaxsok inspect` and `estimate`. Import it by name: `from jaxsok import inspection`.
+"""
+
+import dataclasses
+import os
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jaxsok.inspection.counts import Bin
+from jaxsok.inspection.declared import Declared, read_spec
+from jaxsok.inspection.kinds import opened
+from jaxsok.inspection.pictures import draw_estimate, draw_reports
+from jaxsok.inspection.report import Ages, Norms, TableReport, Uses, overview, report
+
+__all__ = [
+    "Ages",
+    "Bin",
+    "Declared",
+    "Inspection",
+    "Norms",
+    "TableReport",
+    "Uses",
+    "draw_estimate",
+    "draw_reports",
+    "inspect",
+    "read_spec",
+    "report",
+]
+
+
+@dataclasses.dataclass(frozen=True)
+class Inspection:
+    """What was found at a path. `str` makes text of it, `to_json` plain numbers."""
+
+    path: str
+    kind: str
+    """Of the files: "jaxsok", "HPS", "SOK", "Parquet", "Arrow" or "npz"."""
+    facts: Mapping[str, Any]
+    """What they say of themselves, as the step."""
+    tables: tuple[TableReport, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """Dicts, lists and numbers."""
+        tables = [table.to_json() for table in self.tables]
+        return {"path": self.path, "kind": self.kind, "facts": dict(self.facts), "tables": tables}
+
+    def __str__(self) -> str:
+        """An overview, then each table."""
+        facts = "".join(f", {name} {value}" for name, value in self.facts.items())
+        lines = [f"{self.path}: {self.kind}{facts}", "", *overview(self.tables)]
+        for table in self.tables:
+            lines += ["", str(table)]
+        return "\n".join(lines)
+
+
+def inspect(path: str | os.PathLike[str], tables: Sequence[str] | None = None) -> Inspection:
+    """Goes through the tables of a checkpoint, an export, or files of another system, once.
+
+    Args:
+      path: a folder of `jaxsok.checkpoint`, a step or the root of an Orbax checkpoint (its last step then), a folder of
+        HPS or SOK, a `.parquet`, `.arrow` or `.npz` file, or a folder of such files. The kind is told by content.
+      tables: names; None: all.
+
+    Returns:
+      What was found.
+
+    Raises:
+      FileNotFoundError: there is nothing.
+      ValueError: of no known kind, damaged, or without a table of a name.
+      ImportError: a package that the kind needs is missing.
+
+    Cost:
+      Reads everything; host memory holds a chunk of records, and what the reader of the kind holds.
+
+    Example:
+      `print(inspect("exports/monday"))`
+    """
+    found = opened(pathlib.Path(path))
+    names = list(found.tables) if tables is None else list(tables)
+    for name in names:
+        if name not in found.tables:
+            raise ValueError(f'inspect: {path}: table: got "{name}", wanted one of {list(found.tables)}.')
+    reports = [report(found.tables[name](), name=name, clock=found.clock) for name in names]
+    facts = [dict(found.table_facts.get(name, {})) for name in names]
+    told = [dataclasses.replace(one, facts=said) for one, said in zip(reports, facts, strict=True)]
+    return Inspection(str(path), found.kind, found.facts, tuple(told))

@@ -1,0 +1,204 @@
+"""Counts of numbers by size, taken chunk by chunk in memory that does not depend on how many there are.
+
+`Magnitudes` are for norms, `Frequencies` for uses, `Steps` for last steps. Each is filled by `add` and read at the end;
+how far what it tells is from exact is said in its docstring.
+"""
+
+import itertools
+import math
+from typing import NamedTuple
+
+import numpy as np
+
+QUANTILES = (0.01, 0.1, 0.5, 0.9, 0.99)
+
+
+class Bin(NamedTuple):
+    """How many numbers are in [low, high)."""
+
+    low: float
+    high: float
+    num: int
+
+
+class Magnitudes:
+    """Numbers of 0 and above. Counts, least and greatest are exact; quantiles to within 0.6%.
+
+    Numbers are counted in bins of a 64th of an octave.
+
+    Example:
+      >>> some = Magnitudes()
+      >>> some.add(np.array([0.0, 1.0, 3.0, np.inf]))
+      >>> some.num_zero, some.num_nonfinite, some.min, some.max, round(some.quantile(0.5), 2)
+      (1, 1, 0.0, 3.0, 1.01)
+    """
+
+    _BY_OCTAVE = 64
+    _LOWEST, _HIGHEST = -1080, 1030  # octaves: all of float64, the greatest sums of squares included
+    _MOST_BINS = 16
+
+    def __init__(self) -> None:
+        """None was seen."""
+        self._counts = np.zeros((self._HIGHEST - self._LOWEST) * self._BY_OCTAVE, np.int64)
+        self.num_zero = 0
+        self.num_nonfinite = 0
+        self.num_finite = 0
+        self.min = math.nan
+        self.max = math.nan
+
+    def add(self, values: np.ndarray) -> None:
+        """Counts some more: float64[num_values]; infinite and NaN ones apart."""
+        is_finite = np.isfinite(values)
+        finite = values if is_finite.all() else values[is_finite]
+        self.num_nonfinite += values.size - finite.size
+        if not finite.size:
+            return
+        self.num_finite += finite.size
+        self.min = float(np.fmin(self.min, finite.min()))
+        self.max = float(np.fmax(self.max, finite.max()))
+        above = finite[finite > 0]
+        self.num_zero += finite.size - above.size
+        number = np.floor(np.log2(above) * self._BY_OCTAVE).astype(np.int64) - self._LOWEST * self._BY_OCTAVE
+        first = int(number.min()) if number.size else 0
+        counts = np.bincount(number - first)
+        self._counts[first : first + counts.size] += counts
+
+    def quantile(self, share: float) -> float:
+        """The least number that is not exceeded by a share of the finite ones; NaN if there is none."""
+        if not self.num_finite:
+            return math.nan
+        rank = max(1, math.ceil(share * self.num_finite - 1e-9))
+        if rank <= self.num_zero:
+            return 0.0
+        number = int(np.searchsorted(np.cumsum(self._counts), rank - self.num_zero))
+        middle = 2.0 ** ((number + 0.5) / self._BY_OCTAVE + self._LOWEST)
+        return min(max(middle, self.min), self.max)
+
+    def bins(self) -> tuple[Bin, ...]:
+        """A histogram of those above 0, of at most 16 bins that are equally wide by ratio; empty ends left out."""
+        filled = np.flatnonzero(self._counts)
+        if not filled.size:
+            return ()
+        first, last = int(filled[0]), int(filled[-1])
+        width = 16  # a quarter of an octave
+        while last // width - first // width >= self._MOST_BINS:
+            width *= 2
+        bins = []
+        for number in range(first // width, last // width + 1):
+            low, high = (2.0 ** (edge * width / self._BY_OCTAVE + self._LOWEST) for edge in (number, number + 1))
+            bins.append(Bin(low, high, int(self._counts[number * width : (number + 1) * width].sum())))
+        return tuple(bins)
+
+
+class Frequencies:
+    """Uses of rows, 0 to 2**32 - 1. Counts and sums are exact; shares of the most used to within 0.1%.
+
+    A frequency below 65,536 has a counter of its own, those above share one with those that differ by less than 0.1%.
+    """
+
+    _EXACT = 16  # bits
+    _PRECISE = 10  # bits that tell the numbers of one octave apart
+
+    def __init__(self) -> None:
+        """None was seen."""
+        size = (1 << self._EXACT) + ((32 - self._EXACT) << self._PRECISE)
+        self._counts = np.zeros(size, np.int64)
+        self._sums = np.zeros(size, np.int64)
+        self.num_rows = 0
+
+    def add(self, frequency: np.ndarray) -> None:
+        """Counts some more: uint32[num_rows]."""
+        wide = frequency.astype(np.int64)
+        number = wide.copy()
+        is_large = wide >> self._EXACT > 0
+        large = wide[is_large]
+        octave = np.floor(np.log2(large)).astype(np.int64)
+        within = (large >> (octave - self._PRECISE)) & ((1 << self._PRECISE) - 1)
+        number[is_large] = (1 << self._EXACT) + ((octave - self._EXACT) << self._PRECISE) + within
+        counts = np.bincount(number, minlength=1)
+        self._counts[: counts.size] += counts
+        # A chunk of 2**21 rows at most sums below 2**53, where float64 is exact.
+        sums = np.bincount(number, weights=wide, minlength=1)
+        self._sums[: sums.size] += sums.astype(np.int64)
+        self.num_rows += frequency.size
+
+    @property
+    def num_uses(self) -> int:
+        """Of all rows."""
+        return int(self._sums.sum())
+
+    @property
+    def num_unused(self) -> int:
+        """Rows of frequency 0."""
+        return int(self._counts[0])
+
+    def share_of_top(self, share: float) -> float:
+        """What part of all uses the most used rows have, `share` of them; NaN if there were no uses."""
+        if not self.num_uses:
+            return math.nan
+        num_top = math.ceil(share * self.num_rows - 1e-9)
+        counts, sums = self._counts[::-1], self._sums[::-1]
+        ends = np.cumsum(counts)
+        whole = int(np.searchsorted(ends, num_top, side="right"))
+        uses = float(sums[:whole].sum())
+        rest = num_top - (int(ends[whole - 1]) if whole else 0)
+        if rest:
+            uses += rest * float(sums[whole]) / float(counts[whole])
+        return uses / self.num_uses
+
+    def bins(self) -> tuple[Bin, ...]:
+        """A histogram by octave: 0, 1, 2 to 3, 4 to 7, ...; empty ends left out."""
+        edges = [0, 1, *(1 << bit for bit in range(1, self._EXACT + 1))]
+        edges += [(1 << self._EXACT) + (n << self._PRECISE) for n in range(1, 33 - self._EXACT)]
+        lows = [0, *(1 << bit for bit in range(33))]
+        sums = [int(self._counts[a:b].sum()) for a, b in itertools.pairwise(edges)]
+        return without_ends([Bin(lows[i], lows[i + 1], num) for i, num in enumerate(sums)])
+
+
+class Steps:
+    """Last steps, 0 to 2**32 - 1. The least and the greatest are exact; ages are to within `width` steps.
+
+    There are 65,536 counters; whenever a step lies beyond the last of them, their width doubles.
+    """
+
+    _NUM_BINS = 1 << 16
+
+    def __init__(self) -> None:
+        """None was seen."""
+        self._counts = np.zeros(self._NUM_BINS, np.int64)
+        self.width = 1
+        self.num_rows = 0
+        self.min = 0
+        self.max = 0
+
+    def add(self, last_step: np.ndarray) -> None:
+        """Counts some more: uint32[num_rows]."""
+        if not last_step.size:
+            return
+        low, high = int(last_step.min()), int(last_step.max())
+        self.min, self.max = min(self.min, low) if self.num_rows else low, max(self.max, high)
+        while self.max // self.width >= self._NUM_BINS:
+            halves = self._counts.reshape(-1, 2).sum(axis=1)
+            self._counts = np.concatenate([halves, np.zeros_like(halves)])
+            self.width *= 2
+        counts = np.bincount(last_step.astype(np.int64) // self.width)
+        self._counts[: counts.size] += counts
+        self.num_rows += last_step.size
+
+    def ages(self, clock: int) -> tuple[Bin, ...]:
+        """A histogram of `clock - last_step` by octave: 0, 1, 2 to 3, ...; a step after the clock has age 0.
+
+        With a `width` above 1 steps are taken for the last ones of their counters.
+        """
+        filled = np.flatnonzero(self._counts)
+        ages = np.maximum(clock - (filled + 1) * self.width + 1, 0)
+        edges = np.array([0, *(1 << bit for bit in range(33))], np.int64)
+        which = np.searchsorted(edges, ages, side="right") - 1
+        sums = np.bincount(which, weights=self._counts[filled], minlength=33)
+        return without_ends([Bin(int(edges[i]), int(edges[i + 1]), int(num)) for i, num in enumerate(sums)])
+
+
+def without_ends(bins: list[Bin]) -> tuple[Bin, ...]:
+    """The bins from the first to the last that has anything."""
+    filled = [i for i, one in enumerate(bins) if one.num]
+    return tuple(bins[filled[0] : filled[-1] + 1]) if filled else ()

@@ -1,0 +1,246 @@
+"""Declarations of tables and features from a file: Python that makes them, or TOML or JSON that names their fields.
+
+A field has the name and the meaning that it has in `TableSpec`, `FeatureSpec` and `ExchangeSpec`. What is made by a
+function, an optimizer, an initializer, a policy, is its name, or a table of its name and arguments:
+
+    [[tables]]
+    name = "user"
+    dim = 64
+    optimizer = {name = "adam", learning_rate = 0.001}
+    eviction = "LeastRecentlyUsed"
+"""
+
+import dataclasses
+import inspect
+import json
+import os
+import pathlib
+import runpy
+import tomllib
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from jaxsok import initializers, policies
+from jaxsok import optimizers as optim
+from jaxsok.collection import Collection
+from jaxsok.specs import REPLICATED, SHARDED, ExchangeSpec, FeatureSpec, Placement, TableSpec, on
+
+LEARNING_RATE = 0.01
+"""Of an optimizer whose file gives none: bytes do not depend on it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Declared:
+    """What a file declares: the arguments of `memory_estimate`, and of `Collection`."""
+
+    tables: tuple[TableSpec, ...]
+    features: tuple[FeatureSpec, ...] = ()
+    exchange: ExchangeSpec | None = None
+    num_shards: int | None = None
+    """Of the collection that a Python file makes over a mesh; None: the file does not say."""
+
+
+def read_spec(path: str | os.PathLike[str]) -> Declared:
+    r"""Reads declarations.
+
+    Args:
+      path: of a `.py` file that defines `tables` (and perhaps `features` and `exchange`) or a `collection`, and is run
+        for that; or of a `.toml` or `.json` file with `tables`, and perhaps `features` and `exchange`.
+
+    Raises:
+      FileNotFoundError: there is no file.
+      ValueError: not such a file, an unknown field, or one that the spec refuses; names the file and the field.
+
+    Example:
+      >>> import tempfile
+      >>> with tempfile.TemporaryDirectory() as folder:
+      ...     file = pathlib.Path(folder, "tables.toml")
+      ...     _ = file.write_text('[[tables]]\nname = "user"\ndim = 64\noptimizer = "adam"')
+      ...     read_spec(file).tables[0].dim
+      64
+    """
+    path = pathlib.Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"estimate: {path}: got no such file, wanted a .py, .toml or .json file of tables.")
+    if path.suffix == ".py":
+        return _of_python(path)
+    if path.suffix not in (".toml", ".json"):
+        raise ValueError(f"estimate: {path}: got a file named *{path.suffix}, wanted .py, .toml or .json.")
+    try:
+        data = tomllib.loads(path.read_text()) if path.suffix == ".toml" else json.loads(path.read_text())
+    except (tomllib.TOMLDecodeError, json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"estimate: {path}: got no {path.suffix[1:].upper()}: {error}.") from error
+    return _of_data(_Place(str(path)), data)
+
+
+def _of_python(path: pathlib.Path) -> Declared:
+    try:
+        names = runpy.run_path(str(path), run_name="jaxsok_spec")
+    except Exception as error:
+        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+        line = frames[-1].lineno if frames else getattr(error, "lineno", None)
+        raise ValueError(f"estimate: {path}, line {line}: {type(error).__name__}: {error}") from error
+    collection = names.get("collection")
+    if isinstance(collection, Collection):
+        num_shards = None if collection.shards is None else collection.stores[0].num_shards
+        return Declared(collection.tables, collection.features, collection.exchange, num_shards)
+    if "tables" not in names:
+        raise ValueError(
+            f"estimate: {path}: got a program that defines neither, wanted `tables`, a list of TableSpecs, or "
+            "`collection`, a Collection."
+        )
+    found = {}
+    for name, kind in (("tables", TableSpec), ("features", FeatureSpec)):
+        value = names.get(name, ())
+        if not isinstance(value, Sequence) or not all(isinstance(one, kind) for one in value):
+            raise ValueError(f"estimate: {path}: {name}: got {value!r}, wanted a list of {kind.__name__}s.")
+        found[name] = tuple(value)
+    exchange = names.get("exchange")
+    if exchange is not None and not isinstance(exchange, ExchangeSpec):
+        raise ValueError(f"estimate: {path}: exchange: got {exchange!r}, wanted an ExchangeSpec.")
+    return Declared(found["tables"], found["features"], exchange)
+
+
+# TOML and JSON -------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class _Place:
+    """Where in a file we are."""
+
+    file: str
+    field: str = ""
+
+    def __truediv__(self, name: str | int) -> "_Place":
+        at = f"{self.field}[{name}]" if isinstance(name, int) else f"{self.field}.{name}" if self.field else name
+        return _Place(self.file, at)
+
+    def says(self, what: str) -> str:
+        """A message with its place."""
+        at = f"{self.field}: " if self.field else ""
+        return f"estimate: {self.file}: {at}{what}"
+
+    def make(self, function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
+        """Calls it, and tells the place of what it refuses."""
+        parameters = inspect.signature(function).parameters
+        for name in arguments:
+            if name not in parameters:
+                raise ValueError((self / name).says(f"got an unknown field, wanted some of {list(parameters)}."))
+        for name, parameter in parameters.items():
+            if parameter.default is parameter.empty and name not in arguments:
+                raise ValueError((self / name).says("got none, wanted a value."))
+        try:
+            return function(**arguments)
+        except (TypeError, ValueError) as error:
+            raise ValueError(self.says(str(error))) from error
+
+
+def _of_data(place: _Place, data: Any) -> Declared:
+    _check_mapping(place, data)
+    for name in data:
+        if name not in ("tables", "features", "exchange"):
+            raise ValueError(
+                (place / name).says("got an unknown field, wanted some of ['tables', 'features', 'exchange'].")
+            )
+    tables = [_table(at, one) for at, one in _list_of(place / "tables", data.get("tables"))]
+    if not tables:
+        raise ValueError((place / "tables").says("got none, wanted at least one table."))
+    features = [_made(at, FeatureSpec, one) for at, one in _list_of(place / "features", data.get("features", []))]
+    exchange = data.get("exchange")
+    made = None if exchange is None else _made(place / "exchange", ExchangeSpec, exchange)
+    return Declared(tuple(tables), tuple(features), made)
+
+
+def _table(place: _Place, data: Any) -> TableSpec:
+    _check_mapping(place, data)
+    fields = dict(data)
+    makers: dict[str, Callable[[_Place, Any], Any]] = {
+        "optimizer": _optimizer,
+        "initializer": lambda at, value: _called(at, value, _initializers(), "an initializer"),
+        "admission": lambda at, value: _called(at, value, _policies(policies.Admission), "a policy of admission"),
+        "eviction": lambda at, value: _called(at, value, _policies(policies.Eviction), "a policy of eviction"),
+        "placement": _placement,
+    }
+    for name, make in makers.items():
+        if name in fields:
+            fields[name] = make(place / name, fields[name])
+    return place.make(TableSpec, fields)
+
+
+def _made(place: _Place, kind: Callable[..., Any], data: Any) -> Any:
+    _check_mapping(place, data)
+    return place.make(kind, data)
+
+
+def _optimizer(place: _Place, value: Any) -> Any:
+    known = {name: one for name, one in _functions(optim).items() if name != "lift"}
+    name, arguments = _name_and_arguments(place, value, known, "an optimizer")
+    arguments.setdefault("learning_rate", LEARNING_RATE)
+    if "limits" in arguments:
+        at = place / "limits"
+        _check_mapping(at, arguments["limits"])
+        limits = dict(arguments["limits"])
+        if "adaptive_clip" in limits:
+            limits["adaptive_clip"] = _made(at / "adaptive_clip", optim.AdaptiveClip, limits["adaptive_clip"])
+        arguments["limits"] = at.make(optim.Limits, limits)
+    return place.make(known[name], arguments)
+
+
+def _placement(place: _Place, value: Any) -> Placement:
+    by_name = {"sharded": SHARDED, "replicated": REPLICATED}
+    if isinstance(value, str) and value in by_name:
+        return by_name[value]
+    if isinstance(value, Mapping) and set(value) == {"on"}:
+        return place.make(on, {"device": value["on"]})
+    raise ValueError(place.says(f'got {value!r}, wanted "sharded", "replicated" or {{on = device}}.'))
+
+
+def _called(place: _Place, value: Any, known: Mapping[str, Callable[..., Any]], what: str) -> Any:
+    name, arguments = _name_and_arguments(place, value, known, what)
+    return place.make(known[name], arguments)
+
+
+def _name_and_arguments(place: _Place, value: Any, known: Mapping[str, Any], what: str) -> tuple[str, dict[str, Any]]:
+    """Of "adam", or of {name = "adam", eps = 1e-8}."""
+    arguments = dict(value) if isinstance(value, Mapping) else {"name": value}
+    name = arguments.pop("name", None)
+    if not isinstance(name, str) or name not in known:
+        raise ValueError(
+            place.says(f"got {value!r}, wanted the name of {what}, or {{name = ..., arguments}}: {sorted(known)}.")
+        )
+    return name, arguments
+
+
+def _functions(module: Any) -> dict[str, Callable[..., Any]]:
+    names = getattr(module, "__all__", None) or [name for name in vars(module) if not name.startswith("_")]
+    values = {name: getattr(module, name) for name in names}
+    return {
+        name: value
+        for name, value in values.items()
+        if inspect.isfunction(value) and value.__module__.startswith(module.__name__)
+    }
+
+
+def _initializers() -> dict[str, Callable[..., Any]]:
+    """Those that a file can give; a function of the user's own is Python."""
+    return {name: value for name, value in _functions(initializers).items() if name != "function"}
+
+
+def _policies(kind: type) -> dict[str, Callable[..., Any]]:
+    return {
+        name: value
+        for name, value in vars(policies).items()
+        if inspect.isclass(value) and issubclass(value, kind) and value is not kind
+    }
+
+
+def _list_of(place: _Place, value: Any) -> list[tuple[_Place, Any]]:
+    if not isinstance(value, list):
+        raise ValueError(place.says(f"got {value!r}, wanted a list."))
+    return [(place / number, one) for number, one in enumerate(value)]
+
+
+def _check_mapping(place: _Place, value: Any) -> None:
+    if not isinstance(value, Mapping):
+        raise ValueError(place.says(f"got {value!r}, wanted fields with values."))

@@ -1,0 +1,132 @@
+"""Pictures of what `report` and `memory_estimate` found. Needs Matplotlib, and no display."""
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from jaxsok.inspection.counts import Bin
+from jaxsok.inspection.report import TableReport
+from jaxsok.memory import STATE, STEP, MemoryEstimate
+from jaxsok.printed import each_device, in_units
+
+# Of Okabe and Ito: told apart whatever colours one sees.
+_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#F0E442", "#999999")
+_INCHES = 3.4, 2.6  # of a panel
+
+
+def draw_reports(reports: Sequence[TableReport], path: str | os.PathLike[str]) -> None:
+    """Draws the histograms of tables: a line for each table; norms, frequencies and ages side by side.
+
+    Args:
+      reports: of `report` or `inspect`; at least one.
+      path: of the picture; the ending tells the format: .png, .svg, .pdf.
+
+    Raises:
+      ImportError: Matplotlib is missing.
+
+    Example:
+      `draw_reports(inspect("exports/monday").tables, "monday.png")`
+    """
+    lines = [_panels(table) for table in reports]
+    width = max(len(line) for line in lines)
+    figure = _figure((_INCHES[0] * width, _INCHES[1] * len(lines)))
+    all_axes = figure.subplots(len(lines), width, squeeze=False)
+    for axes, table, line in zip(all_axes, reports, lines, strict=True):
+        for number, one in enumerate(axes):
+            if number >= len(line):
+                one.set_axis_off()
+                continue
+            what, bins, colour = line[number]
+            _bars(one, bins, colour)
+            one.set_xlabel(what)
+            if number == 0:
+                one.set_ylabel("rows")
+                one.set_title(f"{table.name}: {table.num_rows:,} rows of {table.dim} {table.dtype}", loc="left")
+    figure.savefig(path)
+
+
+def draw_estimate(estimate: MemoryEstimate, path: str | os.PathLike[str]) -> None:
+    """Draws the bytes of an estimate: a bar for the state and one for the step of each store, by what they hold.
+
+    Args:
+      estimate: of `memory_estimate`.
+      path: of the picture; the ending tells the format: .png, .svg, .pdf.
+
+    Raises:
+      ImportError: Matplotlib is missing.
+
+    Example:
+      `draw_estimate(memory_estimate(tables), "memory.png")`
+    """
+    bars: list[tuple[str, list[tuple[str, int]]]] = []
+    for store in estimate.stores:
+        names = " ".join(store.tables)
+        names = names if len(names) <= 30 else f"{names[:27]}..."
+        bars.append((f"{names}: state", [(part, store.state[part]) for part in STATE if store.state.get(part)]))
+        if any(store.step.values()):
+            bars.append((f"{names}: step", [(part, store.step[part]) for part in STEP if store.step.get(part)]))
+    power = max(0, (max(sum(size for _, size in parts) for _, parts in bars).bit_length() - 1) // 10)
+    scale, unit = 1024**power, ("B", "KiB", "MiB", "GiB", "TiB")[power]
+    figure = _figure((8.0, 1.6 + 0.4 * len(bars)))
+    axes = figure.subplots()
+    colours = dict(zip((*STATE, *STEP), (*_COLOURS[: len(STATE)], *_COLOURS[: len(STEP)]), strict=True))
+    drawn: set[str] = set()
+    for line, (_, parts) in enumerate(bars):
+        left = 0.0
+        for part, size in parts:
+            label = part.replace("_", " ") if part not in drawn else "_"
+            drawn.add(part)
+            hatch = "//" if part in STEP else None
+            axes.barh(line, size / scale, left=left, color=colours[part], hatch=hatch, edgecolor="white", label=label)
+            left += size / scale
+    axes.set_yticks(range(len(bars)), [name for name, _ in bars])
+    axes.invert_yaxis()
+    axes.set_xlabel(unit)
+    title = f"{in_units(estimate.total)} on {each_device(estimate.num_shards)}"
+    if estimate.memory_bytes is not None:
+        title += f", of {in_units(estimate.memory_bytes)} for arrays"
+    axes.set_title(title, loc="left")
+    order = [part.replace("_", " ") for part in (*STATE, *STEP)]
+    handles, labels = axes.get_legend_handles_labels()
+    by_label = dict(zip(labels, handles, strict=True))
+    handles = [by_label[label] for label in order if label in by_label]
+    axes.legend(handles=handles, loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=8, frameon=False)
+    figure.savefig(path)
+
+
+def _panels(table: TableReport) -> list[tuple[str, Sequence[Bin], str]]:
+    """What is drawn of a table: the name of the axis, the bins, the colour."""
+    norms = {"rows": table.norms, **table.states}
+    panels = [(f"norm of {name}", one.bins, _COLOURS[min(i, 1)]) for i, (name, one) in enumerate(norms.items())]
+    if table.uses is not None:
+        panels.append(("frequency", table.uses.bins, _COLOURS[2]))
+    if table.ages is not None:
+        panels.append((f"steps since the last use, at {table.ages.clock:,}", table.ages.bins, _COLOURS[3]))
+    return panels
+
+
+def _bars(axes: Any, bins: Sequence[Bin], colour: str) -> None:
+    """A histogram over a logarithmic axis; a bin that begins at 0 stands half an octave below 1."""
+    if not bins:
+        axes.text(0.5, 0.5, "none above 0", ha="center", va="center", transform=axes.transAxes)
+        axes.set_yticks([])
+        axes.set_xticks([])
+        return
+    lows = [one.low or 0.5 for one in bins]
+    highs = [one.high for one in bins]
+    widths = [high - low for low, high in zip(lows, highs, strict=True)]
+    axes.bar(
+        lows, [one.num for one in bins], width=widths, align="edge", color=colour, edgecolor="white", linewidth=0.5
+    )
+    axes.set_xscale("log")
+
+
+def _figure(size: tuple[float, float]) -> Any:
+    """An empty figure of its own: pyplot, which keeps figures and asks for a display, stays out of it."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError(
+            "inspection: picture: got no Matplotlib, wanted it; pip install matplotlib, or leave the picture out."
+        ) from error
+    return Figure(figsize=size, layout="constrained")

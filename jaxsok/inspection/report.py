@@ -1,0 +1,329 @@
+"""What there is to say of a table: keys, norms, frequencies and ages, of its records in one pass.
+
+Fed by any iterator of `Records` (an export, a file); feeds what people read, `str`, and what programs read, `to_json`.
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+
+from jaxsok.inspection.counts import QUANTILES, Bin, Frequencies, Magnitudes, Steps
+from jaxsok.printed import aligned, in_units
+from jaxsok.records import Records
+
+TOP_SHARE = 0.01
+"""Of the rows: those whose part of all uses is told."""
+_BAR = 40  # characters of the longest bar
+_BLOCK_BYTES = 4 << 20  # of the float64 numbers whose norms are taken at once
+
+
+@dataclasses.dataclass(frozen=True)
+class Norms:
+    """L2 norms of rows, or of one piece of their optimizer state; in float64."""
+
+    dim: int
+    """Numbers by row."""
+    num_zero: int
+    num_nonfinite: int
+    """Rows in which a number is infinite or NaN; the rest of this is without them."""
+    min: float
+    """NaN, as the greatest and the quantiles, if there are no rows."""
+    max: float
+    quantiles: Mapping[float, float]
+    """By share, to within 0.6%."""
+    bins: tuple[Bin, ...]
+    """Norms above 0."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Uses:
+    """Frequencies of rows."""
+
+    num_uses: int
+    """Of all rows together."""
+    num_unused: int
+    """Rows of frequency 0."""
+    share_of_top: float
+    """Part of all uses that the 1% most used rows have, to within 0.1%; NaN without uses."""
+    bins: tuple[Bin, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Ages:
+    """How long ago rows were last used."""
+
+    clock: int
+    """What ages are counted from: the step of the file if it tells one, else the latest last step."""
+    first_step: int
+    """The least last step."""
+    last_step: int
+    """The greatest."""
+    resolution: int
+    """Ages are to within so many steps less one; 1: exact."""
+    bins: tuple[Bin, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class TableReport:
+    """What was found in one table. `str` makes text of it, `to_json` plain numbers."""
+
+    name: str
+    num_rows: int
+    dim: int
+    dtype: str
+    """Of the rows, as they are stored."""
+    num_bytes: int
+    """Of keys, rows, state and statistics."""
+    min_key: int
+    """The least key as an unsigned number; 0, as the greatest, if there are no rows."""
+    max_key: int
+    min_signed_key: int
+    """The least key as int64."""
+    max_signed_key: int
+    num_negative: int
+    """Keys that are negative as int64: 2**63 and above."""
+    norms: Norms
+    states: Mapping[str, Norms]
+    uses: Uses | None
+    """None: the records have no frequency."""
+    ages: Ages | None
+    """None: the records have no last step."""
+    facts: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """What the files say of it beside its records, as the keys that wait for a row."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Dicts, lists and numbers; what is not a number is None."""
+        return _plain(dataclasses.asdict(self))
+
+    def __str__(self) -> str:
+        """A paragraph of facts, and the histograms."""
+        states = ", ".join(f"{name} ({norms.dim})" for name, norms in self.states.items())
+        lines = [
+            f'table "{self.name}": {self.num_rows:,} rows of {self.dim} {self.dtype}, '
+            f"{f'state {states}' if states else 'no optimizer state'}; {in_units(self.num_bytes)}"
+        ]
+        if self.facts:
+            lines += [", ".join(f"{name} {_fact(value)}" for name, value in self.facts.items())]
+        if not self.num_rows:
+            return "\n".join(lines)
+        keys = f"keys {self.min_key} to {self.max_key}"
+        if self.num_negative:
+            keys += f"; as int64 {self.min_signed_key} to {self.max_signed_key}, {self.num_negative:,} negative"
+        lines += [keys, "", *_table_of_norms({"rows": self.norms, **self.states})]
+        for name, norms in {"rows": self.norms, **self.states}.items():
+            lines += ["", f"norms of {name}:", *_bars(norms.bins, _number)]
+        if self.uses is not None:
+            share = (
+                "" if math.isnan(self.uses.share_of_top) else f"; the most used 1% have {self.uses.share_of_top:.1%}"
+            )
+            lines += ["", f"frequencies: {self.uses.num_uses:,} uses{share}:", *_bars(self.uses.bins, _whole)]
+        if self.ages is not None:
+            about = "" if self.ages.resolution == 1 else f", to within {self.ages.resolution:,}"
+            lines += [
+                "",
+                f"last steps {self.ages.first_step:,} to {self.ages.last_step:,}; steps since, at step "
+                f"{self.ages.clock:,}{about}:",
+                *_bars(self.ages.bins, _whole),
+            ]
+        return "\n".join(lines)
+
+
+def report(records: Iterable[Records], *, name: str = "table", clock: int | None = None) -> TableReport:
+    """Goes through the records of one table, once.
+
+    Args:
+      records: chunks of one table, as exports and readers of files give them.
+      name: of the table.
+      clock: the step that ages are counted from; None: the latest last step.
+
+    Returns:
+      What was found. All chunks together, so only what each of them has: state by name, frequency, last step.
+
+    Raises:
+      ValueError: chunks of different dims or dtypes.
+
+    Cost:
+      Host memory: one chunk, 4 MiB, and about a megabyte for each of rows and pieces of state.
+
+    Example:
+      >>> keys, rows = np.array([7, 9], np.uint64), np.array([[3.0, 4.0], [0.0, 0.0]], np.float32)
+      >>> found = report([Records(keys, rows, frequency=np.array([5, 1], np.uint32))], name="user")
+      >>> found.num_rows, found.max_key, found.norms.max, found.uses.num_uses
+      (2, 9, 5.0, 6)
+    """
+    seen = _Seen(name)
+    for chunk in records:
+        seen.add(chunk)
+    return seen.report(clock)
+
+
+class _Seen:
+    """What is kept of the chunks."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.form: tuple[int, str] | None = None
+        self.num_rows = 0
+        self.num_bytes = 0
+        self.keys: list[int] = []  # least and greatest, unsigned and signed
+        self.num_negative = 0
+        self.rows = Magnitudes()
+        self.states: dict[str, tuple[int, Magnitudes]] = {}
+        self.uses: Frequencies | None = None
+        self.steps: Steps | None = None
+
+    def add(self, chunk: Records) -> None:
+        form = int(chunk.rows.shape[1]), chunk.rows.dtype.name
+        if self.form is None:
+            self.form = form
+            self.states = {name: (int(array.shape[1]), Magnitudes()) for name, array in chunk.state.items()}
+            self.uses = None if chunk.frequency is None else Frequencies()
+            self.steps = None if chunk.last_step is None else Steps()
+        if form != self.form:
+            raise ValueError(
+                f'inspect: table "{self.name}": got rows of {form[0]} {form[1]} behind rows of {self.form[0]} '
+                f"{self.form[1]}, wanted one dim and dtype."
+            )
+        self.states = {name: self.states[name] for name in self.states if name in chunk.state}
+        self.uses = None if chunk.frequency is None else self.uses
+        self.steps = None if chunk.last_step is None else self.steps
+        if not chunk.num_rows:
+            return
+        arrays = [chunk.keys, chunk.rows, *chunk.state.values(), chunk.last_step, chunk.frequency]
+        self.num_bytes += sum(array.nbytes for array in arrays if array is not None)
+        self.num_rows += chunk.num_rows
+        self._add_keys(chunk.keys)
+        _add_norms(self.rows, chunk.rows)
+        for name, (_, norms) in self.states.items():
+            _add_norms(norms, chunk.state[name])
+        for counts, column in ((self.uses, chunk.frequency), (self.steps, chunk.last_step)):
+            if counts is not None and column is not None:
+                for start in range(0, column.shape[0], 1 << 20):
+                    counts.add(column[start : start + (1 << 20)])
+
+    def _add_keys(self, keys: np.ndarray) -> None:
+        signed = keys.view(np.int64)
+        found = [int(keys.min()), int(keys.max()), int(signed.min()), int(signed.max())]
+        before = self.keys or found
+        self.keys = [pick(a, b) for pick, a, b in zip((min, max, min, max), before, found, strict=True)]
+        self.num_negative += int((signed < 0).sum())
+
+    def report(self, clock: int | None) -> TableReport:
+        uses, steps = self.uses, self.steps
+        dim, dtype = self.form or (0, "float32")
+        now = clock if clock is not None else steps.max if steps is not None else 0
+        min_key, max_key, min_signed_key, max_signed_key = self.keys or [0] * 4
+        return TableReport(
+            name=self.name,
+            num_rows=self.num_rows,
+            dim=dim,
+            dtype=dtype,
+            num_bytes=self.num_bytes,
+            min_key=min_key,
+            max_key=max_key,
+            min_signed_key=min_signed_key,
+            max_signed_key=max_signed_key,
+            num_negative=self.num_negative,
+            norms=_norms(dim, self.rows),
+            states={name: _norms(dim, norms) for name, (dim, norms) in self.states.items()},
+            uses=None
+            if uses is None
+            else Uses(uses.num_uses, uses.num_unused, uses.share_of_top(TOP_SHARE), uses.bins()),
+            ages=None if steps is None else Ages(int(now), steps.min, steps.max, steps.width, steps.ages(int(now))),
+        )
+
+
+def _add_norms(norms: Magnitudes, rows: np.ndarray) -> None:
+    at_once = max(1, _BLOCK_BYTES // (8 * max(1, rows.shape[1])))
+    for start in range(0, rows.shape[0], at_once):
+        wide = rows[start : start + at_once].astype(np.float64)
+        with np.errstate(over="ignore", invalid="ignore"):  # infinite and NaN rows are counted
+            norms.add(np.sqrt(np.einsum("ij,ij->i", wide, wide)))
+
+
+def _norms(dim: int, seen: Magnitudes) -> Norms:
+    return Norms(
+        dim=dim,
+        num_zero=seen.num_zero,
+        num_nonfinite=seen.num_nonfinite,
+        min=seen.min,
+        max=seen.max,
+        quantiles={share: seen.quantile(share) for share in QUANTILES},
+        bins=seen.bins(),
+    )
+
+
+# What people read ----------------------------------------------------------------------------------------------------
+
+
+def overview(reports: Iterable[TableReport]) -> list[str]:
+    """The lines of a table of tables."""
+    head = ("table", "dtype", "state", "rows", "dim", "bytes", "not finite", "median norm")
+    body = [
+        (
+            one.name,
+            one.dtype,
+            " ".join(one.states) or "-",
+            f"{one.num_rows:,}",
+            str(one.dim),
+            in_units(one.num_bytes),
+            f"{one.norms.num_nonfinite:,}",
+            _number(one.norms.quantiles[0.5]),
+        )
+        for one in reports
+    ]
+    return aligned(head, body, is_text=(0, 1, 2))
+
+
+def _table_of_norms(norms: Mapping[str, Norms]) -> list[str]:
+    head = ("norms", "least", *(f"{share:.0%}" for share in QUANTILES), "greatest", "zero", "not finite")
+    body = [
+        (
+            name,
+            *(_number(value) for value in (one.min, *one.quantiles.values(), one.max)),
+            f"{one.num_zero:,}",
+            f"{one.num_nonfinite:,}",
+        )
+        for name, one in norms.items()
+    ]
+    return aligned(head, body, is_text=(0,))
+
+
+def _bars(bins: tuple[Bin, ...], edge: Any) -> list[str]:
+    """A histogram on its side."""
+    if not bins:
+        return ["  none above 0"]
+    most = max(one.num for one in bins)
+    body = [(edge(one), f"{one.num:,}", "#" * math.ceil(_BAR * one.num / most)) for one in bins]
+    widths = [max(len(line[i]) for line in body) for i in range(2)]
+    return [f"  {label.rjust(widths[0])}  {num.rjust(widths[1])}  {bar}".rstrip() for label, num, bar in body]
+
+
+def _number(value: float | Bin) -> str:
+    if isinstance(value, Bin):
+        return f"{value.low:.3g} - {value.high:.3g}"
+    return "-" if math.isnan(value) else f"{value:.4g}"
+
+
+def _whole(one: Bin) -> str:
+    return f"{one.low:,}" if one.high == one.low + 1 else f"{one.low:,} - {one.high - 1:,}"
+
+
+def _fact(value: Any) -> str:
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def _plain(value: Any) -> Any:
+    """As JSON has it, which knows no NaN and no infinity."""
+    if isinstance(value, Bin):
+        return {"low": value.low, "high": value.high, "num": value.num}
+    if isinstance(value, Mapping):
+        return {str(name): _plain(one) for name, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(one) for one in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value

@@ -1,0 +1,488 @@
+"""What the formats share: sizes checked before anything is read, keys checked before rows, files that appear whole.
+
+A reader checks everything that a format tells (names, types, sizes) and all keys when it is called; only then it gives
+out rows. A writer fills files under other names, and gives them their own when the last row is in.
+"""
+
+import dataclasses
+import os
+import pathlib
+import string
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import IO, Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxsok import keys as keys_lib
+from jaxsok.collection import Collection
+from jaxsok.records import Records
+from jaxsok.specs import TableSpec
+from jaxsok.store import State
+from jaxsok.types import PADDING_KEY
+
+CHUNK_BYTES: int = 64 * 2**20
+"""Of a chunk of records, where nobody says how many rows: what an export gives, too."""
+
+KEYS_HELD: int = 2**25
+"""Keys that are compared at once: 256 MiB, twice. A file with more is gone through as often as it has such parts."""
+
+ROW_DTYPES: dict[str, np.dtype] = {
+    "float16": np.dtype(np.float16),
+    "bfloat16": np.dtype(jnp.bfloat16),
+    "float32": np.dtype(np.float32),
+    "float64": np.dtype(np.float64),
+}
+"""What rows may be made of."""
+
+RecordsIn = Records | Iterable[Records]
+
+
+@dataclasses.dataclass(frozen=True)
+class RecordChunks:
+    """Records of a checked file. To iterate reads it chunk by chunk; it can be done more than once."""
+
+    num_rows: int
+    """In the whole file."""
+    dim: int
+    states: Mapping[str, int]
+    """Optimizer state that comes along: name and width."""
+    start: Callable[[], Iterator[Records]]
+    """Begins to read."""
+
+    def __iter__(self) -> Iterator[Records]:
+        """The chunks, in the order of the file."""
+        return self.start()
+
+
+# Writing -------------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """What all chunks of one export have in common."""
+
+    dim: int
+    dtype: np.dtype
+    states: tuple[tuple[str, int], ...]
+    """Name and width."""
+    has_last_step: bool
+    has_frequency: bool
+
+    def __str__(self) -> str:
+        """As messages tell it."""
+        states = {name: width for name, width in self.states}
+        kept = [name for name in ("last_step", "frequency") if getattr(self, f"has_{name}")]
+        return f"rows of {self.dim} x {self.dtype.name}, state {states}, statistics {kept}"
+
+
+EMPTY = Form(0, ROW_DTYPES["float32"], (), False, False)
+"""Of an export without any chunk."""
+
+
+def form_of(op: str, records: Any) -> Form:
+    """The form of a chunk; refuses what is none.
+
+    Raises:
+      TypeError, ValueError: names op, array, got and wanted.
+    """
+    if not isinstance(records, Records):
+        raise TypeError(f"{op}: records: got {type(records).__name__}, wanted jaxsok.Records, or several.")
+    keys, rows = records.keys, records.rows
+    if keys.dtype != np.uint64 or keys.ndim != 1:
+        raise TypeError(f"{op}: records.keys: got {keys.dtype.name}{list(keys.shape)}, wanted uint64[num_rows].")
+    if np.any(keys == np.uint64(PADDING_KEY)):
+        raise ValueError(f"{op}: records.keys: got 2**64 - 1 (int64 -1), wanted any other key: this one is reserved.")
+    if rows.dtype.name not in ROW_DTYPES or rows.ndim != 2 or rows.shape[0] != len(keys) or rows.shape[1] == 0:
+        raise ValueError(
+            f"{op}: records.rows: got {rows.dtype.name}{list(rows.shape)}, wanted [{len(keys)}, dim] of one of "
+            f"{list(ROW_DTYPES)}."
+        )
+    for name, array in records.state.items():
+        if array.dtype != np.float32 or array.ndim != 2 or len(array) != len(keys) or array.shape[1] == 0:
+            raise ValueError(
+                f'{op}: records.state["{name}"]: got {array.dtype.name}{list(array.shape)}, wanted '
+                f"float32[{len(keys)}, width]."
+            )
+    for name in ("last_step", "frequency"):
+        array = getattr(records, name)
+        if array is not None and (array.dtype != np.uint32 or array.shape != keys.shape):
+            raise ValueError(
+                f"{op}: records.{name}: got {array.dtype.name}{list(array.shape)}, wanted uint32[{len(keys)}]."
+            )
+    states = tuple((name, array.shape[1]) for name, array in records.state.items())
+    return Form(rows.shape[1], rows.dtype, states, records.last_step is not None, records.frequency is not None)
+
+
+def checked_records(op: str, records: RecordsIn) -> tuple[Form, Iterator[Records]]:
+    """The form of the first chunk, and all chunks, each of which is checked to have it; EMPTY if there are none."""
+    chunks = iter([records] if isinstance(records, Records) else records)
+    first = next(chunks, None)
+    if first is None:
+        return EMPTY, iter(())
+    form = form_of(op, first)
+
+    def rest() -> Iterator[Records]:
+        yield first
+        for number, one in enumerate(chunks, 1):
+            if form_of(op, one) != form:
+                raise ValueError(f"{op}: records: chunk {number}: got {form_of(op, one)}, wanted {form}, as the first.")
+            yield one
+
+    return form, rest()
+
+
+class PartialFiles:
+    """Files of one export. They are written as `<name>.partial` and renamed once all are complete.
+
+    Without its first file a reader refuses the rest. That one is therefore the first to go, where it is overwritten,
+    and the last to come: whenever the process ends, there is the old export, the new one, or none.
+    """
+
+    def __init__(
+        self, op: str, paths: Sequence[pathlib.Path], *, overwrite: bool, stale: Sequence[pathlib.Path] = ()
+    ) -> None:
+        """Refuses what is there already, unless it may be overwritten.
+
+        Args:
+          op: named in errors.
+          paths: of the files.
+          overwrite: whether files of these names may go.
+          stale: other files of the same export, which would not fit the new ones.
+        """
+        refuse_existing(op, [*paths, *stale], overwrite)
+        self._paths, self._stale = tuple(paths), tuple(path for path in stale if path not in paths)
+        self._files: list[IO[bytes]] = []
+
+    def __enter__(self) -> list[IO[bytes]]:
+        """The open files, in the order of the paths."""
+        try:
+            for path in self._paths:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                self._files.append(open(_partial(path), "w+b"))
+        except OSError as error:
+            self.__exit__(type(error), error, None)
+            raise
+        return self._files
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        """Gives the files their names, or takes them away after an error."""
+        try:
+            for file in self._files:
+                if kind is None:
+                    file.flush()
+                    os.fsync(file.fileno())
+                file.close()
+            if kind is None:
+                first, *others = self._paths
+                if others or self._stale:
+                    first.unlink(missing_ok=True)
+                for path in self._stale:
+                    path.unlink(missing_ok=True)
+                for path in [*others, first]:
+                    os.replace(_partial(path), path)
+        finally:
+            for path in self._paths:
+                _partial(path).unlink(missing_ok=True)
+
+
+def _partial(path: pathlib.Path) -> pathlib.Path:
+    return path.with_name(path.name + ".partial")
+
+
+def refuse_existing(op: str, paths: Sequence[pathlib.Path], overwrite: bool) -> None:
+    """Raises FileExistsError if one of the files is there and must not go."""
+    there = [path for path in paths if path.exists()]
+    if there and not overwrite:
+        raise FileExistsError(f"{op}: {there[0]}: is there already; pass overwrite=True, or another place.")
+
+
+def write_array(file: IO[bytes], array: np.ndarray) -> None:
+    """The numbers of an array, row by row, as bytes in the order of their dtype."""
+    file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+
+
+def narrowed(op: str, what: str, array: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """An array in the dtype of a file; refuses numbers that are finite here and would not be there."""
+    with np.errstate(over="ignore"):
+        result = array.astype(dtype, copy=False)
+    if result is not array and np.isfinite(result).sum() != np.isfinite(array).sum():
+        raise ValueError(f"{op}: {what}: got a number beyond the range of {dtype.name}, wanted a wider dtype.")
+    return result
+
+
+# Reading -------------------------------------------------------------------------------------------------------------
+
+
+def size_of(op: str, path: pathlib.Path, remedy: str = "") -> int:
+    """Bytes of a file that has to be there."""
+    if not path.is_file():
+        raise FileNotFoundError(f"{op}: {path}: there is no such file.{remedy}")
+    return path.stat().st_size
+
+
+@dataclasses.dataclass(frozen=True)
+class RawArray:
+    """Rows of numbers that lie in a file from some byte to its end."""
+
+    op: str
+    path: pathlib.Path
+    dtype: np.dtype
+    """With its order of bytes."""
+    shape: tuple[int, ...]
+    """The number of rows, and what one of them has."""
+    begin: int = 0
+    keys: pathlib.Path | None = None
+    """The file that tells how many rows there are, if that is another one."""
+
+    def __post_init__(self) -> None:
+        """Refuses a file of another size."""
+        size, wanted = size_of(self.op, self.path), self.begin + self.row_bytes * self.shape[0]
+        if size != wanted:
+            got = "the end of the file" if size < wanted else "more"
+            numbers = " x ".join(map(str, self.shape))
+            told = "" if self.keys is None else f", as many as {self.keys} has keys"
+            raise ValueError(
+                f"{self.op}: {self.path}: byte {min(size, wanted)}: got {got} ({size} bytes), wanted {wanted} bytes: "
+                f"{self.begin or 'no'} bytes of header and {numbers} {self.dtype.name}{told}; truncated, or of another "
+                "dim or dtype."
+            )
+
+    @property
+    def row_bytes(self) -> int:
+        """Of one row."""
+        return self.dtype.itemsize * int(np.prod(self.shape[1:], dtype=np.int64))
+
+    def byte_of(self, row: int) -> int:
+        """Where a row begins."""
+        return self.begin + row * self.row_bytes
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        """Some rows, in the machine's order of bytes."""
+        stop = min(stop, self.shape[0])
+        count = (stop - start) * int(np.prod(self.shape[1:], dtype=np.int64))
+        numbers = np.fromfile(self.path, self.dtype, count, offset=self.byte_of(start))
+        if numbers.size != count:
+            raise ValueError(
+                f"{self.op}: {self.path}: byte {self.byte_of(start) + numbers.size * self.dtype.itemsize}: got the end "
+                f"of the file, wanted {self.byte_of(stop)} bytes, as when it was opened; another process writes it."
+            )
+        return numbers.astype(self.dtype.newbyteorder("="), copy=False).reshape(-1, *self.shape[1:])
+
+    def read_keys(self, start: int, stop: int) -> np.ndarray:
+        """Some rows as keys: narrower integers are widened by their sign."""
+        return keys_lib.from_words(keys_lib.to_words(self.read(start, stop), self.op))
+
+
+def rows_in(op: str, path: pathlib.Path, row_bytes: int, begin: int = 0) -> int:
+    """How many rows a file has after its header; refuses a part of one."""
+    size = size_of(op, path)
+    if size < begin:
+        raise ValueError(
+            f"{op}: {path}: byte {size}: got the end of the file, wanted a header of {begin} bytes; truncated."
+        )
+    num_rows, rest = divmod(size - begin, row_bytes)
+    if rest:
+        raise ValueError(
+            f"{op}: {path}: byte {size - rest}: got {rest} bytes at the end, wanted a multiple of {row_bytes}; "
+            "truncated, or of another dtype."
+        )
+    return num_rows
+
+
+def starts(num_rows: int, chunk_rows: int) -> range:
+    """Where chunks begin."""
+    return range(0, num_rows, chunk_rows)
+
+
+def rows_of_chunk(op: str, chunk_rows: int | None, row_bytes: int) -> int:
+    """How many rows a chunk has."""
+    if chunk_rows is None:
+        return max(1, CHUNK_BYTES // row_bytes)
+    if isinstance(chunk_rows, bool) or not isinstance(chunk_rows, int | np.integer) or chunk_rows < 1:
+        raise ValueError(f"{op}: chunk_rows: got {chunk_rows!r}, wanted None or a positive integer.")
+    return int(chunk_rows)
+
+
+def check_dim(op: str, dim: Any) -> None:
+    """Refuses what cannot be the dim of a table."""
+    if isinstance(dim, bool) or not isinstance(dim, int | np.integer) or dim < 1:
+        raise ValueError(f"{op}: dim: got {dim!r}, wanted a positive integer: the dim of the table.")
+
+
+def check_keys(op: str, num_keys: int, chunks: Callable[[], Iterator[np.ndarray]], place: Callable[[int], str]) -> None:
+    """Refuses PADDING_KEY and keys that occur twice.
+
+    Exact, in bounded memory: at most KEYS_HELD keys are compared at once, and a longer file is read again for each part
+    of its keys, chosen by hash.
+
+    Args:
+      op: named in errors.
+      num_keys: in the file.
+      chunks: begins to read the keys, uint64, in their order.
+      place: how errors name the place of a key, by number.
+
+    Cost:
+      8 bytes a key for every KEYS_HELD keys, and a sort.
+    """
+    num_parts = max(1, -(-num_keys // KEYS_HELD))
+    for part in range(num_parts):
+        held, begin = [np.zeros(0, np.uint64)], 0
+        for keys in chunks():
+            padding = np.flatnonzero(keys == np.uint64(PADDING_KEY))
+            if padding.size:
+                raise ValueError(
+                    f"{op}: {place(begin + int(padding[0]))}: key: got 2**64 - 1 (int64 -1), wanted any other: this "
+                    "one is reserved."
+                )
+            begin += len(keys)
+            held.append(keys if num_parts == 1 else keys[_part_of(keys, num_parts) == part])
+        ordered = np.concatenate(held)
+        ordered.sort()
+        twice = np.flatnonzero(ordered[1:] == ordered[:-1])
+        if twice.size:
+            key = np.uint64(ordered[twice[0] + 1])
+            raise ValueError(
+                f"{op}: {place(_second(chunks, key))}: key: got {key} a second time, wanted each key once: its row "
+                "would depend on the order."
+            )
+
+
+def _part_of(keys: np.ndarray, num_parts: int) -> np.ndarray:
+    # The high bits of a product with the golden ratio's fraction are spread evenly, whatever pattern the keys have.
+    return (keys * np.uint64(0x9E3779B97F4A7C15) >> np.uint64(40)) % np.uint64(num_parts)
+
+
+def _second(chunks: Callable[[], Iterator[np.ndarray]], key: np.uint64) -> int:
+    """The number of a key's second occurrence."""
+    found, begin = [], 0
+    for keys in chunks():
+        found += [begin + int(i) for i in np.flatnonzero(keys == key)[:2]]
+        begin += len(keys)
+        if len(found) > 1:
+            break
+    return found[1]
+
+
+def check_raw_keys(keys: RawArray) -> None:
+    """`check_keys` on a file."""
+    num_rows = keys.shape[0]
+    rows = max(1, CHUNK_BYTES // 8)
+
+    def chunks() -> Iterator[np.ndarray]:
+        return (keys.read_keys(start, start + rows) for start in starts(num_rows, rows))
+
+    check_keys(keys.op, num_rows, chunks, lambda number: f"{keys.path}: byte {keys.byte_of(number)}")
+
+
+# Names and collections -----------------------------------------------------------------------------------------------
+
+_PLAIN = str.maketrans(string.punctuation, "_" * len(string.punctuation))
+
+
+def spelled(name: str) -> str:
+    """A name as SOK spells it in names of files: each character of ASCII punctuation is an underscore.
+
+    Example:
+      >>> spelled("user/age:0")
+      'user_age_0'
+    """
+    return name.translate(_PLAIN)
+
+
+def names_of(op: str, collection: Collection, tables: Sequence[str] | Mapping[str, str] | None) -> dict[str, str]:
+    """What a user chose: by name of a table, its name in files.
+
+    Args:
+      op: named in errors.
+      collection: whose tables.
+      tables: names, or a mapping from them to those in files; None: all, by their own names.
+
+    Raises:
+      ValueError: no such table, or two whose files would be the same.
+    """
+    every = [table.name for table in collection.tables]
+    if isinstance(tables, str):
+        raise TypeError(f"{op}: tables: got {tables!r}, wanted None, a list of names, or a mapping from them.")
+    names = every if tables is None else tables
+    chosen = dict(names) if isinstance(names, Mapping) else {name: name for name in names}
+    for name in chosen:
+        if name not in every:
+            raise ValueError(f"{op}: tables: got {name!r}, wanted some of {every}.")
+    return chosen
+
+
+def refuse_collisions(op: str, names: Mapping[str, str], spell: Callable[[str], str]) -> None:
+    """Refuses two tables whose files would have one name."""
+    seen: dict[str, str] = {}
+    for table, name in names.items():
+        other = seen.setdefault(spell(name), table)
+        if other != table:
+            raise ValueError(
+                f"{op}: tables: got {other!r} and {table!r}, whose files would both be named {spell(name)!r}, wanted "
+                "names apart: pass a mapping, as tables={"
+                f"{other!r}: 'a', {table!r}: 'b'}}."
+            )
+
+
+def spec_of(collection: Collection, table: str) -> TableSpec:
+    """The declaration of a table, which is there."""
+    return next(spec for spec in collection.tables if spec.name == table)
+
+
+def refuse_processes(op: str, collection: Collection, write: str) -> None:
+    """A process has its own shards only: several must not write one file."""
+    if collection.shards is not None and collection.shards.num_processes > 1:
+        raise ValueError(
+            f"{op}: collection: got a mesh over {collection.shards.num_processes} processes, wanted one process: each "
+            f"has the rows of its own shards. Let each write a part, as {write}(part, collection.export_chunks(state, "
+            "table))."
+        )
+
+
+def import_all(
+    op: str, collection: Collection, state: State, chunks: Mapping[str, RecordChunks], *, reset_state: bool
+) -> State:
+    """Enters the rows of files that were all checked, table by table; first refuses those that do not fit theirs."""
+    chunks = {table: one for table, one in chunks.items() if one.num_rows}
+    for table, one in chunks.items():
+        spec = spec_of(collection, table)
+        if one.dim != spec.dim:
+            raise ValueError(f'{op}: table "{table}": got rows of dim {one.dim} in the file, wanted {spec.dim}.')
+        states = {state.name: state.dim for state in spec.optimizer.state_specs(spec.dim)}
+        if not one.states.items() <= states.items():
+            raise ValueError(
+                f'{op}: table "{table}": got optimizer state {dict(one.states)} in the file, wanted {states}, as '
+                f"{spec.optimizer.name} has it; pass with_state=False for rows alone."
+            )
+    for table, one in chunks.items():
+        try:
+            state = collection.import_table(state, table, one, num_rows=one.num_rows, reset_state=reset_state)
+        except Exception as error:
+            # The caller's state was donated to the tables before: what there is now must not be lost.
+            if getattr(error, "state", None) is None:
+                error.state = state
+            raise
+    return state
+
+
+def paths_of(
+    op: str,
+    collection: Collection,
+    directory: str | os.PathLike,
+    tables: Sequence[str] | Mapping[str, str] | None,
+    ending: str,
+) -> dict[str, pathlib.Path]:
+    """By table, its one file in a directory."""
+    names = names_of(op, collection, tables)
+    refuse_collisions(op, names, lambda name: spelled(name) + ending)
+    return {table: pathlib.Path(directory) / f"{spelled(name)}{ending}" for table, name in names.items()}
+
+
+def without_state(chunks: RecordChunks) -> RecordChunks:
+    """The same, keys and rows and statistics."""
+
+    def start() -> Iterator[Records]:
+        return (dataclasses.replace(one, state={}) for one in chunks)
+
+    return RecordChunks(chunks.num_rows, chunks.dim, {}, start)

@@ -1,0 +1,229 @@
+"""The pair of files of HugeCTR's Hierarchical Parameter Server (HPS): `key` and `emb_vector` in a directory per table.
+
+`key` is raw little-endian int64, whatever the server's key type; `emb_vector` is raw float32, `[num_rows, dim]`, in the
+same order. Neither has a header, so sizes are all that tells a whole file from a part. `meta`, if it is there, has an
+int64 for each key: its hotness, by which the server fills its cache. A file knows neither optimizer state nor the last
+step of a key.
+"""
+
+import os
+import pathlib
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+
+from jaxsok.collection import Collection
+from jaxsok.interchange import files
+from jaxsok.interchange.files import PartialFiles, RawArray, RecordChunks, RecordsIn
+from jaxsok.records import Records
+from jaxsok.store import State
+
+_KEY, _ROW = np.dtype("<i8"), np.dtype("<f4")
+
+
+def write_hps(path: str | os.PathLike, records: RecordsIn, *, hotness: bool = False, overwrite: bool = False) -> int:
+    """Writes a table as HPS reads it.
+
+    Rows of 16 bits become float32, which is exact. Keys of 2**63 and above are written as the negative int64 with the
+    same bits. A server with `supportlonglong: false` cuts keys to their low 32 bits: it is for keys below 2**32.
+
+    Args:
+      path: of the directory; it is made.
+      records: chunks, taken one by one.
+      hotness: whether to write `meta` from `records.frequency`.
+      overwrite: whether files that are there may go.
+
+    Returns:
+      How many rows were written.
+
+    Raises:
+      ValueError: no rows, which HPS refuses to read; or `hotness` of records without frequency. Nothing is written.
+      FileExistsError: there are files, and `overwrite` is False.
+
+    Example:
+      >>> import tempfile
+      >>> records = Records(np.array([7, 9], np.uint64), np.ones((2, 4), np.float32))
+      >>> with tempfile.TemporaryDirectory() as path:
+      ...     write_hps(path, records), sorted(os.listdir(path))
+      (2, ['emb_vector', 'key'])
+
+    Source: the raw model loader of HugeCTR 24.06.
+    """
+    form, chunks = files.checked_records("write_hps", records)
+    if hotness and not form.has_frequency:
+        raise ValueError("write_hps: hotness: got True with records without frequency, wanted records with it.")
+    paths, num_rows = _paths(path), 0
+    key, rows, meta = paths
+    with PartialFiles("write_hps", paths if hotness else [key, rows], overwrite=overwrite, stale=[meta]) as opened:
+        for chunk in chunks:
+            files.write_array(opened[0], chunk.keys.view(np.int64).astype(_KEY, copy=False))
+            numbers = files.narrowed("write_hps", "records.rows", chunk.rows, np.dtype(np.float32))
+            files.write_array(opened[1], numbers.astype(_ROW, copy=False))
+            if hotness and chunk.frequency is not None:
+                files.write_array(opened[2], chunk.frequency.astype(_KEY))
+            num_rows += chunk.num_rows
+        if num_rows == 0:
+            raise ValueError(f"write_hps: records: got none for {path}, wanted at least one: HPS reads no empty table.")
+    return num_rows
+
+
+def read_hps(
+    path: str | os.PathLike, *, dim: int, chunk_rows: int | None = None, hotness: bool = False
+) -> RecordChunks:
+    """Reads a table as HPS has it.
+
+    Sizes are checked, and all keys are read, before this returns; rows are read while the result is iterated.
+
+    Args:
+      path: of the directory.
+      dim: of the table; the files do not tell it.
+      chunk_rows: rows at once; None: about 64 MiB.
+      hotness: whether to read `meta` as frequencies; else it is not looked at.
+
+    Returns:
+      Chunks of float32 rows, without state; `num_rows` tells how many in all.
+
+    Raises:
+      FileNotFoundError: a file is missing.
+      ValueError: empty or mis-sized files, PADDING_KEY, or a key that occurs twice; names file and byte. A table that
+        was cut off in both files, at the same row, cannot be told from a whole one.
+
+    Cost:
+      Keys are read twice, and sorted; see `files.check_keys`.
+
+    Example:
+      >>> import tempfile
+      >>> with tempfile.TemporaryDirectory() as path:
+      ...     _ = write_hps(path, Records(np.array([7, 9], np.uint64), np.ones((2, 4), np.float32)))
+      ...     [chunk.keys.tolist() for chunk in read_hps(path, dim=4, chunk_rows=1)]
+      [[7], [9]]
+    """
+    op, (key_path, rows_path, meta_path) = "read_hps", _paths(path)
+    files.check_dim(op, dim)
+    num_rows = files.rows_in(op, key_path, _KEY.itemsize)
+    if num_rows == 0:
+        raise ValueError(f"{op}: {key_path}: byte 0: got the end of the file, wanted at least one key.")
+    keys = RawArray(op, key_path, _KEY, (num_rows,))
+    rows = RawArray(op, rows_path, _ROW, (num_rows, int(dim)), keys=key_path)
+    meta = RawArray(op, meta_path, _KEY, (num_rows,), keys=key_path) if hotness else None
+    at_once = files.rows_of_chunk(op, chunk_rows, keys.row_bytes + rows.row_bytes)
+    files.check_raw_keys(keys)
+    if meta is not None:
+        for _ in _frequencies(meta, at_once):
+            pass
+
+    def chunks() -> Iterator[Records]:
+        for start in files.starts(num_rows, at_once):
+            stop = start + at_once
+            frequency = None if meta is None else _frequency(meta, start, stop)
+            yield Records(keys.read_keys(start, stop), rows.read(start, stop), frequency=frequency)
+
+    return RecordChunks(num_rows, int(dim), {}, chunks)
+
+
+def save(
+    collection: Collection,
+    state: State,
+    directory: str | os.PathLike,
+    tables: Sequence[str] | Mapping[str, str] | None = None,
+    *,
+    overwrite: bool = False,
+) -> dict[str, int]:
+    """Writes tables of a collection, each into a directory of its own below the given one.
+
+    Args:
+      collection: of one process.
+      state: not donated.
+      directory: it is made.
+      tables: names, or a mapping from them to those of their directories; None: all. Punctuation in names of
+        directories becomes `_`.
+      overwrite: whether files that are there may go.
+
+    Returns:
+      How many rows were written, by table.
+
+    Raises:
+      ValueError: a table that is not there or has no rows, or two for one directory.
+      FileExistsError: there are files, and `overwrite` is False.
+
+    Example:
+      `hps.save(collection, state, "model/user_embeddings", tables=["user"])`
+    """
+    op, names = "hps.save", files.names_of("hps.save", collection, tables)
+    files.refuse_collisions(op, names, files.spelled)
+    files.refuse_processes(op, collection, "write_hps")
+    places = {table: pathlib.Path(directory) / files.spelled(name) for table, name in names.items()}
+    num_rows = collection.num_rows(state)
+    for table, place in places.items():
+        files.refuse_existing(op, _paths(place), overwrite)
+        if num_rows[table] == 0:
+            raise ValueError(f"{op}: tables: got {table!r}, which has no rows; HPS reads no empty table: leave it out.")
+    return {
+        table: write_hps(place, collection.export_chunks(state, table, with_state=False), overwrite=overwrite)
+        for table, place in places.items()
+    }
+
+
+def load(
+    collection: Collection,
+    state: State,
+    directory: str | os.PathLike,
+    tables: Sequence[str] | Mapping[str, str] | None = None,
+    *,
+    reset_state: bool = False,
+    chunk_rows: int | None = None,
+) -> State:
+    """Enters the rows of HPS directories into tables, each by its key; all files are checked before the first row.
+
+    A key that has a row already gets the row of the file. Optimizer state of a new row is initial.
+
+    Args:
+      collection: on any mesh.
+      state: donated.
+      directory: as for `save`.
+      tables: as for `save`.
+      reset_state: whether optimizer state of rows that are there becomes initial, too.
+      chunk_rows: rows at once; None: about 64 MiB.
+
+    Returns:
+      The state.
+
+    Raises:
+      FileNotFoundError, ValueError: as `read_hps`; the state is as it was then.
+      MemoryError, TableFullError: the tables cannot grow as far; `state` of the error is the state as it is then.
+
+    Example:
+      `state = hps.load(collection, state, "model/user_embeddings")`
+    """
+    names = files.names_of("hps.load", collection, tables)
+    files.refuse_collisions("hps.load", names, files.spelled)
+    chunks = {
+        table: read_hps(
+            pathlib.Path(directory) / files.spelled(name),
+            dim=files.spec_of(collection, table).dim,
+            chunk_rows=chunk_rows,
+        )
+        for table, name in names.items()
+    }
+    return files.import_all("hps.load", collection, state, chunks, reset_state=reset_state)
+
+
+def _paths(path: str | os.PathLike) -> list[pathlib.Path]:
+    return [pathlib.Path(path) / name for name in ("key", "emb_vector", "meta")]
+
+
+def _frequencies(meta: RawArray, at_once: int) -> Iterator[np.ndarray]:
+    for start in files.starts(meta.shape[0], at_once):
+        yield _frequency(meta, start, start + at_once)
+
+
+def _frequency(meta: RawArray, start: int, stop: int) -> np.ndarray:
+    """Hotness as frequency; refuses what is none."""
+    hotness = meta.read(start, stop)
+    wrong = np.flatnonzero((hotness < 0) | (hotness >= 2**32))
+    if wrong.size:
+        raise ValueError(
+            f"{meta.op}: {meta.path}: byte {meta.byte_of(start + int(wrong[0]))}: hotness: got "
+            f"{hotness[wrong[0]]}, wanted 0 to 2**32 - 1; read it with hotness=False."
+        )
+    return hotness.astype(np.uint32)

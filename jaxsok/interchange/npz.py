@@ -1,0 +1,200 @@
+"""One table as a `.npz` of NumPy: for tables that fit into host memory, and for other tools.
+
+Arrays `key` uint64 and `row`, and where they are kept `state.<name>`, `last_step` and `frequency`, each with a line for
+each row. NumPy's format has no bfloat16: such rows are uint16 of the same bits, and `row_dtype` says what rows are.
+"""
+
+import os
+import pathlib
+import struct
+import zipfile
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxsok.collection import Collection
+from jaxsok.interchange import files
+from jaxsok.interchange.files import PartialFiles, RecordChunks, RecordsIn
+from jaxsok.records import Records, joined
+from jaxsok.store import State
+
+_END = b"PK\x05\x06"
+_END_BYTES = 22
+
+
+def write_npz(path: str | os.PathLike, records: RecordsIn, *, overwrite: bool = False) -> int:
+    """Writes a table as one `.npz`, uncompressed. Holds the whole table in host memory, twice.
+
+    Args:
+      path: of the file; its directory is made.
+      records: chunks.
+      overwrite: whether a file that is there may go.
+
+    Returns:
+      How many rows were written.
+
+    Raises:
+      FileExistsError: there is a file, and `overwrite` is False.
+
+    Example:
+      >>> import tempfile
+      >>> with tempfile.TemporaryDirectory() as path:
+      ...     _ = write_npz(f"{path}/user.npz", Records(np.array([7], np.uint64), np.ones((1, 2), np.float32)))
+      ...     with np.load(f"{path}/user.npz") as arrays:
+      ...         {name: arrays[name].tolist() for name in arrays}
+      {'key': [7], 'row': [[1.0, 1.0]], 'row_dtype': 'float32'}
+    """
+    _, chunks = files.checked_records("write_npz", records)
+    whole = joined(list(chunks) or [Records(np.zeros(0, np.uint64), np.zeros((0, 1), np.float32))])
+    rows = whole.rows.view(np.uint16) if whole.rows.dtype.name == "bfloat16" else whole.rows
+    arrays: dict[str, Any] = {"key": whole.keys, "row": rows, "row_dtype": np.array(whole.rows.dtype.name)}
+    arrays |= {f"state.{name}": array for name, array in whole.state.items()}
+    arrays |= {name: getattr(whole, name) for name in ("last_step", "frequency") if getattr(whole, name) is not None}
+    with PartialFiles("write_npz", [pathlib.Path(path)], overwrite=overwrite) as (file,):
+        np.savez(file, allow_pickle=False, **arrays)
+    return whole.num_rows
+
+
+def read_npz(path: str | os.PathLike, *, chunk_rows: int | None = None) -> RecordChunks:
+    """Reads what `write_npz` wrote; the whole file is read and checked, by its checksums, before this returns.
+
+    Args:
+      path: of the file.
+      chunk_rows: rows at once; None: about 64 MiB.
+
+    Returns:
+      Chunks, of arrays in host memory; `num_rows` tells how many in all.
+
+    Raises:
+      FileNotFoundError: there is no file.
+      ValueError: no `.npz` of these arrays, truncated, of another size, PADDING_KEY, or a key that occurs twice.
+
+    Example:
+      >>> import tempfile
+      >>> with tempfile.TemporaryDirectory() as path:
+      ...     _ = write_npz(f"{path}/user.npz", Records(np.array([7, 9], np.uint64), np.ones((2, 2), np.float32)))
+      ...     [chunk.keys.tolist() for chunk in read_npz(f"{path}/user.npz", chunk_rows=1)]
+      [[7], [9]]
+    """
+    op, path = "read_npz", pathlib.Path(path)
+    arrays = _arrays(op, path)
+    missing = [name for name in ("key", "row", "row_dtype") if name not in arrays]
+    if missing:
+        raise ValueError(f"{op}: {path}: got arrays {list(arrays)}, wanted also {missing}.")
+    dtype = files.ROW_DTYPES.get(str(arrays.pop("row_dtype")))
+    rows, keys = arrays.pop("row"), arrays.pop("key")
+    if dtype is None or rows.dtype != (np.dtype(np.uint16) if dtype.name == "bfloat16" else dtype):
+        raise ValueError(f"{op}: {path}: row: got {rows.dtype.name}, wanted what row_dtype says.")
+    state = {name.removeprefix("state."): arrays.pop(name) for name in list(arrays) if name.startswith("state.")}
+    records = Records(keys, rows.view(dtype), state, arrays.pop("last_step", None), arrays.pop("frequency", None))
+    if arrays:
+        raise ValueError(f"{op}: {path}: got arrays {list(arrays)}, of which a table has none.")
+    form = files.form_of(f"{op}: {path}", records)
+    files.check_keys(op, len(keys), lambda: iter([keys]), lambda number: f"{path}: key[{number}]")
+    row_bytes = 8 + form.dim * form.dtype.itemsize + sum(4 * width for _, width in form.states)
+    at_once = files.rows_of_chunk(op, chunk_rows, row_bytes)
+
+    def chunks() -> Iterator[Records]:
+        return (records.take(slice(start, start + at_once)) for start in files.starts(len(keys), at_once))
+
+    return RecordChunks(len(keys), form.dim, dict(form.states), chunks)
+
+
+def save(
+    collection: Collection,
+    state: State,
+    directory: str | os.PathLike,
+    tables: Sequence[str] | Mapping[str, str] | None = None,
+    *,
+    with_state: bool = True,
+    overwrite: bool = False,
+) -> dict[str, int]:
+    """Writes each table of a collection as `<directory>/<table>.npz`.
+
+    Args:
+      collection: of one process.
+      state: not donated.
+      directory: it is made.
+      tables: names, or a mapping from them to those of the files; None: all. Punctuation becomes `_`.
+      with_state: whether to write optimizer state.
+      overwrite: whether files that are there may go.
+
+    Returns:
+      How many rows were written, by table.
+
+    Raises:
+      ValueError: a table that is not there, or two for one file.
+      FileExistsError: there are files, and `overwrite` is False.
+
+    Example:
+      `npz.save(collection, state, "tables")`
+    """
+    op, paths = "npz.save", files.paths_of("npz.save", collection, directory, tables, ".npz")
+    files.refuse_processes(op, collection, "write_npz")
+    files.refuse_existing(op, list(paths.values()), overwrite)
+    return {
+        table: write_npz(path, collection.export_chunks(state, table, with_state=with_state), overwrite=overwrite)
+        for table, path in paths.items()
+    }
+
+
+def load(
+    collection: Collection,
+    state: State,
+    directory: str | os.PathLike,
+    tables: Sequence[str] | Mapping[str, str] | None = None,
+    *,
+    with_state: bool = True,
+    reset_state: bool = False,
+) -> State:
+    """Enters the rows of such files into tables, each by its key; all files are checked before the first row.
+
+    Args:
+      collection: on any mesh.
+      state: donated.
+      directory: as for `save`.
+      tables: as for `save`.
+      with_state: whether to take optimizer state; else that of new rows is initial.
+      reset_state: whether state of rows that are there becomes initial where the files have none.
+
+    Returns:
+      The state.
+
+    Raises:
+      FileNotFoundError, ValueError: as `read_npz`, and where a file does not fit its table; the state is as it was.
+      MemoryError, TableFullError: the tables cannot grow as far; `state` of the error is the state as it is then.
+
+    Example:
+      `state = npz.load(collection, state, "tables")`
+    """
+    paths = files.paths_of("npz.load", collection, directory, tables, ".npz")
+    chunks = {table: read_npz(path) for table, path in paths.items()}
+    if not with_state:
+        chunks = {table: files.without_state(one) for table, one in chunks.items()}
+    return files.import_all("npz.load", collection, state, chunks, reset_state=reset_state)
+
+
+def _arrays(op: str, path: pathlib.Path) -> dict[str, np.ndarray]:
+    """All arrays of a `.npz` that is neither longer nor shorter than it says."""
+    size = files.size_of(op, path)
+    with open(path, "rb") as file:
+        head = file.read(4)
+        file.seek(max(0, size - _END_BYTES))
+        tail = file.read(_END_BYTES)
+    # zipfile reads past what stands before and behind an archive; a file that was written whole has neither.
+    if head != b"PK\x03\x04" or len(tail) != _END_BYTES or tail[:4] != _END or struct.unpack("<H", tail[20:])[0]:
+        raise ValueError(
+            f"{op}: {path}: bytes {max(0, size - _END_BYTES)} to {size}: got no end of a .npz, wanted one; truncated, "
+            "or of another format."
+        )
+    try:
+        with open(path, "rb") as file, np.load(file, allow_pickle=False) as archive:
+            if len(archive.files) != struct.unpack("<H", tail[10:12])[0]:
+                raise ValueError(f"{len(archive.files)} arrays and another number at the end")
+            return {name: archive[name] for name in archive.files}
+    except (zipfile.BadZipFile, zlib.error, ValueError, LookupError, EOFError, OSError, RuntimeError) as error:
+        raise ValueError(
+            f"{op}: {path}: bytes 0 to {size}: got {error}, wanted a .npz as write_npz makes it."
+        ) from error

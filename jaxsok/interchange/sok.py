@@ -1,0 +1,551 @@
+"""Dumps of NVIDIA's SparseOperationKit (SOK) 2.x, and the older files of SOK 1, which are read only.
+
+A table T is a file `T-key`, a file `T-weight` and, for each piece of optimizer state, `T-<optimizer>-<slot>`, with all
+punctuation of the table's name as underscores. Each file is a header of 296 bytes and a raw array:
+
+| bytes | |
+|---|---|
+| 0 to 255 | the table's name, right-justified with spaces; SOK leaves it blank |
+| 256 to 259 | what the file holds, big-endian: 0 keys, 1 rows, 2 optimizer state |
+| 260 to 291 | the name of the slot, right-justified with spaces; blank for keys and rows |
+| 292 to 295 | dtype, big-endian: 0 int32, 1 int64, 2 uint32, 3 uint64, 4 float16, 5 float32, 6 float64 |
+| 296 on | keys `[num_rows]` or rows `[num_rows, dim]`, little-endian |
+
+SOK writes keys in the order of its devices, and rows of the tables without a hash map must not be placed in that order
+on another number of devices. Here every row is placed by its key.
+"""
+
+import dataclasses
+import os
+import pathlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxsok.collection import Collection
+from jaxsok.interchange import files
+from jaxsok.interchange.files import PartialFiles, RawArray, RecordChunks, RecordsIn
+from jaxsok.records import Records
+from jaxsok.store import State
+
+HEADER_BYTES: int = 296
+_NAME, _KIND, _SLOT, _DTYPE = slice(0, 256), slice(256, 260), slice(260, 292), slice(292, 296)
+_KINDS = {0: "keys", 1: "rows", 2: "optimizer state"}
+_DTYPES = {0: "int32", 1: "int64", 2: "uint32", 3: "uint64", 4: "float16", 5: "float32", 6: "float64"}
+_OF_KEYS, _OF_ROWS = ("int32", "int64", "uint32", "uint64"), ("float16", "float32", "float64")
+
+_SLOTS: dict[str, dict[str, str]] = {
+    "sgd": {"trace": "SGD-momentum"},
+    "adagrad": {"accumulator": "Adagrad-accumulator"},
+    "adam": {"m": "Adam-m", "v": "Adam-v"},
+    "adamw": {"m": "Adam-m", "v": "Adam-v"},
+    "adamax": {"m": "Adamax-m", "u": "Adamax-v"},
+    "adadelta": {"v": "Adadelta-accum_grad", "u": "Adadelta-accum_var"},
+    "ftrl": {"accumulator": "Ftrl-accumulator", "z": "Ftrl-linear"},
+    "group_ftrl": {"accumulator": "Ftrl-accumulator", "z": "Ftrl-linear"},
+}
+"""By optimizer, which file has which state. TensorFlow's slots hold the same numbers, but for momentum."""
+
+# SOK takes Adamax for Adam where it names the files.
+_ALSO = {"adamax": {"m": "Adam-m", "u": "Adam-v"}}
+
+OptimizerLike = str | Mapping[str, str] | None
+
+
+def write_sok(
+    directory: str | os.PathLike,
+    table: str,
+    records: RecordsIn,
+    *,
+    optimizer: OptimizerLike = None,
+    learning_rate: float | None = None,
+    key_dtype: str = "int64",
+    dtype: str | None = None,
+    overwrite: bool = False,
+) -> int:
+    """Writes a table as SOK's `load` reads it; headers have the real names.
+
+    Args:
+      directory: it is made; it may hold other tables.
+      table: name of SOK's variable, as `user:0`.
+      records: chunks, taken one by one.
+      optimizer: whose state to write: the name of the function in `jaxsok.optim`, or a mapping from names of state to
+        ends of files, as `{"m": "Adam-m"}`, which is written as it is. None: rows alone.
+      learning_rate: with "sgd", whose momentum TensorFlow's Keras keeps multiplied by it: `-learning_rate * trace`.
+      key_dtype: "int64", "int32", "uint32" or "uint64". Keys of 2**63 and above are negative as int64.
+      dtype: of rows and state: "float16", "float32" or "float64"; None: float32 for state, and for rows the dtype that
+        they have, float32 for those of bfloat16.
+      overwrite: whether files of this table may go.
+
+    Returns:
+      How many rows were written.
+
+    Raises:
+      ValueError: state that SOK has no name for, or that the records lack; a key or a number that the dtype cannot
+        hold; a name too long for the header.
+      FileExistsError: there are files of this table, or of one whose name differs in punctuation alone.
+
+    Statistics are not written: the format has no place for them. SOK keeps the step that Adam's bias correction counts
+    elsewhere.
+
+    Example:
+      >>> import tempfile
+      >>> ones = np.ones((1, 4), np.float32)
+      >>> records = Records(np.array([7], np.uint64), ones, {"accumulator": ones})
+      >>> with tempfile.TemporaryDirectory() as path:
+      ...     write_sok(path, "user:0", records, optimizer="adagrad"), sorted(os.listdir(path))
+      (1, ['user_0-Adagrad-accumulator', 'user_0-key', 'user_0-weight'])
+
+    Source: `dump` of SOK 2.1.
+    """
+    op, spelled = "write_sok", _spelled("write_sok", table)
+    slots, scale = _slots_of(op, optimizer, learning_rate)
+    if key_dtype not in _OF_KEYS:
+        raise ValueError(f"{op}: key_dtype: got {key_dtype!r}, wanted one of {list(_OF_KEYS)}.")
+    if dtype is not None and dtype not in _OF_ROWS:
+        raise ValueError(f"{op}: dtype: got {dtype!r}, wanted None or one of {list(_OF_ROWS)}.")
+    form, chunks = files.checked_records(op, records)
+    missing = [name for name in slots if name not in dict(form.states)]
+    if missing and form is not files.EMPTY:
+        raise ValueError(f"{op}: records.state: got {list(dict(form.states))}, wanted also {missing}.")
+    of_rows = dtype or (form.dtype.name if form.dtype.name in _OF_ROWS else "float32")
+    of_state = dtype or "float32"
+    outputs = [_Output("key", 0, key_dtype), _Output("weight", 1, of_rows)]
+    outputs += [_Output(end, 2, of_state, _slot_name(op, end)) for end in slots.values()]
+    headers = [_header(op, table, output.kind, output.slot, output.dtype) for output in outputs]
+    paths, num_rows = [pathlib.Path(directory) / f"{spelled}-{output.end}" for output in outputs], 0
+    with PartialFiles(op, paths, overwrite=overwrite, stale=_files_of(op, directory, table)) as opened:
+        for file, header in zip(opened, headers, strict=True):
+            file.write(header)
+        for chunk in chunks:
+            files.write_array(opened[0], _as_key_dtype(op, chunk.keys, key_dtype))
+            arrays = [chunk.rows, *(chunk.state[name] * np.float32(1 / scale) for name in slots)]
+            for file, output, array in zip(opened[1:], outputs[1:], arrays, strict=True):
+                narrow = files.narrowed(op, output.end, array, np.dtype(output.dtype))
+                files.write_array(file, narrow.astype(np.dtype(output.dtype).newbyteorder("<"), copy=False))
+            num_rows += chunk.num_rows
+    return num_rows
+
+
+def read_sok(
+    directory: str | os.PathLike,
+    table: str,
+    *,
+    dim: int,
+    optimizer: OptimizerLike = None,
+    learning_rate: float | None = None,
+    widths: Mapping[str, int] | None = None,
+    chunk_rows: int | None = None,
+) -> RecordChunks:
+    """Reads a table of a SOK dump, whatever number of devices wrote it.
+
+    Headers and sizes are checked, and all keys are read, before this returns; rows are read while the result is
+    iterated.
+
+    Args:
+      directory: where the files are.
+      table: name of SOK's variable, as `user:0`. A header has this name, or blanks.
+      dim: of the table.
+      optimizer: whose state to read, as for `write_sok`. State of "adamax" is also found in files named after Adam,
+        as SOK writes them. None: rows alone.
+      learning_rate: with "sgd", the one that SOK trained with: Keras keeps `-learning_rate * trace`.
+      widths: by name of state, numbers a row where they are not dim, as `{"accumulator": 1}` of "rowwise_adagrad".
+      chunk_rows: rows at once; None: about 64 MiB.
+
+    Returns:
+      Chunks; rows have the dtype of the file, state is float32. `num_rows` tells how many in all.
+
+    Raises:
+      FileNotFoundError: a file is missing.
+      ValueError: names, types or sizes that do not fit; fewer lines of state than keys; PADDING_KEY, or a key that
+        occurs twice. Names file and byte.
+
+    Cost:
+      Keys are read twice, and sorted; see `files.check_keys`.
+
+    Example:
+      >>> import tempfile
+      >>> records = Records(np.array([7, 9], np.uint64), np.ones((2, 4), np.float32))
+      >>> with tempfile.TemporaryDirectory() as path:
+      ...     _ = write_sok(path, "user:0", records)
+      ...     [chunk.keys.tolist() for chunk in read_sok(path, "user:0", dim=4)]
+      [[7, 9]]
+    """
+    op, base = "read_sok", pathlib.Path(directory) / _spelled("read_sok", table)
+    files.check_dim(op, dim)
+    slots, scale = _slots_of(op, optimizer, learning_rate)
+    if isinstance(optimizer, str) and optimizer in _ALSO:
+        slots = _found(op, base, [slots, _ALSO[optimizer]])
+    key_path, rows_path = _path(base, "key"), _path(base, "weight")
+    key_dtype = _read_header(op, key_path, table, 0, "")
+    num_rows = files.rows_in(op, key_path, key_dtype.itemsize, HEADER_BYTES)
+    keys = RawArray(op, key_path, key_dtype, (num_rows,), HEADER_BYTES)
+    rows_dtype = _read_header(op, rows_path, table, 1, "")
+    rows = RawArray(op, rows_path, rows_dtype, (num_rows, int(dim)), HEADER_BYTES, key_path)
+    width_of = {name: (widths or {}).get(name, int(dim)) for name in slots}
+    states = {name: _state(op, _path(base, end), table, end, num_rows, width_of[name]) for name, end in slots.items()}
+    row_bytes = sum(array.row_bytes for array in (keys, rows, *states.values()))
+    at_once = files.rows_of_chunk(op, chunk_rows, row_bytes)
+    files.check_raw_keys(keys)
+
+    def chunks() -> Iterator[Records]:
+        for start in files.starts(num_rows, at_once):
+            stop = start + at_once
+            state = {name: _scaled(array.read(start, stop), scale) for name, array in states.items()}
+            yield Records(keys.read_keys(start, stop), rows.read(start, stop), state)
+
+    return RecordChunks(num_rows, int(dim), width_of, chunks)
+
+
+def read_sok_v1(directory: str | os.PathLike, table: str, *, dim: int, chunk_rows: int | None = None) -> RecordChunks:
+    """Reads `<table>_keys.file` and `<table>_values.file`, as the `Saver` of SOK 1 wrote them.
+
+    There is no header: rows are float32, keys int64 or uint32, as their size tells. SOK 1 had one table for all slots
+    of a layer, and wrote no optimizer state.
+
+    Args:
+      directory: where the files are.
+      table: name of SOK's variable.
+      dim: of the table.
+      chunk_rows: rows at once; None: about 64 MiB.
+
+    Returns:
+      Chunks of float32 rows; `num_rows` tells how many in all.
+
+    Raises:
+      FileNotFoundError: a file is missing.
+      ValueError: empty or mis-sized files, PADDING_KEY, or a key that occurs twice; names file and byte. A file of
+        int64 keys that lost its second half cannot be told from one of uint32.
+
+    Example:
+      >>> import tempfile
+      >>> with tempfile.TemporaryDirectory() as path:
+      ...     np.array([7, 9], np.uint32).tofile(f"{path}/user_keys.file")
+      ...     np.ones((2, 4), np.float32).tofile(f"{path}/user_values.file")
+      ...     [chunk.keys.tolist() for chunk in read_sok_v1(path, "user", dim=4)]
+      [[7, 9]]
+
+    Source: `Saver` of SOK 1.1.4, of HugeCTR 3.9.
+    """
+    op = "read_sok_v1"
+    files.check_dim(op, dim)
+    key_path, rows_path = (pathlib.Path(directory) / f"{table}_{what}.file" for what in ("keys", "values"))
+    num_rows = files.rows_in(op, rows_path, 4 * int(dim))
+    if num_rows == 0:
+        raise ValueError(f"{op}: {rows_path}: byte 0: got the end of the file, wanted at least one row.")
+    key_dtype = np.dtype("<u4" if files.size_of(op, key_path) == 4 * num_rows else "<i8")
+    keys = RawArray(op, key_path, key_dtype, (num_rows,))
+    rows = RawArray(op, rows_path, np.dtype("<f4"), (num_rows, int(dim)))
+    at_once = files.rows_of_chunk(op, chunk_rows, keys.row_bytes + rows.row_bytes)
+    files.check_raw_keys(keys)
+
+    def chunks() -> Iterator[Records]:
+        for start in files.starts(num_rows, at_once):
+            yield Records(keys.read_keys(start, start + at_once), rows.read(start, start + at_once))
+
+    return RecordChunks(num_rows, int(dim), {}, chunks)
+
+
+def save(
+    collection: Collection,
+    state: State,
+    directory: str | os.PathLike,
+    tables: Sequence[str] | Mapping[str, str] | None = None,
+    *,
+    with_state: bool = True,
+    optimizers: Mapping[str, OptimizerLike] | None = None,
+    overwrite: bool = False,
+) -> dict[str, int]:
+    """Writes tables of a collection as a SOK dump.
+
+    Args:
+      collection: of one process.
+      state: not donated.
+      directory: it is made.
+      tables: names, or a mapping from them to those of SOK's variables, as `{"user": "user:0"}`; None: all.
+      with_state: whether to write optimizer state.
+      optimizers: by table, what `write_sok` takes in place of the declared optimizer.
+      overwrite: whether files of these tables may go.
+
+    Returns:
+      How many rows were written, by table.
+
+    Raises:
+      ValueError: a table that is not there, two whose files would have one name, or an optimizer that SOK has no
+        files for.
+      FileExistsError: there are files, and `overwrite` is False.
+
+    Example:
+      `sok.save(collection, state, "dump", {"user": "user:0"})`
+    """
+    op, names = "sok.save", files.names_of("sok.save", collection, tables)
+    files.refuse_collisions(op, names, files.spelled)
+    files.refuse_processes(op, collection, "write_sok")
+    chosen = {table: _declared(op, collection, table, with_state, optimizers) for table in names}
+    for name in names.values():
+        files.refuse_existing(op, _files_of(op, directory, name), overwrite)
+    num_rows = {}
+    for table, name in names.items():
+        optimizer, rate = chosen[table]
+        chunks = collection.export_chunks(state, table, with_state=optimizer is not None)
+        num_rows[table] = write_sok(
+            directory, name, chunks, optimizer=optimizer, learning_rate=rate, overwrite=overwrite
+        )
+    return num_rows
+
+
+def load(
+    collection: Collection,
+    state: State,
+    directory: str | os.PathLike,
+    tables: Sequence[str] | Mapping[str, str] | None = None,
+    *,
+    with_state: bool = True,
+    optimizers: Mapping[str, OptimizerLike] | None = None,
+    reset_state: bool = False,
+    chunk_rows: int | None = None,
+) -> State:
+    """Enters the rows of a SOK dump into tables, each by its key; all files are checked before the first row.
+
+    A key that has a row already gets row and state of the file. `state.step`, by which Adam corrects its bias, is not
+    in the files and stays.
+
+    Args:
+      collection: on any mesh.
+      state: donated.
+      directory: where the files are.
+      tables: names, or a mapping from them to those of SOK's variables; None: all.
+      with_state: whether to read optimizer state; then it must be there.
+      optimizers: by table, what `read_sok` takes in place of the declared optimizer.
+      reset_state: whether state of rows that are there becomes initial where the files have none.
+      chunk_rows: rows at once; None: about 64 MiB.
+
+    Returns:
+      The state.
+
+    Raises:
+      FileNotFoundError, ValueError: as `read_sok`; the state is as it was then.
+      MemoryError, TableFullError: the tables cannot grow as far; `state` of the error is the state as it is then.
+
+    Example:
+      `state = sok.load(collection, state, "dump", {"user": "user:0"}, with_state=False)`
+    """
+    op, names = "sok.load", files.names_of("sok.load", collection, tables)
+    files.refuse_collisions(op, names, files.spelled)
+    chunks = {}
+    for table, name in names.items():
+        optimizer, rate = _declared(op, collection, table, with_state, optimizers)
+        spec = files.spec_of(collection, table)
+        chunks[table] = read_sok(
+            directory,
+            name,
+            dim=spec.dim,
+            optimizer=optimizer,
+            learning_rate=rate,
+            widths={state.name: state.dim for state in spec.optimizer.state_specs(spec.dim)},
+            chunk_rows=chunk_rows,
+        )
+    return files.import_all(op, collection, state, chunks, reset_state=reset_state)
+
+
+# Names and slots -----------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class _Output:
+    """One file to write."""
+
+    end: str
+    kind: int
+    dtype: str
+    slot: str = ""
+
+
+def _spelled(op: str, table: str) -> str:
+    if not isinstance(table, str) or not table:
+        raise ValueError(f"{op}: table: got {table!r}, wanted the name of SOK's variable.")
+    return files.spelled(table)
+
+
+def _files_of(op: str, directory: str | os.PathLike, table: str) -> list[pathlib.Path]:
+    """What there is of a table; refuses files of another one whose name is spelled the same."""
+    base = pathlib.Path(directory) / _spelled(op, table)
+    if not base.parent.is_dir():
+        return []
+    there = sorted(
+        path for path in base.parent.iterdir() if path.name.startswith(f"{base.name}-") and path.suffix != ".partial"
+    )
+    key_path = _path(base, "key")
+    if key_path in there:
+        with open(key_path, "rb") as file:
+            name = file.read(HEADER_BYTES)[_NAME].decode(errors="replace").lstrip(" ")
+        if name not in ("", table):
+            raise FileExistsError(
+                f"{op}: {key_path}: is of the table {name!r}, wanted {table!r}: their names differ in punctuation "
+                "alone, and so their files do not; choose another name or another directory."
+            )
+    return there
+
+
+def _path(base: pathlib.Path, end: str) -> pathlib.Path:
+    return base.with_name(f"{base.name}-{end}")
+
+
+def _slot_name(op: str, end: str) -> str:
+    """What the header calls a slot: its name without the optimizer's."""
+    name, dash, slot = end.partition("-")
+    if not (name and dash and slot) or "/" in end:
+        raise ValueError(f'{op}: optimizer: got the end of a file {end!r}, wanted "<optimizer>-<slot>", as "Adam-m".')
+    return slot
+
+
+def _slots_of(op: str, optimizer: Any, learning_rate: float | None) -> tuple[dict[str, str], float]:
+    """Ends of files by name of state; and what a file's numbers are multiplied by to be state."""
+    if optimizer is None:
+        return {}, 1.0
+    if isinstance(optimizer, Mapping):
+        slots = dict(optimizer)
+        for end in slots.values():
+            _slot_name(op, end)
+        if len(set(slots.values())) != len(slots):
+            raise ValueError(f"{op}: optimizer: got {slots}, wanted a file of its own for each state.")
+        return slots, 1.0
+    if not isinstance(optimizer, str) or optimizer not in _SLOTS:
+        raise ValueError(
+            f"{op}: optimizer: got {optimizer!r}, wanted one whose state SOK has, of {list(_SLOTS)}; None for rows "
+            'alone; or a mapping from names of state to ends of files, as {"m": "Adam-m"}.'
+        )
+    if optimizer != "sgd":
+        return _SLOTS[optimizer], 1.0
+    if isinstance(learning_rate, bool) or not isinstance(learning_rate, int | float) or not 0 < learning_rate < np.inf:
+        raise ValueError(
+            f"{op}: learning_rate: got {learning_rate!r}, wanted a positive number: Keras keeps the momentum of SGD as "
+            "-learning_rate * trace."
+        )
+    return _SLOTS["sgd"], -1.0 / learning_rate
+
+
+def _found(op: str, base: pathlib.Path, spellings: Sequence[Mapping[str, str]]) -> dict[str, str]:
+    """The spelling of which there are files; the first, if there are none."""
+    there = [one for one in spellings if any(_path(base, end).exists() for end in one.values())]
+    if len(there) > 1:
+        both = [str(_path(base, end)) for one in there for end in one.values() if _path(base, end).exists()]
+        raise ValueError(
+            f"{op}: {both}: got state under two names, wanted one; pass a mapping, as optimizer={dict(there[0])}."
+        )
+    return dict((there or spellings)[0])
+
+
+def _declared(
+    op: str,
+    collection: Collection,
+    table: str,
+    with_state: bool,
+    optimizers: Mapping[str, OptimizerLike] | None,
+) -> tuple[OptimizerLike, float | None]:
+    """What a table's state is called in files, and the learning rate, if it is a number."""
+    for name in optimizers or {}:
+        if name not in [spec.name for spec in collection.tables]:
+            raise ValueError(f"{op}: optimizers: got {name!r}, wanted some of {[s.name for s in collection.tables]}.")
+    spec = files.spec_of(collection, table)
+    optimizer = spec.optimizer
+    if not with_state or not (optimizer.state_specs(spec.dim) or table in (optimizers or {})):
+        return None, None
+    rate = optimizer.learning_rate
+    chosen = (optimizers or {}).get(table, optimizer.name)
+    if isinstance(chosen, str) and chosen not in _SLOTS:
+        raise ValueError(
+            f'{op}: table "{table}": got the optimizer {chosen}, of which SOK has no files, wanted one of '
+            f"{list(_SLOTS)}; pass with_state=False for rows alone, or a mapping from names of state to ends of files, "
+            f'as optimizers={{"{table}": {{"m": "Adam-m"}}}}.'
+        )
+    states = [state.name for state in optimizer.state_specs(spec.dim)]
+    names = _SLOTS[chosen] if isinstance(chosen, str) else dict(chosen or {})
+    unknown = [name for name in names if name not in states]
+    if unknown:
+        raise ValueError(f'{op}: table "{table}": optimizers: got state {unknown}, wanted some of {states}.')
+    if chosen == "sgd" and callable(rate):
+        raise ValueError(
+            f'{op}: table "{table}": got a schedule as the learning rate of sgd with momentum, wanted a number: Keras '
+            "keeps -learning_rate * trace. Use write_sok or read_sok with learning_rate=, or with_state=False."
+        )
+    return chosen, None if callable(rate) else float(rate)
+
+
+# Bytes ---------------------------------------------------------------------------------------------------------------
+
+
+def _header(op: str, table: str, kind: int, slot: str, dtype: str) -> bytes:
+    code = next(code for code, name in _DTYPES.items() if name == dtype)
+    words = [_text(op, "table", table, 256), kind.to_bytes(4, "big"), _text(op, "slot", slot, 32)]
+    return b"".join([*words, code.to_bytes(4, "big")])
+
+
+def _text(op: str, what: str, name: str, size: int) -> bytes:
+    encoded = name.encode()
+    if len(encoded) > size:
+        raise ValueError(f"{op}: {what}: got a name of {len(encoded)} bytes, wanted at most {size}: {name!r}.")
+    return encoded.rjust(size)
+
+
+def _read_header(op: str, path: pathlib.Path, table: str, kind: int, slot: str) -> np.dtype:
+    """The dtype of a file whose header is as it must be."""
+    size = files.size_of(op, path, "" if kind < 2 else " Pass optimizer=None (with_state=False) for rows alone.")
+    if size < HEADER_BYTES:
+        raise ValueError(
+            f"{op}: {path}: byte {size}: got the end of the file, wanted a header of {HEADER_BYTES} bytes; truncated."
+        )
+    with open(path, "rb") as file:
+        header = file.read(HEADER_BYTES)
+    found = int.from_bytes(header[_KIND], "big")
+    if found != kind:
+        raise ValueError(
+            f"{op}: {path}: bytes 256 to 259: kind of file: got {found} ({_KINDS.get(found, 'unknown')}), wanted "
+            f"{kind} ({_KINDS[kind]})."
+        )
+    for what, place, wanted in (("table", _NAME, table), ("slot", _SLOT, slot)):
+        try:
+            name = header[place].decode().lstrip(" ")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{op}: {path}: byte {place.start + error.start}: {what}: got no UTF-8.") from error
+        if name and files.spelled(name) != files.spelled(wanted):
+            raise ValueError(
+                f"{op}: {path}: bytes {place.start} to {place.stop - 1}: {what}: got {name!r}, wanted {wanted!r} or "
+                "blanks."
+            )
+    code, wanted = int.from_bytes(header[_DTYPE], "big"), _OF_KEYS if kind == 0 else _OF_ROWS
+    if _DTYPES.get(code) not in wanted:
+        told = {code: name for code, name in _DTYPES.items() if name in wanted}
+        raise ValueError(
+            f"{op}: {path}: bytes 292 to 295: dtype: got {code} ({_DTYPES.get(code, 'unknown')}), wanted one of {told}."
+        )
+    return np.dtype(_DTYPES[code]).newbyteorder("<")
+
+
+def _state(op: str, path: pathlib.Path, table: str, end: str, num_rows: int, width: int) -> RawArray:
+    dtype = _read_header(op, path, table, 2, _slot_name(op, end))
+    size = files.size_of(op, path) - HEADER_BYTES
+    lines, rest = divmod(size, dtype.itemsize * width)
+    if lines < num_rows and not rest:
+        raise ValueError(
+            f"{op}: {path}: byte {HEADER_BYTES + size}: got the end of the file after {lines} lines of state, wanted "
+            f"{num_rows}, one for each key. SOK writes fewer where keys were looked up and never trained, and nothing "
+            "tells whose they are: read without this state (optimizer=None, with_state=False), or let SOK train every "
+            "key once before it dumps."
+        )
+    return RawArray(op, path, dtype, (num_rows, width), HEADER_BYTES)
+
+
+def _scaled(numbers: np.ndarray, scale: float) -> np.ndarray:
+    return (numbers * numbers.dtype.type(scale) if scale != 1 else numbers).astype(np.float32, copy=False)
+
+
+def _as_key_dtype(op: str, keys: np.ndarray, key_dtype: str) -> np.ndarray:
+    """Keys in a dtype of SOK; refuses those that it cannot hold."""
+    wide = keys if key_dtype.startswith("uint") else keys.view(np.int64)
+    limits = np.iinfo(key_dtype)
+    wrong = np.flatnonzero((wide < limits.min) | (wide > limits.max))
+    if wrong.size:
+        raise ValueError(f"{op}: records.keys: got {wide[wrong[0]]}, wanted {key_dtype}; write them as int64.")
+    return wide.astype(np.dtype(key_dtype).newbyteorder("<"), copy=False)

@@ -1,0 +1,180 @@
+"""Stats of the last steps, added on the host without waiting for the device; and writers that log them.
+
+Fed by the Stats of each step; feeds a log. No array of a state is touched.
+"""
+
+import collections
+import itertools
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jaxsok.stats import LATEST, PER_STEP, PER_STORE, TO_DATE, Facts, Stats, facts_of, packed, scalars_of, unpacked
+
+
+class StatsWindow:
+    """Counts over the last steps that have arrived on the host: exact, and without a wait.
+
+    `push` starts the transfer of a step's counts and takes in those that have come. Sums are Python integers, so they
+    do not overflow. Of `num_rows`, `longest_probe`, `num_unplaced` and `num_rounds` the last step's stands. Evictions,
+    which Stats count since the state was made, are those since the step before the window; at the beginning, since
+    the first step pushed.
+
+    A host object: keep it out of jitted functions. A step holds a few hundred bytes until it leaves the window.
+
+    Args:
+      num_steps: how many.
+
+    Cost:
+      A push concatenates the counts on the device, and starts one transfer.
+
+    Example:
+      `window.push(stats)` after each step; `window.scalars()` every hundredth.
+    """
+
+    def __init__(self, num_steps: int = 100) -> None:
+        """Nothing was pushed."""
+        if isinstance(num_steps, bool) or not isinstance(num_steps, (int, np.integer)) or num_steps < 1:
+            raise ValueError(f"StatsWindow: num_steps: got {num_steps!r}, wanted an integer of at least 1.")
+        self.num_steps = int(num_steps)
+        self.num_pushed = 0
+        # In the order of the steps, the one before the window (if there is one) in front: its counts to date are the
+        # ones that the window's are measured from.
+        self._steps: collections.deque[_Step] = collections.deque()
+
+    def push(self, stats: Stats) -> None:
+        """Hands in the counts of one step; does not wait for them.
+
+        Args:
+          stats: of the same tables as all before.
+
+        Raises:
+          TypeError: not Stats, or traced.
+          ValueError: of other tables, or several steps stacked by a scan: add those up, or push them one by one.
+        """
+        if not isinstance(stats, Stats):
+            raise TypeError(f"StatsWindow: push: stats: got {type(stats).__name__}, wanted the Stats of a step.")
+        if self._steps and stats.tables != self._steps[-1].facts.tables:
+            raise ValueError(
+                f"StatsWindow: push: stats: got tables {stats.tables}, wanted {self._steps[-1].facts.tables}."
+            )
+        if np.ndim(stats.num_stale):
+            raise ValueError(
+                f"StatsWindow: push: stats: got {stats.num_stale.shape[0]} steps stacked, wanted one step; push "
+                "jax.tree.map(lambda count: count[i], stats) for each i."
+            )
+        words = packed(stats)
+        words.copy_to_host_async()
+        self._steps.append(_Step(facts_of(stats), words))
+        self.num_pushed += 1
+        # Once the step behind a full window has arrived, the first is of no more use.
+        while len(self._steps) > self.num_steps + 1 and self._steps[self.num_steps + 1].words.is_ready():
+            self._steps.popleft()
+
+    def wait(self) -> None:
+        """Waits until all that was pushed has arrived."""
+        jax.block_until_ready([step.words for step in self._steps])
+
+    @property
+    def num_arrived(self) -> int:
+        """Steps in the sums: at most `num_steps`."""
+        return min(len(self._arrived()), self.num_steps)
+
+    def sums(self) -> dict[str, dict[str, int]]:
+        """The counts by table over the steps in the window, as `Stats.to_dict` has them; empty before any arrived.
+
+        Example:
+          `window.sums()["user"]["num_inserted"]`
+        """
+        steps = self._arrived()
+        if not steps:
+            return {}
+        counts = self._added(steps)
+        by_table = {name: column for name, column in counts.items() if name not in (*PER_STORE, *PER_STEP)}
+        return {
+            table: {name: int(column[i]) for name, column in by_table.items()}
+            for i, table in enumerate(steps[-1].facts.tables)
+        }
+
+    def scalars(self, prefix: str = "jaxsok") -> dict[str, float]:
+        """As `Stats.scalars`, over the steps in the window; empty before any arrived.
+
+        Args:
+          prefix: of every name.
+
+        Returns:
+          Numbers by name; "prefix/num_steps" says over how many steps.
+
+        Example:
+          `write_scalars(writer, step, window)`
+        """
+        steps = self._arrived()
+        if not steps:
+            return {}
+        num_steps = {f"{prefix}/num_steps": float(min(len(steps), self.num_steps))}
+        return num_steps | scalars_of(steps[-1].facts, self._added(steps), prefix)
+
+    def _arrived(self) -> list["_Step"]:
+        """The last steps that are here without a gap, and the one before them if it is known."""
+        # The transfer was started with the step: what is ready on the device is here in microseconds.
+        steps = list(itertools.takewhile(lambda step: step.words.is_ready(), self._steps))
+        return steps[-self.num_steps - 1 :]
+
+    def _added(self, steps: list["_Step"]) -> dict[str, np.ndarray]:
+        """Sums over the window, and of what is not summed the last."""
+        counts = unpacked(steps[-1].facts, np.stack([np.asarray(step.words) for step in steps]))
+        added = {}
+        for name, column in counts.items():
+            if name in LATEST:
+                added[name] = column[-1]
+            elif name in TO_DATE:
+                more = np.diff(column, axis=0) % 2**32
+                # A count that fell is that of a state made anew, not one that went round by 2**31 in a step.
+                added[name] = np.where(more < 2**31, more, column[1:]).sum(axis=0)
+            else:
+                added[name] = column[-self.num_steps :].sum(axis=0)
+        return added
+
+
+class _Step(NamedTuple):
+    """What a step hands in; `words` has a copy on the host once that was asked for, or comes there."""
+
+    facts: Facts
+    words: jax.Array
+
+
+def write_scalars(
+    writer: Any, step: int, stats: Stats | StatsWindow | Mapping[str, float], *, prefix: str = "jaxsok"
+) -> None:
+    """Logs counts with a writer of either kind.
+
+    Args:
+      writer: has `write_scalars(step, scalars)`, as clu's metric writers, or `add_scalar(name, value, step)`, as
+        TensorBoard's `SummaryWriter`.
+      step: of the log.
+      stats: of one step (waits for it), of a window (does not), or a dict of numbers.
+      prefix: of every name; a dict keeps its names.
+
+    Raises:
+      TypeError: the writer has neither method.
+
+    Example:
+      >>> class Writer:
+      ...     def write_scalars(self, step, scalars):
+      ...         print(step, scalars)
+      >>> write_scalars(Writer(), 100, {"loss": 0.5})
+      100 {'loss': 0.5}
+    """
+    scalars = dict(stats) if isinstance(stats, Mapping) else stats.scalars(prefix)
+    if callable(getattr(writer, "write_scalars", None)):
+        writer.write_scalars(step, scalars)
+    elif callable(getattr(writer, "add_scalar", None)):
+        for name, value in scalars.items():
+            writer.add_scalar(name, value, step)
+    else:
+        raise TypeError(
+            f"write_scalars: writer: got {type(writer).__name__}, wanted one with write_scalars(step, scalars) or "
+            "add_scalar(name, value, step)."
+        )

@@ -1,0 +1,709 @@
+"""Eviction: who leaves, exactly; what goes with a row; what the caller is handed; room ahead of need.
+
+The oracle is a sorted list of (scores, table, key) in Python integers.
+"""
+
+import dataclasses
+import functools
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import programs
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import jaxsok
+from jaxsok import evict, grow, policies
+from jaxsok.policies import LeastFrequentlyUsed, LeastRecentlyUsed, LowestScore, SmallNorm, TimeToLive
+
+DIM = 4
+PADDING = jaxsok.PADDING_KEY
+
+
+# --------------------------------------------------------------------------------------------------------------
+# States with statistics of our own
+
+
+def keys_of(records):
+    """Keys of records as Python integers, a line each."""
+    words = np.asarray(records).astype(np.uint64)
+    return (words[:, 0] | words[:, 1] << np.uint64(32)).tolist()
+
+
+def with_statistics(collection, state, statistics):
+    """The state with statistics `{table: {key: (last_step, frequency)}}`; keys not named have zeros."""
+    stores = []
+    for spec, store in zip(collection.stores, state.stores, strict=True):
+        slabs = []
+        for records, old in zip(store.records, store.statistics, strict=True):
+            lines = np.zeros(old.shape, np.uint32)
+            for place, (key, table) in enumerate(zip(keys_of(records), np.asarray(records)[:, 2], strict=True)):
+                if key != PADDING:
+                    lines[place] = statistics.get(spec.tables[table].name, {}).get(key, (0, 0))
+            # Not NumPy's own memory, which a CPU device would borrow and could not be given.
+            slabs.append(jax.jit(jnp.copy)(jax.device_put(lines, old.sharding)))
+        stores.append(dataclasses.replace(store, statistics=tuple(slabs)))
+    return dataclasses.replace(state, stores=tuple(stores))
+
+
+def statistics_of(collection, state, name="user"):
+    """`{key: (last_step, frequency)}` of a table, and of no row but those in use anything but zeros."""
+    (s,) = [s for s, spec in enumerate(collection.stores) if name in [table.name for table in spec.tables]]
+    number = collection.stores[s].table_number(name)
+    found = {}
+    for records, statistics in zip(state.stores[s].records, state.stores[s].statistics, strict=True):
+        lines = np.asarray(statistics).tolist()
+        for key, table, line in zip(keys_of(records), np.asarray(records)[:, 2].tolist(), lines, strict=True):
+            if key == PADDING:
+                assert line == [0, 0]
+            elif table == number:
+                found[key] = tuple(line)
+    return found
+
+
+def two_tables(policy, **spec):
+    """Tables "user" and "item" in one store, a feature each."""
+    spec = {"capacity": 64, "eviction": policy, **spec}
+    optimizer = jaxsok.optim.adam(0.1)
+    tables = [jaxsok.TableSpec(name, DIM, optimizer, **spec) for name in ("user", "item")]
+    features = [jaxsok.FeatureSpec(table.name, table.name) for table in tables]
+    return jaxsok.Collection(tables, features)
+
+
+def filled(collection, keys, statistics=None):
+    """A state that holds `{table: keys}`, after one step, so that optimizer state is no initial one."""
+    num_keys = max(map(len, keys.values()))
+    raw = {table.name: np.full(num_keys, PADDING, np.uint64) for table in collection.tables}
+    for name, some in keys.items():
+        raw[name][: len(some)] = some
+    features = programs.batch(collection, **raw)
+    state, _ = programs.learn(collection, collection.init(seed=0), features)
+    return state if statistics is None else with_statistics(collection, state, statistics)
+
+
+def ranked(facts):
+    """Two words made of all facts."""
+    return facts.frequency ^ facts.keys[:, 1], facts.last_step + facts.clock
+
+
+def sevenths(facts):
+    """One word with many ties."""
+    return facts.keys[:, 0] % jnp.uint32(7)
+
+
+def age(facts):
+    """Far from the statistics: the whole first word matters."""
+    return jnp.uint32(0xFFFFFFFF) - facts.last_step
+
+
+# Policy -> its rank in Python integers.
+RANKS = {
+    LeastRecentlyUsed(): lambda key, last, uses, clock: (last,),
+    LeastFrequentlyUsed(): lambda key, last, uses, clock: (uses, last),
+    policies.EpochLeastRecentlyUsed(10): lambda key, last, uses, clock: (last // 10,),
+    policies.EpochLeastFrequentlyUsed(10): lambda key, last, uses, clock: (last // 10, uses),
+    LowestScore(ranked): lambda key, last, uses, clock: (uses ^ key >> 32, (last + clock) % 2**32),
+    LowestScore(sevenths): lambda key, last, uses, clock: (key % 2**32 % 7,),
+    LowestScore(age): lambda key, last, uses, clock: (2**32 - 1 - last,),
+}
+
+
+def survivors(policy, tables, num_rows, clock=1):
+    """The oracle: of `[(table number, {key: (last_step, frequency)})]` the keys that stay, by table number."""
+    rank = RANKS[policy]
+    everyone = sorted(
+        (*rank(key, *of_key, clock), table, key) for table, keys in tables for key, of_key in keys.items()
+    )
+    kept = everyone[max(0, len(everyone) - num_rows) :]
+    return {table: {key for *_, its, key in kept if its == table} for table, _ in tables}
+
+
+@functools.cache
+def collection_of(policy):
+    """Compiled once."""
+    return two_tables(policy)
+
+
+# --------------------------------------------------------------------------------------------------------------
+# Who leaves
+
+
+words32 = st.one_of(st.integers(0, 3), st.integers(0, 2**32 - 1), st.sampled_from([0, 2**31, 2**32 - 1]))
+some_keys = st.dictionaries(
+    st.one_of(st.integers(0, 40), st.integers(0, 2**64 - 2), st.integers(0, 7).map(lambda n: n << 32)),
+    st.tuples(words32, words32),
+    max_size=30,
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    policy=st.sampled_from(list(RANKS)),
+    users=some_keys,
+    items=some_keys,
+    share=st.integers(0, 64),
+    whose=st.sampled_from([None, "user", "item"]),
+    clock=st.sampled_from([0, 1, 1000, 2**32 - 1]),
+)
+def test_exactly_the_lowest_leave(policy, users, items, share, whose, clock):
+    """By (scores, table, key), of one table or of all of a store, whatever the ties."""
+    collection, statistics = collection_of(policy), {"user": users, "item": items}
+    state = filled(collection, {name: list(keys) + [PADDING] * (30 - len(keys)) for name, keys in statistics.items()})
+    state = with_statistics(collection, state, statistics)
+    before = {name: programs.exported(collection, state, name) for name in statistics}
+    asked = [(n, statistics[name]) for n, name in enumerate(statistics) if whose in (None, name)]
+    stay = survivors(policy, asked, share, clock)
+    state, evicted = collection.evict(state, whose, num_rows=share, clock=clock)
+    for number, (name, keys) in enumerate(statistics.items()):
+        wanted = stay.get(number, set(keys))
+        after = programs.exported(collection, state, name)
+        assert after.keys() == wanted
+        assert evicted.to_dict()[name] == len(keys) - len(wanted)
+        for key in wanted:  # those that stay keep all
+            row_id, row, states = before[name][key]
+            assert after[key][0] == row_id
+            np.testing.assert_array_equal(after[key][1], row)
+            np.testing.assert_array_equal(after[key][2], states)
+        assert statistics_of(collection, state, name) == {key: keys[key] for key in wanted}
+    assert collection.num_rows(state) == {
+        name: len(stay.get(n, keys)) for n, (name, keys) in enumerate(statistics.items())
+    }
+
+
+@pytest.mark.parametrize("num_rows", [0, 1, 5999, 6000, 2**32 - 1])
+def test_thousands_of_ties(num_rows):
+    """Where all scores are equal keys decide, to their last bits."""
+    collection = programs.one_table(capacity=6000, eviction=LeastRecentlyUsed())
+    keys = np.random.default_rng(0).permutation(6000).astype(np.uint64) + np.uint64(2**63)
+    state = filled(collection, {"user": keys})
+    state, evicted = collection.evict(state, "user", num_rows=num_rows)
+    stay = np.sort(keys)[max(0, 6000 - num_rows) :]
+    assert sorted(programs.rows_of(collection, state)) == stay.tolist()
+    assert evicted.to_dict() == {"user": 6000 - len(stay)}
+
+
+def test_several_slabs():
+    """Row ids go on from slab to slab, which need no common size."""
+    collection = programs.one_table(capacity=7, eviction=LeastFrequentlyUsed())
+    state = collection.init(seed=0)
+    for start in range(0, 60, 10):
+        state = programs.insert(collection, state, range(start, start + 10), grow=True)
+    assert len(state.stores[0].rows) > 2
+    rng = np.random.default_rng(1)
+    statistics = {key: (int(rng.integers(5)), int(rng.integers(3))) for key in range(60)}
+    state = with_statistics(collection, state, {"user": statistics})
+    stay = survivors(LeastFrequentlyUsed(), [(0, statistics)], 23)[0]
+    handed = []
+    state, _ = collection.evict(state, num_rows=23, hand_over=lambda name, records: handed.append((name, records)))
+    assert set(programs.rows_of(collection, state)) == stay
+    assert sorted(key for _, records in handed for key in records.keys.tolist()) == sorted(set(range(60)) - stay)
+
+
+def test_empty_store():
+    """Nothing leaves, nothing changes."""
+    collection = collection_of(LeastRecentlyUsed())
+    state = collection.init(seed=0)
+    before = [np.asarray(leaf) for leaf in jax.tree.leaves(state)]
+    state, evicted = collection.evict(state, num_rows=0)
+    assert evicted.to_dict() == {"user": 0, "item": 0}
+    for old, new in zip(before, jax.tree.leaves(state), strict=True):
+        np.testing.assert_array_equal(old, new)
+
+
+def test_time_to_live():
+    """Rows not used for more than `steps` ticks leave; a last use ahead of the clock is none."""
+    collection = collection_of(TimeToLive(10))
+    last = {1: 79, 2: 89, 3: 90, 4: 100, 5: 101, 6: 0}
+    state = filled(collection, {"user": list(last)}, {"user": {key: (step, 1) for key, step in last.items()}})
+    state, evicted = collection.evict(state, clock=100)
+    assert set(programs.rows_of(collection, state)) == {3, 4, 5}
+    assert evicted.to_dict() == {"user": 3, "item": 0}
+    state, _ = collection.evict(state)  # the state's own step: nobody's time has come
+    assert set(programs.rows_of(collection, state)) == {3, 4, 5}
+    state, _ = collection.evict(state, clock=2**32 - 1)
+    assert not programs.rows_of(collection, state)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_small_norm(dtype):
+    """Rows shorter than the threshold leave; no statistics are kept for it."""
+    threshold = 0.55
+    collection = programs.one_table(
+        capacity=32, dtype=dtype, eviction=SmallNorm(threshold), initializer=jaxsok.initializers.uniform(-0.5, 0.5)
+    )
+    state = programs.insert(collection, collection.init(seed=0), range(30))
+    assert state.stores[0].statistics == ()
+    rows = programs.rows_of(collection, state)
+    norms = {key: float(np.sqrt((row.astype(np.float64) ** 2).sum())) for key, row in rows.items()}
+    assert all(abs(norm - threshold) > 1e-4 for norm in norms.values())
+    stay = {key for key, norm in norms.items() if norm >= threshold}
+    assert 3 < len(stay) < 27
+    state, _ = collection.evict(state)
+    assert set(programs.rows_of(collection, state)) == stay
+
+
+def test_a_policy_of_the_call():
+    """In place of the table's own, and for tables without one that keep statistics."""
+    collection = two_tables(None, statistics=True)
+    statistics = {"user": {key: (100 - key, key) for key in range(10)}, "item": {key: (key, 0) for key in range(5)}}
+    state = filled(collection, {name: list(keys) for name, keys in statistics.items()}, statistics)
+    state, _ = collection.evict(state, "user", LeastRecentlyUsed(), num_rows=4)
+    assert set(programs.rows_of(collection, state)) == {0, 1, 2, 3}
+    state, _ = collection.evict(state, None, LeastFrequentlyUsed(), num_rows=3)
+    assert set(programs.rows_of(collection, state, "user")) == {1, 2, 3}
+    assert set(programs.rows_of(collection, state, "item")) == set()
+    state, stats = programs.learn(collection, state, programs.batch(collection, user=np.arange(3), item=np.arange(3)))
+    assert {name: line["num_evicted"] for name, line in stats.to_dict().items()} == {"user": 0, "item": 0}
+
+
+@pytest.mark.parametrize("back_end", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("num_words", [1, 2])
+def test_more_rows_than_a_grid_has_threads(back_end, num_words):
+    """Flags and counts of `select` against a sort, in slabs of odd sizes; a tenth of the rows is not in use."""
+    device = jax.devices("cpu" if back_end == "cpu" else "gpu")[0]
+    rng, sizes = np.random.default_rng(num_words), (99_999, 300_001)
+    capacity = sum(sizes)
+    keys = rng.integers(0, 2**64, capacity, np.uint64)
+    tables = rng.integers(0, 100, capacity).astype(np.uint32)
+    keys[rng.random(capacity) < 0.1] = np.uint64(PADDING)
+    scores = rng.integers(0, (2**32, 50)[num_words - 1], (num_words, capacity)).astype(np.uint32)
+    records = np.stack([keys & np.uint64(2**32 - 1), keys >> np.uint64(32), tables, tables], axis=1).astype(np.uint32)
+    order = np.lexsort((keys, tables, *scores[::-1]))
+    order = order[keys[order] != np.uint64(PADDING)]
+    run = jax.jit(evict.kernels.select, static_argnums=(4, 5))
+    for table, num_kept in ((-1, 123_457), (-1, len(order) - 5), (17, 1000)):
+        asked = order if table < 0 else order[tables[order] == table]
+        gone = asked[: max(0, len(asked) - num_kept)]
+        wanted = np.zeros(capacity, np.uint8)
+        wanted[gone] = 1
+
+        def cut(array):
+            return tuple(jax.device_put(part, device) for part in np.split(array, [sizes[0]]))
+
+        flags, counts = run(
+            jax.device_put(np.uint32(num_kept), device), cut(records), tuple(map(cut, scores)), (), 100, table
+        )
+        np.testing.assert_array_equal(flags, wanted)
+        np.testing.assert_array_equal(counts, np.bincount(tables[gone], minlength=100))
+
+
+# --------------------------------------------------------------------------------------------------------------
+# What goes with a row
+
+
+def test_freed_rows_are_reused_and_a_key_that_comes_back_starts_anew():
+    """In ascending order; with the initial row, initial state and no statistics."""
+    collection = programs.one_table(capacity=16, optimizer=jaxsok.optim.adam(0.1), eviction=LeastRecentlyUsed())
+    keys = [50, 51, 52, 53, 54, 55]
+    last = {50: 9, 51: 1, 52: 8, 53: 2, 54: 7, 55: 3}
+    state = filled(collection, {"user": keys}, {"user": {key: (step, 5) for key, step in last.items()}})
+    state, _ = collection.evict(state, num_rows=3)
+    assert statistics_of(collection, state) == {50: (9, 5), 52: (8, 5), 54: (7, 5)}
+    state = programs.insert(collection, state, [70, 53, 71, 72])
+    after = programs.exported(collection, state)
+    assert {key: row_id for key, (row_id, _, _) in after.items()} == {50: 0, 70: 1, 52: 2, 53: 3, 54: 4, 71: 5, 72: 6}
+    np.testing.assert_array_equal(after[53][1], programs.initial_rows("user", DIM, [53])[0])
+    for state_of_53, state_of_72 in zip(after[53][2], after[72][2], strict=True):
+        np.testing.assert_array_equal(state_of_53, state_of_72)  # one whose row nobody had before
+
+
+def test_plans_of_before_are_stale():
+    """An update with them changes nothing and is counted; where nobody left they are good."""
+    collection = programs.one_table(capacity=16, eviction=LeastRecentlyUsed())
+    features = programs.batch(collection, user=np.arange(6))
+    embeddings, state, plan = programs.lookup(collection)(collection.init(seed=0), features)
+    gradients = {"user": jnp.ones_like(embeddings["user"])}
+    state, _ = collection.evict(state, num_rows=6)
+    state, stats = programs.update(collection)(state, plan, gradients)
+    assert int(stats.num_stale) == 0
+    state, _ = collection.evict(state, num_rows=5)
+    before = programs.rows_of(collection, state)
+    state, stats = programs.update(collection)(state, plan, gradients)
+    assert int(stats.num_stale) == 6
+    with pytest.raises(jaxsok.StalePlanError, match="eviction"):
+        stats.check()
+    after = programs.rows_of(collection, state)
+    assert before.keys() == after.keys()
+    for key, row in before.items():
+        np.testing.assert_array_equal(row, after[key])
+
+
+def test_stats_count_evicted_rows():
+    """By table, from the beginning on; of a sum the later stands."""
+    collection = collection_of(LeastRecentlyUsed())
+    state = filled(collection, {"user": list(range(8)), "item": list(range(5))})
+    state, _ = collection.evict(state, "user", num_rows=6)
+    state, _ = collection.evict(state, "item", num_rows=1)
+    features = programs.batch(collection, user=np.arange(3), item=np.arange(3))
+    state, first = programs.learn(collection, state, features)
+    assert {name: line["num_evicted"] for name, line in first.to_dict().items()} == {"user": 2, "item": 4}
+    state, _ = collection.evict(state, "user", num_rows=0)
+    state, second = programs.learn(collection, state, features)
+    total = (first + second).to_dict()
+    assert {name: line["num_evicted"] for name, line in total.items()} == {"user": 10, "item": 4}
+    stores = (dataclasses.replace(state.stores[0], table_evicted=(jnp.array([2**32 - 2, 0], jnp.uint32),)),)
+    state, _ = collection.evict(dataclasses.replace(state, stores=stores), "user", num_rows=0)
+    _, third = programs.learn(collection, state, features)
+    assert third.to_dict()["user"]["num_evicted"] == 1  # 2**32 - 2 and 3 more, modulo 2**32
+
+
+# --------------------------------------------------------------------------------------------------------------
+# What the caller is handed
+
+
+@pytest.mark.parametrize("chunk_bytes", [1, 1000, 1 << 20])
+def test_hand_over(monkeypatch, chunk_bytes):
+    """Evicted and kept are together what there was: keys, rows, state, statistics, each once."""
+    monkeypatch.setattr(evict, "CHUNK_BYTES", chunk_bytes)
+    monkeypatch.setattr(evict, "WINDOW_ROWS", 48)
+    collection = two_tables(LeastFrequentlyUsed())
+    rng = np.random.default_rng(3)
+    statistics = {
+        name: {key: tuple(rng.integers(0, 9, 2).tolist()) for key in rng.integers(0, 2**62, 40).tolist()}
+        for name in ("user", "item")
+    }
+    state = filled(collection, {name: list(keys) for name, keys in statistics.items()}, statistics)
+    before = {name: programs.exported(collection, state, name) for name in statistics}
+    handed = {name: {} for name in statistics}
+    sizes = []
+
+    def hand_over(name, records):
+        sizes.append(records.num_rows)
+        for i, key in enumerate(records.keys.tolist()):
+            assert key not in handed[name]
+            states = [records.state[one][i] for one in ("m", "v")]
+            handed[name][key] = (records.rows[i], states, (int(records.last_step[i]), int(records.frequency[i])))
+
+    state, evicted = collection.evict(state, num_rows=30, hand_over=hand_over)
+    assert sum(map(len, handed.values())) == 50 and sum(evicted.to_dict().values()) == 50
+    if chunk_bytes == 1:
+        assert sizes == [1] * 50
+    for name, keys in statistics.items():
+        assert handed[name].keys() | programs.exported(collection, state, name).keys() == keys.keys()
+        assert len(handed[name]) == evicted.to_dict()[name]
+        for key, (row, states, of_key) in handed[name].items():
+            np.testing.assert_array_equal(row, before[name][key][1])
+            np.testing.assert_array_equal(states, before[name][key][2])
+            assert of_key == keys[key]
+
+
+def test_nothing_changes_if_the_caller_refuses():
+    """An error of `hand_over` leaves the state as it was, and usable."""
+    collection = collection_of(LeastRecentlyUsed())
+    state = filled(collection, {"user": list(range(8)), "item": []})
+
+    def refuse(name, records):
+        raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full"):
+        collection.evict(state, num_rows=2, hand_over=refuse)
+    assert collection.num_rows(state) == {"user": 8, "item": 0}
+    with pytest.raises(TypeError, match="hand_over: got one under a trace"):
+        jax.jit(lambda state: collection.evict(state, num_rows=2, hand_over=refuse))(state)
+
+
+# --------------------------------------------------------------------------------------------------------------
+# Bad input
+
+
+def test_refusals():
+    """Each says what was got and wanted."""
+    none, lru, ttl = two_tables(None), collection_of(LeastRecentlyUsed()), collection_of(TimeToLive(10))
+    for collection, arguments, options, message in (
+        (none, (), {"num_rows": 1}, "policy: got None, and every table was declared without one"),
+        (none, ("user",), {"num_rows": 1}, 'policy: got None, and table "user" was declared without one'),
+        (none, ("user", LeastRecentlyUsed()), {"num_rows": 1}, "keep no statistics"),
+        (lru, ("nobody",), {"num_rows": 1}, "table: got 'nobody'"),
+        (lru, (), {}, "num_rows: got None with LeastRecentlyUsed"),
+        (lru, (), {"num_rows": -1}, "num_rows: got -1"),
+        (lru, (), {"num_rows": 1, "clock": 2**32}, "clock: got 4294967296"),
+        (ttl, (), {"num_rows": 1}, "num_rows: got 1 with TimeToLive"),
+        (lru, ("user", 3), {"num_rows": 1}, "policy: got 3"),
+        (lru, ("user", policies.Eviction()), {"num_rows": 1}, "policy: got Eviction"),
+        (lru, (), {"num_rows": 2.0}, "num_rows: got 2.0"),
+        (lru, (), {"num_rows": 1, "clock": jnp.zeros(2, jnp.uint32)}, "clock: got uint32"),
+        (lru, (), {"num_rows": 1, "hand_over": "log"}, "hand_over: got 'log'"),
+        (
+            lru,
+            (None, LowestScore(lambda facts: facts.last_step.astype(jnp.float32))),
+            {"num_rows": 1},
+            "got scores float32",
+        ),
+        (lru, (None, LowestScore(lambda facts: (facts.last_step,) * 3)), {"num_rows": 1}, "got 3 scores"),
+    ):
+        state = collection.init(seed=0)
+        with pytest.raises((TypeError, ValueError), match=r"^evict: ") as raised:
+            collection.evict(state, *arguments, **options)
+        assert message in str(raised.value)
+        collection.num_rows(state)  # it is still there
+
+
+# --------------------------------------------------------------------------------------------------------------
+# Programs
+
+
+def test_under_jit_with_donation_nothing_moves():
+    """Law 9, called by itself and inside a program; the budget and the clock may be traced."""
+    collection = two_tables(LeastRecentlyUsed(), capacity=1 << 10)
+    state = filled(collection, {"user": list(range(40)), "item": list(range(30))})
+    before = [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(state.stores)]
+    state, evicted = collection.evict(state, num_rows=60)
+    assert [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(state.stores)] == before
+    assert sum(evicted.to_dict().values()) == 10
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def program(state, num_rows, clock):
+        return collection.evict(state, num_rows=num_rows, clock=clock)
+
+    state, evicted = program(state, jnp.uint32(50), jnp.uint32(7))
+    assert [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(state.stores)] == before
+    assert sum(evicted.to_dict().values()) == 10
+    handed = []
+    state, _ = collection.evict(state, num_rows=45, hand_over=lambda *one: handed.append(one))
+    assert [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(state.stores)] == before
+    assert sum(records.num_rows for _, records in handed) == 5
+
+
+def test_gradients_do_not_go_through():
+    """Said in the words of the call."""
+    collection = collection_of(LeastRecentlyUsed())
+    state = collection.init(seed=0)
+
+    def loss(rows):
+        store = dataclasses.replace(state.stores[0], rows=(rows,))
+        after, _ = collection.evict(dataclasses.replace(state, stores=(store,)), num_rows=1)
+        return after.stores[0].rows[0].sum()
+
+    with pytest.raises(TypeError, match="evict: state: got a derivative"):
+        jax.grad(loss)(state.stores[0].rows[0])
+
+
+# --------------------------------------------------------------------------------------------------------------
+# Several shards
+
+
+@functools.cache
+def over_shards(num_shards, **spec):
+    """A spread table, one on a shard in the same store, and a replicated one."""
+    spec = {"capacity": 256, "eviction": LeastRecentlyUsed(), **spec}
+    sgd = jaxsok.optim.adagrad(0.1)
+    tables = [
+        jaxsok.TableSpec("user", DIM, sgd, **spec),
+        jaxsok.TableSpec("item", DIM, sgd, placement=jaxsok.on(num_shards - 1), **spec),
+        jaxsok.TableSpec("ad", DIM, sgd, placement=jaxsok.REPLICATED, **spec),
+    ]
+    return programs.over(num_shards, tables, [jaxsok.FeatureSpec(one.name, one.name) for one in tables])
+
+
+def by_shard(collection, state, name):
+    """The keys of a table on each shard."""
+    table = collection.export_table(state, name)
+    shards = table.get("shards", np.zeros(len(table["keys"]), np.uint32))
+    num_shards = collection.stores[0].num_shards
+    return [set(table["keys"][shards == shard].tolist()) for shard in range(num_shards)]
+
+
+def fair_shares(sizes, num_rows):
+    """The oracle: rows are taken one at a time from the fullest shard, of equal ones from the first."""
+    sizes = list(sizes)
+    while sum(sizes) > num_rows:
+        sizes[sizes.index(max(sizes))] -= 1
+    return sizes
+
+
+@pytest.mark.parametrize(("num_shards", "num_rows"), [(2, 0), (2, 90), (4, 17), (4, 90), (4, 1000)])
+def test_shards_share_a_budget(num_shards, num_rows):
+    """In all exactly so many rows stay; each shard keeps its best, and shards are as even as they can be."""
+    collection = over_shards(num_shards)
+    rng = np.random.default_rng(num_rows)
+    statistics = {
+        name: {key: (int(rng.integers(0, 30)), 1) for key in rng.choice(10_000, size, replace=False).tolist()}
+        for name, size in (("user", 60), ("item", 50), ("ad", 40))
+    }
+    keys = {name: list(of_table) + [PADDING] * (64 - len(of_table)) for name, of_table in statistics.items()}
+    state = filled(collection, keys, statistics)
+    before = {name: by_shard(collection, state, name) for name in statistics}
+    addresses = [leaf.addressable_shards[0].data.unsafe_buffer_pointer() for leaf in jax.tree.leaves(state.stores)]
+    handed = {name: [] for name in statistics}
+    state, evicted = collection.evict(
+        state, num_rows=num_rows, hand_over=lambda name, records: handed[name].extend(records.keys.tolist())
+    )
+    after = {name: by_shard(collection, state, name) for name in statistics}
+    # "user" and "item" share a store.
+    sizes = [len(before["user"][shard]) + len(before["item"][shard]) for shard in range(num_shards)]
+    for shard, share in enumerate(fair_shares(sizes, num_rows)):
+        of_shard = [
+            (number, {key: statistics[name][key] for key in before[name][shard]})
+            for number, name in enumerate(("user", "item"))
+        ]
+        stay = survivors(LeastRecentlyUsed(), of_shard, share)
+        assert after["user"][shard] == stay[0] and after["item"][shard] == stay[1]
+    stay = survivors(LeastRecentlyUsed(), [(0, statistics["ad"])], num_rows)[0]
+    assert set().union(*after["ad"]) == stay
+    for name, of_table in statistics.items():
+        gone = set(of_table) - set().union(*after[name])
+        assert evicted.to_dict()[name] == len(gone)
+        assert sorted(handed[name]) == sorted(gone)
+    assert collection.num_rows(state) == {name: len(set().union(*after[name])) for name in statistics}
+    assert addresses == [
+        leaf.addressable_shards[0].data.unsafe_buffer_pointer() for leaf in jax.tree.leaves(state.stores)
+    ]
+
+
+def test_a_mesh_of_one_device():
+    """Is one device."""
+    tables = [jaxsok.TableSpec("user", DIM, jaxsok.optim.sgd(0.1), capacity=32, eviction=LeastRecentlyUsed())]
+    collection = programs.over(1, tables, [jaxsok.FeatureSpec("user", "user")])
+    statistics = {key: (key % 5, 0) for key in range(20)}
+    state = filled(collection, {"user": list(statistics)}, {"user": statistics})
+    state, evicted = collection.evict(state, num_rows=7)
+    assert set(programs.rows_of(collection, state)) == survivors(LeastRecentlyUsed(), [(0, statistics)], 7)[0]
+    assert evicted.to_dict() == {"user": 13}
+
+
+def test_one_table_on_a_mesh_and_stale_plans():
+    """Inside and outside a program; a plan is stale on all shards, also those that lost no row."""
+    collection = over_shards(4)
+    features = programs.batch(
+        collection, user=np.arange(64), item=np.arange(64) % 5, ad=np.full(64, PADDING, np.uint64)
+    )
+    embeddings, state, plan = programs.lookup(collection)(collection.init(seed=0), features)
+    state = with_statistics(collection, state, {"item": {key: (key, 0) for key in range(5)}})
+    state, evicted = jax.jit(lambda state: collection.evict(state, "item", num_rows=2))(state)
+    assert evicted.to_dict() == {"user": 0, "item": 3, "ad": 0}
+    assert set().union(*by_shard(collection, state, "item")) == {3, 4}
+    assert collection.num_rows(state)["user"] == 64
+    generations = np.asarray(state.stores[0].counters).reshape(4, -1)[:, 3]
+    np.testing.assert_array_equal(generations, 1)
+    state, stats = programs.update(collection)(state, plan, jax.tree.map(jnp.ones_like, embeddings))
+    assert int(stats.num_stale) == 128
+    assert stats.to_dict()["item"]["num_evicted"] == 3
+    state, _ = collection.evict(state, "ad", num_rows=0)
+    np.testing.assert_array_equal(np.asarray(state.stores[0].counters).reshape(4, -1)[:, 3], 1)
+
+
+def test_inside_shard_map():
+    """On a shard's part, as the other calls."""
+    collection = over_shards(2)
+    state = filled(collection, {name: list(range(40)) for name in ("user", "item", "ad")})
+    of_state = collection._specs_of(state)
+
+    def part(state):
+        state, evicted = collection.evict(state, "user", num_rows=10)
+        return state, evicted
+
+    spec = jax.sharding.PartitionSpec
+    run = jax.shard_map(part, mesh=programs.mesh(2), in_specs=(of_state,), out_specs=(of_state, spec()))
+    state, evicted = jax.jit(run, donate_argnums=0)(state)
+    assert evicted.to_dict() == {"user": 30, "item": 0, "ad": 0}
+    assert collection.num_rows(state) == {"user": 10, "item": 40, "ad": 40}
+
+
+# --------------------------------------------------------------------------------------------------------------
+# Ahead of need
+
+
+def touched(collection, state, used, step, statistics):
+    """Statistics as a lookup will write them: of the keys that `used` names, in the table "user"."""
+    for key in used:
+        _, uses = statistics.get(key, (0, 0))
+        statistics[key] = (step, uses + 1)
+    return with_statistics(collection, state, {"user": statistics})
+
+
+@pytest.mark.parametrize("policy", [LeastRecentlyUsed(), LeastFrequentlyUsed()])
+def test_a_full_store_never_refuses(policy):
+    """Many steps, four times as many keys as rows: nothing refused, and those that stay are whom the policy says."""
+    capacity, batch = 64, 8
+    collection = programs.one_table(capacity=16, max_capacity=capacity, eviction=policy)
+    state, present, rng = collection.init(seed=0), {}, np.random.default_rng(0)
+    num_gone = 0
+    for step in range(60):
+        keys = np.minimum(rng.zipf(1.3, batch), 4 * capacity) if step % 3 else rng.integers(0, 4 * capacity, batch)
+        features = programs.batch(collection, user=keys)
+        state = collection.grow(state)
+        if state.stores[0].capacity == capacity and len(present) + batch > capacity:
+            stay = survivors(policy, [(0, present)], capacity - 2 * batch)[0]
+            num_gone += len(present) - len(stay)
+            present = {key: present[key] for key in stay}
+        assert set(programs.rows_of(collection, state)) == set(present)
+        state, stats = programs.learn(collection, state, features)
+        stats.check()
+        counts = stats.to_dict()["user"]
+        assert counts["num_refused"] == 0
+        assert counts["num_rows"] <= capacity
+        assert counts["num_evicted"] == num_gone
+        state = touched(collection, state, keys.tolist(), step, present)
+    assert num_gone > 100
+    assert collection.growth.num_evictions > 5
+
+
+def test_rows_kept():
+    """The reserve, then a slack: the reserve again or a sixteenth, never more than half of what is left."""
+    for capacity in range(1, 200, 7):
+        for reserve in range(0, 2 * capacity, 3):
+            kept = grow.rows_kept(capacity, reserve)
+            left = max(0, capacity - reserve)
+            assert left - max(reserve, capacity // 16) <= kept <= left
+            assert kept >= left // 2
+            assert reserve == 0 or kept < left or left == 0 or capacity == 1 or left == 1
+
+
+def test_full_shards_never_refuse():
+    """On a mesh each shard makes room for itself; the caller is handed who leaves."""
+    collection = over_shards(2, capacity=64, max_capacity=64)
+    state, seen, handed = collection.init(seed=0), set(), []
+    for step in range(9):
+        keys = np.arange(32) + 32 * step
+        features = programs.batch(collection, user=keys, item=keys % 40, ad=keys)
+        state = collection.grow(state, hand_over=lambda name, records: handed.extend((name, k) for k in records.keys))
+        state, stats = programs.learn(collection, state, features)
+        stats.check()
+        assert programs.total(stats, "num_refused") == 0
+        seen |= {(name, key) for name, key in zip(["user"] * 32 + ["ad"] * 32, [*keys, *keys], strict=True)}
+        state = with_statistics(
+            collection, state, {name: {key: (key, 0) for key in range(32 * 9)} for name in ("user", "ad", "item")}
+        )
+    kept = {(name, key) for name in ("user", "ad") for part in by_shard(collection, state, name) for key in part}
+    gone = {(name, int(key)) for name, key in handed if name != "item"}
+    assert gone and kept | gone == seen and not kept & gone
+    evicted = {name: line["num_evicted"] for name, line in stats.to_dict().items()}
+    assert evicted["user"] == sum(name == "user" for name, _ in gone)
+    assert evicted["ad"] == sum(name == "ad" for name, _ in gone)
+
+
+def test_time_to_live_makes_room_by_a_users_clock():
+    """Those whose time has come; where that frees too little it is told, once, and keys may be refused."""
+    collection = programs.one_table(capacity=32, max_capacity=32, eviction=TimeToLive(100))
+    state, statistics = collection.init(seed=0), {}
+    for hour in range(8):
+        features = programs.batch(collection, user=np.arange(8) + 8 * hour)
+        state = collection.grow(state, clock=50 * hour)
+        state, stats = programs.learn(collection, state, features)
+        stats.check()
+        statistics = {key: of_key for key, of_key in statistics.items() if key in programs.rows_of(collection, state)}
+        state = touched(collection, state, range(8 * hour, 8 * hour + 8), 50 * hour, statistics)
+    assert collection.growth.num_evictions > 1
+    assert min(programs.rows_of(collection, state)) >= 8
+    state = programs.insert(collection, state, range(100, 108))
+    state = programs.insert(collection, state, range(108, 116))
+    with pytest.warns(RuntimeWarning, match="rows in use after eviction by TimeToLive"):
+        state = collection.grow(state, clock=0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        state = collection.grow(state, clock=0)
+
+
+def test_steps_in_one_program():
+    """steps=k keeps the reserve of k steps."""
+    collection = programs.one_table(capacity=64, max_capacity=64, eviction=LeastRecentlyUsed())
+    state = programs.insert(collection, collection.init(seed=0), range(60), grow=True)
+    programs.batch(collection, user=np.arange(4))
+    collection.growth.keys_per_step[0] = 4
+    state = collection.grow(state, steps=6)
+    assert collection.num_rows(state) == {"user": 20}  # 64 - 24 left, and of them at most half for the slack of 24
+    state = collection.grow(state, steps=6)
+    assert collection.num_rows(state) == {"user": 20}

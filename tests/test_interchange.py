@@ -1,0 +1,890 @@
+"""Files of other systems: what is written is read by readers of the tests, and the other way round.
+
+The readers and writers here know the layouts from their descriptions, through struct and NumPy alone.
+"""
+
+import contextlib
+import functools
+import hashlib
+import pathlib
+import shutil
+import string
+import struct
+import tempfile
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxsok
+from jaxsok.interchange import columns, files, hps, npz, sok
+from jaxsok.records import Records
+
+BFLOAT16 = np.dtype(jnp.bfloat16)
+KEYS = st.integers(0, 2**64 - 2)
+pyarrow = pytest.importorskip("pyarrow")
+parquet = pytest.importorskip("pyarrow.parquet")
+
+
+def bits(*parts):
+    """Numbers that depend on all of what is given, as bytes of a hash do."""
+    return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:4], "little")
+
+
+def numbers(keys, width, what, dtype=np.float32):
+    """A number for each key and column, exact in every dtype: a row that went astray shows."""
+    line = [[bits(int(key), column, what) % 255 - 127 for column in range(width)] for key in keys]
+    return np.array(line, np.float32).reshape(len(keys), width).astype(dtype)
+
+
+def made(keys, dim=3, states=(), dtype=np.float32, statistics=False):
+    """Records of some keys."""
+    keys = np.array(keys, np.uint64)
+    state = {name: numbers(keys, width, name) for name, width in dict(states).items()}
+    kept = [np.array([bits(int(key), what) for key in keys], np.uint32) if statistics else None for what in "lf"]
+    return Records(keys, numbers(keys, dim, "row", dtype), state, *kept)
+
+
+def split(records, sizes):
+    """Records in chunks; what sizes leave comes last."""
+    begin = 0
+    for size in [*sizes, records.num_rows]:
+        yield records.take(slice(begin, begin + size))
+        begin += size
+
+
+def by_key(chunks):
+    """What records say of each key, as plain Python."""
+    told = {}
+    for one in chunks:
+        for i, key in enumerate(one.keys.tolist()):
+            assert key not in told
+            state = {name: array[i].tolist() for name, array in one.state.items()}
+            kept = [None if array is None else int(array[i]) for array in (one.last_step, one.frequency)]
+            told[key] = (one.rows[i].tolist(), one.rows.dtype.name, state, *kept)
+    return told
+
+
+@contextlib.contextmanager
+def folder():
+    """A directory for one example of a property test."""
+    with tempfile.TemporaryDirectory() as path:
+        yield pathlib.Path(path)
+
+
+def put(path, content):
+    """A file of these bytes."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content)
+    return path
+
+
+# Independent writers and readers ---------------------------------------------------------------------------------
+
+
+def hps_bytes(keys, rows):
+    """`key` and `emb_vector`, number by number."""
+    return (
+        b"".join(struct.pack("<q", int(key) - 2**64 if key >= 2**63 else int(key)) for key in keys),
+        b"".join(struct.pack("<f", float(number)) for row in rows for number in row),
+    )
+
+
+def sok_bytes(kind, code, array, name=b"", slot=b""):
+    """A file of SOK: 296 bytes of header, then the numbers."""
+    head = name.rjust(256) + struct.pack(">I", kind) + slot.rjust(32) + struct.pack(">I", code)
+    assert len(head) == 296
+    letter = {0: "i", 1: "q", 2: "I", 3: "Q", 4: "e", 5: "f", 6: "d"}[code]
+    flat = [value for value in np.asarray(array).reshape(-1).tolist()]
+    return head + struct.pack(f"<{len(flat)}{letter}", *flat)
+
+
+def sok_parsed(path):
+    """Name, kind, slot, dtype code and numbers of such a file."""
+    data = path.read_bytes()
+    kind, code = struct.unpack(">I", data[256:260])[0], struct.unpack(">I", data[292:296])[0]
+    dtype = {0: "<i4", 1: "<i8", 2: "<u4", 3: "<u8", 4: "<f2", 5: "<f4", 6: "<f8"}[code]
+    return data[:256], kind, data[260:292], code, np.frombuffer(data[296:], dtype)
+
+
+# Round trips -----------------------------------------------------------------------------------------------------
+
+STATES = st.sampled_from([{}, {"m": 3}, {"m": 3, "v": 1}])
+
+
+@st.composite
+def tables(draw, dtypes=(np.float16, BFLOAT16, np.float32, np.float64), least=0):
+    """Records, chunks of them, and how many rows to read at once."""
+    keys = draw(st.lists(KEYS, unique=True, min_size=least, max_size=12))
+    records = made(keys, 3, draw(STATES), draw(st.sampled_from(dtypes)), draw(st.booleans()))
+    return records, draw(st.lists(st.integers(0, 5), max_size=4)), draw(st.one_of(st.none(), st.integers(1, 5)))
+
+
+FORMATS = {
+    "parquet": (columns.write_parquet, columns.read_parquet),
+    "arrow": (columns.write_arrow, columns.read_arrow),
+    "npz": (npz.write_npz, npz.read_npz),
+}
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@hypothesis.given(table=tables())
+def test_what_is_written_is_read(form, table):
+    """Keys, rows, state, statistics and dtypes come back, in their order, in chunks of the size that was asked."""
+    (records, sizes, at_once), (write, read) = table, FORMATS[form]
+    with folder() as path:
+        assert write(path / "t", split(records, sizes)) == records.num_rows
+        result = read(path / "t", chunk_rows=at_once)
+        assert [one.name for one in path.iterdir()] == ["t"]
+        assert result.num_rows == records.num_rows and by_key(result) == by_key([records])
+        assert [key for one in result for key in one.keys] == list(records.keys)
+        assert all(0 <= one.num_rows <= (at_once or 12) for one in result)
+
+
+@hypothesis.given(table=tables(least=1), hotness=st.booleans())
+def test_hps_round_trip(table, hotness):
+    """Rows are float32; of statistics the frequency goes along where it is asked."""
+    records, sizes, at_once = table
+    hotness = hotness and records.frequency is not None
+    wanted = made(records.keys, 3)
+    frequency = records.frequency if hotness else None
+    wanted = Records(wanted.keys, wanted.rows, frequency=frequency)
+    with folder() as path:
+        assert hps.write_hps(path, split(records, sizes), hotness=hotness) == records.num_rows
+        result = hps.read_hps(path, dim=3, chunk_rows=at_once, hotness=hotness)
+        assert result.num_rows == records.num_rows and by_key(result) == by_key([wanted])
+        assert (path / "key").read_bytes() == hps_bytes(records.keys, [])[0]
+        assert (path / "emb_vector").read_bytes() == hps_bytes([], records.rows)[1]
+        if hotness:
+            assert np.frombuffer((path / "meta").read_bytes(), "<i8").tolist() == records.frequency.tolist()
+
+
+@hypothesis.given(table=tables(), key_dtype=st.sampled_from(["int64", "uint64"]), with_state=st.booleans())
+def test_sok_round_trip(table, key_dtype, with_state):
+    """Keys, rows and mapped state come back; bfloat16 has become float32."""
+    records, sizes, at_once = table
+    slots = {name: f"Mine-{name}_slot" for name in records.state} if with_state else None
+    dtype = np.float32 if records.rows.dtype == BFLOAT16 else records.rows.dtype
+    wanted = Records(records.keys, records.rows.astype(dtype), records.state if with_state else {})
+    with folder() as path:
+        assert sok.write_sok(path, "a/b:0", split(records, sizes), optimizer=slots, key_dtype=key_dtype) == len(
+            records.keys
+        )
+        widths = {name: array.shape[1] for name, array in records.state.items()}
+        result = sok.read_sok(path, "a/b:0", dim=3, optimizer=slots, widths=widths, chunk_rows=at_once)
+        assert result.num_rows == records.num_rows and by_key(result) == by_key([wanted])
+
+
+# SOK and HPS by their layouts ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [b"", b"user/age:0"])
+@pytest.mark.parametrize("code", [0, 1, 2, 3])
+def test_sok_files_of_every_dtype_are_read(tmp_path, name, code):
+    """By an independent writer: blank names and real ones, keys and rows of each dtype, in no order."""
+    keys = [9, 4, 2**31 - 2, 0] if code in (0, 2) else [9, 2**62, 4, 0]
+    for rows_code, dtype in {4: np.float16, 5: np.float32, 6: np.float64}.items():
+        wanted = made(keys, 2, {"m": 2, "v": 2}, dtype)
+        put(tmp_path / "user_age_0-key", sok_bytes(0, code, np.array(keys, np.uint64), name))
+        put(tmp_path / "user_age_0-weight", sok_bytes(1, rows_code, wanted.rows, name))
+        for slot in ("m", "v"):
+            content = sok_bytes(2, 5, wanted.state[slot], name, slot.encode() if name else b"")
+            put(tmp_path / f"user_age_0-Adam-{slot}", content)
+        chunks = sok.read_sok(tmp_path, "user/age:0", dim=2, optimizer="adam", chunk_rows=3)
+        assert by_key(chunks) == by_key([wanted])
+
+
+def test_negative_keys_keep_their_bits(tmp_path):
+    """int32 and int64 are widened by sign, uint32 is not; SOK and HPS agree."""
+    for code, key, wanted in ((0, -5, 2**64 - 5), (1, -5, 2**64 - 5), (2, 2**32 - 1, 2**32 - 1)):
+        put(tmp_path / "t-key", sok_bytes(0, code, [key]))
+        put(tmp_path / "t-weight", sok_bytes(1, 5, [[1.0]]))
+        (chunk,) = sok.read_sok(tmp_path, "t", dim=1)
+        assert chunk.keys.tolist() == [wanted]
+    hps.write_hps(tmp_path, made([2**64 - 5], 1))
+    assert struct.unpack("<q", (tmp_path / "key").read_bytes()) == (-5,)
+
+
+OPTIMIZERS = {
+    "adagrad": {"accumulator": "Adagrad-accumulator"},
+    "adam": {"m": "Adam-m", "v": "Adam-v"},
+    "adamax": {"m": "Adamax-m", "u": "Adamax-v"},
+    "adadelta": {"v": "Adadelta-accum_grad", "u": "Adadelta-accum_var"},
+    "ftrl": {"accumulator": "Ftrl-accumulator", "z": "Ftrl-linear"},
+}
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_sok_names_of_slots(tmp_path, optimizer):
+    """State goes into the files of TensorFlow's slots; an independent reader finds real names in the headers."""
+    slots, records = OPTIMIZERS[optimizer], made([7, 9], 2, {name: 2 for name in OPTIMIZERS[optimizer]})
+    states = {state.name for state in getattr(jaxsok.optim, optimizer)(0.1).state_specs(2)}
+    assert states == set(slots)
+    sok.write_sok(tmp_path, "user:0", records, optimizer=optimizer)
+    assert {path.name for path in tmp_path.iterdir()} == {f"user_0-{end}" for end in ("key", "weight", *slots.values())}
+    for name, end in slots.items():
+        table, kind, slot, code, values = sok_parsed(tmp_path / f"user_0-{end}")
+        assert (table, kind, slot) == (b"user:0".rjust(256), 2, end.split("-")[1].encode().rjust(32))
+        assert code == 5 and values.tolist() == records.state[name].reshape(-1).tolist()
+    assert sok_parsed(tmp_path / "user_0-key")[:4] == (b"user:0".rjust(256), 0, b" " * 32, 1)
+    assert sok_parsed(tmp_path / "user_0-weight")[:4] == (b"user:0".rjust(256), 1, b" " * 32, 5)
+    assert by_key(sok.read_sok(tmp_path, "user:0", dim=2, optimizer=optimizer)) == by_key([records])
+
+
+def test_adamax_under_the_name_of_adam(tmp_path):
+    """As SOK writes it; under both names it is refused."""
+    records = made([7, 9], 2, {"m": 2, "u": 2})
+    sok.write_sok(tmp_path, "t", records, optimizer={"m": "Adam-m", "u": "Adam-v"})
+    assert by_key(sok.read_sok(tmp_path, "t", dim=2, optimizer="adamax")) == by_key([records])
+    shutil.copy(tmp_path / "t-Adam-m", tmp_path / "t-Adamax-m")
+    with pytest.raises(ValueError, match=r"t-Adamax-m.*t-Adam-v.*under two names"):
+        sok.read_sok(tmp_path, "t", dim=2, optimizer="adamax")
+
+
+def test_momentum_of_keras_is_the_trace_times_the_rate(tmp_path):
+    """Keras: accum = momentum * accum - lr * g; row += accum. Here: trace = momentum * trace + g; row -= lr * trace."""
+    rate, momentum = 0.25, 0.5
+    gradients = [1.0, -2.0, 4.0]
+    accum = trace = 0.0
+    for gradient in gradients:
+        accum, trace = momentum * accum - rate * gradient, momentum * trace + gradient
+    put(tmp_path / "t-key", sok_bytes(0, 1, [7]))
+    put(tmp_path / "t-weight", sok_bytes(1, 5, [[1.0]]))
+    put(tmp_path / "t-SGD-momentum", sok_bytes(2, 5, [[accum]]))
+    (chunk,) = sok.read_sok(tmp_path, "t", dim=1, optimizer="sgd", learning_rate=rate)
+    assert chunk.state["trace"].tolist() == [[trace]]
+    sok.write_sok(tmp_path / "again", "t", chunk, optimizer="sgd", learning_rate=rate)
+    assert sok_parsed(tmp_path / "again/t-SGD-momentum")[4].tolist() == [accum]
+    for wrong in (None, 0.0, float("inf")):
+        with pytest.raises(ValueError, match=r"learning_rate: got .*Keras"):
+            sok.read_sok(tmp_path, "t", dim=1, optimizer="sgd", learning_rate=wrong)
+
+
+@pytest.mark.parametrize("dtype", ["<i8", "<u4"])
+def test_sok_v1(tmp_path, dtype):
+    """Two raw files; the width of keys follows from their sizes."""
+    records = made([7, 9, 4], 2)
+    put(tmp_path / "t_keys.file", records.keys.astype(dtype).tobytes())
+    put(tmp_path / "t_values.file", hps_bytes([], records.rows)[1])
+    assert by_key(sok.read_sok_v1(tmp_path, "t", dim=2, chunk_rows=2)) == by_key([records])
+    for name in ("t_keys.file", "t_values.file"):
+        whole = (tmp_path / name).read_bytes()
+        # Half the bytes of int64 keys are a whole file of uint32 keys: the format has nothing that tells.
+        half = len(whole) // 2 if name == "t_keys.file" and dtype == "<i8" else -1
+        for content in [whole[:length] for length in range(len(whole)) if length != half] + [whole + b"x"]:
+            put(tmp_path / name, content)
+            with pytest.raises(ValueError, match=r"read_sok_v1: .*\.file: byte \d+: "):
+                sok.read_sok_v1(tmp_path, "t", dim=2)
+        put(tmp_path / name, whole)
+
+
+def test_hps_meta(tmp_path):
+    """It is not looked at unless asked; then it must fit."""
+    records = made([7, 9], 2)
+    for name, content in zip(("key", "emb_vector"), hps_bytes(records.keys, records.rows), strict=True):
+        put(tmp_path / name, content)
+    put(tmp_path / "meta", b"whatever")
+    assert by_key(hps.read_hps(tmp_path, dim=2)) == by_key([records])
+    with pytest.raises(ValueError, match=r"meta: byte 8: got the end of the file \(8 bytes\), wanted 16"):
+        hps.read_hps(tmp_path, dim=2, hotness=True)
+    put(tmp_path / "meta", struct.pack("<2q", 5, -1))
+    with pytest.raises(ValueError, match=r"meta: byte 8: hotness: got -1"):
+        hps.read_hps(tmp_path, dim=2, hotness=True)
+    put(tmp_path / "meta", struct.pack("<2q", 5, 6))
+    (chunk,) = hps.read_hps(tmp_path, dim=2, hotness=True)
+    assert chunk.frequency.tolist() == [5, 6] and chunk.last_step is None
+
+
+def test_files_of_other_tools_are_read(tmp_path):
+    """Parquet and Arrow without our metadata, keys of any integer type; NumPy finds arrays by their names."""
+    for kind in (pyarrow.int64(), pyarrow.int32(), pyarrow.uint32(), pyarrow.uint64()):
+        table = pyarrow.table(
+            {
+                "row": pyarrow.array([[1.0, 2.0], [3.0, 4.0]], pyarrow.list_(pyarrow.float64(), 2)),
+                "key": pyarrow.array([7, 9], kind),
+            }
+        )
+        parquet.write_table(table, tmp_path / "t.parquet")
+        with pyarrow.ipc.new_file(tmp_path / "t.arrow", table.schema) as writer:
+            writer.write_table(table)
+        for chunks in (columns.read_parquet(tmp_path / "t.parquet"), columns.read_arrow(tmp_path / "t.arrow")):
+            assert by_key(chunks) == {
+                7: ([1.0, 2.0], "float64", {}, None, None),
+                9: ([3.0, 4.0], "float64", {}, None, None),
+            }
+
+
+def test_columns_as_others_see_them(tmp_path):
+    """An independent reader: pyarrow's own, and NumPy's."""
+    records = made([2**64 - 2, 9], 2, {"v": 1}, BFLOAT16, statistics=True)
+    columns.write_parquet(tmp_path / "t.parquet", records)
+    columns.write_arrow(tmp_path / "t.arrow", records)
+    npz.write_npz(tmp_path / "t.npz", records)
+    wanted = [
+        {
+            "key": int(key),
+            "row": records.rows[i].astype(np.float32).tolist(),
+            "state.v": records.state["v"][i].tolist(),
+            "last_step": int(records.last_step[i]),
+            "frequency": int(records.frequency[i]),
+        }
+        for i, key in enumerate(records.keys)
+    ]
+    assert parquet.read_table(tmp_path / "t.parquet").to_pylist() == wanted
+    assert pyarrow.ipc.open_file(tmp_path / "t.arrow").read_all().to_pylist() == wanted
+    with np.load(tmp_path / "t.npz") as arrays:
+        assert arrays["key"].tolist() == [2**64 - 2, 9] and str(arrays["row_dtype"]) == "bfloat16"
+        assert arrays["row"].tolist() == records.rows.view(np.uint16).tolist()
+
+
+# Bad files -------------------------------------------------------------------------------------------------------
+
+
+def write_all(path):
+    """A small table in every format: by format its reader, and its files."""
+    records = made([7, 2**40 + 5, 9], 2, {"m": 2, "v": 2})
+    hps.write_hps(path / "hps", made(records.keys, 2, statistics=True), hotness=True)
+    sok.write_sok(path / "sok", "user:0", records, optimizer="adam")
+    columns.write_parquet(path / "t.parquet", split(records, [2]))
+    columns.write_arrow(path / "t.arrow", split(records, [2]))
+    npz.write_npz(path / "t.npz", records)
+    read_sok = functools.partial(sok.read_sok, path / "sok", "user:0", dim=2, optimizer="adam")
+    return {
+        "hps": (functools.partial(hps.read_hps, path / "hps", dim=2, hotness=True), sorted((path / "hps").iterdir())),
+        "sok": (read_sok, sorted((path / "sok").iterdir())),
+        "parquet": (functools.partial(columns.read_parquet, path / "t.parquet"), [path / "t.parquet"]),
+        "arrow": (functools.partial(columns.read_arrow, path / "t.arrow"), [path / "t.arrow"]),
+        "npz": (functools.partial(npz.read_npz, path / "t.npz"), [path / "t.npz"]),
+    }
+
+
+@pytest.mark.parametrize("form", ["hps", "sok", "parquet", "arrow", "npz"])
+def test_files_of_another_size_are_refused(tmp_path, form):
+    """Every length below the whole one, bytes added at the end, one more or less anywhere; file and byte are named."""
+    read, paths = write_all(tmp_path)[form]
+    wanted = by_key(read())
+    for path in paths:
+        whole = path.read_bytes()
+        # Every place in small files; in those of libraries, whose size is mostly their own, a part of them.
+        step = 1 if form in ("hps", "sok") else 7
+        bad = [whole[:length] for length in range(0, len(whole), step)] + [whole[:-1], whole + b"\0", whole + b"PAR1"]
+        if form != "npz":  # the directory of a zip is not covered by its checksums
+            bad += [whole[:place] + whole[place + 1 :] for place in range(0, len(whole), 7)]
+            bad += [whole[:place] + b"\0" + whole[place:] for place in range(0, len(whole), 7)]
+        untouched = 0
+        for content in bad:
+            put(path, content)
+            try:
+                # Parquet has room that holds no data: what checksums cover is as it was, then.
+                assert by_key(read()) == wanted and form == "parquet" and abs(len(content) - len(whole)) == 1
+                untouched += 1
+            except ValueError as error:
+                assert path.name in str(error) and any(what in str(error) for what in ("byte", "line", "batch"))
+        assert untouched < len(bad) / 100
+        path.unlink()
+        with pytest.raises(FileNotFoundError, match=path.name):
+            read()
+        put(path, whole)
+    assert by_key(read()) == wanted
+
+
+@pytest.mark.parametrize("form", ["parquet", "npz"])
+def test_bytes_that_were_changed_are_found(tmp_path, form):
+    """By checksums, before the first chunk is given out; what passes holds what was written."""
+    read, (path,) = write_all(tmp_path)[form]
+    whole, wanted, found = path.read_bytes(), by_key(read()), 0
+    places = range(0, len(whole), 2)
+    for place in places:
+        put(path, whole[:place] + bytes([whole[place] ^ (1, 16, 128)[place // 2 % 3]]) + whole[place + 1 :])
+        try:
+            assert by_key(read()) == wanted
+        except ValueError as error:
+            assert path.name in str(error)
+            found += 1
+    # Times of files in a zip and the heads of pages have no checksum, and nothing reads them.
+    assert found > 0.6 * len(places)
+
+
+@pytest.mark.parametrize("end", ["key", "weight", "Adam-m"])
+@hypothesis.given(place=st.integers(0, 295), value=st.integers(0, 255))
+def test_headers_that_were_changed_are_refused(end, place, value):
+    """Any byte of a header: the error names the file and the bytes of the field, or what no longer fits."""
+    with folder() as path:
+        _, paths = write_all(path)["sok"]
+        read = functools.partial(sok.read_sok, path / "sok", "user:0", dim=2, optimizer="adam")
+        (changed,) = (one for one in paths if one.name == f"user_0-{end}")
+        content = bytearray(changed.read_bytes())
+        hypothesis.assume(content[place] != value)
+        # What a reader cannot know: int64 and uint64 are alike, names differ in punctuation, a slot is left blank.
+        hypothesis.assume(not (place == 295 and end == "key" and value == 3))
+        hypothesis.assume(not (place == 254 and chr(value) in string.punctuation))
+        hypothesis.assume(not (place == 291 and end == "Adam-m" and value == 32))
+        content[place] = value
+        put(changed, bytes(content))
+        with pytest.raises(ValueError) as info:
+            read()
+        fields = {"0 to 255": range(256), "256 to 259": range(256, 260), "260 to 291": range(260, 292)}
+        told = next((told for told, places in fields.items() if place in places), None)
+        if told is not None:
+            assert f"{changed}: byte" in str(info.value)
+            assert f"bytes {told}:" in str(info.value) or f"byte {place}:" in str(info.value)
+        else:  # a dtype: unknown, or of another kind, or of another width
+            assert f"{changed}: bytes 292 to 295: dtype: got" in str(info.value) or "byte" in str(info.value)
+
+
+def test_messages_of_headers(tmp_path):
+    """In full."""
+    _, paths = write_all(tmp_path)["sok"]
+    read = functools.partial(sok.read_sok, tmp_path / "sok", dim=2)
+    key = next(path for path in paths if path.name == "user_0-key")
+    whole = key.read_bytes()
+    put(key, whole[:256] + struct.pack(">I", 7) + whole[260:])
+    with pytest.raises(
+        ValueError, match=r"user_0-key: bytes 256 to 259: kind of file: got 7 \(unknown\), wanted 0 \(k"
+    ):
+        read("user:0")
+    put(key, whole[:292] + struct.pack(">I", 5) + whole[296:])
+    with pytest.raises(
+        ValueError, match=r"user_0-key: bytes 292 to 295: dtype: got 5 \(float32\), wanted one of {0: 'i"
+    ):
+        read("user:0")
+    put(key, b"other".rjust(256) + whole[256:])
+    with pytest.raises(ValueError, match=r"user_0-key: bytes 0 to 255: table: got 'other', wanted 'user:0' or blanks"):
+        read("user:0")
+    put(key, whole[:100])
+    with pytest.raises(
+        ValueError, match=r"user_0-key: byte 100: got the end of the file, wanted a header of 296 bytes"
+    ):
+        read("user:0")
+    put(key, whole)
+    with pytest.raises(ValueError, match=r"user_0-weight: byte 320: got the end of the file \(320 bytes\), wanted 332"):
+        sok.read_sok(tmp_path / "sok", "user:0", dim=3)
+
+
+def test_state_with_fewer_lines_than_keys(tmp_path):
+    """SOK's defect is refused and explained."""
+    put(tmp_path / "t-key", sok_bytes(0, 1, [7, 9, 4]))
+    put(tmp_path / "t-weight", sok_bytes(1, 5, np.ones((3, 2))))
+    put(tmp_path / "t-Adagrad-accumulator", sok_bytes(2, 5, np.ones((2, 2))))
+    with pytest.raises(ValueError, match=r"byte 312: .*after 2 lines of state, wanted 3, .*never trained"):
+        sok.read_sok(tmp_path, "t", dim=2, optimizer="adagrad")
+    assert sok.read_sok(tmp_path, "t", dim=2).num_rows == 3
+
+
+@pytest.mark.parametrize("keys", [[7, 2**64 - 1, 9], [7, 9, 5, 9]])
+def test_keys_that_cannot_be_are_refused(tmp_path, keys, monkeypatch):
+    """PADDING_KEY, and a key that occurs twice, however far apart and in however many passes; with their byte."""
+    rows, place = np.ones((len(keys), 1), np.float32), 1 if len(keys) == 3 else 3
+    key, numbers_ = hps_bytes(keys, rows)
+    put(tmp_path / "key", key)
+    put(tmp_path / "emb_vector", numbers_)
+    put(tmp_path / "t-key", sok_bytes(0, 3, np.array(keys, np.uint64)))
+    put(tmp_path / "t-weight", sok_bytes(1, 5, rows))
+    put(tmp_path / "t_keys.file", key)
+    put(tmp_path / "t_values.file", numbers_)
+    arrays = {"key": np.array(keys, np.uint64), "row": rows, "row_dtype": np.array("float32")}
+    np.savez(tmp_path / "t.npz", **arrays)
+    table = pyarrow.table(
+        {"key": arrays["key"], "row": pyarrow.array(rows.tolist(), pyarrow.list_(pyarrow.float32(), 1))}
+    )
+    parquet.write_table(table, tmp_path / "t.parquet")
+    with pyarrow.ipc.new_file(tmp_path / "t.arrow", table.schema) as writer:
+        writer.write_table(table)
+    for held in (files.KEYS_HELD, 2, 1):
+        monkeypatch.setattr(files, "KEYS_HELD", held)
+        monkeypatch.setattr(files, "CHUNK_BYTES", 8 * held)
+        with pytest.raises(ValueError, match=f"key: byte {8 * place}: key: got"):
+            hps.read_hps(tmp_path, dim=1)
+        with pytest.raises(ValueError, match=f"t-key: byte {296 + 8 * place}: key: got"):
+            sok.read_sok(tmp_path, "t", dim=1)
+        with pytest.raises(ValueError, match=f"t_keys.file: byte {8 * place}: key: got"):
+            sok.read_sok_v1(tmp_path, "t", dim=1)
+        with pytest.raises(ValueError, match=r"t.npz: .*key"):
+            npz.read_npz(tmp_path / "t.npz")
+        for read, name in ((columns.read_parquet, "t.parquet"), (columns.read_arrow, "t.arrow")):
+            with pytest.raises(ValueError, match=f"{name}: line {place}: key: got"):
+                read(tmp_path / name)
+
+
+def test_a_file_that_shrinks_while_it_is_read(tmp_path):
+    """The chunk is refused, not half read."""
+    hps.write_hps(tmp_path, made(range(4), 2))
+    chunks = iter(hps.read_hps(tmp_path, dim=2, chunk_rows=2))
+    next(chunks)
+    whole = (tmp_path / "emb_vector").read_bytes()
+    put(tmp_path / "emb_vector", whole[:-4])
+    with pytest.raises(ValueError, match=r"emb_vector: byte 28: got the end of the file, wanted 32 bytes"):
+        next(chunks)
+
+
+COLUMNS = {
+    "wanted also": {"key": [7]},
+    'column "key": got double, wanted uint64': {"key": [7.0], "row": [[1.0]]},
+    'column "row": got list<': {"key": [7], "row": [[1.0]]},
+    'column "note": got an unknown column': {"key": [7], "row": None, "note": ["x"]},
+    'column "frequency": got int64': {"key": [7], "row": None, "frequency": [1]},
+    'column "state.m": got double': {"key": [7], "row": None, "state.m": [1.0]},
+    "got nulls": {"key": [None], "row": None},
+}
+
+
+@pytest.mark.parametrize("message", COLUMNS)
+def test_columns_of_another_type_are_refused(tmp_path, message):
+    """Each named."""
+    row = pyarrow.array([[1.0, 2.0]], pyarrow.list_(pyarrow.float32(), 2))
+    content = {name: row if values is None else values for name, values in COLUMNS[message].items()}
+    content["key"] = pyarrow.array(content["key"], pyarrow.float64() if "key" in message else pyarrow.int64())
+    table = pyarrow.table(content)
+    parquet.write_table(table, tmp_path / "t.parquet")
+    with pyarrow.ipc.new_file(tmp_path / "t.arrow", table.schema) as writer:
+        writer.write_table(table)
+    for read, name in ((columns.read_parquet, "t.parquet"), (columns.read_arrow, "t.arrow")):
+        with pytest.raises(ValueError) as info:
+            read(tmp_path / name)
+        assert message in str(info.value) and name in str(info.value)
+
+
+# What cannot be written ------------------------------------------------------------------------------------------
+
+WRONG = {
+    "keys: got int64": Records(np.array([7]), np.ones((1, 2), np.float32)),
+    "keys: got 2": Records(np.array([2**64 - 1], np.uint64), np.ones((1, 2), np.float32)),
+    "rows: got int64": Records(np.array([7], np.uint64), np.ones((1, 2), np.int64)),
+    "rows: got float32[2, 2]": Records(np.array([7], np.uint64), np.ones((2, 2), np.float32)),
+    'state["m"]: got float64': Records(np.array([7], np.uint64), np.ones((1, 2), np.float32), {"m": np.ones((1, 2))}),
+    "frequency: got int64": Records(
+        np.array([7], np.uint64), np.ones((1, 2), np.float32), frequency=np.array([1], np.int64)
+    ),
+    "chunk 1: got rows of 3": [made([7], 2), made([9], 3)],
+    "got int": [7],
+}
+
+
+@pytest.mark.parametrize("message", WRONG)
+def test_wrong_records_leave_no_file(tmp_path, message):
+    """Whatever the format: nothing is left behind, and what was there stays."""
+    write_all(tmp_path)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    for write in (
+        lambda records: hps.write_hps(tmp_path / "hps", records, overwrite=True),
+        lambda records: sok.write_sok(tmp_path / "sok", "user:0", records, overwrite=True),
+        lambda records: columns.write_parquet(tmp_path / "t.parquet", records, overwrite=True),
+        lambda records: columns.write_arrow(tmp_path / "t.arrow", records, overwrite=True),
+        lambda records: npz.write_npz(tmp_path / "t.npz", records, overwrite=True),
+    ):
+        with pytest.raises((TypeError, ValueError)) as info:
+            write(WRONG[message])
+        assert message in str(info.value)
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
+def test_files_that_are_there_are_not_overwritten_unasked(tmp_path):
+    """And with overwrite, nothing of the old export stays that would not fit the new one."""
+    write_all(tmp_path)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    new = made([1, 2, 3], 2)
+    writes = (
+        functools.partial(hps.write_hps, tmp_path / "hps", new),
+        functools.partial(sok.write_sok, tmp_path / "sok", "user:0", new),
+        functools.partial(columns.write_parquet, tmp_path / "t.parquet", new),
+        functools.partial(columns.write_arrow, tmp_path / "t.arrow", new),
+        functools.partial(npz.write_npz, tmp_path / "t.npz", new),
+    )
+    for write in writes:
+        with pytest.raises(FileExistsError, match="is there already; pass overwrite=True"):
+            write()
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+    for write in writes:
+        write(overwrite=True)
+    assert sorted(path.name for path in (tmp_path / "hps").iterdir()) == ["emb_vector", "key"]
+    assert sorted(path.name for path in (tmp_path / "sok").iterdir()) == ["user_0-key", "user_0-weight"]
+    assert by_key(columns.read_parquet(tmp_path / "t.parquet")) == by_key([new])
+
+
+def test_an_export_that_stops_halfway_leaves_the_old_one(tmp_path):
+    """The writer dies between two chunks."""
+    write_all(tmp_path)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+
+    def broken():
+        yield made([1], 2)
+        raise RuntimeError("the disk is gone")
+
+    for write in (
+        lambda: hps.write_hps(tmp_path / "hps", broken(), overwrite=True),
+        lambda: sok.write_sok(tmp_path / "sok", "user:0", broken(), overwrite=True),
+        lambda: columns.write_parquet(tmp_path / "t.parquet", broken(), overwrite=True),
+        lambda: columns.write_arrow(tmp_path / "t.arrow", broken(), overwrite=True),
+    ):
+        with pytest.raises(RuntimeError, match="the disk is gone"):
+            write()
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
+def test_what_sok_cannot_hold(tmp_path):
+    """Keys, numbers, names and optimizers; each refused with what to do, and no file made."""
+    write = functools.partial(sok.write_sok, tmp_path, "t")
+    for records, options, message in (
+        (made([2**40]), {"key_dtype": "int32"}, "got 1099511627776, wanted int32; write them as int64"),
+        (made([2**63]), {"key_dtype": "uint32"}, "wanted uint32"),
+        (made([7]), {"key_dtype": "int16"}, "key_dtype: got 'int16'"),
+        (made([7]), {"dtype": "bfloat16"}, "dtype: got 'bfloat16'"),
+        (made([7]), {"optimizer": "adam"}, r"records.state: got \[\], wanted also \['m', 'v'\]"),
+        (made([7]), {"optimizer": "rowwise_adam"}, "got 'rowwise_adam', wanted one whose state SOK has"),
+        (made([7], 3, {"m": 3}), {"optimizer": {"m": "m"}}, 'wanted "<optimizer>-<slot>"'),
+        (made([7], 3, {"m": 3, "v": 3}), {"optimizer": {"m": "A-m", "v": "A-m"}}, "a file of its own"),
+        (made([7], 3, {"m": 3}), {"optimizer": {"m": f"A-{'m' * 33}"}}, "a name of 33 bytes, wanted at most 32"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            write(records, **options)
+    large = Records(np.array([7], np.uint64), np.array([[1e6]], np.float32))
+    with pytest.raises(ValueError, match="got a number beyond the range of float16"):
+        write(large, dtype="float16")
+    with pytest.raises(ValueError, match="a name of 300 bytes, wanted at most 256"):
+        sok.write_sok(tmp_path, "é" * 150, made([7]))
+    with pytest.raises(ValueError, match="hotness: got True with records without frequency"):
+        hps.write_hps(tmp_path, made([7]), hotness=True)
+    with pytest.raises(ValueError, match="HPS reads no empty table"):
+        hps.write_hps(tmp_path, made([]))
+    assert not list(tmp_path.iterdir())
+
+
+def test_names_that_collide_on_disk(tmp_path):
+    """Two tables whose names differ in punctuation alone; the second is refused, overwrite or not."""
+    sok.write_sok(tmp_path, "a:b", made([7]))
+    for overwrite in (False, True):
+        with pytest.raises(FileExistsError, match=r"is of the table 'a:b', wanted 'a_b'"):
+            sok.write_sok(tmp_path, "a_b", made([9]), overwrite=overwrite)
+    (chunk,) = sok.read_sok(tmp_path, "a:b", dim=3)
+    assert chunk.keys.tolist() == [7]
+
+
+def test_memory_is_bounded_by_chunks(tmp_path):
+    """A table is written from a generator and read in parts; no more than a few chunks are alive at once."""
+    import tracemalloc
+
+    def chunks(num_chunks=64, num_rows=1024):
+        for number in range(num_chunks):
+            keys = np.arange(num_rows, dtype=np.uint64) + np.uint64(number * num_rows)
+            yield Records(keys, np.full((num_rows, 64), float(number), np.float32))
+
+    chunk_bytes, whole = 1024 * (64 * 4 + 8), 64 * 1024 * (64 * 4 + 8)
+    tracemalloc.start()
+    hps.write_hps(tmp_path / "hps", chunks())
+    sok.write_sok(tmp_path / "sok", "t", chunks())
+    columns.write_parquet(tmp_path / "t.parquet", chunks())
+    columns.write_arrow(tmp_path / "t.arrow", chunks())
+    for result in (
+        hps.read_hps(tmp_path / "hps", dim=64, chunk_rows=1024),
+        sok.read_sok(tmp_path / "sok", "t", dim=64, chunk_rows=1024),
+        columns.read_parquet(tmp_path / "t.parquet", chunk_rows=1024),
+        columns.read_arrow(tmp_path / "t.arrow", chunk_rows=1024),
+    ):
+        seen = 0
+        for one in result:
+            assert (one.rows == one.keys[:, None] // np.uint64(1024)).all()
+            seen += one.num_rows
+            assert pyarrow.total_allocated_bytes() < 16 * chunk_bytes  # tracemalloc does not see Arrow's
+        assert seen == result.num_rows == 64 * 1024
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 16 * chunk_bytes < whole / 3
+
+
+# Tables ----------------------------------------------------------------------------------------------------------
+
+
+def collection_of(num_shards, optimizer=None, dtype="float32", names=("user", "item"), capacity=8):
+    """Tables of one store, on some devices."""
+    optimizer = optimizer or jaxsok.optim.adam(0.1)
+    specs = [jaxsok.TableSpec(name, 4, optimizer, capacity=capacity, dtype=dtype) for name in names]
+    features = [jaxsok.FeatureSpec(name, table=name) for name in names]
+    if num_shards == 1:
+        return jaxsok.Collection(specs, features)
+    if len(jax.devices()) < num_shards:
+        pytest.skip(f"needs {num_shards} devices")
+    mesh = jax.make_mesh(
+        (num_shards,),
+        ("data",),
+        axis_types=(jax.sharding.AxisType.Auto,),
+        devices=jax.devices()[:num_shards],
+    )
+    return jaxsok.Collection(specs, features, mesh=mesh, axis="data")
+
+
+def trained(collection):
+    """A state after two steps; tables share keys."""
+    state = collection.init(seed=3)
+    for keys in ([7, 9, 2**40, 2**64 - 2], [9, 9, 5, 6]):
+        batch = collection.batch({name: np.array(keys, np.uint64) for name in ("user", "item")})
+        embeddings, state, plan = collection.lookup(collection.grow(state), batch.features)
+        gradients = {
+            name: embedding + jnp.asarray(i, embedding.dtype) for i, (name, embedding) in enumerate(embeddings.items())
+        }
+        state, stats = collection.update(state, plan, gradients)
+        stats.check()
+    return state
+
+
+def told(collection, state, table, with_state=True):
+    """What a table holds, by key."""
+    exported = collection.export_table(state, table)
+    return {
+        int(key): (
+            exported["rows"][i].astype(np.float64).tolist(),
+            {name: array[i].tolist() for name, array in exported["state"].items()} if with_state else None,
+        )
+        for i, key in enumerate(exported["keys"])
+    }
+
+
+MODULES = {
+    "hps": (hps.save, hps.load, False),
+    "sok": (sok.save, sok.load, True),
+    "parquet": (columns.save, columns.load, True),
+    "arrow": (
+        functools.partial(columns.save, format="arrow"),
+        functools.partial(columns.load, format="arrow"),
+        True,
+    ),
+    "npz": (npz.save, npz.load, True),
+}
+
+
+@pytest.mark.parametrize("shards", [(1, 4), (4, 1)])
+def test_tables_through_files(tmp_path, shards):
+    """Saved on some shards, loaded on others, at another capacity, one table into another; the second stays apart."""
+    source, target = collection_of(shards[0]), collection_of(shards[1], names=("item", "user"), capacity=4)
+    state = trained(source)
+    for module, (save, load, has_state) in MODULES.items():
+        assert save(source, state, tmp_path / module) == {"user": 6, "item": 6}
+        loaded = load(target, target.init(seed=9), tmp_path / module, {"item": "user"})
+        assert told(target, loaded, "item", has_state) == told(source, state, "user", has_state), module
+        assert told(target, loaded, "user") == {}
+        loaded = load(target, loaded, tmp_path / module, ["user"])
+        for table in ("user", "item"):
+            assert told(target, loaded, table, has_state) == told(source, state, "user", has_state), module
+        if not has_state:
+            assert {tuple(one[1]["m"]) for one in told(target, loaded, "user").values()} == {(0.0,) * 4}
+
+
+def test_rows_of_16_bits_through_files(tmp_path):
+    """What float32 holds of them comes back."""
+    collection = collection_of(1, dtype="bfloat16")
+    state = trained(collection)
+    for module, (save, load, has_state) in MODULES.items():
+        save(collection, state, tmp_path / module)
+        loaded = load(collection, collection.init(seed=9), tmp_path / module)
+        for table in ("user", "item"):
+            assert told(collection, loaded, table, has_state) == told(collection, state, table, has_state), module
+
+
+def test_a_bad_file_changes_no_table(tmp_path):
+    """The first table's files are fine, the second's are not: the state is as it was, and still of use."""
+    collection = collection_of(1)
+    state = trained(collection)
+    for module, (save, load, _) in MODULES.items():
+        save(collection, state, tmp_path / module)
+        before = {table: told(collection, state, table) for table in ("user", "item")}
+        bad = next(path for path in sorted((tmp_path / module).rglob("*item*")) if path.is_file() or module == "hps")
+        bad = bad / "key" if module == "hps" else bad
+        put(bad, bad.read_bytes()[:-1])
+        with pytest.raises(ValueError, match="byte"):
+            load(collection, state, tmp_path / module)
+        assert {table: told(collection, state, table) for table in ("user", "item")} == before
+
+
+def test_rows_alone_and_state_that_does_not_fit(tmp_path):
+    """Loading weights without state, or into a table with another optimizer, is possible and explicit."""
+    source, other = collection_of(1), collection_of(1, jaxsok.optim.rowwise_adam(0.1))
+    state = trained(source)
+    columns.save(source, state, tmp_path)
+    with pytest.raises(ValueError, match=r"columns.load: table \"user\": got optimizer state .*with_state=False"):
+        columns.load(other, other.init(), tmp_path)
+    loaded = columns.load(other, other.init(), tmp_path, with_state=False)
+    assert told(other, loaded, "user", False) == told(source, state, "user", False)
+    assert {tuple(one[1]["v"]) for one in told(other, loaded, "user").values()} == {(0.0,)}
+    with pytest.raises(ValueError, match="got rows of dim 4 in the file, wanted 8"):
+        wide = jaxsok.Collection([jaxsok.TableSpec("user", 8, jaxsok.optim.sgd(0.1), capacity=8)], [])
+        columns.load(wide, wide.init(), tmp_path, with_state=False)
+    with pytest.raises(ValueError, match="got the optimizer rowwise_adam, of which SOK has no files"):
+        sok.save(other, loaded, tmp_path)
+    mapping = {"user": {"m": "Mine-m", "v": "Mine-v"}}
+    sok.save(other, loaded, tmp_path, ["user"], optimizers=mapping)
+    again = sok.load(other, other.init(), tmp_path, ["user"], optimizers=mapping)
+    assert told(other, again, "user") == told(other, loaded, "user")
+    sok.save(other, loaded, tmp_path, ["item"], with_state=False)
+    with pytest.raises(FileNotFoundError, match=r"item-Adam-m: .*with_state=False"):
+        sok.load(source, source.init(), tmp_path, ["item"])
+
+
+def test_momentum_through_sok(tmp_path):
+    """The trace of a table is Keras's momentum over minus the rate; a schedule has no rate."""
+    collection = collection_of(1, jaxsok.optim.sgd(0.5, momentum=0.5))
+    state = trained(collection)
+    sok.save(collection, state, tmp_path)
+    exported = collection.export_table(state, "user")
+    assert (
+        sok_parsed(tmp_path / "user-SGD-momentum")[4].tolist()
+        == (-0.5 * exported["state"]["trace"].reshape(-1)).tolist()
+    )
+    loaded = sok.load(collection, collection.init(), tmp_path)
+    assert told(collection, loaded, "user") == told(collection, state, "user")
+    scheduled = collection_of(1, jaxsok.optim.sgd(lambda step: 0.5, momentum=0.5))
+    with pytest.raises(ValueError, match="got a schedule as the learning rate"):
+        sok.load(scheduled, scheduled.init(), tmp_path)
+
+
+def test_choices_of_tables_are_checked(tmp_path):
+    """Unknown names, names that collide on disk, tables without rows, files that are there; nothing is written."""
+    collection = collection_of(1, names=("a:b", "a/b"))
+    state = collection.init()
+    for save, *_ in MODULES.values():
+        with pytest.raises(ValueError, match="got 'a:b' and 'a/b', whose files would both be named 'a_b"):
+            save(collection, state, tmp_path)
+        with pytest.raises(ValueError, match="tables: got 'c', wanted some of"):
+            save(collection, state, tmp_path, ["c"])
+        with pytest.raises(TypeError, match="tables: got 'a:b', wanted None, a list"):
+            save(collection, state, tmp_path, "a:b")
+    with pytest.raises(ValueError, match="'a:b', which has no rows; HPS reads no empty table: leave it out"):
+        hps.save(collection, state, tmp_path, ["a:b"])
+    assert not list(tmp_path.iterdir())
+    for module, (save, load, _) in MODULES.items():
+        if module != "hps":  # an empty table goes through all other formats
+            save(collection, state, tmp_path / module, {"a:b": "one", "a/b": "two"})
+            with pytest.raises(FileExistsError, match="overwrite=True"):
+                save(collection, state, tmp_path / module, {"a:b": "one"})
+            state = load(collection, state, tmp_path / module, {"a:b": "two"})
+            assert collection.num_rows(state) == {"a:b": 0, "a/b": 0}
+
+
+def test_a_table_that_cannot_hold_the_file(tmp_path):
+    """It is refused; the state is in the error, with the tables that were entered before."""
+    source = collection_of(1)
+    hps.save(source, trained(source), tmp_path)
+    specs = [
+        jaxsok.TableSpec("user", 4, jaxsok.optim.adam(0.1), capacity=8),
+        jaxsok.TableSpec("item", 4, jaxsok.optim.sgd(0.1), capacity=4, max_capacity=4),
+    ]
+    collection = jaxsok.Collection(specs, [])
+    with pytest.raises((MemoryError, jaxsok.TableFullError)) as info:
+        hps.load(collection, collection.init(), tmp_path)
+    assert collection.num_rows(info.value.state) == {"user": 6, "item": 0}
+
+
+def test_statistics_follow_their_key(tmp_path):
+    """Through the formats that have room for them."""
+    table = jaxsok.TableSpec("user", 4, jaxsok.optim.sgd(0.1), capacity=8, statistics=True)
+    collection = jaxsok.Collection([table], [jaxsok.FeatureSpec("user", table="user")])
+    state = collection.init()
+    for clock, keys in ((5, [7, 7, 9]), (8, [9, 4, 4])):
+        features = collection.batch({"user": np.array(keys)}).features
+        _, state, _ = collection.lookup(state, features, clock=np.uint32(clock))
+    for module in ("parquet", "arrow", "npz"):
+        save, load, _ = MODULES[module]
+        save(collection, state, tmp_path)
+        chunks = by_key(collection.export_chunks(load(collection, collection.init(), tmp_path), "user"))
+        assert {key: one[3:] for key, one in chunks.items()} == {7: (5, 2), 9: (8, 2), 4: (8, 2)}

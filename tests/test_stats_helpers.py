@@ -1,0 +1,308 @@
+"""Stats for logs: flat scalars, sums over the last steps without a wait, writers of either kind."""
+
+import collections
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import programs
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import jaxsok
+from jaxsok.stats import facts_of, packed
+from jaxsok.window import StatsWindow, write_scalars
+
+SGD = jaxsok.optim.sgd(1.0)
+ASKED = ("num_found", "num_inserted", "num_missing", "num_refused")
+SUMMED = (*ASKED, "num_padding", "num_nonfinite")
+
+
+@functools.cache
+def three_tables(num_shards=1):
+    """Two stores, the tables of one of them apart from each other."""
+    tables = [
+        jaxsok.TableSpec("user", 4, SGD, capacity=16, max_capacity=16),
+        jaxsok.TableSpec("tag", 8, SGD, capacity=64, placement=jaxsok.REPLICATED),
+        jaxsok.TableSpec("item", 4, SGD, capacity=16, max_capacity=16),
+    ]
+    features = [jaxsok.FeatureSpec(table.name, table.name) for table in tables]
+    return programs.over(num_shards, tables, features) if num_shards > 1 else jaxsok.Collection(tables, features)
+
+
+def steps_of(collection, num_steps, seed=0):
+    """Random steps, waited for one by one; the state is yielded as well."""
+    state, draw = collection.init(seed=0), np.random.default_rng(seed)
+    for _ in range(num_steps):
+        keys = {name: draw.integers(-1, 24, 16) for name in ("user", "tag", "item")}
+        state, stats = programs.learn(collection, state, programs.batch(collection, **keys))
+        yield state, jax.block_until_ready(stats)
+
+
+def expected_scalars(stats, state, counts, prefix="jaxsok", num_shards=1):
+    """Formulas, from counts by table that were added elsewhere; of the stores, what the arrays of the state say."""
+    stores = {"user": 0, "item": 0, "tag": 1}
+    expected = {}
+    for table, by_name in counts.items():
+        one = state.stores[stores[table]]
+        num_copies = num_shards if stores[table] == 1 else 1
+        rows = sum(counts[other]["num_rows"] for other in counts if stores[other] == stores[table])
+        asked = sum(by_name[name] for name in ASKED)
+        expected |= {f"{prefix}/{table}/{name}": value for name, value in by_name.items()}
+        for name in ("longest_probe", "num_unplaced", "num_rounds"):
+            expected[f"{prefix}/{table}/{name}"] = np.asarray(getattr(stats, name))[stores[table]]
+        if asked:
+            expected[f"{prefix}/{table}/hit_rate"] = by_name["num_found"] / asked
+        expected[f"{prefix}/{table}/fill"] = rows / (sum(slab.shape[0] for slab in one.rows) / num_copies)
+        expected[f"{prefix}/{table}/load"] = rows / (4 * one.index.shape[0] / num_copies)
+    return expected
+
+
+@pytest.mark.parametrize("num_shards", [1, 4])
+def test_scalars_are_the_counts_and_what_follows_from_them(num_shards):
+    """On one device and on a mesh: rates, fill and load by table, floats all."""
+    collection = three_tables(num_shards)
+    for state, stats in steps_of(collection, 3):
+        scalars = stats.scalars("train")
+        expected = expected_scalars(stats, state, stats.to_dict(), "train", num_shards)
+        assert scalars.pop("train/num_stale") == 0.0
+        assert scalars == pytest.approx(expected, rel=1e-12)
+        assert all(type(value) is float for value in scalars.values())
+    assert num_shards > 1 or scalars["train/user/num_refused"] > 0
+    assert 0 < scalars["train/user/hit_rate"] < 1
+
+
+def test_nothing_asked_has_no_hit_rate():
+    """A batch of padding: the rate is absent, and not a number that means something else."""
+    collection = three_tables()
+    padding = dict.fromkeys(("user", "tag", "item"), np.array([-1, -1]))
+    _, stats = programs.learn(collection, collection.init(), programs.batch(collection, **padding))
+    assert stats.scalars()["jaxsok/user/num_padding"] == 2
+    assert not [name for name in stats.scalars() if "hit_rate" in name]
+
+
+def test_one_array_brings_all_counts():
+    """So that there is one transfer from the device."""
+    _, stats = next(steps_of(three_tables(4), 1))
+    words = packed(stats)
+    assert words.dtype == np.int32 and words.shape == (sum(leaf.size for leaf in jax.tree.leaves(stats)),)
+    assert len(words.devices()) == 1
+
+
+def test_traced_counts_are_refused():
+    """Scalars are for the host."""
+    _, stats = next(steps_of(three_tables(), 1))
+    with pytest.raises(TypeError, match="traced"):
+        jax.jit(lambda stats: stats.scalars() and stats)(stats)
+
+
+@dataclasses.dataclass(frozen=True)
+class EvictingStats(jaxsok.Stats):
+    """Counts with evictions to date."""
+
+    num_evicted: jax.Array
+
+
+def made(counts, evicted, *, stale=0, num_rows=(0, 0), rounds=0):
+    """Stats of two tables of one store."""
+    columns = {name: np.int32(column) for name, column in zip(SUMMED, counts, strict=True)}
+    one = jnp.asarray(np.int32([1]))
+    return EvictingStats(
+        **{name: jnp.asarray(column) for name, column in columns.items()},
+        num_rows=jnp.asarray(np.int32(num_rows)),
+        longest_probe=one,
+        num_unplaced=one,
+        num_stale=jnp.asarray(np.int32(stale)),
+        num_rounds=jnp.asarray(np.int32([rounds])),
+        num_evicted=jnp.asarray(np.uint32(evicted)),
+        tables=("user", "item"),
+        capacities=(64, 64),
+        stores=(0, 0),
+        entries=(128, 128),
+        **{
+            field.name: jnp.zeros(2, jnp.int32)
+            for field in dataclasses.fields(jaxsok.Stats)
+            if field.name.startswith("num_") and field.name not in KNOWN
+        },
+    )
+
+
+KNOWN = (*SUMMED, "num_rows", "num_unplaced", "num_stale", "num_rounds", "num_evicted")
+COUNTS_OF_STEPS = st.lists(
+    st.tuples(
+        st.lists(st.tuples(*[st.integers(0, 2**31 - 1)] * 2), min_size=6, max_size=6),
+        st.tuples(*[st.integers(0, 1000)] * 2),
+        st.integers(0, 100),
+    ),
+    min_size=1,
+    max_size=8,
+)
+
+
+@given(COUNTS_OF_STEPS, st.integers(1, 5), st.integers(0, 2**32 - 1))
+def test_sums_over_the_window_are_exact(steps, num_steps, evicted_before):
+    """Against sums of Python integers; evictions to date go round at 2**32, and sums pass 2**31."""
+    window, evicted = StatsWindow(num_steps), [evicted_before] * 2
+    deltas = []
+    for i, (counts, more, stale) in enumerate(steps):
+        evicted = [(before + delta) % 2**32 for before, delta in zip(evicted, more, strict=True)]
+        deltas.append(more if i else (0, 0))  # nobody knows what the first step pushed evicted
+        window.push(made(counts, evicted, stale=stale, num_rows=(i, 2 * i), rounds=i))
+        window.wait()
+        last = steps[max(0, i + 1 - num_steps) : i + 1]
+        assert window.num_arrived == len(last) and window.num_pushed == i + 1
+        sums = window.sums()
+        for t, table in enumerate(("user", "item")):
+            for n, name in enumerate(SUMMED):
+                assert sums[table][name] == sum(counts[n][t] for counts, _, _ in last)
+            assert sums[table]["num_evicted"] == sum(more[t] for more in deltas[-len(last) :])
+            assert sums[table]["num_rows"] == (1 + t) * i
+        scalars = window.scalars()
+        assert scalars["jaxsok/num_steps"] == len(last)
+        assert scalars["jaxsok/num_stale"] == sum(stale for _, _, stale in last)
+        assert scalars["jaxsok/item/num_rounds"] == i
+        assert scalars["jaxsok/item/load"] == 3 * i / 128
+        asked = sum(sums["user"][name] for name in ASKED)
+        assert scalars.get("jaxsok/user/hit_rate", 0) == (sums["user"]["num_found"] / asked if asked else 0)
+
+
+def test_a_state_made_anew_evicted_nothing_negative():
+    """Counts to date that fall begin anew."""
+    window = StatsWindow(4)
+    for evicted in ((5, 7), (9, 7), (2, 0), (3, 4)):
+        window.push(made([(0, 0)] * 6, evicted))
+    window.wait()
+    assert [counts["num_evicted"] for counts in window.sums().values()] == [4 + 2 + 1, 0 + 0 + 4]
+
+
+@pytest.mark.parametrize("num_shards", [1, 4])
+def test_a_window_over_real_steps(num_shards):
+    """The sums are those of the steps' own counts, and the scalars what follows from them."""
+    collection, window = three_tables(num_shards), StatsWindow(3)
+    kept = collections.deque(maxlen=3)
+    for state, stats in steps_of(collection, 5, seed=1):
+        window.push(stats)
+        window.wait()
+        kept.append(stats.to_dict())
+        expected = {
+            table: {name: sum(one[table][name] for one in kept) for name in kept[0][table]} for table in kept[0]
+        }
+        for table in expected:
+            expected[table]["num_rows"] = kept[-1][table]["num_rows"]
+        assert window.sums() == expected
+        scalars = window.scalars()
+        assert (scalars.pop("jaxsok/num_steps"), scalars.pop("jaxsok/num_stale")) == (len(kept), 0)
+        assert scalars == pytest.approx(expected_scalars(stats, state, expected, num_shards=num_shards), rel=1e-12)
+
+
+class Words:
+    """Counts on their way: reading them before they have arrived fails."""
+
+    def __init__(self, words):
+        self.words, self.has_arrived, self.num_copies = np.asarray(words), False, 0
+
+    def copy_to_host_async(self):
+        self.num_copies += 1
+
+    def is_ready(self):
+        return self.has_arrived
+
+    def block_until_ready(self):
+        self.has_arrived = True
+        return self
+
+    def __array__(self, dtype=None, copy=None):
+        assert self.has_arrived and self.num_copies == 1, "read before it arrived, or never sent for"
+        return self.words
+
+
+def test_push_does_not_wait(monkeypatch):
+    """Counts that have not arrived are sent for and left alone; a window has no gap, so later ones wait for them."""
+    sent = []
+    monkeypatch.setattr(jaxsok.window, "packed", lambda stats: sent.append(Words(packed(stats))) or sent[-1])
+    window = StatsWindow(2)
+    for i in range(6):
+        window.push(made([(i, 10 * i)] * 6, (3 * i, 0), num_rows=(i, i)))
+    assert window.num_pushed == 6 and window.num_arrived == 0 and window.sums() == window.scalars() == {}
+    sent[0].has_arrived = sent[2].has_arrived = True
+    assert window.num_arrived == 1 and window.sums()["item"]["num_found"] == 0
+    sent[1].has_arrived = True
+    assert window.num_arrived == 2 and window.sums()["item"]["num_found"] == 10 + 20
+    assert window.sums()["user"]["num_evicted"] == 3 + 3 and window.sums()["user"]["num_rows"] == 2
+    window.wait()
+    assert window.num_arrived == 2 and window.sums()["item"]["num_found"] == 40 + 50
+    assert window.sums()["user"]["num_evicted"] == 3 + 3
+
+
+def test_a_window_keeps_no_more_than_it_needs():
+    """One step beside the window, however many were pushed."""
+    window, stats = StatsWindow(3), made([(1, 1)] * 6, (0, 0))
+    for _ in range(50):
+        window.push(stats)
+        window.wait()
+    window.push(stats)
+    assert len(window._steps) <= 3 + 2
+
+
+def test_a_window_starts_empty():
+    """Nothing to sum, nothing to log."""
+    window = StatsWindow()
+    assert (window.sums(), window.scalars(), window.num_arrived) == ({}, {}, 0)
+
+
+def test_what_a_window_refuses():
+    """And stays as it was."""
+    for num_steps in (0, -1, 1.5, True, None):
+        with pytest.raises(ValueError, match="num_steps"):
+            StatsWindow(num_steps)
+    window, stats = StatsWindow(3), made([(1, 1)] * 6, (0, 0))
+    window.push(stats)
+    with pytest.raises(TypeError, match="dict"):
+        window.push(stats.to_dict())
+    with pytest.raises(ValueError, match="user"):
+        window.push(dataclasses.replace(stats, tables=("user", "tag")))
+    stacked = {field: jnp.stack([getattr(stats, field)] * 2) for field in facts_of(stats).names}
+    with pytest.raises(ValueError, match="2 steps stacked"):
+        window.push(dataclasses.replace(stats, **stacked))
+    window.wait()
+    assert window.num_pushed == window.num_arrived == 1
+
+
+class Clu:
+    """As clu.metric_writers.MetricWriter."""
+
+    def __init__(self):
+        self.seen = []
+
+    def write_scalars(self, step, scalars):
+        self.seen.append((step, dict(scalars)))
+
+
+class TensorBoard:
+    """As tensorboardX.SummaryWriter."""
+
+    def __init__(self):
+        self.seen = []
+
+    def add_scalar(self, tag, scalar_value, global_step=None):
+        self.seen.append((tag, scalar_value, global_step))
+
+
+def test_writers_of_either_kind():
+    """All scalars of a step or of a window, under their names."""
+    stats, window = made([(1, 2)] * 6, (0, 0)), StatsWindow(2)
+    window.push(stats)
+    window.wait()
+    for source in (stats, window, {"loss": 0.5}):
+        expected = source if isinstance(source, dict) else source.scalars("train")
+        clu, board = Clu(), TensorBoard()
+        write_scalars(clu, 7, source, prefix="train")
+        write_scalars(board, 7, source, prefix="train")
+        assert clu.seen == [(7, expected)]
+        assert board.seen == [(name, value, 7) for name, value in expected.items()]
+    assert "train/item/num_found" in window.scalars("train")
+    with pytest.raises(TypeError, match="add_scalar"):
+        write_scalars(object(), 7, stats)
