@@ -19,8 +19,8 @@ _PER_TABLE = (
     "num_missing",
     "num_refused",
     "num_padding",
-    "num_nonfinite",
     "num_unadmitted",
+    "num_nonfinite",
     "num_rows",
     "num_evicted",
 )
