@@ -151,8 +151,24 @@ def owners_of(
     if spec.num_shards == 1 or pinned != NO_ROW:
         return np.full(len(keys), 0 if spec.num_shards == 1 else pinned, np.uint32)
     name = np.uint64(low | high << 32)
-    hashes = _mixed(_mixed(keys ^ name) + np.uint64(_GOLDEN))
-    return partition_owners[(hashes >> np.uint64(64 - _PARTITION_BITS)).astype(np.int64)]
+    return partition_owners[partitions_of(keys, name).astype(np.int64)]
+
+
+def partitions_of(
+    keys: UInt64[np.ndarray, " num_keys"], names: UInt64[np.ndarray, " num_keys"] | np.uint64
+) -> UInt64[np.ndarray, " num_keys"]:
+    """The partition of each key, on the host (`PartitionOf` in ffi/core/hash.h).
+
+    Args:
+      keys: of any tables.
+      names: the word of each key's table, or of all: the first two of `StoreSpec.table_words` as one.
+
+    Example:
+      >>> partitions_of(np.array([7, 9], np.uint64), np.uint64(1)).tolist()
+      [247, 3793]
+    """
+    hashes = _mixed(_mixed(keys ^ names) + np.uint64(_GOLDEN))
+    return hashes >> np.uint64(64 - _PARTITION_BITS)
 
 
 def owner_of(

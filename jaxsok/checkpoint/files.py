@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 import ml_dtypes
 import numpy as np
 
-from jaxsok.kernels.table import GOLDEN, mix64
 from jaxsok.records import Records
 from jaxsok.specs import StoreSpec, TableSpec
 from jaxsok.types import NUM_PARTITIONS
@@ -166,20 +165,6 @@ def keys_batch(keys: np.ndarray, counts: np.ndarray | None = None) -> Any:
 def name_word(table: str) -> np.uint64:
     """The word by which a table's name enters hashes (`StoreSpec.table_words`)."""
     return np.uint64(int.from_bytes(hashlib.blake2b(table.encode(), digest_size=8).digest(), "little"))
-
-
-def partitions_of(keys: np.ndarray, names: np.ndarray | np.uint64) -> np.ndarray:
-    """The partition of each key: PartitionOf(PartitionHash(key, name)) of ffi/core/hash.h, on the host.
-
-    Args:
-      keys: uint64[num_keys].
-      names: the `name_word` of each key's table, or of all.
-
-    Example:
-      >>> partitions_of(np.array([7, 9], np.uint64), name_word("user")).tolist()
-      [3574, 343]
-    """
-    return (mix64(mix64(keys ^ names) + GOLDEN) >> np.uint64(52)).astype(np.uint16)
 
 
 # Writing -------------------------------------------------------------------------------------------------------------

@@ -18,10 +18,12 @@ from jaxsok import admission as admission_lib
 from jaxsok import grow as grow_lib
 from jaxsok import policies
 from jaxsok.checkpoint import manifest as manifest_lib
-from jaxsok.checkpoint.files import CorruptFileError, SavedFile, TableForm, name_word, partitions_of
+from jaxsok.checkpoint.files import CorruptFileError, SavedFile, TableForm, name_word
 from jaxsok.checkpoint.place import Placer
 from jaxsok.checkpoint.save import admission_of
 from jaxsok.collection import Collection
+from jaxsok.plan import owners_of as owners_of_keys
+from jaxsok.plan import partitions_of
 from jaxsok.records import Records
 from jaxsok.shards import Shards
 from jaxsok.specs import StoreSpec, TableSpec
@@ -66,7 +68,7 @@ class Source:
             for batch in file.batches(wanted):
                 records = form.from_batch(batch)
                 if wanted is not None:
-                    is_wanted = wanted[partitions_of(records.keys, word)]
+                    is_wanted = wanted[partitions_of(records.keys, word).astype(np.int64)]
                     records = records if is_wanted.all() else records.take(is_wanted)
                 yield records
 
@@ -185,7 +187,7 @@ def rows_by_shard(source: Source, collection: Collection, name: str) -> np.ndarr
 
 def keys_by_shard(collection: Collection, spec: StoreSpec, table: TableSpec, keys: np.ndarray) -> np.ndarray:
     """How many of some keys of a table belong to each shard: int64[num_shards]."""
-    rows = np.bincount(partitions_of(keys, name_word(table.name)), minlength=NUM_PARTITIONS)
+    rows = np.bincount(partitions_of(keys, name_word(table.name)).astype(np.int64), minlength=NUM_PARTITIONS)
     return _by_shard(collection, spec, table, rows)
 
 
@@ -472,7 +474,8 @@ def _with_waiting(source: Source, collection: Collection, state: State, s: int, 
     spec, shards = collection.stores[s], collection.shards
     store = _forgotten(spec, number, shards, state.stores[s])
     for keys, counts in _gathered(source.waiting(spec.tables[number].name)):
-        store = admission_lib.with_waiting(spec, store, number, keys, counts, collection.partition_owners, shards)
+        owners = owners_of_keys(spec, number, keys, collection.partition_owners)
+        store = admission_lib.with_waiting(spec, store, number, keys, counts, owners, shards)
     return dataclasses.replace(state, stores=(*state.stores[:s], store, *state.stores[s + 1 :]))
 
 

@@ -28,11 +28,11 @@ from jaxsok.checkpoint.files import (
     keys_batch,
     keys_schema,
     name_word,
-    partitions_of,
 )
 from jaxsok.checkpoint.snapshot import Piece, RowsPiece, WordsPiece, pieces, shard_parts
 from jaxsok.collection import Collection
 from jaxsok.keys import from_words
+from jaxsok.plan import partitions_of
 from jaxsok.records import Records
 from jaxsok.specs import StoreSpec, TableSpec
 from jaxsok.store import State
@@ -350,8 +350,8 @@ class _Tables:
         lines = np.flatnonzero(is_live)
         numbers = tables[lines]
         partitions = partitions_of(keys[lines], self.words[piece.store][numbers])
-        order = np.argsort(numbers.astype(np.int64) * NUM_PARTITIONS + partitions, kind="stable")
-        lines, partitions = lines[order], partitions[order]
+        order = np.argsort(numbers.astype(np.int64) * NUM_PARTITIONS + partitions.astype(np.int64), kind="stable")
+        lines, partitions = lines[order], partitions[order].astype(np.int64)
         ends = np.searchsorted(numbers[order], np.arange(len(forms) + 1))
         most = max(1, -(-len(piece.records) // BATCHES_PER_PIECE))
         for number, form in enumerate(forms):
