@@ -689,7 +689,7 @@ def clock_of(op: str, clock: Any) -> UInt32[Array, ""] | None:
       >>> clock_of("lookup", 1_700_000_000).dtype
       dtype('uint32')
     """
-    return None if clock is None else word_of(f"{op}: clock", clock)
+    return None if clock is None else _word(f"{op}: clock", clock)
 
 
 def _word(what: str, value: Any) -> Any:

@@ -14,8 +14,6 @@ from jaxsok import __main__ as command_line
 from jaxsok import inspection
 from jaxsok.records import Records
 
-pytest.importorskip("jaxsok.interchange", reason="readers of files of other systems are not here yet")
-
 ROWS = np.random.default_rng(0).normal(size=(40, 4)).astype(np.float32)
 KEYS = np.arange(40, dtype=np.uint64) * np.uint64(3) - np.uint64(6)  # -6, -3, 0, 3, ... as int64
 STATE = {"Adam-m": ROWS * 2, "Adam-v": ROWS * ROWS}
@@ -205,7 +203,6 @@ def check_saved(found, collection, state):
 def test_an_export(tmp_path):
     """With the step and the kind of export that it tells."""
     pytest.importorskip("pyarrow")
-    pytest.importorskip("jaxsok.checkpoint", reason="checkpoints are not here yet")
     from jaxsok import checkpoint
 
     collection = two_tables()
@@ -220,7 +217,6 @@ def test_an_orbax_checkpoint(tmp_path):
     """The root of a manager (its last step), a step, and the tables' own folder."""
     ocp = pytest.importorskip("orbax.checkpoint")
     pytest.importorskip("pyarrow")
-    pytest.importorskip("jaxsok.checkpoint", reason="checkpoints are not here yet")
     from jaxsok import checkpoint
 
     collection = two_tables()
@@ -238,7 +234,6 @@ def test_an_orbax_checkpoint(tmp_path):
 def test_a_table_without_rows_has_a_form(tmp_path):
     """Dim, dtype and state come from the manifest; keys that a delta takes away are told."""
     pytest.importorskip("pyarrow")
-    pytest.importorskip("jaxsok.checkpoint", reason="checkpoints are not here yet")
     from jaxsok import checkpoint
 
     adagrad = jaxsok.optim.adagrad(0.1)
