@@ -1,15 +1,19 @@
 """The whole life of tables against dicts: every operation in random order, on one device and on meshes of 2 and 4.
 
 Keys come in by lookup (admitted at once, by count, by Bloom filter), by `assign` and by import; they leave by `erase`,
-`clear`, `evict` and by growth that is not possible. After each rule the tables hold what the dicts hold: keys, waiting
-keys, frequency and last step exactly, rows and optimizer state within rounding. Row ids are no part of it: those of one
-device are in test_machine.py.
+`clear`, `evict`, and by `grow` where a store is at its end. Tables move to other collections and back, and through
+exports, in full and by deltas, after which the life goes on from there. After each rule the tables hold what the dicts
+hold: keys, waiting keys, frequency and last step exactly, rows and optimizer state within rounding. Row ids are no part
+of it: those of one device are in test_machine.py.
 """
 
 import collections
+import copy
 import dataclasses
 import functools
 import os
+import pathlib
+import tempfile
 
 import hypothesis
 import jax
@@ -24,7 +28,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 import jaxsok
-from jaxsok import policies
+from jaxsok import checkpoint, policies
 
 SEED = 7
 PADDING = oracle.PADDING_KEY
@@ -44,10 +48,10 @@ BLOOM = policies.AdmitByBloom(2, num_keys=1000, false_positive_rate=1e-9, unadmi
 KEYS = (*strategies.CORNER_KEYS, *range(70, 78))
 
 
-def tables_of(max_capacity):
+def tables_of(max_capacity, statistics):
     """Three stores: one that evicts when it is full, one without an end, one that refuses.
 
-    `max_capacity`: of the tables of the first and of the last.
+    `max_capacity`: of the tables of the first and of the last; `statistics`: of the last.
     """
     evicting = {"max_capacity": max_capacity[0], "capacity": 24, "eviction": policies.LeastRecentlyUsed()}
     return [
@@ -56,7 +60,13 @@ def tables_of(max_capacity):
         jaxsok.TableSpec("ad", 3, ADAM, capacity=28, statistics=True, admission=BLOOM),
         jaxsok.TableSpec("shop", 3, ADAM, capacity=28, admission=policies.AdmitByCount(2, unadmitted="initial")),
         jaxsok.TableSpec(
-            "tag", 2, SGD, capacity=max_capacity[1], max_capacity=max_capacity[1], admission=policies.AdmitByCount(2)
+            "tag",
+            2,
+            SGD,
+            capacity=max_capacity[1],
+            max_capacity=max_capacity[1],
+            admission=policies.AdmitByCount(2),
+            statistics=statistics,
         ),
     ]
 
@@ -94,9 +104,9 @@ KEYS_OF_A_STEP = 5 * NUM_SAMPLES  # that ask the first store
 
 
 @functools.cache
-def collection_of(num_shards, max_capacity=None):
+def collection_of(num_shards, max_capacity=None, statistics=False):
     """The collection, or with `max_capacity=None` the one for imports; `num_shards=None`: no mesh."""
-    tables = other_tables() if max_capacity is None else tables_of(max_capacity)
+    tables = other_tables() if max_capacity is None else tables_of(max_capacity, statistics)
     if num_shards is None:
         return jaxsok.Collection(tables, FEATURES)
     return programs.over(num_shards, tables, FEATURES)
@@ -201,9 +211,9 @@ class Store:
 
 
 class Life(oracle.CollectionOracle):
-    """All stores. Who gets a row where not all fit is asked from `let_in(store, table, new keys)`."""
+    """All stores. Who gets a row where not all fit is asked from `let_in(store, new (table, key) pairs)`."""
 
-    def __init__(self):
+    def __init__(self, statistics):
         tables = [
             Table("user", 0, 3, unadmitted=0.5),
             Table("item", 1, unknown="zeros"),
@@ -215,7 +225,7 @@ class Life(oracle.CollectionOracle):
         parts = [
             (("user", "item"), oracle.RowwiseAdagrad(), ("accumulator",), True),
             (("ad", "shop"), oracle.Adam(), ("m", "v"), True),
-            (("tag",), oracle.Sgd(), (), False),
+            (("tag",), oracle.Sgd(), (), statistics),
         ]
         stores = [
             Store({n: self.tables[n] for n in names}, rule, RATES[names[0]], states, keeps, DIMS[names[0]])
@@ -224,7 +234,7 @@ class Life(oracle.CollectionOracle):
         super().__init__(stores, OF_ORACLE)
 
     def lookup(self, batch, clock, let_in):
-        """Embeddings, uses, counts, unadmitted by table, and generations; the whole batch is seen before any gets in."""
+        """Embeddings, a plan, and unadmitted by table; the whole batch is seen before any gets in."""
         occurrences = {name: collections.Counter() for name in NAMES}
         for feature in self.features:
             for bag in batch[feature.name]:
@@ -278,22 +288,17 @@ class Life(oracle.CollectionOracle):
         return embeddings, counts
 
     def update(self, plan, gradients):
-        """Steps each row once; gives the uses of stores whose rows changed hands since the plan was made."""
-        sums, num_stale = {}, 0
-        fresh = [g == store.generation for g, store in zip(plan.generations, self.stores, strict=True)]
+        """Steps each row once; nothing, if rows of any store went since the plan was made. Gives whether it is stale."""
+        is_stale = any(g != store.generation for g, store in zip(plan.generations, self.stores, strict=True))
+        sums = {}
         for use in plan.uses:
-            store = self.store_of(use.table)
-            if use.row_id is None:
-                continue
-            if not fresh[self.stores.index(store)]:
-                num_stale += 1
-                continue
-            share = use.factor * np.asarray(gradients[use.feature][use.output], np.float64)
-            sums[use.row_id] = (store, sums.get(use.row_id, (store, 0.0))[1] + share)
+            if use.row_id is not None and not is_stale:
+                share = use.factor * np.asarray(gradients[use.feature][use.output], np.float64)
+                sums[use.row_id] = (self.store_of(use.table), sums.get(use.row_id, (None, 0.0))[1] + share)
         for line, (store, total) in sums.items():
             line.row, line.states = store.optimizer.step(line.row, line.states, total, store.rate, self.step)
         self.step += 1
-        return num_stale
+        return is_stale
 
 
 # --------------------------------------------------------------------------------------------------------------
@@ -369,26 +374,48 @@ def random_records(seed, store, keys, with_state=True, with_statistics=True):
 # The machine
 
 
+@dataclasses.dataclass
+class Saved:
+    """What there was when an export was written."""
+
+    oracle: Life
+    clock: int | None
+    now: int
+    bits: dict[str, dict[str, np.ndarray]]
+
+
 class LifeMachine(RuleBasedStateMachine):
     """All operations, in any order."""
 
     num_shards: int | None = None
     """None: no mesh."""
     max_capacity = (36, 8)
+    statistics = True
+    """Of the store that refuses; the others keep them in any case."""
     other_shards: int | None = None
 
     @initialize(has_clock=st.booleans())
     def start(self, has_clock):
         """Nothing, in the library and in the dicts."""
-        self.collection = collection_of(self.num_shards, self.max_capacity)
+        self.collection = collection_of(self.num_shards, self.max_capacity, self.statistics)
         self.state = self.collection.init(seed=SEED)
-        self.oracle = Life()
+        self.oracle = Life(self.statistics)
         self.clock = 0 if has_clock else None
         self.pending = []
-        self.names = {id(store): n for n, store in enumerate(self.oracle.stores)}
+        self.folder = tempfile.TemporaryDirectory()
+        self.num_exports = 0
+        self.chain = []
+        """An export in full and its deltas: folders."""
+        self.saved = None
+        """What there was at its end."""
         empty = {name: [[PADDING]] * NUM_SAMPLES for name in ("user", "shop", "tag")}
         empty |= {"history": [[]] * NUM_SAMPLES, "item": [[PADDING] * 2] * NUM_SAMPLES, "ad": [[]] * NUM_SAMPLES}
         self.collection.batch(raw_of(empty))  # tells the collection how large batches are
+
+    def teardown(self):
+        """Files go."""
+        if hasattr(self, "folder"):
+            self.folder.cleanup()
 
     # Helpers
 
@@ -424,7 +451,7 @@ class LifeMachine(RuleBasedStateMachine):
 
     def capacity(self, store):
         """Of a shard, now."""
-        return self.state.stores[self.names[id(store)]].capacity // (self.num_shards or 1)
+        return self.state.stores[self.oracle.stores.index(store)].capacity // (self.num_shards or 1)
 
     def let_in(self, store, new):
         """Who of new keys gets a row: on one device by first occurrence, on a shard that is full as many as fit."""
@@ -433,6 +460,7 @@ class LifeMachine(RuleBasedStateMachine):
         for part, num_rows in parts:
             room = self.capacity(store) - num_rows
             if len(part) > room:
+                hypothesis.event("a full store refuses")
                 assert store is self.oracle.store_of("tag") or self.may_refuse, "grow had made room"
                 if self.num_shards is not None:
                     there = [pair for pair in part if self.has_row(*pair)]
@@ -458,14 +486,12 @@ class LifeMachine(RuleBasedStateMachine):
         self.grow()
         if ahead and self.num_shards is None:
             features = jitted(self.collection, "plan")(features)
-        embeddings, self.state, plan = jitted(self.collection, "lookup")(self.state, features, **self.words(self.options))
+        embeddings, self.state, plan = jitted(self.collection, "lookup")(
+            self.state, features, **self.words(self.options)
+        )
         expected, expected_plan, num_unadmitted = self.oracle.lookup(batch, self.now, self.let_in)
         self.compare(embeddings, expected)
-        self.pending.append((plan, expected_plan, num_unadmitted, expected))
-
-    def words(self, options):
-        """A clock is traced: one program for all."""
-        return {name: jnp.uint32(value) for name, value in options.items()}
+        self.pending.append((plan, expected_plan, num_unadmitted, expected, self.now))
 
     def compare(self, embeddings, expected):
         for name, want in expected.items():
@@ -475,12 +501,16 @@ class LifeMachine(RuleBasedStateMachine):
     @rule(shift=st.integers(0, 3))
     def update(self, shift):
         """The oldest plan, stale or not."""
-        plan, expected_plan, num_unadmitted, expected = self.pending.pop(0)
+        plan, expected_plan, num_unadmitted, expected, looked_up_at = self.pending.pop(0)
         gradients = gradients_of(expected, shift)
         self.state, stats = jitted(self.collection, "update")(self.state, plan, gradients)
-        num_stale = self.oracle.update(expected_plan, gradients)
+        is_stale = self.oracle.update(expected_plan, gradients)
         counted = stats.to_dict()
-        assert (int(stats.num_stale) > 0) == (num_stale > 0)
+        num_uses = sum(use.row_id is not None for use in expected_plan.uses)
+        assert int(stats.num_stale) == num_uses * is_stale
+        hypothesis.event(f"update: stale: {is_stale}")
+        if self.chain and looked_up_at < self.saved.now:
+            self.chain = []  # rows moved whose last step is before the export: no delta sees them
         for name, table in self.oracle.tables.items():
             counts = programs.counts(stats, name)
             assert counts == expected_plan.counts[name], name
@@ -521,6 +551,7 @@ class LifeMachine(RuleBasedStateMachine):
             if self.num_shards is None:
                 assert in_use[0] + KEYS_OF_A_STEP <= self.capacity(store)
             return
+        hypothesis.event("evicted by grow")
         assert self.capacity(store) == limit
         leaving = self.taken(handed)
         parts = self.by_shard(leaving)
@@ -589,6 +620,7 @@ class LifeMachine(RuleBasedStateMachine):
         for kept, num in zip(num_kept, had, strict=True):  # as equal as can be
             assert kept == num or max(num_kept) <= kept + 1
         self.check_counts(evicted, left)
+        hypothesis.event(f"evicted to a budget: {bool(left)}")
         if is_handed:  # evicted and kept are all there were
             assert set(self.taken(handed)) == set(left)
         self.leave(store, left, self.lowest(store, names, policy or store_policy(store), num_kept))
@@ -618,6 +650,7 @@ class LifeMachine(RuleBasedStateMachine):
             **self.options,
         )
         self.check_counts(evicted, left)
+        hypothesis.event(f"evicted by time: {bool(left)}")
         self.leave(store, self.taken(handed), left)
 
     @rule()
@@ -712,15 +745,18 @@ class LifeMachine(RuleBasedStateMachine):
         table, store = self.oracle.tables[name], self.oracle.store_of(name)
         records = random_records(seed, store, keys, with_state, with_statistics)
         new = self.by_shard((name, key) for key in keys if key not in table.lines)
-        limit = self.collection.stores[self.names[id(store)]].max_capacity
+        limit = self.collection.stores[self.oracle.stores.index(store)].max_capacity
         fits = limit is None or all(n + len(p) <= limit for n, p in zip(self.in_use(store), new, strict=True))
         options = {"reset_state": reset_state, **self.options}
+        hypothesis.event(f"import fits: {fits}")
         if not fits:
             with pytest.raises(jaxsok.TableFullError, match="nothing of the chunk was entered") as caught:
                 self.collection.import_table(self.state, name, records, **options)
             self.state = getattr(caught.value, "state", self.state)
             return
         self.state = self.collection.import_table(self.state, name, records, **options)
+        if self.chain and with_statistics and (records.last_step < self.saved.now).any():
+            self.chain = []  # as the documents say: write a full export then
         self.enter(name, records, reset_state)
 
     def enter(self, name, records, reset_state=False):
@@ -765,6 +801,60 @@ class LifeMachine(RuleBasedStateMachine):
         assert first.keys() == third.keys()
         for column, bits in first.items():
             np.testing.assert_array_equal(bits, third[column], err_msg=column)
+
+    # Exports
+
+    def save(self, write, *args):
+        """A new link of the chain, and what there is now."""
+        self.num_exports += 1
+        folder = pathlib.Path(self.folder.name) / str(self.num_exports)
+        exported = write(folder, self.collection, self.state, *args, **self.options)
+        assert exported.clock == self.now
+        self.chain.append(folder)
+        bits = {name: bits_by_key(self.collection, self.state, name) for name in NAMES}
+        self.saved = Saved(copy.deepcopy(self.oracle), self.clock, self.now, bits)
+        return exported
+
+    @rule()
+    def export_full(self):
+        """All of it."""
+        self.chain = []
+        exported = self.save(checkpoint.export_full)
+        assert exported.num_rows == {name: len(table.lines) for name, table in self.oracle.tables.items()}
+
+    @precondition(lambda self: self.chain and self.statistics)
+    @rule()
+    def export_delta(self):
+        """What changed, and the keys that went."""
+        before = self.saved.oracle.tables
+        exported = self.save(checkpoint.export_delta, self.chain[-1])
+        for name, table in self.oracle.tables.items():
+            gone = set(before[name].lines) - set(table.lines)
+            assert exported.num_tombstones[name] >= len(gone)
+            hypothesis.event(f"tombstones: {bool(gone)}")
+
+    @precondition(lambda self: self.chain)
+    @rule(is_elsewhere=st.booleans(), one_by_one=st.booleans())
+    def load(self, is_elsewhere, one_by_one):
+        """Into the other collection; or into this one, and the life goes on from there."""
+        collection = collection_of(self.other_shards) if is_elsewhere else self.collection
+        if one_by_one:
+            state = checkpoint.load(self.chain[0], collection)
+            for base, delta in zip(self.chain, self.chain[1:], strict=False):
+                state = checkpoint.apply_delta(delta, collection, state, after=base)
+        else:
+            state = checkpoint.load(self.chain[-1], collection)
+        hypothesis.event(f"loaded {len(self.chain)} links, elsewhere: {is_elsewhere}")
+        for name in NAMES:
+            loaded = bits_by_key(collection, state, name)
+            for column, bits in self.saved.bits[name].items():
+                np.testing.assert_array_equal(loaded[column], bits, err_msg=f"{name}: {column}")
+        if is_elsewhere:
+            return
+        self.state, self.clock, self.pending = state, self.saved.clock, []
+        self.oracle = copy.deepcopy(self.saved.oracle)
+        for table in self.oracle.tables.values():
+            table.forget()  # only keys that wait are saved
 
     # What must be so after each rule
 
@@ -823,9 +913,9 @@ def bits_by_key(collection, state, name):
 
 
 class LifeOverTwo(LifeMachine):
-    """The same over two shards."""
+    """The same over two shards; tags have no statistics."""
 
-    num_shards, max_capacity = 2, (32, 2)
+    num_shards, max_capacity, statistics = 2, (32, 2), False
 
 
 class LifeOverFour(LifeMachine):
@@ -835,7 +925,7 @@ class LifeOverFour(LifeMachine):
 
 
 LONG = os.environ.get("JAXSOK_SLOW") == "1"
-FEW_STEPS = hypothesis.settings(max_examples=100 if LONG else 4, stateful_step_count=50 if LONG else 14)
+FEW_STEPS = hypothesis.settings(max_examples=int(os.environ.get("LIFE_N", 4)), stateful_step_count=int(os.environ.get("LIFE_STEPS", 14)), phases=[p for p in hypothesis.Phase if "LIFE_N" not in os.environ or p is not hypothesis.Phase.shrink])
 
 TestLife = LifeMachine.TestCase
 TestLife.settings = FEW_STEPS
