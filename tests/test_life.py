@@ -1,0 +1,950 @@
+"""The whole life of tables against dicts: every operation in random order, on one device and on meshes of 2 and 4.
+
+Keys come in by lookup (admitted at once, by count, by Bloom filter), by `assign` and by import; they leave by `erase`,
+`clear`, `evict`, and by `grow` where a store is at its end. Tables move to other collections and back, and through
+exports, in full and by deltas, after which the life goes on from there. After each rule the tables hold what the dicts
+hold: keys, waiting keys, frequency and last step exactly, rows and optimizer state within rounding. Row ids are no part
+of it: those of one device are in test_machine.py.
+"""
+
+import collections
+import copy
+import dataclasses
+import functools
+import os
+import pathlib
+import tempfile
+
+import hypothesis
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import programs
+import pytest
+import strategies
+import test_admission
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+import jaxsok
+from jaxsok import checkpoint, policies
+
+SEED = 7
+PADDING = oracle.PADDING_KEY
+NUM_SAMPLES = 8
+FEW = 4  # keys of an operation by key
+
+# Sums of at most a few hundred float32 terms of size 2, the oracle adds in float64. The rates are powers of two.
+TOLERANCE = {"rtol": 2e-5, "atol": 2e-5}
+RATES = {"user": 0.25, "ad": 0.125, "tag": 0.5}  # by the first table of a store
+SMALL = 0.04  # a row of dim 2 with uniform(-0.05, 0.05) is shorter half of the time
+
+ADAGRAD = jaxsok.optim.rowwise_adagrad(RATES["user"])
+ADAM = jaxsok.optim.adam(RATES["ad"])
+SGD = jaxsok.optim.sgd(RATES["tag"])
+# Nobody comes in early: 48 keys in a filter made for a thousand, and one in 10**9 of those.
+BLOOM = policies.AdmitByBloom(2, num_keys=1000, false_positive_rate=1e-9, unadmitted=-1.0)
+KEYS = (*strategies.CORNER_KEYS, *range(70, 78))
+
+
+def tables_of(max_capacity, statistics):
+    """Three stores: one that evicts when it is full, one without an end, one that refuses.
+
+    `max_capacity`: of the tables of the first and of the last; `statistics`: of the last.
+    """
+    evicting = {"max_capacity": max_capacity[0], "capacity": 24, "eviction": policies.LeastRecentlyUsed()}
+    return [
+        jaxsok.TableSpec("user", 4, ADAGRAD, admission=policies.AdmitByCount(3, unadmitted=0.5), **evicting),
+        jaxsok.TableSpec("item", 4, ADAGRAD, unknown="zeros", **evicting),
+        jaxsok.TableSpec("ad", 3, ADAM, capacity=28, statistics=True, admission=BLOOM),
+        jaxsok.TableSpec("shop", 3, ADAM, capacity=28, admission=policies.AdmitByCount(2, unadmitted="initial")),
+        jaxsok.TableSpec(
+            "tag",
+            2,
+            SGD,
+            capacity=max_capacity[1],
+            max_capacity=max_capacity[1],
+            admission=policies.AdmitByCount(2),
+            statistics=statistics,
+        ),
+    ]
+
+
+def other_tables():
+    """The same names, for an import: other capacities, admission and statistics; user and item do not share a store."""
+    return [
+        jaxsok.TableSpec("user", 4, ADAGRAD, capacity=16, statistics=True),
+        jaxsok.TableSpec("item", 4, ADAGRAD, capacity=200, eviction=policies.LeastFrequentlyUsed()),
+        jaxsok.TableSpec("ad", 3, ADAM, capacity=8, admission=policies.AdmitByCount(9), statistics=True),
+        jaxsok.TableSpec("shop", 3, ADAM, capacity=8),
+        jaxsok.TableSpec("tag", 2, SGD, capacity=40, statistics=True),
+    ]
+
+
+FEATURES = [
+    jaxsok.FeatureSpec("user", "user"),
+    jaxsok.FeatureSpec("history", "user", combiner="mean", max_keys=2 * NUM_SAMPLES),
+    jaxsok.FeatureSpec("item", "item", combiner="sqrtn"),
+    jaxsok.FeatureSpec("ad", "ad", combiner="mean", weighted=True, max_keys=2 * NUM_SAMPLES),
+    jaxsok.FeatureSpec("shop", "shop"),
+    jaxsok.FeatureSpec("tag", "tag", combiner=None),
+]
+OF_ORACLE = [
+    oracle.Feature("user", "user", "sum", NUM_SAMPLES),
+    oracle.Feature("history", "user", "mean", 2 * NUM_SAMPLES),
+    oracle.Feature("item", "item", "sqrtn", 2 * NUM_SAMPLES),
+    oracle.Feature("ad", "ad", "mean", 2 * NUM_SAMPLES, weighted=True),
+    oracle.Feature("shop", "shop", "sum", NUM_SAMPLES),
+    oracle.Feature("tag", "tag", None, NUM_SAMPLES),
+]
+NAMES = ("user", "item", "ad", "shop", "tag")
+DIMS = {"user": 4, "item": 4, "ad": 3, "shop": 3, "tag": 2}
+KEYS_OF_A_STEP = 5 * NUM_SAMPLES  # that ask the first store
+
+
+@functools.cache
+def collection_of(num_shards, max_capacity=None, statistics=False):
+    """The collection, or with `max_capacity=None` the one for imports; `num_shards=None`: no mesh."""
+    tables = other_tables() if max_capacity is None else tables_of(max_capacity, statistics)
+    if num_shards is None:
+        return jaxsok.Collection(tables, FEATURES)
+    return programs.over(num_shards, tables, FEATURES)
+
+
+@functools.cache
+def jitted(collection, name, **options):
+    """A method of a collection, jitted, with a donated state where it gives one back."""
+    donated = 0 if name in ("lookup", "update") else ()
+    return jax.jit(getattr(collection, name), donate_argnums=donated, compiler_options=programs.quickly())
+
+
+@functools.cache
+def initial_row(table):
+    """What a new row of a table holds."""
+    return programs.initial_row(table, DIMS[table], seed=SEED)
+
+
+# --------------------------------------------------------------------------------------------------------------
+# The oracle: dicts
+
+
+@dataclasses.dataclass(eq=False)
+class Line:
+    """All that belongs to a key that has a row."""
+
+    row: np.ndarray
+    states: list[np.ndarray]
+    last_step: int = 0
+    frequency: int = 0
+
+
+@dataclasses.dataclass(eq=False)
+class Table:
+    """Keys with rows, and how often keys were seen that had none."""
+
+    name: str
+    number: int
+    num_sightings: int | None = None
+    is_bloom: bool = False
+    unadmitted: float | None = None  # what a key without a row reads in a lookup; None: its initial row
+    unknown: str = "initial"
+    lines: dict[int, Line] = dataclasses.field(default_factory=dict)
+    seen: collections.Counter = dataclasses.field(default_factory=collections.Counter)
+    num_evicted: int = 0
+
+    @property
+    def waiting(self):
+        """Keys whose sightings are counted exactly and do not suffice."""
+        if self.num_sightings is None or self.is_bloom:
+            return {}
+        return {key: num for key, num in self.seen.items() if num < self.num_sightings}
+
+    def forget(self):
+        """Rows went: whoever was let in, and counted exactly, starts anew."""
+        if not self.is_bloom:
+            self.seen = collections.Counter(self.waiting)
+
+    def initial(self, key):
+        """Of a new row, in float64."""
+        return np.asarray(initial_row(self.name)(key), np.float64)
+
+    def unread(self, key):
+        """What a lookup gives for a key without a row."""
+        return self.initial(key) if self.unadmitted is None else np.full(DIMS[self.name], self.unadmitted, np.float64)
+
+
+@dataclasses.dataclass(eq=False)
+class Store:
+    """Tables that share their rows."""
+
+    tables: dict[str, Table]
+    optimizer: object
+    rate: float
+    state_names: tuple[str, ...]
+    keeps_statistics: bool
+    dim: int
+    generation: int = 0
+
+    def new_line(self, table, key):
+        """A row that nobody has used."""
+        return Line(table.initial(key), self.optimizer.initial_state(self.dim))
+
+    def lost(self, num_rows):
+        """Rows went, perhaps none: plans of before are stale if some did."""
+        self.generation += num_rows > 0
+        for table in self.tables.values():
+            table.forget()
+
+    def ranked(self, names, policy):
+        """(rank, table, key) of the rows of some tables, those that leave first in front; and their names."""
+        rank = {
+            policies.LeastRecentlyUsed: lambda line: (line.last_step,),
+            policies.LeastFrequentlyUsed: lambda line: (line.frequency, line.last_step),
+        }[type(policy)]
+        lines = [
+            (*rank(line), self.tables[name].number, key, name)
+            for name in names
+            for key, line in self.tables[name].lines.items()
+        ]
+        return [(name, key) for *_, key, name in sorted(lines)]
+
+
+class Life(oracle.CollectionOracle):
+    """All stores. Who gets a row where not all fit is asked from `let_in(store, new (table, key) pairs)`."""
+
+    def __init__(self, statistics):
+        tables = [
+            Table("user", 0, 3, unadmitted=0.5),
+            Table("item", 1, unknown="zeros"),
+            Table("ad", 0, 2, is_bloom=True, unadmitted=-1.0),
+            Table("shop", 1, 2),
+            Table("tag", 0, 2, unadmitted=0.0),
+        ]
+        self.tables = {table.name: table for table in tables}
+        parts = [
+            (("user", "item"), oracle.RowwiseAdagrad(), ("accumulator",), True),
+            (("ad", "shop"), oracle.Adam(), ("m", "v"), True),
+            (("tag",), oracle.Sgd(), (), statistics),
+        ]
+        stores = [
+            Store({n: self.tables[n] for n in names}, rule, RATES[names[0]], states, keeps, DIMS[names[0]])
+            for names, rule, states, keeps in parts
+        ]
+        super().__init__(stores, OF_ORACLE)
+
+    def lookup(self, batch, clock, let_in):
+        """Embeddings, a plan, and unadmitted by table; the whole batch is seen before any gets in."""
+        occurrences = {name: collections.Counter() for name in NAMES}
+        for feature in self.features:
+            for bag in batch[feature.name]:
+                keys, _ = oracle.keys_and_weights(bag)
+                occurrences[feature.table].update(key for key in keys if key != PADDING)
+        kept_out, inserted = {name: set() for name in NAMES}, set()
+        for store in self.stores:
+            new = []
+            for name, table in store.tables.items():
+                for key, num in occurrences[name].items():
+                    if key in table.lines:
+                        continue
+                    if table.num_sightings is not None:
+                        table.seen[key] += num
+                        if table.seen[key] < table.num_sightings:
+                            kept_out[name].add(key)
+                            continue
+                    new.append((name, key))
+            for name, key in let_in(store, new):
+                store.tables[name].lines[key] = store.new_line(store.tables[name], key)
+                inserted.add((name, key))
+            for name, table in store.tables.items():
+                for key, num in occurrences[name].items():
+                    if key in table.lines:
+                        table.lines[key].last_step = clock
+                        table.lines[key].frequency += num
+        num_unadmitted = collections.Counter()
+
+        def resolve(store, name, key):
+            table = store.tables[name]
+            if key not in table.lines:
+                num_unadmitted[name] += key in kept_out[name]
+                return None, table.unread(key), "refused"
+            is_new = (name, key) in inserted  # the first of its uses, the others find it
+            inserted.discard((name, key))
+            return table.lines[key], table.lines[key].row, "inserted" if is_new else "found"
+
+        embeddings, uses, counts = self._walk(batch, resolve)
+        return embeddings, oracle.Plan(uses, tuple(s.generation for s in self.stores), counts), num_unadmitted
+
+    def find(self, batch):
+        """Reads only."""
+
+        def resolve(store, name, key):
+            table = store.tables[name]
+            if key in table.lines:
+                return table.lines[key], table.lines[key].row, "found"
+            return None, np.zeros(store.dim) if table.unknown == "zeros" else table.initial(key), "missing"
+
+        embeddings, _, counts = self._walk(batch, resolve)
+        return embeddings, counts
+
+    def update(self, plan, gradients):
+        """Steps each row once; nothing, if rows of any store went since the plan was made. Gives whether it is stale."""
+        is_stale = any(g != store.generation for g, store in zip(plan.generations, self.stores, strict=True))
+        sums = {}
+        for use in plan.uses:
+            if use.row_id is not None and not is_stale:
+                share = use.factor * np.asarray(gradients[use.feature][use.output], np.float64)
+                sums[use.row_id] = (self.store_of(use.table), sums.get(use.row_id, (None, 0.0))[1] + share)
+        for line, (store, total) in sums.items():
+            line.row, line.states = store.optimizer.step(line.row, line.states, total, store.rate, self.step)
+        self.step += 1
+        return is_stale
+
+
+# --------------------------------------------------------------------------------------------------------------
+# Batches
+
+
+def single():
+    """A key a sample, padding among them."""
+    return strategies.key_lists(KEYS, NUM_SAMPLES, padding=True).map(lambda keys: [[key] for key in keys])
+
+
+@st.composite
+def bags_of_two(draw):
+    """Bags of at most two keys: on a mesh any shard's part of them fits its share of the buffer."""
+    lengths = draw(st.lists(st.integers(0, 2), min_size=NUM_SAMPLES, max_size=NUM_SAMPLES))
+    flat = iter(draw(strategies.key_lists(KEYS, 2 * NUM_SAMPLES, padding=True)))
+    return [[next(flat) for _ in range(length)] for length in lengths]
+
+
+@st.composite
+def batches(draw):
+    """One batch in the oracle's words."""
+    return {
+        "user": draw(single()),
+        "history": draw(bags_of_two()),
+        "item": draw(strategies.padded_bags(KEYS, NUM_SAMPLES, 2)),
+        "ad": draw(bags_of_two().flatmap(lambda bags: strategies.weights_for(bags, (0.25, 1.0, 2.0)))),
+        "shop": draw(single()),
+        "tag": draw(single()),
+    }
+
+
+def raw_of(batch):
+    """The same in the library's words."""
+    raw = {name: programs.as_array([key for (key,) in batch[name]]) for name in ("user", "shop", "tag")}
+    ad = programs.to_bags(batch["ad"])
+    if ad.weights is None:  # no key at all
+        ad = jaxsok.Bags(ad.keys, lengths=ad.lengths, weights=np.zeros(0, np.float32))
+    return raw | {"history": programs.to_bags(batch["history"]), "item": programs.as_array(batch["item"]), "ad": ad}
+
+
+def gradients_of(expected, shift):
+    """Positive numbers that differ by feature, output and column: nothing cancels."""
+    return {
+        name: (0.25 * (1 + (np.arange(array.size).reshape(array.shape) + shift + i) % 4)).astype(np.float32)
+        for i, (name, array) in enumerate(expected.items())
+    }
+
+
+def few_keys():
+    """For operations by key."""
+    return strategies.key_lists(KEYS, FEW, padding=True)
+
+
+def clocks():
+    """By how much the user's clock goes on."""
+    return st.sampled_from([0, 1, 1, 3])
+
+
+def random_records(seed, store, keys, with_state=True, with_statistics=True):
+    """Records of a store's table."""
+    rng, size = np.random.default_rng(seed), len(keys)
+    widths = {"accumulator": 1, "m": store.dim, "v": store.dim}
+    states = {
+        name: rng.uniform(0.5, 1.0, (size, widths[name])).astype(np.float32) for name in store.state_names if with_state
+    }
+    words = [rng.integers(0, 20, size, np.uint32) for _ in range(2)] if with_statistics else (None, None)
+    rows = rng.uniform(-1, 1, (size, store.dim)).astype(np.float32)
+    return jaxsok.Records(programs.as_array(keys).reshape(-1), rows, states, *words)
+
+
+# --------------------------------------------------------------------------------------------------------------
+# The machine
+
+
+@dataclasses.dataclass
+class Saved:
+    """What there was when an export was written."""
+
+    oracle: Life
+    clock: int | None
+    now: int
+    bits: dict[str, dict[str, np.ndarray]]
+
+
+class LifeMachine(RuleBasedStateMachine):
+    """All operations, in any order."""
+
+    num_shards: int | None = None
+    """None: no mesh."""
+    max_capacity = (28, 8)
+    statistics = True
+    """Of the store that refuses; the others keep them in any case."""
+    other_shards: int | None = None
+
+    @initialize(has_clock=st.booleans(), first=batches(), second=batches())
+    def start(self, has_clock, first, second):
+        """Two steps from nothing: what follows finds rows."""
+        self.collection = collection_of(self.num_shards, self.max_capacity, self.statistics)
+        self.state = self.collection.init(seed=SEED)
+        self.oracle = Life(self.statistics)
+        self.clock = 0 if has_clock else None
+        self.pending = []
+        self.folder = tempfile.TemporaryDirectory()
+        self.num_exports = 0
+        self.chain = []
+        """An export in full and its deltas: folders."""
+        self.saved = None
+        """What there was at its end."""
+        empty = {name: [[PADDING]] * NUM_SAMPLES for name in ("user", "shop", "tag")}
+        empty |= {"history": [[]] * NUM_SAMPLES, "item": [[PADDING] * 2] * NUM_SAMPLES, "ad": [[]] * NUM_SAMPLES}
+        self.collection.batch(raw_of(empty))  # tells the collection how large batches are
+        self.train(first, 1)
+        self.train(second, 1)
+
+    def teardown(self):
+        """Files go."""
+        if hasattr(self, "folder"):
+            self.folder.cleanup()
+
+    # Helpers
+
+    @property
+    def now(self):
+        """What last steps become."""
+        return self.oracle.step if self.clock is None else self.clock
+
+    @property
+    def options(self):
+        """`clock=` of operations that take one."""
+        return {} if self.clock is None else {"clock": self.clock}
+
+    def tick(self, ticks):
+        """The user's clock goes on."""
+        if self.clock is not None:
+            self.clock += ticks
+
+    def shard_of(self, name, key):
+        """By the definition of owners."""
+        return 0 if self.num_shards is None else int(programs.owner_of([key], name, self.num_shards)[0])
+
+    def by_shard(self, pairs):
+        """(table, key) pairs by shard."""
+        parts = [[] for _ in range(self.num_shards or 1)]
+        for name, key in pairs:
+            parts[self.shard_of(name, key)].append((name, key))
+        return parts
+
+    def in_use(self, store):
+        """Rows of each shard."""
+        return [len(part) for part in self.by_shard(pairs_of(store))]
+
+    def capacity(self, store):
+        """Of a shard, now."""
+        return self.state.stores[self.oracle.stores.index(store)].capacity // (self.num_shards or 1)
+
+    def let_in(self, store, new):
+        """Who of new keys gets a row: on one device by first occurrence, on a shard that is full as many as fit."""
+        entered = []
+        parts = zip(self.by_shard(new), self.in_use(store), strict=True)
+        for part, num_rows in parts:
+            room = self.capacity(store) - num_rows
+            if len(part) > room:
+                hypothesis.event("a full store refuses")
+                assert store is self.oracle.store_of("tag") or self.may_refuse, "grow had made room"
+                if self.num_shards is not None:
+                    there = [pair for pair in part if self.has_row(*pair)]
+                    assert len(there) == room
+                    part = there
+            entered += part[:room]
+        return entered
+
+    def has_row(self, name, key):
+        """Asked from the library."""
+        return bool(self.collection.contains(self.state, name, programs.as_array([key]))[0])
+
+    may_refuse = False
+
+    # Lookups and updates
+
+    @precondition(lambda self: len(self.pending) < 2)
+    @rule(batch=batches(), ahead=st.booleans(), ticks=clocks())
+    def lookup(self, batch, ahead, ticks):
+        """Keys come in, wait, or are refused; embeddings, law 5 with the update."""
+        self.tick(ticks)
+        features = self.collection.batch(raw_of(batch)).features
+        self.grow()
+        if ahead and self.num_shards is None:
+            features = jitted(self.collection, "plan")(features)
+        options = {name: jnp.uint32(value) for name, value in self.options.items()}  # traced: one program for all
+        embeddings, self.state, plan = jitted(self.collection, "lookup")(self.state, features, **options)
+        expected, expected_plan, num_unadmitted = self.oracle.lookup(batch, self.now, self.let_in)
+        self.compare(embeddings, expected)
+        self.pending.append((plan, expected_plan, num_unadmitted, expected, self.now))
+
+    def compare(self, embeddings, expected):
+        for name, want in expected.items():
+            np.testing.assert_allclose(np.asarray(embeddings[name]), want.astype(np.float32), err_msg=name, **TOLERANCE)
+
+    @precondition(lambda self: self.pending)
+    @rule(shift=st.integers(0, 3))
+    def update(self, shift):
+        """The oldest plan, stale or not."""
+        plan, expected_plan, num_unadmitted, expected, looked_up_at = self.pending.pop(0)
+        gradients = gradients_of(expected, shift)
+        self.state, stats = jitted(self.collection, "update")(self.state, plan, gradients)
+        is_stale = self.oracle.update(expected_plan, gradients)
+        counted = stats.to_dict()
+        num_uses = sum(use.row_id is not None for use in expected_plan.uses)
+        assert int(stats.num_stale) == num_uses * is_stale
+        hypothesis.event(f"update: stale: {is_stale}")
+        if self.chain and looked_up_at < self.saved.now:
+            self.chain = []  # rows moved whose last step is before the export: no delta sees them
+        for name, table in self.oracle.tables.items():
+            counts = programs.counts(stats, name)
+            assert counts == expected_plan.counts[name], name
+            assert sum(counts.values()) == sum(f.num_positions for f in OF_ORACLE if f.table == name)  # law 5
+            assert counted[name]["num_unadmitted"] == num_unadmitted[name]
+            assert counted[name]["num_rows"] == len(table.lines)
+            assert counted[name]["num_evicted"] == table.num_evicted
+            assert counted[name]["num_nonfinite"] == 0
+
+    @rule(batch=batches(), ticks=clocks())
+    def train(self, batch, ticks):
+        """A step; plans that wait come first, stale or not."""
+        while self.pending:
+            self.update(0)
+        self.lookup(batch, False, ticks)
+        self.update(1)
+
+    @rule(batches=st.lists(batches(), min_size=2, max_size=3))
+    def train_on(self, batches):
+        """Some steps: rules are drawn evenly, and most of a life is training."""
+        for batch in batches:
+            self.train(batch, 1)
+
+    @rule(batch=batches())
+    def find(self, batch):
+        """Changes nothing, statistics and counts of sightings included: the next invariant sees to that."""
+        features = self.collection.batch(raw_of(batch)).features
+        embeddings, stats = jitted(self.collection, "find")(self.state, features)
+        expected, counts = self.oracle.find(batch)
+        self.compare(embeddings, expected)
+        for name in NAMES:
+            assert programs.counts(stats, name) == counts[name]
+            assert stats.to_dict()[name]["num_unadmitted"] == 0
+
+    # Growth
+
+    @rule()
+    def grow(self):
+        """More rows; or, at the end of the first store, fewer in use. `hand_over` is given what leaves."""
+        jax.block_until_ready(self.state)  # so that grow sees how many rows there are
+        store = self.oracle.stores[0]
+        limit = self.collection.stores[0].max_capacity
+        handed, growth = [], self.collection.growth
+        in_use, num_evictions = self.in_use(store), growth.num_evictions
+        self.state = self.collection.grow(
+            self.state, hand_over=lambda name, records: handed.append((name, records)), **self.options
+        )
+        for one, capacity in zip(self.oracle.stores[1:], (None, self.collection.stores[2].max_capacity), strict=True):
+            assert capacity is None or self.capacity(one) == capacity
+        if growth.num_evictions == num_evictions:
+            assert not handed
+            if self.num_shards is None:
+                assert in_use[0] + KEYS_OF_A_STEP <= self.capacity(store)
+            return
+        hypothesis.event("evicted by grow")
+        assert self.capacity(store) == limit
+        leaving = self.taken(handed)
+        parts = self.by_shard(leaving)
+        num_kept = [had - len(part) for had, part in zip(in_use, parts, strict=True)]
+        if self.num_shards is None:  # docs/growth.md
+            left = limit - KEYS_OF_A_STEP
+            assert in_use[0] > left
+            assert num_kept == [min(in_use[0], left - min(max(KEYS_OF_A_STEP, limit // 16), left // 2))]
+        else:  # each down to the same number
+            most = max(num_kept)
+            assert all(kept == most or kept == had for kept, had in zip(num_kept, in_use, strict=True))
+        self.leave(store, leaving, self.lowest(store, tuple(store.tables), store_policy(store), num_kept))
+
+    # Rows leave
+
+    def taken(self, handed):
+        """(table, key) pairs that a hand-over was given, each once, with all that the dicts have of them."""
+        pairs = []
+        for name, records in handed:
+            table, store = self.oracle.tables[name], self.oracle.store_of(name)
+            assert records.num_rows
+            lines = [table.lines[key] for key in records.keys.tolist()]
+            self.compare_lines(store, name, lines, records.rows, records.state, records.last_step, records.frequency)
+            pairs += [(name, key) for key in records.keys.tolist()]
+        assert len(set(pairs)) == len(pairs)
+        return pairs
+
+    def lowest(self, store, names, policy, num_kept):
+        """Who leaves if each shard keeps so many."""
+        parts = self.by_shard(store.ranked(names, policy))
+        return [pair for part, kept in zip(parts, num_kept, strict=True) for pair in part[: len(part) - kept]]
+
+    def leave(self, store, got, wanted):
+        """Rows go out of the dicts."""
+        assert set(got) == set(wanted)
+        for name, key in wanted:
+            del store.tables[name].lines[key]
+            if store is self.oracle.stores[0]:  # the one with a policy
+                store.tables[name].num_evicted += 1
+        store.lost(len(wanted))
+
+    @rule(
+        whose=st.sampled_from([None, "user", "item", "ad", "shop"]),
+        policy=st.sampled_from([policies.LeastRecentlyUsed(), policies.LeastFrequentlyUsed()]),
+        is_own=st.booleans(),
+        num_rows=st.sampled_from([0, 2, 5, 9, 14, 100]),
+        is_handed=st.booleans(),
+    )
+    def evict_to_a_budget(self, whose, policy, is_own, num_rows, is_handed):
+        """Of a table, or of all of the store with a policy; by its own policy or the call's."""
+        if whose is None or (is_own and whose in ("user", "item")):
+            policy = None
+        store = self.oracle.stores[0] if whose is None else self.oracle.store_of(whose)
+        names = tuple(store.tables) if whose is None else (whose,)
+        asked = [pair for pair in pairs_of(store) if pair[0] in names]
+        handed, before = [], {name: self.keys_of(name) for name in store.tables}
+        hand_over = {"hand_over": lambda name, records: handed.append((name, records))} if is_handed else {}
+        self.state, evicted = self.collection.evict(
+            self.state, whose, policy, num_rows=num_rows, **self.options, **hand_over
+        )
+        after = {name: self.keys_of(name) for name in store.tables}
+        left = [(name, key) for name in names for key in before[name] - after[name]]
+        had = [len(part) for part in self.by_shard(asked)]
+        num_kept = [n - len(part) for n, part in zip(had, self.by_shard(left), strict=True)]
+        assert sum(num_kept) == min(num_rows, len(asked))
+        for kept, num in zip(num_kept, had, strict=True):  # as equal as can be
+            assert kept == num or max(num_kept) <= kept + 1
+        self.check_counts(evicted, left)
+        hypothesis.event(f"evicted to a budget: {bool(left)}")
+        if is_handed:  # evicted and kept are all there were
+            assert set(self.taken(handed)) == set(left)
+        self.leave(store, left, self.lowest(store, names, policy or store_policy(store), num_kept))
+
+    def keys_of(self, name):
+        """As exported."""
+        keys = [key for chunk in self.collection.export_chunks(self.state, name) for key in chunk.keys.tolist()]
+        assert len(set(keys)) == len(keys)
+        return set(keys)
+
+    def check_counts(self, evicted, left):
+        numbers = collections.Counter(name for name, _ in left)
+        assert evicted.to_dict() == {name: numbers[name] for name in NAMES}
+
+    @rule(whose=st.sampled_from(["user", "item", "ad", "shop"]), steps=st.sampled_from([0, 1, 3]))
+    def evict_by_time(self, whose, steps):
+        """Whoever was not used for more than so long; a last use ahead of the clock is none."""
+        store = self.oracle.store_of(whose)
+        lines = store.tables[whose].lines
+        left = [(whose, key) for key, line in lines.items() if self.now - line.last_step > steps]
+        handed = []
+        self.state, evicted = self.collection.evict(
+            self.state,
+            whose,
+            policies.TimeToLive(steps),
+            hand_over=lambda name, records: handed.append((name, records)),
+            **self.options,
+        )
+        self.check_counts(evicted, left)
+        hypothesis.event(f"evicted by time: {bool(left)}")
+        self.leave(store, self.taken(handed), left)
+
+    @rule()
+    def evict_small_rows(self):
+        """Of a table without statistics."""
+        store = self.oracle.store_of("tag")
+        norms = {key: float(np.sqrt((line.row**2).sum())) for key, line in store.tables["tag"].lines.items()}
+        self.state, evicted = self.collection.evict(self.state, "tag", policies.SmallNorm(SMALL))
+        after = self.keys_of("tag")
+        left = [("tag", key) for key in norms if key not in after]
+        self.check_counts(evicted, left)
+        wanted = {key for key, norm in norms.items() if norm < SMALL}
+        is_close = {key for key, norm in norms.items() if abs(norm - SMALL) < 1e-4}  # rounding decides
+        assert {key for _, key in left} - is_close == wanted - is_close
+        self.leave(store, left, left)
+
+    @rule(name=st.sampled_from(NAMES), keys=few_keys())
+    def erase(self, name, keys):
+        """Named keys leave; padding and absent ones are nothing."""
+        store = self.oracle.store_of(name)
+        gone = {key for key in keys if key in store.tables[name].lines}
+        self.state, num_erased = self.collection.erase(self.state, name, programs.as_array(keys))
+        assert int(num_erased) == len(gone)
+        for key in gone:
+            del store.tables[name].lines[key]
+        store.lost(len(gone))
+
+    @rule(name=st.sampled_from(NAMES))
+    def clear(self, name):
+        """All leave, those that wait too; not what a filter counted."""
+        self.state, num_erased = self.collection.clear(self.state, name)
+        assert int(num_erased) == len(self.oracle.tables[name].lines)
+        self.cleared(name)
+
+    def cleared(self, name):
+        """The same in the dicts."""
+        table, store = self.oracle.tables[name], self.oracle.store_of(name)
+        num_rows = len(table.lines)
+        table.lines = {}
+        if not table.is_bloom:
+            table.seen = collections.Counter()
+        store.lost(num_rows)
+
+    # By key
+
+    @rule(name=st.sampled_from(NAMES), keys=few_keys())
+    def read(self, name, keys):
+        """`contains` and `rows_of`."""
+        table = self.oracle.tables[name]
+        is_there = self.collection.contains(self.state, name, programs.as_array(keys))
+        rows, also = self.collection.rows_of(self.state, name, programs.as_array(keys))
+        want = [key in table.lines for key in keys]
+        assert np.asarray(is_there).tolist() == np.asarray(also).tolist() == want
+        zeros = np.zeros(DIMS[name])
+        wanted = np.array([table.lines[key].row if key in table.lines else zeros for key in keys])
+        np.testing.assert_allclose(np.asarray(rows), wanted, **TOLERANCE)
+
+    @rule(name=st.sampled_from(NAMES), keys=few_keys(), seed=st.integers(0, 9), ticks=clocks())
+    def assign(self, name, keys, seed, ticks):
+        """Rows are set, admission or not; nothing is grown."""
+        self.tick(ticks)
+        table, store = self.oracle.tables[name], self.oracle.store_of(name)
+        rows = np.random.default_rng(seed).uniform(-1, 1, (FEW, DIMS[name])).astype(np.float32)
+        self.state, num_inserted, num_refused = self.collection.assign(
+            self.state, name, programs.as_array(keys), rows, **self.options
+        )
+        new = [(name, key) for key in dict.fromkeys(keys) if key != PADDING and key not in table.lines]
+        self.may_refuse = True
+        entered = self.let_in(store, new)
+        self.may_refuse = False
+        for _, key in entered:
+            table.lines[key] = store.new_line(table, key)
+        assert int(num_inserted) == len(entered)
+        refused = {key for _, key in new} - {key for _, key in entered}
+        assert int(num_refused) == sum(key in refused for key in keys)
+        for key, row in zip(keys, rows, strict=True):
+            if key in table.lines:
+                table.lines[key].row, table.lines[key].last_step = np.asarray(row, np.float64), self.now
+
+    # Out and in
+
+    @rule(
+        name=st.sampled_from(NAMES),
+        keys=st.lists(st.sampled_from(KEYS), max_size=8, unique=True),
+        seed=st.integers(0, 9),
+        with_state=st.booleans(),
+        with_statistics=st.booleans(),
+        reset_state=st.booleans(),
+    )
+    def import_records(self, name, keys, seed, with_state, with_statistics, reset_state):
+        """What the records lack stays, or is initial; a chunk that does not fit changes nothing."""
+        table, store = self.oracle.tables[name], self.oracle.store_of(name)
+        records = random_records(seed, store, keys, with_state, with_statistics)
+        new = self.by_shard((name, key) for key in keys if key not in table.lines)
+        limit = self.collection.stores[self.oracle.stores.index(store)].max_capacity
+        fits = limit is None or all(n + len(p) <= limit for n, p in zip(self.in_use(store), new, strict=True))
+        options = {"reset_state": reset_state, **self.options}
+        hypothesis.event(f"import fits: {fits}")
+        if not fits:
+            with pytest.raises(jaxsok.TableFullError, match="nothing of the chunk was entered") as caught:
+                self.collection.import_table(self.state, name, records, **options)
+            self.state = getattr(caught.value, "state", self.state)
+            return
+        self.state = self.collection.import_table(self.state, name, records, **options)
+        if self.chain and with_statistics and (records.last_step < self.saved.now).any():
+            self.chain = []  # as the documents say: write a full export then
+        self.enter(name, records, reset_state)
+
+    def enter(self, name, records, reset_state=False):
+        """The same in the dicts."""
+        table, store = self.oracle.tables[name], self.oracle.store_of(name)
+        for i, key in enumerate(records.keys.tolist()):
+            line = table.lines.get(key)
+            if line is None or reset_state:
+                fresh = store.new_line(table, key)
+                line = table.lines.setdefault(key, fresh)
+                line.states = fresh.states
+            line.row, line.last_step = np.asarray(records.rows[i], np.float64), self.now
+            if records.state:
+                line.states = [np.asarray(records.state[n][i], np.float64) for n in store.state_names]
+            if records.last_step is not None:
+                line.last_step, line.frequency = int(records.last_step[i]), int(records.frequency[i])
+        store.generation += records.num_rows > 0
+
+    @rule(name=st.sampled_from(NAMES), chunk_rows=st.sampled_from([3, 100]), comes_back=st.booleans())
+    def move(self, name, chunk_rows, comes_back):
+        """A table goes to another collection and perhaps back: to the bit, whatever mesh, capacity or store."""
+        store = self.oracle.store_of(name)
+        other = collection_of(self.other_shards)
+        there = other.init(seed=1)
+        there = other.import_table(
+            there, name, self.collection.export_chunks(self.state, name, chunk_rows=chunk_rows), clock=5
+        )
+        first, second = bits_by_key(self.collection, self.state, name), bits_by_key(other, there, name)
+        for column, bits in first.items():
+            np.testing.assert_array_equal(bits, second[column], err_msg=column)
+        if not store.keeps_statistics:  # then records have none
+            assert (second["last_step"] == 5).all() and (second["frequency"] == 0).all()
+        assert sum(other.num_rows(there).values()) == len(self.oracle.tables[name].lines)
+        if not comes_back:
+            return
+        lines = self.oracle.tables[name].lines
+        self.clear(name)
+        self.state = self.collection.import_table(self.state, name, other.export_chunks(there, name, chunk_rows=7))
+        self.oracle.tables[name].lines = lines
+        store.generation += len(lines) > 0
+        third = bits_by_key(self.collection, self.state, name)
+        assert first.keys() == third.keys()
+        for column, bits in first.items():
+            np.testing.assert_array_equal(bits, third[column], err_msg=column)
+
+    # Exports
+
+    def save(self, write, *args):
+        """A new link of the chain, and what there is now."""
+        self.num_exports += 1
+        folder = pathlib.Path(self.folder.name) / str(self.num_exports)
+        exported = write(folder, self.collection, self.state, *args, **self.options)
+        assert exported.clock == self.now
+        self.chain.append(folder)
+        bits = {name: bits_by_key(self.collection, self.state, name) for name in NAMES}
+        self.saved = Saved(copy.deepcopy(self.oracle), self.clock, self.now, bits)
+        return exported
+
+    @rule()
+    def export_full(self):
+        """All of it."""
+        self.chain = []
+        exported = self.save(checkpoint.export_full)
+        assert exported.num_rows == {name: len(table.lines) for name, table in self.oracle.tables.items()}
+
+    @precondition(lambda self: self.chain and self.statistics)
+    @rule()
+    def export_delta(self):
+        """What changed, and the keys that went."""
+        before = self.saved.oracle.tables
+        exported = self.save(checkpoint.export_delta, self.chain[-1])
+        for name, table in self.oracle.tables.items():
+            gone = set(before[name].lines) - set(table.lines)
+            assert exported.num_tombstones[name] >= len(gone)
+            hypothesis.event(f"tombstones: {bool(gone)}")
+
+    @precondition(lambda self: self.chain)
+    @rule(is_elsewhere=st.booleans(), one_by_one=st.booleans())
+    def load(self, is_elsewhere, one_by_one):
+        """Into the other collection; or into this one, and the life goes on from there."""
+        collection = collection_of(self.other_shards) if is_elsewhere else self.collection
+        if one_by_one:
+            state = checkpoint.load(self.chain[0], collection)
+            for base, delta in zip(self.chain, self.chain[1:], strict=False):
+                state = checkpoint.apply_delta(delta, collection, state, after=base)
+        else:
+            state = checkpoint.load(self.chain[-1], collection)
+        hypothesis.event(f"loaded {len(self.chain)} links, elsewhere: {is_elsewhere}")
+        for name in NAMES:
+            loaded = bits_by_key(collection, state, name)
+            for column, bits in self.saved.bits[name].items():
+                np.testing.assert_array_equal(loaded[column], bits, err_msg=f"{name}: {column}")
+        if is_elsewhere:
+            return
+        self.state, self.clock, self.pending = state, self.saved.clock, []
+        self.oracle = copy.deepcopy(self.saved.oracle)
+        for table in self.oracle.tables.values():
+            table.forget()  # only keys that wait are saved
+
+    # What must be so after each rule
+
+    def compare_lines(self, store, name, lines, rows, states, last_steps, frequencies):
+        """Statistics exactly, numbers within rounding."""
+        if lines:
+            want = np.array([line.row for line in lines], np.float32)
+            np.testing.assert_allclose(rows, want, err_msg=name, **TOLERANCE)
+        assert tuple(states) == store.state_names
+        for i, array in enumerate(states.values()):
+            for line, one in zip(lines, array, strict=True):
+                np.testing.assert_allclose(one, line.states[i].astype(np.float32), err_msg=name, **TOLERANCE)
+        assert (last_steps is not None) == (frequencies is not None) == store.keeps_statistics
+        if store.keeps_statistics:
+            assert last_steps.tolist() == [line.last_step for line in lines]
+            assert frequencies.tolist() == [line.frequency for line in lines]
+
+    @invariant()
+    def all_agrees(self):
+        """Keys, owners, rows, optimizer state, statistics, waiting keys, the step."""
+        if not hasattr(self, "state"):
+            return
+        assert int(self.state.step) == self.oracle.step
+        assert self.collection.num_rows(self.state) == {n: len(t.lines) for n, t in self.oracle.tables.items()}
+        for name, table in self.oracle.tables.items():
+            store = self.oracle.store_of(name)
+            got = self.collection.export_table(self.state, name)
+            keys = got["keys"].tolist()
+            assert len(keys) == len(table.lines) and set(keys) == set(table.lines)
+            if self.num_shards is not None:
+                np.testing.assert_array_equal(got["shards"], programs.owner_of(got["keys"], name, self.num_shards))
+            lines = [table.lines[key] for key in keys]
+            statistics = got.get("last_step"), got.get("frequency")
+            self.compare_lines(store, name, lines, got["rows"], got["state"], *statistics)
+            assert test_admission.waiting(self.collection, self.state, name) == table.waiting, name
+
+
+def pairs_of(store):
+    """(table, key) of all rows."""
+    return [(name, key) for name, table in store.tables.items() for key in table.lines]
+
+
+def store_policy(store):
+    """Of the one store that has one."""
+    assert "user" in store.tables
+    return policies.LeastRecentlyUsed()
+
+
+def bits_by_key(collection, state, name):
+    """All columns that an export has of a table but for row ids and shards, in the order of the keys."""
+    table = collection.export_table(state, name)
+    order = np.argsort(table["keys"])
+    columns = {"keys": table["keys"], "rows": table["rows"], **table["state"]}
+    columns |= {column: table[column] for column in ("last_step", "frequency") if column in table}
+    return {column: programs.bits(array[order]) for column, array in columns.items()}
+
+
+class LifeOverTwo(LifeMachine):
+    """The same over two shards; tags have no statistics."""
+
+    num_shards, max_capacity, statistics = 2, (32, 2), False
+
+
+class LifeOverFour(LifeMachine):
+    """The same over four; what is moved goes to two."""
+
+    num_shards, max_capacity, other_shards = 4, (36, 2), 2
+
+
+LONG = os.environ.get("JAXSOK_SLOW") == "1"
+FEW_STEPS = hypothesis.settings(max_examples=int(os.environ.get("LIFE_N", 4)), stateful_step_count=int(os.environ.get("LIFE_STEPS", 14)), phases=[p for p in hypothesis.Phase if "LIFE_N" not in os.environ or p is not hypothesis.Phase.shrink])
+
+TestLife = LifeMachine.TestCase
+TestLife.settings = FEW_STEPS
+TestLifeOverTwo = pytest.mark.skipif(len(jax.devices()) < 2, reason="needs two devices")(LifeOverTwo.TestCase)
+TestLifeOverTwo.settings = FEW_STEPS
+TestLifeOverFour = pytest.mark.skipif(len(jax.devices()) < 4, reason="needs four devices")(LifeOverFour.TestCase)
+TestLifeOverFour.settings = FEW_STEPS
