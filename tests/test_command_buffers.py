@@ -24,6 +24,7 @@ import test_compiled
 
 import jaxsok
 from jaxsok import combine as combine_module
+from jaxsok import policies
 from jaxsok.kernels import library
 from jaxsok.kernels import table as table_door
 
@@ -156,14 +157,44 @@ def single_cases(abstract):
         if name in ("train step", "two lookups", "scan", "find and step", "erase")
     }
     asked = planned(features, abstract, collection)
-    return cases | {
-        "planned step": (programs.train_step(collection), (state, asked)),
-        "find": (collection.find, (state, features)),
-        "plan": (collection.plan, (features,)),
-        "combine": (combined, (abstract(jnp.zeros((8, 4))), abstract(np.zeros(9, np.int32)))),
-        "rebuild": (
-            lambda counters, records: table_door.rebuild(counters, records, 1 << 13),
-            (state.stores[0].counters, state.stores[0].records),
+    return (
+        cases
+        | {
+            "planned step": (programs.train_step(collection), (state, asked)),
+            "find": (collection.find, (state, features)),
+            "plan": (collection.plan, (features,)),
+            "combine": (combined, (abstract(jnp.zeros((8, 4))), abstract(np.zeros(9, np.int32)))),
+            "rebuild": (
+                lambda counters, records: table_door.rebuild(counters, records, 1 << 13),
+                (state.stores[0].counters, state.stores[0].records),
+            ),
+        }
+        | life_cases(abstract)
+    )
+
+
+def life_cases(abstract):
+    """The same with admission, statistics and an eviction: all that happens to one table."""
+    item = jaxsok.TableSpec(
+        "item",
+        dim=8,
+        optimizer=jaxsok.optim.adagrad(0.1),
+        capacity=4096,
+        admission=policies.AdmitByCount(2),
+        eviction=policies.LeastRecentlyUsed(),
+    )
+    collection = jaxsok.Collection([item], [jaxsok.FeatureSpec("clicked", table="item")])
+    state = jax.tree.map(abstract, collection.init(seed=0))
+    features = jax.tree.map(abstract, collection.batch({"clicked": np.arange(64).reshape(32, 2)}).features)
+    words, rows = abstract(np.zeros((16, 2), np.uint32)), abstract(np.zeros((16, 8), np.float32))
+    store = state.stores[0]
+    return {
+        "admitting step": (programs.train_step(collection), (state, features)),
+        "assign": (lambda state, keys, rows: collection.assign(state, "item", keys, rows), (state, words, rows)),
+        "evict": (lambda state: collection.evict(state, "item", num_rows=100), (state,)),
+        "wait": (
+            lambda counters, entries: table_door.wait(counters, np.array([2], np.uint32), entries, 4096),
+            (store.counters, abstract(np.zeros((64, 4), np.uint32))),
         ),
     }
 
@@ -193,7 +224,15 @@ def sharded_cases(mesh, abstract):
 
 
 SINGLE = ("train step", "two lookups", "scan", "find and step", "planned step", "find", "plan")
-SMALL = ("erase", "combine", "rebuild")  # fewer commands than XLA takes the trouble for, unless told so
+SMALL = (
+    "erase",
+    "combine",
+    "rebuild",
+    "admitting step",
+    "assign",
+    "evict",
+    "wait",
+)  # fewer commands than XLA takes the trouble for, unless told so
 SHARDED = ("eight devices, planned", "eight devices, rounds", "eight devices, plan")
 
 
