@@ -64,8 +64,7 @@ class Stats:
     num_unplaced: Int32[Array, " num_stores"]
     """Of the refused since the index was last built: occurrences that found no entry within the probe bound."""
     num_stale: Int32[Array, ""]
-    """Uses that changed nothing because their plan is older than the last erase or eviction; on a mesh also those of
-    keys that had no row."""
+    """Uses that changed nothing because their plan is older than the last erase or eviction."""
     num_rounds: Int32[Array, " num_stores"]
     """Passes of the exchange between shards, of the lookup that had most; 0 where nothing was exchanged."""
 
