@@ -37,7 +37,7 @@ SMALL_ENOUGH = 1024  # a send capacity whose memory is not worth a round
 _LEAST = 16  # lines of the smallest default capacity
 
 _ALL_ONES = np.uint32(0xFFFFFFFF)
-_PADDING_REQUEST = np.array([PADDING_KEY & 0xFFFFFFFF, PADDING_KEY >> 32, 0, 0], np.uint32)
+PADDING_REQUEST = np.array([PADDING_KEY & 0xFFFFFFFF, PADDING_KEY >> 32, 0, 0], np.uint32)
 
 
 def default_send_capacity(spec: StoreSpec, features: StoreFeatures) -> int:
@@ -242,7 +242,7 @@ def _places(
 
 
 def _taken_requests(requests: Array, place: Array, is_real: Array) -> UInt32[Array, "num_sent 4"]:
-    return jnp.where(is_real[:, None], requests.at[place].get(mode="clip"), _PADDING_REQUEST)
+    return jnp.where(is_real[:, None], requests.at[place].get(mode="clip"), PADDING_REQUEST)
 
 
 # Rounds --------------------------------------------------------------------------------------------------------------

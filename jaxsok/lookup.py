@@ -172,22 +172,27 @@ def _lookup_exchanged(
         store, row_ids, answers, inserted, absent = answer(store, route, asked.received)
         lines, num_rounds = asked.slots, 1
     else:
-        row_ids = _no_row_ids()
         num_keys = asked.requests.shape[0]
+        # The update finds rows by key again. A key that is kept out now may have one by then, which it never used.
+        tells = spec.has_admission and not is_find
+        ids_of = jnp.full(num_keys, jnp.uint32(NO_ROW)) if tells and not spec.is_replicated else _no_row_ids()
         if spec.is_replicated:
             answers = jnp.full(num_keys, jnp.uint32(NO_ROW))
         else:
             answers = jnp.zeros((num_keys, spec.dim), jnp.float32)
 
         def one_round(carry: tuple, rounds: list[Round]) -> tuple:
-            store, answers, inserted, absent = carry
+            store, answers, ids_of, inserted, absent = carry
             (part,) = rounds
-            store, _, back, more_inserted, more_absent = answer(store, part.route, part.requests(asked))
-            return store, part.put(answers, back), inserted + more_inserted, absent + more_absent
+            store, ids, back, more_inserted, more_absent = answer(store, part.route, part.requests(asked))
+            if tells and not spec.is_replicated:
+                ids_of = part.put(ids_of, part.route.to_askers(ids))
+            return store, part.put(answers, back), ids_of, inserted + more_inserted, absent + more_absent
 
-        (store, answers, inserted, absent), num_rounds = exchange.over_rounds(
-            shards, spec, [asked], one_round, (store, answers, not_inserted, none)
+        (store, answers, ids_of, inserted, absent), num_rounds = exchange.over_rounds(
+            shards, spec, [asked], one_round, (store, answers, ids_of, not_inserted, none)
         )
+        row_ids = answers if tells and spec.is_replicated else ids_of
         lines = asked.inverse
     is_line = (lines >= 0) & (lines < answers.shape[0])
     if spec.is_replicated:

@@ -203,7 +203,7 @@ def _with_exchanged(
             uses = route.to_owners(uses) if counts_differ else one.received[:, 3].astype(jnp.int32)
             arrived.append((plan.found[s].row_ids, route.rows_to_owners(sums, wire.gradients), uses))
         return add(squares, arrived)
-    asked = [update_lib.in_rounds(one, "gradient_norm") for one in asked]
+    asked = [update_lib.in_rounds(spec, plan, s, "gradient_norm") for plan in plans]
     summed = [update_lib.summed_by_key(spec, plan, grads, s) for plan, grads in zip(plans, gradients, strict=True)]
 
     def one_round(squares: Squares, rounds: list[Round]) -> Squares:

@@ -70,7 +70,8 @@ class Found:
     """What a lookup found out about one store's keys."""
 
     row_ids: RowIds
-    """By key of the batch; on a mesh by request received, or none if there may have been several rounds."""
+    """By key of the batch; on a mesh by request received. Where there may have been several rounds by request sent, in
+    a store that keeps keys out, and else none."""
     generation: UInt32[Array, "1"]
     """Of the store when it was looked up; an erase since then makes the plan stale."""
     counts: Int32[Array, "num_tables num_counts"]

@@ -69,7 +69,7 @@ class AdmitByCount(Admission):
     """A key gets a row in the batch in which its `num_sightings`-th occurrence falls, for all uses of that batch.
 
     Occurrences are counted exactly, 32 bytes for each key that waits; `grow` makes room for more of them. A key whose
-    row is erased or evicted starts anew.
+    row is erased or evicted starts anew; one that waited when `assign` or an import gave it a row goes on from there.
 
     Example:
       >>> AdmitByCount(3).num_sightings

@@ -242,10 +242,11 @@ def _update_exchanged(
             sums, uses = summed_by_key(spec, plan, grads, s)
             live_uses = route.to_owners(uses) if counts_differ else one.received[:, 3].astype(jnp.int32)
             sums = route.rows_to_owners(sums, wire.gradients)
+            live_uses = jnp.where(plan.found[s].row_ids != jnp.uint32(NO_ROW), live_uses, 0)
             arrived.append((one.received, plan.found[s].row_ids, sums, live_uses))
         store, num_nonfinite, num_stale = step(store, arrived)
     else:
-        asked = [in_rounds(one) for one in asked]
+        asked = [in_rounds(spec, plan, s) for plan in plans]
         summed = [summed_by_key(spec, plan, grads, s) for plan, grads in zip(plans, gradients, strict=True)]
 
         def one_round(carry: tuple, rounds: list[Round]) -> tuple:
@@ -255,6 +256,7 @@ def _update_exchanged(
                 received = part.requests(one)
                 row_ids = table.find(store, received[:, :2], received[:, 2])
                 live_uses = part.route.to_owners(part.take(uses)) if counts_differ else received[:, 3].astype(jnp.int32)
+                live_uses = jnp.where(table.is_key(received[:, :2]), live_uses, 0)
                 sums = part.route.rows_to_owners(part.take(sums), wire.gradients)
                 arrived.append((received, row_ids, sums, live_uses))
             store, more_nonfinite, more_stale = step(store, arrived)
@@ -268,14 +270,18 @@ def _update_exchanged(
     return store, num_nonfinite, num_stale
 
 
-def in_rounds(asked: Requests, op: str = "update") -> Requests:
-    """A plan as one that goes in rounds, beside others that do."""
+def in_rounds(spec: StoreSpec, plan: Plan, s: int, op: str = "update") -> Requests:
+    """What a plan asks as one that goes in rounds, beside others that do; without the keys that were kept out."""
+    asked = plan.asked[s]
     if asked.received is not None:
         raise ValueError(
             f"{op}: plan: got plans with and without a send capacity in one update, wanted all of one kind: all from "
             "collection.pipeline or plan(send_capacity=...), or none."
         )
-    return asked
+    if not spec.has_admission:
+        return asked
+    has_row = plan.found[s].row_ids != jnp.uint32(NO_ROW)
+    return dataclasses.replace(asked, requests=jnp.where(has_row[:, None], asked.requests, exchange.PADDING_REQUEST))
 
 
 def summed_by_key(spec: StoreSpec, plan: Plan, gradients: Gradients, s: int) -> tuple[Array, Array]:

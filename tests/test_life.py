@@ -288,7 +288,7 @@ class Life(oracle.CollectionOracle):
         return embeddings, counts
 
     def update(self, plan, gradients):
-        """Steps each row once; nothing, if rows of any store went since the plan was made. Gives whether it is stale."""
+        """Steps each row once; nothing if the plan is stale: rows of some store went since. Gives whether it is."""
         is_stale = any(g != store.generation for g, store in zip(plan.generations, self.stores, strict=True))
         sums = {}
         for use in plan.uses:
@@ -939,16 +939,55 @@ class LifeOverFour(LifeMachine):
     num_shards, max_capacity, other_shards = 4, (36, 2), 2
 
 
-LONG = os.environ.get("JAXSOK_SLOW") == "1"
-FEW_STEPS = hypothesis.settings(
-    max_examples=int(os.environ.get("LIFE_N", 4)),
-    stateful_step_count=int(os.environ.get("LIFE_STEPS", 14)),
-    phases=[p for p in hypothesis.Phase if "LIFE_N" not in os.environ or p is not hypothesis.Phase.shrink],
-)
+def settings_of(num_examples):
+    """Few lives, the same each time; with JAXSOK_SLOW=1 many longer ones that differ."""
+    if os.environ.get("JAXSOK_SLOW") == "1":
+        return hypothesis.settings(max_examples=20 * num_examples, stateful_step_count=40)
+    return hypothesis.settings(max_examples=num_examples, stateful_step_count=12, derandomize=True)
+
+
+def needs(num_devices):
+    """Where there are fewer a mesh cannot be."""
+    return pytest.mark.skipif(len(jax.devices()) < num_devices, reason=f"needs {num_devices} devices")
+
 
 TestLife = LifeMachine.TestCase
-TestLife.settings = FEW_STEPS
-TestLifeOverTwo = pytest.mark.skipif(len(jax.devices()) < 2, reason="needs two devices")(LifeOverTwo.TestCase)
-TestLifeOverTwo.settings = FEW_STEPS
-TestLifeOverFour = pytest.mark.skipif(len(jax.devices()) < 4, reason="needs four devices")(LifeOverFour.TestCase)
-TestLifeOverFour.settings = FEW_STEPS
+TestLife.settings = settings_of(6)
+TestLifeOverTwo = needs(2)(LifeOverTwo.TestCase)
+TestLifeOverTwo.settings = settings_of(3)
+TestLifeOverFour = needs(4)(LifeOverFour.TestCase)
+TestLifeOverFour.settings = settings_of(3)
+
+
+def test_a_count_outlives_a_row_that_was_assigned():
+    """Admission has no part in `assign`: a key that waited waits on when that row is gone."""
+    policy = policies.AdmitByCount(3)
+    collection = programs.one_table(admission=policy)
+    state = programs.insert(collection, collection.init(seed=SEED), [7])
+    state, *_ = collection.assign(state, "user", np.array([7]), np.ones((1, 4), np.float32))
+    state, _ = collection.erase(state, "user", np.array([7]))
+    assert test_admission.waiting(collection, state, "user") == {7: 1}
+    state = programs.insert(collection, state, [7, 7])
+    assert collection.num_rows(state) == {"user": 1}
+    state, _ = collection.erase(state, "user", np.array([7]))
+    assert test_admission.waiting(collection, state, "user") == {}
+
+
+def test_a_key_that_waited_learns_nothing_later():
+    """Its use of before it had a row steps no row, also where the update comes after it got one."""
+    policy = policies.AdmitByCount(2)
+    table = jaxsok.TableSpec("user", 2, jaxsok.optim.sgd(1.0), admission=policy, capacity=64)
+    for num_shards in (None, *(n for n in (2,) if len(jax.devices()) >= n)):
+        features = [jaxsok.FeatureSpec("user", "user")]
+        collection = (
+            jaxsok.Collection([table], features) if num_shards is None else programs.over(num_shards, [table], features)
+        )
+        state = collection.init(seed=SEED)
+        batch = collection.batch({"user": np.array([7, 8])}).features
+        first, state, waiting = collection.lookup(state, batch)
+        second, state, _ = collection.lookup(state, batch)
+        ones = jax.tree.map(jnp.ones_like, second)
+        state, _ = collection.update(state, waiting, ones)
+        rows, is_there = collection.rows_of(state, "user", np.array([7, 8]))
+        assert np.asarray(is_there).all() and (np.asarray(first["user"]) == 0).all()
+        np.testing.assert_array_equal(np.asarray(rows), np.asarray(second["user"]), err_msg=f"{num_shards} shards")
