@@ -515,6 +515,30 @@ def test_nothing_is_copied(way, num_shards, dtype):
         assert places(state) == before
 
 
+@pytest.mark.parametrize(("way", "num_shards"), [("one", 1), ("sharded", 4)])
+def test_nothing_is_copied_between_steps(way, num_shards):
+    """Called outside a trace erase, assign and clear donate their store, and reading does not (law 9)."""
+    collection = collection_of(way, num_shards)
+    state, _ = filled(collection, np.random.default_rng(8))
+
+    def places(state):
+        leaves = jax.tree.leaves(state.stores)
+        return [part.data.unsafe_buffer_pointer() for leaf in leaves for part in leaf.addressable_shards]
+
+    before, keys = places(state), programs.as_array(POOL[:4])
+    for call in (
+        lambda s: collection.erase(s, "a", keys),
+        lambda s: collection.assign(s, "a", keys, np.ones((4, DIM), np.float32)),
+        lambda s: collection.clear(s, "b"),
+    ):
+        old = state
+        collection.rows_of(old, "a", keys)
+        state = call(old)[0]
+        assert places(state) == before
+        assert all(leaf.is_deleted() for leaf in jax.tree.leaves(old.stores))
+    assert np.asarray(collection.contains(state, "a", keys)).all()
+
+
 RECORDS = random_records(np.random.default_rng(0), [1, 2, 3])
 
 
