@@ -875,6 +875,23 @@ def test_a_table_that_cannot_hold_the_file(tmp_path):
     assert collection.num_rows(info.value.state) == {"user": 6, "item": 0}
 
 
+def test_an_interrupt_between_tables_keeps_the_state(tmp_path, monkeypatch):
+    """Ctrl-C once the caller's state was donated to the first table."""
+    collection = collection_of(1)
+    hps.save(collection, trained(collection), tmp_path)
+    enter = collection.import_table
+
+    def interrupted(state, table, *args, **options):
+        if table == "item":
+            raise KeyboardInterrupt
+        return enter(state, table, *args, **options)
+
+    monkeypatch.setattr(collection, "import_table", interrupted)
+    with pytest.raises(KeyboardInterrupt) as info:
+        hps.load(collection, collection.init(), tmp_path)
+    assert collection.num_rows(info.value.state) == {"user": 6, "item": 0}
+
+
 def test_statistics_follow_their_key(tmp_path):
     """Through the formats that have room for them."""
     table = jaxsok.TableSpec("user", 4, jaxsok.optim.sgd(0.1), capacity=8, statistics=True)

@@ -427,6 +427,24 @@ def test_keys_without_an_entry_get_one_under_another_salt():
     assert np.asarray(collection.contains(state, "a", keys)).all()
 
 
+@pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
+def test_keys_without_an_entry_are_entered_before_an_error_leaves(error):
+    """The chunks break off, or the user does, while the last chunk still has keys to try again."""
+    collection = jaxsok.Collection([jaxsok.TableSpec("a", DIM, ADAM, capacity=700, statistics=True)], [])
+    state = collection.init(seed=0)
+    keys = programs.aimed_keys(collection, state, 600)
+    records = random_records(np.random.default_rng(0), keys)
+
+    def broken():
+        yield records
+        raise error("gone")
+
+    with pytest.raises(error) as caught:
+        collection.import_table(state, "a", broken())
+    assert "the chunks before this one are entered" in caught.value.__notes__[0]
+    assert content(caught.value.state)[0] == as_dict(records)
+
+
 def test_memory_that_there_is_not(monkeypatch):
     """Said before anything has changed: the state that was passed is whole."""
     collection = collection_of(capacity=16)

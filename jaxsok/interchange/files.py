@@ -458,7 +458,7 @@ def import_all(
     for table, one in chunks.items():
         try:
             state = collection.import_table(state, table, one, num_rows=one.num_rows, reset_state=reset_state)
-        except Exception as error:
+        except BaseException as error:
             # The caller's state was donated to the tables before: what there is now must not be lost.
             if getattr(error, "state", None) is None:
                 error.state = state
