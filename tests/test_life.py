@@ -940,11 +940,7 @@ class LifeOverFour(LifeMachine):
 
 
 LONG = os.environ.get("JAXSOK_SLOW") == "1"
-FEW_STEPS = hypothesis.settings(
-    max_examples=int(os.environ.get("LIFE_N", 4)),
-    stateful_step_count=int(os.environ.get("LIFE_STEPS", 14)),
-    phases=[p for p in hypothesis.Phase if "LIFE_N" not in os.environ or p is not hypothesis.Phase.shrink],
-)
+FEW_STEPS = hypothesis.settings(max_examples=int(os.environ.get("LIFE_N", 4)), stateful_step_count=int(os.environ.get("LIFE_STEPS", 14)), phases=[p for p in hypothesis.Phase if "LIFE_N" not in os.environ or p is not hypothesis.Phase.shrink])
 
 TestLife = LifeMachine.TestCase
 TestLife.settings = FEW_STEPS
