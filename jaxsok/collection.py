@@ -128,10 +128,17 @@ class Collection(TableOperations):
         # What the parts of one shard go through to reach the others; one shard has no others.
         self._between = (self.shards, self.exchange) if num_shards > 1 else (None, None)
         # Outside jit too, what runs on a mesh runs as a program.
-        static = {"plan": "send_capacities", "erase": ("store", "number"), "store": ("op", "store", "number")}
+        static = {"plan": "send_capacities"}
         self._jitted = {
             name: jax.jit(getattr(self, f"_{name}_global"), static_argnames=static.get(name, ()))
-            for name in ("plan", "lookup", "find", "update", "gradient_norm", "erase", "store")
+            for name in ("plan", "lookup", "find", "update", "gradient_norm")
+        }
+        # These run as programs on one device too, so that a store keeps its buffers between steps.
+        of_one = ("op", "store", "number")
+        self._jitted |= {
+            "erase": jax.jit(self._erase_global, static_argnames=of_one[1:], donate_argnums=0),
+            "write": jax.jit(self._store_global, static_argnames=of_one, donate_argnums=0),
+            "read": jax.jit(self._store_global, static_argnames=of_one),
         }
         self.growth = grow_lib.GrowthTracker.of(len(self.stores))
         for s, store in enumerate(self.stores):

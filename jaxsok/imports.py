@@ -66,11 +66,20 @@ def import_table(
         for records in chunks:
             entering.enter(records)
         entering.settle()
-    except Exception as error:
+    except BaseException as error:  # Ctrl-C too must not lose a state that was donated
+        rest = ""
+        try:
+            if shards is not None and shards.num_processes > 1:
+                # The others may not have failed: to wait for them could be to wait forever.
+                rest = " Keys of the last of them that found no entry in the index may be missing: import it again."
+            else:
+                entering.settle()
+        except Exception as other:
+            rest = f" Keys of the last of them may be missing ({type(other).__name__}: {other})"
         if entering.state is not state:
             error.add_note(
                 "import_table: the state was donated, and is changed: the chunks before this one are entered. What "
-                "there is now is the `state` attribute of this error."
+                f"there is now is the `state` attribute of this error.{rest}"
             )
             error.state = entering.state  # pyright: ignore[reportAttributeAccessIssue]
         raise
@@ -193,10 +202,12 @@ class _Entering:
             if self.unsettled is None:
                 return
             refused, arrays = self.unsettled
-            self.unsettled = None
+            # It stays unsettled until all of it is done: an interrupt may come between.
             if any(self._read(one).any() for one in refused):
                 self.state = grow_lib.resalted(self.specs, self.state, self.s, self.shards)
                 self._enter(arrays, self._dealt(arrays))
+            else:
+                self.unsettled = None
         if self.unsettled is not None and any(self._read(one).any() for one in self.unsettled[0]):
             self.unsettled = None
             raise TableFullError(

@@ -67,9 +67,7 @@ class TableOperations:
         s, number = self._locate("erase", table)
         words = _words("erase", keys)
         state, words = guards.whole("erase", state=state, keys=words)
-        if self.shards is None or self.shards.is_manual():
-            return self._erase_part(state, jnp.asarray(words), store=s, number=number)
-        return self._jitted["erase"](state, words, store=s, number=number)
+        return self._in_store("erase", state, s, number, words)
 
     @annotations.annotated("jaxsok.contains")
     def contains(self, state: State, table: str, keys: Any) -> Bool[Array, " num_keys"]:
@@ -465,8 +463,10 @@ class TableOperations:
 
     # On one shard's part of a state, and on global arrays, where the former is called on every shard.
 
-    def _erase_part(self, state: State, words: Array, *, store: int, number: int) -> tuple[State, UInt32[Array, ""]]:
-        spec, old = self.stores[store], state.stores[store]
+    def _erase_part(
+        self, old: StoreState, words: Array, *, store: int, number: int
+    ) -> tuple[StoreState, UInt32[Array, ""]]:
+        spec = self.stores[store]
         ids = jnp.asarray(table_lib.table_ids_of(number, words.shape[0]))
         new, num_erased = table_lib.erase(spec, old, words, ids)
         shards, _ = self._between
@@ -476,19 +476,22 @@ class TableOperations:
             num_erased = lax.psum(jnp.where(is_counted, num_erased, 0), shards.axis)
             generation = old.generation + (num_erased > 0).astype(jnp.uint32)
             new = dataclasses.replace(new, counters=new.counters.at[COUNTERS.index("generation")].set(generation))
-        stores = (*state.stores[:store], new, *state.stores[store + 1 :])
-        return dataclasses.replace(state, stores=stores), num_erased
+        return new, num_erased
 
-    def _erase_global(self, state: State, words: Array, *, store: int, number: int) -> tuple[State, UInt32[Array, ""]]:
-        of_state = self._specs_of(state)
-        total = P() if self.stores[store].num_shards > 1 else self.shards.spec
+    def _erase_global(
+        self, old: StoreState, words: Array, *, store: int, number: int
+    ) -> tuple[StoreState, UInt32[Array, ""]]:
+        if self.shards is None:
+            return self._erase_part(old, words, store=store, number=number)
+        of_store = self.shards.spec
+        total = P() if self.stores[store].num_shards > 1 else of_store
 
-        def part(state: State, words: Array) -> tuple[State, Array]:
-            state, num_erased = self._erase_part(state, words, store=store, number=number)
-            return state, num_erased if total == P() else num_erased[None]
+        def part(old: StoreState, words: Array) -> tuple[StoreState, Array]:
+            new, num_erased = self._erase_part(old, words, store=store, number=number)
+            return new, num_erased if total == P() else num_erased[None]
 
-        state, num_erased = self.shards.run(part, (state, words), (of_state, P()), (of_state, total))
-        return state, num_erased.reshape(())
+        new, num_erased = self.shards.run(part, (old, words), (of_store, P()), (of_store, total))
+        return new, num_erased.reshape(())
 
     # The same for operations on one store that `_ON_STORE` has.
 
@@ -502,32 +505,40 @@ class TableOperations:
 
     def _on_store(self, op: str, state: State, s: int, number: int, *args: Any) -> tuple[State, tuple[Array, ...]]:
         """The state, as it was if the operation only reads, and the results: the same on all shards."""
-        if self.shards is None or self.shards.is_manual():
-            new, results = self._store_part(state, *map(jnp.asarray, args), op=op, store=s, number=number)
+        words = (state.seed, state.partition_owners)
+        return self._in_store("read" if op in _READING else "write", state, s, number, *words, *args, op=op)
+
+    def _in_store(self, name: str, state: State, s: int, number: int, *args: Any, **static: Any) -> tuple[State, Any]:
+        """The state with what a program made of one of its stores; between steps, one that donates the store."""
+        static |= {"store": s, "number": number}
+        old = state.stores[s]
+        # Under a trace there is nothing to donate: whoever runs the whole decides.
+        is_traced = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((state, args)))
+        if self.shards.is_manual() if self.shards is not None else is_traced:
+            part = self._erase_part if name == "erase" else self._store_part
+            new, results = part(old, *map(jnp.asarray, args), **static)
         else:
-            new, results = self._jitted["store"](state, *args, op=op, store=s, number=number)
-        return state if new is None else new, results
+            new, results = self._jitted[name](old, *args, **static)
+        if new is None:
+            return state, results
+        return dataclasses.replace(state, stores=(*state.stores[:s], new, *state.stores[s + 1 :])), results
 
     def _store_part(
-        self, state: State, *args: Array, op: str, store: int, number: int
-    ) -> tuple[State | None, tuple[Array, ...]]:
-        spec = self.stores[store]
-        place = _Place(spec, number, self.shards, state.seed, state.partition_owners)
-        new, results = _ON_STORE[op](place, state.stores[store], *args)
-        if new is None:
-            return None, results
-        stores = (*state.stores[:store], new, *state.stores[store + 1 :])
-        return dataclasses.replace(state, stores=stores), results
+        self, old: StoreState, seed: Array, owners: Array, *args: Array, op: str, store: int, number: int
+    ) -> tuple[StoreState | None, tuple[Array, ...]]:
+        return _ON_STORE[op](_Place(self.stores[store], number, self.shards, seed, owners), old, *args)
 
     def _store_global(
-        self, state: State, *args: Array, op: str, store: int, number: int
-    ) -> tuple[State | None, tuple[Array, ...]]:
-        def part(state: State, *args: Array) -> tuple[State | None, tuple[Array, ...]]:
-            return self._store_part(state, *args, op=op, store=store, number=number)
+        self, old: StoreState, *args: Array, op: str, store: int, number: int
+    ) -> tuple[StoreState | None, tuple[Array, ...]]:
+        def part(old: StoreState, *args: Array) -> tuple[StoreState | None, tuple[Array, ...]]:
+            return self._store_part(old, *args, op=op, store=store, number=number)
 
-        of_state = self._specs_of(state)
-        out = (None if op in _READING else of_state, P())
-        return self.shards.run(part, (state, *args), (of_state, *[P()] * len(args)), out)
+        if self.shards is None:
+            return part(old, *args)
+        of_store = self.shards.spec
+        out = (None if op in _READING else of_store, P())
+        return self.shards.run(part, (old, *args), (of_store, *[P()] * len(args)), out)
 
     def _leaving(self, table: str | None, policy: Any, num_rows: Any) -> dict[int, evict_lib.Leaving]:
         """Who may leave, by the number of the store; refuses what cannot be meant."""

@@ -109,6 +109,27 @@ def test_sok(tmp_path, key_dtype, dtype):
     assert found.tables[1].states["Adam-m"].max == pytest.approx(2 * np.linalg.norm(ROWS, axis=1).max())
 
 
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+def test_sok_with_state_of_one_number_a_row(tmp_path, dtype):
+    """What `write_sok` writes for a row-wise optimizer; what is cut off is still refused."""
+    from jaxsok.interchange import sok
+
+    wide, narrow = np.abs(ROWS), np.arange(len(KEYS), dtype=np.float32)[:, None]
+    names = {"m": "Adam-m", "accumulator": "Adagrad-accumulator"}
+    records = Records(KEYS, ROWS, {"m": wide, "accumulator": narrow})
+    sok.write_sok(tmp_path, "user:0", records, optimizer=names, dtype=dtype)
+    (table,) = inspection.inspect(tmp_path).tables
+    assert (table.num_rows, table.dim) == ROWS.shape
+    assert table.states["Adagrad-accumulator"].max == len(KEYS) - 1
+    assert table.states["Adam-m"].max == pytest.approx(np.linalg.norm(ROWS, axis=1).max(), rel=1e-3)
+    path = tmp_path / "user_0-Adam-m"
+    whole, num_numbers = path.read_bytes(), ROWS.size
+    # Half the lines: SOK writes no state of rows that were never trained.
+    path.write_bytes(whole[: 296 + (len(whole) - 296) // 2])
+    with pytest.raises(ValueError, match=f"after {num_numbers // 2 // ROWS.shape[1]} lines of state"):
+        inspection.inspect(tmp_path)
+
+
 def test_npz(tmp_path):
     """All columns."""
     put_npz(tmp_path / "user.npz")

@@ -6,6 +6,7 @@ The readers and writers here know the layouts from their descriptions, through s
 import contextlib
 import functools
 import hashlib
+import os
 import pathlib
 import shutil
 import string
@@ -604,6 +605,75 @@ def test_files_that_are_there_are_not_overwritten_unasked(tmp_path):
     assert by_key(columns.read_parquet(tmp_path / "t.parquet")) == by_key([new])
 
 
+def test_only_files_of_the_dump_are_overwritten(tmp_path):
+    """Files whose names begin alike stay; state of any slot, SOK's own or with a header of this table, goes."""
+    old = made([1, 2], 3, {"m": 3, "x": 3})
+    sok.write_sok(tmp_path, "user", old, optimizer={"m": "Adam-m", "x": "Mine-x"})
+    (tmp_path / "user-Adam-v").write_bytes(b"torn")
+    header = (tmp_path / "user-Mine-x").read_bytes()
+    others = {
+        "user-notes.txt": b"mine",
+        "user-": b"",
+        "user-log-2024": bytes(400).replace(b"\0", b" "),
+        "user-Mine-y": header,  # of another slot
+        "user-other-x": b"guest".rjust(256) + header[256:],  # of another table
+    }
+    for name, content in others.items():
+        (tmp_path / name).write_bytes(content)
+    (tmp_path / "user-photos-more").mkdir()
+    sok.write_sok(tmp_path, "user", made([3], 3), overwrite=True)
+    assert {path.name for path in tmp_path.iterdir()} == {*others, "user-photos-more", "user-key", "user-weight"}
+    assert all((tmp_path / name).read_bytes() == content for name, content in others.items())
+
+
+def test_what_cannot_be_replaced_is_found_before_anything_goes(tmp_path, monkeypatch):
+    """A folder in a file's place; one that comes while the export is written; and a disk that fails in between."""
+    sok.write_sok(tmp_path, "user", made([1, 2], 3))
+    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    folder = tmp_path / "user-Adam-m"
+
+    def late():
+        folder.mkdir()
+        yield made([3], 3, {"m": 3})
+
+    state = {"optimizer": {"m": "Adam-m"}, "overwrite": True}
+    for records in (files.RecordChunks(1, 3, {"m": 3}, late), made([3], 3, {"m": 3})):
+        with pytest.raises(IsADirectoryError, match="user-Adam-m: got a folder"):
+            sok.write_sok(tmp_path, "user", records, **state)
+        assert {path: path.read_bytes() for path in tmp_path.iterdir() if path != folder} == before
+    folder.rmdir()
+    replace = os.replace
+
+    def fails_at_weight(source, target):
+        if str(target).endswith("weight"):
+            raise OSError("the disk is gone")
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", fails_at_weight)
+    with pytest.raises(OSError, match="the disk is gone") as info:
+        sok.write_sok(tmp_path, "user", made([3], 3), overwrite=True)
+    partials = sorted(tmp_path.glob("*.partial"))
+    assert len(partials) == 2 and all(str(path) in info.value.__notes__[0] for path in partials)
+    assert not (tmp_path / "user-key").exists()
+    monkeypatch.undo()
+    for path in partials:
+        path.rename(path.with_name(path.name.rsplit(".", 2)[0]))
+    assert by_key(sok.read_sok(tmp_path, "user", dim=3)) == by_key([made([3], 3)])
+
+
+def test_two_writers_of_one_name_do_not_share_a_file(tmp_path):
+    """The one that ends last wins, whole."""
+
+    def chunks():
+        yield made([1], 2)
+        hps.write_hps(tmp_path, made([3], 2), overwrite=True)
+        yield made([2], 2)
+
+    hps.write_hps(tmp_path, chunks(), overwrite=True)
+    assert by_key(hps.read_hps(tmp_path, dim=2)) == by_key([made([1, 2], 2)])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["emb_vector", "key"]
+
+
 def test_an_export_that_stops_halfway_leaves_the_old_one(tmp_path):
     """The writer dies between two chunks."""
     write_all(tmp_path)
@@ -871,6 +941,23 @@ def test_a_table_that_cannot_hold_the_file(tmp_path):
     ]
     collection = jaxsok.Collection(specs, [])
     with pytest.raises((MemoryError, jaxsok.TableFullError)) as info:
+        hps.load(collection, collection.init(), tmp_path)
+    assert collection.num_rows(info.value.state) == {"user": 6, "item": 0}
+
+
+def test_an_interrupt_between_tables_keeps_the_state(tmp_path, monkeypatch):
+    """Ctrl-C once the caller's state was donated to the first table."""
+    collection = collection_of(1)
+    hps.save(collection, trained(collection), tmp_path)
+    enter = collection.import_table
+
+    def interrupted(state, table, *args, **options):
+        if table == "item":
+            raise KeyboardInterrupt
+        return enter(state, table, *args, **options)
+
+    monkeypatch.setattr(collection, "import_table", interrupted)
+    with pytest.raises(KeyboardInterrupt) as info:
         hps.load(collection, collection.init(), tmp_path)
     assert collection.num_rows(info.value.state) == {"user": 6, "item": 0}
 

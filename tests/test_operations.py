@@ -427,6 +427,24 @@ def test_keys_without_an_entry_get_one_under_another_salt():
     assert np.asarray(collection.contains(state, "a", keys)).all()
 
 
+@pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
+def test_keys_without_an_entry_are_entered_before_an_error_leaves(error):
+    """The chunks break off, or the user does, while the last chunk still has keys to try again."""
+    collection = jaxsok.Collection([jaxsok.TableSpec("a", DIM, ADAM, capacity=700, statistics=True)], [])
+    state = collection.init(seed=0)
+    keys = programs.aimed_keys(collection, state, 600)
+    records = random_records(np.random.default_rng(0), keys)
+
+    def broken():
+        yield records
+        raise error("gone")
+
+    with pytest.raises(error) as caught:
+        collection.import_table(state, "a", broken())
+    assert "the chunks before this one are entered" in caught.value.__notes__[0]
+    assert content(caught.value.state)[0] == as_dict(records)
+
+
 def test_memory_that_there_is_not(monkeypatch):
     """Said before anything has changed: the state that was passed is whole."""
     collection = collection_of(capacity=16)
@@ -513,6 +531,30 @@ def test_nothing_is_copied(way, num_shards, dtype):
         assert compiled.memory_analysis().temp_size_in_bytes < 20 * state.stores[0].capacity // num_shards + 2**18
         state = compiled(state)[0]
         assert places(state) == before
+
+
+@pytest.mark.parametrize(("way", "num_shards"), [("one", 1), ("sharded", 4)])
+def test_nothing_is_copied_between_steps(way, num_shards):
+    """Called outside a trace erase, assign and clear donate their store, and reading does not (law 9)."""
+    collection = collection_of(way, num_shards)
+    state, _ = filled(collection, np.random.default_rng(8))
+
+    def places(state):
+        leaves = jax.tree.leaves(state.stores)
+        return [part.data.unsafe_buffer_pointer() for leaf in leaves for part in leaf.addressable_shards]
+
+    before, keys = places(state), programs.as_array(POOL[:4])
+    for call in (
+        lambda s: collection.erase(s, "a", keys),
+        lambda s: collection.assign(s, "a", keys, np.ones((4, DIM), np.float32)),
+        lambda s: collection.clear(s, "b"),
+    ):
+        old = state
+        collection.rows_of(old, "a", keys)
+        state = call(old)[0]
+        assert places(state) == before
+        assert all(leaf.is_deleted() for leaf in jax.tree.leaves(old.stores))
+    assert np.asarray(collection.contains(state, "a", keys)).all()
 
 
 RECORDS = random_records(np.random.default_rng(0), [1, 2, 3])

@@ -223,15 +223,29 @@ def _open_sok(path: pathlib.Path) -> Opened:
         rows = path / f"{prefix}-weight"
         item_bytes = _SOK_ITEM_BYTES.get(_sok_header(rows)[1], 4)
         size = rows.stat().st_size - _SOK_HEADER_BYTES if rows.is_file() else 0
-        ends = sorted(state.name.removeprefix(f"{prefix}-") for state in path.glob(f"{prefix}-*-*"))
+        dim = max(1, size // (item_bytes * max(1, num_rows)))
+        ends = {
+            state.name.removeprefix(f"{prefix}-"): state
+            for state in sorted(path.glob(f"{prefix}-*-*"))
+            if state.suffix != ".partial"
+        }
         tables[name] = functools.partial(
             sok.read_sok,
             path,
             name,
-            dim=max(1, size // (item_bytes * max(1, num_rows))),
+            dim=dim,
             optimizer={end: end for end in ends} or None,
+            widths={end: _sok_width(state, num_rows, dim) for end, state in ends.items()},
         )
     return Opened("SOK", tables)
+
+
+def _sok_width(path: pathlib.Path, num_rows: int, dim: int) -> int:
+    """Numbers a row of a file of state: dim, unless its size tells another width and is not some lines of dim."""
+    num_numbers = (path.stat().st_size - _SOK_HEADER_BYTES) // _SOK_ITEM_BYTES.get(_sok_header(path)[1], 4)
+    width, rest = divmod(num_numbers, max(1, num_rows))
+    # SOK writes fewer lines where rows were never trained; the reader tells what to do then.
+    return width if not rest and (width == 1 or num_numbers % dim) else dim
 
 
 def _begins_with(magic: bytes) -> Callable[[pathlib.Path], bool]:

@@ -5,8 +5,10 @@ out rows. A writer fills files under other names, and gives them their own when 
 """
 
 import dataclasses
+import errno
 import os
 import pathlib
+import secrets
 import string
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import IO, Any
@@ -133,16 +135,17 @@ def checked_records(op: str, records: RecordsIn) -> tuple[Form, Iterator[Records
 
 
 class PartialFiles:
-    """Files of one export. They are written as `<name>.partial` and renamed once all are complete.
+    """Files of one export. They are written as `<name>.<random>.partial` and renamed once all are complete.
 
     Without its first file a reader refuses the rest. That one is therefore the first to go, where it is overwritten,
-    and the last to come: whenever the process ends, there is the old export, the new one, or none.
+    and the last to come: whenever the process ends, there is the old export, the new one, or none. If the old one is
+    gone and a new file cannot get its name, the partial files stay, and a note of the error names them.
     """
 
     def __init__(
         self, op: str, paths: Sequence[pathlib.Path], *, overwrite: bool, stale: Sequence[pathlib.Path] = ()
     ) -> None:
-        """Refuses what is there already, unless it may be overwritten.
+        """Refuses what is there already, unless it may be overwritten, and what is no file.
 
         Args:
           op: named in errors.
@@ -151,15 +154,20 @@ class PartialFiles:
           stale: other files of the same export, which would not fit the new ones.
         """
         refuse_existing(op, [*paths, *stale], overwrite)
+        self._op = op
         self._paths, self._stale = tuple(paths), tuple(path for path in stale if path not in paths)
+        # Two writers of one name must not write into one file.
+        end = f".{secrets.token_hex(4)}.partial"
+        self._partials = tuple(path.with_name(path.name + end) for path in self._paths)
         self._files: list[IO[bytes]] = []
+        self._require_removable()
 
     def __enter__(self) -> list[IO[bytes]]:
         """The open files, in the order of the paths."""
         try:
-            for path in self._paths:
+            for path in self._partials:
                 path.parent.mkdir(parents=True, exist_ok=True)
-                self._files.append(open(_partial(path), "w+b"))
+                self._files.append(open(path, "x+b"))
         except OSError as error:
             self.__exit__(type(error), error, None)
             raise
@@ -174,20 +182,55 @@ class PartialFiles:
                     os.fsync(file.fileno())
                 file.close()
             if kind is None:
-                first, *others = self._paths
-                if others or self._stale:
-                    first.unlink(missing_ok=True)
-                for path in self._stale:
-                    path.unlink(missing_ok=True)
-                for path in [*others, first]:
-                    os.replace(_partial(path), path)
-        finally:
-            for path in self._paths:
-                _partial(path).unlink(missing_ok=True)
+                self._require_removable()
+        except BaseException:
+            self._remove_partials()
+            raise
+        if kind is not None:
+            self._remove_partials()
+            return
+        try:
+            (first, *others), (first_partial, *partials) = self._paths, self._partials
+            if others or self._stale:
+                first.unlink(missing_ok=True)
+                _sync(first.parent)
+            for path in self._stale:
+                path.unlink(missing_ok=True)
+            for partial, path in zip([*partials, first_partial], [*others, first], strict=True):
+                os.replace(partial, path)
+            _sync(first.parent)
+        except BaseException as failure:
+            kept = [str(partial) for partial in self._partials if partial.exists()]
+            failure.add_note(f"{self._op}: the new files are complete; those without their names yet stay: {kept}.")
+            raise
+
+    def _require_removable(self) -> None:
+        """Raises while there still is all of the old export."""
+        for path in (*self._paths, *self._stale):
+            if os.path.lexists(path):
+                if path.is_dir():
+                    raise IsADirectoryError(f"{self._op}: {path}: got a folder, wanted a file, or none.")
+                if not os.access(path.parent, os.W_OK | os.X_OK):
+                    raise PermissionError(f"{self._op}: {path}: may not be replaced: its folder is read-only.")
+
+    def _remove_partials(self) -> None:
+        for partial in self._partials:
+            partial.unlink(missing_ok=True)
 
 
-def _partial(path: pathlib.Path) -> pathlib.Path:
-    return path.with_name(path.name + ".partial")
+def _sync(folder: pathlib.Path) -> None:
+    """Has the names in a folder on the disk, where the file system can be asked for it."""
+    try:
+        descriptor = os.open(folder, os.O_RDONLY)
+    except OSError:
+        return  # a folder that may be written and not read
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
+    finally:
+        os.close(descriptor)
 
 
 def refuse_existing(op: str, paths: Sequence[pathlib.Path], overwrite: bool) -> None:
@@ -458,7 +501,7 @@ def import_all(
     for table, one in chunks.items():
         try:
             state = collection.import_table(state, table, one, num_rows=one.num_rows, reset_state=reset_state)
-        except Exception as error:
+        except BaseException as error:
             # The caller's state was donated to the tables before: what there is now must not be lost.
             if getattr(error, "state", None) is None:
                 error.state = state

@@ -50,6 +50,8 @@ _SLOTS: dict[str, dict[str, str]] = {
 # SOK takes Adamax for Adam where it names the files.
 _ALSO = {"adamax": {"m": "Adam-m", "u": "Adam-v"}}
 
+_ENDS = {"key", "weight", *(end for slots in (*_SLOTS.values(), *_ALSO.values()) for end in slots.values())}
+
 OptimizerLike = str | Mapping[str, str] | None
 
 
@@ -374,7 +376,9 @@ def _files_of(op: str, directory: str | os.PathLike, table: str) -> list[pathlib
     if not base.parent.is_dir():
         return []
     there = sorted(
-        path for path in base.parent.iterdir() if path.name.startswith(f"{base.name}-") and path.suffix != ".partial"
+        path
+        for path in base.parent.iterdir()
+        if path.name.startswith(f"{base.name}-") and _is_of(path, path.name.removeprefix(f"{base.name}-"), table)
     )
     key_path = _path(base, "key")
     if key_path in there:
@@ -386,6 +390,21 @@ def _files_of(op: str, directory: str | os.PathLike, table: str) -> list[pathlib
                 "alone, and so their files do not; choose another name or another directory."
             )
     return there
+
+
+def _is_of(path: pathlib.Path, end: str, table: str) -> bool:
+    """Whether a file is of a table's dump: by the end of its name, or, since slots may have any, by its header."""
+    if not path.is_file() or path.suffix == ".partial":
+        return False
+    if end in _ENDS:
+        return True
+    with open(path, "rb") as file:
+        header = file.read(HEADER_BYTES)
+    if len(header) < HEADER_BYTES or not 0 < end.find("-") < len(end) - 1:
+        return False
+    kind, dtype = (int.from_bytes(header[word], "big") for word in (_KIND, _DTYPE))
+    name, slot = (header[place].decode(errors="replace").lstrip(" ") for place in (_NAME, _SLOT))
+    return kind == 2 and dtype in _DTYPES and name in ("", table) and slot in ("", end.partition("-")[2])
 
 
 def _path(base: pathlib.Path, end: str) -> pathlib.Path:
