@@ -139,6 +139,37 @@ def test_a_damaged_delta_changes_nothing(chain, tmp_path, kind):
     assert_same(content(other, state), held[0][0])
 
 
+def capped():
+    """A table that is full and evicts."""
+    options = {"capacity": 64, "max_capacity": 64, "eviction": policies.LeastRecentlyUsed(), "statistics": True}
+    return collection_of([jaxsok.TableSpec("item", 2, cases.ADAM, **options)])
+
+
+def seen(collection, state, keys):
+    """A step of some keys, with room made for them."""
+    state = collection.grow(state)
+    features = collection.batch({"item": np.asarray(keys, np.uint64)}).features
+    return train_step(collection)(state, features)[0]
+
+
+def test_a_full_table_that_evicts(tmp_path):
+    """What went leaves first: the delta of a table that stays at its cap has room."""
+    collection = capped()
+    state = collection.init(seed=0)
+    for keys in (np.arange(20), np.arange(20, 40), np.arange(40, 60)):
+        state = seen(collection, state, keys)
+    checkpoint.export_full(tmp_path / "full", collection, state)
+    for start in range(100, 200, 10):
+        state = seen(collection, state, np.arange(start, start + 10))
+    delta = checkpoint.export_delta(tmp_path / "delta", collection, state, tmp_path / "full")
+    assert delta.num_tombstones["item"] + delta.num_rows["item"] > 64
+    want = content(collection, state)
+    assert_same(content(collection, checkpoint.load([tmp_path / "full", tmp_path / "delta"], collection)), want)
+    served = checkpoint.load(tmp_path / "full", collection)
+    served = checkpoint.apply_delta(tmp_path / "delta", collection, served, after=tmp_path / "full")
+    assert_same(content(collection, served), want)
+
+
 def test_a_delta_on_a_checkpoint(tmp_path):
     """The tables' folder of an Orbax checkpoint is a full export, too."""
     collection = two()

@@ -344,25 +344,30 @@ def _applied(
     """The state after a delta whose place in the chain was checked."""
     names = restore_lib.chosen_tables(source, collection, tables)
     taken = restore_lib.check_forms(source, collection, names, optimizer_state)
-    new = {name: _new_rows(source, collection, state, name) for name in names}
-    state = restore_lib.with_room(source, collection, state, new)
+    # What goes makes room for what comes: a table that evicts may be full at both ends of a delta.
+    more = {name: _more_rows(source, collection, state, name) for name in names}
+    state = restore_lib.with_room(source, collection, state, more)
     for name in names:
         for keys in key_batches(source.files(name, manifest_lib.TOMBSTONES)):
             for start in range(0, keys.size, KEYS_AT_A_TIME):
                 state, _ = collection.erase(state, name, keys[start : start + KEYS_AT_A_TIME])
+    for name in names:
         state = restore_lib.placed(source, collection, state, name, taken[name])
     return restore_lib.with_small_parts(
         source, collection, state, names, is_whole=is_whole, with_globals=optimizer_state != "initial"
     )
 
 
-def _new_rows(source: Source, collection: Collection, state: State, table: str) -> np.ndarray:
-    """Rows that a delta adds to each shard: int64[num_shards]."""
+def _more_rows(source: Source, collection: Collection, state: State, table: str) -> np.ndarray:
+    """Rows that a delta adds to each shard, less those that it takes away: int64[num_shards]."""
     s, number = collection._locate(source.op, table)
     spec = collection.stores[s]
     counts = np.zeros(spec.num_shards, np.int64)
     for keys, found in _looked_for(collection, state, table, key_batches(source.files(table))):
         counts += restore_lib.keys_by_shard(collection, spec, spec.tables[number], keys[~found])
+    tombstones = key_batches(source.files(table, manifest_lib.TOMBSTONES))
+    for keys, found in _looked_for(collection, state, table, tombstones):
+        counts -= restore_lib.keys_by_shard(collection, spec, spec.tables[number], keys[found])
     return counts
 
 

@@ -308,7 +308,7 @@ def with_room(source: Source, collection: Collection, state: State, rows: Mappin
       source: named in errors.
       collection: of the state.
       state: donated.
-      rows: of each table, that each shard gets: int64[num_shards].
+      rows: of each table, that each shard gets, less those that it loses before: int64[num_shards].
 
     Raises:
       TableFullError: a store's `max_capacity` is below that.
