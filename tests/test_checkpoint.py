@@ -25,7 +25,7 @@ from test_processes import ended, free_port
 import jaxsok
 from jaxsok import checkpoint, optim, policies
 from jaxsok.checkpoint import TablesRestore, TablesSave, manifest, save
-from jaxsok.types import COUNTERS
+from jaxsok.types import COUNTERS, NUM_PARTITIONS
 
 WORKER = pathlib.Path(cases.__file__)
 TABLES = [table.name for table in tables_of()]
@@ -413,6 +413,42 @@ def test_damaged_files_are_refused_and_change_nothing(saved, tmp_path, place):
     assert_same(content(other, mine), before)
 
 
+@pytest.mark.parametrize("place", ["flipped", "gone", "cut"])
+def test_a_damaged_bloom_filter_changes_nothing(tmp_path, place):
+    """It is read last; whether it is whole is known before the rows of a state go."""
+    admission = policies.AdmitByBloom(2, num_keys=50)
+    collection = collection_of([jaxsok.TableSpec("item", 2, optim.sgd(0.1), capacity=64, admission=admission)])
+    state = train(collection, collection.init(seed=3), 2)
+    save_to(tmp_path / "saved", collection, state)
+    (path,) = (tmp_path / "saved").glob("*.bloom")
+    if place == "flipped":
+        _flip(path, 5)
+    elif place == "gone":
+        path.unlink()
+    else:
+        os.truncate(path, path.stat().st_size - 4)
+    before = content(collection, state)
+    with pytest.raises(checkpoint.CorruptFileError, match=f'file ".*{path.name}", byte '):
+        restore(tmp_path / "saved", collection, state=state)
+    assert_same(content(collection, state), before)
+
+
+def test_counts_that_do_not_agree_are_refused(saved, tmp_path):
+    """A manifest with a checksum of its own, and another number of rows than its files."""
+    folder = tmp_path / "other"
+    shutil.copytree(saved, folder)
+    whole = json.loads((folder / "manifest.json").read_text())
+    whole.pop("checksum")
+    whole["tables"]["user"]["num_rows"] += 1
+    (folder / "manifest.json").write_text(manifest._sealed(whole))
+    other = collection_of(tables_of(), 2)
+    mine = train(other, other.init(seed=1), 2)
+    before = content(other, mine)
+    with pytest.raises(checkpoint.CorruptFileError, match='table "user": got .* rows in the files and .* wanted'):
+        restore(folder, other, state=mine, tables=["user"])
+    assert_same(content(other, mine), before)
+
+
 def test_rows_of_another_type_are_refused(saved, tmp_path):
     """A file whose checksums are right and whose columns are not: somebody wrote it anew."""
     folder = tmp_path / "other"
@@ -423,7 +459,8 @@ def test_rows_of_another_type_are_refused(saved, tmp_path):
     file.write(pa.record_batch([pa.array([1, 2], pa.int32())], schema=schema), (0, 4095))
     whole = json.loads((folder / "manifest.json").read_text())
     whole.pop("checksum")
-    whole["tables"]["user"]["files"] = [file.close()]
+    counts = {"num_rows": 2, "partition_rows": manifest.packed(np.eye(1, NUM_PARTITIONS, dtype=np.int64)[0] * 2)}
+    whole["tables"]["user"] |= {"files": [file.close()], **counts}
     (folder / "manifest.json").write_text(manifest._sealed(whole))
     with pytest.raises(checkpoint.CorruptFileError, match=r"byte 8: got columns key int32, wanted key uint64, row "):
         restore(folder, collection_of(tables_of()))

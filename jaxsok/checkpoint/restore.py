@@ -78,22 +78,50 @@ class Source:
             for batch in file.batches():
                 yield tuple(batch.column(name).to_numpy(zero_copy_only=False) for name in ("key", "count"))
 
+    def check(self, tables: Sequence[str]) -> None:
+        """Refuses some tables, if a file is not there or of another size, or counts of the manifest do not agree.
+
+        Raises:
+          CorruptFileError: names the file, or the table.
+        """
+        for table in tables:
+            for kind in (manifest_lib.ROWS, manifest_lib.WAITING, manifest_lib.TOMBSTONES):
+                for file in self.files(table, kind):
+                    file.check_size()
+            entry = self.manifest["tables"][table]
+            files = sum(sum(batch[3] for batch in file["batches"]) for file in entry[manifest_lib.ROWS])
+            partitions = int(manifest_lib.unpacked(entry["partition_rows"]).sum())
+            if not files == partitions == entry["num_rows"]:
+                raise CorruptFileError(
+                    f'{self.op}: table "{table}": got {files} rows in the files and {partitions} in the partitions of '
+                    f'"{self.folder}", wanted {entry["num_rows"]} of both; manifests of other saves were mixed.'
+                )
+        for file, _ in self._bloom_files({self.store_of(table)[0] for table in tables}):
+            file.check_size()
+
     def verify(self, tables: Sequence[str]) -> None:
         """Reads all files of some tables against their checksums."""
+        self.check(tables)
         for table in tables:
             for kind in (manifest_lib.ROWS, manifest_lib.WAITING, manifest_lib.TOMBSTONES):
                 for file in self.files(table, kind):
                     file.verify()
+        for file, pieces in self._bloom_files({self.store_of(table)[0] for table in tables}):
+            for _ in file.ranges(piece[:3] for piece in pieces):
+                pass  # nothing of it is kept
+
+    def _bloom_files(self, stores: set[int]) -> Iterator[tuple[SavedFile, list[list[int]]]]:
+        """The files of the Bloom filters of some stores, and the pieces of each."""
+        for entry in self.manifest["bloom"]:
+            if entry["store"] in stores:
+                yield SavedFile(self.op, self.folder, entry, None), entry["pieces"]
 
     def bloom(self, store: int, shard: int) -> np.ndarray:
         """The words of a shard's Bloom filter, as they were saved."""
         parts = []
-        for entry in self.manifest["bloom"]:
-            if entry["store"] != store:
-                continue
-            file = SavedFile(self.op, self.folder, entry, None)
-            pieces = [piece[:3] for piece in entry["pieces"] if piece[3] == shard]
-            parts += [np.frombuffer(data, "<u4").astype(np.uint32) for data in file.ranges(pieces)]
+        for file, pieces in self._bloom_files({store}):
+            mine = [piece[:3] for piece in pieces if piece[3] == shard]
+            parts += [np.frombuffer(data, "<u4").astype(np.uint32) for data in file.ranges(mine)]
         return np.concatenate(parts)
 
     def store_of(self, table: str) -> tuple[int, dict[str, Any]]:
@@ -246,10 +274,7 @@ def restored(
     op = source.op
     names = chosen_tables(source, collection, tables)
     taken = check_forms(source, collection, names, optimizer_state)
-    for name in names:
-        for kind in (manifest_lib.ROWS, manifest_lib.WAITING):
-            for file in source.files(name, kind):
-                file.check_size()
+    source.check(names)
     manifest = source.manifest
     is_new = state is None
     if state is None:
