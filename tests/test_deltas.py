@@ -218,6 +218,22 @@ def test_what_cannot_be_exported_is_refused(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["full"]
 
 
+@pytest.mark.parametrize(("clock", "error"), [(2**32, ValueError), (-1, ValueError), (1.5, TypeError)])
+def test_a_clock_that_is_no_uint32_is_refused(tmp_path, clock, error):
+    """As lookups refuse it: what was written with it could not be read."""
+    collection = two()
+    state = collection.init()
+    checkpoint.export_full(tmp_path / "full", collection, state, clock=2**32 - 1)
+    with pytest.raises(error, match="export_full: clock: got"):
+        checkpoint.export_full(tmp_path / "other", collection, state, clock=clock)
+    with pytest.raises(error, match="export_delta: clock: got"):
+        checkpoint.export_delta(tmp_path / "other", collection, state, tmp_path / "full", clock=clock)
+    with pytest.raises(error, match="TablesSave: clock: got"):
+        checkpoint.TablesCheckpointHandler().save(tmp_path, checkpoint.TablesSave(collection, state, clock=clock))
+    assert not (tmp_path / "other").exists()
+    assert collection.num_rows(checkpoint.load(tmp_path / "full", collection))["user"] == 0
+
+
 def test_an_export_that_ended_early_leaves_nothing_to_read(tmp_path, monkeypatch):
     """The folder gets its name at the end; what an earlier one left is in nobody's way."""
     collection = two()

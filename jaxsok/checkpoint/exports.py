@@ -20,7 +20,7 @@ from jaxsok.checkpoint import manifest as manifest_lib
 from jaxsok.checkpoint import restore as restore_lib
 from jaxsok.checkpoint.files import key_batches
 from jaxsok.checkpoint.restore import OptimizerState, Source
-from jaxsok.checkpoint.save import HOST_BYTES, PIECE_BYTES, SaveOptions, SaveReport, Saving, saved_now
+from jaxsok.checkpoint.save import HOST_BYTES, PIECE_BYTES, SaveOptions, SaveReport, Saving, saved_now, time_of
 from jaxsok.collection import Collection
 from jaxsok.store import State
 
@@ -147,7 +147,7 @@ def export_delta(
     for source in chain:
         names = restore_lib.chosen_tables(source, collection, None)
         restore_lib.check_forms(source, collection, names, "require")
-    now = int(np.asarray(state.step)) if clock is None else int(clock)
+    now = time_of(op, state, clock)
     if now < last["clock"]:
         raise ValueError(
             f'{op}: base: got "{chain[-1].folder}" of time {last["clock"]}, wanted one of {now} or earlier: the state '

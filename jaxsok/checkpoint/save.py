@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxsok import policies
+from jaxsok import operations, policies
 from jaxsok.checkpoint import manifest as manifest_lib
 from jaxsok.checkpoint.files import (
     COMPRESSIONS,
@@ -151,7 +151,7 @@ class Saving:
             "stores": [self._store_part(s) for s in range(len(collection.stores))],
             **(more or {}),
         }
-        self.part["clock"] = self.part["step"] if clock is None else int(clock)
+        self.part["clock"] = time_of(op, state, clock)
 
     # Copying
 
@@ -295,6 +295,16 @@ class Saving:
         for store in self.part["stores"]:
             counts |= dict(zip(store["tables"], store["num_evicted"], strict=False))  # none where nothing is evicted
         return counts
+
+
+def time_of(op: str, state: State, clock: Any) -> int:
+    """The time of a save: the clock, a uint32 as lookups are told it; None: the state's step.
+
+    Raises:
+      TypeError, ValueError: no integer, or no uint32; names the op.
+    """
+    word = operations.clock_of(op, clock)
+    return int(np.asarray(state.step if word is None else word))
 
 
 def saved_now(saving: Saving, folder: Any) -> None:
