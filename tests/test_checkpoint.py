@@ -307,6 +307,9 @@ def test_some_tables_into_a_state_that_there_is(eight, saved):
     before, generations = content(other, mine), [np.asarray(store.generation) for store in mine.stores]
     again = restore(saved, other, state=mine, tables=["user", "day"])
     got, want = content(other, again), content(collection, state)
+    for name in ("user", "day"):
+        last_steps = want[f"{name}.statistics"][:, 0]
+        last_steps[:] = np.maximum(last_steps, 2)  # they came now
     assert_same(got, want, names=[name for name in want if name.split(".")[0] in ("user", "day")])
     assert_same(got, before, names=[name for name in want if name.split(".")[0] in ("item", "ad")])
     assert int(again.step) == 2 and int(again.seed[0]) == 1

@@ -203,6 +203,27 @@ def test_the_users_clock(tmp_path):
         checkpoint.export_delta(tmp_path / "again", collection, state, tmp_path / "delta", clock=2400)
 
 
+@pytest.mark.parametrize("clock", [None, 5000])
+@pytest.mark.parametrize("is_delta", [False, True])
+def test_what_is_loaded_into_a_live_state_is_a_change(tmp_path, clock, is_delta):
+    """Old rows that were loaded after a base are in the delta on it, whatever last step they were saved with."""
+    collection = two()
+    old = train(collection, collection.init(seed=2), 1)
+    checkpoint.export_full(tmp_path / "old", collection, old)
+    old = train(collection, old, 1)
+    checkpoint.export_delta(tmp_path / "newer", collection, old, tmp_path / "old")
+    state = train(collection, collection.init(seed=1), 4)
+    checkpoint.export_full(tmp_path / "full", collection, state, clock=clock)
+    options = {"tables": ["user"], "clock": clock}
+    if is_delta:
+        state = checkpoint.apply_delta(tmp_path / "newer", collection, state, after=tmp_path / "old", **options)
+    else:
+        state = checkpoint.load(tmp_path / "newer", collection, state=state, **options)
+    checkpoint.export_delta(tmp_path / "delta", collection, state, tmp_path / "full", clock=clock)
+    again = checkpoint.load([tmp_path / "full", tmp_path / "delta"], collection)
+    assert_same(content(collection, again), content(collection, state))
+
+
 def test_what_cannot_be_exported_is_refused(tmp_path):
     collection = two()
     state = train(collection, collection.init(seed=1), 1)

@@ -185,6 +185,7 @@ def load(
     state: State | None = None,
     tables: Sequence[str] | None = None,
     optimizer_state: OptimizerState = "require",
+    clock: int | None = None,
 ) -> State:
     """Makes a state of an export, or of a full one and its deltas in order.
 
@@ -194,6 +195,8 @@ def load(
       state: donated; None: a new one, with the seed and the step of the last link. One that is given keeps its own.
       tables: names; None: all, and there must be no others.
       optimizer_state: "require", "matching" or "initial" (see `TablesRestore`).
+      clock: now, for a given state whose lookups are told one; None: its step. Rows that come into a given state
+        count as used now.
 
     Raises:
       ValueError: tables do not fit, or links are not in order.
@@ -213,9 +216,10 @@ def load(
             restore_lib.check_forms(source, collection, names, optimizer_state)
             source.verify(names)
     is_new = state is None
-    state = restore_lib.restored(chain[0], collection, state, tables, optimizer_state)
+    now = None if state is None else time_of(op, state, clock)
+    state = restore_lib.restored(chain[0], collection, state, tables, optimizer_state, now)
     for source in chain[1:]:
-        state = _applied(source, collection, state, tables, optimizer_state, is_whole=is_new)
+        state = _applied(source, collection, state, tables, optimizer_state, is_whole=is_new, now=now)
     return state
 
 
@@ -227,6 +231,7 @@ def apply_delta(
     after: str | Path,
     tables: Sequence[str] | None = None,
     optimizer_state: OptimizerState = "require",
+    clock: int | None = None,
 ) -> State:
     """Brings a state that holds an export forward by the delta that comes next.
 
@@ -237,6 +242,8 @@ def apply_delta(
       after: what the state holds: the path of that export, or its `uuid`.
       tables: names; None: all.
       optimizer_state: as the state was loaded.
+      clock: now, where lookups of the state are told one; None, with `tables`: its step. Rows count as used now;
+        without both the state gets the step of the delta, and the rows keep theirs.
 
     Raises:
       ValueError: the delta rests on another export, or tables do not fit.
@@ -253,8 +260,9 @@ def apply_delta(
     _check_link(op, source, held, f'"{after}"')
     names = restore_lib.chosen_tables(source, collection, tables)
     restore_lib.check_forms(source, collection, names, optimizer_state)
+    now = time_of(op, state, clock) if tables is not None or clock is not None else None
     source.verify(names)
-    return _applied(source, collection, state, tables, optimizer_state, is_whole=tables is None)
+    return _applied(source, collection, state, tables, optimizer_state, is_whole=tables is None, now=now)
 
 
 # Chains --------------------------------------------------------------------------------------------------------------
@@ -340,6 +348,7 @@ def _applied(
     optimizer_state: OptimizerState,
     *,
     is_whole: bool,
+    now: int | None,
 ) -> State:
     """The state after a delta whose place in the chain was checked."""
     names = restore_lib.chosen_tables(source, collection, tables)
@@ -352,7 +361,7 @@ def _applied(
             for start in range(0, keys.size, KEYS_AT_A_TIME):
                 state, _ = collection.erase(state, name, keys[start : start + KEYS_AT_A_TIME])
     for name in names:
-        state = restore_lib.placed(source, collection, state, name, taken[name])
+        state = restore_lib.placed(source, collection, state, name, taken[name], now)
     return restore_lib.with_small_parts(
         source, collection, state, names, is_whole=is_whole, with_globals=optimizer_state != "initial"
     )

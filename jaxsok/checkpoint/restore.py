@@ -20,7 +20,7 @@ from jaxsok import policies
 from jaxsok.checkpoint import manifest as manifest_lib
 from jaxsok.checkpoint.files import CorruptFileError, SavedFile, TableForm, name_word
 from jaxsok.checkpoint.place import Placer
-from jaxsok.checkpoint.save import admission_of
+from jaxsok.checkpoint.save import admission_of, time_of
 from jaxsok.collection import Collection
 from jaxsok.plan import owners_of as owners_of_keys
 from jaxsok.plan import partitions_of
@@ -256,6 +256,7 @@ def restored(
     state: State | None = None,
     tables: Sequence[str] | None = None,
     optimizer_state: OptimizerState = "require",
+    clock: Any = None,
 ) -> State:
     """Restores tables into a new state, or into one that there is, whose rows of these tables go.
 
@@ -265,6 +266,8 @@ def restored(
       state: donated; None: a new one, with step and seed of the save. One that is given keeps its own.
       tables: names; None: all, and there must be no others.
       optimizer_state: "require", "matching" or "initial".
+      clock: now, for a given state whose lookups are told one; None: its step. Rows that come into a given state
+        count as used now, or the next delta would not see that they changed.
 
     Raises:
       ValueError: tables do not fit.
@@ -277,6 +280,7 @@ def restored(
     source.check(names)
     manifest = source.manifest
     is_new = state is None
+    now = None if state is None else time_of(op, state, clock)
     if state is None:
         state = collection.init(seed=manifest["seed"][0] | manifest["seed"][1] << 32)
         state = _with_store_words(source, collection, state)
@@ -288,7 +292,7 @@ def restored(
             state, _ = collection.clear(state, name)
     state = with_room(source, collection, state, {name: rows_by_shard(source, collection, name) for name in names})
     for name in names:
-        state = placed(source, collection, state, name, taken[name])
+        state = placed(source, collection, state, name, taken[name], now)
     return with_small_parts(
         source, collection, state, names, is_whole=is_new, with_globals=optimizer_state != "initial"
     )
@@ -364,14 +368,19 @@ def _rows_in_use(collection: Collection, spec: StoreSpec, store: StoreState) -> 
     return allocated - (end - begin)
 
 
-def placed(source: Source, collection: Collection, state: State, name: str, taken: Sequence[str]) -> State:
-    """The state with the saved rows of a table; a key that has a row gets the saved one."""
+def placed(
+    source: Source, collection: Collection, state: State, name: str, taken: Sequence[str], now: int | None
+) -> State:
+    """The state with the saved rows of a table; a key that has a row gets the saved one.
+
+    `now`: the earliest last step that the rows get; None: they keep the saved one.
+    """
     op = source.op
     s, number = collection._locate(op, name)
     spec = collection.stores[s]
     table = spec.tables[number]
     owners = owners_of(collection, spec, table)
-    fitted = _fitter(source, spec, table, taken)
+    fitted = _fitter(source, spec, table, taken, now)
 
     def of_shard(shard: int) -> Iterator[Records]:
         wanted = None if spec.is_replicated or (owners == shard).all() else owners == shard
@@ -389,7 +398,9 @@ def placed(source: Source, collection: Collection, state: State, name: str, take
     return state
 
 
-def _fitter(source: Source, spec: StoreSpec, table: TableSpec, taken: Sequence[str]) -> Callable[[Records], Records]:
+def _fitter(
+    source: Source, spec: StoreSpec, table: TableSpec, taken: Sequence[str], now: int | None
+) -> Callable[[Records], Records]:
     """Makes saved rows those of the table: in its dtype, with its optimizer state and statistics."""
     clock = np.uint32(source.manifest["clock"])
     dtype = np.dtype(ml_dtypes.bfloat16) if table.dtype == "bfloat16" else np.dtype(table.dtype)
@@ -410,6 +421,8 @@ def _fitter(source: Source, spec: StoreSpec, table: TableSpec, taken: Sequence[s
         if spec.keeps_statistics and last_step is None:
             # Unknown: as if used when they were saved, so that none of them is the first to leave.
             last_step, frequency = np.full(num_rows, clock), np.zeros(num_rows, np.uint32)
+        if now is not None and last_step is not None:
+            last_step = np.maximum(last_step, np.uint32(now))
         return Records(records.keys, rows, state, last_step, frequency)
 
     return fitted
