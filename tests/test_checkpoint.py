@@ -24,7 +24,7 @@ from test_processes import ended, free_port
 
 import jaxsok
 from jaxsok import checkpoint, optim, policies
-from jaxsok.checkpoint import TablesRestore, TablesSave, manifest, save
+from jaxsok.checkpoint import TablesRestore, TablesSave, manifest, save, snapshot
 from jaxsok.types import COUNTERS, NUM_PARTITIONS
 
 WORKER = pathlib.Path(cases.__file__)
@@ -158,6 +158,25 @@ def test_host_memory_is_bounded(eight, tmp_path, compression):
     assert_same(content(other, restore(tmp_path / "saved", other)), content(collection, state))
 
 
+def test_a_piece_keeps_no_more_memory_than_it_counts():
+    """The last lines of a slab, and the few of a delta: what is cut off is let go."""
+    collection = collection_of([jaxsok.TableSpec("item", 4, optim.sgd(0.1), capacity=64, statistics=True)])
+    features = [collection.batch({"item": np.arange(*ends, dtype=np.uint64)}).features for ends in ((0, 35), (35, 38))]
+    state = collection.init(seed=0)
+    state = collection.lookup(state, features[0], clock=1)[1]
+    state = collection.lookup(state, features[1], clock=2)[1]
+    (spec,), (store,) = collection.stores, state.stores
+    for since in (None, 2):
+        found = list(snapshot.pieces(0, spec, store, None, piece_bytes=16 * (3 + 4 + 2) * 4, since=since))
+        assert sum(len(piece.records) for piece in found) >= 3
+        for piece in found:
+            for array in (piece.records, piece.rows, *piece.states, piece.statistics):
+                whole = array
+                while isinstance(whole.base, np.ndarray):
+                    whole = whole.base
+                assert whole.nbytes == array.nbytes
+
+
 def test_the_writer_waits_for_the_folder_and_the_copy_for_the_writer(eight, tmp_path):
     """The queue's two ends on two threads: with no writer the copy stops at the bound, and goes on with one."""
     saving = save.Saving("test", *eight, save.SaveOptions(host_bytes=24_000))
@@ -219,6 +238,59 @@ def test_bloom_filters_stay_where_the_shards_are_the_same(tmp_path, caplog):
     other = restore(tmp_path / "saved", collection_of(tables, 2))
     assert not np.asarray(other.stores[0].bloom[0]).any()
     assert 'table "item": its Bloom filter begins anew' in caplog.text
+
+
+def test_another_admission(tmp_path, caplog):
+    """Under a lower threshold keys wait for one more sight; what another kind counted is lost, and that is told."""
+
+    def by(admission):
+        return collection_of([jaxsok.TableSpec("item", 2, optim.sgd(0.1), capacity=64, admission=admission)])
+
+    collection, keys = by(policies.AdmitByCount(5)), np.arange(10, dtype=np.uint64)
+    state = collection.init(seed=0)
+    for _ in range(3):
+        state = collection.lookup(state, collection.batch({"item": keys}).features)[1]
+    save_to(tmp_path / "saved", collection, state)
+    assert waiting(collection, state, "item") == dict.fromkeys(range(10), 3)
+    lower = by(policies.AdmitByCount(3))
+    again = restore(tmp_path / "saved", lower)
+    assert waiting(lower, again, "item") == dict.fromkeys(range(10), 2)
+    again = lower.lookup(again, lower.batch({"item": keys}).features)[1]
+    assert lower.num_rows(again) == {"item": 10} and not caplog.records
+    plain = by(None)
+    assert plain.num_rows(restore(tmp_path / "saved", plain)) == {"item": 0} and not caplog.records
+    restore(tmp_path / "saved", by(policies.AdmitByBloom(3, num_keys=50)))
+    assert 'table "item": admission by count was saved, wanted by bloom' in caplog.text
+
+
+def test_all_files_are_on_the_disk_before_they_get_their_names(tmp_path, monkeypatch):
+    """Rows, Bloom filters, the parts of the manifest and the manifest; then the folder, and the one it is in."""
+    real_sync, real_rename, done = os.fsync, pathlib.Path.rename, []
+
+    def sync(descriptor):
+        real_sync(descriptor)
+        done.append(pathlib.Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
+
+    def rename(path, target):
+        done.append(f"{path.name} -> {pathlib.Path(target).name}")
+        return real_rename(path, target)
+
+    collection = collection_of(
+        [jaxsok.TableSpec("item", 2, optim.sgd(0.1), capacity=64, admission=policies.AdmitByBloom(1, num_keys=50))]
+    )
+    state = train(collection, collection.init(seed=0), 1)
+    monkeypatch.setattr(os, "fsync", sync)
+    monkeypatch.setattr(pathlib.Path, "rename", rename)
+    checkpoint.export_full(tmp_path / "full", collection, state)
+    assert sorted(done[:2]) == ["store_0000.process_00000.bloom", "table_0000.process_00000.arrow"]
+    assert done[2:] == [
+        "manifest.process_00000.json",
+        "manifest.json.writing",
+        "manifest.json.writing -> manifest.json",
+        "full.writing",
+        "full.writing -> full",
+        tmp_path.name,
+    ]
 
 
 def test_rows_that_are_not_finite_are_reported(tmp_path, caplog):

@@ -500,6 +500,15 @@ def _with_admission(source: Source, collection: Collection, state: State, names:
     for name in names:
         s, number = collection._locate(source.op, name)
         table = collection.stores[s].tables[number]
+        was, now = source.manifest["tables"][name]["admission"], admission_of(collection.stores[s], table)
+        if was and now and was["by"] != now["by"]:
+            LOG.warning(
+                '%s: table "%s": admission by %s was saved, wanted by %s: keys without a row are counted from 0.',
+                source.op,
+                name,
+                was["by"],
+                now["by"],
+            )
         if isinstance(table.admission, policies.AdmitByCount):
             state = _with_waiting(source, collection, state, s, number)
         if isinstance(table.admission, policies.AdmitByBloom):
@@ -512,6 +521,8 @@ def _with_waiting(source: Source, collection: Collection, state: State, s: int, 
     spec, shards = collection.stores[s], collection.shards
     store = _forgotten(spec, number, shards, state.stores[s])
     for keys, counts in _gathered(source.waiting(spec.tables[number].name)):
+        # Who was seen often enough for a lower threshold waits for one more sight.
+        counts = np.minimum(counts, np.uint32(spec.tables[number].admission.num_sightings - 1))
         owners = owners_of_keys(spec, number, keys, collection.partition_owners)
         store = admission_lib.with_waiting(spec, store, number, keys, counts, owners, shards)
     return dataclasses.replace(state, stores=(*state.stores[:s], store, *state.stores[s + 1 :]))
