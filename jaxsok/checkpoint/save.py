@@ -25,6 +25,7 @@ from jaxsok.checkpoint.files import (
     BatchFile,
     TableForm,
     all_partitions,
+    close_synced,
     keys_batch,
     keys_schema,
     name_word,
@@ -426,7 +427,7 @@ class _Tables:
         for key, file in self.open.items():
             self.done[key] = file.close()
         for file, _ in self.bloom.values():
-            file.close()
+            close_synced(file)
         entries: dict[str, dict[str, Any]] = {}
         for form in (form for forms in self.forms for form in forms):
             files = {
