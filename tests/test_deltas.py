@@ -224,6 +224,22 @@ def test_what_is_loaded_into_a_live_state_is_a_change(tmp_path, clock, is_delta)
     assert_same(content(collection, again), content(collection, state))
 
 
+def test_two_clocks_are_refused(tmp_path):
+    """Lookups were told the time, and the export was not: it would be taken for older than its rows."""
+    collection = two()
+    keys = np.array([1, 2])
+    features = collection.batch({"user": keys, "item": keys}).features
+    state = collection.lookup(collection.init(), features, clock=2000)[1]
+    with pytest.raises(ValueError, match="export_full: clock: got 0, wanted 2000 or later, the latest last step"):
+        checkpoint.export_full(tmp_path / "full", collection, state)
+    assert not list(tmp_path.iterdir())
+    checkpoint.export_full(tmp_path / "full", collection, state, clock=2000)
+    state = collection.lookup(state, features, clock=3000)[1]
+    with pytest.raises(ValueError, match="export_delta: clock: got 2500, wanted 3000 or later"):
+        checkpoint.export_delta(tmp_path / "delta", collection, state, tmp_path / "full", clock=2500)
+    assert [path.name for path in tmp_path.iterdir()] == ["full"]
+
+
 def test_what_cannot_be_exported_is_refused(tmp_path):
     collection = two()
     state = train(collection, collection.init(seed=1), 1)

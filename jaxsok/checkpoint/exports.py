@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxsok import processes
 from jaxsok.checkpoint import manifest as manifest_lib
 from jaxsok.checkpoint import restore as restore_lib
 from jaxsok.checkpoint.files import key_batches
@@ -71,6 +72,7 @@ def export_full(
 
     Raises:
       FileExistsError: the path is taken.
+      ValueError: a row has a later last step than `clock`: lookups were told another one.
 
     Cost:
       Every row in use goes to the host and to the files once.
@@ -124,7 +126,8 @@ def export_delta(
 
     Raises:
       FileExistsError: the path is taken.
-      ValueError: a table keeps no statistics, the base is of other tables, or of a later time.
+      ValueError: a table keeps no statistics, the base is of other tables, or of a later time; or a row has a later last step
+        than `clock`.
       CorruptFileError: the base is damaged.
 
     Cost:
@@ -397,7 +400,15 @@ def _export(op: str, path: Path, saving_of: Any) -> Exported:
     _wait_for_all(f"{op}: folder {final}")
     saving = saving_of()
     saved_now(saving, folder)
-    _wait_for_all(f"{op}: files {final}")
+    # Of all processes, so that all of them refuse.
+    latest = 2**32 - processes.least(2**32 - saving.latest)
+    if latest > saving.part["clock"]:
+        if is_first:
+            shutil.rmtree(folder, ignore_errors=True)
+        raise ValueError(
+            f"{op}: clock: got {saving.part['clock']}, wanted {latest} or later, the latest last step of a row: lookups "
+            "were told another clock; pass clock= to all of lookup, assign, import_table and exports, or to none."
+        )
     if is_first:
         manifest_lib.join_parts(op, folder)
         _sync(folder)

@@ -138,6 +138,8 @@ class Saving:
         self._error: BaseException | None = None
         self._changed = threading.Condition()
         self._writes = threading.Event()
+        self.latest = 0
+        """The latest last step of the rows written."""
         self.has_stopped = False
         """Whether the writer failed, and not the copy."""
         self.part = {
@@ -218,6 +220,7 @@ class Saving:
                     self._held -= piece.nbytes
                     self._changed.notify_all()
             entries, bloom = tables.close()
+            self.latest = tables.latest
         except BaseException as error:
             tables.abandon()
             self.has_stopped = self._error is None
@@ -341,6 +344,7 @@ class _Tables:
         self.done: dict[tuple[str, str], dict[str, Any]] = {}
         self.bloom: dict[int, tuple[Any, dict[str, Any]]] = {}
         self.nonfinite = {table.name: 0 for table in collection.tables}
+        self.latest = 0
         self.by_partition = {table.name: np.zeros(NUM_PARTITIONS, np.int64) for table in collection.tables}
 
     def write(self, piece: Piece) -> None:
@@ -359,6 +363,8 @@ class _Tables:
             assert piece.statistics is not None
             is_live &= piece.statistics[:, 0] >= np.uint32(self.since)
         lines = np.flatnonzero(is_live)
+        if piece.statistics is not None and lines.size:
+            self.latest = max(self.latest, int(piece.statistics[lines, 0].max()))
         numbers = tables[lines]
         partitions = partitions_of(keys[lines], self.words[piece.store][numbers])
         order = np.argsort(numbers.astype(np.int64) * NUM_PARTITIONS + partitions.astype(np.int64), kind="stable")
