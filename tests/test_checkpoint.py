@@ -19,7 +19,7 @@ import orbax.checkpoint as ocp
 import programs
 import pyarrow as pa
 import pytest
-from checkpoint_cases import assert_same, collection_of, content, tables_of, train, waiting
+from checkpoint_cases import assert_same, collection_of, content, tables_of, train, train_step, waiting
 from test_processes import ended, free_port
 
 import jaxsok
@@ -386,6 +386,32 @@ def test_some_tables_into_a_state_that_there_is(eight, saved):
     assert_same(got, before, names=[name for name in want if name.split(".")[0] in ("item", "ad")])
     assert int(again.step) == 2 and int(again.seed[0]) == 1
     assert all(int(store.generation) > int(was) for store, was in zip(again.stores[:2], generations, strict=False))
+
+
+@pytest.mark.parametrize("num_devices", [None, 2])
+def test_what_has_no_room_changes_nothing(tmp_path, num_devices):
+    """It is refused before rows of the state go; rows that go make room."""
+
+    def of(capacity):
+        options = {"capacity": capacity, "max_capacity": capacity}
+        return collection_of([jaxsok.TableSpec(name, 2, optim.sgd(0.1), **options) for name in "ab"], num_devices)
+
+    def step(collection, state, a, b):
+        return train_step(collection)(state, collection.batch({"a": a, "b": b}).features)[0]
+
+    large, small = of(512), of(64)
+    keys = np.arange(200, dtype=np.uint64)
+    saved = step(large, large.init(seed=0), keys, keys[:2].repeat(100))
+    save_to(tmp_path / "saved", large, saved)
+    state = step(small, small.init(seed=1), keys[:100].repeat(2), keys[:4].repeat(50))
+    before = content(small, state)
+    with pytest.raises(jaxsok.TableFullError, match="max_capacity: got"):
+        restore(tmp_path / "saved", small, state=state)
+    assert_same(content(small, state), before)
+    save_to(tmp_path / "mine", small, state)
+    state = step(small, small.init(seed=2), keys[100:].repeat(2), keys[:4].repeat(50))
+    again = restore(tmp_path / "mine", small, state=state, tables=["a"])
+    assert_same(content(small, again), before, names=["a.keys", "a.rows"])
 
 
 @pytest.mark.parametrize(

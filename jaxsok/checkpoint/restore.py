@@ -272,7 +272,7 @@ def restored(
     Raises:
       ValueError: tables do not fit.
       CorruptFileError: files are damaged. A given state is unchanged.
-      TableFullError, MemoryError: there is no room.
+      TableFullError, MemoryError: there is no room. A given state is unchanged.
     """
     op = source.op
     names = chosen_tables(source, collection, tables)
@@ -288,9 +288,13 @@ def restored(
         collection._check_state(op, state)
         # What is in the state would be gone when a damaged batch is met.
         source.verify(names)
-        for name in names:
-            state, _ = collection.clear(state, name)
-    state = with_room(source, collection, state, {name: rows_by_shard(source, collection, name) for name in names})
+    rows = {name: rows_by_shard(source, collection, name) for name in names}
+    if not is_new:
+        rows = {name: coming - _table_rows(collection, state, name) for name, coming in rows.items()}
+    # Before anything goes: a refusal changes nothing.
+    state = with_room(source, collection, state, rows)
+    for name in () if is_new else names:
+        state, _ = collection.clear(state, name)
     for name in names:
         state = placed(source, collection, state, name, taken[name], now)
     return with_small_parts(
@@ -356,6 +360,15 @@ def with_room(source: Source, collection: Collection, state: State, rows: Mappin
         if needed > state.stores[s].capacity // spec.num_shards:
             capacities[s] = needed
     return grow_lib.grow_to(source.op, collection.stores, state, capacities, collection.shards)
+
+
+def _table_rows(collection: Collection, state: State, name: str) -> np.ndarray:
+    """Rows of a table, of each shard: int64[num_shards]; waits for the device."""
+    s, number = collection._locate("restore", name)
+    spec, shards, words = collection.stores[s], collection.shards, state.stores[s].table_rows
+    is_spread = shards is not None and shards.num_processes > 1
+    words = np.asarray(shards.gathered(words) if is_spread else words)
+    return words.reshape(spec.num_shards, len(spec.tables))[:, number].astype(np.int64)
 
 
 def _rows_in_use(collection: Collection, spec: StoreSpec, store: StoreState) -> np.ndarray:
