@@ -545,7 +545,7 @@ def test_counts_that_do_not_agree_are_refused(saved, tmp_path):
     other = collection_of(tables_of(), 2)
     mine = train(other, other.init(seed=1), 2)
     before = content(other, mine)
-    with pytest.raises(checkpoint.CorruptFileError, match='table "user": got .* rows in the files and .* wanted'):
+    with pytest.raises(checkpoint.CorruptFileError, match=r'table "user": got .* rows in the files and .* wanted'):
         restore(folder, other, state=mine, tables=["user"])
     assert_same(content(other, mine), before)
 

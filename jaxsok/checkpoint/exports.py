@@ -126,8 +126,8 @@ def export_delta(
 
     Raises:
       FileExistsError: the path is taken.
-      ValueError: a table keeps no statistics, the base is of other tables, or of a later time; or a row has a later last step
-        than `clock`.
+      ValueError: a table keeps no statistics, the base is of other tables, or of a later time; or a row has a later
+        last step than `clock`.
       CorruptFileError: the base is damaged.
 
     Cost:
@@ -406,8 +406,8 @@ def _export(op: str, path: Path, saving_of: Any) -> Exported:
         if is_first:
             shutil.rmtree(folder, ignore_errors=True)
         raise ValueError(
-            f"{op}: clock: got {saving.part['clock']}, wanted {latest} or later, the latest last step of a row: lookups "
-            "were told another clock; pass clock= to all of lookup, assign, import_table and exports, or to none."
+            f"{op}: clock: got {saving.part['clock']}, wanted {latest} or later, the latest last step of a row: "
+            "lookups were told another clock; pass clock= to all of lookup, assign, import_table and exports, or to none."
         )
     if is_first:
         manifest_lib.join_parts(op, folder)
