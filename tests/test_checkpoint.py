@@ -19,13 +19,13 @@ import orbax.checkpoint as ocp
 import programs
 import pyarrow as pa
 import pytest
-from checkpoint_cases import assert_same, collection_of, content, tables_of, train, waiting
+from checkpoint_cases import assert_same, collection_of, content, tables_of, train, train_step, waiting
 from test_processes import ended, free_port
 
 import jaxsok
 from jaxsok import checkpoint, optim, policies
-from jaxsok.checkpoint import TablesRestore, TablesSave, manifest, save
-from jaxsok.types import COUNTERS
+from jaxsok.checkpoint import TablesRestore, TablesSave, manifest, save, snapshot
+from jaxsok.types import COUNTERS, NUM_PARTITIONS
 
 WORKER = pathlib.Path(cases.__file__)
 TABLES = [table.name for table in tables_of()]
@@ -158,6 +158,25 @@ def test_host_memory_is_bounded(eight, tmp_path, compression):
     assert_same(content(other, restore(tmp_path / "saved", other)), content(collection, state))
 
 
+def test_a_piece_keeps_no_more_memory_than_it_counts():
+    """The last lines of a slab, and the few of a delta: what is cut off is let go."""
+    collection = collection_of([jaxsok.TableSpec("item", 4, optim.sgd(0.1), capacity=64, statistics=True)])
+    features = [collection.batch({"item": np.arange(*ends, dtype=np.uint64)}).features for ends in ((0, 35), (35, 38))]
+    state = collection.init(seed=0)
+    state = collection.lookup(state, features[0], clock=1)[1]
+    state = collection.lookup(state, features[1], clock=2)[1]
+    (spec,), (store,) = collection.stores, state.stores
+    for since in (None, 2):
+        found = list(snapshot.pieces(0, spec, store, None, piece_bytes=16 * (3 + 4 + 2) * 4, since=since))
+        assert sum(len(piece.records) for piece in found) >= 3
+        for piece in found:
+            for array in (piece.records, piece.rows, *piece.states, piece.statistics):
+                whole = array
+                while isinstance(whole.base, np.ndarray):
+                    whole = whole.base
+                assert whole.nbytes == array.nbytes
+
+
 def test_the_writer_waits_for_the_folder_and_the_copy_for_the_writer(eight, tmp_path):
     """The queue's two ends on two threads: with no writer the copy stops at the bound, and goes on with one."""
     saving = save.Saving("test", *eight, save.SaveOptions(host_bytes=24_000))
@@ -219,6 +238,59 @@ def test_bloom_filters_stay_where_the_shards_are_the_same(tmp_path, caplog):
     other = restore(tmp_path / "saved", collection_of(tables, 2))
     assert not np.asarray(other.stores[0].bloom[0]).any()
     assert 'table "item": its Bloom filter begins anew' in caplog.text
+
+
+def test_another_admission(tmp_path, caplog):
+    """Under a lower threshold keys wait for one more sight; what another kind counted is lost, and that is told."""
+
+    def by(admission):
+        return collection_of([jaxsok.TableSpec("item", 2, optim.sgd(0.1), capacity=64, admission=admission)])
+
+    collection, keys = by(policies.AdmitByCount(5)), np.arange(10, dtype=np.uint64)
+    state = collection.init(seed=0)
+    for _ in range(3):
+        state = collection.lookup(state, collection.batch({"item": keys}).features)[1]
+    save_to(tmp_path / "saved", collection, state)
+    assert waiting(collection, state, "item") == dict.fromkeys(range(10), 3)
+    lower = by(policies.AdmitByCount(3))
+    again = restore(tmp_path / "saved", lower)
+    assert waiting(lower, again, "item") == dict.fromkeys(range(10), 2)
+    again = lower.lookup(again, lower.batch({"item": keys}).features)[1]
+    assert lower.num_rows(again) == {"item": 10} and not caplog.records
+    plain = by(None)
+    assert plain.num_rows(restore(tmp_path / "saved", plain)) == {"item": 0} and not caplog.records
+    restore(tmp_path / "saved", by(policies.AdmitByBloom(3, num_keys=50)))
+    assert 'table "item": admission by count was saved, wanted by bloom' in caplog.text
+
+
+def test_all_files_are_on_the_disk_before_they_get_their_names(tmp_path, monkeypatch):
+    """Rows, Bloom filters, the parts of the manifest and the manifest; then the folder, and the one it is in."""
+    real_sync, real_rename, done = os.fsync, pathlib.Path.rename, []
+
+    def sync(descriptor):
+        real_sync(descriptor)
+        done.append(pathlib.Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
+
+    def rename(path, target):
+        done.append(f"{path.name} -> {pathlib.Path(target).name}")
+        return real_rename(path, target)
+
+    collection = collection_of(
+        [jaxsok.TableSpec("item", 2, optim.sgd(0.1), capacity=64, admission=policies.AdmitByBloom(1, num_keys=50))]
+    )
+    state = train(collection, collection.init(seed=0), 1)
+    monkeypatch.setattr(os, "fsync", sync)
+    monkeypatch.setattr(pathlib.Path, "rename", rename)
+    checkpoint.export_full(tmp_path / "full", collection, state)
+    assert sorted(done[:2]) == ["store_0000.process_00000.bloom", "table_0000.process_00000.arrow"]
+    assert done[2:] == [
+        "manifest.process_00000.json",
+        "manifest.json.writing",
+        "manifest.json.writing -> manifest.json",
+        "full.writing",
+        "full.writing -> full",
+        tmp_path.name,
+    ]
 
 
 def test_rows_that_are_not_finite_are_reported(tmp_path, caplog):
@@ -307,10 +379,39 @@ def test_some_tables_into_a_state_that_there_is(eight, saved):
     before, generations = content(other, mine), [np.asarray(store.generation) for store in mine.stores]
     again = restore(saved, other, state=mine, tables=["user", "day"])
     got, want = content(other, again), content(collection, state)
+    for name in ("user", "day"):
+        last_steps = want[f"{name}.statistics"][:, 0]
+        last_steps[:] = np.maximum(last_steps, 2)  # they came now
     assert_same(got, want, names=[name for name in want if name.split(".")[0] in ("user", "day")])
     assert_same(got, before, names=[name for name in want if name.split(".")[0] in ("item", "ad")])
     assert int(again.step) == 2 and int(again.seed[0]) == 1
     assert all(int(store.generation) > int(was) for store, was in zip(again.stores[:2], generations, strict=False))
+
+
+@pytest.mark.parametrize("num_devices", [None, 2])
+def test_what_has_no_room_changes_nothing(tmp_path, num_devices):
+    """It is refused before rows of the state go; rows that go make room."""
+
+    def of(capacity):
+        options = {"capacity": capacity, "max_capacity": capacity}
+        return collection_of([jaxsok.TableSpec(name, 2, optim.sgd(0.1), **options) for name in "ab"], num_devices)
+
+    def step(collection, state, a, b):
+        return train_step(collection)(state, collection.batch({"a": a, "b": b}).features)[0]
+
+    large, small = of(512), of(64)
+    keys = np.arange(200, dtype=np.uint64)
+    saved = step(large, large.init(seed=0), keys, keys[:2].repeat(100))
+    save_to(tmp_path / "saved", large, saved)
+    state = step(small, small.init(seed=1), keys[:100].repeat(2), keys[:4].repeat(50))
+    before = content(small, state)
+    with pytest.raises(jaxsok.TableFullError, match="max_capacity: got"):
+        restore(tmp_path / "saved", small, state=state)
+    assert_same(content(small, state), before)
+    save_to(tmp_path / "mine", small, state)
+    state = step(small, small.init(seed=2), keys[100:].repeat(2), keys[:4].repeat(50))
+    again = restore(tmp_path / "mine", small, state=state, tables=["a"])
+    assert_same(content(small, again), before, names=["a.keys", "a.rows"])
 
 
 @pytest.mark.parametrize(
@@ -413,6 +514,42 @@ def test_damaged_files_are_refused_and_change_nothing(saved, tmp_path, place):
     assert_same(content(other, mine), before)
 
 
+@pytest.mark.parametrize("place", ["flipped", "gone", "cut"])
+def test_a_damaged_bloom_filter_changes_nothing(tmp_path, place):
+    """It is read last; whether it is whole is known before the rows of a state go."""
+    admission = policies.AdmitByBloom(2, num_keys=50)
+    collection = collection_of([jaxsok.TableSpec("item", 2, optim.sgd(0.1), capacity=64, admission=admission)])
+    state = train(collection, collection.init(seed=3), 2)
+    save_to(tmp_path / "saved", collection, state)
+    (path,) = (tmp_path / "saved").glob("*.bloom")
+    if place == "flipped":
+        _flip(path, 5)
+    elif place == "gone":
+        path.unlink()
+    else:
+        os.truncate(path, path.stat().st_size - 4)
+    before = content(collection, state)
+    with pytest.raises(checkpoint.CorruptFileError, match=f'file ".*{path.name}", byte '):
+        restore(tmp_path / "saved", collection, state=state)
+    assert_same(content(collection, state), before)
+
+
+def test_counts_that_do_not_agree_are_refused(saved, tmp_path):
+    """A manifest with a checksum of its own, and another number of rows than its files."""
+    folder = tmp_path / "other"
+    shutil.copytree(saved, folder)
+    whole = json.loads((folder / "manifest.json").read_text())
+    whole.pop("checksum")
+    whole["tables"]["user"]["num_rows"] += 1
+    (folder / "manifest.json").write_text(manifest._sealed(whole))
+    other = collection_of(tables_of(), 2)
+    mine = train(other, other.init(seed=1), 2)
+    before = content(other, mine)
+    with pytest.raises(checkpoint.CorruptFileError, match=r'table "user": got .* rows in the files and .* wanted'):
+        restore(folder, other, state=mine, tables=["user"])
+    assert_same(content(other, mine), before)
+
+
 def test_rows_of_another_type_are_refused(saved, tmp_path):
     """A file whose checksums are right and whose columns are not: somebody wrote it anew."""
     folder = tmp_path / "other"
@@ -423,7 +560,8 @@ def test_rows_of_another_type_are_refused(saved, tmp_path):
     file.write(pa.record_batch([pa.array([1, 2], pa.int32())], schema=schema), (0, 4095))
     whole = json.loads((folder / "manifest.json").read_text())
     whole.pop("checksum")
-    whole["tables"]["user"]["files"] = [file.close()]
+    counts = {"num_rows": 2, "partition_rows": manifest.packed(np.eye(1, NUM_PARTITIONS, dtype=np.int64)[0] * 2)}
+    whole["tables"]["user"] |= {"files": [file.close()], **counts}
     (folder / "manifest.json").write_text(manifest._sealed(whole))
     with pytest.raises(checkpoint.CorruptFileError, match=r"byte 8: got columns key int32, wanted key uint64, row "):
         restore(folder, collection_of(tables_of()))

@@ -139,6 +139,37 @@ def test_a_damaged_delta_changes_nothing(chain, tmp_path, kind):
     assert_same(content(other, state), held[0][0])
 
 
+def capped():
+    """A table that is full and evicts."""
+    options = {"capacity": 64, "max_capacity": 64, "eviction": policies.LeastRecentlyUsed(), "statistics": True}
+    return collection_of([jaxsok.TableSpec("item", 2, cases.ADAM, **options)])
+
+
+def seen(collection, state, keys):
+    """A step of some keys, with room made for them."""
+    state = collection.grow(state)
+    features = collection.batch({"item": np.asarray(keys, np.uint64)}).features
+    return train_step(collection)(state, features)[0]
+
+
+def test_a_full_table_that_evicts(tmp_path):
+    """What went leaves first: the delta of a table that stays at its cap has room."""
+    collection = capped()
+    state = collection.init(seed=0)
+    for keys in (np.arange(20), np.arange(20, 40), np.arange(40, 60)):
+        state = seen(collection, state, keys)
+    checkpoint.export_full(tmp_path / "full", collection, state)
+    for start in range(100, 200, 10):
+        state = seen(collection, state, np.arange(start, start + 10))
+    delta = checkpoint.export_delta(tmp_path / "delta", collection, state, tmp_path / "full")
+    assert delta.num_tombstones["item"] + delta.num_rows["item"] > 64
+    want = content(collection, state)
+    assert_same(content(collection, checkpoint.load([tmp_path / "full", tmp_path / "delta"], collection)), want)
+    served = checkpoint.load(tmp_path / "full", collection)
+    served = checkpoint.apply_delta(tmp_path / "delta", collection, served, after=tmp_path / "full")
+    assert_same(content(collection, served), want)
+
+
 def test_a_delta_on_a_checkpoint(tmp_path):
     """The tables' folder of an Orbax checkpoint is a full export, too."""
     collection = two()
@@ -172,6 +203,43 @@ def test_the_users_clock(tmp_path):
         checkpoint.export_delta(tmp_path / "again", collection, state, tmp_path / "delta", clock=2400)
 
 
+@pytest.mark.parametrize("clock", [None, 5000])
+@pytest.mark.parametrize("is_delta", [False, True])
+def test_what_is_loaded_into_a_live_state_is_a_change(tmp_path, clock, is_delta):
+    """Old rows that were loaded after a base are in the delta on it, whatever last step they were saved with."""
+    collection = two()
+    old = train(collection, collection.init(seed=2), 1)
+    checkpoint.export_full(tmp_path / "old", collection, old)
+    old = train(collection, old, 1)
+    checkpoint.export_delta(tmp_path / "newer", collection, old, tmp_path / "old")
+    state = train(collection, collection.init(seed=1), 4)
+    checkpoint.export_full(tmp_path / "full", collection, state, clock=clock)
+    options = {"tables": ["user"], "clock": clock}
+    if is_delta:
+        state = checkpoint.apply_delta(tmp_path / "newer", collection, state, after=tmp_path / "old", **options)
+    else:
+        state = checkpoint.load(tmp_path / "newer", collection, state=state, **options)
+    checkpoint.export_delta(tmp_path / "delta", collection, state, tmp_path / "full", clock=clock)
+    again = checkpoint.load([tmp_path / "full", tmp_path / "delta"], collection)
+    assert_same(content(collection, again), content(collection, state))
+
+
+def test_two_clocks_are_refused(tmp_path):
+    """Lookups were told the time, and the export was not: it would be taken for older than its rows."""
+    collection = two()
+    keys = np.array([1, 2])
+    features = collection.batch({"user": keys, "item": keys}).features
+    state = collection.lookup(collection.init(), features, clock=2000)[1]
+    with pytest.raises(ValueError, match="export_full: clock: got 0, wanted 2000 or later, the latest last step"):
+        checkpoint.export_full(tmp_path / "full", collection, state)
+    assert not list(tmp_path.iterdir())
+    checkpoint.export_full(tmp_path / "full", collection, state, clock=2000)
+    state = collection.lookup(state, features, clock=3000)[1]
+    with pytest.raises(ValueError, match="export_delta: clock: got 2500, wanted 3000 or later"):
+        checkpoint.export_delta(tmp_path / "delta", collection, state, tmp_path / "full", clock=2500)
+    assert [path.name for path in tmp_path.iterdir()] == ["full"]
+
+
 def test_what_cannot_be_exported_is_refused(tmp_path):
     collection = two()
     state = train(collection, collection.init(seed=1), 1)
@@ -185,6 +253,22 @@ def test_what_cannot_be_exported_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"with tables \['item', 'user'\], wanted those of the collection, \['user'\]"):
         checkpoint.export_delta(tmp_path / "delta", other, other.init(), tmp_path / "full")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["full"]
+
+
+@pytest.mark.parametrize(("clock", "error"), [(2**32, ValueError), (-1, ValueError), (1.5, TypeError)])
+def test_a_clock_that_is_no_uint32_is_refused(tmp_path, clock, error):
+    """As lookups refuse it: what was written with it could not be read."""
+    collection = two()
+    state = collection.init()
+    checkpoint.export_full(tmp_path / "full", collection, state, clock=2**32 - 1)
+    with pytest.raises(error, match="export_full: clock: got"):
+        checkpoint.export_full(tmp_path / "other", collection, state, clock=clock)
+    with pytest.raises(error, match="export_delta: clock: got"):
+        checkpoint.export_delta(tmp_path / "other", collection, state, tmp_path / "full", clock=clock)
+    with pytest.raises(error, match="TablesSave: clock: got"):
+        checkpoint.TablesCheckpointHandler().save(tmp_path, checkpoint.TablesSave(collection, state, clock=clock))
+    assert not (tmp_path / "other").exists()
+    assert collection.num_rows(checkpoint.load(tmp_path / "full", collection))["user"] == 0
 
 
 def test_an_export_that_ended_early_leaves_nothing_to_read(tmp_path, monkeypatch):

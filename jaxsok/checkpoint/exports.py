@@ -16,11 +16,12 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxsok import processes
 from jaxsok.checkpoint import manifest as manifest_lib
 from jaxsok.checkpoint import restore as restore_lib
 from jaxsok.checkpoint.files import key_batches
 from jaxsok.checkpoint.restore import OptimizerState, Source
-from jaxsok.checkpoint.save import HOST_BYTES, PIECE_BYTES, SaveOptions, SaveReport, Saving, saved_now
+from jaxsok.checkpoint.save import HOST_BYTES, PIECE_BYTES, SaveOptions, SaveReport, Saving, saved_now, time_of
 from jaxsok.collection import Collection
 from jaxsok.store import State
 
@@ -71,6 +72,7 @@ def export_full(
 
     Raises:
       FileExistsError: the path is taken.
+      ValueError: a row has a later last step than `clock`: lookups were told another one.
 
     Cost:
       Every row in use goes to the host and to the files once.
@@ -124,7 +126,8 @@ def export_delta(
 
     Raises:
       FileExistsError: the path is taken.
-      ValueError: a table keeps no statistics, the base is of other tables, or of a later time.
+      ValueError: a table keeps no statistics, the base is of other tables, or of a later time; or a row has a later
+        last step than `clock`.
       CorruptFileError: the base is damaged.
 
     Cost:
@@ -147,7 +150,7 @@ def export_delta(
     for source in chain:
         names = restore_lib.chosen_tables(source, collection, None)
         restore_lib.check_forms(source, collection, names, "require")
-    now = int(np.asarray(state.step)) if clock is None else int(clock)
+    now = time_of(op, state, clock)
     if now < last["clock"]:
         raise ValueError(
             f'{op}: base: got "{chain[-1].folder}" of time {last["clock"]}, wanted one of {now} or earlier: the state '
@@ -185,6 +188,7 @@ def load(
     state: State | None = None,
     tables: Sequence[str] | None = None,
     optimizer_state: OptimizerState = "require",
+    clock: int | None = None,
 ) -> State:
     """Makes a state of an export, or of a full one and its deltas in order.
 
@@ -194,6 +198,8 @@ def load(
       state: donated; None: a new one, with the seed and the step of the last link. One that is given keeps its own.
       tables: names; None: all, and there must be no others.
       optimizer_state: "require", "matching" or "initial" (see `TablesRestore`).
+      clock: now, for a given state whose lookups are told one; None: its step. Rows that come into a given state
+        count as used now.
 
     Raises:
       ValueError: tables do not fit, or links are not in order.
@@ -213,9 +219,10 @@ def load(
             restore_lib.check_forms(source, collection, names, optimizer_state)
             source.verify(names)
     is_new = state is None
-    state = restore_lib.restored(chain[0], collection, state, tables, optimizer_state)
+    now = None if state is None else time_of(op, state, clock)
+    state = restore_lib.restored(chain[0], collection, state, tables, optimizer_state, now)
     for source in chain[1:]:
-        state = _applied(source, collection, state, tables, optimizer_state, is_whole=is_new)
+        state = _applied(source, collection, state, tables, optimizer_state, is_whole=is_new, now=now)
     return state
 
 
@@ -227,6 +234,7 @@ def apply_delta(
     after: str | Path,
     tables: Sequence[str] | None = None,
     optimizer_state: OptimizerState = "require",
+    clock: int | None = None,
 ) -> State:
     """Brings a state that holds an export forward by the delta that comes next.
 
@@ -237,6 +245,8 @@ def apply_delta(
       after: what the state holds: the path of that export, or its `uuid`.
       tables: names; None: all.
       optimizer_state: as the state was loaded.
+      clock: now, where lookups of the state are told one; None, with `tables`: its step. Rows count as used now;
+        without both the state gets the step of the delta, and the rows keep theirs.
 
     Raises:
       ValueError: the delta rests on another export, or tables do not fit.
@@ -253,8 +263,9 @@ def apply_delta(
     _check_link(op, source, held, f'"{after}"')
     names = restore_lib.chosen_tables(source, collection, tables)
     restore_lib.check_forms(source, collection, names, optimizer_state)
+    now = time_of(op, state, clock) if tables is not None or clock is not None else None
     source.verify(names)
-    return _applied(source, collection, state, tables, optimizer_state, is_whole=tables is None)
+    return _applied(source, collection, state, tables, optimizer_state, is_whole=tables is None, now=now)
 
 
 # Chains --------------------------------------------------------------------------------------------------------------
@@ -340,29 +351,35 @@ def _applied(
     optimizer_state: OptimizerState,
     *,
     is_whole: bool,
+    now: int | None,
 ) -> State:
     """The state after a delta whose place in the chain was checked."""
     names = restore_lib.chosen_tables(source, collection, tables)
     taken = restore_lib.check_forms(source, collection, names, optimizer_state)
-    new = {name: _new_rows(source, collection, state, name) for name in names}
-    state = restore_lib.with_room(source, collection, state, new)
+    # What goes makes room for what comes: a table that evicts may be full at both ends of a delta.
+    more = {name: _more_rows(source, collection, state, name) for name in names}
+    state = restore_lib.with_room(source, collection, state, more)
     for name in names:
         for keys in key_batches(source.files(name, manifest_lib.TOMBSTONES)):
             for start in range(0, keys.size, KEYS_AT_A_TIME):
                 state, _ = collection.erase(state, name, keys[start : start + KEYS_AT_A_TIME])
-        state = restore_lib.placed(source, collection, state, name, taken[name])
+    for name in names:
+        state = restore_lib.placed(source, collection, state, name, taken[name], now)
     return restore_lib.with_small_parts(
         source, collection, state, names, is_whole=is_whole, with_globals=optimizer_state != "initial"
     )
 
 
-def _new_rows(source: Source, collection: Collection, state: State, table: str) -> np.ndarray:
-    """Rows that a delta adds to each shard: int64[num_shards]."""
+def _more_rows(source: Source, collection: Collection, state: State, table: str) -> np.ndarray:
+    """Rows that a delta adds to each shard, less those that it takes away: int64[num_shards]."""
     s, number = collection._locate(source.op, table)
     spec = collection.stores[s]
     counts = np.zeros(spec.num_shards, np.int64)
     for keys, found in _looked_for(collection, state, table, key_batches(source.files(table))):
         counts += restore_lib.keys_by_shard(collection, spec, spec.tables[number], keys[~found])
+    tombstones = key_batches(source.files(table, manifest_lib.TOMBSTONES))
+    for keys, found in _looked_for(collection, state, table, tombstones):
+        counts -= restore_lib.keys_by_shard(collection, spec, spec.tables[number], keys[found])
     return counts
 
 
@@ -383,7 +400,15 @@ def _export(op: str, path: Path, saving_of: Any) -> Exported:
     _wait_for_all(f"{op}: folder {final}")
     saving = saving_of()
     saved_now(saving, folder)
-    _wait_for_all(f"{op}: files {final}")
+    # Of all processes, so that all of them refuse.
+    latest = 2**32 - processes.least(2**32 - saving.latest)
+    if latest > saving.part["clock"]:
+        if is_first:
+            shutil.rmtree(folder, ignore_errors=True)
+        raise ValueError(
+            f"{op}: clock: got {saving.part['clock']}, wanted {latest} or later, the latest last step of a row: "
+            "lookups were told another clock; pass clock= to all of lookup, assign, import_table and exports, or to none."
+        )
     if is_first:
         manifest_lib.join_parts(op, folder)
         _sync(folder)

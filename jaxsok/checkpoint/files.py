@@ -191,6 +191,27 @@ class _Sink(io.RawIOBase):
         return self.position
 
 
+def close_synced(file: Any) -> None:
+    """Closes a file that was written, when its bytes are on the disk."""
+    file.flush()
+    if hasattr(file, "fileno"):
+        try:
+            os.fsync(file.fileno())
+        except (OSError, io.UnsupportedOperation):
+            pass  # a file system without it: its own close has to do
+    file.close()
+
+
+def write_synced(path: Any, text: str) -> None:
+    """Writes a file of a text, and has it on the disk."""
+    file = path.open("wb")
+    try:
+        file.write(text.encode())
+        close_synced(file)
+    finally:
+        file.close()
+
+
 class BatchFile:
     """An Arrow IPC file that is being written; `close` tells where everything lies."""
 
@@ -234,13 +255,7 @@ class BatchFile:
         """Ends the file and has it on the disk; what the manifest says of it."""
         self._writer.close()
         foot = self._put(self._taken())
-        self._file.flush()
-        if hasattr(self._file, "fileno"):
-            try:
-                os.fsync(self._file.fileno())
-            except (OSError, io.UnsupportedOperation):
-                pass  # a file system without it: its own close has to do
-        self._file.close()
+        close_synced(self._file)
         return {
             "name": self.name,
             "size": self._size,

@@ -79,7 +79,7 @@ class TablesCheckpointHandler(ocp.AsyncCheckpointHandler):
                 f"{RESTORE}: args: got {args!r}, wanted TablesRestore(collection): a collection says where rows go."
             )
         source = Source.of(RESTORE, directory)
-        return restored(source, args.collection, args.state, args.tables, args.optimizer_state)
+        return restored(source, args.collection, args.state, args.tables, args.optimizer_state, args.clock)
 
     def metadata(self, directory: Any) -> dict[str, Any]:
         """What the manifest says, without the lists of files."""
@@ -148,3 +148,6 @@ class TablesRestore(ocp.args.CheckpointArgs):
     optimizer_state: OptimizerState = "require"
     """"require": as it was saved, refused if the optimizer is of another form; "matching": what has equal name and dim,
     the rest initial; "initial": none of it."""
+    clock: int | None = None
+    """Now, for a given state whose lookups are told one; None: its step. Rows that come into a given state count as
+    used now, so that the next delta has them."""

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxsok.checkpoint.files import CorruptFileError, SavedFile, TableForm, keys_schema
+from jaxsok.checkpoint.files import CorruptFileError, SavedFile, TableForm, keys_schema, write_synced
 from jaxsok.types import NUM_PARTITIONS
 
 FORMAT = "jaxsok tables"
@@ -30,7 +30,7 @@ def part_name(process: int) -> str:
 
 def write_part(folder: Any, process: int, part: Mapping[str, Any]) -> None:
     """Writes what one process has to say."""
-    (folder / part_name(process)).write_text(_sealed(dict(part)))
+    write_synced(folder / part_name(process), _sealed(dict(part)))
 
 
 def join_parts(op: str, folder: Any) -> dict[str, Any]:
@@ -57,7 +57,7 @@ def join_parts(op: str, folder: Any) -> dict[str, Any]:
     for n in range(len(parts)):
         (folder / part_name(n)).unlink()
     temporary = folder / f"{NAME}.writing"
-    temporary.write_text(_sealed(whole))
+    write_synced(temporary, _sealed(whole))
     temporary.rename(folder / NAME)
     return whole
 

@@ -20,7 +20,7 @@ from jaxsok import policies
 from jaxsok.checkpoint import manifest as manifest_lib
 from jaxsok.checkpoint.files import CorruptFileError, SavedFile, TableForm, name_word
 from jaxsok.checkpoint.place import Placer
-from jaxsok.checkpoint.save import admission_of
+from jaxsok.checkpoint.save import admission_of, time_of
 from jaxsok.collection import Collection
 from jaxsok.plan import owners_of as owners_of_keys
 from jaxsok.plan import partitions_of
@@ -78,22 +78,50 @@ class Source:
             for batch in file.batches():
                 yield tuple(batch.column(name).to_numpy(zero_copy_only=False) for name in ("key", "count"))
 
+    def check(self, tables: Sequence[str]) -> None:
+        """Refuses some tables, if a file is not there or of another size, or counts of the manifest do not agree.
+
+        Raises:
+          CorruptFileError: names the file, or the table.
+        """
+        for table in tables:
+            for kind in (manifest_lib.ROWS, manifest_lib.WAITING, manifest_lib.TOMBSTONES):
+                for file in self.files(table, kind):
+                    file.check_size()
+            entry = self.manifest["tables"][table]
+            files = sum(sum(batch[3] for batch in file["batches"]) for file in entry[manifest_lib.ROWS])
+            partitions = int(manifest_lib.unpacked(entry["partition_rows"]).sum())
+            if not files == partitions == entry["num_rows"]:
+                raise CorruptFileError(
+                    f'{self.op}: table "{table}": got {files} rows in the files and {partitions} in the partitions of '
+                    f'"{self.folder}", wanted {entry["num_rows"]} of both; manifests of other saves were mixed.'
+                )
+        for file, _ in self._bloom_files({self.store_of(table)[0] for table in tables}):
+            file.check_size()
+
     def verify(self, tables: Sequence[str]) -> None:
         """Reads all files of some tables against their checksums."""
+        self.check(tables)
         for table in tables:
             for kind in (manifest_lib.ROWS, manifest_lib.WAITING, manifest_lib.TOMBSTONES):
                 for file in self.files(table, kind):
                     file.verify()
+        for file, pieces in self._bloom_files({self.store_of(table)[0] for table in tables}):
+            for _ in file.ranges(piece[:3] for piece in pieces):
+                pass  # nothing of it is kept
+
+    def _bloom_files(self, stores: set[int]) -> Iterator[tuple[SavedFile, list[list[int]]]]:
+        """The files of the Bloom filters of some stores, and the pieces of each."""
+        for entry in self.manifest["bloom"]:
+            if entry["store"] in stores:
+                yield SavedFile(self.op, self.folder, entry, None), entry["pieces"]
 
     def bloom(self, store: int, shard: int) -> np.ndarray:
         """The words of a shard's Bloom filter, as they were saved."""
         parts = []
-        for entry in self.manifest["bloom"]:
-            if entry["store"] != store:
-                continue
-            file = SavedFile(self.op, self.folder, entry, None)
-            pieces = [piece[:3] for piece in entry["pieces"] if piece[3] == shard]
-            parts += [np.frombuffer(data, "<u4").astype(np.uint32) for data in file.ranges(pieces)]
+        for file, pieces in self._bloom_files({store}):
+            mine = [piece[:3] for piece in pieces if piece[3] == shard]
+            parts += [np.frombuffer(data, "<u4").astype(np.uint32) for data in file.ranges(mine)]
         return np.concatenate(parts)
 
     def store_of(self, table: str) -> tuple[int, dict[str, Any]]:
@@ -228,6 +256,7 @@ def restored(
     state: State | None = None,
     tables: Sequence[str] | None = None,
     optimizer_state: OptimizerState = "require",
+    clock: Any = None,
 ) -> State:
     """Restores tables into a new state, or into one that there is, whose rows of these tables go.
 
@@ -237,21 +266,21 @@ def restored(
       state: donated; None: a new one, with step and seed of the save. One that is given keeps its own.
       tables: names; None: all, and there must be no others.
       optimizer_state: "require", "matching" or "initial".
+      clock: now, for a given state whose lookups are told one; None: its step. Rows that come into a given state
+        count as used now, or the next delta would not see that they changed.
 
     Raises:
       ValueError: tables do not fit.
       CorruptFileError: files are damaged. A given state is unchanged.
-      TableFullError, MemoryError: there is no room.
+      TableFullError, MemoryError: there is no room. A given state is unchanged.
     """
     op = source.op
     names = chosen_tables(source, collection, tables)
     taken = check_forms(source, collection, names, optimizer_state)
-    for name in names:
-        for kind in (manifest_lib.ROWS, manifest_lib.WAITING):
-            for file in source.files(name, kind):
-                file.check_size()
+    source.check(names)
     manifest = source.manifest
     is_new = state is None
+    now = None if state is None else time_of(op, state, clock)
     if state is None:
         state = collection.init(seed=manifest["seed"][0] | manifest["seed"][1] << 32)
         state = _with_store_words(source, collection, state)
@@ -259,11 +288,15 @@ def restored(
         collection._check_state(op, state)
         # What is in the state would be gone when a damaged batch is met.
         source.verify(names)
-        for name in names:
-            state, _ = collection.clear(state, name)
-    state = with_room(source, collection, state, {name: rows_by_shard(source, collection, name) for name in names})
+    rows = {name: rows_by_shard(source, collection, name) for name in names}
+    if not is_new:
+        rows = {name: coming - _table_rows(collection, state, name) for name, coming in rows.items()}
+    # Before anything goes: a refusal changes nothing.
+    state = with_room(source, collection, state, rows)
+    for name in () if is_new else names:
+        state, _ = collection.clear(state, name)
     for name in names:
-        state = placed(source, collection, state, name, taken[name])
+        state = placed(source, collection, state, name, taken[name], now)
     return with_small_parts(
         source, collection, state, names, is_whole=is_new, with_globals=optimizer_state != "initial"
     )
@@ -308,7 +341,7 @@ def with_room(source: Source, collection: Collection, state: State, rows: Mappin
       source: named in errors.
       collection: of the state.
       state: donated.
-      rows: of each table, that each shard gets: int64[num_shards].
+      rows: of each table, that each shard gets, less those that it loses before: int64[num_shards].
 
     Raises:
       TableFullError: a store's `max_capacity` is below that.
@@ -329,6 +362,15 @@ def with_room(source: Source, collection: Collection, state: State, rows: Mappin
     return grow_lib.grow_to(source.op, collection.stores, state, capacities, collection.shards)
 
 
+def _table_rows(collection: Collection, state: State, name: str) -> np.ndarray:
+    """Rows of a table, of each shard: int64[num_shards]; waits for the device."""
+    s, number = collection._locate("restore", name)
+    spec, shards, words = collection.stores[s], collection.shards, state.stores[s].table_rows
+    is_spread = shards is not None and shards.num_processes > 1
+    words = np.asarray(shards.gathered(words) if is_spread else words)
+    return words.reshape(spec.num_shards, len(spec.tables))[:, number].astype(np.int64)
+
+
 def _rows_in_use(collection: Collection, spec: StoreSpec, store: StoreState) -> np.ndarray:
     """Of each shard: int64[num_shards]; waits for the device."""
     shards = collection.shards
@@ -339,14 +381,19 @@ def _rows_in_use(collection: Collection, spec: StoreSpec, store: StoreState) -> 
     return allocated - (end - begin)
 
 
-def placed(source: Source, collection: Collection, state: State, name: str, taken: Sequence[str]) -> State:
-    """The state with the saved rows of a table; a key that has a row gets the saved one."""
+def placed(
+    source: Source, collection: Collection, state: State, name: str, taken: Sequence[str], now: int | None
+) -> State:
+    """The state with the saved rows of a table; a key that has a row gets the saved one.
+
+    `now`: the earliest last step that the rows get; None: they keep the saved one.
+    """
     op = source.op
     s, number = collection._locate(op, name)
     spec = collection.stores[s]
     table = spec.tables[number]
     owners = owners_of(collection, spec, table)
-    fitted = _fitter(source, spec, table, taken)
+    fitted = _fitter(source, spec, table, taken, now)
 
     def of_shard(shard: int) -> Iterator[Records]:
         wanted = None if spec.is_replicated or (owners == shard).all() else owners == shard
@@ -364,7 +411,9 @@ def placed(source: Source, collection: Collection, state: State, name: str, take
     return state
 
 
-def _fitter(source: Source, spec: StoreSpec, table: TableSpec, taken: Sequence[str]) -> Callable[[Records], Records]:
+def _fitter(
+    source: Source, spec: StoreSpec, table: TableSpec, taken: Sequence[str], now: int | None
+) -> Callable[[Records], Records]:
     """Makes saved rows those of the table: in its dtype, with its optimizer state and statistics."""
     clock = np.uint32(source.manifest["clock"])
     dtype = np.dtype(ml_dtypes.bfloat16) if table.dtype == "bfloat16" else np.dtype(table.dtype)
@@ -385,6 +434,8 @@ def _fitter(source: Source, spec: StoreSpec, table: TableSpec, taken: Sequence[s
         if spec.keeps_statistics and last_step is None:
             # Unknown: as if used when they were saved, so that none of them is the first to leave.
             last_step, frequency = np.full(num_rows, clock), np.zeros(num_rows, np.uint32)
+        if now is not None and last_step is not None:
+            last_step = np.maximum(last_step, np.uint32(now))
         return Records(records.keys, rows, state, last_step, frequency)
 
     return fitted
@@ -462,6 +513,15 @@ def _with_admission(source: Source, collection: Collection, state: State, names:
     for name in names:
         s, number = collection._locate(source.op, name)
         table = collection.stores[s].tables[number]
+        was, now = source.manifest["tables"][name]["admission"], admission_of(collection.stores[s], table)
+        if was and now and was["by"] != now["by"]:
+            LOG.warning(
+                '%s: table "%s": admission by %s was saved, wanted by %s: keys without a row are counted from 0.',
+                source.op,
+                name,
+                was["by"],
+                now["by"],
+            )
         if isinstance(table.admission, policies.AdmitByCount):
             state = _with_waiting(source, collection, state, s, number)
         if isinstance(table.admission, policies.AdmitByBloom):
@@ -474,6 +534,8 @@ def _with_waiting(source: Source, collection: Collection, state: State, s: int, 
     spec, shards = collection.stores[s], collection.shards
     store = _forgotten(spec, number, shards, state.stores[s])
     for keys, counts in _gathered(source.waiting(spec.tables[number].name)):
+        # Who was seen often enough for a lower threshold waits for one more sight.
+        counts = np.minimum(counts, np.uint32(spec.tables[number].admission.num_sightings - 1))
         owners = owners_of_keys(spec, number, keys, collection.partition_owners)
         store = admission_lib.with_waiting(spec, store, number, keys, counts, owners, shards)
     return dataclasses.replace(state, stores=(*state.stores[:s], store, *state.stores[s + 1 :]))

@@ -18,13 +18,14 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxsok import policies
+from jaxsok import operations, policies
 from jaxsok.checkpoint import manifest as manifest_lib
 from jaxsok.checkpoint.files import (
     COMPRESSIONS,
     BatchFile,
     TableForm,
     all_partitions,
+    close_synced,
     keys_batch,
     keys_schema,
     name_word,
@@ -137,6 +138,8 @@ class Saving:
         self._error: BaseException | None = None
         self._changed = threading.Condition()
         self._writes = threading.Event()
+        self.latest = 0
+        """The latest last step of the rows written."""
         self.has_stopped = False
         """Whether the writer failed, and not the copy."""
         self.part = {
@@ -151,7 +154,7 @@ class Saving:
             "stores": [self._store_part(s) for s in range(len(collection.stores))],
             **(more or {}),
         }
-        self.part["clock"] = self.part["step"] if clock is None else int(clock)
+        self.part["clock"] = time_of(op, state, clock)
 
     # Copying
 
@@ -217,6 +220,7 @@ class Saving:
                     self._held -= piece.nbytes
                     self._changed.notify_all()
             entries, bloom = tables.close()
+            self.latest = tables.latest
         except BaseException as error:
             tables.abandon()
             self.has_stopped = self._error is None
@@ -297,6 +301,16 @@ class Saving:
         return counts
 
 
+def time_of(op: str, state: State, clock: Any) -> int:
+    """The time of a save: the clock, a uint32 as lookups are told it; None: the state's step.
+
+    Raises:
+      TypeError, ValueError: no integer, or no uint32; names the op.
+    """
+    word = operations.clock_of(op, clock)
+    return int(np.asarray(state.step if word is None else word))
+
+
 def saved_now(saving: Saving, folder: Any) -> None:
     """Saves and waits for the files.
 
@@ -330,6 +344,7 @@ class _Tables:
         self.done: dict[tuple[str, str], dict[str, Any]] = {}
         self.bloom: dict[int, tuple[Any, dict[str, Any]]] = {}
         self.nonfinite = {table.name: 0 for table in collection.tables}
+        self.latest = 0
         self.by_partition = {table.name: np.zeros(NUM_PARTITIONS, np.int64) for table in collection.tables}
 
     def write(self, piece: Piece) -> None:
@@ -348,6 +363,8 @@ class _Tables:
             assert piece.statistics is not None
             is_live &= piece.statistics[:, 0] >= np.uint32(self.since)
         lines = np.flatnonzero(is_live)
+        if piece.statistics is not None and lines.size:
+            self.latest = max(self.latest, int(piece.statistics[lines, 0].max()))
         numbers = tables[lines]
         partitions = partitions_of(keys[lines], self.words[piece.store][numbers])
         order = np.argsort(numbers.astype(np.int64) * NUM_PARTITIONS + partitions.astype(np.int64), kind="stable")
@@ -416,7 +433,7 @@ class _Tables:
         for key, file in self.open.items():
             self.done[key] = file.close()
         for file, _ in self.bloom.values():
-            file.close()
+            close_synced(file)
         entries: dict[str, dict[str, Any]] = {}
         for form in (form for forms in self.forms for form in forms):
             files = {

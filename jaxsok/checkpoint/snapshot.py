@@ -184,7 +184,10 @@ class _UnderWay:
 
     def arrived(self) -> Piece:
         """Waits for it."""
-        arrays = [np.asarray(array)[self.lines] for array in self.arrays]
+        wholes = [np.asarray(array) for array in self.arrays]
+        # A part in memory of its own: it would keep the whole, and its bytes are what the queue counts.
+        is_part = self.lines != slice(0, wholes[0].shape[0])
+        arrays = [whole[self.lines].copy() if is_part else whole for whole in wholes]
         if isinstance(self.what, tuple):
             return WordsPiece(self.number, *self.what, arrays[0])
         records, rows, *rest = arrays
