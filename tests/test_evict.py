@@ -424,6 +424,31 @@ def test_nothing_changes_if_the_caller_refuses():
 # Bad input
 
 
+def test_nothing_changes_if_the_caller_refuses_while_another_store_grows():
+    """The rows of a full store are handed over before a store with room to grow is made larger."""
+    tables = [
+        jaxsok.TableSpec("full", 4, jaxsok.optim.sgd(0.5), capacity=64, max_capacity=64, eviction=LeastRecentlyUsed()),
+        jaxsok.TableSpec("open", 8, jaxsok.optim.sgd(0.5), capacity=64),
+    ]
+    collection = jaxsok.Collection(tables, [jaxsok.FeatureSpec(name, table=name) for name in ("full", "open")])
+    batch = collection.batch({"full": np.arange(40), "open": np.arange(40)})
+    _, state, _ = collection.lookup(collection.init(seed=0), batch.features)
+
+    def refuse(name, records):
+        raise OSError("no room on the disk")
+
+    with pytest.raises(OSError, match="no room on the disk"):
+        collection.grow(state, hand_over=refuse)
+    assert collection.num_rows(state) == {"full": 40, "open": 40}
+    for name in ("full", "open"):
+        assert sorted(collection.export_table(state, name)["keys"].tolist()) == list(range(40))
+    handed = []
+    state = collection.grow(state, hand_over=lambda name, records: handed.extend(records.keys.tolist()))
+    assert handed
+    assert collection.num_rows(state) == {"full": 40 - len(handed), "open": 40}
+    assert [store.capacity for store in state.stores] == [64, 128]
+
+
 def test_refusals():
     """Each says what was got and wanted."""
     none, lru, ttl = two_tables(None), collection_of(LeastRecentlyUsed()), collection_of(TimeToLive(10))
