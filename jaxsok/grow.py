@@ -290,12 +290,15 @@ def rows_kept(capacity: int, reserve: int) -> int:
     """Rows of a shard that stay when its store is full: so many that the reserve fits, and a slack.
 
     The slack is the larger of the reserve and a sixteenth of the capacity, and at most half of what the reserve leaves.
+    No reserve takes more than half of the capacity, so a quarter of the rows always stays: not every key of a batch
+    needs a row, least of all where admission keeps most out.
 
     Example:
       >>> rows_kept(1600, 50), rows_kept(1600, 400), rows_kept(1600, 1000), rows_kept(1600, 2000)
-      (1450, 800, 300, 0)
+      (1450, 800, 400, 400)
     """
-    left = max(0, capacity - reserve)
+    reserve = min(reserve, capacity // 2)
+    left = capacity - reserve
     return left - min(max(reserve, capacity // SLACK_SHARE), left // 2)
 
 
