@@ -68,8 +68,9 @@ class Admission:
 class AdmitByCount(Admission):
     """A key gets a row in the batch in which its `num_sightings`-th occurrence falls, for all uses of that batch.
 
-    Occurrences are counted exactly, 32 bytes for each key that waits; `grow` makes room for more of them. A key whose
-    row is erased or evicted starts anew.
+    Occurrences are counted exactly, 32 to 128 bytes for each key that waits; `grow` makes room for more of them. A key
+    whose row is erased or evicted starts anew. When rows of its store go, so does a key that had its sightings but
+    found the store full. `assign` and imports leave the count of a key that waits: if its row goes, it goes on there.
 
     Example:
       >>> AdmitByCount(3).num_sightings

@@ -632,6 +632,24 @@ def test_waiting_keys_of_other_tables_are_refused():
         admission.with_waiting(collection.stores[0], state.stores[0], 0, np.arange(3), np.ones(3))
 
 
+@pytest.mark.parametrize("op", ["erase", "evict"])
+def test_nothing_is_forgotten_where_nothing_goes(op):
+    """A key that had its sightings while the store was full still has them after an erase or eviction of nobody."""
+    collection = one_table(policies.AdmitByCount(2), capacity=2, max_capacity=2, eviction=policies.LeastRecentlyUsed())
+    features = programs.batch(collection, user=np.array([1, 1, 2, 2, 3, 3]))
+    _, state, _ = programs.lookup(collection)(collection.init(seed=SEED), features)
+    before = np.asarray(state.stores[0].sightings[0])
+    if op == "erase":
+        state, num_gone = collection.erase(state, "user", np.array([99]))
+        assert int(num_gone) == 0
+    else:
+        state, evicted = collection.evict(state, num_rows=2)
+        assert evicted.to_dict() == {"user": 0}
+    np.testing.assert_array_equal(np.asarray(state.stores[0].sightings[0]), before)
+    state, _ = collection.evict(state, num_rows=1)
+    assert not np.array_equal(np.asarray(state.stores[0].sightings[0]), before)
+
+
 def test_clearing_a_table_forgets_those_that_wait():
     """`forget` with a table: its counts go, those of others stay."""
     tables = [jaxsok.TableSpec(n, 1, SGD, admission=policies.AdmitByCount(3), capacity=16) for n in ("user", "item")]
@@ -639,7 +657,7 @@ def test_clearing_a_table_forgets_those_that_wait():
     _, state, _ = programs.lookup(collection)(
         collection.init(seed=SEED), programs.batch(collection, user=np.arange(4), item=np.arange(4))
     )
-    store = admission.forget(collection.stores[0], state.stores[0], cleared=0)
+    store = admission.forget(collection.stores[0], state.stores[0], jnp.uint32(0), cleared=0)
     state = dataclasses.replace(state, stores=(store,))
     assert waiting(collection, state, "user") == {} and waiting(collection, state, "item") == dict.fromkeys(range(4), 1)
 
