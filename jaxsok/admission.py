@@ -23,6 +23,7 @@ from jaxsok.types import BUCKET_WORDS, ENTRIES_PER_BUCKET
 
 _ENTRY_WORDS = BUCKET_WORDS // ENTRIES_PER_BUCKET
 _NO_ENTRY = np.full(_ENTRY_WORDS, 0xFFFFFFFF, np.uint32)
+_NEVER = 0xFFFFFFFF  # a floor that no count reaches: thresholds are below 2**31
 ROOM = 4  # entries for each that is taken or may be, after sightings were made anew
 
 
@@ -44,7 +45,7 @@ def operands(
     return kernels.Admission(store.sightings, store.bloom, step, words, uses)
 
 
-def forget(spec: StoreSpec, store: StoreState, cleared: int | None = None) -> StoreState:
+def forget(spec: StoreSpec, store: StoreState, num_gone: Array, cleared: int | None = None) -> StoreState:
     """Forgets the counts of keys that were let in: called when rows went, so that keys that come back start anew.
 
     Keys that still have their row never need the count again. One that had enough sightings when the store was full
@@ -53,17 +54,21 @@ def forget(spec: StoreSpec, store: StoreState, cleared: int | None = None) -> St
     Args:
       spec: the store's tables.
       store: donated: the result has its buffers.
+      num_gone: rows that went, perhaps by table; where none did nothing is forgotten but for `cleared`.
       cleared: the number of a table whose waiting keys are forgotten as well.
 
     Cost:
       Reads `sightings` once; nothing where no table admits by count.
 
     Example:
-      `store = admission.forget(spec, store)` after an erase.
+      `store = admission.forget(spec, store, num_erased)` after an erase.
     """
     if not store.sightings:
         return store
-    sightings = kernels.forget(store.sightings[0], spec.sighting_floors(cleared))
+    floors = spec.sighting_floors(cleared)
+    is_asked = (num_gone > 0).any() | (np.arange(len(floors)) == (-1 if cleared is None else cleared))
+    floors = jnp.where(is_asked, floors, jnp.uint32(_NEVER))
+    sightings = kernels.forget(store.sightings[0], floors)
     return dataclasses.replace(store, sightings=(sightings,))
 
 

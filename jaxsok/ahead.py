@@ -2,7 +2,8 @@
 
 Capacities are shapes, so each growth of a store needs the step's program anew. While a store fills up, a thread traces
 and compiles the step for the capacity that `grow.next_capacity` names; the first call after the growth finds the
-program. The thread works on shapes alone: it holds no array and never waits for the device. Fed by what `grow` knows
+program. `sightings` that `grow` makes larger are not foreseen: the step is compiled on the spot then. The thread works
+on shapes alone: it holds no array and never waits for the device. Fed by what `grow` knows
 of the rows in use; a prediction that fails costs a compilation where it is needed, never a wrong result. Not here:
 when and how a store grows (`grow.py`).
 """

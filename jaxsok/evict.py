@@ -201,7 +201,7 @@ def release(
         statistics=statistics,
         table_evicted=table_evicted,
     )
-    return admission.forget(spec, store), num_released
+    return admission.forget(spec, store, num_released), num_released
 
 
 def share_of(shards: Shards, num_rows: UInt32[Array, ""], mine: UInt32[Array, ""]) -> UInt32[Array, ""]:

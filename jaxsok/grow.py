@@ -200,7 +200,7 @@ def grow(
       steps: until the next call.
       shards: over which the stores are split; None: one device.
       clock: of eviction; None: the state's step.
-      hand_over: is given the rows that are evicted.
+      hand_over: is given the rows that are evicted, before anything changes.
 
     Returns:
       The same state, or one with more slabs or fewer rows; the old one must not be used then.
@@ -254,16 +254,18 @@ def grow(
         tracker.learn(summary, tracker.allowed)
         needed = {s: tracker.known[s][0] + reserve[s] for s in range(len(specs)) if open_ended[s] and short(s)}
         is_full = any(evicting[s] and short(s) for s in range(len(specs)))
+        larger = _new_capacities(specs, state, needed, shards)
+        if is_full:
+            # First of all: `hand_over` is the caller's, and while it may fail nothing has changed.
+            state = _evicted(specs, tracker, state, reserve, larger, shards, clock, hand_over)
         if needed or summary[:, 1].any():
-            state = _rebuilt(specs, state, summary, _new_capacities(specs, state, needed, shards), shards)
+            state = _rebuilt(specs, state, summary, larger, shards)
         crowded = [s for s in range(len(specs)) if short_of_sightings(s)]
         state = _with_room_to_wait(specs, state, {s: WAITING_RESERVES * reserve[s] for s in crowded}, shards)
         for s in crowded:
             tracker.sightings[s] = admission.num_waiting(specs[s], state.stores[s], shards)
         tracker.num_grown += len(needed)
         tracker.signature = _signature(state)
-        if is_full:
-            state = _evicted(specs, tracker, state, reserve, shards, clock, hand_over)
     elif not tracker.under_way and (
         tracker.num_calls % LOOK_EVERY == 0
         or any(
@@ -288,12 +290,15 @@ def rows_kept(capacity: int, reserve: int) -> int:
     """Rows of a shard that stay when its store is full: so many that the reserve fits, and a slack.
 
     The slack is the larger of the reserve and a sixteenth of the capacity, and at most half of what the reserve leaves.
+    No reserve takes more than half of the capacity, so a quarter of the rows always stays: not every key of a batch
+    needs a row, least of all where admission keeps most out.
 
     Example:
       >>> rows_kept(1600, 50), rows_kept(1600, 400), rows_kept(1600, 1000), rows_kept(1600, 2000)
-      (1450, 800, 300, 0)
+      (1450, 800, 400, 400)
     """
-    left = max(0, capacity - reserve)
+    reserve = min(reserve, capacity // 2)
+    left = capacity - reserve
     return left - min(max(reserve, capacity // SLACK_SHARE), left // 2)
 
 
@@ -302,12 +307,17 @@ def _evicted(
     tracker: GrowthTracker,
     state: State,
     reserve: Sequence[int],
+    larger: dict[int, int],
     shards: Shards | None,
     clock: Any,
     hand_over: evict_lib.HandOver | None,
 ) -> State:
-    """The state without the rows that leave full stores by their policy."""
+    """The state without the rows that leave full stores by their policy; `larger`: capacities of those that grow next.
+
+    Whatever `hand_over` raises, the state is as it was.
+    """
     capacities = [store.capacity // spec.num_shards for spec, store in zip(specs, state.stores, strict=True)]
+    capacities = [larger.get(s, capacity) for s, capacity in enumerate(capacities)]
 
     def short(s: int) -> bool:
         is_at_its_end = specs[s].tables[0].eviction is not None and capacities[s] == specs[s].max_capacity
@@ -528,8 +538,8 @@ def require_memory(asked: Sequence[tuple[StoreSpec, int]], op: str, free: int | 
     total = sum(num_rows * row_bytes(spec) for spec, num_rows in asked)
     if free is not None and total > free:
         parts = "; ".join(
-            f"store of tables {_names(spec)}: {num_rows} rows of {row_bytes(spec)} bytes (row {4 * spec.dim}, the rest "
-            "optimizer state, record and index)"
+            f"store of tables {_names(spec)}: {num_rows} rows of {row_bytes(spec)} bytes (row {spec.itemsize * spec.dim}, "
+            "the rest optimizer state, record and index)"
             for spec, num_rows in asked
         )
         raise MemoryError(

@@ -68,8 +68,9 @@ class Admission:
 class AdmitByCount(Admission):
     """A key gets a row in the batch in which its `num_sightings`-th occurrence falls, for all uses of that batch.
 
-    Occurrences are counted exactly, 32 bytes for each key that waits; `grow` makes room for more of them. A key whose
-    row is erased or evicted starts anew; one that waited when `assign` or an import gave it a row goes on from there.
+    Occurrences are counted exactly, 32 to 128 bytes for each key that waits; `grow` makes room for more of them. A key
+    whose row is erased or evicted starts anew. When rows of its store go, so does a key that had its sightings but
+    found the store full. `assign` and imports leave the count of a key that waits: if its row goes, it goes on there.
 
     Example:
       >>> AdmitByCount(3).num_sightings
@@ -177,7 +178,7 @@ class RowFacts:
     last_step: UInt32[Array, " num_rows"]
     """The step (or the user's clock) of the last lookup that used the row."""
     frequency: UInt32[Array, " num_rows"]
-    """Occurrences in all lookups, up to 2**32 - 1."""
+    """Occurrences in all lookups, modulo 2**32."""
     rows: Float[Array, "num_rows dim"]
     clock: UInt32[Array, ""]
     """Now: the state's step, or the user's clock."""

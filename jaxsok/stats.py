@@ -62,7 +62,8 @@ class Stats:
     longest_probe: Int32[Array, " num_stores"]
     """Buckets of the longest walk to a row since the index was last built; may differ between runs on a GPU."""
     num_unplaced: Int32[Array, " num_stores"]
-    """Of the refused since the index was last built: occurrences that found no entry within the probe bound."""
+    """Of the refused since the index was last built: occurrences that found no entry within the probe bound, there or
+    among the keys that wait for a row (`AdmitByCount`)."""
     num_stale: Int32[Array, ""]
     """Uses that changed nothing because their plan is older than the last erase or eviction."""
     num_rounds: Int32[Array, " num_stores"]

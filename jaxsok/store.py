@@ -15,7 +15,7 @@ from jaxsok.specs import StoreSpec
 from jaxsok.types import BUCKET_WORDS, COUNTERS, ENTRIES_PER_BUCKET, RECORD_WORDS
 
 NUM_STATISTICS = 2  # words of a row's statistics: last step, frequency
-FIRST_SIGHTINGS = 4096  # buckets of waiting keys at first; `grow` adds more
+MIN_SIGHTINGS = 4096  # buckets of waiting keys at least; `grow` adds more
 MIN_BUCKETS = 16  # 1 KiB; below it the index costs nothing worth saving
 
 
@@ -90,6 +90,16 @@ def num_buckets_of(capacity: int) -> int:
     return max(MIN_BUCKETS, -(-2 * capacity // ENTRIES_PER_BUCKET))
 
 
+def first_sightings(capacity: int) -> int:
+    """Buckets of the keys that wait for a row, as a store begins: half full when as many wait as there are rows.
+
+    Example:
+      >>> first_sightings(64), first_sightings(100_000)
+      (4096, 50000)
+    """
+    return max(MIN_SIGHTINGS, num_buckets_of(capacity))
+
+
 def bloom_words(spec: StoreSpec) -> int:
     """Words of a shard's Bloom filter; 0: it has none."""
     begin, size = spec.bloom_segments()[-1]
@@ -120,13 +130,13 @@ def store_bytes(spec: StoreSpec, capacity: int) -> dict[str, int]:
             + sum(np.asarray(leaf).nbytes for leaf in spec.optimizer.init_globals(spec.dim))
             + (4 * len(spec.tables) if spec.tables[0].eviction else 0),
         }
-        | _admission_bytes(spec)
+        | _admission_bytes(spec, capacity)
     )
 
 
-def _admission_bytes(spec: StoreSpec) -> dict[str, int]:
+def _admission_bytes(spec: StoreSpec, capacity: int) -> dict[str, int]:
     """Bytes of what decides who gets a row, as a store begins."""
-    sightings = 4 * BUCKET_WORDS * FIRST_SIGHTINGS if spec.counts_sightings else 0
+    sightings = 4 * BUCKET_WORDS * first_sightings(capacity) if spec.counts_sightings else 0
     total = sightings + 4 * bloom_words(spec)
     return {"admission": total} if total else {}
 
@@ -173,7 +183,7 @@ def init_store(spec: StoreSpec, salt: int) -> StoreState:
             for leaf in spec.optimizer.init_globals(spec.dim)
         ),
         statistics=statistics,
-        sightings=(jnp.full((num_shards * FIRST_SIGHTINGS, BUCKET_WORDS), np.uint32(0xFFFFFFFF)),)
+        sightings=(jnp.full((num_shards * first_sightings(capacity), BUCKET_WORDS), np.uint32(0xFFFFFFFF)),)
         if spec.counts_sightings
         else (),
         bloom=(jnp.zeros(num_shards * bloom_words(spec), jnp.uint32),) if bloom_words(spec) else (),

@@ -393,7 +393,7 @@ def erase(spec: StoreSpec, store: StoreState, keys: Keys, table_ids: TableIds) -
         states=states,
         statistics=_without_dead(store.statistics, records),
     )
-    return admission.forget(spec, store), num_erased
+    return admission.forget(spec, store, num_erased), num_erased
 
 
 def _without_dead(
@@ -442,7 +442,7 @@ def clear(spec: StoreSpec, store: StoreState, number: int) -> tuple[StoreState, 
     )
     # Of no key: what is left of it is the list of freed rows and the index.
     store, _ = erase(spec, store, jnp.zeros((0, 2), jnp.uint32), jnp.zeros(0, jnp.uint32))
-    return admission.forget(spec, store, cleared=number), num_erased
+    return admission.forget(spec, store, num_erased, cleared=number), num_erased
 
 
 def rebuild(store: StoreState, num_buckets: int) -> tuple[Array, Array]:

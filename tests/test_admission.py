@@ -22,7 +22,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 import jaxsok
 from jaxsok import admission, policies
-from jaxsok.store import FIRST_SIGHTINGS
+from jaxsok.store import MIN_SIGHTINGS
 
 SEED = 7
 SGD = jaxsok.optim.sgd(0.5)
@@ -556,7 +556,7 @@ def test_growth_keeps_every_count(num_shards):
         assert is_taken.sum() == start + 10_000 <= len(is_taken) / 2
     assert waiting(collection, state, "user") == dict.fromkeys(range(num_keys), 1)
     num_buckets = [state.stores[0].sightings[0].shape[0]]
-    assert num_buckets[0] > FIRST_SIGHTINGS * (num_shards or 1)
+    assert num_buckets[0] > MIN_SIGHTINGS * (num_shards or 1)
     state, counts = stats_of_lookup(collection, state, np.repeat(keys[:5_000], 2))
     assert counts["num_inserted"] == 5_000 and counts["num_unadmitted"] == 0
     assert waiting(collection, state, "user") == dict.fromkeys(range(5_000, num_keys), 1)
@@ -580,16 +580,35 @@ def test_another_salt_keeps_every_count():
     assert counts["num_inserted"] == 500
 
 
-def test_without_growth_keys_wait_uncounted():
-    """Buckets are full: nobody is lost in a loop, nobody comes in by mistake, all are counted."""
+def test_without_growth_keys_without_an_entry_are_told():
+    """Buckets are full: nobody is lost in a loop, nobody comes in by mistake, and who finds no entry lacks room."""
     collection = one_table(policies.AdmitByCount(2))
-    state, num_keys = collection.init(seed=SEED), 5 * FIRST_SIGHTINGS
+    state, num_keys = collection.init(seed=SEED), 5 * MIN_SIGHTINGS
     features = collection.batch({"user": np.arange(num_keys)}).features
     for _ in range(2):
         _, state, plan = programs.lookup(collection)(state, features)
     counts = np.asarray(plan.found[0].counts)[0]
-    is_full = np.asarray(state.stores[0].counters)[8] == 4 * FIRST_SIGHTINGS
+    is_full = np.asarray(state.stores[0].counters)[8] == 4 * MIN_SIGHTINGS
     assert is_full and counts[1] <= 64 and counts[1] + counts[3] == num_keys
+    embeddings, state, plan = programs.lookup(collection)(state, features)
+    state, stats = programs.update(collection)(state, plan, embeddings)
+    of_table = stats.to_dict()["user"]
+    assert of_table["num_refused"] - of_table["num_unadmitted"] >= num_keys - 4 * MIN_SIGHTINGS
+    assert int(stats.num_unplaced[0]) >= 3 * (num_keys - 4 * MIN_SIGHTINGS)
+    with pytest.raises(jaxsok.TableFullError, match="found no index entry"):
+        stats.check()
+    state = collection.grow(state)  # as many as one batch has can wait now, and none is lost
+    _, state, plan = programs.lookup(collection)(state, features)
+    assert np.asarray(state.stores[0].counters)[4] == 0
+
+
+def test_as_many_keys_wait_at_first_as_there_are_rows():
+    """The first batches, before `grow` has seen any: all keys are counted, and get their rows."""
+    collection = one_table(policies.AdmitByCount(2), capacity=32768)
+    state, features = collection.init(seed=SEED), collection.batch({"user": np.arange(30000)}).features
+    for _ in range(2):
+        _, state, _ = programs.lookup(collection)(state, features)
+    assert collection.num_rows(state) == {"user": 30000}
 
 
 @pytest.mark.parametrize(("before", "after"), [(None, 4), (4, 2), pytest.param(4, None, marks=pytest.mark.slow)])
@@ -632,6 +651,24 @@ def test_waiting_keys_of_other_tables_are_refused():
         admission.with_waiting(collection.stores[0], state.stores[0], 0, np.arange(3), np.ones(3))
 
 
+@pytest.mark.parametrize("op", ["erase", "evict"])
+def test_nothing_is_forgotten_where_nothing_goes(op):
+    """A key that had its sightings while the store was full still has them after an erase or eviction of nobody."""
+    collection = one_table(policies.AdmitByCount(2), capacity=2, max_capacity=2, eviction=policies.LeastRecentlyUsed())
+    features = programs.batch(collection, user=np.array([1, 1, 2, 2, 3, 3]))
+    _, state, _ = programs.lookup(collection)(collection.init(seed=SEED), features)
+    before = np.asarray(state.stores[0].sightings[0])
+    if op == "erase":
+        state, num_gone = collection.erase(state, "user", np.array([99]))
+        assert int(num_gone) == 0
+    else:
+        state, evicted = collection.evict(state, num_rows=2)
+        assert evicted.to_dict() == {"user": 0}
+    np.testing.assert_array_equal(np.asarray(state.stores[0].sightings[0]), before)
+    state, _ = collection.evict(state, num_rows=1)
+    assert not np.array_equal(np.asarray(state.stores[0].sightings[0]), before)
+
+
 def test_clearing_a_table_forgets_those_that_wait():
     """`forget` with a table: its counts go, those of others stay."""
     tables = [jaxsok.TableSpec(n, 1, SGD, admission=policies.AdmitByCount(3), capacity=16) for n in ("user", "item")]
@@ -639,7 +676,7 @@ def test_clearing_a_table_forgets_those_that_wait():
     _, state, _ = programs.lookup(collection)(
         collection.init(seed=SEED), programs.batch(collection, user=np.arange(4), item=np.arange(4))
     )
-    store = admission.forget(collection.stores[0], state.stores[0], cleared=0)
+    store = admission.forget(collection.stores[0], state.stores[0], jnp.uint32(0), cleared=0)
     state = dataclasses.replace(state, stores=(store,))
     assert waiting(collection, state, "user") == {} and waiting(collection, state, "item") == dict.fromkeys(range(4), 1)
 

@@ -424,6 +424,31 @@ def test_nothing_changes_if_the_caller_refuses():
 # Bad input
 
 
+def test_nothing_changes_if_the_caller_refuses_while_another_store_grows():
+    """The rows of a full store are handed over before a store with room to grow is made larger."""
+    tables = [
+        jaxsok.TableSpec("full", 4, jaxsok.optim.sgd(0.5), capacity=64, max_capacity=64, eviction=LeastRecentlyUsed()),
+        jaxsok.TableSpec("open", 8, jaxsok.optim.sgd(0.5), capacity=64),
+    ]
+    collection = jaxsok.Collection(tables, [jaxsok.FeatureSpec(name, table=name) for name in ("full", "open")])
+    batch = collection.batch({"full": np.arange(40), "open": np.arange(40)})
+    _, state, _ = collection.lookup(collection.init(seed=0), batch.features)
+
+    def refuse(name, records):
+        raise OSError("no room on the disk")
+
+    with pytest.raises(OSError, match="no room on the disk"):
+        collection.grow(state, hand_over=refuse)
+    assert collection.num_rows(state) == {"full": 40, "open": 40}
+    for name in ("full", "open"):
+        assert sorted(collection.export_table(state, name)["keys"].tolist()) == list(range(40))
+    handed = []
+    state = collection.grow(state, hand_over=lambda name, records: handed.extend(records.keys.tolist()))
+    assert handed
+    assert collection.num_rows(state) == {"full": 40 - len(handed), "open": 40}
+    assert [store.capacity for store in state.stores] == [64, 128]
+
+
 def test_refusals():
     """Each says what was got and wanted."""
     none, lru, ttl = two_tables(None), collection_of(LeastRecentlyUsed()), collection_of(TimeToLive(10))
@@ -651,14 +676,28 @@ def test_a_full_store_never_refuses(policy):
 
 
 def test_rows_kept():
-    """The reserve, then a slack: the reserve again or a sixteenth, never more than half of what is left."""
+    """The reserve, half of the capacity at most, then a slack: the reserve again or a sixteenth, or half of the rest."""
     for capacity in range(1, 200, 7):
         for reserve in range(0, 2 * capacity, 3):
             kept = grow.rows_kept(capacity, reserve)
-            left = max(0, capacity - reserve)
-            assert left - max(reserve, capacity // 16) <= kept <= left
+            assert kept >= capacity // 4
+            bounded = min(reserve, capacity // 2)
+            left = capacity - bounded
+            assert left - max(bounded, capacity // 16) <= kept <= left
             assert kept >= left // 2
-            assert reserve == 0 or kept < left or left == 0 or capacity == 1 or left == 1
+            assert bounded == 0 or kept < left or capacity == 1 or left == 1
+
+
+def test_batches_larger_than_a_store_do_not_empty_it():
+    """A batch may have more positions than the store has rows: some stay, whoever the batch brings."""
+    policy = jaxsok.policies.AdmitByCount(3)
+    collection = programs.one_table(capacity=4, max_capacity=4, eviction=LeastRecentlyUsed(), admission=policy)
+    features = programs.batch(collection, user=np.repeat(np.arange(4), 3))
+    _, state, _ = programs.lookup(collection)(collection.init(seed=0), features)
+    assert collection.num_rows(state) == {"user": 4}
+    with pytest.warns(RuntimeWarning, match="after eviction"):
+        state = collection.grow(state)
+    assert collection.num_rows(state) == {"user": 1}
 
 
 def test_full_shards_never_refuse():

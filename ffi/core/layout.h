@@ -122,7 +122,7 @@ enum Counter : int {
   kFreeBegin = 1,     // the list of freed rows is records[kFreeBegin .. kFreeEnd).free_id
   kFreeEnd = 2,
   kGeneration = 3,    // advanced by erase: row ids of older plans are worthless
-  kNumUnplaced = 4,   // occurrences that found no entry within kMaxProbes since the last rebuild
+  kNumUnplaced = 4,   // occurrences that found no entry within kMaxProbes since the last rebuild, here or in sightings
   kLongestProbe = 5,  // buckets of the longest walk to a row since the last rebuild; a property of the order of
                       // entries, so on a GPU it may differ between runs
   kSaltLow = 6,       // mixed into every hash; a rebuild may change it

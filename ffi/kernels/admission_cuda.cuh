@@ -135,20 +135,28 @@ static __global__ void __launch_bounds__(kBlock)
   if (__syncthreads_or(*reinterpret_cast<volatile uint32_t*>(&w.control->num_pending) != 0) == 0) return;
   __shared__ int32_t shared_counts[kSharedTables * kNumCounts];
   TableCounts table_counts(shared_counts, counts, store.num_tables);
-  int num_refused = 0;
+  int num_refused = 0, num_unplaced = 0;
   for (int64_t i = int64_t{blockIdx.x} * kBlock + threadIdx.x; i < num_keys; i += int64_t{gridDim.x} * kBlock) {
     if (row_ids[i] != kPendingRow) continue;
     const uint32_t table = table_of(i);
     if (IsAdmitted(store, admission, w.entry_of + i, __ldg(keys + i), table)) continue;
     row_ids[i] = kNoRow;
     table_counts.Add(table, kCountRefused, 1);
-    table_counts.Add(table, kCountUnadmitted, static_cast<int>(UsesOf(admission, i)));
     ++num_refused;
+    // Without an entry the policy has not spoken: what is wanting is room, and grow is told so.
+    const bool is_uncounted =
+        __ldg(store.tables + table * kNumTableWords + kTableAdmission) == kAdmitByCount && w.entry_of[i] == kNoEntry;
+    num_unplaced += is_uncounted ? 1 : 0;
+    if (!is_uncounted) table_counts.Add(table, kCountUnadmitted, static_cast<int>(UsesOf(admission, i)));
   }
   table_counts.Flush();
   num_refused = __reduce_add_sync(~0u, num_refused);
   if (threadIdx.x % kWarp == 0 && num_refused != 0) {
     atomicSub(&w.control->num_pending, static_cast<uint32_t>(num_refused));
+  }
+  num_unplaced = __reduce_add_sync(~0u, num_unplaced);
+  if (threadIdx.x % kWarp == 0 && num_unplaced != 0) {
+    atomicAdd(store.counters + kNumUnplaced, static_cast<uint32_t>(num_unplaced));
   }
 }
 

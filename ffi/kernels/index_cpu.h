@@ -219,6 +219,9 @@ void Admit(const StoreView& store, const AdmissionView& admission, const Source&
       }
     }
   });
+  const auto is_uncounted = [&](uint32_t position, uint32_t table) {
+    return words_of(table)[kTableAdmission] == kAdmitByCount && row_ids[position] == kNoEntry;
+  };
   const auto is_admitted = [&](uint32_t position, uint64_t key, uint32_t table) {
     const uint32_t* words = words_of(table);
     const uint32_t threshold = words[kTableThreshold];
@@ -256,7 +259,12 @@ void Admit(const StoreView& store, const AdmissionView& admission, const Source&
       } else {
         int32_t* table_counts = counts + int64_t{table} * kNumCounts;
         ++table_counts[kCountRefused];
-        table_counts[kCountUnadmitted] += static_cast<int32_t>(uses_of(position));
+        // Without an entry the policy has not spoken: what is wanting is room, and grow is told so.
+        if (is_uncounted(position, table)) {
+          ++store.counters[kNumUnplaced];
+        } else {
+          table_counts[kCountUnadmitted] += static_cast<int32_t>(uses_of(position));
+        }
       }
       row_ids[position] = kNoRow;
     }

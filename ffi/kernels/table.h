@@ -45,8 +45,10 @@ LaunchError LaunchFind(Stream stream, const IndexView& index, const uint32_t* co
 ///
 /// With admission, unseen pairs are first judged by their table's policy (AdmissionKind): all their occurrences in the
 /// call are added to what was counted before, then those that have enough are new, the others refused. Each position
-/// of such a pair counts as refused, its uses as unadmitted. Counts in `sightings` stay at the threshold once there;
-/// a pair that finds no entry there waits uncounted. Counts and filter are the same on every run and on both back ends.
+/// of such a pair counts as refused, its uses as unadmitted. Counts in `sightings` stay at the threshold once there. A
+/// pair that finds no entry there is refused for want of room: not unadmitted, but kNumUnplaced. Counts and filter are
+/// the same on every run and on both back ends, but for who finds no entry.
+///
 /// Pre    : workspace has InsertWorkspaceBytes(num_keys) bytes, 256-byte aligned; its contents may be anything.
 ///          The uses of all positions together are below 2^31. `admission` may be nullptr: everyone is let in.
 LaunchError LaunchFindOrInsert(Stream stream, const StoreView& store, const uint64_t* keys, const uint32_t* table_ids,
