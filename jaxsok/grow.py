@@ -538,8 +538,8 @@ def require_memory(asked: Sequence[tuple[StoreSpec, int]], op: str, free: int | 
     total = sum(num_rows * row_bytes(spec) for spec, num_rows in asked)
     if free is not None and total > free:
         parts = "; ".join(
-            f"store of tables {_names(spec)}: {num_rows} rows of {row_bytes(spec)} bytes (row {spec.itemsize * spec.dim}, "
-            "the rest optimizer state, record and index)"
+            f"store of tables {_names(spec)}: {num_rows} rows of {row_bytes(spec)} bytes "
+            f"(row {spec.itemsize * spec.dim}, the rest optimizer state, record and index)"
             for spec, num_rows in asked
         )
         raise MemoryError(

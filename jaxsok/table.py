@@ -442,6 +442,10 @@ def clear(spec: StoreSpec, store: StoreState, number: int) -> tuple[StoreState, 
     )
     # Of no key: what is left of it is the list of freed rows and the index.
     store, _ = erase(spec, store, jnp.zeros((0, 2), jnp.uint32), jnp.zeros(0, jnp.uint32))
+    begin, size = spec.bloom_segments()[number]
+    if size:
+        bloom = store.bloom[0].at[begin // 4 : (begin + size) // 4].set(jnp.uint32(0))  # four counters a word
+        store = dataclasses.replace(store, bloom=(bloom,))
     return admission.forget(spec, store, num_erased, cleared=number), num_erased
 
 

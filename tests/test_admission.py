@@ -772,3 +772,15 @@ def test_what_cannot_be_read_is_refused(unadmitted):
     """A finite float32 or "initial"."""
     with pytest.raises(ValueError, match=r"policies\.AdmitByCount: unadmitted: got "):
         policies.AdmitByCount(2, unadmitted=unadmitted)
+
+
+def test_clearing_a_table_empties_its_filter():
+    """Its own part alone: a key of the cleared table begins anew, those of others go on."""
+    policy = policies.AdmitByBloom(2, num_keys=64)
+    tables = [jaxsok.TableSpec(n, 1, SGD, admission=policy, capacity=16) for n in ("user", "item")]
+    collection = jaxsok.Collection(tables, [jaxsok.FeatureSpec(t.name, t.name) for t in tables])
+    features = programs.batch(collection, user=np.arange(4), item=np.arange(4))
+    _, state, _ = programs.lookup(collection)(collection.init(seed=SEED), features)
+    state, _ = collection.clear(state, "user")
+    _, state, _ = programs.lookup(collection)(state, features)
+    assert collection.num_rows(state) == {"user": 0, "item": 4}

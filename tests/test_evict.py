@@ -676,7 +676,7 @@ def test_a_full_store_never_refuses(policy):
 
 
 def test_rows_kept():
-    """The reserve, half of the capacity at most, then a slack: the reserve again or a sixteenth, or half of the rest."""
+    """The reserve, half of the capacity at most, then a slack: as much again or a sixteenth, or half of the rest."""
     for capacity in range(1, 200, 7):
         for reserve in range(0, 2 * capacity, 3):
             kept = grow.rows_kept(capacity, reserve)
