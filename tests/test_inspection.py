@@ -420,7 +420,9 @@ def test_toml_json_and_python_declare_the_same(tmp_path):
 
 def test_a_collection_declares_as_well(tmp_path):
     """With its features, and the devices of its mesh."""
-    source = "import jax, jaxsok, numpy as np\n" + PYTHON.replace("jaxsok.on(1)", "jaxsok.SHARDED").replace("exchange = ", "wire = ")
+    source = "import jax, jaxsok, numpy as np\n" + PYTHON.replace("jaxsok.on(1)", "jaxsok.SHARDED").replace(
+        "exchange = ", "wire = "
+    )
     source += (
         "devices, auto = np.array(jax.devices()[:2]), (jax.sharding.AxisType.Auto,)\n"
         'mesh = jax.sharding.Mesh(devices, ("data",), axis_types=auto)\n'
