@@ -1,7 +1,8 @@
 // Who of the unseen keys gets a row: pure functions of (seed, table name, key), and of the step where chance decides.
 //
 // Never of the salt (decision D8): what is drawn for a key is the same on every mesh, and after a rebuild of the index
-// under another salt. Where its Bloom counters lie depends on the store: on the sizes of its tables' filters and shards.
+// under another salt. Where its Bloom counters lie depends on the store: on the sizes of its tables' filters and
+// shards.
 #ifndef JAXSOK_CORE_ADMISSION_H_
 #define JAXSOK_CORE_ADMISSION_H_
 

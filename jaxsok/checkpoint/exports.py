@@ -407,8 +407,8 @@ def _export(op: str, path: Path, saving_of: Any) -> Exported:
             shutil.rmtree(folder, ignore_errors=True)
         raise ValueError(
             f"{op}: clock: got {saving.part['clock']}, wanted {latest} or later, the latest last step of a row: "
-            "lookups were told another clock; pass clock= to all of lookup, assign, import_table and exports, or "
-            "to none."
+            "lookups were told another clock; pass clock= to all of lookup, assign, import_table and "
+            "exports, or to none."
         )
     if is_first:
         manifest_lib.join_parts(op, folder)
