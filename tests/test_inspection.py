@@ -11,6 +11,7 @@ import sys
 import tomllib
 import weakref
 
+import jax
 import ml_dtypes
 import numpy as np
 import programs
@@ -430,7 +431,7 @@ def test_a_collection_declares_as_well(tmp_path):
     )
     (tmp_path / "model.py").write_text(source)
     found = inspection.read_spec(tmp_path / "model.py")
-    assert found.num_shards == 2 and found.exchange.rows == "bfloat16"
+    assert found.num_shards == min(2, len(jax.devices())) and found.exchange.rows == "bfloat16"
     assert [table.name for table in found.tables] == ["user", "item", "tag"] and len(found.features) == 1
 
 
