@@ -4,7 +4,8 @@
 
 Eight devices train and save every few steps, beside a dense parameter, while they go on. Then the machine is lost: two
 devices restore the last checkpoint and go on, with what they would have had. A third copy, on one device, loads an
-export and keeps up by deltas: what changed, and what was evicted or erased.
+export and keeps up by deltas: what changed, and what was evicted or erased. Without GPUs eight devices are made of the
+CPU; with fewer GPUs than that, those that are there take part.
 """
 
 import functools
@@ -29,7 +30,7 @@ features = [jaxsok.FeatureSpec("user", table="user")]
 
 def collection_on(num_devices):
     devices = jax.devices()[:num_devices]
-    mesh = jax.make_mesh((num_devices,), ("data",), axis_types=(AxisType.Auto,), devices=devices)
+    mesh = jax.make_mesh((len(devices),), ("data",), axis_types=(AxisType.Auto,), devices=devices)
     return jaxsok.Collection(tables, features, mesh=mesh, axis="data")
 
 
@@ -85,8 +86,11 @@ def main():
                 params=ocp.args.StandardRestore({"bias": np.zeros((), np.float32)}),
             )
             restored = manager.restore(manager.latest_step(), args=items)
-        print(f"restored step {int(restored['tables'].step)} on two devices: {two.num_rows(restored['tables'])}")
-        state, bias = train(two, restored["tables"], jnp.asarray(restored["params"]["bias"]), 2)
+        num_devices = two.shards.num_shards
+        print(
+            f"restored step {int(restored['tables'].step)} on {num_devices} devices: {two.num_rows(restored['tables'])}"
+        )
+        state, bias = train(two, state, jnp.asarray(restored["params"]["bias"]), 2)
         (keys, rows), (wanted_keys, wanted_rows) = rows_by_key(two, state), rows_by_key(eight, went_on)
         assert (keys == wanted_keys).all()
         print(f"largest difference to the training that went on: {np.abs(rows - wanted_rows).max():.1e}")
