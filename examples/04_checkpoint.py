@@ -86,10 +86,8 @@ def main():
                 params=ocp.args.StandardRestore({"bias": np.zeros((), np.float32)}),
             )
             restored = manager.restore(manager.latest_step(), args=items)
-        num_devices = two.shards.num_shards
-        print(
-            f"restored step {int(restored['tables'].step)} on {num_devices} devices: {two.num_rows(restored['tables'])}"
-        )
+        state = restored["tables"]
+        print(f"restored step {int(state.step)} on {two.shards.num_shards} devices: {two.num_rows(state)}")
         state, bias = train(two, state, jnp.asarray(restored["params"]["bias"]), 2)
         (keys, rows), (wanted_keys, wanted_rows) = rows_by_key(two, state), rows_by_key(eight, went_on)
         assert (keys == wanted_keys).all()
