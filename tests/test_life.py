@@ -163,10 +163,11 @@ class Table:
             return {}
         return {key: num for key, num in self.seen.items() if num < self.num_sightings}
 
-    def forget(self):
-        """Rows went: whoever was let in, and counted exactly, starts anew."""
+    def forget(self, is_asked=lambda key: True):
+        """Rows went where `is_asked`: whoever was let in there, and counted exactly, starts anew."""
         if not self.is_bloom:
-            self.seen = collections.Counter(self.waiting)
+            kept = {key: num for key, num in self.seen.items() if key in self.waiting or not is_asked(key)}
+            self.seen = collections.Counter(kept)
 
     def initial(self, key):
         """Of a new row, in float64."""
@@ -192,12 +193,6 @@ class Store:
     def new_line(self, table, key):
         """A row that nobody has used."""
         return Line(table.initial(key), self.optimizer.initial_state(self.dim))
-
-    def lost(self, num_rows):
-        """Rows went, perhaps none: plans of before are stale if some did."""
-        self.generation += num_rows > 0
-        for table in self.tables.values():
-            table.forget()
 
     def ranked(self, names, policy):
         """(rank, table, key) of the rows of some tables, those that leave first in front; and their names."""
@@ -611,7 +606,14 @@ class LifeMachine(RuleBasedStateMachine):
             del store.tables[name].lines[key]
             if store is self.oracle.stores[0]:  # the one with a policy
                 store.tables[name].num_evicted += 1
-        store.lost(len(wanted))
+        self.lost(store, wanted)
+
+    def lost(self, store, gone):
+        """Rows went, perhaps none: plans of before are stale if some did, and their shards forget who was let in."""
+        store.generation += bool(gone)
+        shards = {self.shard_of(*pair) for pair in gone}
+        for name, table in store.tables.items():
+            table.forget(lambda key, name=name: self.shard_of(name, key) in shards)
 
     @rule(
         whose=st.sampled_from([None, "user", "item", "ad", "shop"]),
@@ -696,11 +698,11 @@ class LifeMachine(RuleBasedStateMachine):
         assert int(num_erased) == len(gone)
         for key in gone:
             del store.tables[name].lines[key]
-        store.lost(len(gone))
+        self.lost(store, [(name, key) for key in gone])
 
     @rule(name=st.sampled_from(NAMES))
     def clear(self, name):
-        """All leave, those that wait too; not what a filter counted."""
+        """All leave, those that wait too, and the table's part of the filter is empty."""
         self.state, num_erased = self.collection.clear(self.state, name)
         assert int(num_erased) == len(self.oracle.tables[name].lines)
         self.cleared(name)
@@ -708,11 +710,9 @@ class LifeMachine(RuleBasedStateMachine):
     def cleared(self, name):
         """The same in the dicts."""
         table, store = self.oracle.tables[name], self.oracle.store_of(name)
-        num_rows = len(table.lines)
-        table.lines = {}
-        if not table.is_bloom:
-            table.seen = collections.Counter()
-        store.lost(num_rows)
+        gone = [(name, key) for key in table.lines]
+        table.lines, table.seen = {}, collections.Counter()
+        self.lost(store, gone)
 
     # By key
 
