@@ -356,14 +356,14 @@ def clocks():
     return st.sampled_from([0, 1, 1, 3])
 
 
-def random_records(seed, store, keys, with_state=True, with_statistics=True):
-    """Records of a store's table."""
+def random_records(seed, store, keys, now, with_state=True, with_statistics=True):
+    """Records of a store's table, last used at some time up to now."""
     rng, size = np.random.default_rng(seed), len(keys)
     widths = {"accumulator": 1, "m": store.dim, "v": store.dim}
     states = {
         name: rng.uniform(0.5, 1.0, (size, widths[name])).astype(np.float32) for name in store.state_names if with_state
     }
-    words = [rng.integers(0, 20, size, np.uint32) for _ in range(2)] if with_statistics else (None, None)
+    words = [rng.integers(0, most + 1, size, np.uint32) for most in (now, 20)] if with_statistics else (None, None)
     rows = rng.uniform(-1, 1, (size, store.dim)).astype(np.float32)
     return jaxsok.Records(programs.as_array(keys).reshape(-1), rows, states, *words)
 
@@ -763,7 +763,7 @@ class LifeMachine(RuleBasedStateMachine):
     def import_records(self, name, keys, seed, with_state, with_statistics, reset_state):
         """What the records lack stays, or is initial; a chunk that does not fit changes nothing."""
         table, store = self.oracle.tables[name], self.oracle.store_of(name)
-        records = random_records(seed, store, keys, with_state, with_statistics)
+        records = random_records(seed, store, keys, self.now, with_state, with_statistics)
         new = self.by_shard((name, key) for key in keys if key not in table.lines)
         limit = self.collection.stores[self.oracle.stores.index(store)].max_capacity
         fits = limit is None or all(n + len(p) <= limit for n, p in zip(self.in_use(store), new, strict=True))
@@ -941,7 +941,7 @@ class LifeOverTwo(LifeMachine):
 class LifeOverFour(LifeMachine):
     """The same over four; what is moved goes to two."""
 
-    num_shards, max_capacity, first_capacity, other_shards = 4, (36, 2), (36, 100), 2
+    num_shards, max_capacity, first_capacity, other_shards = 4, (44, 2), (44, 100), 2
 
 
 def settings_of(num_examples):

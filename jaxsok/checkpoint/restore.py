@@ -545,7 +545,7 @@ def _forgotten(spec: StoreSpec, number: int, shards: Shards | None, store: Store
     """The store, without keys of a table that wait."""
 
     def part(store: StoreState) -> StoreState:
-        return admission_lib.forget(spec, store, cleared=number)
+        return admission_lib.forget(spec, store, jnp.zeros((), jnp.uint32), cleared=number)
 
     if shards is None:
         return jax.jit(part, donate_argnums=0)(store)
