@@ -256,12 +256,7 @@ def save(
     """
     op, write = "columns.save", _of_format("columns.save", format, write_parquet, write_arrow)
     paths = files.paths_of(op, collection, directory, tables, f".{format}")
-    files.refuse_processes(op, collection, write.__name__)
-    files.refuse_existing(op, list(paths.values()), overwrite)
-    return {
-        table: write(path, collection.export_chunks(state, table, with_state=with_state), overwrite=overwrite)
-        for table, path in paths.items()
-    }
+    return files.export_all(op, collection, state, paths, write, with_state=with_state, overwrite=overwrite)
 
 
 def load(

@@ -483,6 +483,25 @@ def refuse_processes(op: str, collection: Collection, write: str) -> None:
         )
 
 
+def export_all(
+    op: str,
+    collection: Collection,
+    state: State,
+    paths: Mapping[str, pathlib.Path],
+    write: Callable[..., int],
+    *,
+    with_state: bool,
+    overwrite: bool,
+) -> dict[str, int]:
+    """Writes tables, each into its one file; first refuses what cannot be meant. How many rows, by table."""
+    refuse_processes(op, collection, write.__name__)
+    refuse_existing(op, list(paths.values()), overwrite)
+    return {
+        table: write(path, collection.export_chunks(state, table, with_state=with_state), overwrite=overwrite)
+        for table, path in paths.items()
+    }
+
+
 def import_all(
     op: str, collection: Collection, state: State, chunks: Mapping[str, RecordChunks], *, reset_state: bool
 ) -> State:

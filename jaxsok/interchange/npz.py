@@ -132,12 +132,7 @@ def save(
       `npz.save(collection, state, "tables")`
     """
     op, paths = "npz.save", files.paths_of("npz.save", collection, directory, tables, ".npz")
-    files.refuse_processes(op, collection, "write_npz")
-    files.refuse_existing(op, list(paths.values()), overwrite)
-    return {
-        table: write_npz(path, collection.export_chunks(state, table, with_state=with_state), overwrite=overwrite)
-        for table, path in paths.items()
-    }
+    return files.export_all(op, collection, state, paths, write_npz, with_state=with_state, overwrite=overwrite)
 
 
 def load(
