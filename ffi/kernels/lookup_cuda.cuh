@@ -22,6 +22,7 @@ struct LookupArguments {
   uint32_t* row_ids;              // kModeInsert
   int32_t* counts;
   InsertWorkspace insert;  // kModeInsert
+  UseNotes notes{};        // kModeInsert
 };
 
 /// What a lane saw; added up before it leaves the block.
@@ -67,6 +68,7 @@ struct LookupSource {
   const LookupArguments& a;
   const Feature& f;
   uint64_t salt;
+  uint32_t now;       // UseNotes
   AsyncLines* lines;  // of the warp
   uint32_t bucket;    // whose line was asked for last
   LaneCounts counts;
@@ -97,7 +99,15 @@ struct LookupSource {
                                  kMaxProbes);
       }
     }
-    return valid ? Take(at, token.key, found) : Position{nullptr, kPaddingKey, kPositionPadding, 1.0f};
+    const Position p = valid ? Take(at, token.key, found) : Position{nullptr, kPaddingKey, kPositionPadding, 1.0f};
+    Note(p, found);
+    return p;
+  }
+  /// Notes the uses of rows that were found; those of new rows are noted when they are made, or by the finishing pass.
+  /// All lanes of the warp, ahead of what waits for rows.
+  __device__ void Note(const Position& p, const ProbeResult& found) const {
+    if (kMode != kModeInsert || !a.notes.AreKept()) return;
+    a.notes.AddOfWarp(a.store, p.kind == kPositionRow ? found.row_id : kNoRow, now);
   }
   /// A position whose walk has ended at a row, or nowhere.
   __device__ Position Take(int32_t at, uint64_t key, const ProbeResult& found) {
@@ -216,18 +226,22 @@ __global__ void __launch_bounds__(kBlock, BlocksPerMultiprocessor<kVector * kPer
   const BlockBags b = BlockBags::Of(a.batch, share);
   const Feature& f = b.f;
   if (f.combiner != kCombinerNone) return;
-  LookupSource<kMode, Row> source{a, f, kMode == kModePlanned ? 0 : SaltOf(a.store.counters), nullptr, 0, {}};
+  LookupSource<kMode, Row> source{
+      a, f, kMode == kModePlanned ? 0 : SaltOf(a.store.counters), kMode == kModeInsert ? a.notes.Now() : 0, nullptr,
+      0, {}};
   const int32_t bag = b.first_bag + static_cast<int32_t>(threadIdx.x % kWarp);
   if (b.first_bag < b.last_bag) {
     Position mine{nullptr, kPaddingKey, kPositionPadding, 1.0f};
+    ProbeResult found{kNoRow, kNoEntry, 1};
     if (bag < b.last_bag) {
       const auto token = source.Load(bag);
-      ProbeResult found{token.row_id, kNoEntry, 1};
+      found.row_id = token.row_id;
       if (kMode != kModePlanned && token.key != kPaddingKey) {
         found = ProbeBuckets<false>(a.store.index, token.key, f.table, source.salt, kMaxProbes);
       }
       mine = source.Take(bag, token.key, found);
     }
+    source.Note(mine, found);
     CopyRows<Row, kVector, kPerLane>(mine, b.last_bag - b.first_bag, a.store, OneTable{static_cast<uint32_t>(f.table)},
                                      lanes, embeddings.pointers.data[f.number], embeddings.is_float32, b.first_bag);
     if (kMode == kModeInsert) {
@@ -253,6 +267,7 @@ __global__ void __launch_bounds__(kBlock, BagBlocksPerMultiprocessor<kVector * k
   LookupSource<kMode, Row> source{a,
                                   f,
                                   kMode == kModePlanned ? 0 : SaltOf(a.store.counters),
+                                  kMode == kModeInsert ? a.notes.Now() : 0,
                                   lines + (kMode == kModePlanned ? 0 : threadIdx.x / kWarp),
                                   0,
                                   {}};
@@ -301,12 +316,20 @@ struct FinishSource {
   const Feature& f;
   const InsertControl& control;
   TableCounts& counts;
+  uint32_t now;  // UseNotes
 
   using Token = uint64_t;
   __device__ static Token None() { return kPaddingKey; }
   __device__ Token Load(int32_t at) const { return __ldg(a.batch.keys + f.key_start + at); }
   __device__ void Ask(Token) const {}
   __device__ Position Resolve(int32_t at, Token key, bool) {
+    uint32_t unnoted = kNoRow;
+    const Position p = Take(at, key, &unnoted);
+    if (a.notes.AreKept()) a.notes.AddOfWarp(a.store, unnoted, now);
+    return p;
+  }
+  /// `unnoted`: the row of a key that is known only now.
+  __device__ Position Take(int32_t at, Token key, uint32_t* unnoted) {
     const int64_t position = int64_t{f.key_start} + at;
     Position p{nullptr, key, kPositionPadding, 1.0f};
     if (key == kPaddingKey) return p;
@@ -315,7 +338,7 @@ struct FinishSource {
       bool unplaced;
       row_id =
           ResolvePending(StoreSink{a.store, a.counts}, control, a.insert.entry_of[position], key, f.table, &unplaced);
-      a.row_ids[position] = row_id;
+      a.row_ids[position] = *unnoted = row_id;
       counts.Add(f.table, row_id == kNoRow ? kCountRefused : kCountFound, 1);
       if (unplaced) atomicAdd(a.store.counters + kNumUnplaced, 1u);
     }
@@ -352,7 +375,7 @@ __global__ void __launch_bounds__(kBlock)
     int32_t begin = 0, end = 0;
     if (valid) f.BagRange(a.batch.offsets, bag, &begin, &end);
     ListedBags walk(begin, end, valid ? bag : -1, lanes);
-    FinishSource<Row> source{a, f, control, counts};
+    FinishSource<Row> source{a, f, control, counts, a.notes.Now()};
     SumBags<Row, kVector, kPerLane>(f, walk, a.store, lanes, source, window_rows[threadIdx.x / kWarp],
                                     [&](int32_t at, const BagResult& result, RowPart<kVector, kPerLane>& sum) {
                                       if (at < 0) return;
