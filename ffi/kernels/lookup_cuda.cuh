@@ -68,7 +68,6 @@ struct LookupSource {
   const LookupArguments& a;
   const Feature& f;
   uint64_t salt;
-  uint32_t now;       // UseNotes
   AsyncLines* lines;  // of the warp
   uint32_t bucket;    // whose line was asked for last
   LaneCounts counts;
@@ -92,6 +91,7 @@ struct LookupSource {
   }
   __device__ Position Resolve(int32_t at, const Token& token, bool valid) {
     ProbeResult found{token.row_id, kNoEntry, 1};
+    const uint32_t now = Now();
     if (kMode != kModePlanned) {
       AsyncLines::Wait();
       if (token.key != kPaddingKey && !lines->EndsHere(bucket, token.key, f.table, &found)) {
@@ -100,12 +100,13 @@ struct LookupSource {
       }
     }
     const Position p = valid ? Take(at, token.key, found) : Position{nullptr, kPaddingKey, kPositionPadding, 1.0f};
-    Note(p, found);
+    Note(p, found, now);
     return p;
   }
+  __device__ uint32_t Now() const { return kMode == kModeInsert ? a.notes.Now() : 0; }
   /// Notes the uses of rows that were found; those of new rows are noted when they are made, or by the finishing pass.
   /// All lanes of the warp, ahead of what waits for rows.
-  __device__ void Note(const Position& p, const ProbeResult& found) const {
+  __device__ void Note(const Position& p, const ProbeResult& found, uint32_t now) const {
     if (kMode != kModeInsert || !a.notes.AreKept()) return;
     a.notes.AddOfWarp(a.store, p.kind == kPositionRow ? found.row_id : kNoRow, now);
   }
@@ -226,9 +227,8 @@ __global__ void __launch_bounds__(kBlock, BlocksPerMultiprocessor<kVector * kPer
   const BlockBags b = BlockBags::Of(a.batch, share);
   const Feature& f = b.f;
   if (f.combiner != kCombinerNone) return;
-  LookupSource<kMode, Row> source{
-      a, f, kMode == kModePlanned ? 0 : SaltOf(a.store.counters), kMode == kModeInsert ? a.notes.Now() : 0, nullptr,
-      0, {}};
+  LookupSource<kMode, Row> source{a, f, kMode == kModePlanned ? 0 : SaltOf(a.store.counters), nullptr, 0, {}};
+  const uint32_t now = source.Now();
   const int32_t bag = b.first_bag + static_cast<int32_t>(threadIdx.x % kWarp);
   if (b.first_bag < b.last_bag) {
     Position mine{nullptr, kPaddingKey, kPositionPadding, 1.0f};
@@ -241,7 +241,7 @@ __global__ void __launch_bounds__(kBlock, BlocksPerMultiprocessor<kVector * kPer
       }
       mine = source.Take(bag, token.key, found);
     }
-    source.Note(mine, found);
+    source.Note(mine, found, now);
     CopyRows<Row, kVector, kPerLane>(mine, b.last_bag - b.first_bag, a.store, OneTable{static_cast<uint32_t>(f.table)},
                                      lanes, embeddings.pointers.data[f.number], embeddings.is_float32, b.first_bag);
     if (kMode == kModeInsert) {
@@ -267,7 +267,6 @@ __global__ void __launch_bounds__(kBlock, BagBlocksPerMultiprocessor<kVector * k
   LookupSource<kMode, Row> source{a,
                                   f,
                                   kMode == kModePlanned ? 0 : SaltOf(a.store.counters),
-                                  kMode == kModeInsert ? a.notes.Now() : 0,
                                   lines + (kMode == kModePlanned ? 0 : threadIdx.x / kWarp),
                                   0,
                                   {}};
@@ -316,7 +315,6 @@ struct FinishSource {
   const Feature& f;
   const InsertControl& control;
   TableCounts& counts;
-  uint32_t now;  // UseNotes
 
   using Token = uint64_t;
   __device__ static Token None() { return kPaddingKey; }
@@ -325,7 +323,7 @@ struct FinishSource {
   __device__ Position Resolve(int32_t at, Token key, bool) {
     uint32_t unnoted = kNoRow;
     const Position p = Take(at, key, &unnoted);
-    if (a.notes.AreKept()) a.notes.AddOfWarp(a.store, unnoted, now);
+    if (a.notes.AreKept()) a.notes.AddOfWarp(a.store, unnoted, a.notes.Now());
     return p;
   }
   /// `unnoted`: the row of a key that is known only now.
@@ -375,7 +373,7 @@ __global__ void __launch_bounds__(kBlock)
     int32_t begin = 0, end = 0;
     if (valid) f.BagRange(a.batch.offsets, bag, &begin, &end);
     ListedBags walk(begin, end, valid ? bag : -1, lanes);
-    FinishSource<Row> source{a, f, control, counts, a.notes.Now()};
+    FinishSource<Row> source{a, f, control, counts};
     SumBags<Row, kVector, kPerLane>(f, walk, a.store, lanes, source, window_rows[threadIdx.x / kWarp],
                                     [&](int32_t at, const BagResult& result, RowPart<kVector, kPerLane>& sum) {
                                       if (at < 0) return;
