@@ -2587,7 +2587,7 @@ def statistics_sizes(num_keys: int) -> Script:
     return script
 
 
-@cases("statistics-dim_{0}", *DIMS)
+@cases("statistics-dim_{0}", 1, 2, 3, 33, 66, 128, 201, 256, 301, 400, 513, 1024)
 def statistics_dims(dim: int) -> Script:
     """Every shape of a row: in bags as many positions are at hand at once as lanes share a row."""
     script = Script(slabs=(5, 7, 400), num_tables=2, dim=dim, seed=dim)
@@ -2597,7 +2597,7 @@ def statistics_dims(dim: int) -> Script:
     return script
 
 
-@cases("statistics-{0}-dim_{1}", *itertools.product(HALVES, (3, 8, 64, 513)))
+@cases("statistics-{0}-dim_{1}", *itertools.product(HALVES, (3, 8, 256)))
 def statistics_rows16(dtype: str, dim: int) -> Script:
     """Rows of 16 bits."""
     script = Script(slabs=(5, 7, 400), num_tables=2, dim=dim, dtype=HALVES[dtype])

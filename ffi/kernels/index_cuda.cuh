@@ -426,9 +426,11 @@ __global__ void __launch_bounds__(kBlock)
 // Chunk by chunk, as count: a thread numbers the winners among four neighbouring positions, then lanes write the new
 // rows of the chunk.
 // A winner alone writes its record and its entry; row ids are distinct, so no two threads write one row.
+// Six blocks a multiprocessor fit without being asked for, were it not for the use notes of a sink.
 template <typename Sink>
-__global__ void __launch_bounds__(kBlock) AssignKernel(Sink sink, InsertWorkspace w, const uint64_t* keys,
-                                                       TableOfPosition table_of, uint32_t* row_ids, int64_t num_keys) {
+__global__ void __launch_bounds__(kBlock, 6)
+    AssignKernel(Sink sink, InsertWorkspace w, const uint64_t* keys, TableOfPosition table_of, uint32_t* row_ids,
+                 int64_t num_keys) {
   const InsertControl control = *w.control;
   if (control.num_pending == 0) return;
   constexpr int kPerThread = kPositionsPerChunk / kBlock;
