@@ -134,7 +134,7 @@ def _plan_requests(s, x, tables, features, **attributes):
 
 def _lookup(s, x, tables, features, num_tiles, shapes, embedding_dtype, refused=None):
     tables = np.array(tables, np.uint32)
-    *state, row_ids, counts, embeddings = lookup.lookup(
+    *state, statistics, counted, row_ids, counts, embeddings = lookup.lookup(
         s.index,
         s.counters,
         s.table_rows,
@@ -147,8 +147,11 @@ def _lookup(s, x, tables, features, num_tiles, shapes, embedding_dtype, refused=
         num_tiles,
         embedding_dtype,
         _admission(s, x, refused),
+        x.get("statistics", ()),
+        x.get("clock"),
     )
-    return {"row_ids": row_ids, "counts": counts, "embeddings": embeddings}, _with(s, *state)
+    outputs = {"row_ids": row_ids, "counts": counts, "embeddings": embeddings}
+    return outputs | ({"statistics": statistics} if statistics else {}), _with(s, *state, counted)
 
 
 def _lookup_find(s, x, tables, features, num_tiles, shapes, embedding_dtype):
