@@ -87,7 +87,7 @@ __device__ __forceinline__ void CopyQuantizedRows(const Position& mine, float my
   float* out = lines + first_line * store.dim;
   if (__all_sync(~0u, mine.kind == kPositionRow || warp_lane >= num_valid)) {
     // Vectors are held packed until they are used; single numbers take a register each.
-    constexpr int kFlight = RowsInFlight<kVector == 1 ? 16 : 32, kVector * kPerLane>();
+    constexpr int kFlight = RowsInFlight<kVector == 1 ? 8 : 32, kVector * kPerLane>();
     for (int first = 0; first < num_valid; first += groups * kFlight) {
       PackedPart<Row, kVector, kPerLane> rows[kFlight];
 #pragma unroll
