@@ -225,6 +225,7 @@ OPS = {
     "jaxsok_lookup_planned": _lookup_planned,
     "jaxsok_update": _update,
 }
+JUDGED_ELSEWHERE = {"jaxsok_lookup_frozen"}  # several stores in one call: test_lookup_frozen.py
 _BY_NAME = {op.__name__[1:]: op for op in OPS.values()}
 
 
@@ -414,7 +415,7 @@ def test_cpu_is_cuda_to_the_bit(case):
 
 def test_every_target_has_cases():
     """All targets are called, by the small selection already; a new one needs cases."""
-    assert set(OPS) == {target for target, _ in library.TARGETS}
+    assert set(OPS) | JUDGED_ELSEWHERE == {target for target, _ in library.TARGETS}
     called = {step.op for name, build in cases.CASES.items() if "small" in name for step in build().steps}
     assert called == set(_BY_NAME)
 

@@ -3,6 +3,9 @@
 #include "lookup_cuda.cuh"
 
 namespace jaxsok {
+
+template struct LookupOf<float>;
+
 namespace {
 
 // Zeroes what the passes add to: one launch in place of several memsets.

@@ -154,13 +154,13 @@ __device__ __forceinline__ void LeaveBag(const InsertWorkspace& w, bool unfinish
 }
 
 /// What lies in no bag is padding: before the first bag of a feature, and after the last one. Blocks share it as they
-/// share the feature's bags; all threads of `block` of `blocks`.
+/// share the feature's bags; all threads of `block` of `blocks`. Blocks beyond them (LaunchLookupFrozen) have no share.
 template <int kMode>
 __device__ __forceinline__ void CountLoosePositions(const LookupArguments& a, const Feature& f, int block, int blocks,
                                                     LaneCounts& counts) {
   int32_t first, last;
   f.Bags(a.batch.offsets, &first, &last);
-  const int64_t num_loose = first + (f.num_keys - last);
+  const int64_t num_loose = block < blocks ? first + (f.num_keys - last) : 0;
   for (int64_t i = int64_t{block} * kBlock + threadIdx.x; i < num_loose; i += int64_t{blocks} * kBlock) {
     ++counts.padding;
     if (kMode == kModeInsert) a.row_ids[f.key_start + (i < first ? i : last + (i - first))] = kNoRow;
@@ -444,6 +444,7 @@ LaunchError LookupOf<Row>::Finish(Stream stream, const LookupArguments& a, const
   return DispatchShape(a.store.dim, LaunchFinish<Row>{stream, a, embeddings});
 }
 
+extern template struct LookupOf<float>;     // lookup_cuda.cu
 extern template struct LookupOf<BFloat16>;  // lookup_rows16_cuda.cu
 extern template struct LookupOf<Float16>;
 
