@@ -61,7 +61,7 @@ def test_error_bound(dtype, rows):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_error_bound_is_tight(dtype):
-    """Numbers of all sizes stay within the bound and come near it. For fp8 1/17 of a number is reached, 1/16 promised."""
+    """Numbers of all sizes stay within the bound and come near it. For fp8 1/17 of a number is reached, not 1/16."""
     rng = np.random.default_rng(0)
     rows = (rng.standard_normal((2000, 64)) * 10.0 ** rng.uniform(-30, 30, (2000, 1))).astype(np.float32)
     errors = np.abs(quantize.dequantized(*quantize.quantized(rows, dtype)).astype(np.float64) - rows)
