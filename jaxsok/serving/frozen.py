@@ -20,6 +20,7 @@ from jaxsok import initializers, optimizers
 from jaxsok.collection import Collection
 from jaxsok.kernels import table as kernels
 from jaxsok.records import Records
+from jaxsok.serving import quantize
 from jaxsok.serving.row_map import RowMap, buckets_of
 from jaxsok.specs import StoreSpec, TableSpec
 from jaxsok.store import State
@@ -315,8 +316,6 @@ def write_rows(
     ids = np.full(size, np.uint32(NO_ROW))
     ids[: len(row_ids)] = row_ids
     if table.is_quantized:
-        from jaxsok.serving import quantize
-
         lines, scales = quantize.quantized(np.asarray(rows, np.float32), table.dtype)
     else:
         lines, scales = rounded(rows, table.dtype), None
