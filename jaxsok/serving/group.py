@@ -1,4 +1,4 @@
-"""What a layer reads: the inputs of one fused lookup, declared by name. Shared by nnx.py and linen.py; knows no Flax."""
+"""What a layer reads: the inputs of one fused lookup, declared by name. For nnx.py and linen.py; knows no Flax."""
 
 import dataclasses
 import math

@@ -120,9 +120,7 @@ class SparseLookupLayer(nn.Module):
         """
         spec = LookupSpec(self.table, self.combiner, dim=self.dim)
         if spec.combiner is None:
-            raise ValueError(
-                f'SparseLookupLayer "{self.table}": combiner: got None, wanted "sum", "mean" or "sqrtn"; or LookupLayer.'
-            )
+            raise ValueError(f'SparseLookupLayer "{self.table}": combiner: got None, wanted "sum", "mean" or "sqrtn".')
         more = {"weights": weights, "offsets": offsets, "combiner": combiner, "max_norm": max_norm}
         read = group.read(f'SparseLookupLayer "{self.table}"', spec, keys, **more)
         found = _tables("SparseLookupLayer", self, tables)
@@ -189,8 +187,8 @@ def set_tables(variables: Mapping[str, Any], tables: FrozenTables) -> dict[str, 
     places = variables.get(_TABLES)
     if not places:
         raise ValueError(
-            f'set_tables: variables: got {sorted(variables)}, wanted "{_TABLES}" among them, as model.init makes it for '
-            "layers of jaxsok.serving.linen."
+            f'set_tables: variables: got {sorted(variables)}, wanted "{_TABLES}" among them, as model.init makes it '
+            "for layers of jaxsok.serving.linen."
         )
     is_place = lambda node: isinstance(node, (_Unset, FrozenTables))  # noqa: E731
     return {**variables, _TABLES: jax.tree.map(lambda _: tables, places, is_leaf=is_place)}

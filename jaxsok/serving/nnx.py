@@ -11,7 +11,6 @@ from typing import Any
 from flax import nnx
 from jaxtyping import Array, Float32
 
-from jaxsok.features import Bags
 from jaxsok.serving import group
 from jaxsok.serving.frozen import FrozenTables
 from jaxsok.serving.group import LookupSpec
@@ -103,9 +102,7 @@ class SparseLookupLayer(nnx.Module):
     Source: HPS's `SparseLookupLayer`.
     """
 
-    def __init__(
-        self, table: str, combiner: Combiner = "mean", dim: int | None = None, *, tables: Tables = None
-    ):
+    def __init__(self, table: str, combiner: Combiner = "mean", dim: int | None = None, *, tables: Tables = None):
         """Declares.
 
         Args:
@@ -266,7 +263,7 @@ def _variable(op: str, tables: Tables) -> FrozenTablesVariable:
 
 def _with_combiner(op: str, spec: LookupSpec) -> LookupSpec:
     if spec.combiner is None:
-        raise ValueError(f'{op} "{spec.table}": combiner: got None, wanted "sum", "mean" or "sqrtn"; or LookupLayer.')
+        raise ValueError(f'{op} "{spec.table}": combiner: got None, wanted "sum", "mean" or "sqrtn".')
     return spec
 
 
