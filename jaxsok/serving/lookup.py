@@ -7,19 +7,19 @@ not every table needs an input. Nothing is inserted: a key that is not there rea
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float32, Int32, UInt32
+from jaxtyping import Array, Bool, Float32, Int32
 
 from jaxsok import features, guards
 from jaxsok import keys as keys_lib
 from jaxsok.kernels import lookup as kernels
 from jaxsok.kernels import table as table_kernels
 from jaxsok.serving.errors import RequestError, UnknownTableError
-from jaxsok.serving.frozen import FrozenTable, FrozenTables
+from jaxsok.serving.frozen import FrozenTables
 from jaxsok.types import BAGS_PER_TILE, COMBINERS, MAX_FEATURES, NO_ROW, NUM_FEATURE_WORDS, PADDING_KEY, Combiner
 
 _SEED = np.zeros(2, np.uint32)

@@ -27,8 +27,8 @@ from jaxsok.types import (
 )
 
 LOAD: float = 0.65
-"""Entries in use ÷ entries of an index when every row is in use: 24.6 bytes a row. Walks are short still (1.1 buckets in
-the mean), and below one key in 10^9 would find no entry within the kernels' bound; then the index is made larger."""
+"""Entries in use ÷ entries of an index when every row is in use: 24.6 bytes a row. Walks are short still, and below one
+key in 10^9 would find no entry within the kernels' bound; then the index is made larger."""
 
 KEYS_AT_A_TIME = 1 << 20
 _LEAST_KEYS = 1024  # of a call: its keys are padded to a power of two, so that programs are few
@@ -127,7 +127,8 @@ class RowMap:
                 row_ids = np.asarray(row_ids)
                 if not ((row_ids == NO_ROW) & ~is_padding).any():
                     break
-                self._rebuild(self.num_buckets + self.num_buckets // 4 + 1)  # a key that found no entry
+                # A key found no entry: aimed keys, or bad luck. Both end with another salt and more room.
+                self._rebuild(self.num_buckets + self.num_buckets // 4 + 1, with_other_salt=True)
             placed.append(row_ids[:count])
         return np.concatenate(placed) if placed else np.zeros(0, np.uint32)
 
@@ -200,7 +201,12 @@ class RowMap:
                 f"of {self.capacity}; freeze with more spare_rows, or grow."
             )
 
-    def _rebuild(self, num_buckets: int) -> None:
+    def _rebuild(self, num_buckets: int, *, with_other_salt: bool = False) -> None:
+        if with_other_salt:
+            counters = np.array(self._counters)
+            salt = COUNTERS.index("salt_low")
+            counters[salt : salt + 2] = np.random.SeedSequence(counters[salt : salt + 2].tolist()).generate_state(2)
+            self._counters = _on_host(counters)
         self._index, self._counters = _rebuild(self._counters, self._records, num_buckets)
 
 
