@@ -2,8 +2,8 @@
 
 A folder of two files. `model.stablehlo` has what `jax.export` wrote; `model.json` says what goes in and comes out,
 which tables are wanted, and the checksums. The program takes the arrays of the tables as arguments, of any number of
-rows and buckets, and their defaults and numbers likewise: tables can be replaced by larger ones, by ones that lie beside
-others in their stores, or in another order. What is fixed is the name, the dim and the row dtype of each.
+rows and buckets, and their defaults and numbers likewise: tables can be replaced by larger ones, by ones that lie
+beside others in their stores, or in another order. What is fixed is the name, the dim and the row dtype of each.
 
 Loading needs jaxsok and JAX, and nothing of the code that made the model.
 """
@@ -57,7 +57,7 @@ class ArtifactError(ServingError):
 
 @dataclasses.dataclass(frozen=True)
 class KeysInput:
-    """Keys, as many for each sample: a caller gives integers `[b, *shape]`, the model gets words `uint32[b, *shape, 2]`.
+    """Keys, as many for each sample: a caller gives integers `[b, *shape]`, the model gets `uint32[b, *shape, 2]`.
 
     Example:
       >>> KeysInput("user", shape=(26,)).shape
