@@ -42,7 +42,8 @@ def records_of(table, values, frequencies=None):
 def host_rows(values, **options):
     """`{table: {key: value}}` in host memory."""
     sources = [
-        (TABLES[name], SizedRecords(len(some), [records_of(name, some)] if some else []))
+        # Sources may promise more rows than they have; equal sizes spare programs.
+        (TABLES[name], SizedRecords(max(8, len(some)), [records_of(name, some)] if some else []))
         for name, some in values.items()
     ]
     return HostRows.of(sources, **options)
@@ -97,8 +98,8 @@ updates = st.lists(
 )
 
 
-@settings(max_examples=15)
-@given(dictionaries, updates, st.sampled_from([0, 20]))
+@settings(max_examples=10)
+@given(dictionaries, updates, st.sampled_from([0, 12]))
 def test_updates_of_host_rows(values, steps, spare_rows):
     """Any updates, copied or in place: the newer version has them, the older one is as it was or says that it is not.
 
@@ -141,7 +142,7 @@ def test_in_place_keeps_the_rows_where_they_are():
     address = source._tables.stores[0].rows.unsafe_buffer_pointer()
     source = source.updated({"a": records_of("a", {3: 30, 50: 5, 51: 6})}, in_place=True, version=9)
     assert source._tables.stores[0].rows.unsafe_buffer_pointer() == address and source.version == 9
-    with pytest.raises(ValueError, match="got 1 new keys of tables.*at most 0.*in_place=False"):
+    with pytest.raises(ValueError, match=r"got 1 new keys of tables.*at most 0.*in_place=False"):
         source.updated({"a": records_of("a", {52: 1})}, in_place=True)
     source = source.updated({"a": records_of("a", {52: 1})}, {"a": np.array([0])}, in_place=True)
     assert (
@@ -166,7 +167,7 @@ def test_frequencies_go_with_their_rows():
     assert next(iter(HostRows.of([(TABLES["a"], SizedRecords(2, some))]).scan("a", 9))).frequency is None
 
 
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(st.lists(dictionaries, min_size=1, max_size=3))
 def test_layers(layers):
     """The first that has a key gives its row, as in a ChainMap."""

@@ -154,7 +154,7 @@ class CacheMachine(RuleBasedStateMachine):
     """Lookups at any threshold, changes of the source below, refreshes and swaps."""
 
     @initialize(
-        min_rows=st.sampled_from([1, 3, 8]), clock=st.sampled_from([0, cache_module._LAST_TICK - 7]), fill=st.booleans()
+        min_rows=st.sampled_from([1, 4]), clock=st.sampled_from([0, cache_module._LAST_TICK - 7]), fill=st.booleans()
     )
     def start(self, min_rows, clock, fill):
         """A cache of few rows; its clock may be about to overflow."""
@@ -333,12 +333,12 @@ def test_more_keys_than_rows(threshold):
     rows = {"t": {key: np.array([key, 1], np.float32) for key in range(1000)}}
     with DeviceCache(DictSource(rows, tables), fraction=0.1, hit_rate_threshold=threshold) as cache:
         assert cache.capacity == 100
-        for _ in range(2):
+        for first in (900, 800):  # an insertion is later than the lookup that it comes of: its hits leave for it
             found = cache.lookup({"t": np.arange(1000)[::-1]})
             cache.drain()
             if threshold:
                 np.testing.assert_array_equal(found.rows["t"][:, 0], np.arange(1000)[::-1])
-            np.testing.assert_array_equal(np.sort(cache.cached_keys()["t"]), np.arange(900, 1000))
+            np.testing.assert_array_equal(np.sort(cache.cached_keys()["t"]), np.arange(first, first + 100))
         assert found.hit_rates == {"t": 0.1}
 
 
