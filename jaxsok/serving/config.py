@@ -39,6 +39,7 @@ from jaxsok.serving.config_values import (
     UpdateSource,
     VolatileDatabase,
     WithoutEffect,
+    idle_keys,
     steps_of,
 )
 from jaxsok.serving.errors import ConfigError
@@ -357,13 +358,15 @@ class _Reader:
                 "open one for each of the others."
             )
         self.cache_type(path, given, values)
-        row_dtype, spare_rows = self.of_jaxsok(path, given, values)
+        row_dtype, spare_rows = self.of_jaxsok(path, values)
         fuse = self.fuse(path, given, top)
         fields = {field.name for field in dataclasses.fields(ModelConfig)}
         kept = {key: value for key, value in values.items() if key in fields}
         kept |= {"tables": tables, "row_dtype": row_dtype, "spare_rows": spare_rows, "fuse_embedding_table": fuse}
         model = ModelConfig(**kept)
-        self.of_tier(path, given, model)
+        for key, reason in idle_keys(model).items():
+            if key in given:
+                self.no_effect(f"{path}.{key}", given[key], reason)
         return model
 
     def tables(self, path: str, values: dict[str, Any]) -> tuple[TableConfig, ...]:
@@ -433,30 +436,21 @@ class _Reader:
                 "a static table lies on the device alone; take a dynamic one to read from host memory",
             )
 
-    def of_jaxsok(self, path: str, given: Mapping[str, Any], values: dict[str, Any]) -> tuple[str | None, int]:
+    def of_jaxsok(self, path: str, values: dict[str, Any]) -> tuple[str | None, int]:
         """The dtype of rows, and spare rows."""
         own = self.block(f"{path}.jaxsok", values["jaxsok"] or {}, JAXSOK_KEYS)
         row_dtype = own["row_dtype"]
         is_static = values["embedding_cache_type"] == "static"
-        for key in ("fp8_quant", "enable_pagelock"):
-            if key in given and not is_static:
-                self.no_effect(
-                    f"{path}.{key}", given[key], "it is of static tables, and this model has a dynamic cache"
-                )
-        if values["enable_pagelock"]:
-            if is_static:
-                self.refuse(
-                    f"{path}.enable_pagelock",
-                    True,
-                    "false",
-                    "static tables lie in device memory; take a dynamic cache, whose rows lie in host memory, if they "
-                    "do not fit",
-                )
-            values["enable_pagelock"] = False
-        elif is_static and "enable_pagelock" in given:
-            self.no_effect(f"{path}.enable_pagelock", False, "static tables lie in device memory")
-        if not is_static:
-            values["fp8_quant"] = False
+        if values["enable_pagelock"] and is_static:
+            self.refuse(
+                f"{path}.enable_pagelock",
+                True,
+                "false",
+                "static tables lie in device memory; take a dynamic cache, whose rows lie in host memory, if they do "
+                "not fit",
+            )
+        values["enable_pagelock"] = False
+        values["fp8_quant"] &= is_static
         if values["fp8_quant"]:
             if row_dtype not in (None, "float8_e4m3fn"):
                 self.refuse(
@@ -476,31 +470,6 @@ class _Reader:
             self.no_effect(at, own, "the key of the whole configuration is false, and a model can only opt out")
             return False
         return every if own is None else own
-
-    def of_tier(self, path: str, given: Mapping[str, Any], model: ModelConfig) -> None:
-        """Writes down keys of a cache that is not there."""
-        if model.tier == "cache":
-            if model.cache_refresh_percentage_per_iteration > 0:
-                return
-            reason = "cache_refresh_percentage_per_iteration is 0, which turns it off, as in HPS"
-            keys = ("init_ec", "refresh_delay", "refresh_interval")
-        else:
-            reason = {
-                "device": "all rows are on the device: nothing can miss",
-                "host": "gpucache is false: there is no cache",
-            }[model.tier]
-            keys = (
-                "hit_rate_threshold",
-                "cache_refresh_percentage_per_iteration",
-                "refresh_delay",
-                "refresh_interval",
-                "init_ec",
-            )
-            if model.tier == "host" or model.embedding_cache_type == "static":
-                keys = ("gpucacheper", *keys)
-        for key in keys:
-            if key in given:
-                self.no_effect(f"{path}.{key}", given[key], reason)
 
 
 # Small things --------------------------------------------------------------------------------------------------------

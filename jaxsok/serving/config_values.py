@@ -1,4 +1,7 @@
-"""What a configuration says, as frozen values, and as JSON again. `config.py` reads it; every field tells its effect."""
+"""What a configuration says, as frozen values, and as JSON again.
+
+`config.py` reads it. Every field says what it does here.
+"""
 
 import dataclasses
 import re
@@ -298,29 +301,40 @@ class Config:
         return lines
 
 
+def idle_keys(model: ModelConfig) -> dict[str, str]:
+    """Keys that could have an effect and have none beside the others of this model: why, by key."""
+    idle: dict[str, str] = {}
+    if model.embedding_cache_type != "static":
+        idle |= dict.fromkeys(
+            ("fp8_quant", "enable_pagelock"), "it is of static tables, and this model has a dynamic cache"
+        )
+    else:
+        idle["enable_pagelock"] = "static tables lie in device memory"
+    if model.tier != "cache":
+        reason = "all rows are on the device: nothing can miss"
+        if model.tier == "host":
+            reason = "gpucache is false: there is no cache"
+        if model.tier == "host" or model.embedding_cache_type == "static":
+            idle["gpucacheper"] = reason
+        of_cache = ("hit_rate_threshold", "cache_refresh_percentage_per_iteration")
+        return idle | dict.fromkeys((*of_cache, "refresh_delay", "refresh_interval", "init_ec"), reason)
+    if not model.cache_refresh_percentage_per_iteration:
+        reason = "cache_refresh_percentage_per_iteration is 0, which turns it off, as in HPS"
+        idle |= dict.fromkeys(("refresh_delay", "refresh_interval", "init_ec"), reason)
+    return idle
+
+
 def _model_to_json(model: ModelConfig) -> dict[str, Any]:
     """What is honoured of a model."""
     written: dict[str, Any] = {"model": model.model}
     written |= {key: [getattr(table, field) for table in model.tables] for key, field in PER_TABLE.items()}
     written["deployed_device_list"] = list(model.deployed_device_list)
-    skipped = {"model", "tables", "deployed_device_list", "row_dtype", "spare_rows", "fuse_embedding_table"}
-    cached = {
-        "gpucacheper": model.embedding_cache_type == "static" or model.tier == "host",
-        "hit_rate_threshold": model.tier != "cache",
-        "cache_refresh_percentage_per_iteration": model.tier != "cache",
-        **{
-            key: model.tier != "cache" or not model.cache_refresh_percentage_per_iteration
-            for key in ("refresh_delay", "refresh_interval", "init_ec")
-        },
-        "fp8_quant": model.embedding_cache_type != "static",
-        "enable_pagelock": True,
-    }
-    for field in dataclasses.fields(model):
-        key = MODEL_KEYS.get(field.name)
-        if field.name not in skipped and key is not None and not key.reason and not cached.get(field.name, False):
-            written[field.name] = getattr(model, field.name)
-    if model.fuse_embedding_table is not None:
-        written["fuse_embedding_table"] = model.fuse_embedding_table
+    idle = idle_keys(model)
+    for name, key in MODEL_KEYS.items():
+        if hasattr(model, name) and name not in written and name not in idle and not key.reason:
+            written[name] = getattr(model, name)
+    if model.fuse_embedding_table is None:
+        del written["fuse_embedding_table"]
     own: dict[str, Any] = {"spare_rows": model.spare_rows}
     if model.row_dtype is not None:
         own["row_dtype"] = model.row_dtype
