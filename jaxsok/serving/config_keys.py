@@ -74,15 +74,18 @@ def _list(items: Kind, wanted: str) -> Kind:
     return Kind(wanted, lambda value: value if isinstance(value, list | tuple) else WRONG, items)
 
 
+def _path(value: Any) -> str | None:
+    """A path as text; None: it is none."""
+    text = os.fspath(value) if isinstance(value, str | os.PathLike) else None
+    return text if isinstance(text, str) else None
+
+
 _BOOL = _one(bool, "true or false")
 _TEXT = _one(str, "a string")
 _SOME_TEXT = Kind("a string that is not empty", lambda value: value if isinstance(value, str) and value else WRONG)
 _BLOCK = Kind("an object", lambda value: value if isinstance(value, Mapping) else WRONG)
-_FILE = Kind(
-    "a path",
-    lambda value: os.fspath(value) if isinstance(value, str | os.PathLike) and os.fspath(value) else WRONG,
-)
-_MAYBE_FILE = Kind("a path", lambda value: os.fspath(value) if isinstance(value, str | os.PathLike) else WRONG)
+_FILE = Kind("a path", lambda value: _path(value) or WRONG)
+_MAYBE_FILE = Kind("a path", lambda value: WRONG if _path(value) is None else _path(value))
 _COUNT, _SIZE = _integer(1), _integer(0, 2**64 - 1)
 _FLOAT32_MAX = 3.4028234663852886e38
 
