@@ -38,6 +38,8 @@ from jaxsok.types import COUNTS, PADDING_KEY
 LEAST_SAMPLES = 16
 """Of a program: requests are padded to this many samples, or twice as many, and so on up to `max_batch_size`."""
 
+_NO_KEYS = np.zeros(0, np.uint64)
+
 MOST_SETS = 16
 """Sets of tables that have programs of their own; a request for yet another one looks up all tables of its model."""
 
@@ -140,8 +142,8 @@ class Session:
             for number, model in enumerate(config.models):
                 if model.tier == "cache":
                     raise ConfigError(
-                        f"open: models[{number}].gpucacheper: got {model.gpucacheper}, wanted 1.0 or more: a cache over "
-                        "host memory is not there yet.",
+                        f"open: models[{number}].gpucacheper: got {model.gpucacheper}, wanted 1.0 or more: a cache "
+                        "over host memory is not there yet.",
                         path=f"models[{number}].gpucacheper",
                     )
                 at = _device(number, model, device)
@@ -506,8 +508,8 @@ class _Served:
             num_rows = version.num_rows[name]
             lines.append(
                 f'  table "{name}": {num_rows:,} rows of {table.dim} x {table.dtype}, default {table.default:g}, '
-                f"{sum(frozen_bytes(table, num_rows).values()):,} bytes, at most {self.config.max_keys[name]:,} keys in "
-                f"a request, from {version.files[name]}"
+                f"{sum(frozen_bytes(table, num_rows).values()):,} bytes, at most {self.config.max_keys[name]:,} keys "
+                f"in a request, from {version.files[name]}"
             )
         return lines
 
@@ -609,8 +611,8 @@ def _device(number: int, model: ModelConfig, given: Any) -> Any:
     devices = jax.local_devices()
     if model.device_id >= len(devices):
         raise ConfigError(
-            f"open: models[{number}].deployed_device_list: got {model.device_id}, wanted 0 to {len(devices) - 1}: there "
-            f"are {len(devices)} devices; or pass device=.",
+            f"open: models[{number}].deployed_device_list: got {model.device_id}, wanted 0 to {len(devices) - 1}, the "
+            "devices that are there; or pass device=.",
             path=f"models[{number}].deployed_device_list",
         )
     return devices[model.device_id]

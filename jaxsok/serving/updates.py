@@ -1,9 +1,9 @@
 """Tables that change while they are served: versions, side by side or in place.
 
 A version is a value. An update makes the next one *beside* it, which copies only the arrays of the stores that change,
-and swaps one reference; or, where two copies do not fit, *in place*: changed rows are scattered into donated arrays while
-readers wait. Either way everything is read and checked before anything is touched, a reader sees all tables of one
-version, and an update that fails leaves what was served.
+and swaps one reference; or, where two copies do not fit, *in place*: changed rows are scattered into donated arrays
+while readers wait. Either way everything is read and checked before anything is touched, a reader sees all tables of
+one version, and an update that fails leaves what was served.
 """
 
 import contextlib
@@ -169,8 +169,8 @@ class Versions:
         free = room()
         if free is not None and needed > free:
             raise ServingError(
-                f'open: model "{name}": memory: got {free} bytes free on {device}, wanted {needed} for its tables; take '
-                "a smaller row_dtype, or a gpucacheper below 1."
+                f'open: model "{name}": memory: got {free} bytes free on {device}, wanted {needed} for its tables; '
+                "take a smaller row_dtype, or a gpucacheper below 1."
             )
         tables, maps = freeze_records(
             [(table, SizedRecords(source.num_rows, source.chunks())) for table, source in given],
