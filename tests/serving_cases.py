@@ -1,5 +1,7 @@
 """What the tests of serving share: tables as dicts, folders of them, configurations, and a state that is trained on."""
 
+import functools
+
 import numpy as np
 
 import jaxsok
@@ -59,16 +61,22 @@ def expected(content, keys, default, dim):
     return np.array(lines, np.float32).reshape(*keys.shape, dim)
 
 
+@functools.cache
+def _collection(dims):
+    """One for all tests, so that its programs are compiled once."""
+    tables = [
+        jaxsok.TableSpec(name, dim=dim, optimizer=jaxsok.optim.sgd(0.1), capacity=64, statistics=True)
+        for name, dim in dims
+    ]
+    return jaxsok.Collection(tables, [jaxsok.FeatureSpec(name, table=name) for name, _ in dims])
+
+
 class Trained:
     """A training state of tables that are set and erased, its dicts beside it, and its exports."""
 
-    def __init__(self, dims, **options):
-        tables = [
-            jaxsok.TableSpec(name, dim=dim, optimizer=jaxsok.optim.sgd(0.1), capacity=64, statistics=True, **options)
-            for name, dim in dims.items()
-        ]
+    def __init__(self, dims):
         self.dims = dims
-        self.collection = jaxsok.Collection(tables, [jaxsok.FeatureSpec(name, table=name) for name in dims])
+        self.collection = _collection(tuple(dims.items()))
         self.state = self.collection.init(seed=0)
         self.content = {name: {} for name in dims}
         self.clock = 1
@@ -93,14 +101,14 @@ class Trained:
 
     def full(self, path):
         """Exports all; later changes are of a later time."""
-        checkpoint.export_full(path, self.collection, self.state, clock=self.clock)
         self.clock += 1
+        checkpoint.export_full(path, self.collection, self.state, clock=self.clock)
         return str(path)
 
     def delta(self, path, base):
         """Exports what changed since another export."""
-        checkpoint.export_delta(path, self.collection, self.state, base, clock=self.clock)
         self.clock += 1
+        checkpoint.export_delta(path, self.collection, self.state, base, clock=self.clock)
         return str(path)
 
     def frozen_content(self):

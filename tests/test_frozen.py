@@ -136,7 +136,9 @@ def frozen_of(tables, contents, **kwargs):
 def test_bytes_are_as_told():
     """`frozen_bytes` is what is allocated."""
     tables = [FrozenTable("a", 8), FrozenTable("b", 8, dtype="bfloat16"), FrozenTable("c", 6, dtype="float16")]
-    made, _ = frozen_of(tables, {name: {k: numbers(d) for k in range(50)} for name, d in (("a", 8), ("b", 8), ("c", 6))})
+    made, _ = frozen_of(
+        tables, {name: {k: numbers(d) for k in range(50)} for name, d in (("a", 8), ("b", 8), ("c", 6))}
+    )
     for store, (table,) in zip(made.stores, made.spec.stores, strict=True):
         told = frozen.frozen_bytes(table, 50)
         assert store.rows.nbytes == told["rows"]
@@ -322,9 +324,7 @@ def test_symbolic_batch(size):
     )
 
     def model(tables, single, bags):
-        return lookup(
-            tables, {"single": LookupInput("a", single), "bags": LookupInput("b", bags, combiner="mean")}
-        )
+        return lookup(tables, {"single": LookupInput("a", single), "bags": LookupInput("b", bags, combiner="mean")})
 
     (batch,) = jax.export.symbolic_shape("b")
     shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), made)
