@@ -17,7 +17,7 @@ import ml_dtypes
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
-from checkpoint_cases import collection_of, content, train
+from checkpoint_cases import collection_of
 from hypothesis import stateful
 
 import jaxsok
@@ -84,7 +84,7 @@ def test_hps_directories(keys, dim):
         assert source.uuid is None and source.base is None and list(source.tombstones()) == []
         low = {key % 2**32 for key in keys}
         if len(low) < len(keys):
-            with pytest.raises(ValueError, match="keys cut to 32 bits: .*a second time"):
+            with pytest.raises(ValueError, match=r"keys cut to 32 bits: .*a second time"):
                 open_table(folder, table="user", dim=dim, key_bits=32)
         else:
             cut = open_table(folder, table="user", dim=dim, key_bits=32)
@@ -170,19 +170,19 @@ def export(tmp_path_factory):
     held = [expected(keys, rows_of(keys, 3))]
     state = entered(collection, state, "user", keys, 1)
     state = entered(collection, state, "item", range(9), 1)
-    checkpoint.export_full(folder / "full", collection, state, clock=1)
+    checkpoint.export_full(folder / "full", collection, state, clock=2)
     # Replaced: 0 to 4; gone: 10, 11 and a large one; new: 40.
-    state = entered(collection, state, "user", [*range(5), 40], 2, generation=1)
+    state = entered(collection, state, "user", [*range(5), 40], 3, generation=1)
     state, _ = collection.erase(state, "user", np.array([10, 11, TOP + 3], np.uint64))
     changed = expected([*range(5), 40], rows_of([*range(5), 40], 3, generation=1))
     held.append({key: row for key, row in (held[0] | changed).items() if key not in (10, 11, TOP + 3)})
-    checkpoint.export_delta(folder / "first", collection, state, folder / "full", clock=2)
+    checkpoint.export_delta(folder / "first", collection, state, folder / "full", clock=4)
     # Replaced again: 0; come back: 10; gone that was new: 40.
-    state = entered(collection, state, "user", [0, 10], 3, generation=2)
+    state = entered(collection, state, "user", [0, 10], 5, generation=2)
     state, _ = collection.erase(state, "user", np.array([40], np.uint64))
     changed = expected([0, 10], rows_of([0, 10], 3, generation=2))
     held.append({key: row for key, row in (held[1] | changed).items() if key != 40})
-    checkpoint.export_delta(folder / "second", collection, state, folder / "first", clock=3)
+    checkpoint.export_delta(folder / "second", collection, state, folder / "first", clock=6)
     return folder, held
 
 
@@ -192,8 +192,8 @@ def test_an_export_of_all_rows(export):
     assert table_of(source) == held[0] and source.num_rows == 32 and source.base is None
     assert source.uuid == json.loads((folder / "full" / "manifest.json").read_text())["uuid"]
     assert open_table(str(folder / "full"), table="item", dim=3).num_rows == 9
-    (records,) = source.chunks()
-    assert records.frequency.shape == records.last_step.shape == (32,)  # a cache fills by it
+    for records in source.chunks():
+        assert records.frequency.shape == records.last_step.shape == records.keys.shape  # a cache fills by it
 
 
 def test_a_chain_is_what_its_last_link_left(export):
@@ -332,8 +332,8 @@ def test_a_table_without_rows(tmp_path):
 
 
 def test_a_step_of_an_orbax_checkpoint(tmp_path):
-    collection = collection_of(cases.tables_of(), 4)
-    state = train(collection, collection.init(seed=3), 2)
+    collection = collection_of(specs())
+    state = entered(collection, collection.init(seed=3), "user", range(30), 1)
     options = ocp.CheckpointManagerOptions(max_to_keep=3)
     with ocp.CheckpointManager(tmp_path / "run", options=options) as manager:
         for step in (1, 2):
@@ -345,20 +345,18 @@ def test_a_step_of_an_orbax_checkpoint(tmp_path):
                 items["more"] = checkpoint.TablesSave(collection, state)
             manager.save(step, args=ocp.args.Composite(**items))
             manager.wait_until_finished()
-    held = content(collection, state)
-    for table, dim in (("user", 4), ("day", 8), ("ad", 4)):
-        source = open_table(tmp_path / "run" / "1", table=table, dim=dim)
-        assert table_of(source) == expected(held[f"{table}.keys"], held[f"{table}.rows"]) and source.num_rows > 0
-        assert source.path.name == "tables" and source.base is None
-        assert table_of(open_table(tmp_path / "run" / "2" / "more", table=table, dim=dim)) == table_of(source)
+    source = open_table(tmp_path / "run" / "1", table="user", dim=3)
+    assert table_of(source) == expected(range(30), rows_of(range(30), 3))
+    assert source.path.name == "tables" and source.base is None
+    assert table_of(open_table(tmp_path / "run" / "2" / "more", table="user", dim=3)) == table_of(source)
     with pytest.raises(ServingError, match=r"with saved tables in \['more', 'tables'\], wanted one folder of them"):
-        open_table(tmp_path / "run" / "2", table="user", dim=4)
+        open_table(tmp_path / "run" / "2", table="user", dim=3)
     with pytest.raises(ServingError, match=r"which has checkpoints in \['1', '2'\], wanted one of them; name the step"):
-        open_table(tmp_path / "run", table="user", dim=4)
+        open_table(tmp_path / "run", table="user", dim=3)
     # What Orbax has not committed is not there.
     (tmp_path / "run" / "1" / "tables").rename(tmp_path / "run" / "1" / "tables.orbax-checkpoint-tmp-7")
     with pytest.raises(FileNotFoundError, match="which has none of that"):
-        open_table(tmp_path / "run" / "1", table="user", dim=4)
+        open_table(tmp_path / "run" / "1", table="user", dim=3)
 
 
 def test_what_is_no_table(tmp_path):
@@ -443,7 +441,7 @@ class Life(stateful.RuleBasedStateMachine):
 
 
 TestLife = Life.TestCase
-TestLife.settings = hypothesis.settings(max_examples=8, stateful_step_count=12)
+TestLife.settings = hypothesis.settings(max_examples=6, stateful_step_count=10)
 
 
 def test_sources_are_values(tmp_path):
