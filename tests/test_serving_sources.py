@@ -266,7 +266,7 @@ def test_any_damaged_byte_is_found_before_the_first_row(export, tmp_path, name):
             path.write_bytes(damaged)
             with pytest.raises(CorruptFileError, match=r'file ".*", byte \d+: got'):
                 open_table(tmp_path / "chain" / "second", table="user", dim=3)
-        path.write_bytes(data[:-1])
+        path.write_bytes(data[:-3])
         with pytest.raises(CorruptFileError, match=r'file ".*", byte \d+: got'):
             open_table(tmp_path / "chain" / "second", table="user", dim=3)
         path.write_bytes(data)
