@@ -10,6 +10,8 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from jaxsok.types import MAX_DIM
+
 ROW_DTYPES: tuple[str, ...] = ("float32", "bfloat16", "float16", "int8", "float8_e4m3fn")
 """What `jaxsok.row_dtype` may be."""
 
@@ -110,7 +112,7 @@ MODEL_KEYS: dict[str, Key] = {
     "model": Key(Kind("a name", lambda value: value if isinstance(value, str) else WRONG), REQUIRED),
     "sparse_files": Key(_list(_FILE, "a list of paths, one for each table"), REQUIRED),
     "embedding_table_names": Key(_list(_SOME_TEXT, "a list of names, one for each table")),
-    "embedding_vecsize_per_table": Key(_list(_COUNT, "a list of dims, one for each table"), REQUIRED),
+    "embedding_vecsize_per_table": Key(_list(_integer(1, MAX_DIM), "a list of dims, one for each table"), REQUIRED),
     "maxnum_catfeature_query_per_table_per_sample": Key(
         _list(_COUNT, "a list of numbers of keys, one for each table"), REQUIRED
     ),
