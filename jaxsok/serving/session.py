@@ -7,6 +7,7 @@ version, whole.
 
 import dataclasses
 import functools
+import itertools
 import math
 import os
 import threading
@@ -19,9 +20,11 @@ import numpy as np
 from jaxtyping import Array
 
 from jaxsok import keys as keys_lib
+from jaxsok.features import Bags
+from jaxsok.serving import artifact, backing, sources, updates
+from jaxsok.serving import cache as cache_lib
 from jaxsok.serving import config as config_lib
 from jaxsok.serving import lookup as lookup_lib
-from jaxsok.serving import sources, updates
 from jaxsok.serving.config import Config, ModelConfig
 from jaxsok.serving.errors import (
     ConfigError,
@@ -31,7 +34,8 @@ from jaxsok.serving.errors import (
     UnknownModelError,
     UnknownTableError,
 )
-from jaxsok.serving.frozen import FrozenTable, FrozenTables, frozen_bytes
+from jaxsok.serving.frozen import FrozenSpec, FrozenTable, FrozenTables, frozen_bytes
+from jaxsok.serving.row_map import RowMap
 from jaxsok.serving.updates import InPlace, Source, Version, Versions
 from jaxsok.types import COUNTS, PADDING_KEY
 
@@ -140,14 +144,9 @@ class Session:
         self._models: dict[str, _Served] = {}
         try:
             for number, model in enumerate(config.models):
-                if model.tier == "cache":
-                    raise ConfigError(
-                        f"open: models[{number}].gpucacheper: got {model.gpucacheper}, wanted 1.0 or more: a cache "
-                        "over host memory is not there yet.",
-                        path=f"models[{number}].gpucacheper",
-                    )
                 at = _device(number, model, device)
-                self._models[model.model] = _Served(
+                kind = _Cached if model.tier == "cache" else _Served
+                self._models[model.model] = kind(
                     model, config.key_bits, at, functools.partial(self._room, at), warm_up=warm_up
                 )
         except BaseException:
@@ -289,12 +288,12 @@ class Session:
         return models[model]
 
     def _room(self, device: Any) -> int | None:
-        used = sum(served.num_bytes for served in self._models.values() if served.device == device)
+        used = sum(one.num_bytes for one in self._models.values() if one.device == device and one.config.gpucache)
         return updates.free_bytes(device, self._memory_limit, used)
 
 
 class _Served:
-    """One model of a session."""
+    """One model of a session, whose rows all lie on its device."""
 
     def __init__(
         self,
@@ -305,37 +304,56 @@ class _Served:
         *,
         warm_up: bool,
     ) -> None:
-        self.config, self.key_bits, self.device, self.is_warmed_up = config, key_bits, device, warm_up
+        self.config, self.device, self.is_warmed_up = config, device, warm_up
+        self.key_bits: sources.KeyBits = key_bits
         given = []
         for table in config.tables:
             source = sources.open_table(table.file, table=table.name, dim=table.dim, key_bits=key_bits, op="open")
             dtype: Any = config.row_dtype or source.dtype
             given.append((FrozenTable(table.name, table.dim, default=table.default, dtype=dtype), source))
-        served = _dense_model(config.dense_file) if config.dense_file else None
-        self.versions = Versions(
-            config.model,
-            given,
-            device=device,
-            key_bits=key_bits,
-            spare_rows=config.spare_rows,
-            room=room,
-            served=served,
-            dense_file=config.dense_file,
-        )
-        self.workers = threading.BoundedSemaphore(config.num_of_worker_buffer_in_pool)
-        self.names = tuple(self.versions.current.tables.tables)
         self.per_sample = {table.name: table.max_keys_per_sample for table in config.tables}
+        self.workers = threading.BoundedSemaphore(config.num_of_worker_buffer_in_pool)
+        served = None
+        if config.dense_file:
+            served = _dense_model(
+                "open", config, config.dense_file, self._seen(FrozenSpec.of([one for one, _ in given]))
+            )
+        self.versions = self._loaded(given, room, served)
+        self.names = tuple(self.versions.current.tables.tables)
         self.counts = _Counts(self.names)
         self._sets, self._lock = {self.names}, threading.Lock()
         if warm_up:
-            self.warm_up(self.versions.current.tables)
+            self.warm_up(self.versions.current)
+
+    def _loaded(self, given: Sequence[Any], room: Callable[[], int | None], served: Any) -> Versions:
+        """The first version, in its place."""
+        return Versions(
+            self.config.model,
+            given,
+            device=self.device,
+            key_bits=self.key_bits,
+            spare_rows=self.config.spare_rows,
+            room=room if self.config.gpucache else lambda: None,
+            served=served,
+            dense_file=self.config.dense_file,
+        )
+
+    def _seen(self, spec: FrozenSpec) -> FrozenSpec:
+        """The tables as a dense model sees them."""
+        return spec
 
     @property
     def num_bytes(self) -> int:
         """Of the device."""
         return self.versions.current.tables.num_bytes
 
+    @property
+    def host_bytes(self) -> int:
+        """Of maps of rows, and of rows below a cache."""
+        return self.versions.host_bytes
+
     def described(self) -> Model:
+        """As it is now."""
         version = self.versions.current
         return Model(
             name=self.config.model,
@@ -351,21 +369,23 @@ class _Served:
     # Lookups ---------------------------------------------------------------------------------------------------------
 
     def lookup(self, keys: Mapping[str, Any]) -> Answer:
+        """Rows of keys; see `Session.lookup`."""
         arrays = self._read_keys(keys)
-        sizes = self._sizes({name: array.size for name, array in arrays.items()})
-        words = [
-            _padded(arrays[name], size) if name in arrays else keys_lib.padding_words((size,)) for name, size in sizes
-        ]
         with self.workers:
-            with self.versions.reading() as version:
-                calls = self._dispatched(version.tables, words, sizes)
-            # What the arrays of a version give is the caller's: nobody waits for the copies.
-            for leaf in jax.tree.leaves(calls):
-                leaf.copy_to_host_async()
-            found, counts = {}, np.zeros((len(self.names), len(COUNTS)), np.int64)
-            for values, of_call in calls:
-                found |= {name: np.asarray(value) for name, value in values.items() if name in arrays}
-                counts += np.asarray(of_call)
+            return self._looked_up(arrays)
+
+    def _looked_up(self, arrays: Mapping[str, np.ndarray]) -> Answer:
+        sizes = self._sizes({name: array.size for name, array in arrays.items()})
+        words = [_padded(arrays.get(name, _NO_KEYS), size) for name, size in sizes]
+        with self.versions.reading() as version:
+            calls = self._dispatched(version.tables, words, sizes)
+        # What a program gave is the caller's: an update need not wait until it is copied.
+        for leaf in jax.tree.leaves(calls):
+            leaf.copy_to_host_async()
+        found, counts = {}, np.zeros((len(self.names), len(COUNTS)), np.int64)
+        for values, of_call in calls:
+            found |= {name: np.asarray(value) for name, value in values.items() if name in arrays}
+            counts += np.asarray(of_call)
         values = {}
         for name, array in arrays.items():
             rows = found[name][: array.size]
@@ -388,7 +408,7 @@ class _Served:
             if names not in self._sets and len(self._sets) < MOST_SETS:
                 self._sets.add(names)
             is_known = names in self._sets
-        # Single tables have programs of their own, which the tables of other sets share.
+        # Tables that are not fused have programs of their own, whatever else is asked for.
         chosen = names if is_known or not self.config.is_fused else self.names
         samples = max(-(-num_keys[name] // self.per_sample[name]) for name in names)
         level = next(level for level in self.levels if level >= samples)
@@ -401,12 +421,15 @@ class _Served:
         doubled = [LEAST_SAMPLES << step for step in range(max(0, math.ceil(math.log2(most / LEAST_SAMPLES))))]
         return (*doubled, most)
 
-    def warm_up(self, tables: FrozenTables) -> None:
-        """Compiles the programs of lookups in all tables."""
+    def warm_up(self, version: Version) -> None:
+        """Compiles the programs of lookups in all tables, and of the dense model."""
         for level in self.levels:
             sizes = tuple((name, level * self.per_sample[name]) for name in self.names)
             words = [keys_lib.padding_words((size,)) for _, size in sizes]
-            jax.block_until_ready(self._dispatched(tables, words, sizes))
+            jax.block_until_ready(self._dispatched(version.tables, words, sizes))
+            if version.served is not None:
+                inputs = {name: _example(spec, level) for name, spec in version.served.inputs.items()}
+                jax.block_until_ready(version.served.call(version.tables, inputs, pad=True))
 
     def _read_keys(self, keys: Any) -> dict[str, np.ndarray]:
         """The keys of a request as uint64, checked."""
@@ -415,75 +438,109 @@ class _Served:
             raise RequestError(f"{op}: keys: got {type(keys).__name__}, wanted a mapping from tables to keys.")
         if not keys:
             raise RequestError(f"{op}: keys: got no tables, wanted at least one of {sorted(self.names)}.")
-        limits, arrays = self.config.max_keys, {}
+        arrays = {}
         for name, given in keys.items():
-            if not isinstance(name, str) or name not in limits:
+            if not isinstance(name, str) or name not in self.per_sample:
                 raise UnknownTableError.of(op, name, self.names, f'model "{self.config.model}"')
             what = f'{op}: table "{name}"'
             array = _integers(given, what)
-            if array.size > limits[name]:
-                raise RequestTooLargeError(
-                    f"{what}: keys: got {array.size}, wanted at most {limits[name]}: max_batch_size "
-                    f"({self.config.max_batch_size}) times {self.per_sample[name]} of a sample."
-                )
-            arrays[name] = self._of_bits(array, what)
+            self._check_number(what, name, array.size)
+            keys64 = array.astype(np.int64).view(np.uint64) if array.dtype.kind == "i" else array.astype(np.uint64)
+            self._check_bits(what, keys64)
+            arrays[name] = keys64
         return arrays
 
-    def _of_bits(self, array: np.ndarray, what: str) -> np.ndarray:
-        """Keys as uint64."""
-        keys = array.astype(np.int64).view(np.uint64) if array.dtype.kind == "i" else array.astype(np.uint64)
-        if self.key_bits == 32:
-            wrong = (keys >> np.uint64(32) != 0) & (keys != np.uint64(PADDING_KEY))
-            if wrong.any():
-                raise RequestError(
-                    f"{what}: keys: got {array[wrong].flat[0]}, wanted 0 to 4294967295: keys have 32 bits, since "
-                    "supportlonglong is false."
-                )
-        return keys
+    def _check_number(self, what: str, table: str, num_keys: int) -> None:
+        most = self.config.max_keys[table]
+        if num_keys > most:
+            raise RequestTooLargeError(
+                f"{what}: keys: got {num_keys}, wanted at most {most}: max_batch_size ({self.config.max_batch_size}) "
+                f"times {self.per_sample[table]} of a sample."
+            )
+
+    def _check_bits(self, what: str, keys: np.ndarray) -> None:
+        if self.key_bits == 64:
+            return
+        wrong = (keys >> np.uint64(32) != 0) & (keys != np.uint64(PADDING_KEY))
+        if wrong.any():
+            raise RequestError(
+                f"{what}: keys: got {keys[wrong].view(np.int64)[0]}, wanted 0 to 4294967295: keys have 32 bits, since "
+                "supportlonglong is false."
+            )
 
     # The dense model -------------------------------------------------------------------------------------------------
 
     def predict(self, inputs: Any) -> Answer:
-        op = "predict"
-        if self.versions.current.served is None:
-            raise UnknownModelError(
-                f'{op}: model: got "{self.config.model}", which has no dense_file, wanted one that has; lookup reads '
-                "its tables."
-            )
+        """What the dense model gives; see `Session.predict`."""
         with self.workers:
-            with self.versions.reading() as version:
-                checked = self._read_inputs(version, inputs)
-                values = version.served.call(version.tables, checked)
+            values, version = self._predicted(inputs)
             values = {name: np.asarray(value) for name, value in values.items()}
         self.counts.add_predict()
         return Answer(values, version=version.number)
 
-    def _read_inputs(self, version: Version, inputs: Any) -> dict[str, Any]:
-        raise NotImplementedError
+    def _predicted(self, inputs: Any) -> tuple[dict[str, Any], Version]:
+        with self.versions.reading() as version:
+            self._read_inputs(version, inputs)
+            return version.served.call(version.tables, inputs, pad=True), version
+
+    def _read_inputs(self, version: Version, inputs: Any) -> dict[str, np.ndarray]:
+        """The keys of a prediction by table, when all of it is checked."""
+        op = "predict"
+        if version.served is None:
+            raise UnknownModelError(
+                f'{op}: model: got "{self.config.model}", which has no dense_file, wanted one that has; lookup reads '
+                "its tables."
+            )
+        leaves, num_samples = version.served.read(inputs)
+        if num_samples > self.config.max_batch_size:
+            raise RequestTooLargeError(
+                f"{op}: inputs: got {num_samples} samples, wanted at most {self.config.max_batch_size}, the "
+                "max_batch_size."
+            )
+        keys: dict[str, np.ndarray] = {}
+        for name, spec in version.served.inputs.items():
+            if not hasattr(spec, "table"):
+                continue
+            words = leaves[name][0] if isinstance(leaves[name], tuple) else leaves[name]
+            mine = keys_lib.from_words(words).reshape(-1)
+            self._check_bits(f'{op}: inputs["{name}"]', mine)
+            keys[spec.table] = np.concatenate([keys.get(spec.table, _NO_KEYS), mine])
+        for name, mine in keys.items():
+            self._check_number(f'{op}: table "{name}"', name, mine.size)
+        return keys
 
     # Versions --------------------------------------------------------------------------------------------------------
 
     def update(self, source: Source | None, dense_file: str | os.PathLike[str] | None, in_place: InPlace) -> int:
-        served = None if dense_file is None else _dense_model(dense_file)
+        """The next version; see `Session.update`."""
+        served = None
+        if dense_file is not None:
+            served = _dense_model("update", self.config, dense_file, self._seen(self.versions.current.tables.spec))
         version = self.versions.update(
             source,
             in_place=in_place,
             served=served,
             dense_file=None if dense_file is None else str(dense_file),
             prepare=self._prepare,
+            publish=self._publish,
         )
         self.counts.add_update()
         return version.number
 
     def _prepare(self, old: Version, new: Version) -> None:
         """Compiles what a new version needs, before it is served."""
-        if self.is_warmed_up and jax.tree.map(np.shape, old.tables) != jax.tree.map(np.shape, new.tables):
-            self.warm_up(new.tables)
+        shapes = [jax.tree.map(np.shape, version.tables) for version in (old, new)]
+        if self.is_warmed_up and (shapes[0] != shapes[1] or old.served is not new.served):
+            self.warm_up(new)
+
+    def _publish(self, new: Version, maps: tuple[RowMap, ...], changed: Mapping[str, np.ndarray]) -> None:
+        """Nothing: readers take the latest version."""
 
     def refresh(self) -> None:
-        pass
+        """Nothing: there is no tier below."""
 
     def stats(self) -> dict[str, Any]:
+        """See `Session.stats`."""
         version = self.versions.current
         found = self.counts.stats()
         for name, of_table in found["tables"].items():
@@ -494,15 +551,16 @@ class _Served:
             "dense_file": version.dense_file,
             **found,
             "in_place_updates": self.versions.num_in_place,
-            "bytes": version.tables.num_bytes,
-            "host_bytes": self.versions.host_bytes,
+            "bytes": self.num_bytes,
+            "host_bytes": self.host_bytes,
         }
 
     def report(self) -> list[str]:
+        """As lines."""
         version = self.versions.current
         lines = [
-            f'model "{self.config.model}", version {version.number}: {version.tables.num_bytes:,} bytes on '
-            f"{self.device}, {self.versions.host_bytes:,} bytes of maps on the host"
+            f'model "{self.config.model}", version {version.number}: {self.num_bytes:,} bytes on {self.device}, '
+            f"{self.host_bytes:,} bytes of host memory beside"
         ]
         for name, table in version.tables.tables.items():
             num_rows = version.num_rows[name]
@@ -511,10 +569,137 @@ class _Served:
                 f"{sum(frozen_bytes(table, num_rows).values()):,} bytes, at most {self.config.max_keys[name]:,} keys "
                 f"in a request, from {version.files[name]}"
             )
+        if version.served is not None:
+            lines.append(f"  dense model of inputs {list(version.served.inputs)}, from {version.dense_file}")
         return lines
 
     def close(self) -> None:
-        pass
+        """Nothing is left running."""
+
+
+class _Cached(_Served):
+    """One model of a session, some of whose rows are cached on its device; all of them lie in host memory."""
+
+    def _loaded(self, given: Sequence[Any], room: Callable[[], int | None], served: Any) -> Versions:
+        config = self.config
+        num_rows = {
+            table: max(cache_lib.MIN_ROWS, math.ceil(config.gpucacheper * source.num_rows)) for table, source in given
+        }
+        needed, free = sum(cache_lib.cache_bytes(num_rows).values()), room()
+        if free is not None and needed > free:
+            raise ServingError(
+                f'open: model "{config.model}": memory: got {free} bytes free on {self.device}, wanted {needed} for '
+                f"its cache; take a gpucacheper below {config.gpucacheper}."
+            )
+        versions = Versions(
+            config.model,
+            given,
+            device=backing.host_device(),
+            key_bits=self.key_bits,
+            spare_rows=config.spare_rows,
+            room=lambda: None,
+            served=served,
+            dense_file=config.dense_file,
+            can_donate=False,
+        )
+        first = versions.current
+        self._history = {first.number: first}
+        self.cache = cache_lib.DeviceCache(
+            backing.HostRows(first.tables, versions.maps, version=first.number),
+            fraction=config.gpucacheper,
+            hit_rate_threshold=config.hit_rate_threshold,
+            refresh_fraction=config.cache_refresh_percentage_per_iteration,
+            device=self.device,
+        )
+        if config.is_filled_at_start:
+            self.cache.fill()
+        self._is_closed = threading.Event()
+        self._clock = threading.Thread(target=self._refresh_by_the_clock, name="jaxsok-refresh", daemon=True)
+        if config.is_refreshed:
+            self._clock.start()
+        return versions
+
+    def _seen(self, spec: FrozenSpec) -> FrozenSpec:
+        return cache_lib.cached_spec(table for tables in spec.stores for table in tables)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.cache.num_bytes
+
+    @property
+    def host_bytes(self) -> int:
+        return self.versions.host_bytes + self.versions.current.tables.num_bytes
+
+    def _looked_up(self, arrays: Mapping[str, np.ndarray]) -> Answer:
+        if self.config.is_fused:
+            found = self.cache.lookup(arrays)
+            rows, version = found.rows, found.version
+        else:
+            rows, version = self._looked_up_one_by_one(arrays)
+        self.counts.add(np.zeros((), np.int64), {name: array.size for name, array in arrays.items()})
+        return Answer(rows, version=version)
+
+    def _looked_up_one_by_one(self, arrays: Mapping[str, np.ndarray]) -> tuple[dict[str, np.ndarray], int]:
+        while True:
+            found = {name: self.cache.lookup({name: array}) for name, array in arrays.items()}
+            versions = {one.version for one in found.values()}
+            if len(versions) == 1:  # else an update came between two tables
+                return {name: one.rows[name] for name, one in found.items()}, versions.pop()
+
+    def warm_up(self, version: Version) -> None:
+        """Compiles the programs of lookups in all tables, without keys that would count."""
+        for level in self.levels:
+            self.cache.lookup(
+                {name: np.full(level * self.per_sample[name], np.uint64(PADDING_KEY)) for name in self.names}
+            )
+
+    def _predicted(self, inputs: Any) -> tuple[dict[str, Any], Version]:
+        while True:
+            keys = self._read_inputs(self.versions.current, inputs)
+            found = self.cache.lookup_tables(keys)
+            version = self._history.get(found.version)
+            if version is None:
+                continue  # many updates came meanwhile
+            self._read_inputs(version, inputs)  # the dense model may be another one by now
+            return version.served.call(found.tables, inputs, pad=True), version
+
+    def _publish(self, new: Version, maps: tuple[RowMap, ...], changed: Mapping[str, np.ndarray]) -> None:
+        # Before any answer can be of it; the last ones are for predictions that run.
+        history = {number: version for number, version in self._history.items() if number > new.number - 4}
+        self._history = {**history, new.number: new}
+        self.cache.swap(backing.HostRows(new.tables, maps, version=new.number), changed)
+
+    def _prepare(self, old: Version, new: Version) -> None:
+        """Nothing: the arrays of the cache keep their shapes."""
+
+    def refresh(self) -> None:
+        """Reads the cached rows anew."""
+        self.cache.refresh()
+
+    def _refresh_by_the_clock(self) -> None:
+        wait_s = self.config.refresh_delay
+        while not self._is_closed.wait(wait_s):
+            wait_s = self.config.refresh_interval
+            try:
+                self.cache.refresh()
+            except ServingError:
+                return  # closed meanwhile
+
+    def stats(self) -> dict[str, Any]:
+        stats, of_cache = super().stats(), self.cache.stats()
+        for of_table in stats["tables"].values():
+            for name in ("hits", "missing", "padding", "hit_rate"):  # are counted of all tables together
+                del of_table[name]
+        cached = {**dataclasses.asdict(of_cache), "hit_rate": of_cache.hit_rate, "num_rows": self.cache.num_rows}
+        total = {name: cached[name] for name in ("hits", "misses", "missing", "hit_rate")}
+        return {**stats, **total, "cache": cached}
+
+    def close(self) -> None:
+        """Ends the threads of the cache."""
+        self._is_closed.set()
+        if self._clock.is_alive():
+            self._clock.join()
+        self.cache.close()
 
 
 class _Counts:
@@ -618,7 +803,29 @@ def _device(number: int, model: ModelConfig, given: Any) -> Any:
     return devices[model.device_id]
 
 
-def _dense_model(path: str | os.PathLike[str]) -> Any:
-    from jaxsok.serving import artifact
+def _dense_model(op: str, config: ModelConfig, path: str | os.PathLike[str], spec: FrozenSpec) -> artifact.ServedModel:
+    """An artifact, checked to fit the tables."""
+    served = artifact.load_model(path)
+    tables = {table.name: table for table in itertools.chain(*spec.stores)}
+    for name, wanted in served.tables.items():
+        what = f'{op}: model "{config.model}": dense_file: got "{path}", which wants'
+        if name not in tables:
+            raise UnknownTableError(f'{what} a table "{name}", wanted one of tables among {sorted(tables)}.')
+        got = tables[name]
+        if (got.dim, got.dtype) != (wanted.dim, wanted.dtype):
+            raise ServingError(
+                f'{what} table "{name}" of {wanted.dtype}[{wanted.dim}], wanted {got.dtype}[{got.dim}], as it is '
+                "served; export the model over tables of that dtype."
+            )
+    return served
 
-    return artifact.load_model(path)
+
+def _example(spec: artifact.InputSpec, num_samples: int) -> Any:
+    """An input to compile programs with: no keys, and zeros."""
+    if isinstance(spec, artifact.BagsInput):
+        keys = np.full(num_samples, np.uint64(PADDING_KEY))
+        weights = np.zeros(num_samples, np.float32) if spec.is_weighted else None
+        return Bags(keys, offsets=np.arange(num_samples + 1), weights=weights)
+    if isinstance(spec, artifact.KeysInput):
+        return np.full((num_samples, *spec.shape), np.uint64(PADDING_KEY))
+    return np.zeros((num_samples, *spec.shape), spec.dtype)

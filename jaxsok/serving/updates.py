@@ -86,6 +86,9 @@ class Change:
                 yield records.take(slice(start, start + most))
 
 
+Publish = Callable[[Version, tuple[RowMap, ...], Mapping[str, np.ndarray]], None]
+
+
 class Gate:
     """Many readers, or one writer, who comes before readers that ask after him.
 
@@ -146,6 +149,7 @@ class Versions:
         room: Callable[[], int | None],
         served: Any = None,
         dense_file: str = "",
+        can_donate: bool = True,
     ) -> None:
         """Loads the first version.
 
@@ -158,12 +162,14 @@ class Versions:
           room: bytes that are free on the device now; None: it cannot be known.
           served: the dense model.
           dense_file: where that came from.
+          can_donate: whether rows may be changed where they lie: False if others read them beside `reading`.
 
         Raises:
           ServingError: there is no room.
         """
-        self.name, self.device, self.key_bits, self.spare_rows = name, device, key_bits, spare_rows
-        self._room = room
+        self.name, self.device, self.spare_rows = name, device, spare_rows
+        self.key_bits: sources_lib.KeyBits = key_bits
+        self._room, self._can_donate = room, can_donate
         self._gate, self._updating = Gate(), threading.Lock()
         needed = sum(sum(frozen_bytes(table, source.num_rows + spare_rows).values()) for table, source in given)
         free = room()
@@ -213,6 +219,7 @@ class Versions:
         served: Any = None,
         dense_file: str | None = None,
         prepare: Callable[[Version, Version], None] = lambda old, new: None,
+        publish: Publish = lambda new, maps, changed: None,
     ) -> Version:
         """Makes the next version and serves it.
 
@@ -222,12 +229,19 @@ class Versions:
           served: another dense model, with `dense_file`; None: it stays.
           dense_file: where that came from.
           prepare: called with the old and the new version before the new one is served; raises if it cannot be.
+          publish: called with the new version when it is whole, the maps of its stores, and the keys of each table that
+            changed or went; has those read it who do not by `reading`.
 
         Raises:
           ServingError: it cannot be done; nothing has changed.
         """
-        if in_place not in (True, False, "auto"):
+        if not (isinstance(in_place, bool) or in_place == "auto"):
             raise ServingError(f'update: in_place: got {in_place!r}, wanted True, False or "auto".')
+        if in_place is True and not self._can_donate:
+            raise ServingError(
+                f'update: in_place: got True for model "{self.name}", whose rows lie in host memory below a cache, '
+                'wanted False or "auto"; only rows on the device are changed where they lie.'
+            )
         with self._updating:
             old = self._current
             changes = [] if source is None else read_changes(self.name, source, old, self.key_bits)
@@ -254,9 +268,15 @@ class Versions:
                 new = dataclasses.replace(new, tables=dataclasses.replace(old.tables, stores=tuple(stores)))
                 jax.block_until_ready(new.tables)  # what fails fails here, and no reader waits for it
                 prepare(old, new)
+                publish(new, tuple(maps), {name: keys for plan in plans for name, keys in plan.changed.items()})
                 self._current = new
             self._maps = tuple(maps)
             return self._current
+
+    @property
+    def maps(self) -> tuple[RowMap, ...]:
+        """Of the rows of the latest version; not to be changed."""
+        return self._maps
 
     # Planning --------------------------------------------------------------------------------------------------------
 
@@ -272,7 +292,7 @@ class Versions:
         within = sum(64 * plan.row_map.num_buckets for plan in plans) + max((p.piece_bytes for p in plans), default=0)
         free = self._room()
         fits = free is None or beside <= free
-        if in_place is False or (in_place == "auto" and fits):
+        if in_place is False or (in_place == "auto" and (fits or not self._can_donate)):
             if not fits:
                 raise ServingError(
                     f'update: model "{self.name}": memory: got {free} bytes free on {self.device}, wanted {beside} for '
@@ -300,7 +320,10 @@ class Versions:
         number_of = {table.name: number for number, table in enumerate(spec)}
         keys = {change.table.name: _all_keys(change) for change in changes}
         is_fresh = len(changes) == len(spec) and all(change.is_whole for change in changes)
+        changed = dict(keys)
         if is_fresh:
+            for name in keys:
+                changed[name] = np.concatenate([keys[name], old.keys_of(number_of[name])[0]])
             num_needed = sum(len(mine) for mine in keys.values())
             row_map = RowMap(len(spec), self._capacity(old.capacity, num_needed, len(spec)))
         else:
@@ -309,12 +332,13 @@ class Versions:
                 number = number_of[change.table.name]
                 gone = _gone(row_map, number, change, keys[change.table.name])
                 row_map.remove(number, gone)
+                changed[change.table.name] = np.concatenate([keys[change.table.name], gone])
             num_new = sum(int((row_map.find(number_of[name], mine) == NO_ROW).sum()) for name, mine in keys.items())
             num_needed = int(row_map.table_rows.sum()) + num_new
             row_map.grow(self._capacity(old.capacity, num_needed, len(spec)))
         for name, mine in keys.items():
             row_map.place(number_of[name], mine)
-        return _StorePlan(s, row_map, list(changes), number_of, num_needed, is_fresh)
+        return _StorePlan(s, row_map, list(changes), number_of, num_needed, is_fresh, changed)
 
     def _capacity(self, now: int, num_needed: int, num_tables: int) -> int:
         """Rows of a store: as many as it has, so that programs stay, unless those are too few."""
@@ -362,6 +386,8 @@ class _StorePlan:
     """Rows in use."""
     is_fresh: bool
     """Whether no row of the old store stays."""
+    changed: Mapping[str, np.ndarray]
+    """The keys of each table that have other rows, or none any more."""
 
     @property
     def piece_bytes(self) -> int:
