@@ -1,13 +1,18 @@
 """Sessions: what a configuration opens answers as the dicts that its folders were written from."""
 
+import itertools
+import time
+
 import hypothesis
 import hypothesis.strategies as st
 import jax
 import numpy as np
 import pytest
-from serving_cases import config_of, expected, model_of, rows_of, write
+from serving_cases import config_of, expected, model_of, records_of, rows_of, write
 
+import jaxsok
 from jaxsok.serving import session as session_lib
+from jaxsok.serving.artifact import ArrayInput, BagsInput, KeysInput, export_model
 from jaxsok.serving.errors import (
     ConfigError,
     RequestError,
@@ -16,6 +21,8 @@ from jaxsok.serving.errors import (
     UnknownModelError,
     UnknownTableError,
 )
+from jaxsok.serving.frozen import FrozenTable, SizedRecords, freeze_records
+from jaxsok.serving.lookup import LookupInput, lookup
 from jaxsok.serving.session import Answer, open
 
 DIMS = {"user": 4, "item": 4, "ad": 3}
@@ -228,3 +235,159 @@ def test_what_cannot_be_opened(folders, tmp_path):
         open(config_of(model_of(folders)), memory_limit=1000)
     with pytest.raises(ConfigError, match="memory_limit"):
         open(config_of(model_of(folders)), memory_limit=-1)
+
+
+# A cache on the device over rows in host memory ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_fused", [True, False])
+def test_a_cache_that_waits_is_exact(folders, is_fused):
+    """A hit rate above 1 is never reached: all misses are waited for."""
+    options = {"gpucacheper": 0.2, "hit_rate_threshold": 1.1, "fuse_embedding_table": is_fused}
+    with open(config_of(model_of(folders, defaults=DEFAULTS, **options)), warm_up=False) as session:
+        for seed in range(6):
+            keys = {name: np.random.default_rng(seed).integers(-2, 75, (seed, 3)) for name in DIMS}
+            check(session.lookup(keys), keys)
+        stats = session.stats()
+        assert stats["cache"]["sync"] > 0 and stats["cache"]["background"] == 0
+        assert 0 < stats["hit_rate"] < 1 and stats["bytes"] > 0
+        session.refresh()
+        check(session.lookup(keys), keys)
+
+
+def test_a_cache_that_does_not_wait(folders):
+    """A threshold of 0: what misses reads the default now, and its row later."""
+    options = {"gpucacheper": 0.9, "hit_rate_threshold": 0.0}
+    with open(config_of(model_of(folders, defaults=DEFAULTS, **options)), warm_up=False) as session:
+        keys = {"user": np.arange(10)}
+        check(session.lookup(keys), keys, {"user": {}})
+        session._models["dlrm"].cache.drain()
+        check(session.lookup(keys), keys)
+        with pytest.raises(RequestTooLargeError):
+            session.lookup({"user": np.zeros(513, int)})
+
+
+def test_a_cache_is_filled_and_refreshed_by_the_clock(folders):
+    options = {"gpucacheper": 0.9, "hit_rate_threshold": 0.0, "cache_refresh_percentage_per_iteration": 0.5}
+    with open(config_of(model_of(folders, defaults=DEFAULTS, refresh_interval=1, **options))) as session:
+        keys = {"user": np.arange(10)}
+        check(session.lookup(keys), keys)
+        deadline = time.monotonic() + 30
+        while session.stats()["cache"]["refreshed"] == 0 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert session.stats()["cache"]["refreshed"] > 0
+        clock = session._models["dlrm"]._clock
+    assert not clock.is_alive()
+
+
+def test_memory_of_a_cache(folders):
+    with pytest.raises(ServingError, match=r"memory: got 1000 bytes free on .* wanted [0-9]+ for its cache"):
+        open(config_of(model_of(folders, gpucacheper=0.5)), memory_limit=1000)
+
+
+# The dense model -----------------------------------------------------------------------------------------------------
+
+WEIGHTS = {name: np.linspace(-1, 1, dim, dtype=np.float32) for name, dim in DIMS.items()}
+
+
+def export(path, folders, scale=1.0):
+    """A model of three inputs: keys, bags of keys, and numbers."""
+    tables, _ = freeze_records(
+        [(FrozenTable(name, dim, default=DEFAULTS.get(name, 0.0)), _source(name)) for name, (_, dim) in folders.items()]
+    )
+
+    def model(tables, inputs):
+        found = lookup(
+            tables,
+            {
+                "user": LookupInput("user", inputs["user"]),
+                "bag": LookupInput("ad", inputs["bag"].keys, "sum", offsets=inputs["bag"].offsets),
+            },
+        )
+        score = (found["user"] @ WEIGHTS["user"]).sum(axis=1) + found["bag"] @ WEIGHTS["ad"]
+        return {"score": scale * (score + inputs["dense"]), "bag": found["bag"]}
+
+    inputs = {"user": KeysInput("user", (2,)), "bag": BagsInput("ad"), "dense": ArrayInput()}
+    export_model(path, model, tables, inputs, platforms=["cpu"])
+    return str(path)
+
+
+def _source(name):
+    records = records_of(CONTENT[name], DIMS[name])
+    return SizedRecords(records.num_rows, [records])
+
+
+def predicted(inputs, scale=1.0, content=None):
+    content = CONTENT if content is None else content
+    user = expected(content["user"], inputs["user"], DEFAULTS["user"], 4)
+    ad = expected(content["ad"], inputs["bag"].keys, 0.0, 3)
+    offsets = inputs["bag"].offsets
+    bag = np.array([ad[a:b].sum(axis=0) for a, b in itertools.pairwise(offsets)], np.float32).reshape(-1, 3)
+    score = (user * WEIGHTS["user"]).sum(axis=(1, 2)) + (bag * WEIGHTS["ad"]).sum(axis=1)
+    return {"score": np.float32(scale) * (score + inputs["dense"]), "bag": bag}
+
+
+def request(num_samples, seed=0):
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(0, 4, num_samples)
+    return {
+        "user": rng.integers(-2, 50, (num_samples, 2)),
+        "bag": jaxsok.Bags(rng.integers(0, 8, lengths.sum()), offsets=np.concatenate([[0], np.cumsum(lengths)])),
+        "dense": rng.normal(size=num_samples).astype(np.float32),
+    }
+
+
+@pytest.fixture(scope="module")
+def artifacts(folders, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("artifacts")
+    return [export(folder / str(number), folders, scale=number + 1.0) for number in range(2)]
+
+
+@pytest.mark.parametrize("tier", [{}, {"gpucache": False}, {"gpucacheper": 0.3, "hit_rate_threshold": 1.1}])
+def test_predictions(folders, artifacts, tier):
+    """Of all tiers; and the dense model is switched while it is used."""
+    model = model_of(folders, defaults=DEFAULTS, max_batch_size=12, dense_file=artifacts[0], **tier)
+    with open(config_of(model), warm_up=False) as session:
+        assert set(session.models["dlrm"].inputs) == {"user", "bag", "dense"}
+        for number in range(2):
+            for size in (1, 11):
+                answer, wanted = (
+                    session.predict(request(size, seed=size)),
+                    predicted(request(size, seed=size), number + 1),
+                )
+                assert answer.version == number + 1 and answer.keys() == {"score", "bag"}
+                for name in wanted:
+                    np.testing.assert_allclose(answer[name], wanted[name], rtol=1e-5, atol=1e-3)
+            if number == 0:
+                assert session.update(None, dense_file=artifacts[1]) == 2
+        assert session.stats()["predicts"] == 4 and session.stats()["dense_file"] == artifacts[1]
+        assert artifacts[1] in session.report()
+
+
+def test_bad_predictions(folders, artifacts):
+    model = model_of(folders, defaults=DEFAULTS, max_batch_size=24, per_sample=2, dense_file=artifacts[0])
+    with open(config_of(model), warm_up=False) as session:
+        good = request(3)
+        many = jaxsok.Bags(np.zeros(60, int), offsets=np.array([0, 20, 40, 60]))
+        for inputs, kind, message in (
+            ({"user": good["user"]}, RequestError, "inputs: got"),
+            ({**good, "dense": np.zeros(2, np.float32)}, RequestError, "batch sizes"),
+            ({**good, "user": np.zeros((3, 2))}, RequestError, "integers"),
+            (request(25), RequestTooLargeError, "got 25 samples, wanted at most 24"),
+            ({**good, "bag": many}, RequestTooLargeError, 'table "ad": keys: got 60, wanted at most 48'),
+        ):
+            with pytest.raises(kind, match=message):
+                session.predict(inputs)
+        np.testing.assert_allclose(session.predict(good)["score"], predicted(good)["score"], rtol=1e-5, atol=1e-3)
+
+
+def test_models_that_do_not_fit(folders, artifacts, tmp_path):
+    with pytest.raises(ServingError, match=r'dense_file: .* wants table "user" of float32\[4\], wanted bfloat16\[4\]'):
+        open(config_of(model_of(folders, dense_file=artifacts[0], jaxsok={"row_dtype": "bfloat16"})))
+    only = {"user": folders["user"]}
+    with pytest.raises(UnknownTableError, match=r'dense_file: .* wants a table "'):
+        open(config_of(model_of(only, dense_file=artifacts[0])))
+    with open(config_of(model_of(folders)), warm_up=False) as session:
+        with pytest.raises(FileNotFoundError):
+            session.update(None, dense_file=tmp_path / "nowhere")
+        assert session.stats()["version"] == 1
