@@ -1,0 +1,79 @@
+"""What serving refuses, by kind: a server answers each kind with a status of its own.
+
+All are `ValueError`s with a message that names what was got, what was wanted and what to do. Damaged files raise
+`jaxsok.checkpoint.CorruptFileError` or `ValueError`, as where the files are read.
+"""
+
+from collections.abc import Iterable
+
+
+class ServingError(ValueError):
+    """Anything that serving refuses."""
+
+
+class ConfigError(ServingError):
+    """A configuration that is malformed, or asks for what is not there. Names the key by its path in the JSON.
+
+    Example:
+      >>> error = ConfigError('config: models[0].gpucacheper: got "half", wanted a number.', path="models[0].gpucacheper")
+      >>> error.path
+      'models[0].gpucacheper'
+    """
+
+    def __init__(self, message: str, *, path: str = "") -> None:
+        """Declares.
+
+        Args:
+          message: all of it.
+          path: of the key in the JSON, as `models[0].gpucacheper`; "": the whole.
+        """
+        super().__init__(message)
+        self.path = path
+
+
+class UnknownModelError(ServingError):
+    """A model that the configuration does not name."""
+
+    @classmethod
+    def of(cls, op: str, got: object, known: Iterable[str]) -> "UnknownModelError":
+        """With its message.
+
+        Args:
+          op: that was asked for it.
+          got: the name.
+          known: the names that are.
+
+        Example:
+          >>> print(UnknownModelError.of("lookup", "dlm", ["dlrm"]))
+          lookup: model: got 'dlm', wanted one of ['dlrm'].
+        """
+        return cls(f"{op}: model: got {got!r}, wanted one of {sorted(known)}.")
+
+
+class UnknownTableError(ServingError):
+    """A table that a model, or a folder of saved tables, does not have."""
+
+    @classmethod
+    def of(cls, op: str, got: object, known: Iterable[str], where: str = "") -> "UnknownTableError":
+        """With its message.
+
+        Args:
+          op: that was asked for it.
+          got: the name.
+          known: the names that are.
+          where: whose tables these are.
+
+        Example:
+          >>> print(UnknownTableError.of("lookup", "usr", ["item", "user"], 'model "dlrm"'))
+          lookup: table: got 'usr', wanted one of ['item', 'user'], the tables of model "dlrm".
+        """
+        of_whom = f", the tables of {where}" if where else ""
+        return cls(f"{op}: table: got {got!r}, wanted one of {sorted(known)}{of_whom}.")
+
+
+class RequestError(ServingError):
+    """Keys or inputs of the wrong type, shape or value."""
+
+
+class RequestTooLargeError(RequestError):
+    """More keys, samples or bytes than the configuration allows."""
