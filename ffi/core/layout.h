@@ -80,6 +80,9 @@ enum RowDtype : int {
   kRowDtypeFloat32 = 0,
   kRowDtypeBfloat16 = 1,
   kRowDtypeFloat16 = 2,
+  // Of frozen stores alone: a row has a scale beside it.
+  kQuantizedInt8 = 3,
+  kQuantizedFloat8E4m3 = 4,
 };
 
 struct alignas(16) Entry {
@@ -229,7 +232,7 @@ struct Slabs {
 struct RowSlabs {
   void* data[kMaxSlabs];
 
-  /// The first number of a row. `T` stores one: float, BFloat16 or Float16.
+  /// The first number of a row. `T` stores one: float, BFloat16, Float16, Int8 or Float8E4m3.
   template <typename T>
   JAXSOK_HOST_DEVICE T* At(const SlabStarts& starts, uint32_t row_id, int64_t dim) const {
     const int slab = starts.num_slabs == 1 ? 0 : starts.SlabOf(row_id);
@@ -259,6 +262,7 @@ struct StoreView {
   uint32_t capacity;
   int32_t dim;
   int32_t num_tables;
+  const float* scales;  // [capacity]: of quantized rows; lookups of frozen stores alone look at it
 };
 
 /// What decides who of the unseen keys gets a row, in stores where a table asks.

@@ -175,6 +175,10 @@ JAXSOK_DECLARE_ROW_LOOPS(Float16);
 #undef JAXSOK_DECLARE_ROW_LOOPS
 void ScaleRow(float* out, float scale, int32_t dim);
 
+/// Quantized rows: each number times the row's scale, rounded once.
+void WidenRow(float* out, const Int8* row, float scale, int32_t dim);
+void WidenRow(float* out, const Float8E4m3* row, float scale, int32_t dim);
+
 /// Rounds to nearest.
 void RoundRow(BFloat16* out, const float* row, int32_t dim);
 void RoundRow(Float16* out, const float* row, int32_t dim);

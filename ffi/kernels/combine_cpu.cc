@@ -34,6 +34,14 @@ JAXSOK_DEFINE_ROW_LOOPS(float)
 JAXSOK_DEFINE_ROW_LOOPS(BFloat16)
 JAXSOK_DEFINE_ROW_LOOPS(Float16)
 
+#define JAXSOK_DEFINE_WIDEN_ROW(T)                                                                            \
+  JAXSOK_CPU_CLONES void WidenRow(float* __restrict out, const T* __restrict row, float scale, int32_t dim) { \
+    for (int32_t c = 0; c < dim; ++c) out[c] = RowNumber<T>::Widened(row[c]) * scale;                         \
+  }
+
+JAXSOK_DEFINE_WIDEN_ROW(Int8)
+JAXSOK_DEFINE_WIDEN_ROW(Float8E4m3)
+
 JAXSOK_CPU_CLONES void RoundRow(BFloat16* __restrict out, const float* __restrict row, int32_t dim) {
   for (int32_t c = 0; c < dim; ++c) out[c] = RowNumber<BFloat16>::Nearest(row[c]);
 }

@@ -65,6 +65,24 @@ LaunchError LaunchLookupFind(Stream stream, const StoreView& store, const BatchV
 LaunchError LaunchLookupPlanned(Stream stream, const StoreView& store, const BatchView& batch, const uint32_t* row_ids,
                                 const EmbeddingsView& embeddings, int32_t* counts);
 
+/// One frozen store, and the batch that reads it.
+struct FrozenLookup {
+  StoreView store;  // its rows are one slab; quantized ones have scales
+  BatchView batch;  // num_tiles is not looked at: it follows from num_bags
+  EmbeddingsView embeddings;
+  const int64_t* num_bags;  // [num_features]: lines of the embeddings
+};
+
+/// Looks up a batch in several stores that nobody writes: LaunchLookupFind for each, in one call.
+///
+/// A number of a quantized row is that number times the row's scale, rounded to float32; weights and sums come after.
+/// What a key without a row reads is not rounded to 8 bits.
+///
+/// Pre    : the words of features agree with num_bags. Their tile starts may give features without keys a tile or not.
+///          Embeddings of quantized rows are float32.
+/// Post   : embeddings; counts of the stores' tables, one store after the other (found, missing, padding).
+LaunchError LaunchLookupFrozen(Stream stream, const FrozenLookup* lookups, int32_t num_stores, int32_t* counts);
+
 }  // namespace jaxsok
 
 #endif  // JAXSOK_KERNELS_LOOKUP_H_

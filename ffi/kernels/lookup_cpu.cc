@@ -9,6 +9,8 @@ namespace {
 template <typename R>
 class StoreRows {
  public:
+  using Number = std::conditional_t<kIsQuantized<R>, float, R>;  // of the rows that it gives
+
   /// `row_ids[i - first]` is the row id of position i; `unknown`: what a key without a row gives (kFeatureUnknown).
   StoreRows(const StoreView& store, const FeatureView& feature, const uint64_t* keys, const uint32_t* row_ids,
             int64_t first, int32_t unknown)
@@ -21,10 +23,12 @@ class StoreRows {
 
   void Fetch(int64_t position) const {
     const uint32_t row_id = row_ids_[position - first_];
-    if (row_id < store_.capacity) PrefetchRow(RowAt(row_id), store_.dim);
+    if (row_id >= store_.capacity) return;
+    PrefetchRow(RowAt(row_id), store_.dim);
+    if constexpr (kIsQuantized<R>) __builtin_prefetch(store_.scales + row_id);
   }
 
-  const R* Row(int64_t position) {
+  const Number* Row(int64_t position) {
     const uint32_t row_id = row_ids_[position - first_];
     if (keys_[position] == kPaddingKey) {
       ++num_padding_;
@@ -32,15 +36,20 @@ class StoreRows {
     }
     if (row_id < store_.capacity) {
       ++num_found_;
-      return RowAt(row_id);
+      if constexpr (kIsQuantized<R>) {
+        WidenRow(row_at_hand_, RowAt(row_id), store_.scales[row_id], store_.dim);
+        return row_at_hand_;
+      } else {
+        return RowAt(row_id);
+      }
     }
     ++num_unknown_;
     if (unknown_ != 0) {
-      ClearRow(initial_row_, store_.dim);
+      ClearRow(row_at_hand_, store_.dim);
     } else {
-      InitializeRow(RowInitializer::Of(table_words_, store_.seed, keys_[position]), initial_row_, store_.dim);
+      InitializeRow(RowInitializer::Of(table_words_, store_.seed, keys_[position]), row_at_hand_, store_.dim);
     }
-    return initial_row_;
+    return row_at_hand_;
   }
 
   int32_t num_found() const { return num_found_; }
@@ -59,7 +68,7 @@ class StoreRows {
   int32_t num_found_ = 0;
   int32_t num_unknown_ = 0;
   int32_t num_padding_ = 0;
-  alignas(64) R initial_row_[kMaxDim];
+  alignas(64) Number row_at_hand_[kMaxDim];  // of a key without a row, or of a quantized one
 };
 
 LaunchError CheckStore(const StoreView& store, const EmbeddingsView& embeddings) {
@@ -86,7 +95,7 @@ template <typename Saw>
 void CombineRows(const StoreView& store, const FeatureView& feature, const Tile& tile, const uint64_t* keys,
                  const uint32_t* row_ids, int64_t first, int32_t unknown, const EmbeddingsView& embeddings,
                  const Saw& saw) {
-  WithRowDtypes(store.row_dtype, embeddings.dtype, [&](auto row_number, auto number) {
+  WithStoredDtypes(store.row_dtype, embeddings.dtype, [&](auto row_number, auto number) {
     StoreRows<decltype(row_number)> rows(store, feature, keys, row_ids, first, unknown);
     CombineTile(feature, tile, store.dim, rows, static_cast<decltype(number)*>(embeddings.data[tile.feature]));
     saw(rows);
@@ -146,6 +155,22 @@ LaunchError LaunchLookupFind(Stream stream, const StoreView& store, const BatchV
     CombineRows(store, feature, tile, batch.keys, row_ids.data(), first, feature.unknown, embeddings,
                 [&](const auto& rows) { CountTile(feature, tile, rows, kCountMissing, counts); });
   });
+  return nullptr;
+}
+
+LaunchError LaunchLookupFrozen(Stream stream, const FrozenLookup* lookups, int32_t num_stores, int32_t* counts) {
+  for (int32_t s = 0; s < num_stores; ++s) {
+    const FrozenLookup& lookup = lookups[s];
+    for (int32_t f = 0; f < lookup.batch.num_features; ++f) {
+      if (lookup.batch.features[int64_t{f} * kNumFeatureWords + kFeatureNumBags] != lookup.num_bags[f]) {
+        return "features: another number of bags than the embedding has lines";
+      }
+    }
+    if (LaunchError error = LaunchLookupFind(stream, lookup.store, lookup.batch, lookup.embeddings, counts)) {
+      return error;
+    }
+    counts += int64_t{lookup.store.num_tables} * kNumCounts;
+  }
   return nullptr;
 }
 

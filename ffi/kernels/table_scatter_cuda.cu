@@ -43,7 +43,8 @@ LaunchError LaunchScatter(Stream stream, const LinesView& array, const uint32_t*
   if (array.line_bytes % 16 == 0) return Scatter<uint4>(stream, array, row_ids, num_lines, lines);
   if (array.line_bytes % 8 == 0) return Scatter<uint2>(stream, array, row_ids, num_lines, lines);
   if (array.line_bytes % 4 == 0) return Scatter<uint32_t>(stream, array, row_ids, num_lines, lines);
-  return Scatter<uint16_t>(stream, array, row_ids, num_lines, lines);
+  if (array.line_bytes % 2 == 0) return Scatter<uint16_t>(stream, array, row_ids, num_lines, lines);
+  return Scatter<uint8_t>(stream, array, row_ids, num_lines, lines);
 }
 
 }  // namespace jaxsok

@@ -32,6 +32,7 @@ TARGETS: tuple[tuple[str, str], ...] = (
     ("jaxsok_lookup", "JaxsokLookup"),
     ("jaxsok_lookup_find", "JaxsokLookupFind"),
     ("jaxsok_lookup_planned", "JaxsokLookupPlanned"),
+    ("jaxsok_lookup_frozen", "JaxsokLookupFrozen"),
     ("jaxsok_update", "JaxsokUpdate"),
 )
 """FFI target and C symbol of every handler; both back ends have all of them."""

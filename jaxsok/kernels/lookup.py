@@ -1,5 +1,6 @@
 """Doors of the lookup noun: keys to embeddings, inserting, reading only, or with row ids known."""
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,6 +14,9 @@ from jaxsok.types import COUNTS, Keys, RowIds
 
 Batch = tuple[Keys, Int32[Array, " num_offsets"], Float32[Array, " num_weights"], Int32[np.ndarray, "num_features 12"]]
 """keys, offsets, weights, features: the parts of `BatchView` in ffi/kernels/lookup.h."""
+
+QUANTIZED_DTYPES: tuple[str, ...] = ("int8", "float8_e4m3fn")
+"""Of rows that have a scale each; frozen stores alone have them."""
 
 _COMBINER_WORD = 1  # of a line of features: kFeatureCombiner in ffi/core/layout.h
 
@@ -117,6 +121,79 @@ def lookup_planned(
         counters, tables, seed, *batch, row_ids, *rows, **_attributes(batch, len(rows), num_tiles)
     )
     return counters, counts, list(embeddings)
+
+
+@dataclasses.dataclass(frozen=True)
+class FrozenOperands:
+    """One frozen store and the batch that reads it (`FrozenLookup` in ffi/kernels/lookup.h)."""
+
+    index: UInt32[Array, "num_buckets 16"]
+    counters: UInt32[Array, " num_counters"]
+    """The salt alone is read."""
+    tables: UInt32[np.ndarray, "num_tables 16"]
+    """What a key without a row reads is its table's initial row."""
+    batch: tuple[Keys, Int32[Array, " num_offsets"], Float32[Array, " num_weights"], Any]
+    """As `Batch`; its features, int32[num_features, 12], may be traced."""
+    rows: Any
+    """`[capacity, dim]`: float32, bfloat16, float16, int8 or float8_e4m3fn."""
+    scales: Float32[Array, " capacity"] | None
+    """Of int8 and float8_e4m3fn, and of those alone."""
+    embedding_shapes: Sequence[tuple[Any, ...]]
+    """By feature: the last axis is `dim`, the bags lie before it. Sizes may be symbolic."""
+    embedding_dtype: str
+    """float32; or that of the rows, if they are bfloat16 or float16."""
+    kinds: int
+    """FeatureKind in ffi/core/layout.h: 1 some features have single keys, 2 some have bags, 3 both."""
+
+
+def lookup_frozen(
+    stores: Sequence[FrozenOperands], seed: UInt32[Array, "2"]
+) -> tuple[Int32[Array, "num_tables num_counts"], list[list[Array]]]:
+    """Looks up a batch in several stores that nobody writes, in one call. See `LaunchLookupFrozen`.
+
+    A value of a quantized row is its number times the row's scale, rounded to float32; weights and sums come after.
+    Float rows give the bits of `lookup_find`.
+
+    Args:
+      stores: one at least. Their tables lie one after the other in the counts.
+      seed: of the initial rows that keys without a row read; a constant one asks for none.
+
+    Returns:
+      counts of all tables, embeddings by store and feature.
+
+    Raises:
+      ValueError: rows and scales, or rows and embeddings, do not fit each other.
+    """
+    library.register()
+    for number, store in enumerate(stores):
+        _check_frozen(store, f"kernels.lookup_frozen: stores[{number}]")
+    num_tables = sum(store.tables.shape[0] for store in stores)
+    keys = stores[0].batch[0]
+    results = [result(keys, (num_tables, len(COUNTS)), "int32")]
+    operands: list[Any] = [seed]
+    for store in stores:
+        scales = () if store.scales is None else (store.scales,)
+        operands += [store.index, store.counters, store.tables, *store.batch, store.rows, *scales]
+        results += [result(store.batch[0], shape, store.embedding_dtype) for shape in store.embedding_shapes]
+    kinds = np.array([store.kinds for store in stores], np.int32)
+    counts, *embeddings = jax.ffi.ffi_call("jaxsok_lookup_frozen", results)(*operands, kinds=kinds)
+    by_store = []
+    for store in stores:
+        by_store.append(embeddings[: len(store.embedding_shapes)])
+        embeddings = embeddings[len(store.embedding_shapes) :]
+    return counts, by_store
+
+
+def _check_frozen(store: FrozenOperands, what: str) -> None:
+    dtype = np.dtype(store.rows.dtype).name
+    is_quantized = dtype in QUANTIZED_DTYPES
+    if is_quantized != (store.scales is not None):
+        wanted = "float32[capacity]" if is_quantized else "None"
+        got = "None" if store.scales is None else f"an array of shape {store.scales.shape}"
+        raise ValueError(f"{what}: scales: got {got}, wanted {wanted} for rows of {dtype}.")
+    allowed = ("float32",) if is_quantized else ("float32", dtype)
+    if store.embedding_dtype not in allowed:
+        raise ValueError(f"{what}: embedding_dtype: got {store.embedding_dtype!r}, wanted one of {allowed}.")
 
 
 def _attributes(batch: Batch, num_slabs: int, num_tiles: int) -> dict[str, np.int32]:

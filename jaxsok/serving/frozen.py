@@ -1,0 +1,422 @@
+"""Frozen tables: rows and an index to read them by, and nothing of what training needs beside.
+
+Tables of one dim and dtype share a store; all stores are looked up by one call (lookup.py). Frozen tables are an
+immutable pytree, so a version of them is a value: who holds it reads one version, whatever comes after. Rows may be
+stored in fewer bits than they were trained in (quantize.py).
+"""
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal, Protocol, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float32, Shaped, UInt32
+
+from jaxsok import initializers, optimizers
+from jaxsok.collection import Collection
+from jaxsok.kernels import table as kernels
+from jaxsok.records import Records
+from jaxsok.serving.row_map import RowMap, buckets_of
+from jaxsok.specs import StoreSpec, TableSpec
+from jaxsok.store import State
+from jaxsok.types import COUNTERS, MAX_DIM, NO_ROW, ROW_DTYPES
+
+FrozenDtype: TypeAlias = Literal["float32", "bfloat16", "float16", "int8", "float8_e4m3fn"]
+
+QUANTIZED: tuple[str, ...] = ("int8", "float8_e4m3fn")
+"""Dtypes of rows that come with a scale each."""
+
+DTYPES: tuple[str, ...] = (*ROW_DTYPES, *QUANTIZED)
+
+_LEAST_ROWS = 1024  # of a write: padded to a power of two, so that programs are few
+
+
+@dataclasses.dataclass(frozen=True)
+class FrozenTable:
+    """A table as it is served.
+
+    Raises:
+      TypeError, ValueError: when declared; names the table and the argument.
+
+    Example:
+      >>> FrozenTable("user", dim=128, default=0.0, dtype="int8").row_bytes
+      132
+    """
+
+    name: str
+    dim: int
+    """Numbers in a row: 1 to 1024."""
+    default: float = 0.0
+    """What a key that is not there reads, in every column."""
+    dtype: FrozenDtype = "float32"
+    """Of the rows as they are stored. Embeddings are float32."""
+
+    def __post_init__(self) -> None:
+        """Refuses what cannot be meant."""
+        if not isinstance(self.name, str) or not self.name:
+            raise TypeError(f"FrozenTable: name: got {self.name!r}, wanted a name.")
+        what = f'FrozenTable "{self.name}"'
+        if isinstance(self.dim, bool) or not isinstance(self.dim, (int, np.integer)):
+            raise TypeError(f"{what}: dim: got {self.dim!r}, wanted an integer.")
+        if not 1 <= self.dim <= MAX_DIM:
+            raise ValueError(f"{what}: dim: got {self.dim}, wanted 1 to {MAX_DIM}.")
+        if isinstance(self.default, bool) or not np.isfinite(self.default):
+            raise ValueError(f"{what}: default: got {self.default!r}, wanted a finite number.")
+        if self.dtype not in DTYPES:
+            raise ValueError(f"{what}: dtype: got {self.dtype!r}, wanted one of {list(DTYPES)}.")
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether each row has a scale."""
+        return self.dtype in QUANTIZED
+
+    @property
+    def row_bytes(self) -> int:
+        """Of a row and its scale."""
+        return self.dim * jnp.dtype(self.dtype).itemsize + (4 if self.is_quantized else 0)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class FrozenStore:
+    """The arrays of the tables of one dim and dtype."""
+
+    index: UInt32[Array, "num_buckets 16"]
+    """(table, key) → row id, as in training (`StoreState.index`), but fuller."""
+    counters: UInt32[Array, " num_counters"]
+    """Of them a lookup reads the salt."""
+    rows: Shaped[Array, "capacity dim"]
+    scales: tuple[Float32[Array, " capacity"], ...] = ()
+    """One array, of quantized rows: a row is its numbers times its scale."""
+
+    @property
+    def capacity(self) -> int:
+        """Rows there is room for."""
+        return self.rows.shape[0]
+
+    @property
+    def num_bytes(self) -> int:
+        """Of device memory."""
+        return sum(leaf.nbytes for leaf in jax.tree.leaves(self))
+
+
+@dataclasses.dataclass(frozen=True)
+class FrozenSpec:
+    """Which tables there are, by store."""
+
+    stores: tuple[tuple[FrozenTable, ...], ...]
+
+    def __post_init__(self) -> None:
+        """Refuses two tables of one name."""
+        names = [table.name for table in itertools.chain(*self.stores)]
+        for name in names:
+            if names.count(name) > 1:
+                raise ValueError(f'FrozenTables: tables: got "{name}" more than once, wanted distinct names.')
+
+    @classmethod
+    def of(cls, tables: Sequence[FrozenTable]) -> "FrozenSpec":
+        """Groups tables into stores, in the order of their first table.
+
+        Example:
+          >>> spec = FrozenSpec.of([FrozenTable("a", 8), FrozenTable("b", 16), FrozenTable("c", 8)])
+          >>> [[table.name for table in store] for store in spec.stores]
+          [['a', 'c'], ['b']]
+        """
+        groups: dict[tuple, list[FrozenTable]] = {}
+        for table in tables:
+            groups.setdefault((table.dim, table.dtype), []).append(table)
+        return cls(tuple(map(tuple, groups.values())))
+
+    @functools.cached_property
+    def places(self) -> Mapping[str, tuple[int, int]]:
+        """The store of each table, and its number there."""
+        return {table.name: (s, number) for s, store in enumerate(self.stores) for number, table in enumerate(store)}
+
+    @functools.cached_property
+    def words(self) -> tuple[np.ndarray, ...]:
+        """What the kernels know of the tables of each store (`StoreSpec.table_words`)."""
+        return tuple(_store_spec(store).table_words() for store in self.stores)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class FrozenTables:
+    """Tables as they are served: a pytree of arrays that nobody changes. Made by `freeze` and `freeze_records`."""
+
+    stores: tuple[FrozenStore, ...]
+    spec: FrozenSpec = dataclasses.field(metadata={"static": True})
+
+    @property
+    def tables(self) -> dict[str, FrozenTable]:
+        """By name, in the order of the stores."""
+        return {table.name: table for table in itertools.chain(*self.spec.stores)}
+
+    @property
+    def num_bytes(self) -> int:
+        """Of device memory."""
+        return sum(store.num_bytes for store in self.stores)
+
+
+class RecordSource(Protocol):
+    """Rows of one table, streamed: `interchange.files.RecordChunks` and `SizedRecords` are such."""
+
+    @property
+    def num_rows(self) -> int:
+        """How many there are, or more."""
+        ...
+
+    def __iter__(self) -> Iterator[Records]:
+        """Some at a time. A key that comes again has its later row."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class SizedRecords:
+    """Chunks of records whose number of rows is known."""
+
+    num_rows: int
+    chunks: Iterable[Records]
+
+    def __iter__(self) -> Iterator[Records]:
+        """The chunks."""
+        return iter(self.chunks)
+
+
+# Making them ---------------------------------------------------------------------------------------------------------
+
+
+def freeze(
+    collection: Collection,
+    state: State,
+    *,
+    tables: Sequence[str] | None = None,
+    dtype: FrozenDtype | Mapping[str, FrozenDtype] | None = None,
+    defaults: float | Mapping[str, float] = 0.0,
+    spare_rows: int = 0,
+    device: Any = None,
+) -> FrozenTables:
+    """Freezes tables of a training state: their rows and a denser index, without optimizer state and statistics.
+
+    Args:
+      collection: that made the state, on any mesh of one process.
+      state: not donated.
+      tables: names; None: all.
+      dtype: of the rows, for all tables or by name; None, or a table that is not named: as they are trained.
+      defaults: what keys that are not there read, for all tables or by name (0 where not named).
+      spare_rows: rows of each table that later updates may add in place.
+      device: where they go; None: the default one.
+
+    Returns:
+      The tables.
+
+    Raises:
+      ValueError: a table that is not there, a dtype that is none, or rows that are not finite and to be quantized.
+
+    Cost:
+      Each row crosses to the host and back once, in chunks of 64 MiB. On the device: `frozen_bytes`.
+
+    Example:
+      >>> import jaxsok
+      >>> specs = [jaxsok.TableSpec("item", dim=4, optimizer=jaxsok.optim.sgd(0.1), capacity=16)]
+      >>> collection = jaxsok.Collection(specs, [jaxsok.FeatureSpec("item", table="item")])
+      >>> batch = collection.batch({"item": np.array([7, 9, 7])})
+      >>> _, state, _ = collection.lookup(collection.init(seed=0), batch.features)
+      >>> freeze(collection, state, dtype="int8").tables["item"]
+      FrozenTable(name='item', dim=4, default=0.0, dtype='int8')
+    """
+    specs = {table.name: table for table in collection.tables}
+    names = list(specs) if tables is None else list(tables)
+    for argument, given in (("tables", names), ("dtype", _names(dtype)), ("defaults", _names(defaults))):
+        for name in given:
+            if name not in specs:
+                raise ValueError(f'freeze: {argument}: got "{name}", wanted one of {list(specs)}.')
+    num_rows = collection.num_rows(state)
+    sources = []
+    for name in names:
+        table = FrozenTable(
+            name,
+            specs[name].dim,
+            default=defaults.get(name, 0.0) if isinstance(defaults, Mapping) else defaults,
+            dtype=(dtype.get(name) if isinstance(dtype, Mapping) else dtype) or specs[name].dtype,
+        )
+        chunks = collection.export_chunks(state, name, with_state=False)
+        sources.append((table, SizedRecords(num_rows[name], chunks)))
+    return freeze_records(sources, spare_rows=spare_rows, device=device)[0]
+
+
+def freeze_records(
+    sources: Sequence[tuple[FrozenTable, RecordSource]], *, spare_rows: int = 0, device: Any = None
+) -> tuple[FrozenTables, tuple[RowMap, ...]]:
+    """Makes frozen tables of streams of records, as files give them.
+
+    Args:
+      sources: tables with their records.
+      spare_rows: rows of each table that later updates may add in place.
+      device: where they go; None: the default one.
+
+    Returns:
+      The tables, and the map of each store's rows, by which they can be updated; dropped, it costs nothing.
+
+    Raises:
+      ValueError: no tables, two of one name, or records that do not fit theirs.
+
+    Cost:
+      Host: a chunk of records and the maps. Device: `frozen_bytes`.
+
+    Example:
+      >>> records = Records(np.array([7, 9], np.uint64), np.ones((2, 4), np.float32))
+      >>> tables, _ = freeze_records([(FrozenTable("item", dim=4), SizedRecords(2, [records]))])
+      >>> tables.stores[0].rows.shape
+      (2, 4)
+    """
+    if not sources:
+        raise ValueError("freeze_records: sources: got no tables, wanted at least one.")
+    if isinstance(spare_rows, bool) or not isinstance(spare_rows, (int, np.integer)) or spare_rows < 0:
+        raise ValueError(f"freeze_records: spare_rows: got {spare_rows!r}, wanted a number of rows, from 0.")
+    spec = FrozenSpec.of([table for table, _ in sources])
+    of_table = {table.name: source for table, source in sources}
+    device = jax.devices()[0] if device is None else device
+    stores, maps = [], []
+    for tables in spec.stores:
+        capacity = max(1, sum(of_table[table.name].num_rows + spare_rows for table in tables))
+        store = _empty_store(tables[0], capacity, device)
+        row_map = RowMap(len(tables), capacity)
+        for number, table in enumerate(tables):
+            for records in of_table[table.name]:
+                check_records("freeze_records", table, records)
+                store = write_rows(store, table, row_map.place(number, records.keys), records.rows, donate=True)
+        index, counters = row_map.index(device)
+        stores.append(dataclasses.replace(store, index=index, counters=counters))
+        maps.append(row_map)
+    return FrozenTables(tuple(stores), spec), tuple(maps)
+
+
+def write_rows(
+    store: FrozenStore, table: FrozenTable, row_ids: np.ndarray, rows: np.ndarray, *, donate: bool
+) -> FrozenStore:
+    """A store with some rows set: rounded or quantized as its table says.
+
+    Args:
+      store: with `donate` its arrays are gone afterwards.
+      table: one of its tables.
+      row_ids: uint32, NO_ROW is passed over. Of a row that is named more than once the last one counts.
+      rows: `[num_rows, dim]`, any float dtype.
+      donate: whether the rows may be written where they lie. Else they are copied once.
+    """
+    last = len(row_ids) - 1 - np.unique(row_ids[::-1], return_index=True)[1]
+    if len(last) != len(row_ids):
+        last.sort()
+        row_ids, rows = row_ids[last], rows[last]
+    size = max(_LEAST_ROWS, 1 << max(0, len(row_ids) - 1).bit_length())
+    ids = np.full(size, np.uint32(NO_ROW))
+    ids[: len(row_ids)] = row_ids
+    if table.is_quantized:
+        from jaxsok.serving import quantize
+
+        lines, scales = quantize.quantized(np.asarray(rows, np.float32), table.dtype)
+    else:
+        lines, scales = rounded(rows, table.dtype), None
+    padded = np.zeros((size, table.dim), lines.dtype)
+    padded[: len(lines)] = lines
+    write = _write_in_place if donate else _write_copy
+    device = store.rows.sharding
+    new_rows = write(store.rows, jax.device_put(ids, device), jax.device_put(padded, device))
+    new_scales = store.scales
+    if scales is not None:
+        padded_scales = np.zeros(size, np.float32)
+        padded_scales[: len(scales)] = scales
+        put = _put_in_place if donate else _put_copy
+        new_scales = (put(store.scales[0], jax.device_put(ids, device), jax.device_put(padded_scales, device)),)
+    return dataclasses.replace(store, rows=new_rows, scales=new_scales)
+
+
+def rounded(rows: np.ndarray, dtype: str) -> np.ndarray:
+    """Rows in another float dtype, rounded as the kernels round: to nearest, and what is finite stays finite.
+
+    Example:
+      >>> rounded(np.array([[1e6, np.inf]], np.float32), "float16").tolist()
+      [[65504.0, inf]]
+    """
+    wanted = jnp.dtype(dtype)
+    if rows.dtype == wanted:
+        return rows
+    wide = rows.astype(np.float32)
+    largest = np.float32(jnp.finfo(wanted).max)
+    return np.where(np.isfinite(wide), np.clip(wide, -largest, largest), wide).astype(wanted)
+
+
+def check_records(op: str, table: FrozenTable, records: Records) -> None:
+    """Refuses records that are not a table's.
+
+    Raises:
+      ValueError: names op, table, got and wanted.
+    """
+    if records.rows.shape != (records.num_rows, table.dim):
+        raise ValueError(
+            f'{op}: table "{table.name}": rows: got shape {list(records.rows.shape)}, wanted '
+            f"[{records.num_rows}, {table.dim}]."
+        )
+
+
+def frozen_bytes(table: FrozenTable, num_rows: int) -> dict[str, int]:
+    """Bytes of device memory that a table takes, by what they hold.
+
+    Args:
+      table: as it is served.
+      num_rows: of it, spare ones included.
+
+    Example:
+      >>> frozen_bytes(FrozenTable("user", dim=128, dtype="int8"), 1_000_000)
+      {'rows': 128000000, 'scales': 4000000, 'index': 24615680}
+    """
+    return {
+        "rows": num_rows * table.dim * jnp.dtype(table.dtype).itemsize,
+        "scales": 4 * num_rows if table.is_quantized else 0,
+        "index": 64 * buckets_of(num_rows),
+    }
+
+
+def _names(given: Any) -> Iterable[str]:
+    return given if isinstance(given, Mapping) else ()
+
+
+def _store_spec(tables: Sequence[FrozenTable]) -> StoreSpec:
+    """The tables as the kernels of training know them: what an absent key reads is their initial row."""
+    optimizer = optimizers.sgd(0.0)
+    return StoreSpec(
+        tuple(
+            TableSpec(table.name, table.dim, optimizer, initializer=initializers.constant(float(table.default)))
+            for table in tables
+        )
+    )
+
+
+def _empty_store(table: FrozenTable, capacity: int, device: Any) -> FrozenStore:
+    def zeros(shape: tuple[int, ...], dtype: str) -> Array:
+        with jax.default_device(device):
+            return jax.device_put(jnp.zeros(shape, jnp.dtype(dtype)), device)
+
+    return FrozenStore(
+        index=zeros((0, 16), "uint32"),
+        counters=zeros((len(COUNTERS),), "uint32"),
+        rows=zeros((capacity, table.dim), table.dtype),
+        scales=(zeros((capacity,), "float32"),) if table.is_quantized else (),
+    )
+
+
+def _write(rows: Array, row_ids: Array, lines: Array) -> Array:
+    return kernels.scatter(row_ids, lines, (rows,))[0]
+
+
+def _put(scales: Array, row_ids: Array, values: Array) -> Array:
+    return scales.at[row_ids].set(values, mode="drop")
+
+
+_put_in_place = jax.jit(_put, donate_argnums=0)
+_put_copy = jax.jit(_put)
+_write_in_place = jax.jit(_write, donate_argnums=0)
+_write_copy = jax.jit(_write)

@@ -1,0 +1,339 @@
+"""The fused lookup of frozen tables: any inputs, of any tables and dims, in one call.
+
+Works under `jax.jit`, and under `jax.export` with sizes that are not known yet. Several inputs may read one table, and
+not every table needs an input. Nothing is inserted: a key that is not there reads its table's default.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float32, Int32
+
+from jaxsok import features, guards
+from jaxsok import keys as keys_lib
+from jaxsok.kernels import lookup as kernels
+from jaxsok.kernels import table as table_kernels
+from jaxsok.serving.errors import RequestError, UnknownTableError
+from jaxsok.serving.frozen import FrozenTables
+from jaxsok.types import BAGS_PER_TILE, COMBINERS, MAX_FEATURES, NO_ROW, NUM_FEATURE_WORDS, PADDING_KEY, Combiner
+
+_SEED = np.zeros(2, np.uint32)
+_PADDING_WORD = np.uint32(PADDING_KEY & 0xFFFFFFFF)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class LookupInput:
+    """Keys that read one table, and how they fall into bags.
+
+    Example:
+      >>> bags = LookupInput("item", np.array([7, 7, 9]), combiner="mean", offsets=np.array([0, 2, 3]))
+      >>> bags.combiner
+      'mean'
+    """
+
+    table: str = dataclasses.field(metadata={"static": True})
+    keys: Any
+    """`[num_bags]`, `[num_bags, hotness]` filled up with PADDING_KEY, or with offsets `[num_keys]`. Without a combiner
+    of any shape. NumPy integers; a `jax.Array` is `uint32[..., 2]` words, int64 with x64 on, or int32, which counts by
+    its sign."""
+    combiner: Combiner | None = dataclasses.field(default=None, metadata={"static": True})
+    """How a bag's rows become its embedding; None: every key reads its own row."""
+    offsets: Any = None
+    """`[num_bags + 1]`: where each bag begins, and where the last one ends."""
+    weights: Any = None
+    """One float for each key, in the shape of `keys`; with a combiner."""
+    max_norm: float | None = dataclasses.field(default=None, metadata={"static": True})
+    """Rows longer than this (L2) are scaled down to it before they are combined."""
+
+
+def lookup(tables: FrozenTables, inputs: Mapping[str, LookupInput]) -> dict[str, Array]:
+    """Looks up all inputs in one call.
+
+    Args:
+      tables: frozen.
+      inputs: by the names that the results get. An array of keys stands for `LookupInput(name, keys)`.
+
+    Returns:
+      float32 by name: `[*keys.shape, dim]` without a combiner, else `[num_bags, dim]`. Keys that are not there read the
+      default of their table, PADDING_KEY reads zeros, and so does an empty bag. A mean divides by the keys of a bag, or
+      by the sum of their weights; zeros where that is 0.
+
+    Raises:
+      UnknownTableError, RequestError: names input, argument, got and wanted.
+
+    Cost:
+      One call: a key's bucket (64 bytes) and row are read once, an embedding is written once. With `max_norm` rows are
+      written and read again before they are combined.
+
+    Example:
+      >>> from jaxsok import Records
+      >>> from jaxsok.serving.frozen import SizedRecords, freeze_records
+      >>> records = Records(np.array([7, 9], np.uint64), np.array([[1.0], [2.0]], np.float32))
+      >>> table = FrozenTable("item", dim=1, default=-1.0)
+      >>> tables, _ = freeze_records([(table, SizedRecords(2, [records]))])
+      >>> bags = LookupInput("item", np.array([7, 9, 7]), combiner="sum", offsets=np.array([0, 2, 2, 3]))
+      >>> found = lookup(tables, {"item": np.array([9, 8]), "bags": bags})
+      >>> found["item"].tolist(), found["bags"].tolist()
+      ([[2.0], [-1.0]], [[3.0], [0.0], [1.0]])
+    """
+    return lookup_with_counts(tables, inputs)[0]
+
+
+def lookup_with_counts(
+    tables: FrozenTables, inputs: Mapping[str, LookupInput]
+) -> tuple[dict[str, Array], Int32[Array, "num_tables num_counts"]]:
+    """As `lookup`, and what became of the keys.
+
+    Returns:
+      The embeddings; and counts by table, in the order of `tables.tables`, with the columns of `jaxsok.types.COUNTS`.
+    """
+    if not isinstance(tables, FrozenTables):
+        raise TypeError(f"lookup: tables: got {type(tables).__name__}, wanted FrozenTables, as freeze gives them.")
+    if not isinstance(inputs, Mapping):
+        raise RequestError(f"lookup: inputs: got {type(inputs).__name__}, wanted a mapping from names to keys.")
+    stores, _ = guards.whole("lookup", tables=tables.stores, inputs=None)
+    parts = [_read(tables, name, given) for name, given in inputs.items()]
+    operands, mine = [], []
+    for s, (store, spec) in enumerate(zip(stores, tables.spec.stores, strict=True)):
+        of_store = [part for part in parts if part.store == s]
+        mine.append(of_store)
+        if len(of_store) > MAX_FEATURES:
+            raise RequestError(f"lookup: inputs: got {len(of_store)} over one store, wanted at most {MAX_FEATURES}.")
+        batch, kinds = _packed(of_store)
+        operands.append(
+            kernels.FrozenOperands(
+                index=store.index,
+                counters=store.counters,
+                tables=tables.spec.words[s],
+                batch=batch,
+                rows=store.rows,
+                scales=store.scales[0] if store.scales else None,
+                embedding_shapes=[(part.num_bags, spec[0].dim) for part in of_store],
+                embedding_dtype="float32",
+                kinds=kinds,
+            )
+        )
+    counts, values = kernels.lookup_frozen(operands, jnp.asarray(_SEED))
+    embeddings = {}
+    for of_store, lines in zip(mine, values, strict=True):
+        for part, value in zip(of_store, lines, strict=True):
+            embeddings[part.name] = part.finished(value)
+    return {name: embeddings[name] for name in inputs}, counts
+
+
+def find_rows(
+    tables: FrozenTables, table: str, keys: Any
+) -> tuple[Float32[Array, "num_keys dim"], Bool[Array, " num_keys"]]:
+    """The rows of keys, and which of them are there; the others have the default.
+
+    Args:
+      tables: frozen.
+      table: the name of one.
+      keys: `[num_keys]`, as `LookupInput.keys`. PADDING_KEY is not there, and has zeros.
+    """
+    place = _place(tables, "find_rows", table)
+    words = _words(keys, f'find_rows: table "{table}"').reshape(-1, 2)
+    store = tables.stores[place[0]]
+    ids = jnp.full(words.shape[0], jnp.uint32(place[1]))
+    row_ids = table_kernels.find(store.index, store.counters, jnp.asarray(words), ids)
+    rows = lookup(tables, {table: LookupInput(table, words if isinstance(words, jax.Array) else jnp.asarray(words))})
+    return rows[table], row_ids != jnp.uint32(NO_ROW)
+
+
+# Inputs, packed ------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class _Part:
+    """One input, read and checked. Sizes may be symbolic."""
+
+    name: str
+    store: int
+    table: int
+    combiner: str | None
+    """What the kernel does."""
+    words: Any
+    offsets: Any
+    weights: Any
+    num_bags: Any
+    hotness: Any
+    """Keys of each bag; 0: ragged."""
+    shape: tuple[Any, ...]
+    """Of the result, without its last axis."""
+    given: LookupInput
+
+    def finished(self, value: Float32[Array, "num_lines dim"]) -> Array:
+        """The embedding of what the kernel gave."""
+        if self.given.max_norm is None or self.given.combiner is None:
+            if self.given.max_norm is not None:
+                value = _clipped(value, self.given.max_norm)
+            return value.reshape(*self.shape, value.shape[-1])
+        return _combined(self, _clipped(value, self.given.max_norm))
+
+
+def _read(tables: FrozenTables, name: str, given: Any) -> _Part:
+    given = given if isinstance(given, LookupInput) else LookupInput(name, given)
+    what = f'lookup: input "{name}"'
+    store, table = _place(tables, what, given.table)
+    if given.combiner not in COMBINERS:
+        raise RequestError(f"{what}: combiner: got {given.combiner!r}, wanted one of {list(COMBINERS)}.")
+    if given.max_norm is not None and not (
+        isinstance(given.max_norm, (int, float)) and math.isfinite(given.max_norm) and given.max_norm >= 0
+    ):
+        raise RequestError(f"{what}: max_norm: got {given.max_norm!r}, wanted a number from 0, or None.")
+    words = _words(given.keys, what)
+    weights = _weights(given, words.shape[:-1], what)
+    shape = words.shape[:-1]
+    if given.offsets is not None:
+        if given.combiner is None:
+            raise RequestError(f"{what}: offsets: got some without a combiner, wanted none: every key has its own row.")
+        try:
+            offsets = features.read_offsets(features.Bags(given.keys, offsets=given.offsets), words, what)
+        except (TypeError, ValueError) as error:
+            raise RequestError(str(error)) from error
+        shape = (offsets.shape[0] - 1,)
+        hotness: Any = 0
+    elif given.combiner is not None:
+        if len(shape) not in (1, 2):
+            raise RequestError(f"{what}: keys: got shape {list(shape)}, wanted [num_bags] or [num_bags, hotness].")
+        offsets, hotness, shape = None, shape[1] if len(shape) == 2 else 1, shape[:1]
+        if isinstance(hotness, int) and hotness == 0:
+            raise RequestError(f"{what}: keys: got shape {[*shape, 0]}, wanted at least one column.")
+    else:
+        offsets, hotness = None, 1
+    words = words.reshape(-1, 2)
+    weights = None if weights is None else weights.reshape(-1)
+    combiner, num_bags = given.combiner, shape[0] if given.combiner else words.shape[0]
+    is_single = offsets is None and isinstance(hotness, int) and hotness == 1 and weights is None
+    if is_single or given.max_norm is not None:
+        combiner, num_bags = None, words.shape[0]
+    return _Part(name, store, table, combiner, words, offsets, weights, num_bags, hotness, shape, given)
+
+
+def _place(tables: FrozenTables, what: str, table: str) -> tuple[int, int]:
+    if table not in tables.spec.places:
+        raise UnknownTableError(f"{what}: table: got {table!r}, wanted one of {list(tables.tables)}.")
+    return tables.spec.places[table]
+
+
+def _words(keys: Any, what: str) -> Any:
+    try:
+        return keys_lib.words_of(keys, "int32", what)
+    except (TypeError, ValueError) as error:
+        raise RequestError(str(error)) from error
+
+
+def _weights(given: LookupInput, shape: tuple[Any, ...], what: str) -> Any:
+    if given.weights is None:
+        return None
+    if given.combiner is None:
+        raise RequestError(f"{what}: weights: got some without a combiner, in which they would act.")
+    weights = given.weights if isinstance(given.weights, jax.Array) else np.asarray(given.weights)
+    if not jnp.issubdtype(weights.dtype, jnp.floating):
+        raise RequestError(f"{what}: weights: got {weights.dtype}{list(weights.shape)}, wanted floats.")
+    if weights.shape != shape:
+        raise RequestError(f"{what}: weights: got shape {list(weights.shape)}, wanted that of the keys, {list(shape)}.")
+    if isinstance(weights, np.ndarray) and not np.isfinite(weights).all():
+        raise RequestError(f"{what}: weights: got infinite or NaN, wanted finite numbers.")
+    return weights.astype(jnp.float32)
+
+
+def _packed(parts: Sequence[_Part]) -> tuple[kernels.Batch, int]:
+    """The operands of one store's inputs, and which kinds there are (FeatureKind in ffi/core/layout.h)."""
+    lines, kinds = [], 0
+    key_start: Any = 0
+    bag_start: Any = 0
+    offsets_start: Any = 0
+    weights_start: Any = 0
+    tile_start: Any = 0
+    for part in parts:
+        num_keys = part.words.shape[0]
+        is_bag = part.combiner is not None
+        kinds |= 2 if is_bag else 1
+        is_weighted, is_ragged = is_bag and part.weights is not None, is_bag and part.offsets is not None
+        hotness = part.hotness if is_bag else 1
+        lines.append(
+            [
+                part.table,
+                COMBINERS[part.combiner],
+                key_start,
+                num_keys,
+                bag_start,
+                part.num_bags,
+                hotness,
+                offsets_start,
+                weights_start if is_weighted else -1,
+                tile_start,
+                0,
+                0,
+            ]
+        )
+        key_start += num_keys
+        bag_start += part.num_bags
+        offsets_start += part.num_bags + 1 if is_ragged else 0
+        weights_start += num_keys if is_weighted else 0
+        tile_start += num_tiles(part.num_bags)
+    bags = [part for part in parts if part.combiner is not None]
+    keys = _joined([part.words for part in parts], keys_lib.padding_words((0,)))
+    offsets = _joined([part.offsets for part in bags if part.offsets is not None], np.zeros(0, np.int32))
+    weights = _joined([part.weights for part in bags if part.weights is not None], np.zeros(0, np.float32))
+    return (keys, offsets, weights, _features(lines)), kinds
+
+
+def num_tiles(num_bags: Any) -> Any:
+    """Tiles of a feature's bags, one at least; `num_bags` may be symbolic."""
+    tiles = (num_bags + BAGS_PER_TILE - 1) // BAGS_PER_TILE
+    return max(tiles, 1) if isinstance(tiles, int) else jax.core.max_dim(tiles, 1)
+
+
+def _features(lines: Sequence[Sequence[Any]]) -> Int32[Array, "num_features 12"]:
+    """The features operand; worked out by the program where sizes are symbolic."""
+    if all(isinstance(word, int) for line in lines for word in line):
+        return jnp.asarray(np.array(lines, np.int32).reshape(-1, NUM_FEATURE_WORDS))
+    return jnp.stack([jnp.stack([jnp.asarray(word, jnp.int32) for word in line]) for line in lines])
+
+
+def _joined(arrays: Sequence[Any], empty: np.ndarray) -> Array:
+    if not arrays:
+        return jnp.asarray(empty)
+    if all(isinstance(array, np.ndarray) for array in arrays):
+        return jnp.asarray(arrays[0] if len(arrays) == 1 else np.concatenate(arrays))
+    arrays = [jnp.asarray(array) for array in arrays]
+    return arrays[0] if len(arrays) == 1 else jnp.concatenate(arrays)
+
+
+# Rows that are clipped before they are combined: by XLA --------------------------------------------------------------
+
+
+def _clipped(rows: Float32[Array, "_ dim"], max_norm: float) -> Float32[Array, "_ dim"]:
+    """Rows whose L2 norm is at most `max_norm`."""
+    norms = jnp.sqrt((rows * rows).sum(axis=-1, keepdims=True))
+    return rows * jnp.where(norms > max_norm, max_norm / jnp.where(norms > 0, norms, 1.0), 1.0)
+
+
+def _combined(part: _Part, rows: Float32[Array, "num_keys dim"]) -> Float32[Array, "num_bags dim"]:
+    num_bags, (num_keys, dim) = part.shape[0], rows.shape
+    words = jnp.asarray(part.words)
+    factor = (~(words == _PADDING_WORD).all(axis=-1)).astype(jnp.float32)
+    if part.weights is not None:
+        factor = factor * jnp.asarray(part.weights)
+    if part.offsets is None:
+        bags = jnp.repeat(jnp.arange(num_bags), part.hotness, total_repeat_length=num_keys)
+    else:
+        offsets = jnp.asarray(part.offsets)
+        bags = jnp.searchsorted(offsets, jnp.arange(num_keys), side="right") - 1
+        factor = jnp.where((bags >= 0) & (bags < num_bags), factor, 0.0)
+    sums = jnp.zeros((num_bags, dim)).at[bags].add(rows * factor[:, None], mode="drop")
+    if part.given.combiner == "sum":
+        return sums
+    parts_of_divisor = factor * factor if part.given.combiner == "sqrtn" else factor
+    divisor = jnp.zeros(num_bags).at[bags].add(parts_of_divisor, mode="drop")
+    if part.given.combiner == "sqrtn":
+        divisor = jnp.sqrt(divisor)
+    return jnp.where(divisor[:, None] != 0, sums / jnp.where(divisor == 0, 1.0, divisor)[:, None], 0.0)

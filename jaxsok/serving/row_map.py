@@ -1,0 +1,270 @@
+"""Which (table, key) has which row of a frozen store: kept on the host, beside rows that lie elsewhere.
+
+A frozen store has an index and no records, so nothing on its device could tell a free row or make the index anew. The
+map can: it is the index and the records of a store, on the CPU, worked on by the kernels of training. What it costs on
+the host (about 45 bytes a row) buys updates that touch only the rows that change.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, UInt32
+
+from jaxsok import keys as keys_lib
+from jaxsok.kernels import table as kernels
+from jaxsok.types import (
+    BUCKET_WORDS,
+    COUNTERS,
+    ENTRIES_PER_BUCKET,
+    MAX_CAPACITY,
+    NO_ROW,
+    NUM_TABLE_WORDS,
+    PADDING_KEY,
+    RECORD_WORDS,
+)
+
+LOAD: float = 0.65
+"""Entries in use ÷ entries of an index when every row is in use: 24.6 bytes a row. Walks are short still, and below one
+key in 10^9 would find no entry within the kernels' bound; then the index is made larger."""
+
+KEYS_AT_A_TIME = 1 << 20
+_LEAST_KEYS = 1024  # of a call: its keys are padded to a power of two, so that programs are few
+_SEED = np.zeros(2, np.uint32)
+
+
+class RowMap:
+    """The rows of one frozen store by (table, key). Changed in place by one thread at a time.
+
+    Args:
+      num_tables: of the store.
+      capacity: its rows.
+      salt: 64 bits that are mixed into every hash.
+
+    Raises:
+      ValueError: more rows than a store can have.
+
+    Example:
+      >>> rows = RowMap(num_tables=1, capacity=4)
+      >>> rows.place(0, np.array([70, 90], np.uint64)).tolist(), rows.find(0, np.array([90, 5], np.uint64)).tolist()
+      ([0, 1], [1, 4294967295])
+    """
+
+    def __init__(self, num_tables: int, capacity: int, *, salt: int = 0) -> None:
+        """An empty map."""
+        if not 1 <= capacity <= MAX_CAPACITY:
+            raise ValueError(f"RowMap: capacity: got {capacity} rows in one store, wanted 1 to {MAX_CAPACITY}.")
+        self.num_tables = num_tables
+        counters = np.zeros(len(COUNTERS), np.uint32)
+        counters[COUNTERS.index("salt_low")] = salt & 0xFFFFFFFF
+        counters[COUNTERS.index("salt_high")] = salt >> 32
+        self._index = _on_host(np.full((buckets_of(capacity), BUCKET_WORDS), np.uint32(0xFFFFFFFF)))
+        self._counters = _on_host(counters)
+        self._table_rows = _on_host(np.zeros(num_tables, np.uint32))
+        self._records = _on_host(np.full((capacity, RECORD_WORDS), np.uint32(0xFFFFFFFF)))
+        self._rows = _on_host(np.zeros((capacity, 1), np.float32))  # the kernels write new rows somewhere
+
+    @property
+    def capacity(self) -> int:
+        """Rows of the store."""
+        return self._records.shape[0]
+
+    @property
+    def num_buckets(self) -> int:
+        """Of the index."""
+        return self._index.shape[0]
+
+    @property
+    def table_rows(self) -> np.ndarray:
+        """Rows in use, by table."""
+        return np.asarray(self._table_rows)
+
+    @property
+    def num_free(self) -> int:
+        """Rows that new keys can have."""
+        return self.capacity - int(self.table_rows.sum())
+
+    @property
+    def num_bytes(self) -> int:
+        """Of host memory."""
+        return sum(array.nbytes for array in (self._index, self._counters, self._table_rows, self._records, self._rows))
+
+    def find(self, table: int, keys: np.ndarray) -> np.ndarray:
+        """The row of each key, uint32; NO_ROW where it has none.
+
+        Args:
+          table: its number in the store.
+          keys: uint64.
+        """
+        found = [
+            np.asarray(_find(self._index, self._counters, words, ids))[:count]
+            for words, ids, count in self._parts(table, keys)
+        ]
+        return np.concatenate(found) if found else np.zeros(0, np.uint32)
+
+    def place(self, table: int, keys: np.ndarray) -> np.ndarray:
+        """The row of each key, uint32; keys without one get free rows, those that were freed first.
+
+        Args:
+          table: its number in the store.
+          keys: uint64; may repeat. PADDING_KEY gets NO_ROW.
+
+        Raises:
+          ValueError: there are not enough free rows; nothing has changed then.
+        """
+        keys = np.asarray(keys)
+        self._require_room(table, keys)
+        placed = []
+        for words, ids, count in self._parts(table, keys):
+            is_padding = keys_lib.from_words(words) == np.uint64(PADDING_KEY)
+            while True:
+                table_words = np.zeros((self.num_tables, NUM_TABLE_WORDS), np.uint32)
+                self._index, self._counters, self._table_rows, self._rows, self._records, row_ids = _place(
+                    self._index, self._counters, self._table_rows, self._rows, self._records, words, ids, table_words
+                )
+                row_ids = np.asarray(row_ids)
+                if not ((row_ids == NO_ROW) & ~is_padding).any():
+                    break
+                # A key found no entry: aimed keys, or bad luck. Both end with another salt and more room.
+                self._rebuild(self.num_buckets + self.num_buckets // 4 + 1, with_other_salt=True)
+            placed.append(row_ids[:count])
+        return np.concatenate(placed) if placed else np.zeros(0, np.uint32)
+
+    def remove(self, table: int, keys: np.ndarray) -> int:
+        """Frees the rows of keys; keys without one are passed over.
+
+        Returns:
+          How many rows there were.
+        """
+        removed = 0
+        for words, ids, _ in self._parts(table, keys):
+            self._index, self._counters, self._table_rows, self._records, count = _remove(
+                self._index, self._counters, self._table_rows, self._records, words, ids
+            )
+            removed += int(count)
+        return removed
+
+    def keys_of(self, table: int) -> tuple[np.ndarray, np.ndarray]:
+        """The keys of a table and their rows, by row: uint64 and uint32."""
+        records = np.asarray(self._records)
+        keys = keys_lib.from_words(records[:, :2])
+        rows = np.flatnonzero((keys != np.uint64(PADDING_KEY)) & (records[:, 2] == table))
+        return keys[rows], rows.astype(np.uint32)
+
+    def grow(self, capacity: int) -> None:
+        """Adds free rows; those in use keep their places."""
+        more = capacity - self.capacity
+        if more <= 0:
+            return
+        if capacity > MAX_CAPACITY:
+            raise ValueError(f"RowMap: capacity: got {capacity} rows in one store, wanted at most {MAX_CAPACITY}.")
+        unused = np.full((more, RECORD_WORDS), np.uint32(0xFFFFFFFF))
+        self._records = _on_host(np.concatenate([np.asarray(self._records), unused]))
+        self._rows = _on_host(np.zeros((capacity, 1), np.float32))
+        self._rebuild(max(self.num_buckets, buckets_of(capacity)))
+
+    def index(self, device: Any) -> tuple[UInt32[Array, "num_buckets 16"], UInt32[Array, " num_counters"]]:
+        """Index and counters as a lookup reads them: copies, on a device."""
+        return tuple(
+            jax.device_put(np.array(array), device, may_alias=False) for array in (self._index, self._counters)
+        )
+
+    def copy(self) -> "RowMap":
+        """Another one, equal now."""
+        other = object.__new__(RowMap)
+        other.num_tables = self.num_tables
+        for name in ("_index", "_counters", "_table_rows", "_records", "_rows"):
+            setattr(other, name, _on_host(np.array(getattr(self, name))))
+        return other
+
+    def _parts(self, table: int, keys: np.ndarray) -> Any:
+        """Words and table ids of keys, padded, some at a time; and how many of them are meant."""
+        if not 0 <= table < self.num_tables:
+            raise ValueError(f"RowMap: table: got {table}, wanted 0 to {self.num_tables - 1}.")
+        words = keys_lib.to_words(np.asarray(keys, np.uint64), "RowMap")
+        for start in range(0, len(words), KEYS_AT_A_TIME):
+            part = words[start : start + KEYS_AT_A_TIME]
+            size = max(_LEAST_KEYS, 1 << (len(part) - 1).bit_length())
+            padded = np.concatenate([part, keys_lib.padding_words((size - len(part),))])
+            yield padded, np.full(size, table, np.uint32), len(part)
+
+    def _require_room(self, table: int, keys: np.ndarray) -> None:
+        if len(keys) <= self.num_free:
+            return
+        distinct = np.unique(keys[keys != np.uint64(PADDING_KEY)])
+        num_new = int((self.find(table, distinct) == NO_ROW).sum())
+        if num_new > self.num_free:
+            raise ValueError(
+                f"RowMap: keys: got {num_new} that have no row, wanted at most {self.num_free}, the rows that are free "
+                f"of {self.capacity}; freeze with more spare_rows, or grow."
+            )
+
+    def _rebuild(self, num_buckets: int, *, with_other_salt: bool = False) -> None:
+        if with_other_salt:
+            counters = np.array(self._counters)
+            salt = COUNTERS.index("salt_low")
+            counters[salt : salt + 2] = np.random.SeedSequence(counters[salt : salt + 2].tolist()).generate_state(2)
+            self._counters = _on_host(counters)
+        self._index, self._counters = _rebuild(self._counters, self._records, num_buckets)
+
+
+def buckets_of(capacity: int) -> int:
+    """Buckets of the index of a frozen store.
+
+    Example:
+      >>> buckets_of(1_000_000) * 64 / 1_000_000
+      24.61568
+    """
+    return max(4, -(-int(capacity / LOAD + 1) // ENTRIES_PER_BUCKET))
+
+
+def _host() -> jax.Device:
+    try:
+        return jax.local_devices(backend="cpu")[0]
+    except RuntimeError as error:
+        raise RuntimeError(
+            "jaxsok.serving: device: got no CPU backend of JAX, wanted one, where keys are mapped to rows; leave "
+            'JAX_PLATFORMS unset, or set it to "cuda,cpu".'
+        ) from error
+
+
+def _on_host(array: np.ndarray) -> Array:
+    """Committed to the CPU, so that programs over it run there."""
+    return jax.device_put(array, _host(), may_alias=False)
+
+
+_find = jax.jit(kernels.find)
+
+
+@functools.partial(jax.jit, donate_argnums=(0, 1, 2, 3, 4))
+def _place(
+    index: Array,
+    counters: Array,
+    table_rows: Array,
+    rows: Array,
+    records: Array,
+    words: Array,
+    ids: Array,
+    table_words: Array,
+) -> tuple[Array, ...]:
+    index, counters, table_rows, (rows,), (records,), _, row_ids, _ = kernels.find_or_insert(
+        index, counters, table_rows, table_words, jnp.asarray(_SEED), words, ids, (rows,), (records,)
+    )
+    return index, counters, table_rows, rows, records, row_ids
+
+
+@functools.partial(jax.jit, donate_argnums=(0, 1, 2, 3))
+def _remove(
+    index: Array, counters: Array, table_rows: Array, records: Array, words: Array, ids: Array
+) -> tuple[Array, ...]:
+    index, counters, table_rows, (records,), _, num_erased = kernels.erase(
+        index, counters, table_rows, words, ids, (records,), (), ()
+    )
+    return index, counters, table_rows, records, num_erased
+
+
+@functools.partial(jax.jit, static_argnums=2, donate_argnums=0)
+def _rebuild(counters: Array, records: Array, num_buckets: int) -> tuple[Array, Array]:
+    return kernels.rebuild(counters, (records,), num_buckets)

@@ -1,0 +1,363 @@
+"""Frozen tables and their row map, against dicts; frozen lookups against NumPy and against training (law 8)."""
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import stateful
+
+import jaxsok
+from jaxsok import Records, keys
+from jaxsok.kernels import table as table_kernels
+from jaxsok.serving import frozen, row_map
+from jaxsok.serving.errors import RequestError, UnknownTableError
+from jaxsok.serving.frozen import FrozenTable, SizedRecords, freeze, freeze_records
+from jaxsok.serving.lookup import LookupInput, find_rows, lookup, lookup_with_counts
+from jaxsok.serving.row_map import RowMap
+from jaxsok.types import COUNTS, NO_ROW, PADDING_KEY
+
+SEED = np.random.default_rng(7)
+
+
+# Row maps ------------------------------------------------------------------------------------------------------------
+
+
+class Machine(stateful.RuleBasedStateMachine):
+    """Two tables of few keys in a small store, against a dict."""
+
+    def __init__(self):
+        super().__init__()
+        self.map = RowMap(num_tables=2, capacity=12)
+        self.rows = {}
+        self.capacity = 12
+
+    some_keys = st.lists(st.integers(0, 20), max_size=10)
+    tables = st.integers(0, 1)
+
+    @stateful.rule(table=tables, given=some_keys)
+    def place(self, table, given):
+        given = np.array(given, np.uint64)
+        new = {(table, int(key)) for key in given} - set(self.rows)
+        if len(new) > self.capacity - len(self.rows):
+            with pytest.raises(ValueError, match="rows that are free"):
+                self.map.place(table, given)
+            return
+        for key, row in zip(given.tolist(), self.map.place(table, given).tolist(), strict=True):
+            assert self.rows.setdefault((table, key), row) == row
+        assert len(set(self.rows.values())) == len(self.rows)
+        assert all(row < self.capacity for row in self.rows.values())
+
+    @stateful.rule(table=tables, given=some_keys)
+    def remove(self, table, given):
+        gone = {(table, key) for key in given} & set(self.rows)
+        assert self.map.remove(table, np.array(given, np.uint64)) == len(gone)
+        for pair in gone:
+            del self.rows[pair]
+
+    @stateful.rule(more=st.integers(0, 3))
+    def grow(self, more):
+        self.capacity += more
+        self.map.grow(self.capacity)
+
+    @stateful.rule()
+    def copy(self):
+        old, self.map = self.map, self.map.copy()
+        old.remove(0, np.arange(21, dtype=np.uint64))  # of no consequence
+
+    @stateful.invariant()
+    def agrees(self):
+        for table in (0, 1):
+            wanted = [self.rows.get((table, key), NO_ROW) for key in range(21)]
+            assert self.map.find(table, np.arange(21, dtype=np.uint64)).tolist() == wanted
+            named, rows = self.map.keys_of(table)
+            assert {(table, int(key)): int(row) for key, row in zip(named, rows, strict=True)} == {
+                pair: row for pair, row in self.rows.items() if pair[0] == table
+            }
+        assert self.map.table_rows.tolist() == [sum(pair[0] == table for pair in self.rows) for table in (0, 1)]
+
+
+TestMachine = Machine.TestCase
+TestMachine.settings = hypothesis.settings(max_examples=20, stateful_step_count=15, deadline=None)
+
+
+def test_padding_has_no_row():
+    """PADDING_KEY is passed over."""
+    rows = RowMap(num_tables=1, capacity=2)
+    assert rows.place(0, np.array([PADDING_KEY, 5], np.uint64)).tolist() == [NO_ROW, 0]
+    assert rows.find(0, np.array([PADDING_KEY], np.uint64)).tolist() == [NO_ROW]
+
+
+def test_aimed_keys_get_another_salt():
+    """Keys that all belong into one bucket: more than the kernels walk past."""
+    rows = RowMap(num_tables=1, capacity=4096)
+    candidates = np.arange(1, 1_000_000, dtype=np.uint64)
+    words = keys.to_words(candidates)
+    home = table_kernels.home_bucket(words, np.zeros(len(candidates), np.uint32), 0, rows.num_buckets)
+    aimed = candidates[home < 1][:600]
+    assert len(aimed) > 4 * 64
+    before = rows.num_buckets
+    placed = rows.place(0, aimed)
+    assert sorted(placed.tolist()) == list(range(len(aimed)))
+    assert rows.find(0, aimed).tolist() == placed.tolist()
+    assert rows.num_buckets > before
+
+
+def test_an_index_that_was_given_out_stays():
+    """What a version reads is not changed by later updates of the map."""
+    rows = RowMap(num_tables=1, capacity=8)
+    rows.place(0, np.array([3], np.uint64))
+    index, counters = rows.index(jax.devices()[0])
+    before = np.array(index)
+    rows.place(0, np.arange(10, 14, dtype=np.uint64))
+    rows.remove(0, np.array([3], np.uint64))
+    assert (np.asarray(index) == before).all()
+    assert np.asarray(counters).shape == (len(jaxsok.types.COUNTERS),)
+
+
+# Frozen tables -------------------------------------------------------------------------------------------------------
+
+
+def numbers(*shape):
+    return SEED.normal(size=shape).astype(np.float32)
+
+
+def frozen_of(tables, contents, **kwargs):
+    """Of dicts from key to row."""
+    sources = []
+    for table in tables:
+        content = contents[table.name]
+        rows = np.array(list(content.values()), np.float32).reshape(-1, table.dim)
+        sources.append((table, SizedRecords(len(content), [Records(np.array(list(content), np.uint64), rows)])))
+    return freeze_records(sources, **kwargs)
+
+
+def test_bytes_are_as_told():
+    """`frozen_bytes` is what is allocated."""
+    tables = [FrozenTable("a", 8), FrozenTable("b", 8, dtype="bfloat16"), FrozenTable("c", 6, dtype="float16")]
+    made, _ = frozen_of(tables, {name: {k: numbers(d) for k in range(50)} for name, d in (("a", 8), ("b", 8), ("c", 6))})
+    for store, (table,) in zip(made.stores, made.spec.stores, strict=True):
+        told = frozen.frozen_bytes(table, 50)
+        assert store.rows.nbytes == told["rows"]
+        assert store.index.nbytes == told["index"]
+        assert sum(scale.nbytes for scale in store.scales) == told["scales"]
+    assert row_map.buckets_of(10**6) * 64 < 25 * 10**6  # 32 in training
+
+
+def test_a_later_row_of_a_key_counts():
+    """Within a chunk and among chunks."""
+    first = Records(np.array([1, 2, 1], np.uint64), np.array([[1.0], [2.0], [3.0]], np.float32))
+    second = Records(np.array([2], np.uint64), np.array([[4.0]], np.float32))
+    tables, _ = freeze_records([(FrozenTable("a", 1), SizedRecords(4, [first, second]))])
+    assert np.asarray(lookup(tables, {"a": np.array([1, 2])})["a"]).tolist() == [[3.0], [4.0]]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"name": "a", "dim": 0}, r'FrozenTable "a": dim: got 0, wanted 1 to 1024'),
+        ({"name": "a", "dim": 4, "dtype": "int4"}, r"dtype: got 'int4'"),
+        ({"name": "a", "dim": 4, "default": float("nan")}, r"default: got nan"),
+        ({"name": "", "dim": 4}, r"name: got ''"),
+        ({"name": "a", "dim": True}, r"dim: got True"),
+    ],
+)
+def test_tables_that_cannot_be(arguments, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        FrozenTable(**arguments)
+
+
+def test_records_that_do_not_fit():
+    """Wrong dims, no tables, two of one name."""
+    records = SizedRecords(1, [Records(np.array([1], np.uint64), np.zeros((1, 3), np.float32))])
+    with pytest.raises(ValueError, match=r'table "a": rows: got shape \[1, 3\], wanted \[1, 4\]'):
+        freeze_records([(FrozenTable("a", 4), records)])
+    with pytest.raises(ValueError, match="got no tables"):
+        freeze_records([])
+    with pytest.raises(ValueError, match='got "a" more than once'):
+        freeze_records([(FrozenTable("a", 3), records), (FrozenTable("a", 3), records)])
+
+
+# Lookups -------------------------------------------------------------------------------------------------------------
+
+FEATURES = [
+    jaxsok.FeatureSpec("rows", table="a", combiner=None),
+    jaxsok.FeatureSpec("sum", table="b", combiner="sum"),
+    jaxsok.FeatureSpec("mean", table="a", combiner="mean"),
+    jaxsok.FeatureSpec("weighted", table="c", combiner="sqrtn", weighted=True),
+]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_frozen_equals_training(dtype):
+    """Law 8, to the bit: all combiners, mixed dims, ragged bags, weights; for keys that are there."""
+    specs = [
+        jaxsok.TableSpec(name, dim, jaxsok.optim.adagrad(0.1), dtype=dtype, embedding_dtype="float32", capacity=256)
+        for name, dim in (("a", 8), ("b", 8), ("c", 5))
+    ]
+    collection = jaxsok.Collection(specs, FEATURES)
+    offsets = np.array([0, 3, 3, 10, 40])
+    raw = {
+        "rows": SEED.integers(0, 60, 33),
+        "sum": SEED.integers(0, 60, (17, 4)),
+        "mean": jaxsok.Bags(SEED.integers(0, 60, 40), offsets=offsets),
+        "weighted": jaxsok.Bags(SEED.integers(0, 60, 40), offsets=offsets, weights=numbers(40)),
+    }
+    batch = collection.batch(raw)
+    embeddings, state, plan = collection.lookup(collection.init(seed=3), batch.features)
+    state, _ = collection.update(state, plan, embeddings)
+    wanted, _ = collection.find(state, batch.features)
+    tables = freeze(collection, state)
+    given = {
+        "rows": LookupInput("a", raw["rows"]),
+        "sum": LookupInput("b", raw["sum"], combiner="sum"),
+        "mean": LookupInput("a", raw["mean"].keys, combiner="mean", offsets=offsets),
+        "weighted": LookupInput(
+            "c", raw["weighted"].keys, combiner="sqrtn", offsets=offsets, weights=raw["weighted"].weights
+        ),
+    }
+    got = lookup(tables, given)
+    jitted = jax.jit(lookup)(tables, jax.tree.map(jnp.asarray, _as_words(given)))
+    for name, value in wanted.items():
+        assert np.array_equal(np.asarray(got[name]), np.asarray(value)), name
+        assert np.array_equal(np.asarray(jitted[name]), np.asarray(value)), name
+    alone = {name: lookup(tables, {name: one})[name] for name, one in given.items()}
+    for name in given:
+        assert np.array_equal(np.asarray(alone[name]), np.asarray(got[name])), name
+
+
+def _as_words(inputs):
+    """Keys that pass a jit boundary."""
+    import dataclasses
+
+    return {name: dataclasses.replace(one, keys=keys.to_words(one.keys)) for name, one in inputs.items()}
+
+
+def test_what_keys_read():
+    """Against dicts: missing keys, padding, equal keys of two tables, several inputs of one, none of another."""
+    tables = [FrozenTable("a", 2, default=0.5), FrozenTable("b", 2, default=-1.0), FrozenTable("c", 3)]
+    contents = {name: {key: numbers(dim) for key in range(0, 40, 2)} for name, dim in (("a", 2), ("b", 2), ("c", 3))}
+    made, _ = frozen_of(tables, contents, spare_rows=3)
+    asked = {"x": ("a", SEED.integers(0, 44, (4, 3))), "y": ("b", SEED.integers(0, 44, 9)), "z": ("a", np.arange(5))}
+    got, counts = lookup_with_counts(made, {name: LookupInput(*one) for name, one in asked.items()})
+    default = {"a": 0.5, "b": -1.0}
+    for name, (table, given) in asked.items():
+        wanted = [contents[table].get(int(key), np.full(2, default[table], np.float32)) for key in given.reshape(-1)]
+        assert np.array_equal(np.asarray(got[name]), np.array(wanted).reshape(*given.shape, 2))
+    counts = dict(zip(made.tables, np.asarray(counts), strict=True))
+    for name in "ab":
+        given = np.concatenate([one.reshape(-1) for table, one in asked.values() if table == name])
+        found = sum(int(key) in contents[name] for key in given)
+        assert counts[name][COUNTS.index("num_found")] == found
+        assert counts[name][COUNTS.index("num_missing")] == len(given) - found
+    assert counts["c"].sum() == 0
+    padded = lookup(made, {"a": np.array([0, -1])})["a"]
+    assert np.asarray(padded)[1].tolist() == [0.0, 0.0]
+
+
+def _by_hand(content, bags, combiner, max_norm, default, weights):
+    """float64."""
+    out, at = [], 0
+    for bag in bags:
+        total, divisor = np.zeros(3), 0.0
+        for key in bag:
+            row = np.array(content.get(int(key), np.full(3, default)), np.float64)
+            norm = np.sqrt((row**2).sum())
+            if max_norm is not None and norm > max_norm:
+                row = row * max_norm / norm
+            weight = 1.0 if weights is None else float(weights[at])
+            total, at = total + weight * row, at + 1
+            divisor += weight**2 if combiner == "sqrtn" else weight
+        divisor = {"sum": 1.0, "mean": divisor, "sqrtn": np.sqrt(divisor)}[combiner]
+        out.append(total / divisor if len(bag) and divisor else np.zeros(3))
+    return np.array(out)
+
+
+@pytest.mark.parametrize("combiner", ["sum", "mean", "sqrtn"])
+@pytest.mark.parametrize("max_norm", [None, 0.0, 0.1, 10.0])
+def test_max_norm_and_combiners(combiner, max_norm):
+    """As `tf.nn.embedding_lookup_sparse`, by hand; with empty bags."""
+    content = {key: numbers(3) for key in range(10)}
+    made, _ = frozen_of([FrozenTable("a", 3, default=0.25)], {"a": content})
+    bags = [[1, 1, 2], [], [99], [3, 4, 5, 6]]
+    flat = np.array(sum(bags, []), np.int64)
+    offsets = np.cumsum([0, *map(len, bags)])
+    for weights in (None, np.abs(numbers(len(flat)))):
+        given = LookupInput("a", flat, combiner=combiner, offsets=offsets, weights=weights, max_norm=max_norm)
+        wanted = _by_hand(content, bags, combiner, max_norm, 0.25, weights)
+        np.testing.assert_allclose(np.asarray(lookup(made, {"x": given})["x"]), wanted, rtol=2e-6, atol=1e-6)
+
+
+def test_a_hundred_tables():
+    """The published integration case: 100 tables × 10,000 keys × 16 floats, fused; every table asked at once."""
+    contents = [(np.arange(n, n + 10_000, dtype=np.uint64) * 7, numbers(10_000, 16)) for n in range(100)]
+    sources = [
+        (FrozenTable(f"t{n}", 16), SizedRecords(10_000, [Records(*content)])) for n, content in enumerate(contents)
+    ]
+    tables, _ = freeze_records(sources)
+    picks = SEED.integers(0, 10_000, (100, 64))
+    got = jax.jit(lookup)(
+        tables,
+        {f"t{n}": LookupInput(f"t{n}", keys.to_words(contents[n][0][picks[n]])) for n in range(100)},
+    )
+    for n, (_, rows) in enumerate(contents):
+        assert np.array_equal(np.asarray(got[f"t{n}"]), rows[picks[n]])
+
+
+def test_find_rows():
+    """Rows and whether they are there."""
+    made, _ = frozen_of([FrozenTable("a", 2, default=3.0)], {"a": {7: [1.0, 2.0]}})
+    rows, found = find_rows(made, "a", np.array([7, 8, -1]))
+    assert np.asarray(rows).tolist() == [[1.0, 2.0], [3.0, 3.0], [0.0, 0.0]]
+    assert np.asarray(found).tolist() == [True, False, False]
+
+
+@pytest.mark.parametrize("size", [0, 1, 300])
+def test_symbolic_batch(size):
+    """One exported program for every batch size, with tables outside."""
+    made, _ = frozen_of(
+        [FrozenTable("a", 2), FrozenTable("b", 3)],
+        {"a": {key: numbers(2) for key in range(50)}, "b": {key: numbers(3) for key in range(50)}},
+    )
+
+    def model(tables, single, bags):
+        return lookup(
+            tables, {"single": LookupInput("a", single), "bags": LookupInput("b", bags, combiner="mean")}
+        )
+
+    (batch,) = jax.export.symbolic_shape("b")
+    shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), made)
+    word = jnp.uint32
+    exported = jax.export.export(
+        jax.jit(model),
+        platforms=["cpu", "cuda"],
+        disabled_checks=[jax.export.DisabledSafetyCheck.custom_call("jaxsok_lookup_frozen")],
+    )(shapes, jax.ShapeDtypeStruct((batch, 2), word), jax.ShapeDtypeStruct((batch, 4, 2), word))
+    again = jax.export.deserialize(exported.serialize())
+    single, bags = SEED.integers(0, 60, size), SEED.integers(0, 60, (size, 4))
+    got = again.call(made, keys.to_words(single), keys.to_words(bags))
+    wanted = lookup(made, {"single": LookupInput("a", single), "bags": LookupInput("b", bags, combiner="mean")})
+    for name, value in wanted.items():
+        assert np.array_equal(np.asarray(got[name]), np.asarray(value))
+
+
+@pytest.mark.parametrize(
+    ("given", "kind", "message"),
+    [
+        (LookupInput("z", np.arange(2)), UnknownTableError, r"table: got 'z', wanted one of \['a'\]"),
+        (LookupInput("a", np.arange(2.0)), RequestError, "keys must be integers"),
+        (LookupInput("a", np.arange(2), combiner="max"), RequestError, "combiner: got 'max'"),
+        (LookupInput("a", np.arange(2), offsets=np.array([0, 2])), RequestError, "offsets: got some without"),
+        (LookupInput("a", np.arange(2), weights=np.ones(2)), RequestError, "weights: got some without"),
+        (LookupInput("a", np.arange(2), combiner="sum", weights=np.ones(3)), RequestError, r"wanted that of the keys"),
+        (LookupInput("a", np.arange(2), combiner="sum", offsets=np.array([0, 3])), RequestError, "past the end"),
+        (LookupInput("a", np.zeros((2, 0), int), combiner="sum"), RequestError, "at least one column"),
+        (LookupInput("a", np.zeros((2, 2, 2), int), combiner="sum"), RequestError, "wanted .num_bags."),
+        (LookupInput("a", np.arange(2), max_norm=-1.0), RequestError, "max_norm: got -1.0"),
+    ],
+)
+def test_requests_that_cannot_be(given, kind, message):
+    made, _ = frozen_of([FrozenTable("a", 2)], {"a": {7: [1.0, 2.0]}})
+    with pytest.raises(kind, match=message):
+        lookup(made, {"x": given})
