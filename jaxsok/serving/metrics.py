@@ -12,7 +12,25 @@ from prometheus_client import core, registry
 
 _log = logging.getLogger(__name__)
 
-LATENCY_BUCKETS = (0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 30.0)
+LATENCY_BUCKETS = (
+    0.0005,
+    0.001,
+    0.002,
+    0.003,
+    0.005,
+    0.0075,
+    0.01,
+    0.02,
+    0.03,
+    0.05,
+    0.1,
+    0.2,
+    0.5,
+    1.0,
+    2.0,
+    5.0,
+    30.0,
+)
 SIZE_BUCKETS = tuple(float(2**i) for i in range(0, 21, 2))
 REQUEST_BUCKETS = tuple(float(2**i) for i in range(11))
 
@@ -71,7 +89,9 @@ class Metrics:
         self.sent = counter("sent_bytes", "bytes of bodies sent", ("endpoint", "model"))
         self.batch_requests = histogram("batch_requests", "requests of one call of the session", REQUEST_BUCKETS)
         self.batch_size = histogram("batch_size", "keys (lookup) or samples (predict) of one call", SIZE_BUCKETS)
-        self.splits = counter("batch_splits", "calls that failed and were run request by request", ("endpoint", "model"))
+        self.splits = counter(
+            "batch_splits", "calls that failed and were run request by request", ("endpoint", "model")
+        )
         self.watched = counter("watched_updates", "folders that --watch found", ("model", "result"))
         self.in_flight = prometheus_client.Gauge(
             "jaxsok_requests_in_flight", "requests that were taken and not answered", registry=self.registry

@@ -13,6 +13,7 @@ import functools
 import json
 import logging
 import math
+import os
 import signal
 import socket
 import threading
@@ -39,6 +40,9 @@ from jaxsok.serving.errors import (
     UnknownTableError,
 )
 from jaxsok.serving.metrics import Metrics
+from jaxsok.serving.watch import Watcher, require_folder
+
+__all__ = ["App", "ServerOptions", "Uvicorn", "bind", "require_folder", "serve"]
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -77,6 +81,25 @@ class ServerOptions:
     shutdown_s: float = 30.0
     """After that: finishes what it took; then it is cut off."""
 
+    def __post_init__(self) -> None:
+        """Refuses numbers that would take nothing."""
+        for field in dataclasses.fields(self):
+            value, may_be_zero = getattr(self, field.name), field.name in ("max_delay_ms", "drain_s")
+            if not (value >= 0 if may_be_zero else value > 0) or not math.isfinite(value):
+                option, wanted = field.name.replace("_", "-"), "0 or more" if may_be_zero else "a number above 0"
+                raise ValueError(f"serve: --{option}: got {value}, wanted {wanted}.")
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> "ServerOptions":
+        """Those of the command line; what is None, or not there, is as by default.
+
+        Example:
+          >>> ServerOptions.of({"max_keys": 7, "timeout_s": None, "port": 80}).max_keys
+          7
+        """
+        names = {field.name for field in dataclasses.fields(cls)}
+        return cls(**{name: value for name, value in given.items() if name in names and value is not None})
+
 
 class _Refusal(Exception):
     """A response that is an error."""
@@ -107,16 +130,31 @@ class App:
     `App(session).asgi` runs under any ASGI server; `serve` runs it under uvicorn.
     """
 
-    def __init__(self, session: Any, options: ServerOptions | None = None, *, close_session: bool = True) -> None:
-        """Nothing runs before the application's lifespan begins.
+    def __init__(
+        self,
+        session: Any,
+        options: ServerOptions | None = None,
+        *,
+        watch: str | os.PathLike[str] | None = None,
+        watch_interval_s: float = 2.0,
+    ) -> None:
+        """Nothing runs before the application's lifespan begins; the session is closed when it ends.
 
         Args:
           session: what `jaxsok.serving.open` gives.
           options: limits and times.
-          close_session: closes it when the application ends.
+          watch: a folder of exports and deltas, see `jaxsok.serving.watch`; those that are there are applied before the
+            first request, those that appear as they come.
+          watch_interval_s: between two looks.
+
+        Raises:
+          FileNotFoundError: no folder to watch.
         """
-        self.session, self.options, self._close_session = session, options or ServerOptions(), close_session
+        self.session, self.options = session, options or ServerOptions()
         self.metrics = Metrics(self._stats, self._depths)
+        self._watcher = None
+        if watch is not None:
+            self._watcher = Watcher(session, watch, interval_s=watch_interval_s, observe=self._count_watched)
         self.is_stopping = False
         self._taken: list[_Taken] = []
         self._held_bytes = 0
@@ -155,6 +193,9 @@ class App:
     async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
         self._calls = concurrent.futures.ThreadPoolExecutor(2 * self.options.num_workers, "jaxsok-call")
         self._bodies = concurrent.futures.ThreadPoolExecutor(2, "jaxsok-body")
+        if self._watcher is not None:
+            await asyncio.to_thread(self._watcher.look)
+            self._watcher.start()
         self.metrics.is_ready.set(1)
         try:
             yield
@@ -170,7 +211,8 @@ class App:
             if pool is not None:
                 pool.shutdown(wait=False, cancel_futures=True)
         self._calls = self._bodies = None
-        if self._close_session and self._running == 0:
+        has_ended = self._watcher is None or await asyncio.to_thread(self._watcher.stop, self.options.shutdown_s)
+        if has_ended and self._running == 0:  # else somebody uses it, and the process ends anyway
             await asyncio.to_thread(self.session.close)
 
     def stopping(self) -> None:
@@ -222,7 +264,9 @@ class App:
         options = self.options
         encoding = request.headers.get("content-encoding", "identity").strip().lower()
         if encoding != "identity":
-            raise _Refusal(415, "unsupported_media_type", f"body: got Content-Encoding {wire.brief(encoding)}, wanted none.")
+            raise _Refusal(
+                415, "unsupported_media_type", f"body: got Content-Encoding {wire.brief(encoding)}, wanted none."
+            )
         declared = int(request.headers.get("content-length", "0"))
         if declared > options.max_body_bytes:
             if "100-continue" not in request.headers.get("expect", "").lower():
@@ -297,7 +341,9 @@ class App:
             observe=observe,
         )
 
-    def _counted(self, run: Callable[[str, Sequence[Any]], list[Any]], model: str, payloads: Sequence[Any]) -> list[Any]:
+    def _counted(
+        self, run: Callable[[str, Sequence[Any]], list[Any]], model: str, payloads: Sequence[Any]
+    ) -> list[Any]:
         with self._lock:
             self._running += 1
         try:
@@ -364,7 +410,9 @@ class App:
     async def _predict(self, request: Request, taken: _Taken) -> Response:
         model = self._model(request, "predict")
         if model.inputs is None:
-            raise _Refusal(404, "no_predict", f'predict: model "{model.name}" has tables only, no dense_file; use lookup.')
+            raise _Refusal(
+                404, "no_predict", f'predict: model "{model.name}" has tables only, no dense_file; use lookup.'
+            )
         given, wanted = _formats(request, "predict")
         body = await self._body(request, taken)
         samples = await self._off_loop(len(body), self._read_predict, body, given, model)
@@ -408,7 +456,9 @@ class App:
             groups.setdefault(_signature(request), []).append(number)
         results: list[Any] = [None] * len(requests)
         for numbers in groups.values():
-            for number, result in zip(numbers, self._predict_joined(model, [requests[i] for i in numbers]), strict=True):
+            for number, result in zip(
+                numbers, self._predict_joined(model, [requests[i] for i in numbers]), strict=True
+            ):
                 results[number] = result
         return results
 
@@ -417,7 +467,9 @@ class App:
         answer = self.session.predict(joined, model=model)
         outputs = {name: np.asarray(value) for name, value in answer.items()}
         outputs = {
-            name: value if value.dtype in (np.float32, np.float64) or value.dtype.kind in "iu" else value.astype(np.float32)
+            name: value
+            if value.dtype in (np.float32, np.float64) or value.dtype.kind in "iu"
+            else value.astype(np.float32)
             for name, value in outputs.items()
         }
         if len(requests) == 1:
@@ -442,7 +494,7 @@ class App:
     async def _model_page(self, request: Request, taken: _Taken) -> Response:
         model, options = self._model(request, "model"), self.options
         tables = {
-            name: {"dim": table.dim, "default": _finite(table.default), "row_dtype": str(table.dtype)}
+            name: {"dim": table.dim, "default": float(table.default), "row_dtype": str(table.dtype)}
             for name, table in model.tables.items()
         }
         for name, num_rows in dict(getattr(model, "num_rows", None) or {}).items():
@@ -479,6 +531,9 @@ class App:
             except Exception as error:  # one that is closed meanwhile spoils no scrape
                 _log.warning("metrics: model %s tells nothing: %s", name, error)
         return found
+
+    def _count_watched(self, model: str, result: str) -> None:
+        self.metrics.watched.labels(model, result).inc()
 
     def _depths(self) -> dict[tuple[str, str], int]:
         return {labels: batcher.num_waiting for labels, batcher in list(self._batchers.items())}
@@ -621,7 +676,9 @@ def _refusal_of(error: Exception, op: str) -> _Refusal:
     if isinstance(error, ClosedError):
         return _Refusal(503, "stopping", f"{op}: the server stops.", _CLOSE)
     _log.error("%s failed", op, exc_info=error)
-    return _Refusal(500, "internal", f"{op}: failed in the server, for no fault of the request; its log has the reason.")
+    return _Refusal(
+        500, "internal", f"{op}: failed in the server, for no fault of the request; its log has the reason."
+    )
 
 
 def _busy(why: str, headers: Mapping[str, str] | None = None) -> _Refusal:
@@ -658,10 +715,6 @@ def _formats(request: Request, op: str) -> tuple[str, str]:
         message = f"{op}: Accept allows neither {' nor '.join(wire.MEDIA_TYPES)}."
         raise _Refusal(406, "not_acceptable", message)
     return given, wanted
-
-
-def _finite(value: float) -> float | str:
-    return value if math.isfinite(value) else str(value)
 
 
 # Running ---------------------------------------------------------------------------------------------------------
@@ -768,7 +821,7 @@ class Uvicorn(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """uvicorn raises a signal again when it has ended, which would kill the process before it says so."""
+        """Signals end `run`: uvicorn raises a signal again when it has ended, which would kill the process before it says so."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
