@@ -181,6 +181,7 @@ def _declare_serve(parser: argparse.ArgumentParser) -> None:
         ("max-requests", whole, "requests that are not answered"),
         ("max-keys", whole, "of one request"),
         ("max-json-values", whole, "numbers in one JSON response"),
+        ("max-response-bytes", whole, "of the arrays of one response"),
         ("body-timeout-s", seconds, "for a body to arrive"),
         ("timeout-s", seconds, "for a request to be answered"),
         ("num-workers", whole, "calls at the same time, by model and endpoint"),
@@ -194,7 +195,7 @@ def _serve(options: argparse.Namespace) -> int:
     """Runs until a signal."""
     try:
         from jaxsok import serving
-        from jaxsok.serving import server
+        from jaxsok.serving import running, server, watch
     except ImportError as error:
         print(f"serve: {error}; run pip install 'jaxsok[serving]'.", file=sys.stderr)
         return 2
@@ -204,17 +205,17 @@ def _serve(options: argparse.Namespace) -> int:
     try:
         server_options = server.ServerOptions.of(vars(options))
         # The address and the folder first: a model may take minutes to load.
-        with server.bind(options.host, options.port) as where:
+        with running.bind(options.host, options.port) as where:
             if options.watch is not None:
-                server.require_folder(options.watch)
+                watch.require_folder(options.watch)
             session = serving.open(options.config)
             print(session.report(), flush=True)
             app = server.App(session, server_options, watch=options.watch, watch_interval_s=options.watch_interval_s)
-            server.serve(
+            running.serve(
                 app,
                 where,
                 access_log=options.access_log,
-                on_ready=lambda running: print(f"serve: answers at {running.address}", flush=True),
+                on_ready=lambda found: print(f"serve: answers at {found.address}", flush=True),
             )
     except (OSError, ValueError, TypeError, ImportError) as error:
         print(error, file=sys.stderr)

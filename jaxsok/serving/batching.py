@@ -120,15 +120,23 @@ class Batcher(Generic[Payload, Result]):
                 self._arrived.set()
             raise
 
-    async def close(self) -> None:
-        """Takes no more, lets what waits be answered, and returns when all calls have ended."""
+    async def close(self, timeout_s: float = 30.0) -> bool:
+        """Takes no more, lets what waits be answered, and returns when all calls have ended; whether they have."""
         self._closed = True
-        while self._waiting or self._calls:
+        loop = asyncio.get_running_loop()
+        until = loop.time() + timeout_s
+        while (self._waiting or self._calls) and loop.time() < until:
             self._arrived.set()
             await asyncio.sleep(0.005)
+        has_ended = not self._waiting and not self._calls
         if self._collector is not None:
             self._collector.cancel()
             await asyncio.wait([self._collector])
+        while self._waiting:
+            job = self._waiting.popleft()
+            if not job.answer.done():
+                job.answer.set_exception(ClosedError())
+        return has_ended
 
     async def _collect(self) -> None:
         loop = asyncio.get_running_loop()
