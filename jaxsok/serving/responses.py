@@ -52,11 +52,11 @@ def to_json(status: int, value: Any, headers: Mapping[str, str] | None = None) -
 
 
 def refused(refusal: Refusal) -> Response:
-    """A response that is an error.
+    r"""A response that is an error.
 
     Example:
       >>> refused(Refusal(404, "unknown_model", "lookup: model: got 'a'.")).body
-      b'{"error":{"code":"unknown_model","message":"lookup: model: got \\'a\\'."}}'
+      b'{"error":{"code":"unknown_model","message":"lookup: model: got \'a\'."}}'
     """
     return to_json(refusal.status, {"error": {"code": refusal.code, "message": str(refusal)}}, refusal.headers)
 
