@@ -4,9 +4,11 @@ import asyncio
 import concurrent.futures
 import contextlib
 import io
+import itertools
 import json
 import os
 import pathlib
+import re
 import signal
 import socket
 import struct
@@ -78,13 +80,11 @@ def session():
 
 @pytest.fixture(scope="module")
 def address(session):
-    with cases.serving(
-        session, max_body_bytes=1 << 20, max_keys=5000, max_json_values=30000, body_timeout_s=1.0
-    ) as found:
+    with cases.serving(session, max_body_bytes=1 << 20, max_keys=5000, body_timeout_s=1.0) as found:
         yield found.address
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def client(address):
     with httpx.Client(base_url=address, timeout=20) as made:
         yield made
@@ -167,7 +167,7 @@ def test_predict(client, given):
     wanted = [sum(key % 2**64 % 1009 for key in bag) + sum(row) for bag, row in zip(bags, dense, strict=True)]
     if "ragged" in given:
         bags, wanted = [[1, 2, 4], [-3]], [1 + 2 + 4 + 1.5, (2**64 - 3) % 1009 - 2.25]
-    values, lengths = np.array(sum(bags, []), np.int64), np.array([len(bag) for bag in bags], np.int32)
+    values, lengths = np.concatenate(bags), np.array([len(bag) for bag in bags], np.int32)
     if given == "json":
         options = {"json": {"inputs": {"user": bags, "dense": dense}}}
     elif given == "ragged json":
@@ -243,6 +243,8 @@ def test_metrics():
 # What it refuses -----------------------------------------------------------------------------------------------------
 
 U8 = np.arange(3, dtype="<u8")
+TYPE = (415, "unsupported_media_type")
+BAD = (400, "bad_request")
 HEAD = struct.Struct("<Q")
 
 
@@ -259,30 +261,30 @@ def text_of(header):
 
 
 REFUSED = {
-    "no JSON": (LOOKUP, JSON, b"{keys", 400, "bad_request", "the body is no JSON"),
-    "nothing": (LOOKUP, JSON, b"", 400, "bad_request", "the body is no JSON"),
-    "no UTF-8": (LOOKUP, JSON, b'{"keys": {"\xff": [1]}}', 400, "bad_request", "the body is no JSON"),
-    "UTF-16": (LOOKUP, JSON, '{"keys": {"user": [1]}}'.encode("utf-16"), 400, "bad_request", "no JSON"),
-    "deep": (LOOKUP, JSON, b"[" * 500_000, 400, "bad_request", "nested too deeply"),
-    "levels": (LOOKUP, JSON, b'{"keys":{"user":' + b"[" * 9 + b"1" + b"]" * 9 + b"}}", 400, "bad_request", "8 levels"),
-    "a list": (LOOKUP, JSON, b"[1]", 400, "bad_request", 'a JSON list, wanted an object with "keys"'),
-    "other fields": (LOOKUP, JSON, b'{"keys": {"user": [1]}, "path": "/etc"}', 400, "bad_request", '"path"'),
-    "no keys": (LOOKUP, JSON, b'{"keys": {}}', 400, "bad_request", "an empty object"),
-    "null keys": (LOOKUP, JSON, b'{"keys": null}', 400, "bad_request", "null"),
-    "a name twice": (LOOKUP, JSON, b'{"keys": {"user": [1], "user": [2]}}', 400, "bad_request", "twice"),
-    "one number": (LOOKUP, JSON, b'{"keys": {"user": 1}}', 400, "bad_request", "the number 1"),
-    "a float": (LOOKUP, JSON, b'{"keys": {"user": [1, 2.0]}}', 400, "bad_request", "the number 2.0"),
-    "a boolean": (LOOKUP, JSON, b'{"keys": {"user": [1, true]}}', 400, "bad_request", "the boolean True"),
-    "null": (LOOKUP, JSON, b'{"keys": {"user": [null]}}', 400, "bad_request", "the null None"),
-    "an object": (LOOKUP, JSON, b'{"keys": {"user": [{"values": [1]}]}}', 400, "bad_request", "the object"),
-    "words": (LOOKUP, JSON, b'{"keys": {"user": ["0x10"]}}', 400, "bad_request", "digits"),
-    "other digits": (LOOKUP, JSON, '{"keys": {"user": ["٣"]}}'.encode(), 400, "bad_request", "digits"),
-    "65 bits": (LOOKUP, JSON, b'{"keys": {"user": [18446744073709551616]}}', 400, "bad_request", "64 bits"),
-    "-65 bits": (LOOKUP, JSON, b'{"keys": {"user": ["-9223372036854775809"]}}', 400, "bad_request", "64 bits"),
-    "9,000 digits": (LOOKUP, JSON, b'{"keys":{"user":[' + b"9" * 9000 + b"]}}", 400, "bad_request", "no JSON"),
-    "NaN": (LOOKUP, JSON, b'{"keys": {"user": [NaN]}}', 400, "bad_request", "NaN, which is no JSON"),
-    "ragged": (LOOKUP, JSON, b'{"keys": {"user": [[1, 2], [3]]}}', 400, "bad_request", "one length, got 1 and 2"),
-    "two depths": (LOOKUP, JSON, b'{"keys": {"user": [[1], 2]}}', 400, "bad_request", "one depth"),
+    "no JSON": (LOOKUP, JSON, b"{keys", *BAD, "the body is no JSON"),
+    "nothing": (LOOKUP, JSON, b"", *BAD, "the body is no JSON"),
+    "no UTF-8": (LOOKUP, JSON, b'{"keys": {"\xff": [1]}}', *BAD, "the body is no JSON"),
+    "UTF-16": (LOOKUP, JSON, '{"keys": {"user": [1]}}'.encode("utf-16"), *BAD, "no JSON"),
+    "deep": (LOOKUP, JSON, b"[" * 500_000, *BAD, "nested too deeply"),
+    "levels": (LOOKUP, JSON, b'{"keys":{"user":' + b"[" * 9 + b"1" + b"]" * 9 + b"}}", *BAD, "8 levels"),
+    "a list": (LOOKUP, JSON, b"[1]", *BAD, 'a JSON list, wanted an object with "keys"'),
+    "other fields": (LOOKUP, JSON, b'{"keys": {"user": [1]}, "path": "/etc"}', *BAD, '"path"'),
+    "no keys": (LOOKUP, JSON, b'{"keys": {}}', *BAD, "an empty object"),
+    "null keys": (LOOKUP, JSON, b'{"keys": null}', *BAD, "null"),
+    "a name twice": (LOOKUP, JSON, b'{"keys": {"user": [1], "user": [2]}}', *BAD, "twice"),
+    "one number": (LOOKUP, JSON, b'{"keys": {"user": 1}}', *BAD, "the number 1"),
+    "a float": (LOOKUP, JSON, b'{"keys": {"user": [1, 2.0]}}', *BAD, "the number 2.0"),
+    "a boolean": (LOOKUP, JSON, b'{"keys": {"user": [1, true]}}', *BAD, "the boolean True"),
+    "null": (LOOKUP, JSON, b'{"keys": {"user": [null]}}', *BAD, "the null None"),
+    "an object": (LOOKUP, JSON, b'{"keys": {"user": [{"values": [1]}]}}', *BAD, "the object"),
+    "words": (LOOKUP, JSON, b'{"keys": {"user": ["0x10"]}}', *BAD, "digits"),
+    "other digits": (LOOKUP, JSON, '{"keys": {"user": ["٣"]}}'.encode(), *BAD, "digits"),
+    "65 bits": (LOOKUP, JSON, b'{"keys": {"user": [18446744073709551616]}}', *BAD, "64 bits"),
+    "-65 bits": (LOOKUP, JSON, b'{"keys": {"user": ["-9223372036854775809"]}}', *BAD, "64 bits"),
+    "9,000 digits": (LOOKUP, JSON, b'{"keys":{"user":[' + b"9" * 9000 + b"]}}", *BAD, "no JSON"),
+    "NaN": (LOOKUP, JSON, b'{"keys": {"user": [NaN]}}', *BAD, "NaN, which is no JSON"),
+    "ragged": (LOOKUP, JSON, b'{"keys": {"user": [[1, 2], [3]]}}', *BAD, "one length, got 1 and 2"),
+    "two depths": (LOOKUP, JSON, b'{"keys": {"user": [[1], 2]}}', *BAD, "one depth"),
     "a table": (LOOKUP, JSON, b'{"keys": {"usr": [1]}}', 404, "unknown_table", "['item', 'user']"),
     "a long table": (LOOKUP, JSON, b'{"keys": {"' + b"t" * 9999 + b'": [1]}}', 404, "unknown_table", "item"),
     "half a pair": (LOOKUP, JSON, b'{"keys": {"\\ud800": [1]}}', 404, "unknown_table", "item"),
@@ -292,14 +294,11 @@ REFUSED = {
     "keys of all": (
         LOOKUP, JSON, json.dumps({"keys": {"item": [1] * 2048, "user": [1] * 3000}}), 413, "too_large", "5048 keys",
     ),
-    "numbers": (
-        LOOKUP, JSON, json.dumps({"keys": {"user": [1] * 4096, "item": [0] * 900, }}) .replace("4096", ""), 200, "", "",
-    ),
     "bytes": (LOOKUP, JSON, b" " * (1 << 20) + b"{}", 413, "too_large", "1048576 bytes are taken"),
-    "text": (LOOKUP, {"Content-Type": "text/plain"}, b"{}", 415, "unsupported_media_type", "'text/plain'"),
-    "no type": (LOOKUP, {}, b"{}", 415, "unsupported_media_type", "None"),
-    "Latin": (LOOKUP, {"Content-Type": "application/json; charset=latin-1"}, b"{}", 415, "unsupported_media_type", "got"),
-    "gzip": (LOOKUP, {**JSON, "Content-Encoding": "gzip"}, b"{}", 415, "unsupported_media_type", "'gzip'"),
+    "text": (LOOKUP, {"Content-Type": "text/plain"}, b"{}", *TYPE, "'text/plain'"),
+    "no type": (LOOKUP, {}, b"{}", *TYPE, "None"),
+    "Latin": (LOOKUP, {"Content-Type": "application/json; charset=latin-1"}, b"{}", *TYPE, "got"),
+    "gzip": (LOOKUP, {**JSON, "Content-Encoding": "gzip"}, b"{}", *TYPE, "'gzip'"),
     "accept": (LOOKUP, {**JSON, "Accept": "text/html"}, b"{}", 406, "not_acceptable", "neither"),
     "accept none": (LOOKUP, {**JSON, "Accept": "*/*;q=0"}, b"{}", 406, "not_acceptable", "neither"),
     "a path": ("/v1/update", JSON, b'{"path": "/etc/passwd"}', 404, "not_found", "nothing"),
@@ -307,80 +306,80 @@ REFUSED = {
     "up": ("/../../etc/passwd", None, None, 404, "not_found", "nothing"),
     "a slash": ("/v1/models/", None, None, 404, "not_found", "nothing"),
     "a method": ("/healthz", JSON, b"{}", 405, "method_not_allowed", "POST"),
-    "no tensors": (LOOKUP, TENSORS, pack({}), 400, "bad_request", "no tensor"),
-    "7 bytes": (LOOKUP, TENSORS, b"\x00" * 7, 400, "bad_request", "got 7 bytes"),
-    "no header": (LOOKUP, TENSORS, b"\x00" * 8, 400, "bad_request", "JSON object"),
+    "no tensors": (LOOKUP, TENSORS, pack({}), *BAD, "no tensor"),
+    "7 bytes": (LOOKUP, TENSORS, b"\x00" * 7, *BAD, "got 7 bytes"),
+    "no header": (LOOKUP, TENSORS, b"\x00" * 8, *BAD, "JSON object"),
     "a long header": (LOOKUP, TENSORS, HEAD.pack(2**63) + b"{}", 413, "too_large", "9223372036854775808 bytes"),
-    "a cut header": (LOOKUP, TENSORS, HEAD.pack(99) + b"{}", 400, "bad_request", "99 bytes, 2 follow"),
-    "a cut body": (LOOKUP, TENSORS, header_of()[:-1], 400, "bad_request", "ends at byte 24, the data have 23"),
-    "a byte more": (LOOKUP, TENSORS, header_of() + b"\0", 400, "bad_request", "24 bytes, the data 25"),
-    "a dtype": (LOOKUP, TENSORS, header_of(dtype="O"), 400, "bad_request", "dtype 'O'"),
-    "a list as dtype": (LOOKUP, TENSORS, header_of(dtype=["U64"]), 400, "bad_request", "dtype"),
-    "floats": (LOOKUP, TENSORS, header_of(dtype="F64"), 400, "bad_request", "integers, got F64[3]"),
-    "a negative size": (LOOKUP, TENSORS, header_of(shape=[-3]), 400, "bad_request", "shape"),
-    "true as size": (LOOKUP, TENSORS, header_of(shape=[True]), 400, "bad_request", "shape"),
-    "a huge size": (LOOKUP, TENSORS, header_of(shape=[2**62, 0]), 400, "bad_request", "shape"),
+    "a cut header": (LOOKUP, TENSORS, HEAD.pack(99) + b"{}", *BAD, "99 bytes, 2 follow"),
+    "a cut body": (LOOKUP, TENSORS, header_of()[:-1], *BAD, "ends at byte 24, the data have 23"),
+    "a byte more": (LOOKUP, TENSORS, header_of() + b"\0", *BAD, "24 bytes, the data 25"),
+    "a dtype": (LOOKUP, TENSORS, header_of(dtype="O"), *BAD, "dtype 'O'"),
+    "a list as dtype": (LOOKUP, TENSORS, header_of(dtype=["U64"]), *BAD, "dtype"),
+    "floats": (LOOKUP, TENSORS, header_of(dtype="F64"), *BAD, "integers, got F64[3]"),
+    "a negative size": (LOOKUP, TENSORS, header_of(shape=[-3]), *BAD, "shape"),
+    "true as size": (LOOKUP, TENSORS, header_of(shape=[True]), *BAD, "shape"),
+    "a huge size": (LOOKUP, TENSORS, header_of(shape=[2**62, 0]), *BAD, "shape"),
     "huge and none": (
-        LOOKUP, TENSORS, header_of(shape=[2**31 - 1, 2**31 - 1, 0], data_offsets=[0, 0]), 400, "bad_request", "2**31",
+        LOOKUP, TENSORS, header_of(shape=[2**31 - 1, 2**31 - 1, 0], data_offsets=[0, 0]), *BAD, "2**31",
     ),
-    "9 axes": (LOOKUP, TENSORS, header_of(shape=[3] + [1] * 8), 400, "bad_request", "shape"),
-    "another size": (LOOKUP, TENSORS, header_of(shape=[4]), 400, "bad_request", "takes 32 bytes"),
-    "offsets": (LOOKUP, TENSORS, header_of(data_offsets=[24, 0]), 400, "bad_request", "data_offsets"),
-    "an offset": (LOOKUP, TENSORS, header_of(data_offsets=[24]), 400, "bad_request", "data_offsets"),
-    "a hole": (LOOKUP, TENSORS, header_of(shape=[2], data_offsets=[8, 24]), 400, "bad_request", "got 8 behind 0"),
-    "a field less": (LOOKUP, TENSORS, header_of(shape=None), 400, "bad_request", "dtype, shape, data_offsets"),
-    "a field more": (LOOKUP, TENSORS, header_of(file="/etc"), 400, "bad_request", "dtype, shape, data_offsets"),
-    "one integer": (LOOKUP, TENSORS, pack({"user": np.array(3)}), 400, "bad_request", "a single number"),
-    "a list for an entry": (LOOKUP, TENSORS, text_of('{"user": [1]}'), 400, "bad_request", "an object"),
-    "a list for all": (LOOKUP, TENSORS, text_of('[["user", 1]]'), 400, "bad_request", "JSON object"),
-    "twice": (LOOKUP, TENSORS, text_of('{"user": {}, "user": {}}'), 400, "bad_request", "twice"),
-    "metadata": (LOOKUP, TENSORS, pack({"user": U8}, {"a": 1}), 400, "bad_request", "strings"),
+    "9 axes": (LOOKUP, TENSORS, header_of(shape=[3] + [1] * 8), *BAD, "shape"),
+    "another size": (LOOKUP, TENSORS, header_of(shape=[4]), *BAD, "takes 32 bytes"),
+    "offsets": (LOOKUP, TENSORS, header_of(data_offsets=[24, 0]), *BAD, "data_offsets"),
+    "an offset": (LOOKUP, TENSORS, header_of(data_offsets=[24]), *BAD, "data_offsets"),
+    "a hole": (LOOKUP, TENSORS, header_of(shape=[2], data_offsets=[8, 24]), *BAD, "got 8 behind 0"),
+    "a field less": (LOOKUP, TENSORS, header_of(shape=None), *BAD, "dtype, shape, data_offsets"),
+    "a field more": (LOOKUP, TENSORS, header_of(file="/etc"), *BAD, "dtype, shape, data_offsets"),
+    "one integer": (LOOKUP, TENSORS, pack({"user": np.array(3)}), *BAD, "a single number"),
+    "a list for an entry": (LOOKUP, TENSORS, text_of('{"user": [1]}'), *BAD, "an object"),
+    "a list for all": (LOOKUP, TENSORS, text_of('[["user", 1]]'), *BAD, "JSON object"),
+    "twice": (LOOKUP, TENSORS, text_of('{"user": {}, "user": {}}'), *BAD, "twice"),
+    "metadata": (LOOKUP, TENSORS, pack({"user": U8}, {"a": 1}), *BAD, "strings"),
     "no model": ("/v1/models/tables_only/predict", JSON, b"{}", 404, "no_predict", "no dense_file"),
-    "an input": (PREDICT, JSON, b'{"inputs": {"usr": [[1]], "dense": [[1, 2]]}}', 400, "bad_request", "'usr'"),
-    "too few": (PREDICT, JSON, b'{"inputs": {"user": [[1]]}}', 400, "bad_request", "none for ['dense']"),
-    "a dim": (PREDICT, JSON, b'{"inputs": {"user": [[1]], "dense": [[1, 2, 3]]}}', 400, "bad_request", "[1, 3], wanted"),
-    "an axis": (PREDICT, JSON, b'{"inputs": {"user": [1], "dense": [[1, 2]]}}', 400, "bad_request", "[any, any]"),
+    "an input": (PREDICT, JSON, b'{"inputs": {"usr": [[1]], "dense": [[1, 2]]}}', *BAD, "'usr'"),
+    "too few": (PREDICT, JSON, b'{"inputs": {"user": [[1]]}}', *BAD, "none for ['dense']"),
+    "a dim": (PREDICT, JSON, b'{"inputs": {"user": [[1]], "dense": [[1, 2, 3]]}}', *BAD, "[1, 3], wanted"),
+    "an axis": (PREDICT, JSON, b'{"inputs": {"user": [1], "dense": [[1, 2]]}}', *BAD, "[any, any]"),
     "samples": (
-        PREDICT, JSON, b'{"inputs": {"user": [[1], [2]], "dense": [[1, 2]]}}', 400, "bad_request", "one number of samples",
+        PREDICT, JSON, b'{"inputs": {"user": [[1], [2]], "dense": [[1, 2]]}}', *BAD, "one number of samples",
     ),
-    "no samples": (PREDICT, JSON, b'{"inputs": {"user": [], "dense": []}}', 400, "bad_request", "shape [0]"),
+    "no samples": (PREDICT, JSON, b'{"inputs": {"user": [], "dense": []}}', *BAD, "shape [0]"),
     "none at all": (
-        PREDICT, TENSORS, pack({"user": np.zeros([0, 1], "<i8"), "dense": np.zeros([0, 2], "<f4")}), 400, "bad_request",
+        PREDICT, TENSORS, pack({"user": np.zeros([0, 1], "<i8"), "dense": np.zeros([0, 2], "<f4")}), *BAD,
         "0 samples",
     ),
     "many samples": (
-        PREDICT, JSON, json.dumps({"inputs": {"user": [[1]] * 65, "dense": [[1, 2]] * 65}}), 413, "too_large", "65 samples",
+        PREDICT, JSON, json.dumps({"inputs": {"user": [[1]] * 65, "dense": [[1, 2]] * 65}}), 413, "too_large",
+        "65 samples",
     ),
     "many keys": (
         PREDICT, JSON, json.dumps({"inputs": {"user": [[1] * 5001], "dense": [[1, 2]]}}), 413, "too_large", "5001 keys",
     ),
-    "a float as key": (PREDICT, JSON, b'{"inputs": {"user": [[1.5]], "dense": [[1, 2]]}}', 400, "bad_request", "1.5"),
-    "a word": (PREDICT, JSON, b'{"inputs": {"user": [[1]], "dense": [["a", 2]]}}', 400, "bad_request", "'a'"),
-    "1e39": (PREDICT, JSON, b'{"inputs": {"user": [[1]], "dense": [[1e39, 2]]}}', 400, "bad_request", "float32"),
-    "1e999": (PREDICT, JSON, b'{"inputs": {"user": [[1]], "dense": [[1e999, 2]]}}', 400, "bad_request", "float32"),
+    "a float as key": (PREDICT, JSON, b'{"inputs": {"user": [[1.5]], "dense": [[1, 2]]}}', *BAD, "1.5"),
+    "a word": (PREDICT, JSON, b'{"inputs": {"user": [[1]], "dense": [["a", 2]]}}', *BAD, "'a'"),
+    "1e39": (PREDICT, JSON, b'{"inputs": {"user": [[1]], "dense": [[1e39, 2]]}}', *BAD, "float32"),
+    "1e999": (PREDICT, JSON, b'{"inputs": {"user": [[1]], "dense": [[1e999, 2]]}}', *BAD, "float32"),
     "10**400": (
-        PREDICT, JSON, b'{"inputs":{"user":[[1]],"dense":[[1' + b"0" * 400 + b",2]]}}", 400, "bad_request", "float32",
+        PREDICT, JSON, b'{"inputs":{"user":[[1]],"dense":[[1' + b"0" * 400 + b",2]]}}", *BAD, "float32",
     ),
     "lengths": (
-        PREDICT, JSON, b'{"inputs": {"user": {"values": [1, 2], "lengths": [1]}, "dense": [[1, 2]]}}', 400, "bad_request",
+        PREDICT, JSON, b'{"inputs": {"user": {"values": [1, 2], "lengths": [1]}, "dense": [[1, 2]]}}', *BAD,
         "add up",
     ),
     "a negative length": (
-        PREDICT, JSON, b'{"inputs": {"user": {"values": [1], "lengths": [2, -1]}, "dense": [[1, 2]]}}', 400, "bad_request",
+        PREDICT, JSON, b'{"inputs": {"user": {"values": [1], "lengths": [2, -1]}, "dense": [[1, 2]]}}', *BAD,
         "add up",
     ),
     "a field of bags": (
-        PREDICT, JSON, b'{"inputs": {"user": {"values": [1], "offsets": [0, 1]}, "dense": [[1, 2]]}}', 400, "bad_request",
+        PREDICT, JSON, b'{"inputs": {"user": {"values": [1], "offsets": [0, 1]}, "dense": [[1, 2]]}}', *BAD,
         '"offsets"',
     ),
     "bags of floats": (
-        PREDICT, JSON, b'{"inputs": {"user": [[1]], "dense": {"values": [1], "lengths": [1]}}}', 400, "bad_request", "object",
+        PREDICT, JSON, b'{"inputs": {"user": [[1]], "dense": {"values": [1], "lengths": [1]}}}', *BAD, "object",
     ),
     "half of a ragged one": (
-        PREDICT, TENSORS, pack({"user.values": U8, "dense": np.zeros([1, 2], "<f4")}), 400, "bad_request", "user.values",
+        PREDICT, TENSORS, pack({"user.values": U8, "dense": np.zeros([1, 2], "<f4")}), *BAD, "user.values",
     ),
 }  # fmt: skip
-del REFUSED["numbers"]
 
 
 @pytest.mark.parametrize("case", REFUSED)
@@ -398,8 +397,8 @@ def test_bad_input_is_refused_in_words(client, case):
     assert is_well(client)
 
 
-def test_responses_in_json_have_a_limit(client):
-    """10,000 rows of 4 numbers are more than 30,000; in the binary format they are taken."""
+def test_responses_have_limits():
+    """4,096 rows of 4 numbers are more than 10,000; in the binary format they are taken."""
     body = json.dumps(
         {"keys": {"user": [1] * 4000}, "item": []}[0:1] if False else {"keys": {"user": [[1] * 4] * 1024}}
     )
@@ -476,7 +475,7 @@ def test_a_refused_body_does_not_spoil_the_connection(address):
     body = b"POST " * 5000
     request = f"POST /v1/models/no/lookup HTTP/1.1\r\nHost: a\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
     got = talk(address, request, b"GET /healthz HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n", pause_s=0.2)
-    assert [line.split()[1] for line in got.split(b"\r\n") if line.startswith(b"HTTP/1.1")] == [b"404", b"200"]
+    assert re.findall(rb"HTTP/1.1 (\d+)", got) == [b"404", b"200"]
 
 
 # Fuzz ----------------------------------------------------------------------------------------------------------------
@@ -498,13 +497,11 @@ def answers(client, path, body, headers):
 
 
 @hypothesis.given(body=bodies, path=st.sampled_from([LOOKUP, PREDICT]))
-def test_any_json(address, body, path):
-    with httpx.Client(base_url=address) as client:
-        found = answers(client, path, json.dumps(body).encode(), JSON)
-        if found.status_code == 200 and path == LOOKUP:
-            version = found.json()["version"]
-            keys = {name: json.loads(json.dumps(keys)) for name, keys in body["keys"].items()}
-            assert found.json()["rows"] == {name: rows_of(name, nested, version) for name, nested in keys.items()}
+def test_any_json(client, body, path):
+    found = answers(client, path, json.dumps(body).encode(), JSON)
+    if found.status_code == 200 and path == LOOKUP:
+        version = found.json()["version"]
+        assert found.json()["rows"] == {name: rows_of(name, keys, version) for name, keys in body["keys"].items()}
 
 
 @hypothesis.given(
@@ -514,27 +511,23 @@ def test_any_json(address, body, path):
     keep=st.integers(0, 400),
     path=st.sampled_from([LOOKUP, PREDICT]),
 )
-def test_any_tensors(address, arrays, dtype, cuts, keep, path):
+def test_any_tensors(client, arrays, dtype, cuts, keep, path):
     """Bodies of the form, with bytes changed and cut off."""
     whole = pack({name: np.array(value).astype(dtype) for name, value in arrays.items()})
     body = bytearray(whole[:keep] if keep < 100 else whole)
     for place, byte in cuts:
         if place < len(body):
             body[place] = byte
-    with httpx.Client(base_url=address) as client:
-        found = answers(client, path, bytes(body), TENSORS)
-        if found.status_code == 200 and bytes(body) == whole and path == LOOKUP:
-            rows, metadata = unpack(found.content)
-            version = int(metadata["version"])
-            assert {name: array.tolist() for name, array in rows.items()} == {
-                name: rows_of(name, keys, version) for name, keys in arrays.items()
-            }
+    found = answers(client, path, bytes(body), TENSORS)
+    if found.status_code == 200 and bytes(body) == whole and path == LOOKUP:
+        rows, metadata = unpack(found.content)
+        wanted = {name: rows_of(name, keys, int(metadata["version"])) for name, keys in arrays.items()}
+        assert {name: array.tolist() for name, array in rows.items()} == wanted
 
 
 @hypothesis.given(body=st.binary(max_size=64), headers=st.sampled_from([JSON, TENSORS]))
-def test_any_bytes(address, body, headers):
-    with httpx.Client(base_url=address) as client:
-        answers(client, LOOKUP, body, headers)
+def test_any_bytes(client, body, headers):
+    answers(client, LOOKUP, body, headers)
 
 
 @hypothesis.given(
@@ -600,10 +593,10 @@ def test_batches_keep_limits_and_order(sizes, limit, delay_s, num_workers):
 
     found = batch(run, sizes, {"n": limit}, max_delay_s=delay_s, num_workers=num_workers)
     assert found == [size * 10 for size in sizes]
-    assert sorted(sum(calls, [])) == sorted(sizes)
+    assert sorted(itertools.chain(*calls)) == sorted(sizes)
     assert all(sum(call) <= limit or len(call) == 1 for call in calls)
     if num_workers == 1:
-        assert sum(calls, []) == sizes
+        assert list(itertools.chain(*calls)) == sizes
 
 
 def test_one_that_fails_fails_alone():
@@ -727,13 +720,14 @@ def test_64_clients_while_the_tables_change():
     updates = threading.Thread(target=update)
     updates.start()
     try:
-        with cases.serving(session) as found:
+        with cases.serving(session, max_delay_ms=5) as found:
             asyncio.run(ask_in_parallel(found.address, 64, 8, make_request, check))
     finally:
         stop.set()
         updates.join()
     assert len(versions) > 5
-    assert len(session.calls) < 64 * 8 / 2, "requests were not batched"
+    samples = [size["samples"] for op, _, size in session.calls if op == "predict"]
+    assert max(samples) > 3, "no two requests were run together"
 
 
 def test_errors_of_the_session_reach_only_those_who_caused_them(caplog):

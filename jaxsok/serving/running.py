@@ -21,12 +21,15 @@ def bind(host: str, port: int) -> socket.socket:
 
     Raises:
       OSError: the address is taken, or not of this machine.
+      ValueError: no port.
 
     Example:
       >>> with bind("127.0.0.1", 0) as found:
       ...     found.getsockname()[0]
       '127.0.0.1'
     """
+    if not 0 <= port < 2**16:
+        raise ValueError(f"serve: --port: got {port}, wanted 0 to 65535.")
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         made = socket.socket(family, kind, protocol)
@@ -36,7 +39,7 @@ def bind(host: str, port: int) -> socket.socket:
         except BaseException:
             made.close()
             raise
-    except (OSError, OverflowError) as error:
+    except OSError as error:
         raise OSError(f"serve: got {host}:{port}: {error}; give another --host or --port.") from None
     return made
 
@@ -66,8 +69,10 @@ class Server(uvicorn.Server):
         access_log: bool = False,
         on_ready: Callable[["Server"], None] | None = None,
     ) -> None:
-        """Declares; `run` runs."""
-        self.app, self.where, self._on_ready = app, where, on_ready
+        """Declares; `run` runs. `address` is `http://host:port`, with the port that was found."""
+        self.app, self._where, self._on_ready = app, where, on_ready
+        host, port = where.getsockname()[:2]
+        self.address = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         config = uvicorn.Config(
             app.asgi,
             # h11 bounds the bytes of a request's head, httptools does not.
@@ -83,15 +88,9 @@ class Server(uvicorn.Server):
         )
         super().__init__(config)
 
-    @property
-    def address(self) -> str:
-        """`http://host:port`, with the port that was found."""
-        host, port = self.where.getsockname()[:2]
-        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-
     def run(self, sockets: list[socket.socket] | None = None) -> None:
         """Returns when all is closed."""
-        super().run(sockets or [self.where])
+        super().run(sockets or [self._where])
 
     def stop(self) -> None:
         """As a signal does; from any thread."""
