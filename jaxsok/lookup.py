@@ -250,7 +250,8 @@ def _lookup_fused(
     clock: UInt32[Array, ""],
 ) -> tuple[StoreState, Found, list[Array]]:
     asked = admission.operands(spec, store, step)
-    index, counters, table_rows, rows, records, counted, row_ids, counts, values = kernels.lookup(
+    kept, told = (store.statistics, clock) if spec.keeps_statistics else ((), None)
+    index, counters, table_rows, rows, records, statistics, counted, row_ids, counts, values = kernels.lookup(
         store.index,
         store.counters,
         store.table_rows,
@@ -263,13 +264,20 @@ def _lookup_fused(
         features.num_tiles,
         spec.embedding_dtype,
         asked,
+        kept,
+        told,
     )
     store = dataclasses.replace(
-        store, index=index, counters=counters, table_rows=table_rows, rows=rows, records=records
+        store,
+        index=index,
+        counters=counters,
+        table_rows=table_rows,
+        rows=rows,
+        records=records,
+        statistics=statistics,
     )
     if asked is not None:
         store = dataclasses.replace(store, sightings=counted[0], bloom=counted[1])
-    store = table.touch(spec, store, row_ids, None, clock)
     return store, Found(row_ids, store.generation[None], counts, _rounds(0)), values
 
 

@@ -886,6 +886,18 @@ class Store:
         combined = [combine(f, values[part], present[part]) for f, part in zip(batch.features, parts, strict=True)]
         return [nearest(one, self.embedding_dtype) for one in combined]
 
+    def noted(self, batch: Batch, statistics: np.ndarray, clock: int) -> np.ndarray:
+        """The statistics after a lookup, occurrence by occurrence."""
+        uses: dict[tuple[int, int], int] = {}
+        pairs = zip(batch.tables.tolist(), batch.keys.tolist(), strict=True)
+        for pair, is_asked in zip(pairs, batch.is_asked.tolist(), strict=True):
+            if is_asked and pair in self.row_of:
+                uses[pair] = uses.get(pair, 0) + 1
+        after = statistics.copy()
+        for pair, num in uses.items():
+            after[self.row_of[pair]] = clock, (int(statistics[self.row_of[pair], 1]) + num) % 2**32
+        return after
+
     def lookup(self, batch: Batch, step=None):
         """Embeddings, row ids, counts."""
         row_ids, counts = self.find_or_insert(batch.keys, batch.tables, batch.is_asked, step=step)
@@ -1134,9 +1146,7 @@ class Script:
         """`uses`: of each position; None: one each. Statistics are inputs of the call, any numbers."""
         self._begin()
         row_ids = np.asarray(row_ids, np.uint32)
-        before = self.rng.integers(0, 2**32, (self.store.capacity, 2), np.uint32)
-        before[:, 1] >>= 8 if len(row_ids) else 0
-        before[::7, 1] = 2**32 - 1 - np.arange(len(before[::7])) % 3  # frequencies that wrap
+        before = self._statistics()
         after = before.copy()
         is_row = row_ids < self.store.capacity
         rows = row_ids[is_row]
@@ -1148,6 +1158,13 @@ class Script:
         inputs = {"row_ids": row_ids, "uses": np.zeros(0, np.uint32) if uses is None else uses}
         inputs |= {"clock": np.array(clock, np.uint32), "statistics": slabs["before"]}
         self._add("touch", inputs, {}, {"statistics": slabs["after"]})
+
+    def _statistics(self) -> np.ndarray:
+        """Any numbers; some frequencies that soon wrap."""
+        lines = self.rng.integers(0, 2**32, (self.store.capacity, 2), np.uint32)
+        lines[:, 1] >>= 8
+        lines[::7, 1] = 2**32 - 1 - np.arange(len(lines[::7])) % 3
+        return lines
 
     def evict_select(self, scores: Sequence[np.ndarray], num_kept=0, table=-1, mask=None) -> np.ndarray:
         self._begin()
@@ -1234,14 +1251,20 @@ class Script:
             statics = {**self._tables(lines), "is_find": is_find}
             self._add("gather", inputs, statics, {"rows": rows, "num_absent": num_absent})
 
-    def lookup(self, batch: Batch, step=None) -> np.ndarray:
-        """`step`: with admission."""
+    def lookup(self, batch: Batch, step=None, clock=None) -> np.ndarray:
+        """`step`: with admission; `clock`: with statistics, which are inputs of the call, any numbers."""
         self._begin()
         embeddings, row_ids, counts = self.store.lookup(batch, step)
         admission, more = self._admission(step)
         inputs = {**batch.operands(), "seed": self.store.seed, **admission}
         statics = {**self._tables(), **_features(batch), **self._embeddings(batch), **more}
         want = {"row_ids": row_ids, "counts": counts, "embeddings": embeddings}
+        if clock is not None:
+            ends = np.cumsum(self.store.slabs)[:-1]
+            before = self._statistics()
+            after = self.store.noted(batch, before, clock)
+            inputs |= {"clock": np.array(clock, np.uint32), "statistics": tuple(np.split(before, ends))}
+            want["statistics"] = tuple(np.split(after, ends))
         self._add("lookup", inputs, statics, want, batch=batch, values=self.store.row_values(batch, row_ids))
         return row_ids
 
@@ -1401,6 +1424,7 @@ SIZES = (0, 1, 31, 32, 33, 255, 256, 257, 1000, 5000)
 # Every shape of DispatchShape: rows of 4-float vectors and of single floats, 1 to 32 lanes, 1 to 32 pieces a lane.
 DIMS = (1, 2, 3, 4, 7, 8, 12, 13, 16, 30, 32, 33, 64, 66, 100, 128, 200, 201, 256, 301, 400, 513, 1024)
 SLABS = ((312,), (5, 307), (5, 7, 300))
+HALVES = {"bfloat16": BF16, "float16": F16}
 
 
 def case(name: str, *args: Any) -> Callable:
@@ -2527,6 +2551,140 @@ def touch_large() -> Script:
     return script
 
 
+# Statistics that lookups write -----------------------------------------------------------------------------------
+
+
+def used_batch(script: Script, num: int, num_distinct: int) -> Batch:
+    """Features of all kinds over two tables, some over one; a hot key, padding between."""
+    rng = script.rng
+
+    def keys(size):
+        drawn = rng.integers(0, num_distinct, size).astype(np.uint64) * U64(0x100000001)
+        drawn[rng.random(size) < 0.11] = U64(0x100000001)
+        drawn[rng.random(size) < 0.05] = PADDING_KEY
+        return drawn
+
+    offsets = np.r_[0, np.sort(rng.integers(0, num + 1, max(num // 3, 1)))]
+    return Batch(
+        single(keys(num), 0),
+        single(keys(num), 1),
+        fixed(keys(2 * num), 0, MEAN, 2, script.weights(2 * num)),
+        ragged(keys(num), 0, SQRTN, offsets),
+        ragged(keys(num), 1, SUM, np.minimum(offsets, num // 2), script.weights(num)),
+        fixed(keys(3 * num), 1, SUM, 3),
+    )
+
+
+@cases("statistics-{0}_keys", *SIZES)
+def statistics_sizes(num_keys: int) -> Script:
+    """New keys, then the same and others; rows that are freed and come back; clocks that go back."""
+    number = SIZES.index(num_keys)
+    script = Script(slabs=((5, 7, 300), (12_000,))[num_keys > 100], num_tables=2, dim=(4, 7, 64)[number % 3])
+    for clock in (3, 2**32 - 1, 0):
+        script.lookup(used_batch(script, num_keys, num_keys + 2), clock=clock)
+    script.erase(np.arange(0, num_keys, 2).astype(np.uint64) * U64(0x100000001), 0)
+    script.lookup(used_batch(script, num_keys, num_keys + 9), clock=1)
+    return script
+
+
+@cases("statistics-dim_{0}", 1, 2, 3, 33, 66, 128, 201, 256, 301, 400, 513, 1024)
+def statistics_dims(dim: int) -> Script:
+    """Every shape of a row: in bags as many positions are at hand at once as lanes share a row."""
+    script = Script(slabs=(5, 7, 400), num_tables=2, dim=dim, seed=dim)
+    script.fill(np.arange(20).astype(U64) * U64(0x100000001), 0)
+    for clock in (1, 2):
+        script.lookup(used_batch(script, 80, 90), clock=clock)
+    return script
+
+
+@cases("statistics-{0}-dim_{1}", *itertools.product(HALVES, (3, 8, 256)))
+def statistics_rows16(dtype: str, dim: int) -> Script:
+    """Rows of 16 bits."""
+    script = Script(slabs=(5, 7, 400), num_tables=2, dim=dim, dtype=HALVES[dtype])
+    for clock in (1, 2):
+        script.lookup(used_batch(script, 80, 90), clock=clock)
+    return script
+
+
+@cases("statistics-{0}", "one_key", "each_key_of_a_warp_once", "pairs_in_a_warp", "all_new", "all_padding")
+def statistics_warps(what: str) -> Script:
+    """Warps that agree, and warps whose lanes meet in groups of every kind: keys with rows, then new ones."""
+    script = Script(slabs=(5, 7, 3000), num_tables=2, dim=4)
+    i = np.arange(2000).astype(U64)
+    keys = {
+        "one_key": np.full(2000, 6),
+        "each_key_of_a_warp_once": i % U64(32) + U64(3),
+        "pairs_in_a_warp": i % U64(32) // U64(2) * U64(19),
+        "all_new": i * U64(0x100000001),
+        "all_padding": np.full(2000, PADDING_KEY, np.uint64),
+    }[what]
+    offsets = np.r_[0, np.sort(script.rng.integers(0, 2000, 40)), 2000]
+    batch = Batch(single(keys, 0), ragged(keys, 0, SUM, offsets), fixed(keys[::-1], 1, MEAN, 5), single(keys[:700], 1))
+    script.lookup(batch, clock=5)
+    script.lookup(batch, clock=6)
+    return script
+
+
+@case("statistics-24_slabs")
+def statistics_slabs() -> Script:
+    """As many slabs as a store can have."""
+    script = Script(slabs=np.resize([1, 100, 1, 2, 33], 24).tolist(), dim=3, num_tables=1)
+    script.fill(np.arange(100))
+    script.lookup(Batch(single(script.rng.permutation(np.arange(1000))), fixed(np.arange(400), 0, SUM, 4)), clock=9)
+    return script
+
+
+@case("statistics-300000_keys")
+def statistics_large() -> Script:
+    """More blocks than fit the GPU; a hot key in single positions and in bags."""
+    script = Script(slabs=(100_000, 50_000), dim=1, num_buckets=1 << 16)
+    script.fill(np.arange(1000))
+    keys = (2.0 ** script.rng.uniform(0, 17, 300_000)).astype(np.uint64)
+    batch = Batch(single(keys[:200_000], 0), fixed(keys[200_000:], 0, MEAN, 10))
+    script.lookup(batch, clock=1)
+    script.lookup(batch, clock=2)
+    return script
+
+
+@cases("statistics-{0}", "few_rows_left", "many_new_keys_for_8_rows", "index_of_2_buckets", "keys_of_one_home")
+def statistics_refused(why: str) -> Script:
+    """Keys that get no row are not noted, new ones once for each position, whatever way they come in."""
+    sizes = {
+        "few_rows_left": {"slabs": (5, 7, 20)},
+        "many_new_keys_for_8_rows": {"slabs": (8,), "num_buckets": 16},
+        "index_of_2_buckets": {"slabs": (5, 7, 300), "num_buckets": 2},
+        "keys_of_one_home": {"slabs": (5, 7, 588), "num_buckets": 4096},
+    }[why]
+    script = Script(num_tables=3, dim=8, **sizes)
+    rng = script.rng
+    pool = script.keys_of_homes([77], 300) if why == "keys_of_one_home" else script.distinct(300, low=3)
+    script.fill(pool[:5], 1)
+    for clock in range(3):
+        batch = Batch(
+            single(rng.choice(pool, 33), 1),
+            ragged(rng.choice(pool, 300), 1, SUM, [0, 50, 50, 290], script.weights(300)),
+            single(np.repeat(rng.choice(pool, 200), 4), 2),
+            fixed(rng.choice(pool, 600), 1, MEAN, 3),
+        )
+        script.lookup(batch, clock=clock)
+    return script
+
+
+@case("statistics-keys_in_no_bag")
+def statistics_loose() -> Script:
+    """What lies in no bag is not used, whatever it is; offsets beyond the keys are clamped."""
+    script = Script(slabs=(5, 7, 300), dim=8, num_tables=3)
+    script.fill(np.repeat(np.arange(20), 3), np.tile(np.arange(3), 20))
+    keys = script.rng.integers(0, 40, 64)
+    script.lookup(batch_with_loose_ends(lambda num, *_: script.rng.integers(0, 40, num)), clock=1)
+    script.lookup(
+        Batch(ragged(keys, 0, SUM, [-(10**8), -1, 3, 60, 65, 10**9]), ragged(keys, 1, MEAN, [-(2**31), 2**31 - 1])),
+        clock=2,
+    )
+    script.lookup(Batch(fixed([], 0, SUM, 2), ragged([], 0, SUM, [0, 0, 0])), clock=3)
+    return script
+
+
 # Updates -------------------------------------------------------------------------------------------------------
 
 NUM_USES = (1, 2, 31, 32, 33, 64, 1024, 1025, 5000)
@@ -2668,7 +2826,6 @@ def update_stale_zero_sum() -> Script:
 # Rows of 16 bits -----------------------------------------------------------------------------------------------
 
 DIMS_16 = (1, 2, 3, 7, 8, 12, 16, 33, 64, 100, 128, 200, 256, 513, 1024)
-HALVES = {"bfloat16": BF16, "float16": F16}
 
 
 @cases("rows16-{0}-dim_{1}", *itertools.product(HALVES, DIMS_16))
@@ -2823,6 +2980,15 @@ def admission_uses(num_keys: int) -> Script:
         keys[rng.random(num_keys) < 0.05] = PADDING_KEY
         script.find_or_insert(keys, tables, uses=rng.integers(1, 3, num_keys), step=step)
     script.find_or_insert(keys, tables)  # without admission everyone comes in
+    return script
+
+
+@cases("admission-with_statistics-{0}_keys", 33, 2000)
+def admission_with_statistics(num_keys: int) -> Script:
+    """Keys that wait are not noted; of one that is let in all positions are."""
+    script = admitting(num_keys, slabs=((5, 7, 300), (12_000,))[num_keys > 100], num_waiting_buckets=4096, dim=5)
+    for step in range(4):
+        script.lookup(admission_batch(script, num_keys, num_keys + 2), step=step, clock=step + 7)
     return script
 
 
@@ -3036,6 +3202,16 @@ def small_touch() -> Script:
     row_ids = script.rng.integers(0, 330, 600)
     script.touch(row_ids)
     script.touch(row_ids % 9, script.rng.integers(0, 9, 600), clock=0)
+    return script
+
+
+@cases("small-statistics-dim_{0}", 4, 7, 72)
+def small_statistics(dim: int) -> Script:
+    """Lookups that note uses: of rows that were there, of new ones, of all once no row is left."""
+    script = Script(slabs=(5, 7, 60), num_tables=2, dim=dim)
+    script.fill(np.arange(20).astype(U64) * U64(0x100000001), 0)
+    for num_distinct in (30, 200):
+        script.lookup(used_batch(script, 40, num_distinct), clock=num_distinct)
     return script
 
 

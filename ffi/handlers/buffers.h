@@ -201,6 +201,16 @@ inline ffi::Error CheckSlabAliases(const ffi::RemainingArgs& args, const ffi::Re
   return ffi::Error::Success();
 }
 
+/// The statistics of a store: the next operands of `slabs`.
+inline ffi::Error ReadStatistics(SlabReader& slabs, const char* op, StatisticsView& statistics) {
+  int64_t words = 2;
+  JAXSOK_RETURN_IF_ERROR(slabs.Read<ffi::U32>("statistics", statistics.data, &words));
+  if (words != 2) return ffi::Error::InvalidArgument(std::string(op) + ": statistics: wanted two words a row");
+  statistics.starts = slabs.starts();
+  statistics.capacity = slabs.capacity();
+  return ffi::Error::Success();
+}
+
 /// Which operands a store with admission brings, after the slabs and in this order; bits of the attribute `admission`.
 /// kernels/table.py names them too. 0: everyone is let in.
 enum AdmissionOperand : int32_t {

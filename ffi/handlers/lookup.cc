@@ -10,7 +10,7 @@ ffi::Error LookupImpl(StreamArgument stream, Index index_in, Counters counters_i
                       ffi::RemainingArgs args, ffi::Result<Index> index, ffi::Result<Counters> counters,
                       ffi::Result<TableRows> table_rows, ffi::Result<RowIds> row_ids, ffi::Result<Counts> counts,
                       ffi::Result<Workspace> workspace, ffi::RemainingRets rets, int32_t num_slabs, int32_t num_tiles,
-                      int32_t kinds, int32_t admission_operands) {
+                      int32_t kinds, int32_t has_statistics, int32_t admission_operands) {
   constexpr char kOp[] = "lookup";
   BatchView batch{};
   JAXSOK_RETURN_IF_ERROR(ReadBatch(keys, offsets, weights, features, num_tiles, kOp, batch));
@@ -25,7 +25,16 @@ ffi::Error LookupImpl(StreamArgument stream, Index index_in, Counters counters_i
   SlabReader slabs(args, num_slabs, kOp);
   JAXSOK_RETURN_IF_ERROR(slabs.ReadRows(store));
   JAXSOK_RETURN_IF_ERROR(slabs.Read<ffi::U32>("records", store.records, &record_words));
-  size_t num_aliased = 2 * static_cast<size_t>(num_slabs);
+  StatisticsView statistics{};
+  const uint32_t* clock = nullptr;
+  if (has_statistics != 0) {
+    JAXSOK_RETURN_IF_ERROR(ReadStatistics(slabs, kOp, statistics));
+    auto last = args.get<Scalar>(args.size() - 1);
+    if (!last.has_value()) return last.error();
+    JAXSOK_RETURN_IF_ERROR(CheckShape(last->dimensions(), {}, "clock", kOp));
+    clock = last->typed_data();
+  }
+  size_t num_aliased = slabs.next();
   std::optional<AdmissionView> admission;
   JAXSOK_RETURN_IF_ERROR(ReadAdmission(args, admission_operands, batch.num_keys, kOp, admission, &num_aliased));
   JAXSOK_RETURN_IF_ERROR(CheckSlabAliases(args, rets, 0, 0, num_aliased, kOp));
@@ -42,7 +51,8 @@ ffi::Error LookupImpl(StreamArgument stream, Index index_in, Counters counters_i
   JAXSOK_RETURN_IF_ERROR(ReadEmbeddings(rets, num_aliased, batch.num_features, kOp, data, embeddings));
   StreamScope scope(stream);
   return FromLaunch(LaunchLookup(scope.get(), store, batch, embeddings, row_ids->typed_data(), counts->typed_data(),
-                                 workspace->typed_data(), admission.has_value() ? &*admission : nullptr),
+                                 workspace->typed_data(), admission.has_value() ? &*admission : nullptr,
+                                 clock != nullptr ? &statistics : nullptr, clock),
                     kOp);
 }
 
@@ -113,6 +123,7 @@ JAXSOK_DEFINE_HANDLER(JaxsokLookup, LookupImpl,
                           .Attr<int32_t>("num_slabs")
                           .Attr<int32_t>("num_tiles")
                           .Attr<int32_t>("kinds")
+                          .Attr<int32_t>("statistics")
                           .Attr<int32_t>("admission"));
 
 JAXSOK_DEFINE_HANDLER(JaxsokLookupFind, LookupFindImpl,

@@ -104,13 +104,9 @@ ffi::Error TableTouchImpl(StreamArgument stream, RowIds row_ids, Uses uses, Scal
   const bool has_uses = uses.element_count() != 0;
   if (has_uses) JAXSOK_RETURN_IF_ERROR(CheckShape(uses.dimensions(), {n}, "uses", kOp));
   StatisticsView statistics{};
-  int64_t words = 2;
   SlabReader slabs(args, num_slabs, kOp);
-  JAXSOK_RETURN_IF_ERROR(slabs.Read<ffi::U32>("statistics", statistics.data, &words));
-  if (words != 2) return ffi::Error::InvalidArgument("table_touch: statistics: wanted two words a row");
+  JAXSOK_RETURN_IF_ERROR(ReadStatistics(slabs, kOp, statistics));
   JAXSOK_RETURN_IF_ERROR(CheckSlabAliases(args, rets, 0, 0, static_cast<size_t>(num_slabs), kOp));
-  statistics.starts = slabs.starts();
-  statistics.capacity = slabs.capacity();
   StreamScope scope(stream);
   return FromLaunch(LaunchTouch(scope.get(), statistics, row_ids.typed_data(), has_uses ? uses.typed_data() : nullptr,
                                 n, clock.typed_data()),

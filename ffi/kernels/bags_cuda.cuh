@@ -327,6 +327,8 @@ struct BagResult {
 /// the rows of one window are added, the index lines of the next are on their way (Ask) and the keys of the one after
 /// it (Load).
 ///
+/// Quantized rows: a source holds the `scale` of the position that it resolved last.
+///
 /// Order of the sum: by position, from the first row. It begins at -0, which added to any number gives that number.
 template <typename Row, int kVector, int kPerLane, typename Walk, typename Source, typename Write>
 __device__ __forceinline__ void SumBags(const Feature& f, Walk& walk, const StoreView& store, int lanes, Source& source,
@@ -377,6 +379,10 @@ __device__ __forceinline__ void SumBags(const Feature& f, Walk& walk, const Stor
 #pragma unroll
         for (int i = 0; i < kFlight; ++i) {
           if (from[i] == nullptr) continue;
+          if constexpr (kIsQuantized<Row>) {
+            // Not by shared memory: rows are asked for before anybody waits for a scale.
+            rows[i].Scale(__shfl_sync(group_mask, source.scale, group_start + first + i));
+          }
           if (weighted) {
             const float weight = window_rows.weights[group_start + first + i];
             rows[i].Scale(weight);
@@ -390,9 +396,14 @@ __device__ __forceinline__ void SumBags(const Feature& f, Walk& walk, const Stor
       const int longest = __reduce_max_sync(~0u, now.count);
       for (int first = 0; first < longest; ++first) {
         const Position p = Shuffle(mine, group_start + first);
+        float scale = 1.0f;
+        if constexpr (kIsQuantized<Row>) scale = __shfl_sync(~0u, source.scale, group_start + first);
         if (p.kind == kPositionPadding) continue;
         RowPart<kVector, kPerLane> row;
         LoadPosition<Row>(p, store, f.table, lane, lanes, row);
+        if constexpr (kIsQuantized<Row>) {
+          if (p.kind == kPositionRow) row.Scale(scale);
+        }
         if (weighted) {
           row.Scale(p.weight);
           weights = weights + (f.combiner == kCombinerSqrtn ? p.weight * p.weight : p.weight);

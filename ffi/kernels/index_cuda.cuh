@@ -224,6 +224,31 @@ class TableCounts {
   int num_tables_;
 };
 
+/// How a lookup notes that it used rows, in statistics whose slabs are those of its store. LaunchTouch says what.
+struct UseNotes {
+  Slabs<RowStatistics> statistics;
+  const uint32_t* clock;  // one word; nullptr: the store keeps no statistics
+
+  __device__ bool AreKept() const { return clock != nullptr; }
+  /// What last_step becomes. Asked early, so that no store waits for it.
+  __device__ uint32_t Now() const { return AreKept() ? __ldg(clock) : 0; }
+  /// Frequencies are added to atomically; whoever writes a last_step writes the same clock. Nobody waits for either.
+  __device__ void Add(const SlabStarts& starts, uint32_t row_id, uint32_t uses, uint32_t now) const {
+    RowStatistics* line = statistics.At(starts, row_id, 1);
+    atomicAdd(&line->frequency, uses);
+    line->last_step = now;
+  }
+  /// One use of each lane's row; row ids that are not below the capacity have none. All lanes of the warp.
+  ///
+  /// Of lanes with one row the first writes for all: a hot key stands in many lanes of every warp, whose additions to
+  /// one word would come one after the other.
+  __device__ void AddOfWarp(const StoreView& store, uint32_t row_id, uint32_t now) const {
+    const unsigned peers = __match_any_sync(~0u, row_id);
+    const bool is_first = threadIdx.x % kWarp == static_cast<unsigned>(__ffs(static_cast<int>(peers)) - 1);
+    if (is_first && row_id < store.capacity) Add(store.starts, row_id, static_cast<uint32_t>(__popc(peers)), now);
+  }
+};
+
 // Sinks: what a new pair becomes. -----------------------------------------------------------------------------
 
 /// New pairs get rows of a store.
@@ -232,6 +257,7 @@ struct StoreSink {
 
   StoreView store;
   int32_t* counts;
+  UseNotes notes{};
 
   __device__ uint32_t MaxProbes() const { return kMaxProbes; }
   __device__ uint64_t Salt() const { return SaltOf(store.counters); }
@@ -249,6 +275,8 @@ struct StoreSink {
     Record* record = store.records.At(store.starts, row_id, 1);
     record->key = key;
     record->table = table;
+    // The use of the position for which the row is made: nobody else comes to it as one to be noted.
+    if (notes.AreKept()) notes.Add(store.starts, row_id, 1, notes.Now());
   }
   __device__ uint64_t KeyOf(uint32_t row_id) const { return store.records.At(store.starts, row_id, 1)->key; }
   __device__ uint32_t TableOf(uint32_t row_id) const { return store.records.At(store.starts, row_id, 1)->table; }
@@ -398,9 +426,11 @@ __global__ void __launch_bounds__(kBlock)
 // Chunk by chunk, as count: a thread numbers the winners among four neighbouring positions, then lanes write the new
 // rows of the chunk.
 // A winner alone writes its record and its entry; row ids are distinct, so no two threads write one row.
+// Six blocks a multiprocessor fit without being asked for, were it not for the use notes of a sink.
 template <typename Sink>
-__global__ void __launch_bounds__(kBlock) AssignKernel(Sink sink, InsertWorkspace w, const uint64_t* keys,
-                                                       TableOfPosition table_of, uint32_t* row_ids, int64_t num_keys) {
+__global__ void __launch_bounds__(kBlock, 6)
+    AssignKernel(Sink sink, InsertWorkspace w, const uint64_t* keys, TableOfPosition table_of, uint32_t* row_ids,
+                 int64_t num_keys) {
   const InsertControl control = *w.control;
   if (control.num_pending == 0) return;
   constexpr int kPerThread = kPositionsPerChunk / kBlock;

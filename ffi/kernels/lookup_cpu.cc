@@ -1,6 +1,7 @@
 // The way down on the CPU: row ids first, for tiles or for the whole batch, then the rows of each bag.
 #include "index_cpu.h"
 #include "lookup.h"
+#include "touch_cpu.h"
 
 namespace jaxsok {
 namespace {
@@ -114,7 +115,7 @@ void CountBaglessFeatures(const BagFeatures& bags, int32_t* counts) {
 
 LaunchError LaunchLookup(Stream stream, const StoreView& store, const BatchView& batch,
                          const EmbeddingsView& embeddings, uint32_t* row_ids, int32_t* counts, void* workspace,
-                         const AdmissionView* admission) {
+                         const AdmissionView* admission, const StatisticsView* statistics, const uint32_t* clock) {
   const BagFeatures bags(stream, batch);
   if (LaunchError error = bags.ErrorWithTables(store.num_tables)) return error;
   if (LaunchError error = CheckStore(store, embeddings)) return error;
@@ -126,6 +127,10 @@ LaunchError LaunchLookup(Stream stream, const StoreView& store, const BatchView&
     const Tile& tile = bags.tiles()[t];
     const FeatureView& feature = bags.features()[tile.feature];
     constexpr int32_t kInitialRow = 0;
+    if (statistics != nullptr) {  // positions of no tile have no row
+      TouchRange(*statistics, row_ids, nullptr, feature.BagBegin(tile.bag_begin), feature.BagBegin(tile.bag_end),
+                 *clock);
+    }
     CombineRows(read, feature, tile, batch.keys, row_ids, 0, kInitialRow, embeddings, [](const auto&) {});
   });
   return nullptr;

@@ -3,6 +3,9 @@
 #include "lookup_cuda.cuh"
 
 namespace jaxsok {
+
+template struct LookupOf<float>;
+
 namespace {
 
 // Zeroes what the passes add to: one launch in place of several memsets.
@@ -35,10 +38,11 @@ LaunchError Main(Stream stream, Mode mode, const LookupArguments& a, const Embed
 
 LaunchError LaunchLookup(Stream stream, const StoreView& store, const BatchView& batch,
                          const EmbeddingsView& embeddings, uint32_t* row_ids, int32_t* counts, void* workspace,
-                         const AdmissionView* admission) {
+                         const AdmissionView* admission, const StatisticsView* statistics, const uint32_t* clock) {
   EmbeddingPointers pointers;
   JAXSOK_RETURN_IF_LAUNCH(pointers.Fill(embeddings, batch.num_features, store.row_dtype));
   LookupArguments a{store, batch, nullptr, row_ids, counts, InsertWorkspace::Cut(workspace, batch.num_keys)};
+  if (statistics != nullptr) a.notes = {statistics->data, clock};
   // Only ragged features have positions that lie in no bag.
   JAXSOK_RETURN_IF_LAUNCH(
       Prepare(stream, counts, store.num_tables, a.insert.control, row_ids, batch.num_offsets > 0 ? batch.num_keys : 0));
@@ -47,7 +51,7 @@ LaunchError LaunchLookup(Stream stream, const StoreView& store, const BatchView&
     return batch.num_tiles == 0 ? nullptr : Main(stream, kModeInsert, a, pointers);
   }
   JAXSOK_RETURN_IF_LAUNCH(Main(stream, kModeInsert, a, pointers));
-  const StoreSink sink{store, counts};
+  const StoreSink sink{store, counts, a.notes};
   const TableOfPosition table_of{nullptr, batch.features, batch.num_features, batch.num_keys};
   if (admission != nullptr) {
     JAXSOK_RETURN_IF_LAUNCH(

@@ -22,6 +22,7 @@ struct LookupArguments {
   uint32_t* row_ids;              // kModeInsert
   int32_t* counts;
   InsertWorkspace insert;  // kModeInsert
+  UseNotes notes{};        // kModeInsert
 };
 
 /// What a lane saw; added up before it leaves the block.
@@ -90,6 +91,7 @@ struct LookupSource {
   }
   __device__ Position Resolve(int32_t at, const Token& token, bool valid) {
     ProbeResult found{token.row_id, kNoEntry, 1};
+    const uint32_t now = Now();
     if (kMode != kModePlanned) {
       AsyncLines::Wait();
       if (token.key != kPaddingKey && !lines->EndsHere(bucket, token.key, f.table, &found)) {
@@ -97,7 +99,16 @@ struct LookupSource {
                                  kMaxProbes);
       }
     }
-    return valid ? Take(at, token.key, found) : Position{nullptr, kPaddingKey, kPositionPadding, 1.0f};
+    const Position p = valid ? Take(at, token.key, found) : Position{nullptr, kPaddingKey, kPositionPadding, 1.0f};
+    Note(p, found, now);
+    return p;
+  }
+  __device__ uint32_t Now() const { return kMode == kModeInsert ? a.notes.Now() : 0; }
+  /// Notes the uses of rows that were found; those of new rows are noted when they are made, or by the finishing pass.
+  /// All lanes of the warp, ahead of what waits for rows.
+  __device__ void Note(const Position& p, const ProbeResult& found, uint32_t now) const {
+    if (kMode != kModeInsert || !a.notes.AreKept()) return;
+    a.notes.AddOfWarp(a.store, p.kind == kPositionRow ? found.row_id : kNoRow, now);
   }
   /// A position whose walk has ended at a row, or nowhere.
   __device__ Position Take(int32_t at, uint64_t key, const ProbeResult& found) {
@@ -143,13 +154,13 @@ __device__ __forceinline__ void LeaveBag(const InsertWorkspace& w, bool unfinish
 }
 
 /// What lies in no bag is padding: before the first bag of a feature, and after the last one. Blocks share it as they
-/// share the feature's bags; all threads of `block` of `blocks`.
+/// share the feature's bags; all threads of `block` of `blocks`. Blocks beyond them (LaunchLookupFrozen) have no share.
 template <int kMode>
 __device__ __forceinline__ void CountLoosePositions(const LookupArguments& a, const Feature& f, int block, int blocks,
                                                     LaneCounts& counts) {
   int32_t first, last;
   f.Bags(a.batch.offsets, &first, &last);
-  const int64_t num_loose = first + (f.num_keys - last);
+  const int64_t num_loose = block < blocks ? first + (f.num_keys - last) : 0;
   for (int64_t i = int64_t{block} * kBlock + threadIdx.x; i < num_loose; i += int64_t{blocks} * kBlock) {
     ++counts.padding;
     if (kMode == kModeInsert) a.row_ids[f.key_start + (i < first ? i : last + (i - first))] = kNoRow;
@@ -217,17 +228,20 @@ __global__ void __launch_bounds__(kBlock, BlocksPerMultiprocessor<kVector * kPer
   const Feature& f = b.f;
   if (f.combiner != kCombinerNone) return;
   LookupSource<kMode, Row> source{a, f, kMode == kModePlanned ? 0 : SaltOf(a.store.counters), nullptr, 0, {}};
+  const uint32_t now = source.Now();
   const int32_t bag = b.first_bag + static_cast<int32_t>(threadIdx.x % kWarp);
   if (b.first_bag < b.last_bag) {
     Position mine{nullptr, kPaddingKey, kPositionPadding, 1.0f};
+    ProbeResult found{kNoRow, kNoEntry, 1};
     if (bag < b.last_bag) {
       const auto token = source.Load(bag);
-      ProbeResult found{token.row_id, kNoEntry, 1};
+      found.row_id = token.row_id;
       if (kMode != kModePlanned && token.key != kPaddingKey) {
         found = ProbeBuckets<false>(a.store.index, token.key, f.table, source.salt, kMaxProbes);
       }
       mine = source.Take(bag, token.key, found);
     }
+    source.Note(mine, found, now);
     CopyRows<Row, kVector, kPerLane>(mine, b.last_bag - b.first_bag, a.store, OneTable{static_cast<uint32_t>(f.table)},
                                      lanes, embeddings.pointers.data[f.number], embeddings.is_float32, b.first_bag);
     if (kMode == kModeInsert) {
@@ -307,6 +321,13 @@ struct FinishSource {
   __device__ Token Load(int32_t at) const { return __ldg(a.batch.keys + f.key_start + at); }
   __device__ void Ask(Token) const {}
   __device__ Position Resolve(int32_t at, Token key, bool) {
+    uint32_t unnoted = kNoRow;
+    const Position p = Take(at, key, &unnoted);
+    if (a.notes.AreKept()) a.notes.AddOfWarp(a.store, unnoted, a.notes.Now());
+    return p;
+  }
+  /// `unnoted`: the row of a key that is known only now.
+  __device__ Position Take(int32_t at, Token key, uint32_t* unnoted) {
     const int64_t position = int64_t{f.key_start} + at;
     Position p{nullptr, key, kPositionPadding, 1.0f};
     if (key == kPaddingKey) return p;
@@ -315,7 +336,7 @@ struct FinishSource {
       bool unplaced;
       row_id =
           ResolvePending(StoreSink{a.store, a.counts}, control, a.insert.entry_of[position], key, f.table, &unplaced);
-      a.row_ids[position] = row_id;
+      a.row_ids[position] = *unnoted = row_id;
       counts.Add(f.table, row_id == kNoRow ? kCountRefused : kCountFound, 1);
       if (unplaced) atomicAdd(a.store.counters + kNumUnplaced, 1u);
     }
@@ -423,6 +444,7 @@ LaunchError LookupOf<Row>::Finish(Stream stream, const LookupArguments& a, const
   return DispatchShape(a.store.dim, LaunchFinish<Row>{stream, a, embeddings});
 }
 
+extern template struct LookupOf<float>;     // lookup_cuda.cu
 extern template struct LookupOf<BFloat16>;  // lookup_rows16_cuda.cu
 extern template struct LookupOf<Float16>;
 

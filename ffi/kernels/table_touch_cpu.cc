@@ -1,35 +1,14 @@
 // touch on the CPU (table.h says what).
-#include <algorithm>
-
-#include "parallel_cpu.h"
-#include "table.h"
+#include "touch_cpu.h"
 
 namespace jaxsok {
-namespace {
-
-constexpr int64_t kPositionsPerTask = 4096;
-constexpr int64_t kLinesAhead = 16;  // a line comes from memory in the time that some ten others take
-
-}  // namespace
 
 LaunchError LaunchTouch(Stream stream, const StatisticsView& statistics, const uint32_t* row_ids, const uint32_t* uses,
                         int64_t num_keys, const uint32_t* clock) {
+  constexpr int64_t kPositionsPerTask = 4096;
   const uint32_t now = *clock;
-  RunRanges(stream, num_keys, kPositionsPerTask, [&](int64_t begin, int64_t end) {
-    int64_t fetched = begin;
-    for (int64_t i = begin; i < end; ++i) {
-      for (const int64_t ahead = std::min(i + kLinesAhead, end); fetched < ahead; ++fetched) {
-        if (row_ids[fetched] < statistics.capacity) {
-          __builtin_prefetch(statistics.data.At(statistics.starts, row_ids[fetched], 1), 1);
-        }
-      }
-      if (row_ids[i] >= statistics.capacity) continue;
-      RowStatistics* line = statistics.data.At(statistics.starts, row_ids[i], 1);
-      // Another thread may touch the same row.
-      AddAtomically(&line->frequency, uses == nullptr ? uint32_t{1} : uses[i]);
-      __atomic_store_n(&line->last_step, now, __ATOMIC_RELAXED);
-    }
-  });
+  RunRanges(stream, num_keys, kPositionsPerTask,
+            [&](int64_t begin, int64_t end) { TouchRange(statistics, row_ids, uses, begin, end, now); });
   return nullptr;
 }
 

@@ -1,6 +1,7 @@
 """Doors of the lookup noun: keys to embeddings, inserting, reading only, or with row ids known."""
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,7 +10,7 @@ import numpy as np
 from jaxtyping import Array, Float32, Int32, UInt32
 
 from jaxsok.kernels import library
-from jaxsok.kernels.table import Admission, RecordSlab, Slab, result
+from jaxsok.kernels.table import Admission, RecordSlab, Slab, StatisticsSlab, result
 from jaxsok.types import COUNTS, Keys, RowIds
 
 Batch = tuple[Keys, Int32[Array, " num_offsets"], Float32[Array, " num_weights"], Int32[np.ndarray, "num_features 12"]]
@@ -34,12 +35,15 @@ def lookup(
     num_tiles: int,
     embedding_dtype: str = "float32",
     admission: Admission | None = None,
+    statistics: Sequence[StatisticsSlab] = (),
+    clock: UInt32[Array, ""] | None = None,
 ) -> tuple[
     Array,
     Array,
     Array,
     tuple[Array, ...],
     tuple[Array, ...],
+    tuple[StatisticsSlab, ...],
     tuple[tuple[Array, ...], tuple[Array, ...]],
     RowIds,
     Int32[Array, "num_tables num_counts"],
@@ -47,14 +51,19 @@ def lookup(
 ]:
     """Looks up a batch; unseen keys get rows. See `LaunchLookup` in ffi/kernels/lookup.h.
 
+    With `statistics`, slabs of the store, the uses of rows are noted in them: `clock` is what `last_step` becomes.
+
     Returns:
-      index, counters, table_rows, rows, records, (sightings, bloom) (all donated), row_ids, counts, embeddings.
+      index, counters, table_rows, rows, records, statistics, (sightings, bloom) (all donated), row_ids, counts,
+      embeddings.
     """
+    if bool(statistics) != (clock is not None):
+        raise ValueError("lookup: statistics and clock: got one of them; pass both or neither")
     keys, num_slabs = batch[0], len(rows)
     workspace = library.register().JaxsokInsertWorkspaceBytes(keys.shape[0])
     state = (index, counters, table_rows)
-    slabs = (*rows, *records, *(() if admission is None else admission.in_place))
-    others = () if admission is None else admission.others
+    slabs = (*rows, *records, *statistics, *(() if admission is None else admission.in_place))
+    others = (*(() if admission is None else admission.others), *(() if clock is None else (clock,)))
     results = (
         *map(jax.typeof, state),
         result(keys, (keys.shape[0],), "uint32"),
@@ -65,14 +74,20 @@ def lookup(
     )
     aliases = {0: 0, 1: 1, 2: 2} | {9 + i: 6 + i for i in range(len(slabs))}
     call = jax.ffi.ffi_call("jaxsok_lookup", results, input_output_aliases=aliases)
-    bits = np.int32(0 if admission is None else admission.bits)
+    attributes = {
+        "statistics": np.int32(bool(statistics)),
+        "admission": np.int32(0 if admission is None else admission.bits),
+    }
     out = call(
-        *state, tables, seed, *batch, *slabs, *others, admission=bits, **_attributes(batch, num_slabs, num_tiles)
+        *state, tables, seed, *batch, *slabs, *others, **attributes, **_attributes(batch, num_slabs, num_tiles)
     )
     index, counters, table_rows, row_ids, counts, _, *rest = out
-    new_rows, new_records, embeddings = rest[:num_slabs], rest[num_slabs : 2 * num_slabs], rest[len(slabs) :]
-    counted = ((), ()) if admission is None else admission.after(rest[2 * num_slabs : len(slabs)])
-    return index, counters, table_rows, tuple(new_rows), tuple(new_records), counted, row_ids, counts, list(embeddings)
+    ends = [num_slabs, 2 * num_slabs, 2 * num_slabs + len(statistics), len(slabs), len(rest)]
+    *in_place, embeddings = (tuple(rest[begin:end]) for begin, end in itertools.pairwise([0, *ends]))
+    new_rows, new_records, new_statistics, counted = in_place
+    counted = ((), ()) if admission is None else admission.after(counted)
+    state = (index, counters, table_rows, new_rows, new_records, new_statistics, counted)
+    return *state, row_ids, counts, list(embeddings)
 
 
 def lookup_find(

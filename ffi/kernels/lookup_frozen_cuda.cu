@@ -1,0 +1,241 @@
+// Lookups in frozen stores on a GPU: one launch for the counts of all stores, then one or two for each store.
+//
+// Rows of 32 and 16 bits take the kernels of training (lookup_cuda.cuh), to the bit. Those of 8 bits have kernels of
+// their own here, in find mode alone. Their lanes load four numbers at once; what is written is four times as much, so
+// it is the width of the stores that counts.
+#include "lookup_cuda.cuh"
+
+namespace jaxsok {
+
+// How a lane holds numbers of 8 bits: they become floats as soon as they are picked out of the word.
+
+template <>
+struct Packed<Int8, 1> {
+  using Type = signed char;
+  __device__ static float Bits(Type packed, int) { return static_cast<float>(packed); }
+};
+template <>
+struct Packed<Int8, 4> {
+  using Type = uint32_t;
+  /// In two instructions at full rate, where a conversion runs at a quarter of it: beside an exponent of 2^23 the byte
+  /// counts whole numbers, and the sum is exact. `i` is known at compile time.
+  __device__ static float Bits(Type packed, int i) {
+    return FloatOfBits(__byte_perm(packed ^ 0x80808080u, 0x4b000000u, 0x7540u + i)) - 8388736.0f;
+  }
+};
+
+/// Two neighbouring numbers; the conversion is exact.
+__device__ __forceinline__ float WidenedHalf(uint32_t pair, int i) {
+#if __CUDA_ARCH__ >= 890
+  uint32_t halves;
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(static_cast<uint16_t>(pair)));
+  float widened;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(widened) : "h"(static_cast<uint16_t>(halves >> (i * 16))));
+  return widened;
+#else
+  return RowNumber<Float8E4m3>::Widened(Float8E4m3{static_cast<uint8_t>(pair >> (i * 8))});
+#endif
+}
+template <>
+struct Packed<Float8E4m3, 1> {
+  using Type = unsigned char;
+  __device__ static float Bits(Type packed, int) { return WidenedHalf(packed, 0); }
+};
+template <>
+struct Packed<Float8E4m3, 4> {
+  using Type = uint32_t;
+  __device__ static float Bits(Type packed, int i) { return WidenedHalf(packed >> (i / 2 * 16), i % 2); }
+};
+
+namespace {
+
+/// What positions contribute where rows have scales: a scale is asked for as soon as its row is known.
+template <typename Row>
+struct QuantizedSource : LookupSource<kModeFind, Row> {
+  using Base = LookupSource<kModeFind, Row>;
+  using Token = typename Base::Token;
+  float scale;  // of the last position; without meaning where that has no row
+
+  __device__ QuantizedSource(const LookupArguments& a, const Feature& f, uint64_t salt, AsyncLines* lines)
+      : Base{a, f, salt, lines, 0, {}}, scale(0.0f) {}
+
+  __device__ Position Take(int32_t at, uint64_t key, const ProbeResult& found) {
+    if (key != kPaddingKey && found.row_id < this->a.store.capacity) {
+      scale = __ldg(this->a.store.scales + found.row_id);
+    }
+    return Base::Take(at, key, found);
+  }
+  __device__ Position Resolve(int32_t at, const Token& token, bool valid) {
+    AsyncLines::Wait();
+    const IndexView& index = this->a.store.index;
+    ProbeResult found{kNoRow, kNoEntry, 1};
+    if (token.key != kPaddingKey && !this->lines->EndsHere(this->bucket, token.key, this->f.table, &found)) {
+      found = ProbeFrom<false>(index, token.key, this->f.table, NextBucket(this->bucket, index.num_buckets), 1,
+                               kMaxProbes);
+    }
+    return valid ? Take(at, token.key, found) : Position{nullptr, kPaddingKey, kPositionPadding, 1.0f};
+  }
+};
+
+/// As CopyRows, for rows with scales; lane i holds that of position i.
+template <typename Row, int kVector, int kPerLane>
+__device__ __forceinline__ void CopyQuantizedRows(const Position& mine, float my_scale, int num_valid,
+                                                  const StoreView& store, uint32_t table, int lanes, float* lines,
+                                                  int64_t first_line) {
+  const int warp_lane = threadIdx.x % kWarp;
+  const int lane = warp_lane % lanes, group = warp_lane / lanes, groups = kWarp / lanes;
+  float* out = lines + first_line * store.dim;
+  if (__all_sync(~0u, mine.kind == kPositionRow || warp_lane >= num_valid)) {
+    // Vectors are held packed until they are used; single numbers take a register each.
+    constexpr int kFlight = RowsInFlight<kVector == 1 ? 8 : 32, kVector * kPerLane>();
+    for (int first = 0; first < num_valid; first += groups * kFlight) {
+      PackedPart<Row, kVector, kPerLane> rows[kFlight];
+#pragma unroll
+      for (int i = 0; i < kFlight; ++i) {
+        const int from = first + i * groups + group;
+        const auto row = reinterpret_cast<const Row*>(
+            __shfl_sync(~0u, reinterpret_cast<unsigned long long>(mine.pointer), from & (kWarp - 1)));
+        if (from < num_valid) rows[i].Load(row, lane, lanes, store.dim);
+      }
+#pragma unroll
+      for (int i = 0; i < kFlight; ++i) {
+        const int64_t from = first + i * groups + group;
+        const float scale = __shfl_sync(~0u, my_scale, static_cast<int>(from) & (kWarp - 1));
+        if (from >= num_valid) continue;
+        RowPart<kVector, kPerLane> row = rows[i].Widened();
+        row.Scale(scale);
+        row.StoreStreaming(out + from * store.dim, lane, lanes, store.dim);
+      }
+    }
+    return;
+  }
+  for (int first = 0; first < num_valid; first += groups) {
+    const int from = first + group;
+    const Position p = Shuffle(mine, from & (kWarp - 1));
+    const float scale = __shfl_sync(~0u, my_scale, from & (kWarp - 1));
+    if (from >= num_valid) continue;
+    RowPart<kVector, kPerLane> row;
+    LoadPosition<Row>(p, store, table, lane, lanes, row);
+    if (p.kind == kPositionRow) row.Scale(scale);
+    row.StoreStreaming(out + int64_t{from} * store.dim, lane, lanes, store.dim);
+  }
+}
+
+// As LookupRowsKernel: lane i of a warp finds the row of bag i, then groups of lanes write 32 / lanes rows at a time.
+// A thread writes its columns of its group's embeddings; nothing is shared but counters, which are added to.
+template <typename Row, int kVector, int kPerLane>
+__global__ void __launch_bounds__(kBlock, BlocksPerMultiprocessor<kVector * kPerLane>())
+    QuantizedRowsKernel(const __grid_constant__ LookupArguments a, const __grid_constant__ EmbeddingPointers embeddings,
+                        TileShare share, int lanes) {
+  const BlockBags b = BlockBags::Of(a.batch, share);
+  const Feature& f = b.f;
+  if (f.combiner != kCombinerNone) return;
+  QuantizedSource<Row> source(a, f, SaltOf(a.store.counters), nullptr);
+  const int32_t bag = b.first_bag + static_cast<int32_t>(threadIdx.x % kWarp);
+  if (b.first_bag < b.last_bag) {
+    Position mine{nullptr, kPaddingKey, kPositionPadding, 1.0f};
+    if (bag < b.last_bag) {
+      const auto token = source.Load(bag);
+      ProbeResult found{kNoRow, kNoEntry, 1};
+      if (token.key != kPaddingKey) {
+        found = ProbeBuckets<false>(a.store.index, token.key, f.table, source.salt, kMaxProbes);
+      }
+      mine = source.Take(bag, token.key, found);
+    }
+    CopyQuantizedRows<Row, kVector, kPerLane>(mine, source.scale, b.last_bag - b.first_bag, a.store,
+                                              static_cast<uint32_t>(f.table), lanes,
+                                              static_cast<float*>(embeddings.pointers.data[f.number]), b.first_bag);
+  }
+  CountLoosePositions<kModeFind>(a, f, b.block, b.blocks, source.counts);
+  FlushCounts<kModeFind>(a, f, source.counts);
+}
+
+// As LookupBagsKernel: each group of lanes sums one bag after the other. Who writes what is as for single keys.
+template <typename Row, int kVector, int kPerLane>
+__global__ void __launch_bounds__(kBlock, BagBlocksPerMultiprocessor<kVector * kPerLane>())
+    QuantizedBagsKernel(const __grid_constant__ LookupArguments a, const __grid_constant__ EmbeddingPointers embeddings,
+                        TileShare share, int lanes) {
+  __shared__ AsyncLines lines[kBlock / kWarp];
+  __shared__ WindowRows window_rows[kBlock / kWarp];
+  __shared__ Feature f;
+  const BlockBags b = BlockBags::Of(a.batch, share);
+  if (threadIdx.x == 0) f = b.f;
+  __syncthreads();
+  if (f.combiner == kCombinerNone) return;
+  QuantizedSource<Row> source(a, f, SaltOf(a.store.counters), lines + threadIdx.x / kWarp);
+  float* out = static_cast<float*>(embeddings.pointers.data[f.number]);
+  BagWalk walk(f, a.batch.offsets, b.first_bag, b.last_bag, lanes);
+  SumBags<Row, kVector, kPerLane>(f, walk, a.store, lanes, source, window_rows[threadIdx.x / kWarp],
+                                  [&](int32_t bag, const BagResult& result, RowPart<kVector, kPerLane>& sum) {
+                                    if (bag < 0) return;
+                                    WriteBag<float>(f, result, sum, lanes, a.store.dim, out, true, bag);
+                                  });
+  CountLoosePositions<kModeFind>(a, f, b.block, b.blocks, source.counts);
+  FlushCounts<kModeFind>(a, f, source.counts);
+}
+
+template <typename Row>
+struct LaunchQuantized {
+  Stream stream;
+  const LookupArguments& a;
+  const EmbeddingPointers& embeddings;
+  template <int kVector, int kPerLane>
+  LaunchError operator()(int lanes) const {
+    const TileShare share = TileShare::Of(a.batch.num_tiles);
+    const int blocks = a.batch.num_tiles * share.BlocksPerTile();
+    if (a.batch.kinds & kSingleKeys) {
+      QuantizedRowsKernel<Row, kVector, kPerLane><<<blocks, kBlock, 0, stream>>>(a, embeddings, share, lanes);
+    }
+    if (a.batch.kinds & kBags) {
+      QuantizedBagsKernel<Row, kVector, kPerLane><<<blocks, kBlock, 0, stream>>>(a, embeddings, share, lanes);
+    }
+    JAXSOK_RETURN_IF_CUDA(cudaGetLastError());
+    return nullptr;
+  }
+};
+
+// One block zeroes what all stores add to: there are tens or hundreds of tables.
+__global__ void __launch_bounds__(kBlock) ClearCountsKernel(int32_t* counts, int num_counts) {
+  for (int i = threadIdx.x; i < num_counts; i += kBlock) counts[i] = 0;
+}
+
+/// Tiles of a batch. Every feature has one at least, whether it has keys or not: how many it has is not known here.
+/// Blocks beyond the last tile that the features tell find no bag and count nothing.
+int32_t NumTilesOf(const FrozenLookup& lookup) {
+  int64_t num_tiles = 0;
+  for (int32_t f = 0; f < lookup.batch.num_features; ++f) {
+    const int64_t tiles = CeilDiv<int64_t>(lookup.num_bags[f], kBagsPerTile);
+    num_tiles += tiles > 1 ? tiles : 1;
+  }
+  return static_cast<int32_t>(num_tiles);
+}
+
+}  // namespace
+
+LaunchError LaunchLookupFrozen(Stream stream, const FrozenLookup* lookups, int32_t num_stores, int32_t* counts) {
+  int num_tables = 0;
+  for (int32_t s = 0; s < num_stores; ++s) num_tables += lookups[s].store.num_tables;
+  if (num_tables == 0) return nullptr;
+  ClearCountsKernel<<<1, kBlock, 0, stream>>>(counts, num_tables * kNumCounts);
+  JAXSOK_RETURN_IF_CUDA(cudaGetLastError());
+  for (int32_t s = 0; s < num_stores; ++s) {
+    const FrozenLookup& lookup = lookups[s];
+    EmbeddingPointers pointers;
+    JAXSOK_RETURN_IF_LAUNCH(pointers.Fill(lookup.embeddings, lookup.batch.num_features, lookup.store.row_dtype));
+    LookupArguments a{lookup.store, lookup.batch, nullptr, nullptr, counts, {}};
+    counts += lookup.store.num_tables * kNumCounts;
+    a.batch.num_tiles = NumTilesOf(lookup);
+    if (a.batch.num_tiles == 0) continue;
+    JAXSOK_RETURN_IF_LAUNCH(WithStoredDtypes(a.store.row_dtype, kRowDtypeFloat32, [&](auto row, auto) {
+      using Row = decltype(row);
+      if constexpr (kIsQuantized<Row>) {
+        return DispatchShape(a.store.dim, LaunchQuantized<Row>{stream, a, pointers});
+      } else {
+        return LookupOf<Row>::Main(stream, kModeFind, a, pointers);
+      }
+    }));
+  }
+  return nullptr;
+}
+
+}  // namespace jaxsok
