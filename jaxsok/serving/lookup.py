@@ -327,7 +327,8 @@ def _combined(part: _Part, rows: Float32[Array, "num_keys dim"]) -> Float32[Arra
         bags = jnp.repeat(jnp.arange(num_bags), part.hotness, total_repeat_length=num_keys)
     else:
         offsets = jnp.asarray(part.offsets)
-        bags = jnp.searchsorted(offsets, jnp.arange(num_keys), side="right") - 1
+        begins = jnp.zeros(num_keys + 1, jnp.int32).at[offsets].add(1, mode="drop")
+        bags = jnp.cumsum(begins)[:num_keys] - 1  # searchsorted takes no symbolic size
         factor = jnp.where((bags >= 0) & (bags < num_bags), factor, 0.0)
     sums = jnp.zeros((num_bags, dim)).at[bags].add(rows * factor[:, None], mode="drop")
     if part.given.combiner == "sum":

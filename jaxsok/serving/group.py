@@ -1,0 +1,189 @@
+"""What a layer reads: the inputs of one fused lookup, declared by name. For nnx.py and linen.py; knows no Flax."""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from jaxsok.features import Bags
+from jaxsok.serving.errors import RequestError
+from jaxsok.serving.frozen import FrozenTables
+from jaxsok.serving.lookup import LookupInput, lookup
+from jaxsok.types import COMBINERS, MAX_DIM, Combiner
+
+
+@dataclasses.dataclass(frozen=True)
+class LookupSpec:
+    """One input of a fused group: which table its keys read, and how the rows of a bag are combined.
+
+    Raises:
+      TypeError, ValueError: when declared; names the argument.
+
+    Example:
+      >>> LookupSpec("item", combiner="mean").max_norm is None
+      True
+    """
+
+    table: str
+    combiner: Combiner | None = None
+    """None: every key has its own row, as of `LookupLayer`; else bags, as of `SparseLookupLayer`."""
+    max_norm: float | None = None
+    """Rows longer than this (L2) are scaled down to it before they are combined."""
+    dim: int | None = None
+    """Of the table, checked where it is given. Linen's `init` without tables needs it."""
+
+    def __post_init__(self) -> None:
+        """Refuses what cannot be meant."""
+        if not isinstance(self.table, str) or not self.table:
+            raise TypeError(f"LookupSpec: table: got {self.table!r}, wanted the name of a table.")
+        what = f'LookupSpec "{self.table}"'
+        if self.combiner not in COMBINERS:
+            raise ValueError(f"{what}: combiner: got {self.combiner!r}, wanted one of {list(COMBINERS)}.")
+        norm = self.max_norm
+        is_number = isinstance(norm, (int, float)) and not isinstance(norm, bool)
+        if norm is not None and not (is_number and math.isfinite(norm) and norm >= 0):
+            raise ValueError(f"{what}: max_norm: got {norm!r}, wanted a number from 0, or None.")
+        dim = self.dim
+        is_integer = isinstance(dim, (int, np.integer)) and not isinstance(dim, bool)
+        if dim is not None and not (is_integer and 1 <= dim <= MAX_DIM):
+            raise ValueError(f"{what}: dim: got {dim!r}, wanted 1 to {MAX_DIM}, or None.")
+
+
+def of(op: str, given: Any) -> LookupSpec:
+    """A spec as it is; the name of a table stands for one row for each key.
+
+    Raises:
+      TypeError: neither.
+    """
+    if isinstance(given, LookupSpec):
+        return given
+    if isinstance(given, str):
+        return LookupSpec(given)
+    raise TypeError(f"{op}: got {type(given).__name__}, wanted a LookupSpec or the name of a table.")
+
+
+def all_of(op: str, given: Any) -> tuple[tuple[str, LookupSpec], ...]:
+    """The specs of a group, by name, as a hashable value.
+
+    Raises:
+      TypeError, ValueError: no mapping from names to specs, or an empty one.
+    """
+    if not isinstance(given, Mapping):
+        raise TypeError(f"{op}: specs: got {type(given).__name__}, wanted a mapping from names to LookupSpecs.")
+    if not given:
+        raise ValueError(f"{op}: specs: got none, wanted at least one.")
+    return tuple((name, of(f'{op}: specs["{name}"]', one)) for name, one in given.items())
+
+
+def read(op: str, spec: LookupSpec, keys: Any, **more: Any) -> LookupInput:
+    """What a layer was called with, as an input of the lookup.
+
+    Args:
+      op: named in errors.
+      spec: of the layer.
+      keys: an array, or `jaxsok.Bags`.
+      more: offsets, weights, and what stands in place of the spec's combiner and max_norm where it is not None.
+
+    Raises:
+      RequestError: bags with an inverse, bags of a spec without a combiner, or offsets or weights given twice.
+    """
+    offsets, weights = more.get("offsets"), more.get("weights")
+    combiner = spec.combiner if more.get("combiner") is None else more["combiner"]
+    max_norm = spec.max_norm if more.get("max_norm") is None else more["max_norm"]
+    if isinstance(keys, Bags):
+        if keys.inverse is not None:
+            raise RequestError(f"{op}: inverse: got one, wanted none: a frozen lookup gives a line for each bag.")
+        if combiner is None:
+            raise RequestError(f"{op}: keys: got Bags without a combiner, wanted an array of keys, or a combiner.")
+        if offsets is not None or (weights is not None and keys.weights is not None):
+            raise RequestError(f"{op}: got Bags and offsets or weights beside them, wanted each of them once.")
+        offsets, weights = _offsets(op, keys), keys.weights if weights is None else weights
+        keys = keys.keys
+    return LookupInput(spec.table, keys, combiner, offsets=offsets, weights=weights, max_norm=max_norm)
+
+
+def embeddings(
+    op: str, tables: FrozenTables | None, specs: Mapping[str, LookupSpec], inputs: Mapping[str, LookupInput]
+) -> dict[str, Array]:
+    """What `lookup` gives, in one call.
+
+    Args:
+      op: named in errors.
+      tables: None: zeros of the same shapes, for Linen's `init`.
+      specs: by input.
+      inputs: by the same names.
+
+    Raises:
+      ValueError: a table that has another dim, or no dim to make zeros of.
+    """
+    for name, spec in specs.items():
+        if tables is None:
+            if spec.dim is None:
+                raise ValueError(
+                    f'{op}: "{name}": got neither tables nor a dim, wanted one of them: init makes zeros of that '
+                    "shape. Give the layer its dim, or pass tables to init."
+                )
+        elif spec.dim is not None and spec.table in tables.tables and tables.tables[spec.table].dim != spec.dim:
+            raise ValueError(
+                f'{op}: "{name}": got table "{spec.table}" of dim {tables.tables[spec.table].dim}, wanted {spec.dim}.'
+            )
+    if tables is not None:
+        return lookup(tables, inputs)
+    return {name: jnp.zeros((*_shape(one), specs[name].dim), jnp.float32) for name, one in inputs.items()}
+
+
+def check_names(op: str, specs: Mapping[str, LookupSpec], inputs: Any) -> None:
+    """Refuses inputs that are not those of a group; some may be missing.
+
+    Raises:
+      RequestError: no mapping, or a name that no spec has.
+    """
+    if not isinstance(inputs, Mapping):
+        raise RequestError(f"{op}: inputs: got {type(inputs).__name__}, wanted a mapping from names to keys.")
+    for name in inputs:
+        if name not in specs:
+            raise RequestError(f"{op}: inputs: got {name!r}, wanted some of {list(specs)}.")
+
+
+def check_tables(op: str, tables: Any) -> FrozenTables:
+    """Refuses what is none.
+
+    Raises:
+      ValueError: nothing was given.
+      TypeError: something else was.
+    """
+    if tables is None or isinstance(tables, tuple):
+        raise ValueError(f"{op}: tables: got none, wanted FrozenTables: bind them with set_tables, or pass tables=.")
+    if not isinstance(tables, FrozenTables):
+        raise TypeError(f"{op}: tables: got {type(tables).__name__}, wanted FrozenTables, as freeze gives them.")
+    return tables
+
+
+def _offsets(op: str, bags: Bags) -> Any:
+    if bags.lengths is None:
+        return bags.offsets
+    if bags.offsets is not None:
+        raise RequestError(f"{op}: got both lengths and offsets, wanted one of them.")
+    if isinstance(bags.lengths, jax.Array):
+        return jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(bags.lengths.astype(jnp.int32))])
+    lengths = np.asarray(bags.lengths)
+    if lengths.ndim != 1 or not np.issubdtype(lengths.dtype, np.integer) or (lengths < 0).any():
+        raise RequestError(
+            f"{op}: lengths: got {lengths.dtype}{list(lengths.shape)}, wanted [num_bags] integers from 0."
+        )
+    return np.concatenate([[0], np.cumsum(lengths)])
+
+
+def _shape(one: LookupInput) -> tuple[Any, ...]:
+    """Of the embedding, without its last axis."""
+    if one.offsets is not None:
+        return (one.offsets.shape[0] - 1,)
+    keys = one.keys if isinstance(one.keys, jax.Array) else np.asarray(one.keys)
+    is_words = isinstance(keys, jax.Array) and keys.dtype == jnp.uint32
+    shape = keys.shape[:-1] if is_words else keys.shape
+    return shape[:1] if one.combiner is not None else shape

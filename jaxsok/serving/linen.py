@@ -1,0 +1,235 @@
+"""Flax Linen layers over frozen tables: `LookupLayer`, `SparseLookupLayer`, and a fused group of both.
+
+Tables reach a layer as an argument of its call, or by the collection "tables", which `set_tables` fills; they are never
+in "params". Nothing here is trained: the layers of training are in `jaxsok.layers`. Imported by the user:
+`from jaxsok.serving import linen as layers`.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+from flax import linen as nn
+from jaxtyping import Array, Float32
+
+from jaxsok.serving import group
+from jaxsok.serving.frozen import FrozenTables
+from jaxsok.serving.group import LookupSpec
+from jaxsok.types import Combiner
+
+__all__ = ["LookupLayer", "LookupLayers", "LookupSpec", "SparseLookupLayer", "as_function", "set_tables"]
+
+_TABLES, _FROZEN = "tables", "frozen"
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class _Unset:
+    """What `init` leaves in "tables" at each layer: the place of tables that are not there yet."""
+
+
+class LookupLayer(nn.Module):
+    """A row for each key, of one table: one call for this layer. Use `LookupLayers` where a model has several inputs.
+
+    Example:
+      >>> import numpy as np
+      >>> from jaxsok import Records
+      >>> from jaxsok.serving import frozen
+      >>> records = Records(np.array([7, 9], np.uint64), np.array([[1.0], [2.0]], np.float32))
+      >>> table = frozen.FrozenTable("item", dim=1, default=-1.0)
+      >>> tables, _ = frozen.freeze_records([(table, frozen.SizedRecords(2, [records]))])
+      >>> LookupLayer("item").apply({}, np.array([[9, 8]]), tables=tables).tolist()
+      [[[2.0], [-1.0]]]
+
+    Source: HPS's `LookupLayer`.
+    """
+
+    table: str
+    dim: int | None = None
+    """Of its rows: checked where it is given; `init` without tables needs it."""
+
+    def __call__(self, keys: Any, max_norm: float | None = None, *, tables: FrozenTables | None = None) -> Array:
+        """Looks up.
+
+        Args:
+          keys: of any shape; as `LookupInput.keys`.
+          max_norm: rows longer than this (L2) are scaled down to it.
+          tables: in place of those in the collection "tables".
+
+        Returns:
+          `[*keys.shape, dim]` float32. A key that is not there reads its table's default, PADDING_KEY zeros.
+
+        Raises:
+          UnknownTableError, RequestError, ValueError: a table that is not there, keys that are none, or no tables.
+        """
+        spec = LookupSpec(self.table, dim=self.dim)
+        read = group.read(f'LookupLayer "{self.table}"', spec, keys, max_norm=max_norm)
+        found = _tables("LookupLayer", self, tables)
+        return group.embeddings("LookupLayer", found, {self.table: spec}, {self.table: read})[self.table]
+
+
+class SparseLookupLayer(nn.Module):
+    """An embedding for each bag of keys, of one table: one call for this layer. `LookupLayers` fuses several.
+
+    Example:
+      >>> import numpy as np
+      >>> from jaxsok import Bags, Records
+      >>> from jaxsok.serving import frozen
+      >>> records = Records(np.array([7, 9], np.uint64), np.array([[1.0], [2.0]], np.float32))
+      >>> table = frozen.FrozenTable("item", dim=1)
+      >>> tables, _ = frozen.freeze_records([(table, frozen.SizedRecords(2, [records]))])
+      >>> bags = Bags(np.array([7, 9, 9]), lengths=np.array([2, 0, 1]))
+      >>> SparseLookupLayer("item").apply({}, bags, tables=tables).tolist()
+      [[1.5], [0.0], [2.0]]
+
+    Source: HPS's `SparseLookupLayer`.
+    """
+
+    table: str
+    combiner: Combiner = "mean"
+    """"sum", "mean" or "sqrtn"."""
+    dim: int | None = None
+    """Of its rows: checked where it is given; `init` without tables needs it."""
+
+    def __call__(
+        self,
+        keys: Any,
+        weights: Any = None,
+        *,
+        offsets: Any = None,
+        combiner: Combiner | None = None,
+        max_norm: float | None = None,
+        tables: FrozenTables | None = None,
+    ) -> Float32[Array, "num_bags dim"]:
+        """Looks up.
+
+        Args:
+          keys: `jaxsok.Bags`, `[num_bags, hotness]` filled up with PADDING_KEY, or `[num_keys]` with offsets.
+          weights: a float for each key, in the shape of the keys.
+          offsets: `[num_bags + 1]`.
+          combiner: in place of the layer's own.
+          max_norm: rows longer than this (L2) are scaled down to it before they are combined.
+          tables: in place of those in the collection "tables".
+
+        Returns:
+          `[num_bags, dim]` float32; zeros for an empty bag.
+
+        Raises:
+          UnknownTableError, RequestError, ValueError: a table that is not there, keys that are none, or no tables.
+        """
+        spec = LookupSpec(self.table, self.combiner, dim=self.dim)
+        if spec.combiner is None:
+            raise ValueError(f'SparseLookupLayer "{self.table}": combiner: got None, wanted "sum", "mean" or "sqrtn".')
+        more = {"weights": weights, "offsets": offsets, "combiner": combiner, "max_norm": max_norm}
+        read = group.read(f'SparseLookupLayer "{self.table}"', spec, keys, **more)
+        found = _tables("SparseLookupLayer", self, tables)
+        return group.embeddings("SparseLookupLayer", found, {self.table: spec}, {self.table: read})[self.table]
+
+
+class LookupLayers(nn.Module):
+    """Several inputs in one fused call, of any tables, dims and combiners. What a model with many tables should have.
+
+    Example:
+      >>> import numpy as np
+      >>> from jaxsok import Bags, Records
+      >>> from jaxsok.serving import frozen
+      >>> records = Records(np.array([7, 9], np.uint64), np.array([[1.0], [2.0]], np.float32))
+      >>> source = frozen.SizedRecords(2, [records])
+      >>> tables, _ = frozen.freeze_records([(frozen.FrozenTable(name, dim=1), source) for name in ("item", "user")])
+      >>> layers = LookupLayers({"who": "user", "seen": LookupSpec("item", combiner="sum")})
+      >>> inputs = {"who": np.array([9, 8]), "seen": Bags(np.array([7, 9, 9]), lengths=np.array([2, 1]))}
+      >>> found = layers.apply({}, inputs, tables=tables)
+      >>> found["who"].tolist(), found["seen"].tolist()
+      ([[2.0], [0.0]], [[3.0], [2.0]])
+    """
+
+    specs: Mapping[str, LookupSpec | str]
+    """By input; the name of a table stands for a row for each key."""
+
+    def __call__(self, inputs: Mapping[str, Any], *, tables: FrozenTables | None = None) -> dict[str, Array]:
+        """Looks up all inputs in one call.
+
+        Args:
+          inputs: keys of some or all of the specs, by name; `jaxsok.Bags` where there is a combiner.
+          tables: in place of those in the collection "tables".
+
+        Returns:
+          float32 by name, as of `LookupLayer` and `SparseLookupLayer`.
+
+        Raises:
+          UnknownTableError, RequestError, ValueError: names that no spec has, a table that is not there, keys that are
+            none, or no tables.
+        """
+        op = "LookupLayers"
+        specs = dict(group.all_of(op, self.specs))
+        group.check_names(op, specs, inputs)
+        specs = {name: specs[name] for name in inputs}
+        read = {name: group.read(f'{op}: "{name}"', specs[name], keys) for name, keys in inputs.items()}
+        return group.embeddings(op, _tables(op, self, tables), specs, read)
+
+
+def set_tables(variables: Mapping[str, Any], tables: FrozenTables) -> dict[str, Any]:
+    """Variables whose collection "tables" has tables at each layer.
+
+    Args:
+      variables: as `init` made them, or those of another version of the tables.
+      tables: of any sizes.
+
+    Raises:
+      TypeError: no tables.
+      ValueError: variables without the collection "tables".
+
+    Example:
+      `scores = model.apply(layers.set_tables(variables, tables), **inputs)`
+    """
+    tables = group.check_tables("set_tables", tables)
+    places = variables.get(_TABLES)
+    if not places:
+        raise ValueError(
+            f'set_tables: variables: got {sorted(variables)}, wanted "{_TABLES}" among them, as model.init makes it '
+            "for layers of jaxsok.serving.linen."
+        )
+    is_place = lambda node: isinstance(node, (_Unset, FrozenTables))  # noqa: E731
+    return {**variables, _TABLES: jax.tree.map(lambda _: tables, places, is_leaf=is_place)}
+
+
+def as_function(
+    model: nn.Module, variables: Mapping[str, Any], method: Any = None
+) -> Callable[[FrozenTables, Mapping[str, Any]], Any]:
+    """A model as the pure function that `export_model` takes: its parameters inside, its tables outside.
+
+    Args:
+      model: called as `model(**inputs)`.
+      variables: as `init` made them, with "params" as trained.
+      method: of the model, in place of `__call__`.
+
+    Returns:
+      A function of tables and of inputs by name.
+
+    Raises:
+      ValueError: variables without the collection "tables".
+
+    Example:
+      `scores = jax.jit(layers.as_function(model, variables))(tables, {"user": words})`
+    """
+    if not variables.get(_TABLES):
+        raise ValueError(
+            f'as_function: variables: got {sorted(variables)}, wanted "{_TABLES}" among them, as model.init makes it '
+            "for layers of jaxsok.serving.linen."
+        )
+
+    def function(tables: FrozenTables, inputs: Mapping[str, Any]) -> Any:
+        return model.apply(set_tables(variables, tables), **inputs, method=method)
+
+    return function
+
+
+def _tables(op: str, layer: nn.Module, given: FrozenTables | None) -> FrozenTables | None:
+    """Those that were given, or lie in the collection; None in `init` without any."""
+    if layer.is_initializing() and not layer.has_variable(_TABLES, _FROZEN):
+        layer.put_variable(_TABLES, _FROZEN, _Unset())
+        return None if given is None else group.check_tables(op, given)
+    if given is None and layer.has_variable(_TABLES, _FROZEN):
+        given = layer.get_variable(_TABLES, _FROZEN)
+    return group.check_tables(op, None if isinstance(given, _Unset) else given)

@@ -1,0 +1,274 @@
+"""Flax NNX layers over frozen tables: what HPS calls `LookupLayer` and `SparseLookupLayer`, and a fused group of both.
+
+Tables lie in Variables of a type of their own, so that they can be told from the dense parameters, taken out of a model
+and replaced (`set_tables`, `nnx.split(model, FrozenTablesVariable, ...)`). Nothing here is trained: the layers of
+training are in `jaxsok.layers`. Imported by the user: `from jaxsok.serving import nnx as layers`.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from flax import nnx
+from jaxtyping import Array, Float32
+
+from jaxsok.serving import group
+from jaxsok.serving.frozen import FrozenTables
+from jaxsok.serving.group import LookupSpec
+from jaxsok.types import Combiner
+
+__all__ = [
+    "FrozenTablesVariable",
+    "LookupLayer",
+    "LookupLayers",
+    "LookupSpec",
+    "SparseLookupLayer",
+    "as_function",
+    "set_tables",
+]
+
+
+class FrozenTablesVariable(nnx.Variable):
+    """`FrozenTables`, or `()` before there are some. Never differentiated; one can be shared by several layers."""
+
+
+Tables = FrozenTables | FrozenTablesVariable | None
+"""What a layer is bound to: tables, a Variable of them that several layers share, or nothing yet."""
+
+
+class LookupLayer(nnx.Module):
+    """A row for each key, of one table: one call for this layer. Use `LookupLayers` where a model has several inputs.
+
+    Raises:
+      TypeError, ValueError: a table that has no name, a dim that is none, or tables that are none.
+
+    Example:
+      >>> import numpy as np
+      >>> from jaxsok import Records
+      >>> from jaxsok.serving import frozen
+      >>> records = Records(np.array([7, 9], np.uint64), np.array([[1.0], [2.0]], np.float32))
+      >>> table = frozen.FrozenTable("item", dim=1, default=-1.0)
+      >>> tables, _ = frozen.freeze_records([(table, frozen.SizedRecords(2, [records]))])
+      >>> LookupLayer("item", tables=tables)(np.array([[9, 8]])).tolist()
+      [[[2.0], [-1.0]]]
+
+    Source: HPS's `LookupLayer`.
+    """
+
+    def __init__(self, table: str, dim: int | None = None, *, tables: Tables = None):
+        """Declares.
+
+        Args:
+          table: its name.
+          dim: of its rows, checked where it is given.
+          tables: what it is bound to.
+        """
+        self.spec = LookupSpec(table, dim=dim)
+        self.tables = _variable("LookupLayer", tables)
+
+    def __call__(self, keys: Any, max_norm: float | None = None, *, tables: FrozenTables | None = None) -> Array:
+        """Looks up.
+
+        Args:
+          keys: of any shape; as `LookupInput.keys`.
+          max_norm: rows longer than this (L2) are scaled down to it.
+          tables: in place of those that the layer is bound to.
+
+        Returns:
+          `[*keys.shape, dim]` float32. A key that is not there reads its table's default, PADDING_KEY zeros.
+
+        Raises:
+          UnknownTableError, RequestError, ValueError: a table that is not there, keys that are none, or no tables.
+        """
+        return _one("LookupLayer", self, keys, tables, max_norm=max_norm)
+
+
+class SparseLookupLayer(nnx.Module):
+    """An embedding for each bag of keys, of one table: one call for this layer. `LookupLayers` fuses several.
+
+    Raises:
+      TypeError, ValueError: a table that has no name, an unknown combiner, or tables that are none.
+
+    Example:
+      >>> import numpy as np
+      >>> from jaxsok import Bags, Records
+      >>> from jaxsok.serving import frozen
+      >>> records = Records(np.array([7, 9], np.uint64), np.array([[1.0], [2.0]], np.float32))
+      >>> table = frozen.FrozenTable("item", dim=1)
+      >>> tables, _ = frozen.freeze_records([(table, frozen.SizedRecords(2, [records]))])
+      >>> bags = Bags(np.array([7, 9, 9]), lengths=np.array([2, 0, 1]))
+      >>> SparseLookupLayer("item", tables=tables)(bags).tolist()
+      [[1.5], [0.0], [2.0]]
+
+    Source: HPS's `SparseLookupLayer`.
+    """
+
+    def __init__(self, table: str, combiner: Combiner = "mean", dim: int | None = None, *, tables: Tables = None):
+        """Declares.
+
+        Args:
+          table: its name.
+          combiner: "sum", "mean" or "sqrtn".
+          dim: of its rows, checked where it is given.
+          tables: what it is bound to.
+        """
+        self.spec = _with_combiner("SparseLookupLayer", LookupSpec(table, combiner, dim=dim))
+        self.tables = _variable("SparseLookupLayer", tables)
+
+    def __call__(
+        self,
+        keys: Any,
+        weights: Any = None,
+        *,
+        offsets: Any = None,
+        combiner: Combiner | None = None,
+        max_norm: float | None = None,
+        tables: FrozenTables | None = None,
+    ) -> Float32[Array, "num_bags dim"]:
+        """Looks up.
+
+        Args:
+          keys: `jaxsok.Bags`, `[num_bags, hotness]` filled up with PADDING_KEY, or `[num_keys]` with offsets.
+          weights: a float for each key, in the shape of the keys.
+          offsets: `[num_bags + 1]`.
+          combiner: in place of the layer's own.
+          max_norm: rows longer than this (L2) are scaled down to it before they are combined.
+          tables: in place of those that the layer is bound to.
+
+        Returns:
+          `[num_bags, dim]` float32; zeros for an empty bag.
+
+        Raises:
+          UnknownTableError, RequestError, ValueError: a table that is not there, keys that are none, or no tables.
+        """
+        return _one(
+            "SparseLookupLayer",
+            self,
+            keys,
+            tables,
+            weights=weights,
+            offsets=offsets,
+            combiner=combiner,
+            max_norm=max_norm,
+        )
+
+
+class LookupLayers(nnx.Module):
+    """Several inputs in one fused call, of any tables, dims and combiners. What a model with many tables should have.
+
+    Raises:
+      TypeError, ValueError: no specs, or tables that are none.
+
+    Example:
+      >>> import numpy as np
+      >>> from jaxsok import Bags, Records
+      >>> from jaxsok.serving import frozen
+      >>> records = Records(np.array([7, 9], np.uint64), np.array([[1.0], [2.0]], np.float32))
+      >>> source = frozen.SizedRecords(2, [records])
+      >>> tables, _ = frozen.freeze_records([(frozen.FrozenTable(name, dim=1), source) for name in ("item", "user")])
+      >>> layers = LookupLayers({"who": "user", "seen": LookupSpec("item", combiner="sum")}, tables=tables)
+      >>> found = layers({"who": np.array([9, 8]), "seen": Bags(np.array([7, 9, 9]), lengths=np.array([2, 1]))})
+      >>> found["who"].tolist(), found["seen"].tolist()
+      ([[2.0], [0.0]], [[3.0], [2.0]])
+    """
+
+    def __init__(self, specs: Mapping[str, LookupSpec | str], *, tables: Tables = None):
+        """Declares.
+
+        Args:
+          specs: by input; the name of a table stands for a row for each key.
+          tables: what it is bound to.
+        """
+        self.specs = group.all_of("LookupLayers", specs)
+        self.tables = _variable("LookupLayers", tables)
+
+    def __call__(self, inputs: Mapping[str, Any], *, tables: FrozenTables | None = None) -> dict[str, Array]:
+        """Looks up all inputs in one call.
+
+        Args:
+          inputs: keys of some or all of the specs, by name; `jaxsok.Bags` where there is a combiner.
+          tables: in place of those that the layer is bound to.
+
+        Returns:
+          float32 by name, as of `LookupLayer` and `SparseLookupLayer`.
+
+        Raises:
+          UnknownTableError, RequestError, ValueError: names that no spec has, a table that is not there, keys that are
+            none, or no tables.
+        """
+        op, specs = "LookupLayers", dict(self.specs)
+        group.check_names(op, specs, inputs)
+        tables = group.check_tables(op, self.tables.get_value() if tables is None else tables)
+        specs = {name: specs[name] for name in inputs}
+        read = {name: group.read(f'{op}: "{name}"', specs[name], keys) for name, keys in inputs.items()}
+        return group.embeddings(op, tables, specs, read)
+
+
+def set_tables(model: Any, tables: FrozenTables) -> None:
+    """Binds all layers of a model to tables.
+
+    Args:
+      model: with layers of this module, anywhere in it.
+      tables: of any sizes; a program that is compiled for tables of the same sizes is used again.
+
+    Raises:
+      TypeError: no tables.
+      ValueError: a model without such layers.
+
+    Example:
+      `layers.set_tables(model, tables)` when there is a new version.
+    """
+    tables = group.check_tables("set_tables", tables)
+    variables = [node for _, node in nnx.iter_graph(model) if isinstance(node, FrozenTablesVariable)]
+    if not variables:
+        raise ValueError(
+            "set_tables: model: got one without layers of jaxsok.serving.nnx, wanted at least one that is bound."
+        )
+    for variable in variables:
+        variable.set_value(tables)
+
+
+def as_function(model: Any, method: Callable[..., Any] | None = None) -> Callable[[FrozenTables, Mapping], Any]:
+    """A model as the pure function that `export_model` takes: its parameters inside, its tables outside.
+
+    Args:
+      model: as it is now; `model.eval()` first, where that matters.
+      method: called as `method(model, **inputs)`; None: `model(**inputs)`.
+
+    Returns:
+      A function of tables and of inputs by name.
+
+    Raises:
+      ValueError: a model without layers of this module.
+
+    Example:
+      `scores = jax.jit(layers.as_function(model))(tables, {"user": words})`
+    """
+    graphdef, bound, others = nnx.split(model, FrozenTablesVariable, ...)
+    if not nnx.to_flat_state(bound):
+        raise ValueError("as_function: model: got one without layers of jaxsok.serving.nnx, wanted at least one.")
+
+    def function(tables: FrozenTables, inputs: Mapping[str, Any]) -> Any:
+        copy = nnx.merge(graphdef, bound, others, copy=True)
+        set_tables(copy, tables)
+        return copy(**inputs) if method is None else method(copy, **inputs)
+
+    return function
+
+
+def _variable(op: str, tables: Tables) -> FrozenTablesVariable:
+    if isinstance(tables, FrozenTablesVariable):
+        return tables
+    return FrozenTablesVariable(() if tables is None else group.check_tables(op, tables))
+
+
+def _with_combiner(op: str, spec: LookupSpec) -> LookupSpec:
+    if spec.combiner is None:
+        raise ValueError(f'{op} "{spec.table}": combiner: got None, wanted "sum", "mean" or "sqrtn".')
+    return spec
+
+
+def _one(op: str, layer: Any, keys: Any, tables: FrozenTables | None, **more: Any) -> Array:
+    tables = group.check_tables(op, layer.tables.get_value() if tables is None else tables)
+    spec = layer.spec
+    read = group.read(f'{op} "{spec.table}"', spec, keys, **more)
+    return group.embeddings(op, tables, {spec.table: spec}, {spec.table: read})[spec.table]

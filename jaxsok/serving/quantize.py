@@ -1,0 +1,142 @@
+"""Rows in 8 bits: int8 or float8_e4m3fn numbers, and one float32 scale for each row.
+
+A number stands for itself times its row's scale, rounded to float32: that is what the kernels of frozen lookups read,
+so `dequantized` gives their bits. Everything here is NumPy, on the host.
+
+Sources: the scaling by row of HugeCTR's parameter server for fp8 (a row's largest magnitude over 448, at least
+1 / (448 * 512)); the same with 127 for int8, which HPS does not have.
+"""
+
+import ml_dtypes
+import numpy as np
+
+_DTYPES: dict[str, np.dtype] = {"int8": np.dtype(np.int8), "float8_e4m3fn": np.dtype(ml_dtypes.float8_e4m3fn)}
+_LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0}
+_LEAST_SCALE = {"int8": np.float32(2.0**-126), "float8_e4m3fn": np.float32(1.0 / (448.0 * 512.0))}
+
+
+def quantized(rows: np.ndarray, dtype: str) -> tuple[np.ndarray, np.ndarray]:
+    """Rows as numbers of 8 bits, each rounded to the nearest, ties to even.
+
+    A row's scale is its largest magnitude over the largest number (127, or 448), and at least 2^-126 for int8, and
+    1 / (448 * 512) for float8_e4m3fn. So a row of zeros has that least scale, and a row whose magnitudes stay below it
+    loses bits: `error_bound` tells of it.
+
+    Args:
+      rows: `[num_rows, dim]`, floats; those wider than float32 are rounded to it first.
+      dtype: "int8" or "float8_e4m3fn".
+
+    Returns:
+      The numbers `[num_rows, dim]`, and float32 scales `[num_rows]`.
+
+    Raises:
+      ValueError: rows of another shape or dtype, or not finite; another dtype. Names the first such row.
+
+    Example:
+      >>> numbers, scales = quantized(np.array([[1.0, -0.5, 0.25]], np.float32), "int8")
+      >>> numbers.tolist(), dequantized(numbers, scales).round(3).tolist()
+      ([[127, -64, 32]], [[1.0, -0.504, 0.252]])
+    """
+    _check_dtype("quantized", dtype)
+    rows = np.asarray(rows)
+    if rows.ndim != 2 or not _is_float(rows.dtype):
+        raise ValueError(f"quantized: rows: got {rows.dtype}{list(rows.shape)}, wanted floats of [num_rows, dim].")
+    with np.errstate(over="ignore"):  # what is too large for float32 is refused below
+        rows = rows.astype(np.float32, copy=False)
+    is_finite = np.isfinite(rows)
+    if not is_finite.all():
+        row, column = np.argwhere(~is_finite)[0].tolist()
+        raise ValueError(
+            f"quantized: rows: got {rows[row, column]} in row {row}, column {column}, wanted finite numbers; such a "
+            f"row has no scale. Repair it, or keep the table in float32."
+        )
+    scales = _scales(dtype, np.abs(rows).max(axis=1, initial=0.0))
+    # A quotient in float64 is far nearer than half a step to the true one, so the rounding to 8 bits is the only one.
+    ratios = np.clip(rows.astype(np.float64) / scales[:, None], -_LARGEST[dtype], _LARGEST[dtype])
+    return (np.rint(ratios) if dtype == "int8" else ratios).astype(_DTYPES[dtype]), scales
+
+
+def dequantized(numbers: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    """The rows that numbers and scales stand for, to the bit as frozen lookups read them.
+
+    Args:
+      numbers: `[num_rows, dim]`, int8 or float8_e4m3fn.
+      scales: float32 `[num_rows]`.
+
+    Returns:
+      float32 `[num_rows, dim]`.
+
+    Raises:
+      ValueError: arrays of other dtypes or shapes.
+
+    Example:
+      >>> dequantized(np.array([[3, -4]], np.int8), np.array([0.5], np.float32)).tolist()
+      [[1.5, -2.0]]
+    """
+    numbers, scales = np.asarray(numbers), np.asarray(scales)
+    if numbers.ndim != 2 or numbers.dtype not in _DTYPES.values():
+        raise ValueError(
+            f"dequantized: numbers: got {numbers.dtype}{list(numbers.shape)}, wanted [num_rows, dim] of one of "
+            f"{list(_DTYPES)}."
+        )
+    if scales.dtype != np.float32 or scales.shape != numbers.shape[:1]:
+        raise ValueError(
+            f"dequantized: scales: got {scales.dtype}{list(scales.shape)}, wanted float32[{numbers.shape[0]}]."
+        )
+    return numbers.astype(np.float32) * scales[:, None]
+
+
+def error_bound(dtype: str, row_max: np.ndarray, values: np.ndarray | None = None) -> np.ndarray:
+    """How far a number is from what it stands for, at most: `|x - dequantized(quantized(x))|`.
+
+    With s the row's scale, x a float32 of the row, and q * s what it becomes:
+
+    - int8: s * (1/2 + 2^-16). Rounding to a whole number moves x / s by 1/2 at most. The quotient is worked out in
+      float64, which adds less than 2^-45. The product is rounded to float32: 2^-24 of at most 127 s, less than
+      2^-17 s. The cut at 127 only meets the largest magnitude, which lies within 127 (1 + 2^-22) s, as s is two
+      roundings from the exact quotient at most: it moves that by less than 2^-14 s, and is then all that moves it.
+    - float8_e4m3fn: 2^-4 |x| + 2^-10 s. From 2^-6 on a number has three bits after its first: a step is 2^-3 of the
+      power of two below x / s. Half of it is 1/17 of x / s at most, reached halfway from a power of two to the next
+      number. Below 2^-6 a step is 2^-9, and half of it 2^-10. The part that the other case needs is far more than what
+      the roundings of quotient and product add, and the cut at 448.
+
+    Args:
+      dtype: "int8" or "float8_e4m3fn".
+      row_max: the largest magnitude of each row, finite.
+      values: numbers of the rows, broadcast against `row_max`; None: the bound for any number of each row.
+
+    Returns:
+      float64, in the shape of `row_max` and `values`.
+
+    Raises:
+      ValueError: another dtype.
+
+    Example:
+      >>> error_bound("int8", np.array([1.27])).round(5).tolist()
+      [0.005]
+    """
+    _check_dtype("error_bound", dtype)
+    row_max = np.asarray(row_max)
+    scales = _scales(dtype, row_max.astype(np.float32)).astype(np.float64)
+    sizes = np.abs(np.asarray(row_max if values is None else values)).astype(np.float64)
+    if dtype == "int8":
+        return np.broadcast_to(scales * (0.5 + 2.0**-16), np.broadcast_shapes(scales.shape, sizes.shape)).copy()
+    return sizes * 2.0**-4 + scales * 2.0**-10
+
+
+def _scales(dtype: str, row_max: np.ndarray) -> np.ndarray:
+    """float32, such that the largest number times the scale stays finite."""
+    largest = np.float32(_LARGEST[dtype])
+    scales = np.maximum(row_max / largest, _LEAST_SCALE[dtype])
+    with np.errstate(over="ignore"):
+        overflows = np.isinf(scales * largest)
+    return np.where(overflows, np.nextafter(scales, np.float32(0)), scales).astype(np.float32)
+
+
+def _check_dtype(op: str, dtype: str) -> None:
+    if dtype not in _DTYPES:
+        raise ValueError(f"{op}: dtype: got {dtype!r}, wanted one of {list(_DTYPES)}.")
+
+
+def _is_float(dtype: np.dtype) -> bool:
+    return np.issubdtype(dtype, np.floating) or dtype in (np.dtype(ml_dtypes.bfloat16),)
