@@ -30,12 +30,6 @@ class Table:
 
 
 @dataclasses.dataclass(frozen=True)
-class Input:
-    table: str | None
-    shape: tuple
-
-
-@dataclasses.dataclass(frozen=True)
 class Model:
     name: str
     version: int
@@ -60,7 +54,12 @@ def row_of(table, key, version):
 class Session:
     """As jaxsok.serving.Session, by arithmetic. `hold` and `error` make it slow or broken at the tester's wish."""
 
-    INPUTS = {"user": Input("user", ("batch", "hotness")), "dense": Input(None, ("batch", 2))}  # noqa: RUF012
+    INPUTS = {  # noqa: RUF012
+        "user": artifact.BagsInput("user"),
+        "dense": artifact.ArrayInput((2,)),
+        "item": artifact.KeysInput("item", (2,)),
+    }
+    WEIGHTED = {"user": artifact.BagsInput("user", is_weighted=True), "flag": artifact.ArrayInput((), "bool")}  # noqa: RUF012
 
     def __init__(self):
         self._versions = {"ranker": 1, "tables_only": 1}

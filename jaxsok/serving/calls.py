@@ -10,7 +10,9 @@ from typing import Any
 
 import numpy as np
 
+from jaxsok.features import Bags
 from jaxsok.serving import wire
+from jaxsok.serving.artifact import BagsInput, KeysInput
 from jaxsok.serving.errors import RequestError, RequestTooLargeError, UnknownTableError
 
 Arrays = dict[str, np.ndarray]
@@ -124,8 +126,10 @@ class Predictions:
         for name, value in found.items():
             inputs[name] = array = _read_input(value, specs[name], given, f'{op}: input "{name}"')
             sizes[name] = len(array.lengths if isinstance(array, wire.Ragged) else array)
-            if specs[name].table is not None:
-                num_keys += (array.values if isinstance(array, wire.Ragged) else array).size
+            if isinstance(array, wire.Ragged):
+                num_keys += array.values.size
+            elif isinstance(specs[name], KeysInput):
+                num_keys += array.size
         if len(set(sizes.values())) > 1:
             raise RequestError(f"{op}: inputs must have one number of samples, got {sizes}.")
         num_samples = next(iter(sizes.values()))
@@ -184,32 +188,49 @@ def _check_keys(num_keys: int, limit: int, op: str) -> None:
 
 
 def _read_input(value: Any, spec: Any, given: str, what: str) -> np.ndarray | wire.Ragged:
-    if spec.table is not None:
-        if isinstance(value, wire.Ragged):
-            return value
-        if isinstance(value, dict):
-            return wire.ragged_from_json(value, what)
+    if isinstance(spec, BagsInput):
+        return _read_bags(value, spec, given, what)
+    if isinstance(spec, KeysInput):
         array = wire.keys_from_json(value, what) if given == "json" else wire.keys_from_tensor(value, what)
+    elif given == "json":
+        array = wire.numbers_from_json(value, spec.dtype, what)
     else:
-        array = wire.floats_from_json(value, what) if given == "json" else wire.floats_from_tensor(value, what)
-    wanted = spec.shape
-    if len(wanted) != array.ndim or any(
-        isinstance(size, int) and size != got for size, got in zip(wanted, array.shape, strict=True)
-    ):
-        told = ", ".join(str(size) if isinstance(size, int) else "any" for size in wanted)
-        raise RequestError(f"{what}: got shape {list(array.shape)}, wanted [{told}].")
+        array = wire.numbers_from_tensor(value, spec.dtype, what)
+    if array.shape[1:] != tuple(spec.shape):
+        wanted = ", ".join(["samples", *map(str, spec.shape)])
+        raise RequestError(f"{what}: got shape {list(array.shape)}, wanted [{wanted}].")
     return array
 
 
+def _read_bags(value: Any, spec: BagsInput, given: str, what: str) -> wire.Ragged:
+    """Ragged, or of one hotness."""
+    if isinstance(value, wire.Ragged):
+        return value
+    if isinstance(value, dict):
+        return wire.ragged_from_json(value, spec.is_weighted, what)
+    if spec.is_weighted:
+        raise RequestError(f"{what}: got no weights, wanted values, lengths and weights.")
+    keys = wire.keys_from_json(value, what) if given == "json" else wire.keys_from_tensor(value, what)
+    if keys.ndim != 2:
+        raise RequestError(f"{what}: got shape {list(keys.shape)}, wanted [samples, keys]; or values and lengths.")
+    return wire.Ragged(keys.reshape(-1), np.full(len(keys), keys.shape[1], np.int32))
+
+
 def _with_ragged(found: Mapping[str, np.ndarray], specs: Mapping[str, Any], op: str) -> dict[str, Any]:
-    """Tensors "x.values" and "x.lengths" become the ragged input "x"."""
+    """Tensors "x.values", "x.lengths" (and "x.weights") become the ragged input "x"."""
     made: dict[str, Any] = dict(found)
     for name, spec in specs.items():
-        values, lengths = f"{name}.values", f"{name}.lengths"
-        if values in made and lengths in made and name not in made and spec.table is not None:
-            what = f'{op}: input "{name}"'
-            keys = wire.keys_from_tensor(made.pop(values), f"{what}.values")
-            made[name] = wire.ragged(keys, wire.keys_from_tensor(made.pop(lengths), f"{what}.lengths"), what)
+        parts = [f"{name}.{part}" for part in ("values", "lengths", "weights")]
+        if not isinstance(spec, BagsInput) or name in made or parts[0] not in made or parts[1] not in made:
+            continue
+        what = f'{op}: input "{name}"'
+        values, lengths = (wire.keys_from_tensor(made.pop(part), part) for part in parts[:2])
+        weights = None
+        if spec.is_weighted:
+            if parts[2] not in made:
+                raise RequestError(f'{what}: got no tensor "{parts[2][:80]}", wanted one.')
+            weights = wire.numbers_from_tensor(made.pop(parts[2]), np.float32, parts[2])
+        made[name] = wire.ragged(values, lengths, weights, what)
     return made
 
 
@@ -222,11 +243,15 @@ def _shapes(samples: Samples) -> Any:
 
 
 def _join(values: Sequence[Any]) -> Any:
-    if isinstance(values[0], wire.Ragged):
-        return wire.Ragged(
-            np.concatenate([value.values for value in values]), np.concatenate([value.lengths for value in values])
-        )
-    return np.concatenate(values)
+    """As the session takes it."""
+    if not isinstance(values[0], wire.Ragged):
+        return np.concatenate(values)
+    lengths = np.concatenate([value.lengths for value in values])
+    return Bags(
+        np.concatenate([value.values for value in values]),
+        offsets=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32),
+        weights=None if values[0].weights is None else np.concatenate([value.weights for value in values]),
+    )
 
 
 def _sendable(value: np.ndarray) -> np.ndarray:

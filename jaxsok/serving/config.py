@@ -170,7 +170,7 @@ class _Reader:
             self.refuse("", given, "an object with supportlonglong and models")
         top = self.block("", given, TOP_KEYS)
         if not top["models"]:
-            self.refuse("models", top["models"], "at least one model")
+            self.refuse("models", [], "at least one model")
         volatile = self.volatile(top)
         self.persistent(top)
         self.update_source(top)

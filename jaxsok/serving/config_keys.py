@@ -10,6 +10,8 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from jaxsok.types import MAX_DIM
+
 ROW_DTYPES: tuple[str, ...] = ("float32", "bfloat16", "float16", "int8", "float8_e4m3fn")
 """What `jaxsok.row_dtype` may be."""
 
@@ -74,15 +76,18 @@ def _list(items: Kind, wanted: str) -> Kind:
     return Kind(wanted, lambda value: value if isinstance(value, list | tuple) else WRONG, items)
 
 
+def _path(value: Any) -> str | None:
+    """A path as text; None: it is none."""
+    text = os.fspath(value) if isinstance(value, str | os.PathLike) else None
+    return text if isinstance(text, str) else None
+
+
 _BOOL = _one(bool, "true or false")
 _TEXT = _one(str, "a string")
 _SOME_TEXT = Kind("a string that is not empty", lambda value: value if isinstance(value, str) and value else WRONG)
 _BLOCK = Kind("an object", lambda value: value if isinstance(value, Mapping) else WRONG)
-_FILE = Kind(
-    "a path",
-    lambda value: os.fspath(value) if isinstance(value, str | os.PathLike) and os.fspath(value) else WRONG,
-)
-_MAYBE_FILE = Kind("a path", lambda value: os.fspath(value) if isinstance(value, str | os.PathLike) else WRONG)
+_FILE = Kind("a path", lambda value: _path(value) or WRONG)
+_MAYBE_FILE = Kind("a path", lambda value: WRONG if _path(value) is None else _path(value))
 _COUNT, _SIZE = _integer(1), _integer(0, 2**64 - 1)
 _FLOAT32_MAX = 3.4028234663852886e38
 
@@ -107,7 +112,7 @@ MODEL_KEYS: dict[str, Key] = {
     "model": Key(Kind("a name", lambda value: value if isinstance(value, str) else WRONG), REQUIRED),
     "sparse_files": Key(_list(_FILE, "a list of paths, one for each table"), REQUIRED),
     "embedding_table_names": Key(_list(_SOME_TEXT, "a list of names, one for each table")),
-    "embedding_vecsize_per_table": Key(_list(_COUNT, "a list of dims, one for each table"), REQUIRED),
+    "embedding_vecsize_per_table": Key(_list(_integer(1, MAX_DIM), "a list of dims, one for each table"), REQUIRED),
     "maxnum_catfeature_query_per_table_per_sample": Key(
         _list(_COUNT, "a list of numbers of keys, one for each table"), REQUIRED
     ),

@@ -37,17 +37,16 @@ REQUEST_BUCKETS = tuple(float(2**i) for i in range(11))
 _COUNTERS = {
     "lookups": "calls of the session that read tables",
     "predicts": "calls of the session that ran the model",
-    "keys": "keys asked, padding left out",
-    "hits": "keys found on the device",
-    "misses": "keys not on the device",
-    "found": "keys found",
-    "missing": "keys that no tier has: they read the default value",
+    "keys": "keys asked",
+    "hits": "keys found",
+    "missing": "keys that are not there: they read the default value",
+    "padding": "keys that stand for none",
     "updates": "versions that came by an update",
 }
 _GAUGES = {
-    "hit_rate": "hits over keys, since the session was opened",
+    "hit_rate": "hits over hits and missing, since the session was opened",
     "bytes": "bytes of the tables on the device",
-    "host_bytes": "bytes of the tables in host memory",
+    "host_bytes": "bytes in host memory",
 }
 
 

@@ -25,6 +25,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from jaxsok.serving import wire
+from jaxsok.serving.artifact import BagsInput, KeysInput
 from jaxsok.serving.batching import Batcher, ClosedError
 from jaxsok.serving.calls import Lookups, Predictions
 from jaxsok.serving.errors import RequestTooLargeError, UnknownModelError
@@ -445,5 +446,9 @@ async def _discard(request: Request, options: ServerOptions) -> None:
 
 
 def _told(spec: Any) -> dict[str, Any]:
-    shape = [size if isinstance(size, int) else None for size in spec.shape]
-    return {"shape": shape, "table": spec.table}
+    """An input of predict; shapes are of one sample."""
+    if isinstance(spec, BagsInput):
+        return {"kind": "bags", "table": spec.table, "is_weighted": spec.is_weighted}
+    if isinstance(spec, KeysInput):
+        return {"kind": "keys", "table": spec.table, "shape": list(spec.shape)}
+    return {"kind": "array", "dtype": str(spec.dtype), "shape": list(spec.shape)}

@@ -52,6 +52,8 @@ class Ragged:
 
     values: np.ndarray
     lengths: np.ndarray
+    weights: np.ndarray | None = None
+    """float32, one for each key."""
 
 
 def brief(value: Any) -> str:
@@ -146,38 +148,59 @@ def keys_from_json(value: Any, what: str) -> np.ndarray:
     return np.array([item % 2**64 for item in flat], np.uint64).reshape(shape)
 
 
-def floats_from_json(value: Any, what: str) -> np.ndarray:
-    """float32 of nested lists of one shape; numbers that do not fit are refused.
+def numbers_from_json(value: Any, dtype: Any, what: str) -> np.ndarray:
+    """Numbers of nested lists of one shape, in a dtype; those that do not fit it are refused.
+
+    Args:
+      value: floats and integers where the dtype is one of floats, else integers; booleans for bool.
+      dtype: of the result.
+      what: begins the messages.
+
+    Raises:
+      RequestError: anything else.
 
     Example:
-      >>> floats_from_json([[1, 2.5]], "predict").tolist()
+      >>> numbers_from_json([[1, 2.5]], np.float32, "predict").tolist()
       [[1.0, 2.5]]
     """
+    dtype = np.dtype(dtype)
     flat, shape, kinds = _flatten(value, what)
-    if kinds - {int, float}:
-        other = next(item for item in flat if type(item) not in (int, float))
-        raise RequestError(f"{what}: numbers are wanted, got {_with_kind(other)}.")
+    allowed, told = {"b": ({bool}, "booleans"), "i": ({int}, "integers"), "u": ({int}, "integers")}.get(
+        dtype.kind, ({int, float}, "numbers")
+    )
+    if kinds - allowed:
+        other = next(item for item in flat if type(item) not in allowed)
+        raise RequestError(f"{what}: {told} are wanted, got {_with_kind(other)}.")
     try:
-        wide = np.array(flat, np.float64)
+        # By way of 64 bits: doubles are what JSON means.
+        wide = np.array(flat, {"b": bool, "i": np.int64, "u": np.int64}.get(dtype.kind, np.float64))
     except OverflowError:
-        wide = np.array([math.inf])
-    if not np.all(np.abs(wide) <= np.finfo(np.float32).max):
-        raise RequestError(f"{what}: got a number that does not fit float32.")
-    return wide.astype(np.float32).reshape(shape)
+        wide = np.array([], np.float64)
+    with np.errstate(over="ignore"):
+        made = wide.astype(dtype)
+    is_kept = made == wide if dtype.kind in "biu" else np.isfinite(made.astype(np.float64))
+    if len(wide) != len(flat) or not is_kept.all():
+        raise RequestError(f"{what}: got a number that does not fit {dtype.name}.")
+    return made.reshape(shape)
 
 
-def ragged_from_json(value: Mapping[str, Any], what: str) -> Ragged:
-    """Of `{"values": [...], "lengths": [...]}`.
+def ragged_from_json(value: Mapping[str, Any], is_weighted: bool, what: str) -> Ragged:
+    """Of `{"values": [...], "lengths": [...]}`, and `"weights"` where they are wanted.
 
     Example:
-      >>> ragged_from_json({"values": [7, 7, 9], "lengths": [2, 0, 1]}, "predict").lengths.tolist()
+      >>> ragged_from_json({"values": [7, 7, 9], "lengths": [2, 0, 1]}, False, "predict").lengths.tolist()
       [2, 0, 1]
     """
-    if set(value) != {"values", "lengths"}:
+    fields = ["values", "lengths", *(["weights"] if is_weighted else [])]
+    if set(value) != set(fields):
         got = _list(list(value)[:8]) if value else "none"
-        raise RequestError(f'{what}: got an object with the fields {got}, wanted "values", "lengths", or lists.')
-    values = keys_from_json(value["values"], f"{what}.values")
-    return ragged(values, keys_from_json(value["lengths"], f"{what}.lengths"), what)
+        raise RequestError(f"{what}: got an object with the fields {got}, wanted {_list(fields)}.")
+    return ragged(
+        keys_from_json(value["values"], f"{what}.values"),
+        keys_from_json(value["lengths"], f"{what}.lengths"),
+        numbers_from_json(value["weights"], np.float32, f"{what}.weights") if is_weighted else None,
+        what,
+    )
 
 
 def json_body(name: str, arrays: Mapping[str, np.ndarray], rest: Mapping[str, Any]) -> bytes:
@@ -352,19 +375,30 @@ def keys_from_tensor(array: np.ndarray, what: str) -> np.ndarray:
     return wide.view(np.uint64)
 
 
-def floats_from_tensor(array: np.ndarray, what: str) -> np.ndarray:
-    """float32 of an array of floats or integers; NaN and infinities are kept, what does not fit is refused.
+def numbers_from_tensor(array: np.ndarray, dtype: Any, what: str) -> np.ndarray:
+    """An array in a dtype: floats of any width or integers as floats, integers as integers. NaN and infinities stay.
 
     Example:
-      >>> floats_from_tensor(np.array([1, 2], np.int32), "predict").tolist()
+      >>> numbers_from_tensor(np.array([1, 2], np.int32), np.float32, "predict").tolist()
       [1.0, 2.0]
     """
+    dtype = np.dtype(dtype)
     if array.ndim == 0:
         raise RequestError(f"{what}: got a single number, wanted at least one axis.")
+    if dtype.kind == "b":
+        if array.dtype.kind != "u" or (array > 1).any():
+            raise RequestError(f"{what}: booleans are wanted, as U8 of 0 and 1, got {_NAMES[array.dtype]}.")
+        return array.astype(bool)
+    if dtype.kind in "iu" and array.dtype.kind not in "iu":
+        raise RequestError(f"{what}: integers are wanted, got {_NAMES[array.dtype]}{list(array.shape)}.")
     with np.errstate(over="ignore", invalid="ignore"):
-        made = array.astype(np.float32)
-    if array.dtype.itemsize == 8 and (np.isinf(made) & np.isfinite(array)).any():
-        raise RequestError(f"{what}: got a number that does not fit float32.")
+        made = array.astype(dtype)
+        if dtype.kind in "iu":
+            is_lost = (made != array) | ((made < 0) != (array < 0))
+        else:
+            is_lost = np.isfinite(array) & ~np.isfinite(made.astype(np.float64))
+    if is_lost.any():
+        raise RequestError(f"{what}: got a number that does not fit {dtype.name}.")
     return made
 
 
@@ -393,19 +427,20 @@ def tensors_body(arrays: Mapping[str, np.ndarray], metadata: Mapping[str, str]) 
     return b"".join([len(text).to_bytes(8, "little"), text, *data])
 
 
-def ragged(values: np.ndarray, lengths: np.ndarray, what: str) -> Ragged:
-    """Keys and the lengths of their bags, which must be of one axis and add up.
+def ragged(values: np.ndarray, lengths: np.ndarray, weights: np.ndarray | None, what: str) -> Ragged:
+    """Keys, the lengths of their bags, and weights, which must be of one axis and of matching sizes.
 
     Example:
-      >>> ragged(np.array([7, 9], np.uint64), np.array([0, 2], np.uint64), "predict").lengths.dtype
+      >>> ragged(np.array([7, 9], np.uint64), np.array([0, 2], np.uint64), None, "predict").lengths.dtype
       dtype('int32')
     """
-    if values.ndim != 1 or lengths.ndim != 1:
-        raise RequestError(f"{what}: values and lengths must be lists of numbers, not of lists.")
+    if values.ndim != 1 or lengths.ndim != 1 or (weights is not None and weights.shape != values.shape):
+        shapes = [list(array.shape) for array in (values, lengths, weights) if array is not None]
+        raise RequestError(f"{what}: values, lengths (and weights) must be lists of numbers, got shapes {shapes}.")
     # A negative or huge length is above the number of values; the sum is of Python integers, so it cannot wrap.
     if (lengths > np.uint64(len(values))).any() or sum(lengths.tolist()) != len(values):
         raise RequestError(f"{what}: lengths must add up to the number of values, {len(values)}.")
-    return Ragged(values, lengths.astype(np.int32))
+    return Ragged(values, lengths.astype(np.int32), weights)
 
 
 # Which of the two ------------------------------------------------------------------------------------------------
