@@ -194,8 +194,7 @@ def _declare_serve(parser: argparse.ArgumentParser) -> None:
 def _serve(options: argparse.Namespace) -> int:
     """Runs until a signal."""
     try:
-        from jaxsok import serving
-        from jaxsok.serving import running, server, watch
+        from jaxsok.serving import running, server, session, watch
     except ImportError as error:
         print(f"serve: {error}; run pip install 'jaxsok[serving]'.", file=sys.stderr)
         return 2
@@ -208,9 +207,9 @@ def _serve(options: argparse.Namespace) -> int:
         with running.bind(options.host, options.port) as where:
             if options.watch is not None:
                 watch.require_folder(options.watch)
-            session = serving.open(options.config)
-            print(session.report(), flush=True)
-            app = server.App(session, server_options, watch=options.watch, watch_interval_s=options.watch_interval_s)
+            opened = session.open(options.config)
+            print(opened.report(), flush=True)
+            app = server.App(opened, server_options, watch=options.watch, watch_interval_s=options.watch_interval_s)
             running.serve(
                 app,
                 where,

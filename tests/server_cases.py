@@ -5,6 +5,7 @@
 
 import contextlib
 import dataclasses
+import itertools
 import os
 import pathlib
 import sys
@@ -13,7 +14,7 @@ import time
 
 import numpy as np
 
-from jaxsok.serving import errors, running, server
+from jaxsok.serving import artifact, errors, running, server
 
 DIMS = {"user": 4, "item": 3}
 DEFAULT = -7.0
@@ -51,27 +52,30 @@ def row_of(table, key, version):
     return [float(version), float(key % 1009), float(key >> 54), float(len(table))][:dim]
 
 
+INPUTS = {
+    "ranker": {"user": artifact.BagsInput("user"), "dense": artifact.ArrayInput((2,))},
+    "mixed": {
+        "user": artifact.BagsInput("user", is_weighted=True),
+        "pair": artifact.KeysInput("item", (2,)),
+        "flag": artifact.ArrayInput((), "bool"),
+        "count": artifact.ArrayInput((), "int8"),
+        "half": artifact.ArrayInput((1,), "bfloat16"),
+    },
+    "tables_only": None,
+}
+
+
 class Session:
     """As jaxsok.serving.Session, by arithmetic. `hold` and `error` make it slow or broken at the tester's wish."""
 
-    INPUTS = {  # noqa: RUF012
-        "user": artifact.BagsInput("user"),
-        "dense": artifact.ArrayInput((2,)),
-        "item": artifact.KeysInput("item", (2,)),
-    }
-    WEIGHTED = {"user": artifact.BagsInput("user", is_weighted=True), "flag": artifact.ArrayInput((), "bool")}  # noqa: RUF012
-
     def __init__(self):
-        self._versions = {"ranker": 1, "tables_only": 1}
+        self._versions = dict.fromkeys(INPUTS, 1)
         self.calls, self.is_closed, self.hold, self.error = [], False, None, None
         self._lock = threading.Lock()
 
     @property
     def models(self):
-        return {
-            name: Model(name, version, self.INPUTS if name == "ranker" else None)
-            for name, version in self._versions.items()
-        }
+        return {name: Model(name, version, INPUTS[name]) for name, version in self._versions.items()}
 
     def _begin(self, op, model, size):
         assert not self.is_closed
@@ -101,21 +105,24 @@ class Session:
         return answer
 
     def predict(self, inputs, model=None):
-        version = self._begin("predict", model, {"samples": len(inputs["dense"])})
+        num_samples = len(inputs["user"].offsets) - 1
+        version = self._begin("predict", model, {"samples": num_samples})
+        if num_samples > MAX_BATCH_SIZE:
+            raise errors.RequestTooLargeError("the batch is larger than a call may be")
+        arrays = {name: value for name, value in inputs.items() if name != "user"}
+        wanted = {name: "uint64" if name == "pair" else INPUTS[model][name].dtype for name in arrays}
+        if {name: array.dtype.name for name, array in arrays.items()} != wanted:
+            raise AssertionError(f"got {arrays}")
+        user = inputs["user"]
+        numbers = (user.keys % np.uint64(1009)).astype(np.float64) * (1 if user.weights is None else user.weights)
         answer = Answer()
         answer.version = version
-        if len(inputs["dense"]) > MAX_BATCH_SIZE:
-            raise errors.RequestTooLargeError("the batch is larger than a call may be")
-        user, dense = inputs["user"], inputs["dense"]
-        if dense.dtype != np.float32:
-            raise AssertionError(f"got {dense.dtype}")
-        if isinstance(user, np.ndarray):
-            sums = (user % np.uint64(1009)).sum(axis=1)
-        else:
-            bags = np.split(user.values, np.cumsum(user.lengths)[:-1])
-            sums = np.array([(bag % np.uint64(1009)).sum() for bag in bags])
-        answer["logits"] = (sums + dense.sum(axis=1)).astype(np.float32)
-        answer["version"] = np.full([len(dense), 1], version, np.int32)
+        ends = user.offsets
+        logits = np.array([numbers[begin:end].sum() for begin, end in itertools.pairwise(ends)])
+        for array in arrays.values():
+            logits = logits + array.astype(np.float64).reshape(num_samples, -1).sum(axis=1)
+        answer["logits"] = logits.astype(np.float32)
+        answer["version"] = np.full([num_samples, 1], version, np.int32)
         return answer
 
     def update(self, source=None, *, model=None, dense_file=None):

@@ -186,15 +186,58 @@ def test_predict(client, given):
     assert outputs == {"logits": wanted, "version": [[version]] * 2}
 
 
+def mixed(**changes):
+    """Inputs of the model "mixed": two samples, with weights, keys, booleans, small integers and bfloat16."""
+    user = {"values": [5, 6, 7], "lengths": [2, 1], "weights": [0.5, 2, -1]}
+    inputs = {"user": user, "pair": [[1, 2], [3, "4"]], "flag": [True, False], "count": [-128, 7], "half": [[0.5], [1]]}
+    return json.dumps({"inputs": {**inputs, **changes}}).encode()
+
+
+MIXED = "/v1/models/mixed/predict"
+
+
+def test_inputs_of_all_kinds(client):
+    wanted = [5 * 0.5 + 6 * 2 + 3 + 1 - 128 + 0.5, -7 + 7 + 0 + 7 + 1]
+    assert client.post(MIXED, content=mixed(), headers=JSON).json()["outputs"]["logits"] == wanted
+    tensors = {
+        "user.values": np.array([5, 6, 7], "<i8"),
+        "user.lengths": np.array([2, 1], "<i8"),
+        "user.weights": np.array([0.5, 2, -1], "<f4"),
+        "pair": np.array([[1, 2], [3, 4]], "<u8"),
+        "flag": np.array([1, 0], "<u4"),
+        "count": np.array([-128, 7], "<i8"),
+        "half": np.array([[0.5], [1]], "<f8"),
+    }
+    found = client.post(MIXED, content=pack(tensors), headers=TENSORS)
+    assert found.status_code == 200, found.text
+    assert unpack(found.content)[0]["logits"].tolist() == wanted
+    for name, wrong in {
+        "user.weights": np.array([1, 1], "<f4"),
+        "flag": np.array([2, 0], "<u4"),
+        "count": np.array([128, 0], "<i8"),
+        "half": np.array([[1e300], [0]], "<f8"),
+        "pair": np.array([[1], [2]], "<u8"),
+        "user.lengths": np.array([-1, 4], "<i8"),
+    }.items():
+        refused = client.post(MIXED, content=pack({**tensors, name: wrong}), headers=TENSORS)
+        assert refused.status_code == 400, (name, refused.text)
+        assert name.partition(".")[0] in refused.text
+    del tensors["user.weights"]
+    assert "user.weights" in client.post(MIXED, content=pack(tensors), headers=TENSORS).text
+
+
 def test_what_is_served(client):
     assert client.get("/healthz").json() == {"status": "ok"}
     assert client.get("/readyz").json() == {"status": "ready"}
     models = {model["name"]: model["version"] for model in client.get("/v1/models").json()["models"]}
-    assert set(models) == {"ranker", "tables_only"}
+    assert set(models) == {"ranker", "mixed", "tables_only"}
     found = client.get("/v1/models/ranker").json()
     assert found["version"] == models["ranker"]
     assert found["tables"]["item"] == {"dim": 3, "default": -7.0, "row_dtype": "float32", "max_keys": 2048}
-    assert found["inputs"]["dense"] == {"shape": [None, 2], "table": None}
+    assert found["inputs"]["dense"] == {"kind": "array", "dtype": "float32", "shape": [2]}
+    assert found["inputs"]["user"] == {"kind": "bags", "table": "user", "is_weighted": False}
+    pair = client.get("/v1/models/mixed").json()["inputs"]["pair"]
+    assert pair == {"kind": "keys", "table": "item", "shape": [2]}
     assert found["limits"]["max_batch_size"] == 64 and found["limits"]["max_keys"] == 5000
     assert client.get("/v1/models/tables_only").json()["inputs"] is None
 
@@ -288,7 +331,7 @@ REFUSED = {
     "a table": (LOOKUP, JSON, b'{"keys": {"usr": [1]}}', 404, "unknown_table", "['item', 'user']"),
     "a long table": (LOOKUP, JSON, b'{"keys": {"' + b"t" * 9999 + b'": [1]}}', 404, "unknown_table", "item"),
     "half a pair": (LOOKUP, JSON, b'{"keys": {"\\ud800": [1]}}', 404, "unknown_table", "item"),
-    "a model": ("/v1/models/rnker/lookup", JSON, b"{}", 404, "unknown_model", "['ranker', 'tables_only']"),
+    "a model": ("/v1/models/rnker/lookup", JSON, b"{}", 404, "unknown_model", "['mixed', 'ranker', 'tables_only']"),
     "a model's page": ("/v1/models/..%2f..%2fetc%2fpasswd", None, None, 404, "not_found", "nothing at this path"),
     "keys of a table": (LOOKUP, JSON, json.dumps({"keys": {"item": [1] * 2049}}), 413, "too_large", "2049 keys"),
     "keys of all": (
@@ -337,8 +380,8 @@ REFUSED = {
     "no model": ("/v1/models/tables_only/predict", JSON, b"{}", 404, "no_predict", "no dense_file"),
     "an input": (PREDICT, JSON, b'{"inputs": {"usr": [[1]], "dense": [[1, 2]]}}', *BAD, "'usr'"),
     "too few": (PREDICT, JSON, b'{"inputs": {"user": [[1]]}}', *BAD, "none for ['dense']"),
-    "a dim": (PREDICT, JSON, b'{"inputs": {"user": [[1]], "dense": [[1, 2, 3]]}}', *BAD, "[1, 3], wanted"),
-    "an axis": (PREDICT, JSON, b'{"inputs": {"user": [1], "dense": [[1, 2]]}}', *BAD, "[any, any]"),
+    "a dim": (PREDICT, JSON, b'{"inputs": {"user": [[1]], "dense": [[1, 2, 3]]}}', *BAD, "[1, 3], wanted [samples, 2]"),
+    "an axis": (PREDICT, JSON, b'{"inputs": {"user": [1], "dense": [[1, 2]]}}', *BAD, "[samples, keys]"),
     "samples": (
         PREDICT, JSON, b'{"inputs": {"user": [[1], [2]], "dense": [[1, 2]]}}', *BAD, "one number of samples",
     ),
@@ -376,6 +419,17 @@ REFUSED = {
     "bags of floats": (
         PREDICT, JSON, b'{"inputs": {"user": [[1]], "dense": {"values": [1], "lengths": [1]}}}', *BAD, "object",
     ),
+    "no weights": (MIXED, JSON, mixed(user={"values": [1], "lengths": [1]}), *BAD, '"weights"'),
+    "rows of weighted ones": (MIXED, JSON, mixed(user=[[1], [2]]), *BAD, "no weights"),
+    "weights": (MIXED, JSON, mixed(user={"values": [1], "lengths": [1, 0], "weights": [[1]]}), *BAD, "[1, 1]"),
+    "a weight": (MIXED, JSON, mixed(user={"values": [1], "lengths": [1, 0], "weights": ["1"]}), *BAD, "numbers"),
+    "1 for true": (MIXED, JSON, mixed(flag=[1, False]), *BAD, "booleans are wanted"),
+    "true for 1": (MIXED, JSON, mixed(count=[1, True]), *BAD, "integers are wanted"),
+    "1.0 for 1": (MIXED, JSON, mixed(count=[1.0, 2]), *BAD, "integers are wanted"),
+    "9 bits": (MIXED, JSON, mixed(count=[1, 128]), *BAD, "does not fit int8"),
+    "65 bits of a count": (MIXED, JSON, mixed(count=[1, 2**64]), *BAD, "does not fit int8"),
+    "bfloat16": (MIXED, JSON, mixed(half=[[3.4e38], [3.4e38]]), *BAD, "does not fit bfloat16"),
+    "bags for keys": (MIXED, JSON, mixed(pair={"values": [1], "lengths": [1]}), *BAD, "the object"),
     "half of a ragged one": (
         PREDICT, TENSORS, pack({"user.values": U8, "dense": np.zeros([1, 2], "<f4")}), *BAD, "user.values",
     ),
@@ -482,9 +536,42 @@ def test_a_refused_body_does_not_spoil_the_connection(address):
 
 leaves = st.none() | st.booleans() | st.integers(-(2**66), 2**66) | st.floats() | st.text(max_size=5)
 values = st.recursive(leaves, lambda part: st.lists(part, max_size=4) | st.dictionaries(st.text(max_size=6), part))
-names = st.sampled_from(["user", "item", "dense", "other", "user.values", "user.lengths", "__metadata__"])
+paths = st.sampled_from([LOOKUP, PREDICT, MIXED])
+names = st.sampled_from(
+    [
+        "pair",
+        "flag",
+        "count",
+        "half",
+        "user.weights",
+        "user",
+        "item",
+        "dense",
+        "other",
+        "user.values",
+        "user.lengths",
+        "__metadata__",
+    ]
+)
 likely = st.dictionaries(names, st.lists(st.integers(-3, 2**64)) | st.lists(st.lists(st.integers(0, 9))) | values)
-bodies = likely.map(lambda found: {"keys": found}) | likely.map(lambda found: {"inputs": found}) | values
+good = st.lists(st.integers(0, 9), min_size=2, max_size=2)
+fitting = st.fixed_dictionaries(
+    {},
+    optional={
+        "user": st.lists(good, max_size=3) | st.fixed_dictionaries({"values": good, "lengths": good, "weights": good}),
+        "dense": st.lists(good, max_size=3),
+        "pair": st.lists(good, max_size=3),
+        "flag": st.lists(st.booleans(), max_size=3),
+        "count": good,
+        "half": st.lists(st.lists(st.floats(), min_size=1, max_size=1), max_size=3),
+    },
+)
+bodies = (
+    fitting.map(lambda found: {"inputs": found})
+    | likely.map(lambda found: {"keys": found})
+    | likely.map(lambda found: {"inputs": found})
+    | values
+)
 
 
 def answers(client, path, body, headers):
@@ -496,7 +583,7 @@ def answers(client, path, body, headers):
     return found
 
 
-@hypothesis.given(body=bodies, path=st.sampled_from([LOOKUP, PREDICT]))
+@hypothesis.given(body=bodies, path=paths)
 def test_any_json(client, body, path):
     found = answers(client, path, json.dumps(body).encode(), JSON)
     if found.status_code == 200 and path == LOOKUP:
@@ -509,7 +596,7 @@ def test_any_json(client, body, path):
     dtype=st.sampled_from(list(DTYPES.values())),
     cuts=st.lists(st.tuples(st.integers(0, 300), st.integers(0, 255)), max_size=3),
     keep=st.integers(0, 400),
-    path=st.sampled_from([LOOKUP, PREDICT]),
+    path=paths,
 )
 def test_any_tensors(client, arrays, dtype, cuts, keep, path):
     """Bodies of the form, with bytes changed and cut off."""
