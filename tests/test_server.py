@@ -3,6 +3,7 @@
 import asyncio
 import concurrent.futures
 import contextlib
+import dataclasses
 import io
 import itertools
 import json
@@ -26,8 +27,13 @@ import pytest
 import server_cases as cases
 from hypothesis import strategies as st
 
+import jaxsok
+from jaxsok import Records, checkpoint
 from jaxsok import __main__ as command_line
-from jaxsok.serving import batching, errors, server, watch, wire
+from jaxsok.interchange.hps import write_hps
+from jaxsok.serving import artifact, batching, errors, lookup, responses, server, watch, wire
+from jaxsok.serving import session as session_lib
+from jaxsok.serving.frozen import FrozenTable, SizedRecords, freeze_records
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 JSON = {"Content-Type": "application/json"}
@@ -1057,11 +1063,134 @@ def test_tables_and_model_together_and_by_model(tmp_path):
         assert samples["jaxsok_watched_updates_total", "applied", "tables_only"] == 1
 
 
+# The session of files ------------------------------------------------------------------------------------------------
+
+
+def config_of(sources, dim, **options):
+    model = {
+        "model": "ranker",
+        "sparse_files": [str(source) for source in sources.values()],
+        "embedding_table_names": list(sources),
+        "embedding_vecsize_per_table": [dim] * len(sources),
+        "maxnum_catfeature_query_per_table_per_sample": [4] * len(sources),
+        "default_value_for_each_table": [-1.0] * len(sources),
+        "deployed_device_list": [0],
+        "max_batch_size": 64,
+        "gpucacheper": 1.0,
+        **options,
+    }
+    return {"supportlonglong": True, "models": [model]}
+
+
+def test_deltas_come_from_the_folder(tmp_path):
+    """A trainer exports, a server reads: after each delta what it serves is what was trained, gone keys are gone."""
+    spec = jaxsok.TableSpec("item", 4, jaxsok.optim.sgd(0.5), capacity=64, statistics=True)
+    collection = jaxsok.Collection([spec], [jaxsok.FeatureSpec("item", table="item")])
+    state, watched = collection.init(seed=0), tmp_path / "watched"
+    watched.mkdir()
+
+    def train(state, keys):
+        _, state, plan = collection.lookup(state, collection.batch({"item": np.array(keys)}).features)
+        return collection.update(state, plan, {"item": np.ones([len(keys), 4], np.float32)})[0]
+
+    def wanted(state):
+        records = collection.export_table(state, "item")
+        return dict(zip(np.asarray(records.keys).tolist(), np.asarray(records.rows).tolist(), strict=True))
+
+    state = train(state, [7, 8, 9])
+    checkpoint.export_full(tmp_path / "full", collection, state)
+    with cases.serving(session_lib.open(config_of({"item": tmp_path / "full"}, 4)), watch=watched) as found:
+        with httpx.Client(base_url=found.address, timeout=30) as client:
+            base, version = tmp_path / "full", 1
+            for number in range(3):
+                rows = wanted(state)
+                keys = [*range(5, 20), -2]
+                got = client.post(LOOKUP, json={"keys": {"item": keys}}).json()
+                assert got["version"] == version
+                assert got["rows"]["item"] == [rows.get(key, [-1.0] * 4) for key in keys]
+                state = train(state, [8, 10 + number])
+                state = collection.erase(state, "item", np.array([7])) if number == 1 else state
+                chain = [tmp_path / "full", *(watched / f"delta-{i}" for i in range(number))]
+                checkpoint.export_delta(watched / f"delta-{number}", collection, state, chain)
+                version, deadline = version + 1, time.monotonic() + 30
+                while client.get("/v1/models/ranker").json()["version"] < version:
+                    assert time.monotonic() < deadline
+                    time.sleep(0.02)
+
+
+def test_predictions_of_an_exported_model(tmp_path):
+    """Requests of several clients share calls; each gets the sums of its own bags, and the bits of a call alone."""
+    rng = np.random.default_rng(0)
+    keys, rows = np.arange(1, 41, dtype=np.uint64), rng.integers(-9, 9, [40, 4]).astype(np.float32)
+    write_hps(tmp_path / "user", Records(keys, rows))
+
+    def model(tables, inputs):
+        bags = lookup.lookup(
+            tables, {"user": lookup.LookupInput("user", inputs["user"].keys, "sum", inputs["user"].offsets)}
+        )
+        return {"scores": bags["user"].sum(axis=1) * inputs["dense"][:, 0], "bags": bags["user"]}
+
+    table = FrozenTable("user", 4, default=-1.0)
+    frozen, _ = freeze_records([(table, SizedRecords(40, [Records(keys, rows)]))])
+    inputs = {"user": artifact.BagsInput("user"), "dense": artifact.ArrayInput((1,))}
+    artifact.export_model(tmp_path / "model", model, frozen, inputs)
+    config = config_of({"user": tmp_path / "user"}, 4, dense_file=str(tmp_path / "model"))
+
+    def ask(client, seed):
+        rng = np.random.default_rng(seed)
+        bags = [rng.integers(1, 60, rng.integers(0, 5)).tolist() for _ in range(rng.integers(1, 5))]
+        dense = rng.integers(-9, 9, [len(bags), 1]).astype(float).tolist()
+        user = {"values": list(itertools.chain(*bags)), "lengths": [len(bag) for bag in bags]}
+        got = client.post(PREDICT, json={"inputs": {"user": user, "dense": dense}})
+        assert got.status_code == 200, got.text
+        sums = [
+            np.sum([rows[key - 1] if key <= 40 else np.full(4, -1.0) for key in bag] or [np.zeros(4)], axis=0)
+            for bag in bags
+        ]
+        assert got.json()["outputs"]["bags"] == [one.tolist() for one in sums]
+        assert got.json()["outputs"]["scores"] == [one.sum() * row[0] for one, row in zip(sums, dense, strict=True)]
+
+    with cases.serving(session_lib.open(config), max_delay_ms=20) as found:
+        with httpx.Client(base_url=found.address, timeout=60) as client:
+            with concurrent.futures.ThreadPoolExecutor(8) as threads:
+                for asked in [threads.submit(ask, client, seed) for seed in range(24)]:
+                    asked.result()
+            refused = client.post(PREDICT, json={"inputs": {"user": [[1]], "dense": [[1, 2]]}})
+            assert refused.status_code == 400 and "[samples, 1]" in refused.text
+            samples = samples_of(client.get("/metrics").text)
+            assert samples["jaxsok_batch_requests_sum", "predict", "ranker"] == 24
+            assert samples["jaxsok_batch_requests_count", "predict", "ranker"] < 24, "no two requests shared a call"
+
+
 # The command ---------------------------------------------------------------------------------------------------------
 
 
+def table_of(heading, page):
+    """Cells of the table below a heading of a page."""
+    section = page.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in re.findall(r"^\|.*\|$", section, re.M)][
+        2:
+    ]
+
+
+def test_the_page_has_all_of_it():
+    """docs/server.md: options with their defaults, endpoints, metrics."""
+    page = (ROOT / "docs/server.md").read_text()
+    told = {cells[0]: cells[1] for cells in table_of("Limits", page)}
+    defaults = {f"`--{f.name.replace('_', '-')}`": str(f.default) for f in dataclasses.fields(server.ServerOptions)}
+    assert told == defaults
+    app = server.App(cases.Session())
+    routes = {f"`{'POST' if 'POST' in route.methods else 'GET'} {route.path}`" for route in app.asgi.routes}
+    assert {cells[0] for cells in table_of("Endpoints", page) if cells[0].startswith(("`GET", "`POST"))} == routes
+    families = {family.name for family in app.metrics.registry.collect()}
+    metrics = {f"jaxsok_{name}" for name in re.findall(r"`(\w+)`", " ".join(c[0] for c in table_of("Metrics", page)))}
+    assert families <= {name.removesuffix("_total") for name in metrics}
+    codes = set(re.findall(r"`(\w+)`", " ".join(cells[1] for cells in table_of("Errors", page))))
+    assert {code for _, _, _, _, code, *_ in REFUSED.values()} <= codes
+
+
 def test_options_of_the_command():
-    """Each option of the server has one of the command, and only numbers that make sense are taken."""
+    """Only numbers that make sense are taken."""
     with pytest.raises(ValueError, match="--max-body-bytes: got 0"):
         server.ServerOptions.of({"max_body_bytes": 0})
     with pytest.raises(ValueError, match="--timeout-s: got nan"):
@@ -1086,7 +1215,5 @@ def test_the_command_refuses_in_words(arguments, words, tmp_path, capsys):
 
 def test_errors_have_statuses():
     """Each kind of the session's errors has its own."""
-    from jaxsok.serving import responses
-
     kinds = (errors.UnknownModelError, errors.UnknownTableError, errors.RequestTooLargeError, errors.RequestError)
     assert [responses.refusal_of(kind("why"), "lookup").status for kind in kinds] == [404, 404, 413, 400]

@@ -200,7 +200,7 @@ class Batcher(Generic[Payload, Result]):
         try:
             results: Sequence[Result | BaseException] = self._run(payloads)
             if len(results) != len(payloads):
-                raise AssertionError(f"run: got {len(results)} results, wanted {len(payloads)}, one by payload.")
+                raise ValueError(f"run: got {len(results)} results, wanted {len(payloads)}, one by payload.")
             is_split = False
         except Exception as error:
             is_split = len(payloads) > 1

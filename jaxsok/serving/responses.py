@@ -30,14 +30,17 @@ class Refusal(Exception):
         self.status, self.code, self.headers = status, code, dict(headers or {})
 
 
-def busy(why: str, headers: Mapping[str, str] | None = None) -> Refusal:
+class Busy(Refusal):
     """Too much at a time: another try may do.
 
     Example:
-      >>> busy("the queue is full").headers
+      >>> Busy("the queue is full").headers
       {'Retry-After': '1'}
     """
-    return Refusal(503, "busy", f"{why}; ask again later.", {"Retry-After": "1", **(headers or {})})
+
+    def __init__(self, why: str, headers: Mapping[str, str] | None = None) -> None:
+        """Declares."""
+        super().__init__(503, "busy", f"{why}; ask again later.", {"Retry-After": "1", **(headers or {})})
 
 
 def stopping(op: str) -> Refusal:
@@ -79,7 +82,7 @@ def refusal_of(error: Exception, op: str) -> Refusal:
         if isinstance(error, kind):
             return Refusal(status, code, str(error))
     if isinstance(error, QueueFullError):
-        return busy("the queue of this model is full")
+        return Busy("the queue of this model is full")
     if isinstance(error, ClosedError):
         return stopping(op)
     _log.error("%s failed", op, exc_info=error)

@@ -32,8 +32,8 @@ from jaxsok.serving.errors import RequestTooLargeError, UnknownModelError
 from jaxsok.serving.metrics import Metrics
 from jaxsok.serving.responses import (
     CLOSE,
+    Busy,
     Refusal,
-    busy,
     formats,
     http_error,
     refusal_of,
@@ -223,7 +223,7 @@ class App:
             self.metrics.in_flight.set(self._num_taken)
             try:
                 if self._num_taken > self.options.max_requests:
-                    raise busy(f"{self.options.max_requests} requests are being answered, the most that are taken")
+                    raise Busy(f"{self.options.max_requests} requests are being answered, the most that are taken")
                 response = await answer(request, taken)
             except ClientDisconnect:
                 response = refused(Refusal(499, "client_closed", "the client left"))
@@ -282,7 +282,7 @@ class App:
         if declared > options.max_body_bytes:
             if "100-continue" not in request.headers.get("expect", "").lower():  # who asks before it sends hears now
                 await _discard(request, options)
-            raise _body_too_large(f"{declared} bytes", options)
+            raise Refusal(413, "too_large", _too_large(f"{declared} bytes", options), CLOSE)
         parts: list[bytes] = []
         try:
             async with asyncio.timeout(options.body_timeout_s):
@@ -304,8 +304,8 @@ class App:
                         if more:
                             await _discard(request, options)
                         if is_long:
-                            raise _body_too_large("more", options)
-                        raise busy(f"requests hold {options.max_held_bytes} bytes, the most that are held", CLOSE)
+                            raise Refusal(413, "too_large", _too_large("more", options), CLOSE)
+                        raise Busy(f"requests hold {options.max_held_bytes} bytes, the most that are held", CLOSE)
         except TimeoutError:
             message = f"body: it did not arrive within {options.body_timeout_s:g} s."
             raise Refusal(408, "body_timeout", message, CLOSE) from None
@@ -428,9 +428,8 @@ def _check_response(num_values: int, num_bytes: int, wanted: str, options: Serve
         )
 
 
-def _body_too_large(got: str, options: ServerOptions) -> Refusal:
-    message = f"body: got {got}, at most {options.max_body_bytes} bytes are taken."
-    return Refusal(413, "too_large", message, CLOSE)
+def _too_large(got: str, options: ServerOptions) -> str:
+    return f"body: got {got}, at most {options.max_body_bytes} bytes are taken."
 
 
 async def _discard(request: Request, options: ServerOptions) -> None:
