@@ -814,7 +814,7 @@ def test_64_clients_while_the_tables_change():
     updates.start()
     try:
         with cases.serving(session, max_delay_ms=5) as found:
-            asyncio.run(ask_in_parallel(found.address, 64, 8, make_request, check))
+            asyncio.run(ask_in_parallel(found.address, 64, 5, make_request, check))
     finally:
         stop.set()
         updates.join()
@@ -951,9 +951,8 @@ def test_the_wait_for_requests_is_bounded():
     hold.set()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_signals_end_the_process_in_order(number):
-    """A process of its own, with requests in flight."""
+def test_a_signal_ends_the_process_in_order():
+    """SIGINT; SIGTERM is what ends the process in test_server_load.py."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, str(ROOT / "tests/server_cases.py"), "0.05"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
@@ -961,7 +960,7 @@ def test_signals_end_the_process_in_order(number):
             address = process.stdout.readline().strip()
             with httpx.Client(base_url=address, timeout=20) as client:
                 assert is_well(client)
-                process.send_signal(number)
+                process.send_signal(signal.SIGINT)
                 output, _ = process.communicate(timeout=20)
         finally:
             process.kill()
@@ -1101,7 +1100,7 @@ def test_deltas_come_from_the_folder(tmp_path):
     checkpoint.export_full(tmp_path / "full", collection, state)
     with cases.serving(session_lib.open(config_of({"item": tmp_path / "full"}, 4)), watch=watched) as found:
         with httpx.Client(base_url=found.address, timeout=30) as client:
-            base, version = tmp_path / "full", 1
+            version = 1
             for number in range(3):
                 rows = wanted(state)
                 keys = [*range(5, 20), -2]
