@@ -323,8 +323,6 @@ def lines_of(table: FrozenTable, rows: np.ndarray) -> tuple[np.ndarray, np.ndarr
     """
     if not table.is_quantized:
         return rounded(rows, table.dtype), None
-    from jaxsok.serving import quantize
-
     return quantize.quantized(np.asarray(rows, np.float32), table.dtype)
 
 
