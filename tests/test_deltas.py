@@ -283,7 +283,10 @@ def test_an_export_that_ended_early_leaves_nothing_to_read(tmp_path, monkeypatch
         patched.setattr("jaxsok.checkpoint.manifest.write_part", fails)
         with pytest.raises(OSError, match="no space"):
             checkpoint.export_full(tmp_path / "full", collection, state)
-    assert not (tmp_path / "full").exists() and (tmp_path / "full.writing").exists()
+    assert not list(tmp_path.iterdir())
+    # A process that was killed cleans nothing up.
+    (tmp_path / "full.writing").mkdir()
+    (tmp_path / "full.writing" / "table_0000.process_00000.arrow").write_bytes(b"half")
     with pytest.raises(FileNotFoundError, match=r"which has no manifest\.json"):
         checkpoint.load(tmp_path / "full.writing", collection)
     checkpoint.export_full(tmp_path / "full", collection, state)

@@ -26,6 +26,7 @@ from jaxsok.types import TableFullError
 
 ROUND_BYTES = 32 << 20  # of all shards of a process together: host memory stays at a few times that
 MOST_LINES = 1 << 20  # of a shard in a round
+FAILED = 1 << 41  # lines: more than any process has
 
 
 class Placer:
@@ -61,14 +62,21 @@ class Placer:
 
         Raises:
           TableFullError: keys were refused.
+          Exception: what `of_shard` raised; in the other processes a RuntimeError.
         """
         streams = {shard: _Stream(of_shard(shard)) for shard in self.local[: 1 if self.spec.is_replicated else None]}
         total, unsettled = 0, None
         while True:
-            blocks = {shard: stream.take(self.most_lines) for shard, stream in streams.items()}
-            most = max(block.num_rows if block else 0 for block in blocks.values())
+            blocks, error = {}, None
+            try:
+                blocks = {shard: stream.take(self.most_lines) for shard, stream in streams.items()}
+                most = max(block.num_rows if block else 0 for block in blocks.values())
+            except Exception as one:
+                error, most = one, FAILED
             # The size of a round, like their number, is what the process with most to do needs.
             most = (1 << 40) - processes.least((1 << 40) - most)
+            if most == FAILED:
+                processes.agree(self.op, error)
             if most == 0:
                 break
             size = min(self.most_lines, 1 << max(6, (most - 1).bit_length()))

@@ -16,7 +16,7 @@ import numpy as np
 
 from jaxsok import admission as admission_lib
 from jaxsok import grow as grow_lib
-from jaxsok import policies
+from jaxsok import policies, processes
 from jaxsok.checkpoint import manifest as manifest_lib
 from jaxsok.checkpoint.files import CorruptFileError, SavedFile, TableForm, name_word
 from jaxsok.checkpoint.place import Placer
@@ -275,19 +275,20 @@ def restored(
       TableFullError, MemoryError: there is no room. A given state is unchanged.
     """
     op = source.op
-    names = chosen_tables(source, collection, tables)
-    taken = check_forms(source, collection, names, optimizer_state)
-    source.check(names)
-    manifest = source.manifest
     is_new = state is None
-    now = None if state is None else time_of(op, state, clock)
+    with processes.together(op):
+        names = chosen_tables(source, collection, tables)
+        taken = check_forms(source, collection, names, optimizer_state)
+        source.check(names)
+        now = None if state is None else time_of(op, state, clock)
+        if state is not None:
+            collection._check_state(op, state)
+            # What is in the state would be gone when a damaged batch is met.
+            source.verify(names)
     if state is None:
-        state = collection.init(seed=manifest["seed"][0] | manifest["seed"][1] << 32)
+        seed = source.manifest["seed"]
+        state = collection.init(seed=seed[0] | seed[1] << 32)
         state = _with_store_words(source, collection, state)
-    else:
-        collection._check_state(op, state)
-        # What is in the state would be gone when a damaged batch is met.
-        source.verify(names)
     rows = {name: rows_by_shard(source, collection, name) for name in names}
     if not is_new:
         rows = {name: coming - _table_rows(collection, state, name) for name, coming in rows.items()}
@@ -403,11 +404,12 @@ def placed(
     placer = Placer(op, collection, s, number)
     state, num_placed = placer.place(state, of_shard)
     saved = source.manifest["tables"][name]["num_rows"]
-    if num_placed != saved:
-        raise CorruptFileError(
-            f'{op}: table "{name}": got {num_placed} rows in "{source.folder}", wanted {saved}; files of other saves '
-            "were mixed."
-        )
+    with processes.together(op):
+        if num_placed != saved:
+            raise CorruptFileError(
+                f'{op}: table "{name}": got {num_placed} rows in "{source.folder}", wanted {saved}; files of other '
+                "saves were mixed."
+            )
     return state
 
 
@@ -525,7 +527,8 @@ def _with_admission(source: Source, collection: Collection, state: State, names:
         if isinstance(table.admission, policies.AdmitByCount):
             state = _with_waiting(source, collection, state, s, number)
         if isinstance(table.admission, policies.AdmitByBloom):
-            state = _with_bloom(source, collection, state, s, number)
+            with processes.together(source.op):
+                state = _with_bloom(source, collection, state, s, number)
     return state
 
 
@@ -533,7 +536,7 @@ def _with_waiting(source: Source, collection: Collection, state: State, s: int, 
     """Each key to its owner, in place of those that waited."""
     spec, shards = collection.stores[s], collection.shards
     store = _forgotten(spec, number, shards, state.stores[s])
-    for keys, counts in _gathered(source.waiting(spec.tables[number].name)):
+    for keys, counts in processes.in_step(source.op, _gathered(source.waiting(spec.tables[number].name))):
         # Who was seen often enough for a lower threshold waits for one more sight.
         counts = np.minimum(counts, np.uint32(spec.tables[number].admission.num_sightings - 1))
         owners = owners_of_keys(spec, number, keys, collection.partition_owners)
