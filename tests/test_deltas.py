@@ -17,6 +17,7 @@ from hypothesis import stateful
 
 import jaxsok
 from jaxsok import checkpoint, optim, policies
+from jaxsok.checkpoint import restore
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="eight devices are made of a CPU")
 
@@ -137,6 +138,28 @@ def test_a_damaged_delta_changes_nothing(chain, tmp_path, kind):
     with pytest.raises(checkpoint.CorruptFileError, match=f"byte {byte}: "):
         checkpoint.load([paths[0], tmp_path / "damaged"], other, state=state)
     assert_same(content(other, state), held[0][0])
+
+
+@pytest.mark.parametrize("kind", ["load", "apply_delta"])
+def test_what_fails_in_a_delta_leaves_a_state(chain, monkeypatch, kind):
+    """The rows of the base, and of the delta those that came before the error."""
+    paths, _, held, _ = chain
+    other = collection_of(tables_of(), 2)
+    state = checkpoint.load(paths[0], other) if kind == "apply_delta" else other.init(seed=1)
+    with monkeypatch.context() as patched:
+        place = restore.place
+        fails = lambda source, *args: place(source, *args) if source.folder == paths[0] else 1 / 0  # noqa: E731
+        patched.setattr(restore, "place", fails)
+        with pytest.raises(ZeroDivisionError) as caught:
+            if kind == "load":
+                checkpoint.load(paths[1], other, state=state)
+            else:
+                checkpoint.apply_delta(paths[1], other, state, after=paths[0])
+    assert "the `state` attribute of this error" in caught.value.__notes__[0]
+    again = content(other, caught.value.state)
+    assert set(again["user.keys"].tolist()) == set(held[0][0]["user.keys"]) & set(held[1][0]["user.keys"])
+    state = checkpoint.load(paths[1], other, state=caught.value.state)
+    assert_same(content(other, state), held[1][0], names=["user.keys", "user.rows", "item.keys", "item.rows"])
 
 
 def capped():

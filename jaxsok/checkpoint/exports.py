@@ -207,6 +207,7 @@ def load(
       ValueError: tables do not fit, or links are not in order.
       CorruptFileError: files are damaged; a given state is unchanged.
       TableFullError, MemoryError: there is no room.
+      Exception: what fails when a given state is changed already has what there is of it as `state`.
 
     Example:
       `state = load(["monday", "tuesday"], collection)`
@@ -215,18 +216,21 @@ def load(
     is_new = state is None
     with processes.together(op):
         chain = chain_of(op, path)
+        names = restore_lib.chosen_tables(chain[0], collection, tables)
         if state is not None:
             # Nothing is changed before all of it is known to be whole.
             collection._check_state(op, state)
             for source in chain:
-                names = restore_lib.chosen_tables(source, collection, tables)
+                restore_lib.chosen_tables(source, collection, tables)
                 restore_lib.check_forms(source, collection, names, optimizer_state)
                 source.verify(names)
         now = None if state is None else time_of(op, state, clock)
-    state = restore_lib.restored(chain[0], collection, state, tables, optimizer_state, now)
-    for source in chain[1:]:
-        state = _applied(source, collection, state, tables, optimizer_state, is_whole=is_new, now=now)
-    return state
+    base = restore_lib.restored(chain[0], collection, state, tables, optimizer_state, now)
+    with restore_lib.held_on(collection, state, names, is_new=is_new) as held:
+        held.state = base
+        for source in chain[1:]:
+            _apply(source, collection, held, tables, optimizer_state, is_whole=is_new, now=now)
+    return held.state
 
 
 def apply_delta(
@@ -254,6 +258,7 @@ def apply_delta(
     Raises:
       ValueError: the delta rests on another export, or tables do not fit.
       CorruptFileError: files are damaged; the state is unchanged.
+      Exception: what fails when the state is changed already has what there is of it as `state`.
 
     Example:
       `state = apply_delta("wednesday", collection, state, after="tuesday")`
@@ -269,7 +274,9 @@ def apply_delta(
         restore_lib.check_forms(source, collection, names, optimizer_state)
         now = time_of(op, state, clock) if tables is not None or clock is not None else None
         source.verify(names)
-    return _applied(source, collection, state, tables, optimizer_state, is_whole=tables is None, now=now)
+    with restore_lib.held_on(collection, state, names) as held:
+        _apply(source, collection, held, tables, optimizer_state, is_whole=tables is None, now=now)
+    return held.state
 
 
 # Chains --------------------------------------------------------------------------------------------------------------
@@ -348,31 +355,31 @@ def _looked_for(
 # Applying ------------------------------------------------------------------------------------------------------------
 
 
-def _applied(
+def _apply(
     source: Source,
     collection: Collection,
-    state: State,
+    held: restore_lib.Held,
     tables: Sequence[str] | None,
     optimizer_state: OptimizerState,
     *,
     is_whole: bool,
     now: int | None,
-) -> State:
-    """The state after a delta whose place in the chain was checked."""
+) -> None:
+    """Brings a state forward by a delta whose place in the chain was checked."""
     with processes.together(source.op):
         names = restore_lib.chosen_tables(source, collection, tables)
         taken = restore_lib.check_forms(source, collection, names, optimizer_state)
     # What goes makes room for what comes: a table that evicts may be full at both ends of a delta.
-    more = {name: _more_rows(source, collection, state, name) for name in names}
-    state = restore_lib.with_room(source, collection, state, more)
+    more = {name: _more_rows(source, collection, held.state, name) for name in names}
+    held.state = restore_lib.with_room(source, collection, held.state, more)
     for name in names:
         for keys in processes.in_step(source.op, key_batches(source.files(name, manifest_lib.TOMBSTONES))):
             for start in range(0, keys.size, KEYS_AT_A_TIME):
-                state, _ = collection.erase(state, name, keys[start : start + KEYS_AT_A_TIME])
+                held.state, _ = collection.erase(held.state, name, keys[start : start + KEYS_AT_A_TIME])
     for name in names:
-        state = restore_lib.placed(source, collection, state, name, taken[name], now)
-    return restore_lib.with_small_parts(
-        source, collection, state, names, is_whole=is_whole, with_globals=optimizer_state != "initial"
+        restore_lib.place(source, collection, held, name, taken[name], now)
+    restore_lib.add_small_parts(
+        source, collection, held, names, is_whole=is_whole, with_globals=optimizer_state != "initial"
     )
 
 
