@@ -570,7 +570,14 @@ class TableOperations:
 
     def _specs_of(self, state: State) -> Any:
         """How each array of a state lies on the mesh, as `shard_map` takes it."""
-        return dataclasses.replace(state, stores=self.shards.spec, step=P(), seed=P(), partition_owners=P())
+        same = dict.fromkeys(("step", "seed", "partition_owners", "lineage"), P())
+        return dataclasses.replace(state, stores=self.shards.spec, **same)
+
+    def _lineage(self, words: np.ndarray) -> Array:
+        """Where steps leave what is the same everywhere."""
+        if self.shards is None:
+            return jnp.asarray(words)
+        return jax.device_put(words, self.shards.place(1, is_split=False))
 
     @property
     def _mesh_name(self) -> str:

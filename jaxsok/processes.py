@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import os
 from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -63,6 +64,24 @@ def least(value: int) -> int:
     words = np.array([value >> 31, value & 0x7FFFFFFF], np.int32)
     gathered = np.asarray(multihost_utils.process_allgather(words)).reshape(-1, 2)
     return min((int(high) << 31) | int(low) for high, low in gathered)
+
+
+def drawn(*, is_shared: bool) -> np.ndarray:
+    """64 random bits as two words.
+
+    Args:
+      is_shared: whether all processes get those of the first; all of them call then.
+
+    Example:
+      >>> drawn(is_shared=False).dtype
+      dtype('uint32')
+    """
+    words = np.frombuffer(os.urandom(8), np.uint32)
+    if is_shared and jax.process_count() > 1:
+        from jax.experimental import multihost_utils
+
+        words = np.asarray(multihost_utils.process_allgather(words)).reshape(-1, 2)[0]
+    return words
 
 
 def agree(op: str, error: Exception | None) -> None:

@@ -16,6 +16,7 @@ import jax
 import numpy as np
 
 from jaxsok import processes
+from jaxsok.checkpoint import lineage as lineage_lib
 from jaxsok.checkpoint import manifest as manifest_lib
 from jaxsok.checkpoint import restore as restore_lib
 from jaxsok.checkpoint.files import key_batches
@@ -125,7 +126,8 @@ def export_delta(
 
     Raises:
       FileExistsError: the path is taken.
-      ValueError: a table keeps no statistics, the base is of other tables, or of a later time; or a row has a later
+      ValueError: a table keeps no statistics, the base is of other tables, of a later time, or of a state that this
+        one did not come from (one that was lost, when this one was restored from before the base); or a row has a later
         last step than `clock`.
       CorruptFileError: the base is damaged.
 
@@ -156,6 +158,7 @@ def export_delta(
                 f'{op}: base: got "{chain[-1].folder}" of time {last["clock"]}, wanted one of {now} or earlier: the '
                 "state is older than it."
             )
+        lineage_lib.check(op, collection, state, chain[-1].folder, last)
     options = SaveOptions(compression, host_bytes, piece_bytes)
     path = pathlib.Path(path)
     more = {
@@ -378,9 +381,7 @@ def _apply(
                 held.state, _ = collection.erase(held.state, name, keys[start : start + KEYS_AT_A_TIME])
     for name in names:
         restore_lib.place(source, collection, held, name, taken[name], now)
-    restore_lib.add_small_parts(
-        source, collection, held, names, is_whole=is_whole, with_globals=optimizer_state != "initial"
-    )
+    restore_lib.add_small_parts(source, collection, held, names, is_whole=is_whole, optimizer_state=optimizer_state)
 
 
 def _more_rows(source: Source, collection: Collection, state: State, table: str) -> np.ndarray:

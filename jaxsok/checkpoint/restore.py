@@ -18,6 +18,7 @@ import numpy as np
 from jaxsok import admission as admission_lib
 from jaxsok import grow as grow_lib
 from jaxsok import policies, processes
+from jaxsok.checkpoint import lineage as lineage_lib
 from jaxsok.checkpoint import manifest as manifest_lib
 from jaxsok.checkpoint.files import CorruptFileError, SavedFile, TableForm, name_word
 from jaxsok.checkpoint.place import Held, Placer
@@ -301,7 +302,7 @@ def restored(
             held.state, _ = collection.clear(held.state, name)
         for name in names:
             place(source, collection, held, name, taken[name], now)
-        add_small_parts(source, collection, held, names, is_whole=is_new, with_globals=optimizer_state != "initial")
+        add_small_parts(source, collection, held, names, is_whole=is_new, optimizer_state=optimizer_state)
     return held.state
 
 
@@ -339,7 +340,7 @@ def add_small_parts(
     names: Sequence[str],
     *,
     is_whole: bool,
-    with_globals: bool,
+    optimizer_state: OptimizerState,
 ) -> None:
     """Adds what is saved beside rows.
 
@@ -349,7 +350,7 @@ def add_small_parts(
       held: a state whose rows are restored.
       names: of the tables that are.
       is_whole: whether the state is what was saved, and has its step.
-      with_globals: whether it has the optimizer state that belongs to no row, too.
+      optimizer_state: as the rows were restored.
     """
     _add_admission(source, collection, held, names)
     if is_whole:
@@ -358,9 +359,10 @@ def add_small_parts(
             step = jax.device_put(step, state.step.sharding)
         state = dataclasses.replace(state, step=step)
         state = _with_evicted(source, collection, state, names)
-        if with_globals:
+        if optimizer_state != "initial":
             state = _with_globals(source, collection, state, names)
-        held.state = state
+        is_exact = optimizer_state == "require"
+        held.state = lineage_lib.begun(collection, state, source.manifest, is_exact=is_exact)
 
 
 def with_room(source: Source, collection: Collection, state: State, rows: Mapping[str, np.ndarray]) -> State:
