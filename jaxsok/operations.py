@@ -58,7 +58,8 @@ class TableOperations:
         On a mesh the keys are the same everywhere, in all processes.
 
         Cost:
-          Streams the records and rewrites the index of the table's store: 48 bytes a row of capacity.
+          A search for each key and a byte a row of capacity; if any goes, also 64 bytes a row: the records of the
+          table's store twice, and its index once.
 
         Example:
           `state, num_erased = collection.erase(state, "user", np.array([7]))`
@@ -189,7 +190,8 @@ class TableOperations:
           The state, and how many rows there were.
 
         Cost:
-          Streams records, optimizer state and statistics of the table's store, and rewrites the index.
+          16 bytes a row of capacity, and if there are rows 64 more: the records of the table's store thrice, and its
+          index once. Also the optimizer state and statistics of the rows that go.
 
         Example:
           `state, num_erased = collection.clear(state, "user")`
