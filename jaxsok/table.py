@@ -19,7 +19,7 @@ from jaxsok.specs import StoreSpec
 from jaxsok.store import StoreState
 from jaxsok.types import COUNTS, NO_ROW, PADDING_KEY, Keys, RowIds, TableIds
 
-_FOUND, _PADDING = COUNTS.index("num_found"), COUNTS.index("num_padding")
+_FOUND, _INSERTED, _PADDING = (COUNTS.index(name) for name in ("num_found", "num_inserted", "num_padding"))
 
 
 def find(store: StoreState, keys: Keys, table_ids: TableIds | np.ndarray) -> RowIds:
@@ -203,12 +203,15 @@ def assign(
       The store, the row ids (NO_ROW for padding and where the store is full), and counts by table (types.COUNTS).
 
     Cost:
-      A search for the keys, a sort of them, and each row in and out; nothing of the size of a table.
+      A search for the keys, a sort of them, and each row in and out; nothing of the size of a table. In a store with
+      tables that admit by count two searches more: keys that waited are forgotten as those that were let in.
 
     Example:
       Keys `[7, 9]` and rows `[[1.0], [2.0]]` → the rows of 7 and 9 are 1.0 and 2.0, whether they were there or not.
     """
+    store, num_let_in = _let_in(spec, store, seed, keys, table_ids)
     store, row_ids, counts = find_or_insert(spec, store, seed, keys, table_ids)
+    counts = counts.at[:, _INSERTED].add(num_let_in).at[:, _FOUND].add(-num_let_in)
     place = row_ids if is_distinct else _last_of_each(row_ids)
     slabs = {"rows": kernels.scatter(place, rounded(rows, spec.dtype), store.rows)}
     named = {state.name: array for state, array in zip(spec.state_specs, store.states, strict=True)}
@@ -220,6 +223,28 @@ def assign(
     if statistics is None:
         store = touch(spec, store, row_ids, jnp.zeros(row_ids.shape, jnp.uint32), clock)
     return store, row_ids, counts
+
+
+def _let_in(
+    spec: StoreSpec, store: StoreState, seed: UInt32[Array, "2"], keys: Keys, table_ids: TableIds | np.ndarray
+) -> tuple[StoreState, Int32[Array, " num_tables"]]:
+    """Gives keys that wait for a row theirs, as if they had been seen often enough; and how many rows that made.
+
+    So their counts are those of keys that were let in, and are forgotten when rows go: else a key that comes back
+    would begin with the sightings that it had before. Where a shard is full such a key is let in once there is room.
+    """
+    if not store.sightings:
+        return store, jnp.zeros(len(spec.tables), jnp.int32)
+    keys, ids = jnp.asarray(keys), jnp.asarray(table_ids)
+    seen = kernels.find(store.sightings[0], store.counters, keys, ids)  # an index, with counts in place of row ids
+    floors = jnp.asarray(spec.sighting_floors())[ids]
+    is_waiting = (seen > jnp.uint32(0)) & (seen < floors)  # NO_ROW is above all floors
+    # Of a key that stands here more than once the uses add up; were it 2**32 of them, its count would stay as it is.
+    uses = jnp.where(is_waiting, floors - seen, jnp.uint32(0))
+    waiting = jnp.where(is_waiting[:, None], keys, jnp.uint32(PADDING_KEY & 0xFFFFFFFF))
+    step = jnp.zeros((), jnp.uint32)  # asked by tables that admit by chance, of which none has keys that wait
+    store, _, counts = find_or_insert(spec, store, seed, waiting, table_ids, step=step, uses=uses)
+    return store, counts[:, _INSERTED]
 
 
 def _last_of_each(row_ids: RowIds) -> RowIds:
