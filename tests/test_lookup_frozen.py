@@ -469,11 +469,9 @@ def test_symbolic_batch():
     )(*shapes, arrays)
     served = jax.jit(jax.export.deserialize(exported.serialize()).call)
     for num, hotness in ((1, 1), (7, 3), (300, 2)):
-        given, keys, bags = [], None, None
-        for store in stores:
-            if keys is None:
-                keys, bags = some_keys(rng, store, 0, num), some_keys(rng, store, 1, num * hotness)
-            given.append((store, cases.Batch(cases.single(keys, 0), cases.fixed(bags, 1, MEAN, hotness))))
+        keys, bags = some_keys(rng, stores[0], 0, num), some_keys(rng, stores[1], 1, num * hotness)
+        batch = cases.Batch(cases.single(keys, 0), cases.fixed(bags, 1, MEAN, hotness))
+        given = [(store, batch) for store in stores]
         words = cases.words(bags).reshape(num, hotness, 2)
         counts, embeddings = served(*jax.device_put((cases.words(keys), words, arrays)))
         assert_as_model(given, np.asarray(counts), [[np.asarray(one) for one in s] for s in embeddings])
@@ -487,8 +485,9 @@ def test_symbolic_batch():
 def one_store() -> tuple[FrozenOperands, FrozenOperands]:
     """Float rows, and rows of 8 bits."""
     rng = np.random.default_rng(11)
-    stores = [frozen_store(rng, dtype, 4) for dtype in (BF16, INT8)]
-    return tuple(operands(store, cases.Batch(cases.single(some_keys(rng, store, 0, 5)))) for store in stores)
+    floats, quantized = (frozen_store(rng, dtype, 4) for dtype in (BF16, INT8))
+    batch = cases.Batch(cases.single(some_keys(rng, floats, 0, 5)))
+    return operands(floats, batch), operands(quantized, batch)
 
 
 def test_scales_go_with_rows(one_store):

@@ -33,9 +33,9 @@ def quantized(rows: np.ndarray, dtype: str) -> tuple[np.ndarray, np.ndarray]:
       ValueError: rows of another shape or dtype, or not finite; another dtype. Names the first such row.
 
     Example:
-      >>> numbers, scales = quantized(np.array([[1.0, -0.5, 0.25]], np.float32), "int8")
-      >>> numbers.tolist(), dequantized(numbers, scales).round(3).tolist()
-      ([[127, -64, 32]], [[1.0, -0.504, 0.252]])
+      >>> numbers, scales = quantized(np.array([[127.0, -63.6, 32.0]], np.float32), "int8")
+      >>> numbers.tolist(), scales.tolist(), dequantized(numbers, scales).tolist()
+      ([[127, -64, 32]], [1.0], [[127.0, -64.0, 32.0]])
     """
     _check_dtype("quantized", dtype)
     rows = np.asarray(rows)
