@@ -1094,7 +1094,7 @@ def test_deltas_come_from_the_folder(tmp_path):
 
     def wanted(state):
         records = collection.export_table(state, "item")
-        return dict(zip(np.asarray(records.keys).tolist(), np.asarray(records.rows).tolist(), strict=True))
+        return dict(zip(records["keys"].tolist(), records["rows"].tolist(), strict=True))
 
     state = train(state, [7, 8, 9])
     checkpoint.export_full(tmp_path / "full", collection, state)
@@ -1108,7 +1108,7 @@ def test_deltas_come_from_the_folder(tmp_path):
                 assert got["version"] == version
                 assert got["rows"]["item"] == [rows.get(key, [-1.0] * 4) for key in keys]
                 state = train(state, [8, 10 + number])
-                state = collection.erase(state, "item", np.array([7])) if number == 1 else state
+                state = collection.erase(state, "item", np.array([7]))[0] if number == 1 else state
                 chain = [tmp_path / "full", *(watched / f"delta-{i}" for i in range(number))]
                 checkpoint.export_delta(watched / f"delta-{number}", collection, state, chain)
                 version, deadline = version + 1, time.monotonic() + 30

@@ -254,7 +254,7 @@ class App:
         given, wanted = formats(request, kind.op)
         body = await self._body(request, taken)
         payload = await self._off_loop(len(body), kind.read, body, given, model)
-        if isinstance(kind, Lookups):  # what it takes is known before it is made
+        if isinstance(payload, dict):  # of a lookup: what it takes is known before it is made
             num_values = sum(array.size * model.tables[name].dim for name, array in payload.items())
             _check_response(num_values, 4 * num_values, wanted, options, kind.op)
         arrays, version = await self._submit(kind, model, payload)
