@@ -475,4 +475,4 @@ class Updates(stateful.RuleBasedStateMachine):
 
 
 TestUpdates = Updates.TestCase
-TestUpdates.settings = hypothesis.settings(max_examples=8, stateful_step_count=10)
+TestUpdates.settings = hypothesis.settings(max_examples=5, stateful_step_count=10)
