@@ -21,6 +21,7 @@ EXAMPLES = ROOT / "examples"
 sys.path.insert(0, str(EXAMPLES))
 
 import criteo  # noqa: E402
+import serve_fused  # noqa: E402
 import train_dlrm  # noqa: E402
 
 
@@ -42,6 +43,32 @@ def test_numbered_examples_run(name, capsys):
     spec.loader.exec_module(module)
     module.main()
     assert capsys.readouterr().out.strip()
+
+
+# -------------------------------------------------------------------------------------------------------- serve_fused
+
+
+def test_fused_and_unfused_tables_give_the_same_bits(tmp_path):
+    config = serve_fused.Config(tables=3, rows=50, dim=5, batch_size=4, keys=6, iterations=3, folder=tmp_path)
+    result = serve_fused.run(config)
+    assert result.is_equal
+    assert len(result.fused_ms) == len(result.unfused_ms) == 3
+    assert result.session_difference is None or result.session_difference < 1e-5
+    written = {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*") if path.is_file()}
+    assert {"ps_config.json", "model/model.stablehlo", "sparse_embedding2/key"} <= written
+    assert "the same bits: yes" in serve_fused.told(config, result)
+    rows = np.fromfile(tmp_path / "sparse_embedding1" / "emb_vector", "<f4").reshape(50, 5)
+    tables = serve_fused.read_tables(tmp_path, config)
+    (keys, *_) = serve_fused.make_batches(config)
+    words = keys["sparse_embedding1"]
+    np.testing.assert_array_equal(
+        serve_fused.unfused(tables, {"sparse_embedding1": jnp.asarray(words)})["sparse_embedding1"], rows[words[..., 0]]
+    )
+
+
+def test_every_option_of_the_fused_example_is_a_field():
+    assert serve_fused.parse_arguments([]) == serve_fused.Config()
+    assert serve_fused.parse_arguments(["--tables", "2", "--folder", "x"]).folder == pathlib.Path("x")
 
 
 # --------------------------------------------------------------------------------------------------------- train_dlrm

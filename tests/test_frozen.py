@@ -283,7 +283,7 @@ def test_max_norm_and_combiners(combiner, max_norm):
     content = {key: numbers(3) for key in range(10)}
     made, _ = frozen_of([FrozenTable("a", 3, default=0.25)], {"a": content})
     bags = [[1, 1, 2], [], [99], [3, 4, 5, 6]]
-    flat = np.array(sum(bags, []), np.int64)
+    flat = np.array([key for bag in bags for key in bag], np.int64)
     offsets = np.cumsum([0, *map(len, bags)])
     for weights in (None, np.abs(numbers(len(flat)))):
         given = LookupInput("a", flat, combiner=combiner, offsets=offsets, weights=weights, max_norm=max_norm)
@@ -292,7 +292,7 @@ def test_max_norm_and_combiners(combiner, max_norm):
 
 
 def test_a_hundred_tables():
-    """The published integration case: 100 tables × 10,000 keys × 16 floats, fused; every table asked at once."""
+    """The published integration case: 100 tables x 10,000 keys x 16 floats, fused; every table asked at once."""
     contents = [(np.arange(n, n + 10_000, dtype=np.uint64) * 7, numbers(10_000, 16)) for n in range(100)]
     sources = [
         (FrozenTable(f"t{n}", 16), SizedRecords(10_000, [Records(*content)])) for n, content in enumerate(contents)

@@ -239,6 +239,18 @@ class DeviceCache:
             for table, count in zip(tables, np.asarray(line), strict=True)
         }
 
+    def cached_keys(self) -> dict[str, np.ndarray]:
+        """The keys of each table that are cached now, uint64 (16 bytes a row of capacity are copied to the host)."""
+        with self._lock:
+            self._require_open()
+            records = [jnp.copy(store.records) for store in self._stores]
+        keys_of = {}
+        for tables, lines in zip(self._spec.stores, map(np.asarray, records), strict=True):
+            keys = keys_lib.from_words(lines[:, :2])
+            for number, table in enumerate(tables):
+                keys_of[table.name] = keys[(keys != np.uint64(PADDING_KEY)) & (lines[:, 2] == number)]
+        return keys_of
+
     def stats(self) -> CacheStats:
         """A copy of the counts."""
         with self._counting:
@@ -338,8 +350,7 @@ class DeviceCache:
             before = self.stats().refreshed
             with self._lock:
                 source = self._source  # swaps wait for `_changing`
-                records = [jnp.copy(store.records) for store in self._stores]
-            cached = self._cached_keys(records)
+            cached = self.cached_keys()
             num_cached = sum(map(len, cached.values()))
             share = math.ceil(num_cached * self.refresh_fraction) if self.refresh_fraction else num_cached
             at_a_time = min(max(1, share), ROWS_AT_A_TIME)
@@ -447,9 +458,9 @@ class DeviceCache:
                 self._wait_for_swap(found.epoch)
                 continue
             break
-        is_taken = not later or self._background.offer(later)
         if fetched:
             self._insert({name: (one.keys, one.rows) for name, one in fetched.items()}, found.epoch)
+        is_taken = not later or self._background.offer(later)
         num_fetched = sum(len(found.missed[name][1]) for name in fetched)
         self._count(
             lookups=1,
@@ -615,14 +626,6 @@ class DeviceCache:
         done = list(done)
         refreshed, removed = (sum(int(np.asarray(one[i])) for one in done) for i in range(2))
         self._count(refreshed=refreshed, removed=removed, **more)
-
-    def _cached_keys(self, records: Sequence[Array]) -> dict[str, np.ndarray]:
-        keys_of = {}
-        for tables, lines in zip(self._spec.stores, map(np.asarray, records), strict=True):
-            keys = keys_lib.from_words(lines[:, :2])
-            for number, table in enumerate(tables):
-                keys_of[table.name] = keys[(keys != np.uint64(PADDING_KEY)) & (lines[:, 2] == number)]
-        return keys_of
 
     # Help ------------------------------------------------------------------------------------------------------------
 

@@ -195,13 +195,13 @@ def rewrite(
 
 @functools.partial(jax.jit, donate_argnums=0)
 def emptied(store: CacheStore) -> tuple[CacheStore, Array]:
-    """Drops all rows; the salt stays."""
-    is_salt = np.isin(np.arange(len(COUNTERS)), [COUNTERS.index("salt_low"), COUNTERS.index("salt_high")])
-    counters = jnp.where(is_salt, store.counters, jnp.uint32(0))
-    sizes = store.index.shape[0], store.table_rows.shape[0], store.records.shape[0]
-    index, table_rows, records, statistics = empty_arrays(*sizes)
-    num_removed = store.table_rows.sum(dtype=jnp.uint32)
-    return CacheStore(index, counters, table_rows, store.rows, records, statistics), num_removed
+    """Drops all rows."""
+    flags = (store.records[:, :2] != jnp.uint32(PADDING_KEY & 0xFFFFFFFF)).any(axis=1).astype(jnp.uint8)
+    index, counters, table_rows, (records,), _, (statistics,), _, released = evict_kernels.release(
+        store.index, store.counters, store.table_rows, flags, (store.records,), (), (), (store.statistics,), ()
+    )
+    new = CacheStore(index, counters, table_rows, store.rows, records, statistics)
+    return new, released.sum(dtype=jnp.uint32)
 
 
 @jax.jit

@@ -20,6 +20,7 @@ from jaxsok import initializers, optimizers
 from jaxsok.collection import Collection
 from jaxsok.kernels import table as kernels
 from jaxsok.records import Records
+from jaxsok.serving import quantize
 from jaxsok.serving.row_map import RowMap, buckets_of
 from jaxsok.specs import StoreSpec, TableSpec
 from jaxsok.store import State
@@ -322,8 +323,6 @@ def lines_of(table: FrozenTable, rows: np.ndarray) -> tuple[np.ndarray, np.ndarr
     """
     if not table.is_quantized:
         return rounded(rows, table.dtype), None
-    from jaxsok.serving import quantize
-
     return quantize.quantized(np.asarray(rows, np.float32), table.dtype)
 
 
