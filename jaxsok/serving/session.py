@@ -24,7 +24,6 @@ from jaxsok.features import Bags
 from jaxsok.serving import artifact, backing, sources, updates
 from jaxsok.serving import cache as cache_lib
 from jaxsok.serving import config as config_lib
-from jaxsok.serving import lookup as lookup_lib
 from jaxsok.serving.config import Config, ModelConfig
 from jaxsok.serving.errors import (
     ConfigError,
@@ -35,6 +34,7 @@ from jaxsok.serving.errors import (
     UnknownTableError,
 )
 from jaxsok.serving.frozen import FrozenSpec, FrozenTable, FrozenTables, frozen_bytes
+from jaxsok.serving.lookup import LookupInput, lookup_with_counts
 from jaxsok.serving.row_map import RowMap
 from jaxsok.serving.updates import InPlace, Source, Version, Versions
 from jaxsok.types import COUNTS, PADDING_KEY
@@ -756,9 +756,9 @@ def _looked_up(
     """The rows of the keys of some tables, that lie behind each other, and what became of them."""
     inputs, start = {}, 0
     for name, size in sizes:
-        inputs[name] = lookup_lib.LookupInput(name, words[start : start + size])
+        inputs[name] = LookupInput(name, words[start : start + size])
         start += size
-    return lookup_lib.lookup_with_counts(tables, inputs)
+    return lookup_with_counts(tables, inputs)
 
 
 def _padded(keys: np.ndarray, size: int) -> np.ndarray:

@@ -77,6 +77,11 @@ class Change:
         """Whether it brings all rows: those that it does not name go."""
         return self.source.base is None
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether it leaves the table as it is."""
+        return not self.is_whole and self.source.num_rows == 0 and self.source.num_tombstones == 0
+
     def pieces(self) -> Iterator[Records]:
         """Its rows, few enough for one write."""
         most = max(1, PIECE_BYTES // self.table.row_bytes)
@@ -286,7 +291,8 @@ class Versions:
         """What becomes of each store that changes, and whether in place. Reads all keys; refuses what cannot be."""
         of_store: dict[int, list[Change]] = {}
         for change in changes:
-            of_store.setdefault(tables.spec.places[change.table.name][0], []).append(change)
+            if not change.is_empty:
+                of_store.setdefault(tables.spec.places[change.table.name][0], []).append(change)
         plans = [self._plan(tables, s, mine) for s, mine in of_store.items()]
         beside = sum(plan.bytes_beside(tables.stores[plan.store]) for plan in plans)
         within = sum(64 * plan.row_map.num_buckets for plan in plans) + max((p.piece_bytes for p in plans), default=0)
