@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -253,6 +254,7 @@ class CacheMachine(RuleBasedStateMachine):
 
 
 TestCacheMachine = CacheMachine.TestCase
+TestCacheMachine.settings = settings(max_examples=max(12, settings().max_examples // 2))
 
 
 # The rule of the threshold ----------------------------------------------------------------------------------------
@@ -422,6 +424,7 @@ def test_close_drains():
     assert cache.stats().inserted == 5
     with pytest.raises(ServingError, match="after close"):
         cache.lookup({"a": keys_of(1)})
+    assert (cache.num_rows, cache.num_bytes) == ({"a": 0, "b": 0, "h": 0}, 0)
 
 
 def _changing_rows(num_versions, rng):
