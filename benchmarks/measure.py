@@ -21,6 +21,7 @@ from . import (
     bench_lookup,
     bench_plan,
     bench_scale,
+    bench_serving,
     bench_skew,
     bench_small,
     bench_table,
@@ -41,7 +42,7 @@ ON_FILLED = {"lookup": None, "update": None, "small": bench_small.WORKLOADS, "sk
 
 WITHOUT_TABLES = {"plan": bench_plan, "combine": bench_combine}
 
-OWN_TABLES = ("insert", "scale", "dims", "evict", "life", "cpu")
+OWN_TABLES = ("insert", "scale", "dims", "evict", "life", "serving", "cpu")
 """The parts with tables of their own, in the order in which they are measured."""
 
 
@@ -75,6 +76,7 @@ def one_device(options: argparse.Namespace, protocol: Protocol, recorder: Record
         "dims": lambda: bench_dims.measure(recorder, brief, seed, copy_gb_s, scale, is_quick),
         "evict": lambda: bench_evict.measure(recorder, copy_gb_s, scale, is_quick),
         "life": lambda: bench_life.measure(recorder, brief, seed, scale, is_quick),
+        "serving": lambda: bench_serving.measure(recorder, brief, seed, copy_gb_s, scale, is_quick),
         "cpu": lambda: bench_cpu.measure(recorder, protocol, seed, scale, is_quick),
     }
     for part in OWN_TABLES:

@@ -51,6 +51,9 @@ EVICT = "select + release"
 REBUILD = "rebuild of the index alone"
 HAND_OVER = "hand-over to the host"
 EXPORT = "export to the host"
+SERVED = "frozen lookup, latency"
+SERVED_KERNELS = "frozen lookup, kernels"
+SERVED_FLOOR = "bytes and one launch"
 
 # The parts of a step on a mesh, and what is measured around it.
 DISTINCT = "distinct keys"

@@ -473,6 +473,57 @@ def cpu_rows(records: Sequence[Record]) -> list[tuple[str, ...]]:
     ]
 
 
+SERVING_COLUMNS = (
+    "workload",
+    "samples",
+    "rows",
+    "way",
+    "ms",
+    "99th percentile",
+    "back to back ms",
+    "in a row ms",
+    "kernels ms",
+    "launches",
+    "floor ms",
+    "ms ÷ fused",
+)
+"""Of serving: what a caller waits for; a call among many; one of several in a program; the device alone; the floor."""
+
+
+def serving_rows(records: Sequence[Record]) -> list[tuple[str, ...]]:
+    """S1 and the DLRM shape by samples and dtype of rows, each way of looking up."""
+    on_device = {(record.workload, record.variant): record for record in records if record.what == names.SERVED_KERNELS}
+    floors = {record.workload: record.timing.ms for record in records if record.what == names.SERVED_FLOOR}
+    served = [record for record in records if record.what == names.SERVED]
+    fused = {_served_shape(record): record.timing.ms for record in served if record.notes["way"] == "fused"}
+    table = []
+    for record in served:
+        notes, kernels = record.notes, on_device.get((record.workload, record.variant))
+        base = fused.get(_served_shape(record))
+        is_fused = notes["way"] == "fused"
+        table.append(
+            (
+                record.workload,
+                f"{notes['num_samples']}",
+                notes["dtype"],
+                notes["way"],
+                f"{record.timing.ms:.4g}",
+                f"{notes['p99_ms']:.4g}",
+                f"{notes['back_to_back_ms']:.4g}",
+                f"{notes['in_a_row_ms']:.4g}" if "in_a_row_ms" in notes else NOTHING,
+                NOTHING if kernels is None else f"{kernels.timing.ms:.4g}",
+                NOTHING if kernels is None else f"{kernels.notes['num_kernels']:g}",
+                f"{floors.get(record.workload, record.limit_ms):.3g}" if is_fused else NOTHING,
+                NOTHING if is_fused or base is None else f"{record.timing.ms / base:.2f}",
+            )
+        )
+    return table
+
+
+def _served_shape(record: Record) -> tuple[str, int, str]:
+    return record.workload, record.notes["num_samples"], record.notes["dtype"]
+
+
 PARTS: dict[str, tuple[str, Sequence[str], Callable[[Sequence[Record]], list[tuple[str, ...]]]]] = {
     "small": ("Small batches (W1's tables):", SMALL_COLUMNS, small_rows),
     "skew": ("Skew:", SKEW_COLUMNS, skew_rows),
@@ -481,6 +532,7 @@ PARTS: dict[str, tuple[str, Sequence[str], Callable[[Sequence[Record]], list[tup
     "dims": ("Widths of rows:", DIM_COLUMNS, dim_rows),
     "evict": ("Eviction of the least recently used tenth (rowwise Adagrad):", EVICT_COLUMNS, evict_rows),
     "life": ("Statistics, admission and export (W1, rowwise Adagrad):", LIFE_COLUMNS, life_rows),
+    "serving": ("Frozen tables, looked up in three ways:", SERVING_COLUMNS, serving_rows),
     "cpu": ("A static table on this CPU (SGD):", CPU_COLUMNS, cpu_rows),
 }
 """The parts that have a table of their own: its title, columns, and what makes it of the part's records."""

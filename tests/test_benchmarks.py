@@ -22,6 +22,7 @@ import jaxsok  # noqa: E402
 from benchmarks import (  # noqa: E402
     bench_exchange,
     bench_scale,
+    bench_serving,
     bench_skew,
     bench_small,
     dlrm,
@@ -364,7 +365,7 @@ def test_plots_are_drawn_of_what_there_is(tmp_path):
     assert not (tmp_path / "scale.svg").exists()  # a plot without records does not stay behind
 
 
-@pytest.mark.parametrize("name", ["bench_dims", "limits", "one_table", "timing", "workloads"])
+@pytest.mark.parametrize("name", ["bench_dims", "bench_serving", "limits", "one_table", "timing", "workloads"])
 def test_examples_of(name):
     failed, attempted = doctest.testmod(importlib.import_module(f"benchmarks.{name}"))
     assert attempted > 0
@@ -375,6 +376,35 @@ def test_bytes_of_w1_are_those_of_the_derivation():
     shape = (26 * 65_536, 1_690_000, 26 * 65_536, 64)
     assert limits.forward_bytes(*shape, training=False) == pytest.approx(0.99e9, rel=0.01)
     assert limits.update_bytes(*shape, workloads.state_dims("rowwise_adagrad", 64)) == pytest.approx(1.416e9, rel=0.01)
+
+
+def test_tables_that_are_served_are_compared_with_the_right_records():
+    def record(what, subject, ms, way="", **notes):
+        notes = {"part": "serving", "num_samples": 256, "dtype": "float32", "way": way} | notes
+        variant = f"256 samples, float32{f', {way}' if way else ''}"
+        made = timing.summary([ms], 1)
+        return records.Record("S1", what, subject, made, variant=variant, notes=notes, limit_ms=0.01)
+
+    found = [
+        record(records.SERVED, "jaxsok", 0.2, "fused", p99_ms=0.3, back_to_back_ms=0.1, in_a_row_ms=0.05),
+        record(records.SERVED, "jaxsok", 0.5, "unfused", p99_ms=0.6, back_to_back_ms=0.4, in_a_row_ms=0.2),
+        record(records.SERVED_FLOOR, "limit", 0.02),
+    ]
+    assert targets._served_over_floor(targets.Found(found)) == pytest.approx(2.5)
+    found.append(record(records.SERVED_KERNELS, "jaxsok", 0.018, "fused", num_kernels=3.0, launches_ms=0.006))
+    assert targets._served_over_floor(targets.Found(found)) == pytest.approx(1.2)
+    fused, unfused = (dict(zip(tables.SERVING_COLUMNS, row, strict=True)) for row in tables.serving_rows(found))
+    assert (fused["kernels ms"], fused["launches"], fused["floor ms"]) == ("0.018", "3", "0.02")
+    assert (unfused["ms ÷ fused"], unfused["99th percentile"]) == ("2.50", "0.6")
+
+
+def test_a_way_of_serving_that_reads_other_rows_is_not_timed(monkeypatch):
+    recorder = records.Recorder(None, {})
+    wrong = lambda tables, keys: {name: one + jnp.float32(1) for name, one in bench_serving.fused(tables, keys).items()}  # noqa: E731
+    monkeypatch.setitem(bench_serving._FUNCTIONS, "unfused", wrong)
+    bench_serving.measure(recorder, timing.QUICK.brief(), 0, 1.0, 0.0005, is_quick=True)
+    assert {failure["what"].split(" samples")[0] for failure in recorder.failures} >= {"serving S1"}
+    assert not [one for one in recorder.records if one.what == records.SERVED and one.notes["way"] != "fused"]
 
 
 def test_a_quick_run_measures_everything(tmp_path, monkeypatch):
@@ -412,6 +442,11 @@ def test_a_quick_run_measures_everything(tmp_path, monkeypatch):
         ("scale", records.FIND_AND_GATHER, "jaxsok"),
         ("scale", records.BUILD, "jaxsok"),
         ("scale", records.CHURN, "jaxsok"),
+        ("S1", records.SERVED, "jaxsok"),
+        ("S1", records.SERVED, "xla"),
+        ("S1", records.SERVED_FLOOR, "limit"),
+        ("DLRM", records.SERVED, "jaxsok"),
+        ("DLRM", records.SERVED, "xla"),
     } <= measured
     assert all(record.timing.ms > 0 for record in found)
     by_part = {part: [record for record in found if record.part == part] for part in tables.PARTS}
@@ -427,6 +462,7 @@ def test_a_quick_run_measures_everything(tmp_path, monkeypatch):
         "W1's shape, one key a table",
         "W1's shape, one key in all",
         "churn",
+        "8 frozen tables",
         "CPU: lookup + update, SGD, uni",
     ):
         assert any(wanted in name for name in reached) or jax.default_backend() != "cpu"

@@ -249,6 +249,34 @@ def test_one_program_serves_all_batches():
     assert step._cache_size() == 1
 
 
+@functools.cache
+def compiled_removal(name, capacity):
+    """`clear` or `erase` of one of two tables that keep statistics, with Adam."""
+    options = {"optimizer": jaxsok.optim.adam(0.1), "capacity": capacity // 2, "statistics": True}
+    tables = [jaxsok.TableSpec(table, 16, **options) for table in ("user", "item")]
+    collection = jaxsok.Collection(tables, [jaxsok.FeatureSpec("user", "user")])
+    keys = (jnp.asarray(programs.words(np.arange(9))),) if name == "erase" else ()
+    call = functools.partial(getattr(collection, name), table="item")
+    function = lambda state, *keys: call(state, **dict(zip(("keys",), keys, strict=False)))  # noqa: E731
+    state = collection.init(seed=0)
+    return jax.jit(function, donate_argnums=0).lower(state, *keys).compile(), state_bytes(state)
+
+
+@pytest.mark.parametrize("name", ["clear", "erase"])
+def test_what_takes_rows_away_needs_a_flag_a_row(name):
+    """No copy of records, optimizer state or statistics; their kernel sets them back where they lie."""
+    compiled, num_bytes = compiled_removal(name, 1 << 16)
+    text = compiled.as_text()
+    # What is compared is read with a broadcast constant, which no memory has.
+    assert not [line for line in table_copies(text, (1 << 16) * 4) if " copy" in line] and not host_calls(text)
+    assert re.findall(r'custom_call_target="(jaxsok_\w+)"', text)[-1:] == ["jaxsok_evict_release"]
+    analysis = compiled.memory_analysis()
+    assert analysis.alias_size_in_bytes >= num_bytes
+    small = compiled_removal(name, 1 << 12)[0].memory_analysis()
+    # The flags.
+    assert analysis.temp_size_in_bytes - small.temp_size_in_bytes <= 3 * (1 << 16) + ALIGNMENT_BYTES
+
+
 EVICTIONS = {
     "one word": jaxsok.policies.LeastRecentlyUsed(),
     "two words": jaxsok.policies.EpochLeastFrequentlyUsed(10),
