@@ -20,11 +20,11 @@ import jaxsok
 from jaxsok.records import Records
 from jaxsok.serving import cache as cache_module
 from jaxsok.serving import cache_store
-from jaxsok.serving import lookup as frozen_lookup
 from jaxsok.serving.backing import HostRows, RowSource
 from jaxsok.serving.cache import DeviceCache, cache_bytes
 from jaxsok.serving.errors import RequestError, ServingError, UnknownTableError
 from jaxsok.serving.frozen import FrozenTable, SizedRecords
+from jaxsok.serving.lookup import lookup as frozen_lookup
 
 PADDING = jaxsok.PADDING_KEY
 # Tables a and b share a store; rows of h have 16 bits, those of q are cached as float32.
@@ -189,7 +189,7 @@ class CacheMachine(RuleBasedStateMachine):
         asked = {table: np.array(some, np.uint64) for table, some in keys.items()}
         if as_tables:
             found = self.cache.lookup_tables(asked)
-            rows = frozen_lookup.lookup(found.tables, {table: some for table, some in asked.items()})
+            rows = frozen_lookup(found.tables, {table: some for table, some in asked.items()})
         else:
             found = self.cache.lookup(asked)
             rows = found.rows
@@ -458,7 +458,7 @@ def _looking_up(cache, versions, stop, errors, seed, num_answers):
                 answer = found.rows
             else:
                 found = cache.lookup_tables(keys)
-                answer = frozen_lookup.lookup(found.tables, keys) if keys else {}
+                answer = frozen_lookup(found.tables, keys) if keys else {}
             for table, some in keys.items():
                 rows, wanted = np.asarray(answer[table]), _expected(versions[found.version], table, some)
                 is_right = (rows == wanted).all(axis=1)

@@ -18,7 +18,6 @@ from jaxtyping import Bool, Float32, UInt64
 
 from jaxsok import keys as keys_lib
 from jaxsok.records import Records
-from jaxsok.serving import lookup
 from jaxsok.serving.errors import UnknownTableError
 from jaxsok.serving.frozen import (
     FrozenStore,
@@ -29,6 +28,7 @@ from jaxsok.serving.frozen import (
     freeze_records,
     write_rows,
 )
+from jaxsok.serving.lookup import find_rows
 from jaxsok.serving.row_map import RowMap
 from jaxsok.types import MAX_CAPACITY, NO_ROW, PADDING_KEY
 
@@ -423,7 +423,7 @@ def padded_size(num_keys: int, least: int) -> int:
 
 @functools.partial(jax.jit, static_argnums=1)
 def _fetch(tables: FrozenTables, table: str, words: Any) -> Any:
-    return lookup.find_rows(tables, table, words)
+    return find_rows(tables, table, words)
 
 
 def _without(keys: Any, records: Records | None) -> np.ndarray:
