@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -23,7 +24,7 @@ from jaxsok.serving.backing import HostRows, RowSource
 from jaxsok.serving.cache import DeviceCache, cache_bytes
 from jaxsok.serving.errors import RequestError, ServingError, UnknownTableError
 from jaxsok.serving.frozen import FrozenTable, SizedRecords
-from jaxsok.serving.lookup import lookup
+from jaxsok.serving.lookup import lookup as frozen_lookup
 
 PADDING = jaxsok.PADDING_KEY
 # Tables a and b share a store; rows of h have 16 bits, those of q are cached as float32.
@@ -188,7 +189,7 @@ class CacheMachine(RuleBasedStateMachine):
         asked = {table: np.array(some, np.uint64) for table, some in keys.items()}
         if as_tables:
             found = self.cache.lookup_tables(asked)
-            rows = lookup(found.tables, {table: some for table, some in asked.items()})
+            rows = frozen_lookup(found.tables, {table: some for table, some in asked.items()})
         else:
             found = self.cache.lookup(asked)
             rows = found.rows
@@ -253,6 +254,7 @@ class CacheMachine(RuleBasedStateMachine):
 
 
 TestCacheMachine = CacheMachine.TestCase
+TestCacheMachine.settings = settings(max_examples=max(12, settings().max_examples // 2))
 
 
 # The rule of the threshold ----------------------------------------------------------------------------------------
@@ -422,6 +424,7 @@ def test_close_drains():
     assert cache.stats().inserted == 5
     with pytest.raises(ServingError, match="after close"):
         cache.lookup({"a": keys_of(1)})
+    assert (cache.num_rows, cache.num_bytes) == ({"a": 0, "b": 0, "h": 0}, 0)
 
 
 def _changing_rows(num_versions, rng):
@@ -455,7 +458,7 @@ def _looking_up(cache, versions, stop, errors, seed, num_answers):
                 answer = found.rows
             else:
                 found = cache.lookup_tables(keys)
-                answer = lookup(found.tables, keys) if keys else {}
+                answer = frozen_lookup(found.tables, keys) if keys else {}
             for table, some in keys.items():
                 rows, wanted = np.asarray(answer[table]), _expected(versions[found.version], table, some)
                 is_right = (rows == wanted).all(axis=1)

@@ -230,9 +230,11 @@ class DeviceCache:
 
     @property
     def num_rows(self) -> dict[str, int]:
-        """Rows of each table that are cached now (waits for the device)."""
+        """Rows of each table that are cached now (waits for the device); after `close` none."""
         with self._lock:
             counts = [jnp.copy(store.table_rows) for store in self._stores]
+        if not counts:
+            return dict.fromkeys(self._spec.places, 0)
         return {
             table.name: int(count)
             for tables, line in zip(self._spec.stores, counts, strict=True)
