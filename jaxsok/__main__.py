@@ -1,4 +1,4 @@
-"""The command line: `python -m jaxsok bench`, `inspect` and `estimate`.
+"""The command line: `python -m jaxsok bench`, `inspect`, `estimate` and `serve`.
 
 Thin: a command finds what it runs, and hands its arguments on.
 """
@@ -7,6 +7,8 @@ import argparse
 import importlib
 import importlib.util
 import json
+import logging
+import os
 import pathlib
 import re
 import sys
@@ -37,11 +39,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands.add_parser("bench", add_help=False, help="times jaxsok here, beside its limits and peers (bench --help)")
     _declare_inspect(commands.add_parser("inspect", help="tells what is in a checkpoint, an export or a file"))
     _declare_estimate(commands.add_parser("estimate", help="counts the bytes that tables will take on each device"))
+    _declare_serve(commands.add_parser("serve", help="answers lookups and predictions over HTTP"))
     options, rest = parser.parse_known_args(arguments)
     if options.command == "bench":
         return _bench(rest)
     if rest:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if options.command == "serve":
+        return _serve(options)
     is_python = options.command == "estimate" and options.spec.endswith(".py")
     if arguments is None and jax.config.jax_platforms is None and not is_python:
         # Files are read on the CPU; a GPU, of which JAX takes most as soon as it looks for one, is left to who trains.
@@ -155,6 +160,71 @@ def _number(option: str, text: str) -> int:
     if number < 0 or number != int(number):
         raise ValueError(f"estimate: {option}: got {text!r}, wanted a number, as 1000000, 141e9 or 80GiB.")
     return int(number)
+
+
+def _declare_serve(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Opens the models of an HPS configuration and answers over HTTP until SIGTERM or SIGINT; docs/server.md has "
+        "the endpoints. Needs pip install 'jaxsok[serving]'."
+    )
+    whole, seconds = int, float
+    parser.add_argument("config", metavar="CONFIG", help="HPS JSON")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on; by default of this machine alone")
+    parser.add_argument("--port", type=whole, default=8500, help="0: any that is free")
+    parser.add_argument("--watch", metavar="FOLDER", help="applies exports and deltas that appear in it, in order")
+    parser.add_argument("--watch-interval-s", type=seconds, default=2.0, metavar="S", help="between two looks")
+    parser.add_argument("--access-log", action="store_true", help="a line for each request")
+    for name, kind, text in (
+        ("max-delay-ms", float, "a request waits so long for others to share its call"),
+        ("max-body-bytes", whole, "of one request"),
+        ("max-held-bytes", whole, "bodies of all requests that are not answered"),
+        ("max-requests", whole, "requests that are not answered"),
+        ("max-keys", whole, "of one request"),
+        ("max-json-values", whole, "numbers in one JSON response"),
+        ("max-response-bytes", whole, "of the arrays of one response"),
+        ("body-timeout-s", seconds, "for a body to arrive"),
+        ("timeout-s", seconds, "for a request to be answered"),
+        ("num-workers", whole, "calls at the same time, by model and endpoint"),
+        ("drain-s", seconds, "after a signal: not ready, but still answering"),
+        ("shutdown-s", seconds, "then: for what was taken to be finished"),
+    ):
+        parser.add_argument(f"--{name}", type=kind, metavar="N", help=text)
+
+
+def _serve(options: argparse.Namespace) -> int:
+    """Runs until a signal."""
+    try:
+        from jaxsok.serving import running, server, session, watch
+    except ImportError as error:
+        print(f"serve: {error}; run pip install 'jaxsok[serving]'.", file=sys.stderr)
+        return 2
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(name)s %(levelname)s %(message)s")
+    logging.getLogger("jaxsok").setLevel(logging.INFO)
+    logging.getLogger("uvicorn.access").setLevel(logging.INFO)
+    try:
+        server_options = server.ServerOptions.of(vars(options))
+        # The address and the folder first: a model may take minutes to load.
+        with running.bind(options.host, options.port) as where:
+            if options.watch is not None:
+                watch.require_folder(options.watch)
+            opened = session.open(options.config)
+            print(opened.report(), flush=True)
+            app = server.App(opened, server_options, watch=options.watch, watch_interval_s=options.watch_interval_s)
+            running.serve(
+                app,
+                where,
+                access_log=options.access_log,
+                on_ready=lambda found: print(f"serve: answers at {found.address}", flush=True),
+            )
+    except (OSError, ValueError, TypeError, ImportError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    if app.num_running:
+        # A call that does not return would keep Python from ending, which waits for all threads.
+        print(f"serve: ended, with {app.num_running} calls of the session cut off", file=sys.stderr, flush=True)
+        os._exit(1)
+    print("serve: ended", flush=True)
+    return 0
 
 
 def _bench(arguments: Sequence[str]) -> int:

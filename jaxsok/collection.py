@@ -204,6 +204,7 @@ class Collection(TableOperations):
             step=step,
             seed=seed_words,
             partition_owners=owners,
+            lineage=self._lineage(processes.drawn(is_shared=self._spans_processes)),
             fingerprint=self.fingerprint,
             mesh=self._mesh_name,
         )
@@ -881,7 +882,7 @@ def _is_split(node: Any) -> Any:
     """For each array of a state, or of anything else, whether each shard has a part of it."""
     if not isinstance(node, State):
         return True
-    others = dict.fromkeys(("step", "seed", "partition_owners"), False)
+    others = dict.fromkeys(("step", "seed", "partition_owners", "lineage"), False)
     return dataclasses.replace(node, stores=jax.tree.map(lambda _: True, node.stores), **others)
 
 

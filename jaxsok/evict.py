@@ -20,7 +20,8 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, UInt8, UInt32
 
-from jaxsok import admission, annotations
+from jaxsok import annotations
+from jaxsok import table as table_lib
 from jaxsok.kernels import evict as kernels
 from jaxsok.keys import from_words
 from jaxsok.policies import Eviction, RowFacts
@@ -163,7 +164,7 @@ def _mask(policy: Eviction, expired: Any, num_rows: int) -> Array:
 def release(
     spec: StoreSpec, store: StoreState, flags: UInt8[Array, " capacity"]
 ) -> tuple[StoreState, UInt32[Array, " num_tables"]]:
-    """Takes the rows with a flag away: optimizer state and statistics are set back, the index is swept.
+    """Takes the rows with a flag away, as evicted: `table.release`.
 
     Args:
       spec: of the store.
@@ -173,35 +174,10 @@ def release(
     Returns:
       The store, and how many rows of each table went. Where none goes nothing changes.
 
-    Cost:
-      A byte a row of capacity where none goes; else also the records twice (32 bytes a row) and the index once (32
-      bytes a row read, and the buckets written that change). Workspace: 2 bits a row.
-
     Example:
       Flags `[0, 1, 1]` → rows 1 and 2 are free, and the next new key gets row 1.
     """
-    index, counters, table_rows, records, states, statistics, table_evicted, num_released = kernels.release(
-        store.index,
-        store.counters,
-        store.table_rows,
-        flags,
-        store.records,
-        store.states,
-        [state.initial_value for state in spec.state_specs],
-        store.statistics,
-        store.table_evicted,
-    )
-    store = dataclasses.replace(
-        store,
-        index=index,
-        counters=counters,
-        table_rows=table_rows,
-        records=records,
-        states=states,
-        statistics=statistics,
-        table_evicted=table_evicted,
-    )
-    return admission.forget(spec, store, num_released), num_released
+    return table_lib.release(spec, store, flags, is_eviction=True)
 
 
 def share_of(shards: Shards, num_rows: UInt32[Array, ""], mine: UInt32[Array, ""]) -> UInt32[Array, ""]:

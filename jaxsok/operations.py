@@ -58,7 +58,8 @@ class TableOperations:
         On a mesh the keys are the same everywhere, in all processes.
 
         Cost:
-          Streams the records and rewrites the index of the table's store: 48 bytes a row of capacity.
+          A search for each key and a byte a row of capacity; if any goes, also 64 bytes a row: the records of the
+          table's store twice, and its index once.
 
         Example:
           `state, num_erased = collection.erase(state, "user", np.array([7]))`
@@ -189,7 +190,8 @@ class TableOperations:
           The state, and how many rows there were.
 
         Cost:
-          Streams records, optimizer state and statistics of the table's store, and rewrites the index.
+          16 bytes a row of capacity, and if there are rows 64 more: the records of the table's store thrice, and its
+          index once. Also the optimizer state and statistics of the rows that go.
 
         Example:
           `state, num_erased = collection.clear(state, "user")`
@@ -223,8 +225,9 @@ class TableOperations:
           table: its name; None: all tables of every store that has a policy, or, with `policy`, of all stores.
           policy: from `jaxsok.policies`; None: the table's own `eviction`.
           num_rows: how many rows of the table may stay, on all shards together; with `table=None` how many rows of each
-            store. Shards keep as equal shares as they can, in all exactly so many; each shard takes its own lowest.
-            None for a policy that ranks no rows.
+            store whose policy ranks rows, while stores of other policies lose the rows whose time has come, however
+            many. Shards keep as equal shares as they can, in all exactly so many; each shard takes its own lowest.
+            None where no policy ranks rows.
           clock: now, an integer or a uint32 scalar; None: `state.step`.
           hand_over: called with the name of a table and some of its rows (`Records`: keys, rows, optimizer state,
             statistics) until it has had all that leave, before anything changes. Between steps only, not under
@@ -555,22 +558,28 @@ class TableOperations:
                 f"evict: policy: got None, and {whose} was declared without one; pass a policy, or declare "
                 "TableSpec(..., eviction=policies.LeastRecentlyUsed())."
             )
-        leaving = {}
-        for s, number in numbers.items():
-            rule = policy or self.stores[s].tables[0].eviction
-            if rule.has_score and num_rows is None:
-                raise ValueError(f"evict: num_rows: got None with {rule!r}, wanted how many rows may stay.")
-            if not rule.has_score and num_rows is not None:
-                raise ValueError(
-                    f"evict: num_rows: got {num_rows!r} with {rule!r}, wanted None: it takes the rows whose time has "
-                    "come, however many."
-                )
-            leaving[s] = evict_lib.Leaving(self.stores[s], rule, number, self.shards)
-        return leaving
+        rules = {s: policy or self.stores[s].tables[0].eviction for s in numbers}
+        ranking = [rule for rule in rules.values() if rule.has_score]
+        if ranking and num_rows is None:
+            raise ValueError(f"evict: num_rows: got None with {ranking[0]!r}, wanted how many rows may stay.")
+        if not ranking and num_rows is not None:
+            rule = next(iter(rules.values()))
+            raise ValueError(
+                f"evict: num_rows: got {num_rows!r} with {rule!r}, wanted None: it takes the rows whose time has come, "
+                "however many."
+            )
+        return {s: evict_lib.Leaving(self.stores[s], rules[s], number, self.shards) for s, number in numbers.items()}
 
     def _specs_of(self, state: State) -> Any:
         """How each array of a state lies on the mesh, as `shard_map` takes it."""
-        return dataclasses.replace(state, stores=self.shards.spec, step=P(), seed=P(), partition_owners=P())
+        same = dict.fromkeys(("step", "seed", "partition_owners", "lineage"), P())
+        return dataclasses.replace(state, stores=self.shards.spec, **same)
+
+    def _lineage(self, words: np.ndarray) -> Array:
+        """Where steps leave what is the same everywhere."""
+        if self.shards is None:
+            return jnp.asarray(words)
+        return jax.device_put(words, self.shards.place(1, is_split=False))
 
     @property
     def _mesh_name(self) -> str:

@@ -1,4 +1,4 @@
-"""find, find_or_insert, erase and rebuild on one shard: from (table, key) pairs to row ids.
+"""find, find_or_insert, erase, release and rebuild on one shard: from (table, key) pairs to row ids.
 
 The whole way down is `lookup.py`; this is for keys without bags: plans made apart, inspection, erasing.
 """
@@ -10,15 +10,16 @@ from collections.abc import Mapping, Sequence
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Bool, Float, Float32, Int32, UInt32
+from jaxtyping import Array, Bool, Float, Float32, Int32, UInt8, UInt32
 
 from jaxsok import admission
+from jaxsok.kernels import evict as evict_kernels
 from jaxsok.kernels import table as kernels
 from jaxsok.specs import StoreSpec
 from jaxsok.store import StoreState
-from jaxsok.types import COUNTERS, COUNTS, NO_ROW, PADDING_KEY, RECORD_WORDS, Keys, RowIds, TableIds
+from jaxsok.types import COUNTS, NO_ROW, PADDING_KEY, Keys, RowIds, TableIds
 
-_FOUND, _PADDING = COUNTS.index("num_found"), COUNTS.index("num_padding")
+_FOUND, _INSERTED, _PADDING = (COUNTS.index(name) for name in ("num_found", "num_inserted", "num_padding"))
 
 
 def find(store: StoreState, keys: Keys, table_ids: TableIds | np.ndarray) -> RowIds:
@@ -202,12 +203,15 @@ def assign(
       The store, the row ids (NO_ROW for padding and where the store is full), and counts by table (types.COUNTS).
 
     Cost:
-      A search for the keys, a sort of them, and each row in and out; nothing of the size of a table.
+      A search for the keys, a sort of them, and each row in and out; nothing of the size of a table. In a store with
+      tables that admit by count two searches more: keys that waited are forgotten as those that were let in.
 
     Example:
       Keys `[7, 9]` and rows `[[1.0], [2.0]]` → the rows of 7 and 9 are 1.0 and 2.0, whether they were there or not.
     """
+    store, num_let_in = _let_in(spec, store, seed, keys, table_ids)
     store, row_ids, counts = find_or_insert(spec, store, seed, keys, table_ids)
+    counts = counts.at[:, _INSERTED].add(num_let_in).at[:, _FOUND].add(-num_let_in)
     place = row_ids if is_distinct else _last_of_each(row_ids)
     slabs = {"rows": kernels.scatter(place, rounded(rows, spec.dtype), store.rows)}
     named = {state.name: array for state, array in zip(spec.state_specs, store.states, strict=True)}
@@ -219,6 +223,28 @@ def assign(
     if statistics is None:
         store = touch(spec, store, row_ids, jnp.zeros(row_ids.shape, jnp.uint32), clock)
     return store, row_ids, counts
+
+
+def _let_in(
+    spec: StoreSpec, store: StoreState, seed: UInt32[Array, "2"], keys: Keys, table_ids: TableIds | np.ndarray
+) -> tuple[StoreState, Int32[Array, " num_tables"]]:
+    """Gives keys that wait for a row theirs, as if they had been seen often enough; and how many rows that made.
+
+    So their counts are those of keys that were let in, and are forgotten when rows go: else a key that comes back
+    would begin with the sightings that it had before. Where a shard is full such a key is let in once there is room.
+    """
+    if not store.sightings:
+        return store, jnp.zeros(len(spec.tables), jnp.int32)
+    keys, ids = jnp.asarray(keys), jnp.asarray(table_ids)
+    seen = kernels.find(store.sightings[0], store.counters, keys, ids)  # an index, with counts in place of row ids
+    floors = jnp.asarray(spec.sighting_floors())[ids]
+    is_waiting = (seen > jnp.uint32(0)) & (seen < floors)  # NO_ROW is above all floors
+    # Of a key that stands here more than once the uses add up; were it 2**32 of them, its count would stay as it is.
+    uses = jnp.where(is_waiting, floors - seen, jnp.uint32(0))
+    waiting = jnp.where(is_waiting[:, None], keys, jnp.uint32(PADDING_KEY & 0xFFFFFFFF))
+    step = jnp.zeros((), jnp.uint32)  # asked by tables that admit by chance, of which none has keys that wait
+    store, _, counts = find_or_insert(spec, store, seed, waiting, table_ids, step=step, uses=uses)
+    return store, counts[:, _INSERTED]
 
 
 def _last_of_each(row_ids: RowIds) -> RowIds:
@@ -356,9 +382,6 @@ def rounded(values: Float[Array, "..."], dtype: str) -> Float[Array, "..."]:
 def erase(spec: StoreSpec, store: StoreState, keys: Keys, table_ids: TableIds) -> tuple[StoreState, UInt32[Array, ""]]:
     """Takes the rows of (table, key) pairs away; absent pairs are passed over.
 
-    The index is rebuilt in place, the generation advanced, the rows' optimizer state set back, and their statistics to
-    zeros.
-
     Args:
       spec: the store's tables.
       store: donated: the result has its buffers.
@@ -369,20 +392,50 @@ def erase(spec: StoreSpec, store: StoreState, keys: Keys, table_ids: TableIds) -
       The store, and how many distinct pairs were there.
 
     Cost:
-      Streams the records (16 bytes a row) and rewrites the index (32 bytes a row). With statistics 32 bytes a row more.
+      A search for each key, and what `release` takes.
 
     Example:
       Erasing `[7, 7, 8]` from a table that holds 7 and 9 → 1, and 7's row id is the next to be handed out.
     """
-    index, counters, table_rows, records, states, num_erased = kernels.erase(
+    row_ids = find(store, keys, table_ids)
+    flags = jnp.zeros(store.capacity, jnp.uint8).at[row_ids].set(jnp.uint8(1), mode="drop")  # NO_ROW is beyond all
+    store, num_released = release(spec, store, flags, is_eviction=False)
+    return store, num_released.sum(dtype=jnp.uint32)
+
+
+def release(
+    spec: StoreSpec, store: StoreState, flags: UInt8[Array, " capacity"], *, is_eviction: bool
+) -> tuple[StoreState, UInt32[Array, " num_tables"]]:
+    """Takes the rows with a flag away: optimizer state and statistics are set back, the index is swept.
+
+    The generation is advanced, and counts of keys that were let in are forgotten: a key that comes back starts anew.
+
+    Args:
+      spec: of the store.
+      store: donated: the result has its buffers.
+      flags: not 0 for the rows that go; they are in use.
+      is_eviction: whether they count as evicted.
+
+    Returns:
+      The store, and how many rows of each table went. Where none goes nothing changes.
+
+    Cost:
+      A byte a row of capacity where none goes; else also the records twice (32 bytes a row) and the index once (32
+      bytes a row read, and the buckets written that change). Workspace: 2 bits a row.
+
+    Example:
+      Flags `[0, 1, 1]` → rows 1 and 2 are free, and the next new key gets row 1.
+    """
+    index, counters, table_rows, records, states, statistics, table_evicted, num_released = evict_kernels.release(
         store.index,
         store.counters,
         store.table_rows,
-        jnp.asarray(keys),
-        jnp.asarray(table_ids),
+        flags,
         store.records,
         store.states,
         [state.initial_value for state in spec.state_specs],
+        store.statistics,
+        store.table_evicted if is_eviction else (),
     )
     store = dataclasses.replace(
         store,
@@ -391,17 +444,10 @@ def erase(spec: StoreSpec, store: StoreState, keys: Keys, table_ids: TableIds) -
         table_rows=table_rows,
         records=records,
         states=states,
-        statistics=_without_dead(store.statistics, records),
+        statistics=statistics,
+        table_evicted=table_evicted if is_eviction else store.table_evicted,
     )
-    return admission.forget(spec, store, num_erased), num_erased
-
-
-def _without_dead(
-    statistics: Sequence[UInt32[Array, "_ 2"]], records: Sequence[UInt32[Array, "_ 4"]]
-) -> tuple[UInt32[Array, "_ 2"], ...]:
-    """Statistics, zeros where a row is not in use."""
-    pairs = zip(statistics, records, strict=bool(statistics))
-    return tuple(jnp.where(is_key(lines[:, :2])[:, None], slab, jnp.uint32(0)) for slab, lines in pairs)
+    return admission.forget(spec, store, num_released), num_released
 
 
 def clear(spec: StoreSpec, store: StoreState, number: int) -> tuple[StoreState, UInt32[Array, ""]]:
@@ -416,37 +462,17 @@ def clear(spec: StoreSpec, store: StoreState, number: int) -> tuple[StoreState, 
       The store, and how many rows there were. Keys of the table that waited for a row are forgotten too.
 
     Cost:
-      Streams records, optimizer state and statistics, and rewrites the index; no key is sought.
+      Reads the records (16 bytes a row), and what `release` takes; no key is sought.
     """
-    dead = [is_key(lines[:, :2]) & (lines[:, 2] == jnp.uint32(number)) for lines in store.records]
-    # Written out, a byte a row, or XLA would keep a copy of the records for what comes after they are changed.
-    dead = lax.optimization_barrier(dead)
-    is_key_word = np.arange(RECORD_WORDS) < 2
-    records = tuple(
-        jnp.where(gone[:, None] & is_key_word[None, :], jnp.uint32(PADDING_KEY & 0xFFFFFFFF), lines)
-        for lines, gone in zip(store.records, dead, strict=True)
-    )
-    initial = [np.float32(state.initial_value) for state in spec.state_specs]
-    states = tuple(
-        tuple(jnp.where(gone[:, None], value, slab) for slab, gone in zip(slabs, dead, strict=True))
-        for value, slabs in zip(initial, store.states, strict=True)
-    )
-    num_erased = store.table_rows[number]
-    generation = COUNTERS.index("generation")
-    store = dataclasses.replace(
-        store,
-        records=records,
-        states=states,
-        table_rows=store.table_rows.at[number].set(jnp.uint32(0)),
-        counters=store.counters.at[generation].add((num_erased > 0).astype(jnp.uint32)),
-    )
-    # Of no key: what is left of it is the list of freed rows and the index.
-    store, _ = erase(spec, store, jnp.zeros((0, 2), jnp.uint32), jnp.zeros(0, jnp.uint32))
+    flags = [is_key(lines[:, :2]) & (lines[:, 2] == jnp.uint32(number)) for lines in store.records]
+    store, num_released = release(spec, store, jnp.concatenate(flags).astype(jnp.uint8), is_eviction=False)
     begin, size = spec.bloom_segments()[number]
     if size:
         bloom = store.bloom[0].at[begin // 4 : (begin + size) // 4].set(jnp.uint32(0))  # four counters a word
         store = dataclasses.replace(store, bloom=(bloom,))
-    return admission.forget(spec, store, num_erased, cleared=number), num_erased
+    # Whether there were rows or not: those that wait have none.
+    store = admission.forget(spec, store, jnp.zeros((), jnp.uint32), cleared=number)
+    return store, num_released[number]
 
 
 def rebuild(store: StoreState, num_buckets: int) -> tuple[Array, Array]:

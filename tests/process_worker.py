@@ -4,10 +4,12 @@ The place of the process among the others comes from the environment: PORT, NUM_
 (of this process). What it found out goes to `<folder>/<process>.npz`, and an error to its standard error.
 """
 
+import functools
 import os
 import pathlib
 import signal
 import sys
+import time
 
 import jax
 import jax.numpy as jnp
@@ -168,6 +170,9 @@ def main(job, folder):
         parts = {**local_tables(collection, state), **exported(collection, state)}
         np.savez(pathlib.Path(folder) / f"{number}.npz", **read, **parts)
         return
+    if job == "errors":
+        errors_of_one(mesh, number, pathlib.Path(folder))
+        return
     if job == "evict":
         evicted_by_need(mesh, number, num_processes, folder)
         return
@@ -231,6 +236,112 @@ def evicted_by_need(mesh, number, num_processes, folder):
         **{f"handed.{name}": np.array(keys, np.uint64) for name, keys in handed.items()},
         **local_tables(collection, state),
     )
+
+
+def errors_of_one(mesh, number, folder):
+    """Exports, loads and checkpoints that fail in one process: what all of them are told, and in how many seconds."""
+    import shutil
+    from unittest import mock
+
+    import orbax.checkpoint as ocp
+    from jax.experimental import multihost_utils
+
+    from jaxsok import checkpoint
+    from jaxsok.checkpoint import manifest
+
+    tables = [
+        jaxsok.TableSpec(name, DIM, ADAGRAD, capacity=64, statistics=True, **placement)
+        for name, placement in (("user", {}), ("ad", {"placement": jaxsok.REPLICATED}))
+    ]
+    features = [jaxsok.FeatureSpec(table.name, table.name) for table in tables]
+    collection = jaxsok.Collection(tables, features, mesh=mesh, axis="data")
+    step = jax.jit(lambda state, asked: collection.lookup(state, asked)[1], donate_argnums=0)
+    found, wait = {}, multihost_utils.sync_global_devices
+
+    def seen(state, keys):
+        mine = np.split(keys, 2)[number]
+        return step(state, collection.batch({"user": mine, "ad": mine}).features)
+
+    def note(name, call):
+        began = time.monotonic()
+        try:
+            call()
+            message = "nothing raised"
+        except Exception as error:
+            message = f"{type(error).__name__}: {error}"
+        found[name] = [message, f"{time.monotonic() - began}"]
+
+    def rows_of(state):
+        return [np.asarray(collection.rows_of(state, one.name, np.arange(40))[0]).tobytes() for one in tables]
+
+    def full_disk(name="write_part", process=1):
+        """Fails in one process."""
+        no_space = OSError(28, "No space left on device")
+        return mock.patch.object(manifest, name, side_effect=no_space if number == process else getattr(manifest, name))
+
+    def damaged(path):
+        """The path, in process 1 that of a copy with a byte changed in its rows."""
+        if number == 0:
+            return path
+        copy = path.with_name(f"{path.name}.damaged")
+        shutil.copytree(path, copy, dirs_exist_ok=True)
+        file = copy / "table_0000.process_00001.arrow"
+        data = bytearray(file.read_bytes())
+        data[len(data) // 2] ^= 1
+        file.write_bytes(data)
+        return copy
+
+    state = seen(collection.init(seed=3), np.arange(20))
+    for name, process in (("write_part", 1), ("join_parts", 0)):
+        with full_disk(name, process):
+            note(f"export: {name}", lambda: checkpoint.export_full(folder / "failed", collection, state))
+    (folder / "file").write_bytes(b"")
+    note("export: folder", lambda: checkpoint.export_full(folder / "file" / "failed", collection, state))
+    wait("exported")
+    found["left"] = [sorted(path.name for path in folder.glob("failed*"))]
+    checkpoint.export_full(folder / "full", collection, state)
+    state = seen(state, np.arange(10, 30))
+    delta = folder / "delta"
+    nowhere = [folder / "full", folder / "nowhere"][number]
+    broken = damaged(folder / "full")
+    wait("damaged")
+    # Tombstones are sought while all processes search.
+    note("delta: base", lambda: checkpoint.export_delta(delta, collection, state, broken))
+    note("delta: nowhere", lambda: checkpoint.export_delta(delta, collection, state, nowhere))
+    checkpoint.export_delta(delta, collection, state, folder / "full")
+    note("load: rows", lambda: checkpoint.load(broken, collection))
+    note("load: nowhere", lambda: checkpoint.load(nowhere, collection))
+    note("export: taken", lambda: checkpoint.export_full([folder / "new", delta][number], collection, state))
+    before = rows_of(state)
+    note("load: live", lambda: checkpoint.load(broken, collection, state=state))
+    broken_delta = damaged(delta)
+    loaded = checkpoint.load(folder / "full", collection)
+    note("apply", lambda: checkpoint.apply_delta(broken_delta, collection, loaded, after=folder / "full"))
+    found["unchanged"] = [str(rows_of(state) == before)]
+    for kind, checkpointer in (("async", ocp.AsyncCheckpointer), ("sync", ocp.Checkpointer)):
+
+        def save(case, kind=kind, checkpointer=checkpointer, compression="none"):
+            arguments = checkpoint.TablesSave(collection, state, compression=compression)
+            with checkpointer(checkpoint.TablesCheckpointHandler()) as saver:
+                saver.save(folder / f"{kind} {case}", args=arguments)
+                if kind == "async":
+                    saver.wait_until_finished()
+
+        for case, process in (("write_part", 1), ("join_parts", 0)):
+            with full_disk(case, process):
+                note(f"{kind}: {case}", functools.partial(save, case))
+        note(f"{kind}: refused", functools.partial(save, "refused", compression=["none", "zip"][number]))
+    items = folder / "items"
+    ocp.Checkpointer(checkpoint.TablesCheckpointHandler()).save(items, args=checkpoint.TablesSave(collection, state))
+    broken = damaged(items)
+    handler = checkpoint.TablesCheckpointHandler()
+    note("restore", lambda: handler.restore(broken, checkpoint.TablesRestore(collection)))
+    # All of them are still in step.
+    again = checkpoint.load(delta, collection)
+    found["again"] = [
+        str(rows_of(again) == rows_of(state) == rows_of(handler.restore(items, checkpoint.TablesRestore(collection))))
+    ]
+    np.savez(folder / f"{number}.npz", **{name: np.array(words) for name, words in found.items()})
 
 
 def refusals(mesh, number, folder):

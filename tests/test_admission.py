@@ -681,6 +681,35 @@ def test_clearing_a_table_forgets_those_that_wait():
     assert waiting(collection, state, "user") == {} and waiting(collection, state, "item") == dict.fromkeys(range(4), 1)
 
 
+@pytest.mark.parametrize("num_shards", [None, 4])
+@pytest.mark.parametrize("op", ["assign", "import_table"])
+def test_keys_that_are_given_a_row_wait_no_longer(op, num_shards):
+    """And when they come back after an erase they begin anew, as any key."""
+    tables = [jaxsok.TableSpec(n, 1, SGD, admission=policies.AdmitByCount(3), capacity=16) for n in ("user", "item")]
+    features = [jaxsok.FeatureSpec(t.name, t.name) for t in tables]
+    collection = programs.over(num_shards, tables, features) if num_shards else jaxsok.Collection(tables, features)
+    look = programs.lookup(collection)
+
+    def seen(state, keys):
+        return look(state, programs.batch(collection, user=np.array(keys), item=np.array(keys)))[1]
+
+    state = seen(collection.init(seed=SEED), [1, 2, 2, 3])
+    keys, rows = np.array([2, 9, 1]), np.array([[2.0], [9.0], [1.0]], np.float32)
+    if op == "assign":
+        state, num_inserted, num_refused = collection.assign(state, "user", keys, rows)
+        assert (int(num_inserted), int(num_refused)) == (3, 0)
+    else:
+        state = collection.import_table(state, "user", jaxsok.Records(keys.astype(np.uint64), rows))
+    assert waiting(collection, state, "user") == {3: 1} and waiting(collection, state, "item") == {1: 1, 2: 2, 3: 1}
+    np.testing.assert_array_equal(np.asarray(collection.rows_of(state, "user", keys)[0]), rows)
+    state, _ = collection.erase(state, "user", np.array([2]))
+    state = seen(state, [2, 2, 7, 7])
+    assert collection.contains(state, "user", np.array([1, 2, 9, 7])).tolist() == [True, False, True, False]
+    assert collection.contains(state, "item", np.array([2])).tolist() == [True]
+    state = seen(state, [2, 8, 8, 8])
+    assert collection.contains(state, "user", np.array([2])).tolist() == [True]
+
+
 # --------------------------------------------------------------------------------------------------------------
 # What is read, what is complained of, what it costs
 

@@ -24,7 +24,7 @@ from test_processes import ended, free_port
 
 import jaxsok
 from jaxsok import checkpoint, optim, policies
-from jaxsok.checkpoint import TablesRestore, TablesSave, manifest, save, snapshot
+from jaxsok.checkpoint import TablesRestore, TablesSave, files, manifest, save, snapshot
 from jaxsok.types import COUNTERS, NUM_PARTITIONS
 
 WORKER = pathlib.Path(cases.__file__)
@@ -412,6 +412,37 @@ def test_what_has_no_room_changes_nothing(tmp_path, num_devices):
     state = step(small, small.init(seed=2), keys[100:].repeat(2), keys[:4].repeat(50))
     again = restore(tmp_path / "mine", small, state=state, tables=["a"])
     assert_same(content(small, again), before, names=["a.keys", "a.rows"])
+
+
+def fails_later(monkeypatch, call):
+    """Reading files fails, so often they were read before."""
+    batches, calls = files.SavedFile.batches, []
+
+    def read(file, *args):
+        calls.append(file)
+        for batch in batches(file, *args):
+            if len(calls) > call:
+                raise OSError(f"{file.path.name}: the disk went away")
+            yield batch
+
+    monkeypatch.setattr(files.SavedFile, "batches", read)
+
+
+@pytest.mark.parametrize(("num_devices", "call"), [(None, 0), (2, 2), (None, 4)])
+def test_what_fails_on_the_way_leaves_a_state(saved, monkeypatch, num_devices, call):
+    """When rows of a given state went already: what there is of it is in the error, and can be restored into."""
+    collection = collection_of(tables_of(capacity=40), num_devices)
+    state = train(collection, collection.init(seed=1), 1)
+    with monkeypatch.context() as patched:
+        fails_later(patched, call)
+        with pytest.raises(OSError, match="the disk went away") as caught:
+            restore(saved, collection, state=state)
+    assert "the `state` attribute of this error" in caught.value.__notes__[0]
+    state = restore(saved, collection, state=caught.value.state)
+    want = content(collection, restore(saved, collection))
+    names = [name for name in want if not name.endswith("statistics")]  # they count as used now
+    assert_same(content(collection, state), want, names=names)
+    assert waiting(collection, state, "ad") == waiting(collection, restore(saved, collection), "ad")
 
 
 @pytest.mark.parametrize(

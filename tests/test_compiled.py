@@ -25,14 +25,14 @@ TABLE_BYTES = CAPACITY * 4
 ALIGNMENT_BYTES = 4096  # XLA rounds up and packs: equal programs may differ by a few hundred bytes
 
 
-def declared(capacity=CAPACITY):
-    """Two stores, all kinds of features and optimizers with and without state."""
+def declared(capacity=CAPACITY, **more):
+    """Two stores, all kinds of features and optimizers with and without state; `more` is said of all tables."""
     rowwise, adam = jaxsok.optim.rowwise_adagrad(0.1), jaxsok.optim.adam(0.1)
     return jaxsok.Collection(
         [
-            jaxsok.TableSpec("user", 16, rowwise, capacity=capacity // 2),
-            jaxsok.TableSpec("item", 16, rowwise, capacity=capacity // 2),
-            jaxsok.TableSpec("ad", 4, adam, capacity=capacity),
+            jaxsok.TableSpec("user", 16, rowwise, capacity=capacity // 2, **more),
+            jaxsok.TableSpec("item", 16, rowwise, capacity=capacity // 2, **more),
+            jaxsok.TableSpec("ad", 4, adam, capacity=capacity, **more),
         ],
         [
             jaxsok.FeatureSpec("user", "user"),
@@ -156,15 +156,16 @@ def state_bytes(state):
 
 
 @functools.cache
-def compiled_case(name, capacity=CAPACITY):
+def compiled_case(name, capacity=CAPACITY, **more):
     """One case, compiled for the default backend, and the bytes of its state."""
-    collection = declared(capacity)
+    collection = declared(capacity, **more)
     state = collection.init(seed=0)
     function, arguments = cases(collection)[name]
     return jax.jit(function, donate_argnums=0).lower(state, *arguments).compile(), state_bytes(state)
 
 
 CASES = ("lookup", "train step", "linear loss", "two lookups", "scan", "find and step", "erase")
+KEPT_CASES = ("train step", "two lookups", "scan")  # with statistics as well
 
 
 def skip_where_xla_drops_barriers(name):
@@ -194,6 +195,17 @@ def test_no_table_sized_copy_and_no_host_call(name):
     assert not table_copies(text, TABLE_BYTES)
     assert not host_calls(text)
     assert compiled.memory_analysis().alias_size_in_bytes >= num_bytes
+
+
+@pytest.mark.parametrize("name", KEPT_CASES)
+def test_statistics_add_neither_copies_nor_calls(name):
+    """They are noted where they lie, by the calls that there are anyway."""
+    compiled, num_bytes = compiled_case(name, statistics=True)
+    text = compiled.as_text()
+    assert num_bytes == compiled_case(name)[1] + 2 * CAPACITY * 8
+    assert not table_copies(text, TABLE_BYTES)
+    assert compiled.memory_analysis().alias_size_in_bytes >= num_bytes
+    assert text.count("custom_call_target") == compiled_case(name)[0].as_text().count("custom_call_target")
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -235,6 +247,34 @@ def test_one_program_serves_all_batches():
     for seed in range(3):
         state, _, _ = step(state, features_of(collection, seed))
     assert step._cache_size() == 1
+
+
+@functools.cache
+def compiled_removal(name, capacity):
+    """`clear` or `erase` of one of two tables that keep statistics, with Adam."""
+    options = {"optimizer": jaxsok.optim.adam(0.1), "capacity": capacity // 2, "statistics": True}
+    tables = [jaxsok.TableSpec(table, 16, **options) for table in ("user", "item")]
+    collection = jaxsok.Collection(tables, [jaxsok.FeatureSpec("user", "user")])
+    keys = (jnp.asarray(programs.words(np.arange(9))),) if name == "erase" else ()
+    call = functools.partial(getattr(collection, name), table="item")
+    function = lambda state, *keys: call(state, **dict(zip(("keys",), keys, strict=False)))  # noqa: E731
+    state = collection.init(seed=0)
+    return jax.jit(function, donate_argnums=0).lower(state, *keys).compile(), state_bytes(state)
+
+
+@pytest.mark.parametrize("name", ["clear", "erase"])
+def test_what_takes_rows_away_needs_a_flag_a_row(name):
+    """No copy of records, optimizer state or statistics; their kernel sets them back where they lie."""
+    compiled, num_bytes = compiled_removal(name, 1 << 16)
+    text = compiled.as_text()
+    # What is compared is read with a broadcast constant, which no memory has.
+    assert not [line for line in table_copies(text, (1 << 16) * 4) if " copy" in line] and not host_calls(text)
+    assert re.findall(r'custom_call_target="(jaxsok_\w+)"', text)[-1:] == ["jaxsok_evict_release"]
+    analysis = compiled.memory_analysis()
+    assert analysis.alias_size_in_bytes >= num_bytes
+    small = compiled_removal(name, 1 << 12)[0].memory_analysis()
+    # The flags.
+    assert analysis.temp_size_in_bytes - small.temp_size_in_bytes <= 3 * (1 << 16) + ALIGNMENT_BYTES
 
 
 EVICTIONS = {
@@ -442,16 +482,16 @@ def compile_for_h200():
         return jax.ShapeDtypeStruct(np.shape(leaf), leaf.dtype, sharding=sharding)
 
     results = {}
-    for capacity in (CAPACITY, 16 * CAPACITY):
-        collection = declared(capacity)
+    for capacity, more in ((CAPACITY, {}), (16 * CAPACITY, {}), (CAPACITY, {"statistics": True})):
+        collection = declared(capacity, **more)
         state = collection.init(seed=0)
         for name, (function, arguments) in cases(collection).items():
-            if capacity > CAPACITY and name not in ("train step", "scan"):
+            if (capacity > CAPACITY and name not in ("train step", "scan")) or (more and name not in KEPT_CASES):
                 continue
             lowered = jax.jit(function, donate_argnums=0).lower(*jax.tree.map(abstract, (state, *arguments)))
             compiled = lowered.compile()
             memory, text = compiled.memory_analysis(), compiled.as_text()
-            results.setdefault(name, []).append(
+            results.setdefault(f"{name}, statistics" if more else name, []).append(
                 {
                     "copies": table_copies(text, TABLE_BYTES),
                     "host_calls": host_calls(text),
@@ -539,7 +579,7 @@ def test_compiled_for_h200():
     )
     assert done.returncode == 0, done.stderr[-4000:]
     results = json.loads(done.stdout.splitlines()[-1])
-    assert set(results) == {*CASES, *MESH_CASES}
+    assert set(results) == {*CASES, *(f"{name}, statistics" for name in KEPT_CASES), *MESH_CASES}
     for name, by_capacity in results.items():
         for result in by_capacity:
             assert result["copies"] == [], name

@@ -17,6 +17,7 @@ from hypothesis import stateful
 
 import jaxsok
 from jaxsok import checkpoint, optim, policies
+from jaxsok.checkpoint import manifest, restore
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="eight devices are made of a CPU")
 
@@ -139,6 +140,28 @@ def test_a_damaged_delta_changes_nothing(chain, tmp_path, kind):
     assert_same(content(other, state), held[0][0])
 
 
+@pytest.mark.parametrize("kind", ["load", "apply_delta"])
+def test_what_fails_in_a_delta_leaves_a_state(chain, monkeypatch, kind):
+    """The rows of the base, and of the delta those that came before the error."""
+    paths, _, held, _ = chain
+    other = collection_of(tables_of(), 2)
+    state = checkpoint.load(paths[0], other) if kind == "apply_delta" else other.init(seed=1)
+    with monkeypatch.context() as patched:
+        place = restore.place
+        fails = lambda source, *args: place(source, *args) if source.folder == paths[0] else 1 / 0  # noqa: E731
+        patched.setattr(restore, "place", fails)
+        with pytest.raises(ZeroDivisionError) as caught:
+            if kind == "load":
+                checkpoint.load(paths[1], other, state=state)
+            else:
+                checkpoint.apply_delta(paths[1], other, state, after=paths[0])
+    assert "the `state` attribute of this error" in caught.value.__notes__[0]
+    again = content(other, caught.value.state)
+    assert set(again["user.keys"].tolist()) == set(held[0][0]["user.keys"]) & set(held[1][0]["user.keys"])
+    state = checkpoint.load(paths[1], other, state=caught.value.state)
+    assert_same(content(other, state), held[1][0], names=["user.keys", "user.rows", "item.keys", "item.rows"])
+
+
 def capped():
     """A table that is full and evicts."""
     options = {"capacity": 64, "max_capacity": 64, "eviction": policies.LeastRecentlyUsed(), "statistics": True}
@@ -181,6 +204,92 @@ def test_a_delta_on_a_checkpoint(tmp_path):
     checkpoint.export_delta(tmp_path / "delta", collection, state, base)
     again = checkpoint.load([base, tmp_path / "delta"], collection)
     assert_same(content(collection, again), content(collection, state))
+
+
+def saved_by(collection, state, path):
+    """A checkpoint, without a manager."""
+    ocp.Checkpointer(checkpoint.TablesCheckpointHandler()).save(path, args=checkpoint.TablesSave(collection, state))
+    return path
+
+
+def restored_from(collection, path, **options):
+    handler = checkpoint.TablesCheckpointHandler()
+    return handler.restore(path, checkpoint.TablesRestore(collection, **options))
+
+
+@pytest.mark.parametrize("num_devices", [None, 2])
+def test_a_base_that_was_lost_is_refused(tmp_path, num_devices):
+    """Restored from before an export, and trained past it: that is no base any more; what was restored is one."""
+    collection = two(num_devices)
+    state = train(collection, collection.init(seed=1), 1)
+    first = checkpoint.export_full(tmp_path / "first", collection, state)
+    saved = saved_by(collection, state, tmp_path / "saved")
+    # At the same step: what was done in between, nothing tells.
+    checkpoint.export_delta(tmp_path / "second", collection, state, first.path)
+    state = train(collection, state, 1)
+    checkpoint.export_delta(tmp_path / "lost", collection, state, tmp_path / "second")
+    state = train(collection, restored_from(collection, saved), 3)
+    for base in ("second", "lost"):
+        with pytest.raises(ValueError, match=rf'export_delta: base: got ".*{base}", exported by a state \(lineage'):
+            checkpoint.export_delta(tmp_path / "delta", collection, state, tmp_path / base)
+    assert not (tmp_path / "delta").exists() and not (tmp_path / "delta.writing").exists()
+    for number, base in enumerate((first.path, saved)):
+        path = tmp_path / f"good{number}"
+        checkpoint.export_delta(path, collection, state, base)
+        assert_same(content(collection, checkpoint.load(path, collection)), content(collection, state))
+    # And so it is when that life is lost, too.
+    again = saved_by(collection, state, tmp_path / "again")
+    other = train(collection, state, 1)
+    checkpoint.export_delta(tmp_path / "gone", collection, other, tmp_path / "good1")
+    state = train(collection, checkpoint.load(again, collection), 2)
+    checkpoint.export_delta(tmp_path / "last", collection, state, tmp_path / "good0")
+    assert_same(content(collection, checkpoint.load(tmp_path / "last", collection)), content(collection, state))
+    with pytest.raises(ValueError, match=r'base: got ".*gone", exported by a state'):
+        checkpoint.export_delta(tmp_path / "none", collection, state, tmp_path / "gone")
+
+
+def test_a_base_of_another_beginning_is_refused(tmp_path):
+    """The same seed, begun anew; or rows restored without what else the base has of them."""
+    collection = two()
+    state = train(collection, collection.init(seed=1), 1)
+    checkpoint.export_full(tmp_path / "full", collection, state)
+    others = [
+        train(collection, collection.init(seed=1), 2),
+        checkpoint.load(tmp_path / "full", collection, optimizer_state="initial"),
+    ]
+    for other in others:
+        with pytest.raises(ValueError, match="write a full export"):
+            checkpoint.export_delta(tmp_path / "delta", collection, other, tmp_path / "full")
+
+
+def test_a_state_brought_forward_by_deltas_may_go_on(chain, tmp_path):
+    """Whoever applied the last one may export the next, but for those that come after another next one."""
+    paths, *_ = chain
+    collection = collection_of(tables_of(), 4)
+    state = checkpoint.apply_delta(paths[1], collection, checkpoint.load(paths[0], collection), after=paths[0])
+    state = train(collection, state, 1)
+    for base in paths[:2]:
+        path = tmp_path / f"on {base.name}"
+        checkpoint.export_delta(path, collection, state, base)
+        assert_same(content(collection, checkpoint.load(path, collection)), content(collection, state))
+    state = train(collection, state, 3)
+    with pytest.raises(ValueError, match="write a full export"):
+        checkpoint.export_delta(tmp_path / "fork", collection, state, paths[2])
+
+
+def test_a_base_that_says_nothing_of_its_lineage_is_taken_with_a_warning(tmp_path, caplog):
+    """Folders that were written before states had one."""
+    collection = two()
+    state = train(collection, collection.init(seed=1), 1)
+    checkpoint.export_full(tmp_path / "full", collection, state)
+    body = manifest._unsealed("test", tmp_path / "full" / manifest.NAME)
+    del body["lineage"]
+    (tmp_path / "full" / manifest.NAME).write_text(manifest._sealed(body))
+    state = train(collection, checkpoint.load(tmp_path / "full", collection), 1)
+    assert not caplog.records
+    checkpoint.export_delta(tmp_path / "delta", collection, state, tmp_path / "full")
+    assert "does not say of which state it is" in caplog.text
+    assert_same(content(collection, checkpoint.load(tmp_path / "delta", collection)), content(collection, state))
 
 
 def test_the_users_clock(tmp_path):
@@ -283,7 +392,10 @@ def test_an_export_that_ended_early_leaves_nothing_to_read(tmp_path, monkeypatch
         patched.setattr("jaxsok.checkpoint.manifest.write_part", fails)
         with pytest.raises(OSError, match="no space"):
             checkpoint.export_full(tmp_path / "full", collection, state)
-    assert not (tmp_path / "full").exists() and (tmp_path / "full.writing").exists()
+    assert not list(tmp_path.iterdir())
+    # A process that was killed cleans nothing up.
+    (tmp_path / "full.writing").mkdir()
+    (tmp_path / "full.writing" / "table_0000.process_00000.arrow").write_bytes(b"half")
     with pytest.raises(FileNotFoundError, match=r"which has no manifest\.json"):
         checkpoint.load(tmp_path / "full.writing", collection)
     checkpoint.export_full(tmp_path / "full", collection, state)

@@ -449,6 +449,33 @@ def test_nothing_changes_if_the_caller_refuses_while_another_store_grows():
     assert [store.capacity for store in state.stores] == [64, 128]
 
 
+def test_each_store_goes_by_its_own_policy():
+    """Stores that rank keep the budget, the others lose what is too old; a budget is wanted as soon as one ranks."""
+    sgd = jaxsok.optim.sgd(0.5)
+    tables = [
+        jaxsok.TableSpec("ranked", 4, sgd, capacity=64, eviction=LeastRecentlyUsed()),
+        jaxsok.TableSpec("rare", 8, sgd, capacity=64, eviction=LeastFrequentlyUsed()),
+        jaxsok.TableSpec("timed", 2, sgd, capacity=64, eviction=TimeToLive(3)),
+        jaxsok.TableSpec("kept", 3, sgd, capacity=64),
+    ]
+    collection = jaxsok.Collection(tables, [jaxsok.FeatureSpec(table.name, table.name) for table in tables])
+    state = collection.init(seed=0)
+    for clock, keys in ((0, np.arange(6)), (5, np.arange(2, 8))):
+        features = collection.batch({table.name: keys for table in tables}).features
+        _, state, _ = collection.lookup(state, features, clock=clock)
+    with pytest.raises(ValueError, match="num_rows: got None with LeastRecentlyUsed"):
+        collection.evict(state, clock=5)
+    handed = {}
+    state, evicted = collection.evict(
+        state, num_rows=3, clock=5, hand_over=lambda name, records: handed.update({name: records.keys.tolist()})
+    )
+    assert evicted.to_dict() == {"ranked": 5, "rare": 5, "timed": 2, "kept": 0}
+    left = {table.name: set(collection.export_table(state, table.name)["keys"].tolist()) for table in tables}
+    # By last step and key; by frequency and key; last used at 5 - 3 or later.
+    assert left == {"ranked": {5, 6, 7}, "rare": {3, 4, 5}, "timed": set(range(2, 8)), "kept": set(range(8))}
+    assert handed["timed"] == [0, 1] and set(handed) == {"ranked", "rare", "timed"}
+
+
 def test_refusals():
     """Each says what was got and wanted."""
     none, lru, ttl = two_tables(None), collection_of(LeastRecentlyUsed()), collection_of(TimeToLive(10))

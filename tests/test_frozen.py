@@ -283,7 +283,7 @@ def test_max_norm_and_combiners(combiner, max_norm):
     content = {key: numbers(3) for key in range(10)}
     made, _ = frozen_of([FrozenTable("a", 3, default=0.25)], {"a": content})
     bags = [[1, 1, 2], [], [99], [3, 4, 5, 6]]
-    flat = np.array(sum(bags, []), np.int64)
+    flat = np.array([key for bag in bags for key in bag], np.int64)
     offsets = np.cumsum([0, *map(len, bags)])
     for weights in (None, np.abs(numbers(len(flat)))):
         given = LookupInput("a", flat, combiner=combiner, offsets=offsets, weights=weights, max_norm=max_norm)
@@ -292,7 +292,7 @@ def test_max_norm_and_combiners(combiner, max_norm):
 
 
 def test_a_hundred_tables():
-    """The published integration case: 100 tables × 10,000 keys × 16 floats, fused; every table asked at once."""
+    """The published integration case: 100 tables x 10,000 keys x 16 floats, fused; every table asked at once."""
     contents = [(np.arange(n, n + 10_000, dtype=np.uint64) * 7, numbers(10_000, 16)) for n in range(100)]
     sources = [
         (FrozenTable(f"t{n}", 16), SizedRecords(10_000, [Records(*content)])) for n, content in enumerate(contents)
@@ -315,7 +315,7 @@ def test_find_rows():
     assert np.asarray(found).tolist() == [True, False, False]
 
 
-@pytest.mark.parametrize("size", [1, 2, 300])
+@pytest.mark.parametrize("size", [0, 1, 300])
 def test_symbolic_batch(size):
     """One exported program for every batch size, with tables outside."""
     made, _ = frozen_of(
@@ -323,14 +323,11 @@ def test_symbolic_batch(size):
         {"a": {key: numbers(2) for key in range(50)}, "b": {key: numbers(3) for key in range(50)}},
     )
 
-    leaves, structure = jax.tree.flatten(made)
-
-    def model(leaves, single, bags):
-        tables = jax.tree.unflatten(structure, leaves)
+    def model(tables, single, bags):
         return lookup(tables, {"single": LookupInput("a", single), "bags": LookupInput("b", bags, combiner="mean")})
 
     (batch,) = jax.export.symbolic_shape("b")
-    shapes = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
+    shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), made)
     word = jnp.uint32
     exported = jax.export.export(
         jax.jit(model),
@@ -339,7 +336,7 @@ def test_symbolic_batch(size):
     )(shapes, jax.ShapeDtypeStruct((batch, 2), word), jax.ShapeDtypeStruct((batch, 4, 2), word))
     again = jax.export.deserialize(exported.serialize())
     single, bags = SEED.integers(0, 60, size), SEED.integers(0, 60, (size, 4))
-    got = again.call(leaves, keys.to_words(single), keys.to_words(bags))
+    got = again.call(made, keys.to_words(single), keys.to_words(bags))
     wanted = lookup(made, {"single": LookupInput("a", single), "bags": LookupInput("b", bags, combiner="mean")})
     for name, value in wanted.items():
         assert np.array_equal(np.asarray(got[name]), np.asarray(value))

@@ -68,9 +68,9 @@ def ended(processes, folder, *, timeout_s):
             process.wait()
 
 
-def results_of(job, folder, num_processes, num_devices):
+def results_of(job, folder, num_processes, num_devices, timeout_s=180):
     """What each process wrote."""
-    codes = ended(start(job, folder, num_processes, num_devices), folder, timeout_s=180)
+    codes = ended(start(job, folder, num_processes, num_devices), folder, timeout_s=timeout_s)
     assert codes == [0] * num_processes, [(folder / f"{n}.err").read_text()[-1500:] for n in range(num_processes)]
     return [dict(np.load(folder / f"{number}.npz")) for number in range(num_processes)]
 
@@ -208,6 +208,42 @@ def test_refusals_in_all_processes(tmp_path):
             assert message.startswith("init: specs: got ") and "in process 1 and" in message and "declare" in message
             assert second in message.split("in process 1")[0] and first in message.split("in process 1")[1], message
         assert not messages
+
+
+# Case by case: which process fails, and what of its error all of them are told.
+ERRORS = {
+    "export: write_part": (1, "OSError: [Errno 28] No space left"),
+    "export: join_parts": (0, "OSError: [Errno 28] No space left"),
+    "export: folder": (0, "NotADirectoryError: "),
+    "export: taken": (1, "FileExistsError: export_full: path: got "),
+    "delta: base": (1, "CorruptFileError: export_delta: file "),
+    "delta: nowhere": (1, "FileNotFoundError: export_delta: path: got "),
+    "load: rows": (1, "CorruptFileError: load: file "),
+    "load: nowhere": (1, "FileNotFoundError: load: path: got "),
+    "load: live": (1, "CorruptFileError: load: file "),
+    "apply": (1, "CorruptFileError: apply_delta: file "),
+    "async: write_part": (1, "OSError: [Errno 28] No space left"),
+    "async: join_parts": (0, "OSError: [Errno 28] No space left"),
+    "async: refused": (1, "ValueError: TablesSave: compression: got 'zip'"),
+    "sync: write_part": (1, "OSError: [Errno 28] No space left"),
+    "sync: join_parts": (0, "OSError: [Errno 28] No space left"),
+    "sync: refused": (1, "ValueError: TablesSave: compression: got 'zip'"),
+    "restore": (1, "CorruptFileError: TablesRestore: file "),
+}
+
+
+def test_an_error_of_one_process_ends_a_call_in_all(tmp_path):
+    """Disks that are full, files that are damaged or not there: all raise within seconds, and go on in step."""
+    results = results_of("errors", tmp_path, 2, 1, timeout_s=400)
+    for name, (process, message) in ERRORS.items():
+        own, other = (results[number].pop(name) for number in (process, 1 - process))
+        assert own[0].startswith(message), (name, own)
+        assert f": process {process} failed: {message}" in other[0], (name, other)
+        assert float(own[1]) < END_S and float(other[1]) < END_S, (name, own, other)
+    for result in results:
+        assert result.pop("left").tolist() == [[]]
+        assert result.pop("unchanged").tolist() == result.pop("again").tolist() == ["True"]
+        assert not result
 
 
 def test_a_process_that_dies_ends_the_others(tmp_path):

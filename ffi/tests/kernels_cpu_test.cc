@@ -5,6 +5,7 @@
 // that it judges.
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <limits>
 #include <map>
 #include <utility>
@@ -550,8 +551,16 @@ class Machine {
     std::vector<int32_t> counts(store_.num_tables * kNumCounts, -7), wanted(store_.num_tables * kNumCounts, 0);
     row_ids_.assign(batch.keys.size(), 12345);
     Embeddings embeddings(batch, dim, embedding_dtype_);
+    std::vector<RowStatistics> statistics(store_.view.capacity);
+    for (RowStatistics& line : statistics) line = {random_.Next(), ~uint32_t{0} - random_.Below(5)};
+    std::vector<RowStatistics> wanted_statistics = statistics;
+    StatisticsView kept{store_.view.starts, {}, store_.view.capacity};
+    for (int s = 0; s < kept.starts.num_slabs; ++s) kept.data.data[s] = statistics.data() + kept.starts.start[s];
+    const bool keeps_statistics = random_.Below(2) == 0;
+    const uint32_t clock = random_.Next();
     JAXSOK_CHECK_SEED(LaunchLookup(&executor_, store_.view, batch.View(), embeddings.View(), row_ids_.data(),
-                                   counts.data(), Workspace(InsertWorkspaceBytes(batch.keys.size()))) == nullptr,
+                                   counts.data(), Workspace(InsertWorkspaceBytes(batch.keys.size())), nullptr,
+                                   keeps_statistics ? &kept : nullptr, keeps_statistics ? &clock : nullptr) == nullptr,
                       seed_);
     std::vector<uint32_t> row_ids(batch.keys.size(), kNoRow);
     for (int f = 0; f < batch.num_features(); ++f) {
@@ -568,6 +577,13 @@ class Machine {
     }
     JAXSOK_CHECK_SEED(IsSame(counts, wanted), seed_);
     JAXSOK_CHECK_SEED(IsSame(row_ids, row_ids_), seed_);
+    for (const uint32_t row_id : row_ids) {
+      if (!keeps_statistics || row_id == kNoRow) continue;
+      wanted_statistics[row_id] = {clock, wanted_statistics[row_id].frequency + 1};
+    }
+    JAXSOK_CHECK_SEED(
+        std::memcmp(statistics.data(), wanted_statistics.data(), sizeof(RowStatistics) * statistics.size()) == 0,
+        seed_);
     const auto row_of = [&](int f) {
       return [&, f](int64_t i) {
         const uint32_t table = static_cast<uint32_t>(batch.Word(f, kFeatureTable));

@@ -10,13 +10,13 @@ import itertools
 import os
 import pathlib
 import shutil
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
 
 import jax
 import numpy as np
 
 from jaxsok import processes
+from jaxsok.checkpoint import lineage as lineage_lib
 from jaxsok.checkpoint import manifest as manifest_lib
 from jaxsok.checkpoint import restore as restore_lib
 from jaxsok.checkpoint.files import key_batches
@@ -92,7 +92,7 @@ def export_full(
     """
     op = "export_full"
     options = SaveOptions(compression, host_bytes, piece_bytes)
-    return _export(op, path, lambda: Saving(op, collection, state, options, kind="full", clock=clock))
+    return _export(op, path, lambda _: Saving(op, collection, state, options, kind="full", clock=clock))
 
 
 def export_delta(
@@ -126,7 +126,8 @@ def export_delta(
 
     Raises:
       FileExistsError: the path is taken.
-      ValueError: a table keeps no statistics, the base is of other tables, or of a later time; or a row has a later
+      ValueError: a table keeps no statistics, the base is of other tables, of a later time, or of a state that this
+        one did not come from (one that was lost, when this one was restored from before the base); or a row has a later
         last step than `clock`.
       CorruptFileError: the base is damaged.
 
@@ -145,17 +146,19 @@ def export_delta(
                 "last step of each row; declare TableSpec(statistics=True)."
             )
     collection._check_state(op, state)
-    chain = chain_of(op, base)
-    last = chain[-1].manifest
-    for source in chain:
-        names = restore_lib.chosen_tables(source, collection, None)
-        restore_lib.check_forms(source, collection, names, "require")
-    now = time_of(op, state, clock)
-    if now < last["clock"]:
-        raise ValueError(
-            f'{op}: base: got "{chain[-1].folder}" of time {last["clock"]}, wanted one of {now} or earlier: the state '
-            "is older than it."
-        )
+    with processes.together(op):
+        chain = chain_of(op, base)
+        last = chain[-1].manifest
+        for source in chain:
+            names = restore_lib.chosen_tables(source, collection, None)
+            restore_lib.check_forms(source, collection, names, "require")
+        now = time_of(op, state, clock)
+        if now < last["clock"]:
+            raise ValueError(
+                f'{op}: base: got "{chain[-1].folder}" of time {last["clock"]}, wanted one of {now} or earlier: the '
+                "state is older than it."
+            )
+        lineage_lib.check(op, collection, state, chain[-1].folder, last)
     options = SaveOptions(compression, host_bytes, piece_bytes)
     path = pathlib.Path(path)
     more = {
@@ -164,8 +167,10 @@ def export_delta(
         "since": last["clock"],
     }
 
-    def saving() -> Saving:
-        gone = {table.name: _gone(op, collection, state, chain, table.name) for table in collection.tables}
+    def gone() -> dict[str, np.ndarray]:
+        return {table.name: _gone(op, collection, state, chain, table.name) for table in collection.tables}
+
+    def saving(tombstones: dict[str, np.ndarray]) -> Saving:
         return Saving(
             op,
             collection,
@@ -174,11 +179,11 @@ def export_delta(
             kind="delta",
             clock=now,
             since=last["clock"],
-            tombstones=gone,
+            tombstones=tombstones,
             more=more,
         )
 
-    return _export(op, path, saving)
+    return _export(op, path, saving, gone)
 
 
 def load(
@@ -205,25 +210,30 @@ def load(
       ValueError: tables do not fit, or links are not in order.
       CorruptFileError: files are damaged; a given state is unchanged.
       TableFullError, MemoryError: there is no room.
+      Exception: what fails when a given state is changed already has what there is of it as `state`.
 
     Example:
       `state = load(["monday", "tuesday"], collection)`
     """
     op = "load"
-    chain = chain_of(op, path)
-    if state is not None:
-        # Nothing is changed before all of it is known to be whole.
-        collection._check_state(op, state)
-        for source in chain:
-            names = restore_lib.chosen_tables(source, collection, tables)
-            restore_lib.check_forms(source, collection, names, optimizer_state)
-            source.verify(names)
     is_new = state is None
-    now = None if state is None else time_of(op, state, clock)
-    state = restore_lib.restored(chain[0], collection, state, tables, optimizer_state, now)
-    for source in chain[1:]:
-        state = _applied(source, collection, state, tables, optimizer_state, is_whole=is_new, now=now)
-    return state
+    with processes.together(op):
+        chain = chain_of(op, path)
+        names = restore_lib.chosen_tables(chain[0], collection, tables)
+        if state is not None:
+            # Nothing is changed before all of it is known to be whole.
+            collection._check_state(op, state)
+            for source in chain:
+                restore_lib.chosen_tables(source, collection, tables)
+                restore_lib.check_forms(source, collection, names, optimizer_state)
+                source.verify(names)
+        now = None if state is None else time_of(op, state, clock)
+    base = restore_lib.restored(chain[0], collection, state, tables, optimizer_state, now)
+    with restore_lib.held_on(collection, state, names, is_new=is_new) as held:
+        held.state = base
+        for source in chain[1:]:
+            _apply(source, collection, held, tables, optimizer_state, is_whole=is_new, now=now)
+    return held.state
 
 
 def apply_delta(
@@ -251,21 +261,25 @@ def apply_delta(
     Raises:
       ValueError: the delta rests on another export, or tables do not fit.
       CorruptFileError: files are damaged; the state is unchanged.
+      Exception: what fails when the state is changed already has what there is of it as `state`.
 
     Example:
       `state = apply_delta("wednesday", collection, state, after="tuesday")`
     """
     op = "apply_delta"
-    collection._check_state(op, state)
-    source = Source.of(op, pathlib.Path(path))
-    is_path = not isinstance(after, str) or (pathlib.Path(after) / manifest_lib.NAME).exists()
-    held = Source.of(op, pathlib.Path(after)).manifest["uuid"] if is_path else after
-    _check_link(op, source, held, f'"{after}"')
-    names = restore_lib.chosen_tables(source, collection, tables)
-    restore_lib.check_forms(source, collection, names, optimizer_state)
-    now = time_of(op, state, clock) if tables is not None or clock is not None else None
-    source.verify(names)
-    return _applied(source, collection, state, tables, optimizer_state, is_whole=tables is None, now=now)
+    with processes.together(op):
+        collection._check_state(op, state)
+        source = Source.of(op, pathlib.Path(path))
+        is_path = not isinstance(after, str) or (pathlib.Path(after) / manifest_lib.NAME).exists()
+        held = Source.of(op, pathlib.Path(after)).manifest["uuid"] if is_path else after
+        _check_link(op, source, held, f'"{after}"')
+        names = restore_lib.chosen_tables(source, collection, tables)
+        restore_lib.check_forms(source, collection, names, optimizer_state)
+        now = time_of(op, state, clock) if tables is not None or clock is not None else None
+        source.verify(names)
+    with restore_lib.held_on(collection, state, names) as held:
+        _apply(source, collection, held, tables, optimizer_state, is_whole=tables is None, now=now)
+    return held.state
 
 
 # Chains --------------------------------------------------------------------------------------------------------------
@@ -317,21 +331,22 @@ def _gone(op: str, collection: Collection, state: State, chain: Sequence[Source]
     """The keys that a chain has and a table has not: uint64, ascending."""
     gone = np.zeros(0, np.uint64)
     for source in chain:
-        tombstones = list(key_batches(source.files(table, manifest_lib.TOMBSTONES)))
+        with processes.together(op):
+            tombstones = list(key_batches(source.files(table, manifest_lib.TOMBSTONES)))
         if tombstones:
             gone = np.setdiff1d(gone, np.concatenate(tombstones))
         absent = [
-            keys[~found] for keys, found in _looked_for(collection, state, table, key_batches(source.files(table)))
+            keys[~found] for keys, found in _looked_for(op, collection, state, table, key_batches(source.files(table)))
         ]
         gone = np.union1d(gone, np.concatenate(absent)) if absent else gone
     return gone
 
 
 def _looked_for(
-    collection: Collection, state: State, table: str, batches: Iterator[np.ndarray]
+    op: str, collection: Collection, state: State, table: str, batches: Iterator[np.ndarray]
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Keys, and which of them have a row; few at a time."""
-    for batch in batches:
+    """Keys, and which of them have a row; few at a time. All processes read the same."""
+    for batch in processes.in_step(op, batches):
         for start in range(0, batch.size, KEYS_AT_A_TIME):
             keys = batch[start : start + KEYS_AT_A_TIME]
             size = 1 << (keys.size - 1).bit_length()  # few sizes, few programs
@@ -343,31 +358,30 @@ def _looked_for(
 # Applying ------------------------------------------------------------------------------------------------------------
 
 
-def _applied(
+def _apply(
     source: Source,
     collection: Collection,
-    state: State,
+    held: restore_lib.Held,
     tables: Sequence[str] | None,
     optimizer_state: OptimizerState,
     *,
     is_whole: bool,
     now: int | None,
-) -> State:
-    """The state after a delta whose place in the chain was checked."""
-    names = restore_lib.chosen_tables(source, collection, tables)
-    taken = restore_lib.check_forms(source, collection, names, optimizer_state)
+) -> None:
+    """Brings a state forward by a delta whose place in the chain was checked."""
+    with processes.together(source.op):
+        names = restore_lib.chosen_tables(source, collection, tables)
+        taken = restore_lib.check_forms(source, collection, names, optimizer_state)
     # What goes makes room for what comes: a table that evicts may be full at both ends of a delta.
-    more = {name: _more_rows(source, collection, state, name) for name in names}
-    state = restore_lib.with_room(source, collection, state, more)
+    more = {name: _more_rows(source, collection, held.state, name) for name in names}
+    held.state = restore_lib.with_room(source, collection, held.state, more)
     for name in names:
-        for keys in key_batches(source.files(name, manifest_lib.TOMBSTONES)):
+        for keys in processes.in_step(source.op, key_batches(source.files(name, manifest_lib.TOMBSTONES))):
             for start in range(0, keys.size, KEYS_AT_A_TIME):
-                state, _ = collection.erase(state, name, keys[start : start + KEYS_AT_A_TIME])
+                held.state, _ = collection.erase(held.state, name, keys[start : start + KEYS_AT_A_TIME])
     for name in names:
-        state = restore_lib.placed(source, collection, state, name, taken[name], now)
-    return restore_lib.with_small_parts(
-        source, collection, state, names, is_whole=is_whole, with_globals=optimizer_state != "initial"
-    )
+        restore_lib.place(source, collection, held, name, taken[name], now)
+    restore_lib.add_small_parts(source, collection, held, names, is_whole=is_whole, optimizer_state=optimizer_state)
 
 
 def _more_rows(source: Source, collection: Collection, state: State, table: str) -> np.ndarray:
@@ -375,10 +389,10 @@ def _more_rows(source: Source, collection: Collection, state: State, table: str)
     s, number = collection._locate(source.op, table)
     spec = collection.stores[s]
     counts = np.zeros(spec.num_shards, np.int64)
-    for keys, found in _looked_for(collection, state, table, key_batches(source.files(table))):
+    for keys, found in _looked_for(source.op, collection, state, table, key_batches(source.files(table))):
         counts += restore_lib.keys_by_shard(collection, spec, spec.tables[number], keys[~found])
     tombstones = key_batches(source.files(table, manifest_lib.TOMBSTONES))
-    for keys, found in _looked_for(collection, state, table, tombstones):
+    for keys, found in _looked_for(source.op, collection, state, table, tombstones):
         counts -= restore_lib.keys_by_shard(collection, spec, spec.tables[number], keys[found])
     return counts
 
@@ -386,36 +400,50 @@ def _more_rows(source: Source, collection: Collection, state: State, table: str)
 # Writing -------------------------------------------------------------------------------------------------------------
 
 
-def _export(op: str, path: Path, saving_of: Any) -> Exported:
-    """Writes into a folder of another name, and gives it its own when all of it is on the disk."""
+def _export(
+    op: str,
+    path: Path,
+    saving_of: Callable[[dict[str, np.ndarray]], Saving],
+    tombstones_of: Callable[[], dict[str, np.ndarray]] = dict,
+) -> Exported:
+    """Writes into a folder of another name, and gives it its own when all of it is on the disk.
+
+    What fails in one process fails in all of them, and what was written goes.
+    """
     final = pathlib.Path(path)
-    if final.exists():
-        raise FileExistsError(f'{op}: path: got "{final}", which exists, wanted a new one.')
     folder = final.with_name(f"{final.name}.writing")
     is_first = jax.process_index() == 0
-    _wait_for_all(f"{op}: begin {final}")
-    if is_first:
-        shutil.rmtree(folder, ignore_errors=True)  # of an export that did not end
-        folder.mkdir(parents=True)
-    _wait_for_all(f"{op}: folder {final}")
-    saving = saving_of()
-    saved_now(saving, folder)
-    # Of all processes, so that all of them refuse.
-    latest = 2**32 - processes.least(2**32 - saving.latest)
-    if latest > saving.part["clock"]:
+    with processes.together(op):
+        if final.exists():
+            raise FileExistsError(f'{op}: path: got "{final}", which exists, wanted a new one.')
+    try:
+        with processes.together(op):
+            if is_first:
+                shutil.rmtree(folder, ignore_errors=True)  # of an export that did not end
+                folder.mkdir(parents=True)
+        tombstones = tombstones_of()
+        with processes.together(op):
+            saving = saving_of(tombstones)
+            saved_now(saving, folder)
+        # Of all processes, so that all of them refuse.
+        latest = 2**32 - processes.least(2**32 - saving.latest)
+        if latest > saving.part["clock"]:
+            raise ValueError(
+                f"{op}: clock: got {saving.part['clock']}, wanted {latest} or later, the latest last step of a row: "
+                "lookups were told another clock; pass clock= to all of lookup, assign, import_table and "
+                "exports, or to none."
+            )
+        with processes.together(op):
+            if is_first:
+                manifest_lib.join_parts(op, folder)
+                _sync(folder)
+                folder.rename(final)
+                _sync(final.absolute().parent)
+    except Exception:
+        # All processes are here: nobody writes into it any more.
         if is_first:
             shutil.rmtree(folder, ignore_errors=True)
-        raise ValueError(
-            f"{op}: clock: got {saving.part['clock']}, wanted {latest} or later, the latest last step of a row: "
-            "lookups were told another clock; pass clock= to all of lookup, assign, import_table and "
-            "exports, or to none."
-        )
-    if is_first:
-        manifest_lib.join_parts(op, folder)
-        _sync(folder)
-        folder.rename(final)
-        _sync(final.absolute().parent)
-    _wait_for_all(f"{op}: end {final}")
+        raise
     manifest = manifest_lib.read(op, final)
     return Exported(
         path=final,
@@ -430,13 +458,6 @@ def _export(op: str, path: Path, saving_of: Any) -> Exported:
         },
         report=saving.report,
     )
-
-
-def _wait_for_all(what: str) -> None:
-    if jax.process_count() > 1:
-        from jax.experimental import multihost_utils
-
-        multihost_utils.sync_global_devices(what)
 
 
 def _sync(folder: pathlib.Path) -> None:

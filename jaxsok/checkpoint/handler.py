@@ -11,6 +11,8 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+import jax
+
 try:
     import orbax.checkpoint as ocp
 except ImportError as error:
@@ -19,6 +21,7 @@ except ImportError as error:
         "'jaxsok[checkpoint]'."
     ) from error
 
+from jaxsok import processes
 from jaxsok.checkpoint import manifest as manifest_lib
 from jaxsok.checkpoint.restore import OptimizerState, Source, restored
 from jaxsok.checkpoint.save import HOST_BYTES, PIECE_BYTES, SaveOptions, SaveReport, Saving, saved_now
@@ -45,10 +48,21 @@ class TablesCheckpointHandler(ocp.AsyncCheckpointHandler):
 
     async def async_save(self, directory: Any, args: "TablesSave") -> list[Any]:
         """Copies the state to the host and returns; files are written by a thread that Orbax waits for."""
+        votes = processes.Vote(SAVE), processes.Vote(SAVE)  # of the files, and of the manifest
+        try:
+            return [await self._begun(directory, args, votes)]
+        except BaseException as error:
+            votes[0].tell(error)
+            raise
+
+    async def _begun(self, directory: Any, args: "TablesSave", votes: tuple[processes.Vote, processes.Vote]) -> Any:
+        """A save whose state is on the host: a future of its files."""
         saving = args.started()
         self.report = args.report
         # The folder may be on its way: a commit future waits for it, in its thread, and then writes.
-        commit = ocp.future.CommitFutureAwaitingContractedSignals(_written(saving, directory), name="jaxsok_tables")
+        commit = ocp.future.CommitFutureAwaitingContractedSignals(
+            _written(saving, directory, votes), name="jaxsok_tables"
+        )
         began = time.monotonic()
 
         def is_alive() -> None:
@@ -60,17 +74,19 @@ class TablesCheckpointHandler(ocp.AsyncCheckpointHandler):
 
         # Not on the loop's thread: other items are copied at the same time.
         await asyncio.to_thread(saving.feed, is_alive)
-        return [commit]
+        return commit
 
     def save(self, directory: Any, args: "TablesSave") -> None:
         """Saves and waits for the files."""
-        saving = args.started()
-        self.report = args.report
-        saved_now(saving, directory)
+        with processes.together(SAVE):
+            saving = args.started()
+            self.report = args.report
+            saved_now(saving, directory)
+        with processes.together(SAVE):
+            _join(directory)
 
     def finalize(self, directory: Any) -> None:
-        """Joins what all processes have written; called by the first of them, when all have."""
-        manifest_lib.join_parts(SAVE, directory)
+        """Nothing is left to do: the parts of the manifest were joined where all processes hear if that fails."""
 
     def restore(self, directory: Any, args: "TablesRestore | None" = None) -> State:
         """The state of the arguments' collection, as it was saved."""
@@ -78,7 +94,8 @@ class TablesCheckpointHandler(ocp.AsyncCheckpointHandler):
             raise TypeError(
                 f"{RESTORE}: args: got {args!r}, wanted TablesRestore(collection): a collection says where rows go."
             )
-        source = Source.of(RESTORE, directory)
+        with processes.together(RESTORE):
+            source = Source.of(RESTORE, directory)
         return restored(source, args.collection, args.state, args.tables, args.optimizer_state, args.clock)
 
     def metadata(self, directory: Any) -> dict[str, Any]:
@@ -89,8 +106,23 @@ class TablesCheckpointHandler(ocp.AsyncCheckpointHandler):
         return {**{name: manifest[name] for name in ("step", "clock", "uuid", "mesh", "kind")}, "tables": tables}
 
 
-async def _written(saving: Saving, directory: Any) -> None:
-    saving.write(directory)
+async def _written(saving: Saving, directory: Any, votes: tuple[processes.Vote, processes.Vote]) -> None:
+    """Writes, and waits until all processes have written: Orbax would wait for those that failed until its timeout."""
+    for vote, write in zip(votes, (saving.write, _join), strict=True):
+        try:
+            write(directory)
+        except BaseException as error:
+            vote.tell(error)
+            raise
+        vote.tell(None)
+        # The future has a thread and an event loop of its own: nothing else waits for it.
+        vote.wait()
+
+
+def _join(directory: Any) -> None:
+    """Makes one manifest of those that all processes have written; the first one's task."""
+    if jax.process_index() == 0:
+        manifest_lib.join_parts(SAVE, directory)
 
 
 @ocp.args.register_with_handler(TablesCheckpointHandler, for_save=True)

@@ -26,6 +26,14 @@ from jaxsok.types import TableFullError
 
 ROUND_BYTES = 32 << 20  # of all shards of a process together: host memory stays at a few times that
 MOST_LINES = 1 << 20  # of a shard in a round
+FAILED = 1 << 41  # lines: more than any process has
+
+
+@dataclasses.dataclass
+class Held:
+    """What there is of a state that call after call donates: the last one that is whole, should the next one fail."""
+
+    state: State
 
 
 class Placer:
@@ -48,54 +56,65 @@ class Placer:
         # A power of two: a few programs, whatever the number of rows.
         self.most_lines = min(MOST_LINES, 1 << max(6, int(lines).bit_length() - 1))
 
-    def place(self, state: State, of_shard: Callable[[int], Iterator[Records]]) -> tuple[State, int]:
+    def place(self, held: Held, of_shard: Callable[[int], Iterator[Records]]) -> int:
         """Places all records.
 
         Args:
-          state: donated; with room for all of them.
+          held: its state is donated, and the one that there is then is put in its place; with room for all of them.
           of_shard: the records of a shard of this process, in any pieces; of a replicated store those of one stand for
             all.
 
         Returns:
-          The state, and how many rows were placed, on all shards.
+          How many rows were placed, on all shards.
 
         Raises:
           TableFullError: keys were refused.
+          Exception: what `of_shard` raised; in the other processes a RuntimeError.
         """
         streams = {shard: _Stream(of_shard(shard)) for shard in self.local[: 1 if self.spec.is_replicated else None]}
         total, unsettled = 0, None
         while True:
-            blocks = {shard: stream.take(self.most_lines) for shard, stream in streams.items()}
-            most = max(block.num_rows if block else 0 for block in blocks.values())
+            blocks, error = {}, None
+            try:
+                blocks = {shard: stream.take(self.most_lines) for shard, stream in streams.items()}
+                most = max(block.num_rows if block else 0 for block in blocks.values())
+            except Exception as one:
+                error, most = one, FAILED
             # The size of a round, like their number, is what the process with most to do needs.
             most = (1 << 40) - processes.least((1 << 40) - most)
+            if most == FAILED:
+                # All processes are here.
+                self._settle(held, unsettled)
+                processes.agree(self.op, error)
             if most == 0:
                 break
             size = min(self.most_lines, 1 << max(6, (most - 1).bit_length()))
             total += sum(block.num_rows for block in blocks.values() if block)
             piece = self._piece(blocks, size)
-            state = self._settled(state, unsettled)
-            state, refused = self._entered(state, piece)
-            unsettled = piece, refused
-        return self._settled(state, unsettled), self._total(total)
+            self._settle(held, unsettled)
+            unsettled = piece, self._enter(held, piece)
+        self._settle(held, unsettled)
+        return self._total(total)
 
-    def _entered(self, state: State, piece: dict[str, Any]) -> tuple[State, Array]:
+    def _enter(self, held: Held, piece: dict[str, Any]) -> Array:
+        """Enters a round; how many keys each shard refused."""
+        state = held.state
         store, refused = imports_lib.entered(
             self.spec, self.number, self.shards, False, state.stores[self.s], state.seed, np.uint32(0), piece
         )
         stores = (*state.stores[: self.s], store, *state.stores[self.s + 1 :])
-        return dataclasses.replace(state, stores=stores), refused
+        held.state = dataclasses.replace(state, stores=stores)
+        return refused
 
-    def _settled(self, state: State, unsettled: tuple[dict[str, Any], Array] | None) -> State:
-        """The state when a round has ended: keys that found no entry in the index get one under another salt."""
+    def _settle(self, held: Held, unsettled: tuple[dict[str, Any], Array] | None) -> None:
+        """Ends a round: keys that found no entry in the index get one under another salt."""
         for _ in range(imports_lib.SALTS):
             if unsettled is None or not self._is_any(unsettled[1]):
-                return state
-            state = grow_lib.resalted(self.collection.stores, state, self.s, self.shards)
-            state, refused = self._entered(state, unsettled[0])
-            unsettled = unsettled[0], refused
+                return
+            held.state = grow_lib.resalted(self.collection.stores, held.state, self.s, self.shards)
+            unsettled = unsettled[0], self._enter(held, unsettled[0])
         if unsettled is None or not self._is_any(unsettled[1]):
-            return state
+            return
         raise TableFullError(
             f'{self.op}: table "{self.spec.tables[self.number].name}": got keys without an entry in the index under '
             f"{imports_lib.SALTS} salts, wanted one for each; declare a larger capacity, so that the index is larger."

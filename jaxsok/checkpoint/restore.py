@@ -4,6 +4,7 @@ A process reads the batches that may have keys of its shards' partitions. Everyt
 is checked before anything is read, and all that is read against its checksum before it is used.
 """
 
+import contextlib
 import dataclasses
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,10 +17,11 @@ import numpy as np
 
 from jaxsok import admission as admission_lib
 from jaxsok import grow as grow_lib
-from jaxsok import policies
+from jaxsok import policies, processes
+from jaxsok.checkpoint import lineage as lineage_lib
 from jaxsok.checkpoint import manifest as manifest_lib
 from jaxsok.checkpoint.files import CorruptFileError, SavedFile, TableForm, name_word
-from jaxsok.checkpoint.place import Placer
+from jaxsok.checkpoint.place import Held, Placer
 from jaxsok.checkpoint.save import admission_of, time_of
 from jaxsok.collection import Collection
 from jaxsok.plan import owners_of as owners_of_keys
@@ -273,65 +275,94 @@ def restored(
       ValueError: tables do not fit.
       CorruptFileError: files are damaged. A given state is unchanged.
       TableFullError, MemoryError: there is no room. A given state is unchanged.
+      Exception: what else fails, when a given state is changed already, has what there is of it as `state`.
     """
     op = source.op
-    names = chosen_tables(source, collection, tables)
-    taken = check_forms(source, collection, names, optimizer_state)
-    source.check(names)
-    manifest = source.manifest
     is_new = state is None
-    now = None if state is None else time_of(op, state, clock)
+    with processes.together(op):
+        names = chosen_tables(source, collection, tables)
+        taken = check_forms(source, collection, names, optimizer_state)
+        source.check(names)
+        now = None if state is None else time_of(op, state, clock)
+        if state is not None:
+            collection._check_state(op, state)
+            # What is in the state would be gone when a damaged batch is met.
+            source.verify(names)
     if state is None:
-        state = collection.init(seed=manifest["seed"][0] | manifest["seed"][1] << 32)
+        seed = source.manifest["seed"]
+        state = collection.init(seed=seed[0] | seed[1] << 32)
         state = _with_store_words(source, collection, state)
-    else:
-        collection._check_state(op, state)
-        # What is in the state would be gone when a damaged batch is met.
-        source.verify(names)
     rows = {name: rows_by_shard(source, collection, name) for name in names}
     if not is_new:
         rows = {name: coming - _table_rows(collection, state, name) for name, coming in rows.items()}
-    # Before anything goes: a refusal changes nothing.
-    state = with_room(source, collection, state, rows)
-    for name in () if is_new else names:
-        state, _ = collection.clear(state, name)
-    for name in names:
-        state = placed(source, collection, state, name, taken[name], now)
-    return with_small_parts(
-        source, collection, state, names, is_whole=is_new, with_globals=optimizer_state != "initial"
-    )
+    with held_on(collection, state, names, is_new=is_new) as held:
+        # Before anything goes: a refusal changes nothing.
+        held.state = with_room(source, collection, state, rows)
+        for name in () if is_new else names:
+            held.state, _ = collection.clear(held.state, name)
+        for name in names:
+            place(source, collection, held, name, taken[name], now)
+        add_small_parts(source, collection, held, names, is_whole=is_new, optimizer_state=optimizer_state)
+    return held.state
 
 
-def with_small_parts(
+@contextlib.contextmanager
+def held_on(
+    collection: Collection, state: State | None, names: Sequence[str], *, is_new: bool = False
+) -> Iterator[Held]:
+    """Around what donates a state bit by bit: an error gives the caller what there is, if that is another one by then.
+
+    Args:
+      collection: of the state.
+      state: as it is before.
+      names: of the tables that change.
+      is_new: whether nobody else has the state, and nobody misses it.
+    """
+    held = Held(state)  # pyright: ignore[reportArgumentType]  # None until there is one
+    try:
+        yield held
+    except BaseException as error:  # Ctrl-C too must not lose a state that was donated
+        if not is_new and held.state is not state:
+            error.add_note(
+                f"The state was donated, and is changed: tables {list(names)} have part of what was to come. What "
+                "there is now is the `state` attribute of this error; restore these tables into it again."
+            )
+            error.state = held.state  # pyright: ignore[reportAttributeAccessIssue]
+        raise
+    finally:
+        collection.growth.forget()  # its bound on the rows in use holds for steps alone
+
+
+def add_small_parts(
     source: Source,
     collection: Collection,
-    state: State,
+    held: Held,
     names: Sequence[str],
     *,
     is_whole: bool,
-    with_globals: bool,
-) -> State:
-    """The state with what is saved beside rows.
+    optimizer_state: OptimizerState,
+) -> None:
+    """Adds what is saved beside rows.
 
     Args:
       source: what was saved.
       collection: of the state.
-      state: donated; its rows are restored.
+      held: a state whose rows are restored.
       names: of the tables that are.
       is_whole: whether the state is what was saved, and has its step.
-      with_globals: whether it has the optimizer state that belongs to no row, too.
+      optimizer_state: as the rows were restored.
     """
-    state = _with_admission(source, collection, state, names)
+    _add_admission(source, collection, held, names)
     if is_whole:
-        step = jnp.asarray(source.manifest["step"], jnp.uint32)
+        state, step = held.state, jnp.asarray(source.manifest["step"], jnp.uint32)
         if collection.shards is not None:
             step = jax.device_put(step, state.step.sharding)
         state = dataclasses.replace(state, step=step)
         state = _with_evicted(source, collection, state, names)
-        if with_globals:
+        if optimizer_state != "initial":
             state = _with_globals(source, collection, state, names)
-    collection.growth.forget()
-    return state
+        is_exact = optimizer_state == "require"
+        held.state = lineage_lib.begun(collection, state, source.manifest, is_exact=is_exact)
 
 
 def with_room(source: Source, collection: Collection, state: State, rows: Mapping[str, np.ndarray]) -> State:
@@ -381,10 +412,8 @@ def _rows_in_use(collection: Collection, spec: StoreSpec, store: StoreState) -> 
     return allocated - (end - begin)
 
 
-def placed(
-    source: Source, collection: Collection, state: State, name: str, taken: Sequence[str], now: int | None
-) -> State:
-    """The state with the saved rows of a table; a key that has a row gets the saved one.
+def place(source: Source, collection: Collection, held: Held, name: str, taken: Sequence[str], now: int | None) -> None:
+    """Places the saved rows of a table; a key that has a row gets the saved one.
 
     `now`: the earliest last step that the rows get; None: they keep the saved one.
     """
@@ -400,15 +429,14 @@ def placed(
         if wanted is None or wanted.any():
             yield from map(fitted, source.records(name, wanted))
 
-    placer = Placer(op, collection, s, number)
-    state, num_placed = placer.place(state, of_shard)
+    num_placed = Placer(op, collection, s, number).place(held, of_shard)
     saved = source.manifest["tables"][name]["num_rows"]
-    if num_placed != saved:
-        raise CorruptFileError(
-            f'{op}: table "{name}": got {num_placed} rows in "{source.folder}", wanted {saved}; files of other saves '
-            "were mixed."
-        )
-    return state
+    with processes.together(op):
+        if num_placed != saved:
+            raise CorruptFileError(
+                f'{op}: table "{name}": got {num_placed} rows in "{source.folder}", wanted {saved}; files of other '
+                "saves were mixed."
+            )
 
 
 def _fitter(
@@ -508,7 +536,7 @@ def _with_evicted(source: Source, collection: Collection, state: State, names: S
 WAITING_AT_A_TIME = 1 << 22  # keys that wait for a row: 64 MiB on the host
 
 
-def _with_admission(source: Source, collection: Collection, state: State, names: Sequence[str]) -> State:
+def _add_admission(source: Source, collection: Collection, held: Held, names: Sequence[str]) -> None:
     """Keys that wait for a row, and Bloom filters, as they were saved."""
     for name in names:
         s, number = collection._locate(source.op, name)
@@ -523,22 +551,26 @@ def _with_admission(source: Source, collection: Collection, state: State, names:
                 now["by"],
             )
         if isinstance(table.admission, policies.AdmitByCount):
-            state = _with_waiting(source, collection, state, s, number)
+            _add_waiting(source, collection, held, s, number)
         if isinstance(table.admission, policies.AdmitByBloom):
-            state = _with_bloom(source, collection, state, s, number)
-    return state
+            with processes.together(source.op):
+                held.state = _with_bloom(source, collection, held.state, s, number)
 
 
-def _with_waiting(source: Source, collection: Collection, state: State, s: int, number: int) -> State:
+def _add_waiting(source: Source, collection: Collection, held: Held, s: int, number: int) -> None:
     """Each key to its owner, in place of those that waited."""
     spec, shards = collection.stores[s], collection.shards
-    store = _forgotten(spec, number, shards, state.stores[s])
-    for keys, counts in _gathered(source.waiting(spec.tables[number].name)):
+
+    def hold(store: StoreState) -> None:
+        stores = held.state.stores
+        held.state = dataclasses.replace(held.state, stores=(*stores[:s], store, *stores[s + 1 :]))
+
+    hold(_forgotten(spec, number, shards, held.state.stores[s]))
+    for keys, counts in processes.in_step(source.op, _gathered(source.waiting(spec.tables[number].name))):
         # Who was seen often enough for a lower threshold waits for one more sight.
         counts = np.minimum(counts, np.uint32(spec.tables[number].admission.num_sightings - 1))
         owners = owners_of_keys(spec, number, keys, collection.partition_owners)
-        store = admission_lib.with_waiting(spec, store, number, keys, counts, owners, shards)
-    return dataclasses.replace(state, stores=(*state.stores[:s], store, *state.stores[s + 1 :]))
+        hold(admission_lib.with_waiting(spec, held.state.stores[s], number, keys, counts, owners, shards))
 
 
 def _forgotten(spec: StoreSpec, number: int, shards: Shards | None, store: StoreState) -> StoreState:

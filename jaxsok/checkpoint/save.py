@@ -19,6 +19,7 @@ import jax
 import numpy as np
 
 from jaxsok import operations, policies
+from jaxsok.checkpoint import lineage as lineage_lib
 from jaxsok.checkpoint import manifest as manifest_lib
 from jaxsok.checkpoint.files import (
     COMPRESSIONS,
@@ -149,6 +150,7 @@ class Saving:
             "num_processes": jax.process_count(),
             "step": int(np.asarray(state.step)),
             "seed": [int(word) for word in np.asarray(state.seed)],
+            "lineage": lineage_lib.entry_of(state),
             "mesh": state.mesh,
             "num_shards": collection.stores[0].num_shards,
             "stores": [self._store_part(s) for s in range(len(collection.stores))],

@@ -78,9 +78,7 @@ def lookup(
         "statistics": np.int32(bool(statistics)),
         "admission": np.int32(0 if admission is None else admission.bits),
     }
-    out = call(
-        *state, tables, seed, *batch, *slabs, *others, **attributes, **_attributes(batch, num_slabs, num_tiles)
-    )
+    out = call(*state, tables, seed, *batch, *slabs, *others, **attributes, **_attributes(batch, num_slabs, num_tiles))
     index, counters, table_rows, row_ids, counts, _, *rest = out
     ends = [num_slabs, 2 * num_slabs, 2 * num_slabs + len(statistics), len(slabs), len(rest)]
     *in_place, embeddings = (tuple(rest[begin:end]) for begin, end in itertools.pairwise([0, *ends]))

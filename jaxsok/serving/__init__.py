@@ -1,1 +1,54 @@
-"""Serving: trained tables, frozen, several of them fused into one lookup, from files, behind an HPS configuration."""
+"""Serving: trained tables, frozen, several of them fused into one lookup, from files, behind an HPS configuration.
+
+`open` serves the models of a configuration; `freeze` and `lookup` do without one. Modules that need more than jaxsok does
+are imported by name: `nnx` and `linen` (Flax), `artifact` (models exported whole), `server` (HTTP), `cache` and `backing`
+(tiers), `sources` (files).
+"""
+
+from jaxsok.serving.config import Config
+from jaxsok.serving.config import read as read_config
+from jaxsok.serving.errors import (
+    ConfigError,
+    RequestError,
+    RequestTooLargeError,
+    ServingError,
+    UnknownModelError,
+    UnknownTableError,
+)
+from jaxsok.serving.frozen import (
+    FrozenStore,
+    FrozenTable,
+    FrozenTables,
+    SizedRecords,
+    freeze,
+    freeze_records,
+    frozen_bytes,
+)
+from jaxsok.serving.lookup import LookupInput, find_rows, lookup, lookup_with_counts
+from jaxsok.serving.session import Answer, Model, Session, open
+
+__all__ = [
+    "Answer",
+    "Config",
+    "ConfigError",
+    "FrozenStore",
+    "FrozenTable",
+    "FrozenTables",
+    "LookupInput",
+    "Model",
+    "RequestError",
+    "RequestTooLargeError",
+    "ServingError",
+    "Session",
+    "SizedRecords",
+    "UnknownModelError",
+    "UnknownTableError",
+    "find_rows",
+    "freeze",
+    "freeze_records",
+    "frozen_bytes",
+    "lookup",
+    "lookup_with_counts",
+    "open",
+    "read_config",
+]

@@ -9,246 +9,503 @@ Nothing here opens a table or a device: `sources.py` and `session.py` do.
 """
 
 import dataclasses
-from typing import Any, Literal
+import difflib
+import json
+import os
+import pathlib
+import re
+from collections.abc import Mapping
+from typing import Any, NoReturn
 
-from jaxsok.serving.errors import UnknownModelError, UnknownTableError
+from jaxsok.serving.config_keys import (
+    JAXSOK_KEYS,
+    MODEL_KEYS,
+    PER_TABLE,
+    PERSISTENT_KEYS,
+    REQUIRED,
+    TOP_KEYS,
+    UPDATE_KEYS,
+    VOLATILE_KEYS,
+    WRONG,
+    Key,
+    Kind,
+)
+from jaxsok.serving.config_values import (
+    Config,
+    ModelConfig,
+    PersistentDatabase,
+    TableConfig,
+    Tier,
+    UpdateSource,
+    VolatileDatabase,
+    WithoutEffect,
+    idle_keys,
+    steps_of,
+)
+from jaxsok.serving.errors import ConfigError
 
-Tier = Literal["device", "cache", "host"]
+__all__ = [
+    "Config",
+    "ConfigError",
+    "ModelConfig",
+    "PersistentDatabase",
+    "TableConfig",
+    "Tier",
+    "UpdateSource",
+    "VolatileDatabase",
+    "WithoutEffect",
+    "read",
+]
 
-
-@dataclasses.dataclass(frozen=True)
-class WithoutEffect:
-    """A key that was written, and sets nothing here."""
-
-    path: str
-    """In the JSON, as `models[0].thread_pool_size`."""
-    value: Any = dataclasses.field(repr=False)  # it may be a password
-    """As it was written."""
-    reason: str
-    """Why there is nothing to set."""
-
-    def __str__(self) -> str:
-        """As the report has it; secrets are not shown."""
-        shown = "(not shown)" if self.path.endswith("password") else repr(self.value)
-        return f"{self.path} = {shown}: {self.reason}"
-
-
-@dataclasses.dataclass(frozen=True)
-class TableConfig:
-    """One table of a model: an entry of each of HPS's lists."""
-
-    name: str
-    """`embedding_table_names[i]`; `sparse_embedding<i>` where the list is not written. Of tables in a jaxsok export or
-    checkpoint it is the name that they were saved under."""
-    dim: int
-    """`embedding_vecsize_per_table[i]`; files of another dim are refused."""
-    file: str
-    """`sparse_files[i]`: an HPS directory, a folder of `jaxsok.checkpoint.export_full` or `export_delta`, or a step of
-    an Orbax checkpoint. A relative path begins where the process runs, as in HPS."""
-    default: float
-    """`default_value_for_each_table[i]`: what a missing key reads, in every column; 0.0 where the list is short."""
-    max_keys_per_sample: int
-    """`maxnum_catfeature_query_per_table_per_sample[i]`: a request has at most `max_batch_size` times as many keys."""
-
-
-@dataclasses.dataclass(frozen=True)
-class ModelConfig:
-    """One of `models`. Fields have HPS's names where HPS has the key."""
-
-    model: str
-    """By which requests name it: letters, digits, `_` and `-`, at most 120."""
-    tables: tuple[TableConfig, ...]
-    """In the order of `sparse_files`; names differ."""
-    deployed_device_list: tuple[int, ...]
-    """Numbers of devices. The last one is used, as in HPS; the other copies that HPS makes are made by further
-    sessions, `open(config, device=...)`."""
-    dense_file: str = ""
-    """An artifact of `jaxsok.serving.export_model`, which `predict` runs over the tables; "": lookups only."""
-    max_batch_size: int = 64
-    """Samples in a request, at most; larger ones are refused (HPS logs an error)."""
-    gpucache: bool = True
-    """Whether rows lie on the device at all; False: every lookup reads rows in host memory."""
-    gpucacheper: float = 0.2
-    """Rows of a table that the device's cache holds, as a fraction of all; 1.0 or more: all rows are on the device, and
-    nothing can miss."""
-    hit_rate_threshold: float = 0.9
-    """A lookup whose hit rate is this or more answers misses with the default value and fetches their rows in the
-    background; one below it waits for them. 0: never waits; above 1: always does, so that answers are exact."""
-    embedding_cache_type: Literal["dynamic", "static"] = "dynamic"
-    """"dynamic": a cache over rows in host memory. "static": all rows on the device. `use_static_table` makes it so."""
-    use_static_table: bool = False
-    """The same as `embedding_cache_type` "static"."""
-    num_of_worker_buffer_in_pool: int = 1
-    """Lookups that run at the same time, at most; others wait."""
-    cache_refresh_percentage_per_iteration: float = 0.0
-    """Fraction of the cached rows that a refresh reads at a time; 0: all at once. Above 0 the cache is also filled when
-    a model is opened, if `init_ec` is on."""
-    refresh_delay: float = 0.0
-    """Seconds between opening a model and the first refresh of its cache, where there is a `refresh_interval`."""
-    refresh_interval: int = 0
-    """Seconds from one refresh to the next; 0: only `Session.refresh` refreshes."""
-    init_ec: bool = True
-    """Whether the cache is filled when a model is opened; see `cache_refresh_percentage_per_iteration`."""
-    fp8_quant: bool = False
-    """Whether rows of a static model become float8_e4m3fn with a scale for each row (`row_dtype`)."""
-    fuse_embedding_table: bool | None = None
-    """True: one call looks up all tables of a request. False: one call for each. None, if neither the model nor the
-    whole configuration says: as True, where HPS would not fuse, because answers are the same to the bit and HPS's
-    restrictions (disjoint keys, all tables in each request) do not exist here."""
-    row_dtype: str | None = None
-    """`jaxsok.row_dtype`: what rows are made of on the device: float32, bfloat16, float16, int8 or float8_e4m3fn; None:
-    as in their files (float32 in HPS directories)."""
-    spare_rows: int = 0
-    """`jaxsok.spare_rows`: rows of each table that are left free for keys that updates in place bring."""
-    enable_pagelock: bool = False
-    """Without effect where it is False; True is refused for a static model."""
-    maxnum_des_feature_per_sample: int = 26
-    """Without effect."""
-    num_of_refresher_buffer_in_pool: int = 1
-    """Without effect."""
-    use_context_stream: bool = True
-    """Without effect."""
-    use_hctr_cache_implementation: bool = True
-    """Without effect."""
-    thread_pool_size: int = 16
-    """Without effect."""
-
-    @property
-    def device_id(self) -> int:
-        """The number of the device that serves the model."""
-        return self.deployed_device_list[-1]
-
-    @property
-    def tier(self) -> Tier:
-        """Where rows are looked for.
-
-        "device": all of them are there. "cache": `gpucacheper` of them are there, over all of them in host memory.
-        "host": none are.
-        """
-        if not self.gpucache:
-            return "host"
-        return "device" if self.embedding_cache_type == "static" or self.gpucacheper >= 1.0 else "cache"
-
-    @property
-    def is_filled_at_start(self) -> bool:
-        """Whether a device cache has rows before the first lookup."""
-        return self.tier == "cache" and self.init_ec and self.cache_refresh_percentage_per_iteration > 0
-
-    @property
-    def is_fused(self) -> bool:
-        """Whether one call looks up all tables of a request."""
-        return self.fuse_embedding_table is not False
-
-    @property
-    def max_keys(self) -> dict[str, int]:
-        """Keys of each table that a request may have."""
-        return {table.name: self.max_batch_size * table.max_keys_per_sample for table in self.tables}
-
-    def table(self, name: str) -> TableConfig:
-        """One of the tables.
-
-        Raises:
-          UnknownTableError: there is none of this name.
-        """
-        for table in self.tables:
-            if table.name == name:
-                return table
-        raise UnknownTableError.of("config", name, [table.name for table in self.tables], f'model "{self.model}"')
+_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.\-]*://")
+_MODEL_NAME = re.compile(r"[a-zA-Z0-9_\-]{1,120}")
 
 
-@dataclasses.dataclass(frozen=True)
-class VolatileDatabase:
-    """`volatile_db`: rows in host memory, under the device's cache. Only `type` has an effect."""
+def read(source: str | os.PathLike[str] | Mapping[str, Any] | Config) -> Config:
+    """Reads a configuration, checks all of it and fills in HPS's defaults.
 
-    type: Literal["disabled", "hash_map", "parallel_hash_map"] = "parallel_hash_map"
-    """Both maps are the one host store of jaxsok. A block without a type is "disabled", no block is
-    "parallel_hash_map", as in HPS. "disabled" is refused for a model whose rows do not all lie on the device."""
-    address: str = "127.0.0.1:7000"
-    user_name: str = "default"
-    password: str = dataclasses.field(default="", repr=False)
-    num_partitions: int | None = None
-    """None: HPS has min(16, cores)."""
-    allocation_rate: int = 256 * 2**20
-    shared_memory_size: int = 16 * 2**30
-    shared_memory_name: str = "hctr_mp_hash_map_database"
-    shared_memory_auto_remove: bool = True
-    num_node_connections: int = 5
-    max_batch_size: int = 65536
-    enable_tls: bool = False
-    tls_ca_certificate: str = "cacertbundle.crt"
-    tls_client_certificate: str = "client_cert.pem"
-    tls_client_key: str = "client_key.pem"
-    tls_server_name_identification: str = "redis.localhost"
-    overflow_margin: int = 2**64 - 1
-    overflow_policy: str = "evict_random"
-    overflow_resolution_target: float = 0.8
-    initialize_after_startup: bool = True
-    initial_cache_rate: float = 1.0
-    cache_missed_embeddings: bool = False
-    update_filters: tuple[str, ...] = ("^hps_.+$",)
+    Args:
+      source: the path of a JSON file, what is in one, or a configuration that was made by hand. No file that it names
+        is opened.
 
+    Returns:
+      The configuration; `without_effect` and `notes` say what a user of HPS should know.
 
-@dataclasses.dataclass(frozen=True)
-class PersistentDatabase:
-    """`persistent_db`: not there yet. "rocks_db" is refused; without it no key has an effect."""
+    Raises:
+      FileNotFoundError: there is no such file.
+      ConfigError: malformed JSON (with line and column), a missing or unknown key, a key that is there twice, a value
+        of the wrong type, or what jaxsok does not have (Redis, RocksDB, Kafka, remote files...).
 
-    type: Literal["disabled"] = "disabled"
-    path: str | None = None
-    """None: HPS has "rocksdb" under the system's folder for temporary files."""
-    num_threads: int = 16
-    read_only: bool = False
-    max_batch_size: int = 65536
-    initialize_after_startup: bool = True
-    update_filters: tuple[str, ...] = ("^hps_.+$",)
+    Example:
+      >>> config = read({
+      ...     "supportlonglong": True,
+      ...     "models": [{
+      ...         "model": "dlrm",
+      ...         "sparse_files": ["/models/dlrm/user", "/models/dlrm/item"],
+      ...         "embedding_vecsize_per_table": [16, 16],
+      ...         "maxnum_catfeature_query_per_table_per_sample": [2, 26],
+      ...         "default_value_for_each_table": [0.0, 1.0],
+      ...         "deployed_device_list": [0],
+      ...         "thread_pool_size": 8,
+      ...     }],
+      ... })
+      >>> config.models[0].tier, config.models[0].max_keys
+      ('cache', {'sparse_embedding0': 128, 'sparse_embedding1': 1664})
+      >>> print(config.without_effect[0])
+      models[0].thread_pool_size = 8: threads are those of XLA and of the server
 
-
-@dataclasses.dataclass(frozen=True)
-class UpdateSource:
-    """`update_source`: not there yet. "kafka_message_queue" is refused; without it no key has an effect."""
-
-    type: None = None
-    brokers: str = "127.0.0.1:9092"
-    metadata_refresh_interval_ms: int = 30000
-    receive_buffer_size: int = 262144
-    poll_timeout_ms: int = 500
-    max_batch_size: int = 8192
-    failure_backoff_ms: int = 50
-    max_commit_interval: int = 32
+    Source: the JSON parser of HugeCTR 24.06, whose defaults these are.
+    """
+    if isinstance(source, Config):
+        return dataclasses.replace(read(source.to_json()), file=source.file)
+    if isinstance(source, Mapping):
+        return _Reader("").config(source)
+    if not isinstance(source, str | os.PathLike):
+        raise ConfigError(
+            f"config.read: source: got {type(source).__name__}, wanted the path of a JSON file, a mapping or a Config."
+        )
+    path = pathlib.Path(source)
+    if not path.is_file():
+        raise FileNotFoundError(f"config.read: source: got {str(path)!r}, which is no file, wanted a JSON file.")
+    return _Reader(str(path)).config(_parsed(path))
 
 
-@dataclasses.dataclass(frozen=True)
-class Config:
-    """A whole configuration, as `read` made it: checked, and with every default filled in."""
+class _Twice(dict):
+    """An object of JSON that has a key more than once."""
 
-    models: tuple[ModelConfig, ...]
-    """At least one; names differ."""
-    supportlonglong: bool
-    """True: keys have 64 bits. False: 32 bits, unsigned: keys of files are cut to their low 32 bits, as HPS does, and
-    requests with others are refused."""
-    fuse_embedding_table: bool | None = None
-    """For models that do not say; see `ModelConfig.fuse_embedding_table`."""
-    volatile_db: VolatileDatabase = VolatileDatabase()
-    persistent_db: PersistentDatabase = PersistentDatabase()
-    update_source: UpdateSource = UpdateSource()
-    without_effect: tuple[WithoutEffect, ...] = ()
-    """Keys that were written and set nothing, by path."""
-    notes: tuple[str, ...] = dataclasses.field(default=(), compare=False)
-    """What a reader of HPS's manual would not expect, as lines of the report."""
-    file: str = dataclasses.field(default="", compare=False)
-    """Where it was read from; "": a mapping."""
+    key = ""
 
-    @property
-    def key_bits(self) -> Literal[32, 64]:
-        """Of the keys of all models."""
-        return 64 if self.supportlonglong else 32
 
-    def model(self, name: str) -> ModelConfig:
-        """One of the models.
+def _object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made, seen = dict(pairs), set()
+    for key, _ in pairs:
+        if key in seen:
+            twice = _Twice(made)
+            twice.key = key
+            return twice
+        seen.add(key)
+    return made
 
-        Raises:
-          UnknownModelError: there is none of this name.
-        """
-        for model in self.models:
-            if model.model == name:
-                return model
-        raise UnknownModelError.of("config", name, [model.model for model in self.models])
+
+def _parsed(path: pathlib.Path) -> Any:
+    """What is in a JSON file."""
+    what = f'config: file "{path}"'
+
+    def refused(name: str) -> NoReturn:
+        raise ConfigError(f"{what}: got {name}, wanted a number: JSON has no other; write one out.")
+
+    data = path.read_bytes()
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"{what}: byte {error.start}: got {data[error.start]:#04x}, wanted text in UTF-8; save it as such."
+        ) from error
+    try:
+        return json.loads(text, object_pairs_hook=_object_of, parse_constant=refused)
+    except json.JSONDecodeError as error:
+        raise ConfigError(
+            f"{what}: line {error.lineno}, column {error.colno}: got malformed JSON ({error.msg}), wanted what HPS "
+            "reads; commas before a closing bracket and comments are not JSON."
+        ) from error
+    except RecursionError as error:
+        raise ConfigError(f"{what}: got brackets nested too deeply, wanted what HPS reads.") from error
+    except ConfigError:
+        raise
+    except ValueError as error:  # an integer of thousands of digits
+        raise ConfigError(f"{what}: got a number that cannot be read ({error}), wanted a shorter one.") from error
+
+
+class _Reader:
+    """Makes a configuration of parsed JSON, and collects what a report should say."""
+
+    def __init__(self, file: str) -> None:
+        self.file = file
+        self.without: dict[str, WithoutEffect] = {}
+        self.notes: list[str] = []
+
+    def config(self, given: Mapping[str, Any]) -> Config:
+        """All of it."""
+        if not isinstance(given, Mapping):
+            self.refuse("", given, "an object with supportlonglong and models")
+        top = self.block("", given, TOP_KEYS)
+        if not top["models"]:
+            self.refuse("models", [], "at least one model")
+        volatile = self.volatile(top)
+        self.persistent(top)
+        self.update_source(top)
+        models = tuple(self.model(f"models[{i}]", model, top) for i, model in enumerate(top["models"]))
+        places: dict[str, str] = {}
+        for i, model in enumerate(models):
+            before = places.setdefault(model.model, f"models[{i}]")
+            if before != f"models[{i}]":
+                self.refuse(
+                    f"models[{i}].model", model.model, f"a name that {before} does not have", "rename one of them"
+                )
+        self.database_of(models, volatile, is_written="volatile_db" in given)
+        values = {name: given[name] for name in ("volatile_db", "persistent_db", "update_source") if name in given}
+        return Config(
+            models=models,
+            supportlonglong=top["supportlonglong"],
+            fuse_embedding_table=top["fuse_embedding_table"],
+            volatile_db=_filled(VolatileDatabase, values.get("volatile_db", {}), type=volatile),
+            persistent_db=_filled(PersistentDatabase, values.get("persistent_db", {}), type="disabled"),
+            update_source=_filled(UpdateSource, values.get("update_source", {}), type=None),
+            without_effect=tuple(sorted(self.without.values(), key=lambda one: _order(one.path))),
+            notes=tuple(self.notes),
+            file=self.file,
+        )
+
+    # One block --------------------------------------------------------------------------------------------------------
+
+    def refuse(self, path: str, got: Any, wanted: str, remedy: str = "") -> NoReturn:
+        """Raises."""
+        file = f'file "{self.file}": ' if self.file else ""
+        place = f"{path}: " if path else ""
+        shown = "null" if got is None else json.dumps(got, default=str) if _is_plain(got) else _shown(got)
+        if path.endswith("password"):
+            shown = "something else"
+        end = f"; {remedy}" if remedy else ""
+        raise ConfigError(f"config: {file}{place}got {shown}, wanted {wanted}{end}.", path=path)
+
+    def lack(self, path: str, wanted: str) -> NoReturn:
+        """Raises for a key that has to be there."""
+        file = f'file "{self.file}": ' if self.file else ""
+        raise ConfigError(f"config: {file}{path}: got nothing, wanted {wanted}; the key is required.", path=path)
+
+    def block(self, path: str, given: Mapping[str, Any], keys: Mapping[str, Key]) -> dict[str, Any]:
+        """The values of a block, checked, with defaults; what has no effect is written down."""
+        if isinstance(given, _Twice):
+            file = f'file "{self.file}": ' if self.file else ""
+            at = _joined(path, given.key)
+            raise ConfigError(
+                f"config: {file}{at}: got the key twice, wanted it once; which one counts depends on the reader: "
+                "take one out.",
+                path=at,
+            )
+        for name in given:
+            if name not in keys:
+                self.unknown(path, name, keys)
+        values: dict[str, Any] = {}
+        for name, key in keys.items():
+            at = _joined(path, name)
+            if name in given:
+                values[name] = self.value(at, given[name], key.kind)
+                if key.reason:
+                    self.no_effect(at, given[name], key.reason)
+            elif key.default is REQUIRED:
+                self.lack(at, key.kind.wanted)
+            else:
+                values[name] = key.default
+        return values
+
+    def value(self, path: str, given: Any, kind: Kind) -> Any:
+        """One value, as a field has it."""
+        parsed = kind.parse(given)
+        if parsed is WRONG:
+            is_quoted = isinstance(given, str) and kind.parse(_unquoted(given)) is not WRONG
+            self.refuse(path, given, kind.wanted, "write it without quotes" if is_quoted else "")
+        if kind.items is not None:
+            return tuple(self.value(f"{path}[{i}]", item, kind.items) for i, item in enumerate(parsed))
+        return parsed
+
+    def unknown(self, path: str, name: Any, keys: Mapping[str, Key]) -> NoReturn:
+        """Raises for a key that nobody reads."""
+        near = difflib.get_close_matches(str(name), keys, 1, 0.6)
+        meant = f'did you mean "{near[0]}"? ' if near else ""
+        elsewhere = [
+            told
+            for told, others in (
+                ("the whole", TOP_KEYS),
+                ("a model", MODEL_KEYS),
+                ("a model's block jaxsok", JAXSOK_KEYS),
+                ("volatile_db", VOLATILE_KEYS),
+                ("persistent_db", PERSISTENT_KEYS),
+                ("update_source", UPDATE_KEYS),
+            )
+            if name in others
+        ]
+        if elsewhere and not near:
+            meant = f"it is a key of {elsewhere[0]}: move it there. "
+        file = f'file "{self.file}": ' if self.file else ""
+        at = _joined(path, str(name))
+        raise ConfigError(
+            f"config: {file}{at}: got an unknown key, wanted one of HPS 24.06 or jaxsok; {meant}HPS would ignore it: "
+            "take it out if nothing is meant.",
+            path=at,
+        )
+
+    def no_effect(self, path: str, value: Any, reason: str) -> None:
+        """Writes down a key; the first reason stands."""
+        self.without.setdefault(path, WithoutEffect(path, _frozen(value), reason))
+
+    # The blocks -------------------------------------------------------------------------------------------------------
+
+    def volatile(self, top: Mapping[str, Any]) -> str:
+        """The type of the volatile database."""
+        if top["volatile_db"] is None:
+            return "parallel_hash_map"
+        kind = self.block("volatile_db", top["volatile_db"], VOLATILE_KEYS)["type"]
+        wanted = 'one of "hash_map", "parallel_hash_map", "disabled"'
+        if kind == "redis_cluster":
+            self.refuse("volatile_db.type", kind, wanted, "Redis is not there yet: rows lie in memory of this process")
+        if kind == "multi_process_hash_map":
+            self.refuse("volatile_db.type", kind, wanted, "memory shared by processes is not there: serve from one")
+        if kind == "rocks_db":
+            self.refuse("volatile_db.type", kind, wanted, "RocksDB is not there yet, and is no volatile database")
+        return kind
+
+    def persistent(self, top: Mapping[str, Any]) -> None:
+        """Refuses a persistent database."""
+        if top["persistent_db"] is not None:
+            kind = self.block("persistent_db", top["persistent_db"], PERSISTENT_KEYS)["type"]
+            if kind != "disabled":
+                remedy = "RocksDB is not there yet: " if kind == "rocks_db" else ""
+                self.refuse(
+                    "persistent_db.type",
+                    kind,
+                    '"disabled"',
+                    f"{remedy}leave the block out; rows come from sparse_files and lie in host memory",
+                )
+
+    def update_source(self, top: Mapping[str, Any]) -> None:
+        """Refuses a source of updates."""
+        if top["update_source"] is not None:
+            kind = self.block("update_source", top["update_source"], UPDATE_KEYS)["type"]
+            if kind is not None:
+                self.refuse(
+                    "update_source.type",
+                    kind,
+                    "null",
+                    "Kafka is not there yet: leave the block out, and bring updates by Session.update or by "
+                    "`python -m jaxsok serve --watch`",
+                )
+
+    def database_of(self, models: tuple[ModelConfig, ...], kind: str, *, is_written: bool) -> None:
+        """Refuses models whose rows would have no place; says so where a database stays empty."""
+        for i, model in enumerate(models):
+            if kind == "disabled" and model.tier != "device":
+                what = "without gpucache" if model.tier == "host" else f"with gpucacheper {model.gpucacheper:g}"
+                self.refuse(
+                    "volatile_db.type",
+                    "disabled",
+                    '"parallel_hash_map"',
+                    f"models[{i}] {what} has rows that are not on the device: without a database lookups would answer "
+                    'the default value for them. Or set gpucacheper to 1.0. A block without a type is "disabled"',
+                )
+            if kind == "disabled" and model.embedding_cache_type == "dynamic":
+                self.notes.append(
+                    f"models[{i}]: without a database HPS answers default values; here all rows are on the device."
+                )
+        if is_written and kind != "disabled" and all(model.tier == "device" for model in models):
+            self.no_effect("volatile_db.type", kind, "all rows of all models are on the device")
+
+    # A model ----------------------------------------------------------------------------------------------------------
+
+    def model(self, path: str, given: Mapping[str, Any], top: Mapping[str, Any]) -> ModelConfig:
+        """One model."""
+        values = self.block(path, given, MODEL_KEYS)
+        name = values["model"]
+        if not _MODEL_NAME.fullmatch(name):
+            self.refuse(f"{path}.model", name, "1 to 120 letters, digits, _ and -")
+        tables = self.tables(path, values)
+        self.refuse_remote(f"{path}.dense_file", values["dense_file"])
+        if not values["deployed_device_list"]:
+            self.refuse(f"{path}.deployed_device_list", [], "the number of a device, as [0]")
+        if len(set(values["deployed_device_list"])) > 1:
+            self.notes.append(
+                f"{path}.deployed_device_list: a session serves from one device, {values['deployed_device_list'][-1]}; "
+                "open one for each of the others."
+            )
+        self.cache_type(path, given, values)
+        row_dtype, spare_rows = self.of_jaxsok(path, values)
+        fuse = self.fuse(path, given, top)
+        fields = {field.name for field in dataclasses.fields(ModelConfig)}
+        kept = {key: value for key, value in values.items() if key in fields}
+        kept |= {"tables": tables, "row_dtype": row_dtype, "spare_rows": spare_rows, "fuse_embedding_table": fuse}
+        model = ModelConfig(**kept)
+        for key, reason in idle_keys(model).items():
+            if key in given:
+                self.no_effect(f"{path}.{key}", given[key], reason)
+        return model
+
+    def tables(self, path: str, values: dict[str, Any]) -> tuple[TableConfig, ...]:
+        """The tables, of the lists that have an entry for each."""
+        files = values["sparse_files"]
+        if not files:
+            self.refuse(f"{path}.sparse_files", [], "at least one path")
+        if values["embedding_table_names"] is None:
+            values["embedding_table_names"] = tuple(f"sparse_embedding{i}" for i in range(len(files)))
+        short = len(files) - len(values["default_value_for_each_table"])
+        if short > 0:
+            values["default_value_for_each_table"] += (0.0,) * short
+            self.notes.append(
+                f"{path}.default_value_for_each_table: {short} of {len(files)} entries are not there; 0.0, as in HPS."
+            )
+        for key in PER_TABLE:
+            if len(values[key]) != len(files):
+                self.refuse(
+                    f"{path}.{key}",
+                    list(values[key]),
+                    f"{len(files)} entries, one for each of sparse_files",
+                    "" if key != "embedding_table_names" else "or leave the key out",
+                )
+        for i, file in enumerate(files):
+            self.refuse_remote(f"{path}.sparse_files[{i}]", file)
+        names = values["embedding_table_names"]
+        for i, name in enumerate(names):
+            if name in names[:i]:
+                self.refuse(
+                    f"{path}.embedding_table_names[{i}]",
+                    name,
+                    f"a name that entry {names.index(name)} does not have",
+                    "requests tell tables apart by it",
+                )
+        columns = zip(*(values[key] for key in PER_TABLE), strict=True)
+        return tuple(TableConfig(**dict(zip(PER_TABLE.values(), column, strict=True))) for column in columns)
+
+    def refuse_remote(self, path: str, file: str) -> None:
+        """Raises for what is no path of this machine."""
+        if _SCHEME.match(file):
+            self.refuse(path, file, "a path of this machine", "copy the files here: no remote storage is read")
+        if "\0" in file:
+            self.refuse(path, file, "a path of this machine", "a path has no zero byte")
+
+    def cache_type(self, path: str, given: Mapping[str, Any], values: dict[str, Any]) -> None:
+        """Settles what kind of cache it is, and refuses those that are not there."""
+        kind, at = values["embedding_cache_type"], f"{path}.embedding_cache_type"
+        if values["use_static_table"]:
+            if "embedding_cache_type" in given and kind != "static":
+                self.no_effect(at, kind, "use_static_table makes it static, as in HPS")
+            values["embedding_cache_type"] = kind = "static"
+        if kind == "uvm":
+            self.refuse(
+                at,
+                kind,
+                '"dynamic" or "static"',
+                "unified memory is not there: take dynamic, whose rows beyond gpucacheper lie in host memory, or "
+                "static if all of them fit",
+            )
+        if kind == "stochastic":
+            self.refuse(at, kind, '"dynamic" or "static"', "HPS has disabled it, too: take dynamic")
+        if kind == "static" and not values["gpucache"]:
+            self.refuse(
+                f"{path}.gpucache",
+                False,
+                "true for a static table",
+                "a static table lies on the device alone; take a dynamic one to read from host memory",
+            )
+
+    def of_jaxsok(self, path: str, values: dict[str, Any]) -> tuple[str | None, int]:
+        """The dtype of rows, and spare rows."""
+        own = self.block(f"{path}.jaxsok", values["jaxsok"] or {}, JAXSOK_KEYS)
+        row_dtype = own["row_dtype"]
+        is_static = values["embedding_cache_type"] == "static"
+        if values["enable_pagelock"] and is_static:
+            self.refuse(
+                f"{path}.enable_pagelock",
+                True,
+                "false",
+                "static tables lie in device memory; take a dynamic cache, whose rows lie in host memory, if they do "
+                "not fit",
+            )
+        values["enable_pagelock"] = False
+        values["fp8_quant"] &= is_static
+        if values["fp8_quant"]:
+            if row_dtype not in (None, "float8_e4m3fn"):
+                self.refuse(
+                    f"{path}.jaxsok.row_dtype",
+                    row_dtype,
+                    '"float8_e4m3fn", as fp8_quant says',
+                    "take one of the two keys out",
+                )
+            row_dtype = "float8_e4m3fn"
+        return row_dtype, own["spare_rows"]
+
+    def fuse(self, path: str, given: Mapping[str, Any], top: Mapping[str, Any]) -> bool | None:
+        """Whether the tables of a model are fused."""
+        every, at = top["fuse_embedding_table"], f"{path}.fuse_embedding_table"
+        own = given.get("fuse_embedding_table")
+        if own is True and every is False:
+            self.no_effect(at, own, "the key of the whole configuration is false, and a model can only opt out")
+            return False
+        return every if own is None else own
+
+
+# Small things --------------------------------------------------------------------------------------------------------
+
+
+def _filled(kind: Any, given: Mapping[str, Any], **resolved: Any) -> Any:
+    """A block of which all values were checked."""
+    names = {field.name for field in dataclasses.fields(kind)}
+    values = {name: _frozen(value) for name, value in given.items() if name in names}
+    return kind(**{**values, **resolved})
+
+
+def _order(path: str) -> list[tuple[int, str]]:
+    return [(step, "") if isinstance(step, int) else (-1, step) for step in steps_of(path)]
+
+
+def _joined(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+def _frozen(value: Any) -> Any:
+    """A value that does not change with what was given."""
+    return tuple(_frozen(one) for one in value) if isinstance(value, list | tuple) else value
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, str | bool | int | float | list)
+
+
+def _shown(value: Any) -> str:
+    return "an object" if isinstance(value, Mapping) else f"a {type(value).__name__}"
+
+
+def _unquoted(text: str) -> Any:
+    """What a string would be without its quotes."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return WRONG

@@ -15,9 +15,9 @@ class ConfigError(ServingError):
     """A configuration that is malformed, or asks for what is not there. Names the key by its path in the JSON.
 
     Example:
-      >>> error = ConfigError('config: models[0].gpucacheper: got "half", wanted a number.', path="models[0].gpucacheper")
+      >>> error = ConfigError("config: models: got [], wanted at least one model.", path="models")
       >>> error.path
-      'models[0].gpucacheper'
+      'models'
     """
 
     def __init__(self, message: str, *, path: str = "") -> None:

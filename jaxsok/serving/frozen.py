@@ -20,6 +20,7 @@ from jaxsok import initializers, optimizers
 from jaxsok.collection import Collection
 from jaxsok.kernels import table as kernels
 from jaxsok.records import Records
+from jaxsok.serving import quantize
 from jaxsok.serving.row_map import RowMap, buckets_of
 from jaxsok.specs import StoreSpec, TableSpec
 from jaxsok.store import State
@@ -311,16 +312,28 @@ def write_rows(
     if len(last) != len(row_ids):
         last.sort()
         row_ids, rows = row_ids[last], rows[last]
+    return write_lines(store, row_ids, *lines_of(table, rows), donate=donate)
+
+
+def lines_of(table: FrozenTable, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
+    """Rows as a table stores them: rounded, or quantized and with their scales.
+
+    Raises:
+      ValueError: rows that are not finite and to be quantized.
+    """
+    if not table.is_quantized:
+        return rounded(rows, table.dtype), None
+    return quantize.quantized(np.asarray(rows, np.float32), table.dtype)
+
+
+def write_lines(
+    store: FrozenStore, row_ids: np.ndarray, lines: np.ndarray, scales: np.ndarray | None, *, donate: bool
+) -> FrozenStore:
+    """A store with some rows set to what `lines_of` gave; else as `write_rows`, with distinct row ids."""
     size = max(_LEAST_ROWS, 1 << max(0, len(row_ids) - 1).bit_length())
     ids = np.full(size, np.uint32(NO_ROW))
     ids[: len(row_ids)] = row_ids
-    if table.is_quantized:
-        from jaxsok.serving import quantize
-
-        lines, scales = quantize.quantized(np.asarray(rows, np.float32), table.dtype)
-    else:
-        lines, scales = rounded(rows, table.dtype), None
-    padded = np.zeros((size, table.dim), lines.dtype)
+    padded = np.zeros((size, lines.shape[1]), lines.dtype)
     padded[: len(lines)] = lines
     write = _write_in_place if donate else _write_copy
     device = store.rows.sharding

@@ -1,0 +1,515 @@
+"""The tiers below the device: where rows come from that a device cache does not have.
+
+A tier is a `RowSource`: rows by (table, key), read by many threads, in the version that it says. Rows in host memory
+are one (`HostRows`); a database is another. Tiers stack (`Layered`): the first that has a key gives its row. A device
+cache (cache.py) stands above.
+"""
+
+import abc
+import contextlib
+import functools
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import jax
+import numpy as np
+from jaxtyping import Bool, Float32, UInt64
+
+from jaxsok import keys as keys_lib
+from jaxsok.records import Records
+from jaxsok.serving import lookup
+from jaxsok.serving.errors import UnknownTableError
+from jaxsok.serving.frozen import (
+    FrozenStore,
+    FrozenTable,
+    FrozenTables,
+    RecordSource,
+    check_records,
+    freeze_records,
+    write_rows,
+)
+from jaxsok.serving.row_map import RowMap
+from jaxsok.types import MAX_CAPACITY, NO_ROW, PADDING_KEY
+
+KEYS_AT_A_TIME = 1 << 20  # of a fetch: scratch memory stays bounded
+_LEAST_KEYS = 256  # keys are padded to a power of two, so that programs are few
+_GROWTH = 1.25  # of the rows of a store, when an update brings more keys than there is room for
+
+Keys: TypeAlias = UInt64[np.ndarray, " num_keys"]
+Rows: TypeAlias = Float32[np.ndarray, "num_keys dim"]
+IsFound: TypeAlias = Bool[np.ndarray, " num_keys"]
+
+
+class SourceReplacedError(RuntimeError):
+    """A source whose rows were given to a newer version in place. Who was reading asks the newer one."""
+
+
+class RowSource(abc.ABC):
+    """Rows of some tables, by key: what a tier below the device does, be it host memory or a database.
+
+    All methods may be called from many threads at the same time.
+
+    A source has one version, which its owner raises when rows change. Where the rows of a version never change, a
+    reader that holds the source holds the version (`HostRows`). A database whose rows change beneath its readers keeps
+    its version: a device cache then has new rows after `DeviceCache.refresh`.
+    """
+
+    version: int = 0
+    """Of the rows; answers tell it."""
+
+    @property
+    @abc.abstractmethod
+    def tables(self) -> Mapping[str, FrozenTable]:
+        """What it has, by name."""
+
+    @abc.abstractmethod
+    def num_rows(self, table: str) -> int:
+        """Rows of a table, or somewhat more: caches are sized by it."""
+
+    @abc.abstractmethod
+    def fetch(
+        self, table: str, keys: Keys
+    ) -> tuple[Float32[np.ndarray, "num_keys dim"], Bool[np.ndarray, " num_keys"]]:
+        """The rows of keys, and which of them are there.
+
+        Args:
+          table: one of `tables`.
+          keys: uint64, in any order; may repeat. PADDING_KEY is never there.
+
+        Returns:
+          float32 rows, in the precision of the table's dtype: a row of an int8 table is its numbers times its scale.
+          Those of keys that are not there may hold anything. Arrays are read only, or the caller's own.
+        """
+
+    @abc.abstractmethod
+    def scan(self, table: str, chunk_rows: int) -> Iterator[Records]:
+        """All rows of a table, some at a time: to fill a cache. With frequencies, if it knows how hot rows are.
+
+        Args:
+          table: one of `tables`.
+          chunk_rows: rows of a chunk, at most.
+        """
+
+    def close(self) -> None:  # noqa: B027 - most have nothing to give back
+        """Gives back what it holds."""
+
+
+class HostRows(RowSource):
+    """Rows in host memory: frozen tables on JAX's CPU device, read by threaded kernels.
+
+    Args:
+      tables: on the CPU device, as `freeze_records(..., device=jax.devices("cpu")[0])` makes them.
+      maps: of their rows, for `scan` and `updated`; belong to this object from now on.
+      version: of the rows.
+      frequencies: by store how often each row is used, uint32 by row id; None: not known.
+
+    Example:
+      >>> from jaxsok.serving.frozen import SizedRecords
+      >>> records = Records(np.array([7, 9], np.uint64), np.array([[1.0], [2.0]], np.float32))
+      >>> source = HostRows.of([(FrozenTable("item", dim=1), SizedRecords(2, [records]))])
+      >>> rows, is_found = source.fetch("item", np.array([9, 8], np.uint64))
+      >>> rows[0].tolist(), is_found.tolist()
+      ([2.0], [True, False])
+    """
+
+    def __init__(
+        self,
+        tables: FrozenTables,
+        maps: Sequence[RowMap],
+        *,
+        version: int = 0,
+        frequencies: Sequence[np.ndarray] | None = None,
+    ) -> None:
+        """Takes them over."""
+        if len(maps) != len(tables.stores):
+            raise ValueError(f"HostRows: maps: got {len(maps)}, wanted one for each of {len(tables.stores)} stores.")
+        self.version = version
+        self._tables = tables
+        self._maps = tuple(maps)
+        self._frequencies = None if frequencies is None else tuple(frequencies)
+        self._gate = _Gate()
+
+    @classmethod
+    def of(
+        cls, sources: Sequence[tuple[FrozenTable, RecordSource]], *, spare_rows: int = 0, version: int = 0
+    ) -> "HostRows":
+        """Reads streams of records, as files give them; keeps their frequencies if all records have them.
+
+        Args:
+          sources: tables with their records.
+          spare_rows: rows of each table that updates in place may add.
+          version: of the rows.
+
+        Raises:
+          ValueError: as `freeze_records`.
+        """
+        watched = [(table, _Watched(source)) for table, source in sources]
+        tables, maps = freeze_records(watched, spare_rows=spare_rows, device=host_device())
+        if not all(source.has_frequencies for _, source in watched):
+            return cls(tables, maps, version=version)
+        frequencies = [np.zeros(row_map.capacity, np.uint32) for row_map in maps]
+        for table, source in watched:
+            store, number = tables.spec.places[table.name]
+            for keys, values in source.seen:
+                _put(frequencies[store], maps[store].find(number, keys), values)
+        return cls(tables, maps, version=version, frequencies=frequencies)
+
+    @property
+    def tables(self) -> Mapping[str, FrozenTable]:
+        """By name."""
+        return self._tables.tables
+
+    @property
+    def num_bytes(self) -> int:
+        """Of host memory: rows, index and maps."""
+        frequencies = sum(array.nbytes for array in self._frequencies or ())
+        return self._tables.num_bytes + sum(row_map.num_bytes for row_map in self._maps) + frequencies
+
+    def num_rows(self, table: str) -> int:
+        """Rows of a table."""
+        store, number = self._place("num_rows", table)
+        return int(self._maps[store].table_rows[number])
+
+    def fetch(
+        self, table: str, keys: Keys
+    ) -> tuple[Float32[np.ndarray, "num_keys dim"], Bool[np.ndarray, " num_keys"]]:
+        """See `RowSource.fetch`. Keys that are not there have the table's default.
+
+        Raises:
+          SourceReplacedError: `updated(..., in_place=True)` has given the rows away.
+
+        Cost:
+          A bucket (64 bytes) and a row for each key, on all cores.
+        """
+        self._place("fetch", table)
+        words = keys_lib.to_words(np.asarray(keys, np.uint64), "fetch")
+        rows, is_found = [], []
+        for start in range(0, len(words), KEYS_AT_A_TIME):
+            part = words[start : start + KEYS_AT_A_TIME]
+            padded = keys_lib.padding_words((padded_size(len(part), _LEAST_KEYS),))
+            padded[: len(part)] = part
+            with self._gate.reading() as is_open:
+                if not is_open:
+                    raise SourceReplacedError(
+                        f"HostRows: fetch: version {self.version} was updated in place; ask the source that `updated` "
+                        "returned."
+                    )
+                found = _fetch(self._tables, table, jax.device_put(padded, host_device()))
+            rows.append(np.asarray(found[0])[: len(part)])
+            is_found.append(np.asarray(found[1])[: len(part)])
+        if len(rows) == 1:
+            return rows[0], is_found[0]
+        dim = self.tables[table].dim
+        return np.concatenate([np.zeros((0, dim), np.float32), *rows]), np.concatenate([np.zeros(0, bool), *is_found])
+
+    def scan(self, table: str, chunk_rows: int) -> Iterator[Records]:
+        """See `RowSource.scan`: in the order in which the keys came."""
+        store, number = self._place("scan", table)
+        keys, row_ids = self._maps[store].keys_of(number)
+        frequency = None if self._frequencies is None else self._frequencies[store][row_ids]
+        for start in range(0, len(keys), chunk_rows):
+            lines = slice(start, start + chunk_rows)
+            rows, _ = self.fetch(table, keys[lines])
+            yield Records(keys[lines], rows, frequency=None if frequency is None else frequency[lines])
+
+    def updated(
+        self,
+        changed: Mapping[str, Records],
+        erased: Mapping[str, Keys] | None = None,
+        *,
+        version: int | None = None,
+        in_place: bool = False,
+    ) -> "HostRows":
+        """A newer version: some rows set, some gone.
+
+        Args:
+          changed: rows by table; keys that are new get rows. Of a key that comes again the last row counts.
+          erased: keys that go, by table; those that are not there are passed over, and those that `changed` names
+            stay.
+          version: of the result; None: one more.
+          in_place: whether rows are written where they lie. This object can then be read no more: `fetch` raises
+            SourceReplacedError. Else it stays what it is, and stores that change are copied.
+
+        Raises:
+          UnknownTableError, ValueError: a table that is not there, rows of another dim, PADDING_KEY as a key, or in
+            place more new keys than spare rows. Nothing has changed then.
+
+        Cost:
+          Each changed row; a copy of the changed stores (and of their maps) unless in place; their index anew.
+        """
+        erased = erased or {}
+        for table in {**changed, **erased}:
+            self._place("updated", table)
+        for table, records in changed.items():
+            check_records("updated", self.tables[table], records)
+            if (np.asarray(records.keys) == np.uint64(PADDING_KEY)).any():
+                raise ValueError(f'updated: table "{table}": keys: got PADDING_KEY, wanted keys, which it is not.')
+            if self.tables[table].is_quantized and not np.isfinite(records.rows).all():
+                raise ValueError(f'updated: table "{table}": rows: got infinite or NaN, wanted numbers to quantize.')
+        touched = sorted({self._tables.spec.places[table][0] for table in {**changed, **erased}})
+        self._require_room(touched, changed, erased, in_place)
+        if not in_place:
+            return self._updated(touched, changed, erased, version, donate=False)
+        with self._gate.closing():
+            return self._updated(touched, changed, erased, version, donate=True)
+
+    def _updated(
+        self,
+        touched: Sequence[int],
+        changed: Mapping[str, Records],
+        erased: Mapping[str, Keys],
+        version: int | None,
+        *,
+        donate: bool,
+    ) -> "HostRows":
+        stores, maps = list(self._tables.stores), list(self._maps)
+        frequencies = None if self._frequencies is None else list(self._frequencies)
+        for s in touched:
+            tables = self._tables.spec.stores[s]
+            row_map = maps[s] = maps[s] if donate else maps[s].copy()
+            is_own = donate
+            for number, table in enumerate(tables):
+                if table.name in erased:
+                    row_map.remove(number, _without(erased[table.name], changed.get(table.name)))
+            num_more = max(0, sum(_num_new(row_map, n, changed.get(t.name)) for n, t in enumerate(tables)))
+            if num_more > row_map.num_free:
+                capacity = max(row_map.capacity + num_more - row_map.num_free, int(_GROWTH * row_map.capacity))
+                row_map.grow(min(capacity, MAX_CAPACITY))
+                stores[s], is_own = _grown(stores[s], row_map.capacity), True
+            if frequencies is not None:
+                frequencies[s] = _longer(frequencies[s], row_map.capacity)
+            for number, table in enumerate(tables):
+                records = changed.get(table.name)
+                if records is None or not records.num_rows:
+                    continue
+                row_ids = row_map.place(number, records.keys)
+                stores[s] = write_rows(stores[s], table, row_ids, np.asarray(records.rows), donate=is_own)
+                is_own = True
+                if frequencies is not None and records.frequency is not None:
+                    _put(frequencies[s], row_ids, records.frequency)
+            index, counters = row_map.index(host_device())
+            old = stores[s]
+            stores[s] = FrozenStore(index, counters, old.rows, old.scales)
+        tables = FrozenTables(tuple(stores), self._tables.spec)
+        version = self.version + 1 if version is None else version
+        return HostRows(tables, maps, version=version, frequencies=frequencies)
+
+    def _require_room(
+        self, touched: Sequence[int], changed: Mapping[str, Records], erased: Mapping[str, Keys], in_place: bool
+    ) -> None:
+        for s in touched:
+            row_map, tables = self._maps[s], self._tables.spec.stores[s]
+            num_new = sum(_num_new(row_map, n, changed.get(table.name)) for n, table in enumerate(tables))
+            num_gone = 0
+            for number, table in enumerate(tables):
+                if table.name in erased:
+                    gone = np.unique(_without(erased[table.name], changed.get(table.name)))
+                    num_gone += int((row_map.find(number, gone) != NO_ROW).sum())
+            room = row_map.num_free + num_gone
+            most = room if in_place else room + MAX_CAPACITY - row_map.capacity
+            if num_new > most:
+                raise ValueError(
+                    f"updated: changed: got {num_new} new keys of tables {[table.name for table in tables]}, wanted at "
+                    f"most {most}, the rows that are free"
+                    + ("; update with in_place=False, or begin with more spare_rows." if in_place else " in one store.")
+                )
+
+    def _place(self, op: str, table: str) -> tuple[int, int]:
+        if table not in self._tables.spec.places:
+            raise UnknownTableError.of(op, table, self.tables, "this source")
+        return self._tables.spec.places[table]
+
+
+class Layered(RowSource):
+    """Tiers in an order: the first that has a key gives its row.
+
+    As HPS: rows in host memory, then a database, then the default value.
+
+    Args:
+      layers: from the first asked to the last; all have the same tables.
+
+    Example:
+      >>> from jaxsok.serving.frozen import SizedRecords
+      >>> def rows_of(values):
+      ...     keys, rows = np.array(list(values), np.uint64), np.array([list(values.values())], np.float32).T
+      ...     return HostRows.of([(FrozenTable("item", dim=1), SizedRecords(len(keys), [Records(keys, rows)]))])
+      >>> source = Layered([rows_of({7: 1.0}), rows_of({7: 5.0, 9: 6.0})])
+      >>> source.fetch("item", np.array([7, 9], np.uint64))[0].tolist()
+      [[1.0], [6.0]]
+    """
+
+    def __init__(self, layers: Sequence[RowSource]) -> None:
+        """Stacks them."""
+        if not layers:
+            raise ValueError("Layered: layers: got none, wanted at least one.")
+        self._layers = tuple(layers)
+        for layer in layers[1:]:
+            if dict(layer.tables) != dict(layers[0].tables):
+                raise ValueError(
+                    f"Layered: layers: got tables {list(layer.tables.values())} below {list(layers[0].tables.values())}"
+                    ", wanted the same in all."
+                )
+
+    @property
+    def version(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride] - follows its layers
+        """The sum of theirs: it rises when one of them does."""
+        return sum(layer.version for layer in self._layers)
+
+    @property
+    def tables(self) -> Mapping[str, FrozenTable]:
+        """Of each layer."""
+        return self._layers[0].tables
+
+    def num_rows(self, table: str) -> int:
+        """Of the layer that has most: the upper ones are usually a part of the last."""
+        return max(layer.num_rows(table) for layer in self._layers)
+
+    def fetch(
+        self, table: str, keys: Keys
+    ) -> tuple[Float32[np.ndarray, "num_keys dim"], Bool[np.ndarray, " num_keys"]]:
+        """See `RowSource.fetch`: each layer is asked for the keys that those before it do not have."""
+        rows, is_found = self._layers[0].fetch(table, keys)
+        for layer in self._layers[1:]:
+            missing = np.flatnonzero(~is_found)
+            if not len(missing):
+                break
+            more, is_there = layer.fetch(table, np.asarray(keys)[missing])
+            rows, is_found = np.array(rows), np.array(is_found)
+            rows[missing[is_there]] = more[is_there]
+            is_found[missing] = is_there
+        return rows, is_found
+
+    def scan(self, table: str, chunk_rows: int) -> Iterator[Records]:
+        """See `RowSource.scan`: layer by layer, without the keys that a layer before has, for which it is asked."""
+        for number, layer in enumerate(self._layers):
+            for records in layer.scan(table, chunk_rows):
+                is_new = np.ones(records.num_rows, bool)
+                for before in self._layers[:number]:
+                    is_new &= ~before.fetch(table, records.keys)[1]
+                if is_new.any():
+                    yield records if is_new.all() else records.take(is_new)
+
+    def close(self) -> None:
+        """Closes the layers."""
+        for layer in self._layers:
+            layer.close()
+
+
+def host_device() -> Any:
+    """JAX's CPU device.
+
+    Raises:
+      RuntimeError: it is switched off; says how to have it.
+    """
+    try:
+        return jax.local_devices(backend="cpu")[0]
+    except RuntimeError as error:
+        raise RuntimeError(
+            "jaxsok.serving: device: got no CPU backend of JAX, wanted one, where rows of the host are read; leave "
+            'JAX_PLATFORMS unset, or set it to "cuda,cpu".'
+        ) from error
+
+
+def padded_size(num_keys: int, least: int) -> int:
+    """A power of two that has room for keys.
+
+    Example:
+      >>> padded_size(0, 256), padded_size(300, 256)
+      (256, 512)
+    """
+    return max(least, 1 << max(0, num_keys - 1).bit_length())
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _fetch(tables: FrozenTables, table: str, words: Any) -> Any:
+    return lookup.find_rows(tables, table, words)
+
+
+def _without(keys: Any, records: Records | None) -> np.ndarray:
+    keys = np.asarray(keys, np.uint64)
+    return keys if records is None else keys[~np.isin(keys, records.keys)]
+
+
+def _num_new(row_map: RowMap, number: int, records: Records | None) -> int:
+    if records is None or not records.num_rows:
+        return 0
+    return int((row_map.find(number, np.unique(np.asarray(records.keys, np.uint64))) == NO_ROW).sum())
+
+
+def _put(lines: np.ndarray, row_ids: np.ndarray, values: np.ndarray) -> None:
+    is_row = row_ids != NO_ROW
+    lines[row_ids[is_row]] = values[is_row]
+
+
+def _longer(lines: np.ndarray, capacity: int) -> np.ndarray:
+    """A copy with zeros at its end."""
+    return np.concatenate([lines, np.zeros(capacity - len(lines), lines.dtype)])
+
+
+def _grown(store: FrozenStore, capacity: int) -> FrozenStore:
+    """A copy with more rows."""
+
+    def longer(array: Any) -> Any:
+        more = np.zeros((capacity - array.shape[0], *array.shape[1:]), array.dtype)
+        return jax.device_put(np.concatenate([np.asarray(array), more]), host_device(), may_alias=False)
+
+    return FrozenStore(store.index, store.counters, longer(store.rows), tuple(map(longer, store.scales)))
+
+
+class _Watched:
+    """Records on their way, of which keys and frequencies are kept."""
+
+    def __init__(self, source: RecordSource) -> None:
+        self._source = source
+        self.has_frequencies = True
+        self.seen: list[tuple[np.ndarray, np.ndarray]] = []
+
+    @property
+    def num_rows(self) -> int:
+        return self._source.num_rows
+
+    def __iter__(self) -> Iterator[Records]:
+        for records in self._source:
+            if records.frequency is None:
+                self.has_frequencies, self.seen = False, []
+            elif self.has_frequencies:
+                self.seen.append((records.keys, np.asarray(records.frequency, np.uint32)))
+            yield records
+
+
+class _Gate:
+    """Many may read at a time, until it is closed: then nobody, and none is reading."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._num_readers = 0
+        self._is_open = True
+
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[bool]:
+        """Whether it is open; it stays so meanwhile."""
+        with self._changed:
+            is_open = self._is_open
+            self._num_readers += is_open
+        try:
+            yield is_open
+        finally:
+            with self._changed:
+                self._num_readers -= is_open
+                self._changed.notify_all()
+
+    @contextlib.contextmanager
+    def closing(self) -> Iterator[None]:
+        """Waits for readers to leave. If the body fails the gate is open again: nothing was given away."""
+        with self._changed:
+            if not self._is_open:
+                raise SourceReplacedError("HostRows: updated: got a version that was updated in place already.")
+            self._is_open = False
+            self._changed.wait_for(lambda: self._num_readers == 0)
+        try:
+            yield
+        except BaseException:
+            with self._changed:
+                self._is_open = True
+            raise

@@ -1,0 +1,218 @@
+"""Requests of many clients become calls of few: collected up to a size or a time, run off the event loop, split again.
+
+Fed by the server with requests that it has checked. What a call does with them is told to the Batcher as a function;
+nothing here knows of tables, of HTTP or of JAX.
+"""
+
+import asyncio
+import collections
+import dataclasses
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Executor
+from typing import Any, Generic, TypeVar
+
+Payload = TypeVar("Payload")
+Result = TypeVar("Result")
+
+_log = logging.getLogger(__name__)
+
+
+class QueueFullError(Exception):
+    """As many requests wait as may; come again later."""
+
+
+class ClosedError(Exception):
+    """No more requests are taken: the server stops."""
+
+
+@dataclasses.dataclass(eq=False)
+class _Job(Generic[Payload]):
+    payload: Payload
+    costs: Mapping[str, int]
+    arrived: float
+    answer: asyncio.Future[Any]
+
+
+class Batcher(Generic[Payload, Result]):
+    """Runs payloads together, in the order in which they came.
+
+    A call begins when a worker is free and one of these holds: the payloads that wait fill it, or the first of them has
+    waited `max_delay_s`. Payloads of one call see one version of the tables, since the call sees one. Everything but
+    `run` is done on one event loop.
+
+    Example:
+      >>> import concurrent.futures
+      >>> async def ask():
+      ...     with concurrent.futures.ThreadPoolExecutor(1) as threads:
+      ...         batcher = Batcher(lambda payloads: [sum(payloads)] * len(payloads), {"n": 3}, executor=threads)
+      ...         answers = await asyncio.gather(*(batcher.submit(i, {"n": 1}) for i in (10, 20, 30, 40)))
+      ...         await batcher.close()
+      ...         return answers
+      >>> asyncio.run(ask())
+      [60, 60, 60, 40]
+    """
+
+    def __init__(
+        self,
+        run: Callable[[Sequence[Payload]], Sequence[Result]],
+        limits: Mapping[str, int],
+        *,
+        executor: Executor,
+        max_delay_s: float = 0.002,
+        max_waiting: int = 1024,
+        num_workers: int = 1,
+        observe: Callable[[Sequence[Payload], bool], None] | None = None,
+    ) -> None:
+        """Takes requests from now on; work begins with the first.
+
+        Args:
+          run: called in a thread with payloads; gives as many results. Where it raises and there are several payloads,
+            it is called with each alone, so that whoever caused the error has it alone.
+          limits: most of each cost in one call, by name; costs without a limit are not summed. A payload that is above
+            a limit by itself goes alone.
+          executor: where `run` is called.
+          max_delay_s: how long the first payload waits for company; 0: not at all.
+          max_waiting: payloads that may wait.
+          num_workers: calls at the same time.
+          observe: told the payloads of each call that was run, and whether it had to be split; called in the thread.
+        """
+        self._run, self._limits, self._executor, self._observe = run, dict(limits), executor, observe
+        self._max_delay_s, self._max_waiting = max_delay_s, max_waiting
+        self._waiting: collections.deque[_Job[Payload]] = collections.deque()
+        self._arrived, self._free = asyncio.Event(), asyncio.Semaphore(num_workers)
+        self._collector: asyncio.Task[None] | None = None
+        self._calls: set[asyncio.Task[None]] = set()
+        self._closed = False
+
+    @property
+    def num_waiting(self) -> int:
+        """Payloads for which no call has begun."""
+        return len(self._waiting)
+
+    async def submit(self, payload: Payload, costs: Mapping[str, int]) -> Result:
+        """The payload's result; whoever stops waiting takes the payload out of the queue.
+
+        Args:
+          payload: what `run` gets, among others.
+          costs: what it adds to the limits, by name.
+
+        Raises:
+          QueueFullError: too many wait.
+          ClosedError: after `close`.
+          Exception: what `run` raised for this payload.
+        """
+        if self._closed:
+            raise ClosedError
+        if len(self._waiting) >= self._max_waiting:
+            raise QueueFullError
+        loop = asyncio.get_running_loop()
+        job = _Job(payload, costs, loop.time(), loop.create_future())
+        self._waiting.append(job)
+        self._arrived.set()
+        if self._collector is None:
+            self._collector = loop.create_task(self._collect())
+        try:
+            return await job.answer
+        except asyncio.CancelledError:
+            if job in self._waiting:
+                self._waiting.remove(job)
+                self._arrived.set()
+            raise
+
+    async def close(self, timeout_s: float = 30.0) -> bool:
+        """Takes no more, lets what waits be answered, and returns when all calls have ended; whether they have."""
+        self._closed = True
+        loop = asyncio.get_running_loop()
+        until = loop.time() + timeout_s
+        while (self._waiting or self._calls) and loop.time() < until:
+            self._arrived.set()
+            await asyncio.sleep(0.005)
+        has_ended = not self._waiting and not self._calls
+        if self._collector is not None:
+            self._collector.cancel()
+            await asyncio.wait([self._collector])
+        while self._waiting:
+            job = self._waiting.popleft()
+            if not job.answer.done():
+                job.answer.set_exception(ClosedError())
+        return has_ended
+
+    async def _collect(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            await self._free.acquire()  # first, so that payloads gather while all workers are busy
+            jobs: list[_Job[Payload]] = []
+            while not jobs:
+                jobs = await self._gather(loop)
+            call = loop.create_task(self._answer(jobs))
+            self._calls.add(call)
+            call.add_done_callback(self._calls.discard)
+
+    async def _gather(self, loop: asyncio.AbstractEventLoop) -> list[_Job[Payload]]:
+        """The next payloads, once they are enough or have waited enough; none if they were given up meanwhile."""
+        while not self._waiting:
+            self._arrived.clear()
+            await self._arrived.wait()
+        while self._waiting:
+            num_jobs, is_full = self._fitting()
+            rest_s = self._waiting[0].arrived + self._max_delay_s - loop.time()
+            if is_full or rest_s <= 0 or self._closed:
+                return [self._waiting.popleft() for _ in range(num_jobs)]
+            self._arrived.clear()
+            try:
+                async with asyncio.timeout(rest_s):
+                    await self._arrived.wait()
+            except TimeoutError:
+                pass
+        return []
+
+    def _fitting(self) -> tuple[int, bool]:
+        """How many of the first that wait fit into one call, and whether no other would."""
+        totals = dict.fromkeys(self._limits, 0)
+        for number, job in enumerate(self._waiting):
+            for name, cost in job.costs.items():
+                if name in totals:
+                    totals[name] += cost
+                    if totals[name] > self._limits[name]:
+                        return max(number, 1), True
+        return len(self._waiting), any(totals[name] == limit for name, limit in self._limits.items())
+
+    async def _answer(self, jobs: Sequence[_Job[Payload]]) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            results = await loop.run_in_executor(self._executor, self._call, [job.payload for job in jobs])
+        except BaseException as error:  # the executor's own: it is shut down
+            results = [error] * len(jobs)
+        finally:
+            self._free.release()
+        for job, result in zip(jobs, results, strict=True):
+            if job.answer.done():
+                continue  # nobody waits for it any more
+            if isinstance(result, asyncio.CancelledError):
+                job.answer.set_exception(ClosedError())
+            elif isinstance(result, BaseException):
+                job.answer.set_exception(result)
+            else:
+                job.answer.set_result(result)
+
+    def _call(self, payloads: Sequence[Payload]) -> Sequence[Result | BaseException]:
+        try:
+            results: Sequence[Result | BaseException] = self._run(payloads)
+            if len(results) != len(payloads):
+                raise ValueError(f"run: got {len(results)} results, wanted {len(payloads)}, one by payload.")
+            is_split = False
+        except Exception as error:
+            is_split = len(payloads) > 1
+            if is_split:
+                _log.warning("a call with %d requests failed, each is run alone: %s", len(payloads), error)
+            results = [self._alone(payload) for payload in payloads] if is_split else [error]
+        if self._observe is not None:
+            self._observe(payloads, is_split)
+        return results
+
+    def _alone(self, payload: Payload) -> Result | BaseException:
+        try:
+            return self._run([payload])[0]
+        except Exception as error:
+            return error

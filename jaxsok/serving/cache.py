@@ -1,0 +1,740 @@
+"""A device cache: some rows of the tables of a model on the device, over a source that has them all.
+
+The semantics are those of HPS's embedding cache, made exact where HPS approximates. A lookup makes its keys distinct
+and asks the cache. Of each table, the hit rate is hits ÷ distinct keys. Where it reaches the threshold, keys that
+missed read the table's default, and their rows are fetched in the background for those who ask later; where it does
+not, the lookup waits for their rows. Rows leave by last use, exactly over a store.
+
+One tick of the clock is one lookup or one insertion. After an insertion a store holds its `capacity` rows of greatest
+(tick of the last use, table, key). This is all there is to the order of replacement.
+
+Keys that no tier has are not cached: they would push real rows out, and a newer version may have them. They miss each
+time, count for the hit rate as misses, and read the default.
+
+Below is the source (backing.py); above, a session. Not here: bags and their combining, which are made of the rows.
+"""
+
+import dataclasses
+import math
+import secrets
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from jaxsok import keys as keys_lib
+from jaxsok.serving import cache_store as programs
+from jaxsok.serving.backing import RowSource, SourceReplacedError, padded_size
+from jaxsok.serving.cache_parts import LEAST_KEYS, LOG, Asked, Background, Fetched, Found, Prepared, hottest
+from jaxsok.serving.errors import ServingError, UnknownTableError
+from jaxsok.serving.frozen import FrozenSpec, FrozenStore, FrozenTable, FrozenTables, rounded
+from jaxsok.store import num_buckets_of
+from jaxsok.types import BUCKET_WORDS, COUNTERS, MAX_CAPACITY, NO_ROW, PADDING_KEY
+
+MIN_ROWS: int = 64
+"""Of a table's share, as in HPS: 2 slabs of 32 rows."""
+
+ROWS_AT_A_TIME = 1 << 17  # of prefill, refresh and swap: host and device memory for them stays bounded
+_LAST_TICK = 2**32 - 2
+_MAX_SALTS = 8  # below one lookup in 10^9 needs a second one
+_WAIT_S = 120.0  # for the swap that follows an update in place
+
+
+@dataclasses.dataclass(frozen=True)
+class CachedRows:
+    """What a lookup found."""
+
+    rows: dict[str, np.ndarray]
+    """float32[*keys.shape, dim] by table; may be read only."""
+    version: int
+    """Of the source; all rows are of it."""
+    hit_rates: dict[str, float]
+    """By table: distinct keys that the cache had ÷ distinct keys; 1.0 of no keys."""
+
+
+@dataclasses.dataclass(frozen=True)
+class CachedTables:
+    """The rows of some keys as frozen tables, for code that looks up by itself."""
+
+    tables: FrozenTables
+    """Every key that was asked is there; one that no tier has is there with its default."""
+    version: int
+    hit_rates: dict[str, float]
+
+
+@dataclasses.dataclass
+class CacheStats:
+    """What happened since the cache was made. Keys are distinct ones of one lookup, but for `keys`.
+
+    Example:
+      >>> CacheStats(distinct=4, hits=3, misses=1).hit_rate
+      0.75
+    """
+
+    lookups: int = 0
+    keys: int = 0
+    """Occurrences, without padding."""
+    distinct: int = 0
+    hits: int = 0
+    misses: int = 0
+    sync: int = 0
+    """Tables of lookups that waited for rows."""
+    background: int = 0
+    """Tables of lookups that answered misses with the default."""
+    dropped: int = 0
+    """Tables of lookups whose misses are not fetched, because too much was waiting; they will miss again."""
+    fetched: int = 0
+    """Keys asked of the source because they missed."""
+    missing: int = 0
+    """Of the fetched, those that no tier has."""
+    inserted: int = 0
+    evicted: int = 0
+    """Rows that left because others came."""
+    refreshed: int = 0
+    """Rows overwritten by `refresh` and `swap`."""
+    removed: int = 0
+    """Rows that left by `refresh` and `swap`: their keys are gone, or everything was dropped."""
+    failed: int = 0
+    """Background fetches whose source raised; logged."""
+    swaps: int = 0
+
+    @property
+    def hit_rate(self) -> float:
+        """Of all lookups together; 1.0 before the first."""
+        return self.hits / self.distinct if self.distinct else 1.0
+
+
+class DeviceCache:
+    """Some rows on the device over a source of all; looked up by many threads. Close it.
+
+    Tables of one dim and dtype share a store and its budget: the sum of their shares, each of which is `fraction` of
+    the rows of the table, and at least `min_rows`. The least recently used row of a store leaves, whatever its table,
+    as in HPS where tables are fused. Rows of int8 and float8_e4m3fn tables are cached as float32: the numbers that the
+    source gives.
+
+    Args:
+      source: of the rows; belongs to the caller, who closes it.
+      fraction: of the rows of each table: HPS's `gpucacheper`.
+      hit_rate_threshold: at this hit rate of a table and above, its misses are fetched in the background. 0: always;
+        above 1: never, so that answers are exact.
+      refresh_fraction: of the cached rows, that `refresh` reads at a time: HPS's
+        `cache_refresh_percentage_per_iteration`; 0: all at once.
+      max_pending: lookups whose misses may wait for the background thread; those beyond are dropped, and counted.
+        HPS's `num_of_worker_buffer_in_pool` may be given.
+      min_rows: of each table's share.
+      device: None: the default one.
+
+    Raises:
+      ValueError: an argument out of range, or a store of more rows than there can be; names both.
+
+    Cost:
+      Device: `cache_bytes`. A lookup that hits: one program, and one number for each table read by the host beside the
+      rows. An insertion into a full store reads its records (about 80 bytes a row of capacity in all); lookups of other
+      threads are queued behind it.
+
+    Example:
+      >>> from jaxsok import Records
+      >>> from jaxsok.serving.backing import HostRows
+      >>> from jaxsok.serving.frozen import SizedRecords
+      >>> records = Records(np.array([7, 9], np.uint64), np.array([[1.0], [2.0]], np.float32))
+      >>> source = HostRows.of([(FrozenTable("item", dim=1, default=-1.0), SizedRecords(2, [records]))])
+      >>> with DeviceCache(source, hit_rate_threshold=0.5) as cache:
+      ...     first = cache.lookup({"item": np.array([7, 8])})  # both miss: waits for the row of 7
+      ...     second = cache.lookup({"item": np.array([9, 7])})  # 7 hits: 9 reads the default, and is fetched meanwhile
+      ...     cache.drain()
+      ...     third = cache.lookup({"item": np.array([9, 7])})
+      >>> [found.rows["item"].ravel().tolist() for found in (first, second, third)]
+      [[1.0, -1.0], [-1.0, 1.0], [2.0, 1.0]]
+      >>> [found.hit_rates["item"] for found in (first, second, third)]
+      [0.0, 0.5, 1.0]
+
+    Source: HPS of HugeCTR 24.06, `HugeCTR/src/hps/embedding_cache.cpp`.
+    """
+
+    def __init__(
+        self,
+        source: RowSource,
+        *,
+        fraction: float = 0.2,
+        hit_rate_threshold: float = 0.9,
+        refresh_fraction: float = 0.0,
+        max_pending: int = 16,
+        min_rows: int = MIN_ROWS,
+        device: Any = None,
+    ) -> None:
+        """An empty cache; see `fill`."""
+        _check("fraction", fraction, fraction > 0, "a number above 0")
+        _check("hit_rate_threshold", hit_rate_threshold, hit_rate_threshold >= 0, "a number from 0")
+        _check("refresh_fraction", refresh_fraction, 0 <= refresh_fraction <= 1, "a number from 0 to 1")
+        _check("max_pending", max_pending, isinstance(max_pending, int) and max_pending >= 1, "a whole number from 1")
+        _check("min_rows", min_rows, isinstance(min_rows, int) and min_rows >= 1, "a whole number from 1")
+        self.fraction, self.hit_rate_threshold, self.refresh_fraction = fraction, hit_rate_threshold, refresh_fraction
+        self.device = jax.devices()[0] if device is None else device
+        self._spec = cached_spec(source.tables.values())
+        self._layout = programs.Layout(self._spec)
+        self._shares = {name: _share(source, name, fraction, min_rows) for name in source.tables}
+        self._capacities = [sum(self._shares[table.name] for table in tables) for tables in self._spec.stores]
+        for tables, capacity in zip(self._spec.stores, self._capacities, strict=True):
+            if capacity > MAX_CAPACITY:
+                raise ValueError(
+                    f"DeviceCache: fraction: got {fraction}, {capacity} rows of tables "
+                    f"{[table.name for table in tables]}, wanted at most {MAX_CAPACITY} in one store."
+                )
+        self._lock = threading.Lock()  # the fields from here to the gap; held while programs are dispatched
+        self._swapped = threading.Condition(self._lock)
+        self._stores = tuple(
+            self._new_store(len(tables), tables[0], capacity)
+            for tables, capacity in zip(self._spec.stores, self._capacities, strict=True)
+        )
+        self._most_rows = [0] * len(self._stores)  # a bound of the rows in use: below the capacity nobody must leave
+        self._clock = 0
+        self._source, self._epoch = source, 0
+        self._scratch_salt = np.frombuffer(secrets.token_bytes(8), np.uint32)
+
+        self._counting = threading.Lock()
+        self._stats = CacheStats()
+        self._changing = threading.Lock()  # one refresh or swap at a time
+        self._background = Background(self._fetch_later, max_pending)
+
+    # What users call ------------------------------------------------------------------------------------------------
+
+    @property
+    def source(self) -> RowSource:
+        """Of the rows, now."""
+        return self._source
+
+    @property
+    def version(self) -> int:
+        """Of the source."""
+        return self._source.version
+
+    @property
+    def tables(self) -> Mapping[str, FrozenTable]:
+        """As the source has them."""
+        return self._source.tables
+
+    @property
+    def capacity(self) -> int:
+        """Rows of all stores."""
+        return sum(self._capacities)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of device memory."""
+        with self._lock:
+            return sum(leaf.nbytes for leaf in jax.tree.leaves(self._stores))
+
+    @property
+    def num_rows(self) -> dict[str, int]:
+        """Rows of each table that are cached now (waits for the device)."""
+        with self._lock:
+            counts = [jnp.copy(store.table_rows) for store in self._stores]
+        return {
+            table.name: int(count)
+            for tables, line in zip(self._spec.stores, counts, strict=True)
+            for table, count in zip(tables, np.asarray(line), strict=True)
+        }
+
+    def cached_keys(self) -> dict[str, np.ndarray]:
+        """The keys of each table that are cached now, uint64 (16 bytes a row of capacity are copied to the host)."""
+        with self._lock:
+            self._require_open()
+            records = [jnp.copy(store.records) for store in self._stores]
+        keys_of = {}
+        for tables, lines in zip(self._spec.stores, map(np.asarray, records), strict=True):
+            keys = keys_lib.from_words(lines[:, :2])
+            for number, table in enumerate(tables):
+                keys_of[table.name] = keys[(keys != np.uint64(PADDING_KEY)) & (lines[:, 2] == number)]
+        return keys_of
+
+    def stats(self) -> CacheStats:
+        """A copy of the counts."""
+        with self._counting:
+            return dataclasses.replace(self._stats)
+
+    def lookup(self, keys: Mapping[str, Any]) -> CachedRows:
+        """The rows of keys; those that the cache does not have by the rule of the threshold.
+
+        Args:
+          keys: by table, NumPy integers of any shape. PADDING_KEY reads zeros and is not counted.
+
+        Returns:
+          Rows, all of one version of the source. Keys that no tier has, and those whose rows come in the background,
+          have the default of their table.
+
+        Raises:
+          UnknownTableError, RequestError: before anything is looked up. And what the source raises, if the lookup has
+            to wait for it; the cache is as before.
+
+        Cost:
+          One program where nothing misses; else also the fetch and, of a table that waits, its insertion.
+        """
+        asked = Asked(self._spec, keys)
+        found, fetched = self._answered(asked, is_expanded=True)
+        rows: dict[str, np.ndarray] = {}
+        of_store: dict[int, np.ndarray] = {}
+        for part in asked.parts:
+            if part.store not in of_store:
+                of_store[part.store] = np.asarray(found.rows[part.store])
+            lines = of_store[part.store][part.lines]
+            if part.name in fetched:
+                lines = fetched[part.name].put_into(lines, np.asarray(found.inverse[part.store])[part.lines])
+            rows[part.name] = lines.reshape(*part.shape, lines.shape[1])
+        return CachedRows(rows, found.version, found.hit_rates)
+
+    def lookup_tables(self, keys: Mapping[str, Any]) -> CachedTables:
+        """As `lookup`, and gives the rows as small frozen tables on the device, for a model that looks up by itself.
+
+        Their tables are `cached_spec(source.tables.values())`, all of them.
+
+        Args:
+          keys: by table, NumPy integers of any shape; tables that are not named are empty.
+
+        Cost:
+          As `lookup`, but that rows stay on the device, one for each distinct key.
+        """
+        asked = Asked(self._spec, keys)
+        found, fetched = self._answered(asked, is_expanded=False)
+        stores = []
+        for s, rows in enumerate(found.rows):
+            mine = [fetched[part.name] for part in asked.parts if part.store == s and part.name in fetched]
+            if mine:
+                slots = np.full(rows.shape[0], -1, np.int32)
+                lines = np.zeros((padded_size(sum(len(one.places) for one in mine), LEAST_KEYS), rows.shape[1]), "f4")
+                start = 0
+                for one in mine:
+                    end = start + len(one.places)
+                    lines[start:end], slots[one.places] = one.rows, np.arange(start, end, dtype=np.int32)
+                    start = end
+                rows = programs.merged(rows, *self._put((slots, lines)))
+            stores.append(FrozenStore(*found.indices[s], rows.astype(self._spec.stores[s][0].dtype)))
+        return CachedTables(FrozenTables(tuple(stores), self._spec), found.version, found.hit_rates)
+
+    def fill(self) -> int:
+        """Fills each table's share before the first lookup: with its hottest rows.
+
+        If the source does not know frequencies with its first ones. HPS does so at the start if `init_ec` is on and
+        `cache_refresh_percentage_per_iteration` above 0.
+
+        Returns:
+          How many rows came.
+
+        Cost:
+          With frequencies reads all rows of the source once; host memory for twice a table's share.
+        """
+        with self._lock:
+            source, epoch = self._source, self._epoch
+        before = self.stats().inserted
+        for name, share in self._shares.items():
+            keys, rows = hottest(source.scan(name, ROWS_AT_A_TIME), share)
+            last = (len(keys) - 1) // ROWS_AT_A_TIME
+            for chunk in range(last, -1, -1) if len(keys) else ():  # the hottest come last: they are the most recent
+                lines = slice(chunk * ROWS_AT_A_TIME, (chunk + 1) * ROWS_AT_A_TIME)
+                self._insert({name: (keys[lines], self._stored(name, rows[lines]))}, epoch)
+        return self.stats().inserted - before
+
+    def refresh(self) -> int:
+        """Reads cached rows anew from the source, `refresh_fraction` of them at a time, and overwrites them in place.
+
+        Keys that the source does not have any more leave the cache. The order of replacement stays as it is. Of use
+        where rows change beneath the source (a database); `swap` tells of a new version.
+
+        Returns:
+          How many rows were overwritten.
+        """
+        with self._changing:
+            before = self.stats().refreshed
+            with self._lock:
+                source = self._source  # swaps wait for `_changing`
+            cached = self.cached_keys()
+            num_cached = sum(map(len, cached.values()))
+            share = math.ceil(num_cached * self.refresh_fraction) if self.refresh_fraction else num_cached
+            at_a_time = min(max(1, share), ROWS_AT_A_TIME)
+            for name, keys in cached.items():
+                for start in range(0, len(keys), at_a_time):
+                    some = keys[start : start + at_a_time]
+                    try:
+                        fetched = self._fetch(source, name, some)
+                    except SourceReplacedError:  # the swap that follows brings what is new
+                        return self.stats().refreshed - before
+                    prepared = self._prepared({name: (some, *fetched)})
+                    with self._lock:
+                        self._require_open()
+                        done = self._rewritten(prepared)
+                    self._count_rewritten(done)
+            return self.stats().refreshed - before
+
+    def swap(self, source: RowSource, changed: Mapping[str, Any] | None) -> None:
+        """Goes over to another version of the source: lookups answer from the old one or from the new one, whole.
+
+        Args:
+          source: with the same tables. The old one is not closed; lookups that began before may still read it.
+          changed: the keys whose rows differ, by table, those that are gone among them: where they are cached they are
+            overwritten, or leave if the new version does not have them. None: everything leaves.
+
+        Raises:
+          ValueError, UnknownTableError: other tables; nothing has changed then.
+
+        Cost:
+          A search for the changed keys, and a fetch of those that are cached before anybody waits; then, while lookups
+          wait for their dispatch, one program for each ROWS_AT_A_TIME of them. Device memory for the new rows of the
+          cached ones.
+        """
+        if dict(source.tables) != dict(self.tables):
+            raise ValueError(
+                f"swap: source: got tables {list(source.tables.values())}, wanted {list(self.tables.values())}; open "
+                "another cache."
+            )
+        for name in changed or ():
+            if name not in self._spec.places:
+                raise UnknownTableError.of("swap", name, self._spec.places)
+        with self._changing:
+            prepared: list[Prepared] = []
+            not_cached: list[Prepared] = []
+            for name, keys in (changed or {}).items():
+                keys = np.unique(keys_lib.from_words(keys_lib.to_words(np.asarray(keys), f'swap: table "{name}"')))
+                keys = keys[keys != np.uint64(PADDING_KEY)]
+                for start in range(0, len(keys), ROWS_AT_A_TIME):
+                    some = keys[start : start + ROWS_AT_A_TIME]
+                    is_cached = self._contains(name, some)
+                    if is_cached.any():
+                        here = some[is_cached]
+                        prepared += self._prepared({name: (here, *self._fetch(source, name, here))})
+                    if not is_cached.all():
+                        # An insertion may bring them before the lock is held: they leave then.
+                        there = some[~is_cached]
+                        none = np.zeros((len(there), self.tables[name].dim), np.float32)
+                        not_cached += self._prepared({name: (there, none, np.zeros(len(there), bool))})
+            with self._lock:
+                self._require_open()
+                if changed is None:
+                    done = self._emptied()
+                else:
+                    done = self._rewritten([*prepared, *not_cached])
+                self._source, self._epoch = source, self._epoch + 1
+                self._swapped.notify_all()
+            self._count_rewritten(done, swaps=1)
+
+    def drain(self) -> None:
+        """Waits until the background thread has nothing left to fetch."""
+        self._background.drain()
+
+    def close(self) -> None:
+        """Drains, stops the background thread and gives the device memory back. Again: nothing."""
+        self._background.close()
+        with self._lock:
+            self._stores = ()
+            self._swapped.notify_all()
+
+    def __enter__(self) -> "DeviceCache":
+        """Itself."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Closes."""
+        self.close()
+
+    # Lookups --------------------------------------------------------------------------------------------------------
+
+    def _answered(self, asked: Asked, *, is_expanded: bool) -> tuple[Found, dict[str, Fetched]]:
+        """What the cache has, and what was waited for."""
+        operands = self._put(tuple(asked.batches))
+        while True:
+            found = self._query(asked, operands, is_expanded)
+            waits = {name for name, rate in found.hit_rates.items() if rate < self.hit_rate_threshold}
+            waits &= found.missed.keys()
+            later = {name: keys for name, (_, keys) in found.missed.items() if name not in waits}
+            fetched: dict[str, Fetched] = {}
+            try:
+                for name in sorted(waits):
+                    places, keys = found.missed[name]
+                    rows, is_found = self._fetch(found.source, name, keys)
+                    fetched[name] = Fetched(places[is_found], keys[is_found], rows[is_found])
+            except SourceReplacedError:
+                self._wait_for_swap(found.epoch)
+                continue
+            break
+        if fetched:
+            self._insert({name: (one.keys, one.rows) for name, one in fetched.items()}, found.epoch)
+        is_taken = not later or self._background.offer(later)
+        num_fetched = sum(len(found.missed[name][1]) for name in fetched)
+        self._count(
+            lookups=1,
+            keys=asked.num_keys,
+            distinct=found.num_distinct,
+            hits=found.num_distinct - found.num_missed,
+            misses=found.num_missed,
+            sync=len(fetched),
+            background=len(later),
+            dropped=0 if is_taken else len(later),
+            fetched=num_fetched,
+            missing=num_fetched - sum(len(one.keys) for one in fetched.values()),
+        )
+        return found, fetched
+
+    def _query(self, asked: Asked, operands: Any, is_expanded: bool) -> Found:
+        for _ in range(_MAX_SALTS):
+            with self._lock:
+                self._require_open()
+                clock = self._tick()
+                statistics, out = programs.query(
+                    self._layout,
+                    is_expanded,
+                    tuple(store.statistics for store in self._stores),
+                    tuple((store.index, store.counters, store.rows) for store in self._stores),
+                    operands,
+                    clock,
+                    self._scratch_salt,
+                )
+                self._stores = tuple(
+                    dataclasses.replace(store, statistics=new)
+                    for store, new in zip(self._stores, statistics, strict=True)
+                )
+                source, epoch, version = self._source, self._epoch, self._source.version
+            counts = np.asarray(out.counts)
+            if not counts[:, 2].any():
+                return Found.of(self._spec, asked, out, counts, source, epoch, version)
+            self._scratch_salt = np.frombuffer(secrets.token_bytes(8), np.uint32)
+        raise ServingError(f"lookup: keys: got some that find no place under {_MAX_SALTS} salts, wanted others.")
+
+    def _wait_for_swap(self, epoch: int) -> None:
+        with self._lock:
+            if not self._swapped.wait_for(lambda: self._epoch != epoch or not self._stores, _WAIT_S):
+                raise ServingError(
+                    f"lookup: source: got one that was updated in place, and no swap for {_WAIT_S} s, wanted "
+                    "DeviceCache.swap to its newer version."
+                )
+
+    def _fetch(self, source: RowSource, name: str, keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Rows as the cache stores them, of float32, and which are there."""
+        rows, is_found = source.fetch(name, keys)
+        wanted = (len(keys), self.tables[name].dim)
+        if rows.shape != wanted or rows.dtype != np.float32 or is_found.shape != wanted[:1]:
+            raise RuntimeError(
+                f'DeviceCache: table "{name}": got {rows.dtype}{list(rows.shape)} and found{list(is_found.shape)} of '
+                f"{type(source).__name__}.fetch, wanted float32{list(wanted)} and bool[{wanted[0]}]."
+            )
+        return self._stored(name, rows), np.asarray(is_found, bool)
+
+    def _stored(self, name: str, rows: np.ndarray) -> np.ndarray:
+        """Rows rounded to what a store holds: an answer is the same whether its row was cached or fetched."""
+        store, _ = self._spec.places[name]
+        dtype = self._spec.stores[store][0].dtype
+        return np.asarray(rows, np.float32) if dtype == "float32" else rounded(rows, dtype).astype(np.float32)
+
+    def _fetch_later(self, asked: Sequence[Mapping[str, np.ndarray]]) -> None:
+        """In the background: of what several lookups left, one fetch and one insertion."""
+        names = sorted({name for one in asked for name in one})
+        missed = {name: np.unique(np.concatenate([one[name] for one in asked if name in one])) for name in names}
+        while True:
+            with self._lock:
+                source, epoch = self._source, self._epoch
+            try:
+                rows = {}
+                for name, keys in missed.items():
+                    lines, is_found = self._fetch(source, name, keys)
+                    rows[name] = keys[is_found], lines[is_found]
+            except SourceReplacedError:
+                self._wait_for_swap(epoch)
+                continue
+            except Exception:
+                self._count(failed=1)
+                LOG.exception("DeviceCache: rows of tables %s could not be fetched; their keys miss again", names)
+                return
+            self._insert(rows, epoch)
+            num_fetched = sum(map(len, missed.values()))
+            num_found = sum(len(keys) for keys, _ in rows.values())
+            self._count(fetched=num_fetched, missing=num_fetched - num_found)
+            return
+
+    # Changes of the stores -------------------------------------------------------------------------------------------
+
+    def _insert(self, rows: Mapping[str, tuple[np.ndarray, np.ndarray]], epoch: int) -> None:
+        """Inserts rows (distinct keys of each table) in one tick, if the source is still that of the epoch."""
+        parts = []
+        for s, some in self._by_store(rows):
+            ids = np.concatenate([np.full(len(keys), number, np.uint32) for number, keys, _ in some])
+            keys, lines = np.concatenate([k for _, k, _ in some]), np.concatenate([r for _, _, r in some])
+            if len(keys) > self._capacities[s]:
+                last = np.sort(np.lexsort((keys, ids))[-self._capacities[s] :])
+                ids, keys, lines = ids[last], keys[last], lines[last]
+            if len(keys):
+                parts.append((s, len(keys), self._operands(s, keys, ids, lines)))
+        if not parts:
+            return
+        counts = []
+        with self._lock:
+            if self._epoch != epoch or not self._stores:
+                return
+            clock = self._tick()
+            stores = list(self._stores)
+            for s, num_keys, (words, ids, lines) in parts:
+                bound = self._most_rows[s] + num_keys
+                must_leave = bound > self._capacities[s]
+                stores[s], *counted = programs.insert(must_leave, stores[s], words, ids, lines, clock)
+                self._most_rows[s] = min(bound, self._capacities[s])
+                counts.append(counted)
+            self._stores = tuple(stores)
+        inserted, evicted = (sum(int(np.asarray(one[i])) for one in counts) for i in range(2))
+        self._count(inserted=inserted, evicted=evicted)
+
+    def _contains(self, name: str, keys: np.ndarray) -> np.ndarray:
+        s, number = self._spec.places[name]
+        words, ids, _ = self._operands(s, keys, np.full(len(keys), number, np.uint32), None)
+        with self._lock:
+            self._require_open()
+            row_ids = programs.find(self._stores[s].index, self._stores[s].counters, words, ids)
+        return np.asarray(row_ids)[: len(keys)] != NO_ROW
+
+    def _prepared(self, rows: Mapping[str, tuple[np.ndarray, np.ndarray, np.ndarray]]) -> list[Prepared]:
+        """New rows on their way to the device: keys, rows and which are there, by table."""
+        prepared = []
+        for name, (keys, lines, is_found) in rows.items():
+            s, number = self._spec.places[name]
+            words, ids, lines = self._operands(s, keys, np.full(len(keys), number, np.uint32), lines)
+            has_row = np.zeros(words.shape[0], bool)
+            has_row[: len(keys)] = is_found
+            prepared.append(Prepared(s, words, ids, lines, self._put(has_row)))
+        return prepared
+
+    def _rewritten(self, prepared: Sequence[Prepared]) -> list[tuple[Array, Array]]:
+        """Overwrites cached rows, and drops those without a new one. The lock is held."""
+        stores, done = list(self._stores), []
+        for one in prepared:
+            stores[one.store], *counted = programs.rewrite(
+                stores[one.store], one.words, one.ids, one.lines, one.has_row
+            )
+            done.append(tuple(counted))
+        self._stores = tuple(stores)
+        return done
+
+    def _emptied(self) -> list[tuple[Array, Array]]:
+        """Drops everything. The lock is held."""
+        done, stores = [], []
+        for store in self._stores:
+            new, num_removed = programs.emptied(store)
+            stores.append(new)
+            done.append((0, num_removed))
+        self._stores, self._most_rows = tuple(stores), [0] * len(stores)
+        return done
+
+    def _count_rewritten(self, done: Iterable[tuple[Any, Any]], **more: int) -> None:
+        done = list(done)
+        refreshed, removed = (sum(int(np.asarray(one[i])) for one in done) for i in range(2))
+        self._count(refreshed=refreshed, removed=removed, **more)
+
+    # Help ------------------------------------------------------------------------------------------------------------
+
+    def _tick(self) -> np.uint32:
+        """The next one. The lock is held."""
+        if self._clock >= _LAST_TICK:
+            self._renumber()
+        self._clock += 1
+        return np.uint32(self._clock)
+
+    def _renumber(self) -> None:
+        """Ticks from 1 on, in the same order: the clock has 32 bits. Waits for the device."""
+        lines = [np.array(store.statistics) for store in self._stores]
+        ticks, ranks = np.unique(np.concatenate([one[:, 0] for one in lines]), return_inverse=True)
+        start, stores = 0, []
+        for store, one in zip(self._stores, lines, strict=True):
+            one[:, 0] = ranks.ravel()[start : start + len(one)]
+            start += len(one)
+            stores.append(dataclasses.replace(store, statistics=self._owned(one)))
+        self._stores, self._clock = tuple(stores), len(ticks)
+
+    def _by_store(self, rows: Mapping[str, tuple[np.ndarray, np.ndarray]]) -> Iterable[tuple[int, list[Any]]]:
+        parts: dict[int, list[Any]] = {}
+        for name, (keys, lines) in rows.items():
+            store, number = self._spec.places[name]
+            parts.setdefault(store, []).append((number, keys, lines))
+        return parts.items()
+
+    def _operands(self, s: int, keys: np.ndarray, ids: np.ndarray, lines: np.ndarray | None) -> Any:
+        """Words, table ids and rows of keys, padded, on the device."""
+        size = padded_size(len(keys), LEAST_KEYS)
+        words = keys_lib.padding_words((size,))
+        words[: len(keys)] = keys_lib.to_words(keys)
+        padded_ids = np.zeros(size, np.uint32)
+        padded_ids[: len(keys)] = ids
+        if lines is None:
+            return self._put((words, padded_ids, None))
+        table = self._spec.stores[s][0]
+        padded_lines = np.zeros((size, table.dim), jnp.dtype(table.dtype))
+        padded_lines[: len(keys)] = lines
+        return self._put((words, padded_ids, padded_lines))
+
+    def _put(self, tree: Any) -> Any:
+        return jax.device_put(tree, self.device)
+
+    def _owned(self, array: np.ndarray) -> Array:
+        """A buffer of the device's own, which may be donated."""
+        return jax.device_put(array, self.device, may_alias=False)
+
+    def _new_store(self, num_tables: int, table: FrozenTable, capacity: int) -> programs.CacheStore:
+        counters = np.zeros(len(COUNTERS), np.uint32)
+        counters[[COUNTERS.index("salt_low"), COUNTERS.index("salt_high")]] = np.frombuffer(
+            secrets.token_bytes(8), np.uint32
+        )
+        with jax.default_device(self.device):
+            index, table_rows, records, statistics = _new_arrays(num_buckets_of(capacity), num_tables, capacity)
+            rows = jnp.zeros((capacity, table.dim), table.dtype)
+        state = (index, self._owned(counters), table_rows, rows, records, statistics)
+        return programs.CacheStore(*(jax.device_put(leaf, self.device) for leaf in state))
+
+    def _require_open(self) -> None:
+        if not self._stores:
+            raise ServingError("DeviceCache: got a call after close, wanted none; open another.")
+
+    def _count(self, **more: int) -> None:
+        with self._counting:
+            for name, number in more.items():
+                setattr(self._stats, name, getattr(self._stats, name) + number)
+
+
+def cached_spec(tables: Iterable[FrozenTable]) -> FrozenSpec:
+    """How a cache groups tables: by dim and dtype, where quantized rows count as float32.
+
+    Example:
+      >>> [table.dtype for table in cached_spec([FrozenTable("a", 4, dtype="int8")]).stores[0]]
+      ['float32']
+    """
+    return FrozenSpec.of([dataclasses.replace(t, dtype="float32") if t.is_quantized else t for t in tables])
+
+
+def cache_bytes(tables: Mapping[FrozenTable, int]) -> dict[str, int]:
+    """Bytes of device memory of a cache that holds so many rows of tables.
+
+    Args:
+      tables: rows of each table's share.
+
+    Example:
+      >>> cache_bytes({FrozenTable("user", dim=128): 1_000_000})
+      {'rows': 512000000, 'index': 32000000, 'records': 16000000, 'statistics': 8000000}
+    """
+    spec = cached_spec(tables)
+    rows_of = {table.name: num_rows for table, num_rows in tables.items()}
+    capacities = [sum(rows_of[table.name] for table in of_store) for of_store in spec.stores]
+    return {
+        "rows": sum(n * store[0].row_bytes for n, store in zip(capacities, spec.stores, strict=True)),
+        "index": sum(4 * BUCKET_WORDS * num_buckets_of(n) for n in capacities),
+        "records": 16 * sum(capacities),
+        "statistics": 8 * sum(capacities),
+    }
+
+
+def _check(name: str, got: Any, is_good: bool, wanted: str) -> None:
+    if isinstance(got, bool) or not is_good:
+        raise ValueError(f"DeviceCache: {name}: got {got!r}, wanted {wanted}.")
+
+
+def _share(source: RowSource, name: str, fraction: float, min_rows: int) -> int:
+    num_rows = source.num_rows(name)
+    return max(min_rows, math.ceil(min(fraction, 1.0) * num_rows))
+
+
+_new_arrays = jax.jit(programs.empty_arrays, static_argnums=(0, 1, 2))

@@ -1,0 +1,225 @@
+"""The device side of a device cache: one store's arrays, and the programs over them.
+
+A store is what training has, without optimizer state: index, rows, records, and of each row the tick of its last use.
+A query changes ticks alone; insertions, rewrites and emptying change the rest, in place.
+"""
+
+import dataclasses
+import functools
+import hashlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Shaped, UInt32
+
+from jaxsok.kernels import evict as evict_kernels
+from jaxsok.kernels import table as kernels
+from jaxsok.serving.frozen import FrozenSpec
+from jaxsok.store import num_buckets_of
+from jaxsok.types import BUCKET_WORDS, COUNTERS, COUNTS, NO_ROW, NUM_TABLE_WORDS, PADDING_KEY
+
+_SEED = np.zeros(2, np.uint32)
+_INSERTED, _REFUSED = COUNTS.index("num_inserted"), COUNTS.index("num_refused")
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class CacheStore:
+    """Rows of tables of one dim and dtype, as a training store has them, and the tick of each one's last use."""
+
+    index: UInt32[Array, "num_buckets 16"]
+    counters: UInt32[Array, " num_counters"]
+    table_rows: UInt32[Array, " num_tables"]
+    rows: Shaped[Array, "capacity dim"]
+    records: UInt32[Array, "capacity 4"]
+    statistics: UInt32[Array, "capacity 2"]
+    """Tick of the last use, and how often it was used."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Queried:
+    """What the query program gives, by store."""
+
+    rows: tuple[Array, ...]
+    """float32."""
+    records: tuple[Array, ...]
+    """Of the distinct keys, by first position."""
+    row_ids: tuple[Array, ...]
+    """Of the distinct keys in the cache."""
+    inverse: tuple[Array, ...]
+    indices: tuple[tuple[Array, Array], ...]
+    counts: Array
+    """By table of all stores: distinct keys, misses, keys that found no place among the distinct."""
+
+
+class Layout:
+    """The words of the tables of each store, as one hashable value: a program is compiled for each."""
+
+    def __init__(self, spec: FrozenSpec) -> None:
+        """Of the tables as they are cached."""
+        self.words = spec.words
+        content = b"".join(repr(words.shape).encode() + words.tobytes() for words in self.words)
+        self._digest = hashlib.blake2b(content, digest_size=16).digest()
+
+    def __hash__(self) -> int:
+        """Of the words."""
+        return hash(self._digest)
+
+    def __eq__(self, other: object) -> bool:
+        """Whether the words are equal."""
+        return isinstance(other, Layout) and self._digest == other._digest
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
+def query(
+    layout: Layout,
+    is_expanded: bool,
+    statistics: tuple[Array, ...],
+    stores: tuple[tuple[Array, Array, Array], ...],
+    batches: tuple[tuple[Array, Array], ...],
+    clock: Array,
+    salt: Array,
+) -> tuple[tuple[Array, ...], Queried]:
+    """Steps 1, 2 and 5 of a lookup: makes keys distinct, asks the cache, gives each position its row."""
+    done = [
+        _query_store(*one, is_expanded, clock, salt)
+        for one in zip(layout.words, statistics, stores, batches, strict=True)
+    ]
+    new_statistics, rows, records, row_ids, inverse, indices, counts = zip(*done, strict=True)
+    return new_statistics, Queried(rows, records, row_ids, inverse, indices, jnp.concatenate(counts))
+
+
+def _query_store(
+    table_words: np.ndarray, statistics: Array, store: Any, batch: Any, is_expanded: bool, clock: Array, salt: Array
+) -> tuple[Any, ...]:
+    index, counters, rows = store
+    words, ids = batch
+    n, num_tables = words.shape[0], len(table_words)
+    scratch_index, scratch_counters, records, inverse, counts = _distinct(words, ids, num_tables, salt)
+    unique, unique_ids = records[:, :2], records[:, 2]
+    row_ids = kernels.find(index, counters, unique, unique_ids)
+    (statistics,) = kernels.touch(row_ids, jnp.zeros(0, jnp.uint32), clock, (statistics,))
+    is_hit = row_ids != jnp.uint32(NO_ROW)
+    is_of = unique_ids[:, None] == jnp.arange(num_tables, dtype=jnp.uint32)[None, :]
+    hits = (is_of & is_hit[:, None]).sum(axis=0, dtype=jnp.int32)
+    if is_expanded:
+        wanted = row_ids.at[inverse].get(mode="fill", fill_value=np.uint32(NO_ROW))
+        requests = jnp.concatenate([words, ids[:, None], jnp.ones((n, 1), jnp.uint32)], axis=1)
+    else:
+        wanted = row_ids
+        requests = jnp.concatenate([records[:, :3], jnp.ones((n, 1), jnp.uint32)], axis=1)
+    _, lines, _ = kernels.gather(counters, table_words, jnp.asarray(_SEED), requests, wanted, (rows,), is_find=False)
+    distinct = counts[:, _INSERTED]
+    summary = jnp.stack([distinct, distinct - hits, counts[:, _REFUSED]], axis=1)
+    return statistics, lines.astype(jnp.float32), records, row_ids, inverse, (scratch_index, scratch_counters), summary
+
+
+def _distinct(words: Array, ids: Array, num_tables: int, salt: Array) -> tuple[Array, Array, Array, Array, Array]:
+    """Distinct (table, key) pairs by first position: what inserting them into an empty store gives.
+
+    Returns:
+      index, counters and records of that store; of each position its pair's place, NO_ROW for padding; counts.
+    """
+    n = words.shape[0]
+    index, table_rows, records, _ = empty_arrays(num_buckets_of(n), num_tables, n)
+    low, high = COUNTERS.index("salt_low"), COUNTERS.index("salt_high")
+    counters = jnp.zeros(len(COUNTERS), jnp.uint32).at[low].set(salt[0]).at[high].set(salt[1])
+    rows = jnp.zeros((n, 1), jnp.float32)  # the kernels write new rows somewhere
+    no_words = np.zeros((num_tables, NUM_TABLE_WORDS), np.uint32)
+    index, counters, _, _, (records,), _, inverse, counts = kernels.find_or_insert(
+        index, counters, table_rows, no_words, jnp.asarray(_SEED), words, ids, (rows,), (records,)
+    )
+    return index, counters, records, inverse, counts
+
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
+def insert(
+    must_leave: bool, store: CacheStore, words: Array, ids: Array, lines: Array, clock: Array
+) -> tuple[CacheStore, Array, Array]:
+    """Inserts distinct keys, at most `capacity`; with `must_leave` the least recent rows make room first.
+
+    Returns:
+      The store, and how many rows came and went.
+    """
+    index, counters, table_rows = store.index, store.counters, store.table_rows
+    records, statistics = store.records, store.statistics
+    num_evicted = jnp.zeros((), jnp.uint32)
+    uses = jnp.zeros(0, jnp.uint32)
+    if must_leave:
+        known = kernels.find(index, counters, words, ids)
+        is_key = (words != jnp.uint32(PADDING_KEY & 0xFFFFFFFF)).any(axis=1)
+        num_new = (is_key & (known == jnp.uint32(NO_ROW))).sum(dtype=jnp.uint32)
+        # Those that are here already are as recent as those that come.
+        (statistics,) = kernels.touch(known, uses, clock, (statistics,))
+        num_kept = jnp.uint32(records.shape[0]) - num_new
+        ticks = statistics[:, 0]
+        flags, _ = evict_kernels.select(num_kept, (records,), [[ticks]], [], table_rows.shape[0])
+        index, counters, table_rows, (records,), _, (statistics,), _, released = evict_kernels.release(
+            index, counters, table_rows, flags, (records,), (), (), (statistics,), ()
+        )
+        num_evicted = released.sum(dtype=jnp.uint32)
+    no_words = np.zeros((table_rows.shape[0], NUM_TABLE_WORDS), np.uint32)
+    index, counters, table_rows, (rows,), (records,), _, row_ids, counts = kernels.find_or_insert(
+        index, counters, table_rows, no_words, jnp.asarray(_SEED), words, ids, (store.rows,), (records,)
+    )
+    (rows,) = kernels.scatter(row_ids, lines, (rows,))
+    (statistics,) = kernels.touch(row_ids, uses, clock, (statistics,))
+    new = CacheStore(index, counters, table_rows, rows, records, statistics)
+    return new, counts[:, _INSERTED].sum(), num_evicted
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def rewrite(
+    store: CacheStore, words: Array, ids: Array, lines: Array, has_row: Array
+) -> tuple[CacheStore, Array, Array]:
+    """Overwrites the rows of those keys that are cached; those without a new row leave. The order stays as it is.
+
+    Returns:
+      The store, and how many rows were overwritten and removed.
+    """
+    known = kernels.find(store.index, store.counters, words, ids)
+    none = jnp.uint32(NO_ROW)
+    written = jnp.where(has_row, known, none)
+    (rows,) = kernels.scatter(written, lines, (store.rows,))
+    gone = jnp.where(has_row, none, known)
+    flags = jnp.zeros(store.records.shape[0], jnp.uint8).at[gone].set(jnp.uint8(1), mode="drop")
+    index, counters, table_rows, (records,), _, (statistics,), _, released = evict_kernels.release(
+        store.index, store.counters, store.table_rows, flags, (store.records,), (), (), (store.statistics,), ()
+    )
+    new = CacheStore(index, counters, table_rows, rows, records, statistics)
+    return new, (written != none).sum(dtype=jnp.uint32), released.sum(dtype=jnp.uint32)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def emptied(store: CacheStore) -> tuple[CacheStore, Array]:
+    """Drops all rows."""
+    flags = (store.records[:, :2] != jnp.uint32(PADDING_KEY & 0xFFFFFFFF)).any(axis=1).astype(jnp.uint8)
+    index, counters, table_rows, (records,), _, (statistics,), _, released = evict_kernels.release(
+        store.index, store.counters, store.table_rows, flags, (store.records,), (), (), (store.statistics,), ()
+    )
+    new = CacheStore(index, counters, table_rows, store.rows, records, statistics)
+    return new, released.sum(dtype=jnp.uint32)
+
+
+@jax.jit
+def merged(rows: Array, slots: Array, lines: Array) -> Array:
+    """Rows, some of them replaced: by the line that a slot names, if it is not negative."""
+    fetched = lines.at[slots].get(mode="clip")
+    return jnp.where((slots >= 0)[:, None], fetched, rows)
+
+
+find = jax.jit(kernels.find)
+
+
+def empty_arrays(num_buckets: int, num_tables: int, capacity: int) -> tuple[Array, Array, Array, Array]:
+    """Index, rows of tables, records and statistics of no rows."""
+    unused = np.uint32(0xFFFFFFFF)
+    return (
+        jnp.full((num_buckets, BUCKET_WORDS), unused),
+        jnp.zeros(num_tables, jnp.uint32),
+        jnp.full((capacity, 4), unused),
+        jnp.zeros((capacity, 2), jnp.uint32),
+    )

@@ -1,0 +1,259 @@
+"""What clients ask, checked against a model; and how several requests become one call of the session, and its answers.
+
+Fed by the server with bodies, and by its batchers with what was read from them. All that a client can get wrong is
+refused here, before a request joins others.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxsok.features import Bags
+from jaxsok.serving import wire
+from jaxsok.serving.artifact import BagsInput, KeysInput
+from jaxsok.serving.errors import RequestError, RequestTooLargeError, UnknownTableError
+
+Arrays = dict[str, np.ndarray]
+
+
+@dataclasses.dataclass(frozen=True)
+class Samples:
+    """The inputs of one predict request."""
+
+    inputs: Mapping[str, np.ndarray | wire.Ragged]
+    num_samples: int
+
+
+class Lookups:
+    """Rows of keys."""
+
+    op = "lookup"
+    field = "rows"
+    """Of the response."""
+
+    def __init__(self, session: Any, max_keys: int) -> None:
+        """Declares; `max_keys` is of one request, over all tables."""
+        self._session, self._max_keys = session, max_keys
+
+    def read(self, body: bytes, given: str, model: Any) -> Arrays:
+        """The keys of a body by table, uint64 of any shape.
+
+        Raises:
+          ServingError: anything that the model cannot answer.
+        """
+        op = self.op
+        if given == "json":
+            found: Mapping[str, Any] = wire.object_of(wire.read_json(body, op, ["keys"])["keys"], f"{op}: keys")
+            read = wire.keys_from_json
+        else:
+            found, read = wire.read_tensors(body, op), wire.keys_from_tensor
+            if not found:
+                raise RequestError(f"{op}: got no tensor, wanted the keys of at least one table.")
+        for name in found:
+            if name not in model.tables:
+                raise UnknownTableError.of(op, name[:80], model.tables, f'model "{model.name}"')
+        keys = {name: read(value, f'{op}: keys of table "{name}"') for name, value in found.items()}
+        for name, array in keys.items():
+            limit = model.max_keys.get(name, self._max_keys)
+            if array.size > limit:
+                raise RequestTooLargeError(f'{op}: table "{name}": got {array.size} keys, at most {limit} are taken.')
+        _check_keys(sum(array.size for array in keys.values()), self._max_keys, op)
+        return keys
+
+    def limits(self, model: Any) -> dict[str, int]:
+        """Of one call, by table."""
+        return dict(model.max_keys)
+
+    def costs(self, keys: Mapping[str, np.ndarray]) -> dict[str, int]:
+        """What a request adds to those."""
+        return {name: array.size for name, array in keys.items()}
+
+    def size(self, keys: Mapping[str, np.ndarray]) -> int:
+        """Of a request: its keys."""
+        return sum(array.size for array in keys.values())
+
+    def run(self, model: str, requests: Sequence[Mapping[str, np.ndarray]]) -> list[tuple[Arrays, int]]:
+        """All requests in one call of the session: of each its rows, `[*shape of the keys, dim]`, and the version."""
+        names = list(dict.fromkeys(name for request in requests for name in request))
+        joined = {
+            name: np.concatenate([request[name].reshape(-1) for request in requests if name in request])
+            for name in names
+        }
+        answer = self._session.lookup(joined, model=model)
+        rows = {name: np.asarray(answer[name], np.float32) for name in names}
+        places = dict.fromkeys(names, 0)
+        results = []
+        for request in requests:
+            parts = {}
+            for name, keys in request.items():
+                begin = places[name]
+                places[name] = begin + keys.size
+                parts[name] = rows[name][begin : places[name]].reshape(*keys.shape, rows[name].shape[-1])
+            results.append((parts, int(answer.version)))
+        return results
+
+
+class Predictions:
+    """Outputs of the model of `dense_file`."""
+
+    op = "predict"
+    field = "outputs"
+
+    def __init__(self, session: Any, max_keys: int) -> None:
+        """Declares; `max_keys` is of one request, over all inputs."""
+        self._session, self._max_keys = session, max_keys
+
+    def read(self, body: bytes, given: str, model: Any) -> Samples:
+        """The inputs of a body, all of one number of samples.
+
+        Raises:
+          ServingError: anything that the model cannot answer.
+        """
+        op, specs = self.op, model.inputs
+        if given == "json":
+            found: Mapping[str, Any] = wire.object_of(wire.read_json(body, op, ["inputs"])["inputs"], f"{op}: inputs")
+        else:
+            found = _with_ragged(wire.read_tensors(body, op), specs, op)
+        for name in found:
+            if name not in specs:
+                raise RequestError(f"{op}: input: got {wire.brief(name)}, wanted {sorted(specs)}.")
+        missing = sorted(set(specs) - set(found))
+        if missing:
+            raise RequestError(f"{op}: inputs: got none for {missing}, wanted {sorted(specs)}.")
+        inputs, sizes, num_keys = {}, {}, 0
+        for name, value in found.items():
+            inputs[name] = array = _read_input(value, specs[name], given, f'{op}: input "{name}"')
+            sizes[name] = len(array.lengths if isinstance(array, wire.Ragged) else array)
+            if isinstance(array, wire.Ragged):
+                num_keys += array.values.size
+            elif isinstance(specs[name], KeysInput):
+                num_keys += array.size
+        if len(set(sizes.values())) > 1:
+            raise RequestError(f"{op}: inputs must have one number of samples, got {sizes}.")
+        num_samples = next(iter(sizes.values()))
+        if num_samples > model.max_batch_size:
+            raise RequestTooLargeError(f"{op}: got {num_samples} samples, at most {model.max_batch_size} are taken.")
+        if num_samples == 0:
+            raise RequestError(f"{op}: got 0 samples, wanted at least 1.")
+        _check_keys(num_keys, self._max_keys, op)
+        return Samples(inputs, num_samples)
+
+    def limits(self, model: Any) -> dict[str, int]:
+        """Of one call."""
+        return {"samples": model.max_batch_size}
+
+    def costs(self, samples: Samples) -> dict[str, int]:
+        """What a request adds to those."""
+        return {"samples": samples.num_samples}
+
+    def size(self, samples: Samples) -> int:
+        """Of a request: its samples."""
+        return samples.num_samples
+
+    def run(self, model: str, requests: Sequence[Samples]) -> list[tuple[Arrays, int]]:
+        """Requests whose samples have one shape in one call: of each its outputs, and the version."""
+        groups: dict[Any, list[int]] = {}
+        for number, request in enumerate(requests):
+            groups.setdefault(_shapes(request), []).append(number)
+        results: list[Any] = [None] * len(requests)
+        for numbers in groups.values():
+            found = self._run_joined(model, [requests[number] for number in numbers])
+            for number, result in zip(numbers, found, strict=True):
+                results[number] = result
+        return results
+
+    def _run_joined(self, model: str, requests: Sequence[Samples]) -> list[tuple[Arrays, int]]:
+        joined = {name: _join([request.inputs[name] for request in requests]) for name in requests[0].inputs}
+        answer = self._session.predict(joined, model=model)
+        outputs = {name: _sendable(np.asarray(value)) for name, value in answer.items()}
+        if len(requests) == 1:
+            return [(outputs, int(answer.version))]
+        total = sum(request.num_samples for request in requests)
+        for name, value in outputs.items():
+            if value.ndim == 0 or len(value) != total:
+                raise ValueError(f'predict: output "{name}" is {value.shape} for {total} samples: it cannot be split.')
+        results, begin = [], 0
+        for request in requests:
+            end = begin + request.num_samples
+            results.append(({name: value[begin:end] for name, value in outputs.items()}, int(answer.version)))
+            begin = end
+        return results
+
+
+def _check_keys(num_keys: int, limit: int, op: str) -> None:
+    if num_keys > limit:
+        raise RequestTooLargeError(f"{op}: got {num_keys} keys, at most {limit} are taken.")
+
+
+def _read_input(value: Any, spec: Any, given: str, what: str) -> np.ndarray | wire.Ragged:
+    if isinstance(spec, BagsInput):
+        return _read_bags(value, spec, given, what)
+    if isinstance(spec, KeysInput):
+        array = wire.keys_from_json(value, what) if given == "json" else wire.keys_from_tensor(value, what)
+    elif given == "json":
+        array = wire.numbers_from_json(value, spec.dtype, what)
+    else:
+        array = wire.numbers_from_tensor(value, spec.dtype, what)
+    if array.shape[1:] != tuple(spec.shape):
+        wanted = ", ".join(["samples", *map(str, spec.shape)])
+        raise RequestError(f"{what}: got shape {list(array.shape)}, wanted [{wanted}].")
+    return array
+
+
+def _read_bags(value: Any, spec: BagsInput, given: str, what: str) -> wire.Ragged:
+    """Ragged, or of one hotness."""
+    if isinstance(value, wire.Ragged):
+        return value
+    if isinstance(value, dict):
+        return wire.ragged_from_json(value, spec.is_weighted, what)
+    if spec.is_weighted:
+        raise RequestError(f"{what}: got no weights, wanted values, lengths and weights.")
+    keys = wire.keys_from_json(value, what) if given == "json" else wire.keys_from_tensor(value, what)
+    if keys.ndim != 2:
+        raise RequestError(f"{what}: got shape {list(keys.shape)}, wanted [samples, keys]; or values and lengths.")
+    return wire.Ragged(keys.reshape(-1), np.full(len(keys), keys.shape[1], np.int32))
+
+
+def _with_ragged(found: Mapping[str, np.ndarray], specs: Mapping[str, Any], op: str) -> dict[str, Any]:
+    """Tensors "x.values", "x.lengths" (and "x.weights") become the ragged input "x"."""
+    made: dict[str, Any] = dict(found)
+    for name, spec in specs.items():
+        parts = [f"{name}.{part}" for part in ("values", "lengths", "weights")]
+        if not isinstance(spec, BagsInput) or name in made or parts[0] not in made or parts[1] not in made:
+            continue
+        what = f'{op}: input "{name}"'
+        values, lengths = (wire.keys_from_tensor(made.pop(part), part) for part in parts[:2])
+        weights = None
+        if spec.is_weighted:
+            if parts[2] not in made:
+                raise RequestError(f'{what}: got no tensor "{parts[2][:80]}", wanted one.')
+            weights = wire.numbers_from_tensor(made.pop(parts[2]), np.float32, parts[2])
+        made[name] = wire.ragged(values, lengths, weights, what)
+    return made
+
+
+def _shapes(samples: Samples) -> Any:
+    """What two requests must have in common to be joined."""
+    return tuple(
+        (name, "ragged" if isinstance(value, wire.Ragged) else value.shape[1:])
+        for name, value in sorted(samples.inputs.items())
+    )
+
+
+def _join(values: Sequence[Any]) -> Any:
+    """As the session takes it."""
+    if not isinstance(values[0], wire.Ragged):
+        return np.concatenate(values)
+    lengths = np.concatenate([value.lengths for value in values])
+    return Bags(
+        np.concatenate([value.values for value in values]),
+        offsets=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32),
+        weights=None if values[0].weights is None else np.concatenate([value.weights for value in values]),
+    )
+
+
+def _sendable(value: np.ndarray) -> np.ndarray:
+    """Of a dtype that both formats have: what is neither integer nor wide float becomes float32."""
+    return value if value.dtype.kind in "iu" or value.dtype in (np.float32, np.float64) else value.astype(np.float32)

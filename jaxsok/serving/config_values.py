@@ -1,0 +1,352 @@
+"""What a configuration says, as frozen values, and as JSON again.
+
+`config.py` reads it. Every field says what it does here.
+"""
+
+import dataclasses
+import re
+from typing import Any, Literal
+
+from jaxsok.serving.config_keys import MODEL_KEYS, PER_TABLE
+from jaxsok.serving.errors import UnknownModelError, UnknownTableError
+
+Tier = Literal["device", "cache", "host"]
+
+
+@dataclasses.dataclass(frozen=True)
+class WithoutEffect:
+    """A key that was written, and sets nothing here."""
+
+    path: str
+    """In the JSON, as `models[0].thread_pool_size`."""
+    value: Any = dataclasses.field(repr=False)  # it may be a password
+    """As it was written."""
+    reason: str
+    """Why there is nothing to set."""
+
+    def __str__(self) -> str:
+        """As the report has it; secrets are not shown."""
+        shown = "(not shown)" if self.path.endswith("password") else repr(self.value)
+        return f"{self.path} = {shown}: {self.reason}"
+
+
+@dataclasses.dataclass(frozen=True)
+class TableConfig:
+    """One table of a model: an entry of each of HPS's lists."""
+
+    name: str
+    """`embedding_table_names[i]`; `sparse_embedding<i>` where the list is not written. Of tables in a jaxsok export or
+    checkpoint it is the name that they were saved under."""
+    dim: int
+    """`embedding_vecsize_per_table[i]`; files of another dim are refused."""
+    file: str
+    """`sparse_files[i]`: an HPS directory, a folder of `jaxsok.checkpoint.export_full` or `export_delta`, or a step of
+    an Orbax checkpoint. A relative path begins where the process runs, as in HPS."""
+    default: float
+    """`default_value_for_each_table[i]`: what a missing key reads, in every column; 0.0 where the list is short."""
+    max_keys_per_sample: int
+    """`maxnum_catfeature_query_per_table_per_sample[i]`: a request has at most `max_batch_size` times as many keys."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    """One of `models`. Fields have HPS's names where HPS has the key."""
+
+    model: str
+    """By which requests name it: letters, digits, `_` and `-`, at most 120."""
+    tables: tuple[TableConfig, ...]
+    """In the order of `sparse_files`; names differ."""
+    deployed_device_list: tuple[int, ...]
+    """Numbers of devices. The last one is used, as in HPS; the other copies that HPS makes are made by further
+    sessions, `open(config, device=...)`."""
+    dense_file: str = ""
+    """An artifact of `jaxsok.serving.export_model`, which `predict` runs over the tables; "": lookups only."""
+    max_batch_size: int = 64
+    """Samples in a request, at most; larger ones are refused (HPS logs an error)."""
+    gpucache: bool = True
+    """Whether rows lie on the device at all; False: every lookup reads rows in host memory."""
+    gpucacheper: float = 0.2
+    """Rows of a table that the device's cache holds, as a fraction of all; 1.0 or more: all rows are on the device, and
+    nothing can miss."""
+    hit_rate_threshold: float = 0.9
+    """A lookup whose hit rate is this or more answers misses with the default value and fetches their rows in the
+    background; one below it waits for them. 0: never waits; above 1: always does, so that answers are exact."""
+    embedding_cache_type: Literal["dynamic", "static"] = "dynamic"
+    """"dynamic": a cache over rows in host memory. "static": all rows on the device. `use_static_table` makes it so."""
+    use_static_table: bool = False
+    """The same as `embedding_cache_type` "static"."""
+    num_of_worker_buffer_in_pool: int = 1
+    """Lookups that run at the same time, at most; others wait."""
+    cache_refresh_percentage_per_iteration: float = 0.0
+    """Fraction of the cached rows that a refresh reads at a time. Above 0 the cache is also filled when a model is
+    opened, if `init_ec` is on. 0: no refresh by the clock, as in HPS; `Session.refresh` then reads all at once."""
+    refresh_delay: float = 0.0
+    """Seconds between opening a model and the first refresh of its cache by the clock."""
+    refresh_interval: int = 0
+    """Whole seconds from one refresh by the clock to the next; 0: only `Session.refresh` refreshes."""
+    init_ec: bool = True
+    """Whether the cache is filled when a model is opened; see `cache_refresh_percentage_per_iteration`."""
+    fp8_quant: bool = False
+    """Whether rows of a static model become float8_e4m3fn with a scale for each row (`row_dtype`)."""
+    fuse_embedding_table: bool | None = None
+    """True: one call looks up all tables of a request. False: one call for each. None, if neither the model nor the
+    whole configuration says: as True, where HPS would not fuse, because answers are the same to the bit and HPS's
+    restrictions (disjoint keys, all tables in each request) do not exist here."""
+    row_dtype: str | None = None
+    """`jaxsok.row_dtype`: what rows are made of on the device: float32, bfloat16, float16, int8 or float8_e4m3fn; None:
+    as in their files (float32 in HPS directories)."""
+    spare_rows: int = 0
+    """`jaxsok.spare_rows`: rows of each table that are left free for keys that updates in place bring."""
+    enable_pagelock: bool = False
+    """Without effect where it is False; True is refused for a static model."""
+    maxnum_des_feature_per_sample: int = 26
+    """Without effect."""
+    num_of_refresher_buffer_in_pool: int = 1
+    """Without effect."""
+    use_context_stream: bool = True
+    """Without effect."""
+    use_hctr_cache_implementation: bool = True
+    """Without effect."""
+    thread_pool_size: int = 16
+    """Without effect."""
+
+    @property
+    def device_id(self) -> int:
+        """The number of the device that serves the model."""
+        return self.deployed_device_list[-1]
+
+    @property
+    def tier(self) -> Tier:
+        """Where rows are looked for.
+
+        "device": all of them are there. "cache": `gpucacheper` of them are there, over all of them in host memory.
+        "host": none are.
+        """
+        if not self.gpucache:
+            return "host"
+        return "device" if self.embedding_cache_type == "static" or self.gpucacheper >= 1.0 else "cache"
+
+    @property
+    def is_filled_at_start(self) -> bool:
+        """Whether a device cache has rows before the first lookup."""
+        return self.tier == "cache" and self.init_ec and self.cache_refresh_percentage_per_iteration > 0
+
+    @property
+    def is_refreshed(self) -> bool:
+        """Whether a device cache is refreshed by the clock."""
+        return self.tier == "cache" and self.refresh_interval > 0 and self.cache_refresh_percentage_per_iteration > 0
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether one call looks up all tables of a request."""
+        return self.fuse_embedding_table is not False
+
+    @property
+    def max_keys(self) -> dict[str, int]:
+        """Keys of each table that a request may have."""
+        return {table.name: self.max_batch_size * table.max_keys_per_sample for table in self.tables}
+
+    def table(self, name: str) -> TableConfig:
+        """One of the tables.
+
+        Raises:
+          UnknownTableError: there is none of this name.
+        """
+        for table in self.tables:
+            if table.name == name:
+                return table
+        raise UnknownTableError.of("config", name, [table.name for table in self.tables], f'model "{self.model}"')
+
+
+@dataclasses.dataclass(frozen=True)
+class VolatileDatabase:
+    """`volatile_db`: rows in host memory, under the device's cache. Only `type` has an effect."""
+
+    type: Literal["disabled", "hash_map", "parallel_hash_map"] = "parallel_hash_map"
+    """Both maps are the one host store of jaxsok. A block without a type is "disabled", no block is
+    "parallel_hash_map", as in HPS. "disabled" is refused for a model whose rows do not all lie on the device."""
+    address: str = "127.0.0.1:7000"
+    user_name: str = "default"
+    password: str = dataclasses.field(default="", repr=False)
+    num_partitions: int | None = None
+    """None: HPS has min(16, cores)."""
+    allocation_rate: int = 256 * 2**20
+    shared_memory_size: int = 16 * 2**30
+    shared_memory_name: str = "hctr_mp_hash_map_database"
+    shared_memory_auto_remove: bool = True
+    num_node_connections: int = 5
+    max_batch_size: int = 65536
+    enable_tls: bool = False
+    tls_ca_certificate: str = "cacertbundle.crt"
+    tls_client_certificate: str = "client_cert.pem"
+    tls_client_key: str = "client_key.pem"
+    tls_server_name_identification: str = "redis.localhost"
+    overflow_margin: int = 2**64 - 1
+    overflow_policy: str = "evict_random"
+    overflow_resolution_target: float = 0.8
+    initialize_after_startup: bool = True
+    initial_cache_rate: float = 1.0
+    cache_missed_embeddings: bool = False
+    update_filters: tuple[str, ...] = ("^hps_.+$",)
+
+
+@dataclasses.dataclass(frozen=True)
+class PersistentDatabase:
+    """`persistent_db`: not there yet. "rocks_db" is refused; without it no key has an effect."""
+
+    type: Literal["disabled"] = "disabled"
+    path: str | None = None
+    """None: HPS has "rocksdb" under the system's folder for temporary files."""
+    num_threads: int = 16
+    read_only: bool = False
+    max_batch_size: int = 65536
+    initialize_after_startup: bool = True
+    update_filters: tuple[str, ...] = ("^hps_.+$",)
+
+
+@dataclasses.dataclass(frozen=True)
+class UpdateSource:
+    """`update_source`: not there yet. "kafka_message_queue" is refused; without it no key has an effect."""
+
+    type: None = None
+    brokers: str = "127.0.0.1:9092"
+    metadata_refresh_interval_ms: int = 30000
+    receive_buffer_size: int = 262144
+    poll_timeout_ms: int = 500
+    max_batch_size: int = 8192
+    failure_backoff_ms: int = 50
+    max_commit_interval: int = 32
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """A whole configuration, as `read` made it: checked, and with every default filled in."""
+
+    models: tuple[ModelConfig, ...]
+    """At least one; names differ."""
+    supportlonglong: bool
+    """True: keys have 64 bits. False: 32 bits, unsigned: keys of files are cut to their low 32 bits, as HPS does, and
+    requests with others are refused."""
+    fuse_embedding_table: bool | None = None
+    """For models that do not say; see `ModelConfig.fuse_embedding_table`."""
+    volatile_db: VolatileDatabase = VolatileDatabase()
+    persistent_db: PersistentDatabase = PersistentDatabase()
+    update_source: UpdateSource = UpdateSource()
+    without_effect: tuple[WithoutEffect, ...] = ()
+    """Keys that were written and set nothing, by path."""
+    notes: tuple[str, ...] = dataclasses.field(default=(), compare=False)
+    """What a reader of HPS's manual would not expect, as lines of the report."""
+    file: str = dataclasses.field(default="", compare=False)
+    """Where it was read from; "": a mapping."""
+
+    @property
+    def key_bits(self) -> Literal[32, 64]:
+        """Of the keys of all models."""
+        return 64 if self.supportlonglong else 32
+
+    def model(self, name: str) -> ModelConfig:
+        """One of the models.
+
+        Raises:
+          UnknownModelError: there is none of this name.
+        """
+        for model in self.models:
+            if model.model == name:
+                return model
+        raise UnknownModelError.of("config", name, [model.model for model in self.models])
+
+    def to_json(self) -> dict[str, Any]:
+        """As HPS has it: what `read` takes, with every honoured key written out.
+
+        Keys without effect are there where they were written.
+        """
+        written: dict[str, Any] = {"supportlonglong": self.supportlonglong}
+        if self.fuse_embedding_table is not None:
+            written["fuse_embedding_table"] = self.fuse_embedding_table
+        # A block of its own, even without keys that count, would be one that somebody wrote.
+        if self.volatile_db.type != "parallel_hash_map" or any(
+            one.path.startswith("volatile_db.") for one in self.without_effect
+        ):
+            written["volatile_db"] = {"type": self.volatile_db.type}
+        written["models"] = [_model_to_json(model) for model in self.models]
+        for one in self.without_effect:
+            *outer, last = steps_of(one.path)
+            block: Any = written
+            for step in outer:
+                block = block[step] if isinstance(step, int) else block.setdefault(step, {})
+            block[last] = _plain(one.value)
+        return written
+
+    def summary(self) -> list[str]:
+        """What was read, as lines of a report: models, tables, notes, keys without effect."""
+        lines = [f"configuration: {self.file or '(a mapping)'}; keys of {self.key_bits} bits"]
+        for model in self.models:
+            told = {
+                "device": "all rows on the device",
+                "cache": f"a device cache of {model.gpucacheper:g} of the rows, over host memory",
+                "host": "rows in host memory",
+            }[model.tier]
+            fused = "one call for all tables" if model.is_fused else "one call for each table"
+            lines.append(
+                f'model "{model.model}": {told}; device {model.device_id}; {fused}; at most {model.max_batch_size} '
+                f"samples; lookups at a time: {model.num_of_worker_buffer_in_pool}"
+            )
+            lines += [
+                f'  table "{table.name}": dim {table.dim}, default {table.default:g}, at most '
+                f'{model.max_keys[table.name]} keys, from "{table.file}"'
+                for table in model.tables
+            ]
+        lines += [f"note: {note}" for note in self.notes]
+        lines += [f"without effect: {one}" for one in self.without_effect]
+        return lines
+
+
+def idle_keys(model: ModelConfig) -> dict[str, str]:
+    """Keys that could have an effect and have none beside the others of this model: why, by key."""
+    idle: dict[str, str] = {}
+    if model.embedding_cache_type != "static":
+        idle |= dict.fromkeys(
+            ("fp8_quant", "enable_pagelock"), "it is of static tables, and this model has a dynamic cache"
+        )
+    else:
+        idle["enable_pagelock"] = "static tables lie in device memory"
+    if model.tier != "cache":
+        reason = "all rows are on the device: nothing can miss"
+        if model.tier == "host":
+            reason = "gpucache is false: there is no cache"
+        if model.tier == "host" or model.embedding_cache_type == "static":
+            idle["gpucacheper"] = reason
+        of_cache = ("hit_rate_threshold", "cache_refresh_percentage_per_iteration")
+        return idle | dict.fromkeys((*of_cache, "refresh_delay", "refresh_interval", "init_ec"), reason)
+    if not model.cache_refresh_percentage_per_iteration:
+        reason = "cache_refresh_percentage_per_iteration is 0, which turns it off, as in HPS"
+        idle |= dict.fromkeys(("refresh_delay", "refresh_interval", "init_ec"), reason)
+    return idle
+
+
+def _model_to_json(model: ModelConfig) -> dict[str, Any]:
+    """What is honoured of a model."""
+    written: dict[str, Any] = {"model": model.model}
+    written |= {key: [getattr(table, field) for table in model.tables] for key, field in PER_TABLE.items()}
+    written["deployed_device_list"] = list(model.deployed_device_list)
+    idle = idle_keys(model)
+    for name, key in MODEL_KEYS.items():
+        if hasattr(model, name) and name not in written and name not in idle and not key.reason:
+            written[name] = getattr(model, name)
+    if model.fuse_embedding_table is None:
+        del written["fuse_embedding_table"]
+    own: dict[str, Any] = {"spare_rows": model.spare_rows}
+    if model.row_dtype is not None:
+        own["row_dtype"] = model.row_dtype
+    written["jaxsok"] = own
+    return written
+
+
+def steps_of(path: str) -> list[str | int]:
+    """The steps to a value: names, and numbers in lists."""
+    return [int(number) if number else name for number, name in re.findall(r"\[(\d+)\]|([^.\[\]]+)", path)]
+
+
+def _plain(value: Any) -> Any:
+    """As JSON has it."""
+    return [_plain(one) for one in value] if isinstance(value, tuple) else value

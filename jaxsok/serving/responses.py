@@ -1,0 +1,120 @@
+"""Responses in JSON, and what a client is told when it is refused: one form, `{"error": {"code", "message"}}`.
+
+An error of ours is told in words that name nothing of the server; the log has its reason.
+"""
+
+import json
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from jaxsok.serving import wire
+from jaxsok.serving.batching import ClosedError, QueueFullError
+from jaxsok.serving.errors import RequestTooLargeError, ServingError, UnknownModelError, UnknownTableError
+
+_log = logging.getLogger(__name__)
+
+CLOSE: Mapping[str, str] = {"Connection": "close"}
+"""For a response before the request was read."""
+
+
+class Refusal(Exception):
+    """Becomes a response with a status of its own."""
+
+    def __init__(self, status: int, code: str, message: str, headers: Mapping[str, str] | None = None) -> None:
+        """Declares."""
+        super().__init__(message)
+        self.status, self.code, self.headers = status, code, dict(headers or {})
+
+
+class Busy(Refusal):
+    """Too much at a time: another try may do.
+
+    Example:
+      >>> Busy("the queue is full").headers
+      {'Retry-After': '1'}
+    """
+
+    def __init__(self, why: str, headers: Mapping[str, str] | None = None) -> None:
+        """Declares."""
+        super().__init__(503, "busy", f"{why}; ask again later.", {"Retry-After": "1", **(headers or {})})
+
+
+def stopping(op: str) -> Refusal:
+    """The server ends."""
+    return Refusal(503, "stopping", f"{op}: the server stops.", CLOSE)
+
+
+def to_json(status: int, value: Any, headers: Mapping[str, str] | None = None) -> Response:
+    """A response with a value."""
+    body = json.dumps(value, separators=(",", ":"), allow_nan=False).encode()
+    return Response(body, status, headers=dict(headers or {}), media_type=wire.JSON)
+
+
+def refused(refusal: Refusal) -> Response:
+    r"""A response that is an error.
+
+    Example:
+      >>> refused(Refusal(404, "unknown_model", "lookup: model: got 'a'.")).body
+      b'{"error":{"code":"unknown_model","message":"lookup: model: got \'a\'."}}'
+    """
+    return to_json(refusal.status, {"error": {"code": refusal.code, "message": str(refusal)}}, refusal.headers)
+
+
+def refusal_of(error: Exception, op: str) -> Refusal:
+    """What a client is told of an error: its own ones in words, of ours that there was one.
+
+    Example:
+      >>> refusal_of(UnknownTableError("lookup: table: got 'usr'."), "lookup").status
+      404
+    """
+    if isinstance(error, Refusal):
+        return error
+    for kind, status, code in (
+        (UnknownModelError, 404, "unknown_model"),
+        (UnknownTableError, 404, "unknown_table"),
+        (RequestTooLargeError, 413, "too_large"),
+        (ServingError, 400, "bad_request"),
+    ):
+        if isinstance(error, kind):
+            return Refusal(status, code, str(error))
+    if isinstance(error, QueueFullError):
+        return Busy("the queue of this model is full")
+    if isinstance(error, ClosedError):
+        return stopping(op)
+    _log.error("%s failed", op, exc_info=error)
+    return Refusal(500, "internal", f"{op}: failed in the server, for no fault of the request; its log has the reason.")
+
+
+async def http_error(request: Request, error: Exception) -> Response:
+    """What no route takes."""
+    status = getattr(error, "status_code", 500)
+    code, message = {
+        404: ("not_found", "there is nothing at this path."),
+        405: ("method_not_allowed", f"this path does not take {request.method[:20]}."),
+    }.get(status, ("refused", "the request was refused."))
+    return refused(Refusal(status, code, message, getattr(error, "headers", None)))
+
+
+def formats(request: Request, op: str) -> tuple[str, str]:
+    """The format of the body, and that of the response.
+
+    Raises:
+      Refusal: 415 or 406.
+    """
+    content_type = request.headers.get("content-type")
+    given = wire.media_type_of(content_type)
+    if given is None:
+        message = f"{op}: got Content-Type {wire.brief(content_type)}, wanted {' or '.join(wire.MEDIA_TYPES)}."
+        raise Refusal(415, "unsupported_media_type", message)
+    encoding = request.headers.get("content-encoding", "identity").strip().lower()
+    if encoding != "identity":
+        raise Refusal(415, "unsupported_media_type", f"{op}: got Content-Encoding {wire.brief(encoding)}, wanted none.")
+    wanted = wire.accepted(",".join(request.headers.getlist("accept")), given)
+    if wanted is None:
+        message = f"{op}: Accept allows neither {' nor '.join(wire.MEDIA_TYPES)}."
+        raise Refusal(406, "not_acceptable", message)
+    return given, wanted

@@ -1,0 +1,453 @@
+"""HTTP over a session: lookups and predictions, what is served, health, metrics; docs/server.md tells the formats.
+
+Fed by clients, none of whom is trusted: sizes are bounded while they are read, every input is checked before it joins
+a batch, and nothing that a client sends names a file. Updates come from the operator (watch.py). The event loop reads,
+checks and answers small bodies; what asks the session, and bodies that take time, run in threads.
+"""
+
+import asyncio
+import concurrent.futures
+import contextlib
+import dataclasses
+import functools
+import logging
+import math
+import os
+import threading
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from jaxsok.serving import wire
+from jaxsok.serving.artifact import BagsInput, KeysInput
+from jaxsok.serving.batching import Batcher, ClosedError
+from jaxsok.serving.calls import Lookups, Predictions
+from jaxsok.serving.errors import RequestTooLargeError, UnknownModelError
+from jaxsok.serving.metrics import Metrics
+from jaxsok.serving.responses import (
+    CLOSE,
+    Busy,
+    Refusal,
+    formats,
+    http_error,
+    refusal_of,
+    refused,
+    stopping,
+    to_json,
+)
+from jaxsok.serving.watch import Watcher
+
+_log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+_INLINE_BYTES = 1 << 15
+"""Bodies up to this are read and made on the event loop: a thread would cost more than the work."""
+_DISCARD_S = 2.0
+"""How long the rest of a refused body is read, so that the client reads the answer, not a closed connection."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ServerOptions:
+    """What a server takes at most, and how long it waits."""
+
+    max_delay_ms: float = 2.0
+    """A request waits so long for others to share its call."""
+    max_body_bytes: int = 16 << 20
+    """Of one request."""
+    max_held_bytes: int = 512 << 20
+    """Bodies of all requests that are not answered."""
+    max_requests: int = 256
+    """Requests that are not answered."""
+    max_keys: int = 1 << 20
+    """Keys of one request, over all its tables; the model's own limits by table hold as well."""
+    max_json_values: int = 1 << 22
+    """Numbers in one JSON response; the binary format has no such limit."""
+    max_response_bytes: int = 256 << 20
+    """Of the arrays of one response."""
+    body_timeout_s: float = 15.0
+    """For the body to arrive."""
+    timeout_s: float = 30.0
+    """For the session to answer, the time in the queue included."""
+    num_workers: int = 2
+    """Calls of the session at the same time, by model and endpoint."""
+    drain_s: float = 0.0
+    """After a signal: still takes requests, while /readyz says that it will not."""
+    shutdown_s: float = 30.0
+    """After that: finishes what it took; then it is cut off."""
+
+    def __post_init__(self) -> None:
+        """Refuses numbers that would take nothing."""
+        for field in dataclasses.fields(self):
+            value, may_be_zero = getattr(self, field.name), field.name in ("max_delay_ms", "drain_s")
+            if not (value >= 0 if may_be_zero else value > 0) or not math.isfinite(value):
+                option, wanted = field.name.replace("_", "-"), "0 or more" if may_be_zero else "a number above 0"
+                raise ValueError(f"serve: --{option}: got {value}, wanted {wanted}.")
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> "ServerOptions":
+        """Those of the command line; what is None, or not there, is as by default.
+
+        Example:
+          >>> ServerOptions.of({"max_keys": 7, "timeout_s": None, "port": 80}).max_keys
+          7
+        """
+        names = {field.name for field in dataclasses.fields(cls)}
+        return cls(**{name: value for name, value in given.items() if name in names and value is not None})
+
+
+@dataclasses.dataclass
+class _Taken:
+    """What a request that was taken holds."""
+
+    num_bytes: int = 0
+
+
+class App:
+    """The ASGI application over one session, with its batchers, threads and counters.
+
+    `App(session).asgi` runs under any ASGI server; `serve` runs it under uvicorn.
+    """
+
+    def __init__(
+        self,
+        session: Any,
+        options: ServerOptions | None = None,
+        *,
+        watch: str | os.PathLike[str] | None = None,
+        watch_interval_s: float = 2.0,
+    ) -> None:
+        """Nothing runs before the application's lifespan begins; the session is closed when it ends.
+
+        Args:
+          session: what `jaxsok.serving.open` gives.
+          options: limits and times.
+          watch: a folder of exports and deltas, see `jaxsok.serving.watch`; those that are there are applied before the
+            first request, those that appear as they come.
+          watch_interval_s: between two looks.
+
+        Raises:
+          FileNotFoundError: no folder to watch.
+        """
+        self.session, self.options = session, options or ServerOptions()
+        self.metrics = Metrics(self._stats, self._depths)
+        self._watcher = None
+        if watch is not None:
+            self._watcher = Watcher(session, watch, interval_s=watch_interval_s, observe=self._count_watched)
+        self.is_stopping = False
+        self._num_taken, self._held_bytes = 0, 0
+        self._batchers: dict[tuple[str, str], Batcher[Any, Any]] = {}
+        self._running, self._lock = 0, threading.Lock()
+        self._calls: concurrent.futures.ThreadPoolExecutor | None = None
+        self._bodies: concurrent.futures.ThreadPoolExecutor | None = None
+        lookups, predictions = (kind(session, self.options.max_keys) for kind in (Lookups, Predictions))
+        self.asgi = Starlette(
+            routes=[
+                Route("/healthz", self._healthz),
+                Route("/readyz", self._readyz),
+                Route("/metrics", self._metrics),
+                Route("/v1/models", self._endpoint("models", self._models)),
+                Route("/v1/models/{model}", self._endpoint("model", self._model_page)),
+                *(
+                    Route(
+                        f"/v1/models/{{model}}/{kind.op}",
+                        self._endpoint(kind.op, functools.partial(self._ask, kind)),
+                        methods=["POST"],
+                    )
+                    for kind in (lookups, predictions)
+                ),
+            ],
+            exception_handlers={HTTPException: http_error},
+            lifespan=self._lifespan,
+        )
+        self.asgi.router.redirect_slashes = False
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether requests are taken."""
+        return self._calls is not None and not self.is_stopping
+
+    @property
+    def num_running(self) -> int:
+        """Calls of the session that have begun and not ended, also those that nobody waits for any more."""
+        return self._running
+
+    # Life ----------------------------------------------------------------------------------------------------------
+
+    @contextlib.asynccontextmanager
+    async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
+        self._calls = concurrent.futures.ThreadPoolExecutor(2 * self.options.num_workers, "jaxsok-call")
+        self._bodies = concurrent.futures.ThreadPoolExecutor(2, "jaxsok-body")
+        if self._watcher is not None:
+            await asyncio.to_thread(self._watcher.look)
+            self._watcher.start()
+        self.metrics.is_ready.set(1)
+        try:
+            yield
+        finally:
+            await self._end()
+
+    def stop_taking(self) -> None:
+        """Readiness is false from now on."""
+        self.is_stopping = True
+        self.metrics.is_ready.set(0)
+
+    async def _end(self) -> None:
+        self.stop_taking()
+        # uvicorn has waited for the requests: what still runs has lost its own.
+        await asyncio.gather(*(batcher.close(1.0) for batcher in self._batchers.values()))
+        for pool in (self._calls, self._bodies):
+            if pool is not None:
+                pool.shutdown(wait=False, cancel_futures=True)
+        self._calls = self._bodies = None
+        has_ended = self._watcher is None or await asyncio.to_thread(self._watcher.stop, self.options.shutdown_s)
+        if has_ended and self._running == 0:  # else it is in use, and the process ends anyway
+            await asyncio.to_thread(self.session.close)
+
+    # Around every endpoint -----------------------------------------------------------------------------------------
+
+    def _endpoint(
+        self, name: str, answer: Callable[[Request, _Taken], Awaitable[Response]]
+    ) -> Callable[[Request], Awaitable[Response]]:
+        async def call(request: Request) -> Response:
+            begin, taken = time.perf_counter(), _Taken()
+            model = request.path_params.get("model", "")
+            # A client may ask for any name; only those that exist become labels.
+            labels = (name, model if model in self.session.models else "")
+            self._num_taken += 1
+            self.metrics.in_flight.set(self._num_taken)
+            try:
+                if self._num_taken > self.options.max_requests:
+                    raise Busy(f"{self.options.max_requests} requests are being answered, the most that are taken")
+                response = await answer(request, taken)
+            except ClientDisconnect:
+                response = refused(Refusal(499, "client_closed", "the client left"))
+            except asyncio.CancelledError:
+                if not self.is_stopping:
+                    raise
+                response = refused(stopping(name))
+            except Exception as error:
+                response = refused(refusal_of(error, name))
+            finally:
+                self._num_taken -= 1
+                self._held_bytes -= taken.num_bytes
+                self.metrics.in_flight.set(self._num_taken)
+            self.metrics.requests.labels(*labels, str(response.status_code)).inc()
+            self.metrics.latency.labels(*labels).observe(time.perf_counter() - begin)
+            self.metrics.received.labels(*labels).inc(taken.num_bytes)
+            self.metrics.sent.labels(*labels).inc(len(response.body))
+            return response
+
+        return call
+
+    async def _ask(self, kind: Lookups | Predictions, request: Request, taken: _Taken) -> Response:
+        """From a body to a response: read, checked, run with others, written."""
+        model, options = self._model(request, kind.op), self.options
+        if isinstance(kind, Predictions) and model.inputs is None:
+            message = f'predict: model "{model.name}" has tables only, no dense_file; use lookup.'
+            raise Refusal(404, "no_predict", message)
+        given, wanted = formats(request, kind.op)
+        body = await self._body(request, taken)
+        payload = await self._off_loop(len(body), kind.read, body, given, model)
+        if isinstance(kind, Lookups):  # what it takes is known before it is made
+            num_values = sum(array.size * model.tables[name].dim for name, array in payload.items())
+            _check_response(num_values, 4 * num_values, wanted, options, kind.op)
+        arrays, version = await self._submit(kind, model, payload)
+        num_bytes = sum(array.nbytes for array in arrays.values())
+        _check_response(sum(array.size for array in arrays.values()), num_bytes, wanted, options, kind.op)
+        if wanted == "json":
+            rest = {"model": model.name, "version": version}
+            made = await self._off_loop(num_bytes, wire.json_body, kind.field, arrays, rest)
+            return Response(made, media_type=wire.JSON)
+        metadata = {"model": model.name, "version": str(version)}
+        made = await self._off_loop(num_bytes, wire.tensors_body, arrays, metadata)
+        return Response(made, media_type=wire.TENSORS)
+
+    def _model(self, request: Request, op: str) -> Any:
+        name = request.path_params["model"]
+        model = self.session.models.get(name)
+        if model is None:
+            raise UnknownModelError.of(op, name[:80], self.session.models)
+        return model
+
+    async def _body(self, request: Request, taken: _Taken) -> bytes:
+        """All of it; refused as soon as it is too long."""
+        options = self.options
+        declared = int(request.headers.get("content-length", "0"))
+        if declared > options.max_body_bytes:
+            if "100-continue" not in request.headers.get("expect", "").lower():  # who asks before it sends hears now
+                await _discard(request, options)
+            raise Refusal(413, "too_large", _too_large(f"{declared} bytes", options), CLOSE)
+        parts: list[bytes] = []
+        try:
+            async with asyncio.timeout(options.body_timeout_s):
+                more = True
+                while more:
+                    message = await request.receive()
+                    if message["type"] == "http.disconnect":
+                        raise ClientDisconnect
+                    part, more = message.get("body", b""), message.get("more_body", False)
+                    parts.append(part)
+                    taken.num_bytes += len(part)
+                    self._held_bytes += len(part)
+                    is_long, is_much = (
+                        taken.num_bytes > options.max_body_bytes,
+                        self._held_bytes > options.max_held_bytes,
+                    )
+                    if is_long or is_much:
+                        parts.clear()
+                        if more:
+                            await _discard(request, options)
+                        if is_long:
+                            raise Refusal(413, "too_large", _too_large("more", options), CLOSE)
+                        raise Busy(f"requests hold {options.max_held_bytes} bytes, the most that are held", CLOSE)
+        except TimeoutError:
+            message = f"body: it did not arrive within {options.body_timeout_s:g} s."
+            raise Refusal(408, "body_timeout", message, CLOSE) from None
+        return b"".join(parts)
+
+    async def _off_loop(self, num_bytes: int, work: Callable[..., T], *arguments: Any) -> T:
+        """Runs it, in a thread if it has much to do."""
+        if num_bytes <= _INLINE_BYTES:
+            return work(*arguments)
+        if self._bodies is None:
+            raise ClosedError
+        return await asyncio.get_running_loop().run_in_executor(self._bodies, functools.partial(work, *arguments))
+
+    async def _submit(self, kind: Lookups | Predictions, model: Any, payload: Any) -> Any:
+        batcher = self._batchers.get((kind.op, model.name))
+        if batcher is None:
+            batcher = self._batchers[kind.op, model.name] = self._batcher(kind, model)
+        try:
+            return await asyncio.wait_for(batcher.submit(payload, kind.costs(payload)), self.options.timeout_s)
+        except TimeoutError:
+            message = f"{kind.op}: no answer within {self.options.timeout_s:g} s."
+            raise Refusal(504, "timeout", message) from None
+
+    def _batcher(self, kind: Lookups | Predictions, model: Any) -> Batcher[Any, Any]:
+        if self._calls is None:
+            raise ClosedError
+        requests, size, splits = (
+            metric.labels(kind.op, model.name)
+            for metric in (self.metrics.batch_requests, self.metrics.batch_size, self.metrics.splits)
+        )
+
+        def run(payloads: Sequence[Any]) -> list[Any]:
+            with self._lock:
+                self._running += 1
+            try:
+                return kind.run(model.name, payloads)
+            finally:
+                with self._lock:
+                    self._running -= 1
+
+        def observe(payloads: Sequence[Any], is_split: bool) -> None:
+            requests.observe(len(payloads))
+            size.observe(sum(map(kind.size, payloads)))
+            splits.inc(is_split)
+
+        return Batcher(
+            run,
+            kind.limits(model),
+            executor=self._calls,
+            max_delay_s=self.options.max_delay_ms / 1000,
+            max_waiting=self.options.max_requests,
+            num_workers=self.options.num_workers,
+            observe=observe,
+        )
+
+    # What is served ------------------------------------------------------------------------------------------------
+
+    async def _models(self, request: Request, taken: _Taken) -> Response:
+        found = [{"name": name, "version": int(model.version)} for name, model in self.session.models.items()]
+        return to_json(200, {"models": found})
+
+    async def _model_page(self, request: Request, taken: _Taken) -> Response:
+        model, options = self._model(request, "model"), self.options
+        tables = {
+            name: {"dim": table.dim, "default": float(table.default), "row_dtype": str(table.dtype)}
+            for name, table in model.tables.items()
+        }
+        for name, num_rows in dict(getattr(model, "num_rows", None) or {}).items():
+            tables[name]["num_rows"] = int(num_rows)
+        for name, limit in model.max_keys.items():
+            tables[name]["max_keys"] = int(limit)
+        inputs = None if model.inputs is None else {name: _told(spec) for name, spec in model.inputs.items()}
+        limits = {
+            "max_batch_size": model.max_batch_size,
+            "max_keys": options.max_keys,
+            "max_body_bytes": options.max_body_bytes,
+            "max_json_values": options.max_json_values,
+            "max_response_bytes": options.max_response_bytes,
+        }
+        rest = {"tables": tables, "inputs": inputs, "limits": limits, "formats": list(wire.MEDIA_TYPES)}
+        return to_json(200, {"name": model.name, "version": int(model.version), **rest})
+
+    async def _healthz(self, request: Request) -> Response:
+        return to_json(200, {"status": "ok"})
+
+    async def _readyz(self, request: Request) -> Response:
+        if self.is_ready:
+            return to_json(200, {"status": "ready"})
+        return refused(stopping("readyz"))
+
+    async def _metrics(self, request: Request) -> Response:
+        text = await asyncio.to_thread(self.metrics.text)
+        return Response(text, headers={"Content-Type": self.metrics.content_type})
+
+    def _stats(self) -> dict[str, dict[str, Any]]:
+        found = {}
+        for name, model in self.session.models.items():
+            try:
+                found[name] = {**self.session.stats(name), "version": model.version}
+            except Exception as error:  # one that is closed meanwhile spoils no scrape
+                _log.warning("metrics: model %s tells nothing: %s", name, error)
+        return found
+
+    def _count_watched(self, model: str, result: str) -> None:
+        self.metrics.watched.labels(model, result).inc()
+
+    def _depths(self) -> dict[tuple[str, str], int]:
+        return {labels: batcher.num_waiting for labels, batcher in list(self._batchers.items())}
+
+
+def _check_response(num_values: int, num_bytes: int, wanted: str, options: ServerOptions, op: str) -> None:
+    if num_bytes > options.max_response_bytes:
+        raise RequestTooLargeError(
+            f"{op}: the response has {num_bytes} bytes, at most {options.max_response_bytes} are made; ask for less."
+        )
+    if wanted == "json" and num_values > options.max_json_values:
+        raise RequestTooLargeError(
+            f"{op}: the response has {num_values} numbers, JSON is made of at most {options.max_json_values}; ask for "
+            f"it with Accept: {wire.TENSORS}."
+        )
+
+
+def _too_large(got: str, options: ServerOptions) -> str:
+    return f"body: got {got}, at most {options.max_body_bytes} bytes are taken."
+
+
+async def _discard(request: Request, options: ServerOptions) -> None:
+    """Reads on for a while: a client that still sends would see its connection reset before it reads an answer."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_DISCARD_S):
+            num_bytes = 0
+            while num_bytes <= 4 * options.max_body_bytes:
+                message = await request.receive()
+                num_bytes += len(message.get("body", b""))
+                if message["type"] == "http.disconnect" or not message.get("more_body", False):
+                    return
+
+
+def _told(spec: Any) -> dict[str, Any]:
+    """An input of predict; shapes are of one sample."""
+    if isinstance(spec, BagsInput):
+        return {"kind": "bags", "table": spec.table, "is_weighted": spec.is_weighted}
+    if isinstance(spec, KeysInput):
+        return {"kind": "keys", "table": spec.table, "shape": list(spec.shape)}
+    return {"kind": "array", "dtype": str(spec.dtype), "shape": list(spec.shape)}

@@ -1,0 +1,831 @@
+"""A session: the models of a configuration, opened, looked up in from many threads, and updated while they are.
+
+Tables come from the folders that the configuration names (sources.py), lie where it says (frozen.py on a device or on
+the host), are read by programs of few sizes (lookup.py), and change in versions (updates.py). Each answer is of one
+version, whole.
+"""
+
+import dataclasses
+import functools
+import itertools
+import math
+import os
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jaxtyping
+import numpy as np
+from jaxtyping import Array
+
+from jaxsok import keys as keys_lib
+from jaxsok.features import Bags
+from jaxsok.serving import artifact, backing, sources, updates
+from jaxsok.serving import cache as cache_lib
+from jaxsok.serving import config as config_lib
+from jaxsok.serving import lookup as lookup_lib
+from jaxsok.serving.config import Config, ModelConfig
+from jaxsok.serving.errors import (
+    ConfigError,
+    RequestError,
+    RequestTooLargeError,
+    ServingError,
+    UnknownModelError,
+    UnknownTableError,
+)
+from jaxsok.serving.frozen import FrozenSpec, FrozenTable, FrozenTables, frozen_bytes
+from jaxsok.serving.row_map import RowMap
+from jaxsok.serving.updates import InPlace, Source, Version, Versions
+from jaxsok.types import COUNTS, PADDING_KEY
+
+LEAST_SAMPLES = 16
+"""Of a program: requests are padded to this many samples, or twice as many, and so on up to `max_batch_size`."""
+
+_NO_KEYS = np.zeros(0, np.uint64)
+
+MOST_SETS = 16
+"""Sets of tables that have programs of their own; a request for yet another one looks up all tables of its model."""
+
+
+class Answer(dict):
+    """Arrays by name, all of one version.
+
+    Example:
+      >>> answer = Answer({"user": np.zeros((2, 4), np.float32)}, version=3)
+      >>> answer.version, answer["user"].shape
+      (3, (2, 4))
+    """
+
+    def __init__(self, values: Mapping[str, Any], *, version: int) -> None:
+        """Of some arrays and their version."""
+        super().__init__(values)
+        self.version = version
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """What is known of a served model at one time."""
+
+    name: str
+    tables: Mapping[str, FrozenTable]
+    num_rows: Mapping[str, int]
+    """Of each table."""
+    max_batch_size: int
+    """Samples in a request."""
+    max_keys: Mapping[str, int]
+    """Keys of each table in a request: `max_batch_size` times keys of a sample."""
+    key_bits: int
+    """64, or 32: then keys are 0 to 2**32 - 1."""
+    inputs: Mapping[str, Any] | None
+    """Of `predict`, by name (`artifact.ServedModel.inputs`); None: there is no dense model."""
+    version: int
+
+
+def open(
+    config: str | os.PathLike[str] | Mapping[str, Any] | Config,
+    device: Any = None,
+    *,
+    warm_up: bool = True,
+    memory_limit: int | None = None,
+) -> "Session":
+    """Opens all models of a configuration.
+
+    Args:
+      config: the path of an HPS JSON file, what is in one, or what `config.read` gave.
+      device: of JAX; None: the one whose number is the last of `deployed_device_list`.
+      warm_up: whether the programs of lookups are compiled now, so that no request waits for one.
+      memory_limit: bytes of the device's memory that tables may take; None: all that the device says that is free.
+
+    Raises:
+      ConfigError: the configuration, or a device that is not there.
+      ServingError, FileNotFoundError, CorruptFileError, ValueError: files; see `sources.open_table`. Or no room.
+
+    Cost:
+      Reads all files. Memory of a model: `frozen_bytes` of its tables, and 45 bytes a row on the host.
+
+    Example:
+      >>> import tempfile
+      >>> from jaxsok import Records
+      >>> from jaxsok.interchange.hps import write_hps
+      >>> with tempfile.TemporaryDirectory() as folder:
+      ...     _ = write_hps(folder, Records(np.array([7, 9], np.uint64), np.array([[1.0], [2.0]], np.float32)))
+      ...     session = open({
+      ...         "supportlonglong": True,
+      ...         "models": [{
+      ...             "model": "dlrm",
+      ...             "sparse_files": [folder],
+      ...             "embedding_table_names": ["user"],
+      ...             "embedding_vecsize_per_table": [1],
+      ...             "maxnum_catfeature_query_per_table_per_sample": [2],
+      ...             "default_value_for_each_table": [-1.0],
+      ...             "deployed_device_list": [0],
+      ...             "gpucacheper": 1.0,
+      ...         }],
+      ...     })
+      >>> answer = session.lookup({"user": np.array([[7, 8], [9, 9]])})
+      >>> answer["user"].tolist(), answer.version
+      ([[[1.0], [-1.0]], [[2.0], [2.0]]], 1)
+    """
+    read = config_lib.read(config)
+    if memory_limit is not None and (isinstance(memory_limit, bool) or memory_limit < 0):
+        raise ConfigError(f"open: memory_limit: got {memory_limit!r}, wanted bytes, or None.")
+    return Session(read, device, warm_up=warm_up, memory_limit=memory_limit)
+
+
+class Session:
+    """Models that are served. Made by `open`; all methods may be called from many threads at the same time."""
+
+    def __init__(self, config: Config, device: Any = None, *, warm_up: bool = True, memory_limit: int | None = None):
+        """Opens the models; see `open`."""
+        self.config = config
+        self._memory_limit = memory_limit
+        self._is_closed = False
+        self._models: dict[str, _Served] = {}
+        try:
+            for number, model in enumerate(config.models):
+                at = _device(number, model, device)
+                kind = _Cached if model.tier == "cache" else _Served
+                self._models[model.model] = kind(
+                    model, config.key_bits, at, functools.partial(self._room, at), warm_up=warm_up
+                )
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> "Session":
+        """Itself; closed at the end."""
+        return self
+
+    def __exit__(self, *args: object) -> None:
+        """Closes."""
+        self.close()
+
+    @property
+    def models(self) -> Mapping[str, Model]:
+        """The models as they are now, by name."""
+        return {name: served.described() for name, served in self._models.items()}
+
+    def lookup(self, keys: Mapping[str, Any], model: str | None = None) -> Answer:
+        """Reads rows.
+
+        Args:
+          keys: NumPy integers of any shape by table; not every table needs some. Negative int64 are the uint64 of the
+            same bits; PADDING_KEY (-1) reads zeros.
+          model: its name; None, if there is one.
+
+        Returns:
+          float32 `[*shape, dim]` by table, read-only; keys that are not there read the default of their table.
+
+        Raises:
+          UnknownModelError, UnknownTableError: there is none.
+          RequestError: keys of the wrong type, or that do not fit 32 bits where keys have so many.
+          RequestTooLargeError: more keys of a table than `Model.max_keys`.
+        """
+        return self._served("lookup", model).lookup(keys)
+
+    def predict(self, inputs: Mapping[str, Any], model: str | None = None) -> Answer:
+        """Runs the dense model over the tables.
+
+        Args:
+          inputs: by name, as `Model.inputs` tells.
+          model: its name; None, if there is one.
+
+        Returns:
+          Its outputs, by name.
+
+        Raises:
+          UnknownModelError: there is none, or it has no dense model.
+          RequestError, RequestTooLargeError: inputs that are missing, of the wrong type or shape, or too many.
+        """
+        return self._served("predict", model).predict(inputs)
+
+    def update(
+        self,
+        source: Source | None,
+        *,
+        model: str | None = None,
+        dense_file: str | os.PathLike[str] | None = None,
+        in_place: InPlace = "auto",
+    ) -> int:
+        """Brings tables, and the dense model if one is given, to a new version, while lookups go on.
+
+        A lookup reads all its tables before the update or all after it. Where anything is refused or fails, what was
+        served before is served still.
+
+        Args:
+          source: a folder: an export of `jaxsok.checkpoint` (a delta must follow what is served), a step of an Orbax
+            checkpoint, or HPS directories in folders of the tables' names. Or a mapping from tables to such folders, or
+            to HPS directories. Tables that are not there stay. None: only the dense model changes.
+          model: its name; None, if there is one.
+          dense_file: an artifact that takes the place of the dense model in the same instant; None: it stays.
+          in_place: False: the new version is made beside the old one, in new arrays for what changes. True: rows are
+            changed where they lie; lookups wait meanwhile, and new keys take spare rows. "auto": in place where two
+            copies do not fit.
+
+        Returns:
+          The number of the version.
+
+        Raises:
+          ServingError: it does not fit what is served, or there is no room; the message has the bytes or the rows.
+          UnknownModelError, UnknownTableError: there is none.
+          FileNotFoundError, CorruptFileError, ValueError: of files, as `sources.open_table`.
+
+        Cost:
+          Beside: a copy of the rows of each store that changes (tables of one dim and dtype share a store). In place:
+          the changed rows, old and new, in host memory. Both: a copy of the store's map of rows (45 bytes a row) on the
+          host, and a new index (25 bytes a row) on the device.
+        """
+        return self._served("update", model).update(source, dense_file, in_place)
+
+    def refresh(self, model: str | None = None) -> None:
+        """Reads the rows of a device's cache anew from the tier below; without a cache there is nothing to do.
+
+        Args:
+          model: its name; None, if there is one.
+        """
+        self._served("refresh", model).refresh()
+
+    def stats(self, model: str | None = None) -> dict[str, Any]:
+        """What was done, in numbers.
+
+        Args:
+          model: its name; None, if there is one.
+
+        Returns:
+          `version` and `source` (the folders of its tables); `lookups`, `predicts`, `updates`; of lookups `keys`,
+          `hits`, `missing` (read the default), `padding` and `hit_rate`; `bytes` of the device and `host_bytes`; and
+          `tables`: the same of each.
+        """
+        return self._served("stats", model).stats()
+
+    def report(self) -> str:
+        """What was loaded, as text: tables, memory, limits, and keys of the configuration without effect."""
+        self._require_open("report")
+        lines = list(self.config.summary())
+        for served in self._models.values():
+            lines += served.report()
+        return "\n".join(lines)
+
+    def close(self) -> None:
+        """Gives the memory back. Lookups that run end; later ones are refused."""
+        self._is_closed = True
+        models, self._models = self._models, {}
+        for served in models.values():
+            served.close()
+
+    def _require_open(self, op: str) -> None:
+        if self._is_closed:
+            raise ServingError(f"{op}: session: got one that is closed, wanted an open one.")
+
+    def _served(self, op: str, model: str | None) -> "_Served":
+        models = self._models
+        self._require_open(op)
+        if model is None and len(models) == 1:
+            return next(iter(models.values()))
+        if not isinstance(model, str) or model not in models:
+            raise UnknownModelError.of(op, model, models)
+        return models[model]
+
+    def _room(self, device: Any) -> int | None:
+        used = sum(one.num_bytes for one in self._models.values() if one.device == device and one.config.gpucache)
+        return updates.free_bytes(device, self._memory_limit, used)
+
+
+class _Served:
+    """One model of a session, whose rows all lie on its device."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        key_bits: sources.KeyBits,
+        device: Any,
+        room: Callable[[], int | None],
+        *,
+        warm_up: bool,
+    ) -> None:
+        self.config, self.device, self.is_warmed_up = config, device, warm_up
+        self.key_bits: sources.KeyBits = key_bits
+        given = []
+        for table in config.tables:
+            source = sources.open_table(table.file, table=table.name, dim=table.dim, key_bits=key_bits, op="open")
+            dtype: Any = config.row_dtype or source.dtype
+            given.append((FrozenTable(table.name, table.dim, default=table.default, dtype=dtype), source))
+        self.per_sample = {table.name: table.max_keys_per_sample for table in config.tables}
+        self.workers = threading.BoundedSemaphore(config.num_of_worker_buffer_in_pool)
+        served = None
+        if config.dense_file:
+            served = _dense_model(
+                "open", config, config.dense_file, self._seen(FrozenSpec.of([one for one, _ in given]))
+            )
+        self.versions = self._loaded(given, room, served)
+        self.names = tuple(self.versions.current.tables.tables)
+        self.counts = _Counts(self.names)
+        self._sets, self._lock = {self.names}, threading.Lock()
+        if warm_up:
+            self.warm_up(self.versions.current)
+
+    def _loaded(self, given: Sequence[Any], room: Callable[[], int | None], served: Any) -> Versions:
+        """The first version, in its place."""
+        return Versions(
+            self.config.model,
+            given,
+            device=self.device,
+            key_bits=self.key_bits,
+            spare_rows=self.config.spare_rows,
+            room=room if self.config.gpucache else lambda: None,
+            served=served,
+            dense_file=self.config.dense_file,
+        )
+
+    def _seen(self, spec: FrozenSpec) -> FrozenSpec:
+        """The tables as a dense model sees them."""
+        return spec
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the device."""
+        return self.versions.current.tables.num_bytes
+
+    @property
+    def host_bytes(self) -> int:
+        """Of maps of rows, and of rows below a cache."""
+        return self.versions.host_bytes
+
+    def described(self) -> Model:
+        """As it is now."""
+        version = self.versions.current
+        return Model(
+            name=self.config.model,
+            tables=version.tables.tables,
+            num_rows=version.num_rows,
+            max_batch_size=self.config.max_batch_size,
+            max_keys=self.config.max_keys,
+            key_bits=self.key_bits,
+            inputs=None if version.served is None else version.served.inputs,
+            version=version.number,
+        )
+
+    # Lookups ---------------------------------------------------------------------------------------------------------
+
+    def lookup(self, keys: Mapping[str, Any]) -> Answer:
+        """Rows of keys; see `Session.lookup`."""
+        arrays = self._read_keys(keys)
+        with self.workers:
+            return self._looked_up(arrays)
+
+    def _looked_up(self, arrays: Mapping[str, np.ndarray]) -> Answer:
+        sizes = self._sizes({name: array.size for name, array in arrays.items()})
+        words = [_padded(arrays.get(name, _NO_KEYS), size) for name, size in sizes]
+        with self.versions.reading() as version:
+            calls = self._dispatched(version.tables, words, sizes)
+        # What a program gave is the caller's: an update need not wait until it is copied.
+        for leaf in jax.tree.leaves(calls):
+            leaf.copy_to_host_async()
+        found, counts = {}, np.zeros((len(self.names), len(COUNTS)), np.int64)
+        for values, of_call in calls:
+            found |= {name: np.asarray(value) for name, value in values.items() if name in arrays}
+            counts += np.asarray(of_call)
+        values = {}
+        for name, array in arrays.items():
+            rows = found[name][: array.size]
+            values[name] = rows.reshape(*array.shape, rows.shape[-1])
+        self.counts.add(counts, {name: array.size for name, array in arrays.items()})
+        return Answer(values, version=version.number)
+
+    def _dispatched(
+        self, tables: FrozenTables, words: Sequence[np.ndarray], sizes: tuple[tuple[str, int], ...]
+    ) -> list[tuple[dict[str, Array], Array]]:
+        """The calls that look up all tables: one, or if they are not fused one for each."""
+        if self.config.is_fused:
+            return [_looked_up(tables, np.concatenate(words), sizes)]
+        return [_looked_up(tables, mine, (size,)) for mine, size in zip(words, sizes, strict=True)]
+
+    def _sizes(self, num_keys: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
+        """Tables that are looked up, and to how many keys each is padded."""
+        names = tuple(name for name in self.names if name in num_keys)
+        with self._lock:
+            if names not in self._sets and len(self._sets) < MOST_SETS:
+                self._sets.add(names)
+            is_known = names in self._sets
+        # Tables that are not fused have programs of their own, whatever else is asked for.
+        chosen = names if is_known or not self.config.is_fused else self.names
+        samples = max(-(-num_keys[name] // self.per_sample[name]) for name in names)
+        level = next(level for level in self.levels if level >= samples)
+        return tuple((name, level * self.per_sample[name]) for name in chosen)
+
+    @functools.cached_property
+    def levels(self) -> tuple[int, ...]:
+        """Samples that programs are made for."""
+        most = self.config.max_batch_size
+        doubled = [LEAST_SAMPLES << step for step in range(max(0, math.ceil(math.log2(most / LEAST_SAMPLES))))]
+        return (*doubled, most)
+
+    def warm_up(self, version: Version) -> None:
+        """Compiles the programs of lookups in all tables, and of the dense model."""
+        for level in self.levels:
+            sizes = tuple((name, level * self.per_sample[name]) for name in self.names)
+            words = [keys_lib.padding_words((size,)) for _, size in sizes]
+            jax.block_until_ready(self._dispatched(version.tables, words, sizes))
+            if version.served is not None:
+                inputs = {name: _example(spec, level) for name, spec in version.served.inputs.items()}
+                jax.block_until_ready(version.served.call(version.tables, inputs, pad=True))
+
+    def _read_keys(self, keys: Any) -> dict[str, np.ndarray]:
+        """The keys of a request as uint64, checked."""
+        op = "lookup"
+        if not isinstance(keys, Mapping):
+            raise RequestError(f"{op}: keys: got {type(keys).__name__}, wanted a mapping from tables to keys.")
+        if not keys:
+            raise RequestError(f"{op}: keys: got no tables, wanted at least one of {sorted(self.names)}.")
+        arrays = {}
+        for name, given in keys.items():
+            if not isinstance(name, str) or name not in self.per_sample:
+                raise UnknownTableError.of(op, name, self.names, f'model "{self.config.model}"')
+            what = f'{op}: table "{name}"'
+            array = _integers(given, what)
+            self._check_number(what, name, array.size)
+            keys64 = array.astype(np.int64).view(np.uint64) if array.dtype.kind == "i" else array.astype(np.uint64)
+            self._check_bits(what, keys64)
+            arrays[name] = keys64
+        return arrays
+
+    def _check_number(self, what: str, table: str, num_keys: int) -> None:
+        most = self.config.max_keys[table]
+        if num_keys > most:
+            raise RequestTooLargeError(
+                f"{what}: keys: got {num_keys}, wanted at most {most}: max_batch_size ({self.config.max_batch_size}) "
+                f"times {self.per_sample[table]} of a sample."
+            )
+
+    def _check_bits(self, what: str, keys: np.ndarray) -> None:
+        if self.key_bits == 64:
+            return
+        wrong = (keys >> np.uint64(32) != 0) & (keys != np.uint64(PADDING_KEY))
+        if wrong.any():
+            raise RequestError(
+                f"{what}: keys: got {keys[wrong].view(np.int64)[0]}, wanted 0 to 4294967295: keys have 32 bits, since "
+                "supportlonglong is false."
+            )
+
+    # The dense model -------------------------------------------------------------------------------------------------
+
+    def predict(self, inputs: Any) -> Answer:
+        """What the dense model gives; see `Session.predict`."""
+        with self.workers:
+            values, version = self._predicted(inputs)
+            values = {name: np.asarray(value) for name, value in values.items()}
+        self.counts.add_predict()
+        return Answer(values, version=version.number)
+
+    def _predicted(self, inputs: Any) -> tuple[dict[str, Any], Version]:
+        with self.versions.reading() as version:
+            self._read_inputs(version, inputs)
+            return version.served.call(version.tables, inputs, pad=True), version
+
+    def _read_inputs(self, version: Version, inputs: Any) -> dict[str, np.ndarray]:
+        """The keys of a prediction by table, when all of it is checked."""
+        op = "predict"
+        if version.served is None:
+            raise UnknownModelError(
+                f'{op}: model: got "{self.config.model}", which has no dense_file, wanted one that has; lookup reads '
+                "its tables."
+            )
+        leaves, num_samples = version.served.read(inputs)
+        if num_samples > self.config.max_batch_size:
+            raise RequestTooLargeError(
+                f"{op}: inputs: got {num_samples} samples, wanted at most {self.config.max_batch_size}, the "
+                "max_batch_size."
+            )
+        keys: dict[str, np.ndarray] = {}
+        for name, spec in version.served.inputs.items():
+            if not hasattr(spec, "table"):
+                continue
+            words = leaves[name][0] if isinstance(leaves[name], tuple) else leaves[name]
+            mine = keys_lib.from_words(words).reshape(-1)
+            self._check_bits(f'{op}: inputs["{name}"]', mine)
+            keys[spec.table] = np.concatenate([keys.get(spec.table, _NO_KEYS), mine])
+        for name, mine in keys.items():
+            self._check_number(f'{op}: table "{name}"', name, mine.size)
+        return keys
+
+    # Versions --------------------------------------------------------------------------------------------------------
+
+    def update(self, source: Source | None, dense_file: str | os.PathLike[str] | None, in_place: InPlace) -> int:
+        """The next version; see `Session.update`."""
+        served = None
+        if dense_file is not None:
+            served = _dense_model("update", self.config, dense_file, self._seen(self.versions.current.tables.spec))
+        version = self.versions.update(
+            source,
+            in_place=in_place,
+            served=served,
+            dense_file=None if dense_file is None else str(dense_file),
+            prepare=self._prepare,
+            publish=self._publish,
+        )
+        self.counts.add_update()
+        return version.number
+
+    def _prepare(self, old: Version, new: Version) -> None:
+        """Compiles what a new version needs, before it is served."""
+        shapes = [jax.tree.map(np.shape, version.tables) for version in (old, new)]
+        if self.is_warmed_up and (shapes[0] != shapes[1] or old.served is not new.served):
+            self.warm_up(new)
+
+    def _publish(self, new: Version, maps: tuple[RowMap, ...], changed: Mapping[str, np.ndarray]) -> None:
+        """Nothing: readers take the latest version."""
+
+    def refresh(self) -> None:
+        """Nothing: there is no tier below."""
+
+    def stats(self) -> dict[str, Any]:
+        """See `Session.stats`."""
+        version = self.versions.current
+        found = self.counts.stats()
+        for name, of_table in found["tables"].items():
+            of_table |= {"num_rows": version.num_rows[name], "source": version.files[name]}
+        return {
+            "version": version.number,
+            "source": dict(version.files),
+            "dense_file": version.dense_file,
+            **found,
+            "in_place_updates": self.versions.num_in_place,
+            "bytes": self.num_bytes,
+            "host_bytes": self.host_bytes,
+        }
+
+    def report(self) -> list[str]:
+        """As lines."""
+        version = self.versions.current
+        lines = [
+            f'model "{self.config.model}", version {version.number}: {self.num_bytes:,} bytes on {self.device}, '
+            f"{self.host_bytes:,} bytes of host memory beside"
+        ]
+        for name, table in version.tables.tables.items():
+            num_rows = version.num_rows[name]
+            lines.append(
+                f'  table "{name}": {num_rows:,} rows of {table.dim} x {table.dtype}, default {table.default:g}, '
+                f"{sum(frozen_bytes(table, num_rows).values()):,} bytes, at most {self.config.max_keys[name]:,} keys "
+                f"in a request, from {version.files[name]}"
+            )
+        if version.served is not None:
+            lines.append(f"  dense model of inputs {list(version.served.inputs)}, from {version.dense_file}")
+        return lines
+
+    def close(self) -> None:
+        """Nothing is left running."""
+
+
+class _Cached(_Served):
+    """One model of a session, some of whose rows are cached on its device; all of them lie in host memory."""
+
+    def _loaded(self, given: Sequence[Any], room: Callable[[], int | None], served: Any) -> Versions:
+        config = self.config
+        num_rows = {
+            table: max(cache_lib.MIN_ROWS, math.ceil(config.gpucacheper * source.num_rows)) for table, source in given
+        }
+        needed, free = sum(cache_lib.cache_bytes(num_rows).values()), room()
+        if free is not None and needed > free:
+            raise ServingError(
+                f'open: model "{config.model}": memory: got {free} bytes free on {self.device}, wanted {needed} for '
+                f"its cache; take a gpucacheper below {config.gpucacheper}."
+            )
+        versions = Versions(
+            config.model,
+            given,
+            device=backing.host_device(),
+            key_bits=self.key_bits,
+            spare_rows=config.spare_rows,
+            room=lambda: None,
+            served=served,
+            dense_file=config.dense_file,
+            can_donate=False,
+        )
+        first = versions.current
+        self._history = {first.number: first}
+        self.cache = cache_lib.DeviceCache(
+            backing.HostRows(first.tables, versions.maps, version=first.number),
+            fraction=config.gpucacheper,
+            hit_rate_threshold=config.hit_rate_threshold,
+            refresh_fraction=config.cache_refresh_percentage_per_iteration,
+            device=self.device,
+        )
+        if config.is_filled_at_start:
+            self.cache.fill()
+        self._is_closed = threading.Event()
+        self._clock = threading.Thread(target=self._refresh_by_the_clock, name="jaxsok-refresh", daemon=True)
+        if config.is_refreshed:
+            self._clock.start()
+        return versions
+
+    def _seen(self, spec: FrozenSpec) -> FrozenSpec:
+        return cache_lib.cached_spec(table for tables in spec.stores for table in tables)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.cache.num_bytes
+
+    @property
+    def host_bytes(self) -> int:
+        return self.versions.host_bytes + self.versions.current.tables.num_bytes
+
+    def _looked_up(self, arrays: Mapping[str, np.ndarray]) -> Answer:
+        if self.config.is_fused:
+            found = self.cache.lookup(arrays)
+            rows, version = found.rows, found.version
+        else:
+            rows, version = self._looked_up_one_by_one(arrays)
+        self.counts.add(np.zeros((), np.int64), {name: array.size for name, array in arrays.items()})
+        return Answer(rows, version=version)
+
+    def _looked_up_one_by_one(self, arrays: Mapping[str, np.ndarray]) -> tuple[dict[str, np.ndarray], int]:
+        while True:
+            found = {name: self.cache.lookup({name: array}) for name, array in arrays.items()}
+            versions = {one.version for one in found.values()}
+            if len(versions) == 1:  # else an update came between two tables
+                return {name: one.rows[name] for name, one in found.items()}, versions.pop()
+
+    def warm_up(self, version: Version) -> None:
+        """Compiles the programs of lookups in all tables, without keys that would count."""
+        for level in self.levels:
+            self.cache.lookup(
+                {name: np.full(level * self.per_sample[name], np.uint64(PADDING_KEY)) for name in self.names}
+            )
+
+    def _predicted(self, inputs: Any) -> tuple[dict[str, Any], Version]:
+        while True:
+            keys = self._read_inputs(self.versions.current, inputs)
+            found = self.cache.lookup_tables(keys)
+            version = self._history.get(found.version)
+            if version is None:
+                continue  # many updates came meanwhile
+            self._read_inputs(version, inputs)  # the dense model may be another one by now
+            return version.served.call(found.tables, inputs, pad=True), version
+
+    def _publish(self, new: Version, maps: tuple[RowMap, ...], changed: Mapping[str, np.ndarray]) -> None:
+        # Before any answer can be of it; the last ones are for predictions that run.
+        history = {number: version for number, version in self._history.items() if number > new.number - 4}
+        self._history = {**history, new.number: new}
+        self.cache.swap(backing.HostRows(new.tables, maps, version=new.number), changed)
+
+    def _prepare(self, old: Version, new: Version) -> None:
+        """Nothing: the arrays of the cache keep their shapes."""
+
+    def refresh(self) -> None:
+        """Reads the cached rows anew."""
+        self.cache.refresh()
+
+    def _refresh_by_the_clock(self) -> None:
+        wait_s = self.config.refresh_delay
+        while not self._is_closed.wait(wait_s):
+            wait_s = self.config.refresh_interval
+            try:
+                self.cache.refresh()
+            except ServingError:
+                return  # closed meanwhile
+
+    def stats(self) -> dict[str, Any]:
+        stats, of_cache = super().stats(), self.cache.stats()
+        for of_table in stats["tables"].values():
+            for name in ("hits", "missing", "padding", "hit_rate"):  # are counted of all tables together
+                del of_table[name]
+        cached = {**dataclasses.asdict(of_cache), "hit_rate": of_cache.hit_rate, "num_rows": self.cache.num_rows}
+        total = {name: cached[name] for name in ("hits", "misses", "missing", "hit_rate")}
+        return {**stats, **total, "cache": cached}
+
+    def close(self) -> None:
+        """Ends the threads of the cache."""
+        self._is_closed.set()
+        if self._clock.is_alive():
+            self._clock.join()
+        self.cache.close()
+
+
+class _Counts:
+    """Numbers of a model, added up."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._names, self._lock = tuple(names), threading.Lock()
+        self._counts = np.zeros((len(names), len(COUNTS)), np.int64)
+        self._keys = dict.fromkeys(names, 0)
+        self._lookups = self._predicts = self._updates = 0
+
+    def add(self, counts: np.ndarray, num_keys: Mapping[str, int]) -> None:
+        """A lookup."""
+        with self._lock:
+            self._counts += counts
+            self._lookups += 1
+            for name, count in num_keys.items():
+                self._keys[name] += count
+
+    def add_predict(self) -> None:
+        """A prediction."""
+        with self._lock:
+            self._predicts += 1
+
+    def add_update(self) -> None:
+        """An update."""
+        with self._lock:
+            self._updates += 1
+
+    def stats(self) -> dict[str, Any]:
+        """All of it."""
+        with self._lock:
+            counts, keys = self._counts.copy(), dict(self._keys)
+            done = {"lookups": self._lookups, "predicts": self._predicts, "updates": self._updates}
+        tables = {}
+        for name, line in zip(self._names, counts, strict=True):
+            of = dict(zip(COUNTS, line.tolist(), strict=True))
+            tables[name] = _rates(keys[name], of["num_found"], of["num_missing"])
+        names = ("keys", "hits", "missing", "padding")
+        total = {name: sum(table[name] for table in tables.values()) for name in names}
+        return {**done, **_rates(total["keys"], total["hits"], total["missing"]), "tables": tables}
+
+
+def _rates(keys: int, hits: int, missing: int) -> dict[str, Any]:
+    """Keys that are found, and those that are not; the rest is padding."""
+    rate = hits / (hits + missing) if hits + missing else 1.0
+    return {"keys": keys, "hits": hits, "missing": missing, "padding": keys - hits - missing, "hit_rate": rate}
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def _looked_up(
+    tables: FrozenTables, words: jaxtyping.UInt32[Any, "num_keys 2"], sizes: tuple[tuple[str, int], ...]
+) -> tuple[dict[str, Array], Array]:
+    """The rows of the keys of some tables, that lie behind each other, and what became of them."""
+    inputs, start = {}, 0
+    for name, size in sizes:
+        inputs[name] = lookup_lib.LookupInput(name, words[start : start + size])
+        start += size
+    return lookup_lib.lookup_with_counts(tables, inputs)
+
+
+def _padded(keys: np.ndarray, size: int) -> np.ndarray:
+    """Keys as words, filled up with padding."""
+    words = keys_lib.padding_words((size,))
+    words[: keys.size] = keys_lib.to_words(keys.reshape(-1))
+    return words
+
+
+def _integers(given: Any, what: str) -> np.ndarray:
+    """Keys as an array of integers."""
+    if isinstance(given, jax.Array):
+        raise RequestError(
+            f"{what}: keys: got a jax.Array, which may be an int64 that JAX narrowed, wanted NumPy integers."
+        )
+    try:
+        array = np.asarray(given)
+    except (ValueError, OverflowError) as error:
+        raise RequestError(f"{what}: keys: got no array ({error}), wanted NumPy integers.") from error
+    if array.dtype.kind not in "iu":
+        raise RequestError(
+            f"{what}: keys: got {array.dtype}{list(array.shape)}, wanted integers; pass NumPy int64 or uint64."
+        )
+    if array.ndim == 0:
+        raise RequestError(f"{what}: keys: got a scalar, wanted an array of at least one axis.")
+    return array
+
+
+def _device(number: int, model: ModelConfig, given: Any) -> Any:
+    """Where the rows of a model lie."""
+    if model.tier == "host":
+        return jax.local_devices(backend="cpu")[0]
+    if given is not None:
+        return given
+    devices = jax.local_devices()
+    if model.device_id >= len(devices):
+        raise ConfigError(
+            f"open: models[{number}].deployed_device_list: got {model.device_id}, wanted 0 to {len(devices) - 1}, the "
+            "devices that are there; or pass device=.",
+            path=f"models[{number}].deployed_device_list",
+        )
+    return devices[model.device_id]
+
+
+def _dense_model(op: str, config: ModelConfig, path: str | os.PathLike[str], spec: FrozenSpec) -> artifact.ServedModel:
+    """An artifact, checked to fit the tables."""
+    served = artifact.load_model(path)
+    tables = {table.name: table for table in itertools.chain(*spec.stores)}
+    for name, wanted in served.tables.items():
+        what = f'{op}: model "{config.model}": dense_file: got "{path}", which wants'
+        if name not in tables:
+            raise UnknownTableError(f'{what} a table "{name}", wanted one of tables among {sorted(tables)}.')
+        got = tables[name]
+        if (got.dim, got.dtype) != (wanted.dim, wanted.dtype):
+            raise ServingError(
+                f'{what} table "{name}" of {wanted.dtype}[{wanted.dim}], wanted {got.dtype}[{got.dim}], as it is '
+                "served; export the model over tables of that dtype."
+            )
+    return served
+
+
+def _example(spec: artifact.InputSpec, num_samples: int) -> Any:
+    """An input to compile programs with: no keys, and zeros."""
+    if isinstance(spec, artifact.BagsInput):
+        keys = np.full(num_samples, np.uint64(PADDING_KEY))
+        weights = np.zeros(num_samples, np.float32) if spec.is_weighted else None
+        return Bags(keys, offsets=np.arange(num_samples + 1), weights=weights)
+    if isinstance(spec, artifact.KeysInput):
+        return np.full((num_samples, *spec.shape), np.uint64(PADDING_KEY))
+    return np.zeros((num_samples, *spec.shape), spec.dtype)

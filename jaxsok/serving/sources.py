@@ -1,0 +1,348 @@
+"""Where frozen tables come from: folders on this machine, as streams of rows with their keys.
+
+A folder is one of three: an HPS directory (`key`, `emb_vector`), an export of `jaxsok.checkpoint` (with what its deltas
+rest on), or a step of an Orbax checkpoint with jaxsok's tables below it. `open_table` gives the rows to serve, and
+`open_delta` what one delta changes. Everything is checked when it is opened, sizes, checksums and keys, before the
+first row is given out.
+"""
+
+import dataclasses
+import os
+import pathlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Literal
+
+import numpy as np
+
+from jaxsok.checkpoint import manifest as manifest_lib
+from jaxsok.checkpoint.exports import chain_of
+from jaxsok.checkpoint.files import key_batches
+from jaxsok.checkpoint.restore import Source
+from jaxsok.interchange import files as files_lib
+from jaxsok.interchange.hps import read_hps
+from jaxsok.records import Records
+from jaxsok.serving.errors import ServingError, UnknownTableError
+
+Path = str | os.PathLike[str]
+KeyBits = Literal[32, 64]
+_HPS_FILES = ("key", "emb_vector")
+_ORBAX_TEMPORARY = ".orbax-checkpoint-tmp"  # in the name of a folder that Orbax has not committed
+
+
+@dataclasses.dataclass(frozen=True)
+class TableSource:
+    """Rows of one table in checked files. Its methods read them again whenever they are called.
+
+    A file that changes while it is read is refused, as far as its checksum or its size tell.
+    """
+
+    table: str
+    path: pathlib.Path
+    """Of the folder with the files; of a chain, the last link's."""
+    dim: int
+    dtype: str
+    """Of the rows: "float32", "bfloat16" or "float16"; float32 of a chain whose links differ."""
+    num_rows: int
+    """That `chunks` gives, exactly: of a chain, rows that a later link replaces or removes are not counted."""
+    num_tombstones: int
+    """That `tombstones` gives."""
+    uuid: str | None
+    """By which the next delta knows what it rests on; None: an HPS directory, on which none can."""
+    base: str | None
+    """The `uuid` that the delta rests on; None: it is no delta, but all of a table."""
+    start: Callable[[], Iterator[Records]] = dataclasses.field(repr=False)
+    start_tombstones: Callable[[], Iterator[np.ndarray]] = dataclasses.field(repr=False)
+
+    def chunks(self) -> Iterator[Records]:
+        """The rows, some at a time: distinct keys (uint64), rows, and statistics where they were kept."""
+        return self.start()
+
+    def __iter__(self) -> Iterator[Records]:
+        """The same: it is what `freeze_records` takes."""
+        return self.chunks()
+
+    def tombstones(self) -> Iterator[np.ndarray]:
+        """Keys that are gone since the base, uint64, some at a time. A delta removes them before its rows come in."""
+        return self.start_tombstones()
+
+
+def open_table(path: Path, *, table: str, dim: int, key_bits: KeyBits = 64, op: str = "open_table") -> TableSource:
+    """Opens all rows of a table.
+
+    Args:
+      path: of an HPS directory; of a folder of `export_full`, or of a delta, whose chain is looked for beside it; or of
+        a step of an Orbax checkpoint that has one item of jaxsok's tables.
+      table: its name in an export or a checkpoint; an HPS directory has one table, without a name.
+      dim: that it must have.
+      key_bits: 32: keys are cut to their low 32 bits, as HPS does where `supportlonglong` is false.
+      op: named in errors.
+
+    Returns:
+      The rows, with what the last delta left of them, and no tombstones.
+
+    Raises:
+      FileNotFoundError: there is nothing of the kind.
+      UnknownTableError: there are other tables.
+      ServingError: another dim, or several folders of tables.
+      ValueError: of an HPS directory, files that are empty or of odd size, keys that occur twice: names file and byte.
+        Keys that are equal when they are cut. A delta whose chain is not there.
+      CorruptFileError: files of an export are damaged.
+
+    Cost:
+      Reads all files of the table once (of HPS: all keys), and for a chain or cut keys again, to count and to compare.
+      Memory: a chunk (64 MiB, or as the export was written); for HPS and for cut keys 8 bytes a key, twice, but at most
+      512 MiB; and 12 bytes for each key of a chain's deltas, for as long as the result lives.
+
+    Example:
+      >>> import tempfile
+      >>> from jaxsok.interchange.hps import write_hps
+      >>> with tempfile.TemporaryDirectory() as folder:
+      ...     records = Records(np.array([7, 9], np.uint64), np.ones((2, 4), np.float32))
+      ...     _ = write_hps(folder, records)
+      ...     source = open_table(folder, table="user", dim=4)
+      ...     source.num_rows, source.dtype, [chunk.keys.tolist() for chunk in source.chunks()]
+      (2, 'float32', [[7, 9]])
+    """
+    files_lib.check_dim(op, dim)
+    folder, is_hps = _found(op, path, table)
+    if is_hps:
+        return _of_hps(op, folder, table, int(dim), key_bits)
+    chain = chain_of(op, folder)
+    for link in chain:
+        _check(link, table, int(dim))
+    latest = _Latest.of(chain, table)
+    num_rows = _num_rows(chain, table, latest, key_bits)
+    last = chain[-1]
+    return TableSource(
+        table,
+        folder,
+        int(dim),
+        _dtype(chain, table),
+        num_rows,
+        0,
+        last.manifest["uuid"],
+        None,
+        lambda: _records(chain, table, latest, key_bits),
+        lambda: iter(()),
+    )
+
+
+def open_delta(path: Path, *, table: str, dim: int, key_bits: KeyBits = 64, op: str = "open_delta") -> TableSource:
+    """Opens what one delta changes in a table: rows that come or are replaced, and keys that go.
+
+    Whoever serves what `base` names has, after it, what `uuid` names. The chain need not be there.
+
+    Args:
+      path: of a folder of `export_delta`.
+      table: its name.
+      dim: that it must have.
+      key_bits: as the table was opened with.
+      op: named in errors.
+
+    Raises:
+      ServingError: it is no delta, or has another dim. Otherwise as `open_table`.
+
+    Cost:
+      Reads all files of the table in the delta once.
+
+    Example:
+      `delta = open_delta("tuesday", table="user", dim=16)`, then `delta.tombstones()` and `delta.chunks()`
+    """
+    files_lib.check_dim(op, dim)
+    folder, is_hps = _found(op, path, table)
+    if is_hps or not is_delta(folder):
+        kind = "an HPS directory" if is_hps else "an export of all rows"
+        raise ServingError(f'{op}: path: got "{folder}", {kind}, wanted a folder of export_delta; use open_table.')
+    link = Source.of(op, folder)
+    _check(link, table, int(dim))
+    alone = [link]
+    num_rows = _num_rows(alone, table, None, key_bits)
+    gone = sum(file.entry["num_rows"] for file in link.files(table, manifest_lib.TOMBSTONES))
+
+    def tombstones() -> Iterator[np.ndarray]:
+        for keys in key_batches(link.files(table, manifest_lib.TOMBSTONES)):
+            yield _cut(keys, key_bits)
+
+    return TableSource(
+        table,
+        folder,
+        int(dim),
+        link.form(table).dtype,
+        num_rows,
+        gone,
+        link.manifest["uuid"],
+        link.manifest["base"],
+        lambda: _records(alone, table, None, key_bits),
+        tombstones,
+    )
+
+
+def is_delta(path: Path) -> bool:
+    """Whether a folder is one of `export_delta`.
+
+    Raises:
+      CorruptFileError: its manifest is damaged.
+    """
+    folder = pathlib.Path(path)
+    return (folder / manifest_lib.NAME).is_file() and Source.of("is_delta", folder).manifest["kind"] == "delta"
+
+
+# Folders -------------------------------------------------------------------------------------------------------------
+
+
+def _found(op: str, path: Path, table: str) -> tuple[pathlib.Path, bool]:
+    """The folder that has the files, and whether it is an HPS directory."""
+    folder = pathlib.Path(path)
+    what = f'{op}: table "{table}": path: got "{folder}"'
+    wanted = (
+        "a folder with the files key and emb_vector (HPS), an export of jaxsok.checkpoint, or a step of an Orbax "
+        "checkpoint"
+    )
+    if not folder.is_dir():
+        kind = "which is a file" if folder.exists() else "which is not there"
+        raise FileNotFoundError(f"{what}, {kind}, wanted {wanted}.")
+    if (folder / manifest_lib.NAME).is_file():
+        return folder, False
+    if any((folder / name).is_file() for name in _HPS_FILES):
+        return folder, True
+    below = [one for one in _folders(folder) if (one / manifest_lib.NAME).is_file()]
+    if len(below) == 1:
+        return below[0], False
+    if below:
+        names = sorted(one.name for one in below)
+        raise ServingError(
+            f"{what} with saved tables in {names}, wanted one folder of them; name the one that is meant."
+        )
+    steps = sorted(
+        {one.name for one in _folders(folder) for two in _folders(one) if (two / manifest_lib.NAME).is_file()}
+    )
+    if steps:
+        raise ServingError(f"{what}, which has checkpoints in {steps}, wanted one of them; name the step's folder.")
+    raise FileNotFoundError(f"{what}, which has none of that, wanted {wanted}; a save that did not end leaves none.")
+
+
+def _folders(folder: pathlib.Path) -> list[pathlib.Path]:
+    """Those directly below that are committed."""
+    return [one for one in folder.iterdir() if one.is_dir() and _ORBAX_TEMPORARY not in one.name]
+
+
+def _check(link: Source, table: str, dim: int) -> None:
+    """Refuses a folder without the table, with another dim, or damaged."""
+    if table not in link.manifest["tables"]:
+        raise UnknownTableError.of(link.op, table, link.manifest["tables"], f'"{link.folder}"')
+    got = link.form(table).dim
+    if got != dim:
+        raise ServingError(f'{link.op}: table "{table}": dim: got {got} in "{link.folder}", wanted {dim}.')
+    link.check([table])
+    # Not the keys that wait for a row, nor Bloom filters: nothing of them is served.
+    for kind in (manifest_lib.ROWS, manifest_lib.TOMBSTONES):
+        for file in link.files(table, kind):
+            file.verify()
+
+
+# HPS -----------------------------------------------------------------------------------------------------------------
+
+
+def _of_hps(op: str, folder: pathlib.Path, table: str, dim: int, key_bits: KeyBits) -> TableSource:
+    chunks = read_hps(folder, dim=dim)
+    if key_bits == 32:
+        path = folder / "key"
+        raw = files_lib.RawArray(op, path, np.dtype("<i8"), (chunks.num_rows,))
+        at_once = files_lib.CHUNK_BYTES // raw.row_bytes
+        starts = files_lib.starts(chunks.num_rows, at_once)
+        files_lib.check_keys(
+            f"{op}: keys cut to 32 bits",
+            chunks.num_rows,
+            lambda: (_cut(raw.read_keys(start, start + at_once), 32) for start in starts),
+            lambda number: f"{path}: byte {raw.byte_of(number)}",
+        )
+
+    def records() -> Iterator[Records]:
+        for chunk in chunks:
+            yield dataclasses.replace(chunk, keys=_cut(chunk.keys, key_bits))
+
+    return TableSource(table, folder, dim, "float32", chunks.num_rows, 0, None, None, records, lambda: iter(()))
+
+
+def _cut(keys: np.ndarray, key_bits: KeyBits) -> np.ndarray:
+    """The low bits of keys."""
+    return keys & np.uint64(2**32 - 1) if key_bits == 32 else keys
+
+
+# Chains --------------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class _Latest:
+    """For each key that a delta of a chain names: the last link that does, by a row or by a tombstone."""
+
+    keys: np.ndarray
+    """uint64, ascending."""
+    links: np.ndarray
+    """uint32: the number of the link."""
+
+    @classmethod
+    def of(cls, chain: Sequence[Source], table: str) -> "_Latest | None":
+        """None: there are no deltas."""
+        if len(chain) == 1:
+            return None
+        keys, links = np.zeros(0, np.uint64), np.zeros(0, np.uint32)
+        for number, link in enumerate(chain[1:], 1):
+            kinds = (manifest_lib.ROWS, manifest_lib.TOMBSTONES)
+            named = [batch.copy() for kind in kinds for batch in key_batches(link.files(table, kind))]
+            if not named:
+                continue
+            mine = np.unique(np.concatenate(named))
+            # The first of equal keys stays: the later link's.
+            both = np.concatenate([mine, keys])
+            keys, first = np.unique(both, return_index=True)
+            links = np.concatenate([np.full(mine.size, number, np.uint32), links])[first]
+        return cls(keys, links)
+
+    def is_live(self, keys: np.ndarray, link: int) -> np.ndarray:
+        """Whether rows of a link are those of the whole chain: bool[num_keys]."""
+        if self.keys.size == 0:
+            return np.ones(keys.shape, bool)
+        places = np.minimum(np.searchsorted(self.keys, keys), self.keys.size - 1)
+        return (self.keys[places] != keys) | (self.links[places] == link)
+
+
+def _live_keys(chain: Sequence[Source], table: str, latest: _Latest | None) -> Iterator[np.ndarray]:
+    for number, link in enumerate(chain):
+        for keys in key_batches(link.files(table)):
+            yield keys if latest is None else keys[latest.is_live(keys, number)]
+
+
+def _num_rows(chain: Sequence[Source], table: str, latest: _Latest | None, key_bits: KeyBits) -> int:
+    """How many rows a chain has; refuses keys that are equal when they are cut."""
+    if latest is None:
+        num_rows = chain[0].manifest["tables"][table]["num_rows"]
+    else:
+        num_rows = sum(keys.size for keys in _live_keys(chain, table, latest))
+    if key_bits == 32:
+        files_lib.check_keys(
+            f"{chain[0].op}: keys cut to 32 bits",
+            num_rows,
+            lambda: (_cut(keys, 32) for keys in _live_keys(chain, table, latest)),
+            lambda number: f'"{chain[-1].folder}": table "{table}": row {number}',
+        )
+    return num_rows
+
+
+def _records(chain: Sequence[Source], table: str, latest: _Latest | None, key_bits: KeyBits) -> Iterator[Records]:
+    """The rows of a chain, without optimizer state."""
+    dtype = files_lib.ROW_DTYPES[_dtype(chain, table)]
+    for number, link in enumerate(chain):
+        for records in link.records(table):
+            is_live = None if latest is None else latest.is_live(records.keys, number)
+            if is_live is not None and not is_live.all():
+                records = records.take(is_live)
+            if records.num_rows:
+                rows = records.rows.astype(dtype, copy=False)
+                yield dataclasses.replace(records, keys=_cut(records.keys, key_bits), rows=rows, state={})
+
+
+def _dtype(chain: Sequence[Source], table: str) -> str:
+    """Of the rows of all links: their own, or float32, which holds them all exactly."""
+    dtypes = {link.form(table).dtype for link in chain}
+    return dtypes.pop() if len(dtypes) == 1 else "float32"

@@ -1,0 +1,577 @@
+"""Tables that change while they are served: versions, side by side or in place.
+
+A version is a value. An update makes the next one *beside* it, which copies only the arrays of the stores that change,
+and swaps one reference; or, where two copies do not fit, *in place*: changed rows are scattered into donated arrays
+while readers wait. Either way everything is read and checked before anything is touched, a reader sees all tables of
+one version, and an update that fails leaves what was served.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import os
+import pathlib
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from jaxsok.records import Records
+from jaxsok.serving import sources as sources_lib
+from jaxsok.serving.errors import ServingError, UnknownTableError
+from jaxsok.serving.frozen import (
+    FrozenStore,
+    FrozenTable,
+    FrozenTables,
+    SizedRecords,
+    check_records,
+    freeze_records,
+    frozen_bytes,
+    lines_of,
+    write_lines,
+)
+from jaxsok.serving.row_map import RowMap
+from jaxsok.serving.sources import TableSource
+from jaxsok.types import NO_ROW
+
+InPlace = bool | Literal["auto"]
+Source = str | os.PathLike[str] | Mapping[str, str | os.PathLike[str]]
+
+PIECE_BYTES = 32 * 2**20
+"""Of rows that cross to the device at a time."""
+
+_HPS_FILES = ("key", "emb_vector")
+
+
+@dataclasses.dataclass(frozen=True)
+class Version:
+    """What is served at one time."""
+
+    number: int
+    """1 at first; each update adds one."""
+    tables: FrozenTables
+    num_rows: Mapping[str, int]
+    """Of each table."""
+    files: Mapping[str, str]
+    """The folder that each table was last changed by."""
+    uuids: Mapping[str, str | None]
+    """Which export each table holds; None: no delta can follow."""
+    served: Any = None
+    """The dense model (`artifact.ServedModel`), or None."""
+    dense_file: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Change:
+    """What an update does to one table."""
+
+    table: FrozenTable
+    source: TableSource
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it brings all rows: those that it does not name go."""
+        return self.source.base is None
+
+    def pieces(self) -> Iterator[Records]:
+        """Its rows, few enough for one write."""
+        most = max(1, PIECE_BYTES // self.table.row_bytes)
+        for records in self.source.chunks():
+            check_records("update", self.table, records)
+            for start in range(0, records.num_rows, most):
+                yield records.take(slice(start, start + most))
+
+
+Publish = Callable[[Version, tuple[RowMap, ...], Mapping[str, np.ndarray]], None]
+
+
+class Gate:
+    """Many readers, or one writer, who comes before readers that ask after him.
+
+    Example:
+      >>> gate = Gate()
+      >>> with gate.reading(), gate.reading():
+      ...     pass
+      >>> with gate.writing():
+      ...     pass
+    """
+
+    def __init__(self) -> None:
+        """Open."""
+        self._changed = threading.Condition()
+        self._readers, self._writers = 0, 0
+
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[None]:
+        """Among readers."""
+        with self._changed:
+            while self._writers:
+                self._changed.wait()
+            self._readers += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._readers -= 1
+                if not self._readers:
+                    self._changed.notify_all()
+
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[None]:
+        """Alone. One thread at a time may ask."""
+        with self._changed:
+            self._writers += 1
+            while self._readers:
+                self._changed.wait()
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._writers -= 1
+                self._changed.notify_all()
+
+
+class Versions:
+    """The versions of one model's tables, whose rows all lie on one device."""
+
+    def __init__(
+        self,
+        name: str,
+        given: Sequence[tuple[FrozenTable, TableSource]],
+        *,
+        device: Any,
+        key_bits: sources_lib.KeyBits,
+        spare_rows: int,
+        room: Callable[[], int | None],
+        served: Any = None,
+        dense_file: str = "",
+        can_donate: bool = True,
+    ) -> None:
+        """Loads the first version.
+
+        Args:
+          name: of the model, for messages.
+          given: the tables, and what is in them.
+          device: where the rows lie.
+          key_bits: as the sources were opened with.
+          spare_rows: rows of each table that updates in place may add.
+          room: bytes that are free on the device now; None: it cannot be known.
+          served: the dense model.
+          dense_file: where that came from.
+          can_donate: whether rows may be changed where they lie: False if others read them beside `reading`.
+
+        Raises:
+          ServingError: there is no room.
+        """
+        self.name, self.device, self.spare_rows = name, device, spare_rows
+        self.key_bits: sources_lib.KeyBits = key_bits
+        self._room, self._can_donate = room, can_donate
+        self._gate, self._updating = Gate(), threading.Lock()
+        needed = sum(sum(frozen_bytes(table, source.num_rows + spare_rows).values()) for table, source in given)
+        free = room()
+        if free is not None and needed > free:
+            raise ServingError(
+                f'open: model "{name}": memory: got {free} bytes free on {device}, wanted {needed} for its tables; '
+                "take a smaller row_dtype, or a gpucacheper below 1."
+            )
+        tables, maps = freeze_records(
+            [(table, SizedRecords(source.num_rows, source.chunks())) for table, source in given],
+            spare_rows=spare_rows,
+            device=device,
+        )
+        self._maps: tuple[RowMap, ...] = maps
+        self._current = Version(
+            number=1,
+            tables=tables,
+            num_rows=_num_rows(tables, maps),
+            files={table.name: str(source.path) for table, source in given},
+            uuids={table.name: source.uuid for table, source in given},
+            served=served,
+            dense_file=dense_file,
+        )
+        self.num_in_place = 0
+
+    @property
+    def current(self) -> Version:
+        """The latest; to look at, not to look up in, which is what `reading` is for."""
+        return self._current
+
+    @property
+    def host_bytes(self) -> int:
+        """Of the maps of rows."""
+        return sum(one.num_bytes for one in self._maps)
+
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[Version]:
+        """A version whose arrays nobody takes away until work over them is dispatched."""
+        with self._gate.reading():
+            yield self._current
+
+    def update(
+        self,
+        source: Source | None,
+        *,
+        in_place: InPlace,
+        served: Any = None,
+        dense_file: str | None = None,
+        prepare: Callable[[Version, Version], None] = lambda old, new: None,
+        publish: Publish = lambda new, maps, changed: None,
+    ) -> Version:
+        """Makes the next version and serves it.
+
+        Args:
+          source: see `Session.update`; None: tables stay.
+          in_place: see `Session.update`.
+          served: another dense model, with `dense_file`; None: it stays.
+          dense_file: where that came from.
+          prepare: called with the old and the new version before the new one is served; raises if it cannot be.
+          publish: called with the new version when it is whole, the maps of its stores, and the keys of each table that
+            changed or went; has those read it who do not by `reading`.
+
+        Raises:
+          ServingError: it cannot be done; nothing has changed.
+        """
+        if not (isinstance(in_place, bool) or in_place == "auto"):
+            raise ServingError(f'update: in_place: got {in_place!r}, wanted True, False or "auto".')
+        if in_place is True and not self._can_donate:
+            raise ServingError(
+                f'update: in_place: got True for model "{self.name}", whose rows lie in host memory below a cache, '
+                'wanted False or "auto"; only rows on the device are changed where they lie.'
+            )
+        with self._updating:
+            old = self._current
+            changes = [] if source is None else read_changes(self.name, source, old, self.key_bits)
+            new = dataclasses.replace(
+                old,
+                number=old.number + 1,
+                files={**old.files, **{change.table.name: str(change.source.path) for change in changes}},
+                uuids={**old.uuids, **{change.table.name: change.source.uuid for change in changes}},
+                served=old.served if dense_file is None else served,
+                dense_file=old.dense_file if dense_file is None else dense_file,
+            )
+            plans, is_in_place = self._planned(old.tables, changes, in_place)
+            maps = list(self._maps)
+            for plan in plans:
+                maps[plan.store] = plan.row_map
+            new = dataclasses.replace(new, num_rows=_num_rows(old.tables, maps))
+            if is_in_place:
+                self._write_in_place(old, new, plans, prepare)
+                self.num_in_place += 1
+            else:
+                stores = list(old.tables.stores)
+                for plan in plans:
+                    stores[plan.store] = plan.copied(stores[plan.store], self.device)
+                new = dataclasses.replace(new, tables=dataclasses.replace(old.tables, stores=tuple(stores)))
+                jax.block_until_ready(new.tables)  # what fails fails here, and no reader waits for it
+                prepare(old, new)
+                publish(new, tuple(maps), {name: keys for plan in plans for name, keys in plan.changed.items()})
+                self._current = new
+            self._maps = tuple(maps)
+            return self._current
+
+    @property
+    def maps(self) -> tuple[RowMap, ...]:
+        """Of the rows of the latest version; not to be changed."""
+        return self._maps
+
+    # Planning --------------------------------------------------------------------------------------------------------
+
+    def _planned(
+        self, tables: FrozenTables, changes: Sequence[Change], in_place: InPlace
+    ) -> tuple[list["_StorePlan"], bool]:
+        """What becomes of each store that changes, and whether in place. Reads all keys; refuses what cannot be."""
+        of_store: dict[int, list[Change]] = {}
+        for change in changes:
+            of_store.setdefault(tables.spec.places[change.table.name][0], []).append(change)
+        plans = [self._plan(tables, s, mine) for s, mine in of_store.items()]
+        beside = sum(plan.bytes_beside(tables.stores[plan.store]) for plan in plans)
+        within = sum(64 * plan.row_map.num_buckets for plan in plans) + max((p.piece_bytes for p in plans), default=0)
+        free = self._room()
+        fits = free is None or beside <= free
+        if in_place is False or (in_place == "auto" and (fits or not self._can_donate)):
+            if not fits:
+                raise ServingError(
+                    f'update: model "{self.name}": memory: got {free} bytes free on {self.device}, wanted {beside} for '
+                    'a copy of what changes; pass in_place=True (or "auto"), which changes rows where they lie.'
+                )
+            return plans, False
+        too_many = [plan for plan in plans if plan.row_map.capacity > tables.stores[plan.store].capacity]
+        for plan in too_many:
+            names = ", ".join(f'"{table.name}"' for table in tables.spec.stores[plan.store])
+            also = "" if in_place is True else f" A copy needs {beside} bytes, and {free} are free."
+            raise ServingError(
+                f'update: model "{self.name}": rows: got {plan.num_needed} for the tables {names}, wanted at most '
+                f"{tables.stores[plan.store].capacity} to update in place; open with more spare_rows.{also}"
+            )
+        if free is not None and within > free:
+            raise ServingError(
+                f'update: model "{self.name}": memory: got {free} bytes free on {self.device}, wanted {within} for an '
+                f"index and a piece of rows to update in place, or {beside} for a copy of what changes."
+            )
+        return plans, True
+
+    def _plan(self, tables: FrozenTables, s: int, changes: Sequence[Change]) -> "_StorePlan":
+        """The map of a store's rows as it will be."""
+        old, spec = self._maps[s], tables.spec.stores[s]
+        number_of = {table.name: number for number, table in enumerate(spec)}
+        keys = {change.table.name: _all_keys(change) for change in changes}
+        is_fresh = len(changes) == len(spec) and all(change.is_whole for change in changes)
+        changed = dict(keys)
+        if is_fresh:
+            for name in keys:
+                changed[name] = np.concatenate([keys[name], old.keys_of(number_of[name])[0]])
+            num_needed = sum(len(mine) for mine in keys.values())
+            row_map = RowMap(len(spec), self._capacity(old.capacity, num_needed, len(spec)))
+        else:
+            row_map = old.copy()
+            for change in changes:
+                number = number_of[change.table.name]
+                gone = _gone(row_map, number, change, keys[change.table.name])
+                row_map.remove(number, gone)
+                changed[change.table.name] = np.concatenate([keys[change.table.name], gone])
+            num_new = sum(int((row_map.find(number_of[name], mine) == NO_ROW).sum()) for name, mine in keys.items())
+            num_needed = int(row_map.table_rows.sum()) + num_new
+            row_map.grow(self._capacity(old.capacity, num_needed, len(spec)))
+        for name, mine in keys.items():
+            row_map.place(number_of[name], mine)
+        return _StorePlan(s, row_map, list(changes), number_of, num_needed, is_fresh, changed)
+
+    def _capacity(self, now: int, num_needed: int, num_tables: int) -> int:
+        """Rows of a store: as many as it has, so that programs stay, unless those are too few."""
+        if num_needed <= now:
+            return now
+        return num_needed + max(num_tables * self.spare_rows, num_needed // 16)  # so that not each update is too many
+
+    # In place --------------------------------------------------------------------------------------------------------
+
+    def _write_in_place(
+        self, old: Version, new: Version, plans: Sequence["_StorePlan"], prepare: Callable[[Version, Version], None]
+    ) -> None:
+        """Scatters changed rows into the arrays that are served. Rows are made ready before readers are stopped."""
+        staged = [(plan, *piece) for plan in plans for piece in plan.lines()]
+        before = [_lines_at(old.tables.stores[plan.store], row_ids) for plan, row_ids, _, _ in staged]
+        indices = {plan.store: plan.row_map.index(self.device) for plan in plans}
+        jax.block_until_ready(indices)
+        prepare(old, dataclasses.replace(new, tables=_with_indices(old.tables, indices)))
+        stores, done = list(old.tables.stores), 0
+        with self._gate.writing():
+            try:
+                for plan, row_ids, lines, scales in staged:
+                    stores[plan.store] = write_lines(stores[plan.store], row_ids, lines, scales, donate=True)
+                    done += 1
+                jax.block_until_ready([store.rows for store in stores])
+            except BaseException:
+                for (plan, row_ids, _, _), was in zip(staged[:done], before[:done], strict=True):
+                    stores[plan.store] = write_lines(stores[plan.store], row_ids, *was, donate=True)
+                self._current = dataclasses.replace(old, tables=_with_stores(old.tables, stores))
+                raise
+            self._current = dataclasses.replace(new, tables=_with_indices(_with_stores(old.tables, stores), indices))
+
+
+@dataclasses.dataclass(frozen=True)
+class _StorePlan:
+    """What becomes of one store."""
+
+    store: int
+    row_map: RowMap
+    """As it will be."""
+    changes: list[Change]
+    number_of: Mapping[str, int]
+    """Of each table in the store."""
+    num_needed: int
+    """Rows in use."""
+    is_fresh: bool
+    """Whether no row of the old store stays."""
+    changed: Mapping[str, np.ndarray]
+    """The keys of each table that have other rows, or none any more."""
+
+    @property
+    def piece_bytes(self) -> int:
+        """Of device memory, while rows are written."""
+        most = max((change.source.num_rows * change.table.row_bytes for change in self.changes), default=0)
+        return 2 * min(PIECE_BYTES, most)  # padded to a power of two
+
+    def bytes_beside(self, old: FrozenStore) -> int:
+        """Of a copy of the store."""
+        table = self.changes[0].table
+        has_rows = any(change.source.num_rows for change in self.changes) or self.row_map.capacity != old.capacity
+        return (self.row_map.capacity * table.row_bytes + self.piece_bytes) * has_rows + 64 * self.row_map.num_buckets
+
+    def lines(self) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray | None]]:
+        """The changed rows as they are stored: row ids, lines and scales."""
+        for change in self.changes:
+            for records in change.pieces():
+                row_ids = self.row_map.find(self.number_of[change.table.name], records.keys)
+                if (row_ids == NO_ROW).any():
+                    raise ServingError(
+                        f'update: table "{change.table.name}": path: "{change.source.path}" changed while it was read; '
+                        "write a new folder for each update."
+                    )
+                yield row_ids, *lines_of(change.table, records.rows)
+
+    def copied(self, old: FrozenStore, device: Any) -> FrozenStore:
+        """The next version of the store, beside it; rows are shared where none changes."""
+        capacity, store, is_mine = self.row_map.capacity, old, False
+        if self.is_fresh or capacity != old.capacity:
+            with jax.default_device(device):
+                longer = _zeros_of if self.is_fresh else _longer
+                rows, scales = longer(old.rows, capacity), tuple(longer(one, capacity) for one in old.scales)
+            store, is_mine = dataclasses.replace(old, rows=rows, scales=scales), True
+        for row_ids, lines, scales in self.lines():
+            store = write_lines(store, row_ids, lines, scales, donate=is_mine)
+            is_mine = True
+        index, counters = self.row_map.index(device)
+        return dataclasses.replace(store, index=index, counters=counters)
+
+
+# Sources -------------------------------------------------------------------------------------------------------------
+
+
+def read_changes(model: str, source: Source, version: Version, key_bits: sources_lib.KeyBits) -> list[Change]:
+    """Opens and checks what an update brings.
+
+    Args:
+      model: for messages.
+      source: a folder, or folders by table.
+      version: that it comes after.
+      key_bits: of the tables.
+
+    Raises:
+      ServingError: a delta that rests on something else, or nothing that the model has; and as `open_table`.
+    """
+    tables, op = version.tables.tables, "update"
+    if isinstance(source, Mapping):
+        if not source:
+            raise ServingError(f"{op}: source: got no tables, wanted a folder for at least one.")
+        for name in source:
+            if name not in tables:
+                raise UnknownTableError.of(op, name, tables, f'model "{model}"')
+        opened = {name: _opened(op, path, tables[name], key_bits) for name, path in source.items()}
+    else:
+        opened = _of_folder(op, model, pathlib.Path(source), tables, key_bits)
+    for name, one in opened.items():
+        held = version.uuids[name]
+        if one.base is not None and one.base != held:
+            holds = f'holds {held}, from "{version.files[name]}"' if held else "holds no export"
+            again = " (it was applied already)" if one.uuid == held else ""
+            raise ServingError(
+                f'{op}: table "{name}": source: got the delta "{one.path}", which rests on {one.base}{again}, but the '
+                f"table {holds}; apply deltas in order, and none of them twice, or a full export."
+            )
+    return [Change(tables[name], one) for name, one in opened.items()]
+
+
+def _opened(op: str, path: str | os.PathLike[str], table: FrozenTable, key_bits: sources_lib.KeyBits) -> TableSource:
+    open_one = sources_lib.open_delta if sources_lib.is_delta(path) else sources_lib.open_table
+    return open_one(path, table=table.name, dim=table.dim, key_bits=key_bits, op=op)
+
+
+def _of_folder(
+    op: str, model: str, folder: pathlib.Path, tables: Mapping[str, FrozenTable], key_bits: sources_lib.KeyBits
+) -> dict[str, TableSource]:
+    """The tables of a model that a folder has: an export, a checkpoint, HPS directories by name, or one such."""
+    if any((folder / name).is_file() for name in _HPS_FILES):
+        if len(tables) > 1:
+            raise ServingError(
+                f'{op}: source: got the HPS directory "{folder}", which does not name its table, wanted a mapping from '
+                f"tables to folders: the model has {sorted(tables)}."
+            )
+        return {name: _opened(op, folder, table, key_bits) for name, table in tables.items()}
+    below = {
+        name: table for name, table in tables.items() if any((folder / name / one).is_file() for one in _HPS_FILES)
+    }
+    if below:
+        return {name: _opened(op, folder / name, table, key_bits) for name, table in below.items()}
+    found, refused = {}, None
+    for name, table in tables.items():
+        try:
+            found[name] = _opened(op, folder, table, key_bits)
+        except UnknownTableError as error:
+            refused = error
+    if not found and refused is not None:
+        raise UnknownTableError(
+            f'{op}: model "{model}": source: got "{folder}" without any of its tables: {refused}'
+        ) from refused
+    return found
+
+
+def _all_keys(change: Change) -> np.ndarray:
+    """Of the rows that it brings; reads all of them, so that what is damaged or does not fit is found here."""
+    keys = [records.keys.copy() for records in change.pieces()]
+    return np.concatenate(keys) if keys else np.zeros(0, np.uint64)
+
+
+def _gone(row_map: RowMap, number: int, change: Change, keys: np.ndarray) -> np.ndarray:
+    """The keys that a change takes away."""
+    if not change.is_whole:
+        tombstones = [one.copy() for one in change.source.tombstones()]
+        return np.concatenate(tombstones) if tombstones else np.zeros(0, np.uint64)
+    row_ids = row_map.find(number, keys)
+    stays = np.zeros(row_map.capacity, bool)
+    stays[row_ids[row_ids != NO_ROW]] = True
+    held, rows = row_map.keys_of(number)
+    return held[~stays[rows]]
+
+
+# Arrays --------------------------------------------------------------------------------------------------------------
+
+
+def free_bytes(device: Any, limit: int | None, used: int) -> int | None:
+    """Bytes of a device's memory that are free.
+
+    Args:
+      device: of JAX.
+      limit: bytes that may be used; None: as much as the device says that it has.
+      used: bytes that are used, with a limit.
+
+    Returns:
+      None, if there is no limit and the device does not say, as CPUs do not.
+    """
+    if limit is not None:
+        return max(0, limit - used)
+    found = device.memory_stats()
+    if not found or "bytes_limit" not in found:
+        return None
+    return max(0, found["bytes_limit"] - found["bytes_in_use"])
+
+
+def _num_rows(tables: FrozenTables, maps: Sequence[RowMap]) -> dict[str, int]:
+    return {name: int(maps[s].table_rows[number]) for name, (s, number) in tables.spec.places.items()}
+
+
+def _with_stores(tables: FrozenTables, stores: Sequence[FrozenStore]) -> FrozenTables:
+    return dataclasses.replace(tables, stores=tuple(stores))
+
+
+def _with_indices(tables: FrozenTables, indices: Mapping[int, tuple[Array, Array]]) -> FrozenTables:
+    stores = list(tables.stores)
+    for s, (index, counters) in indices.items():
+        stores[s] = dataclasses.replace(stores[s], index=index, counters=counters)
+    return _with_stores(tables, stores)
+
+
+def _lines_at(store: FrozenStore, row_ids: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
+    """Rows of a store as they are stored, on the host."""
+    size = 1 << max(10, (len(row_ids) - 1).bit_length())
+    ids = np.zeros(size, np.uint32)
+    ids[: len(row_ids)] = row_ids
+    lines, scales = _taken(store.rows, store.scales, ids)
+    return np.asarray(lines)[: len(row_ids)], np.asarray(scales[0])[: len(row_ids)] if scales else None
+
+
+@jax.jit
+def _taken(rows: Array, scales: tuple[Array, ...], row_ids: Array) -> tuple[Array, tuple[Array, ...]]:
+    return rows[row_ids], tuple(one[row_ids] for one in scales)
+
+
+def _zeros_of(array: Array, capacity: int) -> Array:
+    return jax.device_put(jnp.zeros((capacity, *array.shape[1:]), array.dtype), array.sharding)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _longer(array: Array, capacity: int) -> Array:
+    return jnp.zeros((capacity, *array.shape[1:]), array.dtype).at[: array.shape[0]].set(array)

@@ -1,0 +1,181 @@
+"""Updates from a folder of the operator's: new exports and deltas are applied in order while the server answers.
+
+A folder's name is its place in the order; digits count as numbers, so `delta-9` stands before `delta-10`. Clients have
+no part in this: what is read is what the operator put into the folder that the command line names.
+"""
+
+import dataclasses
+import logging
+import os
+import pathlib
+import re
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal
+
+_log = logging.getLogger(__name__)
+
+RETRY_S = 60.0
+_UNFINISHED = re.compile(r"^\.|\.(writing|tmp|partial)$")
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """A folder to apply."""
+
+    model: str
+    path: pathlib.Path
+    kind: Literal["full", "delta"]
+
+
+class Watcher:
+    """Looks into a folder again and again, in a thread of its own.
+
+    With one model its exports lie in the folder, or below the model's name; with several below each model's name. An
+    export is what `export_full` and `export_delta` write, or HPS directories; `tables` and `dense` beside each other
+    below one name are switched together. Names that begin with a dot or end in `.writing`, `.tmp` or `.partial` are
+    left alone: write under such a name, then rename, as exports do.
+    """
+
+    def __init__(
+        self,
+        session: Any,
+        folder: str | os.PathLike[str],
+        *,
+        interval_s: float = 2.0,
+        observe: Callable[[str, str], None] | None = None,
+    ) -> None:
+        """Declares; `start` starts.
+
+        Args:
+          session: is updated.
+          folder: must exist.
+          interval_s: between two looks.
+          observe: told the model and "applied", "skipped" or "refused" of each folder.
+
+        Raises:
+          FileNotFoundError: no such folder.
+        """
+        require_folder(folder)
+        self.folder = pathlib.Path(folder)
+        self._session, self._interval_s, self._observe = session, interval_s, observe
+        self._done: set[pathlib.Path] = set()
+        self._refused: dict[pathlib.Path, tuple[float, str]] = {}
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="jaxsok-watch", daemon=True)
+
+    def start(self) -> None:
+        """Begins to look."""
+        self._thread.start()
+
+    def stop(self, timeout_s: float = 30.0) -> bool:
+        """Ends the thread behind the update that it is in; whether it has ended."""
+        self._stop.set()
+        if self._thread.ident is not None:
+            self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _watch(self) -> None:
+        while not self._stop.is_set():
+            try:
+                self.look()
+            except Exception:
+                _log.exception("watch: %s", self.folder)
+            self._stop.wait(self._interval_s)
+
+    def look(self) -> int:
+        """Applies what is new; how many were applied.
+
+        Of the full ones the last that is not refused counts. What stands before something that was applied is skipped.
+        A delta that is refused, since its base is not what is served, or since it is damaged, waits: it is tried again
+        when something else was applied, and each minute.
+        """
+        num_applied = 0
+        for model in self._session.models:
+            pending, start = self._found(model), 0
+            for i in range(len(pending) - 1, -1, -1):
+                if pending[i].kind == "full" and self._apply(pending, i):
+                    num_applied, start = num_applied + 1, i + 1
+                    break
+            for i in range(start, len(pending)):
+                num_applied += pending[i].kind == "delta" and self._apply(pending, i)
+        return num_applied
+
+    def _found(self, model: str) -> list[Found]:
+        """What lies there for a model, in order."""
+        below = self.folder / model
+        if below.is_dir() and _kind_of(below) is None:
+            folders: Iterable[pathlib.Path] = below.iterdir()
+        elif len(self._session.models) == 1:
+            folders = self.folder.iterdir()
+        else:
+            return []
+        made = []
+        for path in sorted(folders, key=_order):
+            if path not in self._done and not _UNFINISHED.search(path.name):
+                kind = _kind_of(path)
+                if kind is not None:
+                    made.append(Found(model, path, kind))
+        return made
+
+    def _apply(self, pending: Sequence[Found], number: int) -> bool:
+        found = pending[number]
+        failed_at, reason = self._refused.get(found.path, (-RETRY_S, ""))
+        if self._stop.is_set() or time.monotonic() - failed_at < RETRY_S:
+            return False
+        tables, dense = found.path / "tables", found.path / "dense"
+        options = {"dense_file": str(dense)} if dense.exists() else {}
+        try:
+            version = self._session.update(str(tables if tables.is_dir() else found.path), model=found.model, **options)
+        except Exception as error:
+            if str(error) != reason:  # told once, not each minute
+                _log.error("watch: %s was refused: %s", found.path, error)
+                self._tell(found, "refused")
+            self._refused[found.path] = (time.monotonic(), str(error))
+            return False
+        _log.info("watch: %s: model %s is at version %s", found.path, found.model, version)
+        self._done.add(found.path)
+        self._tell(found, "applied")
+        for before in pending[:number]:
+            if before.path not in self._done:
+                self._done.add(before.path)
+                self._tell(before, "skipped")
+        # Those that were refused may fit now.
+        self._refused = {path: (-RETRY_S, reason) for path, (_, reason) in self._refused.items()}
+        return True
+
+    def _tell(self, found: Found, result: str) -> None:
+        if self._observe is not None:
+            self._observe(found.model, result)
+
+
+def require_folder(folder: str | os.PathLike[str]) -> None:
+    """Refuses what is no folder.
+
+    Raises:
+      FileNotFoundError: it is none.
+    """
+    if not pathlib.Path(folder).is_dir():
+        raise FileNotFoundError(f'serve: --watch: got "{folder}", wanted a folder that exists.')
+
+
+def _order(path: pathlib.Path) -> list[tuple[int, str]]:
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"([0-9]+)", path.name)]
+
+
+def _kind_of(path: pathlib.Path) -> Literal["full", "delta"] | None:
+    """Whether a folder is an export, and which; None: it is none, or is not complete yet."""
+    if not path.is_dir():
+        return None
+    path = path / "tables" if (path / "tables").is_dir() else path
+    if (path / "manifest.json").is_file():
+        from jaxsok.checkpoint import manifest  # needs PyArrow, which HPS directories do not
+
+        try:
+            return "delta" if manifest.read("watch", path)["kind"] == "delta" else "full"
+        except ValueError:
+            return "delta"  # a damaged one: the session will say so
+    if any((folder / "emb_vector").is_file() for folder in (path, *path.iterdir())):
+        return "full"
+    return None

@@ -1,0 +1,494 @@
+"""The two formats of a body: JSON, and tensors in the safetensors layout. Bytes to arrays and back, nothing else.
+
+Fed by the server with what a client sent, so nothing here trusts a size, a type or a nesting. A binary body is
+
+    u64, little-endian     bytes of the header
+    header, JSON           {"user": {"dtype": "U64", "shape": [2, 3], "data_offsets": [0, 48]}, "__metadata__": {...}}
+    data                   the arrays, row-major and little-endian, without holes, in any order
+
+which the safetensors libraries of several languages read and write. No format here can name code or a file.
+"""
+
+import dataclasses
+import itertools
+import json
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal, NoReturn
+
+import numpy as np
+
+from jaxsok.serving.errors import RequestError, RequestTooLargeError
+
+JSON = "application/json"
+TENSORS = "application/vnd.jaxsok.v1+safetensors"
+MEDIA_TYPES = (JSON, TENSORS)
+
+MAX_HEADER_BYTES = 1 << 20
+MAX_NDIM = 8
+_MAX_AXIS = 2**31 - 1
+_DTYPES = {
+    "U8": "<u1",
+    "U16": "<u2",
+    "U32": "<u4",
+    "U64": "<u8",
+    "I8": "<i1",
+    "I16": "<i2",
+    "I32": "<i4",
+    "I64": "<i8",
+    "F16": "<f2",
+    "F32": "<f4",
+    "F64": "<f8",
+}
+_NAMES = {np.dtype(dtype): name for name, dtype in _DTYPES.items()}
+_KEY = re.compile(r"-?[0-9]{1,20}", re.ASCII)
+_NONFINITE = {math.inf: "Infinity", -math.inf: "-Infinity"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Ragged:
+    """Bags of keys of one input: all keys, and how many of them each sample has."""
+
+    values: np.ndarray
+    lengths: np.ndarray
+    weights: np.ndarray | None = None
+    """float32, one for each key."""
+
+
+def brief(value: Any) -> str:
+    """What a client sent, short enough for a message."""
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:60]}... ({len(text)} characters)"
+
+
+# JSON ------------------------------------------------------------------------------------------------------------
+
+
+def read_json(body: bytes, what: str, fields: Sequence[str]) -> dict[str, Any]:
+    """The object of a body.
+
+    Args:
+      body: UTF-8.
+      what: begins the messages.
+      fields: the names that it must have, and no others.
+
+    Raises:
+      RequestError: not JSON, a name twice, not an object, other fields.
+
+    Example:
+      >>> read_json(b'{"keys": {"user": [7]}}', "lookup", ["keys"])
+      {'keys': {'user': [7]}}
+    """
+
+    def pairs(found: list[tuple[str, Any]]) -> dict[str, Any]:
+        made = dict(found)
+        if len(made) != len(found):
+            names = [name for name, _ in found]
+            twice = next(name for name in names if names.count(name) > 1)
+            raise RequestError(f"{what}: got the name {brief(twice)} twice in one object; give each name once.")
+        return made
+
+    def constant(name: str) -> NoReturn:
+        raise RequestError(f"{what}: got {name}, which is no JSON; numbers must be finite.")
+
+    try:
+        found = json.loads(body.decode(), object_pairs_hook=pairs, parse_constant=constant)
+    except RequestError:
+        raise
+    except RecursionError:
+        raise RequestError(f"{what}: got JSON nested too deeply; lists may have {MAX_NDIM} levels.") from None
+    except ValueError as error:
+        raise RequestError(f"{what}: the body is no JSON: {error}.") from None
+    if not isinstance(found, dict):
+        raise RequestError(f"{what}: got a JSON {_kind(found)}, wanted an object with {_list(fields)}.")
+    if set(found) != set(fields):
+        got = _list(list(found)[:8]) if found else "none"
+        raise RequestError(f"{what}: got the fields {got}, wanted {_list(fields)}.")
+    return found
+
+
+def object_of(value: Any, what: str) -> dict[str, Any]:
+    """The value, which must be an object with at least one name."""
+    if not isinstance(value, dict) or not value:
+        got = "an empty object" if value == {} else f"a JSON {_kind(value)}"
+        raise RequestError(f"{what}: got {got}, wanted an object of arrays by name.")
+    return value
+
+
+def keys_from_json(value: Any, what: str) -> np.ndarray:
+    """Keys of nested lists of one shape: integers, or strings of their digits, from -2**63 to 2**64 - 1.
+
+    Returns:
+      uint64 of the lists' shape; a negative number is the key with the same 64 bits.
+
+    Raises:
+      RequestError: anything else.
+
+    Example:
+      >>> keys_from_json([[1, -1], ["18446744073709551614", 9]], "lookup").tolist()
+      [[1, 18446744073709551615], [18446744073709551614, 9]]
+    """
+    flat, shape, kinds = _flatten(value, what)
+    if str in kinds:
+        for item in flat:
+            if type(item) is str and _KEY.fullmatch(item) is None:
+                raise RequestError(f"{what}: got {brief(item)}, wanted an integer or a string of its digits.")
+        flat, kinds = [int(item) if type(item) is str else item for item in flat], (kinds - {str}) | {int}
+    if kinds - {int}:
+        other = next(item for item in flat if type(item) is not int)
+        raise RequestError(f"{what}: keys must be integers, got {_with_kind(other)}.")
+    try:
+        return np.array(flat, np.int64).view(np.uint64).reshape(shape)
+    except OverflowError:
+        pass
+    for item in flat:
+        if not -(2**63) <= item < 2**64:
+            raise RequestError(f"{what}: got the key {brief(item)}, wanted 64 bits: -2**63 to 2**64 - 1.")
+    return np.array([item % 2**64 for item in flat], np.uint64).reshape(shape)
+
+
+def numbers_from_json(value: Any, dtype: Any, what: str) -> np.ndarray:
+    """Numbers of nested lists of one shape, in a dtype; those that do not fit it are refused.
+
+    Args:
+      value: floats and integers where the dtype is one of floats, else integers; booleans for bool.
+      dtype: of the result.
+      what: begins the messages.
+
+    Raises:
+      RequestError: anything else.
+
+    Example:
+      >>> numbers_from_json([[1, 2.5]], np.float32, "predict").tolist()
+      [[1.0, 2.5]]
+    """
+    dtype = np.dtype(dtype)
+    flat, shape, kinds = _flatten(value, what)
+    allowed, told = {"b": ({bool}, "booleans"), "i": ({int}, "integers"), "u": ({int}, "integers")}.get(
+        dtype.kind, ({int, float}, "numbers")
+    )
+    if kinds - allowed:
+        other = next(item for item in flat if type(item) not in allowed)
+        raise RequestError(f"{what}: {told} are wanted, got {_with_kind(other)}.")
+    try:
+        # By way of 64 bits: doubles are what JSON means.
+        wide = np.array(flat, {"b": bool, "i": np.int64, "u": np.int64}.get(dtype.kind, np.float64))
+    except OverflowError:
+        wide = np.array([], np.float64)
+    with np.errstate(over="ignore"):
+        made = wide.astype(dtype)
+    is_kept = made == wide if dtype.kind in "biu" else np.isfinite(made.astype(np.float64))
+    if len(wide) != len(flat) or not is_kept.all():
+        raise RequestError(f"{what}: got a number that does not fit {dtype.name}.")
+    return made.reshape(shape)
+
+
+def ragged_from_json(value: Mapping[str, Any], is_weighted: bool, what: str) -> Ragged:
+    """Of `{"values": [...], "lengths": [...]}`, and `"weights"` where they are wanted.
+
+    Example:
+      >>> ragged_from_json({"values": [7, 7, 9], "lengths": [2, 0, 1]}, False, "predict").lengths.tolist()
+      [2, 0, 1]
+    """
+    fields = ["values", "lengths", *(["weights"] if is_weighted else [])]
+    if set(value) != set(fields):
+        got = _list(list(value)[:8]) if value else "none"
+        raise RequestError(f"{what}: got an object with the fields {got}, wanted {_list(fields)}.")
+    return ragged(
+        keys_from_json(value["values"], f"{what}.values"),
+        keys_from_json(value["lengths"], f"{what}.lengths"),
+        numbers_from_json(value["weights"], np.float32, f"{what}.weights") if is_weighted else None,
+        what,
+    )
+
+
+def json_body(name: str, arrays: Mapping[str, np.ndarray], rest: Mapping[str, Any]) -> bytes:
+    """A response: `rest`, and below `name` the arrays as nested lists.
+
+    float32 is written as the double of the same value, so nothing is lost. What JSON has no number for is written as
+    the string "NaN", "Infinity" or "-Infinity".
+
+    Example:
+      >>> json_body("rows", {"user": np.array([[0.5, np.nan]], np.float32)}, {"version": 3})
+      b'{"version":3,"rows":{"user":[[0.5,"NaN"]]}}'
+    """
+    lists = {key: _to_list(array) for key, array in arrays.items()}
+    return json.dumps({**rest, name: lists}, separators=(",", ":"), allow_nan=False).encode()
+
+
+def _to_list(array: np.ndarray) -> Any:
+    if array.dtype.kind == "f" and not np.isfinite(array).all():
+        array = array.astype(object)
+        flat = array.reshape(-1)
+        for i, item in enumerate(flat):
+            if not math.isfinite(item):
+                flat[i] = _NONFINITE.get(item, "NaN")
+        return flat.reshape(array.shape).tolist()
+    return array.tolist()
+
+
+def _flatten(value: Any, what: str) -> tuple[list[Any], tuple[int, ...], set[type]]:
+    """The items of nested lists, their shape, and the items' types; a level at a time, since C is fast at that."""
+    if type(value) is not list:
+        raise RequestError(f"{what}: got {_with_kind(value)}, wanted a list, or lists of lists of one shape.")
+    shape: list[int] = []
+    items: list[Any] = [value]
+    while True:
+        kinds = set(map(type, items))
+        if list not in kinds:
+            return items, tuple(shape), kinds
+        if kinds != {list}:
+            other = next(item for item in items if type(item) is not list)
+            raise RequestError(f"{what}: lists must have one depth, got {_with_kind(other)} beside a list.")
+        lengths = set(map(len, items))
+        if len(lengths) > 1:
+            raise RequestError(
+                f"{what}: lists of one level must have one length, got {min(lengths)} and {max(lengths)}."
+            )
+        if len(shape) == MAX_NDIM:
+            raise RequestError(f"{what}: got more than {MAX_NDIM} levels of lists.")
+        shape.append(lengths.pop())
+        items = list(itertools.chain.from_iterable(items))
+
+
+def _kind(value: Any) -> str:
+    for kinds, name in (
+        (bool, "boolean"),
+        ((int, float), "number"),
+        (str, "string"),
+        (list, "list"),
+        (dict, "object"),
+    ):
+        if isinstance(value, kinds):
+            return name
+    return "null"
+
+
+def _with_kind(value: Any) -> str:
+    return "a list" if isinstance(value, list) else f"the {_kind(value)} {brief(value)}"
+
+
+def _list(names: Iterable[str]) -> str:
+    return ", ".join(json.dumps(name if len(name) <= 60 else f"{name[:60]}...") for name in names)
+
+
+# Tensors ---------------------------------------------------------------------------------------------------------
+
+
+def read_tensors(body: bytes, what: str) -> dict[str, np.ndarray]:
+    """The arrays of a binary body, which share its memory. `__metadata__` is checked and left out.
+
+    Raises:
+      RequestError: the header is damaged, or does not fit the data to the byte.
+
+    Example:
+      >>> keys = np.array([[1, 2]], np.uint64)
+      >>> read_tensors(tensors_body({"user": keys}, {}), "lookup")["user"].tolist()
+      [[1, 2]]
+    """
+    if len(body) < 8:
+        raise RequestError(f"{what}: got {len(body)} bytes, wanted at least the 8 that hold the size of the header.")
+    size = int.from_bytes(body[:8], "little")
+    if size > MAX_HEADER_BYTES:
+        raise RequestTooLargeError(
+            f"{what}: the header says that it has {size} bytes, at most {MAX_HEADER_BYTES} are taken."
+        )
+    if size > len(body) - 8:
+        raise RequestError(f"{what}: the header says that it has {size} bytes, {len(body) - 8} follow.")
+    header = _read_header(body[8 : 8 + size], f"{what}: header")
+    num_bytes, arrays, parts = len(body) - 8 - size, {}, []
+    for name, entry in header.items():
+        dtype, shape, begin, end = _read_entry(entry, f"{what}: tensor {brief(name)}")
+        if end > num_bytes:
+            raise RequestError(f"{what}: tensor {brief(name)} ends at byte {end}, the data have {num_bytes}.")
+        arrays[name] = np.frombuffer(body, dtype, math.prod(shape), 8 + size + begin).reshape(shape)
+        parts.append((begin, end))
+    place = 0
+    for begin, end in sorted(parts):
+        if begin != place:
+            raise RequestError(f"{what}: data_offsets must follow each other, got {begin} behind {place}.")
+        place = end
+    if place != num_bytes:
+        raise RequestError(f"{what}: the tensors have {place} bytes, the data {num_bytes}.")
+    return arrays
+
+
+def _read_header(text: bytes, what: str) -> dict[str, Any]:
+    try:
+        header = json.loads(text.decode(), object_pairs_hook=lambda pairs: pairs)
+    except (ValueError, RecursionError):
+        header = None
+    # A list of pairs stands for an object: so names that are there twice are seen.
+    if not isinstance(header, list) or not text.startswith(b"{"):
+        raise RequestError(f"{what}: wanted a JSON object, in UTF-8, from the first byte.")
+    made = dict(header)
+    if len(made) != len(header):
+        raise RequestError(f"{what}: got a name twice.")
+    metadata = made.pop("__metadata__", [])
+    if not isinstance(metadata, list) or not all(
+        isinstance(pair, tuple) and isinstance(pair[1], str) for pair in metadata
+    ):
+        raise RequestError(f"{what}: __metadata__ must be an object of strings.")
+    return made
+
+
+def _read_entry(entry: Any, what: str) -> tuple[np.dtype, tuple[int, ...], int, int]:
+    if not isinstance(entry, list) or not all(isinstance(pair, tuple) for pair in entry):
+        raise RequestError(f"{what}: wanted an object with dtype, shape, data_offsets.")
+    fields = dict(entry)
+    if len(entry) != 3 or set(fields) != {"dtype", "shape", "data_offsets"}:
+        raise RequestError(f"{what}: wanted an object with dtype, shape, data_offsets.")
+    name, shape, offsets = fields["dtype"], fields["shape"], fields["data_offsets"]
+    if not isinstance(name, str) or name not in _DTYPES:
+        raise RequestError(f"{what}: got dtype {brief(name)}, wanted one of {', '.join(_DTYPES)}.")
+    if not _sizes(shape) or len(shape) > MAX_NDIM:
+        raise RequestError(f"{what}: got shape {brief(shape)}, wanted at most {MAX_NDIM} sizes, each below 2**31.")
+    if not _sizes(offsets, 2**63) or len(offsets) != 2 or offsets[0] > offsets[1]:
+        raise RequestError(f"{what}: got data_offsets {brief(offsets)}, wanted [begin, end].")
+    dtype, (begin, end) = np.dtype(_DTYPES[name]), offsets
+    if math.prod(size for size in shape if size) > _MAX_AXIS:
+        raise RequestError(f"{what}: got shape {brief(shape)}, wanted fewer than 2**31 numbers.")
+    if math.prod(shape) * dtype.itemsize != end - begin:
+        raise RequestError(
+            f"{what}: {name}{shape} takes {math.prod(shape) * dtype.itemsize} bytes, data_offsets {end - begin}."
+        )
+    return dtype, tuple(shape), begin, end
+
+
+def _sizes(value: Any, limit: int = _MAX_AXIS) -> bool:
+    return isinstance(value, list) and all(type(size) is int and 0 <= size <= limit for size in value)
+
+
+def keys_from_tensor(array: np.ndarray, what: str) -> np.ndarray:
+    """Keys of an integer array; a negative number is the key with the same 64 bits.
+
+    Example:
+      >>> keys_from_tensor(np.array([-2, 3], np.int32), "lookup").tolist()
+      [18446744073709551614, 3]
+    """
+    if array.dtype.kind not in "iu":
+        raise RequestError(f"{what}: keys must be integers, got {_NAMES[array.dtype]}{list(array.shape)}.")
+    if array.ndim == 0:
+        raise RequestError(f"{what}: got a single number, wanted at least one axis.")
+    wide = array.astype(np.uint64 if array.dtype.kind == "u" else np.int64)
+    return wide.view(np.uint64)
+
+
+def numbers_from_tensor(array: np.ndarray, dtype: Any, what: str) -> np.ndarray:
+    """An array in a dtype: floats of any width or integers as floats, integers as integers. NaN and infinities stay.
+
+    Example:
+      >>> numbers_from_tensor(np.array([1, 2], np.int32), np.float32, "predict").tolist()
+      [1.0, 2.0]
+    """
+    dtype = np.dtype(dtype)
+    if array.ndim == 0:
+        raise RequestError(f"{what}: got a single number, wanted at least one axis.")
+    if dtype.kind == "b":
+        if array.dtype.kind != "u" or (array > 1).any():
+            raise RequestError(f"{what}: booleans are wanted, as U8 of 0 and 1, got {_NAMES[array.dtype]}.")
+        return array.astype(bool)
+    if dtype.kind in "iu" and array.dtype.kind not in "iu":
+        raise RequestError(f"{what}: integers are wanted, got {_NAMES[array.dtype]}{list(array.shape)}.")
+    with np.errstate(over="ignore", invalid="ignore"):
+        made = array.astype(dtype)
+        if dtype.kind in "iu":
+            is_lost = (made != array) | ((made < 0) != (array < 0))
+        else:
+            is_lost = np.isfinite(array) & ~np.isfinite(made.astype(np.float64))
+    if is_lost.any():
+        raise RequestError(f"{what}: got a number that does not fit {dtype.name}.")
+    return made
+
+
+def tensors_body(arrays: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> bytes:
+    """Arrays as a binary body; the data begin at a multiple of 8 bytes.
+
+    Example:
+      >>> body = tensors_body({"user": np.zeros([2, 4], np.float32)}, {"version": "3"})
+      >>> int.from_bytes(body[:8], "little") % 8, len(body)
+      (0, 136)
+    """
+    header: dict[str, Any] = {"__metadata__": dict(metadata)}
+    data, place = [], 0
+    # Wide ones first, so that each begins at a multiple of its item's size.
+    for name, array in sorted(arrays.items(), key=lambda pair: -pair[1].dtype.itemsize):
+        little = np.ascontiguousarray(array, array.dtype.newbyteorder("<")).reshape(array.shape)
+        header[name] = {
+            "dtype": _NAMES[little.dtype],
+            "shape": list(little.shape),
+            "data_offsets": [place, place + little.nbytes],
+        }
+        data.append(little.tobytes())
+        place += little.nbytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return b"".join([len(text).to_bytes(8, "little"), text, *data])
+
+
+def ragged(values: np.ndarray, lengths: np.ndarray, weights: np.ndarray | None, what: str) -> Ragged:
+    """Keys, the lengths of their bags, and weights, which must be of one axis and of matching sizes.
+
+    Example:
+      >>> ragged(np.array([7, 9], np.uint64), np.array([0, 2], np.uint64), None, "predict").lengths.dtype
+      dtype('int32')
+    """
+    if values.ndim != 1 or lengths.ndim != 1 or (weights is not None and weights.shape != values.shape):
+        shapes = [list(array.shape) for array in (values, lengths, weights) if array is not None]
+        raise RequestError(f"{what}: values, lengths (and weights) must be lists of numbers, got shapes {shapes}.")
+    # A negative or huge length is above the number of values; the sum is of Python integers, so it cannot wrap.
+    if (lengths > np.uint64(len(values))).any() or sum(lengths.tolist()) != len(values):
+        raise RequestError(f"{what}: lengths must add up to the number of values, {len(values)}.")
+    return Ragged(values, lengths.astype(np.int32), weights)
+
+
+# Which of the two ------------------------------------------------------------------------------------------------
+
+
+def media_type_of(content_type: str | None) -> Literal["json", "tensors"] | None:
+    """Which format a Content-Type names; None: neither.
+
+    Example:
+      >>> media_type_of("application/json; charset=utf-8"), media_type_of("text/plain")
+      ('json', None)
+    """
+    if content_type is None:
+        return None
+    name, _, rest = content_type.partition(";")
+    charset = re.search(r"charset\s*=\s*\"?([^\s;\"]+)", rest, re.IGNORECASE)
+    if charset is not None and charset[1].lower() not in ("utf-8", "utf8"):
+        return None
+    return {JSON: "json", TENSORS: "tensors"}.get(name.strip().lower())  # pyright: ignore[reportReturnType]
+
+
+def accepted(accept: str | None, default: Literal["json", "tensors"]) -> Literal["json", "tensors"] | None:
+    """Which format an Accept header asks for; `default` where it leaves the choice; None: neither of the two.
+
+    Example:
+      >>> accepted("*/*", "tensors"), accepted("text/html, application/json;q=0.5", "tensors"), accepted("a/b", "json")
+      ('tensors', 'json', None)
+    """
+    if accept is None or not accept.strip():
+        return default
+    weights: dict[str, float] = {}
+    for part in accept.split(","):
+        name, *parameters = (text.strip().lower() for text in part.split(";"))
+        weight = 1.0
+        for parameter in parameters:
+            found = re.fullmatch(r"q\s*=\s*([01](?:\.[0-9]{0,3})?)", parameter)
+            weight = float(found[1]) if found else weight
+        weights[name] = weight
+
+    def weight_of(name: str) -> float:
+        for asked in (name, "application/*", "*/*"):
+            if asked in weights:
+                return weights[asked]
+        return 0.0
+
+    json_weight, tensors_weight = weight_of(JSON), weight_of(TENSORS)
+    if max(json_weight, tensors_weight) == 0:
+        return None
+    if json_weight == tensors_weight:
+        return default
+    return "json" if json_weight > tensors_weight else "tensors"

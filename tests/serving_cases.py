@@ -1,0 +1,116 @@
+"""What the tests of serving share: tables as dicts, folders of them, configurations, and a state that is trained on."""
+
+import functools
+
+import numpy as np
+
+import jaxsok
+from jaxsok import checkpoint
+from jaxsok.interchange import hps
+
+PADDING = 2**64 - 1
+
+
+def records_of(content, dim):
+    """Records of a dict from keys to rows."""
+    keys = np.array(list(content), np.uint64)
+    return jaxsok.Records(keys, np.array(list(content.values()), np.float32).reshape(len(keys), dim))
+
+
+def rows_of(keys, dim, version=0, rng=None):
+    """A table of rows that tell their key and their version."""
+    del rng
+    return {key: np.float32([1000 * version + (key * 7 + column) % 997 for column in range(dim)]) for key in keys}
+
+
+def write(folder, content):
+    """An HPS directory."""
+    dim = len(next(iter(content.values())))
+    hps.write_hps(folder, records_of(content, dim), overwrite=True)
+    return str(folder)
+
+
+def model_of(tables, name="dlrm", defaults=None, per_sample=8, **more):
+    """A model of a configuration: tables from names to (folder, dim)."""
+    model = {
+        "model": name,
+        "sparse_files": [str(folder) for folder, _ in tables.values()],
+        "embedding_table_names": list(tables),
+        "embedding_vecsize_per_table": [dim for _, dim in tables.values()],
+        "maxnum_catfeature_query_per_table_per_sample": [per_sample] * len(tables),
+        "default_value_for_each_table": [(defaults or {}).get(table, 0.0) for table in tables],
+        "deployed_device_list": [0],
+        "gpucacheper": 1.0,
+        **more,
+    }
+    return model
+
+
+def config_of(*models, **more):
+    """A configuration of models."""
+    return {"supportlonglong": True, "models": list(models), **more}
+
+
+def expected(content, keys, default, dim):
+    """What a lookup must give: NumPy and dicts alone."""
+    keys = np.asarray(keys)
+    lines = []
+    for key in keys.reshape(-1).tolist():
+        key %= 2**64
+        lines.append(np.zeros(dim) if key == PADDING else content.get(key, np.full(dim, default)))
+    return np.array(lines, np.float32).reshape(*keys.shape, dim)
+
+
+@functools.cache
+def _collection(dims):
+    """One for all tests, so that its programs are compiled once."""
+    tables = [
+        jaxsok.TableSpec(name, dim=dim, optimizer=jaxsok.optim.sgd(0.1), capacity=64, statistics=True)
+        for name, dim in dims
+    ]
+    return jaxsok.Collection(tables, [jaxsok.FeatureSpec(name, table=name) for name, _ in dims])
+
+
+class Trained:
+    """A training state of tables that are set and erased, its dicts beside it, and its exports."""
+
+    def __init__(self, dims):
+        self.dims = dims
+        self.collection = _collection(tuple(dims.items()))
+        self.state = self.collection.init(seed=0)
+        self.content = {name: {} for name in dims}
+        self.clock = 1
+
+    def set(self, table, content):
+        """Sets rows."""
+        if not content:
+            return
+        records = records_of(content, self.dims[table])
+        self.state, _, refused = self.collection.assign(
+            self.state, table, records.keys, records.rows, clock=np.uint32(self.clock)
+        )
+        assert int(refused) == 0
+        self.content[table] = {**self.content[table], **content}
+
+    def erase(self, table, keys):
+        """Takes keys away."""
+        keys = [key for key in keys if key in self.content[table]]
+        if keys:
+            self.state, _ = self.collection.erase(self.state, table, np.array(keys, np.uint64))
+        self.content[table] = {key: row for key, row in self.content[table].items() if key not in keys}
+
+    def full(self, path):
+        """Exports all; later changes are of a later time."""
+        self.clock += 1
+        checkpoint.export_full(path, self.collection, self.state, clock=self.clock)
+        return str(path)
+
+    def delta(self, path, base):
+        """Exports what changed since another export."""
+        self.clock += 1
+        checkpoint.export_delta(path, self.collection, self.state, base, clock=self.clock)
+        return str(path)
+
+    def frozen_content(self):
+        """The dicts as they are now."""
+        return {name: dict(content) for name, content in self.content.items()}

@@ -1,0 +1,249 @@
+"""Tiers below the device against dictionaries: what a source has, what a newer version of it has, how they stack."""
+
+import collections
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import jaxsok
+from jaxsok.records import Records
+from jaxsok.serving import backing
+from jaxsok.serving.backing import HostRows, Layered, SourceReplacedError
+from jaxsok.serving.errors import UnknownTableError
+from jaxsok.serving.frozen import FrozenTable, SizedRecords
+
+# Two tables share a store; the numbers below are exact in all dtypes. An int8 row has 127 as its largest number, so
+# that its scale is 1.
+TABLES = {
+    "a": FrozenTable("a", dim=4),
+    "b": FrozenTable("b", dim=4, default=3.0),
+    "h": FrozenTable("h", dim=3, dtype="bfloat16"),
+    "q": FrozenTable("q", dim=3, dtype="int8"),
+}
+KEYS = (*range(12), 2**40, 2**64 - 2)
+
+
+def row_of(table, value):
+    """Of whole numbers."""
+    return np.array([value, 127, -value, 1][: TABLES[table].dim], np.float32)
+
+
+def records_of(table, values, frequencies=None):
+    """`{key: value}` as records."""
+    keys = np.array(list(values), np.uint64)
+    rows = np.array([row_of(table, value) for value in values.values()], np.float32).reshape(-1, TABLES[table].dim)
+    hot = None if frequencies is None else np.array([frequencies[key] for key in values], np.uint32)
+    return Records(keys, rows, frequency=hot)
+
+
+def host_rows(values, **options):
+    """`{table: {key: value}}` in host memory."""
+    sources = [
+        # Sources may promise more rows than they have; equal sizes spare programs.
+        (TABLES[name], SizedRecords(max(8, len(some)), [records_of(name, some)] if some else []))
+        for name, some in values.items()
+    ]
+    return HostRows.of(sources, **options)
+
+
+def contents(source, chunk_rows=5):
+    """What `scan` gives, as rows by key."""
+    return {
+        table: {
+            key: row.tolist()
+            for records in source.scan(table, chunk_rows)
+            for key, row in zip(records.keys.tolist(), records.rows, strict=True)
+        }
+        for table in source.tables
+    }
+
+
+def expected_contents(values):
+    """The same of the dictionary."""
+    return {
+        table: {key: row_of(table, value).tolist() for key, value in some.items()} for table, some in values.items()
+    }
+
+
+def assert_has(source, values):
+    """`fetch` of all keys, some of them twice, and `num_rows`."""
+    keys = np.array([*KEYS, jaxsok.PADDING_KEY, *KEYS[::-1]], np.uint64)
+    for table, some in values.items():
+        rows, is_found = source.fetch(table, keys)
+        assert rows.dtype == np.float32 and rows.shape == (len(keys), TABLES[table].dim)
+        assert is_found.tolist() == [key in some for key in keys.tolist()]
+        for key, row, is_there in zip(keys.tolist(), rows, is_found, strict=True):
+            if is_there:
+                np.testing.assert_array_equal(row, row_of(table, some[key]))
+        assert source.num_rows(table) == len(some)
+
+
+dictionaries = st.fixed_dictionaries(
+    {table: st.dictionaries(st.sampled_from(KEYS), st.integers(-120, 120), max_size=8) for table in TABLES}
+)
+updates = st.lists(
+    st.tuples(
+        st.dictionaries(
+            st.sampled_from(list(TABLES)),
+            st.dictionaries(st.sampled_from(KEYS), st.integers(-120, 120), max_size=8),
+            max_size=3,
+        ),
+        st.dictionaries(st.sampled_from(list(TABLES)), st.sets(st.sampled_from(KEYS), max_size=8), max_size=3),
+        st.booleans(),
+    ),
+    max_size=4,
+)
+
+
+@settings(max_examples=10)
+@given(dictionaries, updates, st.sampled_from([0, 12]))
+def test_updates_of_host_rows(values, steps, spare_rows):
+    """Any updates, copied or in place: the newer version has them, the older one is as it was or says that it is not.
+
+    In place there is room for as many new keys as there are free rows of the store; else nothing changes.
+    """
+    source = host_rows(values, spare_rows=spare_rows)
+    assert_has(source, values)
+    for changed, erased, in_place in steps:
+        given = {table: records_of(table, some) for table, some in changed.items()}
+        gone = {table: np.array(sorted(keys), np.uint64) for table, keys in erased.items()}
+        newer = {table: dict(some) for table, some in values.items()}
+        for table, keys in erased.items():
+            for key in keys:
+                newer[table].pop(key, None)
+        for table, some in changed.items():
+            newer[table].update(some)
+        try:
+            after = source.updated(given, gone, in_place=in_place)
+        except ValueError as error:
+            assert in_place and "new keys" in str(error)
+            assert_has(source, values)
+            after = source.updated(given, gone)
+            in_place = False
+        assert after.version == source.version + 1
+        if in_place:
+            with pytest.raises(SourceReplacedError):
+                source.fetch("a", np.zeros(1, np.uint64))
+            with pytest.raises(SourceReplacedError):
+                source.updated({}, {}, in_place=True)
+        else:
+            assert_has(source, values)
+        assert_has(after, newer)
+        assert contents(after) == expected_contents(newer)
+        source, values = after, newer
+
+
+def test_in_place_keeps_the_rows_where_they_are():
+    """No copy of what is large; spare rows are used, and no more than those."""
+    source = host_rows({"a": {key: key for key in range(8)}}, spare_rows=2)
+    address = source._tables.stores[0].rows.unsafe_buffer_pointer()
+    source = source.updated({"a": records_of("a", {3: 30, 50: 5, 51: 6})}, in_place=True, version=9)
+    assert source._tables.stores[0].rows.unsafe_buffer_pointer() == address and source.version == 9
+    with pytest.raises(ValueError, match=r"got 1 new keys of tables.*at most 0.*in_place=False"):
+        source.updated({"a": records_of("a", {52: 1})}, in_place=True)
+    source = source.updated({"a": records_of("a", {52: 1})}, {"a": np.array([0])}, in_place=True)
+    assert (
+        contents(source)["a"]
+        == expected_contents({"a": {52: 1, 1: 1, 2: 2, 3: 30, 4: 4, 5: 5, 6: 6, 7: 7, 50: 5, 51: 6}})["a"]
+    )
+
+
+def test_frequencies_go_with_their_rows():
+    """They come with the records, and change by updates that know them."""
+    hot = {key: 100 - key for key in range(10)}
+    chunks = [records_of("a", {key: key for key in some}, hot) for some in (range(4), range(4, 10))]
+    source = HostRows.of([(TABLES["a"], SizedRecords(10, chunks))])
+    source = source.updated({"a": records_of("a", {3: 1, 77: 2}, {3: 1, 77: 1000})}, {"a": np.array([0])})
+    found = {
+        key: frequency
+        for records in source.scan("a", 3)
+        for key, frequency in zip(records.keys.tolist(), records.frequency.tolist(), strict=True)
+    }
+    assert found == {key: value for key, value in hot.items() if key} | {3: 1, 77: 1000}
+    some = [records_of("a", {1: 1}, {1: 5}), records_of("a", {2: 2})]
+    assert next(iter(HostRows.of([(TABLES["a"], SizedRecords(2, some))]).scan("a", 9))).frequency is None
+
+
+@settings(max_examples=8)
+@given(st.lists(dictionaries, min_size=1, max_size=3))
+def test_layers(layers):
+    """The first that has a key gives its row, as in a ChainMap."""
+    source = Layered([host_rows(values, version=10 + number) for number, values in enumerate(layers)])
+    together = {table: dict(collections.ChainMap(*(values[table] for values in layers))) for table in TABLES}
+    keys = np.array(KEYS, np.uint64)
+    for table, some in together.items():
+        rows, is_found = source.fetch(table, keys)
+        assert is_found.tolist() == [key in some for key in KEYS]
+        for key, row, is_there in zip(KEYS, rows, is_found, strict=True):
+            if is_there:
+                np.testing.assert_array_equal(row, row_of(table, some[key]))
+        assert source.num_rows(table) == max(len(values[table]) for values in layers)
+    assert contents(source) == expected_contents(together)
+    assert source.version == sum(range(10, 10 + len(layers)))
+    source.close()
+
+
+def test_many_keys_in_parts(monkeypatch):
+    """More keys than are fetched at a time."""
+    values = {"a": {key: key % 100 for key in range(1000)}}
+    source = host_rows(values)
+    monkeypatch.setattr(backing, "KEYS_AT_A_TIME", 300)
+    keys = np.arange(1100, dtype=np.uint64)
+    rows, is_found = source.fetch("a", keys)
+    np.testing.assert_array_equal(is_found, keys < 1000)
+    np.testing.assert_array_equal(rows[:1000, 0], keys[:1000] % np.uint64(100))
+    assert source.fetch("a", keys[:0])[0].shape == (0, 4)
+    assert source.num_bytes > 1000 * 16
+
+
+@pytest.mark.parametrize(
+    ("changed", "erased", "error", "message"),
+    [
+        ({"z": Records(np.zeros(1, np.uint64), np.zeros((1, 4), np.float32))}, {}, UnknownTableError, "got 'z'"),
+        ({}, {"z": np.zeros(1, np.uint64)}, UnknownTableError, "got 'z'"),
+        ({"a": Records(np.zeros(1, np.uint64), np.zeros((1, 3), np.float32))}, {}, ValueError, r"shape \[1, 3\]"),
+        (
+            {"a": Records(np.array([2**64 - 1], np.uint64), np.zeros((1, 4), np.float32))},
+            {},
+            ValueError,
+            "got PADDING_KEY",
+        ),
+        ({"q": Records(np.zeros(1, np.uint64), np.full((1, 3), np.inf, np.float32))}, {}, ValueError, "infinite"),
+    ],
+)
+@pytest.mark.parametrize("in_place", [False, True])
+def test_bad_updates(changed, erased, error, message, in_place):
+    """Refused, and nothing has changed."""
+    values = {"a": {1: 1}, "q": {2: 2}}
+    source = host_rows(values)
+    good = {"a": records_of("a", {1: 9})}
+    with pytest.raises(error, match=message):
+        source.updated(good | changed, erased, in_place=in_place)
+    assert_has(source, values)
+
+
+def test_bad_tiers():
+    """Named, with what was wanted."""
+    with pytest.raises(ValueError, match="Layered: layers: got none"):
+        Layered([])
+    with pytest.raises(ValueError, match="wanted the same in all"):
+        Layered([host_rows({"a": {1: 1}}), host_rows({"b": {1: 1}})])
+    source = host_rows({"a": {1: 1}})
+    with pytest.raises(UnknownTableError, match="fetch: table: got 'b'"):
+        source.fetch("b", np.zeros(1, np.uint64))
+    with pytest.raises(ValueError, match="HostRows: maps: got 0"):
+        HostRows(source._tables, ())
+
+
+def test_no_cpu_backend(monkeypatch):
+    """Said with its remedy."""
+
+    def none(**_):
+        raise RuntimeError("Unknown backend cpu")
+
+    monkeypatch.setattr(jax, "local_devices", none)
+    with pytest.raises(RuntimeError, match="leave JAX_PLATFORMS unset"):
+        backing.host_device()

@@ -1,0 +1,700 @@
+"""The device cache against a dict that forgets: whose rows are there, in which order they leave, what an answer reads.
+
+The oracle is a dictionary of rows by version and a sorted list of (tick, table, key). Rows encode version, table and
+key, so that a wrong route or a mixed version shows in the numbers.
+"""
+
+import dataclasses
+import threading
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+import jaxsok
+from jaxsok.records import Records
+from jaxsok.serving import cache as cache_module
+from jaxsok.serving import cache_store
+from jaxsok.serving import lookup as frozen_lookup
+from jaxsok.serving.backing import HostRows, RowSource
+from jaxsok.serving.cache import DeviceCache, cache_bytes
+from jaxsok.serving.errors import RequestError, ServingError, UnknownTableError
+from jaxsok.serving.frozen import FrozenTable, SizedRecords
+
+PADDING = jaxsok.PADDING_KEY
+# Tables a and b share a store; rows of h have 16 bits, those of q are cached as float32.
+TABLES = {
+    "a": FrozenTable("a", dim=4, default=-1.0),
+    "h": FrozenTable("h", dim=3, default=0.5, dtype="float16"),
+    "b": FrozenTable("b", dim=4, default=-2.0),
+}
+NUMBERS = {"a": 1, "b": 2, "h": 3}
+KEYS = (*range(20), 2**32 + 1, 2**63 + 5, 2**64 - 2)
+
+
+class DictSource(RowSource):
+    """Rows in a dictionary: `{table: {key: row}}`, and what the tests want to see or break."""
+
+    def __init__(self, rows, tables=None, version=0, frequencies=None):
+        """Takes the dictionary, which the test may change."""
+        self.given, self.rows, self.version, self.frequencies = tables or TABLES, rows, version, frequencies
+        self.fetched, self.before_fetch = [], None
+
+    @property
+    def tables(self):
+        """By name."""
+        return self.given
+
+    def num_rows(self, table):
+        """Of the dictionary."""
+        return len(self.rows[table])
+
+    def fetch(self, table, keys):
+        """Rows that are not there are NaN: nobody may read them."""
+        self.fetched.append((table, keys.tolist()))
+        if self.before_fetch is not None:
+            self.before_fetch(table, keys)
+        there = self.rows[table]
+        rows = np.full((len(keys), self.tables[table].dim), np.nan, np.float32)
+        for i, key in enumerate(keys.tolist()):
+            if key in there:
+                rows[i] = there[key]
+        return rows, np.array([key in there for key in keys.tolist()], bool)
+
+    def scan(self, table, chunk_rows):
+        """In the order of the dictionary."""
+        keys = np.array(list(self.rows[table]), np.uint64)
+        for start in range(0, len(keys), chunk_rows):
+            some = keys[start : start + chunk_rows]
+            hot = self.frequencies and np.array([self.frequencies[table][key] for key in some.tolist()], np.uint32)
+            yield Records(some, self.fetch(table, some)[0], frequency=hot if self.frequencies else None)
+
+
+def row_of(version, table, key):
+    """A row that tells where it is from; exact in float16."""
+    place = KEYS.index(key) if key in KEYS else key
+    return np.array([version % 1000, NUMBERS[table], place, 7], np.float32)[: TABLES[table].dim]
+
+
+def rows_of(version, keys=KEYS[:-3]):
+    """A dictionary of all tables."""
+    return {table: {key: row_of(version, table, key) for key in keys} for table in TABLES}
+
+
+def default_of(table):
+    """What a key that is not there reads."""
+    return np.full(TABLES[table].dim, TABLES[table].default, np.float32)
+
+
+def keys_of(*keys):
+    """As requests have them."""
+    return np.array(keys, np.uint64)
+
+
+class Oracle:
+    """A cache in plain Python."""
+
+    def __init__(self, shares):
+        """Of so many rows by store, given by the tables of each."""
+        self.shares, self.tick = shares, 0
+        self.cached = {}  # (table, key) -> [tick, row]
+        self.counts = dict.fromkeys(("distinct", "hits", "misses", "missing", "inserted", "evicted"), 0)
+
+    def store_of(self, table):
+        """The tables of its store."""
+        return next(tables for tables in self.shares if table in tables)
+
+    def lookup(self, source_rows, keys, threshold):
+        """What each table reads, its hit rate; and what the cache does with it."""
+        self.tick += 1
+        values, rates, here, later = {}, {}, [], []
+        for table, some in keys.items():
+            distinct = {key for key in some if key != PADDING}
+            hits = {key for key in distinct if (table, key) in self.cached}
+            for key in hits:
+                self.cached[table, key][0] = self.tick
+            rates[table] = len(hits) / len(distinct) if distinct else 1.0
+            waits = rates[table] < threshold
+            read = {key: self.cached[table, key][1] for key in hits}
+            for key in distinct - hits:
+                row = source_rows[table].get(key)
+                self.counts["missing"] += row is None
+                if row is not None:
+                    (here if waits else later).append((table, key, row))
+                if row is not None and waits:
+                    read[key] = row
+            zeros = np.zeros(TABLES[table].dim, np.float32)
+            values[table] = [zeros if key == PADDING else read.get(key, default_of(table)) for key in some]
+            self.counts["distinct"] += len(distinct)
+            self.counts["hits"] += len(hits)
+            self.counts["misses"] += len(distinct) - len(hits)
+        self.insert(here)
+        self.insert(later)
+        return values, rates
+
+    def insert(self, rows):
+        """In one tick; then those of greatest (tick, table, key) stay."""
+        self.tick += 1
+        before = set(self.cached)
+        for table, key, row in rows:
+            self.cached[table, key] = [self.tick, row]
+        for tables, share in self.shares.items():
+            mine = [(tick, tables.index(t), key) for (t, key), (tick, _) in self.cached.items() if t in tables]
+            for _, number, key in sorted(mine)[: max(0, len(mine) - share)]:
+                del self.cached[tables[number], key]
+        self.counts["inserted"] += len(set(self.cached) - before)
+        self.counts["evicted"] += len(before - set(self.cached))
+
+
+class CacheMachine(RuleBasedStateMachine):
+    """Lookups at any threshold, changes of the source below, refreshes and swaps."""
+
+    @initialize(
+        min_rows=st.sampled_from([1, 4]), clock=st.sampled_from([0, cache_module._LAST_TICK - 7]), fill=st.booleans()
+    )
+    def start(self, min_rows, clock, fill):
+        """A cache of few rows; its clock may be about to overflow."""
+        self.rows, self.version = rows_of(0), 0
+        self.source = DictSource(self.rows)
+        self.cache = DeviceCache(self.source, fraction=1e-9, min_rows=min_rows)
+        self.cache._clock = clock
+        self.oracle = Oracle({("a", "b"): 2 * min_rows, ("h",): min_rows})
+        if fill:
+            self.cache.fill()
+            for table in TABLES:
+                first = list(self.rows[table].items())[:min_rows]
+                self.oracle.insert([(table, key, row) for key, row in first])
+
+    def teardown(self):
+        """No thread outlives its test."""
+        if hasattr(self, "cache"):
+            self.cache.close()
+
+    @rule(
+        keys=st.dictionaries(
+            st.sampled_from(list(TABLES)), st.lists(st.sampled_from([*KEYS, PADDING]), max_size=25), max_size=3
+        ),
+        threshold=st.sampled_from([0, 0.5, 0.9, 1.0, 1.5]),
+        as_tables=st.booleans(),
+    )
+    def lookup(self, keys, threshold, as_tables):
+        """Values, hit rates and version."""
+        self.cache.hit_rate_threshold = threshold
+        expected, rates = self.oracle.lookup(self.rows, keys, threshold)
+        asked = {table: np.array(some, np.uint64) for table, some in keys.items()}
+        if as_tables:
+            found = self.cache.lookup_tables(asked)
+            rows = frozen_lookup.lookup(found.tables, {table: some for table, some in asked.items()})
+        else:
+            found = self.cache.lookup(asked)
+            rows = found.rows
+        self.cache.drain()
+        assert (found.version, found.hit_rates) == (self.version, rates)
+        for table, lines in expected.items():
+            shape = (len(lines), TABLES[table].dim)
+            np.testing.assert_array_equal(np.asarray(rows[table]), np.array(lines, np.float32).reshape(shape))
+
+    @rule(
+        table=st.sampled_from(list(TABLES)),
+        key=st.sampled_from(KEYS),
+        value=st.one_of(st.none(), st.integers(-9, -3)),
+        fraction=st.sampled_from([0.0, 0.3, 1.0]),
+    )
+    def refresh(self, table, key, value, fraction):
+        """A row of the database changes, and later the cache hears of it."""
+        if value is None:
+            self.rows[table].pop(key, None)
+        else:
+            self.rows[table][key] = np.full(TABLES[table].dim, value, np.float32)
+        self.cache.refresh_fraction = fraction
+        cached = self.oracle.cached
+        there = {place: line for place, line in cached.items() if place[1] in self.rows[place[0]]}
+        assert self.cache.refresh() == len(there)
+        self.oracle.cached = {(t, k): [tick, self.rows[t][k]] for (t, k), (tick, _) in there.items()}
+
+    @rule(
+        changed=st.one_of(
+            st.none(), st.dictionaries(st.sampled_from(list(TABLES)), st.sets(st.sampled_from(KEYS)), max_size=3)
+        ),
+        gone=st.sets(st.sampled_from(KEYS), max_size=3),
+    )
+    def swap(self, changed, gone):
+        """A newer version, in which some rows differ and some are gone."""
+        self.version += 1
+        rows = {table: dict(some) for table, some in self.rows.items()}
+        if changed is None:
+            rows, self.oracle.cached = rows_of(self.version), {}
+        for table, keys in (changed or {}).items():
+            for key in keys:
+                rows[table].pop(key, None)
+                if key not in gone:
+                    rows[table][key] = row_of(self.version, table, key)
+                    if (table, key) in self.oracle.cached:
+                        self.oracle.cached[table, key][1] = rows[table][key]
+                else:
+                    self.oracle.cached.pop((table, key), None)
+        self.rows, self.source = rows, DictSource(rows, version=self.version)
+        keys = changed and {table: np.array(sorted(some), np.uint64) for table, some in changed.items()}
+        self.cache.swap(self.source, keys)
+
+    @precondition(lambda self: hasattr(self, "cache"))
+    @invariant()
+    def same_keys(self):
+        """Whose rows are there, and what was counted."""
+        cached = {(table, key) for table, keys in self.cache.cached_keys().items() for key in keys.tolist()}
+        assert cached == set(self.oracle.cached)
+        assert sum(self.cache.num_rows.values()) == len(cached)
+        stats = dataclasses.asdict(self.cache.stats())
+        assert {name: stats[name] for name in self.oracle.counts} == self.oracle.counts
+
+
+TestCacheMachine = CacheMachine.TestCase
+
+
+# The rule of the threshold ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("threshold", "num_cached", "waits"),
+    [
+        (0, 0, False),
+        (0.1, 1, False),  # 1 - 9 / 10 is below 0.1 in floating point
+        (0.1, 0, True),
+        (0.3, 3, False),
+        (0.9, 9, False),
+        (0.9, 8, True),
+        (1.0, 9, True),
+        (1.0, 10, False),
+        (1.0001, 9, True),
+        (7, 0, True),
+    ],
+)
+def test_at_the_threshold_misses_come_in_the_background(threshold, num_cached, waits):
+    """Ten keys, of which some are cached."""
+    with DeviceCache(DictSource(rows_of(3)), hit_rate_threshold=2) as cache:
+        cache.lookup({"a": np.arange(num_cached)})
+        cache.hit_rate_threshold = threshold
+        found = cache.lookup({"a": np.arange(10)})
+        assert found.hit_rates == {"a": num_cached / 10}
+        for key, row in enumerate(found.rows["a"]):
+            is_there = waits or key < num_cached
+            np.testing.assert_array_equal(row, row_of(3, "a", key) if is_there else default_of("a"))
+        cache.drain()
+        assert cache.num_rows == {"a": 10, "b": 0, "h": 0}
+        assert (cache.stats().sync - (num_cached > 0), cache.stats().background) == (
+            (waits and num_cached < 10),
+            (not waits and num_cached < 10),
+        )
+
+
+def test_each_table_has_its_own_hit_rate():
+    """One waits, one does not, one is empty."""
+    with DeviceCache(DictSource(rows_of(3)), hit_rate_threshold=0.5) as cache:
+        cache.lookup({"a": np.arange(4)})
+        found = cache.lookup({"a": np.arange(8), "b": np.arange(2), "h": np.zeros((2, 0), np.int64)})
+    assert found.hit_rates == {"a": 0.5, "b": 0.0, "h": 1.0}
+    np.testing.assert_array_equal(found.rows["a"][4:], [default_of("a")] * 4)
+    np.testing.assert_array_equal(found.rows["b"], [row_of(3, "b", key) for key in range(2)])
+    assert found.rows["h"].shape == (2, 0, 3)
+
+
+def test_keys_of_any_shape_and_nothing_at_all():
+    """Repeated keys are asked of the source once; padding is asked of nobody."""
+    source = DictSource(rows_of(3))
+    with DeviceCache(source, hit_rate_threshold=2) as cache:
+        assert cache.lookup({}).rows == {}
+        assert cache.lookup({"a": []}).rows["a"].shape == (0, 4)
+        found = cache.lookup({"a": np.array([[[5, -1], [5, 2]]])})
+        np.testing.assert_array_equal(found.rows["a"][0, 0], [row_of(3, "a", 5), np.zeros(4)])
+        np.testing.assert_array_equal(found.rows["a"][0, 1], [row_of(3, "a", 5), row_of(3, "a", 2)])
+        assert [(table, sorted(keys)) for table, keys in source.fetched] == [("a", [2, 5])]
+        assert (cache.stats().keys, cache.stats().distinct, cache.stats().lookups) == (3, 2, 3)
+        assert cache.lookup({"h": np.int64(3)}).rows["h"].shape == (3,)
+
+
+def test_keys_of_no_tier_are_asked_again_and_not_cached():
+    """They read the default."""
+    source = DictSource(rows_of(3))
+    with DeviceCache(source, hit_rate_threshold=2) as cache:
+        for _ in range(2):
+            np.testing.assert_array_equal(cache.lookup({"a": keys_of(999)}).rows["a"], [default_of("a")])
+        assert source.fetched == [("a", [999])] * 2
+        assert (cache.stats().missing, cache.stats().inserted, sum(cache.num_rows.values())) == (2, 0, 0)
+
+
+@pytest.mark.parametrize("threshold", [0, 2])
+def test_more_keys_than_rows(threshold):
+    """All are answered; as many are cached as there is room for, in the order of replacement."""
+    tables = {"t": FrozenTable("t", dim=2, default=-1.0)}
+    rows = {"t": {key: np.array([key, 1], np.float32) for key in range(1000)}}
+    with DeviceCache(DictSource(rows, tables), fraction=0.1, hit_rate_threshold=threshold) as cache:
+        assert cache.capacity == 100
+        for first in (900, 800):  # an insertion is later than the lookup that it comes of: its hits leave for it
+            found = cache.lookup({"t": np.arange(1000)[::-1]})
+            cache.drain()
+            if threshold:
+                np.testing.assert_array_equal(found.rows["t"][:, 0], np.arange(1000)[::-1])
+            np.testing.assert_array_equal(np.sort(cache.cached_keys()["t"]), np.arange(first, first + 100))
+        assert found.hit_rates == {"t": 0.1}
+
+
+def test_rows_of_a_table_may_take_the_whole_store():
+    """Tables that share a store share its budget, as those that HPS fuses."""
+    with DeviceCache(DictSource(rows_of(3)), fraction=1e-9, min_rows=4, hit_rate_threshold=2) as cache:
+        cache.lookup({"a": np.arange(8)})
+        assert cache.num_rows == {"a": 8, "b": 0, "h": 0}
+        cache.lookup({"b": np.arange(3)})
+        assert cache.num_rows == {"a": 5, "b": 3, "h": 0}
+        np.testing.assert_array_equal(np.sort(cache.cached_keys()["a"]), np.arange(3, 8))
+
+
+def test_sizes():
+    """A fraction of the rows, 64 of each table at least; and what that takes on the device."""
+    tables = {name: FrozenTable(name, dim=8) for name in ("s", "t")} | {"q": FrozenTable("q", dim=8, dtype="int8")}
+    row = np.ones(8, np.float32)
+    rows = {name: dict.fromkeys(range(size), row) for name, size in (("s", 1001), ("t", 3), ("q", 10))}
+    with DeviceCache(DictSource(rows, tables), fraction=0.2) as cache:
+        assert cache.capacity == 201 + 64 + 64
+        estimate = cache_bytes({tables["s"]: 201, tables["t"]: 64, tables["q"]: 64})
+        assert 0 <= cache.num_bytes - sum(estimate.values()) < 100
+
+
+# Filling ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("chunk_rows", [4, 7, 1000])
+def test_filled_with_the_hottest(chunk_rows, monkeypatch):
+    """Of each table its share; the hottest are the last to leave."""
+    monkeypatch.setattr(cache_module, "ROWS_AT_A_TIME", chunk_rows)
+    hot = {table: {key: (key * 7 + number) % 10 for key in KEYS[:-3]} for number, table in enumerate(TABLES)}
+    with DeviceCache(DictSource(rows_of(3), frequencies=hot), fraction=0.3, min_rows=1) as cache:
+        assert cache.fill() == 18 == cache.stats().inserted
+        cached = cache.cached_keys()
+        for table, frequencies in hot.items():
+            assert set(cached[table].tolist()) == set(sorted(frequencies, key=lambda key: -frequencies[key])[:6])
+        found = cache.lookup({table: keys for table, keys in cached.items()})
+        assert set(found.hit_rates.values()) == {1.0}
+        np.testing.assert_array_equal(found.rows["b"], [row_of(3, "b", key) for key in cached["b"].tolist()])
+
+
+def test_filled_in_the_order_of_the_file():
+    """Where nobody knows which rows are hot; no more is read than is cached."""
+    source = DictSource(rows_of(3))
+    with DeviceCache(source, fraction=0.25, min_rows=1) as cache:
+        assert cache.fill() == 15
+        assert {table: sorted(keys.tolist()) for table, keys in cache.cached_keys().items()} == {
+            table: list(range(5)) for table in TABLES
+        }
+
+
+# Threads ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_lookup_does_not_wait_for_the_background():
+    """While a fetch hangs the cache answers; what does not fit the queue is dropped and misses again."""
+    source, go, is_in = DictSource(rows_of(3)), threading.Event(), threading.Event()
+    source.before_fetch = lambda *_: (is_in.set(), go.wait(30))
+    with DeviceCache(source, hit_rate_threshold=0, max_pending=1) as cache:
+        cache.lookup({"a": keys_of(1)})
+        assert is_in.wait(30)
+        cache.lookup({"a": keys_of(2)})  # waits in the queue
+        cache.lookup({"a": keys_of(3)})  # does not fit
+        assert (cache.stats().background, cache.stats().dropped) == (3, 1)
+        go.set()
+        cache.drain()
+        assert sorted(cache.cached_keys()["a"].tolist()) == [1, 2]
+
+
+def test_close_drains():
+    """What was asked for is fetched; later calls are refused."""
+    source = DictSource(rows_of(3))
+    source.before_fetch = lambda *_: time.sleep(0.05)
+    cache = DeviceCache(source, hit_rate_threshold=0)
+    for key in range(5):
+        cache.lookup({"a": keys_of(key)})
+    cache.close()
+    cache.close()
+    assert sorted(key for _, keys in source.fetched for key in keys) == [0, 1, 2, 3, 4]
+    assert cache.stats().inserted == 5
+    with pytest.raises(ServingError, match="after close"):
+        cache.lookup({"a": keys_of(1)})
+
+
+def _changing_rows(num_versions, rng):
+    """Rows of each version, and which keys changed."""
+    versions, changes = [rows_of(1000)], [None]
+    for version in range(1, num_versions):
+        changed = {table: rng.choice(20, 8, replace=False) for table in TABLES}
+        rows = {table: dict(some) for table, some in versions[-1].items()}
+        for table, keys in changed.items():
+            for key in keys.tolist():
+                rows[table].pop(key, None)
+                if rng.random() < 0.8:
+                    rows[table][key] = row_of(version, table, key)
+        versions.append(rows)
+        changes.append(changed)
+    return versions, changes
+
+
+def _expected(rows, table, keys):
+    return np.array([rows[table].get(key, default_of(table)) for key in keys.tolist()], np.float32)
+
+
+def _looking_up(cache, versions, stop, errors, seed, num_answers):
+    rng = np.random.default_rng(seed)
+    try:
+        while not stop.is_set() or num_answers[seed] == 0:
+            keys = {table: rng.integers(0, 20, 12) for table in TABLES if rng.random() < 0.8}
+            is_exact = cache.hit_rate_threshold > 1
+            if seed % 2:
+                found = cache.lookup(keys)
+                answer = found.rows
+            else:
+                found = cache.lookup_tables(keys)
+                answer = frozen_lookup.lookup(found.tables, keys) if keys else {}
+            for table, some in keys.items():
+                rows, wanted = np.asarray(answer[table]), _expected(versions[found.version], table, some)
+                is_right = (rows == wanted).all(axis=1)
+                if not is_exact:
+                    is_right |= (rows == default_of(table)).all(axis=1)
+                assert is_right.all(), (found.version, table, some, rows, wanted)
+            num_answers[seed] += 1
+    except BaseException as error:
+        errors.append(error)
+
+
+@pytest.mark.parametrize("threshold", [0, 2])
+@pytest.mark.parametrize("kind", ["dict", "copied", "in_place"])
+def test_no_answer_mixes_versions(threshold, kind):
+    """Eight threads look up while versions change: each answer is wholly of the version that it tells."""
+    versions, changes = _changing_rows(12, np.random.default_rng(5))
+
+    def first():
+        if kind == "dict":
+            return DictSource(versions[0])
+        return HostRows.of([(TABLES[name], _records(TABLES[name], rows)) for name, rows in versions[0].items()])
+
+    def following(source, version):
+        if kind == "dict":
+            return DictSource(versions[version], version=version)
+        rows = versions[version]
+        changed, erased = {}, {}
+        for table, keys in changes[version].items():
+            there = [key for key in keys.tolist() if key in rows[table]]
+            changed[table] = next(iter(_records(TABLES[table], {key: rows[table][key] for key in there})))
+            erased[table] = np.array([key for key in keys.tolist() if key not in rows[table]], np.uint64)
+        return source.updated(changed, erased, in_place=kind == "in_place")
+
+    stop, errors, num_answers = threading.Event(), [], [0] * 8
+    with DeviceCache(first(), fraction=0.5, min_rows=4, hit_rate_threshold=threshold) as cache:
+        threads = [
+            threading.Thread(target=_looking_up, args=(cache, versions, stop, errors, seed, num_answers))
+            for seed in range(8)
+        ]
+        for thread in threads:
+            thread.start()
+        for version in range(1, len(versions)):
+            target = sum(num_answers) + 8
+            deadline = time.monotonic() + 20
+            while sum(num_answers) < target and not errors and time.monotonic() < deadline:
+                time.sleep(0.002)
+            cache.swap(following(cache.source, version), changes[version] if version % 5 else None)
+            if version % 4 == 0:
+                cache.refresh()
+        stop.set()
+        for thread in threads:
+            thread.join(60)
+        assert not errors, errors[0]
+        assert min(num_answers) > 0 and not any(thread.is_alive() for thread in threads)
+        cache.hit_rate_threshold = 2
+        keys = np.arange(20)
+        for table in TABLES:
+            expected = _expected(versions[-1], table, keys)
+            np.testing.assert_array_equal(cache.lookup({table: keys}).rows[table], expected)
+        assert cache.stats().swaps == len(versions) - 1
+
+
+def _records(table, rows):
+    keys = np.array(list(rows), np.uint64)
+    lines = np.array(list(rows.values()), np.float32).reshape(len(rows), table.dim)
+    return SizedRecords(len(rows), [Records(keys, lines)])
+
+
+def test_an_insertion_of_an_old_version_is_left_out():
+    """A row that was fetched before a swap must not come after it."""
+    old, new = DictSource(rows_of(1)), DictSource(rows_of(2), version=2)
+    with DeviceCache(old, hit_rate_threshold=2) as cache:
+        old.before_fetch = lambda *_: cache.swap(new, {"a": keys_of(5)})
+        found = cache.lookup({"a": keys_of(5, 6)})
+        np.testing.assert_array_equal(found.rows["a"], [row_of(1, "a", 5), row_of(1, "a", 6)])
+        assert (found.version, cache.version, cache.num_rows["a"]) == (0, 2, 0)
+        np.testing.assert_array_equal(cache.lookup({"a": keys_of(5)}).rows["a"], [row_of(2, "a", 5)])
+
+
+def test_a_row_that_comes_while_a_swap_prepares_leaves_again():
+    """It was inserted after the swap looked, and before it held the lock."""
+    old, new = DictSource(rows_of(1)), DictSource(rows_of(2), version=2)
+    with DeviceCache(old, hit_rate_threshold=2) as cache:
+        cache.lookup({"a": keys_of(5)})
+        new.before_fetch = lambda *_: cache.lookup({"a": keys_of(6, 7)})
+        cache.swap(new, {"a": keys_of(5, 6)})
+        new.before_fetch = None
+        assert sorted(cache.cached_keys()["a"].tolist()) == [5, 7]
+        np.testing.assert_array_equal(
+            cache.lookup({"a": keys_of(5, 6, 7)}).rows["a"], [row_of(2, "a", 5), row_of(2, "a", 6), row_of(1, "a", 7)]
+        )
+
+
+# What fails ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_source_that_fails(caplog):
+    """A lookup that waits raises what the source raised; one that does not is answered, and the failure is counted."""
+    source = DictSource(rows_of(3))
+
+    def fail(*_):
+        raise OSError("the database is away")
+
+    with DeviceCache(source, hit_rate_threshold=2) as cache:
+        cache.lookup({"a": keys_of(1)})
+        source.before_fetch = fail
+        with pytest.raises(OSError, match="is away"):
+            cache.lookup({"a": keys_of(1, 2)})
+        with pytest.raises(OSError, match="is away"):
+            cache.refresh()
+        with pytest.raises(OSError, match="is away"):
+            cache.swap(source, {"a": keys_of(1)})
+        cache.hit_rate_threshold = 0
+        found = cache.lookup({"a": keys_of(1, 2)})
+        np.testing.assert_array_equal(found.rows["a"], [row_of(3, "a", 1), default_of("a")])
+        cache.drain()
+        assert cache.stats().failed == 1 and "is away" in caplog.text
+        source.before_fetch = None
+        cache.lookup({"a": keys_of(1, 2)})
+        cache.drain()
+        np.testing.assert_array_equal(cache.lookup({"a": keys_of(2)}).rows["a"], [row_of(3, "a", 2)])
+
+
+def test_a_source_that_gives_wrong_shapes(monkeypatch):
+    """Whoever writes one is told what was wanted."""
+    source = DictSource(rows_of(3))
+    monkeypatch.setattr(source, "fetch", lambda table, keys: (np.zeros((1, 9), np.float32), np.ones(1, bool)))
+    with (
+        DeviceCache(source, hit_rate_threshold=2) as cache,
+        pytest.raises(RuntimeError, match=r'table "a": got float32\[1, 9\].*DictSource.fetch, wanted float32\[1, 4\]'),
+    ):
+        cache.lookup({"a": keys_of(1)})
+
+
+@pytest.mark.parametrize(
+    ("keys", "error", "message"),
+    [
+        ({"z": [1]}, UnknownTableError, "got 'z', wanted one of"),
+        ([1], RequestError, "keys: got list, wanted a mapping"),
+        ({"a": [1.5]}, RequestError, 'table "a".*integers, got float64'),
+        ({"a": [True]}, RequestError, "integers, got bool"),
+    ],
+)
+def test_bad_requests(keys, error, message):
+    """Refused before anything is looked up."""
+    with DeviceCache(DictSource(rows_of(3))) as cache:
+        with pytest.raises(error, match=message):
+            cache.lookup(keys)
+        assert cache.stats().lookups == 0
+
+
+def test_bad_arguments():
+    """Named, with what was wanted."""
+    source = DictSource(rows_of(3))
+    for name, value in (
+        ("fraction", 0),
+        ("fraction", float("nan")),
+        ("hit_rate_threshold", -1),
+        ("refresh_fraction", 1.5),
+        ("max_pending", 0),
+        ("min_rows", True),
+    ):
+        with pytest.raises(ValueError, match=f"DeviceCache: {name}: got"):
+            DeviceCache(source, **{name: value})
+    with DeviceCache(source) as cache:
+        other = DictSource(rows_of(3), {**TABLES, "a": FrozenTable("a", dim=4, default=7.0)})
+        with pytest.raises(ValueError, match="swap: source: got tables"):
+            cache.swap(other, None)
+        with pytest.raises(UnknownTableError, match="swap: table: got 'z'"):
+            cache.swap(DictSource(rows_of(4), version=4), {"z": keys_of(1)})
+        with pytest.raises(TypeError, match="integers"):
+            cache.swap(DictSource(rows_of(4), version=4), {"a": np.array([0.5])})
+        assert cache.version == 0
+
+
+def test_keys_that_find_no_place_get_another_salt(monkeypatch):
+    """Among the distinct keys of one lookup."""
+    real, salts = cache_store.query, []
+
+    def unlucky(layout, is_expanded, statistics, stores, batches, clock, salt):
+        statistics, out = real(layout, is_expanded, statistics, stores, batches, clock, salt)
+        salts.append(tuple(np.asarray(salt).tolist()))
+        counts = out.counts.at[0, 2].set(jnp.int32(len(salts) % 3))
+        return statistics, dataclasses.replace(out, counts=counts)
+
+    with DeviceCache(DictSource(rows_of(3)), hit_rate_threshold=2) as cache:
+        monkeypatch.setattr(cache_store, "query", unlucky)
+        np.testing.assert_array_equal(cache.lookup({"a": keys_of(4)}).rows["a"], [row_of(3, "a", 4)])
+        assert len(set(salts)) == 3
+        monkeypatch.setattr(
+            cache_store,
+            "query",
+            lambda *arguments: (
+                (out := real(*arguments))[0],
+                dataclasses.replace(out[1], counts=out[1].counts.at[0, 2].set(jnp.int32(1))),
+            ),
+        )
+        with pytest.raises(ServingError, match="find no place"):
+            cache.lookup({"a": keys_of(4)})
+
+
+# On the device ------------------------------------------------------------------------------------------------------
+
+
+def test_nothing_of_the_size_of_the_cache_is_copied():
+    """Lookups, insertions, refreshes and swaps leave every array where it lies."""
+    with DeviceCache(DictSource(rows_of(3)), fraction=1e-9, min_rows=4, hit_rate_threshold=2) as cache:
+
+        def addresses():
+            large = [(s.index, s.rows, s.records, s.statistics) for s in cache._stores]
+            return [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(large)]
+
+        before = addresses()
+        for start in range(6):
+            cache.lookup({table: np.arange(start, start + 5) for table in TABLES})
+        cache.refresh()
+        cache.swap(DictSource(rows_of(4), version=4), {"a": np.arange(20)})
+        cache.swap(DictSource(rows_of(5), version=5), None)
+        assert addresses() == before
+        assert cache.stats().evicted > 0 and cache.stats().refreshed > 0
+
+
+@pytest.mark.slow
+def test_many_tables_over_the_host():
+    """A hundred tables of several dims and dtypes over rows in host memory: all answers are exact."""
+    rng = np.random.default_rng(3)
+    dtypes = ["float32", "bfloat16", "int8", "float16"]
+    tables = [FrozenTable(f"t{i}", dim=(4, 8, 16)[i % 3], default=float(i), dtype=dtypes[i % 4]) for i in range(100)]
+    rows = {table.name: rng.normal(size=(1000, table.dim)).astype(np.float32) for table in tables}
+    keys = np.arange(1000, dtype=np.uint64)
+    source = HostRows.of([(t, SizedRecords(1000, [Records(keys, rows[t.name])])) for t in tables])
+    with DeviceCache(source, hit_rate_threshold=2) as cache:
+        for _ in range(20):
+            asked = {f"t{i}": rng.zipf(1.3, 200) % 1100 for i in rng.choice(100, 60, replace=False)}
+            found = cache.lookup(asked)
+            for name, some in asked.items():
+                exact, is_there = source.fetch(name, some.astype(np.uint64))
+                exact = np.where(is_there[:, None], exact, np.float32(int(name[1:])))
+                np.testing.assert_array_equal(found.rows[name], exact)
+                real = rows[name][np.minimum(some, 999)]
+                near = np.abs(np.where(is_there[:, None], found.rows[name] - real, 0))
+                assert near.max() <= 0.01 * np.abs(real).max() + 1e-6

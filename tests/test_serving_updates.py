@@ -1,0 +1,478 @@
+"""Updates while serving: each version is what dicts say, whole, to every reader; what fails leaves what was served."""
+
+import gc
+import threading
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import numpy as np
+import pytest
+from hypothesis import stateful
+from serving_cases import Trained, config_of, expected, model_of, rows_of, write
+
+from jaxsok import checkpoint
+from jaxsok.serving import updates
+from jaxsok.serving.errors import ServingError, UnknownTableError
+from jaxsok.serving.session import open
+
+DIMS = {"user": 4, "item": 4, "ad": 3}
+DEFAULTS = {"user": -1.0, "item": 0.5}
+KEYS = np.arange(64)
+IN_PLACE = [False, True]
+
+
+def open_with(tables, **options):
+    limit = options.pop("memory_limit", None)
+    model = model_of(tables, defaults=DEFAULTS, max_batch_size=16, **options)
+    return open(config_of(model), warm_up=False, memory_limit=limit)
+
+
+def check(session, content):
+    """All keys of all tables, in one answer."""
+    answer = session.lookup({name: KEYS for name in content})
+    for name, mine in content.items():
+        np.testing.assert_array_equal(answer[name], expected(mine, KEYS, DEFAULTS.get(name, 0.0), DIMS[name]))
+    model = session.models["dlrm"]
+    assert answer.version == model.version == session.stats()["version"]
+    assert dict(model.num_rows) == {name: len(mine) for name, mine in content.items()}
+
+
+@pytest.fixture
+def trained(tmp_path):
+    """A state, its full export, and a session that serves it with spare rows."""
+    trained = Trained(DIMS)
+    for name, dim in DIMS.items():
+        trained.set(name, rows_of(range(20), dim))
+    trained.path = trained.full(tmp_path / "full")
+    return trained
+
+
+def served(trained, **options):
+    options = {"jaxsok": {"spare_rows": 16}, **options}
+    return open_with({name: (trained.path, dim) for name, dim in DIMS.items()}, **options)
+
+
+# Versions ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("in_place", [*IN_PLACE, "auto"])
+def test_deltas_and_full_exports(trained, tmp_path, in_place):
+    with served(trained) as session:
+        check(session, trained.content)
+        trained.set("user", rows_of(range(15, 25), 4, version=1))
+        trained.erase("user", [0, 1])
+        trained.erase("ad", [3])
+        delta = trained.delta(tmp_path / "delta", trained.path)
+        assert session.update(delta, in_place=in_place) == 2
+        check(session, trained.content)
+        trained.set("ad", rows_of([3, 40], 3, version=2))
+        assert session.update(trained.delta(tmp_path / "next", delta), in_place=in_place) == 3
+        check(session, trained.content)
+        trained.erase("item", range(10))
+        trained.set("item", rows_of(range(30, 40), 4, version=3))
+        assert session.update(trained.full(tmp_path / "again"), in_place=in_place) == 4
+        check(session, trained.content)
+        stats = session.stats()
+        assert (stats["updates"], stats["in_place_updates"]) == (3, 3 if in_place is True else 0)
+        assert set(stats["source"].values()) == {str(tmp_path / "again")}
+
+
+@pytest.mark.parametrize("in_place", IN_PLACE)
+def test_hps_directories(tmp_path, in_place):
+    """By mapping, by a folder of directories; tables that are not there stay."""
+    content = {name: rows_of(range(10, 30), dim) for name, dim in DIMS.items()}
+    tables = {name: (write(tmp_path / "a" / name, mine), DIMS[name]) for name, mine in content.items()}
+    with open_with(tables, jaxsok={"spare_rows": 8}) as session:
+        content["item"] = rows_of(range(25, 50), 4, version=1)
+        session.update({"item": write(tmp_path / "b" / "item", content["item"])}, in_place=in_place)
+        check(session, content)
+        for name in ("user", "ad"):
+            content[name] = rows_of(range(5), DIMS[name], version=2)
+            write(tmp_path / "c" / name, content[name])
+        session.update(tmp_path / "c", in_place=in_place)
+        check(session, content)
+        assert session.stats()["source"]["item"] == str(tmp_path / "b" / "item")
+        with pytest.raises(ServingError, match="which does not name its table, wanted a mapping"):
+            session.update(tmp_path / "c" / "user")
+        with pytest.raises(UnknownTableError, match="table: got 'usr'"):
+            session.update({"usr": tmp_path / "c" / "user"})
+        with pytest.raises(FileNotFoundError):
+            session.update(tmp_path / "nowhere")
+        with pytest.raises(ServingError, match="in_place: got 3"):
+            session.update(tmp_path / "c", in_place=3)
+        check(session, content)
+
+
+def test_what_does_not_change_is_shared(trained, tmp_path):
+    """Copy on write: of a store without changes all arrays, of one that only loses keys its rows."""
+    with served(trained) as session:
+        versions = session._models["dlrm"].versions
+        trained.erase("ad", [3])
+        before = versions.current.tables
+        session.update(trained.delta(tmp_path / "delta", trained.path), in_place=False)
+        after = versions.current.tables
+        store = before.spec.places["user"][0]
+        assert after.stores[store] is before.stores[store]
+        ad = before.spec.places["ad"][0]
+        assert after.stores[ad].rows is before.stores[ad].rows
+        assert after.stores[ad].index is not before.stores[ad].index
+        check(session, trained.content)
+
+
+def test_a_version_grows(trained, tmp_path):
+    """Beside, there is room for as many keys as come; in place for as many as spare rows."""
+    with served(trained, jaxsok={"spare_rows": 4}) as session:
+        trained.set("ad", rows_of(range(20, 25), 3, version=1))
+        delta = trained.delta(tmp_path / "delta", trained.path)
+        before = trained.frozen_content() | {"ad": rows_of(range(20), 3)}
+        with pytest.raises(
+            ServingError, match=r'rows: got 25 for the tables "ad", wanted at most 24 to update in place'
+        ):
+            session.update(delta, in_place=True)
+        check(session, before)
+        session.update(delta)
+        check(session, trained.content)
+        assert session._models["dlrm"].versions.current.tables.stores[1].capacity >= 29
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8", "float8_e4m3fn"])
+@pytest.mark.parametrize("in_place", IN_PLACE)
+def test_rows_of_other_dtypes(trained, tmp_path, dtype, in_place):
+    """An updated table has the very bits of one that was opened so."""
+    if dtype in ("int8", "float8_e4m3fn"):
+        pytest.importorskip("jaxsok.serving.quantize")
+    own = {"row_dtype": dtype, "spare_rows": 16}
+    with served(trained, jaxsok=own) as session:
+        trained.set("user", rows_of(range(10, 30), 4, version=1))
+        trained.erase("item", range(5))
+        delta = trained.delta(tmp_path / "delta", trained.path)
+        session.update(delta, in_place=in_place)
+        answer = session.lookup({name: KEYS for name in DIMS})
+    trained.path = delta
+    with served(trained, jaxsok=own) as anew:
+        for name, rows in anew.lookup({name: KEYS for name in DIMS}).items():
+            assert rows.tobytes() == answer[name].tobytes()
+
+
+# Refusals ------------------------------------------------------------------------------------------------------------
+
+
+def test_lineage(trained, tmp_path):
+    """A delta must follow what is served: not twice, none left out, none over HPS directories."""
+    with served(trained) as session:
+        paths = [trained.path]
+        for number in range(1, 3):
+            trained.set("user", rows_of(range(5), 4, version=number))
+            paths.append(trained.delta(tmp_path / f"delta{number}", paths[-1]))
+        with pytest.raises(
+            ServingError, match=r"delta2\", which rests on .*, but the table holds .*apply deltas in order"
+        ):
+            session.update(paths[2])
+        session.update(paths[1])
+        with pytest.raises(ServingError, match="it was applied already"):
+            session.update(paths[1])
+        session.update(paths[2])
+        check(session, trained.content)
+        session.update({"ad": write(tmp_path / "ad", trained.content["ad"])})
+        trained.set("user", rows_of(range(5), 4, version=9))
+        before = trained.delta(tmp_path / "delta3", paths[2])
+        with pytest.raises(ServingError, match=r'table "ad": source: .* but the table holds no export'):
+            session.update(before)
+        session.update({name: before for name in ("user", "item")})
+        check(session, trained.content)
+    trained.path = paths[2]  # a session that opens a chain goes on with its next link
+    with served(trained) as session:
+        session.update(before)
+        check(session, trained.content)
+
+
+@pytest.mark.parametrize("in_place", IN_PLACE)
+@pytest.mark.parametrize("harm", ["damaged", "odd", "dim", "twice", "unknown"])
+def test_bad_sources(tmp_path, in_place, harm):
+    """The second table cannot be read: the first has not changed either."""
+    content = {name: rows_of(range(20), dim) for name, dim in DIMS.items()}
+    tables = {name: (write(tmp_path / name, mine), DIMS[name]) for name, mine in content.items()}
+    with open_with(tables) as session:
+        kind = ServingError
+        if harm in ("damaged", "dim", "unknown"):
+            trained = Trained({"user": 4, "ad" if harm != "unknown" else "other": 3 if harm != "dim" else 5})
+            for name, dim in trained.dims.items():
+                trained.set(name, rows_of(range(10), dim, version=1))
+            path = trained.full(tmp_path / "next")
+            source = {"user": path, "ad": path}
+            if harm == "damaged":
+                kind = checkpoint.CorruptFileError
+                file = tmp_path / "next" / "table_0001.process_00000.arrow"
+                data = bytearray(file.read_bytes())
+                data[len(data) // 2] ^= 1
+                file.write_bytes(data)
+        else:
+            kind = ValueError
+            write(tmp_path / "next" / "user", rows_of(range(10), 4, version=1))
+            write(tmp_path / "next" / "ad", rows_of(range(10), 3, version=1))
+            source = tmp_path / "next"
+            file = tmp_path / "next" / "ad" / "key"
+            data = file.read_bytes()
+            file.write_bytes(data[:-1] if harm == "odd" else data[:8] + data[:-8])
+        with pytest.raises(kind):
+            session.update(source, in_place=in_place)
+        check(session, content)
+        assert session.stats()["version"] == 1
+        content["user"] = rows_of(range(10), 4, version=2)
+        session.update({"user": write(tmp_path / "last", content["user"])}, in_place=in_place)
+        check(session, content)
+
+
+@pytest.mark.parametrize("in_place", IN_PLACE)
+@pytest.mark.parametrize("step", ["lines_of", "write_lines", "second write_lines", "index", "prepare"])
+def test_failures_in_the_middle(trained, tmp_path, monkeypatch, in_place, step):
+    """Wherever it fails, what was served is served; and the update can be done again."""
+    trained.set("user", rows_of(range(15, 25), 4, version=1))
+    trained.set("ad", rows_of(range(5), 3, version=1))
+    trained.erase("user", [3])
+    delta = trained.delta(tmp_path / "delta", trained.path)
+    before = {name: rows_of(range(20), dim) for name, dim in DIMS.items()}
+    with served(trained) as session:
+        calls = {"left": 1 if step.startswith("second") else 0}
+
+        def failing(real):
+            def call(*args, **options):
+                if calls["left"] == 0:
+                    calls["left"] = -1
+                    raise MemoryError("injected")
+                calls["left"] -= 1
+                return real(*args, **options)
+
+            return call
+
+        name = step.split()[-1]
+        with monkeypatch.context() as patch:
+            if name == "index":
+                patch.setattr(updates.RowMap, "index", failing(updates.RowMap.index))
+            elif name == "prepare":
+                model = session._models["dlrm"]
+                patch.setattr(model, "_prepare", failing(model._prepare))
+            else:
+                patch.setattr(updates, name, failing(getattr(updates, name)))
+            with pytest.raises(MemoryError, match="injected"):
+                session.update(delta, in_place=in_place)
+            assert calls["left"] < 0
+        check(session, before)
+        assert session.stats()["version"] == 1
+        session.update(delta, in_place=in_place)
+        check(session, trained.content)
+
+
+def test_memory(trained, tmp_path):
+    """Refused up front, with the bytes; "auto" goes in place where a copy does not fit."""
+    trained.set("user", rows_of(range(5), 4, version=1))
+    delta = trained.delta(tmp_path / "delta", trained.path)
+    before = trained.frozen_content() | {"user": rows_of(range(20), 4)}
+    with served(trained) as session:
+        used = session.stats()["bytes"]
+    row_bytes = (20 + 16) * 2 * 4 * 4  # of user and item, with their spare rows
+    index_bytes = 64 * updates.RowMap(2, 72).num_buckets
+    free = row_bytes + index_bytes  # and a piece of rows has to be there beside
+    with served(trained, memory_limit=used + free) as session:
+        message = rf"got {free} bytes free on .*, wanted [0-9]+ for a copy of what changes; pass"
+        with pytest.raises(ServingError, match=message):
+            session.update(delta, in_place=False)
+        check(session, before)
+        assert session.update(delta) == 2
+        assert session.stats()["in_place_updates"] == 1
+        check(session, trained.content)
+    with served(trained, memory_limit=used + 100) as session:
+        for in_place in (True, False, "auto"):
+            with pytest.raises(ServingError, match="got 100 bytes free on"):
+                session.update(delta, in_place=in_place)
+        check(session, before)
+    with served(trained, memory_limit=2 * used + 2**20) as session:
+        session.update(delta)
+        assert session.stats()["in_place_updates"] == 0
+        check(session, trained.content)
+
+
+@pytest.mark.parametrize("in_place", IN_PLACE)
+def test_memory_is_flat(tmp_path, in_place):
+    """Over 50 updates: arrays of JAX, and memory of the process."""
+    sizes = {"user": (4000, 64), "ad": (1000, 8)}
+    paths = []
+    for number in range(2):
+        for name, (count, dim) in sizes.items():
+            write(tmp_path / str(number) / name, rows_of(range(number, count + number), dim, version=number))
+        paths.append(tmp_path / str(number))
+    model = model_of({name: (paths[0] / name, dim) for name, (_, dim) in sizes.items()}, jaxsok={"spare_rows": 4})
+    with open(config_of(model), warm_up=False) as session:
+
+        def used():
+            gc.collect()
+            return sum(array.nbytes for array in jax.live_arrays())
+
+        for number in range(52):
+            session.update(paths[number % 2], in_place=in_place)
+            session.lookup({"user": np.arange(100)})
+            if number == 1:
+                first = used()
+        assert used() <= first
+
+
+# Readers -------------------------------------------------------------------------------------------------------------
+
+
+def whole(version, keys, dim):
+    return rows_of(keys, dim, version=version)
+
+
+@pytest.mark.parametrize("in_place", IN_PLACE)
+def test_no_answer_mixes_versions(tmp_path, in_place):
+    """Readers of two stores and three tables, all the time, while versions change: rows tell theirs."""
+    count, folders = 300, []
+    for version in range(3):
+        for name, dim in DIMS.items():
+            write(tmp_path / str(version) / name, rows_of(range(count), dim, version=version))
+        folders.append(tmp_path / str(version))
+    with open_with({name: (folders[0] / name, dim) for name, dim in DIMS.items()}) as session:
+        session._models["dlrm"].workers = threading.BoundedSemaphore(8)  # readers at the same time
+        is_done, wrong, seen = threading.Event(), [], set()
+
+        def read(seed):
+            rng = np.random.default_rng(seed)
+            try:
+                while not is_done.is_set():
+                    keys = {name: rng.integers(0, count, 40) for name in DIMS}
+                    answer = session.lookup(keys)
+                    content = (answer.version - 1) % 3
+                    seen.add(answer.version)
+                    for name, mine in keys.items():
+                        column = 1000 * content + (mine * 7) % 997
+                        if not np.array_equal(answer[name][:, 0], column):
+                            wrong.append((answer.version, name, answer[name][:, 0], column))
+            except BaseException as error:
+                wrong.append(error)
+
+        readers = [threading.Thread(target=read, args=(seed,)) for seed in range(4)]
+        for reader in readers:
+            reader.start()
+        for number in range(1, 25):
+            assert session.update(folders[number % 3], in_place=in_place) == number + 1
+        is_done.set()
+        for reader in readers:
+            reader.join()
+        assert not wrong, wrong[0]
+        assert len(seen) > 5
+
+
+def test_gate_lets_a_writer_be_alone():
+    gate, inside, worst, is_done = updates.Gate(), [0, 0], [], threading.Event()
+
+    def read():
+        while not is_done.is_set():
+            with gate.reading():
+                inside[0] += 1
+                worst.append(inside[1])
+                inside[0] -= 1
+
+    readers = [threading.Thread(target=read) for _ in range(3)]
+    for reader in readers:
+        reader.start()
+    for _ in range(50):
+        with gate.writing():
+            inside[1] += 1
+            for _ in range(100):
+                pass
+            inside[1] -= 1
+    is_done.set()
+    for reader in readers:
+        reader.join()
+    assert max(worst, default=0) == 0
+
+
+# Any sequence --------------------------------------------------------------------------------------------------------
+
+
+class Updates(stateful.RuleBasedStateMachine):
+    """Training, exports and updates in any order, against dicts."""
+
+    def __init__(self):
+        super().__init__()
+        import pathlib
+        import tempfile
+
+        self.folder = tempfile.TemporaryDirectory()
+        self.path = pathlib.Path(self.folder.name)
+        self.number = 0
+        self.trained = Trained({"user": 2, "ad": 2})
+        for name in ("user", "ad"):
+            self.trained.set(name, rows_of(range(8), 2))
+        self.trained.path = self.trained.full(self.path / "full")
+        self.base, self.is_based = self.trained.path, True
+        tables = {name: (self.trained.path, 2) for name in ("user", "ad")}
+        model = model_of(tables, defaults=DEFAULTS, max_batch_size=16, jaxsok={"spare_rows": 6})
+        self.session = open(config_of(model), warm_up=False)
+        self.held = self.trained.frozen_content()
+        self.version = 1
+
+    tables = st.sampled_from(["user", "ad"])
+    keys = st.lists(st.integers(0, 30), max_size=6)
+    ways = st.sampled_from([True, False, "auto"])
+
+    def _name(self):
+        self.number += 1
+        return self.path / f"export{self.number}"
+
+    def _update(self, source, way, content):
+        num_rows = sum(len(mine) for mine in content.values())
+        try:
+            version = self.session.update(source, in_place=way)
+        except ServingError as error:
+            assert way is True and "to update in place" in str(error)
+            assert num_rows > self.session._models["dlrm"].versions.current.tables.stores[0].capacity
+            return False
+        self.version += 1
+        assert version == self.version
+        self.held = content
+        return True
+
+    @stateful.rule(table=tables, keys=keys)
+    def train(self, table, keys):
+        self.trained.set(table, rows_of(keys, 2, version=self.number))
+
+    @stateful.rule(table=tables, keys=keys)
+    def erase(self, table, keys):
+        self.trained.erase(table, keys)
+
+    @stateful.precondition(lambda self: self.is_based)
+    @stateful.rule(way=ways)
+    def delta(self, way):
+        path = self.trained.delta(self._name(), self.base)
+        if self._update(path, way, self.trained.frozen_content()):
+            self.base = path
+
+    @stateful.rule(way=ways)
+    def full(self, way):
+        path = self.trained.full(self._name())
+        if self._update(path, way, self.trained.frozen_content()):
+            self.base, self.is_based = path, True
+
+    @stateful.rule(table=tables, keys=st.lists(st.integers(0, 30), min_size=1, max_size=12, unique=True), way=ways)
+    def directory(self, table, keys, way):
+        content = rows_of(keys, 2, version=50 + self.number)
+        path = write(self._name(), content)
+        if self._update({table: path}, way, {**self.held, table: content}):
+            self.is_based = False
+
+    @stateful.invariant()
+    def agrees(self):
+        answer = self.session.lookup({name: KEYS for name in self.held})
+        assert answer.version == self.version
+        for name, mine in self.held.items():
+            np.testing.assert_array_equal(answer[name], expected(mine, KEYS, DEFAULTS.get(name, 0.0), 2))
+
+    def teardown(self):
+        self.session.close()
+        self.folder.cleanup()
+
+
+TestUpdates = Updates.TestCase
+TestUpdates.settings = hypothesis.settings(max_examples=8, stateful_step_count=10)

@@ -1,0 +1,393 @@
+"""Sessions: what a configuration opens answers as the dicts that its folders were written from."""
+
+import itertools
+import time
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import numpy as np
+import pytest
+from serving_cases import config_of, expected, model_of, records_of, rows_of, write
+
+import jaxsok
+from jaxsok.serving import session as session_lib
+from jaxsok.serving.artifact import ArrayInput, BagsInput, KeysInput, export_model
+from jaxsok.serving.errors import (
+    ConfigError,
+    RequestError,
+    RequestTooLargeError,
+    ServingError,
+    UnknownModelError,
+    UnknownTableError,
+)
+from jaxsok.serving.frozen import FrozenTable, SizedRecords, freeze_records
+from jaxsok.serving.lookup import LookupInput, lookup
+from jaxsok.serving.session import Answer, open
+
+DIMS = {"user": 4, "item": 4, "ad": 3}
+DEFAULTS = {"user": -1.0, "item": 0.5}
+CONTENT = {
+    "user": rows_of([*range(40), 2**63, 2**64 - 2], 4),
+    "item": rows_of(range(20, 70), 4),  # keys of two tables overlap
+    "ad": rows_of(range(5), 3),
+}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    return {name: (write(folder / name, content), DIMS[name]) for name, content in CONTENT.items()}
+
+
+@pytest.fixture(scope="module")
+def session(folders):
+    with open(config_of(model_of(folders, defaults=DEFAULTS))) as session:
+        yield session
+
+
+def check(answer, keys, content=None):
+    content = CONTENT if content is None else content
+    assert list(answer) == list(keys)
+    for name, mine in keys.items():
+        wanted = expected(content[name], mine, DEFAULTS.get(name, 0.0), DIMS[name])
+        assert answer[name].dtype == np.float32
+        np.testing.assert_array_equal(answer[name], wanted)
+
+
+def test_rows_defaults_and_padding(session):
+    keys = {
+        "ad": np.array([[[0, 4, 5]]], np.int16),
+        "user": np.array([1, 41, -1, -2, 2**63 - 1, -(2**63)]),
+        "item": np.array([[1, 20], [69, 70]], np.uint64),
+    }
+    answer = session.lookup(keys)
+    check(answer, keys)
+    assert isinstance(answer, Answer) and answer.version == 1
+
+
+@hypothesis.given(st.data())
+def test_any_request(session, data):
+    """Any shapes, any subset of tables, no keys at all."""
+    names = data.draw(st.lists(st.sampled_from(list(DIMS)), min_size=1, unique=True))
+    keys = {}
+    for name in names:
+        shape = data.draw(st.sampled_from([(0,), (1,), (7,), (3, 5), (2, 0), (512,), (2, 3, 4)]))
+        seed = data.draw(st.integers(0, 100))
+        keys[name] = np.random.default_rng(seed).integers(-3, 75, shape)
+    check(session.lookup(keys), keys)
+
+
+def test_fused_and_unfused_are_the_same_bits(folders, session):
+    with open(config_of(model_of(folders, defaults=DEFAULTS, fuse_embedding_table=False)), warm_up=False) as unfused:
+        for seed in range(5):
+            keys = {name: np.random.default_rng(seed).integers(0, 75, (seed * 3 + 1,)) for name in DIMS}
+            fused_answer, answer = session.lookup(keys), unfused.lookup(keys)
+            check(answer, keys)
+            for name in DIMS:
+                assert fused_answer[name].tobytes() == answer[name].tobytes()
+
+
+@pytest.mark.parametrize("tier", [{"gpucacheper": 1.5}, {"embedding_cache_type": "static"}, {"gpucache": False}])
+def test_tiers_that_hold_all_rows(folders, tier):
+    keys = {name: np.arange(75) for name in DIMS}
+    with open(config_of(model_of(folders, defaults=DEFAULTS, **tier)), jax.devices()[-1], warm_up=False) as session:
+        check(session.lookup(keys), keys)
+        found = session._models["dlrm"].versions.current.tables.stores[0].rows.devices()
+        assert found == ({jax.devices("cpu")[0]} if tier == {"gpucache": False} else {jax.devices()[-1]})
+
+
+def test_programs_are_few(folders):
+    """Whatever is asked for; and those that are warmed up are not compiled again."""
+    with open(config_of(model_of(folders, per_sample=3, max_batch_size=100))) as session:
+        levels = session._models["dlrm"].levels
+        assert levels == (16, 32, 64, 100)
+        num_compiled = session_lib._looked_up._cache_size()
+        for size in (0, 1, 47, 48, 49, 190, 300):
+            keys = {name: np.arange(size) for name in DIMS}
+            np.testing.assert_array_equal(session.lookup(keys)["user"], expected(CONTENT["user"], keys["user"], 0, 4))
+        assert session_lib._looked_up._cache_size() == num_compiled
+
+
+def test_sets_of_tables_are_bounded(folders, monkeypatch):
+    monkeypatch.setattr(session_lib, "MOST_SETS", 2)
+    with open(config_of(model_of(folders, defaults=DEFAULTS)), warm_up=False) as session:
+        for names in (["user"], ["item"], ["ad"], ["user", "ad"], ["item", "ad"]):
+            keys = {name: np.arange(10) for name in names}
+            check(session.lookup(keys), keys)
+        assert session._models["dlrm"]._sets == {tuple(session.models["dlrm"].tables), ("user",)}
+
+
+def test_keys_of_32_bits(tmp_path):
+    content = rows_of([1, 2, 2**32 - 1], 2)
+    folder = write(tmp_path / "user", content)
+    config = {**config_of(model_of({"user": (folder, 2)}, defaults={"user": 9.0})), "supportlonglong": False}
+    with open(config, warm_up=False) as session:
+        keys = np.array([1, 2**32 - 1, 7, -1])
+        np.testing.assert_array_equal(session.lookup({"user": keys})["user"], expected(content, keys, 9.0, 2))
+        assert session.models["dlrm"].key_bits == 32
+        for wrong in (np.array([1, 2**32]), np.array([-2]), np.array([2**63], np.uint64)):
+            with pytest.raises(RequestError, match=r"wanted 0 to 4294967295: .* supportlonglong is false"):
+                session.lookup({"user": wrong})
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_rows_of_other_dtypes(folders, dtype):
+    with open(config_of(model_of(folders, jaxsok={"row_dtype": dtype})), warm_up=False) as session:
+        keys = {name: np.arange(5) for name in DIMS}
+        for name, rows in session.lookup(keys).items():
+            wanted = expected(CONTENT[name], keys[name], 0.0, DIMS[name])
+            np.testing.assert_allclose(rows, wanted, rtol=2**-8)
+        assert {table.dtype for table in session.models["dlrm"].tables.values()} == {dtype}
+
+
+@pytest.mark.parametrize(
+    ("keys", "kind", "message"),
+    [
+        ([1, 2], RequestError, "keys: got list, wanted a mapping"),
+        ({}, RequestError, "got no tables, wanted at least one of"),
+        ({"usr": np.array([1])}, UnknownTableError, r"table: got 'usr', wanted one of .*'user'.* model \"dlrm\""),
+        ({3: np.array([1])}, UnknownTableError, "table: got 3"),
+        ({"user": np.array([True])}, RequestError, r'table "user": keys: got bool\[1\], wanted integers'),
+        ({"user": np.array([1.0])}, RequestError, r"keys: got float64\[1\], wanted integers"),
+        ({"user": np.array(["1"])}, RequestError, r"keys: got <U1\[1\], wanted integers"),
+        ({"user": [[1], [2, 3]]}, RequestError, "keys: got no array"),
+        ({"user": [2**70]}, RequestError, r"keys: got object\[1\], wanted integers"),
+        ({"user": np.int64(3)}, RequestError, "keys: got a scalar"),
+        ({"user": jax.numpy.arange(3)}, RequestError, "got a jax.Array"),
+        ({"user": np.zeros(513, int)}, RequestTooLargeError, r"got 513, wanted at most 512: max_batch_size \(64\)"),
+        ({"user": np.zeros(1, int), "ad": np.zeros((600, 1), int)}, RequestTooLargeError, 'table "ad": keys: got 600'),
+    ],
+)
+def test_bad_requests(session, keys, kind, message):
+    """Are refused before anything is dispatched, and the session answers on."""
+    before = session.stats()
+    with pytest.raises(kind, match=message) as caught:
+        session.lookup(keys)
+    assert type(caught.value) is kind
+    assert session.stats() == before
+    check(session.lookup({"ad": np.arange(3)}), {"ad": np.arange(3)})
+
+
+def test_models_by_name(tmp_path):
+    folders = [write(tmp_path / str(number), rows_of(range(10), 2, version=number)) for number in range(2)]
+    models = [model_of({"user": (folder, 2)}, name=f"model{number}") for number, folder in enumerate(folders)]
+    with open(config_of(*models), warm_up=False) as session:
+        assert list(session.models) == ["model0", "model1"]
+        for number in range(2):
+            rows = session.lookup({"user": np.arange(3)}, model=f"model{number}")["user"]
+            np.testing.assert_array_equal(rows, expected(rows_of(range(10), 2, version=number), np.arange(3), 0, 2))
+        for model in (None, "model2", 3):
+            with pytest.raises(UnknownModelError, match=r"lookup: model: got .* wanted one of \['model0', 'model1'\]"):
+                session.lookup({"user": np.arange(3)}, model=model)
+        with pytest.raises(UnknownModelError, match='predict: model: got "model0", which has no dense_file'):
+            session.predict({}, model="model0")
+
+
+def test_counts(folders):
+    with open(config_of(model_of(folders)), warm_up=False) as session:
+        session.lookup({"user": np.array([0, 1, 41, -1]), "ad": np.array([9])})
+        session.lookup({"user": np.array([[0]])})
+        stats = session.stats()
+        assert (stats["version"], stats["lookups"], stats["updates"]) == (1, 2, 0)
+        assert (stats["keys"], stats["hits"], stats["missing"], stats["padding"]) == (6, 3, 2, 1)
+        assert stats["hit_rate"] == 3 / 5
+        assert stats["tables"]["ad"]["missing"] == 1 and stats["tables"]["ad"]["hit_rate"] == 0.0
+        assert stats["tables"]["item"]["keys"] == 0 and stats["tables"]["item"]["num_rows"] == 50
+        assert stats["bytes"] == session._models["dlrm"].versions.current.tables.num_bytes > 0
+        assert stats["source"]["ad"] == folders["ad"][0]
+
+
+def test_report(folders):
+    with open(config_of(model_of(folders, thread_pool_size=3)), warm_up=False) as session:
+        report = session.report()
+    assert 'model "dlrm", version 1' in report
+    assert 'table "item": 50 rows of 4 x float32' in report
+    assert "models[0].thread_pool_size" in report
+    assert folders["ad"][0] in report
+
+
+def test_what_is_known_of_a_model(session):
+    model = session.models["dlrm"]
+    assert model.max_keys == {"user": 512, "item": 512, "ad": 512} and model.max_batch_size == 64
+    assert dict(model.num_rows) == {name: len(content) for name, content in CONTENT.items()}
+    assert model.tables["user"].default == -1.0 and model.inputs is None and model.key_bits == 64
+
+
+def test_closed(folders):
+    session = open(config_of(model_of(folders)), warm_up=False)
+    session.close()
+    session.close()
+    for call in (lambda: session.lookup({"user": np.arange(3)}), session.stats, session.report):
+        with pytest.raises(ServingError, match="session: got one that is closed"):
+            call()
+
+
+def test_what_cannot_be_opened(folders, tmp_path):
+    wrong = {**folders, "ad": (folders["ad"][0], 4)}
+    with pytest.raises(ValueError, match="emb_vector"):
+        open(config_of(model_of(wrong)))
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        open(config_of(model_of({"user": (tmp_path / "nowhere", 4)})))
+    with pytest.raises(ConfigError, match=r"models\[0\].deployed_device_list: got 99"):
+        open(config_of(model_of(folders, deployed_device_list=[99])))
+    with pytest.raises(ServingError, match=r"memory: got 1000 bytes free on .* wanted [0-9]+ for its tables"):
+        open(config_of(model_of(folders)), memory_limit=1000)
+    with pytest.raises(ConfigError, match="memory_limit"):
+        open(config_of(model_of(folders)), memory_limit=-1)
+
+
+# A cache on the device over rows in host memory ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_fused", [True, False])
+def test_a_cache_that_waits_is_exact(folders, is_fused):
+    """A hit rate above 1 is never reached: all misses are waited for."""
+    options = {"gpucacheper": 0.2, "hit_rate_threshold": 1.1, "fuse_embedding_table": is_fused}
+    with open(config_of(model_of(folders, defaults=DEFAULTS, **options)), warm_up=False) as session:
+        for seed in range(6):
+            keys = {name: np.random.default_rng(seed).integers(-2, 75, (seed, 3)) for name in DIMS}
+            check(session.lookup(keys), keys)
+        stats = session.stats()
+        assert stats["cache"]["sync"] > 0 and stats["cache"]["background"] == 0
+        assert 0 < stats["hit_rate"] < 1 and stats["bytes"] > 0
+        session.refresh()
+        check(session.lookup(keys), keys)
+
+
+def test_a_cache_that_does_not_wait(folders):
+    """A threshold of 0: what misses reads the default now, and its row later."""
+    options = {"gpucacheper": 0.9, "hit_rate_threshold": 0.0}
+    with open(config_of(model_of(folders, defaults=DEFAULTS, **options)), warm_up=False) as session:
+        keys = {"user": np.arange(10)}
+        check(session.lookup(keys), keys, {"user": {}})
+        session._models["dlrm"].cache.drain()
+        check(session.lookup(keys), keys)
+        with pytest.raises(RequestTooLargeError):
+            session.lookup({"user": np.zeros(513, int)})
+
+
+def test_a_cache_is_filled_and_refreshed_by_the_clock(folders):
+    options = {"gpucacheper": 0.9, "hit_rate_threshold": 0.0, "cache_refresh_percentage_per_iteration": 0.5}
+    with open(config_of(model_of(folders, defaults=DEFAULTS, refresh_interval=1, **options))) as session:
+        keys = {"user": np.arange(10)}
+        check(session.lookup(keys), keys)
+        deadline = time.monotonic() + 30
+        while session.stats()["cache"]["refreshed"] == 0 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert session.stats()["cache"]["refreshed"] > 0
+        clock = session._models["dlrm"]._clock
+    assert not clock.is_alive()
+
+
+def test_memory_of_a_cache(folders):
+    with pytest.raises(ServingError, match=r"memory: got 1000 bytes free on .* wanted [0-9]+ for its cache"):
+        open(config_of(model_of(folders, gpucacheper=0.5)), memory_limit=1000)
+
+
+# The dense model -----------------------------------------------------------------------------------------------------
+
+WEIGHTS = {name: np.linspace(-1, 1, dim, dtype=np.float32) for name, dim in DIMS.items()}
+
+
+def export(path, folders, scale=1.0):
+    """A model of three inputs: keys, bags of keys, and numbers."""
+    tables, _ = freeze_records(
+        [(FrozenTable(name, dim, default=DEFAULTS.get(name, 0.0)), _source(name)) for name, (_, dim) in folders.items()]
+    )
+
+    def model(tables, inputs):
+        found = lookup(
+            tables,
+            {
+                "user": LookupInput("user", inputs["user"]),
+                "bag": LookupInput("ad", inputs["bag"].keys, "sum", offsets=inputs["bag"].offsets),
+            },
+        )
+        score = (found["user"] @ WEIGHTS["user"]).sum(axis=1) + found["bag"] @ WEIGHTS["ad"]
+        return {"score": scale * (score + inputs["dense"]), "bag": found["bag"]}
+
+    inputs = {"user": KeysInput("user", (2,)), "bag": BagsInput("ad"), "dense": ArrayInput()}
+    export_model(path, model, tables, inputs, platforms=["cpu"])
+    return str(path)
+
+
+def _source(name):
+    records = records_of(CONTENT[name], DIMS[name])
+    return SizedRecords(records.num_rows, [records])
+
+
+def predicted(inputs, scale=1.0, content=None):
+    content = CONTENT if content is None else content
+    user = expected(content["user"], inputs["user"], DEFAULTS["user"], 4)
+    ad = expected(content["ad"], inputs["bag"].keys, 0.0, 3)
+    offsets = inputs["bag"].offsets
+    bag = np.array([ad[a:b].sum(axis=0) for a, b in itertools.pairwise(offsets)], np.float32).reshape(-1, 3)
+    score = (user * WEIGHTS["user"]).sum(axis=(1, 2)) + (bag * WEIGHTS["ad"]).sum(axis=1)
+    return {"score": np.float32(scale) * (score + inputs["dense"]), "bag": bag}
+
+
+def request(num_samples, seed=0):
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(0, 4, num_samples)
+    return {
+        "user": rng.integers(-2, 50, (num_samples, 2)),
+        "bag": jaxsok.Bags(rng.integers(0, 8, lengths.sum()), offsets=np.concatenate([[0], np.cumsum(lengths)])),
+        "dense": rng.normal(size=num_samples).astype(np.float32),
+    }
+
+
+@pytest.fixture(scope="module")
+def artifacts(folders, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("artifacts")
+    return [export(folder / str(number), folders, scale=number + 1.0) for number in range(2)]
+
+
+@pytest.mark.parametrize("tier", [{}, {"gpucache": False}, {"gpucacheper": 0.3, "hit_rate_threshold": 1.1}])
+def test_predictions(folders, artifacts, tier):
+    """Of all tiers; and the dense model is switched while it is used."""
+    model = model_of(folders, defaults=DEFAULTS, max_batch_size=12, dense_file=artifacts[0], **tier)
+    with open(config_of(model), warm_up=False) as session:
+        assert set(session.models["dlrm"].inputs) == {"user", "bag", "dense"}
+        for number in range(2):
+            for size in (1, 11):
+                answer, wanted = (
+                    session.predict(request(size, seed=size)),
+                    predicted(request(size, seed=size), number + 1),
+                )
+                assert answer.version == number + 1 and answer.keys() == {"score", "bag"}
+                for name in wanted:
+                    np.testing.assert_allclose(answer[name], wanted[name], rtol=1e-5, atol=1e-3)
+            if number == 0:
+                assert session.update(None, dense_file=artifacts[1]) == 2
+        assert session.stats()["predicts"] == 4 and session.stats()["dense_file"] == artifacts[1]
+        assert artifacts[1] in session.report()
+
+
+def test_bad_predictions(folders, artifacts):
+    model = model_of(folders, defaults=DEFAULTS, max_batch_size=24, per_sample=2, dense_file=artifacts[0])
+    with open(config_of(model), warm_up=False) as session:
+        good = request(3)
+        many = jaxsok.Bags(np.zeros(60, int), offsets=np.array([0, 20, 40, 60]))
+        for inputs, kind, message in (
+            ({"user": good["user"]}, RequestError, "inputs: got"),
+            ({**good, "dense": np.zeros(2, np.float32)}, RequestError, "batch sizes"),
+            ({**good, "user": np.zeros((3, 2))}, RequestError, "integers"),
+            (request(25), RequestTooLargeError, "got 25 samples, wanted at most 24"),
+            ({**good, "bag": many}, RequestTooLargeError, 'table "ad": keys: got 60, wanted at most 48'),
+        ):
+            with pytest.raises(kind, match=message):
+                session.predict(inputs)
+        np.testing.assert_allclose(session.predict(good)["score"], predicted(good)["score"], rtol=1e-5, atol=1e-3)
+
+
+def test_models_that_do_not_fit(folders, artifacts, tmp_path):
+    with pytest.raises(ServingError, match=r'dense_file: .* wants table "user" of float32\[4\], wanted bfloat16\[4\]'):
+        open(config_of(model_of(folders, dense_file=artifacts[0], jaxsok={"row_dtype": "bfloat16"})))
+    only = {"user": folders["user"]}
+    with pytest.raises(UnknownTableError, match=r'dense_file: .* wants a table "'):
+        open(config_of(model_of(only, dense_file=artifacts[0])))
+    with open(config_of(model_of(folders)), warm_up=False) as session:
+        with pytest.raises(FileNotFoundError):
+            session.update(None, dense_file=tmp_path / "nowhere")
+        assert session.stats()["version"] == 1
