@@ -174,15 +174,18 @@ class _TracedSpec(FrozenSpec):
     Compared by identity: it is static in traces, and two traces have other arguments.
     """
 
-    __eq__ = object.__eq__
-    __hash__ = object.__hash__
-
     def __init__(self, stores: Any, numbers: Sequence[Any], words: Sequence[Any]) -> None:
         super().__init__(stores)
         self.__dict__["places"] = {
             table.name: (s, numbers[s][i]) for s, tables in enumerate(stores) for i, table in enumerate(tables)
         }
         self.__dict__["words"] = tuple(words)
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    def __hash__(self) -> int:
+        return id(self)
 
 
 @functools.lru_cache(maxsize=32)
