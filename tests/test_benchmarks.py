@@ -402,6 +402,7 @@ def test_a_way_of_serving_that_reads_other_rows_is_not_timed(monkeypatch):
     recorder = records.Recorder(None, {})
     wrong = lambda tables, keys: {name: one + jnp.float32(1) for name, one in bench_serving.fused(tables, keys).items()}  # noqa: E731
     monkeypatch.setitem(bench_serving._FUNCTIONS, "unfused", wrong)
+    monkeypatch.setattr(bench_serving, "_measure_dlrm", lambda *arguments: None)
     bench_serving.measure(recorder, timing.QUICK.brief(), 0, 1.0, 0.0005, is_quick=True)
     assert {failure["what"].split(" samples")[0] for failure in recorder.failures} >= {"serving S1"}
     assert not [one for one in recorder.records if one.what == records.SERVED and one.notes["way"] != "fused"]

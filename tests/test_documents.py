@@ -529,6 +529,12 @@ def layers(name):
     return importlib.import_module(f"jaxsok.layers.{name}")
 
 
+def serving(name):
+    """A module of jaxsok.serving, of which two need Flax."""
+    pytest.importorskip("flax")
+    return importlib.import_module(f"jaxsok.serving.{name}")
+
+
 def checkpoint():
     """jaxsok.checkpoint, which needs Orbax and PyArrow."""
     pytest.importorskip("orbax.checkpoint")
@@ -575,6 +581,11 @@ API = {
     "jaxsok.layers.linen.Embeddings": lambda: [
         name for name in members_of(layers("linen").Embeddings) if not name.startswith(("parent", "name"))
     ],
+    "jaxsok.serving.nnx": lambda: calls_of(serving("nnx")),
+    "jaxsok.serving.nnx.LookupSpec": lambda: members_of(serving("group").LookupSpec),
+    "jaxsok.serving.linen": lambda: calls_of(serving("linen")),
+    "jaxsok.serving.artifact": lambda: calls_of(serving("artifact")),
+    "jaxsok.serving.artifact.ServedModel": lambda: members_of(serving("artifact").ServedModel),
     "jaxsok.interchange.hps": lambda: calls_of(hps),
     "jaxsok.interchange.sok": lambda: calls_of(sok),
     "jaxsok.interchange.columns": lambda: calls_of(columns),

@@ -17,8 +17,9 @@ from serving_layer_cases import drawn, drawn_bags, made
 
 import jaxsok
 from jaxsok import keys as keys_lib
-from jaxsok.serving import artifact, frozen, group, linen, lookup, nnx
+from jaxsok.serving import artifact, frozen, group, linen, nnx
 from jaxsok.serving.errors import RequestError, ServingError, UnknownTableError
+from jaxsok.serving.lookup import LookupInput, lookup
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 
@@ -41,17 +42,15 @@ KERNEL = np.random.default_rng(0).normal(size=(6 + 6 + 6 + 6 + 4, 2)).astype(np.
 
 def model(tables, inputs):
     """A fused lookup, a dense layer, and a result that is no line for each sample."""
-    found = lookup.lookup(
+    found = lookup(
         tables,
         {
             "user": inputs["user"],
-            "ads": lookup.LookupInput("ad", inputs["ads"]),
-            "seen": lookup.LookupInput(
+            "ads": LookupInput("ad", inputs["ads"]),
+            "seen": LookupInput(
                 "item", inputs["seen"].keys, "mean", offsets=inputs["seen"].offsets, weights=inputs["seen"].weights
             ),
-            "liked": lookup.LookupInput(
-                "item", inputs["liked"].keys, "sum", offsets=inputs["liked"].offsets, max_norm=1.5
-            ),
+            "liked": LookupInput("item", inputs["liked"].keys, "sum", offsets=inputs["liked"].offsets, max_norm=1.5),
         },
     )
     x = [found["user"], found["ads"].reshape(-1, 6), found["seen"], found["liked"], inputs["dense"]]
@@ -331,7 +330,7 @@ def test_bad_exports_are_refused_and_leave_nothing(tmp_path):
             artifact.export_model(path, *arguments, **options)
         assert list(tmp_path.iterdir()) == []
 
-    first = lambda tables, inputs: lookup.lookup(tables, {"user": inputs["user"]})["user"]  # noqa: E731
+    first = lambda tables, inputs: lookup(tables, {"user": inputs["user"]})["user"]  # noqa: E731
     refused(TypeError, "tables: got int", first, 3, one)
     refused(ValueError, "platforms: got \\('tpu',\\)", first, given, one, platforms=("tpu",))
     refused(ValueError, "platforms: got 'cpu'", first, given, one, platforms="cpu")
@@ -469,7 +468,7 @@ def test_damaged_and_foreign_folders_are_refused(folder, tmp_path):
 
 def test_a_program_for_another_platform_is_refused(tmp_path):
     given, _ = tables()
-    first = lambda tables, inputs: lookup.lookup(tables, {"user": inputs["user"]})["user"]  # noqa: E731
+    first = lambda tables, inputs: lookup(tables, {"user": inputs["user"]})["user"]  # noqa: E731
     other = "cuda" if jax.default_backend() == "cpu" else "cpu"
     inputs = {"user": artifact.KeysInput("user")}
     artifact.export_model(tmp_path / "model", first, given, inputs, platforms=[other])

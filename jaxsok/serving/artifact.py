@@ -33,6 +33,17 @@ from jaxsok.serving.errors import RequestError, ServingError, UnknownTableError
 from jaxsok.serving.frozen import FrozenSpec, FrozenStore, FrozenTable, FrozenTables
 from jaxsok.types import COUNTERS, PADDING_KEY
 
+__all__ = [
+    "ArrayInput",
+    "ArtifactError",
+    "BagsInput",
+    "KeysInput",
+    "OutputSpec",
+    "ServedModel",
+    "export_model",
+    "load_model",
+]
+
 FORMAT = "jaxsok-model"
 VERSION = 1
 PROGRAM, MANIFEST = "model.stablehlo", "model.json"
@@ -163,15 +174,18 @@ class _TracedSpec(FrozenSpec):
     Compared by identity: it is static in traces, and two traces have other arguments.
     """
 
-    __eq__ = object.__eq__
-    __hash__ = object.__hash__
-
     def __init__(self, stores: Any, numbers: Sequence[Any], words: Sequence[Any]) -> None:
         super().__init__(stores)
         self.__dict__["places"] = {
             table.name: (s, numbers[s][i]) for s, tables in enumerate(stores) for i, table in enumerate(tables)
         }
         self.__dict__["words"] = tuple(words)
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    def __hash__(self) -> int:
+        return id(self)
 
 
 @functools.lru_cache(maxsize=32)
@@ -241,12 +255,13 @@ def export_model(
     Example:
       >>> import tempfile
       >>> from jaxsok import Records
-      >>> from jaxsok.serving import frozen, lookup
+      >>> from jaxsok.serving import frozen
+      >>> from jaxsok.serving.lookup import lookup
       >>> records = Records(np.array([7, 9], np.uint64), np.array([[1.0], [2.0]], np.float32))
       >>> table = frozen.FrozenTable("item", dim=1)
       >>> tables, _ = frozen.freeze_records([(table, frozen.SizedRecords(2, [records]))])
       >>> def model(tables, inputs):
-      ...     return lookup.lookup(tables, {"item": inputs["item"]})["item"] * inputs["scale"][:, None]
+      ...     return lookup(tables, {"item": inputs["item"]})["item"] * inputs["scale"][:, None]
       >>> with tempfile.TemporaryDirectory() as folder:
       ...     export_model(f"{folder}/model", model, tables, {"item": KeysInput("item"), "scale": ArrayInput()})
       ...     served = load_model(f"{folder}/model")
