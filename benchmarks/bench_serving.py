@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxsok.serving.frozen import FrozenSpec, FrozenStore, FrozenTable, FrozenTables
-from jaxsok.serving.lookup import LookupInput, lookup
+from jaxsok.serving.fused import LookupInput, lookup
 from jaxsok.serving.row_map import RowMap
 
 from . import cuda_kernels, limits, records, workloads

@@ -29,7 +29,7 @@ import jaxsok
 from jaxsok import keys as keys_lib
 from jaxsok.interchange import hps
 from jaxsok.serving import artifact, frozen
-from jaxsok.serving.lookup import LookupInput, lookup
+from jaxsok.serving.fused import LookupInput, lookup
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,7 +14,7 @@ from jaxsok.kernels import table as table_kernels
 from jaxsok.serving import frozen, row_map
 from jaxsok.serving.errors import RequestError, UnknownTableError
 from jaxsok.serving.frozen import FrozenTable, SizedRecords, freeze, freeze_records
-from jaxsok.serving.lookup import LookupInput, find_rows, lookup, lookup_with_counts
+from jaxsok.serving.fused import LookupInput, find_rows, lookup, lookup_with_counts
 from jaxsok.serving.row_map import RowMap
 from jaxsok.types import COUNTS, NO_ROW, PADDING_KEY
 

@@ -31,7 +31,7 @@ import jaxsok
 from jaxsok import Records, checkpoint
 from jaxsok import __main__ as command_line
 from jaxsok.interchange.hps import write_hps
-from jaxsok.serving import artifact, batching, errors, lookup, responses, server, watch, wire
+from jaxsok.serving import artifact, batching, errors, fused, responses, server, watch, wire
 from jaxsok.serving import session as session_lib
 from jaxsok.serving.frozen import FrozenTable, SizedRecords, freeze_records
 
@@ -1124,8 +1124,8 @@ def test_predictions_of_an_exported_model(tmp_path):
     write_hps(tmp_path / "user", Records(keys, rows))
 
     def model(tables, inputs):
-        bags = lookup.lookup(
-            tables, {"user": lookup.LookupInput("user", inputs["user"].keys, "sum", inputs["user"].offsets)}
+        bags = fused.lookup(
+            tables, {"user": fused.LookupInput("user", inputs["user"].keys, "sum", inputs["user"].offsets)}
         )
         return {"scores": bags["user"].sum(axis=1) * inputs["dense"][:, 0], "bags": bags["user"]}
 

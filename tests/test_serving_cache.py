@@ -24,7 +24,7 @@ from jaxsok.serving.backing import HostRows, RowSource
 from jaxsok.serving.cache import DeviceCache, cache_bytes
 from jaxsok.serving.errors import RequestError, ServingError, UnknownTableError
 from jaxsok.serving.frozen import FrozenTable, SizedRecords
-from jaxsok.serving.lookup import lookup as frozen_lookup
+from jaxsok.serving.fused import lookup as frozen_lookup
 
 PADDING = jaxsok.PADDING_KEY
 # Tables a and b share a store; rows of h have 16 bits, those of q are cached as float32.

@@ -19,7 +19,7 @@ import jaxsok
 from jaxsok import keys as keys_lib
 from jaxsok.serving import artifact, frozen, group, linen, nnx
 from jaxsok.serving.errors import RequestError, ServingError, UnknownTableError
-from jaxsok.serving.lookup import LookupInput, lookup
+from jaxsok.serving.fused import LookupInput, lookup
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 

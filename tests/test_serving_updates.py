@@ -17,7 +17,7 @@ from jaxsok.serving import updates
 from jaxsok.serving.artifact import ArrayInput, KeysInput, export_model
 from jaxsok.serving.errors import ServingError, UnknownTableError
 from jaxsok.serving.frozen import FrozenTable, freeze_records
-from jaxsok.serving.lookup import lookup
+from jaxsok.serving.fused import lookup
 from jaxsok.serving.session import open
 
 DIMS = {"user": 4, "item": 4, "ad": 3}

@@ -22,7 +22,7 @@ from jaxsok.serving.errors import (
     UnknownTableError,
 )
 from jaxsok.serving.frozen import FrozenTable, SizedRecords, freeze_records
-from jaxsok.serving.lookup import LookupInput, lookup
+from jaxsok.serving.fused import LookupInput, lookup
 from jaxsok.serving.session import Answer, open
 
 DIMS = {"user": 4, "item": 4, "ad": 3}

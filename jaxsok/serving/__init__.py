@@ -24,7 +24,7 @@ from jaxsok.serving.frozen import (
     freeze_records,
     frozen_bytes,
 )
-from jaxsok.serving.lookup import LookupInput, find_rows, lookup, lookup_with_counts
+from jaxsok.serving.fused import LookupInput, find_rows, lookup, lookup_with_counts
 from jaxsok.serving.session import Answer, Model, Session, open
 
 __all__ = [

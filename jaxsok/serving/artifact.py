@@ -256,7 +256,7 @@ def export_model(
       >>> import tempfile
       >>> from jaxsok import Records
       >>> from jaxsok.serving import frozen
-      >>> from jaxsok.serving.lookup import lookup
+      >>> from jaxsok.serving.fused import lookup
       >>> records = Records(np.array([7, 9], np.uint64), np.array([[1.0], [2.0]], np.float32))
       >>> table = frozen.FrozenTable("item", dim=1)
       >>> tables, _ = frozen.freeze_records([(table, frozen.SizedRecords(2, [records]))])

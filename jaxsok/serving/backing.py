@@ -28,7 +28,7 @@ from jaxsok.serving.frozen import (
     freeze_records,
     write_rows,
 )
-from jaxsok.serving.lookup import find_rows
+from jaxsok.serving.fused import find_rows
 from jaxsok.serving.row_map import RowMap
 from jaxsok.types import MAX_CAPACITY, NO_ROW, PADDING_KEY
 

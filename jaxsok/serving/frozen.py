@@ -1,6 +1,6 @@
 """Frozen tables: rows and an index to read them by, and nothing of what training needs beside.
 
-Tables of one dim and dtype share a store; all stores are looked up by one call (lookup.py). Frozen tables are an
+Tables of one dim and dtype share a store; all stores are looked up by one call (fused.py). Frozen tables are an
 immutable pytree, so a version of them is a value: who holds it reads one version, whatever comes after. Rows may be
 stored in fewer bits than they were trained in (quantize.py).
 """

@@ -13,7 +13,7 @@ from jaxtyping import Array
 from jaxsok.features import Bags
 from jaxsok.serving.errors import RequestError
 from jaxsok.serving.frozen import FrozenTables
-from jaxsok.serving.lookup import LookupInput, lookup
+from jaxsok.serving.fused import LookupInput, lookup
 from jaxsok.types import COMBINERS, MAX_DIM, Combiner
 
 

@@ -1,7 +1,7 @@
 """A session: the models of a configuration, opened, looked up in from many threads, and updated while they are.
 
 Tables come from the folders that the configuration names (sources.py), lie where it says (frozen.py on a device or on
-the host), are read by programs of few sizes (lookup.py), and change in versions (updates.py). Each answer is of one
+the host), are read by programs of few sizes (fused.py), and change in versions (updates.py). Each answer is of one
 version, whole.
 """
 
@@ -34,7 +34,7 @@ from jaxsok.serving.errors import (
     UnknownTableError,
 )
 from jaxsok.serving.frozen import FrozenSpec, FrozenTable, FrozenTables, frozen_bytes
-from jaxsok.serving.lookup import LookupInput, lookup_with_counts
+from jaxsok.serving.fused import LookupInput, lookup_with_counts
 from jaxsok.serving.row_map import RowMap
 from jaxsok.serving.updates import InPlace, Source, Version, Versions
 from jaxsok.types import COUNTS, PADDING_KEY
