@@ -73,7 +73,7 @@ def lookup(tables: FrozenTables, inputs: Mapping[str, LookupInput]) -> dict[str,
 
     Example:
       >>> from jaxsok import Records
-      >>> from jaxsok.serving.frozen import SizedRecords, freeze_records
+      >>> from jaxsok.serving.frozen import FrozenTable, SizedRecords, freeze_records
       >>> records = Records(np.array([7, 9], np.uint64), np.array([[1.0], [2.0]], np.float32))
       >>> table = FrozenTable("item", dim=1, default=-1.0)
       >>> tables, _ = freeze_records([(table, SizedRecords(2, [records]))])
