@@ -199,12 +199,15 @@ class Collection(TableOperations):
             return jnp.zeros((), jnp.uint32), jnp.asarray(words), jnp.asarray(self.partition_owners)
 
         step, seed_words, owners = make_rest() if shards is None else shards.make(make_rest, is_split=False)
+        # Of the seed, so that two runs have the same bits. Exports tell lives of one word apart all the same.
+        lineage = np.random.SeedSequence([int(seed), int(self.fingerprint, 16)]).generate_state(2)
+        processes.begin_life(lineage, processes.drawn(is_shared=self._spans_processes))
         state = State(
             stores=make_stores() if shards is None else shards.make(make_stores),
             step=step,
             seed=seed_words,
             partition_owners=owners,
-            lineage=self._lineage(processes.drawn(is_shared=self._spans_processes)),
+            lineage=self._lineage(lineage),
             fingerprint=self.fingerprint,
             mesh=self._mesh_name,
         )

@@ -84,6 +84,35 @@ def drawn(*, is_shared: bool) -> np.ndarray:
     return words
 
 
+_LIVES: dict[str, str] = {}  # of states that `init` made in this process: what is the same on every run -> what is not
+
+
+def begin_life(words: np.ndarray, drawn: np.ndarray) -> None:
+    """Gives the lives of states that begin here a name that those of no other run have.
+
+    Args:
+      words: of the state, two of 32 bits; of one seed the same again, and then the name is, too.
+      drawn: 64 random bits, as `drawn` gives them.
+    """
+    _LIVES.setdefault(_hexadecimal(words), _hexadecimal(drawn))
+
+
+def life_of(words: np.ndarray) -> str:
+    """The name of a state's life, 16 hexadecimal digits: what `begin_life` was given, else its own words.
+
+    Example:
+      >>> life_of(np.array([0xDEADBEEF, 0], np.uint32))
+      '00000000deadbeef'
+    """
+    own = _hexadecimal(words)
+    return _LIVES.get(own, own)
+
+
+def _hexadecimal(words: np.ndarray) -> str:
+    low, high = (int(word) for word in np.asarray(words).reshape(-1))
+    return f"{high << 32 | low:016x}"
+
+
 def agree(op: str, error: Exception | None) -> None:
     """Raises in every process, if one of them has an error; all wait here for each other.
 

@@ -75,7 +75,7 @@ class State:
     partition_owners: UInt32[Array, " num_partitions"]
     """The shard of each of the 4,096 partitions of keys; on one device a single 0."""
     lineage: UInt32[Array, "2"]
-    """Drawn by `init`, and anew when a state is made of a folder: exports tell by it whose base they may be."""
+    """Of the seed, and drawn anew when a state is made of a folder: exports tell by it whose base they may be."""
     fingerprint: str = dataclasses.field(metadata={"static": True})
     """Of the specs that made it; a collection with others refuses it."""
     mesh: str = dataclasses.field(default="", metadata={"static": True})

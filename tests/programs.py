@@ -183,7 +183,7 @@ def assert_same_state(first, second, *, index=True):
     """Bitwise equality of two states; without the index if the order of its entries may differ (law 3)."""
     assert jax.tree.structure(first) == jax.tree.structure(second)
     for (path, a), (_, b) in zip(state_leaves(first), state_leaves(second), strict=True):
-        # Each `init` draws a lineage anew.
+        # A state that is made of a folder begins a lineage of its own.
         if path != ".lineage" and (index or "index" not in path):
             np.testing.assert_array_equal(bits(a), bits(b), err_msg=path)
 

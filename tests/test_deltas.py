@@ -16,7 +16,7 @@ from checkpoint_cases import assert_same, collection_of, content, tables_of, tra
 from hypothesis import stateful
 
 import jaxsok
-from jaxsok import checkpoint, optim, policies
+from jaxsok import checkpoint, optim, policies, processes
 from jaxsok.checkpoint import manifest, restore
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="eight devices are made of a CPU")
@@ -248,11 +248,12 @@ def test_a_base_that_was_lost_is_refused(tmp_path, num_devices):
         checkpoint.export_delta(tmp_path / "none", collection, state, tmp_path / "gone")
 
 
-def test_a_base_of_another_beginning_is_refused(tmp_path):
-    """The same seed, begun anew; or rows restored without what else the base has of them."""
+def test_a_base_of_another_beginning_is_refused(tmp_path, monkeypatch):
+    """The same seed, begun anew in another process; or rows restored without what else the base has of them."""
     collection = two()
     state = train(collection, collection.init(seed=1), 1)
     checkpoint.export_full(tmp_path / "full", collection, state)
+    monkeypatch.setattr(processes, "_LIVES", {})  # what another process knows
     others = [
         train(collection, collection.init(seed=1), 2),
         checkpoint.load(tmp_path / "full", collection, optimizer_state="initial"),

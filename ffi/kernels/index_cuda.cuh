@@ -249,6 +249,48 @@ struct UseNotes {
   }
 };
 
+/// The uses that the threads of a block noted, added up by row in shared memory; the first rows to come have a place.
+///
+/// A hot key stands in every warp of its table, and additions to one word of memory come one after the other, some
+/// nanoseconds each: by warps they take longer than all the rest of the lookup, by blocks they pass unseen. Hot keys
+/// come early, so that their rows have places; who finds none goes to memory himself.
+struct UseCache {
+  static constexpr int kSlots = 2 * kBlock;
+  uint32_t rows[kSlots];  // kNoRow: free
+  uint32_t uses[kSlots];
+
+  /// All threads of the block, which then wait for each other.
+  __device__ void Clear() {
+    for (int i = threadIdx.x; i < kSlots; i += kBlock) {
+      rows[i] = kNoRow;
+      uses[i] = 0;
+    }
+    __syncthreads();
+  }
+  /// Notes one use of a row, if it finds a place.
+  __device__ bool Put(uint32_t row_id) {
+    constexpr int kLogSlots = 9;
+    static_assert(kSlots == 1 << kLogSlots, "a slot is named by the upper bits of a product");
+    const uint32_t home = row_id * 2654435769u >> (32 - kLogSlots);
+#pragma unroll
+    for (uint32_t i = 0; i < 2; ++i) {
+      const uint32_t slot = (home + i) % kSlots;
+      const uint32_t there = atomicCAS(&rows[slot], kNoRow, row_id);
+      if (there != kNoRow && there != row_id) continue;
+      atomicAdd(&uses[slot], 1u);
+      return true;
+    }
+    return false;
+  }
+  /// Takes them to memory. All threads of the block, none of which notes any more.
+  __device__ void Flush(const UseNotes& notes, const SlabStarts& starts, uint32_t now) const {
+    __syncthreads();
+    for (int i = threadIdx.x; i < kSlots; i += kBlock) {
+      if (rows[i] != kNoRow) notes.Add(starts, rows[i], uses[i], now);
+    }
+  }
+};
+
 // Sinks: what a new pair becomes. -----------------------------------------------------------------------------
 
 /// New pairs get rows of a store.

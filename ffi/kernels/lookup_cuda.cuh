@@ -71,6 +71,7 @@ struct LookupSource {
   AsyncLines* lines;  // of the warp
   uint32_t bucket;    // whose line was asked for last
   LaneCounts counts;
+  UseCache* uses;  // of the block; kModeInsert
 
   /// A key; with kModePlanned beside it the row id.
   struct Token {
@@ -104,11 +105,10 @@ struct LookupSource {
     return p;
   }
   __device__ uint32_t Now() const { return kMode == kModeInsert ? a.notes.Now() : 0; }
-  /// Notes the uses of rows that were found; those of new rows are noted when they are made, or by the finishing pass.
-  /// All lanes of the warp, ahead of what waits for rows.
+  /// Notes the use of a row that was found; those of new rows are noted when they are made, or by the finishing pass.
   __device__ void Note(const Position& p, const ProbeResult& found, uint32_t now) const {
-    if (kMode != kModeInsert || !a.notes.AreKept()) return;
-    a.notes.AddOfWarp(a.store, p.kind == kPositionRow ? found.row_id : kNoRow, now);
+    if (kMode != kModeInsert || !a.notes.AreKept() || p.kind != kPositionRow) return;
+    if (!uses->Put(found.row_id)) a.notes.Add(a.store.starts, found.row_id, 1, now);
   }
   /// A position whose walk has ended at a row, or nowhere.
   __device__ Position Take(int32_t at, uint64_t key, const ProbeResult& found) {
@@ -197,6 +197,24 @@ __device__ __forceinline__ void FlushCounts(const LookupArguments& a, const Feat
   }
 }
 
+/// The uses that a block notes, in a pass that finds rows for training; nothing in the others. In shared memory.
+template <int kMode>
+struct UseCacheOf {
+  __device__ UseCache* Begin(const UseNotes&) { return nullptr; }
+  __device__ void End(const LookupArguments&, uint32_t) {}
+};
+template <>
+struct UseCacheOf<kModeInsert> {
+  UseCache cache;
+  __device__ UseCache* Begin(const UseNotes& notes) {
+    if (notes.AreKept()) cache.Clear();
+    return &cache;
+  }
+  __device__ void End(const LookupArguments& a, uint32_t now) {
+    if (a.notes.AreKept()) cache.Flush(a.notes, a.store.starts, now);
+  }
+};
+
 /// The bags of a block, all of one feature, and those of a warp in it.
 struct BlockBags {
   Feature f;
@@ -227,7 +245,9 @@ __global__ void __launch_bounds__(kBlock, BlocksPerMultiprocessor<kVector * kPer
   const BlockBags b = BlockBags::Of(a.batch, share);
   const Feature& f = b.f;
   if (f.combiner != kCombinerNone) return;
-  LookupSource<kMode, Row> source{a, f, kMode == kModePlanned ? 0 : SaltOf(a.store.counters), nullptr, 0, {}};
+  __shared__ UseCacheOf<kMode> uses;
+  LookupSource<kMode, Row> source{
+      a, f, kMode == kModePlanned ? 0 : SaltOf(a.store.counters), nullptr, 0, {}, uses.Begin(a.notes)};
   const uint32_t now = source.Now();
   const int32_t bag = b.first_bag + static_cast<int32_t>(threadIdx.x % kWarp);
   if (b.first_bag < b.last_bag) {
@@ -248,6 +268,7 @@ __global__ void __launch_bounds__(kBlock, BlocksPerMultiprocessor<kVector * kPer
       LeaveBag(a.insert, mine.kind == kPositionUnfinished, static_cast<uint32_t>(f.bag_start + bag), a.batch.num_keys);
     }
   }
+  uses.End(a, now);
   CountLoosePositions<kMode>(a, f, b.block, b.blocks, source.counts);
   FlushCounts<kMode>(a, f, source.counts);
 }
@@ -259,6 +280,7 @@ __global__ void __launch_bounds__(kBlock, BagBlocksPerMultiprocessor<kVector * k
                      TileShare share, int lanes) {
   __shared__ AsyncLines lines[kMode == kModePlanned ? 1 : kBlock / kWarp];
   __shared__ WindowRows window_rows[kBlock / kWarp];
+  __shared__ UseCacheOf<kMode> uses;
   __shared__ Feature f;
   const BlockBags b = BlockBags::Of(a.batch, share);
   if (threadIdx.x == 0) f = b.f;
@@ -269,7 +291,8 @@ __global__ void __launch_bounds__(kBlock, BagBlocksPerMultiprocessor<kVector * k
                                   kMode == kModePlanned ? 0 : SaltOf(a.store.counters),
                                   lines + (kMode == kModePlanned ? 0 : threadIdx.x / kWarp),
                                   0,
-                                  {}};
+                                  {},
+                                  uses.Begin(a.notes)};
   void* out = embeddings.pointers.data[f.number];
   BagWalk walk(f, a.batch.offsets, b.first_bag, b.last_bag, lanes);
   SumBags<Row, kVector, kPerLane>(
@@ -283,6 +306,7 @@ __global__ void __launch_bounds__(kBlock, BagBlocksPerMultiprocessor<kVector * k
                    static_cast<uint32_t>(f.bag_start + bag), a.batch.num_keys);
         }
       });
+  uses.End(a, source.Now());
   CountLoosePositions<kMode>(a, f, b.block, b.blocks, source.counts);
   FlushCounts<kMode>(a, f, source.counts);
 }

@@ -1,7 +1,8 @@
 """Lineage: whether what a state holds came after an export, so that a delta on it can be trusted.
 
-A state lives from `init`, or from the folder it was made of, until it is lost. Each life has a word of its own, which
-lies in the state (`State.lineage`) and in what is exported from it. What a life came from is known to the process that
+A state lives from `init`, or from the folder it was made of, until it is lost. Each life has a word of its own. It lies
+in the state (`State.lineage`) and in what is exported from it; of states from `init` the word in the state is that of
+their seed, and the process knows which life it stands for. What a life came from is known to the process that
 made the state, and written with every export: words of lives before, and the last export of each that led on.
 """
 
@@ -35,8 +36,7 @@ def word_of(state: State) -> str:
     Example:
       "00000000deadbeef"
     """
-    low, high = (int(word) for word in np.asarray(state.lineage.addressable_data(0)).reshape(-1))
-    return f"{high << 32 | low:016x}"
+    return processes.life_of(np.asarray(state.lineage.addressable_data(0)))
 
 
 def entry_of(state: State) -> dict[str, Any]:
