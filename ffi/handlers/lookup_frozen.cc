@@ -24,8 +24,8 @@ class OperandReader {
   size_t next_ = 0;
 };
 
-#define JAXSOK_READ_OPERAND(Type, name)               \
-  auto name##_or = operands.Next<Type>();             \
+#define JAXSOK_READ_OPERAND(Type, name)                 \
+  auto name##_or = operands.Next<Type>();               \
   if (!name##_or.has_value()) return name##_or.error(); \
   const Type name = *name##_or
 
@@ -110,7 +110,7 @@ ffi::Error ReadResults(const ffi::RemainingRets& rets, size_t first, Lines& line
 }
 
 ffi::Error LookupFrozenImpl(StreamArgument stream, Seed seed, ffi::RemainingArgs args, ffi::Result<Counts> counts,
-                            ffi::RemainingRets rets, ffi::Span<const int32_t> kinds) {
+                            ffi::RemainingRets rets, ffi::Span<const int32_t> kinds, int32_t is_counted) {
   const size_t num_stores = kinds.size();
   std::vector<FrozenLookup> lookups(num_stores);
   std::vector<Lines> lines(num_stores);
@@ -125,8 +125,9 @@ ffi::Error LookupFrozenImpl(StreamArgument stream, Seed seed, ffi::RemainingArgs
   }
   JAXSOK_RETURN_IF_ERROR(CheckShape(counts->dimensions(), {num_tables, kNumCounts}, "counts", kOp));
   StreamScope scope(stream);
-  return FromLaunch(
-      LaunchLookupFrozen(scope.get(), lookups.data(), static_cast<int32_t>(num_stores), counts->typed_data()), kOp);
+  return FromLaunch(LaunchLookupFrozen(scope.get(), lookups.data(), static_cast<int32_t>(num_stores),
+                                       is_counted != 0 ? counts->typed_data() : nullptr),
+                    kOp);
 }
 
 }  // namespace
@@ -137,6 +138,7 @@ JAXSOK_DEFINE_HANDLER(JaxsokLookupFrozen, LookupFrozenImpl,
                           .RemainingArgs()
                           .Ret<Counts>()
                           .RemainingRets()
-                          .Attr<ffi::Span<const int32_t>>("kinds"));
+                          .Attr<ffi::Span<const int32_t>>("kinds")
+                          .Attr<int32_t>("is_counted"));
 
 }  // namespace jaxsok

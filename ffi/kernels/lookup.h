@@ -83,7 +83,8 @@ struct FrozenLookup {
 ///
 /// Pre    : the words of features agree with num_bags. Their tile starts may give features without keys a tile or not.
 ///          Embeddings of quantized rows are float32.
-/// Post   : embeddings; counts of the stores' tables, one store after the other (found, missing, padding).
+/// Post   : embeddings; counts of the stores' tables, one store after the other (found, missing, padding), unless
+///          `counts` is nullptr.
 LaunchError LaunchLookupFrozen(Stream stream, const FrozenLookup* lookups, int32_t num_stores, int32_t* counts);
 
 }  // namespace jaxsok

@@ -164,6 +164,7 @@ LaunchError LaunchLookupFind(Stream stream, const StoreView& store, const BatchV
 }
 
 LaunchError LaunchLookupFrozen(Stream stream, const FrozenLookup* lookups, int32_t num_stores, int32_t* counts) {
+  std::vector<int32_t> unasked;
   for (int32_t s = 0; s < num_stores; ++s) {
     const FrozenLookup& lookup = lookups[s];
     for (int32_t f = 0; f < lookup.batch.num_features; ++f) {
@@ -171,10 +172,17 @@ LaunchError LaunchLookupFrozen(Stream stream, const FrozenLookup* lookups, int32
         return "features: another number of bags than the embedding has lines";
       }
     }
-    if (LaunchError error = LaunchLookupFind(stream, lookup.store, lookup.batch, lookup.embeddings, counts)) {
+    const int64_t num_counts = int64_t{lookup.store.num_tables} * kNumCounts;
+    int32_t* store_counts = counts;
+    if (counts == nullptr) {
+      unasked.resize(static_cast<size_t>(num_counts));
+      store_counts = unasked.data();
+    } else {
+      counts += num_counts;
+    }
+    if (LaunchError error = LaunchLookupFind(stream, lookup.store, lookup.batch, lookup.embeddings, store_counts)) {
       return error;
     }
-    counts += int64_t{lookup.store.num_tables} * kNumCounts;
   }
   return nullptr;
 }

@@ -170,6 +170,7 @@ __device__ __forceinline__ void CountLoosePositions(const LookupArguments& a, co
 /// Adds the lanes' counts to the feature's table. All threads of the block.
 template <int kMode>
 __device__ __forceinline__ void FlushCounts(const LookupArguments& a, const Feature& f, const LaneCounts& lane) {
+  if (a.counts == nullptr) return;  // nobody asks; only of frozen stores
   __shared__ int32_t sums[4];
   if (threadIdx.x < 4) sums[threadIdx.x] = 0;
   __syncthreads();

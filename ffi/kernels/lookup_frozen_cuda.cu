@@ -70,8 +70,8 @@ struct QuantizedSource : LookupSource<kModeFind, Row> {
     const IndexView& index = this->a.store.index;
     ProbeResult found{kNoRow, kNoEntry, 1};
     if (token.key != kPaddingKey && !this->lines->EndsHere(this->bucket, token.key, this->f.table, &found)) {
-      found = ProbeFrom<false>(index, token.key, this->f.table, NextBucket(this->bucket, index.num_buckets), 1,
-                               kMaxProbes);
+      found =
+          ProbeFrom<false>(index, token.key, this->f.table, NextBucket(this->bucket, index.num_buckets), 1, kMaxProbes);
     }
     return valid ? Take(at, token.key, found) : Position{nullptr, kPaddingKey, kPositionPadding, 1.0f};
   }
@@ -216,14 +216,16 @@ LaunchError LaunchLookupFrozen(Stream stream, const FrozenLookup* lookups, int32
   int num_tables = 0;
   for (int32_t s = 0; s < num_stores; ++s) num_tables += lookups[s].store.num_tables;
   if (num_tables == 0) return nullptr;
-  ClearCountsKernel<<<1, kBlock, 0, stream>>>(counts, num_tables * kNumCounts);
-  JAXSOK_RETURN_IF_CUDA(cudaGetLastError());
+  if (counts != nullptr) {
+    ClearCountsKernel<<<1, kBlock, 0, stream>>>(counts, num_tables * kNumCounts);
+    JAXSOK_RETURN_IF_CUDA(cudaGetLastError());
+  }
   for (int32_t s = 0; s < num_stores; ++s) {
     const FrozenLookup& lookup = lookups[s];
     EmbeddingPointers pointers;
     JAXSOK_RETURN_IF_LAUNCH(pointers.Fill(lookup.embeddings, lookup.batch.num_features, lookup.store.row_dtype));
     LookupArguments a{lookup.store, lookup.batch, nullptr, nullptr, counts, {}};
-    counts += lookup.store.num_tables * kNumCounts;
+    if (counts != nullptr) counts += lookup.store.num_tables * kNumCounts;
     a.batch.num_tiles = NumTilesOf(lookup);
     if (a.batch.num_tiles == 0) continue;
     JAXSOK_RETURN_IF_LAUNCH(WithStoredDtypes(a.store.row_dtype, kRowDtypeFloat32, [&](auto row, auto) {

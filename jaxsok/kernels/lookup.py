@@ -160,8 +160,8 @@ class FrozenOperands:
 
 
 def lookup_frozen(
-    stores: Sequence[FrozenOperands], seed: UInt32[Array, "2"]
-) -> tuple[Int32[Array, "num_tables num_counts"], list[list[Array]]]:
+    stores: Sequence[FrozenOperands], seed: UInt32[Array, "2"], *, is_counted: bool = True
+) -> tuple[Int32[Array, "num_tables num_counts"] | None, list[list[Array]]]:
     """Looks up a batch in several stores that nobody writes, in one call. See `LaunchLookupFrozen`.
 
     A value of a quantized row is its number times the row's scale, rounded to float32; weights and sums come after.
@@ -170,9 +170,10 @@ def lookup_frozen(
     Args:
       stores: one at least. Their tables lie one after the other in the counts.
       seed: of the initial rows that keys without a row read; a constant one asks for none.
+      is_counted: whether keys are counted: a launch more, on a GPU.
 
     Returns:
-      counts of all tables, embeddings by store and feature.
+      counts of all tables or None, embeddings by store and feature.
 
     Raises:
       ValueError: rows and scales, or rows and embeddings, do not fit each other.
@@ -189,12 +190,13 @@ def lookup_frozen(
         operands += [store.index, store.counters, store.tables, *store.batch, store.rows, *scales]
         results += [result(store.batch[0], shape, store.embedding_dtype) for shape in store.embedding_shapes]
     kinds = np.array([store.kinds for store in stores], np.int32)
-    counts, *embeddings = jax.ffi.ffi_call("jaxsok_lookup_frozen", results)(*operands, kinds=kinds)
+    call = jax.ffi.ffi_call("jaxsok_lookup_frozen", results)
+    counts, *embeddings = call(*operands, kinds=kinds, is_counted=np.int32(is_counted))
     by_store = []
     for store in stores:
         by_store.append(embeddings[: len(store.embedding_shapes)])
         embeddings = embeddings[len(store.embedding_shapes) :]
-    return counts, by_store
+    return counts if is_counted else None, by_store
 
 
 def _check_frozen(store: FrozenOperands, what: str) -> None:

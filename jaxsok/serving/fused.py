@@ -20,9 +20,19 @@ from jaxsok.kernels import lookup as kernels
 from jaxsok.kernels import table as table_kernels
 from jaxsok.serving.errors import RequestError, UnknownTableError
 from jaxsok.serving.frozen import FrozenTables
-from jaxsok.types import BAGS_PER_TILE, COMBINERS, MAX_FEATURES, NO_ROW, NUM_FEATURE_WORDS, PADDING_KEY, Combiner
+from jaxsok.types import (
+    BAGS_PER_TILE,
+    COMBINERS,
+    COUNTS,
+    MAX_FEATURES,
+    NO_ROW,
+    NUM_FEATURE_WORDS,
+    PADDING_KEY,
+    Combiner,
+)
 
-_SEED = np.zeros(2, np.uint32)
+# Nobody reads it, as defaults are constants. Words that differ are a literal; equal ones XLA would fill in by a kernel.
+_SEED = np.array([0, 1], np.uint32)
 _PADDING_WORD = np.uint32(PADDING_KEY & 0xFFFFFFFF)
 
 
@@ -82,7 +92,7 @@ def lookup(tables: FrozenTables, inputs: Mapping[str, LookupInput]) -> dict[str,
       >>> found["item"].tolist(), found["bags"].tolist()
       ([[2.0], [-1.0]], [[3.0], [0.0], [1.0]])
     """
-    return lookup_with_counts(tables, inputs)[0]
+    return _looked_up(tables, inputs, is_counted=False)[0]
 
 
 def lookup_with_counts(
@@ -93,6 +103,12 @@ def lookup_with_counts(
     Returns:
       The embeddings; and counts by table, in the order of `tables.tables`, with the columns of `jaxsok.types.COUNTS`.
     """
+    return _looked_up(tables, inputs, is_counted=True)
+
+
+def _looked_up(
+    tables: FrozenTables, inputs: Mapping[str, LookupInput], *, is_counted: bool
+) -> tuple[dict[str, Array], Int32[Array, "num_tables num_counts"] | None]:
     if not isinstance(tables, FrozenTables):
         raise TypeError(f"lookup: tables: got {type(tables).__name__}, wanted FrozenTables, as freeze gives them.")
     if not isinstance(inputs, Mapping):
@@ -102,6 +118,8 @@ def lookup_with_counts(
     operands, mine = [], []
     for s, (store, spec) in enumerate(zip(stores, tables.spec.stores, strict=True)):
         of_store = [part for part in parts if part.store == s]
+        if not of_store:
+            continue
         mine.append(of_store)
         if len(of_store) > MAX_FEATURES:
             raise RequestError(f"lookup: inputs: got {len(of_store)} over one store, wanted at most {MAX_FEATURES}.")
@@ -119,12 +137,26 @@ def lookup_with_counts(
                 kinds=kinds,
             )
         )
-    counts, values = kernels.lookup_frozen(operands, jnp.asarray(_SEED))
+    if not operands:
+        return {}, jnp.zeros((len(tables.tables), len(COUNTS)), jnp.int32) if is_counted else None
+    counts, values = kernels.lookup_frozen(operands, jnp.asarray(_SEED), is_counted=is_counted)
+    if counts is not None:
+        counts = _of_all_tables(tables, [of_store[0].store for of_store in mine], counts)
     embeddings = {}
     for of_store, lines in zip(mine, values, strict=True):
         for part, value in zip(of_store, lines, strict=True):
             embeddings[part.name] = part.finished(value)
     return {name: embeddings[name] for name in inputs}, counts
+
+
+def _of_all_tables(tables: FrozenTables, asked: Sequence[int], counts: Int32[Array, "_ num_counts"]) -> Array:
+    """Counts of the tables of some stores, zeros for the others."""
+    lines, begin = [], 0
+    for s, spec in enumerate(tables.spec.stores):
+        end = begin + (len(spec) if s in asked else 0)
+        lines.append(counts[begin:end] if s in asked else jnp.zeros((len(spec), counts.shape[1]), jnp.int32))
+        begin = end
+    return lines[0] if len(lines) == 1 else jnp.concatenate(lines)
 
 
 def find_rows(
