@@ -583,6 +583,11 @@ API = {
     "jaxsok.layers.linen.Embeddings": lambda: [
         name for name in members_of(layers("linen").Embeddings) if not name.startswith(("parent", "name"))
     ],
+    "jaxsok.serving": lambda: calls_of(importlib.import_module("jaxsok.serving")),
+    **{
+        f"jaxsok.serving.{name}": lambda name=name: members_of(getattr(importlib.import_module("jaxsok.serving"), name))
+        for name in ("Session", "Model", "FrozenTable", "FrozenTables", "FrozenStore", "LookupInput")
+    },
     "jaxsok.serving.nnx": lambda: calls_of(serving("nnx")),
     "jaxsok.serving.nnx.LookupSpec": lambda: members_of(serving("group").LookupSpec),
     "jaxsok.serving.linen": lambda: calls_of(serving("linen")),
