@@ -22,6 +22,15 @@ from jaxsok.serving.errors import RequestError, ServingError, UnknownTableError
 from jaxsok.serving.fused import LookupInput, lookup
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
+HERE = ["cuda" if jax.default_backend() == "gpu" else "cpu"]
+
+
+@pytest.fixture(autouse=True)
+def _whole_products():
+    """A GPU multiplies matrices with fewer bits, unless told otherwise."""
+    with jax.default_matmul_precision("highest"):
+        yield
+
 
 TABLES = [
     frozen.FrozenTable("user", 6, default=-0.5),
@@ -304,12 +313,12 @@ def test_modules_are_exported(kind, tmp_path):
     declared = {"user": artifact.KeysInput("user"), "seen": artifact.BagsInput("item")}
     if kind == "nnx":
         module = NnxModel()
-        artifact.export_model(tmp_path / "model", module, given, declared, platforms=["cpu"])
+        artifact.export_model(tmp_path / "model", module, given, declared, platforms=HERE)
         dense = module.out.kernel[...], module.out.bias[...]
     else:
         module = LinenModel()
         variables = module.init(jax.random.key(0), **inputs)
-        artifact.export_model(tmp_path / "model", module, given, declared, variables=variables, platforms=["cpu"])
+        artifact.export_model(tmp_path / "model", module, given, declared, variables=variables, platforms=HERE)
         dense = variables["params"]["Dense_0"]["kernel"], variables["params"]["Dense_0"]["bias"]
     larger, known = made(TABLES, seed=8, num_rows=90)
     out = artifact.load_model(tmp_path / "model").call(larger, inputs)["output"]

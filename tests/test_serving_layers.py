@@ -43,6 +43,13 @@ def tables_of(dtype):
     return made(declared)
 
 
+@pytest.fixture(autouse=True)
+def _whole_products():
+    """A GPU multiplies matrices with fewer bits, unless told otherwise."""
+    with jax.default_matmul_precision("highest"):
+        yield
+
+
 @pytest.mark.parametrize("flax", FLAXES)
 @pytest.mark.parametrize("max_norm", NORMS)
 @pytest.mark.parametrize("dtype", DTYPES)

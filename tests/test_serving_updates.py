@@ -375,7 +375,13 @@ def export(path, version, dim, folder):
         rows = lookup(tables, {"user": inputs["user"]})["user"]
         return {"rows": rows, "dense": inputs["number"] * 0 + version}
 
-    export_model(path, model, tables, {"user": KeysInput("user"), "number": ArrayInput()}, platforms=["cpu"])
+    export_model(
+        path,
+        model,
+        tables,
+        {"user": KeysInput("user"), "number": ArrayInput()},
+        platforms=["cuda" if jax.default_backend() == "gpu" else "cpu"],
+    )
     return path
 
 

@@ -308,7 +308,7 @@ def export(path, folders, scale=1.0):
         return {"score": scale * (score + inputs["dense"]), "bag": found["bag"]}
 
     inputs = {"user": KeysInput("user", (2,)), "bag": BagsInput("ad"), "dense": ArrayInput()}
-    export_model(path, model, tables, inputs, platforms=["cpu"])
+    export_model(path, model, tables, inputs, platforms=["cuda" if jax.default_backend() == "gpu" else "cpu"])
     return str(path)
 
 
