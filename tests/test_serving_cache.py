@@ -552,6 +552,58 @@ def test_a_row_that_comes_while_a_swap_prepares_leaves_again():
         )
 
 
+@pytest.mark.parametrize("are_gone", [False, True])
+def test_a_swap_of_whole_tables_takes_memory_for_what_is_cached(monkeypatch, are_gone):
+    """Of many changed rows only those that are cached go to the device; all that are gone leave a store at once."""
+    tables = {name: FrozenTable(name, dim=4) for name in ("s", "t")}
+    keys = np.arange(20_000)
+    rows = {name: {key: np.full(4, key, np.float32) for key in keys.tolist()} for name in tables}
+    new = {name: {} if are_gone else {key: -row for key, row in some.items()} for name, some in rows.items()}
+    monkeypatch.setattr(cache_module, "ROWS_AT_A_TIME", 1 << 12)
+    with DeviceCache(DictSource(rows, tables), fraction=0.05, hit_rate_threshold=2) as cache:
+        cached = {name: keys[::20] + number for number, name in enumerate(tables)}
+        cache.lookup(cached)
+        put, real, dropped = [], cache._put, []
+        monkeypatch.setattr(cache, "_put", lambda tree: real((put.append(tree), tree)[1]))
+        drop = cache_store.drop
+        monkeypatch.setattr(cache_store, "drop", lambda *operands: (dropped.append(operands), drop(*operands))[1])
+        cache.swap(DictSource(new, tables, version=1), dict.fromkeys(tables, keys))
+        lines = [leaf for leaf in jax.tree.leaves(put) if leaf.dtype == np.float32]
+        assert sum(map(len, lines)) <= (0 if are_gone else 2 * cache.capacity) and len(dropped) == are_gone
+        stats = cache.stats()
+        assert (stats.refreshed, stats.removed) == ((0, 2000) if are_gone else (2000, 0))
+        assert sum(cache.num_rows.values()) == (0 if are_gone else 2000)
+        found = cache.lookup(cached).rows
+        for name, some in cached.items():
+            np.testing.assert_array_equal(found[name][:, 0], np.zeros(1000) if are_gone else -some.astype(np.float32))
+
+
+def test_what_a_swap_is_about_is_not_cached_meanwhile():
+    """Insertions that a swap overtakes leave its keys out; after one that failed they come again."""
+    old, new = DictSource(rows_of(1)), DictSource(rows_of(2), version=2)
+    with DeviceCache(old, hit_rate_threshold=2) as cache:
+        cache.lookup({"a": keys_of(5)})
+
+        def fail(*_):
+            found = cache.lookup({"a": keys_of(6, 7), "h": keys_of(6)})
+            np.testing.assert_array_equal(found.rows["a"], [row_of(1, "a", 6), row_of(1, "a", 7)])
+            raise OSError("the database is away")
+
+        new.before_fetch = fail
+        with pytest.raises(OSError, match="is away"):
+            cache.swap(new, {"a": keys_of(5, 6, 8)})
+        assert {table: sorted(keys.tolist()) for table, keys in cache.cached_keys().items()} == {
+            "a": [5, 7],
+            "b": [],
+            "h": [6],
+        }
+        cache.lookup({"a": keys_of(6)})
+        assert sorted(cache.cached_keys()["a"].tolist()) == [5, 6, 7]
+        np.testing.assert_array_equal(
+            cache.lookup({"a": keys_of(5, 6)}).rows["a"], [row_of(1, "a", 5), row_of(1, "a", 6)]
+        )
+
+
 # What fails ---------------------------------------------------------------------------------------------------------
 
 
