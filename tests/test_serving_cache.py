@@ -4,6 +4,7 @@ The oracle is a dictionary of rows by version and a sorted list of (tick, table,
 key, so that a wrong route or a mixed version shows in the numbers.
 """
 
+import contextlib
 import dataclasses
 import threading
 import time
@@ -710,6 +711,71 @@ def test_keys_that_find_no_place_get_another_salt(monkeypatch):
         )
         with pytest.raises(ServingError, match="find no place"):
             cache.lookup({"a": keys_of(4)})
+
+
+# Programs -----------------------------------------------------------------------------------------------------------
+
+
+class Compilations:
+    """What JAX compiles, and whether the lock of a cache was held then."""
+
+    def __init__(self):
+        """Listens until the process ends; heard while it is on."""
+        self.cache, self.is_held = None, []
+        jax.monitoring.register_event_duration_secs_listener(self._hear)
+
+    def _hear(self, event, seconds, **_):
+        if self.cache is not None and "backend_compile" in event:
+            self.is_held.append(self.cache._lock.locked())
+
+    @contextlib.contextmanager
+    def of(self, cache):
+        """A list that grows."""
+        self.cache, self.is_held = cache, []
+        try:
+            yield self.is_held
+        finally:
+            self.cache = None
+
+
+COMPILATIONS = Compilations()
+
+
+def _odd_cache(capacity):
+    """Of a capacity that no other test has: none of its programs is compiled."""
+    tables = {name: FrozenTable(name, dim=dim) for name, dim in (("s", 4), ("t", 2))}
+    rows = {n: {key: np.full(t.dim, key, np.float32) for key in range(2000)} for n, t in tables.items()}
+    return DeviceCache(DictSource(rows, tables), fraction=1e-9, min_rows=capacity, hit_rate_threshold=2)
+
+
+def test_nobody_waits_for_the_compiler():
+    """Programs are compiled while the lock is free: lookups of other threads, that need none, go on."""
+    with _odd_cache(611) as cache, COMPILATIONS.of(cache) as is_held:
+        cache.lookup({"s": np.arange(300)})
+        cache.lookup_tables({"s": np.arange(600), "t": np.arange(600)})
+        cache.lookup({"s": np.arange(600, 900)})
+        assert cache.stats().evicted == 289
+        cache.refresh()
+        newer = DictSource({"s": {700: np.zeros(4, np.float32)}, "t": {}}, cache.source.tables, version=1)
+        cache.swap(newer, {"s": np.arange(1000)})
+        cache.swap(newer, None)
+        assert len(is_held) > 10 and not any(is_held)
+
+
+def test_warm_up_compiles_all_that_lookups_need():
+    """Whatever hits and misses; and counts nothing."""
+    with _odd_cache(613) as cache:
+        with COMPILATIONS.of(cache) as compiled:
+            cache.warm_up([{"s": 300, "t": 300}, {"s": 1000, "t": 1000}, {}])
+            assert compiled
+        assert cache.stats() == cache_module.CacheStats() and sum(cache.num_rows.values()) == 0
+        with COMPILATIONS.of(cache) as compiled:
+            for keys in (np.arange(300), np.arange(290), np.arange(1000), np.arange(400, 1000), np.arange(999)):
+                found = cache.lookup({"s": keys, "t": keys[::-1]})
+                np.testing.assert_array_equal(found.rows["t"][:, 1], keys[::-1])
+            assert cache.stats().evicted > 0 and not compiled
+        with pytest.raises(UnknownTableError, match="warm_up: table: got 'z'"):
+            cache.warm_up([{"s": 5000}, {"z": 1}])
 
 
 # On the device ------------------------------------------------------------------------------------------------------

@@ -218,6 +218,27 @@ def merged(rows: Array, slots: Array, lines: Array) -> Array:
 
 
 find = jax.jit(kernels.find)
+copied = jax.jit(jnp.copy)
+
+_PROGRAMS = {
+    "query": query,
+    "insert": insert,
+    "overwrite": overwrite,
+    "drop": drop,
+    "emptied": emptied,
+    "find": find,
+    "copied": copied,
+}
+
+
+def make_ready(program: str, *operands: Any) -> None:
+    """Compiles a program for operands like these, so that the call itself does not (JAX keeps what this makes).
+
+    Args:
+      program: its name.
+      operands: arrays or `jax.ShapeDtypeStruct`; none is read or donated.
+    """
+    _PROGRAMS[program].lower(*operands).compile()
 
 
 def empty_arrays(num_buckets: int, num_tables: int, capacity: int) -> tuple[Array, Array, Array, Array]:
