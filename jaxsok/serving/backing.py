@@ -134,7 +134,7 @@ class HostRows(RowSource):
         self._frequencies = None if frequencies is None else tuple(frequencies)
         self._gate = _Gate()
         # By store: the versions that read it, of which none is given away. Versions share what does not change.
-        self._holders = tuple(weakref.WeakSet([self]) for _ in maps)
+        self._holders: tuple[weakref.WeakSet[HostRows], ...] = tuple(weakref.WeakSet([self]) for _ in maps)
 
     @classmethod
     def of(

@@ -763,7 +763,8 @@ class DeviceCache:
     def _form_of_keys(self, size: int) -> tuple[Any, Any]:
         """Of words and table ids."""
         sharding = jax.sharding.SingleDeviceSharding(self.device)
-        return tuple(jax.ShapeDtypeStruct(shape, np.uint32, sharding=sharding) for shape in ((size, 2), (size,)))
+        words, ids = (jax.ShapeDtypeStruct(shape, np.uint32, sharding=sharding) for shape in ((size, 2), (size,)))
+        return words, ids
 
     def _form(self, array: Array) -> Any:
         return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)
