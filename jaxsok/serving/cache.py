@@ -440,8 +440,8 @@ class DeviceCache:
         """Compiles what lookups need: the programs that ask the cache, and those that insert what missed.
 
         Without it the first lookup of a new size compiles, and so does the first insertion of a new size. Nothing is
-        looked up or counted. What the source compiles is its own: `HostRows.fetch` does for each table and power of two,
-        while other threads look up.
+        looked up or counted. What the source compiles is its own: `HostRows.fetch` does for each table and power of
+        two, while other threads look up.
 
         Args:
           lookups: how many keys of each table, padding among them, are looked up together. Programs are made for
