@@ -648,6 +648,11 @@ class _Cached(_Served):
 
     def warm_up(self, version: Version) -> None:
         """Compiles the programs of lookups in all tables, without keys that would count."""
+        sets = [self.names] if self.config.is_fused else [(name,) for name in self.names]
+        self.cache.warm_up(
+            [{name: level * self.per_sample[name] for name in names} for names in sets for level in self.levels],
+            as_tables=version.served is not None,
+        )
         for level in self.levels:
             self.cache.lookup(
                 {name: np.full(level * self.per_sample[name], np.uint64(PADDING_KEY)) for name in self.names}
