@@ -391,3 +391,27 @@ def test_models_that_do_not_fit(folders, artifacts, tmp_path):
         with pytest.raises(FileNotFoundError):
             session.update(None, dense_file=tmp_path / "nowhere")
         assert session.stats()["version"] == 1
+
+
+def export_of(path, folders, model, inputs):
+    """A small model over the tables of the folders."""
+    given = [
+        (FrozenTable(name, dim, default=DEFAULTS.get(name, 0.0)), _source(name)) for name, (_, dim) in folders.items()
+    ]
+    export_model(path, model, freeze_records(given)[0], inputs, platforms=["cpu"])
+    return str(path)
+
+
+@pytest.mark.parametrize("tier", [{}, {"gpucacheper": 0.3, "hit_rate_threshold": 1.1}])
+def test_models_that_reduce_over_the_batch_see_no_padding(folders, tmp_path, tier):
+    def model(tables, inputs):
+        rows = lookup(tables, {"user": LookupInput("user", inputs["user"])})["user"]
+        return {"rows": rows, "mean": rows.mean(axis=0)}
+
+    path = export_of(tmp_path / "model", folders, model, {"user": KeysInput("user")})
+    options = {"max_batch_size": 12, "dense_file": path, **tier}
+    with open(config_of(model_of(folders, defaults=DEFAULTS, **options)), warm_up=True) as session:
+        for keys in (np.array([1, 2, 41]), np.arange(11)):
+            answer, wanted = session.predict({"user": keys}), expected(CONTENT["user"], keys, DEFAULTS["user"], 4)
+            np.testing.assert_array_equal(answer["rows"], wanted)
+            np.testing.assert_allclose(answer["mean"], wanted.mean(axis=0), rtol=1e-6)

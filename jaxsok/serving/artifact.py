@@ -249,6 +249,12 @@ def export_model(
       ImportError: without the package flatbuffers.
       TypeError, ValueError: names the argument; what JAX cannot trace with an unknown batch size is told in its words.
 
+    Note:
+      Sessions pad batches, and the server joins those of several clients, where every result has the batch as its first
+      axis. Such a model has to treat each sample by itself: what goes through a mean or a softmax over the batch would
+      see the others. A model with any other result (a mean over the batch, a constant) is called with each request as it
+      is, and compiled for each size that comes.
+
     Cost:
       The model is traced and lowered once.
 
@@ -499,6 +505,11 @@ class ServedModel:
     _stores: tuple[tuple[FrozenTable, ...], ...] = dataclasses.field(repr=False)
     _program: Callable[..., dict[str, Array]] = dataclasses.field(repr=False)
 
+    @property
+    def is_per_sample(self) -> bool:
+        """Whether every result has a line for each sample; else batches are neither padded nor joined with others."""
+        return all(one.is_batched for one in self.outputs.values())
+
     def call(self, tables: FrozenTables, inputs: Mapping[str, Any], *, pad: bool = False) -> dict[str, Array]:
         """Runs the model.
 
@@ -507,7 +518,8 @@ class ServedModel:
           inputs: all of them, of one batch size. Keys are NumPy integers or `uint32[..., 2]` words, bags are
             `jaxsok.Bags`, the others NumPy or JAX arrays.
           pad: whether the batch, and the keys of bags, are filled up to a power of two, and results cut to the batch:
-            so a few programs serve all sizes. Only for models that treat each sample by itself.
+            so a few programs serve all sizes. Only for models that treat each sample by itself (`is_per_sample` is
+            the least of it): others would count what is filled up as samples.
 
         Returns:
           Arrays by name.

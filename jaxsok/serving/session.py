@@ -79,6 +79,8 @@ class Model:
     """64, or 32: then keys are 0 to 2**32 - 1."""
     inputs: Mapping[str, Any] | None
     """Of `predict`, by name (`artifact.ServedModel.inputs`); None: there is no dense model."""
+    outputs: Mapping[str, Any] | None
+    """Of `predict`, by name (`artifact.ServedModel.outputs`)."""
     version: int
 
 
@@ -186,6 +188,10 @@ class Session:
 
     def predict(self, inputs: Mapping[str, Any], model: str | None = None) -> Answer:
         """Runs the dense model over the tables.
+
+        Where each of its outputs has a line for each sample, batches are padded to a power of two, and the model has to
+        treat each sample by itself. Any other is called with the batch as it is; each size is compiled when it first
+        comes.
 
         Args:
           inputs: by name, as `Model.inputs` tells.
@@ -363,6 +369,7 @@ class _Served:
             max_keys=self.config.max_keys,
             key_bits=self.key_bits,
             inputs=None if version.served is None else version.served.inputs,
+            outputs=None if version.served is None else version.served.outputs,
             version=version.number,
         )
 
@@ -427,7 +434,7 @@ class _Served:
             sizes = tuple((name, level * self.per_sample[name]) for name in self.names)
             words = [keys_lib.padding_words((size,)) for _, size in sizes]
             jax.block_until_ready(self._dispatched(version.tables, words, sizes))
-            if version.served is not None:
+            if version.served is not None and version.served.is_per_sample:  # others are compiled for each size
                 inputs = {name: _example(spec, level) for name, spec in version.served.inputs.items()}
                 jax.block_until_ready(version.served.call(version.tables, inputs, pad=True))
 
@@ -481,7 +488,7 @@ class _Served:
     def _predicted(self, inputs: Any) -> tuple[dict[str, Any], Version]:
         with self.versions.reading() as version:
             self._read_inputs(version, inputs)
-            return version.served.call(version.tables, inputs, pad=True), version
+            return version.served.call(version.tables, inputs, pad=version.served.is_per_sample), version
 
     def _read_inputs(self, version: Version, inputs: Any) -> dict[str, np.ndarray]:
         """The keys of a prediction by table, when all of it is checked."""
@@ -661,7 +668,7 @@ class _Cached(_Served):
             if version is None:
                 continue  # many updates came meanwhile
             self._read_inputs(version, inputs)  # the dense model may be another one by now
-            return version.served.call(found.tables, inputs, pad=True), version
+            return version.served.call(found.tables, inputs, pad=version.served.is_per_sample), version
 
     def _publish(self, new: Version, maps: tuple[RowMap, ...], changed: Mapping[str, np.ndarray]) -> None:
         # Before any answer can be of it; the last ones are for predictions that run.
