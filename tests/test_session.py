@@ -415,3 +415,90 @@ def test_models_that_reduce_over_the_batch_see_no_padding(folders, tmp_path, tie
             answer, wanted = session.predict({"user": keys}), expected(CONTENT["user"], keys, DEFAULTS["user"], 4)
             np.testing.assert_array_equal(answer["rows"], wanted)
             np.testing.assert_allclose(answer["mean"], wanted.mean(axis=0), rtol=1e-6)
+
+
+CACHED = {"gpucacheper": 0.3, "hit_rate_threshold": 1.1}
+
+
+def _two_tables(tables, inputs):
+    """One input read in two tables, keys that are picked and masked, and a table without an input."""
+    user, words = inputs["user"], inputs["pairs"]
+    masked = jax.numpy.where((inputs["flag"] > 0)[:, None], words[:, 1], np.uint32(2**32 - 1))
+    found = lookup(
+        tables,
+        {
+            "a": LookupInput("user", user),
+            "b": LookupInput("item", user),
+            "c": LookupInput("item", masked),
+            "d": LookupInput("ad", jax.numpy.concatenate([user, words[:, 0]])),
+        },
+    )
+    return {name: found[name] for name in "abc"} | {"d": found["d"].reshape(2, -1, 3).transpose(1, 0, 2)}
+
+
+@pytest.mark.parametrize("tier", [{}, CACHED])
+def test_one_input_read_in_two_tables(folders, tmp_path, tier):
+    inputs = {"user": KeysInput("user"), "pairs": KeysInput("item", (2,)), "flag": ArrayInput((), "int32")}
+    path = export_of(tmp_path / "model", folders, _two_tables, inputs)
+    with open(config_of(model_of(folders, defaults=DEFAULTS, dense_file=path, **tier)), warm_up=False) as session:
+        served = session._models["dlrm"].versions.current.served
+        assert served.lookups == {"user": ("user",), "item": ("pairs", "user"), "ad": ("pairs", "user")}
+        for seed in range(3):
+            rng = np.random.default_rng(seed)
+            user, pairs, flag = rng.integers(0, 60, 7), rng.integers(0, 60, (7, 2)), rng.integers(0, 2, 7)
+            got = session.predict({"user": user, "pairs": pairs, "flag": flag.astype(np.int32)})
+            wanted = {
+                "a": ("user", user),
+                "b": ("item", user),
+                "c": ("item", np.where(flag > 0, pairs[:, 1], -1)),
+                "d": ("ad", np.stack([user, pairs[:, 0]], 1)),
+            }
+            for name, (table, keys) in wanted.items():
+                rows = expected(CONTENT[table], keys, DEFAULTS.get(table, 0.0), DIMS[table])
+                np.testing.assert_array_equal(got[name], rows, err_msg=name)
+
+
+def _hashed(tables, inputs):
+    return lookup(tables, {"user": LookupInput("user", inputs["user"] % np.uint32(5))})["user"]
+
+
+def _constant(tables, inputs):
+    found = lookup(tables, {"user": LookupInput("user", inputs["user"]), "one": LookupInput("user", np.array([3]))})
+    return found["user"] + found["one"]
+
+
+def _swapped(tables, inputs):
+    return lookup(tables, {"user": LookupInput("user", inputs["user"][:, ::-1])})["user"]
+
+
+def _half_masked(tables, inputs):
+    keys = jax.numpy.where(inputs["user"] > 3, inputs["user"], np.uint32(2**32 - 1))
+    return lookup(tables, {"user": LookupInput("user", keys)})["user"]
+
+
+def _in_a_loop(tables, inputs):
+    def step(total, words):
+        return total, lookup(tables, {"user": LookupInput("user", words[None])})["user"][0]
+
+    return jax.lax.scan(step, 0.0, inputs["user"])[1]
+
+
+def _raw(tables, inputs):
+    store, _ = tables.spec.places["user"]
+    rows = lookup(tables, {"user": LookupInput("user", inputs["user"])})["user"]
+    return rows + tables.stores[store].rows.max()
+
+
+@pytest.mark.parametrize("model", [_hashed, _constant, _swapped, _half_masked, _in_a_loop, _raw])
+def test_models_that_work_out_keys_are_refused_over_a_cache(folders, tmp_path, model):
+    """The cache would not have fetched them; where all rows are on the device they are served."""
+    only = {"user": folders["user"]}
+    path = export_of(tmp_path / "model", only, model, {"user": KeysInput("user")})
+    with pytest.raises(ServingError, match=r"dense_file: .* reads \['user'\] by keys that are not .* gpucacheper"):
+        open(config_of(model_of(only, dense_file=path, **CACHED)), warm_up=False)
+    with open(config_of(model_of(only, **CACHED)), warm_up=False) as session:
+        with pytest.raises(ServingError, match=r"update: model .* by keys that are not"):
+            session.update(None, dense_file=path)
+        assert session.stats()["version"] == 1
+    with open(config_of(model_of(only, dense_file=path)), warm_up=False) as session:
+        session.predict({"user": np.arange(3)})

@@ -29,6 +29,7 @@ import jaxsok
 from jaxsok import keys as keys_lib
 from jaxsok.features import Bags
 from jaxsok.kernels import library
+from jaxsok.serving import key_paths
 from jaxsok.serving.errors import RequestError, ServingError, UnknownTableError
 from jaxsok.serving.frozen import FrozenSpec, FrozenStore, FrozenTable, FrozenTables
 from jaxsok.types import COUNTERS, PADDING_KEY
@@ -181,6 +182,9 @@ class _TracedSpec(FrozenSpec):
         }
         self.__dict__["words"] = tuple(words)
 
+    def read_by(self, table: str, words: Any) -> Any:
+        return key_paths.mark(table, words)
+
     def __eq__(self, other: object) -> bool:
         return self is other
 
@@ -290,10 +294,26 @@ def export_model(
         return _named(op, out)
 
     checks = [export.DisabledSafetyCheck.custom_call(target) for target, _ in library.TARGETS]
-    exported = export.export(jax.jit(program), platforms=platforms, disabled_checks=checks)(
-        *_argument_shapes(export, tables, inputs)
-    )
-    _write(path, _serialized(op, exported), _manifest(exported, tables, inputs))
+    shapes, jitted = _argument_shapes(export, tables, inputs), jax.jit(program)
+    lookups = _lookups(jitted.trace(*shapes).jaxpr, shapes, tables, inputs)
+    exported = export.export(jitted, platforms=platforms, disabled_checks=checks)(*shapes)
+    _write(path, _serialized(op, exported), {**_manifest(exported, tables, inputs), "lookups": lookups})
+
+
+def _lookups(
+    jaxpr: Any, shapes: Any, tables: FrozenTables, inputs: Mapping[str, InputSpec]
+) -> dict[str, tuple[str, ...] | None]:
+    """The inputs whose keys each table is looked up by; see `ServedModel.lookups`."""
+    names: list[str | None] = []
+    raw: list[Sequence[str]] = []
+    for path, leaf in jax.tree.flatten_with_path(shapes)[0]:
+        what, which, rest = path[0].idx, path[1], [one.idx for one in path[2:]]
+        is_keys = what == 3 and not isinstance(inputs[which.key], ArrayInput) and rest in ([], [0])
+        names.append(which.key if is_keys else None)
+        is_rows = what == 0 and rest[0] >= 2  # rows and scales
+        raw.append([table.name for table in tables.spec.stores[which.idx]] if is_rows else [])
+        del leaf
+    return key_paths.found(jaxpr, names, raw, list(tables.tables))
 
 
 def _function_of(op: str, model: Any, variables: Mapping[str, Any] | None) -> Function:
@@ -498,6 +518,8 @@ class ServedModel:
     """By name."""
     tables: dict[str, FrozenTable]
     """That `call` wants, by name; the defaults are those of the export, those of the tables that are given count."""
+    lookups: dict[str, tuple[str, ...] | None]
+    """By table the inputs whose keys it is looked up by; None: keys are worked out by the model, or it is not known."""
     platforms: tuple[str, ...]
     """That it has a program for."""
     path: str
@@ -611,11 +633,14 @@ def load_model(path: str | os.PathLike) -> ServedModel:
             tuple(FrozenTable(one["name"], store["dim"], one["default"], store["dtype"]) for one in store["tables"])
             for store in manifest["stores"]
         )
-    except (KeyError, TypeError, ValueError) as error:
+        tables = {table.name: table for store in stores for table in store}
+        known = manifest.get("lookups", {})
+        lookups = {name: None if known.get(name) is None else tuple(known[name]) for name in tables}
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ArtifactError(f"{op}: {path / MANIFEST}: got {error}, wanted what export_model writes.") from error
     library.register()
-    tables = {table.name: table for store in stores for table in store}
-    return ServedModel(inputs, outputs, tables, tuple(exported.platforms), str(path), stores, jax.jit(exported.call))
+    platforms = tuple(exported.platforms)
+    return ServedModel(inputs, outputs, tables, lookups, platforms, str(path), stores, jax.jit(exported.call))
 
 
 def _read_manifest(op: str, path: pathlib.Path) -> dict[str, Any]:

@@ -487,34 +487,43 @@ class _Served:
 
     def _predicted(self, inputs: Any) -> tuple[dict[str, Any], Version]:
         with self.versions.reading() as version:
-            self._read_inputs(version, inputs)
+            self._read_inputs(version.served, inputs)
             return version.served.call(version.tables, inputs, pad=version.served.is_per_sample), version
 
-    def _read_inputs(self, version: Version, inputs: Any) -> dict[str, np.ndarray]:
+    def _read_inputs(self, served: artifact.ServedModel | None, inputs: Any) -> dict[str, np.ndarray]:
         """The keys of a prediction by table, when all of it is checked."""
         op = "predict"
-        if version.served is None:
+        if served is None:
             raise UnknownModelError(
                 f'{op}: model: got "{self.config.model}", which has no dense_file, wanted one that has; lookup reads '
                 "its tables."
             )
-        leaves, num_samples = version.served.read(inputs)
+        leaves, num_samples = served.read(inputs)
         if num_samples > self.config.max_batch_size:
             raise RequestTooLargeError(
                 f"{op}: inputs: got {num_samples} samples, wanted at most {self.config.max_batch_size}, the "
                 "max_batch_size."
             )
-        keys: dict[str, np.ndarray] = {}
-        for name, spec in version.served.inputs.items():
-            if not hasattr(spec, "table"):
-                continue
-            words = leaves[name][0] if isinstance(leaves[name], tuple) else leaves[name]
-            mine = keys_lib.from_words(words).reshape(-1)
-            self._check_bits(f'{op}: inputs["{name}"]', mine)
-            keys[spec.table] = np.concatenate([keys.get(spec.table, _NO_KEYS), mine])
-        for name, mine in keys.items():
-            self._check_number(f'{op}: table "{name}"', name, mine.size)
+        given = {}
+        for name, spec in served.inputs.items():
+            if hasattr(spec, "table"):
+                words = leaves[name][0] if isinstance(leaves[name], tuple) else leaves[name]
+                given[name] = keys_lib.from_words(words).reshape(-1)
+                self._check_bits(f'{op}: inputs["{name}"]', given[name])
+        keys = {}
+        for table, names in self._inputs_of(served).items():
+            if names:
+                keys[table] = np.concatenate([given[name] for name in names])
+                self._check_number(f'{op}: table "{table}"', table, keys[table].size)
         return keys
+
+    def _inputs_of(self, served: artifact.ServedModel) -> Mapping[str, Sequence[str]]:
+        """The inputs whose keys count for each table: as they are declared."""
+        tables: dict[str, list[str]] = {}
+        for name, spec in served.inputs.items():
+            if hasattr(spec, "table"):
+                tables.setdefault(spec.table, []).append(name)
+        return tables
 
     # Versions --------------------------------------------------------------------------------------------------------
 
@@ -660,14 +669,18 @@ class _Cached(_Served):
                 {name: np.full(level * self.per_sample[name], np.uint64(PADDING_KEY)) for name in self.names}
             )
 
+    def _inputs_of(self, served: artifact.ServedModel) -> Mapping[str, Sequence[str]]:
+        """The inputs that each table is looked up by: as the export saw; other rows are not fetched."""
+        return {table: names or () for table, names in served.lookups.items()}
+
     def _predicted(self, inputs: Any) -> tuple[dict[str, Any], Version]:
         while True:
-            keys = self._read_inputs(self.versions.current, inputs)
+            keys = self._read_inputs(self.versions.current.served, inputs)
             found = self.cache.lookup_tables(keys)
             version = self._history.get(found.version)
             if version is None:
                 continue  # many updates came meanwhile
-            self._read_inputs(version, inputs)  # the dense model may be another one by now
+            self._read_inputs(version.served, inputs)  # the dense model may be another one by now
             return version.served.call(found.tables, inputs, pad=version.served.is_per_sample), version
 
     def _publish(self, new: Version, maps: tuple[RowMap, ...], changed: Mapping[str, np.ndarray]) -> None:
@@ -811,7 +824,7 @@ def _device(number: int, model: ModelConfig, given: Any) -> Any:
 
 
 def _dense_model(op: str, config: ModelConfig, path: str | os.PathLike[str], spec: FrozenSpec) -> artifact.ServedModel:
-    """An artifact, checked to fit the tables."""
+    """An artifact, checked to fit the tables, and the tier that they lie in."""
     served = artifact.load_model(path)
     tables = {table.name: table for table in itertools.chain(*spec.stores)}
     for name, wanted in served.tables.items():
@@ -824,6 +837,14 @@ def _dense_model(op: str, config: ModelConfig, path: str | os.PathLike[str], spe
                 f'{what} table "{name}" of {wanted.dtype}[{wanted.dim}], wanted {got.dtype}[{got.dim}], as it is '
                 "served; export the model over tables of that dtype."
             )
+    unknown = [name for name, inputs in served.lookups.items() if inputs is None]
+    if config.tier == "cache" and unknown:
+        raise ServingError(
+            f'{op}: model "{config.model}": dense_file: got "{path}", which reads {unknown} by keys that are not the '
+            "keys of an input (it works them out, or was exported before that was written down), wanted inputs alone: "
+            "over a cache only their rows are fetched. Give those keys as a KeysInput or BagsInput and export again, "
+            "or take a gpucacheper of 1.0, where all rows are on the device."
+        )
     return served
 
 
