@@ -1,7 +1,9 @@
 """Sessions: what a configuration opens answers as the dicts that its folders were written from."""
 
+import gc
 import itertools
 import time
+import weakref
 
 import hypothesis
 import hypothesis.strategies as st
@@ -502,3 +504,41 @@ def test_models_that_work_out_keys_are_refused_over_a_cache(folders, tmp_path, m
         assert session.stats()["version"] == 1
     with open(config_of(model_of(only, dense_file=path)), warm_up=False) as session:
         session.predict({"user": np.arange(3)})
+
+
+def test_a_dense_model_that_reads_other_tables_may_come_during_a_prediction(folders, tmp_path, monkeypatch):
+    """The keys were gathered for the old model: they are gathered anew for the one that is served."""
+
+    def reads(table):
+        return lambda tables, inputs: lookup(tables, {"rows": LookupInput(table, inputs["user"])})["rows"]
+
+    paths = [
+        export_of(tmp_path / table, folders, reads(table), {"user": KeysInput(table)}) for table in ("user", "item")
+    ]
+    model = model_of(folders, defaults=DEFAULTS, dense_file=paths[0], **CACHED)
+    with open(config_of(model), warm_up=False) as session:
+        cache, keys = session._models["dlrm"].cache, np.arange(30, 36)
+        lookup_tables, asked = cache.lookup_tables, []
+
+        def updated_first(found):
+            asked.append(sorted(found))
+            if len(asked) == 1:
+                session.update(None, dense_file=paths[1])
+            return lookup_tables(found)
+
+        monkeypatch.setattr(cache, "lookup_tables", updated_first)
+        answer = session.predict({"user": keys})
+        assert answer.version == 2 and asked == [["user"], ["item"]]
+        np.testing.assert_array_equal(answer["output"], expected(CONTENT["item"], keys, DEFAULTS["item"], 4))
+
+
+def test_versions_that_went_are_not_held(folders, tmp_path):
+    """Host rows of versions before the one that is served are given back."""
+    with open(config_of(model_of(folders, **CACHED)), warm_up=False) as session:
+        first = weakref.ref(session._models["dlrm"].versions.current.tables.stores[0].rows)
+        for number in range(2):
+            session.update({"user": write(tmp_path / str(number), rows_of(range(40), 4, version=number + 1))})
+            session.lookup({"user": np.arange(3)})
+        session._models["dlrm"].cache.drain()
+        gc.collect()
+        assert first() is None

@@ -483,12 +483,12 @@ class _Served:
             values, version = self._predicted(inputs)
             values = {name: np.asarray(value) for name, value in values.items()}
         self.counts.add_predict()
-        return Answer(values, version=version.number)
+        return Answer(values, version=version)
 
-    def _predicted(self, inputs: Any) -> tuple[dict[str, Any], Version]:
+    def _predicted(self, inputs: Any) -> tuple[dict[str, Any], int]:
         with self.versions.reading() as version:
             self._read_inputs(version.served, inputs)
-            return version.served.call(version.tables, inputs, pad=version.served.is_per_sample), version
+            return version.served.call(version.tables, inputs, pad=version.served.is_per_sample), version.number
 
     def _read_inputs(self, served: artifact.ServedModel | None, inputs: Any) -> dict[str, np.ndarray]:
         """The keys of a prediction by table, when all of it is checked."""
@@ -619,7 +619,7 @@ class _Cached(_Served):
             can_donate=False,
         )
         first = versions.current
-        self._history = {first.number: first}
+        self._history = {first.number: first.served}
         self.cache = cache_lib.DeviceCache(
             backing.HostRows(first.tables, versions.maps, version=first.number),
             fraction=config.gpucacheper,
@@ -673,20 +673,23 @@ class _Cached(_Served):
         """The inputs that each table is looked up by: as the export saw; other rows are not fetched."""
         return {table: names or () for table, names in served.lookups.items()}
 
-    def _predicted(self, inputs: Any) -> tuple[dict[str, Any], Version]:
+    def _predicted(self, inputs: Any) -> tuple[dict[str, Any], int]:
+        served = self.versions.current.served
         while True:
-            keys = self._read_inputs(self.versions.current.served, inputs)
-            found = self.cache.lookup_tables(keys)
-            version = self._history.get(found.version)
-            if version is None:
+            found = self.cache.lookup_tables(self._read_inputs(served, inputs))
+            history = self._history
+            if found.version not in history:
+                served = self.versions.current.served
                 continue  # many updates came meanwhile
-            self._read_inputs(version.served, inputs)  # the dense model may be another one by now
-            return version.served.call(found.tables, inputs, pad=version.served.is_per_sample), version
+            wanted, served = served, history[found.version]
+            if served is wanted:
+                return served.call(found.tables, inputs, pad=served.is_per_sample), found.version
+            # Else the dense model is another one by now, which may read other keys.
 
     def _publish(self, new: Version, maps: tuple[RowMap, ...], changed: Mapping[str, np.ndarray]) -> None:
-        # Before any answer can be of it; the last ones are for predictions that run.
-        history = {number: version for number, version in self._history.items() if number > new.number - 4}
-        self._history = {**history, new.number: new}
+        # Before any answer can be of it; the last ones are for predictions that run. Without the tables, which are large.
+        history = {number: served for number, served in self._history.items() if number > new.number - 4}
+        self._history = {**history, new.number: new.served}
         self.cache.swap(backing.HostRows(new.tables, maps, version=new.number), changed)
 
     def _prepare(self, old: Version, new: Version) -> None:
