@@ -2,6 +2,7 @@
 
 import gc
 import itertools
+import threading
 import time
 import weakref
 
@@ -13,6 +14,7 @@ import pytest
 from serving_cases import config_of, expected, model_of, records_of, rows_of, write
 
 import jaxsok
+from jaxsok.serving import cache as cache_lib
 from jaxsok.serving import session as session_lib
 from jaxsok.serving.artifact import ArrayInput, BagsInput, KeysInput, export_model
 from jaxsok.serving.errors import (
@@ -542,3 +544,56 @@ def test_versions_that_went_are_not_held(folders, tmp_path):
         session._models["dlrm"].cache.drain()
         gc.collect()
         assert first() is None
+
+
+def _threads():
+    return {thread for thread in threading.enumerate() if thread.name.startswith("jaxsok")}
+
+
+@pytest.mark.parametrize("step", ["fill", "lookup"])
+def test_an_open_that_fails_leaves_no_thread(folders, monkeypatch, step):
+    """Nor a cache: of filling, and of compiling."""
+
+    def fails(*args, **more):
+        raise RuntimeError("out of memory")
+
+    before, closed = _threads(), []
+    close = cache_lib.DeviceCache.close
+    monkeypatch.setattr(cache_lib.DeviceCache, step, fails)
+    monkeypatch.setattr(cache_lib.DeviceCache, "close", lambda self: (closed.append(self), close(self)))
+    options = {"refresh_interval": 1, "cache_refresh_percentage_per_iteration": 0.5}
+    with pytest.raises(RuntimeError, match="out of memory"):
+        open(config_of(model_of(folders, **options, **CACHED)))
+    assert _threads() == before and len(closed) == 1
+
+
+def test_a_refresh_that_fails_is_logged_and_tried_again(folders, monkeypatch, caplog):
+    options = {"refresh_interval": 1, "cache_refresh_percentage_per_iteration": 0.5}
+    with open(config_of(model_of(folders, **options, **CACHED)), warm_up=False) as session:
+        served, asked = session._models["dlrm"], threading.Semaphore(0)
+
+        def fails():
+            asked.release()
+            raise ServingError("the disk is gone") if len(caplog.records) else OSError("the disk is gone")
+
+        monkeypatch.setattr(served.cache, "refresh", fails)
+        for _ in range(3):
+            assert asked.acquire(timeout=30)
+        assert served._clock.is_alive() and "the disk is gone" in caplog.text
+    assert not served._clock.is_alive()
+
+
+@pytest.mark.parametrize("warm_up", [True, False])
+def test_counts_of_a_cache(folders, warm_up):
+    """By table as of other tiers, without what warms up."""
+    with open(config_of(model_of(folders, gpucacheper=0.9, hit_rate_threshold=1.1)), warm_up=warm_up) as session:
+        before = session.stats()
+        assert (before["lookups"], before["keys"], before["padding"], before["cache"]["lookups"]) == (0, 0, 0, 0)
+        session.lookup({"user": np.array([0, 1, 41, -1]), "ad": np.array([9])})
+        session.lookup({"user": np.array([[0]])})
+        stats = session.stats()
+        assert (stats["lookups"], stats["keys"], stats["padding"], stats["missing"]) == (2, 6, 1, 2)
+        assert (stats["hits"], stats["misses"], stats["cache"]["lookups"]) == (1, 4, 2)
+        user, ad = stats["tables"]["user"], stats["tables"]["ad"]
+        assert (user["keys"], user["padding"], ad["keys"], ad["padding"]) == (5, 1, 1, 0)
+        assert not {"hits", "missing", "hit_rate"} & user.keys(), "the cache counts them of all tables together"

@@ -8,6 +8,7 @@ version, whole.
 import dataclasses
 import functools
 import itertools
+import logging
 import math
 import os
 import threading
@@ -39,8 +40,12 @@ from jaxsok.serving.row_map import RowMap
 from jaxsok.serving.updates import InPlace, Source, Version, Versions
 from jaxsok.types import COUNTS, PADDING_KEY
 
+_log = logging.getLogger(__name__)
+
 LEAST_SAMPLES = 16
 """Of a program: requests are padded to this many samples, or twice as many, and so on up to `max_batch_size`."""
+
+_MET = [COUNTS.index(name) for name in ("num_found", "num_missing")]  # of keys that stand for some
 
 _NO_KEYS = np.zeros(0, np.uint64)
 
@@ -261,7 +266,9 @@ class Session:
         Returns:
           `version` and `source` (the folders of its tables); `lookups`, `predicts`, `updates`; of lookups `keys`,
           `hits`, `missing` (read the default), `padding` and `hit_rate`; `bytes` of the device and `host_bytes`; and
-          `tables`: the same of each.
+          `tables`: the same of each. Where rows are cached, `hits`, `misses` and `missing` are of distinct keys and of
+          all tables together: hits are keys that the cache had, missing those of its misses that no tier has; of
+          each table there are `keys` and `padding`. What warms up is not counted.
         """
         return self._served("stats", model).stats()
 
@@ -397,7 +404,9 @@ class _Served:
         for name, array in arrays.items():
             rows = found[name][: array.size]
             values[name] = rows.reshape(*array.shape, rows.shape[-1])
-        self.counts.add(counts, {name: array.size for name, array in arrays.items()})
+        num_keys, met = {name: array.size for name, array in arrays.items()}, dict(zip(self.names, counts, strict=True))
+        padding = {name: size - int(met[name][_MET].sum()) for name, size in num_keys.items()}
+        self.counts.add(num_keys, counts=counts, padding=padding)
         return Answer(values, version=version.number)
 
     def _dispatched(
@@ -596,6 +605,18 @@ class _Served:
 class _Cached(_Served):
     """One model of a session, some of whose rows are cached on its device; all of them lie in host memory."""
 
+    def __init__(self, config: ModelConfig, *args: Any, **options: Any) -> None:
+        self._is_closed = threading.Event()
+        self._clock = threading.Thread(target=self._refresh_by_the_clock, name="jaxsok-refresh", daemon=True)
+        self._num_warm_ups = 0
+        try:
+            super().__init__(config, *args, **options)
+        except BaseException:
+            self.close()
+            raise
+        if config.is_refreshed:
+            self._clock.start()  # last: what fails above leaves no thread
+
     def _loaded(self, given: Sequence[Any], room: Callable[[], int | None], served: Any) -> Versions:
         config = self.config
         num_rows = {
@@ -629,10 +650,6 @@ class _Cached(_Served):
         )
         if config.is_filled_at_start:
             self.cache.fill()
-        self._is_closed = threading.Event()
-        self._clock = threading.Thread(target=self._refresh_by_the_clock, name="jaxsok-refresh", daemon=True)
-        if config.is_refreshed:
-            self._clock.start()
         return versions
 
     def _seen(self, spec: FrozenSpec) -> FrozenSpec:
@@ -652,7 +669,8 @@ class _Cached(_Served):
             rows, version = found.rows, found.version
         else:
             rows, version = self._looked_up_one_by_one(arrays)
-        self.counts.add(np.zeros((), np.int64), {name: array.size for name, array in arrays.items()})
+        padding = {name: int((array == np.uint64(PADDING_KEY)).sum()) for name, array in arrays.items()}
+        self.counts.add({name: array.size for name, array in arrays.items()}, padding=padding)
         return Answer(rows, version=version)
 
     def _looked_up_one_by_one(self, arrays: Mapping[str, np.ndarray]) -> tuple[dict[str, np.ndarray], int]:
@@ -668,6 +686,7 @@ class _Cached(_Served):
             self.cache.lookup(
                 {name: np.full(level * self.per_sample[name], np.uint64(PADDING_KEY)) for name in self.names}
             )
+            self._num_warm_ups += 1
 
     def _inputs_of(self, served: artifact.ServedModel) -> Mapping[str, Sequence[str]]:
         """The inputs that each table is looked up by: as the export saw; other rows are not fetched."""
@@ -705,13 +724,15 @@ class _Cached(_Served):
             wait_s = self.config.refresh_interval
             try:
                 self.cache.refresh()
-            except ServingError:
-                return  # closed meanwhile
+            except Exception:  # of any tier; the next one may do
+                if not self._is_closed.is_set():
+                    _log.exception('model "%s": the refresh of the cache failed, wanted its rows', self.config.model)
 
     def stats(self) -> dict[str, Any]:
         stats, of_cache = super().stats(), self.cache.stats()
+        of_cache.lookups -= self._num_warm_ups
         for of_table in stats["tables"].values():
-            for name in ("hits", "missing", "padding", "hit_rate"):  # are counted of all tables together
+            for name in ("hits", "missing", "hit_rate"):  # the cache counts them of all tables together
                 del of_table[name]
         cached = {**dataclasses.asdict(of_cache), "hit_rate": of_cache.hit_rate, "num_rows": self.cache.num_rows}
         total = {name: cached[name] for name in ("hits", "misses", "missing", "hit_rate")}
@@ -722,7 +743,8 @@ class _Cached(_Served):
         self._is_closed.set()
         if self._clock.is_alive():
             self._clock.join()
-        self.cache.close()
+        if hasattr(self, "cache"):  # else it was not made: opening failed
+            self.cache.close()
 
 
 class _Counts:
@@ -731,16 +753,18 @@ class _Counts:
     def __init__(self, names: Sequence[str]) -> None:
         self._names, self._lock = tuple(names), threading.Lock()
         self._counts = np.zeros((len(names), len(COUNTS)), np.int64)
-        self._keys = dict.fromkeys(names, 0)
+        self._keys, self._padding = dict.fromkeys(names, 0), dict.fromkeys(names, 0)
         self._lookups = self._predicts = self._updates = 0
 
-    def add(self, counts: np.ndarray, num_keys: Mapping[str, int]) -> None:
-        """A lookup."""
+    def add(self, num_keys: Mapping[str, int], *, counts: np.ndarray | None = None, padding: Any = None) -> None:
+        """A lookup: what became of its keys, or, where that is counted elsewhere, which of them are padding."""
         with self._lock:
-            self._counts += counts
+            if counts is not None:
+                self._counts += counts
             self._lookups += 1
             for name, count in num_keys.items():
                 self._keys[name] += count
+                self._padding[name] += 0 if padding is None else padding[name]
 
     def add_predict(self) -> None:
         """A prediction."""
@@ -755,21 +779,21 @@ class _Counts:
     def stats(self) -> dict[str, Any]:
         """All of it."""
         with self._lock:
-            counts, keys = self._counts.copy(), dict(self._keys)
+            counts, keys, padding = self._counts.copy(), dict(self._keys), dict(self._padding)
             done = {"lookups": self._lookups, "predicts": self._predicts, "updates": self._updates}
         tables = {}
         for name, line in zip(self._names, counts, strict=True):
             of = dict(zip(COUNTS, line.tolist(), strict=True))
-            tables[name] = _rates(keys[name], of["num_found"], of["num_missing"])
+            tables[name] = _rates(keys[name], of["num_found"], of["num_missing"], padding[name])
         names = ("keys", "hits", "missing", "padding")
         total = {name: sum(table[name] for table in tables.values()) for name in names}
-        return {**done, **_rates(total["keys"], total["hits"], total["missing"]), "tables": tables}
+        return {**done, **_rates(*(total[name] for name in names)), "tables": tables}
 
 
-def _rates(keys: int, hits: int, missing: int) -> dict[str, Any]:
-    """Keys that are found, and those that are not; the rest is padding."""
+def _rates(keys: int, hits: int, missing: int, padding: int) -> dict[str, Any]:
+    """Keys that are found, those that are not, and those that stand for none."""
     rate = hits / (hits + missing) if hits + missing else 1.0
-    return {"keys": keys, "hits": hits, "missing": missing, "padding": keys - hits - missing, "hit_rate": rate}
+    return {"keys": keys, "hits": hits, "missing": missing, "padding": padding, "hit_rate": rate}
 
 
 @functools.partial(jax.jit, static_argnums=2)
