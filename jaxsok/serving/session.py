@@ -149,13 +149,14 @@ class Session:
         self._memory_limit = memory_limit
         self._is_closed = False
         self._models: dict[str, _Served] = {}
+        memory: dict[Any, threading.Lock] = {}  # of each device where rows lie
         try:
             for number, model in enumerate(config.models):
                 at = _device(number, model, device)
                 kind = _Cached if model.tier == "cache" else _Served
-                self._models[model.model] = kind(
-                    model, config.key_bits, at, functools.partial(self._room, at), warm_up=warm_up
-                )
+                lock = memory.setdefault(at if model.tier == "device" else backing.host_device(), threading.Lock())
+                room = functools.partial(self._room, at)
+                self._models[model.model] = kind(model, config.key_bits, at, room, lock, warm_up=warm_up)
         except BaseException:
             self.close()
             raise
@@ -314,9 +315,11 @@ class _Served:
         key_bits: sources.KeyBits,
         device: Any,
         room: Callable[[], int | None],
+        memory: threading.Lock,
         *,
         warm_up: bool,
     ) -> None:
+        self._memory = memory
         self.config, self.device, self.is_warmed_up = config, device, warm_up
         self.key_bits: sources.KeyBits = key_bits
         given = []
@@ -346,9 +349,10 @@ class _Served:
             device=self.device,
             key_bits=self.key_bits,
             spare_rows=self.config.spare_rows,
-            room=room if self.config.gpucache else lambda: None,
+            room=room if self.config.gpucache else _host_room,
             served=served,
             dense_file=self.config.dense_file,
+            memory=self._memory,
         )
 
     def _seen(self, spec: FrozenSpec) -> FrozenSpec:
@@ -634,10 +638,11 @@ class _Cached(_Served):
             device=backing.host_device(),
             key_bits=self.key_bits,
             spare_rows=config.spare_rows,
-            room=lambda: None,
+            room=_host_room,
             served=served,
             dense_file=config.dense_file,
             can_donate=False,
+            memory=self._memory,
         )
         first = versions.current
         self._history = {first.number: first.served}
@@ -832,6 +837,10 @@ def _integers(given: Any, what: str) -> np.ndarray:
     if array.ndim == 0:
         raise RequestError(f"{what}: keys: got a scalar, wanted an array of at least one axis.")
     return array
+
+
+def _host_room() -> int | None:
+    return updates.host_free_bytes()
 
 
 def _device(number: int, model: ModelConfig, given: Any) -> Any:
