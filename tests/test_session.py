@@ -1,5 +1,6 @@
 """Sessions: what a configuration opens answers as the dicts that its folders were written from."""
 
+import dataclasses
 import gc
 import itertools
 import threading
@@ -16,6 +17,7 @@ from serving_cases import config_of, expected, model_of, records_of, rows_of, wr
 import jaxsok
 from jaxsok.serving import cache as cache_lib
 from jaxsok.serving import session as session_lib
+from jaxsok.serving import sources
 from jaxsok.serving.artifact import ArrayInput, BagsInput, KeysInput, export_model
 from jaxsok.serving.errors import (
     ConfigError,
@@ -597,3 +599,30 @@ def test_counts_of_a_cache(folders, warm_up):
         user, ad = stats["tables"]["user"], stats["tables"]["ad"]
         assert (user["keys"], user["padding"], ad["keys"], ad["padding"]) == (5, 1, 1, 0)
         assert not {"hits", "missing", "hit_rate"} & user.keys(), "the cache counts them of all tables together"
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_a_cache_is_filled_with_what_is_hot(tmp_path, monkeypatch, is_known):
+    """Where files have frequencies; else with the first rows."""
+    content, open_table = rows_of(range(2000), 4), sources.open_table
+
+    def opened(*args, **options):
+        source = open_table(*args, **options)
+
+        def chunks():
+            for records in source.chunks():
+                yield dataclasses.replace(records, frequency=np.asarray(records.keys, np.uint32) if is_known else None)
+
+        return dataclasses.replace(source, start=chunks)
+
+    monkeypatch.setattr(sources, "open_table", opened)
+    tables = {"user": (write(tmp_path / "user", content), 4)}
+    options = {"gpucacheper": 0.5, "hit_rate_threshold": 1.1, "cache_refresh_percentage_per_iteration": 0.5}
+    with open(config_of(model_of(tables, **options)), warm_up=False) as session:
+        cached = session._models["dlrm"].cache.cached_keys()["user"]
+        assert len(cached) > 300
+        if is_known:
+            assert (cached >= 900).mean() > 0.9
+        else:
+            assert (cached < 1100).mean() > 0.9
+        session.lookup({"user": np.arange(100)})

@@ -12,7 +12,7 @@ import logging
 import math
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -101,8 +101,11 @@ def open(
     Args:
       config: the path of an HPS JSON file, what is in one, or what `config.read` gave.
       device: of JAX; None: the one whose number is the last of `deployed_device_list`.
-      warm_up: whether the programs of lookups are compiled now, so that no request waits for one.
+      warm_up: whether the programs of lookups in all tables of a model, and of its dense model, are compiled now, so
+        that no such request waits for one. Requests for fewer tables have programs of their own, which the first of
+        each set and size waits for; name all tables, some with no keys, and none does.
       memory_limit: bytes of the device's memory that tables may take; None: all that the device says that is free.
+        Rows in host memory may take what MemAvailable of /proc/meminfo says.
 
     Raises:
       ConfigError: the configuration, or a device that is not there.
@@ -632,9 +635,10 @@ class _Cached(_Served):
                 f'open: model "{config.model}": memory: got {free} bytes free on {self.device}, wanted {needed} for '
                 f"its cache; take a gpucacheper below {config.gpucacheper}."
             )
+        uses = _Uses()
         versions = Versions(
             config.model,
-            given,
+            [(table, uses.of(table.name, source)) for table, source in given] if config.is_filled_at_start else given,
             device=backing.host_device(),
             key_bits=self.key_bits,
             spare_rows=config.spare_rows,
@@ -646,8 +650,9 @@ class _Cached(_Served):
         )
         first = versions.current
         self._history = {first.number: first.served}
+        frequencies = uses.by_row(first.tables, versions.maps) if config.is_filled_at_start else None
         self.cache = cache_lib.DeviceCache(
-            backing.HostRows(first.tables, versions.maps, version=first.number),
+            backing.HostRows(first.tables, versions.maps, version=first.number, frequencies=frequencies),
             fraction=config.gpucacheper,
             hit_rate_threshold=config.hit_rate_threshold,
             refresh_fraction=config.cache_refresh_percentage_per_iteration,
@@ -750,6 +755,37 @@ class _Cached(_Served):
             self._clock.join()
         if hasattr(self, "cache"):  # else it was not made: opening failed
             self.cache.close()
+
+
+class _Uses:
+    """How often keys were used, as files tell it while rows are read: for the rows that a cache begins with."""
+
+    def __init__(self) -> None:
+        self._seen: list[tuple[str, np.ndarray, np.ndarray]] = []
+        self._is_known = True
+
+    def of(self, table: str, source: sources.TableSource) -> sources.TableSource:
+        """A source that is listened to."""
+
+        def chunks() -> Iterator[Any]:
+            for records in source.chunks():
+                if records.frequency is None:
+                    self._is_known, self._seen = False, []
+                elif self._is_known:
+                    self._seen.append((table, records.keys.copy(), np.array(records.frequency, np.uint32)))
+                yield records
+
+        return dataclasses.replace(source, start=chunks)
+
+    def by_row(self, tables: FrozenTables, maps: Sequence[RowMap]) -> list[np.ndarray] | None:
+        """Of each store's rows; None: not all files tell."""
+        if not self._is_known:
+            return None
+        found = [np.zeros(row_map.capacity, np.uint32) for row_map in maps]
+        for table, keys, values in self._seen:
+            store, number = tables.spec.places[table]
+            found[store][maps[store].find(number, keys)] = values
+        return found
 
 
 class _Counts:

@@ -322,7 +322,9 @@ class Versions:
             if not fits:
                 help_ = 'pass in_place=True (or "auto"), which changes rows where they lie'
                 if not self._can_donate:
-                    help_ = "rows below a cache are not changed where they lie; open the tables anew, or with more memory"
+                    help_ = (
+                        "rows below a cache are not changed where they lie; open the tables anew, or with more memory"
+                    )
                 raise ServingError(
                     f'update: model "{self.name}": memory: got {free} bytes free on {self.device}, wanted {beside} for '
                     f"a copy of what changes; {help_}."
