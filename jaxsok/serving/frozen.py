@@ -389,7 +389,7 @@ def frozen_bytes(table: FrozenTable, num_rows: int) -> dict[str, int]:
 
     Example:
       >>> frozen_bytes(FrozenTable("user", dim=128, dtype="int8"), 1_000_000)
-      {'rows': 128000000, 'scales': 4000000, 'index': 24615680}
+      {'rows': 128000000, 'scales': 4000000, 'index': 24615424}
     """
     return {
         "rows": num_rows * table.dim * jnp.dtype(table.dtype).itemsize,
