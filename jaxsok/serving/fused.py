@@ -227,7 +227,7 @@ def _read(tables: FrozenTables, name: str, given: Any) -> _Part:
         isinstance(given.max_norm, (int, float)) and math.isfinite(given.max_norm) and given.max_norm >= 0
     ):
         raise RequestError(f"{what}: max_norm: got {given.max_norm!r}, wanted a number from 0, or None.")
-    words = _words(given.keys, what)
+    words = tables.spec.read_by(given.table, _words(given.keys, what))
     weights = _weights(given, words.shape[:-1], what)
     shape = words.shape[:-1]
     if given.offsets is not None:
