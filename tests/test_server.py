@@ -903,6 +903,43 @@ def test_a_call_that_takes_too_long():
             assert len(session.calls) == 2, "a request that was given up was run"
 
 
+def test_names_that_stand_twice_are_found_at_once():
+    """40,000 names, the last of them a second time: what is done grows with the body, not with its square."""
+    names = [f"{number:x}" for number in range(40_000)]
+    body = ("{" + ",".join(f'"{name}":0' for name in [*names, names[-1]]) + "}").encode()
+    begin = time.perf_counter()
+    with pytest.raises(errors.RequestError, match="'9c3f' twice"):
+        wire.read_json(body, "test", ["keys"])
+    assert time.perf_counter() - begin < 3, "grows with the square"
+
+
+def test_bodies_that_take_too_long_to_read_or_write(monkeypatch):
+    """The time that an answer may take has them in it."""
+    hold, slow = threading.Event(), set()
+    for name in ("read_tensors", "tensors_body"):
+        work = getattr(wire, name)
+
+        def held(*arguments, name=name, work=work):
+            assert name not in slow or hold.wait(20)
+            return work(*arguments)
+
+        monkeypatch.setattr(wire, name, held)
+    body = pack({"user": np.ones([4096], "<u8"), "item": np.ones([2048], "<u8")})  # of a size for the threads
+    with cases.serving(cases.Session(), timeout_s=0.3) as found:
+        with httpx.Client(base_url=found.address, timeout=20) as client:
+            for name in ("read_tensors", "tensors_body"):
+                slow.add(name)
+                late = client.post(LOOKUP, content=body, headers=TENSORS)
+                assert late.status_code == 504 and late.json()["error"]["code"] == "timeout", late.text
+                hold.set()
+                slow.clear()
+                deadline = time.monotonic() + 10
+                while client.post(LOOKUP, content=body, headers=TENSORS).status_code != 200:
+                    assert time.monotonic() < deadline
+                hold.clear()
+            hold.set()
+
+
 # The end -------------------------------------------------------------------------------------------------------------
 
 

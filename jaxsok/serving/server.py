@@ -73,7 +73,7 @@ class ServerOptions:
     body_timeout_s: float = 15.0
     """For the body to arrive."""
     timeout_s: float = 30.0
-    """For the session to answer, the time in the queue included."""
+    """For an answer, from the last byte of the body on: reading it, the queue, the session, writing."""
     num_workers: int = 2
     """Calls of the session at the same time, by model and endpoint."""
     drain_s: float = 0.0
@@ -253,6 +253,19 @@ class App:
             raise Refusal(404, "no_predict", message)
         given, wanted = formats(request, kind.op)
         body = await self._body(request, taken)
+        try:
+            async with asyncio.timeout(options.timeout_s) as limit:
+                return await self._answer(kind, model, body, given, wanted)
+        except TimeoutError:
+            if not limit.expired():  # the session's own
+                raise
+            message = f"{kind.op}: no answer within {options.timeout_s:g} s."
+            raise Refusal(504, "timeout", message) from None
+
+    async def _answer(
+        self, kind: Lookups | Predictions, model: Any, body: bytes, given: str, wanted: str
+    ) -> Response:
+        options = self.options
         payload = await self._off_loop(len(body), kind.read, body, given, model)
         if isinstance(payload, dict):  # of a lookup: what it takes is known before it is made
             num_values = sum(array.size * model.tables[name].dim for name, array in payload.items())
@@ -323,11 +336,7 @@ class App:
         batcher = self._batchers.get((kind.op, model.name))
         if batcher is None:
             batcher = self._batchers[kind.op, model.name] = self._batcher(kind, model)
-        try:
-            return await asyncio.wait_for(batcher.submit(payload, kind.costs(payload)), self.options.timeout_s)
-        except TimeoutError:
-            message = f"{kind.op}: no answer within {self.options.timeout_s:g} s."
-            raise Refusal(504, "timeout", message) from None
+        return await batcher.submit(payload, kind.costs(payload))
 
     def _batcher(self, kind: Lookups | Predictions, model: Any) -> Batcher[Any, Any]:
         if self._calls is None:

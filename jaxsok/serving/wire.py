@@ -84,8 +84,8 @@ def read_json(body: bytes, what: str, fields: Sequence[str]) -> dict[str, Any]:
     def pairs(found: list[tuple[str, Any]]) -> dict[str, Any]:
         made = dict(found)
         if len(made) != len(found):
-            names = [name for name, _ in found]
-            twice = next(name for name in names if names.count(name) > 1)
+            seen: set[str] = set()
+            twice = next(name for name, _ in found if name in seen or seen.add(name))
             raise RequestError(f"{what}: got the name {brief(twice)} twice in one object; give each name once.")
         return made
 
