@@ -472,6 +472,32 @@ def test_responses_have_limits():
             assert own.post(LOOKUP, content=more, headers=TENSORS).status_code == 413
 
 
+@pytest.mark.parametrize("shape", [[2**30, 0], [9, 2**20, 0], [2**20, 2, 0, 2**5]])
+def test_axes_of_no_size_do_not_hide_others(client, shape):
+    """A body of 90 bytes may not ask for lists of a billion entries, or for as many bags."""
+    text = json.dumps({"user": {"dtype": "U64", "shape": shape, "data_offsets": [0, 0]}}).encode()
+    begin = time.perf_counter()
+    body = HEAD.pack(len(text)) + text
+    for accept in JSON["Content-Type"], TENSORS["Content-Type"]:
+        found = client.post(LOOKUP, content=body, headers={**TENSORS, "Accept": accept})
+        assert found.status_code == 413 and "user" in found.text, found.text
+    entry = {"dtype": "F32", "shape": [0, 2], "data_offsets": [0, 0]}
+    text = json.dumps({"user": {"dtype": "U64", "shape": [2**30, 0], "data_offsets": [0, 0]}, "dense": entry}).encode()
+    found = client.post(PREDICT, content=HEAD.pack(len(text)) + text, headers=TENSORS)
+    assert found.status_code == 413 and f"{2**30} samples" in found.text, found.text
+    assert time.perf_counter() - begin < 2
+
+
+def test_empty_lists_count_in_json_responses():
+    body = pack({"user": np.zeros([1500, 0], "<u8")})
+    with cases.serving(cases.Session(), max_json_values=5000) as found:
+        with httpx.Client(base_url=found.address) as own:
+            refused = own.post(LOOKUP, content=body, headers={**TENSORS, "Accept": JSON["Content-Type"]})
+            assert refused.status_code == 413 and "6000 numbers" in refused.text
+            taken = own.post(LOOKUP, content=body, headers=TENSORS)
+            assert unpack(taken.content)[0]["user"].shape == (1500, 0, 4)
+
+
 def talk(address, *parts, pause_s=0.0):
     """Sends bytes to the server as they are; what it says until it closes, or is silent for a second."""
     host, port = address.removeprefix("http://").split(":")

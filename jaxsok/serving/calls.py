@@ -56,10 +56,10 @@ class Lookups:
                 raise UnknownTableError.of(op, name[:80], model.tables, f'model "{model.name}"')
         keys = {name: read(value, f'{op}: keys of table "{name}"') for name, value in found.items()}
         for name, array in keys.items():
-            limit = model.max_keys.get(name, self._max_keys)
-            if array.size > limit:
-                raise RequestTooLargeError(f'{op}: table "{name}": got {array.size} keys, at most {limit} are taken.')
-        _check_keys(sum(array.size for array in keys.values()), self._max_keys, op)
+            limit, num_keys = model.max_keys.get(name, self._max_keys), wire.extent(array.shape)
+            if num_keys > limit:
+                raise RequestTooLargeError(f'{op}: table "{name}": got {num_keys} keys, at most {limit} are taken.')
+        _check_keys(sum(wire.extent(array.shape) for array in keys.values()), self._max_keys, op)
         return keys
 
     def limits(self, model: Any) -> dict[str, int]:
@@ -124,7 +124,7 @@ class Predictions:
             raise RequestError(f"{op}: inputs: got none for {missing}, wanted {sorted(specs)}.")
         inputs, sizes, num_keys = {}, {}, 0
         for name, value in found.items():
-            inputs[name] = array = _read_input(value, specs[name], given, f'{op}: input "{name}"')
+            inputs[name] = array = _read_input(value, specs[name], given, model.max_batch_size, name)
             sizes[name] = len(array.lengths if isinstance(array, wire.Ragged) else array)
             if isinstance(array, wire.Ragged):
                 num_keys += array.values.size
@@ -133,8 +133,7 @@ class Predictions:
         if len(set(sizes.values())) > 1:
             raise RequestError(f"{op}: inputs must have one number of samples, got {sizes}.")
         num_samples = next(iter(sizes.values()))
-        if num_samples > model.max_batch_size:
-            raise RequestTooLargeError(f"{op}: got {num_samples} samples, at most {model.max_batch_size} are taken.")
+        _check_samples(num_samples, model.max_batch_size, op)
         if num_samples == 0:
             raise RequestError(f"{op}: got 0 samples, wanted at least 1.")
         _check_keys(num_keys, self._max_keys, op)
@@ -187,9 +186,21 @@ def _check_keys(num_keys: int, limit: int, op: str) -> None:
         raise RequestTooLargeError(f"{op}: got {num_keys} keys, at most {limit} are taken.")
 
 
-def _read_input(value: Any, spec: Any, given: str, what: str) -> np.ndarray | wire.Ragged:
+def _check_samples(num_samples: int, limit: int, op: str) -> None:
+    if num_samples > limit:
+        raise RequestTooLargeError(f"{op}: got {num_samples} samples, at most {limit} are taken.")
+
+
+def _read_input(value: Any, spec: Any, given: str, max_samples: int, name: str) -> np.ndarray | wire.Ragged:
+    op = Predictions.op
+    what = f'{op}: input "{name}"'
     if isinstance(spec, BagsInput):
-        return _read_bags(value, spec, given, what)
+        found = _read_bags(value, spec, given, what)
+        if isinstance(found, wire.Ragged):
+            return found
+        # Bags without keys take no bytes, so a small body may have any number of them.
+        _check_samples(len(found), max_samples, op)
+        return wire.Ragged(found.reshape(-1), np.full(len(found), found.shape[1], np.int32))
     if isinstance(spec, KeysInput):
         array = wire.keys_from_json(value, what) if given == "json" else wire.keys_from_tensor(value, what)
     elif given == "json":
@@ -202,8 +213,8 @@ def _read_input(value: Any, spec: Any, given: str, what: str) -> np.ndarray | wi
     return array
 
 
-def _read_bags(value: Any, spec: BagsInput, given: str, what: str) -> wire.Ragged:
-    """Ragged, or of one hotness."""
+def _read_bags(value: Any, spec: BagsInput, given: str, what: str) -> wire.Ragged | np.ndarray:
+    """Ragged, or of one hotness: keys `[samples, hotness]`."""
     if isinstance(value, wire.Ragged):
         return value
     if isinstance(value, dict):
@@ -213,7 +224,7 @@ def _read_bags(value: Any, spec: BagsInput, given: str, what: str) -> wire.Ragge
     keys = wire.keys_from_json(value, what) if given == "json" else wire.keys_from_tensor(value, what)
     if keys.ndim != 2:
         raise RequestError(f"{what}: got shape {list(keys.shape)}, wanted [samples, keys]; or values and lengths.")
-    return wire.Ragged(keys.reshape(-1), np.full(len(keys), keys.shape[1], np.int32))
+    return keys
 
 
 def _with_ragged(found: Mapping[str, np.ndarray], specs: Mapping[str, Any], op: str) -> dict[str, Any]:

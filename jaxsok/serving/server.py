@@ -268,11 +268,12 @@ class App:
         options = self.options
         payload = await self._off_loop(len(body), kind.read, body, given, model)
         if isinstance(payload, dict):  # of a lookup: what it takes is known before it is made
-            num_values = sum(array.size * model.tables[name].dim for name, array in payload.items())
+            num_values = sum(wire.extent(array.shape) * model.tables[name].dim for name, array in payload.items())
             _check_response(num_values, 4 * num_values, wanted, options, kind.op)
         arrays, version = await self._submit(kind, model, payload)
-        num_bytes = sum(array.nbytes for array in arrays.values())
-        _check_response(sum(array.size for array in arrays.values()), num_bytes, wanted, options, kind.op)
+        num_values = sum(wire.extent(array.shape) for array in arrays.values())
+        num_bytes = sum(wire.extent(array.shape) * array.itemsize for array in arrays.values())
+        _check_response(num_values, num_bytes, wanted, options, kind.op)
         if wanted == "json":
             rest = {"model": model.name, "version": version}
             made = await self._off_loop(num_bytes, wire.json_body, kind.field, arrays, rest)

@@ -56,6 +56,16 @@ class Ragged:
     """float32, one for each key."""
 
 
+def extent(shape: Iterable[int]) -> int:
+    """What an array of a shape costs as lists: its numbers, where axes of size 0 count as 1, since lists have the rest.
+
+    Example:
+      >>> extent([2, 3]), extent([5000, 0])
+      (6, 5000)
+    """
+    return math.prod(size or 1 for size in shape)
+
+
 def brief(value: Any) -> str:
     """What a client sent, short enough for a message."""
     text = repr(value)
@@ -347,7 +357,7 @@ def _read_entry(entry: Any, what: str) -> tuple[np.dtype, tuple[int, ...], int, 
     if not _sizes(offsets, 2**63) or len(offsets) != 2 or offsets[0] > offsets[1]:
         raise RequestError(f"{what}: got data_offsets {brief(offsets)}, wanted [begin, end].")
     dtype, (begin, end) = np.dtype(_DTYPES[name]), offsets
-    if math.prod(size for size in shape if size) > _MAX_AXIS:
+    if extent(shape) > _MAX_AXIS:
         raise RequestError(f"{what}: got shape {brief(shape)}, wanted fewer than 2**31 numbers.")
     if math.prod(shape) * dtype.itemsize != end - begin:
         raise RequestError(
