@@ -10,6 +10,7 @@ import json
 import os
 import pathlib
 import re
+import shutil
 import signal
 import socket
 import struct
@@ -1103,6 +1104,63 @@ def test_what_is_refused_is_tried_again(tmp_path, monkeypatch, caplog):
     (tmp_path / "4-delta" / "manifest.json").write_text("{")
     session.refused = {"4-delta"}
     assert watcher.look() == 0
+
+
+def test_a_late_export_does_not_turn_back(tmp_path, caplog):
+    """What stands before what was applied is skipped, also if it comes later; one line of the log says so."""
+    session, seen = Updated(["ranker"]), []
+    watcher = watch.Watcher(session, tmp_path, observe=lambda model, result: seen.append(result))
+    for name, kind in (("full-9", "full"), ("full-10", "full"), ("full-11-delta", "delta")):
+        export(tmp_path / name, kind)
+        assert watcher.look() == 1
+    export(tmp_path / "full-08", "full")
+    export(tmp_path / "full-10-delta", "delta")
+    assert watcher.look() == 0 == watcher.look()
+    assert seen == ["applied"] * 3 + ["skipped"] * 2
+    assert caplog.text.count("full-08 stands before") == 1
+    export(tmp_path / "full-12", "full")
+    assert watcher.look() == 1
+    assert [name for _, name, _ in session.sources] == ["full-9", "full-10", "full-11-delta", "full-12"]
+
+
+def test_what_cannot_be_read_stops_no_other(tmp_path, monkeypatch, caplog):
+    """Neither a folder among others, nor all of a model, nor the start."""
+    session = Updated()
+    for model in ("ranker", "tables_only"):
+        export(tmp_path / model / "1", "full")
+        export(tmp_path / model / "2", "full")
+    kind_of = watch._kind_of
+
+    def broken(path):
+        if path == tmp_path / "ranker" / "2":
+            raise PermissionError(13, "not allowed", str(path))
+        return kind_of(path)
+
+    monkeypatch.setattr(watch, "_kind_of", broken)
+    with cases.serving(session, watch=tmp_path) as found, httpx.Client(base_url=found.address) as client:
+        assert session.sources == [("ranker", "1", None), ("tables_only", "2", None)]
+        samples = samples_of(client.get("/metrics").text)
+        assert samples["jaxsok_watched_updates_total", "ranker", "refused"] == 1
+        assert caplog.text.count("not allowed") == 1
+    monkeypatch.setattr(watch, "_kind_of", kind_of)
+    watcher = watch.Watcher(session, tmp_path)
+    shutil.rmtree(tmp_path / "ranker")
+    (tmp_path / "ranker").symlink_to("ranker")
+    export(tmp_path / "tables_only" / "3", "full")
+    assert watcher.look() == 1 and session.sources[-1] == ("tables_only", "3", None)
+    shutil.rmtree(tmp_path / "tables_only")
+    (tmp_path / "ranker").unlink()
+    tmp_path.rmdir()
+    session = Updated(["ranker"])
+    app = server.App(session, watch=tmp_path.parent)
+    app._watcher.folder = tmp_path
+    asyncio.run(_live(app))
+    assert str(tmp_path) in caplog.text
+
+
+async def _live(app):
+    async with app.asgi.router.lifespan_context(app.asgi):
+        assert app.is_ready
 
 
 def test_tables_and_model_together_and_by_model(tmp_path):

@@ -184,7 +184,10 @@ class App:
         self._calls = concurrent.futures.ThreadPoolExecutor(2 * self.options.num_workers, "jaxsok-call")
         self._bodies = concurrent.futures.ThreadPoolExecutor(2, "jaxsok-body")
         if self._watcher is not None:
-            await asyncio.to_thread(self._watcher.look)
+            try:
+                await asyncio.to_thread(self._watcher.look)
+            except Exception:  # the tables that are loaded are served all the same
+                _log.exception("watch: %s", self._watcher.folder)
             self._watcher.start()
         self.metrics.is_ready.set(1)
         try:
