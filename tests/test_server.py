@@ -850,6 +850,67 @@ def test_64_clients_while_the_tables_change():
     assert max(samples) > 3, "no two requests were run together"
 
 
+def ask_at_once(address, requests):
+    """The statuses of requests that one batch may have."""
+
+    async def ask():
+        async with httpx.AsyncClient(base_url=address, timeout=20) as client:
+            found = await asyncio.gather(
+                *(client.post(path, content=content, headers=headers) for path, headers, content in requests)
+            )
+        return [one.status_code for one in found], [one.text for one in found]
+
+    return asyncio.run(ask())
+
+
+@pytest.mark.parametrize("of", ["32 bits", "32 bits in a prediction", "a weight", "keys of a table"])
+def test_what_is_wrong_joins_no_batch(of):
+    """The session refuses these too, but for all that are in the call."""
+    session = cases.Session()
+    mixed_arrays = {
+        "pair": np.array([[3, 4]], "<u8"),
+        "flag": np.array([1], "<u4"),
+        "count": np.array([7], "<i4"),
+        "half": np.array([[0.5]], "<f4"),
+        "user.values": np.array([7], "<u8"),
+        "user.lengths": np.array([1], "<i4"),
+    }
+    words, status = "4294967296, wanted 0 to 4294967295", 400
+    if of == "32 bits":
+        session.key_bits = 32
+        good, bad = ((LOOKUP, JSON, json.dumps({"keys": {"user": [key, -1]}})) for key in (7, 2**32))
+    elif of == "32 bits in a prediction":
+        session.key_bits = 32
+        good, bad = (
+            (PREDICT, JSON, json.dumps({"inputs": {"user": [[key, -1]], "dense": [[1, 2]]}})) for key in (7, 2**32)
+        )
+    elif of == "a weight":
+        words = "finite"
+        good, bad = (
+            (MIXED, TENSORS, pack({**mixed_arrays, "user.weights": np.array([weight], "<f4")}))
+            for weight in (1, np.nan)
+        )
+    else:
+        words, status = "4097 keys", 413
+        good, bad = (
+            (PREDICT, JSON, json.dumps({"inputs": {"user": [[1] * number], "dense": [[1, 2]]}})) for number in (1, 4097)
+        )
+    with cases.serving(session, max_delay_ms=300.0) as found:
+        statuses, texts = ask_at_once(found.address, [good, bad, good, good])
+        assert statuses == [200, status, 200, 200] and words in texts[1], texts
+        assert len(session.calls) == 1, session.calls
+
+
+def test_predictions_that_share_a_call_keep_the_keys_of_a_table():
+    """2,000 keys each, of at most 4,096: two by two, and no call is split."""
+    session = cases.Session()
+    body = json.dumps({"inputs": {"user": [[1] * 2000], "dense": [[1, 2]]}})
+    with cases.serving(session, max_delay_ms=300.0) as found:
+        statuses, _ = ask_at_once(found.address, [(PREDICT, JSON, body)] * 6)
+        assert statuses == [200] * 6
+        assert [size["samples"] for _, _, size in session.calls] == [2, 2, 2]
+
+
 def test_errors_of_the_session_reach_only_those_who_caused_them(caplog):
     """One key breaks the call it is in; the others of the call are answered, the log has the reason, the client not."""
     session = cases.Session()

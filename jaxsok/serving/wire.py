@@ -447,6 +447,8 @@ def ragged(values: np.ndarray, lengths: np.ndarray, weights: np.ndarray | None, 
     if values.ndim != 1 or lengths.ndim != 1 or (weights is not None and weights.shape != values.shape):
         shapes = [list(array.shape) for array in (values, lengths, weights) if array is not None]
         raise RequestError(f"{what}: values, lengths (and weights) must be lists of numbers, got shapes {shapes}.")
+    if weights is not None and not np.isfinite(weights).all():
+        raise RequestError(f"{what}: weights must be finite, got infinite ones or NaN.")
     # A negative or huge length is above the number of values; the sum is of Python integers, so it cannot wrap.
     if (lengths > np.uint64(len(values))).any() or sum(lengths.tolist()) != len(values):
         raise RequestError(f"{what}: lengths must add up to the number of values, {len(values)}.")
