@@ -938,6 +938,26 @@ def test_errors_of_the_session_reach_only_those_who_caused_them(caplog):
     assert "a secret of the server" in caplog.text
 
 
+def test_a_slow_model_does_not_hold_up_others():
+    """Each has threads of its own."""
+    session, hold = cases.Session(), threading.Event()
+    session.error = lambda op, model, size: model == "tables_only" or hold.wait(20)
+    with cases.serving(session, num_workers=1) as found:
+        with (
+            httpx.Client(base_url=found.address, timeout=20) as client,
+            concurrent.futures.ThreadPoolExecutor(4) as threads,
+        ):
+            paths = [LOOKUP, "/v1/models/mixed/lookup"] * 2
+            asked = [threads.submit(client.post, path, json={"keys": {"user": [4]}}) for path in paths]
+            time.sleep(0.3)
+            try:
+                quick = client.post("/v1/models/tables_only/lookup", json={"keys": {"user": [4]}}, timeout=3)
+            finally:
+                hold.set()
+            assert quick.status_code == 200
+            assert [one.result().status_code for one in asked] == [200] * 4
+
+
 def test_too_many_requests_are_sent_away():
     """503 and when to come back; then all is as before."""
     session = cases.Session()

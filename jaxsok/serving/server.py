@@ -143,7 +143,7 @@ class App:
         self._num_taken, self._held_bytes = 0, 0
         self._batchers: dict[tuple[str, str], Batcher[Any, Any]] = {}
         self._running, self._lock = 0, threading.Lock()
-        self._calls: concurrent.futures.ThreadPoolExecutor | None = None
+        self._pools: list[concurrent.futures.ThreadPoolExecutor] = []
         self._bodies: concurrent.futures.ThreadPoolExecutor | None = None
         lookups, predictions = (kind(session, self.options.max_keys) for kind in (Lookups, Predictions))
         self.asgi = Starlette(
@@ -170,7 +170,7 @@ class App:
     @property
     def is_ready(self) -> bool:
         """Whether requests are taken."""
-        return self._calls is not None and not self.is_stopping
+        return self._bodies is not None and not self.is_stopping
 
     @property
     def num_running(self) -> int:
@@ -181,8 +181,7 @@ class App:
 
     @contextlib.asynccontextmanager
     async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
-        self._calls = concurrent.futures.ThreadPoolExecutor(2 * self.options.num_workers, "jaxsok-call")
-        self._bodies = concurrent.futures.ThreadPoolExecutor(2, "jaxsok-body")
+        self._bodies = self._pool(2, "jaxsok-body")
         if self._watcher is not None:
             try:
                 await asyncio.to_thread(self._watcher.look)
@@ -204,10 +203,9 @@ class App:
         self.stop_taking()
         # uvicorn has waited for the requests: what still runs has lost its own.
         await asyncio.gather(*(batcher.close(1.0) for batcher in self._batchers.values()))
-        for pool in (self._calls, self._bodies):
-            if pool is not None:
-                pool.shutdown(wait=False, cancel_futures=True)
-        self._calls = self._bodies = None
+        for pool in self._pools:
+            pool.shutdown(wait=False, cancel_futures=True)
+        self._pools, self._bodies = [], None
         has_ended = self._watcher is None or await asyncio.to_thread(self._watcher.stop, self.options.shutdown_s)
         if has_ended and self._running == 0:  # else it is in use, and the process ends anyway
             await asyncio.to_thread(self.session.close)
@@ -342,8 +340,12 @@ class App:
             batcher = self._batchers[kind.op, model.name] = self._batcher(kind, model)
         return await batcher.submit(payload, kind.costs(payload))
 
+    def _pool(self, num_threads: int, name: str) -> concurrent.futures.ThreadPoolExecutor:
+        self._pools.append(concurrent.futures.ThreadPoolExecutor(num_threads, name))
+        return self._pools[-1]
+
     def _batcher(self, kind: Lookups | Predictions, model: Any) -> Batcher[Any, Any]:
-        if self._calls is None:
+        if self._bodies is None:
             raise ClosedError
         requests, size, splits = (
             metric.labels(kind.op, model.name)
@@ -367,7 +369,7 @@ class App:
         return Batcher(
             run,
             kind.limits(model),
-            executor=self._calls,
+            executor=self._pool(self.options.num_workers, "jaxsok-call"),  # its own: a slow model holds up no other
             max_delay_s=self.options.max_delay_ms / 1000,
             max_waiting=self.options.max_requests,
             num_workers=self.options.num_workers,
