@@ -167,6 +167,28 @@ def test_floats_come_without_loss():
     )
 
 
+@pytest.mark.parametrize(
+    "shape", [[], [0], [7], [100], [3, 0], [0, 99], [99, 0], [40, 3], [3, 40], [2, 1, 50], [9, 5, 2], [1, 64], [1, 1, 8]]
+)
+def test_json_is_written_in_pieces(shape, monkeypatch):
+    """The same text as at once; a piece is all that is written without a chance for the event loop."""
+    monkeypatch.setattr(wire, "PIECE_VALUES", 16)
+    dumps, pieces = json.dumps, []
+    array = np.random.default_rng(0).normal(size=shape).astype(np.float32)
+    if array.size > 5:
+        array.reshape(-1)[5] = -np.inf
+    told = [float(one) if np.isfinite(one) else "-Infinity" for one in array.reshape(-1)]
+    lists = np.array(told, object).reshape(shape).tolist()
+    for rest in ({"model": "ä", "version": 3}, {}):
+        wanted = dumps({**rest, "rows": {"u": lists, 'i"': [1, 2]}}, separators=(",", ":")).encode()
+        monkeypatch.setattr(json, "dumps", lambda *args, **named: pieces.append(dumps(*args, **named)) or pieces[-1])
+        got = wire.json_body("rows", {"u": array, 'i"': np.array([1, 2])}, rest)
+        monkeypatch.undo()
+        monkeypatch.setattr(wire, "PIECE_VALUES", 16)
+        assert got == wanted
+    assert max(map(len, pieces)) < 16 * 24
+
+
 @pytest.mark.parametrize("given", ["json", "ragged json", "tensors", "ragged tensors"])
 def test_predict(client, given):
     """Bags of one hotness or ragged, floats beside them; the version of the tables and of the outputs is one."""
