@@ -39,6 +39,7 @@ class Model:
     tables: dict = dataclasses.field(default_factory=lambda: {name: Table(name, dim) for name, dim in DIMS.items()})
     max_batch_size: int = MAX_BATCH_SIZE
     max_keys: dict = dataclasses.field(default_factory=lambda: dict(MAX_KEYS))
+    key_bits: int = 64
 
 
 class Answer(dict):
@@ -82,11 +83,15 @@ class Session:
     def __init__(self):
         self._versions = dict.fromkeys(INPUTS, 1)
         self.calls, self.is_closed, self.hold, self.error = [], False, None, None
+        self.key_bits = 64
         self._lock = threading.Lock()
 
     @property
     def models(self):
-        return {name: Model(name, version, INPUTS[name], OUTPUTS[name]) for name, version in self._versions.items()}
+        return {
+            name: Model(name, version, INPUTS[name], OUTPUTS[name], key_bits=self.key_bits)
+            for name, version in self._versions.items()
+        }
 
     def _begin(self, op, model, size):
         assert not self.is_closed
@@ -120,6 +125,8 @@ class Session:
         version = self._begin("predict", model, {"samples": num_samples})
         if num_samples > MAX_BATCH_SIZE:
             raise errors.RequestTooLargeError("the batch is larger than a call may be")
+        if len(inputs["user"].keys) > MAX_KEYS["user"]:
+            raise errors.RequestTooLargeError("the batch has more keys than a call may have")
         arrays = {name: value for name, value in inputs.items() if name != "user"}
         wanted = {name: "uint64" if name == "pair" else INPUTS[model][name].dtype for name in arrays}
         if {name: array.dtype.name for name, array in arrays.items()} != wanted:

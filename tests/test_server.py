@@ -10,6 +10,7 @@ import json
 import os
 import pathlib
 import re
+import shutil
 import signal
 import socket
 import struct
@@ -164,6 +165,28 @@ def test_floats_come_without_loss():
     assert wire.json_body("r", {"a": np.array([np.inf, -np.inf, np.nan])}, {}) == (
         b'{"r":{"a":["Infinity","-Infinity","NaN"]}}'
     )
+
+
+@pytest.mark.parametrize(
+    "shape", [[], [0], [7], [100], [3, 0], [0, 99], [99, 0], [40, 3], [3, 40], [2, 1, 50], [9, 5, 2], [1, 64], [1, 1, 8]]
+)
+def test_json_is_written_in_pieces(shape, monkeypatch):
+    """The same text as at once; a piece is all that is written without a chance for the event loop."""
+    monkeypatch.setattr(wire, "PIECE_VALUES", 16)
+    dumps, pieces = json.dumps, []
+    array = np.random.default_rng(0).normal(size=shape).astype(np.float32)
+    if array.size > 5:
+        array.reshape(-1)[5] = -np.inf
+    told = [float(one) if np.isfinite(one) else "-Infinity" for one in array.reshape(-1)]
+    lists = np.array(told, object).reshape(shape).tolist()
+    for rest in ({"model": "ä", "version": 3}, {}):
+        wanted = dumps({**rest, "rows": {"u": lists, 'i"': [1, 2]}}, separators=(",", ":")).encode()
+        monkeypatch.setattr(json, "dumps", lambda *args, **named: pieces.append(dumps(*args, **named)) or pieces[-1])
+        got = wire.json_body("rows", {"u": array, 'i"': np.array([1, 2])}, rest)
+        monkeypatch.undo()
+        monkeypatch.setattr(wire, "PIECE_VALUES", 16)
+        assert got == wanted
+    assert max(map(len, pieces)) < 16 * 24
 
 
 @pytest.mark.parametrize("given", ["json", "ragged json", "tensors", "ragged tensors"])
@@ -470,6 +493,32 @@ def test_responses_have_limits():
             assert unpack(taken.content)[0]["user"].shape == (1024, 4, 4)
             more = pack({"user": np.ones([4096], "<u8"), "item": np.ones([500], "<u8")})
             assert own.post(LOOKUP, content=more, headers=TENSORS).status_code == 413
+
+
+@pytest.mark.parametrize("shape", [[2**30, 0], [9, 2**20, 0], [2**20, 2, 0, 2**5]])
+def test_axes_of_no_size_do_not_hide_others(client, shape):
+    """A body of 90 bytes may not ask for lists of a billion entries, or for as many bags."""
+    text = json.dumps({"user": {"dtype": "U64", "shape": shape, "data_offsets": [0, 0]}}).encode()
+    begin = time.perf_counter()
+    body = HEAD.pack(len(text)) + text
+    for accept in JSON["Content-Type"], TENSORS["Content-Type"]:
+        found = client.post(LOOKUP, content=body, headers={**TENSORS, "Accept": accept})
+        assert found.status_code == 413 and "user" in found.text, found.text
+    entry = {"dtype": "F32", "shape": [0, 2], "data_offsets": [0, 0]}
+    text = json.dumps({"user": {"dtype": "U64", "shape": [2**30, 0], "data_offsets": [0, 0]}, "dense": entry}).encode()
+    found = client.post(PREDICT, content=HEAD.pack(len(text)) + text, headers=TENSORS)
+    assert found.status_code == 413 and f"{2**30} samples" in found.text, found.text
+    assert time.perf_counter() - begin < 2
+
+
+def test_empty_lists_count_in_json_responses():
+    body = pack({"user": np.zeros([1500, 0], "<u8")})
+    with cases.serving(cases.Session(), max_json_values=5000) as found:
+        with httpx.Client(base_url=found.address) as own:
+            refused = own.post(LOOKUP, content=body, headers={**TENSORS, "Accept": JSON["Content-Type"]})
+            assert refused.status_code == 413 and "6000 numbers" in refused.text
+            taken = own.post(LOOKUP, content=body, headers=TENSORS)
+            assert unpack(taken.content)[0]["user"].shape == (1500, 0, 4)
 
 
 def talk(address, *parts, pause_s=0.0):
@@ -823,6 +872,67 @@ def test_64_clients_while_the_tables_change():
     assert max(samples) > 3, "no two requests were run together"
 
 
+def ask_at_once(address, requests):
+    """The statuses of requests that one batch may have."""
+
+    async def ask():
+        async with httpx.AsyncClient(base_url=address, timeout=20) as client:
+            found = await asyncio.gather(
+                *(client.post(path, content=content, headers=headers) for path, headers, content in requests)
+            )
+        return [one.status_code for one in found], [one.text for one in found]
+
+    return asyncio.run(ask())
+
+
+@pytest.mark.parametrize("of", ["32 bits", "32 bits in a prediction", "a weight", "keys of a table"])
+def test_what_is_wrong_joins_no_batch(of):
+    """The session refuses these too, but for all that are in the call."""
+    session = cases.Session()
+    mixed_arrays = {
+        "pair": np.array([[3, 4]], "<u8"),
+        "flag": np.array([1], "<u4"),
+        "count": np.array([7], "<i4"),
+        "half": np.array([[0.5]], "<f4"),
+        "user.values": np.array([7], "<u8"),
+        "user.lengths": np.array([1], "<i4"),
+    }
+    words, status = "4294967296, wanted 0 to 4294967295", 400
+    if of == "32 bits":
+        session.key_bits = 32
+        good, bad = ((LOOKUP, JSON, json.dumps({"keys": {"user": [key, -1]}})) for key in (7, 2**32))
+    elif of == "32 bits in a prediction":
+        session.key_bits = 32
+        good, bad = (
+            (PREDICT, JSON, json.dumps({"inputs": {"user": [[key, -1]], "dense": [[1, 2]]}})) for key in (7, 2**32)
+        )
+    elif of == "a weight":
+        words = "finite"
+        good, bad = (
+            (MIXED, TENSORS, pack({**mixed_arrays, "user.weights": np.array([weight], "<f4")}))
+            for weight in (1, np.nan)
+        )
+    else:
+        words, status = "4097 keys", 413
+        good, bad = (
+            (PREDICT, JSON, json.dumps({"inputs": {"user": [[1] * number], "dense": [[1, 2]]}})) for number in (1, 4097)
+        )
+    with cases.serving(session, max_delay_ms=300.0) as found:
+        statuses, texts = ask_at_once(found.address, [good, bad, good, good])
+        assert statuses == [200, status, 200, 200] and words in texts[1], texts
+        assert len(session.calls) == 1, session.calls
+
+
+def test_predictions_that_share_a_call_keep_the_keys_of_a_table():
+    """2,000 keys each, of at most 4,096: two by two, and no call is split."""
+    session = cases.Session()
+    body = json.dumps({"inputs": {"user": [[1] * 2000], "dense": [[1, 2]]}})
+    with cases.serving(session, max_delay_ms=300.0) as found:
+        statuses, _ = ask_at_once(found.address, [(PREDICT, JSON, body)] * 6)
+        assert statuses == [200] * 6
+        assert [size["samples"] for _, _, size in session.calls] == [2, 2, 2]
+
+
 def test_errors_of_the_session_reach_only_those_who_caused_them(caplog):
     """One key breaks the call it is in; the others of the call are answered, the log has the reason, the client not."""
     session = cases.Session()
@@ -848,6 +958,26 @@ def test_errors_of_the_session_reach_only_those_who_caused_them(caplog):
         session.error = None
         assert is_well(client)
     assert "a secret of the server" in caplog.text
+
+
+def test_a_slow_model_does_not_hold_up_others():
+    """Each has threads of its own."""
+    session, hold = cases.Session(), threading.Event()
+    session.error = lambda op, model, size: model == "tables_only" or hold.wait(20)
+    with cases.serving(session, num_workers=1) as found:
+        with (
+            httpx.Client(base_url=found.address, timeout=20) as client,
+            concurrent.futures.ThreadPoolExecutor(4) as threads,
+        ):
+            paths = [LOOKUP, "/v1/models/mixed/lookup"] * 2
+            asked = [threads.submit(client.post, path, json={"keys": {"user": [4]}}) for path in paths]
+            time.sleep(0.3)
+            try:
+                quick = client.post("/v1/models/tables_only/lookup", json={"keys": {"user": [4]}}, timeout=3)
+            finally:
+                hold.set()
+            assert quick.status_code == 200
+            assert [one.result().status_code for one in asked] == [200] * 4
 
 
 def test_too_many_requests_are_sent_away():
@@ -901,6 +1031,43 @@ def test_a_call_that_takes_too_long():
             hold.set()
             assert is_well(client)
             assert len(session.calls) == 2, "a request that was given up was run"
+
+
+def test_names_that_stand_twice_are_found_at_once():
+    """40,000 names, the last of them a second time: what is done grows with the body, not with its square."""
+    names = [f"{number:x}" for number in range(40_000)]
+    body = ("{" + ",".join(f'"{name}":0' for name in [*names, names[-1]]) + "}").encode()
+    begin = time.perf_counter()
+    with pytest.raises(errors.RequestError, match="'9c3f' twice"):
+        wire.read_json(body, "test", ["keys"])
+    assert time.perf_counter() - begin < 3, "grows with the square"
+
+
+def test_bodies_that_take_too_long_to_read_or_write(monkeypatch):
+    """The time that an answer may take has them in it."""
+    hold, slow = threading.Event(), set()
+    for name in ("read_tensors", "tensors_body"):
+        work = getattr(wire, name)
+
+        def held(*arguments, name=name, work=work):
+            assert name not in slow or hold.wait(20)
+            return work(*arguments)
+
+        monkeypatch.setattr(wire, name, held)
+    body = pack({"user": np.ones([4096], "<u8"), "item": np.ones([2048], "<u8")})  # of a size for the threads
+    with cases.serving(cases.Session(), timeout_s=0.3) as found:
+        with httpx.Client(base_url=found.address, timeout=20) as client:
+            for name in ("read_tensors", "tensors_body"):
+                slow.add(name)
+                late = client.post(LOOKUP, content=body, headers=TENSORS)
+                assert late.status_code == 504 and late.json()["error"]["code"] == "timeout", late.text
+                hold.set()
+                slow.clear()
+                deadline = time.monotonic() + 10
+                while client.post(LOOKUP, content=body, headers=TENSORS).status_code != 200:
+                    assert time.monotonic() < deadline
+                hold.clear()
+            hold.set()
 
 
 # The end -------------------------------------------------------------------------------------------------------------
@@ -1040,6 +1207,63 @@ def test_what_is_refused_is_tried_again(tmp_path, monkeypatch, caplog):
     (tmp_path / "4-delta" / "manifest.json").write_text("{")
     session.refused = {"4-delta"}
     assert watcher.look() == 0
+
+
+def test_a_late_export_does_not_turn_back(tmp_path, caplog):
+    """What stands before what was applied is skipped, also if it comes later; one line of the log says so."""
+    session, seen = Updated(["ranker"]), []
+    watcher = watch.Watcher(session, tmp_path, observe=lambda model, result: seen.append(result))
+    for name, kind in (("full-9", "full"), ("full-10", "full"), ("full-11-delta", "delta")):
+        export(tmp_path / name, kind)
+        assert watcher.look() == 1
+    export(tmp_path / "full-08", "full")
+    export(tmp_path / "full-10-delta", "delta")
+    assert watcher.look() == 0 == watcher.look()
+    assert seen == ["applied"] * 3 + ["skipped"] * 2
+    assert caplog.text.count("full-08 stands before") == 1
+    export(tmp_path / "full-12", "full")
+    assert watcher.look() == 1
+    assert [name for _, name, _ in session.sources] == ["full-9", "full-10", "full-11-delta", "full-12"]
+
+
+def test_what_cannot_be_read_stops_no_other(tmp_path, monkeypatch, caplog):
+    """Neither a folder among others, nor all of a model, nor the start."""
+    session = Updated()
+    for model in ("ranker", "tables_only"):
+        export(tmp_path / model / "1", "full")
+        export(tmp_path / model / "2", "full")
+    kind_of = watch._kind_of
+
+    def broken(path):
+        if path == tmp_path / "ranker" / "2":
+            raise PermissionError(13, "not allowed", str(path))
+        return kind_of(path)
+
+    monkeypatch.setattr(watch, "_kind_of", broken)
+    with cases.serving(session, watch=tmp_path) as found, httpx.Client(base_url=found.address) as client:
+        assert session.sources == [("ranker", "1", None), ("tables_only", "2", None)]
+        samples = samples_of(client.get("/metrics").text)
+        assert samples["jaxsok_watched_updates_total", "ranker", "refused"] == 1
+        assert caplog.text.count("not allowed") == 1
+    monkeypatch.setattr(watch, "_kind_of", kind_of)
+    watcher = watch.Watcher(session, tmp_path)
+    shutil.rmtree(tmp_path / "ranker")
+    (tmp_path / "ranker").symlink_to("ranker")
+    export(tmp_path / "tables_only" / "3", "full")
+    assert watcher.look() == 1 and session.sources[-1] == ("tables_only", "3", None)
+    shutil.rmtree(tmp_path / "tables_only")
+    (tmp_path / "ranker").unlink()
+    tmp_path.rmdir()
+    session = Updated(["ranker"])
+    app = server.App(session, watch=tmp_path.parent)
+    app._watcher.folder = tmp_path
+    asyncio.run(_live(app))
+    assert str(tmp_path) in caplog.text
+
+
+async def _live(app):
+    async with app.asgi.router.lifespan_context(app.asgi):
+        assert app.is_ready
 
 
 def test_tables_and_model_together_and_by_model(tmp_path):

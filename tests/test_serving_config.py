@@ -259,6 +259,27 @@ def test_rows_of_other_dtypes():
     assert read(whole({"jaxsok": {"spare_rows": 10}})).models[0].spare_rows == 10
 
 
+@pytest.mark.parametrize(
+    "keys, is_told", [({}, True), ({"gpucacheper": 1.0}, False), ({"gpucache": False}, False)]
+)
+def test_small_rows_that_the_cache_makes_wide_are_told(keys, is_told):
+    for dtype in ("int8", "float8_e4m3fn", "float16"):
+        notes = read(whole({"jaxsok": {"row_dtype": dtype}, **keys})).notes
+        told = [note for note in notes if "row_dtype" in note]
+        assert len(told) == (is_told and dtype != "float16")
+        assert all(f"are {dtype} in host memory alone" in note and "float32" in note for note in told)
+
+
+@pytest.mark.parametrize("given, wanted", [(0.0, 0), (1.5, 1), (30.0, 30), (30, 30), (0.9, 0)])
+def test_fractions_of_the_interval_are_cut_off(given, wanted):
+    """As HPS does; a number that changes by that is told."""
+    config = read(whole({"cache_refresh_percentage_per_iteration": 0.2, "refresh_interval": given}))
+    assert config.models[0].refresh_interval == wanted and type(config.models[0].refresh_interval) is int
+    told = [note for note in config.notes if "refresh_interval" in note]
+    assert told == ([] if given == wanted else [f"models[0].refresh_interval: got {given:g}, read as {wanted}: "
+                                                "whole seconds, as in HPS."])
+
+
 def test_the_last_device_serves():
     config = read(whole({"deployed_device_list": [0, 1, 2]}))
     assert config.models[0].device_id == 2
@@ -417,7 +438,8 @@ REFUSED = {
     "negative": ({"gpucacheper": -0.1}, {}, r"gpucacheper: got -0\.1"),
     "too large for a float": ({"gpucacheper": 10**400}, {}, r"gpucacheper: got 1000"),
     "percent": ({"cache_refresh_percentage_per_iteration": 20}, {}, r"iteration: got 20, wanted a number of 0 to 1"),
-    "interval": ({"refresh_interval": 1.5}, {}, r"refresh_interval: got 1\.5, wanted an integer"),
+    "interval": ({"refresh_interval": -1.5}, {}, r"refresh_interval: got -1\.5, wanted an integer"),
+    "no interval": ({"refresh_interval": True}, {}, "refresh_interval: got true, wanted an integer"),
     "workers": ({"num_of_worker_buffer_in_pool": 0}, {}, r"num_of_worker_buffer_in_pool: got 0"),
     "row dtype": ({"jaxsok": {"row_dtype": "fp8"}}, {}, r'models\[0\]\.jaxsok\.row_dtype: got "fp8", wanted one of'),
     "spare rows": ({"jaxsok": {"spare_rows": -1}}, {}, r"models\[0\]\.jaxsok\.spare_rows: got -1"),

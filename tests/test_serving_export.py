@@ -433,6 +433,25 @@ def _copy(folder, to):
     return to
 
 
+@pytest.mark.parametrize("dtype", ["int8", "int32", "uint8", "uint32"])
+def test_integers_that_do_not_fit_are_refused(dtype, tmp_path):
+    """NumPy's integers have 64 bits: what a narrower input cannot hold is not cut to its low bits in silence."""
+    records = jaxsok.Records(np.array([7], np.uint64), np.array([[1.0]], np.float32))
+    tables, _ = frozen.freeze_records([(frozen.FrozenTable("item", dim=1), frozen.SizedRecords(1, [records]))])
+
+    def model(tables, inputs):
+        return {"x": inputs["x"]}
+
+    artifact.export_model(tmp_path / "model", model, tables, {"x": artifact.ArrayInput((), dtype)})
+    served, limits = artifact.load_model(tmp_path / "model"), np.iinfo(dtype)
+    ends = np.array([limits.min, 5, limits.max])
+    assert ends.dtype == np.int64
+    np.testing.assert_array_equal(served.call(tables, {"x": ends})["x"], ends)
+    for wrong in (limits.max + 1, limits.min - 1, 2**32 + 5):
+        with pytest.raises(RequestError, match=f"got {wrong}, wanted {limits.min} to {limits.max}, those of {dtype}"):
+            served.call(tables, {"x": np.array([1, wrong])})
+
+
 def test_damaged_and_foreign_folders_are_refused(folder, tmp_path):
     def refused(message, damage, kind=artifact.ArtifactError):
         path = _copy(folder, tmp_path / f"copy{len(list(tmp_path.iterdir()))}")

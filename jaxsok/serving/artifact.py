@@ -704,7 +704,15 @@ def _read(what: str, spec: InputSpec, given: Any) -> tuple[Any, int]:
         raise RequestError(f"{what}: got {array.dtype}{list(array.shape)}, wanted {spec.dtype}.")
     if array.ndim == 0 or array.shape[1:] != spec.shape:
         raise RequestError(f"{what}: got shape {list(array.shape)}, wanted {_told([BATCH, *spec.shape])}.")
-    return array.astype(wanted), array.shape[0]
+    made = array.astype(wanted)
+    if jnp.issubdtype(wanted, jnp.integer) and not np.can_cast(array.dtype, wanted, "safe"):
+        wrong = np.asarray((made != array) | ((made < 0) != (array < 0)))
+        if wrong.any():
+            limits = jnp.iinfo(wanted)
+            raise RequestError(
+                f"{what}: got {np.asarray(array)[wrong][0]}, wanted {limits.min} to {limits.max}, those of {spec.dtype}."
+            )
+    return made, array.shape[0]
 
 
 def _read_bags(what: str, spec: BagsInput, given: Any) -> tuple[Any, int]:

@@ -14,6 +14,7 @@ from jaxsok.features import Bags
 from jaxsok.serving import wire
 from jaxsok.serving.artifact import BagsInput, KeysInput
 from jaxsok.serving.errors import RequestError, RequestTooLargeError, UnknownTableError
+from jaxsok.types import PADDING_KEY
 
 Arrays = dict[str, np.ndarray]
 
@@ -24,6 +25,8 @@ class Samples:
 
     inputs: Mapping[str, np.ndarray | wire.Ragged]
     num_samples: int
+    num_keys: Mapping[str, int]
+    """By table."""
 
 
 class Lookups:
@@ -56,10 +59,11 @@ class Lookups:
                 raise UnknownTableError.of(op, name[:80], model.tables, f'model "{model.name}"')
         keys = {name: read(value, f'{op}: keys of table "{name}"') for name, value in found.items()}
         for name, array in keys.items():
-            limit = model.max_keys.get(name, self._max_keys)
-            if array.size > limit:
-                raise RequestTooLargeError(f'{op}: table "{name}": got {array.size} keys, at most {limit} are taken.')
-        _check_keys(sum(array.size for array in keys.values()), self._max_keys, op)
+            limit, num_keys = model.max_keys.get(name, self._max_keys), wire.extent(array.shape)
+            if num_keys > limit:
+                raise RequestTooLargeError(f'{op}: table "{name}": got {num_keys} keys, at most {limit} are taken.')
+            _check_bits(array, model, f'{op}: keys of table "{name}"')
+        _check_keys(sum(wire.extent(array.shape) for array in keys.values()), self._max_keys, op)
         return keys
 
     def limits(self, model: Any) -> dict[str, int]:
@@ -122,31 +126,32 @@ class Predictions:
         missing = sorted(set(specs) - set(found))
         if missing:
             raise RequestError(f"{op}: inputs: got none for {missing}, wanted {sorted(specs)}.")
-        inputs, sizes, num_keys = {}, {}, 0
+        inputs, sizes, num_keys = {}, {}, dict[str, int]()
         for name, value in found.items():
-            inputs[name] = array = _read_input(value, specs[name], given, f'{op}: input "{name}"')
+            inputs[name] = array = _read_input(value, specs[name], given, model.max_batch_size, name)
             sizes[name] = len(array.lengths if isinstance(array, wire.Ragged) else array)
-            if isinstance(array, wire.Ragged):
-                num_keys += array.values.size
-            elif isinstance(specs[name], KeysInput):
-                num_keys += array.size
+            if isinstance(specs[name], BagsInput | KeysInput):
+                table, keys = specs[name].table, array.values if isinstance(array, wire.Ragged) else array
+                _check_bits(keys, model, f'{op}: input "{name}"')
+                num_keys[table] = num_keys.get(table, 0) + keys.size
         if len(set(sizes.values())) > 1:
             raise RequestError(f"{op}: inputs must have one number of samples, got {sizes}.")
         num_samples = next(iter(sizes.values()))
-        if num_samples > model.max_batch_size:
-            raise RequestTooLargeError(f"{op}: got {num_samples} samples, at most {model.max_batch_size} are taken.")
+        _check_samples(num_samples, model.max_batch_size, op)
         if num_samples == 0:
             raise RequestError(f"{op}: got 0 samples, wanted at least 1.")
-        _check_keys(num_keys, self._max_keys, op)
-        return Samples(inputs, num_samples)
+        _check_keys(sum(num_keys.values()), self._max_keys, op)
+        for table, number in num_keys.items():
+            _check_keys(number, model.max_keys.get(table, self._max_keys), f'{op}: table "{table}"')
+        return Samples(inputs, num_samples, num_keys)
 
     def limits(self, model: Any) -> dict[str, int]:
         """Of one call."""
-        return {"samples": model.max_batch_size}
+        return {"samples": model.max_batch_size, **{_cost(name): limit for name, limit in model.max_keys.items()}}
 
     def costs(self, samples: Samples) -> dict[str, int]:
         """What a request adds to those."""
-        return {"samples": samples.num_samples}
+        return {"samples": samples.num_samples, **{_cost(name): number for name, number in samples.num_keys.items()}}
 
     def size(self, samples: Samples) -> int:
         """Of a request: its samples."""
@@ -190,14 +195,38 @@ def _can_join(model: Any) -> bool:
     return model.outputs is not None and all(one.is_batched for one in model.outputs.values())
 
 
+def _cost(table: str) -> str:
+    return f'keys of "{table}"'  # apart from the samples, whatever a table is called
+
+
+def _check_bits(keys: np.ndarray, model: Any, what: str) -> None:
+    if model.key_bits == 64:
+        return
+    wrong = (keys >> np.uint64(32) != 0) & (keys != np.uint64(PADDING_KEY))
+    if wrong.any():
+        raise RequestError(f"{what}: keys: got {keys[wrong].view(np.int64)[0]}, wanted 0 to 4294967295, or -1.")
+
+
 def _check_keys(num_keys: int, limit: int, op: str) -> None:
     if num_keys > limit:
         raise RequestTooLargeError(f"{op}: got {num_keys} keys, at most {limit} are taken.")
 
 
-def _read_input(value: Any, spec: Any, given: str, what: str) -> np.ndarray | wire.Ragged:
+def _check_samples(num_samples: int, limit: int, op: str) -> None:
+    if num_samples > limit:
+        raise RequestTooLargeError(f"{op}: got {num_samples} samples, at most {limit} are taken.")
+
+
+def _read_input(value: Any, spec: Any, given: str, max_samples: int, name: str) -> np.ndarray | wire.Ragged:
+    op = Predictions.op
+    what = f'{op}: input "{name}"'
     if isinstance(spec, BagsInput):
-        return _read_bags(value, spec, given, what)
+        found = _read_bags(value, spec, given, what)
+        if isinstance(found, wire.Ragged):
+            return found
+        # Bags without keys take no bytes, so a small body may have any number of them.
+        _check_samples(len(found), max_samples, op)
+        return wire.Ragged(found.reshape(-1), np.full(len(found), found.shape[1], np.int32))
     if isinstance(spec, KeysInput):
         array = wire.keys_from_json(value, what) if given == "json" else wire.keys_from_tensor(value, what)
     elif given == "json":
@@ -210,8 +239,8 @@ def _read_input(value: Any, spec: Any, given: str, what: str) -> np.ndarray | wi
     return array
 
 
-def _read_bags(value: Any, spec: BagsInput, given: str, what: str) -> wire.Ragged:
-    """Ragged, or of one hotness."""
+def _read_bags(value: Any, spec: BagsInput, given: str, what: str) -> wire.Ragged | np.ndarray:
+    """Ragged, or of one hotness: keys `[samples, hotness]`."""
     if isinstance(value, wire.Ragged):
         return value
     if isinstance(value, dict):
@@ -221,7 +250,7 @@ def _read_bags(value: Any, spec: BagsInput, given: str, what: str) -> wire.Ragge
     keys = wire.keys_from_json(value, what) if given == "json" else wire.keys_from_tensor(value, what)
     if keys.ndim != 2:
         raise RequestError(f"{what}: got shape {list(keys.shape)}, wanted [samples, keys]; or values and lengths.")
-    return wire.Ragged(keys.reshape(-1), np.full(len(keys), keys.shape[1], np.int32))
+    return keys
 
 
 def _with_ragged(found: Mapping[str, np.ndarray], specs: Mapping[str, Any], op: str) -> dict[str, Any]:

@@ -358,12 +358,21 @@ class _Reader:
                 "open one for each of the others."
             )
         self.cache_type(path, given, values)
+        interval = values["refresh_interval"]
+        if interval != given.get("refresh_interval", interval):
+            got = given["refresh_interval"]
+            self.notes.append(f"{path}.refresh_interval: got {got:g}, read as {interval}: whole seconds, as in HPS.")
         row_dtype, spare_rows = self.of_jaxsok(path, values)
         fuse = self.fuse(path, given, top)
         fields = {field.name for field in dataclasses.fields(ModelConfig)}
         kept = {key: value for key, value in values.items() if key in fields}
         kept |= {"tables": tables, "row_dtype": row_dtype, "spare_rows": spare_rows, "fuse_embedding_table": fuse}
         model = ModelConfig(**kept)
+        if model.tier == "cache" and row_dtype in ("int8", "float8_e4m3fn"):
+            self.notes.append(
+                f"{path}.jaxsok.row_dtype: rows are {row_dtype} in host memory alone; the device cache has them as "
+                "float32, 4 bytes a number."
+            )
         for key, reason in idle_keys(model).items():
             if key in given:
                 self.no_effect(f"{path}.{key}", given[key], reason)

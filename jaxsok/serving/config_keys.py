@@ -52,6 +52,16 @@ def _integer(least: int, most: int = _INT_MAX) -> Kind:
     return Kind(f"an integer of {least} to {most}", parse)
 
 
+def _cut(least: int) -> Kind:
+    """An integer; a number with a fraction loses it, as in HPS, whose parser reads an int."""
+    whole = _integer(least)
+
+    def parse(value: Any) -> Any:
+        return whole.parse(int(value) if isinstance(value, float) and math.isfinite(value) else value)
+
+    return Kind(whole.wanted, parse)
+
+
 def _number(least: float = -math.inf, most: float = math.inf) -> Kind:
     within = {(True, True): "a number", (False, True): f"a number of {least:g} or more"}
     wanted = within.get((least == -math.inf, most == math.inf), f"a number of {least:g} to {most:g}")
@@ -131,7 +141,7 @@ MODEL_KEYS: dict[str, Key] = {
     "num_of_refresher_buffer_in_pool": Key(_COUNT, 1, "a refresh takes one buffer"),
     "cache_refresh_percentage_per_iteration": Key(_number(0.0, 1.0), 0.0),
     "refresh_delay": Key(_number(0.0), 0.0),
-    "refresh_interval": Key(_integer(0), 0),
+    "refresh_interval": Key(_cut(0), 0),
     "fuse_embedding_table": Key(_BOOL),
     "init_ec": Key(_BOOL, True),
     "enable_pagelock": Key(_BOOL, False),

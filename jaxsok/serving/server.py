@@ -73,7 +73,7 @@ class ServerOptions:
     body_timeout_s: float = 15.0
     """For the body to arrive."""
     timeout_s: float = 30.0
-    """For the session to answer, the time in the queue included."""
+    """For an answer, from the last byte of the body on: reading it, the queue, the session, writing."""
     num_workers: int = 2
     """Calls of the session at the same time, by model and endpoint."""
     drain_s: float = 0.0
@@ -143,7 +143,7 @@ class App:
         self._num_taken, self._held_bytes = 0, 0
         self._batchers: dict[tuple[str, str], Batcher[Any, Any]] = {}
         self._running, self._lock = 0, threading.Lock()
-        self._calls: concurrent.futures.ThreadPoolExecutor | None = None
+        self._pools: list[concurrent.futures.ThreadPoolExecutor] = []
         self._bodies: concurrent.futures.ThreadPoolExecutor | None = None
         lookups, predictions = (kind(session, self.options.max_keys) for kind in (Lookups, Predictions))
         self.asgi = Starlette(
@@ -170,7 +170,7 @@ class App:
     @property
     def is_ready(self) -> bool:
         """Whether requests are taken."""
-        return self._calls is not None and not self.is_stopping
+        return self._bodies is not None and not self.is_stopping
 
     @property
     def num_running(self) -> int:
@@ -181,10 +181,12 @@ class App:
 
     @contextlib.asynccontextmanager
     async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
-        self._calls = concurrent.futures.ThreadPoolExecutor(2 * self.options.num_workers, "jaxsok-call")
-        self._bodies = concurrent.futures.ThreadPoolExecutor(2, "jaxsok-body")
+        self._bodies = self._pool(2, "jaxsok-body")
         if self._watcher is not None:
-            await asyncio.to_thread(self._watcher.look)
+            try:
+                await asyncio.to_thread(self._watcher.look)
+            except Exception:  # the tables that are loaded are served all the same
+                _log.exception("watch: %s", self._watcher.folder)
             self._watcher.start()
         self.metrics.is_ready.set(1)
         try:
@@ -201,10 +203,9 @@ class App:
         self.stop_taking()
         # uvicorn has waited for the requests: what still runs has lost its own.
         await asyncio.gather(*(batcher.close(1.0) for batcher in self._batchers.values()))
-        for pool in (self._calls, self._bodies):
-            if pool is not None:
-                pool.shutdown(wait=False, cancel_futures=True)
-        self._calls = self._bodies = None
+        for pool in self._pools:
+            pool.shutdown(wait=False, cancel_futures=True)
+        self._pools, self._bodies = [], None
         has_ended = self._watcher is None or await asyncio.to_thread(self._watcher.stop, self.options.shutdown_s)
         if has_ended and self._running == 0:  # else it is in use, and the process ends anyway
             await asyncio.to_thread(self.session.close)
@@ -253,13 +254,27 @@ class App:
             raise Refusal(404, "no_predict", message)
         given, wanted = formats(request, kind.op)
         body = await self._body(request, taken)
+        try:
+            async with asyncio.timeout(options.timeout_s) as limit:
+                return await self._answer(kind, model, body, given, wanted)
+        except TimeoutError:
+            if not limit.expired():  # the session's own
+                raise
+            message = f"{kind.op}: no answer within {options.timeout_s:g} s."
+            raise Refusal(504, "timeout", message) from None
+
+    async def _answer(
+        self, kind: Lookups | Predictions, model: Any, body: bytes, given: str, wanted: str
+    ) -> Response:
+        options = self.options
         payload = await self._off_loop(len(body), kind.read, body, given, model)
         if isinstance(payload, dict):  # of a lookup: what it takes is known before it is made
-            num_values = sum(array.size * model.tables[name].dim for name, array in payload.items())
+            num_values = sum(wire.extent(array.shape) * model.tables[name].dim for name, array in payload.items())
             _check_response(num_values, 4 * num_values, wanted, options, kind.op)
         arrays, version = await self._submit(kind, model, payload)
-        num_bytes = sum(array.nbytes for array in arrays.values())
-        _check_response(sum(array.size for array in arrays.values()), num_bytes, wanted, options, kind.op)
+        num_values = sum(wire.extent(array.shape) for array in arrays.values())
+        num_bytes = sum(wire.extent(array.shape) * array.itemsize for array in arrays.values())
+        _check_response(num_values, num_bytes, wanted, options, kind.op)
         if wanted == "json":
             rest = {"model": model.name, "version": version}
             made = await self._off_loop(num_bytes, wire.json_body, kind.field, arrays, rest)
@@ -323,14 +338,14 @@ class App:
         batcher = self._batchers.get((kind.op, model.name))
         if batcher is None:
             batcher = self._batchers[kind.op, model.name] = self._batcher(kind, model)
-        try:
-            return await asyncio.wait_for(batcher.submit(payload, kind.costs(payload)), self.options.timeout_s)
-        except TimeoutError:
-            message = f"{kind.op}: no answer within {self.options.timeout_s:g} s."
-            raise Refusal(504, "timeout", message) from None
+        return await batcher.submit(payload, kind.costs(payload))
+
+    def _pool(self, num_threads: int, name: str) -> concurrent.futures.ThreadPoolExecutor:
+        self._pools.append(concurrent.futures.ThreadPoolExecutor(num_threads, name))
+        return self._pools[-1]
 
     def _batcher(self, kind: Lookups | Predictions, model: Any) -> Batcher[Any, Any]:
-        if self._calls is None:
+        if self._bodies is None:
             raise ClosedError
         requests, size, splits = (
             metric.labels(kind.op, model.name)
@@ -354,7 +369,7 @@ class App:
         return Batcher(
             run,
             kind.limits(model),
-            executor=self._calls,
+            executor=self._pool(self.options.num_workers, "jaxsok-call"),  # its own: a slow model holds up no other
             max_delay_s=self.options.max_delay_ms / 1000,
             max_waiting=self.options.max_requests,
             num_workers=self.options.num_workers,

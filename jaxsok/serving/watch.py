@@ -12,11 +12,12 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 _log = logging.getLogger(__name__)
 
 RETRY_S = 60.0
+_Order: TypeAlias = list[tuple[int, str]]
 _UNFINISHED = re.compile(r"^\.|\.(writing|tmp|partial)$")
 
 
@@ -61,6 +62,7 @@ class Watcher:
         self.folder = pathlib.Path(folder)
         self._session, self._interval_s, self._observe = session, interval_s, observe
         self._done: set[pathlib.Path] = set()
+        self._last: dict[str, _Order] = {}  # by model, of what was applied
         self._refused: dict[pathlib.Path, tuple[float, str]] = {}
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="jaxsok-watch", daemon=True)
@@ -87,13 +89,17 @@ class Watcher:
     def look(self) -> int:
         """Applies what is new; how many were applied.
 
-        Of the full ones the last that is not refused counts. What stands before something that was applied is skipped.
-        A delta that is refused, since its base is not what is served, or since it is damaged, waits: it is tried again
+        Of the full ones the last that is not refused counts. What stands before something that was applied is skipped,
+        also if it comes later. What cannot be read is refused, and stops no other. A delta that is refused, since its base is not what is served, or since it is damaged, waits: it is tried again
         when something else was applied, and each minute.
         """
         num_applied = 0
         for model in self._session.models:
-            pending, start = self._found(model), 0
+            try:
+                pending, start = self._found(model), 0
+            except OSError as error:
+                self._refuse(model, self.folder, error)
+                continue
             for i in range(len(pending) - 1, -1, -1):
                 if pending[i].kind == "full" and self._apply(pending, i):
                     num_applied, start = num_applied + 1, i + 1
@@ -113,15 +119,25 @@ class Watcher:
             return []
         made = []
         for path in sorted(folders, key=_order):
-            if path not in self._done and not _UNFINISHED.search(path.name):
+            if path in self._done or _UNFINISHED.search(path.name):
+                continue
+            try:
                 kind = _kind_of(path)
-                if kind is not None:
-                    made.append(Found(model, path, kind))
+            except OSError as error:
+                self._refuse(model, path, error)
+                continue
+            if kind is None:
+                continue
+            if model in self._last and _order(path) < self._last[model]:
+                _log.warning("watch: %s stands before what model %s has; it is skipped", path, model)
+                self._skip(Found(model, path, kind))
+            else:
+                made.append(Found(model, path, kind))
         return made
 
     def _apply(self, pending: Sequence[Found], number: int) -> bool:
         found = pending[number]
-        failed_at, reason = self._refused.get(found.path, (-RETRY_S, ""))
+        failed_at, _ = self._refused.get(found.path, (-RETRY_S, ""))
         if self._stop.is_set() or time.monotonic() - failed_at < RETRY_S:
             return False
         tables, dense = found.path / "tables", found.path / "dense"
@@ -129,25 +145,33 @@ class Watcher:
         try:
             version = self._session.update(str(tables if tables.is_dir() else found.path), model=found.model, **options)
         except Exception as error:
-            if str(error) != reason:  # told once, not each minute
-                _log.error("watch: %s was refused: %s", found.path, error)
-                self._tell(found, "refused")
-            self._refused[found.path] = (time.monotonic(), str(error))
+            self._refuse(found.model, found.path, error)
             return False
         _log.info("watch: %s: model %s is at version %s", found.path, found.model, version)
         self._done.add(found.path)
-        self._tell(found, "applied")
+        self._last[found.model] = _order(found.path)
+        self._tell(found.model, "applied")
         for before in pending[:number]:
             if before.path not in self._done:
-                self._done.add(before.path)
-                self._tell(before, "skipped")
+                self._skip(before)
         # Those that were refused may fit now.
         self._refused = {path: (-RETRY_S, reason) for path, (_, reason) in self._refused.items()}
         return True
 
-    def _tell(self, found: Found, result: str) -> None:
+    def _skip(self, found: Found) -> None:
+        self._done.add(found.path)
+        self._tell(found.model, "skipped")
+
+    def _refuse(self, model: str, path: pathlib.Path, error: Exception) -> None:
+        _, reason = self._refused.get(path, (0.0, ""))
+        if str(error) != reason:  # told once, not each minute
+            _log.error("watch: %s was refused: %s", path, error)
+            self._tell(model, "refused")
+        self._refused[path] = (time.monotonic(), str(error))
+
+    def _tell(self, model: str, result: str) -> None:
         if self._observe is not None:
-            self._observe(found.model, result)
+            self._observe(model, result)
 
 
 def require_folder(folder: str | os.PathLike[str]) -> None:
@@ -160,7 +184,7 @@ def require_folder(folder: str | os.PathLike[str]) -> None:
         raise FileNotFoundError(f'serve: --watch: got "{folder}", wanted a folder that exists.')
 
 
-def _order(path: pathlib.Path) -> list[tuple[int, str]]:
+def _order(path: pathlib.Path) -> _Order:
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"([0-9]+)", path.name)]
 
 
