@@ -168,7 +168,8 @@ def test_floats_come_without_loss():
 
 
 @pytest.mark.parametrize(
-    "shape", [[], [0], [7], [100], [3, 0], [0, 99], [99, 0], [40, 3], [3, 40], [2, 1, 50], [9, 5, 2], [1, 64], [1, 1, 8]]
+    "shape",
+    [[], [0], [7], [100], [3, 0], [0, 99], [99, 0], [40, 3], [3, 40], [2, 1, 50], [9, 5, 2], [1, 64], [1, 1, 8]],
 )
 def test_json_is_written_in_pieces(shape, monkeypatch):
     """The same text as at once; a piece is all that is written without a chance for the event loop."""
@@ -1398,7 +1399,7 @@ def test_results_of_a_whole_batch_are_of_one_client(tmp_path):
     artifact.export_model(tmp_path / "model", model, frozen, {"user": artifact.KeysInput("user")}, platforms=["cpu"])
     config = config_of({"user": tmp_path / "user"}, 4, dense_file=str(tmp_path / "model"))
     with session_lib.open(config, warm_up=False) as session:
-        samples = [calls.Samples({"user": np.array(mine, np.uint64)}, 2) for mine in ([1, 2], [3, 4])]
+        samples = [calls.Samples({"user": np.array(mine, np.uint64)}, 2, {}) for mine in ([1, 2], [3, 4])]
         found = calls.Predictions(session, 100).run("ranker", samples)
     for number, (outputs, version) in enumerate(found):
         mine = rows[2 * number : 2 * number + 2]
@@ -1426,7 +1427,7 @@ def test_a_batch_whose_dense_model_changed_meanwhile_is_asked_again():
     try:
         session = Switched()
         one = wire.Ragged(np.array([1, 2], np.uint64), np.array([1, 1], np.int32))
-        samples = [calls.Samples({"user": one, "dense": np.zeros((2, 2), np.float32)}, 2)] * 2
+        samples = [calls.Samples({"user": one, "dense": np.zeros((2, 2), np.float32)}, 2, {})] * 2
         found = calls.Predictions(session, 100).run("ranker", samples)
     finally:
         cases_outputs.update(before)

@@ -448,7 +448,7 @@ def test_integers_that_do_not_fit_are_refused(dtype, tmp_path):
     assert ends.dtype == np.int64
     np.testing.assert_array_equal(served.call(tables, {"x": ends})["x"], ends)
     for wrong in (limits.max + 1, limits.min - 1, 2**32 + 5):
-        with pytest.raises(RequestError, match=f"got {wrong}, wanted {limits.min} to {limits.max}, those of {dtype}"):
+        with pytest.raises(RequestError, match=f"got {wrong}, wanted {limits.min} to {limits.max}, as {dtype} has"):
             served.call(tables, {"x": np.array([1, wrong])})
 
 
