@@ -120,9 +120,8 @@ class RowMap:
         for words, ids, count in self._parts(table, keys):
             is_padding = keys_lib.from_words(words) == np.uint64(PADDING_KEY)
             while True:
-                table_words = np.zeros((self.num_tables, NUM_TABLE_WORDS), np.uint32)
                 self._index, self._counters, self._table_rows, self._rows, self._records, row_ids = _place(
-                    self._index, self._counters, self._table_rows, self._rows, self._records, words, ids, table_words
+                    self._index, self._counters, self._table_rows, self._rows, self._records, words, ids
                 )
                 row_ids = np.asarray(row_ids)
                 if not ((row_ids == NO_ROW) & ~is_padding).any():
@@ -220,7 +219,7 @@ def buckets_of(capacity: int) -> int:
     return max(4, -(-int(capacity / LOAD + 1) // ENTRIES_PER_BUCKET))
 
 
-def _host() -> jax.Device:
+def _host() -> Any:
     try:
         return jax.local_devices(backend="cpu")[0]
     except RuntimeError as error:
@@ -247,8 +246,8 @@ def _place(
     records: Array,
     words: Array,
     ids: Array,
-    table_words: Array,
 ) -> tuple[Array, ...]:
+    table_words = np.zeros((table_rows.shape[0], NUM_TABLE_WORDS), np.uint32)  # rows lie elsewhere: any initializer
     index, counters, table_rows, (rows,), (records,), _, row_ids, _ = kernels.find_or_insert(
         index, counters, table_rows, table_words, jnp.asarray(_SEED), words, ids, (rows,), (records,)
     )
