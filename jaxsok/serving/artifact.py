@@ -256,8 +256,8 @@ def export_model(
     Note:
       Sessions pad batches, and the server joins those of several clients, where every result has the batch as its first
       axis. Such a model has to treat each sample by itself: what goes through a mean or a softmax over the batch would
-      see the others. A model with any other result (a mean over the batch, a constant) is called with each request as it
-      is, and compiled for each size that comes.
+      see the others. A model with any other result (a mean over the batch, a constant) is called with each request
+      as it is, and compiled for each size that comes.
 
     Cost:
       The model is traced and lowered once.

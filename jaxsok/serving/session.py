@@ -716,7 +716,7 @@ class _Cached(_Served):
             # Else the dense model is another one by now, which may read other keys.
 
     def _publish(self, new: Version, maps: tuple[RowMap, ...], changed: Mapping[str, np.ndarray]) -> None:
-        # Before any answer can be of it; the last ones are for predictions that run. Without the tables, which are large.
+        # Before any answer can be of it; the last ones are for predictions that run. Tables are large: not they.
         history = {number: served for number, served in self._history.items() if number > new.number - 4}
         self._history = {**history, new.number: new.served}
         self.cache.swap(backing.HostRows(new.tables, maps, version=new.number), changed)

@@ -169,6 +169,8 @@ class Versions:
           served: the dense model.
           dense_file: where that came from.
           can_donate: whether rows may be changed where they lie: False if others read them beside `reading`.
+          memory: a lock of the device: held from asking for room until what was made there is counted; None: nobody
+            else takes room there.
 
         Raises:
           ServingError: there is no room.
