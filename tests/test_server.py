@@ -32,7 +32,7 @@ import jaxsok
 from jaxsok import Records, checkpoint
 from jaxsok import __main__ as command_line
 from jaxsok.interchange.hps import write_hps
-from jaxsok.serving import artifact, batching, errors, fused, responses, server, watch, wire
+from jaxsok.serving import artifact, batching, errors, fused, responses, running, server, watch, wire
 from jaxsok.serving import session as session_lib
 from jaxsok.serving.frozen import FrozenTable, SizedRecords, freeze_records
 
@@ -168,7 +168,8 @@ def test_floats_come_without_loss():
 
 
 @pytest.mark.parametrize(
-    "shape", [[], [0], [7], [100], [3, 0], [0, 99], [99, 0], [40, 3], [3, 40], [2, 1, 50], [9, 5, 2], [1, 64], [1, 1, 8]]
+    "shape",
+    [[], [0], [7], [100], [3, 0], [0, 99], [99, 0], [40, 3], [3, 40], [2, 1, 50], [9, 5, 2], [1, 64], [1, 1, 8]],
 )
 def test_json_is_written_in_pieces(shape, monkeypatch):
     """The same text as at once; a piece is all that is written without a chance for the event loop."""
@@ -1116,6 +1117,28 @@ def test_the_wait_for_requests_is_bounded():
             assert time.monotonic() - begin < 8
     assert found.app.num_running == 1 and not session.is_closed, "closed while it is used"
     hold.set()
+
+
+def test_a_second_interrupt_ends_the_wait():
+    """SIGINT twice: neither requests nor the balancer are waited for."""
+    session = cases.Session()
+    hold = session.hold = threading.Event()
+    with cases.serving(session, drain_s=60.0, shutdown_s=60.0) as found:
+        with httpx.Client(base_url=found.address) as client, concurrent.futures.ThreadPoolExecutor(1) as threads:
+            asked = threads.submit(client.post, LOOKUP, json={"keys": {"user": [4]}}, timeout=20)
+            for _ in range(2):
+                time.sleep(0.3)
+                found.handle_exit(signal.SIGINT, None)
+            found.thread.join(10)
+            assert not found.thread.is_alive(), "the drain goes on"
+            hold.set()
+            with contextlib.suppress(httpx.HTTPError):
+                asked.result()
+
+
+def test_two_servers_cannot_have_one_port():
+    with running.bind("127.0.0.1", 0) as where, pytest.raises(OSError, match="--port"):
+        running.bind(*where.getsockname()).close()
 
 
 def test_a_signal_ends_the_process_in_order():

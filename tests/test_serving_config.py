@@ -259,9 +259,7 @@ def test_rows_of_other_dtypes():
     assert read(whole({"jaxsok": {"spare_rows": 10}})).models[0].spare_rows == 10
 
 
-@pytest.mark.parametrize(
-    "keys, is_told", [({}, True), ({"gpucacheper": 1.0}, False), ({"gpucache": False}, False)]
-)
+@pytest.mark.parametrize("keys, is_told", [({}, True), ({"gpucacheper": 1.0}, False), ({"gpucache": False}, False)])
 def test_small_rows_that_the_cache_makes_wide_are_told(keys, is_told):
     for dtype in ("int8", "float8_e4m3fn", "float16"):
         notes = read(whole({"jaxsok": {"row_dtype": dtype}, **keys})).notes
@@ -276,8 +274,11 @@ def test_fractions_of_the_interval_are_cut_off(given, wanted):
     config = read(whole({"cache_refresh_percentage_per_iteration": 0.2, "refresh_interval": given}))
     assert config.models[0].refresh_interval == wanted and type(config.models[0].refresh_interval) is int
     told = [note for note in config.notes if "refresh_interval" in note]
-    assert told == ([] if given == wanted else [f"models[0].refresh_interval: got {given:g}, read as {wanted}: "
-                                                "whole seconds, as in HPS."])
+    assert told == (
+        []
+        if given == wanted
+        else [f"models[0].refresh_interval: got {given:g}, read as {wanted}: whole seconds, as in HPS."]
+    )
 
 
 def test_the_last_device_serves():

@@ -671,10 +671,8 @@ def _read(what: str, spec: InputSpec, given: Any) -> tuple[Any, int]:
     if jnp.issubdtype(wanted, jnp.integer) and not np.can_cast(array.dtype, wanted, "safe"):
         wrong = np.asarray((made != array) | ((made < 0) != (array < 0)))
         if wrong.any():
-            limits = jnp.iinfo(wanted)
-            raise RequestError(
-                f"{what}: got {np.asarray(array)[wrong][0]}, wanted {limits.min} to {limits.max}, those of {spec.dtype}."
-            )
+            got, limits = np.asarray(array)[wrong][0], jnp.iinfo(wanted)
+            raise RequestError(f"{what}: got {got}, wanted {limits.min} to {limits.max}, those of {spec.dtype}.")
     return made, array.shape[0]
 
 

@@ -263,9 +263,7 @@ class App:
             message = f"{kind.op}: no answer within {options.timeout_s:g} s."
             raise Refusal(504, "timeout", message) from None
 
-    async def _answer(
-        self, kind: Lookups | Predictions, model: Any, body: bytes, given: str, wanted: str
-    ) -> Response:
+    async def _answer(self, kind: Lookups | Predictions, model: Any, body: bytes, given: str, wanted: str) -> Response:
         options = self.options
         payload = await self._off_loop(len(body), kind.read, body, given, model)
         if isinstance(payload, dict):  # of a lookup: what it takes is known before it is made
