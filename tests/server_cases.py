@@ -35,6 +35,7 @@ class Model:
     name: str
     version: int
     inputs: dict | None
+    outputs: dict | None
     tables: dict = dataclasses.field(default_factory=lambda: {name: Table(name, dim) for name, dim in DIMS.items()})
     max_batch_size: int = MAX_BATCH_SIZE
     max_keys: dict = dataclasses.field(default_factory=lambda: dict(MAX_KEYS))
@@ -65,6 +66,16 @@ INPUTS = {
     "tables_only": None,
 }
 
+OUTPUTS = {
+    name: None
+    if inputs is None
+    else {
+        "logits": artifact.OutputSpec(("b",), "float32"),
+        "version": artifact.OutputSpec(("b", 1), "int32"),
+    }
+    for name, inputs in INPUTS.items()
+}
+
 
 class Session:
     """As jaxsok.serving.Session, by arithmetic. `hold` and `error` make it slow or broken at the tester's wish."""
@@ -78,7 +89,8 @@ class Session:
     @property
     def models(self):
         return {
-            name: Model(name, version, INPUTS[name], key_bits=self.key_bits) for name, version in self._versions.items()
+            name: Model(name, version, INPUTS[name], OUTPUTS[name], key_bits=self.key_bits)
+            for name, version in self._versions.items()
         }
 
     def _begin(self, op, model, size):

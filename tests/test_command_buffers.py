@@ -27,6 +27,7 @@ from jaxsok import combine as combine_module
 from jaxsok import policies
 from jaxsok.kernels import library
 from jaxsok.kernels import table as table_door
+from jaxsok.serving import frozen, fused
 
 CAPTURABLE = 1  # XLA_FFI_HANDLER_TRAITS_COMMAND_BUFFER_COMPATIBLE
 
@@ -170,7 +171,31 @@ def single_cases(abstract):
             ),
         }
         | life_cases(abstract)
+        | frozen_cases(abstract)
     )
+
+
+def frozen_cases(abstract):
+    """A lookup of frozen tables; and what their row map does to its own arrays."""
+    keys, rows = np.arange(64, dtype=np.uint64), np.zeros((64, 8), np.float32)
+    source = frozen.SizedRecords(64, [jaxsok.Records(keys, rows)])
+    tables, _ = frozen.freeze_records([(frozen.FrozenTable("item", 8), source)])
+    words = abstract(np.zeros((16, 2), np.uint32))
+    ids = abstract(np.zeros(16, np.uint32))
+    store = jax.tree.map(abstract, tables.stores[0])
+    records = abstract(np.zeros((64, 4), np.uint32))
+    return {
+        "frozen": (
+            lambda tables, words: fused.lookup_with_counts(tables, {"item": words}),
+            (jax.tree.map(abstract, tables), words),
+        ),
+        "erase by key": (
+            lambda index, counters, table_rows, records, words, ids: table_door.erase(
+                index, counters, table_rows, words, ids, (records,), (), ()
+            ),
+            (store.index, store.counters, abstract(np.zeros(1, np.uint32)), records, words, ids),
+        ),
+    }
 
 
 def life_cases(abstract):
@@ -232,6 +257,8 @@ SMALL = (
     "assign",
     "evict",
     "wait",
+    "frozen",
+    "erase by key",
 )  # fewer commands than XLA takes the trouble for, unless told so
 SHARDED = ("eight devices, planned", "eight devices, rounds", "eight devices, plan")
 
@@ -270,7 +297,7 @@ def compile_for_h200(marks):
         cases = {"train step": cases["train step"]}
     results = {}
     for name, (function, arguments) in cases.items():
-        lowered = jax.jit(function, donate_argnums=() if name in ("find", "plan") else 0).lower(*arguments)
+        lowered = jax.jit(function, donate_argnums=() if name in ("find", "plan", "frozen") else 0).lower(*arguments)
         with tempfile.TemporaryDirectory() as folder:
             # The defaults, as users get them; but XLA leaves out graphs of fewer than five commands.
             least = {} if name in SINGLE else {"xla_gpu_graph_min_graph_size": 1}

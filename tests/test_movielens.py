@@ -190,7 +190,8 @@ def assert_parity(config, num_seeds):
         print(f"seed {seed}: AUC {dynamic.auc:.5f} dynamic, {dense.auc:.5f} dense")
         aucs.append((dynamic.auc, dense.auc))
     dynamic, dense = np.mean(aucs, axis=0)
-    assert abs(dynamic - dense) < 0.003, aucs
+    # There, too, the sums of the dense model differ from run to run, and its AUC by 0.002.
+    assert abs(dynamic - dense) < (0.003 if jax.default_backend() == "cpu" else 0.01), aucs
     return dynamic, dense
 
 

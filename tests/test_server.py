@@ -32,7 +32,7 @@ import jaxsok
 from jaxsok import Records, checkpoint
 from jaxsok import __main__ as command_line
 from jaxsok.interchange.hps import write_hps
-from jaxsok.serving import artifact, batching, errors, fused, responses, running, server, watch, wire
+from jaxsok.serving import artifact, batching, calls, errors, fused, responses, running, server, watch, wire
 from jaxsok.serving import session as session_lib
 from jaxsok.serving.frozen import FrozenTable, SizedRecords, freeze_records
 
@@ -1406,6 +1406,55 @@ def test_predictions_of_an_exported_model(tmp_path):
             samples = samples_of(client.get("/metrics").text)
             assert samples["jaxsok_batch_requests_sum", "predict", "ranker"] == 24
             assert samples["jaxsok_batch_requests_count", "predict", "ranker"] < 24, "no two requests shared a call"
+
+
+def test_results_of_a_whole_batch_are_of_one_client(tmp_path):
+    """A model whose results are no lines of samples runs for each request alone, even where lengths agree."""
+    keys, rows = np.arange(1, 41, dtype=np.uint64), np.arange(160, dtype=np.float32).reshape(40, 4)
+    write_hps(tmp_path / "user", Records(keys, rows))
+
+    def model(tables, inputs):
+        found = fused.lookup(tables, {"user": inputs["user"]})["user"]
+        return {"rows": found, "weights": np.arange(4.0, dtype=np.float32), "sum": found.sum(axis=0)}
+
+    frozen, _ = freeze_records([(FrozenTable("user", 4), SizedRecords(40, [Records(keys, rows)]))])
+    artifact.export_model(tmp_path / "model", model, frozen, {"user": artifact.KeysInput("user")}, platforms=["cpu"])
+    config = config_of({"user": tmp_path / "user"}, 4, dense_file=str(tmp_path / "model"))
+    with session_lib.open(config, warm_up=False) as session:
+        samples = [calls.Samples({"user": np.array(mine, np.uint64)}, 2) for mine in ([1, 2], [3, 4])]
+        found = calls.Predictions(session, 100).run("ranker", samples)
+    for number, (outputs, version) in enumerate(found):
+        mine = rows[2 * number : 2 * number + 2]
+        np.testing.assert_array_equal(outputs["rows"], mine)
+        np.testing.assert_array_equal(outputs["weights"], np.arange(4.0))
+        np.testing.assert_array_equal(outputs["sum"], mine.sum(axis=0))
+        assert version == 1
+
+
+def test_a_batch_whose_dense_model_changed_meanwhile_is_asked_again():
+    """Another model came between the look at its results and the call: its results may be of other kinds."""
+
+    class Switched(cases.Session):
+        is_switched = False
+
+        def predict(self, inputs, model=None):
+            if not self.is_switched:
+                self.is_switched = True
+                self.update(model=model)
+                cases_outputs[model] = {**cases_outputs[model], "logits": artifact.OutputSpec((4,), "float32")}
+            return super().predict(inputs, model)
+
+    cases_outputs = cases.OUTPUTS
+    before = dict(cases_outputs)
+    try:
+        session = Switched()
+        one = wire.Ragged(np.array([1, 2], np.uint64), np.array([1, 1], np.int32))
+        samples = [calls.Samples({"user": one, "dense": np.zeros((2, 2), np.float32)}, 2)] * 2
+        found = calls.Predictions(session, 100).run("ranker", samples)
+    finally:
+        cases_outputs.update(before)
+    assert [call[2]["samples"] for call in session.calls] == [4, 2, 2]
+    assert [outputs["logits"].shape for outputs, _ in found] == [(2,), (2,)]
 
 
 # The command ---------------------------------------------------------------------------------------------------------

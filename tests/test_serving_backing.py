@@ -151,6 +151,60 @@ def test_in_place_keeps_the_rows_where_they_are():
     )
 
 
+def test_in_place_leaves_alone_what_older_versions_share():
+    """Stores that did not change are shared by versions: they are copied while another version lives, then not."""
+    values = {"a": {1: 1, 2: 2}, "h": {1: 5}, "q": {1: 6}}
+    first = host_rows(values, spare_rows=4)
+    second = first.updated({"h": records_of("h", {1: 50, 3: 3})})
+    third = second.updated({name: records_of(name, {1: 9, 7: 7}) for name in values}, in_place=True)
+    assert_has(first, values)
+    assert contents(first) == expected_contents(values)
+    with pytest.raises(SourceReplacedError, match="version 1 "):
+        second.fetch("a", np.zeros(1, np.uint64))
+    with pytest.raises(SourceReplacedError):
+        second.updated({"a": records_of("a", {1: 3})})  # which would copy rows that are gone
+    with pytest.raises(SourceReplacedError):
+        next(second.scan("a", 8))
+    newer = {"a": {1: 9, 2: 2, 7: 7}, "h": {1: 9, 3: 3, 7: 7}, "q": {1: 9, 7: 7}}
+    assert_has(third, newer)
+    # The other way about: the older version goes in place, the newer one stays.
+    first.updated({"q": records_of("q", {1: 2})}, in_place=True)
+    fourth = third.updated({"q": records_of("q", {1: 4})})
+    fifth = third.updated({"a": records_of("a", {1: 8})}, in_place=True)
+    assert_has(fourth, newer | {"q": {1: 4, 7: 7}})
+    assert_has(fifth, newer | {"a": {1: 8, 2: 2, 7: 7}})
+    address = fifth._tables.stores[0].rows.unsafe_buffer_pointer()
+    del third, fourth
+    sixth = fifth.updated({"a": records_of("a", {1: 6})}, in_place=True)
+    assert sixth._tables.stores[0].rows.unsafe_buffer_pointer() == address
+    assert_has(sixth, newer | {"a": {1: 6, 2: 2, 7: 7}})
+
+
+def test_an_update_in_place_that_fails_halfway_stays_closed(monkeypatch):
+    """Its rows may be of two versions: nobody reads them. Older versions that share stores are as they were."""
+    values = {"a": {1: 1, 2: 2}, "h": {1: 5}}
+    first = host_rows(values, spare_rows=4)
+    second = first.updated({"a": records_of("a", {1: 3})})
+    real = backing.write_rows
+
+    def fail(store, table, *arguments, **options):
+        if table.name == "h":
+            raise MemoryError("no room")
+        return real(store, table, *arguments, **options)
+
+    monkeypatch.setattr(backing, "write_rows", fail)
+    with pytest.raises(MemoryError, match="no room"):
+        second.updated({"a": records_of("a", {2: 9}), "h": records_of("h", {1: 9})}, in_place=True)
+    for read in (
+        lambda: second.fetch("a", np.ones(1, np.uint64)),
+        lambda: second.updated({}, {}, in_place=True),
+        lambda: second.updated({}),
+    ):
+        with pytest.raises(SourceReplacedError):
+            read()
+    assert_has(first, values)
+
+
 def test_frequencies_go_with_their_rows():
     """They come with the records, and change by updates that know them."""
     hot = {key: 100 - key for key in range(10)}

@@ -4,6 +4,7 @@ The oracle is a dictionary of rows by version and a sorted list of (tick, table,
 key, so that a wrong route or a mixed version shows in the numbers.
 """
 
+import contextlib
 import dataclasses
 import threading
 import time
@@ -552,6 +553,58 @@ def test_a_row_that_comes_while_a_swap_prepares_leaves_again():
         )
 
 
+@pytest.mark.parametrize("are_gone", [False, True])
+def test_a_swap_of_whole_tables_takes_memory_for_what_is_cached(monkeypatch, are_gone):
+    """Of many changed rows only those that are cached go to the device; all that are gone leave a store at once."""
+    tables = {name: FrozenTable(name, dim=4) for name in ("s", "t")}
+    keys = np.arange(20_000)
+    rows = {name: {key: np.full(4, key, np.float32) for key in keys.tolist()} for name in tables}
+    new = {name: {} if are_gone else {key: -row for key, row in some.items()} for name, some in rows.items()}
+    monkeypatch.setattr(cache_module, "ROWS_AT_A_TIME", 1 << 12)
+    with DeviceCache(DictSource(rows, tables), fraction=0.05, hit_rate_threshold=2) as cache:
+        cached = {name: keys[::20] + number for number, name in enumerate(tables)}
+        cache.lookup(cached)
+        put, real, dropped = [], cache._put, []
+        monkeypatch.setattr(cache, "_put", lambda tree: real((put.append(tree), tree)[1]))
+        drop = cache_store.drop
+        monkeypatch.setattr(cache_store, "drop", lambda *operands: (dropped.append(operands), drop(*operands))[1])
+        cache.swap(DictSource(new, tables, version=1), dict.fromkeys(tables, keys))
+        lines = [leaf for leaf in jax.tree.leaves(put) if leaf.dtype == np.float32]
+        assert sum(map(len, lines)) <= (0 if are_gone else 2 * cache.capacity) and len(dropped) == are_gone
+        stats = cache.stats()
+        assert (stats.refreshed, stats.removed) == ((0, 2000) if are_gone else (2000, 0))
+        assert sum(cache.num_rows.values()) == (0 if are_gone else 2000)
+        found = cache.lookup(cached).rows
+        for name, some in cached.items():
+            np.testing.assert_array_equal(found[name][:, 0], np.zeros(1000) if are_gone else -some.astype(np.float32))
+
+
+def test_what_a_swap_is_about_is_not_cached_meanwhile():
+    """Insertions that a swap overtakes leave its keys out; after one that failed they come again."""
+    old, new = DictSource(rows_of(1)), DictSource(rows_of(2), version=2)
+    with DeviceCache(old, hit_rate_threshold=2) as cache:
+        cache.lookup({"a": keys_of(5)})
+
+        def fail(*_):
+            found = cache.lookup({"a": keys_of(6, 7), "h": keys_of(6)})
+            np.testing.assert_array_equal(found.rows["a"], [row_of(1, "a", 6), row_of(1, "a", 7)])
+            raise OSError("the database is away")
+
+        new.before_fetch = fail
+        with pytest.raises(OSError, match="is away"):
+            cache.swap(new, {"a": keys_of(5, 6, 8)})
+        assert {table: sorted(keys.tolist()) for table, keys in cache.cached_keys().items()} == {
+            "a": [5, 7],
+            "b": [],
+            "h": [6],
+        }
+        cache.lookup({"a": keys_of(6)})
+        assert sorted(cache.cached_keys()["a"].tolist()) == [5, 6, 7]
+        np.testing.assert_array_equal(
+            cache.lookup({"a": keys_of(5, 6)}).rows["a"], [row_of(1, "a", 5), row_of(1, "a", 6)]
+        )
+
+
 # What fails ---------------------------------------------------------------------------------------------------------
 
 
@@ -658,6 +711,71 @@ def test_keys_that_find_no_place_get_another_salt(monkeypatch):
         )
         with pytest.raises(ServingError, match="find no place"):
             cache.lookup({"a": keys_of(4)})
+
+
+# Programs -----------------------------------------------------------------------------------------------------------
+
+
+class Compilations:
+    """What JAX compiles, and whether the lock of a cache was held then."""
+
+    def __init__(self):
+        """Listens until the process ends; heard while it is on."""
+        self.cache, self.is_held = None, []
+        jax.monitoring.register_event_duration_secs_listener(self._hear)
+
+    def _hear(self, event, seconds, **_):
+        if self.cache is not None and "backend_compile" in event:
+            self.is_held.append(self.cache._lock.locked())
+
+    @contextlib.contextmanager
+    def of(self, cache):
+        """A list that grows."""
+        self.cache, self.is_held = cache, []
+        try:
+            yield self.is_held
+        finally:
+            self.cache = None
+
+
+COMPILATIONS = Compilations()
+
+
+def _odd_cache(capacity):
+    """Of a capacity that no other test has: none of its programs is compiled."""
+    tables = {name: FrozenTable(name, dim=dim) for name, dim in (("s", 4), ("t", 2))}
+    rows = {n: {key: np.full(t.dim, key, np.float32) for key in range(2000)} for n, t in tables.items()}
+    return DeviceCache(DictSource(rows, tables), fraction=1e-9, min_rows=capacity, hit_rate_threshold=2)
+
+
+def test_nobody_waits_for_the_compiler():
+    """Programs are compiled while the lock is free: lookups of other threads, that need none, go on."""
+    with _odd_cache(611) as cache, COMPILATIONS.of(cache) as is_held:
+        cache.lookup({"s": np.arange(300)})
+        cache.lookup_tables({"s": np.arange(600), "t": np.arange(600)})
+        cache.lookup({"s": np.arange(600, 900)})
+        assert cache.stats().evicted == 289
+        cache.refresh()
+        newer = DictSource({"s": {700: np.zeros(4, np.float32)}, "t": {}}, cache.source.tables, version=1)
+        cache.swap(newer, {"s": np.arange(1000)})
+        cache.swap(newer, None)
+        assert len(is_held) > 10 and not any(is_held)
+
+
+def test_warm_up_compiles_all_that_lookups_need():
+    """Whatever hits and misses; and counts nothing."""
+    with _odd_cache(613) as cache:
+        with COMPILATIONS.of(cache) as compiled:
+            cache.warm_up([{"s": 300, "t": 300}, {"s": 1000, "t": 1000}, {}])
+            assert compiled
+        assert cache.stats() == cache_module.CacheStats() and sum(cache.num_rows.values()) == 0
+        with COMPILATIONS.of(cache) as compiled:
+            for keys in (np.arange(300), np.arange(290), np.arange(1000), np.arange(400, 1000), np.arange(999)):
+                found = cache.lookup({"s": keys, "t": keys[::-1]})
+                np.testing.assert_array_equal(found.rows["t"][:, 1], keys[::-1])
+            assert cache.stats().evicted > 0 and not compiled
+        with pytest.raises(UnknownTableError, match="warm_up: table: got 'z'"):
+            cache.warm_up([{"s": 5000}, {"z": 1}])
 
 
 # On the device ------------------------------------------------------------------------------------------------------

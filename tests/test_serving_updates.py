@@ -2,6 +2,7 @@
 
 import gc
 import threading
+import time
 
 import hypothesis
 import hypothesis.strategies as st
@@ -297,6 +298,104 @@ def test_memory(trained, tmp_path):
         check(session, trained.content)
 
 
+def test_room_to_grow_is_left_out_where_it_does_not_fit(tmp_path, monkeypatch):
+    """A store that grows gets more rows than it needs, but neither more than there may be nor than there is room."""
+    content = rows_of(range(200), 64)
+    folder, more = write(tmp_path / "first", content), rows_of(range(400), 64, version=1)
+    path = write(tmp_path / "more", more)
+    tables, options = {"user": (folder, 64)}, {"max_batch_size": 16, "per_sample": 32, "jaxsok": {"spare_rows": 0}}
+
+    def opened(limit=None):
+        return open(config_of(model_of(tables, **options)), warm_up=False, memory_limit=limit)
+
+    def capacity(session):
+        session.update({"user": path}, in_place=False)
+        keys = np.arange(410)
+        np.testing.assert_array_equal(session.lookup({"user": keys})["user"], expected(more, keys, 0.0, 64))
+        return session._models["dlrm"].versions.current.tables.stores[0].rows.shape[0]
+
+    with opened() as session:
+        used = session.stats()["bytes"]
+        assert capacity(session) == 425
+    piece = 2 * 400 * 256
+    with opened(used + 400 * 256 + piece + 64 * updates.RowMap(1, 400).num_buckets) as session:
+        assert capacity(session) == 400
+    monkeypatch.setattr(updates, "MAX_CAPACITY", 410)
+    with opened() as session:
+        assert capacity(session) == 410
+
+
+def test_copies_on_one_device_are_made_one_after_another(tmp_path, monkeypatch):
+    """Else two models would both count on the same free bytes."""
+    folders = [write(tmp_path / name, rows_of(range(10), 4)) for name in "ab"]
+    models = [model_of({"user": (folder, 4)}, name=name) for name, folder in zip("ab", folders, strict=True)]
+    planned, copied, errors = updates.Versions._planned, updates._StorePlan.copied, []
+    running, most = [], []
+
+    def planning(self, *args):
+        running.append(self.name)
+        most.append(len(running))
+        return planned(self, *args)
+
+    def copying(self, *args):
+        time.sleep(0.2)
+        made = copied(self, *args)
+        running.pop()
+        return made
+
+    monkeypatch.setattr(updates.Versions, "_planned", planning)
+    monkeypatch.setattr(updates._StorePlan, "copied", copying)
+
+    def update(name, folder):
+        try:
+            session.update({"user": folder}, model=name, in_place=False)
+        except Exception as error:
+            errors.append(error)
+
+    with open(config_of(*models), warm_up=False) as session:
+        threads = [threading.Thread(target=update, args=pair) for pair in zip("ab", folders, strict=True)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not errors and most == [1, 1]
+
+
+@pytest.mark.parametrize("tier", [{"gpucache": False}, {"gpucacheper": 0.5, "hit_rate_threshold": 1.1}])
+def test_memory_of_the_host(trained, monkeypatch, tier):
+    """Rows that lie there need room there."""
+    trained.set("user", rows_of(range(5), 4, version=1))
+    before = trained.frozen_content() | {"user": rows_of(range(20), 4)}
+    delta = trained.delta(trained.path + "-delta", trained.path)
+    is_cached = "gpucache" not in tier
+    monkeypatch.setattr(updates, "host_free_bytes", lambda: 1000)
+    with pytest.raises(ServingError, match=r"open: .* memory: got 1000 bytes free on .* wanted [0-9]+ for its tables"):
+        served(trained, **tier)
+    monkeypatch.setattr(updates, "host_free_bytes", lambda: 2**40)
+    with served(trained, **tier) as session:
+        monkeypatch.setattr(updates, "host_free_bytes", lambda: 100)
+        with pytest.raises(ServingError, match=r"update: .* memory: got 100 bytes free on .* wanted [0-9]+") as caught:
+            session.update(delta, in_place=False)
+        assert ("in_place=True" in str(caught.value)) == (not is_cached)
+        check(session, before)
+        # Room for an index and a piece of rows, and none for a copy.
+        needed = int(str(caught.value).split("wanted ")[1].split()[0])
+        monkeypatch.setattr(updates, "host_free_bytes", lambda: needed - 1)
+        if is_cached:
+            with pytest.raises(ServingError, match="for a copy of what changes"):
+                session.update(delta)
+            check(session, before)
+        else:
+            session.update(delta)
+            assert session.stats()["in_place_updates"] == 1
+            check(session, trained.content)
+
+
+def test_bytes_that_the_host_has():
+    free = updates.host_free_bytes()
+    assert free is None or 2**20 < free < 2**50
+
+
 @pytest.mark.parametrize("in_place", IN_PLACE)
 def test_memory_is_flat(tmp_path, in_place):
     """Over 50 updates: arrays of JAX, and memory of the process."""
@@ -375,7 +474,13 @@ def export(path, version, dim, folder):
         rows = lookup(tables, {"user": inputs["user"]})["user"]
         return {"rows": rows, "dense": inputs["number"] * 0 + version}
 
-    export_model(path, model, tables, {"user": KeysInput("user"), "number": ArrayInput()}, platforms=["cpu"])
+    export_model(
+        path,
+        model,
+        tables,
+        {"user": KeysInput("user"), "number": ArrayInput()},
+        platforms=["cuda" if jax.default_backend() == "gpu" else "cpu"],
+    )
     return path
 
 

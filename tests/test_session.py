@@ -1,7 +1,11 @@
 """Sessions: what a configuration opens answers as the dicts that its folders were written from."""
 
+import dataclasses
+import gc
 import itertools
+import threading
 import time
+import weakref
 
 import hypothesis
 import hypothesis.strategies as st
@@ -11,7 +15,9 @@ import pytest
 from serving_cases import config_of, expected, model_of, records_of, rows_of, write
 
 import jaxsok
+from jaxsok.serving import cache as cache_lib
 from jaxsok.serving import session as session_lib
+from jaxsok.serving import sources
 from jaxsok.serving.artifact import ArrayInput, BagsInput, KeysInput, export_model
 from jaxsok.serving.errors import (
     ConfigError,
@@ -308,7 +314,7 @@ def export(path, folders, scale=1.0):
         return {"score": scale * (score + inputs["dense"]), "bag": found["bag"]}
 
     inputs = {"user": KeysInput("user", (2,)), "bag": BagsInput("ad"), "dense": ArrayInput()}
-    export_model(path, model, tables, inputs, platforms=["cpu"])
+    export_model(path, model, tables, inputs, platforms=["cuda" if jax.default_backend() == "gpu" else "cpu"])
     return str(path)
 
 
@@ -391,3 +397,232 @@ def test_models_that_do_not_fit(folders, artifacts, tmp_path):
         with pytest.raises(FileNotFoundError):
             session.update(None, dense_file=tmp_path / "nowhere")
         assert session.stats()["version"] == 1
+
+
+def export_of(path, folders, model, inputs):
+    """A small model over the tables of the folders."""
+    given = [
+        (FrozenTable(name, dim, default=DEFAULTS.get(name, 0.0)), _source(name)) for name, (_, dim) in folders.items()
+    ]
+    export_model(path, model, freeze_records(given)[0], inputs, platforms=["cpu"])
+    return str(path)
+
+
+@pytest.mark.parametrize("tier", [{}, {"gpucacheper": 0.3, "hit_rate_threshold": 1.1}])
+def test_models_that_reduce_over_the_batch_see_no_padding(folders, tmp_path, tier):
+    def model(tables, inputs):
+        rows = lookup(tables, {"user": LookupInput("user", inputs["user"])})["user"]
+        return {"rows": rows, "mean": rows.mean(axis=0)}
+
+    path = export_of(tmp_path / "model", folders, model, {"user": KeysInput("user")})
+    options = {"max_batch_size": 12, "dense_file": path, **tier}
+    with open(config_of(model_of(folders, defaults=DEFAULTS, **options)), warm_up=True) as session:
+        for keys in (np.array([1, 2, 41]), np.arange(11)):
+            answer, wanted = session.predict({"user": keys}), expected(CONTENT["user"], keys, DEFAULTS["user"], 4)
+            np.testing.assert_array_equal(answer["rows"], wanted)
+            np.testing.assert_allclose(answer["mean"], wanted.mean(axis=0), rtol=1e-6)
+
+
+CACHED = {"gpucacheper": 0.3, "hit_rate_threshold": 1.1}
+
+
+def _two_tables(tables, inputs):
+    """One input read in two tables, keys that are picked and masked, and a table without an input."""
+    user, words = inputs["user"], inputs["pairs"]
+    masked = jax.numpy.where((inputs["flag"] > 0)[:, None], words[:, 1], np.uint32(2**32 - 1))
+    found = lookup(
+        tables,
+        {
+            "a": LookupInput("user", user),
+            "b": LookupInput("item", user),
+            "c": LookupInput("item", masked),
+            "d": LookupInput("ad", jax.numpy.concatenate([user, words[:, 0]])),
+        },
+    )
+    return {name: found[name] for name in "abc"} | {"d": found["d"].reshape(2, -1, 3).transpose(1, 0, 2)}
+
+
+@pytest.mark.parametrize("tier", [{}, CACHED])
+def test_one_input_read_in_two_tables(folders, tmp_path, tier):
+    inputs = {"user": KeysInput("user"), "pairs": KeysInput("item", (2,)), "flag": ArrayInput((), "int32")}
+    path = export_of(tmp_path / "model", folders, _two_tables, inputs)
+    with open(config_of(model_of(folders, defaults=DEFAULTS, dense_file=path, **tier)), warm_up=False) as session:
+        served = session._models["dlrm"].versions.current.served
+        assert served.lookups == {"user": ("user",), "item": ("pairs", "user"), "ad": ("pairs", "user")}
+        for seed in range(3):
+            rng = np.random.default_rng(seed)
+            user, pairs, flag = rng.integers(0, 60, 7), rng.integers(0, 60, (7, 2)), rng.integers(0, 2, 7)
+            got = session.predict({"user": user, "pairs": pairs, "flag": flag.astype(np.int32)})
+            wanted = {
+                "a": ("user", user),
+                "b": ("item", user),
+                "c": ("item", np.where(flag > 0, pairs[:, 1], -1)),
+                "d": ("ad", np.stack([user, pairs[:, 0]], 1)),
+            }
+            for name, (table, keys) in wanted.items():
+                rows = expected(CONTENT[table], keys, DEFAULTS.get(table, 0.0), DIMS[table])
+                np.testing.assert_array_equal(got[name], rows, err_msg=name)
+
+
+def _hashed(tables, inputs):
+    return lookup(tables, {"user": LookupInput("user", inputs["user"] % np.uint32(5))})["user"]
+
+
+def _constant(tables, inputs):
+    found = lookup(tables, {"user": LookupInput("user", inputs["user"]), "one": LookupInput("user", np.array([3]))})
+    return found["user"] + found["one"]
+
+
+def _swapped(tables, inputs):
+    return lookup(tables, {"user": LookupInput("user", inputs["user"][:, ::-1])})["user"]
+
+
+def _half_masked(tables, inputs):
+    keys = jax.numpy.where(inputs["user"] > 3, inputs["user"], np.uint32(2**32 - 1))
+    return lookup(tables, {"user": LookupInput("user", keys)})["user"]
+
+
+def _in_a_loop(tables, inputs):
+    def step(total, words):
+        return total, lookup(tables, {"user": LookupInput("user", words[None])})["user"][0]
+
+    return jax.lax.scan(step, 0.0, inputs["user"])[1]
+
+
+def _raw(tables, inputs):
+    store, _ = tables.spec.places["user"]
+    rows = lookup(tables, {"user": LookupInput("user", inputs["user"])})["user"]
+    return rows + tables.stores[store].rows.max()
+
+
+@pytest.mark.parametrize("model", [_hashed, _constant, _swapped, _half_masked, _in_a_loop, _raw])
+def test_models_that_work_out_keys_are_refused_over_a_cache(folders, tmp_path, model):
+    """The cache would not have fetched them; where all rows are on the device they are served."""
+    only = {"user": folders["user"]}
+    path = export_of(tmp_path / "model", only, model, {"user": KeysInput("user")})
+    with pytest.raises(ServingError, match=r"dense_file: .* reads \['user'\] by keys that are not .* gpucacheper"):
+        open(config_of(model_of(only, dense_file=path, **CACHED)), warm_up=False)
+    with open(config_of(model_of(only, **CACHED)), warm_up=False) as session:
+        with pytest.raises(ServingError, match=r"update: model .* by keys that are not"):
+            session.update(None, dense_file=path)
+        assert session.stats()["version"] == 1
+    with open(config_of(model_of(only, dense_file=path)), warm_up=False) as session:
+        session.predict({"user": np.arange(3)})
+
+
+def test_a_dense_model_that_reads_other_tables_may_come_during_a_prediction(folders, tmp_path, monkeypatch):
+    """The keys were gathered for the old model: they are gathered anew for the one that is served."""
+
+    def reads(table):
+        return lambda tables, inputs: lookup(tables, {"rows": LookupInput(table, inputs["user"])})["rows"]
+
+    paths = [
+        export_of(tmp_path / table, folders, reads(table), {"user": KeysInput(table)}) for table in ("user", "item")
+    ]
+    model = model_of(folders, defaults=DEFAULTS, dense_file=paths[0], **CACHED)
+    with open(config_of(model), warm_up=False) as session:
+        cache, keys = session._models["dlrm"].cache, np.arange(30, 36)
+        lookup_tables, asked = cache.lookup_tables, []
+
+        def updated_first(found):
+            asked.append(sorted(found))
+            if len(asked) == 1:
+                session.update(None, dense_file=paths[1])
+            return lookup_tables(found)
+
+        monkeypatch.setattr(cache, "lookup_tables", updated_first)
+        answer = session.predict({"user": keys})
+        assert answer.version == 2 and asked == [["user"], ["item"]]
+        np.testing.assert_array_equal(answer["output"], expected(CONTENT["item"], keys, DEFAULTS["item"], 4))
+
+
+def test_versions_that_went_are_not_held(folders, tmp_path):
+    """Host rows of versions before the one that is served are given back."""
+    with open(config_of(model_of(folders, **CACHED)), warm_up=False) as session:
+        first = weakref.ref(session._models["dlrm"].versions.current.tables.stores[0].rows)
+        for number in range(2):
+            session.update({"user": write(tmp_path / str(number), rows_of(range(40), 4, version=number + 1))})
+            session.lookup({"user": np.arange(3)})
+        session._models["dlrm"].cache.drain()
+        gc.collect()
+        assert first() is None
+
+
+def _threads():
+    return {thread for thread in threading.enumerate() if thread.name.startswith("jaxsok")}
+
+
+@pytest.mark.parametrize("step", ["fill", "lookup"])
+def test_an_open_that_fails_leaves_no_thread(folders, monkeypatch, step):
+    """Nor a cache: of filling, and of compiling."""
+
+    def fails(*args, **more):
+        raise RuntimeError("out of memory")
+
+    before, closed = _threads(), []
+    close = cache_lib.DeviceCache.close
+    monkeypatch.setattr(cache_lib.DeviceCache, step, fails)
+    monkeypatch.setattr(cache_lib.DeviceCache, "close", lambda self: (closed.append(self), close(self)))
+    options = {"refresh_interval": 1, "cache_refresh_percentage_per_iteration": 0.5}
+    with pytest.raises(RuntimeError, match="out of memory"):
+        open(config_of(model_of(folders, **options, **CACHED)))
+    assert _threads() == before and len(closed) == 1
+
+
+def test_a_refresh_that_fails_is_logged_and_tried_again(folders, monkeypatch, caplog):
+    options = {"refresh_interval": 1, "cache_refresh_percentage_per_iteration": 0.5}
+    with open(config_of(model_of(folders, **options, **CACHED)), warm_up=False) as session:
+        served, asked = session._models["dlrm"], threading.Semaphore(0)
+
+        def fails():
+            asked.release()
+            raise ServingError("the disk is gone") if len(caplog.records) else OSError("the disk is gone")
+
+        monkeypatch.setattr(served.cache, "refresh", fails)
+        for _ in range(3):
+            assert asked.acquire(timeout=30)
+        assert served._clock.is_alive() and "the disk is gone" in caplog.text
+    assert not served._clock.is_alive()
+
+
+@pytest.mark.parametrize("warm_up", [True, False])
+def test_counts_of_a_cache(folders, warm_up):
+    """By table as of other tiers, without what warms up."""
+    with open(config_of(model_of(folders, gpucacheper=0.9, hit_rate_threshold=1.1)), warm_up=warm_up) as session:
+        before = session.stats()
+        assert (before["lookups"], before["keys"], before["padding"], before["cache"]["lookups"]) == (0, 0, 0, 0)
+        session.lookup({"user": np.array([0, 1, 41, -1]), "ad": np.array([9])})
+        session.lookup({"user": np.array([[0]])})
+        stats = session.stats()
+        assert (stats["lookups"], stats["keys"], stats["padding"], stats["missing"]) == (2, 6, 1, 2)
+        assert (stats["hits"], stats["misses"], stats["cache"]["lookups"]) == (1, 4, 2)
+        user, ad = stats["tables"]["user"], stats["tables"]["ad"]
+        assert (user["keys"], user["padding"], ad["keys"], ad["padding"]) == (5, 1, 1, 0)
+        assert not {"hits", "missing", "hit_rate"} & user.keys(), "the cache counts them of all tables together"
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_a_cache_is_filled_with_what_is_hot(tmp_path, monkeypatch, is_known):
+    """Where files have frequencies; else with the first rows."""
+    content, open_table = rows_of(range(2000), 4), sources.open_table
+
+    def opened(*args, **options):
+        source = open_table(*args, **options)
+
+        def chunks():
+            for records in source.chunks():
+                yield dataclasses.replace(records, frequency=np.asarray(records.keys, np.uint32) if is_known else None)
+
+        return dataclasses.replace(source, start=chunks)
+
+    monkeypatch.setattr(sources, "open_table", opened)
+    tables = {"user": (write(tmp_path / "user", content), 4)}
+    options = {"gpucacheper": 0.5, "hit_rate_threshold": 1.1, "cache_refresh_percentage_per_iteration": 0.5}
+    with open(config_of(model_of(tables, **options)), warm_up=False) as session:
+        cached = session._models["dlrm"].cache.cached_keys()["user"]
+        assert len(cached) > 300
+        if is_known:
+            assert (cached >= 900).mean() > 0.9
+        else:
+            assert (cached < 1100).mean() > 0.9
+        session.lookup({"user": np.arange(100)})

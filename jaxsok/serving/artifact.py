@@ -29,6 +29,7 @@ import jaxsok
 from jaxsok import keys as keys_lib
 from jaxsok.features import Bags
 from jaxsok.kernels import library
+from jaxsok.serving import key_paths
 from jaxsok.serving.errors import RequestError, ServingError, UnknownTableError
 from jaxsok.serving.frozen import FrozenSpec, FrozenStore, FrozenTable, FrozenTables
 from jaxsok.types import COUNTERS, PADDING_KEY
@@ -181,6 +182,9 @@ class _TracedSpec(FrozenSpec):
         }
         self.__dict__["words"] = tuple(words)
 
+    def read_by(self, table: str, words: Any) -> Any:
+        return key_paths.mark(table, words)
+
     def __eq__(self, other: object) -> bool:
         return self is other
 
@@ -249,6 +253,12 @@ def export_model(
       ImportError: without the package flatbuffers.
       TypeError, ValueError: names the argument; what JAX cannot trace with an unknown batch size is told in its words.
 
+    Note:
+      Sessions pad batches, and the server joins those of several clients, where every result has the batch as its first
+      axis. Such a model has to treat each sample by itself: what goes through a mean or a softmax over the batch would
+      see the others. A model with any other result (a mean over the batch, a constant) is called with each request as it
+      is, and compiled for each size that comes.
+
     Cost:
       The model is traced and lowered once.
 
@@ -284,10 +294,26 @@ def export_model(
         return _named(op, out)
 
     checks = [export.DisabledSafetyCheck.custom_call(target) for target, _ in library.TARGETS]
-    exported = export.export(jax.jit(program), platforms=platforms, disabled_checks=checks)(
-        *_argument_shapes(export, tables, inputs)
-    )
-    _write(path, _serialized(op, exported), _manifest(exported, tables, inputs))
+    shapes, jitted = _argument_shapes(export, tables, inputs), jax.jit(program)
+    lookups = _lookups(jitted.trace(*shapes).jaxpr, shapes, tables, inputs)
+    exported = export.export(jitted, platforms=platforms, disabled_checks=checks)(*shapes)
+    _write(path, _serialized(op, exported), {**_manifest(exported, tables, inputs), "lookups": lookups})
+
+
+def _lookups(
+    jaxpr: Any, shapes: Any, tables: FrozenTables, inputs: Mapping[str, InputSpec]
+) -> dict[str, tuple[str, ...] | None]:
+    """The inputs whose keys each table is looked up by; see `ServedModel.lookups`."""
+    names: list[str | None] = []
+    raw: list[Sequence[str]] = []
+    for path, leaf in jax.tree.flatten_with_path(shapes)[0]:
+        what, which, rest = path[0].idx, path[1], [one.idx for one in path[2:]]
+        is_keys = what == 3 and not isinstance(inputs[which.key], ArrayInput) and rest in ([], [0])
+        names.append(which.key if is_keys else None)
+        is_rows = what == 0 and rest[0] >= 2  # rows and scales
+        raw.append([table.name for table in tables.spec.stores[which.idx]] if is_rows else [])
+        del leaf
+    return key_paths.found(jaxpr, names, raw, list(tables.tables))
 
 
 def _function_of(op: str, model: Any, variables: Mapping[str, Any] | None) -> Function:
@@ -492,12 +518,19 @@ class ServedModel:
     """By name."""
     tables: dict[str, FrozenTable]
     """That `call` wants, by name; the defaults are those of the export, those of the tables that are given count."""
+    lookups: dict[str, tuple[str, ...] | None]
+    """By table the inputs whose keys it is looked up by; None: keys are worked out by the model, or it is not known."""
     platforms: tuple[str, ...]
     """That it has a program for."""
     path: str
     """Where it was read from."""
     _stores: tuple[tuple[FrozenTable, ...], ...] = dataclasses.field(repr=False)
     _program: Callable[..., dict[str, Array]] = dataclasses.field(repr=False)
+
+    @property
+    def is_per_sample(self) -> bool:
+        """Whether every result has a line for each sample; else batches are neither padded nor joined with others."""
+        return all(one.is_batched for one in self.outputs.values())
 
     def call(self, tables: FrozenTables, inputs: Mapping[str, Any], *, pad: bool = False) -> dict[str, Array]:
         """Runs the model.
@@ -507,7 +540,8 @@ class ServedModel:
           inputs: all of them, of one batch size. Keys are NumPy integers or `uint32[..., 2]` words, bags are
             `jaxsok.Bags`, the others NumPy or JAX arrays.
           pad: whether the batch, and the keys of bags, are filled up to a power of two, and results cut to the batch:
-            so a few programs serve all sizes. Only for models that treat each sample by itself.
+            so a few programs serve all sizes. Only for models that treat each sample by itself (`is_per_sample` is
+            the least of it): others would count what is filled up as samples.
 
         Returns:
           Arrays by name.
@@ -599,11 +633,14 @@ def load_model(path: str | os.PathLike) -> ServedModel:
             tuple(FrozenTable(one["name"], store["dim"], one["default"], store["dtype"]) for one in store["tables"])
             for store in manifest["stores"]
         )
-    except (KeyError, TypeError, ValueError) as error:
+        tables = {table.name: table for store in stores for table in store}
+        known = manifest.get("lookups", {})
+        lookups = {name: None if known.get(name) is None else tuple(known[name]) for name in tables}
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ArtifactError(f"{op}: {path / MANIFEST}: got {error}, wanted what export_model writes.") from error
     library.register()
-    tables = {table.name: table for store in stores for table in store}
-    return ServedModel(inputs, outputs, tables, tuple(exported.platforms), str(path), stores, jax.jit(exported.call))
+    platforms = tuple(exported.platforms)
+    return ServedModel(inputs, outputs, tables, lookups, platforms, str(path), stores, jax.jit(exported.call))
 
 
 def _read_manifest(op: str, path: pathlib.Path) -> dict[str, Any]:

@@ -9,7 +9,8 @@ import abc
 import contextlib
 import functools
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -43,6 +44,9 @@ IsFound: TypeAlias = Bool[np.ndarray, " num_keys"]
 
 class SourceReplacedError(RuntimeError):
     """A source whose rows were given to a newer version in place. Who was reading asks the newer one."""
+
+
+_SHARING = threading.Lock()  # of `HostRows._holders`
 
 
 class RowSource(abc.ABC):
@@ -129,6 +133,8 @@ class HostRows(RowSource):
         self._maps = tuple(maps)
         self._frequencies = None if frequencies is None else tuple(frequencies)
         self._gate = _Gate()
+        # By store: the versions that read it, of which none is given away. Versions share what does not change.
+        self._holders: tuple[weakref.WeakSet[HostRows], ...] = tuple(weakref.WeakSet([self]) for _ in maps)
 
     @classmethod
     def of(
@@ -189,12 +195,7 @@ class HostRows(RowSource):
             part = words[start : start + KEYS_AT_A_TIME]
             padded = keys_lib.padding_words((padded_size(len(part), _LEAST_KEYS),))
             padded[: len(part)] = part
-            with self._gate.reading() as is_open:
-                if not is_open:
-                    raise SourceReplacedError(
-                        f"HostRows: fetch: version {self.version} was updated in place; ask the source that `updated` "
-                        "returned."
-                    )
+            with self._reading("fetch"):
                 found = _fetch(self._tables, table, jax.device_put(padded, host_device()))
             rows.append(np.asarray(found[0])[: len(part)])
             is_found.append(np.asarray(found[1])[: len(part)])
@@ -206,7 +207,8 @@ class HostRows(RowSource):
     def scan(self, table: str, chunk_rows: int) -> Iterator[Records]:
         """See `RowSource.scan`: in the order in which the keys came."""
         store, number = self._place("scan", table)
-        keys, row_ids = self._maps[store].keys_of(number)
+        with self._reading("scan"):
+            keys, row_ids = self._maps[store].keys_of(number)
         frequency = None if self._frequencies is None else self._frequencies[store][row_ids]
         for start in range(0, len(keys), chunk_rows):
             lines = slice(start, start + chunk_rows)
@@ -229,14 +231,18 @@ class HostRows(RowSource):
             stay.
           version: of the result; None: one more.
           in_place: whether rows are written where they lie. This object can then be read no more: `fetch` raises
-            SourceReplacedError. Else it stays what it is, and stores that change are copied.
+            SourceReplacedError, also if the update fails halfway. Else it stays what it is, and stores that change are
+            copied. In place too a store is copied that another version reads: one that an update made of this one, or
+            this one of it, without changing that store. Drop the versions that nobody needs.
 
         Raises:
           UnknownTableError, ValueError: a table that is not there, rows of another dim, PADDING_KEY as a key, or in
             place more new keys than spare rows. Nothing has changed then.
+          SourceReplacedError: this object was updated in place before.
 
         Cost:
-          Each changed row; a copy of the changed stores (and of their maps) unless in place; their index anew.
+          Each changed row; a copy of the changed stores (and of their maps) unless in place; their index
+          anew.
         """
         erased = erased or {}
         for table in {**changed, **erased}:
@@ -248,11 +254,18 @@ class HostRows(RowSource):
             if self.tables[table].is_quantized and not np.isfinite(records.rows).all():
                 raise ValueError(f'updated: table "{table}": rows: got infinite or NaN, wanted numbers to quantize.')
         touched = sorted({self._tables.spec.places[table][0] for table in {**changed, **erased}})
-        self._require_room(touched, changed, erased, in_place)
-        if not in_place:
-            return self._updated(touched, changed, erased, version, donate=False)
+        with self._reading("updated"):
+            self._require_room(touched, changed, erased, in_place)
+            if not in_place:  # nobody takes away what is copied
+                return self._updated(touched, changed, erased, version, frozenset())
         with self._gate.closing():
-            return self._updated(touched, changed, erased, version, donate=True)
+            with _SHARING:  # nobody comes: versions that share a store with this one are made while it is open
+                own = frozenset(s for s in touched if set(self._holders[s]) <= {self})
+            newer = self._updated(touched, changed, erased, version, own)
+            with _SHARING:
+                for holders in self._holders:
+                    holders.discard(self)
+            return newer
 
     def _updated(
         self,
@@ -260,15 +273,15 @@ class HostRows(RowSource):
         changed: Mapping[str, Records],
         erased: Mapping[str, Keys],
         version: int | None,
-        *,
-        donate: bool,
+        own: Collection[int],
     ) -> "HostRows":
+        """A newer version; of `own` stores the arrays and the map are taken, of the others copies."""
         stores, maps = list(self._tables.stores), list(self._maps)
         frequencies = None if self._frequencies is None else list(self._frequencies)
         for s in touched:
             tables = self._tables.spec.stores[s]
-            row_map = maps[s] = maps[s] if donate else maps[s].copy()
-            is_own = donate
+            is_own = s in own
+            row_map = maps[s] = maps[s] if is_own else maps[s].copy()
             for number, table in enumerate(tables):
                 if table.name in erased:
                     row_map.remove(number, _without(erased[table.name], changed.get(table.name)))
@@ -293,7 +306,14 @@ class HostRows(RowSource):
             stores[s] = FrozenStore(index, counters, old.rows, old.scales)
         tables = FrozenTables(tuple(stores), self._tables.spec)
         version = self.version + 1 if version is None else version
-        return HostRows(tables, maps, version=version, frequencies=frequencies)
+        newer = HostRows(tables, maps, version=version, frequencies=frequencies)
+        with _SHARING:
+            holders = list(newer._holders)
+            for s in set(range(len(stores))).difference(touched):
+                holders[s] = self._holders[s]
+                holders[s].add(newer)
+            newer._holders = tuple(holders)
+        return newer
 
     def _require_room(
         self, touched: Sequence[int], changed: Mapping[str, Records], erased: Mapping[str, Keys], in_place: bool
@@ -314,6 +334,16 @@ class HostRows(RowSource):
                     f"most {most}, the rows that are free"
                     + ("; update with in_place=False, or begin with more spare_rows." if in_place else " in one store.")
                 )
+
+    @contextlib.contextmanager
+    def _reading(self, op: str) -> Iterator[None]:
+        with self._gate.reading() as is_open:
+            if not is_open:
+                raise SourceReplacedError(
+                    f"HostRows: {op}: version {self.version} was given to an update in place; ask the source that "
+                    "`updated` returned, or if it failed load the rows again."
+                )
+            yield
 
     def _place(self, op: str, table: str) -> tuple[int, int]:
         if table not in self._tables.spec.places:
@@ -501,15 +531,10 @@ class _Gate:
 
     @contextlib.contextmanager
     def closing(self) -> Iterator[None]:
-        """Waits for readers to leave. If the body fails the gate is open again: nothing was given away."""
+        """Waits for readers to leave. It stays closed, also if the body fails: what was read may be half changed."""
         with self._changed:
             if not self._is_open:
                 raise SourceReplacedError("HostRows: updated: got a version that was updated in place already.")
             self._is_open = False
             self._changed.wait_for(lambda: self._num_readers == 0)
-        try:
-            yield
-        except BaseException:
-            with self._changed:
-                self._is_open = True
-            raise
+        yield

@@ -41,6 +41,7 @@ MIN_ROWS: int = 64
 ROWS_AT_A_TIME = 1 << 17  # of prefill, refresh and swap: host and device memory for them stays bounded
 _LAST_TICK = 2**32 - 2
 _MAX_SALTS = 8  # below one lookup in 10^9 needs a second one
+_NO_KEYS = np.zeros(0, np.uint64)
 _WAIT_S = 120.0  # for the swap that follows an update in place
 
 
@@ -190,11 +191,15 @@ class DeviceCache:
             self._new_store(len(tables), tables[0], capacity)
             for tables, capacity in zip(self._spec.stores, self._capacities, strict=True)
         )
+        self._forms = jax.tree.map(self._form, self._stores)
         self._most_rows = [0] * len(self._stores)  # a bound of the rows in use: below the capacity nobody must leave
         self._clock = 0
         self._source, self._epoch = source, 0
+        self._leaving: Mapping[str, np.ndarray] = {}  # keys by table, sorted, that a swap is about to change
         self._scratch_salt = np.frombuffer(secrets.token_bytes(8), np.uint32)
 
+        self._ready: set[tuple[Any, ...]] = set()  # programs that are compiled
+        self._compiling = threading.Lock()
         self._counting = threading.Lock()
         self._stats = CacheStats()
         self._changing = threading.Lock()  # one refresh or swap at a time
@@ -231,8 +236,7 @@ class DeviceCache:
     @property
     def num_rows(self) -> dict[str, int]:
         """Rows of each table that are cached now (waits for the device); after `close` none."""
-        with self._lock:
-            counts = [jnp.copy(store.table_rows) for store in self._stores]
+        counts = self._copied("table_rows")
         if not counts:
             return dict.fromkeys(self._spec.places, 0)
         return {
@@ -243,9 +247,7 @@ class DeviceCache:
 
     def cached_keys(self) -> dict[str, np.ndarray]:
         """The keys of each table that are cached now, uint64 (16 bytes a row of capacity are copied to the host)."""
-        with self._lock:
-            self._require_open()
-            records = [jnp.copy(store.records) for store in self._stores]
+        records = self._copied("records", is_required=True)
         keys_of = {}
         for tables, lines in zip(self._spec.stores, map(np.asarray, records), strict=True):
             keys = keys_lib.from_words(lines[:, :2])
@@ -363,7 +365,10 @@ class DeviceCache:
                         fetched = self._fetch(source, name, some)
                     except SourceReplacedError:  # the swap that follows brings what is new
                         return self.stats().refreshed - before
-                    prepared = self._prepared({name: (some, *fetched)})
+                    rows, is_found = fetched
+                    prepared = self._overwriting(name, some[is_found], rows[is_found])
+                    prepared += self._dropping({name: (some[~is_found], None)})
+                    self._ready_to_rewrite(prepared)
                     with self._lock:
                         self._require_open()
                         done = self._rewritten(prepared)
@@ -382,9 +387,11 @@ class DeviceCache:
           ValueError, UnknownTableError: other tables; nothing has changed then.
 
         Cost:
-          A search for the changed keys, and a fetch of those that are cached before anybody waits; then, while lookups
-          wait for their dispatch, one program for each ROWS_AT_A_TIME of them. Device memory for the new rows of the
-          cached ones.
+          A search for the changed keys, ROWS_AT_A_TIME of them on the device, and a fetch of those that are cached
+          before anybody waits; then, while lookups wait for their dispatch, one program for each ROWS_AT_A_TIME of
+          these, and one for each store that rows leave. Device memory for the new rows of the cached ones: if a whole
+          table changes, for as many rows as the cache has of it. Meanwhile changed keys that miss are fetched for
+          those who ask, and not cached.
         """
         if dict(source.tables) != dict(self.tables):
             raise ValueError(
@@ -395,31 +402,77 @@ class DeviceCache:
             if name not in self._spec.places:
                 raise UnknownTableError.of("swap", name, self._spec.places)
         with self._changing:
-            prepared: list[Prepared] = []
-            not_cached: list[Prepared] = []
-            for name, keys in (changed or {}).items():
-                keys = np.unique(keys_lib.from_words(keys_lib.to_words(np.asarray(keys), f'swap: table "{name}"')))
-                keys = keys[keys != np.uint64(PADDING_KEY)]
-                for start in range(0, len(keys), ROWS_AT_A_TIME):
-                    some = keys[start : start + ROWS_AT_A_TIME]
-                    is_cached = self._contains(name, some)
-                    if is_cached.any():
-                        here = some[is_cached]
-                        prepared += self._prepared({name: (here, *self._fetch(source, name, here))})
-                    if not is_cached.all():
-                        # An insertion may bring them before the lock is held: they leave then.
-                        there = some[~is_cached]
-                        none = np.zeros((len(there), self.tables[name].dim), np.float32)
-                        not_cached += self._prepared({name: (there, none, np.zeros(len(there), bool))})
+            leaving = {} if changed is None else {name: _changed_keys(name, keys) for name, keys in changed.items()}
             with self._lock:
                 self._require_open()
-                if changed is None:
-                    done = self._emptied()
-                else:
-                    done = self._rewritten([*prepared, *not_cached])
-                self._source, self._epoch = source, self._epoch + 1
-                self._swapped.notify_all()
-            self._count_rewritten(done, swaps=1)
+                self._leaving = leaving  # no insertion brings them from here on: those that are found now are all
+            try:
+                self._swap(source, leaving, drops_all=changed is None)
+            finally:
+                with self._lock:
+                    self._leaving = {}
+
+    def _swap(self, source: RowSource, leaving: Mapping[str, np.ndarray], *, drops_all: bool) -> None:
+        prepared: list[Prepared] = []
+        gone: dict[str, tuple[np.ndarray, None]] = {}
+        for name, keys in leaving.items():
+            of_table = []
+            for start in range(0, len(keys), ROWS_AT_A_TIME):
+                some = keys[start : start + ROWS_AT_A_TIME]
+                some = some[self._contains(name, some)]
+                if len(some):
+                    rows, is_found = self._fetch(source, name, some)
+                    prepared += self._overwriting(name, some[is_found], rows[is_found])
+                    of_table.append(some[~is_found])
+            gone[name] = np.concatenate([_NO_KEYS, *of_table]), None
+        prepared += self._dropping(gone)
+        self._ready_to_rewrite(prepared)
+        for s, form in enumerate(self._forms) if drops_all else ():
+            self._make_ready(("emptied", s), form)
+        with self._lock:
+            self._require_open()
+            done = self._emptied() if drops_all else self._rewritten(prepared)
+            self._source, self._epoch = source, self._epoch + 1
+            self._swapped.notify_all()
+        self._count_rewritten(done, swaps=1)
+
+    def warm_up(self, lookups: Iterable[Mapping[str, int]], *, as_tables: bool = False) -> None:
+        """Compiles what lookups need: the programs that ask the cache, and those that insert what missed.
+
+        Without it the first lookup of a new size compiles, and so does the first insertion of a new size. Nothing is
+        looked up or counted. What the source compiles is its own: `HostRows.fetch` does for each table and power of
+        two, while other threads look up.
+
+        Args:
+          lookups: how many keys of each table, padding among them, are looked up together. Programs are made for
+            powers of two.
+          as_tables: whether also for `lookup_tables`.
+
+        Raises:
+          UnknownTableError: nothing is compiled then.
+
+        Cost:
+          On a CPU core about 0.3 s for each size of a lookup, and 0.15 s for each store and each power of two up to its
+          keys.
+        """
+        sizes = []
+        for num_keys in lookups:
+            of_store = [0] * len(self._forms)
+            for name, count in num_keys.items():
+                if name not in self._spec.places:
+                    raise UnknownTableError.of("warm_up", name, self._spec.places)
+                of_store[self._spec.places[name][0]] += count
+            sizes.append(of_store)
+        for of_store in sizes:
+            padded = tuple(padded_size(count, LEAST_KEYS) for count in of_store)
+            for is_expanded in (True, False) if as_tables else (True,):
+                self._ready_to_query(is_expanded, padded)
+        for s, most in enumerate(map(max, zip(*sizes, strict=True))):
+            size, last = LEAST_KEYS, padded_size(min(most, self._capacities[s]), LEAST_KEYS)
+            while most and size <= last:
+                for must_leave in (False, True):
+                    self._ready_to_insert(s, must_leave, size)
+                size *= 2
 
     def drain(self) -> None:
         """Waits until the background thread has nothing left to fetch."""
@@ -479,6 +532,7 @@ class DeviceCache:
         return found, fetched
 
     def _query(self, asked: Asked, operands: Any, is_expanded: bool) -> Found:
+        self._ready_to_query(is_expanded, tuple(words.shape[0] for words, _ in operands))
         for _ in range(_MAX_SALTS):
             with self._lock:
                 self._require_open()
@@ -557,6 +611,42 @@ class DeviceCache:
 
     def _insert(self, rows: Mapping[str, tuple[np.ndarray, np.ndarray]], epoch: int) -> None:
         """Inserts rows (distinct keys of each table) in one tick, if the source is still that of the epoch."""
+        while True:
+            leaving = self._leaving
+            parts = self._insertions(rows, leaving)
+            if not parts:
+                return
+            counts = []
+            with self._lock:
+                if self._epoch != epoch or not self._stores:
+                    return
+                if self._leaving is not leaving:  # a swap has begun, or failed
+                    continue
+                bounds = [self._most_rows[s] + num_keys for s, num_keys, _ in parts]
+                chosen = [
+                    (s, bound > self._capacities[s], operands[0].shape[0])
+                    for (s, _, operands), bound in zip(parts, bounds, strict=True)
+                ]
+                if all(("insert", *one) in self._ready for one in chosen):
+                    clock = self._tick()
+                    stores = list(self._stores)
+                    for (s, _, operands), (_, must_leave, _), bound in zip(parts, chosen, bounds, strict=True):
+                        stores[s], *counted = programs.insert(must_leave, stores[s], *operands, clock)
+                        self._most_rows[s] = min(bound, self._capacities[s])
+                        counts.append(counted)
+                    self._stores = tuple(stores)
+                    break
+            for one in chosen:  # while others look up; then what must leave may be otherwise
+                self._ready_to_insert(*one)
+        inserted, evicted = (sum(int(np.asarray(one[i])) for one in counts) for i in range(2))
+        self._count(inserted=inserted, evicted=evicted)
+
+    def _insertions(
+        self, rows: Mapping[str, tuple[np.ndarray, np.ndarray]], leaving: Mapping[str, np.ndarray]
+    ) -> list[tuple[int, int, Any]]:
+        """By store: how many rows, and the operands that insert them; without those of keys that a swap is about."""
+        if leaving:
+            rows = {name: _without(*some, leaving.get(name, _NO_KEYS)) for name, some in rows.items()}
         parts = []
         for s, some in self._by_store(rows):
             ids = np.concatenate([np.full(len(keys), number, np.uint32) for number, keys, _ in some])
@@ -566,55 +656,50 @@ class DeviceCache:
                 ids, keys, lines = ids[last], keys[last], lines[last]
             if len(keys):
                 parts.append((s, len(keys), self._operands(s, keys, ids, lines)))
-        if not parts:
-            return
-        counts = []
-        with self._lock:
-            if self._epoch != epoch or not self._stores:
-                return
-            clock = self._tick()
-            stores = list(self._stores)
-            for s, num_keys, (words, ids, lines) in parts:
-                bound = self._most_rows[s] + num_keys
-                must_leave = bound > self._capacities[s]
-                stores[s], *counted = programs.insert(must_leave, stores[s], words, ids, lines, clock)
-                self._most_rows[s] = min(bound, self._capacities[s])
-                counts.append(counted)
-            self._stores = tuple(stores)
-        inserted, evicted = (sum(int(np.asarray(one[i])) for one in counts) for i in range(2))
-        self._count(inserted=inserted, evicted=evicted)
+        return parts
 
     def _contains(self, name: str, keys: np.ndarray) -> np.ndarray:
         s, number = self._spec.places[name]
         words, ids, _ = self._operands(s, keys, np.full(len(keys), number, np.uint32), None)
+        form = self._forms[s]
+        self._make_ready(("find", s, words.shape[0]), form.index, form.counters, words, ids)
         with self._lock:
             self._require_open()
             row_ids = programs.find(self._stores[s].index, self._stores[s].counters, words, ids)
         return np.asarray(row_ids)[: len(keys)] != NO_ROW
 
-    def _prepared(self, rows: Mapping[str, tuple[np.ndarray, np.ndarray, np.ndarray]]) -> list[Prepared]:
-        """New rows on their way to the device: keys, rows and which are there, by table."""
+    def _overwriting(self, name: str, keys: np.ndarray, lines: np.ndarray) -> list[Prepared]:
+        """New rows of a table, on their way to the device."""
+        if not len(keys):
+            return []
+        s, number = self._spec.places[name]
+        return [Prepared(s, *self._operands(s, keys, np.full(len(keys), number, np.uint32), lines))]
+
+    def _dropping(self, gone: Mapping[str, tuple[np.ndarray, None]]) -> list[Prepared]:
+        """Keys of tables that leave, on their way to the device: one program for each store, which reads all of it."""
         prepared = []
-        for name, (keys, lines, is_found) in rows.items():
-            s, number = self._spec.places[name]
-            words, ids, lines = self._operands(s, keys, np.full(len(keys), number, np.uint32), lines)
-            has_row = np.zeros(words.shape[0], bool)
-            has_row[: len(keys)] = is_found
-            prepared.append(Prepared(s, words, ids, lines, self._put(has_row)))
+        for s, some in self._by_store(gone):
+            ids = np.concatenate([np.full(len(keys), number, np.uint32) for number, keys, _ in some])
+            keys = np.concatenate([keys for _, keys, _ in some])
+            if len(keys):
+                prepared.append(Prepared(s, *self._operands(s, keys, ids, None)))
         return prepared
 
-    def _rewritten(self, prepared: Sequence[Prepared]) -> list[tuple[Array, Array]]:
+    def _rewritten(self, prepared: Sequence[Prepared]) -> list[tuple[Any, Any]]:
         """Overwrites cached rows, and drops those without a new one. The lock is held."""
         stores, done = list(self._stores), []
         for one in prepared:
-            stores[one.store], *counted = programs.rewrite(
-                stores[one.store], one.words, one.ids, one.lines, one.has_row
-            )
-            done.append(tuple(counted))
+            store = stores[one.store]
+            if one.lines is None:
+                stores[one.store], num_dropped = programs.drop(store, one.words, one.ids)
+                done.append((0, num_dropped))
+            else:
+                stores[one.store], num_written = programs.overwrite(store, one.words, one.ids, one.lines)
+                done.append((num_written, 0))
         self._stores = tuple(stores)
         return done
 
-    def _emptied(self) -> list[tuple[Array, Array]]:
+    def _emptied(self) -> list[tuple[Any, Any]]:
         """Drops everything. The lock is held."""
         done, stores = [], []
         for store in self._stores:
@@ -628,6 +713,61 @@ class DeviceCache:
         done = list(done)
         refreshed, removed = (sum(int(np.asarray(one[i])) for one in done) for i in range(2))
         self._count(refreshed=refreshed, removed=removed, **more)
+
+    # Programs --------------------------------------------------------------------------------------------------------
+
+    def _copied(self, name: str, *, is_required: bool = False) -> list[Array]:
+        """An array of each store as it is now: a later program may take the store's own."""
+        for form in self._forms:
+            form = getattr(form, name)
+            self._make_ready(("copied", form.shape), form)
+        with self._lock:
+            if is_required:
+                self._require_open()
+            return [programs.copied(getattr(store, name)) for store in self._stores]
+
+    def _make_ready(self, key: tuple[Any, ...], *operands: Any) -> None:
+        """Compiles a program, unless it was. The lock is not held: lookups of other threads go on meanwhile."""
+        if key in self._ready:
+            return
+        with self._compiling:
+            if key not in self._ready:
+                programs.make_ready(key[0], *operands)
+                self._ready.add(key)
+
+    def _ready_to_query(self, is_expanded: bool, sizes: tuple[int, ...]) -> None:
+        forms = self._forms
+        self._make_ready(
+            ("query", is_expanded, sizes),
+            self._layout,
+            is_expanded,
+            tuple(form.statistics for form in forms),
+            tuple((form.index, form.counters, form.rows) for form in forms),
+            tuple(self._form_of_keys(size) for size in sizes),
+            np.uint32(0),
+            self._scratch_salt,
+        )
+
+    def _ready_to_insert(self, s: int, must_leave: bool, size: int) -> None:
+        rows = self._forms[s].rows
+        lines = jax.ShapeDtypeStruct((size, rows.shape[1]), rows.dtype, sharding=rows.sharding)
+        key = ("insert", s, must_leave, size)
+        self._make_ready(key, must_leave, self._forms[s], *self._form_of_keys(size), lines, np.uint32(0))
+
+    def _ready_to_rewrite(self, prepared: Iterable[Prepared]) -> None:
+        for one in prepared:
+            program, lines = ("drop", ()) if one.lines is None else ("overwrite", (one.lines,))
+            key = (program, one.store, one.words.shape[0])
+            self._make_ready(key, self._forms[one.store], one.words, one.ids, *lines)
+
+    def _form_of_keys(self, size: int) -> tuple[Any, Any]:
+        """Of words and table ids."""
+        sharding = jax.sharding.SingleDeviceSharding(self.device)
+        words, ids = (jax.ShapeDtypeStruct(shape, np.uint32, sharding=sharding) for shape in ((size, 2), (size,)))
+        return words, ids
+
+    def _form(self, array: Array) -> Any:
+        return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)
 
     # Help ------------------------------------------------------------------------------------------------------------
 
@@ -649,7 +789,7 @@ class DeviceCache:
             stores.append(dataclasses.replace(store, statistics=self._owned(one)))
         self._stores, self._clock = tuple(stores), len(ticks)
 
-    def _by_store(self, rows: Mapping[str, tuple[np.ndarray, np.ndarray]]) -> Iterable[tuple[int, list[Any]]]:
+    def _by_store(self, rows: Mapping[str, tuple[np.ndarray, Any]]) -> Iterable[tuple[int, list[Any]]]:
         parts: dict[int, list[Any]] = {}
         for name, (keys, lines) in rows.items():
             store, number = self._spec.places[name]
@@ -737,6 +877,21 @@ def _check(name: str, got: Any, is_good: bool, wanted: str) -> None:
 def _share(source: RowSource, name: str, fraction: float, min_rows: int) -> int:
     num_rows = source.num_rows(name)
     return max(min_rows, math.ceil(min(fraction, 1.0) * num_rows))
+
+
+def _changed_keys(name: str, keys: Any) -> np.ndarray:
+    """Distinct keys of a table, sorted."""
+    keys = np.unique(keys_lib.from_words(keys_lib.to_words(np.asarray(keys), f'swap: table "{name}"')))
+    return keys[keys != np.uint64(PADDING_KEY)]
+
+
+def _without(keys: np.ndarray, rows: np.ndarray, leaving: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Keys and rows, but for those of keys in a sorted array."""
+    if not len(leaving):
+        return keys, rows
+    place = np.minimum(np.searchsorted(leaving, keys), len(leaving) - 1)
+    stays = leaving[place] != keys
+    return keys[stays], rows[stays]
 
 
 _new_arrays = jax.jit(programs.empty_arrays, static_argnums=(0, 1, 2))

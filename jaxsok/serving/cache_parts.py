@@ -162,13 +162,13 @@ def _last(inverse: np.ndarray) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Prepared:
-    """New rows of one table, on the device."""
+    """Keys of one store and their new rows, on the device."""
 
     store: int
     words: Array
     ids: Array
-    lines: Array
-    has_row: Array
+    lines: Array | None
+    """None: the rows of these keys leave."""
 
 
 class Background:

@@ -172,31 +172,37 @@ def insert(
 
 
 @functools.partial(jax.jit, donate_argnums=0)
-def rewrite(
-    store: CacheStore, words: Array, ids: Array, lines: Array, has_row: Array
-) -> tuple[CacheStore, Array, Array]:
-    """Overwrites the rows of those keys that are cached; those without a new row leave. The order stays as it is.
+def overwrite(store: CacheStore, words: Array, ids: Array, lines: Array) -> tuple[CacheStore, Array]:
+    """Overwrites the rows of those keys that are cached. The order of replacement stays as it is.
 
     Returns:
-      The store, and how many rows were overwritten and removed.
+      The store, and how many rows were overwritten.
     """
     known = kernels.find(store.index, store.counters, words, ids)
-    none = jnp.uint32(NO_ROW)
-    written = jnp.where(has_row, known, none)
-    (rows,) = kernels.scatter(written, lines, (store.rows,))
-    gone = jnp.where(has_row, none, known)
-    flags = jnp.zeros(store.records.shape[0], jnp.uint8).at[gone].set(jnp.uint8(1), mode="drop")
-    index, counters, table_rows, (records,), _, (statistics,), _, released = evict_kernels.release(
-        store.index, store.counters, store.table_rows, flags, (store.records,), (), (), (store.statistics,), ()
-    )
-    new = CacheStore(index, counters, table_rows, rows, records, statistics)
-    return new, (written != none).sum(dtype=jnp.uint32), released.sum(dtype=jnp.uint32)
+    (rows,) = kernels.scatter(known, lines, (store.rows,))
+    return dataclasses.replace(store, rows=rows), (known != jnp.uint32(NO_ROW)).sum(dtype=jnp.uint32)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def drop(store: CacheStore, words: Array, ids: Array) -> tuple[CacheStore, Array]:
+    """Drops the rows of those keys that are cached; reads all records and the index once.
+
+    Returns:
+      The store, and how many rows left.
+    """
+    known = kernels.find(store.index, store.counters, words, ids)
+    flags = jnp.zeros(store.records.shape[0], jnp.uint8).at[known].set(jnp.uint8(1), mode="drop")
+    return _released(store, flags)
 
 
 @functools.partial(jax.jit, donate_argnums=0)
 def emptied(store: CacheStore) -> tuple[CacheStore, Array]:
     """Drops all rows."""
     flags = (store.records[:, :2] != jnp.uint32(PADDING_KEY & 0xFFFFFFFF)).any(axis=1).astype(jnp.uint8)
+    return _released(store, flags)
+
+
+def _released(store: CacheStore, flags: Array) -> tuple[CacheStore, Array]:
     index, counters, table_rows, (records,), _, (statistics,), _, released = evict_kernels.release(
         store.index, store.counters, store.table_rows, flags, (store.records,), (), (), (store.statistics,), ()
     )
@@ -212,6 +218,27 @@ def merged(rows: Array, slots: Array, lines: Array) -> Array:
 
 
 find = jax.jit(kernels.find)
+copied = jax.jit(jnp.copy)
+
+_PROGRAMS = {
+    "query": query,
+    "insert": insert,
+    "overwrite": overwrite,
+    "drop": drop,
+    "emptied": emptied,
+    "find": find,
+    "copied": copied,
+}
+
+
+def make_ready(program: str, *operands: Any) -> None:
+    """Compiles a program for operands like these, so that the call itself does not (JAX keeps what this makes).
+
+    Args:
+      program: its name.
+      operands: arrays or `jax.ShapeDtypeStruct`; none is read or donated.
+    """
+    _PROGRAMS[program].lower(*operands).compile()
 
 
 def empty_arrays(num_buckets: int, num_tables: int, capacity: int) -> tuple[Array, Array, Array, Array]:

@@ -158,33 +158,41 @@ class Predictions:
         return samples.num_samples
 
     def run(self, model: str, requests: Sequence[Samples]) -> list[tuple[Arrays, int]]:
-        """Requests whose samples have one shape in one call: of each its outputs, and the version."""
+        """Of each request its outputs, and the version.
+
+        Requests whose samples have one shape share a call if each output of the model has a line for each sample. Else
+        every request has its own: what is no line of a sample (a mean over the batch) is of one client alone.
+        """
+        known = self._session.models[model]
         groups: dict[Any, list[int]] = {}
         for number, request in enumerate(requests):
-            groups.setdefault(_shapes(request), []).append(number)
+            groups.setdefault(_shapes(request) if _can_join(known) else number, []).append(number)
         results: list[Any] = [None] * len(requests)
         for numbers in groups.values():
-            found = self._run_joined(model, [requests[number] for number in numbers])
+            found = self._run_joined(known, [requests[number] for number in numbers])
             for number, result in zip(numbers, found, strict=True):
                 results[number] = result
         return results
 
-    def _run_joined(self, model: str, requests: Sequence[Samples]) -> list[tuple[Arrays, int]]:
+    def _run_joined(self, known: Any, requests: Sequence[Samples]) -> list[tuple[Arrays, int]]:
         joined = {name: _join([request.inputs[name] for request in requests]) for name in requests[0].inputs}
-        answer = self._session.predict(joined, model=model)
+        answer = self._session.predict(joined, model=known.name)
         outputs = {name: _sendable(np.asarray(value)) for name, value in answer.items()}
         if len(requests) == 1:
             return [(outputs, int(answer.version))]
-        total = sum(request.num_samples for request in requests)
-        for name, value in outputs.items():
-            if value.ndim == 0 or len(value) != total:
-                raise ValueError(f'predict: output "{name}" is {value.shape} for {total} samples: it cannot be split.')
+        if answer.version != known.version:  # the dense model may be one whose results cannot be cut
+            return [result for request in requests for result in self._run_joined(known, [request])]
         results, begin = [], 0
         for request in requests:
             end = begin + request.num_samples
             results.append(({name: value[begin:end] for name, value in outputs.items()}, int(answer.version)))
             begin = end
         return results
+
+
+def _can_join(model: Any) -> bool:
+    """Whether all results of a model can be cut between requests."""
+    return model.outputs is not None and all(one.is_batched for one in model.outputs.values())
 
 
 def _cost(table: str) -> str:

@@ -19,21 +19,21 @@ from jaxsok import keys as keys_lib
 from jaxsok.kernels import lookup as kernels
 from jaxsok.kernels import table as table_kernels
 from jaxsok.serving.errors import RequestError, UnknownTableError
-from jaxsok.serving.frozen import FrozenTables
+from jaxsok.serving.frozen import FrozenSpec, FrozenStore, FrozenTable, FrozenTables
 from jaxsok.types import (
     BAGS_PER_TILE,
+    BUCKET_WORDS,
     COMBINERS,
+    COUNTERS,
     COUNTS,
     MAX_FEATURES,
     NO_ROW,
     NUM_FEATURE_WORDS,
-    PADDING_KEY,
     Combiner,
 )
 
-# Nobody reads it, as defaults are constants. Words that differ are a literal; equal ones XLA would fill in by a kernel.
-_SEED = np.array([0, 1], np.uint32)
-_PADDING_WORD = np.uint32(PADDING_KEY & 0xFFFFFFFF)
+# Nobody reads it, as defaults are constants. Zeros, or 0 and 1, XLA would fill in by a kernel of its own.
+_SEED = np.array([2, 1], np.uint32)
 
 
 @jax.tree_util.register_dataclass
@@ -78,8 +78,8 @@ def lookup(tables: FrozenTables, inputs: Mapping[str, LookupInput]) -> dict[str,
       UnknownTableError, RequestError: names input, argument, got and wanted.
 
     Cost:
-      One call: a key's bucket (64 bytes) and row are read once, an embedding is written once. With `max_norm` rows are
-      written and read again before they are combined.
+      One call: a key's bucket (64 bytes) and row are read once, an embedding is written once. For bags with `max_norm`
+      another call: their rows are written and read to find their norms, and read once more to be combined.
 
     Example:
       >>> from jaxsok import Records
@@ -116,27 +116,14 @@ def _looked_up(
     stores, _ = guards.whole("lookup", tables=tables.stores, inputs=None)
     parts = [_read(tables, name, given) for name, given in inputs.items()]
     operands, mine = [], []
-    for s, (store, spec) in enumerate(zip(stores, tables.spec.stores, strict=True)):
+    for s, store in enumerate(stores):
         of_store = [part for part in parts if part.store == s]
         if not of_store:
             continue
         mine.append(of_store)
         if len(of_store) > MAX_FEATURES:
             raise RequestError(f"lookup: inputs: got {len(of_store)} over one store, wanted at most {MAX_FEATURES}.")
-        batch, kinds = _packed(of_store)
-        operands.append(
-            kernels.FrozenOperands(
-                index=store.index,
-                counters=store.counters,
-                tables=tables.spec.words[s],
-                batch=batch,
-                rows=store.rows,
-                scales=store.scales[0] if store.scales else None,
-                embedding_shapes=[(part.num_bags, spec[0].dim) for part in of_store],
-                embedding_dtype="float32",
-                kinds=kinds,
-            )
-        )
+        operands.append(_operands(store, tables.spec.words[s], of_store))
     if not operands:
         return {}, jnp.zeros((len(tables.tables), len(COUNTS)), jnp.int32) if is_counted else None
     counts, values = kernels.lookup_frozen(operands, jnp.asarray(_SEED), is_counted=is_counted)
@@ -145,8 +132,26 @@ def _looked_up(
     embeddings = {}
     for of_store, lines in zip(mine, values, strict=True):
         for part, value in zip(of_store, lines, strict=True):
-            embeddings[part.name] = part.finished(value)
+            embeddings[part.name] = value if part.is_clipped_in_bags else part.finished(value)
+    clipped = [part for part in parts if part.is_clipped_in_bags]
+    if clipped:
+        embeddings |= _clipped_in_bags(dataclasses.replace(tables, stores=stores), clipped, embeddings)
     return {name: embeddings[name] for name in inputs}, counts
+
+
+def _operands(store: FrozenStore, words: np.ndarray, parts: "Sequence[_Part]") -> kernels.FrozenOperands:
+    batch, kinds = _packed(parts)
+    return kernels.FrozenOperands(
+        index=store.index,
+        counters=store.counters,
+        tables=words,
+        batch=batch,
+        rows=store.rows,
+        scales=store.scales[0] if store.scales else None,
+        embedding_shapes=[(part.num_bags, store.rows.shape[1]) for part in parts],
+        embedding_dtype="float32",
+        kinds=kinds,
+    )
 
 
 def _of_all_tables(tables: FrozenTables, asked: Sequence[int], counts: Int32[Array, "_ num_counts"]) -> Array:
@@ -200,13 +205,16 @@ class _Part:
     """Of the result, without its last axis."""
     given: LookupInput
 
+    @property
+    def is_clipped_in_bags(self) -> bool:
+        """Whether rows are clipped before they are combined: rows come first, then they are combined."""
+        return self.given.max_norm is not None and self.given.combiner is not None
+
     def finished(self, value: Float32[Array, "num_lines dim"]) -> Array:
         """The embedding of what the kernel gave."""
-        if self.given.max_norm is None or self.given.combiner is None:
-            if self.given.max_norm is not None:
-                value = _clipped(value, self.given.max_norm)
-            return value.reshape(*self.shape, value.shape[-1])
-        return _combined(self, _clipped(value, self.given.max_norm))
+        if self.given.max_norm is not None and self.given.combiner is None:
+            value = value * _factors(value, self.given.max_norm)[:, None]
+        return value.reshape(*self.shape, value.shape[-1])
 
 
 def _read(tables: FrozenTables, name: str, given: Any) -> _Part:
@@ -219,7 +227,7 @@ def _read(tables: FrozenTables, name: str, given: Any) -> _Part:
         isinstance(given.max_norm, (int, float)) and math.isfinite(given.max_norm) and given.max_norm >= 0
     ):
         raise RequestError(f"{what}: max_norm: got {given.max_norm!r}, wanted a number from 0, or None.")
-    words = _words(given.keys, what)
+    words = tables.spec.read_by(given.table, _words(given.keys, what))
     weights = _weights(given, words.shape[:-1], what)
     shape = words.shape[:-1]
     if given.offsets is not None:
@@ -340,33 +348,62 @@ def _joined(arrays: Sequence[Any], empty: np.ndarray) -> Array:
     return arrays[0] if len(arrays) == 1 else jnp.concatenate(arrays)
 
 
-# Rows that are clipped before they are combined: by XLA --------------------------------------------------------------
+# Rows that are clipped before they are combined ----------------------------------------------------------------------
 
 
-def _clipped(rows: Float32[Array, "_ dim"], max_norm: float) -> Float32[Array, "_ dim"]:
-    """Rows whose L2 norm is at most `max_norm`."""
-    norms = jnp.sqrt((rows * rows).sum(axis=-1, keepdims=True))
-    return rows * jnp.where(norms > max_norm, max_norm / jnp.where(norms > 0, norms, 1.0), 1.0)
+def _factors(rows: Float32[Array, "_ dim"], max_norm: float) -> Float32[Array, " _"]:
+    """What rows are multiplied by, so that none is longer than `max_norm`."""
+    norms = jnp.sqrt((rows * rows).sum(axis=-1))
+    return jnp.where(norms > max_norm, max_norm / jnp.where(norms > 0, norms, 1.0), 1.0)
 
 
-def _combined(part: _Part, rows: Float32[Array, "num_keys dim"]) -> Float32[Array, "num_bags dim"]:
-    num_bags, (num_keys, dim) = part.shape[0], rows.shape
-    words = jnp.asarray(part.words)
-    factor = (~(words == _PADDING_WORD).all(axis=-1)).astype(jnp.float32)
-    if part.weights is not None:
-        factor = factor * jnp.asarray(part.weights)
-    if part.offsets is None:
-        bags = jnp.repeat(jnp.arange(num_bags), part.hotness, total_repeat_length=num_keys)
-    else:
-        offsets = jnp.asarray(part.offsets)
-        begins = jnp.zeros(num_keys + 1, jnp.int32).at[offsets].add(1, mode="drop")
-        bags = jnp.cumsum(begins)[:num_keys] - 1  # searchsorted takes no symbolic size
-        factor = jnp.where((bags >= 0) & (bags < num_bags), factor, 0.0)
-    sums = jnp.zeros((num_bags, dim)).at[bags].add(rows * factor[:, None], mode="drop")
-    if part.given.combiner == "sum":
-        return sums
-    parts_of_divisor = factor * factor if part.given.combiner == "sqrtn" else factor
-    divisor = jnp.zeros(num_bags).at[bags].add(parts_of_divisor, mode="drop")
-    if part.given.combiner == "sqrtn":
-        divisor = jnp.sqrt(divisor)
-    return jnp.where(divisor[:, None] != 0, sums / jnp.where(divisor == 0, 1.0, divisor)[:, None], 0.0)
+def _clipped_in_bags(tables: FrozenTables, parts: Sequence[_Part], rows: Mapping[str, Array]) -> dict[str, Array]:
+    """The embeddings of inputs whose rows are known, as the kernels combine them: always in the same order.
+
+    Rows are read once more, with weights that clip them. Divisors are sums of the weights alone: of rows of one column
+    that read 1, as all keys do in a store without any.
+    """
+    operands, mine = [], []
+    for s in dict.fromkeys(part.store for part in parts):
+        of_store = [part for part in parts if part.store == s]
+        mine.append(of_store)
+        bags = [_bags(part, _weighted(part, _factors(rows[part.name], part.given.max_norm))) for part in of_store]
+        operands.append(_operands(tables.stores[s], tables.spec.words[s], bags))
+    divided = [part for part in parts if part.given.combiner != "sum"]
+    if divided:
+        weights = [_weighted(part, jnp.ones(part.words.shape[0], jnp.float32)) for part in divided]
+        squares = [w * w if part.given.combiner == "sqrtn" else w for part, w in zip(divided, weights, strict=True)]
+        ones = [_bags(dataclasses.replace(part, table=0), w) for part, w in zip(divided, squares, strict=True)]
+        operands.append(_operands(_no_keys(), _ONES.words[0], ones))
+    _, values = kernels.lookup_frozen(operands, jnp.asarray(_SEED), is_counted=False)
+    sums = {
+        part.name: value
+        for of_store, lines in zip(mine, values, strict=False)
+        for part, value in zip(of_store, lines, strict=True)
+    }
+    for part, line in zip(divided, values[-1] if divided else (), strict=True):
+        divisor = jnp.sqrt(line) if part.given.combiner == "sqrtn" else line
+        factor = 1.0 / jnp.where(divisor == 0, 1.0, divisor)
+        sums[part.name] = jnp.where(divisor != 0, sums[part.name] * factor, 0.0)
+    return sums
+
+
+_ONES = FrozenSpec(((FrozenTable("one", dim=1, default=1.0),),))
+
+
+def _no_keys() -> FrozenStore:
+    """A store in which no key is: all of them read the default."""
+    return FrozenStore(
+        index=jnp.full((1, BUCKET_WORDS), jnp.uint32(0xFFFFFFFF)),
+        counters=jnp.zeros(len(COUNTERS), jnp.uint32),
+        rows=jnp.zeros((1, 1), jnp.float32),
+    )
+
+
+def _weighted(part: _Part, factors: Float32[Array, " num_keys"]) -> Float32[Array, " num_keys"]:
+    return factors if part.weights is None else factors * jnp.asarray(part.weights)
+
+
+def _bags(part: _Part, weights: Float32[Array, " num_keys"]) -> _Part:
+    """The bags of an input as weighted sums."""
+    return dataclasses.replace(part, combiner="sum", weights=weights, num_bags=part.shape[0])

@@ -215,7 +215,7 @@ def buckets_of(capacity: int) -> int:
 
     Example:
       >>> buckets_of(1_000_000) * 64 / 1_000_000
-      24.61568
+      24.615424
     """
     return max(4, -(-int(capacity / LOAD + 1) // ENTRIES_PER_BUCKET))
 

@@ -8,10 +8,11 @@ version, whole.
 import dataclasses
 import functools
 import itertools
+import logging
 import math
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -39,8 +40,12 @@ from jaxsok.serving.row_map import RowMap
 from jaxsok.serving.updates import InPlace, Source, Version, Versions
 from jaxsok.types import COUNTS, PADDING_KEY
 
+_log = logging.getLogger(__name__)
+
 LEAST_SAMPLES = 16
 """Of a program: requests are padded to this many samples, or twice as many, and so on up to `max_batch_size`."""
+
+_MET = [COUNTS.index(name) for name in ("num_found", "num_missing")]  # of keys that stand for some
 
 _NO_KEYS = np.zeros(0, np.uint64)
 
@@ -79,6 +84,8 @@ class Model:
     """64, or 32: then keys are 0 to 2**32 - 1."""
     inputs: Mapping[str, Any] | None
     """Of `predict`, by name (`artifact.ServedModel.inputs`); None: there is no dense model."""
+    outputs: Mapping[str, Any] | None
+    """Of `predict`, by name (`artifact.ServedModel.outputs`)."""
     version: int
 
 
@@ -94,8 +101,11 @@ def open(
     Args:
       config: the path of an HPS JSON file, what is in one, or what `config.read` gave.
       device: of JAX; None: the one whose number is the last of `deployed_device_list`.
-      warm_up: whether the programs of lookups are compiled now, so that no request waits for one.
+      warm_up: whether the programs of lookups in all tables of a model, and of its dense model, are compiled now, so
+        that no such request waits for one. Requests for fewer tables have programs of their own, which the first of
+        each set and size waits for; name all tables, some with no keys, and none does.
       memory_limit: bytes of the device's memory that tables may take; None: all that the device says that is free.
+        Rows in host memory may take what MemAvailable of /proc/meminfo says.
 
     Raises:
       ConfigError: the configuration, or a device that is not there.
@@ -142,13 +152,14 @@ class Session:
         self._memory_limit = memory_limit
         self._is_closed = False
         self._models: dict[str, _Served] = {}
+        memory: dict[Any, threading.Lock] = {}  # of each device where rows lie
         try:
             for number, model in enumerate(config.models):
                 at = _device(number, model, device)
                 kind = _Cached if model.tier == "cache" else _Served
-                self._models[model.model] = kind(
-                    model, config.key_bits, at, functools.partial(self._room, at), warm_up=warm_up
-                )
+                lock = memory.setdefault(at if model.tier == "device" else backing.host_device(), threading.Lock())
+                room = functools.partial(self._room, at)
+                self._models[model.model] = kind(model, config.key_bits, at, room, lock, warm_up=warm_up)
         except BaseException:
             self.close()
             raise
@@ -186,6 +197,10 @@ class Session:
 
     def predict(self, inputs: Mapping[str, Any], model: str | None = None) -> Answer:
         """Runs the dense model over the tables.
+
+        Where each of its outputs has a line for each sample, batches are padded to a power of two, and the model has to
+        treat each sample by itself. Any other is called with the batch as it is; each size is compiled when it first
+        comes.
 
         Args:
           inputs: by name, as `Model.inputs` tells.
@@ -255,7 +270,9 @@ class Session:
         Returns:
           `version` and `source` (the folders of its tables); `lookups`, `predicts`, `updates`; of lookups `keys`,
           `hits`, `missing` (read the default), `padding` and `hit_rate`; `bytes` of the device and `host_bytes`; and
-          `tables`: the same of each.
+          `tables`: the same of each. Where rows are cached, `hits`, `misses` and `missing` are of distinct keys and of
+          all tables together: hits are keys that the cache had, missing those of its misses that no tier has; of
+          each table there are `keys` and `padding`. What warms up is not counted.
         """
         return self._served("stats", model).stats()
 
@@ -301,9 +318,11 @@ class _Served:
         key_bits: sources.KeyBits,
         device: Any,
         room: Callable[[], int | None],
+        memory: threading.Lock,
         *,
         warm_up: bool,
     ) -> None:
+        self._memory = memory
         self.config, self.device, self.is_warmed_up = config, device, warm_up
         self.key_bits: sources.KeyBits = key_bits
         given = []
@@ -333,9 +352,10 @@ class _Served:
             device=self.device,
             key_bits=self.key_bits,
             spare_rows=self.config.spare_rows,
-            room=room if self.config.gpucache else lambda: None,
+            room=room if self.config.gpucache else _host_room,
             served=served,
             dense_file=self.config.dense_file,
+            memory=self._memory,
         )
 
     def _seen(self, spec: FrozenSpec) -> FrozenSpec:
@@ -363,6 +383,7 @@ class _Served:
             max_keys=self.config.max_keys,
             key_bits=self.key_bits,
             inputs=None if version.served is None else version.served.inputs,
+            outputs=None if version.served is None else version.served.outputs,
             version=version.number,
         )
 
@@ -390,7 +411,9 @@ class _Served:
         for name, array in arrays.items():
             rows = found[name][: array.size]
             values[name] = rows.reshape(*array.shape, rows.shape[-1])
-        self.counts.add(counts, {name: array.size for name, array in arrays.items()})
+        num_keys, met = {name: array.size for name, array in arrays.items()}, dict(zip(self.names, counts, strict=True))
+        padding = {name: size - int(met[name][_MET].sum()) for name, size in num_keys.items()}
+        self.counts.add(num_keys, counts=counts, padding=padding)
         return Answer(values, version=version.number)
 
     def _dispatched(
@@ -427,7 +450,7 @@ class _Served:
             sizes = tuple((name, level * self.per_sample[name]) for name in self.names)
             words = [keys_lib.padding_words((size,)) for _, size in sizes]
             jax.block_until_ready(self._dispatched(version.tables, words, sizes))
-            if version.served is not None:
+            if version.served is not None and version.served.is_per_sample:  # others are compiled for each size
                 inputs = {name: _example(spec, level) for name, spec in version.served.inputs.items()}
                 jax.block_until_ready(version.served.call(version.tables, inputs, pad=True))
 
@@ -476,38 +499,47 @@ class _Served:
             values, version = self._predicted(inputs)
             values = {name: np.asarray(value) for name, value in values.items()}
         self.counts.add_predict()
-        return Answer(values, version=version.number)
+        return Answer(values, version=version)
 
-    def _predicted(self, inputs: Any) -> tuple[dict[str, Any], Version]:
+    def _predicted(self, inputs: Any) -> tuple[dict[str, Any], int]:
         with self.versions.reading() as version:
-            self._read_inputs(version, inputs)
-            return version.served.call(version.tables, inputs, pad=True), version
+            self._read_inputs(version.served, inputs)
+            return version.served.call(version.tables, inputs, pad=version.served.is_per_sample), version.number
 
-    def _read_inputs(self, version: Version, inputs: Any) -> dict[str, np.ndarray]:
+    def _read_inputs(self, served: artifact.ServedModel | None, inputs: Any) -> dict[str, np.ndarray]:
         """The keys of a prediction by table, when all of it is checked."""
         op = "predict"
-        if version.served is None:
+        if served is None:
             raise UnknownModelError(
                 f'{op}: model: got "{self.config.model}", which has no dense_file, wanted one that has; lookup reads '
                 "its tables."
             )
-        leaves, num_samples = version.served.read(inputs)
+        leaves, num_samples = served.read(inputs)
         if num_samples > self.config.max_batch_size:
             raise RequestTooLargeError(
                 f"{op}: inputs: got {num_samples} samples, wanted at most {self.config.max_batch_size}, the "
                 "max_batch_size."
             )
-        keys: dict[str, np.ndarray] = {}
-        for name, spec in version.served.inputs.items():
-            if not hasattr(spec, "table"):
-                continue
-            words = leaves[name][0] if isinstance(leaves[name], tuple) else leaves[name]
-            mine = keys_lib.from_words(words).reshape(-1)
-            self._check_bits(f'{op}: inputs["{name}"]', mine)
-            keys[spec.table] = np.concatenate([keys.get(spec.table, _NO_KEYS), mine])
-        for name, mine in keys.items():
-            self._check_number(f'{op}: table "{name}"', name, mine.size)
+        given = {}
+        for name, spec in served.inputs.items():
+            if hasattr(spec, "table"):
+                words = leaves[name][0] if isinstance(leaves[name], tuple) else leaves[name]
+                given[name] = keys_lib.from_words(words).reshape(-1)
+                self._check_bits(f'{op}: inputs["{name}"]', given[name])
+        keys = {}
+        for table, names in self._inputs_of(served).items():
+            if names:
+                keys[table] = np.concatenate([given[name] for name in names])
+                self._check_number(f'{op}: table "{table}"', table, keys[table].size)
         return keys
+
+    def _inputs_of(self, served: artifact.ServedModel) -> Mapping[str, Sequence[str]]:
+        """The inputs whose keys count for each table: as they are declared."""
+        tables: dict[str, list[str]] = {}
+        for name, spec in served.inputs.items():
+            if hasattr(spec, "table"):
+                tables.setdefault(spec.table, []).append(name)
+        return tables
 
     # Versions --------------------------------------------------------------------------------------------------------
 
@@ -580,6 +612,18 @@ class _Served:
 class _Cached(_Served):
     """One model of a session, some of whose rows are cached on its device; all of them lie in host memory."""
 
+    def __init__(self, config: ModelConfig, *args: Any, **options: Any) -> None:
+        self._is_closed = threading.Event()
+        self._clock = threading.Thread(target=self._refresh_by_the_clock, name="jaxsok-refresh", daemon=True)
+        self._num_warm_ups = 0
+        try:
+            super().__init__(config, *args, **options)
+        except BaseException:
+            self.close()
+            raise
+        if config.is_refreshed:
+            self._clock.start()  # last: what fails above leaves no thread
+
     def _loaded(self, given: Sequence[Any], room: Callable[[], int | None], served: Any) -> Versions:
         config = self.config
         num_rows = {
@@ -591,21 +635,24 @@ class _Cached(_Served):
                 f'open: model "{config.model}": memory: got {free} bytes free on {self.device}, wanted {needed} for '
                 f"its cache; take a gpucacheper below {config.gpucacheper}."
             )
+        uses = _Uses()
         versions = Versions(
             config.model,
-            given,
+            [(table, uses.of(table.name, source)) for table, source in given] if config.is_filled_at_start else given,
             device=backing.host_device(),
             key_bits=self.key_bits,
             spare_rows=config.spare_rows,
-            room=lambda: None,
+            room=_host_room,
             served=served,
             dense_file=config.dense_file,
             can_donate=False,
+            memory=self._memory,
         )
         first = versions.current
-        self._history = {first.number: first}
+        self._history = {first.number: first.served}
+        frequencies = uses.by_row(first.tables, versions.maps) if config.is_filled_at_start else None
         self.cache = cache_lib.DeviceCache(
-            backing.HostRows(first.tables, versions.maps, version=first.number),
+            backing.HostRows(first.tables, versions.maps, version=first.number, frequencies=frequencies),
             fraction=config.gpucacheper,
             hit_rate_threshold=config.hit_rate_threshold,
             refresh_fraction=config.cache_refresh_percentage_per_iteration,
@@ -613,10 +660,6 @@ class _Cached(_Served):
         )
         if config.is_filled_at_start:
             self.cache.fill()
-        self._is_closed = threading.Event()
-        self._clock = threading.Thread(target=self._refresh_by_the_clock, name="jaxsok-refresh", daemon=True)
-        if config.is_refreshed:
-            self._clock.start()
         return versions
 
     def _seen(self, spec: FrozenSpec) -> FrozenSpec:
@@ -636,7 +679,8 @@ class _Cached(_Served):
             rows, version = found.rows, found.version
         else:
             rows, version = self._looked_up_one_by_one(arrays)
-        self.counts.add(np.zeros((), np.int64), {name: array.size for name, array in arrays.items()})
+        padding = {name: int((array == np.uint64(PADDING_KEY)).sum()) for name, array in arrays.items()}
+        self.counts.add({name: array.size for name, array in arrays.items()}, padding=padding)
         return Answer(rows, version=version)
 
     def _looked_up_one_by_one(self, arrays: Mapping[str, np.ndarray]) -> tuple[dict[str, np.ndarray], int]:
@@ -648,25 +692,38 @@ class _Cached(_Served):
 
     def warm_up(self, version: Version) -> None:
         """Compiles the programs of lookups in all tables, without keys that would count."""
+        sets = [self.names] if self.config.is_fused else [(name,) for name in self.names]
+        self.cache.warm_up(
+            [{name: level * self.per_sample[name] for name in names} for names in sets for level in self.levels],
+            as_tables=version.served is not None,
+        )
         for level in self.levels:
             self.cache.lookup(
                 {name: np.full(level * self.per_sample[name], np.uint64(PADDING_KEY)) for name in self.names}
             )
+            self._num_warm_ups += 1
 
-    def _predicted(self, inputs: Any) -> tuple[dict[str, Any], Version]:
+    def _inputs_of(self, served: artifact.ServedModel) -> Mapping[str, Sequence[str]]:
+        """The inputs that each table is looked up by: as the export saw; other rows are not fetched."""
+        return {table: names or () for table, names in served.lookups.items()}
+
+    def _predicted(self, inputs: Any) -> tuple[dict[str, Any], int]:
+        served = self.versions.current.served
         while True:
-            keys = self._read_inputs(self.versions.current, inputs)
-            found = self.cache.lookup_tables(keys)
-            version = self._history.get(found.version)
-            if version is None:
+            found = self.cache.lookup_tables(self._read_inputs(served, inputs))
+            history = self._history
+            if found.version not in history:
+                served = self.versions.current.served
                 continue  # many updates came meanwhile
-            self._read_inputs(version, inputs)  # the dense model may be another one by now
-            return version.served.call(found.tables, inputs, pad=True), version
+            wanted, served = served, history[found.version]
+            if served is wanted:
+                return served.call(found.tables, inputs, pad=served.is_per_sample), found.version
+            # Else the dense model is another one by now, which may read other keys.
 
     def _publish(self, new: Version, maps: tuple[RowMap, ...], changed: Mapping[str, np.ndarray]) -> None:
-        # Before any answer can be of it; the last ones are for predictions that run.
-        history = {number: version for number, version in self._history.items() if number > new.number - 4}
-        self._history = {**history, new.number: new}
+        # Before any answer can be of it; the last ones are for predictions that run. Without the tables, which are large.
+        history = {number: served for number, served in self._history.items() if number > new.number - 4}
+        self._history = {**history, new.number: new.served}
         self.cache.swap(backing.HostRows(new.tables, maps, version=new.number), changed)
 
     def _prepare(self, old: Version, new: Version) -> None:
@@ -682,13 +739,15 @@ class _Cached(_Served):
             wait_s = self.config.refresh_interval
             try:
                 self.cache.refresh()
-            except ServingError:
-                return  # closed meanwhile
+            except Exception:  # of any tier; the next one may do
+                if not self._is_closed.is_set():
+                    _log.exception('model "%s": the refresh of the cache failed, wanted its rows', self.config.model)
 
     def stats(self) -> dict[str, Any]:
         stats, of_cache = super().stats(), self.cache.stats()
+        of_cache.lookups -= self._num_warm_ups
         for of_table in stats["tables"].values():
-            for name in ("hits", "missing", "padding", "hit_rate"):  # are counted of all tables together
+            for name in ("hits", "missing", "hit_rate"):  # the cache counts them of all tables together
                 del of_table[name]
         cached = {**dataclasses.asdict(of_cache), "hit_rate": of_cache.hit_rate, "num_rows": self.cache.num_rows}
         total = {name: cached[name] for name in ("hits", "misses", "missing", "hit_rate")}
@@ -699,7 +758,39 @@ class _Cached(_Served):
         self._is_closed.set()
         if self._clock.is_alive():
             self._clock.join()
-        self.cache.close()
+        if hasattr(self, "cache"):  # else it was not made: opening failed
+            self.cache.close()
+
+
+class _Uses:
+    """How often keys were used, as files tell it while rows are read: for the rows that a cache begins with."""
+
+    def __init__(self) -> None:
+        self._seen: list[tuple[str, np.ndarray, np.ndarray]] = []
+        self._is_known = True
+
+    def of(self, table: str, source: sources.TableSource) -> sources.TableSource:
+        """A source that is listened to."""
+
+        def chunks() -> Iterator[Any]:
+            for records in source.chunks():
+                if records.frequency is None:
+                    self._is_known, self._seen = False, []
+                elif self._is_known:
+                    self._seen.append((table, records.keys.copy(), np.array(records.frequency, np.uint32)))
+                yield records
+
+        return dataclasses.replace(source, start=chunks)
+
+    def by_row(self, tables: FrozenTables, maps: Sequence[RowMap]) -> list[np.ndarray] | None:
+        """Of each store's rows; None: not all files tell."""
+        if not self._is_known:
+            return None
+        found = [np.zeros(row_map.capacity, np.uint32) for row_map in maps]
+        for table, keys, values in self._seen:
+            store, number = tables.spec.places[table]
+            found[store][maps[store].find(number, keys)] = values
+        return found
 
 
 class _Counts:
@@ -708,16 +799,18 @@ class _Counts:
     def __init__(self, names: Sequence[str]) -> None:
         self._names, self._lock = tuple(names), threading.Lock()
         self._counts = np.zeros((len(names), len(COUNTS)), np.int64)
-        self._keys = dict.fromkeys(names, 0)
+        self._keys, self._padding = dict.fromkeys(names, 0), dict.fromkeys(names, 0)
         self._lookups = self._predicts = self._updates = 0
 
-    def add(self, counts: np.ndarray, num_keys: Mapping[str, int]) -> None:
-        """A lookup."""
+    def add(self, num_keys: Mapping[str, int], *, counts: np.ndarray | None = None, padding: Any = None) -> None:
+        """A lookup: what became of its keys, or, where that is counted elsewhere, which of them are padding."""
         with self._lock:
-            self._counts += counts
+            if counts is not None:
+                self._counts += counts
             self._lookups += 1
             for name, count in num_keys.items():
                 self._keys[name] += count
+                self._padding[name] += 0 if padding is None else padding[name]
 
     def add_predict(self) -> None:
         """A prediction."""
@@ -732,21 +825,21 @@ class _Counts:
     def stats(self) -> dict[str, Any]:
         """All of it."""
         with self._lock:
-            counts, keys = self._counts.copy(), dict(self._keys)
+            counts, keys, padding = self._counts.copy(), dict(self._keys), dict(self._padding)
             done = {"lookups": self._lookups, "predicts": self._predicts, "updates": self._updates}
         tables = {}
         for name, line in zip(self._names, counts, strict=True):
             of = dict(zip(COUNTS, line.tolist(), strict=True))
-            tables[name] = _rates(keys[name], of["num_found"], of["num_missing"])
+            tables[name] = _rates(keys[name], of["num_found"], of["num_missing"], padding[name])
         names = ("keys", "hits", "missing", "padding")
         total = {name: sum(table[name] for table in tables.values()) for name in names}
-        return {**done, **_rates(total["keys"], total["hits"], total["missing"]), "tables": tables}
+        return {**done, **_rates(*(total[name] for name in names)), "tables": tables}
 
 
-def _rates(keys: int, hits: int, missing: int) -> dict[str, Any]:
-    """Keys that are found, and those that are not; the rest is padding."""
+def _rates(keys: int, hits: int, missing: int, padding: int) -> dict[str, Any]:
+    """Keys that are found, those that are not, and those that stand for none."""
     rate = hits / (hits + missing) if hits + missing else 1.0
-    return {"keys": keys, "hits": hits, "missing": missing, "padding": keys - hits - missing, "hit_rate": rate}
+    return {"keys": keys, "hits": hits, "missing": missing, "padding": padding, "hit_rate": rate}
 
 
 @functools.partial(jax.jit, static_argnums=2)
@@ -787,6 +880,10 @@ def _integers(given: Any, what: str) -> np.ndarray:
     return array
 
 
+def _host_room() -> int | None:
+    return updates.host_free_bytes()
+
+
 def _device(number: int, model: ModelConfig, given: Any) -> Any:
     """Where the rows of a model lie."""
     if model.tier == "host":
@@ -804,7 +901,7 @@ def _device(number: int, model: ModelConfig, given: Any) -> Any:
 
 
 def _dense_model(op: str, config: ModelConfig, path: str | os.PathLike[str], spec: FrozenSpec) -> artifact.ServedModel:
-    """An artifact, checked to fit the tables."""
+    """An artifact, checked to fit the tables, and the tier that they lie in."""
     served = artifact.load_model(path)
     tables = {table.name: table for table in itertools.chain(*spec.stores)}
     for name, wanted in served.tables.items():
@@ -817,6 +914,14 @@ def _dense_model(op: str, config: ModelConfig, path: str | os.PathLike[str], spe
                 f'{what} table "{name}" of {wanted.dtype}[{wanted.dim}], wanted {got.dtype}[{got.dim}], as it is '
                 "served; export the model over tables of that dtype."
             )
+    unknown = [name for name, inputs in served.lookups.items() if inputs is None]
+    if config.tier == "cache" and unknown:
+        raise ServingError(
+            f'{op}: model "{config.model}": dense_file: got "{path}", which reads {unknown} by keys that are not the '
+            "keys of an input (it works them out, or was exported before that was written down), wanted inputs alone: "
+            "over a cache only their rows are fetched. Give those keys as a KeysInput or BagsInput and export again, "
+            "or take a gpucacheper of 1.0, where all rows are on the device."
+        )
     return served
 
 

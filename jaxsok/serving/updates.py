@@ -36,7 +36,7 @@ from jaxsok.serving.frozen import (
 )
 from jaxsok.serving.row_map import RowMap
 from jaxsok.serving.sources import TableSource
-from jaxsok.types import NO_ROW
+from jaxsok.types import MAX_CAPACITY, NO_ROW
 
 InPlace = bool | Literal["auto"]
 Source = str | os.PathLike[str] | Mapping[str, str | os.PathLike[str]]
@@ -155,6 +155,7 @@ class Versions:
         served: Any = None,
         dense_file: str = "",
         can_donate: bool = True,
+        memory: contextlib.AbstractContextManager[Any] | None = None,
     ) -> None:
         """Loads the first version.
 
@@ -176,12 +177,13 @@ class Versions:
         self.key_bits: sources_lib.KeyBits = key_bits
         self._room, self._can_donate = room, can_donate
         self._gate, self._updating = Gate(), threading.Lock()
+        self._memory = contextlib.nullcontext() if memory is None else memory
         needed = sum(sum(frozen_bytes(table, source.num_rows + spare_rows).values()) for table, source in given)
         free = room()
         if free is not None and needed > free:
             raise ServingError(
                 f'open: model "{name}": memory: got {free} bytes free on {device}, wanted {needed} for its tables; '
-                "take a smaller row_dtype, or a gpucacheper below 1."
+                "take a smaller row_dtype, or, where they lie on a device, a gpucacheper below 1."
             )
         tables, maps = freeze_records(
             [(table, SizedRecords(source.num_rows, source.chunks())) for table, source in given],
@@ -258,25 +260,38 @@ class Versions:
                 served=old.served if dense_file is None else served,
                 dense_file=old.dense_file if dense_file is None else dense_file,
             )
-            plans, is_in_place = self._planned(old.tables, changes, in_place)
-            maps = list(self._maps)
+            with self._memory:
+                return self._updated(old, new, changes, in_place, prepare, publish)
+
+    def _updated(
+        self,
+        old: Version,
+        new: Version,
+        changes: Sequence[Change],
+        in_place: InPlace,
+        prepare: Callable[[Version, Version], None],
+        publish: Publish,
+    ) -> Version:
+        """Makes and serves the next version; nobody else takes memory of the device meanwhile."""
+        plans, is_in_place = self._planned(old.tables, changes, in_place)
+        maps = list(self._maps)
+        for plan in plans:
+            maps[plan.store] = plan.row_map
+        new = dataclasses.replace(new, num_rows=_num_rows(old.tables, maps))
+        if is_in_place:
+            self._write_in_place(old, new, plans, prepare)
+            self.num_in_place += 1
+        else:
+            stores = list(old.tables.stores)
             for plan in plans:
-                maps[plan.store] = plan.row_map
-            new = dataclasses.replace(new, num_rows=_num_rows(old.tables, maps))
-            if is_in_place:
-                self._write_in_place(old, new, plans, prepare)
-                self.num_in_place += 1
-            else:
-                stores = list(old.tables.stores)
-                for plan in plans:
-                    stores[plan.store] = plan.copied(stores[plan.store], self.device)
-                new = dataclasses.replace(new, tables=dataclasses.replace(old.tables, stores=tuple(stores)))
-                jax.block_until_ready(new.tables)  # what fails fails here, and no reader waits for it
-                prepare(old, new)
-                publish(new, tuple(maps), {name: keys for plan in plans for name, keys in plan.changed.items()})
-                self._current = new
-            self._maps = tuple(maps)
-            return self._current
+                stores[plan.store] = plan.copied(stores[plan.store], self.device)
+            new = dataclasses.replace(new, tables=dataclasses.replace(old.tables, stores=tuple(stores)))
+            jax.block_until_ready(new.tables)  # what fails fails here, and no reader waits for it
+            prepare(old, new)
+            publish(new, tuple(maps), {name: keys for plan in plans for name, keys in plan.changed.items()})
+            self._current = new
+        self._maps = tuple(maps)
+        return self._current
 
     @property
     def maps(self) -> tuple[RowMap, ...]:
@@ -293,16 +308,26 @@ class Versions:
         for change in changes:
             if not change.is_empty:
                 of_store.setdefault(tables.spec.places[change.table.name][0], []).append(change)
-        plans = [self._plan(tables, s, mine) for s, mine in of_store.items()]
-        beside = sum(plan.bytes_beside(tables.stores[plan.store]) for plan in plans)
+        free, beside = None, 0
+        for is_roomy in (True, False):
+            plans = [self._plan(tables, s, mine, is_roomy) for s, mine in of_store.items()]
+            beside = sum(plan.bytes_beside(tables.stores[plan.store]) for plan in plans)
+            free = self._room()
+            is_grown = any(plan.row_map.capacity > tables.stores[plan.store].capacity for plan in plans)
+            if free is None or beside <= free or not is_grown:
+                break  # else without room to grow further
         within = sum(64 * plan.row_map.num_buckets for plan in plans) + max((p.piece_bytes for p in plans), default=0)
-        free = self._room()
         fits = free is None or beside <= free
         if in_place is False or (in_place == "auto" and (fits or not self._can_donate)):
             if not fits:
+                help_ = 'pass in_place=True (or "auto"), which changes rows where they lie'
+                if not self._can_donate:
+                    help_ = (
+                        "rows below a cache are not changed where they lie; open the tables anew, or with more memory"
+                    )
                 raise ServingError(
                     f'update: model "{self.name}": memory: got {free} bytes free on {self.device}, wanted {beside} for '
-                    'a copy of what changes; pass in_place=True (or "auto"), which changes rows where they lie.'
+                    f"a copy of what changes; {help_}."
                 )
             return plans, False
         too_many = [plan for plan in plans if plan.row_map.capacity > tables.stores[plan.store].capacity]
@@ -320,8 +345,8 @@ class Versions:
             )
         return plans, True
 
-    def _plan(self, tables: FrozenTables, s: int, changes: Sequence[Change]) -> "_StorePlan":
-        """The map of a store's rows as it will be."""
+    def _plan(self, tables: FrozenTables, s: int, changes: Sequence[Change], is_roomy: bool) -> "_StorePlan":
+        """The map of a store's rows as it will be; if it grows, with room to grow further or without."""
         old, spec = self._maps[s], tables.spec.stores[s]
         number_of = {table.name: number for number, table in enumerate(spec)}
         keys = {change.table.name: _all_keys(change) for change in changes}
@@ -331,7 +356,7 @@ class Versions:
             for name in keys:
                 changed[name] = np.concatenate([keys[name], old.keys_of(number_of[name])[0]])
             num_needed = sum(len(mine) for mine in keys.values())
-            row_map = RowMap(len(spec), self._capacity(old.capacity, num_needed, len(spec)))
+            row_map = RowMap(len(spec), self._capacity(old.capacity, num_needed, len(spec), is_roomy))
         else:
             row_map = old.copy()
             for change in changes:
@@ -341,16 +366,19 @@ class Versions:
                 changed[change.table.name] = np.concatenate([keys[change.table.name], gone])
             num_new = sum(int((row_map.find(number_of[name], mine) == NO_ROW).sum()) for name, mine in keys.items())
             num_needed = int(row_map.table_rows.sum()) + num_new
-            row_map.grow(self._capacity(old.capacity, num_needed, len(spec)))
+            row_map.grow(self._capacity(old.capacity, num_needed, len(spec), is_roomy))
         for name, mine in keys.items():
             row_map.place(number_of[name], mine)
         return _StorePlan(s, row_map, list(changes), number_of, num_needed, is_fresh, changed)
 
-    def _capacity(self, now: int, num_needed: int, num_tables: int) -> int:
+    def _capacity(self, now: int, num_needed: int, num_tables: int, is_roomy: bool) -> int:
         """Rows of a store: as many as it has, so that programs stay, unless those are too few."""
         if num_needed <= now:
             return now
-        return num_needed + max(num_tables * self.spare_rows, num_needed // 16)  # so that not each update is too many
+        if not is_roomy:
+            return num_needed
+        more = max(num_tables * self.spare_rows, num_needed // 16)  # so that not each update is too many
+        return max(num_needed, min(num_needed + more, MAX_CAPACITY))
 
     # In place --------------------------------------------------------------------------------------------------------
 
@@ -543,6 +571,16 @@ def free_bytes(device: Any, limit: int | None, used: int) -> int | None:
     if not found or "bytes_limit" not in found:
         return None
     return max(0, found["bytes_limit"] - found["bytes_in_use"])
+
+
+def host_free_bytes() -> int | None:
+    """Bytes of memory that Linux could give a process now (MemAvailable); None where it does not say."""
+    try:
+        lines = pathlib.Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    found = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]
+    return 1024 * int(found[0]) if found else None
 
 
 def _num_rows(tables: FrozenTables, maps: Sequence[RowMap]) -> dict[str, int]:

@@ -89,9 +89,10 @@ class Watcher:
     def look(self) -> int:
         """Applies what is new; how many were applied.
 
-        Of the full ones the last that is not refused counts. What stands before something that was applied is skipped,
-        also if it comes later. What cannot be read is refused, and stops no other. A delta that is refused, since its base is not what is served, or since it is damaged, waits: it is tried again
-        when something else was applied, and each minute.
+        Of the full ones the last that is not refused counts. What stands before something that was applied is
+        skipped, also if it comes later. What cannot be read is refused, and stops no other. A delta that is
+        refused, since its base is not what is served, or since it is damaged, waits: it is tried again when
+        something else was applied, and each minute.
         """
         num_applied = 0
         for model in self._session.models:

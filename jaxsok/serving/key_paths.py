@@ -1,0 +1,214 @@
+"""Which inputs of a traced model its lookups read, and by which tables: so that a cache knows what to fetch.
+
+`mark` names the keys of a lookup in the trace. `found` follows each input to those names, through operations that pick
+and move whole keys. What does anything else to the words of a key makes another key, of which nothing is known.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array
+
+from jaxsok.types import PADDING_KEY
+
+_MARK = "jaxsok.keys:"
+_PADDING_WORD = PADDING_KEY & 0xFFFFFFFF
+
+Label = frozenset[str] | None
+"""Inputs whose keys these may be, or padding; None: other numbers."""
+
+_PASS = frozenset({"name", "copy", "copy_p", "optimization_barrier", "sharding_constraint", "device_put"})
+_CALLS = {
+    "jit": "jaxpr",
+    "pjit": "jaxpr",
+    "closed_call": "call_jaxpr",
+    "core_call": "call_jaxpr",
+    "custom_jvp_call": "call_jaxpr",
+    "custom_vjp_call": "call_jaxpr",
+    "custom_vmap_call": "call",
+    "checkpoint": "jaxpr",
+    "remat": "jaxpr",
+    "remat2": "jaxpr",
+}
+"""Operations that are a call, and where their program is."""
+
+_RAW = frozenset({"ffi_call", "custom_call", *_CALLS})
+"""What may take the rows of a store: lookups do."""
+
+
+def mark(table: str, words: Any) -> Array:
+    """The keys that a lookup reads in a table, the same, and found again in the trace."""
+    return checkpoint_name(jnp.asarray(words), f"{_MARK}{table}")
+
+
+def found(
+    jaxpr: Any, inputs: Sequence[str | None], raw: Sequence[Sequence[str]], tables: Sequence[str]
+) -> dict[str, tuple[str, ...] | None]:
+    """The inputs whose keys each table is looked up by.
+
+    Args:
+      jaxpr: of the model, closed.
+      inputs: of each argument, the name of the input whose keys it is, or None.
+      raw: of each argument, the tables whose rows it is.
+      tables: all.
+
+    Returns:
+      By table the names, none where it is not read; None: keys among them are worked out by the model, or it reads
+      rows without a lookup.
+    """
+    walk = _Walk(tables)
+    walk.run(
+        jaxpr.jaxpr,
+        [None if name is None else frozenset([name]) for name in inputs],
+        [frozenset(mine) for mine in raw],
+        jaxpr.consts,
+    )
+    return {table: None if table in walk.unknown else tuple(sorted(walk.read[table])) for table in tables}
+
+
+class _Walk:
+    """Goes through a program once."""
+
+    def __init__(self, tables: Sequence[str]) -> None:
+        self.read: dict[str, set[str]] = {table: set() for table in tables}
+        self.unknown: set[str] = set()
+
+    def run(
+        self, jaxpr: Any, labels: Sequence[Label], raw: Sequence[frozenset[str]], consts: Sequence[Any] = ()
+    ) -> list[Label]:
+        """Labels of the results of a program, of those of its arguments."""
+        env: dict[Any, Label] = dict(zip(jaxpr.invars, labels, strict=True))
+        rows = dict(zip(jaxpr.invars, raw, strict=True))
+        by_lines: set[Any] = set()  # masks that are the same for both words of a key
+        for var, value in zip(jaxpr.constvars, consts, strict=False):
+            env[var] = _of_constant(value)
+
+        def label(var: Any) -> Label:
+            return _of_constant(var.val) if hasattr(var, "val") else env.get(var)
+
+        for eqn in jaxpr.eqns:
+            name = eqn.primitive.name
+            mine = [label(var) for var in eqn.invars]
+            taken = [frozenset() if hasattr(var, "val") else rows.get(var, frozenset()) for var in eqn.invars]
+            if name not in _RAW:
+                self.unknown |= frozenset().union(*taken)
+            if name == "name" and eqn.params["name"].startswith(_MARK):
+                self._reads(eqn.params["name"].removeprefix(_MARK), mine[0])
+            results = self._results(name, eqn, mine, taken, by_lines)
+            if name == "broadcast_in_dim" and _is_by_lines(eqn):
+                by_lines.add(eqn.outvars[0])
+            env |= dict(zip(eqn.outvars, results, strict=True))
+        return [label(var) for var in jaxpr.outvars]
+
+    def _reads(self, table: str, keys: Label) -> None:
+        if keys is None:
+            self.unknown.add(table)
+        else:
+            self.read[table] |= keys
+
+    def _results(
+        self, name: str, eqn: Any, labels: Sequence[Label], taken: Sequence[frozenset[str]], by_lines: set[Any]
+    ) -> Sequence[Label]:
+        nothing = [None] * len(eqn.outvars)
+        if name in _CALLS:
+            inner = eqn.params.get(_CALLS[name])
+            jaxpr, consts = getattr(inner, "jaxpr", inner), getattr(inner, "consts", ())
+            if jaxpr is not None and len(jaxpr.invars) == len(eqn.invars):
+                return self.run(jaxpr, labels, taken, consts)
+        if any(True for _ in _inner(eqn)):  # loops, branches, and what is not known here
+            for table in _marked(eqn):
+                self.unknown.add(table)
+            self.unknown |= frozenset().union(*taken)
+            return nothing
+        if name in _PASS:
+            return list(labels)
+        if name == "select_n":
+            if eqn.invars[0].aval.ndim and eqn.invars[0] not in by_lines:
+                return nothing
+            return [_union(labels[1:])]
+        if name == "concatenate":
+            is_whole = eqn.params["dimension"] != _last(eqn.outvars[0])
+            return [_union(labels) if is_whole or not _union(labels) else None]
+        if name == "pad":
+            is_whole = tuple(eqn.params["padding_config"][-1:]) == ((0, 0, 0),)
+            return [_union(labels) if is_whole or not _union(labels) else None]
+        keeps = _KEEPS.get(name)
+        if keeps is None or labels[0] is None or (labels[0] and not keeps(eqn)):
+            return nothing
+        return [labels[0]] * len(eqn.outvars)
+
+
+def _of_constant(value: Any) -> Label:
+    """Padding, or not."""
+    value = np.asarray(value)
+    return frozenset() if value.dtype == np.uint32 and (value == _PADDING_WORD).all() else None
+
+
+def _union(labels: Sequence[Label]) -> Label:
+    found: frozenset[str] = frozenset()
+    for label in labels:
+        if label is None:
+            return None
+        found |= label
+    return found
+
+
+def _last(var: Any) -> int:
+    return var.aval.ndim - 1
+
+
+def _has_words(eqn: Any) -> bool:
+    """Whether the last axis of the result is that of words, where it is that of the operand."""
+    return bool(eqn.outvars[0].aval.ndim) and eqn.outvars[0].aval.shape[-1] == 2
+
+
+def _gathers_words(eqn: Any) -> bool:
+    numbers, last = eqn.params["dimension_numbers"], _last(eqn.invars[0])
+    moved = (*numbers.collapsed_slice_dims, *numbers.start_index_map, *numbers.operand_batching_dims)
+    return (
+        last not in moved
+        and eqn.params["slice_sizes"][-1] == 2
+        and numbers.offset_dims[-1:] == (_last(eqn.outvars[0]),)
+        and eqn.params.get("fill_value") is None  # then what is outside reads padding
+    )
+
+
+def _is_by_lines(eqn: Any) -> bool:
+    """Whether all of the last axis of the result is one number."""
+    dims, last = eqn.params["broadcast_dimensions"], _last(eqn.outvars[0])
+    return last not in dims or eqn.invars[0].aval.shape[dims.index(last)] == 1
+
+
+# Whether each picks or moves whole keys of its first operand, whose last axis is the two words of a key.
+_KEEPS: Mapping[str, Callable[[Any], bool]] = {
+    "reshape": lambda eqn: _has_words(eqn) and eqn.params["dimensions"] is None,
+    "slice": _has_words,
+    "dynamic_slice": _has_words,
+    "squeeze": _has_words,
+    "transpose": lambda eqn: eqn.params["permutation"][-1] == _last(eqn.invars[0]),
+    "broadcast_in_dim": lambda eqn: eqn.params["broadcast_dimensions"][-1:] == (_last(eqn.outvars[0]),),
+    "rev": lambda eqn: _last(eqn.invars[0]) not in eqn.params["dimensions"],
+    "split": lambda eqn: eqn.params["axis"] != _last(eqn.invars[0]),
+    "gather": _gathers_words,
+}
+
+
+def _inner(eqn: Any) -> Iterator[Any]:
+    """The programs within an operation."""
+    for value in eqn.params.values():
+        for one in value if isinstance(value, (tuple, list)) else (value,):
+            one = getattr(one, "jaxpr", one)
+            if hasattr(one, "eqns"):
+                yield one
+
+
+def _marked(eqn: Any) -> Iterator[str]:
+    """The tables that are looked up within an operation."""
+    for jaxpr in _inner(eqn):
+        for one in jaxpr.eqns:
+            if one.primitive.name == "name" and one.params["name"].startswith(_MARK):
+                yield one.params["name"].removeprefix(_MARK)
+            yield from _marked(one)
