@@ -16,6 +16,7 @@ import dataclasses
 import importlib.util
 import json
 import pathlib
+import shutil
 import statistics
 import tempfile
 import time
@@ -73,7 +74,8 @@ def write_tables(folder: pathlib.Path, config: Config) -> None:
     rng = np.random.default_rng(0)
     for name in config.names:
         rows = rng.normal(size=(config.rows, config.dim)).astype(np.float32)
-        hps.write_hps(folder / name, jaxsok.Records(np.arange(config.rows, dtype=np.uint64), rows))
+        records = jaxsok.Records(np.arange(config.rows, dtype=np.uint64), rows)
+        hps.write_hps(folder / name, records, overwrite=True)  # of a run before
 
 
 def write_configuration(folder: pathlib.Path, config: Config) -> pathlib.Path:
@@ -171,6 +173,8 @@ def _run(config: Config, folder: pathlib.Path) -> Result:
         is_equal &= all(np.array_equal(first[name], second[name]) for name in config.names)
 
     inputs = {name: artifact.KeysInput(name, shape=(config.keys,)) for name in config.names}
+    if (folder / "model" / artifact.MANIFEST).is_file():
+        shutil.rmtree(folder / "model")
     artifact.export_model(folder / "model", make_model(kernel, fused), tables, inputs)
     path = write_configuration(folder, config)
     difference = session_difference(path, models[fused](tables, batches[0]), batches[0])

@@ -167,7 +167,7 @@ def serving(session, watch=None, **options):
             session, server.ServerOptions(**{"max_delay_ms": 1.0, **options}), watch=watch, watch_interval_s=0.05
         )
         found = running.Server(app, where, on_ready=lambda _: ready.set())
-        thread = threading.Thread(target=found.run, daemon=True)
+        found.thread = thread = threading.Thread(target=found.run, daemon=True)
         thread.start()
         assert ready.wait(30)
         try:

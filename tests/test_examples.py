@@ -66,6 +66,13 @@ def test_fused_and_unfused_tables_give_the_same_bits(tmp_path):
     )
 
 
+def test_a_second_run_of_the_fused_example_replaces_the_first(tmp_path):
+    for dim in (5, 3):
+        config = serve_fused.Config(1, rows=9, dim=dim, batch_size=2, keys=2, iterations=1, folder=tmp_path)
+        assert serve_fused.run(config).is_equal
+        assert (tmp_path / "sparse_embedding0" / "emb_vector").stat().st_size == 9 * dim * 4
+
+
 def test_every_option_of_the_fused_example_is_a_field():
     assert serve_fused.parse_arguments([]) == serve_fused.Config()
     assert serve_fused.parse_arguments(["--tables", "2", "--folder", "x"]).folder == pathlib.Path("x")

@@ -32,7 +32,7 @@ import jaxsok
 from jaxsok import Records, checkpoint
 from jaxsok import __main__ as command_line
 from jaxsok.interchange.hps import write_hps
-from jaxsok.serving import artifact, batching, calls, errors, fused, responses, server, watch, wire
+from jaxsok.serving import artifact, batching, calls, errors, fused, responses, running, server, watch, wire
 from jaxsok.serving import session as session_lib
 from jaxsok.serving.frozen import FrozenTable, SizedRecords, freeze_records
 
@@ -1119,6 +1119,28 @@ def test_the_wait_for_requests_is_bounded():
     hold.set()
 
 
+def test_a_second_interrupt_ends_the_wait():
+    """SIGINT twice: neither requests nor the balancer are waited for."""
+    session = cases.Session()
+    hold = session.hold = threading.Event()
+    with cases.serving(session, drain_s=60.0, shutdown_s=60.0) as found:
+        with httpx.Client(base_url=found.address) as client, concurrent.futures.ThreadPoolExecutor(1) as threads:
+            asked = threads.submit(client.post, LOOKUP, json={"keys": {"user": [4]}}, timeout=20)
+            for _ in range(2):
+                time.sleep(0.3)
+                found.handle_exit(signal.SIGINT, None)
+            found.thread.join(10)
+            assert not found.thread.is_alive(), "the drain goes on"
+            hold.set()
+            with contextlib.suppress(httpx.HTTPError):
+                asked.result()
+
+
+def test_two_servers_cannot_have_one_port():
+    with running.bind("127.0.0.1", 0) as where, pytest.raises(OSError, match="--port"):
+        running.bind(*where.getsockname()).close()
+
+
 def test_a_signal_ends_the_process_in_order():
     """SIGINT; SIGTERM is what ends the process in test_server_load.py."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
@@ -1399,7 +1421,7 @@ def test_results_of_a_whole_batch_are_of_one_client(tmp_path):
     artifact.export_model(tmp_path / "model", model, frozen, {"user": artifact.KeysInput("user")}, platforms=["cpu"])
     config = config_of({"user": tmp_path / "user"}, 4, dense_file=str(tmp_path / "model"))
     with session_lib.open(config, warm_up=False) as session:
-        samples = [calls.Samples({"user": np.array(mine, np.uint64)}, 2, {}) for mine in ([1, 2], [3, 4])]
+        samples = [calls.Samples({"user": np.array(mine, np.uint64)}, 2, {"user": 2}) for mine in ([1, 2], [3, 4])]
         found = calls.Predictions(session, 100).run("ranker", samples)
     for number, (outputs, version) in enumerate(found):
         mine = rows[2 * number : 2 * number + 2]
@@ -1427,7 +1449,7 @@ def test_a_batch_whose_dense_model_changed_meanwhile_is_asked_again():
     try:
         session = Switched()
         one = wire.Ragged(np.array([1, 2], np.uint64), np.array([1, 1], np.int32))
-        samples = [calls.Samples({"user": one, "dense": np.zeros((2, 2), np.float32)}, 2, {})] * 2
+        samples = [calls.Samples({"user": one, "dense": np.zeros((2, 2), np.float32)}, 2, {"user": 2})] * 2
         found = calls.Predictions(session, 100).run("ranker", samples)
     finally:
         cases_outputs.update(before)

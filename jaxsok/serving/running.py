@@ -17,7 +17,9 @@ _MAX_HEAD_BYTES = 1 << 16
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket at an address, before anything is loaded; port 0: any that is free.
+    """A socket that listens at an address, before anything is loaded; port 0: any that is free.
+
+    Who connects before the server accepts waits.
 
     Raises:
       OSError: the address is taken, or not of this machine.
@@ -36,6 +38,7 @@ def bind(host: str, port: int) -> socket.socket:
         try:
             made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             made.bind(address)
+            made.listen()  # else another socket could be bound here until one of them listens
         except BaseException:
             made.close()
             raise
@@ -97,7 +100,7 @@ class Server(uvicorn.Server):
         self.handle_exit(signal.SIGTERM, None)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Takes note; the loop sees it within 0.1 s. A second SIGINT does not wait for requests."""
+        """Takes note; the loop sees it within 0.1 s. A second SIGINT waits for nothing, and leaves the session open."""
         self.app.is_stopping = True  # no more than this: a signal may come while a lock is held
         super().handle_exit(sig, frame)
 
@@ -110,7 +113,10 @@ class Server(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Not ready, drains, then closes."""
         self.app.stop_taking()
-        await asyncio.sleep(self.app.options.drain_s)
+        loop = asyncio.get_running_loop()
+        until = loop.time() + self.app.options.drain_s
+        while not self.force_exit and (rest_s := until - loop.time()) > 0:
+            await asyncio.sleep(min(rest_s, 0.1))
         await super().shutdown(sockets)
 
     @contextlib.contextmanager

@@ -63,7 +63,7 @@ class ServerOptions:
     max_held_bytes: int = 512 << 20
     """Bodies of all requests that are not answered."""
     max_requests: int = 256
-    """Requests that are not answered."""
+    """Requests whose response is not made; those that are made and not sent are not counted."""
     max_keys: int = 1 << 20
     """Keys of one request, over all its tables; the model's own limits by table hold as well."""
     max_json_values: int = 1 << 22
