@@ -2,6 +2,7 @@
 
 import functools
 
+import jax
 import numpy as np
 
 import jaxsok
@@ -9,6 +10,9 @@ from jaxsok import checkpoint
 from jaxsok.interchange import hps
 
 PADDING = 2**64 - 1
+
+PLATFORMS = ["cpu"] if jax.default_backend() == "cpu" else ["cpu", "cuda"]
+"""Of exported models: where rows lie on the host, so does the model."""
 
 
 def records_of(content, dim):

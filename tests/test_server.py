@@ -27,6 +27,7 @@ import prometheus_client.parser
 import pytest
 import server_cases as cases
 from hypothesis import strategies as st
+from serving_cases import PLATFORMS
 
 import jaxsok
 from jaxsok import Records, checkpoint
@@ -1418,7 +1419,7 @@ def test_results_of_a_whole_batch_are_of_one_client(tmp_path):
         return {"rows": found, "weights": np.arange(4.0, dtype=np.float32), "sum": found.sum(axis=0)}
 
     frozen, _ = freeze_records([(FrozenTable("user", 4), SizedRecords(40, [Records(keys, rows)]))])
-    artifact.export_model(tmp_path / "model", model, frozen, {"user": artifact.KeysInput("user")}, platforms=["cpu"])
+    artifact.export_model(tmp_path / "model", model, frozen, {"user": artifact.KeysInput("user")}, platforms=PLATFORMS)
     config = config_of({"user": tmp_path / "user"}, 4, dense_file=str(tmp_path / "model"))
     with session_lib.open(config, warm_up=False) as session:
         samples = [calls.Samples({"user": np.array(mine, np.uint64)}, 2, {"user": 2}) for mine in ([1, 2], [3, 4])]

@@ -63,7 +63,11 @@ def model(tables, inputs):
         },
     )
     x = [found["user"], found["ads"].reshape(-1, 6), found["seen"], found["liked"], inputs["dense"]]
-    return {"scores": jnp.concatenate(x, axis=-1) @ KERNEL, "user": found["user"], "weights": jnp.asarray(KERNEL[:2])}
+    return {
+        "scores": jnp.matmul(jnp.concatenate(x, axis=-1), KERNEL, precision="highest"),
+        "user": found["user"],
+        "weights": jnp.asarray(KERNEL[:2]),
+    }
 
 
 def batch(seed, size, num_rows=40):

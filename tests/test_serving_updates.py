@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import pytest
 from hypothesis import stateful
-from serving_cases import Trained, config_of, expected, model_of, rows_of, write
+from serving_cases import PLATFORMS, Trained, config_of, expected, model_of, rows_of, write
 
 from jaxsok import checkpoint
 from jaxsok.interchange import hps
@@ -479,7 +479,7 @@ def export(path, version, dim, folder):
         model,
         tables,
         {"user": KeysInput("user"), "number": ArrayInput()},
-        platforms=["cuda" if jax.default_backend() == "gpu" else "cpu"],
+        platforms=PLATFORMS,
     )
     return path
 

@@ -12,7 +12,7 @@ import hypothesis.strategies as st
 import jax
 import numpy as np
 import pytest
-from serving_cases import config_of, expected, model_of, records_of, rows_of, write
+from serving_cases import PLATFORMS, config_of, expected, model_of, records_of, rows_of, write
 
 import jaxsok
 from jaxsok.serving import cache as cache_lib
@@ -314,7 +314,7 @@ def export(path, folders, scale=1.0):
         return {"score": scale * (score + inputs["dense"]), "bag": found["bag"]}
 
     inputs = {"user": KeysInput("user", (2,)), "bag": BagsInput("ad"), "dense": ArrayInput()}
-    export_model(path, model, tables, inputs, platforms=["cuda" if jax.default_backend() == "gpu" else "cpu"])
+    export_model(path, model, tables, inputs, platforms=PLATFORMS)
     return str(path)
 
 
@@ -404,7 +404,7 @@ def export_of(path, folders, model, inputs):
     given = [
         (FrozenTable(name, dim, default=DEFAULTS.get(name, 0.0)), _source(name)) for name, (_, dim) in folders.items()
     ]
-    export_model(path, model, freeze_records(given)[0], inputs, platforms=["cpu"])
+    export_model(path, model, freeze_records(given)[0], inputs, platforms=PLATFORMS)
     return str(path)
 
 
