@@ -513,6 +513,7 @@ def _assert_parity(config: train_dlrm.Config, num_seeds: int) -> None:
     assert abs(np.mean(differences)) < 0.003, differences
 
 
+@pytest.mark.slow
 def test_dynamic_tables_learn_as_dense_ones_do(log):
     _assert_parity(dataclasses.replace(ROOMY, data=(log,), held_out_rows=2000, optimizer="adagrad"), num_seeds=1)
 

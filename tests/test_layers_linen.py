@@ -13,7 +13,7 @@ import test_compiled
 from flax import linen as nn
 from flax import serialization
 from flax.training import train_state
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jaxsok
@@ -118,6 +118,7 @@ def evaluate(model):
 # Like the oracle, like the core -----------------------------------------------------------------------------------
 
 
+@settings(max_examples=6)  # each makes programs of its own
 @given(
     ops=st.lists(
         st.tuples(st.sampled_from(["train", "train twice", "evaluate", "grow"]), st.integers(0, 10**6)), max_size=6

@@ -89,8 +89,10 @@ def one_process(num_shards, wire="float32"):
 
 @pytest.fixture(
     scope="module",
-    params=[("train", 2, 2), ("train narrow", 4, 1)],
-    ids=["2 processes x 2 devices", "4 processes x 1 device, narrow on the wire"],
+    params=[
+        pytest.param(("train", 2, 2), id="2 processes x 2 devices"),
+        pytest.param(("train narrow", 4, 1), id="4 processes x 1 device, narrow on the wire", marks=pytest.mark.slow),
+    ],
 )
 def trained(request, tmp_path_factory):
     """The wire, and a training with growth over four devices in several processes."""
