@@ -576,10 +576,10 @@ class TableOperations:
         return dataclasses.replace(state, stores=self.shards.spec, **same)
 
     def _lineage(self, words: np.ndarray) -> Array:
-        """Where steps leave what is the same everywhere."""
+        """Where steps leave what is the same everywhere; made by a program, since memory of NumPy's is not donated."""
         if self.shards is None:
-            return jnp.asarray(words)
-        return jax.device_put(words, self.shards.place(1, is_split=False))
+            return jnp.array(words)
+        return self.shards.make(lambda: jnp.asarray(words), is_split=False)
 
     @property
     def _mesh_name(self) -> str:
