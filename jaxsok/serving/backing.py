@@ -30,7 +30,7 @@ from jaxsok.serving.frozen import (
     write_rows,
 )
 from jaxsok.serving.fused import find_rows
-from jaxsok.serving.row_map import RowMap
+from jaxsok.serving.row_map import RowMap, host_device
 from jaxsok.types import MAX_CAPACITY, NO_ROW, PADDING_KEY
 
 KEYS_AT_A_TIME = 1 << 20  # of a fetch: scratch memory stays bounded
@@ -424,21 +424,6 @@ class Layered(RowSource):
         """Closes the layers."""
         for layer in self._layers:
             layer.close()
-
-
-def host_device() -> Any:
-    """JAX's CPU device.
-
-    Raises:
-      RuntimeError: it is switched off; says how to have it.
-    """
-    try:
-        return jax.local_devices(backend="cpu")[0]
-    except RuntimeError as error:
-        raise RuntimeError(
-            "jaxsok.serving: device: got no CPU backend of JAX, wanted one, where rows of the host are read; leave "
-            'JAX_PLATFORMS unset, or set it to "cuda,cpu".'
-        ) from error
 
 
 def padded_size(num_keys: int, least: int) -> int:

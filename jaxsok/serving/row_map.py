@@ -219,19 +219,24 @@ def buckets_of(capacity: int) -> int:
     return max(4, -(-int(capacity / LOAD + 1) // ENTRIES_PER_BUCKET))
 
 
-def _host() -> Any:
+def host_device() -> Any:
+    """JAX's CPU device.
+
+    Raises:
+      RuntimeError: it is switched off; says how to have it.
+    """
     try:
         return jax.local_devices(backend="cpu")[0]
     except RuntimeError as error:
         raise RuntimeError(
-            "jaxsok.serving: device: got no CPU backend of JAX, wanted one, where keys are mapped to rows; leave "
+            "jaxsok.serving: device: got no CPU backend of JAX, wanted one, where rows of the host are read; leave "
             'JAX_PLATFORMS unset, or set it to "cuda,cpu".'
         ) from error
 
 
 def _on_host(array: np.ndarray) -> Array:
     """Committed to the CPU, so that programs over it run there."""
-    return jax.device_put(array, _host(), may_alias=False)
+    return jax.device_put(array, host_device(), may_alias=False)
 
 
 _find = jax.jit(kernels.find)

@@ -22,7 +22,7 @@ from jaxtyping import Array
 
 from jaxsok import keys as keys_lib
 from jaxsok.features import Bags
-from jaxsok.serving import artifact, backing, sources, updates
+from jaxsok.serving import artifact, backing, row_map, sources, updates
 from jaxsok.serving import cache as cache_lib
 from jaxsok.serving import config as config_lib
 from jaxsok.serving.config import Config, ModelConfig
@@ -157,7 +157,7 @@ class Session:
             for number, model in enumerate(config.models):
                 at = _device(number, model, device)
                 kind = _Cached if model.tier == "cache" else _Served
-                lock = memory.setdefault(at if model.tier == "device" else backing.host_device(), threading.Lock())
+                lock = memory.setdefault(at if model.tier == "device" else row_map.host_device(), threading.Lock())
                 room = functools.partial(self._room, at)
                 self._models[model.model] = kind(model, config.key_bits, at, room, lock, warm_up=warm_up)
         except BaseException:
@@ -639,7 +639,7 @@ class _Cached(_Served):
         versions = Versions(
             config.model,
             [(table, uses.of(table.name, source)) for table, source in given] if config.is_filled_at_start else given,
-            device=backing.host_device(),
+            device=row_map.host_device(),
             key_bits=self.key_bits,
             spare_rows=config.spare_rows,
             room=_host_room,
