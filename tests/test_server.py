@@ -28,6 +28,7 @@ import pytest
 import server_cases as cases
 from hypothesis import strategies as st
 from serving_cases import PLATFORMS
+from waiting import wait_until
 
 import jaxsok
 from jaxsok import Records, checkpoint
@@ -103,6 +104,11 @@ def is_well(client):
     found = client.post(LOOKUP, json={"keys": {"user": [4]}})
     version = found.json()["version"]
     return found.status_code == 200 and found.json()["rows"]["user"] == [cases.row_of("user", 4, version)]
+
+
+def num_taken(client):
+    """Requests that the server has and has not answered."""
+    return samples_of(client.get("/metrics").text)["jaxsok_requests_in_flight",]
 
 
 # What it answers -----------------------------------------------------------------------------------------------------
@@ -510,7 +516,7 @@ def test_axes_of_no_size_do_not_hide_others(client, shape):
     text = json.dumps({"user": {"dtype": "U64", "shape": [2**30, 0], "data_offsets": [0, 0]}, "dense": entry}).encode()
     found = client.post(PREDICT, content=HEAD.pack(len(text)) + text, headers=TENSORS)
     assert found.status_code == 413 and f"{2**30} samples" in found.text, found.text
-    assert time.perf_counter() - begin < 2
+    assert time.perf_counter() - begin < 20
 
 
 def test_empty_lists_count_in_json_responses():
@@ -524,15 +530,15 @@ def test_empty_lists_count_in_json_responses():
 
 
 def talk(address, *parts, pause_s=0.0):
-    """Sends bytes to the server as they are; what it says until it closes, or is silent for a second."""
+    """Sends bytes to the server as they are; what it says until it closes, or is silent for long."""
     host, port = address.removeprefix("http://").split(":")
     got = b""
-    with socket.create_connection((host, int(port)), timeout=5) as line:
+    with socket.create_connection((host, int(port)), timeout=20) as line:
         with contextlib.suppress(OSError):
             for part in parts:
                 line.sendall(part)
                 time.sleep(pause_s)
-        line.settimeout(1.5)
+        line.settimeout(8)
         with contextlib.suppress(OSError):
             while part := line.recv(1 << 16):
                 got += part
@@ -562,7 +568,7 @@ def test_a_length_that_is_too_long_is_refused_before_the_body(address, client):
 def test_a_slow_body_is_given_up(address, client):
     begin = time.monotonic()
     got = talk(address, head(Content_Length=100), b"{", pause_s=1.2)
-    assert got.startswith(b"HTTP/1.1 408") and time.monotonic() - begin < 5
+    assert got.startswith(b"HTTP/1.1 408") and time.monotonic() - begin < 20
     assert is_well(client)
 
 
@@ -793,7 +799,7 @@ def test_company_is_waited_for_no_longer_than_the_bound():
 
     async def ask():
         with concurrent.futures.ThreadPoolExecutor(1) as threads:
-            batcher = batching.Batcher(lambda p: calls.append(list(p)) or p, {}, executor=threads, max_delay_s=0.2)
+            batcher = batching.Batcher(lambda p: calls.append(list(p)) or p, {}, executor=threads, max_delay_s=1.0)
             begin = time.monotonic()
             first = asyncio.ensure_future(batcher.submit("first", {}))
             await asyncio.sleep(0.02)
@@ -807,7 +813,7 @@ def test_company_is_waited_for_no_longer_than_the_bound():
 
     waited_s = asyncio.run(ask())
     assert calls == [["first", "second"], ["third"]]
-    assert 0.19 < waited_s < 2
+    assert 0.99 < waited_s < 20
 
 
 async def ask_in_parallel(address, num_clients, num_requests, make, check):
@@ -919,7 +925,7 @@ def test_what_is_wrong_joins_no_batch(of):
         good, bad = (
             (PREDICT, JSON, json.dumps({"inputs": {"user": [[1] * number], "dense": [[1, 2]]}})) for number in (1, 4097)
         )
-    with cases.serving(session, max_delay_ms=300.0) as found:
+    with cases.serving(session, max_delay_ms=1000.0) as found:
         statuses, texts = ask_at_once(found.address, [good, bad, good, good])
         assert statuses == [200, status, 200, 200] and words in texts[1], texts
         assert len(session.calls) == 1, session.calls
@@ -929,7 +935,7 @@ def test_predictions_that_share_a_call_keep_the_keys_of_a_table():
     """2,000 keys each, of at most 4,096: two by two, and no call is split."""
     session = cases.Session()
     body = json.dumps({"inputs": {"user": [[1] * 2000], "dense": [[1, 2]]}})
-    with cases.serving(session, max_delay_ms=300.0) as found:
+    with cases.serving(session, max_delay_ms=1000.0) as found:
         statuses, _ = ask_at_once(found.address, [(PREDICT, JSON, body)] * 6)
         assert statuses == [200] * 6
         assert [size["samples"] for _, _, size in session.calls] == [2, 2, 2]
@@ -951,7 +957,7 @@ def test_errors_of_the_session_reach_only_those_who_caused_them(caplog):
                 threads.submit(client.post, LOOKUP, json={"keys": {"item" if i == 3 else "user": [i]}})
                 for i in range(5)
             ]
-            time.sleep(0.2)
+            wait_until(lambda: num_taken(client) == 5)
             hold.set()
             answers_ = [one.result() for one in asked]
         assert [one.status_code for one in answers_] == [200, 200, 200, 500, 200]
@@ -973,9 +979,9 @@ def test_a_slow_model_does_not_hold_up_others():
         ):
             paths = [LOOKUP, "/v1/models/mixed/lookup"] * 2
             asked = [threads.submit(client.post, path, json={"keys": {"user": [4]}}) for path in paths]
-            time.sleep(0.3)
+            wait_until(lambda: num_taken(client) == 4)
             try:
-                quick = client.post("/v1/models/tables_only/lookup", json={"keys": {"user": [4]}}, timeout=3)
+                quick = client.post("/v1/models/tables_only/lookup", json={"keys": {"user": [4]}}, timeout=15)
             finally:
                 hold.set()
             assert quick.status_code == 200
@@ -992,7 +998,7 @@ def test_too_many_requests_are_sent_away():
             concurrent.futures.ThreadPoolExecutor(3) as threads,
         ):
             asked = [threads.submit(client.post, LOOKUP, json={"keys": {"user": [4]}}) for _ in range(3)]
-            time.sleep(0.3)
+            wait_until(lambda: num_taken(client) == 3)
             sent_away = client.post(LOOKUP, json={"keys": {"user": [4]}})
             assert sent_away.status_code == 503 and sent_away.headers["retry-after"] == "1"
             assert sent_away.json()["error"]["code"] == "busy"
@@ -1013,7 +1019,7 @@ def test_bodies_that_are_held_have_a_limit():
             concurrent.futures.ThreadPoolExecutor(2) as threads,
         ):
             asked = [threads.submit(client.post, LOOKUP, content=body, headers=TENSORS) for _ in range(2)]
-            time.sleep(0.3)
+            wait_until(lambda: num_taken(client) == 2)
             refused = client.post(LOOKUP, content=body, headers=TENSORS)
             assert refused.status_code == 503 and "70000 bytes" in refused.text
             hold.set()
@@ -1025,7 +1031,7 @@ def test_a_call_that_takes_too_long():
     """The client hears so; the queue empties, and others are answered."""
     session = cases.Session()
     hold = session.hold = threading.Event()
-    with cases.serving(session, timeout_s=0.2, num_workers=1) as found:
+    with cases.serving(session, timeout_s=1.0, num_workers=1) as found:
         with httpx.Client(base_url=found.address, timeout=20) as client:
             for _ in range(2):
                 late = client.post(LOOKUP, json={"keys": {"user": [4]}})
@@ -1042,7 +1048,7 @@ def test_names_that_stand_twice_are_found_at_once():
     begin = time.perf_counter()
     with pytest.raises(errors.RequestError, match="'9c3f' twice"):
         wire.read_json(body, "test", ["keys"])
-    assert time.perf_counter() - begin < 3, "grows with the square"
+    assert time.perf_counter() - begin < 20, "grows with the square"
 
 
 def test_bodies_that_take_too_long_to_read_or_write(monkeypatch):
@@ -1057,7 +1063,7 @@ def test_bodies_that_take_too_long_to_read_or_write(monkeypatch):
 
         monkeypatch.setattr(wire, name, held)
     body = pack({"user": np.ones([4096], "<u8"), "item": np.ones([2048], "<u8")})  # of a size for the threads
-    with cases.serving(cases.Session(), timeout_s=0.3) as found:
+    with cases.serving(cases.Session(), timeout_s=1.0) as found:
         with httpx.Client(base_url=found.address, timeout=20) as client:
             for name in ("read_tensors", "tensors_body"):
                 slow.add(name)
@@ -1065,9 +1071,7 @@ def test_bodies_that_take_too_long_to_read_or_write(monkeypatch):
                 assert late.status_code == 504 and late.json()["error"]["code"] == "timeout", late.text
                 hold.set()
                 slow.clear()
-                deadline = time.monotonic() + 10
-                while client.post(LOOKUP, content=body, headers=TENSORS).status_code != 200:
-                    assert time.monotonic() < deadline
+                wait_until(lambda: client.post(LOOKUP, content=body, headers=TENSORS).status_code == 200)
                 hold.clear()
             hold.set()
 
@@ -1075,26 +1079,27 @@ def test_bodies_that_take_too_long_to_read_or_write(monkeypatch):
 # The end -------------------------------------------------------------------------------------------------------------
 
 
+def is_closed(address):
+    """No connection is taken there."""
+    try:
+        httpx.get(f"{address}/healthz")
+    except httpx.ConnectError:
+        return True
+    return False
+
+
 def test_what_was_taken_is_finished():
     """Not ready, yet answering; then no new connections, those in flight are answered, and the session is closed."""
     session = cases.Session()
     hold = session.hold = threading.Event()
-    with cases.serving(session, drain_s=0.5) as found, httpx.Client(base_url=found.address, timeout=20) as client:
+    with cases.serving(session, drain_s=2.0) as found, httpx.Client(base_url=found.address, timeout=20) as client:
         with concurrent.futures.ThreadPoolExecutor(8) as threads:
             asked = [threads.submit(client.post, LOOKUP, json={"keys": {"user": [i]}}) for i in range(8)]
-            time.sleep(0.3)
+            wait_until(lambda: num_taken(client) == 8)
             found.stop()
             unready = client.get("/readyz")
             assert unready.status_code == 503 and unready.json()["error"]["code"] == "stopping"
-            deadline = time.monotonic() + 10
-            while time.monotonic() < deadline:
-                try:
-                    httpx.get(f"{found.address}/healthz")
-                except httpx.ConnectError:
-                    break
-                time.sleep(0.02)
-            else:
-                pytest.fail("connections are still taken")
+            wait_until(lambda: is_closed(found.address))
             assert not session.is_closed
             hold.set()
             assert [one.result().json()["rows"]["user"][0] for one in asked] == [
@@ -1110,12 +1115,12 @@ def test_the_wait_for_requests_is_bounded():
     with cases.serving(session, shutdown_s=0.5) as found, httpx.Client(base_url=found.address, timeout=20) as client:
         with concurrent.futures.ThreadPoolExecutor(1) as threads:
             asked = threads.submit(client.post, LOOKUP, json={"keys": {"user": [4]}})
-            time.sleep(0.3)
+            wait_until(lambda: num_taken(client) == 1)
             begin = time.monotonic()
             found.stop()
             late = asked.result()
             assert late.status_code == 503 and late.json()["error"]["code"] == "stopping"
-            assert time.monotonic() - begin < 8
+            assert time.monotonic() - begin < 20
     assert found.app.num_running == 1 and not session.is_closed, "closed while it is used"
     hold.set()
 
@@ -1127,10 +1132,11 @@ def test_a_second_interrupt_ends_the_wait():
     with cases.serving(session, drain_s=60.0, shutdown_s=60.0) as found:
         with httpx.Client(base_url=found.address) as client, concurrent.futures.ThreadPoolExecutor(1) as threads:
             asked = threads.submit(client.post, LOOKUP, json={"keys": {"user": [4]}}, timeout=20)
+            wait_until(lambda: num_taken(client) == 1)
             for _ in range(2):
                 time.sleep(0.3)
                 found.handle_exit(signal.SIGINT, None)
-            found.thread.join(10)
+            found.thread.join(30)
             assert not found.thread.is_alive(), "the drain goes on"
             hold.set()
             with contextlib.suppress(httpx.HTTPError):
@@ -1302,10 +1308,7 @@ def test_tables_and_model_together_and_by_model(tmp_path):
         )
         assert session.sources == [("ranker", "tables", "dense")]
         export(tmp_path / "tables_only" / "1", "full")
-        deadline = time.monotonic() + 10
-        while client.get("/v1/models/tables_only").json()["version"] == 1:
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+        wait_until(lambda: client.get("/v1/models/tables_only").json()["version"] > 1)
         samples = samples_of(client.get("/metrics").text)
         assert samples["jaxsok_watched_updates_total", "applied", "tables_only"] == 1
 
@@ -1359,10 +1362,8 @@ def test_deltas_come_from_the_folder(tmp_path):
                 state = collection.erase(state, "item", np.array([7]))[0] if number == 1 else state
                 chain = [tmp_path / "full", *(watched / f"delta-{i}" for i in range(number))]
                 checkpoint.export_delta(watched / f"delta-{number}", collection, state, chain)
-                version, deadline = version + 1, time.monotonic() + 30
-                while client.get("/v1/models/ranker").json()["version"] < version:
-                    assert time.monotonic() < deadline
-                    time.sleep(0.02)
+                version += 1
+                wait_until(lambda now=version: client.get("/v1/models/ranker").json()["version"] >= now)
 
 
 def test_predictions_of_an_exported_model(tmp_path):

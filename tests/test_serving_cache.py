@@ -16,6 +16,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from waiting import wait_until
 
 import jaxsok
 from jaxsok.records import Records
@@ -503,9 +504,7 @@ def test_no_answer_mixes_versions(threshold, kind):
             thread.start()
         for version in range(1, len(versions)):
             target = sum(num_answers) + 8
-            deadline = time.monotonic() + 20
-            while sum(num_answers) < target and not errors and time.monotonic() < deadline:
-                time.sleep(0.002)
+            wait_until(lambda target=target: errors or sum(num_answers) >= target)
             cache.swap(following(cache.source, version), changes[version] if version % 5 else None)
             if version % 4 == 0:
                 cache.refresh()

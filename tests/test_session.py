@@ -4,7 +4,6 @@ import dataclasses
 import gc
 import itertools
 import threading
-import time
 import weakref
 
 import hypothesis
@@ -13,6 +12,7 @@ import jax
 import numpy as np
 import pytest
 from serving_cases import PLATFORMS, config_of, expected, model_of, records_of, rows_of, write
+from waiting import wait_until
 
 import jaxsok
 from jaxsok.serving import cache as cache_lib
@@ -278,10 +278,7 @@ def test_a_cache_is_filled_and_refreshed_by_the_clock(folders):
     with open(config_of(model_of(folders, defaults=DEFAULTS, refresh_interval=1, **options))) as session:
         keys = {"user": np.arange(10)}
         check(session.lookup(keys), keys)
-        deadline = time.monotonic() + 30
-        while session.stats()["cache"]["refreshed"] == 0 and time.monotonic() < deadline:
-            time.sleep(0.05)
-        assert session.stats()["cache"]["refreshed"] > 0
+        wait_until(lambda: session.stats()["cache"]["refreshed"] > 0)
         clock = session._models["dlrm"]._clock
     assert not clock.is_alive()
 
