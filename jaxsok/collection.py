@@ -25,6 +25,7 @@ from jaxsok import pipeline as pipeline_lib
 from jaxsok import plan as plan_lib
 from jaxsok import sources as sources_lib
 from jaxsok import split as split_lib
+from jaxsok import stats as stats_lib
 from jaxsok import update as update_lib
 from jaxsok.features import Batch, Features
 from jaxsok.kernels import library
@@ -43,7 +44,7 @@ from jaxsok.specs import (
 )
 from jaxsok.stats import Stats
 from jaxsok.store import State, StoreState, init_store
-from jaxsok.types import COUNTERS, COUNTS, ENTRIES_PER_BUCKET, MAX_CAPACITY, MAX_FEATURES
+from jaxsok.types import COUNTERS, ENTRIES_PER_BUCKET, MAX_CAPACITY, MAX_FEATURES
 
 
 class Collection(TableOperations):
@@ -818,66 +819,43 @@ class Collection(TableOperations):
         stale: Int32[Array, ""],
     ) -> Stats:
         """The counts of one step; on a mesh, of all shards: one small all-reduce."""
-        names = [table.name for store in self.stores for table in store.tables]
-        order = [names.index(table.name) for table in self.tables]
-        # Stores that hold the tables as they were declared, the usual case, spare a step its gathers.
-        is_ordered = order == sorted(order)
         num_shards = self.stores[0].num_shards
         shards, _ = self._between
-        is_first = True if shards is None else shards.index() == 0
+        place = 0 if shards is None else shards.index()
+        # On a mesh the words of all shards are added up: what all of them have alike is that of the first.
+        is_first = True if shards is None else place == 0
+        is_own = [is_first | (not spec.is_replicated) for spec in self.stores]
         word = {name: i for i, name in enumerate(COUNTERS)}
         counters = jnp.stack([store.counters for store in state.stores]).astype(jnp.int32)
         rounds = jnp.stack([jnp.concatenate([one.num_rounds for one in plan]) for plan in found]).max(axis=0)
-        rows = [
-            jnp.where(is_first | (not spec.is_replicated), store.table_rows.astype(jnp.int32), 0)
-            for spec, store in zip(self.stores, state.stores, strict=True)
-        ]
-        # As words: their sum is the same modulo 2**32.
         evicted = [
-            jnp.where(is_first | (not spec.is_replicated), one.table_evicted[0].astype(jnp.int32), 0)
-            if one.table_evicted
-            else jnp.zeros(len(spec.tables), jnp.int32)
+            one.table_evicted[0] if one.table_evicted else jnp.zeros(len(spec.tables), jnp.uint32)
             for spec, one in zip(self.stores, state.stores, strict=True)
         ]
-        # What is not a sum is put where no other shard adds to it.
-        longest = counters[:, word["longest_probe"]]
-        place = 0 if shards is None else shards.index()
-        parts = {
-            "counts": sum(jnp.concatenate([one.counts for one in plan]) for plan in found),
-            "nonfinite": jnp.concatenate(list(nonfinite)),
-            "rows": jnp.concatenate(rows),
-            "evicted": jnp.concatenate(evicted),
-            "unplaced": jnp.where(
-                is_first | ~np.array([spec.is_replicated for spec in self.stores]), counters[:, word["num_unplaced"]], 0
-            ),
-            "stale": stale,
-            "rounds": jnp.where(is_first, rounds, 0),
-            "longest": jnp.zeros((num_shards, len(self.stores)), jnp.int32).at[place].set(longest),
-        }
-        if self.shards is not None:
-            shapes = [part.shape for part in parts.values()]
-            flat = lax.psum(jnp.concatenate([part.reshape(-1) for part in parts.values()]), self.shards.axis)
-            ends = np.cumsum([int(np.prod(shape)) for shape in shapes])[:-1].tolist()
-            pieces = zip(parts, jnp.split(flat, ends), shapes, strict=True)
-            parts = {name: part.reshape(shape) for name, part, shape in pieces}
-        counts, num_nonfinite, num_rows, num_evicted = (
-            parts[name] if is_ordered else parts[name][np.array(order)]
-            for name in ("counts", "nonfinite", "rows", "evicted")
+        of_stores = lambda values: jnp.concatenate(  # noqa: E731
+            [jnp.where(own, value.astype(jnp.int32), 0) for own, value in zip(is_own, values, strict=True)]
         )
+        longest = jnp.zeros((num_shards, len(self.stores)), jnp.int32).at[place].set(counters[:, word["longest_probe"]])
+        words = stats_lib.pack_words(
+            counts=sum(jnp.concatenate([one.counts for one in plan]) for plan in found),
+            num_nonfinite=jnp.concatenate(list(nonfinite)),
+            num_rows=of_stores([store.table_rows for store in state.stores]),
+            num_evicted=of_stores(evicted),
+            num_unplaced=of_stores([line[word["num_unplaced"]][None] for line in counters]),
+            num_rounds=jnp.where(is_first, rounds, 0),
+            num_stale=stale,
+            longest_probe=longest,
+        )
+        if self.shards is not None:
+            words = lax.psum(words, self.shards.axis)
         stores = [self._locate("stats", table.name)[0] for table in self.tables]
         return Stats(
-            **{name: counts[:, i] for i, name in enumerate(COUNTS)},
-            num_nonfinite=num_nonfinite,
-            num_rows=num_rows,
-            num_evicted=num_evicted.astype(jnp.uint32),
-            longest_probe=parts["longest"].max(axis=0),
-            num_unplaced=parts["unplaced"],
-            num_stale=parts["stale"],
-            num_rounds=parts["rounds"],
+            words,
             tables=tuple(table.name for table in self.tables),
             capacities=tuple(self._allocated(state, s) for s in stores),
             stores=tuple(stores),
             entries=tuple(self._entries(state, s) for s in stores),
+            num_shards=num_shards,
         )
 
 

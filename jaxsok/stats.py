@@ -3,27 +3,16 @@
 import dataclasses
 import functools
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jaxtyping import Array, Int32, UInt32
 
-from jaxsok.types import NonFiniteGradientError, StalePlanError, TableFullError
+from jaxsok.types import COUNTS, NonFiniteGradientError, StalePlanError, TableFullError
 
-_PER_TABLE = (
-    "num_found",
-    "num_inserted",
-    "num_missing",
-    "num_refused",
-    "num_padding",
-    "num_unadmitted",
-    "num_nonfinite",
-    "num_rows",
-    "num_evicted",
-)
+PER_TABLE = (*COUNTS, "num_nonfinite", "num_rows", "num_evicted")
 PER_STORE = ("longest_probe", "num_unplaced", "num_rounds")
 PER_STEP = ("num_stale",)
 LATEST = ("num_rows", *PER_STORE)
@@ -31,43 +20,24 @@ LATEST = ("num_rows", *PER_STORE)
 TO_DATE = ("num_evicted",)
 """Counts since the state was made, modulo 2**32: of several steps the difference tells."""
 
+Words = Int32[Array | np.ndarray, "*steps num_words"]
+
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Stats:
     """Counts of one step, per table in the order of `tables`; on a mesh those of all shards together.
 
     The first five count occurrences, as if the keys were looked up one after the other, and add up to the keys
     asked (law 5).
+
+    All counts lie in one array, so that a step has one result more, and one transfer brings them. Each name gives its
+    part of that array, under `jit` and outside; of a scan's Stats with an axis of the steps in front. Where other
+    processes have devices of the mesh, it is the part on a device of this one.
     """
 
-    num_found: Int32[Array, " num_tables"]
-    """The key had a row (repeats of a new key in its first batch included)."""
-    num_inserted: Int32[Array, " num_tables"]
-    """The key was new and got a row."""
-    num_missing: Int32[Array, " num_tables"]
-    """`find` only: the key has no row."""
-    num_refused: Int32[Array, " num_tables"]
-    """The key was new and got no row, as its store was full or as it is not admitted yet: it learns nothing."""
-    num_padding: Int32[Array, " num_tables"]
-    """PADDING_KEY, and the unused tail of a key buffer."""
-    num_unadmitted: Int32[Array, " num_tables"]
-    """Of the refused: those that the table's admission kept out."""
-    num_nonfinite: Int32[Array, " num_tables"]
-    """Rows whose summed gradient was infinite or NaN; they were left alone."""
-    num_rows: Int32[Array, " num_tables"]
-    """Rows in use after the step; int32, so up to 2**31 - 1 (`Collection.num_rows` counts further)."""
-    num_evicted: UInt32[Array, " num_tables"]
-    """Rows that were ever evicted, by `evict` or by `grow`, modulo 2**32; 0 where the table's store has no policy."""
-    longest_probe: Int32[Array, " num_stores"]
-    """Buckets of the longest walk to a row since the index was last built; may differ between runs on a GPU."""
-    num_unplaced: Int32[Array, " num_stores"]
-    """Of the refused since the index was last built: occurrences that found no entry within the probe bound, there or
-    among the keys that wait for a row (`AdmitByCount`)."""
-    num_stale: Int32[Array, ""]
-    """Uses that changed nothing because their plan is older than the last erase or eviction."""
-    num_rounds: Int32[Array, " num_stores"]
-    """Passes of the exchange between shards, of the lookup that had most; 0 where nothing was exchanged."""
+    words: Words
+    """All counts, as `pack_words` put them together; `jax.device_get(stats)` has them on the host."""
 
     tables: tuple[str, ...] = dataclasses.field(metadata={"static": True})
     capacities: tuple[int, ...] = dataclasses.field(metadata={"static": True})
@@ -76,6 +46,97 @@ class Stats:
     """The number of each table's store."""
     entries: tuple[int, ...] = dataclasses.field(metadata={"static": True})
     """Entries of the index of each table's store."""
+    num_shards: int = dataclasses.field(default=1, metadata={"static": True})
+    """Over which the tables are split."""
+
+    @property
+    def num_found(self) -> Int32[Array, "*steps num_tables"]:
+        """The key had a row (repeats of a new key in its first batch included)."""
+        return self.count("num_found")
+
+    @property
+    def num_inserted(self) -> Int32[Array, "*steps num_tables"]:
+        """The key was new and got a row."""
+        return self.count("num_inserted")
+
+    @property
+    def num_missing(self) -> Int32[Array, "*steps num_tables"]:
+        """`find` only: the key has no row."""
+        return self.count("num_missing")
+
+    @property
+    def num_refused(self) -> Int32[Array, "*steps num_tables"]:
+        """The key was new and got no row, as its store was full or as it is not admitted yet: it learns nothing."""
+        return self.count("num_refused")
+
+    @property
+    def num_padding(self) -> Int32[Array, "*steps num_tables"]:
+        """PADDING_KEY, and the unused tail of a key buffer."""
+        return self.count("num_padding")
+
+    @property
+    def num_unadmitted(self) -> Int32[Array, "*steps num_tables"]:
+        """Of the refused: those that the table's admission kept out."""
+        return self.count("num_unadmitted")
+
+    @property
+    def num_nonfinite(self) -> Int32[Array, "*steps num_tables"]:
+        """Rows whose summed gradient was infinite or NaN; they were left alone."""
+        return self.count("num_nonfinite")
+
+    @property
+    def num_rows(self) -> Int32[Array, "*steps num_tables"]:
+        """Rows in use after the step; int32, so up to 2**31 - 1 (`Collection.num_rows` counts further)."""
+        return self.count("num_rows")
+
+    @property
+    def num_evicted(self) -> UInt32[Array, "*steps num_tables"]:
+        """Rows that were ever evicted, by `evict` or `grow`, modulo 2**32; 0 where the table's store has no policy."""
+        return self.count("num_evicted")
+
+    @property
+    def longest_probe(self) -> Int32[Array, "*steps num_stores"]:
+        """Buckets of the longest walk to a row since the index was last built; may differ between runs on a GPU."""
+        return self.count("longest_probe")
+
+    @property
+    def num_unplaced(self) -> Int32[Array, "*steps num_stores"]:
+        """Of the refused since the index was last built: occurrences that found no entry within the probe bound.
+
+        There, or among the keys that wait for a row (`AdmitByCount`).
+        """
+        return self.count("num_unplaced")
+
+    @property
+    def num_stale(self) -> Int32[Array, "*steps"]:
+        """Uses that changed nothing because their plan is older than the last erase or eviction."""
+        return self.count("num_stale")
+
+    @property
+    def num_rounds(self) -> Int32[Array, "*steps num_stores"]:
+        """Passes of the exchange between shards, of the lookup that had most; 0 where nothing was exchanged."""
+        return self.count("num_rounds")
+
+    def count(self, name: str) -> Any:
+        """A count by its name: of NumPy's words NumPy's.
+
+        Example:
+          `jax.device_get(stats).count("num_found")`
+        """
+        words = self.words
+        if isinstance(words, jax.Array) and not isinstance(words, jax.core.Tracer) and not words.is_fully_addressable:
+            words = words.addressable_data(0)
+        part = words[..., _places(self.stores, self.num_shards)[name]]
+        if name in PER_STEP:
+            return part[..., 0]
+        if name == "longest_probe":
+            return part.reshape(*part.shape[:-1], self.num_shards, -1).max(axis=-2)
+        return part.astype(np.uint32) if name in TO_DATE else part
+
+    def __repr__(self) -> str:
+        """The counts by name; waits for the device."""
+        counts = [f"{name}={self.count(name)}" for name in (*PER_TABLE, *PER_STORE, *PER_STEP)]
+        return f"Stats({', '.join(counts)}, tables={self.tables})"
 
     def __add__(self, other: "Stats") -> "Stats":
         """Adds counts; of those that are not of one step the later (other) stands.
@@ -89,12 +150,10 @@ class Stats:
             return NotImplemented
         if self.tables != other.tables:
             raise ValueError(f"Stats: +: got tables {other.tables}, wanted {self.tables}.")
-        summed = {
-            name: getattr(self, name) + getattr(other, name)
-            for name in (*_PER_TABLE, "num_stale")
-            if name not in (*LATEST, *TO_DATE)
-        }
-        return dataclasses.replace(other, **summed)
+        stand = np.zeros(other.words.shape[-1], bool)
+        for name in (*LATEST, *TO_DATE):
+            stand[_places(other.stores, other.num_shards)[name]] = True
+        return dataclasses.replace(other, words=jnp.where(stand, 0, self.words) + other.words)
 
     def to_dict(self) -> dict[str, dict[str, int]]:
         """The counts by table, as Python integers (waits for the device).
@@ -102,7 +161,8 @@ class Stats:
         Example:
           `stats.to_dict()["user"]["num_inserted"]`
         """
-        columns = {name: np.asarray(getattr(self, name)) for name in _PER_TABLE}
+        host = self.on_host()
+        columns = {name: host.count(name) for name in PER_TABLE}
         return {
             table: {name: int(column[i]) for name, column in columns.items()} for i, table in enumerate(self.tables)
         }
@@ -126,9 +186,7 @@ class Stats:
         Example:
           `stats.scalars()["jaxsok/user/hit_rate"]`
         """
-        facts = facts_of(self)
-        counts = unpacked(facts, np.asarray(packed(self))[None])
-        return scalars_of(facts, {name: column[0] for name, column in counts.items()}, prefix)
+        return scalars_of(self, self.on_host().columns(), prefix)
 
     def check(self) -> None:
         """Raises if anything was refused for want of room, skipped or stale (waits for the device).
@@ -141,7 +199,8 @@ class Stats:
         Example:
           `stats.check()` after a step, or every hundred steps on the sum of their stats.
         """
-        counts = self.to_dict()
+        host = self.on_host()
+        counts = host.to_dict()
         num_full = {table: c["num_refused"] - c["num_unadmitted"] for table, c in counts.items()}
         refused = [
             f'table "{table}": {num_full[table]} keys refused, its store of capacity {capacity} rows '
@@ -150,7 +209,7 @@ class Stats:
             if num_full[table]
         ]
         if refused:
-            unplaced = int(np.asarray(self.num_unplaced).sum())
+            unplaced = int(host.count("num_unplaced").sum())
             also = f" {unplaced} of them found no index entry within the probe bound." if unplaced else ""
             raise TableFullError(
                 f"lookup: {'; '.join(refused)}.{also} Call collection.grow between steps, or raise max_capacity."
@@ -161,12 +220,37 @@ class Stats:
                 f"update: gradients: infinite or NaN for {nonfinite} rows (by table); those rows were left alone. "
                 "Look for overflow in the loss, or lower the learning rate."
             )
-        stale = int(np.asarray(self.num_stale))
+        stale = int(host.count("num_stale"))
         if stale:
             raise StalePlanError(
                 f"update: plan: {stale} uses came from a plan made before the last erase or eviction; they "
                 "changed nothing. Look the batch up again after rows have left."
             )
+
+    def on_one_device(self) -> "Stats":
+        """The same in an array of one device of this process, so that nobody else takes part in reading it.
+
+        Raises:
+          TypeError: traced.
+        """
+        words = self.words
+        if isinstance(words, jax.core.Tracer):
+            raise TypeError(
+                "Stats: got counts that are being traced, wanted those of a step that was dispatched; give the Stats "
+                "out of the jitted function."
+            )
+        if isinstance(words, jax.Array) and len(words.sharding.device_set) > 1:
+            return dataclasses.replace(self, words=words.addressable_data(0))  # every device has all counts
+        return self
+
+    def on_host(self) -> "Stats":
+        """The same in NumPy; waits for the device, and for one transfer."""
+        return dataclasses.replace(self, words=np.asarray(self.on_one_device().words))
+
+    def columns(self) -> dict[str, np.ndarray]:
+        """Of NumPy's words: each count int64 `[..., num_tables or num_stores or 1]` by name."""
+        every = {name: self.count(name).astype(np.int64) for name in (*PER_TABLE, *PER_STORE, *PER_STEP)}
+        return {name: count[..., None] if name in PER_STEP else count for name, count in every.items()}
 
     def _neighbours(self, i: int) -> str:
         return ", ".join(f'"{t}"' for t, s in zip(self.tables, self.stores, strict=True) if s == self.stores[i])
@@ -175,87 +259,85 @@ class Stats:
         return sum(counts[t]["num_rows"] for t, s in zip(self.tables, self.stores, strict=True) if s == self.stores[i])
 
 
+# The words ------------------------------------------------------------------------------------------------------------
+
+
+def pack_words(
+    *,
+    counts: Int32[Array, "num_tables num_counts"],
+    num_nonfinite: Int32[Array, " num_tables"],
+    num_rows: Int32[Array, " num_tables"],
+    num_evicted: Int32[Array, " num_tables"],
+    num_unplaced: Int32[Array, " num_stores"],
+    num_rounds: Int32[Array, " num_stores"],
+    num_stale: Int32[Array, ""],
+    longest_probe: Int32[Array, "num_shards num_stores"],
+) -> Int32[Array, " num_words"]:
+    """All counts in one array, which XLA writes with one kernel. Tables are in the order of their stores.
+
+    Args:
+      counts: as kernels give them, in columns the `COUNTS`.
+      num_nonfinite: and the others, as Stats have them; on a mesh parts of sums over the shards.
+      num_rows: likewise.
+      num_evicted: as words.
+      num_unplaced: likewise.
+      num_rounds: likewise.
+      num_stale: likewise.
+      longest_probe: in the line of each shard, zeros in the others, so that a sum over the shards keeps all of them.
+    """
+    parts = (counts, num_nonfinite, num_rows, num_evicted, num_unplaced, num_rounds, num_stale, longest_probe)
+    return jnp.concatenate([part.reshape(-1) for part in parts])
+
+
+@functools.cache
+def _places(stores: tuple[int, ...], num_shards: int) -> dict[str, Any]:
+    """Where `pack_words` has put each count, as an index: by name.
+
+    Args:
+      stores: of the tables, as Stats tell them.
+      num_shards: likewise.
+    """
+    num_tables, num_stores, num_counts = len(stores), len(set(stores)), len(COUNTS)
+    lines = np.empty(num_tables, np.int64)
+    lines[np.argsort(stores, kind="stable")] = np.arange(num_tables)
+    is_ordered = bool((lines == np.arange(num_tables)).all())  # the usual case: a slice, and not a gather
+    places, begin = {}, num_tables * num_counts
+    for i, name in enumerate(COUNTS):
+        places[name] = slice(i, begin, num_counts) if is_ordered else lines * num_counts + i
+    for name in ("num_nonfinite", "num_rows", "num_evicted"):
+        places[name] = slice(begin, begin + num_tables) if is_ordered else begin + lines
+        begin += num_tables
+    widths = {"num_unplaced": num_stores, "num_rounds": num_stores, "num_stale": 1}
+    for name, width in (widths | {"longest_probe": num_shards * num_stores}).items():
+        places[name] = slice(begin, begin + width)
+        begin += width
+    return places
+
+
 # For writers of scalars ----------------------------------------------------------------------------------------------
 
 
-class Facts(NamedTuple):
-    """What Stats tell beside their counts: see there."""
-
-    names: tuple[str, ...]
-    """Of the counts, in the order of `packed`."""
-    tables: tuple[str, ...]
-    capacities: tuple[int, ...]
-    stores: tuple[int, ...]
-    entries: tuple[int, ...]
-
-
-def facts_of(stats: Stats) -> Facts:
-    """What holds no array."""
-    return Facts(_arrays_of(type(stats)), stats.tables, stats.capacities, stats.stores, stats.entries)
-
-
-def packed(stats: Stats) -> Array:
-    """All counts in one array on one device, int32[num_counts], so that one transfer brings them."""
-    arrays = [getattr(stats, name) for name in _arrays_of(type(stats))]
-    if isinstance(stats.num_stale, jax.core.Tracer):
-        raise TypeError(
-            "Stats: got counts that are being traced, wanted those of a step that was dispatched; give the Stats out "
-            "of the jitted function."
-        )
-    if isinstance(stats.num_stale, jax.Array) and len(stats.num_stale.sharding.device_set) > 1:
-        # Every device has all counts: one of this process is enough, and no other process has to take part.
-        arrays = [array.addressable_data(0) for array in arrays]
-    return _concatenated(arrays)
-
-
-@jax.jit
-def _concatenated(arrays: list[Array]) -> Array:
-    return jnp.concatenate([lax.bitcast_convert_type(array, jnp.int32).reshape(-1) for array in arrays])
-
-
-def unpacked(facts: Facts, words: np.ndarray) -> dict[str, np.ndarray]:
-    """What `packed` has packed, for several steps: each count int64[num_steps, num_tables or num_stores or 1].
-
-    Args:
-      facts: of the Stats that were packed.
-      words: int32[num_steps, num_counts].
-    """
-    num_stores = len(set(facts.stores))
-    widths = [1 if name in PER_STEP else num_stores if name in PER_STORE else len(facts.tables) for name in facts.names]
-    columns = np.split(words, np.cumsum(widths)[:-1], axis=1)
-    return {
-        name: (np.ascontiguousarray(column).view(np.uint32) if name in TO_DATE else column).astype(np.int64)
-        for name, column in zip(facts.names, columns, strict=True)
-    }
-
-
-def scalars_of(facts: Facts, counts: Mapping[str, np.ndarray], prefix: str) -> dict[str, float]:
+def scalars_of(stats: Stats, counts: Mapping[str, np.ndarray], prefix: str) -> dict[str, float]:
     """See `Stats.scalars`.
 
     Args:
-      facts: of the Stats.
+      stats: tell tables and stores; their counts are not read.
       counts: int64[num_tables or num_stores or 1] by name; of one step, or added over several.
       prefix: of every name.
     """
     scalars: dict[str, float] = {f"{prefix}/{name}": float(counts[name][0]) for name in PER_STEP}
-    stores = np.array(facts.stores)
-    for i, table in enumerate(facts.tables):
+    stores = np.array(stats.stores)
+    for i, table in enumerate(stats.tables):
         of_table = {
-            name: float(column[facts.stores[i] if name in PER_STORE else i])
+            name: float(column[stats.stores[i] if name in PER_STORE else i])
             for name, column in counts.items()
             if name not in PER_STEP
         }
         num_asked = sum(of_table[name] for name in ("num_found", "num_inserted", "num_missing", "num_refused"))
         if num_asked:
             of_table["hit_rate"] = of_table["num_found"] / num_asked
-        of_store = float(counts["num_rows"][stores == facts.stores[i]].sum())
-        of_table["fill"] = of_store / facts.capacities[i]
-        of_table["load"] = of_store / facts.entries[i]
+        of_store = float(counts["num_rows"][stores == stats.stores[i]].sum())
+        of_table["fill"] = of_store / stats.capacities[i]
+        of_table["load"] = of_store / stats.entries[i]
         scalars |= {f"{prefix}/{table}/{name}": value for name, value in of_table.items()}
     return scalars
-
-
-@functools.cache
-def _arrays_of(kind: type[Stats]) -> tuple[str, ...]:
-    """The names of the counts."""
-    return tuple(field.name for field in dataclasses.fields(kind) if not field.metadata.get("static"))

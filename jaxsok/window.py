@@ -4,14 +4,15 @@ Fed by the Stats of each step; feeds a log. No array of a state is touched.
 """
 
 import collections
+import dataclasses
 import itertools
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
 
-from jaxsok.stats import LATEST, PER_STEP, PER_STORE, TO_DATE, Facts, Stats, facts_of, packed, scalars_of, unpacked
+from jaxsok.stats import LATEST, PER_TABLE, TO_DATE, Stats, scalars_of
 
 
 class StatsWindow:
@@ -28,7 +29,7 @@ class StatsWindow:
       num_steps: how many.
 
     Cost:
-      A push concatenates the counts on the device, and starts one transfer.
+      A push starts one transfer of some hundred bytes.
 
     Example:
       `window.push(stats)` after each step; `window.scalars()` every hundredth.
@@ -42,7 +43,7 @@ class StatsWindow:
         self.num_pushed = 0
         # In the order of the steps, the one before the window (if there is one) in front: its counts to date are the
         # ones that the window's are measured from.
-        self._steps: collections.deque[_Step] = collections.deque()
+        self._steps: collections.deque[Stats] = collections.deque()
 
     def push(self, stats: Stats) -> None:
         """Hands in the counts of one step; does not wait for them.
@@ -56,18 +57,16 @@ class StatsWindow:
         """
         if not isinstance(stats, Stats):
             raise TypeError(f"StatsWindow: push: stats: got {type(stats).__name__}, wanted the Stats of a step.")
-        if self._steps and stats.tables != self._steps[-1].facts.tables:
+        if self._steps and stats.tables != self._steps[-1].tables:
+            raise ValueError(f"StatsWindow: push: stats: got tables {stats.tables}, wanted {self._steps[-1].tables}.")
+        if np.ndim(stats.words) > 1:
             raise ValueError(
-                f"StatsWindow: push: stats: got tables {stats.tables}, wanted {self._steps[-1].facts.tables}."
-            )
-        if np.ndim(stats.num_stale):
-            raise ValueError(
-                f"StatsWindow: push: stats: got {stats.num_stale.shape[0]} steps stacked, wanted one step; push "
+                f"StatsWindow: push: stats: got {stats.words.shape[0]} steps stacked, wanted one step; push "
                 "jax.tree.map(lambda count: count[i], stats) for each i."
             )
-        words = packed(stats)
-        words.copy_to_host_async()
-        self._steps.append(_Step(facts_of(stats), words))
+        one = stats.on_one_device()
+        one.words.copy_to_host_async()
+        self._steps.append(one)
         self.num_pushed += 1
         # Once the step behind a full window has arrived, the first is of no more use.
         while len(self._steps) > self.num_steps + 1 and self._steps[self.num_steps + 1].words.is_ready():
@@ -92,11 +91,7 @@ class StatsWindow:
         if not steps:
             return {}
         counts = self._added(steps)
-        by_table = {name: column for name, column in counts.items() if name not in (*PER_STORE, *PER_STEP)}
-        return {
-            table: {name: int(column[i]) for name, column in by_table.items()}
-            for i, table in enumerate(steps[-1].facts.tables)
-        }
+        return {table: {name: int(counts[name][i]) for name in PER_TABLE} for i, table in enumerate(steps[-1].tables)}
 
     def scalars(self, prefix: str = "jaxsok") -> dict[str, float]:
         """As `Stats.scalars`, over the steps in the window; empty before any arrived.
@@ -114,17 +109,17 @@ class StatsWindow:
         if not steps:
             return {}
         num_steps = {f"{prefix}/num_steps": float(min(len(steps), self.num_steps))}
-        return num_steps | scalars_of(steps[-1].facts, self._added(steps), prefix)
+        return num_steps | scalars_of(steps[-1], self._added(steps), prefix)
 
-    def _arrived(self) -> list["_Step"]:
+    def _arrived(self) -> list[Stats]:
         """The last steps that are here without a gap, and the one before them if it is known."""
         # The transfer was started with the step: what is ready on the device is here in microseconds.
         steps = list(itertools.takewhile(lambda step: step.words.is_ready(), self._steps))
         return steps[-self.num_steps - 1 :]
 
-    def _added(self, steps: list["_Step"]) -> dict[str, np.ndarray]:
+    def _added(self, steps: list[Stats]) -> dict[str, np.ndarray]:
         """Sums over the window, and of what is not summed the last."""
-        counts = unpacked(steps[-1].facts, np.stack([np.asarray(step.words) for step in steps]))
+        counts = dataclasses.replace(steps[-1], words=np.stack([np.asarray(step.words) for step in steps])).columns()
         added = {}
         for name, column in counts.items():
             if name in LATEST:
@@ -136,13 +131,6 @@ class StatsWindow:
             else:
                 added[name] = column[-self.num_steps :].sum(axis=0)
         return added
-
-
-class _Step(NamedTuple):
-    """What a step hands in; `words` has a copy on the host once that was asked for, or comes there."""
-
-    facts: Facts
-    words: jax.Array
 
 
 def write_scalars(

@@ -161,6 +161,7 @@ def single_cases(abstract):
     return (
         cases
         | {
+            "bare step": (bare_step(collection), (state, features)),
             "planned step": (programs.train_step(collection), (state, asked)),
             "find": (collection.find, (state, features)),
             "plan": (collection.plan, (features,)),
@@ -173,6 +174,16 @@ def single_cases(abstract):
         | life_cases(abstract)
         | frozen_cases(abstract)
     )
+
+
+def bare_step(collection):
+    """A step without a model: nothing but what jaxsok makes of it."""
+
+    def step(state, features):
+        embeddings, state, plan = collection.lookup(state, features)
+        return collection.update(state, plan, embeddings)
+
+    return step
 
 
 def frozen_cases(abstract):
@@ -248,8 +259,9 @@ def sharded_cases(mesh, abstract):
     }
 
 
-SINGLE = ("train step", "two lookups", "scan", "find and step", "planned step", "find", "plan")
+SINGLE = ("train step", "bare step", "two lookups", "scan", "find and step", "planned step", "plan")
 SMALL = (
+    "find",
     "erase",
     "combine",
     "rebuild",
@@ -346,6 +358,14 @@ def test_a_program_of_one_device_is_one_command_buffer(name):
     else:
         buffers = [path for kind, path in thunks if kind == "kCommandBuffer" and "kWhile" in path]
         assert len(buffers) == 1
+
+
+def test_counts_cost_one_kernel():
+    """XLA's own kernels: one puts the Stats of all stores together; a step counts itself, and stacks Adam's numbers."""
+    for name, num_kernels in (("find", 1), ("bare step", 3)):
+        thunks, _ = compiled("marked")["cases"][name]
+        others = [kind for kind, _ in thunks if kind not in ("kCommandBuffer", "kCustomCall", "kCopy")]
+        assert others == ["kCustomKernel"] * num_kernels, name
 
 
 @pytest.mark.parametrize("name", SMALL + SHARDED)

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import jaxsok
-from jaxsok.stats import facts_of, packed
+from jaxsok.stats import pack_words
 from jaxsok.window import StatsWindow, write_scalars
 
 SGD = jaxsok.optim.sgd(1.0)
@@ -85,11 +85,32 @@ def test_nothing_asked_has_no_hit_rate():
 
 
 def test_one_array_brings_all_counts():
-    """So that there is one transfer from the device."""
-    _, stats = next(steps_of(three_tables(4), 1))
-    words = packed(stats)
-    assert words.dtype == np.int32 and words.shape == (sum(leaf.size for leaf in jax.tree.leaves(stats)),)
-    assert len(words.devices()) == 1
+    """So that a step has one result more, and there is one transfer from the device."""
+    for num_shards in (1, 4):
+        _, stats = next(steps_of(three_tables(num_shards), 1))
+        (words,) = jax.tree.leaves(stats)
+        assert words.dtype == np.int32 and words.shape == (3 * 9 + 2 + 2 + 1 + 2 * num_shards,)
+        assert len(stats.on_one_device().words.devices()) == 1
+        fetched = jax.device_get(stats)
+        for name in ("num_found", "num_evicted", "longest_probe", "num_stale"):
+            assert isinstance(fetched.count(name), np.ndarray | np.generic)
+            np.testing.assert_array_equal(fetched.count(name), getattr(stats, name))
+
+
+def test_counts_of_a_scan_have_its_axis():
+    """Each name, of Stats that a scan stacked, gives its counts step by step."""
+    singles = [stats for _, stats in steps_of(three_tables(), 3)]
+    stacked = jax.tree.map(lambda *words: jnp.stack(words), *singles)
+    for name in ("num_inserted", "num_rows", "num_evicted", "longest_probe", "num_stale"):
+        np.testing.assert_array_equal(getattr(stacked, name), [np.asarray(getattr(one, name)) for one in singles])
+
+
+def test_counts_are_told_by_name():
+    """To a reader: every count, and the tables."""
+    text = repr(made([(i, 10 + i) for i in range(6)], (7, 2**32 - 1), stale=5))
+    for part in ("num_found=[ 0 10]", "num_nonfinite=[ 5 15]", f"num_evicted=[         7 {2**32 - 1}]", "num_stale=5"):
+        assert part in text, text
+    assert text.startswith("Stats(") and text.endswith("tables=('user', 'item'))")
 
 
 def test_traced_counts_are_refused():
@@ -99,38 +120,23 @@ def test_traced_counts_are_refused():
         jax.jit(lambda stats: stats.scalars() and stats)(stats)
 
 
-@dataclasses.dataclass(frozen=True)
-class EvictingStats(jaxsok.Stats):
-    """Counts with evictions to date."""
-
-    num_evicted: jax.Array
-
-
 def made(counts, evicted, *, stale=0, num_rows=(0, 0), rounds=0):
     """Stats of two tables of one store."""
-    columns = {name: np.int32(column) for name, column in zip(SUMMED, counts, strict=True)}
-    one = jnp.asarray(np.int32([1]))
-    return EvictingStats(
-        **{name: jnp.asarray(column) for name, column in columns.items()},
-        num_rows=jnp.asarray(np.int32(num_rows)),
-        longest_probe=one,
+    *by_table, nonfinite = np.int32(counts)
+    one = np.int32([1])
+    words = pack_words(
+        counts=np.stack([*by_table, np.int32([0, 0])], axis=1),  # none is unadmitted
+        num_nonfinite=nonfinite,
+        num_rows=np.int32(num_rows),
+        num_evicted=np.uint32(evicted).view(np.int32),
         num_unplaced=one,
-        num_stale=jnp.asarray(np.int32(stale)),
-        num_rounds=jnp.asarray(np.int32([rounds])),
-        num_evicted=jnp.asarray(np.uint32(evicted)),
-        tables=("user", "item"),
-        capacities=(64, 64),
-        stores=(0, 0),
-        entries=(128, 128),
-        **{
-            field.name: jnp.zeros(2, jnp.int32)
-            for field in dataclasses.fields(jaxsok.Stats)
-            if field.name.startswith("num_") and field.name not in KNOWN
-        },
+        num_rounds=np.int32([rounds]),
+        num_stale=np.int32([stale]),
+        longest_probe=one,
     )
+    return jaxsok.Stats(words, tables=("user", "item"), capacities=(64, 64), stores=(0, 0), entries=(128, 128))
 
 
-KNOWN = (*SUMMED, "num_rows", "num_unplaced", "num_stale", "num_rounds", "num_evicted")
 COUNTS_OF_STEPS = st.lists(
     st.tuples(
         st.lists(st.tuples(*[st.integers(0, 2**31 - 1)] * 2), min_size=6, max_size=6),
@@ -222,7 +228,12 @@ class Words:
 def test_push_does_not_wait(monkeypatch):
     """Counts that have not arrived are sent for and left alone; a window has no gap, so later ones wait for them."""
     sent = []
-    monkeypatch.setattr(jaxsok.window, "packed", lambda stats: sent.append(Words(packed(stats))) or sent[-1])
+
+    def on_one_device(stats):
+        sent.append(Words(stats.words))
+        return dataclasses.replace(stats, words=sent[-1])
+
+    monkeypatch.setattr(jaxsok.Stats, "on_one_device", on_one_device)
     window = StatsWindow(2)
     for i in range(6):
         window.push(made([(i, 10 * i)] * 6, (3 * i, 0), num_rows=(i, i)))
@@ -264,9 +275,8 @@ def test_what_a_window_refuses():
         window.push(stats.to_dict())
     with pytest.raises(ValueError, match="user"):
         window.push(dataclasses.replace(stats, tables=("user", "tag")))
-    stacked = {field: jnp.stack([getattr(stats, field)] * 2) for field in facts_of(stats).names}
     with pytest.raises(ValueError, match="2 steps stacked"):
-        window.push(dataclasses.replace(stats, **stacked))
+        window.push(dataclasses.replace(stats, words=jnp.stack([stats.words] * 2)))
     window.wait()
     assert window.num_pushed == window.num_arrived == 1
 
