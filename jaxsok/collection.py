@@ -50,8 +50,8 @@ from jaxsok.types import COUNTERS, ENTRIES_PER_BUCKET, MAX_CAPACITY, MAX_FEATURE
 class Collection(TableOperations):
     """Tables, and the features that read them.
 
-    Tables of one dim, dtype, rounding, optimizer and row_gradient share a store; all features over a store cost one FFI
-    call per lookup and one per update.
+    Tables of one dim, dtype, embedding_dtype, rounding, optimizer, row_gradient and eviction share a store; all
+    features over a store cost one FFI call per lookup and one per update.
 
     With a mesh the samples of a batch and the rows of the tables are split over the named axis: keys travel to the
     shards that own them, rows travel back (docs/many_devices.md). Methods take and give global arrays, under `jit` or

@@ -292,6 +292,7 @@ class TableOperations:
 
         Waits for the device and holds the whole table in host memory; `export_chunks` gives it in parts. Where
         statistics are kept they are there too, as `last_step` and `frequency`, and on a mesh the `shards` of the rows.
+        In several processes each gives the rows of its own shards; of a replicated table every process gives all.
 
         Example:
           `rows = collection.export_table(state, "user")["rows"]`

@@ -70,7 +70,7 @@ class AdmitByCount(Admission):
 
     Occurrences are counted exactly, 32 to 128 bytes for each key that waits; `grow` makes room for more of them. A key
     whose row is erased or evicted starts anew. When rows of its store go, so does a key that had its sightings but
-    found the store full. `assign` and imports leave the count of a key that waits: if its row goes, it goes on there.
+    found the store full. A key that waits and is given a row by `assign` or an import starts anew when that row goes.
 
     Example:
       >>> AdmitByCount(3).num_sightings

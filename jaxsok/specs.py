@@ -125,8 +125,9 @@ class ExchangeSpec:
 class TableSpec:
     """A table: a named map from 64-bit keys to rows of `dim` numbers.
 
-    Tables with the same dim, dtypes, rounding, optimizer and row_gradient share one store; equal keys in different
-    tables never collide. Rows of 16 bits take half the memory; optimizer state and arithmetic are float32 all the same.
+    Tables with the same dim, dtype, embedding_dtype, rounding, optimizer, row_gradient and eviction share one store; on
+    a mesh replicated tables share none with others. Equal keys in different tables never collide. Rows of 16 bits take
+    half the memory; optimizer state and arithmetic are float32 all the same.
 
     Raises:
       TypeError, ValueError: when declared; the message names the table and the argument.
@@ -167,7 +168,8 @@ class TableSpec:
     admission: policies.Admission | None = None
     """Who of the unseen keys gets a row, from `jaxsok.policies`; None: everyone."""
     eviction: policies.Eviction | None = None
-    """Who leaves when the store is full at its `max_capacity`, from `jaxsok.policies`; None: nobody."""
+    """Who leaves when the store is full at its `max_capacity`, from `jaxsok.policies`; None: nobody. Where a table
+    of the store has no `max_capacity` the store grows instead, and only `collection.evict` goes by it."""
     statistics: bool = False
     """Whether each row keeps its frequency and last step: 8 bytes. Kept too where `eviction` needs them, and for all
     tables of a store if one of them asks."""
@@ -294,7 +296,7 @@ class FeatureSpec:
 
 @dataclasses.dataclass(frozen=True)
 class StoreSpec:
-    """The tables of one store: same dim, dtypes, rounding, optimizer and row_gradient, all replicated or none."""
+    """Tables of one store: one dim, dtypes, rounding, optimizer, row_gradient, eviction; all or none replicated."""
 
     tables: tuple[TableSpec, ...]
     num_shards: int = 1
