@@ -93,55 +93,34 @@ class Collection(TableOperations):
             of the mesh both are repeated.
           exchange: how rows and gradients travel between shards; None: rows as they are stored, gradients as float32.
         """
-        for kind, specs, wanted in (("tables", tables, TableSpec), ("features", features, FeatureSpec)):
-            for spec in specs:
-                if not isinstance(spec, wanted):
-                    raise TypeError(f"Collection: {kind}: got {spec!r}, wanted {wanted.__name__}s.")
-            names = [spec.name for spec in specs]
-            twice = sorted({name for name in names if names.count(name) > 1})
-            if twice:
-                raise ValueError(f"Collection: {kind}: got {twice} more than once, wanted one spec for each name.")
-        if not tables:
-            raise ValueError("Collection: tables: got none, wanted at least one TableSpec.")
-        known = [table.name for table in tables]
-        for feature in features:
-            if feature.table not in known:
-                raise ValueError(
-                    f'Collection: feature "{feature.name}": table: got "{feature.table}", wanted one of {known}.'
-                )
-        if exchange is not None and not isinstance(exchange, ExchangeSpec):
-            raise TypeError(f"Collection: exchange: got {exchange!r}, wanted a jaxsok.ExchangeSpec.")
+        _check_declared(tables, features, exchange)
         self.shards: Shards | None = Shards.of(mesh, axis)
         num_shards = 1 if self.shards is None else self.shards.num_shards
         self.exchange: ExchangeSpec = exchange or ExchangeSpec()
         self.tables: tuple[TableSpec, ...] = tuple(tables)
         self.features: tuple[FeatureSpec, ...] = tuple(features)
+        self._check_placements(num_shards)
+        self.stores: tuple[StoreSpec, ...] = group_into_stores(self.tables, num_shards)
+        self._check_stores(num_shards)
+        self.fingerprint: str = fingerprint(self.stores)
+        # One shard has all partitions; an array without elements would be refused by Orbax.
+        self.partition_owners: np.ndarray = plan_lib.default_owners(num_shards)[: None if num_shards > 1 else 1]
+        # What the parts of one shard go through to reach the others; one shard has no others.
+        self._between = (self.shards, self.exchange) if num_shards > 1 else (None, None)
+        self._jitted = self._programs()
+        self.growth = grow_lib.GrowthTracker.of(len(self.stores))
+
+    def _check_placements(self, num_shards: int) -> None:
+        """Refuses a table on a device that the mesh does not have."""
         for table in self.tables if self.shards is not None else ():
             if table.placement.kind == "on" and table.placement.shard >= num_shards:
                 raise ValueError(
                     f'Collection: table "{table.name}": placement: got {table.placement}, wanted a device from 0 to '
                     f"{num_shards - 1} along the axis ({self.shards})."
                 )
-        self.stores: tuple[StoreSpec, ...] = group_into_stores(self.tables, num_shards)
-        self.fingerprint: str = fingerprint(self.stores)
-        # One shard has all partitions; an array without elements would be refused by Orbax.
-        self.partition_owners: np.ndarray = plan_lib.default_owners(num_shards)[: None if num_shards > 1 else 1]
-        # What the parts of one shard go through to reach the others; one shard has no others.
-        self._between = (self.shards, self.exchange) if num_shards > 1 else (None, None)
-        # Outside jit too, what runs on a mesh runs as a program.
-        static = {"plan": "send_capacities"}
-        self._jitted = {
-            name: jax.jit(getattr(self, f"_{name}_global"), static_argnames=static.get(name, ()))
-            for name in ("plan", "lookup", "find", "update", "gradient_norm")
-        }
-        # These run as programs on one device too, so that a store keeps its buffers between steps.
-        of_one = ("op", "store", "number")
-        self._jitted |= {
-            "erase": jax.jit(self._erase_global, static_argnames=of_one[1:], donate_argnums=0),
-            "write": jax.jit(self._store_global, static_argnames=of_one, donate_argnums=0),
-            "read": jax.jit(self._store_global, static_argnames=of_one),
-        }
-        self.growth = grow_lib.GrowthTracker.of(len(self.stores))
+
+    def _check_stores(self, num_shards: int) -> None:
+        """Refuses stores with more rows, features, or tables for one round of the exchange, than there may be."""
         for s, store in enumerate(self.stores):
             names = [table.name for table in store.tables]
             least = self.exchange.send_capacity
@@ -158,10 +137,26 @@ class Collection(TableOperations):
                 )
             if store.capacity > MAX_CAPACITY:
                 raise ValueError(
-                    f"Collection: tables {[table.name for table in store.tables]}: capacity: got "
-                    f"{store.capacity} rows in "
-                    f"store {s}, wanted at most {MAX_CAPACITY}."
+                    f"Collection: tables {names}: capacity: got {store.capacity} rows in store {s}, wanted at most "
+                    f"{MAX_CAPACITY}."
                 )
+
+    def _programs(self) -> dict[str, Any]:
+        """The methods that run as programs, also outside jit."""
+        # On a mesh; on one device they run as they are.
+        static = {"plan": "send_capacities"}
+        of_mesh = {
+            name: jax.jit(getattr(self, f"_{name}_global"), static_argnames=static.get(name, ()))
+            for name in ("plan", "lookup", "find", "update", "gradient_norm")
+        }
+        # On one device too, so that a store keeps its buffers between steps.
+        of_one = ("op", "store", "number")
+        of_store = {
+            "erase": jax.jit(self._erase_global, static_argnames=of_one[1:], donate_argnums=0),
+            "write": jax.jit(self._store_global, static_argnames=of_one, donate_argnums=0),
+            "read": jax.jit(self._store_global, static_argnames=of_one),
+        }
+        return of_mesh | of_store
 
     @annotations.annotated("jaxsok.init")
     def init(self, seed: int = 0) -> State:
@@ -819,6 +814,27 @@ class Collection(TableOperations):
         stale: Int32[Array, ""],
     ) -> Stats:
         """The counts of one step; on a mesh, of all shards: one small all-reduce."""
+        words = self._stats_part(state, found, nonfinite, stale)
+        if self.shards is not None:
+            words = lax.psum(words, self.shards.axis)
+        stores = [self._locate("stats", table.name)[0] for table in self.tables]
+        return Stats(
+            words,
+            tables=tuple(table.name for table in self.tables),
+            capacities=tuple(self._allocated(state, s) for s in stores),
+            stores=tuple(stores),
+            entries=tuple(self._entries(state, s) for s in stores),
+            num_shards=self.stores[0].num_shards,
+        )
+
+    def _stats_part(
+        self,
+        state: State,
+        found: Sequence[Sequence[Found]],
+        nonfinite: Sequence[Array],
+        stale: Int32[Array, ""],
+    ) -> Int32[Array, " num_words"]:
+        """What one shard adds to the counts."""
         num_shards = self.stores[0].num_shards
         shards, _ = self._between
         place = 0 if shards is None else shards.index()
@@ -836,7 +852,7 @@ class Collection(TableOperations):
             [jnp.where(own, value.astype(jnp.int32), 0) for own, value in zip(is_own, values, strict=True)]
         )
         longest = jnp.zeros((num_shards, len(self.stores)), jnp.int32).at[place].set(counters[:, word["longest_probe"]])
-        words = stats_lib.pack_words(
+        return stats_lib.pack_words(
             counts=sum(jnp.concatenate([one.counts for one in plan]) for plan in found),
             num_nonfinite=jnp.concatenate(list(nonfinite)),
             num_rows=of_stores([store.table_rows for store in state.stores]),
@@ -846,17 +862,30 @@ class Collection(TableOperations):
             num_stale=stale,
             longest_probe=longest,
         )
-        if self.shards is not None:
-            words = lax.psum(words, self.shards.axis)
-        stores = [self._locate("stats", table.name)[0] for table in self.tables]
-        return Stats(
-            words,
-            tables=tuple(table.name for table in self.tables),
-            capacities=tuple(self._allocated(state, s) for s in stores),
-            stores=tuple(stores),
-            entries=tuple(self._entries(state, s) for s in stores),
-            num_shards=num_shards,
-        )
+
+
+def _check_declared(
+    tables: Sequence[TableSpec], features: Sequence[FeatureSpec], exchange: ExchangeSpec | None
+) -> None:
+    """Refuses specs that are none, names that stand twice, and features of tables that are not there."""
+    for kind, specs, wanted in (("tables", tables, TableSpec), ("features", features, FeatureSpec)):
+        for spec in specs:
+            if not isinstance(spec, wanted):
+                raise TypeError(f"Collection: {kind}: got {spec!r}, wanted {wanted.__name__}s.")
+        names = [spec.name for spec in specs]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise ValueError(f"Collection: {kind}: got {twice} more than once, wanted one spec for each name.")
+    if not tables:
+        raise ValueError("Collection: tables: got none, wanted at least one TableSpec.")
+    known = [table.name for table in tables]
+    for feature in features:
+        if feature.table not in known:
+            raise ValueError(
+                f'Collection: feature "{feature.name}": table: got "{feature.table}", wanted one of {known}.'
+            )
+    if exchange is not None and not isinstance(exchange, ExchangeSpec):
+        raise TypeError(f"Collection: exchange: got {exchange!r}, wanted a jaxsok.ExchangeSpec.")
 
 
 def _is_split(node: Any) -> Any:

@@ -524,7 +524,21 @@ def _read_weights(spec: FeatureSpec, bags: Bags, shape: tuple[int, ...], what: s
         return None
     if not spec.weighted:
         raise ValueError(f"{what}: weights: got some, but none are declared; declare FeatureSpec(weighted=True).")
-    weights = bags.weights if isinstance(bags.weights, jax.Array) else np.asarray(bags.weights)
+    return read_weights(bags.weights, shape, what)
+
+
+def read_weights(given: Any, shape: tuple[Any, ...], what: str) -> Any:
+    """Weights as float32: NumPy, known to be finite, or as they are.
+
+    Args:
+      given: one for each key.
+      shape: of the keys; sizes may be symbolic.
+      what: named in errors.
+
+    Raises:
+      TypeError, ValueError: names argument, got and wanted.
+    """
+    weights = given if isinstance(given, jax.Array) else np.asarray(given)
     if not jnp.issubdtype(weights.dtype, jnp.floating):
         raise TypeError(f"{what}: weights: got {weights.dtype}{list(weights.shape)}, wanted floats.")
     if weights.shape != shape:

@@ -7,6 +7,7 @@ On a mesh this runs on every shard: the distinct keys go to their owners, who fi
 
 import dataclasses
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -141,67 +142,24 @@ def _lookup_exchanged(
     is_find: bool = False,
     clock: UInt32[Array, ""] | None = None,
 ) -> tuple[StoreState, Found, list[Array]]:
-    """One store's lookup through the exchange. What comes back for each request: its row, or its id if replicated."""
-    none = jnp.zeros(len(spec.tables), jnp.int32)
-    not_inserted = jnp.zeros((len(spec.tables), 2), jnp.int32)
-
-    def answer(
-        store: StoreState, route: Route, received: UInt32[Array, "_ 4"]
-    ) -> tuple[StoreState, Array, Array, Array, Array]:
-        """What an owner does.
-
-        Returns:
-          The store, its row ids, what it sends back; by table new keys and unadmitted uses, and uses without a row.
-        """
-        keys, table_ids = received[:, :2], received[:, 2]
-        if is_find:
-            row_ids, inserted = table.find(store, keys, table_ids), not_inserted
-        else:
-            store, row_ids, counts = table.find_or_insert(
-                spec, store, seed, keys, table_ids, step=step, uses=received[:, 3]
-            )
-            inserted = counts[:, (_INSERTED, _UNADMITTED)]
-            store = table.touch(spec, store, row_ids, received[:, 3], clock)
-        if spec.is_replicated:
-            return store, row_ids, route.to_askers(row_ids), inserted, none
-        store, rows, absent = table.gather(spec, store, seed, received, row_ids, is_find=is_find)
-        return store, row_ids, route.rows_to_askers(rows, wire.rows), inserted, absent
-
+    """One store's lookup through the exchange: owners answer what was asked, and each key reads the answer to it."""
+    owner = _Owner(wire, spec, seed, is_find, step, clock)
     if asked.received is not None:
         route = Route(shards, spec.is_replicated, asked.send_capacity)
-        store, row_ids, answers, inserted, absent = answer(store, route, asked.received)
+        store, answers = owner.answered(store, route, asked.received)
         lines, num_rounds = asked.slots, 1
     else:
-        num_keys = asked.requests.shape[0]
-        # The update finds rows by key again. A key that is kept out now may have one by then, which it never used.
-        tells = spec.has_admission and not is_find
-        ids_of = jnp.full(num_keys, jnp.uint32(NO_ROW)) if tells and not spec.is_replicated else _no_row_ids()
-        if spec.is_replicated:
-            answers = jnp.full(num_keys, jnp.uint32(NO_ROW))
-        else:
-            answers = jnp.zeros((num_keys, spec.dim), jnp.float32)
-
-        def one_round(carry: tuple, rounds: list[Round]) -> tuple:
-            store, answers, ids_of, inserted, absent = carry
-            (part,) = rounds
-            store, ids, back, more_inserted, more_absent = answer(store, part.route, part.requests(asked))
-            if tells and not spec.is_replicated:
-                ids_of = part.put(ids_of, part.route.to_askers(ids))
-            return store, part.put(answers, back), ids_of, inserted + more_inserted, absent + more_absent
-
-        (store, answers, ids_of, inserted, absent), num_rounds = exchange.over_rounds(
-            shards, spec, [asked], one_round, (store, answers, ids_of, not_inserted, none)
-        )
-        row_ids = answers if tells and spec.is_replicated else ids_of
+        store, answers, num_rounds = _answered_in_rounds(shards, owner, store, asked)
         lines = asked.inverse
-    is_line = (lines >= 0) & (lines < answers.shape[0])
+    back, row_ids, inserted, absent = answers
+    is_line = (lines >= 0) & (lines < back.shape[0])
     if spec.is_replicated:
-        of_key = jnp.where(is_line, answers.at[lines].get(mode="clip"), jnp.uint32(NO_ROW))
+        of_key = jnp.where(is_line, back.at[lines].get(mode="clip"), jnp.uint32(NO_ROW))
         slabs = store.rows
         inserted = jnp.where(shards.index() == 0, inserted, 0)
     else:
         of_key = jnp.where(is_line, lines.astype(jnp.uint32), jnp.uint32(NO_ROW))
-        slabs = (answers,)
+        slabs = (back,)
     # Of a store that is spread all keys were sent, unless a send capacity was too small.
     may_lack_rows = spec.is_replicated or asked.received is not None
     store, counts, values = _combined(
@@ -213,6 +171,80 @@ def _lookup_exchanged(
     counts = counts.at[:, _FOUND].add(-inserted - absent).at[:, _INSERTED].add(inserted).at[:, without].add(absent)
     counts = counts.at[:, _UNADMITTED].add(unadmitted)
     return store, Found(row_ids, store.generation[None], counts, _rounds(num_rounds)), values
+
+
+class _Answers(NamedTuple):
+    """What owners answer, and what they counted on the way."""
+
+    back: Array
+    """By request sent: the row; of a replicated store its id."""
+    row_ids: RowIds
+    """See `Found.row_ids`."""
+    inserted: Int32[Array, "num_tables 2"]
+    """New keys, and uses of keys that are kept out."""
+    absent: Int32[Array, " num_tables"]
+    """Uses without a row."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Owner:
+    """What a shard does for those who ask it for keys of one store."""
+
+    wire: ExchangeSpec
+    spec: StoreSpec
+    seed: UInt32[Array, "2"]
+    is_find: bool
+    step: UInt32[Array, ""] | None
+    clock: UInt32[Array, ""] | None
+
+    def answered(self, store: StoreState, route: Route, received: UInt32[Array, "_ 4"]) -> tuple[StoreState, _Answers]:
+        """Finds or inserts the rows of what was received, and sends them back. Row ids are by request received."""
+        spec, keys, table_ids, uses = self.spec, received[:, :2], received[:, 2], received[:, 3]
+        if self.is_find:
+            row_ids, inserted = table.find(store, keys, table_ids), jnp.zeros((len(spec.tables), 2), jnp.int32)
+        else:
+            store, row_ids, counts = table.find_or_insert(
+                spec, store, self.seed, keys, table_ids, step=self.step, uses=uses
+            )
+            inserted = counts[:, (_INSERTED, _UNADMITTED)]
+            store = table.touch(spec, store, row_ids, uses, self.clock)
+        if spec.is_replicated:
+            absent = jnp.zeros(len(spec.tables), jnp.int32)
+            return store, _Answers(route.to_askers(row_ids), row_ids, inserted, absent)
+        store, rows, absent = table.gather(spec, store, self.seed, received, row_ids, is_find=self.is_find)
+        return store, _Answers(route.rows_to_askers(rows, self.wire.rows), row_ids, inserted, absent)
+
+
+def _answered_in_rounds(
+    shards: Shards, owner: _Owner, store: StoreState, asked: Requests
+) -> tuple[StoreState, _Answers, Int32[Array, ""]]:
+    """All requests, so many at a time as are sent in one round; and how many rounds it took."""
+    spec, num_keys = owner.spec, asked.requests.shape[0]
+    ids = jnp.full(num_keys, jnp.uint32(NO_ROW))
+    # The update finds rows by key again. A key that is kept out now may have one by then, which it never used.
+    tells = spec.has_admission and not owner.is_find
+    keeps_ids = tells and not spec.is_replicated
+    first = _Answers(
+        back=ids if spec.is_replicated else jnp.zeros((num_keys, spec.dim), jnp.float32),
+        row_ids=ids if keeps_ids else _no_row_ids(),
+        inserted=jnp.zeros((len(spec.tables), 2), jnp.int32),
+        absent=jnp.zeros(len(spec.tables), jnp.int32),
+    )
+
+    def one_round(carry: tuple[StoreState, _Answers], rounds: list[Round]) -> tuple[StoreState, _Answers]:
+        store, before = carry
+        (part,) = rounds
+        store, now = owner.answered(store, part.route, part.requests(asked))
+        row_ids = before.row_ids
+        if keeps_ids:
+            row_ids = part.put(row_ids, part.route.to_askers(now.row_ids))
+        back = part.put(before.back, now.back)
+        return store, _Answers(back, row_ids, before.inserted + now.inserted, before.absent + now.absent)
+
+    (store, answers), num_rounds = exchange.over_rounds(shards, spec, [asked], one_round, (store, first))
+    if tells and spec.is_replicated:
+        answers = answers._replace(row_ids=answers.back)
+    return store, answers, num_rounds
 
 
 # On one device -------------------------------------------------------------------------------------------------------

@@ -7,7 +7,8 @@ docs/checkpoint_format.md. Needs `pip install 'jaxsok[checkpoint]'`; import it b
 
 from typing import TYPE_CHECKING, Any
 
-from jaxsok.checkpoint.exports import Exported, apply_delta, export_delta, export_full, load
+from jaxsok.checkpoint.apply import apply_delta, load
+from jaxsok.checkpoint.exports import Exported, export_delta, export_full
 from jaxsok.checkpoint.files import CorruptFileError
 from jaxsok.checkpoint.save import SaveReport
 

@@ -23,8 +23,9 @@ except ImportError as error:
 
 from jaxsok import processes
 from jaxsok.checkpoint import manifest as manifest_lib
-from jaxsok.checkpoint.restore import OptimizerState, Source, restored
+from jaxsok.checkpoint.restore import restored
 from jaxsok.checkpoint.save import HOST_BYTES, PIECE_BYTES, SaveOptions, SaveReport, Saving, saved_now
+from jaxsok.checkpoint.source import OptimizerState, Source
 from jaxsok.collection import Collection
 from jaxsok.store import State
 

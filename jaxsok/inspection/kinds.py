@@ -140,10 +140,10 @@ def _open_saved(path: pathlib.Path) -> Opened:
             f"inspect: {path}: got several folders of tables, {[str(folder) for folder in folders]}, wanted one; give "
             "the path of one of them."
         )
-    from jaxsok.checkpoint import restore
+    from jaxsok.checkpoint.source import Source
 
     (folder,) = folders
-    source = restore.Source.of("inspect", folder)
+    source = Source.of("inspect", folder)
     manifest = source.manifest
     facts = {
         name: manifest[name]

@@ -114,7 +114,7 @@ def read_parquet(path: str | os.PathLike, *, chunk_rows: int | None = None) -> R
     except (pa.ArrowException, OSError) as error:
         raise ValueError(f"{op}: {path}: the footer, before byte {size - 8}: {error}") from error
     form = _form_of(op, path, schema)
-    at_once = files.rows_of_chunk(op, chunk_rows, _row_bytes(form))
+    at_once = files.rows_of_chunk(op, chunk_rows, form.row_bytes)
 
     def batches(columns: list[str] | None = None) -> Iterator[Any]:
         with opened() as file:
@@ -206,7 +206,7 @@ def read_arrow(path: str | os.PathLike, *, chunk_rows: int | None = None) -> Rec
     except (pa.ArrowException, OSError) as error:
         raise ValueError(f"{op}: {path}: the footer, at byte {footer}, or what it points to: {error}") from error
     form = _form_of(op, path, schema)
-    at_once = files.rows_of_chunk(op, chunk_rows, _row_bytes(form))
+    at_once = files.rows_of_chunk(op, chunk_rows, form.row_bytes)
 
     def batches(columns: list[str] | None = None) -> Iterator[Any]:
         with pa.memory_map(str(path)) as source, pa.ipc.open_file(source) as file:
@@ -297,9 +297,7 @@ def load(
     op, read = "columns.load", _of_format("columns.load", format, read_parquet, read_arrow)
     paths = files.paths_of(op, collection, directory, tables, f".{format}")
     chunks = {table: read(path, chunk_rows=chunk_rows) for table, path in paths.items()}
-    if not with_state:
-        chunks = {table: files.without_state(one) for table, one in chunks.items()}
-    return files.import_all(op, collection, state, chunks, reset_state=reset_state)
+    return files.import_all(op, collection, state, chunks, with_state=with_state, reset_state=reset_state)
 
 
 # Records as batches of columns ---------------------------------------------------------------------------------------
@@ -428,10 +426,6 @@ def _checked(
         raise ValueError(f"{op}: {path}: got {found} rows, wanted {num_rows}, as the footer says.")
     files.check_keys(op, num_rows, keys, lambda number: f"{path}: line {number}")
     return RecordChunks(num_rows, form.dim, dict(form.states), chunks)
-
-
-def _row_bytes(form: Form) -> int:
-    return 8 + form.dim * form.dtype.itemsize + sum(4 * width for _, width in form.states) + 8
 
 
 def _check_ends(op: str, path: pathlib.Path, magic: bytes, least: int) -> int:

@@ -71,6 +71,11 @@ class Form:
     has_last_step: bool
     has_frequency: bool
 
+    @property
+    def row_bytes(self) -> int:
+        """Of one row with its key, state and statistics, as if all of the latter were kept."""
+        return 8 + self.dim * self.dtype.itemsize + sum(4 * width for _, width in self.states) + 8
+
     def __str__(self) -> str:
         """As messages tell it."""
         states = {name: width for name, width in self.states}
@@ -433,13 +438,16 @@ def spelled(name: str) -> str:
     return name.translate(_PLAIN)
 
 
-def names_of(op: str, collection: Collection, tables: Sequence[str] | Mapping[str, str] | None) -> dict[str, str]:
-    """What a user chose: by name of a table, its name in files.
+def names_of(
+    op: str, collection: Collection, tables: Sequence[str] | Mapping[str, str] | None, ending: str = ""
+) -> dict[str, str]:
+    """What a user chose: by name of a table, its name in files, which `spelled` makes that of a file.
 
     Args:
       op: named in errors.
       collection: whose tables.
       tables: names, or a mapping from them to those in files; None: all, by their own names.
+      ending: of the files, named in errors.
 
     Raises:
       ValueError: no such table, or two whose files would be the same.
@@ -452,20 +460,16 @@ def names_of(op: str, collection: Collection, tables: Sequence[str] | Mapping[st
     for name in chosen:
         if name not in every:
             raise ValueError(f"{op}: tables: got {name!r}, wanted some of {every}.")
-    return chosen
-
-
-def refuse_collisions(op: str, names: Mapping[str, str], spell: Callable[[str], str]) -> None:
-    """Refuses two tables whose files would have one name."""
     seen: dict[str, str] = {}
-    for table, name in names.items():
-        other = seen.setdefault(spell(name), table)
+    for table, name in chosen.items():
+        file = spelled(name) + ending
+        other = seen.setdefault(file, table)
         if other != table:
             raise ValueError(
-                f"{op}: tables: got {other!r} and {table!r}, whose files would both be named {spell(name)!r}, wanted "
-                "names apart: pass a mapping, as tables={"
-                f"{other!r}: 'a', {table!r}: 'b'}}."
+                f"{op}: tables: got {other!r} and {table!r}, whose files would both be named {file!r}, wanted names "
+                f"apart: pass a mapping, as tables={{{other!r}: 'a', {table!r}: 'b'}}."
             )
+    return chosen
 
 
 def spec_of(collection: Collection, table: str) -> TableSpec:
@@ -503,10 +507,16 @@ def export_all(
 
 
 def import_all(
-    op: str, collection: Collection, state: State, chunks: Mapping[str, RecordChunks], *, reset_state: bool
+    op: str,
+    collection: Collection,
+    state: State,
+    chunks: Mapping[str, RecordChunks],
+    *,
+    with_state: bool = True,
+    reset_state: bool,
 ) -> State:
     """Enters the rows of files that were all checked, table by table; first refuses those that do not fit theirs."""
-    chunks = {table: one for table, one in chunks.items() if one.num_rows}
+    chunks = {table: one if with_state else _without_state(one) for table, one in chunks.items() if one.num_rows}
     for table, one in chunks.items():
         spec = spec_of(collection, table)
         if one.dim != spec.dim:
@@ -536,12 +546,11 @@ def paths_of(
     ending: str,
 ) -> dict[str, pathlib.Path]:
     """By table, its one file in a directory."""
-    names = names_of(op, collection, tables)
-    refuse_collisions(op, names, lambda name: spelled(name) + ending)
+    names = names_of(op, collection, tables, ending)
     return {table: pathlib.Path(directory) / f"{spelled(name)}{ending}" for table, name in names.items()}
 
 
-def without_state(chunks: RecordChunks) -> RecordChunks:
+def _without_state(chunks: RecordChunks) -> RecordChunks:
     """The same, keys and rows and statistics."""
 
     def start() -> Iterator[Records]:

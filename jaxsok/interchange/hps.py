@@ -150,7 +150,6 @@ def save(
       `hps.save(collection, state, "model/user_embeddings", tables=["user"])`
     """
     op, names = "hps.save", files.names_of("hps.save", collection, tables)
-    files.refuse_collisions(op, names, files.spelled)
     files.refuse_processes(op, collection, "write_hps")
     places = {table: pathlib.Path(directory) / files.spelled(name) for table, name in names.items()}
     num_rows = collection.num_rows(state)
@@ -196,7 +195,6 @@ def load(
       `state = hps.load(collection, state, "model/user_embeddings")`
     """
     names = files.names_of("hps.load", collection, tables)
-    files.refuse_collisions("hps.load", names, files.spelled)
     chunks = {
         table: read_hps(
             pathlib.Path(directory) / files.spelled(name),

@@ -93,8 +93,7 @@ def read_npz(path: str | os.PathLike, *, chunk_rows: int | None = None) -> Recor
         raise ValueError(f"{op}: {path}: got arrays {list(arrays)}, of which a table has none.")
     form = files.form_of(f"{op}: {path}", records)
     files.check_keys(op, len(keys), lambda: iter([keys]), lambda number: f"{path}: key[{number}]")
-    row_bytes = 8 + form.dim * form.dtype.itemsize + sum(4 * width for _, width in form.states)
-    at_once = files.rows_of_chunk(op, chunk_rows, row_bytes)
+    at_once = files.rows_of_chunk(op, chunk_rows, form.row_bytes)
 
     def chunks() -> Iterator[Records]:
         return (records.take(slice(start, start + at_once)) for start in files.starts(len(keys), at_once))
@@ -166,9 +165,7 @@ def load(
     """
     paths = files.paths_of("npz.load", collection, directory, tables, ".npz")
     chunks = {table: read_npz(path) for table, path in paths.items()}
-    if not with_state:
-        chunks = {table: files.without_state(one) for table, one in chunks.items()}
-    return files.import_all("npz.load", collection, state, chunks, reset_state=reset_state)
+    return files.import_all("npz.load", collection, state, chunks, with_state=with_state, reset_state=reset_state)
 
 
 def _arrays(op: str, path: pathlib.Path) -> dict[str, np.ndarray]:

@@ -187,17 +187,7 @@ def read_sok(
     rows = RawArray(op, rows_path, rows_dtype, (num_rows, int(dim)), HEADER_BYTES, key_path)
     width_of = {name: (widths or {}).get(name, int(dim)) for name in slots}
     states = {name: _state(op, _path(base, end), table, end, num_rows, width_of[name]) for name, end in slots.items()}
-    row_bytes = sum(array.row_bytes for array in (keys, rows, *states.values()))
-    at_once = files.rows_of_chunk(op, chunk_rows, row_bytes)
-    files.check_raw_keys(keys)
-
-    def chunks() -> Iterator[Records]:
-        for start in files.starts(num_rows, at_once):
-            stop = start + at_once
-            state = {name: _scaled(array.read(start, stop), scale) for name, array in states.items()}
-            yield Records(keys.read_keys(start, stop), rows.read(start, stop), state)
-
-    return RecordChunks(num_rows, int(dim), width_of, chunks)
+    return _chunks(op, chunk_rows, keys, rows, states, scale)
 
 
 def read_sok_v1(directory: str | os.PathLike, table: str, *, dim: int, chunk_rows: int | None = None) -> RecordChunks:
@@ -239,14 +229,7 @@ def read_sok_v1(directory: str | os.PathLike, table: str, *, dim: int, chunk_row
     key_dtype = np.dtype("<u4" if files.size_of(op, key_path) == 4 * num_rows else "<i8")
     keys = RawArray(op, key_path, key_dtype, (num_rows,))
     rows = RawArray(op, rows_path, np.dtype("<f4"), (num_rows, int(dim)))
-    at_once = files.rows_of_chunk(op, chunk_rows, keys.row_bytes + rows.row_bytes)
-    files.check_raw_keys(keys)
-
-    def chunks() -> Iterator[Records]:
-        for start in files.starts(num_rows, at_once):
-            yield Records(keys.read_keys(start, start + at_once), rows.read(start, start + at_once))
-
-    return RecordChunks(num_rows, int(dim), {}, chunks)
+    return _chunks(op, chunk_rows, keys, rows, {})
 
 
 def save(
@@ -282,7 +265,6 @@ def save(
       `sok.save(collection, state, "dump", {"user": "user:0"})`
     """
     op, names = "sok.save", files.names_of("sok.save", collection, tables)
-    files.refuse_collisions(op, names, files.spelled)
     files.refuse_processes(op, collection, "write_sok")
     chosen = {table: _declared(op, collection, table, with_state, optimizers) for table in names}
     for name in names.values():
@@ -334,7 +316,6 @@ def load(
       `state = sok.load(collection, state, "dump", {"user": "user:0"}, with_state=False)`
     """
     op, names = "sok.load", files.names_of("sok.load", collection, tables)
-    files.refuse_collisions(op, names, files.spelled)
     chunks = {}
     for table, name in names.items():
         optimizer, rate = _declared(op, collection, table, with_state, optimizers)
@@ -554,6 +535,28 @@ def _state(op: str, path: pathlib.Path, table: str, end: str, num_rows: int, wid
             "key once before it dumps."
         )
     return RawArray(op, path, dtype, (num_rows, width), HEADER_BYTES)
+
+
+def _chunks(
+    op: str,
+    chunk_rows: int | None,
+    keys: RawArray,
+    rows: RawArray,
+    states: Mapping[str, RawArray],
+    scale: float = 1.0,
+) -> RecordChunks:
+    """The chunks of files whose sizes fit; refuses keys that no table can have."""
+    (num_rows, dim), arrays = rows.shape, (keys, rows, *states.values())
+    at_once = files.rows_of_chunk(op, chunk_rows, sum(array.row_bytes for array in arrays))
+    files.check_raw_keys(keys)
+
+    def chunks() -> Iterator[Records]:
+        for start in files.starts(num_rows, at_once):
+            stop = start + at_once
+            state = {name: _scaled(array.read(start, stop), scale) for name, array in states.items()}
+            yield Records(keys.read_keys(start, stop), rows.read(start, stop), state)
+
+    return RecordChunks(num_rows, dim, {name: array.shape[1] for name, array in states.items()}, chunks)
 
 
 def _scaled(numbers: np.ndarray, scale: float) -> np.ndarray:

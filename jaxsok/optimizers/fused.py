@@ -90,32 +90,17 @@ class Adagrad(Limited):
 
 
 @dataclasses.dataclass(frozen=True)
-class RowwiseAdagrad(Limited):
+class RowwiseAdagrad(Adagrad):
     """See `rowwise_adagrad`."""
 
     _own_kernel: ClassVar[int] = 2
     name: ClassVar[str] = "rowwise_adagrad"
     initial_accumulator_value: float = 0.0
     eps: float = 1e-8
-    weight_decay: float = 0.0
-
-    def __post_init__(self) -> None:
-        """Refuses hyper-parameters that cannot be meant."""
-        super().__post_init__()
-        self._check("initial_accumulator_value", 0.0)
-        self._check("eps", 0.0)
-        self._check("weight_decay", 0.0)
-
-    def _is_plain(self) -> bool:
-        return self.weight_decay == 0
 
     def state_specs(self, dim: int) -> tuple[RowState, ...]:
         """One accumulator for the row."""
         return (RowState("accumulator", 1, self.initial_accumulator_value),)
-
-    def hyper(self, step: Any, learning_rate: Any) -> tuple[Any, ...]:
-        """Learning rate, eps."""
-        return (learning_rate, self.eps)
 
     def _step(self, inputs: RowInputs) -> RowOutputs:
         """`acc += mean(g²); row -= lr * g / (sqrt(acc) + eps)`."""

@@ -4,9 +4,10 @@ Works under `jax.jit`, and under `jax.export` with sizes that are not known yet.
 not every table needs an input. Nothing is inserted: a key that is not there reads its table's default.
 """
 
+import contextlib
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -228,15 +229,13 @@ def _read(tables: FrozenTables, name: str, given: Any) -> _Part:
     ):
         raise RequestError(f"{what}: max_norm: got {given.max_norm!r}, wanted a number from 0, or None.")
     words = tables.spec.read_by(given.table, _words(given.keys, what))
-    weights = _weights(given, words.shape[:-1], what)
     shape = words.shape[:-1]
+    weights = _weights(given, shape, what)
     if given.offsets is not None:
         if given.combiner is None:
             raise RequestError(f"{what}: offsets: got some without a combiner, wanted none: every key has its own row.")
-        try:
+        with _refusals():
             offsets = features.read_offsets(features.Bags(given.keys, offsets=given.offsets), words, what)
-        except (TypeError, ValueError) as error:
-            raise RequestError(str(error)) from error
         shape = (offsets.shape[0] - 1,)
         hotness: Any = 0
     elif given.combiner is not None:
@@ -263,10 +262,8 @@ def _place(tables: FrozenTables, what: str, table: str) -> tuple[int, int]:
 
 
 def _words(keys: Any, what: str) -> Any:
-    try:
+    with _refusals():
         return keys_lib.words_of(keys, "int32", what)
-    except (TypeError, ValueError) as error:
-        raise RequestError(str(error)) from error
 
 
 def _weights(given: LookupInput, shape: tuple[Any, ...], what: str) -> Any:
@@ -274,14 +271,17 @@ def _weights(given: LookupInput, shape: tuple[Any, ...], what: str) -> Any:
         return None
     if given.combiner is None:
         raise RequestError(f"{what}: weights: got some without a combiner, in which they would act.")
-    weights = given.weights if isinstance(given.weights, jax.Array) else np.asarray(given.weights)
-    if not jnp.issubdtype(weights.dtype, jnp.floating):
-        raise RequestError(f"{what}: weights: got {weights.dtype}{list(weights.shape)}, wanted floats.")
-    if weights.shape != shape:
-        raise RequestError(f"{what}: weights: got shape {list(weights.shape)}, wanted that of the keys, {list(shape)}.")
-    if isinstance(weights, np.ndarray) and not np.isfinite(weights).all():
-        raise RequestError(f"{what}: weights: got infinite or NaN, wanted finite numbers.")
-    return weights.astype(jnp.float32)
+    with _refusals():
+        return features.read_weights(given.weights, shape, what)
+
+
+@contextlib.contextmanager
+def _refusals() -> Iterator[None]:
+    """What training refuses is a request that serving refuses."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        raise RequestError(str(error)) from error
 
 
 def _packed(parts: Sequence[_Part]) -> tuple[kernels.Batch, int]:

@@ -1,4 +1,7 @@
-"""What a layer reads: the inputs of one fused lookup, declared by name. For nnx.py and linen.py; knows no Flax."""
+"""What a layer reads and gives: the inputs of one fused lookup, declared by name, and their embeddings.
+
+Layers of nnx.py and linen.py say where their tables come from; what they do with them stands here, and knows no Flax.
+"""
 
 import dataclasses
 import math
@@ -80,18 +83,73 @@ def all_of(op: str, given: Any) -> tuple[tuple[str, LookupSpec], ...]:
     return tuple((name, of(f'{op}: specs["{name}"]', one)) for name, one in given.items())
 
 
-def read(op: str, spec: LookupSpec, keys: Any, **more: Any) -> LookupInput:
-    """What a layer was called with, as an input of the lookup.
+def in_bags(op: str, spec: LookupSpec) -> LookupSpec:
+    """A spec that has a combiner, as it is.
+
+    Raises:
+      ValueError: it has none.
+    """
+    if spec.combiner is None:
+        raise ValueError(f'{op} "{spec.table}": combiner: got None, wanted "sum", "mean" or "sqrtn".')
+    return spec
+
+
+def embedding(op: str, spec: LookupSpec, tables: FrozenTables | None, keys: Any, **more: Any) -> Array:
+    """What a layer of one input gives.
 
     Args:
-      op: named in errors.
+      op: named in errors, beside the table.
       spec: of the layer.
+      tables: None: zeros of the same shape, for Linen's `init`.
       keys: an array, or `jaxsok.Bags`.
       more: offsets, weights, and what stands in place of the spec's combiner and max_norm where it is not None.
 
     Raises:
       RequestError: bags with an inverse, bags of a spec without a combiner, or offsets or weights given twice.
+      ValueError: a table that has another dim, or no dim to make zeros of.
     """
+    read = _read(f'{op} "{spec.table}"', spec, keys, **more)
+    return _looked_up(op, {spec.table: spec}, tables, {spec.table: read})[spec.table]
+
+
+def embeddings(op: str, specs: Mapping[str, LookupSpec], tables: FrozenTables | None, inputs: Any) -> dict[str, Array]:
+    """What a layer of several inputs gives, in one call.
+
+    Args:
+      op: named in errors.
+      specs: of the layer, by input.
+      tables: None: zeros of the same shapes, for Linen's `init`.
+      inputs: keys of some or all of the specs, by the same names.
+
+    Raises:
+      RequestError: no mapping, a name that no spec has, or keys as `embedding` refuses them.
+      ValueError: a table that has another dim, or no dim to make zeros of.
+    """
+    if not isinstance(inputs, Mapping):
+        raise RequestError(f"{op}: inputs: got {type(inputs).__name__}, wanted a mapping from names to keys.")
+    for name in inputs:
+        if name not in specs:
+            raise RequestError(f"{op}: inputs: got {name!r}, wanted some of {list(specs)}.")
+    read = {name: _read(f'{op}: "{name}"', specs[name], keys) for name, keys in inputs.items()}
+    return _looked_up(op, {name: specs[name] for name in inputs}, tables, read)
+
+
+def check_tables(op: str, tables: Any) -> FrozenTables:
+    """Refuses what is none.
+
+    Raises:
+      ValueError: nothing was given.
+      TypeError: something else was.
+    """
+    if tables is None or isinstance(tables, tuple):
+        raise ValueError(f"{op}: tables: got none, wanted FrozenTables: bind them with set_tables, or pass tables=.")
+    if not isinstance(tables, FrozenTables):
+        raise TypeError(f"{op}: tables: got {type(tables).__name__}, wanted FrozenTables, as freeze gives them.")
+    return tables
+
+
+def _read(op: str, spec: LookupSpec, keys: Any, **more: Any) -> LookupInput:
+    """What a layer was called with, as an input of the lookup."""
     offsets, weights = more.get("offsets"), more.get("weights")
     combiner = spec.combiner if more.get("combiner") is None else more["combiner"]
     max_norm = spec.max_norm if more.get("max_norm") is None else more["max_norm"]
@@ -107,20 +165,9 @@ def read(op: str, spec: LookupSpec, keys: Any, **more: Any) -> LookupInput:
     return LookupInput(spec.table, keys, combiner, offsets=offsets, weights=weights, max_norm=max_norm)
 
 
-def embeddings(
-    op: str, tables: FrozenTables | None, specs: Mapping[str, LookupSpec], inputs: Mapping[str, LookupInput]
+def _looked_up(
+    op: str, specs: Mapping[str, LookupSpec], tables: FrozenTables | None, inputs: Mapping[str, LookupInput]
 ) -> dict[str, Array]:
-    """What `lookup` gives, in one call.
-
-    Args:
-      op: named in errors.
-      tables: None: zeros of the same shapes, for Linen's `init`.
-      specs: by input.
-      inputs: by the same names.
-
-    Raises:
-      ValueError: a table that has another dim, or no dim to make zeros of.
-    """
     for name, spec in specs.items():
         if tables is None:
             if spec.dim is None:
@@ -135,33 +182,6 @@ def embeddings(
     if tables is not None:
         return lookup(tables, inputs)
     return {name: jnp.zeros((*_shape(one), specs[name].dim), jnp.float32) for name, one in inputs.items()}
-
-
-def check_names(op: str, specs: Mapping[str, LookupSpec], inputs: Any) -> None:
-    """Refuses inputs that are not those of a group; some may be missing.
-
-    Raises:
-      RequestError: no mapping, or a name that no spec has.
-    """
-    if not isinstance(inputs, Mapping):
-        raise RequestError(f"{op}: inputs: got {type(inputs).__name__}, wanted a mapping from names to keys.")
-    for name in inputs:
-        if name not in specs:
-            raise RequestError(f"{op}: inputs: got {name!r}, wanted some of {list(specs)}.")
-
-
-def check_tables(op: str, tables: Any) -> FrozenTables:
-    """Refuses what is none.
-
-    Raises:
-      ValueError: nothing was given.
-      TypeError: something else was.
-    """
-    if tables is None or isinstance(tables, tuple):
-        raise ValueError(f"{op}: tables: got none, wanted FrozenTables: bind them with set_tables, or pass tables=.")
-    if not isinstance(tables, FrozenTables):
-        raise TypeError(f"{op}: tables: got {type(tables).__name__}, wanted FrozenTables, as freeze gives them.")
-    return tables
 
 
 def _offsets(op: str, bags: Bags) -> Any:

@@ -63,10 +63,8 @@ class LookupLayer(nn.Module):
         Raises:
           UnknownTableError, RequestError, ValueError: a table that is not there, keys that are none, or no tables.
         """
-        spec = LookupSpec(self.table, dim=self.dim)
-        read = group.read(f'LookupLayer "{self.table}"', spec, keys, max_norm=max_norm)
-        found = _tables("LookupLayer", self, tables)
-        return group.embeddings("LookupLayer", found, {self.table: spec}, {self.table: read})[self.table]
+        op, spec = "LookupLayer", LookupSpec(self.table, dim=self.dim)
+        return group.embedding(op, spec, _tables(op, self, tables), keys, max_norm=max_norm)
 
 
 class SparseLookupLayer(nn.Module):
@@ -118,13 +116,10 @@ class SparseLookupLayer(nn.Module):
         Raises:
           UnknownTableError, RequestError, ValueError: a table that is not there, keys that are none, or no tables.
         """
-        spec = LookupSpec(self.table, self.combiner, dim=self.dim)
-        if spec.combiner is None:
-            raise ValueError(f'SparseLookupLayer "{self.table}": combiner: got None, wanted "sum", "mean" or "sqrtn".')
+        op = "SparseLookupLayer"
+        spec = group.in_bags(op, LookupSpec(self.table, self.combiner, dim=self.dim))
         more = {"weights": weights, "offsets": offsets, "combiner": combiner, "max_norm": max_norm}
-        read = group.read(f'SparseLookupLayer "{self.table}"', spec, keys, **more)
-        found = _tables("SparseLookupLayer", self, tables)
-        return group.embeddings("SparseLookupLayer", found, {self.table: spec}, {self.table: read})[self.table]
+        return group.embedding(op, spec, _tables(op, self, tables), keys, **more)
 
 
 class LookupLayers(nn.Module):
@@ -162,11 +157,7 @@ class LookupLayers(nn.Module):
             none, or no tables.
         """
         op = "LookupLayers"
-        specs = dict(group.all_of(op, self.specs))
-        group.check_names(op, specs, inputs)
-        specs = {name: specs[name] for name in inputs}
-        read = {name: group.read(f'{op}: "{name}"', specs[name], keys) for name, keys in inputs.items()}
-        return group.embeddings(op, _tables(op, self, tables), specs, read)
+        return group.embeddings(op, dict(group.all_of(op, self.specs)), _tables(op, self, tables), inputs)
 
 
 def set_tables(variables: Mapping[str, Any], tables: FrozenTables) -> dict[str, Any]:

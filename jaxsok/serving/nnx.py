@@ -79,7 +79,8 @@ class LookupLayer(nnx.Module):
         Raises:
           UnknownTableError, RequestError, ValueError: a table that is not there, keys that are none, or no tables.
         """
-        return _one("LookupLayer", self, keys, tables, max_norm=max_norm)
+        op = "LookupLayer"
+        return group.embedding(op, self.spec, _tables(op, self, tables), keys, max_norm=max_norm)
 
 
 class SparseLookupLayer(nnx.Module):
@@ -111,7 +112,7 @@ class SparseLookupLayer(nnx.Module):
           dim: of its rows, checked where it is given.
           tables: what it is bound to.
         """
-        self.spec = _with_combiner("SparseLookupLayer", LookupSpec(table, combiner, dim=dim))
+        self.spec = group.in_bags("SparseLookupLayer", LookupSpec(table, combiner, dim=dim))
         self.tables = _variable("SparseLookupLayer", tables)
 
     def __call__(
@@ -140,16 +141,9 @@ class SparseLookupLayer(nnx.Module):
         Raises:
           UnknownTableError, RequestError, ValueError: a table that is not there, keys that are none, or no tables.
         """
-        return _one(
-            "SparseLookupLayer",
-            self,
-            keys,
-            tables,
-            weights=weights,
-            offsets=offsets,
-            combiner=combiner,
-            max_norm=max_norm,
-        )
+        op = "SparseLookupLayer"
+        more = {"weights": weights, "offsets": offsets, "combiner": combiner, "max_norm": max_norm}
+        return group.embedding(op, self.spec, _tables(op, self, tables), keys, **more)
 
 
 class LookupLayers(nnx.Module):
@@ -195,12 +189,8 @@ class LookupLayers(nnx.Module):
           UnknownTableError, RequestError, ValueError: names that no spec has, a table that is not there, keys that are
             none, or no tables.
         """
-        op, specs = "LookupLayers", dict(self.specs)
-        group.check_names(op, specs, inputs)
-        tables = group.check_tables(op, self.tables.get_value() if tables is None else tables)
-        specs = {name: specs[name] for name in inputs}
-        read = {name: group.read(f'{op}: "{name}"', specs[name], keys) for name, keys in inputs.items()}
-        return group.embeddings(op, tables, specs, read)
+        op = "LookupLayers"
+        return group.embeddings(op, dict(self.specs), _tables(op, self, tables), inputs)
 
 
 def set_tables(model: Any, tables: FrozenTables) -> None:
@@ -261,14 +251,6 @@ def _variable(op: str, tables: Tables) -> FrozenTablesVariable:
     return FrozenTablesVariable(() if tables is None else group.check_tables(op, tables))
 
 
-def _with_combiner(op: str, spec: LookupSpec) -> LookupSpec:
-    if spec.combiner is None:
-        raise ValueError(f'{op} "{spec.table}": combiner: got None, wanted "sum", "mean" or "sqrtn".')
-    return spec
-
-
-def _one(op: str, layer: Any, keys: Any, tables: FrozenTables | None, **more: Any) -> Array:
-    tables = group.check_tables(op, layer.tables.get_value() if tables is None else tables)
-    spec = layer.spec
-    read = group.read(f'{op} "{spec.table}"', spec, keys, **more)
-    return group.embeddings(op, tables, {spec.table: spec}, {spec.table: read})[spec.table]
+def _tables(op: str, layer: Any, given: FrozenTables | None) -> FrozenTables:
+    """Those that were given, or that the layer is bound to."""
+    return group.check_tables(op, layer.tables.get_value() if given is None else given)

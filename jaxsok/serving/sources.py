@@ -15,9 +15,9 @@ from typing import Literal
 import numpy as np
 
 from jaxsok.checkpoint import manifest as manifest_lib
-from jaxsok.checkpoint.exports import chain_of
+from jaxsok.checkpoint.chain import chain_of
 from jaxsok.checkpoint.files import key_batches
-from jaxsok.checkpoint.restore import Source
+from jaxsok.checkpoint.source import Source
 from jaxsok.interchange import files as files_lib
 from jaxsok.interchange.hps import read_hps
 from jaxsok.records import Records

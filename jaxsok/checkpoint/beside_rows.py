@@ -1,0 +1,226 @@
+"""What is saved beside rows, into a state: its step, words of its stores, and keys that wait for a row."""
+
+import dataclasses
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxsok import admission as admission_lib
+from jaxsok import policies, processes
+from jaxsok.checkpoint import lineage as lineage_lib
+from jaxsok.checkpoint import manifest as manifest_lib
+from jaxsok.checkpoint.place import Held
+from jaxsok.checkpoint.save import admission_of
+from jaxsok.checkpoint.source import OptimizerState, Source
+from jaxsok.collection import Collection
+from jaxsok.plan import owners_of
+from jaxsok.shards import Shards
+from jaxsok.specs import StoreSpec
+from jaxsok.store import State, StoreState
+from jaxsok.types import COUNTERS
+
+LOG = logging.getLogger("jaxsok.checkpoint")
+WAITING_AT_A_TIME = 1 << 22  # keys that wait for a row: 64 MiB on the host
+
+
+def add(
+    source: Source,
+    collection: Collection,
+    held: Held,
+    names: Sequence[str],
+    *,
+    is_whole: bool,
+    optimizer_state: OptimizerState,
+) -> None:
+    """Adds all of it.
+
+    Args:
+      source: what was saved.
+      collection: of the state.
+      held: a state whose rows are restored.
+      names: of the tables that are.
+      is_whole: whether the state is what was saved, and has its step.
+      optimizer_state: as the rows were restored.
+    """
+    _add_admission(source, collection, held, names)
+    if is_whole:
+        state, step = held.state, jnp.asarray(source.manifest["step"], jnp.uint32)
+        if collection.shards is not None:
+            step = jax.device_put(step, state.step.sharding)
+        state = dataclasses.replace(state, step=step)
+        state = _with_evicted(source, collection, state, names)
+        if optimizer_state != "initial":
+            state = _with_globals(source, collection, state, names)
+        is_exact = optimizer_state == "require"
+        held.state = lineage_lib.begun(collection, state, source.manifest, is_exact=is_exact)
+
+
+def with_store_words(source: Source, collection: Collection, state: State) -> State:
+    """Salts and generations as they were, where the same tables share a store; the index must be empty."""
+    for s, spec in enumerate(collection.stores):
+        names = [table.name for table in spec.tables]
+        saved = next((one for one in source.manifest["stores"] if one["tables"] == names), None)
+        if saved is None:
+            continue
+        words = np.zeros(len(COUNTERS), np.uint32)
+        words[[COUNTERS.index(name) for name in ("salt_low", "salt_high")]] = saved["salt"]
+        words[COUNTERS.index("generation")] = saved["generation"]
+        state = _with_store(state, s, counters=_put(collection, lambda _, words=words: words.copy()))
+    return state
+
+
+# Words of stores -----------------------------------------------------------------------------------------------------
+
+
+def _with_globals(source: Source, collection: Collection, state: State, names: Sequence[str]) -> State:
+    """Optimizer state that belongs to no row, of the store that the first restored table of each store was in."""
+    for s, spec in enumerate(collection.stores):
+        name = next((table.name for table in spec.tables if table.name in names), None)
+        leaves = state.stores[s].globals_
+        if name is None or not leaves:
+            continue
+        saved = [manifest_lib.array_from_json(one) for one in source.store_of(name)[1]["globals"]]
+        if [(one.shape, one.dtype) for one in saved] != [(leaf.shape[1:], leaf.dtype) for leaf in leaves]:
+            continue  # of another optimizer, which "matching" lets pass
+        put = tuple(_put(collection, lambda _, one=one: one[None]) for one in saved)
+        state = _with_store(state, s, globals_=put)
+    return state
+
+
+def _with_evicted(source: Source, collection: Collection, state: State, names: Sequence[str]) -> State:
+    """Counts of evicted rows, on the first shard (of replicated stores: on all)."""
+    for s, spec in enumerate(collection.stores):
+        if not state.stores[s].table_evicted:
+            continue
+        tables = source.manifest["tables"]
+        counts = np.array(
+            [tables[one.name]["num_evicted"] if one.name in names else 0 for one in spec.tables], np.uint64
+        ).astype(np.uint32)
+        none = np.zeros_like(counts)
+
+        def block(shard: int, spec: Any = spec, counts: Any = counts, none: Any = none) -> np.ndarray:
+            return (counts if shard == 0 or spec.is_replicated else none).copy()
+
+        state = _with_store(state, s, table_evicted=(_put(collection, block),))
+    return state
+
+
+def _with_store(state: State, s: int, **arrays: Any) -> State:
+    store = dataclasses.replace(state.stores[s], **arrays)
+    return dataclasses.replace(state, stores=(*state.stores[:s], store, *state.stores[s + 1 :]))
+
+
+def _put(collection: Collection, blocks: Callable[[int], np.ndarray]) -> Any:
+    """An array of a store, made anew, of each shard's block."""
+    if collection.shards is None:
+        return jnp.asarray(blocks(0))
+    return collection.shards.put({shard: blocks(shard) for shard in _local_shards(collection)})
+
+
+def _local_shards(collection: Collection) -> list[int]:
+    """The shards of this process."""
+    return [0] if collection.shards is None else collection.shards.local()
+
+
+# Admission -----------------------------------------------------------------------------------------------------------
+
+
+def _add_admission(source: Source, collection: Collection, held: Held, names: Sequence[str]) -> None:
+    """Keys that wait for a row, and Bloom filters, as they were saved."""
+    for name in names:
+        s, number = collection._locate(source.op, name)
+        table = collection.stores[s].tables[number]
+        was, now = source.manifest["tables"][name]["admission"], admission_of(collection.stores[s], table)
+        if was and now and was["by"] != now["by"]:
+            LOG.warning(
+                '%s: table "%s": admission by %s was saved, wanted by %s: keys without a row are counted from 0.',
+                source.op,
+                name,
+                was["by"],
+                now["by"],
+            )
+        if isinstance(table.admission, policies.AdmitByCount):
+            _add_waiting(source, collection, held, s, number)
+        if isinstance(table.admission, policies.AdmitByBloom):
+            with processes.together(source.op):
+                held.state = _with_bloom(source, collection, held.state, s, number)
+
+
+def _add_waiting(source: Source, collection: Collection, held: Held, s: int, number: int) -> None:
+    """Each key to its owner, in place of those that waited."""
+    spec, shards = collection.stores[s], collection.shards
+
+    def hold(store: StoreState) -> None:
+        stores = held.state.stores
+        held.state = dataclasses.replace(held.state, stores=(*stores[:s], store, *stores[s + 1 :]))
+
+    hold(_forgotten(spec, number, shards, held.state.stores[s]))
+    for keys, counts in processes.in_step(source.op, _gathered(source.waiting(spec.tables[number].name))):
+        # Who was seen often enough for a lower threshold waits for one more sight.
+        counts = np.minimum(counts, np.uint32(spec.tables[number].admission.num_sightings - 1))
+        owners = owners_of(spec, number, keys, collection.partition_owners)
+        hold(admission_lib.with_waiting(spec, held.state.stores[s], number, keys, counts, owners, shards))
+
+
+def _forgotten(spec: StoreSpec, number: int, shards: Shards | None, store: StoreState) -> StoreState:
+    """The store, without keys of a table that wait."""
+
+    def part(store: StoreState) -> StoreState:
+        return admission_lib.forget(spec, store, jnp.zeros((), jnp.uint32), cleared=number)
+
+    if shards is None:
+        return jax.jit(part, donate_argnums=0)(store)
+    return jax.jit(lambda store: shards.run(part, (store,), (shards.spec,), shards.spec), donate_argnums=0)(store)
+
+
+def _gathered(batches: Iterator[tuple[np.ndarray, np.ndarray]]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Batches, put together to large ones: each costs a pass over all that wait."""
+    parts: list[tuple[np.ndarray, np.ndarray]] = []
+    for batch in batches:
+        parts.append(batch)
+        if sum(keys.size for keys, _ in parts) >= WAITING_AT_A_TIME:
+            yield tuple(map(np.concatenate, zip(*parts, strict=True)))
+            parts = []
+    if parts:
+        yield tuple(map(np.concatenate, zip(*parts, strict=True)))
+
+
+def _with_bloom(source: Source, collection: Collection, state: State, s: int, number: int) -> State:
+    """The table's part of the filter, where the shards are the same: it has no keys to deal it out by."""
+    spec = collection.stores[s]
+    table = spec.tables[number]
+    begin, size = spec.bloom_segments()[number]
+    saved_s, saved = source.store_of(table.name)
+    old_begin, old_size = saved["bloom_segments"][saved["tables"].index(table.name)]
+    was = source.manifest["tables"][table.name]["admission"]
+    is_same = was == admission_of(spec, table) and old_size == size
+    if not is_same and old_size:
+        LOG.warning(
+            '%s: table "%s": its Bloom filter begins anew: %s was saved, wanted %s, and counters without keys '
+            "cannot be dealt to other shards. Keys without a row are counted from 0.",
+            source.op,
+            table.name,
+            was,
+            admission_of(spec, table),
+        )
+    (bloom,) = state.stores[s].bloom
+    blocks = {}
+    for shard, part in _local_parts(bloom, spec).items():
+        counters = np.array(part).view(np.uint8)
+        counters[begin : begin + size] = 0
+        if is_same:
+            words = source.bloom(saved_s, 0 if spec.is_replicated else shard)
+            counters[begin : begin + size] = words.view(np.uint8)[old_begin : old_begin + old_size]
+        blocks[shard] = counters.view(np.uint32)
+    return _with_store(state, s, bloom=(_put(collection, blocks.__getitem__),))
+
+
+def _local_parts(array: Any, spec: StoreSpec) -> dict[int, Any]:
+    """The parts of a split array that this process has, by shard."""
+    size = array.shape[0] // spec.num_shards
+    parts = {(part.index[0].start or 0) // size: part.data for part in array.addressable_shards}
+    return {shard: parts[shard] for shard in sorted(parts)}

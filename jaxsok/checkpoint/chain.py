@@ -1,0 +1,96 @@
+"""Chains: a full export (or a checkpoint) and its deltas, in order, and which of their keys a table has.
+
+Each link knows its base by name and by a number of its own, so that none can be left out or put in twice.
+"""
+
+import itertools
+import os
+import pathlib
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from jaxsok import processes
+from jaxsok.checkpoint import manifest as manifest_lib
+from jaxsok.checkpoint.files import key_batches
+from jaxsok.checkpoint.source import Source
+from jaxsok.collection import Collection
+from jaxsok.store import State
+
+KEYS_AT_A_TIME = 1 << 18  # 2 MiB of keys: enough for a device to be busy, few enough for a host
+Path = str | os.PathLike[str]
+
+
+def chain_of(op: str, path: Path | Sequence[Path]) -> list[Source]:
+    """The links of a chain, first the full one, checked to follow each other.
+
+    Raises:
+      ValueError: a link is missing or of another chain.
+    """
+    if isinstance(path, (str, os.PathLike)):
+        links = [Source.of(op, pathlib.Path(path))]
+        while links[0].manifest["kind"] == "delta":
+            delta = links[0]
+            folder = (delta.folder.absolute().parent / delta.manifest["base_path"]).resolve()
+            if not (folder / manifest_lib.NAME).exists():
+                raise ValueError(
+                    f'{op}: path: got the delta "{delta.folder}" alone, whose base "{folder}" is not there; give all '
+                    "links in order, the full export first."
+                )
+            links.insert(0, Source.of(op, folder))
+    else:
+        links = [Source.of(op, pathlib.Path(one)) for one in path]
+        if not links:
+            raise ValueError(f"{op}: path: got no folders, wanted a full export and its deltas, in order.")
+    if links[0].manifest["kind"] == "delta":
+        raise ValueError(f'{op}: path: got the delta "{links[0].folder}" first, wanted the full export it rests on.')
+    for before, link in itertools.pairwise(links):
+        check_link(op, link, before.manifest["uuid"], f'"{before.folder}"')
+    return links
+
+
+def check_link(op: str, link: Source, uuid: str, before: str) -> None:
+    """Refuses what is no delta on the export of a `uuid`, which messages name `before`.
+
+    Raises:
+      ValueError: another kind of export, or one on another base.
+    """
+    manifest = link.manifest
+    if manifest["kind"] != "delta":
+        raise ValueError(
+            f'{op}: path: got "{link.folder}", a {manifest["kind"]} export, wanted a delta after {before}.'
+        )
+    if manifest["base"] != uuid:
+        raise ValueError(
+            f'{op}: path: got the delta "{link.folder}", which rests on {manifest["base"]} '
+            f'("{manifest["base_path"]}"), after {before}, which is {uuid}; apply deltas in '
+            "order, and none of them twice."
+        )
+
+
+def gone_keys(op: str, collection: Collection, state: State, chain: Sequence[Source], table: str) -> np.ndarray:
+    """The keys that a chain has and a table has not: uint64, ascending."""
+    gone = np.zeros(0, np.uint64)
+    for source in chain:
+        with processes.together(op):
+            tombstones = list(key_batches(source.files(table, manifest_lib.TOMBSTONES)))
+        if tombstones:
+            gone = np.setdiff1d(gone, np.concatenate(tombstones))
+        absent = [
+            keys[~found] for keys, found in looked_for(op, collection, state, table, key_batches(source.files(table)))
+        ]
+        gone = np.union1d(gone, np.concatenate(absent)) if absent else gone
+    return gone
+
+
+def looked_for(
+    op: str, collection: Collection, state: State, table: str, batches: Iterator[np.ndarray]
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Keys, and which of them have a row; few at a time. All processes read the same."""
+    for batch in processes.in_step(op, batches):
+        for start in range(0, batch.size, KEYS_AT_A_TIME):
+            keys = batch[start : start + KEYS_AT_A_TIME]
+            size = 1 << (keys.size - 1).bit_length()  # few sizes, few programs
+            padded = np.full(size, np.uint64(2**64 - 1))
+            padded[: keys.size] = keys
+            yield keys, np.asarray(collection.contains(state, table, padded))[: keys.size]

@@ -1,0 +1,192 @@
+"""What was saved: a folder's manifest and files, and whether its tables fit those of a collection.
+
+What can be told from the manifest is checked before anything is read, and all that is read against its checksum before
+it is used.
+"""
+
+import dataclasses
+import logging
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
+
+import numpy as np
+
+from jaxsok.checkpoint import manifest as manifest_lib
+from jaxsok.checkpoint.files import CorruptFileError, SavedFile, TableForm, name_word
+from jaxsok.collection import Collection
+from jaxsok.plan import partitions_of
+from jaxsok.records import Records
+
+LOG = logging.getLogger("jaxsok.checkpoint")
+OptimizerState = Literal["require", "matching", "initial"]
+OPTIMIZER_STATES: tuple[str, ...] = ("require", "matching", "initial")
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """A folder of saved tables, and its manifest."""
+
+    op: str
+    folder: Any
+    manifest: dict[str, Any]
+
+    @classmethod
+    def of(cls, op: str, folder: Any) -> "Source":
+        """Reads the manifest."""
+        return cls(op, folder, manifest_lib.read(op, folder))
+
+    def form(self, table: str) -> TableForm:
+        """Of a saved table."""
+        return TableForm.from_json(self.manifest["tables"][table]["form"])
+
+    def files(self, table: str, kind: str = manifest_lib.ROWS) -> list[SavedFile]:
+        """Of a saved table."""
+        return manifest_lib.table_files(self.op, self.folder, self.manifest, table, kind)
+
+    def records(self, table: str, wanted: np.ndarray | None = None) -> Iterator[Records]:
+        """The rows of a table with keys of wanted partitions, batch by batch.
+
+        Args:
+          table: its name.
+          wanted: bool[4096]; None: all.
+        """
+        form, word = self.form(table), name_word(table)
+        for file in self.files(table):
+            for batch in file.batches(wanted):
+                records = form.from_batch(batch)
+                if wanted is not None:
+                    is_wanted = wanted[partitions_of(records.keys, word).astype(np.int64)]
+                    records = records if is_wanted.all() else records.take(is_wanted)
+                yield records
+
+    def waiting(self, table: str) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Keys of a table that wait for a row, and how often they were seen."""
+        for file in self.files(table, manifest_lib.WAITING):
+            for batch in file.batches():
+                yield tuple(batch.column(name).to_numpy(zero_copy_only=False) for name in ("key", "count"))
+
+    def check(self, tables: Sequence[str]) -> None:
+        """Refuses some tables, if a file is not there or of another size, or counts of the manifest do not agree.
+
+        Raises:
+          CorruptFileError: names the file, or the table.
+        """
+        for table in tables:
+            for kind in (manifest_lib.ROWS, manifest_lib.WAITING, manifest_lib.TOMBSTONES):
+                for file in self.files(table, kind):
+                    file.check_size()
+            entry = self.manifest["tables"][table]
+            files = sum(sum(batch[3] for batch in file["batches"]) for file in entry[manifest_lib.ROWS])
+            partitions = int(manifest_lib.unpacked(entry["partition_rows"]).sum())
+            if not files == partitions == entry["num_rows"]:
+                raise CorruptFileError(
+                    f'{self.op}: table "{table}": got {files} rows in the files and {partitions} in the partitions of '
+                    f'"{self.folder}", wanted {entry["num_rows"]} of both; manifests of other saves were mixed.'
+                )
+        for file, _ in self._bloom_files({self.store_of(table)[0] for table in tables}):
+            file.check_size()
+
+    def verify(self, tables: Sequence[str]) -> None:
+        """Reads all files of some tables against their checksums."""
+        self.check(tables)
+        for table in tables:
+            for kind in (manifest_lib.ROWS, manifest_lib.WAITING, manifest_lib.TOMBSTONES):
+                for file in self.files(table, kind):
+                    file.verify()
+        for file, pieces in self._bloom_files({self.store_of(table)[0] for table in tables}):
+            for _ in file.ranges(piece[:3] for piece in pieces):
+                pass  # nothing of it is kept
+
+    def _bloom_files(self, stores: set[int]) -> Iterator[tuple[SavedFile, list[list[int]]]]:
+        """The files of the Bloom filters of some stores, and the pieces of each."""
+        for entry in self.manifest["bloom"]:
+            if entry["store"] in stores:
+                yield SavedFile(self.op, self.folder, entry, None), entry["pieces"]
+
+    def bloom(self, store: int, shard: int) -> np.ndarray:
+        """The words of a shard's Bloom filter, as they were saved."""
+        parts = []
+        for file, pieces in self._bloom_files({store}):
+            mine = [piece[:3] for piece in pieces if piece[3] == shard]
+            parts += [np.frombuffer(data, "<u4").astype(np.uint32) for data in file.ranges(mine)]
+        return np.concatenate(parts)
+
+    def store_of(self, table: str) -> tuple[int, dict[str, Any]]:
+        """The number of the store that a table was saved from, and what the manifest says of it."""
+        return next((s, store) for s, store in enumerate(self.manifest["stores"]) if table in store["tables"])
+
+
+# Before anything is read ---------------------------------------------------------------------------------------------
+
+
+def chosen_tables(source: Source, collection: Collection, tables: Sequence[str] | None) -> list[str]:
+    """The names of the tables to restore.
+
+    Raises:
+      ValueError: names differ, and none were chosen; or a chosen one is missing.
+    """
+    op, saved = source.op, list(source.manifest["tables"])
+    declared = [table.name for table in collection.tables]
+    if tables is None:
+        if set(saved) != set(declared):
+            raise ValueError(
+                f'{op}: path: got "{source.folder}" with tables {sorted(saved)}, wanted those of the collection, '
+                f"{sorted(declared)}; pass tables=[...] to restore some of them."
+            )
+        return declared
+    if isinstance(tables, str):
+        raise TypeError(f"{op}: tables: got {tables!r}, wanted a list of names.")
+    for name in tables:
+        if name not in declared:
+            raise ValueError(f'{op}: tables: got "{name}", wanted some of {declared}, the tables of the collection.')
+        if name not in saved:
+            raise ValueError(f'{op}: tables: got "{name}", wanted some of {saved}, the tables in "{source.folder}".')
+    return list(tables)
+
+
+def check_forms(
+    source: Source, collection: Collection, names: Sequence[str], optimizer_state: OptimizerState
+) -> dict[str, tuple[str, ...]]:
+    """Refuses tables that do not fit; the pieces of optimizer state to restore, by table.
+
+    Raises:
+      ValueError: another dim, or optimizer state of another form that nobody said to leave; names the table.
+    """
+    op = source.op
+    if optimizer_state not in OPTIMIZER_STATES:
+        raise ValueError(f"{op}: optimizer_state: got {optimizer_state!r}, wanted one of {list(OPTIMIZER_STATES)}.")
+    taken: dict[str, tuple[str, ...]] = {}
+    for name in names:
+        s, number = collection._locate(op, name)
+        spec, form = collection.stores[s], source.form(name)
+        table = spec.tables[number]
+        wanted = TableForm.of(spec, table)
+        if form.dim != wanted.dim:
+            raise ValueError(f'{op}: table "{name}": dim: got {form.dim} in "{source.folder}", wanted {wanted.dim}.')
+        saved, declared = ({one: dim for one, dim, _ in states} for states in (form.states, wanted.states))
+        if optimizer_state == "require" and (form.state_form, saved) != (wanted.state_form, declared):
+            raise ValueError(
+                f'{op}: table "{name}": optimizer: got state of optim.{form.optimizer} ({form.state_form}: {saved}) in '
+                f'"{source.folder}", wanted that of optim.{wanted.optimizer} ({wanted.state_form}: {declared}); pass '
+                'optimizer_state="initial" to restore the rows alone, or "matching" to restore the state of equal name '
+                "and dim."
+            )
+        if optimizer_state == "require":
+            _check_globals(source, collection, name)
+        taken[name] = tuple(one for one in declared if optimizer_state != "initial" and saved.get(one) == declared[one])
+        if form.dtype != wanted.dtype:
+            LOG.warning('%s: table "%s": rows of %s become %s, rounded to nearest.', op, name, form.dtype, wanted.dtype)
+    return taken
+
+
+def _check_globals(source: Source, collection: Collection, name: str) -> None:
+    """Refuses optimizer state of no row that has another form; tables of one store must have been saved with one."""
+    s, _ = collection._locate(source.op, name)
+    spec = collection.stores[s]
+    wanted = [(str(leaf.dtype), list(leaf.shape)) for leaf in map(np.asarray, spec.optimizer.init_globals(spec.dim))]
+    saved = [(leaf["dtype"], leaf["shape"]) for leaf in source.store_of(name)[1]["globals"]]
+    if saved != wanted:
+        raise ValueError(
+            f'{source.op}: table "{name}": optimizer: got state of no row {saved} in '
+            f'"{source.folder}", wanted {wanted}; pass optimizer_state="initial" to begin it anew.'
+        )
