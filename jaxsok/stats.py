@@ -161,11 +161,9 @@ class Stats:
         Example:
           `stats.to_dict()["user"]["num_inserted"]`
         """
-        host = self.on_host()
-        columns = {name: host.count(name) for name in PER_TABLE}
-        return {
-            table: {name: int(column[i]) for name, column in columns.items()} for i, table in enumerate(self.tables)
-        }
+        host = on_host(self)
+        counts = {name: host.count(name) for name in PER_TABLE}
+        return {table: {name: int(count[i]) for name, count in counts.items()} for i, table in enumerate(self.tables)}
 
     def scalars(self, prefix: str = "jaxsok") -> dict[str, float]:
         """The counts as a flat dict that any writer of scalars takes, with what follows from them.
@@ -186,7 +184,7 @@ class Stats:
         Example:
           `stats.scalars()["jaxsok/user/hit_rate"]`
         """
-        return scalars_of(self, self.on_host().columns(), prefix)
+        return scalars_of(self, columns(on_host(self)), prefix)
 
     def check(self) -> None:
         """Raises if anything was refused for want of room, skipped or stale (waits for the device).
@@ -199,7 +197,7 @@ class Stats:
         Example:
           `stats.check()` after a step, or every hundred steps on the sum of their stats.
         """
-        host = self.on_host()
+        host = on_host(self)
         counts = host.to_dict()
         num_full = {table: c["num_refused"] - c["num_unadmitted"] for table, c in counts.items()}
         refused = [
@@ -226,31 +224,6 @@ class Stats:
                 f"update: plan: {stale} uses came from a plan made before the last erase or eviction; they "
                 "changed nothing. Look the batch up again after rows have left."
             )
-
-    def on_one_device(self) -> "Stats":
-        """The same in an array of one device of this process, so that nobody else takes part in reading it.
-
-        Raises:
-          TypeError: traced.
-        """
-        words = self.words
-        if isinstance(words, jax.core.Tracer):
-            raise TypeError(
-                "Stats: got counts that are being traced, wanted those of a step that was dispatched; give the Stats "
-                "out of the jitted function."
-            )
-        if isinstance(words, jax.Array) and len(words.sharding.device_set) > 1:
-            return dataclasses.replace(self, words=words.addressable_data(0))  # every device has all counts
-        return self
-
-    def on_host(self) -> "Stats":
-        """The same in NumPy; waits for the device, and for one transfer."""
-        return dataclasses.replace(self, words=np.asarray(self.on_one_device().words))
-
-    def columns(self) -> dict[str, np.ndarray]:
-        """Of NumPy's words: each count int64 `[..., num_tables or num_stores or 1]` by name."""
-        every = {name: self.count(name).astype(np.int64) for name in (*PER_TABLE, *PER_STORE, *PER_STEP)}
-        return {name: count[..., None] if name in PER_STEP else count for name, count in every.items()}
 
     def _neighbours(self, i: int) -> str:
         return ", ".join(f'"{t}"' for t, s in zip(self.tables, self.stores, strict=True) if s == self.stores[i])
@@ -314,7 +287,35 @@ def _places(stores: tuple[int, ...], num_shards: int) -> dict[str, Any]:
     return places
 
 
+def on_one_device(stats: Stats) -> Stats:
+    """The same in an array of one device of this process, so that nobody else takes part in reading it.
+
+    Raises:
+      TypeError: traced.
+    """
+    words = stats.words
+    if isinstance(words, jax.core.Tracer):
+        raise TypeError(
+            "Stats: got counts that are being traced, wanted those of a step that was dispatched; give the Stats "
+            "out of the jitted function."
+        )
+    if isinstance(words, jax.Array) and len(words.sharding.device_set) > 1:
+        return dataclasses.replace(stats, words=words.addressable_data(0))  # every device has all counts
+    return stats
+
+
+def on_host(stats: Stats) -> Stats:
+    """The same in NumPy; waits for the device, and for one transfer."""
+    return dataclasses.replace(stats, words=np.asarray(on_one_device(stats).words))
+
+
 # For writers of scalars ----------------------------------------------------------------------------------------------
+
+
+def columns(stats: Stats) -> dict[str, np.ndarray]:
+    """Of counts on the host: each int64 `[..., num_tables or num_stores or 1]`, by name."""
+    every = {name: stats.count(name).astype(np.int64) for name in (*PER_TABLE, *PER_STORE, *PER_STEP)}
+    return {name: count[..., None] if name in PER_STEP else count for name, count in every.items()}
 
 
 def scalars_of(stats: Stats, counts: Mapping[str, np.ndarray], prefix: str) -> dict[str, float]:

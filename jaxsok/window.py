@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxsok.stats import LATEST, PER_TABLE, TO_DATE, Stats, scalars_of
+from jaxsok.stats import LATEST, PER_TABLE, TO_DATE, Stats, columns, on_one_device, scalars_of
 
 
 class StatsWindow:
@@ -64,7 +64,7 @@ class StatsWindow:
                 f"StatsWindow: push: stats: got {stats.words.shape[0]} steps stacked, wanted one step; push "
                 "jax.tree.map(lambda count: count[i], stats) for each i."
             )
-        one = stats.on_one_device()
+        one = on_one_device(stats)
         one.words.copy_to_host_async()
         self._steps.append(one)
         self.num_pushed += 1
@@ -119,7 +119,7 @@ class StatsWindow:
 
     def _added(self, steps: list[Stats]) -> dict[str, np.ndarray]:
         """Sums over the window, and of what is not summed the last."""
-        counts = dataclasses.replace(steps[-1], words=np.stack([np.asarray(step.words) for step in steps])).columns()
+        counts = columns(dataclasses.replace(steps[-1], words=np.stack([np.asarray(step.words) for step in steps])))
         added = {}
         for name, column in counts.items():
             if name in LATEST:
