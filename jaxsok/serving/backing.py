@@ -30,6 +30,7 @@ from jaxsok.serving.frozen import (
     write_rows,
 )
 from jaxsok.serving.fused import find_rows
+from jaxsok.serving.ready import Form
 from jaxsok.serving.row_map import RowMap, host_device
 from jaxsok.types import MAX_CAPACITY, NO_ROW, PADDING_KEY
 
@@ -133,6 +134,7 @@ class HostRows(RowSource):
         self._maps = tuple(maps)
         self._frequencies = None if frequencies is None else tuple(frequencies)
         self._gate = _Gate()
+        self._asked: dict[tuple[str, int], None] = {}  # tables and sizes of which a fetch is compiled
         # By store: the versions that read it, of which none is given away. Versions share what does not change.
         self._holders: tuple[weakref.WeakSet[HostRows], ...] = tuple(weakref.WeakSet([self]) for _ in maps)
 
@@ -195,6 +197,7 @@ class HostRows(RowSource):
             part = words[start : start + KEYS_AT_A_TIME]
             padded = keys_lib.padding_words((padded_size(len(part), _LEAST_KEYS),))
             padded[: len(part)] = part
+            self._asked[table, len(padded)] = None
             with self._reading("fetch"):
                 found = _fetch(self._tables, table, jax.device_put(padded, host_device()))
             rows.append(np.asarray(found[0])[: len(part)])
@@ -203,6 +206,13 @@ class HostRows(RowSource):
             return rows[0], is_found[0]
         dim = self.tables[table].dim
         return np.concatenate([np.zeros((0, dim), np.float32), *rows]), np.concatenate([np.zeros(0, bool), *is_found])
+
+    def ready_as(self, older: "HostRows") -> None:
+        """Compiles the fetches that an older version was asked for: by table and power of two of keys."""
+        form, place = Form(self._tables).tree, jax.sharding.SingleDeviceSharding(host_device())
+        for table, size in list(older._asked):
+            _fetch.lower(form, table, jax.ShapeDtypeStruct((size, 2), np.uint32, sharding=place)).compile()
+            self._asked[table, size] = None
 
     def scan(self, table: str, chunk_rows: int) -> Iterator[Records]:
         """See `RowSource.scan`: in the order in which the keys came."""

@@ -314,6 +314,7 @@ class DeviceCache:
                     end = start + len(one.places)
                     lines[start:end], slots[one.places] = one.rows, np.arange(start, end, dtype=np.int32)
                     start = end
+                self._ready_to_merge(s, *(len(one) for one in (rows, lines)))
                 rows = programs.merged(rows, *self._put((slots, lines)))
             stores.append(FrozenStore(*found.indices[s], rows.astype(self._spec.stores[s][0].dtype)))
         return CachedTables(FrozenTables(tuple(stores), self._spec), found.version, found.hit_rates)
@@ -446,7 +447,7 @@ class DeviceCache:
         Args:
           lookups: how many keys of each table, padding among them, are looked up together. Programs are made for
             powers of two.
-          as_tables: whether also for `lookup_tables`.
+          as_tables: whether by `lookup_tables`, not by `lookup`.
 
         Raises:
           UnknownTableError: nothing is compiled then.
@@ -465,14 +466,31 @@ class DeviceCache:
             sizes.append(of_store)
         for of_store in sizes:
             padded = tuple(padded_size(count, LEAST_KEYS) for count in of_store)
-            for is_expanded in (True, False) if as_tables else (True,):
-                self._ready_to_query(is_expanded, padded)
+            self._ready_to_query(not as_tables, padded)
+            for s, size in enumerate(padded) if as_tables else ():
+                for step in range((size // LEAST_KEYS).bit_length()):
+                    self._ready_to_merge(s, size, LEAST_KEYS << step)
         for s, most in enumerate(map(max, zip(*sizes, strict=True))):
             size, last = LEAST_KEYS, padded_size(min(most, self._capacities[s]), LEAST_KEYS)
             while most and size <= last:
                 for must_leave in (False, True):
                     self._ready_to_insert(s, must_leave, size)
                 size *= 2
+
+    def tables_like(self, num_keys: Mapping[str, int]) -> FrozenTables:
+        """What `lookup_tables` gives for so many keys of tables, padding among them, as shapes without arrays."""
+        of_store = [0] * len(self._forms)
+        for name, count in num_keys.items():
+            of_store[self._spec.places[name][0]] += count
+        place, stores = jax.sharding.SingleDeviceSharding(self.device), []
+        for tables, count in zip(self._spec.stores, of_store, strict=True):
+            size = padded_size(count, LEAST_KEYS)
+            shapes = (num_buckets_of(size), BUCKET_WORDS), (len(COUNTERS),), (size, tables[0].dim)
+            dtypes = np.uint32, np.uint32, jnp.dtype(tables[0].dtype)
+            stores.append(
+                FrozenStore(*(jax.ShapeDtypeStruct(*one, sharding=place) for one in zip(shapes, dtypes, strict=True)))
+            )
+        return FrozenTables(tuple(stores), self._spec)
 
     def drain(self) -> None:
         """Waits until the background thread has nothing left to fetch."""
@@ -747,6 +765,12 @@ class DeviceCache:
             np.uint32(0),
             self._scratch_salt,
         )
+
+    def _ready_to_merge(self, s: int, num_rows: int, num_lines: int) -> None:
+        place, dim = jax.sharding.SingleDeviceSharding(self.device), self._forms[s].rows.shape[1]
+        shapes = ((num_rows, dim), np.float32), ((num_rows,), np.int32), ((num_lines, dim), np.float32)
+        operands = (jax.ShapeDtypeStruct(*one, sharding=place) for one in shapes)
+        self._make_ready(("merged", s, num_rows, num_lines), *operands)
 
     def _ready_to_insert(self, s: int, must_leave: bool, size: int) -> None:
         rows = self._forms[s].rows

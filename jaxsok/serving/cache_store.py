@@ -228,6 +228,7 @@ _PROGRAMS = {
     "emptied": emptied,
     "find": find,
     "copied": copied,
+    "merged": merged,
 }
 
 
