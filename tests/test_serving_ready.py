@@ -163,6 +163,39 @@ def test_an_update_compiles_before_it_is_served(tmp_path, tier, in_place, what, 
         assert COMPILATIONS.since(start) == 0
 
 
+@pytest.mark.parametrize("tier", list(TIERS))
+def test_requests_for_some_tables_wait_for_no_compiler(tmp_path, tier):
+    """The program for all answers them, until theirs is compiled; the bits are the same."""
+    content = content_of(0, 410 + 10 * list(TIERS).index(tier))
+    model = model_of(folders_of(tmp_path, content), per_sample=40, max_batch_size=64, **TIERS[tier])
+    with open(config_of(model)) as session:
+        served = session._models["dlrm"]
+        for size in (7, 300, 600, 1200):  # what a fetch below the cache compiles is its own
+            session.lookup({name: np.arange(10_000, 10_000 + size) for name in DIMS})
+        for names in (["ad"], ["user"]):
+            for size in (0, 7, 600, 1200):
+                keys = {name: np.arange(size) for name in names}
+                start = len(COMPILATIONS.threads)
+                first = session.lookup(keys)
+                assert COMPILATIONS.since(start) == 0
+                if tier == "cache":
+                    served.cache.drain()
+                else:
+                    served.ready.drain()
+                again = session.lookup(keys)
+                assert COMPILATIONS.since(start) == 0
+                for name in names:
+                    np.testing.assert_array_equal(first[name], expected(content[name], keys[name], 0.0, DIMS[name]))
+                    assert first[name].tobytes() == again[name].tobytes()
+        if tier == "cache":
+            assert {(size, 256) for size in (256, 1024, 2048)} <= served.cache._query_sizes
+            assert {(256, size) for size in (256, 1024, 2048)} <= served.cache._query_sizes
+        else:
+            made = served.ready._made[served._where(served.versions.current)]
+            own = {program for program in made if len(program) == 1}
+            assert own == {((name, size),) for name in DIMS for size in (640, 1280)}
+
+
 def test_models_with_a_batch_of_its_own(tmp_path):
     """Each size that came is compiled for the next model."""
     content = content_of(0, 29)

@@ -15,6 +15,7 @@ Below is the source (backing.py); above, a session. Not here: bags and their com
 """
 
 import dataclasses
+import functools
 import math
 import secrets
 import threading
@@ -32,6 +33,7 @@ from jaxsok.serving.backing import RowSource, SourceReplacedError, padded_size
 from jaxsok.serving.cache_parts import LEAST_KEYS, LOG, Asked, Background, Fetched, Found, Prepared, hottest
 from jaxsok.serving.errors import ServingError, UnknownTableError
 from jaxsok.serving.frozen import FrozenSpec, FrozenStore, FrozenTable, FrozenTables, rounded
+from jaxsok.serving.ready import Beside
 from jaxsok.store import num_buckets_of
 from jaxsok.types import BUCKET_WORDS, COUNTERS, MAX_CAPACITY, NO_ROW, PADDING_KEY
 
@@ -200,6 +202,8 @@ class DeviceCache:
 
         self._ready: set[tuple[Any, ...]] = set()  # programs that are compiled
         self._compiling = threading.Lock()
+        self._beside = Beside()
+        self._query_sizes: frozenset[tuple[int, ...]] = frozenset()  # of `lookup` that are compiled
         self._counting = threading.Lock()
         self._stats = CacheStats()
         self._changing = threading.Lock()  # one refresh or swap at a time
@@ -277,7 +281,7 @@ class DeviceCache:
         Cost:
           One program where nothing misses; else also the fetch and, of a table that waits, its insertion.
         """
-        asked = Asked(self._spec, keys)
+        asked = Asked(self._spec, keys, self._ready_sizes)
         found, fetched = self._answered(asked, is_expanded=True)
         rows: dict[str, np.ndarray] = {}
         of_store: dict[int, np.ndarray] = {}
@@ -301,7 +305,7 @@ class DeviceCache:
         Cost:
           As `lookup`, but that rows stay on the device, one for each distinct key.
         """
-        asked = Asked(self._spec, keys)
+        asked = Asked(self._spec, keys, lambda least: least)
         found, fetched = self._answered(asked, is_expanded=False)
         stores = []
         for s, rows in enumerate(found.rows):
@@ -440,9 +444,10 @@ class DeviceCache:
     def warm_up(self, lookups: Iterable[Mapping[str, int]], *, as_tables: bool = False) -> None:
         """Compiles what lookups need: the programs that ask the cache, and those that insert what missed.
 
-        Without it the first lookup of a new size compiles, and so does the first insertion of a new size. Nothing is
-        looked up or counted. What the source compiles is its own: `HostRows.fetch` does for each table and power of
-        two, while other threads look up.
+        Without it the first lookup of a new size compiles, and so does the first insertion of a new size. With it, a
+        lookup of fewer keys of some stores is padded to what is compiled, until its own program is, by a thread.
+        Nothing is looked up or counted. What the source compiles is its own: `HostRows.fetch` does for each table and
+        power of two, while other threads look up.
 
         Args:
           lookups: how many keys of each table, padding among them, are looked up together. Programs are made for
@@ -493,12 +498,14 @@ class DeviceCache:
         return FrozenTables(tuple(stores), self._spec)
 
     def drain(self) -> None:
-        """Waits until the background thread has nothing left to fetch."""
+        """Waits until nothing is left to fetch in the background, nor to compile."""
         self._background.drain()
+        self._beside.drain()
 
     def close(self) -> None:
-        """Drains, stops the background thread and gives the device memory back. Again: nothing."""
+        """Drains, stops the background threads and gives the device memory back. Again: nothing."""
         self._background.close()
+        self._beside.close()
         with self._lock:
             self._stores = ()
             self._swapped.notify_all()
@@ -753,6 +760,16 @@ class DeviceCache:
                 programs.make_ready(key[0], *operands)
                 self._ready.add(key)
 
+    def _ready_sizes(self, least: tuple[int, ...]) -> tuple[int, ...]:
+        """Sizes of which a query is compiled. If there are larger ones alone, those of the least keys in all."""
+        if least in self._query_sizes:
+            return least
+        larger = [sizes for sizes in self._query_sizes if all(a >= b for a, b in zip(sizes, least, strict=True))]
+        if not larger:
+            return least
+        self._beside.offer(least, functools.partial(self._ready_to_query, True, least))
+        return min(larger, key=lambda sizes: (sum(sizes), sizes))
+
     def _ready_to_query(self, is_expanded: bool, sizes: tuple[int, ...]) -> None:
         forms = self._forms
         self._make_ready(
@@ -765,6 +782,9 @@ class DeviceCache:
             np.uint32(0),
             self._scratch_salt,
         )
+        if is_expanded and sizes not in self._query_sizes:
+            with self._compiling:
+                self._query_sizes |= {sizes}
 
     def _ready_to_merge(self, s: int, num_rows: int, num_lines: int) -> None:
         place, dim = jax.sharding.SingleDeviceSharding(self.device), self._forms[s].rows.shape[1]

@@ -35,8 +35,16 @@ class Part:
 class Asked:
     """Keys, checked and packed by store: each store's are one array, so that programs differ in few sizes."""
 
-    def __init__(self, spec: FrozenSpec, keys: Mapping[str, Any]) -> None:
-        """Checks and packs."""
+    def __init__(
+        self, spec: FrozenSpec, keys: Mapping[str, Any], chosen: Callable[[tuple[int, ...]], tuple[int, ...]]
+    ) -> None:
+        """Checks and packs.
+
+        Args:
+          spec: the tables.
+          keys: by table.
+          chosen: to how many keys each store's are padded, of the least powers of two that have room for them.
+        """
         if not isinstance(keys, Mapping):
             raise RequestError(f"lookup: keys: got {type(keys).__name__}, wanted a mapping from tables to keys.")
         words: list[list[np.ndarray]] = [[] for _ in spec.stores]
@@ -62,8 +70,9 @@ class Asked:
             sizes[store] = end
             self.num_keys += int((keys_lib.from_words(of_table) != np.uint64(PADDING_KEY)).sum())
         self.batches = []
+        most = chosen(tuple(padded_size(size, LEAST_KEYS) for size in sizes))
         for s, size in enumerate(sizes):
-            padded = keys_lib.padding_words((padded_size(size, LEAST_KEYS),))
+            padded = keys_lib.padding_words((most[s],))
             padded_ids = np.zeros(len(padded), np.uint32)
             if size:
                 np.concatenate(words[s], out=padded[:size])

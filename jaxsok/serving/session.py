@@ -103,8 +103,8 @@ def open(
       config: the path of an HPS JSON file, what is in one, or what `config.read` gave.
       device: of JAX; None: the one whose number is the last of `deployed_device_list`.
       warm_up: whether the programs of lookups in all tables of a model, and of its dense model, are compiled now, so
-        that no such request waits for one. Requests for fewer tables have programs of their own, which the first of
-        each set and size waits for; name all tables, some with no keys, and none does.
+        that no such request waits for one. Requests for fewer tables are answered by the same programs, until those
+        of their own are compiled beside.
       memory_limit: bytes of the device's memory that tables may take; None: all that the device says that is free.
         Rows in host memory may take what MemAvailable of /proc/meminfo says.
 
@@ -325,8 +325,10 @@ class _Prediction:
         return served is not None and self.inputs == tuple(served.inputs.items())
 
 
-_Program: TypeAlias = tuple[tuple[str, int], ...] | _Prediction
-"""Of a lookup: its tables, and to how many keys each is padded."""
+_Lookup: TypeAlias = tuple[tuple[str, int], ...]
+"""Which program of lookups: tables, and to how many keys each is padded."""
+
+_Program: TypeAlias = _Lookup | _Prediction
 
 
 @dataclasses.dataclass(frozen=True)
@@ -439,25 +441,23 @@ class _Served:
             return self._looked_up(arrays)
 
     def _looked_up(self, arrays: Mapping[str, np.ndarray]) -> Answer:
-        sizes = self._sizes({name: array.size for name, array in arrays.items()})
-        # All tables in one call, or if they are not fused one for each.
-        programs = [sizes] if self.config.is_fused else [(size,) for size in sizes]
-        words = [
-            np.concatenate([_padded(arrays.get(name, _NO_KEYS), size) for name, size in program])
-            for program in programs
-        ]
+        num_keys = {name: array.size for name, array in arrays.items()}
         while True:
+            where = self._where(self.versions.current)
+            programs = self._programs(where, num_keys)  # compiled here, not while an update waits for its readers
+            words = [
+                np.concatenate([_padded(arrays.get(name, _NO_KEYS), size) for name, size in program])
+                for program in programs
+            ]
             with self.versions.reading() as version:
-                where = self._where(version)
-                if all([self.ready.has(where, program) for program in programs]):
+                if self._where(version) == where:
                     pairs = zip(words, programs, strict=True)
                     calls = [_looked_up(version.tables, mine, program) for mine, program in pairs]
                     break
-            for program in programs:  # not while an update may wait for it, and others for the update
-                self.ready.make(where, program)
         # What a program gave is the caller's: an update need not wait until it is copied.
-        for leaf in jax.tree.leaves(calls):
-            leaf.copy_to_host_async()
+        for rows, of_call in calls:
+            for array in (of_call, *(rows[name] for name in arrays if name in rows)):
+                array.copy_to_host_async()
         found, counts = {}, np.zeros((len(self.names), len(COUNTS)), np.int64)
         for values, of_call in calls:
             found |= {name: np.asarray(value) for name, value in values.items() if name in arrays}
@@ -466,23 +466,36 @@ class _Served:
         for name, array in arrays.items():
             rows = found[name][: array.size]
             values[name] = rows.reshape(*array.shape, rows.shape[-1])
-        num_keys, met = {name: array.size for name, array in arrays.items()}, dict(zip(self.names, counts, strict=True))
+        met = dict(zip(self.names, counts, strict=True))
         padding = {name: size - int(met[name][_MET].sum()) for name, size in num_keys.items()}
         self.counts.add(num_keys, counts=counts, padding=padding)
         return Answer(values, version=version.number)
 
-    def _sizes(self, num_keys: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
-        """Tables that are looked up, and to how many keys each is padded."""
+    def _programs(self, where: Any, num_keys: Mapping[str, int]) -> list[_Lookup]:
+        """What looks up so many keys of some tables: one program, or if they are not fused one for each; compiled.
+
+        Where the one for all tables is compiled and that for these alone is not, it does, and the other one is compiled
+        beside. `MOST_SETS` sets of tables get one.
+        """
         names = tuple(name for name in self.names if name in num_keys)
-        with self._lock:
-            if names not in self._sets and len(self._sets) < MOST_SETS:
-                self._sets.add(names)
-            is_known = names in self._sets
-        # Tables that are not fused have programs of their own, whatever else is asked for.
-        chosen = names if is_known or not self.config.is_fused else self.names
         samples = max(-(-num_keys[name] // self.per_sample[name]) for name in names)
         level = next(level for level in self.levels if level >= samples)
-        return tuple((name, level * self.per_sample[name]) for name in chosen)
+        mine, all_ = (tuple((name, level * self.per_sample[name]) for name in some) for some in (names, self.names))
+        if not self.config.is_fused:
+            programs = [(size,) for size in mine]
+        else:
+            with self._lock:
+                if names not in self._sets and len(self._sets) < MOST_SETS:
+                    self._sets.add(names)
+                is_known = names in self._sets
+            programs = [mine if is_known else all_]
+            if is_known and not self.ready.has(where, mine) and self.ready.has(where, all_):
+                self.ready.make_beside(where, mine)
+                return [all_]
+        for program in programs:
+            if not self.ready.has(where, program):
+                self.ready.make(where, program)
+        return programs
 
     @functools.cached_property
     def levels(self) -> tuple[int, ...]:
@@ -701,6 +714,8 @@ class _Served:
 
     def close(self) -> None:
         """Nothing is left running."""
+        if hasattr(self, "ready"):  # else opening failed
+            self.ready.close()
 
 
 class _Cached(_Served):
@@ -881,6 +896,7 @@ class _Cached(_Served):
         self._is_closed.set()
         if self._clock.is_alive():
             self._clock.join()
+        super().close()
         if hasattr(self, "cache"):  # else it was not made: opening failed
             self.cache.close()
 
