@@ -633,15 +633,16 @@ class ServedModel:
         return leaves, next(iter(sizes.values()))
 
 
-def load_model(path: str | os.PathLike) -> ServedModel:
+def load_model(path: str | os.PathLike, device: Any = None) -> ServedModel:
     """Reads what `export_model` wrote. The code that made the model is not needed.
 
     Args:
       path: of the folder.
+      device: of JAX, where the tables lie and it will run; None: the default one.
 
     Raises:
       FileNotFoundError: there is none.
-      ArtifactError: it is no artifact, damaged, of a newer version, or not for the platform of this process.
+      ArtifactError: it is no artifact, damaged, of a newer version, or not for the platform of the device.
       ImportError: without the package flatbuffers.
 
     Cost:
@@ -661,11 +662,12 @@ def load_model(path: str | os.PathLike) -> ServedModel:
             f"{op}: {path / PROGRAM}: got a program that JAX {jax.__version__} does not read ({error}), wanted one of "
             f"its time; it was made by JAX {manifest['jax']}. Export again."
         ) from error
-    here = {"gpu": "cuda"}.get(jax.default_backend(), jax.default_backend())
+    device = jax.devices()[0] if device is None else device
+    here = {"gpu": "cuda"}.get(device.platform, device.platform)
     if here not in exported.platforms:
         raise ArtifactError(
-            f"{op}: {path}: got a program for {list(exported.platforms)}, wanted one for {here!r}, the platform here; "
-            "export with it in `platforms`."
+            f"{op}: {path}: got a program for {list(exported.platforms)}, wanted one for {here!r}, the platform of "
+            f"{device}, where it is to run; export with it in `platforms`."
         )
     try:
         inputs = {one["name"]: _input_from_json(one) for one in manifest["inputs"]}

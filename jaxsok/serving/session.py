@@ -379,7 +379,7 @@ class _Served:
         served = None
         if config.dense_file:
             served = _dense_model(
-                "open", config, config.dense_file, self._seen(FrozenSpec.of([one for one, _ in given]))
+                "open", config, config.dense_file, self._seen(FrozenSpec.of([one for one, _ in given])), device
             )
         self.versions = self._loaded(given, room, served)
         self.names = tuple(self.versions.current.tables.tables)
@@ -642,7 +642,8 @@ class _Served:
         """The next version; see `Session.update`."""
         served = None
         if dense_file is not None:
-            served = _dense_model("update", self.config, dense_file, self._seen(self.versions.current.tables.spec))
+            spec = self._seen(self.versions.current.tables.spec)
+            served = _dense_model("update", self.config, dense_file, spec, self.device)
         version = self.versions.update(
             source,
             in_place=in_place,
@@ -1048,9 +1049,11 @@ def _device(number: int, model: ModelConfig, given: Any) -> Any:
     return devices[model.device_id]
 
 
-def _dense_model(op: str, config: ModelConfig, path: str | os.PathLike[str], spec: FrozenSpec) -> artifact.ServedModel:
-    """An artifact, checked to fit the tables, and the tier that they lie in."""
-    served = artifact.load_model(path)
+def _dense_model(
+    op: str, config: ModelConfig, path: str | os.PathLike[str], spec: FrozenSpec, device: Any
+) -> artifact.ServedModel:
+    """An artifact, checked to fit the tables, and the tier and the device that they lie in."""
+    served = artifact.load_model(path, device)
     tables = {table.name: table for table in itertools.chain(*spec.stores)}
     for name, wanted in served.tables.items():
         what = f'{op}: model "{config.model}": dense_file: got "{path}", which wants'
