@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
@@ -84,8 +85,8 @@ class Asked:
 class Found:
     """What a query gave, as the host knows it."""
 
-    rows: Sequence[Array]
-    """By store: of each position, or of each distinct key."""
+    rows: Sequence[tuple[Array, ...]]
+    """By store: of each position, or of each distinct key; see `Queried`."""
     inverse: Sequence[Array]
     """By store and position, the place among the distinct keys."""
     indices: Sequence[tuple[Array, Array]]
@@ -151,6 +152,7 @@ class Fetched:
     """Among the distinct keys of the store."""
     keys: np.ndarray
     rows: np.ndarray
+    """float32, or `packed`."""
 
     def put_into(self, lines: np.ndarray, inverse: np.ndarray) -> np.ndarray:
         """Lines of positions, with these rows where they belong."""
@@ -162,6 +164,23 @@ class Fetched:
         lines = np.array(lines)
         lines[slot >= 0] = self.rows[slot[slot >= 0]]
         return lines
+
+
+def packed(numbers: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    """Quantized rows as one array, their bytes: numbers, and behind them the scale.
+
+    Example:
+      >>> lines = packed(np.array([[1, -2]], np.int8), np.array([0.5], np.float32))
+      >>> lines.shape, [part.tolist() for part in unpacked(lines, "int8")]
+      ((1, 6), [[[1, -2]], [0.5]])
+    """
+    return np.concatenate([numbers.view(np.uint8), scales.astype(np.float32)[:, None].view(np.uint8)], axis=1)
+
+
+def unpacked(lines: np.ndarray, dtype: str) -> tuple[np.ndarray, np.ndarray]:
+    """Numbers and scales of what `packed` gave."""
+    numbers, scales = np.ascontiguousarray(lines[:, :-4]), np.ascontiguousarray(lines[:, -4:])
+    return numbers.view(jnp.dtype(dtype)), scales.view(np.float32)[:, 0]
 
 
 def _last(inverse: np.ndarray) -> int:
@@ -176,7 +195,7 @@ class Prepared:
     store: int
     words: Array
     ids: Array
-    lines: Array | None
+    lines: tuple[Array, ...] | None
     """None: the rows of these keys leave."""
 
 
