@@ -15,6 +15,7 @@ from serving_cases import PLATFORMS, config_of, expected, model_of, records_of, 
 from waiting import wait_until
 
 import jaxsok
+from jaxsok.interchange.hps import write_hps
 from jaxsok.serving import cache as cache_lib
 from jaxsok.serving import session as session_lib
 from jaxsok.serving import sources
@@ -622,6 +623,20 @@ def test_counts_of_a_cache(folders, warm_up):
         user, ad = stats["tables"]["user"], stats["tables"]["ad"]
         assert (user["keys"], user["padding"], ad["keys"], ad["padding"]) == (5, 1, 1, 0)
         assert not {"hits", "missing", "hit_rate"} & user.keys(), "the cache counts them of all tables together"
+
+
+def test_a_cache_is_filled_by_the_hotness_of_hps(tmp_path):
+    """Of `meta`, where all tables have one."""
+    rng, tables = np.random.default_rng(5), {}
+    hot = {name: rng.permutation(1000).astype(np.uint32) for name in ("user", "ad")}
+    for name, frequency in hot.items():
+        records = dataclasses.replace(records_of(rows_of(range(1000), 4), 4), frequency=frequency)
+        write_hps(tmp_path / name, records, hotness=True)
+        tables[name] = tmp_path / name, 4
+    options = {"gpucacheper": 0.3, "hit_rate_threshold": 1.1, "cache_refresh_percentage_per_iteration": 0.5}
+    with open(config_of(model_of(tables, **options)), warm_up=False) as session:
+        for name, keys in session._models["dlrm"].cache.cached_keys().items():
+            assert set(keys.tolist()) == set(np.flatnonzero(hot[name] >= 700).tolist())
 
 
 @pytest.mark.parametrize("is_known", [True, False])
