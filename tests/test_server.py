@@ -1027,6 +1027,83 @@ def test_bodies_that_are_held_have_a_limit():
             assert client.post(LOOKUP, content=body, headers=TENSORS).status_code == 200
 
 
+@contextlib.contextmanager
+def deaf(address, body):
+    """A client that asks and reads nothing of what it gets."""
+    host, port = address.removeprefix("http://").split(":")
+    with socket.socket() as line:
+        line.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 14)
+        line.settimeout(20)
+        line.connect((host, int(port)))
+        start = f"POST {LOOKUP} HTTP/1.1\r\nHost: a\r\nContent-Type: {TENSORS['Content-Type']}\r\n"
+        line.sendall(f"{start}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        yield line
+
+
+@pytest.fixture
+def large(monkeypatch):
+    """The body of a request whose response has 16 MB: more than the kernel holds of a connection."""
+    monkeypatch.setitem(cases.MAX_KEYS, "user", 1 << 20)
+    return pack({"user": np.arange(1 << 20, dtype="<u8")})
+
+
+def test_responses_that_nobody_reads_are_counted(large):
+    """As requests that are taken, with their bytes, until the client reads or leaves."""
+    with cases.serving(cases.Session(), max_requests=2) as found, httpx.Client(base_url=found.address) as client:
+        answered = "jaxsok_requests_total", "200", "lookup", "ranker"
+        with deaf(found.address, large) as one, deaf(found.address, large):
+            wait_until(lambda: samples_of(client.get("/metrics").text).get(answered) == 2)
+            assert num_taken(client) == 2 and found.app._held_bytes > 2 << 24
+            assert client.post(LOOKUP, json={"keys": {"user": [4]}}).status_code == 503
+            got = b""
+            while b"\r\n\r\n" not in got:
+                got += one.recv(1 << 10)
+            start, _, body = got.partition(b"\r\n\r\n")
+            assert start.startswith(b"HTTP/1.1 200")
+            rest = int(re.search(rb"content-length: (\d+)", start.lower())[1]) - len(body)
+            while rest:
+                rest -= len(one.recv(1 << 20))
+            wait_until(lambda: num_taken(client) == 1)
+            assert is_well(client)
+        wait_until(lambda: num_taken(client) == 0)
+        assert found.app._held_bytes == 0
+
+
+def test_clients_that_do_not_read_are_cut_off(large):
+    with cases.serving(cases.Session(), max_requests=1, send_timeout_s=0.5) as found:
+        with httpx.Client(base_url=found.address) as client, deaf(found.address, large) as line:
+            wait_until(lambda: samples_of(client.get("/metrics").text)["jaxsok_unread_responses_total",] == 1)
+            wait_until(lambda: num_taken(client) == 0)
+            num_bytes = 0
+            with contextlib.suppress(ConnectionError):
+                while part := line.recv(1 << 20):
+                    num_bytes += len(part)
+            assert num_bytes < 1 << 24, "the connection ended before the response did"
+            assert is_well(client) and found.app._held_bytes == 0
+
+
+def test_clients_that_read_nothing_take_bounded_memory(large):
+    """Of sixteen, each of whom is owed 16 MB, those who find room wait; the others are sent away."""
+    with cases.serving(cases.Session(), max_requests=64, max_held_bytes=60 << 20) as found:
+        with httpx.Client(base_url=found.address, timeout=20) as client, contextlib.ExitStack() as stack:
+            before = None
+            for number in range(16):
+                stack.enter_context(deaf(found.address, large))
+                wait_until(lambda number=number: num_answered(client) > number)
+                assert found.app._held_bytes <= 60 << 20
+                if number == 4:
+                    before = cases.resident_bytes(os.getpid())
+            assert cases.resident_bytes(os.getpid()) - before < 60 << 20
+            assert samples_of(client.get("/metrics").text)["jaxsok_requests_total", "503", "lookup", "ranker"] >= 12
+            assert is_well(client)
+
+
+def num_answered(client):
+    """Lookups, of any status."""
+    found = samples_of(client.get("/metrics").text)
+    return sum(value for name, value in found.items() if name[0] == "jaxsok_requests_total")
+
+
 def test_a_call_that_takes_too_long():
     """The client hears so; the queue empties, and others are answered."""
     session = cases.Session()

@@ -22,14 +22,14 @@ import jaxsok
 from jaxsok.records import Records
 from jaxsok.serving import cache as cache_module
 from jaxsok.serving import cache_store
-from jaxsok.serving.backing import HostRows, RowSource
+from jaxsok.serving.backing import HostRows, Layered, RowSource
 from jaxsok.serving.cache import DeviceCache, cache_bytes
 from jaxsok.serving.errors import RequestError, ServingError, UnknownTableError
 from jaxsok.serving.frozen import FrozenTable, SizedRecords
 from jaxsok.serving.fused import lookup as frozen_lookup
 
 PADDING = jaxsok.PADDING_KEY
-# Tables a and b share a store; rows of h have 16 bits, those of q are cached as float32.
+# Tables a and b share a store; rows of h have 16 bits.
 TABLES = {
     "a": FrozenTable("a", dim=4, default=-1.0),
     "h": FrozenTable("h", dim=3, default=0.5, dtype="float16"),
@@ -365,6 +365,70 @@ def test_sizes():
         assert cache.capacity == 201 + 64 + 64
         estimate = cache_bytes({tables["s"]: 201, tables["t"]: 64, tables["q"]: 64})
         assert 0 <= cache.num_bytes - sum(estimate.values()) < 100
+
+
+# Rows of 8 bits -----------------------------------------------------------------------------------------------------
+
+
+def quantized_of(rows, dtype):
+    """What rows of a table read, worked out here: numbers times scale, in float32."""
+    least, most = {"int8": (2.0**-126, 127.0), "float8_e4m3fn": (1 / (448.0 * 512.0), 448.0)}[dtype]
+    scales = np.maximum(np.abs(rows).max(axis=1) / np.float32(most), np.float32(least)).astype(np.float32)
+    ratios = np.clip(rows.astype(np.float64) / scales[:, None], -most, most)
+    numbers = (np.rint(ratios) if dtype == "int8" else ratios).astype(jnp.dtype(dtype))
+    return numbers.astype(np.float32) * scales[:, None]
+
+
+@pytest.mark.parametrize("of", ["host", "dict", "layers"])
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
+def test_rows_of_8_bits(dtype, of):
+    """Are cached as they are stored, and read to the bit as from all rows; defaults are not rounded."""
+    rng, dim, num_rows = np.random.default_rng(3), 12, 500
+    tables = {name: FrozenTable(name, dim=dim, default=d, dtype=dtype) for name, d in (("s", 0.1), ("t", -1e-30))}
+    rows = {name: rng.normal(size=(num_rows, dim)).astype(np.float32) * 10.0**n for n, name in enumerate(tables)}
+    read = {name: quantized_of(mine, dtype) for name, mine in rows.items()}
+    keys = np.arange(num_rows, dtype=np.uint64)
+
+    def host(part=slice(None)):
+        of_part = {name: Records(keys[part], mine[part], frequency=keys[part]) for name, mine in rows.items()}
+        return HostRows.of([(t, SizedRecords(of_part[n].num_rows, [of_part[n]])) for n, t in tables.items()])
+
+    source = {
+        "host": host,
+        "dict": lambda: DictSource({n: dict(enumerate(mine)) for n, mine in rows.items()}, tables),
+        "layers": lambda: Layered([host(slice(100)), host()]),
+    }[of]()
+
+    def check(cache, asked, as_tables):
+        asked = {name: np.array([*some, PADDING], np.uint64) for name, some in asked.items()}
+        found = cache.lookup_tables(asked) if as_tables else cache.lookup(asked)
+        got = frozen_lookup(found.tables, asked) if as_tables else found.rows
+        for name, some in asked.items():
+            defaults = np.full((len(some), dim), tables[name].default, np.float32)
+            wanted = np.where((some < num_rows)[:, None], read[name][np.minimum(some, num_rows - 1)], defaults)
+            wanted[-1] = 0
+            assert np.asarray(got[name]).tobytes() == wanted.tobytes()
+
+    with DeviceCache(source, fraction=0.2, min_rows=1, hit_rate_threshold=2) as cache:
+        sizes = cache_bytes({table: 100 for table in tables.values()})
+        assert sizes["rows"] == 200 * (dim + 4) and 0 <= cache.num_bytes - sum(sizes.values()) < 100
+        cache.fill()
+        assert sum(cache.num_rows.values()) == 200
+        if of == "host":
+            assert set(cache.cached_keys()["s"].tolist()) == set(range(400, 500))
+        for step in range(12):
+            asked = {name: rng.integers(0, 600, 40) for name in ("s", "t")[: 1 + step % 3]}
+            check(cache, asked, as_tables=step % 2)
+        assert cache.stats().evicted > 0 and cache.stats().hits > 0
+        cache.refresh()
+        check(cache, {"s": np.arange(50, 90), "t": np.arange(3)}, as_tables=False)
+        if of == "host":
+            read["s"][7] = quantized_of(np.full((1, dim), 3.3, np.float32), dtype)
+            newer = source.updated({"s": Records(keys[7:8], np.full((1, dim), 3.3, np.float32))})
+            check(cache, {"s": [8], "t": [7]}, as_tables=False)
+            cache.swap(newer, {"s": keys[7:8]})
+            for as_tables in (False, True):
+                check(cache, {"s": [7, 8]}, as_tables)
 
 
 # Filling ------------------------------------------------------------------------------------------------------------

@@ -259,15 +259,6 @@ def test_rows_of_other_dtypes():
     assert read(whole({"jaxsok": {"spare_rows": 10}})).models[0].spare_rows == 10
 
 
-@pytest.mark.parametrize("keys, is_told", [({}, True), ({"gpucacheper": 1.0}, False), ({"gpucache": False}, False)])
-def test_small_rows_that_the_cache_makes_wide_are_told(keys, is_told):
-    for dtype in ("int8", "float8_e4m3fn", "float16"):
-        notes = read(whole({"jaxsok": {"row_dtype": dtype}, **keys})).notes
-        told = [note for note in notes if "row_dtype" in note]
-        assert len(told) == (is_told and dtype != "float16")
-        assert all(f"are {dtype} in host memory alone" in note and "float32" in note for note in told)
-
-
 @pytest.mark.parametrize("given, wanted", [(0.0, 0), (1.5, 1), (30.0, 30), (30, 30), (0.9, 0)])
 def test_fractions_of_the_interval_are_cut_off(given, wanted):
     """As HPS does; a number that changes by that is told."""

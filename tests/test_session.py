@@ -15,10 +15,11 @@ from serving_cases import PLATFORMS, config_of, expected, model_of, records_of, 
 from waiting import wait_until
 
 import jaxsok
+from jaxsok.interchange.hps import write_hps
 from jaxsok.serving import cache as cache_lib
 from jaxsok.serving import session as session_lib
 from jaxsok.serving import sources
-from jaxsok.serving.artifact import ArrayInput, BagsInput, KeysInput, export_model
+from jaxsok.serving.artifact import ArrayInput, BagsInput, KeysInput, export_model, load_model
 from jaxsok.serving.errors import (
     ConfigError,
     RequestError,
@@ -288,12 +289,14 @@ def test_memory_of_a_cache(folders):
         open(config_of(model_of(folders, gpucacheper=0.5)), memory_limit=1000)
 
 
+CACHED = {"gpucacheper": 0.3, "hit_rate_threshold": 1.1}
+
 # The dense model -----------------------------------------------------------------------------------------------------
 
 WEIGHTS = {name: np.linspace(-1, 1, dim, dtype=np.float32) for name, dim in DIMS.items()}
 
 
-def export(path, folders, scale=1.0):
+def export(path, folders, scale=1.0, platforms=PLATFORMS):
     """A model of three inputs: keys, bags of keys, and numbers."""
     tables, _ = freeze_records(
         [(FrozenTable(name, dim, default=DEFAULTS.get(name, 0.0)), _source(name)) for name, (_, dim) in folders.items()]
@@ -311,7 +314,7 @@ def export(path, folders, scale=1.0):
         return {"score": scale * (score + inputs["dense"]), "bag": found["bag"]}
 
     inputs = {"user": KeysInput("user", (2,)), "bag": BagsInput("ad"), "dense": ArrayInput()}
-    export_model(path, model, tables, inputs, platforms=PLATFORMS)
+    export_model(path, model, tables, inputs, platforms=platforms)
     return str(path)
 
 
@@ -396,6 +399,33 @@ def test_models_that_do_not_fit(folders, artifacts, tmp_path):
         assert session.stats()["version"] == 1
 
 
+@pytest.mark.parametrize(("tier", "place"), [({"gpucache": False}, 0), ({}, 1), (CACHED, 1)])
+def test_the_dense_model_runs_where_the_tables_are(folders, tmp_path, monkeypatch, tier, place):
+    """Its platform has to be that of the model's device, whatever the default one of the process is."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")  # which nobody may ask
+    device = jax.devices("cpu")[place]
+    path = export(tmp_path / "model", folders, platforms=["cpu"])
+    model = model_of(folders, defaults=DEFAULTS, max_batch_size=12, dense_file=path, **tier)
+    with open(config_of(model), device, warm_up=False) as session:
+        np.testing.assert_allclose(
+            session.predict(request(5))["score"], predicted(request(5))["score"], rtol=1e-5, atol=1e-3
+        )
+        session.update(None, dense_file=path)
+        out = session._models["dlrm"].versions.current.tables.stores[0].rows.devices()
+        assert out == ({jax.devices("cpu")[0]} if tier else {device})
+
+    class Gpu:
+        platform = "gpu"
+
+        def __str__(self):
+            return "cuda:3"
+
+    with pytest.raises(
+        ServingError, match=r"got a program for \['cpu'\], wanted one for 'cuda', the platform of cuda:3"
+    ):
+        load_model(path, Gpu())
+
+
 def export_of(path, folders, model, inputs):
     """A small model over the tables of the folders."""
     given = [
@@ -418,9 +448,6 @@ def test_models_that_reduce_over_the_batch_see_no_padding(folders, tmp_path, tie
             answer, wanted = session.predict({"user": keys}), expected(CONTENT["user"], keys, DEFAULTS["user"], 4)
             np.testing.assert_array_equal(answer["rows"], wanted)
             np.testing.assert_allclose(answer["mean"], wanted.mean(axis=0), rtol=1e-6)
-
-
-CACHED = {"gpucacheper": 0.3, "hit_rate_threshold": 1.1}
 
 
 def _two_tables(tables, inputs):
@@ -596,6 +623,20 @@ def test_counts_of_a_cache(folders, warm_up):
         user, ad = stats["tables"]["user"], stats["tables"]["ad"]
         assert (user["keys"], user["padding"], ad["keys"], ad["padding"]) == (5, 1, 1, 0)
         assert not {"hits", "missing", "hit_rate"} & user.keys(), "the cache counts them of all tables together"
+
+
+def test_a_cache_is_filled_by_the_hotness_of_hps(tmp_path):
+    """Of `meta`, where all tables have one."""
+    rng, tables = np.random.default_rng(5), {}
+    hot = {name: rng.permutation(1000).astype(np.uint32) for name in ("user", "ad")}
+    for name, frequency in hot.items():
+        records = dataclasses.replace(records_of(rows_of(range(1000), 4), 4), frequency=frequency)
+        write_hps(tmp_path / name, records, hotness=True)
+        tables[name] = tmp_path / name, 4
+    options = {"gpucacheper": 0.3, "hit_rate_threshold": 1.1, "cache_refresh_percentage_per_iteration": 0.5}
+    with open(config_of(model_of(tables, **options)), warm_up=False) as session:
+        for name, keys in session._models["dlrm"].cache.cached_keys().items():
+            assert set(keys.tolist()) == set(np.flatnonzero(hot[name] >= 700).tolist())
 
 
 @pytest.mark.parametrize("is_known", [True, False])

@@ -222,6 +222,6 @@ def _frequency(meta: RawArray, start: int, stop: int) -> np.ndarray:
     if wrong.size:
         raise ValueError(
             f"{meta.op}: {meta.path}: byte {meta.byte_of(start + int(wrong[0]))}: hotness: got "
-            f"{hotness[wrong[0]]}, wanted 0 to 2**32 - 1; read it with hotness=False."
+            f"{hotness[wrong[0]]}, wanted 0 to 2**32 - 1; read it with hotness=False, or take the file away."
         )
     return hotness.astype(np.uint32)

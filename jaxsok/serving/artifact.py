@@ -508,9 +508,9 @@ def _digest(manifest: Mapping[str, Any]) -> str:
 # Loading -------------------------------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class ServedModel:
-    """A model that was exported: what it wants, and the call. Made by `load_model`."""
+    """A model that was exported: what it wants, and the call. Made by `load_model`; equal to itself alone."""
 
     inputs: dict[str, InputSpec]
     """By name, in the order of the export."""
@@ -525,7 +525,8 @@ class ServedModel:
     path: str
     """Where it was read from."""
     _stores: tuple[tuple[FrozenTable, ...], ...] = dataclasses.field(repr=False)
-    _program: Callable[..., dict[str, Array]] = dataclasses.field(repr=False)
+    _program: Any = dataclasses.field(repr=False)
+    """Of arrays of tables, numbers, words and leaves; jitted."""
 
     @property
     def is_per_sample(self) -> bool:
@@ -558,18 +559,58 @@ class ServedModel:
         """
         if not isinstance(tables, FrozenTables):
             raise TypeError(f"call: tables: got {type(tables).__name__}, wanted FrozenTables, as freeze gives them.")
-        stores, numbers, words = _rebound(self._stores, tables.spec)
+        bound = self._bound(tables)
         leaves, num_samples = self.read(inputs)
-        if pad:
-            size = _padded_size(num_samples, _LEAST_BATCH)
-            leaves = {name: _padded(one, num_samples, size) for name, one in leaves.items()}
-        elif num_samples == 0:
+        if num_samples == 0 and not pad:
             raise RequestError("call: inputs: got a batch of no samples, wanted one at least; or pad=True.")
-        arrays = tuple(_arrays(tables.stores[store]) for store in stores)
-        out = self._program(arrays, numbers, words, leaves)
-        if pad and size != num_samples:
-            out = {name: one[:num_samples] if self.outputs[name].is_batched else one for name, one in out.items()}
+        out = self._program(*bound, self.padded(leaves, num_samples) if pad else leaves)
+        return {
+            name: out[name][:num_samples] if pad and one.is_batched else out[name] for name, one in self.outputs.items()
+        }
+
+    def run(self, tables: FrozenTables, leaves: Mapping[str, Any]) -> dict[str, Array]:
+        """Runs the program over what `read` gave, or `padded`; results have as many lines as that has samples."""
+        out = self._program(*self._bound(tables), leaves)
         return {name: out[name] for name in self.outputs}
+
+    def compile(self, tables: FrozenTables, leaves: Mapping[str, Any]) -> None:
+        """Compiles the program, so that `run` does not (JAX keeps what this makes).
+
+        Args:
+          tables: whose arrays may be `jax.ShapeDtypeStruct`, with their places.
+          leaves: as `leaves_of` gives them.
+        """
+        self._program.lower(*self._bound(tables), leaves).compile()
+
+    def leaves_of(self, sizes: Sequence[tuple[int, int]]) -> dict[str, Any]:
+        """Shapes of what the program gets, by their sizes: what `sizes` tells of them."""
+        shape, leaves = jax.ShapeDtypeStruct, {}
+        for (name, spec), (num_samples, num_keys) in zip(self.inputs.items(), sizes, strict=True):
+            if isinstance(spec, KeysInput):
+                leaves[name] = shape((num_samples, *spec.shape, 2), jnp.uint32)
+            elif isinstance(spec, BagsInput):
+                weights = (shape((num_keys,), jnp.float32),) if spec.is_weighted else ()
+                leaves[name] = (shape((num_keys, 2), jnp.uint32), shape((num_samples + 1,), jnp.int32), *weights)
+            else:
+                leaves[name] = shape((num_samples, *spec.shape), jnp.dtype(spec.dtype))
+        return leaves
+
+    def sizes(self, leaves: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:
+        """Of each input the samples, and the keys of its bags (0 of other inputs): a program is compiled for each."""
+        return tuple(
+            (one[1].shape[0] - 1, one[0].shape[0]) if isinstance(one, tuple) else (one.shape[0], 0)
+            for one in (leaves[name] for name in self.inputs)
+        )
+
+    def padded(self, leaves: Mapping[str, Any], num_samples: int) -> dict[str, Any]:
+        """What `read` gave, filled up to a power of two of samples, and of keys of bags."""
+        size = _padded_size(num_samples, _LEAST_BATCH)
+        return {name: _padded(one, num_samples, size) for name, one in leaves.items()}
+
+    def _bound(self, tables: FrozenTables) -> tuple[Any, Any, Any]:
+        """The tables as the program takes them."""
+        stores, numbers, words = _rebound(self._stores, tables.spec)
+        return tuple(_arrays(tables.stores[store]) for store in stores), numbers, words
 
     def read(self, inputs: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
         """Checks the inputs of a call.
@@ -592,15 +633,16 @@ class ServedModel:
         return leaves, next(iter(sizes.values()))
 
 
-def load_model(path: str | os.PathLike) -> ServedModel:
+def load_model(path: str | os.PathLike, device: Any = None) -> ServedModel:
     """Reads what `export_model` wrote. The code that made the model is not needed.
 
     Args:
       path: of the folder.
+      device: of JAX, where the tables lie and it will run; None: the default one.
 
     Raises:
       FileNotFoundError: there is none.
-      ArtifactError: it is no artifact, damaged, of a newer version, or not for the platform of this process.
+      ArtifactError: it is no artifact, damaged, of a newer version, or not for the platform of the device.
       ImportError: without the package flatbuffers.
 
     Cost:
@@ -620,11 +662,12 @@ def load_model(path: str | os.PathLike) -> ServedModel:
             f"{op}: {path / PROGRAM}: got a program that JAX {jax.__version__} does not read ({error}), wanted one of "
             f"its time; it was made by JAX {manifest['jax']}. Export again."
         ) from error
-    here = {"gpu": "cuda"}.get(jax.default_backend(), jax.default_backend())
+    device = jax.devices()[0] if device is None else device
+    here = {"gpu": "cuda"}.get(device.platform, device.platform)
     if here not in exported.platforms:
         raise ArtifactError(
-            f"{op}: {path}: got a program for {list(exported.platforms)}, wanted one for {here!r}, the platform here; "
-            "export with it in `platforms`."
+            f"{op}: {path}: got a program for {list(exported.platforms)}, wanted one for {here!r}, the platform of "
+            f"{device}, where it is to run; export with it in `platforms`."
         )
     try:
         inputs = {one["name"]: _input_from_json(one) for one in manifest["inputs"]}

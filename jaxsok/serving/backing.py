@@ -14,11 +14,14 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Float32, UInt64
 
 from jaxsok import keys as keys_lib
+from jaxsok.kernels import table as table_kernels
 from jaxsok.records import Records
+from jaxsok.serving import quantize
 from jaxsok.serving.errors import UnknownTableError
 from jaxsok.serving.frozen import (
     FrozenStore,
@@ -30,6 +33,7 @@ from jaxsok.serving.frozen import (
     write_rows,
 )
 from jaxsok.serving.fused import find_rows
+from jaxsok.serving.ready import Form
 from jaxsok.serving.row_map import RowMap, host_device
 from jaxsok.types import MAX_CAPACITY, NO_ROW, PADDING_KEY
 
@@ -86,6 +90,22 @@ class RowSource(abc.ABC):
           Those of keys that are not there may hold anything. Arrays are read only, or the caller's own.
         """
 
+    def fetch_quantized(self, table: str, keys: Keys) -> tuple[np.ndarray, np.ndarray, IsFound]:
+        """As `fetch`, of a table of int8 or float8_e4m3fn: its numbers, their scales, and which are there.
+
+        A device cache stores these. Unless a source does it otherwise, what `fetch` gives is quantized.
+
+        Args:
+          table: one of `tables`, that `is_quantized`.
+          keys: as in `fetch`.
+
+        Returns:
+          `[num_keys, dim]` of the table's dtype, and float32 `[num_keys]`.
+        """
+        rows, is_found = self.fetch(table, keys)
+        numbers, scales = quantize.quantized(np.where(is_found[:, None], rows, 0), self.tables[table].dtype)
+        return numbers, scales, is_found
+
     @abc.abstractmethod
     def scan(self, table: str, chunk_rows: int) -> Iterator[Records]:
         """All rows of a table, some at a time: to fill a cache. With frequencies, if it knows how hot rows are.
@@ -133,6 +153,8 @@ class HostRows(RowSource):
         self._maps = tuple(maps)
         self._frequencies = None if frequencies is None else tuple(frequencies)
         self._gate = _Gate()
+        # Sizes of which a fetch is compiled: of a table, or of a store for its numbers and scales.
+        self._asked: dict[tuple[str | int, int], None] = {}
         # By store: the versions that read it, of which none is given away. Versions share what does not change.
         self._holders: tuple[weakref.WeakSet[HostRows], ...] = tuple(weakref.WeakSet([self]) for _ in maps)
 
@@ -195,6 +217,7 @@ class HostRows(RowSource):
             part = words[start : start + KEYS_AT_A_TIME]
             padded = keys_lib.padding_words((padded_size(len(part), _LEAST_KEYS),))
             padded[: len(part)] = part
+            self._asked[table, len(padded)] = None
             with self._reading("fetch"):
                 found = _fetch(self._tables, table, jax.device_put(padded, host_device()))
             rows.append(np.asarray(found[0])[: len(part)])
@@ -203,6 +226,34 @@ class HostRows(RowSource):
             return rows[0], is_found[0]
         dim = self.tables[table].dim
         return np.concatenate([np.zeros((0, dim), np.float32), *rows]), np.concatenate([np.zeros(0, bool), *is_found])
+
+    def fetch_quantized(self, table: str, keys: Keys) -> tuple[np.ndarray, np.ndarray, IsFound]:
+        """See `RowSource.fetch_quantized`: the bits that are stored."""
+        s, number = self._place("fetch_quantized", table)
+        words, parts = keys_lib.to_words(np.asarray(keys, np.uint64), "fetch_quantized"), []
+        for start in range(0, max(1, len(words)), KEYS_AT_A_TIME):
+            part = words[start : start + KEYS_AT_A_TIME]
+            padded = keys_lib.padding_words((padded_size(len(part), _LEAST_KEYS),))
+            padded[: len(part)] = part
+            self._asked[s, len(padded)] = None
+            with self._reading("fetch_quantized"):
+                words_and_number = jax.device_put((padded, np.uint32(number)), host_device())
+                found = _fetch_quantized(self._tables.stores[s], *words_and_number)
+            parts.append([np.asarray(one)[: len(part)] for one in found])
+        numbers, scales, is_found = (np.concatenate(some) for some in zip(*parts, strict=True))
+        return numbers, scales, is_found
+
+    def ready_as(self, older: "HostRows") -> None:
+        """Compiles the fetches that an older version was asked for: by table and power of two of keys."""
+        form, place = Form(self._tables).tree, jax.sharding.SingleDeviceSharding(host_device())
+        for what, size in list(older._asked):
+            words = jax.ShapeDtypeStruct((size, 2), np.uint32, sharding=place)
+            if isinstance(what, str):
+                _fetch.lower(form, what, words).compile()
+            else:
+                number = jax.ShapeDtypeStruct((), np.uint32, sharding=place)
+                _fetch_quantized.lower(form.stores[what], words, number).compile()
+            self._asked[what, size] = None
 
     def scan(self, table: str, chunk_rows: int) -> Iterator[Records]:
         """See `RowSource.scan`: in the order in which the keys came."""
@@ -410,6 +461,19 @@ class Layered(RowSource):
             is_found[missing] = is_there
         return rows, is_found
 
+    def fetch_quantized(self, table: str, keys: Keys) -> tuple[np.ndarray, np.ndarray, IsFound]:
+        """See `RowSource.fetch_quantized`: as `fetch`."""
+        parts = self._layers[0].fetch_quantized(table, keys)
+        for layer in self._layers[1:]:
+            missing = np.flatnonzero(~parts[2])
+            if not len(missing):
+                break
+            more = layer.fetch_quantized(table, np.asarray(keys)[missing])
+            parts = tuple(map(np.array, parts))
+            for mine, its in zip(parts, more, strict=True):
+                mine[missing] = its
+        return parts
+
     def scan(self, table: str, chunk_rows: int) -> Iterator[Records]:
         """See `RowSource.scan`: layer by layer, without the keys that a layer before has, for which it is asked."""
         for number, layer in enumerate(self._layers):
@@ -439,6 +503,13 @@ def padded_size(num_keys: int, least: int) -> int:
 @functools.partial(jax.jit, static_argnums=1)
 def _fetch(tables: FrozenTables, table: str, words: Any) -> Any:
     return find_rows(tables, table, words)
+
+
+@jax.jit
+def _fetch_quantized(store: FrozenStore, words: Any, table: Any) -> tuple[Any, Any, Any]:
+    row_ids = table_kernels.find(store.index, store.counters, words, jnp.full(words.shape[0], table))
+    numbers = store.rows.at[row_ids].get(mode="fill", fill_value=0)
+    return numbers, store.scales[0].at[row_ids].get(mode="fill", fill_value=0), row_ids != jnp.uint32(NO_ROW)
 
 
 def _without(keys: Any, records: Records | None) -> np.ndarray:

@@ -15,6 +15,7 @@ Below is the source (backing.py); above, a session. Not here: bags and their com
 """
 
 import dataclasses
+import functools
 import math
 import secrets
 import threading
@@ -28,10 +29,23 @@ from jaxtyping import Array
 
 from jaxsok import keys as keys_lib
 from jaxsok.serving import cache_store as programs
+from jaxsok.serving import quantize
 from jaxsok.serving.backing import RowSource, SourceReplacedError, padded_size
-from jaxsok.serving.cache_parts import LEAST_KEYS, LOG, Asked, Background, Fetched, Found, Prepared, hottest
+from jaxsok.serving.cache_parts import (
+    LEAST_KEYS,
+    LOG,
+    Asked,
+    Background,
+    Fetched,
+    Found,
+    Prepared,
+    hottest,
+    packed,
+    unpacked,
+)
 from jaxsok.serving.errors import ServingError, UnknownTableError
 from jaxsok.serving.frozen import FrozenSpec, FrozenStore, FrozenTable, FrozenTables, rounded
+from jaxsok.serving.ready import Beside
 from jaxsok.store import num_buckets_of
 from jaxsok.types import BUCKET_WORDS, COUNTERS, MAX_CAPACITY, NO_ROW, PADDING_KEY
 
@@ -114,8 +128,7 @@ class DeviceCache:
 
     Tables of one dim and dtype share a store and its budget: the sum of their shares, each of which is `fraction` of
     the rows of the table, and at least `min_rows`. The least recently used row of a store leaves, whatever its table,
-    as in HPS where tables are fused. Rows of int8 and float8_e4m3fn tables are cached as float32: the numbers that the
-    source gives.
+    as in HPS where tables are fused. Rows are cached in the bits of their table's dtype.
 
     Args:
       source: of the rows; belongs to the caller, who closes it.
@@ -200,6 +213,8 @@ class DeviceCache:
 
         self._ready: set[tuple[Any, ...]] = set()  # programs that are compiled
         self._compiling = threading.Lock()
+        self._beside = Beside()
+        self._query_sizes: frozenset[tuple[int, ...]] = frozenset()  # of `lookup` that are compiled
         self._counting = threading.Lock()
         self._stats = CacheStats()
         self._changing = threading.Lock()  # one refresh or swap at a time
@@ -277,16 +292,18 @@ class DeviceCache:
         Cost:
           One program where nothing misses; else also the fetch and, of a table that waits, its insertion.
         """
-        asked = Asked(self._spec, keys)
+        asked = Asked(self._spec, keys, self._ready_sizes)
         found, fetched = self._answered(asked, is_expanded=True)
         rows: dict[str, np.ndarray] = {}
         of_store: dict[int, np.ndarray] = {}
         for part in asked.parts:
             if part.store not in of_store:
-                of_store[part.store] = np.asarray(found.rows[part.store])
+                of_store[part.store] = np.asarray(found.rows[part.store][0])
             lines = of_store[part.store][part.lines]
             if part.name in fetched:
-                lines = fetched[part.name].put_into(lines, np.asarray(found.inverse[part.store])[part.lines])
+                one = fetched[part.name]
+                one = dataclasses.replace(one, rows=self._wide(part.name, one.rows))
+                lines = one.put_into(lines, np.asarray(found.inverse[part.store])[part.lines])
             rows[part.name] = lines.reshape(*part.shape, lines.shape[1])
         return CachedRows(rows, found.version, found.hit_rates)
 
@@ -301,21 +318,22 @@ class DeviceCache:
         Cost:
           As `lookup`, but that rows stay on the device, one for each distinct key.
         """
-        asked = Asked(self._spec, keys)
+        asked = Asked(self._spec, keys, lambda least: least)
         found, fetched = self._answered(asked, is_expanded=False)
         stores = []
-        for s, rows in enumerate(found.rows):
+        for s, slabs in enumerate(found.rows):
+            rows = slabs[0]
             mine = [fetched[part.name] for part in asked.parts if part.store == s and part.name in fetched]
             if mine:
                 slots = np.full(rows.shape[0], -1, np.int32)
-                lines = np.zeros((padded_size(sum(len(one.places) for one in mine), LEAST_KEYS), rows.shape[1]), "f4")
-                start = 0
-                for one in mine:
-                    end = start + len(one.places)
-                    lines[start:end], slots[one.places] = one.rows, np.arange(start, end, dtype=np.int32)
-                    start = end
-                rows = programs.merged(rows, *self._put((slots, lines)))
-            stores.append(FrozenStore(*found.indices[s], rows.astype(self._spec.stores[s][0].dtype)))
+                lines = np.concatenate([one.rows for one in mine])
+                slots[np.concatenate([one.places for one in mine])] = np.arange(len(lines), dtype=np.int32)
+                size = padded_size(len(lines), LEAST_KEYS)
+                self._ready_to_merge(s, len(rows), size)
+                of_lines = [_longer(one, size) for one in self._parts(s, lines)]
+                slabs = programs.merged(slabs, *self._put((slots, tuple(of_lines))))
+            rows, *scales = slabs
+            stores.append(FrozenStore(*found.indices[s], rows.astype(self._spec.stores[s][0].dtype), tuple(scales)))
         return CachedTables(FrozenTables(tuple(stores), self._spec), found.version, found.hit_rates)
 
     def fill(self) -> int:
@@ -338,8 +356,17 @@ class DeviceCache:
             last = (len(keys) - 1) // ROWS_AT_A_TIME
             for chunk in range(last, -1, -1) if len(keys) else ():  # the hottest come last: they are the most recent
                 lines = slice(chunk * ROWS_AT_A_TIME, (chunk + 1) * ROWS_AT_A_TIME)
-                self._insert({name: (keys[lines], self._stored(name, rows[lines]))}, epoch)
+                self._insert({name: self._filling(source, name, keys[lines], rows[lines])}, epoch)
         return self.stats().inserted - before
+
+    def _filling(
+        self, source: RowSource, name: str, keys: np.ndarray, rows: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Keys and rows of a scan as the cache stores them; the bits of quantized ones are asked of the source."""
+        if not self.tables[name].is_quantized:
+            return keys, self._stored(name, rows)
+        lines, is_found = self._fetch(source, name, keys)
+        return keys[is_found], lines[is_found]
 
     def refresh(self) -> int:
         """Reads cached rows anew from the source, `refresh_fraction` of them at a time, and overwrites them in place.
@@ -439,14 +466,15 @@ class DeviceCache:
     def warm_up(self, lookups: Iterable[Mapping[str, int]], *, as_tables: bool = False) -> None:
         """Compiles what lookups need: the programs that ask the cache, and those that insert what missed.
 
-        Without it the first lookup of a new size compiles, and so does the first insertion of a new size. Nothing is
-        looked up or counted. What the source compiles is its own: `HostRows.fetch` does for each table and power of
-        two, while other threads look up.
+        Without it the first lookup of a new size compiles, and so does the first insertion of a new size. With it, a
+        lookup of fewer keys of some stores is padded to what is compiled, until its own program is, by a thread.
+        Nothing is looked up or counted. What the source compiles is its own: `HostRows.fetch` does for each table and
+        power of two, while other threads look up.
 
         Args:
           lookups: how many keys of each table, padding among them, are looked up together. Programs are made for
             powers of two.
-          as_tables: whether also for `lookup_tables`.
+          as_tables: whether by `lookup_tables`, not by `lookup`.
 
         Raises:
           UnknownTableError: nothing is compiled then.
@@ -465,8 +493,10 @@ class DeviceCache:
             sizes.append(of_store)
         for of_store in sizes:
             padded = tuple(padded_size(count, LEAST_KEYS) for count in of_store)
-            for is_expanded in (True, False) if as_tables else (True,):
-                self._ready_to_query(is_expanded, padded)
+            self._ready_to_query(not as_tables, padded)
+            for s, size in enumerate(padded) if as_tables else ():
+                for step in range((size // LEAST_KEYS).bit_length()):
+                    self._ready_to_merge(s, size, LEAST_KEYS << step)
         for s, most in enumerate(map(max, zip(*sizes, strict=True))):
             size, last = LEAST_KEYS, padded_size(min(most, self._capacities[s]), LEAST_KEYS)
             while most and size <= last:
@@ -474,13 +504,33 @@ class DeviceCache:
                     self._ready_to_insert(s, must_leave, size)
                 size *= 2
 
+    def tables_like(self, num_keys: Mapping[str, int]) -> FrozenTables:
+        """What `lookup_tables` gives for so many keys of tables, padding among them, as shapes without arrays."""
+        of_store = [0] * len(self._forms)
+        for name, count in num_keys.items():
+            of_store[self._spec.places[name][0]] += count
+        place, stores = jax.sharding.SingleDeviceSharding(self.device), []
+        for tables, count in zip(self._spec.stores, of_store, strict=True):
+            size = padded_size(count, LEAST_KEYS)
+            shapes = [(num_buckets_of(size), BUCKET_WORDS), (len(COUNTERS),), (size, tables[0].dim)]
+            dtypes = [np.uint32, np.uint32, jnp.dtype(tables[0].dtype)]
+            scales = (jax.ShapeDtypeStruct((size,), np.float32, sharding=place),) if tables[0].is_quantized else ()
+            stores.append(
+                FrozenStore(
+                    *(jax.ShapeDtypeStruct(*one, sharding=place) for one in zip(shapes, dtypes, strict=True)), scales
+                )
+            )
+        return FrozenTables(tuple(stores), self._spec)
+
     def drain(self) -> None:
-        """Waits until the background thread has nothing left to fetch."""
+        """Waits until nothing is left to fetch in the background, nor to compile."""
         self._background.drain()
+        self._beside.drain()
 
     def close(self) -> None:
-        """Drains, stops the background thread and gives the device memory back. Again: nothing."""
+        """Drains, stops the background threads and gives the device memory back. Again: nothing."""
         self._background.close()
+        self._beside.close()
         with self._lock:
             self._stores = ()
             self._swapped.notify_all()
@@ -541,7 +591,7 @@ class DeviceCache:
                     self._layout,
                     is_expanded,
                     tuple(store.statistics for store in self._stores),
-                    tuple((store.index, store.counters, store.rows) for store in self._stores),
+                    tuple((store.index, store.counters, store.slabs) for store in self._stores),
                     operands,
                     clock,
                     self._scratch_salt,
@@ -566,7 +616,18 @@ class DeviceCache:
                 )
 
     def _fetch(self, source: RowSource, name: str, keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Rows as the cache stores them, of float32, and which are there."""
+        """Rows as the cache stores them, of float32 or `packed`, and which are there."""
+        table = self.tables[name]
+        if table.is_quantized:
+            numbers, scales, is_found = source.fetch_quantized(name, keys)
+            shapes, wanted = (numbers.shape, scales.shape), ((len(keys), table.dim), (len(keys),))
+            dtypes = numbers.dtype, scales.dtype
+            if shapes != wanted or dtypes != (jnp.dtype(table.dtype), np.float32) or is_found.shape != wanted[1]:
+                raise RuntimeError(
+                    f'DeviceCache: table "{name}": got {dtypes} of {shapes} of {type(source).__name__}.'
+                    f"fetch_quantized, wanted {table.dtype} and float32 of {wanted}."
+                )
+            return packed(numbers, scales), np.asarray(is_found, bool)
         rows, is_found = source.fetch(name, keys)
         wanted = (len(keys), self.tables[name].dim)
         if rows.shape != wanted or rows.dtype != np.float32 or is_found.shape != wanted[:1]:
@@ -581,6 +642,16 @@ class DeviceCache:
         store, _ = self._spec.places[name]
         dtype = self._spec.stores[store][0].dtype
         return np.asarray(rows, np.float32) if dtype == "float32" else rounded(rows, dtype).astype(np.float32)
+
+    def _parts(self, s: int, lines: np.ndarray) -> tuple[np.ndarray, ...]:
+        """Rows of a store as `_fetch` gives them, and their scales if they have some."""
+        table = self._spec.stores[s][0]
+        return unpacked(lines, table.dtype) if table.is_quantized else (lines,)
+
+    def _wide(self, name: str, lines: np.ndarray) -> np.ndarray:
+        """Rows as `_fetch` gives them, as float32."""
+        parts = self._parts(self._spec.places[name][0], lines)
+        return quantize.dequantized(*parts) if len(parts) > 1 else lines
 
     def _fetch_later(self, asked: Sequence[Mapping[str, np.ndarray]]) -> None:
         """In the background: of what several lookups left, one fetch and one insertion."""
@@ -735,6 +806,16 @@ class DeviceCache:
                 programs.make_ready(key[0], *operands)
                 self._ready.add(key)
 
+    def _ready_sizes(self, least: tuple[int, ...]) -> tuple[int, ...]:
+        """Sizes of which a query is compiled. If there are larger ones alone, those of the least keys in all."""
+        if least in self._query_sizes:
+            return least
+        larger = [sizes for sizes in self._query_sizes if all(a >= b for a, b in zip(sizes, least, strict=True))]
+        if not larger:
+            return least
+        self._beside.offer(least, functools.partial(self._ready_to_query, True, least))
+        return min(larger, key=lambda sizes: (sum(sizes), sizes))
+
     def _ready_to_query(self, is_expanded: bool, sizes: tuple[int, ...]) -> None:
         forms = self._forms
         self._make_ready(
@@ -742,15 +823,31 @@ class DeviceCache:
             self._layout,
             is_expanded,
             tuple(form.statistics for form in forms),
-            tuple((form.index, form.counters, form.rows) for form in forms),
+            tuple((form.index, form.counters, form.slabs) for form in forms),
             tuple(self._form_of_keys(size) for size in sizes),
             np.uint32(0),
             self._scratch_salt,
         )
+        if is_expanded and sizes not in self._query_sizes:
+            with self._compiling:
+                self._query_sizes |= {sizes}
+
+    def _ready_to_merge(self, s: int, num_rows: int, num_lines: int) -> None:
+        place, table = jax.sharding.SingleDeviceSharding(self.device), self._spec.stores[s][0]
+        dtype = jnp.dtype(table.dtype) if table.is_quantized else np.float32
+
+        def slabs(size: int) -> tuple[Any, ...]:
+            scales = (jax.ShapeDtypeStruct((size,), np.float32, sharding=place),) if table.is_quantized else ()
+            return jax.ShapeDtypeStruct((size, table.dim), dtype, sharding=place), *scales
+
+        slots = jax.ShapeDtypeStruct((num_rows,), np.int32, sharding=place)
+        self._make_ready(("merged", s, num_rows, num_lines), slabs(num_rows), slots, slabs(num_lines))
 
     def _ready_to_insert(self, s: int, must_leave: bool, size: int) -> None:
-        rows = self._forms[s].rows
-        lines = jax.ShapeDtypeStruct((size, rows.shape[1]), rows.dtype, sharding=rows.sharding)
+        lines = tuple(
+            jax.ShapeDtypeStruct((size, slab.shape[1]), slab.dtype, sharding=slab.sharding)
+            for slab in self._forms[s].slabs
+        )
         key = ("insert", s, must_leave, size)
         self._make_ready(key, must_leave, self._forms[s], *self._form_of_keys(size), lines, np.uint32(0))
 
@@ -805,10 +902,9 @@ class DeviceCache:
         padded_ids[: len(keys)] = ids
         if lines is None:
             return self._put((words, padded_ids, None))
-        table = self._spec.stores[s][0]
-        padded_lines = np.zeros((size, table.dim), jnp.dtype(table.dtype))
-        padded_lines[: len(keys)] = lines
-        return self._put((words, padded_ids, padded_lines))
+        rows, *scales = self._parts(s, lines)
+        slabs = rows.astype(jnp.dtype(self._spec.stores[s][0].dtype), copy=False), *(one[:, None] for one in scales)
+        return self._put((words, padded_ids, tuple(_longer(slab, size) for slab in slabs)))
 
     def _put(self, tree: Any) -> Any:
         return jax.device_put(tree, self.device)
@@ -825,8 +921,9 @@ class DeviceCache:
         with jax.default_device(self.device):
             index, table_rows, records, statistics = _new_arrays(num_buckets_of(capacity), num_tables, capacity)
             rows = jnp.zeros((capacity, table.dim), table.dtype)
-        state = (index, self._owned(counters), table_rows, rows, records, statistics)
-        return programs.CacheStore(*(jax.device_put(leaf, self.device) for leaf in state))
+            scales = (jnp.zeros((capacity, 1), jnp.float32),) if table.is_quantized else ()
+        state = (index, self._owned(counters), table_rows, rows, records, statistics, scales)
+        return programs.CacheStore(*jax.device_put(state, self.device))
 
     def _require_open(self) -> None:
         if not self._stores:
@@ -839,13 +936,13 @@ class DeviceCache:
 
 
 def cached_spec(tables: Iterable[FrozenTable]) -> FrozenSpec:
-    """How a cache groups tables: by dim and dtype, where quantized rows count as float32.
+    """How a cache groups tables: by dim and dtype, as frozen tables are.
 
     Example:
       >>> [table.dtype for table in cached_spec([FrozenTable("a", 4, dtype="int8")]).stores[0]]
-      ['float32']
+      ['int8']
     """
-    return FrozenSpec.of([dataclasses.replace(t, dtype="float32") if t.is_quantized else t for t in tables])
+    return FrozenSpec.of(list(tables))
 
 
 def cache_bytes(tables: Mapping[FrozenTable, int]) -> dict[str, int]:
@@ -877,6 +974,13 @@ def _check(name: str, got: Any, is_good: bool, wanted: str) -> None:
 def _share(source: RowSource, name: str, fraction: float, min_rows: int) -> int:
     num_rows = source.num_rows(name)
     return max(min_rows, math.ceil(min(fraction, 1.0) * num_rows))
+
+
+def _longer(lines: np.ndarray, size: int) -> np.ndarray:
+    """With zeros behind."""
+    made = np.zeros((size, *lines.shape[1:]), lines.dtype)
+    made[: len(lines)] = lines
+    return made
 
 
 def _changed_keys(name: str, keys: Any) -> np.ndarray:

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
@@ -35,8 +36,16 @@ class Part:
 class Asked:
     """Keys, checked and packed by store: each store's are one array, so that programs differ in few sizes."""
 
-    def __init__(self, spec: FrozenSpec, keys: Mapping[str, Any]) -> None:
-        """Checks and packs."""
+    def __init__(
+        self, spec: FrozenSpec, keys: Mapping[str, Any], chosen: Callable[[tuple[int, ...]], tuple[int, ...]]
+    ) -> None:
+        """Checks and packs.
+
+        Args:
+          spec: the tables.
+          keys: by table.
+          chosen: to how many keys each store's are padded, of the least powers of two that have room for them.
+        """
         if not isinstance(keys, Mapping):
             raise RequestError(f"lookup: keys: got {type(keys).__name__}, wanted a mapping from tables to keys.")
         words: list[list[np.ndarray]] = [[] for _ in spec.stores]
@@ -62,8 +71,9 @@ class Asked:
             sizes[store] = end
             self.num_keys += int((keys_lib.from_words(of_table) != np.uint64(PADDING_KEY)).sum())
         self.batches = []
+        most = chosen(tuple(padded_size(size, LEAST_KEYS) for size in sizes))
         for s, size in enumerate(sizes):
-            padded = keys_lib.padding_words((padded_size(size, LEAST_KEYS),))
+            padded = keys_lib.padding_words((most[s],))
             padded_ids = np.zeros(len(padded), np.uint32)
             if size:
                 np.concatenate(words[s], out=padded[:size])
@@ -75,8 +85,8 @@ class Asked:
 class Found:
     """What a query gave, as the host knows it."""
 
-    rows: Sequence[Array]
-    """By store: of each position, or of each distinct key."""
+    rows: Sequence[tuple[Array, ...]]
+    """By store: of each position, or of each distinct key; see `Queried`."""
     inverse: Sequence[Array]
     """By store and position, the place among the distinct keys."""
     indices: Sequence[tuple[Array, Array]]
@@ -142,6 +152,7 @@ class Fetched:
     """Among the distinct keys of the store."""
     keys: np.ndarray
     rows: np.ndarray
+    """float32, or `packed`."""
 
     def put_into(self, lines: np.ndarray, inverse: np.ndarray) -> np.ndarray:
         """Lines of positions, with these rows where they belong."""
@@ -153,6 +164,23 @@ class Fetched:
         lines = np.array(lines)
         lines[slot >= 0] = self.rows[slot[slot >= 0]]
         return lines
+
+
+def packed(numbers: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    """Quantized rows as one array, their bytes: numbers, and behind them the scale.
+
+    Example:
+      >>> lines = packed(np.array([[1, -2]], np.int8), np.array([0.5], np.float32))
+      >>> lines.shape, [part.tolist() for part in unpacked(lines, "int8")]
+      ((1, 6), [[[1, -2]], [0.5]])
+    """
+    return np.concatenate([numbers.view(np.uint8), scales.astype(np.float32)[:, None].view(np.uint8)], axis=1)
+
+
+def unpacked(lines: np.ndarray, dtype: str) -> tuple[np.ndarray, np.ndarray]:
+    """Numbers and scales of what `packed` gave."""
+    numbers, scales = np.ascontiguousarray(lines[:, :-4]), np.ascontiguousarray(lines[:, -4:])
+    return numbers.view(jnp.dtype(dtype)), scales.view(np.float32)[:, 0]
 
 
 def _last(inverse: np.ndarray) -> int:
@@ -167,7 +195,7 @@ class Prepared:
     store: int
     words: Array
     ids: Array
-    lines: Array | None
+    lines: tuple[Array, ...] | None
     """None: the rows of these keys leave."""
 
 

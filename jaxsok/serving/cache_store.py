@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Shaped, UInt32
+from jaxtyping import Array, Float32, Shaped, UInt32
 
 from jaxsok.kernels import evict as evict_kernels
 from jaxsok.kernels import table as kernels
@@ -36,6 +36,13 @@ class CacheStore:
     records: UInt32[Array, "capacity 4"]
     statistics: UInt32[Array, "capacity 2"]
     """Tick of the last use, and how often it was used."""
+    scales: tuple[Float32[Array, "capacity 1"], ...] = ()
+    """One array, of quantized rows."""
+
+    @property
+    def slabs(self) -> tuple[Array, ...]:
+        """What a row is made of."""
+        return self.rows, *self.scales
 
 
 @jax.tree_util.register_dataclass
@@ -43,8 +50,8 @@ class CacheStore:
 class Queried:
     """What the query program gives, by store."""
 
-    rows: tuple[Array, ...]
-    """float32."""
+    rows: tuple[tuple[Array, ...], ...]
+    """Of each position float32; of distinct keys, where rows are quantized, numbers and their scales."""
     records: tuple[Array, ...]
     """Of the distinct keys, by first position."""
     row_ids: tuple[Array, ...]
@@ -61,7 +68,9 @@ class Layout:
     def __init__(self, spec: FrozenSpec) -> None:
         """Of the tables as they are cached."""
         self.words = spec.words
-        content = b"".join(repr(words.shape).encode() + words.tobytes() for words in self.words)
+        self.defaults = tuple(np.array([table.default for table in tables], np.float32) for tables in spec.stores)
+        arrays = (*self.words, *self.defaults)
+        content = b"".join(repr(array.shape).encode() + array.tobytes() for array in arrays)
         self._digest = hashlib.blake2b(content, digest_size=16).digest()
 
     def __hash__(self) -> int:
@@ -78,7 +87,7 @@ def query(
     layout: Layout,
     is_expanded: bool,
     statistics: tuple[Array, ...],
-    stores: tuple[tuple[Array, Array, Array], ...],
+    stores: tuple[tuple[Array, Array, tuple[Array, ...]], ...],
     batches: tuple[tuple[Array, Array], ...],
     clock: Array,
     salt: Array,
@@ -86,16 +95,23 @@ def query(
     """Steps 1, 2 and 5 of a lookup: makes keys distinct, asks the cache, gives each position its row."""
     done = [
         _query_store(*one, is_expanded, clock, salt)
-        for one in zip(layout.words, statistics, stores, batches, strict=True)
+        for one in zip(layout.words, layout.defaults, statistics, stores, batches, strict=True)
     ]
     new_statistics, rows, records, row_ids, inverse, indices, counts = zip(*done, strict=True)
     return new_statistics, Queried(rows, records, row_ids, inverse, indices, jnp.concatenate(counts))
 
 
 def _query_store(
-    table_words: np.ndarray, statistics: Array, store: Any, batch: Any, is_expanded: bool, clock: Array, salt: Array
+    table_words: np.ndarray,
+    defaults: np.ndarray,
+    statistics: Array,
+    store: Any,
+    batch: Any,
+    is_expanded: bool,
+    clock: Array,
+    salt: Array,
 ) -> tuple[Any, ...]:
-    index, counters, rows = store
+    index, counters, (rows, *scales) = store
     words, ids = batch
     n, num_tables = words.shape[0], len(table_words)
     scratch_index, scratch_counters, records, inverse, counts = _distinct(words, ids, num_tables, salt)
@@ -111,10 +127,27 @@ def _query_store(
     else:
         wanted = row_ids
         requests = jnp.concatenate([records[:, :3], jnp.ones((n, 1), jnp.uint32)], axis=1)
-    _, lines, _ = kernels.gather(counters, table_words, jnp.asarray(_SEED), requests, wanted, (rows,), is_find=False)
+    if scales:
+        lines = _quantized(defaults, rows, scales[0], requests, wanted)
+        lines = (lines[0].astype(jnp.float32) * lines[1][:, None],) if is_expanded else lines
+    else:
+        _, wide, _ = kernels.gather(counters, table_words, jnp.asarray(_SEED), requests, wanted, (rows,), is_find=False)
+        lines = (wide.astype(jnp.float32),)
     distinct = counts[:, _INSERTED]
     summary = jnp.stack([distinct, distinct - hits, counts[:, _REFUSED]], axis=1)
-    return statistics, lines.astype(jnp.float32), records, row_ids, inverse, (scratch_index, scratch_counters), summary
+    return statistics, lines, records, row_ids, inverse, (scratch_index, scratch_counters), summary
+
+
+def _quantized(
+    defaults: np.ndarray, rows: Array, scales: Array, requests: Array, row_ids: Array
+) -> tuple[Array, Array]:
+    """Numbers and scales of requests; a default is 1 times itself, which is exact."""
+    is_row = row_ids != jnp.uint32(NO_ROW)
+    is_key = (requests[:, :2] != jnp.uint32(PADDING_KEY & 0xFFFFFFFF)).any(axis=1)
+    default = jnp.where(is_key, jnp.asarray(defaults).at[requests[:, 2]].get(mode="clip"), jnp.float32(0))
+    numbers = rows.at[row_ids].get(mode="fill", fill_value=1)
+    scale = scales.at[row_ids, 0].get(mode="fill", fill_value=0)
+    return numbers, jnp.where(is_row, scale, default)
 
 
 def _distinct(words: Array, ids: Array, num_tables: int, salt: Array) -> tuple[Array, Array, Array, Array, Array]:
@@ -137,7 +170,7 @@ def _distinct(words: Array, ids: Array, num_tables: int, salt: Array) -> tuple[A
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
 def insert(
-    must_leave: bool, store: CacheStore, words: Array, ids: Array, lines: Array, clock: Array
+    must_leave: bool, store: CacheStore, words: Array, ids: Array, lines: tuple[Array, ...], clock: Array
 ) -> tuple[CacheStore, Array, Array]:
     """Inserts distinct keys, at most `capacity`; with `must_leave` the least recent rows make room first.
 
@@ -162,25 +195,33 @@ def insert(
         )
         num_evicted = released.sum(dtype=jnp.uint32)
     no_words = np.zeros((table_rows.shape[0], NUM_TABLE_WORDS), np.uint32)
-    index, counters, table_rows, (rows,), (records,), _, row_ids, counts = kernels.find_or_insert(
-        index, counters, table_rows, no_words, jnp.asarray(_SEED), words, ids, (store.rows,), (records,)
+    # New rows are begun somewhere, with floats: in the scales of those that are none.
+    *others, first = store.slabs
+    index, counters, table_rows, (first,), (records,), _, row_ids, counts = kernels.find_or_insert(
+        index, counters, table_rows, no_words, jnp.asarray(_SEED), words, ids, (first,), (records,)
     )
-    (rows,) = kernels.scatter(row_ids, lines, (rows,))
+    rows, *scales = _scattered(row_ids, lines, (*others, first))
     (statistics,) = kernels.touch(row_ids, uses, clock, (statistics,))
-    new = CacheStore(index, counters, table_rows, rows, records, statistics)
+    new = CacheStore(index, counters, table_rows, rows, records, statistics, tuple(scales))
     return new, counts[:, _INSERTED].sum(), num_evicted
 
 
 @functools.partial(jax.jit, donate_argnums=0)
-def overwrite(store: CacheStore, words: Array, ids: Array, lines: Array) -> tuple[CacheStore, Array]:
+def overwrite(store: CacheStore, words: Array, ids: Array, lines: tuple[Array, ...]) -> tuple[CacheStore, Array]:
     """Overwrites the rows of those keys that are cached. The order of replacement stays as it is.
 
     Returns:
       The store, and how many rows were overwritten.
     """
     known = kernels.find(store.index, store.counters, words, ids)
-    (rows,) = kernels.scatter(known, lines, (store.rows,))
-    return dataclasses.replace(store, rows=rows), (known != jnp.uint32(NO_ROW)).sum(dtype=jnp.uint32)
+    rows, *scales = _scattered(known, lines, store.slabs)
+    return dataclasses.replace(store, rows=rows, scales=tuple(scales)), (known != jnp.uint32(NO_ROW)).sum(
+        dtype=jnp.uint32
+    )
+
+
+def _scattered(row_ids: Array, lines: tuple[Array, ...], slabs: tuple[Array, ...]) -> list[Array]:
+    return [kernels.scatter(row_ids, one, (slab,))[0] for one, slab in zip(lines, slabs, strict=True)]
 
 
 @functools.partial(jax.jit, donate_argnums=0)
@@ -206,15 +247,17 @@ def _released(store: CacheStore, flags: Array) -> tuple[CacheStore, Array]:
     index, counters, table_rows, (records,), _, (statistics,), _, released = evict_kernels.release(
         store.index, store.counters, store.table_rows, flags, (store.records,), (), (), (store.statistics,), ()
     )
-    new = CacheStore(index, counters, table_rows, store.rows, records, statistics)
+    new = CacheStore(index, counters, table_rows, store.rows, records, statistics, store.scales)
     return new, released.sum(dtype=jnp.uint32)
 
 
 @jax.jit
-def merged(rows: Array, slots: Array, lines: Array) -> Array:
-    """Rows, some of them replaced: by the line that a slot names, if it is not negative."""
-    fetched = lines.at[slots].get(mode="clip")
-    return jnp.where((slots >= 0)[:, None], fetched, rows)
+def merged(slabs: tuple[Array, ...], slots: Array, lines: tuple[Array, ...]) -> tuple[Array, ...]:
+    """Rows (and their scales), some of them replaced: by the line that a slot names, if it is not negative."""
+    return tuple(
+        jnp.where((slots >= 0).reshape(-1, *[1] * (slab.ndim - 1)), one.at[slots].get(mode="clip"), slab)
+        for slab, one in zip(slabs, lines, strict=True)
+    )
 
 
 find = jax.jit(kernels.find)
@@ -228,6 +271,7 @@ _PROGRAMS = {
     "emptied": emptied,
     "find": find,
     "copied": copied,
+    "merged": merged,
 }
 
 

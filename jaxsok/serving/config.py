@@ -368,11 +368,6 @@ class _Reader:
         kept = {key: value for key, value in values.items() if key in fields}
         kept |= {"tables": tables, "row_dtype": row_dtype, "spare_rows": spare_rows, "fuse_embedding_table": fuse}
         model = ModelConfig(**kept)
-        if model.tier == "cache" and row_dtype in ("int8", "float8_e4m3fn"):
-            self.notes.append(
-                f"{path}.jaxsok.row_dtype: rows are {row_dtype} in host memory alone; the device cache has them as "
-                "float32, 4 bytes a number."
-            )
         for key, reason in idle_keys(model).items():
             if key in given:
                 self.no_effect(f"{path}.{key}", given[key], reason)

@@ -335,7 +335,7 @@ def write_lines(
     store: FrozenStore, row_ids: np.ndarray, lines: np.ndarray, scales: np.ndarray | None, *, donate: bool
 ) -> FrozenStore:
     """A store with some rows set to what `lines_of` gave; else as `write_rows`, with distinct row ids."""
-    size = max(_LEAST_ROWS, 1 << max(0, len(row_ids) - 1).bit_length())
+    size = _padded_rows(len(row_ids))
     ids = np.full(size, np.uint32(NO_ROW))
     ids[: len(row_ids)] = row_ids
     padded = np.zeros((size, lines.shape[1]), lines.dtype)
@@ -350,6 +350,20 @@ def write_lines(
         put = _put_in_place if donate else _put_copy
         new_scales = (put(store.scales[0], jax.device_put(ids, device), jax.device_put(padded_scales, device)),)
     return dataclasses.replace(store, rows=new_rows, scales=new_scales)
+
+
+def ready_to_write(store: FrozenStore, num_rows: int) -> None:
+    """Compiles what `write_lines` runs for so many rows, where they lie (JAX keeps what this makes)."""
+    size, place = _padded_rows(num_rows), store.rows.sharding
+    ids = jax.ShapeDtypeStruct((size,), np.uint32, sharding=place)
+    lines = jax.ShapeDtypeStruct((size, store.rows.shape[1]), store.rows.dtype, sharding=place)
+    _write_in_place.lower(store.rows, ids, lines).compile()
+    for scales in store.scales:
+        _put_in_place.lower(scales, ids, jax.ShapeDtypeStruct((size,), np.float32, sharding=place)).compile()
+
+
+def _padded_rows(num_rows: int) -> int:
+    return max(_LEAST_ROWS, 1 << max(0, num_rows - 1).bit_length())
 
 
 def rounded(rows: np.ndarray, dtype: str) -> np.ndarray:

@@ -92,8 +92,9 @@ class Metrics:
             "batch_splits", "calls that failed and were run request by request", ("endpoint", "model")
         )
         self.watched = counter("watched_updates", "folders that --watch found", ("model", "result"))
+        self.unread = counter("unread_responses", "responses that were cut off, since nobody read them", ())
         self.in_flight = prometheus_client.Gauge(
-            "jaxsok_requests_in_flight", "requests that were taken and not answered", registry=self.registry
+            "jaxsok_requests_in_flight", "requests whose response is not sent", registry=self.registry
         )
         self.is_ready = prometheus_client.Gauge("jaxsok_ready", "1 while requests are taken", registry=self.registry)
         self.registry.register(_AtScrape(stats, depths))

@@ -8,10 +8,12 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from types import FrameType
+from typing import Any
 
 import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from jaxsok.serving.server import App
+from jaxsok.serving.server import ABORT, App
 
 _MAX_HEAD_BYTES = 1 << 16
 
@@ -61,6 +63,21 @@ def serve(
     Server(app, where, access_log=access_log, on_ready=on_ready).run()
 
 
+class _Protocol(H11Protocol):
+    """Lets the application close a connection whose client does not read: else what it holds would wait for ever."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Tells every request of it."""
+        super().connection_made(transport)
+        app = self.app
+
+        async def call(scope: Any, receive: Any, send: Any) -> None:
+            scope.setdefault("extensions", {})[ABORT] = transport.abort
+            await app(scope, receive, send)
+
+        self.app = call
+
+
 class Server(uvicorn.Server):
     """One that is not ready before it stops, and whose signals end `run`, not the process."""
 
@@ -79,7 +96,7 @@ class Server(uvicorn.Server):
         config = uvicorn.Config(
             app.asgi,
             # h11 bounds the bytes of a request's head, httptools does not.
-            http="h11",
+            http=_Protocol,
             h11_max_incomplete_event_size=_MAX_HEAD_BYTES,
             ws="none",
             lifespan="on",

@@ -23,6 +23,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from jaxsok.serving import wire
 from jaxsok.serving.artifact import BagsInput, KeysInput
@@ -48,6 +49,10 @@ T = TypeVar("T")
 
 _INLINE_BYTES = 1 << 15
 """Bodies up to this are read and made on the event loop: a thread would cost more than the work."""
+_PIECE_BYTES = 1 << 16
+"""Of a response: at a time on its way to a client, beside as much that its connection holds."""
+ABORT = "jaxsok.abort"
+"""An extension of an ASGI scope: closes the connection without sending what it holds."""
 _DISCARD_S = 2.0
 """How long the rest of a refused body is read, so that the client reads the answer, not a closed connection."""
 
@@ -61,9 +66,9 @@ class ServerOptions:
     max_body_bytes: int = 16 << 20
     """Of one request."""
     max_held_bytes: int = 512 << 20
-    """Bodies of all requests that are not answered."""
+    """Of all requests that are not answered their bodies, then the bodies of their responses until they are sent."""
     max_requests: int = 256
-    """Requests whose response is not made; those that are made and not sent are not counted."""
+    """Requests whose response is not sent."""
     max_keys: int = 1 << 20
     """Keys of one request, over all its tables; the model's own limits by table hold as well."""
     max_json_values: int = 1 << 22
@@ -74,6 +79,8 @@ class ServerOptions:
     """For the body to arrive."""
     timeout_s: float = 30.0
     """For an answer, from the last byte of the body on: reading it, the queue, the session, writing."""
+    send_timeout_s: float = 30.0
+    """For a client to take 64 KiB of its response; then its connection is cut off."""
     num_workers: int = 2
     """Calls of the session at the same time, by model and endpoint."""
     drain_s: float = 0.0
@@ -106,6 +113,16 @@ class _Taken:
     """What a request that was taken holds."""
 
     num_bytes: int = 0
+
+
+class _Endpoint:
+    """What a route calls: it sends its response itself."""
+
+    def __init__(self, call: Callable[[Request, Send], Awaitable[None]]) -> None:
+        self._call = call
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._call(Request(scope, receive, send), send)
 
 
 class App:
@@ -151,8 +168,8 @@ class App:
                 Route("/healthz", self._healthz),
                 Route("/readyz", self._readyz),
                 Route("/metrics", self._metrics),
-                Route("/v1/models", self._endpoint("models", self._models)),
-                Route("/v1/models/{model}", self._endpoint("model", self._model_page)),
+                Route("/v1/models", self._endpoint("models", self._models), methods=["GET"]),
+                Route("/v1/models/{model}", self._endpoint("model", self._model_page), methods=["GET"]),
                 *(
                     Route(
                         f"/v1/models/{{model}}/{kind.op}",
@@ -212,39 +229,66 @@ class App:
 
     # Around every endpoint -----------------------------------------------------------------------------------------
 
-    def _endpoint(
-        self, name: str, answer: Callable[[Request, _Taken], Awaitable[Response]]
-    ) -> Callable[[Request], Awaitable[Response]]:
-        async def call(request: Request) -> Response:
-            begin, taken = time.perf_counter(), _Taken()
-            model = request.path_params.get("model", "")
-            # A client may ask for any name; only those that exist become labels.
-            labels = (name, model if model in self.session.models else "")
+    def _endpoint(self, name: str, answer: Callable[[Request, _Taken], Awaitable[Response]]) -> "_Endpoint":
+        async def call(request: Request, send: Send) -> None:
+            taken = _Taken()
             self._num_taken += 1
             self.metrics.in_flight.set(self._num_taken)
             try:
-                if self._num_taken > self.options.max_requests:
-                    raise Busy(f"{self.options.max_requests} requests are being answered, the most that are taken")
-                response = await answer(request, taken)
-            except ClientDisconnect:
-                response = refused(Refusal(499, "client_closed", "the client left"))
-            except asyncio.CancelledError:
-                if not self.is_stopping:
-                    raise
-                response = refused(stopping(name))
-            except Exception as error:
-                response = refused(refusal_of(error, name))
+                response = await self._response(name, answer, request, taken)
+                await self._send(response, request, send)
             finally:
                 self._num_taken -= 1
                 self._held_bytes -= taken.num_bytes
                 self.metrics.in_flight.set(self._num_taken)
-            self.metrics.requests.labels(*labels, str(response.status_code)).inc()
-            self.metrics.latency.labels(*labels).observe(time.perf_counter() - begin)
-            self.metrics.received.labels(*labels).inc(taken.num_bytes)
-            self.metrics.sent.labels(*labels).inc(len(response.body))
-            return response
 
-        return call
+        return _Endpoint(call)
+
+    async def _response(
+        self, name: str, answer: Callable[[Request, _Taken], Awaitable[Response]], request: Request, taken: _Taken
+    ) -> Response:
+        """What a request gets, whatever happens; what it holds from now on is that."""
+        begin, model = time.perf_counter(), request.path_params.get("model", "")
+        # A client may ask for any name; only those that exist become labels.
+        labels = (name, model if model in self.session.models else "")
+        try:
+            if self._num_taken > self.options.max_requests:
+                raise Busy(f"{self.options.max_requests} requests are being answered, the most that are taken")
+            response = await answer(request, taken)
+            _check_held(self._held_bytes - taken.num_bytes, len(response.body), self.options, name)
+        except ClientDisconnect:
+            response = refused(Refusal(499, "client_closed", "the client left"))
+        except asyncio.CancelledError:
+            if not self.is_stopping:
+                raise
+            response = refused(stopping(name))
+        except Exception as error:
+            response = refused(refusal_of(error, name))
+        self.metrics.requests.labels(*labels, str(response.status_code)).inc()
+        self.metrics.latency.labels(*labels).observe(time.perf_counter() - begin)
+        self.metrics.received.labels(*labels).inc(taken.num_bytes)
+        self.metrics.sent.labels(*labels).inc(len(response.body))
+        self._held_bytes += len(response.body) - taken.num_bytes
+        taken.num_bytes = len(response.body)
+        return response
+
+    async def _send(self, response: Response, request: Request, send: Send) -> None:
+        """Sends it in pieces, each when the client has taken most of those before it; cuts off who does not."""
+        start = {"type": "http.response.start", "status": response.status_code, "headers": response.raw_headers}
+        body = response.body
+        try:
+            await _in_time(send, start, self.options)
+            for begin in range(0, max(1, len(body)), _PIECE_BYTES):
+                end = begin + _PIECE_BYTES
+                part = {"type": "http.response.body", "body": body[begin:end], "more_body": end < len(body)}
+                await _in_time(send, part, self.options)
+        except TimeoutError:
+            self.metrics.unread.inc()
+            abort = request.scope.get("extensions", {}).get(ABORT)
+            if abort is None:
+                raise
+            abort()
+            await asyncio.sleep(0)  # the protocol hears of it
 
     async def _ask(self, kind: Lookups | Predictions, request: Request, taken: _Taken) -> Response:
         """From a body to a response: read, checked, run with others, written."""
@@ -439,6 +483,23 @@ def _check_response(num_values: int, num_bytes: int, wanted: str, options: Serve
             f"{op}: the response has {num_values} numbers, JSON is made of at most {options.max_json_values}; ask for "
             f"it with Accept: {wire.TENSORS}."
         )
+
+
+def _check_held(held_bytes: int, num_bytes: int, options: ServerOptions, op: str) -> None:
+    """Whether a response may wait until it is sent, beside what others hold. One of a single piece does not wait."""
+    if num_bytes <= _PIECE_BYTES:
+        return
+    if num_bytes > options.max_held_bytes:
+        raise RequestTooLargeError(
+            f"{op}: the response has {num_bytes} bytes, at most {options.max_held_bytes} are held; ask for less."
+        )
+    if held_bytes + num_bytes > options.max_held_bytes:
+        raise Busy(f"requests hold {options.max_held_bytes} bytes, the most that are held")
+
+
+async def _in_time(send: Send, message: Any, options: ServerOptions) -> None:
+    async with asyncio.timeout(options.send_timeout_s):
+        await send(message)
 
 
 def _too_large(got: str, options: ServerOptions) -> str:

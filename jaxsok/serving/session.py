@@ -13,7 +13,7 @@ import math
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jaxtyping
@@ -36,6 +36,7 @@ from jaxsok.serving.errors import (
 )
 from jaxsok.serving.frozen import FrozenSpec, FrozenTable, FrozenTables, frozen_bytes
 from jaxsok.serving.fused import LookupInput, lookup_with_counts
+from jaxsok.serving.ready import Ready
 from jaxsok.serving.row_map import RowMap
 from jaxsok.serving.updates import InPlace, Source, Version, Versions
 from jaxsok.types import COUNTS, PADDING_KEY
@@ -102,8 +103,8 @@ def open(
       config: the path of an HPS JSON file, what is in one, or what `config.read` gave.
       device: of JAX; None: the one whose number is the last of `deployed_device_list`.
       warm_up: whether the programs of lookups in all tables of a model, and of its dense model, are compiled now, so
-        that no such request waits for one. Requests for fewer tables have programs of their own, which the first of
-        each set and size waits for; name all tables, some with no keys, and none does.
+        that no such request waits for one. Requests for fewer tables are answered by the same programs, until those
+        of their own are compiled beside.
       memory_limit: bytes of the device's memory that tables may take; None: all that the device says that is free.
         Rows in host memory may take what MemAvailable of /proc/meminfo says.
 
@@ -249,7 +250,8 @@ class Session:
         Cost:
           Beside: a copy of the rows of each store that changes (tables of one dim and dtype share a store). In place:
           the changed rows, old and new, in host memory. Both: a copy of the store's map of rows (45 bytes a row) on the
-          host, and a new index (25 bytes a row) on the device.
+          host, and a new index (25 bytes a row) on the device. Where sizes change, or the dense model: what requests
+          have used is compiled before the version is served (the last `ready.MOST_USED` programs).
         """
         return self._served("update", model).update(source, dense_file, in_place)
 
@@ -309,6 +311,48 @@ class Session:
         return updates.free_bytes(device, self._memory_limit, used)
 
 
+@dataclasses.dataclass(frozen=True)
+class _Prediction:
+    """Which program of a dense model."""
+
+    inputs: tuple[tuple[str, Any], ...]
+    """Of the model."""
+    sizes: tuple[tuple[int, int], ...]
+    """Of what it gets (`artifact.ServedModel.sizes`)."""
+
+    def fits(self, served: artifact.ServedModel | None) -> bool:
+        """Whether a model has such a program."""
+        return served is not None and self.inputs == tuple(served.inputs.items())
+
+
+_Lookup: TypeAlias = tuple[tuple[str, int], ...]
+"""Which program of lookups: tables, and to how many keys each is padded."""
+
+_Program: TypeAlias = _Lookup | _Prediction
+
+
+@dataclasses.dataclass(frozen=True)
+class _Asked:
+    """A prediction that is checked, as the program gets it."""
+
+    served: artifact.ServedModel
+    leaves: Mapping[str, Any]
+    num_samples: int
+
+    @property
+    def program(self) -> _Prediction:
+        """That answers it."""
+        return _Prediction(tuple(self.served.inputs.items()), self.served.sizes(self.leaves))
+
+    def cut(self, out: Mapping[str, Array]) -> dict[str, np.ndarray]:
+        """What the program gave, without the lines of samples that are padding."""
+        arrays = {name: np.asarray(value) for name, value in out.items()}
+        return {
+            name: value[: self.num_samples] if self.served.outputs[name].is_batched else value
+            for name, value in arrays.items()
+        }
+
+
 class _Served:
     """One model of a session, whose rows all lie on its device."""
 
@@ -335,12 +379,13 @@ class _Served:
         served = None
         if config.dense_file:
             served = _dense_model(
-                "open", config, config.dense_file, self._seen(FrozenSpec.of([one for one, _ in given]))
+                "open", config, config.dense_file, self._seen(FrozenSpec.of([one for one, _ in given])), device
             )
         self.versions = self._loaded(given, room, served)
         self.names = tuple(self.versions.current.tables.tables)
         self.counts = _Counts(self.names)
         self._sets, self._lock = {self.names}, threading.Lock()
+        self.ready: Ready[_Program] = Ready(self._compile)
         if warm_up:
             self.warm_up(self.versions.current)
 
@@ -396,13 +441,23 @@ class _Served:
             return self._looked_up(arrays)
 
     def _looked_up(self, arrays: Mapping[str, np.ndarray]) -> Answer:
-        sizes = self._sizes({name: array.size for name, array in arrays.items()})
-        words = [_padded(arrays.get(name, _NO_KEYS), size) for name, size in sizes]
-        with self.versions.reading() as version:
-            calls = self._dispatched(version.tables, words, sizes)
+        num_keys = {name: array.size for name, array in arrays.items()}
+        while True:
+            where = self._where(self.versions.current)
+            programs = self._programs(where, num_keys)  # compiled here, not while an update waits for its readers
+            words = [
+                np.concatenate([_padded(arrays.get(name, _NO_KEYS), size) for name, size in program])
+                for program in programs
+            ]
+            with self.versions.reading() as version:
+                if self._where(version) == where:
+                    pairs = zip(words, programs, strict=True)
+                    calls = [_looked_up(version.tables, mine, program) for mine, program in pairs]
+                    break
         # What a program gave is the caller's: an update need not wait until it is copied.
-        for leaf in jax.tree.leaves(calls):
-            leaf.copy_to_host_async()
+        for rows, of_call in calls:
+            for array in (of_call, *(rows[name] for name in arrays if name in rows)):
+                array.copy_to_host_async()
         found, counts = {}, np.zeros((len(self.names), len(COUNTS)), np.int64)
         for values, of_call in calls:
             found |= {name: np.asarray(value) for name, value in values.items() if name in arrays}
@@ -411,31 +466,36 @@ class _Served:
         for name, array in arrays.items():
             rows = found[name][: array.size]
             values[name] = rows.reshape(*array.shape, rows.shape[-1])
-        num_keys, met = {name: array.size for name, array in arrays.items()}, dict(zip(self.names, counts, strict=True))
+        met = dict(zip(self.names, counts, strict=True))
         padding = {name: size - int(met[name][_MET].sum()) for name, size in num_keys.items()}
         self.counts.add(num_keys, counts=counts, padding=padding)
         return Answer(values, version=version.number)
 
-    def _dispatched(
-        self, tables: FrozenTables, words: Sequence[np.ndarray], sizes: tuple[tuple[str, int], ...]
-    ) -> list[tuple[dict[str, Array], Array]]:
-        """The calls that look up all tables: one, or if they are not fused one for each."""
-        if self.config.is_fused:
-            return [_looked_up(tables, np.concatenate(words), sizes)]
-        return [_looked_up(tables, mine, (size,)) for mine, size in zip(words, sizes, strict=True)]
+    def _programs(self, where: Any, num_keys: Mapping[str, int]) -> list[_Lookup]:
+        """What looks up so many keys of some tables: one program, or if they are not fused one for each; compiled.
 
-    def _sizes(self, num_keys: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
-        """Tables that are looked up, and to how many keys each is padded."""
+        Where the one for all tables is compiled and that for these alone is not, it does, and the other one is compiled
+        beside. `MOST_SETS` sets of tables get one.
+        """
         names = tuple(name for name in self.names if name in num_keys)
-        with self._lock:
-            if names not in self._sets and len(self._sets) < MOST_SETS:
-                self._sets.add(names)
-            is_known = names in self._sets
-        # Tables that are not fused have programs of their own, whatever else is asked for.
-        chosen = names if is_known or not self.config.is_fused else self.names
         samples = max(-(-num_keys[name] // self.per_sample[name]) for name in names)
         level = next(level for level in self.levels if level >= samples)
-        return tuple((name, level * self.per_sample[name]) for name in chosen)
+        mine, all_ = (tuple((name, level * self.per_sample[name]) for name in some) for some in (names, self.names))
+        if not self.config.is_fused:
+            programs = [(size,) for size in mine]
+        else:
+            with self._lock:
+                if names not in self._sets and len(self._sets) < MOST_SETS:
+                    self._sets.add(names)
+                is_known = names in self._sets
+            programs = [mine if is_known else all_]
+            if is_known and not self.ready.has(where, mine) and self.ready.has(where, all_):
+                self.ready.make_beside(where, mine)
+                return [all_]
+        for program in programs:
+            if not self.ready.has(where, program):
+                self.ready.make(where, program)
+        return programs
 
     @functools.cached_property
     def levels(self) -> tuple[int, ...]:
@@ -445,14 +505,47 @@ class _Served:
         return (*doubled, most)
 
     def warm_up(self, version: Version) -> None:
-        """Compiles the programs of lookups in all tables, and of the dense model."""
+        """Compiles the programs of lookups in all tables, and of the dense model, and runs each once."""
+        where = self._where(version)
+        for program in self._first_programs(version.served):
+            self.ready.make(where, program)
+            if isinstance(program, _Prediction):
+                leaves = jax.tree.map(
+                    lambda one: np.zeros(one.shape, one.dtype), version.served.leaves_of(program.sizes)
+                )
+                jax.block_until_ready(version.served.run(version.tables, leaves))
+            else:
+                words = keys_lib.padding_words((sum(size for _, size in program),))
+                jax.block_until_ready(_looked_up(version.tables, words, program))
+
+    def _first_programs(self, served: artifact.ServedModel | None) -> list[_Program]:
+        """Those that are compiled before they are asked for."""
+        programs: list[_Program] = []
         for level in self.levels:
             sizes = tuple((name, level * self.per_sample[name]) for name in self.names)
-            words = [keys_lib.padding_words((size,)) for _, size in sizes]
-            jax.block_until_ready(self._dispatched(version.tables, words, sizes))
-            if version.served is not None and version.served.is_per_sample:  # others are compiled for each size
-                inputs = {name: _example(spec, level) for name, spec in version.served.inputs.items()}
-                jax.block_until_ready(version.served.call(version.tables, inputs, pad=True))
+            programs += [sizes] if self.config.is_fused else [(size,) for size in sizes]
+        return programs + self._first_predictions(served)
+
+    def _first_predictions(self, served: artifact.ServedModel | None) -> list[_Program]:
+        if served is None or not served.is_per_sample:  # others are compiled for each size
+            return []
+        found: list[_Program] = []
+        for level in self.levels:
+            leaves, num_samples = served.read({name: _example(spec, level) for name, spec in served.inputs.items()})
+            found.append(_Asked(served, served.padded(leaves, num_samples), num_samples).program)
+        return found
+
+    def _where(self, version: Version) -> tuple[Any, Any]:
+        """What programs are compiled for."""
+        return version.form, version.served
+
+    def _compile(self, where: tuple[Any, Any], program: _Program) -> None:
+        form, served = where
+        if isinstance(program, _Prediction):
+            served.compile(form.tree, served.leaves_of(program.sizes))
+        else:
+            words = jax.ShapeDtypeStruct((sum(size for _, size in program), 2), np.uint32)
+            _looked_up.lower(form.tree, words, program).compile()
 
     def _read_keys(self, keys: Any) -> dict[str, np.ndarray]:
         """The keys of a request as uint64, checked."""
@@ -497,17 +590,21 @@ class _Served:
         """What the dense model gives; see `Session.predict`."""
         with self.workers:
             values, version = self._predicted(inputs)
-            values = {name: np.asarray(value) for name, value in values.items()}
         self.counts.add_predict()
         return Answer(values, version=version)
 
-    def _predicted(self, inputs: Any) -> tuple[dict[str, Any], int]:
-        with self.versions.reading() as version:
-            self._read_inputs(version.served, inputs)
-            return version.served.call(version.tables, inputs, pad=version.served.is_per_sample), version.number
+    def _predicted(self, inputs: Any) -> tuple[dict[str, np.ndarray], int]:
+        while True:
+            with self.versions.reading() as version:
+                asked, where = self._read_inputs(version.served, inputs), self._where(version)
+                if self.ready.has(where, asked.program):
+                    out = asked.served.run(version.tables, asked.leaves)
+                    break
+            self.ready.make(where, asked.program)  # not while an update may wait for it, and others for the update
+        return asked.cut(out), version.number
 
-    def _read_inputs(self, served: artifact.ServedModel | None, inputs: Any) -> dict[str, np.ndarray]:
-        """The keys of a prediction by table, when all of it is checked."""
+    def _read_inputs(self, served: artifact.ServedModel | None, inputs: Any) -> _Asked:
+        """A prediction, when all of it is checked."""
         op = "predict"
         if served is None:
             raise UnknownModelError(
@@ -520,18 +617,16 @@ class _Served:
                 f"{op}: inputs: got {num_samples} samples, wanted at most {self.config.max_batch_size}, the "
                 "max_batch_size."
             )
-        given = {}
-        for name, spec in served.inputs.items():
-            if hasattr(spec, "table"):
-                words = leaves[name][0] if isinstance(leaves[name], tuple) else leaves[name]
-                given[name] = keys_lib.from_words(words).reshape(-1)
-                self._check_bits(f'{op}: inputs["{name}"]', given[name])
-        keys = {}
+        if num_samples == 0 and not served.is_per_sample:
+            raise RequestError(f"{op}: inputs: got a batch of no samples, wanted one at least.")
+        given = {name: _keys_of(leaves[name]) for name, spec in served.inputs.items() if hasattr(spec, "table")}
+        for name, keys in given.items():
+            self._check_bits(f'{op}: inputs["{name}"]', keys)
         for table, names in self._inputs_of(served).items():
-            if names:
-                keys[table] = np.concatenate([given[name] for name in names])
-                self._check_number(f'{op}: table "{table}"', table, keys[table].size)
-        return keys
+            self._check_number(f'{op}: table "{table}"', table, sum(given[name].size for name in names))
+        if served.is_per_sample:
+            leaves = served.padded(leaves, num_samples)
+        return _Asked(served, leaves, num_samples)
 
     def _inputs_of(self, served: artifact.ServedModel) -> Mapping[str, Sequence[str]]:
         """The inputs whose keys count for each table: as they are declared."""
@@ -547,7 +642,8 @@ class _Served:
         """The next version; see `Session.update`."""
         served = None
         if dense_file is not None:
-            served = _dense_model("update", self.config, dense_file, self._seen(self.versions.current.tables.spec))
+            spec = self._seen(self.versions.current.tables.spec)
+            served = _dense_model("update", self.config, dense_file, spec, self.device)
         version = self.versions.update(
             source,
             in_place=in_place,
@@ -560,10 +656,22 @@ class _Served:
         return version.number
 
     def _prepare(self, old: Version, new: Version) -> None:
-        """Compiles what a new version needs, before it is served."""
-        shapes = [jax.tree.map(np.shape, version.tables) for version in (old, new)]
-        if self.is_warmed_up and (shapes[0] != shapes[1] or old.served is not new.served):
-            self.warm_up(new)
+        """Compiles for a new version what requests have used, before it is served."""
+        where = self._where(new)
+        if where == self._where(old):
+            return
+        self.ready.keep([self._where(old), where])
+        first, done = self._first_programs(new.served) if self.is_warmed_up else [], set[_Program]()
+        while True:  # requests go on meanwhile, and may use more
+            fitting = (
+                one for one in (*first, *self.ready.used()) if not isinstance(one, _Prediction) or one.fits(new.served)
+            )
+            wanted = [one for one in fitting if one not in done]
+            if not wanted:
+                return
+            for program in wanted:
+                self.ready.make(where, program)
+            done.update(wanted)
 
     def _publish(self, new: Version, maps: tuple[RowMap, ...], changed: Mapping[str, np.ndarray]) -> None:
         """Nothing: readers take the latest version."""
@@ -607,6 +715,8 @@ class _Served:
 
     def close(self) -> None:
         """Nothing is left running."""
+        if hasattr(self, "ready"):  # else opening failed
+            self.ready.close()
 
 
 class _Cached(_Served):
@@ -651,8 +761,9 @@ class _Cached(_Served):
         first = versions.current
         self._history = {first.number: first.served}
         frequencies = uses.by_row(first.tables, versions.maps) if config.is_filled_at_start else None
+        self._rows = backing.HostRows(first.tables, versions.maps, version=first.number, frequencies=frequencies)
         self.cache = cache_lib.DeviceCache(
-            backing.HostRows(first.tables, versions.maps, version=first.number, frequencies=frequencies),
+            self._rows,
             fraction=config.gpucacheper,
             hit_rate_threshold=config.hit_rate_threshold,
             refresh_fraction=config.cache_refresh_percentage_per_iteration,
@@ -691,43 +802,71 @@ class _Cached(_Served):
                 return {name: one.rows[name] for name, one in found.items()}, versions.pop()
 
     def warm_up(self, version: Version) -> None:
-        """Compiles the programs of lookups in all tables, without keys that would count."""
+        """Compiles the programs of lookups in all tables, and of the dense model, without keys that would count."""
         sets = [self.names] if self.config.is_fused else [(name,) for name in self.names]
         self.cache.warm_up(
-            [{name: level * self.per_sample[name] for name in names} for names in sets for level in self.levels],
-            as_tables=version.served is not None,
+            [{name: level * self.per_sample[name] for name in names} for names in sets for level in self.levels]
         )
         for level in self.levels:
             self.cache.lookup(
                 {name: np.full(level * self.per_sample[name], np.uint64(PADDING_KEY)) for name in self.names}
             )
             self._num_warm_ups += 1
+        for program in self._first_programs(version.served):
+            self.ready.make(self._where(version), program)
+
+    def _first_programs(self, served: artifact.ServedModel | None) -> list[_Program]:
+        return self._first_predictions(served)
+
+    def _where(self, version: Version) -> tuple[Any, Any]:
+        """The dense model alone: the arrays of the cache keep their shapes."""
+        return None, version.served
+
+    def _compile(self, where: tuple[Any, Any], program: _Program) -> None:
+        assert isinstance(program, _Prediction)  # lookups are the cache's own
+        served, leaves = where[1], where[1].leaves_of(program.sizes)
+        num_keys = {
+            table: sum(math.prod(_words_of(leaves[name]).shape[:-1]) for name in names)
+            for table, names in self._inputs_of(served).items()
+        }
+        self.cache.warm_up([num_keys], as_tables=True)
+        served.compile(self.cache.tables_like(num_keys), leaves)
 
     def _inputs_of(self, served: artifact.ServedModel) -> Mapping[str, Sequence[str]]:
         """The inputs that each table is looked up by: as the export saw; other rows are not fetched."""
         return {table: names or () for table, names in served.lookups.items()}
 
-    def _predicted(self, inputs: Any) -> tuple[dict[str, Any], int]:
+    def _predicted(self, inputs: Any) -> tuple[dict[str, np.ndarray], int]:
         served = self.versions.current.served
         while True:
-            found = self.cache.lookup_tables(self._read_inputs(served, inputs))
+            asked = self._read_inputs(served, inputs)
+            where, program = (None, asked.served), asked.program
+            if not self.ready.has(where, program):
+                self.ready.make(where, program)
+            found = self.cache.lookup_tables(
+                {
+                    table: np.concatenate([_keys_of(asked.leaves[name]) for name in names])
+                    for table, names in self._inputs_of(asked.served).items()
+                    if names
+                }
+            )
             history = self._history
             if found.version not in history:
                 served = self.versions.current.served
                 continue  # many updates came meanwhile
-            wanted, served = served, history[found.version]
-            if served is wanted:
-                return served.call(found.tables, inputs, pad=served.is_per_sample), found.version
+            served = history[found.version]
+            if served is asked.served:
+                return asked.cut(served.run(found.tables, asked.leaves)), found.version
             # Else the dense model is another one by now, which may read other keys.
 
     def _publish(self, new: Version, maps: tuple[RowMap, ...], changed: Mapping[str, np.ndarray]) -> None:
         # Before any answer can be of it; the last ones are for predictions that run. Without the tables: large ones.
+        rows = backing.HostRows(new.tables, maps, version=new.number)
+        rows.ready_as(self._rows)  # else the first misses would wait for a compiler
         history = {number: served for number, served in self._history.items() if number > new.number - 4}
         self._history = {**history, new.number: new.served}
-        self.cache.swap(backing.HostRows(new.tables, maps, version=new.number), changed)
-
-    def _prepare(self, old: Version, new: Version) -> None:
-        """Nothing: the arrays of the cache keep their shapes."""
+        self.cache.swap(rows, changed)
+        self._rows = rows
 
     def refresh(self) -> None:
         """Reads the cached rows anew."""
@@ -758,6 +897,7 @@ class _Cached(_Served):
         self._is_closed.set()
         if self._clock.is_alive():
             self._clock.join()
+        super().close()
         if hasattr(self, "cache"):  # else it was not made: opening failed
             self.cache.close()
 
@@ -861,6 +1001,15 @@ def _padded(keys: np.ndarray, size: int) -> np.ndarray:
     return words
 
 
+def _words_of(leaves: Any) -> Any:
+    """The keys of an input of a program."""
+    return leaves[0] if isinstance(leaves, tuple) else leaves
+
+
+def _keys_of(leaves: Any) -> np.ndarray:
+    return keys_lib.from_words(_words_of(leaves)).reshape(-1)
+
+
 def _integers(given: Any, what: str) -> np.ndarray:
     """Keys as an array of integers."""
     if isinstance(given, jax.Array):
@@ -900,9 +1049,11 @@ def _device(number: int, model: ModelConfig, given: Any) -> Any:
     return devices[model.device_id]
 
 
-def _dense_model(op: str, config: ModelConfig, path: str | os.PathLike[str], spec: FrozenSpec) -> artifact.ServedModel:
-    """An artifact, checked to fit the tables, and the tier that they lie in."""
-    served = artifact.load_model(path)
+def _dense_model(
+    op: str, config: ModelConfig, path: str | os.PathLike[str], spec: FrozenSpec, device: Any
+) -> artifact.ServedModel:
+    """An artifact, checked to fit the tables, and the tier and the device that they lie in."""
+    served = artifact.load_model(path, device)
     tables = {table.name: table for table in itertools.chain(*spec.stores)}
     for name, wanted in served.tables.items():
         what = f'{op}: model "{config.model}": dense_file: got "{path}", which wants'

@@ -70,8 +70,8 @@ def open_table(path: Path, *, table: str, dim: int, key_bits: KeyBits = 64, op: 
     """Opens all rows of a table.
 
     Args:
-      path: of an HPS directory; of a folder of `export_full`, or of a delta, whose chain is looked for beside it; or of
-        a step of an Orbax checkpoint that has one item of jaxsok's tables.
+      path: of an HPS directory, with frequencies if it has a `meta`; of a folder of `export_full`, or of a delta, whose
+        chain is looked for beside it; or of a step of an Orbax checkpoint that has one item of jaxsok's tables.
       table: its name in an export or a checkpoint; an HPS directory has one table, without a name.
       dim: that it must have.
       key_bits: 32: keys are cut to their low 32 bits, as HPS does where `supportlonglong` is false.
@@ -244,7 +244,7 @@ def _check(link: Source, table: str, dim: int) -> None:
 
 
 def _of_hps(op: str, folder: pathlib.Path, table: str, dim: int, key_bits: KeyBits) -> TableSource:
-    chunks = read_hps(folder, dim=dim)
+    chunks = read_hps(folder, dim=dim, hotness=(folder / "meta").exists())
     if key_bits == 32:
         path = folder / "key"
         raw = files_lib.RawArray(op, path, np.dtype("<i8"), (chunks.num_rows,))

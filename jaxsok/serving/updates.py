@@ -32,8 +32,10 @@ from jaxsok.serving.frozen import (
     freeze_records,
     frozen_bytes,
     lines_of,
+    ready_to_write,
     write_lines,
 )
+from jaxsok.serving.ready import Form
 from jaxsok.serving.row_map import RowMap
 from jaxsok.serving.sources import TableSource
 from jaxsok.types import MAX_CAPACITY, NO_ROW
@@ -63,6 +65,11 @@ class Version:
     served: Any = None
     """The dense model (`artifact.ServedModel`), or None."""
     dense_file: str = ""
+
+    @functools.cached_property
+    def form(self) -> Form:
+        """Of the arrays: programs are compiled for it."""
+        return Form(self.tables)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -392,6 +399,8 @@ class Versions:
         indices = {plan.store: plan.row_map.index(self.device) for plan in plans}
         jax.block_until_ready(indices)
         prepare(old, dataclasses.replace(new, tables=_with_indices(old.tables, indices)))
+        for plan, row_ids, _, _ in staged:
+            ready_to_write(old.tables.stores[plan.store], len(row_ids))
         stores, done = list(old.tables.stores), 0
         with self._gate.writing():
             try:

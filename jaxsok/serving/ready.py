@@ -1,0 +1,186 @@
+"""Programs of a model, compiled before they are needed: by whoever asks first, and for a new version by its update.
+
+A program is told from others by what a request decides: sizes. Where it is compiled is what a version decides: the
+sizes of its tables (`Form`), its dense model. Who compiles holds up nobody who needs no program.
+"""
+
+import collections
+import functools
+import logging
+import threading
+from collections.abc import Callable, Collection, Hashable
+from typing import Any, Generic, TypeVar
+
+import jax
+
+Program = TypeVar("Program", bound=Hashable)
+
+_log = logging.getLogger(__name__)
+
+MOST_BESIDE = 256
+"""Programs that are compiled beside, at most."""
+
+MOST_USED = 64
+"""Programs that an update compiles for the new version, at most: those that were called last."""
+
+
+class Beside:
+    """A thread that compiles what would be better, while something that is there already does.
+
+    Example:
+      >>> done = []
+      >>> beside = Beside()
+      >>> for number in (1, 2, 1):
+      ...     beside.offer(number, lambda number=number: done.append(number))
+      >>> beside.drain()
+      >>> done
+      [1, 2]
+    """
+
+    def __init__(self) -> None:
+        """Begins with the first offer."""
+        self._changed = threading.Condition()
+        self._known: set[Hashable] = set()
+        self._waiting: collections.deque[Callable[[], None]] = collections.deque()
+        self._thread: threading.Thread | None = None
+        self._is_closed = False
+
+    def offer(self, name: Hashable, work: Callable[[], None]) -> None:
+        """Has it done once, unless there were too many; what fails is logged, and not tried again."""
+        with self._changed:
+            if self._is_closed or name in self._known or len(self._known) >= MOST_BESIDE:
+                return
+            self._known.add(name)
+            self._waiting.append(work)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="jaxsok-beside", daemon=True)
+                self._thread.start()
+
+    def forget(self) -> None:
+        """All names: they may be offered again. What waits is dropped."""
+        with self._changed:
+            self._known.clear()
+            self._waiting.clear()
+
+    def drain(self) -> None:
+        """Waits until nothing is left."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._thread is None)
+
+    def close(self) -> None:
+        """Drops what waits, and returns when what runs has ended."""
+        with self._changed:
+            self._is_closed = True
+        self.forget()
+        self.drain()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                if not self._waiting:
+                    self._thread = None
+                    self._changed.notify_all()
+                    return
+                work = self._waiting.popleft()
+            try:
+                work()
+            except Exception:
+                _log.exception("a program could not be compiled; larger ones do its work")
+
+
+class Ready(Generic[Program]):
+    """Which programs are compiled where, and which were called last.
+
+    Example:
+      >>> made = []
+      >>> ready = Ready(lambda where, program: made.append((where, program)))
+      >>> for program in ("a", "b", "a"):
+      ...     ready.make("8 rows", program)
+      >>> made, ready.has("8 rows", "a"), ready.has("9 rows", "b")
+      ([('8 rows', 'a'), ('8 rows', 'b')], True, False)
+      >>> ready.used()
+      ['a', 'b']
+    """
+
+    def __init__(self, compile: Callable[[Any, Program], None]) -> None:
+        """Of none; `compile(where, program)` makes one, so that calling it compiles nothing."""
+        self._compile = compile
+        self._made: dict[Any, set[Program]] = {}
+        self._used: collections.OrderedDict[Program, None] = collections.OrderedDict()
+        self._lock, self._compiling = threading.Lock(), threading.Lock()
+        self._beside = Beside()
+
+    def has(self, where: Any, program: Program) -> bool:
+        """Whether it is compiled; who asks is about to call it."""
+        with self._lock:
+            self._used[program] = None
+            self._used.move_to_end(program)
+            while len(self._used) > MOST_USED:
+                self._used.popitem(last=False)
+            return program in self._made.get(where, ())
+
+    def make(self, where: Any, program: Program) -> None:
+        """Compiles it, unless it is."""
+        if self._is_made(where, program):
+            return
+        with self._compiling:
+            self._make(where, program)
+
+    def make_beside(self, where: Any, program: Program) -> None:
+        """Has it compiled by a thread; nobody waits for that, nor for what it compiles."""
+        self._beside.offer((where, program), functools.partial(self._make, where, program))
+
+    def drain(self) -> None:
+        """Waits for what is compiled beside."""
+        self._beside.drain()
+
+    def close(self) -> None:
+        """Compiles nothing beside any more."""
+        self._beside.close()
+
+    def used(self) -> list[Program]:
+        """Those that were called, the last `MOST_USED` of them; the latest last."""
+        with self._lock:
+            return list(self._used)
+
+    def keep(self, places: Collection[Any]) -> None:
+        """Forgets what is compiled elsewhere: nobody will call it."""
+        self._beside.forget()
+        with self._lock:
+            self._made = {where: made for where, made in self._made.items() if where in places}
+
+    def _make(self, where: Any, program: Program) -> None:
+        if not self._is_made(where, program):
+            self._compile(where, program)
+            with self._lock:
+                self._made.setdefault(where, set()).add(program)
+
+    def _is_made(self, where: Any, program: Program) -> bool:
+        with self._lock:
+            return program in self._made.get(where, ())
+
+
+class Form:
+    """Shapes and places of the arrays of a pytree, as a value: a program is compiled for each.
+
+    Example:
+      >>> import numpy as np
+      >>> one, other = (Form(jax.device_put(np.zeros(size))) for size in (3, 4))
+      >>> one == other, one == Form(jax.device_put(np.ones(3))), one.tree.shape
+      (False, True, (3,))
+    """
+
+    def __init__(self, tree: Any) -> None:
+        """Of arrays, or of `jax.ShapeDtypeStruct`."""
+        self.tree = jax.tree.map(lambda one: jax.ShapeDtypeStruct(one.shape, one.dtype, sharding=one.sharding), tree)
+        leaves, structure = jax.tree.flatten(self.tree)
+        self._key = structure, tuple((one.shape, one.dtype, one.sharding) for one in leaves)
+        self._hash = hash(self._key)
+
+    def __hash__(self) -> int:
+        """Of the shapes."""
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        """Whether all are equal."""
+        return isinstance(other, Form) and (self is other or self._key == other._key)

@@ -1,0 +1,241 @@
+"""Nobody who asks waits for a compiler because of an update: what was compiled for a version is for the next one."""
+
+import threading
+
+import jax
+import numpy as np
+import pytest
+from serving_cases import PLATFORMS, config_of, expected, model_of, records_of, rows_of, write
+from waiting import wait_until
+
+import jaxsok
+from jaxsok.serving import ready as ready_lib
+from jaxsok.serving.artifact import ArrayInput, BagsInput, KeysInput, export_model
+from jaxsok.serving.frozen import FrozenTable, SizedRecords, freeze_records
+from jaxsok.serving.fused import LookupInput, lookup
+from jaxsok.serving.session import open
+
+DIMS = {"user": 4, "ad": 3}
+TIERS = {
+    "device": {"jaxsok": {"spare_rows": 16}},
+    "host": {"gpucache": False, "jaxsok": {"spare_rows": 16}},
+    "cache": {"gpucacheper": 0.3, "hit_rate_threshold": 1.1},
+}
+NUMBERS = {
+    case: number
+    for number, case in enumerate(
+        (*way, what, warm_up)
+        for way in [("device", False), ("device", True), ("host", False), ("host", True), ("cache", False)]
+        for what in ("dense", "tables", "both")
+        for warm_up in (False, True)
+    )
+}
+QUICK = [
+    ("device", False, "dense", True),
+    ("device", False, "both", False),
+    ("device", True, "tables", False),
+    ("host", True, "both", False),
+    ("cache", False, "dense", False),
+    ("cache", False, "both", True),
+]
+CASES = [case if case in QUICK else pytest.param(*case, marks=pytest.mark.slow) for case in NUMBERS]
+
+
+class Compilations:
+    """Which threads compiled, and whether readers of some versions were kept out meanwhile."""
+
+    def __init__(self):
+        self.versions, self.threads, self.are_kept_out = None, [], []
+        jax.monitoring.register_event_duration_secs_listener(self._hear)
+
+    def _hear(self, event, seconds, **_):
+        if "backend_compile" in event:
+            self.threads.append(threading.get_ident())
+            if self.versions is not None:
+                self.are_kept_out.append(self.versions._gate._writers > 0)
+
+    def since(self, start):
+        """Of this thread, since there were so many."""
+        return self.threads[start:].count(threading.get_ident())
+
+
+COMPILATIONS = Compilations()
+
+
+def content_of(version, num_rows):
+    return {name: rows_of(range(num_rows + 10 * n), dim, version=version) for n, (name, dim) in enumerate(DIMS.items())}
+
+
+def folders_of(path, content):
+    return {name: (write(path / name, mine), DIMS[name]) for name, mine in content.items()}
+
+
+def export(path, content, scale, is_per_sample=True):
+    """Of keys, bags and numbers; what it gives tells its scale."""
+    sources = [(FrozenTable(name, dim), records_of(content[name], dim)) for name, dim in DIMS.items()]
+    tables, _ = freeze_records([(table, SizedRecords(one.num_rows, [one])) for table, one in sources])
+
+    def model(tables, inputs):
+        bag = LookupInput("ad", inputs["bag"].keys, "sum", offsets=inputs["bag"].offsets)
+        found = lookup(tables, {"user": LookupInput("user", inputs["user"]), "bag": bag})
+        out = {"user": found["user"], "bag": found["bag"], "scale": inputs["number"] * 0 + scale}
+        return out if is_per_sample else {**out, "total": found["bag"].sum()}
+
+    inputs = {"user": KeysInput("user", (2,)), "bag": BagsInput("ad"), "number": ArrayInput()}
+    export_model(path, model, tables, inputs, platforms=PLATFORMS)
+    return str(path)
+
+
+def request(num_samples, hotness, seed=0):
+    rng = np.random.default_rng(seed)
+    return {
+        "user": rng.integers(0, 50, (num_samples, 2)),
+        "bag": jaxsok.Bags(rng.integers(0, 50, (num_samples, hotness))),
+        "number": np.ones(num_samples, np.float32),
+    }
+
+
+def ask(session, contents, seed=0):
+    """Lookups and predictions of several sizes, checked; the versions that answered."""
+    versions = set()
+
+    def check(answer, keys):
+        versions.add(answer.version)
+        content = contents[answer.version]
+        for name, (table, mine) in keys.items():
+            np.testing.assert_array_equal(answer[name], expected(content[table], mine, 0.0, DIMS[table]))
+
+    rng = np.random.default_rng(seed)
+    for size in (7, 150):
+        keys = {name: rng.integers(0, 200, size) for name in DIMS}
+        check(session.lookup(keys), {name: (name, mine) for name, mine in keys.items()})
+    for num_samples, hotness in ((3, 1), (19, 5)):
+        given = request(num_samples, hotness, seed)
+        answer = session.predict(given)
+        check(answer, {"user": ("user", given["user"])})
+        bags = expected(contents[answer.version]["ad"], given["bag"].keys, 0.0, 3).sum(axis=1)
+        np.testing.assert_array_equal(answer["bag"], bags)
+        assert set(answer["scale"].tolist()) == {contents[answer.version]["scale"]}
+    return versions
+
+
+@pytest.mark.parametrize(("tier", "in_place", "what", "warm_up"), CASES)
+def test_an_update_compiles_before_it_is_served(tmp_path, tier, in_place, what, warm_up):
+    """Who asked before asks again, meanwhile and afterwards: it compiles nothing, and is not kept out by who does."""
+    odd = 37 + 7 * NUMBERS[tier, in_place, what, warm_up]  # as no other case has: nothing of theirs is compiled
+    first = content_of(0, odd)
+    tables = folders_of(tmp_path / "0", first)
+    second = first if what == "dense" else content_of(1, odd + (4 if in_place else 100))
+    folders_of(tmp_path / "1", second)
+    dense = [export(tmp_path / f"model{n}", first, float(n + 1)) for n in range(2)]
+    contents = {1: {**first, "scale": 1.0}, 2: {**second, "scale": 1.0 if what == "tables" else 2.0}}
+    model = model_of(tables, max_batch_size=32, dense_file=dense[0], num_of_worker_buffer_in_pool=4, **TIERS[tier])
+    with open(config_of(model), warm_up=warm_up) as session:
+        assert ask(session, contents) == {1}
+        ask(session, contents)
+        seen, failed, is_done = [set()], [], threading.Event()
+
+        def read():
+            try:
+                start = len(COMPILATIONS.threads)
+                while not is_done.is_set():
+                    seen[0] |= ask(session, contents)
+                failed.extend(["compiled"] * COMPILATIONS.since(start))
+            except BaseException as error:
+                failed.append(error)
+
+        reader = threading.Thread(target=read)
+        reader.start()
+        COMPILATIONS.versions, COMPILATIONS.are_kept_out = session._models["dlrm"].versions, []
+        try:
+            source = None if what == "dense" else {name: tmp_path / "1" / name for name in DIMS}
+            new = None if what == "tables" else dense[1]
+            assert session.update(source, dense_file=new, in_place=in_place) == 2
+            wait_until(lambda: failed or 2 in seen[0])
+        finally:
+            COMPILATIONS.versions = None
+            is_done.set()
+            reader.join()
+        assert not failed, failed[0]
+        assert not any(COMPILATIONS.are_kept_out)
+        start = len(COMPILATIONS.threads)
+        assert ask(session, contents) == {2}
+        assert COMPILATIONS.since(start) == 0
+
+
+@pytest.mark.parametrize("tier", list(TIERS))
+def test_requests_for_some_tables_wait_for_no_compiler(tmp_path, tier):
+    """The program for all answers them, until theirs is compiled; the bits are the same."""
+    content = content_of(0, 410 + 10 * list(TIERS).index(tier))
+    model = model_of(folders_of(tmp_path, content), per_sample=40, max_batch_size=64, **TIERS[tier])
+    with open(config_of(model)) as session:
+        served = session._models["dlrm"]
+        for size in (7, 300, 600, 1200):  # what a fetch below the cache compiles is its own
+            session.lookup({name: np.arange(10_000, 10_000 + size) for name in DIMS})
+        for names in (["ad"], ["user"]):
+            for size in (0, 7, 600, 1200):
+                keys = {name: np.arange(size) for name in names}
+                start = len(COMPILATIONS.threads)
+                first = session.lookup(keys)
+                assert COMPILATIONS.since(start) == 0
+                if tier == "cache":
+                    served.cache.drain()
+                else:
+                    served.ready.drain()
+                again = session.lookup(keys)
+                assert COMPILATIONS.since(start) == 0
+                for name in names:
+                    np.testing.assert_array_equal(first[name], expected(content[name], keys[name], 0.0, DIMS[name]))
+                    assert first[name].tobytes() == again[name].tobytes()
+        if tier == "cache":
+            assert {(size, 256) for size in (256, 1024, 2048)} <= served.cache._query_sizes
+            assert {(256, size) for size in (256, 1024, 2048)} <= served.cache._query_sizes
+        else:
+            made = served.ready._made[served._where(served.versions.current)]
+            own = {program for program in made if len(program) == 1}
+            assert own == {((name, size),) for name in DIMS for size in (640, 1280)}
+
+
+def test_models_with_a_batch_of_its_own(tmp_path):
+    """Each size that came is compiled for the next model."""
+    content = content_of(0, 29)
+    dense = [export(tmp_path / f"model{n}", content, float(n + 1), is_per_sample=False) for n in range(2)]
+    with open(config_of(model_of(folders_of(tmp_path, content), dense_file=dense[0]))) as session:
+        for num_samples in (3, 5):
+            session.predict(request(num_samples, 2))
+        session.update(None, dense_file=dense[1])
+        start = len(COMPILATIONS.threads)
+        for num_samples in (3, 5):
+            assert session.predict(request(num_samples, 2))["scale"].tolist() == [2.0] * num_samples
+        assert COMPILATIONS.since(start) == 0
+        session.predict(request(6, 2))
+        assert COMPILATIONS.since(start) > 0
+
+
+def test_warm_up_compiles_the_dense_model_over_a_cache(tmp_path):
+    content = content_of(0, 31)
+    dense = export(tmp_path / "model", content, 1.0)
+    options = {"dense_file": dense, "max_batch_size": 32, "per_sample": 2, **TIERS["cache"]}
+    with open(config_of(model_of(folders_of(tmp_path, content), **options))) as session:
+        served = session._models["dlrm"]
+        compiled = {id(served.ready): len(served.ready._made[None, served.versions.current.served])}
+        session.predict(request(32, 1))
+        session.predict(request(9, 1))
+        assert compiled == {id(served.ready): len(served.ready._made[None, served.versions.current.served])}
+        assert session.stats()["lookups"] == 0 and session.stats()["cache"]["lookups"] == 2
+
+
+def test_programs_that_are_remembered_are_bounded():
+    """The last ones; and what was compiled for versions that went is forgotten."""
+    made = []
+    ready = ready_lib.Ready(lambda where, program: made.append((where, program)))
+    for number in range(ready_lib.MOST_USED + 5):
+        assert not ready.has("a", number)
+        ready.make("a", number)
+        assert ready.has("a", number)
+    assert ready.used() == list(range(5, ready_lib.MOST_USED + 5))
+    ready.keep(["b"])
+    assert not ready.has("a", 7) and ready.used()[-1] == 7
+    ready.make("b", 7)
+    ready.make("b", 7)
+    assert made[-1] == ("b", 7) and made.count(("b", 7)) == 1
