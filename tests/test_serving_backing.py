@@ -221,6 +221,19 @@ def test_frequencies_go_with_their_rows():
     assert next(iter(HostRows.of([(TABLES["a"], SizedRecords(2, some))]).scan("a", 9))).frequency is None
 
 
+def test_frequencies_of_a_table_do_not_hang_on_another():
+    """Of one store (a and b) as of two: whose records have none has none."""
+    known = {"a": {1: 5, 2: 6}, "b": None, "h": None, "q": {1: 7, 2: 8}}
+    sources = [(TABLES[name], SizedRecords(2, [records_of(name, {1: 1, 2: 2}, hot)])) for name, hot in known.items()]
+    source = HostRows.of(sources).updated({"b": records_of("b", {3: 3}), "h": records_of("h", {3: 3}, {3: 9})})
+    for name, hot in known.items():
+        (records,) = source.scan(name, 9)
+        if hot is None:
+            assert records.frequency is None
+        else:
+            assert dict(zip(records.keys.tolist(), records.frequency.tolist(), strict=True)) == hot
+
+
 @settings(max_examples=8)
 @given(st.lists(dictionaries, min_size=1, max_size=3))
 def test_layers(layers):

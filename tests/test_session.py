@@ -626,17 +626,31 @@ def test_counts_of_a_cache(folders, warm_up):
 
 
 def test_a_cache_is_filled_by_the_hotness_of_hps(tmp_path):
-    """Of `meta`, where all tables have one."""
+    """Of `meta`; a table without one begins with its first rows, and the others as if it had."""
     rng, tables = np.random.default_rng(5), {}
-    hot = {name: rng.permutation(1000).astype(np.uint32) for name in ("user", "ad")}
+    hot = {name: rng.permutation(1000).astype(np.uint32) for name in ("user", "item", "ad")}
     for name, frequency in hot.items():
         records = dataclasses.replace(records_of(rows_of(range(1000), 4), 4), frequency=frequency)
-        write_hps(tmp_path / name, records, hotness=True)
+        write_hps(tmp_path / name, records, hotness=name != "item")
         tables[name] = tmp_path / name, 4
+    hot["item"] = np.arange(1000)[::-1]
     options = {"gpucacheper": 0.3, "hit_rate_threshold": 1.1, "cache_refresh_percentage_per_iteration": 0.5}
     with open(config_of(model_of(tables, **options)), warm_up=False) as session:
         for name, keys in session._models["dlrm"].cache.cached_keys().items():
             assert set(keys.tolist()) == set(np.flatnonzero(hot[name] >= 700).tolist())
+
+
+@pytest.mark.parametrize("options", [{}, {"gpucache": False}, {"gpucacheper": 0.5}], ids=["device", "host", "cache"])
+def test_the_hotness_of_hps_is_not_read_for_nothing(tmp_path, options):
+    """A broken `meta` where no cache is filled by it: neither `open` nor an update hears of it."""
+    content = rows_of(range(100), 4)
+    write(tmp_path / "user", content)
+    (tmp_path / "user" / "meta").write_bytes(b"short")
+    with open(config_of(model_of({"user": (tmp_path / "user", 4)}, **options)), warm_up=False) as session:
+        assert session.update({"user": tmp_path / "user"}) == 2
+    filled = {"gpucacheper": 0.5, "cache_refresh_percentage_per_iteration": 0.5}
+    with pytest.raises(ValueError, match=r"^open: .*meta: byte 5.*init_ec: false"):
+        open(config_of(model_of({"user": (tmp_path / "user", 4)}, **filled)), warm_up=False)
 
 
 @pytest.mark.parametrize("is_known", [True, False])

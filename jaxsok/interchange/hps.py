@@ -19,6 +19,7 @@ from jaxsok.records import Records
 from jaxsok.store import State
 
 _KEY, _ROW = np.dtype("<i8"), np.dtype("<f4")
+WITHOUT_HOTNESS = "; read it with hotness=False, or take the file away."  # how an error about `meta` ends
 
 
 def write_hps(path: str | os.PathLike, records: RecordsIn, *, hotness: bool = False, overwrite: bool = False) -> int:
@@ -222,6 +223,6 @@ def _frequency(meta: RawArray, start: int, stop: int) -> np.ndarray:
     if wrong.size:
         raise ValueError(
             f"{meta.op}: {meta.path}: byte {meta.byte_of(start + int(wrong[0]))}: hotness: got "
-            f"{hotness[wrong[0]]}, wanted 0 to 2**32 - 1; read it with hotness=False, or take the file away."
+            f"{hotness[wrong[0]]}, wanted 0 to 2**32 - 1{WITHOUT_HOTNESS}"
         )
     return hotness.astype(np.uint32)

@@ -126,7 +126,8 @@ class HostRows(RowSource):
       tables: on the CPU device, as `freeze_records(..., device=jax.devices("cpu")[0])` makes them.
       maps: of their rows, for `scan` and `updated`; belong to this object from now on.
       version: of the rows.
-      frequencies: by store how often each row is used, uint32 by row id; None: not known.
+      frequencies: by store how often each row is used, uint32 by row id; None, in all or of a store: not known. Nor
+        are those of a table all of whose rows have 0.
 
     Example:
       >>> from jaxsok.serving.frozen import SizedRecords
@@ -143,7 +144,7 @@ class HostRows(RowSource):
         maps: Sequence[RowMap],
         *,
         version: int = 0,
-        frequencies: Sequence[np.ndarray] | None = None,
+        frequencies: Sequence[np.ndarray | None] | None = None,
     ) -> None:
         """Takes them over."""
         if len(maps) != len(tables.stores):
@@ -151,7 +152,7 @@ class HostRows(RowSource):
         self.version = version
         self._tables = tables
         self._maps = tuple(maps)
-        self._frequencies = None if frequencies is None else tuple(frequencies)
+        self._frequencies = (None,) * len(maps) if frequencies is None else tuple(frequencies)
         self._gate = _Gate()
         # Sizes of which a fetch is compiled: of a table, or of a store for its numbers and scales.
         self._asked: dict[tuple[str | int, int], None] = {}
@@ -162,7 +163,7 @@ class HostRows(RowSource):
     def of(
         cls, sources: Sequence[tuple[FrozenTable, RecordSource]], *, spare_rows: int = 0, version: int = 0
     ) -> "HostRows":
-        """Reads streams of records, as files give them; keeps their frequencies if all records have them.
+        """Reads streams of records, as files give them; keeps the frequencies of tables all of whose records have them.
 
         Args:
           sources: tables with their records.
@@ -174,14 +175,8 @@ class HostRows(RowSource):
         """
         watched = [(table, _Watched(source)) for table, source in sources]
         tables, maps = freeze_records(watched, spare_rows=spare_rows, device=host_device())
-        if not all(source.has_frequencies for _, source in watched):
-            return cls(tables, maps, version=version)
-        frequencies = [np.zeros(row_map.capacity, np.uint32) for row_map in maps]
-        for table, source in watched:
-            store, number = tables.spec.places[table.name]
-            for keys, values in source.seen:
-                _put(frequencies[store], maps[store].find(number, keys), values)
-        return cls(tables, maps, version=version, frequencies=frequencies)
+        seen = {table.name: source.seen for table, source in watched}
+        return cls(tables, maps, version=version, frequencies=frequencies_by_row(tables, maps, seen))
 
     @property
     def tables(self) -> Mapping[str, FrozenTable]:
@@ -191,7 +186,7 @@ class HostRows(RowSource):
     @property
     def num_bytes(self) -> int:
         """Of host memory: rows, index and maps."""
-        frequencies = sum(array.nbytes for array in self._frequencies or ())
+        frequencies = sum(array.nbytes for array in self._frequencies if array is not None)
         return self._tables.num_bytes + sum(row_map.num_bytes for row_map in self._maps) + frequencies
 
     def num_rows(self, table: str) -> int:
@@ -260,7 +255,10 @@ class HostRows(RowSource):
         store, number = self._place("scan", table)
         with self._reading("scan"):
             keys, row_ids = self._maps[store].keys_of(number)
-        frequency = None if self._frequencies is None else self._frequencies[store][row_ids]
+        of_store = self._frequencies[store]
+        frequency = None if of_store is None else of_store[row_ids]
+        if frequency is not None and not frequency.any():
+            frequency = None
         for start in range(0, len(keys), chunk_rows):
             lines = slice(start, start + chunk_rows)
             rows, _ = self.fetch(table, keys[lines])
@@ -328,7 +326,7 @@ class HostRows(RowSource):
     ) -> "HostRows":
         """A newer version; of `own` stores the arrays and the map are taken, of the others copies."""
         stores, maps = list(self._tables.stores), list(self._maps)
-        frequencies = None if self._frequencies is None else list(self._frequencies)
+        frequencies = list(self._frequencies)
         for s in touched:
             tables = self._tables.spec.stores[s]
             is_own = s in own
@@ -341,8 +339,9 @@ class HostRows(RowSource):
                 capacity = max(row_map.capacity + num_more - row_map.num_free, int(_GROWTH * row_map.capacity))
                 row_map.grow(min(capacity, MAX_CAPACITY))
                 stores[s], is_own = _grown(stores[s], row_map.capacity), True
-            if frequencies is not None:
-                frequencies[s] = _longer(frequencies[s], row_map.capacity)
+            used = frequencies[s]
+            if used is not None:
+                used = frequencies[s] = _longer(used, row_map.capacity)
             for number, table in enumerate(tables):
                 records = changed.get(table.name)
                 if records is None or not records.num_rows:
@@ -350,8 +349,8 @@ class HostRows(RowSource):
                 row_ids = row_map.place(number, records.keys)
                 stores[s] = write_rows(stores[s], table, row_ids, np.asarray(records.rows), donate=is_own)
                 is_own = True
-                if frequencies is not None and records.frequency is not None:
-                    _put(frequencies[s], row_ids, records.frequency)
+                if used is not None and records.frequency is not None:
+                    _put(used, row_ids, records.frequency)
             index, counters = row_map.index(host_device())
             old = stores[s]
             stores[s] = FrozenStore(index, counters, old.rows, old.scales)
@@ -488,6 +487,21 @@ class Layered(RowSource):
         """Closes the layers."""
         for layer in self._layers:
             layer.close()
+
+
+def frequencies_by_row(
+    tables: FrozenTables, maps: Sequence[RowMap], seen: Mapping[str, Sequence[tuple[np.ndarray, np.ndarray]]]
+) -> list[np.ndarray | None]:
+    """Of each store's rows, uint32 by row id, of keys and frequencies by table; None: nobody told of its tables."""
+    found: list[np.ndarray | None] = [None] * len(maps)
+    for name, some in seen.items():
+        store, number = tables.spec.places[name]
+        for keys, values in some:
+            of_store = found[store]
+            if of_store is None:
+                of_store = found[store] = np.zeros(maps[store].capacity, np.uint32)
+            _put(of_store, maps[store].find(number, keys), values)
+    return found
 
 
 def padded_size(num_keys: int, least: int) -> int:

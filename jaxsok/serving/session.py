@@ -371,7 +371,14 @@ class _Served:
         self.key_bits: sources.KeyBits = key_bits
         given = []
         for table in config.tables:
-            source = sources.open_table(table.file, table=table.name, dim=table.dim, key_bits=key_bits, op="open")
+            source = sources.open_table(
+                table.file,
+                table=table.name,
+                dim=table.dim,
+                key_bits=key_bits,
+                hotness=config.is_filled_at_start,
+                op="open",
+            )
             dtype: Any = config.row_dtype or source.dtype
             given.append((FrozenTable(table.name, table.dim, default=table.default, dtype=dtype), source))
         self.per_sample = {table.name: table.max_keys_per_sample for table in config.tables}
@@ -906,31 +913,26 @@ class _Uses:
     """How often keys were used, as files tell it while rows are read: for the rows that a cache begins with."""
 
     def __init__(self) -> None:
-        self._seen: list[tuple[str, np.ndarray, np.ndarray]] = []
-        self._is_known = True
+        self._seen: dict[str, list[tuple[np.ndarray, np.ndarray]]] = {}
 
     def of(self, table: str, source: sources.TableSource) -> sources.TableSource:
         """A source that is listened to."""
 
         def chunks() -> Iterator[Any]:
+            seen, is_known = self._seen.setdefault(table, []), True
             for records in source.chunks():
                 if records.frequency is None:
-                    self._is_known, self._seen = False, []
-                elif self._is_known:
-                    self._seen.append((table, records.keys.copy(), np.array(records.frequency, np.uint32)))
+                    is_known = False
+                    seen.clear()
+                elif is_known:
+                    seen.append((records.keys.copy(), np.array(records.frequency, np.uint32)))
                 yield records
 
         return dataclasses.replace(source, start=chunks)
 
-    def by_row(self, tables: FrozenTables, maps: Sequence[RowMap]) -> list[np.ndarray] | None:
-        """Of each store's rows; None: not all files tell."""
-        if not self._is_known:
-            return None
-        found = [np.zeros(row_map.capacity, np.uint32) for row_map in maps]
-        for table, keys, values in self._seen:
-            store, number = tables.spec.places[table]
-            found[store][maps[store].find(number, keys)] = values
-        return found
+    def by_row(self, tables: FrozenTables, maps: Sequence[RowMap]) -> list[np.ndarray | None]:
+        """Of each store's rows; None: no file of its tables tells."""
+        return backing.frequencies_by_row(tables, maps, self._seen)
 
 
 class _Counts:

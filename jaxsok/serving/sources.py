@@ -19,7 +19,7 @@ from jaxsok.checkpoint.chain import chain_of
 from jaxsok.checkpoint.files import key_batches
 from jaxsok.checkpoint.source import Source
 from jaxsok.interchange import files as files_lib
-from jaxsok.interchange.hps import read_hps
+from jaxsok.interchange import hps as hps_lib
 from jaxsok.records import Records
 from jaxsok.serving.errors import ServingError, UnknownTableError
 
@@ -66,15 +66,19 @@ class TableSource:
         return self.start_tombstones()
 
 
-def open_table(path: Path, *, table: str, dim: int, key_bits: KeyBits = 64, op: str = "open_table") -> TableSource:
+def open_table(
+    path: Path, *, table: str, dim: int, key_bits: KeyBits = 64, hotness: bool = False, op: str = "open_table"
+) -> TableSource:
     """Opens all rows of a table.
 
     Args:
-      path: of an HPS directory, with frequencies if it has a `meta`; of a folder of `export_full`, or of a delta, whose
-        chain is looked for beside it; or of a step of an Orbax checkpoint that has one item of jaxsok's tables.
+      path: of an HPS directory; of a folder of `export_full`, or of a delta, whose chain is looked for beside it; or of
+        a step of an Orbax checkpoint that has one item of jaxsok's tables.
       table: its name in an export or a checkpoint; an HPS directory has one table, without a name.
       dim: that it must have.
       key_bits: 32: keys are cut to their low 32 bits, as HPS does where `supportlonglong` is false.
+      hotness: whether to read the `meta` of an HPS directory, if it has one, as frequencies; else it is not looked at.
+        Exports have theirs either way.
       op: named in errors.
 
     Returns:
@@ -85,7 +89,8 @@ def open_table(path: Path, *, table: str, dim: int, key_bits: KeyBits = 64, op: 
       UnknownTableError: there are other tables.
       ServingError: another dim, or several folders of tables.
       ValueError: of an HPS directory, files that are empty or of odd size, keys that occur twice: names file and byte.
-        Keys that are equal when they are cut. A delta whose chain is not there.
+        Keys that are equal when they are cut. A delta whose chain is not there. With `hotness`, a `meta` that does not
+        fit.
       CorruptFileError: files of an export are damaged.
 
     Cost:
@@ -106,7 +111,7 @@ def open_table(path: Path, *, table: str, dim: int, key_bits: KeyBits = 64, op: 
     files_lib.check_dim(op, dim)
     folder, is_hps = _found(op, path, table)
     if is_hps:
-        return _of_hps(op, folder, table, int(dim), key_bits)
+        return _of_hps(op, folder, table, int(dim), key_bits, hotness)
     chain = chain_of(op, folder)
     for link in chain:
         _check(link, table, int(dim))
@@ -243,8 +248,18 @@ def _check(link: Source, table: str, dim: int) -> None:
 # HPS -----------------------------------------------------------------------------------------------------------------
 
 
-def _of_hps(op: str, folder: pathlib.Path, table: str, dim: int, key_bits: KeyBits) -> TableSource:
-    chunks = read_hps(folder, dim=dim, hotness=(folder / "meta").exists())
+def _of_hps(op: str, folder: pathlib.Path, table: str, dim: int, key_bits: KeyBits, hotness: bool) -> TableSource:
+    meta = folder / "meta"
+    try:
+        chunks = hps_lib.read_hps(folder, dim=dim, hotness=hotness and meta.exists())
+    except ValueError as error:
+        if not str(error).startswith(f"read_hps: {meta}:"):
+            raise
+        what = str(error).removesuffix(hps_lib.WITHOUT_HOTNESS).removesuffix(".")
+        raise ValueError(
+            f'{op}: table "{table}": {what}; take the file away, or give the model init_ec: false, so that no cache is '
+            "filled by it."
+        ) from error
     if key_bits == 32:
         path = folder / "key"
         raw = files_lib.RawArray(op, path, np.dtype("<i8"), (chunks.num_rows,))
