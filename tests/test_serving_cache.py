@@ -21,6 +21,7 @@ from waiting import wait_until
 import jaxsok
 from jaxsok.records import Records
 from jaxsok.serving import cache as cache_module
+from jaxsok.serving import ready as ready_lib
 from jaxsok.serving import cache_store
 from jaxsok.serving.backing import HostRows, Layered, RowSource
 from jaxsok.serving.cache import DeviceCache, cache_bytes
@@ -839,6 +840,33 @@ def test_warm_up_compiles_all_that_lookups_need():
             assert cache.stats().evicted > 0 and not compiled
         with pytest.raises(UnknownTableError, match="warm_up: table: got 'z'"):
             cache.warm_up([{"s": 5000}, {"z": 1}])
+
+
+def test_few_keys_are_not_padded_to_many():
+    """To four times as many at most, unless these are few: else a program of their own is worth the wait."""
+    with _odd_cache(617) as cache:
+        cache.warm_up([{"s": 2**15, "t": 2**15}])
+        assert cache._ready_sizes((256, 256)) == (256, 256)
+        assert cache._ready_sizes((2**13, 2**12)) == (2**13, 2**12)
+        with COMPILATIONS.of(cache) as compiled:
+            np.testing.assert_array_equal(cache.lookup({"s": np.arange(5)}).rows["s"][:, 0], np.arange(5))
+        assert compiled and cache._query_sizes == {(2**15, 2**15), (256, 256)}
+        assert cache._ready_sizes((2**13, 2**13)) == (2**15, 2**15)
+        cache.drain()
+        assert (2**13, 2**13) in cache._query_sizes
+        cache.warm_up([{"s": 2**10, "t": 2**10}])
+        assert cache._ready_sizes((256, 512)) == (1024, 1024)
+
+
+def test_lookups_of_many_sizes_get_programs_of_their_own(monkeypatch):
+    """However many came before: only what waits is bounded."""
+    monkeypatch.setattr(ready_lib, "MOST_BESIDE", 2)
+    with _odd_cache(619) as cache:
+        cache.warm_up([{"s": 1024, "t": 1024}])
+        for sizes in ((256, 1024), (1024, 256), (512, 512), (512, 1024)):
+            assert cache._ready_sizes(sizes) != sizes
+            cache.drain()
+            assert cache._ready_sizes(sizes) == sizes
 
 
 # On the device ------------------------------------------------------------------------------------------------------

@@ -53,6 +53,8 @@ MIN_ROWS: int = 64
 """Of a table's share, as in HPS: 2 slabs of 32 rows."""
 
 ROWS_AT_A_TIME = 1 << 17  # of prefill, refresh and swap: host and device memory for them stays bounded
+_MOST_PADDING = 4  # a lookup is padded to so many times its keys at most, while its own program is compiled,
+_FEW_KEYS = 1 << 14  # or to so many in all: they cost a few milliseconds
 _LAST_TICK = 2**32 - 2
 _MAX_SALTS = 8  # below one lookup in 10^9 needs a second one
 _NO_KEYS = np.zeros(0, np.uint64)
@@ -467,9 +469,10 @@ class DeviceCache:
         """Compiles what lookups need: the programs that ask the cache, and those that insert what missed.
 
         Without it the first lookup of a new size compiles, and so does the first insertion of a new size. With it, a
-        lookup of fewer keys of some stores is padded to what is compiled, until its own program is, by a thread.
-        Nothing is looked up or counted. What the source compiles is its own: `HostRows.fetch` does for each table and
-        power of two, while other threads look up.
+        lookup of fewer keys of some stores is padded to what is compiled, until its own program is, by a thread; one that
+        would be padded to more than 4 times its keys, and to more than 16,384, compiles. Nothing is looked up or
+        counted. What the source compiles is its own: `HostRows.fetch` does for each table and power of two, while other
+        threads look up.
 
         Args:
           lookups: how many keys of each table, padding among them, are looked up together. Programs are made for
@@ -807,10 +810,18 @@ class DeviceCache:
                 self._ready.add(key)
 
     def _ready_sizes(self, least: tuple[int, ...]) -> tuple[int, ...]:
-        """Sizes of which a query is compiled. If there are larger ones alone, those of the least keys in all."""
+        """Those to pad to: of a query that is compiled and not much larger, of the least keys in all; else the least.
+
+        Where they are not the least, these are compiled meanwhile.
+        """
         if least in self._query_sizes:
             return least
-        larger = [sizes for sizes in self._query_sizes if all(a >= b for a, b in zip(sizes, least, strict=True))]
+        most = max(_MOST_PADDING * sum(least), _FEW_KEYS)
+        larger = [
+            sizes
+            for sizes in self._query_sizes
+            if sum(sizes) <= most and all(a >= b for a, b in zip(sizes, least, strict=True))
+        ]
         if not larger:
             return least
         self._beside.offer(least, functools.partial(self._ready_to_query, True, least))

@@ -18,7 +18,7 @@ Program = TypeVar("Program", bound=Hashable)
 _log = logging.getLogger(__name__)
 
 MOST_BESIDE = 256
-"""Programs that are compiled beside, at most."""
+"""Programs that wait to be compiled beside, at most."""
 
 MOST_USED = 64
 """Programs that an update compiles for the new version, at most: those that were called last."""
@@ -46,9 +46,9 @@ class Beside:
         self._is_closed = False
 
     def offer(self, name: Hashable, work: Callable[[], None]) -> None:
-        """Has it done once, unless there were too many; what fails is logged, and not tried again."""
+        """Has it done once, unless too many wait; what fails is logged, and not tried again."""
         with self._changed:
-            if self._is_closed or name in self._known or len(self._known) >= MOST_BESIDE:
+            if self._is_closed or name in self._known or len(self._waiting) >= MOST_BESIDE:
                 return
             self._known.add(name)
             self._waiting.append(work)
