@@ -20,9 +20,9 @@ from waiting import wait_until
 
 import jaxsok
 from jaxsok.records import Records
+from jaxsok.serving import backing, cache_store
 from jaxsok.serving import cache as cache_module
 from jaxsok.serving import ready as ready_lib
-from jaxsok.serving import cache_store
 from jaxsok.serving.backing import HostRows, Layered, RowSource
 from jaxsok.serving.cache import DeviceCache, cache_bytes
 from jaxsok.serving.errors import RequestError, ServingError, UnknownTableError
@@ -775,6 +775,58 @@ def test_keys_that_find_no_place_get_another_salt(monkeypatch):
         )
         with pytest.raises(ServingError, match="find no place"):
             cache.lookup({"a": keys_of(4)})
+
+
+class BrokenRows(DictSource):
+    """Key 3 of the int8 table has a NaN, or another number that has no scale."""
+
+    broken = np.nan
+
+    def fetch(self, table, keys):
+        """As it is stored."""
+        rows, is_found = super().fetch(table, keys)
+        if table == "q":
+            rows[keys == 3, 1] = self.broken
+        return rows, is_found
+
+
+def _over_broken_rows(threshold):
+    tables = {"a": FrozenTable("a", dim=4), "q": FrozenTable("q", dim=2, default=-1.0, dtype="int8")}
+    rows = {name: {key: np.full(t.dim, key, np.float32) for key in range(20)} for name, t in tables.items()}
+    return DeviceCache(BrokenRows(rows, tables), fraction=1e-9, min_rows=64, hit_rate_threshold=threshold)
+
+
+@pytest.mark.parametrize("broken", [np.nan, np.inf])
+def test_a_row_that_cannot_be_quantized_is_not_found(broken, caplog):
+    """By itself: those around it, and other tables, are answered; the log names its key, once."""
+    backing._TOLD.clear()
+    asked = {"a": np.arange(6), "q": np.arange(6)}
+    with _over_broken_rows(2) as cache:
+        cache.source.broken = broken
+        for _ in range(3):
+            found = cache.lookup(asked)
+            assert found.rows["a"][:, 0].tolist() == [0, 1, 2, 3, 4, 5]
+            np.testing.assert_allclose(found.rows["q"][:, 1], [0, 1, 2, -1, 4, 5], rtol=1e-6)
+        assert cache.cached_keys()["q"].tolist().count(3) == 0 and cache.stats().missing == 3
+    assert [record.getMessage() for record in caplog.records if "quantized" in record.getMessage()] == [
+        'BrokenRows.fetch: table "q": got 1 rows that are not finite, the first of key 3, wanted numbers to be '
+        "quantized; they count as not found. Not told again for 60 s."
+    ]
+
+
+def test_a_row_that_breaks_later_leaves_the_cache():
+    """A refresh goes on, and so does the background."""
+    with _over_broken_rows(0) as cache:
+        cache.source.broken = 3.0
+        cache.lookup({"q": np.arange(6), "a": np.arange(3)})
+        cache.drain()
+        cache.source.broken = np.nan
+        assert cache.refresh() == 8
+        assert sorted(cache.cached_keys()["q"].tolist()) == [0, 1, 2, 4, 5]
+        cache.lookup({"q": np.arange(3, 9), "a": np.arange(9)})
+        cache.drain()
+        assert sorted(cache.cached_keys()["q"].tolist()) == [0, 1, 2, 4, 5, 6, 7, 8]
+        assert len(cache.cached_keys()["a"]) == 9 and cache.stats().failed == 0
 
 
 # Programs -----------------------------------------------------------------------------------------------------------

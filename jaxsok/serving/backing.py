@@ -8,7 +8,9 @@ cache (cache.py) stands above.
 import abc
 import contextlib
 import functools
+import logging
 import threading
+import time
 import weakref
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
@@ -39,6 +41,9 @@ from jaxsok.types import MAX_CAPACITY, NO_ROW, PADDING_KEY
 
 KEYS_AT_A_TIME = 1 << 20  # of a fetch: scratch memory stays bounded
 _LEAST_KEYS = 256  # keys are padded to a power of two, so that programs are few
+_TELL_S = 60.0  # between two warnings of rows that cannot be quantized, of one kind of source and table
+_TOLD: dict[tuple[str, str], float] = {}  # when each was
+_log = logging.getLogger(__name__)
 _GROWTH = 1.25  # of the rows of a store, when an update brings more keys than there is room for
 
 Keys: TypeAlias = UInt64[np.ndarray, " num_keys"]
@@ -93,7 +98,8 @@ class RowSource(abc.ABC):
     def fetch_quantized(self, table: str, keys: Keys) -> tuple[np.ndarray, np.ndarray, IsFound]:
         """As `fetch`, of a table of int8 or float8_e4m3fn: its numbers, their scales, and which are there.
 
-        A device cache stores these. Unless a source does it otherwise, what `fetch` gives is quantized.
+        A device cache stores these. Unless a source does it otherwise, what `fetch` gives is quantized; a row that
+        cannot be, since a number in it is not finite, counts as not found, and is logged.
 
         Args:
           table: one of `tables`, that `is_quantized`.
@@ -103,6 +109,12 @@ class RowSource(abc.ABC):
           `[num_keys, dim]` of the table's dtype, and float32 `[num_keys]`.
         """
         rows, is_found = self.fetch(table, keys)
+        with np.errstate(over="ignore"):  # what is too large for float32 has no scale either
+            rows = rows.astype(np.float32, copy=False)
+        is_broken = is_found & ~np.isfinite(rows).all(axis=1)
+        if is_broken.any():
+            is_found = is_found & ~is_broken
+            _tell_broken(type(self).__name__, table, np.asarray(keys)[is_broken])
         numbers, scales = quantize.quantized(np.where(is_found[:, None], rows, 0), self.tables[table].dtype)
         return numbers, scales, is_found
 
@@ -524,6 +536,18 @@ def _fetch_quantized(store: FrozenStore, words: Any, table: Any) -> tuple[Any, A
     row_ids = table_kernels.find(store.index, store.counters, words, jnp.full(words.shape[0], table))
     numbers = store.rows.at[row_ids].get(mode="fill", fill_value=0)
     return numbers, store.scales[0].at[row_ids].get(mode="fill", fill_value=0), row_ids != jnp.uint32(NO_ROW)
+
+
+def _tell_broken(source: str, table: str, keys: np.ndarray) -> None:
+    """Not of each lookup that misses such a key again."""
+    now = time.monotonic()
+    if now - _TOLD.get((source, table), -_TELL_S) >= _TELL_S:
+        _TOLD[source, table] = now
+        _log.warning(
+            '%s.fetch: table "%s": got %d rows that are not finite, the first of key %d, wanted numbers to be '
+            "quantized; they count as not found. Not told again for %g s.",
+            *(source, table, len(keys), keys[0], _TELL_S),
+        )
 
 
 def _without(keys: Any, records: Records | None) -> np.ndarray:

@@ -469,8 +469,8 @@ class DeviceCache:
         """Compiles what lookups need: the programs that ask the cache, and those that insert what missed.
 
         Without it the first lookup of a new size compiles, and so does the first insertion of a new size. With it, a
-        lookup of fewer keys of some stores is padded to what is compiled, until its own program is, by a thread; one that
-        would be padded to more than 4 times its keys, and to more than 16,384, compiles. Nothing is looked up or
+        lookup of fewer keys of some stores is padded to what is compiled, until its own program is, by a thread; one
+        that would be padded to more than 4 times its keys, and to more than 16,384, compiles. Nothing is looked up or
         counted. What the source compiles is its own: `HostRows.fetch` does for each table and power of two, while other
         threads look up.
 
