@@ -184,7 +184,7 @@ def _declare_serve(parser: argparse.ArgumentParser) -> None:
         ("max-response-bytes", whole, "of the arrays of one response"),
         ("body-timeout-s", seconds, "for a body to arrive"),
         ("timeout-s", seconds, "for a request to be answered"),
-        ("send-timeout-s", seconds, "for a client to read 64 KiB of its response"),
+        ("send-timeout-s", seconds, "for a client's system to take 64 KiB of its response"),
         ("num-workers", whole, "calls at the same time, by model and endpoint"),
         ("drain-s", seconds, "after a signal: not ready, but still answering"),
         ("shutdown-s", seconds, "then: for what was taken to be finished"),

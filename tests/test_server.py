@@ -1082,6 +1082,29 @@ def test_clients_that_do_not_read_are_cut_off(large):
             assert is_well(client) and found.app._held_bytes == 0
 
 
+def test_little_of_a_response_is_on_its_way(large, monkeypatch):
+    """What a client reads is heard of: its connection never holds more than it may take a timeout to read."""
+    given, in_time, most = [0], server._in_time, 1 << 19
+
+    async def counted(send, message, options):
+        given[0] += len(message.get("body", b""))
+        await in_time(send, message, options)
+
+    monkeypatch.setattr(server, "_in_time", counted)
+    with cases.serving(cases.Session()) as found, deaf(found.address, large) as line:
+        got = line.recv(1 << 16)
+        start, _, body = got.partition(b"\r\n\r\n")
+        rest = int(re.search(rb"content-length: (\d+)", start.lower())[1]) - len(body)
+        num_read = len(body)
+        while rest:
+            wait_until(lambda: given[0] >= min(num_read + (1 << 16), num_read + rest))
+            assert given[0] - num_read <= most
+            part = line.recv(min(rest, 1 << 16))
+            rest, num_read = rest - len(part), num_read + len(part)
+        with httpx.Client(base_url=found.address) as client:
+            wait_until(lambda: num_taken(client) == 0)
+
+
 def test_clients_that_read_nothing_take_bounded_memory(large):
     """Of sixteen, each of whom is owed 16 MB, those who find room wait; the others are sent away."""
     with cases.serving(cases.Session(), max_requests=64, max_held_bytes=60 << 20) as found:

@@ -16,6 +16,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from jaxsok.serving.server import ABORT, App
 
 _MAX_HEAD_BYTES = 1 << 16
+_UNSENT_BYTES = 1 << 17
+"""That the kernel takes of a connection beyond what is on the wire: it tells little by little what a client reads."""
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -69,6 +71,7 @@ class _Protocol(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Tells every request of it."""
         super().connection_made(transport)
+        _tell_early(transport.get_extra_info("socket"))
         app = self.app
 
         async def call(scope: Any, receive: Any, send: Any) -> None:
@@ -76,6 +79,12 @@ class _Protocol(H11Protocol):
             await app(scope, receive, send)
 
         self.app = call
+
+
+def _tell_early(connection: Any) -> None:
+    """Else a third of the kernel's buffer, which grows to megabytes, has to go before it says that there is room."""
+    if connection is not None and connection.family in (socket.AF_INET, socket.AF_INET6):
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _UNSENT_BYTES)
 
 
 class Server(uvicorn.Server):

@@ -80,7 +80,7 @@ class ServerOptions:
     timeout_s: float = 30.0
     """For an answer, from the last byte of the body on: reading it, the queue, the session, writing."""
     send_timeout_s: float = 30.0
-    """For a client to take 64 KiB of its response; then its connection is cut off."""
+    """For a client's system to take 64 KiB of its response; then its connection is cut off."""
     num_workers: int = 2
     """Calls of the session at the same time, by model and endpoint."""
     drain_s: float = 0.0
