@@ -1097,12 +1097,35 @@ def test_little_of_a_response_is_on_its_way(large, monkeypatch):
         rest = int(re.search(rb"content-length: (\d+)", start.lower())[1]) - len(body)
         num_read = len(body)
         while rest:
-            wait_until(lambda: given[0] >= min(num_read + (1 << 16), num_read + rest))
+            wanted = num_read + min(rest, 1 << 16)
+            wait_until(lambda wanted=wanted: given[0] >= wanted)
             assert given[0] - num_read <= most
             part = line.recv(min(rest, 1 << 16))
             rest, num_read = rest - len(part), num_read + len(part)
         with httpx.Client(base_url=found.address) as client:
             wait_until(lambda: num_taken(client) == 0)
+
+
+def test_clients_that_read_for_too_long_are_cut_off(large):
+    """Little by little: every piece is in time, but not the whole."""
+    options = {"send_timeout_s": 1.0, "min_send_rate": 1 << 30}
+    with cases.serving(cases.Session(), **options) as found, deaf(found.address, large) as line:
+        num_bytes = 0
+        with contextlib.suppress(ConnectionError):
+            while part := line.recv(1 << 16):
+                num_bytes += len(part)
+                time.sleep(0.02)  # 16 MB take 5 s at least
+        assert num_bytes < 1 << 24, "the connection ended before the response did"
+        with httpx.Client(base_url=found.address) as client:
+            assert samples_of(client.get("/metrics").text)["jaxsok_unread_responses_total",] == 1
+            wait_until(lambda: num_taken(client) == 0)
+            assert is_well(client) and found.app._held_bytes == 0
+
+
+def test_how_long_a_response_may_take():
+    """By its size: a slow client of a large one is given its time."""
+    options = server.ServerOptions(send_timeout_s=2.0, min_send_rate=100)
+    assert [server.send_limit_s(size, options) for size in (0, 100, 1000)] == [2.0, 3.0, 12.0]
 
 
 def test_clients_that_read_nothing_take_bounded_memory(large):

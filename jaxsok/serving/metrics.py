@@ -92,7 +92,7 @@ class Metrics:
             "batch_splits", "calls that failed and were run request by request", ("endpoint", "model")
         )
         self.watched = counter("watched_updates", "folders that --watch found", ("model", "result"))
-        self.unread = counter("unread_responses", "responses that were cut off, since nobody read them", ())
+        self.unread = counter("unread_responses", "responses that were cut off, since they were read too slowly", ())
         self.in_flight = prometheus_client.Gauge(
             "jaxsok_requests_in_flight", "requests whose response is not sent", registry=self.registry
         )

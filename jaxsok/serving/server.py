@@ -81,6 +81,8 @@ class ServerOptions:
     """For an answer, from the last byte of the body on: reading it, the queue, the session, writing."""
     send_timeout_s: float = 30.0
     """For a client's system to take 64 KiB of its response; then its connection is cut off."""
+    min_send_rate: float = 1 << 18
+    """Bytes a second that a client takes of a response, on the whole, after `send_timeout_s`; else it is cut off."""
     num_workers: int = 2
     """Calls of the session at the same time, by model and endpoint."""
     drain_s: float = 0.0
@@ -273,15 +275,16 @@ class App:
         return response
 
     async def _send(self, response: Response, request: Request, send: Send) -> None:
-        """Sends it in pieces, each when the client has taken most of those before it; cuts off who does not."""
+        """Sends it in pieces, each when the client has taken most of those before it; cuts off who is too slow."""
         start = {"type": "http.response.start", "status": response.status_code, "headers": response.raw_headers}
         body = response.body
         try:
-            await _in_time(send, start, self.options)
-            for begin in range(0, max(1, len(body)), _PIECE_BYTES):
-                end = begin + _PIECE_BYTES
-                part = {"type": "http.response.body", "body": body[begin:end], "more_body": end < len(body)}
-                await _in_time(send, part, self.options)
+            async with asyncio.timeout(send_limit_s(len(body), self.options)):
+                await _in_time(send, start, self.options)
+                for begin in range(0, max(1, len(body)), _PIECE_BYTES):
+                    end = begin + _PIECE_BYTES
+                    part = {"type": "http.response.body", "body": body[begin:end], "more_body": end < len(body)}
+                    await _in_time(send, part, self.options)
         except TimeoutError:
             self.metrics.unread.inc()
             abort = request.scope.get("extensions", {}).get(ABORT)
@@ -495,6 +498,16 @@ def _check_held(held_bytes: int, num_bytes: int, options: ServerOptions, op: str
         )
     if held_bytes + num_bytes > options.max_held_bytes:
         raise Busy(f"requests hold {options.max_held_bytes} bytes, the most that are held")
+
+
+def send_limit_s(num_bytes: int, options: ServerOptions) -> float:
+    """For all of a response: else one that is read piece by piece holds its bytes for hours.
+
+    Example:
+      >>> send_limit_s(10 << 20, ServerOptions(send_timeout_s=30.0, min_send_rate=1 << 20))
+      40.0
+    """
+    return options.send_timeout_s + num_bytes / options.min_send_rate
 
 
 async def _in_time(send: Send, message: Any, options: ServerOptions) -> None:
