@@ -239,3 +239,41 @@ def test_programs_that_are_remembered_are_bounded():
     ready.make("b", 7)
     ready.make("b", 7)
     assert made[-1] == ("b", 7) and made.count(("b", 7)) == 1
+
+
+def other_sizes(ready, monkeypatch):
+    """While anything is compiled, a request of yet another size comes; what was compiled."""
+    made = []
+
+    def compile_one(where, program):
+        made.append(program)
+        assert len(made) < 10 * ready_lib.MOST_USED
+        ready.has(where, (("user", 10_000 + len(made)),))
+
+    monkeypatch.setattr(ready, "_compile", compile_one)
+    return made
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_an_update_ends_whatever_requests_bring_meanwhile(tmp_path, monkeypatch, in_place):
+    """Two rounds of what was used; nor do other models wait for its compiler before they take memory."""
+    content = content_of(0, 33)
+    dense = [export(tmp_path / f"model{n}", content, float(n + 1)) for n in range(2)]
+    model = model_of(folders_of(tmp_path, content), dense_file=dense[0], **TIERS["device"])
+    with open(config_of(model), warm_up=False) as session:
+        for size in (7, 150):
+            session.lookup({name: np.arange(size) for name in DIMS})
+        served = session._models["dlrm"]
+        made, are_held = other_sizes(served.ready, monkeypatch), []
+        compile_one = served.ready._compile
+
+        def seen(where, program):
+            are_held.append(served._memory.locked())
+            compile_one(where, program)
+
+        monkeypatch.setattr(served.ready, "_compile", seen)
+        folders_of(tmp_path / "1", content_of(1, 33))
+        source = {name: tmp_path / "1" / name for name in DIMS}
+        assert session.update(source, dense_file=dense[1], in_place=in_place) == 2
+        assert len(made) == 4  # two sizes, and those that came while these were compiled
+        assert are_held == [False] * 4

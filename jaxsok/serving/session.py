@@ -307,7 +307,8 @@ class Session:
         return models[model]
 
     def _room(self, device: Any) -> int | None:
-        used = sum(one.num_bytes for one in self._models.values() if one.device == device and one.config.gpucache)
+        mine = [one for one in self._models.values() if one.device == device and one.config.gpucache]
+        used = sum(one.num_bytes + one.held_bytes for one in mine)
         return updates.free_bytes(device, self._memory_limit, used)
 
 
@@ -411,6 +412,11 @@ class _Served:
     def num_bytes(self) -> int:
         """Of the device."""
         return self.versions.current.tables.num_bytes
+
+    @property
+    def held_bytes(self) -> int:
+        """Of the device, for a version that is not served yet."""
+        return self.versions.held_bytes
 
     @property
     def host_bytes(self) -> int:
@@ -661,17 +667,12 @@ class _Served:
         if where == self._where(old):
             return
         self.ready.keep([self._where(old), where])
-        first, done = self._first_programs(new.served) if self.is_warmed_up else [], set[_Program]()
-        while True:  # requests go on meanwhile, and may use more
-            fitting = (
-                one for one in (*first, *self.ready.used()) if not isinstance(one, _Prediction) or one.fits(new.served)
-            )
-            wanted = [one for one in fitting if one not in done]
-            if not wanted:
-                return
+        wanted = [*(self._first_programs(new.served) if self.is_warmed_up else []), *self.ready.used()]
+        for _ in range(2):  # requests go on meanwhile, and use more: what comes later still, they wait for
             for program in wanted:
-                self.ready.make(where, program)
-            done.update(wanted)
+                if not isinstance(program, _Prediction) or program.fits(new.served):
+                    self.ready.make(where, program)
+            wanted = self.ready.used()
 
     def _publish(self, new: Version, maps: tuple[RowMap, ...], changed: Mapping[str, np.ndarray]) -> None:
         """Nothing: readers take the latest version."""
@@ -779,6 +780,10 @@ class _Cached(_Served):
     @property
     def num_bytes(self) -> int:
         return self.cache.num_bytes
+
+    @property
+    def held_bytes(self) -> int:
+        return 0  # versions are made on the host
 
     @property
     def host_bytes(self) -> int:
