@@ -1,5 +1,7 @@
 """Nobody who asks waits for a compiler because of an update: what was compiled for a version is for the next one."""
 
+import subprocess
+import sys
 import threading
 
 import jax
@@ -277,3 +279,27 @@ def test_an_update_ends_whatever_requests_bring_meanwhile(tmp_path, monkeypatch,
         assert session.update(source, dense_file=dense[1], in_place=in_place) == 2
         assert len(made) == 4  # two sizes, and those that came while these were compiled
         assert are_held == [False] * 4
+
+
+def test_a_process_may_end_while_something_is_compiled():
+    """Nobody has to close a session for that: Python would kill the process, with the thread in the compiler."""
+    program = """
+import subprocess
+import sys
+import threading
+import jax, jax.numpy as jnp
+from jaxsok.serving.ready import Beside
+
+has_begun = threading.Event()
+
+def compile_some():
+    lowered = [jax.jit(lambda x: jnp.sin(x + number)).lower(jnp.ones(8)) for number in range(40)]
+    has_begun.set()
+    for one in lowered:
+        one.compile()
+
+Beside().offer("some", compile_some)
+assert has_begun.wait(60)
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
+    assert (ended.returncode, ended.stderr) == (0, "")

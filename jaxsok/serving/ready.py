@@ -4,10 +4,12 @@ A program is told from others by what a request decides: sizes. Where it is comp
 sizes of its tables (`Form`), its dense model. Who compiles holds up nobody who needs no program.
 """
 
+import atexit
 import collections
 import functools
 import logging
 import threading
+import weakref
 from collections.abc import Callable, Collection, Hashable
 from typing import Any, Generic, TypeVar
 
@@ -55,6 +57,7 @@ class Beside:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="jaxsok-beside", daemon=True)
                 self._thread.start()
+                _started.add(self)
 
     def forget(self) -> None:
         """All names: they may be offered again. What waits is dropped."""
@@ -86,6 +89,16 @@ class Beside:
                 work()
             except Exception:
                 _log.exception("a program could not be compiled; larger ones do its work")
+
+
+_started: "weakref.WeakSet[Beside]" = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    """Python kills the process, if it ends while a thread is in the compiler."""
+    for one in list(_started):
+        one.close()
 
 
 class Ready(Generic[Program]):

@@ -176,8 +176,8 @@ class Versions:
           served: the dense model.
           dense_file: where that came from.
           can_donate: whether rows may be changed where they lie: False if others read them beside `reading`.
-          memory: held while an update takes some of it, not while it compiles: a lock of all who share the device; None:
-            nobody else does.
+          memory: held while an update takes some of it, not while it compiles: a lock of all who share the device.
+            None: nobody else does.
 
         Raises:
           ServingError: there is no room.
