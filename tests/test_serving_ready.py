@@ -1,8 +1,11 @@
 """Nobody who asks waits for a compiler because of an update: what was compiled for a version is for the next one."""
 
+import contextlib
+import gc
 import subprocess
 import sys
 import threading
+import weakref
 
 import jax
 import numpy as np
@@ -303,3 +306,48 @@ assert has_begun.wait(60)
 """
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
     assert (ended.returncode, ended.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("tier", list(TIERS))
+def test_dense_models_that_went_are_freed(tmp_path, tier):
+    """Those that were served, and those that an update refused."""
+    content = content_of(0, 35)
+    dense = [export(tmp_path / f"model{n}", content, float(n + 1)) for n in range(2)]
+    tables = folders_of(tmp_path, content)
+    model = model_of(tables, max_batch_size=16, dense_file=dense[0], **TIERS[tier])
+    with open(config_of(model), warm_up=False) as session:
+        session.predict(request(3, 1))
+        served, refused = session._models["dlrm"], []
+        first = weakref.ref(served.versions.current.served)
+        real = served.ready._compile
+
+        def refuse(where, program):
+            refused.append(weakref.ref(where[1]))
+            raise MemoryError("injected")
+
+        served.ready._compile = refuse
+        with contextlib.suppress(MemoryError):  # `pytest.raises` would keep what was refused
+            session.update(None, dense_file=dense[1])
+        served.ready._compile = real
+        gc.collect()
+        assert [one() for one in refused] == [None] and first() is not None
+        session.update(None, dense_file=dense[1])
+        for _ in range(5):  # a cache knows the models of the last versions, for predictions that run
+            session.update({"user": tables["user"][0]})
+        gc.collect()
+        assert first() is None
+        assert session.predict(request(3, 1))["scale"].tolist() == [2.0] * 3
+
+
+def test_what_is_compiled_for_a_version_that_went_is_not_remembered(monkeypatch):
+    """Nor more than there may be."""
+    ready = ready_lib.Ready(lambda where, program: ready.keep(["b"]) if program == "last" else None)
+    ready.make("a", "last")
+    ready.make_beside("a", "later")
+    ready.drain()
+    assert not ready._made.get("a")
+    monkeypatch.setattr(ready_lib, "MOST_MADE", 3)
+    for number in range(6):
+        ready.make("b", number)
+        assert ready.has("b", number) and ready.has("b", 0)  # the last ones that were called stay
+    assert [number for number in range(6) if ready.has("b", number)] == [0, 4, 5]

@@ -25,6 +25,9 @@ MOST_BESIDE = 256
 MOST_USED = 64
 """Programs that an update compiles for the new version, at most: those that were called last."""
 
+MOST_MADE = 4096
+"""Programs of a place that are known to be compiled, at most: those that were called last."""
+
 
 class Beside:
     """A thread that compiles what would be better, while something that is there already does.
@@ -101,6 +104,9 @@ def _close_all() -> None:
         one.close()
 
 
+_NONE: collections.OrderedDict[Any, None] = collections.OrderedDict()
+
+
 class Ready(Generic[Program]):
     """Which programs are compiled where, and which were called last.
 
@@ -118,7 +124,8 @@ class Ready(Generic[Program]):
     def __init__(self, compile: Callable[[Any, Program], None]) -> None:
         """Of none; `compile(where, program)` makes one, so that calling it compiles nothing."""
         self._compile = compile
-        self._made: dict[Any, set[Program]] = {}
+        self._made: dict[Any, collections.OrderedDict[Program, None]] = {}
+        self._places: Collection[Any] | None = None  # that are remembered; None: any
         self._used: collections.OrderedDict[Program, None] = collections.OrderedDict()
         self._lock, self._compiling = threading.Lock(), threading.Lock()
         self._beside = Beside()
@@ -130,7 +137,10 @@ class Ready(Generic[Program]):
             self._used.move_to_end(program)
             while len(self._used) > MOST_USED:
                 self._used.popitem(last=False)
-            return program in self._made.get(where, ())
+            made = self._made.get(where, _NONE)
+            if program in made:
+                made.move_to_end(program)
+            return program in made
 
     def make(self, where: Any, program: Program) -> None:
         """Compiles it, unless it is."""
@@ -157,20 +167,25 @@ class Ready(Generic[Program]):
             return list(self._used)
 
     def keep(self, places: Collection[Any]) -> None:
-        """Forgets what is compiled elsewhere: nobody will call it."""
+        """Forgets what is compiled elsewhere, and what will be: nobody will call it."""
         self._beside.forget()
         with self._lock:
-            self._made = {where: made for where, made in self._made.items() if where in places}
+            self._places = tuple(places)
+            self._made = {where: made for where, made in self._made.items() if where in self._places}
 
     def _make(self, where: Any, program: Program) -> None:
         if not self._is_made(where, program):
             self._compile(where, program)
             with self._lock:
-                self._made.setdefault(where, set()).add(program)
+                if self._places is None or where in self._places:
+                    made = self._made.setdefault(where, collections.OrderedDict())
+                    made[program] = None
+                    while len(made) > MOST_MADE:
+                        made.popitem(last=False)
 
     def _is_made(self, where: Any, program: Program) -> bool:
         with self._lock:
-            return program in self._made.get(where, ())
+            return program in self._made.get(where, _NONE)
 
 
 class Form:

@@ -657,6 +657,7 @@ class _Served:
             dense_file=None if dense_file is None else str(dense_file),
             prepare=self._prepare,
             publish=self._publish,
+            settle=lambda now: self.ready.keep([self._where(now)]),
         )
         self.counts.add_update()
         return version.number

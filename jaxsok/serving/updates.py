@@ -238,6 +238,7 @@ class Versions:
         dense_file: str | None = None,
         prepare: Callable[[Version, Version], None] = lambda old, new: None,
         publish: Publish = lambda new, maps, changed: None,
+        settle: Callable[[Version], None] = lambda now: None,
     ) -> Version:
         """Makes the next version and serves it.
 
@@ -249,6 +250,7 @@ class Versions:
           prepare: called with the old and the new version before the new one is served; raises if it cannot be.
           publish: called with the new version when it is whole, the maps of its stores, and the keys of each table that
             changed or went; has those read it who do not by `reading`.
+          settle: called at the end, also of what failed, with the version that is served; no update runs meanwhile.
 
         Raises:
           ServingError: it cannot be done; nothing has changed.
@@ -261,17 +263,20 @@ class Versions:
                 'wanted False or "auto"; only rows on the device are changed where they lie.'
             )
         with self._updating:
-            old = self._current
-            changes = [] if source is None else read_changes(self.name, source, old, self.key_bits)
-            new = dataclasses.replace(
-                old,
-                number=old.number + 1,
-                files={**old.files, **{change.table.name: str(change.source.path) for change in changes}},
-                uuids={**old.uuids, **{change.table.name: change.source.uuid for change in changes}},
-                served=old.served if dense_file is None else served,
-                dense_file=old.dense_file if dense_file is None else dense_file,
-            )
-            return self._updated(old, new, changes, in_place, prepare, publish)
+            try:
+                old = self._current
+                changes = [] if source is None else read_changes(self.name, source, old, self.key_bits)
+                new = dataclasses.replace(
+                    old,
+                    number=old.number + 1,
+                    files={**old.files, **{change.table.name: str(change.source.path) for change in changes}},
+                    uuids={**old.uuids, **{change.table.name: change.source.uuid for change in changes}},
+                    served=old.served if dense_file is None else served,
+                    dense_file=old.dense_file if dense_file is None else dense_file,
+                )
+                return self._updated(old, new, changes, in_place, prepare, publish)
+            finally:
+                settle(self._current)
 
     def _updated(
         self,
