@@ -351,3 +351,49 @@ def test_what_is_compiled_for_a_version_that_went_is_not_remembered(monkeypatch)
         ready.make("b", number)
         assert ready.has("b", number) and ready.has("b", 0)  # the last ones that were called stay
     assert [number for number in range(6) if ready.has("b", number)] == [0, 4, 5]
+
+
+def test_who_needs_another_program_waits_for_no_compiler():
+    """Only who needs the same one; it is compiled once, be it asked for beside."""
+    begun, is_quick_done, made = threading.Event(), threading.Event(), []
+
+    def compile_one(where, program):
+        made.append(program)
+        if program == "slow":
+            begun.set()
+            assert is_quick_done.wait(30)
+
+    ready = ready_lib.Ready(compile_one)
+    ready.make_beside("a", "slow")
+    assert begun.wait(30)
+    same = [threading.Thread(target=ready.make, args=("a", "slow")) for _ in range(2)]
+    for thread in same:
+        thread.start()
+    ready.make("a", "quick")
+    is_quick_done.set()
+    for thread in same:
+        thread.join()
+    assert made == ["slow", "quick"] and ready.has("a", "slow")
+
+
+def test_who_waited_for_a_compilation_that_failed_tries_it():
+    begun, may_fail, made = threading.Event(), threading.Event(), []
+
+    def compile_one(where, program):
+        made.append(program)
+        if len(made) == 1:
+            begun.set()
+            assert may_fail.wait(30)
+            raise MemoryError("injected")
+
+    ready = ready_lib.Ready(compile_one)
+    ready.make_beside("a", "one")
+    assert begun.wait(30)
+    other = threading.Thread(target=ready.make, args=("a", "one"))
+    other.start()
+    may_fail.set()
+    other.join()
+    assert made == ["one", "one"] and ready.has("a", "one")
+    with pytest.raises(MemoryError):
+        made.clear()
+        ready.make("a", "another")

@@ -6,6 +6,7 @@ sizes of its tables (`Form`), its dense model. Who compiles holds up nobody who 
 
 import atexit
 import collections
+import concurrent.futures
 import functools
 import logging
 import threading
@@ -127,7 +128,8 @@ class Ready(Generic[Program]):
         self._made: dict[Any, collections.OrderedDict[Program, None]] = {}
         self._places: Collection[Any] | None = None  # that are remembered; None: any
         self._used: collections.OrderedDict[Program, None] = collections.OrderedDict()
-        self._lock, self._compiling = threading.Lock(), threading.Lock()
+        self._lock = threading.Lock()
+        self._running: dict[tuple[Any, Program], concurrent.futures.Future[bool]] = {}  # whether it is compiled
         self._beside = Beside()
 
     def has(self, where: Any, program: Program) -> bool:
@@ -143,15 +145,25 @@ class Ready(Generic[Program]):
             return program in made
 
     def make(self, where: Any, program: Program) -> None:
-        """Compiles it, unless it is."""
-        if self._is_made(where, program):
-            return
-        with self._compiling:
-            self._make(where, program)
+        """Compiles it, unless it is; or waits for who does."""
+        name = where, program
+        while True:
+            with self._lock:
+                if program in self._made.get(where, _NONE):
+                    return
+                running = self._running.get(name)
+                is_mine = running is None
+                if running is None:
+                    running = self._running[name] = concurrent.futures.Future()
+            if is_mine:
+                self._make(where, program, running)
+                return
+            if running.result():
+                return
 
     def make_beside(self, where: Any, program: Program) -> None:
         """Has it compiled by a thread; nobody waits for that, nor for what it compiles."""
-        self._beside.offer((where, program), functools.partial(self._make, where, program))
+        self._beside.offer((where, program), functools.partial(self.make, where, program))
 
     def drain(self) -> None:
         """Waits for what is compiled beside."""
@@ -173,19 +185,20 @@ class Ready(Generic[Program]):
             self._places = tuple(places)
             self._made = {where: made for where, made in self._made.items() if where in self._places}
 
-    def _make(self, where: Any, program: Program) -> None:
-        if not self._is_made(where, program):
+    def _make(self, where: Any, program: Program, running: "concurrent.futures.Future[bool]") -> None:
+        is_made = False
+        try:
             self._compile(where, program)
+            is_made = True
+        finally:
             with self._lock:
-                if self._places is None or where in self._places:
+                if is_made and (self._places is None or where in self._places):
                     made = self._made.setdefault(where, collections.OrderedDict())
                     made[program] = None
                     while len(made) > MOST_MADE:
                         made.popitem(last=False)
-
-    def _is_made(self, where: Any, program: Program) -> bool:
-        with self._lock:
-            return program in self._made.get(where, _NONE)
+                del self._running[where, program]
+            running.set_result(is_made)
 
 
 class Form:
