@@ -15,6 +15,7 @@ from waiting import wait_until
 
 import jaxsok
 from jaxsok.serving import ready as ready_lib
+from jaxsok.serving import session as session_lib
 from jaxsok.serving.artifact import ArrayInput, BagsInput, KeysInput, export_model
 from jaxsok.serving.frozen import FrozenTable, SizedRecords, freeze_records
 from jaxsok.serving.fused import LookupInput, lookup
@@ -397,3 +398,31 @@ def test_who_waited_for_a_compilation_that_failed_tries_it():
     with pytest.raises(MemoryError):
         made.clear()
         ready.make("a", "another")
+
+
+def test_requests_for_some_tables_take_no_memory_for_the_others(tmp_path, monkeypatch):
+    """The program for all answers only where its rows are not many more; else their own is compiled at once."""
+    monkeypatch.setattr(session_lib, "MOST_EXTRA_BYTES", 128 * 4 * 4)
+    monkeypatch.setattr(session_lib, "MOST_SETS", 2)  # all, and one more
+    content = content_of(0, 37)
+    tables = {**folders_of(tmp_path, content), "item": (write(tmp_path / "item", rows_of(range(9), 4)), 4)}
+    with open(config_of(model_of(tables, max_batch_size=32))) as session:
+        served = session._models["dlrm"]
+
+        def own(*names):
+            keys = {name: np.arange(size) for name in names}
+            answer = session.lookup(keys)
+            for name in names:
+                wanted = rows_of(range(9), 4) if name == "item" else content[name]
+                np.testing.assert_array_equal(answer[name], expected(wanted, keys[name], 0.0, tables[name][1]))
+            made = served.ready._made[served._where(served.versions.current)]
+            return {program for program in made if len(program) < len(tables)}
+
+        size = 7
+        assert own("user", "ad") == set()  # item's rows are as many as may be; theirs is compiled beside
+        served.ready.drain()
+        assert own("user", "ad") == {(("user", 128), ("ad", 128))}
+        size = 200
+        first = {(("user", 128), ("ad", 128)), (("user", 256), ("ad", 256))}
+        assert own("user", "ad") == first
+        assert own("ad", "item") == first | {(("ad", 256),), (("item", 256),)}  # of no set: each table's own

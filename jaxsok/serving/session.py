@@ -51,7 +51,11 @@ _MET = [COUNTS.index(name) for name in ("num_found", "num_missing")]  # of keys 
 _NO_KEYS = np.zeros(0, np.uint64)
 
 MOST_SETS = 16
-"""Sets of tables that have programs of their own; a request for yet another one looks up all tables of its model."""
+"""Sets of tables that have programs of their own; a request for yet another one looks up all tables of its model, or,
+where that makes too many rows, each of its own by itself."""
+
+MOST_EXTRA_BYTES = 64 << 20
+"""Of rows that nobody asked for: a request for some tables is answered by the program for all, if it makes no more."""
 
 
 class Answer(dict):
@@ -376,6 +380,7 @@ class _Served:
             dtype: Any = config.row_dtype or source.dtype
             given.append((FrozenTable(table.name, table.dim, default=table.default, dtype=dtype), source))
         self.per_sample = {table.name: table.max_keys_per_sample for table in config.tables}
+        self._dims = {table.name: table.dim for table in config.tables}
         self.workers = threading.BoundedSemaphore(config.num_of_worker_buffer_in_pool)
         served = None
         if config.dense_file:
@@ -481,7 +486,7 @@ class _Served:
         """What looks up so many keys of some tables: one program, or if they are not fused one for each; compiled.
 
         Where the one for all tables is compiled and that for these alone is not, it does, and the other one is compiled
-        beside. `MOST_SETS` sets of tables get one.
+        beside. `MOST_SETS` sets of tables get one. No program makes `MOST_EXTRA_BYTES` of rows that nobody asked for.
         """
         names = tuple(name for name in self.names if name in num_keys)
         samples = max(-(-num_keys[name] // self.per_sample[name]) for name in names)
@@ -495,13 +500,19 @@ class _Served:
                     self._sets.add(names)
                 is_known = names in self._sets
             programs = [mine if is_known else all_]
-            if is_known and not self.ready.has(where, mine) and self.ready.has(where, all_):
+            if self._row_bytes(all_) - self._row_bytes(mine) > MOST_EXTRA_BYTES:
+                programs = [mine] if is_known else [(size,) for size in mine]
+            elif is_known and not self.ready.has(where, mine) and self.ready.has(where, all_):
                 self.ready.make_beside(where, mine)
                 return [all_]
         for program in programs:
             if not self.ready.has(where, program):
                 self.ready.make(where, program)
         return programs
+
+    def _row_bytes(self, program: _Lookup) -> int:
+        """Of what it gives."""
+        return sum(4 * size * self._dims[name] for name, size in program)
 
     @functools.cached_property
     def levels(self) -> tuple[int, ...]:
