@@ -426,3 +426,20 @@ def test_requests_for_some_tables_take_no_memory_for_the_others(tmp_path, monkey
         first = {(("user", 128), ("ad", 128)), (("user", 256), ("ad", 256))}
         assert own("user", "ad") == first
         assert own("ad", "item") == first | {(("ad", 256),), (("item", 256),)}  # of no set: each table's own
+
+
+def test_a_thread_that_does_not_start(monkeypatch, caplog):
+    """Is logged, and tried again with the next offer; nobody waits for it."""
+    done, beside = [], ready_lib.Beside()
+
+    def refuse(thread):
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        beside.offer("one", lambda: done.append("one"))
+    assert "can't start new thread" in caplog.text and beside._thread is None
+    beside.offer("one", lambda: done.append("one"))
+    beside.drain()
+    assert done == ["one"]
+    beside.close()

@@ -52,15 +52,22 @@ class Beside:
         self._is_closed = False
 
     def offer(self, name: Hashable, work: Callable[[], None]) -> None:
-        """Has it done once, unless there were too many; what fails is logged, and not tried again."""
+        """Has it done once, unless there were too many, or no thread; what fails is logged, and not tried again."""
         with self._changed:
             if self._is_closed or name in self._known or len(self._known) >= MOST_BESIDE:
                 return
             self._known.add(name)
             self._waiting.append(work)
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="jaxsok-beside", daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._run, name="jaxsok-beside", daemon=True)
+                try:
+                    thread.start()
+                except RuntimeError as error:  # no more of them may be, or Python ends
+                    _log.warning("no program is compiled beside: %s; larger ones do its work", error)
+                    self._known.discard(name)
+                    self._waiting.pop()
+                    return
+                self._thread = thread
                 _started.add(self)
 
     def forget(self) -> None:
