@@ -1,6 +1,7 @@
 """Nobody who asks waits for a compiler because of an update: what was compiled for a version is for the next one."""
 
 import contextlib
+import functools
 import gc
 import subprocess
 import sys
@@ -443,3 +444,29 @@ def test_a_thread_that_does_not_start(monkeypatch, caplog):
     beside.drain()
     assert done == ["one"]
     beside.close()
+
+
+@pytest.mark.parametrize("tier", ["device", "cache"])
+def test_closing_waits_no_longer_than_it_may(tmp_path, tier):
+    """For what is compiled beside; and begins nothing more, whatever model it is of."""
+    tables = folders_of(tmp_path, content_of(0, 39))
+    models = [model_of(tables, name=name, max_batch_size=16, **TIERS[tier]) for name in "ab"]
+    session, begun, may_end = open(config_of(*models), warm_up=False), [], threading.Event()
+
+    def compile_one(name):
+        begun.append(name)
+        assert may_end.wait(30)
+
+    besides = []
+    for name, served in session._models.items():
+        besides += [served.ready._beside] + ([served.cache._beside] if tier == "cache" else [])
+        for beside in besides[-1:]:
+            beside.offer("now", functools.partial(compile_one, name))
+            beside.offer("later", functools.partial(begun.append, "later"))
+    wait_until(lambda: len(begun) == 2)
+    assert not session.close(timeout_s=0.05)
+    assert all(beside._is_closed for beside in besides)
+    may_end.set()
+    for beside in besides:
+        assert beside.close(30)
+    assert sorted(begun) == ["a", "b"]

@@ -81,12 +81,17 @@ class Beside:
         with self._changed:
             self._changed.wait_for(lambda: self._thread is None)
 
-    def close(self) -> None:
-        """Drops what waits, and returns when what runs has ended."""
+    def stop(self) -> None:
+        """Drops what waits, and takes no more; what runs goes on."""
         with self._changed:
             self._is_closed = True
         self.forget()
-        self.drain()
+
+    def close(self, timeout_s: float | None = None) -> bool:
+        """Stops, and waits for what runs, at most so long; whether it has ended."""
+        self.stop()
+        with self._changed:
+            return self._changed.wait_for(lambda: self._thread is None, timeout_s)
 
     def _run(self) -> None:
         while True:
@@ -108,7 +113,10 @@ _started: "weakref.WeakSet[Beside]" = weakref.WeakSet()
 @atexit.register
 def _close_all() -> None:
     """Python kills the process, if it ends while a thread is in the compiler."""
-    for one in list(_started):
+    started = list(_started)
+    for one in started:
+        one.stop()
+    for one in started:
         one.close()
 
 
@@ -176,9 +184,13 @@ class Ready(Generic[Program]):
         """Waits for what is compiled beside."""
         self._beside.drain()
 
-    def close(self) -> None:
-        """Compiles nothing beside any more."""
-        self._beside.close()
+    def stop(self) -> None:
+        """Begins to compile nothing more beside."""
+        self._beside.stop()
+
+    def close(self, timeout_s: float | None = None) -> bool:
+        """Stops, and waits for what is compiled beside, at most so long; whether it has ended."""
+        return self._beside.close(timeout_s)
 
     def used(self) -> list[Program]:
         """Those that were called, the last `MOST_USED` of them; the latest last."""

@@ -12,6 +12,7 @@ import logging
 import math
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -290,12 +291,23 @@ class Session:
             lines += served.report()
         return "\n".join(lines)
 
-    def close(self) -> None:
-        """Gives the memory back. Lookups that run end; later ones are refused."""
+    def close(self, timeout_s: float | None = None) -> bool:
+        """Gives the memory back. Lookups that run end; later ones are refused.
+
+        Args:
+          timeout_s: for programs that are compiled beside, which nothing can cut off, and for a refresh; None: any
+            time. What goes on behind it ends by itself; Python's own end waits for a compiler all the same.
+
+        Returns:
+          Whether all has ended.
+        """
         self._is_closed = True
         models, self._models = self._models, {}
+        until = None if timeout_s is None else time.monotonic() + timeout_s
         for served in models.values():
-            served.close()
+            served.stop()  # all of them before any is waited for
+        have_ended = [served.close(until) for served in models.values()]
+        return all(have_ended)
 
     def _require_open(self, op: str) -> None:
         if self._is_closed:
@@ -726,10 +738,14 @@ class _Served:
             lines.append(f"  dense model of inputs {list(version.served.inputs)}, from {version.dense_file}")
         return lines
 
-    def close(self) -> None:
-        """Nothing is left running."""
+    def stop(self) -> None:
+        """Begins nothing more beside requests."""
         if hasattr(self, "ready"):  # else opening failed
-            self.ready.close()
+            self.ready.stop()
+
+    def close(self, until: float | None = None) -> bool:
+        """Nothing is left running, unless it takes longer than until then; whether that is so."""
+        return not hasattr(self, "ready") or self.ready.close(_rest_s(until))
 
 
 class _Cached(_Served):
@@ -909,14 +925,19 @@ class _Cached(_Served):
         total = {name: cached[name] for name in ("hits", "misses", "missing", "hit_rate")}
         return {**stats, **total, "cache": cached}
 
-    def close(self) -> None:
-        """Ends the threads of the cache."""
+    def stop(self) -> None:
         self._is_closed.set()
-        if self._clock.is_alive():
-            self._clock.join()
-        super().close()
+        super().stop()
         if hasattr(self, "cache"):  # else it was not made: opening failed
-            self.cache.close()
+            self.cache.stop_compiling()
+
+    def close(self, until: float | None = None) -> bool:
+        """Ends the threads of the cache."""
+        self.stop()
+        if self._clock.is_alive():
+            self._clock.join(_rest_s(until))
+        has_ended = super().close(until) and not self._clock.is_alive()
+        return (not hasattr(self, "cache") or self.cache.close(_rest_s(until))) and has_ended
 
 
 class _Uses:
@@ -991,6 +1012,11 @@ class _Counts:
         names = ("keys", "hits", "missing", "padding")
         total = {name: sum(table[name] for table in tables.values()) for name in names}
         return {**done, **_rates(*(total[name] for name in names)), "tables": tables}
+
+
+def _rest_s(until: float | None) -> float | None:
+    """Seconds until a time of `time.monotonic`; None: any number."""
+    return None if until is None else max(0.0, until - time.monotonic())
 
 
 def _rates(keys: int, hits: int, missing: int, padding: int) -> dict[str, Any]:
