@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -296,8 +297,15 @@ def test_exports_that_are_refused(options, error, message):
 TARGETS = [("one", 1, 16, True), ("sharded", 4, 16, False), ("replicated", 4, 16, True), ("on", 4, 512, False)]
 
 
-@pytest.mark.parametrize(("way", "num_shards", "capacity", "is_alone"), TARGETS)
-@pytest.mark.parametrize("source", [("one", 1), ("sharded", 4)])
+@pytest.mark.parametrize(
+    ("source", "way", "num_shards", "capacity", "is_alone"),
+    [
+        pytest.param(
+            source, *target, marks=pytest.mark.slow if source[1] > 1 and target[0] in ("replicated", "on") else ()
+        )
+        for source, target in itertools.product([("one", 1), ("sharded", 4)], TARGETS)
+    ],
+)
 def test_import_of_an_export_is_the_table(source, way, num_shards, capacity, is_alone, small_pieces):
     """Law 6, on another mesh, capacity and grouping: rows, optimizer state and statistics to the bit."""
     rng = np.random.default_rng(2)

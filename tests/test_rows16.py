@@ -407,8 +407,13 @@ def test_bits_do_not_depend_on_freed_row_ids(dtype):
 PLACEMENTS = {"sharded": jaxsok.SHARDED, "on": jaxsok.on(2), "replicated": jaxsok.REPLICATED}
 
 
-@pytest.mark.parametrize(("dtype", "embedding_dtype"), DTYPES)
-@pytest.mark.parametrize("path", ["rounds", "pipeline"])
+@pytest.mark.parametrize(
+    ("dtype", "embedding_dtype", "path"),
+    [
+        pytest.param(*dtypes, path, marks=pytest.mark.slow if path == "rounds" and dtypes != DTYPES[0] else ())
+        for dtypes, path in itertools.product(DTYPES, ("rounds", "pipeline"))
+    ],
+)
 def test_one_device_and_four_give_the_same_bits(dtype, embedding_dtype, path):
     """Every placement, two tables in a store: embeddings and rows after three steps, where sums have one use."""
     num_keys, dim = 32, 5
@@ -661,8 +666,13 @@ def test_gradients_that_are_not_finite_are_skipped(dtype):
     assert_same_bits(rows[1], np.zeros(4, HALVES[dtype]))
 
 
-@pytest.mark.parametrize(("dtype", "embedding_dtype"), DTYPES)
-@pytest.mark.parametrize("num_devices", [1, NUM_SHARDS])
+@pytest.mark.parametrize(
+    ("dtype", "embedding_dtype", "num_devices"),
+    [
+        pytest.param(*dtypes, number, marks=pytest.mark.slow if number > 1 and dtypes in DTYPES[1:-1] else ())
+        for dtypes, number in itertools.product(DTYPES, (1, NUM_SHARDS))
+    ],
+)
 def test_a_donated_state_keeps_its_addresses(dtype, embedding_dtype, num_devices):
     """Law 9: no copy of a slab, however its numbers are stored."""
     over = {} if num_devices == 1 else {"mesh": programs.mesh(num_devices), "axis": "data"}
