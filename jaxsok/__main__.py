@@ -226,6 +226,9 @@ def _serve(options: argparse.Namespace) -> int:
         print(f"serve: ended, with {app.num_running} calls of the session cut off", file=sys.stderr, flush=True)
         os._exit(1)
     print("serve: ended", flush=True)
+    if not app.is_closed:  # a second SIGINT, or a compiler, for which Python would wait
+        sys.stderr.flush()
+        os._exit(0)
     return 0
 
 

@@ -1229,6 +1229,7 @@ def test_what_was_taken_is_finished():
                 cases.row_of("user", i, 1) for i in range(8)
             ]
     assert session.is_closed
+    assert 0 < session.close_timeout_s <= found.app.options.shutdown_s and found.app.is_closed
 
 
 def test_the_wait_for_requests_is_bounded():

@@ -1,6 +1,12 @@
 """Nobody who asks waits for a compiler because of an update: what was compiled for a version is for the next one."""
 
+import contextlib
+import functools
+import gc
+import subprocess
+import sys
 import threading
+import weakref
 
 import jax
 import numpy as np
@@ -10,6 +16,7 @@ from waiting import wait_until
 
 import jaxsok
 from jaxsok.serving import ready as ready_lib
+from jaxsok.serving import session as session_lib
 from jaxsok.serving.artifact import ArrayInput, BagsInput, KeysInput, export_model
 from jaxsok.serving.frozen import FrozenTable, SizedRecords, freeze_records
 from jaxsok.serving.fused import LookupInput, lookup
@@ -239,3 +246,227 @@ def test_programs_that_are_remembered_are_bounded():
     ready.make("b", 7)
     ready.make("b", 7)
     assert made[-1] == ("b", 7) and made.count(("b", 7)) == 1
+
+
+def other_sizes(ready, monkeypatch):
+    """While anything is compiled, a request of yet another size comes; what was compiled."""
+    made = []
+
+    def compile_one(where, program):
+        made.append(program)
+        assert len(made) < 10 * ready_lib.MOST_USED
+        ready.has(where, (("user", 10_000 + len(made)),))
+
+    monkeypatch.setattr(ready, "_compile", compile_one)
+    return made
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_an_update_ends_whatever_requests_bring_meanwhile(tmp_path, monkeypatch, in_place):
+    """Two rounds of what was used; nor do other models wait for its compiler before they take memory."""
+    content = content_of(0, 33)
+    dense = [export(tmp_path / f"model{n}", content, float(n + 1)) for n in range(2)]
+    model = model_of(folders_of(tmp_path, content), dense_file=dense[0], **TIERS["device"])
+    with open(config_of(model), warm_up=False) as session:
+        for size in (7, 150):
+            session.lookup({name: np.arange(size) for name in DIMS})
+        served = session._models["dlrm"]
+        made, are_held = other_sizes(served.ready, monkeypatch), []
+        compile_one = served.ready._compile
+
+        def seen(where, program):
+            are_held.append(served._memory.locked())
+            compile_one(where, program)
+
+        monkeypatch.setattr(served.ready, "_compile", seen)
+        folders_of(tmp_path / "1", content_of(1, 33))
+        source = {name: tmp_path / "1" / name for name in DIMS}
+        assert session.update(source, dense_file=dense[1], in_place=in_place) == 2
+        assert len(made) == 4  # two sizes, and those that came while these were compiled
+        assert are_held == [False] * 4
+
+
+def test_a_process_may_end_while_something_is_compiled():
+    """Nobody has to close a session for that: Python would kill the process, with the thread in the compiler."""
+    program = """
+import subprocess
+import sys
+import threading
+import jax, jax.numpy as jnp
+from jaxsok.serving.ready import Beside
+
+has_begun = threading.Event()
+
+def compile_some():
+    lowered = [jax.jit(lambda x: jnp.sin(x + number)).lower(jnp.ones(8)) for number in range(40)]
+    has_begun.set()
+    for one in lowered:
+        one.compile()
+
+Beside().offer("some", compile_some)
+assert has_begun.wait(60)
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
+    assert (ended.returncode, ended.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("tier", list(TIERS))
+def test_dense_models_that_went_are_freed(tmp_path, tier):
+    """Those that were served, and those that an update refused."""
+    content = content_of(0, 35)
+    dense = [export(tmp_path / f"model{n}", content, float(n + 1)) for n in range(2)]
+    tables = folders_of(tmp_path, content)
+    model = model_of(tables, max_batch_size=16, dense_file=dense[0], **TIERS[tier])
+    with open(config_of(model), warm_up=False) as session:
+        session.predict(request(3, 1))
+        served, refused = session._models["dlrm"], []
+        first = weakref.ref(served.versions.current.served)
+        real = served.ready._compile
+
+        def refuse(where, program):
+            refused.append(weakref.ref(where[1]))
+            raise MemoryError("injected")
+
+        served.ready._compile = refuse
+        with contextlib.suppress(MemoryError):  # `pytest.raises` would keep what was refused
+            session.update(None, dense_file=dense[1])
+        served.ready._compile = real
+        gc.collect()
+        assert [one() for one in refused] == [None] and first() is not None
+        session.update(None, dense_file=dense[1])
+        for _ in range(5):  # a cache knows the models of the last versions, for predictions that run
+            session.update({"user": tables["user"][0]})
+        gc.collect()
+        assert first() is None
+        assert session.predict(request(3, 1))["scale"].tolist() == [2.0] * 3
+
+
+def test_what_is_compiled_for_a_version_that_went_is_not_remembered(monkeypatch):
+    """Nor more than there may be."""
+    ready = ready_lib.Ready(lambda where, program: ready.keep(["b"]) if program == "last" else None)
+    ready.make("a", "last")
+    ready.make_beside("a", "later")
+    ready.drain()
+    assert not ready._made.get("a")
+    monkeypatch.setattr(ready_lib, "MOST_MADE", 3)
+    for number in range(6):
+        ready.make("b", number)
+        assert ready.has("b", number) and ready.has("b", 0)  # the last ones that were called stay
+    assert [number for number in range(6) if ready.has("b", number)] == [0, 4, 5]
+
+
+def test_who_needs_another_program_waits_for_no_compiler():
+    """Only who needs the same one; it is compiled once, be it asked for beside."""
+    begun, is_quick_done, made = threading.Event(), threading.Event(), []
+
+    def compile_one(where, program):
+        made.append(program)
+        if program == "slow":
+            begun.set()
+            assert is_quick_done.wait(30)
+
+    ready = ready_lib.Ready(compile_one)
+    ready.make_beside("a", "slow")
+    assert begun.wait(30)
+    same = [threading.Thread(target=ready.make, args=("a", "slow")) for _ in range(2)]
+    for thread in same:
+        thread.start()
+    ready.make("a", "quick")
+    is_quick_done.set()
+    for thread in same:
+        thread.join()
+    assert made == ["slow", "quick"] and ready.has("a", "slow")
+
+
+def test_who_waited_for_a_compilation_that_failed_tries_it():
+    begun, may_fail, made = threading.Event(), threading.Event(), []
+
+    def compile_one(where, program):
+        made.append(program)
+        if len(made) == 1:
+            begun.set()
+            assert may_fail.wait(30)
+            raise MemoryError("injected")
+
+    ready = ready_lib.Ready(compile_one)
+    ready.make_beside("a", "one")
+    assert begun.wait(30)
+    other = threading.Thread(target=ready.make, args=("a", "one"))
+    other.start()
+    may_fail.set()
+    other.join()
+    assert made == ["one", "one"] and ready.has("a", "one")
+    with pytest.raises(MemoryError):
+        made.clear()
+        ready.make("a", "another")
+
+
+def test_requests_for_some_tables_take_no_memory_for_the_others(tmp_path, monkeypatch):
+    """The program for all answers only where its rows are not many more; else their own is compiled at once."""
+    monkeypatch.setattr(session_lib, "MOST_EXTRA_BYTES", 128 * 4 * 4)
+    monkeypatch.setattr(session_lib, "MOST_SETS", 2)  # all, and one more
+    content = content_of(0, 37)
+    tables = {**folders_of(tmp_path, content), "item": (write(tmp_path / "item", rows_of(range(9), 4)), 4)}
+    with open(config_of(model_of(tables, max_batch_size=32))) as session:
+        served = session._models["dlrm"]
+
+        def own(*names):
+            keys = {name: np.arange(size) for name in names}
+            answer = session.lookup(keys)
+            for name in names:
+                wanted = rows_of(range(9), 4) if name == "item" else content[name]
+                np.testing.assert_array_equal(answer[name], expected(wanted, keys[name], 0.0, tables[name][1]))
+            made = served.ready._made[served._where(served.versions.current)]
+            return {program for program in made if len(program) < len(tables)}
+
+        size = 7
+        assert own("user", "ad") == set()  # item's rows are as many as may be; theirs is compiled beside
+        served.ready.drain()
+        assert own("user", "ad") == {(("user", 128), ("ad", 128))}
+        size = 200
+        first = {(("user", 128), ("ad", 128)), (("user", 256), ("ad", 256))}
+        assert own("user", "ad") == first
+        assert own("ad", "item") == first | {(("ad", 256),), (("item", 256),)}  # of no set: each table's own
+
+
+def test_a_thread_that_does_not_start(monkeypatch, caplog):
+    """Is logged, and tried again with the next offer; nobody waits for it."""
+    done, beside = [], ready_lib.Beside()
+
+    def refuse(thread):
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        beside.offer("one", lambda: done.append("one"))
+    assert "can't start new thread" in caplog.text and beside._thread is None
+    beside.offer("one", lambda: done.append("one"))
+    beside.drain()
+    assert done == ["one"]
+    beside.close()
+
+
+@pytest.mark.parametrize("tier", ["device", "cache"])
+def test_closing_waits_no_longer_than_it_may(tmp_path, tier):
+    """For what is compiled beside; and begins nothing more, whatever model it is of."""
+    tables = folders_of(tmp_path, content_of(0, 39))
+    models = [model_of(tables, name=name, max_batch_size=16, **TIERS[tier]) for name in "ab"]
+    session, begun, may_end = open(config_of(*models), warm_up=False), [], threading.Event()
+
+    def compile_one(name):
+        begun.append(name)
+        assert may_end.wait(30)
+
+    besides = []
+    for name, served in session._models.items():
+        besides += [served.ready._beside] + ([served.cache._beside] if tier == "cache" else [])
+        for beside in besides[-1:]:
+            beside.offer("now", functools.partial(compile_one, name))
+            beside.offer("later", functools.partial(begun.append, "later"))
+    wait_until(lambda: len(begun) == 2)
+    assert not session.close(timeout_s=0.05)
+    assert all(beside._is_closed for beside in besides)
+    may_end.set()
+    for beside in besides:
+        assert beside.close(30)
+    assert sorted(begun) == ["a", "b"]

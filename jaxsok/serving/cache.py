@@ -530,13 +530,26 @@ class DeviceCache:
         self._background.drain()
         self._beside.drain()
 
-    def close(self) -> None:
-        """Drains, stops the background threads and gives the device memory back. Again: nothing."""
+    def stop_compiling(self) -> None:
+        """Begins to compile nothing more beside lookups; of use before `close`, where other caches are closed too."""
+        self._beside.stop()
+
+    def close(self, timeout_s: float | None = None) -> bool:
+        """Drains, stops the background threads and gives the device memory back. Again: nothing.
+
+        Args:
+          timeout_s: for a program that is compiled beside to be ready, which nothing can cut off; None: any time.
+
+        Returns:
+          Whether it is.
+        """
+        self._beside.stop()
         self._background.close()
-        self._beside.close()
+        has_ended = self._beside.close(timeout_s)
         with self._lock:
             self._stores = ()
             self._swapped.notify_all()
+        return has_ended
 
     def __enter__(self) -> "DeviceCache":
         """Itself."""

@@ -4,10 +4,13 @@ A program is told from others by what a request decides: sizes. Where it is comp
 sizes of its tables (`Form`), its dense model. Who compiles holds up nobody who needs no program.
 """
 
+import atexit
 import collections
+import concurrent.futures
 import functools
 import logging
 import threading
+import weakref
 from collections.abc import Callable, Collection, Hashable
 from typing import Any, Generic, TypeVar
 
@@ -22,6 +25,9 @@ MOST_BESIDE = 256
 
 MOST_USED = 64
 """Programs that an update compiles for the new version, at most: those that were called last."""
+
+MOST_MADE = 4096
+"""Programs of a place that are known to be compiled, at most: those that were called last."""
 
 
 class Beside:
@@ -46,15 +52,23 @@ class Beside:
         self._is_closed = False
 
     def offer(self, name: Hashable, work: Callable[[], None]) -> None:
-        """Has it done once, unless too many wait; what fails is logged, and not tried again."""
+        """Has it done once, unless too many wait, or no thread starts; what fails is logged, and not tried again."""
         with self._changed:
             if self._is_closed or name in self._known or len(self._waiting) >= MOST_BESIDE:
                 return
             self._known.add(name)
             self._waiting.append(work)
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="jaxsok-beside", daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._run, name="jaxsok-beside", daemon=True)
+                try:
+                    thread.start()
+                except RuntimeError as error:  # no more of them may be, or Python ends
+                    _log.warning("no program is compiled beside: %s; larger ones do its work", error)
+                    self._known.discard(name)
+                    self._waiting.pop()
+                    return
+                self._thread = thread
+                _started.add(self)
 
     def forget(self) -> None:
         """All names: they may be offered again. What waits is dropped."""
@@ -67,12 +81,17 @@ class Beside:
         with self._changed:
             self._changed.wait_for(lambda: self._thread is None)
 
-    def close(self) -> None:
-        """Drops what waits, and returns when what runs has ended."""
+    def stop(self) -> None:
+        """Drops what waits, and takes no more; what runs goes on."""
         with self._changed:
             self._is_closed = True
         self.forget()
-        self.drain()
+
+    def close(self, timeout_s: float | None = None) -> bool:
+        """Stops, and waits for what runs, at most so long; whether it has ended."""
+        self.stop()
+        with self._changed:
+            return self._changed.wait_for(lambda: self._thread is None, timeout_s)
 
     def _run(self) -> None:
         while True:
@@ -86,6 +105,22 @@ class Beside:
                 work()
             except Exception:
                 _log.exception("a program could not be compiled; larger ones do its work")
+
+
+_started: "weakref.WeakSet[Beside]" = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    """Python kills the process, if it ends while a thread is in the compiler."""
+    started = list(_started)
+    for one in started:
+        one.stop()
+    for one in started:
+        one.close()
+
+
+_NONE: collections.OrderedDict[Any, None] = collections.OrderedDict()
 
 
 class Ready(Generic[Program]):
@@ -105,9 +140,11 @@ class Ready(Generic[Program]):
     def __init__(self, compile: Callable[[Any, Program], None]) -> None:
         """Of none; `compile(where, program)` makes one, so that calling it compiles nothing."""
         self._compile = compile
-        self._made: dict[Any, set[Program]] = {}
+        self._made: dict[Any, collections.OrderedDict[Program, None]] = {}
+        self._places: Collection[Any] | None = None  # that are remembered; None: any
         self._used: collections.OrderedDict[Program, None] = collections.OrderedDict()
-        self._lock, self._compiling = threading.Lock(), threading.Lock()
+        self._lock = threading.Lock()
+        self._running: dict[tuple[Any, Program], concurrent.futures.Future[bool]] = {}  # whether it is compiled
         self._beside = Beside()
 
     def has(self, where: Any, program: Program) -> bool:
@@ -117,26 +154,43 @@ class Ready(Generic[Program]):
             self._used.move_to_end(program)
             while len(self._used) > MOST_USED:
                 self._used.popitem(last=False)
-            return program in self._made.get(where, ())
+            made = self._made.get(where, _NONE)
+            if program in made:
+                made.move_to_end(program)
+            return program in made
 
     def make(self, where: Any, program: Program) -> None:
-        """Compiles it, unless it is."""
-        if self._is_made(where, program):
-            return
-        with self._compiling:
-            self._make(where, program)
+        """Compiles it, unless it is; or waits for who does."""
+        name = where, program
+        while True:
+            with self._lock:
+                if program in self._made.get(where, _NONE):
+                    return
+                running = self._running.get(name)
+                is_mine = running is None
+                if running is None:
+                    running = self._running[name] = concurrent.futures.Future()
+            if is_mine:
+                self._make(where, program, running)
+                return
+            if running.result():
+                return
 
     def make_beside(self, where: Any, program: Program) -> None:
         """Has it compiled by a thread; nobody waits for that, nor for what it compiles."""
-        self._beside.offer((where, program), functools.partial(self._make, where, program))
+        self._beside.offer((where, program), functools.partial(self.make, where, program))
 
     def drain(self) -> None:
         """Waits for what is compiled beside."""
         self._beside.drain()
 
-    def close(self) -> None:
-        """Compiles nothing beside any more."""
-        self._beside.close()
+    def stop(self) -> None:
+        """Begins to compile nothing more beside."""
+        self._beside.stop()
+
+    def close(self, timeout_s: float | None = None) -> bool:
+        """Stops, and waits for what is compiled beside, at most so long; whether it has ended."""
+        return self._beside.close(timeout_s)
 
     def used(self) -> list[Program]:
         """Those that were called, the last `MOST_USED` of them; the latest last."""
@@ -144,20 +198,26 @@ class Ready(Generic[Program]):
             return list(self._used)
 
     def keep(self, places: Collection[Any]) -> None:
-        """Forgets what is compiled elsewhere: nobody will call it."""
+        """Forgets what is compiled elsewhere, and what will be: nobody will call it."""
         self._beside.forget()
         with self._lock:
-            self._made = {where: made for where, made in self._made.items() if where in places}
+            self._places = tuple(places)
+            self._made = {where: made for where, made in self._made.items() if where in self._places}
 
-    def _make(self, where: Any, program: Program) -> None:
-        if not self._is_made(where, program):
+    def _make(self, where: Any, program: Program, running: "concurrent.futures.Future[bool]") -> None:
+        is_made = False
+        try:
             self._compile(where, program)
+            is_made = True
+        finally:
             with self._lock:
-                self._made.setdefault(where, set()).add(program)
-
-    def _is_made(self, where: Any, program: Program) -> bool:
-        with self._lock:
-            return program in self._made.get(where, ())
+                if is_made and (self._places is None or where in self._places):
+                    made = self._made.setdefault(where, collections.OrderedDict())
+                    made[program] = None
+                    while len(made) > MOST_MADE:
+                        made.popitem(last=False)
+                del self._running[where, program]
+            running.set_result(is_made)
 
 
 class Form:

@@ -159,6 +159,8 @@ class App:
         if watch is not None:
             self._watcher = Watcher(session, watch, interval_s=watch_interval_s, observe=self._count_watched)
         self.is_stopping = False
+        self.is_closed = False
+        """Whether nothing of the session runs any more."""
         self._num_taken, self._held_bytes = 0, 0
         self._batchers: dict[tuple[str, str], Batcher[Any, Any]] = {}
         self._running, self._lock = 0, threading.Lock()
@@ -225,9 +227,11 @@ class App:
         for pool in self._pools:
             pool.shutdown(wait=False, cancel_futures=True)
         self._pools, self._bodies = [], None
+        until = time.monotonic() + self.options.shutdown_s
         has_ended = self._watcher is None or await asyncio.to_thread(self._watcher.stop, self.options.shutdown_s)
         if has_ended and self._running == 0:  # else it is in use, and the process ends anyway
-            await asyncio.to_thread(self.session.close)
+            rest_s = max(0.0, until - time.monotonic())
+            self.is_closed = bool(await asyncio.to_thread(self.session.close, rest_s))
 
     # Around every endpoint -----------------------------------------------------------------------------------------
 

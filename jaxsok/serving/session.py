@@ -12,6 +12,7 @@ import logging
 import math
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -51,7 +52,11 @@ _MET = [COUNTS.index(name) for name in ("num_found", "num_missing")]  # of keys 
 _NO_KEYS = np.zeros(0, np.uint64)
 
 MOST_SETS = 16
-"""Sets of tables that have programs of their own; a request for yet another one looks up all tables of its model."""
+"""Sets of tables that have programs of their own; a request for yet another one looks up all tables of its model, or,
+where that makes too many rows, each of its own by itself."""
+
+MOST_EXTRA_BYTES = 64 << 20
+"""Of rows that nobody asked for: a request for some tables is answered by the program for all, if it makes no more."""
 
 
 class Answer(dict):
@@ -286,12 +291,23 @@ class Session:
             lines += served.report()
         return "\n".join(lines)
 
-    def close(self) -> None:
-        """Gives the memory back. Lookups that run end; later ones are refused."""
+    def close(self, timeout_s: float | None = None) -> bool:
+        """Gives the memory back. Lookups that run end; later ones are refused.
+
+        Args:
+          timeout_s: for programs that are compiled beside, which nothing can cut off, and for a refresh; None: any
+            time. What goes on behind it ends by itself; Python's own end waits for a compiler all the same.
+
+        Returns:
+          Whether all has ended.
+        """
         self._is_closed = True
         models, self._models = self._models, {}
+        until = None if timeout_s is None else time.monotonic() + timeout_s
         for served in models.values():
-            served.close()
+            served.stop()  # all of them before any is waited for
+        have_ended = [served.close(until) for served in models.values()]
+        return all(have_ended)
 
     def _require_open(self, op: str) -> None:
         if self._is_closed:
@@ -307,7 +323,8 @@ class Session:
         return models[model]
 
     def _room(self, device: Any) -> int | None:
-        used = sum(one.num_bytes for one in self._models.values() if one.device == device and one.config.gpucache)
+        mine = [one for one in self._models.values() if one.device == device and one.config.gpucache]
+        used = sum(one.num_bytes + one.held_bytes for one in mine)
         return updates.free_bytes(device, self._memory_limit, used)
 
 
@@ -382,6 +399,7 @@ class _Served:
             dtype: Any = config.row_dtype or source.dtype
             given.append((FrozenTable(table.name, table.dim, default=table.default, dtype=dtype), source))
         self.per_sample = {table.name: table.max_keys_per_sample for table in config.tables}
+        self._dims = {table.name: table.dim for table in config.tables}
         self.workers = threading.BoundedSemaphore(config.num_of_worker_buffer_in_pool)
         served = None
         if config.dense_file:
@@ -418,6 +436,11 @@ class _Served:
     def num_bytes(self) -> int:
         """Of the device."""
         return self.versions.current.tables.num_bytes
+
+    @property
+    def held_bytes(self) -> int:
+        """Of the device, for a version that is not served yet."""
+        return self.versions.held_bytes
 
     @property
     def host_bytes(self) -> int:
@@ -482,7 +505,7 @@ class _Served:
         """What looks up so many keys of some tables: one program, or if they are not fused one for each; compiled.
 
         Where the one for all tables is compiled and that for these alone is not, it does, and the other one is compiled
-        beside. `MOST_SETS` sets of tables get one.
+        beside. `MOST_SETS` sets of tables get one. No program makes `MOST_EXTRA_BYTES` of rows that nobody asked for.
         """
         names = tuple(name for name in self.names if name in num_keys)
         samples = max(-(-num_keys[name] // self.per_sample[name]) for name in names)
@@ -496,13 +519,19 @@ class _Served:
                     self._sets.add(names)
                 is_known = names in self._sets
             programs = [mine if is_known else all_]
-            if is_known and not self.ready.has(where, mine) and self.ready.has(where, all_):
+            if self._row_bytes(all_) - self._row_bytes(mine) > MOST_EXTRA_BYTES:
+                programs = [mine] if is_known else [(size,) for size in mine]
+            elif is_known and not self.ready.has(where, mine) and self.ready.has(where, all_):
                 self.ready.make_beside(where, mine)
                 return [all_]
         for program in programs:
             if not self.ready.has(where, program):
                 self.ready.make(where, program)
         return programs
+
+    def _row_bytes(self, program: _Lookup) -> int:
+        """Of what it gives."""
+        return sum(4 * size * self._dims[name] for name, size in program)
 
     @functools.cached_property
     def levels(self) -> tuple[int, ...]:
@@ -658,6 +687,7 @@ class _Served:
             dense_file=None if dense_file is None else str(dense_file),
             prepare=self._prepare,
             publish=self._publish,
+            settle=lambda now: self.ready.keep([self._where(now)]),
         )
         self.counts.add_update()
         return version.number
@@ -668,17 +698,12 @@ class _Served:
         if where == self._where(old):
             return
         self.ready.keep([self._where(old), where])
-        first, done = self._first_programs(new.served) if self.is_warmed_up else [], set[_Program]()
-        while True:  # requests go on meanwhile, and may use more
-            fitting = (
-                one for one in (*first, *self.ready.used()) if not isinstance(one, _Prediction) or one.fits(new.served)
-            )
-            wanted = [one for one in fitting if one not in done]
-            if not wanted:
-                return
+        wanted = [*(self._first_programs(new.served) if self.is_warmed_up else []), *self.ready.used()]
+        for _ in range(2):  # requests go on meanwhile, and use more: what comes later still, they wait for
             for program in wanted:
-                self.ready.make(where, program)
-            done.update(wanted)
+                if not isinstance(program, _Prediction) or program.fits(new.served):
+                    self.ready.make(where, program)
+            wanted = self.ready.used()
 
     def _publish(self, new: Version, maps: tuple[RowMap, ...], changed: Mapping[str, np.ndarray]) -> None:
         """Nothing: readers take the latest version."""
@@ -720,10 +745,14 @@ class _Served:
             lines.append(f"  dense model of inputs {list(version.served.inputs)}, from {version.dense_file}")
         return lines
 
-    def close(self) -> None:
-        """Nothing is left running."""
+    def stop(self) -> None:
+        """Begins nothing more beside requests."""
         if hasattr(self, "ready"):  # else opening failed
-            self.ready.close()
+            self.ready.stop()
+
+    def close(self, until: float | None = None) -> bool:
+        """Nothing is left running, unless it takes longer than until then; whether that is so."""
+        return not hasattr(self, "ready") or self.ready.close(_rest_s(until))
 
 
 class _Cached(_Served):
@@ -786,6 +815,10 @@ class _Cached(_Served):
     @property
     def num_bytes(self) -> int:
         return self.cache.num_bytes
+
+    @property
+    def held_bytes(self) -> int:
+        return 0  # versions are made on the host
 
     @property
     def host_bytes(self) -> int:
@@ -899,14 +932,19 @@ class _Cached(_Served):
         total = {name: cached[name] for name in ("hits", "misses", "missing", "hit_rate")}
         return {**stats, **total, "cache": cached}
 
-    def close(self) -> None:
-        """Ends the threads of the cache."""
+    def stop(self) -> None:
         self._is_closed.set()
-        if self._clock.is_alive():
-            self._clock.join()
-        super().close()
+        super().stop()
         if hasattr(self, "cache"):  # else it was not made: opening failed
-            self.cache.close()
+            self.cache.stop_compiling()
+
+    def close(self, until: float | None = None) -> bool:
+        """Ends the threads of the cache."""
+        self.stop()
+        if self._clock.is_alive():
+            self._clock.join(_rest_s(until))
+        has_ended = super().close(until) and not self._clock.is_alive()
+        return (not hasattr(self, "cache") or self.cache.close(_rest_s(until))) and has_ended
 
 
 class _Uses:
@@ -976,6 +1014,11 @@ class _Counts:
         names = ("keys", "hits", "missing", "padding")
         total = {name: sum(table[name] for table in tables.values()) for name in names}
         return {**done, **_rates(*(total[name] for name in names)), "tables": tables}
+
+
+def _rest_s(until: float | None) -> float | None:
+    """Seconds until a time of `time.monotonic`; None: any number."""
+    return None if until is None else max(0.0, until - time.monotonic())
 
 
 def _rates(keys: int, hits: int, missing: int, padding: int) -> dict[str, Any]:

@@ -176,7 +176,8 @@ class Versions:
           served: the dense model.
           dense_file: where that came from.
           can_donate: whether rows may be changed where they lie: False if others read them beside `reading`.
-          memory: held while an update takes some of it: a lock of all who share the device; None: nobody else does.
+          memory: held while an update takes some of it, not while it compiles: a lock of all who share the device.
+            None: nobody else does.
 
         Raises:
           ServingError: there is no room.
@@ -209,6 +210,8 @@ class Versions:
             dense_file=dense_file,
         )
         self.num_in_place = 0
+        self.held_bytes = 0
+        """Of the device, that a version takes which is not served yet."""
 
     @property
     def current(self) -> Version:
@@ -235,6 +238,7 @@ class Versions:
         dense_file: str | None = None,
         prepare: Callable[[Version, Version], None] = lambda old, new: None,
         publish: Publish = lambda new, maps, changed: None,
+        settle: Callable[[Version], None] = lambda now: None,
     ) -> Version:
         """Makes the next version and serves it.
 
@@ -246,6 +250,7 @@ class Versions:
           prepare: called with the old and the new version before the new one is served; raises if it cannot be.
           publish: called with the new version when it is whole, the maps of its stores, and the keys of each table that
             changed or went; has those read it who do not by `reading`.
+          settle: called at the end, also of what failed, with the version that is served; no update runs meanwhile.
 
         Raises:
           ServingError: it cannot be done; nothing has changed.
@@ -258,18 +263,20 @@ class Versions:
                 'wanted False or "auto"; only rows on the device are changed where they lie.'
             )
         with self._updating:
-            old = self._current
-            changes = [] if source is None else read_changes(self.name, source, old, self.key_bits)
-            new = dataclasses.replace(
-                old,
-                number=old.number + 1,
-                files={**old.files, **{change.table.name: str(change.source.path) for change in changes}},
-                uuids={**old.uuids, **{change.table.name: change.source.uuid for change in changes}},
-                served=old.served if dense_file is None else served,
-                dense_file=old.dense_file if dense_file is None else dense_file,
-            )
-            with self._memory:
+            try:
+                old = self._current
+                changes = [] if source is None else read_changes(self.name, source, old, self.key_bits)
+                new = dataclasses.replace(
+                    old,
+                    number=old.number + 1,
+                    files={**old.files, **{change.table.name: str(change.source.path) for change in changes}},
+                    uuids={**old.uuids, **{change.table.name: change.source.uuid for change in changes}},
+                    served=old.served if dense_file is None else served,
+                    dense_file=old.dense_file if dense_file is None else dense_file,
+                )
                 return self._updated(old, new, changes, in_place, prepare, publish)
+            finally:
+                settle(self._current)
 
     def _updated(
         self,
@@ -280,26 +287,49 @@ class Versions:
         prepare: Callable[[Version, Version], None],
         publish: Publish,
     ) -> Version:
-        """Makes and serves the next version; nobody else takes memory of the device meanwhile."""
-        plans, is_in_place = self._planned(old.tables, changes, in_place)
+        """Makes and serves the next version."""
         maps = list(self._maps)
-        for plan in plans:
-            maps[plan.store] = plan.row_map
-        new = dataclasses.replace(new, num_rows=_num_rows(old.tables, maps))
-        if is_in_place:
-            self._write_in_place(old, new, plans, prepare)
-            self.num_in_place += 1
-        else:
-            stores = list(old.tables.stores)
+        with self._memory:  # not while programs are compiled, which may take minutes
+            plans, is_in_place = self._planned(old.tables, changes, in_place)
             for plan in plans:
-                stores[plan.store] = plan.copied(stores[plan.store], self.device)
-            new = dataclasses.replace(new, tables=dataclasses.replace(old.tables, stores=tuple(stores)))
-            jax.block_until_ready(new.tables)  # what fails fails here, and no reader waits for it
+                maps[plan.store] = plan.row_map
+            staged = _Staged.of(old.tables, plans) if is_in_place else None
+            if is_in_place:
+                indices = {plan.store: plan.row_map.index(self.device) for plan in plans}
+                tables, held_bytes = _with_indices(old.tables, indices), sum(plan.index_bytes for plan in plans)
+            else:
+                stores = list(old.tables.stores)
+                for plan in plans:
+                    stores[plan.store] = plan.copied(stores[plan.store], self.device)
+                tables = _with_stores(old.tables, stores)
+                held_bytes = sum(plan.bytes_beside(old.tables.stores[plan.store]) for plan in plans)
+            jax.block_until_ready(tables)  # what fails fails here, and no reader waits for it
+            new = dataclasses.replace(new, num_rows=_num_rows(old.tables, maps), tables=tables)
+            self.held_bytes = held_bytes
+        try:
             prepare(old, new)
-            publish(new, tuple(maps), {name: keys for plan in plans for name, keys in plan.changed.items()})
-            self._current = new
+            if staged is not None:
+                staged.make_ready()
+                with self._memory:
+                    self._require_room(max((plan.piece_bytes for plan in plans), default=0))
+                    self._write_in_place(old, new, staged)
+                self.num_in_place += 1
+            else:
+                publish(new, tuple(maps), {name: keys for plan in plans for name, keys in plan.changed.items()})
+                self._current = new
+        finally:
+            self.held_bytes = 0
         self._maps = tuple(maps)
         return self._current
+
+    def _require_room(self, needed: int) -> None:
+        """For a piece of rows: others may have taken memory while programs were compiled."""
+        free = self._room()
+        if free is not None and needed > free:
+            raise ServingError(
+                f'update: model "{self.name}": memory: got {free} bytes free on {self.device}, wanted {needed} for a '
+                "piece of rows to update in place; another model has taken them meanwhile."
+            )
 
     @property
     def maps(self) -> tuple[RowMap, ...]:
@@ -324,7 +354,7 @@ class Versions:
             is_grown = any(plan.row_map.capacity > tables.stores[plan.store].capacity for plan in plans)
             if free is None or beside <= free or not is_grown:
                 break  # else without room to grow further
-        within = sum(64 * plan.row_map.num_buckets for plan in plans) + max((p.piece_bytes for p in plans), default=0)
+        within = sum(plan.index_bytes for plan in plans) + max((p.piece_bytes for p in plans), default=0)
         fits = free is None or beside <= free
         if in_place is False or (in_place == "auto" and (fits or not self._can_donate)):
             if not fits:
@@ -390,30 +420,45 @@ class Versions:
 
     # In place --------------------------------------------------------------------------------------------------------
 
-    def _write_in_place(
-        self, old: Version, new: Version, plans: Sequence["_StorePlan"], prepare: Callable[[Version, Version], None]
-    ) -> None:
-        """Scatters changed rows into the arrays that are served. Rows are made ready before readers are stopped."""
-        staged = [(plan, *piece) for plan in plans for piece in plan.lines()]
-        before = [_lines_at(old.tables.stores[plan.store], row_ids) for plan, row_ids, _, _ in staged]
-        indices = {plan.store: plan.row_map.index(self.device) for plan in plans}
-        jax.block_until_ready(indices)
-        prepare(old, dataclasses.replace(new, tables=_with_indices(old.tables, indices)))
-        for plan, row_ids, _, _ in staged:
-            ready_to_write(old.tables.stores[plan.store], len(row_ids))
+    def _write_in_place(self, old: Version, new: Version, staged: "_Staged") -> None:
+        """Scatters changed rows into the arrays that are served."""
         stores, done = list(old.tables.stores), 0
         with self._gate.writing():
             try:
-                for plan, row_ids, lines, scales in staged:
-                    stores[plan.store] = write_lines(stores[plan.store], row_ids, lines, scales, donate=True)
+                for s, row_ids, lines, scales in staged.after:
+                    stores[s] = write_lines(stores[s], row_ids, lines, scales, donate=True)
                     done += 1
                 jax.block_until_ready([store.rows for store in stores])
             except BaseException:
-                for (plan, row_ids, _, _), was in zip(staged[:done], before[:done], strict=True):
-                    stores[plan.store] = write_lines(stores[plan.store], row_ids, *was, donate=True)
+                for (s, row_ids, _, _), was in zip(staged.after[:done], staged.before[:done], strict=True):
+                    stores[s] = write_lines(stores[s], row_ids, *was, donate=True)
                 self._current = dataclasses.replace(old, tables=_with_stores(old.tables, stores))
                 raise
+            indices = {s: (store.index, store.counters) for s, store in enumerate(new.tables.stores)}
             self._current = dataclasses.replace(new, tables=_with_indices(_with_stores(old.tables, stores), indices))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Staged:
+    """What an update in place writes, on the host, made ready before readers are stopped."""
+
+    stores: Sequence[FrozenStore]
+    """That it writes to."""
+    after: list[tuple[int, np.ndarray, np.ndarray, np.ndarray | None]]
+    """Store, row ids, lines and scales of each piece."""
+    before: list[tuple[np.ndarray, np.ndarray | None]]
+    """Lines and scales as they are."""
+
+    @classmethod
+    def of(cls, tables: FrozenTables, plans: Sequence["_StorePlan"]) -> "_Staged":
+        """The pieces of all plans."""
+        after = [(plan.store, *piece) for plan in plans for piece in plan.lines()]
+        return cls(tables.stores, after, [_lines_at(tables.stores[s], row_ids) for s, row_ids, _, _ in after])
+
+    def make_ready(self) -> None:
+        """Compiles what writes."""
+        for s, row_ids, _, _ in self.after:
+            ready_to_write(self.stores[s], len(row_ids))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -439,11 +484,16 @@ class _StorePlan:
         most = max((change.source.num_rows * change.table.row_bytes for change in self.changes), default=0)
         return 2 * min(PIECE_BYTES, most)  # padded to a power of two
 
+    @property
+    def index_bytes(self) -> int:
+        """Of device memory."""
+        return 64 * self.row_map.num_buckets
+
     def bytes_beside(self, old: FrozenStore) -> int:
         """Of a copy of the store."""
         table = self.changes[0].table
         has_rows = any(change.source.num_rows for change in self.changes) or self.row_map.capacity != old.capacity
-        return (self.row_map.capacity * table.row_bytes + self.piece_bytes) * has_rows + 64 * self.row_map.num_buckets
+        return (self.row_map.capacity * table.row_bytes + self.piece_bytes) * has_rows + self.index_bytes
 
     def lines(self) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray | None]]:
         """The changed rows as they are stored: row ids, lines and scales."""
