@@ -586,7 +586,9 @@ def test_an_open_that_fails_leaves_no_thread(folders, monkeypatch, step):
     before, closed = _threads(), []
     close = cache_lib.DeviceCache.close
     monkeypatch.setattr(cache_lib.DeviceCache, step, fails)
-    monkeypatch.setattr(cache_lib.DeviceCache, "close", lambda self: (closed.append(self), close(self)))
+    monkeypatch.setattr(
+        cache_lib.DeviceCache, "close", lambda self, *rest: (closed.append(self), close(self, *rest))[1]
+    )
     options = {"refresh_interval": 1, "cache_refresh_percentage_per_iteration": 0.5}
     with pytest.raises(RuntimeError, match="out of memory"):
         open(config_of(model_of(folders, **options, **CACHED)))
