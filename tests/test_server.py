@@ -1208,6 +1208,8 @@ def is_closed(address):
         httpx.get(f"{address}/healthz")
     except httpx.ConnectError:
         return True
+    except httpx.TransportError:  # it came in between: in the kernel's queue, and nobody took it from there
+        return False
     return False
 
 
