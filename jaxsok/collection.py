@@ -537,7 +537,8 @@ class Collection(TableOperations):
     def _find_part(self, state: State, plan: Plan) -> tuple[Embeddings, Stats]:
         embeddings, found = lookup_lib.find(self.stores, state, plan, *self._between)
         nonfinite = [jnp.zeros(len(store.tables), jnp.int32) for store in self.stores]
-        return embeddings, self._stats(state, [found], nonfinite, jnp.zeros((), jnp.int32))
+        words = self._words(state, [found], nonfinite, jnp.zeros((), jnp.int32))
+        return embeddings, self._stats(state, words)
 
     def _find_global(self, state: State, plan: Plan) -> tuple[Embeddings, Stats]:
         spec = self.shards.spec
@@ -547,7 +548,8 @@ class Collection(TableOperations):
         self, state: State, plans: Sequence[Plan], gradients: Sequence[Mapping[str, Array]], learning_rate: Any
     ) -> tuple[State, Stats]:
         state, nonfinite, stale = update_lib.update(self.stores, state, plans, gradients, learning_rate, *self._between)
-        return state, self._stats(state, [one.found for one in plans], nonfinite, stale)
+        words = self._words(state, [one.found for one in plans], nonfinite, stale)
+        return state, self._stats(state, words)
 
     def _update_global(
         self, state: State, plans: Sequence[Plan], gradients: Sequence[Mapping[str, Array]], learning_rate: Any
@@ -806,15 +808,8 @@ class Collection(TableOperations):
                 f"{op}: features: got those of a collection with other specs; make them with this one's batch."
             )
 
-    def _stats(
-        self,
-        state: State,
-        found: Sequence[Sequence[Found]],
-        nonfinite: Sequence[Array],
-        stale: Int32[Array, ""],
-    ) -> Stats:
-        """The counts of one step; on a mesh, of all shards: one small all-reduce."""
-        words = self._stats_part(state, found, nonfinite, stale)
+    def _stats(self, state: State, words: Int32[Array, " num_words"]) -> Stats:
+        """The counts of one step, of this shard's words; on a mesh of all shards: one small all-reduce."""
         if self.shards is not None:
             words = lax.psum(words, self.shards.axis)
         stores = [self._locate("stats", table.name)[0] for table in self.tables]
@@ -827,14 +822,14 @@ class Collection(TableOperations):
             num_shards=self.stores[0].num_shards,
         )
 
-    def _stats_part(
+    def _words(
         self,
         state: State,
         found: Sequence[Sequence[Found]],
         nonfinite: Sequence[Array],
         stale: Int32[Array, ""],
     ) -> Int32[Array, " num_words"]:
-        """What one shard adds to the counts."""
+        """What one shard adds to the counts of a step, as Stats hold them."""
         num_shards = self.stores[0].num_shards
         shards, _ = self._between
         place = 0 if shards is None else shards.index()
