@@ -16,7 +16,7 @@ from waiting import wait_until
 
 import jaxsok
 from jaxsok.serving import ready as ready_lib
-from jaxsok.serving import session as session_lib
+from jaxsok.serving import served as served_lib
 from jaxsok.serving.artifact import ArrayInput, BagsInput, KeysInput, export_model
 from jaxsok.serving.frozen import FrozenTable, SizedRecords, freeze_records
 from jaxsok.serving.fused import LookupInput, lookup
@@ -403,8 +403,8 @@ def test_who_waited_for_a_compilation_that_failed_tries_it():
 
 def test_requests_for_some_tables_take_no_memory_for_the_others(tmp_path, monkeypatch):
     """The program for all answers only where its rows are not many more; else their own is compiled at once."""
-    monkeypatch.setattr(session_lib, "MOST_EXTRA_BYTES", 128 * 4 * 4)
-    monkeypatch.setattr(session_lib, "MOST_SETS", 2)  # all, and one more
+    monkeypatch.setattr(served_lib, "MOST_EXTRA_BYTES", 128 * 4 * 4)
+    monkeypatch.setattr(served_lib, "MOST_SETS", 2)  # all, and one more
     content = content_of(0, 37)
     tables = {**folders_of(tmp_path, content), "item": (write(tmp_path / "item", rows_of(range(9), 4)), 4)}
     with open(config_of(model_of(tables, max_batch_size=32))) as session:

@@ -17,7 +17,7 @@ from waiting import wait_until
 import jaxsok
 from jaxsok.interchange.hps import write_hps
 from jaxsok.serving import cache as cache_lib
-from jaxsok.serving import session as session_lib
+from jaxsok.serving import served as served_lib
 from jaxsok.serving import sources
 from jaxsok.serving.artifact import ArrayInput, BagsInput, KeysInput, export_model, load_model
 from jaxsok.serving.errors import (
@@ -30,7 +30,8 @@ from jaxsok.serving.errors import (
 )
 from jaxsok.serving.frozen import FrozenTable, SizedRecords, freeze_records
 from jaxsok.serving.fused import LookupInput, lookup
-from jaxsok.serving.session import Answer, open
+from jaxsok.serving.served import Answer
+from jaxsok.serving.session import open
 
 DIMS = {"user": 4, "item": 4, "ad": 3}
 DEFAULTS = {"user": -1.0, "item": 0.5}
@@ -109,15 +110,15 @@ def test_programs_are_few(folders):
     with open(config_of(model_of(folders, per_sample=3, max_batch_size=100))) as session:
         levels = session._models["dlrm"].levels
         assert levels == (16, 32, 64, 100)
-        num_compiled = session_lib._looked_up._cache_size()
+        num_compiled = served_lib._looked_up._cache_size()
         for size in (0, 1, 47, 48, 49, 190, 300):
             keys = {name: np.arange(size) for name in DIMS}
             np.testing.assert_array_equal(session.lookup(keys)["user"], expected(CONTENT["user"], keys["user"], 0, 4))
-        assert session_lib._looked_up._cache_size() == num_compiled
+        assert served_lib._looked_up._cache_size() == num_compiled
 
 
 def test_sets_of_tables_are_bounded(folders, monkeypatch):
-    monkeypatch.setattr(session_lib, "MOST_SETS", 2)
+    monkeypatch.setattr(served_lib, "MOST_SETS", 2)
     with open(config_of(model_of(folders, defaults=DEFAULTS)), warm_up=False) as session:
         for names in (["user"], ["item"], ["ad"], ["user", "ad"], ["item", "ad"]):
             keys = {name: np.arange(10) for name in names}

@@ -5,7 +5,7 @@ effect*, because jaxsok has nothing that it could set: it is checked, and `Confi
 written. Or it is *refused*, because answers or the place of rows would differ from what was asked for. A key that HPS
 does not know is refused as well, with the nearest name: HPS would ignore it in silence.
 
-Nothing here opens a table or a device: `sources.py` and `session.py` do.
+Nothing here opens a table or a device: `sources.py`, `served.py` and `session.py` do.
 """
 
 import dataclasses
