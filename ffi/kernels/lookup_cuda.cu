@@ -43,14 +43,15 @@ LaunchError LaunchLookup(Stream stream, const StoreView& store, const BatchView&
   JAXSOK_RETURN_IF_LAUNCH(pointers.Fill(embeddings, batch.num_features, store.row_dtype));
   LookupArguments a{store, batch, nullptr, row_ids, counts, InsertWorkspace::Cut(workspace, batch.num_keys)};
   if (statistics != nullptr) a.notes = {statistics->data, clock};
+  const Mode mode = statistics != nullptr ? kModeTrack : kModeInsert;
   // Only ragged features have positions that lie in no bag.
   JAXSOK_RETURN_IF_LAUNCH(
       Prepare(stream, counts, store.num_tables, a.insert.control, row_ids, batch.num_offsets > 0 ? batch.num_keys : 0));
   if (batch.num_tiles == 0 || batch.num_keys == 0) {
     // No keys: bags, if any, are empty.
-    return batch.num_tiles == 0 ? nullptr : Main(stream, kModeInsert, a, pointers);
+    return batch.num_tiles == 0 ? nullptr : Main(stream, mode, a, pointers);
   }
-  JAXSOK_RETURN_IF_LAUNCH(Main(stream, kModeInsert, a, pointers));
+  JAXSOK_RETURN_IF_LAUNCH(Main(stream, mode, a, pointers));
   const StoreSink sink{store, counts, a.notes};
   const TableOfPosition table_of{nullptr, batch.features, batch.num_features, batch.num_keys};
   if (admission != nullptr) {

@@ -13,16 +13,20 @@ enum Mode : int {
   kModeFind = 0,     // probe; absent keys stay absent
   kModeInsert = 1,   // probe; absent keys are left pending, and their bags to the finishing pass
   kModePlanned = 2,  // row ids are given
+  kModeTrack = 3,    // kModeInsert in a store that keeps statistics: the uses of rows are noted
 };
+
+/// Whether keys that are absent are left pending.
+constexpr bool Inserts(int mode) { return mode == kModeInsert || mode == kModeTrack; }
 
 struct LookupArguments {
   StoreView store;
   BatchView batch;
   const uint32_t* given_row_ids;  // kModePlanned
-  uint32_t* row_ids;              // kModeInsert
+  uint32_t* row_ids;              // Inserts
   int32_t* counts;
-  InsertWorkspace insert;  // kModeInsert
-  UseNotes notes{};        // kModeInsert
+  InsertWorkspace insert;  // Inserts
+  UseNotes notes{};        // Inserts; kept with kModeTrack
 };
 
 /// What a lane saw; added up before it leaves the block.
@@ -61,8 +65,8 @@ struct AsyncLines {
 
 /// What the positions of one feature contribute (SumBags), and what became of them.
 ///
-/// Keys that are not there stay absent in this pass. With kModeInsert they are pending: claimed and numbered by the
-/// passes of index_cuda.cuh, their bags left to the finishing one.
+/// Keys that are not there stay absent in this pass. Where the mode inserts they are pending: claimed and numbered by
+/// the passes of index_cuda.cuh, their bags left to the finishing one.
 template <int kMode, typename Row>
 struct LookupSource {
   const LookupArguments& a;
@@ -71,7 +75,7 @@ struct LookupSource {
   AsyncLines* lines;  // of the warp
   uint32_t bucket;    // whose line was asked for last
   LaneCounts counts;
-  UseCache* uses;  // of the block; kModeInsert
+  UseCache* uses;  // of the block; kModeTrack
 
   /// A key; with kModePlanned beside it the row id.
   struct Token {
@@ -104,10 +108,10 @@ struct LookupSource {
     Note(p, found, now);
     return p;
   }
-  __device__ uint32_t Now() const { return kMode == kModeInsert ? a.notes.Now() : 0; }
+  __device__ uint32_t Now() const { return kMode == kModeTrack ? a.notes.Now() : 0; }
   /// Notes the use of a row that was found; those of new rows are noted when they are made, or by the finishing pass.
   __device__ void Note(const Position& p, const ProbeResult& found, uint32_t now) const {
-    if (kMode != kModeInsert || !a.notes.AreKept() || p.kind != kPositionRow) return;
+    if (kMode != kModeTrack || p.kind != kPositionRow) return;
     if (!uses->Put(found.row_id)) a.notes.Add(a.store.starts, found.row_id, 1, now);
   }
   /// A position whose walk has ended at a row, or nowhere.
@@ -116,12 +120,12 @@ struct LookupSource {
     Position p{nullptr, key, kPositionPadding, 1.0f};
     if (key == kPaddingKey) {
       ++counts.padding;
-      if (kMode == kModeInsert) a.row_ids[position] = kNoRow;
+      if (Inserts(kMode)) a.row_ids[position] = kNoRow;
       return p;
     }
     if (f.weights_start >= 0) p.weight = __ldg(a.batch.weights + f.weights_start + at);
     if (found.row_id < a.store.capacity) {
-      if (kMode == kModeInsert) a.row_ids[position] = found.row_id;
+      if (Inserts(kMode)) a.row_ids[position] = found.row_id;
       p.kind = kPositionRow;
       p.pointer = a.store.rows.At<Row>(a.store.starts, found.row_id, a.store.dim);
       ++counts.found;
@@ -129,7 +133,7 @@ struct LookupSource {
       return p;
     }
     ++counts.absent;
-    if (kMode == kModeInsert) {
+    if (Inserts(kMode)) {
       a.row_ids[position] = kPendingRow;
       p.kind = kPositionUnfinished;
     } else {
@@ -163,7 +167,7 @@ __device__ __forceinline__ void CountLoosePositions(const LookupArguments& a, co
   const int64_t num_loose = block < blocks ? first + (f.num_keys - last) : 0;
   for (int64_t i = int64_t{block} * kBlock + threadIdx.x; i < num_loose; i += int64_t{blocks} * kBlock) {
     ++counts.padding;
-    if (kMode == kModeInsert) a.row_ids[f.key_start + (i < first ? i : last + (i - first))] = kNoRow;
+    if (Inserts(kMode)) a.row_ids[f.key_start + (i < first ? i : last + (i - first))] = kNoRow;
   }
 }
 
@@ -187,7 +191,7 @@ __device__ __forceinline__ void FlushCounts(const LookupArguments& a, const Feat
   int32_t* counts = a.counts + f.table * kNumCounts;
   if (sums[0] != 0) atomicAdd(counts + kCountFound, sums[0]);
   if (sums[2] != 0) atomicAdd(counts + kCountPadding, sums[2]);
-  if (kMode == kModeInsert) {
+  if (Inserts(kMode)) {
     // Absent keys are counted when it is known what became of them.
     if (sums[1] != 0) atomicAdd(&a.insert.control->num_pending, static_cast<uint32_t>(sums[1]));
     if (static_cast<uint32_t>(sums[3]) > a.store.counters[kLongestProbe]) {
@@ -198,22 +202,20 @@ __device__ __forceinline__ void FlushCounts(const LookupArguments& a, const Feat
   }
 }
 
-/// The uses that a block notes, in a pass that finds rows for training; nothing in the others. In shared memory.
+/// The uses that a block notes with kModeTrack; nothing in the others. In shared memory.
 template <int kMode>
 struct UseCacheOf {
-  __device__ UseCache* Begin(const UseNotes&) { return nullptr; }
+  __device__ UseCache* Begin() { return nullptr; }
   __device__ void End(const LookupArguments&, uint32_t) {}
 };
 template <>
-struct UseCacheOf<kModeInsert> {
+struct UseCacheOf<kModeTrack> {
   UseCache cache;
-  __device__ UseCache* Begin(const UseNotes& notes) {
-    if (notes.AreKept()) cache.Clear();
+  __device__ UseCache* Begin() {
+    cache.Clear();
     return &cache;
   }
-  __device__ void End(const LookupArguments& a, uint32_t now) {
-    if (a.notes.AreKept()) cache.Flush(a.notes, a.store.starts, now);
-  }
+  __device__ void End(const LookupArguments& a, uint32_t now) { cache.Flush(a.notes, a.store.starts, now); }
 };
 
 /// The bags of a block, all of one feature, and those of a warp in it.
@@ -247,8 +249,8 @@ __global__ void __launch_bounds__(kBlock, BlocksPerMultiprocessor<kVector * kPer
   const Feature& f = b.f;
   if (f.combiner != kCombinerNone) return;
   __shared__ UseCacheOf<kMode> uses;
-  LookupSource<kMode, Row> source{
-      a, f, kMode == kModePlanned ? 0 : SaltOf(a.store.counters), nullptr, 0, {}, uses.Begin(a.notes)};
+  LookupSource<kMode, Row> source{a,  f,           kMode == kModePlanned ? 0 : SaltOf(a.store.counters), nullptr, 0,
+                                  {}, uses.Begin()};
   const uint32_t now = source.Now();
   const int32_t bag = b.first_bag + static_cast<int32_t>(threadIdx.x % kWarp);
   if (b.first_bag < b.last_bag) {
@@ -265,7 +267,7 @@ __global__ void __launch_bounds__(kBlock, BlocksPerMultiprocessor<kVector * kPer
     source.Note(mine, found, now);
     CopyRows<Row, kVector, kPerLane>(mine, b.last_bag - b.first_bag, a.store, OneTable{static_cast<uint32_t>(f.table)},
                                      lanes, embeddings.pointers.data[f.number], embeddings.is_float32, b.first_bag);
-    if (kMode == kModeInsert) {
+    if (Inserts(kMode)) {
       LeaveBag(a.insert, mine.kind == kPositionUnfinished, static_cast<uint32_t>(f.bag_start + bag), a.batch.num_keys);
     }
   }
@@ -293,7 +295,7 @@ __global__ void __launch_bounds__(kBlock, BagBlocksPerMultiprocessor<kVector * k
                                   lines + (kMode == kModePlanned ? 0 : threadIdx.x / kWarp),
                                   0,
                                   {},
-                                  uses.Begin(a.notes)};
+                                  uses.Begin()};
   void* out = embeddings.pointers.data[f.number];
   BagWalk walk(f, a.batch.offsets, b.first_bag, b.last_bag, lanes);
   SumBags<Row, kVector, kPerLane>(
@@ -302,7 +304,7 @@ __global__ void __launch_bounds__(kBlock, BagBlocksPerMultiprocessor<kVector * k
         if (bag >= 0) {
           WriteBag<Row>(f, result, sum, lanes, a.store.dim, out, embeddings.is_float32, bag);
         }
-        if (kMode == kModeInsert) {
+        if (Inserts(kMode)) {
           LeaveBag(a.insert, result.unfinished && static_cast<int>(threadIdx.x) % lanes == 0,
                    static_cast<uint32_t>(f.bag_start + bag), a.batch.num_keys);
         }
@@ -459,6 +461,8 @@ LaunchError LookupOf<Row>::Main(Stream stream, Mode mode, const LookupArguments&
       return DispatchShape(a.store.dim, LaunchMain<Row, kModeFind>{stream, a, embeddings});
     case kModeInsert:
       return DispatchShape(a.store.dim, LaunchMain<Row, kModeInsert>{stream, a, embeddings});
+    case kModeTrack:
+      return DispatchShape(a.store.dim, LaunchMain<Row, kModeTrack>{stream, a, embeddings});
     default:
       return DispatchShape(a.store.dim, LaunchMain<Row, kModePlanned>{stream, a, embeddings});
   }
