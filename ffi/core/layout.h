@@ -211,6 +211,9 @@ struct SlabStarts {
   /// The slab that holds a row id below the capacity.
   JAXSOK_HOST_DEVICE int SlabOf(uint32_t row_id) const {
     int slab = 0;
+#ifdef __CUDA_ARCH__
+#pragma unroll 1  // more than one slab is rare: its code should not be in the way
+#endif
     for (int s = 1; s < num_slabs; ++s) slab += row_id >= start[s] ? 1 : 0;
     return slab;
   }
@@ -223,7 +226,8 @@ struct Slabs {
 
   /// The first element of a row's line of `width` elements.
   JAXSOK_HOST_DEVICE T* At(const SlabStarts& starts, uint32_t row_id, int64_t width) const {
-    const int slab = starts.num_slabs == 1 ? 0 : starts.SlabOf(row_id);
+    if (starts.num_slabs == 1) return data[0] + static_cast<int64_t>(row_id) * width;
+    const int slab = starts.SlabOf(row_id);
     return data[slab] + static_cast<int64_t>(row_id - starts.start[slab]) * width;
   }
 };
@@ -235,7 +239,8 @@ struct RowSlabs {
   /// The first number of a row. `T` stores one: float, BFloat16, Float16, Int8 or Float8E4m3.
   template <typename T>
   JAXSOK_HOST_DEVICE T* At(const SlabStarts& starts, uint32_t row_id, int64_t dim) const {
-    const int slab = starts.num_slabs == 1 ? 0 : starts.SlabOf(row_id);
+    if (starts.num_slabs == 1) return static_cast<T*>(data[0]) + static_cast<int64_t>(row_id) * dim;
+    const int slab = starts.SlabOf(row_id);
     return static_cast<T*>(data[slab]) + static_cast<int64_t>(row_id - starts.start[slab]) * dim;
   }
 };

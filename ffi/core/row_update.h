@@ -25,8 +25,8 @@ constexpr int kChunkLanes = 32;
 // Vectors a lane should hold: what a row costs in instructions beside its bytes is paid once for all of them. Of 1, 2
 // and 4, 2 was the fastest on an H200 (docs/performance.md): W1's step 0.97, 0.89 and 0.92 ms.
 constexpr int kVectorsPerLane = 2;
-// Of single numbers, where the dim is no multiple of 4: so many that a group of lanes has few of them idle.
-constexpr int kSinglesPerLane = 8;
+// Of single numbers, where the dim is no multiple of 4. Of 2, 4 and 8, 4 was the fastest (docs/performance.md).
+constexpr int kSinglesPerLane = 4;
 
 /// How the columns of a row are dealt to lanes: lane l holds the vectors l, l + lanes, l + 2 lanes, ...
 /// of `vector` neighbouring columns.

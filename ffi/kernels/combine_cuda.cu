@@ -100,6 +100,7 @@ struct ApplyWrite {
   template <int kVector, int kPerLane>
   __device__ void Apply(uint32_t row, uint32_t, uint32_t uses, int lane, int lanes, unsigned,
                         Loaded<kVector, kPerLane>&, RowPart<kVector, kPerLane>& gradient) const {
+    if (uses == 0) return;
     gradient.Store(out + int64_t{row} * dim, lane, lanes, dim);
     if (lane == 0) num_uses[row] = static_cast<int32_t>(uses);
   }

@@ -31,6 +31,9 @@ struct ApplyStep {
   static constexpr bool kStepsLongRowsApart = false;
   /// Whether vectors have 16 bytes of such rows, and the random bits of a warp's rows are drawn side by side.
   static constexpr bool kStepsRows16 = !std::is_same_v<Row, float>;
+  /// Where rows come by shared memory (StageOf): what comes with them, lines as wide as they are or a word for each.
+  static constexpr int kNumStagedLines = Step::kRowwise ? 0 : Step::kNumStates;
+  static constexpr bool kStagesWords = Step::kRowwise;
   /// Lines as wide as a row that a step holds.
   static constexpr int kNumLines = 1 + (Step::kRowwise ? 0 : Step::kNumStates);
 
@@ -43,6 +46,7 @@ struct ApplyStep {
   const float* hyper;
   int32_t row_gradient;
   int32_t* num_nonfinite;
+  float inverse_dim;  // 1 / dim where that is a power of two, and so exactly as good as a division by dim; else 0
 
   template <int kVector, int kPerLane>
   struct Loaded {
@@ -78,24 +82,63 @@ struct ApplyStep {
     loaded.bits = bits;
   }
 
-  /// `mask`: the lanes of the group, which call it together.
-  template <int kVector, int kPerLane>
-  __device__ void Apply(uint32_t row, uint32_t, uint32_t num_uses, int lane, int lanes, unsigned mask,
-                        Loaded<kVector, kPerLane>& loaded, RowPart<kVector, kPerLane>& gradient) const {
-    if (row_gradient != kRowGradientSum) gradient.Scale(RowGradientScale(row_gradient, num_uses));
-    float zero = 0.0f;  // NaN once a gradient is infinite or NaN
-    float squares = 0.0f;
+  /// Begins to read the same into a stage,
+  template <typename Stage>
+  __device__ void Ask(uint32_t row, const Stage& stage, int lane, int lanes) const {
+    Stage::Rows::Ask(stage.rows, store.rows.At<Row>(store.starts, row, store.dim), lane, lanes, store.dim);
+    if constexpr (Step::kRowwise) {
+      if (lane == 0) __pipeline_memcpy_async(stage.WordOf(lanes), states[0].At(store.starts, row, 1), sizeof(float));
+    } else {
 #pragma unroll
-    for (int k = 0; k < kPerLane; ++k) {
-      if ((lane + k * lanes) * kVector >= store.dim) continue;
-#pragma unroll
-      for (int i = 0; i < kVector; ++i) {
-        const float g = gradient.part[k].v[i];
-        zero = __fmaf_rn(g, 0.0f, zero);
-        if constexpr (Step::kRowwise) squares = squares + g * g;
+      for (int s = 0; s < Step::kNumStates; ++s) {
+        Stage::States::Ask(stage.StateLines(s), states[s].At(store.starts, row, store.dim), lane, lanes, store.dim);
       }
     }
-    if (!__all_sync(mask, zero == 0.0f)) {
+  }
+  /// and takes it from there.
+  template <typename Stage, int kVector, int kPerLane>
+  __device__ void Take(const Stage& stage, RowRounding bits, int lanes, Loaded<kVector, kPerLane>& loaded) const {
+    Stage::Rows::Take(stage.rows, loaded.row);
+    if constexpr (Step::kRowwise) {
+      loaded.rowwise = *stage.WordOf(lanes);
+    } else {
+#pragma unroll
+      for (int s = 0; s < Step::kNumStates; ++s) {
+        PackedPart<float, kVector, kPerLane> state;
+        Stage::States::Take(stage.StateLines(s), state);
+        (s == 0 ? loaded.state0 : loaded.state1) = state.Widened();
+      }
+    }
+    loaded.bits = bits;
+  }
+
+  /// `callers`: the lanes that call it together, whole groups of `lanes`. A group without a row has no uses.
+  template <int kVector, int kPerLane>
+  __device__ void Apply(uint32_t row, uint32_t, uint32_t num_uses, int lane, int lanes, unsigned callers,
+                        Loaded<kVector, kPerLane>& loaded, RowPart<kVector, kPerLane>& gradient) const {
+    if (row_gradient != kRowGradientSum) gradient.Scale(RowGradientScale(row_gradient, num_uses));
+    float words[kNumHyper];
+#pragma unroll
+    for (int i = 0; i < kNumHyper; ++i) words[i] = __ldg(hyper + i);
+    float squares = 0.0f;  // of the whole row in the end
+    if constexpr (Step::kRowwise) {
+#pragma unroll
+      for (int k = 0; k < kPerLane; ++k) {
+        if ((lane + k * lanes) * kVector >= store.dim) continue;
+#pragma unroll
+        for (int i = 0; i < kVector; ++i) squares = squares + gradient.part[k].v[i] * gradient.part[k].v[i];
+      }
+#pragma unroll
+      for (int offset = kWarp / 2; offset >= 1; offset /= 2) {
+        if (offset < lanes) squares = squares + __shfl_xor_sync(callers, squares, offset);
+      }
+    }
+    // True only where all numbers of the row are finite; a sum of squares may be infinite without.
+    const bool is_surely_finite =
+        Step::kRowwise ? squares < __int_as_float(0x7f800000) : __all_sync(callers, HasFinite(gradient, lane, lanes));
+    if (num_uses == 0) return;
+    const unsigned group_mask = GroupMask(lanes, static_cast<int>(threadIdx.x % kWarp) - lane);
+    if (!is_surely_finite && !__all_sync(group_mask, HasFinite(gradient, lane, lanes))) {
       if (lane == 0) {
         const uint32_t table = store.records.At(store.starts, row, 1)->table;
         if (table < static_cast<uint32_t>(store.num_tables)) atomicAdd(num_nonfinite + table, 1);
@@ -103,14 +146,9 @@ struct ApplyStep {
       return;
     }
     RowPart<kVector, kPerLane> stepped = loaded.row.Widened();
-    float words[kNumHyper];
-#pragma unroll
-    for (int i = 0; i < kNumHyper; ++i) words[i] = __ldg(hyper + i);
     if constexpr (Step::kRowwise) {
-      for (int offset = lanes / 2; offset >= 1; offset /= 2) {
-        squares = squares + __shfl_xor_sync(mask, squares, offset);
-      }
-      const float accumulator = loaded.rowwise + squares / static_cast<float>(store.dim);
+      const float mean = inverse_dim != 0.0f ? squares * inverse_dim : squares / static_cast<float>(store.dim);
+      const float accumulator = loaded.rowwise + mean;
       const float scale = Step::Scale(words, accumulator);
 #pragma unroll
       for (int k = 0; k < kPerLane; ++k) {
@@ -145,6 +183,20 @@ struct ApplyStep {
       }
     }
     stepped.Store(to, lane, lanes, store.dim);
+  }
+
+ private:
+  /// Whether the columns that the calling lane holds are neither infinite nor NaN.
+  template <int kVector, int kPerLane>
+  __device__ bool HasFinite(const RowPart<kVector, kPerLane>& gradient, int lane, int lanes) const {
+    float zero = 0.0f;  // NaN once a number is infinite or NaN
+#pragma unroll
+    for (int k = 0; k < kPerLane; ++k) {
+      if ((lane + k * lanes) * kVector >= store.dim) continue;
+#pragma unroll
+      for (int i = 0; i < kVector; ++i) zero = __fmaf_rn(gradient.part[k].v[i], 0.0f, zero);
+    }
+    return zero == 0.0f;
   }
 };
 
@@ -186,6 +238,7 @@ LaunchError LaunchStepAs(Stream stream, const StoreView& store, const UpdateArgu
   apply.hyper = a.hyper;
   apply.row_gradient = a.spec.row_gradient;
   apply.num_nonfinite = a.num_nonfinite;
+  apply.inverse_dim = (store.dim & (store.dim - 1)) == 0 ? 1.0f / static_cast<float>(store.dim) : 0.0f;
   const LaneShape shape = std::is_same_v<Row, float> ? LaneShape::Of(store.dim) : LaneShape::OfRows16(store.dim);
   return LaunchUses(stream, apply, gradients, a.batch, w, store.dim, store.dim * a.gradient_bytes, end_bit, shape,
                     {kBlock, 0});

@@ -319,10 +319,12 @@ struct ApplyProgram {
     __pipeline_commit();
   }
 
-  /// `position`: of a use of the row. `mask`: the lanes of the group, which call it together.
+  /// `position`: of a use of the row. A group without a row has no uses; the others step together, if they came so.
   template <int kVector, int kPerLane>
-  __device__ void Apply(uint32_t row, uint32_t position, uint32_t uses, int lane, int lanes, unsigned mask,
+  __device__ void Apply(uint32_t row, uint32_t position, uint32_t uses, int lane, int lanes, unsigned,
                         Loaded<kVector, kPerLane>&, RowPart<kVector, kPerLane>& gradient) const {
+    if (uses == 0) return;
+    const unsigned mask = GroupMask(lanes, static_cast<int>(threadIdx.x % kWarp) - lane);
     if (row_gradient != kRowGradientSum) gradient.Scale(RowGradientScale(row_gradient, uses));
     const LaneMemory<kVector> memory = LaneMemory<kVector>::Of();
     float zero = 0.0f;  // NaN once a gradient is infinite or NaN

@@ -4,8 +4,8 @@
 //   list   each position says which row it used, and by which factor of its bag's gradient (plain sums of bags of
 //          one length need none)
 //   sort   (row, position), stable: a row's uses stand together, by position
-//   sum    a warp takes 32 sorted uses. Rows with at most 32 uses are summed and applied at once; of longer rows
-//          every 32 uses give a partial sum, and the row is put into a list
+//   sum    a warp takes 32 sorted uses. Rows with at most 32 uses are summed and applied at once, a turn of the warp's
+//          groups of lanes at a time; of longer rows every 32 uses give a partial sum, and the row is put into a list
 //   hot    of a row with very many partial sums: a block adds those of one lane (kChunkLanes)
 //   long   a group of lanes, or where there are many partial sums a block, takes one row of that list
 #ifndef JAXSOK_KERNELS_USES_CUDA_CUH_
@@ -13,10 +13,10 @@
 
 #include <cuda_pipeline_primitives.h>
 
-#include <cub/device/device_radix_sort.cuh>
 #include <type_traits>
 
 #include "bags_cuda.cuh"
+#include "sort_cuda.h"
 #include "update.h"
 
 namespace jaxsok {
@@ -48,6 +48,8 @@ struct UsesWorkspace {
   float* partials;     // [2 * (num_keys / 32 + 1), dim]
   void* sort_storage;
   size_t sort_bytes;
+
+  PairsToSort Pairs(int64_t num_keys) const { return {rows, positions, sorted_rows, sorted_positions, num_keys}; }
 };
 
 inline LaunchError CutUses(void* workspace, int64_t num_keys, int32_t dim, int end_bit, UsesWorkspace* w) {
@@ -63,8 +65,7 @@ inline LaunchError CutUses(void* workspace, int64_t num_keys, int32_t dim, int e
   w->hot_rows = cutter.Take<LongRow>(num_chunks / kManyChunks + 1);
   w->partials = cutter.Take<float>(2 * num_chunks * dim);
   w->sort_storage = cutter.Rest();
-  JAXSOK_RETURN_IF_CUDA(cub::DeviceRadixSort::SortPairs(nullptr, w->sort_bytes, w->rows, w->sorted_rows, w->positions,
-                                                        w->sorted_positions, static_cast<int>(num_keys), 0, end_bit));
+  JAXSOK_RETURN_IF_LAUNCH(SortPairs(nullptr, w->Pairs(num_keys), end_bit, nullptr, &w->sort_bytes));
   if (cutter.used() + static_cast<int64_t>(w->sort_bytes) > UpdateWorkspaceBytes(num_keys, dim)) {
     return "workspace is smaller than its bound";
   }
@@ -246,6 +247,45 @@ struct WarpUses {
   }
 };
 
+/// Lines of `dim` numbers, one for each group of a block, on their way to shared memory: what a turn of SumUsesKernel
+/// needs is asked for while the turn before it is at work, and no register waits for it. Lanes take what they copied.
+template <typename Number, int kVector, int kPerLane>
+struct StagedLines {
+  using Type = typename Packed<Number, kVector>::Type;
+  static constexpr int kVectorParts = static_cast<int>(sizeof(Type) / 16);
+  static_assert(sizeof(Type) % 16 == 0, "lanes copy 16 bytes at a time");
+  static constexpr int kBytes = kBlock * kPerLane * static_cast<int>(sizeof(Type));  // of a block
+
+  /// Begins to copy the line of the calling lane's group.
+  __device__ static void Ask(char* lines, const Number* from, int lane, int lanes, int dim) {
+#pragma unroll
+    for (int k = 0; k < kPerLane; ++k) {
+      const int column = (lane + k * lanes) * kVector;
+      if (column >= dim) continue;
+#pragma unroll
+      for (int j = 0; j < kVectorParts; ++j) {
+        __pipeline_memcpy_async(PartAt(lines, k * kVectorParts + j),
+                                reinterpret_cast<const char*>(from + column) + j * 16, 16);
+      }
+    }
+  }
+  /// What the calling lane holds of the line, which has arrived.
+  __device__ static void Take(char* lines, PackedPart<Number, kVector, kPerLane>& part) {
+#pragma unroll
+    for (int k = 0; k < kPerLane; ++k) {
+      float4 parts[kVectorParts];
+#pragma unroll
+      for (int j = 0; j < kVectorParts; ++j) {
+        parts[j] = *reinterpret_cast<const float4*>(PartAt(lines, k * kVectorParts + j));
+      }
+      memcpy(&part.part[k], parts, sizeof(Type));
+    }
+  }
+
+ private:
+  __device__ static char* PartAt(char* lines, int part) { return lines + (part * kBlock + threadIdx.x) * 16; }
+};
+
 /// Blocks of kBlock threads that should fit a multiprocessor while gradients are summed: a step that holds more than
 /// the row itself, or makes numbers of 16 bits, wants registers.
 template <typename Apply, int kFloats>
@@ -254,6 +294,38 @@ constexpr int SumBlocksPerMultiprocessor() {
          : kFloats <= 8 && Apply::kNumLines > 1 ? 3
                                                 : BlocksPerMultiprocessor<kFloats>();
 }
+
+/// What a turn of SumUsesKernel has copied to shared memory: the first gradient of each group's row, the row, and its
+/// optimizer state. While one is used those of the turns after it are filled.
+///
+/// Of rows of 16 bits alone, which are too few bytes to keep memory at work. It lost where rows are float32.
+template <typename Apply, int kVector, int kPerLane>
+struct StageOf {
+  static constexpr bool kIsUsed = Apply::kStepsRows16 && kVector == 8 && kPerLane == 1;
+  /// One more where lanes wait for each other's squares: then a warp has less under way. It lost 1% elsewhere.
+  static constexpr int kCount = Apply::kStagesWords ? 3 : 2;
+  using Row = typename Apply::Row;
+  using Gradient = std::conditional_t<Apply::kHasRowGradients, Row, float>;
+  using Gradients = StagedLines<Gradient, kVector, kPerLane>;
+  using Rows = StagedLines<Row, kVector, kPerLane>;
+  using States = StagedLines<float, kVector, kPerLane>;
+
+  char* gradients;
+  char* rows;
+  char* states;  // lines, or a word for each group
+
+  __host__ __device__ static constexpr int Bytes() {
+    return Gradients::kBytes + Rows::kBytes + Apply::kNumStagedLines * States::kBytes +
+           (Apply::kStagesWords ? kBlock * static_cast<int>(sizeof(float)) : 0);
+  }
+  __device__ static StageOf At(char* stages, int number) {
+    char* begin = stages + number * Bytes();
+    return {begin, begin + Gradients::kBytes, begin + Gradients::kBytes + Rows::kBytes};
+  }
+  __device__ char* StateLines(int state) const { return states + state * States::kBytes; }
+  /// The word of the calling lane's group.
+  __device__ float* WordOf(int lanes) const { return reinterpret_cast<float*>(states) + GroupsOf(threadIdx.x, lanes); }
+};
 
 // One warp, 32 sorted uses. A chunk begins where a row begins, and every 32 uses after that; the warp that holds
 // its first use sums it, reading up to 31 uses of the next warp. Chunks of one run are taken by a group of lanes each;
@@ -303,8 +375,12 @@ __global__ void __launch_bounds__(kBlock, SumBlocksPerMultiprocessor<Apply, kVec
   const bool is_short = rank == 0 && length <= kUsesPerRun;
   const unsigned shorts = __ballot_sync(~0u, is_start && is_short);
   unsigned longs = __ballot_sync(~0u, is_start && !is_short);
+  // Rows of one use first: groups that work side by side have about as much to add.
+  const unsigned singles = __ballot_sync(~0u, is_start && is_short && length == 1);
   if (is_start && is_short) {
-    uses.short_starts[__popc(shorts & ((1u << warp_lane) - 1))] = static_cast<uint8_t>(warp_lane);
+    const unsigned lower = (1u << warp_lane) - 1;
+    const int place = length == 1 ? __popc(singles & lower) : __popc(singles) + __popc(shorts & ~singles & lower);
+    uses.short_starts[place] = static_cast<uint8_t>(warp_lane);
   }
   float factor = 1.0f, later_factor = 1.0f;
   if (row != kNoRow) uses.gradients[warp_lane] = view.GradientOf(gradients, position, &factor);
@@ -326,21 +402,88 @@ __global__ void __launch_bounds__(kBlock, SumBlocksPerMultiprocessor<Apply, kVec
   const bool has_factors = __any_sync(~0u, factor != 1.0f || later_factor != 1.0f);
   __syncwarp();
 
-  const int lane = warp_lane % lanes, group = warp_lane / lanes, groups = kWarp / lanes;
+  // `lanes` is a power of two: no division, whose result would wait in memory for registers.
+  const int lane_bits = __ffs(lanes) - 1;
+  const int lane = warp_lane & (lanes - 1), group = warp_lane >> lane_bits, groups = kWarp >> lane_bits;
   const unsigned mask = GroupMask(lanes, warp_lane - lane);
   const int num_shorts = __popc(shorts);
-  for (int turn = group; turn < num_shorts; turn += groups) {
-    const int start = uses.short_starts[turn];
-    const uint32_t chunk_row = uses.rows[start];
-    const int count = uses.lengths[start];
-    // The row is asked for before the first gradient is waited for.
-    typename Apply::template Loaded<kVector, kPerLane> loaded;
-    RowPart<kVector, kPerLane> sum;
-    uses.template Load<Apply>(start, view, lane, lanes, sum);
-    apply.Load(chunk_row, rounding_of(start), lane, lanes, loaded);
+  // To the first gradient of a row without its factor.
+  const auto add_others = [&](int start, int count, RowPart<kVector, kPerLane>& sum) {
     if (has_factors) sum.Scale(uses.factors[start]);
     uses.template Add<Apply>(start + 1, count - 1, has_factors, view, lane, lanes, sum);
-    apply.Apply(chunk_row, uses.positions[start], static_cast<uint32_t>(count), lane, lanes, mask, loaded, sum);
+  };
+  // The groups take their turns together: the shuffles of a whole warp are cheap, those of a part of it are not, and a
+  // step's instructions are issued once for all of them.
+  using Stage = StageOf<Apply, kVector, kPerLane>;
+  if constexpr (Stage::kIsUsed) {
+    extern __shared__ float4 shared_stages[];
+    int filled = 0, used = 0;  // the stages of the turn that is asked for, and of that at work
+    const auto next_stage = [&](int& number) {
+      const Stage stage = Stage::At(reinterpret_cast<char*>(shared_stages), number);
+      number = number + 1 == Stage::kCount ? 0 : number + 1;
+      return stage;
+    };
+    constexpr int kAhead = Stage::kCount - 1;
+    for (int first_turn = -kAhead * groups; first_turn < num_shorts; first_turn += groups) {
+      const int turn = first_turn + group, later_turn = turn + kAhead * groups;
+      const Stage later = next_stage(filled);
+      if (later_turn < num_shorts) {
+        const int start = uses.short_starts[later_turn];
+        Stage::Gradients::Ask(later.gradients, static_cast<const typename Stage::Gradient*>(uses.gradients[start]),
+                              lane, lanes, view.dim);
+        apply.Ask(uses.rows[start], later, lane, lanes);
+      }
+      __pipeline_commit();
+      if (first_turn < 0) continue;
+      __pipeline_wait_prior(kAhead);
+      __syncwarp();
+      const Stage stage = next_stage(used);
+      const bool has_row = turn < num_shorts;
+      const int start = has_row ? uses.short_starts[turn] : 0;
+      const int count = has_row ? uses.lengths[start] : 0;
+      typename Apply::template Loaded<kVector, kPerLane> loaded;
+      RowPart<kVector, kPerLane> sum;
+      sum.Fill(0.0f);
+      if (has_row) {
+        PackedPart<typename Stage::Gradient, kVector, kPerLane> first_gradient;
+        Stage::Gradients::Take(stage.gradients, first_gradient);
+        sum = first_gradient.Widened();
+        add_others(start, count, sum);
+        apply.Take(stage, rounding_of(start), lanes, loaded);
+      }
+      __syncwarp();
+      apply.Apply(uses.rows[start], uses.positions[start], static_cast<uint32_t>(count), lane, lanes, ~0u, loaded, sum);
+    }
+  } else {
+    // Narrow rows: several a turn, but no more than four, whose code stands one after the other.
+    constexpr int kFloats = kVector * kPerLane;
+    constexpr int kFlight = Apply::kStepsLongRowsApart ? 1 : RowsInFlight<8, kFloats == 1 ? 2 : kFloats>();
+    for (int first_turn = 0; first_turn < num_shorts; first_turn += groups * kFlight) {
+      typename Apply::template Loaded<kVector, kPerLane> loaded[kFlight];
+      RowPart<kVector, kPerLane> sums[kFlight];
+#pragma unroll
+      for (int i = 0; i < kFlight; ++i) {
+        const int turn = first_turn + i * groups + group;
+        sums[i].Fill(0.0f);
+        if (turn >= num_shorts) continue;
+        // The row is asked for before the first gradient is waited for.
+        const int start = uses.short_starts[turn];
+        uses.template Load<Apply>(start, view, lane, lanes, sums[i]);
+        apply.Load(uses.rows[start], rounding_of(start), lane, lanes, loaded[i]);
+      }
+#pragma unroll
+      for (int i = 0; i < kFlight; ++i) {
+        if (first_turn + i * groups >= num_shorts) continue;
+        const int turn = first_turn + i * groups + group;
+        const bool has_row = turn < num_shorts;
+        const int start = has_row ? uses.short_starts[turn] : 0;
+        const int count = has_row ? uses.lengths[start] : 0;
+        if (has_row) add_others(start, count, sums[i]);
+        __syncwarp();
+        apply.Apply(uses.rows[start], uses.positions[start], static_cast<uint32_t>(count), lane, lanes, ~0u, loaded[i],
+                    sums[i]);
+      }
+    }
   }
   __syncwarp();
 
@@ -608,8 +751,11 @@ struct LaunchSums {
     const unsigned blocks = static_cast<unsigned>(CeilDiv<int64_t>(num_keys, block.threads));
     const uint32_t n = static_cast<uint32_t>(num_keys);
     const auto sum = SumUsesKernel<Apply, kVector, kPerLane>;
-    JAXSOK_RETURN_IF_LAUNCH(AllowShared(sum, block.shared_bytes));
-    sum<<<blocks, block.threads, block.shared_bytes, stream>>>(apply, gradients, view, w, n, lanes);
+    using Stage = StageOf<Apply, kVector, kPerLane>;
+    int shared_bytes = block.shared_bytes;
+    if constexpr (Stage::kIsUsed) shared_bytes = Stage::kCount * Stage::Bytes();
+    JAXSOK_RETURN_IF_LAUNCH(AllowShared(sum, shared_bytes));
+    sum<<<blocks, block.threads, shared_bytes, stream>>>(apply, gradients, view, w, n, lanes);
     JAXSOK_RETURN_IF_CUDA(cudaGetLastError());
     if (num_keys > int64_t{kManyChunks} * kUsesPerChunk) {
       SumHotKernel<4096><<<kMultiprocessors * 4, kBlock, 0, stream>>>(w, view.dim);
@@ -633,9 +779,7 @@ template <typename Apply>
 inline LaunchError LaunchUses(Stream stream, const Apply& apply, const FeaturePointers<const void>& gradients,
                               const BatchView& batch, UsesWorkspace& w, int32_t dim, int32_t line_bytes, int end_bit,
                               LaneShape shape, BlockShape block) {
-  const int n = static_cast<int>(batch.num_keys);
-  JAXSOK_RETURN_IF_CUDA(cub::DeviceRadixSort::SortPairs(w.sort_storage, w.sort_bytes, w.rows, w.sorted_rows,
-                                                        w.positions, w.sorted_positions, n, 0, end_bit, stream));
+  JAXSOK_RETURN_IF_LAUNCH(SortPairs(stream, w.Pairs(batch.num_keys), end_bit, w.sort_storage, &w.sort_bytes));
   const UseView view{batch.features, batch.num_features, w.factors, dim, line_bytes, batch.num_keys};
   const LaunchSums<Apply> sums{stream, apply, gradients, view, w, batch.num_keys, block};
   if constexpr (Apply::kStepsRows16) {
