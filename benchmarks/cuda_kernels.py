@@ -1,6 +1,7 @@
 """Plain CUDA kernels, run by CuPy where it is installed: the limits as no framework slows them down.
 
-Each does one thing and nothing else: gather rows, read-modify-write rows, read one line a key, and nothing at all.
+Each does one thing and nothing else: gather rows, read-modify-write rows, read one line a key, a line and then the
+row that it names, and nothing at all.
 Fed by `limits.py` and `bench_small.py`. Not here: which of several ways is the limit.
 """
 
@@ -72,6 +73,29 @@ extern "C" __global__ void Probe(const float4* lines, const int* rows, float* ou
   out[i] = a.x + b.x + c.x + d.x;
 }
 
+// A warp, 32 keys: each lane reads the line of its key, then all copy the rows, a 16-byte piece a lane at a time. Lines
+// are zeros; that a row's number waits for its line is what counts.
+extern "C" __global__ void LineAndGather(const int4* lines, const float4* table, const int* rows, float4* out,
+                                         long long num_keys, long long num_lines, int pieces) {
+  const int lane = threadIdx.x % 32;
+  const long long first = blockIdx.x * static_cast<long long>(blockDim.x) + threadIdx.x - lane;
+  int row = 0;
+  if (first + lane < num_keys) {
+    row = rows[first + lane];
+    const unsigned int spread = row * 0x9E3779B1u;
+    const int4* line = lines + (static_cast<unsigned long long>(spread) * num_lines >> 32) * 4;
+    const int4 a = line[0], b = line[1], c = line[2], d = line[3];
+    row += a.x + b.x + c.x + d.x;
+  }
+#pragma unroll 8
+  for (int i = 0; i < pieces; ++i) {
+    const int at = i * 32 + lane;
+    const int from = at / pieces;
+    const long long piece = __shfl_sync(~0u, row, from) * static_cast<long long>(pieces) + at % pieces;
+    if (first + from < num_keys) __stcs(out + first * pieces + at, table[piece]);
+  }
+}
+
 // What a launch costs when there is nothing to do.
 extern "C" __global__ void Nothing() {}
 """
@@ -88,6 +112,7 @@ class CudaKernels:
         self._gather = cupy.RawKernel(_CUDA_SOURCE, "Gather")
         self._read_modify_write = cupy.RawKernel(_CUDA_SOURCE, "ReadModifyWrite")
         self._probe = cupy.RawKernel(_CUDA_SOURCE, "Probe")
+        self._line_and_gather = cupy.RawKernel(_CUDA_SOURCE, "LineAndGather")
         self._nothing = cupy.RawKernel(_CUDA_SOURCE, "Nothing")
 
     def gather(self, table: jax.Array, row_sets: Sequence[jax.Array], protocol: Protocol) -> Timing:
@@ -128,6 +153,25 @@ class CudaKernels:
             return (*self._pointers(lines, rows, out), *self._integers(num_keys))
 
         return self._time(self._probe, num_keys, lines, row_sets, out, arguments, protocol)
+
+    def line_and_gather(
+        self, lines: jax.Array, table: jax.Array, row_sets: Sequence[jax.Array], protocol: Protocol
+    ) -> Timing:
+        """Rows [num_keys] of a table, each read after a line of 64 bytes; checked against the table."""
+        num_keys = row_sets[0].shape[0]
+        pieces = table.shape[1] // 4
+        out = jnp.full((num_keys, table.shape[1]), jnp.nan, jnp.float32)
+
+        def arguments(rows):
+            sizes = (*self._integers(num_keys, lines.shape[0]), *self._small(pieces))
+            return (*self._pointers(lines, table, rows, out), *sizes)
+
+        timing = self._time(self._line_and_gather, num_keys, (lines, table), row_sets, out, arguments, protocol)
+        self._line_and_gather((self._blocks(num_keys),), (_BLOCK,), arguments(row_sets[0]))
+        self._cupy.cuda.Device().synchronize()
+        if not bool((out[-1000:] == table[row_sets[0][-1000:]]).all()):
+            raise RuntimeError("limits: the CUDA kernel copied other rows than XLA; its time would mean nothing.")
+        return timing
 
     def nothing(self, num_kernels: int, protocol: Protocol) -> Timing:
         """So many kernels that do nothing, one after the other, replayed as a CUDA graph: the floor of a program."""
