@@ -5,7 +5,7 @@ Workload: W5 (bags of 20), rows of the distinct keys given.
 Limit:    combine: the bare gather with the bags added up. Transpose: its bytes over the bandwidth of a copy (gradients
           of the bags in, once, and of the rows out); grouping is not counted.
 Command:  `python -m jaxsok bench --only combine --workloads W5`
-Last result: docs/performance.md (H200, commit a5cb355).
+Last result: docs/performance.md (H200, commit 7db9096).
 """
 
 import jax

@@ -8,7 +8,7 @@ Workload: one table under rowwise Adagrad, least recently used, last steps sprea
 Limit:    bytes of `select_bytes` and `release_bytes` at the bandwidth of a copy: each array that has to be looked at
           once.
 Command:  `python -m jaxsok bench --only evict`
-Last result: docs/performance.md (H200, commit 248f2e9).
+Last result: docs/performance.md (H200, commit 7db9096).
 """
 
 import dataclasses

@@ -4,7 +4,7 @@ Question: what does inserting itself cost, when rows of one float leave next to 
 Workload: H1's rows and keys a call, rows of 1 and of 64 floats, SGD; from an empty table to load 0.5.
 Limit:    the bytes that must move (`limits.insert_bytes`) at the bandwidth of a copy.
 Command:  `python -m jaxsok bench --only insert`
-Last result: not yet measured.
+Last result: docs/performance.md (H200, commit 7db9096).
 
 "Without the rows' bytes" takes off the time in which a copy would move them: what rows of another width would leave.
 """

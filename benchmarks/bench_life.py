@@ -6,7 +6,7 @@ Workload: W1, all keys present, and besides with 1% of the keys unseen, which wa
           floats under rowwise Adagrad, 10 GB of rows and state.
 Limit:    the same step without; for the export a plain copy of 1 GB to the host, the best of three.
 Command:  `python -m jaxsok bench --only life`
-Last result: docs/performance.md (H200, commit 248f2e9).
+Last result: docs/performance.md (H200, commit 7db9096).
 """
 
 import time

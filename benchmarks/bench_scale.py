@@ -9,7 +9,7 @@ Workload: one table, 64 floats, SGD; uniform keys, all present.
 Limit:    bytes of `limits.forward_bytes` and `limits.insert_bytes` at the bandwidth of a copy. Targets: (1) within 15%
           from 16 M rows on, (2) no copy of a row, (4) at least 90%.
 Command:  `python -m jaxsok bench --only scale`
-Last result: not yet measured.
+Last result: docs/performance.md (H200, commit 7db9096).
 """
 
 import functools

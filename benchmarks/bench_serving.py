@@ -6,7 +6,7 @@ Workload: S1, the demonstration of HPS's table fusion: 8 tables x 10,000 rows x 
           also with rows of 16 and of 8 bits. Uniform keys, all present, on the device already.
 Limit:    bytes at the bandwidth of a copy; for S1 and one launch of a kernel without work (CuPy's CUDA graph of it).
 Command:  `python -m jaxsok bench --only serving`
-Last result: not yet measured.
+Last result: docs/performance.md (H200, commit 7db9096).
 
 "Latency" is one call, from its dispatch to its result, waited for: what a caller sees; median and 99th percentile.
 "Back to back" is a call among many, where the host runs ahead; "in a row" one of several in one program. "Kernels" is

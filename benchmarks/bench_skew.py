@@ -5,7 +5,7 @@ Workload: W1's shape with uniform keys, with one key repeated in each table, and
           places; W5's tables with bags of 1, 20 and 500 keys and the same number of keys. Rowwise Adagrad.
 Limit:    the bytes at the bandwidth of a copy. The target: a repeated key is no slower than uniform ones.
 Command:  `python -m jaxsok bench --only skew`
-Last result: not yet measured.
+Last result: docs/performance.md (H200, commit 7db9096).
 """
 
 import dataclasses
