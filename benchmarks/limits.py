@@ -1,10 +1,12 @@
 """The lower bounds: what the work must move, and how fast this device moves it, measured in the same run.
 
-Three limits. The *bytes* of a step over the bandwidth of a large device copy: no version can be faster, and none comes
+The *bytes* of a step over the bandwidth of a large device copy: no version can be faster, and none comes
 near it where rows are short, since memory is not read in pieces of any size. The *bare gather* of the same rows (no
 keys, no index: row ids given) is the limit of a forward. *Read-modify-write* of the same unique rows with a streamed
-gradient, after a bare gather, is the limit of a step. A *line, then the row* is what any table costs whose index is
-read from memory, one line a key: no limit of all tables, but of those like jaxsok's.
+gradient, after a bare gather, is the limit of a step.
+
+A *line, then the row* is no lower bound, but a plain kernel to stand beside: what a table costs that reads one line of
+an index for each key and then the row, by the simplest code that does.
 
 A limit is only as good as the code that measures it. XLA's gather is one way; on a GPU where CuPy is installed a plain
 CUDA kernel (`cuda_kernels.py`) is another. The faster one is the limit and the record says

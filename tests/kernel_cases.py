@@ -2725,6 +2725,31 @@ def update_uses_in_bags(combiner: int) -> Script:
     return script
 
 
+@case("update-600000_uses")
+def update_many_uses() -> Script:
+    """So many that uses are sorted by larger tiles."""
+    script = Script(slabs=(5, 7, 300), dim=4)
+    script.fill(range(300))
+    keys = script.rng.integers(0, 300, 600_000).astype(U64)
+    script.update(batch := Batch(single(keys)), script.store.find(keys, batch.tables))
+    return script
+
+
+@cases("update-squares_overflow-dim_{0}", 7, 8, 64)
+def update_squares_overflow(dim: int) -> Script:
+    """Gradients are finite though their squares are not: their rows step, and none is counted."""
+    script = Script(slabs=(5, 7, 300), dim=dim, optimizer=ROWWISE_ADAGRAD)
+    script.fill(range(40))
+    keys = keys_with_uses(script, [1, 1, 1, 5, 40, 1])
+    gradients = script.normal(len(keys), dim)
+    gradients[np.isin(keys, [1, 3, 4]), dim - 1] = 1e25
+    batch = Batch(single(keys))
+    row_ids = script.store.find(keys, batch.tables)
+    script.update(batch, row_ids, gradients=[gradients])
+    assert np.isinf(script.store.states[0]).sum() == 3
+    return script
+
+
 @case("update-uses_do_not_mind_their_neighbours")
 def update_neighbours() -> Script:
     """Decision D8: a row's sum depends on its own uses, so rows with the same uses get the same bits."""
@@ -2743,21 +2768,28 @@ def update_neighbours() -> Script:
 
 
 @cases("update-not_finite-optimizer_{0}", SGD, ADAGRAD, ROWWISE_ADAGRAD, ADAM)
-def update_not_finite(optimizer: int) -> Script:
-    """One infinite or NaN column, a sum that overflows, infinities that cancel: the row stays, its table counts it."""
-    script = Script(slabs=(5, 7, 300), dim=8, num_tables=3, optimizer=optimizer)
+@cases("update-not_finite-optimizer_{0}-dim_{1}", (SGD, 128), (ROWWISE_ADAGRAD, 128), (ADAM, 33))
+@cases("rows16-not_finite-optimizer_{0}-dim_{1}-{2}", *((o, 24 + 104 * (o % 2), d) for o in range(4) for d in HALVES))
+def update_not_finite(optimizer: int, dim: int = 8, dtype: str = "float32") -> Script:
+    """One infinite or NaN column, a sum that overflows, infinities that cancel: the row stays, its table counts it.
+
+    Wide rows: its neighbours in a warp step.
+    """
+    more = {"dtype": HALVES[dtype], "embedding_dtype": F32} if dtype in HALVES else {}
+    script = Script(slabs=(5, 7, 300), dim=dim, num_tables=3, optimizer=optimizer, **more)
     script.fill(np.repeat(np.arange(14), 3), np.tile(np.arange(3), 14))
     keys = keys_with_uses(script, [1, 2, 2, 40, 1, 2, 1100, 3, 1, 1, 40])
     weights = np.where(keys == 8, F32(0), F32(0.5))
-    gradients = script.normal(len(keys), 8)
+    gradients = script.normal(len(keys), dim)
     of = [np.flatnonzero(keys == key) for key in range(11)]
-    gradients[of[0], 3] = np.inf
+    eighth = dim // 8
+    gradients[of[0], 3 * eighth] = np.inf
     gradients[of[1][1], 0] = np.nan
-    gradients[of[2], 7] = np.inf, -np.inf
-    gradients[of[3][35], 2] = -np.inf
-    gradients[of[5], 1] = 3e38
-    gradients[of[6][1050], 4] = np.nan
-    gradients[of[8], 4] = np.inf  # times weight zero
+    gradients[of[2], dim - 1] = np.inf, -np.inf
+    gradients[of[3][35], 2 * eighth] = -np.inf
+    gradients[of[5], eighth] = 3e38
+    gradients[of[6][1050], 4 * eighth] = np.nan
+    gradients[of[8], 4 * eighth] = np.inf  # times weight zero
     gradients[of[10], 0] = 1e38
     batch = Batch(
         single(keys, 2),
@@ -2859,16 +2891,17 @@ def rows16_dims(dtype: str, dim: int) -> Script:
 
 
 @cases("rows16-{0}-optimizer_{1}-rounding_{2}", *itertools.product(HALVES, range(4), (NEAREST, STOCHASTIC)))
-def rows16_optimizers(dtype: str, optimizer: int, rounding: int) -> Script:
+@cases("rows16-{0}-optimizer_{1}-rounding_{2}-dim_{3}", *itertools.product(HALVES, range(4), (STOCHASTIC,), (24, 128)))
+def rows16_optimizers(dtype: str, optimizer: int, rounding: int, dim: int = 12) -> Script:
     """Three steps of every optimizer, small ones among them, by gradients of float32 and of 16 bits."""
     half = HALVES[dtype]
-    script = Script(slabs=(5, 7, 50), dim=12, num_tables=3, optimizer=optimizer, dtype=half)
+    script = Script(slabs=(5, 7, 50), dim=dim, num_tables=3, optimizer=optimizer, dtype=half)
     script.fill(range(30), np.arange(30) % 3)
     keys = [keys_with_uses(script, [1, 2, 33, 3, 2, 9]) * U64(3) + U64(t) for t in range(3)]
     batch = Batch(*(single(keys[t], t) for t in range(3)))
     row_ids = script.store.find(batch.keys, batch.tables)
     for num_steps, learning_rate in enumerate((0.5, 1e-4, 1e-2)):
-        gradients = [script.normal(f.num_bags, 12).astype(half if num_steps else F32) for f in batch.features]
+        gradients = [script.normal(f.num_bags, dim).astype(half if num_steps else F32) for f in batch.features]
         more = {"rounding": rounding, "num_steps": num_steps, "tables_apart": num_steps == 1}
         script.update(batch, row_ids, gradients=gradients, learning_rate=learning_rate, **more)
     return script

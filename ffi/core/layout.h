@@ -212,7 +212,7 @@ struct SlabStarts {
   JAXSOK_HOST_DEVICE int SlabOf(uint32_t row_id) const {
     int slab = 0;
 #ifdef __CUDA_ARCH__
-#pragma unroll 1  // more than one slab is rare: its code should not be in the way
+#pragma unroll 1  // one slab is the common case: the code of several should not be in its way
 #endif
     for (int s = 1; s < num_slabs; ++s) slab += row_id >= start[s] ? 1 : 0;
     return slab;

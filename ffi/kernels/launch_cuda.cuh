@@ -25,14 +25,8 @@ __device__ __forceinline__ unsigned GroupMask(int lanes, int start) {
   return (lanes == kWarp ? ~0u : (1u << lanes) - 1) << start;
 }
 
-/// Groups of `lanes`, a power of two, among `threads`: without a division where it is asked for row by row.
-__host__ __device__ __forceinline__ int GroupsOf(int threads, int lanes) {
-#ifdef __CUDA_ARCH__
-  return threads >> (__ffs(lanes) - 1);
-#else
-  return threads / lanes;
-#endif
-}
+/// The number of a thread's group of `lanes`, a power of two: without a division, since it is asked for row by row.
+__device__ __forceinline__ int GroupOf(int thread, int lanes) { return thread >> (__ffs(lanes) - 1); }
 
 /// Pointers of all features travel as a kernel parameter (CUDA 12.1 on takes 32 KB of them on sm_70 and later).
 constexpr int kMaxFeatures = 1024;

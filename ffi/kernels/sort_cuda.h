@@ -19,7 +19,7 @@ struct PairsToSort {
 };
 
 /// Sorts pairs by the lowest `num_bits` bits of their keys; those with equal keys stay in order. With `storage` null it
-/// says in `bytes` what it needs there, and does nothing else.
+/// says in `bytes` what it needs there, and does nothing else; then `bytes` is what `storage` has.
 LaunchError SortPairs(Stream stream, const PairsToSort& pairs, int num_bits, void* storage, size_t* bytes);
 
 }  // namespace jaxsok

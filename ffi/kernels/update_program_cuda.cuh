@@ -319,7 +319,7 @@ struct ApplyProgram {
     __pipeline_commit();
   }
 
-  /// `position`: of a use of the row. A group without a row has no uses; the others step together, if they came so.
+  /// `position`: of a use of the row. A group without a row has no uses. Groups that come side by side step so.
   template <int kVector, int kPerLane>
   __device__ void Apply(uint32_t row, uint32_t position, uint32_t uses, int lane, int lanes, unsigned,
                         Loaded<kVector, kPerLane>&, RowPart<kVector, kPerLane>& gradient) const {

@@ -4,8 +4,9 @@
 //   list   each position says which row it used, and by which factor of its bag's gradient (plain sums of bags of
 //          one length need none)
 //   sort   (row, position), stable: a row's uses stand together, by position
-//   sum    a warp takes 32 sorted uses. Rows with at most 32 uses are summed and applied at once, a turn of the warp's
-//          groups of lanes at a time; of longer rows every 32 uses give a partial sum, and the row is put into a list
+//   sum    a warp takes 32 sorted uses. Rows with at most 8 uses are summed and applied by a group of lanes each, all
+//          groups side by side; those with at most 32 by all of them; of longer rows every 32 uses give a partial sum,
+//          and the row is put into a list
 //   hot    of a row with very many partial sums: a block adds those of one lane (kChunkLanes)
 //   long   a group of lanes, or where there are many partial sums a block, takes one row of that list
 #ifndef JAXSOK_KERNELS_USES_CUDA_CUH_
@@ -298,7 +299,8 @@ constexpr int SumBlocksPerMultiprocessor() {
 /// What a turn of SumUsesKernel has copied to shared memory: the first gradient of each group's row, the row, and its
 /// optimizer state. While one is used those of the turns after it are filled.
 ///
-/// Of rows of 16 bits alone, which are too few bytes to keep memory at work. It lost where rows are float32.
+/// Of rows of 16 bits and at most 256 columns, a multiple of 8: they are too few bytes to keep memory at work. It lost
+/// where rows are float32.
 template <typename Apply, int kVector, int kPerLane>
 struct StageOf {
   static constexpr bool kIsUsed = Apply::kStepsRows16 && kVector == 8 && kPerLane == 1;
@@ -324,7 +326,7 @@ struct StageOf {
   }
   __device__ char* StateLines(int state) const { return states + state * States::kBytes; }
   /// The word of the calling lane's group.
-  __device__ float* WordOf(int lanes) const { return reinterpret_cast<float*>(states) + GroupsOf(threadIdx.x, lanes); }
+  __device__ float* WordOf(int lanes) const { return reinterpret_cast<float*>(states) + GroupOf(threadIdx.x, lanes); }
 };
 
 // One warp, 32 sorted uses. A chunk begins where a row begins, and every 32 uses after that; the warp that holds
@@ -407,7 +409,7 @@ __global__ void __launch_bounds__(kBlock, SumBlocksPerMultiprocessor<Apply, kVec
   const int lane = warp_lane & (lanes - 1), group = warp_lane >> lane_bits, groups = kWarp >> lane_bits;
   const unsigned mask = GroupMask(lanes, warp_lane - lane);
   const int num_shorts = __popc(shorts);
-  // To the first gradient of a row without its factor.
+  // Adds a row's other gradients to `sum`, which holds the first one without its factor.
   const auto add_others = [&](int start, int count, RowPart<kVector, kPerLane>& sum) {
     if (has_factors) sum.Scale(uses.factors[start]);
     uses.template Add<Apply>(start + 1, count - 1, has_factors, view, lane, lanes, sum);
