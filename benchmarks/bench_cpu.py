@@ -4,7 +4,7 @@ Question: what does a table without a size to choose cost, where XLA's static on
 Workload: W1's shape scaled down (a 32nd, or as `--scale` says if that is more), SGD; uniform and Zipf 1.05.
 Limit:    none: the static table is the measure. The target: at most 1.5 times its time.
 Command:  `JAX_PLATFORMS=cpu python -m jaxsok bench --only cpu`
-Last result: docs/performance.md (2 CPU cores, commit ea85ccc).
+Last result: docs/performance.md (2 CPU cores, commit c9d821d).
 
 Three in one process, on the same ids, with all cores: jaxsok's lookup and update; one stacked array, `jnp.take` and
 `.at[].add`, donated (`peers.py`); and torch's `EmbeddingBag` with sparse gradients and `torch.optim.SGD` on one

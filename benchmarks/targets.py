@@ -261,9 +261,9 @@ def _served_over_floor(found: Found) -> float | None:
     return _over(_served_device_ms(found), floor)
 
 
-def _on_cpu(distribution: str) -> Reading:
+def _on_cpu(distribution: str, peer: str) -> Reading:
     place = {"notes": {"part": "cpu"}, "distribution": distribution}
-    return lambda found: _over(found.ms(STEP, **place), found.ms(STEP, "xla", **place))
+    return lambda found: _over(found.ms(STEP, **place), found.ms(STEP, peer, **place))
 
 
 UNCHECKED, DEFAULT = "fbgemm_unchecked", "fbgemm_default"
@@ -378,11 +378,15 @@ TARGETS: tuple[Target, ...] = (
     ),
     *(
         Target(
-            f"CPU: lookup + update, SGD, {one}, over static `jnp.take` + `.at[].add`",
-            1.5,
-            _on_cpu(one),
+            f"CPU: lookup + update, SGD, {one}, over {what}",
+            most,
+            _on_cpu(one, peer),
             is_least=False,
             platform="cpu",
+        )
+        for peer, what, most in (
+            ("xla", "static `jnp.take` + `.at[].add`", 1.5),
+            ("torch", "torch's `EmbeddingBag` on a static table", 1.0),
         )
         for one in DISTRIBUTIONS
     ),
