@@ -177,7 +177,7 @@ def measure_static(workload, run, first_time, batches, parts, protocol, recorder
                 if workload.hotness == 1:
                     found, by = limits.line_and_gather(static.table, [rows[:, 0] for rows in row_sets], protocol)
                     with_lines = moved + one.num_unique * limits.INDEX_LINE_BYTES
-                    recorder.add(one.record(records.LINE_AND_GATHER, "limit", found, moved_bytes=with_lines, by=by))
+                    recorder.add(one.record(records.LINE_AND_GATHER, "plain", found, moved_bytes=with_lines, by=by))
             # All sets cut to the shortest, so that one program serves them; they differ by a fraction of a per cent.
             least = min(key_set.num_unique for key_set in one.key_sets)
             unique = [jnp.asarray(key_set.shuffled_unique_rows()[:least]) for key_set in one.key_sets]

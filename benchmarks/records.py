@@ -75,7 +75,7 @@ class Record:
     workload: str
     what: str
     subject: str
-    """"jaxsok", "xla", "torch", "fbgemm_unchecked", "fbgemm_default" or "limit"."""
+    """"jaxsok", "xla", "torch", "fbgemm_unchecked", "fbgemm_default", "limit", or "plain": simple code, no bound."""
     timing: Timing
     distribution: str = ""
     optimizer: str = ""

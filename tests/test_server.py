@@ -637,7 +637,7 @@ bodies = (
 )
 
 
-def answers(client, path, body, headers):
+def assert_answered(client, path, body, headers):
     """Whatever came, it is answered: as asked, or with an error of ours in words."""
     found = client.post(path, content=body, headers=headers)
     assert found.status_code in (200, 400, 404, 413), (found.status_code, found.text)
@@ -648,7 +648,7 @@ def answers(client, path, body, headers):
 
 @hypothesis.given(body=bodies, path=paths)
 def test_any_json(client, body, path):
-    found = answers(client, path, json.dumps(body).encode(), JSON)
+    found = assert_answered(client, path, json.dumps(body).encode(), JSON)
     if found.status_code == 200 and path == LOOKUP:
         version = found.json()["version"]
         assert found.json()["rows"] == {name: rows_of(name, keys, version) for name, keys in body["keys"].items()}
@@ -668,7 +668,7 @@ def test_any_tensors(client, arrays, dtype, cuts, keep, path):
     for place, byte in cuts:
         if place < len(body):
             body[place] = byte
-    found = answers(client, path, bytes(body), TENSORS)
+    found = assert_answered(client, path, bytes(body), TENSORS)
     if found.status_code == 200 and bytes(body) == whole and path == LOOKUP:
         rows, metadata = unpack(found.content)
         wanted = {name: rows_of(name, keys, int(metadata["version"])) for name, keys in arrays.items()}
@@ -677,7 +677,7 @@ def test_any_tensors(client, arrays, dtype, cuts, keep, path):
 
 @hypothesis.given(body=st.binary(max_size=64), headers=st.sampled_from([JSON, TENSORS]))
 def test_any_bytes(client, body, headers):
-    answers(client, LOOKUP, body, headers)
+    assert_answered(client, LOOKUP, body, headers)
 
 
 @hypothesis.given(

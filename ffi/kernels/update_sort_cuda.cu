@@ -13,7 +13,7 @@
 #include <cub/device/device_radix_sort.cuh>
 
 #include "launch_cuda.cuh"
-#include "sort_cuda.h"
+#include "update_sort_cuda.h"
 
 namespace jaxsok {
 namespace {

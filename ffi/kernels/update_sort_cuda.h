@@ -1,6 +1,6 @@
 // Sorts of row ids on a GPU: what stands between listing uses and summing them (uses_cuda.cuh).
-#ifndef JAXSOK_KERNELS_SORT_CUDA_H_
-#define JAXSOK_KERNELS_SORT_CUDA_H_
+#ifndef JAXSOK_KERNELS_UPDATE_SORT_CUDA_H_
+#define JAXSOK_KERNELS_UPDATE_SORT_CUDA_H_
 
 #include <cstddef>
 #include <cstdint>
@@ -24,4 +24,4 @@ LaunchError SortPairs(Stream stream, const PairsToSort& pairs, int num_bits, voi
 
 }  // namespace jaxsok
 
-#endif  // JAXSOK_KERNELS_SORT_CUDA_H_
+#endif  // JAXSOK_KERNELS_UPDATE_SORT_CUDA_H_
