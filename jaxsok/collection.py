@@ -200,6 +200,7 @@ class Collection(TableOperations):
         processes.begin_life(lineage, processes.drawn(is_shared=self._spans_processes))
         state = State(
             stores=make_stores() if shards is None else shards.make(make_stores),
+            tickets=self._no_tickets(),
             step=step,
             seed=seed_words,
             partition_owners=owners,
@@ -323,7 +324,7 @@ class Collection(TableOperations):
           TypeError: a clock that is no uint32 scalar.
 
         Cost:
-          One FFI call per store, and one more where statistics are kept. Per key 8 bytes, one 64-byte bucket and its
+          Two FFI calls per store, and one more where statistics are kept. Per key 16 bytes, one 64-byte bucket and its
           row read, an embedding written. On a mesh also 16 bytes and a row on the wire for each distinct key, and what
           padding takes.
 
@@ -537,7 +538,8 @@ class Collection(TableOperations):
     def _find_part(self, state: State, plan: Plan) -> tuple[Embeddings, Stats]:
         embeddings, found = lookup_lib.find(self.stores, state, plan, *self._between)
         nonfinite = [jnp.zeros(len(store.tables), jnp.int32) for store in self.stores]
-        words = self._words(state, [found], nonfinite, jnp.zeros((), jnp.int32))
+        none = jnp.zeros((), jnp.int32)
+        words = self._words(state, [found], nonfinite, none, none)
         return embeddings, self._stats(state, words)
 
     def _find_global(self, state: State, plan: Plan) -> tuple[Embeddings, Stats]:
@@ -547,8 +549,8 @@ class Collection(TableOperations):
     def _update_part(
         self, state: State, plans: Sequence[Plan], gradients: Sequence[Mapping[str, Array]], learning_rate: Any
     ) -> tuple[State, Stats]:
-        state, nonfinite, stale = update_lib.update(self.stores, state, plans, gradients, learning_rate, *self._between)
-        words = self._words(state, [one.found for one in plans], nonfinite, stale)
+        state, *counts = update_lib.update(self.stores, state, plans, gradients, learning_rate, *self._between)
+        words = self._words(state, [one.found for one in plans], *counts)
         return state, self._stats(state, words)
 
     def _update_global(
@@ -827,7 +829,8 @@ class Collection(TableOperations):
         state: State,
         found: Sequence[Sequence[Found]],
         nonfinite: Sequence[Array],
-        stale: Int32[Array, ""],
+        num_stale: Int32[Array, ""],
+        num_misused_plans: Int32[Array, ""],
     ) -> Int32[Array, " num_words"]:
         """What one shard adds to the counts of a step, as Stats hold them."""
         num_shards = self.stores[0].num_shards
@@ -854,7 +857,8 @@ class Collection(TableOperations):
             num_evicted=of_stores(evicted),
             num_unplaced=of_stores([line[word["num_unplaced"]][None] for line in counters]),
             num_rounds=jnp.where(is_first, rounds, 0),
-            num_stale=stale,
+            num_stale=num_stale,
+            num_misused_plans=jnp.where(is_first, num_misused_plans, 0),
             longest_probe=longest,
         )
 
@@ -888,7 +892,7 @@ def _is_split(node: Any) -> Any:
     if not isinstance(node, State):
         return True
     others = dict.fromkeys(("step", "seed", "partition_owners", "lineage"), False)
-    return dataclasses.replace(node, stores=jax.tree.map(lambda _: True, node.stores), **others)
+    return dataclasses.replace(node, stores=jax.tree.map(lambda _: True, node.stores), tickets=True, **others)
 
 
 def check_scalar(what: str, value: Any) -> None:

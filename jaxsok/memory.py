@@ -30,6 +30,7 @@ from jaxsok.planner import REQUEST_BYTES, check_declared, keys_of
 from jaxsok.printed import aligned, each_device, in_units
 from jaxsok.specs import ExchangeSpec, FeatureSpec, StoreSpec, TableSpec, group_into_stores
 from jaxsok.store import num_buckets_of, row_bytes, store_bytes
+from jaxsok.tickets import RING
 from jaxsok.types import COUNTS, ENTRIES_PER_BUCKET, MAX_CAPACITY, NUM_PARTITIONS
 
 MEMORY_FRACTION = 0.75  # of a GPU, that XLA takes for all arrays unless XLA_CLIENT_MEM_FRACTION says otherwise
@@ -79,7 +80,7 @@ class MemoryEstimate:
     stores: tuple[StoreMemory, ...]
     num_shards: int
     other: int
-    """Bytes of the state beside its stores: step, seed, lineage, owners of partitions."""
+    """Bytes of the state beside its stores: step, seed, lineage, owners of partitions, tickets."""
     tables: tuple[TableSpec, ...]
     """That are counted; with the capacities of the specs."""
     device_bytes: int | None = None
@@ -309,7 +310,7 @@ def estimated(
                 step=_step_bytes(spec, part, exchange or ExchangeSpec()),
             )
         )
-    other = 4 + 8 + 8 + 4 * (NUM_PARTITIONS if num_shards > 1 else 1)
+    other = 4 + 8 + 8 + 4 * (NUM_PARTITIONS if num_shards > 1 else 1) + 8 * (1 + RING)
     return MemoryEstimate(tuple(counted), num_shards, other, tuple(tables), device_bytes, memory_fraction)
 
 
@@ -389,7 +390,7 @@ def _step_bytes(spec: StoreSpec, features: StoreFeatures, wire: ExchangeSpec) ->
     # Samples that share bags: what the kernels make is there beside what it is expanded to.
     shared = [layout for layout in features.layouts if layout.inverse_start >= 0]
     embeddings += sum(math.prod(layout.combined_shape) for layout in shared) * row
-    found = 4 + 4 * len(COUNTS) * len(spec.tables) + 4  # generation, counts, rounds
+    found = 4 + 4 * len(COUNTS) * len(spec.tables) + 4 + 8  # generation, counts, rounds, ticket (one for all stores)
     parts = {"batch": _bytes_of(features), "embeddings": embeddings, "gradients": embeddings}
     # Where XLA works out what new rows hold: a row for each key to write, and one beside the slabs.
     initial = 2 * spec.itemsize * spec.dim if spec.traced_tables else 0
@@ -401,8 +402,8 @@ def _step_bytes(spec: StoreSpec, features: StoreFeatures, wire: ExchangeSpec) ->
     capacity = wire.send_capacity or default_send_capacity(spec, features)
     num_owners = 1 if spec.is_replicated else spec.num_shards
     sent, received = num_owners * capacity, spec.num_shards * capacity
-    # requests, inverse and slots by key; starts, hashes, load; requests and row ids by line received
-    plan = (REQUEST_BYTES + 8) * num_keys + 4 * (num_owners + 1) + 16 + (REQUEST_BYTES + 4) * received + found
+    # requests, inverse and slots by key; starts, hashes, load, digest; requests and row ids by line received
+    plan = (REQUEST_BYTES + 8) * num_keys + 4 * (num_owners + 1) + 24 + (REQUEST_BYTES + 4) * received + found
     exchange = 4 * spec.dim * (2 * received + num_keys) + REQUEST_BYTES * (sent + received) + 32 * received
     workspace = max(
         sizes.JaxsokPlanRequestsWorkspaceBytes(num_keys),

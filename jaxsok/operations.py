@@ -15,7 +15,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, UInt32
 
-from jaxsok import annotations, guards, policies
+from jaxsok import annotations, guards, policies, tickets
 from jaxsok import evict as evict_lib
 from jaxsok import export as export_lib
 from jaxsok import imports as imports_lib
@@ -574,13 +574,21 @@ class TableOperations:
     def _specs_of(self, state: State) -> Any:
         """How each array of a state lies on the mesh, as `shard_map` takes it."""
         same = dict.fromkeys(("step", "seed", "partition_owners", "lineage"), P())
-        return dataclasses.replace(state, stores=self.shards.spec, **same)
+        return dataclasses.replace(state, stores=self.shards.spec, tickets=self.shards.spec, **same)
 
     def _lineage(self, words: np.ndarray) -> Array:
         """Where steps leave what is the same everywhere; made by a program, since memory of NumPy's is not donated."""
         if self.shards is None:
             return jnp.array(words)
         return self.shards.make(lambda: jnp.asarray(words), is_split=False)
+
+    def _no_tickets(self) -> Array:
+        """The tickets of a state that begins: no plan is open."""
+
+        def make() -> Array:
+            return tickets.no_tickets(self.stores[0].num_shards)
+
+        return make() if self.shards is None else self.shards.make(make)
 
     @property
     def _mesh_name(self) -> str:

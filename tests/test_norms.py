@@ -255,7 +255,8 @@ def test_forms_are_kept():
     gradients = {"user": jnp.ones((3, 4))}
     one, dense, norm = collection.clip_by_global_norm(state, plan, gradients, 1.0)
     assert isinstance(one, dict) and dense is None
-    several, dense, norm_of_two = collection.clip_by_global_norm(state, [plan, plan], [gradients, gradients], 1.0, ())
+    _, later, again = collection.lookup(state, plan.features)
+    several, dense, norm_of_two = collection.clip_by_global_norm(later, [plan, again], [gradients, gradients], 1.0, ())
     assert isinstance(several, list) and dense == ()
     np.testing.assert_allclose(norm_of_two, 2 * norm, rtol=1e-6)
     scalar = jax.jit(lambda limit: collection.clip_by_global_norm(state, plan, gradients, limit)[0])
