@@ -16,8 +16,10 @@ from checkpoint_cases import assert_same, collection_of, content, tables_of, tra
 from hypothesis import stateful
 
 import jaxsok
-from jaxsok import checkpoint, optim, policies, processes
+from jaxsok import checkpoint, inspection, optim, policies, processes
 from jaxsok.checkpoint import manifest, restore
+from jaxsok.interchange import npz
+from jaxsok.serving import sources
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="eight devices are made of a CPU")
 
@@ -381,7 +383,7 @@ def test_a_clock_that_is_no_uint32_is_refused(tmp_path, clock, error):
     assert collection.num_rows(checkpoint.load(tmp_path / "full", collection))["user"] == 0
 
 
-def test_an_export_that_ended_early_leaves_nothing_to_read(tmp_path, monkeypatch):
+def test_an_export_that_ended_early_leaves_nothing_to_read(tmp_path, monkeypatch, caplog):
     """The folder gets its name at the end; what an earlier one left is in nobody's way."""
     collection = two()
     state = train(collection, collection.init(seed=1), 1)
@@ -394,14 +396,31 @@ def test_an_export_that_ended_early_leaves_nothing_to_read(tmp_path, monkeypatch
         with pytest.raises(OSError, match="no space"):
             checkpoint.export_full(tmp_path / "full", collection, state)
     assert not list(tmp_path.iterdir())
-    # A process that was killed cleans nothing up.
-    (tmp_path / "full.writing").mkdir()
-    (tmp_path / "full.writing" / "table_0000.process_00000.arrow").write_bytes(b"half")
+    # A process that was killed cleans nothing up, and nobody can know that it does not write any more.
+    half = tmp_path / "full.0badcafe.writing"
+    half.mkdir()
+    (half / "table_0000.process_00000.arrow").write_bytes(b"half")
     with pytest.raises(FileNotFoundError, match=r"which has no manifest\.json"):
-        checkpoint.load(tmp_path / "full.writing", collection)
+        checkpoint.load(half, collection)
     checkpoint.export_full(tmp_path / "full", collection, state)
-    assert not (tmp_path / "full.writing").exists()
+    assert (
+        half.exists() and r"full.0badcafe.writing" in caplog.text and "remove those that nobody writes" in caplog.text
+    )
+    assert sorted(tmp_path.iterdir()) == [tmp_path / "full", half]
     assert_same(content(collection, checkpoint.load(tmp_path / "full", collection)), content(collection, state))
+
+
+def test_what_is_not_published_is_not_read(tmp_path):
+    """A process that died after the last file and before the rename: its folder is whole, and nobody's."""
+    collection = two()
+    state = train(collection, collection.init(seed=1), 1)
+    checkpoint.export_full(tmp_path / "full", collection, state)
+    shutil.copytree(tmp_path / "full", tmp_path / "full.0badcafe.writing")
+    assert sources.open_table(tmp_path, table="user", dim=2).path == tmp_path / "full"
+    assert inspection.inspect(tmp_path).facts["folder"] == "full"
+    npz.save(collection, state, tmp_path / "files", ["user"])
+    shutil.copy(tmp_path / "files" / "user.npz", tmp_path / "files" / "item.npz.0badcafe.partial")
+    assert [one.name for one in inspection.inspect(tmp_path / "files").tables] == ["user"]
 
 
 def test_some_tables_for_serving(chain):

@@ -6,13 +6,17 @@ The readers and writers here know the layouts from their descriptions, through s
 import contextlib
 import functools
 import hashlib
+import json
 import os
 import pathlib
 import shutil
 import string
 import struct
+import subprocess
+import sys
 import tempfile
 
+import checkpoint_cases
 import hypothesis
 import hypothesis.strategies as st
 import jax
@@ -21,6 +25,7 @@ import numpy as np
 import pytest
 
 import jaxsok
+from jaxsok.checkpoint import source as checkpoint_source
 from jaxsok.interchange import columns, files, hps, npz, sok
 from jaxsok.records import Records
 
@@ -672,6 +677,87 @@ def test_two_writers_of_one_name_do_not_share_a_file(tmp_path):
     hps.write_hps(tmp_path, chunks(), overwrite=True)
     assert by_key(hps.read_hps(tmp_path, dim=2)) == by_key([made([1, 2], 2)])
     assert sorted(path.name for path in tmp_path.iterdir()) == ["emb_vector", "key"]
+
+
+@pytest.fixture(scope="module")
+def writers(tmp_path_factory):
+    """Two processes that write what they are told, and their folder."""
+    root = tmp_path_factory.mktemp("written")
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(pathlib.Path(jaxsok.__file__).parents[1])}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    command = [sys.executable, "-W", "ignore", checkpoint_cases.__file__, "writes", str(root)]
+    with contextlib.ExitStack() as stack:
+        both = [
+            stack.enter_context(subprocess.Popen([*command, number], env=environment, text=True, **pipes))
+            for number in "12"
+        ]
+        assert [one.stdout.readline() for one in both] == ["ready\n"] * 2
+        yield root, both
+        for one in both:
+            one.stdin.close()
+
+
+def read_back(form, path):
+    """The numbers that a written path has: those of one writer, and nothing else."""
+    if form == "export":
+        source = checkpoint_source.Source.of("test", path)
+        source.verify(["item"])
+        chunks = list(source.records("item"))
+    elif form == "model":
+        told = json.loads((path / "model.json").read_text())["of"]
+        return {told, *(path / "model.stablehlo").read_text()}
+    else:
+        read = {
+            "hps": lambda: hps.read_hps(path, dim=2, hotness=True),
+            "sok": lambda: sok.read_sok(path, "item", dim=2, optimizer="adam"),
+            "npz": lambda: npz.read_npz(path),
+            "arrow": lambda: columns.read_arrow(path),
+            "parquet": lambda: columns.read_parquet(path),
+        }[form]
+        chunks = list(read())
+    assert sum(chunk.num_rows for chunk in chunks) == 39
+    found = [np.unique(chunk.rows) for chunk in chunks]
+    found += [np.unique(array) for chunk in chunks for array in chunk.state.values()]
+    found += [np.unique(chunk.frequency) for chunk in chunks if chunk.frequency is not None]
+    return {str(int(number)) for array in found for number in array}
+
+
+def raced(writers, form, rounds, overwrite):
+    root, both = writers
+    for number in range(rounds):
+        path = root / f"{form}.{overwrite}.{number}"
+        for one in both:
+            one.stdin.write(f"{form} {path.name} {overwrite}\n")
+            one.stdin.flush()
+        told = [one.stdout.readline() for one in both]
+        succeeded = {str(n) for n, one in enumerate(told, 1) if one == "written\n"}
+        # The loser is told; what is there is the winner's alone.
+        assert len(succeeded) == 1 or (overwrite and succeeded), told
+        assert all(one == "written\n" or (one.startswith("FileExistsError") and str(path) in one) for one in told), told
+        found = read_back(form, path)
+        assert len(found) == 1 and found <= succeeded, (found, told)
+        below = [*root.iterdir(), *(path.iterdir() if path.is_dir() else [])]
+        assert not [one.name for one in below if one.suffix in (".writing", ".partial")]
+
+
+FORMS_RACED = ["export", "model", "hps", "sok", "npz", "arrow", "parquet"]
+
+
+@pytest.mark.parametrize("form", FORMS_RACED)
+def test_of_two_writers_of_one_path_one_succeeds(writers, form):
+    """Two processes at the same time, as a job that was preempted and its successor."""
+    raced(writers, form, 8, False)
+
+
+@pytest.mark.parametrize("form", FORMS_RACED[2:])
+def test_two_writers_that_may_overwrite_do_not_mix(writers, form):
+    raced(writers, form, 8, True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", FORMS_RACED)
+def test_many_rounds_of_two_writers(writers, form):
+    raced(writers, form, 200, False)
 
 
 def test_an_export_that_stops_halfway_leaves_the_old_one(tmp_path):
