@@ -124,6 +124,52 @@ def test_a_link_that_is_lost_is_named(chain, tmp_path):
         checkpoint.load(tmp_path / "alone", collection_of(tables_of(), 2))
 
 
+def resealed(folder, **values):
+    """Writes other values into a manifest, with a checksum that is right."""
+    path = folder / "manifest.json"
+    whole = {**json.loads(path.read_text()), **values}
+    whole.pop("checksum")
+    path.write_text(manifest._sealed(whole))
+    return whole["uuid"]
+
+
+def test_bases_that_lead_in_a_circle_or_elsewhere_are_refused(chain, tmp_path, monkeypatch):
+    """Folders that were renamed, and manifests that somebody wrote."""
+    paths, *_ = chain
+    collection = collection_of(tables_of(), 2)
+    readers = (
+        lambda path: checkpoint.load(path, collection),
+        lambda path: sources.open_table(path, table="user", dim=cases.DIM),
+    )
+
+    def refused(path, message):
+        for read in readers:
+            with pytest.raises(ValueError, match=message):
+                read(path)
+
+    for path in paths:
+        shutil.copytree(path, tmp_path / path.name)
+    full, first, second = (tmp_path / path.name for path in paths)
+    # "first" is called "full" now, and its base is "full": itself.
+    full.rename(tmp_path / "elsewhere")
+    first.rename(full)
+    refused(full, r'got the delta ".*full", which rests on .* "/.*full", where it was, .*: a folder was renamed')
+    assert checkpoint.load([tmp_path / "elsewhere", full, second], collection).step == 5
+    full.rename(first)
+    (tmp_path / "elsewhere").rename(full)
+    # Two deltas whose bases are each other's; and one whose base is itself.
+    ours = resealed(second)
+    theirs = resealed(first, base=ours, base_path="second")
+    refused(second, r'got ".*second", whose bases lead in a circle or through more than 10000 deltas, .* wanted a full')
+    resealed(first, base=theirs, base_path="first")
+    refused(first, r'got ".*first", whose bases lead in a circle')
+    resealed(first, base=theirs, base_path="/etc")
+    refused(first, r'file ".*first/manifest.json", base_path: got \'/etc\', wanted a relative path; ')
+    monkeypatch.setattr("jaxsok.checkpoint.chain.MOST_LINKS", 2)
+    with pytest.raises(ValueError, match="through more than 2 deltas"):
+        checkpoint.load(paths[2], collection)
+
+
 @pytest.mark.parametrize("kind", ["files", "tombstones"])
 def test_a_damaged_delta_changes_nothing(chain, tmp_path, kind):
     paths, _, held, _ = chain
