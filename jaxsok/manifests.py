@@ -5,6 +5,7 @@ so that what a file must have stands in one place, as data. What a check does no
 """
 
 import json
+import os
 import re
 import reprlib
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -44,12 +45,14 @@ def parsed(op: str, path: Any, error: type[ValueError]) -> dict[str, Any]:
       ValueError: an `error` that names the file and the byte.
     """
     with path.open("rb") as file:
-        data = file.read(MOST_BYTES + 1)
+        size = file.seek(0, os.SEEK_END)
+        file.seek(0)
+        data = file.read(min(size, MOST_BYTES))
     byte, got = 0, ""
     try:
-        value = json.loads(data) if len(data) <= MOST_BYTES else None
-        if len(data) > MOST_BYTES:
-            byte, got = MOST_BYTES, "more bytes than any manifest has"
+        value = json.loads(data.decode()) if size <= MOST_BYTES else None
+        if size > MOST_BYTES:
+            byte, got = MOST_BYTES, f"{size} bytes, more than any manifest has"
         elif not isinstance(value, dict):
             got = f"a {type(value).__name__} in place of an object"
         else:
