@@ -267,10 +267,48 @@ def in_processes(folder):
         np.savez(folder / f"{name}.{number}.npz", **_plain(content(first, one)))
 
 
+def writes_on_request(folder, number):
+    """For each line of standard input, "<format> <path> <overwrite>", writes what only this process writes.
+
+    The lines come to several processes at once: they are writers that share a path.
+    """
+    from jaxsok import Records, checkpoint
+    from jaxsok.interchange import columns, hps, npz, sok
+    from jaxsok.serving import artifact
+
+    keys = np.arange(1, 40, dtype=np.uint64)
+    rows = np.full((keys.size, 2), int(number), np.float32)
+    statistics = np.full(keys.size, int(number), np.uint32)
+    records = Records(keys, rows, {"m": rows, "v": rows}, statistics, statistics)
+    table = jaxsok.TableSpec("item", 2, optim.sgd(1.0), initializer=jaxsok.initializers.constant(float(number)))
+    collection = jaxsok.Collection([table], [jaxsok.FeatureSpec("item", "item")])
+    _, state, _ = collection.lookup(collection.init(seed=0), collection.batch({"item": keys}).features)
+    program = number.encode() * 100_000
+    writers = {
+        "export": lambda path, overwrite: checkpoint.export_full(path, collection, state),
+        "model": lambda path, overwrite: artifact._write(path, program, {"of": number}),
+        "hps": lambda path, overwrite: hps.write_hps(path, records, hotness=True, overwrite=overwrite),
+        "sok": lambda path, overwrite: sok.write_sok(path, "item", records, optimizer="adam", overwrite=overwrite),
+        "npz": lambda path, overwrite: npz.write_npz(path, records, overwrite=overwrite),
+        "arrow": lambda path, overwrite: columns.write_arrow(path, records, overwrite=overwrite),
+        "parquet": lambda path, overwrite: columns.write_parquet(path, records, overwrite=overwrite),
+    }
+    print("ready", flush=True)
+    for line in sys.stdin:
+        name, path, overwrite = line.split()
+        try:
+            writers[name](pathlib.Path(folder, path), overwrite == "True")
+            print("written", flush=True)
+        except Exception as error:
+            print(f"{type(error).__name__}: {error}".replace("\n", " "), flush=True)
+
+
 def _plain(columns):
     """As `np.savez` takes them."""
     return {name: bits(values) for name, values in columns.items()}
 
 
 if __name__ == "__main__":
-    {"killed": killed_again_and_again, "processes": in_processes}[sys.argv[1]](*sys.argv[2:])
+    {"killed": killed_again_and_again, "processes": in_processes, "writes": writes_on_request}[sys.argv[1]](
+        *sys.argv[2:]
+    )

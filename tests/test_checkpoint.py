@@ -5,6 +5,7 @@ import json
 import logging
 import os
 import pathlib
+import re
 import shutil
 import subprocess
 import sys
@@ -265,14 +266,14 @@ def test_another_admission(tmp_path, caplog):
 
 def test_all_files_are_on_the_disk_before_they_get_their_names(tmp_path, monkeypatch):
     """Rows, Bloom filters, the parts of the manifest and the manifest; then the folder, and the one it is in."""
-    real_sync, real_rename, done = os.fsync, pathlib.Path.rename, []
+    real_sync, real_rename, done = os.fsync, os.rename, []
 
     def sync(descriptor):
         real_sync(descriptor)
         done.append(pathlib.Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
 
     def rename(path, target):
-        done.append(f"{path.name} -> {pathlib.Path(target).name}")
+        done.append(f"{pathlib.Path(path).name} -> {pathlib.Path(target).name}")
         return real_rename(path, target)
 
     collection = collection_of(
@@ -280,15 +281,15 @@ def test_all_files_are_on_the_disk_before_they_get_their_names(tmp_path, monkeyp
     )
     state = train(collection, collection.init(seed=0), 1)
     monkeypatch.setattr(os, "fsync", sync)
-    monkeypatch.setattr(pathlib.Path, "rename", rename)
+    monkeypatch.setattr(os, "rename", rename)
     checkpoint.export_full(tmp_path / "full", collection, state)
     assert sorted(done[:2]) == ["store_0000.process_00000.bloom", "table_0000.process_00000.arrow"]
-    assert done[2:] == [
+    assert [re.sub("[0-9a-f]{16}", "<token>", one) for one in done[2:]] == [
         "manifest.process_00000.json",
         "manifest.json.writing",
         "manifest.json.writing -> manifest.json",
-        "full.writing",
-        "full.writing -> full",
+        "full.<token>.writing",
+        "full.<token>.writing -> full",
         tmp_path.name,
     ]
 

@@ -5,7 +5,6 @@ out rows. A writer fills files under other names, and gives them their own when 
 """
 
 import dataclasses
-import errno
 import os
 import pathlib
 import secrets
@@ -17,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxsok import keys as keys_lib
+from jaxsok import published
 from jaxsok.collection import Collection
 from jaxsok.records import Records
 from jaxsok.specs import TableSpec
@@ -159,7 +159,7 @@ class PartialFiles:
           stale: other files of the same export, which would not fit the new ones.
         """
         refuse_existing(op, [*paths, *stale], overwrite)
-        self._op = op
+        self._op, self._overwrite = op, overwrite
         self._paths, self._stale = tuple(paths), tuple(path for path in stale if path not in paths)
         # Two writers of one name must not write into one file.
         end = f".{secrets.token_hex(4)}.partial"
@@ -194,16 +194,33 @@ class PartialFiles:
         if kind is not None:
             self._remove_partials()
             return
+        with published.locked(self._paths[0].parent):
+            try:
+                refuse_existing(self._op, [*self._paths, *self._stale], self._overwrite)
+                self._publish()
+            except FileExistsError:  # another writer was faster
+                self._remove_partials()
+                raise
+
+    def _publish(self) -> None:
+        """Gives the files their names, the first one at last; of two writers, one succeeds with all of them."""
+        (first, *others), placed = self._paths, []
+        (partial_of_first, *partials) = self._partials
         try:
-            (first, *others), (first_partial, *partials) = self._paths, self._partials
-            if others or self._stale:
+            if self._overwrite and (others or self._stale):
                 first.unlink(missing_ok=True)
-                _sync(first.parent)
-            for path in self._stale:
-                path.unlink(missing_ok=True)
-            for partial, path in zip([*partials, first_partial], [*others, first], strict=True):
-                os.replace(partial, path)
-            _sync(first.parent)
+                published.sync(first.parent)
+                for path in self._stale:
+                    path.unlink(missing_ok=True)
+            for partial, path in zip([*partials, partial_of_first], [*others, first], strict=True):
+                (os.replace if self._overwrite else published.place_new)(partial, path)
+                placed.append(path)
+            published.sync(first.parent)
+        except FileExistsError:
+            for path in placed:
+                path.unlink()
+            refuse_existing(self._op, self._paths, self._overwrite)
+            raise
         except BaseException as failure:
             kept = [str(partial) for partial in self._partials if partial.exists()]
             failure.add_note(f"{self._op}: the new files are complete; those without their names yet stay: {kept}.")
@@ -221,21 +238,6 @@ class PartialFiles:
     def _remove_partials(self) -> None:
         for partial in self._partials:
             partial.unlink(missing_ok=True)
-
-
-def _sync(folder: pathlib.Path) -> None:
-    """Has the names in a folder on the disk, where the file system can be asked for it."""
-    try:
-        descriptor = os.open(folder, os.O_RDONLY)
-    except OSError:
-        return  # a folder that may be written and not read
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
-            raise
-    finally:
-        os.close(descriptor)
 
 
 def refuse_existing(op: str, paths: Sequence[pathlib.Path], overwrite: bool) -> None:

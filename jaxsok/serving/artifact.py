@@ -14,9 +14,9 @@ import hashlib
 import json
 import os
 import pathlib
+import secrets
 import shutil
 import sys
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -27,6 +27,7 @@ from jaxtyping import Array
 
 import jaxsok
 from jaxsok import keys as keys_lib
+from jaxsok import published
 from jaxsok.features import Bags
 from jaxsok.kernels import library
 from jaxsok.serving import key_paths
@@ -249,7 +250,7 @@ def export_model(
       platforms: "cpu" and "cuda"; neither needs to be there now.
 
     Raises:
-      FileExistsError: the path is taken.
+      FileExistsError: the path is taken, or another process took it while this one wrote.
       ImportError: without the package flatbuffers.
       TypeError, ValueError: names the argument; what JAX cannot trace with an unknown batch size is told in its words.
 
@@ -263,8 +264,7 @@ def export_model(
       The model is traced and lowered once.
 
     Example:
-      >>> import tempfile
-      >>> from jaxsok import Records
+      >>>       >>> from jaxsok import Records
       >>> from jaxsok.serving import frozen
       >>> from jaxsok.serving.fused import lookup
       >>> records = Records(np.array([7, 9], np.uint64), np.array([[1.0], [2.0]], np.float32))
@@ -475,28 +475,21 @@ def _serialized(op: str, exported: Any) -> bytes:
 
 
 def _write(path: pathlib.Path, program: bytes, manifest: dict[str, Any]) -> None:
-    """Both files into a folder beside, which then gets its name."""
+    """Both files into a folder of this writer's own, which then gets its name."""
     manifest = {**manifest, "program": {"bytes": len(program), "sha256": hashlib.sha256(program).hexdigest()}}
     manifest["sha256"] = _digest(manifest)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = pathlib.Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".partial", dir=path.parent))
+    folder = published.unfinished(path, secrets.token_hex(8))
     try:
+        folder.mkdir(parents=True)
         for name, content in ((PROGRAM, program), (MANIFEST, (json.dumps(manifest, indent=1) + "\n").encode())):
-            with open(partial / name, "wb") as file:
+            with open(folder / name, "wb") as file:
                 file.write(content)
                 file.flush()
                 os.fsync(file.fileno())
-        partial.chmod(0o777 & ~_umask())
-        partial.rename(path)
+        published.publish("export_model", folder, path)
     except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
+        shutil.rmtree(folder, ignore_errors=True)
         raise
-
-
-def _umask() -> int:
-    mask = os.umask(0o022)
-    os.umask(mask)
-    return mask
 
 
 def _digest(manifest: Mapping[str, Any]) -> str:

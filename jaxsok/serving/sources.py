@@ -14,6 +14,7 @@ from typing import Literal
 
 import numpy as np
 
+from jaxsok import published
 from jaxsok.checkpoint import manifest as manifest_lib
 from jaxsok.checkpoint.chain import chain_of
 from jaxsok.checkpoint.files import key_batches
@@ -227,8 +228,12 @@ def _found(op: str, path: Path, table: str) -> tuple[pathlib.Path, bool]:
 
 
 def _folders(folder: pathlib.Path) -> list[pathlib.Path]:
-    """Those directly below that are committed."""
-    return [one for one in folder.iterdir() if one.is_dir() and _ORBAX_TEMPORARY not in one.name]
+    """Those directly below that are committed, of Orbax and of exports."""
+    return [
+        one
+        for one in folder.iterdir()
+        if one.is_dir() and _ORBAX_TEMPORARY not in one.name and not one.name.endswith(published.ENDING)
+    ]
 
 
 def _check(link: Source, table: str, dim: int) -> None:
