@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 from typing import Literal
 
+import jax.numpy as jnp
 import numpy as np
 
 from jaxsok import initializers, policies
@@ -229,6 +230,26 @@ class TableSpec:
     def refused_read_initial(self) -> bool:
         """Whether a key without a row reads its initial row in a lookup; else a constant."""
         return self.admission is None or self.admission.unadmitted == "initial"
+
+    def unknown_reads(self, seed: int) -> "float | initializers.InitialRows | initializers.Initializer":
+        """What `find` gives for a key without a row, as files and served tables can carry it.
+
+        Args:
+          seed: of the state.
+
+        Returns:
+          A number, in every column; or the initial rows; or the initializer, where XLA works its rows out: nothing but
+          this table's programs can.
+        """
+        initializer = self.initializer.of_dim(self.dim)
+        if self.unknown == "zeros":
+            return 0.0
+        if initializer.is_traced:
+            return initializer
+        if initializer.kind != 0:
+            return initializers.InitialRows(initializer, self.name, seed)
+        largest = float(jnp.finfo(self.dtype).max)
+        return float(np.clip(np.float32(initializer.a), -largest, largest).astype(jnp.dtype(self.dtype)))
 
     def _check_optimizer(self, what: str) -> None:
         """Refuses what no kernel could run, here and not in the first update."""
