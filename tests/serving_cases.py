@@ -134,9 +134,14 @@ INITIALIZERS = {
 }
 """Every one that served tables can carry: a table of each, by name."""
 
+
+def _sum(words, columns):
+    return words[0].astype(np.float32) + columns.astype(np.float32)
+
+
 TRACED = {
     "matrix": jaxsok.initializers.matrix(np.array([[1.0, 2.0, 3.0, 4.0], [-1.0, 0.5, 0.0, 8.0]])),
-    "function": jaxsok.initializers.function(lambda words, columns: words[0].astype(np.float32) + columns.astype(np.float32), "sum"),
+    "function": jaxsok.initializers.function(_sum, "sum"),
 }
 """Those that XLA works out."""
 
@@ -150,19 +155,14 @@ ASKED = np.array([3, 5, 2**63 + 5, PADDING, 2**40 + 1, 5, 0, 2**64 - 2], np.uint
 @functools.cache
 def untrained(dtype="float32", seed=2**40 + 7):
     """A collection of a table for each initializer, read as "initial", and some read as "zeros"; and its state."""
-    optimizer = jaxsok.optim.sgd(0.1)
-    specs = [
-        jaxsok.TableSpec(name, UNKNOWN_DIM, optimizer, initializer=initializer, dtype=dtype, capacity=8, statistics=True)
-        for name, initializer in INITIALIZERS.items()
-    ]
+    several = functools.partial(
+        jaxsok.TableSpec, dim=UNKNOWN_DIM, optimizer=jaxsok.optim.sgd(0.1), dtype=dtype, capacity=8, statistics=True
+    )
+    specs = [several(name, initializer=initializer) for name, initializer in INITIALIZERS.items()]
     specs += [
-        jaxsok.TableSpec(
-            f"{name}_zeros", UNKNOWN_DIM, optimizer, initializer=one, dtype=dtype, capacity=8, unknown="zeros",
-            statistics=True,
-        )
-        for name, one in (INITIALIZERS | TRACED).items()
-        if name in ("normal", "constant", "matrix", "function")
-    ]  # fmt: skip
+        several(f"{name}_zeros", initializer=(INITIALIZERS | TRACED)[name], unknown="zeros")
+        for name in ("normal", "constant", "matrix", "function")
+    ]
     features = [jaxsok.FeatureSpec(spec.name, table=spec.name, combiner=None) for spec in specs]
     collection = jaxsok.Collection(specs, features)
     batch = collection.batch({spec.name: KNOWN for spec in specs})

@@ -370,7 +370,7 @@ def test_requests_that_cannot_be(given, kind, message):
         lookup(made, {"x": given})
 
 
-# Keys without a row: serving reads what `find` reads -------------------------------------------------------------------
+# Keys without a row: serving reads what `find` reads -----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
@@ -430,14 +430,16 @@ def test_initial_rows_that_cannot_be_served_are_refused(name):
     spec = jaxsok.TableSpec("item", UNKNOWN_DIM, jaxsok.optim.sgd(0.1), initializer=TRACED[name], capacity=8)
     collection = jaxsok.Collection([spec], [jaxsok.FeatureSpec("item", table="item")])
     state = collection.init()
-    with pytest.raises(ValueError, match=rf'freeze: defaults: got none for table "item", .*{name}\(.*defaults={{"item"'):
+    with pytest.raises(
+        ValueError, match=rf'freeze: defaults: got none for table "item", .*{name}\(.*defaults={{"item"'
+    ):
         freeze(collection, state)
     assert freeze(collection, state, defaults=0.5).tables["item"].default == 0.5
 
 
 def test_initial_rows_and_a_default_are_refused():
     rows = jaxsok.initializers.InitialRows(jaxsok.initializers.uniform(), "a", 0)
-    with pytest.raises(ValueError, match="default: got 1.0 beside initial rows"):
+    with pytest.raises(ValueError, match=r"default: got 1\.0 beside initial rows"):
         FrozenTable("a", dim=4, default=1.0, initial=rows)
     with pytest.raises(TypeError, match="initial: got 0"):
         FrozenTable("a", dim=4, initial=0)

@@ -6,6 +6,7 @@ is the last file of a folder: without it there is nothing to read.
 
 import base64
 import json
+import math
 import uuid
 import zlib
 from collections.abc import Mapping, Sequence
@@ -14,6 +15,8 @@ from typing import Any
 import numpy as np
 
 from jaxsok.checkpoint.files import CorruptFileError, SavedFile, TableForm, keys_schema, write_synced
+from jaxsok.initializers import InitialRows
+from jaxsok.specs import TableSpec
 from jaxsok.types import NUM_PARTITIONS
 
 FORMAT = "jaxsok tables"
@@ -107,6 +110,44 @@ def unpacked(text: str) -> np.ndarray:
       [3, 0, 1]
     """
     return np.frombuffer(zlib.decompress(base64.b64decode(text)), "<i8").astype(np.int64)
+
+
+def unknown_to_json(table: TableSpec, seed: int) -> dict[str, Any]:
+    """What `find` gives for a key of a table without a row; one entry, by what it is."""
+    reads = table.unknown_reads(seed)
+    if isinstance(reads, InitialRows):
+        return {"initial": reads.to_json()}
+    return {"value": reads} if isinstance(reads, float) else {"traced": repr(reads)}
+
+
+def unknown_from_json(op: str, path: Any, table: str, value: Any) -> float | InitialRows | str | None:
+    """What `unknown_to_json` gave: a number, initial rows, or the words for what no other program can work out.
+
+    Args:
+      op: named in errors.
+      path: of the manifest, likewise.
+      table: the name of the table, likewise.
+      value: None: of a manifest that does not tell.
+
+    Raises:
+      CorruptFileError: it is something else.
+    """
+    if value is None:
+        return None
+    try:
+        ((kind, inner),) = value.items()
+        if kind == "initial":
+            return InitialRows.from_json(inner)
+        if kind == "value" and type(inner) in (int, float) and math.isfinite(inner):
+            return float(inner)
+        if kind == "traced" and isinstance(inner, str):
+            return inner
+    except (AttributeError, KeyError, TypeError, ValueError):
+        pass
+    raise CorruptFileError(
+        f'{op}: file "{path}": table "{table}": unknown: got {str(value)[:200]}, wanted one of initial, value and '
+        "traced, as a save writes it; use another copy."
+    )
 
 
 def array_to_json(array: np.ndarray) -> dict[str, Any]:

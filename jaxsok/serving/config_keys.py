@@ -77,6 +77,10 @@ def _number(least: float = -math.inf, most: float = math.inf) -> Kind:
     return Kind(wanted, parse)
 
 
+def _maybe(kind: Kind) -> Kind:
+    return Kind(f"null or {kind.wanted}", lambda value: None if value is None else kind.parse(value))
+
+
 def _among(*names: str) -> Kind:
     wanted = "one of " + ", ".join(f'"{name}"' for name in names)
     return Kind(wanted, lambda value: value if isinstance(value, str) and value in names else WRONG)
@@ -127,7 +131,7 @@ MODEL_KEYS: dict[str, Key] = {
         _list(_COUNT, "a list of numbers of keys, one for each table"), REQUIRED
     ),
     "default_value_for_each_table": Key(
-        _list(_number(-_FLOAT32_MAX, _FLOAT32_MAX), "a list of numbers, one for each table"), REQUIRED
+        _list(_maybe(_number(-_FLOAT32_MAX, _FLOAT32_MAX)), "a list of numbers, one for each table"), REQUIRED
     ),
     "deployed_device_list": Key(_list(_integer(0), "a list of numbers of devices"), REQUIRED),
     "dense_file": Key(_MAYBE_FILE, ""),

@@ -33,8 +33,8 @@ QUANTIZED: tuple[str, ...] = ("int8", "float8_e4m3fn")
 
 DTYPES: tuple[str, ...] = (*ROW_DTYPES, *QUANTIZED)
 
-# The seed of all lookups: tables of other seeds have other names in their words. Zeros, or 0 and 1, XLA would fill in by
-# a kernel of its own.
+# The seed of all lookups: tables of other seeds have other names in their words. Zeros, or 0 and 1, XLA would fill in
+# by a kernel of its own.
 SEED: np.ndarray = np.array([2, 1], np.uint32)
 
 _LEAST_ROWS = 1024  # of a write: padded to a power of two, so that programs are few
@@ -77,7 +77,7 @@ class FrozenTable:
         if self.dtype not in DTYPES:
             raise ValueError(f"{what}: dtype: got {self.dtype!r}, wanted one of {list(DTYPES)}.")
         if self.initial is not None and not isinstance(self.initial, initializers.InitialRows):
-            raise TypeError(f"{what}: initial: got {self.initial!r}, wanted InitialRows, as freeze makes them, or None.")
+            raise TypeError(f"{what}: initial: got {self.initial!r}, wanted InitialRows or None.")
         if self.initial is not None and self.default != 0.0:
             raise ValueError(f"{what}: default: got {self.default} beside initial rows, wanted one of the two.")
 

@@ -1,8 +1,8 @@
 """The fused lookup of frozen tables: any inputs, of any tables and dims, in one call.
 
 Works under `jax.jit`, and under `jax.export` with sizes that are not known yet. Several inputs may read one table, and
-not every table needs an input. Nothing is inserted: a key that is not there reads its table's default, or the row that it
-would get in training.
+not every table needs an input. Nothing is inserted: a key that is not there reads its table's default, or the row that
+it would get in training.
 """
 
 import contextlib
@@ -70,8 +70,8 @@ def lookup(tables: FrozenTables, inputs: Mapping[str, LookupInput]) -> dict[str,
 
     Returns:
       float32 by name: `[*keys.shape, dim]` without a combiner, else `[num_bags, dim]`. Keys that are not there read the
-      default of their table or their initial row, PADDING_KEY reads zeros, and so does an empty bag. A mean divides by the keys of a bag, or
-      by the sum of their weights; zeros where that is 0.
+      default of their table or their initial row. PADDING_KEY reads zeros, and so does an empty bag. A mean divides by
+      the keys of a bag, or by the sum of their weights; zeros where that is 0.
 
     Raises:
       UnknownTableError, RequestError: names input, argument, got and wanted.
