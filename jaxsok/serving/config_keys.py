@@ -78,7 +78,7 @@ def _number(least: float = -math.inf, most: float = math.inf) -> Kind:
 
 
 def _maybe(kind: Kind) -> Kind:
-    return Kind(f"null or {kind.wanted}", lambda value: None if value is None else kind.parse(value))
+    return Kind(f"{kind.wanted}, or null", lambda value: None if value is None else kind.parse(value))
 
 
 def _among(*names: str) -> Kind:
