@@ -474,7 +474,7 @@ class StoreSpec:
     def sighting_floors(self, cleared: int | None = None) -> np.ndarray:
         """By table the count from which a key waits no longer, as it was let in; `cleared`: of one table none waits."""
         counts = [
-            table.admission.num_sightings if isinstance(table.admission, policies.AdmitByCount) else 1
+            table.admission.threshold if isinstance(table.admission, policies.AdmitByCount) else 1
             for table in self.tables
         ]
         return np.array([1 if number == cleared else count for number, count in enumerate(counts)], np.uint32)

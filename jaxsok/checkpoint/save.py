@@ -415,7 +415,7 @@ class _Tables:
                 continue
             # Whoever was seen often enough has a row, or had one; a count of 0 is that of a key that was forgotten.
             counts = entries[:, 2]
-            mine = entries[(entries[:, 3] == number) & (counts > 0) & (counts < admission.num_sightings)]
+            mine = entries[(entries[:, 3] == number) & (counts > 0) & (counts < admission.threshold)]
             if mine.size:
                 file = self._file(form.name, manifest_lib.WAITING, keys_schema(True))
                 keys, counts = from_words(mine[:, :2]), np.ascontiguousarray(mine[:, 2])
