@@ -163,7 +163,7 @@ class TableSpec:
     row_gradient: RowGradient = "sum"
     """How the gradients of a row's uses become one: their sum, their mean, or the sum over the root of their number."""
     unknown: Literal["initial", "zeros"] = "initial"
-    """What `find` gives for a key without a row: the row it would get, or zeros."""
+    """What `find` gives for a key without a row, and what is served for it: the row it would get, or zeros."""
     placement: Placement = SHARDED
     """Where it lives on a mesh: SHARDED, REPLICATED or on(device)."""
     admission: policies.Admission | None = None
