@@ -393,6 +393,17 @@ def test_ftrl_of_deeprec_is_group_ftrl(num_uses, wanted):
         np.testing.assert_allclose(rows[0], state[0], rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("make", [optim.ftrl, optim.group_ftrl])
+def test_a_new_row_under_ftrl_and_a_gradient_of_zero(make):
+    """It becomes zero, as docs/optimizers.md says; after a step of another gradient it stays."""
+    rows, states = jnp.ones((2, DIM)), initial_states(make(0.1), 2)
+    gradients = jnp.stack([jnp.zeros(DIM), jnp.ones(DIM)])
+    rows, states = step_rows(make(0.1), rows, states, gradients, jnp.ones(2), 0)
+    assert not rows[0].any() and rows[1].all()
+    again = step_rows(make(0.1), rows, states, jnp.zeros((2, DIM)), jnp.ones(2), 1)
+    jax.tree.map(np.testing.assert_array_equal, tuple(again), (rows, states))
+
+
 @given(decay_step=st.integers(1, 7), decay_rate=st.floats(0.1, 0.99), uses=st.lists(st.integers(0, 40), max_size=6))
 def test_adagrad_decay_is_exact(decay_step, decay_rate, uses):
     """A row that missed decays has after its next use what the dense optimizer gives it, step by step."""

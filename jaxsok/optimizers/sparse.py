@@ -160,9 +160,9 @@ def ftrl(
     acc += g²; row = -(z - l1 · sign(z)) / ((p(acc) + beta) / lr + 2 · l2)`, zero where `|z| <= l1`.
 
     A new row has z = 0, as in TensorFlow: of its initial numbers its first step keeps the share
-    `1 - p(initial_accumulator_value) / p(acc)`, all of them if that value is 0. From its first use on it is exact, but
-    for `l2_shrinkage` and changes of the learning rate: a gradient of zero changes neither acc, nor z, nor the row.
-    Both of these act in the steps that use the row.
+    `1 - p(initial_accumulator_value) / p(acc)`, all of them if that value is 0, and none if its gradient is zero. After
+    its first step it is exact, but for `l2_shrinkage` and changes of the learning rate: a gradient of zero changes
+    neither acc, nor z, nor the row. Both of these act in the steps that use the row.
 
     Args:
       learning_rate: a number, a 0-d array, or an Optax schedule; positive.
