@@ -224,8 +224,8 @@ class InitialRows:
             raise ValueError(f"InitialRows: initializer.kind: got {kind!r}, wanted an integer from 0 to 3.")
         if any(isinstance(one, bool) or not isinstance(one, (int, float)) for one in parameters):
             raise TypeError(f"InitialRows: initializer: got parameters {parameters}, wanted numbers.")
-        if not all(math.isfinite(one) for one in parameters):
-            raise ValueError(f"InitialRows: initializer: got parameters {parameters}, wanted finite numbers.")
+        if not all(abs(one) < 2.0**128 for one in parameters):  # JSON has integers that no float holds
+            raise ValueError("InitialRows: initializer: got parameters beyond float32, wanted finite numbers.")
         if not isinstance(self.table, str) or not self.table:
             raise TypeError(f"InitialRows: table: got {self.table!r}, wanted a name.")
         if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not 0 <= self.seed <= _UINT64:

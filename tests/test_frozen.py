@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import json
 
 import hypothesis
 import hypothesis.strategies as st
@@ -391,6 +392,16 @@ def test_missing_keys_read_what_find_reads(dtype):
     assert len({rows[1].tobytes() for rows in wanted.values()}) >= 7  # these do differ
 
 
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+def test_a_constant_keeps_the_rounding_of_training(dtype):
+    """Rows of bfloat16 that are served in another dtype: 0.3 is read as bfloat16 has it."""
+    collection, state = untrained("bfloat16")
+    served = lookup(freeze(collection, state, tables=["constant"], dtype=dtype), {"constant": np.array([5])})
+    wanted = found_in_training(collection, state, np.array([5]))["constant"]
+    np.testing.assert_array_equal(np.asarray(served["constant"]), wanted)
+    assert wanted[0, 0] != np.float32(0.3)
+
+
 @pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
 def test_missing_keys_of_quantized_tables_read_what_find_reads(dtype):
     """To the bit: nothing that is stored in 8 bits stands for them."""
@@ -443,3 +454,35 @@ def test_initial_rows_and_a_default_are_refused():
         FrozenTable("a", dim=4, default=1.0, initial=rows)
     with pytest.raises(TypeError, match="initial: got 0"):
         FrozenTable("a", dim=4, initial=0)
+
+
+def test_initial_rows_in_files():
+    """They come back from JSON as they were; anything else is refused with the file's name."""
+    manifest = pytest.importorskip("jaxsok.checkpoint.manifest")
+    collection, _ = untrained()
+    for table in collection.tables:
+        wanted = table.unknown_reads(2**64 - 1)
+        got = manifest.unknown_from_json(
+            "op", "m", "t", json.loads(json.dumps(manifest.unknown_to_json(table, 2**64 - 1)))
+        )
+        assert got == wanted
+    assert manifest.unknown_from_json("op", "m", "t", None) is None
+    good = jaxsok.initializers.InitialRows(jaxsok.initializers.normal(), "t", 7).to_json()
+    wrong = [
+        *({"initial": {**good, **some}} for some in BAD_INITIAL),
+        *({"initial": {key: value for key, value in good.items() if key != name}} for name in good),
+        *({"value": value} for value in (None, "0", True, float("nan"), float("inf"), [0.0], 10**400)),
+        *({"traced": 1}, {"initial": None}, {"initial": []}, {"other": 0.0}, {}, {**{"value": 0.0}, "traced": ""}),
+        *([], 0.0, "value", [["value", 0.0]]),
+    ]  # fmt: skip
+    for value in wrong:
+        with pytest.raises(manifest.CorruptFileError, match=r'op: file "m": table "t": unknown: got '):
+            manifest.unknown_from_json("op", "m", "t", value)
+
+
+BAD_INITIAL = [
+    *({"kind": kind} for kind in (-1, 4, True, None, 1.0, "1", 2**80)),
+    *({name: value} for name in ("a", "b") for value in (None, "0", True, float("nan"), float("inf"), [], 10**400)),
+    *({"seed": seed} for seed in (-1, 2**64, True, None, 1.0)),
+    *({"table": name} for name in ("", None, 7)),
+]
