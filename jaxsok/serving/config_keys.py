@@ -62,6 +62,10 @@ def _cut(least: int) -> Kind:
     return Kind(whole.wanted, parse)
 
 
+def _maybe(kind: Kind) -> Kind:
+    return Kind(f"{kind.wanted}, or null", lambda value: None if value is None else kind.parse(value))
+
+
 def _number(least: float = -math.inf, most: float = math.inf) -> Kind:
     within = {(True, True): "a number", (False, True): f"a number of {least:g} or more"}
     wanted = within.get((least == -math.inf, most == math.inf), f"a number of {least:g} to {most:g}")
@@ -75,10 +79,6 @@ def _number(least: float = -math.inf, most: float = math.inf) -> Kind:
         return number if math.isfinite(number) and least <= number <= most else WRONG
 
     return Kind(wanted, parse)
-
-
-def _maybe(kind: Kind) -> Kind:
-    return Kind(f"{kind.wanted}, or null", lambda value: None if value is None else kind.parse(value))
 
 
 def _among(*names: str) -> Kind:
