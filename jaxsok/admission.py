@@ -87,8 +87,8 @@ def waiting(spec: StoreSpec, store: StoreState, number: int) -> tuple[np.ndarray
       number: of the table in the store.
 
     Returns:
-      Keys uint64[num_waiting] and counts uint32[num_waiting], each from 1 to `num_sightings - 1`; none where the table
-      admits otherwise than by count.
+      Keys uint64[num_waiting] and counts uint32[num_waiting], each from 1 to `threshold - 1` of the admission; none
+      where the table admits otherwise than by count.
 
     Example:
       After one lookup of `[7, 7, 9]` with `AdmitByCount(3)` → keys `[7, 9]`, counts `[2, 1]`, perhaps the other way.

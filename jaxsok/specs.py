@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 from typing import Literal
 
+import jax.numpy as jnp
 import numpy as np
 
 from jaxsok import initializers, policies
@@ -162,7 +163,7 @@ class TableSpec:
     row_gradient: RowGradient = "sum"
     """How the gradients of a row's uses become one: their sum, their mean, or the sum over the root of their number."""
     unknown: Literal["initial", "zeros"] = "initial"
-    """What `find` gives for a key without a row: the row it would get, or zeros."""
+    """What `find` gives for a key without a row, and what is served for it: the row it would get, or zeros."""
     placement: Placement = SHARDED
     """Where it lives on a mesh: SHARDED, REPLICATED or on(device)."""
     admission: policies.Admission | None = None
@@ -229,6 +230,26 @@ class TableSpec:
     def refused_read_initial(self) -> bool:
         """Whether a key without a row reads its initial row in a lookup; else a constant."""
         return self.admission is None or self.admission.unadmitted == "initial"
+
+    def unknown_reads(self, seed: int) -> "float | initializers.InitialRows | initializers.Initializer":
+        """What `find` gives for a key without a row, as files and served tables can carry it.
+
+        Args:
+          seed: of the state.
+
+        Returns:
+          A number, in every column; or the initial rows; or the initializer, where XLA works its rows out: nothing but
+          this table's programs can.
+        """
+        initializer = self.initializer.of_dim(self.dim)
+        if self.unknown == "zeros":
+            return 0.0
+        if initializer.is_traced:
+            return initializer
+        if initializer.kind != 0:
+            return initializers.InitialRows(initializer, self.name, seed)
+        largest = float(jnp.finfo(self.dtype).max)
+        return float(np.clip(np.float32(initializer.a), -largest, largest).astype(jnp.dtype(self.dtype)))
 
     def _check_optimizer(self, what: str) -> None:
         """Refuses what no kernel could run, here and not in the first update."""
@@ -453,7 +474,7 @@ class StoreSpec:
     def sighting_floors(self, cleared: int | None = None) -> np.ndarray:
         """By table the count from which a key waits no longer, as it was let in; `cleared`: of one table none waits."""
         counts = [
-            table.admission.num_sightings if isinstance(table.admission, policies.AdmitByCount) else 1
+            table.admission.threshold if isinstance(table.admission, policies.AdmitByCount) else 1
             for table in self.tables
         ]
         return np.array([1 if number == cleared else count for number, count in enumerate(counts)], np.uint32)

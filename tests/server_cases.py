@@ -28,6 +28,7 @@ class Table:
     dim: int
     default: float = DEFAULT
     dtype: str = "float32"
+    initial: object = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -131,6 +131,36 @@ def collection_of(policy):
 # Who leaves
 
 
+PINNED = {  # by statistics {key: (last step, frequency)}: who stays, as docs/life_of_a_table.md says
+    LeastRecentlyUsed(): ({1: (5, 9), 2: (5, 1), 3: (4, 9), 4: (5, 5)}, 3, [1, 2, 4]),
+    LeastFrequentlyUsed(): ({1: (5, 2), 2: (3, 2), 3: (3, 2), 4: (1, 9)}, 2, [1, 4]),
+    policies.EpochLeastRecentlyUsed(10): ({1: (19, 9), 2: (10, 1), 3: (9, 9), 4: (12, 5)}, 2, [2, 4]),
+    policies.EpochLeastFrequentlyUsed(10): ({1: (19, 2), 2: (10, 3), 3: (9, 9), 4: (12, 1)}, 2, [1, 2]),
+}
+
+
+@pytest.mark.parametrize("policy", PINNED)
+def test_order_that_the_page_states(policy):
+    """LFU: equal frequencies leave by last step; only then, and elsewhere at once, do ties leave by (table, key)."""
+    statistics, num_rows, stay = PINNED[policy]
+    collection = collection_of(policy)
+    state = filled(collection, {"user": [*statistics] + [PADDING] * 26, "item": [PADDING] * 30})
+    state = with_statistics(collection, state, {"user": statistics})
+    state, _ = collection.evict(state, num_rows=num_rows)
+    assert sorted(programs.exported(collection, state, "user")) == stay
+
+
+def test_ties_leave_by_table_then_key():
+    """Tables by their number in the store; keys as unsigned numbers."""
+    collection = collection_of(LeastFrequentlyUsed())
+    keys = [2**63 + 1, 7, 2**64 - 2]
+    state = filled(collection, {name: keys + [PADDING] * 27 for name in ("user", "item")})
+    state = with_statistics(collection, state, {name: dict.fromkeys(keys, (4, 4)) for name in ("user", "item")})
+    state, _ = collection.evict(state, num_rows=2)
+    assert sorted(programs.exported(collection, state, "item")) == [2**63 + 1, 2**64 - 2]
+    assert not programs.exported(collection, state, "user")
+
+
 words32 = st.one_of(st.integers(0, 3), st.integers(0, 2**32 - 1), st.sampled_from([0, 2**31, 2**32 - 1]))
 some_keys = st.dictionaries(
     st.one_of(st.integers(0, 40), st.integers(0, 2**64 - 2), st.integers(0, 7).map(lambda n: n << 32)),

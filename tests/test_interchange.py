@@ -27,6 +27,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from serving_cases import INITIALIZERS, TRACED, untrained
 
 import jaxsok
 from jaxsok.checkpoint import source as checkpoint_source
@@ -1006,7 +1007,7 @@ def told(collection, state, table, with_state=True):
 
 
 MODULES = {
-    "hps": (hps.save, hps.load, False),
+    "hps": (functools.partial(hps.save, defaults=0.0), hps.load, False),
     "sok": (sok.save, sok.load, True),
     "parquet": (columns.save, columns.load, True),
     "arrow": (
@@ -1114,7 +1115,7 @@ def test_choices_of_tables_are_checked(tmp_path):
         with pytest.raises(TypeError, match="tables: got 'a:b', wanted None, a list"):
             save(collection, state, tmp_path, "a:b")
     with pytest.raises(ValueError, match="'a:b', which has no rows; HPS reads no empty table: leave it out"):
-        hps.save(collection, state, tmp_path, ["a:b"])
+        hps.save(collection, state, tmp_path, ["a:b"], defaults=0.0)
     assert not list(tmp_path.iterdir())
     for module, (save, load, _) in MODULES.items():
         if module != "hps":  # an empty table goes through all other formats
@@ -1128,7 +1129,7 @@ def test_choices_of_tables_are_checked(tmp_path):
 def test_a_table_that_cannot_hold_the_file(tmp_path):
     """It is refused; the state is in the error, with the tables that were entered before."""
     source = collection_of(1)
-    hps.save(source, trained(source), tmp_path)
+    hps.save(source, trained(source), tmp_path, defaults=0.0)
     specs = [
         jaxsok.TableSpec("user", 4, jaxsok.optim.adam(0.1), capacity=8),
         jaxsok.TableSpec("item", 4, jaxsok.optim.sgd(0.1), capacity=4, max_capacity=4),
@@ -1142,7 +1143,7 @@ def test_a_table_that_cannot_hold_the_file(tmp_path):
 def test_an_interrupt_between_tables_keeps_the_state(tmp_path, monkeypatch):
     """Ctrl-C once the caller's state was donated to the first table."""
     collection = collection_of(1)
-    hps.save(collection, trained(collection), tmp_path)
+    hps.save(collection, trained(collection), tmp_path, defaults=0.0)
     enter = collection.import_table
 
     def interrupted(state, table, *args, **options):
@@ -1169,3 +1170,34 @@ def test_statistics_follow_their_key(tmp_path):
         save(collection, state, tmp_path)
         chunks = by_key(collection.export_chunks(load(collection, collection.init(), tmp_path), "user"))
         assert {key: one[3:] for key, one in chunks.items()} == {7: (5, 2), 9: (8, 2), 4: (8, 2)}
+
+
+# What HPS answers for keys without a row -----------------------------------------------------------------------------
+
+
+def test_hps_is_told_what_keys_without_a_row_read(tmp_path):
+    """HPS has one number for a table: a table in which `find` reads anything but zeros needs it said."""
+    collection, state = untrained()
+    zeros = ["zeros", "normal_zeros", "constant_zeros", "matrix_zeros", "function_zeros"]
+    assert set(hps.save(collection, state, tmp_path / "zeros", zeros)) == set(zeros)
+    for name in INITIALIZERS:
+        if name == "zeros":
+            continue
+        number = "0.3" if name == "constant" else "0"
+        message = rf'hps.save: defaults: got none for table "{name}", .*Pass defaults={{{{"{name}": {number}}}}}'
+        with pytest.raises(ValueError, match=message.replace("{{", "{").replace("}}", "}")):
+            hps.save(collection, state, tmp_path / "refused", [name])
+    assert not (tmp_path / "refused").exists()
+    assert hps.save(collection, state, tmp_path / "some", ["normal", "zeros"], defaults={"normal": 0.5})
+    assert hps.save(collection, state, tmp_path / "all", defaults=-1.0)
+    for wrong in ({"norml": 0.0}, float("nan"), {"normal": True}):
+        with pytest.raises(ValueError, match=r"hps\.save: defaults"):
+            hps.save(collection, state, tmp_path / "wrong", ["normal"], defaults=wrong)
+
+
+def test_hps_is_told_for_traced_rows(tmp_path):
+    for name, initializer in TRACED.items():
+        spec = jaxsok.TableSpec("item", 4, jaxsok.optim.sgd(0.1), initializer=initializer, capacity=8)
+        collection = jaxsok.Collection([spec], [])
+        with pytest.raises(ValueError, match=rf"in which keys without a row read {name}\("):
+            hps.save(collection, collection.init(), tmp_path)

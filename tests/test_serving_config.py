@@ -155,8 +155,14 @@ def test_no_models():
 
 def test_a_short_list_of_defaults_is_filled_and_told():
     config = read(whole({"default_value_for_each_table": [0.5]}))
-    assert [table.default for table in config.models[0].tables] == [0.5, 0.0]
-    assert config.notes == ("models[0].default_value_for_each_table: 1 of 2 entries are not there; 0.0, as in HPS.",)
+    assert [table.default for table in config.models[0].tables] == [0.5, None]
+    assert config.notes == (
+        "models[0].default_value_for_each_table: 1 of 2 entries are not there; what training reads where the files "
+        "tell it, else 0.0, as in HPS.",
+    )
+    config = read(whole({"default_value_for_each_table": [None, 0.5]}))
+    assert [table.default for table in config.models[0].tables] == [None, 0.5]
+    assert config.notes == () and "default as in training" in "\n".join(config.summary())
 
 
 # What is honoured ----------------------------------------------------------------------------------------------------
@@ -726,7 +732,7 @@ def test_what_is_read_is_written_and_read_again(given):
         assert [table.file for table in tables] == model["sparse_files"]
         assert [table.dim for table in tables] == model["embedding_vecsize_per_table"]
         count = len(model["default_value_for_each_table"])
-        defaults = model["default_value_for_each_table"] + [0.0] * (len(tables) - count)
+        defaults = model["default_value_for_each_table"] + [None] * (len(tables) - count)
         assert [table.default for table in tables] == defaults
 
 

@@ -3,18 +3,39 @@
 import dataclasses
 import gc
 import itertools
+import json
+import shutil
 import threading
 import weakref
+import zlib
 
 import hypothesis
 import hypothesis.strategies as st
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
-from serving_cases import PLATFORMS, config_of, expected, model_of, records_of, rows_of, write
+import server_cases
+from serving_cases import (
+    ASKED,
+    INITIALIZERS,
+    KNOWN,
+    PLATFORMS,
+    TRACED,
+    UNKNOWN_DIM,
+    config_of,
+    expected,
+    found_in_training,
+    model_of,
+    records_of,
+    rows_of,
+    untrained,
+    write,
+)
 from waiting import wait_until
 
 import jaxsok
+from jaxsok import checkpoint
 from jaxsok.interchange.hps import write_hps
 from jaxsok.serving import cache as cache_lib
 from jaxsok.serving import served as served_lib
@@ -681,3 +702,146 @@ def test_a_cache_is_filled_with_what_is_hot(tmp_path, monkeypatch, is_known):
         else:
             assert (cached < 1100).mean() > 0.9
         session.lookup({"user": np.arange(100)})
+
+
+# Keys without a row: serving reads what `find` reads -----------------------------------------------------------------
+
+TIERS = {"device": {}, "cache": CACHED, "host": {"gpucache": False}}
+
+
+@pytest.fixture(scope="module")
+def exports(tmp_path_factory):
+    """Full exports of `untrained`, by the dtype of rows."""
+    folder = tmp_path_factory.mktemp("unknown")
+    for dtype in ("float32", "bfloat16"):
+        checkpoint.export_full(folder / dtype, *untrained(dtype))
+    return {dtype: folder / dtype for dtype in ("float32", "bfloat16")}
+
+
+def as_trained(folder, names=None, **options):
+    """A configuration in which no default is written: that of training counts."""
+    names = names or [*found_in_training(*untrained())]
+    return model_of({name: (folder, UNKNOWN_DIM) for name in names}, default_value_for_each_table=[], **options)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "row_dtype"), [("float32", None), ("bfloat16", None), ("float32", "int8"), ("float32", "float8_e4m3fn")]
+)
+@pytest.mark.parametrize("tier", TIERS)
+def test_missing_keys_read_what_find_reads(exports, tier, dtype, row_dtype):
+    """For every initializer and both values of `unknown`, to the bit."""
+    more = {} if row_dtype is None else {"jaxsok": {"row_dtype": row_dtype}}
+    wanted = found_in_training(*untrained(dtype))
+    with open(config_of(as_trained(exports[dtype], **TIERS[tier], **more)), warm_up=False) as session:
+        for _ in range(2):  # a cache has the rows the second time
+            answer = session.lookup({name: ASKED for name in wanted})
+            for name, rows in wanted.items():
+                counts = np.ones(len(ASKED), bool) if row_dtype is None else ~np.isin(ASKED, KNOWN)
+                np.testing.assert_array_equal(answer[name][counts], rows[counts], err_msg=name)
+        described = session.models["dlrm"].tables
+        assert described["uniform"].initial.table == "uniform" and described["normal_zeros"].initial is None
+        assert 'the initial row: uniform(-1, 2) of table "uniform", seed 1099511627783' in session.report()
+
+
+@pytest.mark.parametrize("row_dtype", [None, "int8"])
+@pytest.mark.parametrize("tier", TIERS)
+def test_models_read_what_find_reads(exports, tmp_path, tier, row_dtype):
+    """A dense model over the tables, in bags too."""
+    names = ["normal", "uniform", "normal_zeros"]
+    more = {} if row_dtype is None else {"jaxsok": {"row_dtype": row_dtype}}
+    collection, state = untrained()
+    tables = jaxsok.serving.freeze(collection, state, tables=names, dtype=row_dtype)
+
+    def model(tables, inputs):
+        bags = LookupInput("normal", inputs["bag"].keys, "sum", offsets=inputs["bag"].offsets)
+        return lookup(tables, {**{name: inputs[name] for name in names}, "bag": bags})
+
+    inputs = {**{name: KeysInput(name) for name in names}, "bag": BagsInput("normal")}
+    export_model(tmp_path / "model", model, tables, inputs, platforms=PLATFORMS)
+    assert load_model(tmp_path / "model").tables == tables.tables
+    missing = ASKED[~np.isin(ASKED, KNOWN)]
+    request = {name: missing for name in names}
+    request["bag"] = jaxsok.Bags(missing, offsets=np.arange(len(missing) + 1))
+    wanted = found_in_training(collection, state, missing)
+    wanted["bag"] = wanted["normal"]
+    config = as_trained(exports["float32"], names, dense_file=str(tmp_path / "model"), **TIERS[tier], **more)
+    with open(config_of(config), warm_up=False) as session:
+        answer = session.predict(request)
+        for name in request:
+            np.testing.assert_array_equal(answer[name], wanted[name], err_msg=name)
+
+
+def test_http_reads_what_find_reads(exports):
+    httpx = pytest.importorskip("httpx")
+    wanted = found_in_training(*untrained())
+    session = open(config_of(as_trained(exports["float32"])), warm_up=False)
+    with server_cases.serving(session) as found, httpx.Client(base_url=found.address, timeout=30) as client:
+        pages = client.get("/v1/models/dlrm").json()["tables"]
+        for name in ("uniform", "normal_zeros"):
+            assert str(pages[name]["default"]).startswith("the initial row" if name == "uniform" else "0.0")
+            answer = client.post("/v1/models/dlrm/lookup", json={"keys": {name: ASKED.tolist()}}).json()
+            np.testing.assert_array_equal(np.float32(answer["rows"][name]), wanted[name])
+
+
+def test_a_default_that_is_configured_counts(exports):
+    """For tables that no other program could serve it is wanted."""
+    collection = jaxsok.Collection(
+        [
+            jaxsok.TableSpec(name, UNKNOWN_DIM, jaxsok.optim.sgd(0.1), initializer=initializer, capacity=8)
+            for name, initializer in TRACED.items()
+        ],
+        [],
+    )
+    folder = exports["float32"].parent / "traced"
+    checkpoint.export_full(folder, collection, collection.init())
+    for name in TRACED:
+        with pytest.raises(ServingError, match=rf"default_value_for_each_table: got no number, .* reads {name}\("):
+            open(config_of(as_trained(folder, [name])))
+    model = {**as_trained(folder, [*TRACED]), "default_value_for_each_table": [0.5, -0.5]}
+    with open(config_of(model), warm_up=False) as session:
+        answer = session.lookup({name: np.array([5]) for name in TRACED})
+        assert [answer[name].tolist() for name in TRACED] == [[[0.5] * 4], [[-0.5] * 4]]
+    model = {**as_trained(exports["float32"], ["normal", "uniform"]), "default_value_for_each_table": [0.25, None]}
+    with open(config_of(model), warm_up=False) as session:
+        answer = session.lookup({"normal": np.array([5]), "uniform": np.array([5])})
+        assert answer["normal"].tolist() == [[0.25] * 4]
+        np.testing.assert_array_equal(answer["uniform"], found_in_training(*untrained(), np.array([5]))["uniform"])
+
+
+def test_exports_that_do_not_tell_are_served_as_before(exports, tmp_path):
+    """Those of an older jaxsok: zeros."""
+    folder = tmp_path / "old"
+    shutil.copytree(exports["float32"], folder)
+    body = json.loads((folder / "manifest.json").read_text())
+    for table in body["tables"].values():
+        del table["unknown"]
+    del body["checksum"]
+    canonical = json.dumps(body, sort_keys=True, separators=(",", ":")).encode()
+    (folder / "manifest.json").write_text(json.dumps({"checksum": zlib.crc32(canonical), **body}))
+    with open(config_of(as_trained(folder)), warm_up=False) as session:
+        answer = session.lookup({name: np.array([5]) for name in INITIALIZERS})
+        assert all(not rows.any() for rows in answer.values())
+        assert session.update(exports["float32"]) == 2  # a session goes on as it was opened
+
+
+@pytest.mark.parametrize("tier", TIERS)
+def test_updates_keep_what_missing_keys_read(exports, tmp_path, tier):
+    """A delta of the same training brings rows; an export of other initial rows is refused."""
+    names = ["normal", "constant"]
+    collection, state = untrained()
+    rows = np.full((1, UNKNOWN_DIM), 8.0, np.float32)
+    base = tmp_path / "base"
+    checkpoint.export_full(base, collection, state)
+    state, _, _ = collection.assign(jax.tree.map(jnp.copy, state), "normal", np.array([5], np.uint64), rows)
+    checkpoint.export_delta(tmp_path / "delta", collection, state, base)
+    checkpoint.export_full(tmp_path / "other", *untrained(seed=1))
+    wanted = found_in_training(collection, state)
+    with open(config_of(as_trained(base, names, **TIERS[tier])), warm_up=False) as session:
+        assert session.update(tmp_path / "delta") == 2
+        answer = session.lookup({name: ASKED for name in names})
+        for name in names:
+            np.testing.assert_array_equal(answer[name], wanted[name])
+        assert answer["normal"][1].tolist() == [8.0] * 4
+        with pytest.raises(ServingError, match=r"seed 1, wanted the initial row: .*1099511627783, .*another session"):
+            session.update(tmp_path / "other")
+        assert session.lookup({"normal": ASKED}).version == 2

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jaxsok
+from jaxsok import policies
 from jaxsok.types import COUNTERS
 
 NUM_SAMPLES, HOTNESS = 8, 3
@@ -268,3 +269,24 @@ def test_statistics_stay_where_they_are(way, num_shards):
     state = erase(state)
     assert places(state) == before
     assert statistics_of(state)[0] == {(0, 6): (3, 8), (1, 7): (3, 8)}
+
+
+@pytest.mark.parametrize("num_shards", (1, 4))
+def test_frequency_begins_with_the_row(num_shards):
+    """Sightings of earlier lookups are not in it; all occurrences of the lookup that makes the row are."""
+    tables = [
+        jaxsok.TableSpec(
+            name, 1, jaxsok.optim.sgd(0.1), capacity=64, statistics=True, admission=policies.AdmitByCount(n)
+        )
+        for name, n in (("a", 3), ("b", 1))
+    ]
+    features = [jaxsok.FeatureSpec(table.name, table.name) for table in tables]
+    collection = programs.over(num_shards, tables, features) if num_shards > 1 else jaxsok.Collection(tables, features)
+    state = collection.init(seed=0)
+    for keys in ([5, 5, 6, 7], [5, 5, 6, 7], [5, 6, 6, 6], [7, 8, 8, 8]):
+        batch = programs.batch(collection, a=np.array(keys), b=np.array(keys))
+        _, state, _ = programs.lookup(collection)(state, batch)
+    want = {"a": {5: 3, 6: 3, 7: 1, 8: 3}, "b": {5: 5, 6: 5, 7: 3, 8: 3}}
+    for name in want:
+        table = collection.export_table(state, name)
+        assert dict(zip(table["keys"].tolist(), table["frequency"].tolist(), strict=True)) == want[name]

@@ -18,7 +18,9 @@ import numpy as np
 
 from jaxsok import manifests
 from jaxsok.checkpoint.files import CorruptFileError, SavedFile, TableForm, keys_schema, write_synced
+from jaxsok.initializers import InitialRows
 from jaxsok.manifests import Wrong, entries, integer, list_of, number, text, tuple_of
+from jaxsok.specs import TableSpec
 from jaxsok.types import NUM_PARTITIONS
 
 FORMAT = "jaxsok tables"
@@ -123,6 +125,38 @@ def unpacked(value: str) -> np.ndarray:
     if counts.min() < 0 or counts.max() >= 2**48:  # so that they can be added
         raise Wrong(value, f"{wanted}, none of them negative or above 2**48")
     return counts
+
+
+def unknown_to_json(table: TableSpec, seed: int) -> dict[str, Any]:
+    """What `find` gives for a key of a table without a row; one entry, by what it is."""
+    reads = table.unknown_reads(seed)
+    if isinstance(reads, InitialRows):
+        return {"initial": reads.to_json()}
+    return {"value": reads} if isinstance(reads, float) else {"traced": repr(reads)}
+
+
+def unknown_from_json(value: Any) -> float | InitialRows | str | None:
+    """What `unknown_to_json` gave: a number, initial rows, or the words for what no other program can work out.
+
+    Args:
+      value: None: of a manifest that does not say.
+
+    Raises:
+      Wrong: it is something else.
+    """
+    if value is None:
+        return None
+    try:
+        ((kind, inner),) = value.items()
+        if kind == "initial":
+            return InitialRows.from_json(inner)
+        if kind == "value" and type(inner) in (int, float) and abs(inner) < 2.0**128:
+            return float(inner)
+        if kind == "traced" and isinstance(inner, str):
+            return inner
+    except (AttributeError, KeyError, TypeError, ValueError):
+        pass
+    raise Wrong(value, "one of initial, value and traced, as a save writes it")
 
 
 def array_to_json(array: np.ndarray) -> dict[str, Any]:
@@ -293,7 +327,8 @@ _TABLE = entries(
         "num_evicted": _COUNT,
         "partition_rows": manifests.also(text(), unpacked),
         **dict.fromkeys(_KINDS, _FILES),
-    }
+    },
+    {"unknown": unknown_from_json},  # which older folders lack
 )
 _DTYPES = ("bool", "bfloat16", *(f"float{bits}" for bits in (16, 32, 64)))
 _DTYPES += tuple(f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64))

@@ -231,7 +231,7 @@ def _policies(kind: type) -> dict[str, Callable[..., Any]]:
     return {
         name: value
         for name, value in vars(policies).items()
-        if inspect.isclass(value) and issubclass(value, kind) and value is not kind
+        if inspect.isclass(value) and issubclass(value, kind) and value is not kind and not name.startswith("_")
     }
 
 

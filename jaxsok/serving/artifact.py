@@ -29,6 +29,7 @@ import jaxsok
 from jaxsok import keys as keys_lib
 from jaxsok import published
 from jaxsok.features import Bags
+from jaxsok.initializers import InitialRows
 from jaxsok.kernels import library
 from jaxsok.serving import key_paths
 from jaxsok.serving.errors import RequestError, ServingError, UnknownTableError
@@ -439,11 +440,21 @@ def _manifest(exported: Any, tables: FrozenTables, inputs: Mapping[str, InputSpe
             {
                 "dim": store[0].dim,
                 "dtype": store[0].dtype,
-                "tables": [{"name": table.name, "default": float(table.default)} for table in store],
+                "tables": [_table_to_json(table) for table in store],
             }
             for store in tables.spec.stores
         ],
     }
+
+
+def _table_to_json(table: FrozenTable) -> dict[str, Any]:
+    initial = {} if table.initial is None else {"initial": table.initial.to_json()}
+    return {"name": table.name, "default": float(table.default), **initial}
+
+
+def _table_from_json(value: dict[str, Any], dim: Any, dtype: Any) -> FrozenTable:
+    initial = InitialRows.from_json(value["initial"]) if "initial" in value else None
+    return FrozenTable(value["name"], dim, value["default"], dtype, initial)
 
 
 def _input_to_json(spec: InputSpec) -> dict[str, Any]:
@@ -510,7 +521,7 @@ class ServedModel:
     outputs: dict[str, OutputSpec]
     """By name."""
     tables: dict[str, FrozenTable]
-    """That `call` wants, by name; the defaults are those of the export, those of the tables that are given count."""
+    """That `call` wants, by name. Keys without a row read what the tables that are given say, not what these say."""
     lookups: dict[str, tuple[str, ...] | None]
     """By table the inputs whose keys it is looked up by; None: keys are worked out by the model, or it is not known."""
     platforms: tuple[str, ...]
@@ -666,7 +677,7 @@ def load_model(path: str | os.PathLike, device: Any = None) -> ServedModel:
         inputs = {one["name"]: _input_from_json(one) for one in manifest["inputs"]}
         outputs = {one["name"]: OutputSpec(tuple(one["shape"]), one["dtype"]) for one in manifest["outputs"]}
         stores = tuple(
-            tuple(FrozenTable(one["name"], store["dim"], one["default"], store["dtype"]) for one in store["tables"])
+            tuple(_table_from_json(one, store["dim"], store["dtype"]) for one in store["tables"])
             for store in manifest["stores"]
         )
         tables = {table.name: table for store in stores for table in store}

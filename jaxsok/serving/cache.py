@@ -2,14 +2,14 @@
 
 The semantics are those of HPS's embedding cache, made exact where HPS approximates. A lookup makes its keys distinct
 and asks the cache. Of each table, the hit rate is hits ÷ distinct keys. Where it reaches the threshold, keys that
-missed read the table's default, and their rows are fetched in the background for those who ask later; where it does
-not, the lookup waits for their rows. Rows leave by last use, exactly over a store.
+missed read what keys without a row do, and their rows are fetched in the background for those who ask later; where it
+does not, the lookup waits for their rows. Rows leave by last use, exactly over a store.
 
 One tick of the clock is one lookup or one insertion. After an insertion a store holds its `capacity` rows of greatest
 (tick of the last use, table, key). This is all there is to the order of replacement.
 
 Keys that no tier has are not cached: they would push real rows out, and a newer version may have them. They miss each
-time, count for the hit rate as misses, and read the default.
+time, count for the hit rate as misses, and read the table's default, or the row that they would get in training.
 
 Below is the source (backing.py); above, a session. Not here: bags and their combining, which are made of the rows.
 """
@@ -335,7 +335,18 @@ class DeviceCache:
                 of_lines = [_longer(one, size) for one in self._parts(s, lines)]
                 slabs = programs.merged(slabs, *self._put((slots, tuple(of_lines))))
             rows, *scales = slabs
-            stores.append(FrozenStore(*found.indices[s], rows.astype(self._spec.stores[s][0].dtype), tuple(scales)))
+            index, counters = found.indices[s]
+            if scales:  # no 8 bits stand for what keys without a row read: the model must not find them
+                is_hidden = np.zeros(rows.shape[0], bool)
+                for part in asked.parts:
+                    if part.store == s and part.name in found.missed:
+                        is_hidden[found.missed[part.name][0]] = True
+                for one in mine:
+                    is_hidden[one.places] = False
+                if is_hidden.any():
+                    self._ready_to_hide(s, len(is_hidden))
+                    index = programs.hidden(index, self._put(is_hidden))
+            stores.append(FrozenStore(index, counters, rows.astype(self._spec.stores[s][0].dtype), tuple(scales)))
         return CachedTables(FrozenTables(tuple(stores), self._spec), found.version, found.hit_rates)
 
     def fill(self) -> int:
@@ -498,6 +509,8 @@ class DeviceCache:
             padded = tuple(padded_size(count, LEAST_KEYS) for count in of_store)
             self._ready_to_query(not as_tables, padded)
             for s, size in enumerate(padded) if as_tables else ():
+                if self._spec.stores[s][0].is_quantized:
+                    self._ready_to_hide(s, size)
                 for step in range((size // LEAST_KEYS).bit_length()):
                     self._ready_to_merge(s, size, LEAST_KEYS << step)
         for s, most in enumerate(map(max, zip(*sizes, strict=True))):
@@ -866,6 +879,11 @@ class DeviceCache:
 
         slots = jax.ShapeDtypeStruct((num_rows,), np.int32, sharding=place)
         self._make_ready(("merged", s, num_rows, num_lines), slabs(num_rows), slots, slabs(num_lines))
+
+    def _ready_to_hide(self, s: int, num_rows: int) -> None:
+        place = jax.sharding.SingleDeviceSharding(self.device)
+        index = jax.ShapeDtypeStruct((num_buckets_of(num_rows), BUCKET_WORDS), np.uint32, sharding=place)
+        self._make_ready(("hidden", s, num_rows), index, jax.ShapeDtypeStruct((num_rows,), np.bool_, sharding=place))
 
     def _ready_to_insert(self, s: int, must_leave: bool, size: int) -> None:
         lines = tuple(

@@ -382,9 +382,10 @@ class _Reader:
             values["embedding_table_names"] = tuple(f"sparse_embedding{i}" for i in range(len(files)))
         short = len(files) - len(values["default_value_for_each_table"])
         if short > 0:
-            values["default_value_for_each_table"] += (0.0,) * short
+            values["default_value_for_each_table"] += (None,) * short
             self.notes.append(
-                f"{path}.default_value_for_each_table: {short} of {len(files)} entries are not there; 0.0, as in HPS."
+                f"{path}.default_value_for_each_table: {short} of {len(files)} entries are not there; what training "
+                "reads where the files tell it, else 0.0, as in HPS."
             )
         for key in PER_TABLE:
             if len(values[key]) != len(files):

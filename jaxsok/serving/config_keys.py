@@ -62,6 +62,10 @@ def _cut(least: int) -> Kind:
     return Kind(whole.wanted, parse)
 
 
+def _maybe(kind: Kind) -> Kind:
+    return Kind(f"{kind.wanted}, or null", lambda value: None if value is None else kind.parse(value))
+
+
 def _number(least: float = -math.inf, most: float = math.inf) -> Kind:
     within = {(True, True): "a number", (False, True): f"a number of {least:g} or more"}
     wanted = within.get((least == -math.inf, most == math.inf), f"a number of {least:g} to {most:g}")
@@ -127,7 +131,7 @@ MODEL_KEYS: dict[str, Key] = {
         _list(_COUNT, "a list of numbers of keys, one for each table"), REQUIRED
     ),
     "default_value_for_each_table": Key(
-        _list(_number(-_FLOAT32_MAX, _FLOAT32_MAX), "a list of numbers, one for each table"), REQUIRED
+        _list(_maybe(_number(-_FLOAT32_MAX, _FLOAT32_MAX)), "a list of numbers, one for each table"), REQUIRED
     ),
     "deployed_device_list": Key(_list(_integer(0), "a list of numbers of devices"), REQUIRED),
     "dense_file": Key(_MAYBE_FILE, ""),

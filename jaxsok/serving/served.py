@@ -21,9 +21,11 @@ from jaxtyping import Array
 
 from jaxsok import keys as keys_lib
 from jaxsok.features import Bags
+from jaxsok.initializers import InitialRows
 from jaxsok.serving import artifact, backing, row_map, sources, updates
 from jaxsok.serving import cache as cache_lib
 from jaxsok.serving.config import ModelConfig
+from jaxsok.serving.config_values import TableConfig
 from jaxsok.serving.errors import (
     RequestError,
     RequestTooLargeError,
@@ -170,7 +172,10 @@ class Served:
                 op="open",
             )
             dtype: Any = config.row_dtype or source.dtype
-            given.append((FrozenTable(table.name, table.dim, default=table.default, dtype=dtype), source))
+            if table.default is not None:
+                source = dataclasses.replace(source, unknown=None)  # what the configuration says counts
+            default, initial = _missing("open", config, table, source)
+            given.append((FrozenTable(table.name, table.dim, default, dtype, initial), source))
         self.per_sample = {table.name: table.max_keys_per_sample for table in config.tables}
         self._dims = {table.name: table.dim for table in config.tables}
         self.workers = threading.BoundedSemaphore(config.num_of_worker_buffer_in_pool)
@@ -510,7 +515,7 @@ class Served:
         for name, table in version.tables.tables.items():
             num_rows = version.num_rows[name]
             lines.append(
-                f'  table "{name}": {num_rows:,} rows of {table.dim} x {table.dtype}, default {table.default:g}, '
+                f'  table "{name}": {num_rows:,} rows of {table.dim} x {table.dtype}, {table.missing}, '
                 f"{sum(frozen_bytes(table, num_rows).values()):,} bytes, at most {self.config.max_keys[name]:,} keys "
                 f"in a request, from {version.files[name]}"
             )
@@ -855,6 +860,23 @@ def _integers(given: Any, what: str) -> np.ndarray:
 
 def _host_room() -> int | None:
     return updates.host_free_bytes()
+
+
+def _missing(
+    op: str, config: ModelConfig, table: TableConfig, source: sources.TableSource
+) -> tuple[float, InitialRows | None]:
+    """What a key without a row reads: the default, or the initial row in its place."""
+    if table.default is not None:
+        return table.default, None
+    if isinstance(source.unknown, str):
+        raise ServingError(
+            f'{op}: model "{config.model}": table "{table.name}": default_value_for_each_table: got no number, and in '
+            f'training of "{source.path}" a key without a row reads {source.unknown}, which served tables cannot work '
+            "out; wanted the number that they serve."
+        )
+    if isinstance(source.unknown, InitialRows):
+        return 0.0, source.unknown
+    return source.unknown or 0.0, None
 
 
 def _dense_model(

@@ -434,7 +434,11 @@ class App:
     async def _model_page(self, request: Request, taken: _Taken) -> Response:
         model, options = self._model(request, "model"), self.options
         tables = {
-            name: {"dim": table.dim, "default": float(table.default), "row_dtype": str(table.dtype)}
+            name: {
+                "dim": table.dim,
+                "default": float(table.default) if table.initial is None else str(table.initial),
+                "row_dtype": str(table.dtype),
+            }
             for name, table in model.tables.items()
         }
         for name, num_rows in dict(getattr(model, "num_rows", None) or {}).items():

@@ -120,7 +120,8 @@ class Session:
           model: its name; None, if there is one.
 
         Returns:
-          float32 `[*shape, dim]` by table, read-only; keys that are not there read the default of their table.
+          float32 `[*shape, dim]` by table, read-only; keys that are not there read the default of their table,
+          or the row that they would get in training.
 
         Raises:
           UnknownModelError, UnknownTableError: there is none.
@@ -204,7 +205,7 @@ class Session:
 
         Returns:
           `version` and `source` (the folders of its tables); `lookups`, `predicts`, `updates`; of lookups `keys`,
-          `hits`, `missing` (read the default), `padding` and `hit_rate`; `bytes` of the device and `host_bytes`; and
+          `hits`, `missing` (not there), `padding` and `hit_rate`; `bytes` of the device and `host_bytes`; and
           `tables`: the same of each. Where rows are cached, `hits`, `misses` and `missing` are of distinct keys and of
           all tables together: hits are keys that the cache had, missing those of its misses that no tier has; of
           each table there are `keys` and `padding`. What warms up is not counted.
