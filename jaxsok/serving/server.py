@@ -53,7 +53,7 @@ _PIECE_BYTES = 1 << 16
 """Of a response: at a time on its way to a client, beside as much that its connection holds."""
 ABORT = "jaxsok.abort"
 """An extension of an ASGI scope: closes the connection without sending what it holds."""
-_DISCARD_S = 2.0
+DISCARD_S = 2.0
 """How long the rest of a refused body is read, so that the client reads the answer, not a closed connection."""
 
 
@@ -83,12 +83,14 @@ class ServerOptions:
     """For a client's system to take 64 KiB of its response; then its connection is cut off."""
     min_send_rate: float = 1 << 18
     """Bytes a second that a client takes of a response, on the whole, after `send_timeout_s`; else it is cut off."""
+    keep_alive_s: float = 5.0
+    """A connection without a request is closed after so long; while the server stops, no earlier."""
     num_workers: int = 2
     """Calls of the session at the same time, by model and endpoint."""
     drain_s: float = 0.0
     """After a signal: still takes requests, while /readyz says that it will not."""
     shutdown_s: float = 30.0
-    """After that: finishes what it took; then it is cut off."""
+    """After that: answers connections that are kept alive, and finishes what it took; then it is cut off."""
 
     def __post_init__(self) -> None:
         """Refuses numbers that would take nothing."""
@@ -526,7 +528,7 @@ def _too_large(got: str, options: ServerOptions) -> str:
 async def _discard(request: Request, options: ServerOptions) -> None:
     """Reads on for a while: a client that still sends would see its connection reset before it reads an answer."""
     with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(_DISCARD_S):
+        async with asyncio.timeout(DISCARD_S):
             num_bytes = 0
             while num_bytes <= 4 * options.max_body_bytes:
                 message = await request.receive()
