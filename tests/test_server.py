@@ -19,6 +19,7 @@ import subprocess
 import sys
 import threading
 import time
+import tracemalloc
 import zlib
 
 import httpx
@@ -346,7 +347,10 @@ REFUSED = {
     "nothing": (LOOKUP, JSON, b"", *BAD, "the body is no JSON"),
     "no UTF-8": (LOOKUP, JSON, b'{"keys": {"\xff": [1]}}', *BAD, "the body is no JSON"),
     "UTF-16": (LOOKUP, JSON, '{"keys": {"user": [1]}}'.encode("utf-16"), *BAD, "no JSON"),
-    "deep": (LOOKUP, JSON, b"[" * 500_000, *BAD, "nested too deeply"),
+    "deep": (LOOKUP, JSON, b"[" * 10_000, *BAD, "nested too deeply"),
+    "very deep": (LOOKUP, JSON, b"[" * 300_000, 413, "too_large", "300000 times"),
+    "lists": (LOOKUP, JSON, b'{"keys": {"user": [' + b"[]," * 20_000 + b"[]]}}", 413, "too_large", "20000 times"),
+    "objects": (LOOKUP, JSON, b'{"keys": {"user": [' + b'{"":0},' * 9000 + b"0]}}", 413, "too_large", "9002 times"),
     "levels": (LOOKUP, JSON, b'{"keys":{"user":' + b"[" * 9 + b"1" + b"]" * 9 + b"}}", *BAD, "8 levels"),
     "a list": (LOOKUP, JSON, b"[1]", *BAD, 'a JSON list, wanted an object with "keys"'),
     "other fields": (LOOKUP, JSON, b'{"keys": {"user": [1]}, "path": "/etc"}', *BAD, '"path"'),
@@ -375,7 +379,7 @@ REFUSED = {
     "keys of all": (
         LOOKUP, JSON, json.dumps({"keys": {"item": [1] * 2048, "user": [1] * 3000}}), 413, "too_large", "5048 keys",
     ),
-    "bytes": (LOOKUP, JSON, b" " * (1 << 20) + b"{}", 413, "too_large", "1048576 bytes are taken"),
+    "bytes": (LOOKUP, JSON, b" " * (1 << 20) + b"{}", 413, "too_large", "bytes are taken"),
     "text": (LOOKUP, {"Content-Type": "text/plain"}, b"{}", *TYPE, "'text/plain'"),
     "no type": (LOOKUP, {}, b"{}", *TYPE, "None"),
     "Latin": (LOOKUP, {"Content-Type": "application/json; charset=latin-1"}, b"{}", *TYPE, "got"),
@@ -564,6 +568,92 @@ def test_a_length_that_is_too_long_is_refused_before_the_body(address, client):
     got = talk(address, head(Content_Length=1 << 40, Expect="100-continue"))
     assert got.startswith(b"HTTP/1.1 413") and b"100 Continue" not in got
     assert is_well(client)
+
+
+def need_of(sizes, samples=0, numbers=0):
+    """Bytes of the largest bodies of use: keys of 20 digits in quotes, each in a list, in lines; and binary."""
+    text, data = 0, 0
+    for keys in sizes:
+        text += len(json.dumps([["18446744073709551614"]] * keys, indent=2))
+        data += 8 * keys
+    text += len(json.dumps([-1.7976931348623157e308] * (samples + numbers), indent=2))
+    return text, data + 8 * (samples + numbers)
+
+
+@pytest.mark.parametrize(
+    ("path", "op", "need"),
+    [
+        ("/v1/models/ranker", "lookup", need_of([4096, 2048])),
+        ("/v1/models/ranker", "predict", need_of([4096], 64, 128)),
+        ("/v1/models/mixed", "predict", need_of([4096, 128], 64, 4096 + 64 * 3)),
+    ],
+)
+def test_bodies_may_have_what_the_keys_of_a_model_need(path, op, need):
+    """No less than the largest request in the widest form, and not much more; the page of a model tells it."""
+    with cases.serving(cases.Session()) as found, httpx.Client(base_url=found.address) as own:
+        limits = own.get(path).json()["limits"]["max_body_bytes"][op]
+        for most, (media_type, limit) in zip(need, limits.items(), strict=True):
+            assert most <= limit <= 2 * most + (128 << 10), media_type
+            begin = time.monotonic()
+            sent = head(f"{path}/{op}", Content_Length=limit + 1, Expect="100-continue")
+            got = talk(found.address, sent.replace(b"application/json", media_type.encode()))
+            assert got.startswith(b"HTTP/1.1 413") and f"at most {limit} bytes".encode() in got
+            assert b"100 Continue" not in got and time.monotonic() - begin < 5
+        assert is_well(own)
+
+
+@pytest.mark.parametrize("shape", [[4096], [4096, 1], [1, 4096], [64, 64, 1]])
+def test_the_largest_requests_are_answered(shape):
+    """Keys of 20 digits in quotes, one to a line."""
+    keys = np.full(shape, 2**64 - 2, np.uint64)
+    with cases.serving(cases.Session()) as found, httpx.Client(base_url=found.address) as own:
+        text = json.dumps({"keys": {"user": keys.astype(str).tolist()}}, indent=2).encode()
+        for body, headers in ((text, JSON), (pack({"user": keys}), TENSORS)):
+            got = own.post(LOOKUP, content=body, headers={**headers, "Accept": TENSORS["Content-Type"]})
+            assert got.status_code == 200, got.text
+            assert unpack(got.content)[0]["user"].shape == (*shape, 4)
+
+
+BOMBS = {
+    "zeros": b"0,",
+    "lists": b"[],",
+    "lists of lists": b"[[]],",
+    "deep lists": b"[[[[[[[1]]]]]]],",
+    "objects": b'{"":0},',
+    "empty objects": b"{},",
+    "strings": b'"",',
+}
+
+
+@pytest.mark.parametrize("unit", BOMBS.values(), ids=BOMBS)
+@pytest.mark.parametrize("place", ['{"keys":{"user":[%s0]}}', '{"keys":[%s0]}', "[%s0]"])
+def test_what_a_body_becomes_in_memory_is_bounded_by_keys(unit, place):
+    """Not by its bytes: two million small things in 8 MiB are refused before they are made."""
+    model = cases.Session().models["ranker"]
+    before, after = place.encode().split(b"%s")
+    body = before + unit * ((8 << 20) // len(unit)) + after
+    tracemalloc.start()
+    try:
+        with pytest.raises(errors.RequestTooLargeError, match="got JSON with"):
+            calls.Lookups(None, 1 << 20).read(body, "json", model)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
+
+
+@hypothesis.given(
+    st.lists(st.lists(st.integers(-(2**63), 2**64 - 1), min_size=2, max_size=2), min_size=1, max_size=30),
+    st.sampled_from([None, 0, 2, "\t"]),
+    st.sampled_from([(",", ":"), (", ", ": "), (" , ", " : ")]),
+    st.booleans(),
+)
+def test_how_json_is_written_does_not_matter(client, keys, indent, separators, is_quoted):
+    """Spaces, line ends, quotes: what the keys of a model need is not refused for its size."""
+    given = [list(map(str, pair)) for pair in keys] if is_quoted else keys
+    body = json.dumps({"keys": {"user": given}}, indent=indent, separators=separators)
+    found = client.post(LOOKUP, content=body, headers=JSON)
+    assert found.status_code == 200, found.text
+    assert found.json()["rows"]["user"] == rows_of("user", keys, found.json()["version"])
 
 
 def test_a_slow_body_is_given_up(address, client):
