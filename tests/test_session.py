@@ -84,6 +84,17 @@ def check(answer, keys, content=None):
         np.testing.assert_array_equal(answer[name], wanted)
 
 
+def test_keys_without_effect_are_logged_once(folders, caplog):
+    """A configuration of an older HPS serves; one line names what it asks for in vain."""
+    model = model_of(folders, defaults=DEFAULTS, mixed_precision=True, num_of_refresher_buffer_in_pool=0)
+    given = config_of(model, volatile_db={"type": "hash_map", "max_get_batch_size": 10_000})
+    with open(given, warm_up=False) as session:
+        check(session.lookup({"user": np.array([1, 99])}), {"user": np.array([1, 99])})
+        (line,) = [record.getMessage() for record in caplog.records if record.name.startswith("jaxsok")]
+        for path in ("models[0].mixed_precision", "models[0].num_of_refresher_buffer_in_pool", "max_get_batch_size"):
+            assert path in line and f"{path} = " in session.report()
+
+
 def test_rows_defaults_and_padding(session):
     keys = {
         "ad": np.array([[[0, 4, 5]]], np.int16),

@@ -6,6 +6,7 @@ version, whole.
 """
 
 import functools
+import logging
 import os
 import threading
 import time
@@ -20,6 +21,8 @@ from jaxsok.serving.config import Config, ModelConfig
 from jaxsok.serving.errors import ConfigError, ServingError, UnknownModelError
 from jaxsok.serving.served import Answer, CachedServed, Model, Served
 from jaxsok.serving.updates import InPlace, Source
+
+_log = logging.getLogger(__name__)
 
 
 def open(
@@ -74,6 +77,9 @@ def open(
     read = config_lib.read(config)
     if memory_limit is not None and (isinstance(memory_limit, bool) or memory_limit < 0):
         raise ConfigError(f"open: memory_limit: got {memory_limit!r}, wanted bytes, or None.")
+    if read.without_effect:
+        paths = ", ".join(one.path for one in read.without_effect)
+        _log.warning("open: config: got keys without effect: %s; Session.report() says why.", paths)
     return Session(read, device, warm_up=warm_up, memory_limit=memory_limit)
 
 
