@@ -2,6 +2,7 @@
 
 import functools
 import hashlib
+import time
 
 import jax
 import jax.numpy as jnp
@@ -200,6 +201,13 @@ def without_places(path, leaf):
         words[:, [COUNTERS.index(name) for name in ("salt_low", "salt_high", "longest_probe")]] = 0
         return words
     return leaf
+
+
+def seconds(call):
+    """How long a call takes, to the end of its work on the device."""
+    start = time.perf_counter()
+    jax.block_until_ready(call())
+    return time.perf_counter() - start
 
 
 def bits(array):

@@ -32,7 +32,7 @@ int64_t BytesOf(RowDtype dtype) { return dtype == kRowDtypeFloat32 ? 4 : 2; }
 /// The numbers of a dtype as floats: by the formats' definitions.
 Line Decoded(RowDtype dtype, const void* data, int64_t size) {
   Line line(size);
-  if (dtype == kRowDtypeFloat32) std::memcpy(line.data(), data, size * sizeof(float));
+  if (dtype == kRowDtypeFloat32 && size > 0) std::memcpy(line.data(), data, size * sizeof(float));
   const uint16_t* words = static_cast<const uint16_t*>(data);
   for (int64_t i = 0; i < size && dtype != kRowDtypeFloat32; ++i) {
     const int exponent_bits = dtype == kRowDtypeBfloat16 ? 8 : 5, mantissa_bits = 15 - exponent_bits;
