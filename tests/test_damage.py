@@ -23,8 +23,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import jaxsok
-from jaxsok import optim, policies
+from jaxsok import admission, optim, policies
+from jaxsok import keys as keys_lib
 from jaxsok import table as table_lib
+from jaxsok.serving import freeze, fused
 from jaxsok.types import COUNTERS
 
 CAPACITY = 24
@@ -112,6 +114,10 @@ def rebuild(collection, state, features):
     return [jax.jit(table_lib.rebuild, static_argnums=1)(store, 32) for store in state.stores]
 
 
+def remade(collection, state, features):
+    return [admission.remade(spec, store, 8, None) for spec, store in zip(collection.stores, state.stores, strict=True)]
+
+
 def evict(collection, state, features):
     if kind_of(collection) == "plain":  # keeps no statistics
         return collection.evict(state, "user", policies.SmallNorm(1e9))
@@ -124,6 +130,7 @@ OPS = {
     "step": step,
     "planned": planned,
     "rebuild": rebuild,
+    "remade": remade,
     "evict": evict,
     "erase": lambda collection, state, features: collection.erase(state, "user", np.arange(12)),
     "clear": lambda collection, state, features: collection.clear(state, "item"),
@@ -195,13 +202,10 @@ def uses_of(leaves):
     return [i for i, (path, _) in enumerate(leaves) if ".rows" not in path or ".table_rows" in path]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@given(data=st.data())
-def test_no_op_crashes_on_a_damaged_state(kind, data):
-    """Random words in any arrays of a state, then every op, each on the state as it was damaged."""
-    collection, state = collection_of(kind), seasoned(kind)
-    leaves, tree = jax.tree.flatten(state)
-    paths = programs.state_leaves(state)
+def damaged(data, tree):
+    """A tree of arrays with random words in some of them."""
+    leaves, structure = jax.tree.flatten(tree)
+    paths = programs.state_leaves(tree)
     for _ in range(data.draw(st.integers(1, 3), label="arrays")):
         i = data.draw(st.sampled_from(uses_of(paths)), label="array")
         how = data.draw(st.sampled_from(["some", "all", "more", "turned", "random"]), label="how")
@@ -210,10 +214,50 @@ def test_no_op_crashes_on_a_damaged_state(kind, data):
         word = st.one_of(st.sampled_from(WORDS), st.integers(0, 2**32 - 1))
         words = data.draw(st.lists(word, min_size=num_words, max_size=num_words), label="words")
         leaves[i] = damage(leaves[i], how, places, words)
-    damaged = jax.tree.unflatten(tree, leaves)
-    features = batch_of(collection, data.draw(st.lists(st.integers(0, 40), min_size=1, max_size=16))).features
+    return jax.tree.unflatten(structure, leaves)
+
+
+asked = st.lists(st.integers(0, 40), min_size=1, max_size=16)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(data=st.data())
+def test_no_op_crashes_on_a_damaged_state(kind, data):
+    """Random words in any arrays of a state, then every op, each on the state as it was damaged."""
+    collection, state = collection_of(kind), damaged(data, seasoned(kind))
+    features = batch_of(collection, data.draw(asked)).features
     for op in OPS:
-        survive(op, collection, damaged, features)
+        survive(op, collection, state, features)
+
+
+@functools.cache
+def frozen(dtype):
+    """Frozen tables of the plain state."""
+    tables = freeze(collection_of("plain"), copied(seasoned("plain")), dtype=dtype)
+    return jax.tree.map(np.asarray, tables)
+
+
+@functools.cache
+def frozen_lookup():
+    """Jitted: single keys of one table, and bags of the other."""
+    offsets = np.array([0, 3, 3, NUM_KEYS])
+    return jax.jit(
+        lambda tables, words: fused.lookup(
+            tables, {"user": words, "item": fused.LookupInput("item", words, combiner="mean", offsets=offsets)}
+        )
+    )
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+@given(data=st.data())
+def test_no_lookup_crashes_on_damaged_frozen_tables(dtype, data):
+    """The same of tables that serve."""
+    words = keys_lib.to_words(np.resize(np.array(data.draw(asked), np.uint64), NUM_KEYS))
+    for tables in (frozen(dtype), damaged(data, frozen(dtype))):
+        try:
+            jax.block_until_ready(frozen_lookup()(tables, words))
+        except REFUSALS:
+            assert tables is not frozen(dtype)
 
 
 @pytest.mark.parametrize("op", OPS)
