@@ -1,7 +1,8 @@
 # Everything a developer runs. Each target sets up what it needs, once; see README.md.
 #
 #   make test         the suite                      make demo    train a small model (DEMO_ARGS=...)
-#   make test-slow    what the suite leaves out      make bench   the benchmarks (BENCH_ARGS=...)
+#   make test-slow    what the suite leaves out, and the C++ code under sanitizers
+#   make bench        the benchmarks (BENCH_ARGS=...)
 #   make test-matrix  oldest and newest JAX          make wheel   a wheel for all supported GPUs
 #   make lint         form, types, imports           make clean   remove what was built (distclean: and .venv)
 #
@@ -88,7 +89,17 @@ $(BUILT): $(ENVIRONMENT) $(FFI_SOURCES)
 
 endif
 
-.PHONY: build test test-cpp test-slow test-matrix demo bench lint format wheel clean distclean
+# The CPU back end under AddressSanitizer and UndefinedBehaviorSanitizer; tests/fuzz_handlers.py loads it from here.
+SANITIZED := build/sanitized/_lib/.built
+$(SANITIZED): $(FFI_SOURCES) | $(BUILT)
+	cmake -S ffi -B build/sanitized $(if $(shell command -v ninja),-G Ninja) \
+	  -DPython_EXECUTABLE="$$($(PY) -c 'import sys; print(sys.executable)')" -DJAXSOK_BUILD_TESTS=ON \
+	  -DJAXSOK_SANITIZE=ON -DJAXSOK_CUDA=OFF -DJAXSOK_OUTPUT_DIR='$(CURDIR)/build/sanitized/_lib' \
+	  -DJAXSOK_XLA_INCLUDE_DIR='$(JAXSOK_XLA_INCLUDE_DIR)'
+	cmake --build build/sanitized --parallel
+	@touch $@
+
+.PHONY: build test test-cpp test-sanitized test-slow test-matrix demo bench lint format wheel clean distclean
 
 build: $(BUILT)
 	@sed 's/^/jaxsok: /' jaxsok/_lib/build_info.txt
@@ -102,7 +113,10 @@ PYTEST := $(if $(GPU),,JAX_PLATFORMS=$${JAX_PLATFORMS:-cpu} $(if $(DEVICELESS),P
 test: test-cpp
 	$(PYTEST) -n $(WORKERS) $(PYTEST_ARGS)
 
-test-slow: build
+test-sanitized: $(SANITIZED)
+	ctest --test-dir build/sanitized --output-on-failure
+
+test-slow: build test-sanitized
 	JAXSOK_SLOW=1 $(PYTEST) -n $(WORKERS) -m slow $(PYTEST_ARGS)
 
 test-matrix:

@@ -159,11 +159,15 @@ class Collection(TableOperations):
         return of_mesh | of_store
 
     @annotations.annotated("jaxsok.init")
-    def init(self, seed: int = 0) -> State:
+    def init(self, seed: int = 0, *, salt: int | None = None) -> State:
         """Allocates empty stores of the declared capacity.
 
         Args:
           seed: new rows are functions of (seed, table name, key, column); 0 to 2**64 - 1.
+          salt: the salts of the stores' hashes are functions of it; 0 to 2**64 - 1. None: they are drawn at random, the
+            same in all processes, so that nobody can choose keys that collide. No row, row id or count of keys depends
+            on them, only where entries lie in the index, and `longest_probe`. Give one where these must be the same
+            on every run, and where keys come from people that you trust.
 
         Raises:
           MemoryError: the stores will not fit; says the bytes asked and the bytes that a row costs.
@@ -172,20 +176,24 @@ class Collection(TableOperations):
         Example:
           `state = collection.init(seed=0)`
         """
-        if isinstance(seed, bool) or not isinstance(seed, (int, np.integer)) or not 0 <= seed < 2**64:
-            raise ValueError(f"init: seed: got {seed!r}, wanted an integer from 0 to 2**64 - 1.")
+        for name, value in ({"seed": seed} | ({} if salt is None else {"salt": salt})).items():
+            if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or not 0 <= value < 2**64:
+                raise ValueError(f"init: {name}: got {value!r}, wanted an integer from 0 to 2**64 - 1.")
         library.register()
         shards = self.shards
         if shards is not None and shards.num_processes > 1:
             sizes = [f"capacity of {table.name}: {table.capacity}, {table.max_capacity}" for table in self.tables]
             features = [repr(feature) for feature in self.features]
             processes.require_same(
-                "init", [f"mesh: {shards}", f"seed: {seed}", *described(self.stores), *sizes, *features]
+                "init",
+                [f"mesh: {shards}", f"seed: {seed}", f"salt: {salt}", *described(self.stores), *sizes, *features],
             )
         free = grow_lib.agreed_free_bytes(shards)
         grow_lib.require_memory([(store, store.capacity) for store in self.stores], "init", free)
-        # Salts differ between stores and seeds; they are hidden from whoever chooses keys.
-        salts = np.random.SeedSequence(int(seed)).generate_state(len(self.stores), np.uint64)
+        # What is drawn names the state's life in exports, which are read by others, so that the salts are drawn apart.
+        drawn = processes.drawn(is_shared=self._spans_processes, num_words=6)
+        entropy = drawn[2:].tolist() if salt is None else int(salt)
+        salts = np.random.SeedSequence(entropy).generate_state(len(self.stores), np.uint64)
 
         def make_stores() -> tuple[StoreState, ...]:
             return tuple(init_store(store, int(salt)) for store, salt in zip(self.stores, salts, strict=True))
@@ -197,7 +205,7 @@ class Collection(TableOperations):
         step, seed_words, owners = make_rest() if shards is None else shards.make(make_rest, is_split=False)
         # Of the seed, so that two runs have the same bits. Exports tell lives of one word apart all the same.
         lineage = np.random.SeedSequence([int(seed), int(self.fingerprint, 16)]).generate_state(2)
-        processes.begin_life(lineage, processes.drawn(is_shared=self._spans_processes))
+        processes.begin_life(lineage, drawn[:2])
         state = State(
             stores=make_stores() if shards is None else shards.make(make_stores),
             tickets=self._no_tickets(),

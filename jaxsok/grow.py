@@ -420,7 +420,8 @@ def _rebuilt(
             continue
         index, counters = stores[s].index, stores[s].counters
         if summary[s, 1]:
-            counters = _resalted(counters, spec.num_shards)
+            is_shared = shards is not None and shards.num_processes > 1
+            counters = _resalted(counters, processes.drawn(is_shared=is_shared))
         index.delete()
         stores[s] = dataclasses.replace(stores[s], counters=counters)
         if s in capacities:
@@ -450,11 +451,12 @@ def _with_room_to_wait(specs: Sequence[StoreSpec], state: State, room: dict[int,
     return dataclasses.replace(state, stores=tuple(stores))
 
 
-@functools.partial(jax.jit, static_argnums=1, donate_argnums=0)
-def _resalted(counters: Array, num_shards: int) -> Array:
-    """Counters with another salt."""
-    words = counters.reshape(num_shards, len(COUNTERS))
-    return words.at[:, _WORD["salt_low"]].add(jnp.uint32(0x9E3779B9)).reshape(-1)
+@functools.partial(jax.jit, donate_argnums=0)
+def _resalted(counters: Array, salt: np.ndarray) -> Array:
+    """Sets the salt of all shards, two words. It is drawn and does not follow from the last one, which may be known."""
+    words = np.arange(counters.shape[0]) % len(COUNTERS)
+    with_low = jnp.where(words == _WORD["salt_low"], salt[0], counters)
+    return jnp.where(words == _WORD["salt_high"], salt[1], with_low)
 
 
 def _with_slab(spec: StoreSpec, store: StoreState, size: int, shards: Shards | None) -> StoreState:

@@ -66,21 +66,22 @@ def least(value: int) -> int:
     return min((int(high) << 31) | int(low) for high, low in gathered)
 
 
-def drawn(*, is_shared: bool) -> np.ndarray:
-    """64 random bits as two words.
+def drawn(*, is_shared: bool, num_words: int = 2) -> np.ndarray:
+    """Random words of 32 bits.
 
     Args:
       is_shared: whether all processes get those of the first; all of them call then.
+      num_words: how many.
 
     Example:
       >>> drawn(is_shared=False).dtype
       dtype('uint32')
     """
-    words = np.frombuffer(os.urandom(8), np.uint32)
+    words = np.frombuffer(os.urandom(4 * num_words), np.uint32)
     if is_shared and jax.process_count() > 1:
         from jax.experimental import multihost_utils
 
-        words = np.asarray(multihost_utils.process_allgather(words)).reshape(-1, 2)[0]
+        words = np.asarray(multihost_utils.process_allgather(words)).reshape(-1, num_words)[0]
     return words
 
 

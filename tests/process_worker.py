@@ -17,6 +17,8 @@ import numpy as np
 from jax.sharding import AxisType
 
 import jaxsok
+from jaxsok import grow
+from jaxsok.types import COUNTERS
 
 NUM_SHARDS, NUM_SAMPLES, NUM_STEPS, DIM = 4, 32, 5, 4
 KILLED_IN_STEP = 2
@@ -143,6 +145,12 @@ def local_tables(collection, state):
     return {name: np.concatenate(values) for name, values in columns.items()}
 
 
+def salts_of(state):
+    """The salt words of each store on each shard of this process."""
+    words = [COUNTERS.index("salt_low"), COUNTERS.index("salt_high")]
+    return [[np.asarray(part)[words] for part in parts_of(store.counters)] for store in state.stores]
+
+
 def parts_of(array):
     """The parts of an array that this process has, shard by shard."""
     return [part.data for part in sorted(array.addressable_shards, key=lambda part: part.index[0].start or 0)]
@@ -194,7 +202,9 @@ def main(job, folder):
         capacities=capacities,
         num_grown=collection.growth.num_grown,
         num_rows=[num_rows[table.name] for table in TABLES],
+        salts=salts_of(state),
         **local_tables(collection, state),
+        salts_after_rebuild=salts_of(grow.resalted(collection.stores, state, 0, collection.shards)),
     )
 
 

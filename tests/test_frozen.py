@@ -96,7 +96,7 @@ def test_padding_has_no_row():
 
 def test_aimed_keys_get_another_salt():
     """Keys that all belong into one bucket: more than the kernels walk past."""
-    rows = RowMap(num_tables=1, capacity=4096)
+    rows = RowMap(num_tables=1, capacity=4096, salt=0)
     candidates = np.arange(1, 1_000_000, dtype=np.uint64)
     words = keys.to_words(candidates)
     home = table_kernels.home_bucket(words, np.zeros(len(candidates), np.uint32), 0, rows.num_buckets)

@@ -325,6 +325,22 @@ def test_more_keys_of_one_bucket_than_a_walk_is_long():
     assert ids == list(range(600))
 
 
+def test_keys_aimed_at_one_state_miss_another():
+    """Who knows a state, or the seed of all of them, knows nothing of the next one, nor of this one after a rebuild."""
+    collection = programs.one_table(capacity=2048)
+    first = collection.init(seed=0)
+    keys = programs.aimed_keys(collection, first, 600)
+    features = programs.batch(collection, user=keys)
+    _, stats = programs.learn(collection, collection.init(seed=0), features, gradient=0.0)
+    assert programs.total(stats, "num_unplaced") == 0
+    salts = set()
+    for _ in range(2):
+        state, stats = programs.learn(collection, jax.tree.map(jnp.copy, first), features, gradient=0.0)
+        assert programs.total(stats, "num_unplaced") > 0
+        salts.add(programs.index_of(collection, collection.grow(state))[1])
+    assert len(salts) == 2
+
+
 @pytest.mark.slow
 def test_a_million_rows():
     """Growth to 2^20 rows by doubling, in batches."""

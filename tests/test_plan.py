@@ -171,3 +171,30 @@ def test_growing_does_not_make_plans_stale():
     after = programs.rows_of(collection, state)
     for key in range(4):
         np.testing.assert_array_equal(after[key], before[key] - 1.0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("step", [1, 1 << 24], ids=["one bucket", "one share and slot"])
+@pytest.mark.parametrize("salt", [0, 0x9E3779B97F4A7C15], ids=hex)
+def test_crafted_keys_take_no_longer(salt, step):
+    """A million keys that would meet in one place under a salt that somebody guessed: at most double the time."""
+    collection = jaxsok.Collection(
+        [jaxsok.TableSpec("user", 4, jaxsok.optim.sgd(0.1), capacity=1 << 21)], [jaxsok.FeatureSpec("user", "user")]
+    )
+    num_keys = 10**6
+    hashes = np.arange(num_keys, dtype=np.uint64) * np.uint64(step)
+    with np.errstate(over="ignore"):
+        crafted = programs.unmixed64(programs.unmixed64(hashes) - np.uint64(0x9E3779B97F4A7C15)) ^ np.uint64(salt)
+    times = {}
+    for name, keys in (("others", np.arange(num_keys, dtype=np.uint64) << np.uint64(20)), ("crafted", crafted)):
+        features = programs.batch(collection, user=keys)
+        times[name] = min(
+            programs.seconds(lambda features=features: programs.plan(collection)(features)) for _ in range(7)
+        )
+        states = [collection.init(seed=0) for _ in range(4)]
+        times[f"{name} inserted"] = min(
+            programs.seconds(lambda state=state, features=features: programs.lookup(collection)(state, features))
+            for state in states
+        )
+    assert times["crafted"] < 2 * times["others"], times
+    assert times["crafted inserted"] < 2 * times["others inserted"], times

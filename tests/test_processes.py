@@ -149,6 +149,16 @@ def test_results_are_the_same_in_all_processes(trained):
     assert first["num_grown"] >= 1
 
 
+def test_all_processes_have_the_salts_that_the_first_drew(trained):
+    """As the states begin, and when an index is made anew."""
+    _, processes = trained
+    for name in ("salts", "salts_after_rebuild"):
+        everywhere = np.concatenate([result[name] for result in processes], axis=1)  # [store, shard, word]
+        np.testing.assert_array_equal(everywhere, np.broadcast_to(everywhere[:, :1], everywhere.shape))
+    first, second = (processes[0][name][:, 0] for name in ("salts", "salts_after_rebuild"))
+    assert (first[0] != second[0]).all() and (first[1:] == second[1:]).all()
+
+
 def test_operations_of_processes_are_those_of_one(tmp_path):
     """Records enter the shards that own them, whoever has those; what is read is the same everywhere."""
     results = results_of("operations", tmp_path, 2, 2)

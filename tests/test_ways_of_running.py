@@ -213,11 +213,11 @@ def test_state_in_references():
     """`jax.Ref`s need no donation: the same bits as a donated step, nothing copied, and they grow."""
     collection = declared(8)
     features = [features_of(collection, seed, num_keys=60) for seed in range(4)]
-    state, step = collection.init(seed=0), donated(step_of(collection))
+    state, step = collection.init(seed=0, salt=0), donated(step_of(collection))
     for one in features:
         state, _ = step(collection.grow(state), one)
 
-    refs = jax.tree.map(jax.new_ref, collection.init(seed=0))
+    refs = jax.tree.map(jax.new_ref, collection.init(seed=0, salt=0))
     ref_step = jax.jit(ref_step_of(collection), compiler_options=programs.quickly())
     for one in features:
         # Frozen references are arrays again, and the references are used up.
@@ -446,7 +446,7 @@ def test_lookup_under_checkpoint_runs_twice():
     results = {}
     for name, function, times in (("inside", inside, 2), ("outside", outside, 1)):
         jitted = jax.jit(function, donate_argnums=1)
-        args = jnp.float32(0.5), collection.init(seed=0), features_of(collection, 3)
+        args = jnp.float32(0.5), collection.init(seed=0, salt=0), features_of(collection, 3)
         assert jitted.lower(*args).as_text().count("@jaxsok_lookup(") == times * len(collection.stores)
         results[name] = jitted(*args)
     np.testing.assert_allclose(results["inside"][0], results["outside"][0], rtol=1e-5)

@@ -272,8 +272,9 @@ struct StoreView {
 
 /// What decides who of the unseen keys gets a row, in stores where a table asks.
 struct AdmissionView {
-  IndexView sightings;      // no buckets: no table admits by count
-  uint32_t* bloom;          // nullptr: no table admits by Bloom filter
+  IndexView sightings;  // no buckets: no table admits by count
+  uint32_t* bloom;      // nullptr: no table admits by Bloom filter
+  uint64_t num_bloom_words;
   const uint32_t* step;     // []: how many updates came before
   const uint32_t* uses;     // [num_keys]: occurrences that each position stands for; nullptr: one each
   const uint32_t* refused;  // [num_tables, kNumTableWords]: initializers by which keys without a row read theirs

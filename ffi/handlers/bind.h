@@ -20,6 +20,9 @@ namespace ffi = ::xla::ffi;
 
 #if defined(JAXSOK_CUDA)
 
+/// Whether a handler may read what is in its buffers.
+constexpr bool kIsHostMemory = false;
+
 using StreamContext = ffi::PlatformStream<Stream>;
 using StreamArgument = Stream;
 class StreamScope {
@@ -35,6 +38,8 @@ class StreamScope {
   XLA_FFI_DEFINE_HANDLER_SYMBOL(symbol, impl, binding, {ffi::Traits::kCmdBufferCompatible})
 
 #else
+
+constexpr bool kIsHostMemory = true;
 
 using StreamContext = ffi::ThreadPool;
 using StreamArgument = ffi::ThreadPool;

@@ -6,28 +6,14 @@
 namespace jaxsok {
 namespace {
 
-/// A batch without keys: the features' words, and as many positions as `inverse` has.
-ffi::Error ReadBags(const Inverse& inverse, const Offsets& offsets, const Weights& weights, const Features& features,
-                    int32_t num_tiles, const char* op, BatchView& batch) {
-  JAXSOK_RETURN_IF_ERROR(CheckShape(inverse.dimensions(), {-1}, "inverse", op));
-  JAXSOK_RETURN_IF_ERROR(CheckShape(features.dimensions(), {-1, kNumFeatureWords}, "features", op));
-  batch.offsets = offsets.typed_data();
-  batch.weights = weights.typed_data();
-  batch.features = features.typed_data();
-  batch.num_keys = inverse.dimensions()[0];
-  batch.num_features = static_cast<int32_t>(features.dimensions()[0]);
-  batch.num_tiles = num_tiles;
-  batch.num_offsets = static_cast<int64_t>(offsets.element_count());
-  return ffi::Error::Success();
-}
-
 /// The rows of each bag into its embedding.
 ffi::Error CombineImpl(StreamArgument stream, Rows rows, Inverse inverse, Offsets offsets, Weights weights,
                        Features features, ffi::Result<Rows> embeddings, int32_t num_tiles) {
   constexpr char kOp[] = "combine";
   BatchView batch{};
   JAXSOK_RETURN_IF_ERROR(CheckShape(features.dimensions(), {1, kNumFeatureWords}, "features", kOp));
-  JAXSOK_RETURN_IF_ERROR(ReadBags(inverse, offsets, weights, features, num_tiles, kOp, batch));
+  JAXSOK_RETURN_IF_ERROR(CheckShape(inverse.dimensions(), {-1}, "inverse", kOp));
+  JAXSOK_RETURN_IF_ERROR(ReadBags(inverse.dimensions()[0], offsets, weights, features, num_tiles, kOp, batch));
   JAXSOK_RETURN_IF_ERROR(CheckShape(rows.dimensions(), {-1, -1}, "rows", kOp));
   StreamScope scope(stream);
   return FromLaunch(
@@ -43,7 +29,8 @@ ffi::Error CombineTransposeImpl(StreamArgument stream, Inverse inverse, Offsets 
                                 int32_t num_tiles) {
   constexpr char kOp[] = "combine_transpose";
   BatchView batch{};
-  JAXSOK_RETURN_IF_ERROR(ReadBags(inverse, offsets, weights, features, num_tiles, kOp, batch));
+  JAXSOK_RETURN_IF_ERROR(CheckShape(inverse.dimensions(), {-1}, "inverse", kOp));
+  JAXSOK_RETURN_IF_ERROR(ReadBags(inverse.dimensions()[0], offsets, weights, features, num_tiles, kOp, batch));
   JAXSOK_RETURN_IF_ERROR(CheckShape(row_gradients->dimensions(), {-1, -1}, "row_gradients", kOp));
   const int64_t num_unique = row_gradients->dimensions()[0], dim = row_gradients->dimensions()[1];
   JAXSOK_RETURN_IF_ERROR(CheckShape(num_uses->dimensions(), {num_unique}, "num_uses", kOp));

@@ -17,15 +17,16 @@ ffi::Error EvictSelectImpl(StreamArgument stream, Scalar num_kept, ffi::Remainin
     return ffi::Error::InvalidArgument("evict_select: num_words: wanted 0 to 2");
   }
   SelectView view{};
-  int64_t record_words = 4, score_words = 1;
   SlabReader slabs(args, num_slabs, kOp);
-  JAXSOK_RETURN_IF_ERROR(slabs.Read<ffi::U32>("records", view.records, &record_words));
+  JAXSOK_RETURN_IF_ERROR(slabs.ReadRecords(view.records));
+  int64_t score_words = 1;
   for (int w = 0; w < num_words; ++w) {
     JAXSOK_RETURN_IF_ERROR(slabs.Read<ffi::U32>("scores", view.scores[w], &score_words));
+    JAXSOK_RETURN_IF_ERROR(slabs.CheckWidth("scores", score_words, 1));
   }
-  if (num_words == 0) JAXSOK_RETURN_IF_ERROR(slabs.Read<ffi::U8>("mask", view.mask, &score_words));
-  if (record_words != 4 || score_words != 1) {
-    return ffi::Error::InvalidArgument("evict_select: wanted records of 4 words, and scores or a mask of 1");
+  if (num_words == 0) {
+    JAXSOK_RETURN_IF_ERROR(slabs.Read<ffi::U8>("mask", view.mask, &score_words));
+    JAXSOK_RETURN_IF_ERROR(slabs.CheckWidth("mask", score_words, 1));
   }
   view.starts = slabs.starts();
   view.num_words = num_words;
@@ -59,31 +60,13 @@ ffi::Error EvictReleaseImpl(StreamArgument stream, Index index_in, Counters coun
   StoreView store{};
   StateView states{};
   Slabs<uint32_t> statistics{};
-  int64_t record_words = 4, statistics_words = 2;
   SlabReader slabs(args, num_slabs, kOp);
-  JAXSOK_RETURN_IF_ERROR(slabs.Read<ffi::U32>("records", store.records, &record_words));
-  states.num_states = static_cast<int32_t>(initial.size());
-  if (states.num_states > kMaxStates) return ffi::Error::InvalidArgument("evict_release: initial: too many states");
-  for (int k = 0; k < states.num_states; ++k) {
-    int64_t width = 0;
-    JAXSOK_RETURN_IF_ERROR(slabs.Read<ffi::F32>("states", states.data[k], &width));
-    states.width[k] = static_cast<int32_t>(width);
-    states.initial[k] = initial[k];
-  }
-  if (has_statistics != 0) {
-    JAXSOK_RETURN_IF_ERROR(slabs.Read<ffi::U32>("statistics", statistics, &statistics_words));
-  }
-  if (record_words != 4 || statistics_words != 2) {
-    return ffi::Error::InvalidArgument("evict_release: wanted records of 4 words and statistics of 2");
-  }
+  JAXSOK_RETURN_IF_ERROR(slabs.ReadRecords(store.records));
+  JAXSOK_RETURN_IF_ERROR(slabs.ReadStates(static_cast<int32_t>(initial.size()), states, initial.begin()));
+  if (has_statistics != 0) JAXSOK_RETURN_IF_ERROR(slabs.ReadStatistics(statistics));
   const size_t num_aliased = slabs.next() + (has_evicted != 0 ? 1 : 0);
   JAXSOK_RETURN_IF_ERROR(CheckSlabAliases(args, rets, 0, 0, num_aliased, kOp));
-  store.index = IndexOf(*index);
-  store.counters = counters->typed_data();
-  store.table_rows = table_rows->typed_data();
-  store.starts = slabs.starts();
-  store.capacity = slabs.capacity();
-  store.num_tables = static_cast<int32_t>(table_rows->dimensions()[0]);
+  JAXSOK_RETURN_IF_ERROR(ReadIndex(slabs, *index, *counters, *table_rows, kOp, store));
   JAXSOK_RETURN_IF_ERROR(CheckShape(flags.dimensions(), {store.capacity}, "flags", kOp));
   JAXSOK_RETURN_IF_ERROR(CheckShape(num_released->dimensions(), {store.num_tables}, "num_released", kOp));
   uint32_t* table_evicted = nullptr;

@@ -21,14 +21,16 @@ ffi::Error LookupImpl(StreamArgument stream, Index index_in, Counters counters_i
   JAXSOK_RETURN_IF_ERROR(CheckShape(row_ids->dimensions(), {batch.num_keys}, "row_ids", kOp));
   JAXSOK_RETURN_IF_ERROR(CheckBytes(workspace->size_bytes(), InsertWorkspaceBytes(batch.num_keys), "workspace", kOp));
   StoreView store{};
-  int64_t record_words = 4;
   SlabReader slabs(args, num_slabs, kOp);
   JAXSOK_RETURN_IF_ERROR(slabs.ReadRows(store));
-  JAXSOK_RETURN_IF_ERROR(slabs.Read<ffi::U32>("records", store.records, &record_words));
+  JAXSOK_RETURN_IF_ERROR(slabs.ReadRecords(store.records));
+  JAXSOK_RETURN_IF_ERROR(ReadIndex(slabs, *index, *counters, *table_rows, kOp, store));
+  JAXSOK_RETURN_IF_ERROR(ReadTables(tables, seed, kOp, store, store.num_tables));
+  JAXSOK_RETURN_IF_ERROR(CheckShape(counts->dimensions(), {store.num_tables, kNumCounts}, "counts", kOp));
   StatisticsView statistics{};
   const uint32_t* clock = nullptr;
   if (has_statistics != 0) {
-    JAXSOK_RETURN_IF_ERROR(ReadStatistics(slabs, kOp, statistics));
+    JAXSOK_RETURN_IF_ERROR(ReadStatistics(slabs, statistics));
     auto last = args.get<Scalar>(args.size() - 1);
     if (!last.has_value()) return last.error();
     JAXSOK_RETURN_IF_ERROR(CheckShape(last->dimensions(), {}, "clock", kOp));
@@ -36,16 +38,8 @@ ffi::Error LookupImpl(StreamArgument stream, Index index_in, Counters counters_i
   }
   size_t num_aliased = slabs.next();
   std::optional<AdmissionView> admission;
-  JAXSOK_RETURN_IF_ERROR(ReadAdmission(args, admission_operands, batch.num_keys, kOp, admission, &num_aliased));
+  JAXSOK_RETURN_IF_ERROR(ReadAdmission(args, admission_operands, batch.num_keys, store, kOp, admission, &num_aliased));
   JAXSOK_RETURN_IF_ERROR(CheckSlabAliases(args, rets, 0, 0, num_aliased, kOp));
-  store.index = IndexOf(*index);
-  store.counters = counters->typed_data();
-  store.table_rows = table_rows->typed_data();
-  store.tables = tables.typed_data();
-  store.seed = seed.typed_data();
-  store.starts = slabs.starts();
-  store.capacity = slabs.capacity();
-  store.num_tables = static_cast<int32_t>(table_rows->dimensions()[0]);
   std::vector<void*> data;
   EmbeddingsView embeddings;
   JAXSOK_RETURN_IF_ERROR(ReadEmbeddings(rets, num_aliased, batch.num_features, kOp, data, embeddings));
@@ -67,6 +61,9 @@ ffi::Error LookupFindImpl(StreamArgument stream, Index index, Counters counters,
   batch.kinds = kinds;
   StoreView store{};
   JAXSOK_RETURN_IF_ERROR(ReadOnlyStore(tables, seed, args, num_slabs, kOp, store));
+  JAXSOK_RETURN_IF_ERROR(CheckIndex(index, "index", kOp));
+  JAXSOK_RETURN_IF_ERROR(CheckCounters(counters, store.capacity, kOp));
+  JAXSOK_RETURN_IF_ERROR(CheckShape(counts->dimensions(), {store.num_tables, kNumCounts}, "counts", kOp));
   store.index = IndexOf(index);
   store.counters = counters.typed_data();
   std::vector<void*> data;
@@ -91,6 +88,7 @@ ffi::Error LookupPlannedImpl(StreamArgument stream, Counters counters_in, Tables
   JAXSOK_RETURN_IF_ERROR(CheckShape(row_ids.dimensions(), {batch.num_keys}, "row_ids", kOp));
   StoreView store{};
   JAXSOK_RETURN_IF_ERROR(ReadOnlyStore(tables, seed, args, num_slabs, kOp, store));
+  JAXSOK_RETURN_IF_ERROR(CheckShape(counts->dimensions(), {store.num_tables, kNumCounts}, "counts", kOp));
   std::vector<void*> data;
   EmbeddingsView embeddings;
   JAXSOK_RETURN_IF_ERROR(ReadEmbeddings(rets, 0, batch.num_features, kOp, data, embeddings));

@@ -67,10 +67,10 @@ ffi::Error ReadStore(OperandReader& operands, const Seed& seed, int32_t kinds, F
   constexpr int32_t kNoTiles = 0;  // known when the embeddings are
   JAXSOK_RETURN_IF_ERROR(ReadBatch(keys, offsets, weights, features, kNoTiles, kOp, lookup.batch));
   lookup.batch.kinds = kinds;
-  JAXSOK_RETURN_IF_ERROR(CheckShape(index.dimensions(), {-1, kEntriesPerBucket * 4}, "index", kOp));
+  JAXSOK_RETURN_IF_ERROR(CheckIndex(index, "index", kOp));
   JAXSOK_RETURN_IF_ERROR(CheckShape(counters.dimensions(), {kNumCounters}, "counters", kOp));
-  JAXSOK_RETURN_IF_ERROR(CheckShape(tables.dimensions(), {-1, kNumTableWords}, "tables", kOp));
   StoreView& store = lookup.store;
+  JAXSOK_RETURN_IF_ERROR(ReadTables(tables, seed, kOp, store));
   JAXSOK_RETURN_IF_ERROR(ReadFrozenRows(rows, store));
   if (store.row_dtype == kQuantizedInt8 || store.row_dtype == kQuantizedFloat8E4m3) {
     JAXSOK_READ_OPERAND(ffi::Buffer<ffi::F32>, scales);
@@ -79,9 +79,6 @@ ffi::Error ReadStore(OperandReader& operands, const Seed& seed, int32_t kinds, F
   }
   store.index = IndexOf(index);
   store.counters = counters.typed_data();
-  store.tables = tables.typed_data();
-  store.num_tables = static_cast<int32_t>(tables.dimensions()[0]);
-  store.seed = seed.typed_data();
   return ffi::Error::Success();
 }
 

@@ -1,10 +1,23 @@
 // Handlers of the plan noun: the distinct keys of a batch, by first position or by owner.
 #include "../kernels/plan.h"
 
+#include <random>
+
+#include "../core/hash.h"
 #include "buffers.h"
 
 namespace jaxsok {
 namespace {
+
+/// Mixed into the hashes of scratch indexes: keys aimed at one place of an index take a walk each that is as long as
+/// there are keys. No result depends on it, so each process draws its own, and nobody outside can know it.
+uint64_t ScratchSalt() {
+  static const uint64_t salt = [] {
+    std::random_device draw;
+    return Word64(draw(), draw());
+  }();
+  return salt;
+}
 
 /// Distinct (table, key) pairs by first position, with inverse and multiplicities.
 ffi::Error PlanImpl(StreamArgument stream, Keys keys, Offsets offsets, Weights weights, Features features,
@@ -23,7 +36,7 @@ ffi::Error PlanImpl(StreamArgument stream, Keys keys, Offsets offsets, Weights w
   plan.multiplicity = multiplicity->typed_data();
   plan.num_unique = num_unique->typed_data();
   StreamScope scope(stream);
-  return FromLaunch(LaunchPlan(scope.get(), batch, plan, workspace->typed_data()), kOp);
+  return FromLaunch(LaunchPlan(scope.get(), batch, ScratchSalt(), plan, workspace->typed_data()), kOp);
 }
 
 /// Distinct (table, key) pairs as requests, ordered by owner.
@@ -51,7 +64,7 @@ ffi::Error PlanRequestsImpl(StreamArgument stream, Keys keys, Offsets offsets, W
   out.starts = starts->typed_data();
   out.hashes = by_hash != 0 ? reinterpret_cast<uint64_t*>(hashes->typed_data()) : nullptr;
   StreamScope scope(stream);
-  return FromLaunch(LaunchPlanRequests(scope.get(), batch, owners, out, workspace->typed_data()), kOp);
+  return FromLaunch(LaunchPlanRequests(scope.get(), batch, ScratchSalt(), owners, out, workspace->typed_data()), kOp);
 }
 
 /// Adds the digest of a batch's keys to a running one, in place: the first two words of `digest`.

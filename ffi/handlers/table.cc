@@ -8,9 +8,10 @@ namespace {
 ffi::Error TableFindImpl(StreamArgument stream, Index index, Counters counters, Keys keys, TableIds table_ids,
                          ffi::Result<RowIds> row_ids) {
   constexpr char kOp[] = "table_find";
+  JAXSOK_RETURN_IF_ERROR(CheckShape(keys.dimensions(), {-1, 2}, "keys", kOp));
   const int64_t n = keys.dimensions()[0];
-  JAXSOK_RETURN_IF_ERROR(CheckShape(index.dimensions(), {-1, 16}, "index", kOp));
-  JAXSOK_RETURN_IF_ERROR(CheckShape(keys.dimensions(), {n, 2}, "keys", kOp));
+  JAXSOK_RETURN_IF_ERROR(CheckIndex(index, "index", kOp));
+  JAXSOK_RETURN_IF_ERROR(CheckShape(counters.dimensions(), {kNumCounters}, "counters", kOp));
   JAXSOK_RETURN_IF_ERROR(CheckShape(table_ids.dimensions(), {n}, "table_ids", kOp));
   JAXSOK_RETURN_IF_ERROR(CheckShape(row_ids->dimensions(), {n}, "row_ids", kOp));
   StreamScope scope(stream);
@@ -27,6 +28,7 @@ ffi::Error TableFindOrInsertImpl(StreamArgument stream, Index index_in, Counters
                                  ffi::Result<Counts> counts, ffi::Result<Workspace> workspace, ffi::RemainingRets rets,
                                  int32_t num_slabs, int32_t admission_operands) {
   constexpr char kOp[] = "table_find_or_insert";
+  JAXSOK_RETURN_IF_ERROR(CheckShape(keys.dimensions(), {-1, 2}, "keys", kOp));
   const int64_t n = keys.dimensions()[0];
   JAXSOK_RETURN_IF_ERROR(CheckAlias(index_in.typed_data(), index->typed_data(), "index", kOp));
   JAXSOK_RETURN_IF_ERROR(CheckAlias(counters_in.typed_data(), counters->typed_data(), "counters", kOp));
@@ -34,22 +36,17 @@ ffi::Error TableFindOrInsertImpl(StreamArgument stream, Index index_in, Counters
   JAXSOK_RETURN_IF_ERROR(CheckShape(table_ids.dimensions(), {n}, "table_ids", kOp));
   JAXSOK_RETURN_IF_ERROR(CheckBytes(workspace->size_bytes(), InsertWorkspaceBytes(n), "workspace", kOp));
   StoreView store{};
-  int64_t record_words = 4;
   SlabReader slabs(args, num_slabs, kOp);
   JAXSOK_RETURN_IF_ERROR(slabs.ReadRows(store));
-  JAXSOK_RETURN_IF_ERROR(slabs.Read<ffi::U32>("records", store.records, &record_words));
+  JAXSOK_RETURN_IF_ERROR(slabs.ReadRecords(store.records));
+  JAXSOK_RETURN_IF_ERROR(ReadIndex(slabs, *index, *counters, *table_rows, kOp, store));
+  JAXSOK_RETURN_IF_ERROR(ReadTables(tables, seed, kOp, store, store.num_tables));
+  JAXSOK_RETURN_IF_ERROR(CheckShape(row_ids->dimensions(), {n}, "row_ids", kOp));
+  JAXSOK_RETURN_IF_ERROR(CheckShape(counts->dimensions(), {store.num_tables, kNumCounts}, "counts", kOp));
   size_t num_aliased = 2 * static_cast<size_t>(num_slabs);
   std::optional<AdmissionView> admission;
-  JAXSOK_RETURN_IF_ERROR(ReadAdmission(args, admission_operands, n, kOp, admission, &num_aliased));
+  JAXSOK_RETURN_IF_ERROR(ReadAdmission(args, admission_operands, n, store, kOp, admission, &num_aliased));
   JAXSOK_RETURN_IF_ERROR(CheckSlabAliases(args, rets, 0, 0, num_aliased, kOp));
-  store.index = IndexOf(*index);
-  store.counters = counters->typed_data();
-  store.table_rows = table_rows->typed_data();
-  store.tables = tables.typed_data();
-  store.seed = seed.typed_data();
-  store.starts = slabs.starts();
-  store.capacity = slabs.capacity();
-  store.num_tables = static_cast<int32_t>(table_rows->dimensions()[0]);
   StreamScope scope(stream);
   return FromLaunch(
       LaunchFindOrInsert(scope.get(), store, KeysOf(keys), table_ids.typed_data(), n, row_ids->typed_data(),
@@ -66,9 +63,8 @@ ffi::Error TableGatherImpl(StreamArgument stream, Counters counters_in, Tables t
                            int32_t num_slabs, int32_t is_find) {
   constexpr char kOp[] = "table_gather";
   JAXSOK_RETURN_IF_ERROR(CheckAlias(counters_in.typed_data(), counters->typed_data(), "counters", kOp));
+  JAXSOK_RETURN_IF_ERROR(CheckShape(requests.dimensions(), {-1, 4}, "requests", kOp));
   const int64_t n = requests.dimensions()[0];
-  JAXSOK_RETURN_IF_ERROR(CheckShape(tables.dimensions(), {-1, kNumTableWords}, "tables", kOp));
-  JAXSOK_RETURN_IF_ERROR(CheckShape(requests.dimensions(), {n, 4}, "requests", kOp));
   JAXSOK_RETURN_IF_ERROR(CheckShape(row_ids.dimensions(), {n}, "row_ids", kOp));
   StoreView store{};
   JAXSOK_RETURN_IF_ERROR(ReadOnlyStore(tables, seed, args, num_slabs, kOp, store));
@@ -86,6 +82,7 @@ ffi::Error TableGatherImpl(StreamArgument stream, Counters counters_in, Tables t
 ffi::Error TableScatterImpl(StreamArgument stream, RowIds row_ids, ffi::AnyBuffer lines, ffi::RemainingArgs args,
                             ffi::RemainingRets rets, int32_t num_slabs) {
   constexpr char kOp[] = "table_scatter";
+  JAXSOK_RETURN_IF_ERROR(CheckShape(row_ids.dimensions(), {-1}, "row_ids", kOp));
   const int64_t n = row_ids.dimensions()[0];
   JAXSOK_RETURN_IF_ERROR(CheckShape(lines.dimensions(), {n, -1}, "lines", kOp));
   LinesView array{};
@@ -100,12 +97,14 @@ ffi::Error TableScatterImpl(StreamArgument stream, RowIds row_ids, ffi::AnyBuffe
 ffi::Error TableTouchImpl(StreamArgument stream, RowIds row_ids, Uses uses, Scalar clock, ffi::RemainingArgs args,
                           ffi::RemainingRets rets, int32_t num_slabs) {
   constexpr char kOp[] = "table_touch";
+  JAXSOK_RETURN_IF_ERROR(CheckShape(row_ids.dimensions(), {-1}, "row_ids", kOp));
+  JAXSOK_RETURN_IF_ERROR(CheckShape(clock.dimensions(), {}, "clock", kOp));
   const int64_t n = row_ids.dimensions()[0];
   const bool has_uses = uses.element_count() != 0;
   if (has_uses) JAXSOK_RETURN_IF_ERROR(CheckShape(uses.dimensions(), {n}, "uses", kOp));
   StatisticsView statistics{};
   SlabReader slabs(args, num_slabs, kOp);
-  JAXSOK_RETURN_IF_ERROR(ReadStatistics(slabs, kOp, statistics));
+  JAXSOK_RETURN_IF_ERROR(ReadStatistics(slabs, statistics));
   JAXSOK_RETURN_IF_ERROR(CheckSlabAliases(args, rets, 0, 0, static_cast<size_t>(num_slabs), kOp));
   StreamScope scope(stream);
   return FromLaunch(LaunchTouch(scope.get(), statistics, row_ids.typed_data(), has_uses ? uses.typed_data() : nullptr,
@@ -120,6 +119,7 @@ ffi::Error TableEraseImpl(StreamArgument stream, Index index_in, Counters counte
                           ffi::Result<Scalar> num_erased, ffi::Result<Workspace> workspace, ffi::RemainingRets rets,
                           int32_t num_slabs, ffi::Span<const float> initial) {
   constexpr char kOp[] = "table_erase";
+  JAXSOK_RETURN_IF_ERROR(CheckShape(keys.dimensions(), {-1, 2}, "keys", kOp));
   const int64_t n = keys.dimensions()[0];
   JAXSOK_RETURN_IF_ERROR(CheckAlias(index_in.typed_data(), index->typed_data(), "index", kOp));
   JAXSOK_RETURN_IF_ERROR(CheckAlias(counters_in.typed_data(), counters->typed_data(), "counters", kOp));
@@ -127,25 +127,11 @@ ffi::Error TableEraseImpl(StreamArgument stream, Index index_in, Counters counte
   JAXSOK_RETURN_IF_ERROR(CheckShape(table_ids.dimensions(), {n}, "table_ids", kOp));
   StoreView store{};
   StateView states{};
-  int64_t record_words = 4;
   SlabReader slabs(args, num_slabs, kOp);
-  JAXSOK_RETURN_IF_ERROR(slabs.Read<ffi::U32>("records", store.records, &record_words));
-  states.num_states = static_cast<int32_t>(initial.size());
-  if (states.num_states > kMaxStates) return ffi::Error::InvalidArgument("table_erase: initial: too many states");
-  for (int k = 0; k < states.num_states; ++k) {
-    int64_t width = 0;
-    JAXSOK_RETURN_IF_ERROR(slabs.Read<ffi::F32>("states", states.data[k], &width));
-    states.width[k] = static_cast<int32_t>(width);
-    states.initial[k] = initial[k];
-  }
-  const size_t num_aliased = static_cast<size_t>(num_slabs) * (1 + states.num_states);
-  JAXSOK_RETURN_IF_ERROR(CheckSlabAliases(args, rets, 0, 0, num_aliased, kOp));
-  store.index = IndexOf(*index);
-  store.counters = counters->typed_data();
-  store.table_rows = table_rows->typed_data();
-  store.starts = slabs.starts();
-  store.capacity = slabs.capacity();
-  store.num_tables = static_cast<int32_t>(table_rows->dimensions()[0]);
+  JAXSOK_RETURN_IF_ERROR(slabs.ReadRecords(store.records));
+  JAXSOK_RETURN_IF_ERROR(slabs.ReadStates(static_cast<int32_t>(initial.size()), states, initial.begin()));
+  JAXSOK_RETURN_IF_ERROR(CheckSlabAliases(args, rets, 0, 0, slabs.next(), kOp));
+  JAXSOK_RETURN_IF_ERROR(ReadIndex(slabs, *index, *counters, *table_rows, kOp, store));
   JAXSOK_RETURN_IF_ERROR(CheckBytes(workspace->size_bytes(), RebuildWorkspaceBytes(store.capacity), "workspace", kOp));
   StreamScope scope(stream);
   return FromLaunch(LaunchErase(scope.get(), store, states, KeysOf(keys), table_ids.typed_data(), n,
@@ -160,9 +146,10 @@ ffi::Error TableRebuildImpl(StreamArgument stream, Counters counters_in, ffi::Re
   constexpr char kOp[] = "table_rebuild";
   JAXSOK_RETURN_IF_ERROR(CheckAlias(counters_in.typed_data(), counters->typed_data(), "counters", kOp));
   StoreView store{};
-  int64_t record_words = 4;
   SlabReader slabs(args, num_slabs, kOp);
-  JAXSOK_RETURN_IF_ERROR(slabs.Read<ffi::U32>("records", store.records, &record_words));
+  JAXSOK_RETURN_IF_ERROR(slabs.ReadRecords(store.records));
+  JAXSOK_RETURN_IF_ERROR(CheckIndex(*index, "index", kOp));
+  JAXSOK_RETURN_IF_ERROR(CheckCounters(*counters, slabs.capacity(), kOp));
   store.index = IndexOf(*index);
   store.counters = counters->typed_data();
   store.starts = slabs.starts();
@@ -177,7 +164,7 @@ ffi::Error TableForgetImpl(StreamArgument stream, Index sightings_in, ffi::Buffe
                            ffi::Result<Index> sightings) {
   constexpr char kOp[] = "table_forget";
   JAXSOK_RETURN_IF_ERROR(CheckAlias(sightings_in.typed_data(), sightings->typed_data(), "sightings", kOp));
-  JAXSOK_RETURN_IF_ERROR(CheckShape(sightings_in.dimensions(), {-1, 16}, "sightings", kOp));
+  JAXSOK_RETURN_IF_ERROR(CheckIndex(sightings_in, "sightings", kOp));
   StreamScope scope(stream);
   return FromLaunch(
       LaunchForget(scope.get(), IndexOf(*sightings), floors.typed_data(), static_cast<int32_t>(floors.element_count())),
@@ -190,7 +177,8 @@ ffi::Error TableWaitImpl(StreamArgument stream, Counters counters_in, ffi::Buffe
   constexpr char kOp[] = "table_wait";
   JAXSOK_RETURN_IF_ERROR(CheckAlias(counters_in.typed_data(), counters->typed_data(), "counters", kOp));
   JAXSOK_RETURN_IF_ERROR(CheckShape(entries.dimensions(), {-1, 4}, "entries", kOp));
-  JAXSOK_RETURN_IF_ERROR(CheckShape(sightings->dimensions(), {-1, 16}, "sightings", kOp));
+  JAXSOK_RETURN_IF_ERROR(CheckIndex(*sightings, "sightings", kOp));
+  JAXSOK_RETURN_IF_ERROR(CheckShape(counters->dimensions(), {kNumCounters}, "counters", kOp));
   StreamScope scope(stream);
   return FromLaunch(LaunchWait(scope.get(), IndexOf(*sightings), counters->typed_data(), floors.typed_data(),
                                static_cast<int32_t>(floors.element_count()),

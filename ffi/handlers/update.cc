@@ -20,8 +20,6 @@ ffi::Error UpdateImpl(StreamArgument stream, Counters counters, ffi::Buffer<ffi:
   JAXSOK_RETURN_IF_ERROR(
       CheckShape(hyper.dimensions(), {optimizer == kOptimizerProgram ? -1 : kNumHyper}, "hyper", kOp));
   const int64_t num_tables = num_nonfinite->dimensions()[0];
-  JAXSOK_RETURN_IF_ERROR(CheckShape(tables.dimensions(), {num_tables, kNumTableWords}, "tables", kOp));
-  JAXSOK_RETURN_IF_ERROR(CheckShape(seed.dimensions(), {2}, "seed", kOp));
   JAXSOK_RETURN_IF_ERROR(CheckShape(step.dimensions(), {}, "step", kOp));
   if (table_ids.element_count() != 0) {
     JAXSOK_RETURN_IF_ERROR(CheckShape(table_ids.dimensions(), {batch.num_keys}, "table_ids", kOp));
@@ -39,28 +37,20 @@ ffi::Error UpdateImpl(StreamArgument stream, Counters counters, ffi::Buffer<ffi:
     JAXSOK_RETURN_IF_ERROR(CheckShape(num_uses.dimensions(), {batch.num_keys}, "num_uses", kOp));
     spec.num_uses = num_uses.typed_data();
   }
-  if (num_states < 0 || num_states > kMaxStates) return ffi::Error::InvalidArgument("update: num_states");
   StoreView store{};
   StateView states{};
-  int64_t record_words = 4;
   SlabReader slabs(args, num_slabs, kOp);
   JAXSOK_RETURN_IF_ERROR(slabs.ReadRows(store));
-  states.num_states = num_states;
-  for (int k = 0; k < num_states; ++k) {
-    int64_t width = 0;
-    JAXSOK_RETURN_IF_ERROR(slabs.Read<ffi::F32>("states", states.data[k], &width));
-    states.width[k] = static_cast<int32_t>(width);
-  }
-  JAXSOK_RETURN_IF_ERROR(slabs.Read<ffi::U32>("records", store.records, &record_words));
+  JAXSOK_RETURN_IF_ERROR(slabs.ReadStates(num_states, states));
+  JAXSOK_RETURN_IF_ERROR(slabs.ReadRecords(store.records));
   JAXSOK_RETURN_IF_ERROR(CheckSlabAliases(args, rets, 0, 0, static_cast<size_t>(num_slabs) * (1 + num_states), kOp));
   JAXSOK_RETURN_IF_ERROR(
       CheckBytes(workspace->size_bytes(), UpdateWorkspaceBytes(batch.num_keys, store.dim), "workspace", kOp));
-  store.tables = tables.typed_data();
-  store.seed = seed.typed_data();
-  store.counters = counters.typed_data();
+  JAXSOK_RETURN_IF_ERROR(ReadTables(tables, seed, kOp, store, num_tables));
   store.starts = slabs.starts();
   store.capacity = slabs.capacity();
-  store.num_tables = static_cast<int32_t>(num_tables);
+  JAXSOK_RETURN_IF_ERROR(CheckCounters(counters, store.capacity, kOp));
+  store.counters = counters.typed_data();
   std::vector<const void*> data;
   GradientsView gradients;
   JAXSOK_RETURN_IF_ERROR(ReadGradients(args, slabs.next(), batch.num_features, kOp, data, gradients));

@@ -87,11 +87,17 @@ static __global__ void __launch_bounds__(kBlock)
     const uint32_t* words = store.tables + table * kNumTableWords;
     const uint32_t kind = __ldg(words + kTableAdmission);
     if (kind == kAdmitByCount) {
-      w.entry_of[i] = AddSightings(admission.sightings, salt, key, table, uses, &num_new);
+      // Without sightings, or with fewer counters below, than its tables need, the state has lost an array.
+      w.entry_of[i] = admission.sightings.num_buckets == 0
+                          ? kNoEntry
+                          : AddSightings(admission.sightings, salt, key, table, uses, &num_new);
     } else if (kind == kAdmitByBloom) {
       const uint64_t hash = AdmissionHash(words, store.seed, key);
       const uint32_t num_hashes = __ldg(words + kTableBloomHashes);
-      for (uint32_t h = 0; h < num_hashes; ++h) AddToBloom(admission.bloom, BloomCounter(words, hash, h), uses);
+      for (uint32_t h = 0; h < num_hashes; ++h) {
+        const uint64_t counter = BloomCounter(words, hash, h);
+        if (counter / 4 < admission.num_bloom_words) AddToBloom(admission.bloom, counter, uses);
+      }
     }
   }
   num_new = __reduce_add_sync(~0u, num_new);
@@ -118,6 +124,7 @@ __device__ __forceinline__ bool IsAdmitted(const StoreView& store, const Admissi
     uint32_t least = kMostSightings;
     for (uint32_t h = 0; h < num_hashes; ++h) {
       const uint64_t counter = BloomCounter(words, hash, h);
+      if (counter / 4 >= admission.num_bloom_words) return false;
       least = min(least, BloomCount(__ldcg(admission.bloom + counter / 4), counter));
     }
     return least >= threshold;

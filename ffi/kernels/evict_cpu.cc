@@ -32,12 +32,12 @@ Split SplitAt(const std::vector<uint32_t>& bins, uint32_t* needed) {
 constexpr int64_t kBucketsPerTask = 1 << 12;
 
 /// Takes the entries of dead rows out of the index (evict.h says how).
-void Sweep(Stream stream, const StoreView& store) {
+LaunchError Sweep(Stream stream, const StoreView& store) {
   const IndexView& index = store.index;
   const uint64_t salt = SaltOf(store.counters);
   const Entry empty = {kPaddingKey, kAuxUnset, kAuxUnset};
   std::vector<std::vector<uint32_t>> displaced(CeilDiv<int64_t>(index.num_buckets, kBucketsPerTask));
-  uint32_t longest = 0;
+  uint32_t longest = 0, is_damaged = 0;
   RunRanges(stream, index.num_buckets, kBucketsPerTask, [&](int64_t begin, int64_t end) {
     bool is_any_kept = false;
     for (int64_t b = begin; b < end; ++b) {
@@ -46,6 +46,10 @@ void Sweep(Stream stream, const StoreView& store) {
       for (int e = 0; e < kEntriesPerBucket && entries[e].key != kPaddingKey; ++e) {
         const Entry entry = entries[e];
         entries[e] = empty;
+        if (entry.row_id >= store.capacity) {
+          MaxAtomically(&is_damaged, uint32_t{1});
+          continue;
+        }
         if (store.records.At(store.starts, entry.row_id, 1)->key == kPaddingKey) continue;
         if (HomeBucket(HashOf(entry.key, entry.aux, salt), index.num_buckets) == b) {
           entries[num_kept++] = entry;
@@ -57,6 +61,7 @@ void Sweep(Stream stream, const StoreView& store) {
     }
     if (is_any_kept) MaxAtomically(&longest, uint32_t{1});
   });
+  if (is_damaged != 0) return kIndexIsDamaged;
   std::vector<uint32_t> row_ids;
   for (const std::vector<uint32_t>& some : displaced) row_ids.insert(row_ids.end(), some.begin(), some.end());
   std::sort(row_ids.begin(), row_ids.end());  // so that the longest walk does not depend on where they were
@@ -72,6 +77,7 @@ void Sweep(Stream stream, const StoreView& store) {
     *index.EntryAt(walk.entry) = {record.key, row_id, record.table};
   }
   store.counters[kLongestProbe] = longest;
+  return nullptr;
 }
 
 }  // namespace
@@ -163,8 +169,7 @@ LaunchError LaunchRelease(Stream stream, const StoreView& store, const StateView
   LaunchListFreed(stream, store, &num_freed, workspace);
   // Rows without an entry are not met by sweeping.
   if (store.counters[kNumUnplaced] != 0) return LaunchRebuild(stream, store, workspace);
-  Sweep(stream, store);
-  return nullptr;
+  return Sweep(stream, store);
 }
 
 }  // namespace jaxsok

@@ -281,8 +281,10 @@ __device__ __forceinline__ bool HasBit(const uint32_t* bits, uint32_t row_id) {
 // Four lanes, one bucket; a warp eight, grid-stride. A lane holds one entry and decides whether it stays in its home;
 // lanes of a bucket pass entries to the front, and write the bucket if it changed. Nobody else reads or writes it.
 // Rows whose entry was displaced get a bit, set atomically, since rows of one word come from many buckets.
-__global__ void __launch_bounds__(kBlock) SweepKernel(IndexView index, uint32_t* counters, const uint32_t* gone,
-                                                      uint32_t* displaced, const ReleaseControl* control) {
+// Entries of no row, which something else wrote into the index, leave it.
+__global__ void __launch_bounds__(kBlock)
+    SweepKernel(IndexView index, uint32_t* counters, uint32_t capacity, const uint32_t* gone, uint32_t* displaced,
+                const ReleaseControl* control) {
   if (control->sweeps == 0) return;
   static_assert(kEntriesPerBucket == 4 && kWarp % kEntriesPerBucket == 0, "four lanes hold a bucket");
   const uint64_t salt = SaltOf(counters);
@@ -300,7 +302,7 @@ __global__ void __launch_bounds__(kBlock) SweepKernel(IndexView index, uint32_t*
     const uint64_t key = Word64(entry.x, entry.y);
     const bool is_used = key != kPaddingKey;
     bool stays = false;
-    if (is_used && !HasBit(gone, entry.z)) {
+    if (is_used && entry.z < capacity && !HasBit(gone, entry.z)) {
       stays = HomeBucket(HashOf(key, entry.w, salt), index.num_buckets) == i / kEntriesPerBucket;
       if (!stays) atomicOr(displaced + entry.z / kWarp, 1u << (entry.z % kWarp));
     }
@@ -334,6 +336,7 @@ __global__ void __launch_bounds__(kBlock)
   for (uint32_t row_id = blockIdx.x * kBlock + threadIdx.x; row_id < store.capacity; row_id += stride) {
     if (!HasBit(displaced, row_id)) continue;
     const Record* record = store.records.At(store.starts, row_id, 1);
+    if (record->key == kPaddingKey) continue;  // dead before: the entry was not its own
     const ProbeResult at = InsertDistinct(store.index, record->key, record->table, salt, kMaxProbes, row_id);
     if (at.entry == kNoEntry) {
       atomicAdd(store.counters + kNumUnplaced, 1u);
@@ -393,7 +396,8 @@ LaunchError LaunchRelease(Stream stream, const StoreView& store, const StateView
   JAXSOK_RETURN_IF_CUDA(cudaGetLastError());
   JAXSOK_RETURN_IF_LAUNCH(LaunchListFreed(stream, store, &control->num_freed, cutter.Rest(), /*only_if_any=*/true));
   DecideKernel<<<1, 1, 0, stream>>>(store.counters, control);
-  SweepKernel<<<kStreamBlocks, kBlock, 0, stream>>>(store.index, store.counters, gone, displaced, control);
+  SweepKernel<<<kStreamBlocks, kBlock, 0, stream>>>(store.index, store.counters, store.capacity, gone, displaced,
+                                                    control);
   EnterDisplacedKernel<<<kStreamBlocks, kBlock, 0, stream>>>(store, displaced, control);
   JAXSOK_RETURN_IF_CUDA(cudaGetLastError());
   return LaunchRebuild(stream, store, cutter.Rest(), &control->rebuilds);

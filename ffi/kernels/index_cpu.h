@@ -143,7 +143,23 @@ void InitializeRow(const RowInitializer& initializer, float* row, int32_t dim);
 void InitializeRow(const RowInitializer& initializer, BFloat16* row, int32_t dim);
 void InitializeRow(const RowInitializer& initializer, Float16* row, int32_t dim);
 
+/// Whether walks ended at entries that name rows which there are not.
+inline bool HasRowBeyond(uint32_t capacity, const uint32_t* row_ids, int64_t num_keys) {
+  uint32_t num_beyond = 0;
+  for (int64_t i = 0; i < num_keys; ++i) num_beyond += row_ids[i] >= capacity && row_ids[i] != kNoRow ? 1 : 0;
+  return num_beyond != 0;
+}
+
+constexpr char kIndexIsDamaged[] =
+    "index: got an entry of a row beyond the capacity, wanted rows below it; the state is damaged: restore it from a "
+    "checkpoint.";
+constexpr char kFreeRowsAreDamaged[] =
+    "records: got a list of freed rows that names a row in use, one twice, or one that was never handed out, wanted "
+    "freed rows in ascending order; the state is damaged: restore it from a checkpoint.";
+
 /// Hands out row ids: freed ones in ascending order, then fresh ones.
+///
+/// Pre: the counters are possible (handlers/buffers.h CheckCounters).
 class RowAllocator {
  public:
   explicit RowAllocator(const StoreView& store) : store_(store), counters_(store.counters) {}
@@ -152,17 +168,19 @@ class RowAllocator {
     return counters_[kFreeBegin] >= counters_[kFreeEnd] && counters_[kNumAllocated] >= store_.capacity;
   }
 
-  /// Pre: not IsEmpty().
+  /// Pre: not IsEmpty(). Returns kNoRow where the list of freed rows is none.
   uint32_t Take() {
-    if (counters_[kFreeBegin] < counters_[kFreeEnd]) {
-      return store_.records.At(store_.starts, counters_[kFreeBegin]++, 1)->free_id;
-    }
-    return counters_[kNumAllocated]++;
+    if (counters_[kFreeBegin] == counters_[kFreeEnd]) return counters_[kNumAllocated]++;
+    const uint32_t row_id = store_.records.At(store_.starts, counters_[kFreeBegin]++, 1)->free_id;
+    if (row_id < next_freed_ || row_id >= counters_[kNumAllocated]) return kNoRow;
+    next_freed_ = row_id + 1;
+    return row_id;
   }
 
  private:
   const StoreView& store_;
   uint32_t* counters_;
+  uint32_t next_freed_ = 0;  // the least that the next freed row can be
 };
 
 /// The entry of a pair among those that wait, made if there is none, with `uses` added; kNoEntry: none in reach.
@@ -274,8 +292,8 @@ void Admit(const StoreView& store, const AdmissionView& admission, const Source&
 
 /// The body of LaunchFindOrInsert, over keys of either source.
 template <typename Source>
-void FindOrInsert(Stream stream, const StoreView& store, const Source& source, int64_t num_keys, uint32_t* row_ids,
-                  int32_t* counts, void* workspace, const AdmissionView* admission) {
+LaunchError FindOrInsert(Stream stream, const StoreView& store, const Source& source, int64_t num_keys,
+                         uint32_t* row_ids, int32_t* counts, void* workspace, const AdmissionView* admission) {
   const uint64_t salt = SaltOf(store.counters);
   const int64_t num_chunks = CeilDiv(num_keys, kKeysPerChunk);
   Carver carver(workspace);
@@ -283,6 +301,7 @@ void FindOrInsert(Stream stream, const StoreView& store, const Source& source, i
   uint32_t* unseen = carver.Take<uint32_t>(num_keys);  // positions; chunk c writes from c * kKeysPerChunk on
   uint32_t* homes = carver.Take<uint32_t>(num_keys);
   ClearCounts(counts, store.num_tables);
+  uint32_t is_damaged = 0;
 
   RunRanges(stream, num_chunks, kChunksPerTask, [&](int64_t first_chunk, int64_t last_chunk) {
     Tally tally(counts, store.num_tables);
@@ -300,6 +319,7 @@ void FindOrInsert(Stream stream, const StoreView& store, const Source& source, i
                                               ++count;
                                             }));
       num_unseen[c] = count;
+      if (HasRowBeyond(store.capacity, row_ids + begin, end - begin)) MaxAtomically(&is_damaged, uint32_t{1});
       for (int64_t i = begin; i < end;) {
         int64_t run_end = i, num_found = 0;
         for (; run_end < end && tables[run_end - begin] == tables[i - begin]; ++run_end) {
@@ -312,6 +332,7 @@ void FindOrInsert(Stream stream, const StoreView& store, const Source& source, i
     MaxAtomically(&store.counters[kLongestProbe], static_cast<uint32_t>(longest));
   });
 
+  if (is_damaged != 0) return kIndexIsDamaged;
   if (admission != nullptr) {
     Admit(store, *admission, source, UnseenPositions{num_chunks, num_unseen, unseen, homes}, row_ids, counts);
   }
@@ -334,6 +355,7 @@ void FindOrInsert(Stream stream, const StoreView& store, const Source& source, i
         ++table_counts[kCountRefused];
       } else {
         const uint32_t row_id = allocator.Take();
+        if (row_id == kNoRow) return kFreeRowsAreDamaged;
         *store.index.EntryAt(walk.entry) = {source.keys[position], row_id, table};
         row_ids[position] = row_id;
         longest = std::max(longest, static_cast<uint32_t>(walk.num_probes));
@@ -352,6 +374,10 @@ void FindOrInsert(Stream stream, const StoreView& store, const Source& source, i
       const uint64_t key = source.keys[position];
       const uint32_t table = source.TableAt(position);
       Record* record = store.records.At(store.starts, row_ids[position], 1);
+      if (record->key != kPaddingKey) {
+        MaxAtomically(&is_damaged, uint32_t{1});
+        continue;
+      }
       record->key = key;  // free_id is not this row's: it stays
       record->table = table;
       const uint32_t* words = store.tables + int64_t{table} * kNumTableWords;
@@ -362,6 +388,7 @@ void FindOrInsert(Stream stream, const StoreView& store, const Source& source, i
       });
     }
   });
+  return is_damaged != 0 ? kFreeRowsAreDamaged : nullptr;
 }
 
 }  // namespace jaxsok

@@ -304,14 +304,19 @@ struct StoreSink {
   __device__ uint32_t MaxProbes() const { return kMaxProbes; }
   __device__ uint64_t Salt() const { return SaltOf(store.counters); }
   __device__ const IndexView& Index() const { return store.index; }
-  __device__ uint32_t NumFree() const { return store.counters[kFreeEnd] - store.counters[kFreeBegin]; }
-  __device__ uint32_t Available() const { return store.capacity - store.counters[kNumAllocated] + NumFree(); }
+  // Nobody can wait for the counters of a state that something else wrote into, and refuse them. They are bounded, so
+  // that whatever is in them no row lies outside the slabs.
+  __device__ uint32_t NumAllocated() const { return min(store.counters[kNumAllocated], store.capacity); }
+  __device__ uint32_t FreeEnd() const { return min(store.counters[kFreeEnd], store.capacity); }
+  __device__ uint32_t FreeBegin() const { return min(store.counters[kFreeBegin], FreeEnd()); }
+  __device__ uint32_t NumFree() const { return FreeEnd() - FreeBegin(); }
+  __device__ uint32_t Available() const { return store.capacity - NumAllocated() + NumFree(); }
 
   /// The row of the i-th new pair: freed rows in ascending order, then fresh ones.
   __device__ uint32_t RowOf(uint32_t ordinal) const {
     const uint32_t num_free = NumFree();
-    if (ordinal < num_free) return store.records.At(store.starts, store.counters[kFreeBegin] + ordinal, 1)->free_id;
-    return store.counters[kNumAllocated] + (ordinal - num_free);
+    if (ordinal >= num_free) return NumAllocated() + (ordinal - num_free);
+    return min(store.records.At(store.starts, FreeBegin() + ordinal, 1)->free_id, store.capacity - 1);
   }
   __device__ void WriteRecord(uint32_t row_id, uint64_t key, uint32_t table) const {
     Record* record = store.records.At(store.starts, row_id, 1);
@@ -361,11 +366,10 @@ struct StoreSink {
     atomicAdd(counts + table * kNumCounts + kCountInserted, n);
   }
   __device__ void Commit(uint32_t num_new) const {
-    uint32_t* counters = store.counters;
-    const uint32_t num_free = NumFree();
-    const uint32_t reused = num_new < num_free ? num_new : num_free;
-    counters[kFreeBegin] += reused;
-    counters[kNumAllocated] += num_new - reused;
+    const uint32_t reused = min(num_new, NumFree());
+    const uint32_t begin = FreeBegin() + reused, allocated = NumAllocated() + (num_new - reused);
+    store.counters[kFreeBegin] = begin;
+    store.counters[kNumAllocated] = allocated;
   }
   __device__ void SawUnplaced() const { atomicAdd(store.counters + kNumUnplaced, 1u); }
   __device__ void SawProbes(int num_probes) const {

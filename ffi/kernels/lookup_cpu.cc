@@ -120,7 +120,10 @@ LaunchError LaunchLookup(Stream stream, const StoreView& store, const BatchView&
   if (LaunchError error = bags.ErrorWithTables(store.num_tables)) return error;
   if (LaunchError error = CheckStore(store, embeddings)) return error;
   if (store.index.num_buckets == 0) return "index: no buckets";
-  FindOrInsert(stream, store, BatchSource{batch.keys, &bags}, batch.num_keys, row_ids, counts, workspace, admission);
+  if (LaunchError error = FindOrInsert(stream, store, BatchSource{batch.keys, &bags}, batch.num_keys, row_ids, counts,
+                                       workspace, admission)) {
+    return error;
+  }
   StoreView read = store;
   if (admission != nullptr) read.tables = admission->refused;
   RunTasks(stream, static_cast<int64_t>(bags.tiles().size()), [&](int64_t t) {
@@ -145,6 +148,7 @@ LaunchError LaunchLookupFind(Stream stream, const StoreView& store, const BatchV
   const uint64_t salt = SaltOf(store.counters);
   ClearCounts(counts, store.num_tables);
   CountBaglessFeatures(bags, counts);
+  uint32_t is_damaged = 0;
   RunTasks(stream, static_cast<int64_t>(bags.tiles().size()), [&](int64_t t) {
     const Tile& tile = bags.tiles()[t];
     const FeatureView& feature = bags.features()[tile.feature];
@@ -157,10 +161,11 @@ LaunchError LaunchLookupFind(Stream stream, const StoreView& store, const BatchV
       FindChunk(store.index, salt, batch.keys + begin, tables, end - begin, row_ids.data() + (begin - first),
                 [](int64_t, uint32_t) {});
     }
+    if (HasRowBeyond(store.capacity, row_ids.data(), last - first)) MaxAtomically(&is_damaged, uint32_t{1});
     CombineRows(store, feature, tile, batch.keys, row_ids.data(), first, feature.unknown, embeddings,
                 [&](const auto& rows) { CountTile(feature, tile, rows, kCountMissing, counts); });
   });
-  return nullptr;
+  return is_damaged != 0 ? kIndexIsDamaged : nullptr;
 }
 
 LaunchError LaunchLookupFrozen(Stream stream, const FrozenLookup* lookups, int32_t num_stores, int32_t* counts) {

@@ -363,6 +363,7 @@ struct FinishSource {
       bool unplaced;
       row_id =
           ResolvePending(StoreSink{a.store, a.counts}, control, a.insert.entry_of[position], key, f.table, &unplaced);
+      if (row_id >= a.store.capacity) row_id = kNoRow;
       a.row_ids[position] = *unnoted = row_id;
       counts.Add(f.table, row_id == kNoRow ? kCountRefused : kCountFound, 1);
       if (unplaced) atomicAdd(a.store.counters + kNumUnplaced, 1u);

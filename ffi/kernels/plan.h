@@ -21,9 +21,10 @@ struct PlanView {
 
 /// Makes the keys of a batch distinct.
 ///
+/// Pre    : salt is unknown to whoever chooses keys; no output depends on it.
 /// Order  : by first position: the same on every run and on both back ends.
 /// Cost   : 32 B of scratch index a key, written once and probed once.
-LaunchError LaunchPlan(Stream stream, const BatchView& batch, const PlanView& plan, void* workspace);
+LaunchError LaunchPlan(Stream stream, const BatchView& batch, uint64_t salt, const PlanView& plan, void* workspace);
 
 /// What the plan of a batch leaves behind (20 bytes a key), and the workspace of either making it or ordering it: the
 /// hashes (twice), owners and places that a radix sort takes, and its own, of which a mebibyte does not grow.
@@ -50,12 +51,13 @@ struct RequestsView {
 
 /// Makes the keys of a batch distinct and orders them by the shard that has them.
 ///
-/// Pre    : num_shards is 1 to kMaxShards. An owner that is not below it counts as the last shard.
-/// Order  : by owner, then by RoundHash if `out.hashes` is given, then by first position: the same on every run and on
+/// Pre    : salt as for LaunchPlan; num_shards is 1 to kMaxShards. An owner that is not below it counts as the last
+/// shard. Order  : by owner, then by RoundHash if `out.hashes` is given, then by first position: the same on every run
+/// and on
 ///          both back ends. (Keys of two tables may share a hash; those of one do not.)
 /// Cost   : as LaunchPlan, and a radix sort of the distinct keys: by the bits of num_shards, or by 64 and those.
-LaunchError LaunchPlanRequests(Stream stream, const BatchView& batch, const OwnersView& owners, const RequestsView& out,
-                               void* workspace);
+LaunchError LaunchPlanRequests(Stream stream, const BatchView& batch, uint64_t salt, const OwnersView& owners,
+                               const RequestsView& out, void* workspace);
 
 /// Adds the digest of a batch's keys to `digest`: the sum of DigestOf over all positions, modulo 2^64.
 ///

@@ -19,8 +19,7 @@ constexpr int kNumShares = 1 << kShareBits;
 constexpr int64_t kPositionsPerChunk = 8 * kKeysPerChunk;
 constexpr uint32_t kNoPosition = ~uint32_t{0};
 constexpr int32_t kIsPadding = -1;  // in `inverse`, while it still holds first positions
-constexpr uint64_t kPlanSalt = kGolden;
-// A walk this long at load 0.5 means keys aimed at one place: the share is sorted instead.
+// A walk this long at load 0.5 means keys aimed at one place under this salt: the share is sorted instead.
 constexpr int kMaxSteps = 128;
 
 /// One share's task: its positions in ascending order, and all of the batch by position.
@@ -79,7 +78,7 @@ struct Share {
 };
 
 /// The body of LaunchPlan.
-void MakeDistinct(Stream stream, const BatchView& batch, const BagFeatures& bags, const PlanView& plan,
+void MakeDistinct(Stream stream, const BatchView& batch, const BagFeatures& bags, uint64_t salt, const PlanView& plan,
                   void* workspace) {
   const BatchSource source = {batch.keys, &bags};
   const int64_t num_keys = batch.num_keys;
@@ -111,7 +110,7 @@ void MakeDistinct(Stream stream, const BatchView& batch, const BagFeatures& bags
         const uint32_t table = tables[i - begin];
         plan.inverse[i] = table == kNoTable ? kIsPadding : 0;
         if (table == kNoTable) continue;
-        hashes[i] = HashOf(batch.keys[i], table, kPlanSalt);
+        hashes[i] = HashOf(batch.keys[i], table, salt);
         ++counts[share_of(i)];
       }
     });
@@ -219,10 +218,10 @@ void OrderByClass(Stream stream, int64_t num_items, int64_t num_classes, const C
 
 }  // namespace
 
-LaunchError LaunchPlan(Stream stream, const BatchView& batch, const PlanView& plan, void* workspace) {
+LaunchError LaunchPlan(Stream stream, const BatchView& batch, uint64_t salt, const PlanView& plan, void* workspace) {
   const BagFeatures bags(stream, batch);
   if (bags.error() != nullptr) return bags.error();
-  MakeDistinct(stream, batch, bags, plan, workspace);
+  MakeDistinct(stream, batch, bags, salt, plan, workspace);
   return nullptr;
 }
 
@@ -235,8 +234,8 @@ LaunchError LaunchPlanDigest(Stream stream, const uint64_t* keys, int64_t num_ke
   return nullptr;
 }
 
-LaunchError LaunchPlanRequests(Stream stream, const BatchView& batch, const OwnersView& owners, const RequestsView& out,
-                               void* workspace) {
+LaunchError LaunchPlanRequests(Stream stream, const BatchView& batch, uint64_t salt, const OwnersView& owners,
+                               const RequestsView& out, void* workspace) {
   if (owners.num_shards < 1 || owners.num_shards > kMaxShards) return "num_shards: must be 1 to kMaxShards";
   const BagFeatures bags(stream, batch);
   if (LaunchError error = bags.ErrorWithTables(owners.num_tables)) return error;
@@ -251,7 +250,7 @@ LaunchError LaunchPlanRequests(Stream stream, const BatchView& batch, const Owne
   plan.num_unique = &num_unique;
   uint32_t* place_of = carver.Take<uint32_t>(num_keys);
   Carver ordering = carver;  // the plan's workspace is free again when it is made
-  MakeDistinct(stream, batch, bags, plan, carver.Take<char>(PlanWorkspaceBytes(num_keys)));
+  MakeDistinct(stream, batch, bags, salt, plan, carver.Take<char>(PlanWorkspaceBytes(num_keys)));
 
   const bool by_hash = out.hashes != nullptr;
   constexpr int64_t kRequestsPerClass = 128;  // small enough to sort in a core's nearest cache

@@ -13,11 +13,12 @@ struct PlanSink {
   IndexView index;
   PlanView plan;
   uint32_t num_keys;
+  uint64_t salt;
 
-  // The scratch index is half empty whatever the keys, and nobody can aim at one that lives for a call: a walk may
-  // go all the way round.
+  // The scratch index is half empty whatever the keys, and nobody can aim at one whose salt is secret: a walk may go
+  // all the way round.
   __device__ uint32_t MaxProbes() const { return index.num_buckets; }
-  __device__ uint64_t Salt() const { return 0; }
+  __device__ uint64_t Salt() const { return salt; }
   __device__ const IndexView& Index() const { return index; }
   __device__ uint32_t Available() const { return num_keys; }
   __device__ uint32_t RowOf(uint32_t ordinal) const { return ordinal; }
@@ -233,12 +234,13 @@ LaunchError LaunchPlanDigest(Stream stream, const uint64_t* keys, int64_t num_ke
   return nullptr;
 }
 
-LaunchError LaunchPlan(Stream stream, const BatchView& batch, const PlanView& plan, void* workspace) {
+LaunchError LaunchPlan(Stream stream, const BatchView& batch, uint64_t salt, const PlanView& plan, void* workspace) {
   WorkspaceCutter rest(nullptr);
   const InsertWorkspace w = InsertWorkspace::Cut(workspace, batch.num_keys, &rest);
   PlanSink sink;
   sink.plan = plan;
   sink.num_keys = static_cast<uint32_t>(batch.num_keys);
+  sink.salt = salt;
   sink.index.num_buckets = static_cast<uint32_t>(CeilDiv<int64_t>(batch.num_keys, 2) + 16);
   sink.index.buckets = rest.Take<Bucket>(sink.index.num_buckets);
   if (rest.used() > PlanWorkspaceBytes(batch.num_keys)) return "workspace is smaller than its bound";
@@ -255,8 +257,8 @@ LaunchError LaunchPlan(Stream stream, const BatchView& batch, const PlanView& pl
   return nullptr;
 }
 
-LaunchError LaunchPlanRequests(Stream stream, const BatchView& batch, const OwnersView& owners, const RequestsView& out,
-                               void* workspace) {
+LaunchError LaunchPlanRequests(Stream stream, const BatchView& batch, uint64_t salt, const OwnersView& owners,
+                               const RequestsView& out, void* workspace) {
   if (owners.num_shards < 1 || owners.num_shards > kMaxShards) return "num_shards: must be 1 to kMaxShards";
   const int64_t num_keys = batch.num_keys;
   const bool by_hash = out.hashes != nullptr, by_owner = owners.num_shards > 1;
@@ -272,7 +274,7 @@ LaunchError LaunchPlanRequests(Stream stream, const BatchView& batch, const Owne
   const int owner_bits = BitsBelow(owners.num_shards);
   OrderWorkspace w;
   JAXSOK_RETURN_IF_LAUNCH(CutOrder(kept, PlanRequestsWorkspaceBytes(num_keys), num_keys, by_hash, owner_bits, &w));
-  JAXSOK_RETURN_IF_LAUNCH(LaunchPlan(stream, batch, plan, kept.Rest()));
+  JAXSOK_RETURN_IF_LAUNCH(LaunchPlan(stream, batch, salt, plan, kept.Rest()));
 
   const unsigned blocks = static_cast<unsigned>(CeilDiv<int64_t>(num_keys, kBlock));
   const uint32_t* order = nullptr;

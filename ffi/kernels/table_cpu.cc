@@ -143,8 +143,7 @@ LaunchError LaunchFindOrInsert(Stream stream, const StoreView& store, const uint
                                const AdmissionView* admission) {
   if (store.index.num_buckets == 0) return "index: no buckets";
   const PairSource source = {keys, table_ids, static_cast<uint32_t>(store.num_tables)};
-  FindOrInsert(stream, store, source, num_keys, row_ids, counts, workspace, admission);
-  return nullptr;
+  return FindOrInsert(stream, store, source, num_keys, row_ids, counts, workspace, admission);
 }
 
 LaunchError LaunchGather(Stream stream, const StoreView& store, const Request* requests, const uint32_t* row_ids,

@@ -50,14 +50,16 @@ __global__ void __launch_bounds__(kBlock) ClaimKernel(StoreSink sink, InsertWork
         at = ProbeBuckets<false>(sink.Index(), key, table, sink.Salt(), sink.MaxProbes());
         if (at.row_id == kNoRow) at.row_id = kPendingRow;
       }
-      row_ids[i] = at.row_id;
-      probes = at.row_id < kPendingRow ? at.num_probes : 0;
       pending = at.row_id == kPendingRow;
+      // An entry of no row, in an index that something else wrote into, must not look like a mark of the passes.
+      const bool is_damaged = !pending && at.row_id >= sink.store.capacity;
+      row_ids[i] = is_damaged ? kNoRow : at.row_id;
+      probes = pending || is_damaged ? 0 : at.num_probes;
       if (pending && kClaims) {
         w.entry_of[i] = at.entry;
         if (at.entry == kNoEntry) atomicAdd(&w.control->num_unplaced, 1u);
       } else if (!pending) {
-        counts.Add(table, kCountFound, 1);
+        counts.Add(table, is_damaged ? kCountRefused : kCountFound, 1);
       }
     }
   }
@@ -80,7 +82,8 @@ __global__ void __launch_bounds__(kBlock)
   if (i < num_keys && row_ids[i] == kPendingRow) {
     bool unplaced;
     const uint32_t table = table_ids[i];
-    const uint32_t row_id = ResolvePending(sink, control, w.entry_of[i], keys[i], table, &unplaced);
+    uint32_t row_id = ResolvePending(sink, control, w.entry_of[i], keys[i], table, &unplaced);
+    if (row_id >= sink.store.capacity) row_id = kNoRow;
     row_ids[i] = row_id;
     counts.Add(table, row_id == kNoRow ? kCountRefused : kCountFound, 1);
     if (unplaced) atomicAdd(sink.store.counters + kNumUnplaced, 1u);
@@ -105,14 +108,14 @@ __global__ void __launch_bounds__(kBlock)
   const int64_t i = int64_t{blockIdx.x} * kBlock + threadIdx.x;
   if (i >= num_keys) return;
   const uint64_t key = keys[i];
-  if (key == kPaddingKey) return;
-  const uint32_t row_id =
-      ProbeBuckets<false>(store.index, key, table_ids[i], SaltOf(store.counters), kMaxProbes).row_id;
-  if (row_id == kNoRow) return;
+  const uint32_t table = table_ids[i];
+  if (key == kPaddingKey || table >= static_cast<uint32_t>(store.num_tables)) return;
+  const uint32_t row_id = ProbeBuckets<false>(store.index, key, table, SaltOf(store.counters), kMaxProbes).row_id;
+  if (row_id >= store.capacity) return;
   Record* record = store.records.At(store.starts, row_id, 1);
   if (atomicCAS(reinterpret_cast<unsigned long long*>(&record->key), key, kPaddingKey) != key) return;
   atomicAdd(num_erased, 1u);
-  atomicSub(store.table_rows + record->table, 1u);
+  atomicSub(store.table_rows + table, 1u);
   for (int k = 0; k < states.num_states; ++k) {
     float* state = states.data[k].At(store.starts, row_id, states.width[k]);
     for (int c = 0; c < states.width[k]; ++c) state[c] = states.initial[k];
@@ -130,7 +133,8 @@ __global__ void __launch_bounds__(kBlock) ClearIndexKernel(IndexView index, cons
 }
 
 __device__ __forceinline__ bool IsDead(const StoreView& store, uint32_t row_id) {
-  return row_id < store.counters[kNumAllocated] && store.records.At(store.starts, row_id, 1)->key == kPaddingKey;
+  return row_id < min(store.counters[kNumAllocated], store.capacity) &&
+         store.records.At(store.starts, row_id, 1)->key == kPaddingKey;
 }
 
 // Counts dead rows, 1,024 a block; the last block to end sums the counts up to its own and writes the counters.
@@ -192,7 +196,7 @@ __global__ void __launch_bounds__(kBlock)
 __global__ void __launch_bounds__(kBlock) EnterKernel(StoreView store, const uint32_t* wanted) {
   if (IsIdle(wanted)) return;
   const uint64_t salt = SaltOf(store.counters);
-  const uint32_t end = store.counters[kNumAllocated];
+  const uint32_t end = min(store.counters[kNumAllocated], store.capacity);
   int longest = 0;
   for (uint32_t row_id = blockIdx.x * kBlock + threadIdx.x; row_id < end; row_id += gridDim.x * kBlock) {
     const Record* record = store.records.At(store.starts, row_id, 1);

@@ -32,7 +32,7 @@ int64_t BytesOf(RowDtype dtype) { return dtype == kRowDtypeFloat32 ? 4 : 2; }
 /// The numbers of a dtype as floats: by the formats' definitions.
 Line Decoded(RowDtype dtype, const void* data, int64_t size) {
   Line line(size);
-  if (dtype == kRowDtypeFloat32) std::memcpy(line.data(), data, size * sizeof(float));
+  if (dtype == kRowDtypeFloat32 && size > 0) std::memcpy(line.data(), data, size * sizeof(float));
   const uint16_t* words = static_cast<const uint16_t*>(data);
   for (int64_t i = 0; i < size && dtype != kRowDtypeFloat32; ++i) {
     const int exponent_bits = dtype == kRowDtypeBfloat16 ? 8 : 5, mantissa_bits = 15 - exponent_bits;
@@ -793,7 +793,7 @@ void TestPlan(uint64_t seed, int num_threads) {
       wanted_multiplicity;
   int32_t num_unique = -1;
   Memory workspace(PlanWorkspaceBytes(n));
-  JAXSOK_CHECK_SEED(LaunchPlan(&executor, batch.View(),
+  JAXSOK_CHECK_SEED(LaunchPlan(&executor, batch.View(), Mix64(seed),
                                {unique.data(), unique_tables.data(), inverse.data(), multiplicity.data(), &num_unique},
                                workspace.get()) == nullptr,
                     seed);
@@ -924,7 +924,8 @@ void TestRequests(uint64_t seed, int num_threads) {
   std::vector<uint64_t> hashes(n + 1, 5);
   Memory workspace(PlanRequestsWorkspaceBytes(n));
   JAXSOK_CHECK_SEED(
-      LaunchPlanRequests(&executor, batch.View(), {tables.data(), kNumTables, partition_owners.data(), num_shards},
+      LaunchPlanRequests(&executor, batch.View(), Mix64(seed),
+                         {tables.data(), kNumTables, partition_owners.data(), num_shards},
                          {requests.data(), inverse.data(), starts.data(), by_hash ? hashes.data() : nullptr},
                          workspace.get()) == nullptr,
       seed);
@@ -990,7 +991,7 @@ void TestRequestsRefused() {
   int32_t starts[3] = {7, 7, 7};
   Memory workspace(PlanRequestsWorkspaceBytes(0));
   for (const int32_t num_shards : {0, -1, kMaxShards + 1, 2}) {
-    JAXSOK_CHECK(LaunchPlanRequests(&executor, batch.View(), {tables.data(), 1, partition_owners.data(), num_shards},
+    JAXSOK_CHECK(LaunchPlanRequests(&executor, batch.View(), 0, {tables.data(), 1, partition_owners.data(), num_shards},
                                     {nullptr, nullptr, starts, nullptr}, workspace.get()) != nullptr);
   }
   JAXSOK_CHECK(starts[0] == 7 && starts[1] == 7 && starts[2] == 7);

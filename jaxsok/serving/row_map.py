@@ -6,6 +6,7 @@ the host (about 45 bytes a row) buys updates that touch only the rows that chang
 """
 
 import functools
+import secrets
 from typing import Any
 
 import jax
@@ -33,6 +34,7 @@ key in 10^9 would find no entry within the kernels' bound; then the index is mad
 KEYS_AT_A_TIME = 1 << 20
 _LEAST_KEYS = 1024  # of a call: its keys are padded to a power of two, so that programs are few
 _SEED = np.zeros(2, np.uint32)
+_SALT = [COUNTERS.index("salt_low"), COUNTERS.index("salt_high")]
 
 
 class RowMap:
@@ -41,7 +43,7 @@ class RowMap:
     Args:
       num_tables: of the store.
       capacity: its rows.
-      salt: 64 bits that are mixed into every hash.
+      salt: 64 bits that are mixed into every hash; None: drawn, so that nobody can choose keys that collide.
 
     Raises:
       ValueError: more rows than a store can have.
@@ -52,14 +54,13 @@ class RowMap:
       ([0, 1], [1, 4294967295])
     """
 
-    def __init__(self, num_tables: int, capacity: int, *, salt: int = 0) -> None:
+    def __init__(self, num_tables: int, capacity: int, *, salt: int | None = None) -> None:
         """An empty map."""
         if not 1 <= capacity <= MAX_CAPACITY:
             raise ValueError(f"RowMap: capacity: got {capacity} rows in one store, wanted 1 to {MAX_CAPACITY}.")
         self.num_tables = num_tables
         counters = np.zeros(len(COUNTERS), np.uint32)
-        counters[COUNTERS.index("salt_low")] = salt & 0xFFFFFFFF
-        counters[COUNTERS.index("salt_high")] = salt >> 32
+        counters[_SALT] = _drawn_salt() if salt is None else (salt & 0xFFFFFFFF, salt >> 32)
         self._index = _on_host(np.full((buckets_of(capacity), BUCKET_WORDS), np.uint32(0xFFFFFFFF)))
         self._counters = _on_host(counters)
         self._table_rows = _on_host(np.zeros(num_tables, np.uint32))
@@ -203,10 +204,13 @@ class RowMap:
     def _rebuild(self, num_buckets: int, *, with_other_salt: bool = False) -> None:
         if with_other_salt:
             counters = np.array(self._counters)
-            salt = COUNTERS.index("salt_low")
-            counters[salt : salt + 2] = np.random.SeedSequence(counters[salt : salt + 2].tolist()).generate_state(2)
+            counters[_SALT] = _drawn_salt()
             self._counters = _on_host(counters)
         self._index, self._counters = _rebuild(self._counters, self._records, num_buckets)
+
+
+def _drawn_salt() -> np.ndarray:
+    return np.frombuffer(secrets.token_bytes(8), np.uint32)
 
 
 def buckets_of(capacity: int) -> int:
