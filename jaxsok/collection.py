@@ -32,6 +32,7 @@ from jaxsok.kernels import library
 from jaxsok.lookup import Embeddings
 from jaxsok.operations import TableOperations, clock_of, place_of
 from jaxsok.plan import Found, Plan
+from jaxsok.printed import listed
 from jaxsok.shards import Shards
 from jaxsok.specs import (
     ExchangeSpec,
@@ -109,6 +110,13 @@ class Collection(TableOperations):
         self._between = (self.shards, self.exchange) if num_shards > 1 else (None, None)
         self._jitted = self._programs()
         self.growth = grow_lib.GrowthTracker.of(len(self.stores))
+
+    def __repr__(self) -> str:
+        """The tables, the features and the mesh."""
+        tables = [f"{table.name} ({table.dim} {table.dtype}, {table.optimizer.name})" for table in self.tables]
+        features = [f"{feature.name} ({feature.table}, {feature.combiner})" for feature in self.features]
+        place = f"mesh {self._mesh_name}" if self._mesh_name else "one device"
+        return f"Collection(tables: {listed(tables)}; features: {listed(features)}; {place})"
 
     def _check_placements(self, num_shards: int) -> None:
         """Refuses a table on a device that the mesh does not have."""

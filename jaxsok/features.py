@@ -17,6 +17,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float32, Int32, UInt32
 
 from jaxsok import keys as keys_lib
+from jaxsok import printed
 from jaxsok.specs import FeatureSpec, StoreSpec
 from jaxsok.types import BAGS_PER_TILE, COMBINERS, NUM_FEATURE_WORDS, PADDING_KEY
 
@@ -74,6 +75,11 @@ class FeatureLayout:
     num_distinct: int = 0
     """With an inverse: the bags that it picks lines from."""
 
+    def __repr__(self) -> str:
+        """Its keys, and the shape of its embedding."""
+        shape = ", ".join(map(str, (*self.embedding_shape, "dim")))
+        return f"{self.name}: {self.num_keys:,} keys -> [{shape}]"
+
     @property
     def combined_shape(self) -> tuple[int, ...]:
         """Of what kernels make: `embedding_shape`, or that of the distinct bags before they are expanded."""
@@ -122,6 +128,10 @@ class StoreFeatures:
     inverse: Int32[Array, " num_inverse"] | None = None
     """Of the features whose samples share bags, one after the other; None if there are none."""
 
+    def __repr__(self) -> str:
+        """Its features; reads no array, so it waits for nothing."""
+        return f"StoreFeatures({printed.listed([*map(repr, self.layouts), *printed.condition_of(self)])})"
+
     def inverse_of(self, layout: FeatureLayout) -> Int32[Array, " num_samples"] | None:
         """The bag of each sample of a feature; None where every bag has its own line."""
         if self.inverse is None or layout.inverse_start < 0:
@@ -155,6 +165,13 @@ class Features:
     stores: tuple[StoreFeatures, ...]
     fingerprint: str = dataclasses.field(metadata={"static": True})
     num_parts: int = dataclasses.field(default=1, metadata={"static": True})
+
+    def __repr__(self) -> str:
+        """The features, on a mesh of one shard; reads no array, so it waits for nothing."""
+        stores = [store for store in self.stores if isinstance(store, StoreFeatures)]
+        parts = [printed.listed([repr(layout) for store in stores for layout in store.layouts])]
+        parts += [f"for each of {self.num_parts} shards"] if self.num_parts > 1 else []
+        return f"Features({'; '.join(parts + printed.condition_of(self))})"
 
     def _find(self, name: str) -> tuple[StoreFeatures, FeatureLayout]:
         for store in self.stores:
@@ -235,6 +252,12 @@ class Batch:
     rest: dict[str, Any]
     mask: Any = None
     """With `pad_to`: bool `[num_samples]`, False for the samples that were added; else None."""
+
+    def __repr__(self) -> str:
+        """The features, and the other entries by type and shape; reads no array, so it waits for nothing."""
+        rest = printed.listed([f"{name!r}: {printed.in_short(value)}" for name, value in self.rest.items()])
+        mask = "" if self.mask is None else f", mask={printed.in_short(self.mask)}"
+        return f"Batch({self.features!r}, {{{rest}}}{mask})"
 
     def __getitem__(self, name: str) -> Any:
         """An entry that is not a feature, as it was given: `batch["label"]`."""

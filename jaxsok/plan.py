@@ -92,6 +92,12 @@ class Plan:
     found: tuple[Found, ...] | None = None
     """From `Collection.lookup`; None before it."""
 
+    def __repr__(self) -> str:
+        """Its features, and how far it has come; reads no array, so it waits for nothing."""
+        is_exchanged = any(one is not None and one.received is not None for one in self.asked or ())
+        steps = ["looked up" if self.is_looked_up else "not looked up"] + ["keys exchanged"] * is_exchanged
+        return f"Plan({', '.join(steps)}; {self.features!r})"
+
     @property
     def is_looked_up(self) -> bool:
         """Whether `update` can take it."""
