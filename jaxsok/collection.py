@@ -228,7 +228,9 @@ class Collection(TableOperations):
         Args:
           raw: for each feature an integer array `[num_bags]` or `[num_bags, hotness]`, or `Bags`; also `Coo` (or a
             `tf.SparseTensor`), a column of integers or of lists of them (Arrow, Polars), a
-            `jax.experimental.sparse.BCOO`. Other entries are carried along (`batch["label"]`).
+            `jax.experimental.sparse.BCOO`. All have one number of samples. Other entries are carried along
+            (`batch["label"]`); a column, `[n]` or `[n, 1]`, must have a line for each sample too. Pass an array that is
+            no data of samples in a tuple.
           pad_to: adds samples without keys until there are so many: for the last batch of a log. `batch.mask` tells
             which are real.
 
@@ -243,6 +245,8 @@ class Collection(TableOperations):
         """
         mask: Any = None
         raw = sources_lib.converted(raw, self.features)
+        features_lib.require_features(raw, self.features)
+        features_lib.require_samples(raw, self.features)
         if pad_to is not None:
             raw, mask = split_lib.pad(raw, self.features, pad_to)
         if self.shards is not None and not self.shards.is_manual():
@@ -610,6 +614,7 @@ class Collection(TableOperations):
           `state = collection.grow(state)` before each step.
         """
         self._check_state("grow", state)
+        self._check_untraced("grow", state)
         if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
             raise ValueError(f"grow: steps: got {steps!r}, wanted an integer of at least 1.")
         return grow_lib.grow(self.stores, self.growth, state, steps, self.shards, clock_of("grow", clock), hand_over)

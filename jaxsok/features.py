@@ -300,13 +300,65 @@ def pack(raw: Mapping[str, Any], stores: Sequence[StoreSpec], features: Sequence
 def require_features(raw: Mapping[str, Any], features: Sequence[FeatureSpec]) -> None:
     """Refuses a raw batch that is no mapping, or lacks a feature."""
     if not isinstance(raw, Mapping):
-        raise TypeError(f"batch: raw: got {type(raw).__name__}, wanted a mapping from names to arrays.")
+        columns = next((name for name in ("column_names", "columns") if hasattr(raw, name)), None)
+        remedy = "" if columns is None else f"; pass its columns: {{name: raw[name] for name in raw.{columns}}}"
+        raise TypeError(f"batch: raw: got {type(raw).__name__}, wanted a mapping from names to arrays{remedy}.")
     missing = [spec.name for spec in features if spec.name not in raw]
     if missing:
         raise ValueError(
             f"batch: raw: got {len(features) - len(missing)} of {len(features)} features, wanted also {missing}; "
             f"it holds {sorted(map(str, raw))}."
         )
+
+
+def require_samples(raw: Mapping[str, Any], features: Sequence[FeatureSpec]) -> None:
+    """Refuses features of different numbers of samples, and a column beside them that has another number of lines.
+
+    A column is an entry that is an array `[num_lines]` or `[num_lines, 1]`, as labels and weights are. Scalars, arrays
+    of more columns, and what lies in a dict, list or tuple, may have any size.
+
+    Args:
+      raw: features as arrays or `Bags`, and others.
+      features: of the collection; `raw` has all of them.
+
+    Raises:
+      ValueError: names the features or the entry, and their sizes.
+    """
+    counts = {spec.name: _num_samples(raw[spec.name]) for spec in features}
+    counts = {name: count for name, count in counts.items() if count is not None}
+    if len(set(counts.values())) > 1:
+        raise ValueError(
+            f"batch: raw: got features of {counts} samples, wanted one number of samples for all; a sample without "
+            "keys has PADDING_KEY or an empty bag. For keys that belong to no sample declare combiner=None and pass "
+            "them as [num_samples, n]."
+        )
+    num_samples = next(iter(counts.values()), None)
+    if num_samples is None or any(_is_global(value) for value in raw.values()):
+        return  # of an array of several processes nobody knows here which lines belong to which process
+    for name, value in rest_of(raw, features).items():
+        shape = getattr(value, "shape", None)
+        if isinstance(shape, tuple) and shape and shape[0] != num_samples and shape[1:] in ((), (1,)):
+            raise ValueError(
+                f'batch: entry "{name}": got shape {list(shape)} beside features of {num_samples} samples, wanted '
+                f"[{num_samples}], a line for each sample; if it is no data of samples, pass it in a tuple: "
+                f'"{name}": (array,).'
+            )
+
+
+def _is_global(value: Any) -> bool:
+    keys = value.keys if isinstance(value, Bags) else value
+    return isinstance(keys, jax.Array) and not isinstance(keys, jax.core.Tracer) and not keys.is_fully_addressable
+
+
+def _num_samples(value: Any) -> int | None:
+    """The samples of a feature by its shapes; None if they tell nothing, which `_read` refuses."""
+    bags = value if isinstance(value, Bags) else Bags(value)
+    for given, more in ((bags.inverse, 0), (bags.lengths, 0), (bags.offsets, 1), (bags.keys, 0)):
+        if given is not None and hasattr(given, "shape"):
+            return max(0, given.shape[0] - more) if len(given.shape) else None
+        if isinstance(given, (list, tuple)):
+            return max(0, len(given) - more)
+    return None
 
 
 def rest_of(raw: Mapping[str, Any], features: Sequence[FeatureSpec]) -> dict[str, Any]:
@@ -516,7 +568,10 @@ def _read_bags(spec: FeatureSpec, bags: Bags, what: str) -> _Part:
     elif words.ndim == 3:
         num_bags, hotness = words.shape[:2]
         if hotness == 0:
-            raise ValueError(f"{what}: keys: got shape {[num_bags, 0]}, wanted at least one column.")
+            raise ValueError(
+                f"{what}: keys: got shape {[num_bags, 0]}, wanted at least one column; ragged keys "
+                "need lengths or offsets: Bags(keys, lengths=...)."
+            )
         shape = (num_bags,) if spec.combiner else (num_bags, hotness)
     else:
         raise ValueError(
