@@ -32,6 +32,7 @@ from jaxsok.kernels import library
 from jaxsok.lookup import Embeddings
 from jaxsok.operations import TableOperations, clock_of, place_of
 from jaxsok.plan import Found, Plan
+from jaxsok.printed import listed
 from jaxsok.shards import Shards
 from jaxsok.specs import (
     ExchangeSpec,
@@ -109,6 +110,13 @@ class Collection(TableOperations):
         self._between = (self.shards, self.exchange) if num_shards > 1 else (None, None)
         self._jitted = self._programs()
         self.growth = grow_lib.GrowthTracker.of(len(self.stores))
+
+    def __repr__(self) -> str:
+        """The tables, the features and the mesh."""
+        tables = [f"{table.name} ({table.dim} {table.dtype}, {table.optimizer.name})" for table in self.tables]
+        features = [f"{feature.name} ({feature.table}, {feature.combiner})" for feature in self.features]
+        place = f"mesh {self._mesh_name}" if self._mesh_name else "one device"
+        return f"Collection(tables: {listed(tables)}; features: {listed(features)}; {place})"
 
     def _check_placements(self, num_shards: int) -> None:
         """Refuses a table on a device that the mesh does not have."""
@@ -229,7 +237,9 @@ class Collection(TableOperations):
         Args:
           raw: for each feature an integer array `[num_bags]` or `[num_bags, hotness]`, or `Bags`; also `Coo` (or a
             `tf.SparseTensor`), a column of integers or of lists of them (Arrow, Polars), a
-            `jax.experimental.sparse.BCOO`. Other entries are carried along (`batch["label"]`).
+            `jax.experimental.sparse.BCOO`. All have one number of samples. Other entries are carried along
+            (`batch["label"]`); a column, `[n]` or `[n, 1]`, must have a line for each sample too. Pass an array that is
+            no data of samples in a tuple.
           pad_to: adds samples without keys until there are so many: for the last batch of a log. `batch.mask` tells
             which are real.
 
@@ -244,6 +254,8 @@ class Collection(TableOperations):
         """
         mask: Any = None
         raw = sources_lib.converted(raw, self.features)
+        features_lib.require_features(raw, self.features)
+        features_lib.require_samples(raw, self.features)
         if pad_to is not None:
             raw, mask = split_lib.pad(raw, self.features, pad_to)
         if self.shards is not None and not self.shards.is_manual():
@@ -612,6 +624,7 @@ class Collection(TableOperations):
           `state = collection.grow(state)` before each step.
         """
         self._check_state("grow", state)
+        self._check_untraced("grow", state)
         if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
             raise ValueError(f"grow: steps: got {steps!r}, wanted an integer of at least 1.")
         return grow_lib.grow(self.stores, self.growth, state, steps, self.shards, clock_of("grow", clock), hand_over)

@@ -117,6 +117,8 @@ class MemoryEstimate:
     def largest_capacities(self, memory_bytes: int | None = None) -> dict[str, int]:
         """The capacities, in the proportions of the specs, with which state and step just fit.
 
+        No table gets more than its `max_capacity`; the others then get more.
+
         Args:
           memory_bytes: for arrays on each device; None: `device_bytes * memory_fraction`. 0.8 of a GPU: pass that.
 
@@ -140,14 +142,16 @@ class MemoryEstimate:
         declared = sum(table.capacity for table in self.tables)
 
         def scaled(tables: Sequence[TableSpec], num_rows: int) -> list[int]:
-            return [num_rows * table.capacity // declared for table in tables]
+            rows = [num_rows * table.capacity // declared for table in tables]
+            return [min(one, table.max_capacity or one) for one, table in zip(rows, tables, strict=True)]
 
         def fits(num_rows: int) -> bool:
             capacities = [spec.rows_of_shard(scaled(spec.tables, num_rows)) for spec in stores]
             counted = [sum(store_bytes(*one).values()) for one in zip(stores, capacities, strict=True)]
             return max(capacities) <= MAX_CAPACITY and sum(counted) <= room
 
-        low, high = 0, max(room, 0) * self.num_shards  # a row takes more than a byte
+        # A row takes more than a byte; of a table with a small share the others may be at their max_capacity.
+        low, high = 0, max(room, 0) * self.num_shards * declared
         while low < high:
             middle = (low + high + 1) // 2
             low, high = (middle, high) if fits(middle) else (low, middle - 1)
@@ -185,7 +189,11 @@ class MemoryEstimate:
         ]
         if self.device_bytes is not None and self.memory_bytes is not None:
             verdict = "enough" if self.total <= self.memory_bytes else "too little"
-            rows = ", ".join(f"{name} {number:,}" for name, number in self.largest_capacities().items())
+            largest, most = self.largest_capacities(), {table.name: table.max_capacity for table in self.tables}
+            rows = ", ".join(
+                f"{name} {number:,}{' (its max_capacity)' if number == most[name] else ''}"
+                for name, number in largest.items()
+            )
             lines += [
                 f"XLA gives arrays {in_units(self.memory_bytes)}, {self.memory_fraction:.0%} of "
                 f"{in_units(self.device_bytes)}: {verdict}; XLA_CLIENT_MEM_FRACTION must be at least "
@@ -294,7 +302,9 @@ def estimated(
             capacity = capacities[s]
         else:
             capacity = spec.capacity if num_rows is None else _grown(spec, reserved, spec.rows_of_shard(of_tables))
-        in_use = sum(of_tables)
+        in_use, limits = sum(of_tables), [table.max_capacity for table in spec.tables]
+        if capacities is None and None not in limits:
+            in_use = min(in_use, sum(limits))  # the store's: its tables pool their rows
         of_shard = in_use if spec.is_replicated else in_use / num_shards
         counted.append(
             StoreMemory(

@@ -97,6 +97,12 @@ class Plan:
     """Of the lookup; an update takes it out of the state's open tickets (tickets.py). On a mesh a line for each shard;
     the lines are equal."""
 
+    def __repr__(self) -> str:
+        """Its features, and how far it has come; reads no array, so it waits for nothing."""
+        is_exchanged = any(one is not None and one.received is not None for one in self.asked or ())
+        steps = ["looked up" if self.is_looked_up else "not looked up"] + ["keys exchanged"] * is_exchanged
+        return f"Plan({', '.join(steps)}; {self.features!r})"
+
     @property
     def is_looked_up(self) -> bool:
         """Whether `update` can take it."""

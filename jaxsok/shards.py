@@ -120,9 +120,15 @@ class Shards:
         """Whether the caller is inside `shard_map` or `pmap` over these axes, and sees shards.
 
         Raises:
-          ValueError: inside a `shard_map` over a part of the axes only.
+          ValueError: inside a `shard_map` over a part of the axes only, or over others alone.
         """
-        manual = [name for name in self.axis if name in jax.sharding.get_abstract_mesh().manual_axes]
+        all_manual = jax.sharding.get_abstract_mesh().manual_axes
+        manual = [name for name in self.axis if name in all_manual]
+        if all_manual and not manual:
+            raise ValueError(
+                f"Collection: axis: got a shard_map or pmap over other axes alone, {list(all_manual)}, wanted one over "
+                f"{list(self.axis)}, or none; name it, as in jax.pmap(step, axis_name={self.axis[0]!r})."
+            )
         if manual and len(manual) < len(self.axis):
             raise ValueError(
                 f"Collection: axis: got a shard_map over {manual} alone, wanted one over all of {list(self.axis)}, or "

@@ -34,6 +34,8 @@ class Stats:
     All counts lie in one array, so that a step has one result more, and one transfer brings them. Each name gives its
     part of that array, under `jit` and outside; of a scan's Stats with an axis of the steps in front. Where other
     processes have devices of the mesh, it is the part on a device of this one.
+
+    `to_dict`, `scalars` and `check` of a scan's Stats take all of its steps together, as `+` does.
     """
 
     words: Words
@@ -162,13 +164,11 @@ class Stats:
             return NotImplemented
         if self.tables != other.tables:
             raise ValueError(f"Stats: +: got tables {other.tables}, wanted {self.tables}.")
-        stand = np.zeros(other.words.shape[-1], bool)
-        for name in (*LATEST, *TO_DATE):
-            stand[_places(other.stores, other.num_shards)[name]] = True
-        return dataclasses.replace(other, words=jnp.where(stand, 0, self.words) + other.words)
+        words = jnp.where(_is_latest(other), 0, self.words) + other.words
+        return dataclasses.replace(other, words=words)
 
     def to_dict(self) -> dict[str, dict[str, int]]:
-        """The counts by table, as Python integers (waits for the device).
+        """The counts by table, as Python integers (waits for the device); of a scan's Stats those of all its steps.
 
         Example:
           `stats.to_dict()["user"]["num_inserted"]`
@@ -207,7 +207,7 @@ class Stats:
           StalePlanError: a plan was left out; says why.
 
         Example:
-          `stats.check()` after a step, or every hundred steps on the sum of their stats.
+          `stats.check()` after a step or a `lax.scan` of steps, or every hundred steps on the sum of their stats.
         """
         host = on_host(self)
         counts = host.to_dict()
@@ -327,8 +327,21 @@ def on_one_device(stats: Stats) -> Stats:
 
 
 def on_host(stats: Stats) -> Stats:
-    """The same in NumPy; waits for the device, and for one transfer."""
-    return dataclasses.replace(stats, words=np.asarray(on_one_device(stats).words))
+    """Brings the counts to NumPy, with the steps of a scan added (in int64); waits for the device, for one transfer."""
+    words = np.asarray(on_one_device(stats).words)
+    if words.ndim > 1:
+        steps = words.reshape(-1, words.shape[-1])
+        last = steps[-1] if len(steps) else 0
+        words = np.where(_is_latest(stats), last, steps.sum(axis=0, dtype=np.int64))
+    return dataclasses.replace(stats, words=words)
+
+
+def _is_latest(stats: Stats) -> np.ndarray:
+    """Marks the words of `LATEST` and `TO_DATE`, which are not added: the last step's value is taken."""
+    is_latest = np.zeros(stats.words.shape[-1], bool)
+    for name in (*LATEST, *TO_DATE):
+        is_latest[_places(stats.stores, stats.num_shards)[name]] = True
+    return is_latest
 
 
 # For writers of scalars ----------------------------------------------------------------------------------------------

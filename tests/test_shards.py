@@ -258,6 +258,7 @@ def test_inside_pmap():
         batch = collection.batch(raw)
         state, stats = step(state, collection.stack(batch.features), collection.stack(batch["target"]))
         counts.append(jax.tree.map(lambda leaf: leaf[0], stats).to_dict())
+        assert stats.to_dict() == counts[-1]  # every device has the counts of all: they are not added
     state = collection.unstack(state)
     want_state, want_counts = fixed_layer()
     assert counts == want_counts

@@ -318,3 +318,12 @@ def test_writers_of_either_kind():
     assert "train/item/num_found" in window.scalars("train")
     with pytest.raises(TypeError, match="add_scalar"):
         write_scalars(object(), 7, stats)
+
+
+def test_a_window_of_stats_that_were_donated():
+    """An error that says so; jaxlib itself ends the process when a deleted array is asked whether it is ready."""
+    window, stats = StatsWindow(1), made([(1, 1)] * 6, (0, 0))
+    window.push(stats)
+    stats.words.delete()
+    with pytest.raises(ValueError, match="StatsWindow: stats: got counts that were donated"):
+        window.scalars()

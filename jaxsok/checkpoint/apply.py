@@ -55,6 +55,7 @@ def load(
         if state is not None:
             # Nothing is changed before all of it is known to be whole.
             collection._check_state(op, state)
+            collection._check_untraced(op, state)
             for source in chain:
                 chosen_tables(source, collection, tables)
                 check_forms(source, collection, names, optimizer_state)
@@ -101,6 +102,7 @@ def apply_delta(
     op = "apply_delta"
     with processes.together(op):
         collection._check_state(op, state)
+        collection._check_untraced(op, state)
         source = Source.of(op, pathlib.Path(path))
         is_path = not isinstance(after, str) or (pathlib.Path(after) / manifest_lib.NAME).exists()
         held = Source.of(op, pathlib.Path(after)).manifest["uuid"] if is_path else after

@@ -144,6 +144,7 @@ def export_delta(
                 "last step of each row; declare TableSpec(statistics=True)."
             )
     collection._check_state(op, state)
+    collection._check_untraced(op, state)
     with processes.together(op):
         chain = chain_of(op, base)
         last = chain[-1].manifest

@@ -60,6 +60,7 @@ def restored(
         now = None if state is None else time_of(op, state, clock)
         if state is not None:
             collection._check_state(op, state)
+            collection._check_untraced(op, state)
             # What is in the state would be gone when a damaged batch is met.
             source.verify(names)
     if state is None:

@@ -129,6 +129,7 @@ class Saving:
         """
         options.check(op)
         collection._check_state(op, state)
+        collection._check_untraced(op, state)
         self.op, self.collection, self.state, self.options, self.since = op, collection, state, options, since
         self.tombstones = dict(tombstones or {})
         self.report = SaveReport()
