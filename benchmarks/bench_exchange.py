@@ -409,7 +409,7 @@ class Sharded:
             def repeated(x):
                 return jnp.broadcast_to(x[None], (num, *x.shape))
 
-            same = {name: repeated(getattr(state, name)) for name in ("step", "seed", "partition_owners", "lineage")}
+            same = {name: repeated(getattr(state, name)) for name in ("step", "seed", "partition_owners", "lineage", "num_refused")}
             return dataclasses.replace(state, stores=stacked(state.stores), **same)
 
         state = jax.block_until_ready(stacked_state(self.filled.state))

@@ -1,6 +1,7 @@
 """What a user declares and calls: tables, features, a mesh. A collection holds no arrays; the state does."""
 
 import dataclasses
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from jaxtyping import Array, Float32, Int32
 
 from jaxsok import ahead as ahead_lib
 from jaxsok import annotations, guards, processes
+from jaxsok import coming as coming_lib
 from jaxsok import evict as evict_lib
 from jaxsok import exchange as exchange_lib
 from jaxsok import features as features_lib
@@ -208,9 +210,10 @@ class Collection(TableOperations):
 
         def make_rest() -> tuple[Array, ...]:
             words = np.array([seed & 0xFFFFFFFF, seed >> 32], np.uint32)
-            return jnp.zeros((), jnp.uint32), jnp.asarray(words), jnp.asarray(self.partition_owners)
+            refused = jnp.zeros(len(self.tables), jnp.uint32)
+            return jnp.zeros((), jnp.uint32), jnp.asarray(words), jnp.asarray(self.partition_owners), refused
 
-        step, seed_words, owners = make_rest() if shards is None else shards.make(make_rest, is_split=False)
+        step, seed_words, owners, refused = make_rest() if shards is None else shards.make(make_rest, is_split=False)
         # Of the seed, so that two runs have the same bits. Exports tell lives of one word apart all the same.
         lineage = np.random.SeedSequence([int(seed), int(self.fingerprint, 16)]).generate_state(2)
         processes.begin_life(lineage, drawn[:2])
@@ -221,6 +224,7 @@ class Collection(TableOperations):
             seed=seed_words,
             partition_owners=owners,
             lineage=self._lineage(lineage),
+            num_refused=refused,
             fingerprint=self.fingerprint,
             mesh=self._mesh_name,
         )
@@ -570,8 +574,10 @@ class Collection(TableOperations):
         self, state: State, plans: Sequence[Plan], gradients: Sequence[Mapping[str, Array]], learning_rate: Any
     ) -> tuple[State, Stats]:
         state, *counts = update_lib.update(self.stores, state, plans, gradients, learning_rate, *self._between)
-        words = self._words(state, [one.found for one in plans], *counts)
-        return state, self._stats(state, words)
+        stats = self._stats(state, self._words(state, [one.found for one in plans], *counts))
+        # `grow` sees the state, and warns a caller who never looks at Stats.
+        refused = (stats.num_refused - stats.num_unadmitted).astype(jnp.uint32)
+        return dataclasses.replace(state, num_refused=state.num_refused + refused), stats
 
     def _update_global(
         self, state: State, plans: Sequence[Plan], gradients: Sequence[Mapping[str, Array]], learning_rate: Any
@@ -598,36 +604,106 @@ class Collection(TableOperations):
 
     @annotations.annotated("jaxsok.grow")
     def grow(
-        self, state: State, *, steps: int = 1, clock: Any = None, hand_over: evict_lib.HandOver | None = None
+        self,
+        state: State,
+        batch: Any = None,
+        *,
+        steps: int = 1,
+        clock: Any = None,
+        hand_over: evict_lib.HandOver | None = None,
     ) -> State:
-        """Makes room, between steps, for what the next `steps` steps may insert; almost always returns at once.
+        """Makes room, between steps, for the keys that are coming; almost always returns at once.
 
         Growing appends a slab to every per-row array and copies no row; the step's program is compiled anew for the
-        larger state. The worst case is every key of a step new: `steps` times the keys per step of each store is held
-        in reserve. A collection follows one state at a time; `init` starts anew.
+        larger state. Where the key positions of the batch fit beside the rows in use, nothing is done and nothing is
+        waited for. Otherwise the device counts the distinct keys of the batch that have no row, and that number
+        decides. A collection follows one state at a time; `init` starts anew.
 
-        A store that has reached its `max_capacity`, and whose tables have an `eviction`, does not refuse: before the
-        reserve runs out rows leave by that policy, more of them than the reserve asks, so that this is rare
-        (docs/growth.md). `TimeToLive` and `SmallNorm` may find too few; a warning tells so once.
+        A store that has reached its `max_capacity`, and whose tables have an `eviction`, does not refuse: rows leave by
+        that policy, a sixteenth of the capacity more than the new keys need, so that this is rare (docs/growth.md).
+        Rows that the batch asks for stay. `TimeToLive` and `SmallNorm` may find too few; a warning tells so once.
+
+        Another warning tells, once for each table, that updates counted keys that were refused for want of room.
 
         Args:
           state: consumed if it grows: its index is freed first, so that the peak is the new size. Consumed too if rows
             are evicted: the result has its buffers then.
-          steps: how many steps are dispatched until the next call; the length of a `lax.scan` over steps.
+          batch: what the next step looks up: a Batch, its Features, a Plan, or a number of keys. A list of these if
+            there are several until the next call of `grow`: micro-batches, or the batches of several steps. A Batch
+            stacked along a leading axis, as `lax.scan` takes it, stands for so many steps. None: the steps are taken
+            to be as the largest of the batches so far; before there was one, nothing is known, and a warning says so.
+          steps: how many steps like this batch are dispatched until the next call, if it is one batch or None.
           clock: now, for eviction: an integer or a uint32 scalar; None: `state.step`.
           hand_over: is given the rows that are evicted, as by `evict`.
 
         Raises:
+          TypeError, ValueError: a batch that is none of these, or of another collection.
           MemoryError: the larger store will not fit; says the bytes asked and the bytes that a row costs.
 
+        Cost:
+          Some microseconds of host time for each feature. Only if positions do not fit: a wait for the steps under way,
+          and a count of the batch's keys on the device (a collective on a mesh).
+
         Example:
-          `state = collection.grow(state)` before each step.
+          `state = collection.grow(state, batch)` before each step.
         """
         self._check_state("grow", state)
         self._check_untraced("grow", state)
         if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
             raise ValueError(f"grow: steps: got {steps!r}, wanted an integer of at least 1.")
-        return grow_lib.grow(self.stores, self.growth, state, steps, self.shards, clock_of("grow", clock), hand_over)
+        coming = self.growth.seen(steps) if batch is None else self._coming(batch, steps)
+        if batch is None and not any(coming.positions) and "batch" not in self.growth.told:
+            self.growth.told.add("batch")
+            warnings.warn(
+                "grow: batch: got none, and no batch was packed or looked up yet, so that nothing is known of the keys "
+                "that are coming; tables may refuse some of them. Pass what the next step looks up: "
+                "collection.grow(state, batch).",
+                RuntimeWarning,
+                stacklevel=3,  # the caller, behind the annotation
+            )
+        names = [table.name for table in self.tables]
+        now = clock_of("grow", clock)
+        return grow_lib.grow(self.stores, self.growth, state, coming, steps, self.shards, now, hand_over, tables=names)
+
+    def _coming(self, batch: Any, steps: int) -> coming_lib.Coming:
+        """What a caller of `grow` says is coming."""
+        is_list = isinstance(batch, (list, tuple))
+        positions, uncounted = [0] * len(self.stores), [0] * len(self.stores)
+        counted, num_steps = [], 0
+        for one in batch if is_list else (batch,):
+            features = one.features if isinstance(one, (Batch, Plan)) else one
+            num_stacked = 0
+            if isinstance(features, Features):
+                self._check_features("grow", features)
+                num_stacked = coming_lib.num_stacked(features)
+                keys = [
+                    max(1, num_stacked) * grow_lib.keys_at_most(spec, coming_lib.num_keys_of(features, s))
+                    for s, spec in enumerate(self.stores)
+                ]
+                counted.append(features)
+            elif isinstance(features, (int, np.integer)) and not isinstance(features, bool) and features >= 0:
+                keys = [grow_lib.keys_of_total(spec, int(features)) for spec in self.stores]
+            else:
+                got = repr(one) if isinstance(one, (int, float)) else type(one).__name__
+                raise TypeError(
+                    f"grow: batch: got {got}, wanted a Batch, its Features, a Plan, a number of keys, or a list of "
+                    "these; pack raw features first: batch = collection.batch(raw)."
+                )
+            is_one = not is_list and num_stacked == 0
+            if not is_one and steps not in (1, max(1, num_stacked)):
+                raise ValueError(
+                    f"grow: steps: got {steps} with {'a list of' if is_list else 'several stacked'} batches, wanted "
+                    "none: the batches say how many steps come."
+                )
+            times = steps if is_one else 1
+            num_steps += max(times, num_stacked)
+            for s, num_keys in enumerate(keys):
+                positions[s] += times * num_keys
+                uncounted[s] += (times - isinstance(features, Features)) * num_keys
+        for s, num_assigned in enumerate(self.growth.assigned_per_step):
+            positions[s] += num_steps * num_assigned
+            uncounted[s] += num_steps * num_assigned
+        return coming_lib.Coming(positions, tuple(counted), uncounted)
 
     def ahead(self, step: Any, *, state_argnum: int = 0) -> ahead_lib.Ahead:
         """Wraps a jitted step, so that the program for the next capacity is there when the state grows.
@@ -912,7 +988,7 @@ def _is_split(node: Any) -> Any:
     """For each array of a state, or of anything else, whether each shard has a part of it."""
     if not isinstance(node, State):
         return True
-    others = dict.fromkeys(("step", "seed", "partition_owners", "lineage"), False)
+    others = dict.fromkeys(("step", "seed", "partition_owners", "lineage", "num_refused"), False)
     return dataclasses.replace(node, stores=jax.tree.map(lambda _: True, node.stores), tickets=True, **others)
 
 

@@ -572,7 +572,7 @@ class TableOperations:
 
     def _specs_of(self, state: State) -> Any:
         """How each array of a state lies on the mesh, as `shard_map` takes it."""
-        same = dict.fromkeys(("step", "seed", "partition_owners", "lineage"), P())
+        same = dict.fromkeys(("step", "seed", "partition_owners", "lineage", "num_refused"), P())
         return dataclasses.replace(state, stores=self.shards.spec, tickets=self.shards.spec, **same)
 
     def _lineage(self, words: np.ndarray) -> Array:

@@ -96,6 +96,9 @@ class State:
     """Of lookups whose plans no update has used yet (tickets.py)."""
     lineage: UInt32[Array, "2"]
     """Of the seed, and drawn anew when a state is made of a folder: exports tell by it whose base they may be."""
+    num_refused: UInt32[Array, " num_tables"]
+    """Uses of keys that updates counted as refused for want of room, since the state was made, modulo 2**32, by table
+    of the collection. `grow` warns by it."""
     fingerprint: str = dataclasses.field(metadata={"static": True})
     """Of the specs that made it; a collection with others refuses it."""
     mesh: str = dataclasses.field(default="", metadata={"static": True})

@@ -308,7 +308,94 @@ def _plain(columns):
     return {name: bits(values) for name, values in columns.items()}
 
 
+# A life that can be cut off and taken up again
+
+
+NEW_KEYS = 6  # of a step; the others come from the last ones, or from a few that are always asked for
+
+
+def living(form):
+    """Tables that evict, admit by count and grow, on one device or on a mesh of two; see `Life`."""
+    num_rows = 30 if form == "mesh" else 60  # shards have room for an uneven hash on top
+    full = {"capacity": num_rows, "max_capacity": num_rows, "eviction": policies.LeastRecentlyUsed()}
+    tables = [
+        jaxsok.TableSpec("user", DIM, ADAM, admission=policies.AdmitByCount(2), **full),
+        jaxsok.TableSpec("item", 2 * DIM, ROWWISE, capacity=100),
+    ]
+    features = [jaxsok.FeatureSpec(table.name, table.name) for table in tables]
+    options = {"mesh": mesh_of(2), "axis": "data"} if form == "mesh" else {}
+    return jaxsok.Collection(tables, features, **options)
+
+
+class Life:
+    """Steps with evictions, admission and growth, saved after each step.
+
+    Forms: "batch" and "mesh" give `grow` the batch of the step, "seen" gives it none.
+    """
+
+    FORMS = ("batch", "seen", "mesh")
+
+    def __init__(self, form, folder):
+        """Goes on from the last save in the folder, or begins."""
+        from jaxsok import checkpoint
+
+        self.checkpoint, self.form, self.folder = checkpoint, form, pathlib.Path(folder)
+        self.collection = living(form)
+        saved = [int(path.name) for path in self.folder.iterdir() if path.name.isdigit()]
+        self.step = max(saved, default=0)
+        if saved:
+            self.state = checkpoint.load(self.folder / str(self.step), self.collection)
+        else:
+            self.state = self.collection.init(seed=5)
+        # Each number by itself, so that the bits do not depend on how a back end splits a sum.
+        self.run = jax.jit(
+            self._run,
+            donate_argnums=0,
+            compiler_options={"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True},
+        )
+
+    def _run(self, state, features):
+        embeddings, state, plan = self.collection.lookup(state, features)
+        gradients = jax.tree.map(lambda one: jnp.tanh(one) + 0.25, embeddings)
+        state, stats = self.collection.update(state, plan, gradients)
+        return state, embeddings, stats
+
+    def batch(self):
+        """The keys of a step are a function of its number."""
+        rng = np.random.default_rng(self.step)
+        keys = {}
+        for table in self.collection.tables:
+            new = 1000 + NEW_KEYS * self.step + np.arange(NEW_KEYS)
+            old = rng.integers(0, 12, NUM_SAMPLES // 2 - NEW_KEYS)
+            late = np.maximum(0, 1000 + NEW_KEYS * self.step - rng.integers(0, 150, NUM_SAMPLES // 2))
+            keys[table.name] = np.where(rng.random(NUM_SAMPLES) < 0.1, -1, np.concatenate([new, old, late]))
+        return self.collection.batch(keys)
+
+    def advance(self, *, saves):
+        """One step; gives its embeddings and counts."""
+        batch = self.batch()
+        self.state = self.collection.grow(self.state, None if self.form == "seen" else batch)
+        self.state, embeddings, stats = self.run(self.state, batch.features)
+        self.step += 1
+        if saves:
+            self.checkpoint.export_full(self.folder / str(self.step), self.collection, self.state)
+        return embeddings, stats
+
+
+def live(folder, num_steps):
+    """Steps of all forms, saved after each; a line for each step. A process that is killed, and one that goes on."""
+    jax.config.update("jax_num_cpu_devices", 2)
+    lives = {form: Life(form, pathlib.Path(folder) / form) for form in Life.FORMS}
+    for _ in range(int(num_steps)):
+        for form, life in lives.items():
+            embeddings, _ = life.advance(saves=True)
+            columns = {f"{name}.embeddings": np.asarray(one) for name, one in embeddings.items()}
+            np.savez(life.folder / f"{life.step}.npz", **_plain(columns))
+        print("step", flush=True)
+    for life in lives.values():
+        np.savez(life.folder / "last.npz", **_plain(content(life.collection, life.state)))
+
+
 if __name__ == "__main__":
-    {"killed": killed_again_and_again, "processes": in_processes, "writes": writes_on_request}[sys.argv[1]](
-        *sys.argv[2:]
-    )
+    commands = {"killed": killed_again_and_again, "processes": in_processes, "writes": writes_on_request, "live": live}
+    commands[sys.argv[1]](*sys.argv[2:])

@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import warnings
 
 import checkpoint_cases as cases
 import jax
@@ -688,6 +689,55 @@ def test_a_death_at_any_moment_leaves_a_whole_checkpoint(tmp_path):
 def test_fifty_deaths(tmp_path):
     steps, unfinished = killed(tmp_path, 50, seed=2)
     assert steps[-1] >= 50 and unfinished >= 5
+
+
+def killed_and_resumed(folder, num_steps, num_more):
+    """A process that saves after each step is killed after so many; another one goes on, and both are as one."""
+    for form in cases.Life.FORMS:
+        (folder / form).mkdir()
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(pathlib.Path(jaxsok.__file__).parents[1])}
+    command = [sys.executable, "-W", "ignore", str(WORKER), "live", str(folder)]
+    with subprocess.Popen([*command, "1000000"], env=environment, text=True, stdout=subprocess.PIPE) as process:
+        for _ in range(num_steps):
+            assert process.stdout.readline() == "step\n"
+        process.kill()  # SIGKILL, somewhere in the next steps
+    subprocess.run([*command, str(num_more)], env=environment, check=True, stdout=subprocess.DEVNULL)
+    num_grown_after = 0
+    for form in cases.Life.FORMS:
+        (folder / form / "uninterrupted").mkdir()
+        whole = cases.Life(form, folder / form / "uninterrupted")
+        last = max(int(path.name) for path in (folder / form).iterdir() if path.name.isdigit())
+        growth, num_unadmitted, counts = whole.collection.growth, 0, []
+        while whole.step < last:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore" if whole.step == 0 else "error")  # "seen" knows nothing at first
+                embeddings, stats = whole.advance(saves=False)
+            jax.block_until_ready(whole.state)  # the other processes never wait for a step
+            counts.append((growth.num_evictions, growth.num_grown))
+            num_unadmitted += stats.to_dict()["user"]["num_unadmitted"]
+            with np.load(folder / form / f"{whole.step}.npz") as got:
+                for name, want in embeddings.items():
+                    np.testing.assert_array_equal(programs.bits(got[f"{name}.embeddings"]), programs.bits(want), name)
+        with np.load(folder / form / "last.npz") as got:
+            want = content(whole.collection, whole.state)
+            assert got.keys() == want.keys()
+            for name in want:
+                np.testing.assert_array_equal(programs.bits(got[name]), programs.bits(want[name]), name)
+        before, after = counts[last - num_more - 1], counts[-1]
+        assert after[0] > before[0] and after[1] and num_unadmitted
+        num_grown_after += after[1] - before[1]
+    assert num_grown_after
+
+
+def test_a_killed_run_goes_on_as_if_nothing_had_happened(tmp_path):
+    """Law 13: ten steps after the restore have the bits of a run that was not killed, on one device and on a mesh."""
+    killed_and_resumed(tmp_path, 12, 10)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_steps", [1, 19, 33, 60])
+def test_runs_killed_early_and_late(tmp_path, num_steps):
+    killed_and_resumed(tmp_path, num_steps, 12)
 
 
 # Several processes ----------------------------------------------------------------------------------------------------

@@ -130,6 +130,8 @@ def _apply(
     with processes.together(source.op):
         names = chosen_tables(source, collection, tables)
         taken = check_forms(source, collection, names, optimizer_state)
+    if is_whole:
+        beside_rows.note_keys(source, collection)
     # What goes makes room for what comes: a table that evicts may be full at both ends of a delta.
     more = {name: _more_rows(source, collection, held.state, name) for name in names}
     held.state = restore_lib.with_room(source, collection, held.state, more)

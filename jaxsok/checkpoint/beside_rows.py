@@ -73,6 +73,22 @@ def with_store_words(source: Source, collection: Collection, state: State) -> St
     return state
 
 
+def note_keys(source: Source, collection: Collection) -> None:
+    """Tells `grow` how many keys a step had when the state was saved; nothing is known of older formats."""
+    for s, spec in enumerate(collection.stores):
+        names = {table.name for table in spec.tables}
+        totals = [0, 0]
+        for saved in source.manifest["stores"]:
+            if names & set(saved["tables"]):
+                # Of a shard, but for replicated stores, where every shard has all keys.
+                num_shards = 1 if saved["is_replicated"] else source.manifest["num_shards"]
+                totals[0] += num_shards * saved.get("keys_per_step", 0)
+                totals[1] += num_shards * saved.get("assigned_per_step", 0)
+        keys, assigned = (total if spec.is_replicated else -(-total // spec.num_shards) for total in totals)
+        collection.growth.saw_batch(s, keys)
+        collection.growth.saw_assign(s, assigned)
+
+
 # Words of stores -----------------------------------------------------------------------------------------------------
 
 

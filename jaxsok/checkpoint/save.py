@@ -288,6 +288,8 @@ class Saving:
             "salt": [word["salt_low"], word["salt_high"]],
             "generation": word["generation"],
             "is_replicated": spec.is_replicated,
+            "keys_per_step": self.collection.growth.keys_per_step[s],
+            "assigned_per_step": self.collection.growth.assigned_per_step[s],
             "globals": [manifest_lib.array_to_json(here(leaf)[0]) for leaf in store.globals_],
             "bloom_segments": [list(segment) for segment in spec.bloom_segments()],
             "num_evicted": [
