@@ -320,7 +320,7 @@ class Collection(TableOperations):
           >>> collection = jaxsok.Collection(tables, [jaxsok.FeatureSpec("clicked", table="item")])
           >>> state = collection.init(seed=0)
           >>> for batch, plan in collection.pipeline({"clicked": np.arange(i, i + 4)} for i in range(3)):
-          ...     state = collection.grow(state)
+          ...     state = collection.grow(state, batch)
           ...     embeddings, state, plan = collection.lookup(state, plan)
           ...     state, stats = collection.update(state, plan, embeddings)
           >>> collection.num_rows(state)
@@ -746,7 +746,7 @@ class Collection(TableOperations):
           >>> state = collection.init(seed=0)
           >>> for start in range(0, 16, 2):  # two new keys a step: from 4 rows to 8, then to 16
           ...     features = collection.batch({"clicked": np.arange(start, start + 2)}).features
-          ...     state, stats = step(collection.grow(state), features)
+          ...     state, stats = step(collection.grow(state, features), features)
           >>> state.stores[0].capacity, step.num_compiled, step.num_hits_ahead
           (16, 1, 2)
         """

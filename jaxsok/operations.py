@@ -632,7 +632,7 @@ class TableOperations:
         if any(_is_deleted(leaf) for leaf in jax.tree.leaves(state)):
             raise ValueError(
                 f"{op}: state: got one whose arrays are deleted: it was donated to a step, or consumed by grow; wanted "
-                "the one that this call returned, as in state = collection.grow(state)."
+                "the one that this call returned, as in state = collection.grow(state, batch)."
             )
 
     def _check_untraced(self, op: str, state: State, remedy: str = "call it between steps") -> None:

@@ -307,13 +307,14 @@ def discard(updates: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def grow(
-    collection: Collection | Mapping[str, Collection], tables: Mapping[str, Any], *, steps: int = 1
+    collection: Collection | Mapping[str, Collection], tables: Mapping[str, Any], batch: Any = None, *, steps: int = 1
 ) -> dict[str, Any]:
     """`Collection.grow` for the tables of a model. Between steps, outside `jit`.
 
     Args:
       collection: of the one layer; of several, each by the path of its layer, parts joined by "/".
       tables: the variables "tables"; consumed where they grow.
+      batch: what the next step looks up, as for `Collection.grow`; of several layers each by the path of its layer.
       steps: as for `Collection.grow`.
 
     Returns:
@@ -323,7 +324,7 @@ def grow(
       TypeError, ValueError: a layer without a collection, or two layers over one.
 
     Example:
-      `tables = layers.grow(collection, tables)` before each step.
+      `tables = layers.grow(collection, tables, batch)` before each step.
     """
     states = {"/".join(path): (path, state) for path, state in _found(tables, "state", State)}
     if isinstance(collection, Collection):
@@ -344,8 +345,8 @@ def grow(
                 "growth of one state: grow({path: collection}, tables); or share the layer."
             )
     new = dict(tables)
-    for name, (path, state) in states.items():
-        new = _with(new, (*path, "state"), collection[name].grow(state, steps=steps))
+    for (name, (path, state)), of_layer in zip(states.items(), tap.by_layer(batch, list(states)), strict=True):
+        new = _with(new, (*path, "state"), collection[name].grow(state, of_layer, steps=steps))
     return new
 
 

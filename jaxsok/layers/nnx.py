@@ -237,13 +237,17 @@ class Embeddings(nnx.Module):
         """
         return self.collection.find(self.tables.get_value(), features)
 
-    def grow(self, *, steps: int = 1) -> None:
+    def grow(self, batch: Any = None, *, steps: int = 1) -> None:
         """`Collection.grow`: makes room for what the next steps may insert. Between steps, outside `jit`.
 
+        Args:
+          batch: what the next step looks up, as for `Collection.grow`.
+          steps: as for `Collection.grow`.
+
         Example:
-          `model.embed.grow()` before each step; `jaxsok.layers.nnx.grow(model)` for all layers of a model.
+          `model.embed.grow(batch)` before each step; `jaxsok.layers.nnx.grow` for all layers of a model.
         """
-        self.tables.set_value(self.collection.grow(self.tables.get_value(), steps=steps))
+        self.tables.set_value(self.collection.grow(self.tables.get_value(), batch, steps=steps))
 
 
 def value_and_grad(
@@ -384,14 +388,20 @@ def clip_by_global_norm(model: Any, gradients: Any, max_norm: Any) -> tuple[Any,
     return tap.clip_by_global_norm(lookups, gradients, max_norm, dense)
 
 
-def grow(model: Any, *, steps: int = 1) -> None:
+def grow(model: Any, batch: Any = None, *, steps: int = 1) -> None:
     """`Embeddings.grow` for all layers of a model. Between steps, outside `jit`.
 
+    Args:
+      model: with one layer or several.
+      batch: what the next step looks up, as for `Collection.grow`; of several layers a mapping from the path of each,
+        parts joined by ".".
+      steps: as for `Collection.grow`.
+
     Raises:
-      ValueError: two layers over one collection, which can follow the growth of one state only.
+      ValueError: two layers over one collection, which can follow the growth of one state only; a path without a layer.
 
     Example:
-      `layers.grow(model)` before each step.
+      `layers.grow(model, batch)` before each step.
     """
     layers = list(_layers(model))
     of_collections: dict[int, list[str]] = {}
@@ -403,8 +413,9 @@ def grow(model: Any, *, steps: int = 1) -> None:
                 f"grow: model: got layers {paths} over one collection, wanted a collection for each, since it follows "
                 "the growth of one state; or share the layer."
             )
-    for _, layer in layers:
-        layer.grow(steps=steps)
+    batches = tap.by_layer(batch, [".".join(map(str, path)) for path, _ in layers])
+    for (_, layer), of_layer in zip(layers, batches, strict=True):
+        layer.grow(of_layer, steps=steps)
 
 
 def _layers(model: Any) -> Iterator[tuple[tuple[Any, ...], Embeddings]]:
