@@ -212,7 +212,7 @@ def by_layer(batch: Any, names: Sequence[str]) -> list[Any]:
         return [batch.get(name) for name in names]
     if batch is not None and len(names) > 1:
         raise ValueError(
-            f"grow: batch: got one for {len(names)} layers, wanted a mapping by path, as each layer has a collection of "
-            f"its own: {{{names[0]!r}: batch, ...}}."
+            f"grow: batch: got one for {len(names)} layers, wanted a mapping by path, as each layer has its own "
+            f"collection: {{{names[0]!r}: batch, ...}}."
         )
     return [batch] * len(names)
