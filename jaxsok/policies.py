@@ -178,7 +178,7 @@ class RowFacts:
     last_step: UInt32[Array, " num_rows"]
     """The step (or the user's clock) of the last lookup that used the row."""
     frequency: UInt32[Array, " num_rows"]
-    """Occurrences in all lookups, modulo 2**32."""
+    """Occurrences in all lookups, 2**32 - 1 at most."""
     rows: Float[Array, "num_rows dim"]
     clock: UInt32[Array, ""]
     """Now: the state's step, or the user's clock."""
