@@ -1,10 +1,10 @@
 """Between steps, on the host: more slabs and a larger index, before they are needed (decision D9).
 
-Growing appends a slab to every per-row array and copies no row. The old index goes first, then the new one is made
-from the records, so the peak is the new size. Whether to grow rests on counters that have already arrived: if the
-state's own are there, on them; while steps are still under way, on a bound that follows from the last ones seen and
-from what the steps since could have inserted at most. The host waits for the device only when that bound does not
-fit.
+Growing appends a slab to every per-row array and copies no row. The old index goes before the new one is made from the
+records, so the peak is the new size. Slabs are allocated and programs compiled before anything goes. Whether to grow
+rests on counters that have already arrived: if the state's own are there, on them; while steps are still under way, on
+a bound that follows from the last ones seen and from what the steps since could have inserted at most. The host waits
+for the device only when that bound does not fit.
 
 The same holds for the keys that wait for a row (`StoreState.sightings`), which are made anew, larger if need be, before
 they fill half of their buckets.
@@ -24,12 +24,14 @@ import math
 import pathlib
 import warnings
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
 from jaxsok import admission, processes, table
@@ -168,17 +170,24 @@ def _summed_up(counters: Any, num_shards: int, xp: Any) -> Any:
     return xp.stack(lines)
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2))
-def _summary(counters: tuple[Array, ...], num_shards: int, same: Any) -> Array:
+@functools.partial(jax.jit, static_argnums=1)
+def _summary(counters: tuple[Array, ...], shards: Shards | None) -> Array:
     """What the host needs of the counters, as an array that lives on when the state is donated."""
-    summary = _summed_up(counters, num_shards, jnp)
-    return summary if same is None else jax.lax.with_sharding_constraint(summary, same)
+    if shards is None:
+        return _summed_up(counters, 1, jnp)
+
+    def of_shard(counters: tuple[Array, ...]) -> Array:
+        num_rows, num_unplaced, num_sightings = _summed_up(counters, 1, jnp).T
+        most_rows, most_sightings = (lax.pmax(words, shards.axis) for words in (num_rows, num_sightings))
+        return jnp.stack([most_rows, lax.psum(num_unplaced, shards.axis), most_sightings], axis=1)
+
+    return shards.run(of_shard, (counters,), (shards.spec,), P())
 
 
 def _read(state: State, num_shards: int, shards: Shards | None, is_agreed: bool) -> np.ndarray:
     counters = tuple(store.counters for store in state.stores)
     if is_agreed:
-        return np.asarray(_summary(counters, num_shards, shards.same if shards else None))
+        return np.asarray(_summary(counters, shards))
     return _summed_up([np.asarray(words) for words in counters], num_shards, np)
 
 
@@ -255,13 +264,13 @@ def grow(
         needed = {s: tracker.known[s][0] + reserve[s] for s in range(len(specs)) if open_ended[s] and short(s)}
         is_full = any(evicting[s] and short(s) for s in range(len(specs)))
         larger = _new_capacities(specs, state, needed, shards)
-        if is_full:
-            # First of all: `hand_over` is the caller's, and while it may fail nothing has changed.
-            state = _evicted(specs, tracker, state, reserve, larger, shards, clock, hand_over)
-        if needed or summary[:, 1].any():
-            state = _rebuilt(specs, state, summary, larger, shards)
         crowded = [s for s in range(len(specs)) if short_of_sightings(s)]
-        state = _with_room_to_wait(specs, state, {s: WAITING_RESERVES * reserve[s] for s in crowded}, shards)
+        room = {s: WAITING_RESERVES * reserve[s] for s in crowded}
+        enlarge = _enlarging(specs, state, larger, summary[:, 1] > 0, room, shards)
+        if is_full:
+            # Before anything changes: `hand_over` is the caller's, and may fail.
+            state = _evicted(specs, tracker, state, reserve, larger, shards, clock, hand_over)
+        state = enlarge(state)
         for s in crowded:
             tracker.sightings[s] = admission.num_waiting(specs[s], state.stores[s], shards)
         tracker.num_grown += len(needed)
@@ -280,7 +289,7 @@ def grow(
         )
     ):
         counters = tuple(store.counters for store in state.stores)
-        arriving = _summary(counters, num_shards, shards.same if shards else None)
+        arriving = _summary(counters, shards)
         arriving.copy_to_host_async()
         tracker.under_way.append((arriving, list(tracker.allowed), tracker.num_calls))
     return state
@@ -410,28 +419,56 @@ def _new_capacities(
     return capacities
 
 
-def _rebuilt(
-    specs: Sequence[StoreSpec], state: State, summary: np.ndarray, capacities: dict[int, int], shards: Shards | None
-) -> State:
-    """The state with larger stores, and with new indexes where they are larger or keys found no entry."""
-    stores = list(state.stores)
+def _enlarging(
+    specs: Sequence[StoreSpec],
+    state: State,
+    capacities: dict[int, int],
+    is_resalted: Sequence[bool],
+    room: dict[int, int],
+    shards: Shards | None,
+) -> Callable[[State], State]:
+    """Prepares larger stores, and new indexes where stores are larger or get another salt.
+
+    Slabs are allocated and programs compiled here: whatever fails until the result is called has changed nothing. The
+    old index goes only then, so that the peak is the new size: it is not larger than the new one.
+
+    Args:
+      specs: of all stores.
+      state: unchanged.
+      capacities: rows of a shard, by the number of the store; more than there are.
+      is_resalted: for each store, whether keys of it found no entry.
+      room: for how many keys that wait, by the number of the store.
+      shards: over which the stores are split; None: one device.
+
+    Returns:
+      A function that takes the state, or one that lost rows meanwhile, and consumes it.
+    """
+    slabs, rebuild, remake = {}, {}, {}
     for s, spec in enumerate(specs):
-        if not summary[s, 1] and s not in capacities:
-            continue
-        index, counters = stores[s].index, stores[s].counters
-        if summary[s, 1]:
-            counters = _resalted(counters, spec.num_shards)
-        index.delete()
-        stores[s] = dataclasses.replace(stores[s], counters=counters)
+        store = state.stores[s]
         if s in capacities:
-            old = stores[s].capacity // spec.num_shards
-            stores[s] = _with_slab(spec, stores[s], capacities[s] - old, shards)
-        num_buckets = num_buckets_of(stores[s].capacity // spec.num_shards)
-        index, counters = _rebuild(stores[s].counters, stores[s].records, num_buckets, shards)
-        stores[s] = dataclasses.replace(stores[s], index=index, counters=counters)
-        if summary[s, 1]:
-            stores[s] = admission.remade(spec, stores[s], 0, shards)  # they lie where the salt says, too
-    return dataclasses.replace(state, stores=tuple(stores))
+            slabs[s] = _slab(spec, capacities[s] - store.capacity // spec.num_shards, shards)
+            store = _with_slab(store, slabs[s])
+        if s in capacities or is_resalted[s]:
+            num_buckets = num_buckets_of(store.capacity // spec.num_shards)
+            arguments = (store.counters, store.records, num_buckets, bool(is_resalted[s]), shards)
+            rebuild[s] = _rebuild.lower(*arguments).compile()
+        if s in room or is_resalted[s]:  # waiting keys lie where the salt says, too
+            remake[s] = admission.remaking(spec, store, room.get(s, 0), shards)
+
+    def enlarge(state: State) -> State:
+        stores = list(state.stores)
+        for s in slabs:
+            stores[s] = _with_slab(stores[s], slabs[s])
+        for s in rebuild:
+            stores[s].index.delete()
+            index, counters = rebuild[s](stores[s].counters, stores[s].records)
+            stores[s] = dataclasses.replace(stores[s], index=index, counters=counters)
+        for s in remake:
+            stores[s] = remake[s](stores[s])
+        return dataclasses.replace(state, stores=tuple(stores)) if rebuild or remake else state
+
+    return enlarge
 
 
 def _half_entries(spec: StoreSpec, store: StoreState) -> int:
@@ -439,31 +476,17 @@ def _half_entries(spec: StoreSpec, store: StoreState) -> int:
     return sum(array.shape[0] // spec.num_shards * ENTRIES_PER_BUCKET // 2 for array in store.sightings)
 
 
-def _with_room_to_wait(specs: Sequence[StoreSpec], state: State, room: dict[int, int], shards: Shards | None) -> State:
-    """The state with sightings made anew where they have little room; `room`: for how many keys, by store."""
-    if not room:
-        return state
-    stores = [
-        admission.remade(spec, store, room[s], shards) if s in room else store
-        for s, (spec, store) in enumerate(zip(specs, state.stores, strict=True))
-    ]
-    return dataclasses.replace(state, stores=tuple(stores))
-
-
-@functools.partial(jax.jit, static_argnums=1, donate_argnums=0)
-def _resalted(counters: Array, num_shards: int) -> Array:
-    """Counters with another salt."""
-    words = counters.reshape(num_shards, len(COUNTERS))
-    return words.at[:, _WORD["salt_low"]].add(jnp.uint32(0x9E3779B9)).reshape(-1)
-
-
-def _with_slab(spec: StoreSpec, store: StoreState, size: int, shards: Shards | None) -> StoreState:
-    """A store with one more slab, of `size` rows in each shard."""
+def _slab(spec: StoreSpec, size: int, shards: Shards | None) -> tuple:
+    """One more slab, of `size` rows in each shard."""
 
     def make() -> tuple:
         return new_slab(spec, spec.num_shards * size)
 
-    rows, records, states, statistics = make() if shards is None else shards.make(make)
+    return make() if shards is None else shards.make(make)
+
+
+def _with_slab(store: StoreState, slab: tuple) -> StoreState:
+    rows, records, states, statistics = slab
     return dataclasses.replace(
         store,
         rows=(*store.rows, rows),
@@ -473,18 +496,20 @@ def _with_slab(spec: StoreSpec, store: StoreState, size: int, shards: Shards | N
     )
 
 
-@functools.partial(jax.jit, donate_argnums=0, static_argnums=(2, 3))
+@functools.partial(jax.jit, donate_argnums=0, static_argnums=(2, 3, 4))
 def _rebuild(
-    counters: Array, records: tuple[Array, ...], num_buckets: int, shards: Shards | None
+    counters: Array, records: tuple[Array, ...], num_buckets: int, is_resalted: bool, shards: Shards | None
 ) -> tuple[Array, Array]:
-    if shards is None:
+    """A new index of the rows that the records name, under another salt if asked, and the counters."""
+
+    def of_shard(counters: Array, records: tuple[Array, ...]) -> tuple[Array, Array]:
+        if is_resalted:
+            counters = counters.at[_WORD["salt_low"]].add(jnp.uint32(0x9E3779B9))
         return table.kernels.rebuild(counters, records, num_buckets)
-    return shards.run(
-        lambda *part: table.kernels.rebuild(*part, num_buckets),
-        (counters, records),
-        (shards.spec, shards.spec),
-        shards.spec,
-    )
+
+    if shards is None:
+        return of_shard(counters, records)
+    return shards.run(of_shard, (counters, records), (shards.spec, shards.spec), shards.spec)
 
 
 def _names(spec: StoreSpec) -> str:
@@ -574,11 +599,10 @@ def grow_to(
     free = agreed_free_bytes(shards)
     more = [(specs[s], new - state.stores[s].capacity // specs[s].num_shards) for s, new in capacities.items()]
     require_memory(more, op, free)
-    return _rebuilt(specs, state, np.zeros((len(specs), 2), np.int64), capacities, shards)
+    return _enlarging(specs, state, capacities, [False] * len(specs), {}, shards)(state)
 
 
 def resalted(specs: Sequence[StoreSpec], state: State, s: int, shards: Shards | None = None) -> State:
     """The state with the index of one store made anew under another salt: keys that found no entry find one then."""
-    summary = np.zeros((len(specs), 2), np.int64)
-    summary[s, 1] = 1
-    return _rebuilt(specs, state, summary, {}, shards)
+    is_resalted = [number == s for number in range(len(specs))]
+    return _enlarging(specs, state, {}, is_resalted, {}, shards)(state)

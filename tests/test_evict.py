@@ -14,6 +14,7 @@ import programs
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.sharding import AxisType
 
 import jaxsok
 from jaxsok import evict, grow, policies
@@ -665,10 +666,11 @@ def test_shards_share_a_budget(num_shards, num_rows):
     ]
 
 
-def test_a_mesh_of_one_device():
-    """Is one device."""
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+def test_a_mesh_of_one_device(axis_type):
+    """Is one device, also where the axes of its mesh are part of types."""
     tables = [jaxsok.TableSpec("user", DIM, jaxsok.optim.sgd(0.1), capacity=32, eviction=LeastRecentlyUsed())]
-    collection = programs.over(1, tables, [jaxsok.FeatureSpec("user", "user")])
+    collection = programs.over(1, tables, [jaxsok.FeatureSpec("user", "user")], axis_type=axis_type)
     statistics = {key: (key % 5, 0) for key in range(20)}
     state = filled(collection, {"user": list(statistics)}, {"user": statistics})
     state, evicted = collection.evict(state, num_rows=7)
