@@ -1,6 +1,7 @@
 """What a user declares and calls: tables, features, a mesh. A collection holds no arrays; the state does."""
 
 import dataclasses
+import functools
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -583,7 +584,6 @@ class Collection(TableOperations):
         self, state: State, plans: Sequence[Plan], gradients: Sequence[Mapping[str, Array]], learning_rate: Any
     ) -> tuple[State, Stats]:
         spec, of_state = self.shards.spec, self._specs_of(state)
-        gradients = jax.tree.map(self.shards.resplit, gradients)
         return self.shards.run(
             self._update_part, (state, plans, gradients, learning_rate), (of_state, spec, spec, P()), (of_state, P())
         )
@@ -598,7 +598,6 @@ class Collection(TableOperations):
         self, state: State, plans: Sequence[Plan], gradients: Sequence[Mapping[str, Array]]
     ) -> Float32[Array, ""]:
         spec = self.shards.spec
-        gradients = jax.tree.map(self.shards.resplit, gradients)
         args, of_args = (state, plans, gradients), (self._specs_of(state), spec, spec)
         return self.shards.run(self._gradient_norm_part, args, of_args, P())
 
@@ -626,8 +625,9 @@ class Collection(TableOperations):
         Another warning tells, once for each table, that updates counted keys that were refused for want of room.
 
         Args:
-          state: consumed if it grows: its index is freed first, so that the peak is the new size. Consumed too if rows
-            are evicted: the result has its buffers then.
+          state: consumed if it grows: its index is freed before the larger one is made, so that the peak is the new
+            size. Consumed too if rows are evicted: the result has its buffers then. Unchanged if an error is raised,
+            unless the device fails, or runs out of memory for the new index.
           batch: what the next step looks up: a Batch, its Features, a Plan, or a number of keys. A list of these if
             there are several until the next call of `grow`: micro-batches, or the batches of several steps. A Batch
             stacked along a leading axis, as `lax.scan` takes it, stands for so many steps. None: the steps are taken
@@ -778,28 +778,20 @@ class Collection(TableOperations):
     def _restacked(self, op: str, tree: Any, *, is_stacking: bool) -> Any:
         if self.shards is None:
             raise ValueError(f"{op}: tree: got arrays of one device, wanted a collection with a mesh.")
-        num_shards = self.shards.num_shards
-        leaves, structure = jax.tree.flatten(tree, is_leaf=lambda node: isinstance(node, State))
-        split, same = self.shards.split, self.shards.same
-
-        def restacked(leaf: Array, is_split: bool) -> Array:
-            if is_split and is_stacking:
-                new = leaf.reshape(num_shards, leaf.shape[0] // num_shards, *leaf.shape[1:])
-            elif is_split:
-                new = leaf.reshape(num_shards * leaf.shape[1], *leaf.shape[2:])
-            else:
-                new = jnp.broadcast_to(leaf, (num_shards, *leaf.shape)) if is_stacking else leaf[0]
-            return new
-
-        def restack(leaf: Array, is_split: bool) -> Array:
-            new = jax.jit(restacked, out_shardings=split if is_split or is_stacking else same, static_argnums=1)(
-                leaf, is_split
-            )
-            leaf.delete()  # one by one: never two copies of everything
-            return new
-
-        restacked_nodes = [jax.tree.map(restack, node, _is_split(node)) for node in leaves]
-        return jax.tree.unflatten(structure, restacked_nodes)
+        nodes, structure = jax.tree.flatten(tree, is_leaf=lambda node: isinstance(node, State))
+        is_split = jax.tree.leaves([_is_split(node) for node in nodes])
+        leaves, inner = jax.tree.flatten(nodes)
+        # All is compiled before anything is consumed. One array may stand in several places.
+        programs = {
+            id(leaf): _restack.lower(leaf, self.shards, is_part, is_stacking).compile()
+            for leaf, is_part in zip(leaves, is_split, strict=True)
+        }
+        new = {}
+        for old in leaves:
+            if id(old) not in new:
+                new[id(old)] = programs[id(old)](old)
+                old.delete()  # one by one: never two copies of everything
+        return jax.tree.unflatten(structure, jax.tree.unflatten(inner, [new[id(old)] for old in leaves]))
 
     def memory_estimate(
         self,
@@ -982,6 +974,19 @@ def _check_declared(
             )
     if exchange is not None and not isinstance(exchange, ExchangeSpec):
         raise TypeError(f"Collection: exchange: got {exchange!r}, wanted a jaxsok.ExchangeSpec.")
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+def _restack(leaf: Array, shards: Shards, is_split: bool, is_stacking: bool) -> Array:
+    """An array with a leading axis of shards, or without it."""
+    if is_stacking:
+        return shards.run(lambda part: part[None], (leaf,), (shards.spec if is_split else P(),), shards.spec)
+
+    def unstacked(part: Array) -> Array:
+        # What all have alike is that of the first.
+        return part[0] if is_split else lax.psum(jnp.where(shards.index() == 0, part[0], 0), shards.axis)
+
+    return shards.run(unstacked, (leaf,), (shards.spec,), shards.spec if is_split else P())
 
 
 def _is_split(node: Any) -> Any:

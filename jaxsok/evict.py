@@ -26,7 +26,7 @@ from jaxsok.kernels import evict as kernels
 from jaxsok.keys import from_words
 from jaxsok.policies import Eviction, RowFacts
 from jaxsok.records import Records
-from jaxsok.shards import Shards
+from jaxsok.shards import Shards, local_parts, without_mesh
 from jaxsok.specs import StoreSpec
 from jaxsok.store import StoreState, row_bytes
 from jaxsok.types import COUNTERS
@@ -267,28 +267,40 @@ def _select(
     return shards.run(body, args, specs, shards.spec)
 
 
+# One program for all stores: if a policy's scores are refused, no store has changed.
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
-def _release(leaving: Leaving, store: StoreState, flags: Array) -> tuple[StoreState, Array]:
-    shards = leaving.shards
-    if shards is None:
-        return _released(leaving, store, flags)
-    body = functools.partial(_released, leaving)
-    return shards.run(body, (store, flags), (shards.spec, shards.spec), (shards.spec, P()))
+def _release(
+    leaving: tuple[Leaving, ...], stores: tuple[StoreState, ...], flags: tuple[Array, ...]
+) -> tuple[tuple[StoreState, Array], ...]:
+    return tuple(_of_shards(_released, *args) for args in zip(leaving, stores, flags, strict=True))
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
 def _evict(
-    leaving: Leaving, store: StoreState, clock: Array, num_rows: Array, is_used: Array | None
-) -> tuple[StoreState, Array]:
-    def body(store: StoreState, clock: Array, num_rows: Array, is_used: Array | None) -> tuple[StoreState, Array]:
+    leaving: tuple[Leaving, ...],
+    stores: tuple[StoreState, ...],
+    clock: Array,
+    num_rows: tuple[Array, ...],
+    is_used: tuple[Array | None, ...],
+) -> tuple[tuple[StoreState, Array], ...]:
+    def body(
+        leaving: Leaving, store: StoreState, clock: Array, num_rows: Array, is_used: Array | None
+    ) -> tuple[StoreState, Array]:
         flags, _ = _selected(leaving, store, clock, num_rows, is_used)
         return _released(leaving, store, flags)
 
+    parts = zip(leaving, stores, num_rows, is_used, strict=True)
+    return tuple(_of_shards(body, rule, store, clock, num_kept, used) for rule, store, num_kept, used in parts)
+
+
+def _of_shards(body: Callable, leaving: Leaving, store: StoreState, *args: Array) -> tuple[StoreState, Array]:
+    """Calls `body` on the shards of a store, all of which get flags of their own, or the same scalars."""
     shards = leaving.shards
     if shards is None:
-        return body(store, clock, num_rows, is_used)
-    args, specs = (store, clock, num_rows, is_used), (shards.spec, P(), P(), shards.spec)
-    return shards.run(body, args, specs, (shards.spec, P()))
+        return body(leaving, store, *args)
+    specs = [P() if arg is None or arg.ndim == 0 else shards.spec for arg in args]
+    body = functools.partial(body, leaving)
+    return shards.run(body, (store, *args), (shards.spec, *specs), (shards.spec, P()))
 
 
 def evict(
@@ -314,18 +326,20 @@ def evict(
       All stores, and how many rows of each table went, of all shards, by the number of the store.
     """
     clock = jnp.asarray(clock, jnp.uint32)
-    new, counts, flags, used = list(stores), {}, {}, is_used or {}
+    used = is_used or {}
     budgets = {s: jnp.asarray(num_rows.get(s, 0), jnp.uint32) for s in leaving}
-    if hand_over is not None:
-        for s, one in leaving.items():
-            flags[s], _ = _select(one, stores[s], clock, budgets[s], used.get(s))
-            for name, records in selected_records(one.spec, stores[s], flags[s]):
+    rules, old = tuple(leaving.values()), tuple(stores[s] for s in leaving)
+    if hand_over is None:
+        results = _evict(rules, old, clock, tuple(budgets.values()), tuple(used.get(s) for s in leaving))
+    else:
+        flags = [_select(rule, stores[s], clock, budgets[s], used.get(s))[0] for s, rule in leaving.items()]
+        for rule, store, of_store in zip(rules, old, flags, strict=True):
+            for name, records in selected_records(rule.spec, store, of_store):
                 hand_over(name, records)
-    for s, one in leaving.items():
-        if hand_over is None:
-            new[s], counts[s] = _evict(one, stores[s], clock, budgets[s], used.get(s))
-        else:
-            new[s], counts[s] = _release(one, stores[s], flags.pop(s))
+        results = _release(rules, old, tuple(flags))
+    new, counts = list(stores), {}
+    for s, (store, num_evicted) in zip(leaving, results, strict=True):
+        new[s], counts[s] = store, num_evicted
     return tuple(new), counts
 
 
@@ -349,8 +363,8 @@ def selected_records(
     """
     arrays = {"rows": store.rows, "records": store.records, "states": store.states, "statistics": store.statistics}
     leaves, structure = jax.tree.flatten((arrays, flags))
-    parts = [_parts(leaf) for leaf in leaves]
-    for shard in sorted(parts[0]):
+    parts = [local_parts(leaf, spec.num_shards, is_once=True) for leaf in leaves]
+    for shard in parts[0]:
         if shard != 0 and spec.is_replicated:
             continue
         of_shard, shard_flags = jax.tree.unflatten(structure, [part[shard] for part in parts])
@@ -369,18 +383,12 @@ def selected_records(
             start += slab.shape[0]
 
 
-def _parts(array: Array) -> dict[int, Array]:
-    """The parts of a split array that this process has to tell of, by where they begin, numbered from the first."""
-    parts = {shard.index[0].start or 0: shard.data for shard in array.addressable_shards if shard.replica_id == 0}
-    size = next(iter(parts.values())).shape[0] if parts else 1
-    return {start // size: part for start, part in parts.items()}
-
-
 def _chunk_rows(spec: StoreSpec, size: int) -> int:
     """Rows of a chunk: a power of two, or a whole slab."""
     return min(size, 1 << max(0, (CHUNK_BYTES // row_bytes(spec)).bit_length() - 1))
 
 
+@without_mesh
 @functools.partial(jax.jit, static_argnums=2)
 def _window(flags: Array, start: Array, size: int) -> Array:
     return lax.dynamic_slice(flags, (start,), (size,))
@@ -396,6 +404,7 @@ def _flagged(flags: Array, start: int, size: int) -> Iterator[np.ndarray]:
         yield places[places >= begin].astype(np.int32)
 
 
+@without_mesh
 @jax.jit
 def _gathered(slabs: Any, places: Array) -> Any:
     return jax.tree.map(lambda slab: slab.at[places].get(mode="clip"), slabs)

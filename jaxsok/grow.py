@@ -1,7 +1,7 @@
 """Between steps, on the host: more slabs and a larger index, before they are needed (decisions D9 and D20).
 
-Growing appends a slab to every per-row array and copies no row. The old index goes first, then the new one is made
-from the records, so the peak is the new size.
+Growing appends a slab to every per-row array and copies no row. The old index goes before the new one is made from the
+records, so the peak is the new size. Slabs are allocated and programs compiled before anything goes.
 
 `grow` makes room for the keys that are coming. It first compares two bounds that cost no wait: the rows in use are at
 most those last seen and what the steps since could have inserted, and the keys that are coming are at most their
@@ -26,12 +26,14 @@ import math
 import pathlib
 import warnings
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
 from jaxsok import admission, policies, processes, table
@@ -225,11 +227,18 @@ def _summed_up(state_words: tuple[Any, Any], num_shards: int, xp: Any) -> Any:
     return xp.concatenate([xp.stack(columns).T.reshape(-1), refused])
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2))
-def _summary(state_words: tuple[tuple[Array, ...], Array], num_shards: int, same: Any) -> Array:
+@functools.partial(jax.jit, static_argnums=1)
+def _summary(state_words: tuple[tuple[Array, ...], Array], shards: Shards | None) -> Array:
     """What the host needs of the counters, as an array that lives on when the state is donated."""
-    summary = _summed_up(state_words, num_shards, jnp)
-    return summary if same is None else jax.lax.with_sharding_constraint(summary, same)
+    if shards is None:
+        return _summed_up(state_words, 1, jnp)
+
+    def of_shard(counters: tuple[Array, ...], refused: Array) -> Array:
+        words, n = _summed_up((counters, refused), 1, jnp), len(counters)
+        num_rows, num_sightings = lax.pmax(words[:n], shards.axis), lax.pmax(words[2 * n : 3 * n], shards.axis)
+        return jnp.concatenate([num_rows, lax.psum(words[n : 2 * n], shards.axis), num_sightings, refused])
+
+    return shards.run(of_shard, state_words, (shards.spec, P()), P())
 
 
 def _words_of(state: State) -> tuple[tuple[Array, ...], Array]:
@@ -240,7 +249,7 @@ def _read(state: State, num_shards: int, shards: Shards | None) -> _Seen:
     """Waits for the steps under way."""
     words = _words_of(state)
     if shards is not None and shards.num_processes > 1:
-        summary = np.asarray(_summary(words, num_shards, shards.same))
+        summary = np.asarray(_summary(words, shards))
     else:
         summary = _summed_up(jax.tree.map(np.asarray, words), num_shards, np)
     return _Seen.of(summary, len(state.stores))
@@ -325,14 +334,14 @@ def grow(
         needs = _counted(specs, tracker, state, coming, short, shards)
         wanted = _rows_to_grow_to(specs, tracker, capacities, positions, needs, shards)
         larger = _new_capacities(specs, state, wanted, shards)
-        # First of all: `hand_over` is the caller's, and while it may fail nothing has changed.
+        crowded = [s for s in stores if is_crowded(s)]
+        room = {s: WAITING_RESERVES * positions[s] for s in crowded}
+        enlarge = _enlarging(specs, state, larger, [num > 0 for num in seen.num_unplaced], room, shards)
         full = [s for s in needs if specs[s].tables[0].eviction is not None and needs[s].is_beyond(specs[s])]
         if full:
+            # Before anything changes: `hand_over` is the caller's, and may fail.
             state = _evicted(specs, tracker, state, {s: needs[s] for s in full}, shards, clock, hand_over)
-        if larger or any(seen.num_unplaced):
-            state = _rebuilt(specs, state, seen.num_unplaced, larger, shards)
-        crowded = [s for s in stores if is_crowded(s)]
-        state = _with_room_to_wait(specs, state, {s: WAITING_RESERVES * positions[s] for s in crowded}, shards)
+        state = enlarge(state)
         for s in crowded:
             tracker.sightings[s] = admission.num_waiting(specs[s], state.stores[s], shards)
         tracker.num_grown += len(larger)
@@ -350,7 +359,7 @@ def grow(
             for s, capacity in enumerate(capacities)
         )
     ):
-        arriving = _summary(_words_of(state), num_shards, shards.same if shards else None)
+        arriving = _summary(_words_of(state), shards)
         arriving.copy_to_host_async()
         tracker.under_way.append((arriving, list(tracker.allowed)))
     return state
@@ -605,29 +614,58 @@ def _new_capacities(
     return capacities
 
 
-def _rebuilt(
-    specs: Sequence[StoreSpec], state: State, unplaced: Sequence[int], capacities: dict[int, int], shards: Shards | None
-) -> State:
-    """The state with larger stores, and with new indexes where they are larger or keys found no entry."""
-    stores = list(state.stores)
+def _enlarging(
+    specs: Sequence[StoreSpec],
+    state: State,
+    capacities: dict[int, int],
+    is_resalted: Sequence[bool],
+    room: dict[int, int],
+    shards: Shards | None,
+) -> Callable[[State], State]:
+    """Prepares larger stores, and new indexes where stores are larger or get another salt.
+
+    Slabs are allocated and programs compiled here: whatever fails until the result is called has changed nothing. The
+    old index goes only then, so that the peak is the new size: it is not larger than the new one.
+
+    Args:
+      specs: of all stores.
+      state: unchanged.
+      capacities: rows of a shard, by the number of the store; more than there are.
+      is_resalted: for each store, whether keys of it found no entry.
+      room: for how many keys that wait, by the number of the store.
+      shards: over which the stores are split; None: one device.
+
+    Returns:
+      A function that takes the state, or one that lost rows meanwhile, and consumes it.
+    """
+    slabs, salts, rebuild, remake = {}, {}, {}, {}
     for s, spec in enumerate(specs):
-        if not unplaced[s] and s not in capacities:
-            continue
-        index, counters = stores[s].index, stores[s].counters
-        if unplaced[s]:
-            is_shared = shards is not None and shards.num_processes > 1
-            counters = _resalted(counters, processes.drawn(is_shared=is_shared))
-        index.delete()
-        stores[s] = dataclasses.replace(stores[s], counters=counters)
+        store = state.stores[s]
         if s in capacities:
-            old = stores[s].capacity // spec.num_shards
-            stores[s] = _with_slab(spec, stores[s], capacities[s] - old, shards)
-        num_buckets = num_buckets_of(stores[s].capacity // spec.num_shards)
-        index, counters = _rebuild(stores[s].counters, stores[s].records, num_buckets, shards)
-        stores[s] = dataclasses.replace(stores[s], index=index, counters=counters)
-        if unplaced[s]:
-            stores[s] = admission.remade(spec, stores[s], 0, shards)  # they lie where the salt says, too
-    return dataclasses.replace(state, stores=tuple(stores))
+            slabs[s] = _slab(spec, capacities[s] - store.capacity // spec.num_shards, shards)
+            store = _with_slab(store, slabs[s])
+        if s in capacities or is_resalted[s]:
+            num_buckets = num_buckets_of(store.capacity // spec.num_shards)
+            # The salt is drawn and does not follow from the last one, which may be known.
+            is_shared = shards is not None and shards.num_processes > 1
+            salts[s] = processes.drawn(is_shared=is_shared) if is_resalted[s] else None
+            rebuild[s] = _rebuild.lower(store.counters, store.records, salts[s], num_buckets, shards).compile()
+        if s in room or is_resalted[s]:  # waiting keys lie where the salt says, too
+            remake[s] = admission.remaking(spec, store, room.get(s, 0), shards)
+
+    def enlarge(state: State) -> State:
+        stores = list(state.stores)
+        for s in slabs:
+            stores[s] = _with_slab(stores[s], slabs[s])
+        for s in rebuild:
+            stores[s].index.delete()
+            index, counters = rebuild[s](stores[s].counters, stores[s].records, salts[s])
+            stores[s] = dataclasses.replace(stores[s], index=index, counters=counters)
+        for s in remake:
+            stores[s] = remake[s](stores[s])
+        return dataclasses.replace(state, stores=tuple(stores)) if rebuild or remake else state
+
+    return enlarge
 
 
 def _half_entries(spec: StoreSpec, store: StoreState) -> int:
@@ -635,32 +673,17 @@ def _half_entries(spec: StoreSpec, store: StoreState) -> int:
     return sum(array.shape[0] // spec.num_shards * ENTRIES_PER_BUCKET // 2 for array in store.sightings)
 
 
-def _with_room_to_wait(specs: Sequence[StoreSpec], state: State, room: dict[int, int], shards: Shards | None) -> State:
-    """The state with sightings made anew where they have little room; `room`: for how many keys, by store."""
-    if not room:
-        return state
-    stores = [
-        admission.remade(spec, store, room[s], shards) if s in room else store
-        for s, (spec, store) in enumerate(zip(specs, state.stores, strict=True))
-    ]
-    return dataclasses.replace(state, stores=tuple(stores))
-
-
-@functools.partial(jax.jit, donate_argnums=0)
-def _resalted(counters: Array, salt: np.ndarray) -> Array:
-    """Sets the salt of all shards, two words. It is drawn and does not follow from the last one, which may be known."""
-    words = np.arange(counters.shape[0]) % len(COUNTERS)
-    with_low = jnp.where(words == _WORD["salt_low"], salt[0], counters)
-    return jnp.where(words == _WORD["salt_high"], salt[1], with_low)
-
-
-def _with_slab(spec: StoreSpec, store: StoreState, size: int, shards: Shards | None) -> StoreState:
-    """A store with one more slab, of `size` rows in each shard."""
+def _slab(spec: StoreSpec, size: int, shards: Shards | None) -> tuple:
+    """One more slab, of `size` rows in each shard."""
 
     def make() -> tuple:
         return new_slab(spec, spec.num_shards * size)
 
-    rows, records, states, statistics = make() if shards is None else shards.make(make)
+    return make() if shards is None else shards.make(make)
+
+
+def _with_slab(store: StoreState, slab: tuple) -> StoreState:
+    rows, records, states, statistics = slab
     return dataclasses.replace(
         store,
         rows=(*store.rows, rows),
@@ -670,17 +693,20 @@ def _with_slab(spec: StoreSpec, store: StoreState, size: int, shards: Shards | N
     )
 
 
-@functools.partial(jax.jit, donate_argnums=0, static_argnums=(2, 3))
+@functools.partial(jax.jit, donate_argnums=0, static_argnums=(3, 4))
 def _rebuild(
-    counters: Array, records: tuple[Array, ...], num_buckets: int, shards: Shards | None
+    counters: Array, records: tuple[Array, ...], salt: Array | None, num_buckets: int, shards: Shards | None
 ) -> tuple[Array, Array]:
-    if shards is None:
+    """A new index of the rows that the records name, under another salt (two words) if one is given; the counters."""
+
+    def of_shard(counters: Array, records: tuple[Array, ...], salt: Array | None) -> tuple[Array, Array]:
+        if salt is not None:
+            counters = counters.at[_WORD["salt_low"]].set(salt[0]).at[_WORD["salt_high"]].set(salt[1])
         return table.kernels.rebuild(counters, records, num_buckets)
-    return shards.run(
-        lambda *part: table.kernels.rebuild(*part, num_buckets),
-        (counters, records),
-        (shards.spec, shards.spec),
-        shards.spec,
+
+    args = counters, records, salt
+    return (
+        of_shard(*args) if shards is None else shards.run(of_shard, args, (shards.spec, shards.spec, P()), shards.spec)
     )
 
 
@@ -771,9 +797,10 @@ def grow_to(
     free = agreed_free_bytes(shards)
     more = [(specs[s], new - state.stores[s].capacity // specs[s].num_shards) for s, new in capacities.items()]
     require_memory(more, op, free)
-    return _rebuilt(specs, state, [0] * len(specs), capacities, shards)
+    return _enlarging(specs, state, capacities, [False] * len(specs), {}, shards)(state)
 
 
 def resalted(specs: Sequence[StoreSpec], state: State, s: int, shards: Shards | None = None) -> State:
     """The state with the index of one store made anew under another salt: keys that found no entry find one then."""
-    return _rebuilt(specs, state, [int(one == s) for one in range(len(specs))], {}, shards)
+    is_resalted = [number == s for number in range(len(specs))]
+    return _enlarging(specs, state, {}, is_resalted, {}, shards)(state)

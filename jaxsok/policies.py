@@ -188,7 +188,7 @@ class RowFacts:
     last_step: UInt32[Array, " num_rows"]
     """The step (or the user's clock) of the last lookup that used the row."""
     frequency: UInt32[Array, " num_rows"]
-    """Occurrences in lookups since the row was made, modulo 2**32; none of those for which the key had no row."""
+    """Occurrences in lookups since the row was made, 2**32 - 1 at most; none of those for which the key had no row."""
     rows: Float[Array, "num_rows dim"]
     clock: UInt32[Array, ""]
     """Now: the state's step, or the user's clock."""

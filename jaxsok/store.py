@@ -88,7 +88,7 @@ class State:
 
     stores: tuple[StoreState, ...]
     step: UInt32[Array, ""]
-    """How many updates came before."""
+    """How many updates came before; it stays at 2**32 - 1."""
     seed: UInt32[Array, "2"]
     partition_owners: UInt32[Array, " num_partitions"]
     """The shard of each of the 4,096 partitions of keys; on one device a single 0."""

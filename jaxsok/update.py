@@ -77,7 +77,8 @@ def update(
         stores.append(dataclasses.replace(store, globals_=globals_))
         nonfinite.append(one_nonfinite)
         stale = stale + one_stale
-    step = state.step + jnp.uint32(1)
+    # It stays at its end: a step that began anew would make the rows used last those used longest ago.
+    step = jnp.maximum(state.step, state.step + jnp.uint32(1))
     state = dataclasses.replace(state, stores=tuple(stores), step=step, tickets=of_state.tickets)
     return state, nonfinite, stale, of_state.num_misused
 

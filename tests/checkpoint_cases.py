@@ -11,6 +11,7 @@ import time
 import jax
 import jax.numpy as jnp
 import numpy as np
+import programs
 from jax.sharding import AxisType
 
 import jaxsok
@@ -22,9 +23,8 @@ ADAM, ROWWISE = optim.adam(0.1), optim.rowwise_adagrad(0.1)
 
 
 def mesh_of(num_devices):
-    """The first devices."""
-    devices = jax.devices()[:num_devices]
-    return jax.make_mesh((num_devices,), ("data",), axis_types=(AxisType.Auto,), devices=devices)
+    """The first devices; axes of both types, so that files travel from one to the other."""
+    return programs.mesh(num_devices, axis_type=AxisType.Auto if num_devices in (3, 4) else AxisType.Explicit)
 
 
 def collection_of(tables, num_devices=None):

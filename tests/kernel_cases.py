@@ -895,7 +895,7 @@ class Store:
                 uses[pair] = uses.get(pair, 0) + 1
         after = statistics.copy()
         for pair, num in uses.items():
-            after[self.row_of[pair]] = clock, (int(statistics[self.row_of[pair], 1]) + num) % 2**32
+            after[self.row_of[pair]] = clock, min(int(statistics[self.row_of[pair], 1]) + num, 2**32 - 1)
         return after
 
     def lookup(self, batch: Batch, step=None):
@@ -1159,7 +1159,9 @@ class Script:
         rows = row_ids[is_row]
         after[rows, 0] = clock
         uses = None if uses is None else np.broadcast_to(np.asarray(uses, np.uint32), row_ids.shape)
-        np.add.at(after[:, 1], rows, np.uint32(1) if uses is None else uses[is_row])
+        total = after[:, 1].astype(np.int64)
+        np.add.at(total, rows, 1 if uses is None else uses[is_row].astype(np.int64))
+        after[:, 1] = np.minimum(total, 2**32 - 1)
         ends = np.cumsum(self.store.slabs)[:-1]
         slabs = {name: tuple(np.split(array, ends)) for name, array in (("before", before), ("after", after))}
         inputs = {"row_ids": row_ids, "uses": np.zeros(0, np.uint32) if uses is None else uses}
@@ -1167,7 +1169,7 @@ class Script:
         self._add("touch", inputs, {}, {"statistics": slabs["after"]})
 
     def _statistics(self) -> np.ndarray:
-        """Any numbers; some frequencies that soon wrap."""
+        """Any numbers; some frequencies that are soon at their end."""
         lines = self.rng.integers(0, 2**32, (self.store.capacity, 2), np.uint32)
         lines[:, 1] >>= 8
         lines[::7, 1] = 2**32 - 1 - np.arange(len(lines[::7])) % 3
@@ -2525,7 +2527,7 @@ def touch_sizes(num_keys: int) -> Script:
         absent = rng.choice([NO_ROW, NO_ROW - 1, 312, 2**31], num_keys)
         row_ids = np.where(rng.random(num_keys) < 0.2, absent, rng.integers(0, num_rows, num_keys))
         script.touch(row_ids, clock=num_rows)
-        script.touch(row_ids, np.where(rng.random(num_keys) < 0.1, 2**31 + 5, rng.integers(0, 9, num_keys)), 2**32 - 1)
+        script.touch(row_ids, np.where(rng.random(num_keys) < 0.1, 2**27 - 1, rng.integers(0, 9, num_keys)), 2**32 - 1)
     return script
 
 
@@ -2561,7 +2563,7 @@ def touch_large() -> Script:
     rng = script.rng
     row_ids = np.where(rng.random(700_000) < 0.11, 77, rng.integers(0, 160_000, 700_000))
     script.touch(row_ids)
-    script.touch(row_ids, rng.integers(0, 2**32, 700_000, np.uint32))
+    script.touch(row_ids, rng.integers(0, 2**27, 700_000, np.uint32))
     return script
 
 

@@ -19,6 +19,7 @@ import strategies
 import test_compiled
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from jax.sharding import AxisType
 
 import jaxsok
 from jaxsok import admission, policies
@@ -470,7 +471,10 @@ def one_table(policy, num_shards=None, dim=1, **options):
         [jaxsok.TableSpec("user", dim, SGD, admission=policy, **options)],
         [jaxsok.FeatureSpec("user", "user")],
     )
-    return jaxsok.Collection(tables, features) if num_shards is None else programs.over(num_shards, tables, features)
+    if num_shards is None:
+        return jaxsok.Collection(tables, features)
+    axis_type = AxisType.Explicit if num_shards == 2 else AxisType.Auto
+    return programs.over(num_shards, tables, features, axis_type=axis_type)
 
 
 def stats_of_lookup(collection, state, keys):

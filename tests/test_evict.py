@@ -14,6 +14,7 @@ import programs
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.sharding import AxisType
 
 import jaxsok
 from jaxsok import evict, grow, policies
@@ -479,6 +480,51 @@ def test_nothing_changes_if_the_caller_refuses_while_another_store_grows():
     assert [store.capacity for store in state.stores] == [64, 128]
 
 
+@pytest.mark.parametrize("start", [2**31 - 3, 2**32 - 4])
+@pytest.mark.parametrize("num_shards", [1, 2])
+def test_rows_are_ranked_where_the_step_ends(start, num_shards):
+    """Six steps across an end: the least recently used leave, never the newest; ages do not turn around."""
+    sgd = jaxsok.optim.sgd(0.5)
+    tables = [
+        jaxsok.TableSpec("ranked", 4, sgd, capacity=64, eviction=LeastRecentlyUsed()),
+        jaxsok.TableSpec("timed", 2, sgd, capacity=64, eviction=TimeToLive(2)),
+        jaxsok.TableSpec("counted", 3, sgd, capacity=64, eviction=LeastFrequentlyUsed()),
+    ]
+    collection = programs.over(num_shards, tables, [jaxsok.FeatureSpec(table.name, table.name) for table in tables])
+    state = collection.init(seed=0)
+    state = dataclasses.replace(state, step=jax.device_put(jnp.uint32(start), state.step.sharding))
+    last_step = {}
+    for i in range(6):
+        keys = np.array([100 + i, 50 - i])  # the order of keys is not that of steps
+        embeddings, state, plan = collection.lookup(state, collection.batch({t.name: keys for t in tables}).features)
+        last_step |= dict.fromkeys(keys.tolist(), int(state.step))
+        state, _ = collection.update(state, plan, embeddings)
+        assert int(state.step) == min(start + i + 1, 2**32 - 1)
+    assert list(last_step.values()) == [min(start + i // 2, 2**32 - 1) for i in range(12)]
+    state, _ = collection.evict(state, num_rows=4)
+    left = {table.name: set(collection.export_table(state, table.name)["keys"].tolist()) for table in tables}
+    ranked = sorted(last_step, key=lambda key: (last_step[key], key))
+    if num_shards == 1:  # shards keep equal shares
+        assert left["ranked"] == left["counted"] == set(ranked[-4:])
+    oldest = min(last_step[key] for key in left["ranked"])
+    assert oldest >= min(start + 3, 2**32 - 1) and {105, 45} & left["ranked"]
+    assert left["timed"] == {key for key in last_step if int(state.step) - last_step[key] <= 2}
+
+
+@pytest.mark.parametrize("now", [2**31 - 1, 2**31, 2**32 - 2, 2**32 - 1])
+def test_clocks_of_the_users_own_at_the_ends(now):
+    """Last uses and ages are plain unsigned numbers."""
+    tables = [jaxsok.TableSpec("timed", 2, jaxsok.optim.sgd(0.5), capacity=64, eviction=TimeToLive(5))]
+    collection = jaxsok.Collection(tables, [jaxsok.FeatureSpec("timed", "timed")])
+    state = collection.init(seed=0)
+    for age in (0, 5, 6, 2**30):
+        _, state, _ = collection.lookup(state, collection.batch({"timed": np.array([age])}).features, clock=now - age)
+    ranked, _ = collection.evict(jax.tree.map(jnp.copy, state), "timed", LeastRecentlyUsed(), num_rows=2, clock=now)
+    assert collection.export_table(ranked, "timed")["keys"].tolist() == [0, 5]
+    state, _ = collection.evict(state, clock=now)
+    assert sorted(collection.export_table(state, "timed")["keys"].tolist()) == [0, 5]
+
+
 def test_each_store_goes_by_its_own_policy():
     """Stores that rank keep the budget, the others lose what is too old; a budget is wanted as soon as one ranks."""
     sgd = jaxsok.optim.sgd(0.5)
@@ -650,10 +696,11 @@ def test_shards_share_a_budget(num_shards, num_rows):
     ]
 
 
-def test_a_mesh_of_one_device():
-    """Is one device."""
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+def test_a_mesh_of_one_device(axis_type):
+    """Is one device, also where the axes of its mesh are part of types."""
     tables = [jaxsok.TableSpec("user", DIM, jaxsok.optim.sgd(0.1), capacity=32, eviction=LeastRecentlyUsed())]
-    collection = programs.over(1, tables, [jaxsok.FeatureSpec("user", "user")])
+    collection = programs.over(1, tables, [jaxsok.FeatureSpec("user", "user")], axis_type=axis_type)
     statistics = {key: (key % 5, 0) for key in range(20)}
     state = filled(collection, {"user": list(statistics)}, {"user": statistics})
     state, evicted = collection.evict(state, num_rows=7)

@@ -423,6 +423,33 @@ def test_adagrad_decay_is_exact(decay_step, decay_rate, uses):
     np.testing.assert_allclose(rows[0], row, rtol=1e-4, atol=1e-6)
 
 
+EDGES = (2**31 - 2, 2**31 - 1, 2**31, 2**32 - 2, 2**32 - 1)  # of a step: int32 ends, uint32 ends
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if "decay_step" not in CASES[name].optimizer.__dict__])
+def test_late_steps_are_like_those_of_a_million(name):
+    """Bias corrections have long become 1: what a step makes of rows no longer depends on its number."""
+    optimizer = CASES[name].optimizer
+    rows, states = jnp.asarray(some_rows()), initial_states(optimizer, NUM_KEYS)
+    late = [
+        step_rows(optimizer, rows, states, rows + 1, jnp.ones(NUM_KEYS), step, learning_rate=0.1)
+        for step in (10**6, *EDGES)
+    ]
+    for new in late:
+        jax.tree.map(np.testing.assert_array_equal, new, late[0])
+        assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(new))
+
+
+@pytest.mark.parametrize("decay_step", [1, 2, 3, 100_000, 2**31 - 1, 2**31, 2**32 - 1])
+def test_decays_are_counted_to_the_last_step(decay_step):
+    """Those due by update step + 1, whose number may be 2**32."""
+    optimizer = optim.adagrad_decay(0.1, 0.2, decay_step, 0.5)
+    for step in (0, decay_step - 2, decay_step - 1, decay_step, *EDGES):
+        if 0 <= step < 2**32:
+            _, num_due = optimizer.hyper(jnp.uint32(step), 0.1)
+            assert num_due == np.float32((step + 1) // decay_step)
+
+
 def test_adagrad_decay_with_another_decay_step():
     """A state that had more decays than the new declaration knows of neither grows nor stays undecayed."""
     optimizer = optim.adagrad_decay(0.1, 0.2, 10, 0.5)

@@ -18,7 +18,7 @@ from jaxsok.checkpoint.save import admission_of
 from jaxsok.checkpoint.source import OptimizerState, Source
 from jaxsok.collection import Collection
 from jaxsok.plan import owners_of
-from jaxsok.shards import Shards
+from jaxsok.shards import Shards, local_parts
 from jaxsok.specs import StoreSpec
 from jaxsok.store import State, StoreState
 from jaxsok.types import COUNTERS
@@ -225,7 +225,7 @@ def _with_bloom(source: Source, collection: Collection, state: State, s: int, nu
         )
     (bloom,) = state.stores[s].bloom
     blocks = {}
-    for shard, part in _local_parts(bloom, spec).items():
+    for shard, part in local_parts(bloom, spec.num_shards).items():
         counters = np.array(part).view(np.uint8)
         counters[begin : begin + size] = 0
         if is_same:
@@ -233,10 +233,3 @@ def _with_bloom(source: Source, collection: Collection, state: State, s: int, nu
             counters[begin : begin + size] = words.view(np.uint8)[old_begin : old_begin + old_size]
         blocks[shard] = counters.view(np.uint32)
     return _with_store(state, s, bloom=(_put(collection, blocks.__getitem__),))
-
-
-def _local_parts(array: Any, spec: StoreSpec) -> dict[int, Any]:
-    """The parts of a split array that this process has, by shard."""
-    size = array.shape[0] // spec.num_shards
-    parts = {(part.index[0].start or 0) // size: part.data for part in array.addressable_shards}
-    return {shard: parts[shard] for shard in sorted(parts)}

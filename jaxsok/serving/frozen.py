@@ -22,6 +22,7 @@ from jaxsok.kernels import table as kernels
 from jaxsok.records import Records
 from jaxsok.serving import quantize
 from jaxsok.serving.row_map import RowMap, buckets_of
+from jaxsok.shards import without_mesh
 from jaxsok.specs import StoreSpec, TableSpec
 from jaxsok.store import State
 from jaxsok.types import COUNTERS, MAX_DIM, NO_ROW, ROW_DTYPES
@@ -285,6 +286,7 @@ def freeze(
     return freeze_records(sources, spare_rows=spare_rows, device=device)[0]
 
 
+@without_mesh
 def freeze_records(
     sources: Sequence[tuple[FrozenTable, RecordSource]], *, spare_rows: int = 0, device: Any = None
 ) -> tuple[FrozenTables, tuple[RowMap, ...]]:
