@@ -267,10 +267,10 @@ def test_law_5_counts_do_not_depend_on_the_mesh(case):
 
 @pytest.mark.parametrize("case", CASE_PARAMS)
 def test_law_3_two_runs_on_a_mesh_give_the_same_bits(case):
-    """Embeddings of every step and all of the state; the order of entries in the index is left out on a GPU."""
+    """Embeddings of every step and all of the state; what depends on the salts that init draws is left out."""
     collection, state, results = trained(*case)
     again, other = train(collection, case[1], case[-1])
-    programs.assert_same_state(state, again, index=jax.default_backend() == "cpu")
+    programs.assert_same_state(state, again, index=False)
     for a, b in zip(jax.tree.leaves(results), jax.tree.leaves(other), strict=True):
         np.testing.assert_array_equal(programs.bits(a), programs.bits(b))
 
