@@ -39,8 +39,14 @@ hypothesis.settings.register_profile("gpu", max_examples=100, stateful_step_coun
 hypothesis.settings.register_profile("long", max_examples=1000, stateful_step_count=50, **_SETTINGS)
 
 
-def pytest_configure():
-    """Loads a Hypothesis profile (JAXSOK_PROFILE: ci, gpu or long); marks and warnings are set in pyproject.toml."""
+@pytest.hookimpl(trylast=True)
+def pytest_configure(config):
+    """Loads a Hypothesis profile (JAXSOK_PROFILE: ci, gpu or long), and makes warnings errors.
+
+    In pyproject.toml this would end the run as soon as any plugin that happens to be installed warns while it is
+    configured, as pytest-benchmark does where there are several workers.
+    """
+    config.addinivalue_line("filterwarnings", "error")
     hypothesis.settings.load_profile(os.environ.get("JAXSOK_PROFILE", "ci"))
 
 
