@@ -1739,17 +1739,24 @@ def test_predictions_of_an_exported_model(tmp_path):
         ]
         assert got.json()["outputs"]["bags"] == [one.tolist() for one in sums]
         assert got.json()["outputs"]["scores"] == [one.sum() * row[0] for one, row in zip(sums, dense, strict=True)]
+        return user["values"]
 
     with cases.serving(session_lib.open(config), max_delay_ms=20) as found:
         with httpx.Client(base_url=found.address, timeout=60) as client:
             with concurrent.futures.ThreadPoolExecutor(8) as threads:
-                for asked in [threads.submit(ask, client, seed) for seed in range(24)]:
-                    asked.result()
+                asked = [one.result() for one in [threads.submit(ask, client, seed) for seed in range(24)]]
             refused = client.post(PREDICT, json={"inputs": {"user": [[1]], "dense": [[1, 2]]}})
             assert refused.status_code == 400 and "[samples, 1]" in refused.text
             samples = samples_of(client.get("/metrics").text)
             assert samples["jaxsok_batch_requests_sum", "predict", "ranker"] == 24
             assert samples["jaxsok_batch_requests_count", "predict", "ranker"] < 24, "no two requests shared a call"
+            keys = list(itertools.chain.from_iterable(asked))
+            num_found = sum(key <= 40 for key in keys)
+            assert samples["jaxsok_session_predicts_total", "ranker"] > 0
+            assert samples["jaxsok_session_keys_total", "ranker"] == len(keys) > 0
+            assert samples["jaxsok_session_hits_total", "ranker"] == num_found > 0
+            assert samples["jaxsok_session_missing_total", "ranker"] == len(keys) - num_found > 0
+            assert samples["jaxsok_session_hit_rate", "ranker"] == num_found / len(keys)
 
 
 def test_results_of_a_whole_batch_are_of_one_client(tmp_path):

@@ -352,6 +352,8 @@ OLDER = {
         "max_get_batch_size": 10_000,
         "max_set_batch_size": 10_000,
         "refresh_time_after_fetch": False,
+        "partition_overflow_margin": 5_000_000,
+        "partition_overflow_resolution_target": 0.8,
     },
     "persistent_db": {"max_get_batch_size": 10_000, "max_set_batch_size": 10_000},
     "update_source": {"max_receive_buffer_size": 2000},

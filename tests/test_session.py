@@ -1,5 +1,6 @@
 """Sessions: what a configuration opens answers as the dicts that its folders were written from."""
 
+import collections
 import dataclasses
 import gc
 import itertools
@@ -644,6 +645,77 @@ def test_a_refresh_that_fails_is_logged_and_tried_again(folders, monkeypatch, ca
     assert not served._clock.is_alive()
 
 
+def asked_of(rng, number):
+    """Keys of a lookup by table, or the inputs of a prediction."""
+    if number % 2:
+        return {name: rng.integers(-2, 75, (number, 3)) for name in DIMS if number % 3 or name != "item"}
+    return request(int(rng.integers(0, 12)), seed=number)
+
+
+def read_of(asked):
+    """The keys that are read of each table: of a prediction those of the inputs that look it up."""
+    if "bag" in asked:
+        begin, end = asked["bag"].offsets[0], asked["bag"].offsets[-1]
+        asked = {"user": asked["user"], "ad": asked["bag"].keys[begin:end]}
+    return {name: [int(key) % 2**64 for key in keys.reshape(-1)] for name, keys in asked.items()}
+
+
+@pytest.mark.parametrize("tier", [{}, {"gpucache": False}, {"fuse_embedding_table": False}])
+def test_all_keys_that_are_read_are_counted(folders, artifacts, tier):
+    """Of lookups and predictions: keys that are there, keys that are not, and padding, by table; each occurrence."""
+    wanted = {name: collections.Counter(keys=0, hits=0, missing=0, padding=0) for name in DIMS}
+    rng = np.random.default_rng(0)
+    part = {**request(3), "bag": jaxsok.Bags(np.array([0, 1, 7, 2, 3]), offsets=np.array([1, 1, 3, 4]))}
+    model = model_of(folders, max_batch_size=12, dense_file=artifacts[0], **tier)
+    with open(config_of(model), warm_up=False) as session:
+        for number in range(1, 10):
+            asked = part if number == 8 else asked_of(rng, number)
+            (session.predict if "bag" in asked else session.lookup)(asked)
+            for name, keys in read_of(asked).items():
+                for key in keys:
+                    kind = "padding" if key == 2**64 - 1 else "hits" if key in CONTENT[name] else "missing"
+                    wanted[name].update(["keys", kind])
+        stats = session.stats()
+    assert (stats["lookups"], stats["predicts"]) == (5, 4)
+    for name, one in wanted.items():
+        assert {kind: stats["tables"][name][kind] for kind in one} == one, name
+    total = sum(wanted.values(), collections.Counter())
+    assert {kind: stats[kind] for kind in total} == total and min(total.values()) > 0
+    assert stats["hit_rate"] == total["hits"] / (total["hits"] + total["missing"])
+
+
+@pytest.mark.parametrize("threshold", [1.1, 0.0])
+@pytest.mark.parametrize("is_fused", [True, False])
+def test_all_keys_that_are_read_over_a_cache_are_counted(folders, artifacts, is_fused, threshold):
+    """By table: occurrences, and of the distinct keys of each call those that the cache has, and those no tier has."""
+    names = ("keys", "padding", "distinct", "hits", "misses", "missing")
+    wanted, cached = (
+        {name: collections.Counter(dict.fromkeys(names, 0)) for name in DIMS},
+        {name: set() for name in DIMS},
+    )
+    options = {"gpucacheper": 0.9, "hit_rate_threshold": threshold, "fuse_embedding_table": is_fused}
+    model = model_of(folders, max_batch_size=12, dense_file=artifacts[0], **options)
+    rng = np.random.default_rng(0)
+    with open(config_of(model), warm_up=False) as session:
+        for number in range(1, 10):
+            asked = asked_of(rng, number)
+            (session.predict if "bag" in asked else session.lookup)(asked)
+            session._models["dlrm"].cache.drain()
+            for name, keys in read_of(asked).items():
+                distinct = set(keys) - {2**64 - 1}
+                misses = distinct - cached[name]
+                found = {key for key in misses if key in CONTENT[name]}
+                cached[name] |= found
+                counts = len(keys), keys.count(2**64 - 1), len(distinct), len(distinct - misses), len(misses)
+                wanted[name].update(dict(zip(names, (*counts, len(misses - found)), strict=True)))
+        stats = session.stats()
+    for name, one in wanted.items():
+        assert {kind: stats["tables"][name][kind] for kind in names} == one, name
+        assert stats["tables"][name]["hit_rate"] == one["hits"] / one["distinct"]
+    total = sum(wanted.values(), collections.Counter())
+    assert {kind: stats[kind] for kind in names} == total and min(total.values()) > 0
+
+
 @pytest.mark.parametrize("warm_up", [True, False])
 def test_counts_of_a_cache(folders, warm_up):
     """By table as of other tiers, without what warms up."""
@@ -657,7 +729,8 @@ def test_counts_of_a_cache(folders, warm_up):
         assert (stats["hits"], stats["misses"], stats["cache"]["lookups"]) == (1, 4, 2)
         user, ad = stats["tables"]["user"], stats["tables"]["ad"]
         assert (user["keys"], user["padding"], ad["keys"], ad["padding"]) == (5, 1, 1, 0)
-        assert not {"hits", "missing", "hit_rate"} & user.keys(), "the cache counts them of all tables together"
+        assert (user["hits"], user["misses"], user["missing"]) == (1, 3, 1)
+        assert (ad["hits"], ad["misses"], ad["missing"], ad["hit_rate"]) == (0, 1, 1, 0.0)
 
 
 def test_a_cache_is_filled_by_the_hotness_of_hps(tmp_path):

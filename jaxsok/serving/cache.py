@@ -125,6 +125,16 @@ class CacheStats:
         return self.hits / self.distinct if self.distinct else 1.0
 
 
+@dataclasses.dataclass
+class TableCounts:
+    """What became of the keys of one table since the cache was made, as of `CacheStats`."""
+
+    distinct: int = 0
+    hits: int = 0
+    misses: int = 0
+    missing: int = 0
+
+
 class DeviceCache:
     """Some rows on the device over a source of all; looked up by many threads. Close it.
 
@@ -219,6 +229,7 @@ class DeviceCache:
         self._query_sizes: frozenset[tuple[int, ...]] = frozenset()  # of `lookup` that are compiled
         self._counting = threading.Lock()
         self._stats = CacheStats()
+        self._of_tables = {name: TableCounts() for name in source.tables}
         self._changing = threading.Lock()  # one refresh or swap at a time
         self._background = Background(self._fetch_later, max_pending)
 
@@ -276,6 +287,11 @@ class DeviceCache:
         """A copy of the counts."""
         with self._counting:
             return dataclasses.replace(self._stats)
+
+    def table_counts(self) -> dict[str, TableCounts]:
+        """A copy of the counts of each table."""
+        with self._counting:
+            return {name: dataclasses.replace(counts) for name, counts in self._of_tables.items()}
 
     def lookup(self, keys: Mapping[str, Any]) -> CachedRows:
         """The rows of keys; those that the cache does not have by the rule of the threshold.
@@ -595,19 +611,20 @@ class DeviceCache:
         if fetched:
             self._insert({name: (one.keys, one.rows) for name, one in fetched.items()}, found.epoch)
         is_taken = not later or self._background.offer(later)
-        num_fetched = sum(len(found.missed[name][1]) for name in fetched)
+        num_missed = {name: len(keys) for name, (_, keys) in found.missed.items()}
         self._count(
             lookups=1,
             keys=asked.num_keys,
-            distinct=found.num_distinct,
-            hits=found.num_distinct - found.num_missed,
-            misses=found.num_missed,
             sync=len(fetched),
             background=len(later),
             dropped=0 if is_taken else len(later),
-            fetched=num_fetched,
-            missing=num_fetched - sum(len(one.keys) for one in fetched.values()),
+            fetched=sum(num_missed[name] for name in fetched),
         )
+        for name, num_distinct in found.num_distinct.items():
+            misses, gone = num_missed.get(name, 0), 0
+            if name in fetched:
+                gone = misses - len(fetched[name].keys)
+            self._count_table(name, distinct=num_distinct, hits=num_distinct - misses, misses=misses, missing=gone)
         return found, fetched
 
     def _query(self, asked: Asked, operands: Any, is_expanded: bool) -> Found:
@@ -702,9 +719,9 @@ class DeviceCache:
                 LOG.exception("DeviceCache: rows of tables %s could not be fetched; their keys miss again", names)
                 return
             self._insert(rows, epoch)
-            num_fetched = sum(map(len, missed.values()))
-            num_found = sum(len(keys) for keys, _ in rows.values())
-            self._count(fetched=num_fetched, missing=num_fetched - num_found)
+            self._count(fetched=sum(map(len, missed.values())))
+            for name, keys in missed.items():
+                self._count_table(name, missing=len(keys) - len(rows[name][0]))
             return
 
     # Changes of the stores -------------------------------------------------------------------------------------------
@@ -975,6 +992,14 @@ class DeviceCache:
         with self._counting:
             for name, number in more.items():
                 setattr(self._stats, name, getattr(self._stats, name) + number)
+
+    def _count_table(self, table: str, **more: int) -> None:
+        """Counts keys of a table, and of all tables together."""
+        self._count(**more)
+        with self._counting:
+            counts = self._of_tables[table]
+            for name, number in more.items():
+                setattr(counts, name, getattr(counts, name) + number)
 
 
 def cached_spec(tables: Iterable[FrozenTable]) -> FrozenSpec:

@@ -230,7 +230,15 @@ VOLATILE_KEYS: dict[str, Key] = {
     "cache_missed_embeddings": Key(_BOOL, reason="there is no database below whose rows could be lifted"),
     "update_filters": Key(_list(_TEXT, "a list of strings"), reason="there is no update_source"),
     **_OLDER_OF_DATABASES,
-    **{name: Key(_ANY, reason=_OLDER) for name in ("algorithm", "refresh_time_after_fetch")},
+    **{
+        name: Key(_ANY, reason=_OLDER)
+        for name in (
+            "algorithm",
+            "refresh_time_after_fetch",
+            "partition_overflow_margin",
+            "partition_overflow_resolution_target",
+        )
+    },
 }
 _NO_PERSISTENT = "persistent_db is disabled"
 PERSISTENT_KEYS: dict[str, Key] = {

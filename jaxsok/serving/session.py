@@ -210,11 +210,12 @@ class Session:
           model: its name; None, if there is one.
 
         Returns:
-          `version` and `source` (the folders of its tables); `lookups`, `predicts`, `updates`; of lookups `keys`,
-          `hits`, `missing` (not there), `padding` and `hit_rate`; `bytes` of the device and `host_bytes`; and
-          `tables`: the same of each. Where rows are cached, `hits`, `misses` and `missing` are of distinct keys and of
-          all tables together: hits are keys that the cache had, missing those of its misses that no tier has; of
-          each table there are `keys` and `padding`. What warms up is not counted.
+          `version` and `source` (the folders of its tables); `lookups`, `predicts`, `updates`; of the keys that lookups
+          and predictions read `keys`, `hits`, `missing`, `padding` and `hit_rate`; `bytes` of the device and
+          `host_bytes`; and `tables`: the same of each. Keys of a prediction are those of the inputs by which the model
+          looks up the table, each once for each such table; keys that a model works out are not counted. Where rows are
+          cached, `distinct`, `hits`, `misses` and `missing` are of distinct keys of each call: hits are keys that the
+          cache had, missing those of its misses that no tier has. What warms up is not counted.
         """
         return self._served("stats", model).stats()
 
