@@ -540,7 +540,7 @@ def test_a_base_that_says_nothing_of_its_lineage_is_taken_with_a_warning(tmp_pat
     collection = two()
     state = train(collection, collection.init(seed=1), 1)
     checkpoint.export_full(tmp_path / "full", collection, state)
-    body = manifest._unsealed("test", tmp_path / "full" / manifest.NAME)
+    body = manifest.read("test", tmp_path / "full")
     del body["lineage"]
     (tmp_path / "full" / manifest.NAME).write_text(manifest._sealed(body))
     state = train(collection, checkpoint.load(tmp_path / "full", collection), 1)
