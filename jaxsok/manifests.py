@@ -137,12 +137,12 @@ def optional(item: Check) -> Check:
     return lambda value: None if value is None else item(value)
 
 
-def list_of(item: Check, most: int | None = None) -> Check:
+def list_of(item: Check) -> Check:
     """A list of alike items."""
 
     def check(value: Any) -> None:
-        if not isinstance(value, list) or (most is not None and len(value) > most):
-            raise Wrong(value, "a list" if most is None else f"a list of at most {most}")
+        if not isinstance(value, list):
+            raise Wrong(value, "a list")
         _check_all((place, item, one) for place, one in enumerate(value))
 
     return check

@@ -372,11 +372,16 @@ def test_what_is_no_manifest_is_refused(tmp_path, content, message):
         checkpoint.load(tmp_path, two())
 
 
-def test_a_manifest_beyond_any_size_is_not_read(tmp_path, monkeypatch):
+def test_a_manifest_beyond_any_size_is_neither_written_nor_read(tmp_path, monkeypatch):
+    collection = two()
+    state = train(collection, collection.init(seed=1), 1)
     monkeypatch.setattr("jaxsok.manifests.MOST_BYTES", 1000)
     (tmp_path / "manifest.json").write_bytes(b" " * 1001)
     with pytest.raises(checkpoint.CorruptFileError, match="byte 1000: got 1001 bytes, more than any manifest has"):
-        checkpoint.load(tmp_path, two())
+        checkpoint.load(tmp_path, collection)
+    with pytest.raises(ValueError, match=r"piece_bytes: got a manifest of \d+ bytes, wanted at most 1000: .* larger"):
+        checkpoint.export_full(tmp_path / "full", collection, state)
+    assert [path.name for path in tmp_path.iterdir()] == ["manifest.json"]
 
 
 @pytest.mark.parametrize("kind", ["files", "tombstones"])
@@ -540,7 +545,7 @@ def test_a_base_that_says_nothing_of_its_lineage_is_taken_with_a_warning(tmp_pat
     collection = two()
     state = train(collection, collection.init(seed=1), 1)
     checkpoint.export_full(tmp_path / "full", collection, state)
-    body = manifest._unsealed("test", tmp_path / "full" / manifest.NAME)
+    body = manifest.read("test", tmp_path / "full")
     del body["lineage"]
     (tmp_path / "full" / manifest.NAME).write_text(manifest._sealed(body))
     state = train(collection, checkpoint.load(tmp_path / "full", collection), 1)

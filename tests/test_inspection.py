@@ -537,6 +537,9 @@ def test_other_files_declare_nothing(tmp_path):
         ("tables.yaml", b"", r"\*.yaml"),
         ("tables.json", b"{", "got no JSON"),
         ("tables.toml", b"\xff", "got no TOML"),
+        ("deep.json", b"[" * 100_000, "got no JSON"),
+        ("deep.toml", b"a = " + b"[" * 100_000, "got no TOML"),
+        ("digits.json", b"1" * 5000, "got no JSON"),
         ("list.json", b"[]", "wanted fields"),
     ):
         (tmp_path / name).write_bytes(content)

@@ -788,6 +788,19 @@ def test_two_writers_of_one_name_do_not_share_a_file(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["emb_vector", "key"]
 
 
+def test_files_that_another_writer_left_meanwhile_go_too(tmp_path):
+    """State that was written while rows alone were: it would not fit them."""
+
+    def chunks():
+        yield made([1], 2)
+        sok.write_sok(tmp_path, "user", made([3, 4], 2, {"m": 2, "v": 2}), optimizer="adam", overwrite=True)
+        yield made([2], 2)
+
+    sok.write_sok(tmp_path, "user", chunks(), overwrite=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["user-key", "user-weight"]
+    assert by_key(sok.read_sok(tmp_path, "user", dim=2)) == by_key([made([1, 2], 2)])
+
+
 @pytest.fixture(scope="module")
 def writers(tmp_path_factory):
     """Two processes that write what they are told, and their folder."""

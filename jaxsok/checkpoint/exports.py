@@ -200,7 +200,8 @@ def _export(
     folder = published.unfinished(final, token)
     is_first = jax.process_index() == 0
     with processes.together(op):
-        if os.path.lexists(final):
+        # The first one alone: another host's network file system would remember that there is no such name.
+        if is_first and os.path.lexists(final):
             raise FileExistsError(f'{op}: path: got "{final}", which exists, wanted a new one.')
         if is_first and (others := published.left_behind(final)):
             LOG.warning(

@@ -193,7 +193,13 @@ def rows_by_partition(tables: Sequence[Mapping[str, Any]]) -> np.ndarray:
 def _sealed(body: dict[str, Any]) -> str:
     """JSON with a checksum of its own, a line for each part."""
     lines = [f"{json.dumps(name)}: {json.dumps(value)}" for name, value in body.items()]
-    return "{\n" + ",\n".join([f'"checksum": {zlib.crc32(_canonical(body))}', *lines]) + "\n}\n"
+    sealed = "{\n" + ",\n".join([f'"checksum": {zlib.crc32(_canonical(body))}', *lines]) + "\n}\n"
+    if len(sealed) > manifests.MOST_BYTES:
+        raise ValueError(
+            f"save: piece_bytes: got a manifest of {len(sealed)} bytes, wanted at most {manifests.MOST_BYTES}: it "
+            "tells of each batch of rows; pass larger piece_bytes, so that they are fewer."
+        )
+    return sealed
 
 
 def _canonical(body: Mapping[str, Any]) -> bytes:
@@ -314,7 +320,7 @@ _FORM = entries(
         "dtype": manifests.one_of(("float32", "float16", "bfloat16")),
         "optimizer": text(),
         "state_form": text(),
-        "states": list_of(tuple_of(text(".+", "a name"), _DIM, number), 64),
+        "states": list_of(tuple_of(text(".+", "a name"), _DIM, number)),
         "statistics": manifests.boolean,
     }
 )
@@ -336,7 +342,7 @@ _ARRAY = manifests.also(
     entries(
         {
             "dtype": manifests.one_of(_DTYPES),
-            "shape": list_of(integer(0, 2**31), 8),
+            "shape": list_of(integer(0, 2**31)),
             "data": text(most=manifests.MOST_BYTES),
         }
     ),
@@ -348,7 +354,7 @@ _STORE = entries(
         "salt": tuple_of(_WORD, _WORD),
         "generation": _WORD,
         "is_replicated": manifests.boolean,
-        "globals": list_of(_ARRAY, 64),
+        "globals": list_of(_ARRAY),
         "bloom_segments": list_of(tuple_of(_SIZE, _SIZE)),
         "num_evicted": list_of(_COUNT),
     }

@@ -446,7 +446,8 @@ def _checksum(batch: Any) -> int:
         numbers = column.flatten() if field.name == "row" or field.name.startswith("state.") else column
         checksum = zlib.crc32(f"{field.name} {field.type} {column.null_count} ".encode(), checksum)
         if not column.null_count and not numbers.null_count:
-            checksum = zlib.crc32(np.ascontiguousarray(numbers.to_numpy(zero_copy_only=False)).view(np.uint8), checksum)
+            numbers = np.ascontiguousarray(numbers.to_numpy(zero_copy_only=False))
+            checksum = zlib.crc32(numbers.view(np.uint8).data, checksum)
     return checksum
 
 

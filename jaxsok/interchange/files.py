@@ -148,7 +148,12 @@ class PartialFiles:
     """
 
     def __init__(
-        self, op: str, paths: Sequence[pathlib.Path], *, overwrite: bool, stale: Sequence[pathlib.Path] = ()
+        self,
+        op: str,
+        paths: Sequence[pathlib.Path],
+        *,
+        overwrite: bool,
+        stale: Callable[[], Sequence[pathlib.Path]] = tuple,
     ) -> None:
         """Refuses what is there already, unless it may be overwritten, and what is no file.
 
@@ -156,16 +161,19 @@ class PartialFiles:
           op: named in errors.
           paths: of the files.
           overwrite: whether files of these names may go.
-          stale: other files of the same export, which would not fit the new ones.
+          stale: finds other files of the same export, which would not fit the new ones; called now and at the end.
         """
-        refuse_existing(op, [*paths, *stale], overwrite)
-        self._op, self._overwrite = op, overwrite
-        self._paths, self._stale = tuple(paths), tuple(path for path in stale if path not in paths)
+        self._op, self._overwrite, self._paths, self._find_stale = op, overwrite, tuple(paths), stale
+        refuse_existing(op, [*self._paths, *self._stale], overwrite)
         # Two writers of one name must not write into one file.
         end = f".{secrets.token_hex(4)}.partial"
         self._partials = tuple(path.with_name(path.name + end) for path in self._paths)
         self._files: list[IO[bytes]] = []
         self._require_removable()
+
+    @property
+    def _stale(self) -> list[pathlib.Path]:
+        return [path for path in self._find_stale() if path not in self._paths]
 
     def __enter__(self) -> list[IO[bytes]]:
         """The open files, in the order of the paths."""
@@ -208,9 +216,10 @@ class PartialFiles:
         (partial_of_first, *partials) = self._partials
         try:
             if self._overwrite and (others or self._stale):
+                stale = self._stale  # while `first` can be asked whose they are
                 first.unlink(missing_ok=True)
                 published.sync(first.parent)
-                for path in self._stale:
+                for path in stale:
                     path.unlink(missing_ok=True)
             for partial, path in zip([*partials, partial_of_first], [*others, first], strict=True):
                 (os.replace if self._overwrite else published.place_new)(partial, path)

@@ -56,7 +56,9 @@ def write_hps(path: str | os.PathLike, records: RecordsIn, *, hotness: bool = Fa
         raise ValueError("write_hps: hotness: got True with records without frequency, wanted records with it.")
     paths, num_rows = _paths(path), 0
     key, rows, meta = paths
-    with PartialFiles("write_hps", paths if hotness else [key, rows], overwrite=overwrite, stale=[meta]) as opened:
+    with PartialFiles(
+        "write_hps", paths if hotness else [key, rows], overwrite=overwrite, stale=lambda: [meta]
+    ) as opened:
         for chunk in chunks:
             files.write_array(opened[0], chunk.keys.view(np.int64).astype(_KEY, copy=False))
             numbers = files.narrowed("write_hps", "records.rows", chunk.rows, np.dtype(np.float32))

@@ -27,14 +27,14 @@ from jaxtyping import Array
 
 import jaxsok
 from jaxsok import keys as keys_lib
-from jaxsok import published
+from jaxsok import manifests, published
 from jaxsok.features import Bags
 from jaxsok.initializers import InitialRows
 from jaxsok.kernels import library
 from jaxsok.serving import key_paths
 from jaxsok.serving.errors import RequestError, ServingError, UnknownTableError
 from jaxsok.serving.frozen import FrozenSpec, FrozenStore, FrozenTable, FrozenTables
-from jaxsok.types import COUNTERS, PADDING_KEY
+from jaxsok.types import COUNTERS, MAX_DIM, PADDING_KEY
 
 __all__ = [
     "ArrayInput",
@@ -265,7 +265,8 @@ def export_model(
       The model is traced and lowered once.
 
     Example:
-      >>>       >>> from jaxsok import Records
+      >>> import tempfile
+      >>> from jaxsok import Records
       >>> from jaxsok.serving import frozen
       >>> from jaxsok.serving.fused import lookup
       >>> records = Records(np.array([7, 9], np.uint64), np.array([[1.0], [2.0]], np.float32))
@@ -455,6 +456,44 @@ def _table_to_json(table: FrozenTable) -> dict[str, Any]:
 def _table_from_json(value: dict[str, Any], dim: Any, dtype: Any) -> FrozenTable:
     initial = InitialRows.from_json(value["initial"]) if "initial" in value else None
     return FrozenTable(value["name"], dim, value["default"], dtype, initial)
+
+
+def _size_of_axis(value: Any) -> None:
+    """A number, or a formula of the batch size."""
+    (manifests.text() if isinstance(value, str) else manifests.integer())(value)
+
+
+def _check_initial(value: Any) -> None:
+    try:
+        InitialRows.from_json(value)
+    except (KeyError, TypeError, ValueError) as error:
+        raise manifests.Wrong(value, f"what InitialRows.to_json gives ({error})") from error
+
+
+_NAME = manifests.text(".+", "a name")
+_MODEL = manifests.entries(
+    {
+        "jax": manifests.text(),
+        "inputs": manifests.list_of(manifests.entries({"name": _NAME, "kind": manifests.one_of(tuple(_KINDS))})),
+        "outputs": manifests.list_of(
+            manifests.entries({"name": _NAME, "shape": manifests.list_of(_size_of_axis), "dtype": manifests.text()})
+        ),
+        "stores": manifests.list_of(
+            manifests.entries(
+                {
+                    "dim": manifests.integer(1, MAX_DIM),
+                    "dtype": manifests.text(),
+                    "tables": manifests.list_of(
+                        manifests.entries({"name": _NAME, "default": manifests.number}, {"initial": _check_initial})
+                    ),
+                }
+            )
+        ),
+        "program": manifests.entries({"bytes": manifests.integer(), "sha256": manifests.text()}),
+    },
+    {"lookups": manifests.by_name(manifests.optional(manifests.list_of(_NAME)))},
+)
+"""What a manifest has; the rest of an input is checked where it is made."""
 
 
 def _input_to_json(spec: InputSpec) -> dict[str, Any]:
@@ -696,21 +735,16 @@ def _read_manifest(op: str, path: pathlib.Path) -> dict[str, Any]:
         raise FileNotFoundError(f"{op}: path: got {path}, where there is no folder, wanted one of export_model.")
     if not file.is_file():
         raise ArtifactError(f"{op}: {path}: got a folder without {MANIFEST}, wanted one of export_model.")
-    try:
-        manifest = json.loads(file.read_bytes())
-    except (UnicodeDecodeError, ValueError, RecursionError) as error:
-        raise ArtifactError(
-            f"{op}: {file}: got no JSON ({error}), wanted what export_model writes; damaged?"
-        ) from error
-    got = manifest.get("format") if isinstance(manifest, dict) else type(manifest).__name__
-    if got != FORMAT:
-        raise ArtifactError(f"{op}: {file}: got format {got!r}, wanted {FORMAT!r}.")
+    manifest = manifests.parsed(op, file, ArtifactError)
+    if manifest.get("format") != FORMAT:
+        raise ArtifactError(f"{op}: {file}: got format {manifest.get('format')!r}, wanted {FORMAT!r}.")
     if manifest.get("version") != VERSION:
         raise ArtifactError(
             f"{op}: {file}: got version {manifest.get('version')!r}, wanted {VERSION}; export again, or update jaxsok."
         )
     if manifest.get("sha256") != _digest(manifest):
         raise ArtifactError(f"{op}: {file}: got another checksum than it names; it was changed.")
+    manifests.checked(op, file, manifest, _MODEL, ArtifactError)
     return manifest
 
 
