@@ -355,7 +355,7 @@ def live(folder, num_steps):
     jax.config.update("jax_num_cpu_devices", 2)
     lives = {form: Life(form, pathlib.Path(folder) / form) for form in Life.FORMS}
     for _ in range(int(num_steps)):
-        for form, life in lives.items():
+        for life in lives.values():
             columns = life.advance(saves=True)
             np.savez(life.folder / f"{life.step}.npz", **_plain(columns))
         print("step", flush=True)
