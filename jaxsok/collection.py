@@ -661,9 +661,10 @@ class Collection(TableOperations):
                 RuntimeWarning,
                 stacklevel=3,  # the caller, behind the annotation
             )
-        names = [table.name for table in self.tables]
         now = clock_of("grow", clock)
-        return grow_lib.grow(self.stores, self.growth, state, coming, steps, self.shards, now, hand_over, tables=names)
+        return grow_lib.grow(
+            self.stores, self.growth, state, coming, steps, self.shards, now, hand_over, tables=self.tables
+        )
 
     def _coming(self, batch: Any, steps: int) -> coming_lib.Coming:
         """What a caller of `grow` says is coming."""

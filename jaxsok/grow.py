@@ -32,7 +32,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
@@ -41,7 +41,7 @@ from jaxsok import coming as coming_lib
 from jaxsok import evict as evict_lib
 from jaxsok.coming import Coming
 from jaxsok.shards import Shards
-from jaxsok.specs import StoreSpec
+from jaxsok.specs import StoreSpec, TableSpec
 from jaxsok.store import State, StoreState, new_slab, num_buckets_of, row_bytes
 from jaxsok.types import COUNTERS, ENTRIES_PER_BUCKET, MAX_CAPACITY
 
@@ -55,7 +55,9 @@ PLACES = 100  # calls that look: then it is known how the step goes
 SLACK_SHARE = 16  # one in so many rows leaves beside what the coming keys need: evicting streams the whole store
 MOST_COUNTS = 8  # counts of one store that found room before it grows for the positions: each count is a wait
 
-_WORD = {name: i for i, name in enumerate(COUNTERS)}
+_ALLOCATED, _BEGIN, _END, _UNPLACED, _SIGHTINGS = (
+    COUNTERS.index(name) for name in ("num_allocated", "free_begin", "free_end", "num_unplaced", "num_sightings")
+)
 
 
 @dataclasses.dataclass
@@ -169,11 +171,15 @@ class _Seen:
     num_refused: list[int]
 
     @classmethod
-    def of(cls, words: np.ndarray, num_stores: int) -> "_Seen":
-        """What `_summed_up` put together."""
-        values = words.tolist()
-        rows, unplaced, sightings = (values[n * num_stores : (n + 1) * num_stores] for n in range(3))
-        return cls(rows, unplaced, sightings, values[3 * num_stores :])
+    def of(cls, words: list[int], num_stores: int, num_shards: int) -> "_Seen":
+        """Of the counters of all stores, shard by shard, and the refused keys behind them."""
+        seen = cls([], [], [], words[num_stores * num_shards * len(COUNTERS) :])
+        for s in range(num_stores):
+            begins = range(s * num_shards * len(COUNTERS), (s + 1) * num_shards * len(COUNTERS), len(COUNTERS))
+            seen.num_rows.append(max((words[b + _ALLOCATED] - words[b + _END] + words[b + _BEGIN]) for b in begins))
+            seen.num_unplaced.append(sum(words[b + _UNPLACED] for b in begins))
+            seen.num_sightings.append(max(words[b + _SIGHTINGS] for b in begins))
+        return seen
 
 
 def keys_at_most(spec: StoreSpec, num_keys: Sequence[tuple[int, int]]) -> int:
@@ -215,30 +221,15 @@ def keys_of_total(spec: StoreSpec, total: int) -> int:
     return max(keys_at_most(spec, [(number, share)]) for number in range(len(spec.tables)))
 
 
-def _summed_up(state_words: tuple[Any, Any], num_shards: int, xp: Any) -> Any:
-    """The words of `_Seen`, of the counters of all stores and the refused keys."""
-    counters, refused = state_words
-    columns = []
-    for words in counters:
-        words = words.reshape(num_shards, len(COUNTERS))
-        in_use = words[:, _WORD["num_allocated"]] - words[:, _WORD["free_end"]] + words[:, _WORD["free_begin"]]
-        unplaced = words[:, _WORD["num_unplaced"]].sum(dtype=xp.uint32)
-        columns.append(xp.stack([in_use.max(), unplaced, words[:, _WORD["num_sightings"]].max()]))
-    return xp.concatenate([xp.stack(columns).T.reshape(-1), refused])
-
-
 @functools.partial(jax.jit, static_argnums=1)
 def _summary(state_words: tuple[tuple[Array, ...], Array], shards: Shards | None) -> Array:
-    """What the host needs of the counters, as an array that lives on when the state is donated."""
-    if shards is None:
-        return _summed_up(state_words, 1, jnp)
-
-    def of_shard(counters: tuple[Array, ...], refused: Array) -> Array:
-        words, n = _summed_up((counters, refused), 1, jnp), len(counters)
-        num_rows, num_sightings = lax.pmax(words[:n], shards.axis), lax.pmax(words[2 * n : 3 * n], shards.axis)
-        return jnp.concatenate([num_rows, lax.psum(words[n : 2 * n], shards.axis), num_sightings, refused])
-
-    return shards.run(of_shard, state_words, (shards.spec, P()), P())
+    """Counters of all stores and refused keys, as an array that lives on when the state is donated."""
+    counters, refused = state_words
+    if shards is not None:
+        is_explicit = AxisType.Explicit in shards.mesh.axis_types
+        gather = jax.sharding.reshard if is_explicit else jax.lax.with_sharding_constraint
+        counters = [gather(words, shards.same) for words in counters]
+    return jnp.concatenate([*counters, refused])
 
 
 def _words_of(state: State) -> tuple[tuple[Array, ...], Array]:
@@ -247,12 +238,12 @@ def _words_of(state: State) -> tuple[tuple[Array, ...], Array]:
 
 def _read(state: State, num_shards: int, shards: Shards | None) -> _Seen:
     """Waits for the steps under way."""
-    words = _words_of(state)
+    counters, refused = _words_of(state)
     if shards is not None and shards.num_processes > 1:
-        summary = np.asarray(_summary(words, shards))
+        words = np.asarray(_summary((counters, refused), shards)).tolist()
     else:
-        summary = _summed_up(jax.tree.map(np.asarray, words), num_shards, np)
-    return _Seen.of(summary, len(state.stores))
+        words = [word for array in (*counters, refused) for word in np.asarray(array).tolist()]
+    return _Seen.of(words, len(counters), num_shards)
 
 
 def grow(
@@ -265,7 +256,7 @@ def grow(
     clock: Any = None,
     hand_over: evict_lib.HandOver | None = None,
     *,
-    tables: Sequence[str],
+    tables: Sequence[TableSpec],
 ) -> State:
     """Makes room for what is coming.
 
@@ -278,19 +269,20 @@ def grow(
       shards: over which the stores are split; None: one device.
       clock: of eviction; None: the state's step.
       hand_over: is given the rows that are evicted, before anything changes.
-      tables: names of all tables, in the order of the collection.
+      tables: all of them, in the order of the collection.
 
     Returns:
       The same state, or one with more slabs or fewer rows; the old one must not be used then.
     """
     num_shards, stores = specs[0].num_shards, range(len(specs))
-    if tracker.signature != _signature(state):
+    signature = _signature(state)
+    if tracker.signature != signature:
         tracker.forget()
-        tracker.signature = _signature(state)
+        tracker.signature = signature
     tracker.begin(coming, steps)
     _warn_of_copies(tracker, state)
     positions = coming.positions
-    capacities = [store.capacity // num_shards for store in state.stores]
+    capacities = [capacity // num_shards for capacity in signature]
     half_entries = [_half_entries(spec, store) for spec, store in zip(specs, state.stores, strict=True)]
     is_open = [
         spec.max_capacity is None or capacity < spec.max_capacity or spec.tables[0].eviction is not None
@@ -320,7 +312,7 @@ def grow(
         _warn_of_refusals(tracker, specs, capacities, tables, seen)
     while tracker.under_way and (is_due or is_any_short()):
         summary, allowed = tracker.under_way.popleft()
-        seen = _Seen.of(np.asarray(summary), len(specs))
+        seen = _Seen.of(np.asarray(summary).tolist(), len(specs), num_shards)
         tracker.learn(seen, allowed)
         is_unplaced |= any(seen.num_unplaced)
         _warn_of_refusals(tracker, specs, capacities, tables, seen)
@@ -483,8 +475,8 @@ def _evicted(
     for s, need in full.items():
         # By chance or by Bloom filter most of the keys that were counted may be kept out.
         by_chance = any(
-            table.admission is not None and not isinstance(table.admission, policies.AdmitByCount)
-            for table in specs[s].tables
+            one.admission is not None and not isinstance(one.admission, policies.AdmitByCount)
+            for one in specs[s].tables
         )
         is_exact = need.is_used is not None and not by_chance
         kept[s] = rows_kept(specs[s].max_capacity, need.num_new, is_exact=is_exact)
@@ -530,14 +522,20 @@ def _warn_of_shortage(tracker: GrowthTracker, spec: StoreSpec, in_use: int, need
 
 
 def _warn_of_refusals(
-    tracker: GrowthTracker, specs: Sequence[StoreSpec], capacities: Sequence[int], tables: Sequence[str], seen: _Seen
+    tracker: GrowthTracker,
+    specs: Sequence[StoreSpec],
+    capacities: Sequence[int],
+    tables: Sequence[TableSpec],
+    seen: _Seen,
 ) -> None:
     """Tells, once for a table, that keys were refused for want of room."""
-    for name, num_refused in zip(tables, seen.num_refused, strict=True):
+    if not any(seen.num_refused):
+        return
+    for name, num_refused in zip([one.name for one in tables], seen.num_refused, strict=True):
         if not num_refused or (about := f"refused {name}") in tracker.told:
             continue
         tracker.told.add(about)
-        s = next(s for s, spec in enumerate(specs) if any(table.name == name for table in spec.tables))
+        s = next(s for s, spec in enumerate(specs) if any(one.name == name for one in spec.tables))
         capacity, limit = specs[s].num_shards * capacities[s], specs[s].max_capacity
         if seen.num_unplaced[s]:
             remedy = "this call makes the index anew, in which they had found no entry"
@@ -701,7 +699,8 @@ def _rebuild(
 
     def of_shard(counters: Array, records: tuple[Array, ...], salt: Array | None) -> tuple[Array, Array]:
         if salt is not None:
-            counters = counters.at[_WORD["salt_low"]].set(salt[0]).at[_WORD["salt_high"]].set(salt[1])
+            low, high = COUNTERS.index("salt_low"), COUNTERS.index("salt_high")
+            counters = counters.at[low].set(salt[0]).at[high].set(salt[1])
         return table.kernels.rebuild(counters, records, num_buckets)
 
     args = counters, records, salt

@@ -320,7 +320,7 @@ def living(form):
     full = {"capacity": num_rows, "max_capacity": num_rows, "eviction": policies.LeastRecentlyUsed()}
     tables = [
         jaxsok.TableSpec("user", DIM, ADAM, admission=policies.AdmitByCount(2), **full),
-        jaxsok.TableSpec("item", 2 * DIM, ROWWISE, capacity=100),
+        jaxsok.TableSpec("item", 2 * DIM, ROWWISE, capacity=75),
     ]
     features = [jaxsok.FeatureSpec(table.name, table.name) for table in tables]
     options = {"mesh": mesh_of(2), "axis": "data"} if form == "mesh" else {}
@@ -328,9 +328,9 @@ def living(form):
 
 
 class Life:
-    """Steps with evictions, admission and growth, saved after each step.
+    """Steps with evictions, admission and growth, saved after each step; each gives columns to compare.
 
-    Forms: "batch" and "mesh" give `grow` the batch of the step, "seen" gives it none.
+    Forms: "batch" and "mesh" give `grow` the batch of the step; "seen" calls it before there is one.
     """
 
     FORMS = ("batch", "seen", "mesh")
@@ -367,19 +367,23 @@ class Life:
         for table in self.collection.tables:
             new = 1000 + NEW_KEYS * self.step + np.arange(NEW_KEYS)
             old = rng.integers(0, 12, NUM_SAMPLES // 2 - NEW_KEYS)
-            late = np.maximum(0, 1000 + NEW_KEYS * self.step - rng.integers(0, 150, NUM_SAMPLES // 2))
+            late = np.maximum(0, 1000 + NEW_KEYS * self.step - rng.integers(0, 70, NUM_SAMPLES // 2))
             keys[table.name] = np.where(rng.random(NUM_SAMPLES) < 0.1, -1, np.concatenate([new, old, late]))
         return self.collection.batch(keys)
 
     def advance(self, *, saves):
-        """One step; gives its embeddings and counts."""
+        """One step; gives its embeddings and counts as columns."""
+        if self.form == "seen":
+            self.state = self.collection.grow(self.state)
         batch = self.batch()
-        self.state = self.collection.grow(self.state, None if self.form == "seen" else batch)
+        if self.form != "seen":
+            self.state = self.collection.grow(self.state, batch)
         self.state, embeddings, stats = self.run(self.state, batch.features)
         self.step += 1
         if saves:
             self.checkpoint.export_full(self.folder / str(self.step), self.collection, self.state)
-        return embeddings, stats
+        counts = {f"{table}.counts": np.array(list(line.values())) for table, line in stats.to_dict().items()}
+        return {name: np.asarray(one) for name, one in embeddings.items()} | counts
 
 
 def live(folder, num_steps):
@@ -388,8 +392,7 @@ def live(folder, num_steps):
     lives = {form: Life(form, pathlib.Path(folder) / form) for form in Life.FORMS}
     for _ in range(int(num_steps)):
         for life in lives.values():
-            embeddings, _ = life.advance(saves=True)
-            columns = {f"{name}.embeddings": np.asarray(one) for name, one in embeddings.items()}
+            columns = life.advance(saves=True)
             np.savez(life.folder / f"{life.step}.npz", **_plain(columns))
         print("step", flush=True)
     for life in lives.values():

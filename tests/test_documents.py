@@ -407,6 +407,8 @@ PROVOKED = {
     "seed": lambda: item().init(seed=-1),
     "traced state": lambda: jax.jit(lambda state: item().grow(state))(item().init()),
     "steps": lambda: item().grow(item().init(), steps=0),
+    "no batch": lambda: item().grow(item().init(), {"item": np.array([7])}),
+    "steps of a list": lambda: item().grow(item().init(), [7, 8], steps=3),
     "table": lambda: item().export_table(item().init(), "itme"),
     "keys to erase": lambda: item().erase(item().init(), "item", np.array([[7]])),
     "not jitted": lambda: item().ahead(step),

@@ -314,7 +314,8 @@ def grow(
     Args:
       collection: of the one layer; of several, each by the path of its layer, parts joined by "/".
       tables: the variables "tables"; consumed where they grow.
-      batch: what the next step looks up, as for `Collection.grow`; of several layers each by the path of its layer.
+      batch: of the one layer, as for `Collection.grow`. Of several: a mapping, each batch by the path of its layer; a
+        layer that it does not name is grown without a batch.
       steps: as for `Collection.grow`.
 
     Returns:
@@ -344,9 +345,14 @@ def grow(
                 f"grow: collection: got one for the layers {names}, wanted a collection for each, since it follows the "
                 "growth of one state: grow({path: collection}, tables); or share the layer."
             )
+    batches = dict(batch) if isinstance(batch, Mapping) else dict.fromkeys(states, batch)
+    unknown = sorted(map(str, batches.keys() - states.keys()))
+    if unknown or (batch is not None and not isinstance(batch, Mapping) and len(states) > 1):
+        got = f"batches for {unknown}" if unknown else f"one for {len(states)} layers"
+        raise ValueError(f"grow: batch: got {got}, wanted one by path of a layer: {sorted(states)}.")
     new = dict(tables)
-    for (name, (path, state)), of_layer in zip(states.items(), tap.by_layer(batch, list(states)), strict=True):
-        new = _with(new, (*path, "state"), collection[name].grow(state, of_layer, steps=steps))
+    for name, (path, state) in states.items():
+        new = _with(new, (*path, "state"), collection[name].grow(state, batches.get(name), steps=steps))
     return new
 
 

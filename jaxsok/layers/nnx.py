@@ -238,14 +238,14 @@ class Embeddings(nnx.Module):
         return self.collection.find(self.tables.get_value(), features)
 
     def grow(self, batch: Any = None, *, steps: int = 1) -> None:
-        """`Collection.grow`: makes room for what the next steps may insert. Between steps, outside `jit`.
+        """`Collection.grow`: makes room for the keys that are coming. Between steps, outside `jit`.
 
         Args:
           batch: what the next step looks up, as for `Collection.grow`.
           steps: as for `Collection.grow`.
 
         Example:
-          `model.embed.grow(batch)` before each step; `jaxsok.layers.nnx.grow` for all layers of a model.
+          `model.embed.grow(batch)` before each step; `jaxsok.layers.nnx.grow(model)` for all layers of a model.
         """
         self.tables.set_value(self.collection.grow(self.tables.get_value(), batch, steps=steps))
 
@@ -393,8 +393,8 @@ def grow(model: Any, batch: Any = None, *, steps: int = 1) -> None:
 
     Args:
       model: with one layer or several.
-      batch: what the next step looks up, as for `Collection.grow`; of several layers a mapping from the path of each,
-        parts joined by ".".
+      batch: of the one layer, as for `Collection.grow`. Of several: a mapping, each batch by the path of its layer,
+        parts joined by "."; a layer that it does not name is grown without a batch.
       steps: as for `Collection.grow`.
 
     Raises:
@@ -404,6 +404,12 @@ def grow(model: Any, batch: Any = None, *, steps: int = 1) -> None:
       `layers.grow(model, batch)` before each step.
     """
     layers = list(_layers(model))
+    paths_of = {".".join(map(str, path)): layer for path, layer in layers}
+    batches = dict(batch) if isinstance(batch, Mapping) else dict.fromkeys(paths_of, batch)
+    unknown = sorted(map(str, batches.keys() - paths_of.keys()))
+    if unknown or (batch is not None and not isinstance(batch, Mapping) and len(layers) > 1):
+        got = f"batches for {unknown}" if unknown else f"one for {len(layers)} layers"
+        raise ValueError(f"grow: batch: got {got}, wanted one by path of a layer: {sorted(paths_of)}.")
     of_collections: dict[int, list[str]] = {}
     for path, layer in layers:
         of_collections.setdefault(id(layer.collection), []).append(".".join(map(str, path)))
@@ -413,9 +419,8 @@ def grow(model: Any, batch: Any = None, *, steps: int = 1) -> None:
                 f"grow: model: got layers {paths} over one collection, wanted a collection for each, since it follows "
                 "the growth of one state; or share the layer."
             )
-    batches = tap.by_layer(batch, [".".join(map(str, path)) for path, _ in layers])
-    for (_, layer), of_layer in zip(layers, batches, strict=True):
-        layer.grow(of_layer, steps=steps)
+    for name, layer in paths_of.items():
+        layer.grow(batches.get(name), steps=steps)
 
 
 def _layers(model: Any) -> Iterator[tuple[tuple[Any, ...], Embeddings]]:

@@ -197,22 +197,3 @@ def by_plan(op: str, plans: Sequence[Plan], gradients: Sequence[Sequence[Taps | 
             "differentiate with respect to the taps as well, and pass the gradients of all calls."
         )
     return found
-
-
-def by_layer(batch: Any, names: Sequence[str]) -> list[Any]:
-    """What `grow` was given for each layer: a mapping by name, or one batch for a single layer.
-
-    Raises:
-      ValueError: one batch for several layers, or a name without a layer.
-    """
-    if isinstance(batch, Mapping):
-        unknown = sorted(set(batch) - set(names))
-        if unknown:
-            raise ValueError(f"grow: batch: got batches for the layers {unknown}, wanted only those of {list(names)}.")
-        return [batch.get(name) for name in names]
-    if batch is not None and len(names) > 1:
-        raise ValueError(
-            f"grow: batch: got one for {len(names)} layers, wanted a mapping by path, as each layer has its own "
-            f"collection: {{{names[0]!r}: batch, ...}}."
-        )
-    return [batch] * len(names)
