@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import inspect
 import json
 
 import hypothesis
@@ -9,9 +10,10 @@ import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
+import programs
 import pytest
 from hypothesis import stateful
-from serving_cases import ASKED, KNOWN, TRACED, UNKNOWN_DIM, found_in_training, untrained
+from serving_cases import ASKED, INITIALIZERS, KNOWN, TRACED, UNKNOWN_DIM, found_in_training, untrained
 
 import jaxsok
 from jaxsok import Records, keys
@@ -484,3 +486,28 @@ BAD_INITIAL = [
     *({"seed": seed} for seed in (-1, 2**64, True, None, 1.0)),
     *({"table": name} for name in ("", None, 7)),
 ]
+
+
+def test_every_initializer_is_served_or_refused():
+    """`serving_cases` has all that there are: a new one has to say what becomes of its keys without a row."""
+    public = {name for name, one in vars(jaxsok.initializers).items() if inspect.isfunction(one) and name[0] != "_"}
+    public = {name for name in public if getattr(jaxsok.initializers, name).__module__ == "jaxsok.initializers"}
+    covered = {"truncated_normal" if name == "truncated" else name.split("_")[0] for name in INITIALIZERS | TRACED}
+    assert public == {"fan_in" if name == "fan" else name for name in covered}
+
+
+def test_states_of_a_mesh_are_served_alike():
+    """Initial rows do not depend on where they were made."""
+    tables = [
+        jaxsok.TableSpec(name, UNKNOWN_DIM, jaxsok.optim.sgd(0.1), initializer=one, capacity=64)
+        for name, one in INITIALIZERS.items()
+    ]
+    features = [jaxsok.FeatureSpec(table.name, table.name, combiner=None) for table in tables]
+    collection = programs.over(4, tables, features)
+    state = collection.init(seed=2**40 + 7)
+    wanted = found_in_training(collection, state)
+    served = lookup(freeze(collection, state), {name: ASKED for name in wanted})
+    one_device = found_in_training(*untrained())
+    for name, rows in wanted.items():
+        np.testing.assert_array_equal(np.asarray(served[name]), rows, err_msg=name)
+        np.testing.assert_array_equal(rows, one_device[name])
