@@ -357,7 +357,8 @@ _STORE = entries(
         "globals": list_of(_ARRAY),
         "bloom_segments": list_of(tuple_of(_SIZE, _SIZE)),
         "num_evicted": list_of(_COUNT),
-    }
+    },
+    {"keys_per_step": _COUNT, "assigned_per_step": _COUNT},  # which older folders lack
 )
 _BOTH = {
     "kind": manifests.one_of(("checkpoint", "full", "delta")),

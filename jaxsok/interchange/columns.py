@@ -10,6 +10,7 @@
 Any tool that reads such files can make them: the metadata is optional, and signed or narrower integers do for keys.
 """
 
+import itertools
 import os
 import pathlib
 import struct
@@ -495,7 +496,9 @@ def _check_arrow(op: str, path: pathlib.Path, size: int) -> tuple[Any, int]:
     if byte != begin:
         refuse(byte, "the end of the record batches", f"the footer there, which begins at {begin}")
     if blocks != told:
-        refuse(begin, f"a footer that tells of record batches at {blocks}", f"those there are, {told}")
+        both = itertools.zip_longest(blocks, told)
+        number, (got, wanted) = next((n, pair) for n, pair in enumerate(both) if pair[0] != pair[1])
+        refuse(begin, f"a footer with record batch {number} at {got}", f"what there is: {wanted}")
     return schema, num_rows
 
 

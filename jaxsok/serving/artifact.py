@@ -750,11 +750,12 @@ def _read_manifest(op: str, path: pathlib.Path) -> dict[str, Any]:
 
 def _read_program(op: str, file: pathlib.Path, wanted: Mapping[str, Any]) -> bytes:
     try:
-        program = file.read_bytes()
+        size = file.stat().st_size
     except FileNotFoundError as error:
         raise ArtifactError(f"{op}: {file}: got no such file, wanted the program of the manifest beside it.") from error
-    if len(program) != wanted["bytes"]:
-        raise ArtifactError(f"{op}: {file}: got {len(program)} bytes, wanted {wanted['bytes']}; it was cut or changed.")
+    if size != wanted["bytes"]:
+        raise ArtifactError(f"{op}: {file}: got {size} bytes, wanted {wanted['bytes']}; it was cut or changed.")
+    program = file.read_bytes()
     if hashlib.sha256(program).hexdigest() != wanted["sha256"]:
         raise ArtifactError(f"{op}: {file}: got another checksum than the manifest has; it was changed.")
     return program
