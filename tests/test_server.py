@@ -1,6 +1,7 @@
 """The server: what it answers, what it refuses, and that it goes on. Clients speak HTTP to a real one on a port."""
 
 import asyncio
+import collections
 import concurrent.futures
 import contextlib
 import dataclasses
@@ -1454,6 +1455,28 @@ def test_connections_that_are_kept_alive_lose_no_request(drain_s):
     assert all(one[-1][1] for one in found), "told to keep a connection that was then closed"
     assert all(len(one) > 1 for one in found)
     assert took_s < 10 + drain_s
+
+
+def test_connections_that_are_made_are_answered_or_refused():
+    """32 clients connect for each request while the server stops: what the kernel took for it is not reset."""
+    asked, is_first = collections.Counter(), threading.Barrier(33)
+
+    def ask(address, number):
+        is_first.wait(20)
+        while True:
+            with contextlib.closing(connect(address)) as line:
+                asked[ask_on(line, number)[0]] += 1
+
+    session = cases.Session()
+    with cases.serving(session) as found, concurrent.futures.ThreadPoolExecutor(32) as threads:
+        asks = [threads.submit(ask, found.address, number) for number in range(32)]
+        is_first.wait(20)
+        time.sleep(0.5)
+        found.stop()
+        ends = collections.Counter(type(one.exception()) for one in asks)
+    assert set(asked) <= {200, 503} and asked[200] > 0
+    # Between the last look into the kernel's queue and its end are microseconds.
+    assert ends[ConnectionRefusedError] >= 30, ends
 
 
 @pytest.mark.parametrize("is_used", [True, False])

@@ -208,13 +208,28 @@ class Server(uvicorn.Server):
         self.app.stop_taking()
         options, loop = self.app.options, asyncio.get_running_loop()
         await self._wait(options.drain_s, lambda: True)
-        for server in self.servers:
-            server.close()
         begin = loop.time()
+        await self._stop_listening(sockets or [])
         await self._wait(min(options.keep_alive_s, options.shutdown_s), lambda: bool(self.server_state.connections))
         rest_s = max(0.0, options.shutdown_s - (loop.time() - begin))
         self.config.timeout_graceful_shutdown = rest_s  # pyright: ignore[reportAttributeAccessIssue]
         await super().shutdown(sockets)
+
+    async def _stop_listening(self, sockets: list[socket.socket]) -> None:
+        """Takes the connections that are made and wait in the kernel, which would be reset; then refuses others."""
+        loop, waiting = asyncio.get_running_loop(), list[socket.socket]()
+        for where in sockets:
+            with contextlib.suppress(OSError):  # none is left
+                for _ in range(self.config.backlog):
+                    waiting.append(where.accept()[0])
+        for server in self.servers:
+            server.close()
+        for connection in waiting:
+            with contextlib.suppress(OSError):  # the client has left
+                await loop.connect_accepted_socket(self._protocol, connection)
+
+    def _protocol(self) -> asyncio.Protocol:
+        return _Protocol(self.config, self.server_state, self.lifespan.state)
 
     async def _wait(self, timeout_s: float, goes_on: Callable[[], bool]) -> None:
         """Some time, unless there is nothing more to wait for, or a second SIGINT."""
