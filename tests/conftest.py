@@ -10,6 +10,7 @@ import sys
 
 import hypothesis
 import jax
+import numpy as np
 import pytest
 
 # Equal to the test that needs it most (law 2, meshes of 8); it has to be said before the first array is made.
@@ -37,6 +38,14 @@ _SETTINGS = {
 hypothesis.settings.register_profile("ci", max_examples=25, stateful_step_count=15, **_SETTINGS)
 hypothesis.settings.register_profile("gpu", max_examples=100, stateful_step_count=30, **_SETTINGS)
 hypothesis.settings.register_profile("long", max_examples=1000, stateful_step_count=50, **_SETTINGS)
+
+
+@pytest.fixture
+def one_salt(monkeypatch):
+    """All states that the test makes have the same salts, so that their indexes can be compared to the bit."""
+    from jaxsok import processes
+
+    monkeypatch.setattr(processes, "drawn", lambda *, is_shared, num_words=2: np.zeros(num_words, np.uint32))
 
 
 def pytest_configure():
