@@ -409,8 +409,10 @@ class Sharded:
             def repeated(x):
                 return jnp.broadcast_to(x[None], (num, *x.shape))
 
-            same = {name: repeated(getattr(state, name)) for name in ("step", "seed", "partition_owners", "lineage")}
-            return dataclasses.replace(state, stores=stacked(state.stores), **same)
+            names = ("step", "seed", "partition_owners", "lineage", "num_refused")
+            same = {name: repeated(getattr(state, name)) for name in names}
+            tickets = stacked(state.tickets)
+            return dataclasses.replace(state, stores=stacked(state.stores), tickets=tickets, **same)
 
         state = jax.block_until_ready(stacked_state(self.filled.state))
         self.filled.state = None

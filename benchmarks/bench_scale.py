@@ -70,12 +70,11 @@ def growth(recorder: Recorder, scale: float) -> None:
 def _grow_once(num_rows: int, attempt: str, recorder: Recorder) -> None:
     one = OneTable(num_rows, DIM)
     one.fill(min(num_rows, BUILD_KEYS_PER_CALL))
-    one.collection.batch({"item": keys_of(jnp.zeros(1, jnp.uint32))})  # one new key is enough to grow
     jax.block_until_ready(one.state)
     address = _address(one.store.rows[0])
     before = _memory()
     begin = time.perf_counter()
-    one.state = one.collection.grow(one.state)
+    one.state = one.collection.grow(one.state, 1)  # one new key is enough to grow
     jax.block_until_ready(one.state)
     ms = (time.perf_counter() - begin) * 1e3
     after = _memory()
@@ -119,7 +118,7 @@ def sizes(recorder: Recorder, protocol: Protocol, seed: int, copy_gb_s: float, s
             return
         try:
             while num_rows < size:
-                one.state = one.collection.grow(one.state)
+                one.state = one.collection.grow(one.state, base)
                 one.insert_ids(num_rows, base)
                 num_rows += base
                 # A counter that is there spares `grow` its worst case: a capacity more than is wanted.

@@ -52,7 +52,7 @@ def one_device(options: argparse.Namespace, protocol: Protocol, recorder: Record
     copy_gb_s, copy = limits.copy_gigabytes_per_s(protocol)
     about["copy_gb_per_s"] = copy_gb_s
     about["limits_by"] = "cuda and xla" if limits.has_cuda_kernels() else "xla alone"
-    recorder.say(f"device copy: {copy_gb_s:.0f} GB/s ±{50 * copy.spread:.0f}%; limits by {about['limits_by']}")
+    recorder.say(f"device copy: {copy_gb_s:.0f} GB/s, {copy}; limits by {about['limits_by']}")
     if "scale" in options.parts:
         bench_scale.growth(recorder, scale)
         collect()

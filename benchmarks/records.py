@@ -109,6 +109,13 @@ class Record:
         """Bytes that had to be moved over the time that it took."""
         return self.moved_bytes / self.timing.ms * 1e-6 if self.timing.ms else 0.0
 
+    @property
+    def rate_text(self) -> str:
+        """GB/s as they are printed: below 10 with two digits."""
+        if not self.moved_bytes:
+            return "-"
+        return f"{self.gigabytes_per_s:.0f}" if self.gigabytes_per_s >= 10 else f"{self.gigabytes_per_s:.2g}"
+
 
 @dataclasses.dataclass(frozen=True)
 class Batches:
@@ -166,12 +173,10 @@ class Recorder:
     def add(self, record: Record) -> Record:
         """Adds a record and says so."""
         self.records.append(record)
-        timing = record.timing
-        self.say(
-            f"{_label(record)} | {record.subject}{f' ({record.by})' if record.by else ''}: {timing.ms:.4g} ms"
-            f" ±{50 * timing.spread:.0f}%, {record.gigabytes_per_s:.0f} GB/s"
-        )
-        for name, ms in list((timing.kernels or {}).items())[:12]:
+        who = f"{record.subject}{f' ({record.by})' if record.by else ''}"
+        rate = f", {record.rate_text} GB/s" if record.moved_bytes else ""
+        self.say(f"{_label(record)} | {who}: {record.timing}{rate}")
+        for name, ms in list((record.timing.kernels or {}).items())[:12]:
             self.say(f"    {ms:9.4f} ms  {name[:120]}")
         return record
 

@@ -43,6 +43,10 @@ EXCHANGE_WORKLOADS = ("M1", "W1", "W5")
 
 QUICK_SCALE = 0.002
 
+QUICK_PARTS = ("lookup", "update", "xla")
+QUICK_WORKLOADS = ("W1", "W5")
+"""Of a quick run that names none: single keys and bags, beside XLA. Others are run by their names."""
+
 CPU_SCALE = 0.01
 """Of a run on a CPU that names none: full size takes tens of gigabytes."""
 
@@ -66,7 +70,11 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--scaling", choices=workloads.SCALINGS, help="default: weak for M1, strong for others")
     parser.add_argument("--exchange", help=f"with exchange: comma-separated, of {', '.join(EXCHANGE_PARTS)}")
     parser.add_argument("--scale", type=float, help=f"share of the rows and bags; default 1, on a CPU {CPU_SCALE}")
-    parser.add_argument("--quick", action="store_true", help=f"few repetitions, scale {QUICK_SCALE}, first run of each")
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help=f"few repetitions, scale {QUICK_SCALE}, {', '.join(QUICK_PARTS)} of {' and '.join(QUICK_WORKLOADS)}",
+    )
     parser.add_argument("--out", type=pathlib.Path, default=OUT, help=f"JSON file for the results; default {OUT}")
     parser.add_argument(
         "--time",
@@ -81,12 +89,14 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--fbgemm-timeout", type=float, default=240.0, help="seconds for the FBGEMM process")
     options = parser.parse_args(arguments)
     try:
-        usual = PARTS if options.workloads is None else OF_WORKLOADS
+        usual = QUICK_PARTS if options.quick else PARTS if options.workloads is None else OF_WORKLOADS
         options.parts = _listed("--only", options.only, usual, (*PARTS, EXCHANGE))
         if EXCHANGE in options.parts and len(options.parts) > 1:
             raise ValueError(f"--only: {EXCHANGE} fills the memory of all devices; run it without other parts.")
         if EXCHANGE in options.parts:
             options.workloads = options.workloads or ",".join(EXCHANGE_WORKLOADS)
+        elif options.quick and options.only is None:
+            options.workloads = options.workloads or ",".join(QUICK_WORKLOADS)
         options.workloads = workloads.select(options.workloads)
         meshless = [workloads.H1.name] if EXCHANGE in options.parts else workloads.MESH_WORKLOADS
         foreign = [name for name in options.workloads if name in meshless]
@@ -194,8 +204,8 @@ def finish(recorder: Recorder) -> None:
     is_full_size = about["platform"] == "gpu" and about["options"]["scale"] == 1.0
     for title, columns, table in tables.all_of(recorder.records, is_full_size):
         print(f"\n{title}\n\n{tables.format_table(columns, table)}")
-    note = tables.host_bound_note(recorder.records)
-    print(f"\n{note}\n" if note else "")
+    notes = [tables.host_bound_note(recorder.records), tables.unsteady_note(recorder.records)]
+    print("\n".join(["", *(note for note in notes if note)]))
     for entry in about.get("skipped", []):
         print(f"skipped {entry['what']}: {entry['why']}")
     for failure in recorder.failures:

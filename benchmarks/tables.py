@@ -95,10 +95,10 @@ def rows(records: Sequence[Record]) -> list[tuple[str, ...]]:
                 " ".join(part for part in (record.workload, record.variant, record.distribution) if part),
                 _what(record),
                 f"{ms:.4g}{'*' if record.timing.is_host_bound else ''}",
-                f"{100 * record.timing.spread:.0f}%",
+                record.timing.spread_text,
                 NOTHING if record.timing.host_ms is None else f"{record.timing.host_ms:.3g}",
                 f"{record.num_keys / ms * 1e-3:.4g}",
-                f"{record.gigabytes_per_s:.0f}",
+                record.rate_text,
                 NOTHING if limit_ms is None else f"{limit_ms:.4g}",
                 NOTHING if limit_ms is None else f"{limit_ms / ms:.2f}",
                 *(NOTHING if other is None else f"{other.timing.ms / ms:.2f}" for other in ratios),
@@ -150,8 +150,8 @@ def peer_rows(records: Sequence[Record]) -> list[tuple[str, ...]]:
             _what(record),
             f"{record.subject}{f' ({record.by})' if record.by else ''}",
             f"{record.timing.ms:.4g}",
-            f"{100 * record.timing.spread:.0f}%",
-            f"{record.gigabytes_per_s:.0f}" if record.moved_bytes else NOTHING,
+            record.timing.spread_text,
+            record.rate_text,
         )
         for record in _of_workloads(records)
         if record.subject != "jaxsok"
@@ -211,7 +211,7 @@ def exchange_rows(records: Sequence[Record], is_full_size: bool) -> list[tuple[s
                 f"{record.subject} {what}" if record.subject != "jaxsok" else what,
                 program,
                 f"{ms:.4g}",
-                f"{100 * record.timing.spread:.0f}%",
+                record.timing.spread_text,
                 f"{notes['num_samples'] / ms:.4g}" if is_step else NOTHING,
                 f"{sent * 1e-6:.4g}" if sent else NOTHING,
                 f"{record.gigabytes_per_s:.3g}" if sent else NOTHING,
@@ -303,9 +303,9 @@ def skew_rows(records: Sequence[Record]) -> list[tuple[str, ...]]:
                 keys,
                 _what(record),
                 f"{record.timing.ms:.4g}",
-                f"{100 * record.timing.spread:.0f}%",
+                record.timing.spread_text,
                 f"{per_key * 1e6:.4g}",
-                f"{record.gigabytes_per_s:.0f}",
+                record.rate_text,
                 _of_limit(record),
                 ratio,
             )
@@ -329,9 +329,9 @@ def dim_rows(records: Sequence[Record]) -> list[tuple[str, ...]]:
                 dtype,
                 what,
                 f"{record.timing.ms:.4g}",
-                f"{100 * record.timing.spread:.0f}%",
+                record.timing.spread_text,
                 f"{record.num_keys / record.timing.ms * 1e-3:.4g}",
-                f"{record.gigabytes_per_s:.0f}",
+                record.rate_text,
                 _of_limit(record),
                 f"{record.gigabytes_per_s / base.gigabytes_per_s:.2f}" if base else NOTHING,
             )
@@ -350,7 +350,7 @@ def scale_rows(records: Sequence[Record]) -> list[tuple[str, ...]]:
             record.what,
             record.variant,
             f"{record.timing.ms:.4g}",
-            f"{100 * record.timing.spread:.0f}%" if record.timing.repetitions > 1 else NOTHING,
+            record.timing.spread_text,
             f"{record.num_keys / record.timing.ms * 1e-3:.4g}" if record.num_keys else NOTHING,
             _of_limit(record),
             _scale_notes(record),
@@ -389,10 +389,10 @@ def insert_rows(records: Sequence[Record]) -> list[tuple[str, ...]]:
         (
             record.variant,
             f"{record.timing.ms:.4g}",
-            f"{100 * record.timing.spread:.0f}%",
+            record.timing.spread_text,
             f"{record.num_keys / record.timing.ms * 1e-3:.4g}",
             f"{record.num_keys / (record.timing.ms - record.notes['row_bytes_ms']) * 1e-3:.4g}",
-            f"{record.gigabytes_per_s:.0f}",
+            record.rate_text,
             _of_limit(record),
         )
         for record in records
@@ -410,7 +410,7 @@ def evict_rows(records: Sequence[Record]) -> list[tuple[str, ...]]:
             record.variant,
             record.what,
             f"{record.timing.ms:.4g}",
-            f"{100 * record.timing.spread:.0f}%" if record.timing.repetitions > 1 else NOTHING,
+            record.timing.spread_text,
             f"{record.num_keys / record.timing.ms * 1e-3:.4g}",
             f"{record.gigabytes_per_s:.4g}",
             _of_limit(record),
@@ -442,7 +442,7 @@ def life_rows(records: Sequence[Record]) -> list[tuple[str, ...]]:
             one.distribution or one.variant,
             one.variant if one.distribution else NOTHING,
             f"{one.timing.ms:.4g}",
-            f"{100 * one.timing.spread:.0f}%",
+            one.timing.spread_text,
             f"{one.timing.ms / plain[one.what, one.distribution]:.3f}"
             if (one.what, one.distribution) in plain
             else NOTHING,
@@ -465,7 +465,7 @@ def cpu_rows(records: Sequence[Record]) -> list[tuple[str, ...]]:
             record.distribution,
             record.subject,
             f"{record.timing.ms:.4g}",
-            f"{100 * record.timing.spread:.0f}%",
+            record.timing.spread_text,
             f"{record.num_keys / record.timing.ms * 1e-3:.4g}",
             f"{ours[record.distribution] / record.timing.ms:.2f}" if record.distribution in ours else NOTHING,
         )
@@ -570,6 +570,17 @@ def host_bound_note(records: Sequence[Record]) -> str:
     if not any(record.timing.is_host_bound for record in records):
         return ""
     return f"* an empty step takes at least {HOST_BOUND:.0%} of this time: the host, not the device, may have set it."
+
+
+def unsteady_note(records: Sequence[Record]) -> str:
+    """Says how many times are not worth quoting, if there are any."""
+    num_unsteady = sum(record.timing.is_unsteady for record in records)
+    if not num_unsteady:
+        return ""
+    return (
+        f"{num_unsteady} of {len(records)} times differ between repetitions by more than their median: something else "
+        "runs on this machine, or the repetitions are too short (--batch-ms). They show that it runs, not how fast."
+    )
 
 
 def format_table(columns: Sequence[str], table: Sequence[Sequence[str]]) -> str:

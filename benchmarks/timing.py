@@ -70,8 +70,11 @@ class Protocol:
         return min(self.repetitions, max(5, int(self.max_s / max(batch_s, 1e-9))))
 
 
-QUICK = Protocol(repetitions=5, warmups=1, batch_s=0.005, max_s=2.0)
+QUICK = Protocol(repetitions=7, warmups=1, batch_s=0.01, max_s=2.0)
 """Enough to see that everything runs; no number of it is worth quoting."""
+
+UNSTEADY = 1.0
+"""From this spread on the median says little: times are printed as a range."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,6 +101,24 @@ class Timing:
     def spread(self) -> float:
         """Width of the middle 80% of the repetitions, as a share of the median."""
         return (self.high_ms - self.low_ms) / self.ms if self.ms else 0.0
+
+    @property
+    def is_unsteady(self) -> bool:
+        """Whether the repetitions differ by more than their median."""
+        return self.spread > UNSTEADY
+
+    @property
+    def spread_text(self) -> str:
+        """The spread for a column of a table; a single time has none."""
+        if self.repetitions == 1:
+            return "-"
+        return f"over {UNSTEADY:.0%}" if self.is_unsteady else f"{self.spread:.0%}"
+
+    def __str__(self) -> str:
+        """The median and how far the repetitions are from it, or, where they are far, between what they are."""
+        if self.is_unsteady:
+            return f"{self.ms:.4g} ms ({self.low_ms:.3g} to {self.high_ms:.3g})"
+        return f"{self.ms:.4g} ms" + (f" ±{self.spread / 2:.0%}" if self.repetitions > 1 else "")
 
     @property
     def is_host_bound(self) -> bool:

@@ -43,7 +43,7 @@ def main():
     for i in range(NUM_STEPS):
         chosen = rng.integers(0, 1000, BATCH_SIZE)
         batch = collection.batch({"user": users[chosen], "rating": ratings[chosen]})
-        state = collection.grow(state)  # makes room for the batch; almost always returns at once
+        state = collection.grow(state, batch)  # makes room for its keys; almost always returns at once
         state, loss, stats = step(state, batch)
         total = stats if total is None else total + stats
         if i % 40 == 0 or i == NUM_STEPS - 1:

@@ -48,7 +48,7 @@ def train(collection):
     step = make_step(collection)
     # The keys of the coming batch travel during the present step.
     for batch, plan in collection.pipeline(clicks()):
-        state = collection.grow(state)
+        state = collection.grow(state, batch)
         state, loss, stats = step(state, batch, plan)
         stats.check()
     return state, float(loss)

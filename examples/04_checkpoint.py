@@ -55,7 +55,7 @@ def train(collection, state, bias, num_steps, manager=None):
         rng = np.random.default_rng(number)  # the batch of a step, wherever it is made
         users = rng.integers(0, NUM_USERS, BATCH_SIZE)
         batch = collection.batch({"user": users, "rating": (users % 5).astype(np.float32)})
-        state = collection.grow(state)
+        state = collection.grow(state, batch)
         state, bias, stats = step(state, bias, batch)
         stats.check()
         if manager is not None and number % 2 == 1:

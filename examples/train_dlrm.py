@@ -305,7 +305,7 @@ def train(config: Config) -> Result:
         own_parts = (to_raw(own_part(rows, config.batch_size)) for rows in hold_back(reader, held_out_rows, held_out))
         # Asked by the pipeline, which is a batch ahead: what it has read is trained on, so that no row is skipped.
         for batch, plan in collection.pipeline(ctrl_c.until_pressed(own_parts)):
-            state = collection.grow(state)  # after the pipeline saw the batch, whose size says how much room it needs
+            state = collection.grow(state, batch)  # makes room for its keys; almost always returns at once
             state, params, opt_state, loss, stats = step(state, params, opt_state, batch, plan)
             history.add(loss, stats, config.batch_size)
     if not history.num_samples:

@@ -249,7 +249,7 @@ def train_dynamic(
     for epoch in range(config.epochs):
         raw = (to_raw(rows, genres) for rows in batches_of(log, config.batch_size))
         for batch, plan in collection.pipeline(raw, pad_to=config.batch_size):
-            state = collection.grow(state)  # after the pipeline saw the batch, whose size says how much room it needs
+            state = collection.grow(state, batch)  # makes room for its keys; almost always returns at once
             state, params, opt_state, loss, stats = step(state, params, opt_state, batch, plan)
             losses.append(loss)
             checked = stats if checked is None else checked + stats

@@ -186,6 +186,7 @@ def _declare_serve(parser: argparse.ArgumentParser) -> None:
         ("timeout-s", seconds, "for a request to be answered"),
         ("send-timeout-s", seconds, "for a client's system to take 64 KiB of its response"),
         ("min-send-rate", float, "bytes a second that a client takes of a response on the whole, after that"),
+        ("keep-alive-s", seconds, "for a connection without a request"),
         ("num-workers", whole, "calls at the same time, by model and endpoint"),
         ("drain-s", seconds, "after a signal: not ready, but still answering"),
         ("shutdown-s", seconds, "then: for what was taken to be finished"),

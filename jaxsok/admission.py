@@ -7,16 +7,18 @@ counters of a Bloom filter hold no keys: they go where the whole array goes, and
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, UInt32
 
 from jaxsok import policies, processes
 from jaxsok.kernels import table as kernels
-from jaxsok.shards import Shards
+from jaxsok.shards import Shards, local_parts
 from jaxsok.specs import StoreSpec
 from jaxsok.store import StoreState
 from jaxsok.types import BUCKET_WORDS, ENTRIES_PER_BUCKET
@@ -87,8 +89,8 @@ def waiting(spec: StoreSpec, store: StoreState, number: int) -> tuple[np.ndarray
       number: of the table in the store.
 
     Returns:
-      Keys uint64[num_waiting] and counts uint32[num_waiting], each from 1 to `num_sightings - 1`; none where the table
-      admits otherwise than by count.
+      Keys uint64[num_waiting] and counts uint32[num_waiting], each from 1 to `threshold - 1` of the admission; none
+      where the table admits otherwise than by count.
 
     Example:
       After one lookup of `[7, 7, 9]` with `AdmitByCount(3)` → keys `[7, 9]`, counts `[2, 1]`, perhaps the other way.
@@ -96,7 +98,8 @@ def waiting(spec: StoreSpec, store: StoreState, number: int) -> tuple[np.ndarray
     keys, counts = [np.zeros(0, np.uint64)], [np.zeros(0, np.uint32)]
     if store.sightings and isinstance(spec.tables[number].admission, policies.AdmitByCount):
         floors = spec.sighting_floors()
-        for shard in _local_parts(store.sightings[0], 1 if spec.is_replicated else spec.num_shards):
+        parts = list(local_parts(store.sightings[0], spec.num_shards).values())
+        for shard in parts[: 1 if spec.is_replicated else None]:
             entries = np.asarray(shard).reshape(-1, _ENTRY_WORDS)
             entries = entries[_is_waiting(entries, floors, np) & (entries[:, 3] == number)]
             keys.append(np.ascontiguousarray(entries[:, :2]).view("<u8")[:, 0].astype(np.uint64))
@@ -165,9 +168,7 @@ def with_waiting(
 def remade(
     spec: StoreSpec, store: StoreState, room: int, shards: Shards | None, more: Array | None = None
 ) -> StoreState:
-    """A store whose `sightings` hold the waiting keys alone, with room for others: at most a quarter full after them.
-
-    They never shrink, so that programs stay the same where the room is enough.
+    """Makes the `sightings` of a store anew; see `remaking`.
 
     Args:
       spec: of the store.
@@ -176,32 +177,52 @@ def remade(
       shards: over which the store is split; None: one device.
       more: entries `[num_entries, 4]` to take in, of all shards.
     """
+    return remaking(spec, store, room, shards, more)(store)
+
+
+def remaking(
+    spec: StoreSpec, store: StoreState, room: int, shards: Shards | None, more: Array | None = None
+) -> Callable[[StoreState], StoreState]:
+    """Prepares `sightings` that hold the waiting keys alone, with room for others: a quarter full at most.
+
+    They never shrink, so that programs stay the same where the room is enough. What can fail, but for the memory of the
+    new array, fails here and changes nothing.
+
+    Returns:
+      A function that takes the store, or one whose salt or rows changed meanwhile, and donates it.
+    """
     if not store.sightings:
-        return store
-    (sightings,) = store.sightings
-    num_buckets = sightings.shape[0] // spec.num_shards
-    floors = tuple(spec.sighting_floors().tolist())
+        return lambda store: store
+    num_buckets = store.sightings[0].shape[0] // spec.num_shards
     wanted = ROOM * (num_waiting(spec, store, shards) + room)
     while num_buckets * ENTRIES_PER_BUCKET < wanted:
         num_buckets *= 2
-    of_old = (sightings,) if more is None else (sightings, more)
-    new, counters = _remade(store.counters, of_old, num_buckets, floors, shards)
-    sightings.delete()
-    return dataclasses.replace(store, sightings=(new,), counters=counters)
+    rest = () if more is None else (more,)
+    floors = tuple(spec.sighting_floors().tolist())
+    program = _remade.lower(store.counters, (*store.sightings, *rest), num_buckets, floors, shards).compile()
+
+    def remake(store: StoreState) -> StoreState:
+        (old,) = store.sightings
+        new, counters = program(store.counters, (old, *rest))
+        old.delete()
+        return dataclasses.replace(store, sightings=(new,), counters=counters)
+
+    return remake
 
 
 def num_waiting(spec: StoreSpec, store: StoreState, shards: Shards | None) -> int:
     """Keys of all tables that wait for a row, in the fullest shard (waits for the device)."""
-    floors = tuple(spec.sighting_floors().tolist())
-    most = _most_waiting(store.sightings[0], floors, spec.num_shards, None if shards is None else shards.same)
-    return int(np.asarray(most))
+    return int(np.asarray(_most_waiting(store.sightings[0], tuple(spec.sighting_floors().tolist()), shards)))
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2, 3))
-def _most_waiting(sightings: Array, floors: tuple[int, ...], num_shards: int, same: Any) -> Array:
-    is_waiting = _is_waiting(sightings.reshape(-1, _ENTRY_WORDS), np.array(floors, np.uint32), jnp)
-    most = is_waiting.reshape(num_shards, -1).sum(axis=1, dtype=jnp.int32).max()
-    return most if same is None else jax.lax.with_sharding_constraint(most, same)
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _most_waiting(sightings: Array, floors: tuple[int, ...], shards: Shards | None) -> Array:
+    def of_shard(sightings: Array) -> Array:
+        is_waiting = _is_waiting(sightings.reshape(-1, _ENTRY_WORDS), np.array(floors, np.uint32), jnp)
+        num_waiting = is_waiting.sum(dtype=jnp.int32)
+        return num_waiting if shards is None else jax.lax.pmax(num_waiting, shards.axis)
+
+    return of_shard(sightings) if shards is None else shards.run(of_shard, (sightings,), (shards.spec,), P())
 
 
 @functools.partial(jax.jit, donate_argnums=0, static_argnums=(2, 3, 4))
@@ -225,9 +246,3 @@ def _is_waiting(entries: Any, floors: np.ndarray, xp: Any) -> Any:
     for number, floor in enumerate(floors):
         is_waiting |= (tables == xp.uint32(number)) & (counts > xp.uint32(0)) & (counts < xp.uint32(floor))
     return is_waiting
-
-
-def _local_parts(array: Array, num_parts: int) -> list[Any]:
-    """The parts of a split array that this process has; the first of them alone where `num_parts` is 1."""
-    parts = {shard.index[0].start or 0: shard.data for shard in array.addressable_shards}
-    return [parts[start] for start in sorted(parts)][: None if num_parts > 1 else 1]

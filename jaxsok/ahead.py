@@ -221,7 +221,7 @@ class Ahead:
         needed = {}
         for s, capacity in enumerate(capacities):
             capacity //= self._specs[s].num_shards
-            reserve, known, bound = tracker.per_step()[s] * tracker.steps, tracker.known[s], tracker.bound(s)
+            reserve, known, bound = tracker.coming[s], tracker.known[s], tracker.bound(s)
             # By the rows last seen: the bound passes the half of every large store now and then, until `grow`, which
             # then asks for newer counters, has them.
             if known is not None and bound is not None and reserve and 2 * (known[0] + reserve) > capacity:

@@ -1,6 +1,8 @@
 """What a user declares and calls: tables, features, a mesh. A collection holds no arrays; the state does."""
 
 import dataclasses
+import functools
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -14,6 +16,7 @@ from jaxtyping import Array, Float32, Int32
 
 from jaxsok import ahead as ahead_lib
 from jaxsok import annotations, guards, processes
+from jaxsok import coming as coming_lib
 from jaxsok import evict as evict_lib
 from jaxsok import exchange as exchange_lib
 from jaxsok import features as features_lib
@@ -32,6 +35,7 @@ from jaxsok.kernels import library
 from jaxsok.lookup import Embeddings
 from jaxsok.operations import TableOperations, clock_of, place_of
 from jaxsok.plan import Found, Plan
+from jaxsok.printed import listed
 from jaxsok.shards import Shards
 from jaxsok.specs import (
     ExchangeSpec,
@@ -109,6 +113,13 @@ class Collection(TableOperations):
         self._between = (self.shards, self.exchange) if num_shards > 1 else (None, None)
         self._jitted = self._programs()
         self.growth = grow_lib.GrowthTracker.of(len(self.stores))
+
+    def __repr__(self) -> str:
+        """The tables, the features and the mesh."""
+        tables = [f"{table.name} ({table.dim} {table.dtype}, {table.optimizer.name})" for table in self.tables]
+        features = [f"{feature.name} ({feature.table}, {feature.combiner})" for feature in self.features]
+        place = f"mesh {self._mesh_name}" if self._mesh_name else "one device"
+        return f"Collection(tables: {listed(tables)}; features: {listed(features)}; {place})"
 
     def _check_placements(self, num_shards: int) -> None:
         """Refuses a table on a device that the mesh does not have."""
@@ -200,18 +211,21 @@ class Collection(TableOperations):
 
         def make_rest() -> tuple[Array, ...]:
             words = np.array([seed & 0xFFFFFFFF, seed >> 32], np.uint32)
-            return jnp.zeros((), jnp.uint32), jnp.asarray(words), jnp.asarray(self.partition_owners)
+            refused = jnp.zeros(len(self.tables), jnp.uint32)
+            return jnp.zeros((), jnp.uint32), jnp.asarray(words), jnp.asarray(self.partition_owners), refused
 
-        step, seed_words, owners = make_rest() if shards is None else shards.make(make_rest, is_split=False)
+        step, seed_words, owners, refused = make_rest() if shards is None else shards.make(make_rest, is_split=False)
         # Of the seed, so that two runs have the same bits. Exports tell lives of one word apart all the same.
         lineage = np.random.SeedSequence([int(seed), int(self.fingerprint, 16)]).generate_state(2)
         processes.begin_life(lineage, drawn[:2])
         state = State(
             stores=make_stores() if shards is None else shards.make(make_stores),
+            tickets=self._no_tickets(),
             step=step,
             seed=seed_words,
             partition_owners=owners,
             lineage=self._lineage(lineage),
+            num_refused=refused,
             fingerprint=self.fingerprint,
             mesh=self._mesh_name,
         )
@@ -228,7 +242,9 @@ class Collection(TableOperations):
         Args:
           raw: for each feature an integer array `[num_bags]` or `[num_bags, hotness]`, or `Bags`; also `Coo` (or a
             `tf.SparseTensor`), a column of integers or of lists of them (Arrow, Polars), a
-            `jax.experimental.sparse.BCOO`. Other entries are carried along (`batch["label"]`).
+            `jax.experimental.sparse.BCOO`. All have one number of samples. Other entries are carried along
+            (`batch["label"]`); a column, `[n]` or `[n, 1]`, must have a line for each sample too. Pass an array that is
+            no data of samples in a tuple.
           pad_to: adds samples without keys until there are so many: for the last batch of a log. `batch.mask` tells
             which are real.
 
@@ -243,6 +259,8 @@ class Collection(TableOperations):
         """
         mask: Any = None
         raw = sources_lib.converted(raw, self.features)
+        features_lib.require_features(raw, self.features)
+        features_lib.require_samples(raw, self.features)
         if pad_to is not None:
             raw, mask = split_lib.pad(raw, self.features, pad_to)
         if self.shards is not None and not self.shards.is_manual():
@@ -303,7 +321,7 @@ class Collection(TableOperations):
           >>> collection = jaxsok.Collection(tables, [jaxsok.FeatureSpec("clicked", table="item")])
           >>> state = collection.init(seed=0)
           >>> for batch, plan in collection.pipeline({"clicked": np.arange(i, i + 4)} for i in range(3)):
-          ...     state = collection.grow(state)
+          ...     state = collection.grow(state, batch)
           ...     embeddings, state, plan = collection.lookup(state, plan)
           ...     state, stats = collection.update(state, plan, embeddings)
           >>> collection.num_rows(state)
@@ -331,7 +349,7 @@ class Collection(TableOperations):
           TypeError: a clock that is no uint32 scalar.
 
         Cost:
-          One FFI call per store, and one more where statistics are kept. Per key 8 bytes, one 64-byte bucket and its
+          Two FFI calls per store, and one more where statistics are kept. Per key 16 bytes, one 64-byte bucket and its
           row read, an embedding written. On a mesh also 16 bytes and a row on the wire for each distinct key, and what
           padding takes.
 
@@ -545,7 +563,8 @@ class Collection(TableOperations):
     def _find_part(self, state: State, plan: Plan) -> tuple[Embeddings, Stats]:
         embeddings, found = lookup_lib.find(self.stores, state, plan, *self._between)
         nonfinite = [jnp.zeros(len(store.tables), jnp.int32) for store in self.stores]
-        words = self._words(state, [found], nonfinite, jnp.zeros((), jnp.int32))
+        none = jnp.zeros((), jnp.int32)
+        words = self._words(state, [found], nonfinite, none, none)
         return embeddings, self._stats(state, words)
 
     def _find_global(self, state: State, plan: Plan) -> tuple[Embeddings, Stats]:
@@ -555,15 +574,16 @@ class Collection(TableOperations):
     def _update_part(
         self, state: State, plans: Sequence[Plan], gradients: Sequence[Mapping[str, Array]], learning_rate: Any
     ) -> tuple[State, Stats]:
-        state, nonfinite, stale = update_lib.update(self.stores, state, plans, gradients, learning_rate, *self._between)
-        words = self._words(state, [one.found for one in plans], nonfinite, stale)
-        return state, self._stats(state, words)
+        state, *counts = update_lib.update(self.stores, state, plans, gradients, learning_rate, *self._between)
+        stats = self._stats(state, self._words(state, [one.found for one in plans], *counts))
+        # `grow` sees the state, and warns a caller who never looks at Stats.
+        refused = (stats.num_refused - stats.num_unadmitted).astype(jnp.uint32)
+        return dataclasses.replace(state, num_refused=state.num_refused + refused), stats
 
     def _update_global(
         self, state: State, plans: Sequence[Plan], gradients: Sequence[Mapping[str, Array]], learning_rate: Any
     ) -> tuple[State, Stats]:
         spec, of_state = self.shards.spec, self._specs_of(state)
-        gradients = jax.tree.map(self.shards.resplit, gradients)
         return self.shards.run(
             self._update_part, (state, plans, gradients, learning_rate), (of_state, spec, spec, P()), (of_state, P())
         )
@@ -578,41 +598,113 @@ class Collection(TableOperations):
         self, state: State, plans: Sequence[Plan], gradients: Sequence[Mapping[str, Array]]
     ) -> Float32[Array, ""]:
         spec = self.shards.spec
-        gradients = jax.tree.map(self.shards.resplit, gradients)
         args, of_args = (state, plans, gradients), (self._specs_of(state), spec, spec)
         return self.shards.run(self._gradient_norm_part, args, of_args, P())
 
     @annotations.annotated("jaxsok.grow")
     def grow(
-        self, state: State, *, steps: int = 1, clock: Any = None, hand_over: evict_lib.HandOver | None = None
+        self,
+        state: State,
+        batch: Any = None,
+        *,
+        steps: int = 1,
+        clock: Any = None,
+        hand_over: evict_lib.HandOver | None = None,
     ) -> State:
-        """Makes room, between steps, for what the next `steps` steps may insert; almost always returns at once.
+        """Makes room, between steps, for the keys that are coming; almost always returns at once.
 
         Growing appends a slab to every per-row array and copies no row; the step's program is compiled anew for the
-        larger state. The worst case is every key of a step new: `steps` times the keys per step of each store is held
-        in reserve. A collection follows one state at a time; `init` starts anew.
+        larger state. Where the key positions of the batch fit beside the rows in use, nothing is done and nothing is
+        waited for. Otherwise the device counts the distinct keys of the batch that have no row, and that number
+        decides. A collection follows one state at a time; `init` starts anew.
 
-        A store that has reached its `max_capacity`, and whose tables have an `eviction`, does not refuse: before the
-        reserve runs out rows leave by that policy, more of them than the reserve asks, so that this is rare
-        (docs/growth.md). `TimeToLive` and `SmallNorm` may find too few; a warning tells so once.
+        A store that has reached its `max_capacity`, and whose tables have an `eviction`, does not refuse: rows leave by
+        that policy, a sixteenth of the capacity more than the new keys need, so that this is rare (docs/growth.md).
+        Rows that the batch asks for stay. `TimeToLive` and `SmallNorm` may find too few; a warning tells so once.
+
+        Another warning tells, once for each table, that updates counted keys that were refused for want of room.
 
         Args:
-          state: consumed if it grows: its index is freed first, so that the peak is the new size. Consumed too if rows
-            are evicted: the result has its buffers then.
-          steps: how many steps are dispatched until the next call; the length of a `lax.scan` over steps.
+          state: consumed if it grows: its index is freed before the larger one is made, so that the peak is the new
+            size. Consumed too if rows are evicted: the result has its buffers then. Unchanged if an error is raised,
+            unless the device fails, or runs out of memory for the new index.
+          batch: what the next step looks up: a Batch, its Features, a Plan, or a number of keys. A list of these if
+            there are several until the next call of `grow`: micro-batches, or the batches of several steps. A Batch
+            stacked along a leading axis, as `lax.scan` takes it, stands for so many steps. None: the steps are taken
+            to be as the largest of the batches so far; before there was one, nothing is known, and a warning says so.
+          steps: how many steps like this batch are dispatched until the next call, if it is one batch or None.
           clock: now, for eviction: an integer or a uint32 scalar; None: `state.step`.
           hand_over: is given the rows that are evicted, as by `evict`.
 
         Raises:
+          TypeError, ValueError: a batch that is none of these, or of another collection.
           MemoryError: the larger store will not fit; says the bytes asked and the bytes that a row costs.
 
+        Cost:
+          Some microseconds of host time for each feature. Only if positions do not fit: a wait for the steps under way,
+          and a count of the batch's keys on the device (a collective on a mesh).
+
         Example:
-          `state = collection.grow(state)` before each step.
+          `state = collection.grow(state, batch)` before each step.
         """
         self._check_state("grow", state)
+        self._check_untraced("grow", state)
         if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
             raise ValueError(f"grow: steps: got {steps!r}, wanted an integer of at least 1.")
-        return grow_lib.grow(self.stores, self.growth, state, steps, self.shards, clock_of("grow", clock), hand_over)
+        coming = self.growth.seen(steps) if batch is None else self._coming(batch, steps)
+        if batch is None and not any(coming.positions) and "batch" not in self.growth.told:
+            self.growth.told.add("batch")
+            warnings.warn(
+                "grow: batch: got none, and no batch was packed or looked up yet, so that nothing is known of the keys "
+                "that are coming; tables may refuse some of them. Pass what the next step looks up: "
+                "collection.grow(state, batch).",
+                RuntimeWarning,
+                stacklevel=3,  # the caller, behind the annotation
+            )
+        now = clock_of("grow", clock)
+        return grow_lib.grow(
+            self.stores, self.growth, state, coming, steps, self.shards, now, hand_over, tables=self.tables
+        )
+
+    def _coming(self, batch: Any, steps: int) -> coming_lib.Coming:
+        """What a caller of `grow` says is coming."""
+        is_list = isinstance(batch, (list, tuple))
+        positions, uncounted = [0] * len(self.stores), [0] * len(self.stores)
+        counted, num_steps = [], 0
+        for one in batch if is_list else (batch,):
+            features = one.features if isinstance(one, (Batch, Plan)) else one
+            num_stacked = 0
+            if isinstance(features, Features):
+                self._check_features("grow", features)
+                num_stacked = coming_lib.num_stacked(features)
+                keys = [
+                    max(1, num_stacked) * grow_lib.keys_at_most(spec, coming_lib.num_keys_of(features, s))
+                    for s, spec in enumerate(self.stores)
+                ]
+                counted.append(features)
+            elif isinstance(features, (int, np.integer)) and not isinstance(features, bool) and features >= 0:
+                keys = [grow_lib.keys_of_total(spec, int(features)) for spec in self.stores]
+            else:
+                got = repr(one) if isinstance(one, (int, float)) else type(one).__name__
+                raise TypeError(
+                    f"grow: batch: got {got}, wanted a Batch, its Features, a Plan, a number of keys, or a list of "
+                    "these; pack raw features first: batch = collection.batch(raw)."
+                )
+            is_one = not is_list and num_stacked == 0
+            if not is_one and steps not in (1, max(1, num_stacked)):
+                raise ValueError(
+                    f"grow: steps: got {steps} with {'a list of' if is_list else 'several stacked'} batches, wanted "
+                    "none: the batches say how many steps come."
+                )
+            times = steps if is_one else 1
+            num_steps += max(times, num_stacked)
+            for s, num_keys in enumerate(keys):
+                positions[s] += times * num_keys
+                uncounted[s] += (times - isinstance(features, Features)) * num_keys
+        for s, num_assigned in enumerate(self.growth.assigned_per_step):
+            positions[s] += num_steps * num_assigned
+            uncounted[s] += num_steps * num_assigned
+        return coming_lib.Coming(positions, tuple(counted), uncounted)
 
     def ahead(self, step: Any, *, state_argnum: int = 0) -> ahead_lib.Ahead:
         """Wraps a jitted step, so that the program for the next capacity is there when the state grows.
@@ -655,7 +747,7 @@ class Collection(TableOperations):
           >>> state = collection.init(seed=0)
           >>> for start in range(0, 16, 2):  # two new keys a step: from 4 rows to 8, then to 16
           ...     features = collection.batch({"clicked": np.arange(start, start + 2)}).features
-          ...     state, stats = step(collection.grow(state), features)
+          ...     state, stats = step(collection.grow(state, features), features)
           >>> state.stores[0].capacity, step.num_compiled, step.num_hits_ahead
           (16, 1, 2)
         """
@@ -687,28 +779,20 @@ class Collection(TableOperations):
     def _restacked(self, op: str, tree: Any, *, is_stacking: bool) -> Any:
         if self.shards is None:
             raise ValueError(f"{op}: tree: got arrays of one device, wanted a collection with a mesh.")
-        num_shards = self.shards.num_shards
-        leaves, structure = jax.tree.flatten(tree, is_leaf=lambda node: isinstance(node, State))
-        split, same = self.shards.split, self.shards.same
-
-        def restacked(leaf: Array, is_split: bool) -> Array:
-            if is_split and is_stacking:
-                new = leaf.reshape(num_shards, leaf.shape[0] // num_shards, *leaf.shape[1:])
-            elif is_split:
-                new = leaf.reshape(num_shards * leaf.shape[1], *leaf.shape[2:])
-            else:
-                new = jnp.broadcast_to(leaf, (num_shards, *leaf.shape)) if is_stacking else leaf[0]
-            return new
-
-        def restack(leaf: Array, is_split: bool) -> Array:
-            new = jax.jit(restacked, out_shardings=split if is_split or is_stacking else same, static_argnums=1)(
-                leaf, is_split
-            )
-            leaf.delete()  # one by one: never two copies of everything
-            return new
-
-        restacked_nodes = [jax.tree.map(restack, node, _is_split(node)) for node in leaves]
-        return jax.tree.unflatten(structure, restacked_nodes)
+        nodes, structure = jax.tree.flatten(tree, is_leaf=lambda node: isinstance(node, State))
+        is_split = jax.tree.leaves([_is_split(node) for node in nodes])
+        leaves, inner = jax.tree.flatten(nodes)
+        # All is compiled before anything is consumed. One array may stand in several places.
+        programs = {
+            id(leaf): _restack.lower(leaf, self.shards, is_part, is_stacking).compile()
+            for leaf, is_part in zip(leaves, is_split, strict=True)
+        }
+        new = {}
+        for old in leaves:
+            if id(old) not in new:
+                new[id(old)] = programs[id(old)](old)
+                old.delete()  # one by one: never two copies of everything
+        return jax.tree.unflatten(structure, jax.tree.unflatten(inner, [new[id(old)] for old in leaves]))
 
     def memory_estimate(
         self,
@@ -835,7 +919,8 @@ class Collection(TableOperations):
         state: State,
         found: Sequence[Sequence[Found]],
         nonfinite: Sequence[Array],
-        stale: Int32[Array, ""],
+        num_stale: Int32[Array, ""],
+        num_misused_plans: Int32[Array, ""],
     ) -> Int32[Array, " num_words"]:
         """What one shard adds to the counts of a step, as Stats hold them."""
         num_shards = self.stores[0].num_shards
@@ -862,7 +947,8 @@ class Collection(TableOperations):
             num_evicted=of_stores(evicted),
             num_unplaced=of_stores([line[word["num_unplaced"]][None] for line in counters]),
             num_rounds=jnp.where(is_first, rounds, 0),
-            num_stale=stale,
+            num_stale=num_stale,
+            num_misused_plans=jnp.where(is_first, num_misused_plans, 0),
             longest_probe=longest,
         )
 
@@ -891,12 +977,25 @@ def _check_declared(
         raise TypeError(f"Collection: exchange: got {exchange!r}, wanted a jaxsok.ExchangeSpec.")
 
 
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+def _restack(leaf: Array, shards: Shards, is_split: bool, is_stacking: bool) -> Array:
+    """An array with a leading axis of shards, or without it."""
+    if is_stacking:
+        return shards.run(lambda part: part[None], (leaf,), (shards.spec if is_split else P(),), shards.spec)
+
+    def unstacked(part: Array) -> Array:
+        # What all have alike is that of the first.
+        return part[0] if is_split else lax.psum(jnp.where(shards.index() == 0, part[0], 0), shards.axis)
+
+    return shards.run(unstacked, (leaf,), (shards.spec,), shards.spec if is_split else P())
+
+
 def _is_split(node: Any) -> Any:
     """For each array of a state, or of anything else, whether each shard has a part of it."""
     if not isinstance(node, State):
         return True
-    others = dict.fromkeys(("step", "seed", "partition_owners", "lineage"), False)
-    return dataclasses.replace(node, stores=jax.tree.map(lambda _: True, node.stores), **others)
+    others = dict.fromkeys(("step", "seed", "partition_owners", "lineage", "num_refused"), False)
+    return dataclasses.replace(node, stores=jax.tree.map(lambda _: True, node.stores), tickets=True, **others)
 
 
 def check_scalar(what: str, value: Any) -> None:

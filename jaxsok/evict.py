@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, UInt8, UInt32
+from jaxtyping import Array, Bool, UInt8, UInt32
 
 from jaxsok import annotations
 from jaxsok import table as table_lib
@@ -26,7 +26,7 @@ from jaxsok.kernels import evict as kernels
 from jaxsok.keys import from_words
 from jaxsok.policies import Eviction, RowFacts
 from jaxsok.records import Records
-from jaxsok.shards import Shards
+from jaxsok.shards import Shards, local_parts, without_mesh
 from jaxsok.specs import StoreSpec
 from jaxsok.store import StoreState, row_bytes
 from jaxsok.types import COUNTERS
@@ -95,6 +95,7 @@ def select(
     clock: UInt32[Array, ""],
     num_kept: UInt32[Array, ""],
     number: int | None = None,
+    is_used: Bool[Array, " capacity"] | None = None,
 ) -> tuple[UInt8[Array, " capacity"], UInt32[Array, " num_tables"]]:
     """Selects the rows that leave; changes nothing.
 
@@ -105,20 +106,25 @@ def select(
       clock: now.
       num_kept: how many rows may stay, of the table or of all tables; of no meaning for a policy without a score.
       number: of the table in the store; None: all.
+      is_used: rows that the coming batch asks for: they stay, even if too few others leave. None: there are none.
 
     Returns:
-      A flag for each row of capacity, and how many rows of each table have one.
+      A flag for each row of capacity, and how many rows of each table the policy chose (with `is_used`: at least as
+      many as have a flag).
 
     Cost:
       Streams what the policy reads and 16 bytes a row of records, then a byte and a score a row for each digit of the
-      score (`LaunchSelect`). Memory: the flags, and 4 or 8 bytes a row for scores.
+      score (`LaunchSelect`). Memory: the flags, and 4 or 8 bytes a row for scores; with `is_used` 8.
 
     Example:
       Last steps `[3, 1, 2]` of three rows, least recently used, `num_kept=1` → flags `[0, 1, 1]`.
     """
     scores: list[list[Array]] = []
     mask: list[Array] = []
+    start = 0
     for s, (rows, records) in enumerate(zip(store.rows, store.records, strict=True)):
+        stays = None if is_used is None else is_used[start : start + rows.shape[0]]
+        start += rows.shape[0]
         none = jnp.zeros(rows.shape[0], jnp.uint32)
         statistics = store.statistics[s] if store.statistics else None
         facts = RowFacts(
@@ -129,14 +135,28 @@ def select(
             clock=clock,
         )
         if policy.has_score:
-            words = _score_words(policy, policy.scores(facts), rows.shape[0])
+            words = _above_others(stays, _score_words(policy, policy.scores(facts), rows.shape[0]))
             scores = scores or [[] for _ in words]
             for array, word in zip(scores, words, strict=True):
                 array.append(word)
         else:
             mask.append(_mask(policy, policy.expired(facts), rows.shape[0]))
     table = kernels.ALL_TABLES if number is None or len(spec.tables) == 1 else number
-    return kernels.select(num_kept, store.records, scores, mask, len(spec.tables), table)
+    flags, num_selected = kernels.select(num_kept, store.records, scores, mask, len(spec.tables), table)
+    return flags if is_used is None else jnp.where(is_used, jnp.uint8(0), flags), num_selected
+
+
+def _above_others(stays: Bool[Array, " _"] | None, words: tuple[Array, ...]) -> tuple[Array, ...]:
+    """Scores by which the rows that stay are the last to leave.
+
+    One word gets another in front, so that the order of all rows is exact. The kernel takes no more than two: of two
+    words rows that stay get the largest, which a row that nobody asks for has only if its policy says so.
+    """
+    if stays is None:
+        return words
+    if len(words) == 1:
+        return stays.astype(jnp.uint32), *words
+    return tuple(jnp.where(stays, jnp.uint32(0xFFFFFFFF), word) for word in words)
 
 
 def _score_words(policy: Eviction, scores: Any, num_rows: int) -> tuple[Array, ...]:
@@ -207,13 +227,15 @@ def share_of(shards: Shards, num_rows: UInt32[Array, ""], mine: UInt32[Array, ""
     return jnp.zeros(num_shards, jnp.uint32).at[order].set(shares)[shards.index()]
 
 
-def _selected(leaving: Leaving, store: StoreState, clock: Array, num_rows: Array) -> tuple[Array, Array]:
+def _selected(
+    leaving: Leaving, store: StoreState, clock: Array, num_rows: Array, is_used: Array | None = None
+) -> tuple[Array, Array]:
     spec, shards = leaving.spec, leaving.shards
     num_kept = num_rows
     if leaving.policy.has_score and leaving.is_shared and shards is not None and not spec.is_replicated:
         mine = store.table_rows if leaving.number is None else store.table_rows[leaving.number]
         num_kept = share_of(shards, num_rows, mine.sum(dtype=jnp.uint32))
-    return select(spec, store, leaving.policy, clock, num_kept, leaving.number)
+    return select(spec, store, leaving.policy, clock, num_kept, leaving.number, is_used)
 
 
 def _released(leaving: Leaving, store: StoreState, flags: Array) -> tuple[StoreState, Array]:
@@ -233,34 +255,52 @@ def _released(leaving: Leaving, store: StoreState, flags: Array) -> tuple[StoreS
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _select(leaving: Leaving, store: StoreState, clock: Array, num_rows: Array) -> tuple[Array, Array]:
-    """Flags of all shards, and by shard and table how many have one."""
+def _select(
+    leaving: Leaving, store: StoreState, clock: Array, num_rows: Array, is_used: Array | None
+) -> tuple[Array, Array]:
+    """Flags of all shards, and by shard and table how many rows the policy chose."""
     shards = leaving.shards
     if shards is None:
-        return _selected(leaving, store, clock, num_rows)
+        return _selected(leaving, store, clock, num_rows, is_used)
     body = functools.partial(_selected, leaving)
-    return shards.run(body, (store, clock, num_rows), (shards.spec, P(), P()), shards.spec)
+    args, specs = (store, clock, num_rows, is_used), (shards.spec, P(), P(), shards.spec)
+    return shards.run(body, args, specs, shards.spec)
+
+
+# One program for all stores: if a policy's scores are refused, no store has changed.
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
+def _release(
+    leaving: tuple[Leaving, ...], stores: tuple[StoreState, ...], flags: tuple[Array, ...]
+) -> tuple[tuple[StoreState, Array], ...]:
+    return tuple(_of_shards(_released, *args) for args in zip(leaving, stores, flags, strict=True))
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
-def _release(leaving: Leaving, store: StoreState, flags: Array) -> tuple[StoreState, Array]:
+def _evict(
+    leaving: tuple[Leaving, ...],
+    stores: tuple[StoreState, ...],
+    clock: Array,
+    num_rows: tuple[Array, ...],
+    is_used: tuple[Array | None, ...],
+) -> tuple[tuple[StoreState, Array], ...]:
+    def body(
+        leaving: Leaving, store: StoreState, clock: Array, num_rows: Array, is_used: Array | None
+    ) -> tuple[StoreState, Array]:
+        flags, _ = _selected(leaving, store, clock, num_rows, is_used)
+        return _released(leaving, store, flags)
+
+    parts = zip(leaving, stores, num_rows, is_used, strict=True)
+    return tuple(_of_shards(body, rule, store, clock, num_kept, used) for rule, store, num_kept, used in parts)
+
+
+def _of_shards(body: Callable, leaving: Leaving, store: StoreState, *args: Array) -> tuple[StoreState, Array]:
+    """Calls `body` on the shards of a store, all of which get flags of their own, or the same scalars."""
     shards = leaving.shards
     if shards is None:
-        return _released(leaving, store, flags)
-    body = functools.partial(_released, leaving)
-    return shards.run(body, (store, flags), (shards.spec, shards.spec), (shards.spec, P()))
-
-
-@functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
-def _evict(leaving: Leaving, store: StoreState, clock: Array, num_rows: Array) -> tuple[StoreState, Array]:
-    def body(store: StoreState, clock: Array, num_rows: Array) -> tuple[StoreState, Array]:
-        flags, _ = _selected(leaving, store, clock, num_rows)
-        return _released(leaving, store, flags)
-
-    shards = leaving.shards
-    if shards is None:
-        return body(store, clock, num_rows)
-    return shards.run(body, (store, clock, num_rows), (shards.spec, P(), P()), (shards.spec, P()))
+        return body(leaving, store, *args)
+    specs = [P() if arg is None or arg.ndim == 0 else shards.spec for arg in args]
+    body = functools.partial(body, leaving)
+    return shards.run(body, (store, *args), (shards.spec, *specs), (shards.spec, P()))
 
 
 def evict(
@@ -269,6 +309,7 @@ def evict(
     clock: Any,
     num_rows: Mapping[int, Any],
     hand_over: HandOver | None = None,
+    is_used: Mapping[int, Array] | None = None,
 ) -> tuple[tuple[StoreState, ...], dict[int, UInt32[Array, " num_tables"]]]:
     """Takes rows out of some stores.
 
@@ -279,23 +320,26 @@ def evict(
       clock: now, a uint32 scalar.
       num_rows: how many rows may stay, by the number of the store; of no meaning for a policy without a score.
       hand_over: is given the rows of all stores first; on the host.
+      is_used: for each row of some stores, whether the coming batch asks for it: then it stays.
 
     Returns:
       All stores, and how many rows of each table went, of all shards, by the number of the store.
     """
     clock = jnp.asarray(clock, jnp.uint32)
-    new, counts, flags = list(stores), {}, {}
+    used = is_used or {}
     budgets = {s: jnp.asarray(num_rows.get(s, 0), jnp.uint32) for s in leaving}
-    if hand_over is not None:
-        for s, one in leaving.items():
-            flags[s], _ = _select(one, stores[s], clock, budgets[s])
-            for name, records in selected_records(one.spec, stores[s], flags[s]):
+    rules, old = tuple(leaving.values()), tuple(stores[s] for s in leaving)
+    if hand_over is None:
+        results = _evict(rules, old, clock, tuple(budgets.values()), tuple(used.get(s) for s in leaving))
+    else:
+        flags = [_select(rule, stores[s], clock, budgets[s], used.get(s))[0] for s, rule in leaving.items()]
+        for rule, store, of_store in zip(rules, old, flags, strict=True):
+            for name, records in selected_records(rule.spec, store, of_store):
                 hand_over(name, records)
-    for s, one in leaving.items():
-        if hand_over is None:
-            new[s], counts[s] = _evict(one, stores[s], clock, budgets[s])
-        else:
-            new[s], counts[s] = _release(one, stores[s], flags.pop(s))
+        results = _release(rules, old, tuple(flags))
+    new, counts = list(stores), {}
+    for s, (store, num_evicted) in zip(leaving, results, strict=True):
+        new[s], counts[s] = store, num_evicted
     return tuple(new), counts
 
 
@@ -319,8 +363,8 @@ def selected_records(
     """
     arrays = {"rows": store.rows, "records": store.records, "states": store.states, "statistics": store.statistics}
     leaves, structure = jax.tree.flatten((arrays, flags))
-    parts = [_parts(leaf) for leaf in leaves]
-    for shard in sorted(parts[0]):
+    parts = [local_parts(leaf, spec.num_shards, is_once=True) for leaf in leaves]
+    for shard in parts[0]:
         if shard != 0 and spec.is_replicated:
             continue
         of_shard, shard_flags = jax.tree.unflatten(structure, [part[shard] for part in parts])
@@ -339,18 +383,12 @@ def selected_records(
             start += slab.shape[0]
 
 
-def _parts(array: Array) -> dict[int, Array]:
-    """The parts of a split array that this process has to tell of, by where they begin, numbered from the first."""
-    parts = {shard.index[0].start or 0: shard.data for shard in array.addressable_shards if shard.replica_id == 0}
-    size = next(iter(parts.values())).shape[0] if parts else 1
-    return {start // size: part for start, part in parts.items()}
-
-
 def _chunk_rows(spec: StoreSpec, size: int) -> int:
     """Rows of a chunk: a power of two, or a whole slab."""
     return min(size, 1 << max(0, (CHUNK_BYTES // row_bytes(spec)).bit_length() - 1))
 
 
+@without_mesh
 @functools.partial(jax.jit, static_argnums=2)
 def _window(flags: Array, start: Array, size: int) -> Array:
     return lax.dynamic_slice(flags, (start,), (size,))
@@ -366,6 +404,7 @@ def _flagged(flags: Array, start: int, size: int) -> Iterator[np.ndarray]:
         yield places[places >= begin].astype(np.int32)
 
 
+@without_mesh
 @jax.jit
 def _gathered(slabs: Any, places: Array) -> Any:
     return jax.tree.map(lambda slab: slab.at[places].get(mode="clip"), slabs)

@@ -214,11 +214,15 @@ def ask(
       per_round: the capacity of each of several rounds (`ExchangeSpec.send_capacity`); None: `default_send_capacity`.
     """
     one_round = send_capacity is not None
+    digest = plan_lib.digest_of(features)
     requests, inverse, starts, hashes = plan_lib.requests_of(spec, features, owners, by_hash=not one_round)
     if not one_round:
         capacity = per_round or default_send_capacity(spec, features)
-        return Requests(requests, inverse, starts, hashes, jnp.zeros((1, 2), jnp.int32), send_capacity=capacity)
-    counts = lax.all_gather(starts[1:] - starts[:-1], shards.axis)  # [num_shards, num_owners]
+        load = jnp.zeros((1, 2), jnp.int32)
+        return Requests(requests, inverse, starts, hashes, load, digest, send_capacity=capacity)
+    words = jnp.concatenate([digest[0], (starts[1:] - starts[:-1]).astype(jnp.uint32)])
+    words = lax.all_gather(words, shards.axis)
+    digest, counts = _digest_of_all(words[:, :2]), words[:, 2:].astype(jnp.int32)  # counts: [num_shards, num_owners]
     load = jnp.stack([counts.max(), counts.sum(axis=0).max()])[None]
     route = Route(shards, spec.is_replicated, send_capacity)
     place, is_real = _places(route, starts[:-1], starts[1:], requests.shape[0])
@@ -229,7 +233,14 @@ def ask(
     is_sent = (inverse < starts[-1]) & (within < send_capacity)
     slots = jnp.where(is_sent, owner * send_capacity + within, -1)
     hashes = jnp.zeros((1, 2), jnp.uint32)  # not empty, see `StoreFeatures`
-    return Requests(requests, inverse, starts, hashes, load, received, slots, send_capacity)
+    return Requests(requests, inverse, starts, hashes, load, digest, received, slots, send_capacity)
+
+
+def _digest_of_all(digests: UInt32[Array, "num_shards 2"]) -> UInt32[Array, "1 2"]:
+    """Combines the digests of all shards' keys. It matters which shard had which keys."""
+    place = jnp.arange(digests.shape[0], dtype=jnp.uint32)
+    low, high = plan_lib.mixed_words(digests[:, 0] ^ place, digests[:, 1])
+    return jnp.stack([low.sum(dtype=jnp.uint32), high.sum(dtype=jnp.uint32)])[None]
 
 
 def _places(
@@ -275,7 +286,7 @@ def over_rounds(
     asked: Sequence[Requests],
     body: Callable[[Any, list[Round]], Any],
     carry: Any,
-) -> tuple[Any, Int32[Array, ""]]:
+) -> tuple[Any, Int32[Array, ""], UInt32[Array, "1 2"]]:
     """Calls `body(carry, rounds)` once for each round, with the plans' parts of it, until every request was sent.
 
     Args:
@@ -286,36 +297,40 @@ def over_rounds(
       carry: the first.
 
     Returns:
-      The last carry, and the number of rounds.
+      The last carry, the number of rounds, and the digest of the first plan's keys on all shards.
     """
     routes = [Route(shards, spec.is_replicated, one.send_capacity) for one in asked]
 
     @jax.named_scope("round")
-    def run(carry: Any, begins: list[Array]) -> tuple[Any, list[Array], Array]:
-        bound, is_last = _common_end(shards, asked, begins)
+    def run(carry: Any, begins: list[Array]) -> tuple[Any, list[Array], Array, Array]:
+        bound, is_last, digests = _common_end(shards, asked, begins)
         ends = [_ends(one, begin, bound, is_last) for one, begin in zip(asked, begins, strict=True)]
         rounds = [
             Round(route, *_places(route, begin, end, one.requests.shape[0]))
             for route, one, begin, end in zip(routes, asked, begins, ends, strict=True)
         ]
-        return body(carry, rounds), ends, is_last
+        return body(carry, rounds), ends, is_last, digests
 
     def is_unfinished(loop: tuple) -> Bool[Array, ""]:
         return ~loop[2]
 
     def go_on(loop: tuple) -> tuple:
         carry, begins, _, num_rounds = loop
-        return *run(carry, begins), num_rounds + 1
+        return *run(carry, begins)[:3], num_rounds + 1
 
-    first = run(carry, [one.starts[:-1] for one in asked])
+    *first, digests = run(carry, [one.starts[:-1] for one in asked])
     carry, _, _, num_rounds = lax.while_loop(is_unfinished, go_on, (*first, jnp.int32(1)))
-    return carry, num_rounds
+    return carry, num_rounds, _digest_of_all(digests)
 
 
 def _common_end(
     shards: Shards, asked: Sequence[Requests], begins: Sequence[Array]
-) -> tuple[UInt32[Array, "2"], Bool[Array, ""]]:
-    """The hash (high, low) that ends a round on all shards, and whether there is none: all that is left fits."""
+) -> tuple[UInt32[Array, "2"], Bool[Array, ""], UInt32[Array, "num_shards 2"]]:
+    """Finds where a round ends on all shards, with one all-reduce.
+
+    Returns:
+      The hash (high, low) that ends the round, whether all that is left fits, and the digests of the first plan's keys.
+    """
     highs, lows, is_over = [], [], []
     for one, begin in zip(asked, begins, strict=True):
         at = begin + one.send_capacity  # the first request of each owner that the round has no room for
@@ -325,10 +340,14 @@ def _common_end(
         lows.append(jnp.where(over, hashes[:, 0], _ALL_ONES))
         is_over.append(over)
     high, low, over = jnp.concatenate(highs), jnp.concatenate(lows), jnp.concatenate(is_over)
-    fits = jnp.where(over.any(), jnp.uint32(0), jnp.uint32(1))
-    least_high, all_fit = lax.pmin(jnp.stack([high.min(), fits]), shards.axis)
-    least_low = lax.pmin(jnp.where(over & (high == least_high), low, _ALL_ONES).min(), shards.axis)
-    return jnp.stack([least_high, least_low]), all_fit == 1
+    least = high.min()
+    words = jnp.stack([least, jnp.where(high == least, low, _ALL_ONES).min(), over.any().astype(jnp.uint32)])
+    # Each shard writes its own line, so that the sum is a gather whose result is known to be the same everywhere.
+    lines = jnp.zeros((shards.num_shards, 5), jnp.uint32)
+    lines = lax.psum(lines.at[shards.index()].set(jnp.concatenate([words, asked[0].digest[0]])), shards.axis)
+    least = lines[:, 0].min()
+    bound = jnp.stack([least, jnp.where(lines[:, 0] == least, lines[:, 1], _ALL_ONES).min()])
+    return bound, ~lines[:, 2].any(), lines[:, 3:]
 
 
 def _ends(

@@ -20,6 +20,7 @@ from jaxtyping import Array
 from jaxsok import records as records_lib
 from jaxsok.keys import from_words
 from jaxsok.records import Records
+from jaxsok.shards import local_parts, without_mesh
 from jaxsok.specs import StoreSpec
 from jaxsok.store import StoreState
 from jaxsok.types import PADDING_KEY
@@ -146,14 +147,8 @@ class _Part:
 def _parts(spec: StoreSpec, store: StoreState) -> Iterator[tuple[int, _Part]]:
     """The number and the arrays of each shard that this process has; of a replicated store of one of them."""
     leaves, structure = jax.tree.flatten((store.records, store.rows, store.states, store.statistics))
-    by_shard: list[dict[int, Array]] = []
-    for leaf in leaves:
-        size, parts = leaf.shape[0] // spec.num_shards, {}
-        for shard in leaf.addressable_shards:  # several of one number where the mesh has other axes
-            parts.setdefault((shard.index[0].start or 0) // size, shard.data)
-        by_shard.append(parts)
-    shards = sorted(by_shard[0])
-    for shard in shards[:1] if spec.is_replicated else shards:
+    by_shard = [local_parts(leaf, spec.num_shards) for leaf in leaves]
+    for shard in list(by_shard[0])[: 1 if spec.is_replicated else None]:
         yield shard, _Part(*jax.tree.unflatten(structure, [parts[shard] for parts in by_shard]))
 
 
@@ -208,6 +203,7 @@ def _blocks(arrays: tuple[Array, ...]) -> Iterator[tuple[int, list[np.ndarray]]]
         yield arrived()
 
 
+@without_mesh
 @functools.partial(jax.jit, static_argnums=2)
 def _sliced(arrays: tuple[Array, ...], start: Array, size: int) -> tuple[Array, ...]:
     return tuple(lax.dynamic_slice_in_dim(array, start, size) for array in arrays)
@@ -274,6 +270,7 @@ def _gather(arrays: tuple[Array, ...], places: np.ndarray, num_rows: int) -> tup
     return gathered
 
 
+@without_mesh
 @jax.jit
 def _gathered(arrays: tuple[Array, ...], places: Array) -> tuple[Array, ...]:
     return tuple(array.at[places].get(mode="clip") for array in arrays)

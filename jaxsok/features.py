@@ -17,6 +17,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float32, Int32, UInt32
 
 from jaxsok import keys as keys_lib
+from jaxsok import printed
 from jaxsok.specs import FeatureSpec, StoreSpec
 from jaxsok.types import BAGS_PER_TILE, COMBINERS, NUM_FEATURE_WORDS, PADDING_KEY
 
@@ -74,6 +75,11 @@ class FeatureLayout:
     num_distinct: int = 0
     """With an inverse: the bags that it picks lines from."""
 
+    def __repr__(self) -> str:
+        """Its keys, and the shape of its embedding."""
+        shape = ", ".join(map(str, (*self.embedding_shape, "dim")))
+        return f"{self.name}: {self.num_keys:,} keys -> [{shape}]"
+
     @property
     def combined_shape(self) -> tuple[int, ...]:
         """Of what kernels make: `embedding_shape`, or that of the distinct bags before they are expanded."""
@@ -122,6 +128,10 @@ class StoreFeatures:
     inverse: Int32[Array, " num_inverse"] | None = None
     """Of the features whose samples share bags, one after the other; None if there are none."""
 
+    def __repr__(self) -> str:
+        """Its features; reads no array, so it waits for nothing."""
+        return f"StoreFeatures({printed.listed([*map(repr, self.layouts), *printed.condition_of(self)])})"
+
     def inverse_of(self, layout: FeatureLayout) -> Int32[Array, " num_samples"] | None:
         """The bag of each sample of a feature; None where every bag has its own line."""
         if self.inverse is None or layout.inverse_start < 0:
@@ -155,6 +165,13 @@ class Features:
     stores: tuple[StoreFeatures, ...]
     fingerprint: str = dataclasses.field(metadata={"static": True})
     num_parts: int = dataclasses.field(default=1, metadata={"static": True})
+
+    def __repr__(self) -> str:
+        """The features, on a mesh of one shard; reads no array, so it waits for nothing."""
+        stores = [store for store in self.stores if isinstance(store, StoreFeatures)]
+        parts = [printed.listed([repr(layout) for store in stores for layout in store.layouts])]
+        parts += [f"for each of {self.num_parts} shards"] if self.num_parts > 1 else []
+        return f"Features({'; '.join(parts + printed.condition_of(self))})"
 
     def _find(self, name: str) -> tuple[StoreFeatures, FeatureLayout]:
         for store in self.stores:
@@ -236,6 +253,12 @@ class Batch:
     mask: Any = None
     """With `pad_to`: bool `[num_samples]`, False for the samples that were added; else None."""
 
+    def __repr__(self) -> str:
+        """The features, and the other entries by type and shape; reads no array, so it waits for nothing."""
+        rest = printed.listed([f"{name!r}: {printed.in_short(value)}" for name, value in self.rest.items()])
+        mask = "" if self.mask is None else f", mask={printed.in_short(self.mask)}"
+        return f"Batch({self.features!r}, {{{rest}}}{mask})"
+
     def __getitem__(self, name: str) -> Any:
         """An entry that is not a feature, as it was given: `batch["label"]`."""
         if name not in self.rest:
@@ -277,13 +300,65 @@ def pack(raw: Mapping[str, Any], stores: Sequence[StoreSpec], features: Sequence
 def require_features(raw: Mapping[str, Any], features: Sequence[FeatureSpec]) -> None:
     """Refuses a raw batch that is no mapping, or lacks a feature."""
     if not isinstance(raw, Mapping):
-        raise TypeError(f"batch: raw: got {type(raw).__name__}, wanted a mapping from names to arrays.")
+        columns = next((name for name in ("column_names", "columns") if hasattr(raw, name)), None)
+        remedy = "" if columns is None else f"; pass its columns: {{name: raw[name] for name in raw.{columns}}}"
+        raise TypeError(f"batch: raw: got {type(raw).__name__}, wanted a mapping from names to arrays{remedy}.")
     missing = [spec.name for spec in features if spec.name not in raw]
     if missing:
         raise ValueError(
             f"batch: raw: got {len(features) - len(missing)} of {len(features)} features, wanted also {missing}; "
             f"it holds {sorted(map(str, raw))}."
         )
+
+
+def require_samples(raw: Mapping[str, Any], features: Sequence[FeatureSpec]) -> None:
+    """Refuses features of different numbers of samples, and a column beside them that has another number of lines.
+
+    A column is an entry that is an array `[num_lines]` or `[num_lines, 1]`, as labels and weights are. Scalars, arrays
+    of more columns, and what lies in a dict, list or tuple, may have any size.
+
+    Args:
+      raw: features as arrays or `Bags`, and others.
+      features: of the collection; `raw` has all of them.
+
+    Raises:
+      ValueError: names the features or the entry, and their sizes.
+    """
+    counts = {spec.name: _num_samples(raw[spec.name]) for spec in features}
+    counts = {name: count for name, count in counts.items() if count is not None}
+    if len(set(counts.values())) > 1:
+        raise ValueError(
+            f"batch: raw: got features of {counts} samples, wanted one number of samples for all; a sample without "
+            "keys has PADDING_KEY or an empty bag. For keys that belong to no sample declare combiner=None and pass "
+            "them as [num_samples, n]."
+        )
+    num_samples = next(iter(counts.values()), None)
+    if num_samples is None or any(_is_global(value) for value in raw.values()):
+        return  # of an array of several processes nobody knows here which lines belong to which process
+    for name, value in rest_of(raw, features).items():
+        shape = getattr(value, "shape", None)
+        if isinstance(shape, tuple) and shape and shape[0] != num_samples and shape[1:] in ((), (1,)):
+            raise ValueError(
+                f'batch: entry "{name}": got shape {list(shape)} beside features of {num_samples} samples, wanted '
+                f"[{num_samples}], a line for each sample; if it is no data of samples, pass it in a tuple: "
+                f'"{name}": (array,).'
+            )
+
+
+def _is_global(value: Any) -> bool:
+    keys = value.keys if isinstance(value, Bags) else value
+    return isinstance(keys, jax.Array) and not isinstance(keys, jax.core.Tracer) and not keys.is_fully_addressable
+
+
+def _num_samples(value: Any) -> int | None:
+    """The samples of a feature by its shapes; None if they tell nothing, which `_read` refuses."""
+    bags = value if isinstance(value, Bags) else Bags(value)
+    for given, more in ((bags.inverse, 0), (bags.lengths, 0), (bags.offsets, 1), (bags.keys, 0)):
+        if given is not None and hasattr(given, "shape"):
+            return max(0, given.shape[0] - more) if len(given.shape) else None
+        if isinstance(given, (list, tuple)):
+            return max(0, len(given) - more)
+    return None
 
 
 def rest_of(raw: Mapping[str, Any], features: Sequence[FeatureSpec]) -> dict[str, Any]:
@@ -493,7 +568,10 @@ def _read_bags(spec: FeatureSpec, bags: Bags, what: str) -> _Part:
     elif words.ndim == 3:
         num_bags, hotness = words.shape[:2]
         if hotness == 0:
-            raise ValueError(f"{what}: keys: got shape {[num_bags, 0]}, wanted at least one column.")
+            raise ValueError(
+                f"{what}: keys: got shape {[num_bags, 0]}, wanted at least one column; ragged keys "
+                "need lengths or offsets: Bags(keys, lengths=...)."
+            )
         shape = (num_bags,) if spec.combiner else (num_bags, hotness)
     else:
         raise ValueError(

@@ -1,20 +1,22 @@
-"""Between steps, on the host: more slabs and a larger index, before they are needed (decision D9).
+"""Between steps, on the host: more slabs and a larger index, before they are needed (decisions D9 and D20).
 
-Growing appends a slab to every per-row array and copies no row. The old index goes first, then the new one is made
-from the records, so the peak is the new size. Whether to grow rests on counters that have already arrived: if the
-state's own are there, on them; while steps are still under way, on a bound that follows from the last ones seen and
-from what the steps since could have inserted at most. The host waits for the device only when that bound does not
-fit.
+Growing appends a slab to every per-row array and copies no row. The old index goes before the new one is made from the
+records, so the peak is the new size. Slabs are allocated and programs compiled before anything goes.
+
+`grow` makes room for the keys that are coming. It first compares two bounds that cost no wait: the rows in use are at
+most those last seen and what the steps since could have inserted, and the keys that are coming are at most their
+positions. Only if the two do not fit, the host waits for the steps under way, the device counts the distinct keys of
+the coming batches that have no row, and these exact numbers decide. As a bound that fits is never below an exact number
+that does not, what is decided is a function of the state and of the coming batches alone, and not of what has arrived
+by when: a run that is resumed decides as one that went on, and so do all processes of a run.
 
 The same holds for the keys that wait for a row (`StoreState.sightings`), which are made anew, larger if need be, before
 they fill half of their buckets.
 
-A store that may grow no further, and whose tables have a policy of eviction, loses rows in the same manner: ahead of
-need, and a slack more than the reserve asks, so that it is rare.
+A store that may grow no further, and whose tables have a policy of eviction, loses rows in the same manner, and a slack
+more than it must, so that this is rare. Rows that the coming batches ask for stay.
 
-On a mesh the fullest shard decides, and all shards grow alike. In several processes no decision rests on what has
-arrived at one of them: counters are asked for as a collective and read a fixed number of calls later, so that all
-processes grow at the same call.
+On a mesh the fullest shard decides, and all shards grow alike.
 """
 
 import collections
@@ -24,32 +26,38 @@ import math
 import pathlib
 import warnings
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
-from jaxsok import admission, processes, table
+from jaxsok import admission, policies, processes, table
+from jaxsok import coming as coming_lib
 from jaxsok import evict as evict_lib
+from jaxsok.coming import Coming
 from jaxsok.shards import Shards
-from jaxsok.specs import StoreSpec
+from jaxsok.specs import StoreSpec, TableSpec
 from jaxsok.store import State, StoreState, new_slab, num_buckets_of, row_bytes
 from jaxsok.types import COUNTERS, ENTRIES_PER_BUCKET, MAX_CAPACITY
 
 GROWTH_FACTOR = 2.0  # capacity after growing over capacity before: the number of programs compiled is logarithmic
-LOOK_EVERY = 64  # calls between looks at counters that nothing forces: keys without an index entry show there
+LOOK_EVERY = 64  # calls between looks at counters that nothing forces: refused keys and full indexes show there
 GENTLE_FACTOR = 1.25  # where twice does not fit into memory
 WAITING_RESERVES = 2  # for which waiting keys get room: so that the host need not wait for the last steps' counters
 COPIES = 3  # steps in a row after which a state that is copied is told: one may have come from elsewhere
 WORTH_BYTES = 64 << 20  # of the largest array of a state that is: below, copying costs less than a step
 PLACES = 100  # calls that look: then it is known how the step goes
-SLACK_SHARE = 16  # one in so many rows leaves beside what the reserve asks: evicting streams the whole store
-AGREED_LAG = 2  # calls between asking for counters and reading them, where several processes must agree
+SLACK_SHARE = 16  # one in so many rows leaves beside what the coming keys need: evicting streams the whole store
+MOST_COUNTS = 8  # counts of one store that found room before it grows for the positions: each count is a wait
 
-_WORD = {name: i for i, name in enumerate(COUNTERS)}
+_ALLOCATED, _BEGIN, _END, _UNPLACED, _SIGHTINGS = (
+    COUNTERS.index(name) for name in ("num_allocated", "free_begin", "free_end", "num_unplaced", "num_sightings")
+)
 
 
 @dataclasses.dataclass
@@ -57,22 +65,27 @@ class GrowthTracker:
     """What the host knows about the rows in use, of one state that passes through `grow` between its steps."""
 
     keys_per_step: list[int]
-    """Positions that one step can insert, by store: learned from batches and traces."""
+    """Positions that one step can insert, by store: learned from batches and traces; saved with checkpoints."""
     allowed: list[int]
     """Insertions that all steps so far could have made, by store, since the tracker began."""
     assigned_per_step: list[int]
-    """Keys that one step sets the rows of, by store: learned from traces."""
+    """Keys that one step sets the rows of, by store: learned from traces; saved with checkpoints."""
     known: list[tuple[int, int] | None]
     """Rows last seen, and `allowed` at that time, by store; on a mesh the rows of the fullest shard."""
     sightings: list[int]
     """Entries of `sightings` last seen, by store; of the fullest shard. Known since when the rows are."""
-    under_way: collections.deque[tuple[Array, list[int], int]]
-    """Summaries on their way to the host, oldest first, with `allowed` and `num_calls` when they were asked for."""
+    coming: list[int]
+    """Insertions that the steps since the last call can make, by store."""
+    num_counts: list[int]
+    """How often in a row the keys of a store that could grow were counted, and had room."""
+    under_way: collections.deque[tuple[Array, list[int]]]
+    """Summaries on their way to the host, oldest first, with `allowed` when they were asked for."""
     signature: tuple[int, ...] | None = None
     """Capacities of the state last seen; another one means another state, of which nothing is known."""
-    steps: int = 1
-    """Steps until the next call of `grow`, as the last one was told."""
+    steps: int | None = None
+    """Steps until the next call of `grow`, as the last one was told; None: it was told the batches."""
     num_calls: int = 0
+    """Calls for the state last seen."""
     num_waits: int = 0
     """How often the host had to wait for the device."""
     num_grown: int = 0
@@ -85,20 +98,21 @@ class GrowthTracker:
     """How often in a row the state was elsewhere, and what it came from gone."""
     num_evictions: int = 0
     """How often rows of a store left to make room."""
-    is_told: bool = False
-    """Whether it was told that eviction could not make room."""
+    told: set[str] = dataclasses.field(default_factory=set)
+    """What was told already: each warning comes once."""
 
     @classmethod
     def of(cls, num_stores: int) -> "GrowthTracker":
         """A tracker that knows nothing."""
         none = [0] * num_stores
-        return cls(none.copy(), none.copy(), none.copy(), [None] * num_stores, none.copy(), collections.deque())
+        zeros = [none.copy() for _ in range(6)]
+        return cls(*zeros[:3], [None] * num_stores, *zeros[3:], collections.deque())
 
     def forget(self) -> None:
         """Forgets all but the size of batches."""
         self.known = [None] * len(self.known)
         self.under_way.clear()
-        self.signature = None
+        self.signature, self.num_calls = None, 0
 
     def saw_batch(self, store: int, num_keys: int) -> None:
         """Notes how many keys one step asks of a store."""
@@ -112,6 +126,21 @@ class GrowthTracker:
         """Rows that one step may insert, by store."""
         return [keys + assigned for keys, assigned in zip(self.keys_per_step, self.assigned_per_step, strict=True)]
 
+    def seen(self, steps: int) -> Coming:
+        """What `steps` steps may insert, if they are as those so far."""
+        positions = [keys * steps for keys in self.per_step()]
+        return Coming(positions, uncounted=positions, is_given=False)
+
+    def begin(self, coming: Coming, steps: int) -> None:
+        """Begins a call: the steps since the last one may have inserted what was coming then."""
+        if self.num_calls:
+            # A caller who gave no batch may have packed the first one, or a larger one, only after the call.
+            asked = self.coming if self.steps is None else self.seen(self.steps).positions
+            for s, (first, later) in enumerate(zip(self.coming, asked, strict=True)):
+                self.allowed[s] += max(first, later)
+        self.num_calls += 1
+        self.coming, self.steps = list(coming.positions), None if coming.is_given else steps
+
     def bound(self, store: int) -> int | None:
         """Rows in use at most; None: not known."""
         known = self.known[store]
@@ -122,11 +151,35 @@ class GrowthTracker:
         known = self.known[store]
         return None if known is None else self.sightings[store] + self.allowed[store] - known[1]
 
-    def learn(self, summary: np.ndarray, allowed: Sequence[int]) -> None:
-        """Takes in a summary `[num_stores, 3]` that was current when `allowed` was."""
-        for s, (num_rows, _, num_sightings) in enumerate(summary):
-            self.known[s] = (int(num_rows), allowed[s])
-            self.sightings[s] = int(num_sightings)
+    def learn(self, seen: "_Seen", allowed: Sequence[int]) -> None:
+        """Takes in what was so when `allowed` was."""
+        for s, num_rows in enumerate(seen.num_rows):
+            self.known[s] = (num_rows, allowed[s])
+            self.sightings[s] = seen.num_sightings[s]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Seen:
+    """What a summary says: by store, and of the refused keys by table in the order of the collection."""
+
+    num_rows: list[int]
+    """In use, of the fullest shard."""
+    num_unplaced: list[int]
+    """Keys that found no index entry."""
+    num_sightings: list[int]
+    """Entries taken, of the fullest shard."""
+    num_refused: list[int]
+
+    @classmethod
+    def of(cls, words: list[int], num_stores: int, num_shards: int) -> "_Seen":
+        """Of the counters of all stores, shard by shard, and the refused keys behind them."""
+        seen = cls([], [], [], words[num_stores * num_shards * len(COUNTERS) :])
+        for s in range(num_stores):
+            begins = range(s * num_shards * len(COUNTERS), (s + 1) * num_shards * len(COUNTERS), len(COUNTERS))
+            seen.num_rows.append(max((words[b + _ALLOCATED] - words[b + _END] + words[b + _BEGIN]) for b in begins))
+            seen.num_unplaced.append(sum(words[b + _UNPLACED] for b in begins))
+            seen.num_sightings.append(max(words[b + _SIGHTINGS] for b in begins))
+        return seen
 
 
 def keys_at_most(spec: StoreSpec, num_keys: Sequence[tuple[int, int]]) -> int:
@@ -157,199 +210,348 @@ def _signature(state: State) -> tuple[int, ...]:
     return tuple(store.capacity for store in state.stores)
 
 
-def _summed_up(counters: Any, num_shards: int, xp: Any) -> Any:
-    """By store: rows in use of the fullest shard, keys that found no index entry, `sightings` taken of the fullest."""
-    lines = []
-    for words in counters:
-        words = words.reshape(num_shards, len(COUNTERS)).astype(xp.int32)
-        in_use = words[:, _WORD["num_allocated"]] - words[:, _WORD["free_end"]] + words[:, _WORD["free_begin"]]
-        num_sightings = words[:, _WORD["num_sightings"]].max()
-        lines.append(xp.stack([in_use.max(), words[:, _WORD["num_unplaced"]].sum(), num_sightings]))
-    return xp.stack(lines)
+def keys_of_total(spec: StoreSpec, total: int) -> int:
+    """The keys that one shard of a store may insert of so many in a whole batch, whatever their table.
+
+    Args:
+      spec: of the store.
+      total: keys of the batch, of all shards together.
+    """
+    share = -(-total // spec.num_shards)
+    return max(keys_at_most(spec, [(number, share)]) for number in range(len(spec.tables)))
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2))
-def _summary(counters: tuple[Array, ...], num_shards: int, same: Any) -> Array:
-    """What the host needs of the counters, as an array that lives on when the state is donated."""
-    summary = _summed_up(counters, num_shards, jnp)
-    return summary if same is None else jax.lax.with_sharding_constraint(summary, same)
+@functools.partial(jax.jit, static_argnums=1)
+def _summary(state_words: tuple[tuple[Array, ...], Array], shards: Shards | None) -> Array:
+    """Counters of all stores and refused keys, as an array that lives on when the state is donated."""
+    counters, refused = state_words
+    if shards is not None:
+        is_explicit = AxisType.Explicit in shards.mesh.axis_types
+        gather = jax.sharding.reshard if is_explicit else jax.lax.with_sharding_constraint
+        counters = [gather(words, shards.same) for words in counters]
+    return jnp.concatenate([*counters, refused])
 
 
-def _read(state: State, num_shards: int, shards: Shards | None, is_agreed: bool) -> np.ndarray:
-    counters = tuple(store.counters for store in state.stores)
-    if is_agreed:
-        return np.asarray(_summary(counters, num_shards, shards.same if shards else None))
-    return _summed_up([np.asarray(words) for words in counters], num_shards, np)
+def _words_of(state: State) -> tuple[tuple[Array, ...], Array]:
+    return tuple(store.counters for store in state.stores), state.num_refused
+
+
+def _read(state: State, num_shards: int, shards: Shards | None) -> _Seen:
+    """Waits for the steps under way."""
+    counters, refused = _words_of(state)
+    if shards is not None and shards.num_processes > 1:
+        words = np.asarray(_summary((counters, refused), shards)).tolist()
+    else:
+        words = [word for array in (*counters, refused) for word in np.asarray(array).tolist()]
+    return _Seen.of(words, len(counters), num_shards)
 
 
 def grow(
     specs: Sequence[StoreSpec],
     tracker: GrowthTracker,
     state: State,
-    steps: int,
+    coming: Coming,
+    steps: int = 1,
     shards: Shards | None = None,
     clock: Any = None,
     hand_over: evict_lib.HandOver | None = None,
+    *,
+    tables: Sequence[TableSpec],
 ) -> State:
-    """Makes room for what the next `steps` steps may insert.
+    """Makes room for what is coming.
 
     Args:
       specs: of the stores.
       tracker: of the state; changed.
       state: consumed, if it grows or loses rows.
-      steps: until the next call.
+      coming: until the next call.
+      steps: until the next call, where the caller gave no batch.
       shards: over which the stores are split; None: one device.
       clock: of eviction; None: the state's step.
       hand_over: is given the rows that are evicted, before anything changes.
+      tables: all of them, in the order of the collection.
 
     Returns:
       The same state, or one with more slabs or fewer rows; the old one must not be used then.
     """
-    num_shards = specs[0].num_shards
-    is_agreed = shards is not None and shards.num_processes > 1
-    if tracker.signature != _signature(state):
+    num_shards, stores = specs[0].num_shards, range(len(specs))
+    signature = _signature(state)
+    if tracker.signature != signature:
         tracker.forget()
-        tracker.signature = _signature(state)
-    if tracker.num_calls:
-        # Counted only now: the first batch may be seen after the first call.
-        for s, keys in enumerate(tracker.per_step()):
-            tracker.allowed[s] += keys * tracker.steps
-    tracker.num_calls += 1
-    tracker.steps = steps
+        tracker.signature = signature
+    tracker.begin(coming, steps)
     _warn_of_copies(tracker, state)
-    reserve = [keys * steps for keys in tracker.per_step()]
-    capacities = [store.capacity // num_shards for store in state.stores]
-    open_ended = [
-        spec.max_capacity is None or capacity < spec.max_capacity
+    positions = coming.positions
+    capacities = [capacity // num_shards for capacity in signature]
+    half_entries = [_half_entries(spec, store) for spec, store in zip(specs, state.stores, strict=True)]
+    is_open = [
+        spec.max_capacity is None or capacity < spec.max_capacity or spec.tables[0].eviction is not None
         for spec, capacity in zip(specs, capacities, strict=True)
     ]
 
-    half_entries = [_half_entries(spec, store) for spec, store in zip(specs, state.stores, strict=True)]
-    evicting = [spec.max_capacity is not None and spec.tables[0].eviction is not None for spec in specs]
-
-    def short(s: int) -> bool:
+    def is_short(s: int) -> bool:
         bound = tracker.bound(s)
-        return (open_ended[s] or evicting[s]) and (bound is None or bound + reserve[s] > capacities[s])
+        return is_open[s] and (bound is None or bound + positions[s] > capacities[s])
 
-    def short_of_sightings(s: int) -> bool:
+    def is_crowded(s: int) -> bool:
         bound = tracker.sightings_bound(s)
-        return bool(half_entries[s]) and (bound is None or bound + reserve[s] > half_entries[s])
+        return bool(half_entries[s]) and (bound is None or bound + positions[s] > half_entries[s])
 
-    def has_arrived(summary: Array, asked_at: int) -> bool:
-        return tracker.num_calls - asked_at >= AGREED_LAG if is_agreed else summary.is_ready()
+    def is_any_short() -> bool:
+        return any(is_short(s) or is_crowded(s) for s in stores)
 
-    unplaced = False
-    summary = None
-    if not is_agreed and all(store.counters.is_ready() for store in state.stores):
-        summary = _read(state, num_shards, shards, is_agreed)
-    while summary is None and tracker.under_way and has_arrived(tracker.under_way[0][0], tracker.under_way[0][2]):
-        arrived, allowed, _ = tracker.under_way.popleft()
-        tracker.learn(np.asarray(arrived), allowed)
-        unplaced = bool(np.asarray(arrived)[:, 1].any())
-    if summary is None and (unplaced or any(short(s) or short_of_sightings(s) for s in range(len(specs)))):
-        summary = _read(state, num_shards, shards, is_agreed)
-        tracker.num_waits += 1
-    if summary is not None:
+    # Often at first, so that a short run is told of what went wrong.
+    is_due = tracker.num_calls % LOOK_EVERY == 0 or tracker.num_calls & (tracker.num_calls - 1) == 0
+    is_unplaced = False
+    if (shards is None or shards.num_processes == 1) and all(store.counters.is_ready() for store in state.stores):
+        # No wait. What it tells saves waits later, and does not change what is decided.
+        seen = _read(state, num_shards, shards)
         tracker.under_way.clear()
-        tracker.learn(summary, tracker.allowed)
-        needed = {s: tracker.known[s][0] + reserve[s] for s in range(len(specs)) if open_ended[s] and short(s)}
-        is_full = any(evicting[s] and short(s) for s in range(len(specs)))
-        larger = _new_capacities(specs, state, needed, shards)
-        if is_full:
-            # First of all: `hand_over` is the caller's, and while it may fail nothing has changed.
-            state = _evicted(specs, tracker, state, reserve, larger, shards, clock, hand_over)
-        if needed or summary[:, 1].any():
-            state = _rebuilt(specs, state, summary, larger, shards)
-        crowded = [s for s in range(len(specs)) if short_of_sightings(s)]
-        state = _with_room_to_wait(specs, state, {s: WAITING_RESERVES * reserve[s] for s in crowded}, shards)
+        tracker.learn(seen, tracker.allowed)
+        is_unplaced = any(seen.num_unplaced)
+        _warn_of_refusals(tracker, specs, capacities, tables, seen)
+    while tracker.under_way and (is_due or is_any_short()):
+        summary, allowed = tracker.under_way.popleft()
+        seen = _Seen.of(np.asarray(summary).tolist(), len(specs), num_shards)
+        tracker.learn(seen, allowed)
+        is_unplaced |= any(seen.num_unplaced)
+        _warn_of_refusals(tracker, specs, capacities, tables, seen)
+    if is_unplaced or is_any_short():
+        seen = _read(state, num_shards, shards)
+        tracker.num_waits += 1
+        tracker.under_way.clear()
+        tracker.learn(seen, tracker.allowed)
+        _warn_of_refusals(tracker, specs, capacities, tables, seen)
+        short = [s for s in stores if is_short(s)]
+        needs = _counted(specs, tracker, state, coming, short, shards)
+        wanted = _rows_to_grow_to(specs, tracker, capacities, positions, needs, shards)
+        larger = _new_capacities(specs, state, wanted, shards)
+        crowded = [s for s in stores if is_crowded(s)]
+        room = {s: WAITING_RESERVES * positions[s] for s in crowded}
+        enlarge = _enlarging(specs, state, larger, [num > 0 for num in seen.num_unplaced], room, shards)
+        full = [s for s in needs if specs[s].tables[0].eviction is not None and needs[s].is_beyond(specs[s])]
+        if full:
+            # Before anything changes: `hand_over` is the caller's, and may fail.
+            state = _evicted(specs, tracker, state, {s: needs[s] for s in full}, shards, clock, hand_over)
+        state = enlarge(state)
         for s in crowded:
             tracker.sightings[s] = admission.num_waiting(specs[s], state.stores[s], shards)
-        tracker.num_grown += len(needed)
+        tracker.num_grown += len(larger)
         tracker.signature = _signature(state)
     elif not tracker.under_way and (
-        tracker.num_calls % LOOK_EVERY == 0
+        is_due
         or any(
             # Half of what is left may be gone: ask now, so that the answer is there before it is needed.
             tracker.known[s] is not None
             and (
-                2 * (tracker.bound(s) + reserve[s]) > capacity + tracker.known[s][0]
-                or 2 * (tracker.sightings_bound(s) + reserve[s]) * bool(half_entries[s])
+                2 * (tracker.bound(s) + positions[s]) > capacity + tracker.known[s][0]
+                or 2 * (tracker.sightings_bound(s) + positions[s]) * bool(half_entries[s])
                 > half_entries[s] + tracker.sightings[s]
             )
             for s, capacity in enumerate(capacities)
         )
     ):
-        counters = tuple(store.counters for store in state.stores)
-        arriving = _summary(counters, num_shards, shards.same if shards else None)
+        arriving = _summary(_words_of(state), shards)
         arriving.copy_to_host_async()
-        tracker.under_way.append((arriving, list(tracker.allowed), tracker.num_calls))
+        tracker.under_way.append((arriving, list(tracker.allowed)))
     return state
 
 
-def rows_kept(capacity: int, reserve: int) -> int:
-    """Rows of a shard that stay when its store is full: so many that the reserve fits, and a slack.
+@dataclasses.dataclass(frozen=True)
+class _Need:
+    """What a store whose bounds do not fit needs, in its fullest shard."""
 
-    The slack is the larger of the reserve and a sixteenth of the capacity, and at most half of what the reserve leaves.
-    No reserve takes more than half of the capacity, so a quarter of the rows always stays: not every key of a batch
-    needs a row, least of all where admission keeps most out.
+    num_new: int
+    """Rows for what is coming."""
+    num_rows: int
+    """Rows in use and new ones together, of the shard that has most of both."""
+    num_used: int = 0
+    """Rows that a batch which is coming asks for, of the shard that has most of them."""
+    is_used: Array | None = None
+    """For each row of capacity whether a batch that is coming asks for it; None: no batch was given."""
+
+    def is_beyond(self, spec: StoreSpec) -> bool:
+        """Whether the largest capacity is too small."""
+        return spec.max_capacity is not None and self.num_rows > spec.max_capacity
+
+
+def _counted(
+    specs: Sequence[StoreSpec],
+    tracker: GrowthTracker,
+    state: State,
+    coming: Coming,
+    short: Sequence[int],
+    shards: Shards | None,
+) -> dict[int, _Need]:
+    """What the stores need whose positions do not fit: counted on the device where batches were given (waits)."""
+    counts = {}
+    for s in short:
+        parts = [one.stores[s] for one in coming.features if one.stores[s].layouts]
+        if parts:
+            counts[s] = coming_lib.count(specs[s], state.stores[s], parts, state.partition_owners, shards)
+    needs = {}
+    for s in short:
+        in_use = tracker.known[s][0]  # pyright: ignore[reportOptionalSubscript]  # it was just read
+        needs[s] = _Need(coming.positions[s], in_use + coming.positions[s])
+        if s in counts:
+            numbers, is_used = counts[s]
+            num_new, num_rows, num_used = np.asarray(numbers).tolist()
+            more = coming.uncounted[s]
+            needs[s] = _Need(num_new + more, num_rows + more, num_used, is_used)
+            if not state.stores[s].sightings:  # where a key that gets no row may get an entry
+                tracker.coming[s] = min(num_new + more, coming.positions[s])
+    return needs
+
+
+def _rows_to_grow_to(
+    specs: Sequence[StoreSpec],
+    tracker: GrowthTracker,
+    capacities: Sequence[int],
+    positions: Sequence[int],
+    needs: dict[int, _Need],
+    shards: Shards | None,
+) -> dict[int, int]:
+    """Rows that shards need, of the stores that grow.
+
+    A store whose keys were counted again and again, and had room each time, grows for their positions if there is
+    memory: counting is a wait at every step.
+    """
+    wanted, tired = {}, {}
+    for s, need in needs.items():
+        spec = specs[s]
+        if spec.max_capacity is not None and capacities[s] >= spec.max_capacity:
+            continue
+        tracker.num_counts[s] = 0 if need.num_rows > capacities[s] else tracker.num_counts[s] + 1
+        if tracker.num_counts[s] == 0:
+            wanted[s] = need.num_rows
+        elif tracker.num_counts[s] % MOST_COUNTS == 0:
+            in_use = tracker.known[s][0]  # pyright: ignore[reportOptionalSubscript]
+            tired[s] = in_use + positions[s]
+    free = agreed_free_bytes(shards) if tired else None
+    for s, rows in tired.items():
+        limit = min(specs[s].max_capacity or MAX_CAPACITY, MAX_CAPACITY)
+        if free is None or (min(rows, limit) - capacities[s]) * row_bytes(specs[s]) <= free // 2:
+            wanted[s] = rows
+            tracker.num_counts[s] = 0
+    return wanted
+
+
+def rows_kept(capacity: int, num_new: int, *, is_exact: bool = False) -> int:
+    """Rows of a shard that stay when its store is full: so many that the new ones fit, and a slack.
+
+    The slack is a sixteenth of the capacity, rounded up. If the new rows are only known not to be more, a quarter of
+    the capacity stays, so that not all rows leave for keys that may need none.
+
+    Args:
+      capacity: of the shard.
+      num_new: rows for what is coming.
+      is_exact: whether all of them will be asked for.
 
     Example:
-      >>> rows_kept(1600, 50), rows_kept(1600, 400), rows_kept(1600, 1000), rows_kept(1600, 2000)
-      (1450, 800, 400, 400)
+      >>> rows_kept(1600, 50), rows_kept(1600, 1000), rows_kept(1600, 1400), rows_kept(1600, 2000)
+      (1450, 500, 400, 400)
+      >>> rows_kept(1600, 1400, is_exact=True), rows_kept(1600, 2000, is_exact=True)
+      (100, 0)
     """
-    reserve = min(reserve, capacity // 2)
-    left = capacity - reserve
-    return left - min(max(reserve, capacity // SLACK_SHARE), left // 2)
+    slack = -(-capacity // SLACK_SHARE)
+    return max(0 if is_exact else capacity // 4, capacity - num_new - slack)
 
 
 def _evicted(
     specs: Sequence[StoreSpec],
     tracker: GrowthTracker,
     state: State,
-    reserve: Sequence[int],
-    larger: dict[int, int],
+    full: dict[int, _Need],
     shards: Shards | None,
     clock: Any,
     hand_over: evict_lib.HandOver | None,
 ) -> State:
-    """The state without the rows that leave full stores by their policy; `larger`: capacities of those that grow next.
+    """The state without the rows that leave full stores by their policy.
 
     Whatever `hand_over` raises, the state is as it was.
     """
-    capacities = [store.capacity // spec.num_shards for spec, store in zip(specs, state.stores, strict=True)]
-    capacities = [larger.get(s, capacity) for s, capacity in enumerate(capacities)]
-
-    def short(s: int) -> bool:
-        is_at_its_end = specs[s].tables[0].eviction is not None and capacities[s] == specs[s].max_capacity
-        return is_at_its_end and tracker.known[s][0] + reserve[s] > capacities[s]
-
-    full = [s for s in range(len(specs)) if short(s)]
     leaving = {s: evict_lib.Leaving(specs[s], specs[s].tables[0].eviction, None, shards, is_shared=False) for s in full}
-    kept = {s: rows_kept(capacities[s], reserve[s]) for s in full}
-    stores, _ = evict_lib.evict(leaving, state.stores, state.step if clock is None else clock, kept, hand_over)
+    kept, used = {}, {}
+    for s, need in full.items():
+        # By chance or by Bloom filter most of the keys that were counted may be kept out.
+        by_chance = any(
+            one.admission is not None and not isinstance(one.admission, policies.AdmitByCount)
+            for one in specs[s].tables
+        )
+        is_exact = need.is_used is not None and not by_chance
+        kept[s] = rows_kept(specs[s].max_capacity, need.num_new, is_exact=is_exact)
+        if need.is_used is not None:
+            used[s] = need.is_used
+    now = state.step if clock is None else clock
+    stores, _ = evict_lib.evict(leaving, state.stores, now, kept, hand_over, used)
     state = dataclasses.replace(state, stores=stores)
     tracker.num_evictions += len(full)
     if all(one.policy.has_score for one in leaving.values()):
-        for s in full:
-            tracker.known[s] = min(tracker.known[s][0], kept[s]), tracker.allowed[s]
+        for s, need in full.items():
+            tracker.known[s] = min(tracker.known[s][0], max(kept[s], need.num_used)), tracker.allowed[s]
     else:
         # How many have expired nobody knows before.
-        is_agreed = shards is not None and shards.num_processes > 1
-        tracker.learn(_read(state, specs[0].num_shards, shards, is_agreed), tracker.allowed)
+        tracker.learn(_read(state, specs[0].num_shards, shards), tracker.allowed)
         tracker.num_waits += 1
-    left = [s for s in full if short(s)]
-    if left and not tracker.is_told:
-        tracker.is_told = True
-        s = left[0]
+    for s, need in full.items():
+        in_use = tracker.known[s][0]
+        if in_use + need.num_new > specs[s].max_capacity:
+            _warn_of_shortage(tracker, specs[s], in_use, need)
+    return state
+
+
+def _warn_of_shortage(tracker: GrowthTracker, spec: StoreSpec, in_use: int, need: _Need) -> None:
+    """Tells, once for a store, that eviction could not make room."""
+    if (about := f"shortage {_names(spec)}") in tracker.told:
+        return
+    tracker.told.add(about)
+    policy, of_shard = spec.tables[0].eviction, " of a shard" if spec.num_shards > 1 else ""
+    new = f"{need.num_new} new keys coming" if need.is_used is not None else f"up to {need.num_new} keys coming"
+    remedies = ["raise max_capacity", "take smaller batches (a smaller max_keys of the features)"]
+    if need.is_used is None:
+        remedies.append("pass the batch, so that only its new keys count: collection.grow(state, batch)")
+    if not policy.has_score:
+        remedies.append("let more rows expire, or use a policy with a score")
+    warnings.warn(
+        f"grow: store of tables {_names(spec)}: got {in_use} rows{of_shard} in use after eviction by {policy!r} and "
+        f"{new}, wanted at most {spec.max_capacity} together (max_capacity{of_shard}); keys that find no room are "
+        f"refused. Remedies: {'; '.join(remedies)}.",
+        RuntimeWarning,
+        stacklevel=6,  # the caller of Collection.grow, behind its annotation
+    )
+
+
+def _warn_of_refusals(
+    tracker: GrowthTracker,
+    specs: Sequence[StoreSpec],
+    capacities: Sequence[int],
+    tables: Sequence[TableSpec],
+    seen: _Seen,
+) -> None:
+    """Tells, once for a table, that keys were refused for want of room."""
+    if not any(seen.num_refused):
+        return
+    for name, num_refused in zip([one.name for one in tables], seen.num_refused, strict=True):
+        if not num_refused or (about := f"refused {name}") in tracker.told:
+            continue
+        tracker.told.add(about)
+        s = next(s for s, spec in enumerate(specs) if any(one.name == name for one in spec.tables))
+        capacity, limit = specs[s].num_shards * capacities[s], specs[s].max_capacity
+        if seen.num_unplaced[s]:
+            remedy = "this call makes the index anew, in which they had found no entry"
+        elif limit is None or capacities[s] < limit:
+            remedy = "call state = collection.grow(state, batch) before every step, with the batch of that step"
+        elif specs[s].tables[0].eviction is None:
+            remedy = "raise max_capacity, or declare an eviction policy"
+        else:
+            remedy = "raise max_capacity, or take smaller batches (a smaller max_keys of the features)"
         warnings.warn(
-            f"grow: store of tables {_names(specs[s])}: got {tracker.known[s][0]} rows in use after eviction by "
-            f"{specs[s].tables[0].eviction!r}, wanted at most {capacities[s] - reserve[s]} of {capacities[s]}, so that "
-            f"the {reserve[s]} keys of the next steps all get rows; some may be refused. Raise max_capacity, take "
-            "smaller batches, or evict more: a shorter time, or a policy with a score.",
+            f'grow: table "{name}": got {num_refused} keys refused so far for want of room, wanted none (its store of '
+            f"tables {_names(specs[s])} has a capacity of {capacity} rows); they learned nothing. "
+            f"Remedy: {remedy}.",
             RuntimeWarning,
             stacklevel=5,  # the caller of Collection.grow, behind its annotation
         )
-    return state
 
 
 def _warn_of_copies(tracker: GrowthTracker, state: State) -> None:
@@ -410,29 +612,58 @@ def _new_capacities(
     return capacities
 
 
-def _rebuilt(
-    specs: Sequence[StoreSpec], state: State, summary: np.ndarray, capacities: dict[int, int], shards: Shards | None
-) -> State:
-    """The state with larger stores, and with new indexes where they are larger or keys found no entry."""
-    stores = list(state.stores)
+def _enlarging(
+    specs: Sequence[StoreSpec],
+    state: State,
+    capacities: dict[int, int],
+    is_resalted: Sequence[bool],
+    room: dict[int, int],
+    shards: Shards | None,
+) -> Callable[[State], State]:
+    """Prepares larger stores, and new indexes where stores are larger or get another salt.
+
+    Slabs are allocated and programs compiled here: whatever fails until the result is called has changed nothing. The
+    old index goes only then, so that the peak is the new size: it is not larger than the new one.
+
+    Args:
+      specs: of all stores.
+      state: unchanged.
+      capacities: rows of a shard, by the number of the store; more than there are.
+      is_resalted: for each store, whether keys of it found no entry.
+      room: for how many keys that wait, by the number of the store.
+      shards: over which the stores are split; None: one device.
+
+    Returns:
+      A function that takes the state, or one that lost rows meanwhile, and consumes it.
+    """
+    slabs, salts, rebuild, remake = {}, {}, {}, {}
     for s, spec in enumerate(specs):
-        if not summary[s, 1] and s not in capacities:
-            continue
-        index, counters = stores[s].index, stores[s].counters
-        if summary[s, 1]:
-            is_shared = shards is not None and shards.num_processes > 1
-            counters = _resalted(counters, processes.drawn(is_shared=is_shared))
-        index.delete()
-        stores[s] = dataclasses.replace(stores[s], counters=counters)
+        store = state.stores[s]
         if s in capacities:
-            old = stores[s].capacity // spec.num_shards
-            stores[s] = _with_slab(spec, stores[s], capacities[s] - old, shards)
-        num_buckets = num_buckets_of(stores[s].capacity // spec.num_shards)
-        index, counters = _rebuild(stores[s].counters, stores[s].records, num_buckets, shards)
-        stores[s] = dataclasses.replace(stores[s], index=index, counters=counters)
-        if summary[s, 1]:
-            stores[s] = admission.remade(spec, stores[s], 0, shards)  # they lie where the salt says, too
-    return dataclasses.replace(state, stores=tuple(stores))
+            slabs[s] = _slab(spec, capacities[s] - store.capacity // spec.num_shards, shards)
+            store = _with_slab(store, slabs[s])
+        if s in capacities or is_resalted[s]:
+            num_buckets = num_buckets_of(store.capacity // spec.num_shards)
+            # The salt is drawn and does not follow from the last one, which may be known.
+            is_shared = shards is not None and shards.num_processes > 1
+            salts[s] = processes.drawn(is_shared=is_shared) if is_resalted[s] else None
+            rebuild[s] = _rebuild.lower(store.counters, store.records, salts[s], num_buckets, shards).compile()
+        if s in room or is_resalted[s]:  # waiting keys lie where the salt says, too
+            remake[s] = admission.remaking(spec, store, room.get(s, 0), shards)
+
+    def enlarge(state: State) -> State:
+        stores = list(state.stores)
+        for s in slabs:
+            stores[s] = _with_slab(stores[s], slabs[s])
+        for s in rebuild:
+            stores[s].index.delete()
+            index, counters = rebuild[s](stores[s].counters, stores[s].records, salts[s])
+            stores[s] = dataclasses.replace(stores[s], index=index, counters=counters)
+        for s in remake:
+            stores[s] = remake[s](stores[s])
+        return dataclasses.replace(state, stores=tuple(stores)) if rebuild or remake else state
+
+    return enlarge
 
 
 def _half_entries(spec: StoreSpec, store: StoreState) -> int:
@@ -440,32 +671,17 @@ def _half_entries(spec: StoreSpec, store: StoreState) -> int:
     return sum(array.shape[0] // spec.num_shards * ENTRIES_PER_BUCKET // 2 for array in store.sightings)
 
 
-def _with_room_to_wait(specs: Sequence[StoreSpec], state: State, room: dict[int, int], shards: Shards | None) -> State:
-    """The state with sightings made anew where they have little room; `room`: for how many keys, by store."""
-    if not room:
-        return state
-    stores = [
-        admission.remade(spec, store, room[s], shards) if s in room else store
-        for s, (spec, store) in enumerate(zip(specs, state.stores, strict=True))
-    ]
-    return dataclasses.replace(state, stores=tuple(stores))
-
-
-@functools.partial(jax.jit, donate_argnums=0)
-def _resalted(counters: Array, salt: np.ndarray) -> Array:
-    """Sets the salt of all shards, two words. It is drawn and does not follow from the last one, which may be known."""
-    words = np.arange(counters.shape[0]) % len(COUNTERS)
-    with_low = jnp.where(words == _WORD["salt_low"], salt[0], counters)
-    return jnp.where(words == _WORD["salt_high"], salt[1], with_low)
-
-
-def _with_slab(spec: StoreSpec, store: StoreState, size: int, shards: Shards | None) -> StoreState:
-    """A store with one more slab, of `size` rows in each shard."""
+def _slab(spec: StoreSpec, size: int, shards: Shards | None) -> tuple:
+    """One more slab, of `size` rows in each shard."""
 
     def make() -> tuple:
         return new_slab(spec, spec.num_shards * size)
 
-    rows, records, states, statistics = make() if shards is None else shards.make(make)
+    return make() if shards is None else shards.make(make)
+
+
+def _with_slab(store: StoreState, slab: tuple) -> StoreState:
+    rows, records, states, statistics = slab
     return dataclasses.replace(
         store,
         rows=(*store.rows, rows),
@@ -475,17 +691,21 @@ def _with_slab(spec: StoreSpec, store: StoreState, size: int, shards: Shards | N
     )
 
 
-@functools.partial(jax.jit, donate_argnums=0, static_argnums=(2, 3))
+@functools.partial(jax.jit, donate_argnums=0, static_argnums=(3, 4))
 def _rebuild(
-    counters: Array, records: tuple[Array, ...], num_buckets: int, shards: Shards | None
+    counters: Array, records: tuple[Array, ...], salt: Array | None, num_buckets: int, shards: Shards | None
 ) -> tuple[Array, Array]:
-    if shards is None:
+    """A new index of the rows that the records name, under another salt (two words) if one is given; the counters."""
+
+    def of_shard(counters: Array, records: tuple[Array, ...], salt: Array | None) -> tuple[Array, Array]:
+        if salt is not None:
+            low, high = COUNTERS.index("salt_low"), COUNTERS.index("salt_high")
+            counters = counters.at[low].set(salt[0]).at[high].set(salt[1])
         return table.kernels.rebuild(counters, records, num_buckets)
-    return shards.run(
-        lambda *part: table.kernels.rebuild(*part, num_buckets),
-        (counters, records),
-        (shards.spec, shards.spec),
-        shards.spec,
+
+    args = counters, records, salt
+    return (
+        of_shard(*args) if shards is None else shards.run(of_shard, args, (shards.spec, shards.spec, P()), shards.spec)
     )
 
 
@@ -576,11 +796,10 @@ def grow_to(
     free = agreed_free_bytes(shards)
     more = [(specs[s], new - state.stores[s].capacity // specs[s].num_shards) for s, new in capacities.items()]
     require_memory(more, op, free)
-    return _rebuilt(specs, state, np.zeros((len(specs), 2), np.int64), capacities, shards)
+    return _enlarging(specs, state, capacities, [False] * len(specs), {}, shards)(state)
 
 
 def resalted(specs: Sequence[StoreSpec], state: State, s: int, shards: Shards | None = None) -> State:
     """The state with the index of one store made anew under another salt: keys that found no entry find one then."""
-    summary = np.zeros((len(specs), 2), np.int64)
-    summary[s, 1] = 1
-    return _rebuilt(specs, state, summary, {}, shards)
+    is_resalted = [number == s for number in range(len(specs))]
+    return _enlarging(specs, state, {}, is_resalted, {}, shards)(state)

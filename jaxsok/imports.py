@@ -176,20 +176,17 @@ class _Entering:
         """Of a shard."""
         return self.store.capacity // self.spec.num_shards
 
-    def _expect(self, num_rows: int) -> None:
-        """Makes room for rows to come, as far as the store may grow."""
-        rows = [num_rows if number == self.number else 0 for number in range(len(self.spec.tables))]
-        needed = int(self.in_use.max()) + self.spec.rows_of_shard(rows)
-        needed = min(needed, self.spec.max_capacity or MAX_CAPACITY)
-        if needed > self.capacity:
-            self._grow_to(needed)
+    def _expected(self) -> int:
+        """Rows of a shard when all that was announced has come, as far as the store may grow; 0: not known."""
+        if self.num_expected is None:
+            return 0
+        rows = [self.num_expected if number == self.number else 0 for number in range(len(self.spec.tables))]
+        self.num_expected = None
+        return min(int(self.in_use.max()) + self.spec.rows_of_shard(rows), self.spec.max_capacity or MAX_CAPACITY)
 
     def enter(self, records: Any) -> None:
         """Enters a chunk, all of it or, if an error is raised, nothing."""
         arrays = checked(self.spec, self.number, records)
-        if self.num_expected is not None:
-            self._expect(self.num_expected)
-            self.num_expected = None
         if len(arrays["keys"]):
             dealt = self._dealt(arrays)
             self.settle()
@@ -250,7 +247,7 @@ class _Entering:
                 }
 
     def _make_room(self, arrays: dict[str, np.ndarray], dealt: list[np.ndarray]) -> None:
-        """Grows until each shard has rows for its part of a chunk."""
+        """Grows until each shard has rows for its part of a chunk, and for what was announced."""
         asked = np.array([len(lines) for lines in dealt])
         if (self.in_use + asked > self.capacity).any():
             self.in_use = self._read_in_use()
@@ -271,8 +268,11 @@ class _Entering:
                     f"keys with which a shard of the store of {names} would have {needed} rows, wanted at most its "
                     f"max_capacity, {limit}; nothing of the chunk was entered. Raise max_capacity, or evict first."
                 )
+        expected = self._expected()
+        if max(needed, expected) > self.capacity:
             free = grow_lib.agreed_free_bytes(self.shards)
-            self._grow_to(grow_lib.next_capacity(self.spec, self.capacity, needed, free))
+            capacity = grow_lib.next_capacity(self.spec, self.capacity, needed, free)
+            self._grow_to(expected if expected >= needed else capacity)
         self.in_use = self.in_use + asked
 
     def _grow_to(self, capacity: int) -> None:

@@ -11,7 +11,7 @@ lookup.py); its other tables get the same rows as ever.
 import dataclasses
 import hashlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import jax
@@ -180,6 +180,91 @@ class _FanIn(Initializer):
 
     def of_dim(self, dim: int) -> Initializer:
         return Initializer(self.kind, self.a / math.sqrt(dim), self.b / math.sqrt(dim))
+
+
+# Apart from a state --------------------------------------------------------------------------------------------------
+
+_UINT64 = 2**64 - 1
+
+
+def _mix64(x: int) -> int:
+    """Mix64 of ffi/core/hash.h."""
+    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & _UINT64
+    x = (x ^ x >> 27) * 0x94D049BB133111EB & _UINT64
+    return x ^ x >> 31
+
+
+@dataclasses.dataclass(frozen=True)
+class InitialRows:
+    """The initial rows of one table apart from its state: a function of (seed, table name, key, column).
+
+    Exports and served tables carry it, so that a key without a row reads there what `Collection.find` gives.
+
+    Raises:
+      TypeError, ValueError: when made; names the argument.
+
+    Example:
+      >>> InitialRows(uniform(-1.0, 1.0), table="user", seed=0)
+      InitialRows(initializer=Initializer(kind=1, a=-1.0, b=1.0), table='user', seed=0)
+    """
+
+    initializer: Initializer
+    """One that the kernels work out, with the parameters of the table's dim."""
+    table: str
+    """The name that the table was trained under."""
+    seed: int
+    """Of the training state."""
+
+    def __post_init__(self) -> None:
+        """Refuses what the kernels could not work out."""
+        if type(self.initializer) is not Initializer:
+            raise TypeError(f"InitialRows: initializer: got {self.initializer!r}, wanted one that kernels work out.")
+        kind, parameters = self.initializer.kind, (self.initializer.a, self.initializer.b)
+        if isinstance(kind, bool) or not isinstance(kind, int) or kind not in range(4):
+            raise ValueError(f"InitialRows: initializer.kind: got {kind!r}, wanted an integer from 0 to 3.")
+        if any(isinstance(one, bool) or not isinstance(one, (int, float)) for one in parameters):
+            raise TypeError(f"InitialRows: initializer: got parameters {parameters}, wanted numbers.")
+        if not all(abs(one) < 2.0**128 for one in parameters):  # JSON has integers that no float holds
+            raise ValueError("InitialRows: initializer: got parameters beyond float32, wanted finite numbers.")
+        if not isinstance(self.table, str) or not self.table:
+            raise TypeError(f"InitialRows: table: got {self.table!r}, wanted a name.")
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not 0 <= self.seed <= _UINT64:
+            raise ValueError(f"InitialRows: seed: got {self.seed!r}, wanted an integer from 0 to 2**64 - 1.")
+
+    def __str__(self) -> str:
+        """As reports show it."""
+        name = ("constant", "uniform", "normal", "truncated_normal")[self.initializer.kind]
+        parameters = f"{self.initializer.a:g}, {self.initializer.b:g}"
+        return f'the initial row: {name}({parameters}) of table "{self.table}", seed {self.seed}'
+
+    def name_under(self, seed: int, name: int) -> int:
+        """The hash of a table name that gives the same rows under another seed.
+
+        The stream of a key begins with Mix64(seed + golden) ^ name (ffi/core/initialize.h), so that tables of several
+        seeds can be looked up by one call, which has one seed.
+
+        Args:
+          seed: under which they are looked up.
+          name: the hash of `table`.
+        """
+        golden = 0x9E3779B97F4A7C15
+        return name ^ _mix64(self.seed + golden & _UINT64) ^ _mix64(seed + golden & _UINT64)
+
+    def to_json(self) -> dict[str, Any]:
+        """As manifests have it."""
+        one = self.initializer
+        return {"kind": one.kind, "a": one.a, "b": one.b, "table": self.table, "seed": self.seed}
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> "InitialRows":
+        """What `to_json` gave.
+
+        Raises:
+          TypeError, ValueError, KeyError: it is not that.
+        """
+        if not isinstance(value, Mapping):
+            raise TypeError(f"InitialRows: got {value!r}, wanted an object.")
+        return cls(Initializer(value["kind"], value["a"], value["b"]), value["table"], value["seed"])
 
 
 # Traced ------------------------------------------------------------------------------------------------------------

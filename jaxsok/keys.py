@@ -63,7 +63,7 @@ def words_of(keys: Any, key_dtype: str, what: str) -> np.ndarray | UInt32[Array,
       TypeError: floats, or an int32 `jax.Array` that may be a narrowed int64.
     """
     if not isinstance(keys, jax.Array):
-        keys = np.asarray(keys)
+        keys = _as_array(keys, what)
         if keys.ndim == 0:
             raise ValueError(f"{what}: keys: got a scalar, wanted an array of at least one axis.")
         return to_words(keys, what)
@@ -92,6 +92,18 @@ def words_of(keys: Any, key_dtype: str, what: str) -> np.ndarray | UInt32[Array,
     raise TypeError(
         f"{what}: keys must be integers or uint32[..., 2] words, got {keys.dtype}{list(keys.shape)}; pass NumPy int64."
     )
+
+
+def _as_array(keys: Any, what: str) -> np.ndarray:
+    """NumPy of anything; an empty list, which has no type, is one of integers."""
+    try:
+        array = np.asarray(keys)
+    except ValueError as error:
+        raise ValueError(
+            f"{what}: keys: got lists of different lengths, wanted an array; ragged keys are jaxsok.Bags("
+            "np.concatenate(lists), lengths=[len(keys) for keys in lists])."
+        ) from error
+    return array.astype(np.int64) if isinstance(keys, (list, tuple)) and array.size == 0 else array
 
 
 def padding_words(shape: tuple[int, ...]) -> np.ndarray:

@@ -1,7 +1,8 @@
 """The way down: features or a plan → embeddings, state, plan; find is the same and changes nothing.
 
 On one device each store costs one FFI call. A plan made apart costs two, the first over distinct keys only; a store
-with initial rows that XLA works out costs three. Statistics, where they are kept, cost one more.
+with initial rows that XLA works out costs three. Statistics, where they are kept, cost one more, and so does the digest
+of the keys that the plan's ticket is made of (tickets.py).
 On a mesh this runs on every shard: the distinct keys go to their owners, who find or insert rows and send them back.
 """
 
@@ -13,10 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int32, UInt32
 
-from jaxsok import admission, annotations, exchange, table
+from jaxsok import admission, annotations, exchange, table, tickets
 from jaxsok.exchange import Round, Route
 from jaxsok.features import StoreFeatures
 from jaxsok.kernels import lookup as kernels
+from jaxsok.kernels import plan as plan_kernels
 from jaxsok.plan import Distinct, Found, Plan, Requests
 from jaxsok.shards import Shards
 from jaxsok.specs import ExchangeSpec, StoreSpec
@@ -59,16 +61,18 @@ def lookup(
     embeddings: Embeddings = {}
     stores, found, asked = [], [], []
     now = state.step if clock is None else clock
+    running = state.tickets
     for s, (spec, store, features) in enumerate(zip(specs, state.stores, plan.features.stores, strict=True)):
         if not features.layouts:
             one_found, values = _nothing(spec, store), []
             asked.append(None if plan.asked is None else plan.asked[s])
         elif shards is not None and wire is not None:
             requests = _asked(shards, spec, features, state, plan, s, wire)
-            store, one_found, values = _lookup_exchanged(
+            store, one_found, values, digest = _lookup_exchanged(
                 shards, wire, spec, store, state.seed, features, requests, step=state.step, clock=now
             )
             asked.append(requests)
+            running = running.at[:, 0].add(digest)
         elif plan.distinct is None and _reads_traced(spec, features):
             store, one_found, values = _lookup_traced(spec, store, state.seed, features, state.step, now)
         elif plan.distinct is None:
@@ -77,11 +81,15 @@ def lookup(
             store, one_found, values = _lookup_planned(
                 spec, store, state.seed, features, plan.distinct[s], state.step, now
             )
+        if features.layouts and (shards is None or wire is None):
+            running = plan_kernels.plan_digest(running, features.keys)
         stores.append(store)
         found.append(one_found)
         embeddings |= _named(features, values)
-    state = dataclasses.replace(state, stores=tuple(stores))
-    plan = dataclasses.replace(plan, asked=None if shards is None else tuple(asked), found=tuple(found))
+    after, ticket = tickets.issue(state, running, plan.features)
+    state = dataclasses.replace(state, stores=tuple(stores), tickets=after)
+    asked = None if shards is None else tuple(asked)
+    plan = dataclasses.replace(plan, asked=asked, found=tuple(found), ticket=ticket)
     return embeddings, state, plan
 
 
@@ -109,7 +117,7 @@ def find(
             one_found = Found(_no_row_ids(), store.generation[None], counts, _rounds(0))
         else:
             requests = _asked(shards, spec, part, state, plan, s, wire)
-            _, one_found, values = _lookup_exchanged(
+            _, one_found, values, _ = _lookup_exchanged(
                 shards, wire, spec, store, state.seed, part, requests, is_find=True
             )
         found.append(one_found)
@@ -141,15 +149,19 @@ def _lookup_exchanged(
     step: UInt32[Array, ""] | None = None,
     is_find: bool = False,
     clock: UInt32[Array, ""] | None = None,
-) -> tuple[StoreState, Found, list[Array]]:
-    """One store's lookup through the exchange: owners answer what was asked, and each key reads the answer to it."""
+) -> tuple[StoreState, Found, list[Array], UInt32[Array, "1 2"]]:
+    """Looks up one store through the exchange: owners answer requests, and each key reads the answer to its own.
+
+    Returns:
+      The store, what was found, embeddings, and the digest of all shards' keys.
+    """
     owner = _Owner(wire, spec, seed, is_find, step, clock)
     if asked.received is not None:
         route = Route(shards, spec.is_replicated, asked.send_capacity)
         store, answers = owner.answered(store, route, asked.received)
-        lines, num_rounds = asked.slots, 1
+        lines, num_rounds, digest = asked.slots, 1, asked.digest
     else:
-        store, answers, num_rounds = _answered_in_rounds(shards, owner, store, asked)
+        store, answers, num_rounds, digest = _answered_in_rounds(shards, owner, store, asked)
         lines = asked.inverse
     back, row_ids, inserted, absent = answers
     is_line = (lines >= 0) & (lines < back.shape[0])
@@ -170,7 +182,7 @@ def _lookup_exchanged(
     inserted, unadmitted = inserted[:, 0], inserted[:, 1]
     counts = counts.at[:, _FOUND].add(-inserted - absent).at[:, _INSERTED].add(inserted).at[:, without].add(absent)
     counts = counts.at[:, _UNADMITTED].add(unadmitted)
-    return store, Found(row_ids, store.generation[None], counts, _rounds(num_rounds)), values
+    return store, Found(row_ids, store.generation[None], counts, _rounds(num_rounds)), values, digest
 
 
 class _Answers(NamedTuple):
@@ -217,8 +229,8 @@ class _Owner:
 
 def _answered_in_rounds(
     shards: Shards, owner: _Owner, store: StoreState, asked: Requests
-) -> tuple[StoreState, _Answers, Int32[Array, ""]]:
-    """All requests, so many at a time as are sent in one round; and how many rounds it took."""
+) -> tuple[StoreState, _Answers, Int32[Array, ""], UInt32[Array, "1 2"]]:
+    """Sends all requests in rounds; also returns the number of rounds and the digest of all shards' keys."""
     spec, num_keys = owner.spec, asked.requests.shape[0]
     ids = jnp.full(num_keys, jnp.uint32(NO_ROW))
     # The update finds rows by key again. A key that is kept out now may have one by then, which it never used.
@@ -241,10 +253,11 @@ def _answered_in_rounds(
         back = part.put(before.back, now.back)
         return store, _Answers(back, row_ids, before.inserted + now.inserted, before.absent + now.absent)
 
-    (store, answers), num_rounds = exchange.over_rounds(shards, spec, [asked], one_round, (store, first))
+    carry = store, first
+    (store, answers), num_rounds, digest = exchange.over_rounds(shards, spec, [asked], one_round, carry)
     if tells and spec.is_replicated:
         answers = answers._replace(row_ids=answers.back)
-    return store, answers, num_rounds
+    return store, answers, num_rounds, digest
 
 
 # On one device -------------------------------------------------------------------------------------------------------

@@ -30,6 +30,7 @@ from jaxsok.planner import REQUEST_BYTES, check_declared, keys_of
 from jaxsok.printed import aligned, each_device, in_units
 from jaxsok.specs import ExchangeSpec, FeatureSpec, StoreSpec, TableSpec, group_into_stores
 from jaxsok.store import num_buckets_of, row_bytes, store_bytes
+from jaxsok.tickets import RING
 from jaxsok.types import COUNTS, ENTRIES_PER_BUCKET, MAX_CAPACITY, NUM_PARTITIONS
 
 MEMORY_FRACTION = 0.75  # of a GPU, that XLA takes for all arrays unless XLA_CLIENT_MEM_FRACTION says otherwise
@@ -79,7 +80,7 @@ class MemoryEstimate:
     stores: tuple[StoreMemory, ...]
     num_shards: int
     other: int
-    """Bytes of the state beside its stores: step, seed, lineage, owners of partitions."""
+    """Bytes of the state beside its stores: step, seed, lineage, owners of partitions, tickets."""
     tables: tuple[TableSpec, ...]
     """That are counted; with the capacities of the specs."""
     device_bytes: int | None = None
@@ -116,6 +117,8 @@ class MemoryEstimate:
     def largest_capacities(self, memory_bytes: int | None = None) -> dict[str, int]:
         """The capacities, in the proportions of the specs, with which state and step just fit.
 
+        No table gets more than its `max_capacity`; the others then get more.
+
         Args:
           memory_bytes: for arrays on each device; None: `device_bytes * memory_fraction`. 0.8 of a GPU: pass that.
 
@@ -139,14 +142,16 @@ class MemoryEstimate:
         declared = sum(table.capacity for table in self.tables)
 
         def scaled(tables: Sequence[TableSpec], num_rows: int) -> list[int]:
-            return [num_rows * table.capacity // declared for table in tables]
+            rows = [num_rows * table.capacity // declared for table in tables]
+            return [min(one, table.max_capacity or one) for one, table in zip(rows, tables, strict=True)]
 
         def fits(num_rows: int) -> bool:
             capacities = [spec.rows_of_shard(scaled(spec.tables, num_rows)) for spec in stores]
             counted = [sum(store_bytes(*one).values()) for one in zip(stores, capacities, strict=True)]
             return max(capacities) <= MAX_CAPACITY and sum(counted) <= room
 
-        low, high = 0, max(room, 0) * self.num_shards  # a row takes more than a byte
+        # A row takes more than a byte; of a table with a small share the others may be at their max_capacity.
+        low, high = 0, max(room, 0) * self.num_shards * declared
         while low < high:
             middle = (low + high + 1) // 2
             low, high = (middle, high) if fits(middle) else (low, middle - 1)
@@ -184,7 +189,11 @@ class MemoryEstimate:
         ]
         if self.device_bytes is not None and self.memory_bytes is not None:
             verdict = "enough" if self.total <= self.memory_bytes else "too little"
-            rows = ", ".join(f"{name} {number:,}" for name, number in self.largest_capacities().items())
+            largest, most = self.largest_capacities(), {table.name: table.max_capacity for table in self.tables}
+            rows = ", ".join(
+                f"{name} {number:,}{' (its max_capacity)' if number == most[name] else ''}"
+                for name, number in largest.items()
+            )
             lines += [
                 f"XLA gives arrays {in_units(self.memory_bytes)}, {self.memory_fraction:.0%} of "
                 f"{in_units(self.device_bytes)}: {verdict}; XLA_CLIENT_MEM_FRACTION must be at least "
@@ -293,7 +302,9 @@ def estimated(
             capacity = capacities[s]
         else:
             capacity = spec.capacity if num_rows is None else _grown(spec, reserved, spec.rows_of_shard(of_tables))
-        in_use = sum(of_tables)
+        in_use, limits = sum(of_tables), [table.max_capacity for table in spec.tables]
+        if capacities is None and None not in limits:
+            in_use = min(in_use, sum(limits))  # the store's: its tables pool their rows
         of_shard = in_use if spec.is_replicated else in_use / num_shards
         counted.append(
             StoreMemory(
@@ -309,7 +320,7 @@ def estimated(
                 step=_step_bytes(spec, part, exchange or ExchangeSpec()),
             )
         )
-    other = 4 + 8 + 8 + 4 * (NUM_PARTITIONS if num_shards > 1 else 1)
+    other = 4 + 8 + 8 + 4 * (NUM_PARTITIONS if num_shards > 1 else 1) + 8 * (1 + RING)
     return MemoryEstimate(tuple(counted), num_shards, other, tuple(tables), device_bytes, memory_fraction)
 
 
@@ -389,7 +400,7 @@ def _step_bytes(spec: StoreSpec, features: StoreFeatures, wire: ExchangeSpec) ->
     # Samples that share bags: what the kernels make is there beside what it is expanded to.
     shared = [layout for layout in features.layouts if layout.inverse_start >= 0]
     embeddings += sum(math.prod(layout.combined_shape) for layout in shared) * row
-    found = 4 + 4 * len(COUNTS) * len(spec.tables) + 4  # generation, counts, rounds
+    found = 4 + 4 * len(COUNTS) * len(spec.tables) + 4 + 8  # generation, counts, rounds, ticket (one for all stores)
     parts = {"batch": _bytes_of(features), "embeddings": embeddings, "gradients": embeddings}
     # Where XLA works out what new rows hold: a row for each key to write, and one beside the slabs.
     initial = 2 * spec.itemsize * spec.dim if spec.traced_tables else 0
@@ -401,8 +412,8 @@ def _step_bytes(spec: StoreSpec, features: StoreFeatures, wire: ExchangeSpec) ->
     capacity = wire.send_capacity or default_send_capacity(spec, features)
     num_owners = 1 if spec.is_replicated else spec.num_shards
     sent, received = num_owners * capacity, spec.num_shards * capacity
-    # requests, inverse and slots by key; starts, hashes, load; requests and row ids by line received
-    plan = (REQUEST_BYTES + 8) * num_keys + 4 * (num_owners + 1) + 16 + (REQUEST_BYTES + 4) * received + found
+    # requests, inverse and slots by key; starts, hashes, load, digest; requests and row ids by line received
+    plan = (REQUEST_BYTES + 8) * num_keys + 4 * (num_owners + 1) + 24 + (REQUEST_BYTES + 4) * received + found
     exchange = 4 * spec.dim * (2 * received + num_keys) + REQUEST_BYTES * (sent + received) + 32 * received
     workspace = max(
         sizes.JaxsokPlanRequestsWorkspaceBytes(num_keys),

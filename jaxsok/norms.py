@@ -50,7 +50,7 @@ def row_gradient_norm(
       wire: how gradients travel between them.
       axis: of the mesh, also where it has one shard; None: no mesh.
     """
-    live = [update_lib.is_live(plan, state) for plan in plans]
+    live = update_lib.plans_of_state(state, plans).live
     squares = jnp.float32(0), jnp.float32(0)
     for s, (spec, store) in enumerate(zip(specs, state.stores, strict=True)):
         used = [i for i, plan in enumerate(plans) if plan.features.stores[s].layouts]
@@ -143,12 +143,12 @@ def _row_sums(
     s: int,
     plans: Sequence[Plan],
     gradients: Sequence[Gradients],
-    live: Sequence[Array | None],
+    live: Sequence[Array],
 ) -> Float32[Array, "num_keys dim"]:
     """One store's row gradients on one device."""
     parts = [plan.features.stores[s] for plan in plans]
     (keys, *batch), num_tiles = update_lib.joined(parts)
-    stale = update_lib.generations_of(store, s, plans, live) != store.generation
+    stale = update_lib.generations_of(store, live) != store.generation
     row_ids = [jnp.where(stale[p], jnp.uint32(NO_ROW), plan.found[s].row_ids) for p, plan in enumerate(plans)]
     row_ids = jnp.concatenate(row_ids)
     is_refused = None
@@ -171,12 +171,12 @@ def _with_exchanged(
     s: int,
     plans: Sequence[Plan],
     gradients: Sequence[Gradients],
-    live: Sequence[Array | None],
+    live: Sequence[Array],
     squares: Squares,
 ) -> Squares:
     """Squares with those of the rows that this shard owns; gradients come to it as they do for an update."""
     asked = [plan.asked[s] for plan in plans]
-    stale = update_lib.generations_of(store, s, plans, live) != store.generation
+    stale = update_lib.generations_of(store, live) != store.generation
     counts_differ = any(exchange.has_unused_keys(plan.features.stores[s]) for plan in plans)
     # Every shard has all rows of a replicated store: one of them counts.
     is_counted = jnp.bool_(True) if not spec.is_replicated else shards.index() == 0
@@ -215,7 +215,7 @@ def _with_exchanged(
             arrived.append((row_ids, part.route.rows_to_owners(part.take(sums), wire.gradients), uses))
         return add(squares, arrived)
 
-    squares, _ = exchange.over_rounds(shards, spec, asked, one_round, squares)
+    squares, _, _ = exchange.over_rounds(shards, spec, asked, one_round, squares)
     return squares
 
 

@@ -15,7 +15,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, UInt32
 
-from jaxsok import annotations, guards, policies
+from jaxsok import annotations, guards, policies, tickets
 from jaxsok import evict as evict_lib
 from jaxsok import export as export_lib
 from jaxsok import imports as imports_lib
@@ -298,6 +298,7 @@ class TableOperations:
           `rows = collection.export_table(state, "user")["rows"]`
         """
         self._check_state("export_table", state)
+        self._check_untraced("export_table", state)
         s, number = self._locate("export_table", table)
         return export_lib.export_table(self.stores[s], state.stores[s], number)
 
@@ -342,6 +343,7 @@ class TableOperations:
           [[7, 9], [8]]
         """
         self._check_state("export_chunks", state)
+        self._check_untraced("export_chunks", state)
         s, number = self._locate("export_chunks", table)
         spec = self.stores[s]
         if chunk_rows is not None and (isinstance(chunk_rows, bool) or not isinstance(chunk_rows, (int, np.integer))):
@@ -414,11 +416,7 @@ class TableOperations:
         """
         self._check_state("import_table", state)
         s, number = self._locate("import_table", table)
-        if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(state)):
-            raise TypeError(
-                "import_table: state: got one that is traced, wanted arrays; call it between steps. Inside a jitted "
-                "function use assign."
-            )
+        self._check_untraced("import_table", state, "inside a jitted function use assign")
         if num_rows is not None and (isinstance(num_rows, bool) or not isinstance(num_rows, (int, np.integer))):
             raise TypeError(f"import_table: num_rows: got {num_rows!r}, wanted an integer or None.")
         if num_rows is not None and num_rows < 0:
@@ -455,6 +453,7 @@ class TableOperations:
           `collection.num_rows(state)` → `{"user": 1000, "item": 250}`
         """
         self._check_state("num_rows", state)
+        self._check_untraced("num_rows", state, "inside a jitted function use the Stats of update")
         by_store = [
             _rows_by_table(self.shards.gathered(one.table_rows) if self._spans_processes else one.table_rows, store)
             for store, one in zip(self.stores, state.stores, strict=True)
@@ -573,14 +572,22 @@ class TableOperations:
 
     def _specs_of(self, state: State) -> Any:
         """How each array of a state lies on the mesh, as `shard_map` takes it."""
-        same = dict.fromkeys(("step", "seed", "partition_owners", "lineage"), P())
-        return dataclasses.replace(state, stores=self.shards.spec, **same)
+        same = dict.fromkeys(("step", "seed", "partition_owners", "lineage", "num_refused"), P())
+        return dataclasses.replace(state, stores=self.shards.spec, tickets=self.shards.spec, **same)
 
     def _lineage(self, words: np.ndarray) -> Array:
         """Where steps leave what is the same everywhere; made by a program, since memory of NumPy's is not donated."""
         if self.shards is None:
             return jnp.array(words)
         return self.shards.make(lambda: jnp.asarray(words), is_split=False)
+
+    def _no_tickets(self) -> Array:
+        """The tickets of a state that begins: no plan is open."""
+
+        def make() -> Array:
+            return tickets.no_tickets(self.stores[0].num_shards)
+
+        return make() if self.shards is None else self.shards.make(make)
 
     @property
     def _mesh_name(self) -> str:
@@ -606,11 +613,39 @@ class TableOperations:
                 "use the collection that made it."
             )
         if state.fingerprint != self.fingerprint:
+            dims = [store.rows[0].shape[-1] for store in state.stores]
+            own = [spec.dim for spec in self.stores]
+            differ = f"fingerprint {state.fingerprint}), wanted {self.fingerprint}"
+            if dims != own:
+                differ = f"dims {dims} by store), wanted {own}"
             raise ValueError(
-                f"{op}: state: got one of other specs (fingerprint {state.fingerprint}), wanted "
-                f"{self.fingerprint}; use "
-                "the collection that made it, or declare the same tables."
+                f"{op}: state: got one of other specs ({differ}; use the collection that made it, or declare the same "
+                "tables."
             )
+        if any(store.counters.ndim != 1 for store in state.stores):
+            remedy = "one of its parts" if self.shards is None else "collection.unstack(state)"
+            raise ValueError(
+                f"{op}: state: got one whose arrays have one more axis in front, as stack and jax.pmap give them, "
+                f"wanted those of init; pass {remedy}."
+            )
+        # To ask a deleted array whether it is ready ends the process (jaxlib 0.10.2).
+        if any(_is_deleted(leaf) for leaf in jax.tree.leaves(state)):
+            raise ValueError(
+                f"{op}: state: got one whose arrays are deleted: it was donated to a step, or consumed by grow; wanted "
+                "the one that this call returned, as in state = collection.grow(state, batch)."
+            )
+
+    def _check_untraced(self, op: str, state: State, remedy: str = "call it between steps") -> None:
+        """Refuses the state of a trace, for what runs on the host."""
+        if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(state)):
+            raise TypeError(
+                f"{op}: state: got one that is traced (in jax.jit, lax.scan or shard_map), wanted arrays, because {op} "
+                f"runs on the host; {remedy}."
+            )
+
+
+def _is_deleted(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer) and leaf.is_deleted()
 
 
 # On one shard --------------------------------------------------------------------------------------------------------

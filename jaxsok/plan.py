@@ -56,6 +56,8 @@ class Requests:
     """By place, what decides a request's round: (low, high). Rising within an owner; one line if there is one round."""
     load: Int32[Array, "1 2"]
     """The same on all shards: most requests from one shard to one owner, and most to one owner from all shards."""
+    digest: UInt32[Array, "1 2"]
+    """Of the keys, for the ticket of the lookup (tickets.py): with `received` of all shards, else of this one."""
     received: UInt32[Array, "_ 4"] | None = None
     """What the others ask of this shard, `send_capacity` requests each, if the keys were exchanged ahead."""
     slots: Inverse | None = None
@@ -91,6 +93,15 @@ class Plan:
     """On a mesh, from `Collection.plan` or `Collection.lookup`."""
     found: tuple[Found, ...] | None = None
     """From `Collection.lookup`; None before it."""
+    ticket: UInt32[Array, "1 2"] | None = None
+    """Of the lookup; an update takes it out of the state's open tickets (tickets.py). On a mesh a line for each shard;
+    the lines are equal."""
+
+    def __repr__(self) -> str:
+        """Its features, and how far it has come; reads no array, so it waits for nothing."""
+        is_exchanged = any(one is not None and one.received is not None for one in self.asked or ())
+        steps = ["looked up" if self.is_looked_up else "not looked up"] + ["keys exchanged"] * is_exchanged
+        return f"Plan({', '.join(steps)}; {self.features!r})"
 
     @property
     def is_looked_up(self) -> bool:
@@ -108,6 +119,11 @@ def distinct_keys(features: StoreFeatures) -> Distinct:
       Keys `[9, 7, 9]` of one table → unique `[9, 7]`, inverse `[0, 1, 0]`, multiplicity `[2, 1, 0]`, num_unique 2.
     """
     return Distinct(*kernels.plan(features.operands(), features.num_tiles))
+
+
+def digest_of(features: StoreFeatures) -> UInt32[Array, "1 2"]:
+    """The digest of one store's keys on this shard."""
+    return kernels.plan_digest(jnp.zeros((1, 2), jnp.uint32), features.keys)
 
 
 def empty_distinct() -> Distinct:
@@ -184,7 +200,7 @@ def owner_of(
     if spec.num_shards == 1 or pinned != NO_ROW:
         return jnp.full(keys.shape[0], jnp.uint32(0 if spec.num_shards == 1 else pinned))
     words = keys[:, 0] ^ jnp.uint32(low), keys[:, 1] ^ jnp.uint32(high)
-    _, top = _mixed_words(*_plus(*_mixed_words(*words), _GOLDEN))
+    _, top = mixed_words(*plus(*mixed_words(*words), _GOLDEN))
     return partition_owners.at[top >> jnp.uint32(32 - _PARTITION_BITS)].get(mode="promise_in_bounds")
 
 
@@ -200,7 +216,8 @@ def _mixed(x: UInt64[np.ndarray, " _"]) -> UInt64[np.ndarray, " _"]:
     return x ^ (x >> np.uint64(_LAST_SHIFT))
 
 
-def _mixed_words(low: Word, high: Word) -> tuple[Word, Word]:
+def mixed_words(low: Word, high: Word) -> tuple[Word, Word]:
+    """Mixes 64 bits, given as two words (`Mix64` in ffi/core/hash.h)."""
     for shift, factor in _MIX:
         low, high = _times(*_xor_shifted(low, high, shift), factor)
     return _xor_shifted(low, high, _LAST_SHIFT)
@@ -212,7 +229,8 @@ def _xor_shifted(low: Word, high: Word, shift: int) -> tuple[Word, Word]:
     return low ^ (low >> right | high << left), high ^ high >> right
 
 
-def _plus(low: Word, high: Word, term: int) -> tuple[Word, Word]:
+def plus(low: Word, high: Word, term: int) -> tuple[Word, Word]:
+    """Adds a constant modulo 2**64."""
     total = low + jnp.uint32(term & 0xFFFFFFFF)
     return total, high + jnp.uint32(term >> 32) + (total < low).astype(jnp.uint32)
 

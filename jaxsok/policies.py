@@ -65,12 +65,38 @@ class Admission:
 
 
 @dataclasses.dataclass(frozen=True)
-class AdmitByCount(Admission):
+class _BySightings(Admission):
+    """Admission of keys that were seen often enough."""
+
+    most: ClassVar[int]
+    """Sightings that can be counted."""
+    num_sightings: int = 2
+    delayed: bool = dataclasses.field(default=False, kw_only=True)
+    """Whether the `num_sightings`-th occurrence still reads `unadmitted`, and the next one gets the row, as with
+    DeepRec's filters: with a key once in a batch, lookups 1 to num_sightings read it; else 1 to num_sightings - 1."""
+
+    def __post_init__(self) -> None:
+        """Refuses what cannot be meant."""
+        super().__post_init__()
+        what = f"policies.{type(self).__name__}"
+        if not isinstance(self.delayed, bool):
+            raise TypeError(f"{what}: delayed: got {self.delayed!r}, wanted True or False.")
+        _whole(f"{what}: num_sightings", self.num_sightings, 1, self.most - self.delayed)
+
+    @property
+    def threshold(self) -> int:
+        """The occurrence that gets a row."""
+        return self.num_sightings + self.delayed
+
+
+@dataclasses.dataclass(frozen=True)
+class AdmitByCount(_BySightings):
     """A key gets a row in the batch in which its `num_sightings`-th occurrence falls, for all uses of that batch.
 
-    Occurrences are counted exactly, 32 to 128 bytes for each key that waits; `grow` makes room for more of them. A key
-    whose row is erased or evicted starts anew. When rows of its store go, so does a key that had its sightings but
-    found the store full. A key that waits and is given a row by `assign` or an import starts anew when that row goes.
+    With `delayed` it is the batch of the occurrence after that one. Occurrences are counted exactly, 32 to 128 bytes
+    for each key that waits; `grow` makes room for more of them. A key whose row is erased or evicted starts anew. When
+    rows of its store go, so does a key that had its sightings but found the store full. A key that waits and is given a
+    row by `assign` or an import starts anew when that row goes.
 
     Example:
       >>> AdmitByCount(3).num_sightings
@@ -78,21 +104,11 @@ class AdmitByCount(Admission):
     """
 
     kind: ClassVar[int] = 1
-    num_sightings: int = 2
-
-    def __post_init__(self) -> None:
-        """Refuses what cannot be meant."""
-        super().__post_init__()
-        _whole("policies.AdmitByCount: num_sightings", self.num_sightings, 1, 2**31 - 1)
-
-    @property
-    def threshold(self) -> int:
-        """The sightings."""
-        return self.num_sightings
+    most: ClassVar[int] = 2**31 - 1
 
 
 @dataclasses.dataclass(frozen=True)
-class AdmitByBloom(Admission):
+class AdmitByBloom(_BySightings):
     """As `AdmitByCount`, counted by a counting Bloom filter: memory is bounded, and a few keys come in early.
 
     Once `num_keys` different keys have been seen, an unseen key is taken for one of them with
@@ -107,7 +123,7 @@ class AdmitByBloom(Admission):
     """
 
     kind: ClassVar[int] = 2
-    num_sightings: int = 2
+    most: ClassVar[int] = MAX_SIGHTINGS
     num_keys: int = 1_000_000
     """Different keys that are expected, on all shards together."""
     false_positive_rate: float = 0.01
@@ -115,7 +131,6 @@ class AdmitByBloom(Admission):
     def __post_init__(self) -> None:
         """Refuses what cannot be meant."""
         super().__post_init__()
-        _whole("policies.AdmitByBloom: num_sightings", self.num_sightings, 1, MAX_SIGHTINGS)
         _whole("policies.AdmitByBloom: num_keys", self.num_keys, 1, 2**31 - 1)
         _number("policies.AdmitByBloom: false_positive_rate", self.false_positive_rate, 1e-9, 0.5)
         if self.num_counters(self.num_keys) > MAX_BLOOM_COUNTERS:
@@ -124,11 +139,6 @@ class AdmitByBloom(Admission):
                 f"{self.false_positive_rate}, which take {self.num_counters(self.num_keys)} counters, wanted at most "
                 f"{MAX_BLOOM_COUNTERS}; raise the rate or expect fewer keys."
             )
-
-    @property
-    def threshold(self) -> int:
-        """The sightings."""
-        return self.num_sightings
 
     @property
     def num_hashes(self) -> int:
@@ -178,7 +188,7 @@ class RowFacts:
     last_step: UInt32[Array, " num_rows"]
     """The step (or the user's clock) of the last lookup that used the row."""
     frequency: UInt32[Array, " num_rows"]
-    """Occurrences in all lookups, modulo 2**32."""
+    """Occurrences in lookups since the row was made, 2**32 - 1 at most; none of those for which the key had no row."""
     rows: Float[Array, "num_rows dim"]
     clock: UInt32[Array, ""]
     """Now: the state's step, or the user's clock."""

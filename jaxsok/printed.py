@@ -1,7 +1,10 @@
-"""What people read: columns, and bytes in units. For what the planner and the estimate of memory print."""
+"""What people read: columns, bytes in units, arrays by their shapes. For reports, and for what `repr` gives."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax
 
 
 def aligned(head: Sequence[str], body: Sequence[Sequence[str]], is_text: Sequence[int]) -> list[str]:
@@ -27,3 +30,43 @@ def in_units(num_bytes: float) -> str:
         return f"{num_bytes:.0f} B"
     power = min(int(math.log2(num_bytes)) // 10, 4)
     return f"{num_bytes / 1024**power:.1f} {('KiB', 'MiB', 'GiB', 'TiB')[power - 1]}"
+
+
+def listed(items: Iterable[str], most: int = 8) -> str:
+    """Joins items by commas, and counts those beyond `most`.
+
+    Example:
+      >>> listed(["user", "item", "ad"], most=2)
+      'user, item, 1 more'
+    """
+    items = list(items)
+    return ", ".join(items[:most] + ([f"{len(items) - most} more"] if len(items) > most else []))
+
+
+def in_short(value: Any) -> str:
+    """An array by dtype and shape, a plain value as it is, anything else by its type. Reads no array.
+
+    Example:
+      >>> in_short(jax.numpy.zeros((2, 3))), in_short(0.5), in_short({"a": 1})
+      ('float32[2,3]', '0.5', 'dict')
+    """
+    shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
+    if isinstance(shape, tuple) and dtype is not None:
+        return f"{dtype}[{','.join(map(str, shape))}]"
+    if value is None or isinstance(value, (bool, int, float)) or (isinstance(value, str) and len(value) <= 20):
+        return repr(value)
+    return type(value).__name__
+
+
+def condition_of(tree: Any) -> list[str]:
+    """What must be known of a tree's arrays to use them: whether they are traced, or deleted. Waits for nothing.
+
+    Example:
+      >>> condition_of(jax.numpy.zeros(2)), jax.eval_shape(lambda x: print(condition_of(x)), 1.0)
+      ['traced']
+      ([], None)
+    """
+    arrays = [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array)]
+    is_traced = [isinstance(leaf, jax.core.Tracer) for leaf in arrays]
+    is_deleted = any(leaf.is_deleted() for leaf, traced in zip(arrays, is_traced, strict=True) if not traced)
+    return ["traced"] * any(is_traced) + ["deleted"] * is_deleted

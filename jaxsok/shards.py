@@ -6,13 +6,14 @@ named, everything is repeated. Inside `shard_map` (or `pmap`) over the axes, cod
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from jax import lax
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Int32
 
@@ -48,6 +49,12 @@ class Shards:
             raise ValueError(
                 f"Collection: axis: got {missing[0]!r}, wanted one of the mesh's axes, {list(mesh.axis_names)}; name "
                 "it in jax.make_mesh, or pass another axis."
+            )
+        types = {name: mesh.axis_types[mesh.axis_names.index(name)] for name in names}
+        if len(set(types.values())) > 1:
+            raise ValueError(
+                f"Collection: axis: got axes of several types, {types}, wanted one type for all of them; pass "
+                "axis_types to jax.make_mesh."
             )
         shards = cls(mesh, tuple(names))
         if 1 < shards.num_processes < jax.process_count():
@@ -87,15 +94,9 @@ class Shards:
         first = [self.axis if is_split else None][:ndim]
         return NamedSharding(self.mesh, P(*first, *[None] * (ndim - 1)))
 
-    def resplit(self, array: Array) -> Array:
-        """An array split over the shards; on an explicit mesh JAX does not do so by itself."""
-        if AxisType.Explicit not in self.mesh.axis_types:
-            return array
-        return jax.sharding.reshard(array, self.place(array.ndim))
-
     def gathered(self, array: Array) -> Array:
         """A small split array, whole in every process (a collective)."""
-        return jax.jit(lambda whole: whole, out_shardings=self.same)(array)
+        return jax.jit(lambda whole: self.resharded(P(), whole), out_shardings=self.same)(array)
 
     def make(self, make: Callable[[], Any], *, is_split: bool = True) -> Any:
         """What a function makes, each array split or not, and made where it belongs."""
@@ -120,9 +121,15 @@ class Shards:
         """Whether the caller is inside `shard_map` or `pmap` over these axes, and sees shards.
 
         Raises:
-          ValueError: inside a `shard_map` over a part of the axes only.
+          ValueError: inside a `shard_map` over a part of the axes only, or over others alone.
         """
-        manual = [name for name in self.axis if name in jax.sharding.get_abstract_mesh().manual_axes]
+        all_manual = jax.sharding.get_abstract_mesh().manual_axes
+        manual = [name for name in self.axis if name in all_manual]
+        if all_manual and not manual:
+            raise ValueError(
+                f"Collection: axis: got a shard_map or pmap over other axes alone, {list(all_manual)}, wanted one over "
+                f"{list(self.axis)}, or none; name it, as in jax.pmap(step, axis_name={self.axis[0]!r})."
+            )
         if manual and len(manual) < len(self.axis):
             raise ValueError(
                 f"Collection: axis: got a shard_map over {manual} alone, wanted one over all of {list(self.axis)}, or "
@@ -138,7 +145,25 @@ class Shards:
         """Calls `body` on every shard; at once where the caller sees shards already."""
         if self.is_manual():
             return body(*args)
+        args = jax.tree.map(self.resharded, tuple(in_specs), tuple(args))
         return jax.shard_map(body, mesh=self.mesh, in_specs=tuple(in_specs), out_specs=out_specs)(*args)
+
+    def resharded(self, spec: P, tree: Any) -> Any:
+        """Arrays as `shard_map` wants them: along explicit axes JAX moves nothing by itself."""
+        types = zip(self.mesh.axis_names, self.mesh.axis_types, strict=True)
+        explicit = {name for name, kind in types if kind == AxisType.Explicit}
+        if not explicit:
+            return tree
+        first = self.axis if spec == self.spec and explicit.issuperset(self.axis) else None
+
+        def reshard(leaf: Any) -> Any:
+            kind = jax.typeof(leaf)
+            wanted = P(*[first][: kind.ndim], *[None] * (kind.ndim - 1))
+            if kind.sharding.spec == wanted:
+                return leaf
+            return jax.sharding.reshard(leaf, NamedSharding(self.mesh, wanted))
+
+        return jax.tree.map(reshard, tree)
 
     def put(self, blocks: dict[int, np.ndarray]) -> Array:
         """One array, split, of the blocks of this process's shards, which all have one shape."""
@@ -151,3 +176,38 @@ class Shards:
         return jax.make_array_from_callback(
             shape, self.place(block.ndim), lambda place: blocks[(place[0].start or 0) // size]
         )
+
+
+_NO_MESH = Mesh(np.empty((), object), ())
+
+
+def without_mesh(function: Callable) -> Callable:
+    """Calls a function outside of the caller's `jax.set_mesh`, where JAX refuses arrays of one device."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with jax.set_mesh(_NO_MESH):
+            return function(*args, **kwargs)
+
+    return call
+
+
+def local_parts(array: Array, num_parts: int, *, is_once: bool = False) -> dict[int, Array]:
+    """Gives the parts of a split array that this process has, by the number of the shard, ascending.
+
+    Each is an array of one device: on a mesh of a single device JAX gives the whole array, with its explicit axes.
+
+    Args:
+      array: split along its first dimension.
+      num_parts: shards, of all processes.
+      is_once: leaves out what another device, perhaps of another process, gives: the mesh may have other axes.
+    """
+    size, parts = array.shape[0] // num_parts, {}
+    for shard in array.addressable_shards:
+        if not is_once or shard.replica_id == 0:
+            parts.setdefault((shard.index[0].start or 0) // size, shard.data)
+    # A sharding, not a device: JAX would keep the explicit axes of the type.
+    return {
+        number: jax.device_put(parts[number], SingleDeviceSharding(next(iter(parts[number].devices()))))
+        for number in sorted(parts)
+    }

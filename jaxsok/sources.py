@@ -70,6 +70,11 @@ def converted(raw: Mapping[str, Any], features: Sequence[FeatureSpec], op: str =
 
 
 def _converted(spec: FeatureSpec, value: Any, what: str) -> Any:
+    if isinstance(value, (list, tuple)) and not value:
+        raise ValueError(
+            f"{what}: keys: got an empty list, wanted a key for each sample; samples without keys are "
+            "jaxsok.Bags([], lengths=[0, 0, ...])."
+        )
     bags = value if isinstance(value, Bags) else Bags(value)
     others = {name: getattr(bags, name) for name in ("lengths", "offsets", "weights", "inverse")}
     if _is_coo(bags.keys):

@@ -1,12 +1,16 @@
 """What a user declares: tables, their placements, features; and the stores that follow from them (decision D4)."""
 
 import dataclasses
+import difflib
+import functools
 import hashlib
+import inspect
 import itertools
 import math
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, TypeVar
 
+import jax.numpy as jnp
 import numpy as np
 
 from jaxsok import initializers, policies
@@ -29,12 +33,76 @@ from jaxsok.types import (
     RowGradient,
 )
 
+Spec = TypeVar("Spec")
+
+# Arguments of other libraries (torch, TorchRec, Keras, Flax, TensorFlow, HugeCTR, dynamicemb), and what they are here.
+_OF_TABLES = {
+    "dim": ("embedding_dim", "embedding_size", "embedding_vec_size", "output_dim", "dimension", "features"),
+    "capacity": (
+        *("num_embeddings", "vocabulary_size", "vocab_size", "input_dim", "num_rows", "init_capacity", "cardinality"),
+        *("max_vocabulary_size", "max_vocabulary_size_per_gpu", "bucket_size"),
+    ),
+    "initializer": ("init_fn", "embedding_init", "embeddings_initializer", "initializer_args"),
+    "dtype": ("data_type", "param_dtype", "value_dtype"),
+    "optimizer": ("optim", "tx", "learning_rate"),
+    "admission": ("filter_option", "entry"),
+    "eviction": ("evict_option", "evict_strategy", "score_strategy"),
+    "FeatureSpec(name, table=...)": ("feature_names", "feature_name"),
+    "FeatureSpec(combiner=...)": ("combiner", "pooling", "mode"),
+    "FeatureSpec(key_dtype=...)": ("key_dtype",),
+}
+_OF_FEATURES = {
+    "table": ("table_name", "table_spec", "table_description", "table_id"),
+    "combiner": ("pooling", "pooling_type", "mode"),
+    "max_hotness": ("max_sequence_length", "max_seq_len", "max_nnz", "hotness"),
+    "weighted": ("is_weighted",),
+    "key_dtype": ("dtype",),
+}
+
+
+def _knows_names(others: Mapping[str, Sequence[str]]) -> Callable[[type[Spec]], type[Spec]]:
+    """Makes a spec refuse an unknown argument with the name of its own one.
+
+    Args:
+      others: for each argument the names that it has elsewhere.
+    """
+    own_of = {name: own for own, names in others.items() for name in names}
+
+    def decorate(spec: type[Spec]) -> type[Spec]:
+        init, fields = spec.__init__, [name for name in inspect.signature(spec).parameters if name != "_"]
+
+        @functools.wraps(init)
+        def checked(self: Spec, *args: Any, **kwargs: Any) -> None:
+            for name in kwargs:
+                if name not in fields:
+                    wanted = [own_of[name]] if name in own_of else difflib.get_close_matches(name, fields, 1) or fields
+                    raise TypeError(
+                        f"{spec.__name__}: {name}: got an argument of that name, wanted {', '.join(wanted)}."
+                    )
+            init(self, *args, **kwargs)
+
+        spec.__init__ = checked
+        return spec
+
+    return decorate
+
 
 def _positive(what: str, name: str, value: object, most: int) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
         raise TypeError(f"{what}: {name}: got {value!r}, wanted an integer.")
     if not 1 <= value <= most:
         raise ValueError(f"{what}: {name}: got {value}, wanted 1 to {most}.")
+
+
+def _not_an_optimizer(value: object) -> str:
+    """What a message says of something that is given as an optimizer."""
+    if hasattr(value, "init") and hasattr(value, "update"):
+        name = type(value).__name__
+        return f"an Optax {name}, wanted one of jaxsok.optim; wrap it: optimizer=jaxsok.optim.lift(...)"
+    if callable(value):
+        name = getattr(value, "__name__", type(value).__name__)
+        return f"{name} itself, wanted an optimizer; call it, as jaxsok.optim.adam(1e-3)"
+    return f"{value!r}, wanted one of jaxsok.optim, as optim.adam(1e-3)"
 
 
 def _name(what: str, value: object) -> None:
@@ -121,6 +189,7 @@ class ExchangeSpec:
             _positive("ExchangeSpec", "send_capacity", self.send_capacity, MAX_CAPACITY)
 
 
+@_knows_names(_OF_TABLES)
 @dataclasses.dataclass(frozen=True)
 class TableSpec:
     """A table: a named map from 64-bit keys to rows of `dim` numbers.
@@ -162,7 +231,7 @@ class TableSpec:
     row_gradient: RowGradient = "sum"
     """How the gradients of a row's uses become one: their sum, their mean, or the sum over the root of their number."""
     unknown: Literal["initial", "zeros"] = "initial"
-    """What `find` gives for a key without a row: the row it would get, or zeros."""
+    """What `find` gives for a key without a row, and what is served for it: the row it would get, or zeros."""
     placement: Placement = SHARDED
     """Where it lives on a mesh: SHARDED, REPLICATED or on(device)."""
     admission: policies.Admission | None = None
@@ -187,9 +256,7 @@ class TableSpec:
                     f"{what}: max_capacity: got {self.max_capacity}, wanted at least capacity = {self.capacity}."
                 )
         if not isinstance(self.optimizer, Optimizer):
-            raise TypeError(
-                f"{what}: optimizer: got {self.optimizer!r}, wanted one of jaxsok.optim, as optim.adam(1e-3)."
-            )
+            raise TypeError(f"{what}: optimizer: got {_not_an_optimizer(self.optimizer)}.")
         self._check_optimizer(what)
         if not isinstance(self.initializer, initializers.Initializer):
             raise TypeError(
@@ -230,6 +297,26 @@ class TableSpec:
         """Whether a key without a row reads its initial row in a lookup; else a constant."""
         return self.admission is None or self.admission.unadmitted == "initial"
 
+    def unknown_reads(self, seed: int) -> "float | initializers.InitialRows | initializers.Initializer":
+        """What `find` gives for a key without a row, as files and served tables can carry it.
+
+        Args:
+          seed: of the state.
+
+        Returns:
+          A number, in every column; or the initial rows; or the initializer, where XLA works its rows out: nothing but
+          this table's programs can.
+        """
+        initializer = self.initializer.of_dim(self.dim)
+        if self.unknown == "zeros":
+            return 0.0
+        if initializer.is_traced:
+            return initializer
+        if initializer.kind != 0:
+            return initializers.InitialRows(initializer, self.name, seed)
+        largest = float(jnp.finfo(self.dtype).max)
+        return float(np.clip(np.float32(initializer.a), -largest, largest).astype(jnp.dtype(self.dtype)))
+
     def _check_optimizer(self, what: str) -> None:
         """Refuses what no kernel could run, here and not in the first update."""
         num_states = len(self.optimizer.state_specs(self.dim))
@@ -242,6 +329,7 @@ class TableSpec:
             program.compiled(self.optimizer, self.dim)
 
 
+@_knows_names(_OF_FEATURES)
 @dataclasses.dataclass(frozen=True)
 class FeatureSpec:
     """A feature: a named part of the batch that reads one table.
@@ -453,7 +541,7 @@ class StoreSpec:
     def sighting_floors(self, cleared: int | None = None) -> np.ndarray:
         """By table the count from which a key waits no longer, as it was let in; `cleared`: of one table none waits."""
         counts = [
-            table.admission.num_sightings if isinstance(table.admission, policies.AdmitByCount) else 1
+            table.admission.threshold if isinstance(table.admission, policies.AdmitByCount) else 1
             for table in self.tables
         ]
         return np.array([1 if number == cleared else count for number, count in enumerate(counts)], np.uint32)

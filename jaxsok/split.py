@@ -34,7 +34,7 @@ def pack_sharded(
     """Packs this process's part of a batch for its shards; entries with a line for each sample are split alike.
 
     Args:
-      raw: as for `features.pack`: the samples of this process.
+      raw: as for `features.pack`: the samples of this process, of which all features have one number.
       stores: of the collection.
       features: of the collection.
       tag: the collection's fingerprint.
@@ -50,10 +50,9 @@ def pack_sharded(
     numbers = shards.local()
     parts: dict[str, list[Any]] = {}
     specs = []
-    num_samples = set()
+    num_samples = None
     for spec in features:
-        parts[spec.name], num_bags, size = _cut(spec, raw[spec.name], len(numbers), shards)
-        num_samples.add(num_bags)
+        parts[spec.name], num_samples, size = _cut(spec, raw[spec.name], len(numbers), shards)
         specs.append(dataclasses.replace(spec, max_keys=size))
     packed = [
         features_lib.pack_stores({name: cut[i] for name, cut in parts.items()}, stores, specs)
@@ -62,7 +61,7 @@ def pack_sharded(
     leaves, trees = zip(*(jax.tree.flatten(part) for part in packed), strict=True)
     joined = [shards.put(dict(zip(numbers, same, strict=True))) for same in zip(*leaves, strict=True)]
     rest = features_lib.rest_of(raw, features)
-    if len(num_samples) == 1:
+    if num_samples is not None:
         rest = {name: _split_rest(value, num_samples, numbers, shards) for name, value in rest.items()}
     split_mask = None if mask is None else shards.put(dict(zip(numbers, np.split(mask, len(numbers)), strict=True)))
     return Batch(Features(jax.tree.unflatten(trees[0], joined), tag, shards.num_shards), rest, split_mask)
@@ -73,14 +72,14 @@ def pad(raw: Mapping[str, Any], features: Sequence[FeatureSpec], pad_to: int) ->
 
     Args:
       raw: NumPy input.
-      features: of the collection; they must have one number of samples.
+      features: of the collection; they have one number of samples (`features.require_samples`).
       pad_to: how many samples there shall be.
 
     Returns:
       The raw batch, and which of its samples are real.
 
     Raises:
-      TypeError, ValueError: more samples than `pad_to`, features that do not agree, device arrays.
+      TypeError, ValueError: more samples than `pad_to`, device arrays.
 
     Example:
       >>> raw, mask = pad({"user": np.array([7, 9])}, [FeatureSpec("user", table="user")], 3)
@@ -124,8 +123,6 @@ def pad(raw: Mapping[str, Any], features: Sequence[FeatureSpec], pad_to: int) ->
             weights = np.concatenate([weights, np.zeros((more, *weights.shape[1:]), weights.dtype)])
         is_plain = weights is None and inverse is None
         padded[spec.name] = keys if is_plain else Bags(keys, weights=weights, inverse=inverse)
-    if len(set(counts.values())) > 1:
-        raise ValueError(f"batch: pad_to: got features of {counts} samples, wanted one number of samples for all.")
     num_samples = next(iter(counts.values()), pad_to)
     for name, value in features_lib.rest_of(raw, features).items():
         if hasattr(value, "shape") and value.shape[:1] == (num_samples,):
@@ -232,11 +229,11 @@ def _picked(
     return Bags(padded, weights=weights, inverse=local)
 
 
-def _split_rest(value: Any, num_samples: set[int], numbers: Sequence[int], shards: Shards) -> Any:
+def _split_rest(value: Any, num_samples: int, numbers: Sequence[int], shards: Shards) -> Any:
     """An entry with a line for each sample, split as the samples are; anything else as it is."""
     if isinstance(value, jax.Array) and not value.is_fully_addressable:
         return value
-    if not hasattr(value, "shape") or value.shape[:1] != tuple(num_samples):
+    if not hasattr(value, "shape") or value.shape[:1] != (num_samples,):
         return value
     value = np.asarray(value)
     if value.dtype.kind not in "fiub" and value.dtype != jnp.bfloat16:

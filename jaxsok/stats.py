@@ -14,7 +14,7 @@ from jaxsok.types import COUNTS, NonFiniteGradientError, StalePlanError, TableFu
 
 PER_TABLE = (*COUNTS, "num_nonfinite", "num_rows", "num_evicted")
 PER_STORE = ("longest_probe", "num_unplaced", "num_rounds")
-PER_STEP = ("num_stale",)
+PER_STEP = ("num_stale", "num_misused_plans")
 LATEST = ("num_rows", *PER_STORE)
 """Of several steps the last one's stands."""
 TO_DATE = ("num_evicted",)
@@ -34,6 +34,8 @@ class Stats:
     All counts lie in one array, so that a step has one result more, and one transfer brings them. Each name gives its
     part of that array, under `jit` and outside; of a scan's Stats with an axis of the steps in front. Where other
     processes have devices of the mesh, it is the part on a device of this one.
+
+    `to_dict`, `scalars` and `check` of a scan's Stats take all of its steps together, as `+` does.
     """
 
     words: Words
@@ -109,8 +111,20 @@ class Stats:
 
     @property
     def num_stale(self) -> Int32[Array, "*steps"]:
-        """Uses that changed nothing because their plan is older than the last erase or eviction."""
+        """Uses that changed nothing because their plan was left out.
+
+        A plan is left out if it is older than the last erase or eviction, or if it is one of `num_misused_plans`.
+        """
         return self.count("num_stale")
+
+    @property
+    def num_misused_plans(self) -> Int32[Array, "*steps"]:
+        """Plans that changed nothing because the state had no open ticket of theirs.
+
+        The lookup that returned such a plan does not belong to the history of the state, an update has used the plan
+        before, or more than 256 lookups came in between.
+        """
+        return self.count("num_misused_plans")
 
     @property
     def num_rounds(self) -> Int32[Array, "*steps num_stores"]:
@@ -150,13 +164,11 @@ class Stats:
             return NotImplemented
         if self.tables != other.tables:
             raise ValueError(f"Stats: +: got tables {other.tables}, wanted {self.tables}.")
-        stand = np.zeros(other.words.shape[-1], bool)
-        for name in (*LATEST, *TO_DATE):
-            stand[_places(other.stores, other.num_shards)[name]] = True
-        return dataclasses.replace(other, words=jnp.where(stand, 0, self.words) + other.words)
+        words = jnp.where(_is_latest(other), 0, self.words) + other.words
+        return dataclasses.replace(other, words=words)
 
     def to_dict(self) -> dict[str, dict[str, int]]:
-        """The counts by table, as Python integers (waits for the device).
+        """The counts by table, as Python integers (waits for the device); of a scan's Stats those of all its steps.
 
         Example:
           `stats.to_dict()["user"]["num_inserted"]`
@@ -192,10 +204,10 @@ class Stats:
         Raises:
           TableFullError: keys were refused that were admitted; names table, capacity and how many.
           NonFiniteGradientError: row gradients were skipped.
-          StalePlanError: uses of a stale plan were left out.
+          StalePlanError: a plan was left out; says why.
 
         Example:
-          `stats.check()` after a step, or every hundred steps on the sum of their stats.
+          `stats.check()` after a step or a `lax.scan` of steps, or every hundred steps on the sum of their stats.
         """
         host = on_host(self)
         counts = host.to_dict()
@@ -218,7 +230,14 @@ class Stats:
                 f"update: gradients: infinite or NaN for {nonfinite} rows (by table); those rows were left alone. "
                 "Look for overflow in the loss, or lower the learning rate."
             )
-        stale = int(host.count("num_stale"))
+        stale, misused = int(host.count("num_stale")), int(host.count("num_misused_plans"))
+        if misused:
+            raise StalePlanError(
+                f"update: plan: got {misused} plans that are not open in this state ({stale} uses), wanted plans whose "
+                "lookup this state came from, each in one update only, at most 256 lookups later; they changed "
+                "nothing. Pass on the state that lookup returns: `embeddings, state, plan = collection.lookup(state, "
+                "...)`, then `state, stats = collection.update(state, plan, ...)`."
+            )
         if stale:
             raise StalePlanError(
                 f"update: plan: {stale} uses came from a plan made before the last erase or eviction; they "
@@ -244,6 +263,7 @@ def pack_words(
     num_unplaced: Int32[Array, " num_stores"],
     num_rounds: Int32[Array, " num_stores"],
     num_stale: Int32[Array, ""],
+    num_misused_plans: Int32[Array, ""],
     longest_probe: Int32[Array, "num_shards num_stores"],
 ) -> Int32[Array, " num_words"]:
     """All counts in one array, which XLA writes with one kernel. Tables are in the order of their stores.
@@ -256,9 +276,11 @@ def pack_words(
       num_unplaced: likewise.
       num_rounds: likewise.
       num_stale: likewise.
+      num_misused_plans: likewise.
       longest_probe: in the line of each shard, zeros in the others, so that a sum over the shards keeps all of them.
     """
-    parts = (counts, num_nonfinite, num_rows, num_evicted, num_unplaced, num_rounds, num_stale, longest_probe)
+    parts = (counts, num_nonfinite, num_rows, num_evicted, num_unplaced, num_rounds, num_stale)
+    parts = (*parts, num_misused_plans, longest_probe)
     return jnp.concatenate([part.reshape(-1) for part in parts])
 
 
@@ -280,7 +302,7 @@ def _places(stores: tuple[int, ...], num_shards: int) -> dict[str, Any]:
     for name in ("num_nonfinite", "num_rows", "num_evicted"):
         places[name] = slice(begin, begin + num_tables) if is_ordered else begin + lines
         begin += num_tables
-    widths = {"num_unplaced": num_stores, "num_rounds": num_stores, "num_stale": 1}
+    widths = {"num_unplaced": num_stores, "num_rounds": num_stores, "num_stale": 1, "num_misused_plans": 1}
     for name, width in (widths | {"longest_probe": num_shards * num_stores}).items():
         places[name] = slice(begin, begin + width)
         begin += width
@@ -305,8 +327,21 @@ def on_one_device(stats: Stats) -> Stats:
 
 
 def on_host(stats: Stats) -> Stats:
-    """The same in NumPy; waits for the device, and for one transfer."""
-    return dataclasses.replace(stats, words=np.asarray(on_one_device(stats).words))
+    """Brings the counts to NumPy, with the steps of a scan added (in int64); waits for the device, for one transfer."""
+    words = np.asarray(on_one_device(stats).words)
+    if words.ndim > 1:
+        steps = words.reshape(-1, words.shape[-1])
+        last = steps[-1] if len(steps) else 0
+        words = np.where(_is_latest(stats), last, steps.sum(axis=0, dtype=np.int64))
+    return dataclasses.replace(stats, words=words)
+
+
+def _is_latest(stats: Stats) -> np.ndarray:
+    """Marks the words of `LATEST` and `TO_DATE`, which are not added: the last step's value is taken."""
+    is_latest = np.zeros(stats.words.shape[-1], bool)
+    for name in (*LATEST, *TO_DATE):
+        is_latest[_places(stats.stores, stats.num_shards)[name]] = True
+    return is_latest
 
 
 # For writers of scalars ----------------------------------------------------------------------------------------------

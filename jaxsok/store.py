@@ -5,12 +5,14 @@ mesh each array of a store is split along its first dimension, and a shard's par
 """
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Float32, UInt32
 
+from jaxsok.printed import condition_of, in_short, in_units, listed
 from jaxsok.specs import StoreSpec
 from jaxsok.types import BUCKET_WORDS, COUNTERS, ENTRIES_PER_BUCKET, RECORD_WORDS
 
@@ -47,6 +49,22 @@ class StoreState:
     table_evicted: tuple[UInt32[Array, " num_tables"], ...] = ()
     """One array: rows of each table that were ever evicted, modulo 2**32; empty where no table has a policy."""
 
+    def __repr__(self) -> str:
+        """Its size; reads no array, so it waits for nothing."""
+        return f"StoreState({', '.join([self.size, *condition_of(self)])})"
+
+    @property
+    def size(self) -> str:
+        """Rows, slabs and optimizer state, in words; of a tree of other leaves (shardings, say) what the leaves are."""
+        leaves = jax.tree.leaves(self)
+        if not all(isinstance(getattr(leaf, "shape", None), tuple) for leaf in leaves) or not leaves:
+            return f"leaves {listed(sorted({in_short(leaf) for leaf in leaves}))}"
+        num_rows = sum(math.prod(slab.shape[:-1]) for slab in self.rows)
+        size = f"{num_rows:,} rows of {self.rows[0].shape[-1]} {self.rows[0].dtype}"
+        widths = [str(slabs[0].shape[-1]) for slabs in self.states if slabs]
+        size += f" and state of {' + '.join(widths)}" if widths else ""
+        return size + (f" in {len(self.rows)} slabs" if len(self.rows) > 1 else "")
+
     @property
     def capacity(self) -> int:
         """Rows allocated."""
@@ -70,16 +88,31 @@ class State:
 
     stores: tuple[StoreState, ...]
     step: UInt32[Array, ""]
-    """How many updates came before."""
+    """How many updates came before; it stays at 2**32 - 1."""
     seed: UInt32[Array, "2"]
     partition_owners: UInt32[Array, " num_partitions"]
     """The shard of each of the 4,096 partitions of keys; on one device a single 0."""
+    tickets: UInt32[Array, "num_shards num_tickets_plus_1 2"]
+    """Of lookups whose plans no update has used yet (tickets.py)."""
     lineage: UInt32[Array, "2"]
     """Of the seed, and drawn anew when a state is made of a folder: exports tell by it whose base they may be."""
+    num_refused: UInt32[Array, " num_tables"]
+    """Uses of keys that updates counted as refused for want of room, since the state was made, modulo 2**32, by table
+    of the collection. `grow` warns by it."""
     fingerprint: str = dataclasses.field(metadata={"static": True})
     """Of the specs that made it; a collection with others refuses it."""
     mesh: str = dataclasses.field(default="", metadata={"static": True})
     """The axes and sizes over which it is split, as "data=8"; empty on one device."""
+
+    def __repr__(self) -> str:
+        """The sizes of its stores, its bytes, and whether it is traced or deleted; reads no array."""
+        num_bytes = sum(
+            math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(self) if hasattr(leaf, "dtype")
+        )
+        stores = self.stores if isinstance(self.stores, (tuple, list)) else [self.stores]
+        sizes = listed(store.size if isinstance(store, StoreState) else in_short(store) for store in stores)
+        parts = [sizes, in_units(num_bytes)]
+        return f"State({'; '.join(parts + ([self.mesh] if self.mesh else []) + condition_of(self))})"
 
 
 def num_buckets_of(capacity: int) -> int:

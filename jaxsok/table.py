@@ -272,7 +272,7 @@ def touch(
       clock: what `last_step` of the rows becomes, also if it was later before.
 
     Returns:
-      The store. `frequency` of each row has grown by the uses of its positions, modulo 2**32.
+      The store. `frequency` of each row has grown by the uses of its positions, to 2**32 - 1 at most.
 
     Cost:
       One call: 4 bytes a position (8 with uses), 8 bytes of each row in and out.

@@ -5,14 +5,15 @@ key, go to the owners, and there the rows step, once, with what came from all.
 """
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int32, UInt32
+from jaxtyping import Array, Bool, Float, Int32, UInt32
 
-from jaxsok import annotations, exchange, table
+from jaxsok import annotations, exchange, table, tickets
 from jaxsok.exchange import Round, Route
 from jaxsok.features import FeatureLayout, StoreFeatures
 from jaxsok.kernels import combine as combine_kernels
@@ -37,7 +38,7 @@ def update(
     learning_rate: Any,
     shards: Shards | None = None,
     wire: ExchangeSpec | None = None,
-) -> tuple[State, list[Int32[Array, " num_tables"]], Int32[Array, ""]]:
+) -> tuple[State, list[Int32[Array, " num_tables"]], Int32[Array, ""], Int32[Array, ""]]:
     """Steps every row that the plans used, once, and advances the step.
 
     Args:
@@ -50,11 +51,12 @@ def update(
       wire: how gradients travel between them.
 
     Returns:
-      The state; rows with non-finite gradients by store and table; uses that came from a stale plan.
+      The state; rows with non-finite gradients by store and table; uses of plans that were left out; plans that were
+      left out because the state had no open ticket of theirs.
     """
     for plan, grads in zip(plans, gradients, strict=True):
         _check_names(plan, grads)
-    live = [is_live(plan, state) for plan in plans]
+    of_state = plans_of_state(state, plans)
     stores, nonfinite = [], []
     stale = jnp.zeros((), jnp.int32)
     for s, (spec, store) in enumerate(zip(specs, state.stores, strict=True)):
@@ -66,7 +68,8 @@ def update(
             nonfinite.append(jnp.zeros(len(spec.tables), jnp.int32))
             continue
         inputs = StepInputs(stepping, state.seed, state.step)
-        of_store = [plans[i] for i in used], [gradients[i] for i in used], inputs, [live[i] for i in used]
+        live = [of_state.live[i] for i in used]
+        of_store = [plans[i] for i in used], [gradients[i] for i in used], inputs, live
         if shards is None or wire is None:
             store, one_nonfinite, one_stale = _update_store(spec, store, s, *of_store)
         else:
@@ -74,8 +77,10 @@ def update(
         stores.append(dataclasses.replace(store, globals_=globals_))
         nonfinite.append(one_nonfinite)
         stale = stale + one_stale
-    state = dataclasses.replace(state, stores=tuple(stores), step=state.step + jnp.uint32(1))
-    return state, nonfinite, stale
+    # It stays at its end: a step that began anew would make the rows used last those used longest ago.
+    step = jnp.maximum(state.step, state.step + jnp.uint32(1))
+    state = dataclasses.replace(state, stores=tuple(stores), step=step, tickets=of_state.tickets)
+    return state, nonfinite, stale, of_state.num_misused
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,12 +127,12 @@ def _update_store(
     plans: Sequence[Plan],
     gradients: Sequence[Gradients],
     inputs: StepInputs,
-    live: Sequence[Array | None],
+    live: Sequence[Array],
 ) -> tuple[StoreState, Array, Array]:
     parts = [plan.features.stores[s] for plan in plans]
     batch, num_tiles = joined(parts)
     row_ids = _concatenate([plan.found[s].row_ids for plan in plans])
-    generations = generations_of(store, s, plans, live)
+    generations = generations_of(store, live)
     flat = [
         bag_gradient(grads, part, layout, spec)
         for part, grads in zip(parts, gradients, strict=True)
@@ -179,14 +184,9 @@ def _stepped(
     return dataclasses.replace(store, rows=rows, states=states), num_nonfinite, num_stale
 
 
-def generations_of(store: StoreState, s: int, plans: Sequence[Plan], live: Sequence[Array | None]) -> Array:
-    """The generation that each plan speaks of; one that is not the store's, if the plan is stale as a whole."""
-    return jnp.concatenate(
-        [
-            plan.found[s].generation if one is None else jnp.where(one, store.generation, ~store.generation)[None]
-            for plan, one in zip(plans, live, strict=True)
-        ]
-    )
+def generations_of(store: StoreState, live: Sequence[Bool[Array, ""]]) -> UInt32[Array, " num_plans"]:
+    """The store's generation for each live plan, and another number for the others: the kernel leaves those out."""
+    return jnp.stack([jnp.where(is_live, store.generation, ~store.generation) for is_live in live])
 
 
 @annotations.by_store
@@ -199,11 +199,11 @@ def _update_exchanged(
     plans: Sequence[Plan],
     gradients: Sequence[Gradients],
     inputs: StepInputs,
-    live: Sequence[Array | None],
+    live: Sequence[Array],
 ) -> tuple[StoreState, Array, Array]:
     """One store's update through the exchange."""
     asked = [plan.asked[s] for plan in plans]
-    generations = generations_of(store, s, plans, live)
+    generations = generations_of(store, live)
     # The number of uses travels with the gradients only where the requests do not know it.
     counts_differ = any(exchange.has_unused_keys(plan.features.stores[s]) for plan in plans)
     none = jnp.zeros(len(spec.tables), jnp.int32), jnp.zeros((), jnp.int32)
@@ -262,7 +262,8 @@ def _update_exchanged(
             store, more_nonfinite, more_stale = step(store, arrived)
             return store, num_nonfinite + more_nonfinite, num_stale + more_stale
 
-        (store, num_nonfinite, num_stale), _ = exchange.over_rounds(shards, spec, asked, one_round, (store, *none))
+        carry = store, *none
+        (store, num_nonfinite, num_stale), _, _ = exchange.over_rounds(shards, spec, asked, one_round, carry)
     if spec.is_replicated:
         # Every shard did the same: one of them counts.
         is_first = shards.index() == 0
@@ -358,16 +359,29 @@ def _check_names(plan: Plan, gradients: Gradients, op: str = "update") -> None:
         raise ValueError(f"{op}: gradients: got features {unknown}, wanted only those of the plan: {sorted(known)}.")
 
 
-def is_live(plan: Plan, state: State) -> Array | None:
-    """Whether no store of a plan was erased from since its lookup; None where the kernel can tell by itself.
+class PlansOfState(NamedTuple):
+    """What a state says of the plans that an update was given."""
 
-    A plan over several stores is stale as a whole: half a step would be worse than none.
+    tickets: tickets.Tickets
+    """That stay open."""
+    live: list[Bool[Array, ""]]
+    """For each plan whether it acts: its ticket is open, and no row of its stores has left since its lookup."""
+    num_misused: Int32[Array, ""]
+    """Plans without an open ticket."""
+
+
+def plans_of_state(state: State, plans: Sequence[Plan]) -> PlansOfState:
+    """Redeems the tickets of plans.
+
+    A plan over several stores acts as a whole or not at all: half a step would be worse than none.
     """
-    used = [s for s, part in enumerate(plan.features.stores) if part.layouts]
-    if len(used) < 2:
-        return None
-    same = [plan.found[s].generation == state.stores[s].generation for s in used]
-    return jnp.concatenate(same).all()
+    left, is_open = tickets.redeem(state.tickets, plans)
+    live = []
+    for plan, one in zip(plans, is_open, strict=True):
+        used = [s for s, part in enumerate(plan.features.stores) if part.layouts]
+        same = [plan.found[s].generation[0] == state.stores[s].generation for s in used]
+        live.append(functools.reduce(jnp.logical_and, same, one))
+    return PlansOfState(left, live, sum((~one).astype(jnp.int32) for one in is_open))
 
 
 def gradient_of(gradients: Gradients, layout: FeatureLayout, spec: StoreSpec, op: str = "update") -> Array:

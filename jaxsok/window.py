@@ -6,6 +6,7 @@ Fed by the Stats of each step; feeds a log. No array of a state is touched.
 import collections
 import dataclasses
 import itertools
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,7 +22,7 @@ class StatsWindow:
     `push` starts the transfer of a step's counts and takes in those that have come. Sums are Python integers, so they
     do not overflow. Of `num_rows`, `longest_probe`, `num_unplaced` and `num_rounds` the last step's stands. Evictions,
     which Stats count since the state was made, are those since the step before the window; at the beginning, since
-    the first step pushed.
+    the first step pushed. The first time that keys of a table were refused for want of room, a RuntimeWarning says so.
 
     A host object: keep it out of jitted functions. A step holds a few hundred bytes until it leaves the window.
 
@@ -44,12 +45,17 @@ class StatsWindow:
         # In the order of the steps, the one before the window (if there is one) in front: its counts to date are the
         # ones that the window's are measured from.
         self._steps: collections.deque[Stats] = collections.deque()
+        self._unchecked: collections.deque[Stats] = collections.deque()
+        self._told: set[str] = set()
 
     def push(self, stats: Stats) -> None:
         """Hands in the counts of one step; does not wait for them.
 
         Args:
           stats: of the same tables as all before.
+
+        Warns:
+          RuntimeWarning: once for each table, if steps that have arrived refused keys for want of room.
 
         Raises:
           TypeError: not Stats, or traced.
@@ -67,10 +73,29 @@ class StatsWindow:
         one = on_one_device(stats)
         one.words.copy_to_host_async()
         self._steps.append(one)
+        self._unchecked.append(one)
         self.num_pushed += 1
+        self._warn_of_refusals()
         # Once the step behind a full window has arrived, the first is of no more use.
-        while len(self._steps) > self.num_steps + 1 and self._steps[self.num_steps + 1].words.is_ready():
+        while len(self._steps) > self.num_steps + 1 and _has_arrived(self._steps[self.num_steps + 1]):
             self._steps.popleft()
+
+    def _warn_of_refusals(self) -> None:
+        while self._unchecked and self._unchecked[0].words.is_ready():
+            step = self._unchecked.popleft()
+            host = dataclasses.replace(step, words=np.asarray(step.words))
+            num_full = host.num_refused - host.num_unadmitted
+            for table, count in zip(step.tables, num_full.tolist(), strict=True) if num_full.any() else ():
+                if not count or table in self._told:
+                    continue
+                self._told.add(table)
+                warnings.warn(
+                    f'StatsWindow: push: stats: got {count} keys of table "{table}" refused in one step for want of '
+                    "room, wanted none; they learned nothing. Call state = collection.grow(state, batch) before every "
+                    "step, or raise max_capacity.",
+                    RuntimeWarning,
+                    stacklevel=3,
+                )
 
     def wait(self) -> None:
         """Waits until all that was pushed has arrived."""
@@ -114,7 +139,7 @@ class StatsWindow:
     def _arrived(self) -> list[Stats]:
         """The last steps that are here without a gap, and the one before them if it is known."""
         # The transfer was started with the step: what is ready on the device is here in microseconds.
-        steps = list(itertools.takewhile(lambda step: step.words.is_ready(), self._steps))
+        steps = list(itertools.takewhile(_has_arrived, self._steps))
         return steps[-self.num_steps - 1 :]
 
     def _added(self, steps: list[Stats]) -> dict[str, np.ndarray]:
@@ -131,6 +156,16 @@ class StatsWindow:
             else:
                 added[name] = column[-self.num_steps :].sum(axis=0)
         return added
+
+
+def _has_arrived(step: Stats) -> bool:
+    # To ask a deleted array whether it is ready ends the process (jaxlib 0.10.2).
+    if step.words.is_deleted():
+        raise ValueError(
+            "StatsWindow: stats: got counts that were donated after they were pushed, wanted counts that stay; leave "
+            "Stats out of donate_argnums, or push a copy: jax.tree.map(jnp.copy, stats)."
+        )
+    return step.words.is_ready()
 
 
 def write_scalars(

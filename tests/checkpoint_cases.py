@@ -11,6 +11,7 @@ import time
 import jax
 import jax.numpy as jnp
 import numpy as np
+import programs
 from jax.sharding import AxisType
 
 import jaxsok
@@ -22,9 +23,8 @@ ADAM, ROWWISE = optim.adam(0.1), optim.rowwise_adagrad(0.1)
 
 
 def mesh_of(num_devices):
-    """The first devices."""
-    devices = jax.devices()[:num_devices]
-    return jax.make_mesh((num_devices,), ("data",), axis_types=(AxisType.Auto,), devices=devices)
+    """The first devices; axes of both types, so that files travel from one to the other."""
+    return programs.mesh(num_devices, axis_type=AxisType.Auto if num_devices in (3, 4) else AxisType.Explicit)
 
 
 def collection_of(tables, num_devices=None):
@@ -267,10 +267,138 @@ def in_processes(folder):
         np.savez(folder / f"{name}.{number}.npz", **_plain(content(first, one)))
 
 
+def writes_on_request(folder, number):
+    """For each line of standard input, "<format> <path> <overwrite>", writes what only this process writes.
+
+    The lines come to several processes at once: they are writers that share a path.
+    """
+    from jaxsok import Records, checkpoint
+    from jaxsok.interchange import columns, hps, npz, sok
+    from jaxsok.serving import artifact
+
+    keys = np.arange(1, 40, dtype=np.uint64)
+    rows = np.full((keys.size, 2), int(number), np.float32)
+    statistics = np.full(keys.size, int(number), np.uint32)
+    records = Records(keys, rows, {"m": rows, "v": rows}, statistics, statistics)
+    table = jaxsok.TableSpec("item", 2, optim.sgd(1.0), initializer=jaxsok.initializers.constant(float(number)))
+    collection = jaxsok.Collection([table], [jaxsok.FeatureSpec("item", "item")])
+    _, state, _ = collection.lookup(collection.init(seed=0), collection.batch({"item": keys}).features)
+    program = number.encode() * 100_000
+    writers = {
+        "export": lambda path, overwrite: checkpoint.export_full(path, collection, state),
+        "model": lambda path, overwrite: artifact._write(path, program, {"of": number}),
+        "hps": lambda path, overwrite: hps.write_hps(path, records, hotness=True, overwrite=overwrite),
+        "sok": lambda path, overwrite: sok.write_sok(path, "item", records, optimizer="adam", overwrite=overwrite),
+        "npz": lambda path, overwrite: npz.write_npz(path, records, overwrite=overwrite),
+        "arrow": lambda path, overwrite: columns.write_arrow(path, records, overwrite=overwrite),
+        "parquet": lambda path, overwrite: columns.write_parquet(path, records, overwrite=overwrite),
+    }
+    print("ready", flush=True)
+    for line in sys.stdin:
+        name, path, overwrite = line.split()
+        try:
+            writers[name](pathlib.Path(folder, path), overwrite == "True")
+            print("written", flush=True)
+        except Exception as error:
+            print(f"{type(error).__name__}: {error}".replace("\n", " "), flush=True)
+
+
 def _plain(columns):
     """As `np.savez` takes them."""
     return {name: bits(values) for name, values in columns.items()}
 
 
+# A life that can be cut off and taken up again
+
+
+NEW_KEYS = 6  # of a step; the others come from the last ones, or from a few that are always asked for
+
+
+def living(form):
+    """Tables that evict, admit by count and grow, on one device or on a mesh of two; see `Life`."""
+    num_rows = 30 if form == "mesh" else 60  # shards have room for an uneven hash on top
+    full = {"capacity": num_rows, "max_capacity": num_rows, "eviction": policies.LeastRecentlyUsed()}
+    tables = [
+        jaxsok.TableSpec("user", DIM, ADAM, admission=policies.AdmitByCount(2), **full),
+        jaxsok.TableSpec("item", 2 * DIM, ROWWISE, capacity=75),
+    ]
+    features = [jaxsok.FeatureSpec(table.name, table.name) for table in tables]
+    options = {"mesh": mesh_of(2), "axis": "data"} if form == "mesh" else {}
+    return jaxsok.Collection(tables, features, **options)
+
+
+class Life:
+    """Steps with evictions, admission and growth, saved after each step; each gives columns to compare.
+
+    Forms: "batch" and "mesh" give `grow` the batch of the step; "seen" calls it before there is one.
+    """
+
+    FORMS = ("batch", "seen", "mesh")
+
+    def __init__(self, form, folder):
+        """Goes on from the last save in the folder, or begins."""
+        from jaxsok import checkpoint
+
+        self.checkpoint, self.form, self.folder = checkpoint, form, pathlib.Path(folder)
+        self.collection = living(form)
+        saved = [int(path.name) for path in self.folder.iterdir() if path.name.isdigit()]
+        self.step = max(saved, default=0)
+        if saved:
+            self.state = checkpoint.load(self.folder / str(self.step), self.collection)
+        else:
+            self.state = self.collection.init(seed=5)
+        # Each number by itself, so that the bits do not depend on how a back end splits a sum.
+        self.run = jax.jit(
+            self._run,
+            donate_argnums=0,
+            compiler_options={"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True},
+        )
+
+    def _run(self, state, features):
+        embeddings, state, plan = self.collection.lookup(state, features)
+        gradients = jax.tree.map(lambda one: jnp.tanh(one) + 0.25, embeddings)
+        state, stats = self.collection.update(state, plan, gradients)
+        return state, embeddings, stats
+
+    def batch(self):
+        """The keys of a step are a function of its number."""
+        rng = np.random.default_rng(self.step)
+        keys = {}
+        for table in self.collection.tables:
+            new = 1000 + NEW_KEYS * self.step + np.arange(NEW_KEYS)
+            old = rng.integers(0, 12, NUM_SAMPLES // 2 - NEW_KEYS)
+            late = np.maximum(0, 1000 + NEW_KEYS * self.step - rng.integers(0, 70, NUM_SAMPLES // 2))
+            keys[table.name] = np.where(rng.random(NUM_SAMPLES) < 0.1, -1, np.concatenate([new, old, late]))
+        return self.collection.batch(keys)
+
+    def advance(self, *, saves):
+        """One step; gives its embeddings and counts as columns."""
+        if self.form == "seen":
+            self.state = self.collection.grow(self.state)
+        batch = self.batch()
+        if self.form != "seen":
+            self.state = self.collection.grow(self.state, batch)
+        self.state, embeddings, stats = self.run(self.state, batch.features)
+        self.step += 1
+        if saves:
+            self.checkpoint.export_full(self.folder / str(self.step), self.collection, self.state)
+        counts = {f"{table}.counts": np.array(list(line.values())) for table, line in stats.to_dict().items()}
+        return {name: np.asarray(one) for name, one in embeddings.items()} | counts
+
+
+def live(folder, num_steps):
+    """Steps of all forms, saved after each; a line for each step. A process that is killed, and one that goes on."""
+    jax.config.update("jax_num_cpu_devices", 2)
+    lives = {form: Life(form, pathlib.Path(folder) / form) for form in Life.FORMS}
+    for _ in range(int(num_steps)):
+        for life in lives.values():
+            columns = life.advance(saves=True)
+            np.savez(life.folder / f"{life.step}.npz", **_plain(columns))
+        print("step", flush=True)
+    for life in lives.values():
+        np.savez(life.folder / "last.npz", **_plain(content(life.collection, life.state)))
+
+
 if __name__ == "__main__":
-    {"killed": killed_again_and_again, "processes": in_processes}[sys.argv[1]](*sys.argv[2:])
+    commands = {"killed": killed_again_and_again, "processes": in_processes, "writes": writes_on_request, "live": live}
+    commands[sys.argv[1]](*sys.argv[2:])

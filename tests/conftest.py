@@ -40,16 +40,14 @@ hypothesis.settings.register_profile("gpu", max_examples=100, stateful_step_coun
 hypothesis.settings.register_profile("long", max_examples=1000, stateful_step_count=50, **_SETTINGS)
 
 
-@pytest.fixture
-def one_salt(monkeypatch):
-    """All states that the test makes have the same salts, so that their indexes can be compared to the bit."""
-    from jaxsok import processes
+@pytest.hookimpl(trylast=True)
+def pytest_configure(config):
+    """Loads a Hypothesis profile (JAXSOK_PROFILE: ci, gpu or long), and makes warnings errors.
 
-    monkeypatch.setattr(processes, "drawn", lambda *, is_shared, num_words=2: np.zeros(num_words, np.uint32))
-
-
-def pytest_configure():
-    """Loads a Hypothesis profile (JAXSOK_PROFILE: ci, gpu or long); marks and warnings are set in pyproject.toml."""
+    In pyproject.toml this would end the run as soon as any plugin that happens to be installed warns while it is
+    configured, as pytest-benchmark does where there are several workers.
+    """
+    config.addinivalue_line("filterwarnings", "error")
     hypothesis.settings.load_profile(os.environ.get("JAXSOK_PROFILE", "ci"))
 
 
@@ -70,3 +68,11 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.skip(reason=f"needs two CUDA devices; there are {num_gpus}"))
         if "slow" in item.keywords and os.environ.get("JAXSOK_SLOW") != "1":
             item.add_marker(pytest.mark.skip(reason="slow; set JAXSOK_SLOW=1"))
+
+
+@pytest.fixture
+def one_salt(monkeypatch):
+    """All states that the test makes have the same salts, so that their indexes can be compared to the bit."""
+    from jaxsok import processes
+
+    monkeypatch.setattr(processes, "drawn", lambda *, is_shared, num_words=2: np.zeros(num_words, np.uint32))

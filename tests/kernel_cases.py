@@ -895,7 +895,7 @@ class Store:
                 uses[pair] = uses.get(pair, 0) + 1
         after = statistics.copy()
         for pair, num in uses.items():
-            after[self.row_of[pair]] = clock, (int(statistics[self.row_of[pair], 1]) + num) % 2**32
+            after[self.row_of[pair]] = clock, min(int(statistics[self.row_of[pair], 1]) + num, 2**32 - 1)
         return after
 
     def lookup(self, batch: Batch, step=None):
@@ -1017,6 +1017,13 @@ def plan_requests(
         "starts": np.r_[0, np.cumsum(np.bincount(owners, minlength=num_shards))].astype(np.int32),
         "hashes": sorted_hashes,
     }
+
+
+def plan_digest(digest: int, keys: np.ndarray) -> np.ndarray:
+    """A running digest with that of some keys added, as words."""
+    positions = np.arange(1, len(keys) + 1, dtype=U64)
+    total = np.array([digest], U64) + mix(keys + positions * GOLDEN).sum(dtype=U64)
+    return words(total)
 
 
 # --------------------------------------------------------------------------------------------------------------
@@ -1152,7 +1159,9 @@ class Script:
         rows = row_ids[is_row]
         after[rows, 0] = clock
         uses = None if uses is None else np.broadcast_to(np.asarray(uses, np.uint32), row_ids.shape)
-        np.add.at(after[:, 1], rows, np.uint32(1) if uses is None else uses[is_row])
+        total = after[:, 1].astype(np.int64)
+        np.add.at(total, rows, 1 if uses is None else uses[is_row].astype(np.int64))
+        after[:, 1] = np.minimum(total, 2**32 - 1)
         ends = np.cumsum(self.store.slabs)[:-1]
         slabs = {name: tuple(np.split(array, ends)) for name, array in (("before", before), ("after", after))}
         inputs = {"row_ids": row_ids, "uses": np.zeros(0, np.uint32) if uses is None else uses}
@@ -1160,7 +1169,7 @@ class Script:
         self._add("touch", inputs, {}, {"statistics": slabs["after"]})
 
     def _statistics(self) -> np.ndarray:
-        """Any numbers; some frequencies that soon wrap."""
+        """Any numbers; some frequencies that are soon at their end."""
         lines = self.rng.integers(0, 2**32, (self.store.capacity, 2), np.uint32)
         lines[:, 1] >>= 8
         lines[::7, 1] = 2**32 - 1 - np.arange(len(lines[::7])) % 3
@@ -1225,6 +1234,13 @@ class Script:
             statics = {**self._tables(lines), **_features(batch), "num_shards": num_shards, "by_hash": by_hash}
             want = plan_requests(batch, lines, owners, num_shards, by_hash)
             self._add("plan_requests", {**batch.operands(), "owners": owners}, statics, want)
+
+    def plan_digest(self, keys, digest: int = 0) -> None:
+        """`digest`: of what came before."""
+        self._begin()
+        keys = np.asarray(keys, U64)
+        inputs = {"digest": words(np.array([digest], U64)), "keys": words(keys)}
+        self._add("plan_digest", inputs, {}, {"digest": plan_digest(digest, keys)})
 
     def gather(self, keys, tables, row_ids, uses=1, unknown_zeros: Sequence[int] = ()) -> None:
         """For a lookup and for find."""
@@ -2511,7 +2527,7 @@ def touch_sizes(num_keys: int) -> Script:
         absent = rng.choice([NO_ROW, NO_ROW - 1, 312, 2**31], num_keys)
         row_ids = np.where(rng.random(num_keys) < 0.2, absent, rng.integers(0, num_rows, num_keys))
         script.touch(row_ids, clock=num_rows)
-        script.touch(row_ids, np.where(rng.random(num_keys) < 0.1, 2**31 + 5, rng.integers(0, 9, num_keys)), 2**32 - 1)
+        script.touch(row_ids, np.where(rng.random(num_keys) < 0.1, 2**27 - 1, rng.integers(0, 9, num_keys)), 2**32 - 1)
     return script
 
 
@@ -2547,7 +2563,7 @@ def touch_large() -> Script:
     rng = script.rng
     row_ids = np.where(rng.random(700_000) < 0.11, 77, rng.integers(0, 160_000, 700_000))
     script.touch(row_ids)
-    script.touch(row_ids, rng.integers(0, 2**32, 700_000, np.uint32))
+    script.touch(row_ids, rng.integers(0, 2**27, 700_000, np.uint32))
     return script
 
 
@@ -3286,6 +3302,14 @@ def small_requests(num_keys: int) -> Script:
     batch = batch_of_tables(script, script.mixed(num_keys, range(50)))
     for num_shards in (1, 3):
         script.plan_requests(batch, num_shards, on={2: 0})
+    return script
+
+
+@cases("small-digest-{0}_keys", 0, 1, 300, 5000)
+def small_digest(num_keys: int) -> Script:
+    """No key, one warp, several blocks; a running digest that wraps."""
+    script = Script()
+    script.plan_digest(script.mixed(num_keys, range(5)), digest=2**64 - 3)
     return script
 
 

@@ -2,6 +2,7 @@
 
 import functools
 import hashlib
+import os
 import time
 
 import jax
@@ -304,8 +305,12 @@ def aimed_keys(collection, state, num_keys, *, table_id=0, bucket=1, **options):
 # Many devices
 
 
+# JAXSOK_AXIS_TYPE=Explicit runs all tests that build their meshes here on explicit ones.
+AXIS_TYPE = AxisType[os.environ.get("JAXSOK_AXIS_TYPE", "Auto")]
+
+
 @functools.cache
-def mesh(num_devices, axis="data", axis_type=AxisType.Auto):
+def mesh(num_devices, axis="data", axis_type=AXIS_TYPE):
     """A mesh of the first devices of the default backend; the test is skipped where there are fewer."""
     devices = jax.devices()
     if len(devices) < num_devices:
@@ -313,10 +318,11 @@ def mesh(num_devices, axis="data", axis_type=AxisType.Auto):
     return jax.make_mesh((num_devices,), (axis,), axis_types=(axis_type,), devices=devices[:num_devices])
 
 
-def over(num_devices, tables, features, **exchange):
-    """A collection over so many devices; keyword arguments go to its `ExchangeSpec`."""
+def over(num_devices, tables, features, *, axis_type=AXIS_TYPE, **exchange):
+    """A collection over so many devices; other keyword arguments go to its `ExchangeSpec`."""
     spec = jaxsok.ExchangeSpec(**exchange) if exchange else None
-    return jaxsok.Collection(tables, features, mesh=mesh(num_devices), axis="data", exchange=spec)
+    mesh_ = mesh(num_devices, axis_type=axis_type)
+    return jaxsok.Collection(tables, features, mesh=mesh_, axis="data", exchange=spec)
 
 
 def quickly():

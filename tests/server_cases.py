@@ -1,6 +1,7 @@
 """A session in memory, of which every answer can be foretold, and a server over it; for tests of the server alone.
 
-`python tests/server_cases.py SECONDS` runs one as a process of its own: the versions of its tables rise meanwhile.
+`python tests/server_cases.py SECONDS [DRAIN_S]` runs one as a process of its own: the versions of its tables rise
+meanwhile.
 """
 
 import contextlib
@@ -28,6 +29,7 @@ class Table:
     dim: int
     default: float = DEFAULT
     dtype: str = "float32"
+    initial: object = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -184,7 +186,7 @@ def resident_bytes(pid):
     return int(pathlib.Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def main(interval_s):
+def main(interval_s, drain_s=0.0):
     session = Session()
 
     def update():
@@ -195,9 +197,10 @@ def main(interval_s):
 
     threading.Thread(target=update, daemon=True).start()
     with running.bind("127.0.0.1", 0) as where:
-        running.serve(server.App(session), where, on_ready=lambda found: print(found.address, flush=True))
+        app = server.App(session, server.ServerOptions(drain_s=drain_s))
+        running.serve(app, where, on_ready=lambda found: print(found.address, flush=True))
     print("ended", flush=True)
 
 
 if __name__ == "__main__":
-    main(float(sys.argv[1]))
+    main(*map(float, sys.argv[1:]))

@@ -118,3 +118,62 @@ class Trained:
     def frozen_content(self):
         """The dicts as they are now."""
         return {name: dict(content) for name, content in self.content.items()}
+
+
+# Keys without a row --------------------------------------------------------------------------------------------------
+
+INITIALIZERS = {
+    "zeros": jaxsok.initializers.zeros(),
+    "constant": jaxsok.initializers.constant(0.3),
+    "uniform": jaxsok.initializers.uniform(-1.0, 2.0),
+    "normal": jaxsok.initializers.normal(0.5, 0.25),
+    "truncated": jaxsok.initializers.truncated_normal(0.5, -0.25),
+    "fan_uniform": jaxsok.initializers.fan_in(1.0, "uniform"),
+    "fan_normal": jaxsok.initializers.fan_in(2.0, "normal"),
+    "fan_truncated": jaxsok.initializers.fan_in(0.5, "truncated_normal"),
+}
+"""Every one that served tables can carry: a table of each, by name."""
+
+
+def _sum(words, columns):
+    return words[0].astype(np.float32) + columns.astype(np.float32)
+
+
+TRACED = {
+    "matrix": jaxsok.initializers.matrix(np.array([[1.0, 2.0, 3.0, 4.0], [-1.0, 0.5, 0.0, 8.0]])),
+    "function": jaxsok.initializers.function(_sum, "sum"),
+}
+"""Those that XLA works out."""
+
+UNKNOWN_DIM = 4
+KNOWN = np.array([3, 2**40 + 1, 2**64 - 2], np.uint64)
+"""Keys with rows, in all tables of `untrained`."""
+ASKED = np.array([3, 5, 2**63 + 5, PADDING, 2**40 + 1, 5, 0, 2**64 - 2], np.uint64)
+"""Some with rows, some without."""
+
+
+@functools.cache
+def untrained(dtype="float32", seed=2**40 + 7):
+    """A collection of a table for each initializer, read as "initial", and some read as "zeros"; and its state."""
+    several = functools.partial(
+        jaxsok.TableSpec, dim=UNKNOWN_DIM, optimizer=jaxsok.optim.sgd(0.1), dtype=dtype, capacity=8, statistics=True
+    )
+    specs = [several(name, initializer=initializer) for name, initializer in INITIALIZERS.items()]
+    specs += [
+        several(f"{name}_zeros", initializer=(INITIALIZERS | TRACED)[name], unknown="zeros")
+        for name in ("normal", "constant", "matrix", "function")
+    ]
+    features = [jaxsok.FeatureSpec(spec.name, table=spec.name, combiner=None) for spec in specs]
+    collection = jaxsok.Collection(specs, features)
+    batch = collection.batch({spec.name: KNOWN for spec in specs})
+    _, state, _ = collection.lookup(collection.init(seed=seed), batch.features)
+    return collection, state
+
+
+def found_in_training(collection, state, keys=ASKED):
+    """What `find` gives of keys, by table, in float32."""
+    shape = np.asarray(keys).shape
+    batch = collection.batch({table.name: np.asarray(keys).reshape(-1) for table in collection.tables})
+    embeddings, stats = collection.find(state, batch.features)
+    stats.check()
+    return {name: np.asarray(value, np.float32).reshape(*shape, UNKNOWN_DIM) for name, value in embeddings.items()}

@@ -19,6 +19,7 @@ import strategies
 import test_compiled
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from jax.sharding import AxisType
 
 import jaxsok
 from jaxsok import admission, policies
@@ -41,7 +42,7 @@ def line_of(spec, name):
     if isinstance(table.admission, policies.AdmitByProbability):
         words[8] = int(table.admission.probability * 2**32)
     if isinstance(table.admission, policies.AdmitByBloom):
-        words[8] = table.admission.num_sightings
+        words[8] = table.admission.num_sightings + table.admission.delayed
         words[10:12] = table.admission.num_counters(table.admission.num_keys), table.admission.num_hashes
     return words
 
@@ -163,7 +164,8 @@ class AdmittingOracle(oracle.CollectionOracle):
 # One collection for the dict and for many devices: all policies, plain tables beside them, all kinds of features
 
 NUM_SAMPLES, MAX_KEYS = 8, 24
-BLOOM = policies.AdmitByBloom(2, num_keys=16, false_positive_rate=0.1, unadmitted=-1.0)
+BLOOM = policies.AdmitByBloom(1, num_keys=16, false_positive_rate=0.1, unadmitted=-1.0, delayed=True)
+DELAYED = policies.AdmitByCount(1, unadmitted="initial", delayed=True)
 
 
 def specs(placement=jaxsok.SHARDED, **options):
@@ -174,9 +176,7 @@ def specs(placement=jaxsok.SHARDED, **options):
         jaxsok.TableSpec("plain", 4, SGD, **options),
         jaxsok.TableSpec("item", 4, SGD, admission=policies.AdmitByProbability(0.3), unknown="zeros", **options),
         jaxsok.TableSpec("ad", 3, jaxsok.optim.adam(0.125), admission=BLOOM, **options),
-        jaxsok.TableSpec(
-            "tag", 3, jaxsok.optim.adam(0.125), admission=policies.AdmitByCount(2, unadmitted="initial"), **options
-        ),
+        jaxsok.TableSpec("tag", 3, jaxsok.optim.adam(0.125), admission=DELAYED, **options),
     ]
     features = [
         jaxsok.FeatureSpec("user", "user"),
@@ -471,7 +471,10 @@ def one_table(policy, num_shards=None, dim=1, **options):
         [jaxsok.TableSpec("user", dim, SGD, admission=policy, **options)],
         [jaxsok.FeatureSpec("user", "user")],
     )
-    return jaxsok.Collection(tables, features) if num_shards is None else programs.over(num_shards, tables, features)
+    if num_shards is None:
+        return jaxsok.Collection(tables, features)
+    axis_type = AxisType.Explicit if num_shards == 2 else AxisType.Auto
+    return programs.over(num_shards, tables, features, axis_type=axis_type)
 
 
 def stats_of_lookup(collection, state, keys):
@@ -640,6 +643,72 @@ def test_waiting_keys_move_to_another_mesh(before, after):
     last = np.r_[np.array(list(want), np.uint64), np.full(256 - len(want), 2**64 - 1, np.uint64)]
     other, counts = stats_of_lookup(new, other, last)
     assert counts["num_inserted"] == len(want) == counts["num_rows"] and not waiting(new, other, "user")
+
+
+@pytest.mark.parametrize("delayed", [False, True])
+@pytest.mark.parametrize("make", [policies.AdmitByCount, functools.partial(policies.AdmitByBloom, num_keys=10_000)])
+@pytest.mark.parametrize("num_shards", [None, 4])
+def test_lookups_that_read_the_default(num_shards, make, delayed):
+    """With a key once in a batch: lookups 1 to n with `delayed`, as in DeepRec, and 1 to n - 1 without."""
+    policy = make(3, unadmitted=9.0, delayed=delayed)
+    collection = one_table(policy, num_shards)
+    state, features = collection.init(seed=SEED), programs.batch(collection, user=np.arange(8))
+    read = []
+    for _ in range(6):
+        embeddings, state, _ = programs.lookup(collection)(state, features)
+        is_default = np.asarray(embeddings["user"]) == 9.0
+        assert is_default.all() or not is_default.any()
+        read.append(bool(is_default.all()))
+    assert read == [True] * (3 if delayed else 2) + [False] * (3 if delayed else 4)
+
+
+@pytest.mark.parametrize("num_shards", [None, pytest.param(4, marks=pytest.mark.slow)])
+@hypothesis.settings(max_examples=15)
+@hypothesis.given(data=st.data())
+def test_delayed_keys_through_checkpoints(num_shards, data, tmp_path_factory):
+    """Lookups of any keys, erases and restores (with the same policy, or another of the two), against a dict."""
+    checkpoint = pytest.importorskip("jaxsok.checkpoint")
+    both = {delayed: one_table(policies.AdmitByCount(2, delayed=delayed), num_shards) for delayed in (False, True)}
+    is_delayed, counts, rows = data.draw(st.booleans()), collections.Counter(), set()
+    state = both[is_delayed].init(seed=SEED)
+    for number in range(data.draw(st.integers(1, 6))):
+        collection = both[is_delayed]
+        threshold = 3 if is_delayed else 2
+        what = data.draw(st.sampled_from(["lookup", "lookup", "erase", "restore"]))
+        if what == "erase":
+            gone = data.draw(st.lists(st.integers(0, 5), min_size=1, max_size=2, unique=True))
+            state, num_erased = collection.erase(state, "user", np.array(gone))
+            assert int(num_erased) == len(rows & set(gone))
+            rows -= set(gone)
+        elif what == "restore":
+            folder = tmp_path_factory.mktemp("delayed") / str(number)
+            checkpoint.export_full(folder, collection, state)
+            is_delayed = data.draw(st.booleans())
+            state = checkpoint.load(folder, both[is_delayed])
+            most = 2 if is_delayed else 1  # who was seen often enough for a lower threshold waits for one more
+            counts = collections.Counter({key: min(count, most) for key, count in counts.items()})
+        else:
+            keys = data.draw(st.lists(st.integers(0, 5), min_size=8, max_size=8))
+            _, state, _ = programs.lookup(collection)(state, programs.batch(collection, user=np.array(keys)))
+            counts.update(key for key in keys if key not in rows)
+            rows |= {key for key, count in counts.items() if count >= threshold}
+            counts = collections.Counter({key: count for key, count in counts.items() if key not in rows})
+        assert set(programs.rows_of(both[is_delayed], state)) == rows
+        assert waiting(both[is_delayed], state, "user") == dict(counts)
+
+
+def test_declarations_of_delayed_admission():
+    """It shows, it is bounded, and like the number of sightings it may change between runs."""
+    assert "num_sightings=3, delayed=True" in repr(policies.AdmitByCount(3, delayed=True))
+    for kind, most in ((policies.AdmitByCount, 2**31 - 1), (policies.AdmitByBloom, 255)):
+        assert kind(most).threshold == most == kind(most - 1, delayed=True).threshold
+        with pytest.raises(ValueError, match=f"num_sightings: got {most}, wanted an integer from 1 to {most - 1}"):
+            kind(most, delayed=True)
+        with pytest.raises(TypeError, match="delayed: got 1, wanted True or False"):
+            kind(3, delayed=1)
+    plain, delayed = (one_table(policies.AdmitByCount(2, delayed=one)) for one in (False, True))
+    assert plain.fingerprint == delayed.fingerprint and plain.stores != delayed.stores
+    assert [one.stores[0].sighting_floors().tolist() for one in (plain, delayed)] == [[2], [3]]
 
 
 def test_waiting_keys_of_other_tables_are_refused():

@@ -4,11 +4,13 @@ Reads sources alone: no module of jaxsok is imported here, except by the test th
 """
 
 import ast
+import os
 import pathlib
 import re
 import subprocess
 import sys
 import tomllib
+import warnings
 
 import pytest
 
@@ -232,3 +234,26 @@ def test_the_oldest_jaxlib_is_one_number():
     assert f"jaxlib=={oldest}" in PYPROJECT["build-system"]["requires"]
     assert f'"jax=={oldest}" "jaxlib=={oldest}"' in (ROOT / "scripts/test_matrix.sh").read_text()
     assert all(oldest in requirement for requirement in PYPROJECT["project"]["optional-dependencies"]["cuda13"])
+
+
+def test_warnings_are_errors():
+    """In tests; pyproject.toml does not say so, because then a plugin's warning would end the run: see conftest.py."""
+    with pytest.raises(UserWarning, match="as a test"):
+        warnings.warn("as a test", stacklevel=1)
+
+
+def test_a_plugin_that_warns_does_not_end_the_run(tmp_path):
+    """A plugin that warns while it is configured, as pytest-benchmark does where there are several workers."""
+    (tmp_path / "warning_plugin.py").write_text(
+        "import warnings\ndef pytest_configure(config):\n    warnings.warn('benchmarks are disabled')\n"
+    )
+    found = subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "warning_plugin", "--collect-only", "-q", "tests/test_architecture.py"],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert found.returncode == 0, found.stdout + found.stderr
+    assert "test_a_plugin_that_warns" in found.stdout

@@ -90,6 +90,45 @@ def test_feature_spec(kind, parts, arguments):
         jaxsok.FeatureSpec(**{"name": "user", "table": "user", **arguments})
 
 
+@pytest.mark.parametrize(
+    ("name", "wanted"),
+    [
+        ("num_embeddings", "wanted capacity."),  # torch, TorchRec
+        ("vocabulary_size", "wanted capacity."),  # TensorFlow
+        ("embedding_dim", "wanted dim."),
+        ("init_fn", "wanted initializer."),
+        ("pooling", "wanted FeatureSpec(combiner=...)."),
+        ("capactiy", "wanted capacity."),
+        ("zzz", "wanted name, dim, optimizer, initializer, capacity,"),
+    ],
+)
+def test_arguments_of_other_libraries(name, wanted):
+    """An unknown argument of a table is refused with the name that it has here."""
+    with raises(TypeError, "TableSpec", f"{name}: got an argument of that name", wanted):
+        jaxsok.TableSpec("user", **{name: 100})
+
+
+def test_arguments_of_features_in_other_libraries():
+    """The same for features; what is missing is still said by Python."""
+    with raises(TypeError, "FeatureSpec: table_name", "wanted table."):
+        jaxsok.FeatureSpec("user", table_name="user")
+    with raises(TypeError, "FeatureSpec: pooling", "wanted combiner."):
+        jaxsok.FeatureSpec("user", "user", pooling="sum")
+    with raises(TypeError, "missing", "optimizer"):
+        jaxsok.TableSpec("user", DIM)
+
+
+def test_an_optax_transformation_as_optimizer():
+    """The message names what makes an optimizer of it."""
+    optax = pytest.importorskip("optax")
+    with raises(TypeError, "TableSpec", "optimizer", "an Optax", "jaxsok.optim.lift("):
+        jaxsok.TableSpec("user", DIM, optax.adam(1e-3))
+    jaxsok.TableSpec("user", DIM, jaxsok.optim.lift(optax.adam(1e-3)))
+    for function in (optax.adam, jaxsok.optim.adam):
+        with raises(TypeError, "TableSpec", "optimizer", "got adam itself", "call it"):
+            jaxsok.TableSpec("user", DIM, function)
+
+
 def test_two_tables_of_one_name():
     """The name is what a key's row depends on: it must be one."""
     with raises(ValueError, "Collection", "tables", "user"):
@@ -185,6 +224,97 @@ def test_keys(collection, kind, value, parts):
     """Wrong dtype, wrong rank, no keys at all."""
     with raises(kind, "batch", "user", *parts):
         collection.batch({"user": value})
+
+
+@pytest.mark.parametrize("lists", [[[1, 2], [3]], [[], [3]], [np.array([1, 2]), np.array([3])]])
+def test_ragged_lists(collection, lists):
+    """What NumPy says of them is no help; Bags are."""
+    with raises(ValueError, "batch", "user", "keys", "different lengths", "Bags(np.concatenate(lists), lengths="):
+        collection.batch({"user": lists})
+    bags = jaxsok.Bags(np.concatenate([np.array(keys, np.int64) for keys in lists]), lengths=[len(k) for k in lists])
+    assert collection.batch({"user": bags}).features.offsets("user").shape == (3,)
+
+
+def test_empty_lists(collection):
+    """A list of no samples is refused; keys of empty bags may be an empty list, which NumPy takes for floats."""
+    with raises(ValueError, "batch", "user", "keys", "empty list", "Bags([], lengths="):
+        collection.batch({"user": []})
+    with raises(ValueError, "batch", "user", "keys", "[2, 0]", "Bags(keys, lengths="):
+        collection.batch({"user": [[], []]})
+    features = collection.batch({"user": jaxsok.Bags([], lengths=[0, 0])}).features
+    assert np.asarray(features.offsets("user")).tolist() == [0, 0, 0]
+    with raises(TypeError, "batch", "user", "float64"):
+        collection.batch({"user": np.array([])})
+
+
+class Frame:
+    """A table of columns that is no mapping, as pandas and Polars have it."""
+
+    columns = ("user",)
+
+    def __getitem__(self, name):
+        return np.array([7, 9])
+
+
+def test_a_data_frame(collection):
+    """It is no mapping; the message says how to make one of it."""
+    raw = Frame()
+    with raises(TypeError, "batch", "raw", "got Frame", "{name: raw[name] for name in raw.columns}"):
+        collection.batch(raw)
+    collection.batch({name: raw[name] for name in raw.columns})
+
+
+def test_data_frames_of_libraries(collection):
+    """Polars has `columns` and pyarrow `column_names`."""
+    polars, pyarrow = pytest.importorskip("polars"), pytest.importorskip("pyarrow")
+    frame, table = polars.DataFrame({"user": [7, 9]}), pyarrow.table({"user": [7, 9]})
+    with raises(TypeError, "got DataFrame", "for name in raw.columns}"):
+        collection.batch(frame)
+    with raises(TypeError, "got Table", "for name in raw.column_names}"):
+        collection.batch(table)
+    for raw, names in ((frame, frame.columns), (table, table.column_names)):
+        assert collection.batch({name: raw[name] for name in names}).features.keys("user").tolist() == [[7, 0], [9, 0]]
+
+
+@pytest.mark.parametrize("is_on_mesh", [False, True])
+@pytest.mark.parametrize("shape", [(3,), (5,), (1,), (0,), (3, 1)])
+def test_labels_of_another_number_of_samples(collection, is_on_mesh, shape):
+    """A column has a line for each sample; anything else may have any size."""
+    one = over_two() if is_on_mesh else collection
+    keys = np.arange(4)
+    for make in (np.zeros, jnp.zeros):
+        with raises(ValueError, "batch", 'entry "label"', f"got shape {list(shape)}", "wanted [4]", "tuple"):
+            one.batch({"user": keys, "label": make(shape)})
+    with raises(ValueError, "batch", 'entry "label"', "wanted [4]"):
+        one.batch({"user": jaxsok.Bags(np.arange(6), lengths=[1, 2, 3, 0]), "label": np.zeros(shape)})
+    kept = {"scale": np.float32(2.0), "table": np.ones((5, 2)), "weights": (np.zeros(shape),), "note": "text"}
+    batch = one.batch({"user": keys, "label": np.zeros(4), **kept})
+    assert all(batch[name] is value for name, value in kept.items())
+
+
+@pytest.mark.parametrize("is_on_mesh", [False, True])
+@pytest.mark.parametrize(
+    "friend",
+    [
+        np.arange(2),
+        np.arange(6).reshape(6, 1),
+        jaxsok.Bags(np.arange(4), lengths=[2, 2]),
+        jaxsok.Bags(np.arange(4), offsets=[0, 1, 4]),
+        jaxsok.Bags(np.arange(4), inverse=np.array([0, 1])),
+        np.stack([np.arange(2), np.zeros(2, int)], -1).astype(np.uint32),
+    ],
+    ids=["column", "rectangle", "lengths", "offsets", "inverse", "on the device"],
+)
+def test_features_of_different_numbers_of_samples(is_on_mesh, friend):
+    """A batch has one number of samples."""
+    tables = [jaxsok.TableSpec("user", DIM, SGD, capacity=16)]
+    features = [jaxsok.FeatureSpec("user", "user"), jaxsok.FeatureSpec("friend", "user")]
+    is_words = isinstance(friend, np.ndarray) and friend.dtype == np.uint32
+    friend = jnp.asarray(friend) if is_words else friend
+    mesh = {"mesh": over_two().shards.mesh, "axis": "data"} if is_on_mesh else {}
+    num_samples = 6 if isinstance(friend, np.ndarray) and friend.ndim == 2 else 2
+    with raises(ValueError, "batch: raw", f"{{'user': 4, 'friend': {num_samples}}} samples", "one number of samples"):
+        jaxsok.Collection(tables, features, **mesh).batch({"user": np.arange(4), "friend": friend})
 
 
 @pytest.mark.parametrize(
@@ -472,6 +602,46 @@ def test_something_else_than_a_state(two_features, op):
         getattr(two_features, op)({"user": ONES}, *arguments)
 
 
+def test_a_state_of_another_dim(two_features):
+    """The message says the dims; the fingerprint alone says nothing."""
+    state = programs.one_table(dim=8).init(seed=0)
+    for op in ("grow", "num_rows"):
+        with raises(ValueError, op, "state", "dims [8]", f"wanted [{DIM}]", "use the collection that made it"):
+            getattr(two_features, op)(state)
+
+
+HOST_OPS = {
+    "grow": lambda collection, state: collection.grow(state),
+    "num_rows": lambda collection, state: collection.num_rows(state),
+    "export_table": lambda collection, state: collection.export_table(state, "user"),
+    "export_chunks": lambda collection, state: list(collection.export_chunks(state, "user")),
+}
+
+
+@pytest.mark.parametrize("op", HOST_OPS)
+def test_a_traced_state_in_an_operation_of_the_host(two_features, op):
+    """It runs between steps."""
+    state = two_features.init(seed=0)
+    with raises(TypeError, f"{op}: state", "traced", "jax.jit", "runs on the host"):
+        jax.jit(lambda state: HOST_OPS[op](two_features, state))(state)
+    HOST_OPS[op](two_features, state)
+
+
+@pytest.mark.parametrize("op", [*HOST_OPS, "find", "erase"])
+def test_a_state_that_was_donated(two_features, op):
+    """An error, where jaxlib ends the process if `is_ready` is asked; the state that replaced it still works."""
+    features = programs.batch(two_features, user=np.array([1, 2]), friend=np.array([2, 3]))
+    call = HOST_OPS | {
+        "find": lambda collection, state: collection.find(state, features),
+        "erase": lambda collection, state: collection.erase(state, "user", np.array([1])),
+    }
+    old = two_features.init(seed=0)
+    state, *_ = programs.donated_step(two_features)(old, features)
+    with raises(ValueError, f"{op}: state", "deleted", "donated"):
+        call[op](two_features, old)
+    call[op](two_features, state)
+
+
 @pytest.mark.parametrize("op", ["erase", "export_table"])
 def test_unknown_table_of_an_op(two_features, step, op):
     """The message names those that are declared."""
@@ -710,7 +880,7 @@ def test_pad_to(collection, is_on_mesh, kind, keys, pad_to, parts):
 
 def test_pad_to_of_features_of_unlike_numbers(two_features):
     """Which sample is real must be one answer."""
-    with raises(ValueError, "batch", "pad_to", "'user': 3", "'friend': 2"):
+    with raises(ValueError, "batch", "'user': 3", "'friend': 2"):
         two_features.batch({"user": np.arange(3), "friend": np.arange(2)}, pad_to=4)
 
 
@@ -771,3 +941,26 @@ def test_stack_on_one_device(collection, op):
     """pmap is for meshes."""
     with raises(ValueError, op, "tree", "mesh"):
         getattr(collection, op)(collection.init(seed=0))
+
+
+@pytest.mark.parametrize("op", ["grow", "num_rows", "find"])
+def test_a_stacked_state_outside_of_pmap(op):
+    """The message names `unstack`; `grow` has changed nothing."""
+    one = over_two()
+    features = programs.batch(one, user=np.arange(2))
+    _, state, _ = one.lookup(one.init(seed=0), features)
+    state = one.stack(state)
+    arguments = (features,) if op == "find" else ()
+    with raises(ValueError, f"{op}: state", "one more axis", "collection.unstack(state)"):
+        getattr(one, op)(state, *arguments)
+    assert one.num_rows(one.unstack(state)) == {"user": 2}
+
+
+def test_pmap_over_an_axis_of_another_name():
+    """The axis must be the collection's."""
+    one = over_two()
+    state, features = one.stack(one.init(seed=0)), one.stack(programs.batch(one, user=np.arange(2)))
+    for name in ({"axis_name": "batch"}, {}):
+        step = jax.pmap(lambda state, features: one.find(state, features)[0], devices=jax.devices()[:2], **name)
+        with raises(ValueError, "Collection: axis", "pmap over other axes alone", "axis_name='data'"):
+            step(state, features)

@@ -75,6 +75,33 @@ def test_unknown_names_are_refused_before_anything_runs():
             run.parse(arguments)
 
 
+def test_a_quick_run_that_names_nothing_is_small(monkeypatch):
+    """What is named is run all the same."""
+    monkeypatch.setattr(run, "has_gpu", lambda: False)
+    options = run.parse(["--quick"])
+    assert (options.workloads, options.parts) == (("W1", "W5"), ("lookup", "update", "xla"))
+    assert run.parse(["--quick", "--workloads", "W6"]).workloads == ("W6",)
+    options = run.parse(["--quick", "--only", "table,plan"])
+    assert options.parts == ("table", "plan") and set(options.workloads) == set(run.parse([]).workloads)
+    assert run.parse(["--quick", "--only", "exchange"]).workloads == ("M1", "W1", "W5")
+
+
+def test_times_are_printed_as_they_are_known(capsys):
+    """A range where repetitions differ much, no spread of a single time, no rate of 0, and a note that counts them."""
+    steady, single = timing.summary([1.0, 1.1, 1.05], 1), timing.summary([2.0], 1)
+    unsteady = timing.summary([1.0, 0.5, 13.4], 1)
+    assert (str(steady), steady.spread_text) == ("1.05 ms ±5%", "10%")
+    assert (str(single), single.spread_text) == ("2 ms", "-")
+    assert (str(unsteady), unsteady.spread_text) == ("1 ms (0.5 to 13.4)", "over 100%")
+    recorder = records.Recorder(None, {})
+    for found, moved_bytes in ((steady, 3.2e5), (unsteady, 0), (single, 9e7)):
+        recorder.add(records.Record("W1", records.FORWARD, "xla", found, moved_bytes=moved_bytes))
+    lines = [line.split("xla: ")[1] for line in capsys.readouterr().out.splitlines()]
+    assert lines == ["1.05 ms ±5%, 0.3 GB/s", "1 ms (0.5 to 13.4)", "2 ms, 45 GB/s"]
+    assert tables.unsteady_note(recorder.records).startswith("1 of 3 times differ")
+    assert tables.unsteady_note(recorder.records[::2]) == ""
+
+
 def test_mixed_keys_are_distinct_and_equal_in_numpy_and_jax():
     ids = np.arange(20_000)
     words = np.concatenate([workloads.mix(table, ids) for table in range(5)])

@@ -5,10 +5,12 @@ import json
 import logging
 import os
 import pathlib
+import re
 import shutil
 import subprocess
 import sys
 import threading
+import warnings
 
 import checkpoint_cases as cases
 import jax
@@ -265,14 +267,14 @@ def test_another_admission(tmp_path, caplog):
 
 def test_all_files_are_on_the_disk_before_they_get_their_names(tmp_path, monkeypatch):
     """Rows, Bloom filters, the parts of the manifest and the manifest; then the folder, and the one it is in."""
-    real_sync, real_rename, done = os.fsync, pathlib.Path.rename, []
+    real_sync, real_rename, done = os.fsync, os.rename, []
 
     def sync(descriptor):
         real_sync(descriptor)
         done.append(pathlib.Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
 
     def rename(path, target):
-        done.append(f"{path.name} -> {pathlib.Path(target).name}")
+        done.append(f"{pathlib.Path(path).name} -> {pathlib.Path(target).name}")
         return real_rename(path, target)
 
     collection = collection_of(
@@ -280,15 +282,15 @@ def test_all_files_are_on_the_disk_before_they_get_their_names(tmp_path, monkeyp
     )
     state = train(collection, collection.init(seed=0), 1)
     monkeypatch.setattr(os, "fsync", sync)
-    monkeypatch.setattr(pathlib.Path, "rename", rename)
+    monkeypatch.setattr(os, "rename", rename)
     checkpoint.export_full(tmp_path / "full", collection, state)
     assert sorted(done[:2]) == ["store_0000.process_00000.bloom", "table_0000.process_00000.arrow"]
-    assert done[2:] == [
+    assert [re.sub("[0-9a-f]{16}", "<token>", one) for one in done[2:]] == [
         "manifest.process_00000.json",
         "manifest.json.writing",
         "manifest.json.writing -> manifest.json",
-        "full.writing",
-        "full.writing -> full",
+        "full.<token>.writing",
+        "full.<token>.writing -> full",
         tmp_path.name,
     ]
 
@@ -687,6 +689,53 @@ def test_a_death_at_any_moment_leaves_a_whole_checkpoint(tmp_path):
 def test_fifty_deaths(tmp_path):
     steps, unfinished = killed(tmp_path, 50, seed=2)
     assert steps[-1] >= 50 and unfinished >= 5
+
+
+def killed_and_resumed(folder, num_steps, num_more):
+    """A process that saves after each step is killed after so many; another one goes on, and both are as one."""
+    for form in cases.Life.FORMS:
+        (folder / form).mkdir()
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(pathlib.Path(jaxsok.__file__).parents[1])}
+    command = [sys.executable, "-W", "ignore", str(WORKER), "live", str(folder)]
+    with subprocess.Popen([*command, "1000000"], env=environment, text=True, stdout=subprocess.PIPE) as process:
+        for _ in range(num_steps):
+            assert process.stdout.readline() == "step\n"
+        process.kill()  # SIGKILL, somewhere in the next steps
+    subprocess.run([*command, str(num_more)], env=environment, check=True, stdout=subprocess.DEVNULL)
+    num_grown_after = 0
+    for form in cases.Life.FORMS:
+        (folder / form / "uninterrupted").mkdir()
+        whole = cases.Life(form, folder / form / "uninterrupted")
+        last = max(int(path.name) for path in (folder / form).iterdir() if path.name.isdigit())
+        growth, counts = whole.collection.growth, []
+        while whole.step < last:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore" if whole.step == 0 else "error")  # "seen" knows nothing at first
+                wanted = whole.advance(saves=False)
+            counts.append((growth.num_evictions, growth.num_grown))
+            with np.load(folder / form / f"{whole.step}.npz") as got:
+                for name, want in wanted.items():
+                    np.testing.assert_array_equal(programs.bits(got[name]), programs.bits(want), f"{form} {name}")
+        with np.load(folder / form / "last.npz") as got:
+            want = content(whole.collection, whole.state)
+            assert got.keys() == want.keys()
+            for name in want:
+                np.testing.assert_array_equal(programs.bits(got[name]), programs.bits(want[name]), name)
+        before, after = counts[last - num_more - 1], counts[-1]
+        assert after[0] > before[0] and after[1]
+        num_grown_after += after[1] - before[1]
+    assert num_grown_after
+
+
+def test_a_killed_run_goes_on_as_if_nothing_had_happened(tmp_path):
+    """Law 13: ten steps after the restore have the bits of a run that was not killed, on one device and on a mesh."""
+    killed_and_resumed(tmp_path, 12, 10)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_steps", [1, 19, 33, 60])
+def test_runs_killed_early_and_late(tmp_path, num_steps):
+    killed_and_resumed(tmp_path, num_steps, 12)
 
 
 # Several processes ----------------------------------------------------------------------------------------------------

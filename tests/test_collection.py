@@ -409,3 +409,88 @@ def test_many_tables_and_features():
         assert programs.counts(stats, table.name)["num_inserted"] == 2
         assert programs.counts(stats, table.name)["num_found"] == 2
     assert len(seen) == 26
+
+
+# --------------------------------------------------------------------------------------------------------------
+# repr
+
+
+def two_stores(mesh=None):
+    """A collection of two stores, with features of every kind."""
+    tables = [
+        jaxsok.TableSpec("user", 8, jaxsok.optim.adam(1e-3), capacity=1024),
+        jaxsok.TableSpec("item", 4, jaxsok.optim.sgd(0.1), dtype="bfloat16", capacity=64),
+    ]
+    features = [
+        jaxsok.FeatureSpec("user", "user"),
+        jaxsok.FeatureSpec("history", "item", combiner="mean", max_keys=32),
+        jaxsok.FeatureSpec("clicks", "item", combiner=None),
+    ]
+    return jaxsok.Collection(tables, features, mesh=mesh, axis=None if mesh is None else "data")
+
+
+def raw_of_two_stores():
+    """Four samples, with labels and a side input."""
+    history = jaxsok.Bags(np.arange(6), lengths=[1, 2, 3, 0])
+    clicks = np.arange(8).reshape(4, 2)
+    return {"user": np.arange(4), "history": history, "clicks": clicks, "label": np.ones(4, np.float32), "side": (1,)}
+
+
+def test_repr_is_short_and_says_the_sizes():
+    """Names, dims, sizes and shapes, and no numbers of an array."""
+    collection = two_stores()
+    state, batch = collection.init(seed=0), collection.batch(raw_of_two_stores(), pad_to=4)
+    _, _, plan = collection.lookup(state, batch.features)
+    assert repr(collection) == (
+        "Collection(tables: user (8 float32, adam), item (4 bfloat16, sgd); features: user (user, sum), "
+        "history (item, mean), clicks (item, None); one device)"
+    )
+    assert repr(state).startswith("State(1,024 rows of 8 float32 and state of 8 + 8, 64 rows of 4 bfloat16; ")
+    assert repr(state.stores[1]) == "StoreState(64 rows of 4 bfloat16)"
+    features = "user: 4 keys -> [4, dim], history: 32 keys -> [4, dim], clicks: 8 keys -> [4, 2, dim]"
+    assert repr(batch.features) == f"Features({features})"
+    assert repr(batch) == f"Batch(Features({features}), {{'label': float32[4], 'side': tuple}}, mask=bool[4])"
+    assert repr(plan) == f"Plan(looked up; Features({features}))"
+    assert repr(collection.plan(batch.features)) == f"Plan(not looked up; Features({features}))"
+
+
+def test_repr_of_many_tables_and_features_is_short():
+    """Beyond eight they are counted."""
+    tables = [jaxsok.TableSpec(f"table {i}", i + 1, jaxsok.optim.sgd(0.1), capacity=16) for i in range(30)]
+    collection = jaxsok.Collection(tables, [jaxsok.FeatureSpec(f"{i}", f"table {i}") for i in range(30)])
+    batch = collection.batch({f"{i}": np.arange(2) for i in range(30)})
+    for one in (collection, collection.init(seed=0), batch, batch.features, jaxsok.plan.Plan(batch.features)):
+        assert "22 more" in repr(one) and len(repr(one)) < 700
+
+
+def test_repr_reads_no_array():
+    """It works for arrays that are deleted, traced or elsewhere, for shapes, and for trees of other leaves."""
+    collection = two_stores()
+    state, batch = collection.init(seed=0), collection.batch(raw_of_two_stores())
+    _, state, plan = collection.lookup(state, batch.features)
+    seen = []
+    jax.jit(lambda *trees: seen.extend(map(repr, trees)))(state, batch, plan)
+    assert all("traced" in text and "Tracer" not in text and len(text) < 300 for text in seen)
+    for tree in (state, batch, plan):
+        of_arrays = repr(tree)
+        assert repr(jax.device_get(tree)) == of_arrays
+        assert repr(jax.eval_shape(lambda tree=tree: tree)) == of_arrays
+        for leaf in (None, object(), jax.sharding.PartitionSpec("data")):
+            repr(jax.tree.map(lambda _, leaf=leaf: leaf, tree))
+    for tree in (batch, plan, state):
+        jax.tree.map(lambda leaf: leaf.delete() if isinstance(leaf, jax.Array) else None, tree)
+        assert "deleted" in repr(tree) and len(repr(tree)) < 300
+
+
+def test_repr_on_a_mesh():
+    """The axes, and how often features are there; also of what `shard_map` is told of a state."""
+    if len(jax.devices()) < 2:
+        pytest.skip("needs two devices")
+    mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2], axis_types=(jax.sharding.AxisType.Auto,))
+    collection = two_stores(mesh)
+    state, batch = collection.init(seed=0), collection.batch(raw_of_two_stores())
+    assert repr(collection).endswith("; mesh data=2)") and repr(state).endswith("; data=2)")
+    assert "user: 2 keys -> [2, dim]" in repr(batch) and "for each of 2 shards" in repr(batch)
+    assert "keys exchanged" in repr(collection.plan(batch.features, send_capacity=(16, 32)))
+    assert repr(collection._specs_of(state)).startswith("State(")
+    assert repr(collection.stack(state)).endswith("; data=2)")

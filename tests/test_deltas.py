@@ -1,23 +1,35 @@
 """Exports: a full one and its deltas are the table as it is, in order and in no other; what is gone is gone."""
 
+import base64
+import copy
+import functools
+import itertools
 import json
+import math
+import operator
 import pathlib
 import shutil
 import tempfile
+import tracemalloc
+import zlib
 
 import checkpoint_cases as cases
 import hypothesis
 import hypothesis.strategies as st
 import jax
 import numpy as np
+import optax
 import orbax.checkpoint as ocp
 import pytest
 from checkpoint_cases import assert_same, collection_of, content, tables_of, train, train_step, waiting
 from hypothesis import stateful
 
 import jaxsok
-from jaxsok import checkpoint, optim, policies, processes
+from jaxsok import checkpoint, inspection, optim, policies, processes
 from jaxsok.checkpoint import manifest, restore
+from jaxsok.checkpoint.source import Source
+from jaxsok.interchange import npz
+from jaxsok.serving import sources
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="eight devices are made of a CPU")
 
@@ -120,6 +132,256 @@ def test_a_link_that_is_lost_is_named(chain, tmp_path):
     shutil.copytree(paths[1], tmp_path / "alone")
     with pytest.raises(ValueError, match=r'got the delta ".*alone" alone, whose base ".*full" is not there; give all'):
         checkpoint.load(tmp_path / "alone", collection_of(tables_of(), 2))
+
+
+def resealed(folder, **values):
+    """Writes other values into a manifest, with a checksum that is right."""
+    path = folder / "manifest.json"
+    whole = {**json.loads(path.read_text()), **values}
+    whole.pop("checksum")
+    path.write_text(manifest._sealed(whole))
+    return whole["uuid"]
+
+
+def test_bases_that_lead_in_a_circle_or_elsewhere_are_refused(chain, tmp_path, monkeypatch):
+    """Folders that were renamed, and manifests that somebody wrote."""
+    paths, *_ = chain
+    collection = collection_of(tables_of(), 2)
+    readers = (
+        lambda path: checkpoint.load(path, collection),
+        lambda path: sources.open_table(path, table="user", dim=cases.DIM),
+    )
+
+    def refused(path, message):
+        for read in readers:
+            with pytest.raises(ValueError, match=message):
+                read(path)
+
+    for path in paths:
+        shutil.copytree(path, tmp_path / path.name)
+    full, first, second = (tmp_path / path.name for path in paths)
+    # "first" is called "full" now, and its base is "full": itself.
+    full.rename(tmp_path / "elsewhere")
+    first.rename(full)
+    refused(full, r'got the delta ".*full", which rests on .* "/.*full", where it was, .*: a folder was renamed')
+    assert checkpoint.load([tmp_path / "elsewhere", full, second], collection).step == 5
+    full.rename(first)
+    (tmp_path / "elsewhere").rename(full)
+    # Two deltas whose bases are each other's; and one whose base is itself.
+    ours = resealed(second)
+    theirs = resealed(first, base=ours, base_path="second")
+    refused(second, r'got ".*second", whose bases lead in a circle or through more than 10000 deltas, .* wanted a full')
+    resealed(first, base=theirs, base_path="first")
+    refused(first, r'got ".*first", whose bases lead in a circle')
+    resealed(first, base=theirs, base_path="/etc")
+    refused(first, r'file ".*first/manifest.json", base_path: got \'/etc\', wanted a relative path; ')
+    monkeypatch.setattr("jaxsok.checkpoint.chain.MOST_LINKS", 2)
+    with pytest.raises(ValueError, match="through more than 2 deltas"):
+        checkpoint.load(paths[2], collection)
+
+
+# Manifests that nobody wrote ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    """A full export and a delta with all that a manifest tells of, and the collection."""
+    folder = tmp_path_factory.mktemp("small")
+    options = {"statistics": True, "capacity": 64}
+    collection = collection_of(
+        [
+            jaxsok.TableSpec("user", 2, cases.ADAM, admission=policies.AdmitByBloom(2, num_keys=50), **options),
+            jaxsok.TableSpec("item", 2, optim.lift(optax.adam(0.1)), admission=policies.AdmitByCount(2), **options),
+        ]
+    )
+    state = train(collection, collection.init(seed=1), 2)
+    checkpoint.export_full(folder / "full", collection, state)
+    state, _ = collection.erase(state, "item", content(collection, state)["item.keys"][:3])
+    checkpoint.export_delta(folder / "delta", collection, train(collection, state, 1), folder / "full")
+    return folder, collection
+
+
+def walked(folder):
+    """Reads all that a folder of saved tables tells."""
+    source = Source.of("walked", folder)
+    names = list(source.manifest["tables"])
+    source.verify(names)
+    for name in names:
+        for _ in itertools.chain(source.records(name), source.waiting(name)):
+            pass
+        store, told = source.store_of(name)
+        for one in told["globals"]:
+            manifest.array_from_json(one)
+        if source.manifest["bloom"] and sum(size for _, size in told["bloom_segments"]):
+            source.bloom(store, 0)
+    manifest.rows_by_partition(list(source.manifest["tables"].values()))
+    inspection.inspect(folder)
+
+
+def places_in(value, path=()):
+    """Where the values of JSON are."""
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for name, one in items:
+        yield (*path, name)
+        yield from places_in(one, (*path, name))
+
+
+BOMB = base64.b64encode(zlib.compress(bytes(1 << 28))).decode()  # 340 KiB of text, 256 MiB of zeros
+JUNK = [
+    *(None, True, -1, 0, 1, 2**31, 2**32, 2**62, 2**63, 2**64, 2**200, 1.5, math.nan, math.inf),
+    *(
+        "",
+        "..",
+        "../full",
+        "/etc/passwd",
+        "a/b",
+        "a\\b",
+        "nul\0",
+        "\ud800",
+        "user",
+        "full",
+        "delta",
+        BOMB,
+        "A" * (1 << 20),
+    ),
+    *([], [[]], [0, 0], [-1, 2**64], {}, {"": 0}, {"../../x": {}}, [None] * 1000),
+]
+
+
+@st.composite
+def changes(draw):
+    """What is done to a manifest: at some place, a value goes, comes twice, or is another one."""
+    kind = draw(st.sampled_from(["gone", "twice", "other", "moved"]))
+    return draw(st.integers(0, 10**6)), kind, draw(st.sampled_from(JUNK) | st.integers(-3, 5000))
+
+
+def changed(whole, change):
+    """A manifest with a change."""
+    place, kind, value = change
+    whole = copy.deepcopy(whole)
+    places = list(places_in(whole))
+    *path, name = places[place % len(places)]
+    above = functools.reduce(operator.getitem, path, whole)
+    if kind == "gone":
+        del above[name]
+    elif kind == "twice" and isinstance(above, list):
+        above.insert(name, above[name])
+    elif kind == "moved" and isinstance(above[name], int) and not isinstance(above[name], bool):
+        above[name] += value if isinstance(value, int) else 1
+    else:
+        above[name] = value
+    return whole
+
+
+def read_or_refused(folder, read):
+    """Whether a folder is read; if not, the error is one that names it, and little memory was taken."""
+    tracemalloc.start()
+    try:
+        read()
+        return True
+    except (ValueError, FileNotFoundError) as error:
+        assert str(folder) in str(error), error
+        assert "got" in str(error), error
+        return False
+    finally:
+        assert tracemalloc.get_traced_memory()[1] < 1 << 26
+        tracemalloc.stop()
+
+
+def copied(path):
+    """A copy of a folder whose files are links: only the manifest is another one."""
+    folder = pathlib.Path(tempfile.mkdtemp(prefix="changed"))
+    for file in path.iterdir():
+        if file.name == "manifest.json":
+            shutil.copy(file, folder)
+        else:
+            (folder / file.name).symlink_to(file)
+    return folder
+
+
+@pytest.mark.parametrize("kind", ["full", "delta"])
+@hypothesis.given(some=st.lists(changes(), min_size=1, max_size=3))
+@hypothesis.settings(max_examples=150)
+def test_manifests_with_other_values_are_read_or_refused(small, kind, some):
+    """With a checksum that is right: whoever wrote it, every error names the file and says what was wanted."""
+    folder = copied(small[0] / kind)
+    try:
+        whole = json.loads((folder / "manifest.json").read_text())
+        whole.pop("checksum")
+        for change in some:
+            whole = changed(whole, change)
+        (folder / "manifest.json").write_text(manifest._sealed(whole))
+        read_or_refused(folder, lambda: walked(folder))
+    finally:
+        shutil.rmtree(folder)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["full", "delta"])
+@hypothesis.given(change=changes())
+@hypothesis.settings(max_examples=1000)
+def test_manifests_with_other_values_are_loaded_or_refused(small, kind, change):
+    """All the way into a state."""
+    parent, collection = small
+    folder = copied(parent / kind)
+    try:
+        whole = json.loads((folder / "manifest.json").read_text())
+        whole.pop("checksum")
+        (folder / "manifest.json").write_text(manifest._sealed(changed(whole, change)))
+        path = [parent / "full", folder] if kind == "delta" else folder
+        try:
+            checkpoint.load(path, collection)
+        except (ValueError, FileNotFoundError) as error:
+            assert "got" in str(error), error
+    finally:
+        shutil.rmtree(folder)
+
+
+@hypothesis.given(data=st.data())
+@hypothesis.settings(max_examples=100)
+def test_manifests_with_other_bytes_are_refused(small, data):
+    folder = copied(small[0] / "delta")
+    try:
+        path = folder / "manifest.json"
+        whole = path.read_bytes()
+        begin = data.draw(st.integers(0, len(whole)))
+        piece = data.draw(st.binary(max_size=20))
+        path.write_bytes(whole[:begin] + piece + whole[begin + data.draw(st.sampled_from([0, 1, len(piece), 64])) :])
+        if read_or_refused(folder, lambda: walked(folder)):
+            assert json.loads(path.read_bytes()) == json.loads(whole)
+    finally:
+        shutil.rmtree(folder)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"[" * 200_000, r"maximum recursion depth|nested"),
+        (b'{"checksum": 1, "a": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", r"recursion|nested"),
+        (b'{"checksum": ' + b"1" * 5000 + b"}", r"got Exceeds the limit"),
+        (b"[1, 2]", "got a list in place of an object"),
+        (b"\xff\xfe", "got no text"),
+        (b"{}", "got checksum"),
+        (b"null", "got a NoneType in place of an object"),
+        (b"", "got Expecting value"),
+    ],
+)
+def test_what_is_no_manifest_is_refused(tmp_path, content, message):
+    (tmp_path / "manifest.json").write_bytes(content)
+    with pytest.raises(checkpoint.CorruptFileError, match=rf'load: file ".*manifest\.json", byte \d+: .*({message})'):
+        checkpoint.load(tmp_path, two())
+
+
+def test_a_manifest_beyond_any_size_is_neither_written_nor_read(tmp_path, monkeypatch):
+    collection = two()
+    state = train(collection, collection.init(seed=1), 1)
+    monkeypatch.setattr("jaxsok.manifests.MOST_BYTES", 1000)
+    (tmp_path / "manifest.json").write_bytes(b" " * 1001)
+    with pytest.raises(checkpoint.CorruptFileError, match="byte 1000: got 1001 bytes, more than any manifest has"):
+        checkpoint.load(tmp_path, collection)
+    with pytest.raises(ValueError, match=r"piece_bytes: got a manifest of \d+ bytes, wanted at most 1000: .* larger"):
+        checkpoint.export_full(tmp_path / "full", collection, state)
+    assert [path.name for path in tmp_path.iterdir()] == ["manifest.json"]
 
 
 @pytest.mark.parametrize("kind", ["files", "tombstones"])
@@ -283,7 +545,7 @@ def test_a_base_that_says_nothing_of_its_lineage_is_taken_with_a_warning(tmp_pat
     collection = two()
     state = train(collection, collection.init(seed=1), 1)
     checkpoint.export_full(tmp_path / "full", collection, state)
-    body = manifest._unsealed("test", tmp_path / "full" / manifest.NAME)
+    body = manifest.read("test", tmp_path / "full")
     del body["lineage"]
     (tmp_path / "full" / manifest.NAME).write_text(manifest._sealed(body))
     state = train(collection, checkpoint.load(tmp_path / "full", collection), 1)
@@ -381,7 +643,7 @@ def test_a_clock_that_is_no_uint32_is_refused(tmp_path, clock, error):
     assert collection.num_rows(checkpoint.load(tmp_path / "full", collection))["user"] == 0
 
 
-def test_an_export_that_ended_early_leaves_nothing_to_read(tmp_path, monkeypatch):
+def test_an_export_that_ended_early_leaves_nothing_to_read(tmp_path, monkeypatch, caplog):
     """The folder gets its name at the end; what an earlier one left is in nobody's way."""
     collection = two()
     state = train(collection, collection.init(seed=1), 1)
@@ -394,14 +656,31 @@ def test_an_export_that_ended_early_leaves_nothing_to_read(tmp_path, monkeypatch
         with pytest.raises(OSError, match="no space"):
             checkpoint.export_full(tmp_path / "full", collection, state)
     assert not list(tmp_path.iterdir())
-    # A process that was killed cleans nothing up.
-    (tmp_path / "full.writing").mkdir()
-    (tmp_path / "full.writing" / "table_0000.process_00000.arrow").write_bytes(b"half")
+    # A process that was killed cleans nothing up, and nobody can know that it does not write any more.
+    half = tmp_path / "full.0badcafe.writing"
+    half.mkdir()
+    (half / "table_0000.process_00000.arrow").write_bytes(b"half")
     with pytest.raises(FileNotFoundError, match=r"which has no manifest\.json"):
-        checkpoint.load(tmp_path / "full.writing", collection)
+        checkpoint.load(half, collection)
     checkpoint.export_full(tmp_path / "full", collection, state)
-    assert not (tmp_path / "full.writing").exists()
+    assert (
+        half.exists() and r"full.0badcafe.writing" in caplog.text and "remove those that nobody writes" in caplog.text
+    )
+    assert sorted(tmp_path.iterdir()) == [tmp_path / "full", half]
     assert_same(content(collection, checkpoint.load(tmp_path / "full", collection)), content(collection, state))
+
+
+def test_what_is_not_published_is_not_read(tmp_path):
+    """A process that died after the last file and before the rename: its folder is whole, and nobody's."""
+    collection = two()
+    state = train(collection, collection.init(seed=1), 1)
+    checkpoint.export_full(tmp_path / "full", collection, state)
+    shutil.copytree(tmp_path / "full", tmp_path / "full.0badcafe.writing")
+    assert sources.open_table(tmp_path, table="user", dim=2).path == tmp_path / "full"
+    assert inspection.inspect(tmp_path).facts["folder"] == "full"
+    npz.save(collection, state, tmp_path / "files", ["user"])
+    shutil.copy(tmp_path / "files" / "user.npz", tmp_path / "files" / "item.npz.0badcafe.partial")
+    assert [one.name for one in inspection.inspect(tmp_path / "files").tables] == ["user"]
 
 
 def test_some_tables_for_serving(chain):

@@ -267,6 +267,33 @@ def half_inside():
     jax.jit(body)(state, features)
 
 
+def inside_pmap():
+    """A collection over the axis "data", called where no axis has that name."""
+    collection = over()
+    state, features = collection.init(), collection.batch({"item": np.arange(2)}).features
+    find = lambda state, features: collection.find(state, features)[0]  # noqa: E731
+    parallel = jax.pmap(find, axis_name="batch", devices=jax.devices()[:2])
+    parallel(collection.stack(state), collection.stack(features))
+
+
+def deleted_state():
+    """A state that was given away."""
+    state = item().init()
+    jax.tree.map(lambda leaf: leaf.delete(), state)
+    item().lookup(state, pack(np.array([7])).features)
+
+
+def two_features():
+    """A collection of two features of one table."""
+    return jaxsok.Collection(item().tables, [jaxsok.FeatureSpec(name, "item") for name in ("item", "user")])
+
+
+class DataFrame:
+    """As of Pandas or Polars."""
+
+    columns = ("item",)
+
+
 def unlike_plans():
     """A plan of a pipeline and one of a lookup, in one update."""
     collection = over()
@@ -302,6 +329,9 @@ PROVOKED = {
     "name": lambda: jaxsok.TableSpec("", 4, SGD),
     "max_capacity": lambda: jaxsok.TableSpec("item", 4, SGD, max_capacity=1000),
     "optimizer": lambda: jaxsok.TableSpec("item", 4, "sgd"),
+    "optax": lambda: jaxsok.TableSpec("item", 4, pytest.importorskip("optax").adam(1e-3)),
+    "optimizer that is not called": lambda: jaxsok.TableSpec("item", 4, jaxsok.optim.adam),
+    "argument of torch": lambda: jaxsok.TableSpec("item", num_embeddings=100),
     "initializer": lambda: jaxsok.TableSpec("item", 4, SGD, initializer="zeros"),
     "dtype": lambda: jaxsok.TableSpec("item", 4, SGD, dtype="float64"),
     "embedding_dtype": lambda: jaxsok.TableSpec("item", 4, SGD, dtype="bfloat16", embedding_dtype="float16"),
@@ -331,6 +361,10 @@ PROVOKED = {
     "normal": lambda: jaxsok.initializers.normal(stddev=-1.0),
     # Packing
     "no mapping": lambda: item().batch([1, 2]),
+    "data frame": lambda: item().batch(DataFrame()),
+    "label of another size": lambda: item().batch({"item": np.arange(4), "label": np.ones(3)}),
+    "empty list": lambda: pack([]),
+    "ragged lists": lambda: pack([[7, 8], [9]]),
     "missing feature": lambda: item().batch({"itme": np.array([7])}),
     "float keys": lambda: pack(np.array([7.0])),
     "a scalar": lambda: pack(np.int64(7)),
@@ -356,6 +390,10 @@ PROVOKED = {
     # Lookup, find, update
     "not a state": lambda: item().lookup({}, pack(np.array([7])).features),
     "state of other specs": lambda: item().lookup(other_collection().init(), pack(np.array([7])).features),
+    "state of another dim": lambda: item().lookup(
+        jaxsok.Collection([jaxsok.TableSpec("item", 8, SGD, capacity=8)], []).init(), pack(np.array([7])).features
+    ),
+    "deleted state": deleted_state,
     "raw features": lambda: item().find(item().init(), {"item": np.array([7])}),
     "features of other specs": lambda: other_collection().find(other_collection().init(), pack(np.array([7])).features),
     "plan of no lookup": lambda: update_with(plan=lambda collection, own, batch: collection.plan(batch.features)),
@@ -367,7 +405,10 @@ PROVOKED = {
     "rate of update": lambda: update_with(learning_rate=jnp.ones(3)),
     # Other calls
     "seed": lambda: item().init(seed=-1),
+    "traced state": lambda: jax.jit(lambda state: item().grow(state))(item().init()),
     "steps": lambda: item().grow(item().init(), steps=0),
+    "no batch": lambda: item().grow(item().init(), {"item": np.array([7])}),
+    "steps of a list": lambda: item().grow(item().init(), [7, 8], steps=3),
     "table": lambda: item().export_table(item().init(), "itme"),
     "keys to erase": lambda: item().erase(item().init(), "item", np.array([[7]])),
     "not jitted": lambda: item().ahead(step),
@@ -402,9 +443,9 @@ PROVOKED = {
     "pad_to": lambda: pack_over(np.arange(3), pad_to=0),
     "too small pad_to": lambda: pack_over(np.arange(3), pad_to=2),
     "pad_to of device arrays": lambda: pack_over(jnp.zeros((3, 2), jnp.uint32), pad_to=4),
-    "pad_to of unlike features": lambda: jaxsok.Collection(
-        item().tables, [jaxsok.FeatureSpec("item", "item"), jaxsok.FeatureSpec("user", "item")]
-    ).batch({"item": np.arange(3), "user": np.arange(2)}, pad_to=4),
+    "unlike features": lambda: two_features().batch({"item": np.arange(3), "user": np.arange(2)}, pad_to=4),
+    "not named in pmap": inside_pmap,
+    "stacked state": lambda: over().grow(over().stack(over().init())),
     "state of another mesh": lambda: item().lookup(over().init(), pack(np.arange(2)).features),
     "state of one device": lambda: over().lookup(item().init(), pack_over(np.arange(2)).features),
     "send_capacity on one device": lambda: item().plan(pack(np.arange(2)).features, send_capacity=(4,)),

@@ -1,12 +1,19 @@
 """Frozen tables and their row map, against dicts; frozen lookups against NumPy and against training (law 8)."""
 
+import dataclasses
+import functools
+import inspect
+import json
+
 import hypothesis
 import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
+import programs
 import pytest
 from hypothesis import stateful
+from serving_cases import ASKED, INITIALIZERS, KNOWN, TRACED, UNKNOWN_DIM, found_in_training, untrained
 
 import jaxsok
 from jaxsok import Records, keys
@@ -364,3 +371,143 @@ def test_requests_that_cannot_be(given, kind, message):
     made, _ = frozen_of([FrozenTable("a", 2)], {"a": {7: [1.0, 2.0]}})
     with pytest.raises(kind, match=message):
         lookup(made, {"x": given})
+
+
+# Keys without a row: serving reads what `find` reads -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_missing_keys_read_what_find_reads(dtype):
+    """For every initializer, both values of `unknown`, keys alone and in bags, to the bit."""
+    collection, state = untrained(dtype)
+    wanted = found_in_training(collection, state)
+    tables = freeze(collection, state)
+    served = lookup(tables, {name: ASKED for name in wanted})
+    bags = lookup(tables, {name: LookupInput(name, ASKED.reshape(2, 4), "sum") for name in wanted})
+    for name, rows in wanted.items():
+        np.testing.assert_array_equal(np.asarray(served[name]), rows, err_msg=name)
+        sums = [functools.reduce(np.add, some) for some in rows.reshape(2, 4, -1)]
+        np.testing.assert_allclose(np.asarray(bags[name]), sums, rtol=1e-6, err_msg=name)
+        rows_found, is_found = find_rows(tables, name, ASKED)
+        np.testing.assert_array_equal(np.asarray(rows_found), rows)
+        assert np.asarray(is_found).tolist() == np.isin(ASKED, KNOWN).tolist()
+    assert len({rows[1].tobytes() for rows in wanted.values()}) >= 7  # these do differ
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+def test_a_constant_keeps_the_rounding_of_training(dtype):
+    """Rows of bfloat16 that are served in another dtype: 0.3 is read as bfloat16 has it."""
+    collection, state = untrained("bfloat16")
+    served = lookup(freeze(collection, state, tables=["constant"], dtype=dtype), {"constant": np.array([5])})
+    wanted = found_in_training(collection, state, np.array([5]))["constant"]
+    np.testing.assert_array_equal(np.asarray(served["constant"]), wanted)
+    assert wanted[0, 0] != np.float32(0.3)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
+def test_missing_keys_of_quantized_tables_read_what_find_reads(dtype):
+    """To the bit: nothing that is stored in 8 bits stands for them."""
+    collection, state = untrained()
+    wanted = found_in_training(collection, state)
+    served = lookup(freeze(collection, state, dtype=dtype), {name: ASKED for name in wanted})
+    is_missing = ~np.isin(ASKED, KNOWN)
+    for name, rows in wanted.items():
+        np.testing.assert_array_equal(np.asarray(served[name])[is_missing], rows[is_missing], err_msg=name)
+
+
+def test_tables_of_several_seeds_are_served_together():
+    """A seed goes with its table, though a lookup is one call."""
+    wanted, sources = {}, []
+    for number, seed in enumerate((0, 1, 2**64 - 1)):
+        collection, state = untrained(seed=seed)
+        wanted[f"item{number}"] = found_in_training(collection, state)["normal"]
+        table = freeze(collection, state, tables=["normal"]).tables["normal"]
+        sources.append((dataclasses.replace(table, name=f"item{number}"), SizedRecords(0, [])))
+    tables, _ = freeze_records(sources)
+    served = lookup(tables, {name: ASKED for name in wanted})
+    is_missing = ~np.isin(ASKED, KNOWN)
+    for name, rows in wanted.items():
+        np.testing.assert_array_equal(np.asarray(served[name])[is_missing], rows[is_missing])
+
+
+def test_a_default_that_is_given_counts():
+    collection, state = untrained()
+    tables = freeze(collection, state, defaults={"normal": 2.5}).tables
+    assert (tables["normal"].default, tables["normal"].initial) == (2.5, None)
+    assert tables["uniform"].initial.seed == 2**40 + 7
+    assert {table.default for table in freeze(collection, state, defaults=1.0).tables.values()} == {1.0}
+
+
+@pytest.mark.parametrize("name", TRACED)
+def test_initial_rows_that_cannot_be_served_are_refused(name):
+    spec = jaxsok.TableSpec("item", UNKNOWN_DIM, jaxsok.optim.sgd(0.1), initializer=TRACED[name], capacity=8)
+    collection = jaxsok.Collection([spec], [jaxsok.FeatureSpec("item", table="item")])
+    state = collection.init()
+    with pytest.raises(
+        ValueError, match=rf'freeze: defaults: got none for table "item", .*{name}\(.*defaults={{"item"'
+    ):
+        freeze(collection, state)
+    assert freeze(collection, state, defaults=0.5).tables["item"].default == 0.5
+
+
+def test_initial_rows_and_a_default_are_refused():
+    rows = jaxsok.initializers.InitialRows(jaxsok.initializers.uniform(), "a", 0)
+    with pytest.raises(ValueError, match=r"default: got 1\.0 beside initial rows"):
+        FrozenTable("a", dim=4, default=1.0, initial=rows)
+    with pytest.raises(TypeError, match="initial: got 0"):
+        FrozenTable("a", dim=4, initial=0)
+
+
+def test_initial_rows_in_files():
+    """They come back from JSON as they were; anything else is refused."""
+    manifest = pytest.importorskip("jaxsok.checkpoint.manifest")
+    collection, _ = untrained()
+    for table in collection.tables:
+        wanted = table.unknown_reads(2**64 - 1)
+        got = manifest.unknown_from_json(json.loads(json.dumps(manifest.unknown_to_json(table, 2**64 - 1))))
+        assert got == wanted
+    assert manifest.unknown_from_json(None) is None
+    good = jaxsok.initializers.InitialRows(jaxsok.initializers.normal(), "t", 7).to_json()
+    wrong = [
+        *({"initial": {**good, **some}} for some in BAD_INITIAL),
+        *({"initial": {key: value for key, value in good.items() if key != name}} for name in good),
+        *({"value": value} for value in (None, "0", True, float("nan"), float("inf"), [0.0], 10**400)),
+        *({"traced": 1}, {"initial": None}, {"initial": []}, {"other": 0.0}, {}, {**{"value": 0.0}, "traced": ""}),
+        *([], 0.0, "value", [["value", 0.0]]),
+    ]  # fmt: skip
+    for value in wrong:
+        with pytest.raises(manifest.Wrong, match="wanted one of initial, value and traced"):
+            manifest.unknown_from_json(value)
+
+
+BAD_INITIAL = [
+    *({"kind": kind} for kind in (-1, 4, True, None, 1.0, "1", 2**80)),
+    *({name: value} for name in ("a", "b") for value in (None, "0", True, float("nan"), float("inf"), [], 10**400)),
+    *({"seed": seed} for seed in (-1, 2**64, True, None, 1.0)),
+    *({"table": name} for name in ("", None, 7)),
+]
+
+
+def test_every_initializer_is_served_or_refused():
+    """`serving_cases` has all that there are: a new one has to say what becomes of its keys without a row."""
+    public = {name for name, one in vars(jaxsok.initializers).items() if inspect.isfunction(one) and name[0] != "_"}
+    public = {name for name in public if getattr(jaxsok.initializers, name).__module__ == "jaxsok.initializers"}
+    covered = {"truncated_normal" if name == "truncated" else name.split("_")[0] for name in INITIALIZERS | TRACED}
+    assert public == {"fan_in" if name == "fan" else name for name in covered}
+
+
+def test_states_of_a_mesh_are_served_alike():
+    """Initial rows do not depend on where they were made."""
+    tables = [
+        jaxsok.TableSpec(name, UNKNOWN_DIM, jaxsok.optim.sgd(0.1), initializer=one, capacity=64)
+        for name, one in INITIALIZERS.items()
+    ]
+    features = [jaxsok.FeatureSpec(table.name, table.name, combiner=None) for table in tables]
+    collection = programs.over(4, tables, features)
+    state = collection.init(seed=2**40 + 7)
+    wanted = found_in_training(collection, state)
+    served = lookup(freeze(collection, state), {name: ASKED for name in wanted})
+    one_device = found_in_training(*untrained())
+    for name, rows in wanted.items():
+        np.testing.assert_array_equal(np.asarray(served[name]), rows, err_msg=name)
+        np.testing.assert_array_equal(rows, one_device[name])

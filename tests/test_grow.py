@@ -1,6 +1,7 @@
 """Growth: from a first capacity to a maximum or without one, no row copied; full tables refuse and say so."""
 
 import gc
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,7 @@ import programs
 import pytest
 
 import jaxsok
+from jaxsok import checkpoint, grow
 
 DIM = 4
 
@@ -317,7 +319,8 @@ def test_more_keys_of_one_bucket_than_a_walk_is_long():
     assert num_unplaced > 0
     counts = programs.counts(stats)
     assert counts["num_inserted"] == 600 - num_unplaced and sum(counts.values()) == 600
-    state = collection.grow(state)
+    with pytest.warns(RuntimeWarning, match=f"got {num_unplaced} keys refused so far .* makes the index anew"):
+        state = collection.grow(state)
     state, stats = programs.learn(collection, state, features, gradient=0.0)
     assert programs.counts(stats)["num_refused"] == 0 and programs.total(stats, "num_unplaced") == 0
     assert programs.exported(collection, state).keys() == set(keys.tolist())
@@ -339,6 +342,179 @@ def test_keys_aimed_at_one_state_miss_another():
         assert programs.total(stats, "num_unplaced") > 0
         salts.add(programs.index_of(collection, collection.grow(state))[1])
     assert len(salts) == 2
+
+
+def hundred_new(collection, number):
+    """A batch of 100 keys that no other batch has."""
+    return collection.batch({"user": np.arange(100) + 100 * number})
+
+
+FORMS = {
+    "batch": lambda collection, batch: batch,
+    "features": lambda collection, batch: batch.features,
+    "plan": lambda collection, batch: collection.plan(batch.features),
+    "number": lambda collection, batch: 100,
+    "list": lambda collection, batch: [batch],
+    "parts": lambda collection, batch: (50, np.int64(50)),
+}
+
+
+@pytest.mark.parametrize(("form", "num_shards"), [*((form, 1) for form in FORMS), ("batch", 2)])
+def test_the_ordinary_loop_keeps_every_key(form, num_shards, tmp_path):
+    """A fresh process with capacity for 64 and 100 new keys at every step, also right after a restore."""
+    tables = [jaxsok.TableSpec("user", DIM, jaxsok.optim.sgd(1.0), capacity=64)]
+    features = [jaxsok.FeatureSpec("user", "user")]
+
+    def fresh():
+        return programs.over(2, tables, features) if num_shards > 1 else jaxsok.Collection(tables, features)
+
+    def steps(collection, state, numbers):
+        step = programs.fed_step(collection)
+        for number in numbers:
+            batch = hundred_new(collection, number)
+            state = collection.grow(state, FORMS[form](collection, batch))
+            state, _, stats = step(state, batch.features, {"user": jnp.zeros((100, DIM))})
+            stats.check()
+        return state
+
+    collection = fresh()
+    state = steps(collection, collection.init(seed=0), range(2))
+    checkpoint.export_full(tmp_path / "saved", collection, state)
+    collection = fresh()
+    state = steps(collection, checkpoint.load(tmp_path / "saved", collection), range(2, 4))
+    assert set(programs.rows_of(collection, state)) == set(range(400))
+
+
+@pytest.mark.parametrize("num_shards", [1, 2])
+def test_a_restored_state_has_room_for_a_step(num_shards, tmp_path):
+    """Nobody calls grow after the restore: the first step of the size of those before refuses nothing."""
+    tables = [jaxsok.TableSpec("user", DIM, jaxsok.optim.sgd(1.0), capacity=64)]
+    features = [jaxsok.FeatureSpec("user", "user")]
+    collections = [
+        programs.over(num_shards, tables, features) if num_shards > 1 else jaxsok.Collection(tables, features)
+        for _ in range(2)
+    ]
+    batch = hundred_new(collections[0], 0)
+    state = collections[0].grow(collections[0].init(seed=0), batch)
+    _, state, _ = collections[0].lookup(state, batch.features)
+    checkpoint.export_full(tmp_path / "saved", collections[0], state)
+    state = checkpoint.load(tmp_path / "saved", collections[1])
+    batch = hundred_new(collections[1], 1)
+    _, state, _ = collections[1].lookup(state, batch.features)
+    assert collections[1].num_rows(state) == {"user": 200}
+
+
+@pytest.mark.parametrize("num_shards", [1, 2])
+def test_batches_of_a_scan_stacked(num_shards):
+    """The leading axis is the number of steps: all of them fit, also on a mesh."""
+    tables = [jaxsok.TableSpec("user", DIM, jaxsok.optim.sgd(1.0), capacity=64, max_capacity=1000)]
+    features = [jaxsok.FeatureSpec("user", "user")]
+    collection = programs.over(num_shards, tables, features) if num_shards > 1 else jaxsok.Collection(tables, features)
+    batches = [hundred_new(collection, number) for number in range(3)]
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *batches)
+    state = collection.grow(collection.init(seed=0), stacked)
+
+    def body(state, batch):
+        _, state, _ = collection.lookup(state, batch.features)
+        return state, None
+
+    scan = jax.jit(lambda state, xs: jax.lax.scan(body, state, xs), compiler_options=programs.quickly())
+    state, _ = scan(state, stacked)
+    assert collection.num_rows(state) == {"user": 300}
+    # The same keys once more: their positions do not fit beside the rows, and they need none.
+    capacity = state.stores[0].capacity
+    for coming in (stacked, batches):
+        state = collection.grow(state, coming)
+        assert state.stores[0].capacity == capacity and collection.num_rows(state) == {"user": 300}
+
+
+def test_keys_that_have_rows_need_no_room():
+    """Counted where positions do not fit; after some waits the table grows for the positions all the same."""
+    collection = programs.one_table(capacity=120)
+    batch = hundred_new(collection, 0)
+    state = collection.init(seed=0)
+    capacities = []
+    for _ in range(grow.MOST_COUNTS + 3):
+        state = collection.grow(state, batch)
+        _, state, _ = programs.lookup(collection)(state, batch.features)
+        capacities.append(state.stores[0].capacity)
+    assert capacities == [120] * grow.MOST_COUNTS + [240] * 3
+    waits = collection.growth.num_waits
+    collection.grow(state, batch)
+    assert collection.growth.num_waits == waits
+
+
+def test_a_first_call_that_knows_nothing_says_so():
+    """Once, and how to do it; what is lost is told by the next calls, with table and count."""
+    collection = programs.one_table(capacity=64)
+    state, step = collection.init(seed=0), jax.jit(programs.train_step(collection), donate_argnums=0)
+    with pytest.warns(RuntimeWarning, match=r"grow: batch: got none.*collection\.grow\(state, batch\)"):
+        state = collection.grow(state)
+    state, _, _ = step(state, hundred_new(collection, 0).features)
+    with pytest.warns(RuntimeWarning, match=r'table "user": got 36 keys refused so far') as told:
+        state = collection.grow(state)
+    assert told[0].filename == __file__
+    for number in range(1, 4):
+        state, _, stats = step(state, hundred_new(collection, number).features)
+        stats.check()
+        state = collection.grow(state)
+
+
+def test_refused_keys_are_told_while_steps_run():
+    """A table that may not grow refuses; who never looks at Stats is told within a few calls, once for each table."""
+    tables = [
+        jaxsok.TableSpec(name, DIM, jaxsok.optim.sgd(1.0), capacity=64, max_capacity=64, **more)
+        for name, more in (("full", {}), ("kept_out", {"admission": jaxsok.policies.AdmitByCount(1000)}))
+    ]
+    collection = jaxsok.Collection(tables, [jaxsok.FeatureSpec(table.name, table.name) for table in tables])
+    state, step = collection.init(seed=0), jax.jit(programs.train_step(collection), donate_argnums=0)
+    told = []
+    for number in range(12):
+        batch = collection.batch({table.name: np.arange(40) + 40 * number for table in tables})
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            state = collection.grow(state, batch)
+        told += [(number, str(one.message)) for one in caught]
+        state, _, stats = step(state, batch.features)
+    ((number, message),) = told
+    assert number <= 8 and 'table "full": got ' in message and "raise max_capacity" in message
+    assert int(state.num_refused[0]) == 12 * 40 - 2 * 64 and int(state.num_refused[1]) == 0
+    with pytest.raises(jaxsok.TableFullError):
+        stats.check()
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        ({"user": np.arange(3)}, "got dict, wanted a Batch"),
+        (np.arange(3), "got ndarray, wanted a Batch"),
+        (-1, "got -1, wanted a Batch"),
+        (True, "got True, wanted a Batch"),
+        (1.5, "got 1.5, wanted a Batch"),
+        ([1, "two"], "got str, wanted a Batch"),
+    ],
+)
+def test_what_is_no_batch(batch, message):
+    """Each says what to pass, and nothing has changed."""
+    collection = programs.one_table(capacity=64)
+    state = collection.init(seed=0)
+    with pytest.raises(TypeError, match=f"grow: batch: {message}") as raised:
+        collection.grow(state, batch)
+    assert "collection.batch(raw)" in str(raised.value)
+    with pytest.raises(ValueError, match="grow: features: got those of a collection with other specs"):
+        collection.grow(state, programs.one_table(dim=8).batch({"user": np.arange(3)}))
+    with pytest.raises(ValueError, match="grow: steps: got 3 with a list of batches"):
+        collection.grow(state, [1, 2], steps=3)
+    collection.num_rows(state)
+
+
+def test_numbers_of_keys_and_steps():
+    """A number stands for the keys of all shards; steps multiply a single batch."""
+    collection = programs.one_table(capacity=64)
+    assert collection.grow(collection.init(seed=0), 200, steps=3).stores[0].capacity == 600
+    batch = hundred_new(collection, 0)
+    assert collection.grow(collection.init(seed=0), batch, steps=3).stores[0].capacity == 300
+    assert collection.grow(collection.init(seed=0), [batch, 100]).stores[0].capacity == 200
 
 
 @pytest.mark.slow

@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 import jaxsok
 from jaxsok import __main__ as command_line
 from jaxsok import inspection
+from jaxsok.inspection import counts, pictures
 from jaxsok.inspection.counts import QUANTILES
 from jaxsok.inspection.kinds import KINDS
 from jaxsok.records import Records
@@ -252,6 +253,41 @@ def test_pictures_have_what_was_counted(tmp_path, monkeypatch):
     parts = [size for size in estimate.stores[0].state.values() if size]
     assert sorted(bar.get_width() * 2**20 for bar in axes.patches) == pytest.approx(sorted(parts))
     assert axes.get_xlabel() == "MiB"
+
+
+NUMBERS = np.random.default_rng(0)
+RANGES = {
+    "one value": np.full(10, 0.25),
+    "a quarter": NUMBERS.uniform(0.9, 1.1, 100),
+    "a third": NUMBERS.uniform(0.1, 0.3, 1000),
+    "small and a few": NUMBERS.uniform(1.1e-7, 1.9e-7, 1000),
+    "small": NUMBERS.uniform(1.1e-7, 3e-7, 1000),
+    "one decade and a half": 10 ** NUMBERS.uniform(-0.7, 0.8, 1000),
+    "two decades": 10 ** NUMBERS.uniform(-1, 1, 1000),
+    "eight decades": 10 ** NUMBERS.uniform(-6, 2, 1000),
+}
+
+
+@pytest.mark.parametrize("name", RANGES)
+def test_ticks_of_a_picture_do_not_overlap(tmp_path, name):
+    """Whatever the range: at least two ticks have a name, and no name lies on another."""
+    pytest.importorskip("matplotlib")
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    figure = pictures._figure((3 * 3.4, 2.6))  # as of a table with three panels
+    one = counts.Magnitudes()
+    one.add(RANGES[name])
+    all_axes = figure.subplots(1, 3)
+    for axes in all_axes:
+        pictures._bars(axes, one.bins(), "black")
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()
+    low, high = all_axes[0].get_xlim()
+    ticks = [*all_axes[0].xaxis.get_major_ticks(), *all_axes[0].xaxis.get_minor_ticks()]
+    shown = [tick.label1 for tick in ticks if low <= tick.get_loc() <= high and tick.label1.get_text()]
+    boxes = sorted((label.get_window_extent(canvas.get_renderer()) for label in shown), key=lambda box: box.x0)
+    assert len(boxes) >= 2
+    assert all(left.x1 < right.x0 for left, right in itertools.pairwise(boxes))
 
 
 def test_without_matplotlib_a_picture_is_refused(tmp_path, monkeypatch):
@@ -501,6 +537,9 @@ def test_other_files_declare_nothing(tmp_path):
         ("tables.yaml", b"", r"\*.yaml"),
         ("tables.json", b"{", "got no JSON"),
         ("tables.toml", b"\xff", "got no TOML"),
+        ("deep.json", b"[" * 100_000, "got no JSON"),
+        ("deep.toml", b"a = " + b"[" * 100_000, "got no TOML"),
+        ("digits.json", b"1" * 5000, "got no JSON"),
         ("list.json", b"[]", "wanted fields"),
     ):
         (tmp_path / name).write_bytes(content)

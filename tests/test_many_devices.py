@@ -14,6 +14,7 @@ import oracle
 import programs
 import pytest
 import strategies
+from jax.sharding import AxisType
 
 import jaxsok
 
@@ -24,6 +25,7 @@ SEED = 11
 # --------------------------------------------------------------------------------------------------------------
 # The cover: every two values of every two of these meet in some case
 
+AXIS_TYPES = (AxisType.Auto, AxisType.Explicit)
 WIRES = ("float32", "bfloat16", "float16", "float8_e4m3fn")
 PATHS = ("rounds", "pipeline")
 OPTIMIZERS = (
@@ -53,10 +55,10 @@ REPLICATED_STORE = (0, 1, 1, 2)  # by shape: with it every optimizer and every r
 
 
 def orthogonal(mesh, shape):
-    """Wire dtypes and path by the orthogonal array of 16 runs over the field of four elements."""
+    """Wire dtypes, path and type of axis by the orthogonal array of 16 runs over the field of four elements."""
     times_two = (0, 2, 3, 1)
     rows, gradients, path = mesh ^ shape, mesh ^ times_two[shape], mesh ^ times_two[times_two[shape]]
-    return WIRES[rows], WIRES[gradients], PATHS[path // 2]
+    return WIRES[rows], WIRES[gradients], AXIS_TYPES[path % 2], PATHS[path // 2]
 
 
 CASES = [(num_shards, shape, *orthogonal(m, shape)) for m, num_shards in enumerate(MESHES) for shape in range(4)]
@@ -65,7 +67,7 @@ SLOW_CASES = {(2, 2), (2, 3), (4, 0), (4, 1)}
 CASE_PARAMS = [
     pytest.param(
         (n, shape, *others),
-        id=f"{n} shards-shape {shape}-{'-'.join(others)}",
+        id=f"{n} shards-shape {shape}-{'-'.join(map(str, others))}",
         marks=pytest.mark.slow if (n, shape) in SLOW_CASES else (),
     )
     for n, shape, *others in CASES
@@ -108,12 +110,13 @@ def declared_features(shape):
 def test_the_cover_is_pairwise():
     """Every two values of every two choices occur together."""
     seen, values = set(), {}
-    for num_shards, shape, rows, gradients, path in CASES:
+    for num_shards, shape, rows, gradients, axis_type, path in CASES:
         for j, placement, spec, hotness in declared_features(shape):
             element = {
                 "mesh": num_shards,
                 "rows": rows,
                 "gradients": gradients,
+                "axis_type": str(axis_type),
                 "path": path,
                 "optimizer": OPTIMIZERS[(shape + j) % 4],
                 "row_gradient": ROW_GRADIENTS[j],
@@ -168,12 +171,13 @@ def given_gradients(shape, num_steps=3):
 
 
 @functools.cache
-def collection_of(num_shards, shape, rows, gradients):
+def collection_of(num_shards, shape, rows, gradients, axis_type):
     """The collection of a case; None: one device and no mesh."""
     features = [spec for _, _, spec, _ in declared_features(shape)]
     if num_shards is None:
         return jaxsok.Collection(declared_tables(shape, 8), features)
-    return programs.over(num_shards, declared_tables(shape, num_shards), features, rows=rows, gradients=gradients)
+    wire = {"rows": rows, "gradients": gradients}
+    return programs.over(num_shards, declared_tables(shape, num_shards), features, axis_type=axis_type, **wire)
 
 
 def train(collection, shape, path):
@@ -190,9 +194,9 @@ def train(collection, shape, path):
 
 
 @functools.cache
-def trained(num_shards, shape, rows="float32", gradients="float32", path="rounds"):
+def trained(num_shards, shape, rows="float32", gradients="float32", axis_type=AxisType.Auto, path="rounds"):
     """`train`, once for each case."""
-    collection = collection_of(num_shards, shape, rows, gradients)
+    collection = collection_of(num_shards, shape, rows, gradients, axis_type)
     return collection, *train(collection, shape, path)
 
 
@@ -205,7 +209,7 @@ SUM_ROUNDING = 70 * 2.0**-24
 @pytest.mark.parametrize("case", CASE_PARAMS)
 def test_law_2_tables_do_not_depend_on_the_mesh(case):
     """By key, rows and optimizer state after three steps are those of one device, within the rounding of the wire."""
-    num_shards, shape, _, gradients, _ = case
+    num_shards, shape, _, gradients, *_ = case
     collection, state, _ = trained(*case)
     reference, wanted_state, _ = trained(None, shape)
     # A shard's partial sum is rounded once; optimizers divide two numbers that each bear that error once. On one
@@ -226,7 +230,7 @@ def test_law_2_tables_do_not_depend_on_the_mesh(case):
 @pytest.mark.parametrize("case", CASE_PARAMS)
 def test_law_2_embeddings_do_not_depend_on_the_mesh(case):
     """Those of every step; before the first update only the wire of the rows can be seen, afterwards both."""
-    num_shards, shape, rows, gradients, _ = case
+    num_shards, shape, rows, gradients, *_ = case
     collection, _, results = trained(*case)
     reference, wanted_state, wanted = trained(None, shape)
     lowest = min(programs.by_key(reference, wanted_state, spec.name)["rows"].min() for spec in reference.tables)
@@ -246,7 +250,7 @@ def test_law_2_embeddings_do_not_depend_on_the_mesh(case):
 @pytest.mark.parametrize("case", CASE_PARAMS)
 def test_law_5_counts_do_not_depend_on_the_mesh(case):
     """Found, inserted, padding and rows of every step; the rounds are said."""
-    num_shards, shape, _, _, path = case
+    num_shards, shape, *_, path = case
     collection, _, results = trained(*case)
     _, _, wanted = trained(None, shape)
     for (_, stats), (_, want) in zip(results, wanted, strict=True):

@@ -174,11 +174,32 @@ def test_largest_capacities():
         return memory_estimate(larger, features, num_samples=512).total
 
     assert total(0) <= limit < total(2)
-    # By hand: 256 + 4 + 16 + 32 bytes a row, of what the step leaves.
-    assert sum(rows.values()) == pytest.approx((limit - estimate.step_bytes) / 308, abs=4)
+    # By hand: 256 + 4 + 16 + 32 bytes a row, of what the step and the tickets (257 of 8 bytes) leave.
+    assert sum(rows.values()) == pytest.approx((limit - estimate.step_bytes - 257 * 8) / 308, abs=4)
     collection = jaxsok.Collection([dataclasses.replace(one, capacity=rows[one.name]) for one in tables], features)
     assert nbytes(collection.init(seed=0)) <= limit - estimate.step_bytes
     assert estimate.largest_capacities(1000) == {"user": 0, "item": 0}
+
+
+def test_largest_capacities_end_at_max_capacity():
+    """A table gets no more than it may have, and what it leaves goes to the others."""
+    kind = "rowwise_adagrad"
+    user = table("user", 64, kind, capacity=3000, max_capacity=5000)
+    tables = [user, table("item", 64, kind, capacity=1000), table("ad", 32, kind, capacity=1)]
+    estimate = memory_estimate(tables, device_bytes=100 << 20, memory_fraction=1.0)
+    rows = estimate.largest_capacities()
+    assert rows["user"] == 5000 and rows["item"] // 1000 == rows["ad"]
+    for more, fits in ((0, True), (2000, False)):
+        larger = [
+            dataclasses.replace(one, capacity=min(rows[one.name] + more, one.max_capacity or 2**30)) for one in tables
+        ]
+        assert (memory_estimate(larger).total <= 100 << 20) == fits
+    assert "Rows that would fit: user 5,000 (its max_capacity), item " in str(estimate)
+    alone = memory_estimate([user], device_bytes=100 << 20)
+    assert str(alone).endswith("Rows that would fit: user 5,000 (its max_capacity).")
+    assert alone.largest_capacities(1000) == {"user": 0}
+    # A table that may have no more cannot come to have more, either.
+    assert memory_estimate([user], num_rows=10**6).stores[0].num_rows == 5000
 
 
 def test_largest_capacities_end_with_the_row_ids():

@@ -172,6 +172,7 @@ def test_norm_inside_shard_map():
         out_specs=(spec, same, same),
     )
     mapped = jax.jit(mapped, compiler_options=programs.quickly())
+    gradients = jax.device_put(gradients, collection.shards.split)
     clipped, dense, norm = mapped(collection.init(seed=0), features, gradients, {"bias": jnp.float32(3.0)})
     want = norm_of([*dense_row_gradients([raw], [gradients]).values(), 3.0])
     np.testing.assert_allclose(norm, want, rtol=1e-5)
@@ -255,7 +256,8 @@ def test_forms_are_kept():
     gradients = {"user": jnp.ones((3, 4))}
     one, dense, norm = collection.clip_by_global_norm(state, plan, gradients, 1.0)
     assert isinstance(one, dict) and dense is None
-    several, dense, norm_of_two = collection.clip_by_global_norm(state, [plan, plan], [gradients, gradients], 1.0, ())
+    _, later, again = collection.lookup(state, plan.features)
+    several, dense, norm_of_two = collection.clip_by_global_norm(later, [plan, again], [gradients, gradients], 1.0, ())
     assert isinstance(several, list) and dense == ()
     np.testing.assert_allclose(norm_of_two, 2 * norm, rtol=1e-6)
     scalar = jax.jit(lambda limit: collection.clip_by_global_norm(state, plan, gradients, limit)[0])

@@ -361,6 +361,49 @@ def test_no_group_lasso_is_ftrl_and_adam():
         jax.tree.map(np.testing.assert_array_equal, *results)
 
 
+def deeprec_ftrl(row, accumulator, linear, gradient, rate, l1, l2, power=-0.5):
+    """DeepRec's FTRL on a row of an EmbeddingVariable: l1 bounds the norm of the row. In NumPy, in float64."""
+    total = accumulator + gradient**2
+    linear = linear + gradient - (total**-power - accumulator**-power) / rate * row
+    length = np.sqrt((linear**2).sum())
+    if length <= l1:
+        return np.zeros_like(row), total, linear
+    return (l1 - length) / ((total**-power / rate + 2 * l2) * length) * linear, total, linear
+
+
+@pytest.mark.parametrize(("num_uses", "wanted"), [(3, 0.8282884), (2, 0.7927219)])
+def test_ftrl_of_deeprec_is_group_ftrl(num_uses, wanted):
+    """Its own test: rows of three ones, a gradient of 2 for each use, rate 0.1, l1 = 2, l2 = 1e-5."""
+    dim, l1, l2 = 3, 2.0, 1e-5
+    optimizer = optim.group_ftrl(0.1, l2=l2, l21=l1 / np.sqrt(dim))
+    state = np.ones(dim), np.full(dim, 0.1), np.zeros(dim)
+    assert deeprec_ftrl(*state, np.full(dim, 2.0 * num_uses), 0.1, l1, l2)[0] == pytest.approx(wanted, abs=1e-7)
+    rows, states = jnp.ones((1, dim)), initial_states(optimizer, 1, dim)
+    sums = jnp.full((1, dim), 2.0 * num_uses)
+    np.testing.assert_allclose(step_rows(optimizer, rows, states, sums, jnp.ones(1), 0).row[0], wanted, rtol=1e-6)
+    other = optim.ftrl(0.1, l1=l1, l2=l2)
+    row = step_rows(other, rows, initial_states(other, 1, dim), sums, jnp.ones(1), 0).row[0]
+    assert abs(float(row[0]) - wanted) > 0.01  # bounds single numbers
+    rng, state = np.random.default_rng(num_uses), (np.array([0.5, -1.0, 2.0]), *state[1:])
+    rows = jnp.asarray(state[0][None], jnp.float32)
+    for step in range(6):
+        gradient = rng.normal(size=dim) * (1 + step)
+        state = deeprec_ftrl(*state, gradient, 0.1, l1, l2)
+        rows, states = step_rows(optimizer, rows, states, jnp.float32(gradient)[None], jnp.ones(1), step)
+        np.testing.assert_allclose(rows[0], state[0], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("make", [optim.ftrl, optim.group_ftrl])
+def test_a_new_row_under_ftrl_and_a_gradient_of_zero(make):
+    """It becomes zero, as docs/optimizers.md says; after a step of another gradient it stays."""
+    rows, states = jnp.ones((2, DIM)), initial_states(make(0.1), 2)
+    gradients = jnp.stack([jnp.zeros(DIM), jnp.ones(DIM)])
+    rows, states = step_rows(make(0.1), rows, states, gradients, jnp.ones(2), 0)
+    assert not rows[0].any() and rows[1].all()
+    again = step_rows(make(0.1), rows, states, jnp.zeros((2, DIM)), jnp.ones(2), 1)
+    jax.tree.map(np.testing.assert_array_equal, tuple(again), (rows, states))
+
+
 @given(decay_step=st.integers(1, 7), decay_rate=st.floats(0.1, 0.99), uses=st.lists(st.integers(0, 40), max_size=6))
 def test_adagrad_decay_is_exact(decay_step, decay_rate, uses):
     """A row that missed decays has after its next use what the dense optimizer gives it, step by step."""
@@ -378,6 +421,33 @@ def test_adagrad_decay_is_exact(decay_step, decay_rate, uses):
             np.testing.assert_allclose(states[0][0], accumulator, rtol=1e-4)
             assert states[1][0, 0] == t // decay_step
     np.testing.assert_allclose(rows[0], row, rtol=1e-4, atol=1e-6)
+
+
+EDGES = (2**31 - 2, 2**31 - 1, 2**31, 2**32 - 2, 2**32 - 1)  # of a step: int32 ends, uint32 ends
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if "decay_step" not in CASES[name].optimizer.__dict__])
+def test_late_steps_are_like_those_of_a_million(name):
+    """Bias corrections have long become 1: what a step makes of rows no longer depends on its number."""
+    optimizer = CASES[name].optimizer
+    rows, states = jnp.asarray(some_rows()), initial_states(optimizer, NUM_KEYS)
+    late = [
+        step_rows(optimizer, rows, states, rows + 1, jnp.ones(NUM_KEYS), step, learning_rate=0.1)
+        for step in (10**6, *EDGES)
+    ]
+    for new in late:
+        jax.tree.map(np.testing.assert_array_equal, new, late[0])
+        assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(new))
+
+
+@pytest.mark.parametrize("decay_step", [1, 2, 3, 100_000, 2**31 - 1, 2**31, 2**32 - 1])
+def test_decays_are_counted_to_the_last_step(decay_step):
+    """Those due by update step + 1, whose number may be 2**32."""
+    optimizer = optim.adagrad_decay(0.1, 0.2, decay_step, 0.5)
+    for step in (0, decay_step - 2, decay_step - 1, decay_step, *EDGES):
+        if 0 <= step < 2**32:
+            _, num_due = optimizer.hyper(jnp.uint32(step), 0.1)
+            assert num_due == np.float32((step + 1) // decay_step)
 
 
 def test_adagrad_decay_with_another_decay_step():

@@ -216,6 +216,42 @@ def test_schedule_is_called_with_the_step():
     np.testing.assert_array_equal(np.diff([0.0, *moved]), rates)
 
 
+EDGES = (2**31 - 2, 2**31 - 1, 2**31, 2**32 - 2, 2**32 - 1)  # of a step: int32 ends, uint32 ends
+
+
+@pytest.mark.parametrize("step", EDGES)
+def test_a_schedule_that_has_ended_does_not_begin_anew(step):
+    """A finished decay stays at its end, and a rate that goes on falling is that of step 2**31 - 1."""
+    ended = [
+        optax.linear_schedule(1.0, 0.25, 10),
+        optax.cosine_decay_schedule(1.0, 10, alpha=0.25),
+        optax.piecewise_constant_schedule(1.0, {10: 0.25}),
+        optax.warmup_cosine_decay_schedule(0.0, 1.0, 5, 10, 0.25),
+    ]
+    with jax.numpy_dtype_promotion("standard"):  # Optax mixes int32 counts with floats
+        for schedule in ended:
+            rate = jax.jit(jaxsok.optim.sgd(schedule).rate_at)(jnp.uint32(step))
+            np.testing.assert_allclose(rate, 0.25, rtol=1e-6)
+        halving = jaxsok.optim.sgd(lambda count: 1.0 / (1.0 + count))
+        wanted = 1.0 / (1.0 + min(step, 2**31 - 1))
+        np.testing.assert_allclose(jax.jit(halving.rate_at)(jnp.uint32(step)), wanted, rtol=1e-6)
+
+
+@pytest.mark.parametrize("step", EDGES)
+def test_the_step_stays_at_its_end(step):
+    """Updates go on after step 2**32 - 1, at the rate with which the schedule ended."""
+    optimizer = jaxsok.optim.adam(optax.linear_schedule(1.0, 0.25, 10), eps=0.0)
+    collection = programs.one_table(dim=DIM, optimizer=optimizer, initializer=jaxsok.initializers.zeros())
+    state = dataclasses.replace(collection.init(seed=0), step=jnp.uint32(step))
+    features = programs.batch(collection, user=np.array([1]))
+    with jax.numpy_dtype_promotion("standard"):
+        state, stats = programs.learn(collection, state, features)
+    stats.check()
+    assert int(state.step) == min(step + 1, 2**32 - 1)
+    # Of Adam's first step of a row, long after the bias corrections have become 1: 0.1 / sqrt(0.001) rates.
+    np.testing.assert_allclose(programs.rows_of(collection, state)[1], -0.25 * 0.1 / np.sqrt(0.001), rtol=1e-5)
+
+
 def test_learning_rate_of_update_wins_over_a_schedule():
     """What is given to update is used as it is."""
     collection = programs.one_table(

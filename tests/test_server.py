@@ -4,6 +4,7 @@ import asyncio
 import concurrent.futures
 import contextlib
 import dataclasses
+import http.client
 import io
 import itertools
 import json
@@ -18,6 +19,7 @@ import subprocess
 import sys
 import threading
 import time
+import tracemalloc
 import zlib
 
 import httpx
@@ -345,7 +347,10 @@ REFUSED = {
     "nothing": (LOOKUP, JSON, b"", *BAD, "the body is no JSON"),
     "no UTF-8": (LOOKUP, JSON, b'{"keys": {"\xff": [1]}}', *BAD, "the body is no JSON"),
     "UTF-16": (LOOKUP, JSON, '{"keys": {"user": [1]}}'.encode("utf-16"), *BAD, "no JSON"),
-    "deep": (LOOKUP, JSON, b"[" * 500_000, *BAD, "nested too deeply"),
+    "deep": (LOOKUP, JSON, b"[" * 10_000, *BAD, "nested too deeply"),
+    "very deep": (LOOKUP, JSON, b"[" * 300_000, 413, "too_large", "300000 times"),
+    "lists": (LOOKUP, JSON, b'{"keys": {"user": [' + b"[]," * 20_000 + b"[]]}}", 413, "too_large", "20000 times"),
+    "objects": (LOOKUP, JSON, b'{"keys": {"user": [' + b'{"":0},' * 9000 + b"0]}}", 413, "too_large", "9002 times"),
     "levels": (LOOKUP, JSON, b'{"keys":{"user":' + b"[" * 9 + b"1" + b"]" * 9 + b"}}", *BAD, "8 levels"),
     "a list": (LOOKUP, JSON, b"[1]", *BAD, 'a JSON list, wanted an object with "keys"'),
     "other fields": (LOOKUP, JSON, b'{"keys": {"user": [1]}, "path": "/etc"}', *BAD, '"path"'),
@@ -374,7 +379,7 @@ REFUSED = {
     "keys of all": (
         LOOKUP, JSON, json.dumps({"keys": {"item": [1] * 2048, "user": [1] * 3000}}), 413, "too_large", "5048 keys",
     ),
-    "bytes": (LOOKUP, JSON, b" " * (1 << 20) + b"{}", 413, "too_large", "1048576 bytes are taken"),
+    "bytes": (LOOKUP, JSON, b" " * (1 << 20) + b"{}", 413, "too_large", "bytes are taken"),
     "text": (LOOKUP, {"Content-Type": "text/plain"}, b"{}", *TYPE, "'text/plain'"),
     "no type": (LOOKUP, {}, b"{}", *TYPE, "None"),
     "Latin": (LOOKUP, {"Content-Type": "application/json; charset=latin-1"}, b"{}", *TYPE, "got"),
@@ -565,6 +570,92 @@ def test_a_length_that_is_too_long_is_refused_before_the_body(address, client):
     assert is_well(client)
 
 
+def need_of(sizes, samples=0, numbers=0):
+    """Bytes of the largest bodies of use: keys of 20 digits in quotes, each in a list, in lines; and binary."""
+    text, data = 0, 0
+    for keys in sizes:
+        text += len(json.dumps([["18446744073709551614"]] * keys, indent=2))
+        data += 8 * keys
+    text += len(json.dumps([-1.7976931348623157e308] * (samples + numbers), indent=2))
+    return text, data + 8 * (samples + numbers)
+
+
+@pytest.mark.parametrize(
+    ("path", "op", "need"),
+    [
+        ("/v1/models/ranker", "lookup", need_of([4096, 2048])),
+        ("/v1/models/ranker", "predict", need_of([4096], 64, 128)),
+        ("/v1/models/mixed", "predict", need_of([4096, 128], 64, 4096 + 64 * 3)),
+    ],
+)
+def test_bodies_may_have_what_the_keys_of_a_model_need(path, op, need):
+    """No less than the largest request in the widest form, and not much more; the page of a model tells it."""
+    with cases.serving(cases.Session()) as found, httpx.Client(base_url=found.address) as own:
+        limits = own.get(path).json()["limits"]["max_body_bytes"][op]
+        for most, (media_type, limit) in zip(need, limits.items(), strict=True):
+            assert most <= limit <= 2 * most + (128 << 10), media_type
+            begin = time.monotonic()
+            sent = head(f"{path}/{op}", Content_Length=limit + 1, Expect="100-continue")
+            got = talk(found.address, sent.replace(b"application/json", media_type.encode()))
+            assert got.startswith(b"HTTP/1.1 413") and f"at most {limit} bytes".encode() in got
+            assert b"100 Continue" not in got and time.monotonic() - begin < 5
+        assert is_well(own)
+
+
+@pytest.mark.parametrize("shape", [[4096], [4096, 1], [1, 4096], [64, 64, 1]])
+def test_the_largest_requests_are_answered(shape):
+    """Keys of 20 digits in quotes, one to a line."""
+    keys = np.full(shape, 2**64 - 2, np.uint64)
+    with cases.serving(cases.Session()) as found, httpx.Client(base_url=found.address) as own:
+        text = json.dumps({"keys": {"user": keys.astype(str).tolist()}}, indent=2).encode()
+        for body, headers in ((text, JSON), (pack({"user": keys}), TENSORS)):
+            got = own.post(LOOKUP, content=body, headers={**headers, "Accept": TENSORS["Content-Type"]})
+            assert got.status_code == 200, got.text
+            assert unpack(got.content)[0]["user"].shape == (*shape, 4)
+
+
+BOMBS = {
+    "zeros": b"0,",
+    "lists": b"[],",
+    "lists of lists": b"[[]],",
+    "deep lists": b"[[[[[[[1]]]]]]],",
+    "objects": b'{"":0},',
+    "empty objects": b"{},",
+    "strings": b'"",',
+}
+
+
+@pytest.mark.parametrize("unit", BOMBS.values(), ids=BOMBS)
+@pytest.mark.parametrize("place", ['{"keys":{"user":[%s0]}}', '{"keys":[%s0]}', "[%s0]"])
+def test_what_a_body_becomes_in_memory_is_bounded_by_keys(unit, place):
+    """Not by its bytes: two million small things in 8 MiB are refused before they are made."""
+    model = cases.Session().models["ranker"]
+    before, after = place.encode().split(b"%s")
+    body = before + unit * ((8 << 20) // len(unit)) + after
+    tracemalloc.start()
+    try:
+        with pytest.raises(errors.RequestTooLargeError, match="got JSON with"):
+            calls.Lookups(None, 1 << 20).read(body, "json", model)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
+
+
+@hypothesis.given(
+    st.lists(st.lists(st.integers(-(2**63), 2**64 - 1), min_size=2, max_size=2), min_size=1, max_size=30),
+    st.sampled_from([None, 0, 2, "\t"]),
+    st.sampled_from([(",", ":"), (", ", ": "), (" , ", " : ")]),
+    st.booleans(),
+)
+def test_how_json_is_written_does_not_matter(client, keys, indent, separators, is_quoted):
+    """Spaces, line ends, quotes: what the keys of a model need is not refused for its size."""
+    given = [list(map(str, pair)) for pair in keys] if is_quoted else keys
+    body = json.dumps({"keys": {"user": given}}, indent=indent, separators=separators)
+    found = client.post(LOOKUP, content=body, headers=JSON)
+    assert found.status_code == 200, found.text
+    assert found.json()["rows"]["user"] == rows_of("user", keys, found.json()["version"])
+
+
 def test_a_slow_body_is_given_up(address, client):
     begin = time.monotonic()
     got = talk(address, head(Content_Length=100), b"{", pause_s=1.2)
@@ -579,12 +670,48 @@ def test_clients_that_leave_and_noise(address, client):
         with socket.create_connection((host, int(port))) as line:
             line.sendall(sent)
     assert talk(address, b"\x00\xff garbage\r\n\r\n").startswith(b"HTTP/1.1 400")
-    assert talk(address, b"GET / HTTP/1.1\r\n" + b"a: " + b"b" * (1 << 18)).startswith(
-        (b"HTTP/1.1 400", b"HTTP/1.1 431")
-    )
     assert talk(address, head(Content_Length="-1")).startswith(b"HTTP/1.1 400")
     assert talk(address, head(Content_Length=2, Transfer_Encoding="chunked") + b"{}").count(b"HTTP/1.1 2") == 0
     assert is_well(client)
+
+
+def long_head(num_bytes, end="close"):
+    """A request whose head, up to the empty line and with it, has so many bytes."""
+    begin = f"GET /healthz HTTP/1.1\r\nHost: a\r\nConnection: {end}\r\nX-Filler: ".encode()
+    return begin + b"b" * (num_bytes - len(begin) - 4) + b"\r\n\r\n"
+
+
+@pytest.mark.parametrize("num_bytes, status", [(1 << 16, b"200"), ((1 << 16) + 1, b"431"), (100_000, b"431")])
+@pytest.mark.parametrize("how", ["at once", "in parts", "behind another"])
+def test_a_head_has_a_limit(address, client, num_bytes, status, how):
+    """Of 64 KiB, however it arrives; the client reads the refusal, not a closed connection."""
+    sent = long_head(num_bytes)
+    parts = {
+        "at once": [sent],
+        "in parts": [sent[begin : begin + 30_000] for begin in range(0, num_bytes, 30_000)],
+        "behind another": [long_head(200, "keep-alive") + sent],
+    }[how]
+    got = talk(address, *parts, pause_s=0.02)
+    assert re.findall(rb"HTTP/1.1 (\d+)", got) == ([b"200"] if how == "behind another" else []) + [status]
+    if status == b"431":
+        assert got.endswith(b'at most so many are taken."}}') and b'"head_too_large"' in got
+        assert b"connection: close" in got.lower()
+    assert is_well(client)
+
+
+def test_a_head_that_goes_on_is_refused_once(address, client):
+    """What comes behind a refusal is passed over, and the connection ends."""
+    got = talk(address, b"GET / HTTP/1.1\r\na: ", *[b"b" * (1 << 16)] * 20, pause_s=0.01)
+    assert re.findall(rb"HTTP/1.1 (\d+)", got) == [b"431"]
+    assert is_well(client)
+
+
+def test_a_damaged_chunk_ends_its_request(address, client, caplog):
+    """The rest of a body is no HTTP: the request is refused once, and nothing of it is left behind."""
+    got = talk(address, head(Transfer_Encoding="chunked"), b"2\r\n{}\r\n", b"zz\r\n", pause_s=0.1)
+    assert re.findall(rb"HTTP/1.1 (\d+)", got) == [b"400"]
+    wait_until(lambda: num_taken(client) == 0)
+    assert is_well(client) and not [one for one in caplog.records if one.exc_info]
 
 
 def test_a_refused_body_does_not_spoil_the_connection(address):
@@ -1269,6 +1396,95 @@ def test_a_second_interrupt_ends_the_wait():
                 asked.result()
 
 
+def connect(address):
+    """A connection of the standard library that is kept alive; it never connects again by itself."""
+    host, port = address.removeprefix("http://").split(":")
+    line = http.client.HTTPConnection(host, int(port), timeout=20)
+    line.connect()
+    line.auto_open = 0
+    return line
+
+
+def ask_on(line, key):
+    """One request on a connection: the status, and whether the server closes the connection after it."""
+    line.request("POST", LOOKUP, json.dumps({"keys": {"user": [key]}}), JSON)
+    response = line.getresponse()
+    body = json.loads(response.read())
+    if response.status == 200:
+        assert body["rows"]["user"] == [cases.row_of("user", key, body["version"])]
+    return response.status, response.will_close
+
+
+@pytest.mark.parametrize("drain_s", [0.0, 0.5])
+def test_connections_that_are_kept_alive_lose_no_request(drain_s):
+    """SIGTERM among 32 of them: 16 ask without a pause, 16 were idle and ask once more; all are answered."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, str(ROOT / "tests/server_cases.py"), "0.05", str(drain_s)]
+    stopped = threading.Event()
+
+    def busy(number, line):
+        found = []
+        while not found or not found[-1][1]:
+            found.append(ask_on(line, number))
+        return found
+
+    def idle(number, line):
+        found = [ask_on(line, number)]
+        assert stopped.wait(20)
+        time.sleep(0.06 * number)  # up to 0.9 s into the stop
+        return [*found, ask_on(line, number)]
+
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
+        try:
+            address = process.stdout.readline().strip()
+            with contextlib.ExitStack() as stack, concurrent.futures.ThreadPoolExecutor(32) as threads:
+                lines = [stack.enter_context(contextlib.closing(connect(address))) for _ in range(32)]
+                asked = [threads.submit(busy if i < 16 else idle, i % 16, line) for i, line in enumerate(lines)]
+                time.sleep(0.5)
+                process.send_signal(signal.SIGTERM)
+                begin = time.monotonic()
+                stopped.set()
+                found = [one.result() for one in asked]
+            output, _ = process.communicate(timeout=20)
+            took_s = time.monotonic() - begin
+        finally:
+            process.kill()
+    assert process.returncode == 0 and output == "ended\n"
+    assert {status for one in found for status, _ in one} <= {200, 503}
+    assert all(one[-1][1] for one in found), "told to keep a connection that was then closed"
+    assert all(len(one) > 1 for one in found)
+    assert took_s < 10 + drain_s
+
+
+@pytest.mark.parametrize("is_used", [True, False])
+def test_idle_connections_do_not_hold_up_the_end(is_used):
+    """A stop closes no connection before it was idle for the time that it may be idle anyway, and none much later."""
+    with (
+        cases.serving(cases.Session(), keep_alive_s=1.0) as found,
+        contextlib.closing(connect(found.address)) as line,
+    ):
+        if is_used:
+            assert ask_on(line, 4) == (200, False)
+        begin = time.monotonic()
+        found.stop()
+        assert line.sock.recv(1) == b""
+        assert 0.8 < time.monotonic() - begin < 5
+        found.thread.join(20)
+        assert not found.thread.is_alive() and time.monotonic() - begin < 10
+
+
+def test_the_end_of_idle_connections_is_within_the_bound_of_the_stop():
+    with (
+        cases.serving(cases.Session(), keep_alive_s=60.0, shutdown_s=0.5) as found,
+        contextlib.closing(connect(found.address)) as line,
+    ):
+        assert ask_on(line, 4) == (200, False)
+        begin = time.monotonic()
+        found.stop()
+        found.thread.join(20)
+        assert not found.thread.is_alive() and time.monotonic() - begin < 10
+
+
 def test_two_servers_cannot_have_one_port():
     with running.bind("127.0.0.1", 0) as where, pytest.raises(OSError, match="--port"):
         running.bind(*where.getsockname()).close()
@@ -1283,8 +1499,8 @@ def test_a_signal_ends_the_process_in_order():
             address = process.stdout.readline().strip()
             with httpx.Client(base_url=address, timeout=20) as client:
                 assert is_well(client)
-                process.send_signal(signal.SIGINT)
-                output, _ = process.communicate(timeout=20)
+            process.send_signal(signal.SIGINT)
+            output, _ = process.communicate(timeout=20)
         finally:
             process.kill()
     assert process.returncode == 0 and output == "ended\n"
@@ -1523,17 +1739,24 @@ def test_predictions_of_an_exported_model(tmp_path):
         ]
         assert got.json()["outputs"]["bags"] == [one.tolist() for one in sums]
         assert got.json()["outputs"]["scores"] == [one.sum() * row[0] for one, row in zip(sums, dense, strict=True)]
+        return user["values"]
 
     with cases.serving(session_lib.open(config), max_delay_ms=20) as found:
         with httpx.Client(base_url=found.address, timeout=60) as client:
             with concurrent.futures.ThreadPoolExecutor(8) as threads:
-                for asked in [threads.submit(ask, client, seed) for seed in range(24)]:
-                    asked.result()
+                asked = [one.result() for one in [threads.submit(ask, client, seed) for seed in range(24)]]
             refused = client.post(PREDICT, json={"inputs": {"user": [[1]], "dense": [[1, 2]]}})
             assert refused.status_code == 400 and "[samples, 1]" in refused.text
             samples = samples_of(client.get("/metrics").text)
             assert samples["jaxsok_batch_requests_sum", "predict", "ranker"] == 24
             assert samples["jaxsok_batch_requests_count", "predict", "ranker"] < 24, "no two requests shared a call"
+            keys = list(itertools.chain.from_iterable(asked))
+            num_found = sum(key <= 40 for key in keys)
+            assert samples["jaxsok_session_predicts_total", "ranker"] > 0
+            assert samples["jaxsok_session_keys_total", "ranker"] == len(keys) > 0
+            assert samples["jaxsok_session_hits_total", "ranker"] == num_found > 0
+            assert samples["jaxsok_session_missing_total", "ranker"] == len(keys) - num_found > 0
+            assert samples["jaxsok_session_hit_rate", "ranker"] == num_found / len(keys)
 
 
 def test_results_of_a_whole_batch_are_of_one_client(tmp_path):

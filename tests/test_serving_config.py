@@ -155,8 +155,14 @@ def test_no_models():
 
 def test_a_short_list_of_defaults_is_filled_and_told():
     config = read(whole({"default_value_for_each_table": [0.5]}))
-    assert [table.default for table in config.models[0].tables] == [0.5, 0.0]
-    assert config.notes == ("models[0].default_value_for_each_table: 1 of 2 entries are not there; 0.0, as in HPS.",)
+    assert [table.default for table in config.models[0].tables] == [0.5, None]
+    assert config.notes == (
+        "models[0].default_value_for_each_table: 1 of 2 entries are not there; what training reads where the files "
+        "tell it, else 0.0, as in HPS.",
+    )
+    config = read(whole({"default_value_for_each_table": [None, 0.5]}))
+    assert [table.default for table in config.models[0].tables] == [None, 0.5]
+    assert config.notes == () and "default as in training" in "\n".join(config.summary())
 
 
 # What is honoured ----------------------------------------------------------------------------------------------------
@@ -207,7 +213,7 @@ def test_keys_of_the_refresh_are_honoured_where_it_is_on():
     "keys, tier",
     [
         ({}, "cache"),
-        ({"gpucacheper": 0}, "cache"),
+        ({"gpucacheper": 0.001}, "cache"),
         ({"gpucacheper": 0.999}, "cache"),
         ({"gpucacheper": 1.0}, "device"),
         ({"gpucacheper": 2}, "device"),
@@ -332,6 +338,75 @@ def test_keys_without_effect_are_listed_where_they_are_written(key):
     assert f"without effect: models[0].{key} = {WITHOUT_EFFECT[key]!r}: {one.reason}" in config.summary()
 
 
+# Of versions 3.0 to 23.x, by the block where HPS read or documented them; 24.06 passes over them.
+OLDER = {
+    "": {
+        "db_type": "local",
+        "redis_ip": "127.0.0.1:7000",
+        "rocksdb_path": "/tmp/rocksdb",
+        "cache_size_percentage_redis": 0.5,
+    },
+    "models[0]": {"mixed_precision": True, "use_mixed_precision": False, "scaler": 1.0, "use_cuda_graph": True},
+    "volatile_db": {
+        "algorithm": "phm",
+        "max_get_batch_size": 10_000,
+        "max_set_batch_size": 10_000,
+        "refresh_time_after_fetch": False,
+        "partition_overflow_margin": 5_000_000,
+        "partition_overflow_resolution_target": 0.8,
+    },
+    "persistent_db": {"max_get_batch_size": 10_000, "max_set_batch_size": 10_000},
+    "update_source": {"max_receive_buffer_size": 2000},
+    "cpu_memory_db": {"type": "parallel_hash_map", "algorithm": "stl", "num_partitions": 8, "initial_cache_rate": 1.0},
+    "distributed_db": {"type": "disabled", "address": "10.0.0.1:7000", "password": "hunter2"},
+}
+
+
+@pytest.mark.parametrize("block", list(OLDER))
+def test_keys_of_older_versions_are_listed(block):
+    """A configuration that served an older HPS is read; what it asked for and does not get is told."""
+    written = OLDER[block]
+    if block == "models[0]":
+        given = whole(written)
+    else:
+        types = {"volatile_db": {"type": "hash_map"}}
+        given = whole(**({block: {**types.get(block, {}), **written}} if block else written))
+    config = read(given)
+    assert effects(config) == {f"{block}.{key}" if block else key: value for key, value in written.items()}
+    assert all(one.reason for one in config.without_effect)
+    assert read(config.to_json()) == config and hash(config) == hash(read(config))
+    assert "hunter2" not in "\n".join(config.summary())
+
+
+@pytest.mark.parametrize("key", ["num_of_refresher_buffer_in_pool", "thread_pool_size"])
+def test_counts_without_effect_may_be_zero(key):
+    assert effects(read(whole({key: 0}))) == {f"models[0].{key}": 0}
+
+
+@pytest.mark.parametrize("keys", [{"gpucache": False}, {"use_static_table": True}])
+def test_a_cache_of_no_rows_is_idle_where_there_is_no_cache(keys):
+    assert effects(read(whole({"gpucacheper": 0.0, **keys}))) == {"models[0].gpucacheper": 0.0}
+
+
+@pytest.mark.parametrize(
+    "name, meant",
+    [("hashmap", "hash_map"), ("map", "hash_map"), ("parallel_hash", "parallel_hash_map"), ("none", "disabled")],
+)
+def test_other_names_of_databases(name, meant):
+    """HPS's parser takes several names for one kind."""
+    config = read(whole({"gpucacheper": 1.0}, volatile_db={"type": name}))
+    assert config.volatile_db.type == meant
+    with pytest.raises(ConfigError, match="Redis is not there"):
+        read(whole(volatile_db={"type": "redis"}))
+
+
+@pytest.mark.parametrize("name", [None, "null", "none"])
+def test_other_names_of_no_updates(name):
+    assert read(whole(update_source={"type": name})).update_source.type is None
+    with pytest.raises(ConfigError, match="Kafka is not there"):
+        read(whole(update_source={"type": "kafka"}))
+
+
 @pytest.mark.parametrize("block", ["volatile_db", "persistent_db", "update_source"])
 def test_keys_of_databases_that_are_not_there_are_listed(block):
     defaults = {
@@ -450,7 +525,11 @@ REFUSED = {
     "wrong place": ({}, {"gpucacheper": 0.5}, "^config: gpucacheper: .*it is a key of a model: move it there"),
     "own key": ({"jaxsok": {"row_type": "int8"}}, {}, r'models\[0\]\.jaxsok\.row_type: .*did you mean "row_dtype"'),
     "no such key": ({}, {"zzz": 1}, "^config: zzz: got an unknown key, wanted one of HPS 24.06 or jaxsok; HPS would"),
-    "old key": ({}, {"volatile_db": {"max_get_batch_size": 1}}, r'did you mean "max_batch_size"'),
+    "no rows in a cache": (
+        {"gpucacheper": 0.0},
+        {},
+        r"^config: models\[0\]\.gpucacheper: got 0\.0, wanted .*above 0.*gpucache",
+    ),
     "policy": ({}, {"volatile_db": {"type": "hash_map", "overflow_policy": "lru"}}, r"volatile_db\.overflow_policy"),
     "not a key": ({3: 1}, {}, r"models\[0\]\.3: got an unknown key"),
     "a set": ({"gpucacheper": {1}}, {}, r"gpucacheper: got a set, wanted a number"),
@@ -638,12 +717,13 @@ OPTIONS = {
     "dense_file": st.sampled_from(["", "/m/dense", "dense"]),
     "max_batch_size": st.integers(1, 10**6),
     "gpucache": st.booleans(),
-    "gpucacheper": st.one_of(st.integers(0, 2), st.floats(0, 2)),
+    "gpucacheper": st.one_of(st.integers(1, 2), st.floats(0, 2, exclude_min=True)),
     "hit_rate_threshold": st.floats(-1, 2),
     "embedding_cache_type": st.sampled_from(["dynamic", "static"]),
     "use_static_table": st.booleans(),
     "num_of_worker_buffer_in_pool": st.integers(1, 9),
-    "num_of_refresher_buffer_in_pool": st.integers(1, 9),
+    "num_of_refresher_buffer_in_pool": st.integers(0, 9),
+    "mixed_precision": st.booleans(),
     "cache_refresh_percentage_per_iteration": FRACTIONS,
     "refresh_delay": st.floats(0, 100),
     "refresh_interval": st.integers(0, 100),
@@ -726,7 +806,7 @@ def test_what_is_read_is_written_and_read_again(given):
         assert [table.file for table in tables] == model["sparse_files"]
         assert [table.dim for table in tables] == model["embedding_vecsize_per_table"]
         count = len(model["default_value_for_each_table"])
-        defaults = model["default_value_for_each_table"] + [0.0] * (len(tables) - count)
+        defaults = model["default_value_for_each_table"] + [None] * (len(tables) - count)
         assert [table.default for table in tables] == defaults
 
 

@@ -480,13 +480,23 @@ def test_damaged_and_foreign_folders_are_refused(folder, tmp_path):
     refused("cut or changed", lambda path: (path / program).write_bytes((path / program).read_bytes()[:-1]))
     refused("got no such file", lambda path: (path / program).unlink())
     refused("without model.json", lambda path: (path / manifest).unlink())
-    refused("got no JSON", lambda path: (path / manifest).write_text("{"))
-    refused("got no JSON", lambda path: (path / manifest).write_bytes(b"\xff\xfe\x00"))
-    refused("format 'list'", lambda path: (path / manifest).write_text("[]"))
+    refused("byte 1: got Expecting", lambda path: (path / manifest).write_text("{"))
+    refused("byte 0: got no text", lambda path: (path / manifest).write_bytes(b"\xff\xfe\x00"))
+    refused("recursion", lambda path: (path / manifest).write_bytes(b'{"format": ' + b"[" * 100_000))
+    refused("got a list in place of an object", lambda path: (path / manifest).write_text("[]"))
     refused("format None", lambda path: (path / manifest).write_text('{"files": []}'))
     refused("version 2, wanted 1", lambda path: changed(path, version=2))
     refused("another checksum than it names", lambda path: changed(path, sign=False, inputs=[]))
-    refused("wanted what export_model writes", lambda path: changed(path, inputs=[{"name": "user", "kind": "text"}]))
+    refused("inputs", lambda path: changed(path, inputs=[{"name": "user", "kind": "text"}]))
+    # What somebody signed who knows the digest: no value of another type, or that is not there, is used.
+    whole = json.loads((folder / manifest).read_text())
+    for name in ("jax", "inputs", "outputs", "stores", "program"):
+        refused(f'file ".*{manifest}", {name}', lambda path, name=name: changed(path, **{name: None}))
+    for name in ("inputs", "outputs", "stores"):
+        for key in whole[name][0]:
+            bad = [whole[name][0] | {key: [{}]}]
+            refused("model.json", lambda path, name=name, bad=bad: changed(path, **{name: bad}))
+    refused("lookups", lambda path: changed(path, lookups={"user": "all"}))
 
     def foreign(path):
         import hashlib

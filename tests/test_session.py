@@ -1,20 +1,42 @@
 """Sessions: what a configuration opens answers as the dicts that its folders were written from."""
 
+import collections
 import dataclasses
 import gc
 import itertools
+import json
+import shutil
 import threading
 import weakref
+import zlib
 
 import hypothesis
 import hypothesis.strategies as st
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
-from serving_cases import PLATFORMS, config_of, expected, model_of, records_of, rows_of, write
+import server_cases
+from serving_cases import (
+    ASKED,
+    INITIALIZERS,
+    KNOWN,
+    PLATFORMS,
+    TRACED,
+    UNKNOWN_DIM,
+    config_of,
+    expected,
+    found_in_training,
+    model_of,
+    records_of,
+    rows_of,
+    untrained,
+    write,
+)
 from waiting import wait_until
 
 import jaxsok
+from jaxsok import checkpoint
 from jaxsok.interchange.hps import write_hps
 from jaxsok.serving import cache as cache_lib
 from jaxsok.serving import served as served_lib
@@ -61,6 +83,17 @@ def check(answer, keys, content=None):
         wanted = expected(content[name], mine, DEFAULTS.get(name, 0.0), DIMS[name])
         assert answer[name].dtype == np.float32
         np.testing.assert_array_equal(answer[name], wanted)
+
+
+def test_keys_without_effect_are_logged_once(folders, caplog):
+    """A configuration of an older HPS serves; one line names what it asks for in vain."""
+    model = model_of(folders, defaults=DEFAULTS, mixed_precision=True, num_of_refresher_buffer_in_pool=0)
+    given = config_of(model, volatile_db={"type": "hash_map", "max_get_batch_size": 10_000})
+    with open(given, warm_up=False) as session:
+        check(session.lookup({"user": np.array([1, 99])}), {"user": np.array([1, 99])})
+        (line,) = [record.getMessage() for record in caplog.records if record.name.startswith("jaxsok")]
+        for path in ("models[0].mixed_precision", "models[0].num_of_refresher_buffer_in_pool", "max_get_batch_size"):
+            assert path in line and f"{path} = " in session.report()
 
 
 def test_rows_defaults_and_padding(session):
@@ -612,6 +645,77 @@ def test_a_refresh_that_fails_is_logged_and_tried_again(folders, monkeypatch, ca
     assert not served._clock.is_alive()
 
 
+def asked_of(rng, number):
+    """Keys of a lookup by table, or the inputs of a prediction."""
+    if number % 2:
+        return {name: rng.integers(-2, 75, (number, 3)) for name in DIMS if number % 3 or name != "item"}
+    return request(int(rng.integers(0, 12)), seed=number)
+
+
+def read_of(asked):
+    """The keys that are read of each table: of a prediction those of the inputs that look it up."""
+    if "bag" in asked:
+        begin, end = asked["bag"].offsets[0], asked["bag"].offsets[-1]
+        asked = {"user": asked["user"], "ad": asked["bag"].keys[begin:end]}
+    return {name: [int(key) % 2**64 for key in keys.reshape(-1)] for name, keys in asked.items()}
+
+
+@pytest.mark.parametrize("tier", [{}, {"gpucache": False}, {"fuse_embedding_table": False}])
+def test_all_keys_that_are_read_are_counted(folders, artifacts, tier):
+    """Of lookups and predictions: keys that are there, keys that are not, and padding, by table; each occurrence."""
+    wanted = {name: collections.Counter(keys=0, hits=0, missing=0, padding=0) for name in DIMS}
+    rng = np.random.default_rng(0)
+    part = {**request(3), "bag": jaxsok.Bags(np.array([0, 1, 7, 2, 3]), offsets=np.array([1, 1, 3, 4]))}
+    model = model_of(folders, max_batch_size=12, dense_file=artifacts[0], **tier)
+    with open(config_of(model), warm_up=False) as session:
+        for number in range(1, 10):
+            asked = part if number == 8 else asked_of(rng, number)
+            (session.predict if "bag" in asked else session.lookup)(asked)
+            for name, keys in read_of(asked).items():
+                for key in keys:
+                    kind = "padding" if key == 2**64 - 1 else "hits" if key in CONTENT[name] else "missing"
+                    wanted[name].update(["keys", kind])
+        stats = session.stats()
+    assert (stats["lookups"], stats["predicts"]) == (5, 4)
+    for name, one in wanted.items():
+        assert {kind: stats["tables"][name][kind] for kind in one} == one, name
+    total = sum(wanted.values(), collections.Counter())
+    assert {kind: stats[kind] for kind in total} == total and min(total.values()) > 0
+    assert stats["hit_rate"] == total["hits"] / (total["hits"] + total["missing"])
+
+
+@pytest.mark.parametrize("threshold", [1.1, 0.0])
+@pytest.mark.parametrize("is_fused", [True, False])
+def test_all_keys_that_are_read_over_a_cache_are_counted(folders, artifacts, is_fused, threshold):
+    """By table: occurrences, and of the distinct keys of each call those that the cache has, and those no tier has."""
+    names = ("keys", "padding", "distinct", "hits", "misses", "missing")
+    wanted, cached = (
+        {name: collections.Counter(dict.fromkeys(names, 0)) for name in DIMS},
+        {name: set() for name in DIMS},
+    )
+    options = {"gpucacheper": 0.9, "hit_rate_threshold": threshold, "fuse_embedding_table": is_fused}
+    model = model_of(folders, max_batch_size=12, dense_file=artifacts[0], **options)
+    rng = np.random.default_rng(0)
+    with open(config_of(model), warm_up=False) as session:
+        for number in range(1, 10):
+            asked = asked_of(rng, number)
+            (session.predict if "bag" in asked else session.lookup)(asked)
+            session._models["dlrm"].cache.drain()
+            for name, keys in read_of(asked).items():
+                distinct = set(keys) - {2**64 - 1}
+                misses = distinct - cached[name]
+                found = {key for key in misses if key in CONTENT[name]}
+                cached[name] |= found
+                counts = len(keys), keys.count(2**64 - 1), len(distinct), len(distinct - misses), len(misses)
+                wanted[name].update(dict(zip(names, (*counts, len(misses - found)), strict=True)))
+        stats = session.stats()
+    for name, one in wanted.items():
+        assert {kind: stats["tables"][name][kind] for kind in names} == one, name
+        assert stats["tables"][name]["hit_rate"] == one["hits"] / one["distinct"]
+    total = sum(wanted.values(), collections.Counter())
+    assert {kind: stats[kind] for kind in names} == total and min(total.values()) > 0
+
+
 @pytest.mark.parametrize("warm_up", [True, False])
 def test_counts_of_a_cache(folders, warm_up):
     """By table as of other tiers, without what warms up."""
@@ -625,7 +729,8 @@ def test_counts_of_a_cache(folders, warm_up):
         assert (stats["hits"], stats["misses"], stats["cache"]["lookups"]) == (1, 4, 2)
         user, ad = stats["tables"]["user"], stats["tables"]["ad"]
         assert (user["keys"], user["padding"], ad["keys"], ad["padding"]) == (5, 1, 1, 0)
-        assert not {"hits", "missing", "hit_rate"} & user.keys(), "the cache counts them of all tables together"
+        assert (user["hits"], user["misses"], user["missing"]) == (1, 3, 1)
+        assert (ad["hits"], ad["misses"], ad["missing"], ad["hit_rate"]) == (0, 1, 1, 0.0)
 
 
 def test_a_cache_is_filled_by_the_hotness_of_hps(tmp_path):
@@ -681,3 +786,146 @@ def test_a_cache_is_filled_with_what_is_hot(tmp_path, monkeypatch, is_known):
         else:
             assert (cached < 1100).mean() > 0.9
         session.lookup({"user": np.arange(100)})
+
+
+# Keys without a row: serving reads what `find` reads -----------------------------------------------------------------
+
+TIERS = {"device": {}, "cache": CACHED, "host": {"gpucache": False}}
+
+
+@pytest.fixture(scope="module")
+def exports(tmp_path_factory):
+    """Full exports of `untrained`, by the dtype of rows."""
+    folder = tmp_path_factory.mktemp("unknown")
+    for dtype in ("float32", "bfloat16"):
+        checkpoint.export_full(folder / dtype, *untrained(dtype))
+    return {dtype: folder / dtype for dtype in ("float32", "bfloat16")}
+
+
+def as_trained(folder, names=None, **options):
+    """A configuration in which no default is written: that of training counts."""
+    names = names or [*found_in_training(*untrained())]
+    return model_of({name: (folder, UNKNOWN_DIM) for name in names}, default_value_for_each_table=[], **options)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "row_dtype"), [("float32", None), ("bfloat16", None), ("float32", "int8"), ("float32", "float8_e4m3fn")]
+)
+@pytest.mark.parametrize("tier", TIERS)
+def test_missing_keys_read_what_find_reads(exports, tier, dtype, row_dtype):
+    """For every initializer and both values of `unknown`, to the bit."""
+    more = {} if row_dtype is None else {"jaxsok": {"row_dtype": row_dtype}}
+    wanted = found_in_training(*untrained(dtype))
+    with open(config_of(as_trained(exports[dtype], **TIERS[tier], **more)), warm_up=False) as session:
+        for _ in range(2):  # a cache has the rows the second time
+            answer = session.lookup({name: ASKED for name in wanted})
+            for name, rows in wanted.items():
+                counts = np.ones(len(ASKED), bool) if row_dtype is None else ~np.isin(ASKED, KNOWN)
+                np.testing.assert_array_equal(answer[name][counts], rows[counts], err_msg=name)
+        described = session.models["dlrm"].tables
+        assert described["uniform"].initial.table == "uniform" and described["normal_zeros"].initial is None
+        assert 'the initial row: uniform(-1, 2) of table "uniform", seed 1099511627783' in session.report()
+
+
+@pytest.mark.parametrize("row_dtype", [None, "int8"])
+@pytest.mark.parametrize("tier", TIERS)
+def test_models_read_what_find_reads(exports, tmp_path, tier, row_dtype):
+    """A dense model over the tables, in bags too."""
+    names = ["normal", "uniform", "normal_zeros"]
+    more = {} if row_dtype is None else {"jaxsok": {"row_dtype": row_dtype}}
+    collection, state = untrained()
+    tables = jaxsok.serving.freeze(collection, state, tables=names, dtype=row_dtype)
+
+    def model(tables, inputs):
+        bags = LookupInput("normal", inputs["bag"].keys, "sum", offsets=inputs["bag"].offsets)
+        return lookup(tables, {**{name: inputs[name] for name in names}, "bag": bags})
+
+    inputs = {**{name: KeysInput(name) for name in names}, "bag": BagsInput("normal")}
+    export_model(tmp_path / "model", model, tables, inputs, platforms=PLATFORMS)
+    assert load_model(tmp_path / "model").tables == tables.tables
+    missing = ASKED[~np.isin(ASKED, KNOWN)]
+    request = {name: missing for name in names}
+    request["bag"] = jaxsok.Bags(missing, offsets=np.arange(len(missing) + 1))
+    wanted = found_in_training(collection, state, missing)
+    wanted["bag"] = wanted["normal"]
+    config = as_trained(exports["float32"], names, dense_file=str(tmp_path / "model"), **TIERS[tier], **more)
+    with open(config_of(config), warm_up=False) as session:
+        answer = session.predict(request)
+        for name in request:
+            np.testing.assert_array_equal(answer[name], wanted[name], err_msg=name)
+
+
+def test_http_reads_what_find_reads(exports):
+    httpx = pytest.importorskip("httpx")
+    wanted = found_in_training(*untrained())
+    session = open(config_of(as_trained(exports["float32"])), warm_up=False)
+    with server_cases.serving(session) as found, httpx.Client(base_url=found.address, timeout=30) as client:
+        pages = client.get("/v1/models/dlrm").json()["tables"]
+        for name in ("uniform", "normal_zeros"):
+            assert str(pages[name]["default"]).startswith("the initial row" if name == "uniform" else "0.0")
+            answer = client.post("/v1/models/dlrm/lookup", json={"keys": {name: ASKED.tolist()}}).json()
+            np.testing.assert_array_equal(np.float32(answer["rows"][name]), wanted[name])
+
+
+def test_a_default_that_is_configured_counts(exports):
+    """For tables that no other program could serve it is wanted."""
+    collection = jaxsok.Collection(
+        [
+            jaxsok.TableSpec(name, UNKNOWN_DIM, jaxsok.optim.sgd(0.1), initializer=initializer, capacity=8)
+            for name, initializer in TRACED.items()
+        ],
+        [],
+    )
+    folder = exports["float32"].parent / "traced"
+    checkpoint.export_full(folder, collection, collection.init())
+    for name in TRACED:
+        with pytest.raises(ServingError, match=rf"default_value_for_each_table: got no number, .* reads {name}\("):
+            open(config_of(as_trained(folder, [name])))
+    model = {**as_trained(folder, [*TRACED]), "default_value_for_each_table": [0.5, -0.5]}
+    with open(config_of(model), warm_up=False) as session:
+        answer = session.lookup({name: np.array([5]) for name in TRACED})
+        assert [answer[name].tolist() for name in TRACED] == [[[0.5] * 4], [[-0.5] * 4]]
+    model = {**as_trained(exports["float32"], ["normal", "uniform"]), "default_value_for_each_table": [0.25, None]}
+    with open(config_of(model), warm_up=False) as session:
+        answer = session.lookup({"normal": np.array([5]), "uniform": np.array([5])})
+        assert answer["normal"].tolist() == [[0.25] * 4]
+        np.testing.assert_array_equal(answer["uniform"], found_in_training(*untrained(), np.array([5]))["uniform"])
+
+
+def test_exports_that_do_not_tell_are_served_as_before(exports, tmp_path):
+    """Those of an older jaxsok: zeros."""
+    folder = tmp_path / "old"
+    shutil.copytree(exports["float32"], folder)
+    body = json.loads((folder / "manifest.json").read_text())
+    for table in body["tables"].values():
+        del table["unknown"]
+    del body["checksum"]
+    canonical = json.dumps(body, sort_keys=True, separators=(",", ":")).encode()
+    (folder / "manifest.json").write_text(json.dumps({"checksum": zlib.crc32(canonical), **body}))
+    with open(config_of(as_trained(folder)), warm_up=False) as session:
+        answer = session.lookup({name: np.array([5]) for name in INITIALIZERS})
+        assert all(not rows.any() for rows in answer.values())
+        assert session.update(exports["float32"]) == 2  # a session goes on as it was opened
+
+
+@pytest.mark.parametrize("tier", TIERS)
+def test_updates_keep_what_missing_keys_read(exports, tmp_path, tier):
+    """A delta of the same training brings rows; an export of other initial rows is refused."""
+    names = ["normal", "constant"]
+    collection, state = untrained()
+    rows = np.full((1, UNKNOWN_DIM), 8.0, np.float32)
+    base = tmp_path / "base"
+    checkpoint.export_full(base, collection, state)
+    state, _, _ = collection.assign(jax.tree.map(jnp.copy, state), "normal", np.array([5], np.uint64), rows)
+    checkpoint.export_delta(tmp_path / "delta", collection, state, base)
+    checkpoint.export_full(tmp_path / "other", *untrained(seed=1))
+    wanted = found_in_training(collection, state)
+    with open(config_of(as_trained(base, names, **TIERS[tier])), warm_up=False) as session:
+        assert session.update(tmp_path / "delta") == 2
+        answer = session.lookup({name: ASKED for name in names})
+        for name in names:
+            np.testing.assert_array_equal(answer[name], wanted[name])
+        assert answer["normal"][1].tolist() == [8.0] * 4
+        with pytest.raises(ServingError, match=r"seed 1, wanted the initial row: .*1099511627783, .*another session"):
+            session.update(tmp_path / "other")
+        assert session.lookup({"normal": ASKED}).version == 2

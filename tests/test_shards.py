@@ -258,6 +258,7 @@ def test_inside_pmap():
         batch = collection.batch(raw)
         state, stats = step(state, collection.stack(batch.features), collection.stack(batch["target"]))
         counts.append(jax.tree.map(lambda leaf: leaf[0], stats).to_dict())
+        assert stats.to_dict() == counts[-1]  # every device has the counts of all: they are not added
     state = collection.unstack(state)
     want_state, want_counts = fixed_layer()
     assert counts == want_counts
@@ -266,14 +267,15 @@ def test_inside_pmap():
 
 
 @functools.cache
-def one_table():
+def one_table(kind="auto"):
     """The sharded table alone, over four shards."""
-    return programs.over(4, TABLES[:1], FEATURES[:1])
+    return programs.over(4, TABLES[:1], FEATURES[:1], axis_type=TYPES[kind])
 
 
-def test_unstack_undoes_stack():
+@pytest.mark.parametrize("kind", TYPES)
+def test_unstack_undoes_stack(kind):
     """To the bit, and with the shardings that a step wants."""
-    collection = one_table()
+    collection = one_table(kind)
     _, state, _ = programs.lookup(collection)(collection.init(seed=2), programs.batch(collection, user=np.arange(48)))
     before = jax.device_get(state)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
@@ -320,6 +322,15 @@ def test_shards_of_a_mesh_are_numbered_along_the_axes():
         blocks = {i: np.full((1, 2), i) for i in range(4)}
         assert np.asarray(shards.put(blocks))[:, 0].tolist() == [0, 1, 2, 3]
     assert Shards.of(None, None) is None
+
+
+def test_axes_of_several_types_are_refused():
+    """Nobody could say of what type an array is that is split over both."""
+    types = (AxisType.Auto, AxisType.Explicit)
+    mesh = jax.sharding.Mesh(mesh_of().devices, ("data", "model"), axis_types=types)
+    with pytest.raises(ValueError, match=r"Collection: axis: got axes of several types, .* wanted one type"):
+        jaxsok.Collection(TABLES, FEATURES, mesh=mesh, axis=("data", "model"))
+    assert jaxsok.Collection(TABLES, FEATURES, mesh=mesh, axis="model").shards.num_shards == 2
 
 
 def test_a_shard_map_over_a_part_of_the_axes_is_refused():

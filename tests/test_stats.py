@@ -185,3 +185,68 @@ def test_capacities_on_a_mesh_are_those_of_all_shards():
     _, stats = collection.find(state, programs.batch(collection, user=np.arange(4), tag=np.arange(4)))
     assert stats.capacities == (state.stores[0].capacity, state.stores[1].capacity // 2)
     assert stats.capacities[1] == 64
+
+
+def scanned(collection, user, items):
+    """The stacked Stats of a `lax.scan` over the steps, and the Stats of each step by itself."""
+    bags = [jaxsok.Bags(np.array(item), lengths=np.array([len(item), 0])) for item in items]
+    steps = [programs.batch(collection, user=np.array(keys), item=bag) for keys, bag in zip(user, bags, strict=True)]
+
+    def body(state, features):
+        embeddings, state, plan = collection.lookup(state, features)
+        return collection.update(state, plan, jax.tree.map(jnp.ones_like, embeddings))
+
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *steps)
+    last, stats = jax.jit(lambda state: jax.lax.scan(body, state, stacked))(collection.init(seed=0))
+    state, one_by_one = collection.init(seed=0), []
+    for features in steps:
+        state, of_step = programs.learn(collection, state, features)
+        one_by_one.append(of_step)
+    assert collection.num_rows(last) == collection.num_rows(state)
+    return stats, one_by_one
+
+
+USERS, ITEMS = [[1, 2], [1, 3], [4, -1]], [[5, 5], [5, 6, 7], [6]]
+
+
+def test_the_stats_of_a_scan_are_taken_together():
+    """Counts of its steps add up; what is not of one step is that of the last one."""
+    stats, one_by_one = scanned(two_tables(capacity=16, eviction=jaxsok.policies.LeastRecentlyUsed()), USERS, ITEMS)
+    assert stats.words.ndim == 2
+    of_steps = [one.to_dict() for one in one_by_one]
+    latest = {"num_rows", "num_evicted"}
+    for table in ("user", "item"):
+        wanted = {
+            name: of_steps[-1][table][name] if name in latest else sum(one[table][name] for one in of_steps)
+            for name in of_steps[0][table]
+        }
+        assert stats.to_dict()[table] == wanted
+    assert stats.to_dict()["user"]["num_inserted"] == 4 and stats.to_dict()["user"]["num_rows"] == 4
+    stats.check()
+
+
+def test_scalars_of_a_scan():
+    """Rates are those of all steps; fill and load of the last."""
+    stats, one_by_one = scanned(two_tables(capacity=16), USERS, ITEMS)
+    scalars, last = stats.scalars("all"), one_by_one[-1].scalars("all")
+    assert scalars["all/user/hit_rate"] == 1 / 5  # key 1 again, among five
+    assert scalars["all/user/num_found"] == 1.0
+    for name in ("fill", "load", "longest_probe", "num_unplaced", "num_rounds"):
+        assert scalars[f"all/user/{name}"] == last[f"all/user/{name}"], name
+
+
+def test_check_of_a_scan():
+    """A refusal in one step of a scan is raised with the number of all steps."""
+    collection = two_tables(capacity=2, max_capacity=2)  # four rows in the store of both
+    stats, _ = scanned(collection, [[1, 2], [3, 4], [1, 2]], [[-1], [-1], [5, 6, 1]])
+    with pytest.raises(jaxsok.TableFullError, match='table "item": 3 keys refused'):
+        stats.check()
+
+
+def test_sums_over_a_scan_do_not_overflow():
+    """Steps of a long scan may count more than an int32 holds."""
+    _, one = step(two_tables(capacity=16), two_tables(capacity=16).init(seed=0), [5, 5], [5])
+    many = jax.tree.map(lambda words: jnp.full((3, *words.shape), 2**30, words.dtype), one)
+    assert many.to_dict()["user"]["num_found"] == 3 * 2**30
+    none = jax.tree.map(lambda words: words[None][:0], one)
+    assert set(none.to_dict()["user"].values()) == {0}

@@ -68,7 +68,7 @@ def test_scalars_are_the_counts_and_what_follows_from_them(num_shards):
     for state, stats in steps_of(collection, 3):
         scalars = stats.scalars("train")
         expected = expected_scalars(stats, state, stats.to_dict(), "train", num_shards)
-        assert scalars.pop("train/num_stale") == 0.0
+        assert (scalars.pop("train/num_stale"), scalars.pop("train/num_misused_plans")) == (0.0, 0.0)
         assert scalars == pytest.approx(expected, rel=1e-12)
         assert all(type(value) is float for value in scalars.values())
     assert num_shards > 1 or scalars["train/user/num_refused"] > 0
@@ -89,7 +89,7 @@ def test_one_array_brings_all_counts():
     for num_shards in (1, 4):
         _, stats = next(steps_of(three_tables(num_shards), 1))
         (words,) = jax.tree.leaves(stats)
-        assert words.dtype == np.int32 and words.shape == (3 * 9 + 2 + 2 + 1 + 2 * num_shards,)
+        assert words.dtype == np.int32 and words.shape == (3 * 9 + 2 + 2 + 2 + 2 * num_shards,)
         assert len(on_one_device(stats).words.devices()) == 1
         fetched = jax.device_get(stats)
         for name in ("num_found", "num_evicted", "longest_probe", "num_stale"):
@@ -132,6 +132,7 @@ def made(counts, evicted, *, stale=0, num_rows=(0, 0), rounds=0):
         num_unplaced=one,
         num_rounds=np.int32([rounds]),
         num_stale=np.int32([stale]),
+        num_misused_plans=np.int32([0]),
         longest_probe=one,
     )
     return jaxsok.Stats(words, tables=("user", "item"), capacities=(64, 64), stores=(0, 0), entries=(128, 128))
@@ -201,6 +202,7 @@ def test_a_window_over_real_steps(num_shards):
         assert window.sums() == expected
         scalars = window.scalars()
         assert (scalars.pop("jaxsok/num_steps"), scalars.pop("jaxsok/num_stale")) == (len(kept), 0)
+        assert scalars.pop("jaxsok/num_misused_plans") == 0
         assert scalars == pytest.approx(expected_scalars(stats, state, expected, num_shards=num_shards), rel=1e-12)
 
 
@@ -316,3 +318,12 @@ def test_writers_of_either_kind():
     assert "train/item/num_found" in window.scalars("train")
     with pytest.raises(TypeError, match="add_scalar"):
         write_scalars(object(), 7, stats)
+
+
+def test_a_window_of_stats_that_were_donated():
+    """An error that says so; jaxlib itself ends the process when a deleted array is asked whether it is ready."""
+    window, stats = StatsWindow(1), made([(1, 1)] * 6, (0, 0))
+    window.push(stats)
+    stats.words.delete()
+    with pytest.raises(ValueError, match="StatsWindow: stats: got counts that were donated"):
+        window.scalars()

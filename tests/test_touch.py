@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jaxsok
+from jaxsok import policies
 from jaxsok.types import COUNTERS
 
 NUM_SAMPLES, HOTNESS = 8, 3
@@ -146,8 +147,8 @@ def test_clock_is_the_step():
 
 
 @pytest.mark.parametrize("num_shards", (1, 4))
-def test_frequency_wraps_and_a_hot_key_is_counted_whole(num_shards):
-    """All positions of a large batch are one key; the count goes on from 2**32 - 3."""
+def test_frequency_stops_at_its_end_and_a_hot_key_is_counted_whole(num_shards):
+    """All positions of a large batch are one key; from 2**32 - 3 on it ends at 2**32 - 1, and stays there."""
     collection = collection_of("fused" if num_shards == 1 else "rounds", num_shards)
     state = collection.init(seed=0)
     raw = {
@@ -161,8 +162,9 @@ def test_frequency_wraps_and_a_hot_key_is_counted_whole(num_shards):
     (slab,) = store.statistics
     near = jnp.where(slab > 0, jnp.uint32(2**32 - 3), slab)
     state = dataclasses.replace(state, stores=(dataclasses.replace(store, statistics=(near,)),))
-    _, state, _ = collection.lookup(state, collection.batch(raw).features)
-    assert statistics_of(state)[0] == {(0, 7): (0, 4093), (1, 7): (0, 4093)}
+    for _ in range(2):
+        _, state, _ = collection.lookup(state, collection.batch(raw).features)
+        assert statistics_of(state)[0] == {(0, 7): (0, 2**32 - 1), (1, 7): (0, 2**32 - 1)}
 
 
 def test_freed_rows_start_anew():
@@ -268,3 +270,24 @@ def test_statistics_stay_where_they_are(way, num_shards):
     state = erase(state)
     assert places(state) == before
     assert statistics_of(state)[0] == {(0, 6): (3, 8), (1, 7): (3, 8)}
+
+
+@pytest.mark.parametrize("num_shards", (1, 4))
+def test_frequency_begins_with_the_row(num_shards):
+    """Sightings of earlier lookups are not in it; all occurrences of the lookup that makes the row are."""
+    tables = [
+        jaxsok.TableSpec(
+            name, 1, jaxsok.optim.sgd(0.1), capacity=64, statistics=True, admission=policies.AdmitByCount(n)
+        )
+        for name, n in (("a", 3), ("b", 1))
+    ]
+    features = [jaxsok.FeatureSpec(table.name, table.name) for table in tables]
+    collection = programs.over(num_shards, tables, features) if num_shards > 1 else jaxsok.Collection(tables, features)
+    state = collection.init(seed=0)
+    for keys in ([5, 5, 6, 7], [5, 5, 6, 7], [5, 6, 6, 6], [7, 8, 8, 8]):
+        batch = programs.batch(collection, a=np.array(keys), b=np.array(keys))
+        _, state, _ = programs.lookup(collection)(state, batch)
+    want = {"a": {5: 3, 6: 3, 7: 1, 8: 3}, "b": {5: 5, 6: 5, 7: 3, 8: 3}}
+    for name in want:
+        table = collection.export_table(state, name)
+        assert dict(zip(table["keys"].tolist(), table["frequency"].tolist(), strict=True)) == want[name]

@@ -221,8 +221,9 @@ def test_another_learning_rate_compiles_nothing():
         num_traces.append(1)
         return collection.update(state, plan, gradients, learning_rate=rate)
 
-    _, state, plan = collection.lookup(collection.init(seed=0), programs.batch(collection, user=np.array([1])))
+    state = collection.init(seed=0)
     for rate in (0.5, 0.25, 0.125):
+        _, state, plan = collection.lookup(state, programs.batch(collection, user=np.array([1])))
         state, _ = step(state, plan, {"user": jnp.ones((1, DIM))}, jnp.float32(rate))
     assert len(num_traces) == 1
     np.testing.assert_array_equal(programs.rows_of(collection, state)[1], np.full(DIM, -0.875))
@@ -391,14 +392,3 @@ def test_gradients_by_jax_grad():
     want = jax.grad(loss_of_rows)(jnp.stack([before[3], before[5]]))
     # Two float32 computations of numbers of size <= 1, each with some tens of roundings.
     np.testing.assert_allclose(np.stack([before[3] - after[3], before[5] - after[5]]), want, rtol=1e-4, atol=1e-6)
-
-
-def test_one_plan_may_be_applied_again():
-    """A plan is not used up: two updates with it are two steps."""
-    collection = zeros_table()
-    _, state, plan = collection.lookup(collection.init(seed=0), programs.batch(collection, user=np.array([1, 2])))
-    for _ in range(2):
-        state, stats = collection.update(state, plan, {"user": jnp.ones((2, DIM))})
-        stats.check()
-    np.testing.assert_array_equal(programs.rows_of(collection, state)[1], np.full(DIM, -2.0))
-    assert int(state.step) == 2

@@ -25,6 +25,11 @@ JAXSOK_HOST_DEVICE uint64_t HashOf(uint64_t key, uint32_t table, uint64_t salt) 
   return Mix64(Mix64(key ^ salt) + (table + 1) * kGolden);
 }
 
+/// What a key adds to the digest of a batch. The position takes part: the same keys in another order are another batch.
+JAXSOK_HOST_DEVICE uint64_t DigestOf(uint64_t key, int64_t position) {
+  return Mix64(key + (static_cast<uint64_t>(position) + 1) * kGolden);
+}
+
 /// The home bucket: multiply-high, so that num_buckets need not be a power of two.
 JAXSOK_HOST_DEVICE uint32_t HomeBucket(uint64_t hash, uint32_t num_buckets) {
   return static_cast<uint32_t>(((hash >> 32) * static_cast<uint64_t>(num_buckets)) >> 32);

@@ -107,7 +107,7 @@ static_assert(sizeof(Record) == 16, "a record is one 16-byte store");
 /// What a store that is asked for statistics keeps of each row.
 struct alignas(8) RowStatistics {
   uint32_t last_step;  // the clock of the last lookup that used the row
-  uint32_t frequency;  // occurrences in lookups since the row was made, modulo 2^32
+  uint32_t frequency;  // occurrences in lookups since the row was made, 2^32 - 1 at most
 };
 static_assert(sizeof(RowStatistics) == 8, "two words of a uint32[capacity, 2]");
 

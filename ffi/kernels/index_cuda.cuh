@@ -232,10 +232,10 @@ struct UseNotes {
   __device__ bool AreKept() const { return clock != nullptr; }
   /// What last_step becomes. Asked early, so that no store waits for it.
   __device__ uint32_t Now() const { return AreKept() ? __ldg(clock) : 0; }
-  /// Frequencies are added to atomically; whoever writes a last_step writes the same clock. Nobody waits for either.
+  /// Frequencies are counted atomically; whoever writes a last_step writes the same clock.
   __device__ void Add(const SlabStarts& starts, uint32_t row_id, uint32_t uses, uint32_t now) const {
     RowStatistics* line = statistics.At(starts, row_id, 1);
-    atomicAdd(&line->frequency, uses);
+    CountAtomically(&line->frequency, uses);
     line->last_step = now;
   }
   /// One use of each lane's row; row ids that are not below the capacity have none. All lanes of the warp.

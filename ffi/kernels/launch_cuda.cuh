@@ -247,6 +247,12 @@ struct Packed<Row, 8> {
   __device__ static Type OfWords(const uint32_t* words) { return make_uint4(words[0], words[1], words[2], words[3]); }
 };
 
+/// Adds to a count that stops at its largest value. Whatever the order of the threads, the sum is the same: each
+/// addition that passes the end, as all do once it is reached, writes the end behind it.
+__device__ __forceinline__ void CountAtomically(uint32_t* count, uint32_t value) {
+  if (atomicAdd(count, value) > UINT32_MAX - value) atomicExch(count, UINT32_MAX);
+}
+
 /// Memory that no kernel writes meanwhile.
 template <typename T>
 __device__ __forceinline__ T LoadReadOnly(const T* at) {

@@ -76,6 +76,14 @@ void AddAtomically(T* sum, T value) {
   __atomic_fetch_add(sum, value, __ATOMIC_RELAXED);
 }
 
+/// Adds to a count that stops at its largest value. Whatever the order of the threads, the sum is the same: each
+/// addition that passes the end, as all do once it is reached, writes the end behind it.
+inline void CountAtomically(uint32_t* count, uint32_t value) {
+  if (__atomic_fetch_add(count, value, __ATOMIC_RELAXED) > UINT32_MAX - value) {
+    __atomic_store_n(count, UINT32_MAX, __ATOMIC_RELAXED);
+  }
+}
+
 template <typename T>
 void MaxAtomically(T* maximum, T value) {
   T seen = __atomic_load_n(maximum, __ATOMIC_RELAXED);

@@ -208,7 +208,31 @@ __global__ void __launch_bounds__(kBlock)
   if (i < num_keys && inverse[i] < num_keys) inverse[i] = static_cast<int32_t>(place_of[inverse[i]]);
 }
 
+// Each thread adds up every so many keys, each warp adds its sum to the digest.
+// No race: sums of integers by atomics, in any order.
+__global__ void __launch_bounds__(kBlock) DigestKernel(const uint64_t* keys, int64_t num_keys, uint64_t* digest) {
+  uint64_t sum = 0;
+  const int64_t stride = int64_t{gridDim.x} * kBlock;
+  for (int64_t i = int64_t{blockIdx.x} * kBlock + threadIdx.x; i < num_keys; i += stride) {
+    sum += DigestOf(__ldg(keys + i), i);
+  }
+#pragma unroll
+  for (int offset = kWarp / 2; offset >= 1; offset /= 2) sum += __shfl_down_sync(~0u, sum, offset);
+  if (threadIdx.x % kWarp == 0) {
+    atomicAdd(reinterpret_cast<unsigned long long*>(digest), static_cast<unsigned long long>(sum));
+  }
+}
+
 }  // namespace
+
+LaunchError LaunchPlanDigest(Stream stream, const uint64_t* keys, int64_t num_keys, uint64_t* digest) {
+  if (num_keys == 0) return nullptr;
+  constexpr int64_t kKeysPerThread = 8;  // under way together: the keys come from memory
+  const int64_t blocks = CeilDiv<int64_t>(num_keys, kBlock * kKeysPerThread);
+  DigestKernel<<<static_cast<unsigned>(blocks), kBlock, 0, stream>>>(keys, num_keys, digest);
+  JAXSOK_RETURN_IF_CUDA(cudaGetLastError());
+  return nullptr;
+}
 
 LaunchError LaunchPlan(Stream stream, const BatchView& batch, uint64_t salt, const PlanView& plan, void* workspace) {
   WorkspaceCutter rest(nullptr);

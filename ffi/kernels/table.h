@@ -94,8 +94,9 @@ struct StatisticsView {
 /// Notes in the statistics of rows that a lookup used them.
 ///
 /// Pre    : clock is one word of the device's memory; uses[i] is how often position i stands for its row; null: once.
+///          Each is below 2^27, so that those of a warp can be added up.
 /// Post   : of each row in row_ids, last_step is the clock and frequency has grown by the uses of all its positions,
-///          modulo 2^32. Row ids that are not below the capacity are passed over.
+///          to 2^32 - 1 at most. Row ids that are not below the capacity are passed over.
 /// Order  : integers are added and all writers of a row write one clock: the same bits on every run and both back ends.
 /// Cost   : per position 4 B in (8 B with uses); per row 8 B in and out.
 LaunchError LaunchTouch(Stream stream, const StatisticsView& statistics, const uint32_t* row_ids, const uint32_t* uses,

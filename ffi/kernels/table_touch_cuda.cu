@@ -9,7 +9,7 @@ namespace {
 
 // One thread, one position, grid-stride; of the lanes of a warp with one row the first adds up and writes for all: a
 // hot key stands in many lanes of every warp, whose additions to one word would come one after the other.
-// Frequencies are added to atomically; whoever writes a last_step writes the same clock.
+// Frequencies are counted atomically; whoever writes a last_step writes the same clock.
 __global__ void __launch_bounds__(kBlock)
     TouchKernel(const __grid_constant__ StatisticsView statistics, const uint32_t* row_ids, const uint32_t* uses,
                 int64_t num_keys, const uint32_t* clock) {
@@ -29,7 +29,7 @@ __global__ void __launch_bounds__(kBlock)
     }
     if (lane != __ffs(static_cast<int>(peers)) - 1) continue;
     RowStatistics* line = statistics.data.At(statistics.starts, row_id, 1);
-    atomicAdd(&line->frequency, sum);
+    CountAtomically(&line->frequency, sum);
     line->last_step = now;
   }
 }

@@ -23,7 +23,7 @@ inline void TouchRange(const StatisticsView& statistics, const uint32_t* row_ids
     if (row_ids[i] >= statistics.capacity) continue;
     RowStatistics* line = statistics.data.At(statistics.starts, row_ids[i], 1);
     // Another thread may touch the same row.
-    AddAtomically(&line->frequency, uses == nullptr ? uint32_t{1} : uses[i]);
+    CountAtomically(&line->frequency, uses == nullptr ? uint32_t{1} : uses[i]);
     __atomic_store_n(&line->last_step, now, __ATOMIC_RELAXED);
   }
 }

@@ -579,7 +579,8 @@ class Machine {
     JAXSOK_CHECK_SEED(IsSame(row_ids, row_ids_), seed_);
     for (const uint32_t row_id : row_ids) {
       if (!keeps_statistics || row_id == kNoRow) continue;
-      wanted_statistics[row_id] = {clock, wanted_statistics[row_id].frequency + 1};
+      const uint32_t frequency = wanted_statistics[row_id].frequency;
+      wanted_statistics[row_id] = {clock, frequency + (frequency < UINT32_MAX ? 1u : 0u)};
     }
     JAXSOK_CHECK_SEED(
         std::memcmp(statistics.data(), wanted_statistics.data(), sizeof(RowStatistics) * statistics.size()) == 0,
@@ -1067,7 +1068,8 @@ void TestTouch(uint64_t seed, int num_threads) {
     uses[i] = random.Below(7);
     if (row_ids[i] >= view.capacity) continue;
     wanted[row_ids[i]].first = clock;
-    wanted[row_ids[i]].second += has_uses ? uses[i] : 1;
+    const uint64_t total = uint64_t{wanted[row_ids[i]].second} + (has_uses ? uses[i] : 1);
+    wanted[row_ids[i]].second = static_cast<uint32_t>(std::min<uint64_t>(total, UINT32_MAX));
   }
   LaunchTouch(&executor, view, row_ids.data(), has_uses ? uses.data() : nullptr, n, &clock);
   bool is_same = true;

@@ -55,6 +55,7 @@ def load(
         if state is not None:
             # Nothing is changed before all of it is known to be whole.
             collection._check_state(op, state)
+            collection._check_untraced(op, state)
             for source in chain:
                 chosen_tables(source, collection, tables)
                 check_forms(source, collection, names, optimizer_state)
@@ -101,6 +102,7 @@ def apply_delta(
     op = "apply_delta"
     with processes.together(op):
         collection._check_state(op, state)
+        collection._check_untraced(op, state)
         source = Source.of(op, pathlib.Path(path))
         is_path = not isinstance(after, str) or (pathlib.Path(after) / manifest_lib.NAME).exists()
         held = Source.of(op, pathlib.Path(after)).manifest["uuid"] if is_path else after
@@ -128,6 +130,8 @@ def _apply(
     with processes.together(source.op):
         names = chosen_tables(source, collection, tables)
         taken = check_forms(source, collection, names, optimizer_state)
+    if is_whole:
+        beside_rows.note_keys(source, collection)
     # What goes makes room for what comes: a table that evicts may be full at both ends of a delta.
     more = {name: _more_rows(source, collection, held.state, name) for name in names}
     held.state = restore_lib.with_room(source, collection, held.state, more)

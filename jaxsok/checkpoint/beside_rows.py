@@ -18,7 +18,7 @@ from jaxsok.checkpoint.save import admission_of
 from jaxsok.checkpoint.source import OptimizerState, Source
 from jaxsok.collection import Collection
 from jaxsok.plan import owners_of
-from jaxsok.shards import Shards
+from jaxsok.shards import Shards, local_parts
 from jaxsok.specs import StoreSpec
 from jaxsok.store import State, StoreState
 from jaxsok.types import COUNTERS
@@ -71,6 +71,22 @@ def with_store_words(source: Source, collection: Collection, state: State) -> St
         words[COUNTERS.index("generation")] = saved["generation"]
         state = _with_store(state, s, counters=_put(collection, lambda _, words=words: words.copy()))
     return state
+
+
+def note_keys(source: Source, collection: Collection) -> None:
+    """Tells `grow` how many keys a step had when the state was saved; nothing is known of older formats."""
+    for s, spec in enumerate(collection.stores):
+        names = {table.name for table in spec.tables}
+        totals = [0, 0]
+        for saved in source.manifest["stores"]:
+            if names & set(saved["tables"]):
+                # Of a shard, but for replicated stores, where every shard has all keys.
+                num_shards = 1 if saved["is_replicated"] else source.manifest["num_shards"]
+                totals[0] += num_shards * saved.get("keys_per_step", 0)
+                totals[1] += num_shards * saved.get("assigned_per_step", 0)
+        keys, assigned = (total if spec.is_replicated else -(-total // spec.num_shards) for total in totals)
+        collection.growth.saw_batch(s, keys)
+        collection.growth.saw_assign(s, assigned)
 
 
 # Words of stores -----------------------------------------------------------------------------------------------------
@@ -161,7 +177,7 @@ def _add_waiting(source: Source, collection: Collection, held: Held, s: int, num
     hold(_forgotten(spec, number, shards, held.state.stores[s]))
     for keys, counts in processes.in_step(source.op, _gathered(source.waiting(spec.tables[number].name))):
         # Who was seen often enough for a lower threshold waits for one more sight.
-        counts = np.minimum(counts, np.uint32(spec.tables[number].admission.num_sightings - 1))
+        counts = np.minimum(counts, np.uint32(spec.tables[number].admission.threshold - 1))
         owners = owners_of(spec, number, keys, collection.partition_owners)
         hold(admission_lib.with_waiting(spec, held.state.stores[s], number, keys, counts, owners, shards))
 
@@ -209,7 +225,7 @@ def _with_bloom(source: Source, collection: Collection, state: State, s: int, nu
         )
     (bloom,) = state.stores[s].bloom
     blocks = {}
-    for shard, part in _local_parts(bloom, spec).items():
+    for shard, part in local_parts(bloom, spec.num_shards).items():
         counters = np.array(part).view(np.uint8)
         counters[begin : begin + size] = 0
         if is_same:
@@ -217,10 +233,3 @@ def _with_bloom(source: Source, collection: Collection, state: State, s: int, nu
             counters[begin : begin + size] = words.view(np.uint8)[old_begin : old_begin + old_size]
         blocks[shard] = counters.view(np.uint32)
     return _with_store(state, s, bloom=(_put(collection, blocks.__getitem__),))
-
-
-def _local_parts(array: Any, spec: StoreSpec) -> dict[int, Any]:
-    """The parts of a split array that this process has, by shard."""
-    size = array.shape[0] // spec.num_shards
-    parts = {(part.index[0].start or 0) // size: part.data for part in array.addressable_shards}
-    return {shard: parts[shard] for shard in sorted(parts)}

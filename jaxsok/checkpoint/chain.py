@@ -18,6 +18,7 @@ from jaxsok.collection import Collection
 from jaxsok.store import State
 
 KEYS_AT_A_TIME = 1 << 18  # 2 MiB of keys: enough for a device to be busy, few enough for a host
+MOST_LINKS = 10_000  # a week of deltas, one a minute
 Path = str | os.PathLike[str]
 
 
@@ -25,19 +26,18 @@ def chain_of(op: str, path: Path | Sequence[Path]) -> list[Source]:
     """The links of a chain, first the full one, checked to follow each other.
 
     Raises:
-      ValueError: a link is missing or of another chain.
+      ValueError: a link is missing or of another chain, or the bases of a delta lead to no full export.
     """
     if isinstance(path, (str, os.PathLike)):
         links = [Source.of(op, pathlib.Path(path))]
         while links[0].manifest["kind"] == "delta":
-            delta = links[0]
-            folder = (delta.folder.absolute().parent / delta.manifest["base_path"]).resolve()
-            if not (folder / manifest_lib.NAME).exists():
+            links.insert(0, _base_of(op, links[0]))
+            # A base is known by its number, so the links of a circle would have numbers that no export writes.
+            if len(links) > MOST_LINKS or links[0].manifest["uuid"] in [link.manifest["uuid"] for link in links[1:]]:
                 raise ValueError(
-                    f'{op}: path: got the delta "{delta.folder}" alone, whose base "{folder}" is not there; give all '
-                    "links in order, the full export first."
+                    f'{op}: path: got "{path}", whose bases lead in a circle or through more than {MOST_LINKS} deltas, '
+                    f'the last of them to "{links[0].folder}", wanted a full export at the end; write one.'
                 )
-            links.insert(0, Source.of(op, folder))
     else:
         links = [Source.of(op, pathlib.Path(one)) for one in path]
         if not links:
@@ -47,6 +47,24 @@ def chain_of(op: str, path: Path | Sequence[Path]) -> list[Source]:
     for before, link in itertools.pairwise(links):
         check_link(op, link, before.manifest["uuid"], f'"{before.folder}"')
     return links
+
+
+def _base_of(op: str, delta: Source) -> Source:
+    """The export that a delta rests on, where it was when the delta was written."""
+    folder = (delta.folder.absolute().parent / delta.manifest["base_path"]).resolve()
+    if not (folder / manifest_lib.NAME).exists():
+        raise ValueError(
+            f'{op}: path: got the delta "{delta.folder}" alone, whose base "{folder}" is not there; give all '
+            "links in order, the full export first."
+        )
+    base = Source.of(op, folder)
+    if base.manifest["uuid"] != delta.manifest["base"]:
+        raise ValueError(
+            f'{op}: path: got the delta "{delta.folder}", which rests on {delta.manifest["base"]}, wanted that in '
+            f'"{folder}", where it was, and which is {base.manifest["uuid"]}: a folder was renamed or written anew; '
+            "give all links in order, the full export first."
+        )
+    return base
 
 
 def check_link(op: str, link: Source, uuid: str, before: str) -> None:

@@ -5,6 +5,7 @@ base and what it rests on have, and the tables have not.
 """
 
 import dataclasses
+import logging
 import os
 import pathlib
 import shutil
@@ -13,7 +14,7 @@ from collections.abc import Callable, Sequence
 import jax
 import numpy as np
 
-from jaxsok import processes
+from jaxsok import processes, published
 from jaxsok.checkpoint import lineage as lineage_lib
 from jaxsok.checkpoint import manifest as manifest_lib
 from jaxsok.checkpoint.chain import Path, chain_of, gone_keys
@@ -21,6 +22,8 @@ from jaxsok.checkpoint.save import HOST_BYTES, PIECE_BYTES, SaveOptions, SaveRep
 from jaxsok.checkpoint.source import check_forms, chosen_tables
 from jaxsok.collection import Collection
 from jaxsok.store import State
+
+LOG = logging.getLogger("jaxsok.checkpoint")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +68,7 @@ def export_full(
       piece_bytes: what is copied from the device at a time.
 
     Raises:
-      FileExistsError: the path is taken.
+      FileExistsError: the path is taken, or another process took it while this one wrote.
       ValueError: a row has a later last step than `clock`: lookups were told another one.
 
     Cost:
@@ -120,7 +123,7 @@ def export_delta(
     this where a step has ended.
 
     Raises:
-      FileExistsError: the path is taken.
+      FileExistsError: the path is taken, or another process took it while this one wrote.
       ValueError: a table keeps no statistics, the base is of other tables, of a later time, or of a state that this
         one did not come from (one that was lost, when this one was restored from before the base); or a row has a later
         last step than `clock`.
@@ -141,6 +144,7 @@ def export_delta(
                 "last step of each row; declare TableSpec(statistics=True)."
             )
     collection._check_state(op, state)
+    collection._check_untraced(op, state)
     with processes.together(op):
         chain = chain_of(op, base)
         last = chain[-1].manifest
@@ -187,20 +191,29 @@ def _export(
     saving_of: Callable[[dict[str, np.ndarray]], Saving],
     tombstones_of: Callable[[], dict[str, np.ndarray]] = dict,
 ) -> Exported:
-    """Writes into a folder of another name, and gives it its own when all of it is on the disk.
+    """Writes into a folder whose name no other job has, and gives it its own when all of it is on the disk.
 
     What fails in one process fails in all of them, and what was written goes.
     """
     final = pathlib.Path(path)
-    folder = final.with_name(f"{final.name}.writing")
+    token = processes.drawn(is_shared=True).tobytes().hex()  # the processes of a job write into one folder
+    folder = published.unfinished(final, token)
     is_first = jax.process_index() == 0
     with processes.together(op):
-        if final.exists():
+        # The first one alone: another host's network file system would remember that there is no such name.
+        if is_first and os.path.lexists(final):
             raise FileExistsError(f'{op}: path: got "{final}", which exists, wanted a new one.')
+        if is_first and (others := published.left_behind(final)):
+            LOG.warning(
+                '%s: path: beside "%s" are %s: of exports that are being written, or of processes that died; remove '
+                "those that nobody writes.",
+                op,
+                final,
+                others,
+            )
     try:
         with processes.together(op):
             if is_first:
-                shutil.rmtree(folder, ignore_errors=True)  # of an export that did not end
                 folder.mkdir(parents=True)
         tombstones = tombstones_of()
         with processes.together(op):
@@ -217,9 +230,7 @@ def _export(
         with processes.together(op):
             if is_first:
                 manifest_lib.join_parts(op, folder)
-                _sync(folder)
-                folder.rename(final)
-                _sync(final.absolute().parent)
+                published.publish(op, folder, final)
     except Exception:
         # All processes are here: nobody writes into it any more.
         if is_first:
@@ -239,12 +250,3 @@ def _export(
         },
         report=saving.report,
     )
-
-
-def _sync(folder: pathlib.Path) -> None:
-    """Has the names in a folder on the disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -55,7 +55,7 @@ def begun(collection: Collection, state: State, manifest: Mapping[str, Any], *, 
       is_exact: whether the state has all of that, so that a delta on it is what changes from here on.
     """
     words = processes.drawn(is_shared=collection.shards is not None and collection.shards.num_processes > 1)
-    state = dataclasses.replace(state, lineage=collection._lineage(words))
+    state = dataclasses.replace(state, lineage=collection._lineage(words), tickets=collection._no_tickets())
     saved = manifest.get("lineage")
     if is_exact and saved is not None:
         before = ((one, order) for one, order in saved["ancestors"])

@@ -5,7 +5,10 @@ is the last file of a folder: without it there is nothing to read.
 """
 
 import base64
+import binascii
 import json
+import math
+import reprlib
 import uuid
 import zlib
 from collections.abc import Mapping, Sequence
@@ -13,14 +16,19 @@ from typing import Any
 
 import numpy as np
 
+from jaxsok import manifests
 from jaxsok.checkpoint.files import CorruptFileError, SavedFile, TableForm, keys_schema, write_synced
+from jaxsok.initializers import InitialRows
+from jaxsok.manifests import Wrong, entries, integer, list_of, number, text, tuple_of
+from jaxsok.specs import TableSpec
 from jaxsok.types import NUM_PARTITIONS
 
 FORMAT = "jaxsok tables"
 VERSION = 1
 """Of the format; a reader takes its own and older ones."""
 NAME = "manifest.json"
-ROWS, WAITING, TOMBSTONES, BLOOM = "files", "waiting", "tombstones", "bloom"
+_KINDS = ROWS, WAITING, TOMBSTONES = "files", "waiting", "tombstones"
+BLOOM = "bloom"
 
 
 def part_name(process: int) -> str:
@@ -39,8 +47,12 @@ def join_parts(op: str, folder: Any) -> dict[str, Any]:
     Raises:
       CorruptFileError: a part is missing.
     """
-    first = _unsealed(op, folder / part_name(0))
-    parts = [first, *(_unsealed(op, folder / part_name(n)) for n in range(1, first["num_processes"]))]
+    first = _read(op, folder / part_name(0), _PART)
+    parts = [first, *(_read(op, folder / part_name(n), _PART) for n in range(1, first["num_processes"]))]
+    for n, part in enumerate(parts):
+        if part["tables"].keys() != first["tables"].keys():
+            what = f"tables: got {list(part['tables'])}, wanted {list(first['tables'])}, as process 0 saved"
+            raise manifests.damaged(op, folder / part_name(n), what, CorruptFileError)
     whole = {name: value for name, value in first.items() if name not in ("tables", "bloom", "pause_s")}
     whole |= {"uuid": uuid.uuid4().hex, "pauses_s": [part["pause_s"] for part in parts], "tables": {}}
     whole[BLOOM] = [entry for part in parts for entry in part[BLOOM]]
@@ -50,7 +62,7 @@ def join_parts(op: str, folder: Any) -> dict[str, Any]:
         for count in ("num_rows", "num_nonfinite", "num_evicted"):
             joined[count] = sum(one[count] for one in ones)
         joined["partition_rows"] = packed(sum(unpacked(one["partition_rows"]) for one in ones))
-        for kind in (ROWS, WAITING, TOMBSTONES):
+        for kind in _KINDS:
             joined[kind] = [entry for one in ones for entry in one[kind]]
         whole["tables"][name] = joined
     # First away and then written: a folder with a manifest is whole.
@@ -76,15 +88,7 @@ def read(op: str, folder: Any) -> dict[str, Any]:
             f'{op}: path: got "{folder}", which has no {NAME}, wanted a folder of saved tables; a save that did not '
             "end leaves none."
         )
-    manifest = _unsealed(op, path)
-    if manifest.get("format") != FORMAT:
-        raise CorruptFileError(f'{op}: file "{path}", byte 0: got no manifest of jaxsok, wanted format "{FORMAT}".')
-    if manifest["version"] > VERSION:
-        raise ValueError(
-            f'{op}: file "{path}": got version {manifest["version"]} of the format, wanted at most {VERSION}; use the '
-            "jaxsok that wrote it, or a newer one."
-        )
-    return manifest
+    return _read(op, path, _WHOLE)
 
 
 def table_files(op: str, folder: Any, manifest: Mapping[str, Any], table: str, kind: str = ROWS) -> list[SavedFile]:
@@ -95,18 +99,64 @@ def table_files(op: str, folder: Any, manifest: Mapping[str, Any], table: str, k
 
 
 def packed(values: np.ndarray) -> str:
-    """Integers as a short text."""
+    """A number for each partition, as a short text."""
     return base64.b64encode(zlib.compress(np.asarray(values, "<i8").tobytes())).decode()
 
 
-def unpacked(text: str) -> np.ndarray:
+def unpacked(value: str) -> np.ndarray:
     """What `packed` was given.
 
+    Raises:
+      Wrong: it was given nothing that makes this.
+
     Example:
-      >>> unpacked(packed(np.array([3, 0, 1]))).tolist()
-      [3, 0, 1]
+      >>> unpacked(packed(np.arange(4096)))[7:9].tolist()
+      [7, 8]
     """
-    return np.frombuffer(zlib.decompress(base64.b64decode(text)), "<i8").astype(np.int64)
+    wanted = f"{NUM_PARTITIONS} counts, packed"
+    try:
+        stream, size = zlib.decompressobj(), 8 * NUM_PARTITIONS
+        data = stream.decompress(base64.b64decode(value, validate=True), size + 1)  # no more, whatever it claims
+    except (zlib.error, ValueError, TypeError) as error:
+        raise Wrong(value, f"{wanted} ({error})") from error
+    if len(data) != size or not stream.eof or stream.unused_data:
+        raise Wrong(value, wanted)
+    counts = np.frombuffer(data, "<i8").astype(np.int64)
+    if counts.min() < 0 or counts.max() >= 2**48:  # so that they can be added
+        raise Wrong(value, f"{wanted}, none of them negative or above 2**48")
+    return counts
+
+
+def unknown_to_json(table: TableSpec, seed: int) -> dict[str, Any]:
+    """What `find` gives for a key of a table without a row; one entry, by what it is."""
+    reads = table.unknown_reads(seed)
+    if isinstance(reads, InitialRows):
+        return {"initial": reads.to_json()}
+    return {"value": reads} if isinstance(reads, float) else {"traced": repr(reads)}
+
+
+def unknown_from_json(value: Any) -> float | InitialRows | str | None:
+    """What `unknown_to_json` gave: a number, initial rows, or the words for what no other program can work out.
+
+    Args:
+      value: None: of a manifest that does not say.
+
+    Raises:
+      Wrong: it is something else.
+    """
+    if value is None:
+        return None
+    try:
+        ((kind, inner),) = value.items()
+        if kind == "initial":
+            return InitialRows.from_json(inner)
+        if kind == "value" and type(inner) in (int, float) and abs(inner) < 2.0**128:
+            return float(inner)
+        if kind == "traced" and isinstance(inner, str):
+            return inner
+    except (AttributeError, KeyError, TypeError, ValueError):
+        pass
+    raise Wrong(value, "one of initial, value and traced, as a save writes it")
 
 
 def array_to_json(array: np.ndarray) -> dict[str, Any]:
@@ -120,9 +170,19 @@ def array_to_json(array: np.ndarray) -> dict[str, Any]:
 
 
 def array_from_json(value: Mapping[str, Any]) -> np.ndarray:
-    """What `array_to_json` was given."""
-    data = base64.b64decode(value["data"])
-    return np.frombuffer(data, np.dtype(value["dtype"])).reshape(value["shape"]).copy()
+    """What `array_to_json` was given.
+
+    Raises:
+      Wrong: it was given nothing that makes this.
+    """
+    dtype, shape = np.dtype(value["dtype"]), value["shape"]
+    try:
+        data = base64.b64decode(value["data"], validate=True)
+    except binascii.Error as error:
+        raise Wrong(value["data"], f"bytes as base64 ({error})", "data") from error
+    if len(data) != math.prod(shape) * dtype.itemsize:
+        raise Wrong(f"{len(data)} bytes", f"{dtype}{shape}", "data")
+    return np.frombuffer(data, dtype).reshape(shape).copy()
 
 
 def rows_by_partition(tables: Sequence[Mapping[str, Any]]) -> np.ndarray:
@@ -133,38 +193,189 @@ def rows_by_partition(tables: Sequence[Mapping[str, Any]]) -> np.ndarray:
 def _sealed(body: dict[str, Any]) -> str:
     """JSON with a checksum of its own, a line for each part."""
     lines = [f"{json.dumps(name)}: {json.dumps(value)}" for name, value in body.items()]
-    return "{\n" + ",\n".join([f'"checksum": {zlib.crc32(_canonical(body))}', *lines]) + "\n}\n"
+    sealed = "{\n" + ",\n".join([f'"checksum": {zlib.crc32(_canonical(body))}', *lines]) + "\n}\n"
+    if len(sealed) > manifests.MOST_BYTES:
+        raise ValueError(
+            f"save: piece_bytes: got a manifest of {len(sealed)} bytes, wanted at most {manifests.MOST_BYTES}: it "
+            "tells of each batch of rows; pass larger piece_bytes, so that they are fewer."
+        )
+    return sealed
 
 
 def _canonical(body: Mapping[str, Any]) -> bytes:
     return json.dumps(body, sort_keys=True, separators=(",", ":")).encode()
 
 
-def _unsealed(op: str, path: Any) -> dict[str, Any]:
+def _read(op: str, path: Any, form: manifests.Check) -> dict[str, Any]:
+    """A manifest or a part of one: whole, of a version that is known, and every value of it as it must be."""
     try:
-        data = path.read_bytes()
+        body = manifests.parsed(op, path, CorruptFileError)
     except FileNotFoundError as error:
         raise CorruptFileError(
             f'{op}: file "{path}", byte 0: got no such file, wanted what a process of the save wrote.'
         ) from error
-    try:
-        body = json.loads(data)
-        checksum = body.pop("checksum")
-    except UnicodeDecodeError as error:
-        raise CorruptFileError(_not_sealed(op, path, error.start, "no text")) from error
-    except json.JSONDecodeError as error:
-        raise CorruptFileError(_not_sealed(op, path, error.pos, error.msg)) from error
-    except (AttributeError, KeyError, TypeError) as error:
-        raise CorruptFileError(_not_sealed(op, path, 0, "no checksum")) from error
-    if zlib.crc32(_canonical(body)) != checksum:
-        raise CorruptFileError(
-            _not_sealed(op, path, 0, f"checksum {zlib.crc32(_canonical(body))} instead of {checksum}")
+    checksum = body.pop("checksum", None)
+    found = zlib.crc32(_canonical(body))
+    if found != checksum:
+        what = f"byte 0: got checksum {found} instead of {reprlib.repr(checksum)}, wanted the JSON that was written"
+        raise manifests.damaged(op, path, what, CorruptFileError)
+    if body.get("format") != FORMAT:
+        raise CorruptFileError(f'{op}: file "{path}", byte 0: got no manifest of jaxsok, wanted format "{FORMAT}".')
+    manifests.checked(op, path, body, entries({"version": integer(1)}), CorruptFileError)
+    if body["version"] > VERSION:
+        raise ValueError(
+            f'{op}: file "{path}": got version {body["version"]} of the format, wanted at most {VERSION}; use the '
+            "jaxsok that wrote it, or a newer one."
         )
+    manifests.checked(op, path, body, form, CorruptFileError)
     return body
 
 
-def _not_sealed(op: str, path: Any, byte: int, got: str) -> str:
-    return (
-        f'{op}: file "{path}", byte {byte}: got {got}, wanted the JSON that was written; the file is damaged, use '
-        "another copy."
+# What a manifest has -------------------------------------------------------------------------------------------------
+
+
+def _check_tiles(ranges: Sequence[Sequence[int]], size: int) -> None:
+    """Refuses pieces of a file (offset and size of each) that leave a byte out, or have one twice."""
+    end = 0
+    for offset, num_bytes, *_ in ranges:
+        if offset != end:
+            raise Wrong(f"a piece at byte {offset}", f"one at byte {end}, where the one before it ends")
+        end += num_bytes
+    if end != size:
+        raise Wrong(f"pieces of {end} bytes", f"{size} bytes, as the file has")
+
+
+def _check_file(value: Any) -> None:
+    _check_tiles([[0, *value["head"]], *value["batches"], value["foot"]], value["size"])
+    num_rows = sum(batch[3] for batch in value["batches"])
+    if num_rows != value["num_rows"]:
+        raise Wrong(f"batches of {num_rows} rows", f"{value['num_rows']} rows, as the file has")
+    for batch in value["batches"]:
+        if batch[4] > batch[5]:
+            raise Wrong(f"partitions {batch[4]} to {batch[5]}", "the first one first")
+
+
+def _check_bloom(value: Any) -> None:
+    _check_tiles(value["pieces"], value["size"])
+    if any(piece[1] % 4 for piece in value["pieces"]):
+        raise Wrong([piece[1] for piece in value["pieces"]], "pieces of whole words of 4 bytes")
+
+
+def _check_whole(value: Any) -> None:
+    """What values say of each other."""
+    files = [file["name"] for table in value["tables"].values() for kind in _KINDS for file in table[kind]]
+    files += [file["name"] for file in value[BLOOM]]
+    if len(set(files)) != len(files):
+        raise Wrong(files, "each file once", "tables")
+    for name, table in value["tables"].items():
+        if table["form"]["name"] != name:
+            raise Wrong(table["form"]["name"], f"{name!r}, as the table is called", "tables")
+        if [name in store["tables"] for store in value["stores"]].count(True) != 1:
+            raise Wrong(name, "each table in one store", "stores")
+    for store in value["stores"]:
+        if len(store["bloom_segments"]) != len(store["tables"]):
+            raise Wrong(store["bloom_segments"], f"one for each of {store['tables']}", "stores")
+    for entry in value[BLOOM]:
+        if entry["store"] >= len(value["stores"]):
+            raise Wrong(entry["store"], f"one of {len(value['stores'])} stores", BLOOM)
+    if value["kind"] == "delta":
+        _DELTA(value)
+
+
+_WORD, _COUNT, _SIZE = integer(0, 2**32 - 1), integer(), integer(0, 2**62)
+_PARTITION = integer(0, NUM_PARTITIONS - 1)
+# Of a file in the folder itself: no path, so that nothing elsewhere is read.
+_FILE_NAME = text(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,254}", "the name of a file in this folder")
+_FILES = list_of(
+    manifests.also(
+        entries(
+            {
+                "name": _FILE_NAME,
+                "size": _SIZE,
+                "num_rows": _SIZE,
+                "head": tuple_of(_SIZE, _WORD),
+                "batches": list_of(tuple_of(_SIZE, _SIZE, _WORD, _SIZE, _PARTITION, _PARTITION)),
+                "foot": tuple_of(_SIZE, _SIZE, _WORD),
+            }
+        ),
+        _check_file,
     )
+)
+_BLOOM_FILE = manifests.also(
+    entries(
+        {
+            "store": integer(0, 2**20),
+            "name": _FILE_NAME,
+            "size": _SIZE,
+            "pieces": list_of(tuple_of(_SIZE, _SIZE, _WORD, integer(0, 2**20))),
+        }
+    ),
+    _check_bloom,
+)
+_DIM = integer(1, 2**20)
+_FORM = entries(
+    {
+        "name": text(".+", "a name"),
+        "dim": _DIM,
+        "dtype": manifests.one_of(("float32", "float16", "bfloat16")),
+        "optimizer": text(),
+        "state_form": text(),
+        "states": list_of(tuple_of(text(".+", "a name"), _DIM, number)),
+        "statistics": manifests.boolean,
+    }
+)
+_TABLE = entries(
+    {
+        "form": _FORM,
+        "admission": manifests.optional(entries({"by": text()})),
+        "num_rows": _SIZE,
+        "num_nonfinite": _SIZE,
+        "num_evicted": _COUNT,
+        "partition_rows": manifests.also(text(), unpacked),
+        **dict.fromkeys(_KINDS, _FILES),
+    },
+    {"unknown": unknown_from_json},  # which older folders lack
+)
+_DTYPES = ("bool", "bfloat16", *(f"float{bits}" for bits in (16, 32, 64)))
+_DTYPES += tuple(f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64))
+_ARRAY = manifests.also(
+    entries(
+        {
+            "dtype": manifests.one_of(_DTYPES),
+            "shape": list_of(integer(0, 2**31)),
+            "data": text(most=manifests.MOST_BYTES),
+        }
+    ),
+    array_from_json,
+)
+_STORE = entries(
+    {
+        "tables": list_of(text(".+", "a name")),
+        "salt": tuple_of(_WORD, _WORD),
+        "generation": _WORD,
+        "is_replicated": manifests.boolean,
+        "globals": list_of(_ARRAY),
+        "bloom_segments": list_of(tuple_of(_SIZE, _SIZE)),
+        "num_evicted": list_of(_COUNT),
+    }
+)
+_BOTH = {
+    "kind": manifests.one_of(("checkpoint", "full", "delta")),
+    "num_processes": integer(1, 2**20),
+    "step": _WORD,
+    "clock": _WORD,
+    "seed": tuple_of(_WORD, _WORD),
+    "mesh": text(),
+    "num_shards": integer(1, 2**20),
+    "stores": list_of(_STORE),
+    "tables": manifests.by_name(_TABLE),
+    BLOOM: list_of(_BLOOM_FILE),
+}
+_LINEAGE = {
+    "lineage": entries(
+        {"word": text(), "order": _COUNT, "ancestors": list_of(tuple_of(text(), _COUNT))},
+    )
+}  # which the first folders lack
+_DELTA = entries({"base": text(), "base_path": text(r"[^/\0][^\0]*", "a relative path"), "since": _WORD})
+_PART = manifests.also(entries({**_BOTH, "pause_s": number}, _LINEAGE), _check_whole)
+_WHOLE = manifests.also(entries({**_BOTH, "uuid": text(), "pauses_s": list_of(number)}, _LINEAGE), _check_whole)

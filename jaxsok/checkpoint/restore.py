@@ -22,8 +22,10 @@ from jaxsok.collection import Collection
 from jaxsok.plan import partitions_of
 from jaxsok.records import Records
 from jaxsok.specs import StoreSpec, TableSpec
-from jaxsok.store import State, StoreState
-from jaxsok.types import COUNTERS, NUM_PARTITIONS, TableFullError
+from jaxsok.store import State, StoreState, row_bytes
+from jaxsok.types import COUNTERS, MAX_CAPACITY, NUM_PARTITIONS, TableFullError
+
+LEAST_ROOM = 1024  # rows of a shard that a restored state has for new keys, if nothing says how many a step has
 
 
 def restored(
@@ -60,18 +62,20 @@ def restored(
         now = None if state is None else time_of(op, state, clock)
         if state is not None:
             collection._check_state(op, state)
+            collection._check_untraced(op, state)
             # What is in the state would be gone when a damaged batch is met.
             source.verify(names)
     if state is None:
         seed = source.manifest["seed"]
         state = collection.init(seed=seed[0] | seed[1] << 32)
         state = beside_rows.with_store_words(source, collection, state)
+        beside_rows.note_keys(source, collection)
     rows = {name: _rows_by_shard(source, collection, name) for name in names}
     if not is_new:
         rows = {name: coming - _table_rows(collection, state, name) for name, coming in rows.items()}
     with held_on(collection, state, names, is_new=is_new) as held:
         # Before anything goes: a refusal changes nothing.
-        held.state = with_room(source, collection, state, rows)
+        held.state = with_room(source, collection, state, rows, is_new=is_new)
         for name in () if is_new else names:
             held.state, _ = collection.clear(held.state, name)
         for name in names:
@@ -167,7 +171,9 @@ def _fitter(
 # Room ----------------------------------------------------------------------------------------------------------------
 
 
-def with_room(source: Source, collection: Collection, state: State, rows: Mapping[str, np.ndarray]) -> State:
+def with_room(
+    source: Source, collection: Collection, state: State, rows: Mapping[str, np.ndarray], *, is_new: bool = False
+) -> State:
     """The state, with capacity for the rows that are to come.
 
     Args:
@@ -175,11 +181,13 @@ def with_room(source: Source, collection: Collection, state: State, rows: Mappin
       collection: of the state.
       state: donated.
       rows: of each table, that each shard gets, less those that it loses before: int64[num_shards].
+      is_new: whether nobody has trained on the state: then it also gets room for one step's new keys, if there is
+        memory for that.
 
     Raises:
       TableFullError: a store's `max_capacity` is below that.
     """
-    capacities = {}
+    capacities, roomy = {}, {}
     for s, spec in enumerate(collection.stores):
         coming = sum((rows[one.name] for one in spec.tables if one.name in rows), np.zeros(spec.num_shards, np.int64))
         if not coming.any():
@@ -190,9 +198,30 @@ def with_room(source: Source, collection: Collection, state: State, rows: Mappin
                 f"{source.op}: store of tables {[table.name for table in spec.tables]}: max_capacity: got "
                 f"{spec.max_capacity} rows for a shard, wanted {needed} for what was saved; raise it."
             )
-        if needed > state.stores[s].capacity // spec.num_shards:
+        capacity = state.stores[s].capacity // spec.num_shards
+        if needed > capacity:
             capacities[s] = needed
+        limit = min(spec.max_capacity or MAX_CAPACITY, MAX_CAPACITY)
+        with_step = min(limit, needed + _keys_of_step(collection, s, needed))
+        if is_new and with_step > capacity:
+            roomy[s] = with_step
+    free = grow_lib.agreed_free_bytes(collection.shards) if roomy else None
+    more = [
+        (rows - state.stores[s].capacity // collection.stores[s].num_shards) * row_bytes(collection.stores[s])
+        for s, rows in (capacities | roomy).items()
+    ]
+    if free is None or sum(more) <= free:
+        capacities |= roomy
     return grow_lib.grow_to(source.op, collection.stores, state, capacities, collection.shards)
+
+
+def _keys_of_step(collection: Collection, s: int, num_rows: int) -> int:
+    """Rows of a shard that one step may need; a guess where the files do not say how many keys steps had."""
+    if keys := collection.growth.per_step()[s]:
+        return keys
+    names = {table.name for table in collection.stores[s].tables}
+    declared = sum(feature.max_keys or 0 for feature in collection.features if feature.table in names)
+    return max(LEAST_ROOM, declared, num_rows // grow_lib.SLACK_SHARE)
 
 
 def _table_rows(collection: Collection, state: State, name: str) -> np.ndarray:

@@ -129,6 +129,7 @@ class Saving:
         """
         options.check(op)
         collection._check_state(op, state)
+        collection._check_untraced(op, state)
         self.op, self.collection, self.state, self.options, self.since = op, collection, state, options, since
         self.tombstones = dict(tombstones or {})
         self.report = SaveReport()
@@ -214,7 +215,8 @@ class Saving:
           folder: there already, of `pathlib` or `etils.epath`.
         """
         self._writes.set()
-        tables = _Tables(self.collection, folder, self._process, self.options, self.since)
+        seed = self.part["seed"][0] | self.part["seed"][1] << 32
+        tables = _Tables(self.collection, folder, self._process, self.options, self.since, seed)
         try:
             while (piece := self._take()) is not None:
                 tables.write(piece)
@@ -286,6 +288,8 @@ class Saving:
             "salt": [word["salt_low"], word["salt_high"]],
             "generation": word["generation"],
             "is_replicated": spec.is_replicated,
+            "keys_per_step": self.collection.growth.keys_per_step[s],
+            "assigned_per_step": self.collection.growth.assigned_per_step[s],
             "globals": [manifest_lib.array_to_json(here(leaf)[0]) for leaf in store.globals_],
             "bloom_segments": [list(segment) for segment in spec.bloom_segments()],
             "num_evicted": [
@@ -335,12 +339,21 @@ def saved_now(saving: Saving, folder: Any) -> None:
 class _Tables:
     """The files of all tables of one process, and what the manifest says of them."""
 
-    def __init__(self, collection: Collection, folder: Any, process: int, options: SaveOptions, since: int | None):
+    def __init__(
+        self,
+        collection: Collection,
+        folder: Any,
+        process: int,
+        options: SaveOptions,
+        since: int | None,
+        seed: int,
+    ):
         self.collection, self.folder, self.process, self.options = collection, folder, process, options
         self.since = since
         self.forms = [[TableForm.of(spec, table) for table in spec.tables] for spec in collection.stores]
         self.words = [np.array([name_word(table.name) for table in spec.tables]) for spec in collection.stores]
         self.admissions = {table.name: admission_of(spec, table) for spec in collection.stores for table in spec.tables}
+        self.unknowns = {table.name: manifest_lib.unknown_to_json(table, seed) for table in collection.tables}
         self.numbers = {table.name: number for number, table in enumerate(collection.tables)}
         self.open: dict[tuple[str, str], BatchFile] = {}
         self.done: dict[tuple[str, str], dict[str, Any]] = {}
@@ -405,7 +418,7 @@ class _Tables:
                 continue
             # Whoever was seen often enough has a row, or had one; a count of 0 is that of a key that was forgotten.
             counts = entries[:, 2]
-            mine = entries[(entries[:, 3] == number) & (counts > 0) & (counts < admission.num_sightings)]
+            mine = entries[(entries[:, 3] == number) & (counts > 0) & (counts < admission.threshold)]
             if mine.size:
                 file = self._file(form.name, manifest_lib.WAITING, keys_schema(True))
                 keys, counts = from_words(mine[:, :2]), np.ascontiguousarray(mine[:, 2])
@@ -445,6 +458,7 @@ class _Tables:
             entries[form.name] = {
                 "form": form.to_json(),
                 "admission": self.admissions[form.name],
+                "unknown": self.unknowns[form.name],
                 "num_rows": sum(file["num_rows"] for file in files[manifest_lib.ROWS]),
                 "num_nonfinite": self.nonfinite[form.name],
                 "partition_rows": manifest_lib.packed(self.by_partition[form.name]),

@@ -15,7 +15,7 @@ from jax import lax
 from jaxtyping import Array
 
 from jaxsok.keys import from_words
-from jaxsok.shards import Shards
+from jaxsok.shards import Shards, local_parts, without_mesh
 from jaxsok.specs import StoreSpec
 from jaxsok.store import StoreState
 from jaxsok.types import COUNTERS, PADDING_KEY
@@ -68,9 +68,8 @@ def shard_parts(array: Array, spec: StoreSpec, shards: Shards | None) -> dict[in
     if shards is None:
         # Every process has a state of its own then, and the first one's is saved.
         return {0: array.addressable_data(0)} if jax.process_index() == 0 else {}
-    size = array.shape[0] // spec.num_shards
-    parts = {(part.index[0].start or 0) // size: part.data for part in array.addressable_shards if part.replica_id == 0}
-    return {shard: parts[shard] for shard in sorted(parts) if shard == 0 or not spec.is_replicated}
+    parts = local_parts(array, spec.num_shards, is_once=True)
+    return {shard: part for shard, part in parts.items() if shard == 0 or not spec.is_replicated}
 
 
 def pieces(
@@ -205,11 +204,13 @@ def _cut(arrays: tuple[Array, ...], start: int, stop: int, most: int) -> tuple[t
     return _cut_of(arrays, np.int32(first), size), slice(start - first, stop - first)
 
 
+@without_mesh
 @functools.partial(jax.jit, static_argnums=2)
 def _cut_of(arrays: tuple[Array, ...], start: Array, size: int) -> tuple[Array, ...]:
     return tuple(lax.dynamic_slice_in_dim(array, start, size) for array in arrays)
 
 
+@without_mesh
 @jax.jit
 def _picked(arrays: tuple[Array, ...], lines: Array) -> tuple[Array, ...]:
     return tuple(array[lines] for array in arrays)

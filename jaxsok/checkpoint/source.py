@@ -105,11 +105,17 @@ class Source:
 
     def bloom(self, store: int, shard: int) -> np.ndarray:
         """The words of a shard's Bloom filter, as they were saved."""
-        parts = []
+        parts = [np.zeros(0, np.uint32)]
         for file, pieces in self._bloom_files({store}):
             mine = [piece[:3] for piece in pieces if piece[3] == shard]
             parts += [np.frombuffer(data, "<u4").astype(np.uint32) for data in file.ranges(mine)]
-        return np.concatenate(parts)
+        words, wanted = np.concatenate(parts), max(map(sum, self.manifest["stores"][store]["bloom_segments"]))
+        if words.nbytes < wanted:
+            raise CorruptFileError(
+                f'{self.op}: "{self.folder}": bloom: got {words.nbytes} bytes of the Bloom filter of store {store}, '
+                f"shard {shard}, wanted {wanted}; manifests of other saves were mixed."
+            )
+        return words
 
     def store_of(self, table: str) -> tuple[int, dict[str, Any]]:
         """The number of the store that a table was saved from, and what the manifest says of it."""

@@ -69,7 +69,7 @@ def read_spec(path: str | os.PathLike[str]) -> Declared:
         raise ValueError(f"estimate: {path}: got a file named *{path.suffix}, wanted .py, .toml or .json.")
     try:
         data = tomllib.loads(path.read_text()) if path.suffix == ".toml" else json.loads(path.read_text())
-    except (tomllib.TOMLDecodeError, json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # of both parsers, and of text that is none
         raise ValueError(f"estimate: {path}: got no {path.suffix[1:].upper()}: {error}.") from error
     return _of_data(_Place(str(path)), data)
 
@@ -231,7 +231,7 @@ def _policies(kind: type) -> dict[str, Callable[..., Any]]:
     return {
         name: value
         for name, value in vars(policies).items()
-        if inspect.isclass(value) and issubclass(value, kind) and value is not kind
+        if inspect.isclass(value) and issubclass(value, kind) and value is not kind and not name.startswith("_")
     }
 
 

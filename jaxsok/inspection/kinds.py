@@ -15,10 +15,12 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
+from jaxsok import published
 from jaxsok.records import Records
 
 MANIFEST = "manifest.json"
 FORMAT = "jaxsok tables"
+_UNFINISHED = (published.ENDING, ".partial")  # how names of what is still being written end
 _SOK_HEADER_BYTES = 296
 _SOK_ITEM_BYTES = {4: 2, 5: 4, 6: 8}  # by the number of the dtype in a header: float16, float32, float64
 
@@ -63,7 +65,7 @@ def opened(path: pathlib.Path) -> Opened:
     kind = _kind_of(path)
     if kind is not None:
         return kind.open(path)
-    children = sorted(path.iterdir()) if path.is_dir() else []
+    children = sorted(one for one in path.iterdir() if one.suffix not in _UNFINISHED) if path.is_dir() else []
     found = {child: kind for child in children if (kind := _kind_of(child)) is not None}
     if not found:
         raise ValueError(f"inspect: {path}: got {_content(path)}, wanted {_wanted()}.")
@@ -116,8 +118,12 @@ def _saved_folders(path: pathlib.Path) -> list[pathlib.Path]:
         return [path]
     if not path.is_dir():
         return []
-    # What Orbax has not committed has a name of its own.
-    below = [child for child in sorted(path.iterdir()) if child.is_dir() and "orbax-checkpoint-tmp" not in child.name]
+    # What is not committed has a name of its own.
+    below = [
+        child
+        for child in sorted(path.iterdir())
+        if child.is_dir() and "orbax-checkpoint-tmp" not in child.name and child.suffix not in _UNFINISHED
+    ]
     folders = [child for child in below if _has_manifest(child)]
     if folders:
         return folders

@@ -12,6 +12,7 @@ from jaxsok.printed import each_device, in_units
 # Of Okabe and Ito: told apart whatever colours one sees.
 _COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#F0E442", "#999999")
 _INCHES = 3.4, 2.6  # of a panel
+_MOST_TICKS = 4  # that fit under a panel, of up to eight characters each
 
 
 def draw_reports(reports: Sequence[TableReport], path: str | os.PathLike[str]) -> None:
@@ -119,6 +120,13 @@ def _bars(axes: Any, bins: Sequence[Bin], colour: str) -> None:
         lows, [one.num for one in bins], width=widths, align="edge", color=colour, edgecolor="white", linewidth=0.5
     )
     axes.set_xscale("log")
+    edges = [*lows, highs[-1]]
+    if edges[-1] < 100 * edges[0]:
+        # Over less than two decades Matplotlib names ticks between the powers of ten as well, one across the other.
+        names = [f"{edge:.3g}" for edge in (bins[0].low, *edges[1:])]
+        step = -(-len(edges) // _MOST_TICKS)
+        axes.set_xticks(edges[::step], names[::step])
+        axes.minorticks_off()
 
 
 def _figure(size: tuple[float, float]) -> Any:

@@ -12,6 +12,7 @@ Any tool that reads such files can make them: the metadata is optional, and sign
 
 import os
 import pathlib
+import struct
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import IO, Any, Literal
@@ -28,11 +29,14 @@ from jaxsok.store import State
 Format = Literal["parquet", "arrow"]
 
 _ROW_DTYPE = b"jaxsok.row_dtype"
-_PARQUET, _ARROW = b"PAR1", b"ARROW1"
+_PARQUET, _ARROW = b"PAR1", b"ARROW1\0\0"
+_CHECKSUM = b"jaxsok.crc32"  # in the metadata of a record batch
 
-# Pages of Parquet have checksums, the footer has none, and pyarrow ends the process where some of its numbers do not
-# fit each other. So the footers written here have a mark and a checksum before them, in bytes that nothing points to.
-_MARK = b"jaxsok 1"
+# Pages of Parquet have checksums; their heads and the footer have none, and pyarrow ends the process where some numbers
+# of a footer do not fit each other. So files written here have a mark and a checksum of all other bytes before the
+# footer, where nothing points to.
+_MARK = b"jaxsok 2"
+_READ_BYTES = 1 << 20  # at a time, for a checksum
 
 
 def write_parquet(
@@ -64,13 +68,14 @@ def write_parquet(
     form, chunks = files.checked_records("write_parquet", records)
     schema, num_rows = _schema(form), 0
     with PartialFiles("write_parquet", [pathlib.Path(path)], overwrite=overwrite) as (file,):
+        summed = _Summed(file)
         with parquet.ParquetWriter(
-            file, schema, compression=compression or "none", write_page_checksum=True, use_dictionary=False
+            summed, schema, compression=compression or "none", write_page_checksum=True, use_dictionary=False
         ) as writer:
             for chunk in chunks:
                 writer.write_batch(_batch(chunk, schema), row_group_size=max(1, chunk.num_rows))
                 num_rows += chunk.num_rows
-        _guard_footer(file)
+        _guard_footer(file, summed.checksum)
     return num_rows
 
 
@@ -156,7 +161,8 @@ def write_arrow(path: str | os.PathLike, records: RecordsIn, *, overwrite: bool 
     with PartialFiles("write_arrow", [pathlib.Path(path)], overwrite=overwrite) as (file,):
         with pa.ipc.new_file(file, schema) as writer:
             for chunk in chunks:
-                writer.write_batch(_batch(chunk, schema))
+                batch = _batch(chunk, schema)
+                writer.write_batch(batch, custom_metadata={_CHECKSUM: str(_checksum(batch))})
                 num_rows += chunk.num_rows
     return num_rows
 
@@ -164,8 +170,9 @@ def write_arrow(path: str | os.PathLike, records: RecordsIn, *, overwrite: bool 
 def read_arrow(path: str | os.PathLike, *, chunk_rows: int | None = None) -> RecordChunks:
     """Reads a table from an Arrow IPC file.
 
-    The file is checked, and all keys are read, before this returns; rows are read while the result is iterated. The
-    format has no checksums.
+    The whole file is read once, before this returns: its parts must follow each other without a gap, and batches that
+    `write_arrow` wrote must have their checksums (the format itself has none). It is read again while the result is
+    iterated.
 
     Args:
       path: of the file.
@@ -190,33 +197,22 @@ def read_arrow(path: str | os.PathLike, *, chunk_rows: int | None = None) -> Rec
     op, path = "read_arrow", pathlib.Path(path)
     pa, _ = _arrow(op)
     size = _check_ends(op, path, _ARROW, 18)
-    with open(path, "rb") as file:
-        file.seek(size - 10)
-        footer = size - 10 - int.from_bytes(file.read(4), "little", signed=True)
-        file.seek(max(0, footer - 8))
-        before = file.read(8)
-    # Everything in the file is a multiple of 8 bytes long, and a mark stands before the footer: a byte more or less,
-    # wherever it is, moves one of them.
-    if not 8 <= footer <= size - 10 or footer % 8 or before != b"\xff\xff\xff\xff\0\0\0\0":
-        raise ValueError(f"{op}: {path}: byte {footer}: got no footer, wanted one; truncated, or with bytes added.")
-    try:
-        with pa.memory_map(str(path)) as source, pa.ipc.open_file(source) as file:
-            schema = file.schema
-            num_rows = sum(file.get_batch(number).num_rows for number in range(file.num_record_batches))
-    except (pa.ArrowException, OSError) as error:
-        raise ValueError(f"{op}: {path}: the footer, at byte {footer}, or what it points to: {error}") from error
+    schema, num_rows = _check_arrow(op, path, size)
     form = _form_of(op, path, schema)
     at_once = files.rows_of_chunk(op, chunk_rows, form.row_bytes)
 
     def batches(columns: list[str] | None = None) -> Iterator[Any]:
         with pa.memory_map(str(path)) as source, pa.ipc.open_file(source) as file:
             for number in range(file.num_record_batches):
-                batch = file.get_batch(number)
-                batch = batch if columns is None else batch.select(columns)
+                batch, metadata = file.get_batch_with_custom_metadata(number)
                 try:
                     batch.validate(full=True)
                 except pa.ArrowException as error:
-                    raise ValueError(f"{op}: {path}: record batch {number}, before byte {footer}: {error}") from error
+                    raise ValueError(f"{op}: {path}: record batch {number}: {error}") from error
+                told = (metadata or {}).get(_CHECKSUM)
+                if columns is None and told is not None and told != str(_checksum(batch)).encode():
+                    raise ValueError(f"{op}: {path}: record batch {number}: got rows that do not have their checksum.")
+                batch = batch if columns is None else batch.select(columns)
                 yield from (batch.slice(start, at_once) for start in files.starts(batch.num_rows, at_once))
 
     return _checked(op, path, form, num_rows, batches)
@@ -432,40 +428,153 @@ def _check_ends(op: str, path: pathlib.Path, magic: bytes, least: int) -> int:
     """The size of a file that begins and ends as it must."""
     size = files.size_of(op, path)
     with open(path, "rb") as file:
-        head = file.read(len(magic))
-        file.seek(max(0, size - len(magic)))
+        head, end = file.read(len(magic)), magic.rstrip(b"\0")
+        file.seek(max(0, size - len(end)))
         tail = file.read()
-    for place, got in ((0, head), (max(0, size - len(magic)), tail)):
-        if got != magic or size < least:
+    for place, got, wanted in ((0, head, magic), (max(0, size - len(tail)), tail, end)):
+        if got != wanted or size < least:
             raise ValueError(
-                f"{op}: {path}: byte {place}: got {got!r}, wanted {magic!r}; truncated, or of another format."
+                f"{op}: {path}: byte {place}: got {got!r}, wanted {wanted!r}; truncated, or of another format."
             )
     return size
 
 
-def _guard_footer(file: IO[bytes]) -> None:
-    """Puts mark and checksum before the footer of a Parquet file that was just written."""
+def _checksum(batch: Any) -> int:
+    """Of the columns of a batch: their names, types and numbers."""
+    checksum = 0
+    for field, column in zip(batch.schema, batch.columns, strict=True):
+        numbers = column.flatten() if field.name == "row" or field.name.startswith("state.") else column
+        checksum = zlib.crc32(f"{field.name} {field.type} {column.null_count} ".encode(), checksum)
+        if not column.null_count and not numbers.null_count:
+            numbers = np.ascontiguousarray(numbers.to_numpy(zero_copy_only=False))
+            checksum = zlib.crc32(numbers.view(np.uint8).data, checksum)
+    return checksum
+
+
+def _check_arrow(op: str, path: pathlib.Path, size: int) -> tuple[Any, int]:
+    """Schema and number of rows of an Arrow file without a byte too many or too few.
+
+    The schema, the record batches, the end mark and the footer must follow each other, the buffers of each batch
+    likewise, and the footer must tell of the same: bytes that were cut out or put in move what follows them.
+    """
+    pa, _ = _arrow(op)
+
+    def refuse(byte: int, got: Any, wanted: Any) -> None:
+        raise ValueError(f"{op}: {path}: byte {byte}: got {got}, wanted {wanted}; truncated, or with bytes added.")
+
+    with pa.memory_map(str(path)) as source:
+        source.seek(size - 10)
+        begin = size - 10 - int.from_bytes(source.read(4), "little", signed=True)  # of the footer
+        if not 16 <= begin < size - 10:
+            refuse(size - 10, f"a footer of {size - 10 - begin} bytes", f"at most {size - 26}")
+        byte, told, num_rows = 8, [], 0
+        try:
+            with pa.ipc.open_file(source) as file:
+                schema = file.schema
+            source.seek(begin)
+            blocks = _blocks(source.read(size - 10 - begin))
+            source.seek(byte)
+            messages = pa.ipc.MessageReader.open_stream(source)
+            for message in iter(messages.read_next_message, None):
+                end, num_bytes = source.tell(), 0 if message.body is None else message.body.size
+                if byte == 8:
+                    if message.type != "schema" or not pa.ipc.read_schema(message).equals(schema, check_metadata=True):
+                        refuse(8, "another schema", "that of the footer")
+                else:
+                    told.append((byte, end - byte - num_bytes, num_bytes))
+                    if message.type != "record batch":
+                        refuse(byte, f"a {message.type}", "a record batch")
+                    batch = pa.ipc.read_record_batch(message, schema)
+                    if not _is_tiled(message.body, batch):
+                        refuse(byte, "columns that overlap or leave room", "one behind the other")
+                    num_rows += batch.num_rows
+                byte = end
+            byte += 8 if source.tell() == byte + 8 else 0  # the end mark
+        except (pa.ArrowException, OSError, IndexError, struct.error) as error:
+            raise ValueError(f"{op}: {path}: byte {byte}, or the footer at byte {begin}: {error}") from error
+    if byte != begin:
+        refuse(byte, "the end of the record batches", f"the footer there, which begins at {begin}")
+    if blocks != told:
+        refuse(begin, f"a footer that tells of record batches at {blocks}", f"those there are, {told}")
+    return schema, num_rows
+
+
+def _blocks(footer: bytes) -> list[tuple[int, int, int]]:
+    """Where a footer says that record batches are: first byte, bytes of the head, bytes of the columns.
+
+    Source: Footer and Block in File.fbs of Arrow; a vector in a table of a flatbuffer.
+    """
+    table = struct.unpack_from("<I", footer)[0]
+    fields = table - struct.unpack_from("<i", footer, table)[0]
+    place = struct.unpack_from("<H", footer, fields + 10)[0] if struct.unpack_from("<H", footer, fields)[0] > 10 else 0
+    if not place:
+        return []
+    vector = table + place + struct.unpack_from("<I", footer, table + place)[0]
+    (count,) = struct.unpack_from("<I", footer, vector)
+    return [struct.unpack_from("<qi4xq", footer, vector + 4 + 24 * number) for number in range(count)]
+
+
+def _is_tiled(body: Any, batch: Any) -> bool:
+    """Whether the buffers of a batch lie one behind the other in its bytes, with less than 64 between them."""
+    buffers = [one for column in batch.columns for one in column.buffers() if one is not None and one.size]
+    if not buffers:
+        return body is None or body.size < 64
+    begin, end = body.address, body.address + body.size
+    if not all(begin <= one.address <= end - one.size for one in buffers):
+        return True  # they were compressed, and lie elsewhere
+    begins = [one.address for one in buffers] + [end]
+    ends = [begin] + [one.address + one.size for one in buffers]
+    return all(0 <= first - last < 64 for first, last in zip(begins, ends, strict=True))
+
+
+class _Summed:
+    """A file that is written from its begin to its end, and the checksum of what was written."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self.file, self.checksum = file, 0
+
+    def write(self, data: Any) -> int:
+        self.checksum = zlib.crc32(data, self.checksum)
+        return self.file.write(data)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.file, name)
+
+
+def _guard_footer(file: IO[bytes], checksum: int) -> None:
+    """Puts the mark and the checksum of all that was written before the footer of a Parquet file."""
     size = file.seek(0, os.SEEK_END)
     file.seek(size - 8)
     begin = size - 8 - int.from_bytes(file.read(4), "little")
     file.seek(begin)
     footer = file.read()
     file.seek(begin)
-    file.write(_MARK + zlib.crc32(footer).to_bytes(4, "little") + footer)
+    file.write(_MARK + checksum.to_bytes(4, "little") + footer)
 
 
 def _check_footer(op: str, path: pathlib.Path, size: int) -> None:
-    """Refuses a footer that does not have its checksum, or its length; one without a mark is another tool's."""
+    """Refuses a footer longer than the file, and a file that does not have its checksum.
+
+    One without a mark is another tool's.
+    """
     with open(path, "rb") as file:
         file.seek(size - 8)
         begin = size - 8 - int.from_bytes(file.read(4), "little")
         if begin < 4:
             raise ValueError(f"{op}: {path}: byte {size - 8}: got a footer longer than the file, wanted a shorter one.")
-        file.seek(max(0, begin - 12))
-        before = file.read(begin - max(0, begin - 12))
-        footer = file.read()
-    if before[:8] == _MARK and zlib.crc32(footer) != int.from_bytes(before[8:], "little"):
-        raise ValueError(f"{op}: {path}: bytes {begin} to {size}: got a footer that does not have its checksum.")
+        guard = max(0, begin - 12)
+        file.seek(guard)
+        before = file.read(begin - guard)
+        if before[:8] != _MARK:
+            return
+        checksum, left = 0, guard
+        file.seek(0)
+        while left > 0:
+            data = file.read(min(left, _READ_BYTES))
+            checksum, left = zlib.crc32(data, checksum), left - len(data) if data else 0
+        file.seek(begin)
+        if zlib.crc32(file.read(), checksum) != int.from_bytes(before[8:], "little"):
+            raise ValueError(f"{op}: {path}: bytes 0 to {size}: got a file that does not have its checksum.")
 
 
 def _bytes_of(group: Any) -> tuple[int, int]:

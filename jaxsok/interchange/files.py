@@ -5,7 +5,6 @@ out rows. A writer fills files under other names, and gives them their own when 
 """
 
 import dataclasses
-import errno
 import os
 import pathlib
 import secrets
@@ -17,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxsok import keys as keys_lib
+from jaxsok import published
 from jaxsok.collection import Collection
 from jaxsok.records import Records
 from jaxsok.specs import TableSpec
@@ -148,7 +148,12 @@ class PartialFiles:
     """
 
     def __init__(
-        self, op: str, paths: Sequence[pathlib.Path], *, overwrite: bool, stale: Sequence[pathlib.Path] = ()
+        self,
+        op: str,
+        paths: Sequence[pathlib.Path],
+        *,
+        overwrite: bool,
+        stale: Callable[[], Sequence[pathlib.Path]] = tuple,
     ) -> None:
         """Refuses what is there already, unless it may be overwritten, and what is no file.
 
@@ -156,16 +161,19 @@ class PartialFiles:
           op: named in errors.
           paths: of the files.
           overwrite: whether files of these names may go.
-          stale: other files of the same export, which would not fit the new ones.
+          stale: finds other files of the same export, which would not fit the new ones; called now and at the end.
         """
-        refuse_existing(op, [*paths, *stale], overwrite)
-        self._op = op
-        self._paths, self._stale = tuple(paths), tuple(path for path in stale if path not in paths)
+        self._op, self._overwrite, self._paths, self._find_stale = op, overwrite, tuple(paths), stale
+        refuse_existing(op, [*self._paths, *self._stale], overwrite)
         # Two writers of one name must not write into one file.
         end = f".{secrets.token_hex(4)}.partial"
         self._partials = tuple(path.with_name(path.name + end) for path in self._paths)
         self._files: list[IO[bytes]] = []
         self._require_removable()
+
+    @property
+    def _stale(self) -> list[pathlib.Path]:
+        return [path for path in self._find_stale() if path not in self._paths]
 
     def __enter__(self) -> list[IO[bytes]]:
         """The open files, in the order of the paths."""
@@ -194,16 +202,34 @@ class PartialFiles:
         if kind is not None:
             self._remove_partials()
             return
+        with published.locked(self._paths[0].parent):
+            try:
+                refuse_existing(self._op, [*self._paths, *self._stale], self._overwrite)
+                self._publish()
+            except FileExistsError:  # another writer was faster
+                self._remove_partials()
+                raise
+
+    def _publish(self) -> None:
+        """Gives the files their names, the first one at last; of two writers, one succeeds with all of them."""
+        (first, *others), placed = self._paths, []
+        (partial_of_first, *partials) = self._partials
         try:
-            (first, *others), (first_partial, *partials) = self._paths, self._partials
-            if others or self._stale:
+            if self._overwrite and (others or self._stale):
+                stale = self._stale  # while `first` can be asked whose they are
                 first.unlink(missing_ok=True)
-                _sync(first.parent)
-            for path in self._stale:
-                path.unlink(missing_ok=True)
-            for partial, path in zip([*partials, first_partial], [*others, first], strict=True):
-                os.replace(partial, path)
-            _sync(first.parent)
+                published.sync(first.parent)
+                for path in stale:
+                    path.unlink(missing_ok=True)
+            for partial, path in zip([*partials, partial_of_first], [*others, first], strict=True):
+                (os.replace if self._overwrite else published.place_new)(partial, path)
+                placed.append(path)
+            published.sync(first.parent)
+        except FileExistsError:
+            for path in placed:
+                path.unlink()
+            refuse_existing(self._op, self._paths, self._overwrite)
+            raise
         except BaseException as failure:
             kept = [str(partial) for partial in self._partials if partial.exists()]
             failure.add_note(f"{self._op}: the new files are complete; those without their names yet stay: {kept}.")
@@ -221,21 +247,6 @@ class PartialFiles:
     def _remove_partials(self) -> None:
         for partial in self._partials:
             partial.unlink(missing_ok=True)
-
-
-def _sync(folder: pathlib.Path) -> None:
-    """Has the names in a folder on the disk, where the file system can be asked for it."""
-    try:
-        descriptor = os.open(folder, os.O_RDONLY)
-    except OSError:
-        return  # a folder that may be written and not read
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
-            raise
-    finally:
-        os.close(descriptor)
 
 
 def refuse_existing(op: str, paths: Sequence[pathlib.Path], overwrite: bool) -> None:

@@ -9,6 +9,7 @@ step of a key.
 import os
 import pathlib
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -55,7 +56,9 @@ def write_hps(path: str | os.PathLike, records: RecordsIn, *, hotness: bool = Fa
         raise ValueError("write_hps: hotness: got True with records without frequency, wanted records with it.")
     paths, num_rows = _paths(path), 0
     key, rows, meta = paths
-    with PartialFiles("write_hps", paths if hotness else [key, rows], overwrite=overwrite, stale=[meta]) as opened:
+    with PartialFiles(
+        "write_hps", paths if hotness else [key, rows], overwrite=overwrite, stale=lambda: [meta]
+    ) as opened:
         for chunk in chunks:
             files.write_array(opened[0], chunk.keys.view(np.int64).astype(_KEY, copy=False))
             numbers = files.narrowed("write_hps", "records.rows", chunk.rows, np.dtype(np.float32))
@@ -128,6 +131,7 @@ def save(
     directory: str | os.PathLike,
     tables: Sequence[str] | Mapping[str, str] | None = None,
     *,
+    defaults: float | Mapping[str, float] | None = None,
     overwrite: bool = False,
 ) -> dict[str, int]:
     """Writes tables of a collection, each into a directory of its own below the given one.
@@ -138,21 +142,26 @@ def save(
       directory: it is made.
       tables: names, or a mapping from them to those of their directories; None: all. Punctuation in names of
         directories becomes `_`.
+      defaults: what the server will answer for keys without a row, in every column, for all tables or by name. HPS
+        has one number for a table, `default_value_for_each_table` of its configuration; the files do not hold it.
+        None, or a table that is not named: 0.0, which `Collection.find` has to give as well.
       overwrite: whether files that are there may go.
 
     Returns:
       How many rows were written, by table.
 
     Raises:
-      ValueError: a table that is not there or has no rows, or two for one directory.
+      ValueError: a table that is not there or has no rows, or two for one directory; or a table in which `find` gives
+        other than zeros for keys without a row, without a number in `defaults`.
       FileExistsError: there are files, and `overwrite` is False.
 
     Example:
-      `hps.save(collection, state, "model/user_embeddings", tables=["user"])`
+      `hps.save(collection, state, "model/user_embeddings", tables=["user"], defaults=0.0)`
     """
     op, names = "hps.save", files.names_of("hps.save", collection, tables)
     files.refuse_processes(op, collection, "write_hps")
     places = {table: pathlib.Path(directory) / files.spelled(name) for table, name in names.items()}
+    _check_defaults(op, collection, list(names), defaults)
     num_rows = collection.num_rows(state)
     for table, place in places.items():
         files.refuse_existing(op, _paths(place), overwrite)
@@ -205,6 +214,26 @@ def load(
         for table, name in names.items()
     }
     return files.import_all("hps.load", collection, state, chunks, reset_state=reset_state)
+
+
+def _check_defaults(op: str, collection: Collection, tables: list[str], defaults: Any) -> None:
+    """Refuses tables whose keys without a row would read other numbers in HPS than in training, unless that is said."""
+    by_name = defaults if isinstance(defaults, Mapping) else {} if defaults is None else dict.fromkeys(tables, defaults)
+    for name, value in by_name.items():
+        if name not in tables:
+            raise ValueError(f'{op}: defaults: got "{name}", wanted one of {tables}.')
+        if isinstance(value, bool) or not isinstance(value, (int, float, np.number)) or not np.isfinite(value):
+            raise ValueError(f'{op}: defaults["{name}"]: got {value!r}, wanted a finite number.')
+    for name in tables:
+        reads = files.spec_of(collection, name).unknown_reads(0)
+        if name not in by_name and reads != 0.0:
+            spec = files.spec_of(collection, name)
+            number = reads if isinstance(reads, float) else 0.0
+            raise ValueError(
+                f'{op}: defaults: got none for table "{name}", in which keys without a row read {spec.initializer!r}; '
+                f'HPS answers one number for all of them. Pass defaults={{"{name}": {number:g}}}, or another number, '
+                "and write it into default_value_for_each_table of the server's configuration."
+            )
 
 
 def _paths(path: str | os.PathLike) -> list[pathlib.Path]:

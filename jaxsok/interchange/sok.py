@@ -117,7 +117,7 @@ def write_sok(
     outputs += [_Output(end, 2, of_state, _slot_name(op, end)) for end in slots.values()]
     headers = [_header(op, table, output.kind, output.slot, output.dtype) for output in outputs]
     paths, num_rows = [pathlib.Path(directory) / f"{spelled}-{output.end}" for output in outputs], 0
-    with PartialFiles(op, paths, overwrite=overwrite, stale=_files_of(op, directory, table)) as opened:
+    with PartialFiles(op, paths, overwrite=overwrite, stale=lambda: _files_of(op, directory, table)) as opened:
         for file, header in zip(opened, headers, strict=True):
             file.write(header)
         for chunk in chunks:

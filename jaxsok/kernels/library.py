@@ -27,6 +27,7 @@ TARGETS: tuple[tuple[str, str], ...] = (
     ("jaxsok_evict_release", "JaxsokEvictRelease"),
     ("jaxsok_plan", "JaxsokPlan"),
     ("jaxsok_plan_requests", "JaxsokPlanRequests"),
+    ("jaxsok_plan_digest", "JaxsokPlanDigest"),
     ("jaxsok_combine", "JaxsokCombine"),
     ("jaxsok_combine_transpose", "JaxsokCombineTranspose"),
     ("jaxsok_lookup", "JaxsokLookup"),

@@ -307,13 +307,15 @@ def discard(updates: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def grow(
-    collection: Collection | Mapping[str, Collection], tables: Mapping[str, Any], *, steps: int = 1
+    collection: Collection | Mapping[str, Collection], tables: Mapping[str, Any], batch: Any = None, *, steps: int = 1
 ) -> dict[str, Any]:
     """`Collection.grow` for the tables of a model. Between steps, outside `jit`.
 
     Args:
       collection: of the one layer; of several, each by the path of its layer, parts joined by "/".
       tables: the variables "tables"; consumed where they grow.
+      batch: of the one layer, as for `Collection.grow`. Of several: a mapping, each batch by the path of its layer; a
+        layer that it does not name is grown without a batch.
       steps: as for `Collection.grow`.
 
     Returns:
@@ -323,7 +325,7 @@ def grow(
       TypeError, ValueError: a layer without a collection, or two layers over one.
 
     Example:
-      `tables = layers.grow(collection, tables)` before each step.
+      `tables = layers.grow(collection, tables, batch)` before each step.
     """
     states = {"/".join(path): (path, state) for path, state in _found(tables, "state", State)}
     if isinstance(collection, Collection):
@@ -343,9 +345,14 @@ def grow(
                 f"grow: collection: got one for the layers {names}, wanted a collection for each, since it follows the "
                 "growth of one state: grow({path: collection}, tables); or share the layer."
             )
+    batches = dict(batch) if isinstance(batch, Mapping) else dict.fromkeys(states, batch)
+    unknown = sorted(map(str, batches.keys() - states.keys()))
+    if unknown or (batch is not None and not isinstance(batch, Mapping) and len(states) > 1):
+        got = f"batches for {unknown}" if unknown else f"one for {len(states)} layers"
+        raise ValueError(f"grow: batch: got {got}, wanted one by path of a layer: {sorted(states)}.")
     new = dict(tables)
     for name, (path, state) in states.items():
-        new = _with(new, (*path, "state"), collection[name].grow(state, steps=steps))
+        new = _with(new, (*path, "state"), collection[name].grow(state, batches.get(name), steps=steps))
     return new
 
 

@@ -237,13 +237,17 @@ class Embeddings(nnx.Module):
         """
         return self.collection.find(self.tables.get_value(), features)
 
-    def grow(self, *, steps: int = 1) -> None:
-        """`Collection.grow`: makes room for what the next steps may insert. Between steps, outside `jit`.
+    def grow(self, batch: Any = None, *, steps: int = 1) -> None:
+        """`Collection.grow`: makes room for the keys that are coming. Between steps, outside `jit`.
+
+        Args:
+          batch: what the next step looks up, as for `Collection.grow`.
+          steps: as for `Collection.grow`.
 
         Example:
-          `model.embed.grow()` before each step; `jaxsok.layers.nnx.grow(model)` for all layers of a model.
+          `model.embed.grow(batch)` before each step; `jaxsok.layers.nnx.grow(model)` for all layers of a model.
         """
-        self.tables.set_value(self.collection.grow(self.tables.get_value(), steps=steps))
+        self.tables.set_value(self.collection.grow(self.tables.get_value(), batch, steps=steps))
 
 
 def value_and_grad(
@@ -384,16 +388,28 @@ def clip_by_global_norm(model: Any, gradients: Any, max_norm: Any) -> tuple[Any,
     return tap.clip_by_global_norm(lookups, gradients, max_norm, dense)
 
 
-def grow(model: Any, *, steps: int = 1) -> None:
+def grow(model: Any, batch: Any = None, *, steps: int = 1) -> None:
     """`Embeddings.grow` for all layers of a model. Between steps, outside `jit`.
 
+    Args:
+      model: with one layer or several.
+      batch: of the one layer, as for `Collection.grow`. Of several: a mapping, each batch by the path of its layer,
+        parts joined by "."; a layer that it does not name is grown without a batch.
+      steps: as for `Collection.grow`.
+
     Raises:
-      ValueError: two layers over one collection, which can follow the growth of one state only.
+      ValueError: two layers over one collection, which can follow the growth of one state only; a path without a layer.
 
     Example:
-      `layers.grow(model)` before each step.
+      `layers.grow(model, batch)` before each step.
     """
     layers = list(_layers(model))
+    paths_of = {".".join(map(str, path)): layer for path, layer in layers}
+    batches = dict(batch) if isinstance(batch, Mapping) else dict.fromkeys(paths_of, batch)
+    unknown = sorted(map(str, batches.keys() - paths_of.keys()))
+    if unknown or (batch is not None and not isinstance(batch, Mapping) and len(layers) > 1):
+        got = f"batches for {unknown}" if unknown else f"one for {len(layers)} layers"
+        raise ValueError(f"grow: batch: got {got}, wanted one by path of a layer: {sorted(paths_of)}.")
     of_collections: dict[int, list[str]] = {}
     for path, layer in layers:
         of_collections.setdefault(id(layer.collection), []).append(".".join(map(str, path)))
@@ -403,8 +419,8 @@ def grow(model: Any, *, steps: int = 1) -> None:
                 f"grow: model: got layers {paths} over one collection, wanted a collection for each, since it follows "
                 "the growth of one state; or share the layer."
             )
-    for _, layer in layers:
-        layer.grow(steps=steps)
+    for name, layer in paths_of.items():
+        layer.grow(batches.get(name), steps=steps)
 
 
 def _layers(model: Any) -> Iterator[tuple[tuple[Any, ...], Embeddings]]:

@@ -115,7 +115,7 @@ class Optimizer(abc.ABC):
         """What steps take beside the rows: scalars; a kernel of its own reads at most NUM_HYPER.
 
         Args:
-          step: int32[], 0 at the first update.
+          step: uint32[], how many updates came before.
           learning_rate: a scalar.
         """
 
@@ -153,7 +153,7 @@ class Optimizer(abc.ABC):
         return tuple(scalar for _ in self.hyper(np.int32(0), np.float32(0)))
 
     def rate_at(self, step: Any, learning_rate: Any = None) -> Any:
-        """The learning rate of a step.
+        """The learning rate of a step; a schedule is given 2**31 - 1 for that step and all later ones.
 
         Args:
           step: uint32[], how many updates came before.
@@ -161,9 +161,11 @@ class Optimizer(abc.ABC):
         """
         if learning_rate is not None:
             return learning_rate
+        if not callable(self.learning_rate):
+            return self.learning_rate
         # Schedules subtract from the step: an unsigned one would wrap.
-        signed = jnp.asarray(step).astype(jnp.int32)
-        return self.learning_rate(signed) if callable(self.learning_rate) else self.learning_rate
+        last = jnp.uint32(2**31 - 1)
+        return self.learning_rate(jnp.minimum(jnp.asarray(step).astype(jnp.uint32), last).astype(jnp.int32))
 
     def hyper_operand(self, step: Any, learning_rate: Any = None) -> Float[Array, " num_hyper"]:
         """The hyper-parameter operand of one step, for a kernel of its own.

@@ -160,9 +160,9 @@ def ftrl(
     acc += g²; row = -(z - l1 · sign(z)) / ((p(acc) + beta) / lr + 2 · l2)`, zero where `|z| <= l1`.
 
     A new row has z = 0, as in TensorFlow: of its initial numbers its first step keeps the share
-    `1 - p(initial_accumulator_value) / p(acc)`, all of them if that value is 0. From its first use on it is exact, but
-    for `l2_shrinkage` and changes of the learning rate: a gradient of zero changes neither acc, nor z, nor the row.
-    Both of these act in the steps that use the row.
+    `1 - p(initial_accumulator_value) / p(acc)`, all of them if that value is 0, and none if its gradient is zero. After
+    its first step it is exact, but for `l2_shrinkage` and changes of the learning rate: a gradient of zero changes
+    neither acc, nor z, nor the row. Both of these act in the steps that use the row.
 
     Args:
       learning_rate: a number, a 0-d array, or an Optax schedule; positive.
@@ -179,7 +179,8 @@ def ftrl(
       [('accumulator', 0.1), ('z', 0.0)]
 
     Source: McMahan et al., "Ad Click Prediction: a View from the Trenches", 2013; the form of TensorFlow's
-    FtrlOptimizer, `l1`, `l2`, `l2_shrinkage` being its regularization strengths.
+    FtrlOptimizer, `l1`, `l2`, `l2_shrinkage` being its regularization strengths. DeepRec's FtrlOptimizer on an
+    EmbeddingVariable bounds the norm of a row by `l1`, not single numbers: that is `group_ftrl`.
     """
     return Ftrl(
         learning_rate, learning_rate_power, initial_accumulator_value, l1, l2, l2_shrinkage, beta, limits=limits
@@ -212,7 +213,7 @@ def group_ftrl(
       l2: strength of `l2 · row²` in what a row minimises.
       l2_shrinkage: strength of `l2_shrinkage · row²`, added to the loss of a step.
       beta: makes first steps shorter.
-      l21: strength of the lasso on rows.
+      l21: strength of the lasso on rows; DeepRec's `l1_regularization_strength` is `l21 · sqrt(dim)`.
       limits: bounds around the step. A bound on the row is not known to z: the next step starts from z.
 
     Example:
@@ -220,7 +221,8 @@ def group_ftrl(
       ['accumulator', 'z']
 
     Source: Yue et al., "Adaptive Optimizers with Sparse Group Lasso for Neural Networks in CTR Prediction", 2021; the
-    form of TFPlus's SparseGroupFtrl.
+    form of TFPlus's SparseGroupFtrl. With `l21 = l1 / sqrt(dim)` also DeepRec's FtrlOptimizer of strength l1 on an
+    EmbeddingVariable.
     """
     return GroupFtrl(
         learning_rate, learning_rate_power, initial_accumulator_value, l1, l2, l2_shrinkage, beta, l21, limits=limits

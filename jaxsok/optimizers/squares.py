@@ -117,10 +117,11 @@ class AdagradDecay(Limited):
         """Refuses hyper-parameters that cannot be meant."""
         super().__post_init__()
         self._check_positive("initial_accumulator_value")
-        if isinstance(self.decay_step, bool) or not isinstance(self.decay_step, int) or self.decay_step < 1:
+        is_whole = isinstance(self.decay_step, int) and not isinstance(self.decay_step, bool)
+        if not is_whole or not 1 <= self.decay_step < 2**32:
             raise ValueError(
-                f"optim.{self.name}: decay_step: got {self.decay_step!r}, wanted a positive integer: updates from one "
-                "decay to the next."
+                f"optim.{self.name}: decay_step: got {self.decay_step!r}, wanted an integer from 1 to 2**32 - 1: "
+                "updates from one decay to the next."
             )
         self._check_positive("decay_rate")
         self._check("decay_rate", 0.0, 1.0)
@@ -132,8 +133,11 @@ class AdagradDecay(Limited):
 
     def hyper(self, step: Any, learning_rate: Any) -> tuple[Any, ...]:
         """Learning rate, how many decays there were by now."""
-        count = jnp.asarray(step).astype(jnp.int32) + jnp.int32(1)
-        return (learning_rate, (count // jnp.int32(self.decay_step)).astype(jnp.float32))
+        # (step + 1) // decay_step, where step + 1 may be 2**32.
+        step, decay_step = jnp.asarray(step).astype(jnp.uint32), jnp.uint32(self.decay_step)
+        before = step // decay_step
+        num_due = before + (step % decay_step == decay_step - jnp.uint32(1)).astype(jnp.uint32)
+        return (learning_rate, jnp.maximum(before, num_due).astype(jnp.float32))
 
     def _step(self, inputs: RowInputs) -> RowOutputs:
         """`acc = max(acc * decay_rate^missed, initial) + g²; row -= lr * g / sqrt(acc)`."""

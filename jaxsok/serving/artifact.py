@@ -14,9 +14,9 @@ import hashlib
 import json
 import os
 import pathlib
+import secrets
 import shutil
 import sys
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -27,12 +27,14 @@ from jaxtyping import Array
 
 import jaxsok
 from jaxsok import keys as keys_lib
+from jaxsok import manifests, published
 from jaxsok.features import Bags
+from jaxsok.initializers import InitialRows
 from jaxsok.kernels import library
 from jaxsok.serving import key_paths
 from jaxsok.serving.errors import RequestError, ServingError, UnknownTableError
 from jaxsok.serving.frozen import FrozenSpec, FrozenStore, FrozenTable, FrozenTables
-from jaxsok.types import COUNTERS, PADDING_KEY
+from jaxsok.types import COUNTERS, MAX_DIM, PADDING_KEY
 
 __all__ = [
     "ArrayInput",
@@ -249,7 +251,7 @@ def export_model(
       platforms: "cpu" and "cuda"; neither needs to be there now.
 
     Raises:
-      FileExistsError: the path is taken.
+      FileExistsError: the path is taken, or another process took it while this one wrote.
       ImportError: without the package flatbuffers.
       TypeError, ValueError: names the argument; what JAX cannot trace with an unknown batch size is told in its words.
 
@@ -439,11 +441,59 @@ def _manifest(exported: Any, tables: FrozenTables, inputs: Mapping[str, InputSpe
             {
                 "dim": store[0].dim,
                 "dtype": store[0].dtype,
-                "tables": [{"name": table.name, "default": float(table.default)} for table in store],
+                "tables": [_table_to_json(table) for table in store],
             }
             for store in tables.spec.stores
         ],
     }
+
+
+def _table_to_json(table: FrozenTable) -> dict[str, Any]:
+    initial = {} if table.initial is None else {"initial": table.initial.to_json()}
+    return {"name": table.name, "default": float(table.default), **initial}
+
+
+def _table_from_json(value: dict[str, Any], dim: Any, dtype: Any) -> FrozenTable:
+    initial = InitialRows.from_json(value["initial"]) if "initial" in value else None
+    return FrozenTable(value["name"], dim, value["default"], dtype, initial)
+
+
+def _size_of_axis(value: Any) -> None:
+    """A number, or a formula of the batch size."""
+    (manifests.text() if isinstance(value, str) else manifests.integer())(value)
+
+
+def _check_initial(value: Any) -> None:
+    try:
+        InitialRows.from_json(value)
+    except (KeyError, TypeError, ValueError) as error:
+        raise manifests.Wrong(value, f"what InitialRows.to_json gives ({error})") from error
+
+
+_NAME = manifests.text(".+", "a name")
+_MODEL = manifests.entries(
+    {
+        "jax": manifests.text(),
+        "inputs": manifests.list_of(manifests.entries({"name": _NAME, "kind": manifests.one_of(tuple(_KINDS))})),
+        "outputs": manifests.list_of(
+            manifests.entries({"name": _NAME, "shape": manifests.list_of(_size_of_axis), "dtype": manifests.text()})
+        ),
+        "stores": manifests.list_of(
+            manifests.entries(
+                {
+                    "dim": manifests.integer(1, MAX_DIM),
+                    "dtype": manifests.text(),
+                    "tables": manifests.list_of(
+                        manifests.entries({"name": _NAME, "default": manifests.number}, {"initial": _check_initial})
+                    ),
+                }
+            )
+        ),
+        "program": manifests.entries({"bytes": manifests.integer(), "sha256": manifests.text()}),
+    },
+    {"lookups": manifests.by_name(manifests.optional(manifests.list_of(_NAME)))},
+)
+"""What a manifest has; the rest of an input is checked where it is made."""
 
 
 def _input_to_json(spec: InputSpec) -> dict[str, Any]:
@@ -475,28 +525,21 @@ def _serialized(op: str, exported: Any) -> bytes:
 
 
 def _write(path: pathlib.Path, program: bytes, manifest: dict[str, Any]) -> None:
-    """Both files into a folder beside, which then gets its name."""
+    """Both files into a folder of this writer's own, which then gets its name."""
     manifest = {**manifest, "program": {"bytes": len(program), "sha256": hashlib.sha256(program).hexdigest()}}
     manifest["sha256"] = _digest(manifest)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = pathlib.Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".partial", dir=path.parent))
+    folder = published.unfinished(path, secrets.token_hex(8))
     try:
+        folder.mkdir(parents=True)
         for name, content in ((PROGRAM, program), (MANIFEST, (json.dumps(manifest, indent=1) + "\n").encode())):
-            with open(partial / name, "wb") as file:
+            with open(folder / name, "wb") as file:
                 file.write(content)
                 file.flush()
                 os.fsync(file.fileno())
-        partial.chmod(0o777 & ~_umask())
-        partial.rename(path)
+        published.publish("export_model", folder, path)
     except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
+        shutil.rmtree(folder, ignore_errors=True)
         raise
-
-
-def _umask() -> int:
-    mask = os.umask(0o022)
-    os.umask(mask)
-    return mask
 
 
 def _digest(manifest: Mapping[str, Any]) -> str:
@@ -517,7 +560,7 @@ class ServedModel:
     outputs: dict[str, OutputSpec]
     """By name."""
     tables: dict[str, FrozenTable]
-    """That `call` wants, by name; the defaults are those of the export, those of the tables that are given count."""
+    """That `call` wants, by name. Keys without a row read what the tables that are given say, not what these say."""
     lookups: dict[str, tuple[str, ...] | None]
     """By table the inputs whose keys it is looked up by; None: keys are worked out by the model, or it is not known."""
     platforms: tuple[str, ...]
@@ -673,7 +716,7 @@ def load_model(path: str | os.PathLike, device: Any = None) -> ServedModel:
         inputs = {one["name"]: _input_from_json(one) for one in manifest["inputs"]}
         outputs = {one["name"]: OutputSpec(tuple(one["shape"]), one["dtype"]) for one in manifest["outputs"]}
         stores = tuple(
-            tuple(FrozenTable(one["name"], store["dim"], one["default"], store["dtype"]) for one in store["tables"])
+            tuple(_table_from_json(one, store["dim"], store["dtype"]) for one in store["tables"])
             for store in manifest["stores"]
         )
         tables = {table.name: table for store in stores for table in store}
@@ -692,21 +735,16 @@ def _read_manifest(op: str, path: pathlib.Path) -> dict[str, Any]:
         raise FileNotFoundError(f"{op}: path: got {path}, where there is no folder, wanted one of export_model.")
     if not file.is_file():
         raise ArtifactError(f"{op}: {path}: got a folder without {MANIFEST}, wanted one of export_model.")
-    try:
-        manifest = json.loads(file.read_bytes())
-    except (UnicodeDecodeError, ValueError, RecursionError) as error:
-        raise ArtifactError(
-            f"{op}: {file}: got no JSON ({error}), wanted what export_model writes; damaged?"
-        ) from error
-    got = manifest.get("format") if isinstance(manifest, dict) else type(manifest).__name__
-    if got != FORMAT:
-        raise ArtifactError(f"{op}: {file}: got format {got!r}, wanted {FORMAT!r}.")
+    manifest = manifests.parsed(op, file, ArtifactError)
+    if manifest.get("format") != FORMAT:
+        raise ArtifactError(f"{op}: {file}: got format {manifest.get('format')!r}, wanted {FORMAT!r}.")
     if manifest.get("version") != VERSION:
         raise ArtifactError(
             f"{op}: {file}: got version {manifest.get('version')!r}, wanted {VERSION}; export again, or update jaxsok."
         )
     if manifest.get("sha256") != _digest(manifest):
         raise ArtifactError(f"{op}: {file}: got another checksum than it names; it was changed.")
+    manifests.checked(op, file, manifest, _MODEL, ArtifactError)
     return manifest
 
 

@@ -2,14 +2,14 @@
 
 The semantics are those of HPS's embedding cache, made exact where HPS approximates. A lookup makes its keys distinct
 and asks the cache. Of each table, the hit rate is hits ÷ distinct keys. Where it reaches the threshold, keys that
-missed read the table's default, and their rows are fetched in the background for those who ask later; where it does
-not, the lookup waits for their rows. Rows leave by last use, exactly over a store.
+missed read what keys without a row do, and their rows are fetched in the background for those who ask later; where it
+does not, the lookup waits for their rows. Rows leave by last use, exactly over a store.
 
 One tick of the clock is one lookup or one insertion. After an insertion a store holds its `capacity` rows of greatest
 (tick of the last use, table, key). This is all there is to the order of replacement.
 
 Keys that no tier has are not cached: they would push real rows out, and a newer version may have them. They miss each
-time, count for the hit rate as misses, and read the default.
+time, count for the hit rate as misses, and read the table's default, or the row that they would get in training.
 
 Below is the source (backing.py); above, a session. Not here: bags and their combining, which are made of the rows.
 """
@@ -125,6 +125,16 @@ class CacheStats:
         return self.hits / self.distinct if self.distinct else 1.0
 
 
+@dataclasses.dataclass
+class TableCounts:
+    """What became of the keys of one table since the cache was made, as of `CacheStats`."""
+
+    distinct: int = 0
+    hits: int = 0
+    misses: int = 0
+    missing: int = 0
+
+
 class DeviceCache:
     """Some rows on the device over a source of all; looked up by many threads. Close it.
 
@@ -219,6 +229,7 @@ class DeviceCache:
         self._query_sizes: frozenset[tuple[int, ...]] = frozenset()  # of `lookup` that are compiled
         self._counting = threading.Lock()
         self._stats = CacheStats()
+        self._of_tables = {name: TableCounts() for name in source.tables}
         self._changing = threading.Lock()  # one refresh or swap at a time
         self._background = Background(self._fetch_later, max_pending)
 
@@ -276,6 +287,11 @@ class DeviceCache:
         """A copy of the counts."""
         with self._counting:
             return dataclasses.replace(self._stats)
+
+    def table_counts(self) -> dict[str, TableCounts]:
+        """A copy of the counts of each table."""
+        with self._counting:
+            return {name: dataclasses.replace(counts) for name, counts in self._of_tables.items()}
 
     def lookup(self, keys: Mapping[str, Any]) -> CachedRows:
         """The rows of keys; those that the cache does not have by the rule of the threshold.
@@ -335,7 +351,18 @@ class DeviceCache:
                 of_lines = [_longer(one, size) for one in self._parts(s, lines)]
                 slabs = programs.merged(slabs, *self._put((slots, tuple(of_lines))))
             rows, *scales = slabs
-            stores.append(FrozenStore(*found.indices[s], rows.astype(self._spec.stores[s][0].dtype), tuple(scales)))
+            index, counters = found.indices[s]
+            if scales:  # no 8 bits stand for what keys without a row read: the model must not find them
+                is_hidden = np.zeros(rows.shape[0], bool)
+                for part in asked.parts:
+                    if part.store == s and part.name in found.missed:
+                        is_hidden[found.missed[part.name][0]] = True
+                for one in mine:
+                    is_hidden[one.places] = False
+                if is_hidden.any():
+                    self._ready_to_hide(s, len(is_hidden))
+                    index = programs.hidden(index, self._put(is_hidden))
+            stores.append(FrozenStore(index, counters, rows.astype(self._spec.stores[s][0].dtype), tuple(scales)))
         return CachedTables(FrozenTables(tuple(stores), self._spec), found.version, found.hit_rates)
 
     def fill(self) -> int:
@@ -498,6 +525,8 @@ class DeviceCache:
             padded = tuple(padded_size(count, LEAST_KEYS) for count in of_store)
             self._ready_to_query(not as_tables, padded)
             for s, size in enumerate(padded) if as_tables else ():
+                if self._spec.stores[s][0].is_quantized:
+                    self._ready_to_hide(s, size)
                 for step in range((size // LEAST_KEYS).bit_length()):
                     self._ready_to_merge(s, size, LEAST_KEYS << step)
         for s, most in enumerate(map(max, zip(*sizes, strict=True))):
@@ -582,19 +611,20 @@ class DeviceCache:
         if fetched:
             self._insert({name: (one.keys, one.rows) for name, one in fetched.items()}, found.epoch)
         is_taken = not later or self._background.offer(later)
-        num_fetched = sum(len(found.missed[name][1]) for name in fetched)
+        num_missed = {name: len(keys) for name, (_, keys) in found.missed.items()}
         self._count(
             lookups=1,
             keys=asked.num_keys,
-            distinct=found.num_distinct,
-            hits=found.num_distinct - found.num_missed,
-            misses=found.num_missed,
             sync=len(fetched),
             background=len(later),
             dropped=0 if is_taken else len(later),
-            fetched=num_fetched,
-            missing=num_fetched - sum(len(one.keys) for one in fetched.values()),
+            fetched=sum(num_missed[name] for name in fetched),
         )
+        for name, num_distinct in found.num_distinct.items():
+            misses, gone = num_missed.get(name, 0), 0
+            if name in fetched:
+                gone = misses - len(fetched[name].keys)
+            self._count_table(name, distinct=num_distinct, hits=num_distinct - misses, misses=misses, missing=gone)
         return found, fetched
 
     def _query(self, asked: Asked, operands: Any, is_expanded: bool) -> Found:
@@ -689,9 +719,9 @@ class DeviceCache:
                 LOG.exception("DeviceCache: rows of tables %s could not be fetched; their keys miss again", names)
                 return
             self._insert(rows, epoch)
-            num_fetched = sum(map(len, missed.values()))
-            num_found = sum(len(keys) for keys, _ in rows.values())
-            self._count(fetched=num_fetched, missing=num_fetched - num_found)
+            self._count(fetched=sum(map(len, missed.values())))
+            for name, keys in missed.items():
+                self._count_table(name, missing=len(keys) - len(rows[name][0]))
             return
 
     # Changes of the stores -------------------------------------------------------------------------------------------
@@ -867,6 +897,11 @@ class DeviceCache:
         slots = jax.ShapeDtypeStruct((num_rows,), np.int32, sharding=place)
         self._make_ready(("merged", s, num_rows, num_lines), slabs(num_rows), slots, slabs(num_lines))
 
+    def _ready_to_hide(self, s: int, num_rows: int) -> None:
+        place = jax.sharding.SingleDeviceSharding(self.device)
+        index = jax.ShapeDtypeStruct((num_buckets_of(num_rows), BUCKET_WORDS), np.uint32, sharding=place)
+        self._make_ready(("hidden", s, num_rows), index, jax.ShapeDtypeStruct((num_rows,), np.bool_, sharding=place))
+
     def _ready_to_insert(self, s: int, must_leave: bool, size: int) -> None:
         lines = tuple(
             jax.ShapeDtypeStruct((size, slab.shape[1]), slab.dtype, sharding=slab.sharding)
@@ -957,6 +992,14 @@ class DeviceCache:
         with self._counting:
             for name, number in more.items():
                 setattr(self._stats, name, getattr(self._stats, name) + number)
+
+    def _count_table(self, table: str, **more: int) -> None:
+        """Counts keys of a table, and of all tables together."""
+        self._count(**more)
+        with self._counting:
+            counts = self._of_tables[table]
+            for name, number in more.items():
+                setattr(counts, name, getattr(counts, name) + number)
 
 
 def cached_spec(tables: Iterable[FrozenTable]) -> FrozenSpec:

@@ -94,8 +94,8 @@ class Found:
     hit_rates: dict[str, float]
     missed: dict[str, tuple[np.ndarray, np.ndarray]]
     """By table with misses: their places among the distinct keys of the store, and the keys."""
-    num_distinct: int
-    num_missed: int
+    num_distinct: dict[str, int]
+    """By table."""
     source: RowSource
     epoch: int
     version: int
@@ -113,11 +113,12 @@ class Found:
     ) -> "Found":
         """Reads what the query says of the keys: hit rates, and where there are misses their keys."""
         starts = np.cumsum([0, *(len(tables) for tables in spec.stores)])
-        rates, missed = {}, {}
+        distinct, rates, missed = {}, {}, {}
         records: dict[int, tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
         for part in asked.parts:
             s, number = spec.places[part.name]
             num_distinct, num_missed = counts[starts[s] + number, :2].tolist()
+            distinct[part.name] = num_distinct
             # Not 1 - misses ÷ distinct, which may miss a threshold of 0.1 by rounding.
             rates[part.name] = (num_distinct - num_missed) / num_distinct if num_distinct else 1.0
             if not num_missed:
@@ -129,19 +130,7 @@ class Found:
                 records[s] = places, keys[places], lines[places, 2]
             places, keys, ids = records[s]
             missed[part.name] = places[ids == number], keys[ids == number]
-        num_distinct, num_missed = counts[:, 0].sum(), counts[:, 1].sum()
-        return cls(
-            out.rows,
-            out.inverse,
-            out.indices,
-            rates,
-            missed,
-            int(num_distinct),
-            int(num_missed),
-            source,
-            epoch,
-            version,
-        )
+        return cls(out.rows, out.inverse, out.indices, rates, missed, distinct, source, epoch, version)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,11 +16,12 @@ from jaxtyping import Array, Float32, Shaped, UInt32
 
 from jaxsok.kernels import evict as evict_kernels
 from jaxsok.kernels import table as kernels
-from jaxsok.serving.frozen import FrozenSpec
+from jaxsok.serving.frozen import SEED, FrozenSpec
 from jaxsok.store import num_buckets_of
 from jaxsok.types import BUCKET_WORDS, COUNTERS, COUNTS, NO_ROW, NUM_TABLE_WORDS, PADDING_KEY
 
-_SEED = np.zeros(2, np.uint32)
+_SEED = np.zeros(2, np.uint32)  # of new rows, which are overwritten
+_NO_TABLE = np.uint32(2**24 - 1)  # kMaxTables of ffi/core/layout.h, less 1
 _INSERTED, _REFUSED = COUNTS.index("num_inserted"), COUNTS.index("num_refused")
 
 
@@ -68,9 +69,7 @@ class Layout:
     def __init__(self, spec: FrozenSpec) -> None:
         """Of the tables as they are cached."""
         self.words = spec.words
-        self.defaults = tuple(np.array([table.default for table in tables], np.float32) for tables in spec.stores)
-        arrays = (*self.words, *self.defaults)
-        content = b"".join(repr(array.shape).encode() + array.tobytes() for array in arrays)
+        content = b"".join(repr(array.shape).encode() + array.tobytes() for array in self.words)
         self._digest = hashlib.blake2b(content, digest_size=16).digest()
 
     def __hash__(self) -> int:
@@ -95,7 +94,7 @@ def query(
     """Steps 1, 2 and 5 of a lookup: makes keys distinct, asks the cache, gives each position its row."""
     done = [
         _query_store(*one, is_expanded, clock, salt)
-        for one in zip(layout.words, layout.defaults, statistics, stores, batches, strict=True)
+        for one in zip(layout.words, statistics, stores, batches, strict=True)
     ]
     new_statistics, rows, records, row_ids, inverse, indices, counts = zip(*done, strict=True)
     return new_statistics, Queried(rows, records, row_ids, inverse, indices, jnp.concatenate(counts))
@@ -103,7 +102,6 @@ def query(
 
 def _query_store(
     table_words: np.ndarray,
-    defaults: np.ndarray,
     statistics: Array,
     store: Any,
     batch: Any,
@@ -127,27 +125,24 @@ def _query_store(
     else:
         wanted = row_ids
         requests = jnp.concatenate([records[:, :3], jnp.ones((n, 1), jnp.uint32)], axis=1)
-    if scales:
-        lines = _quantized(defaults, rows, scales[0], requests, wanted)
-        lines = (lines[0].astype(jnp.float32) * lines[1][:, None],) if is_expanded else lines
+    if scales and not is_expanded:
+        # Those of keys that are not cached mean nothing: what is not fetched, either, is `hidden`.
+        lines = rows.at[wanted].get(mode="fill", fill_value=0), scales[0].at[wanted, 0].get(mode="fill", fill_value=0)
     else:
-        _, wide, _ = kernels.gather(counters, table_words, jnp.asarray(_SEED), requests, wanted, (rows,), is_find=False)
-        lines = (wide.astype(jnp.float32),)
+        stored, of_stored, is_row = rows, wanted, wanted != jnp.uint32(NO_ROW)
+        if scales:  # what keys without a row read is not rounded: float rows, of which only theirs count
+            stored = jnp.zeros((1, rows.shape[1]), jnp.float32)
+            of_stored = jnp.where(is_row, jnp.uint32(0), jnp.uint32(NO_ROW))
+        seed = jnp.asarray(SEED)
+        _, wide, _ = kernels.gather(counters, table_words, seed, requests, of_stored, (stored,), is_find=False)
+        wide = wide.astype(jnp.float32)
+        if scales:
+            numbers = rows.at[wanted].get(mode="fill", fill_value=0).astype(jnp.float32)
+            wide = jnp.where(is_row[:, None], numbers * scales[0].at[wanted].get(mode="fill", fill_value=0), wide)
+        lines = (wide,)
     distinct = counts[:, _INSERTED]
     summary = jnp.stack([distinct, distinct - hits, counts[:, _REFUSED]], axis=1)
     return statistics, lines, records, row_ids, inverse, (scratch_index, scratch_counters), summary
-
-
-def _quantized(
-    defaults: np.ndarray, rows: Array, scales: Array, requests: Array, row_ids: Array
-) -> tuple[Array, Array]:
-    """Numbers and scales of requests; a default is 1 times itself, which is exact."""
-    is_row = row_ids != jnp.uint32(NO_ROW)
-    is_key = (requests[:, :2] != jnp.uint32(PADDING_KEY & 0xFFFFFFFF)).any(axis=1)
-    default = jnp.where(is_key, jnp.asarray(defaults).at[requests[:, 2]].get(mode="clip"), jnp.float32(0))
-    numbers = rows.at[row_ids].get(mode="fill", fill_value=1)
-    scale = scales.at[row_ids, 0].get(mode="fill", fill_value=0)
-    return numbers, jnp.where(is_row, scale, default)
 
 
 def _distinct(words: Array, ids: Array, num_tables: int, salt: Array) -> tuple[Array, Array, Array, Array, Array]:
@@ -260,6 +255,14 @@ def merged(slabs: tuple[Array, ...], slots: Array, lines: tuple[Array, ...]) -> 
     )
 
 
+@jax.jit
+def hidden(index: Array, is_hidden: Array) -> Array:
+    """An index in which some rows, by row id, are found no more: their entries are of no table."""
+    entries = index.reshape(-1, 4)  # key (two words), row id, table
+    hides = is_hidden.at[entries[:, 2]].get(mode="fill", fill_value=False)
+    return entries.at[:, 3].set(jnp.where(hides, _NO_TABLE, entries[:, 3])).reshape(index.shape)
+
+
 find = jax.jit(kernels.find)
 copied = jax.jit(jnp.copy)
 
@@ -272,6 +275,7 @@ _PROGRAMS = {
     "find": find,
     "copied": copied,
     "merged": merged,
+    "hidden": hidden,
 }
 
 

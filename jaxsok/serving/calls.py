@@ -40,6 +40,11 @@ class Lookups:
         """Declares; `max_keys` is of one request, over all tables."""
         self._session, self._max_keys = session, max_keys
 
+    def most_values(self, model: Any) -> tuple[int, Sequence[str]]:
+        """Numbers that a request can have, and the names of its arrays."""
+        num_keys = sum(model.max_keys.get(name, self._max_keys) for name in model.tables)
+        return min(self._max_keys, num_keys), list(model.tables)
+
     def read(self, body: bytes, given: str, model: Any) -> Arrays:
         """The keys of a body by table, uint64 of any shape.
 
@@ -48,6 +53,7 @@ class Lookups:
         """
         op = self.op
         if given == "json":
+            wire.check_json(body, *self.most_values(model), op)
             found: Mapping[str, Any] = wire.object_of(wire.read_json(body, op, ["keys"])["keys"], f"{op}: keys")
             read = wire.keys_from_json
         else:
@@ -109,6 +115,26 @@ class Predictions:
         """Declares; `max_keys` is of one request, over all inputs."""
         self._session, self._max_keys = session, max_keys
 
+    def most_values(self, model: Any) -> tuple[int, Sequence[str]]:
+        """Numbers that a request can have, and the names of its arrays."""
+        keys, rest, names = dict[str, int](), 0, list[str]()
+        weighted = set[str]()
+        for name, spec in model.inputs.items():
+            names += [name, *(f"{name}.{part}" for part in ("values", "lengths", "weights"))]
+            if not isinstance(spec, BagsInput | KeysInput):
+                rest += model.max_batch_size * wire.extent(spec.shape)
+                continue
+            most = model.max_keys.get(spec.table, self._max_keys)
+            if isinstance(spec, BagsInput):
+                rest += model.max_batch_size  # lengths
+                if spec.is_weighted:
+                    weighted.add(spec.table)
+            else:
+                most = min(most, model.max_batch_size * wire.extent(spec.shape))
+            keys[spec.table] = min(model.max_keys.get(spec.table, self._max_keys), keys.get(spec.table, 0) + most)
+        rest += min(self._max_keys, sum(keys[table] for table in weighted))
+        return rest + min(self._max_keys, sum(keys.values())), names
+
     def read(self, body: bytes, given: str, model: Any) -> Samples:
         """The inputs of a body, all of one number of samples.
 
@@ -117,6 +143,7 @@ class Predictions:
         """
         op, specs = self.op, model.inputs
         if given == "json":
+            wire.check_json(body, *self.most_values(model), op)
             found: Mapping[str, Any] = wire.object_of(wire.read_json(body, op, ["inputs"])["inputs"], f"{op}: inputs")
         else:
             found = _with_ragged(wire.read_tensors(body, op), specs, op)

@@ -1,9 +1,10 @@
 """The configuration: JSON as HugeCTR's Hierarchical Parameter Server (HPS) has it, read with HPS's defaults.
 
-Every key of HPS 24.06 is one of three. It is *honoured*: the field that it becomes says what it does. Or it is *without
-effect*, because jaxsok has nothing that it could set: it is checked, and `Config.without_effect` lists it where it was
-written. Or it is *refused*, because answers or the place of rows would differ from what was asked for. A key that HPS
-does not know is refused as well, with the nearest name: HPS would ignore it in silence.
+Every key that HPS 24.06 or a version before it knows is one of three. It is *honoured*: the field that it becomes says
+what it does. Or it is *without effect*, because jaxsok has nothing that it could set: it is checked, and
+`Config.without_effect` lists it where it was written. Or it is *refused*, because answers or the place of rows would
+differ from what was asked for. A key that no HPS knew is refused as well, with the nearest name: HPS would ignore it in
+silence.
 
 Nothing here opens a table or a device: `sources.py`, `served.py` and `session.py` do.
 """
@@ -20,6 +21,7 @@ from typing import Any, NoReturn
 from jaxsok.serving.config_keys import (
     JAXSOK_KEYS,
     MODEL_KEYS,
+    OLDER_BLOCK_KEYS,
     PER_TABLE,
     PERSISTENT_KEYS,
     REQUIRED,
@@ -174,6 +176,9 @@ class _Reader:
         volatile = self.volatile(top)
         self.persistent(top)
         self.update_source(top)
+        for name in ("cpu_memory_db", "distributed_db"):
+            if top[name] is not None:
+                self.block(name, top[name], OLDER_BLOCK_KEYS)
         models = tuple(self.model(f"models[{i}]", model, top) for i, model in enumerate(top["models"]))
         places: dict[str, str] = {}
         for i, model in enumerate(models):
@@ -382,9 +387,10 @@ class _Reader:
             values["embedding_table_names"] = tuple(f"sparse_embedding{i}" for i in range(len(files)))
         short = len(files) - len(values["default_value_for_each_table"])
         if short > 0:
-            values["default_value_for_each_table"] += (0.0,) * short
+            values["default_value_for_each_table"] += (None,) * short
             self.notes.append(
-                f"{path}.default_value_for_each_table: {short} of {len(files)} entries are not there; 0.0, as in HPS."
+                f"{path}.default_value_for_each_table: {short} of {len(files)} entries are not there; what training "
+                "reads where the files tell it, else 0.0, as in HPS."
             )
         for key in PER_TABLE:
             if len(values[key]) != len(files):
@@ -432,6 +438,13 @@ class _Reader:
             )
         if kind == "stochastic":
             self.refuse(at, kind, '"dynamic" or "static"', "HPS has disabled it, too: take dynamic")
+        if kind == "dynamic" and values["gpucache"] and values["gpucacheper"] == 0.0:
+            self.refuse(
+                f"{path}.gpucacheper",
+                given.get("gpucacheper"),
+                "a number above 0 for a dynamic cache",
+                "set gpucache to false to read all rows from host memory",
+            )
         if kind == "static" and not values["gpucache"]:
             self.refuse(
                 f"{path}.gpucache",

@@ -1,6 +1,7 @@
 """The keys of the configuration: what each may be, what it is where nobody writes it, and why it has no effect, if so.
 
-The defaults are those of the JSON parser of HugeCTR 24.06. `config.py` reads by these tables and says what honoured
+The defaults are those of the JSON parser of HugeCTR 24.06; beside its keys stand those that versions 3.0 to 23.x read,
+or documented, and 24.06 passes over. `config.py` reads by these tables and says what honoured
 keys do.
 """
 
@@ -62,6 +63,10 @@ def _cut(least: int) -> Kind:
     return Kind(whole.wanted, parse)
 
 
+def _maybe(kind: Kind) -> Kind:
+    return Kind(f"{kind.wanted}, or null", lambda value: None if value is None else kind.parse(value))
+
+
 def _number(least: float = -math.inf, most: float = math.inf) -> Kind:
     within = {(True, True): "a number", (False, True): f"a number of {least:g} or more"}
     wanted = within.get((least == -math.inf, most == math.inf), f"a number of {least:g} to {most:g}")
@@ -77,9 +82,11 @@ def _number(least: float = -math.inf, most: float = math.inf) -> Kind:
     return Kind(wanted, parse)
 
 
-def _among(*names: str) -> Kind:
+def _among(*names: str, **others: str) -> Kind:
+    """One of some names, or another name of one of them."""
+    meant = {name: name for name in names} | others
     wanted = "one of " + ", ".join(f'"{name}"' for name in names)
-    return Kind(wanted, lambda value: value if isinstance(value, str) and value in names else WRONG)
+    return Kind(wanted, lambda value: meant.get(value, WRONG) if isinstance(value, str) else WRONG)
 
 
 def _list(items: Kind, wanted: str) -> Kind:
@@ -99,6 +106,22 @@ _BLOCK = Kind("an object", lambda value: value if isinstance(value, Mapping) els
 _FILE = Kind("a path", lambda value: _path(value) or WRONG)
 _MAYBE_FILE = Kind("a path", lambda value: WRONG if _path(value) is None else _path(value))
 _COUNT, _SIZE = _integer(1), _integer(0, 2**64 - 1)
+
+
+def _any(value: Any) -> Any:
+    """The value of a key that nobody reads."""
+    items = value if isinstance(value, list | tuple) else [value]
+    return WRONG if any(isinstance(item, list | tuple | Mapping) for item in items) else value
+
+
+def _update_type(value: Any) -> Any:
+    """None, or Kafka; HPS takes several names for both."""
+    if value is None or value in ("null", "none"):
+        return None
+    return "kafka_message_queue" if value in ("kafka_message_queue", "kafka_mq", "kafka") else WRONG
+
+
+_ANY = Kind("a number, a string, true, false, null, or a list of them", _any)
 _FLOAT32_MAX = 3.4028234663852886e38
 
 
@@ -118,6 +141,8 @@ class Key:
 _THREADS = "threads are those of XLA and of the server"
 _UNREAD = "HPS does not read it from this file, either"
 _REDIS = "it is of a Redis cluster, which is not there"
+_OLDER = "it is of an older HPS: 24.06 does not read it, either"
+_DENSE = "it is of HugeCTR's dense model; the exported model has its own dtypes and programs"
 MODEL_KEYS: dict[str, Key] = {
     "model": Key(Kind("a name", lambda value: value if isinstance(value, str) else WRONG), REQUIRED),
     "sparse_files": Key(_list(_FILE, "a list of paths, one for each table"), REQUIRED),
@@ -127,7 +152,7 @@ MODEL_KEYS: dict[str, Key] = {
         _list(_COUNT, "a list of numbers of keys, one for each table"), REQUIRED
     ),
     "default_value_for_each_table": Key(
-        _list(_number(-_FLOAT32_MAX, _FLOAT32_MAX), "a list of numbers, one for each table"), REQUIRED
+        _list(_maybe(_number(-_FLOAT32_MAX, _FLOAT32_MAX)), "a list of numbers, one for each table"), REQUIRED
     ),
     "deployed_device_list": Key(_list(_integer(0), "a list of numbers of devices"), REQUIRED),
     "dense_file": Key(_MAYBE_FILE, ""),
@@ -138,7 +163,7 @@ MODEL_KEYS: dict[str, Key] = {
     "embedding_cache_type": Key(_among("dynamic", "static", "uvm", "stochastic"), "dynamic"),
     "use_static_table": Key(_BOOL, False),
     "num_of_worker_buffer_in_pool": Key(_COUNT, 1),
-    "num_of_refresher_buffer_in_pool": Key(_COUNT, 1, "a refresh takes one buffer"),
+    "num_of_refresher_buffer_in_pool": Key(_integer(0), 1, "a refresh takes one buffer"),
     "cache_refresh_percentage_per_iteration": Key(_number(0.0, 1.0), 0.0),
     "refresh_delay": Key(_number(0.0), 0.0),
     "refresh_interval": Key(_cut(0), 0),
@@ -149,38 +174,54 @@ MODEL_KEYS: dict[str, Key] = {
     "maxnum_des_feature_per_sample": Key(_integer(0), 26, "the exported model tells its own inputs"),
     "use_context_stream": Key(_BOOL, True, "XLA orders what runs on a device"),
     "use_hctr_cache_implementation": Key(_BOOL, True, "there is one cache"),
-    "thread_pool_size": Key(_COUNT, 16, _THREADS),
+    "thread_pool_size": Key(_integer(0), 16, _THREADS),
     "network_file": Key(_TEXT, "", _UNREAD),
     "label_dim": Key(_integer(0), 1, _UNREAD),
     "slot_num": Key(_integer(0), 10, _UNREAD),
     "initialize_after_startup": Key(_BOOL, True, _UNREAD),
+    **{
+        name: Key(_ANY, reason=_DENSE)
+        for name in ("mixed_precision", "use_mixed_precision", "scaler", "use_algorithm_search", "use_cuda_graph")
+    },
+    "i64_input_key": Key(_ANY, reason="supportlonglong says how many bits keys have"),
     "jaxsok": Key(_BLOCK),
 }
 JAXSOK_KEYS: dict[str, Key] = {
     "row_dtype": Key(_among(*ROW_DTYPES)),
     "spare_rows": Key(_integer(0), 0),
 }
-_HPS_DATABASES = ("disabled", "hash_map", "parallel_hash_map", "multi_process_hash_map", "redis_cluster", "rocks_db")
+_DATABASE = _among(
+    *("disabled", "hash_map", "parallel_hash_map", "multi_process_hash_map", "redis_cluster", "rocks_db"),
+    **dict.fromkeys(("disable", "none"), "disabled"),
+    **dict.fromkeys(("hashmap", "hash", "map"), "hash_map"),
+    **dict.fromkeys(("parallel_hashmap", "parallel_hash", "parallel_map"), "parallel_hash_map"),
+    **dict.fromkeys(("multi_process_hashmap", "multi_process_hash", "multi_process_map"), "multi_process_hash_map"),
+    **{"redis": "redis_cluster", "rocksdb": "rocks_db", "rocks": "rocks_db"},
+)
+_OLDER_OF_DATABASES = {name: Key(_ANY, reason=_OLDER) for name in ("max_get_batch_size", "max_set_batch_size")}
 VOLATILE_KEYS: dict[str, Key] = {
-    "type": Key(_among(*_HPS_DATABASES), "disabled"),
+    "type": Key(_DATABASE, "disabled"),
     "address": Key(_TEXT, reason=_REDIS),
     "user_name": Key(_TEXT, reason=_REDIS),
     "password": Key(_TEXT, reason=_REDIS),
-    "num_partitions": Key(_COUNT, reason="the host store of a table is one piece"),
+    "num_partitions": Key(_integer(0), reason="the host store of a table is one piece"),
     "allocation_rate": Key(_SIZE, reason="the host store is allocated at once"),
     "shared_memory_size": Key(_SIZE, reason="the host store is memory of the process"),
     "shared_memory_name": Key(_TEXT, reason="the host store is memory of the process"),
     "shared_memory_auto_remove": Key(_BOOL, reason="the host store is memory of the process"),
-    "num_node_connections": Key(_COUNT, reason=_REDIS),
-    "max_batch_size": Key(_COUNT, reason="rows of the host store are read in one go"),
+    "num_node_connections": Key(_integer(0), reason=_REDIS),
+    "max_batch_size": Key(_integer(0), reason="rows of the host store are read in one go"),
     "enable_tls": Key(_BOOL, reason=_REDIS),
     "tls_ca_certificate": Key(_TEXT, reason=_REDIS),
     "tls_client_certificate": Key(_TEXT, reason=_REDIS),
     "tls_client_key": Key(_TEXT, reason=_REDIS),
     "tls_server_name_identification": Key(_TEXT, reason=_REDIS),
-    "overflow_margin": Key(_integer(1, 2**64 - 1), reason="the host store holds every row and evicts none"),
+    "overflow_margin": Key(_SIZE, reason="the host store holds every row and evicts none"),
     "overflow_policy": Key(
-        _among("evict_random", "evict_least_used", "evict_oldest"),
+        _among(
+            *("evict_random", "evict_least_used", "evict_oldest"),
+            **{"random": "evict_random", "least_used": "evict_least_used", "oldest": "evict_oldest"},
+        ),
         reason="the host store holds every row and evicts none",
     ),
     "overflow_resolution_target": Key(_number(0.0, 1.0), reason="the host store holds every row and evicts none"),
@@ -188,22 +229,31 @@ VOLATILE_KEYS: dict[str, Key] = {
     "initial_cache_rate": Key(_number(0.0), reason="all rows are entered, as in HPS"),
     "cache_missed_embeddings": Key(_BOOL, reason="there is no database below whose rows could be lifted"),
     "update_filters": Key(_list(_TEXT, "a list of strings"), reason="there is no update_source"),
+    **_OLDER_OF_DATABASES,
+    **{
+        name: Key(_ANY, reason=_OLDER)
+        for name in (
+            "algorithm",
+            "refresh_time_after_fetch",
+            "partition_overflow_margin",
+            "partition_overflow_resolution_target",
+        )
+    },
 }
 _NO_PERSISTENT = "persistent_db is disabled"
 PERSISTENT_KEYS: dict[str, Key] = {
-    "type": Key(_among(*_HPS_DATABASES), "disabled"),
+    "type": Key(_DATABASE, "disabled"),
     "path": Key(_TEXT, reason=_NO_PERSISTENT),
-    "num_threads": Key(_COUNT, reason=_NO_PERSISTENT),
+    "num_threads": Key(_integer(0), reason=_NO_PERSISTENT),
     "read_only": Key(_BOOL, reason=_NO_PERSISTENT),
-    "max_batch_size": Key(_COUNT, reason=_NO_PERSISTENT),
+    "max_batch_size": Key(_integer(0), reason=_NO_PERSISTENT),
     "initialize_after_startup": Key(_BOOL, reason=_UNREAD),
     "update_filters": Key(_list(_TEXT, "a list of strings"), reason=_NO_PERSISTENT),
+    **_OLDER_OF_DATABASES,
 }
 _NO_UPDATES = "update_source has no type"
 UPDATE_KEYS: dict[str, Key] = {
-    "type": Key(
-        Kind('null or "kafka_message_queue"', lambda v: v if v is None or v == "kafka_message_queue" else WRONG)
-    ),
+    "type": Key(Kind('null or "kafka_message_queue"', _update_type)),
     "brokers": Key(_TEXT, reason=_NO_UPDATES),
     **{
         name: Key(_integer(0), reason=_NO_UPDATES)
@@ -216,7 +266,10 @@ UPDATE_KEYS: dict[str, Key] = {
             "max_commit_interval",
         )
     },
+    "max_receive_buffer_size": Key(_ANY, reason=_OLDER),
 }
+OLDER_BLOCK_KEYS: dict[str, Key] = {name: Key(_ANY, reason=_OLDER) for name in VOLATILE_KEYS}
+"""Of the databases as HPS 3.3 has them, which later became volatile_db."""
 TOP_KEYS: dict[str, Key] = {
     "supportlonglong": Key(_BOOL, REQUIRED),
     "fuse_embedding_table": Key(_BOOL),
@@ -224,6 +277,11 @@ TOP_KEYS: dict[str, Key] = {
     "volatile_db": Key(_BLOCK),
     "persistent_db": Key(_BLOCK),
     "update_source": Key(_BLOCK),
+    **dict.fromkeys(("cpu_memory_db", "distributed_db"), Key(_BLOCK)),
+    **{
+        name: Key(_ANY, reason=f"{_OLDER}; rows come from sparse_files")
+        for name in ("db_type", "redis_ip", "rocksdb_path", "cache_size_percentage_redis")
+    },
 }
 PER_TABLE: dict[str, str] = {
     "embedding_table_names": "name",

@@ -42,8 +42,9 @@ class TableConfig:
     file: str
     """`sparse_files[i]`: an HPS directory, a folder of `jaxsok.checkpoint.export_full` or `export_delta`, or a step of
     an Orbax checkpoint. A relative path begins where the process runs, as in HPS."""
-    default: float
-    """`default_value_for_each_table[i]`: what a missing key reads, in every column; 0.0 where the list is short."""
+    default: float | None
+    """`default_value_for_each_table[i]`: what a missing key reads, in every column. None, of `null` or of a list
+    that is too short: what it reads in training, where the files tell it, else 0.0."""
     max_keys_per_sample: int
     """`maxnum_catfeature_query_per_table_per_sample[i]`: a request has at most `max_batch_size` times as many keys."""
 
@@ -292,7 +293,8 @@ class Config:
                 f"samples; lookups at a time: {model.num_of_worker_buffer_in_pool}"
             )
             lines += [
-                f'  table "{table.name}": dim {table.dim}, default {table.default:g}, at most '
+                f'  table "{table.name}": dim {table.dim}, default '
+                f"{'as in training' if table.default is None else format(table.default, 'g')}, at most "
                 f'{model.max_keys[table.name]} keys, from "{table.file}"'
                 for table in model.tables
             ]

@@ -22,6 +22,7 @@ from jaxsok.kernels import table as kernels
 from jaxsok.records import Records
 from jaxsok.serving import quantize
 from jaxsok.serving.row_map import RowMap, buckets_of
+from jaxsok.shards import without_mesh
 from jaxsok.specs import StoreSpec, TableSpec
 from jaxsok.store import State
 from jaxsok.types import COUNTERS, MAX_DIM, NO_ROW, ROW_DTYPES
@@ -32,6 +33,10 @@ QUANTIZED: tuple[str, ...] = ("int8", "float8_e4m3fn")
 """Dtypes of rows that come with a scale each."""
 
 DTYPES: tuple[str, ...] = (*ROW_DTYPES, *QUANTIZED)
+
+# The seed of all lookups: tables of other seeds have other names in their words. Zeros, or 0 and 1, XLA would fill in
+# by a kernel of its own.
+SEED: np.ndarray = np.array([2, 1], np.uint32)
 
 _LEAST_ROWS = 1024  # of a write: padded to a power of two, so that programs are few
 
@@ -55,6 +60,9 @@ class FrozenTable:
     """What a key that is not there reads, in every column."""
     dtype: FrozenDtype = "float32"
     """Of the rows as they are stored. Embeddings are float32."""
+    initial: initializers.InitialRows | None = None
+    """What such a key reads in place of `default`: the row that it would get in training. It is rounded to rows of 16
+    bits, and not to those of 8 bits."""
 
     def __post_init__(self) -> None:
         """Refuses what cannot be meant."""
@@ -69,11 +77,20 @@ class FrozenTable:
             raise ValueError(f"{what}: default: got {self.default!r}, wanted a finite number.")
         if self.dtype not in DTYPES:
             raise ValueError(f"{what}: dtype: got {self.dtype!r}, wanted one of {list(DTYPES)}.")
+        if self.initial is not None and not isinstance(self.initial, initializers.InitialRows):
+            raise TypeError(f"{what}: initial: got {self.initial!r}, wanted InitialRows or None.")
+        if self.initial is not None and self.default != 0.0:
+            raise ValueError(f"{what}: default: got {self.default} beside initial rows, wanted one of the two.")
 
     @property
     def is_quantized(self) -> bool:
         """Whether each row has a scale."""
         return self.dtype in QUANTIZED
+
+    @property
+    def missing(self) -> str:
+        """What a key that is not there reads, as reports show it."""
+        return f"default {self.default:g}" if self.initial is None else str(self.initial)
 
     @property
     def row_bytes(self) -> int:
@@ -140,7 +157,7 @@ class FrozenSpec:
     @functools.cached_property
     def words(self) -> tuple[np.ndarray, ...]:
         """What the kernels know of the tables of each store (`StoreSpec.table_words`)."""
-        return tuple(_store_spec(store).table_words() for store in self.stores)
+        return tuple(map(_table_words, self.stores))
 
     def read_by(self, table: str, words: Any) -> Any:
         """The keys of a lookup in a table, as they are; an export takes note of them."""
@@ -201,7 +218,7 @@ def freeze(
     *,
     tables: Sequence[str] | None = None,
     dtype: FrozenDtype | Mapping[str, FrozenDtype] | None = None,
-    defaults: float | Mapping[str, float] = 0.0,
+    defaults: float | Mapping[str, float] | None = None,
     spare_rows: int = 0,
     device: Any = None,
 ) -> FrozenTables:
@@ -212,7 +229,8 @@ def freeze(
       state: not donated.
       tables: names; None: all.
       dtype: of the rows, for all tables or by name; None, or a table that is not named: as they are trained.
-      defaults: what keys that are not there read, for all tables or by name (0 where not named).
+      defaults: what keys that are not there read in every column, for all tables or by name; None, or a table that is
+        not named: what `Collection.find` gives by the table's `unknown`.
       spare_rows: rows of each table that later updates may add in place.
       device: where they go; None: the default one.
 
@@ -220,7 +238,8 @@ def freeze(
       The tables.
 
     Raises:
-      ValueError: a table that is not there, a dtype that is none, or rows that are not finite and to be quantized.
+      ValueError: a table that is not there, a dtype that is none, rows that are not finite and to be quantized, or no
+        default for a table whose initial rows XLA works out (`initializers.matrix` and `function`).
 
     Cost:
       Each row crosses to the host and back once, in chunks of 64 MiB. On the device: `frozen_bytes`.
@@ -231,8 +250,10 @@ def freeze(
       >>> collection = jaxsok.Collection(specs, [jaxsok.FeatureSpec("item", table="item")])
       >>> batch = collection.batch({"item": np.array([7, 9, 7])})
       >>> _, state, _ = collection.lookup(collection.init(seed=0), batch.features)
-      >>> freeze(collection, state, dtype="int8").tables["item"]
-      FrozenTable(name='item', dim=4, default=0.0, dtype='int8')
+      >>> freeze(collection, state, dtype="int8", defaults=0.0).tables["item"]
+      FrozenTable(name='item', dim=4, default=0.0, dtype='int8', initial=None)
+      >>> print(freeze(collection, state).tables["item"].missing)
+      the initial row: uniform(-0.05, 0.05) of table "item", seed 0
     """
     specs = {table.name: table for table in collection.tables}
     names = list(specs) if tables is None else list(tables)
@@ -241,19 +262,31 @@ def freeze(
             if name not in specs:
                 raise ValueError(f'freeze: {argument}: got "{name}", wanted one of {list(specs)}.')
     num_rows = collection.num_rows(state)
+    seed = int.from_bytes(np.asarray(state.seed, "<u4").tobytes(), "little")
     sources = []
     for name in names:
+        default = defaults.get(name) if isinstance(defaults, Mapping) else defaults
+        default = specs[name].unknown_reads(seed) if default is None else default
+        if isinstance(default, initializers.Initializer):
+            raise ValueError(
+                f'freeze: defaults: got none for table "{name}", in which a key without a row reads {default!r}, which '
+                f'served tables cannot work out; pass defaults={{"{name}": 0.0}}, or another number, to state what '
+                "they serve."
+            )
+        is_initial = isinstance(default, initializers.InitialRows)
         table = FrozenTable(
             name,
             specs[name].dim,
-            default=defaults.get(name, 0.0) if isinstance(defaults, Mapping) else defaults,
+            default=0.0 if is_initial else default,
             dtype=(dtype.get(name) if isinstance(dtype, Mapping) else dtype) or specs[name].dtype,
+            initial=default if is_initial else None,
         )
         chunks = collection.export_chunks(state, name, with_state=False)
         sources.append((table, SizedRecords(num_rows[name], chunks)))
     return freeze_records(sources, spare_rows=spare_rows, device=device)[0]
 
 
+@without_mesh
 def freeze_records(
     sources: Sequence[tuple[FrozenTable, RecordSource]], *, spare_rows: int = 0, device: Any = None
 ) -> tuple[FrozenTables, tuple[RowMap, ...]]:
@@ -416,15 +449,22 @@ def _names(given: Any) -> Iterable[str]:
     return given if isinstance(given, Mapping) else ()
 
 
-def _store_spec(tables: Sequence[FrozenTable]) -> StoreSpec:
-    """The tables as the kernels of training know them: what an absent key reads is their initial row."""
+def _table_words(tables: Sequence[FrozenTable]) -> np.ndarray:
+    """The tables as the kernels of training know them, under `SEED`: an absent key reads its initial row."""
     optimizer = optimizers.sgd(0.0)
-    return StoreSpec(
-        tuple(
-            TableSpec(table.name, table.dim, optimizer, initializer=initializers.constant(float(table.default)))
-            for table in tables
-        )
-    )
+    specs = [
+        TableSpec(table.name, table.dim, optimizer, initializer=initializers.constant(float(table.default)))
+        if table.initial is None
+        else TableSpec(table.initial.table, table.dim, optimizer, initializer=table.initial.initializer)
+        for table in tables
+    ]
+    words = StoreSpec(tuple(specs)).table_words()
+    seed = int(SEED[0]) | int(SEED[1]) << 32
+    for line, table in zip(words, tables, strict=True):
+        if table.initial is not None:
+            name = table.initial.name_under(seed, int(line[0]) | int(line[1]) << 32)
+            line[:2] = name & 0xFFFFFFFF, name >> 32
+    return words
 
 
 def _empty_store(table: FrozenTable, capacity: int, device: Any) -> FrozenStore:

@@ -1,7 +1,8 @@
 """The fused lookup of frozen tables: any inputs, of any tables and dims, in one call.
 
 Works under `jax.jit`, and under `jax.export` with sizes that are not known yet. Several inputs may read one table, and
-not every table needs an input. Nothing is inserted: a key that is not there reads its table's default.
+not every table needs an input. Nothing is inserted: a key that is not there reads its table's default, or the row that
+it would get in training.
 """
 
 import contextlib
@@ -20,7 +21,7 @@ from jaxsok import keys as keys_lib
 from jaxsok.kernels import lookup as kernels
 from jaxsok.kernels import table as table_kernels
 from jaxsok.serving.errors import RequestError, UnknownTableError
-from jaxsok.serving.frozen import FrozenSpec, FrozenStore, FrozenTable, FrozenTables
+from jaxsok.serving.frozen import SEED, FrozenSpec, FrozenStore, FrozenTable, FrozenTables
 from jaxsok.types import (
     BAGS_PER_TILE,
     BUCKET_WORDS,
@@ -32,9 +33,6 @@ from jaxsok.types import (
     NUM_FEATURE_WORDS,
     Combiner,
 )
-
-# Nobody reads it, as defaults are constants. Zeros, or 0 and 1, XLA would fill in by a kernel of its own.
-_SEED = np.array([2, 1], np.uint32)
 
 
 @jax.tree_util.register_dataclass
@@ -72,8 +70,8 @@ def lookup(tables: FrozenTables, inputs: Mapping[str, LookupInput]) -> dict[str,
 
     Returns:
       float32 by name: `[*keys.shape, dim]` without a combiner, else `[num_bags, dim]`. Keys that are not there read the
-      default of their table, PADDING_KEY reads zeros, and so does an empty bag. A mean divides by the keys of a bag, or
-      by the sum of their weights; zeros where that is 0.
+      default of their table or their initial row. PADDING_KEY reads zeros, and so does an empty bag. A mean divides by
+      the keys of a bag, or by the sum of their weights; zeros where that is 0.
 
     Raises:
       UnknownTableError, RequestError: names input, argument, got and wanted.
@@ -127,7 +125,7 @@ def _looked_up(
         operands.append(_operands(store, tables.spec.words[s], of_store))
     if not operands:
         return {}, jnp.zeros((len(tables.tables), len(COUNTS)), jnp.int32) if is_counted else None
-    counts, values = kernels.lookup_frozen(operands, jnp.asarray(_SEED), is_counted=is_counted)
+    counts, values = kernels.lookup_frozen(operands, jnp.asarray(SEED), is_counted=is_counted)
     if counts is not None:
         counts = _of_all_tables(tables, [of_store[0].store for of_store in mine], counts)
     embeddings = {}
@@ -168,7 +166,7 @@ def _of_all_tables(tables: FrozenTables, asked: Sequence[int], counts: Int32[Arr
 def find_rows(
     tables: FrozenTables, table: str, keys: Any
 ) -> tuple[Float32[Array, "num_keys dim"], Bool[Array, " num_keys"]]:
-    """The rows of keys, and which of them are there; the others have the default.
+    """The rows of keys, and which of them are there; the others have what `lookup` gives.
 
     Args:
       tables: frozen.
@@ -375,7 +373,7 @@ def _clipped_in_bags(tables: FrozenTables, parts: Sequence[_Part], rows: Mapping
         squares = [w * w if part.given.combiner == "sqrtn" else w for part, w in zip(divided, weights, strict=True)]
         ones = [_bags(dataclasses.replace(part, table=0), w) for part, w in zip(divided, squares, strict=True)]
         operands.append(_operands(_no_keys(), _ONES.words[0], ones))
-    _, values = kernels.lookup_frozen(operands, jnp.asarray(_SEED), is_counted=False)
+    _, values = kernels.lookup_frozen(operands, jnp.asarray(SEED), is_counted=False)
     sums = {
         part.name: value
         for of_store, lines in zip(mine, values, strict=False)

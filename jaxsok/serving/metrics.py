@@ -37,14 +37,16 @@ REQUEST_BUCKETS = tuple(float(2**i) for i in range(11))
 _COUNTERS = {
     "lookups": "calls of the session that read tables",
     "predicts": "calls of the session that ran the model",
-    "keys": "keys asked",
-    "hits": "keys found",
-    "missing": "keys that are not there: they read the default value",
+    "keys": "keys that lookups and predictions read, padding among them",
     "padding": "keys that stand for none",
+    "distinct": "over a cache: distinct keys of each call",
+    "hits": "keys that are there; over a cache distinct ones that it has",
+    "misses": "over a cache: distinct keys that it does not have",
+    "missing": "keys that are not there; over a cache distinct ones that no tier has",
     "updates": "versions that came by an update",
 }
 _GAUGES = {
-    "hit_rate": "hits over hits and missing, since the session was opened",
+    "hit_rate": "hits over hits and missing, over a cache hits over distinct, since the session was opened",
     "bytes": "bytes of the tables on the device",
     "host_bytes": "bytes in host memory",
 }

@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-import math
+import http
 import signal
 import socket
 import threading
@@ -10,12 +10,15 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
+import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from jaxsok.serving.server import ABORT, App
+from jaxsok.serving.responses import CLOSE, Refusal, refused
+from jaxsok.serving.server import ABORT, DISCARD_S, App
 
-_MAX_HEAD_BYTES = 1 << 16
+MAX_HEAD_BYTES = 1 << 16
+"""Of a request: its first line and its headers."""
 _UNSENT_BYTES = 1 << 17
 """That the kernel takes of a connection beyond what is on the wire: it tells little by little what a client reads."""
 
@@ -65,8 +68,31 @@ def serve(
     Server(app, where, access_log=access_log, on_ready=on_ready).run()
 
 
+class _Connection(h11.Connection):
+    """Bounds a request's head however it arrives: h11 bounds only what is incomplete when it is looked at."""
+
+    is_head_long = False
+
+    def next_event(self) -> Any:
+        """As h11's."""
+        num_bytes = len(self.trailing_data[0]) if self.their_state is h11.IDLE else 0
+        try:
+            event = super().next_event()
+        except h11.RemoteProtocolError as error:
+            self.is_head_long = error.error_status_hint == http.HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE
+            raise
+        if isinstance(event, h11.Request) and num_bytes - len(self.trailing_data[0]) > MAX_HEAD_BYTES:
+            self.is_head_long = True
+            raise h11.RemoteProtocolError("head too long")
+        return event
+
+
 class _Protocol(H11Protocol):
     """Lets the application close a connection whose client does not read: else what it holds would wait for ever."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.conn, self._is_refused = _Connection(h11.SERVER, MAX_HEAD_BYTES), False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Tells every request of it."""
@@ -79,6 +105,31 @@ class _Protocol(H11Protocol):
             await app(scope, receive, send)
 
         self.app = call
+
+    def data_received(self, data: bytes) -> None:
+        """Passes over what comes after a refusal."""
+        if not self._is_refused:
+            super().data_received(data)
+
+    def send_400_response(self, msg: str) -> None:
+        """Refuses what is no request, and reads on for a while: else a client may see a reset before the answer."""
+        self._is_refused = True
+        if self.cycle is not None and not self.cycle.response_complete:  # the request that is being answered is damaged
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):  # its response has begun
+            self.transport.close()
+            return
+        refusal = Refusal(400, "bad_request", "the request is no HTTP/1.1.", CLOSE)
+        if self.conn.is_head_long:
+            message = f"the head of a request: got more than {MAX_HEAD_BYTES} bytes, at most so many are taken."
+            refusal = Refusal(431, "head_too_large", message, CLOSE)
+        response = refused(refusal)
+        status, headers = response.status_code, [*self.server_state.default_headers, *response.raw_headers]
+        events = h11.Response(status_code=status, headers=headers), h11.Data(data=response.body), h11.EndOfMessage()
+        self.transport.write(b"".join(self.conn.send(event) for event in events))
+        self.transport.write_eof()
+        self.loop.call_later(DISCARD_S, self.transport.close)
 
 
 def _tell_early(connection: Any) -> None:
@@ -103,19 +154,31 @@ class Server(uvicorn.Server):
         host, port = where.getsockname()[:2]
         self.address = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         config = uvicorn.Config(
-            app.asgi,
+            self._asgi,
+            interface="asgi3",
             # h11 bounds the bytes of a request's head, httptools does not.
             http=_Protocol,
-            h11_max_incomplete_event_size=_MAX_HEAD_BYTES,
             ws="none",
             lifespan="on",
             log_config=None,
             access_log=access_log,
             server_header=False,
             proxy_headers=False,
-            timeout_graceful_shutdown=math.ceil(app.options.shutdown_s),
         )
+        # Both are fractions of a second, too, where uvicorn declares integers.
+        config.timeout_keep_alive = app.options.keep_alive_s  # pyright: ignore[reportAttributeAccessIssue]
         super().__init__(config)
+
+    async def _asgi(self, scope: Any, receive: Any, send: Any) -> None:
+        """The application; while it stops, each response says that its connection is closed behind it."""
+
+        async def send_and_close(message: Any) -> None:
+            if message["type"] == "http.response.start" and self.app.is_stopping:
+                close = [(name.lower().encode(), value.encode()) for name, value in CLOSE.items()]
+                message = {**message, "headers": [*message["headers"], *close]}
+            await send(message)
+
+        await self.app.asgi(scope, receive, send_and_close if scope["type"] == "http" else send)
 
     def run(self, sockets: list[socket.socket] | None = None) -> None:
         """Returns when all is closed."""
@@ -137,13 +200,28 @@ class Server(uvicorn.Server):
             self._on_ready(self)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Not ready, drains, then closes."""
+        """Not ready, drains, takes no connections any more, lets the idle ones ask once more, then closes.
+
+        A connection that was promised to be kept, and is closed, loses the request that its client is sending. So each
+        stays until it has been told of the end with a response, or has been idle for as long as it may be at any time.
+        """
         self.app.stop_taking()
-        loop = asyncio.get_running_loop()
-        until = loop.time() + self.app.options.drain_s
-        while not self.force_exit and (rest_s := until - loop.time()) > 0:
-            await asyncio.sleep(min(rest_s, 0.1))
+        options, loop = self.app.options, asyncio.get_running_loop()
+        await self._wait(options.drain_s, lambda: True)
+        for server in self.servers:
+            server.close()
+        begin = loop.time()
+        await self._wait(min(options.keep_alive_s, options.shutdown_s), lambda: bool(self.server_state.connections))
+        rest_s = max(0.0, options.shutdown_s - (loop.time() - begin))
+        self.config.timeout_graceful_shutdown = rest_s  # pyright: ignore[reportAttributeAccessIssue]
         await super().shutdown(sockets)
+
+    async def _wait(self, timeout_s: float, goes_on: Callable[[], bool]) -> None:
+        """Some time, unless there is nothing more to wait for, or a second SIGINT."""
+        loop = asyncio.get_running_loop()
+        until = loop.time() + timeout_s
+        while not self.force_exit and goes_on() and (rest_s := until - loop.time()) > 0:
+            await asyncio.sleep(min(rest_s, 0.05))
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -15,15 +15,19 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import jax
+import jax.numpy as jnp
 import jaxtyping
 import numpy as np
 from jaxtyping import Array
 
 from jaxsok import keys as keys_lib
 from jaxsok.features import Bags
+from jaxsok.initializers import InitialRows
+from jaxsok.kernels import table as table_kernels
 from jaxsok.serving import artifact, backing, row_map, sources, updates
 from jaxsok.serving import cache as cache_lib
 from jaxsok.serving.config import ModelConfig
+from jaxsok.serving.config_values import TableConfig
 from jaxsok.serving.errors import (
     RequestError,
     RequestTooLargeError,
@@ -36,7 +40,7 @@ from jaxsok.serving.fused import LookupInput, lookup_with_counts
 from jaxsok.serving.ready import Ready
 from jaxsok.serving.row_map import RowMap
 from jaxsok.serving.updates import InPlace, Source, Version, Versions
-from jaxsok.types import COUNTS, PADDING_KEY
+from jaxsok.types import COUNTS, NO_ROW, PADDING_KEY
 
 _log = logging.getLogger(__name__)
 
@@ -124,6 +128,25 @@ class _Asked:
         """That answers it."""
         return _Prediction(tuple(self.served.inputs.items()), self.served.sizes(self.leaves))
 
+    def keys(self) -> dict[str, np.ndarray]:
+        """The keys that are read of each table, as far as they are known, without those that fill up the program."""
+        return {
+            table: np.concatenate([_keys_of(self.leaves[name])[self._places(name)] for name in names])
+            for table, names in _lookups_of(self.served)
+        }
+
+    def num_keys(self) -> dict[str, int]:
+        """How many these are."""
+        places = {table: map(self._places, names) for table, names in _lookups_of(self.served)}
+        return {table: sum(one.stop - one.start for one in mine) for table, mine in places.items()}
+
+    def _places(self, name: str) -> slice:
+        """Of an input's keys that are read: of bags those inside of them."""
+        leaves = self.leaves[name]
+        if isinstance(leaves, tuple):
+            return slice(int(leaves[1][0]), int(leaves[1][-1]))
+        return slice(0, self.num_samples * math.prod(leaves.shape[1:-1]))
+
     def cut(self, out: Mapping[str, Array]) -> dict[str, np.ndarray]:
         """What the program gave, without the lines of samples that are padding."""
         arrays = {name: np.asarray(value) for name, value in out.items()}
@@ -170,7 +193,10 @@ class Served:
                 op="open",
             )
             dtype: Any = config.row_dtype or source.dtype
-            given.append((FrozenTable(table.name, table.dim, default=table.default, dtype=dtype), source))
+            if table.default is not None:
+                source = dataclasses.replace(source, unknown=None)  # what the configuration says counts
+            default, initial = _missing("open", config, table, source)
+            given.append((FrozenTable(table.name, table.dim, default, dtype, initial), source))
         self.per_sample = {table.name: table.max_keys_per_sample for table in config.tables}
         self._dims = {table.name: table.dim for table in config.tables}
         self.workers = threading.BoundedSemaphore(config.num_of_worker_buffer_in_pool)
@@ -270,8 +296,7 @@ class Served:
             rows = found[name][: array.size]
             values[name] = rows.reshape(*array.shape, rows.shape[-1])
         met = dict(zip(self.names, counts, strict=True))
-        padding = {name: size - int(met[name][_MET].sum()) for name, size in num_keys.items()}
-        self.counts.add(num_keys, counts=counts, padding=padding)
+        self.counts.add("lookups", num_keys, {name: met[name][_MET] for name in num_keys})
         return Answer(values, version=version.number)
 
     def _programs(self, where: Any, num_keys: Mapping[str, int]) -> list[_Lookup]:
@@ -323,6 +348,7 @@ class Served:
                     lambda one: np.zeros(one.shape, one.dtype), version.served.leaves_of(program.sizes)
                 )
                 jax.block_until_ready(version.served.run(version.tables, leaves))
+                jax.block_until_ready(_met(version.tables, leaves, _lookups_of(version.served)))
             else:
                 words = keys_lib.padding_words((sum(size for _, size in program),))
                 jax.block_until_ready(_looked_up(version.tables, words, program))
@@ -351,7 +377,9 @@ class Served:
     def _compile(self, where: tuple[Any, Any], program: _Program) -> None:
         form, served = where
         if isinstance(program, _Prediction):
-            served.compile(form.tree, served.leaves_of(program.sizes))
+            leaves = served.leaves_of(program.sizes)
+            served.compile(form.tree, leaves)
+            _met.lower(form.tree, leaves, _lookups_of(served)).compile()
         else:
             words = jax.ShapeDtypeStruct((sum(size for _, size in program), 2), np.uint32)
             _looked_up.lower(form.tree, words, program).compile()
@@ -399,7 +427,6 @@ class Served:
         """What the dense model gives; see `Session.predict`."""
         with self.workers:
             values, version = self._predicted(inputs)
-        self.counts.add_predict()
         return Answer(values, version=version)
 
     def _predicted(self, inputs: Any) -> tuple[dict[str, np.ndarray], int]:
@@ -408,9 +435,14 @@ class Served:
                 asked, where = self._read_inputs(version.served, inputs), self._where(version)
                 if self.ready.has(where, asked.program):
                     out = asked.served.run(version.tables, asked.leaves)
+                    met = _met(version.tables, asked.leaves, _lookups_of(asked.served))
+                    met.copy_to_host_async()
                     break
             self.ready.make(where, asked.program)  # not while an update may wait for it, and others for the update
-        return asked.cut(out), version.number
+        answer = asked.cut(out)
+        num_keys = asked.num_keys()
+        self.counts.add("predicts", num_keys, dict(zip(num_keys, np.asarray(met), strict=True)))
+        return answer, version.number
 
     def _read_inputs(self, served: artifact.ServedModel | None, inputs: Any) -> _Asked:
         """A prediction, when all of it is checked."""
@@ -462,7 +494,7 @@ class Served:
             publish=self._publish,
             settle=lambda now: self.ready.keep([self._where(now)]),
         )
-        self.counts.add_update()
+        self.counts.add("updates")
         return version.number
 
     def _prepare(self, old: Version, new: Version) -> None:
@@ -510,7 +542,7 @@ class Served:
         for name, table in version.tables.tables.items():
             num_rows = version.num_rows[name]
             lines.append(
-                f'  table "{name}": {num_rows:,} rows of {table.dim} x {table.dtype}, default {table.default:g}, '
+                f'  table "{name}": {num_rows:,} rows of {table.dim} x {table.dtype}, {table.missing}, '
                 f"{sum(frozen_bytes(table, num_rows).values()):,} bytes, at most {self.config.max_keys[name]:,} keys "
                 f"in a request, from {version.files[name]}"
             )
@@ -607,9 +639,13 @@ class CachedServed(Served):
             rows, version = found.rows, found.version
         else:
             rows, version = self._looked_up_one_by_one(arrays)
-        padding = {name: int((array == np.uint64(PADDING_KEY)).sum()) for name, array in arrays.items()}
-        self.counts.add({name: array.size for name, array in arrays.items()}, padding=padding)
+        self._count("lookups", arrays)
         return Answer(rows, version=version)
+
+    def _count(self, done: str, keys: Mapping[str, np.ndarray]) -> None:
+        """Counts keys; what became of them the cache counts."""
+        padding = {name: int((array == np.uint64(PADDING_KEY)).sum()) for name, array in keys.items()}
+        self.counts.add(done, {name: array.size for name, array in keys.items()}, padding=padding)
 
     def _looked_up_one_by_one(self, arrays: Mapping[str, np.ndarray]) -> tuple[dict[str, np.ndarray], int]:
         while True:
@@ -673,7 +709,9 @@ class CachedServed(Served):
                 continue  # many updates came meanwhile
             served = history[found.version]
             if served is asked.served:
-                return asked.cut(served.run(found.tables, asked.leaves)), found.version
+                answer = asked.cut(served.run(found.tables, asked.leaves))
+                self._count("predicts", asked.keys())
+                return answer, found.version
             # Else the dense model is another one by now, which may read other keys.
 
     def _publish(self, new: Version, maps: tuple[RowMap, ...], changed: Mapping[str, np.ndarray]) -> None:
@@ -703,11 +741,11 @@ class CachedServed(Served):
         """See `Session.stats`."""
         stats, of_cache = super().stats(), self.cache.stats()
         of_cache.lookups -= self._num_warm_ups
-        for of_table in stats["tables"].values():
-            for name in ("hits", "missing", "hit_rate"):  # the cache counts them of all tables together
-                del of_table[name]
+        for name, counts in self.cache.table_counts().items():
+            rate = counts.hits / counts.distinct if counts.distinct else 1.0
+            stats["tables"][name] |= {**dataclasses.asdict(counts), "hit_rate": rate}
         cached = {**dataclasses.asdict(of_cache), "hit_rate": of_cache.hit_rate, "num_rows": self.cache.num_rows}
-        total = {name: cached[name] for name in ("hits", "misses", "missing", "hit_rate")}
+        total = {name: cached[name] for name in ("distinct", "hits", "misses", "missing", "hit_rate")}
         return {**stats, **total, "cache": cached}
 
     def stop(self) -> None:
@@ -752,47 +790,46 @@ class _Uses:
         return backing.frequencies_by_row(tables, maps, self._seen)
 
 
+_KINDS: tuple[str, ...] = ("keys", "hits", "missing", "padding")
+
+
 class _Counts:
     """Numbers of a model, added up."""
 
     def __init__(self, names: Sequence[str]) -> None:
-        self._names, self._lock = tuple(names), threading.Lock()
-        self._counts = np.zeros((len(names), len(COUNTS)), np.int64)
-        self._keys, self._padding = dict.fromkeys(names, 0), dict.fromkeys(names, 0)
-        self._lookups = self._predicts = self._updates = 0
+        self._lock = threading.Lock()
+        self._done: dict[str, int] = dict.fromkeys(("lookups", "predicts", "updates"), 0)
+        self._tables: dict[str, dict[str, int]] = {name: dict.fromkeys(_KINDS, 0) for name in names}
 
-    def add(self, num_keys: Mapping[str, int], *, counts: np.ndarray | None = None, padding: Any = None) -> None:
-        """A lookup: what became of its keys, or, where that is counted elsewhere, which of them are padding."""
-        with self._lock:
-            if counts is not None:
-                self._counts += counts
-            self._lookups += 1
-            for name, count in num_keys.items():
-                self._keys[name] += count
-                self._padding[name] += 0 if padding is None else padding[name]
+    def add(
+        self,
+        done: str,
+        num_keys: Mapping[str, int] | None = None,
+        met: Mapping[str, np.ndarray] | None = None,
+        padding: Mapping[str, int] | None = None,
+    ) -> None:
+        """Counts something that was done, and the keys that it read.
 
-    def add_predict(self) -> None:
-        """A prediction."""
+        Args:
+          done: "lookups", "predicts" or "updates".
+          num_keys: by table, padding among them.
+          met: by table, how many are there and how many are not; None: that is counted elsewhere.
+          padding: by table; None: the rest.
+        """
         with self._lock:
-            self._predicts += 1
-
-    def add_update(self) -> None:
-        """An update."""
-        with self._lock:
-            self._updates += 1
+            self._done[done] += 1
+            for name, number in (num_keys or {}).items():
+                hits, missing = (0, 0) if met is None else map(int, met[name])
+                rest = number - hits - missing if padding is None else padding[name]
+                for kind, more in zip(_KINDS, (number, hits, missing, rest), strict=True):
+                    self._tables[name][kind] += more
 
     def stats(self) -> dict[str, Any]:
         """All of it."""
         with self._lock:
-            counts, keys, padding = self._counts.copy(), dict(self._keys), dict(self._padding)
-            done = {"lookups": self._lookups, "predicts": self._predicts, "updates": self._updates}
-        tables = {}
-        for name, line in zip(self._names, counts, strict=True):
-            of = dict(zip(COUNTS, line.tolist(), strict=True))
-            tables[name] = _rates(keys[name], of["num_found"], of["num_missing"], padding[name])
-        names = ("keys", "hits", "missing", "padding")
-        total = {name: sum(table[name] for table in tables.values()) for name in names}
-        return {**done, **_rates(*(total[name] for name in names)), "tables": tables}
+            done, tables = dict(self._done), {name: dict(table) for name, table in self._tables.items()}
+        total = {kind: sum(table[kind] for table in tables.values()) for kind in _KINDS}
+        return {**done, **_rated(total), "tables": {name: _rated(table) for name, table in tables.items()}}
 
 
 def _rest_s(until: float | None) -> float | None:
@@ -800,10 +837,10 @@ def _rest_s(until: float | None) -> float | None:
     return None if until is None else max(0.0, until - time.monotonic())
 
 
-def _rates(keys: int, hits: int, missing: int, padding: int) -> dict[str, Any]:
-    """Keys that are found, those that are not, and those that stand for none."""
-    rate = hits / (hits + missing) if hits + missing else 1.0
-    return {"keys": keys, "hits": hits, "missing": missing, "padding": padding, "hit_rate": rate}
+def _rated(counts: Mapping[str, int]) -> dict[str, Any]:
+    """Counts, and the part of the keys that are there."""
+    real = counts["hits"] + counts["missing"]
+    return {**counts, "hit_rate": counts["hits"] / real if real else 1.0}
 
 
 @functools.partial(jax.jit, static_argnums=2)
@@ -816,6 +853,40 @@ def _looked_up(
         inputs[name] = LookupInput(name, words[start : start + size])
         start += size
     return lookup_with_counts(tables, inputs)
+
+
+def _lookups_of(served: artifact.ServedModel) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    """Tables, and the inputs that they are looked up by; without tables whose keys the model works out."""
+    return tuple((table, names) for table, names in served.lookups.items() if names)
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def _met(
+    tables: FrozenTables, leaves: Mapping[str, Any], lookups: tuple[tuple[str, tuple[str, ...]], ...]
+) -> jaxtyping.Int32[Array, "num_lookups 2"]:
+    """Counts, for each lookup, the keys of a prediction's inputs that are there and those that are not.
+
+    The exported program gives outputs alone, so the keys are searched for once more, on its device.
+    """
+    counts = []
+    for table, names in lookups:
+        words = jnp.concatenate([_read_words(leaves[name]) for name in names])
+        s, number = tables.spec.places[table]
+        store, ids = tables.stores[s], jnp.full(words.shape[0], np.uint32(number))
+        is_there = table_kernels.find(store.index, store.counters, words, ids) != np.uint32(NO_ROW)
+        is_real = (words != np.uint32(0xFFFFFFFF)).any(axis=1)
+        counts.append([jnp.sum(is_there, dtype=jnp.int32), jnp.sum(is_real & ~is_there, dtype=jnp.int32)])
+    return jnp.array(counts, jnp.int32).reshape(-1, 2)
+
+
+def _read_words(leaves: Any) -> Any:
+    """The keys of an input that are read, as words: those outside of all bags become padding."""
+    if not isinstance(leaves, tuple):
+        return jnp.reshape(leaves, (-1, 2))
+    words, offsets, *_ = leaves
+    place = jnp.arange(words.shape[0], dtype=jnp.int32)
+    is_inside = (place >= offsets[0]) & (place < offsets[-1])
+    return jnp.where(is_inside[:, None], words, np.uint32(0xFFFFFFFF))
 
 
 def _padded(keys: np.ndarray, size: int) -> np.ndarray:
@@ -855,6 +926,23 @@ def _integers(given: Any, what: str) -> np.ndarray:
 
 def _host_room() -> int | None:
     return updates.host_free_bytes()
+
+
+def _missing(
+    op: str, config: ModelConfig, table: TableConfig, source: sources.TableSource
+) -> tuple[float, InitialRows | None]:
+    """What a key without a row reads: the default, or the initial row in its place."""
+    if table.default is not None:
+        return table.default, None
+    if isinstance(source.unknown, str):
+        raise ServingError(
+            f'{op}: model "{config.model}": table "{table.name}": default_value_for_each_table: got no number, and in '
+            f'training of "{source.path}" a key without a row reads {source.unknown}, which served tables cannot work '
+            "out; wanted the number that they serve."
+        )
+    if isinstance(source.unknown, InitialRows):
+        return 0.0, source.unknown
+    return source.unknown or 0.0, None
 
 
 def _dense_model(

@@ -53,7 +53,7 @@ _PIECE_BYTES = 1 << 16
 """Of a response: at a time on its way to a client, beside as much that its connection holds."""
 ABORT = "jaxsok.abort"
 """An extension of an ASGI scope: closes the connection without sending what it holds."""
-_DISCARD_S = 2.0
+DISCARD_S = 2.0
 """How long the rest of a refused body is read, so that the client reads the answer, not a closed connection."""
 
 
@@ -64,7 +64,7 @@ class ServerOptions:
     max_delay_ms: float = 2.0
     """A request waits so long for others to share its call."""
     max_body_bytes: int = 16 << 20
-    """Of one request."""
+    """Of one request; less where the keys and inputs of its model cannot need so many (`wire.body_bytes`)."""
     max_held_bytes: int = 512 << 20
     """Of all requests that are not answered their bodies, then the bodies of their responses until they are sent."""
     max_requests: int = 256
@@ -83,12 +83,14 @@ class ServerOptions:
     """For a client's system to take 64 KiB of its response; then its connection is cut off."""
     min_send_rate: float = 1 << 18
     """Bytes a second that a client takes of a response, on the whole, after `send_timeout_s`; else it is cut off."""
+    keep_alive_s: float = 5.0
+    """A connection without a request is closed after so long; while the server stops, no earlier."""
     num_workers: int = 2
     """Calls of the session at the same time, by model and endpoint."""
     drain_s: float = 0.0
     """After a signal: still takes requests, while /readyz says that it will not."""
     shutdown_s: float = 30.0
-    """After that: finishes what it took; then it is cut off."""
+    """After that: answers connections that are kept alive, and finishes what it took; then it is cut off."""
 
     def __post_init__(self) -> None:
         """Refuses numbers that would take nothing."""
@@ -166,7 +168,7 @@ class App:
         self._running, self._lock = 0, threading.Lock()
         self._pools: list[concurrent.futures.ThreadPoolExecutor] = []
         self._bodies: concurrent.futures.ThreadPoolExecutor | None = None
-        lookups, predictions = (kind(session, self.options.max_keys) for kind in (Lookups, Predictions))
+        self._kinds = tuple(kind(session, self.options.max_keys) for kind in (Lookups, Predictions))
         self.asgi = Starlette(
             routes=[
                 Route("/healthz", self._healthz),
@@ -180,7 +182,7 @@ class App:
                         self._endpoint(kind.op, functools.partial(self._ask, kind)),
                         methods=["POST"],
                     )
-                    for kind in (lookups, predictions)
+                    for kind in self._kinds
                 ),
             ],
             exception_handlers={HTTPException: http_error},
@@ -304,7 +306,7 @@ class App:
             message = f'predict: model "{model.name}" has tables only, no dense_file; use lookup.'
             raise Refusal(404, "no_predict", message)
         given, wanted = formats(request, kind.op)
-        body = await self._body(request, taken)
+        body = await self._body(request, taken, self._most_bytes(kind, model, given))
         try:
             async with asyncio.timeout(options.timeout_s) as limit:
                 return await self._answer(kind, model, body, given, wanted)
@@ -339,14 +341,18 @@ class App:
             raise UnknownModelError.of(op, name[:80], self.session.models)
         return model
 
-    async def _body(self, request: Request, taken: _Taken) -> bytes:
+    def _most_bytes(self, kind: Lookups | Predictions, model: Any, given: str) -> int:
+        """Of a body: no more than the keys and inputs of the model can need."""
+        return min(self.options.max_body_bytes, wire.body_bytes(given, *kind.most_values(model)))
+
+    async def _body(self, request: Request, taken: _Taken, most: int) -> bytes:
         """All of it; refused as soon as it is too long."""
         options = self.options
         declared = int(request.headers.get("content-length", "0"))
-        if declared > options.max_body_bytes:
+        if declared > most:
             if "100-continue" not in request.headers.get("expect", "").lower():  # who asks before it sends hears now
                 await _discard(request, options)
-            raise Refusal(413, "too_large", _too_large(f"{declared} bytes", options), CLOSE)
+            raise Refusal(413, "too_large", _too_large(f"{declared} bytes", most), CLOSE)
         parts: list[bytes] = []
         try:
             async with asyncio.timeout(options.body_timeout_s):
@@ -360,7 +366,7 @@ class App:
                     taken.num_bytes += len(part)
                     self._held_bytes += len(part)
                     is_long, is_much = (
-                        taken.num_bytes > options.max_body_bytes,
+                        taken.num_bytes > most,
                         self._held_bytes > options.max_held_bytes,
                     )
                     if is_long or is_much:
@@ -368,7 +374,7 @@ class App:
                         if more:
                             await _discard(request, options)
                         if is_long:
-                            raise Refusal(413, "too_large", _too_large("more", options), CLOSE)
+                            raise Refusal(413, "too_large", _too_large("more", most), CLOSE)
                         raise Busy(f"requests hold {options.max_held_bytes} bytes, the most that are held", CLOSE)
         except TimeoutError:
             message = f"body: it did not arrive within {options.body_timeout_s:g} s."
@@ -434,7 +440,11 @@ class App:
     async def _model_page(self, request: Request, taken: _Taken) -> Response:
         model, options = self._model(request, "model"), self.options
         tables = {
-            name: {"dim": table.dim, "default": float(table.default), "row_dtype": str(table.dtype)}
+            name: {
+                "dim": table.dim,
+                "default": float(table.default) if table.initial is None else str(table.initial),
+                "row_dtype": str(table.dtype),
+            }
             for name, table in model.tables.items()
         }
         for name, num_rows in dict(getattr(model, "num_rows", None) or {}).items():
@@ -442,10 +452,18 @@ class App:
         for name, limit in model.max_keys.items():
             tables[name]["max_keys"] = int(limit)
         inputs = None if model.inputs is None else {name: _told(spec) for name, spec in model.inputs.items()}
+        bodies = {
+            kind.op: {
+                wire.JSON: self._most_bytes(kind, model, "json"),
+                wire.TENSORS: self._most_bytes(kind, model, "tensors"),
+            }
+            for kind in self._kinds
+            if kind.op == "lookup" or inputs is not None
+        }
         limits = {
             "max_batch_size": model.max_batch_size,
             "max_keys": options.max_keys,
-            "max_body_bytes": options.max_body_bytes,
+            "max_body_bytes": bodies,
             "max_json_values": options.max_json_values,
             "max_response_bytes": options.max_response_bytes,
         }
@@ -519,14 +537,14 @@ async def _in_time(send: Send, message: Any, options: ServerOptions) -> None:
         await send(message)
 
 
-def _too_large(got: str, options: ServerOptions) -> str:
-    return f"body: got {got}, at most {options.max_body_bytes} bytes are taken."
+def _too_large(got: str, most: int) -> str:
+    return f"body: got {got}, at most {most} bytes are taken: the model's keys and inputs need no more, or may not."
 
 
 async def _discard(request: Request, options: ServerOptions) -> None:
     """Reads on for a while: a client that still sends would see its connection reset before it reads an answer."""
     with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(_DISCARD_S):
+        async with asyncio.timeout(DISCARD_S):
             num_bytes = 0
             while num_bytes <= 4 * options.max_body_bytes:
                 message = await request.receive()

@@ -6,6 +6,7 @@ version, whole.
 """
 
 import functools
+import logging
 import os
 import threading
 import time
@@ -20,6 +21,8 @@ from jaxsok.serving.config import Config, ModelConfig
 from jaxsok.serving.errors import ConfigError, ServingError, UnknownModelError
 from jaxsok.serving.served import Answer, CachedServed, Model, Served
 from jaxsok.serving.updates import InPlace, Source
+
+_log = logging.getLogger(__name__)
 
 
 def open(
@@ -74,6 +77,9 @@ def open(
     read = config_lib.read(config)
     if memory_limit is not None and (isinstance(memory_limit, bool) or memory_limit < 0):
         raise ConfigError(f"open: memory_limit: got {memory_limit!r}, wanted bytes, or None.")
+    if read.without_effect:
+        paths = ", ".join(one.path for one in read.without_effect)
+        _log.warning("open: config: got keys without effect: %s; Session.report() says why.", paths)
     return Session(read, device, warm_up=warm_up, memory_limit=memory_limit)
 
 
@@ -120,7 +126,8 @@ class Session:
           model: its name; None, if there is one.
 
         Returns:
-          float32 `[*shape, dim]` by table, read-only; keys that are not there read the default of their table.
+          float32 `[*shape, dim]` by table, read-only; keys that are not there read the default of their table,
+          or the row that they would get in training.
 
         Raises:
           UnknownModelError, UnknownTableError: there is none.
@@ -203,11 +210,12 @@ class Session:
           model: its name; None, if there is one.
 
         Returns:
-          `version` and `source` (the folders of its tables); `lookups`, `predicts`, `updates`; of lookups `keys`,
-          `hits`, `missing` (read the default), `padding` and `hit_rate`; `bytes` of the device and `host_bytes`; and
-          `tables`: the same of each. Where rows are cached, `hits`, `misses` and `missing` are of distinct keys and of
-          all tables together: hits are keys that the cache had, missing those of its misses that no tier has; of
-          each table there are `keys` and `padding`. What warms up is not counted.
+          `version` and `source` (the folders of its tables); `lookups`, `predicts`, `updates`; of the keys that lookups
+          and predictions read `keys`, `hits`, `missing`, `padding` and `hit_rate`; `bytes` of the device and
+          `host_bytes`; and `tables`: the same of each. Keys of a prediction are those of the inputs by which the model
+          looks up the table, each once for each such table; keys that a model works out are not counted. Where rows are
+          cached, `distinct`, `hits`, `misses` and `missing` are of distinct keys of each call: hits are keys that the
+          cache had, missing those of its misses that no tier has. What warms up is not counted.
         """
         return self._served("stats", model).stats()
 

@@ -14,10 +14,12 @@ from typing import Literal
 
 import numpy as np
 
+from jaxsok import published
 from jaxsok.checkpoint import manifest as manifest_lib
 from jaxsok.checkpoint.chain import chain_of
 from jaxsok.checkpoint.files import key_batches
 from jaxsok.checkpoint.source import Source
+from jaxsok.initializers import InitialRows
 from jaxsok.interchange import files as files_lib
 from jaxsok.interchange import hps as hps_lib
 from jaxsok.records import Records
@@ -50,6 +52,9 @@ class TableSource:
     """By which the next delta knows what it rests on; None: an HPS directory, on which none can."""
     base: str | None
     """The `uuid` that the delta rests on; None: it is no delta, but all of a table."""
+    unknown: float | InitialRows | str | None
+    """What a key without a row reads in training: a number in every column, or its initial row; a text says which rows
+    no served table can work out; None: the files do not tell."""
     start: Callable[[], Iterator[Records]] = dataclasses.field(repr=False)
     start_tombstones: Callable[[], Iterator[np.ndarray]] = dataclasses.field(repr=False)
 
@@ -127,6 +132,7 @@ def open_table(
         0,
         last.manifest["uuid"],
         None,
+        manifest_lib.unknown_from_json(last.manifest["tables"][table].get("unknown")),
         lambda: _records(chain, table, latest, key_bits),
         lambda: iter(()),
     )
@@ -177,6 +183,7 @@ def open_delta(path: Path, *, table: str, dim: int, key_bits: KeyBits = 64, op: 
         gone,
         link.manifest["uuid"],
         link.manifest["base"],
+        manifest_lib.unknown_from_json(link.manifest["tables"][table].get("unknown")),
         lambda: _records(alone, table, None, key_bits),
         tombstones,
     )
@@ -227,8 +234,12 @@ def _found(op: str, path: Path, table: str) -> tuple[pathlib.Path, bool]:
 
 
 def _folders(folder: pathlib.Path) -> list[pathlib.Path]:
-    """Those directly below that are committed."""
-    return [one for one in folder.iterdir() if one.is_dir() and _ORBAX_TEMPORARY not in one.name]
+    """Those directly below that are committed, of Orbax and of exports."""
+    return [
+        one
+        for one in folder.iterdir()
+        if one.is_dir() and _ORBAX_TEMPORARY not in one.name and not one.name.endswith(published.ENDING)
+    ]
 
 
 def _check(link: Source, table: str, dim: int) -> None:
@@ -276,7 +287,7 @@ def _of_hps(op: str, folder: pathlib.Path, table: str, dim: int, key_bits: KeyBi
         for chunk in chunks:
             yield dataclasses.replace(chunk, keys=_cut(chunk.keys, key_bits))
 
-    return TableSource(table, folder, dim, "float32", chunks.num_rows, 0, None, None, records, lambda: iter(()))
+    return TableSource(table, folder, dim, "float32", chunks.num_rows, 0, None, None, None, records, lambda: iter(()))
 
 
 def _cut(keys: np.ndarray, key_bits: KeyBits) -> np.ndarray:

@@ -62,6 +62,8 @@ class Version:
     """The folder that each table was last changed by."""
     uuids: Mapping[str, str | None]
     """Which export each table holds; None: no delta can follow."""
+    unknowns: Mapping[str, Any]
+    """What the first version's files say of keys without a row (`TableSource.unknown`); None: they do not count."""
     served: Any = None
     """The dense model (`artifact.ServedModel`), or None."""
     dense_file: str = ""
@@ -206,6 +208,7 @@ class Versions:
             num_rows=_num_rows(tables, maps),
             files={table.name: str(source.path) for table, source in given},
             uuids={table.name: source.uuid for table, source in given},
+            unknowns={table.name: source.unknown for table, source in given},
             served=served,
             dense_file=dense_file,
         )
@@ -548,6 +551,12 @@ def read_changes(model: str, source: Source, version: Version, key_bits: sources
     else:
         opened = _of_folder(op, model, pathlib.Path(source), tables, key_bits)
     for name, one in opened.items():
+        reads = version.unknowns[name]
+        if reads is not None and one.unknown not in (None, reads):
+            raise ServingError(
+                f'{op}: table "{name}": source: got "{one.path}", in which a key without a row reads {one.unknown}, '
+                f"wanted {reads}, as in the files that the session was opened with; open another session."
+            )
         held = version.uuids[name]
         if one.base is not None and one.base != held:
             holds = f'holds {held}, from "{version.files[name]}"' if held else "holds no export"

@@ -26,6 +26,10 @@ TENSORS = "application/vnd.jaxsok.v1+safetensors"
 MEDIA_TYPES = (JSON, TENSORS)
 
 MAX_HEADER_BYTES = 1 << 20
+VALUE_BYTES = {"json": 64, "tensors": 8}
+"""Of a body, for each number: JSON has up to 20 digits in quotes, and brackets, spaces and line ends around them."""
+REST_BYTES = 1 << 16
+"""Of a body, for all that is no number and no name."""
 MAX_NDIM = 8
 PIECE_VALUES = 1 << 14
 """Numbers of a JSON response that are written in one go: some 10 ms."""
@@ -118,6 +122,45 @@ def read_json(body: bytes, what: str, fields: Sequence[str]) -> dict[str, Any]:
         got = _list(list(found)[:8]) if found else "none"
         raise RequestError(f"{what}: got the fields {got}, wanted {_list(fields)}.")
     return found
+
+
+def body_bytes(given: str, num_values: int, names: Sequence[str]) -> int:
+    """The most bytes that a body of so many numbers, in arrays of these names, can need.
+
+    Example:
+      >>> body_bytes("tensors", 1000, ["user"])
+      73840
+    """
+    return REST_BYTES + VALUE_BYTES[given] * num_values + sum(256 + 12 * len(name) for name in names)
+
+
+def check_json(body: bytes, num_values: int, names: Sequence[str], what: str) -> None:
+    """Refuses what would become many more objects than a request can need, before it is parsed.
+
+    Python makes up to 70 bytes of a byte of JSON. Commas, brackets and colons bound its lists, objects and numbers; up
+    to twice as many as are needed are let through, so that what is a little too large is told of in words of its own.
+
+    Args:
+      body: UTF-8.
+      num_values: numbers that a request can need.
+      names: that it may have.
+      what: begins the messages.
+
+    Raises:
+      RequestTooLargeError: more of them.
+
+    Example:
+      >>> check_json(b'{"keys": {"user": [7, 9]}}', 2, ["user"], "lookup")
+    """
+    inside = "".join(names)
+    for sign, most in ((",", 2 * num_values), ("[", 2 * num_values), (":", 2 * len(names))):
+        most += 1024 + inside.count(sign)
+        got = body.count(sign.encode())
+        if got > most:
+            raise RequestTooLargeError(
+                f'{what}: got JSON with "{sign}" {got} times, at most {most} are taken: a request has at most '
+                f"{num_values} numbers."
+            )
 
 
 def object_of(value: Any, what: str) -> dict[str, Any]:

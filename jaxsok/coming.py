@@ -1,0 +1,226 @@
+"""What the steps until the next call of `grow` ask for: key positions, known on the host, and distinct new keys.
+
+Positions are shapes: they cost no wait, and count padding, repeats and keys that have a row. Where the positions do not
+fit, `count` asks the device how many rows the batches need, and which rows they use. It is a collective: on a mesh the
+keys go to their owners as in a lookup, and in several processes all call it.
+
+Fed by `Collection.grow`, feeds grow.py.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Bool, Int32, UInt32
+
+from jaxsok import exchange, policies, table
+from jaxsok.features import FeatureLayout, Features, StoreFeatures
+from jaxsok.kernels import table as kernels
+from jaxsok.plan import Requests
+from jaxsok.shards import Shards
+from jaxsok.specs import StoreSpec
+from jaxsok.store import StoreState, num_buckets_of
+from jaxsok.types import BUCKET_WORDS, ENTRIES_PER_BUCKET, NO_ROW, NUM_PARTITIONS, Keys
+
+Places = tuple[tuple[int, int, int], ...]
+"""Of the features in one array of keys: the table, where its keys begin, and how many there are."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Coming:
+    """What the steps until the next call of `grow` may insert, in the fullest shard."""
+
+    positions: list[int]
+    """By store: no more keys than this can be new."""
+    features: tuple[Features, ...] = ()
+    """Batches whose keys can be counted; each one batch, or several stacked along a leading axis."""
+    uncounted: list[int] = dataclasses.field(default_factory=list)
+    """By store: the positions that are not in `features`."""
+    is_given: bool = True
+    """Whether the caller said what is coming; otherwise it is what the batches so far had."""
+
+
+def num_stacked(features: Features) -> int:
+    """The number of batches that were stacked along a leading axis, as `lax.scan` takes them; 0: it is one batch."""
+    for store in features.stores:
+        if store.keys.ndim == 3:
+            return store.keys.shape[0]
+    return 0
+
+
+def num_keys_of(features: Features, s: int) -> list[tuple[int, int]]:
+    """For each feature of a store its table and the keys of one shard's batch."""
+    return [(layout.table, layout.num_keys) for layout in features.stores[s].layouts]
+
+
+# Counting on the device ----------------------------------------------------------------------------------------------
+
+
+def count(
+    spec: StoreSpec,
+    store: StoreState,
+    features: Sequence[StoreFeatures],
+    partition_owners: UInt32[Array, " _"],
+    shards: Shards | None = None,
+) -> tuple[Int32[Array, "3"], Bool[Array, " _"]]:
+    """Counts the distinct keys that need a new row, and marks the rows of the others.
+
+    A key whose table admits by count needs one if its sightings and the occurrences here reach the threshold. Where
+    admission is by chance or by Bloom filter every key without a row counts.
+
+    Args:
+      spec: of the store.
+      store: read only.
+      features: of the batches, at least one with keys.
+      partition_owners: of the state.
+      shards: over which the store is split; None: one device.
+
+    Returns:
+      Three numbers, each of the shard that has most: the new keys, the new keys and the rows in use together, and the
+      rows that a batch asks for. And for each row of capacity whether a batch asks for it.
+
+    Cost:
+      For each position a search, 16 bytes, and a scratch index of 32 bytes, which is then read once; a byte for each
+      row of capacity. On a mesh also a sort of the distinct keys, and 16 bytes for each on the wire.
+
+    Example:
+      Keys `[9, 7, 9, 5]`, of which 5 has row 0 of a capacity of 4 → `[2, 3, 1]` and `[True, False, False, False]`.
+    """
+    places = tuple(
+        tuple((layout.table, layout.key_start, layout.num_keys) for layout in one.layouts if layout.num_keys)
+        for one in features
+    )
+    return _count(spec, shards, places, store, tuple(one.keys for one in features), partition_owners)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _count(
+    spec: StoreSpec,
+    shards: Shards | None,
+    places: tuple[Places, ...],
+    store: StoreState,
+    keys: tuple[Array, ...],
+    owners: UInt32[Array, " _"],
+) -> tuple[Int32[Array, "3"], Bool[Array, " _"]]:
+    def part(
+        store: StoreState, keys: tuple[Array, ...], owners: UInt32[Array, " _"]
+    ) -> tuple[Int32[Array, "3"], Bool[Array, " _"]]:
+        joined, runs = _joined(places, keys)
+        if shards is None or spec.num_shards == 1:
+            num_new, is_used = _new_keys(spec, store, joined, table_ids_of_runs(runs))
+        else:
+            num_new, is_used = _new_keys_of_all(shards, spec, store, joined, runs, owners)
+        in_use = store.num_rows().astype(jnp.int32)
+        numbers = jnp.stack([num_new, num_new + in_use, is_used.sum(dtype=jnp.int32)])
+        return (numbers if shards is None else lax.pmax(numbers, shards.axis)), is_used
+
+    if shards is None:
+        return part(store, keys, owners)
+    of_keys = tuple(P(None, shards.axis) if one.ndim == 3 else shards.spec for one in keys)
+    return shards.run(part, (store, keys, owners), (shards.spec, of_keys, P()), (P(), shards.spec))
+
+
+def _joined(places: tuple[Places, ...], keys: tuple[Array, ...]) -> tuple[Keys, list[tuple[int, int]]]:
+    """The keys of all batches, table by table, and how many there are of each table."""
+    by_table: dict[int, list[Array]] = {}
+    for of_one, words in zip(places, keys, strict=True):
+        for number, start, size in of_one:
+            by_table.setdefault(number, []).append(words[..., start : start + size, :].reshape(-1, 2))
+    parts = [(number, jnp.concatenate(by_table[number])) for number in sorted(by_table)]
+    return jnp.concatenate([part for _, part in parts]), [(number, part.shape[0]) for number, part in parts]
+
+
+def table_ids_of_runs(runs: Sequence[tuple[int, int]]) -> np.ndarray:
+    """The table of each key, where the keys lie table by table.
+
+    Example:
+      >>> table_ids_of_runs([(0, 2), (3, 1)]).tolist()
+      [0, 0, 3]
+    """
+    return np.concatenate([table.table_ids_of(number, size) for number, size in runs])
+
+
+def _new_keys(
+    spec: StoreSpec, store: StoreState, keys: Keys, table_ids: Any, uses: Array | None = None
+) -> tuple[Int32[Array, ""], Bool[Array, " capacity"]]:
+    """How many distinct keys get a new row, and which rows are asked for, of one shard."""
+    table_ids = jnp.asarray(table_ids)
+    row_ids = table.find(store, keys, table_ids)
+    is_new = (row_ids == jnp.uint32(NO_ROW)) & table.is_key(keys)
+    place = jnp.where(row_ids == jnp.uint32(NO_ROW), jnp.uint32(store.capacity), row_ids).astype(jnp.int32)
+    is_used = jnp.zeros(store.capacity, bool).at[place].set(True, mode="drop")
+    # A scratch index of the keys, as of those that wait for a row: each once, with its occurrences.
+    occurrences = jnp.where(is_new, jnp.uint32(1) if uses is None else uses, jnp.uint32(0))
+    entries = jnp.stack([keys[:, 0], keys[:, 1], occurrences, table_ids], axis=1)
+    floors = np.full(len(spec.tables), 0xFFFFFFFF, np.uint32)
+    scratch, _ = kernels.wait(store.counters, floors, entries, num_buckets_of(keys.shape[0]))
+    distinct = scratch.reshape(-1, BUCKET_WORDS // ENTRIES_PER_BUCKET)
+    needs_row = table.is_key(distinct[:, :2])
+    if store.sightings:
+        needs_row &= _is_let_in(spec, store, distinct)
+    return needs_row.sum(dtype=jnp.int32), is_used
+
+
+def _is_let_in(spec: StoreSpec, store: StoreState, distinct: UInt32[Array, "_ 4"]) -> Bool[Array, " _"]:
+    """Whether keys without a row are seen often enough, by entry of the scratch index."""
+    numbers = jnp.minimum(distinct[:, 3], jnp.uint32(len(spec.tables) - 1))  # empty entries have none
+    seen = kernels.find(store.sightings[0], store.counters, distinct[:, :2], numbers)
+    seen = jnp.where(seen == jnp.uint32(NO_ROW), jnp.uint32(0), seen)
+    by_count = np.array([isinstance(one.admission, policies.AdmitByCount) for one in spec.tables])
+    floors = jnp.asarray(np.where(by_count, spec.sighting_floors(), 0).astype(np.uint32))
+    return seen + distinct[:, 2] >= floors[numbers]
+
+
+def _new_keys_of_all(
+    shards: Shards,
+    spec: StoreSpec,
+    store: StoreState,
+    keys: Keys,
+    runs: Sequence[tuple[int, int]],
+    owners: UInt32[Array, f"{NUM_PARTITIONS}"],
+) -> tuple[Int32[Array, ""], Bool[Array, " capacity"]]:
+    """`_new_keys` of the keys of all shards that this one owns."""
+    asked = exchange.ask(shards, spec, _one_key_each(keys, runs), owners)
+
+    def one_round(carry: tuple[Array, Array], rounds: list[exchange.Round]) -> tuple[Array, Array]:
+        (part,) = rounds
+        received = part.requests(asked)
+        num_new, is_used = _new_keys(spec, store, received[:, :2], received[:, 2], received[:, 3])
+        # A key is in one round on all shards: none is counted twice.
+        return carry[0] + num_new, carry[1] | is_used
+
+    first = (jnp.zeros((), jnp.int32), jnp.zeros(store.capacity, bool))
+    asked_by_all: list[Requests] = [asked]
+    carry, _ = exchange.over_rounds(shards, spec, asked_by_all, one_round, first)
+    return carry
+
+
+def _one_key_each(keys: Keys, runs: Sequence[tuple[int, int]]) -> StoreFeatures:
+    """The keys as features: one for each table, with one key a sample."""
+    layouts, start, tile = [], 0, 0
+    for number, size in runs:
+        layout = FeatureLayout(
+            name=str(number),
+            table=number,
+            combiner=None,
+            num_keys=size,
+            num_bags=size,
+            hotness=1,
+            key_start=start,
+            bag_start=start,
+            offsets_start=0,
+            num_offsets=0,
+            weights_start=-1,
+            tile_start=tile,
+            embedding_shape=(size,),
+            unknown_zeros=False,
+        )
+        layouts.append(layout)
+        start, tile = start + size, tile + layout.num_tiles
+    return StoreFeatures(keys, jnp.zeros(1, jnp.int32), jnp.zeros(1, jnp.float32), tuple(layouts))

@@ -1,0 +1,206 @@
+"""JSON that jaxsok wrote, read again: of bounded size, and each value checked before anything uses it.
+
+A check is a function of a value that raises `Wrong`. Checks of lists and of objects are made of those of their items,
+so that what a file must have stands in one place, as data. What a check does not name is passed over.
+"""
+
+import json
+import os
+import re
+import reprlib
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any
+
+MOST_BYTES = 256 << 20  # of a file: the manifest of 10 TB of rows has about 150 MB
+_MOST_CHARACTERS = 1 << 16  # of a text, where nothing else is said
+
+Check = Callable[[Any], None]
+
+
+class Wrong(ValueError):
+    """A value that cannot be meant."""
+
+    def __init__(self, got: Any, wanted: str, field: str = "") -> None:
+        """Tells it; `got` is shortened."""
+        self.got, self.wanted, self.field = got, wanted, field
+        super().__init__(f"{field or 'content'}: got {reprlib.repr(got)}, wanted {wanted}")
+
+    def below(self, field: str) -> "Wrong":
+        """The same, of a value in another one."""
+        return Wrong(
+            self.got, self.wanted, f"{field}{self.field and ('' if self.field[0] == '[' else '.')}{self.field}"
+        )
+
+
+def parsed(op: str, path: Any, error: type[ValueError]) -> dict[str, Any]:
+    """The JSON object in a file.
+
+    Args:
+      op: named in errors.
+      path: of `pathlib` or `etils.epath`.
+      error: to raise.
+
+    Raises:
+      FileNotFoundError: there is no file.
+      ValueError: an `error` that names the file and the byte.
+    """
+    with path.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(0)
+        data = file.read(min(size, MOST_BYTES))
+    byte, got = 0, ""
+    try:
+        value = json.loads(data.decode()) if size <= MOST_BYTES else None
+        if size > MOST_BYTES:
+            byte, got = MOST_BYTES, f"{size} bytes, more than any manifest has"
+        elif not isinstance(value, dict):
+            got = f"a {type(value).__name__} in place of an object"
+        else:
+            return value
+    except UnicodeDecodeError as wrong:
+        byte, got = wrong.start, "no text"
+    except json.JSONDecodeError as wrong:
+        byte, got = wrong.pos, wrong.msg
+    except (ValueError, RecursionError) as wrong:  # a number of thousands of digits; brackets in brackets
+        got = str(wrong)
+    raise damaged(op, path, f"byte {byte}: got {got}, wanted the JSON that was written", error)
+
+
+def checked(op: str, path: Any, value: Any, check: Check, error: type[ValueError]) -> None:
+    """Refuses a value that a check refuses.
+
+    Raises:
+      ValueError: an `error` that names the file and the field.
+    """
+    try:
+        check(value)
+    except Wrong as wrong:
+        raise damaged(op, path, str(wrong), error) from wrong
+
+
+def damaged(op: str, path: Any, what: str, error: type[ValueError]) -> ValueError:
+    """An error about a file."""
+    return error(f'{op}: file "{path}", {what}; the file is damaged, use another copy.')
+
+
+# Checks --------------------------------------------------------------------------------------------------------------
+
+
+def integer(least: int = 0, most: int = 2**63 - 1) -> Check:
+    """An integer of a range."""
+
+    def check(value: Any) -> None:
+        if type(value) is not int or not least <= value <= most:
+            raise Wrong(value, f"an integer from {least} to {most}")
+
+    return check
+
+
+def number(value: Any) -> None:
+    """A number, infinite ones and NaN included."""
+    if type(value) not in (int, float):
+        raise Wrong(value, "a number")
+
+
+def boolean(value: Any) -> None:
+    """True or false."""
+    if type(value) is not bool:
+        raise Wrong(value, "true or false")
+
+
+def text(pattern: str = r".*", wanted: str = "text", most: int = _MOST_CHARACTERS) -> Check:
+    """A text that a regular expression matches as a whole."""
+    compiled = re.compile(pattern, re.DOTALL)
+
+    def check(value: Any) -> None:
+        # A half of a surrogate pair is no text: no file and no hash could take it.
+        if not isinstance(value, str) or len(value) > most or re.search("[\ud800-\udfff]", value):
+            raise Wrong(value, f"{wanted} of at most {most} characters")
+        if not compiled.fullmatch(value):
+            raise Wrong(value, wanted)
+
+    return check
+
+
+def one_of(choices: Collection[str]) -> Check:
+    """One of some texts."""
+
+    def check(value: Any) -> None:
+        if not isinstance(value, str) or value not in choices:
+            raise Wrong(value, f"one of {list(choices)}")
+
+    return check
+
+
+def optional(item: Check) -> Check:
+    """None, or what another check takes."""
+    return lambda value: None if value is None else item(value)
+
+
+def list_of(item: Check) -> Check:
+    """A list of alike items."""
+
+    def check(value: Any) -> None:
+        if not isinstance(value, list):
+            raise Wrong(value, "a list")
+        _check_all((place, item, one) for place, one in enumerate(value))
+
+    return check
+
+
+def tuple_of(*items: Check) -> Check:
+    """A list of so many items, each with a check of its own."""
+
+    def check(value: Any) -> None:
+        if not isinstance(value, list) or len(value) != len(items):
+            raise Wrong(value, f"a list of {len(items)}")
+        _check_all(zip(range(len(items)), items, value, strict=True))
+
+    return check
+
+
+def by_name(item: Check) -> Check:
+    """An object of alike values, under any names."""
+    is_name = text(".+", "a name")
+
+    def check(value: Any) -> None:
+        if not isinstance(value, dict):
+            raise Wrong(value, "an object")
+        for name in value:
+            is_name(name)
+        _check_all((f"[{reprlib.repr(name)}]", item, one) for name, one in value.items())
+
+    return check
+
+
+def entries(required: Mapping[str, Check], others: Mapping[str, Check] | None = None) -> Check:
+    """An object with some values, and perhaps others."""
+    known = {**required, **(others or {})}
+
+    def check(value: Any) -> None:
+        if not isinstance(value, dict):
+            raise Wrong(value, "an object")
+        for name in required:
+            if name not in value:
+                raise Wrong(None, "a value", name)
+        _check_all((name, item, value[name]) for name, item in known.items() if name in value)
+
+    return check
+
+
+def also(check: Check, *more: Check) -> Check:
+    """What several checks take, one after the other."""
+
+    def all_of(value: Any) -> None:
+        for one in (check, *more):
+            one(value)
+
+    return all_of
+
+
+def _check_all(values: Iterable[tuple[str | int, Check, Any]]) -> None:
+    for field, check, value in values:
+        try:
+            check(value)
+        except Wrong as wrong:
+            raise wrong.below(f"[{field}]" if isinstance(field, int) else field) from None

@@ -1,0 +1,108 @@
+"""Files and folders that appear as a whole: written under a name of their writer's own, and then given theirs.
+
+Several processes, of one host or of several, may write to one path at the same time: one of them succeeds, and the
+others are told. What a writer that died leaves behind has a name that no reader looks at.
+"""
+
+import contextlib
+import errno
+import fcntl
+import os
+import pathlib
+from collections.abc import Iterator
+
+ENDING = ".writing"
+"""Of the names of folders that are not published (yet)."""
+
+
+def unfinished(path: pathlib.Path, token: str) -> pathlib.Path:
+    """The name under which one writer fills a folder.
+
+    Args:
+      path: that the folder will have.
+      token: which no other writer has.
+
+    Example:
+      >>> unfinished(pathlib.Path("exports/monday"), "0badcafe").name
+      'monday.0badcafe.writing'
+    """
+    return path.with_name(f"{path.name}.{token}{ENDING}")
+
+
+def left_behind(path: pathlib.Path) -> list[str]:
+    """Names beside a path of folders that were begun for it and not published: of writers that still write, or died."""
+    begin = f"{path.name}."
+    there = path.parent.iterdir() if path.parent.is_dir() else ()
+    return sorted(one.name for one in there if one.name.startswith(begin) and one.name.endswith(ENDING))
+
+
+def publish(op: str, folder: pathlib.Path, path: pathlib.Path) -> None:
+    """Gives a complete folder its name, unless that is taken.
+
+    Args:
+      op: named in the error.
+      folder: that nobody writes into any more; not empty.
+      path: its name from now on, in the same parent.
+
+    Raises:
+      FileExistsError: another writer was faster; the folder is as it was.
+    """
+    sync(folder)
+    mine = folder.stat()
+    try:
+        # One step, also on a network file system: onto a folder with files in it, it fails (POSIX, rename).
+        os.rename(folder, path)
+    except OSError as error:
+        # A network file system may report an error though it was done: the reply was lost, and the request came twice.
+        if not path.exists() or not os.path.samestat(mine, path.stat()):
+            if os.path.lexists(path):
+                raise FileExistsError(
+                    f'{op}: path: got "{path}", which another process has written in the meantime, wanted a new one; '
+                    "what was written here is removed."
+                ) from error
+            raise
+    sync(path.absolute().parent)
+
+
+def sync(folder: pathlib.Path) -> None:
+    """Has the names in a folder on the disk, where the file system can be asked for it."""
+    try:
+        descriptor = os.open(folder, os.O_RDONLY)
+    except OSError:
+        return  # a folder that may be written and not read
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def locked(folder: pathlib.Path) -> Iterator[None]:
+    """Around what only one process may do in a folder at a time, where its file system locks folders (NFS does not)."""
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):
+            descriptor = os.open(folder, os.O_RDONLY)
+            stack.callback(os.close, descriptor)
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+
+
+def place_new(partial: pathlib.Path, path: pathlib.Path) -> None:
+    """Gives a complete file its name.
+
+    Raises:
+      FileExistsError: the name is taken.
+    """
+    try:
+        os.link(partial, path)  # which, other than a rename, never replaces a file
+    except FileExistsError:
+        raise
+    except OSError:  # no second names on this file system
+        if os.path.lexists(path):
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path)) from None
+        os.rename(partial, path)
+    else:
+        partial.unlink()

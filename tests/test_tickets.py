@@ -1,0 +1,301 @@
+"""A plan acts once, on a descendant of the state that its lookup returned, or not at all (law 14, decision D18)."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import programs
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
+
+import jaxsok
+
+NUM_KEYS = 4
+OPEN_LOOKUPS = 256  # as docs/training.md says
+ONES = {"user": np.ones((NUM_KEYS, 4), np.float32)}
+
+
+@pytest.fixture(scope="module")
+def collection():
+    """One table that counts how often each row was stepped: each step subtracts the gradient."""
+    return programs.one_table(optimizer=jaxsok.optim.adagrad(1.0), capacity=512)
+
+
+@functools.cache
+def two_stores(num_shards, **exchange):
+    """A spread table and a replicated one, of different dims."""
+    tables = [
+        jaxsok.TableSpec("user", 4, jaxsok.optim.sgd(1.0), capacity=128),
+        jaxsok.TableSpec("ad", 3, jaxsok.optim.adam(0.1), capacity=128, placement=jaxsok.REPLICATED),
+    ]
+    features = [jaxsok.FeatureSpec("user", "user"), jaxsok.FeatureSpec("ad", "ad", combiner="mean")]
+    if num_shards is None:
+        return jaxsok.Collection(tables, features)
+    return programs.over(num_shards, tables, features, **exchange)
+
+
+def looked_up(collection, state, *keys):
+    """State and plan after a lookup of some keys."""
+    _, state, plan = programs.lookup(collection)(state, programs.batch(collection, user=np.array(keys)))
+    return state, plan
+
+
+def assert_left_out(collection, state, plans, gradients=ONES, *, num_misused=1):
+    """An update by these plans changes no row, counts them, and fails check() with the reason."""
+    gradients = gradients if isinstance(plans, jaxsok.Plan) else [gradients] * len(plans)
+    after, stats = programs.update(collection)(state, plans, gradients)
+    programs.assert_same_tables(collection, state, after)
+    assert int(stats.num_misused_plans) == num_misused
+    assert int(stats.num_stale) > 0
+    with pytest.raises(jaxsok.StalePlanError, match="not open in this state"):
+        stats.check()
+
+
+def test_a_forgotten_state_cannot_move_the_rows_of_other_keys(collection):
+    """Both branches insert two keys into the same rows; the plan of the forgotten one must not move them."""
+    start = collection.init(seed=0)
+    _, first = looked_up(collection, start, 5, 6, 5, 6)
+    state, second = looked_up(collection, start, 15, 16, 15, 16)
+    gradients = [{"user": np.float32(100) * ONES["user"]}, {"user": 0 * ONES["user"]}]
+    after, stats = programs.update(collection)(state, [first, second], gradients)
+    programs.assert_same_tables(collection, state, after)
+    assert int(stats.num_misused_plans) == 1
+    with pytest.raises(jaxsok.StalePlanError, match="got 1 plans"):
+        stats.check()
+
+
+def test_a_plan_does_not_act_on_the_state_before_its_lookup(collection):
+    """Nor does the accumulator of an orphan row reach the key that gets the row next."""
+    start = collection.init(seed=0)
+    _, plan = looked_up(collection, start, 5, 6, 7, 8)
+    assert_left_out(collection, start, plan)
+    after, _ = programs.update(collection)(start, plan, ONES)
+    state, _ = looked_up(collection, after, 15, 16, 17, 18)
+    for _, _, (accumulator,) in programs.exported(collection, state).values():
+        np.testing.assert_array_equal(accumulator, np.float32([0.1] * 4))
+    np.testing.assert_array_equal(programs.rows_of(collection, state)[15], programs.initial_rows("user", 4, [15])[0])
+
+
+def test_keys_that_have_rows_already_make_no_difference(collection):
+    """Branches that insert nothing differ, too."""
+    start, _ = looked_up(collection, collection.init(seed=0), 1, 2, 3, 4)
+    _, first = looked_up(collection, start, 1, 2, 1, 2)
+    for other in ((3, 4, 3, 4), (2, 1, 2, 1), (1, 1, 2, 2)):
+        state, second = looked_up(collection, start, *other)
+        assert_left_out(collection, state, first)
+        programs.update(collection)(state, second, ONES)[1].check()
+
+
+def test_a_plan_is_used_once(collection):
+    """Twice in one update: once. In a second update: not at all. On another branch: once there."""
+    state, plan = looked_up(collection, collection.init(seed=0), 1, 2, 3, 4)
+    once, stats = programs.update(collection)(state, plan, ONES)
+    stats.check()
+    twice, stats = programs.update(collection)(state, [plan, plan], [ONES, ONES])
+    programs.assert_same_tables(collection, once, twice)
+    assert (int(stats.num_misused_plans), int(stats.num_stale)) == (1, 4)
+    assert_left_out(collection, once, plan)
+    assert_left_out(collection, twice, plan)
+    branch, stats = programs.update(collection)(state, plan, ONES)
+    stats.check()
+    programs.assert_same_tables(collection, once, branch)
+
+
+def test_plans_may_be_used_in_any_order_and_after_growth(collection):
+    """Several lookups, one update with their plans in another order; growth leaves plans as they are."""
+    collection = programs.one_table(capacity=8)
+    state, first = looked_up(collection, collection.init(seed=0), 1, 2, 3, 4)
+    state, second = looked_up(collection, state, 1, 2, 5, 6)
+    state = collection.grow(state, steps=50)
+    before = programs.rows_of(collection, state)
+    state, stats = programs.update(collection)(state, [second, first], [ONES, ONES])
+    stats.check()
+    uses = {1: 2, 2: 2, 3: 1, 4: 1, 5: 1, 6: 1}
+    for key, row in programs.rows_of(collection, state).items():
+        np.testing.assert_array_equal(row, before[key] - np.float32(uses[key]))
+
+
+def test_the_last_256_lookups_are_open(collection):
+    """The oldest of so many plans still acts; one lookup more, and it is left out and counted."""
+
+    @functools.partial(jax.jit, static_argnums=2)
+    def after_lookups(state, features, num_lookups):
+        def body(state, _):
+            return collection.lookup(state, features)[1], None
+
+        return jax.lax.scan(body, state, length=num_lookups)[0]
+
+    state, plan = looked_up(collection, collection.init(seed=0), 1, 2, 3, 4)
+    features = programs.batch(collection, user=np.array([1, 2, 3, 5]))
+    last = after_lookups(state, features, OPEN_LOOKUPS - 1)
+    programs.update(collection)(last, plan, ONES)[1].check()
+    assert_left_out(collection, after_lookups(last, features, 1), plan)
+
+
+def test_gradient_norm_leaves_plans_open(collection):
+    """It counts nothing of a plan that an update would leave out, and uses none up."""
+    start = collection.init(seed=0)
+    state, plan = looked_up(collection, start, 1, 2, 3, 4)
+    assert float(collection.gradient_norm(state, plan, ONES)) == 4.0
+    assert float(collection.gradient_norm(start, plan, ONES)) == 0.0
+    assert float(collection.gradient_norm(state, [plan, plan], [ONES, ONES])) == 4.0
+    programs.update(collection)(state, plan, ONES)[1].check()
+
+
+def test_a_plan_of_no_keys_is_counted(collection):
+    """Padding alone uses no row; the plan is misused all the same."""
+    state, plan = looked_up(collection, collection.init(seed=0), *[-1] * NUM_KEYS)
+    state, stats = programs.update(collection)(state, plan, ONES)
+    stats.check()
+    _, stats = programs.update(collection)(state, plan, ONES)
+    assert (int(stats.num_misused_plans), int(stats.num_stale)) == (1, 0)
+    with pytest.raises(jaxsok.StalePlanError):
+        stats.check()
+
+
+def test_a_restored_state_has_no_open_plans(collection, tmp_path):
+    """Also where the same keys were looked up before and after."""
+    checkpoint = pytest.importorskip("jaxsok.checkpoint")
+    state, plan = looked_up(collection, collection.init(seed=0), 1, 2, 3, 4)
+    checkpoint.export_full(tmp_path / "saved", collection, state)
+    restored = checkpoint.load(tmp_path / "saved", collection)
+    assert_left_out(collection, restored, plan)
+    again, _ = looked_up(collection, collection.init(seed=0), 1, 2, 3, 4)
+    programs.update(collection)(again, plan, ONES)[1].check()  # the same lookups of the same seed
+    restored, _ = looked_up(collection, restored, 1, 2, 3, 4)
+    assert_left_out(collection, restored, plan)
+
+
+# Many devices --------------------------------------------------------------------------------------------------------
+
+GRADIENTS = {"user": np.ones((16, 4), np.float32), "ad": np.ones((16, 3), np.float32)}
+USERS = np.arange(16)
+ADS = np.arange(32).reshape(16, 2) % 5
+
+
+@pytest.mark.parametrize("path", ["rounds", "several rounds", "planned"])
+@pytest.mark.parametrize("num_shards", [1, 4])
+def test_all_shards_decide_alike(num_shards, path):
+    """Branches whose batches differ in one key of one shard: the plan is left out everywhere, on every path."""
+    exchange = {"send_capacity": 2} if path == "several rounds" else {}
+    collection = two_stores(num_shards, **exchange)
+
+    def lookup(state, users, ads):
+        asked = programs.batch(collection, user=users, ad=ads)
+        if path == "planned":
+            asked = collection.plan(asked, send_capacity=(16, 32))
+        return programs.lookup(collection)(state, asked)[1:]
+
+    start = collection.init(seed=0)
+    others = (np.where(USERS == 13, 99, USERS), ADS), (USERS, np.where(np.arange(16)[:, None] == 2, 7, ADS))
+    mine, plan = lookup(start, USERS, ADS)
+    swapped = np.concatenate([USERS[12:], USERS[4:12], USERS[:4]])  # the same parts on other shards
+    for other in (*others, (swapped, ADS)):
+        state, _ = lookup(start, *other)
+        assert_left_out(collection, state, plan, GRADIENTS)
+    mine, stats = programs.update(collection)(mine, plan, GRADIENTS)
+    stats.check()
+    assert_left_out(collection, mine, plan, GRADIENTS)
+    lines = np.asarray(mine.tickets)
+    assert lines.shape[0] == num_shards and (lines == lines[:1]).all()
+
+
+def test_tickets_inside_pmap():
+    """Stacked states carry their tickets; a plan that was used is left out on all shards."""
+    collection = two_stores(4)
+
+    @functools.partial(jax.pmap, axis_name="data", devices=jax.devices()[:4])
+    def step(state, features, gradients):
+        _, state, plan = collection.lookup(state, features)
+        state, first = collection.update(state, plan, gradients)
+        state, second = collection.update(state, plan, gradients)
+        return state, first.num_misused_plans, second.num_misused_plans
+
+    state = collection.stack(collection.init(seed=0))
+    features = collection.stack(programs.batch(collection, user=USERS, ad=ADS))
+    gradients = {name: one.reshape(4, 4, -1) for name, one in GRADIENTS.items()}
+    _, first, second = step(state, features, gradients)
+    assert (np.asarray(first) == 0).all() and (np.asarray(second) == 1).all()
+
+
+# Any tree of states --------------------------------------------------------------------------------------------------
+
+
+class Branches(RuleBasedStateMachine):
+    """Lookups and updates on any of the states so far, with any of the plans so far.
+
+    The oracle knows of each state the batches that were looked up on the way to it, and which of the plans on that way
+    were used. Two plans are one where they have the same batch after the same way.
+    """
+
+    @initialize()
+    def begin(self):
+        """One empty state."""
+        self.collection = _table_of_branches()
+        self.states = [(self.collection.init(seed=0), (), frozenset())]
+        self.plans = []
+        self.learned = [{}]
+
+    @rule(data=st.data())
+    def look_up(self, data):
+        """A batch on one of the states; the state stays, too."""
+        state, way, used = self._one(data, self.states)
+        learned = self.learned[self._at]
+        batch = data.draw(st.lists(st.sampled_from([1, 2, 3, 2**40]), min_size=NUM_KEYS, max_size=NUM_KEYS))
+        state, plan = looked_up(self.collection, state, *batch)
+        way = (*way, tuple(batch))
+        self.states.append((state, way, used))
+        self.learned.append(learned | {key: learned.get(key, 0) for key in batch})
+        self.plans.append((plan, way))
+
+    @rule(data=st.data())
+    def update(self, data):
+        """One or two plans on one of the states."""
+        if not self.plans:
+            return
+        state, way, used = self._one(data, self.states)
+        learned = dict(self.learned[self._at])
+        chosen = [self._one(data, self.plans) for _ in range(data.draw(st.integers(1, 2)))]
+        num_misused = 0
+        for _, of_plan in chosen:
+            is_open = of_plan == way[: len(of_plan)] and of_plan not in used
+            num_misused += not is_open
+            if is_open:
+                used = used | {of_plan}
+                for key in of_plan[-1]:
+                    learned[key] += 1
+        plans = [plan for plan, _ in chosen]
+        state, stats = programs.update(self.collection)(state, plans, [ONES] * len(plans))
+        assert int(stats.num_misused_plans) == num_misused
+        rows = programs.rows_of(self.collection, state)
+        assert {key: int(-row[0]) for key, row in rows.items()} == learned
+        self.states.append((state, way, used))
+        self.learned.append(learned)
+
+    def _one(self, data, things):
+        self._at = data.draw(st.integers(0, len(things) - 1))
+        return things[self._at]
+
+
+@functools.cache
+def _table_of_branches():
+    return programs.one_table(initializer=jaxsok.initializers.zeros(), capacity=16)
+
+
+TestBranches = Branches.TestCase
+TestBranches.settings = settings(max_examples=15, stateful_step_count=12)
+
+
+def test_a_step_in_place_keeps_its_tickets(collection):
+    """A donated step that looks up and updates leaves no ticket open, and the next one works."""
+    step = programs.donated_step(collection)
+    state = collection.init(seed=0)
+    for i in range(3):
+        state, _, stats = step(state, programs.batch(collection, user=np.arange(4) + i))
+        stats.check()
+        tickets = np.asarray(state.tickets)
+        assert tickets[:, 0].any() and not tickets[:, 1:].any()
+    assert jnp.asarray(tickets).dtype == jnp.uint32
