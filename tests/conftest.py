@@ -10,6 +10,7 @@ import sys
 
 import hypothesis
 import jax
+import numpy as np
 import pytest
 
 # Equal to the test that needs it most (law 2, meshes of 8); it has to be said before the first array is made.
@@ -67,3 +68,11 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.skip(reason=f"needs two CUDA devices; there are {num_gpus}"))
         if "slow" in item.keywords and os.environ.get("JAXSOK_SLOW") != "1":
             item.add_marker(pytest.mark.skip(reason="slow; set JAXSOK_SLOW=1"))
+
+
+@pytest.fixture
+def one_salt(monkeypatch):
+    """All states that the test makes have the same salts, so that their indexes can be compared to the bit."""
+    from jaxsok import processes
+
+    monkeypatch.setattr(processes, "drawn", lambda *, is_shared, num_words=2: np.zeros(num_words, np.uint32))

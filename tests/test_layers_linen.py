@@ -21,6 +21,9 @@ from jaxsok.layers import linen as layers
 
 TRAINING = ["tables", "plans"]
 
+# A layer makes its state itself, and is compared with core's, index and all.
+pytestmark = pytest.mark.usefixtures("one_salt")
+
 
 @pytest.fixture(autouse=True)
 def world_of_users():

@@ -3,7 +3,6 @@
 
 #include <random>
 
-#include "../core/hash.h"
 #include "buffers.h"
 
 namespace jaxsok {
@@ -14,7 +13,7 @@ namespace {
 uint64_t ScratchSalt() {
   static const uint64_t salt = [] {
     std::random_device draw;
-    return Word64(draw(), draw());
+    return uint64_t{draw()} << 32 | draw();
   }();
   return salt;
 }
