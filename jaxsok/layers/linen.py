@@ -321,6 +321,7 @@ def grow(
 
     Raises:
       TypeError, ValueError: a layer without a collection, or two layers over one.
+      MemoryError: as `Collection.grow`. Layers that had grown before are in the error's `tables`, with all the others.
 
     Example:
       `tables = layers.grow(collection, tables)` before each step.
@@ -344,8 +345,15 @@ def grow(
                 "growth of one state: grow({path: collection}, tables); or share the layer."
             )
     new = dict(tables)
-    for name, (path, state) in states.items():
-        new = _with(new, (*path, "state"), collection[name].grow(state, steps=steps))
+    try:
+        for name, (path, state) in states.items():
+            new = _with(new, (*path, "state"), collection[name].grow(state, steps=steps))
+    except BaseException as error:  # the layers before this one may have been consumed
+        error.add_note(
+            'grow: the variables "tables", as far as they have grown, are the `tables` attribute of this error.'
+        )
+        error.tables = new  # pyright: ignore[reportAttributeAccessIssue]
+        raise
     return new
 
 
