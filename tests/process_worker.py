@@ -167,7 +167,8 @@ def main(job, folder):
         heartbeat_timeout_seconds=HEARTBEAT_S,
         shutdown_timeout_seconds=HEARTBEAT_S,
     )
-    mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Auto,))
+    axis_type = AxisType.Explicit if job in ("operations", "evict") else AxisType.Auto
+    mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(axis_type,))
     if job == "refusals":
         refusals(mesh, number, folder)
         return

@@ -457,6 +457,24 @@ def test_two_layers():
     )
 
 
+def test_growth_that_fails_in_the_second_layer(monkeypatch):
+    """The first one has grown, and its old tables are gone: the error has the new ones."""
+    collections = cases.collection_of(capacity=4), cases.collection_of(capacity=4)
+    raw = {"user": np.arange(3), "history": np.arange(3), "ads": np.zeros((3, 2), np.int64)}
+    tables = Pair(collections).init(jax.random.key(0), raw)["tables"]
+    by_path = {f"tower{i}": collection for i, collection in enumerate(collections)}
+
+    def fail(*args, **kwargs):
+        raise MemoryError
+
+    with monkeypatch.context() as patch, pytest.raises(MemoryError) as caught:
+        patch.setattr(collections[1], "grow", fail)
+        layers.grow(by_path, tables)
+    tables = layers.grow(by_path, caught.value.tables)
+    assert all(tables[name]["state"].stores[0].capacity > 4 for name in by_path)
+    assert [collection.num_rows(tables[name]["state"])["user"] for name, collection in by_path.items()] == [0, 0]
+
+
 def test_micro_batches_are_chained():
     """Applied to the same tables, or given in another order, they are refused: their row ids are not of one state."""
     collection = cases.one_device()

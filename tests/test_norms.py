@@ -172,8 +172,8 @@ def test_norm_inside_shard_map():
         out_specs=(spec, same, same),
     )
     mapped = jax.jit(mapped, compiler_options=programs.quickly())
-    gradients = jax.device_put(gradients, collection.shards.split)
-    clipped, dense, norm = mapped(collection.init(seed=0), features, gradients, {"bias": jnp.float32(3.0)})
+    placed = jax.device_put(gradients, collection.shards.split)
+    clipped, dense, norm = mapped(collection.init(seed=0), features, placed, {"bias": jnp.float32(3.0)})
     want = norm_of([*dense_row_gradients([raw], [gradients]).values(), 3.0])
     np.testing.assert_allclose(norm, want, rtol=1e-5)
     np.testing.assert_allclose(dense["bias"], 3.0 * 0.5 / want, rtol=1e-5)

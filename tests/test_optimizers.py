@@ -333,7 +333,7 @@ HYPER = {
     "adadelta": {"rho": SHARE, "eps": POSITIVE, "weight_decay": AT_LEAST_0},
     "adagrad_decay": {
         "initial_accumulator_value": POSITIVE,
-        "decay_step": ("positive integer", [0, -1, 2.0, None, True]),
+        "decay_step": ("positive integer", [0, -1, 2.0, None, True, 2**32]),
         "decay_rate": ("number", [0.0, 1.0, -0.1, float("nan"), True]),
         "weight_decay": AT_LEAST_0,
     },

@@ -323,6 +323,7 @@ def grow(
 
     Raises:
       TypeError, ValueError: a layer without a collection, or two layers over one.
+      MemoryError: as `Collection.grow`. Layers that had grown before are in the error's `tables`, with all the others.
 
     Example:
       `tables = layers.grow(collection, tables, batch)` before each step.
@@ -351,8 +352,15 @@ def grow(
         got = f"batches for {unknown}" if unknown else f"one for {len(states)} layers"
         raise ValueError(f"grow: batch: got {got}, wanted one by path of a layer: {sorted(states)}.")
     new = dict(tables)
-    for name, (path, state) in states.items():
-        new = _with(new, (*path, "state"), collection[name].grow(state, batches.get(name), steps=steps))
+    try:
+        for name, (path, state) in states.items():
+            new = _with(new, (*path, "state"), collection[name].grow(state, batches.get(name), steps=steps))
+    except BaseException as error:  # the layers before this one may have been consumed
+        error.add_note(
+            'grow: the variables "tables", as far as they have grown, are the `tables` attribute of this error.'
+        )
+        error.tables = new  # pyright: ignore[reportAttributeAccessIssue]
+        raise
     return new
 
 

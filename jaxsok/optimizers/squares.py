@@ -120,7 +120,7 @@ class AdagradDecay(Limited):
         is_whole = isinstance(self.decay_step, int) and not isinstance(self.decay_step, bool)
         if not is_whole or not 1 <= self.decay_step < 2**32:
             raise ValueError(
-                f"optim.{self.name}: decay_step: got {self.decay_step!r}, wanted an integer from 1 to 2**32 - 1: "
+                f"optim.{self.name}: decay_step: got {self.decay_step!r}, wanted a positive integer below 2**32: "
                 "updates from one decay to the next."
             )
         self._check_positive("decay_rate")
