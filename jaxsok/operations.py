@@ -628,8 +628,9 @@ class TableOperations:
                 f"{op}: state: got one whose arrays have one more axis in front, as stack and jax.pmap give them, "
                 f"wanted those of init; pass {remedy}."
             )
-        # To ask a deleted array whether it is ready ends the process (jaxlib 0.10.2).
-        if any(_is_deleted(leaf) for leaf in jax.tree.leaves(state)):
+        # To ask a deleted array whether it is ready ends the process (jaxlib 0.10.2). A step that takes the state takes
+        # all of its arrays, and growing takes the index: two of each store tell, at little cost.
+        if any(_is_deleted(array) for store in state.stores for array in (store.counters, store.index)):
             raise ValueError(
                 f"{op}: state: got one whose arrays are deleted: it was donated to a step, or consumed by grow; wanted "
                 "the one that this call returned, as in state = collection.grow(state, batch)."
@@ -637,15 +638,16 @@ class TableOperations:
 
     def _check_untraced(self, op: str, state: State, remedy: str = "call it between steps") -> None:
         """Refuses the state of a trace, for what runs on the host."""
-        if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(state)):
+        if any(isinstance(store.counters, jax.core.Tracer) for store in state.stores):
             raise TypeError(
                 f"{op}: state: got one that is traced (in jax.jit, lax.scan or shard_map), wanted arrays, because {op} "
                 f"runs on the host; {remedy}."
             )
 
 
-def _is_deleted(leaf: Any) -> bool:
-    return isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer) and leaf.is_deleted()
+def _is_deleted(array: Any) -> bool:
+    # NumPy's arrays and shapes cannot be; the method of a traced array raises.
+    return hasattr(array, "is_deleted") and not isinstance(array, jax.core.Tracer) and array.is_deleted()
 
 
 # On one shard --------------------------------------------------------------------------------------------------------

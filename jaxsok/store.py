@@ -51,10 +51,10 @@ class StoreState:
 
     def __repr__(self) -> str:
         """Its size; reads no array, so it waits for nothing."""
-        return f"StoreState({', '.join([self.size, *condition_of(self)])})"
+        return f"StoreState({', '.join([self._size, *condition_of(self)])})"
 
     @property
-    def size(self) -> str:
+    def _size(self) -> str:
         """Rows, slabs and optimizer state, in words; of a tree of other leaves (shardings, say) what the leaves are."""
         leaves = jax.tree.leaves(self)
         if not all(isinstance(getattr(leaf, "shape", None), tuple) for leaf in leaves) or not leaves:
@@ -110,7 +110,7 @@ class State:
             math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(self) if hasattr(leaf, "dtype")
         )
         stores = self.stores if isinstance(self.stores, (tuple, list)) else [self.stores]
-        sizes = listed(store.size if isinstance(store, StoreState) else in_short(store) for store in stores)
+        sizes = listed(store._size if isinstance(store, StoreState) else in_short(store) for store in stores)
         parts = [sizes, in_units(num_bytes)]
         return f"State({'; '.join(parts + ([self.mesh] if self.mesh else []) + condition_of(self))})"
 

@@ -51,6 +51,59 @@ def pytest_configure(config):
     hypothesis.settings.load_profile(os.environ.get("JAXSOK_PROFILE", "ci"))
 
 
+# Packages of the extras of pyproject.toml, as they are imported. The suite itself needs pytest and Hypothesis alone.
+_EXTRAS = frozenset(
+    "beartype flatbuffers flax httpx matplotlib optax orbax polars prometheus_client pyarrow sklearn starlette tqdm "
+    "uvicorn".split()
+)
+
+
+def _missing_extra(error):
+    """The extra that is not installed and for want of which an import failed; None: it failed for another reason."""
+    while error is not None:
+        name = (getattr(error, "name", None) or "").split(".")[0] if isinstance(error, ImportError) else ""
+        if name in _EXTRAS and importlib.util.find_spec(name) is None:
+            return name
+        error = error.__cause__ or error.__context__
+    return None
+
+
+def _skip_for_want_of_an_extra():
+    """Lets a hook run; an import of an extra that is not installed becomes a skip that names it."""
+    try:
+        return (yield)
+    except ImportError as error:
+        name = _missing_extra(error)
+        if name is None:
+            raise
+        pytest.skip(f"needs {name}, which is not installed")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup():
+    """Skips a test whose fixtures import a missing extra."""
+    return (yield from _skip_for_want_of_an_extra())
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call():
+    """Skips a test that imports a missing extra."""
+    return (yield from _skip_for_want_of_an_extra())
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector):
+    """Skips a module that imports a missing extra."""
+    report = yield
+    call = report.__dict__.get("call")
+    name = _missing_extra(call.excinfo.value) if report.failed and call is not None else None
+    if name is not None:
+        report.outcome = "skipped"
+        report.longrepr = (str(collector.path), 0, f"Skipped: needs {name}, which is not installed")
+        del report.call
+    return report
+
+
 def pytest_report_header():
     """Says on what the tests run, so that a log cannot be mistaken for another's."""
     device = jax.devices()[0]

@@ -16,7 +16,6 @@ import checkpoint_cases as cases
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import orbax.checkpoint as ocp
 import programs
 import pyarrow as pa
@@ -203,6 +202,8 @@ def test_an_error_of_the_writer_ends_the_save(eight, tmp_path):
 
 def test_salts_evictions_and_optimizer_state_of_no_row(tmp_path):
     """Small things follow their table onto another mesh."""
+    import optax
+
     lifted = optim.lift(optax.scale_by_schedule(lambda count: -0.1 / (1.0 + count)))
     tables = [jaxsok.TableSpec("item", 4, lifted, capacity=64, eviction=policies.LeastRecentlyUsed())]
     collection = collection_of(tables, 4)

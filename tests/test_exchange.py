@@ -342,8 +342,12 @@ def test_default_send_capacity(placement, num_shards, num_keys):
     tables = [jaxsok.TableSpec(f"t{i}", 4, SGD, placement=one) for i, one in enumerate(placement)]
     features = [jaxsok.FeatureSpec(f"t{i}", f"t{i}") for i in range(len(tables))]
     sizes = {f"t{i}": num_keys[i] for i in range(len(tables))}
-    part = jaxsok.Collection(tables, features).batch({name: np.zeros(size, np.int64) for name, size in sizes.items()})
-    layouts = [layout for store in part.features.stores for layout in store.layouts]
+    # A batch has one number of samples: one batch for each feature.
+    packed = [
+        jaxsok.Collection(tables, [feature]).batch({feature.name: np.zeros(sizes[feature.name], np.int64)}).features
+        for feature in features
+    ]
+    layouts = [layout for part in packed for store in part.stores for layout in store.layouts]
     for spec in programs.over(num_shards, tables, features).stores:
         names = [table.name for table in spec.tables]
         mine = [
@@ -351,7 +355,7 @@ def test_default_send_capacity(placement, num_shards, num_keys):
         ]
         total = sum(layout.num_keys for layout in mine)
         keys = np.zeros((total, 2), np.uint32)
-        store = dataclasses.replace(part.features.stores[0], keys=keys, layouts=tuple(mine))
+        store = dataclasses.replace(packed[0].stores[0], keys=keys, layouts=tuple(mine))
         capacity = exchange.default_send_capacity(spec, store)
         pinned = [sum(sizes[table.name] for table in spec.tables if table.placement == jaxsok.on(i)) for i in range(3)]
         spread = sum(sizes[table.name] for table in spec.tables if table.placement.kind != "on")

@@ -8,7 +8,6 @@ import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import oracle
 import programs
 import pytest
@@ -191,6 +190,8 @@ def rows_by_key(collection, state):
 
 def test_clipping_is_that_of_dense_optax():
     """Tables and dense parameters together: rows move as those of a dense table under Optax's clipping."""
+    import optax
+
     tables = [jaxsok.TableSpec(name, 3, SGD, capacity=32) for name in ("user", "item")]
     features = [jaxsok.FeatureSpec("user", "user"), jaxsok.FeatureSpec("item", "item", combiner="mean")]
     collection = jaxsok.Collection(tables, features)
@@ -329,6 +330,8 @@ def test_stale_plans_do_not_count():
 
 def test_a_dense_gradient_that_is_not_finite_stops_all():
     """As Optax: NaN makes all NaN, and then no row moves; it is counted."""
+    import optax
+
     collection, state, plan = one_lookup()
     gradients = {"user": jnp.ones((3, 4))}
     clipped, dense, norm = collection.clip_by_global_norm(

@@ -11,7 +11,6 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import oracle
 import programs
 import pytest
@@ -97,6 +96,8 @@ def test_formula(name, row_gradient):
 @pytest.mark.parametrize("name", ["sgd", "adagrad", "adam"])
 def test_dense_optax_on_touched_rows(name):
     """Where every row is touched in every step, lazy is dense."""
+    import optax
+
     make, tx = {
         "sgd": (jaxsok.optim.sgd, optax.sgd(RATE)),
         "adagrad": (jaxsok.optim.adagrad, optax.adagrad(RATE)),
@@ -188,6 +189,8 @@ def test_adagrad_with_zero_accumulator_and_zero_gradient_stays():
 @pytest.mark.parametrize("make", OPTIMIZERS)
 def test_learning_rate_kinds(make, kind):
     """A number, an array or a constant schedule: the same rows."""
+    import optax
+
     rate = {"number": RATE, "array": jnp.float32(RATE), "schedule": optax.constant_schedule(RATE)}[kind]
     results = []
     for given in (RATE, rate):
@@ -200,6 +203,8 @@ def test_learning_rate_kinds(make, kind):
 
 def test_schedule_is_called_with_the_step():
     """0 at the first update; traced, so that one program serves all steps; lookups do not count."""
+    import optax
+
     schedule = optax.piecewise_constant_schedule(1.0, {1: 0.5, 3: 0.5})
     collection = programs.one_table(
         dim=DIM, optimizer=jaxsok.optim.sgd(schedule), initializer=jaxsok.initializers.zeros()
@@ -254,6 +259,8 @@ def test_the_step_stays_at_its_end(step):
 
 def test_learning_rate_of_update_wins_over_a_schedule():
     """What is given to update is used as it is."""
+    import optax
+
     collection = programs.one_table(
         dim=DIM,
         optimizer=jaxsok.optim.sgd(optax.linear_schedule(1.0, 0.0, 10)),

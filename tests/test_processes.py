@@ -246,6 +246,7 @@ ERRORS = {
 
 def test_an_error_of_one_process_ends_a_call_in_all(tmp_path):
     """Disks that are full, files that are damaged or not there: all raise within seconds, and go on in step."""
+    pytest.importorskip("orbax.checkpoint")
     results = results_of("errors", tmp_path, 2, 1, timeout_s=400)
     for name, (process, message) in ERRORS.items():
         own, other = (results[number].pop(name) for number in (process, 1 - process))

@@ -11,7 +11,6 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 import jaxsok
@@ -295,6 +294,8 @@ def on_both(run):
 @pytest.mark.parametrize("dim", DIMS)
 def test_law_10_cpu_and_cuda_give_the_same_bits(dim, dtype):
     """Rows with one use and with hundreds; sums over the columns; programs that are kernels of their own too."""
+    import optax
+
     batches = [(keys, gradients / 100) for keys, gradients in random_batches(dim, num_batches=3)]
     for optimizer in (
         as_program(optim.rowwise_adagrad(0.01)),
@@ -432,6 +433,8 @@ def test_zeros_of_both_signs_are_two_scalars():
 
 def test_long_schedules():
     """A hundred operations before the first scalar, and only what the scalars need."""
+    import optax
+
     schedule = optax.piecewise_constant_schedule(1.0, {10 * i: 0.5 for i in range(1, 100)})
     optimizer = optim.lift(optax.sgd(schedule))
     compiled = program.compiled(optimizer, 8)

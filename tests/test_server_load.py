@@ -64,6 +64,8 @@ def write_config(path, folder):
 @contextlib.contextmanager
 def served(tmp_path, *arguments):
     """The command line on tables of number 0: its process, port and folder to watch."""
+    pytest.importorskip("starlette")
+    pytest.importorskip("uvicorn")
     write_tables(tmp_path / "tables", 0)
     write_config(tmp_path / "config.json", tmp_path / "tables")
     watched = tmp_path / "watched"
