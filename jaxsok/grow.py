@@ -302,7 +302,9 @@ def grow(
     # Often at first, so that a short run is told of what went wrong.
     is_due = tracker.num_calls % LOOK_EVERY == 0 or tracker.num_calls & (tracker.num_calls - 1) == 0
     is_unplaced = False
-    if (shards is None or shards.num_processes == 1) and all(store.counters.is_ready() for store in state.stores):
+    is_one_process = shards is None or shards.num_processes == 1
+    is_at_rest = is_one_process and all(store.counters.is_ready() for store in state.stores)
+    if is_at_rest:
         # No wait. What it tells saves waits later, and does not change what is decided.
         seen = _read(state, num_shards, shards)
         tracker.under_way.clear()
@@ -337,7 +339,7 @@ def grow(
             tracker.sightings[s] = admission.num_waiting(specs[s], state.stores[s], shards)
         tracker.num_grown += len(larger)
         tracker.signature = _signature(state)
-    elif not tracker.under_way and (
+    elif not (is_at_rest or tracker.under_way) and (
         is_due
         or any(
             # Half of what is left may be gone: ask now, so that the answer is there before it is needed.
