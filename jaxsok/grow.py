@@ -303,7 +303,9 @@ def grow(
     # Often at first, so that a short run is told of what went wrong.
     is_due = tracker.num_calls % LOOK_EVERY == 0 or tracker.num_calls & (tracker.num_calls - 1) == 0
     is_unplaced = False
-    if (shards is None or shards.num_processes == 1) and all(store.counters.is_ready() for store in state.stores):
+    is_one_process = shards is None or shards.num_processes == 1
+    is_at_rest = is_one_process and all(store.counters.is_ready() for store in state.stores)
+    if is_at_rest:
         # No wait. What it tells saves waits later, and does not change what is decided.
         seen = _read(state, num_shards, shards)
         tracker.under_way.clear()
@@ -338,7 +340,7 @@ def grow(
             tracker.sightings[s] = admission.num_waiting(specs[s], state.stores[s], shards)
         tracker.num_grown += len(larger)
         tracker.signature = _signature(state)
-    elif not tracker.under_way and (
+    elif not (is_at_rest or tracker.under_way) and (
         is_due
         or any(
             # Half of what is left may be gone: ask now, so that the answer is there before it is needed.
@@ -482,20 +484,25 @@ def _evicted(
         kept[s] = rows_kept(specs[s].max_capacity, need.num_new, is_exact=is_exact)
         if need.is_used is not None:
             used[s] = need.is_used
+    left = {s: min(tracker.known[s][0], max(kept[s], need.num_used)) for s, need in full.items()}
+    for s, need in full.items():
+        # Before anything changes: a warning may be an error.
+        if leaving[s].policy.has_score and left[s] + need.num_new > specs[s].max_capacity:
+            _warn_of_shortage(tracker, specs[s], left[s], need)
     now = state.step if clock is None else clock
     stores, _ = evict_lib.evict(leaving, state.stores, now, kept, hand_over, used)
     state = dataclasses.replace(state, stores=stores)
     tracker.num_evictions += len(full)
     if all(one.policy.has_score for one in leaving.values()):
-        for s, need in full.items():
-            tracker.known[s] = min(tracker.known[s][0], max(kept[s], need.num_used)), tracker.allowed[s]
-    else:
-        # How many have expired nobody knows before.
-        tracker.learn(_read(state, specs[0].num_shards, shards), tracker.allowed)
-        tracker.num_waits += 1
+        for s in full:
+            tracker.known[s] = left[s], tracker.allowed[s]
+        return state
+    # How many have expired nobody knows before.
+    tracker.learn(_read(state, specs[0].num_shards, shards), tracker.allowed)
+    tracker.num_waits += 1
     for s, need in full.items():
         in_use = tracker.known[s][0]
-        if in_use + need.num_new > specs[s].max_capacity:
+        if not leaving[s].policy.has_score and in_use + need.num_new > specs[s].max_capacity:
             _warn_of_shortage(tracker, specs[s], in_use, need)
     return state
 

@@ -80,7 +80,10 @@ class MemoryEstimate:
     stores: tuple[StoreMemory, ...]
     num_shards: int
     other: int
-    """Bytes of the state beside its stores: step, seed, lineage, owners of partitions, tickets."""
+    """Bytes of the state beside its stores.
+
+    They hold step, seed, lineage, owners of partitions, tickets and counts of refused keys.
+    """
     tables: tuple[TableSpec, ...]
     """That are counted; with the capacities of the specs."""
     device_bytes: int | None = None
@@ -320,7 +323,7 @@ def estimated(
                 step=_step_bytes(spec, part, exchange or ExchangeSpec()),
             )
         )
-    other = 4 + 8 + 8 + 4 * (NUM_PARTITIONS if num_shards > 1 else 1) + 8 * (1 + RING)
+    other = 4 + 8 + 8 + 4 * (NUM_PARTITIONS if num_shards > 1 else 1) + 4 * len(tables) + 8 * (1 + RING)
     return MemoryEstimate(tuple(counted), num_shards, other, tuple(tables), device_bytes, memory_fraction)
 
 

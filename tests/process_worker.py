@@ -231,7 +231,7 @@ def evicted(collection, process=0, num_processes=1):
         keys = np.random.default_rng(step).integers(0, 30, 16) + 20 * step
         mine = np.split(keys, num_processes)[process]
         features = collection.batch({"user": mine, "ad": mine + 7}).features
-        state = collection.grow(state, clock=step, hand_over=hand_over)
+        state = collection.grow(state, features, clock=step, hand_over=hand_over)
         _, state, _ = lookup(state, features)
     state, gone = collection.evict(state, "user", num_rows=30, clock=9, hand_over=hand_over)
     return state, gone, handed

@@ -29,8 +29,9 @@ def run(collection, step, num_steps, *, state=None, wait=True):
     state = collection.init(seed=0) if state is None else state
     values = []
     for i in range(num_steps):
-        state = collection.grow(state)
-        state, value, _ = step(state, new_keys(collection, i))
+        features = new_keys(collection, i)
+        state = collection.grow(state, features)
+        state, value, _ = step(state, features)
         values.append(value)
         jax.block_until_ready(state)  # so that `grow` sees what the step inserted
         if wait and hasattr(step, "wait"):
@@ -131,6 +132,7 @@ def test_buffers_are_given_away():
     assert step.num_hits_ahead == 1 and all(leaf.is_deleted() for leaf in jax.tree.leaves(state.stores))
 
 
+@pytest.mark.filterwarnings("ignore:grow. table:RuntimeWarning")
 def test_nothing_is_compiled_for_stores_that_will_not_grow():
     """Half empty ones, and those at their maximum."""
     collection = programs.one_table(capacity=128)
@@ -249,7 +251,7 @@ def test_a_failure_on_the_spot_is_raised():
         raise RuntimeError("a mistake in the model")
 
     step = ahead(collection, step)
-    state = collection.grow(collection.init(seed=0))
+    state = collection.grow(collection.init(seed=0), new_keys(collection, 0))
     for _ in range(2):
         with pytest.raises(RuntimeError, match="a mistake in the model"):
             step(state, new_keys(collection, 0))

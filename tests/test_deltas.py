@@ -432,8 +432,8 @@ def capped():
 
 def seen(collection, state, keys):
     """A step of some keys, with room made for them."""
-    state = collection.grow(state)
     features = collection.batch({"item": np.asarray(keys, np.uint64)}).features
+    state = collection.grow(state, features)
     return train_step(collection)(state, features)[0]
 
 

@@ -443,7 +443,9 @@ def test_two_layers():
     model = Pair(collections)
     tables = model.init(jax.random.key(0), raw)["tables"]
     by_path = {f"tower{i}": collection for i, collection in enumerate(collections)}
-    tables = layers.grow(by_path, tables, steps=2)
+    tables = layers.grow(by_path, tables, dict.fromkeys(by_path, 12), steps=2)
+    assert "got one for 2 layers" in message(ValueError, lambda: layers.grow(by_path, tables, 12))
+    assert "got batches for ['tower2']" in message(ValueError, lambda: layers.grow(by_path, tables, {"tower2": 12}))
     tables, stats = step_of_sum(model, tables, raw, None)
     assert sorted(stats) == ["tower0", "tower1"]
     tables, stats = step_of_sum(model, tables, raw, 1)

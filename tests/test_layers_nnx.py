@@ -631,7 +631,11 @@ def test_two_layers(mode):
 
     model = Pair()
     features = model.towers[0].collection.batch(cases.raw_batches(1)[0]).features
-    layers.grow(model, steps=2)
+    layers.grow(model, dict.fromkeys(("towers.0", "towers.1"), features), steps=2)
+    with pytest.raises(ValueError, match=r"grow: batch: got one for 2 layers, wanted one by path of a layer"):
+        layers.grow(model, features)
+    with pytest.raises(ValueError, match=r"grow: batch: got batches for \['towers.2'\]"):
+        layers.grow(model, {"towers.2": features})
     _, grads = layers.value_and_grad(lambda model: model(features))(model)
     stats = layers.update(model, grads)
     assert sorted(stats) == ["towers.0", "towers.1"]

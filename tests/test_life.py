@@ -576,9 +576,7 @@ class LifeMachine(RuleBasedStateMachine):
         num_kept = [had - len(part) for had, part in zip(in_use, parts, strict=True)]
         if self.num_shards is None:  # docs/growth.md
             assert in_use[0] > limit - KEYS_OF_A_STEP
-            reserve = min(KEYS_OF_A_STEP, limit // 2)
-            left = limit - reserve
-            assert num_kept == [min(in_use[0], left - min(max(reserve, limit // 16), left // 2))]
+            assert num_kept == [min(in_use[0], max(limit // 4, limit - KEYS_OF_A_STEP - (limit + 15) // 16))]
         else:  # each down to the same number
             most = max(num_kept)
             assert all(kept == most or kept == had for kept, had in zip(num_kept, in_use, strict=True))

@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import functools
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,7 @@ from jaxsok.stats import on_one_device, pack_words
 from jaxsok.window import StatsWindow, write_scalars
 
 SGD = jaxsok.optim.sgd(1.0)
+pytestmark = pytest.mark.filterwarnings("ignore:StatsWindow")  # most steps here refuse keys
 ASKED = ("num_found", "num_inserted", "num_missing", "num_refused")
 SUMMED = (*ASKED, "num_padding", "num_nonfinite")
 
@@ -73,6 +75,26 @@ def test_scalars_are_the_counts_and_what_follows_from_them(num_shards):
         assert all(type(value) is float for value in scalars.values())
     assert num_shards > 1 or scalars["train/user/num_refused"] > 0
     assert 0 < scalars["train/user/hit_rate"] < 1
+
+
+@pytest.mark.filterwarnings("error:StatsWindow")
+def test_a_window_tells_of_refused_keys():
+    """Once for each table, when the counts have arrived, and not of keys that an admission keeps out."""
+    tables = [
+        jaxsok.TableSpec("full", 4, SGD, capacity=8, max_capacity=8),
+        jaxsok.TableSpec("kept_out", 8, SGD, capacity=64, admission=jaxsok.policies.AdmitByCount(9)),
+    ]
+    collection = jaxsok.Collection(tables, [jaxsok.FeatureSpec(table.name, table.name) for table in tables])
+    state, window, told = collection.init(seed=0), StatsWindow(3), []
+    for step in range(6):
+        keys = np.arange(4) + 4 * step
+        state, stats = programs.learn(collection, state, programs.batch(collection, full=keys, kept_out=keys))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            window.push(jax.block_until_ready(stats))
+        told += [(step, str(one.message), one.filename) for one in caught]
+    ((step, message, filename),) = told
+    assert step == 2 and filename == __file__ and 'got 4 keys of table "full" refused' in message
 
 
 def test_nothing_asked_has_no_hit_rate():
