@@ -227,6 +227,8 @@ EDGES = (2**31 - 2, 2**31 - 1, 2**31, 2**32 - 2, 2**32 - 1)  # of a step: int32 
 @pytest.mark.parametrize("step", EDGES)
 def test_a_schedule_that_has_ended_does_not_begin_anew(step):
     """A finished decay stays at its end, and a rate that goes on falling is that of step 2**31 - 1."""
+    import optax
+
     ended = [
         optax.linear_schedule(1.0, 0.25, 10),
         optax.cosine_decay_schedule(1.0, 10, alpha=0.25),
@@ -245,6 +247,8 @@ def test_a_schedule_that_has_ended_does_not_begin_anew(step):
 @pytest.mark.parametrize("step", EDGES)
 def test_the_step_stays_at_its_end(step):
     """Updates go on after step 2**32 - 1, at the rate with which the schedule ended."""
+    import optax
+
     optimizer = jaxsok.optim.adam(optax.linear_schedule(1.0, 0.25, 10), eps=0.0)
     collection = programs.one_table(dim=DIM, optimizer=optimizer, initializer=jaxsok.initializers.zeros())
     state = dataclasses.replace(collection.init(seed=0), step=jnp.uint32(step))
