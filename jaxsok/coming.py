@@ -197,7 +197,7 @@ def _new_keys_of_all(
 
     first = (jnp.zeros((), jnp.int32), jnp.zeros(store.capacity, bool))
     asked_by_all: list[Requests] = [asked]
-    carry, _ = exchange.over_rounds(shards, spec, asked_by_all, one_round, first)
+    carry, *_ = exchange.over_rounds(shards, spec, asked_by_all, one_round, first)
     return carry
 
 
