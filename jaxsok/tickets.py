@@ -13,9 +13,12 @@ exchanged with the requests (exchange.py), every shard holds the same ring, and 
 Lookups and updates call this module; `find` does not, and `gradient_norm` looks without taking the ticket out.
 """
 
+import functools
 import zlib
 from collections.abc import Sequence
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, UInt32
@@ -51,8 +54,13 @@ def issue(state: State, running: Tickets, features: Features) -> tuple[Tickets, 
       One small kernel.
     """
     layouts = [[(one.table, one.key_start, one.num_keys) for one in part.layouts] for part in features.stores]
-    low, high = running[:, 0, 0] ^ state.lineage[0], running[:, 0, 1] ^ state.lineage[1]
-    low, high = plan_lib.mixed_words(*plan_lib.plus(low, high, zlib.crc32(repr(layouts).encode()) + 1))
+    return _issue(running, state.lineage, np.uint32(zlib.crc32(repr(layouts).encode())))
+
+
+@functools.partial(jax.jit, inline=True)  # one call where a user does not jit the step
+def _issue(running: Tickets, lineage: UInt32[Array, "2"], layout: Any) -> tuple[Tickets, UInt32[Array, "1 2"]]:
+    low, high = running[:, 0, 0] ^ lineage[0] ^ layout, running[:, 0, 1] ^ lineage[1]
+    low, high = plan_lib.mixed_words(*plan_lib.plus(low, high, 1))
     ticket = jnp.stack([low | jnp.uint32(1), high], axis=-1)  # never zeros, which stand for none
     line = ticket[:, None, :]
     return jnp.concatenate([line, line, running[:, 1:-1]], axis=1), ticket
@@ -69,10 +77,15 @@ def redeem(tickets: Tickets, plans: Sequence[Plan]) -> tuple[Tickets, list[Bool[
       The tickets that stay open, and for each plan whether its ticket was open. Of two plans with one ticket the first
       has it.
     """
-    is_open_line = np.arange(1 + RING)[None, :] > 0
     found = []
     for plan in plans:
-        is_same = (tickets == plan.ticket[:, None, :]).all(axis=-1) & is_open_line
-        found.append(is_same.any())
-        tickets = jnp.where(is_same[..., None], jnp.uint32(0), tickets)
+        tickets, is_open = _redeem(tickets, plan.ticket)
+        found.append(is_open)
     return tickets, found
+
+
+@functools.partial(jax.jit, inline=True)
+def _redeem(tickets: Tickets, ticket: UInt32[Array, "1 2"]) -> tuple[Tickets, Bool[Array, ""]]:
+    is_open_line = np.arange(1 + RING)[None, :] > 0
+    is_same = (tickets == ticket[:, None, :]).all(axis=-1) & is_open_line
+    return jnp.where(is_same[..., None], jnp.uint32(0), tickets), is_same.any()
