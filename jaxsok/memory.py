@@ -132,7 +132,7 @@ class MemoryEstimate:
           >>> from jaxsok import optim
           >>> estimate = memory_estimate([TableSpec("user", 64, optim.rowwise_adagrad(0.1))])
           >>> estimate.largest_capacities(int(0.8 * 141e9))
-          {'user': 366233766}
+          {'user': 366233759}
         """
         limit = self.memory_bytes if memory_bytes is None else memory_bytes
         if limit is None:

@@ -311,7 +311,8 @@ def step(state, features):
 step, state = collection.ahead(step), collection.init()
 for i in range(2):
     features = collection.batch({"user": np.arange(2) + 2 * i}).features
-    state, _ = step(collection.grow(state), features)
+    state, _ = step(collection.grow(state, features), features)
+    jax.block_until_ready(state)  # otherwise the second `grow` may not see what the first step inserted
 while step._thread is None:
     time.sleep(0.01)
 print("end", flush=True)

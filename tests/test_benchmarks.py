@@ -281,10 +281,10 @@ def test_what_fails_while_a_table_grows_leaves_what_was_reached(monkeypatch):
     monkeypatch.setattr(bench_scale, "NUM_KEYS", 1)
     grow = jaxsok.Collection.grow
 
-    def until_4_096_rows(self, state, **options):
+    def until_4_096_rows(self, state, *batch, **options):
         if int(state.stores[0].num_rows()) >= 4096:
             raise MemoryError("no more")
-        return grow(self, state, **options)
+        return grow(self, state, *batch, **options)
 
     monkeypatch.setattr(jaxsok.Collection, "grow", until_4_096_rows)
     bench_scale.sizes(recorder, timing.QUICK.brief(), seed=0, copy_gb_s=1.0, scale=0.001, is_quick=True)

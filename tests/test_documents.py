@@ -185,6 +185,14 @@ def erase_all(collection):
     return lambda state: collection.erase(state, "item", np.array([7, 8, 9]))[0]
 
 
+def update_twice():
+    """One plan in two updates."""
+    collection = item()
+    embeddings, state, plan = collection.lookup(collection.init(), pack(np.arange(2)).features)
+    state, _ = collection.update(state, plan, embeddings)
+    return collection.update(state, plan, embeddings)[1]
+
+
 def stale_step():
     """A row is erased between lookup and update."""
     collection = item()
@@ -463,6 +471,7 @@ PROVOKED = {
     "full": lambda: step(item(capacity=2, max_capacity=2))[1].check(),
     "not finite": lambda: step(item(), gradient=np.inf)[1].check(),
     "stale": lambda: stale_step()[1].check(),
+    "misused": lambda: update_twice().check(),
     # Memory
     "init": init_without_memory,
     "grow": grow_without_memory,
@@ -676,7 +685,7 @@ def test_bytes_of_a_row():
         (counted,) = estimate.stores
         parts = [counted.state[name] / capacity for name in ("rows", "optimizer_state", "records", "index")]
         assert [int(number) for number in told] == [*parts, counted.row_bytes]
-        assert int(told[-1]) == round(estimate.bytes_per_key, 3)
+        assert int(told[-1]) == round(estimate.bytes_per_key, 2)
 
 
 def test_bytes_of_workspaces():

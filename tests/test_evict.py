@@ -365,10 +365,11 @@ def test_plans_of_before_are_stale():
     state, _ = collection.evict(state, num_rows=6)
     state, stats = programs.update(collection)(state, plan, gradients)
     assert int(stats.num_stale) == 0
+    _, state, plan = programs.lookup(collection)(state, features)
     state, _ = collection.evict(state, num_rows=5)
     before = programs.rows_of(collection, state)
     state, stats = programs.update(collection)(state, plan, gradients)
-    assert int(stats.num_stale) == 6
+    assert (int(stats.num_stale), int(stats.num_misused_plans)) == (6, 0)
     with pytest.raises(jaxsok.StalePlanError, match="eviction"):
         stats.check()
     after = programs.rows_of(collection, state)

@@ -206,10 +206,12 @@ def test_frozen_equals_training(dtype):
         for name, dim in (("a", 8), ("b", 8), ("c", 5))
     ]
     collection = jaxsok.Collection(specs, FEATURES)
-    offsets = np.array([0, 3, 3, 10, 40])
+    num_samples = 33
+    offsets = np.full(num_samples + 1, 40)  # empty bags at the end
+    offsets[:4] = [0, 3, 3, 10]
     raw = {
-        "rows": SEED.integers(0, 60, 33),
-        "sum": SEED.integers(0, 60, (17, 4)),
+        "rows": SEED.integers(0, 60, num_samples),
+        "sum": SEED.integers(0, 60, (num_samples, 4)),
         "mean": jaxsok.Bags(SEED.integers(0, 60, 40), offsets=offsets),
         "weighted": jaxsok.Bags(SEED.integers(0, 60, 40), offsets=offsets, weights=numbers(40)),
     }

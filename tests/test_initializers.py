@@ -152,14 +152,15 @@ def test_rows_do_not_depend_on_store_capacity_or_optimizer():
         for keys in before:
             features = programs.batch(collection, user=np.array(keys), item=np.full(len(keys), -1))
             _, state, _ = collection.lookup(state, features)
-        state = collection.grow(state)
         features = programs.batch(collection, user=np.array([5, 6]), item=np.array([5, 6]))
+        state = collection.grow(state, features)
+        assert collection.growth.num_grown == len(before)
         embeddings, _, _ = collection.lookup(state, features)
         return np.asarray(embeddings["item"])
 
     np.testing.assert_array_equal(rows(jaxsok.optim.sgd(1.0), capacity=16), want)
     np.testing.assert_array_equal(rows(jaxsok.optim.adam(0.1), capacity=1 << 15), want)
-    np.testing.assert_array_equal(rows(jaxsok.optim.sgd(0.5), before=[range(30)], capacity=16), want)
+    np.testing.assert_array_equal(rows(jaxsok.optim.sgd(0.5), before=[range(32)], capacity=16), want)
 
 
 def test_columns_do_not_depend_on_the_dim():

@@ -381,8 +381,10 @@ def test_bits_do_not_depend_on_order_row_id_capacity_or_store(dtype):
     others = [sgd_table("a", dim, dtype, capacity=64), sgd_table("b", dim, dtype), table]
     together = one_key_each(others)
     assert len(together.stores) == 1
-    keys = {"a": np.arange(num_keys), "b": np.arange(5), "user": order}
-    gradients = {"a": gradient, "b": gradient[:5], "user": gradient[order]}
+    few = np.full(num_keys, jaxsok.PADDING_KEY)
+    few[:5] = np.arange(5)
+    keys = {"a": np.arange(num_keys), "b": few, "user": order}
+    gradients = {"a": gradient, "b": gradient, "user": gradient[order]}
     rows = after_steps(together, keys, gradients, num_steps=3)
     assert_same_rows(rows["user"], want)
     assert any(

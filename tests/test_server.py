@@ -1541,7 +1541,11 @@ def hps_folder(path):
 
 def export(path, kind):
     """A manifest, by what docs/checkpoint_format.md says of its checksum."""
-    body = {"format": "jaxsok tables", "version": 1, "kind": kind, "tables": {}}
+    body = {"format": "jaxsok tables", "version": 1, "kind": kind, "tables": {}, "stores": [], "bloom": []}
+    body |= {"uuid": path.name, "step": 0, "clock": 0, "seed": [0, 0], "mesh": "", "num_shards": 1}
+    body |= {"num_processes": 1, "pauses_s": [0.0]}
+    if kind == "delta":
+        body |= {"base": "", "base_path": "base", "since": 0}
     checksum = zlib.crc32(json.dumps(body, sort_keys=True, separators=(",", ":")).encode())
     path.mkdir(parents=True)
     (path / "manifest.json").write_text(json.dumps({**body, "checksum": checksum}))

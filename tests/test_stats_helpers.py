@@ -237,6 +237,9 @@ class Words:
     def copy_to_host_async(self):
         self.num_copies += 1
 
+    def is_deleted(self):
+        return False
+
     def is_ready(self):
         return self.has_arrived
 

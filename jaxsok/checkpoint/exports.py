@@ -69,6 +69,7 @@ def export_full(
 
     Raises:
       FileExistsError: the path is taken, or another process took it while this one wrote.
+      FileNotFoundError: processes of this job have different paths, or share no file system.
       ValueError: a row has a later last step than `clock`: lookups were told another one.
 
     Cost:
@@ -124,6 +125,7 @@ def export_delta(
 
     Raises:
       FileExistsError: the path is taken, or another process took it while this one wrote.
+      FileNotFoundError: processes of this job have different paths, or share no file system.
       ValueError: a table keeps no statistics, the base is of other tables, of a later time, or of a state that this
         one did not come from (one that was lost, when this one was restored from before the base); or a row has a later
         last step than `clock`.
@@ -217,6 +219,11 @@ def _export(
                 folder.mkdir(parents=True)
         tombstones = tombstones_of()
         with processes.together(op):
+            if not folder.is_dir():
+                raise FileNotFoundError(
+                    f'{op}: path: got "{final}", where process {jax.process_index()} does not find the folder that '
+                    "process 0 made, wanted one path for all processes, on a file system that they share."
+                )
             saving = saving_of(tombstones)
             saved_now(saving, folder)
         # Of all processes, so that all of them refuse.
