@@ -505,19 +505,23 @@ def test_small_states_may_be_copied():
 
 
 def test_each_shape_of_a_batch_is_a_program():
-    """A last batch that is smaller compiles the step anew; padded it does not, and gives the same rows."""
-    collection = declared(256)
-    step = jax.jit(step_of(collection, lambda e: jnp.sum(e["user"] ** 2) + jnp.sum(e["item"] ** 2)), donate_argnums=0)
-    sizes = [16, 16, 9]
+    """A last batch that is smaller traces the step anew; padded it does not, and gives the same rows."""
+    collection, sizes, traced = declared(256), [16, 16, 9], []
+    step = step_of(collection, lambda e: jnp.sum(e["user"] ** 2) + jnp.sum(e["item"] ** 2))
+
+    def counted(state, features):
+        traced.append(features.stores[0].keys.shape)
+        return step(state, features)
+
+    unpadded, padded = (jax.jit(lambda *args: counted(*args), donate_argnums=0) for _ in range(2))
     state = collection.init(seed=0)
     for seed, size in enumerate(sizes):
-        state, _ = step(state, features_of(collection, seed, num_samples=size))
-    assert step._cache_size() == 2
-    padded = jax.jit(step_of(collection, lambda e: jnp.sum(e["user"] ** 2) + jnp.sum(e["item"] ** 2)), donate_argnums=0)
+        state, _ = unpadded(state, features_of(collection, seed, num_samples=size))
+    assert len(traced) == len(set(traced)) == 2
     other = collection.init(seed=0)
     for seed, size in enumerate(sizes):
         other, _ = padded(other, collection.batch(raw_of(seed, num_samples=size), pad_to=16).features)
-    assert padded._cache_size() == 1
+    assert len(traced) == 3
     programs.assert_same_tables(collection, state, other)
 
 
