@@ -133,12 +133,13 @@ def _measure(recorder: Recorder, copy_gb_s: float, dim: int, num_rows: int, repe
         samples[records.SELECT].append(ms)
         if number == 0:
             _require_the_oldest(one.store.statistics, flags, one.store.records, num_gone)
-        ms, (one.store, _) = _timed(functools.partial(evict._release, leaving, one.store, flags))
+        ms, ((one.store, _),) = _timed(functools.partial(evict._release, (leaving,), (one.store,), (flags,)))
         samples[records.RELEASE].append(ms)
         del flags
         one.require_rows(num_rows - num_gone)
         _renew(one, begin, num_gone, 2 * number + 1)
-        ms, (one.store, _) = _timed(functools.partial(evict._evict, leaving, one.store, clock, kept))
+        call = functools.partial(evict._evict, (leaving,), (one.store,), clock, (kept,), (None,))
+        ms, ((one.store, _),) = _timed(call)
         samples[records.EVICT].append(ms)
         one.require_rows(num_rows - num_gone)
         begin += 2 * num_gone
