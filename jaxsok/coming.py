@@ -20,9 +20,8 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Int32, UInt32
 
 from jaxsok import exchange, policies, table
-from jaxsok.features import FeatureLayout, Features, StoreFeatures
+from jaxsok.features import Features, StoreFeatures, single_key_layouts
 from jaxsok.kernels import table as kernels
-from jaxsok.plan import Requests
 from jaxsok.shards import Shards
 from jaxsok.specs import StoreSpec
 from jaxsok.store import StoreState, num_buckets_of
@@ -196,31 +195,11 @@ def _new_keys_of_all(
         return carry[0] + num_new, carry[1] | is_used
 
     first = (jnp.zeros((), jnp.int32), jnp.zeros(store.capacity, bool))
-    asked_by_all: list[Requests] = [asked]
-    carry, *_ = exchange.over_rounds(shards, spec, asked_by_all, one_round, first)
+    carry, *_ = exchange.over_rounds(shards, spec, [asked], one_round, first)
     return carry
 
 
 def _one_key_each(keys: Keys, runs: Sequence[tuple[int, int]]) -> StoreFeatures:
     """The keys as features: one for each table, with one key a sample."""
-    layouts, start, tile = [], 0, 0
-    for number, size in runs:
-        layout = FeatureLayout(
-            name=str(number),
-            table=number,
-            combiner=None,
-            num_keys=size,
-            num_bags=size,
-            hotness=1,
-            key_start=start,
-            bag_start=start,
-            offsets_start=0,
-            num_offsets=0,
-            weights_start=-1,
-            tile_start=tile,
-            embedding_shape=(size,),
-            unknown_zeros=False,
-        )
-        layouts.append(layout)
-        start, tile = start + size, tile + layout.num_tiles
-    return StoreFeatures(keys, jnp.zeros(1, jnp.int32), jnp.zeros(1, jnp.float32), tuple(layouts))
+    layouts = single_key_layouts(*zip(*runs, strict=True))
+    return StoreFeatures(keys, jnp.zeros(1, jnp.int32), jnp.zeros(1, jnp.float32), layouts)

@@ -234,6 +234,36 @@ class Features:
         return real.reshape(-1, layout.hotness) if layout.hotness > 1 else real
 
 
+def single_key_layouts(tables: Sequence[int], sizes: Sequence[int]) -> tuple[FeatureLayout, ...]:
+    """Makes features of single keys, one after the other, that no user declared.
+
+    Args:
+      tables: the table of each feature.
+      sizes: its keys.
+    """
+    layouts, start, tile = [], 0, 0
+    for number, (table, size) in enumerate(zip(tables, sizes, strict=True)):
+        layout = FeatureLayout(
+            name=str(number),
+            table=table,
+            combiner=None,
+            num_keys=size,
+            num_bags=size,
+            hotness=1,
+            key_start=start,
+            bag_start=start,
+            offsets_start=0,
+            num_offsets=0,
+            weights_start=-1,
+            tile_start=tile,
+            embedding_shape=(size,),
+            unknown_zeros=False,
+        )
+        layouts.append(layout)
+        start, tile = start + size, tile + layout.num_tiles
+    return tuple(layouts)
+
+
 def _is_part(features: Features) -> bool:
     """Whether the arrays are one shard's part: then they have as many keys as the layouts say."""
     for store in features.stores:

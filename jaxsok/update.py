@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Int32, UInt32
 
 from jaxsok import annotations, exchange, table, tickets
 from jaxsok.exchange import Round, Route
-from jaxsok.features import FeatureLayout, StoreFeatures
+from jaxsok.features import FeatureLayout, StoreFeatures, single_key_layouts
 from jaxsok.kernels import combine as combine_kernels
 from jaxsok.kernels import update as kernels
 from jaxsok.optimizers.program import compiled
@@ -305,28 +305,10 @@ def summed_by_key(spec: StoreSpec, plan: Plan, gradients: Gradients, s: int) -> 
 
 def as_features(sizes: Sequence[int]) -> tuple[tuple[Array, Array, np.ndarray], int]:
     """Single keys, one feature for each plan, as the kernels take them: offsets, weights, features; tiles."""
-    words, start, tile = [], 0, 0
-    for number, size in enumerate(sizes):
-        layout = FeatureLayout(
-            name="received",
-            table=0,
-            combiner=None,
-            num_keys=size,
-            num_bags=size,
-            hotness=1,
-            key_start=start,
-            bag_start=start,
-            offsets_start=0,
-            num_offsets=0,
-            weights_start=-1,
-            tile_start=tile,
-            embedding_shape=(size,),
-            unknown_zeros=False,
-        )
-        words.append(layout.words(plan=number))
-        start += size
-        tile += layout.num_tiles
-    return (jnp.zeros(0, jnp.int32), jnp.zeros(0, jnp.float32), np.array(words, np.int32)), tile
+    layouts = single_key_layouts([0] * len(sizes), sizes)
+    words = np.array([layout.words(plan=number) for number, layout in enumerate(layouts)], np.int32)
+    num_tiles = sum(layout.num_tiles for layout in layouts)
+    return (jnp.zeros(0, jnp.int32), jnp.zeros(0, jnp.float32), words), num_tiles
 
 
 def check_gradients(
