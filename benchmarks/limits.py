@@ -88,6 +88,16 @@ def plan_bytes(num_keys: int) -> int:
     return num_keys * (KEY_BYTES + KEY_BYTES + 3 * ROW_ID_BYTES)
 
 
+def tickets_bytes(num_keys: int) -> int:
+    """What the ticket of a lookup must read: its keys (8 B).
+
+    Example:
+      >>> tickets_bytes(num_keys=2)
+      16
+    """
+    return num_keys * KEY_BYTES
+
+
 def update_bytes(
     num_keys: int,
     num_unique: int,

@@ -25,6 +25,7 @@ from . import (
     bench_skew,
     bench_small,
     bench_table,
+    bench_tickets,
     bench_update,
     fill,
     limits,
@@ -40,7 +41,7 @@ from .workloads import Run, Workload
 ON_FILLED = {"lookup": None, "update": None, "small": bench_small.WORKLOADS, "skew": bench_skew.WORKLOADS}
 """The parts that need filled tables, and the workloads whose tables they are measured on; None: all."""
 
-WITHOUT_TABLES = {"plan": bench_plan, "combine": bench_combine}
+WITHOUT_TABLES = {"plan": bench_plan, "tickets": bench_tickets, "combine": bench_combine}
 
 OWN_TABLES = ("insert", "scale", "dims", "evict", "life", "serving", "cpu")
 """The parts with tables of their own, in the order in which they are measured."""

@@ -27,7 +27,7 @@ from . import measure, plots, records, tables, timing, workloads
 from .records import Recorder
 from .timing import Protocol
 
-OF_WORKLOADS = ("lookup", "update", "plan", "combine", "table", "limits", "xla", "fbgemm", "small", "skew")
+OF_WORKLOADS = ("lookup", "update", "plan", "tickets", "combine", "table", "limits", "xla", "fbgemm", "small", "skew")
 """The parts that are measured on workloads."""
 
 PARTS = (*OF_WORKLOADS, *measure.OWN_TABLES)

@@ -25,6 +25,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int32, UInt32
 from jaxsok import annotations
 from jaxsok import plan as plan_lib
 from jaxsok.features import StoreFeatures
+from jaxsok.kernels.tickets import tickets_digest
 from jaxsok.plan import Requests
 from jaxsok.shards import Shards
 from jaxsok.specs import StoreSpec
@@ -214,7 +215,7 @@ def ask(
       per_round: the capacity of each of several rounds (`ExchangeSpec.send_capacity`); None: `default_send_capacity`.
     """
     one_round = send_capacity is not None
-    digest = plan_lib.digest_of(features)
+    digest = tickets_digest(jnp.zeros((1, 2), jnp.uint32), features.keys)
     requests, inverse, starts, hashes = plan_lib.requests_of(spec, features, owners, by_hash=not one_round)
     if not one_round:
         capacity = per_round or default_send_capacity(spec, features)

@@ -18,7 +18,6 @@ from jaxsok import admission, annotations, exchange, table, tickets
 from jaxsok.exchange import Round, Route
 from jaxsok.features import StoreFeatures
 from jaxsok.kernels import lookup as kernels
-from jaxsok.kernels import plan as plan_kernels
 from jaxsok.plan import Distinct, Found, Plan, Requests
 from jaxsok.shards import Shards
 from jaxsok.specs import ExchangeSpec, StoreSpec
@@ -61,7 +60,7 @@ def lookup(
     embeddings: Embeddings = {}
     stores, found, asked = [], [], []
     now = state.step if clock is None else clock
-    running = state.tickets
+    keys, digests = [], []
     for s, (spec, store, features) in enumerate(zip(specs, state.stores, plan.features.stores, strict=True)):
         if not features.layouts:
             one_found, values = _nothing(spec, store), []
@@ -72,7 +71,7 @@ def lookup(
                 shards, wire, spec, store, state.seed, features, requests, step=state.step, clock=now
             )
             asked.append(requests)
-            running = running.at[:, 0].add(digest)
+            digests.append(digest)
         elif plan.distinct is None and _reads_traced(spec, features):
             store, one_found, values = _lookup_traced(spec, store, state.seed, features, state.step, now)
         elif plan.distinct is None:
@@ -82,11 +81,11 @@ def lookup(
                 spec, store, state.seed, features, plan.distinct[s], state.step, now
             )
         if features.layouts and (shards is None or wire is None):
-            running = plan_kernels.plan_digest(running, features.keys)
+            keys.append(features.keys)
         stores.append(store)
         found.append(one_found)
         embeddings |= _named(features, values)
-    after, ticket = tickets.issue(state, running, plan.features)
+    after, ticket = tickets.issue(state, stores, plan.features, keys, digests)
     state = dataclasses.replace(state, stores=tuple(stores), tickets=after)
     asked = None if shards is None else tuple(asked)
     plan = dataclasses.replace(plan, asked=asked, found=tuple(found), ticket=ticket)
@@ -114,7 +113,7 @@ def find(
         if shards is None or wire is None or spec.is_replicated:
             # A replicated store is all here: nothing is asked of others.
             counts, values = _find_here(spec, store, state.seed, part)
-            one_found = Found(_no_row_ids(), store.generation[None], counts, _rounds(0))
+            one_found = Found(_no_row_ids(), counts, _rounds(0))
         else:
             requests = _asked(shards, spec, part, state, plan, s, wire)
             _, one_found, values, _ = _lookup_exchanged(
@@ -182,7 +181,7 @@ def _lookup_exchanged(
     inserted, unadmitted = inserted[:, 0], inserted[:, 1]
     counts = counts.at[:, _FOUND].add(-inserted - absent).at[:, _INSERTED].add(inserted).at[:, without].add(absent)
     counts = counts.at[:, _UNADMITTED].add(unadmitted)
-    return store, Found(row_ids, store.generation[None], counts, _rounds(num_rounds)), values, digest
+    return store, Found(row_ids, counts, _rounds(num_rounds)), values, digest
 
 
 class _Answers(NamedTuple):
@@ -323,7 +322,7 @@ def _lookup_fused(
     )
     if asked is not None:
         store = dataclasses.replace(store, sightings=counted[0], bloom=counted[1])
-    return store, Found(row_ids, store.generation[None], counts, _rounds(0)), values
+    return store, Found(row_ids, counts, _rounds(0)), values
 
 
 @annotations.by_store
@@ -347,7 +346,7 @@ def _lookup_planned(
     inserted = unique_counts[:, _INSERTED]
     counts = counts.at[:, _INSERTED].set(inserted).at[:, _FOUND].add(-inserted)
     counts = counts.at[:, _UNADMITTED].set(unique_counts[:, _UNADMITTED])
-    return store, Found(row_ids, store.generation[None], counts, _rounds(0)), values
+    return store, Found(row_ids, counts, _rounds(0)), values
 
 
 @annotations.by_store
@@ -368,7 +367,7 @@ def _lookup_traced(
     inserted = insert_counts[:, _INSERTED]
     counts = counts.at[:, _INSERTED].set(inserted).at[:, _FOUND].add(-inserted)
     counts = counts.at[:, _UNADMITTED].set(insert_counts[:, _UNADMITTED])
-    return store, Found(row_ids, store.generation[None], counts, _rounds(0)), values
+    return store, Found(row_ids, counts, _rounds(0)), values
 
 
 # Rows into embeddings ------------------------------------------------------------------------------------------------
@@ -462,7 +461,7 @@ def _table_ids(features: StoreFeatures) -> np.ndarray:
 def _nothing(spec: StoreSpec, store: StoreState) -> Found:
     """What a store without features was asked: nothing."""
     counts = jnp.zeros((len(spec.tables), len(COUNTS)), jnp.int32)
-    return Found(_no_row_ids(), store.generation[None], counts, _rounds(0))
+    return Found(_no_row_ids(), counts, _rounds(0))
 
 
 def _no_row_ids() -> RowIds:

@@ -30,7 +30,7 @@ from jaxsok.planner import REQUEST_BYTES, check_declared, keys_of
 from jaxsok.printed import aligned, each_device, in_units
 from jaxsok.specs import ExchangeSpec, FeatureSpec, StoreSpec, TableSpec, group_into_stores
 from jaxsok.store import num_buckets_of, row_bytes, store_bytes
-from jaxsok.tickets import RING
+from jaxsok.tickets import NUM_LINES
 from jaxsok.types import COUNTS, ENTRIES_PER_BUCKET, MAX_CAPACITY, NUM_PARTITIONS
 
 MEMORY_FRACTION = 0.75  # of a GPU, that XLA takes for all arrays unless XLA_CLIENT_MEM_FRACTION says otherwise
@@ -323,7 +323,7 @@ def estimated(
                 step=_step_bytes(spec, part, exchange or ExchangeSpec()),
             )
         )
-    other = 4 + 8 + 8 + 4 * (NUM_PARTITIONS if num_shards > 1 else 1) + 4 * len(tables) + 8 * (1 + RING)
+    other = 4 + 8 + 8 + 4 * (NUM_PARTITIONS if num_shards > 1 else 1) + 4 * len(tables) + 8 * NUM_LINES
     return MemoryEstimate(tuple(counted), num_shards, other, tuple(tables), device_bytes, memory_fraction)
 
 
@@ -403,7 +403,7 @@ def _step_bytes(spec: StoreSpec, features: StoreFeatures, wire: ExchangeSpec) ->
     # Samples that share bags: what the kernels make is there beside what it is expanded to.
     shared = [layout for layout in features.layouts if layout.inverse_start >= 0]
     embeddings += sum(math.prod(layout.combined_shape) for layout in shared) * row
-    found = 4 + 4 * len(COUNTS) * len(spec.tables) + 4 + 8  # generation, counts, rounds, ticket (one for all stores)
+    found = 4 + 4 * len(COUNTS) * len(spec.tables) + 4 + 8  # generation, counts, rounds, and a ticket for all stores
     parts = {"batch": _bytes_of(features), "embeddings": embeddings, "gradients": embeddings}
     # Where XLA works out what new rows hold: a row for each key to write, and one beside the slabs.
     initial = 2 * spec.itemsize * spec.dim if spec.traced_tables else 0

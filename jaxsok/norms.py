@@ -14,7 +14,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, UInt32
 
-from jaxsok import annotations, exchange, table
+from jaxsok import annotations, exchange, table, tickets
 from jaxsok import update as update_lib
 from jaxsok.exchange import Round, Route
 from jaxsok.kernels import combine as combine_kernels
@@ -50,13 +50,13 @@ def row_gradient_norm(
       wire: how gradients travel between them.
       axis: of the mesh, also where it has one shard; None: no mesh.
     """
-    live = update_lib.plans_of_state(state, plans).live
+    is_live = tickets.redeem(state, plans).is_live
     squares = jnp.float32(0), jnp.float32(0)
     for s, (spec, store) in enumerate(zip(specs, state.stores, strict=True)):
         used = [i for i, plan in enumerate(plans) if plan.features.stores[s].layouts]
         if not used:
             continue
-        of_store = [plans[i] for i in used], [gradients[i] for i in used], [live[i] for i in used]
+        of_store = [plans[i] for i in used], [gradients[i] for i in used], tickets.of_some(is_live, used)
         if shards is None or wire is None:
             squares = with_squares(squares, _row_sums(spec, store, s, *of_store))
         else:
@@ -143,13 +143,12 @@ def _row_sums(
     s: int,
     plans: Sequence[Plan],
     gradients: Sequence[Gradients],
-    live: Sequence[Array],
+    is_live: Bool[Array, " num_plans"],
 ) -> Float32[Array, "num_keys dim"]:
     """One store's row gradients on one device."""
     parts = [plan.features.stores[s] for plan in plans]
     (keys, *batch), num_tiles = update_lib.joined(parts)
-    stale = update_lib.generations_of(store, live) != store.generation
-    row_ids = [jnp.where(stale[p], jnp.uint32(NO_ROW), plan.found[s].row_ids) for p, plan in enumerate(plans)]
+    row_ids = [jnp.where(is_live[p], plan.found[s].row_ids, jnp.uint32(NO_ROW)) for p, plan in enumerate(plans)]
     row_ids = jnp.concatenate(row_ids)
     is_refused = None
     if any(exchange.has_divided_bags(part) for part in parts):
@@ -171,12 +170,11 @@ def _with_exchanged(
     s: int,
     plans: Sequence[Plan],
     gradients: Sequence[Gradients],
-    live: Sequence[Array],
+    is_live: Bool[Array, " num_plans"],
     squares: Squares,
 ) -> Squares:
     """Squares with those of the rows that this shard owns; gradients come to it as they do for an update."""
     asked = [plan.asked[s] for plan in plans]
-    stale = update_lib.generations_of(store, live) != store.generation
     counts_differ = any(exchange.has_unused_keys(plan.features.stores[s]) for plan in plans)
     # Every shard has all rows of a replicated store: one of them counts.
     is_counted = jnp.bool_(True) if not spec.is_replicated else shards.index() == 0
@@ -184,7 +182,7 @@ def _with_exchanged(
     def add(squares: Squares, arrived: Sequence[tuple[Array, Array, Array]]) -> Squares:
         """Takes in what arrived from each plan: row ids, sums and uses."""
         row_ids, sums, uses = zip(*arrived, strict=True)
-        uses = [jnp.where(is_stale, 0, n) for is_stale, n in zip(stale, uses, strict=True)]
+        uses = [jnp.where(is_live[p], n, 0) for p, n in enumerate(uses)]
         ids = jnp.concatenate([jnp.where(n > 0, i, jnp.uint32(NO_ROW)) for i, n in zip(row_ids, uses, strict=True)])
         if spec.row_gradient != "sum":
             total = jnp.maximum(exchange.uses_of_rows(ids, jnp.concatenate(uses)).astype(jnp.float32), 1.0)

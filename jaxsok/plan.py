@@ -14,6 +14,7 @@ from jaxtyping import Array, Int32, UInt32, UInt64
 
 from jaxsok.features import Features, StoreFeatures
 from jaxsok.kernels import plan as kernels
+from jaxsok.kernels.tickets import Ticket
 from jaxsok.specs import StoreSpec
 from jaxsok.types import NO_ROW, NUM_PARTITIONS, Inverse, Keys, RowIds, TableIds
 
@@ -74,8 +75,6 @@ class Found:
     row_ids: RowIds
     """By key of the batch; on a mesh by request received. Where there may have been several rounds by request sent, in
     a store that keeps keys out, and else none."""
-    generation: UInt32[Array, "1"]
-    """Of the store when it was looked up; an erase since then makes the plan stale."""
     counts: Int32[Array, "num_tables num_counts"]
     num_rounds: Int32[Array, "1"]
     """Passes of the exchange; 0 on one device."""
@@ -93,9 +92,9 @@ class Plan:
     """On a mesh, from `Collection.plan` or `Collection.lookup`."""
     found: tuple[Found, ...] | None = None
     """From `Collection.lookup`; None before it."""
-    ticket: UInt32[Array, "1 2"] | None = None
-    """Of the lookup; an update takes it out of the state's open tickets (tickets.py). On a mesh a line for each shard;
-    the lines are equal."""
+    ticket: Ticket | None = None
+    """Of the lookup; an update takes it out of the state's open tickets (tickets.py). Rows that left a store since then
+    make the plan stale: after two words it has the generation of each store. On a mesh a line for each shard."""
 
     def __repr__(self) -> str:
         """Its features, and how far it has come; reads no array, so it waits for nothing."""
@@ -119,11 +118,6 @@ def distinct_keys(features: StoreFeatures) -> Distinct:
       Keys `[9, 7, 9]` of one table → unique `[9, 7]`, inverse `[0, 1, 0]`, multiplicity `[2, 1, 0]`, num_unique 2.
     """
     return Distinct(*kernels.plan(features.operands(), features.num_tiles))
-
-
-def digest_of(features: StoreFeatures) -> UInt32[Array, "1 2"]:
-    """The digest of one store's keys on this shard."""
-    return kernels.plan_digest(jnp.zeros((1, 2), jnp.uint32), features.keys)
 
 
 def empty_distinct() -> Distinct:

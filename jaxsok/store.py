@@ -92,7 +92,7 @@ class State:
     seed: UInt32[Array, "2"]
     partition_owners: UInt32[Array, " num_partitions"]
     """The shard of each of the 4,096 partitions of keys; on one device a single 0."""
-    tickets: UInt32[Array, "num_shards num_tickets_plus_1 2"]
+    tickets: UInt32[Array, "num_shards num_lines 2"]
     """Of lookups whose plans no update has used yet (tickets.py)."""
     lineage: UInt32[Array, "2"]
     """Of the seed, and drawn anew when a state is made of a folder: exports tell by it whose base they may be."""

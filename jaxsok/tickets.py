@@ -13,80 +13,93 @@ exchanged with the requests (exchange.py), every shard holds the same ring, and 
 Lookups and updates call this module; `find` does not, and `gradient_norm` looks without taking the ticket out.
 """
 
-import functools
 import zlib
 from collections.abc import Sequence
-from typing import Any
+from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, UInt32
+from jaxtyping import Array, Bool, Int32, UInt32
 
-from jaxsok import plan as plan_lib
 from jaxsok.features import Features
+from jaxsok.kernels import tickets as kernels
 from jaxsok.plan import Plan
-from jaxsok.store import State
+from jaxsok.store import State, StoreState
+from jaxsok.types import Keys
 
 RING = 256  # open tickets of a state: as many lookups may come between a lookup and its update
+NUM_LINES = kernels.NUM_TICKET_LINES + RING
 
-Tickets = UInt32[Array, "num_shards num_tickets_plus_1 2"]
-"""For each shard the same lines: the ticket of the last lookup, then the open ones, newest first; zeros where none."""
+Tickets = UInt32[Array, "num_shards num_lines 2"]
+"""For each shard the same lines: the ticket of the last lookup, the number of lookups, and a ring of open tickets, in
+which a lookup writes over the oldest; zeros where none is open."""
 
 
 def no_tickets(num_shards: int) -> Tickets:
     """The tickets of a new state: none is open."""
-    return jnp.zeros((num_shards, 1 + RING, 2), jnp.uint32)
+    return jnp.zeros((num_shards, NUM_LINES, 2), jnp.uint32)
 
 
-def issue(state: State, running: Tickets, features: Features) -> tuple[Tickets, UInt32[Array, "1 2"]]:
+def issue(
+    state: State,
+    stores: Sequence[StoreState],
+    features: Features,
+    keys: Sequence[Keys],
+    digests: Sequence[UInt32[Array, "1 2"]],
+) -> tuple[Tickets, kernels.Ticket]:
     """Makes the ticket of a lookup.
 
     Args:
-      state: before the lookup.
-      running: its tickets, the digest of the batch's keys added to the first line.
+      state: before the lookup; its tickets are donated.
+      stores: after the lookup.
       features: of the batch; the boundaries between its features take part in the ticket.
+      keys: by store, of those whose keys are all here.
+      digests: by store, of those whose keys were sent to other shards: of all shards' keys.
 
     Returns:
       The tickets after the lookup, and the new one.
 
     Cost:
-      One small kernel.
+      8 bytes a key are read, in one kernel for each store.
     """
     layouts = [[(one.table, one.key_start, one.num_keys) for one in part.layouts] for part in features.stores]
-    return _issue(running, state.lineage, np.uint32(zlib.crc32(repr(layouts).encode())))
+    layout = zlib.crc32(repr(layouts).encode())
+    tickets = state.tickets
+    for digest in digests:
+        tickets = tickets.at[:, 0].add(digest)
+    counters = [store.counters for store in stores]
+    return kernels.tickets_issue(tickets, state.lineage, counters, keys, layout=layout)
 
 
-@functools.partial(jax.jit, inline=True)  # one call where a user does not jit the step
-def _issue(running: Tickets, lineage: UInt32[Array, "2"], layout: Any) -> tuple[Tickets, UInt32[Array, "1 2"]]:
-    low, high = running[:, 0, 0] ^ lineage[0] ^ layout, running[:, 0, 1] ^ lineage[1]
-    low, high = plan_lib.mixed_words(*plan_lib.plus(low, high, 1))
-    ticket = jnp.stack([low | jnp.uint32(1), high], axis=-1)  # never zeros, which stand for none
-    line = ticket[:, None, :]
-    return jnp.concatenate([line, line, running[:, 1:-1]], axis=1), ticket
+class Redeemed(NamedTuple):
+    """What a state says of the plans that an update was given."""
+
+    tickets: Tickets
+    """That stay open."""
+    is_live: Bool[Array, " num_plans"]
+    """Whether a plan acts: its ticket is open, and no row of its stores has left since its lookup."""
+    num_misused: Int32[Array, ""]
+    """Plans without an open ticket."""
 
 
-def redeem(tickets: Tickets, plans: Sequence[Plan]) -> tuple[Tickets, list[Bool[Array, ""]]]:
+def redeem(state: State, plans: Sequence[Plan]) -> Redeemed:
     """Takes the tickets of plans out of the open ones.
 
+    A plan over several stores acts as a whole or not at all: half a step would be worse than none. Of two plans with
+    one ticket the first has it.
+
     Args:
-      tickets: of a state.
+      state: its tickets are donated.
       plans: of lookups, in the order in which they are used.
 
-    Returns:
-      The tickets that stay open, and for each plan whether its ticket was open. Of two plans with one ticket the first
-      has it.
+    Cost:
+      One small kernel.
     """
-    found = []
-    for plan in plans:
-        tickets, is_open = _redeem(tickets, plan.ticket)
-        found.append(is_open)
-    return tickets, found
+    uses = [(p, s) for p, plan in enumerate(plans) for s, part in enumerate(plan.features.stores) if part.layouts]
+    counters = [store.counters for store in state.stores]
+    return Redeemed(*kernels.tickets_redeem(state.tickets, counters, [plan.ticket for plan in plans], uses))
 
 
-@functools.partial(jax.jit, inline=True)
-def _redeem(tickets: Tickets, ticket: UInt32[Array, "1 2"]) -> tuple[Tickets, Bool[Array, ""]]:
-    is_open_line = np.arange(1 + RING)[None, :] > 0
-    # Word by word: a reduction over the two words would be a kernel more.
-    is_same = (tickets[..., 0] == ticket[:, :1]) & (tickets[..., 1] == ticket[:, 1:]) & is_open_line
-    return jnp.where(is_same[..., None], jnp.uint32(0), tickets), is_same.any()
+def of_some(is_live: Bool[Array, " num_plans"], plans: Sequence[int]) -> Bool[Array, " num_some"]:
+    """Those of some plans; of all of them without an operation more."""
+    return is_live if len(plans) == is_live.shape[0] else is_live[np.array(plans)]

@@ -5,9 +5,8 @@ key, go to the owners, and there the rows step, once, with what came from all.
 """
 
 import dataclasses
-import functools
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -56,7 +55,7 @@ def update(
     """
     for plan, grads in zip(plans, gradients, strict=True):
         _check_names(plan, grads)
-    of_state = plans_of_state(state, plans)
+    redeemed = tickets.redeem(state, plans)
     stores, nonfinite = [], []
     stale = jnp.zeros((), jnp.int32)
     for s, (spec, store) in enumerate(zip(specs, state.stores, strict=True)):
@@ -68,8 +67,8 @@ def update(
             nonfinite.append(jnp.zeros(len(spec.tables), jnp.int32))
             continue
         inputs = StepInputs(stepping, state.seed, state.step)
-        live = [of_state.live[i] for i in used]
-        of_store = [plans[i] for i in used], [gradients[i] for i in used], inputs, live
+        is_live = tickets.of_some(redeemed.is_live, used)
+        of_store = [plans[i] for i in used], [gradients[i] for i in used], inputs, is_live
         if shards is None or wire is None:
             store, one_nonfinite, one_stale = _update_store(spec, store, s, *of_store)
         else:
@@ -79,8 +78,8 @@ def update(
         stale = stale + one_stale
     # It stays at its end: a step that began anew would make the rows used last those used longest ago.
     step = jnp.maximum(state.step, state.step + jnp.uint32(1))
-    state = dataclasses.replace(state, stores=tuple(stores), step=step, tickets=of_state.tickets)
-    return state, nonfinite, stale, of_state.num_misused
+    state = dataclasses.replace(state, stores=tuple(stores), step=step, tickets=redeemed.tickets)
+    return state, nonfinite, stale, redeemed.num_misused
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,12 +126,11 @@ def _update_store(
     plans: Sequence[Plan],
     gradients: Sequence[Gradients],
     inputs: StepInputs,
-    live: Sequence[Array],
+    is_live: Bool[Array, " num_plans"],
 ) -> tuple[StoreState, Array, Array]:
     parts = [plan.features.stores[s] for plan in plans]
     batch, num_tiles = joined(parts)
     row_ids = _concatenate([plan.found[s].row_ids for plan in plans])
-    generations = generations_of(store, live)
     flat = [
         bag_gradient(grads, part, layout, spec)
         for part, grads in zip(parts, gradients, strict=True)
@@ -142,13 +140,13 @@ def _update_store(
         flat = [_as_float32(gradient) for gradient in flat]
     # The features tell the table of each key.
     table_ids = jnp.zeros(0, jnp.uint32)
-    return _stepped(spec, store, generations, batch, num_tiles, row_ids, table_ids, inputs, flat, spec.row_gradient)
+    return _stepped(spec, store, is_live, batch, num_tiles, row_ids, table_ids, inputs, flat, spec.row_gradient)
 
 
 def _stepped(
     spec: StoreSpec,
     store: StoreState,
-    generations: Array,
+    is_live: Bool[Array, " num_plans"],
     batch: kernels.Batch,
     num_tiles: int,
     row_ids: Array,
@@ -161,7 +159,7 @@ def _stepped(
     """The store, its used rows stepped; rows with non-finite gradients by table; uses of stale plans."""
     rows, states, num_nonfinite, num_stale = kernels.update(
         store.counters,
-        generations,
+        is_live,
         batch,
         row_ids,
         inputs.stepping.hyper,
@@ -184,11 +182,6 @@ def _stepped(
     return dataclasses.replace(store, rows=rows, states=states), num_nonfinite, num_stale
 
 
-def generations_of(store: StoreState, live: Sequence[Bool[Array, ""]]) -> UInt32[Array, " num_plans"]:
-    """The store's generation for each live plan, and another number for the others: the kernel leaves those out."""
-    return jnp.stack([jnp.where(is_live, store.generation, ~store.generation) for is_live in live])
-
-
 @annotations.by_store
 def _update_exchanged(
     shards: Shards,
@@ -199,11 +192,10 @@ def _update_exchanged(
     plans: Sequence[Plan],
     gradients: Sequence[Gradients],
     inputs: StepInputs,
-    live: Sequence[Array],
+    is_live: Bool[Array, " num_plans"],
 ) -> tuple[StoreState, Array, Array]:
     """One store's update through the exchange."""
     asked = [plan.asked[s] for plan in plans]
-    generations = generations_of(store, live)
     # The number of uses travels with the gradients only where the requests do not know it.
     counts_differ = any(exchange.has_unused_keys(plan.features.stores[s]) for plan in plans)
     none = jnp.zeros(len(spec.tables), jnp.int32), jnp.zeros((), jnp.int32)
@@ -214,12 +206,11 @@ def _update_exchanged(
         """Steps the rows of requests `[n, 4]` by the gradients that arrived for them, from each plan."""
         received, row_ids, sums, uses = zip(*arrived, strict=True)
         row_ids = [jnp.where(n > 0, ids, jnp.uint32(NO_ROW)) for ids, n in zip(row_ids, uses, strict=True)]
-        stale = generations != store.generation
-        num_stale = sum(jnp.where(stale[p], n.sum(), 0) for p, n in enumerate(uses))
+        num_stale = sum(jnp.where(is_live[p], 0, n.sum()) for p, n in enumerate(uses))
         all_ids = _concatenate(row_ids)
         total = None
         if spec.row_gradient != "sum" or inputs.stepping.counts_uses:
-            alive = [jnp.where(is_stale, 0, n) for is_stale, n in zip(stale, uses, strict=True)]
+            alive = [jnp.where(is_live[p], n, 0) for p, n in enumerate(uses)]
             total = exchange.uses_of_rows(all_ids, _concatenate(alive)).astype(jnp.float32)
         if spec.row_gradient != "sum":
             divisor = jnp.maximum(total if spec.row_gradient == "mean" else jnp.sqrt(total), 1.0)
@@ -231,7 +222,7 @@ def _update_exchanged(
         is_random = spec.dtype != "float32" and spec.rounding == "stochastic"
         table_ids = _concatenate([part[:, 2] for part in received]) if is_random else jnp.zeros(0, jnp.uint32)
         store, num_nonfinite, _ = _stepped(
-            spec, store, generations, (keys, *batch), num_tiles, all_ids, table_ids, inputs, sums, "sum", total
+            spec, store, is_live, (keys, *batch), num_tiles, all_ids, table_ids, inputs, sums, "sum", total
         )
         return store, num_nonfinite, num_stale
 
@@ -339,31 +330,6 @@ def _check_names(plan: Plan, gradients: Gradients, op: str = "update") -> None:
     unknown = sorted(set(gradients) - known)
     if unknown:
         raise ValueError(f"{op}: gradients: got features {unknown}, wanted only those of the plan: {sorted(known)}.")
-
-
-class PlansOfState(NamedTuple):
-    """What a state says of the plans that an update was given."""
-
-    tickets: tickets.Tickets
-    """That stay open."""
-    live: list[Bool[Array, ""]]
-    """For each plan whether it acts: its ticket is open, and no row of its stores has left since its lookup."""
-    num_misused: Int32[Array, ""]
-    """Plans without an open ticket."""
-
-
-def plans_of_state(state: State, plans: Sequence[Plan]) -> PlansOfState:
-    """Redeems the tickets of plans.
-
-    A plan over several stores acts as a whole or not at all: half a step would be worse than none.
-    """
-    left, is_open = tickets.redeem(state.tickets, plans)
-    live = []
-    for plan, one in zip(plans, is_open, strict=True):
-        used = [s for s, part in enumerate(plan.features.stores) if part.layouts]
-        same = [plan.found[s].generation[0] == state.stores[s].generation for s in used]
-        live.append(functools.reduce(jnp.logical_and, same, one))
-    return PlansOfState(left, live, sum((~one).astype(jnp.int32) for one in is_open))
 
 
 def gradient_of(gradients: Gradients, layout: FeatureLayout, spec: StoreSpec, op: str = "update") -> Array:

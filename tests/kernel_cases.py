@@ -928,7 +928,7 @@ class Store:
         batch: Batch,
         row_ids,
         gradients,
-        generations,
+        is_live,
         hyper,
         row_gradient=SUM_OF_USES,
         rounding=NEAREST,
@@ -940,7 +940,7 @@ class Store:
         for f, feature in enumerate(batch.features):
             part = batch.part(f)
             with_row = batch.is_asked[part] & (row_ids[part] < self.capacity)
-            if generations[feature.plan] != self.counters[GENERATION]:
+            if not is_live[feature.plan]:
                 num_stale += int(with_row.sum())
                 continue
             factors, left_out = use_factors(feature, present[part])
@@ -1304,7 +1304,7 @@ class Script:
         row_ids,
         *,
         gradients=None,
-        generations=None,
+        is_live=None,
         row_gradient=SUM_OF_USES,
         learning_rate=0.5,
         rounding=STOCHASTIC,
@@ -1316,14 +1316,12 @@ class Script:
         store = self.store
         if gradients is None:
             gradients = [self.normal(f.num_bags, store.dim).astype(store.embedding_dtype) for f in batch.features]
-        if generations is None:
-            generations = [store.counters[GENERATION]] * (1 + max(f.plan for f in batch.features))
-        generations = np.array(generations, np.uint32)
+        if is_live is None:
+            is_live = [True] * (1 + max(f.plan for f in batch.features))
+        is_live = np.array(is_live)
         hyper = hyper_of(store.optimizer, learning_rate)
         before = (store.rows.copy(), [state.copy() for state in store.states])
-        nonfinite, stale = store.update(
-            batch, row_ids, gradients, generations, hyper, row_gradient, rounding, num_steps
-        )
+        nonfinite, stale = store.update(batch, row_ids, gradients, is_live, hyper, row_gradient, rounding, num_steps)
         inputs = {**batch.operands(), "row_ids": row_ids, "gradients": gradients, "hyper": hyper}
         inputs |= {"seed": store.seed, "step": np.array(num_steps, np.uint32), "table_ids": np.zeros(0, np.uint32)}
         told = batch
@@ -1339,7 +1337,7 @@ class Script:
         }
         want = {"num_nonfinite": nonfinite, "num_stale": stale}
         meaning = {"batch": batch, "before": before, "learning_rate": learning_rate}
-        self._add("update", {**inputs, "generations": generations}, statics, want, **meaning)
+        self._add("update", {**inputs, "is_live": is_live}, statics, want, **meaning)
 
     def combine(self, feature: Feature, inverse: np.ndarray, num_unique: int) -> None:
         """combine and its transpose of one feature, whose keys are not read."""
@@ -2837,8 +2835,8 @@ def update_tiny(optimizer: int) -> Script:
 
 @cases("update-plans_{0}", "none_stale", "first_stale", "last_stale", "all_stale")
 def update_stale(which: str) -> Script:
-    """Uses of a plan of another generation are left out and counted; the other plan's rows step alone."""
-    script = Script(slabs=(5, 7, 30), dim=8, num_tables=3, optimizer=ADAM, generation=3)
+    """Uses of a plan that does not act are left out and counted; the other plan's rows step alone."""
+    script = Script(slabs=(5, 7, 30), dim=8, num_tables=3, optimizer=ADAM)
     script.fill(np.repeat(np.arange(10), 3), np.tile(np.arange(3), 10))
 
     def keys(num):
@@ -2851,20 +2849,19 @@ def update_stale(which: str) -> Script:
     ]
     row_ids = np.concatenate([script.lookup(batch) for batch in batches])  # the store gets full: refused keys, too
     stale = {"none": [], "first": [0], "last": [1], "all": [0, 1]}[which.split("_")[0]]
-    generations = [2 if p in stale else 3 for p in range(2)]
-    script.update(joined(*batches), row_ids, generations=generations)
+    script.update(joined(*batches), row_ids, is_live=[p not in stale for p in range(2)])
     return script
 
 
 @case("update-stale_bag_of_weights_of_sum_zero")
 def update_stale_zero_sum() -> Script:
     """Keys of a stale plan that had a row are counted, whatever their bag would have done with their gradient."""
-    script = Script(slabs=(5, 7, 30), dim=8, generation=3)
+    script = Script(slabs=(5, 7, 30), dim=8)
     script.fill(range(10))
     weights = np.array([1, -1, 2, 1, 0, 0], F32)
     batch = Batch(ragged([1, 2, 3, 4, 5, PADDING_KEY], 0, MEAN, [0, 2, 4, 6], weights))
     row_ids = np.where(batch.is_asked, script.store.find(batch.keys, batch.tables), np.uint32(NO_ROW))
-    script.update(batch, row_ids, generations=[4])
+    script.update(batch, row_ids, is_live=[False])
     script.update(batch, row_ids)
     return script
 
@@ -3353,9 +3350,8 @@ def small_update(optimizer: int) -> Script:
     batch = joined(Batch(single(keys), ragged(keys[:40], 0, MEAN, [0, 5, 5, 40])), Batch(single(range(20))))
     gradients = [script.normal(f.num_bags, script.store.dim) for f in batch.features]
     gradients[0][keys == 0] = np.nan
-    generation = int(script.store.counters[GENERATION])
     row_ids = script.store.find(batch.keys, batch.tables)
-    script.update(batch, row_ids, gradients=gradients, generations=[generation, generation - 1])
+    script.update(batch, row_ids, gradients=gradients, is_live=[True, False])
     return script
 
 

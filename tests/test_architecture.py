@@ -18,7 +18,7 @@ ROOT = pathlib.Path(__file__).parent.parent
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 # Ops that have kernels. An exchange is XLA's collective: it has a module and no kernel.
-NOUNS = ("table", "plan", "combine", "update", "lookup", "evict")
+NOUNS = ("table", "plan", "combine", "update", "lookup", "evict", "tickets")
 FILES_OF_A_NOUN = (
     "ffi/kernels/{}.h",
     "ffi/kernels/{}_cpu.cc",

@@ -363,11 +363,9 @@ def test_a_program_of_one_device_is_one_command_buffer(name):
 def test_counts_cost_one_kernel():
     """XLA's own kernels: one puts the Stats of all stores together; a step counts itself, and stacks Adam's numbers.
 
-    A step has five more, for two stores. One adds up what was refused. The ticket costs one that makes it and looks for
-    it among the open ones, one that writes those that stay open, and one for each store, which gives its kernel the
-    generation of a plan that acts.
+    A step has one more, which adds up what was refused. Tickets cost none, and no copy of the open ones.
     """
-    for name, num_kernels in (("find", 1), ("bare step", 3 + 1 + 2 + 2)):
+    for name, num_kernels in (("find", 1), ("bare step", 3 + 1)):
         thunks, _ = compiled("marked")["cases"][name]
         others = [kind for kind, _ in thunks if kind not in ("kCommandBuffer", "kCustomCall", "kCopy")]
         assert others == ["kCustomKernel"] * num_kernels, name
@@ -389,11 +387,11 @@ def test_every_target_is_among_the_cases():
 
 
 def test_without_marks_calls_stay_outside():
-    """The tests above can fail. Each of the two stores has a lookup, a digest of its keys and an update."""
+    """The tests above can fail. Each of the two stores has a lookup and an update; a ticket is made and redeemed."""
     thunks, targets = compiled("unmarked")["cases"]["train step"]
     inside, outside = split(thunks)
-    calls = ["jaxsok_lookup", "jaxsok_plan_digest", "jaxsok_update"]
-    assert len(outside) == len(targets) and sorted(targets) == sorted(2 * calls) and not inside
+    calls = ["jaxsok_lookup", "jaxsok_update"] * 2 + ["jaxsok_tickets_issue", "jaxsok_tickets_redeem"]
+    assert len(outside) == len(targets) and sorted(targets) == sorted(calls) and not inside
 
 
 if __name__ == "__main__":

@@ -177,7 +177,7 @@ def _lookup_planned(s, x, tables, features, num_tiles, shapes, embedding_dtype):
 def _update(s, x, tables, features, program=(0,), num_registers=0, **attributes):
     rows, states, num_nonfinite, num_stale = update.update(
         s.counters,
-        x["generations"],
+        x["is_live"],
         _batch(x, features),
         x["row_ids"],
         x["hyper"],
@@ -581,10 +581,9 @@ def assert_update_agrees(step, store, close):
         {row_id: [state[row_id].astype(np.float64) for state in states] for row_id in range(store.capacity)},
     )
     (factors, is_used), row_ids = factors_of(batch), step.inputs["row_ids"]
-    generation = step.state["counters"][cases.GENERATION]
     sums, num_uses = np.zeros((store.capacity, store.dim)), np.zeros(store.capacity, np.int64)
     for f, feature in enumerate(batch.features):
-        if step.inputs["generations"][feature.plan] != generation:
+        if not step.inputs["is_live"][feature.plan]:
             continue
         part = batch.part(f)
         uses = np.flatnonzero(batch.is_asked[part] & (row_ids[part] < store.capacity) & is_used[part])

@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 import jaxsok
+from jaxsok.kernels import tickets as kernels
+from jaxsok.types import COUNTERS
 
 NUM_KEYS = 4
 OPEN_LOOKUPS = 256  # as docs/training.md says
@@ -221,6 +223,92 @@ def test_tickets_inside_pmap():
     assert (np.asarray(first) == 0).all() and (np.asarray(second) == 1).all()
 
 
+# Kernels -------------------------------------------------------------------------------------------------------------
+
+WORD = 2**64
+GENERATION = COUNTERS.index("generation")
+
+
+def mixed(x):
+    """Mix64 of ffi/core/hash.h, on Python's integers."""
+    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 % WORD
+    x = (x ^ x >> 27) * 0x94D049BB133111EB % WORD
+    return x ^ x >> 31
+
+
+def digest(keys):
+    return sum(mixed((key + (i + 1) * 0x9E3779B97F4A7C15) % WORD) for i, key in enumerate(keys)) % WORD
+
+
+def words(*numbers):
+    return np.array(numbers, np.uint64).view(np.uint32).reshape(-1, 2)
+
+
+def numbers(array):
+    return np.ascontiguousarray(array).view(np.uint64).ravel().tolist()
+
+
+@pytest.mark.parametrize(
+    ("sizes", "num_stores"), [((), 2), ((1,), 1), ((255,), 3), ((70_001,), 64), ((3, 0, 300_000), 3), ((0,), 150)]
+)
+def test_tickets_are_issued_as_their_formula_says(sizes, num_stores):
+    """In place, in a ring of three that comes round; the keys of several stores, of none, and of none left."""
+    rng = np.random.default_rng(len(sizes))
+    tickets, lineage, layout = jnp.zeros((1, 5, 2), jnp.uint32), rng.integers(0, 2**32, 2, np.uint32), 0xF000000F
+    issue = jax.jit(functools.partial(kernels.tickets_issue, layout=layout), donate_argnums=0)
+    last, ring = 0, [0, 0, 0]
+    for count in range(5):
+        batches = [rng.integers(0, WORD, size, np.uint64) for size in sizes]
+        counters = [jnp.asarray(rng.integers(0, 2**32, len(COUNTERS), np.uint32)) for _ in range(num_stores)]
+        tickets, ticket = issue(
+            tickets, jnp.asarray(lineage), counters, [jnp.asarray(words(*keys)) for keys in batches]
+        )
+        last += sum(digest(keys.tolist()) for keys in batches)
+        last = mixed(((last % WORD ^ numbers(lineage)[0] ^ layout) + 1) % WORD) | 1
+        ring[count % 3] = last
+        assert numbers(ticket[:, :2]) == [last]
+        assert ticket[0, 2:].tolist() == [int(line[GENERATION]) for line in counters]
+        assert numbers(tickets) == [last, count + 1, *ring]
+
+
+def test_digests_of_keys_are_added():
+    keys = np.random.default_rng(0).integers(0, WORD, 3000, np.uint64)
+    got = kernels.tickets_digest(jnp.asarray(words(WORD - 5)), jnp.asarray(words(*keys)))
+    assert numbers(got) == [(digest(keys.tolist()) - 5) % WORD]
+
+
+@pytest.mark.parametrize("num_plans", [1, 3, 40, 130])
+def test_tickets_are_redeemed_in_order(num_plans):
+    """Open ones, unknown ones, zeros, some twice; a store whose generation went on makes its plan idle, not misused."""
+    rng = np.random.default_rng(num_plans)
+    is_open = np.where(rng.random(300) < 0.8, rng.integers(1, WORD, 300, np.uint64), np.uint64(0))
+    plans = [
+        int(rng.choice([rng.choice(is_open), np.uint64(77), np.uint64(0)], p=[0.8, 0.1, 0.1])) for _ in range(num_plans)
+    ]
+    plans[-1] = plans[0]
+    uses = sorted({(int(p), int(rng.integers(0, 3))) for p in rng.integers(0, num_plans, 2 * num_plans)})
+    generations = rng.integers(0, 2**32, 3, np.uint32)
+    counters = np.zeros((3, len(COUNTERS)), np.uint32)
+    counters[:, GENERATION] = generations
+    at_lookup = np.where(rng.random((num_plans, 3)) < 0.9, generations, generations + np.uint32(1))
+    tickets, is_live, num_misused = kernels.tickets_redeem(
+        jnp.asarray(words(5, 6, *is_open))[None],
+        [jnp.asarray(line) for line in counters],
+        [jnp.concatenate([words(one), then[None]], axis=1) for one, then in zip(plans, at_lookup, strict=True)],
+        uses,
+    )
+    left, want, misused = is_open.tolist(), [], 0
+    for ticket in plans:
+        want.append(ticket != 0 and ticket in left)
+        misused += not want[-1]
+        if want[-1]:
+            left[left.index(ticket)] = 0
+    for p, s in uses:
+        want[p] &= bool(at_lookup[p, s] == generations[s])
+    assert np.asarray(is_live).tolist() == want and int(num_misused) == misused
+    assert numbers(tickets) == [5, 6, *left]
+
+
 # Any tree of states --------------------------------------------------------------------------------------------------
 
 
@@ -297,5 +385,5 @@ def test_a_step_in_place_keeps_its_tickets(collection):
         state, _, stats = step(state, programs.batch(collection, user=np.arange(4) + i))
         stats.check()
         tickets = np.asarray(state.tickets)
-        assert tickets[:, 0].any() and not tickets[:, 1:].any()
+        assert tickets[:, 0].any() and tickets[0, 1].tolist() == [i + 1, 0] and not tickets[:, 2:].any()
     assert jnp.asarray(tickets).dtype == jnp.uint32

@@ -214,7 +214,7 @@ def test_grown_slabs_keep_statistics():
 def test_calls_of_a_lookup():
     """The fused lookup notes uses itself; a planned one has a call more. Who keeps none has none, and no clock.
 
-    Each lookup has a call beside these: the digest of its keys, for the ticket of its plan.
+    Each lookup has a call beside these, which makes the ticket of its plan.
     """
     plain = programs.one_table()
     kept = programs.one_table(statistics=True)
@@ -222,12 +222,12 @@ def test_calls_of_a_lookup():
         features = programs.batch(collection, user=np.arange(4))
         state = collection.init(seed=0)
         fused = jax.jit(collection.lookup).lower(state, features).as_text()
-        assert fused.count("@jaxsok_lookup(") == fused.count("@jaxsok_plan_digest(") == 1
+        assert fused.count("@jaxsok_lookup(") == fused.count("@jaxsok_tickets_issue(") == 1
         assert fused.count("@jaxsok_") == 2
         assert fused.count(f"statistics = {num_notes} : i32") == 1
         planned = jax.jit(collection.lookup).lower(state, collection.plan(features)).as_text()
         assert planned.count("@jaxsok_table_touch(") == num_notes
-        assert planned.count("@jaxsok_plan_digest(") == 1
+        assert planned.count("@jaxsok_tickets_issue(") == 1
         assert planned.count("@jaxsok_") == 3 + num_notes
     _, state, _ = plain.lookup(plain.init(seed=0), programs.batch(plain, user=np.arange(4)), clock=3)
     assert state.stores[0].statistics == ()

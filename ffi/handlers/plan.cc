@@ -66,23 +66,7 @@ ffi::Error PlanRequestsImpl(StreamArgument stream, Keys keys, Offsets offsets, W
   return FromLaunch(LaunchPlanRequests(scope.get(), batch, ScratchSalt(), owners, out, workspace->typed_data()), kOp);
 }
 
-/// Adds the digest of a batch's keys to a running one, in place: the first two words of `digest`.
-ffi::Error PlanDigestImpl(StreamArgument stream, ffi::Buffer<ffi::U32> digest_in, Keys keys,
-                          ffi::Result<ffi::Buffer<ffi::U32>> digest) {
-  constexpr char kOp[] = "plan_digest";
-  JAXSOK_RETURN_IF_ERROR(CheckShape(keys.dimensions(), {-1, 2}, "keys", kOp));
-  JAXSOK_RETURN_IF_ERROR(CheckBytes(digest_in.size_bytes(), sizeof(uint64_t), "digest", kOp));
-  JAXSOK_RETURN_IF_ERROR(CheckAlias(digest_in.typed_data(), digest->typed_data(), "digest", kOp));
-  StreamScope scope(stream);
-  return FromLaunch(LaunchPlanDigest(scope.get(), KeysOf(keys), keys.dimensions()[0],
-                                     reinterpret_cast<uint64_t*>(digest->typed_data())),
-                    kOp);
-}
-
 }  // namespace
-
-JAXSOK_DEFINE_HANDLER(JaxsokPlanDigest, PlanDigestImpl,
-                      BindStream().Arg<ffi::Buffer<ffi::U32>>().Arg<Keys>().Ret<ffi::Buffer<ffi::U32>>());
 
 JAXSOK_DEFINE_HANDLER(JaxsokPlan, PlanImpl,
                       BindStream()

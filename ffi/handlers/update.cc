@@ -5,7 +5,7 @@ namespace jaxsok {
 namespace {
 
 /// Sums the gradients of each row that the batch used and steps it once.
-ffi::Error UpdateImpl(StreamArgument stream, Counters counters, ffi::Buffer<ffi::U32> generations, Keys keys,
+ffi::Error UpdateImpl(StreamArgument stream, Counters counters, ffi::Buffer<ffi::PRED> is_live, Keys keys,
                       Offsets offsets, Weights weights, Features features, RowIds row_ids, ffi::Buffer<ffi::F32> hyper,
                       Tables tables, Seed seed, Scalar step, TableIds table_ids, ffi::Buffer<ffi::F32> num_uses,
                       ffi::RemainingArgs args, ffi::Result<ffi::Buffer<ffi::S32>> num_nonfinite,
@@ -56,7 +56,7 @@ ffi::Error UpdateImpl(StreamArgument stream, Counters counters, ffi::Buffer<ffi:
   JAXSOK_RETURN_IF_ERROR(ReadGradients(args, slabs.next(), batch.num_features, kOp, data, gradients));
   StreamScope scope(stream);
   return FromLaunch(LaunchUpdate(scope.get(), store, states, spec, hyper.typed_data(), step.typed_data(),
-                                 generations.typed_data(), batch, row_ids.typed_data(), gradients,
+                                 is_live.typed_data(), batch, row_ids.typed_data(), gradients,
                                  num_nonfinite->typed_data(), num_stale->typed_data(), workspace->typed_data()),
                     kOp);
 }
@@ -66,7 +66,7 @@ ffi::Error UpdateImpl(StreamArgument stream, Counters counters, ffi::Buffer<ffi:
 JAXSOK_DEFINE_HANDLER(JaxsokUpdate, UpdateImpl,
                       BindStream()
                           .Arg<Counters>()
-                          .Arg<ffi::Buffer<ffi::U32>>()
+                          .Arg<ffi::Buffer<ffi::PRED>>()
                           .Arg<Keys>()
                           .Arg<Offsets>()
                           .Arg<Weights>()

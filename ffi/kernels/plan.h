@@ -59,14 +59,6 @@ struct RequestsView {
 LaunchError LaunchPlanRequests(Stream stream, const BatchView& batch, uint64_t salt, const OwnersView& owners,
                                const RequestsView& out, void* workspace);
 
-/// Adds the digest of a batch's keys to `digest`: the sum of DigestOf over all positions, modulo 2^64.
-///
-/// A lookup's ticket is made of it (jaxsok/tickets.py).
-///
-/// Order  : sums of integers: the same on every run and on both back ends.
-/// Cost   : 8 B a key in; nothing else is read.
-LaunchError LaunchPlanDigest(Stream stream, const uint64_t* keys, int64_t num_keys, uint64_t* digest);
-
 }  // namespace jaxsok
 
 #endif  // JAXSOK_KERNELS_PLAN_H_

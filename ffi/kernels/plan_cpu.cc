@@ -225,15 +225,6 @@ LaunchError LaunchPlan(Stream stream, const BatchView& batch, uint64_t salt, con
   return nullptr;
 }
 
-LaunchError LaunchPlanDigest(Stream stream, const uint64_t* keys, int64_t num_keys, uint64_t* digest) {
-  RunRanges(stream, num_keys, kPositionsPerChunk, [&](int64_t begin, int64_t end) {
-    uint64_t sum = 0;
-    for (int64_t i = begin; i < end; ++i) sum += DigestOf(keys[i], i);
-    AddAtomically(digest, sum);
-  });
-  return nullptr;
-}
-
 LaunchError LaunchPlanRequests(Stream stream, const BatchView& batch, uint64_t salt, const OwnersView& owners,
                                const RequestsView& out, void* workspace) {
   if (owners.num_shards < 1 || owners.num_shards > kMaxShards) return "num_shards: must be 1 to kMaxShards";

@@ -208,36 +208,7 @@ __global__ void __launch_bounds__(kBlock)
   if (i < num_keys && inverse[i] < num_keys) inverse[i] = static_cast<int32_t>(place_of[inverse[i]]);
 }
 
-// Each thread adds up every so many keys, each block adds its sum to the digest.
-// No race: sums of integers by atomics, in any order. They all go to one word, so that there are few of them.
-__global__ void __launch_bounds__(kBlock) DigestKernel(const uint64_t* keys, int64_t num_keys, uint64_t* digest) {
-  __shared__ uint64_t sums[kBlock / kWarp];
-  uint64_t sum = 0;
-  const int64_t stride = int64_t{gridDim.x} * kBlock;
-#pragma unroll 4
-  for (int64_t i = int64_t{blockIdx.x} * kBlock + threadIdx.x; i < num_keys; i += stride) {
-    sum += DigestOf(__ldg(keys + i), i);
-  }
-#pragma unroll
-  for (int offset = kWarp / 2; offset >= 1; offset /= 2) sum += __shfl_down_sync(~0u, sum, offset);
-  if (threadIdx.x % kWarp == 0) sums[threadIdx.x / kWarp] = sum;
-  __syncthreads();
-  if (threadIdx.x != 0) return;
-#pragma unroll
-  for (int warp = 1; warp < kBlock / kWarp; ++warp) sum += sums[warp];
-  atomicAdd(reinterpret_cast<unsigned long long*>(digest), static_cast<unsigned long long>(sum));
-}
-
 }  // namespace
-
-LaunchError LaunchPlanDigest(Stream stream, const uint64_t* keys, int64_t num_keys, uint64_t* digest) {
-  if (num_keys == 0) return nullptr;
-  const int64_t wanted = CeilDiv<int64_t>(num_keys, kBlock);
-  const unsigned blocks = wanted < kManyBlocks ? static_cast<unsigned>(wanted) : kManyBlocks;
-  DigestKernel<<<blocks, kBlock, 0, stream>>>(keys, num_keys, digest);
-  JAXSOK_RETURN_IF_CUDA(cudaGetLastError());
-  return nullptr;
-}
 
 LaunchError LaunchPlan(Stream stream, const BatchView& batch, uint64_t salt, const PlanView& plan, void* workspace) {
   WorkspaceCutter rest(nullptr);

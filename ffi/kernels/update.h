@@ -60,17 +60,17 @@ inline LaunchError CheckStates(int32_t optimizer, const StateView& states, int32
 ///
 /// Pre    : row_ids are those that the lookups returned: a position's row is that of its key and table, kNoRow for
 ///          padding.
-///          generations[p] is the generation of plan p (kFeaturePlan); hyper is float[kNumHyper], or a program's
+///          is_live[p]: plan p (kFeaturePlan) acts, see LaunchTicketsRedeem; hyper is float[kNumHyper], or a program's
 ///          scalars; step[0] is how many updates came before. Of the store also tables and seed.
 /// Post   : rows and states of used rows moved once; a row whose summed gradient is not finite is left alone and
-///          counted in num_nonfinite[table]; uses of a plan whose generation is not the store's are left out and
-///          their plan's keys counted in num_stale[0] (keys that had a row).
+///          counted in num_nonfinite[table]; uses of a plan that does not act are left out and counted in
+///          num_stale[0] (keys that had a row).
 ///          Keys of a bag whose divisor is zero (its embedding is zeros) are no uses: they do not move their rows.
 ///          All in float32. A row of 16 bits is rounded once, as spec.rounding says; random bits depend on the seed,
 ///          the step, and the key and table that the batch gives for a use of the row (core/row_dtype.h).
 /// Order  : core/row_update.h.
 LaunchError LaunchUpdate(Stream stream, const StoreView& store, const StateView& states, const UpdateSpec& spec,
-                         const float* hyper, const uint32_t* step, const uint32_t* generations, const BatchView& batch,
+                         const float* hyper, const uint32_t* step, const bool* is_live, const BatchView& batch,
                          const uint32_t* row_ids, const GradientsView& gradients, int32_t* num_nonfinite,
                          int32_t* num_stale, void* workspace);
 

@@ -202,7 +202,7 @@ struct StepView {
 }  // namespace
 
 LaunchError LaunchUpdate(Stream stream, const StoreView& store, const StateView& states, const UpdateSpec& spec,
-                         const float* hyper, const uint32_t* step, const uint32_t* generations, const BatchView& batch,
+                         const float* hyper, const uint32_t* step, const bool* is_live, const BatchView& batch,
                          const uint32_t* row_ids, const GradientsView& gradients, int32_t* num_nonfinite,
                          int32_t* num_stale, void* workspace) {
   const int32_t dim = store.dim;
@@ -214,10 +214,10 @@ LaunchError LaunchUpdate(Stream stream, const StoreView& store, const StateView&
   const StorePositions positions = {batch.keys, row_ids, store.capacity};
   std::fill_n(num_nonfinite, store.num_tables, 0);
   *num_stale = 0;
-  std::vector<char> is_live(batch.num_features, 0);
+  std::vector<char> is_used(batch.num_features, 0);
   for (const FeatureView& feature : bags.features()) {
-    is_live[feature.number] = generations[feature.plan] == store.counters[kGeneration];
-    if (!is_live[feature.number]) *num_stale += CountStale(feature, positions);
+    is_used[feature.number] = is_live[feature.plan];
+    if (!is_used[feature.number]) *num_stale += CountStale(feature, positions);
   }
 
   const StepView view = {store, states, spec, hyper};
@@ -248,7 +248,7 @@ LaunchError LaunchUpdate(Stream stream, const StoreView& store, const StateView&
     };
     std::vector<const G*> typed(batch.num_features);
     for (int32_t f = 0; f < batch.num_features; ++f) typed[f] = static_cast<const G*>(gradients.data[f]);
-    ForEachRowGradient(stream, bags, is_live, typed.data(), batch.num_keys, dim, num_rows, positions, fetch, apply,
+    ForEachRowGradient(stream, bags, is_used, typed.data(), batch.num_keys, dim, num_rows, positions, fetch, apply,
                        workspace);
     return LaunchError{nullptr};
   });

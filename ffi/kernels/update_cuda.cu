@@ -8,8 +8,7 @@ namespace {
 struct PlannedPositions {
   const uint64_t* keys;
   const uint32_t* row_ids;
-  const uint32_t* generations;
-  const uint32_t* counters;
+  const bool* is_live;
   uint32_t capacity;
   int32_t* num_stale;
 
@@ -18,7 +17,7 @@ struct PlannedPositions {
     const uint32_t row = __ldg(row_ids + position);
     return row < capacity ? row : kNoRow;
   }
-  __device__ bool IsLive(const Feature& f) const { return generations[f.plan] == counters[kGeneration]; }
+  __device__ bool IsLive(const Feature& f) const { return is_live[f.plan]; }
   __device__ void AddStale(int n) const {
     if (n != 0) atomicAdd(num_stale, n);
   }
@@ -39,7 +38,7 @@ __global__ void PrepareUpdateKernel(int32_t* num_nonfinite, int num_tables, int3
 }  // namespace
 
 LaunchError LaunchUpdate(Stream stream, const StoreView& store, const StateView& states, const UpdateSpec& spec,
-                         const float* hyper, const uint32_t* step, const uint32_t* generations, const BatchView& batch,
+                         const float* hyper, const uint32_t* step, const bool* is_live, const BatchView& batch,
                          const uint32_t* row_ids, const GradientsView& gradients, int32_t* num_nonfinite,
                          int32_t* num_stale, void* workspace) {
   if (!HasRowDtypes(store.row_dtype, gradients.dtype)) return "gradients: neither float32 nor of the rows' dtype";
@@ -57,7 +56,7 @@ LaunchError LaunchUpdate(Stream stream, const StoreView& store, const StateView&
                                                      w.positions, num_rows);
   JAXSOK_RETURN_IF_CUDA(cudaGetLastError());
   if (batch.num_keys == 0 || batch.num_tiles == 0) return nullptr;
-  const PlannedPositions positions{batch.keys, row_ids, generations, store.counters, store.capacity, num_stale};
+  const PlannedPositions positions{batch.keys, row_ids, is_live, store.capacity, num_stale};
   ListUsesKernel<<<batch.num_tiles, kBlock, 0, stream>>>(batch, positions, w);
   JAXSOK_RETURN_IF_CUDA(cudaGetLastError());
   const int32_t gradient_bytes = gradients.dtype == kRowDtypeFloat32 ? 4 : 2;

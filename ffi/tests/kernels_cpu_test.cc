@@ -634,8 +634,7 @@ class Machine {
 
   void Update(const Batch& batch) {
     const int32_t dim = store_.dim;
-    const uint32_t generations[] = {model_.generation,
-                                    random_.Below(3) == 0 ? model_.generation + 1 : model_.generation};
+    const bool is_live[] = {true, random_.Below(3) != 0};
     const UpdateSpec spec = {optimizer_, static_cast<int32_t>(random_.Below(3)),
                              static_cast<int32_t>(random_.Below(2))};
     const uint32_t update_step = random_.Next();
@@ -667,14 +666,14 @@ class Machine {
     const bool has_tables = random_.Below(2) == 0;
     BatchView view = has_tables ? of_table_0.View() : batch.View();
     view.tables = has_tables ? tables.data() : nullptr;
-    JAXSOK_CHECK_SEED(LaunchUpdate(&executor_, store_.view, store_.state_view, spec, hyper, &update_step, generations,
+    JAXSOK_CHECK_SEED(LaunchUpdate(&executor_, store_.view, store_.state_view, spec, hyper, &update_step, is_live,
                                    view, row_ids.data(), given.View(), num_nonfinite.data(), &num_stale,
                                    Workspace(UpdateWorkspaceBytes(batch.keys.size(), dim))) == nullptr,
                       seed_);
     Uses uses;
     const auto row_of = [&](int64_t i) { return row_ids[i] < model_.capacity ? row_ids[i] : kNoRow; };
     for (int f = 0; f < batch.num_features(); ++f) {
-      if (generations[batch.Word(f, kFeaturePlan)] == model_.generation) {
+      if (is_live[batch.Word(f, kFeaturePlan)]) {
         ModelUses(batch, f, dim, PaddingOf(batch), row_of, gradients[f], uses);
         continue;
       }

@@ -27,13 +27,15 @@ TARGETS: tuple[tuple[str, str], ...] = (
     ("jaxsok_evict_release", "JaxsokEvictRelease"),
     ("jaxsok_plan", "JaxsokPlan"),
     ("jaxsok_plan_requests", "JaxsokPlanRequests"),
-    ("jaxsok_plan_digest", "JaxsokPlanDigest"),
     ("jaxsok_combine", "JaxsokCombine"),
     ("jaxsok_combine_transpose", "JaxsokCombineTranspose"),
     ("jaxsok_lookup", "JaxsokLookup"),
     ("jaxsok_lookup_find", "JaxsokLookupFind"),
     ("jaxsok_lookup_planned", "JaxsokLookupPlanned"),
     ("jaxsok_lookup_frozen", "JaxsokLookupFrozen"),
+    ("jaxsok_tickets_digest", "JaxsokTicketsDigest"),
+    ("jaxsok_tickets_issue", "JaxsokTicketsIssue"),
+    ("jaxsok_tickets_redeem", "JaxsokTicketsRedeem"),
     ("jaxsok_update", "JaxsokUpdate"),
 )
 """FFI target and C symbol of every handler; both back ends have all of them."""

@@ -64,13 +64,3 @@ def plan_requests(
         by_hash=np.int32(by_hash),
     )
     return tuple(out)
-
-
-def plan_digest(digest: UInt32[Array, "*_ 2"], keys: Keys) -> UInt32[Array, "*_ 2"]:
-    """Adds the digest of a batch's keys to the first two words of `digest`, which is donated.
-
-    See `LaunchPlanDigest` in ffi/kernels/plan.h.
-    """
-    library.register()
-    call = jax.ffi.ffi_call("jaxsok_plan_digest", result(keys, digest.shape, digest.dtype), input_output_aliases={0: 0})
-    return call(digest, keys)

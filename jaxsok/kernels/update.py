@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import jax
 import numpy as np
-from jaxtyping import Array, Float, Float32, Int32, UInt32
+from jaxtyping import Array, Bool, Float, Float32, Int32, UInt32
 
 from jaxsok.kernels import library
 from jaxsok.kernels.lookup import Batch
@@ -14,7 +14,7 @@ from jaxsok.types import RowIds
 
 def update(
     counters: UInt32[Array, " num_counters"],
-    generations: UInt32[Array, " num_plans"],
+    is_live: Bool[Array, " num_plans"],
     batch: Batch,
     row_ids: RowIds,
     hyper: Float32[Array, " num_hyper"],
@@ -57,7 +57,7 @@ def update(
     call = jax.ffi.ffi_call("jaxsok_update", results, input_output_aliases=aliases)
     num_nonfinite, num_stale, _, *slabs = call(
         counters,
-        generations,
+        is_live,
         *batch,
         row_ids,
         hyper,
