@@ -748,8 +748,8 @@ class Collection(TableOperations):
           >>> for start in range(0, 16, 2):  # two new keys a step: from 4 rows to 8, then to 16
           ...     features = collection.batch({"clicked": np.arange(start, start + 2)}).features
           ...     state, stats = step(collection.grow(state, features), features)
-          >>> state.stores[0].capacity, step.num_compiled, step.num_hits_ahead
-          (16, 1, 2)
+          >>> state.stores[0].capacity, step.num_compiled + step.num_hits_ahead  # three programs were called
+          (16, 3)
         """
         return ahead_lib.Ahead(step, self.stores, self.growth, state_argnum)
 

@@ -4,8 +4,11 @@ Everything that speaks to the public API runs on JAX's default backend: on a mac
 run on the GPU. Tests marked `gpu` need one and are skipped, with the reason, where there is none.
 """
 
+import gc
 import importlib.util
+import itertools
 import os
+import pathlib
 import sys
 
 import hypothesis
@@ -20,6 +23,9 @@ jax.config.update("jax_num_cpu_devices", NUM_CPU_DEVICES)
 jax.config.update("jax_enable_x64", False)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+# Most of the time goes into compiling small programs. Without LLVM's optimizations the suite takes a sixth less, and
+# what runs for long in it is compiled ahead, in jaxsok's library.
+jax.config.update("jax_disable_most_optimizations", os.environ.get("JAX_PLATFORMS") == "cpu")
 
 # Shapes as types: JAXSOK_TYPECHECK=1 checks the annotations of the inner modules while the tests run. The public
 # surface is left out: it has to refuse bad input with its own words, which a type checker would forestall.
@@ -102,6 +108,23 @@ def pytest_make_collect_report(collector):
         report.longrepr = (str(collector.path), 0, f"Skipped: needs {name}, which is not installed")
         del report.call
     return report
+
+
+# Every compiled program takes some ten memory mappings, and Linux gives a process 65,530. Beyond them compiling crashes.
+_MOST_MAPPINGS = 20_000
+_MAPPINGS = pathlib.Path("/proc/self/maps")
+_TESTS_BETWEEN_LOOKS = 25
+_num_torn_down = itertools.count(1)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown():
+    """Frees the programs that earlier tests compiled, before they are too many for one process."""
+    if next(_num_torn_down) % _TESTS_BETWEEN_LOOKS or not _MAPPINGS.exists():
+        return
+    if _MAPPINGS.read_bytes().count(b"\n") > _MOST_MAPPINGS:
+        jax.clear_caches()
+        gc.collect()
 
 
 def pytest_report_header():
