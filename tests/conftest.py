@@ -110,7 +110,7 @@ def pytest_make_collect_report(collector):
     return report
 
 
-# Every compiled program takes some ten memory mappings, and Linux gives a process 65,530. Beyond them compiling crashes.
+# A compiled program takes some ten memory mappings, and Linux gives a process 65,530. Beyond them the compiler crashes.
 _MOST_MAPPINGS = 20_000
 _MAPPINGS = pathlib.Path("/proc/self/maps")
 _TESTS_BETWEEN_LOOKS = 25
