@@ -1,8 +1,8 @@
 """The way down: features or a plan → embeddings, state, plan; find is the same and changes nothing.
 
 On one device each store costs one FFI call. A plan made apart costs two, the first over distinct keys only; a store
-with initial rows that XLA works out costs three. Statistics, where they are kept, cost one more, and so does the digest
-of the keys that the plan's ticket is made of (tickets.py).
+with initial rows that XLA works out costs three. Statistics, where they are kept, cost one more. The ticket of the plan
+is one call for all stores (tickets.py).
 On a mesh this runs on every shard: the distinct keys go to their owners, who find or insert rows and send them back.
 """
 

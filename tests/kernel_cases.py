@@ -1019,13 +1019,6 @@ def plan_requests(
     }
 
 
-def plan_digest(digest: int, keys: np.ndarray) -> np.ndarray:
-    """A running digest with that of some keys added, as words."""
-    positions = np.arange(1, len(keys) + 1, dtype=U64)
-    total = np.array([digest], U64) + mix(keys + positions * GOLDEN).sum(dtype=U64)
-    return words(total)
-
-
 # --------------------------------------------------------------------------------------------------------------
 # Scripts
 
@@ -1234,13 +1227,6 @@ class Script:
             statics = {**self._tables(lines), **_features(batch), "num_shards": num_shards, "by_hash": by_hash}
             want = plan_requests(batch, lines, owners, num_shards, by_hash)
             self._add("plan_requests", {**batch.operands(), "owners": owners}, statics, want)
-
-    def plan_digest(self, keys, digest: int = 0) -> None:
-        """`digest`: of what came before."""
-        self._begin()
-        keys = np.asarray(keys, U64)
-        inputs = {"digest": words(np.array([digest], U64)), "keys": words(keys)}
-        self._add("plan_digest", inputs, {}, {"digest": plan_digest(digest, keys)})
 
     def gather(self, keys, tables, row_ids, uses=1, unknown_zeros: Sequence[int] = ()) -> None:
         """For a lookup and for find."""
@@ -3299,14 +3285,6 @@ def small_requests(num_keys: int) -> Script:
     batch = batch_of_tables(script, script.mixed(num_keys, range(50)))
     for num_shards in (1, 3):
         script.plan_requests(batch, num_shards, on={2: 0})
-    return script
-
-
-@cases("small-digest-{0}_keys", 0, 1, 300, 5000)
-def small_digest(num_keys: int) -> Script:
-    """No key, one warp, several blocks; a running digest that wraps."""
-    script = Script()
-    script.plan_digest(script.mixed(num_keys, range(5)), digest=2**64 - 3)
     return script
 
 

@@ -228,15 +228,18 @@ def test_peak_memory_is_the_state_and_the_batch(name):
 @pytest.mark.parametrize(
     ("name", "wanted"),
     [
-        ("lookup", ["jaxsok_lookup", "jaxsok_plan_digest"]),
-        ("train step", ["jaxsok_lookup", "jaxsok_plan_digest", "jaxsok_update"]),
-        ("two lookups", 2 * ["jaxsok_lookup", "jaxsok_plan_digest"] + ["jaxsok_update"]),
+        ("lookup", ["jaxsok_lookup"] * 2 + ["jaxsok_tickets_issue"]),
+        ("train step", ["jaxsok_lookup", "jaxsok_update"] * 2 + ["jaxsok_tickets_issue", "jaxsok_tickets_redeem"]),
+        (
+            "two lookups",
+            ["jaxsok_lookup"] * 4 + ["jaxsok_update"] * 2 + ["jaxsok_tickets_issue"] * 2 + ["jaxsok_tickets_redeem"],
+        ),
     ],
 )
-def test_two_calls_a_store_for_lookup_and_one_for_update(name, wanted):
-    """At most three calls a store in a step, whatever its features are; two more for each further micro-batch."""
+def test_a_call_a_store_for_lookup_and_one_for_update(name, wanted):
+    """Two calls a store in a step, whatever its features are, and two for the ticket; more for each micro-batch."""
     targets = re.findall(r'custom_call_target="(jaxsok_\w+)"', compiled_case(name)[0].as_text())
-    assert sorted(targets) == sorted(2 * wanted)
+    assert sorted(targets) == sorted(wanted)
 
 
 def test_one_program_serves_all_batches():
