@@ -309,7 +309,7 @@ class Sharded:
             batch, num_tiles = update_lib.as_features([requests.shape[0]])
             new_rows, states, _, _ = update_kernels.update(
                 store.counters,
-                store.generation,
+                jnp.ones(1, jnp.bool_),
                 (requests[:, :2], *batch),
                 row_ids,
                 spec.optimizer.hyper_operand(count, None),
