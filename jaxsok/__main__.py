@@ -1,4 +1,4 @@
-"""The command line: `python -m jaxsok bench`, `inspect`, `estimate` and `serve`.
+"""The command line: `python -m jaxsok demo`, `bench`, `inspect`, `estimate` and `serve`.
 
 Thin: a command finds what it runs, and hands its arguments on.
 """
@@ -35,14 +35,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     parser = argparse.ArgumentParser(prog="python -m jaxsok", description="Dynamic embedding tables for JAX.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    # The benchmarks have a parser of their own, which is found with them.
+    # Demo and benchmarks have parsers of their own, which are found with them.
+    commands.add_parser("demo", add_help=False, help="trains a DLRM on a click log, and says how well it ranks")
     commands.add_parser("bench", add_help=False, help="times jaxsok here, beside its limits and peers (bench --help)")
     _declare_inspect(commands.add_parser("inspect", help="tells what is in a checkpoint, an export or a file"))
     _declare_estimate(commands.add_parser("estimate", help="counts the bytes that tables will take on each device"))
     _declare_serve(commands.add_parser("serve", help="answers lookups and predictions over HTTP"))
     options, rest = parser.parse_known_args(arguments)
-    if options.command == "bench":
-        return _bench(rest)
+    if options.command in ("demo", "bench"):
+        return {"demo": _demo, "bench": _bench}[options.command](rest)
     if rest:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if options.command == "serve":
@@ -231,6 +232,27 @@ def _serve(options: argparse.Namespace) -> int:
         sys.stderr.flush()
         os._exit(0)
     return 0
+
+
+def _demo(arguments: Sequence[str]) -> int:
+    """Runs train_dlrm.py of the checkout that this package lies in, or the one that the wheel brought along."""
+    places = _SOURCES / "examples", _SOURCES / "jaxsok_tools" / "examples"
+    folder = next((place for place in places if (place / "train_dlrm.py").exists()), None)
+    if folder is None:
+        print(
+            f"demo: got no train_dlrm.py in {' or '.join(map(str, places))}, wanted the one that comes with jaxsok; "
+            "install the wheel again, or run `make demo` in a checkout of the sources.",
+            file=sys.stderr,
+        )
+        return 2
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))  # the examples import each other by name, as they do when they are run
+    try:
+        demo = importlib.import_module("train_dlrm")
+    except ImportError as error:
+        print(f"demo: {error}; run pip install 'jaxsok[demo]'.", file=sys.stderr)
+        return 2
+    return demo.main(arguments)
 
 
 def _bench(arguments: Sequence[str]) -> int:

@@ -16,6 +16,10 @@ import jax
 import numpy as np
 import pytest
 
+# Several workers share a GPU: none may take most of its memory when it starts. JAX reads this with its first array.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+
 # Equal to the test that needs it most (law 2, meshes of 8); it has to be said before the first array is made.
 NUM_CPU_DEVICES = 8
 

@@ -44,3 +44,20 @@ def test_the_command_starts_outside_the_checkout(tmp_path):
     found = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
     assert "usage: python -m jaxsok bench" in found.stdout
     assert "--workloads" in found.stdout
+
+
+def test_without_examples_the_demo_says_where_they_are(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(command_line, "_SOURCES", tmp_path)
+    assert command_line.main(["demo"]) == 2
+    assert "make demo" in capsys.readouterr().err
+
+
+def test_a_demo_without_its_extra_names_it(monkeypatch, tmp_path, capsys):
+    folder = tmp_path / "jaxsok_tools" / "examples"
+    folder.mkdir(parents=True)
+    (folder / "train_dlrm.py").write_text("import a_package_that_is_missing\n")
+    monkeypatch.setattr(command_line, "_SOURCES", tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.delitem(sys.modules, "train_dlrm", raising=False)
+    assert command_line.main(["demo"]) == 2
+    assert "a_package_that_is_missing" in (said := capsys.readouterr().err) and "jaxsok[demo]" in said

@@ -356,12 +356,11 @@ def _environment() -> dict[str, str]:
     return os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
 
 
-def test_command_line_writes_a_log_a_report_and_a_plot(tmp_path):
+def test_demo_writes_a_log_a_report_and_a_plot(tmp_path):
     arguments = ["--num-rows", 6000, "--cache-dir", tmp_path / "cache", "--plot", tmp_path / "plot.png"]
     small = ["--batch-size", 256, "--dim", 8, "--capacity", 512, "--bottom", 16, "--top", 16]
-    done = subprocess.run(
-        _command(*arguments, *small), env=_environment(), cwd=tmp_path, capture_output=True, text=True, timeout=300
-    )
+    demo = [sys.executable, "-m", "jaxsok", "demo", *map(str, (*arguments, *small))]
+    done = subprocess.run(demo, env=_environment(), cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     for words in ("Device: ", "held-out AUC", "samples/s", "in 26 tables", "C26 ", "plot.png"):
         assert words in done.stdout

@@ -17,6 +17,7 @@ ffi::Error UpdateImpl(StreamArgument stream, Counters counters, ffi::Buffer<ffi:
   BatchView batch{};
   JAXSOK_RETURN_IF_ERROR(ReadBatch(keys, offsets, weights, features, num_tiles, kOp, batch));
   JAXSOK_RETURN_IF_ERROR(CheckShape(row_ids.dimensions(), {batch.num_keys}, "row_ids", kOp));
+  JAXSOK_RETURN_IF_ERROR(CheckShape(is_live.dimensions(), {-1}, "is_live", kOp));
   JAXSOK_RETURN_IF_ERROR(
       CheckShape(hyper.dimensions(), {optimizer == kOptimizerProgram ? -1 : kNumHyper}, "hyper", kOp));
   const int64_t num_tables = num_nonfinite->dimensions()[0];

@@ -1,10 +1,8 @@
-// The way down on a GPU: the passes in their order. The kernels are in lookup_cuda.cuh.
+// The way down on a GPU: the passes in their order. The kernels by dtype are in lookup_cuda.cuh.
 #include "admission_cuda.cuh"
-#include "lookup_cuda.cuh"
+#include "lookup_cuda.h"
 
 namespace jaxsok {
-
-template struct LookupOf<float>;
 
 namespace {
 
@@ -29,9 +27,10 @@ LaunchError Prepare(Stream stream, int32_t* counts, int num_tables, InsertContro
   return nullptr;
 }
 
-LaunchError Main(Stream stream, Mode mode, const LookupArguments& a, const EmbeddingPointers& embeddings) {
+template <int kMode>
+LaunchError Main(Stream stream, const LookupArguments& a, const EmbeddingPointers& embeddings) {
   return WithRowDtype(a.store.row_dtype,
-                      [&](auto number) { return LookupOf<decltype(number)>::Main(stream, mode, a, embeddings); });
+                      [&](auto number) { return LookupOf<decltype(number), kMode>::Main(stream, a, embeddings); });
 }
 
 }  // namespace
@@ -43,15 +42,17 @@ LaunchError LaunchLookup(Stream stream, const StoreView& store, const BatchView&
   JAXSOK_RETURN_IF_LAUNCH(pointers.Fill(embeddings, batch.num_features, store.row_dtype));
   LookupArguments a{store, batch, nullptr, row_ids, counts, InsertWorkspace::Cut(workspace, batch.num_keys)};
   if (statistics != nullptr) a.notes = {statistics->data, clock};
-  const Mode mode = statistics != nullptr ? kModeTrack : kModeInsert;
+  const auto main = [&] {
+    return statistics != nullptr ? Main<kModeTrack>(stream, a, pointers) : Main<kModeInsert>(stream, a, pointers);
+  };
   // Only ragged features have positions that lie in no bag.
   JAXSOK_RETURN_IF_LAUNCH(
       Prepare(stream, counts, store.num_tables, a.insert.control, row_ids, batch.num_offsets > 0 ? batch.num_keys : 0));
   if (batch.num_tiles == 0 || batch.num_keys == 0) {
     // No keys: bags, if any, are empty.
-    return batch.num_tiles == 0 ? nullptr : Main(stream, mode, a, pointers);
+    return batch.num_tiles == 0 ? nullptr : main();
   }
-  JAXSOK_RETURN_IF_LAUNCH(Main(stream, mode, a, pointers));
+  JAXSOK_RETURN_IF_LAUNCH(main());
   const StoreSink sink{store, counts, a.notes};
   const TableOfPosition table_of{nullptr, batch.features, batch.num_features, batch.num_keys};
   if (admission != nullptr) {
@@ -64,7 +65,7 @@ LaunchError LaunchLookup(Stream stream, const StoreView& store, const BatchView&
   JAXSOK_RETURN_IF_CUDA(cudaGetLastError());
   JAXSOK_RETURN_IF_LAUNCH(LaunchInsertPasses(stream, sink, a.insert, batch.keys, table_of, row_ids, batch.num_keys));
   return WithRowDtype(store.row_dtype,
-                      [&](auto number) { return LookupOf<decltype(number)>::Finish(stream, a, pointers); });
+                      [&](auto number) { return FinishOf<decltype(number)>::Finish(stream, a, pointers); });
 }
 
 LaunchError LaunchLookupFind(Stream stream, const StoreView& store, const BatchView& batch,
@@ -74,7 +75,7 @@ LaunchError LaunchLookupFind(Stream stream, const StoreView& store, const BatchV
   LookupArguments a{store, batch, nullptr, nullptr, counts, {}};
   JAXSOK_RETURN_IF_LAUNCH(Prepare(stream, counts, store.num_tables, nullptr, nullptr, 0));
   if (batch.num_tiles == 0) return nullptr;
-  return Main(stream, kModeFind, a, pointers);
+  return Main<kModeFind>(stream, a, pointers);
 }
 
 LaunchError LaunchLookupPlanned(Stream stream, const StoreView& store, const BatchView& batch, const uint32_t* row_ids,
@@ -84,7 +85,7 @@ LaunchError LaunchLookupPlanned(Stream stream, const StoreView& store, const Bat
   LookupArguments a{store, batch, row_ids, nullptr, counts, {}};
   JAXSOK_RETURN_IF_LAUNCH(Prepare(stream, counts, store.num_tables, nullptr, nullptr, 0));
   if (batch.num_tiles == 0) return nullptr;
-  return Main(stream, kModePlanned, a, pointers);
+  return Main<kModePlanned>(stream, a, pointers);
 }
 
 }  // namespace jaxsok

@@ -1,33 +1,14 @@
-// The way down on a GPU, for rows of one dtype. See bags_cuda.cuh for who does what, index_cuda.cuh for how rows are
-// made, lookup_cuda.cu for the order of the passes.
+// The kernels of the way down on a GPU, for rows of one dtype. See bags_cuda.cuh for who does what, index_cuda.cuh for
+// how rows are made, lookup_cuda.cu for the order of the passes. What these templates are compiled for:
+// ../CMakeLists.txt.
 #ifndef JAXSOK_KERNELS_LOOKUP_CUDA_CUH_
 #define JAXSOK_KERNELS_LOOKUP_CUDA_CUH_
 
 #include "bags_cuda.cuh"
 #include "index_cuda.cuh"
-#include "lookup.h"
+#include "lookup_cuda.h"
 
 namespace jaxsok {
-
-enum Mode : int {
-  kModeFind = 0,     // probe; absent keys stay absent
-  kModeInsert = 1,   // probe; absent keys are left pending, and their bags to the finishing pass
-  kModePlanned = 2,  // row ids are given
-  kModeTrack = 3,    // kModeInsert in a store that keeps statistics: the uses of rows are noted
-};
-
-/// Whether keys that are absent are left pending.
-constexpr bool Inserts(int mode) { return mode == kModeInsert || mode == kModeTrack; }
-
-struct LookupArguments {
-  StoreView store;
-  BatchView batch;
-  const uint32_t* given_row_ids;  // kModePlanned
-  uint32_t* row_ids;              // Inserts
-  int32_t* counts;
-  InsertWorkspace insert;  // Inserts
-  UseNotes notes{};        // Inserts; kept with kModeTrack
-};
 
 /// What a lane saw; added up before it leaves the block.
 struct LaneCounts {
@@ -412,15 +393,6 @@ __global__ void __launch_bounds__(kBlock)
   counts.Flush();
 }
 
-/// The kernels for rows of one dtype.
-template <typename Row>
-struct LookupOf {
-  /// Finds keys, or takes row ids that are given, and writes every embedding that is known then.
-  static LaunchError Main(Stream stream, Mode mode, const LookupArguments& a, const EmbeddingPointers& embeddings);
-  /// Writes the embeddings that waited for new rows.
-  static LaunchError Finish(Stream stream, const LookupArguments& a, const EmbeddingPointers& embeddings);
-};
-
 template <typename Row, int kMode>
 struct LaunchMain {
   Stream stream;
@@ -454,29 +426,15 @@ struct LaunchFinish {
   }
 };
 
-template <typename Row>
-LaunchError LookupOf<Row>::Main(Stream stream, Mode mode, const LookupArguments& a,
-                                const EmbeddingPointers& embeddings) {
-  switch (mode) {
-    case kModeFind:
-      return DispatchShape(a.store.dim, LaunchMain<Row, kModeFind>{stream, a, embeddings});
-    case kModeInsert:
-      return DispatchShape(a.store.dim, LaunchMain<Row, kModeInsert>{stream, a, embeddings});
-    case kModeTrack:
-      return DispatchShape(a.store.dim, LaunchMain<Row, kModeTrack>{stream, a, embeddings});
-    default:
-      return DispatchShape(a.store.dim, LaunchMain<Row, kModePlanned>{stream, a, embeddings});
-  }
+template <typename Row, int kMode>
+LaunchError LookupOf<Row, kMode>::Main(Stream stream, const LookupArguments& a, const EmbeddingPointers& embeddings) {
+  return DispatchShape(a.store.dim, LaunchMain<Row, kMode>{stream, a, embeddings});
 }
 
 template <typename Row>
-LaunchError LookupOf<Row>::Finish(Stream stream, const LookupArguments& a, const EmbeddingPointers& embeddings) {
+LaunchError FinishOf<Row>::Finish(Stream stream, const LookupArguments& a, const EmbeddingPointers& embeddings) {
   return DispatchShape(a.store.dim, LaunchFinish<Row>{stream, a, embeddings});
 }
-
-extern template struct LookupOf<float>;     // lookup_cuda.cu
-extern template struct LookupOf<BFloat16>;  // lookup_rows16_cuda.cu
-extern template struct LookupOf<Float16>;
 
 }  // namespace jaxsok
 

@@ -7,6 +7,11 @@
 
 namespace jaxsok {
 
+// Compiled in files of their own (JAXSOK_CUDA_INSTANCES).
+extern template struct LookupOf<float, kModeFind>;
+extern template struct LookupOf<BFloat16, kModeFind>;
+extern template struct LookupOf<Float16, kModeFind>;
+
 // How a lane holds numbers of 8 bits: they become floats as soon as they are picked out of the word.
 
 template <>
@@ -233,7 +238,7 @@ LaunchError LaunchLookupFrozen(Stream stream, const FrozenLookup* lookups, int32
       if constexpr (kIsQuantized<Row>) {
         return DispatchShape(a.store.dim, LaunchQuantized<Row>{stream, a, pointers});
       } else {
-        return LookupOf<Row>::Main(stream, kModeFind, a, pointers);
+        return LookupOf<Row, kModeFind>::Main(stream, a, pointers);
       }
     }));
   }

@@ -1,5 +1,5 @@
 // The way back on a GPU: uses are listed, sorted and summed (uses_cuda.cuh), and rows step (update_cuda.cuh).
-#include "update_cuda.cuh"
+#include "update_cuda.h"
 
 namespace jaxsok {
 namespace {
@@ -35,6 +35,25 @@ __global__ void PrepareUpdateKernel(int32_t* num_nonfinite, int num_tables, int3
   }
 }
 
+template <typename Row>
+LaunchError Step(Stream stream, const StoreView& store, const UpdateArguments& a,
+                 const FeaturePointers<const void>& gradients, UsesWorkspace& w, int end_bit) {
+  switch (a.spec.optimizer) {
+    case kOptimizerSgd:
+      return StepOf<Row, Sgd>::Launch(stream, store, a, gradients, w, end_bit);
+    case kOptimizerAdagrad:
+      return StepOf<Row, Adagrad>::Launch(stream, store, a, gradients, w, end_bit);
+    case kOptimizerRowwiseAdagrad:
+      return StepOf<Row, RowwiseAdagrad>::Launch(stream, store, a, gradients, w, end_bit);
+    case kOptimizerAdam:
+      return StepOf<Row, Adam>::Launch(stream, store, a, gradients, w, end_bit);
+    case kOptimizerProgram:
+      return ProgramOf<Row>::Launch(stream, store, a, gradients, w, end_bit);
+    default:
+      return "unknown optimizer";
+  }
+}
+
 }  // namespace
 
 LaunchError LaunchUpdate(Stream stream, const StoreView& store, const StateView& states, const UpdateSpec& spec,
@@ -61,9 +80,8 @@ LaunchError LaunchUpdate(Stream stream, const StoreView& store, const StateView&
   JAXSOK_RETURN_IF_CUDA(cudaGetLastError());
   const int32_t gradient_bytes = gradients.dtype == kRowDtypeFloat32 ? 4 : 2;
   const UpdateArguments a{states, spec, hyper, step, batch, gradient_bytes, num_nonfinite};
-  return WithRowDtype(store.row_dtype, [&](auto number) {
-    return UpdateOf<decltype(number)>::Step(stream, store, a, pointers, w, end_bit);
-  });
+  return WithRowDtype(store.row_dtype,
+                      [&](auto number) { return Step<decltype(number)>(stream, store, a, pointers, w, end_bit); });
 }
 
 }  // namespace jaxsok

@@ -1,11 +1,12 @@
-// The optimizers of the way back on a GPU, for rows of one dtype: what uses_cuda.cuh applies to a row's gradients.
+// An optimizer of the way back on a GPU, for rows of one dtype: what uses_cuda.cuh applies to a row's gradients. What
+// these templates are compiled for: ../CMakeLists.txt.
 #ifndef JAXSOK_KERNELS_UPDATE_CUDA_CUH_
 #define JAXSOK_KERNELS_UPDATE_CUDA_CUH_
 
+#include <algorithm>
 #include <type_traits>
 
-#include "update.h"
-#include "uses_cuda.cuh"
+#include "update_cuda.h"
 
 namespace jaxsok {
 
@@ -200,31 +201,21 @@ struct ApplyStep {
   }
 };
 
-/// What an update is, beside the store.
-struct UpdateArguments {
-  const StateView& states;
-  const UpdateSpec& spec;
-  const float* hyper;
-  const uint32_t* step;
-  const BatchView& batch;
-  int32_t gradient_bytes;  // of one number
-  int32_t* num_nonfinite;
-};
-
-/// The kernels for rows of one dtype.
-template <typename Row>
-struct UpdateOf {
-  /// Steps the rows whose uses are listed.
-  static LaunchError Step(Stream stream, const StoreView& store, const UpdateArguments& a,
-                          const FeaturePointers<const void>& gradients, UsesWorkspace& w, int end_bit);
-};
-
-/// The same for optimizers that are programs (update_program_cuda.cuh).
-template <typename Row>
-struct ProgramOf {
-  static LaunchError Step(Stream stream, const StoreView& store, const UpdateArguments& a,
-                          const FeaturePointers<const void>& gradients, UsesWorkspace& w, int end_bit);
-};
+/// The kernels that read partial sums alone are the same whatever the dtype of the gradients was.
+template <typename Step, typename Row>
+ApplyStep<Step, Row, true> OfSums(const ApplyStep<Step, Row, false>& apply) {
+  ApplyStep<Step, Row, true> same;
+  same.store = apply.store;
+  same.batch = apply.batch;
+  same.step = apply.step;
+  same.rounding = apply.rounding;
+  std::copy_n(apply.states, apply.kNumStates, same.states);
+  same.hyper = apply.hyper;
+  same.row_gradient = apply.row_gradient;
+  same.num_nonfinite = apply.num_nonfinite;
+  same.inverse_dim = apply.inverse_dim;
+  return same;
+}
 
 template <typename Step, typename Row, bool kRowGradients>
 LaunchError LaunchStepAs(Stream stream, const StoreView& store, const UpdateArguments& a,
@@ -244,9 +235,9 @@ LaunchError LaunchStepAs(Stream stream, const StoreView& store, const UpdateArgu
                     {kBlock, 0});
 }
 
-template <typename Step, typename Row>
-LaunchError LaunchStep(Stream stream, const StoreView& store, const UpdateArguments& a,
-                       const FeaturePointers<const void>& gradients, UsesWorkspace& w, int end_bit) {
+template <typename Row, typename Step>
+LaunchError StepOf<Row, Step>::Launch(Stream stream, const StoreView& store, const UpdateArguments& a,
+                                      const FeaturePointers<const void>& gradients, UsesWorkspace& w, int end_bit) {
   if constexpr (!std::is_same_v<Row, float>) {
     if (a.gradient_bytes != static_cast<int32_t>(sizeof(Row))) {
       return LaunchStepAs<Step, Row, false>(stream, store, a, gradients, w, end_bit);
@@ -254,31 +245,6 @@ LaunchError LaunchStep(Stream stream, const StoreView& store, const UpdateArgume
   }
   return LaunchStepAs<Step, Row, true>(stream, store, a, gradients, w, end_bit);
 }
-
-template <typename Row>
-LaunchError UpdateOf<Row>::Step(Stream stream, const StoreView& store, const UpdateArguments& a,
-                                const FeaturePointers<const void>& gradients, UsesWorkspace& w, int end_bit) {
-  switch (a.spec.optimizer) {
-    case kOptimizerSgd:
-      return LaunchStep<Sgd, Row>(stream, store, a, gradients, w, end_bit);
-    case kOptimizerAdagrad:
-      return LaunchStep<Adagrad, Row>(stream, store, a, gradients, w, end_bit);
-    case kOptimizerRowwiseAdagrad:
-      return LaunchStep<RowwiseAdagrad, Row>(stream, store, a, gradients, w, end_bit);
-    case kOptimizerAdam:
-      return LaunchStep<Adam, Row>(stream, store, a, gradients, w, end_bit);
-    case kOptimizerProgram:
-      return ProgramOf<Row>::Step(stream, store, a, gradients, w, end_bit);
-    default:
-      return "unknown optimizer";
-  }
-}
-
-extern template struct UpdateOf<BFloat16>;  // update_rows16_cuda.cu
-extern template struct UpdateOf<Float16>;
-extern template struct ProgramOf<float>;  // update_program_cuda.cu
-extern template struct ProgramOf<BFloat16>;
-extern template struct ProgramOf<Float16>;
 
 }  // namespace jaxsok
 

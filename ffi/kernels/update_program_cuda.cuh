@@ -416,8 +416,8 @@ struct ApplyProgram {
 };
 
 template <typename Row>
-LaunchError ProgramOf<Row>::Step(Stream stream, const StoreView& store, const UpdateArguments& a,
-                                 const FeaturePointers<const void>& gradients, UsesWorkspace& w, int end_bit) {
+LaunchError ProgramOf<Row>::Launch(Stream stream, const StoreView& store, const UpdateArguments& a,
+                                   const FeaturePointers<const void>& gradients, UsesWorkspace& w, int end_bit) {
   ApplyProgram<Row> apply;
   apply.store = store;
   apply.batch = a.batch;

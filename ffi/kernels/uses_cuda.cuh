@@ -541,7 +541,7 @@ __global__ void __launch_bounds__(1024, 1)
     const LongRow long_row = w.long_rows[item];
     const PartialsOfRow partials = PartialsOfRow::Of(w, long_row, view.dim);
     if (partials.num_chunks > kFewChunks) continue;
-    const uint32_t row = w.sorted_rows[long_row.begin];
+    [[maybe_unused]] const uint32_t row = w.sorted_rows[long_row.begin];
     typename Apply::template Loaded<kVector, kPerLane> loaded;
     if constexpr (!Apply::kStepsLongRowsApart)
       apply.Load(row, apply.RoundingOf(w.sorted_positions[long_row.begin]), lane, lanes, loaded);
@@ -606,8 +606,8 @@ __global__ void __launch_bounds__(1024, 1)
 #pragma unroll
       for (int i = 0; i < kVector; ++i) sum.part[k].v[i] = mine[i];
     }
-    if (Apply::kStepsLongRowsApart && chunk_lane == 0) {
-      sum.Store(partials.At(0), lane, lanes, view.dim);
+    if constexpr (Apply::kStepsLongRowsApart) {
+      if (chunk_lane == 0) sum.Store(partials.At(0), lane, lanes, view.dim);
     } else if (chunk_lane == 0) {
       const uint32_t row = w.sorted_rows[long_row.begin];
       const unsigned mask = GroupMask(lanes, 0);
@@ -619,11 +619,28 @@ __global__ void __launch_bounds__(1024, 1)
   }
 }
 
+/// What SumLongKernel applies where a kernel after it steps the rows.
+struct SumsAlone {
+  static constexpr bool kStepsLongRowsApart = true;
+  template <int kVector, int kPerLane>
+  struct Loaded {};
+};
+
+/// SumLongKernel for SumsAlone: one for all optimizers and dtypes of rows (update_long_cuda.cu).
+LaunchError LaunchSumLong(Stream stream, const UseView& view, const UsesWorkspace& w, LaneShape shape);
+
+/// Whether a kernel of its own steps the rows with more than 32 uses. Where a lane has many numbers of a row, a step in
+/// SumLongKernel makes much code, and a launch more is little beside the work.
+template <typename Apply, int kFloats>
+constexpr bool StepsLongRowsApart() {
+  return Apply::kStepsLongRowsApart || (Apply::kNumLines > 0 && kFloats >= 16);
+}
+
 // The rows whose sums the kernel before left to be applied: a group of lanes each.
 template <typename Apply, int kVector, int kPerLane>
 __global__ void __launch_bounds__(kBlock)
     StepLongKernel(const __grid_constant__ Apply apply, UseView view, UsesWorkspace w, int lanes) {
-  apply.Begin();
+  if constexpr (Apply::kStepsLongRowsApart) apply.Begin();
   const int lane = threadIdx.x % lanes;
   const unsigned mask = GroupMask(lanes, static_cast<int>(threadIdx.x % kWarp) - lane);
   const uint32_t num_long = *w.num_long, groups = blockDim.x / lanes;
@@ -668,6 +685,12 @@ inline LaunchError AllowShared(Kernel* kernel, int bytes) {
 
 constexpr int kLongBlocks = kMultiprocessors * 4;  // of 32 groups of lanes; without work they cost 2 us
 
+/// What is applied to sums of partial sums.
+template <typename Apply>
+const Apply& OfSums(const Apply& apply) {
+  return apply;
+}
+
 template <typename Apply>
 struct LaunchSums {
   Stream stream;
@@ -676,6 +699,7 @@ struct LaunchSums {
   UseView view;
   const UsesWorkspace& w;
   int64_t num_keys;
+  LaneShape shape;
   BlockShape block;
   template <int kVector, int kPerLane>
   LaunchError operator()(int lanes) const {
@@ -692,14 +716,20 @@ struct LaunchSums {
       SumHotKernel<4096><<<kMultiprocessors * 4, kBlock, 0, stream>>>(w, view.dim);
       JAXSOK_RETURN_IF_CUDA(cudaGetLastError());
     }
-    SumLongKernel<Apply, kVector, kPerLane><<<kLongBlocks, kChunkLanes * lanes, 0, stream>>>(apply, view, w, lanes);
-    JAXSOK_RETURN_IF_CUDA(cudaGetLastError());
-    if constexpr (Apply::kStepsLongRowsApart) {
-      const auto step = StepLongKernel<Apply, kVector, kPerLane>;
+    return LaunchLong<kVector, kPerLane>(OfSums(apply), lanes);
+  }
+  template <int kVector, int kPerLane, typename LongApply>
+  LaunchError LaunchLong(const LongApply& long_apply, int lanes) const {
+    if constexpr (StepsLongRowsApart<Apply, kVector * kPerLane>()) {
+      JAXSOK_RETURN_IF_LAUNCH(LaunchSumLong(stream, view, w, shape));
+      const auto step = StepLongKernel<LongApply, kVector, kPerLane>;
       JAXSOK_RETURN_IF_LAUNCH(AllowShared(step, block.shared_bytes));
-      step<<<kLongBlocks, block.threads, block.shared_bytes, stream>>>(apply, view, w, lanes);
-      JAXSOK_RETURN_IF_CUDA(cudaGetLastError());
+      step<<<kLongBlocks, block.threads, block.shared_bytes, stream>>>(long_apply, view, w, lanes);
+    } else {
+      const unsigned threads = static_cast<unsigned>(kChunkLanes * lanes);
+      SumLongKernel<LongApply, kVector, kPerLane><<<kLongBlocks, threads, 0, stream>>>(long_apply, view, w, lanes);
     }
+    JAXSOK_RETURN_IF_CUDA(cudaGetLastError());
     return nullptr;
   }
 };
@@ -712,7 +742,7 @@ inline LaunchError LaunchUses(Stream stream, const Apply& apply, const FeaturePo
                               LaneShape shape, BlockShape block) {
   JAXSOK_RETURN_IF_LAUNCH(SortPairs(stream, w.Pairs(batch.num_keys), end_bit, w.sort_storage, &w.sort_bytes));
   const UseView view{batch.features, batch.num_features, w.factors, dim, line_bytes, batch.num_keys};
-  const LaunchSums<Apply> sums{stream, apply, gradients, view, w, batch.num_keys, block};
+  const LaunchSums<Apply> sums{stream, apply, gradients, view, w, batch.num_keys, shape, block};
   if constexpr (Apply::kStepsRows16) {
     if (shape.vector == 8) return DispatchVectorsOf8(dim, shape, sums);
   }

@@ -1,0 +1,45 @@
+// What the passes of a lookup call: kernels by the dtype of rows and by mode, each compiled in a file of its own.
+#ifndef JAXSOK_KERNELS_LOOKUP_CUDA_H_
+#define JAXSOK_KERNELS_LOOKUP_CUDA_H_
+
+#include "bags_cuda.cuh"
+#include "index_cuda.cuh"
+#include "lookup.h"
+
+namespace jaxsok {
+
+enum Mode : int {
+  kModeFind = 0,     // probe; absent keys stay absent
+  kModeInsert = 1,   // probe; absent keys are left pending, and their bags to the finishing pass
+  kModePlanned = 2,  // row ids are given
+  kModeTrack = 3,    // kModeInsert in a store that keeps statistics: the uses of rows are noted
+};
+
+/// Whether keys that are absent are left pending.
+constexpr bool Inserts(int mode) { return mode == kModeInsert || mode == kModeTrack; }
+
+struct LookupArguments {
+  StoreView store;
+  BatchView batch;
+  const uint32_t* given_row_ids;  // kModePlanned
+  uint32_t* row_ids;              // Inserts
+  int32_t* counts;
+  InsertWorkspace insert;  // Inserts
+  UseNotes notes{};        // Inserts; kept with kModeTrack
+};
+
+/// The kernels that find keys, or take row ids that are given, and write every embedding that is known then.
+template <typename Row, int kMode>
+struct LookupOf {
+  static LaunchError Main(Stream stream, const LookupArguments& a, const EmbeddingPointers& embeddings);
+};
+
+/// The kernel that writes the embeddings that waited for new rows.
+template <typename Row>
+struct FinishOf {
+  static LaunchError Finish(Stream stream, const LookupArguments& a, const EmbeddingPointers& embeddings);
+};
+
+}  // namespace jaxsok
+
+#endif  // JAXSOK_KERNELS_LOOKUP_CUDA_H_
