@@ -1,4 +1,4 @@
-"""What makes a plan act once: the ticket of a lookup, made and redeemed.
+"""The ticket of a lookup, made and redeemed: it makes a plan act once.
 
 Question: what does a step pay for the check that its plan belongs to its state?
 Workload: the keys of W1, W5 and W6.

@@ -89,7 +89,7 @@ def plan_bytes(num_keys: int) -> int:
 
 
 def tickets_bytes(num_keys: int) -> int:
-    """What the ticket of a lookup must read: its keys (8 B).
+    """The bytes that making a ticket must read: the keys of the batch (8 B each).
 
     Example:
       >>> tickets_bytes(num_keys=2)

@@ -72,7 +72,7 @@ def issue(
 
 
 class Redeemed(NamedTuple):
-    """What a state says of the plans that an update was given."""
+    """The answer of a state about the plans that an update was given."""
 
     tickets: Tickets
     """That stay open."""
