@@ -93,8 +93,9 @@ class Plan:
     found: tuple[Found, ...] | None = None
     """From `Collection.lookup`; None before it."""
     ticket: Ticket | None = None
-    """Of the lookup; an update takes it out of the state's open tickets (tickets.py). Rows that left a store since then
-    make the plan stale: after two words it has the generation of each store. On a mesh a line for each shard."""
+    """The ticket of the lookup: an update takes it out of the state's open tickets (tickets.py). After two words it has
+    the generation of each store: rows that left a store since then make the plan stale. On a mesh a line for each
+    shard."""
 
     def __repr__(self) -> str:
         """Its features, and how far it has come; reads no array, so it waits for nothing."""

@@ -75,7 +75,7 @@ class Redeemed(NamedTuple):
     """The answer of a state about the plans that an update was given."""
 
     tickets: Tickets
-    """That stay open."""
+    """The tickets that stay open."""
     is_live: Bool[Array, " num_plans"]
     """Whether a plan acts: its ticket is open, and no row of its stores has left since its lookup."""
     num_misused: Int32[Array, ""]
