@@ -88,16 +88,6 @@ def plan_bytes(num_keys: int) -> int:
     return num_keys * (KEY_BYTES + KEY_BYTES + 3 * ROW_ID_BYTES)
 
 
-def tickets_bytes(num_keys: int) -> int:
-    """The bytes that making a ticket must read: the keys of the batch (8 B each).
-
-    Example:
-      >>> tickets_bytes(num_keys=2)
-      16
-    """
-    return num_keys * KEY_BYTES
-
-
 def update_bytes(
     num_keys: int,
     num_unique: int,

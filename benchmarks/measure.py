@@ -38,10 +38,16 @@ from .records import Batches, Record, Recorder
 from .timing import Protocol
 from .workloads import Run, Workload
 
-ON_FILLED = {"lookup": None, "update": None, "small": bench_small.WORKLOADS, "skew": bench_skew.WORKLOADS}
+ON_FILLED = {
+    "lookup": None,
+    "update": None,
+    "tickets": bench_tickets.WORKLOADS,
+    "small": bench_small.WORKLOADS,
+    "skew": bench_skew.WORKLOADS,
+}
 """The parts that need filled tables, and the workloads whose tables they are measured on; None: all."""
 
-WITHOUT_TABLES = {"plan": bench_plan, "tickets": bench_tickets, "combine": bench_combine}
+WITHOUT_TABLES = {"plan": bench_plan, "combine": bench_combine}
 
 OWN_TABLES = ("insert", "scale", "dims", "evict", "life", "serving", "cpu")
 """The parts with tables of their own, in the order in which they are measured."""
@@ -154,6 +160,9 @@ def measure_jaxsok(workload, run, first_time, batches, parts, options, protocol,
         bench_lookup.measure(filled, batches[distribution], recorder, protocol)
     for distribution in run.distributions if "update" in parts else ():
         bench_update.measure(filled, batches[distribution], recorder, protocol)
+    for distribution in first_time if "tickets" in parts else ():
+        with recorder.attempt(f"{workload.name} {distribution} tickets"):
+            bench_tickets.measure(filled, batches[distribution], recorder, protocol)
     brief = protocol.brief()
     if "skew" in parts and recorder.has_time(f"{workload.name} skew"):
         with recorder.attempt(f"{workload.name} skew"):

@@ -215,7 +215,7 @@ def ask(
       per_round: the capacity of each of several rounds (`ExchangeSpec.send_capacity`); None: `default_send_capacity`.
     """
     one_round = send_capacity is not None
-    digest = tickets_digest(jnp.zeros((1, 2), jnp.uint32), features.keys)
+    digest = tickets_digest(features.keys)
     requests, inverse, starts, hashes = plan_lib.requests_of(spec, features, owners, by_hash=not one_round)
     if not one_round:
         capacity = per_round or default_send_capacity(spec, features)

@@ -18,6 +18,7 @@ from jaxsok import admission, annotations, exchange, table, tickets
 from jaxsok.exchange import Round, Route
 from jaxsok.features import StoreFeatures
 from jaxsok.kernels import lookup as kernels
+from jaxsok.kernels.tickets import tickets_digest
 from jaxsok.plan import Distinct, Found, Plan, Requests
 from jaxsok.shards import Shards
 from jaxsok.specs import ExchangeSpec, StoreSpec
@@ -60,7 +61,7 @@ def lookup(
     embeddings: Embeddings = {}
     stores, found, asked = [], [], []
     now = state.step if clock is None else clock
-    keys, digests = [], []
+    digests = []
     for s, (spec, store, features) in enumerate(zip(specs, state.stores, plan.features.stores, strict=True)):
         if not features.layouts:
             one_found, values = _nothing(spec, store), []
@@ -74,18 +75,19 @@ def lookup(
             digests.append(digest)
         elif plan.distinct is None and _reads_traced(spec, features):
             store, one_found, values = _lookup_traced(spec, store, state.seed, features, state.step, now)
+            digests.append(tickets_digest(features.keys))
         elif plan.distinct is None:
-            store, one_found, values = _lookup_fused(spec, store, state.seed, features, state.step, now)
+            store, one_found, values, digest = _lookup_fused(spec, store, state.seed, features, state.step, now)
+            digests.append(digest)
         else:
             store, one_found, values = _lookup_planned(
                 spec, store, state.seed, features, plan.distinct[s], state.step, now
             )
-        if features.layouts and (shards is None or wire is None):
-            keys.append(features.keys)
+            digests.append(tickets_digest(features.keys))
         stores.append(store)
         found.append(one_found)
         embeddings |= _named(features, values)
-    after, ticket = tickets.issue(state, stores, plan.features, keys, digests)
+    after, ticket = tickets.issue(state, stores, plan.features, digests)
     state = dataclasses.replace(state, stores=tuple(stores), tickets=after)
     asked = None if shards is None else tuple(asked)
     plan = dataclasses.replace(plan, asked=asked, found=tuple(found), ticket=ticket)
@@ -292,10 +294,10 @@ def _lookup_fused(
     features: StoreFeatures,
     step: UInt32[Array, ""],
     clock: UInt32[Array, ""],
-) -> tuple[StoreState, Found, list[Array]]:
+) -> tuple[StoreState, Found, list[Array], UInt32[Array, "1 2"]]:
     asked = admission.operands(spec, store, step)
     kept, told = (store.statistics, clock) if spec.keeps_statistics else ((), None)
-    index, counters, table_rows, rows, records, statistics, counted, row_ids, counts, values = kernels.lookup(
+    index, counters, table_rows, rows, records, statistics, counted, row_ids, counts, digest, values = kernels.lookup(
         store.index,
         store.counters,
         store.table_rows,
@@ -322,7 +324,7 @@ def _lookup_fused(
     )
     if asked is not None:
         store = dataclasses.replace(store, sightings=counted[0], bloom=counted[1])
-    return store, Found(row_ids, counts, _rounds(0)), values
+    return store, Found(row_ids, counts, _rounds(0)), values, digest
 
 
 @annotations.by_store

@@ -25,7 +25,6 @@ from jaxsok.features import Features
 from jaxsok.kernels import tickets as kernels
 from jaxsok.plan import Plan
 from jaxsok.store import State, StoreState
-from jaxsok.types import Keys
 
 RING = 256  # open tickets of a state: as many lookups may come between a lookup and its update
 NUM_LINES = kernels.NUM_TICKET_LINES + RING
@@ -44,7 +43,6 @@ def issue(
     state: State,
     stores: Sequence[StoreState],
     features: Features,
-    keys: Sequence[Keys],
     digests: Sequence[UInt32[Array, "1 2"]],
 ) -> tuple[Tickets, kernels.Ticket]:
     """Makes the ticket of a lookup.
@@ -53,22 +51,19 @@ def issue(
       state: before the lookup; its tickets are donated.
       stores: after the lookup.
       features: of the batch; the boundaries between its features take part in the ticket.
-      keys: by store, of those whose keys are all here.
-      digests: by store, of those whose keys were sent to other shards: of all shards' keys.
+      digests: by store, of the keys that were looked up; where they were sent to other shards, of all shards' keys.
 
     Returns:
       The tickets after the lookup, and the new one.
 
     Cost:
-      8 bytes a key are read, in one kernel for each store.
+      One small kernel. The lookup itself adds up the digest, where one kernel finds rows and makes embeddings of them;
+      elsewhere a kernel of its own reads the keys.
     """
     layouts = [[(one.table, one.key_start, one.num_keys) for one in part.layouts] for part in features.stores]
     layout = zlib.crc32(repr(layouts).encode())
-    tickets = state.tickets
-    for digest in digests:
-        tickets = tickets.at[:, 0].add(digest)
     counters = [store.counters for store in stores]
-    return kernels.tickets_issue(tickets, state.lineage, counters, keys, layout=layout)
+    return kernels.tickets_issue(state.tickets, state.lineage, counters, digests, layout=layout)
 
 
 class Redeemed(NamedTuple):

@@ -374,6 +374,11 @@ class Batch:
         """Positions without a key, by table: padding, and whatever lies in no bag."""
         return np.bincount(self.tables[~self.is_asked], minlength=num_tables).astype(np.int32)
 
+    def digest(self) -> np.ndarray:
+        """Of all keys but padding, also of those that lie in no bag."""
+        places = np.arange(1, len(self.keys) + 1, dtype=np.uint64) * GOLDEN
+        return words(mix(self.keys + places)[self.keys != U64(PADDING_KEY)].sum(dtype=np.uint64, keepdims=True))
+
 
 def joined(*batches: Batch) -> Batch:
     """Several plans' batches as one; feature by feature, each knowing its plan."""
@@ -1260,7 +1265,7 @@ class Script:
         admission, more = self._admission(step)
         inputs = {**batch.operands(), "seed": self.store.seed, **admission}
         statics = {**self._tables(), **_features(batch), **self._embeddings(batch), **more}
-        want = {"row_ids": row_ids, "counts": counts, "embeddings": embeddings}
+        want = {"row_ids": row_ids, "counts": counts, "digest": batch.digest(), "embeddings": embeddings}
         if clock is not None:
             ends = np.cumsum(self.store.slabs)[:-1]
             before = self._statistics()

@@ -460,7 +460,7 @@ def test_a_quick_run_measures_everything(tmp_path, monkeypatch):
         ("W5", records.GATHER, "limit"),
         ("W5", records.READ_MODIFY_WRITE, "limit"),
         ("W5", records.PLAN, "jaxsok"),
-        ("W5", records.TICKETS, "jaxsok"),
+        ("W1", records.TICKETS, "jaxsok"),
         ("W5", records.COMBINE, "jaxsok"),
         ("H1", records.FIND, "jaxsok"),
         ("H1", records.FIND_AND_GATHER, "jaxsok"),

@@ -134,7 +134,7 @@ def _plan_requests(s, x, tables, features, **attributes):
 
 def _lookup(s, x, tables, features, num_tiles, shapes, embedding_dtype, refused=None):
     tables = np.array(tables, np.uint32)
-    *state, statistics, counted, row_ids, counts, embeddings = lookup.lookup(
+    *state, statistics, counted, row_ids, counts, digest, embeddings = lookup.lookup(
         s.index,
         s.counters,
         s.table_rows,
@@ -150,7 +150,7 @@ def _lookup(s, x, tables, features, num_tiles, shapes, embedding_dtype, refused=
         x.get("statistics", ()),
         x.get("clock"),
     )
-    outputs = {"row_ids": row_ids, "counts": counts, "embeddings": embeddings}
+    outputs = {"row_ids": row_ids, "counts": counts, "digest": digest, "embeddings": embeddings}
     return outputs | ({"statistics": statistics} if statistics else {}), _with(s, *state, counted)
 
 

@@ -25,9 +25,10 @@ JAXSOK_HOST_DEVICE uint64_t HashOf(uint64_t key, uint32_t table, uint64_t salt) 
   return Mix64(Mix64(key ^ salt) + (table + 1) * kGolden);
 }
 
-/// What a key adds to the digest of a batch. The position takes part: the same keys in another order are another batch.
+/// What a key adds to the digest of a batch; padding adds nothing. The position takes part: the same keys in another
+/// order are another batch.
 JAXSOK_HOST_DEVICE uint64_t DigestOf(uint64_t key, int64_t position) {
-  return Mix64(key + (static_cast<uint64_t>(position) + 1) * kGolden);
+  return key == kPaddingKey ? 0 : Mix64(key + (static_cast<uint64_t>(position) + 1) * kGolden);
 }
 
 /// The home bucket: multiply-high, so that num_buckets need not be a power of two.

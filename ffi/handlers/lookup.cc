@@ -9,8 +9,9 @@ ffi::Error LookupImpl(StreamArgument stream, Index index_in, Counters counters_i
                       Tables tables, Seed seed, Keys keys, Offsets offsets, Weights weights, Features features,
                       ffi::RemainingArgs args, ffi::Result<Index> index, ffi::Result<Counters> counters,
                       ffi::Result<TableRows> table_rows, ffi::Result<RowIds> row_ids, ffi::Result<Counts> counts,
-                      ffi::Result<Workspace> workspace, ffi::RemainingRets rets, int32_t num_slabs, int32_t num_tiles,
-                      int32_t kinds, int32_t has_statistics, int32_t admission_operands) {
+                      ffi::Result<Seed> digest, ffi::Result<Workspace> workspace, ffi::RemainingRets rets,
+                      int32_t num_slabs, int32_t num_tiles, int32_t kinds, int32_t has_statistics,
+                      int32_t admission_operands) {
   constexpr char kOp[] = "lookup";
   BatchView batch{};
   JAXSOK_RETURN_IF_ERROR(ReadBatch(keys, offsets, weights, features, num_tiles, kOp, batch));
@@ -19,6 +20,7 @@ ffi::Error LookupImpl(StreamArgument stream, Index index_in, Counters counters_i
   JAXSOK_RETURN_IF_ERROR(CheckAlias(counters_in.typed_data(), counters->typed_data(), "counters", kOp));
   JAXSOK_RETURN_IF_ERROR(CheckAlias(table_rows_in.typed_data(), table_rows->typed_data(), "table_rows", kOp));
   JAXSOK_RETURN_IF_ERROR(CheckShape(row_ids->dimensions(), {batch.num_keys}, "row_ids", kOp));
+  JAXSOK_RETURN_IF_ERROR(CheckShape(digest->dimensions(), {1, 2}, "digest", kOp));
   JAXSOK_RETURN_IF_ERROR(CheckBytes(workspace->size_bytes(), InsertWorkspaceBytes(batch.num_keys), "workspace", kOp));
   StoreView store{};
   SlabReader slabs(args, num_slabs, kOp);
@@ -44,10 +46,11 @@ ffi::Error LookupImpl(StreamArgument stream, Index index_in, Counters counters_i
   EmbeddingsView embeddings;
   JAXSOK_RETURN_IF_ERROR(ReadEmbeddings(rets, num_aliased, batch.num_features, kOp, data, embeddings));
   StreamScope scope(stream);
-  return FromLaunch(LaunchLookup(scope.get(), store, batch, embeddings, row_ids->typed_data(), counts->typed_data(),
-                                 workspace->typed_data(), admission.has_value() ? &*admission : nullptr,
-                                 clock != nullptr ? &statistics : nullptr, clock),
-                    kOp);
+  return FromLaunch(
+      LaunchLookup(scope.get(), store, batch, embeddings, row_ids->typed_data(), counts->typed_data(),
+                   reinterpret_cast<uint64_t*>(digest->typed_data()), workspace->typed_data(),
+                   admission.has_value() ? &*admission : nullptr, clock != nullptr ? &statistics : nullptr, clock),
+      kOp);
 }
 
 /// Looks up a batch and changes nothing.
@@ -116,6 +119,7 @@ JAXSOK_DEFINE_HANDLER(JaxsokLookup, LookupImpl,
                           .Ret<TableRows>()
                           .Ret<RowIds>()
                           .Ret<Counts>()
+                          .Ret<Seed>()
                           .Ret<Workspace>()
                           .RemainingRets()
                           .Attr<int32_t>("num_slabs")

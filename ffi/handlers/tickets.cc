@@ -20,24 +20,18 @@ ffi::Error ReadTickets(const Tickets& in, const Tickets& out, const char* op, Ti
   return ffi::Error::Success();
 }
 
-ffi::Error ReadKeys(const Keys& keys, const char* op, KeysView& view) {
-  JAXSOK_RETURN_IF_ERROR(CheckShape(keys.dimensions(), {-1, 2}, "keys", op));
-  view = {KeysOf(keys), keys.dimensions()[0]};
-  return ffi::Error::Success();
-}
-
-/// Adds the digest of a batch's keys to a running one, in place.
-ffi::Error DigestImpl(StreamArgument stream, Seed digest_in, Keys keys, ffi::Result<Seed> digest) {
+/// The digest of a batch's keys.
+ffi::Error DigestImpl(StreamArgument stream, Keys keys, ffi::Result<Seed> digest) {
   constexpr char kOp[] = "tickets_digest";
-  KeysView batch;
-  JAXSOK_RETURN_IF_ERROR(ReadKeys(keys, kOp, batch));
-  JAXSOK_RETURN_IF_ERROR(CheckShape(digest_in.dimensions(), {1, 2}, "digest", kOp));
-  JAXSOK_RETURN_IF_ERROR(CheckAlias(digest_in.typed_data(), digest->typed_data(), "digest", kOp));
+  JAXSOK_RETURN_IF_ERROR(CheckShape(keys.dimensions(), {-1, 2}, "keys", kOp));
+  JAXSOK_RETURN_IF_ERROR(CheckShape(digest->dimensions(), {1, 2}, "digest", kOp));
   StreamScope scope(stream);
-  return FromLaunch(LaunchTicketsDigest(scope.get(), batch, reinterpret_cast<uint64_t*>(digest->typed_data())), kOp);
+  return FromLaunch(LaunchTicketsDigest(scope.get(), {KeysOf(keys), keys.dimensions()[0]},
+                                        reinterpret_cast<uint64_t*>(digest->typed_data())),
+                    kOp);
 }
 
-/// Makes the ticket of a lookup. The remaining operands: the counters of each store, then keys.
+/// Makes the ticket of a lookup. The remaining operands: the counters of each store, then digests.
 ffi::Error IssueImpl(StreamArgument stream, Tickets tickets_in, Seed lineage, ffi::RemainingArgs args,
                      ffi::Result<Tickets> tickets_out, ffi::Result<Ticket> ticket, int32_t layout) {
   constexpr char kOp[] = "tickets_issue";
@@ -51,7 +45,7 @@ ffi::Error IssueImpl(StreamArgument stream, Tickets tickets_in, Seed lineage, ff
                                        " stores, wanted 0 to " + std::to_string(args.size()));
   }
   std::vector<const uint32_t*> counters(num_stores);
-  std::vector<KeysView> batches(args.size() - counters.size());
+  std::vector<const uint64_t*> digests(args.size() - counters.size());
   for (size_t i = 0; i < args.size(); ++i) {
     auto operand = args.get<ffi::Buffer<ffi::U32>>(i);
     if (!operand.has_value()) return operand.error();
@@ -59,11 +53,12 @@ ffi::Error IssueImpl(StreamArgument stream, Tickets tickets_in, Seed lineage, ff
       JAXSOK_RETURN_IF_ERROR(CheckShape(operand->dimensions(), {kNumCounters}, "counters", kOp));
       counters[i] = operand->typed_data();
     } else {
-      JAXSOK_RETURN_IF_ERROR(ReadKeys(*operand, kOp, batches[i - counters.size()]));
+      JAXSOK_RETURN_IF_ERROR(CheckShape(operand->dimensions(), {1, 2}, "digest", kOp));
+      digests[i - counters.size()] = reinterpret_cast<const uint64_t*>(operand->typed_data());
     }
   }
   StreamScope scope(stream);
-  return FromLaunch(LaunchTicketsIssue(scope.get(), tickets, batches.data(), static_cast<int>(batches.size()),
+  return FromLaunch(LaunchTicketsIssue(scope.get(), tickets, digests.data(), static_cast<int>(digests.size()),
                                        counters.data(), static_cast<int>(counters.size()), lineage.typed_data(),
                                        static_cast<uint32_t>(layout), ticket->typed_data()),
                     kOp);
@@ -110,7 +105,7 @@ ffi::Error RedeemImpl(StreamArgument stream, Tickets tickets_in, ffi::RemainingA
 
 }  // namespace
 
-JAXSOK_DEFINE_HANDLER(JaxsokTicketsDigest, DigestImpl, BindStream().Arg<Seed>().Arg<Keys>().Ret<Seed>());
+JAXSOK_DEFINE_HANDLER(JaxsokTicketsDigest, DigestImpl, BindStream().Arg<Keys>().Ret<Seed>());
 
 JAXSOK_DEFINE_HANDLER(
     JaxsokTicketsIssue, IssueImpl,

@@ -25,6 +25,17 @@ __device__ __forceinline__ unsigned GroupMask(int lanes, int start) {
   return (lanes == kWarp ? ~0u : (1u << lanes) - 1) << start;
 }
 
+/// The sum over the lanes of a warp, in lane 0.
+__device__ __forceinline__ uint64_t SumOfWarp(uint64_t value) {
+#pragma unroll
+  for (int offset = kWarp / 2; offset >= 1; offset /= 2) value += __shfl_down_sync(~0u, value, offset);
+  return value;
+}
+
+__device__ __forceinline__ void AtomicAdd64(uint64_t* sum, uint64_t value) {
+  atomicAdd(reinterpret_cast<unsigned long long*>(sum), static_cast<unsigned long long>(value));
+}
+
 /// The number of a thread's group of `lanes`, a power of two: without a division, since it is asked for row by row.
 __device__ __forceinline__ int GroupOf(int thread, int lanes) { return thread >> (__ffs(lanes) - 1); }
 

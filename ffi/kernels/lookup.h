@@ -47,13 +47,14 @@ struct GradientsView {
 ///
 /// Post   : embeddings for every bag; row_ids as LaunchFindOrInsert; refused keys contribute their
 ///          initial row, with admission the row that `refused` says. counts and the store as LaunchFindOrInsert.
+///          `digest` is that of the keys, as LaunchTicketsDigest.
 ///          With statistics they are as LaunchTouch with these row_ids leaves them, one use a position.
 /// Pre    : `admission` may be nullptr: everyone is let in. It has no uses. `statistics` may be nullptr: none are kept;
 ///          else their slabs are those of the store, and clock is one word of the device's memory.
 LaunchError LaunchLookup(Stream stream, const StoreView& store, const BatchView& batch,
-                         const EmbeddingsView& embeddings, uint32_t* row_ids, int32_t* counts, void* workspace,
-                         const AdmissionView* admission = nullptr, const StatisticsView* statistics = nullptr,
-                         const uint32_t* clock = nullptr);
+                         const EmbeddingsView& embeddings, uint32_t* row_ids, int32_t* counts, uint64_t* digest,
+                         void* workspace, const AdmissionView* admission = nullptr,
+                         const StatisticsView* statistics = nullptr, const uint32_t* clock = nullptr);
 
 /// Looks up a batch and changes nothing; keys without a row give their initial row or zeros (kFeatureUnknown).
 ///

@@ -1,6 +1,7 @@
 // The way down on the CPU: row ids first, for tiles or for the whole batch, then the rows of each bag.
 #include "index_cpu.h"
 #include "lookup.h"
+#include "tickets.h"
 #include "touch_cpu.h"
 
 namespace jaxsok {
@@ -114,12 +115,14 @@ void CountBaglessFeatures(const BagFeatures& bags, int32_t* counts) {
 }  // namespace
 
 LaunchError LaunchLookup(Stream stream, const StoreView& store, const BatchView& batch,
-                         const EmbeddingsView& embeddings, uint32_t* row_ids, int32_t* counts, void* workspace,
-                         const AdmissionView* admission, const StatisticsView* statistics, const uint32_t* clock) {
+                         const EmbeddingsView& embeddings, uint32_t* row_ids, int32_t* counts, uint64_t* digest,
+                         void* workspace, const AdmissionView* admission, const StatisticsView* statistics,
+                         const uint32_t* clock) {
   const BagFeatures bags(stream, batch);
   if (LaunchError error = bags.ErrorWithTables(store.num_tables)) return error;
   if (LaunchError error = CheckStore(store, embeddings)) return error;
   if (store.index.num_buckets == 0) return "index: no buckets";
+  if (LaunchError error = LaunchTicketsDigest(stream, {batch.keys, batch.num_keys}, digest)) return error;
   if (LaunchError error = FindOrInsert(stream, store, BatchSource{batch.keys, &bags}, batch.num_keys, row_ids, counts,
                                        workspace, admission)) {
     return error;

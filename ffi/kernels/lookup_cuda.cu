@@ -7,22 +7,23 @@ namespace jaxsok {
 namespace {
 
 // Zeroes what the passes add to: one launch in place of several memsets.
-__global__ void PrepareKernel(int32_t* counts, int num_counts, InsertControl* control, uint32_t* row_ids,
-                              int64_t num_row_ids) {
+__global__ void PrepareKernel(int32_t* counts, int num_counts, uint64_t* digest, InsertControl* control,
+                              uint32_t* row_ids, int64_t num_row_ids) {
   const int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
   for (int64_t c = i; c < num_counts; c += int64_t{gridDim.x} * blockDim.x) counts[c] = 0;
+  if (digest != nullptr && i == 0) *digest = 0;
   if (control != nullptr && i < static_cast<int64_t>(sizeof(InsertControl) / 4)) {
     reinterpret_cast<uint32_t*>(control)[i] = 0;
   }
   for (int64_t p = i; p < num_row_ids; p += int64_t{gridDim.x} * blockDim.x) row_ids[p] = kNoRow;
 }
 
-LaunchError Prepare(Stream stream, int32_t* counts, int num_tables, InsertControl* control, uint32_t* row_ids,
-                    int64_t num_row_ids) {
+LaunchError Prepare(Stream stream, int32_t* counts, int num_tables, uint64_t* digest, InsertControl* control,
+                    uint32_t* row_ids, int64_t num_row_ids) {
   const int64_t items = num_row_ids > num_tables * kNumCounts ? num_row_ids : num_tables * kNumCounts;
   const int64_t threads = items > 64 ? items : 64;
   const int blocks = static_cast<int>(threads > (int64_t{1} << 18) ? 1024 : CeilDiv<int64_t>(threads, kBlock));
-  PrepareKernel<<<blocks, kBlock, 0, stream>>>(counts, num_tables * kNumCounts, control, row_ids, num_row_ids);
+  PrepareKernel<<<blocks, kBlock, 0, stream>>>(counts, num_tables * kNumCounts, digest, control, row_ids, num_row_ids);
   JAXSOK_RETURN_IF_CUDA(cudaGetLastError());
   return nullptr;
 }
@@ -36,18 +37,19 @@ LaunchError Main(Stream stream, const LookupArguments& a, const EmbeddingPointer
 }  // namespace
 
 LaunchError LaunchLookup(Stream stream, const StoreView& store, const BatchView& batch,
-                         const EmbeddingsView& embeddings, uint32_t* row_ids, int32_t* counts, void* workspace,
-                         const AdmissionView* admission, const StatisticsView* statistics, const uint32_t* clock) {
+                         const EmbeddingsView& embeddings, uint32_t* row_ids, int32_t* counts, uint64_t* digest,
+                         void* workspace, const AdmissionView* admission, const StatisticsView* statistics,
+                         const uint32_t* clock) {
   EmbeddingPointers pointers;
   JAXSOK_RETURN_IF_LAUNCH(pointers.Fill(embeddings, batch.num_features, store.row_dtype));
-  LookupArguments a{store, batch, nullptr, row_ids, counts, InsertWorkspace::Cut(workspace, batch.num_keys)};
+  LookupArguments a{store, batch, nullptr, row_ids, counts, digest, InsertWorkspace::Cut(workspace, batch.num_keys)};
   if (statistics != nullptr) a.notes = {statistics->data, clock};
   const auto main = [&] {
     return statistics != nullptr ? Main<kModeTrack>(stream, a, pointers) : Main<kModeInsert>(stream, a, pointers);
   };
   // Only ragged features have positions that lie in no bag.
-  JAXSOK_RETURN_IF_LAUNCH(
-      Prepare(stream, counts, store.num_tables, a.insert.control, row_ids, batch.num_offsets > 0 ? batch.num_keys : 0));
+  JAXSOK_RETURN_IF_LAUNCH(Prepare(stream, counts, store.num_tables, digest, a.insert.control, row_ids,
+                                  batch.num_offsets > 0 ? batch.num_keys : 0));
   if (batch.num_tiles == 0 || batch.num_keys == 0) {
     // No keys: bags, if any, are empty.
     return batch.num_tiles == 0 ? nullptr : main();
@@ -72,8 +74,8 @@ LaunchError LaunchLookupFind(Stream stream, const StoreView& store, const BatchV
                              const EmbeddingsView& embeddings, int32_t* counts) {
   EmbeddingPointers pointers;
   JAXSOK_RETURN_IF_LAUNCH(pointers.Fill(embeddings, batch.num_features, store.row_dtype));
-  LookupArguments a{store, batch, nullptr, nullptr, counts, {}};
-  JAXSOK_RETURN_IF_LAUNCH(Prepare(stream, counts, store.num_tables, nullptr, nullptr, 0));
+  LookupArguments a{store, batch, nullptr, nullptr, counts, nullptr, {}};
+  JAXSOK_RETURN_IF_LAUNCH(Prepare(stream, counts, store.num_tables, nullptr, nullptr, nullptr, 0));
   if (batch.num_tiles == 0) return nullptr;
   return Main<kModeFind>(stream, a, pointers);
 }
@@ -82,8 +84,8 @@ LaunchError LaunchLookupPlanned(Stream stream, const StoreView& store, const Bat
                                 const EmbeddingsView& embeddings, int32_t* counts) {
   EmbeddingPointers pointers;
   JAXSOK_RETURN_IF_LAUNCH(pointers.Fill(embeddings, batch.num_features, store.row_dtype));
-  LookupArguments a{store, batch, row_ids, nullptr, counts, {}};
-  JAXSOK_RETURN_IF_LAUNCH(Prepare(stream, counts, store.num_tables, nullptr, nullptr, 0));
+  LookupArguments a{store, batch, row_ids, nullptr, counts, nullptr, {}};
+  JAXSOK_RETURN_IF_LAUNCH(Prepare(stream, counts, store.num_tables, nullptr, nullptr, nullptr, 0));
   if (batch.num_tiles == 0) return nullptr;
   return Main<kModePlanned>(stream, a, pointers);
 }

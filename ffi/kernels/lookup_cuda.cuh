@@ -16,6 +16,7 @@ struct LaneCounts {
   int absent = 0;
   int padding = 0;
   int longest_probe = 0;
+  uint64_t digest = 0;  // of the keys (DigestOf), where the mode inserts
 };
 
 /// One index line for each lane of a warp, copied to shared memory while the lanes do something else.
@@ -104,6 +105,7 @@ struct LookupSource {
       if (Inserts(kMode)) a.row_ids[position] = kNoRow;
       return p;
     }
+    if (Inserts(kMode)) counts.digest += DigestOf(key, position);
     if (f.weights_start >= 0) p.weight = __ldg(a.batch.weights + f.weights_start + at);
     if (found.row_id < a.store.capacity) {
       if (Inserts(kMode)) a.row_ids[position] = found.row_id;
@@ -148,11 +150,15 @@ __device__ __forceinline__ void CountLoosePositions(const LookupArguments& a, co
   const int64_t num_loose = block < blocks ? first + (f.num_keys - last) : 0;
   for (int64_t i = int64_t{block} * kBlock + threadIdx.x; i < num_loose; i += int64_t{blocks} * kBlock) {
     ++counts.padding;
-    if (Inserts(kMode)) a.row_ids[f.key_start + (i < first ? i : last + (i - first))] = kNoRow;
+    if (Inserts(kMode)) {
+      const int64_t position = f.key_start + (i < first ? i : last + (i - first));
+      a.row_ids[position] = kNoRow;
+      counts.digest += DigestOf(__ldg(a.batch.keys + position), position);
+    }
   }
 }
 
-/// Adds the lanes' counts to the feature's table. All threads of the block.
+/// Adds the lanes' counts to the feature's table. All threads of the block, which waits for all where it inserts.
 template <int kMode>
 __device__ __forceinline__ void FlushCounts(const LookupArguments& a, const Feature& f, const LaneCounts& lane) {
   if (a.counts == nullptr) return;  // nobody asks; only of frozen stores
@@ -182,6 +188,31 @@ __device__ __forceinline__ void FlushCounts(const LookupArguments& a, const Feat
     atomicAdd(counts + (kMode == kModeFind ? kCountMissing : kCountRefused), sums[1]);
   }
 }
+
+/// The digest of a block's keys; nothing where the mode does not insert. In shared memory.
+template <int kMode, bool kIsKept = Inserts(kMode)>
+struct BlockDigest {
+  __device__ void Put(uint64_t) {}
+  __device__ void AddTo(uint64_t*) const {}
+};
+template <int kMode>
+struct BlockDigest<kMode, true> {
+  uint64_t of_warp[kBlock / kWarp];
+
+  /// What each lane saw. All lanes of every warp, once.
+  __device__ void Put(uint64_t of_lane) {
+    const uint64_t sum = SumOfWarp(of_lane);
+    if (threadIdx.x % kWarp == 0) of_warp[threadIdx.x / kWarp] = sum;
+  }
+  /// After a barrier.
+  __device__ void AddTo(uint64_t* digest) const {
+    if (threadIdx.x != 0) return;
+    uint64_t sum = 0;
+#pragma unroll
+    for (uint64_t one : of_warp) sum += one;
+    if (sum != 0) AtomicAdd64(digest, sum);
+  }
+};
 
 /// The uses that a block notes with kModeTrack; nothing in the others. In shared memory.
 template <int kMode>
@@ -230,11 +261,14 @@ __global__ void __launch_bounds__(kBlock, BlocksPerMultiprocessor<kVector * kPer
   const Feature& f = b.f;
   if (f.combiner != kCombinerNone) return;
   __shared__ UseCacheOf<kMode> uses;
+  __shared__ BlockDigest<kMode> digest;
   LookupSource<kMode, Row> source{a,  f,           kMode == kModePlanned ? 0 : SaltOf(a.store.counters), nullptr, 0,
                                   {}, uses.Begin()};
   const uint32_t now = source.Now();
   const int32_t bag = b.first_bag + static_cast<int32_t>(threadIdx.x % kWarp);
-  if (b.first_bag < b.last_bag) {
+  if (b.first_bag >= b.last_bag) {
+    digest.Put(0);
+  } else {
     Position mine{nullptr, kPaddingKey, kPositionPadding, 1.0f};
     ProbeResult found{kNoRow, kNoEntry, 1};
     if (bag < b.last_bag) {
@@ -245,6 +279,8 @@ __global__ void __launch_bounds__(kBlock, BlocksPerMultiprocessor<kVector * kPer
       }
       mine = source.Take(bag, token.key, found);
     }
+    digest.Put(
+        source.counts.digest);  // here, so that no register holds it while rows are copied; all positions are bags
     source.Note(mine, found, now);
     CopyRows<Row, kVector, kPerLane>(mine, b.last_bag - b.first_bag, a.store, OneTable{static_cast<uint32_t>(f.table)},
                                      lanes, embeddings.pointers.data[f.number], embeddings.is_float32, b.first_bag);
@@ -255,6 +291,7 @@ __global__ void __launch_bounds__(kBlock, BlocksPerMultiprocessor<kVector * kPer
   uses.End(a, now);
   CountLoosePositions<kMode>(a, f, b.block, b.blocks, source.counts);
   FlushCounts<kMode>(a, f, source.counts);
+  digest.AddTo(a.digest);
 }
 
 // Other bags: each group of lanes sums one after the other. Who writes what is as for single keys.
@@ -265,6 +302,7 @@ __global__ void __launch_bounds__(kBlock, BagBlocksPerMultiprocessor<kVector * k
   __shared__ AsyncLines lines[kMode == kModePlanned ? 1 : kBlock / kWarp];
   __shared__ WindowRows window_rows[kBlock / kWarp];
   __shared__ UseCacheOf<kMode> uses;
+  __shared__ BlockDigest<kMode> digest;
   __shared__ Feature f;
   const BlockBags b = BlockBags::Of(a.batch, share);
   if (threadIdx.x == 0) f = b.f;
@@ -292,7 +330,9 @@ __global__ void __launch_bounds__(kBlock, BagBlocksPerMultiprocessor<kVector * k
       });
   uses.End(a, source.Now());
   CountLoosePositions<kMode>(a, f, b.block, b.blocks, source.counts);
+  digest.Put(source.counts.digest);
   FlushCounts<kMode>(a, f, source.counts);
+  digest.AddTo(a.digest);
 }
 
 /// One bag for each group of lanes, each perhaps of another feature (SumBags).

@@ -24,6 +24,7 @@ struct LookupArguments {
   const uint32_t* given_row_ids;  // kModePlanned
   uint32_t* row_ids;              // Inserts
   int32_t* counts;
+  uint64_t* digest;        // of the keys in bags; Inserts
   InsertWorkspace insert;  // Inserts
   UseNotes notes{};        // Inserts; kept with kModeTrack
 };

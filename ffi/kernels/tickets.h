@@ -11,23 +11,23 @@ namespace jaxsok {
 constexpr int kNumTicketWords = 2;  // of a ticket, before the generations of stores
 constexpr int kNumTicketLines = 2;  // of a state's tickets, before the open ones
 
-/// The tickets of a state, as 64-bit words: last, progress, and a ring of `num_open` open tickets (0: none).
-///
-/// `progress` is two words of 32 bits: how many lookups there were (the next ticket goes to that place of the ring,
-/// modulo its size), and what the digest kernel counts its blocks with, 0 between calls.
+/// The tickets of a state, as 64-bit words: the last one, how many lookups there were (the next ticket goes to that
+/// place of the ring, modulo its size), and a ring of `num_open` open tickets (0: none).
 struct TicketsView {
   uint64_t* words = nullptr;
   uint32_t num_open = 0;
 
   JAXSOK_HOST_DEVICE uint64_t& last() const { return words[0]; }
-  JAXSOK_HOST_DEVICE uint32_t* progress() const { return reinterpret_cast<uint32_t*>(words + 1); }
+  JAXSOK_HOST_DEVICE uint64_t& num_lookups() const { return words[1]; }
   JAXSOK_HOST_DEVICE uint64_t* open() const { return words + kNumTicketLines; }
 
-  /// Makes the ticket that follows from the last one, to which the digest of the batch has been added, and opens it.
-  JAXSOK_HOST_DEVICE uint64_t Issue(uint64_t mixed, uint64_t lineage, uint32_t layout) const {
-    const uint64_t ticket = Mix64((mixed ^ lineage ^ layout) + 1) | 1;  // never 0
+  /// Makes the ticket that follows from the last one by a batch with this digest, and opens it.
+  JAXSOK_HOST_DEVICE uint64_t Issue(uint64_t digest, uint64_t lineage, uint32_t layout) const {
+    const uint64_t count = num_lookups();
+    const uint64_t ticket = Mix64(((last() + digest) ^ lineage ^ layout) + 1) | 1;  // never 0
     last() = ticket;
-    open()[progress()[0]++ % num_open] = ticket;
+    num_lookups() = count + 1;
+    open()[count % num_open] = ticket;
     return ticket;
   }
 };
@@ -38,7 +38,7 @@ struct KeysView {
   int64_t num_keys;
 };
 
-/// Adds the digest of a batch's keys to `digest`: the sum of DigestOf over all positions, modulo 2^64.
+/// `digest` becomes that of a batch's keys: the sum of DigestOf over all positions, modulo 2^64.
 ///
 /// Order  : sums of integers: the same on every run and on both back ends.
 /// Cost   : 8 B a key in; nothing else is read.
@@ -46,14 +46,12 @@ LaunchError LaunchTicketsDigest(Stream stream, KeysView batch, uint64_t* digest)
 
 /// Makes the ticket of a lookup and opens it; it takes the place of the oldest in the ring.
 ///
-/// Pre    : `batches` are the keys of the stores whose digest is not yet in tickets.last(); there may be none.
-///          `lineage` has 8 bytes; `counters` are those of all stores.
+/// Pre    : `digests` are those of the batch's keys, in any number of parts; `lineage` has 8 bytes; `counters` are
+///          those of all stores.
 /// Post   : `ticket`, which has 2 + num_stores words, has the new ticket (low, high; never 0) and the generation of
-/// each
-///          store.
-/// Cost   : that of LaunchTicketsDigest for each batch, and no kernel beside those (one, if there is no batch; one more
-///          for every kStoresPerLaunch stores beyond the first).
-LaunchError LaunchTicketsIssue(Stream stream, TicketsView tickets, const KeysView* batches, int num_batches,
+///          each store.
+/// Cost   : one small kernel, and one more for every kStoresPerLaunch stores or digests beyond the first.
+LaunchError LaunchTicketsIssue(Stream stream, TicketsView tickets, const uint64_t* const* digests, int num_digests,
                                const uint32_t* const* counters, int num_stores, const uint32_t* lineage,
                                uint32_t layout, uint32_t* ticket);
 
@@ -66,8 +64,8 @@ struct TicketUse {
 
 /// Looks for the tickets of plans among the open ones, and takes them out.
 ///
-/// Pre    : plans[p] is the ticket of plan p; plans are taken in order, so that of two with one ticket the first has
-/// it. Post   : is_live[p]: the ticket of plan p was open, and each of the stores that it used has its generation yet;
+/// Pre    : plans[p] is the ticket of plan p. Plans are taken in order: of two with one ticket the first has it.
+/// Post   : is_live[p]: the ticket of plan p was open, and each of the stores that it used has its generation yet;
 ///          num_misused[0]: plans whose ticket was not open.
 /// Cost   : one small kernel for up to kPlansPerLaunch plans and kUsesPerLaunch uses.
 LaunchError LaunchTicketsRedeem(Stream stream, TicketsView tickets, const uint32_t* const* plans, int num_plans,

@@ -23,6 +23,7 @@ bool TakeOut(TicketsView tickets, uint64_t ticket) {
 }  // namespace
 
 LaunchError LaunchTicketsDigest(Stream stream, KeysView batch, uint64_t* digest) {
+  *digest = 0;
   RunRanges(stream, batch.num_keys, kKeysPerChunk, [&](int64_t begin, int64_t end) {
     uint64_t sum = 0;
     for (int64_t i = begin; i < end; ++i) sum += DigestOf(batch.keys[i], i);
@@ -31,13 +32,12 @@ LaunchError LaunchTicketsDigest(Stream stream, KeysView batch, uint64_t* digest)
   return nullptr;
 }
 
-LaunchError LaunchTicketsIssue(Stream stream, TicketsView tickets, const KeysView* batches, int num_batches,
+LaunchError LaunchTicketsIssue(Stream, TicketsView tickets, const uint64_t* const* digests, int num_digests,
                                const uint32_t* const* counters, int num_stores, const uint32_t* lineage,
                                uint32_t layout, uint32_t* ticket) {
-  for (int b = 0; b < num_batches; ++b) {
-    if (LaunchError error = LaunchTicketsDigest(stream, batches[b], &tickets.last())) return error;
-  }
-  const uint64_t issued = tickets.Issue(tickets.last(), WordAt(lineage), layout);
+  uint64_t digest = 0;
+  for (int d = 0; d < num_digests; ++d) digest += *digests[d];
+  const uint64_t issued = tickets.Issue(digest, WordAt(lineage), layout);
   ticket[0] = static_cast<uint32_t>(issued);
   ticket[1] = static_cast<uint32_t>(issued >> 32);
   for (int s = 0; s < num_stores; ++s) ticket[kNumTicketWords + s] = counters[s][kGeneration];

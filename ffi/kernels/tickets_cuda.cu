@@ -12,70 +12,57 @@ constexpr int kPlansPerLaunch = 32;
 constexpr int kUsesPerLaunch = 128;
 constexpr int kStoresPerLaunch = 64;
 
-/// What writes the generations of stores into a ticket.
-struct StoreCounters {
-  const uint32_t* counters[kStoresPerLaunch];
-  int num_stores = 0;
-  uint32_t* generations = nullptr;
-
-  __device__ void Write(int thread) const {
-    for (int s = thread; s < num_stores; s += kBlock) generations[s] = counters[s][kGeneration];
-  }
-};
-
-/// What the block that ends last does with the digest; without a ticket nothing.
-struct IssueArguments {
-  TicketsView tickets;
-  const uint32_t* lineage = nullptr;
-  uint32_t layout = 0;
-  uint32_t* ticket = nullptr;
-  StoreCounters stores;
-};
-
 __device__ uint64_t WordAt(const uint32_t* words) { return Word64(words[0], words[1]); }
 
-// Each thread adds up every so many keys, each block adds its sum to the digest; the last block makes the ticket.
+// Each thread adds up every so many keys, each block adds its sum to the digest.
 // No race: sums of integers by atomics, in any order. They all go to one word, so that there are few of them.
-__global__ void __launch_bounds__(kBlock)
-    DigestKernel(KeysView batch, uint64_t* digest, const __grid_constant__ IssueArguments issue) {
+__global__ void __launch_bounds__(kBlock) DigestKernel(KeysView batch, uint64_t* digest) {
   __shared__ uint64_t sums[kBlock / kWarp];
-  if (issue.ticket != nullptr && blockIdx.x == 0) issue.stores.Write(threadIdx.x);
   uint64_t sum = 0;
   const int64_t stride = int64_t{gridDim.x} * kBlock;
 #pragma unroll 4
   for (int64_t i = int64_t{blockIdx.x} * kBlock + threadIdx.x; i < batch.num_keys; i += stride) {
     sum += DigestOf(__ldg(batch.keys + i), i);
   }
-#pragma unroll
-  for (int offset = kWarp / 2; offset >= 1; offset /= 2) sum += __shfl_down_sync(~0u, sum, offset);
+  sum = SumOfWarp(sum);
   if (threadIdx.x % kWarp == 0) sums[threadIdx.x / kWarp] = sum;
   __syncthreads();
   if (threadIdx.x != 0) return;
 #pragma unroll
   for (int warp = 1; warp < kBlock / kWarp; ++warp) sum += sums[warp];
-  auto* total = reinterpret_cast<unsigned long long*>(digest);
-  atomicAdd(total, static_cast<unsigned long long>(sum));
-  if (issue.ticket == nullptr) return;
-  // A block that counts itself has added its sum before; atomicInc begins anew at 0 after the last block.
-  __threadfence();
-  if (atomicInc(&issue.tickets.progress()[1], gridDim.x - 1) != gridDim.x - 1) return;
-  __threadfence();
-  const uint64_t mixed = atomicAdd(total, 0ull);
-  const uint64_t issued = issue.tickets.Issue(mixed, WordAt(issue.lineage), issue.layout);
-  issue.ticket[0] = static_cast<uint32_t>(issued);
-  issue.ticket[1] = static_cast<uint32_t>(issued >> 32);
+  AtomicAdd64(digest, sum);
 }
 
-LaunchError Digest(Stream stream, KeysView batch, uint64_t* digest, const IssueArguments& issue) {
-  const int64_t wanted = CeilDiv<int64_t>(batch.num_keys, kBlock);
-  const unsigned blocks = static_cast<unsigned>(std::clamp<int64_t>(wanted, 1, kManyBlocks));
-  DigestKernel<<<blocks, kBlock, 0, stream>>>(batch, digest, issue);
-  JAXSOK_RETURN_IF_CUDA(cudaGetLastError());
-  return nullptr;
-}
+struct IssueArguments {
+  TicketsView tickets;
+  const uint64_t* digests[kStoresPerLaunch];
+  const uint32_t* counters[kStoresPerLaunch];
+  const uint32_t* lineage = nullptr;
+  uint32_t* ticket = nullptr;
+  int first_store = 0;  // of these; others were before
+  int num_stores = 0;
+  int num_digests = 0;
+  uint32_t layout = 0;
+  bool is_last = false;
+};
+static_assert(sizeof(IssueArguments) <= 4096, "fits into the parameters of a kernel");
 
-__global__ void __launch_bounds__(kBlock) GenerationsKernel(const __grid_constant__ StoreCounters stores) {
-  stores.Write(threadIdx.x);
+// One warp. What it reads is asked for at once, before anything is waited for.
+__global__ void __launch_bounds__(kWarp) IssueKernel(const __grid_constant__ IssueArguments a) {
+  const uint64_t lineage = WordAt(a.lineage);
+  uint64_t digest = 0;
+  for (int d = threadIdx.x; d < a.num_digests; d += kWarp) digest += *a.digests[d];
+  uint32_t* generations = a.ticket + kNumTicketWords + a.first_store;
+  for (int s = threadIdx.x; s < a.num_stores; s += kWarp) generations[s] = a.counters[s][kGeneration];
+  digest = SumOfWarp(digest);
+  if (threadIdx.x != 0) return;
+  if (!a.is_last) {
+    a.tickets.last() += digest;
+    return;
+  }
+  const uint64_t issued = a.tickets.Issue(digest, lineage, a.layout);
+  a.ticket[0] = static_cast<uint32_t>(issued);
+  a.ticket[1] = static_cast<uint32_t>(issued >> 32);
 }
 
 struct RedeemArguments {
@@ -89,58 +76,67 @@ struct RedeemArguments {
   int32_t* num_misused = nullptr;
 };
 static_assert(sizeof(RedeemArguments) <= 4096, "fits into the parameters of a kernel");
+static_assert(kUsesPerLaunch <= kBlock, "a use for each thread");
 
-// One block: its threads look through the ring for one ticket after the other.
+// One block: its threads look through the ring for one ticket after the other. What they read is asked for at once.
 __global__ void __launch_bounds__(kBlock) RedeemKernel(const __grid_constant__ RedeemArguments a) {
+  __shared__ uint64_t tickets[kPlansPerLaunch];
+  const int thread = threadIdx.x;
   uint64_t* open = a.tickets.open();
+  if (thread < a.num_plans) tickets[thread] = WordAt(a.plans[thread]);
+  uint64_t mine = thread < a.tickets.num_open ? open[thread] : 0;
+  bool is_stale = false;
+  if (thread < a.num_uses) is_stale = *a.uses[thread].generation != a.uses[thread].counters[kGeneration];
   int num_misused = 0;
+  __syncthreads();
   for (int p = 0; p < a.num_plans; ++p) {
-    const uint64_t ticket = WordAt(a.plans[p]);
+    const uint64_t ticket = tickets[p];
     bool is_here = false;
-    for (uint32_t i = threadIdx.x; i < a.tickets.num_open; i += kBlock) {
-      if (ticket == 0 || open[i] != ticket) continue;
+    for (uint32_t i = thread; i < a.tickets.num_open; i += kBlock) {
+      if (ticket == 0 || (i == thread ? mine : open[i]) != ticket) continue;
       open[i] = 0;
+      if (i == thread) mine = 0;
       is_here = true;
     }
     // Every thread waits for the ring as this plan leaves it.
     const bool is_open = __syncthreads_or(is_here);
-    if (threadIdx.x == 0) a.is_live[a.first_plan + p] = is_open;
+    if (thread == 0) a.is_live[a.first_plan + p] = is_open;
     num_misused += !is_open;
   }
-  if (threadIdx.x == 0) *a.num_misused = num_misused + (a.first_plan == 0 ? 0 : *a.num_misused);
+  if (thread == 0) *a.num_misused = num_misused + (a.first_plan == 0 ? 0 : *a.num_misused);
   __syncthreads();
   // No race: all that write to a place write the same.
-  for (int u = threadIdx.x; u < a.num_uses; u += kBlock) {
-    const TicketUse& use = a.uses[u];
-    if (*use.generation != use.counters[kGeneration]) a.is_live[use.plan] = false;
-  }
+  if (is_stale) a.is_live[a.uses[thread].plan] = false;
 }
 
 }  // namespace
 
 LaunchError LaunchTicketsDigest(Stream stream, KeysView batch, uint64_t* digest) {
+  JAXSOK_RETURN_IF_CUDA(cudaMemsetAsync(digest, 0, sizeof(*digest), stream));
   if (batch.num_keys == 0) return nullptr;
-  return Digest(stream, batch, digest, IssueArguments{});
+  const int64_t blocks = std::min<int64_t>(CeilDiv<int64_t>(batch.num_keys, kBlock), kManyBlocks);
+  DigestKernel<<<static_cast<unsigned>(blocks), kBlock, 0, stream>>>(batch, digest);
+  JAXSOK_RETURN_IF_CUDA(cudaGetLastError());
+  return nullptr;
 }
 
-LaunchError LaunchTicketsIssue(Stream stream, TicketsView tickets, const KeysView* batches, int num_batches,
+LaunchError LaunchTicketsIssue(Stream stream, TicketsView tickets, const uint64_t* const* digests, int num_digests,
                                const uint32_t* const* counters, int num_stores, const uint32_t* lineage,
                                uint32_t layout, uint32_t* ticket) {
-  IssueArguments issue{tickets, lineage, layout, ticket, {}};
-  for (int first = 0; first < num_stores; first += kStoresPerLaunch) {
-    if (first > 0) {
-      GenerationsKernel<<<1, kBlock, 0, stream>>>(issue.stores);
-      JAXSOK_RETURN_IF_CUDA(cudaGetLastError());
-    }
-    issue.stores.num_stores = std::min(num_stores - first, kStoresPerLaunch);
-    issue.stores.generations = ticket + kNumTicketWords + first;
-    std::copy_n(counters + first, issue.stores.num_stores, issue.stores.counters);
-  }
-  for (int b = 0; b + 1 < num_batches; ++b) {
-    JAXSOK_RETURN_IF_LAUNCH(LaunchTicketsDigest(stream, batches[b], &tickets.last()));
-  }
-  const KeysView last = num_batches == 0 ? KeysView{nullptr, 0} : batches[num_batches - 1];
-  return Digest(stream, last, &tickets.last(), issue);
+  int first = 0;
+  do {
+    IssueArguments a{tickets, {}, {}, lineage, ticket, first};
+    a.num_stores = std::clamp(num_stores - first, 0, kStoresPerLaunch);
+    a.num_digests = std::clamp(num_digests - first, 0, kStoresPerLaunch);
+    std::copy_n(counters + first, a.num_stores, a.counters);
+    std::copy_n(digests + first, a.num_digests, a.digests);
+    a.layout = layout;
+    first += kStoresPerLaunch;
+    a.is_last = first >= std::max(num_stores, num_digests);
+    IssueKernel<<<1, kWarp, 0, stream>>>(a);
+    JAXSOK_RETURN_IF_CUDA(cudaGetLastError());
+  } while (first < std::max(num_stores, num_digests));
+  return nullptr;
 }
 
 LaunchError LaunchTicketsRedeem(Stream stream, TicketsView tickets, const uint32_t* const* plans, int num_plans,

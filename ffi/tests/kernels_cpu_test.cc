@@ -558,8 +558,9 @@ class Machine {
     for (int s = 0; s < kept.starts.num_slabs; ++s) kept.data.data[s] = statistics.data() + kept.starts.start[s];
     const bool keeps_statistics = random_.Below(2) == 0;
     const uint32_t clock = random_.Next();
+    uint64_t digest = random_.Next();
     JAXSOK_CHECK_SEED(LaunchLookup(&executor_, store_.view, batch.View(), embeddings.View(), row_ids_.data(),
-                                   counts.data(), Workspace(InsertWorkspaceBytes(batch.keys.size())), nullptr,
+                                   counts.data(), &digest, Workspace(InsertWorkspaceBytes(batch.keys.size())), nullptr,
                                    keeps_statistics ? &kept : nullptr, keeps_statistics ? &clock : nullptr) == nullptr,
                       seed_);
     std::vector<uint32_t> row_ids(batch.keys.size(), kNoRow);

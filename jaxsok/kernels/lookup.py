@@ -47,6 +47,7 @@ def lookup(
     tuple[tuple[Array, ...], tuple[Array, ...]],
     RowIds,
     Int32[Array, "num_tables num_counts"],
+    UInt32[Array, "1 2"],
     list[Array],
 ]:
     """Looks up a batch; unseen keys get rows. See `LaunchLookup` in ffi/kernels/lookup.h.
@@ -55,7 +56,7 @@ def lookup(
 
     Returns:
       index, counters, table_rows, rows, records, statistics, (sightings, bloom) (all donated), row_ids, counts,
-      embeddings.
+      the digest of the keys, embeddings.
     """
     if bool(statistics) != (clock is not None):
         raise ValueError("lookup: statistics and clock: got one of them; pass both or neither")
@@ -68,24 +69,25 @@ def lookup(
         *map(jax.typeof, state),
         result(keys, (keys.shape[0],), "uint32"),
         result(keys, (tables.shape[0], len(COUNTS)), "int32"),
+        result(keys, (1, 2), "uint32"),
         result(keys, (workspace,), "uint8"),
         *map(jax.typeof, slabs),
         *(result(keys, shape, embedding_dtype) for shape in embedding_shapes),
     )
-    aliases = {0: 0, 1: 1, 2: 2} | {9 + i: 6 + i for i in range(len(slabs))}
+    aliases = {0: 0, 1: 1, 2: 2} | {9 + i: 7 + i for i in range(len(slabs))}
     call = jax.ffi.ffi_call("jaxsok_lookup", results, input_output_aliases=aliases)
     attributes = {
         "statistics": np.int32(bool(statistics)),
         "admission": np.int32(0 if admission is None else admission.bits),
     }
     out = call(*state, tables, seed, *batch, *slabs, *others, **attributes, **_attributes(batch, num_slabs, num_tiles))
-    index, counters, table_rows, row_ids, counts, _, *rest = out
+    index, counters, table_rows, row_ids, counts, digest, _, *rest = out
     ends = [num_slabs, 2 * num_slabs, 2 * num_slabs + len(statistics), len(slabs), len(rest)]
     *in_place, embeddings = (tuple(rest[begin:end]) for begin, end in itertools.pairwise([0, *ends]))
     new_rows, new_records, new_statistics, counted = in_place
     counted = ((), ()) if admission is None else admission.after(counted)
     state = (index, counters, table_rows, new_rows, new_records, new_statistics, counted)
-    return *state, row_ids, counts, list(embeddings)
+    return *state, row_ids, counts, digest, list(embeddings)
 
 
 def lookup_find(

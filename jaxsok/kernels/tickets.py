@@ -20,28 +20,28 @@ Ticket = UInt32[Array, "1 num_words"]
 """Low word, high word, and the generation of each store."""
 
 
-def tickets_digest(digest: UInt32[Array, "1 2"], keys: Keys) -> UInt32[Array, "1 2"]:
-    """Adds the digest of a batch's keys to `digest`, which is donated. See `LaunchTicketsDigest`."""
+def tickets_digest(keys: Keys) -> UInt32[Array, "1 2"]:
+    """The digest of a batch's keys. See `LaunchTicketsDigest`."""
     library.register()
-    call = jax.ffi.ffi_call("jaxsok_tickets_digest", result(keys, (1, 2), "uint32"), input_output_aliases={0: 0})
-    return call(digest, keys)
+    call = jax.ffi.ffi_call("jaxsok_tickets_digest", result(keys, (1, 2), "uint32"))
+    return call(keys)
 
 
 def tickets_issue(
     tickets: UInt32[Array, "1 num_lines 2"],
     lineage: UInt32[Array, "2"],
     counters: Sequence[Counters],
-    keys: Sequence[Keys],
+    digests: Sequence[UInt32[Array, "1 2"]],
     *,
     layout: int,
 ) -> tuple[UInt32[Array, "1 num_lines 2"], Ticket]:
-    """Makes the ticket of a lookup of these keys and opens it. See `LaunchTicketsIssue` in ffi/kernels/tickets.h.
+    """Makes the ticket of a lookup and opens it. See `LaunchTicketsIssue` in ffi/kernels/tickets.h.
 
     Args:
       tickets: donated.
       lineage: of the state.
       counters: of all stores.
-      keys: of stores whose digest is not yet in the first line of the tickets.
+      digests: of the keys that are looked up, in any number of parts.
       layout: mixed into the ticket, a number of 32 bits.
 
     Returns:
@@ -50,7 +50,7 @@ def tickets_issue(
     library.register()
     results = jax.typeof(tickets), result(tickets, (1, NUM_TICKET_WORDS + len(counters)), "uint32")
     call = jax.ffi.ffi_call("jaxsok_tickets_issue", results, input_output_aliases={0: 0})
-    return tuple(call(tickets, lineage, *counters, *keys, layout=np.uint32(layout).astype(np.int32)))
+    return tuple(call(tickets, lineage, *counters, *digests, layout=np.uint32(layout).astype(np.int32)))
 
 
 def tickets_redeem(
