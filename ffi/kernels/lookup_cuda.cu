@@ -42,7 +42,8 @@ LaunchError LaunchLookup(Stream stream, const StoreView& store, const BatchView&
                          const uint32_t* clock) {
   EmbeddingPointers pointers;
   JAXSOK_RETURN_IF_LAUNCH(pointers.Fill(embeddings, batch.num_features, store.row_dtype));
-  LookupArguments a{store, batch, nullptr, row_ids, counts, digest, InsertWorkspace::Cut(workspace, batch.num_keys)};
+  LookupArguments a{store, batch, nullptr, row_ids, counts, InsertWorkspace::Cut(workspace, batch.num_keys)};
+  a.digest = digest;
   if (statistics != nullptr) a.notes = {statistics->data, clock};
   const auto main = [&] {
     return statistics != nullptr ? Main<kModeTrack>(stream, a, pointers) : Main<kModeInsert>(stream, a, pointers);
@@ -74,7 +75,7 @@ LaunchError LaunchLookupFind(Stream stream, const StoreView& store, const BatchV
                              const EmbeddingsView& embeddings, int32_t* counts) {
   EmbeddingPointers pointers;
   JAXSOK_RETURN_IF_LAUNCH(pointers.Fill(embeddings, batch.num_features, store.row_dtype));
-  LookupArguments a{store, batch, nullptr, nullptr, counts, nullptr, {}};
+  LookupArguments a{store, batch, nullptr, nullptr, counts, {}};
   JAXSOK_RETURN_IF_LAUNCH(Prepare(stream, counts, store.num_tables, nullptr, nullptr, nullptr, 0));
   if (batch.num_tiles == 0) return nullptr;
   return Main<kModeFind>(stream, a, pointers);
@@ -84,7 +85,7 @@ LaunchError LaunchLookupPlanned(Stream stream, const StoreView& store, const Bat
                                 const EmbeddingsView& embeddings, int32_t* counts) {
   EmbeddingPointers pointers;
   JAXSOK_RETURN_IF_LAUNCH(pointers.Fill(embeddings, batch.num_features, store.row_dtype));
-  LookupArguments a{store, batch, row_ids, nullptr, counts, nullptr, {}};
+  LookupArguments a{store, batch, row_ids, nullptr, counts, {}};
   JAXSOK_RETURN_IF_LAUNCH(Prepare(stream, counts, store.num_tables, nullptr, nullptr, nullptr, 0));
   if (batch.num_tiles == 0) return nullptr;
   return Main<kModePlanned>(stream, a, pointers);

@@ -24,9 +24,9 @@ struct LookupArguments {
   const uint32_t* given_row_ids;  // kModePlanned
   uint32_t* row_ids;              // Inserts
   int32_t* counts;
-  uint64_t* digest;        // of the keys in bags; Inserts
-  InsertWorkspace insert;  // Inserts
-  UseNotes notes{};        // Inserts; kept with kModeTrack
+  InsertWorkspace insert;      // Inserts
+  UseNotes notes{};            // Inserts; kept with kModeTrack
+  uint64_t* digest = nullptr;  // of the keys; Inserts
 };
 
 /// The kernels that find keys, or take row ids that are given, and write every embedding that is known then.
