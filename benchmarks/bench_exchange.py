@@ -36,9 +36,9 @@ from jax.sharding import PartitionSpec as P
 import jaxsok
 from jaxsok import combine as combine_lib
 from jaxsok import exchange as exchange_lib
+from jaxsok import gradients as gradients_lib
 from jaxsok import plan as plan_lib
 from jaxsok import table as table_lib
-from jaxsok import update as update_lib
 from jaxsok.exchange import Route
 from jaxsok.features import Batch
 from jaxsok.kernels import lookup as lookup_kernels
@@ -306,7 +306,7 @@ class Sharded:
 
         def update(carry, requests, row_ids, sums):
             store, count = carry
-            batch, num_tiles = update_lib.as_features([requests.shape[0]])
+            batch, num_tiles = gradients_lib.as_features([requests.shape[0]])
             new_rows, states, _, _ = update_kernels.update(
                 store.counters,
                 jnp.ones(1, jnp.bool_),

@@ -105,8 +105,7 @@ class Filled:
                 for number, spec in enumerate(self.collection.features)
             }
 
-        shards = self.collection.shards
-        return make() if shards is None else jax.jit(make, out_shardings=shards.split)()
+        return self.collection.shards.make(make)
 
 
 def programs_of(collection: jaxsok.Collection) -> dict[str, Step]:

@@ -43,8 +43,7 @@ import numpy as np
 import optax
 from flax import nnx
 from jax.experimental import multihost_utils
-from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import AxisType
 from sklearn.metrics import roc_auc_score
 from tqdm import tqdm
 
@@ -230,13 +229,6 @@ def make_collection(config: Config, mesh: jax.sharding.Mesh | None = None) -> ja
     return jaxsok.Collection(tables, features, mesh=mesh, axis="data")
 
 
-def on_all_devices(collection: jaxsok.Collection, tree):
-    """Copies dense parameters to each device of the collection's mesh; without a mesh leaves them where they are."""
-    if collection.shards is None:
-        return tree
-    return jax.device_put(tree, NamedSharding(collection.shards.mesh, P()))
-
-
 def own_part(rows: criteo.Batch, batch_size: int) -> criteo.Batch:
     """Gives the rows of a batch that this process feeds: its share of `batch_size`, fewer at the end of a log."""
     share = batch_size // jax.process_count()
@@ -295,7 +287,7 @@ def train(config: Config) -> Result:
     state = collection.init(seed=config.seed)
     graphdef, params = make_model(config)
     tx = optax.adam(config.dense_learning_rate)
-    params, opt_state = on_all_devices(collection, (params, tx.init(params)))
+    params, opt_state = collection.shards.replicate((params, tx.init(params)))
     step = collection.ahead(make_step(collection, graphdef, tx))  # growth finds its program compiled
 
     history = _History(num_rows - held_out_rows, config.show_progress)

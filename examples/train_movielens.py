@@ -34,8 +34,7 @@ import movielens
 import numpy as np
 import optax
 from flax import nnx
-from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import AxisType
 from sklearn.metrics import roc_auc_score
 
 import jaxsok
@@ -227,8 +226,7 @@ def train_dynamic(
     graphdef, params = make_model(config)
     tx = optax.adam(config.dense_learning_rate)
     opt_state = tx.init(params)
-    if collection.shards is not None:
-        params, opt_state = jax.device_put((params, opt_state), NamedSharding(collection.shards.mesh, P()))
+    params, opt_state = collection.shards.replicate((params, opt_state))
 
     @functools.partial(jax.jit, donate_argnums=(0, 1, 2))
     def step(state, params, opt_state, batch, plan):

@@ -18,7 +18,7 @@ from jaxtyping import Array, UInt32
 
 from jaxsok import policies, processes
 from jaxsok.kernels import table as kernels
-from jaxsok.shards import Shards, local_parts
+from jaxsok.shards import ONE_DEVICE, Shards, local_parts
 from jaxsok.specs import StoreSpec
 from jaxsok.store import StoreState
 from jaxsok.types import BUCKET_WORDS, ENTRIES_PER_BUCKET
@@ -114,7 +114,7 @@ def with_waiting(
     keys: np.ndarray,
     counts: np.ndarray,
     owners: np.ndarray | None = None,
-    shards: Shards | None = None,
+    shards: Shards = ONE_DEVICE,
 ) -> StoreState:
     """A store in which keys of a table wait for a row, beside those that wait already; each goes to its owner.
 
@@ -128,7 +128,7 @@ def with_waiting(
       keys: uint64[num_keys], distinct, none of them PADDING_KEY.
       counts: uint32[num_keys].
       owners: the shard of each key (`plan.owners_of`); with shards alone.
-      shards: over which the store is split; None: one device. In several processes each takes of the keys those that
+      shards: over which the store is split. In several processes each takes of the keys those that
         its own shards own.
 
     Raises:
@@ -149,7 +149,7 @@ def with_waiting(
     entries = np.empty((keys.shape[0], _ENTRY_WORDS), np.uint32)
     entries[:, 0], entries[:, 1] = keys & np.uint64(0xFFFFFFFF), keys >> np.uint64(32)
     entries[:, 2], entries[:, 3] = counts, number
-    if shards is None or spec.num_shards == 1:
+    if spec.num_shards == 1:
         blocks, most = {0: entries}, len(entries)
     else:
         blocks = {shard: entries if spec.is_replicated else entries[owners == shard] for shard in shards.local()}
@@ -158,30 +158,27 @@ def with_waiting(
     padded = {
         shard: np.concatenate([part, np.tile(_NO_ENTRY, (most - len(part), 1))]) for shard, part in blocks.items()
     }
-    new = jnp.asarray(padded[0]) if shards is None else shards.put(padded)
-    return remade(spec, store, most, shards, new)
+    return remade(spec, store, most, shards, shards.put(padded))
 
 
 # Sizes ---------------------------------------------------------------------------------------------------------------
 
 
-def remade(
-    spec: StoreSpec, store: StoreState, room: int, shards: Shards | None, more: Array | None = None
-) -> StoreState:
+def remade(spec: StoreSpec, store: StoreState, room: int, shards: Shards, more: Array | None = None) -> StoreState:
     """Makes the `sightings` of a store anew; see `remaking`.
 
     Args:
       spec: of the store.
       store: donated.
       room: for how many keys, in each shard.
-      shards: over which the store is split; None: one device.
+      shards: over which the store is split.
       more: entries `[num_entries, 4]` to take in, of all shards.
     """
     return remaking(spec, store, room, shards, more)(store)
 
 
 def remaking(
-    spec: StoreSpec, store: StoreState, room: int, shards: Shards | None, more: Array | None = None
+    spec: StoreSpec, store: StoreState, room: int, shards: Shards, more: Array | None = None
 ) -> Callable[[StoreState], StoreState]:
     """Prepares `sightings` that hold the waiting keys alone, with room for others: a quarter full at most.
 
@@ -210,32 +207,30 @@ def remaking(
     return remake
 
 
-def num_waiting(spec: StoreSpec, store: StoreState, shards: Shards | None) -> int:
+def num_waiting(spec: StoreSpec, store: StoreState, shards: Shards) -> int:
     """Keys of all tables that wait for a row, in the fullest shard (waits for the device)."""
     return int(np.asarray(_most_waiting(store.sightings[0], tuple(spec.sighting_floors().tolist()), shards)))
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
-def _most_waiting(sightings: Array, floors: tuple[int, ...], shards: Shards | None) -> Array:
+def _most_waiting(sightings: Array, floors: tuple[int, ...], shards: Shards) -> Array:
     def of_shard(sightings: Array) -> Array:
         is_waiting = _is_waiting(sightings.reshape(-1, _ENTRY_WORDS), np.array(floors, np.uint32), jnp)
         num_waiting = is_waiting.sum(dtype=jnp.int32)
-        return num_waiting if shards is None else jax.lax.pmax(num_waiting, shards.axis)
+        return shards.max(num_waiting)
 
-    return of_shard(sightings) if shards is None else shards.run(of_shard, (sightings,), (shards.spec,), P())
+    return shards.run(of_shard, (sightings,), (shards.spec,), P())
 
 
 @functools.partial(jax.jit, donate_argnums=0, static_argnums=(2, 3, 4))
 def _remade(
-    counters: Array, parts: tuple[Array, ...], num_buckets: int, floors: tuple[int, ...], shards: Shards | None
+    counters: Array, parts: tuple[Array, ...], num_buckets: int, floors: tuple[int, ...], shards: Shards
 ) -> tuple[Array, Array]:
     def of_shard(counters: Array, *parts: Array) -> tuple[Array, Array]:
         entries = [part.reshape(-1, _ENTRY_WORDS) for part in parts]
         entries = entries[0] if len(entries) == 1 else jnp.concatenate(entries)
         return kernels.wait(counters, np.array(floors, np.uint32), entries, num_buckets)
 
-    if shards is None:
-        return of_shard(counters, *parts)
     return shards.run(of_shard, (counters, *parts), (shards.spec,) * (1 + len(parts)), shards.spec)
 
 

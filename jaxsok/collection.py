@@ -20,6 +20,7 @@ from jaxsok import coming as coming_lib
 from jaxsok import evict as evict_lib
 from jaxsok import exchange as exchange_lib
 from jaxsok import features as features_lib
+from jaxsok import gradients as gradients_lib
 from jaxsok import grow as grow_lib
 from jaxsok import lookup as lookup_lib
 from jaxsok import memory as memory_lib
@@ -98,8 +99,8 @@ class Collection(TableOperations):
           exchange: how rows and gradients travel between shards; None: rows as they are stored, gradients as float32.
         """
         _check_declared(tables, features, exchange)
-        self.shards: Shards | None = Shards.of(mesh, axis)
-        num_shards = 1 if self.shards is None else self.shards.num_shards
+        self.shards: Shards = Shards.of(mesh, axis)
+        num_shards = self.shards.num_shards
         self.exchange: ExchangeSpec = exchange or ExchangeSpec()
         self.tables: tuple[TableSpec, ...] = tuple(tables)
         self.features: tuple[FeatureSpec, ...] = tuple(features)
@@ -109,8 +110,6 @@ class Collection(TableOperations):
         self.fingerprint: str = fingerprint(self.stores)
         # One shard has all partitions; an array without elements would be refused by Orbax.
         self.partition_owners: np.ndarray = plan_lib.default_owners(num_shards)[: None if num_shards > 1 else 1]
-        # What the parts of one shard go through to reach the others; one shard has no others.
-        self._between = (self.shards, self.exchange) if num_shards > 1 else (None, None)
         self._jitted = self._programs()
         self.growth = grow_lib.GrowthTracker.of(len(self.stores))
 
@@ -123,7 +122,7 @@ class Collection(TableOperations):
 
     def _check_placements(self, num_shards: int) -> None:
         """Refuses a table on a device that the mesh does not have."""
-        for table in self.tables if self.shards is not None else ():
+        for table in self.tables if self.shards.is_mesh else ():
             if table.placement.kind == "on" and table.placement.shard >= num_shards:
                 raise ValueError(
                     f'Collection: table "{table.name}": placement: got {table.placement}, wanted a device from 0 to '
@@ -155,11 +154,11 @@ class Collection(TableOperations):
     def _programs(self) -> dict[str, Any]:
         """The methods that run as programs, also outside jit."""
         # On a mesh; on one device they run as they are.
-        static = {"plan": "send_capacities"}
         of_mesh = {
-            name: jax.jit(getattr(self, f"_{name}_global"), static_argnames=static.get(name, ()))
-            for name in ("plan", "lookup", "find", "update", "gradient_norm")
+            name: jax.jit(functools.partial(self._everywhere, name))
+            for name in ("lookup", "find", "update", "gradient_norm")
         }
+        of_mesh["plan"] = jax.jit(self._plan_everywhere, static_argnums=1)
         # On one device too, so that a store keeps its buffers between steps.
         of_one = ("op", "store", "number")
         of_store = {
@@ -192,7 +191,7 @@ class Collection(TableOperations):
                 raise ValueError(f"init: {name}: got {value!r}, wanted an integer from 0 to 2**64 - 1.")
         library.register()
         shards = self.shards
-        if shards is not None and shards.num_processes > 1:
+        if shards.num_processes > 1:
             sizes = [f"capacity of {table.name}: {table.capacity}, {table.max_capacity}" for table in self.tables]
             features = [repr(feature) for feature in self.features]
             processes.require_same(
@@ -202,7 +201,7 @@ class Collection(TableOperations):
         free = grow_lib.agreed_free_bytes(shards)
         grow_lib.require_memory([(store, store.capacity) for store in self.stores], "init", free)
         # What is drawn names the state's life in exports, which are read by others, so that the salts are drawn apart.
-        drawn = processes.drawn(is_shared=self._spans_processes, num_words=6)
+        drawn = processes.drawn(is_shared=shards.num_processes > 1, num_words=6)
         entropy = drawn[2:].tolist() if salt is None else int(salt)
         salts = np.random.SeedSequence(entropy).generate_state(len(self.stores), np.uint64)
 
@@ -214,12 +213,12 @@ class Collection(TableOperations):
             refused = jnp.zeros(len(self.tables), jnp.uint32)
             return jnp.zeros((), jnp.uint32), jnp.asarray(words), jnp.asarray(self.partition_owners), refused
 
-        step, seed_words, owners, refused = make_rest() if shards is None else shards.make(make_rest, is_split=False)
+        step, seed_words, owners, refused = shards.make(make_rest, is_split=False)
         # Of the seed, so that two runs have the same bits. Exports tell lives of one word apart all the same.
         lineage = np.random.SeedSequence([int(seed), int(self.fingerprint, 16)]).generate_state(2)
         processes.begin_life(lineage, drawn[:2])
         state = State(
-            stores=make_stores() if shards is None else shards.make(make_stores),
+            stores=shards.make(make_stores),
             tickets=self._no_tickets(),
             step=step,
             seed=seed_words,
@@ -263,12 +262,11 @@ class Collection(TableOperations):
         features_lib.require_samples(raw, self.features)
         if pad_to is not None:
             raw, mask = split_lib.pad(raw, self.features, pad_to)
-        if self.shards is not None and not self.shards.is_manual():
+        if not self.shards.sees_parts():
             batch = split_lib.pack_sharded(raw, self.stores, self.features, self.fingerprint, self.shards, mask)
         else:
             batch = features_lib.pack(raw, self.stores, self.features, self.fingerprint)
-            num_parts = 1 if self.shards is None else self.shards.num_shards
-            features = dataclasses.replace(batch.features, num_parts=num_parts)
+            features = dataclasses.replace(batch.features, num_parts=self.shards.num_shards)
             batch = dataclasses.replace(batch, features=features, mask=None if mask is None else jnp.asarray(mask))
         self._note_keys([batch.features])
         return batch
@@ -297,9 +295,9 @@ class Collection(TableOperations):
             self._check_send_capacity(send_capacity)
             send_capacity = tuple(int(capacity) for capacity in send_capacity)
         (features,) = guards.whole("plan", features=features)
-        if self.shards is None or self.shards.is_manual():
-            return self._plan_part(features, send_capacity)
-        return self._jitted["plan"](features, send_capacities=send_capacity)
+        if self.shards.sees_parts():
+            return self._plan(features, send_capacity)
+        return self._jitted["plan"](features, send_capacity)
 
     def pipeline(self, batches: Iterable[Mapping[str, Any]], *, pad_to: int | None = None) -> "pipeline_lib.Pipeline":
         """Gives batches with their plans, made two batches ahead, while earlier steps run.
@@ -362,9 +360,7 @@ class Collection(TableOperations):
         now = clock_of("lookup", clock)
         self._note_keys([plan.features])
         state, plan, now = guards.whole("lookup", state=state, features=plan, clock=now)
-        if self.shards is None or self.shards.is_manual():
-            return lookup_lib.lookup(self.stores, state, plan, *self._between, clock=now)
-        return self._jitted["lookup"](state, plan, now)
+        return self._run("lookup", state, plan, now)
 
     @annotations.annotated("jaxsok.find")
     def find(self, state: State, features: Features | Plan) -> tuple[Embeddings, Stats]:
@@ -377,9 +373,7 @@ class Collection(TableOperations):
         plan = features if isinstance(features, Plan) else Plan(features)
         self._check_features("find", plan.features)
         state, plan = guards.whole("find", state=state, features=plan)
-        if self.shards is None or self.shards.is_manual():
-            return self._find_part(state, plan)
-        return self._jitted["find"](state, plan)
+        return self._run("find", state, plan)
 
     @annotations.annotated("jaxsok.update")
     def update(
@@ -417,11 +411,8 @@ class Collection(TableOperations):
             check_scalar("update: learning_rate", learning_rate)
         self._note_keys([one.features for one in plans])
         state, plans, grads = guards.whole("update", state=state, plan=plans, gradients=grads)
-        if self.shards is None or self.shards.is_manual():
-            return self._update_part(state, plans, grads, learning_rate)
-        for one, of_plan in zip(plans, grads, strict=True):
-            update_lib.check_gradients(self.stores, one, of_plan, self.shards.num_shards)
-        return self._jitted["update"](state, plans, [dict(of_plan) for of_plan in grads], learning_rate)
+        self._check_gradients("update", plans, grads)
+        return self._run("update", state, plans, [dict(of_plan) for of_plan in grads], learning_rate)
 
     @annotations.annotated("jaxsok.gradient_norm")
     def gradient_norm(
@@ -461,14 +452,9 @@ class Collection(TableOperations):
         """
         self._check_state("gradient_norm", state)
         plans, grads = self._plans_and_gradients("gradient_norm", plan, gradients)
-        is_part = self.shards is None or self.shards.is_manual()
-        for one, of_plan in zip(plans, grads, strict=True):
-            num_parts = 1 if self.shards is None or is_part else self.shards.num_shards
-            update_lib.check_gradients(self.stores, one, of_plan, num_parts, "gradient_norm")
+        self._check_gradients("gradient_norm", plans, grads)
         state, plans, grads = guards.whole("gradient_norm", state=state, plan=plans, gradients=grads)
-        if is_part:
-            return self._gradient_norm_part(state, plans, grads)
-        return self._jitted["gradient_norm"](state, plans, [dict(of_plan) for of_plan in grads])
+        return self._run("gradient_norm", state, plans, [dict(of_plan) for of_plan in grads])
 
     @annotations.annotated("jaxsok.clip_by_global_norm")
     def clip_by_global_norm(
@@ -529,13 +515,11 @@ class Collection(TableOperations):
         gradients, dense = norms_lib.scaled((gradients, dense), norms_lib.factor_of(norm, max_norm))
         return gradients, dense, norm
 
-    # The same on one shard's part of everything, and on global arrays, where it calls the former on every shard.
+    # What runs on every shard, on its parts of states, batches, plans and gradients.
 
-    def _plan_part(self, features: Features, send_capacities: tuple[int, ...] | None) -> Plan:
-        if self.shards is not None:
-            shards, _ = self._between
-            if shards is None:
-                return Plan(features)
+    def _plan(self, features: Features, send_capacities: tuple[int, ...] | None) -> Plan:
+        shards = self.shards
+        if shards.num_shards > 1:
             sizes = send_capacities or (None,) * len(self.stores)
             owners, per_round = jnp.asarray(self.partition_owners), self.exchange.send_capacity
             asked = tuple(
@@ -543,63 +527,59 @@ class Collection(TableOperations):
                 for store, part, size in zip(self.stores, features.stores, sizes, strict=True)
             )
             return Plan(features, asked=asked)
+        if shards.is_mesh:
+            return Plan(features)  # the lookup is fused; what a plan counts would be no array with a part in each shard
         distinct = tuple(
             plan_lib.distinct_keys(part) if part.layouts else plan_lib.empty_distinct() for part in features.stores
         )
         return Plan(features, distinct)
 
-    def _plan_global(self, features: Features, send_capacities: tuple[int, ...] | None) -> Plan:
-        spec = self.shards.spec
-        return self.shards.run(lambda part: self._plan_part(part, send_capacities), (features,), (spec,), spec)
+    def _lookup(self, state: State, plan: Plan, clock: Array | None) -> tuple[Embeddings, State, Plan]:
+        return lookup_lib.lookup(self.stores, state, plan, self.shards, self.exchange, clock)
 
-    def _lookup_global(self, state: State, plan: Plan, clock: Array | None) -> tuple[Embeddings, State, Plan]:
-        spec, of_state = self.shards.spec, self._specs_of(state)
-
-        def part(state: State, plan: Plan, clock: Array | None) -> tuple[Embeddings, State, Plan]:
-            return lookup_lib.lookup(self.stores, state, plan, *self._between, clock=clock)
-
-        return self.shards.run(part, (state, plan, clock), (of_state, spec, P()), (spec, of_state, spec))
-
-    def _find_part(self, state: State, plan: Plan) -> tuple[Embeddings, Stats]:
-        embeddings, found = lookup_lib.find(self.stores, state, plan, *self._between)
+    def _find(self, state: State, plan: Plan) -> tuple[Embeddings, Stats]:
+        embeddings, found = lookup_lib.find(self.stores, state, plan, self.shards, self.exchange)
         nonfinite = [jnp.zeros(len(store.tables), jnp.int32) for store in self.stores]
         none = jnp.zeros((), jnp.int32)
         words = self._words(state, [found], nonfinite, none, none)
         return embeddings, self._stats(state, words)
 
-    def _find_global(self, state: State, plan: Plan) -> tuple[Embeddings, Stats]:
-        spec = self.shards.spec
-        return self.shards.run(self._find_part, (state, plan), (self._specs_of(state), spec), (spec, P()))
-
-    def _update_part(
+    def _update(
         self, state: State, plans: Sequence[Plan], gradients: Sequence[Mapping[str, Array]], learning_rate: Any
     ) -> tuple[State, Stats]:
-        state, *counts = update_lib.update(self.stores, state, plans, gradients, learning_rate, *self._between)
+        state, *counts = update_lib.update(
+            self.stores, state, plans, gradients, learning_rate, self.shards, self.exchange
+        )
         stats = self._stats(state, self._words(state, [one.found for one in plans], *counts))
         # `grow` sees the state, and warns a caller who never looks at Stats.
         refused = (stats.num_refused - stats.num_unadmitted).astype(jnp.uint32)
         return dataclasses.replace(state, num_refused=state.num_refused + refused), stats
 
-    def _update_global(
-        self, state: State, plans: Sequence[Plan], gradients: Sequence[Mapping[str, Array]], learning_rate: Any
-    ) -> tuple[State, Stats]:
-        spec, of_state = self.shards.spec, self._specs_of(state)
-        return self.shards.run(
-            self._update_part, (state, plans, gradients, learning_rate), (of_state, spec, spec, P()), (of_state, P())
-        )
-
-    def _gradient_norm_part(
+    def _gradient_norm(
         self, state: State, plans: Sequence[Plan], gradients: Sequence[Mapping[str, Array]]
     ) -> Float32[Array, ""]:
-        axis = None if self.shards is None else self.shards.axis
-        return norms_lib.row_gradient_norm(self.stores, state, plans, gradients, *self._between, axis)
+        return norms_lib.row_gradient_norm(self.stores, state, plans, gradients, self.shards, self.exchange)
 
-    def _gradient_norm_global(
-        self, state: State, plans: Sequence[Plan], gradients: Sequence[Mapping[str, Array]]
-    ) -> Float32[Array, ""]:
-        spec = self.shards.spec
-        args, of_args = (state, plans, gradients), (self._specs_of(state), spec, spec)
-        return self.shards.run(self._gradient_norm_part, args, of_args, P())
+    def _run(self, name: str, state: State, *args: Any) -> Any:
+        """A method of the above; where arrays are global, as a program that calls it on every shard."""
+        if self.shards.sees_parts():
+            return getattr(self, f"_{name}")(state, *args)
+        return self._jitted[name](state, *args)
+
+    def _everywhere(self, name: str, state: State, *args: Any) -> Any:
+        """Calls a method on every shard of a mesh."""
+        split, same, of_state = self.shards.spec, P(), self._specs_of(state)
+        in_specs, out_specs = {
+            "lookup": ((split, same), (split, of_state, split)),
+            "find": ((split,), (split, same)),
+            "update": ((split, split, same), (of_state, same)),
+            "gradient_norm": ((split, split), same),
+        }[name]
+        return self.shards.run(getattr(self, f"_{name}"), (state, *args), (of_state, *in_specs), out_specs)
+
+    def _plan_everywhere(self, features: Features, send_capacities: tuple[int, ...] | None) -> Plan:
+        split = self.shards.spec
+        return self.shards.run(lambda part: self._plan(part, send_capacities), (features,), (split,), split)
 
     @annotations.annotated("jaxsok.grow")
     def grow(
@@ -777,7 +757,7 @@ class Collection(TableOperations):
         return self._restacked("unstack", tree, is_stacking=False)
 
     def _restacked(self, op: str, tree: Any, *, is_stacking: bool) -> Any:
-        if self.shards is None:
+        if not self.shards.is_mesh:
             raise ValueError(f"{op}: tree: got arrays of one device, wanted a collection with a mesh.")
         nodes, structure = jax.tree.flatten(tree, is_leaf=lambda node: isinstance(node, State))
         is_split = jax.tree.leaves([_is_split(node) for node in nodes])
@@ -818,7 +798,7 @@ class Collection(TableOperations):
         Example:
           `collection.memory_estimate(state, batch).total`
         """
-        num_shards = self.stores[0].num_shards
+        num_shards = self.shards.num_shards
         features = batch.features if isinstance(batch, Batch) else batch
         if features is None:
             parts = [features_lib.shaped(store, (), {}) for store in self.stores]
@@ -848,7 +828,7 @@ class Collection(TableOperations):
     def _allocated(self, state: State, store: int) -> int:
         """Rows that a store has for different keys, on all shards; the state may be a shard's part or all of it."""
         spec, capacity = self.stores[store], state.stores[store].capacity
-        if self.shards is not None and not self.shards.is_manual():
+        if not self.shards.sees_parts():
             capacity //= spec.num_shards
         return capacity if spec.is_replicated else capacity * spec.num_shards
 
@@ -859,7 +839,7 @@ class Collection(TableOperations):
 
     def _check_send_capacity(self, send_capacity: Sequence[int]) -> None:
         what = "plan: send_capacity"
-        if self.shards is None:
+        if not self.shards.is_mesh:
             raise ValueError(f"{what}: got one without a mesh, wanted None; nothing is sent on one device.")
         if not isinstance(send_capacity, (tuple, list)) or len(send_capacity) != len(self.stores):
             raise ValueError(f"{what}: got {send_capacity!r}, wanted one number for each of {len(self.stores)} stores.")
@@ -883,13 +863,18 @@ class Collection(TableOperations):
             self._check_features(op, one.features)
         return plans, grads
 
+    def _check_gradients(self, op: str, plans: Sequence[Plan], gradients: Sequence[Mapping[str, Array]]) -> None:
+        num_parts = 1 if self.shards.sees_parts() else self.shards.num_shards
+        for plan, of_plan in zip(plans, gradients, strict=True):
+            gradients_lib.check_gradients(self.stores, plan, of_plan, num_parts, op)
+
     def _check_features(self, op: str, features: Features) -> None:
         if not isinstance(features, Features):
             raise TypeError(
                 f"{op}: features: got {type(features).__name__}, wanted Features; make them with "
                 "collection.batch(raw).features."
             )
-        num_parts = 1 if self.shards is None else self.shards.num_shards
+        num_parts = self.shards.num_shards
         if features.num_parts != num_parts:
             raise ValueError(
                 f"{op}: features: got those packed for {features.num_parts} shards, wanted {num_parts} "
@@ -902,16 +887,14 @@ class Collection(TableOperations):
 
     def _stats(self, state: State, words: Int32[Array, " num_words"]) -> Stats:
         """The counts of one step, of this shard's words; on a mesh of all shards: one small all-reduce."""
-        if self.shards is not None:
-            words = lax.psum(words, self.shards.axis)
         stores = [self._locate("stats", table.name)[0] for table in self.tables]
         return Stats(
-            words,
+            self.shards.sum(words),
             tables=tuple(table.name for table in self.tables),
             capacities=tuple(self._allocated(state, s) for s in stores),
             stores=tuple(stores),
             entries=tuple(self._entries(state, s) for s in stores),
-            num_shards=self.stores[0].num_shards,
+            num_shards=self.shards.num_shards,
         )
 
     def _words(
@@ -923,11 +906,10 @@ class Collection(TableOperations):
         num_misused_plans: Int32[Array, ""],
     ) -> Int32[Array, " num_words"]:
         """What one shard adds to the counts of a step, as Stats hold them."""
-        num_shards = self.stores[0].num_shards
-        shards, _ = self._between
-        place = 0 if shards is None else shards.index()
-        # On a mesh the words of all shards are added up: what all of them have alike is that of the first.
-        is_first = True if shards is None else place == 0
+        num_shards = self.shards.num_shards
+        # The words of all shards are added up: what all of them have alike is that of the first.
+        place = 0 if num_shards == 1 else self.shards.index()
+        is_first = place == 0
         is_own = [is_first | (not spec.is_replicated) for spec in self.stores]
         word = {name: i for i, name in enumerate(COUNTERS)}
         counters = jnp.stack([store.counters for store in state.stores]).astype(jnp.int32)

@@ -15,14 +15,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Int32, UInt32
 
 from jaxsok import exchange, policies, table
 from jaxsok.features import Features, StoreFeatures, single_key_layouts
 from jaxsok.kernels import table as kernels
-from jaxsok.shards import Shards
+from jaxsok.shards import ONE_DEVICE, Shards
 from jaxsok.specs import StoreSpec
 from jaxsok.store import StoreState, num_buckets_of
 from jaxsok.types import BUCKET_WORDS, ENTRIES_PER_BUCKET, NO_ROW, NUM_PARTITIONS, Keys
@@ -66,7 +65,7 @@ def count(
     store: StoreState,
     features: Sequence[StoreFeatures],
     partition_owners: UInt32[Array, " _"],
-    shards: Shards | None = None,
+    shards: Shards = ONE_DEVICE,
 ) -> tuple[Int32[Array, "3"], Bool[Array, " _"]]:
     """Counts the distinct keys that need a new row, and marks the rows of the others.
 
@@ -78,7 +77,7 @@ def count(
       store: read only.
       features: of the batches, at least one with keys.
       partition_owners: of the state.
-      shards: over which the store is split; None: one device.
+      shards: over which the store is split.
 
     Returns:
       Three numbers, each of the shard that has most: the new keys, the new keys and the rows in use together, and the
@@ -101,7 +100,7 @@ def count(
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _count(
     spec: StoreSpec,
-    shards: Shards | None,
+    shards: Shards,
     places: tuple[Places, ...],
     store: StoreState,
     keys: tuple[Array, ...],
@@ -111,17 +110,16 @@ def _count(
         store: StoreState, keys: tuple[Array, ...], owners: UInt32[Array, " _"]
     ) -> tuple[Int32[Array, "3"], Bool[Array, " _"]]:
         joined, runs = _joined(places, keys)
-        if shards is None or spec.num_shards == 1:
+        if spec.num_shards == 1:
             num_new, is_used = _new_keys(spec, store, joined, table_ids_of_runs(runs))
         else:
             num_new, is_used = _new_keys_of_all(shards, spec, store, joined, runs, owners)
         in_use = store.num_rows().astype(jnp.int32)
         numbers = jnp.stack([num_new, num_new + in_use, is_used.sum(dtype=jnp.int32)])
-        return (numbers if shards is None else lax.pmax(numbers, shards.axis)), is_used
+        return shards.max(numbers), is_used
 
-    if shards is None:
-        return part(store, keys, owners)
-    of_keys = tuple(P(None, shards.axis) if one.ndim == 3 else shards.spec for one in keys)
+    # Stacked batches have their steps in front.
+    of_keys = tuple(P(None, *shards.spec) if one.ndim == 3 else shards.spec for one in keys)
     return shards.run(part, (store, keys, owners), (shards.spec, of_keys, P()), (P(), shards.spec))
 
 

@@ -26,10 +26,9 @@ from jaxsok.kernels import evict as kernels
 from jaxsok.keys import from_words
 from jaxsok.policies import Eviction, RowFacts
 from jaxsok.records import Records
-from jaxsok.shards import Shards, local_parts, without_mesh
+from jaxsok.shards import ONE_DEVICE, Shards, local_parts, without_mesh
 from jaxsok.specs import StoreSpec
 from jaxsok.store import StoreState, row_bytes
-from jaxsok.types import COUNTERS
 
 CHUNK_BYTES = 32 << 20  # of rows that leave, on their way to whoever takes them over: host memory stays bounded
 WINDOW_ROWS = 1 << 24  # whose flags the host looks at together, a byte each
@@ -69,8 +68,8 @@ class Leaving:
     policy: Eviction
     number: int | None = None
     """Of the table in the store; None: all its tables."""
-    shards: Shards | None = None
-    """Over which the store is split; None: one device."""
+    shards: Shards = ONE_DEVICE
+    """Over which the store is split."""
     is_shared: bool = True
     """Whether `num_rows` is a budget of all shards together; else it is that of each."""
 
@@ -232,7 +231,7 @@ def _selected(
 ) -> tuple[Array, Array]:
     spec, shards = leaving.spec, leaving.shards
     num_kept = num_rows
-    if leaving.policy.has_score and leaving.is_shared and shards is not None and not spec.is_replicated:
+    if leaving.policy.has_score and leaving.is_shared and shards.is_mesh and not spec.is_replicated:
         mine = store.table_rows if leaving.number is None else store.table_rows[leaving.number]
         num_kept = share_of(shards, num_rows, mine.sum(dtype=jnp.uint32))
     return select(spec, store, leaving.policy, clock, num_kept, leaving.number, is_used)
@@ -241,14 +240,8 @@ def _selected(
 def _released(leaving: Leaving, store: StoreState, flags: Array) -> tuple[StoreState, Array]:
     shards, old = leaving.shards, store.generation
     store, num_released = release(leaving.spec, store, flags)
-    if shards is not None:
-        # A plan is stale on all shards or on none: those that lost no row advance with the others.
-        is_counted = (shards.index() == 0) | (not leaving.spec.is_replicated)
-        num_released = lax.psum(jnp.where(is_counted, num_released, 0), shards.axis)
-        generation = old + (num_released > 0).any().astype(jnp.uint32)
-        counters = store.counters.at[COUNTERS.index("generation")].set(generation)
-        store = dataclasses.replace(store, counters=counters)
-    return store, num_released
+    num_released = shards.total(num_released, is_replicated=leaving.spec.is_replicated)
+    return store.advanced(old, num_released), num_released
 
 
 # On whole stores -----------------------------------------------------------------------------------------------------
@@ -260,8 +253,6 @@ def _select(
 ) -> tuple[Array, Array]:
     """Flags of all shards, and by shard and table how many rows the policy chose."""
     shards = leaving.shards
-    if shards is None:
-        return _selected(leaving, store, clock, num_rows, is_used)
     body = functools.partial(_selected, leaving)
     args, specs = (store, clock, num_rows, is_used), (shards.spec, P(), P(), shards.spec)
     return shards.run(body, args, specs, shards.spec)
@@ -296,8 +287,6 @@ def _evict(
 def _of_shards(body: Callable, leaving: Leaving, store: StoreState, *args: Array) -> tuple[StoreState, Array]:
     """Calls `body` on the shards of a store, all of which get flags of their own, or the same scalars."""
     shards = leaving.shards
-    if shards is None:
-        return body(leaving, store, *args)
     specs = [P() if arg is None or arg.ndim == 0 else shards.spec for arg in args]
     body = functools.partial(body, leaving)
     return shards.run(body, (store, *args), (shards.spec, *specs), (shards.spec, P()))

@@ -40,7 +40,7 @@ from jaxsok import admission, policies, processes, table
 from jaxsok import coming as coming_lib
 from jaxsok import evict as evict_lib
 from jaxsok.coming import Coming
-from jaxsok.shards import Shards
+from jaxsok.shards import ONE_DEVICE, Shards
 from jaxsok.specs import StoreSpec, TableSpec
 from jaxsok.store import State, StoreState, new_slab, num_buckets_of, row_bytes
 from jaxsok.types import COUNTERS, ENTRIES_PER_BUCKET, MAX_CAPACITY
@@ -222,10 +222,10 @@ def keys_of_total(spec: StoreSpec, total: int) -> int:
 
 
 @functools.partial(jax.jit, static_argnums=1)
-def _summary(state_words: tuple[tuple[Array, ...], Array], shards: Shards | None) -> Array:
+def _summary(state_words: tuple[tuple[Array, ...], Array], shards: Shards) -> Array:
     """Counters of all stores and refused keys, as an array that lives on when the state is donated."""
     counters, refused = state_words
-    if shards is not None:
+    if shards.is_mesh:
         is_explicit = AxisType.Explicit in shards.mesh.axis_types
         gather = jax.sharding.reshard if is_explicit else jax.lax.with_sharding_constraint
         counters = [gather(words, shards.same) for words in counters]
@@ -236,10 +236,10 @@ def _words_of(state: State) -> tuple[tuple[Array, ...], Array]:
     return tuple(store.counters for store in state.stores), state.num_refused
 
 
-def _read(state: State, num_shards: int, shards: Shards | None) -> _Seen:
+def _read(state: State, num_shards: int, shards: Shards) -> _Seen:
     """Waits for the steps under way."""
     counters, refused = _words_of(state)
-    if shards is not None and shards.num_processes > 1:
+    if shards.num_processes > 1:
         words = np.asarray(_summary((counters, refused), shards)).tolist()
     else:
         words = [word for array in (*counters, refused) for word in np.asarray(array).tolist()]
@@ -252,7 +252,7 @@ def grow(
     state: State,
     coming: Coming,
     steps: int = 1,
-    shards: Shards | None = None,
+    shards: Shards = ONE_DEVICE,
     clock: Any = None,
     hand_over: evict_lib.HandOver | None = None,
     *,
@@ -266,7 +266,7 @@ def grow(
       state: consumed, if it grows or loses rows.
       coming: until the next call.
       steps: until the next call, where the caller gave no batch.
-      shards: over which the stores are split; None: one device.
+      shards: over which the stores are split.
       clock: of eviction; None: the state's step.
       hand_over: is given the rows that are evicted, before anything changes.
       tables: all of them, in the order of the collection.
@@ -303,8 +303,7 @@ def grow(
     # Often at first, so that a short run is told of what went wrong.
     is_due = tracker.num_calls % LOOK_EVERY == 0 or tracker.num_calls & (tracker.num_calls - 1) == 0
     is_unplaced = False
-    is_one_process = shards is None or shards.num_processes == 1
-    is_at_rest = is_one_process and all(store.counters.is_ready() for store in state.stores)
+    is_at_rest = shards.num_processes == 1 and all(store.counters.is_ready() for store in state.stores)
     if is_at_rest:
         # No wait. What it tells saves waits later, and does not change what is decided.
         seen = _read(state, num_shards, shards)
@@ -383,7 +382,7 @@ def _counted(
     state: State,
     coming: Coming,
     short: Sequence[int],
-    shards: Shards | None,
+    shards: Shards,
 ) -> dict[int, _Need]:
     """What the stores need whose positions do not fit: counted on the device where batches were given (waits)."""
     counts = {}
@@ -411,7 +410,7 @@ def _rows_to_grow_to(
     capacities: Sequence[int],
     positions: Sequence[int],
     needs: dict[int, _Need],
-    shards: Shards | None,
+    shards: Shards,
 ) -> dict[int, int]:
     """Rows that shards need, of the stores that grow.
 
@@ -464,7 +463,7 @@ def _evicted(
     tracker: GrowthTracker,
     state: State,
     full: dict[int, _Need],
-    shards: Shards | None,
+    shards: Shards,
     clock: Any,
     hand_over: evict_lib.HandOver | None,
 ) -> State:
@@ -600,9 +599,7 @@ def next_capacity(spec: StoreSpec, capacity: int, needed: int, free: int | None)
     return wanted if fits else gentle
 
 
-def _new_capacities(
-    specs: Sequence[StoreSpec], state: State, needed: dict[int, int], shards: Shards | None
-) -> dict[int, int]:
+def _new_capacities(specs: Sequence[StoreSpec], state: State, needed: dict[int, int], shards: Shards) -> dict[int, int]:
     """What the shards of each store that is short grow to; refuses what will not fit before anything has changed."""
     capacities = {}
     free = agreed_free_bytes(shards) if needed else None
@@ -625,7 +622,7 @@ def _enlarging(
     capacities: dict[int, int],
     is_resalted: Sequence[bool],
     room: dict[int, int],
-    shards: Shards | None,
+    shards: Shards,
 ) -> Callable[[State], State]:
     """Prepares larger stores, and new indexes where stores are larger or get another salt.
 
@@ -638,7 +635,7 @@ def _enlarging(
       capacities: rows of a shard, by the number of the store; more than there are.
       is_resalted: for each store, whether keys of it found no entry.
       room: for how many keys that wait, by the number of the store.
-      shards: over which the stores are split; None: one device.
+      shards: over which the stores are split.
 
     Returns:
       A function that takes the state, or one that lost rows meanwhile, and consumes it.
@@ -652,8 +649,7 @@ def _enlarging(
         if s in capacities or is_resalted[s]:
             num_buckets = num_buckets_of(store.capacity // spec.num_shards)
             # The salt is drawn and does not follow from the last one, which may be known.
-            is_shared = shards is not None and shards.num_processes > 1
-            salts[s] = processes.drawn(is_shared=is_shared) if is_resalted[s] else None
+            salts[s] = processes.drawn(is_shared=shards.num_processes > 1) if is_resalted[s] else None
             rebuild[s] = _rebuild.lower(store.counters, store.records, salts[s], num_buckets, shards).compile()
         if s in room or is_resalted[s]:  # waiting keys lie where the salt says, too
             remake[s] = admission.remaking(spec, store, room.get(s, 0), shards)
@@ -678,13 +674,13 @@ def _half_entries(spec: StoreSpec, store: StoreState) -> int:
     return sum(array.shape[0] // spec.num_shards * ENTRIES_PER_BUCKET // 2 for array in store.sightings)
 
 
-def _slab(spec: StoreSpec, size: int, shards: Shards | None) -> tuple:
+def _slab(spec: StoreSpec, size: int, shards: Shards) -> tuple:
     """One more slab, of `size` rows in each shard."""
 
     def make() -> tuple:
         return new_slab(spec, spec.num_shards * size)
 
-    return make() if shards is None else shards.make(make)
+    return shards.make(make)
 
 
 def _with_slab(store: StoreState, slab: tuple) -> StoreState:
@@ -700,7 +696,7 @@ def _with_slab(store: StoreState, slab: tuple) -> StoreState:
 
 @functools.partial(jax.jit, donate_argnums=0, static_argnums=(3, 4))
 def _rebuild(
-    counters: Array, records: tuple[Array, ...], salt: Array | None, num_buckets: int, shards: Shards | None
+    counters: Array, records: tuple[Array, ...], salt: Array | None, num_buckets: int, shards: Shards
 ) -> tuple[Array, Array]:
     """A new index of the rows that the records name, under another salt (two words) if one is given; the counters."""
 
@@ -710,28 +706,22 @@ def _rebuild(
             counters = counters.at[low].set(salt[0]).at[high].set(salt[1])
         return table.kernels.rebuild(counters, records, num_buckets)
 
-    args = counters, records, salt
-    return (
-        of_shard(*args) if shards is None else shards.run(of_shard, args, (shards.spec, shards.spec, P()), shards.spec)
-    )
+    return shards.run(of_shard, (counters, records, salt), (shards.spec, shards.spec, P()), shards.spec)
 
 
 def _names(spec: StoreSpec) -> str:
     return ", ".join(f'"{table.name}"' for table in spec.tables)
 
 
-def agreed_free_bytes(shards: Shards | None) -> int | None:
+def agreed_free_bytes(shards: Shards) -> int | None:
     """Memory that is left for a shard on each device, the least of all processes; None where nobody says."""
     free = free_bytes()
-    if shards is None or shards.num_processes == 1:
-        num_local = 1 if shards is None else len(shards.local())
-    else:
+    if shards.num_processes > 1:
         unknown = 1 << 61
         free = processes.least(unknown if free is None else free)
         free = None if free == unknown else free
-        num_local = len(shards.local())
     # Shards on CPU devices share the memory of their host.
-    return free // num_local if free is not None and jax.default_backend() == "cpu" else free
+    return free // len(shards.local()) if free is not None and jax.default_backend() == "cpu" else free
 
 
 def free_bytes() -> int | None:
@@ -778,7 +768,7 @@ def require_memory(asked: Sequence[tuple[StoreSpec, int]], op: str, free: int | 
 
 
 def grow_to(
-    op: str, specs: Sequence[StoreSpec], state: State, capacities: dict[int, int], shards: Shards | None = None
+    op: str, specs: Sequence[StoreSpec], state: State, capacities: dict[int, int], shards: Shards = ONE_DEVICE
 ) -> State:
     """Makes shards of some stores so large, at once: for rows that are known to come.
 
@@ -787,7 +777,7 @@ def grow_to(
       specs: of all stores.
       state: the old one must not be used then.
       capacities: rows of a shard, by the number of the store; more than there are.
-      shards: over which the stores are split; None: one device.
+      shards: over which the stores are split.
 
     Raises:
       MemoryError: they will not fit; nothing has changed.
@@ -806,7 +796,7 @@ def grow_to(
     return _enlarging(specs, state, capacities, [False] * len(specs), {}, shards)(state)
 
 
-def resalted(specs: Sequence[StoreSpec], state: State, s: int, shards: Shards | None = None) -> State:
+def resalted(specs: Sequence[StoreSpec], state: State, s: int, shards: Shards = ONE_DEVICE) -> State:
     """The state with the index of one store made anew under another salt: keys that found no entry find one then."""
     is_resalted = [number == s for number in range(len(specs))]
     return _enlarging(specs, state, {}, is_resalted, {}, shards)(state)

@@ -45,7 +45,7 @@ def import_table(
     clock: UInt32[Array, ""] | None,
     num_rows: int | None,
     reset_state: bool,
-    shards: Shards | None,
+    shards: Shards,
 ) -> State:
     """Enters records into one table; see `TableOperations.import_table`.
 
@@ -58,7 +58,7 @@ def import_table(
       clock: `last_step` of rows whose records have none; None: the state's step.
       num_rows: how many rows will come.
       reset_state: whether optimizer state that the records lack becomes initial for rows that were there, too.
-      shards: over which the stores are split; None: one device.
+      shards: over which the stores are split.
     """
     entering = _Entering(specs, s, number, shards, clock, reset_state, state)
     entering.num_expected = num_rows
@@ -69,7 +69,7 @@ def import_table(
     except BaseException as error:  # Ctrl-C too must not lose a state that was donated
         rest = ""
         try:
-            if shards is not None and shards.num_processes > 1:
+            if shards.num_processes > 1:
                 # The others may not have failed: to wait for them could be to wait forever.
                 rest = " Keys of the last of them that found no entry in the index may be missing: import it again."
             else:
@@ -148,7 +148,7 @@ class _Entering:
         specs: tuple[StoreSpec, ...],
         s: int,
         number: int,
-        shards: Shards | None,
+        shards: Shards,
         clock: Any,
         reset_state: bool,
         state: State,
@@ -200,12 +200,12 @@ class _Entering:
                 return
             refused, arrays = self.unsettled
             # It stays unsettled until all of it is done: an interrupt may come between.
-            if any(self._read(one).any() for one in refused):
+            if any(self.shards.read(one).any() for one in refused):
                 self.state = grow_lib.resalted(self.specs, self.state, self.s, self.shards)
                 self._enter(arrays, self._dealt(arrays))
             else:
                 self.unsettled = None
-        if self.unsettled is not None and any(self._read(one).any() for one in self.unsettled[0]):
+        if self.unsettled is not None and any(self.shards.read(one).any() for one in self.unsettled[0]):
             self.unsettled = None
             raise TableFullError(
                 f'import_table: table "{self.spec.tables[self.number].name}": got keys without an entry in the index '
@@ -237,14 +237,11 @@ class _Entering:
                 padded[len(mine) :] = PADDING_KEY if array.dtype == np.uint64 else 0
                 return keys_lib.to_words(padded) if array.dtype == np.uint64 else padded
 
-            if self.shards is None:
-                yield {name: block(dealt[0], array) for name, array in arrays.items()}
-            else:
-                local = self.shards.local()
-                yield {
-                    name: self.shards.put({shard: block(dealt[shard], array) for shard in local})
-                    for name, array in arrays.items()
-                }
+            local = self.shards.local()
+            yield {
+                name: self.shards.put({shard: block(dealt[shard], array) for shard in local})
+                for name, array in arrays.items()
+            }
 
     def _make_room(self, arrays: dict[str, np.ndarray], dealt: list[np.ndarray]) -> None:
         """Grows until each shard has rows for its part of a chunk, and for what was announced."""
@@ -257,7 +254,7 @@ class _Entering:
                 _absent(self.number, self.shards, self.store, piece["keys"])
                 for piece in self._pieces({"keys": arrays["keys"]}, dealt)
             ]
-            asked = sum(self._read(one).astype(np.int64) for one in absent)
+            asked = sum(self.shards.read(one).astype(np.int64) for one in absent)
         needed = int((self.in_use + asked).max())
         if needed > self.capacity:
             limit = self.spec.max_capacity or MAX_CAPACITY
@@ -290,13 +287,8 @@ class _Entering:
 
     def _read_in_use(self) -> np.ndarray:
         """Rows in use of each shard (waits for the device)."""
-        words = self._read(self.store.counters).reshape(self.spec.num_shards, len(COUNTERS)).astype(np.int64)
+        words = self.shards.read(self.store.counters).reshape(self.spec.num_shards, len(COUNTERS)).astype(np.int64)
         return words[:, _WORD["num_allocated"]] - words[:, _WORD["free_end"]] + words[:, _WORD["free_begin"]]
-
-    def _read(self, array: Array) -> np.ndarray:
-        """A small array with a part in each shard, whole on the host, the same in all processes."""
-        is_spread = self.shards is not None and self.shards.num_processes > 1
-        return np.asarray(self.shards.gathered(array) if is_spread else array)
 
 
 # On the device -------------------------------------------------------------------------------------------------------
@@ -306,7 +298,7 @@ class _Entering:
 def entered(
     spec: StoreSpec,
     number: int,
-    shards: Shards | None,
+    shards: Shards,
     is_reset: bool,
     store: StoreState,
     seed: Array,
@@ -332,14 +324,12 @@ def entered(
         counters = store.counters.at[_WORD["generation"]].add(jnp.uint32(1))
         return dataclasses.replace(store, counters=counters), counts[number, _REFUSED][None]
 
-    if shards is None:
-        return part(store, seed, clock, piece)
     args, split = (store, seed, clock, piece), shards.spec
     return shards.run(part, args, (split, P(), P(), split), (split, split))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _absent(number: int, shards: Shards | None, store: StoreState, keys: Array) -> Array:
+def _absent(number: int, shards: Shards, store: StoreState, keys: Array) -> Array:
     """How many keys of each shard have no row."""
 
     def part(store: StoreState, keys: Array) -> Array:
@@ -347,6 +337,4 @@ def _absent(number: int, shards: Shards | None, store: StoreState, keys: Array) 
         is_absent = table_lib.is_key(keys) & (row_ids == jnp.uint32(table_lib.NO_ROW))
         return is_absent.sum(dtype=jnp.int32)[None]
 
-    if shards is None:
-        return part(store, keys)
     return shards.run(part, (store, keys), (shards.spec, shards.spec), shards.spec)

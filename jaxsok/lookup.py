@@ -38,8 +38,8 @@ def lookup(
     specs: Sequence[StoreSpec],
     state: State,
     plan: Plan,
-    shards: Shards | None = None,
-    wire: ExchangeSpec | None = None,
+    shards: Shards,
+    wire: ExchangeSpec,
     clock: UInt32[Array, ""] | None = None,
 ) -> tuple[Embeddings, State, Plan]:
     """Looks up a batch; unseen keys get rows.
@@ -48,7 +48,7 @@ def lookup(
       specs: of the stores.
       state: donated: the result has its buffers.
       plan: its features are looked up; its distinct keys are used if it has them.
-      shards: over which the stores are split; None: one device.
+      shards: over which the stores are split.
       wire: how rows travel between them.
       clock: what `last_step` of the rows used becomes, where statistics are kept; None: the state's step.
 
@@ -66,7 +66,7 @@ def lookup(
         if not features.layouts:
             one_found, values = _nothing(spec, store), []
             asked.append(None if plan.asked is None else plan.asked[s])
-        elif shards is not None and wire is not None:
+        elif shards.num_shards > 1:
             requests = _asked(shards, spec, features, state, plan, s, wire)
             store, one_found, values, digest = _lookup_exchanged(
                 shards, wire, spec, store, state.seed, features, requests, step=state.step, clock=now
@@ -89,7 +89,7 @@ def lookup(
         embeddings |= _named(features, values)
     after, ticket = tickets.issue(state, stores, plan.features, digests)
     state = dataclasses.replace(state, stores=tuple(stores), tickets=after)
-    asked = None if shards is None else tuple(asked)
+    asked = tuple(asked) if shards.num_shards > 1 else None
     plan = dataclasses.replace(plan, asked=asked, found=tuple(found), ticket=ticket)
     return embeddings, state, plan
 
@@ -98,8 +98,8 @@ def find(
     specs: Sequence[StoreSpec],
     state: State,
     plan: Plan,
-    shards: Shards | None = None,
-    wire: ExchangeSpec | None = None,
+    shards: Shards,
+    wire: ExchangeSpec,
 ) -> tuple[Embeddings, list[Found]]:
     """Looks up a batch and changes nothing; keys without a row read what their table's `unknown` says.
 
@@ -112,7 +112,7 @@ def find(
         if not part.layouts:
             found.append(_nothing(spec, store))
             continue
-        if shards is None or wire is None or spec.is_replicated:
+        if shards.num_shards == 1 or spec.is_replicated:
             # A replicated store is all here: nothing is asked of others.
             counts, values = _find_here(spec, store, state.seed, part)
             one_found = Found(_no_row_ids(), counts, _rounds(0))

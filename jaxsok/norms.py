@@ -11,12 +11,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, UInt32
 
 from jaxsok import annotations, exchange, table, tickets
-from jaxsok import update as update_lib
-from jaxsok.exchange import Round, Route
+from jaxsok.gradients import Arrived, Gradients, as_features, bag_gradient, joined, over_arrivals, scaled_by_uses
 from jaxsok.kernels import combine as combine_kernels
 from jaxsok.kernels import plan as plan_kernels
 from jaxsok.plan import Plan
@@ -24,7 +22,6 @@ from jaxsok.shards import Shards
 from jaxsok.specs import ExchangeSpec, StoreSpec
 from jaxsok.store import State, StoreState
 from jaxsok.types import NO_ROW
-from jaxsok.update import Gradients
 
 Squares = tuple[Float32[Array, ""], Float32[Array, ""]]
 """The largest number so far, and the sum of the squares of all numbers over it: no square overflows or vanishes."""
@@ -35,9 +32,8 @@ def row_gradient_norm(
     state: State,
     plans: Sequence[Plan],
     gradients: Sequence[Gradients],
-    shards: Shards | None = None,
-    wire: ExchangeSpec | None = None,
-    axis: Any = None,
+    shards: Shards,
+    wire: ExchangeSpec,
 ) -> Float32[Array, ""]:
     """The root of the sum of the squares of all row gradients that an update would step by.
 
@@ -46,9 +42,8 @@ def row_gradient_norm(
       state: of which nothing but the index and the counters is read.
       plans: of the lookups of this step.
       gradients: one for each plan; checked.
-      shards: over which the stores are split; None: one shard.
+      shards: over which the stores are split.
       wire: how gradients travel between them.
-      axis: of the mesh, also where it has one shard; None: no mesh.
     """
     is_live = tickets.redeem(state, plans).is_live
     squares = jnp.float32(0), jnp.float32(0)
@@ -57,12 +52,12 @@ def row_gradient_norm(
         if not used:
             continue
         of_store = [plans[i] for i in used], [gradients[i] for i in used], tickets.of_some(is_live, used)
-        if shards is None or wire is None:
+        if shards.num_shards == 1:
             squares = with_squares(squares, _row_sums(spec, store, s, *of_store))
         else:
             squares = _with_exchanged(shards, wire, spec, store, s, *of_store, squares)
-    if axis is not None:
-        squares = _of_all_shards(axis, squares)
+    if shards.is_mesh:
+        squares = _of_all_shards(shards, squares)
     return norm_of(squares)
 
 
@@ -96,13 +91,12 @@ def _divisor(largest: Float32[Array, ""]) -> Float32[Array, ""]:
     return jnp.where(largest < jnp.finfo(jnp.float32).tiny, jnp.float32(1), largest)
 
 
-def _of_all_shards(axis: Any, squares: Squares) -> Squares:
+def _of_all_shards(shards: Shards, squares: Squares) -> Squares:
     """Those of all shards, added in their order."""
-    largest = lax.pmax(squares[0], axis)
-    place, num_shards = lax.axis_index(axis), lax.axis_size(axis)
+    largest = shards.max(squares[0])
     # Each in a place of its own, where adding is exact: the order of the sum is not left to the collective.
-    parts = jnp.zeros(num_shards, jnp.float32).at[place].set(_rescaled(squares, largest))
-    return largest, lax.psum(parts, axis).sum()
+    parts = jnp.zeros(shards.num_shards, jnp.float32).at[shards.index()].set(_rescaled(squares, largest))
+    return largest, shards.sum(parts).sum()
 
 
 def _summed_by_row(
@@ -147,14 +141,14 @@ def _row_sums(
 ) -> Float32[Array, "num_keys dim"]:
     """One store's row gradients on one device."""
     parts = [plan.features.stores[s] for plan in plans]
-    (keys, *batch), num_tiles = update_lib.joined(parts)
+    (keys, *batch), num_tiles = joined(parts)
     row_ids = [jnp.where(is_live[p], plan.found[s].row_ids, jnp.uint32(NO_ROW)) for p, plan in enumerate(plans)]
     row_ids = jnp.concatenate(row_ids)
     is_refused = None
     if any(exchange.has_divided_bags(part) for part in parts):
         is_refused = table.is_key(keys) & (row_ids == jnp.uint32(NO_ROW))
     flat = [
-        update_lib.bag_gradient(grads, part, layout, spec).astype(jnp.float32)
+        bag_gradient(grads, part, layout, spec).astype(jnp.float32)
         for part, grads in zip(parts, gradients, strict=True)
         for layout in part.layouts
     ]
@@ -174,47 +168,18 @@ def _with_exchanged(
     squares: Squares,
 ) -> Squares:
     """Squares with those of the rows that this shard owns; gradients come to it as they do for an update."""
-    asked = [plan.asked[s] for plan in plans]
-    counts_differ = any(exchange.has_unused_keys(plan.features.stores[s]) for plan in plans)
     # Every shard has all rows of a replicated store: one of them counts.
     is_counted = jnp.bool_(True) if not spec.is_replicated else shards.index() == 0
 
-    def add(squares: Squares, arrived: Sequence[tuple[Array, Array, Array]]) -> Squares:
-        """Takes in what arrived from each plan: row ids, sums and uses."""
-        row_ids, sums, uses = zip(*arrived, strict=True)
-        uses = [jnp.where(is_live[p], n, 0) for p, n in enumerate(uses)]
-        ids = jnp.concatenate([jnp.where(n > 0, i, jnp.uint32(NO_ROW)) for i, n in zip(row_ids, uses, strict=True)])
-        if spec.row_gradient != "sum":
-            total = jnp.maximum(exchange.uses_of_rows(ids, jnp.concatenate(uses)).astype(jnp.float32), 1.0)
-            divisor = total if spec.row_gradient == "mean" else jnp.sqrt(total)
-            ends = np.cumsum([part.shape[0] for part in row_ids])[:-1].tolist()
-            sums = [part / one[:, None] for part, one in zip(sums, jnp.split(divisor, ends), strict=True)]
-        batch, num_tiles = update_lib.as_features([part.shape[0] for part in row_ids])
-        rows = _summed_by_row(ids, batch, num_tiles, sums, "sum")
+    def add(squares: Squares, arrived: list[Arrived]) -> Squares:
+        sums, _ = scaled_by_uses(spec, arrived, is_live)
+        row_ids = [jnp.where(is_live[p], one.row_ids, jnp.uint32(NO_ROW)) for p, one in enumerate(arrived)]
+        batch, num_tiles = as_features([ids.shape[0] for ids in row_ids])
+        rows = _summed_by_row(jnp.concatenate(row_ids), batch, num_tiles, sums, "sum")
         return with_squares(squares, jnp.where(is_counted, rows, 0.0))
 
-    if all(one.received is not None for one in asked):
-        arrived = []
-        for plan, grads, one in zip(plans, gradients, asked, strict=True):
-            route = Route(shards, spec.is_replicated, one.send_capacity)
-            sums, uses = update_lib.summed_by_key(spec, plan, grads, s)
-            uses = route.to_owners(uses) if counts_differ else one.received[:, 3].astype(jnp.int32)
-            arrived.append((plan.found[s].row_ids, route.rows_to_owners(sums, wire.gradients), uses))
-        return add(squares, arrived)
-    asked = [update_lib.in_rounds(spec, plan, s, "gradient_norm") for plan in plans]
-    summed = [update_lib.summed_by_key(spec, plan, grads, s) for plan, grads in zip(plans, gradients, strict=True)]
-
-    def one_round(squares: Squares, rounds: list[Round]) -> Squares:
-        arrived = []
-        for one, part, (sums, uses) in zip(asked, rounds, summed, strict=True):
-            received = part.requests(one)
-            row_ids = table.find(store, received[:, :2], received[:, 2])
-            uses = part.route.to_owners(part.take(uses)) if counts_differ else received[:, 3].astype(jnp.int32)
-            arrived.append((row_ids, part.route.rows_to_owners(part.take(sums), wire.gradients), uses))
-        return add(squares, arrived)
-
-    squares, _, _ = exchange.over_rounds(shards, spec, asked, one_round, squares)
-    return squares
+    of_store = "gradient_norm", shards, wire, spec, s, plans, gradients
+    return over_arrivals(*of_store, lambda _: store, add, squares)
 
 
 def tree_norm(tree: Any) -> Float32[Array, ""]:

@@ -5,6 +5,7 @@ nothing of its own.
 """
 
 import dataclasses
+import functools
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -27,7 +28,7 @@ from jaxsok.records import Records
 from jaxsok.shards import Shards
 from jaxsok.specs import ExchangeSpec, StoreSpec, TableSpec
 from jaxsok.store import State, StoreState
-from jaxsok.types import COUNTERS, COUNTS, NO_ROW, PADDING_KEY
+from jaxsok.types import COUNTS, NO_ROW, PADDING_KEY
 
 _INSERTED, _REFUSED = COUNTS.index("num_inserted"), COUNTS.index("num_refused")
 
@@ -35,12 +36,12 @@ _INSERTED, _REFUSED = COUNTS.index("num_inserted"), COUNTS.index("num_refused")
 class TableOperations:
     """What a collection offers on its tables. `Collection` is the only one; it sets what is declared here."""
 
-    shards: Shards | None
+    shards: Shards
+    exchange: ExchangeSpec
     tables: tuple[TableSpec, ...]
     stores: tuple[StoreSpec, ...]
     fingerprint: str
     growth: GrowthTracker
-    _between: tuple[Shards | None, ExchangeSpec | None]
     _jitted: dict[str, Any]
 
     @annotations.annotated("jaxsok.erase")
@@ -455,7 +456,7 @@ class TableOperations:
         self._check_state("num_rows", state)
         self._check_untraced("num_rows", state, "inside a jitted function use the Stats of update")
         by_store = [
-            _rows_by_table(self.shards.gathered(one.table_rows) if self._spans_processes else one.table_rows, store)
+            _rows_by_table(self.shards.read(one.table_rows), store)
             for store, one in zip(self.stores, state.stores, strict=True)
         ]
         return {
@@ -472,29 +473,14 @@ class TableOperations:
         spec = self.stores[store]
         ids = jnp.asarray(table_lib.table_ids_of(number, words.shape[0]))
         new, num_erased = table_lib.erase(spec, old, words, ids)
-        shards, _ = self._between
-        if shards is not None:
-            # A plan is stale on all shards or on none: those without an erased row advance with the others.
-            is_counted = (shards.index() == 0) | (not spec.is_replicated)
-            num_erased = lax.psum(jnp.where(is_counted, num_erased, 0), shards.axis)
-            generation = old.generation + (num_erased > 0).astype(jnp.uint32)
-            new = dataclasses.replace(new, counters=new.counters.at[COUNTERS.index("generation")].set(generation))
-        return new, num_erased
+        num_erased = self.shards.total(num_erased, is_replicated=spec.is_replicated)
+        return new.advanced(old.generation, num_erased), num_erased
 
     def _erase_global(
         self, old: StoreState, words: Array, *, store: int, number: int
     ) -> tuple[StoreState, UInt32[Array, ""]]:
-        if self.shards is None:
-            return self._erase_part(old, words, store=store, number=number)
-        of_store = self.shards.spec
-        total = P() if self.stores[store].num_shards > 1 else of_store
-
-        def part(old: StoreState, words: Array) -> tuple[StoreState, Array]:
-            new, num_erased = self._erase_part(old, words, store=store, number=number)
-            return new, num_erased if total == P() else num_erased[None]
-
-        new, num_erased = self.shards.run(part, (old, words), (of_store, P()), (of_store, total))
-        return new, num_erased.reshape(())
+        part, of_store = functools.partial(self._erase_part, store=store, number=number), self.shards.spec
+        return self.shards.run(part, (old, words), (of_store, P()), (of_store, P()))
 
     # The same for operations on one store that `_ON_STORE` has.
 
@@ -517,7 +503,7 @@ class TableOperations:
         old = state.stores[s]
         # Under a trace there is nothing to donate: whoever runs the whole decides.
         is_traced = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((state, args)))
-        if self.shards.is_manual() if self.shards is not None else is_traced:
+        if self.shards.sees_parts() and (self.shards.is_mesh or is_traced):
             part = self._erase_part if name == "erase" else self._store_part
             new, results = part(old, *map(jnp.asarray, args), **static)
         else:
@@ -537,8 +523,6 @@ class TableOperations:
         def part(old: StoreState, *args: Array) -> tuple[StoreState | None, tuple[Array, ...]]:
             return self._store_part(old, *args, op=op, store=store, number=number)
 
-        if self.shards is None:
-            return part(old, *args)
         of_store = self.shards.spec
         out = (None if op in _READING else of_store, P())
         return self.shards.run(part, (old, *args), (of_store, *[P()] * len(args)), out)
@@ -577,9 +561,7 @@ class TableOperations:
 
     def _lineage(self, words: np.ndarray) -> Array:
         """Where steps leave what is the same everywhere; made by a program, since memory of NumPy's is not donated."""
-        if self.shards is None:
-            return jnp.array(words)
-        return self.shards.make(lambda: jnp.asarray(words), is_split=False)
+        return self.shards.make(lambda: jnp.array(words), is_split=False)
 
     def _no_tickets(self) -> Array:
         """The tickets of a state that begins: no plan is open."""
@@ -587,15 +569,11 @@ class TableOperations:
         def make() -> Array:
             return tickets.no_tickets(self.stores[0].num_shards)
 
-        return make() if self.shards is None else self.shards.make(make)
+        return self.shards.make(make)
 
     @property
     def _mesh_name(self) -> str:
-        return "" if self.shards is None else str(self.shards)
-
-    @property
-    def _spans_processes(self) -> bool:
-        return self.shards is not None and self.shards.num_processes > 1
+        return str(self.shards)
 
     def _locate(self, op: str, table: str) -> tuple[int, int]:
         for s, store in enumerate(self.stores):
@@ -623,7 +601,7 @@ class TableOperations:
                 "tables."
             )
         if any(store.counters.ndim != 1 for store in state.stores):
-            remedy = "one of its parts" if self.shards is None else "collection.unstack(state)"
+            remedy = "collection.unstack(state)" if self.shards.is_mesh else "one of its parts"
             raise ValueError(
                 f"{op}: state: got one whose arrays have one more axis in front, as stack and jax.pmap give them, "
                 f"wanted those of init; pass {remedy}."
@@ -660,7 +638,7 @@ class _Place:
     spec: StoreSpec
     number: int
     """Of the table in the store."""
-    shards: Shards | None
+    shards: Shards
     seed: UInt32[Array, "2"]
     partition_owners: UInt32[Array, " num_partitions"]
 
@@ -669,15 +647,11 @@ class _Place:
 
     def total(self, words: Array) -> Array:
         """Of all shards; of a replicated store, whose shards all have the same, of one."""
-        if self.shards is None:
-            return words
-        if self.spec.is_replicated:
-            words = jnp.where(self.shards.index() == 0, words, jnp.zeros_like(words))
-        return lax.psum(words, self.shards.axis)
+        return self.shards.total(words, is_replicated=self.spec.is_replicated)
 
     def is_own(self, words: Array) -> Array | None:
         """Which keys this shard has to do with; None: all."""
-        if self.shards is None or self.spec.num_shards == 1 or self.spec.is_replicated:
+        if self.spec.num_shards == 1 or self.spec.is_replicated:
             return None
         owners = plan_lib.owner_of(self.spec, self.number, words, self.partition_owners)
         return owners == self.shards.index().astype(jnp.uint32)
@@ -716,10 +690,7 @@ def _clear(place: _Place, store: StoreState) -> tuple[StoreState, tuple[Array]]:
     generation = store.generation
     store, num_erased = table_lib.clear(place.spec, store, place.number)
     num_erased = place.total(num_erased)
-    # A plan is stale on all shards or on none.
-    advanced = generation + (num_erased > 0).astype(jnp.uint32)
-    counters = store.counters.at[COUNTERS.index("generation")].set(advanced)
-    return dataclasses.replace(store, counters=counters), (num_erased,)
+    return store.advanced(generation, num_erased), (num_erased,)
 
 
 _ON_STORE = {"contains": _contains, "rows_of": _rows_of, "assign": _assign, "clear": _clear}

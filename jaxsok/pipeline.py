@@ -64,7 +64,7 @@ class Pipeline:
 
     def __iter__(self) -> Iterator[tuple[Batch, Plan]]:
         """The batches in order, each with its plan."""
-        if self._collection.shards is None or self._collection.shards.num_shards == 1:
+        if self._collection.shards.num_shards == 1:
             for raw in self._batches:
                 batch = self._collection.batch(raw, pad_to=self._pad_to)
                 yield batch, Plan(batch.features)

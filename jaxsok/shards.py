@@ -1,16 +1,20 @@
-"""The devices over which stores and batches are sharded: some axes of a mesh, seen as one.
+"""The devices over which stores and batches are sharded: one device, or some axes of a mesh, seen as one.
+
+`Shards` is what the rest of the package asks of them: `OneDevice` and `MeshShards` answer.
 
 Sharding model: every array of a store, of a batch and of a plan is split along its first dimension, one equal part
 for each shard, in the order of the axes; seed and step are the same everywhere. Along axes of the mesh that are not
 named, everything is repeated. Inside `shard_map` (or `pmap`) over the axes, code sees the parts and works on them.
 """
 
+import abc
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, SingleDeviceSharding
@@ -18,24 +22,149 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Int32
 
 
+class Shards(abc.ABC):
+    """Where stores and batches lie, and how code runs there. Inside `run` code sees a shard's part of split arrays."""
+
+    is_mesh: ClassVar[bool]
+    """Whether arrays are global, with a part in each shard; a mesh may have a single device."""
+
+    @staticmethod
+    def of(mesh: Any, axis: Any) -> "Shards":
+        """The axes of the mesh that are named, checked; without a mesh one device.
+
+        Raises:
+          TypeError, ValueError: no mesh, no such axis; says what there is.
+        """
+        if mesh is not None:
+            return MeshShards.checked(mesh, axis)
+        if axis is not None:
+            raise ValueError(f"Collection: axis: got {axis!r} without a mesh, wanted both; pass mesh=...")
+        return ONE_DEVICE
+
+    @property
+    @abc.abstractmethod
+    def num_shards(self) -> int:
+        """How many there are."""
+
+    @property
+    @abc.abstractmethod
+    def num_processes(self) -> int:
+        """Processes whose devices are among them."""
+
+    @property
+    @abc.abstractmethod
+    def spec(self) -> P:
+        """Of every array that is split: along its first dimension."""
+
+    @abc.abstractmethod
+    def __str__(self) -> str:
+        """As messages name it; empty for one device."""
+
+    @abc.abstractmethod
+    def local(self) -> list[int]:
+        """The numbers of the shards on this process's devices, ascending."""
+
+    @abc.abstractmethod
+    def sees_parts(self) -> bool:
+        """Whether the caller works on a shard's part of split arrays: on one device, and inside of `run`."""
+
+    @abc.abstractmethod
+    def run(self, body: Callable, args: Sequence[Any], in_specs: Sequence[Any], out_specs: Any) -> Any:
+        """Calls `body` on every shard; at once where the caller sees parts already."""
+
+    @abc.abstractmethod
+    def index(self) -> Any:
+        """The number of this shard (inside)."""
+
+    @abc.abstractmethod
+    def sum(self, parts: Any) -> Any:
+        """The sum over all shards (inside)."""
+
+    @abc.abstractmethod
+    def max(self, parts: Any) -> Any:
+        """The largest of all shards (inside)."""
+
+    def total(self, parts: Array, *, is_replicated: bool) -> Array:
+        """The sum over all shards; of a replicated store, which all of them have, what the first has (inside)."""
+        if is_replicated and self.num_shards > 1:
+            parts = jnp.where(self.index() == 0, parts, jnp.zeros_like(parts))
+        return self.sum(parts)
+
+    @abc.abstractmethod
+    def make(self, make: Callable[[], Any], *, is_split: bool = True) -> Any:
+        """What a function makes, each array split or not, and made where it belongs."""
+
+    @abc.abstractmethod
+    def put(self, blocks: Mapping[int, np.ndarray]) -> Array:
+        """One array, split, of the blocks of this process's shards, which all have one shape."""
+
+    @abc.abstractmethod
+    def replicate(self, tree: Any) -> Any:
+        """Arrays of one device, the same on all shards: of a model's parameters, say."""
+
+    @abc.abstractmethod
+    def read(self, array: Array) -> np.ndarray:
+        """A small split array, whole on the host of every process (waits for the device; a collective)."""
+
+
 @dataclasses.dataclass(frozen=True)
-class Shards:
+class OneDevice(Shards):
+    """A single shard: all arrays are whole, and nothing travels."""
+
+    is_mesh: ClassVar[bool] = False
+    num_shards: ClassVar[int] = 1
+    num_processes: ClassVar[int] = 1
+    spec: ClassVar[P] = P()
+
+    def __str__(self) -> str:
+        return ""
+
+    def local(self) -> list[int]:
+        return [0]
+
+    def sees_parts(self) -> bool:
+        return True
+
+    def run(self, body: Callable, args: Sequence[Any], in_specs: Sequence[Any], out_specs: Any) -> Any:
+        return body(*args)
+
+    def index(self) -> int:
+        return 0
+
+    def sum(self, parts: Any) -> Any:
+        return parts
+
+    def max(self, parts: Any) -> Any:
+        return parts
+
+    def make(self, make: Callable[[], Any], *, is_split: bool = True) -> Any:
+        return make()
+
+    def put(self, blocks: Mapping[int, np.ndarray]) -> Array:
+        return jnp.asarray(blocks[0])
+
+    def replicate(self, tree: Any) -> Any:
+        return tree
+
+    def read(self, array: Array) -> np.ndarray:
+        return np.asarray(array)
+
+
+ONE_DEVICE = OneDevice()
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshShards(Shards):
     """Some axes of a mesh."""
+
+    is_mesh: ClassVar[bool] = True
 
     mesh: Mesh
     axis: tuple[str, ...]
 
     @classmethod
-    def of(cls, mesh: Any, axis: Any) -> "Shards | None":
-        """The axes named, checked; None without a mesh.
-
-        Raises:
-          TypeError, ValueError: no mesh, no such axis; says what there is.
-        """
-        if mesh is None:
-            if axis is not None:
-                raise ValueError(f"Collection: axis: got {axis!r} without a mesh, wanted both; pass mesh=...")
-            return None
+    def checked(cls, mesh: Any, axis: Any) -> "MeshShards":
+        """See `Shards.of`."""
         if not isinstance(mesh, Mesh):
             raise TypeError(f"Collection: mesh: got {type(mesh).__name__}, wanted a jax.sharding.Mesh (jax.make_mesh).")
         names = (axis,) if isinstance(axis, str) else axis
@@ -66,12 +195,10 @@ class Shards:
 
     @property
     def num_shards(self) -> int:
-        """How many there are."""
         return int(np.prod([self.mesh.shape[name] for name in self.axis]))
 
     @property
     def spec(self) -> P:
-        """Of every array that is split: along its first dimension."""
         return P(self.axis)
 
     @property
@@ -94,31 +221,31 @@ class Shards:
         first = [self.axis if is_split else None][:ndim]
         return NamedSharding(self.mesh, P(*first, *[None] * (ndim - 1)))
 
-    def gathered(self, array: Array) -> Array:
-        """A small split array, whole in every process (a collective)."""
-        return jax.jit(lambda whole: self.resharded(P(), whole), out_shardings=self.same)(array)
+    def read(self, array: Array) -> np.ndarray:
+        if self.num_processes > 1:
+            array = jax.jit(lambda whole: self.resharded(P(), whole), out_shardings=self.same)(array)
+        return np.asarray(array)
+
+    def replicate(self, tree: Any) -> Any:
+        return jax.device_put(tree, self.same)
 
     def make(self, make: Callable[[], Any], *, is_split: bool = True) -> Any:
-        """What a function makes, each array split or not, and made where it belongs."""
         places = jax.tree.map(lambda leaf: self.place(leaf.ndim, is_split=is_split), jax.eval_shape(make))
         return jax.jit(make, out_shardings=places)()
 
     @property
     def num_processes(self) -> int:
-        """Processes whose devices are in the mesh."""
         return len({device.process_index for device in self.mesh.devices.flat})
 
     def __str__(self) -> str:
-        """As messages name it."""
         return ", ".join(f"{name}={self.mesh.shape[name]}" for name in self.axis)
 
     def local(self) -> list[int]:
-        """The numbers of the shards on this process's devices, ascending."""
         places = self.split.addressable_devices_indices_map((self.num_shards,))
         return sorted({(place[0].start or 0) for place in places.values()})
 
-    def is_manual(self) -> bool:
-        """Whether the caller is inside `shard_map` or `pmap` over these axes, and sees shards.
+    def sees_parts(self) -> bool:
+        """Whether the caller is inside `shard_map` or `pmap` over these axes.
 
         Raises:
           ValueError: inside a `shard_map` over a part of the axes only, or over others alone.
@@ -138,12 +265,16 @@ class Shards:
         return bool(manual)
 
     def index(self) -> Int32[Array, ""]:
-        """The number of this shard (inside)."""
         return lax.axis_index(self.axis)
 
+    def sum(self, parts: Any) -> Any:
+        return lax.psum(parts, self.axis)
+
+    def max(self, parts: Any) -> Any:
+        return lax.pmax(parts, self.axis)
+
     def run(self, body: Callable, args: Sequence[Any], in_specs: Sequence[Any], out_specs: Any) -> Any:
-        """Calls `body` on every shard; at once where the caller sees shards already."""
-        if self.is_manual():
+        if self.sees_parts():
             return body(*args)
         args = jax.tree.map(self.resharded, tuple(in_specs), tuple(args))
         return jax.shard_map(body, mesh=self.mesh, in_specs=tuple(in_specs), out_specs=out_specs)(*args)
@@ -165,8 +296,7 @@ class Shards:
 
         return jax.tree.map(reshard, tree)
 
-    def put(self, blocks: dict[int, np.ndarray]) -> Array:
-        """One array, split, of the blocks of this process's shards, which all have one shape."""
+    def put(self, blocks: Mapping[int, np.ndarray]) -> Array:
         block = next(iter(blocks.values()))
         size = block.shape[0]
         shape = (self.num_shards * size, *block.shape[1:])

@@ -75,6 +75,16 @@ class StoreState:
         """Advanced whenever row ids of older plans lose their meaning."""
         return self.counters[COUNTERS.index("generation")]
 
+    def advanced(self, generation: UInt32[Array, ""], num_gone: UInt32[Array, "..."]) -> "StoreState":
+        """The store one generation on if rows went on any shard: a plan is stale on all shards or on none.
+
+        Args:
+          generation: before.
+          num_gone: rows that went, of all shards.
+        """
+        after = generation + (num_gone > 0).any().astype(jnp.uint32)
+        return dataclasses.replace(self, counters=self.counters.at[COUNTERS.index("generation")].set(after))
+
     def num_rows(self) -> UInt32[Array, ""]:
         """Rows in use."""
         word = {name: self.counters[i] for i, name in enumerate(COUNTERS)}

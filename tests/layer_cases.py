@@ -158,7 +158,7 @@ def assert_stepped(collection, state, gradients):
 
 def everywhere(collection, tree):
     """A pytree's arrays on all devices of the collection's mesh, if it has one."""
-    return tree if collection.shards is None else jax.device_put(tree, collection.shards.same)
+    return collection.shards.replicate(tree)
 
 
 def addresses(tree):

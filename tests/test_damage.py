@@ -116,7 +116,10 @@ def rebuild(collection, state, features):
 
 
 def remade(collection, state, features):
-    return [admission.remade(spec, store, 8, None) for spec, store in zip(collection.stores, state.stores, strict=True)]
+    return [
+        admission.remade(spec, store, 8, collection.shards)
+        for spec, store in zip(collection.stores, state.stores, strict=True)
+    ]
 
 
 def evict(collection, state, features):

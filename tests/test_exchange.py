@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxsok
 from jaxsok import exchange
-from jaxsok.shards import Shards
+from jaxsok.shards import MeshShards
 
 NUM_SHARDS, CAPACITY, DIM = 4, 3, 6
 SGD = jaxsok.optim.sgd(1.0)
@@ -32,7 +32,7 @@ LEAST_NORMAL = 2.0**-126
 def travel(way, dtype, is_replicated=False):
     """Jitted: rows `[NUM_SHARDS * num_lines, DIM]` of all shards on their way there ("to_owners") or back."""
     mesh = programs.mesh(NUM_SHARDS)
-    route = exchange.Route(Shards(mesh, ("data",)), is_replicated, CAPACITY)
+    route = exchange.Route(MeshShards(mesh, ("data",)), is_replicated, CAPACITY)
     function = functools.partial(getattr(route, f"rows_{way}"), dtype=dtype)
     return jax.jit(jax.shard_map(function, mesh=mesh, in_specs=P("data"), out_specs=P("data")))
 

@@ -708,7 +708,7 @@ def test_several_plans_in_one_update(path):
         state, plans = collection.init(seed=0), []
         for step in range(2):
             asked = programs.batch(collection, **two_stores_raw(step))
-            if path == "planned" and collection.shards is not None:
+            if path == "planned" and collection.shards.is_mesh:
                 asked = collection.plan(asked, send_capacity=(16, 32))
             _, state, plan = programs.lookup(collection)(state, asked)
             plans.append(plan)

@@ -11,7 +11,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxsok
-from jaxsok.shards import Shards
+from jaxsok.shards import ONE_DEVICE, Shards
 
 NUM_SAMPLES, DIM, HIDDEN, NUM_STEPS = 16, 4, 8, 3
 ADAGRAD = jaxsok.optim.adagrad(0.1)
@@ -321,7 +321,7 @@ def test_shards_of_a_mesh_are_numbered_along_the_axes():
         assert str(shards) == f"{axis[0]}=2, {axis[1]}=2"
         blocks = {i: np.full((1, 2), i) for i in range(4)}
         assert np.asarray(shards.put(blocks))[:, 0].tolist() == [0, 1, 2, 3]
-    assert Shards.of(None, None) is None
+    assert Shards.of(None, None) == ONE_DEVICE and not ONE_DEVICE.is_mesh
 
 
 def test_axes_of_several_types_are_refused():

@@ -54,7 +54,7 @@ def step(collection):
         state, stats = collection.update(state, plan, gradients)
         return embeddings, state, stats
 
-    return jax.jit(run, compiler_options=programs.quickly() if collection.shards is not None else None)
+    return jax.jit(run, compiler_options=programs.quickly() if collection.shards.is_mesh else None)
 
 
 def stepped(collection, value, state=None):

@@ -49,7 +49,7 @@ def add(
     _add_admission(source, collection, held, names)
     if is_whole:
         state, step = held.state, jnp.asarray(source.manifest["step"], jnp.uint32)
-        if collection.shards is not None:
+        if collection.shards.is_mesh:
             step = jax.device_put(step, state.step.sharding)
         state = dataclasses.replace(state, step=step)
         state = _with_evicted(source, collection, state, names)
@@ -132,14 +132,7 @@ def _with_store(state: State, s: int, **arrays: Any) -> State:
 
 def _put(collection: Collection, blocks: Callable[[int], np.ndarray]) -> Any:
     """An array of a store, made anew, of each shard's block."""
-    if collection.shards is None:
-        return jnp.asarray(blocks(0))
-    return collection.shards.put({shard: blocks(shard) for shard in _local_shards(collection)})
-
-
-def _local_shards(collection: Collection) -> list[int]:
-    """The shards of this process."""
-    return [0] if collection.shards is None else collection.shards.local()
+    return collection.shards.put({shard: blocks(shard) for shard in collection.shards.local()})
 
 
 # Admission -----------------------------------------------------------------------------------------------------------
@@ -182,14 +175,12 @@ def _add_waiting(source: Source, collection: Collection, held: Held, s: int, num
         hold(admission_lib.with_waiting(spec, held.state.stores[s], number, keys, counts, owners, shards))
 
 
-def _forgotten(spec: StoreSpec, number: int, shards: Shards | None, store: StoreState) -> StoreState:
+def _forgotten(spec: StoreSpec, number: int, shards: Shards, store: StoreState) -> StoreState:
     """The store, without keys of a table that wait."""
 
     def part(store: StoreState) -> StoreState:
         return admission_lib.forget(spec, store, jnp.zeros((), jnp.uint32), cleared=number)
 
-    if shards is None:
-        return jax.jit(part, donate_argnums=0)(store)
     return jax.jit(lambda store: shards.run(part, (store,), (shards.spec,), shards.spec), donate_argnums=0)(store)
 
 

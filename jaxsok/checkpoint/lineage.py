@@ -54,7 +54,7 @@ def begun(collection: Collection, state: State, manifest: Mapping[str, Any], *, 
       manifest: of what it was made of.
       is_exact: whether the state has all of that, so that a delta on it is what changes from here on.
     """
-    words = processes.drawn(is_shared=collection.shards is not None and collection.shards.num_processes > 1)
+    words = processes.drawn(is_shared=collection.shards.num_processes > 1)
     state = dataclasses.replace(state, lineage=collection._lineage(words), tickets=collection._no_tickets())
     saved = manifest.get("lineage")
     if is_exact and saved is not None:
@@ -78,7 +78,7 @@ def check(op: str, collection: Collection, state: State, folder: Any, manifest: 
             folder,
         )
         return
-    if collection.shards is None and jax.process_index() > 0:
+    if not collection.shards.is_mesh and jax.process_index() > 0:
         return  # each process has a state of its own then, and the first one's is saved
     word = word_of(state)
     ancestors = _ANCESTORS.get(word, ())

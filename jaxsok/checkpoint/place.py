@@ -50,8 +50,8 @@ class Placer:
         """
         self.op, self.collection, self.s, self.number = op, collection, s, number
         self.spec: StoreSpec = collection.stores[s]
-        self.shards: Shards | None = collection.shards
-        self.local = [0] if self.shards is None else self.shards.local()
+        self.shards: Shards = collection.shards
+        self.local = self.shards.local()
         lines = ROUND_BYTES // (row_bytes(self.spec) * len(self.local))
         # A power of two: a few programs, whatever the number of rows.
         self.most_lines = min(MOST_LINES, 1 << max(6, int(lines).bit_length() - 1))
@@ -122,8 +122,7 @@ class Placer:
 
     def _is_any(self, refused: Array) -> bool:
         """Whether a shard of any process refused a key."""
-        is_spread = self.shards is not None and self.shards.num_processes > 1
-        return bool(np.asarray(self.shards.gathered(refused) if is_spread else refused).any())
+        return bool(self.shards.read(refused).any())
 
     def _piece(self, blocks: dict[int, Records | None], size: int) -> dict[str, Any]:
         """What a round enters: for each array the lines of all shards."""
@@ -131,13 +130,11 @@ class Placer:
         if self.spec.is_replicated:
             padded = dict.fromkeys(self.local, padded[self.local[0]])
         first = padded[self.local[0]]
-        if self.shards is None:
-            return {name: jnp.asarray(array) for name, array in first.items()}
         return {name: self.shards.put({shard: padded[shard][name] for shard in self.local}) for name in first}
 
     def _total(self, count: int) -> int:
         """Of all processes; a replicated store is read by each of them in full."""
-        if self.spec.is_replicated or self.shards is None or self.shards.num_processes == 1:
+        if self.spec.is_replicated or self.shards.num_processes == 1:
             return count
         from jax.experimental import multihost_utils
 

@@ -228,17 +228,12 @@ def _table_rows(collection: Collection, state: State, name: str) -> np.ndarray:
     """Rows of a table, of each shard: int64[num_shards]; waits for the device."""
     s, number = collection._locate("restore", name)
     spec, shards, words = collection.stores[s], collection.shards, state.stores[s].table_rows
-    is_spread = shards is not None and shards.num_processes > 1
-    words = np.asarray(shards.gathered(words) if is_spread else words)
-    return words.reshape(spec.num_shards, len(spec.tables))[:, number].astype(np.int64)
+    return shards.read(words).reshape(spec.num_shards, len(spec.tables))[:, number].astype(np.int64)
 
 
 def _rows_in_use(collection: Collection, spec: StoreSpec, store: StoreState) -> np.ndarray:
     """Of each shard: int64[num_shards]; waits for the device."""
-    shards = collection.shards
-    is_spread = shards is not None and shards.num_processes > 1
-    words = np.asarray(shards.gathered(store.counters) if is_spread else store.counters)
-    words = words.reshape(spec.num_shards, len(COUNTERS)).astype(np.int64)
+    words = collection.shards.read(store.counters).reshape(spec.num_shards, len(COUNTERS)).astype(np.int64)
     allocated, begin, end = (words[:, COUNTERS.index(name)] for name in ("num_allocated", "free_begin", "free_end"))
     return allocated - (end - begin)
 

@@ -59,13 +59,13 @@ class WordsPiece:
 Piece = RowsPiece | WordsPiece
 
 
-def shard_parts(array: Array, spec: StoreSpec, shards: Shards | None) -> dict[int, Array]:
+def shard_parts(array: Array, spec: StoreSpec, shards: Shards) -> dict[int, Array]:
     """The parts of a store's array that this process is to save, by shard, each on its device.
 
     Every part is saved once: where the mesh has other axes it lies on several devices, and of a replicated store all
     shards have the same.
     """
-    if shards is None:
+    if not shards.is_mesh:
         # Every process has a state of its own then, and the first one's is saved.
         return {0: array.addressable_data(0)} if jax.process_index() == 0 else {}
     parts = local_parts(array, spec.num_shards, is_once=True)
@@ -76,7 +76,7 @@ def pieces(
     number: int,
     spec: StoreSpec,
     store: StoreState,
-    shards: Shards | None,
+    shards: Shards,
     *,
     piece_bytes: int,
     since: int | None = None,
@@ -109,14 +109,14 @@ def pieces(
         yield waiting.popleft().arrived()
 
 
-def num_allocated(spec: StoreSpec, store: StoreState, shards: Shards | None) -> dict[int, int]:
+def num_allocated(spec: StoreSpec, store: StoreState, shards: Shards) -> dict[int, int]:
     """Row ids that were ever given out, by shard: rows lie below."""
     word = COUNTERS.index("num_allocated")
     return {shard: int(np.asarray(part)[word]) for shard, part in shard_parts(store.counters, spec, shards).items()}
 
 
 def _started_rows(
-    number: int, spec: StoreSpec, store: StoreState, shards: Shards | None, piece_bytes: int, since: int | None
+    number: int, spec: StoreSpec, store: StoreState, shards: Shards, piece_bytes: int, since: int | None
 ) -> Iterator["_UnderWay"]:
     line_bytes = max(1, sum(slabs[0].nbytes // slabs[0].shape[0] for slabs in _per_row(store)))
     most = max(1, piece_bytes // line_bytes)

@@ -83,7 +83,7 @@ def _of_python(path: pathlib.Path) -> Declared:
         raise ValueError(f"estimate: {path}, line {line}: {type(error).__name__}: {error}") from error
     collection = names.get("collection")
     if isinstance(collection, Collection):
-        num_shards = None if collection.shards is None else collection.stores[0].num_shards
+        num_shards = collection.shards.num_shards if collection.shards.is_mesh else None
         return Declared(collection.tables, collection.features, collection.exchange, num_shards)
     if "tables" not in names:
         raise ValueError(

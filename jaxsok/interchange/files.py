@@ -490,7 +490,7 @@ def spec_of(collection: Collection, table: str) -> TableSpec:
 
 def refuse_processes(op: str, collection: Collection, write: str) -> None:
     """A process has its own shards only: several must not write one file."""
-    if collection.shards is not None and collection.shards.num_processes > 1:
+    if collection.shards.num_processes > 1:
         raise ValueError(
             f"{op}: collection: got a mesh over {collection.shards.num_processes} processes, wanted one process: each "
             f"has the rows of its own shards. Let each write a part, as {write}(part, collection.export_chunks(state, "

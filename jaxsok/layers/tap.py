@@ -74,7 +74,7 @@ def zero_taps(collection: Collection, features: Features | Plan) -> dict[str, Ar
         features = features.features
     collection._check_features("zero_taps", features)
     shards = collection.shards
-    is_global = shards is not None and not shards.is_manual()
+    is_global = not shards.sees_parts()
     taps = {}
     for spec, part in zip(collection.stores, features.stores, strict=True):
         for layout in part.layouts:

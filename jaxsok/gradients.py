@@ -1,0 +1,270 @@
+"""Gradients of embeddings on their way to rows: checked, summed by key, and brought to the owners of the rows.
+
+update.py steps the rows that are reached, and norms.py adds up the squares of what arrives. On one device nothing
+travels: the kernels sum the gradients of bags by row. On a mesh a shard sums its gradients by distinct key, and sends
+them the way that the requests of its plan went.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Float32, Int32
+
+from jaxsok import exchange, table
+from jaxsok.exchange import Round, Route
+from jaxsok.features import FeatureLayout, StoreFeatures, single_key_layouts
+from jaxsok.kernels import combine as combine_kernels
+from jaxsok.kernels.lookup import Batch
+from jaxsok.plan import Plan, Requests
+from jaxsok.shards import Shards
+from jaxsok.specs import ExchangeSpec, StoreSpec
+from jaxsok.store import StoreState
+from jaxsok.types import NO_ROW, NUM_FEATURE_WORDS, RowIds
+
+Gradients = Mapping[str, Float[Array, "..."]]
+"""By feature, in the shape and, but for the rounding, the dtype of its embedding."""
+
+
+# What is checked -----------------------------------------------------------------------------------------------------
+
+
+def check_gradients(
+    specs: Sequence[StoreSpec], plan: Plan, gradients: Gradients, num_parts: int, op: str = "update"
+) -> None:
+    """Refuses gradients that do not fit a plan of global arrays.
+
+    Args:
+      specs: of the stores.
+      plan: of a lookup.
+      gradients: by feature.
+      num_parts: shards that the samples are split over.
+      op: as messages name the call.
+
+    Raises:
+      TypeError, ValueError: names the feature, got and wanted.
+    """
+    _check_names(plan, gradients, op)
+    for spec, part in zip(specs, plan.features.stores, strict=True):
+        for layout in part.layouts:
+            num_lines, *others = layout.embedding_shape
+            whole = dataclasses.replace(layout, embedding_shape=(num_lines * num_parts, *others))
+            gradient_of(gradients, whole, spec, op)
+
+
+def _check_names(plan: Plan, gradients: Gradients, op: str = "update") -> None:
+    known = {layout.name for part in plan.features.stores for layout in part.layouts}
+    unknown = sorted(set(gradients) - known)
+    if unknown:
+        raise ValueError(f"{op}: gradients: got features {unknown}, wanted only those of the plan: {sorted(known)}.")
+
+
+def gradient_of(gradients: Gradients, layout: FeatureLayout, spec: StoreSpec, op: str = "update") -> Array:
+    """A feature's gradient, checked."""
+    what = f'{op}: gradients: feature "{layout.name}"'
+    if layout.name not in gradients:
+        raise ValueError(f"{what}: got none, wanted one; there are {sorted(gradients)}.")
+    gradient = gradients[layout.name]
+    wanted = (*layout.embedding_shape, spec.dim)
+    if not hasattr(gradient, "shape") or not jnp.issubdtype(gradient.dtype, jnp.floating):
+        got = f"{gradient.dtype}{list(gradient.shape)}" if hasattr(gradient, "shape") else type(gradient).__name__
+        raise TypeError(f"{what}: got {got}, wanted a float array of shape {list(wanted)}.")
+    if gradient.shape != wanted:
+        raise ValueError(f"{what}: got shape {list(gradient.shape)}, wanted that of its embedding, {list(wanted)}.")
+    return jnp.asarray(gradient)
+
+
+# On one shard --------------------------------------------------------------------------------------------------------
+
+
+def bag_gradient(gradients: Gradients, part: StoreFeatures, layout: FeatureLayout, spec: StoreSpec) -> Array:
+    """The gradient of what the kernels made: where samples share a bag, their sum, in the order of the samples."""
+    gradient = gradient_of(gradients, layout, spec)
+    inverse = part.inverse_of(layout)
+    if inverse is None:
+        return gradient
+    shape = (*layout.combined_shape, spec.dim)
+    num_samples, hotness = gradient.shape[0], int(np.prod(layout.embedding_shape[1:]))
+    if num_samples == 0 or layout.num_distinct == 0:
+        return jnp.zeros(shape, jnp.float32)
+    # Not XLA's scatter-add, whose order of summing changes from run to run on a GPU (law 3).
+    lines = inverse[:, None] * jnp.int32(hotness) + jnp.arange(hotness, dtype=jnp.int32)[None, :]
+    flat = gradient.astype(jnp.float32).reshape(num_samples * hotness, spec.dim)
+    bags, num_tiles = as_features([num_samples * hotness])
+    summed, _ = combine_kernels.combine_transpose(
+        [flat], lines.reshape(-1), bags, layout.num_distinct * hotness, num_tiles
+    )
+    return summed.reshape(shape)
+
+
+def joined(parts: Sequence[StoreFeatures]) -> tuple[Batch, int]:
+    """Several plans' features as one batch, each feature knowing its plan."""
+    words, num_keys, num_bags, num_offsets, num_weights, num_tiles = [], 0, 0, 0, 0, 0
+    operands = [part.operands() for part in parts]
+    for number, (part, (_, offsets, weights, _)) in enumerate(zip(parts, operands, strict=True)):
+        for layout in part.layouts:
+            moved = dataclasses.replace(
+                layout,
+                key_start=layout.key_start + num_keys,
+                bag_start=layout.bag_start + num_bags,
+                offsets_start=layout.offsets_start + num_offsets,
+                weights_start=layout.weights_start + num_weights if layout.weights_start >= 0 else -1,
+                tile_start=layout.tile_start + num_tiles,
+            )
+            words.append(moved.words(plan=number))
+        num_keys += part.keys.shape[0]
+        num_bags += sum(layout.num_bags for layout in part.layouts)
+        num_offsets += offsets.shape[0]
+        num_weights += weights.shape[0]
+        num_tiles += part.num_tiles
+    features = np.array(words, np.int32).reshape(-1, NUM_FEATURE_WORDS)
+    keys, offsets, weights = (concatenated([arrays[i] for arrays in operands]) for i in range(3))
+    return (keys, offsets, weights, features), num_tiles
+
+
+def as_features(sizes: Sequence[int]) -> tuple[tuple[Array, Array, np.ndarray], int]:
+    """Single keys, one feature for each plan, as the kernels take them: offsets, weights, features; tiles."""
+    layouts = single_key_layouts([0] * len(sizes), sizes)
+    words = np.array([layout.words(plan=number) for number, layout in enumerate(layouts)], np.int32)
+    num_tiles = sum(layout.num_tiles for layout in layouts)
+    return (jnp.zeros(0, jnp.int32), jnp.zeros(0, jnp.float32), words), num_tiles
+
+
+def concatenated(arrays: Sequence[Array]) -> Array:
+    """One array of several; of one that array, without an operation."""
+    return arrays[0] if len(arrays) == 1 else jnp.concatenate(arrays)
+
+
+# To the owners -------------------------------------------------------------------------------------------------------
+
+
+class Arrived(NamedTuple):
+    """The gradients that came to this shard for the requests of one plan: of its rows, summed by each asker."""
+
+    received: Array
+    """The requests, `[n, 4]`."""
+    row_ids: RowIds
+    """NO_ROW where there is nothing to step."""
+    sums: Float32[Array, "n dim"]
+    uses: Int32[Array, " n"]
+    """How many uses each sum is of."""
+
+
+def over_arrivals(
+    op: str,
+    shards: Shards,
+    wire: ExchangeSpec,
+    spec: StoreSpec,
+    s: int,
+    plans: Sequence[Plan],
+    gradients: Sequence[Gradients],
+    store_of: Callable[[Any], StoreState],
+    body: Callable[[Any, list[Arrived]], Any],
+    carry: Any,
+) -> Any:
+    """Brings the gradients of one store to the owners of the rows: `body(carry, arrived)` for each round.
+
+    All gradients of a row come in one round. If the keys were sent ahead, there is one round and no loop.
+
+    Args:
+      op: as messages name the call.
+      shards: of the collection.
+      wire: how gradients travel.
+      spec: of the store.
+      s: its number.
+      plans: of the lookups of this step.
+      gradients: one for each plan.
+      store_of: the store, in a carry.
+      body: takes what arrived for each plan; gives the next carry, of the same types.
+      carry: the first.
+
+    Returns:
+      The last carry.
+    """
+    # The number of uses travels with the gradients only where the requests do not know it.
+    counts_differ = any(exchange.has_unused_keys(plan.features.stores[s]) for plan in plans)
+    summed = [_summed_by_key(spec, plan, grads, s) for plan, grads in zip(plans, gradients, strict=True)]
+
+    def arrived(
+        route: Route, received: Array, row_ids: RowIds, is_real: Bool[Array, " n"], sums: Array, uses: Array
+    ) -> Arrived:
+        uses = route.to_owners(uses) if counts_differ else received[:, 3].astype(jnp.int32)
+        uses = jnp.where(is_real, uses, 0)
+        row_ids = jnp.where(uses > 0, row_ids, jnp.uint32(NO_ROW))
+        return Arrived(received, row_ids, route.rows_to_owners(sums, wire.gradients), uses)
+
+    if all(plan.asked[s].received is not None for plan in plans):
+        of_plans = []
+        for plan, of_plan in zip(plans, summed, strict=True):
+            one, row_ids = plan.asked[s], plan.found[s].row_ids
+            route = Route(shards, spec.is_replicated, one.send_capacity)
+            of_plans.append(arrived(route, one.received, row_ids, row_ids != jnp.uint32(NO_ROW), *of_plan))
+        return body(carry, of_plans)
+    asked = [_in_rounds(spec, plan, s, op) for plan in plans]
+
+    def one_round(carry: Any, rounds: list[Round]) -> Any:
+        of_plans = []
+        for one, part, (sums, uses) in zip(asked, rounds, summed, strict=True):
+            received = part.requests(one)
+            row_ids = table.find(store_of(carry), received[:, :2], received[:, 2])
+            # A key whose row went since the lookup is a use of a stale plan, and counted.
+            is_real = table.is_key(received[:, :2])
+            of_plans.append(arrived(part.route, received, row_ids, is_real, part.take(sums), part.take(uses)))
+        return body(carry, of_plans)
+
+    return exchange.over_rounds(shards, spec, asked, one_round, carry)[0]
+
+
+def scaled_by_uses(
+    spec: StoreSpec, arrived: Sequence[Arrived], is_live: Bool[Array, " num_plans"], *, counts_uses: bool = False
+) -> tuple[list[Array], Float32[Array, " num_lines"] | None]:
+    """Sums by the `row_gradient` of the store: over the uses of the row in all live plans, or over the root of that.
+
+    Returns:
+      The sums by plan, and the uses of the row of each line, if they are needed for them or asked for.
+    """
+    sums = [one.sums for one in arrived]
+    if spec.row_gradient == "sum" and not counts_uses:
+        return sums, None
+    alive = [jnp.where(is_live[p], one.uses, 0) for p, one in enumerate(arrived)]
+    row_ids = concatenated([one.row_ids for one in arrived])
+    total = exchange.uses_of_rows(row_ids, concatenated(alive)).astype(jnp.float32)
+    if spec.row_gradient != "sum":
+        divisor = jnp.maximum(total if spec.row_gradient == "mean" else jnp.sqrt(total), 1.0)
+        ends = np.cumsum([one.row_ids.shape[0] for one in arrived])[:-1].tolist()
+        sums = [part / one[:, None] for part, one in zip(sums, jnp.split(divisor, ends), strict=True)]
+    return sums, total
+
+
+def _in_rounds(spec: StoreSpec, plan: Plan, s: int, op: str) -> Requests:
+    """What a plan asks as one that goes in rounds, beside others that do; without the keys that were kept out."""
+    asked = plan.asked[s]
+    if asked.received is not None:
+        raise ValueError(
+            f"{op}: plan: got plans with and without a send capacity in one update, wanted all of one kind: all from "
+            "collection.pipeline or plan(send_capacity=...), or none."
+        )
+    if not spec.has_admission:
+        return asked
+    has_row = plan.found[s].row_ids != jnp.uint32(NO_ROW)
+    return dataclasses.replace(asked, requests=jnp.where(has_row[:, None], asked.requests, exchange.PADDING_REQUEST))
+
+
+def _summed_by_key(spec: StoreSpec, plan: Plan, gradients: Gradients, s: int) -> tuple[Array, Array]:
+    """By request, or by line to send, the gradients of its key, summed over all uses in the batch, and their number."""
+    part, asked = plan.features.stores[s], plan.asked[s]
+    flat = [bag_gradient(gradients, part, layout, spec).astype(jnp.float32) for layout in part.layouts]
+    keys, offsets, weights, words = part.operands()
+    bags = offsets, weights, words
+    if asked.received is None:
+        return combine_kernels.combine_transpose(flat, asked.inverse, bags, asked.requests.shape[0], part.num_tiles)
+    num_lines = (asked.starts.shape[0] - 1) * asked.send_capacity
+    if asked.send_capacity >= keys.shape[0] or not exchange.has_divided_bags(part):
+        return combine_kernels.combine_transpose(flat, asked.slots, bags, num_lines, part.num_tiles)
+    # Keys that were not sent are part of the hotness of their bags, as they were for the lookup: they get a line more.
+    is_unsent = table.is_key(keys) & (asked.slots < 0)
+    lines = jnp.where(is_unsent, num_lines, asked.slots)
+    sums, uses = combine_kernels.combine_transpose(flat, lines, bags, num_lines + 1, part.num_tiles)
+    return sums[:num_lines], uses[:num_lines]
