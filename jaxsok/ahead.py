@@ -21,6 +21,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxsok import checks
 from jaxsok.annotations import annotated
 from jaxsok.grow import LOOK_EVERY, GrowthTracker, free_bytes, next_capacity
 from jaxsok.specs import StoreSpec
@@ -85,14 +86,12 @@ class Ahead:
                 f"ahead: step: got {_described(step)}, which has no .lower, wanted a jitted function: "
                 "collection.ahead(jax.jit(step, donate_argnums=0))."
             )
-        if isinstance(state_argnum, bool) or not isinstance(state_argnum, int) or state_argnum < 0:
-            raise ValueError(f"ahead: state_argnum: got {state_argnum!r}, wanted an integer of at least 0.")
         self.num_compiled = self.num_ahead = self.num_hits_ahead = 0
         self.stalls_s = []
         self._step = step
         self._specs = tuple(specs)
         self._tracker = tracker
-        self._state_argnum = state_argnum
+        self._state_argnum = checks.integer("ahead: state_argnum", state_argnum, 0)
         self._programs: dict[Any, _Program] = {}
         self._ready: dict[Any, jax.stages.Compiled] = {}  # of the programs, those that were called
         self._failed: list[tuple[_Program, BaseException]] = []

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float32, Int32
 
 from jaxsok import ahead as ahead_lib
-from jaxsok import annotations, guards, processes
+from jaxsok import annotations, checks, guards, processes
 from jaxsok import coming as coming_lib
 from jaxsok import evict as evict_lib
 from jaxsok import exchange as exchange_lib
@@ -187,8 +187,7 @@ class Collection(TableOperations):
           `state = collection.init(seed=0)`
         """
         for name, value in ({"seed": seed} | ({} if salt is None else {"salt": salt})).items():
-            if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or not 0 <= value < 2**64:
-                raise ValueError(f"init: {name}: got {value!r}, wanted an integer from 0 to 2**64 - 1.")
+            checks.integer(f"init: {name}", value, 0, 2**64 - 1, "an integer from 0 to 2**64 - 1")
         library.register()
         shards = self.shards
         if shards.num_processes > 1:
@@ -629,8 +628,7 @@ class Collection(TableOperations):
         """
         self._check_state("grow", state)
         self._check_untraced("grow", state)
-        if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
-            raise ValueError(f"grow: steps: got {steps!r}, wanted an integer of at least 1.")
+        steps = checks.integer("grow: steps", steps, 1)
         coming = self.growth.seen(steps) if batch is None else self._coming(batch, steps)
         if batch is None and not any(coming.positions) and "batch" not in self.growth.told:
             self.growth.told.add("batch")
@@ -662,7 +660,7 @@ class Collection(TableOperations):
                     for s, spec in enumerate(self.stores)
                 ]
                 counted.append(features)
-            elif isinstance(features, (int, np.integer)) and not isinstance(features, bool) and features >= 0:
+            elif checks.is_integer(features, 0):
                 keys = [grow_lib.keys_of_total(spec, int(features)) for spec in self.stores]
             else:
                 got = repr(one) if isinstance(one, (int, float)) else type(one).__name__
@@ -844,8 +842,7 @@ class Collection(TableOperations):
         if not isinstance(send_capacity, (tuple, list)) or len(send_capacity) != len(self.stores):
             raise ValueError(f"{what}: got {send_capacity!r}, wanted one number for each of {len(self.stores)} stores.")
         for capacity in send_capacity:
-            if isinstance(capacity, bool) or not isinstance(capacity, (int, np.integer)) or capacity < 1:
-                raise ValueError(f"{what}: got {capacity!r}, wanted a number of keys, at least 1.")
+            checks.integer(what, capacity, 1, wanted="a number of keys, at least 1")
 
     def _plans_and_gradients(self, op: str, plan: Any, gradients: Any) -> tuple[list[Plan], list[Mapping[str, Array]]]:
         """What an op on lookups was given, as lists of one length."""
@@ -982,7 +979,7 @@ def _is_split(node: Any) -> Any:
 
 def check_scalar(what: str, value: Any) -> None:
     """Refuses what is no number, traced or not, of one element; `what`: the operation and its argument."""
-    is_number = isinstance(value, (int, float, np.number, np.ndarray, jax.Array)) and not isinstance(value, bool)
+    is_number = checks.is_number(value) or isinstance(value, (np.ndarray, jax.Array))
     if not is_number or np.shape(value) != ():
         got = f"shape {list(np.shape(value))}" if is_number else repr(value)
         raise TypeError(f"{what}: got {got}, wanted a scalar.")

@@ -19,6 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float32, UInt32
 
+from jaxsok import checks
+
 
 @dataclasses.dataclass(frozen=True)
 class Initializer:
@@ -65,8 +67,7 @@ class Initializer:
 
 def _finite(name: str, **parameters: float) -> None:
     for parameter, value in parameters.items():
-        if not isinstance(value, (int, float)) or not math.isfinite(value):
-            raise ValueError(f"initializers.{name}: {parameter}: got {value!r}, wanted a finite number.")
+        checks.number(f"initializers.{name}: {parameter}", value)
 
 
 def zeros() -> Initializer:
@@ -115,9 +116,8 @@ def normal(stddev: float = 0.01, mean: float = 0.0) -> Initializer:
       >>> normal(0.1).b
       0.1
     """
-    _finite("normal", stddev=stddev, mean=mean)
-    if stddev < 0:
-        raise ValueError(f"initializers.normal: stddev: got {stddev}, wanted at least 0.")
+    _finite("normal", mean=mean)
+    checks.number("initializers.normal: stddev", stddev, 0, wanted="at least 0")
     return Initializer(2, float(mean), float(stddev))
 
 
@@ -130,9 +130,8 @@ def truncated_normal(stddev: float = 0.01, mean: float = 0.0) -> Initializer:
       >>> truncated_normal(0.1).kind
       3
     """
-    _finite("truncated_normal", stddev=stddev, mean=mean)
-    if stddev < 0:
-        raise ValueError(f"initializers.truncated_normal: stddev: got {stddev}, wanted at least 0.")
+    _finite("truncated_normal", mean=mean)
+    checks.number("initializers.truncated_normal: stddev", stddev, 0, wanted="at least 0")
     return Initializer(3, float(mean), float(stddev))
 
 
@@ -156,9 +155,7 @@ def fan_in(
       >>> fan_in(3.0).of_dim(4)
       Initializer(kind=1, a=-1.5, b=1.5)
     """
-    _finite("fan_in", scale=scale)
-    if scale < 0:
-        raise ValueError(f"initializers.fan_in: scale: got {scale}, wanted at least 0.")
+    checks.number("initializers.fan_in: scale", scale, 0, wanted="at least 0")
     deviation = math.sqrt(scale)
     if distribution == "uniform":
         return _FanIn(1, -math.sqrt(3.0 * scale), math.sqrt(3.0 * scale))
@@ -219,17 +216,15 @@ class InitialRows:
         """Refuses what the kernels could not work out."""
         if type(self.initializer) is not Initializer:
             raise TypeError(f"InitialRows: initializer: got {self.initializer!r}, wanted one that kernels work out.")
-        kind, parameters = self.initializer.kind, (self.initializer.a, self.initializer.b)
-        if isinstance(kind, bool) or not isinstance(kind, int) or kind not in range(4):
-            raise ValueError(f"InitialRows: initializer.kind: got {kind!r}, wanted an integer from 0 to 3.")
-        if any(isinstance(one, bool) or not isinstance(one, (int, float)) for one in parameters):
+        checks.integer("InitialRows: initializer.kind", self.initializer.kind, 0, 3)
+        parameters = (self.initializer.a, self.initializer.b)
+        if not all(map(checks.is_number, parameters)):
             raise TypeError(f"InitialRows: initializer: got parameters {parameters}, wanted numbers.")
         if not all(abs(one) < 2.0**128 for one in parameters):  # JSON has integers that no float holds
             raise ValueError("InitialRows: initializer: got parameters beyond float32, wanted finite numbers.")
         if not isinstance(self.table, str) or not self.table:
             raise TypeError(f"InitialRows: table: got {self.table!r}, wanted a name.")
-        if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not 0 <= self.seed <= _UINT64:
-            raise ValueError(f"InitialRows: seed: got {self.seed!r}, wanted an integer from 0 to 2**64 - 1.")
+        checks.field(self, "InitialRows", "seed", checks.integer, 0, _UINT64, "an integer from 0 to 2**64 - 1")
 
     def __str__(self) -> str:
         """As reports show it."""

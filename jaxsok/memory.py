@@ -18,8 +18,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
+from jaxsok import checks
 from jaxsok import features as features_lib
 from jaxsok.exchange import default_send_capacity
 from jaxsok.features import StoreFeatures
@@ -355,10 +355,10 @@ def _rows_of(tables: Sequence[TableSpec], num_rows: int | Mapping[str, int] | No
     if unknown:
         raise ValueError(f"memory_estimate: num_rows: got tables {unknown}, wanted some of {names}.")
     rows = [table.capacity if known.get(table.name) is None else known[table.name] for table in tables]
-    for name, number in zip(names, rows, strict=True):
-        if isinstance(number, bool) or not isinstance(number, (int, np.integer)) or number < 0:
-            raise ValueError(f'memory_estimate: table "{name}": num_rows: got {number!r}, wanted a number of rows.')
-    return [int(number) for number in rows]
+    return [
+        checks.integer(f'memory_estimate: table "{name}": num_rows', number, 0, wanted="a number of rows")
+        for name, number in zip(names, rows, strict=True)
+    ]
 
 
 # The step ------------------------------------------------------------------------------------------------------------
@@ -372,10 +372,8 @@ def _sizes(
 ) -> dict[str, tuple[int, int]]:
     """For each feature the keys and the samples of one device; nothing, if nothing is known of the batch."""
     op = "memory_estimate"
-    if num_samples is not None and (
-        isinstance(num_samples, bool) or not isinstance(num_samples, (int, np.integer)) or num_samples < 1
-    ):
-        raise ValueError(f"{op}: num_samples: got {num_samples!r}, wanted a number of samples, at least 1.")
+    if num_samples is not None:
+        checks.integer(f"{op}: num_samples", num_samples, 1, wanted="a number of samples, at least 1")
     keys = keys_of(op, features, keys_per_step, num_shards)
     if num_samples is None and keys_per_step is None:
         return {}
@@ -435,11 +433,7 @@ def _bytes_of(tree: Any) -> int:
 
 def _check_numbers(steps: int, device_bytes: int | None, memory_fraction: float) -> None:
     op = "memory_estimate"
-    if isinstance(steps, bool) or not isinstance(steps, (int, np.integer)) or steps < 1:
-        raise ValueError(f"{op}: steps: got {steps!r}, wanted an integer of at least 1.")
-    if device_bytes is not None and (
-        isinstance(device_bytes, bool) or not isinstance(device_bytes, (int, float, np.number)) or device_bytes <= 0
-    ):
-        raise ValueError(f"{op}: device_bytes: got {device_bytes!r}, wanted a number of bytes, above 0.")
-    if not isinstance(memory_fraction, (int, float)) or not 0 < memory_fraction <= 1:
-        raise ValueError(f"{op}: memory_fraction: got {memory_fraction!r}, wanted a number above 0, at most 1.")
+    checks.integer(f"{op}: steps", steps, 1)
+    if device_bytes is not None:
+        checks.number(f"{op}: device_bytes", device_bytes, checks.ABOVE_ZERO, math.inf, "a number of bytes, above 0")
+    checks.number(f"{op}: memory_fraction", memory_fraction, checks.ABOVE_ZERO, 1, "a number above 0, at most 1")

@@ -16,7 +16,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, UInt32
 
-from jaxsok import annotations, guards, policies, tickets
+from jaxsok import annotations, checks, guards, policies, tickets
 from jaxsok import evict as evict_lib
 from jaxsok import export as export_lib
 from jaxsok import imports as imports_lib
@@ -347,13 +347,10 @@ class TableOperations:
         self._check_untraced("export_chunks", state)
         s, number = self._locate("export_chunks", table)
         spec = self.stores[s]
-        if chunk_rows is not None and (isinstance(chunk_rows, bool) or not isinstance(chunk_rows, (int, np.integer))):
-            raise TypeError(f"export_chunks: chunk_rows: got {chunk_rows!r}, wanted an integer or None.")
-        if chunk_rows is not None and chunk_rows < 1:
-            raise ValueError(f"export_chunks: chunk_rows: got {chunk_rows}, wanted at least 1.")
+        if chunk_rows is not None:
+            checks.integer("export_chunks: chunk_rows", chunk_rows, 1, wanted="at least 1", kind="an integer or None")
         if since is not None:
-            if isinstance(since, bool) or not isinstance(since, (int, np.integer)):
-                raise TypeError(f"export_chunks: since: got {since!r}, wanted an integer or None.")
+            checks.integer("export_chunks: since", since, kind="an integer or None")
             if not spec.keeps_statistics:
                 raise ValueError(
                     f'export_chunks: since: got {since} for table "{table}", whose rows have no last step; declare '
@@ -418,12 +415,9 @@ class TableOperations:
         self._check_state("import_table", state)
         s, number = self._locate("import_table", table)
         self._check_untraced("import_table", state, "inside a jitted function use assign")
-        if num_rows is not None and (isinstance(num_rows, bool) or not isinstance(num_rows, (int, np.integer))):
-            raise TypeError(f"import_table: num_rows: got {num_rows!r}, wanted an integer or None.")
-        if num_rows is not None and num_rows < 0:
-            raise ValueError(f"import_table: num_rows: got {num_rows}, wanted at least 0.")
-        if not isinstance(reset_state, bool):
-            raise TypeError(f"import_table: reset_state: got {reset_state!r}, wanted True or False.")
+        if num_rows is not None:
+            checks.integer("import_table: num_rows", num_rows, 0, wanted="at least 0", kind="an integer or None")
+        checks.flag("import_table: reset_state", reset_state)
         if isinstance(chunks, Records):
             chunks = [chunks]
         if not isinstance(chunks, Iterable):
@@ -727,11 +721,7 @@ def _word(what: str, value: Any) -> Any:
         if value.shape != () or value.dtype != np.uint32:
             raise TypeError(f"{what}: got {value.dtype}{list(value.shape)}, wanted an integer or a uint32 scalar.")
         return jnp.asarray(value)
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
-        raise TypeError(f"{what}: got {value!r}, wanted an integer or a uint32 scalar.")
-    if not 0 <= value < 2**32:
-        raise ValueError(f"{what}: got {value}, wanted 0 to 2**32 - 1.")
-    return jnp.uint32(value)
+    return jnp.uint32(checks.integer(what, value, 0, 2**32 - 1, "0 to 2**32 - 1", "an integer or a uint32 scalar"))
 
 
 def place_of(mesh_name: str) -> str:

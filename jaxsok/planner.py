@@ -29,6 +29,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from jaxsok import checks
 from jaxsok import features as features_lib
 from jaxsok import keys as keys_lib
 from jaxsok import sources as sources_lib
@@ -197,8 +198,7 @@ def propose(
 
 def check_declared(op: str, tables: Sequence[TableSpec], features: Sequence[FeatureSpec], num_shards: object) -> None:
     """Refuses what no collection could be made of, before there is one."""
-    if isinstance(num_shards, bool) or not isinstance(num_shards, (int, np.integer)) or num_shards < 1:
-        raise ValueError(f"{op}: num_shards: got {num_shards!r}, wanted the number of devices, at least 1.")
+    checks.integer(f"{op}: num_shards", num_shards, 1, wanted="the number of devices, at least 1")
     names = [table.name for table in tables]
     for feature in features:
         if feature.table not in names:
@@ -242,10 +242,10 @@ def keys_of(
         number = known.get(feature.name) if isinstance(keys_per_step, Mapping) else keys_per_step
         if number is None and feature.max_keys is not None:
             number = feature.max_keys / num_shards
-        is_number = isinstance(number, (int, float, np.number)) and not isinstance(number, bool)
-        if number is not None and not (is_number and number >= 0):
-            raise ValueError(f'{op}: feature "{feature.name}": keys_per_step: got {number!r}, wanted a number.')
-        keys.append(None if number is None else float(number))
+        if number is not None:
+            what = f'{op}: feature "{feature.name}": keys_per_step'
+            number = float(checks.number(what, number, 0, math.inf, "a number"))
+        keys.append(number)
     return keys
 
 

@@ -7,27 +7,22 @@ hashable, so that specs can hold it.
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, UInt32
 
+from jaxsok import checks
 from jaxsok.types import Keys
 
 MAX_SIGHTINGS = 255  # what a counter of the Bloom filter holds
-LARGEST = 2.0**128  # float32 ends below it
+LARGEST = math.nextafter(2.0**128, 0.0)  # float32 ends at 2**128
 MAX_BLOOM_COUNTERS = 2**32 - 4  # of a table: their places are 32-bit numbers
 
 
-def _number(what: str, value: object, low: float, high: float) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
-        raise ValueError(f"{what}: got {value!r}, wanted a number from {low} to {high}.")
-
-
-def _whole(what: str, value: object, low: int, high: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise ValueError(f"{what}: got {value!r}, wanted an integer from {low} to {high}.")
+def _check(policy: object, name: str, check: Callable[..., Any], *args: Any) -> None:
+    checks.field(policy, f"policies.{type(policy).__name__}", name, check, *args)
 
 
 # Admission -----------------------------------------------------------------------------------------------------------
@@ -57,11 +52,7 @@ class Admission:
     def __post_init__(self) -> None:
         """Refuses what cannot be meant."""
         if self.unadmitted != "initial":
-            value = self.unadmitted
-            if isinstance(value, (bool, str)) or not isinstance(value, (int, float)) or not abs(value) < LARGEST:
-                raise ValueError(
-                    f'policies.{type(self).__name__}: unadmitted: got {value!r}, wanted a finite float32 or "initial".'
-                )
+            _check(self, "unadmitted", checks.number, -LARGEST, LARGEST, 'a finite float32 or "initial"')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,10 +69,8 @@ class _BySightings(Admission):
     def __post_init__(self) -> None:
         """Refuses what cannot be meant."""
         super().__post_init__()
-        what = f"policies.{type(self).__name__}"
-        if not isinstance(self.delayed, bool):
-            raise TypeError(f"{what}: delayed: got {self.delayed!r}, wanted True or False.")
-        _whole(f"{what}: num_sightings", self.num_sightings, 1, self.most - self.delayed)
+        _check(self, "delayed", checks.flag)
+        _check(self, "num_sightings", checks.integer, 1, self.most - self.delayed)
 
     @property
     def threshold(self) -> int:
@@ -131,8 +120,8 @@ class AdmitByBloom(_BySightings):
     def __post_init__(self) -> None:
         """Refuses what cannot be meant."""
         super().__post_init__()
-        _whole("policies.AdmitByBloom: num_keys", self.num_keys, 1, 2**31 - 1)
-        _number("policies.AdmitByBloom: false_positive_rate", self.false_positive_rate, 1e-9, 0.5)
+        _check(self, "num_keys", checks.integer, 1, 2**31 - 1)
+        _check(self, "false_positive_rate", checks.number, 1e-9, 0.5)
         if self.num_counters(self.num_keys) > MAX_BLOOM_COUNTERS:
             raise ValueError(
                 f"policies.AdmitByBloom: num_keys: got {self.num_keys} at a false_positive_rate of "
@@ -168,7 +157,7 @@ class AdmitByProbability(Admission):
     def __post_init__(self) -> None:
         """Refuses what cannot be meant."""
         super().__post_init__()
-        _number("policies.AdmitByProbability: probability", self.probability, 0.0, 1.0)
+        _check(self, "probability", checks.number, 0.0, 1.0)
 
     @property
     def threshold(self) -> int:
@@ -245,7 +234,7 @@ class EpochLeastFrequentlyUsed(Eviction):
 
     def __post_init__(self) -> None:
         """Refuses what cannot be meant."""
-        _whole("policies.EpochLeastFrequentlyUsed: epoch_steps", self.epoch_steps, 1, 2**31 - 1)
+        _check(self, "epoch_steps", checks.integer, 1, 2**31 - 1)
 
     def scores(self, facts: RowFacts) -> Scores:
         """The epoch of the last use, then the frequency."""
@@ -263,7 +252,7 @@ class EpochLeastRecentlyUsed(Eviction):
 
     def __post_init__(self) -> None:
         """Refuses what cannot be meant."""
-        _whole("policies.EpochLeastRecentlyUsed: epoch_steps", self.epoch_steps, 1, 2**31 - 1)
+        _check(self, "epoch_steps", checks.integer, 1, 2**31 - 1)
 
     def scores(self, facts: RowFacts) -> Scores:
         """The epoch of the last use."""
@@ -300,7 +289,7 @@ class TimeToLive(Eviction):
 
     def __post_init__(self) -> None:
         """Refuses what cannot be meant."""
-        _whole("policies.TimeToLive: steps", self.steps, 0, 2**31 - 1)
+        _check(self, "steps", checks.integer, 0, 2**31 - 1)
 
     def expired(self, facts: RowFacts) -> Bool[Array, " num_rows"]:
         """Whose last use is further back; a last use that lies ahead of the clock is none."""
@@ -321,7 +310,7 @@ class SmallNorm(Eviction):
 
     def __post_init__(self) -> None:
         """Refuses what cannot be meant."""
-        _number("policies.SmallNorm: threshold", self.threshold, 0.0, math.inf)
+        _check(self, "threshold", checks.number, 0.0, math.inf)
 
     def expired(self, facts: RowFacts) -> Bool[Array, " num_rows"]:
         """Whose norm is below."""

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxsok import checks
 from jaxsok import keys as keys_lib
 from jaxsok.features import Bags
 from jaxsok.specs import FeatureSpec
@@ -182,8 +183,7 @@ def _sorted_by_bag(keys: np.ndarray, columns: np.ndarray, weights: np.ndarray | 
 
 def _shape_of(given: Any, num_axes: int, what: str) -> tuple[int, ...]:
     shape = tuple(np.atleast_1d(np.asarray(given)).tolist())
-    are_sizes = all(isinstance(size, int) and not isinstance(size, bool) and size >= 0 for size in shape)
-    if not are_sizes or len(shape) < num_axes or len(shape) > 2:
+    if not all(checks.is_integer(size, 0) for size in shape) or len(shape) < num_axes or len(shape) > 2:
         wanted = "(num_bags, num_columns)" if num_axes == 2 else "(num_bags,) or (num_bags, num_columns)"
         raise ValueError(f"{what}: shape: got {given!r}, wanted {wanted}.")
     return shape

@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeVar
 import jax.numpy as jnp
 import numpy as np
 
-from jaxsok import initializers, policies
+from jaxsok import checks, initializers, policies
 from jaxsok.optimizers import program
 from jaxsok.optimizers.protocol import PROGRAM, Optimizer, RowState
 from jaxsok.types import (
@@ -87,11 +87,8 @@ def _knows_names(others: Mapping[str, Sequence[str]]) -> Callable[[type[Spec]], 
     return decorate
 
 
-def _positive(what: str, name: str, value: object, most: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
-        raise TypeError(f"{what}: {name}: got {value!r}, wanted an integer.")
-    if not 1 <= value <= most:
-        raise ValueError(f"{what}: {name}: got {value}, wanted 1 to {most}.")
+def _positive(spec: object, what: str, name: str, most: int) -> None:
+    checks.field(spec, what, name, checks.integer, 1, most, f"1 to {most}", "an integer")
 
 
 def _not_an_optimizer(value: object) -> str:
@@ -146,9 +143,7 @@ def on(device: int) -> Placement:
     Example:
       `TableSpec("country", 64, optimizer, placement=on(2))`
     """
-    if isinstance(device, bool) or not isinstance(device, (int, np.integer)) or device < 0:
-        raise ValueError(f"on: device: got {device!r}, wanted the number of a shard, from 0.")
-    return Placement("on", int(device))
+    return Placement("on", checks.integer("on: device", device, 0, wanted="the number of a shard, from 0"))
 
 
 _WIRE_DTYPES = ("float32", "bfloat16", "float16", "float8_e4m3fn")
@@ -186,7 +181,7 @@ class ExchangeSpec:
                     f"ExchangeSpec: {name}: got {getattr(self, name)!r}, wanted None or one of {_WIRE_DTYPES}."
                 )
         if self.send_capacity is not None:
-            _positive("ExchangeSpec", "send_capacity", self.send_capacity, MAX_CAPACITY)
+            _positive(self, "ExchangeSpec", "send_capacity", MAX_CAPACITY)
 
 
 @_knows_names(_OF_TABLES)
@@ -247,10 +242,10 @@ class TableSpec:
         """Refuses what cannot be meant."""
         _name("TableSpec", self.name)
         what = f'TableSpec "{self.name}"'
-        _positive(what, "dim", self.dim, MAX_DIM)
-        _positive(what, "capacity", self.capacity, MAX_CAPACITY)
+        _positive(self, what, "dim", MAX_DIM)
+        _positive(self, what, "capacity", MAX_CAPACITY)
         if self.max_capacity is not None:
-            _positive(what, "max_capacity", self.max_capacity, MAX_CAPACITY)
+            _positive(self, what, "max_capacity", MAX_CAPACITY)
             if self.max_capacity < self.capacity:
                 raise ValueError(
                     f"{what}: max_capacity: got {self.max_capacity}, wanted at least capacity = {self.capacity}."
@@ -289,8 +284,7 @@ class TableSpec:
             value = getattr(self, name)
             if value is not None and (not isinstance(value, kind) or type(value) is kind):
                 raise TypeError(f"{what}: {name}: got {value!r}, wanted None or one of jaxsok.policies.")
-        if not isinstance(self.statistics, bool):
-            raise TypeError(f"{what}: statistics: got {self.statistics!r}, wanted True or False.")
+        checks.flag(f"{what}: statistics", self.statistics)
 
     @property
     def refused_read_initial(self) -> bool:
@@ -365,14 +359,13 @@ class FeatureSpec:
         _name(f"{what}: table", self.table)
         if self.combiner not in COMBINERS:
             raise ValueError(f"{what}: combiner: got {self.combiner!r}, wanted one of {list(COMBINERS)}.")
-        if not isinstance(self.weighted, bool):
-            raise TypeError(f"{what}: weighted: got {self.weighted!r}, wanted True or False.")
+        checks.flag(f"{what}: weighted", self.weighted)
         if self.weighted and self.combiner is None:
             raise ValueError(f"{what}: weighted: got True with combiner None; weights need a combiner to act in.")
         if self.max_keys is not None:
-            _positive(what, "max_keys", self.max_keys, MAX_CAPACITY)
+            _positive(self, what, "max_keys", MAX_CAPACITY)
         if self.max_hotness is not None:
-            _positive(what, "max_hotness", self.max_hotness, MAX_CAPACITY)
+            _positive(self, what, "max_hotness", MAX_CAPACITY)
             if self.combiner is not None:
                 raise ValueError(
                     f"{what}: max_hotness: got {self.max_hotness} with combiner {self.combiner!r}; it is "

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, SingleDeviceSharding
 
+from jaxsok import checks
 from jaxsok import features as features_lib
 from jaxsok import keys as keys_lib
 from jaxsok.features import Bags, Batch, Features
@@ -86,8 +87,7 @@ def pad(raw: Mapping[str, Any], features: Sequence[FeatureSpec], pad_to: int) ->
       >>> raw["user"].tolist(), mask.tolist()
       ([7, 9, 18446744073709551615], [True, True, False])
     """
-    if isinstance(pad_to, bool) or not isinstance(pad_to, (int, np.integer)) or pad_to < 1:
-        raise ValueError(f"batch: pad_to: got {pad_to!r}, wanted a number of samples, at least 1.")
+    checks.integer("batch: pad_to", pad_to, 1, wanted="a number of samples, at least 1")
     features_lib.require_features(raw, features)
     counts: dict[str, int] = {}
     padded = dict(raw)

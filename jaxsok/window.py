@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxsok import checks
 from jaxsok.stats import LATEST, PER_TABLE, TO_DATE, Stats, columns, on_one_device, scalars_of
 
 
@@ -38,9 +39,7 @@ class StatsWindow:
 
     def __init__(self, num_steps: int = 100) -> None:
         """Nothing was pushed."""
-        if isinstance(num_steps, bool) or not isinstance(num_steps, (int, np.integer)) or num_steps < 1:
-            raise ValueError(f"StatsWindow: num_steps: got {num_steps!r}, wanted an integer of at least 1.")
-        self.num_steps = int(num_steps)
+        self.num_steps = checks.integer("StatsWindow: num_steps", num_steps, 1)
         self.num_pushed = 0
         # In the order of the steps, the one before the window (if there is one) in front: its counts to date are the
         # ones that the window's are measured from.

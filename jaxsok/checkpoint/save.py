@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxsok import operations, policies
+from jaxsok import checks, operations, policies
 from jaxsok.checkpoint import lineage as lineage_lib
 from jaxsok.checkpoint import manifest as manifest_lib
 from jaxsok.checkpoint.files import (
@@ -63,9 +63,7 @@ class SaveOptions:
         if self.compression not in COMPRESSIONS:
             raise ValueError(f"{op}: compression: got {self.compression!r}, wanted one of {list(COMPRESSIONS)}.")
         for name in ("host_bytes", "piece_bytes"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{op}: {name}: got {value!r}, wanted a number of bytes.")
+            checks.integer(f"{op}: {name}", getattr(self, name), 1, wanted="a number of bytes")
 
     @property
     def bytes_of_piece(self) -> int:

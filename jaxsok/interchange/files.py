@@ -15,8 +15,8 @@ from typing import IO, Any
 import jax.numpy as jnp
 import numpy as np
 
+from jaxsok import checks, published
 from jaxsok import keys as keys_lib
-from jaxsok import published
 from jaxsok.collection import Collection
 from jaxsok.records import Records
 from jaxsok.specs import TableSpec
@@ -358,15 +358,12 @@ def rows_of_chunk(op: str, chunk_rows: int | None, row_bytes: int) -> int:
     """How many rows a chunk has."""
     if chunk_rows is None:
         return max(1, CHUNK_BYTES // row_bytes)
-    if isinstance(chunk_rows, bool) or not isinstance(chunk_rows, int | np.integer) or chunk_rows < 1:
-        raise ValueError(f"{op}: chunk_rows: got {chunk_rows!r}, wanted None or a positive integer.")
-    return int(chunk_rows)
+    return checks.integer(f"{op}: chunk_rows", chunk_rows, 1, wanted="None or a positive integer")
 
 
 def check_dim(op: str, dim: Any) -> None:
     """Refuses what cannot be the dim of a table."""
-    if isinstance(dim, bool) or not isinstance(dim, int | np.integer) or dim < 1:
-        raise ValueError(f"{op}: dim: got {dim!r}, wanted a positive integer: the dim of the table.")
+    checks.integer(f"{op}: dim", dim, 1, wanted="a positive integer: the dim of the table")
 
 
 def check_keys(op: str, num_keys: int, chunks: Callable[[], Iterator[np.ndarray]], place: Callable[[int], str]) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxsok import checks
 from jaxsok.collection import Collection
 from jaxsok.interchange import files
 from jaxsok.interchange.files import PartialFiles, RawArray, RecordChunks, RecordsIn
@@ -222,8 +223,7 @@ def _check_defaults(op: str, collection: Collection, tables: list[str], defaults
     for name, value in by_name.items():
         if name not in tables:
             raise ValueError(f'{op}: defaults: got "{name}", wanted one of {tables}.')
-        if isinstance(value, bool) or not isinstance(value, (int, float, np.number)) or not np.isfinite(value):
-            raise ValueError(f'{op}: defaults["{name}"]: got {value!r}, wanted a finite number.')
+        checks.number(f'{op}: defaults["{name}"]', value)
     for name in tables:
         reads = files.spec_of(collection, name).unknown_reads(0)
         if name not in by_name and reads != 0.0:

@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxsok import checks
 from jaxsok.collection import Collection
 from jaxsok.interchange import files
 from jaxsok.interchange.files import PartialFiles, RawArray, RecordChunks, RecordsIn
@@ -418,12 +419,8 @@ def _slots_of(op: str, optimizer: Any, learning_rate: float | None) -> tuple[dic
         )
     if optimizer != "sgd":
         return _SLOTS[optimizer], 1.0
-    if isinstance(learning_rate, bool) or not isinstance(learning_rate, int | float) or not 0 < learning_rate < np.inf:
-        raise ValueError(
-            f"{op}: learning_rate: got {learning_rate!r}, wanted a positive number: Keras keeps the momentum of SGD as "
-            "-learning_rate * trace."
-        )
-    return _SLOTS["sgd"], -1.0 / learning_rate
+    wanted = "a positive number: Keras keeps the momentum of SGD as -learning_rate * trace"
+    return _SLOTS["sgd"], -1.0 / checks.number(f"{op}: learning_rate", learning_rate, checks.ABOVE_ZERO, wanted=wanted)
 
 
 def _found(op: str, base: pathlib.Path, spellings: Sequence[Mapping[str, str]]) -> dict[str, str]:

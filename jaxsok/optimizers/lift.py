@@ -17,6 +17,7 @@ import numpy as np
 from jax import tree_util
 from jaxtyping import Array, Float
 
+from jaxsok import checks
 from jaxsok.optimizers import program, separable
 from jaxsok.optimizers.protocol import Optimizer, RowInputs, RowOutputs, RowState
 from jaxsok.optimizers.separable import Coupled
@@ -146,8 +147,7 @@ class Lifted(Optimizer):
                 f"optim.lift: tx: got {type(self.tx).__name__}, wanted an optax.GradientTransformation, as "
                 f"optax.adamw(1e-3){'; ' * bool(remedy)}{remedy}."
             )
-        if not isinstance(self.rowwise, bool):
-            raise TypeError(f"optim.lift: rowwise: got {self.rowwise!r}, wanted True or False.")
+        checks.flag("optim.lift: rowwise", self.rowwise)
         try:
             hash(self.tx)
         except TypeError:

@@ -5,13 +5,13 @@ A limit sees one row at a time. What couples rows, a norm over all gradients, is
 
 import abc
 import dataclasses
-import math
 from collections.abc import Callable
 from typing import ClassVar
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from jaxsok import checks
 from jaxsok.optimizers.protocol import PROGRAM, Optimizer, RowInputs, RowOutputs
 
 # The smallest normal number: zeros divided by it are zeros.
@@ -40,8 +40,8 @@ class AdaptiveClip:
 
     def __post_init__(self) -> None:
         """Refuses what cannot be meant."""
-        _check_positive("AdaptiveClip", "ratio", self.ratio)
-        _check_positive("AdaptiveClip", "lower", self.lower)
+        _check_positive(self, "AdaptiveClip", "ratio")
+        _check_positive(self, "AdaptiveClip", "lower")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -75,7 +75,7 @@ class Limits:
         """Refuses what cannot be meant."""
         for name in ("clip_value", "clip_row_norm", "max_row_norm"):
             if getattr(self, name) is not None:
-                _check_positive("Limits", name, getattr(self, name))
+                _check_positive(self, "Limits", name)
         if not isinstance(self.adaptive_clip, AdaptiveClip | None):
             raise TypeError(
                 f"Limits: adaptive_clip: got {self.adaptive_clip!r}, wanted None or optim.AdaptiveClip(ratio, lower)."
@@ -143,11 +143,10 @@ class Limited(Optimizer):
         """The step of one row without limits."""
 
     def _check_positive(self, name: str) -> None:
-        _check_positive(f"optim.{self.name}", name, getattr(self, name))
+        _check_positive(self, f"optim.{self.name}", name)
 
     def _check_flag(self, name: str) -> None:
-        if not isinstance(getattr(self, name), bool):
-            raise TypeError(f"optim.{self.name}: {name}: got {getattr(self, name)!r}, wanted True or False.")
+        checks.flag(f"optim.{self.name}: {name}", getattr(self, name))
 
     def _check_positive_rate(self) -> None:
         """For optimizers that divide by the learning rate."""
@@ -185,6 +184,5 @@ def with_norm_at_most(row: Float[Array, " dim"], bound: Float[Array, ""] | float
     return jnp.where(greatest * length > bound, unit * (bound / length), row)
 
 
-def _check_positive(what: str, name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise ValueError(f"{what}: {name}: got {value!r}, wanted a positive number.")
+def _check_positive(spec: object, what: str, name: str) -> None:
+    checks.field(spec, what, name, checks.number, checks.ABOVE_ZERO, wanted="a positive number")

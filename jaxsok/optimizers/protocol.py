@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+from jaxsok import checks
 from jaxsok.types import NUM_HYPER
 
 PROGRAM: int = 4
@@ -84,7 +85,7 @@ class Optimizer(abc.ABC):
                 raise ValueError(f"{name}: learning_rate: got shape {list(np.shape(rate))}, wanted a scalar.")
             rate = float(rate)
             object.__setattr__(self, "learning_rate", rate)
-        if not callable(rate) and not (isinstance(rate, (int, float)) and math.isfinite(rate)):
+        if not callable(rate) and not (checks.is_number(rate) and math.isfinite(rate)):
             raise TypeError(f"{name}: learning_rate: got {rate!r}, wanted a finite number or an Optax schedule.")
 
     @property
@@ -102,9 +103,8 @@ class Optimizer(abc.ABC):
 
     def _check(self, name: str, low: float, below: float = math.inf) -> None:
         """Refuses a hyper-parameter outside [low, below)."""
-        value = getattr(self, name)
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value < below:
-            raise ValueError(f"optim.{self.name}: {name}: got {value!r}, wanted a number in [{low}, {below}).")
+        wanted = f"a number in [{low}, {below})"
+        checks.field(self, f"optim.{self.name}", name, checks.number, low, math.nextafter(below, 0.0), wanted)
 
     @abc.abstractmethod
     def state_specs(self, dim: int) -> tuple[RowState, ...]:

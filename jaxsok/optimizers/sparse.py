@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from jaxsok import checks
 from jaxsok.optimizers.fused import average, bias_correction
 from jaxsok.optimizers.limits import Limited, Limits, norm
 from jaxsok.optimizers.protocol import LearningRate, RowInputs, RowOutputs, RowState
@@ -44,9 +45,8 @@ class Ftrl(Limited):
         """Refuses hyper-parameters that cannot be meant."""
         super().__post_init__()
         self._check_positive_rate()
-        power = self.learning_rate_power
-        if isinstance(power, bool) or not isinstance(power, int | float) or not -math.inf < power <= 0:
-            raise ValueError(f"optim.{self.name}: learning_rate_power: got {power!r}, wanted a number not above 0.")
+        what, wanted = f"optim.{self.name}", "a number not above 0"
+        checks.field(self, what, "learning_rate_power", checks.number, high=0, wanted=wanted)
         for name in ("initial_accumulator_value", "l1", "l2", "l2_shrinkage", "beta"):
             self._check(name, 0.0)
 

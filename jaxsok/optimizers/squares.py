@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 import jax.numpy as jnp
 
+from jaxsok import checks
 from jaxsok.optimizers.fused import average, bias_correction, check_momentum, with_decay, with_momentum
 from jaxsok.optimizers.limits import Limited, Limits
 from jaxsok.optimizers.protocol import LearningRate, RowInputs, RowOutputs, RowState
@@ -117,12 +118,8 @@ class AdagradDecay(Limited):
         """Refuses hyper-parameters that cannot be meant."""
         super().__post_init__()
         self._check_positive("initial_accumulator_value")
-        is_whole = isinstance(self.decay_step, int) and not isinstance(self.decay_step, bool)
-        if not is_whole or not 1 <= self.decay_step < 2**32:
-            raise ValueError(
-                f"optim.{self.name}: decay_step: got {self.decay_step!r}, wanted a positive integer below 2**32: "
-                "updates from one decay to the next."
-            )
+        wanted = "a positive integer below 2**32: updates from one decay to the next"
+        checks.field(self, f"optim.{self.name}", "decay_step", checks.integer, 1, 2**32 - 1, wanted)
         self._check_positive("decay_rate")
         self._check("decay_rate", 0.0, 1.0)
         self._check("weight_decay", 0.0)

@@ -26,8 +26,8 @@ import numpy as np
 from jaxtyping import Array
 
 import jaxsok
+from jaxsok import checks, manifests, published
 from jaxsok import keys as keys_lib
-from jaxsok import manifests, published
 from jaxsok.features import Bags
 from jaxsok.initializers import InitialRows
 from jaxsok.kernels import library
@@ -162,9 +162,8 @@ def _check_shape(one: Any) -> None:
         shape = tuple(one.shape)
     except TypeError as error:
         raise TypeError(f"{type(one).__name__}: shape: got {one.shape!r}, wanted that of one sample.") from error
-    for size in shape:
-        if isinstance(size, bool) or not isinstance(size, (int, np.integer)) or size < 1:
-            raise ValueError(f"{type(one).__name__}: shape: got {shape}, wanted that of one sample, sizes from 1.")
+    if not all(checks.is_integer(size, 1) for size in shape):
+        raise ValueError(f"{type(one).__name__}: shape: got {shape}, wanted that of one sample, sizes from 1.")
     object.__setattr__(one, "shape", tuple(map(int, shape)))
 
 

@@ -27,6 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
+from jaxsok import checks
 from jaxsok import keys as keys_lib
 from jaxsok.serving import cache_store as programs
 from jaxsok.serving import quantize
@@ -193,11 +194,11 @@ class DeviceCache:
         device: Any = None,
     ) -> None:
         """An empty cache; see `fill`."""
-        _check("fraction", fraction, fraction > 0, "a number above 0")
-        _check("hit_rate_threshold", hit_rate_threshold, hit_rate_threshold >= 0, "a number from 0")
-        _check("refresh_fraction", refresh_fraction, 0 <= refresh_fraction <= 1, "a number from 0 to 1")
-        _check("max_pending", max_pending, isinstance(max_pending, int) and max_pending >= 1, "a whole number from 1")
-        _check("min_rows", min_rows, isinstance(min_rows, int) and min_rows >= 1, "a whole number from 1")
+        checks.number("DeviceCache: fraction", fraction, checks.ABOVE_ZERO, math.inf, "a number above 0")
+        checks.number("DeviceCache: hit_rate_threshold", hit_rate_threshold, 0, math.inf, "a number from 0")
+        checks.number("DeviceCache: refresh_fraction", refresh_fraction, 0, 1)
+        checks.integer("DeviceCache: max_pending", max_pending, 1)
+        checks.integer("DeviceCache: min_rows", min_rows, 1)
         self.fraction, self.hit_rate_threshold, self.refresh_fraction = fraction, hit_rate_threshold, refresh_fraction
         self.device = jax.devices()[0] if device is None else device
         self._spec = cached_spec(source.tables.values())
@@ -1031,11 +1032,6 @@ def cache_bytes(tables: Mapping[FrozenTable, int]) -> dict[str, int]:
         "records": 16 * sum(capacities),
         "statistics": 8 * sum(capacities),
     }
-
-
-def _check(name: str, got: Any, is_good: bool, wanted: str) -> None:
-    if isinstance(got, bool) or not is_good:
-        raise ValueError(f"DeviceCache: {name}: got {got!r}, wanted {wanted}.")
 
 
 def _share(source: RowSource, name: str, fraction: float, min_rows: int) -> int:

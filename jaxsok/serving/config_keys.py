@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from jaxsok import checks
 from jaxsok.types import MAX_DIM
 
 ROW_DTYPES: tuple[str, ...] = ("float32", "bfloat16", "float16", "int8", "float8_e4m3fn")
@@ -37,20 +38,14 @@ class Kind:
     """Of a list: what its entries may be."""
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
 def _one(kind: type, wanted: str) -> Kind:
     return Kind(wanted, lambda value: value if isinstance(value, kind) else WRONG)
 
 
 def _integer(least: int, most: int = _INT_MAX) -> Kind:
-    def parse(value: Any) -> Any:
-        is_integer = isinstance(value, int) and not isinstance(value, bool)
-        return value if is_integer and least <= value <= most else WRONG
-
-    return Kind(f"an integer of {least} to {most}", parse)
+    return Kind(
+        f"an integer of {least} to {most}", lambda value: int(value) if checks.is_integer(value, least, most) else WRONG
+    )
 
 
 def _cut(least: int) -> Kind:
@@ -74,7 +69,7 @@ def _number(least: float = -math.inf, most: float = math.inf) -> Kind:
     def parse(value: Any) -> Any:
         # Python's JSON makes integers of any size; a float holds them, or says that they are too large.
         try:
-            number = float(value) if _is_number(value) else math.nan
+            number = float(value) if checks.is_number(value) else math.nan
         except OverflowError:
             return WRONG
         return number if math.isfinite(number) and least <= number <= most else WRONG

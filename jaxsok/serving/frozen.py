@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float32, Shaped, UInt32
 
-from jaxsok import initializers, optimizers
+from jaxsok import checks, initializers, optimizers
 from jaxsok.collection import Collection
 from jaxsok.kernels import table as kernels
 from jaxsok.records import Records
@@ -69,12 +69,8 @@ class FrozenTable:
         if not isinstance(self.name, str) or not self.name:
             raise TypeError(f"FrozenTable: name: got {self.name!r}, wanted a name.")
         what = f'FrozenTable "{self.name}"'
-        if isinstance(self.dim, bool) or not isinstance(self.dim, (int, np.integer)):
-            raise TypeError(f"{what}: dim: got {self.dim!r}, wanted an integer.")
-        if not 1 <= self.dim <= MAX_DIM:
-            raise ValueError(f"{what}: dim: got {self.dim}, wanted 1 to {MAX_DIM}.")
-        if isinstance(self.default, bool) or not np.isfinite(self.default):
-            raise ValueError(f"{what}: default: got {self.default!r}, wanted a finite number.")
+        checks.field(self, what, "dim", checks.integer, 1, MAX_DIM, f"1 to {MAX_DIM}", "an integer")
+        checks.field(self, what, "default", checks.number)
         if self.dtype not in DTYPES:
             raise ValueError(f"{what}: dtype: got {self.dtype!r}, wanted one of {list(DTYPES)}.")
         if self.initial is not None and not isinstance(self.initial, initializers.InitialRows):
@@ -314,8 +310,7 @@ def freeze_records(
     """
     if not sources:
         raise ValueError("freeze_records: sources: got no tables, wanted at least one.")
-    if isinstance(spare_rows, bool) or not isinstance(spare_rows, (int, np.integer)) or spare_rows < 0:
-        raise ValueError(f"freeze_records: spare_rows: got {spare_rows!r}, wanted a number of rows, from 0.")
+    checks.integer("freeze_records: spare_rows", spare_rows, 0, wanted="a number of rows, from 0")
     spec = FrozenSpec.of([table for table, _ in sources])
     of_table = {table.name: source for table, source in sources}
     device = jax.devices()[0] if device is None else device

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float32, Int32
 
-from jaxsok import features, guards
+from jaxsok import checks, features, guards
 from jaxsok import keys as keys_lib
 from jaxsok.kernels import lookup as kernels
 from jaxsok.kernels import table as table_kernels
@@ -222,9 +222,7 @@ def _read(tables: FrozenTables, name: str, given: Any) -> _Part:
     store, table = _place(tables, what, given.table)
     if given.combiner not in COMBINERS:
         raise RequestError(f"{what}: combiner: got {given.combiner!r}, wanted one of {list(COMBINERS)}.")
-    if given.max_norm is not None and not (
-        isinstance(given.max_norm, (int, float)) and math.isfinite(given.max_norm) and given.max_norm >= 0
-    ):
+    if given.max_norm is not None and not (checks.is_number(given.max_norm) and 0 <= given.max_norm < math.inf):
         raise RequestError(f"{what}: max_norm: got {given.max_norm!r}, wanted a number from 0, or None.")
     words = tables.spec.read_by(given.table, _words(given.keys, what))
     shape = words.shape[:-1]

@@ -4,7 +4,6 @@ Layers of nnx.py and linen.py say where their tables come from; what they do wit
 """
 
 import dataclasses
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
+from jaxsok import checks
 from jaxsok.features import Bags
 from jaxsok.serving.errors import RequestError
 from jaxsok.serving.frozen import FrozenTables
@@ -47,14 +47,10 @@ class LookupSpec:
         what = f'LookupSpec "{self.table}"'
         if self.combiner not in COMBINERS:
             raise ValueError(f"{what}: combiner: got {self.combiner!r}, wanted one of {list(COMBINERS)}.")
-        norm = self.max_norm
-        is_number = isinstance(norm, (int, float)) and not isinstance(norm, bool)
-        if norm is not None and not (is_number and math.isfinite(norm) and norm >= 0):
-            raise ValueError(f"{what}: max_norm: got {norm!r}, wanted a number from 0, or None.")
-        dim = self.dim
-        is_integer = isinstance(dim, (int, np.integer)) and not isinstance(dim, bool)
-        if dim is not None and not (is_integer and 1 <= dim <= MAX_DIM):
-            raise ValueError(f"{what}: dim: got {dim!r}, wanted 1 to {MAX_DIM}, or None.")
+        if self.max_norm is not None:
+            checks.field(self, what, "max_norm", checks.number, 0, wanted="a number from 0, or None")
+        if self.dim is not None:
+            checks.field(self, what, "dim", checks.integer, 1, MAX_DIM, f"1 to {MAX_DIM}, or None")
 
 
 def of(op: str, given: Any) -> LookupSpec:

@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 
+from jaxsok import checks
 from jaxsok.serving import config as config_lib
 from jaxsok.serving import row_map, updates
 from jaxsok.serving.config import Config, ModelConfig
@@ -75,7 +76,7 @@ def open(
       ([[[1.0], [-1.0]], [[2.0], [2.0]]], 1)
     """
     read = config_lib.read(config)
-    if memory_limit is not None and (isinstance(memory_limit, bool) or memory_limit < 0):
+    if memory_limit is not None and not (checks.is_number(memory_limit) and memory_limit >= 0):
         raise ConfigError(f"open: memory_limit: got {memory_limit!r}, wanted bytes, or None.")
     if read.without_effect:
         paths = ", ".join(one.path for one in read.without_effect)

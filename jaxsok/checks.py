@@ -1,0 +1,68 @@
+"""Checks of numbers and flags that a caller passes: each returns the value, or raises with what was got and wanted.
+
+NumPy's scalars are accepted and returned as Python's, which print alike everywhere and go into JSON. A bool is neither
+an integer nor a number. `what` names the operation and its argument: "grow: steps".
+"""
+
+import math
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+ABOVE_ZERO = math.ulp(0.0)  # the least positive float: `low` of what must be positive
+LARGEST = sys.float_info.max
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value is a real number, infinity and NaN included."""
+    return isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
+
+
+def is_integer(value: Any, low: float = -math.inf, high: float = math.inf) -> bool:
+    """Whether a value is an integer from `low` to `high`."""
+    return is_number(value) and isinstance(value, (int, np.integer)) and low <= int(value) <= high
+
+
+def integer(
+    what: str, value: Any, low: float = -math.inf, high: float = math.inf, wanted: str = "", kind: str = ""
+) -> int:
+    """Checks an integer from `low` to `high`; messages ask for `wanted`, or that interval.
+
+    With `kind` a value that is no integer raises TypeError and the message asks for `kind`; all else is a ValueError.
+
+    Example:
+      >>> integer("grow: steps", np.int64(3), 1)
+      3
+      >>> integer("grow: steps", True, 1)
+      Traceback (most recent call last):
+      ValueError: grow: steps: got True, wanted an integer of at least 1.
+    """
+    if kind and not is_integer(value):
+        raise TypeError(f"{what}: got {value!r}, wanted {kind}.")
+    if not is_integer(value, low, high):
+        interval = f"an integer of at least {low}" if high == math.inf else f"an integer from {low} to {high}"
+        raise ValueError(f"{what}: got {value!r}, wanted {wanted or interval}.")
+    return int(value)
+
+
+def number(what: str, value: Any, low: float = -LARGEST, high: float = LARGEST, wanted: str = "") -> float:
+    """Checks a number from `low` to `high`, by default any finite one; messages ask for `wanted`, or that interval."""
+    plain = value.item() if isinstance(value, np.generic) else value
+    if not is_number(value) or not low <= plain <= high:
+        interval = "a finite number" if (low, high) == (-LARGEST, LARGEST) else f"a number from {low} to {high}"
+        raise ValueError(f"{what}: got {value!r}, wanted {wanted or interval}.")
+    return plain
+
+
+def flag(what: str, value: Any) -> bool:
+    """Checks a bool; anything else raises TypeError."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{what}: got {value!r}, wanted True or False.")
+    return value
+
+
+def field(spec: Any, op: str, name: str, check: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+    """Checks a field of a frozen dataclass and stores what the check returns."""
+    object.__setattr__(spec, name, check(f"{op}: {name}", getattr(spec, name), *args, **kwargs))
