@@ -7,12 +7,21 @@ an integer nor a number. `what` names the operation and its argument: "grow: ste
 import math
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 ABOVE_ZERO = math.ulp(0.0)  # the least positive float: `low` of what must be positive
 LARGEST = sys.float_info.max
+
+Value = TypeVar("Value")
+
+
+def there(value: Value | None) -> Value:
+    """A value that is not None here, which its type cannot say."""
+    if value is None:
+        raise AssertionError("jaxsok: got None where there is always a value; please report it.")
+    return value
 
 
 def is_number(value: Any) -> bool:

@@ -18,6 +18,7 @@ from jaxtyping import Array, Bool, Float32, Int32, UInt32
 
 from jaxsok import keys as keys_lib
 from jaxsok import printed
+from jaxsok.checks import there
 from jaxsok.specs import FeatureSpec, StoreSpec
 from jaxsok.types import BAGS_PER_TILE, COMBINERS, NUM_FEATURE_WORDS, PADDING_KEY
 
@@ -674,7 +675,7 @@ def read_offsets(bags: Bags, words: Any, what: str) -> Any:
             f"{what}: keys: got shape {list(words.shape[:-1])} with lengths or offsets, wanted [num_keys]."
         )
     name = "lengths" if bags.lengths is not None else "offsets"
-    given = bags.lengths if bags.lengths is not None else bags.offsets
+    given = bags.lengths if bags.lengths is not None else there(bags.offsets)
     # What is known now is checked now; only traced offsets are left to the kernels, which clamp them.
     given = given if isinstance(given, jax.core.Tracer) else np.asarray(given)
     if given.dtype == np.bool_ or not jnp.issubdtype(given.dtype, jnp.integer):

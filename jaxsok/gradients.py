@@ -14,6 +14,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from jaxsok import exchange, table
+from jaxsok.checks import there
 from jaxsok.exchange import Round, Route
 from jaxsok.features import FeatureLayout, StoreFeatures, single_key_layouts
 from jaxsok.kernels import combine as combine_kernels
@@ -195,10 +196,10 @@ def over_arrivals(
         row_ids = jnp.where(uses > 0, row_ids, jnp.uint32(NO_ROW))
         return Arrived(received, row_ids, route.rows_to_owners(sums, wire.gradients), uses)
 
-    if all(plan.asked[s].received is not None for plan in plans):
+    if all(plan.asked_of(s).received is not None for plan in plans):
         of_plans = []
         for plan, of_plan in zip(plans, summed, strict=True):
-            one, row_ids = plan.asked[s], plan.found[s].row_ids
+            one, row_ids = plan.asked_of(s), plan.found_of(s).row_ids
             route = Route(shards, spec.is_replicated, one.send_capacity)
             of_plans.append(arrived(route, one.received, row_ids, row_ids != jnp.uint32(NO_ROW), *of_plan))
         return body(carry, of_plans)
@@ -240,7 +241,7 @@ def scaled_by_uses(
 
 def _in_rounds(spec: StoreSpec, plan: Plan, s: int, op: str) -> Requests:
     """What a plan asks as one that goes in rounds, beside others that do; without the keys that were kept out."""
-    asked = plan.asked[s]
+    asked = plan.asked_of(s)
     if asked.received is not None:
         raise ValueError(
             f"{op}: plan: got plans with and without a send capacity in one update, wanted all of one kind: all from "
@@ -248,23 +249,23 @@ def _in_rounds(spec: StoreSpec, plan: Plan, s: int, op: str) -> Requests:
         )
     if not spec.has_admission:
         return asked
-    has_row = plan.found[s].row_ids != jnp.uint32(NO_ROW)
+    has_row = plan.found_of(s).row_ids != jnp.uint32(NO_ROW)
     return dataclasses.replace(asked, requests=jnp.where(has_row[:, None], asked.requests, exchange.PADDING_REQUEST))
 
 
 def _summed_by_key(spec: StoreSpec, plan: Plan, gradients: Gradients, s: int) -> tuple[Array, Array]:
     """By request, or by line to send, the gradients of its key, summed over all uses in the batch, and their number."""
-    part, asked = plan.features.stores[s], plan.asked[s]
+    part, asked = plan.features.stores[s], plan.asked_of(s)
     flat = [bag_gradient(gradients, part, layout, spec).astype(jnp.float32) for layout in part.layouts]
     keys, offsets, weights, words = part.operands()
     bags = offsets, weights, words
     if asked.received is None:
         return combine_kernels.combine_transpose(flat, asked.inverse, bags, asked.requests.shape[0], part.num_tiles)
-    num_lines = (asked.starts.shape[0] - 1) * asked.send_capacity
+    num_lines, slots = (asked.starts.shape[0] - 1) * asked.send_capacity, there(asked.slots)
     if asked.send_capacity >= keys.shape[0] or not exchange.has_divided_bags(part):
-        return combine_kernels.combine_transpose(flat, asked.slots, bags, num_lines, part.num_tiles)
+        return combine_kernels.combine_transpose(flat, slots, bags, num_lines, part.num_tiles)
     # Keys that were not sent are part of the hotness of their bags, as they were for the lookup: they get a line more.
-    is_unsent = table.is_key(keys) & (asked.slots < 0)
-    lines = jnp.where(is_unsent, num_lines, asked.slots)
+    is_unsent = table.is_key(keys) & (slots < 0)
+    lines = jnp.where(is_unsent, num_lines, slots)
     sums, uses = combine_kernels.combine_transpose(flat, lines, bags, num_lines + 1, part.num_tiles)
     return sums[:num_lines], uses[:num_lines]

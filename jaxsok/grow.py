@@ -39,6 +39,7 @@ from jaxtyping import Array
 from jaxsok import admission, policies, processes, table
 from jaxsok import coming as coming_lib
 from jaxsok import evict as evict_lib
+from jaxsok.checks import there
 from jaxsok.coming import Coming
 from jaxsok.shards import ONE_DEVICE, Shards
 from jaxsok.specs import StoreSpec, TableSpec
@@ -343,10 +344,10 @@ def grow(
         is_due
         or any(
             # Half of what is left may be gone: ask now, so that the answer is there before it is needed.
-            tracker.known[s] is not None
+            (known := tracker.known[s]) is not None
             and (
-                2 * (tracker.bound(s) + positions[s]) > capacity + tracker.known[s][0]
-                or 2 * (tracker.sightings_bound(s) + positions[s]) * bool(half_entries[s])
+                2 * (there(tracker.bound(s)) + positions[s]) > capacity + known[0]
+                or 2 * (there(tracker.sightings_bound(s)) + positions[s]) * bool(half_entries[s])
                 > half_entries[s] + tracker.sightings[s]
             )
             for s, capacity in enumerate(capacities)
@@ -483,7 +484,7 @@ def _evicted(
         kept[s] = rows_kept(specs[s].max_capacity, need.num_new, is_exact=is_exact)
         if need.is_used is not None:
             used[s] = need.is_used
-    left = {s: min(tracker.known[s][0], max(kept[s], need.num_used)) for s, need in full.items()}
+    left = {s: min(there(tracker.known[s])[0], max(kept[s], need.num_used)) for s, need in full.items()}
     for s, need in full.items():
         # Before anything changes: a warning may be an error.
         if leaving[s].policy.has_score and left[s] + need.num_new > specs[s].max_capacity:
@@ -500,7 +501,7 @@ def _evicted(
     tracker.learn(_read(state, specs[0].num_shards, shards), tracker.allowed)
     tracker.num_waits += 1
     for s, need in full.items():
-        in_use = tracker.known[s][0]
+        in_use = there(tracker.known[s])[0]
         if not leaving[s].policy.has_score and in_use + need.num_new > specs[s].max_capacity:
             _warn_of_shortage(tracker, specs[s], in_use, need)
     return state
@@ -511,7 +512,7 @@ def _warn_of_shortage(tracker: GrowthTracker, spec: StoreSpec, in_use: int, need
     if (about := f"shortage {_names(spec)}") in tracker.told:
         return
     tracker.told.add(about)
-    policy, of_shard = spec.tables[0].eviction, " of a shard" if spec.num_shards > 1 else ""
+    policy, of_shard = there(spec.tables[0].eviction), " of a shard" if spec.num_shards > 1 else ""
     new = f"{need.num_new} new keys coming" if need.is_used is not None else f"up to {need.num_new} keys coming"
     remedies = ["raise max_capacity", "take smaller batches (a smaller max_keys of the features)"]
     if need.is_used is None:

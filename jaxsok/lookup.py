@@ -15,6 +15,7 @@ import numpy as np
 from jaxtyping import Array, Int32, UInt32
 
 from jaxsok import admission, annotations, exchange, table, tickets
+from jaxsok.checks import there
 from jaxsok.exchange import Round, Route
 from jaxsok.features import StoreFeatures
 from jaxsok.kernels import lookup as kernels
@@ -160,7 +161,7 @@ def _lookup_exchanged(
     if asked.received is not None:
         route = Route(shards, spec.is_replicated, asked.send_capacity)
         store, answers = owner.answered(store, route, asked.received)
-        lines, num_rounds, digest = asked.slots, 1, asked.digest
+        lines, num_rounds, digest = there(asked.slots), 1, asked.digest
     else:
         store, answers, num_rounds, digest = _answered_in_rounds(shards, owner, store, asked)
         lines = asked.inverse

@@ -142,7 +142,7 @@ def _row_sums(
     """One store's row gradients on one device."""
     parts = [plan.features.stores[s] for plan in plans]
     (keys, *batch), num_tiles = joined(parts)
-    row_ids = [jnp.where(is_live[p], plan.found[s].row_ids, jnp.uint32(NO_ROW)) for p, plan in enumerate(plans)]
+    row_ids = [jnp.where(is_live[p], plan.found_of(s).row_ids, jnp.uint32(NO_ROW)) for p, plan in enumerate(plans)]
     row_ids = jnp.concatenate(row_ids)
     is_refused = None
     if any(exchange.has_divided_bags(part) for part in parts):

@@ -23,6 +23,7 @@ from jaxsok import imports as imports_lib
 from jaxsok import keys as keys_lib
 from jaxsok import plan as plan_lib
 from jaxsok import table as table_lib
+from jaxsok.checks import there
 from jaxsok.grow import GrowthTracker
 from jaxsok.records import Records
 from jaxsok.shards import Shards
@@ -536,7 +537,7 @@ class TableOperations:
                 f"evict: policy: got None, and {whose} was declared without one; pass a policy, or declare "
                 "TableSpec(..., eviction=policies.LeastRecentlyUsed())."
             )
-        rules = {s: policy or self.stores[s].tables[0].eviction for s in numbers}
+        rules = {s: there(policy or self.stores[s].tables[0].eviction) for s in numbers}
         ranking = [rule for rule in rules.values() if rule.has_score]
         if ranking and num_rows is None:
             raise ValueError(f"evict: num_rows: got None with {ranking[0]!r}, wanted how many rows may stay.")

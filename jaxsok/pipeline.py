@@ -31,7 +31,7 @@ class Planner(Protocol):
     """What the pipeline needs of a collection."""
 
     stores: tuple[StoreSpec, ...]
-    shards: Shards | None
+    shards: Shards
     growth: GrowthTracker
 
     def batch(self, raw: Mapping[str, Any], *, pad_to: int | None = None) -> Batch:

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int32, UInt32, UInt64
 
+from jaxsok.checks import there
 from jaxsok.features import Features, StoreFeatures
 from jaxsok.kernels import plan as kernels
 from jaxsok.kernels.tickets import Ticket
@@ -88,7 +89,7 @@ class Plan:
     features: Features
     distinct: tuple[Distinct, ...] | None = None
     """From `Collection.plan` on one device; None where the lookup was fused."""
-    asked: tuple[Requests, ...] | None = None
+    asked: tuple[Requests | None, ...] | None = None
     """On a mesh, from `Collection.plan` or `Collection.lookup`."""
     found: tuple[Found, ...] | None = None
     """From `Collection.lookup`; None before it."""
@@ -96,6 +97,14 @@ class Plan:
     """The ticket of the lookup: an update takes it out of the state's open tickets (tickets.py). After two words it has
     the generation of each store: rows that left a store since then make the plan stale. On a mesh a line for each
     shard."""
+
+    def asked_of(self, store: int) -> Requests:
+        """What a shard of a mesh asks for a store that has features."""
+        return there(there(self.asked)[store])
+
+    def found_of(self, store: int) -> Found:
+        """What the lookup found in a store."""
+        return there(self.found)[store]
 
     def __repr__(self) -> str:
         """Its features, and how far it has come; reads no array, so it waits for nothing."""

@@ -21,6 +21,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Int32
 
+from jaxsok.checks import there
+
 
 class Shards(abc.ABC):
     """Where stores and batches lie, and how code runs there. Inside `run` code sees a shard's part of split arrays."""
@@ -242,7 +244,7 @@ class MeshShards(Shards):
 
     def local(self) -> list[int]:
         places = self.split.addressable_devices_indices_map((self.num_shards,))
-        return sorted({(place[0].start or 0) for place in places.values()})
+        return sorted({(there(place)[0].start or 0) for place in places.values()})
 
     def sees_parts(self) -> bool:
         """Whether the caller is inside `shard_map` or `pmap` over these axes.
@@ -304,7 +306,7 @@ class MeshShards(Shards):
             # Nothing tells the shards of an empty array apart.
             return jax.make_array_from_callback(shape, self.place(block.ndim), lambda _: block)
         return jax.make_array_from_callback(
-            shape, self.place(block.ndim), lambda place: blocks[(place[0].start or 0) // size]
+            shape, self.place(block.ndim), lambda place: blocks[(there(place)[0].start or 0) // size]
         )
 
 

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxsok import checks, initializers, policies
+from jaxsok.checks import there
 from jaxsok.optimizers import program
 from jaxsok.optimizers.protocol import PROGRAM, Optimizer, RowState
 from jaxsok.types import (
@@ -527,7 +528,7 @@ class StoreSpec:
         words = self.table_words()
         for line, table in zip(words, self.tables, strict=True):
             if not table.refused_read_initial:
-                constant = initializers.constant(float(table.admission.unadmitted))
+                constant = initializers.constant(float(there(table.admission).unadmitted))
                 line[2:5] = constant.kind, *np.array([constant.a, constant.b], np.float32).view(np.uint32)
         return words
 

@@ -132,7 +132,7 @@ def _update_store(
 ) -> tuple[StoreState, Array, Array]:
     parts = [plan.features.stores[s] for plan in plans]
     batch, num_tiles = joined(parts)
-    row_ids = concatenated([plan.found[s].row_ids for plan in plans])
+    row_ids = concatenated([plan.found_of(s).row_ids for plan in plans])
     flat = [
         bag_gradient(grads, part, layout, spec)
         for part, grads in zip(parts, gradients, strict=True)

@@ -16,6 +16,7 @@ from jaxsok.checkpoint import manifest as manifest_lib
 from jaxsok.checkpoint.place import Held
 from jaxsok.checkpoint.save import admission_of
 from jaxsok.checkpoint.source import OptimizerState, Source
+from jaxsok.checks import there
 from jaxsok.collection import Collection
 from jaxsok.plan import owners_of
 from jaxsok.shards import Shards, local_parts
@@ -170,7 +171,7 @@ def _add_waiting(source: Source, collection: Collection, held: Held, s: int, num
     hold(_forgotten(spec, number, shards, held.state.stores[s]))
     for keys, counts in processes.in_step(source.op, _gathered(source.waiting(spec.tables[number].name))):
         # Who was seen often enough for a lower threshold waits for one more sight.
-        counts = np.minimum(counts, np.uint32(spec.tables[number].admission.threshold - 1))
+        counts = np.minimum(counts, np.uint32(there(spec.tables[number].admission).threshold - 1))
         owners = owners_of(spec, number, keys, collection.partition_owners)
         hold(admission_lib.with_waiting(spec, held.state.stores[s], number, keys, counts, owners, shards))
 
