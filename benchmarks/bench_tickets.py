@@ -10,7 +10,6 @@ Nothing else has tickets, so there is no peer.
 """
 
 import contextlib
-import statistics
 from collections.abc import Iterator
 
 import jax.numpy as jnp
@@ -20,28 +19,28 @@ from jaxsok.kernels import tickets as kernels
 from . import records
 from .fill import Filled, programs_of
 from .records import Batches, Recorder
-from .timing import Protocol
+from .timing import Protocol, Timing
 
 WORKLOADS = ("W1", "W6")
 
 NUM_RUNS = 5
-"""Measurements of each of the two; the one with the median time is recorded."""
+"""Measurements of each of the two; the median counts."""
 
 
 def measure(filled: Filled, batches: Batches, recorder: Recorder, protocol: Protocol) -> None:
     """Measures both steps under one key distribution."""
     sets = filled.inputs(records.STEP, [key_set.ids for key_set in batches.key_sets])
-    steps = {what: programs_of(filled.collection)[records.STEP] for what in (records.TICKETS, records.NO_TICKETS)}
-    timings = {what: [] for what in steps}
+    steps = [programs_of(filled.collection)[records.STEP] for _ in range(2)]
+    timings: list[list[Timing]] = [[], []]
     for _ in range(NUM_RUNS):
-        for what, step in steps.items():
-            with _without_tickets() if what == records.NO_TICKETS else contextlib.nullcontext():
+        for way, step, of_way in zip((contextlib.nullcontext(), _without_tickets()), steps, timings, strict=True):
+            with way:
                 timing, filled.state = step.measure(filled.state, sets, protocol)
-            timings[what].append(timing)
-    for what, all_of_one in timings.items():
-        median = statistics.median_low(timing.ms for timing in all_of_one)
-        timing = next(timing for timing in all_of_one if timing.ms == median)
-        recorder.add(batches.record(what, "jaxsok", timing, optimizer=filled.optimizer))
+            of_way.append(timing)
+    with_tickets, without = (sorted(of_way, key=lambda timing: timing.ms)[NUM_RUNS // 2] for of_way in timings)
+    recorder.add(
+        batches.record(records.TICKETS, "jaxsok", with_tickets, optimizer=filled.optimizer, limit_ms=without.ms)
+    )
 
 
 @contextlib.contextmanager

@@ -34,7 +34,17 @@ from jaxsok import update as update_lib
 from jaxsok.features import Batch, Features
 from jaxsok.kernels import library
 from jaxsok.lookup import Embeddings
-from jaxsok.operations import TableOperations, clock_of, place_of
+from jaxsok.operations import (
+    TableOperations,
+    check_features,
+    check_state,
+    check_untraced,
+    clock_of,
+    lineage_of,
+    locate,
+    no_tickets,
+    specs_of,
+)
 from jaxsok.plan import Found, Plan
 from jaxsok.printed import listed
 from jaxsok.shards import Shards
@@ -117,7 +127,7 @@ class Collection(TableOperations):
         """The tables, the features and the mesh."""
         tables = [f"{table.name} ({table.dim} {table.dtype}, {table.optimizer.name})" for table in self.tables]
         features = [f"{feature.name} ({feature.table}, {feature.combiner})" for feature in self.features]
-        place = f"mesh {self._mesh_name}" if self._mesh_name else "one device"
+        place = f"mesh {self.shards!s}" if str(self.shards) else "one device"
         return f"Collection(tables: {listed(tables)}; features: {listed(features)}; {place})"
 
     def _check_placements(self, num_shards: int) -> None:
@@ -218,14 +228,14 @@ class Collection(TableOperations):
         processes.begin_life(lineage, drawn[:2])
         state = State(
             stores=shards.make(make_stores),
-            tickets=self._no_tickets(),
+            tickets=no_tickets(self.shards),
             step=step,
             seed=seed_words,
             partition_owners=owners,
-            lineage=self._lineage(lineage),
+            lineage=lineage_of(self.shards, lineage),
             num_refused=refused,
             fingerprint=self.fingerprint,
-            mesh=self._mesh_name,
+            mesh=str(self.shards),
         )
         self.growth.forget()
         return state
@@ -289,7 +299,7 @@ class Collection(TableOperations):
         Example:
           `embeddings, state, plan = collection.lookup(state, collection.plan(batch.features))`
         """
-        self._check_features("plan", features)
+        check_features("plan", self, features)
         if send_capacity is not None:
             self._check_send_capacity(send_capacity)
             send_capacity = tuple(int(capacity) for capacity in send_capacity)
@@ -353,9 +363,9 @@ class Collection(TableOperations):
         Example:
           `embeddings, state, plan = collection.lookup(state, batch.features)`
         """
-        self._check_state("lookup", state)
+        check_state("lookup", self, state)
         plan = features if isinstance(features, Plan) else Plan(features)
-        self._check_features("lookup", plan.features)
+        check_features("lookup", self, plan.features)
         now = clock_of("lookup", clock)
         self._note_keys([plan.features])
         state, plan, now = guards.whole("lookup", state=state, features=plan, clock=now)
@@ -368,9 +378,9 @@ class Collection(TableOperations):
         Example:
           `embeddings, stats = collection.find(state, batch.features)`
         """
-        self._check_state("find", state)
+        check_state("find", self, state)
         plan = features if isinstance(features, Plan) else Plan(features)
-        self._check_features("find", plan.features)
+        check_features("find", self, plan.features)
         state, plan = guards.whole("find", state=state, features=plan)
         return self._run("find", state, plan)
 
@@ -404,7 +414,7 @@ class Collection(TableOperations):
         Example:
           `state, stats = collection.update(state, plan, g_embeddings)`
         """
-        self._check_state("update", state)
+        check_state("update", self, state)
         plans, grads = self._plans_and_gradients("update", plan, gradients)
         if learning_rate is not None:
             check_scalar("update: learning_rate", learning_rate)
@@ -449,7 +459,7 @@ class Collection(TableOperations):
           >>> collection.gradient_norm(state, plan, gradients)
           Array(5., dtype=float32)
         """
-        self._check_state("gradient_norm", state)
+        check_state("gradient_norm", self, state)
         plans, grads = self._plans_and_gradients("gradient_norm", plan, gradients)
         self._check_gradients("gradient_norm", plans, grads)
         state, plans, grads = guards.whole("gradient_norm", state=state, plan=plans, gradients=grads)
@@ -567,7 +577,7 @@ class Collection(TableOperations):
 
     def _everywhere(self, name: str, state: State, *args: Any) -> Any:
         """Calls a method on every shard of a mesh."""
-        split, same, of_state = self.shards.spec, P(), self._specs_of(state)
+        split, same, of_state = self.shards.spec, P(), specs_of(self.shards, state)
         in_specs, out_specs = {
             "lookup": ((split, same), (split, of_state, split)),
             "find": ((split,), (split, same)),
@@ -626,8 +636,8 @@ class Collection(TableOperations):
         Example:
           `state = collection.grow(state, batch)` before each step.
         """
-        self._check_state("grow", state)
-        self._check_untraced("grow", state)
+        check_state("grow", self, state)
+        check_untraced("grow", state)
         steps = checks.integer("grow: steps", steps, 1)
         coming = self.growth.seen(steps) if batch is None else self._coming(batch, steps)
         if batch is None and not any(coming.positions) and "batch" not in self.growth.told:
@@ -653,7 +663,7 @@ class Collection(TableOperations):
             features = one.features if isinstance(one, (Batch, Plan)) else one
             num_stacked = 0
             if isinstance(features, Features):
-                self._check_features("grow", features)
+                check_features("grow", self, features)
                 num_stacked = coming_lib.num_stacked(features)
                 keys = [
                     max(1, num_stacked) * grow_lib.keys_at_most(spec, coming_lib.num_keys_of(features, s))
@@ -801,10 +811,10 @@ class Collection(TableOperations):
         if features is None:
             parts = [features_lib.shaped(store, (), {}) for store in self.stores]
         else:
-            self._check_features("memory_estimate", features)
+            check_features("memory_estimate", self, features)
             parts = [features_lib.part_shape(part, features.num_parts) for part in features.stores]
         if state is not None:
-            self._check_state("memory_estimate", state)
+            check_state("memory_estimate", self, state)
         return memory_lib.estimated(
             self.tables,
             parts,
@@ -857,7 +867,7 @@ class Collection(TableOperations):
                 raise TypeError(
                     f"{op}: plan: got {type(one).__name__} that no lookup returned, wanted lookup's third result."
                 )
-            self._check_features(op, one.features)
+            check_features(op, self, one.features)
         return plans, grads
 
     def _check_gradients(self, op: str, plans: Sequence[Plan], gradients: Sequence[Mapping[str, Array]]) -> None:
@@ -865,26 +875,9 @@ class Collection(TableOperations):
         for plan, of_plan in zip(plans, gradients, strict=True):
             gradients_lib.check_gradients(self.stores, plan, of_plan, num_parts, op)
 
-    def _check_features(self, op: str, features: Features) -> None:
-        if not isinstance(features, Features):
-            raise TypeError(
-                f"{op}: features: got {type(features).__name__}, wanted Features; make them with "
-                "collection.batch(raw).features."
-            )
-        num_parts = self.shards.num_shards
-        if features.num_parts != num_parts:
-            raise ValueError(
-                f"{op}: features: got those packed for {features.num_parts} shards, wanted {num_parts} "
-                f"({place_of(self._mesh_name)}); make them with this collection's batch."
-            )
-        if features.fingerprint != self.fingerprint:
-            raise ValueError(
-                f"{op}: features: got those of a collection with other specs; make them with this one's batch."
-            )
-
     def _stats(self, state: State, words: Int32[Array, " num_words"]) -> Stats:
         """The counts of one step, of this shard's words; on a mesh of all shards: one small all-reduce."""
-        stores = [self._locate("stats", table.name)[0] for table in self.tables]
+        stores = [locate("stats", self, table.name)[0] for table in self.tables]
         return Stats(
             self.shards.sum(words),
             tables=tuple(table.name for table in self.tables),

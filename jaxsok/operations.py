@@ -24,6 +24,7 @@ from jaxsok import keys as keys_lib
 from jaxsok import plan as plan_lib
 from jaxsok import table as table_lib
 from jaxsok.checks import there
+from jaxsok.features import Features
 from jaxsok.grow import GrowthTracker
 from jaxsok.records import Records
 from jaxsok.shards import Shards
@@ -66,8 +67,8 @@ class TableOperations:
         Example:
           `state, num_erased = collection.erase(state, "user", np.array([7]))`
         """
-        self._check_state("erase", state)
-        s, number = self._locate("erase", table)
+        check_state("erase", self, state)
+        s, number = locate("erase", self, table)
         words = _words("erase", keys)
         state, words = guards.whole("erase", state=state, keys=words)
         return self._in_store("erase", state, s, number, words)
@@ -160,8 +161,8 @@ class TableOperations:
           >>> int(num_inserted), collection.rows_of(state, "item", np.array([9, 8]))[0].tolist()
           (2, [[2.0], [0.0]])
         """
-        self._check_state("assign", state)
-        s, number = self._locate("assign", table)
+        check_state("assign", self, state)
+        s, number = locate("assign", self, table)
         words = _words("assign", keys)
         rows = rows if isinstance(rows, jax.Array) else np.asarray(rows)
         wanted = (words.shape[0], self.stores[s].dim)
@@ -198,8 +199,8 @@ class TableOperations:
         Example:
           `state, num_erased = collection.clear(state, "user")`
         """
-        self._check_state("clear", state)
-        s, number = self._locate("clear", table)
+        check_state("clear", self, state)
+        s, number = locate("clear", self, table)
         (state,) = guards.whole("clear", state=state)
         state, (num_erased,) = self._on_store("clear", state, s, number)
         return state, num_erased
@@ -260,7 +261,7 @@ class TableOperations:
           >>> evicted.to_dict(), collection.export_table(state, "item")["keys"].tolist()
           ({'item': 2}, [9])
         """
-        self._check_state("evict", state)
+        check_state("evict", self, state)
         leaving = self._leaving(table, policy, num_rows)
         now = clock_of("evict", clock)
         num_rows = None if num_rows is None else _word("evict: num_rows", num_rows)
@@ -299,9 +300,9 @@ class TableOperations:
         Example:
           `rows = collection.export_table(state, "user")["rows"]`
         """
-        self._check_state("export_table", state)
-        self._check_untraced("export_table", state)
-        s, number = self._locate("export_table", table)
+        check_state("export_table", self, state)
+        check_untraced("export_table", state)
+        s, number = locate("export_table", self, table)
         return export_lib.export_table(self.stores[s], state.stores[s], number)
 
     def export_chunks(
@@ -344,9 +345,9 @@ class TableOperations:
           >>> [chunk.keys.tolist() for chunk in collection.export_chunks(state, "item", chunk_rows=2)]
           [[7, 9], [8]]
         """
-        self._check_state("export_chunks", state)
-        self._check_untraced("export_chunks", state)
-        s, number = self._locate("export_chunks", table)
+        check_state("export_chunks", self, state)
+        check_untraced("export_chunks", state)
+        s, number = locate("export_chunks", self, table)
         spec = self.stores[s]
         if chunk_rows is not None:
             checks.integer("export_chunks: chunk_rows", chunk_rows, 1, wanted="at least 1", kind="an integer or None")
@@ -413,9 +414,9 @@ class TableOperations:
           >>> collection.export_table(state, "item")["rows"].tolist()
           [[1.0], [2.0]]
         """
-        self._check_state("import_table", state)
-        s, number = self._locate("import_table", table)
-        self._check_untraced("import_table", state, "inside a jitted function use assign")
+        check_state("import_table", self, state)
+        s, number = locate("import_table", self, table)
+        check_untraced("import_table", state, "inside a jitted function use assign")
         if num_rows is not None:
             checks.integer("import_table: num_rows", num_rows, 0, wanted="at least 0", kind="an integer or None")
         checks.flag("import_table: reset_state", reset_state)
@@ -448,8 +449,8 @@ class TableOperations:
         Example:
           `collection.num_rows(state)` → `{"user": 1000, "item": 250}`
         """
-        self._check_state("num_rows", state)
-        self._check_untraced("num_rows", state, "inside a jitted function use the Stats of update")
+        check_state("num_rows", self, state)
+        check_untraced("num_rows", state, "inside a jitted function use the Stats of update")
         by_store = [
             _rows_by_table(self.shards.read(one.table_rows), store)
             for store, one in zip(self.stores, state.stores, strict=True)
@@ -481,8 +482,8 @@ class TableOperations:
 
     def _on_keys(self, op: str, state: State, table: str, keys: Any) -> tuple[Array, ...]:
         """An operation that reads the rows of some keys."""
-        self._check_state(op, state)
-        s, number = self._locate(op, table)
+        check_state(op, self, state)
+        s, number = locate(op, self, table)
         state, words = guards.whole(op, state=state, keys=_words(op, keys))
         _, results = self._on_store(op, state, s, number, words)
         return results
@@ -529,7 +530,7 @@ class TableOperations:
         if table is None:
             numbers = {s: None for s, spec in enumerate(self.stores) if policy or spec.tables[0].eviction}
         else:
-            s, number = self._locate("evict", table)
+            s, number = locate("evict", self, table)
             numbers = {s: number} if policy or self.stores[s].tables[0].eviction else {}
         if not numbers:
             whose = "every table" if table is None else f'table "{table}"'
@@ -549,78 +550,33 @@ class TableOperations:
             )
         return {s: evict_lib.Leaving(self.stores[s], rules[s], number, self.shards) for s, number in numbers.items()}
 
-    def _specs_of(self, state: State) -> Any:
-        """How each array of a state lies on the mesh, as `shard_map` takes it."""
-        same = dict.fromkeys(("step", "seed", "partition_owners", "lineage", "num_refused"), P())
-        return dataclasses.replace(state, stores=self.shards.spec, tickets=self.shards.spec, **same)
-
-    def _lineage(self, words: np.ndarray) -> Array:
-        """Where steps leave what is the same everywhere; made by a program, since memory of NumPy's is not donated."""
-        return self.shards.make(lambda: jnp.array(words), is_split=False)
-
-    def _no_tickets(self) -> Array:
-        """The tickets of a state that begins: no plan is open."""
-
-        def make() -> Array:
-            return tickets.no_tickets(self.stores[0].num_shards)
-
-        return self.shards.make(make)
-
-    @property
-    def _mesh_name(self) -> str:
-        return str(self.shards)
-
-    def _locate(self, op: str, table: str) -> tuple[int, int]:
-        for s, store in enumerate(self.stores):
-            names = [one.name for one in store.tables]
-            if table in names:
-                return s, names.index(table)
-        raise ValueError(f"{op}: table: got {table!r}, wanted one of {[one.name for one in self.tables]}.")
-
-    def _check_state(self, op: str, state: State) -> None:
-        if not isinstance(state, State):
-            raise TypeError(f"{op}: state: got {type(state).__name__}, wanted the State that Collection.init made.")
-        if state.mesh != self._mesh_name:
-            raise ValueError(
-                f"{op}: state: got one made for {place_of(state.mesh)}, wanted one for {place_of(self._mesh_name)}; "
-                "use the collection that made it."
-            )
-        if state.fingerprint != self.fingerprint:
-            dims = [store.rows[0].shape[-1] for store in state.stores]
-            own = [spec.dim for spec in self.stores]
-            differ = f"fingerprint {state.fingerprint}), wanted {self.fingerprint}"
-            if dims != own:
-                differ = f"dims {dims} by store), wanted {own}"
-            raise ValueError(
-                f"{op}: state: got one of other specs ({differ}; use the collection that made it, or declare the same "
-                "tables."
-            )
-        if any(store.counters.ndim != 1 for store in state.stores):
-            remedy = "collection.unstack(state)" if self.shards.is_mesh else "one of its parts"
-            raise ValueError(
-                f"{op}: state: got one whose arrays have one more axis in front, as stack and jax.pmap give them, "
-                f"wanted those of init; pass {remedy}."
-            )
-        # To ask a deleted array whether it is ready ends the process (jaxlib 0.10.2). A step that takes the state takes
-        # all of its arrays, and growing takes the index: two of each store tell, at little cost.
-        if any(_is_deleted(array) for store in state.stores for array in (store.counters, store.index)):
-            raise ValueError(
-                f"{op}: state: got one whose arrays are deleted: it was donated to a step, or consumed by grow; wanted "
-                "the one that this call returned, as in state = collection.grow(state, batch)."
-            )
-
-    def _check_untraced(self, op: str, state: State, remedy: str = "call it between steps") -> None:
-        """Refuses the state of a trace, for what runs on the host."""
-        if any(isinstance(store.counters, jax.core.Tracer) for store in state.stores):
-            raise TypeError(
-                f"{op}: state: got one that is traced (in jax.jit, lax.scan or shard_map), wanted arrays, because {op} "
-                f"runs on the host; {remedy}."
-            )
-
 
 def _is_deleted(array: Any) -> bool:
     # NumPy's arrays and shapes cannot be; the method of a traced array raises.
     return hasattr(array, "is_deleted") and not isinstance(array, jax.core.Tracer) and array.is_deleted()
+
+
+# Parts of a state ----------------------------------------------------------------------------------------------------
+
+
+def specs_of(shards: Shards, state: State) -> Any:
+    """How each array of a state lies on the mesh, as `shard_map` takes it."""
+    same = dict.fromkeys(("step", "seed", "partition_owners", "lineage", "num_refused"), P())
+    return dataclasses.replace(state, stores=shards.spec, tickets=shards.spec, **same)
+
+
+def lineage_of(shards: Shards, words: np.ndarray) -> Array:
+    """Where steps leave what is the same everywhere; made by a program, since memory of NumPy's is not donated."""
+    return shards.make(lambda: jnp.array(words), is_split=False)
+
+
+def no_tickets(shards: Shards) -> Array:
+    """The tickets of a state that begins: no plan is open."""
+
+    def make() -> Array:
+        return tickets.no_tickets(shards.num_shards)
+
+    return shards.make(make)
 
 
 # On one shard --------------------------------------------------------------------------------------------------------
@@ -693,6 +649,77 @@ _READING = ("contains", "rows_of")
 
 
 # What is checked before ----------------------------------------------------------------------------------------------
+
+
+def check_state(op: str, collection: "TableOperations", state: State) -> None:
+    """Refuses a state that another collection made, or that is gone."""
+    if not isinstance(state, State):
+        raise TypeError(f"{op}: state: got {type(state).__name__}, wanted the State that Collection.init made.")
+    if state.mesh != str(collection.shards):
+        raise ValueError(
+            f"{op}: state: got one made for {place_of(state.mesh)}, wanted one for {place_of(str(collection.shards))}; "
+            "use the collection that made it."
+        )
+    if state.fingerprint != collection.fingerprint:
+        dims = [store.rows[0].shape[-1] for store in state.stores]
+        own = [spec.dim for spec in collection.stores]
+        differ = f"fingerprint {state.fingerprint}), wanted {collection.fingerprint}"
+        if dims != own:
+            differ = f"dims {dims} by store), wanted {own}"
+        raise ValueError(
+            f"{op}: state: got one of other specs ({differ}; use the collection that made it, or declare the same "
+            "tables."
+        )
+    if any(store.counters.ndim != 1 for store in state.stores):
+        remedy = "collection.unstack(state)" if collection.shards.is_mesh else "one of its parts"
+        raise ValueError(
+            f"{op}: state: got one whose arrays have one more axis in front, as stack and jax.pmap give them, "
+            f"wanted those of init; pass {remedy}."
+        )
+    # To ask a deleted array whether it is ready ends the process (jaxlib 0.10.2). A step that takes the state takes
+    # all of its arrays, and growing takes the index: two of each store tell, at little cost.
+    if any(_is_deleted(array) for store in state.stores for array in (store.counters, store.index)):
+        raise ValueError(
+            f"{op}: state: got one whose arrays are deleted: it was donated to a step, or consumed by grow; wanted "
+            "the one that this call returned, as in state = collection.grow(state, batch)."
+        )
+
+
+def check_untraced(op: str, state: State, remedy: str = "call it between steps") -> None:
+    """Refuses the state of a trace, for what runs on the host."""
+    if any(isinstance(store.counters, jax.core.Tracer) for store in state.stores):
+        raise TypeError(
+            f"{op}: state: got one that is traced (in jax.jit, lax.scan or shard_map), wanted arrays, because {op} "
+            f"runs on the host; {remedy}."
+        )
+
+
+def check_features(op: str, collection: "TableOperations", features: Features) -> None:
+    """Refuses features that another collection packed."""
+    if not isinstance(features, Features):
+        raise TypeError(
+            f"{op}: features: got {type(features).__name__}, wanted Features; make them with "
+            "collection.batch(raw).features."
+        )
+    num_parts = collection.shards.num_shards
+    if features.num_parts != num_parts:
+        raise ValueError(
+            f"{op}: features: got those packed for {features.num_parts} shards, wanted {num_parts} "
+            f"({place_of(str(collection.shards))}); make them with this collection's batch."
+        )
+    if features.fingerprint != collection.fingerprint:
+        raise ValueError(
+            f"{op}: features: got those of a collection with other specs; make them with this one's batch."
+        )
+
+
+def locate(op: str, collection: "TableOperations", table: str) -> tuple[int, int]:
+    """The number of a table's store, and the table's number in it; refuses a name that is none."""
+    for s, store in enumerate(collection.stores):
+        names = [one.name for one in store.tables]
+        if table in names:
+            return s, names.index(table)
+    raise ValueError(f"{op}: table: got {table!r}, wanted one of {[one.name for one in collection.tables]}.")
 
 
 def _words(op: str, keys: Any) -> Any:

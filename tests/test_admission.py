@@ -22,7 +22,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from jax.sharding import AxisType
 
 import jaxsok
-from jaxsok import admission, policies
+from jaxsok import admission, operations, policies
 from jaxsok.store import MIN_SIGHTINGS
 
 SEED = 7
@@ -355,7 +355,7 @@ TestAdmissionMachine.settings = hypothesis.settings(max_examples=12)
 
 def waiting(collection, state, name):
     """The keys of a table that wait, with their counts, of all shards."""
-    s, number = collection._locate("test", name)
+    s, number = operations.locate("test", collection, name)
     keys, counts = admission.waiting(collection.stores[s], state.stores[s], number)
     assert len(set(keys.tolist())) == len(keys)
     return dict(zip(keys.tolist(), counts.tolist(), strict=True))

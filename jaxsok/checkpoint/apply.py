@@ -15,6 +15,7 @@ from jaxsok.checkpoint.place import Held
 from jaxsok.checkpoint.save import time_of
 from jaxsok.checkpoint.source import OptimizerState, Source, check_forms, chosen_tables
 from jaxsok.collection import Collection
+from jaxsok.operations import check_state, check_untraced, locate
 from jaxsok.store import State
 
 
@@ -54,8 +55,8 @@ def load(
         names = chosen_tables(chain[0], collection, tables)
         if state is not None:
             # Nothing is changed before all of it is known to be whole.
-            collection._check_state(op, state)
-            collection._check_untraced(op, state)
+            check_state(op, collection, state)
+            check_untraced(op, state)
             for source in chain:
                 chosen_tables(source, collection, tables)
                 check_forms(source, collection, names, optimizer_state)
@@ -101,8 +102,8 @@ def apply_delta(
     """
     op = "apply_delta"
     with processes.together(op):
-        collection._check_state(op, state)
-        collection._check_untraced(op, state)
+        check_state(op, collection, state)
+        check_untraced(op, state)
         source = Source.of(op, pathlib.Path(path))
         is_path = not isinstance(after, str) or (pathlib.Path(after) / manifest_lib.NAME).exists()
         held = Source.of(op, pathlib.Path(after)).manifest["uuid"] if is_path else after
@@ -146,7 +147,7 @@ def _apply(
 
 def _more_rows(source: Source, collection: Collection, state: State, table: str) -> np.ndarray:
     """Rows that a delta adds to each shard, less those that it takes away: int64[num_shards]."""
-    s, number = collection._locate(source.op, table)
+    s, number = locate(source.op, collection, table)
     spec = collection.stores[s]
     counts = np.zeros(spec.num_shards, np.int64)
     for keys, found in looked_for(source.op, collection, state, table, key_batches(source.files(table))):

@@ -18,6 +18,7 @@ from jaxsok.checkpoint.save import admission_of
 from jaxsok.checkpoint.source import OptimizerState, Source
 from jaxsok.checks import there
 from jaxsok.collection import Collection
+from jaxsok.operations import locate
 from jaxsok.plan import owners_of
 from jaxsok.shards import Shards, local_parts
 from jaxsok.specs import StoreSpec
@@ -142,7 +143,7 @@ def _put(collection: Collection, blocks: Callable[[int], np.ndarray]) -> Any:
 def _add_admission(source: Source, collection: Collection, held: Held, names: Sequence[str]) -> None:
     """Keys that wait for a row, and Bloom filters, as they were saved."""
     for name in names:
-        s, number = collection._locate(source.op, name)
+        s, number = locate(source.op, collection, name)
         table = collection.stores[s].tables[number]
         was, now = source.manifest["tables"][name]["admission"], admission_of(collection.stores[s], table)
         if was and now and was["by"] != now["by"]:

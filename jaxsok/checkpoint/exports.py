@@ -21,6 +21,7 @@ from jaxsok.checkpoint.chain import Path, chain_of, gone_keys
 from jaxsok.checkpoint.save import HOST_BYTES, PIECE_BYTES, SaveOptions, SaveReport, Saving, saved_now, time_of
 from jaxsok.checkpoint.source import check_forms, chosen_tables
 from jaxsok.collection import Collection
+from jaxsok.operations import check_state, check_untraced
 from jaxsok.store import State
 
 LOG = logging.getLogger("jaxsok.checkpoint")
@@ -145,8 +146,8 @@ def export_delta(
                 f'{op}: table "{spec.tables[0].name}": statistics: got False, wanted True: what changed is told by the '
                 "last step of each row; declare TableSpec(statistics=True)."
             )
-    collection._check_state(op, state)
-    collection._check_untraced(op, state)
+    check_state(op, collection, state)
+    check_untraced(op, state)
     with processes.together(op):
         chain = chain_of(op, base)
         last = chain[-1].manifest

@@ -18,6 +18,7 @@ import numpy as np
 
 from jaxsok import processes
 from jaxsok.collection import Collection
+from jaxsok.operations import lineage_of, no_tickets
 from jaxsok.store import State
 
 LOG = logging.getLogger("jaxsok.checkpoint")
@@ -55,7 +56,9 @@ def begun(collection: Collection, state: State, manifest: Mapping[str, Any], *, 
       is_exact: whether the state has all of that, so that a delta on it is what changes from here on.
     """
     words = processes.drawn(is_shared=collection.shards.num_processes > 1)
-    state = dataclasses.replace(state, lineage=collection._lineage(words), tickets=collection._no_tickets())
+    state = dataclasses.replace(
+        state, lineage=lineage_of(collection.shards, words), tickets=no_tickets(collection.shards)
+    )
     saved = manifest.get("lineage")
     if is_exact and saved is not None:
         before = ((one, order) for one, order in saved["ancestors"])

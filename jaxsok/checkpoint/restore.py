@@ -19,6 +19,7 @@ from jaxsok.checkpoint.place import Held, Placer
 from jaxsok.checkpoint.save import time_of
 from jaxsok.checkpoint.source import OptimizerState, Source, check_forms, chosen_tables
 from jaxsok.collection import Collection
+from jaxsok.operations import check_state, check_untraced, locate
 from jaxsok.plan import partitions_of
 from jaxsok.records import Records
 from jaxsok.specs import StoreSpec, TableSpec
@@ -61,8 +62,8 @@ def restored(
         source.check(names)
         now = None if state is None else time_of(op, state, clock)
         if state is not None:
-            collection._check_state(op, state)
-            collection._check_untraced(op, state)
+            check_state(op, collection, state)
+            check_untraced(op, state)
             # What is in the state would be gone when a damaged batch is met.
             source.verify(names)
     if state is None:
@@ -117,7 +118,7 @@ def place(source: Source, collection: Collection, held: Held, name: str, taken: 
     `now`: the earliest last step that the rows get; None: they keep the saved one.
     """
     op = source.op
-    s, number = collection._locate(op, name)
+    s, number = locate(op, collection, name)
     spec = collection.stores[s]
     table = spec.tables[number]
     owners = owners_of(collection, spec, table)
@@ -226,7 +227,7 @@ def _keys_of_step(collection: Collection, s: int, num_rows: int) -> int:
 
 def _table_rows(collection: Collection, state: State, name: str) -> np.ndarray:
     """Rows of a table, of each shard: int64[num_shards]; waits for the device."""
-    s, number = collection._locate("restore", name)
+    s, number = locate("restore", collection, name)
     spec, shards, words = collection.stores[s], collection.shards, state.stores[s].table_rows
     return shards.read(words).reshape(spec.num_shards, len(spec.tables))[:, number].astype(np.int64)
 
@@ -240,7 +241,7 @@ def _rows_in_use(collection: Collection, spec: StoreSpec, store: StoreState) -> 
 
 def _rows_by_shard(source: Source, collection: Collection, name: str) -> np.ndarray:
     """The saved rows of a table that each shard gets: int64[num_shards]."""
-    s, number = collection._locate(source.op, name)
+    s, number = locate(source.op, collection, name)
     spec = collection.stores[s]
     rows = manifest_lib.unpacked(source.manifest["tables"][name]["partition_rows"])
     return _by_shard(collection, spec, spec.tables[number], rows)

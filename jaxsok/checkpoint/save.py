@@ -34,6 +34,7 @@ from jaxsok.checkpoint.files import (
 from jaxsok.checkpoint.snapshot import Piece, RowsPiece, WordsPiece, pieces, shard_parts
 from jaxsok.collection import Collection
 from jaxsok.keys import from_words
+from jaxsok.operations import check_state, check_untraced
 from jaxsok.plan import partitions_of
 from jaxsok.records import Records
 from jaxsok.specs import StoreSpec, TableSpec
@@ -126,8 +127,8 @@ class Saving:
           more: for the manifest.
         """
         options.check(op)
-        collection._check_state(op, state)
-        collection._check_untraced(op, state)
+        check_state(op, collection, state)
+        check_untraced(op, state)
         self.op, self.collection, self.state, self.options, self.since = op, collection, state, options, since
         self.tombstones = dict(tombstones or {})
         self.report = SaveReport()

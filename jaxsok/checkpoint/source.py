@@ -14,6 +14,7 @@ import numpy as np
 from jaxsok.checkpoint import manifest as manifest_lib
 from jaxsok.checkpoint.files import CorruptFileError, SavedFile, TableForm, name_word
 from jaxsok.collection import Collection
+from jaxsok.operations import locate
 from jaxsok.plan import partitions_of
 from jaxsok.records import Records
 
@@ -163,7 +164,7 @@ def check_forms(
         raise ValueError(f"{op}: optimizer_state: got {optimizer_state!r}, wanted one of {list(OPTIMIZER_STATES)}.")
     taken: dict[str, tuple[str, ...]] = {}
     for name in names:
-        s, number = collection._locate(op, name)
+        s, number = locate(op, collection, name)
         spec, form = collection.stores[s], source.form(name)
         table = spec.tables[number]
         wanted = TableForm.of(spec, table)
@@ -187,7 +188,7 @@ def check_forms(
 
 def _check_globals(source: Source, collection: Collection, name: str) -> None:
     """Refuses optimizer state of no row that has another form; tables of one store must have been saved with one."""
-    s, _ = collection._locate(source.op, name)
+    s, _ = locate(source.op, collection, name)
     spec = collection.stores[s]
     wanted = [(str(leaf.dtype), list(leaf.shape)) for leaf in map(np.asarray, spec.optimizer.init_globals(spec.dim))]
     saved = [(leaf["dtype"], leaf["shape"]) for leaf in source.store_of(name)[1]["globals"]]

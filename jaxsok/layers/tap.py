@@ -16,6 +16,7 @@ from jaxsok import norms
 from jaxsok.collection import Collection, check_scalar
 from jaxsok.features import Features
 from jaxsok.lookup import Embeddings
+from jaxsok.operations import check_features
 from jaxsok.plan import Plan
 from jaxsok.stats import Stats
 from jaxsok.store import State
@@ -72,7 +73,7 @@ def zero_taps(collection: Collection, features: Features | Plan) -> dict[str, Ar
     """
     if isinstance(features, Plan):
         features = features.features
-    collection._check_features("zero_taps", features)
+    check_features("zero_taps", collection, features)
     shards = collection.shards
     is_global = not shards.sees_parts()
     taps = {}
