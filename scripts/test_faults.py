@@ -21,6 +21,7 @@ SCRATCH = ROOT / "build/faults"
 TREE, BUILD, LIBRARIES = SCRATCH / "tree", SCRATCH / "cmake", SCRATCH / "tree/jaxsok/_lib"
 BUILT = {BUILD: SCRATCH / "clean/cmake", LIBRARIES: SCRATCH / "clean/_lib"}  # what builds change, and its copy
 TIMEOUT_S = 600  # of the tests of one fault; most take a few seconds
+TOGETHER = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
 CAUGHT = 1  # pytest's exit status when tests were run and some failed
 
 # An editable install would import jaxsok from where it was installed, and not from the copy.
@@ -51,9 +52,8 @@ def is_compiled(fault: dict) -> bool:
 
 def copy_tree() -> None:
     """Brings the copy up to date; what is the same keeps its time, so that builds are incremental."""
-    listed = subprocess.run(
-        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"], cwd=ROOT, check=True, capture_output=True
-    ).stdout.decode()
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(command, cwd=ROOT, check=True, capture_output=True).stdout.decode()
     names = {name for name in listed.split("\0") if name and (ROOT / name).is_file()}
     for name in names:
         source, copy = ROOT / name, TREE / name
@@ -70,7 +70,11 @@ def copy_tree() -> None:
 def configure() -> None:
     """Prepares the build of the CPU library: -O1 takes a third of the time, and gives the same bits."""
     command = ["cmake", "-S", TREE / "ffi", "-B", BUILD, f"-DPython_EXECUTABLE={sys.executable}", "-DJAXSOK_CUDA=OFF"]
-    command += ["-DCMAKE_BUILD_TYPE=Faults", "-DCMAKE_CXX_FLAGS_FAULTS=-O1 -DNDEBUG", f"-DJAXSOK_OUTPUT_DIR={LIBRARIES}"]
+    command += [
+        "-DCMAKE_BUILD_TYPE=Faults",
+        "-DCMAKE_CXX_FLAGS_FAULTS=-O1 -DNDEBUG",
+        f"-DJAXSOK_OUTPUT_DIR={LIBRARIES}",
+    ]
     command += [f"-DJAXSOK_XLA_INCLUDE_DIR={os.environ.get('JAXSOK_XLA_INCLUDE_DIR', '')}"]
     command += ["-GNinja"] if shutil.which("ninja") else []
     checked(command, "cmake")
@@ -97,9 +101,12 @@ def restore_build() -> None:
 
 def checked(command: list, what: str) -> None:
     """Runs a command, and raises with its last lines if it fails."""
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = subprocess.run(command, text=True, **TOGETHER)
     if done.returncode:
-        raise Failure(f"{what} failed:\n" + "\n".join((done.stdout + done.stderr).splitlines()[-30:]))
+        lines = done.stdout.splitlines()
+        raise Failure(
+            f"{what} failed:\n" + "\n".join([line for line in lines if "error" in line.lower()] or lines[-15:])
+        )
 
 
 def run_tests(tests: list[str]) -> tuple[int, str]:
@@ -110,9 +117,7 @@ def run_tests(tests: list[str]) -> tuple[int, str]:
     # Hypothesis tries the same examples each time.
     command += ["--hypothesis-seed=0", *tests]
     try:
-        done = subprocess.run(
-            command, cwd=TREE, env=environment, text=True, timeout=TIMEOUT_S, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-        )
+        done = subprocess.run(command, cwd=TREE, env=environment, text=True, timeout=TIMEOUT_S, **TOGETHER)
     except subprocess.TimeoutExpired as error:
         return -1, f"no end after {TIMEOUT_S} s\n{error.stdout or ''}"
     return done.returncode, done.stdout
