@@ -2,6 +2,7 @@
 #
 #   make test         the suite                      make demo    train a small model (DEMO_ARGS=...)
 #   make test-slow    what the suite leaves out, and the C++ code under sanitizers
+#   make test-faults  whether the tests catch the faults of tests/faults.toml (FAULTS="parts of names")
 #   make bench        the benchmarks (BENCH_ARGS=...)
 #   make test-matrix  oldest and newest JAX          make wheel   a wheel for all supported GPUs (make test-wheel)
 #   make lint         form, types, imports           make clean   remove what was built (distclean: and .venv)
@@ -23,6 +24,7 @@ JAXSOK_CUDA ?= AUTO
 PYTEST_ARGS ?=
 DEMO_ARGS ?=
 BENCH_ARGS ?=
+FAULTS ?=
 export PYTHON JAXSOK_CUDA JAXSOK_CUDA_ARCHITECTURES JAXSOK_XLA_INCLUDE_DIR
 
 GPU := $(shell nvidia-smi -L 2>/dev/null | grep -q '^GPU' && echo yes)
@@ -100,7 +102,7 @@ $(SANITIZED): $(FFI_SOURCES) | $(BUILT)
 	cmake --build build/sanitized --parallel
 	@touch $@
 
-.PHONY: build check-build test test-cpp test-sanitized test-slow test-matrix test-wheel demo bench lint format wheel clean distclean
+.PHONY: build check-build test test-cpp test-sanitized test-slow test-faults test-matrix test-wheel demo bench lint format wheel clean distclean
 
 build: $(BUILT)
 	@sed 's/^/jaxsok: /' jaxsok/_lib/build_info.txt
@@ -119,6 +121,10 @@ test-sanitized: $(SANITIZED)
 
 test-slow: build test-sanitized
 	JAXSOK_SLOW=1 $(PYTEST) -n $(WORKERS) -m slow $(PYTEST_ARGS)
+
+# On the CPU, in a copy of the tree with a library of its own.
+test-faults: $(ENVIRONMENT)
+	JAX_PLATFORMS=cpu $(if $(DEVICELESS),PYTHONPATH=$(DEVICELESS)$${PYTHONPATH:+:$$PYTHONPATH} )$(PY) scripts/test_faults.py $(FAULTS)
 
 test-matrix:
 	scripts/test_matrix.sh $(PYTEST_ARGS)

@@ -2926,7 +2926,8 @@ def rows16_extremes(dtype: str, rounding: int) -> Script:
     batch = Batch(single(keys), fixed(np.repeat(keys, 2), 0, SUM, 2))
     row_ids = script.lookup(batch)  # two largest ones are more than the largest
     steps = np.zeros((12, 8), F32)
-    steps[:6] = np.outer([1e-3, 0.3, 1, 30, -1e-3, -1], np.arange(8)) * largest / F32(64)
+    # With 0.2 / 64 a sum lies between the largest bfloat16, which it becomes, and the largest float32.
+    steps[:6] = np.outer([1e-3, 0.2, 1, 30, -1e-3, -1], np.arange(8)) * largest / F32(64)
     steps[6:11] = np.outer([0.125, 0.5, 1.5, 77.3, 1024], np.arange(1, 9)) * least
     gradients = [-steps, np.zeros((12, 8), F32)]
     script.update(batch, row_ids, gradients=gradients, rounding=rounding, learning_rate=1.0)

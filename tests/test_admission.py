@@ -646,6 +646,17 @@ def test_waiting_keys_move_to_another_mesh(before, after):
     assert counts["num_inserted"] == len(want) == counts["num_rows"] and not waiting(new, other, "user")
 
 
+def test_waiting_keys_of_a_replicated_table_are_given_once():
+    """Those of one shard stand for all."""
+    options = {"admission": policies.AdmitByCount(4), "placement": jaxsok.REPLICATED, "capacity": 64}
+    table = jaxsok.TableSpec("user", 4, SGD, **options)
+    collection = programs.over(2, [table], [jaxsok.FeatureSpec("user", "user")])
+    features = programs.batch(collection, user=np.array([5, 5, 9, 7]))
+    _, state, _ = programs.lookup(collection)(collection.init(seed=0), features)
+    keys, counts = admission.waiting(collection.stores[0], state.stores[0], 0)
+    assert sorted(zip(keys.tolist(), counts.tolist(), strict=True)) == [(5, 2), (7, 1), (9, 1)]
+
+
 @pytest.mark.parametrize("delayed", [False, True])
 @pytest.mark.parametrize("make", [policies.AdmitByCount, functools.partial(policies.AdmitByBloom, num_keys=10_000)])
 @pytest.mark.parametrize("num_shards", [None, 4])

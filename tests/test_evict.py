@@ -405,7 +405,7 @@ def test_stats_count_evicted_rows():
 def test_hand_over(monkeypatch, chunk_bytes):
     """Evicted and kept are together what there was: keys, rows, state, statistics, each once."""
     monkeypatch.setattr(evict, "CHUNK_BYTES", chunk_bytes)
-    monkeypatch.setattr(evict, "WINDOW_ROWS", 48)
+    monkeypatch.setattr(evict, "WINDOW_ROWS", 70)  # the second window begins earlier, with rows of the first
     collection = two_tables(LeastFrequentlyUsed())
     rng = np.random.default_rng(3)
     statistics = {
@@ -524,6 +524,20 @@ def test_clocks_of_the_users_own_at_the_ends(now):
     assert collection.export_table(ranked, "timed")["keys"].tolist() == [0, 5]
     state, _ = collection.evict(state, clock=now)
     assert sorted(collection.export_table(state, "timed")["keys"].tolist()) == [0, 5]
+
+
+def test_tables_of_two_policies_share_no_store():
+    """Equal but for the policy: each table loses the rows that its own policy names."""
+    sgd = jaxsok.optim.sgd(0.5)
+    policies = {"ranked": LeastRecentlyUsed(), "timed": TimeToLive(1)}
+    tables = [jaxsok.TableSpec(name, 2, sgd, capacity=8, eviction=policy) for name, policy in policies.items()]
+    collection = jaxsok.Collection(tables, [jaxsok.FeatureSpec(name, name) for name in policies])
+    state = collection.init(seed=0)
+    for clock in (0, 1, 5):
+        batch = collection.batch(dict.fromkeys(policies, np.array([clock])))
+        _, state, _ = collection.lookup(state, batch.features, clock=clock)
+    state, evicted = collection.evict(state, num_rows=2, clock=5)
+    assert evicted.to_dict() == {"ranked": 1, "timed": 2}
 
 
 def test_each_store_goes_by_its_own_policy():
@@ -921,7 +935,7 @@ def test_rows_kept():
     for capacity in range(1, 200, 7):
         for new in range(0, 2 * capacity, 3):
             kept = grow.rows_kept(capacity, new, is_exact=True)
-            assert 0 <= kept and (kept == 0 or 0 <= capacity - new - kept <= (capacity + 15) // 16)
+            assert 0 <= kept and (kept == 0 or capacity - new - kept == (capacity + 15) // 16)
             assert grow.rows_kept(capacity, new) == max(kept, capacity // 4)
 
 

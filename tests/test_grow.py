@@ -243,6 +243,17 @@ def test_lookups_without_growing_are_noticed():
     assert collection.num_rows(state) == {"user": 360}
 
 
+def test_rows_in_use_are_at_most_those_seen_and_those_that_steps_could_insert():
+    """Counters that arrive late say what was so when they were asked for."""
+    tracker = grow.GrowthTracker.of(1)
+    assert tracker.bound(0) is None
+    tracker.allowed[0] = 10
+    asked = list(tracker.allowed)
+    tracker.allowed[0] += 4
+    tracker.learn(grow._Seen([3], [0], [2], [0]), asked)
+    assert (tracker.bound(0), tracker.sightings_bound(0)) == (7, 6)
+
+
 def test_an_older_state_goes_on():
     """A run that is taken up again from a kept state grows as the first one did."""
     collection = programs.one_table(capacity=64)

@@ -307,6 +307,8 @@ def test_hps_meta(tmp_path):
     put(tmp_path / "meta", struct.pack("<2q", 5, 6))
     (chunk,) = hps.read_hps(tmp_path, dim=2, hotness=True)
     assert chunk.frequency.tolist() == [5, 6] and chunk.last_step is None
+    chunks = hps.read_hps(tmp_path, dim=2, hotness=True, chunk_rows=1)
+    assert [chunk.frequency.tolist() for chunk in chunks] == [[5], [6]]
 
 
 def test_files_of_other_tools_are_read(tmp_path):

@@ -416,6 +416,9 @@ def test_room_for_rows_that_are_told():
         state = collection.import_table(collection.init(seed=0), "a", chunks, num_rows=told)
         assert len(state.stores[0].rows) == num_slabs
         assert collection.num_rows(state)["a"] == 300
+    more_than_told = random_records(rng, range(30))
+    state = collection.import_table(collection.init(seed=0), "a", [more_than_told], num_rows=20)
+    assert collection.num_rows(state)["a"] == 30
     capped = collection_of(capacity=8, max_capacity=32)
     state = capped.import_table(capped.init(seed=0), "a", chunks[0], num_rows=10**9)
     assert state.stores[0].capacity == 64  # two tables of 32

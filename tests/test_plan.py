@@ -159,6 +159,18 @@ def test_a_plan_over_two_stores_is_stale_as_a_whole(collection):
     assert int(stats.num_stale) > 0
 
 
+def test_rows_that_leave_a_store_without_keys_leave_plans_alone():
+    """A plan is stale if rows left a store that its batch has read."""
+    tables = [jaxsok.TableSpec(name, dim, jaxsok.optim.sgd(1.0), capacity=8) for name, dim in (("user", 4), ("ad", 2))]
+    collection = jaxsok.Collection(tables, [jaxsok.FeatureSpec("user", "user")])
+    state = collection.init(seed=0)
+    state, *_ = collection.assign(state, "ad", np.array([7]), np.ones((1, 2), np.float32))
+    embeddings, state, plan = programs.lookup(collection)(state, programs.batch(collection, user=np.arange(4)))
+    state, num_erased = collection.erase(state, "ad", np.array([7]))
+    assert int(num_erased) == 1
+    programs.update(collection)(state, plan, embeddings)[1].check()
+
+
 def test_growing_does_not_make_plans_stale():
     """Row ids are stable under growth: an update may come after it."""
     collection = programs.one_table(capacity=4)

@@ -14,8 +14,10 @@ import numpy as np
 import process_worker
 import programs
 import pytest
+from jax.experimental import multihost_utils
 
 import jaxsok
+from jaxsok import processes as processes_lib
 
 WORKER = pathlib.Path(__file__).with_name("process_worker.py")
 END_S = 60  # within which a process has to end after another has died
@@ -114,6 +116,15 @@ def union(results, table, columns):
     assert len(np.unique(whole["keys"])) == len(whole["keys"]), "two processes have a row of one key"
     order = np.argsort(whole["keys"])
     return {column: values[order] for column, values in whole.items()}
+
+
+def test_the_least_number_of_all_processes(monkeypatch):
+    """Numbers above 2**31 travel as two words."""
+    monkeypatch.setattr(jax, "process_count", lambda: 3)
+    others = np.array([[7, 1], [2, 5]], np.int32)
+    monkeypatch.setattr(multihost_utils, "process_allgather", lambda words: np.stack([words, *others]))
+    assert processes_lib.least(2**40) == 2 * 2**31 + 5
+    assert processes_lib.least(3) == 3
 
 
 @pytest.mark.parametrize("num_shards", [process_worker.NUM_SHARDS, None], ids=["one process", "one device"])

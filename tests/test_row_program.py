@@ -135,6 +135,12 @@ def products(x):
     return row * g + jnp.vdot(row, g), a / (jnp.abs(g) + 1), b * c, c * 0.5 + row.sum(keepdims=True) ** 2
 
 
+def shared(x):
+    g, row, (a, b, c), _, _ = x
+    product = row * g  # of a difference, and of others
+    return row - product, a + jnp.abs(product), product, c
+
+
 def roots(x):
     g, row, (a, b, c), _, _ = x
     return jnp.sqrt(jnp.abs(g)), jax.lax.rsqrt(jnp.abs(row) + 1e-3), jnp.cbrt(g), jnp.sqrt(c)
@@ -207,7 +213,21 @@ def halves(x):
     )
 
 
-FUNCTIONS = (sums, products, roots, powers, exponentials, squashed, choices, signs, counted, constants, nested, halves)
+FUNCTIONS = (
+    sums,
+    products,
+    shared,
+    roots,
+    powers,
+    exponentials,
+    squashed,
+    choices,
+    signs,
+    counted,
+    constants,
+    nested,
+    halves,
+)
 
 
 @pytest.mark.parametrize(

@@ -53,6 +53,17 @@ def test_padding_finds_and_inserts_nothing(empty):
     assert find(state, [jaxsok.PADDING_KEY], [0]) == [jaxsok.NO_ROW]
 
 
+def test_keys_are_counted_once_where_xla_works_out_rows():
+    """Such tables take two calls, of which the second does not look at keys that have a row (law 5)."""
+    initializer = jaxsok.initializers.function(lambda words, columns: columns.astype(jnp.float32), "columns")
+    table_spec = jaxsok.TableSpec("a", 4, jaxsok.optim.sgd(0.1), initializer=initializer, capacity=CAPACITY)
+    spec, words = jaxsok.StoreSpec((table_spec,)), keys.to_words(np.array([9, 7, 9, -1]), "test")
+    state = store.init_store(spec, salt=7)
+    for wanted in ({"num_found": 1, "num_inserted": 2, "num_padding": 1}, {"num_found": 3, "num_padding": 1}):
+        state, _, counts = table.find_or_insert(spec, state, jnp.asarray(SEED), words, np.zeros(4, np.uint32))
+        assert {name: int(count) for name, count in zip(COUNTS, counts[0], strict=True) if count} == wanted
+
+
 def test_the_first_keys_get_the_last_rows(empty):
     """Ten new keys, eight rows: the last two by position are refused."""
     state, row_ids, counts = insert(empty, range(100, 110), [0] * 10)

@@ -91,6 +91,17 @@ def test_keys_that_have_rows_already_make_no_difference(collection):
         programs.update(collection)(state, second, ONES)[1].check()
 
 
+def test_equal_keys_in_other_features_are_another_batch():
+    """Bags of one key and of two, and the other way round: the keys follow each other alike."""
+    table = jaxsok.TableSpec("user", 4, jaxsok.optim.sgd(1.0), capacity=16)
+    features = [jaxsok.FeatureSpec(name, "user", combiner="sum") for name in ("a", "b")]
+    collection = jaxsok.Collection([table], features)
+    start, gradients = collection.init(seed=0), {name: np.ones((2, 4), np.float32) for name in "ab"}
+    _, _, plan = collection.lookup(start, programs.batch(collection, a=np.array([1, 2]), b=np.array([[3, 4], [5, 6]])))
+    _, state, _ = collection.lookup(start, programs.batch(collection, a=np.array([[1, 2], [3, 4]]), b=np.array([5, 6])))
+    assert_left_out(collection, state, plan, gradients)
+
+
 def test_a_plan_is_used_once(collection):
     """Twice in one update: once. In a second update: not at all. On another branch: once there."""
     state, plan = looked_up(collection, collection.init(seed=0), 1, 2, 3, 4)
