@@ -9,6 +9,7 @@ import programs
 import pytest
 
 import jaxsok
+from jaxsok.operations import specs_of
 
 DIM = 4
 
@@ -492,5 +493,5 @@ def test_repr_on_a_mesh():
     assert repr(collection).endswith("; mesh data=2)") and repr(state).endswith("; data=2)")
     assert "user: 2 keys -> [2, dim]" in repr(batch) and "for each of 2 shards" in repr(batch)
     assert "keys exchanged" in repr(collection.plan(batch.features, send_capacity=(16, 32)))
-    assert repr(collection._specs_of(state)).startswith("State(")
+    assert repr(specs_of(collection.shards, state)).startswith("State(")
     assert repr(collection.stack(state)).endswith("; data=2)")

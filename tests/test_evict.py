@@ -18,6 +18,7 @@ from jax.sharding import AxisType
 
 import jaxsok
 from jaxsok import evict, grow, policies
+from jaxsok.operations import specs_of
 from jaxsok.policies import LeastFrequentlyUsed, LeastRecentlyUsed, LowestScore, SmallNorm, TimeToLive
 
 DIM = 4
@@ -748,7 +749,7 @@ def test_inside_shard_map():
     """On a shard's part, as the other calls."""
     collection = over_shards(2)
     state = filled(collection, {name: list(range(40)) for name in ("user", "item", "ad")})
-    of_state = collection._specs_of(state)
+    of_state = specs_of(collection.shards, state)
 
     def part(state):
         state, evicted = collection.evict(state, "user", num_rows=10)

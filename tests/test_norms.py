@@ -13,6 +13,7 @@ import programs
 import pytest
 
 import jaxsok
+from jaxsok.operations import specs_of
 
 NUM_SAMPLES = 8
 SGD = jaxsok.optim.sgd(1.0)
@@ -163,7 +164,7 @@ def test_norm_inside_shard_map():
         gradients, dense, norm = collection.clip_by_global_norm(state, plan, gradients, 0.5, dense)
         return gradients, dense, norm
 
-    of_state = collection._specs_of(collection.init())
+    of_state = specs_of(collection.shards, collection.init())
     mapped = jax.shard_map(
         body,
         mesh=collection.shards.mesh,

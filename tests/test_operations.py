@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 import jaxsok
 from jaxsok import export, grow, plan
 from jaxsok.kernels import plan as plan_door
+from jaxsok.operations import specs_of
 from jaxsok.types import COUNTERS
 
 PADDING = jaxsok.PADDING_KEY
@@ -515,7 +516,7 @@ def test_inside_shard_map():
         return state, inserted, refused, collection.contains(state, "a", keys)
 
     state = collection.init(seed=0)
-    of_state = collection._specs_of(state)
+    of_state = specs_of(collection.shards, state)
     none = jax.sharding.PartitionSpec()
     run = jax.jit(lambda *args: shards.run(body, args, (of_state, none, none), (of_state, none, none, none)))
     state, inserted, refused, is_there = run(state, keys, rows)

@@ -15,6 +15,7 @@ from jax.experimental import sparse
 
 import jaxsok
 from jaxsok import sources
+from jaxsok.operations import specs_of
 
 pa = pytest.importorskip("pyarrow", reason="needs pyarrow, of the test dependencies")
 pl = pytest.importorskip("polars", reason="needs polars, of the test dependencies")
@@ -682,7 +683,7 @@ def test_shared_bags_inside_shard_map():
         return collection.find(state, batch.features)[0]["user"]
 
     split, state = jax.sharding.PartitionSpec("data"), collection.init(seed=3)
-    specs = (collection._specs_of(state), split, split)
+    specs = (specs_of(collection.shards, state), split, split)
     on_shards = jax.jit(jax.shard_map(found, mesh=collection.shards.mesh, in_specs=specs, out_specs=split))
     got = on_shards(state, jnp.asarray(programs.words([7, 8, 9, 10])), jnp.array([1, 0, 1, 1, 1, 0]))
     np.testing.assert_array_equal(got, programs.initial_rows("user", DIM, [8, 7, 8, 10, 10, 9], seed=3))
