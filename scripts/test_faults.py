@@ -27,8 +27,7 @@ CAUGHT = 1  # pytest's exit status when tests were run and some failed
 # An editable install would import jaxsok from where it was installed, and not from the copy.
 PYTEST = """
 import importlib.util, sys
-sys.meta_path[:] = [finder for finder in sys.meta_path if "Editable" not in type(finder).__name__
-                    and type(finder).__name__ != "ScikitBuildRedirectingFinder"]
+sys.meta_path[:] = [finder for finder in sys.meta_path if type(finder).__name__ != "ScikitBuildRedirectingFinder"]
 found = importlib.util.find_spec("jaxsok").origin
 assert found == sys.argv[1], f"got jaxsok of {found}, wanted {sys.argv[1]}"
 import pytest
@@ -38,11 +37,6 @@ sys.exit(pytest.main(sys.argv[2:]))
 
 class Failure(Exception):
     """The faults cannot be tried; says why."""
-
-
-def faults_in(root: pathlib.Path) -> list[dict]:
-    """The faults, in the order of their file."""
-    return tomllib.loads((root / "tests/faults.toml").read_text())["fault"]
 
 
 def is_compiled(fault: dict) -> bool:
@@ -68,13 +62,10 @@ def copy_tree() -> None:
 
 
 def configure() -> None:
-    """Prepares the build of the CPU library: -O1 takes a third of the time, and gives the same bits."""
+    """Prepares the build of the CPU library, with -O1: it takes a third of the time, and gives the same bits."""
     command = ["cmake", "-S", TREE / "ffi", "-B", BUILD, f"-DPython_EXECUTABLE={sys.executable}", "-DJAXSOK_CUDA=OFF"]
-    command += [
-        "-DCMAKE_BUILD_TYPE=Faults",
-        "-DCMAKE_CXX_FLAGS_FAULTS=-O1 -DNDEBUG",
-        f"-DJAXSOK_OUTPUT_DIR={LIBRARIES}",
-    ]
+    command += ["-DCMAKE_BUILD_TYPE=Faults", "-DCMAKE_CXX_FLAGS_FAULTS=-O1 -DNDEBUG"]
+    command += [f"-DJAXSOK_OUTPUT_DIR={LIBRARIES}"]
     command += [f"-DJAXSOK_XLA_INCLUDE_DIR={os.environ.get('JAXSOK_XLA_INCLUDE_DIR', '')}"]
     command += ["-GNinja"] if shutil.which("ninja") else []
     checked(command, "cmake")
@@ -100,13 +91,12 @@ def restore_build() -> None:
 
 
 def checked(command: list, what: str) -> None:
-    """Runs a command, and raises with its last lines if it fails."""
+    """Runs a command, and raises with the errors that it printed if it fails."""
     done = subprocess.run(command, text=True, **TOGETHER)
     if done.returncode:
         lines = done.stdout.splitlines()
-        raise Failure(
-            f"{what} failed:\n" + "\n".join([line for line in lines if "error" in line.lower()] or lines[-15:])
-        )
+        told = [line for line in lines if "error" in line.lower()] or lines[-15:]
+        raise Failure(f"{what} failed:\n" + "\n".join(told))
 
 
 def run_tests(tests: list[str]) -> tuple[int, str]:
@@ -160,7 +150,7 @@ def main() -> int:
     parser.add_argument("--list", action="store_true", help="print the faults and end")
     arguments = parser.parse_args()
     start = time.perf_counter()
-    faults = faults_in(ROOT)
+    faults = tomllib.loads((ROOT / "tests/faults.toml").read_text())["fault"]
     if arguments.names:
         faults = [fault for fault in faults if any(name in fault["name"] for name in arguments.names)]
     if arguments.list or not faults:
