@@ -19,8 +19,7 @@ Value = TypeVar("Value")
 
 def there(value: Value | None) -> Value:
     """A value that is not None here, which its type cannot say."""
-    if value is None:
-        raise AssertionError("jaxsok: got None where there is always a value; please report it.")
+    assert value is not None, "jaxsok: got None where there is always a value; please report it."
     return value
 
 

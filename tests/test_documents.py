@@ -323,7 +323,7 @@ def unlike_processes(monkeypatch):
 
 def ragged_in_processes(monkeypatch):
     """As if the mesh had devices of two processes."""
-    monkeypatch.setattr(shards.Shards, "num_processes", 2)
+    monkeypatch.setattr(shards.MeshShards, "num_processes", 2)
     pack_over(RAGGED)
 
 
