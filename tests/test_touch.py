@@ -214,8 +214,8 @@ def test_grown_slabs_keep_statistics():
 def test_calls_of_a_lookup():
     """The fused lookup notes uses itself; a planned one has a call more. Who keeps none has none, and no clock.
 
-    Each lookup has a call beside these, which makes the ticket of its plan. The fused one adds up the keys for it; where
-    a plan was made apart, that is a call, too.
+    Each lookup has a call beside these, which makes the ticket of its plan. The fused one adds up the keys for it;
+    where a plan was made apart, that is a call, too.
     """
     plain = programs.one_table()
     kept = programs.one_table(statistics=True)
