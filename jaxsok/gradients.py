@@ -240,7 +240,7 @@ def scaled_by_uses(
 
 
 def _in_rounds(spec: StoreSpec, plan: Plan, s: int, op: str) -> Requests:
-    """What a plan asks as one that goes in rounds, beside others that do; without the keys that were kept out."""
+    """Returns the requests of a plan that goes in rounds, without keys that admission kept out; refuses other plans."""
     asked = plan.asked_of(s)
     if asked.received is not None:
         raise ValueError(
@@ -254,7 +254,7 @@ def _in_rounds(spec: StoreSpec, plan: Plan, s: int, op: str) -> Requests:
 
 
 def _summed_by_key(spec: StoreSpec, plan: Plan, gradients: Gradients, s: int) -> tuple[Array, Array]:
-    """By request, or by line to send, the gradients of its key, summed over all uses in the batch, and their number."""
+    """Sums the gradients of each key over its uses in the batch; also the number of uses. By request, or line to send."""
     part, asked = plan.features.stores[s], plan.asked_of(s)
     flat = [bag_gradient(gradients, part, layout, spec).astype(jnp.float32) for layout in part.layouts]
     keys, offsets, weights, words = part.operands()

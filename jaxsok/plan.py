@@ -99,11 +99,11 @@ class Plan:
     shard."""
 
     def asked_of(self, store: int) -> Requests:
-        """What a shard of a mesh asks for a store that has features."""
+        """Returns the requests of this shard for a store that has features; on a mesh."""
         return there(there(self.asked)[store])
 
     def found_of(self, store: int) -> Found:
-        """What the lookup found in a store."""
+        """Returns what the lookup found in a store."""
         return there(self.found)[store]
 
     def __repr__(self) -> str:

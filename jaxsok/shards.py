@@ -56,7 +56,7 @@ class Shards(abc.ABC):
     @property
     @abc.abstractmethod
     def spec(self) -> P:
-        """Of every array that is split: along its first dimension."""
+        """The partition of every array that is split: along its first dimension."""
 
     @abc.abstractmethod
     def __str__(self) -> str:
