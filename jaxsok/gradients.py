@@ -254,7 +254,7 @@ def _in_rounds(spec: StoreSpec, plan: Plan, s: int, op: str) -> Requests:
 
 
 def _summed_by_key(spec: StoreSpec, plan: Plan, gradients: Gradients, s: int) -> tuple[Array, Array]:
-    """Sums the gradients of each key over its uses in the batch; also the number of uses. By request, or line to send."""
+    """Sums the gradients of each key over its uses in the batch, and counts them: by request, or by line to send."""
     part, asked = plan.features.stores[s], plan.asked_of(s)
     flat = [bag_gradient(gradients, part, layout, spec).astype(jnp.float32) for layout in part.layouts]
     keys, offsets, weights, words = part.operands()
