@@ -1,52 +1,37 @@
 """What a user declares and calls: tables, features, a mesh. A collection holds no arrays; the state does."""
 
 import dataclasses
-import functools
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.sharding import Mesh
-from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Float32, Int32
+from jaxtyping import Array, Bool, Float, Float32, UInt32
 
 from jaxsok import ahead as ahead_lib
-from jaxsok import annotations, checks, guards, processes
-from jaxsok import coming as coming_lib
+from jaxsok import annotations, checks, declaration, guards, operations, policies, processes, stacking
 from jaxsok import evict as evict_lib
-from jaxsok import exchange as exchange_lib
+from jaxsok import export as export_lib
 from jaxsok import features as features_lib
 from jaxsok import gradients as gradients_lib
 from jaxsok import grow as grow_lib
-from jaxsok import lookup as lookup_lib
+from jaxsok import imports as imports_lib
 from jaxsok import memory as memory_lib
 from jaxsok import norms as norms_lib
 from jaxsok import pipeline as pipeline_lib
 from jaxsok import plan as plan_lib
 from jaxsok import sources as sources_lib
 from jaxsok import split as split_lib
-from jaxsok import stats as stats_lib
-from jaxsok import update as update_lib
 from jaxsok.features import Batch, Features
 from jaxsok.kernels import library
 from jaxsok.lookup import Embeddings
-from jaxsok.operations import (
-    TableOperations,
-    check_features,
-    check_state,
-    check_untraced,
-    clock_of,
-    lineage_of,
-    locate,
-    no_tickets,
-    specs_of,
-)
-from jaxsok.plan import Found, Plan
+from jaxsok.operations import check_features, check_state, check_untraced, clock_of, lineage_of, no_tickets
+from jaxsok.plan import Plan
 from jaxsok.printed import listed
+from jaxsok.records import Records
 from jaxsok.shards import Shards
 from jaxsok.specs import (
     ExchangeSpec,
@@ -58,11 +43,12 @@ from jaxsok.specs import (
     group_into_stores,
 )
 from jaxsok.stats import Stats
+from jaxsok.steps import Steps
 from jaxsok.store import State, StoreState, init_store
-from jaxsok.types import COUNTERS, ENTRIES_PER_BUCKET, MAX_CAPACITY, MAX_FEATURES
+from jaxsok.strategy import Strategy
 
 
-class Collection(TableOperations):
+class Collection:
     """Tables, and the features that read them.
 
     Tables of one dim, dtype, embedding_dtype, rounding, optimizer, row_gradient and eviction share a store; all
@@ -108,20 +94,20 @@ class Collection(TableOperations):
             of the mesh both are repeated.
           exchange: how rows and gradients travel between shards; None: rows as they are stored, gradients as float32.
         """
-        _check_declared(tables, features, exchange)
         self.shards: Shards = Shards.of(mesh, axis)
+        declaration.check_specs(tables, features, exchange, self.shards)
         num_shards = self.shards.num_shards
         self.exchange: ExchangeSpec = exchange or ExchangeSpec()
         self.tables: tuple[TableSpec, ...] = tuple(tables)
         self.features: tuple[FeatureSpec, ...] = tuple(features)
-        self._check_placements(num_shards)
         self.stores: tuple[StoreSpec, ...] = group_into_stores(self.tables, num_shards)
-        self._check_stores(num_shards)
+        declaration.check_stores(self.stores, self.features, self.exchange, num_shards)
         self.fingerprint: str = fingerprint(self.stores)
         # One shard has all partitions; an array without elements would be refused by Orbax.
         self.partition_owners: np.ndarray = plan_lib.default_owners(num_shards)[: None if num_shards > 1 else 1]
-        self._jitted = self._programs()
         self.growth = grow_lib.GrowthTracker.of(len(self.stores))
+        of_tables = [(table.name, operations.locate("Collection", self, table.name)[0]) for table in self.tables]
+        self._steps = Steps(self.stores, tuple(of_tables), Strategy.of(self.shards, self.exchange))
 
     def __repr__(self) -> str:
         """The tables, the features and the mesh."""
@@ -129,54 +115,6 @@ class Collection(TableOperations):
         features = [f"{feature.name} ({feature.table}, {feature.combiner})" for feature in self.features]
         place = f"mesh {self.shards!s}" if str(self.shards) else "one device"
         return f"Collection(tables: {listed(tables)}; features: {listed(features)}; {place})"
-
-    def _check_placements(self, num_shards: int) -> None:
-        """Refuses a table on a device that the mesh does not have."""
-        for table in self.tables if self.shards.is_mesh else ():
-            if table.placement.kind == "on" and table.placement.shard >= num_shards:
-                raise ValueError(
-                    f'Collection: table "{table.name}": placement: got {table.placement}, wanted a device from 0 to '
-                    f"{num_shards - 1} along the axis ({self.shards})."
-                )
-
-    def _check_stores(self, num_shards: int) -> None:
-        """Refuses stores with more rows, features, or tables for one round of the exchange, than there may be."""
-        for s, store in enumerate(self.stores):
-            names = [table.name for table in store.tables]
-            least = self.exchange.send_capacity
-            if least is not None and num_shards > 1 and least < len(names):
-                raise ValueError(
-                    f"Collection: exchange: send_capacity: got {least}, wanted at least {len(names)}, the tables of "
-                    f"store {s}: so many keys may share a hash, and go in one round."
-                )
-            num_features = sum(feature.table in names for feature in self.features)
-            if num_features > MAX_FEATURES:
-                raise ValueError(
-                    f"Collection: features: got {num_features} over the store of tables {names}, wanted at most "
-                    f"{MAX_FEATURES}; use two collections."
-                )
-            if store.capacity > MAX_CAPACITY:
-                raise ValueError(
-                    f"Collection: tables {names}: capacity: got {store.capacity} rows in store {s}, wanted at most "
-                    f"{MAX_CAPACITY}."
-                )
-
-    def _programs(self) -> dict[str, Any]:
-        """The methods that run as programs, also outside jit."""
-        # On a mesh; on one device they run as they are.
-        of_mesh = {
-            name: jax.jit(functools.partial(self._everywhere, name))
-            for name in ("lookup", "find", "update", "gradient_norm")
-        }
-        of_mesh["plan"] = jax.jit(self._plan_everywhere, static_argnums=1)
-        # On one device too, so that a store keeps its buffers between steps.
-        of_one = ("op", "store", "number")
-        of_store = {
-            "erase": jax.jit(self._erase_global, static_argnames=of_one[1:], donate_argnums=0),
-            "write": jax.jit(self._store_global, static_argnames=of_one, donate_argnums=0),
-            "read": jax.jit(self._store_global, static_argnames=of_one),
-        }
-        return of_mesh | of_store
 
     @annotations.annotated("jaxsok.init")
     def init(self, seed: int = 0, *, salt: int | None = None) -> State:
@@ -304,9 +242,7 @@ class Collection(TableOperations):
             self._check_send_capacity(send_capacity)
             send_capacity = tuple(int(capacity) for capacity in send_capacity)
         (features,) = guards.whole("plan", features=features)
-        if self.shards.sees_parts():
-            return self._plan(features, send_capacity)
-        return self._jitted["plan"](features, send_capacity)
+        return self._steps.call("plan", features, send_capacity)
 
     def pipeline(self, batches: Iterable[Mapping[str, Any]], *, pad_to: int | None = None) -> "pipeline_lib.Pipeline":
         """Gives batches with their plans, made two batches ahead, while earlier steps run.
@@ -369,7 +305,7 @@ class Collection(TableOperations):
         now = clock_of("lookup", clock)
         self._note_keys([plan.features])
         state, plan, now = guards.whole("lookup", state=state, features=plan, clock=now)
-        return self._run("lookup", state, plan, now)
+        return self._steps.call("lookup", state, plan, now)
 
     @annotations.annotated("jaxsok.find")
     def find(self, state: State, features: Features | Plan) -> tuple[Embeddings, Stats]:
@@ -382,7 +318,7 @@ class Collection(TableOperations):
         plan = features if isinstance(features, Plan) else Plan(features)
         check_features("find", self, plan.features)
         state, plan = guards.whole("find", state=state, features=plan)
-        return self._run("find", state, plan)
+        return self._steps.call("find", state, plan)
 
     @annotations.annotated("jaxsok.update")
     def update(
@@ -421,7 +357,7 @@ class Collection(TableOperations):
         self._note_keys([one.features for one in plans])
         state, plans, grads = guards.whole("update", state=state, plan=plans, gradients=grads)
         self._check_gradients("update", plans, grads)
-        return self._run("update", state, plans, [dict(of_plan) for of_plan in grads], learning_rate)
+        return self._steps.call("update", state, plans, [dict(of_plan) for of_plan in grads], learning_rate)
 
     @annotations.annotated("jaxsok.gradient_norm")
     def gradient_norm(
@@ -463,7 +399,7 @@ class Collection(TableOperations):
         plans, grads = self._plans_and_gradients("gradient_norm", plan, gradients)
         self._check_gradients("gradient_norm", plans, grads)
         state, plans, grads = guards.whole("gradient_norm", state=state, plan=plans, gradients=grads)
-        return self._run("gradient_norm", state, plans, [dict(of_plan) for of_plan in grads])
+        return self._steps.call("gradient_norm", state, plans, [dict(of_plan) for of_plan in grads])
 
     @annotations.annotated("jaxsok.clip_by_global_norm")
     def clip_by_global_norm(
@@ -524,71 +460,357 @@ class Collection(TableOperations):
         gradients, dense = norms_lib.scaled((gradients, dense), norms_lib.factor_of(norm, max_norm))
         return gradients, dense, norm
 
-    # What runs on every shard, on its parts of states, batches, plans and gradients.
+    @annotations.annotated("jaxsok.erase")
+    def erase(self, state: State, table: str, keys: Any) -> tuple[State, UInt32[Array, ""]]:
+        """Takes the rows of keys away; absent keys are passed over. Plans made before become stale.
 
-    def _plan(self, features: Features, send_capacities: tuple[int, ...] | None) -> Plan:
-        shards = self.shards
-        if shards.num_shards > 1:
-            sizes = send_capacities or (None,) * len(self.stores)
-            owners, per_round = jnp.asarray(self.partition_owners), self.exchange.send_capacity
-            asked = tuple(
-                exchange_lib.ask(shards, store, part, owners, size, per_round) if part.layouts else None
-                for store, part, size in zip(self.stores, features.stores, sizes, strict=True)
+        Args:
+          state: donated: the result has its buffers.
+          table: its name.
+          keys: NumPy integers, or words, `[num_keys]`.
+
+        Returns:
+          The state, and how many rows went.
+
+        On a mesh the keys are the same everywhere, in all processes.
+
+        Cost:
+          A search for each key and a byte a row of capacity; if any goes, also 64 bytes a row: the records of the
+          table's store twice, and its index once.
+
+        Example:
+          `state, num_erased = collection.erase(state, "user", np.array([7]))`
+        """
+        return operations.erase(operations.resolve("erase", self, state, table), state, keys)
+
+    @annotations.annotated("jaxsok.contains")
+    def contains(self, state: State, table: str, keys: Any) -> Bool[Array, " num_keys"]:
+        """Whether each key has a row.
+
+        Args:
+          state: read only.
+          table: its name.
+          keys: NumPy integers, or words, `[num_keys]`; on a mesh the same everywhere, in all processes.
+
+        Returns:
+          For each key; False for PADDING_KEY.
+
+        Cost:
+          One search for each key, on a mesh by every shard, and an all-reduce of 4 bytes a key.
+
+        Example:
+          >>> import jaxsok
+          >>> tables = [jaxsok.TableSpec("item", dim=4, optimizer=jaxsok.optim.sgd(0.1), capacity=64)]
+          >>> collection = jaxsok.Collection(tables, [jaxsok.FeatureSpec("clicked", table="item")])
+          >>> features = collection.batch({"clicked": np.array([7, 9])}).features
+          >>> _, state, _ = collection.lookup(collection.init(seed=0), features)
+          >>> collection.contains(state, "item", np.array([9, 8])).tolist()
+          [True, False]
+        """
+        return operations.contains(operations.resolve("contains", self, state, table), state, keys)
+
+    @annotations.annotated("jaxsok.rows_of")
+    def rows_of(
+        self, state: State, table: str, keys: Any
+    ) -> tuple[Float[Array, "num_keys dim"], Bool[Array, " num_keys"]]:
+        """The rows of keys as they are stored; nothing is inserted, and nothing noted.
+
+        `find` gives embeddings of a batch, and a key without a row its initial one. This is for a look at single rows.
+
+        Args:
+          state: read only.
+          table: its name.
+          keys: NumPy integers, or words, `[num_keys]`; on a mesh the same everywhere, in all processes.
+
+        Returns:
+          A row for each key in the dtype of the table, zeros where there is none; and whether there is one.
+
+        Cost:
+          A search and a row for each key; on a mesh by every shard, and an all-reduce of the rows.
+
+        Example:
+          `rows, is_there = collection.rows_of(state, "user", np.array([7, 9]))`
+        """
+        return operations.rows_of(operations.resolve("rows_of", self, state, table), state, keys)
+
+    @annotations.annotated("jaxsok.assign")
+    def assign(
+        self, state: State, table: str, keys: Any, rows: Any, *, clock: Any = None
+    ) -> tuple[State, UInt32[Array, ""], UInt32[Array, ""]]:
+        """Sets the rows of keys; keys without one get one, whatever the table's admission says.
+
+        The optimizer state of rows that were there stays, and is initial for new ones. Where statistics are kept, the
+        last step of the rows becomes `clock`; their frequency stays.
+
+        Args:
+          state: donated: the result has its buffers.
+          table: its name.
+          keys: NumPy integers, or words, `[num_keys]`; of one that stands more than once the last row counts.
+            PADDING_KEY is passed over. On a mesh the same everywhere, in all processes.
+          rows: `[num_keys, dim]` of any float dtype, rounded to nearest; on a mesh the same everywhere.
+          clock: a uint32 scalar, perhaps traced; None: `state.step`.
+
+        Returns:
+          The state, how many keys were new, and how many were refused because their shard was full: call `grow` first,
+          which keeps room for so many keys more once it has seen a call. `import_table` makes room by itself.
+
+        Raises:
+          TypeError, ValueError: rows of another shape. Raised when traced.
+
+        Cost:
+          A search and a sort of the keys, on a mesh by every shard; each row is written once.
+
+        Example:
+          >>> import jaxsok
+          >>> tables = [jaxsok.TableSpec("item", dim=1, optimizer=jaxsok.optim.sgd(0.1), capacity=64)]
+          >>> collection = jaxsok.Collection(tables, [jaxsok.FeatureSpec("clicked", table="item")])
+          >>> state = collection.init(seed=0)
+          >>> state, num_inserted, _ = collection.assign(state, "item", np.array([7, 9]), np.array([[1.0], [2.0]]))
+          >>> int(num_inserted), collection.rows_of(state, "item", np.array([9, 8]))[0].tolist()
+          (2, [[2.0], [0.0]])
+        """
+        resolved = operations.resolve("assign", self, state, table)
+        return operations.assign(resolved, state, keys, rows, clock, self.growth)
+
+    @annotations.annotated("jaxsok.clear")
+    def clear(self, state: State, table: str) -> tuple[State, UInt32[Array, ""]]:
+        """Takes all rows of a table away; other tables of its store keep theirs. Plans made before become stale.
+
+        Args:
+          state: donated: the result has its buffers.
+          table: its name.
+
+        Returns:
+          The state, and how many rows there were.
+
+        Cost:
+          16 bytes a row of capacity, and if there are rows 64 more: the records of the table's store thrice, and its
+          index once. Also the optimizer state and statistics of the rows that go.
+
+        Example:
+          `state, num_erased = collection.clear(state, "user")`
+        """
+        return operations.clear(operations.resolve("clear", self, state, table), state)
+
+    @annotations.annotated("jaxsok.evict")
+    def evict(
+        self,
+        state: State,
+        table: str | None = None,
+        policy: policies.Eviction | None = None,
+        *,
+        num_rows: Any = None,
+        clock: Any = None,
+        hand_over: evict_lib.HandOver | None = None,
+    ) -> tuple[State, evict_lib.Evicted]:
+        """Takes rows away by policy, exactly over all rows of a shard. Plans made before become stale if any went.
+
+        A policy that ranks rows (least recently used, least frequently used, a score of the user's own) leaves
+        `num_rows` of them: those of lowest score go, ties in the order of (table, key). One that tells whose time has
+        come (`TimeToLive`, `SmallNorm`) takes those. What belonged to a row goes with it: a key that comes back starts
+        anew, with its initial row. Freed rows are handed out again in ascending order.
+
+        Args:
+          state: donated: the result has its buffers.
+          table: its name; None: all tables of every store that has a policy, or, with `policy`, of all stores.
+          policy: from `jaxsok.policies`; None: the table's own `eviction`.
+          num_rows: how many rows of the table may stay, on all shards together; with `table=None` how many rows of each
+            store whose policy ranks rows, while stores of other policies lose the rows whose time has come, however
+            many. Shards keep as equal shares as they can, in all exactly so many; each shard takes its own lowest.
+            None where no policy ranks rows.
+          clock: now, an integer or a uint32 scalar; None: `state.step`.
+          hand_over: called with the name of a table and some of its rows (`Records`: keys, rows, optimizer state,
+            statistics) until it has had all that leave, before anything changes. Between steps only, not under
+            `jax.jit`. In several processes each hands over the rows of its own shards; replicated rows come once.
+
+        Returns:
+          The state, and how many rows of each table went, of all shards.
+
+        Raises:
+          TypeError, ValueError: no such table, no policy, a budget that does not fit the policy, statistics that the
+            policy needs and nobody keeps. Nothing has changed then.
+
+        Cost:
+          Streams what the policy reads, and 16 bytes a row of capacity for its record. If anything goes, also 32 bytes
+          a row of records and 32 of index. Memory: 1 byte a row, and 4 or 8 for scores. With `hand_over` the host
+          waits, and reads the rows that leave and a byte a row of capacity.
+
+        Source: HierarchicalKV's scores and DeepRec's GlobalStepEvict and L2WeightEvict, here over all rows at once.
+
+        Example:
+          >>> import jaxsok
+          >>> from jaxsok.policies import LeastRecentlyUsed
+          >>> tables = [jaxsok.TableSpec("item", 4, jaxsok.optim.sgd(0.1), capacity=16, eviction=LeastRecentlyUsed())]
+          >>> collection = jaxsok.Collection(tables, [jaxsok.FeatureSpec("clicked", table="item")])
+          >>> features = collection.batch({"clicked": np.array([9, 7, 8])}).features
+          >>> _, state, _ = collection.lookup(collection.init(seed=0), features)
+          >>> state, evicted = collection.evict(state, num_rows=1)  # all used at one step: by key
+          >>> evicted.to_dict(), collection.export_table(state, "item")["keys"].tolist()
+          ({'item': 2}, [9])
+        """
+        check_state("evict", self, state)
+        return operations.evict(self, state, table, policy, num_rows, clock, hand_over)
+
+    @annotations.annotated("jaxsok.export_table")
+    def export_table(self, state: State, table: str) -> dict[str, Any]:
+        """A table's keys, rows, row ids and optimizer state as NumPy arrays, in the order of the row ids.
+
+        Waits for the device and holds the whole table in host memory; `export_chunks` gives it in parts. Where
+        statistics are kept they are there too, as `last_step` and `frequency`, and on a mesh the `shards` of the rows.
+        In several processes each gives the rows of its own shards; of a replicated table every process gives all.
+
+        Example:
+          `rows = collection.export_table(state, "user")["rows"]`
+        """
+        resolved = operations.resolve("export_table", self, state, table)
+        check_untraced("export_table", state)
+        return export_lib.export_table(resolved.spec, state.stores[resolved.store], resolved.number)
+
+    def export_chunks(
+        self,
+        state: State,
+        table: str,
+        *,
+        chunk_rows: int | None = None,
+        since: int | None = None,
+        with_state: bool = True,
+    ) -> Iterator[Records]:
+        """Streams a table to the host: keys, rows, optimizer state, and statistics where they are kept.
+
+        The order is that of the row ids, shard after shard. In several processes each gives the rows of its own shards;
+        of a replicated table every process gives all. The next chunks are on their way while one is in the caller's
+        hands, so the host holds a few of them, whatever the table.
+
+        Args:
+          state: not donated; it must not be donated to anything before the last chunk was given.
+          table: its name.
+          chunk_rows: rows of a chunk at most; None: about 64 MiB of them.
+          since: only rows whose `last_step` is at least so much. The table's store must keep statistics.
+          with_state: whether the optimizer state comes along.
+
+        Returns:
+          An iterator of `Records`, whose arrays may be read-only; none of an empty table.
+
+        Raises:
+          TypeError, ValueError: before anything is read; `since` of a table without statistics.
+
+        Cost:
+          Reads 16 bytes a row of capacity (24 with statistics), and the rows exported, all of which cross to the host.
+
+        Example:
+          >>> import jaxsok
+          >>> tables = [jaxsok.TableSpec("item", dim=4, optimizer=jaxsok.optim.sgd(0.1), capacity=64)]
+          >>> collection = jaxsok.Collection(tables, [jaxsok.FeatureSpec("clicked", table="item")])
+          >>> batch = collection.batch({"clicked": np.array([7, 9, 8])})
+          >>> _, state, _ = collection.lookup(collection.init(seed=0), batch.features)
+          >>> [chunk.keys.tolist() for chunk in collection.export_chunks(state, "item", chunk_rows=2)]
+          [[7, 9], [8]]
+        """
+        resolved = operations.resolve("export_chunks", self, state, table)
+        check_untraced("export_chunks", state)
+        spec, store = resolved.spec, state.stores[resolved.store]
+        if chunk_rows is not None:
+            checks.integer("export_chunks: chunk_rows", chunk_rows, 1, wanted="at least 1", kind="an integer or None")
+        if since is not None:
+            checks.integer("export_chunks: since", since, kind="an integer or None")
+            if not spec.keeps_statistics:
+                raise ValueError(
+                    f'export_chunks: since: got {since} for table "{table}", whose rows have no last step; declare '
+                    "TableSpec(statistics=True), or export all."
+                )
+        chunks = export_lib.export_chunks(
+            spec, store, resolved.number, chunk_rows=chunk_rows, since=since, with_state=with_state
+        )
+        return (chunk.records for chunk in chunks)
+
+    @annotations.annotated("jaxsok.import_table")
+    def import_table(
+        self,
+        state: State,
+        table: str,
+        chunks: Records | Iterable[Records],
+        *,
+        num_rows: int | None = None,
+        reset_state: bool = False,
+        clock: Any = None,
+    ) -> State:
+        """Enters records into a table, whatever mesh, capacity or store they came from: each is placed by its key.
+
+        A key that has a row gets the record's row; one that has none gets a new row, whatever the table's admission
+        says. Keys that are not among the records stay as they are. The store grows as it must, up to its
+        `max_capacity`. Plans made before become stale.
+
+        In several processes all pass the same records in the same chunks, and each enters those of its shards.
+
+        Args:
+          state: donated: the result has its buffers, but for what growing replaces.
+          table: its name.
+          chunks: `Records`, or several, one after the other; of chunks that have a key in common the last one counts.
+            Rows of another float dtype are converted, to 16 bits by rounding to nearest. Optimizer state goes by name;
+            what the records lack stays as it is, and is initial for new rows. So do statistics, but for the last step;
+            they are passed over where the table keeps none.
+          num_rows: how many rows will come, if that is known: room is made at once, as far as the store may grow.
+          reset_state: whether optimizer state that the records lack is set back to its initial value for rows that were
+            there, too.
+          clock: the `last_step` of rows whose records have none, a uint32 scalar; None: `state.step`.
+
+        Raises:
+          TypeError, ValueError: a chunk of another dim, or with state that the table's optimizer has not, PADDING_KEY,
+            or a key twice in one chunk. TableFullError: a shard would have more rows than `max_capacity`. MemoryError:
+            the larger store will not fit. Nothing of that chunk is entered then. If chunks before it were, the state
+            is the attribute `state` of the error.
+
+        Cost:
+          A record crosses to the device once, and is written once, in calls of about 64 MiB to a shard; what the
+          fullest shard gets is padded by an eighth at most. The host sorts the keys of a chunk, and holds two chunks.
+
+        Example:
+          >>> import jaxsok
+          >>> from jaxsok import Records
+          >>> tables = [jaxsok.TableSpec("item", dim=1, optimizer=jaxsok.optim.sgd(0.1), capacity=64)]
+          >>> collection = jaxsok.Collection(tables, [jaxsok.FeatureSpec("clicked", table="item")])
+          >>> records = Records(np.array([7, 9], np.uint64), np.array([[1.0], [2.0]], np.float32))
+          >>> state = collection.import_table(collection.init(seed=0), "item", records)
+          >>> collection.export_table(state, "item")["rows"].tolist()
+          [[1.0], [2.0]]
+        """
+        resolved = operations.resolve("import_table", self, state, table)
+        check_untraced("import_table", state, "inside a jitted function use assign")
+        if num_rows is not None:
+            checks.integer("import_table: num_rows", num_rows, 0, wanted="at least 0", kind="an integer or None")
+        checks.flag("import_table: reset_state", reset_state)
+        if isinstance(chunks, Records):
+            chunks = [chunks]
+        if not isinstance(chunks, Iterable):
+            raise TypeError(
+                f"import_table: chunks: got {type(chunks).__name__}, wanted jaxsok.Records, or several of them."
             )
-            return Plan(features, asked=asked)
-        if shards.is_mesh:
-            return Plan(features)  # the lookup is fused; what a plan counts would be no array with a part in each shard
-        distinct = tuple(
-            plan_lib.distinct_keys(part) if part.layouts else plan_lib.empty_distinct() for part in features.stores
-        )
-        return Plan(features, distinct)
+        now = clock_of("import_table", clock)
+        try:
+            return imports_lib.import_table(
+                self.stores,
+                state,
+                resolved.store,
+                resolved.number,
+                chunks,
+                clock=now,
+                num_rows=num_rows,
+                reset_state=reset_state,
+                shards=self.shards,
+            )
+        finally:
+            self.growth.forget()  # its bound on the rows in use holds for steps alone
 
-    def _lookup(self, state: State, plan: Plan, clock: Array | None) -> tuple[Embeddings, State, Plan]:
-        return lookup_lib.lookup(self.stores, state, plan, self.shards, self.exchange, clock)
+    @annotations.annotated("jaxsok.num_rows")
+    def num_rows(self, state: State) -> dict[str, int]:
+        """Rows in use by table (waits for the device).
 
-    def _find(self, state: State, plan: Plan) -> tuple[Embeddings, Stats]:
-        embeddings, found = lookup_lib.find(self.stores, state, plan, self.shards, self.exchange)
-        nonfinite = [jnp.zeros(len(store.tables), jnp.int32) for store in self.stores]
-        none = jnp.zeros((), jnp.int32)
-        words = self._words(state, [found], nonfinite, none, none)
-        return embeddings, self._stats(state, words)
-
-    def _update(
-        self, state: State, plans: Sequence[Plan], gradients: Sequence[Mapping[str, Array]], learning_rate: Any
-    ) -> tuple[State, Stats]:
-        state, *counts = update_lib.update(
-            self.stores, state, plans, gradients, learning_rate, self.shards, self.exchange
-        )
-        stats = self._stats(state, self._words(state, [one.found for one in plans], *counts))
-        # `grow` sees the state, and warns a caller who never looks at Stats.
-        refused = (stats.num_refused - stats.num_unadmitted).astype(jnp.uint32)
-        return dataclasses.replace(state, num_refused=state.num_refused + refused), stats
-
-    def _gradient_norm(
-        self, state: State, plans: Sequence[Plan], gradients: Sequence[Mapping[str, Array]]
-    ) -> Float32[Array, ""]:
-        return norms_lib.row_gradient_norm(self.stores, state, plans, gradients, self.shards, self.exchange)
-
-    def _run(self, name: str, state: State, *args: Any) -> Any:
-        """A method of the above; where arrays are global, as a program that calls it on every shard."""
-        if self.shards.sees_parts():
-            return getattr(self, f"_{name}")(state, *args)
-        return self._jitted[name](state, *args)
-
-    def _everywhere(self, name: str, state: State, *args: Any) -> Any:
-        """Calls a method on every shard of a mesh."""
-        split, same, of_state = self.shards.spec, P(), specs_of(self.shards, state)
-        in_specs, out_specs = {
-            "lookup": ((split, same), (split, of_state, split)),
-            "find": ((split,), (split, same)),
-            "update": ((split, split, same), (of_state, same)),
-            "gradient_norm": ((split, split), same),
-        }[name]
-        return self.shards.run(getattr(self, f"_{name}"), (state, *args), (of_state, *in_specs), out_specs)
-
-    def _plan_everywhere(self, features: Features, send_capacities: tuple[int, ...] | None) -> Plan:
-        split = self.shards.spec
-        return self.shards.run(lambda part: self._plan(part, send_capacities), (features,), (split,), split)
+        Example:
+          `collection.num_rows(state)` → `{"user": 1000, "item": 250}`
+        """
+        check_state("num_rows", self, state)
+        check_untraced("num_rows", state, "inside a jitted function use the Stats of update")
+        return operations.num_rows(self, state)
 
     @annotations.annotated("jaxsok.grow")
     def grow(
@@ -639,7 +861,7 @@ class Collection(TableOperations):
         check_state("grow", self, state)
         check_untraced("grow", state)
         steps = checks.integer("grow: steps", steps, 1)
-        coming = self.growth.seen(steps) if batch is None else self._coming(batch, steps)
+        coming = self.growth.seen(steps) if batch is None else operations.coming_of(self, batch, steps)
         if batch is None and not any(coming.positions) and "batch" not in self.growth.told:
             self.growth.told.add("batch")
             warnings.warn(
@@ -653,46 +875,6 @@ class Collection(TableOperations):
         return grow_lib.grow(
             self.stores, self.growth, state, coming, steps, self.shards, now, hand_over, tables=self.tables
         )
-
-    def _coming(self, batch: Any, steps: int) -> coming_lib.Coming:
-        """What a caller of `grow` says is coming."""
-        is_list = isinstance(batch, (list, tuple))
-        positions, uncounted = [0] * len(self.stores), [0] * len(self.stores)
-        counted, num_steps = [], 0
-        for one in batch if is_list else (batch,):
-            features = one.features if isinstance(one, (Batch, Plan)) else one
-            num_stacked = 0
-            if isinstance(features, Features):
-                check_features("grow", self, features)
-                num_stacked = coming_lib.num_stacked(features)
-                keys = [
-                    max(1, num_stacked) * grow_lib.keys_at_most(spec, coming_lib.num_keys_of(features, s))
-                    for s, spec in enumerate(self.stores)
-                ]
-                counted.append(features)
-            elif checks.is_integer(features, 0):
-                keys = [grow_lib.keys_of_total(spec, int(features)) for spec in self.stores]
-            else:
-                got = repr(one) if isinstance(one, (int, float)) else type(one).__name__
-                raise TypeError(
-                    f"grow: batch: got {got}, wanted a Batch, its Features, a Plan, a number of keys, or a list of "
-                    "these; pack raw features first: batch = collection.batch(raw)."
-                )
-            is_one = not is_list and num_stacked == 0
-            if not is_one and steps not in (1, max(1, num_stacked)):
-                raise ValueError(
-                    f"grow: steps: got {steps} with {'a list of' if is_list else 'several stacked'} batches, wanted "
-                    "none: the batches say how many steps come."
-                )
-            times = steps if is_one else 1
-            num_steps += max(times, num_stacked)
-            for s, num_keys in enumerate(keys):
-                positions[s] += times * num_keys
-                uncounted[s] += (times - isinstance(features, Features)) * num_keys
-        for s, num_assigned in enumerate(self.growth.assigned_per_step):
-            positions[s] += num_steps * num_assigned
-            uncounted[s] += num_steps * num_assigned
-        return coming_lib.Coming(positions, tuple(counted), uncounted)
 
     def ahead(self, step: Any, *, state_argnum: int = 0) -> ahead_lib.Ahead:
         """Wraps a jitted step, so that the program for the next capacity is there when the state grows.
@@ -753,7 +935,7 @@ class Collection(TableOperations):
         Example:
           `state = collection.stack(collection.init(seed=0))`, then `jax.pmap(step, axis_name="data")(state, ...)`.
         """
-        return self._restacked("stack", tree, is_stacking=True)
+        return stacking.restack("stack", self.shards, tree, is_stacking=True)
 
     @annotations.annotated("jaxsok.unstack")
     def unstack(self, tree: Any) -> Any:
@@ -762,25 +944,7 @@ class Collection(TableOperations):
         Example:
           `collection.export_table(collection.unstack(state), "user")`
         """
-        return self._restacked("unstack", tree, is_stacking=False)
-
-    def _restacked(self, op: str, tree: Any, *, is_stacking: bool) -> Any:
-        if not self.shards.is_mesh:
-            raise ValueError(f"{op}: tree: got arrays of one device, wanted a collection with a mesh.")
-        nodes, structure = jax.tree.flatten(tree, is_leaf=lambda node: isinstance(node, State))
-        is_split = jax.tree.leaves([_is_split(node) for node in nodes])
-        leaves, inner = jax.tree.flatten(nodes)
-        # All is compiled before anything is consumed. One array may stand in several places.
-        programs = {
-            id(leaf): _restack.lower(leaf, self.shards, is_part, is_stacking).compile()
-            for leaf, is_part in zip(leaves, is_split, strict=True)
-        }
-        new = {}
-        for old in leaves:
-            if id(old) not in new:
-                new[id(old)] = programs[id(old)](old)
-                old.delete()  # one by one: never two copies of everything
-        return jax.tree.unflatten(structure, jax.tree.unflatten(inner, [new[id(old)] for old in leaves]))
+        return stacking.restack("unstack", self.shards, tree, is_stacking=False)
 
     def memory_estimate(
         self,
@@ -833,18 +997,6 @@ class Collection(TableOperations):
             keys = grow_lib.keys_at_most(spec, [(layout.table, layout.num_keys) for layout in layouts])
             self.growth.saw_batch(s, keys)
 
-    def _allocated(self, state: State, store: int) -> int:
-        """Rows that a store has for different keys, on all shards; the state may be a shard's part or all of it."""
-        spec, capacity = self.stores[store], state.stores[store].capacity
-        if not self.shards.sees_parts():
-            capacity //= spec.num_shards
-        return capacity if spec.is_replicated else capacity * spec.num_shards
-
-    def _entries(self, state: State, store: int) -> int:
-        """Entries of a store's index for different keys, on all shards; as `_allocated`."""
-        one = state.stores[store]
-        return self._allocated(state, store) * ENTRIES_PER_BUCKET * one.index.shape[0] // one.capacity
-
     def _check_send_capacity(self, send_capacity: Sequence[int]) -> None:
         what = "plan: send_capacity"
         if not self.shards.is_mesh:
@@ -874,100 +1026,6 @@ class Collection(TableOperations):
         num_parts = 1 if self.shards.sees_parts() else self.shards.num_shards
         for plan, of_plan in zip(plans, gradients, strict=True):
             gradients_lib.check_gradients(self.stores, plan, of_plan, num_parts, op)
-
-    def _stats(self, state: State, words: Int32[Array, " num_words"]) -> Stats:
-        """The counts of one step, of this shard's words; on a mesh of all shards: one small all-reduce."""
-        stores = [locate("stats", self, table.name)[0] for table in self.tables]
-        return Stats(
-            self.shards.sum(words),
-            tables=tuple(table.name for table in self.tables),
-            capacities=tuple(self._allocated(state, s) for s in stores),
-            stores=tuple(stores),
-            entries=tuple(self._entries(state, s) for s in stores),
-            num_shards=self.shards.num_shards,
-        )
-
-    def _words(
-        self,
-        state: State,
-        found: Sequence[Sequence[Found]],
-        nonfinite: Sequence[Array],
-        num_stale: Int32[Array, ""],
-        num_misused_plans: Int32[Array, ""],
-    ) -> Int32[Array, " num_words"]:
-        """What one shard adds to the counts of a step, as Stats hold them."""
-        num_shards = self.shards.num_shards
-        # The words of all shards are added up: what all of them have alike is that of the first.
-        place = 0 if num_shards == 1 else self.shards.index()
-        is_first = place == 0
-        is_own = [is_first | (not spec.is_replicated) for spec in self.stores]
-        word = {name: i for i, name in enumerate(COUNTERS)}
-        counters = jnp.stack([store.counters for store in state.stores]).astype(jnp.int32)
-        rounds = jnp.stack([jnp.concatenate([one.num_rounds for one in plan]) for plan in found]).max(axis=0)
-        evicted = [
-            one.table_evicted[0] if one.table_evicted else jnp.zeros(len(spec.tables), jnp.uint32)
-            for spec, one in zip(self.stores, state.stores, strict=True)
-        ]
-        of_stores = lambda values: jnp.concatenate(  # noqa: E731
-            [jnp.where(own, value.astype(jnp.int32), 0) for own, value in zip(is_own, values, strict=True)]
-        )
-        longest = jnp.zeros((num_shards, len(self.stores)), jnp.int32).at[place].set(counters[:, word["longest_probe"]])
-        return stats_lib.pack_words(
-            counts=sum(jnp.concatenate([one.counts for one in plan]) for plan in found),
-            num_nonfinite=jnp.concatenate(list(nonfinite)),
-            num_rows=of_stores([store.table_rows for store in state.stores]),
-            num_evicted=of_stores(evicted),
-            num_unplaced=of_stores([line[word["num_unplaced"]][None] for line in counters]),
-            num_rounds=jnp.where(is_first, rounds, 0),
-            num_stale=num_stale,
-            num_misused_plans=jnp.where(is_first, num_misused_plans, 0),
-            longest_probe=longest,
-        )
-
-
-def _check_declared(
-    tables: Sequence[TableSpec], features: Sequence[FeatureSpec], exchange: ExchangeSpec | None
-) -> None:
-    """Refuses specs that are none, names that stand twice, and features of tables that are not there."""
-    for kind, specs, wanted in (("tables", tables, TableSpec), ("features", features, FeatureSpec)):
-        for spec in specs:
-            if not isinstance(spec, wanted):
-                raise TypeError(f"Collection: {kind}: got {spec!r}, wanted {wanted.__name__}s.")
-        names = [spec.name for spec in specs]
-        twice = sorted({name for name in names if names.count(name) > 1})
-        if twice:
-            raise ValueError(f"Collection: {kind}: got {twice} more than once, wanted one spec for each name.")
-    if not tables:
-        raise ValueError("Collection: tables: got none, wanted at least one TableSpec.")
-    known = [table.name for table in tables]
-    for feature in features:
-        if feature.table not in known:
-            raise ValueError(
-                f'Collection: feature "{feature.name}": table: got "{feature.table}", wanted one of {known}.'
-            )
-    if exchange is not None and not isinstance(exchange, ExchangeSpec):
-        raise TypeError(f"Collection: exchange: got {exchange!r}, wanted a jaxsok.ExchangeSpec.")
-
-
-@functools.partial(jax.jit, static_argnums=(1, 2, 3))
-def _restack(leaf: Array, shards: Shards, is_split: bool, is_stacking: bool) -> Array:
-    """An array with a leading axis of shards, or without it."""
-    if is_stacking:
-        return shards.run(lambda part: part[None], (leaf,), (shards.spec if is_split else P(),), shards.spec)
-
-    def unstacked(part: Array) -> Array:
-        # What all have alike is that of the first.
-        return part[0] if is_split else lax.psum(jnp.where(shards.index() == 0, part[0], 0), shards.axis)
-
-    return shards.run(unstacked, (leaf,), (shards.spec,), shards.spec if is_split else P())
-
-
-def _is_split(node: Any) -> Any:
-    """For each array of a state, or of anything else, whether each shard has a part of it."""
-    if not isinstance(node, State):
-        return True
-    others = dict.fromkeys(("step", "seed", "partition_owners", "lineage", "num_refused"), False)
-    return dataclasses.replace(node, stores=jax.tree.map(lambda _: True, node.stores), tickets=True, **others)
 
 
 def check_scalar(what: str, value: Any) -> None:

@@ -22,7 +22,7 @@ from jaxsok import exchange, policies, table
 from jaxsok.features import Features, StoreFeatures, single_key_layouts
 from jaxsok.kernels import table as kernels
 from jaxsok.shards import ONE_DEVICE, Shards
-from jaxsok.specs import StoreSpec
+from jaxsok.specs import ExchangeSpec, StoreSpec
 from jaxsok.store import StoreState, num_buckets_of
 from jaxsok.types import BUCKET_WORDS, ENTRIES_PER_BUCKET, NO_ROW, NUM_PARTITIONS, Keys
 
@@ -183,7 +183,8 @@ def _new_keys_of_all(
     owners: UInt32[Array, f"{NUM_PARTITIONS}"],
 ) -> tuple[Int32[Array, ""], Bool[Array, " capacity"]]:
     """`_new_keys` of the keys of all shards that this one owns."""
-    asked = exchange.ask(shards, spec, _one_key_each(keys, runs), owners)
+    between = exchange.Exchange(shards, ExchangeSpec())
+    asked = exchange.ask(between, spec, _one_key_each(keys, runs), owners)
 
     def one_round(carry: tuple[Array, Array], rounds: list[exchange.Round]) -> tuple[Array, Array]:
         (part,) = rounds
@@ -193,7 +194,7 @@ def _new_keys_of_all(
         return carry[0] + num_new, carry[1] | is_used
 
     first = (jnp.zeros((), jnp.int32), jnp.zeros(store.capacity, bool))
-    carry, *_ = exchange.over_rounds(shards, spec, [asked], one_round, first)
+    carry, *_ = exchange.over_rounds(between, spec, [asked], one_round, first)
     return carry
 
 

@@ -28,7 +28,7 @@ from jaxsok.features import StoreFeatures
 from jaxsok.kernels.tickets import tickets_digest
 from jaxsok.plan import Requests
 from jaxsok.shards import Shards
-from jaxsok.specs import StoreSpec
+from jaxsok.specs import ExchangeSpec, StoreSpec
 from jaxsok.types import COMBINERS, PADDING_KEY
 
 SLACK = 1.25  # of the default send capacity over what uniform owners would need
@@ -87,6 +87,19 @@ def rounded_capacity(load: int) -> int:
     """
     step = max(_LEAST, 1 << max(0, (load - 1).bit_length() - CAPACITY_STEPS.bit_length()))
     return max(1, -(-load // step)) * step
+
+
+@dataclasses.dataclass(frozen=True)
+class Exchange:
+    """The exchange between the shards of a collection."""
+
+    shards: Shards
+    wire: ExchangeSpec
+    """How rows and gradients travel."""
+
+    def route(self, spec: StoreSpec, send_capacity: int) -> "Route":
+        """How lines of a store travel."""
+        return Route(self.shards, spec.is_replicated, send_capacity)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -197,35 +210,34 @@ def wire_bytes(dim: int, dtype: str | None, own: str = "float32") -> int:
 
 @annotations.by_store
 def ask(
-    shards: Shards,
+    exchange: Exchange,
     spec: StoreSpec,
     features: StoreFeatures,
     owners: UInt32[Array, " num_partitions"],
     send_capacity: int | None = None,
-    per_round: int | None = None,
 ) -> Requests:
     """What a shard asks of the others for one store; with a send capacity the keys are exchanged at once.
 
     Args:
-      shards: of the collection.
+      exchange: with the capacity of each of several rounds; None there: `default_send_capacity`.
       spec: of the store.
       features: of this shard.
       owners: the shard of each partition.
       send_capacity: one round is enough, and this its capacity: the caller compares `load`. None: rounds.
-      per_round: the capacity of each of several rounds (`ExchangeSpec.send_capacity`); None: `default_send_capacity`.
     """
+    shards = exchange.shards
     one_round = send_capacity is not None
     digest = tickets_digest(features.keys)
     requests, inverse, starts, hashes = plan_lib.requests_of(spec, features, owners, by_hash=not one_round)
     if not one_round:
-        capacity = per_round or default_send_capacity(spec, features)
+        capacity = exchange.wire.send_capacity or default_send_capacity(spec, features)
         load = jnp.zeros((1, 2), jnp.int32)
         return Requests(requests, inverse, starts, hashes, load, digest, send_capacity=capacity)
     words = jnp.concatenate([digest[0], (starts[1:] - starts[:-1]).astype(jnp.uint32)])
     words = lax.all_gather(words, shards.axis)
     digest, counts = _digest_of_all(words[:, :2]), words[:, 2:].astype(jnp.int32)  # counts: [num_shards, num_owners]
     load = jnp.stack([counts.max(), counts.sum(axis=0).max()])[None]
-    route = Route(shards, spec.is_replicated, send_capacity)
+    route = exchange.route(spec, send_capacity)
     place, is_real = _places(route, starts[:-1], starts[1:], requests.shape[0])
     received = route.to_owners(_taken_requests(requests, place, is_real))
     owner = (inverse[:, None] >= starts[None, 1:]).sum(axis=1, dtype=jnp.int32)
@@ -282,7 +294,7 @@ class Round:
 
 
 def over_rounds(
-    shards: Shards,
+    exchange: Exchange,
     spec: StoreSpec,
     asked: Sequence[Requests],
     body: Callable[[Any, list[Round]], Any],
@@ -291,7 +303,7 @@ def over_rounds(
     """Calls `body(carry, rounds)` once for each round, with the plans' parts of it, until every request was sent.
 
     Args:
-      shards: of the collection.
+      exchange: between the shards.
       spec: of the store.
       asked: of each plan, ordered by hash; their rounds have common ends.
       body: runs on every shard; gives the next carry, of the same types.
@@ -300,11 +312,11 @@ def over_rounds(
     Returns:
       The last carry, the number of rounds, and the digest of the first plan's keys on all shards.
     """
-    routes = [Route(shards, spec.is_replicated, one.send_capacity) for one in asked]
+    routes = [exchange.route(spec, requests.send_capacity) for requests in asked]
 
     @jax.named_scope("round")
     def run(carry: Any, begins: list[Array]) -> tuple[Any, list[Array], Array, Array]:
-        bound, is_last, digests = _common_end(shards, asked, begins)
+        bound, is_last, digests = _common_end(exchange.shards, asked, begins)
         ends = [_ends(one, begin, bound, is_last) for one, begin in zip(asked, begins, strict=True)]
         rounds = [
             Round(route, *_places(route, begin, end, one.requests.shape[0]))

@@ -13,15 +13,23 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
-from jaxsok import exchange, table
+from jaxsok import table
 from jaxsok.checks import there
-from jaxsok.exchange import Round, Route
+from jaxsok.exchange import (
+    PADDING_REQUEST,
+    Exchange,
+    Round,
+    Route,
+    has_divided_bags,
+    has_unused_keys,
+    over_rounds,
+    uses_of_rows,
+)
 from jaxsok.features import FeatureLayout, StoreFeatures, single_key_layouts
 from jaxsok.kernels import combine as combine_kernels
 from jaxsok.kernels.lookup import Batch
 from jaxsok.plan import Plan, Requests
-from jaxsok.shards import Shards
-from jaxsok.specs import ExchangeSpec, StoreSpec
+from jaxsok.specs import StoreSpec
 from jaxsok.store import StoreState
 from jaxsok.types import NO_ROW, NUM_FEATURE_WORDS, RowIds
 
@@ -153,14 +161,21 @@ class Arrived(NamedTuple):
     """How many uses each sum is of."""
 
 
+class Used(NamedTuple):
+    """The plans of a step that use one store, and their gradients."""
+
+    plans: Sequence[Plan]
+    gradients: Sequence[Gradients]
+    is_live: Bool[Array, " num_plans"]
+    """Whether a plan acts."""
+
+
 def over_arrivals(
+    exchange: Exchange,
     op: str,
-    shards: Shards,
-    wire: ExchangeSpec,
     spec: StoreSpec,
     s: int,
-    plans: Sequence[Plan],
-    gradients: Sequence[Gradients],
+    used: Used,
     store_of: Callable[[Any], StoreState],
     body: Callable[[Any, list[Arrived]], Any],
     carry: Any,
@@ -170,13 +185,11 @@ def over_arrivals(
     All gradients of a row come in one round. If the keys were sent ahead, there is one round and no loop.
 
     Args:
+      exchange: between the shards.
       op: as messages name the call.
-      shards: of the collection.
-      wire: how gradients travel.
       spec: of the store.
       s: its number.
-      plans: of the lookups of this step.
-      gradients: one for each plan.
+      used: the plans that use it, and their gradients.
       store_of: the store, in a carry.
       body: takes what arrived for each plan; gives the next carry, of the same types.
       carry: the first.
@@ -184,9 +197,10 @@ def over_arrivals(
     Returns:
       The last carry.
     """
+    plans = used.plans
     # The number of uses travels with the gradients only where the requests do not know it.
-    counts_differ = any(exchange.has_unused_keys(plan.features.stores[s]) for plan in plans)
-    summed = [_summed_by_key(spec, plan, grads, s) for plan, grads in zip(plans, gradients, strict=True)]
+    counts_differ = any(has_unused_keys(plan.features.stores[s]) for plan in plans)
+    summed = [_summed_by_key(spec, plan, grads, s) for plan, grads in zip(plans, used.gradients, strict=True)]
 
     def arrived(
         route: Route, received: Array, row_ids: RowIds, is_real: Bool[Array, " n"], sums: Array, uses: Array
@@ -194,28 +208,28 @@ def over_arrivals(
         uses = route.to_owners(uses) if counts_differ else received[:, 3].astype(jnp.int32)
         uses = jnp.where(is_real, uses, 0)
         row_ids = jnp.where(uses > 0, row_ids, jnp.uint32(NO_ROW))
-        return Arrived(received, row_ids, route.rows_to_owners(sums, wire.gradients), uses)
+        return Arrived(received, row_ids, route.rows_to_owners(sums, exchange.wire.gradients), uses)
 
     if all(plan.asked_of(s).received is not None for plan in plans):
         of_plans = []
         for plan, of_plan in zip(plans, summed, strict=True):
-            one, row_ids = plan.asked_of(s), plan.found_of(s).row_ids
-            route = Route(shards, spec.is_replicated, one.send_capacity)
-            of_plans.append(arrived(route, one.received, row_ids, row_ids != jnp.uint32(NO_ROW), *of_plan))
+            requests, row_ids = plan.asked_of(s), plan.found_of(s).row_ids
+            route = exchange.route(spec, requests.send_capacity)
+            of_plans.append(arrived(route, there(requests.received), row_ids, row_ids != jnp.uint32(NO_ROW), *of_plan))
         return body(carry, of_plans)
     asked = [_in_rounds(spec, plan, s, op) for plan in plans]
 
     def one_round(carry: Any, rounds: list[Round]) -> Any:
         of_plans = []
-        for one, part, (sums, uses) in zip(asked, rounds, summed, strict=True):
-            received = part.requests(one)
+        for requests, part, (sums, uses) in zip(asked, rounds, summed, strict=True):
+            received = part.requests(requests)
             row_ids = table.find(store_of(carry), received[:, :2], received[:, 2])
             # A key whose row went since the lookup is a use of a stale plan, and counted.
             is_real = table.is_key(received[:, :2])
             of_plans.append(arrived(part.route, received, row_ids, is_real, part.take(sums), part.take(uses)))
         return body(carry, of_plans)
 
-    return exchange.over_rounds(shards, spec, asked, one_round, carry)[0]
+    return over_rounds(exchange, spec, asked, one_round, carry)[0]
 
 
 def scaled_by_uses(
@@ -231,7 +245,7 @@ def scaled_by_uses(
         return sums, None
     alive = [jnp.where(is_live[p], one.uses, 0) for p, one in enumerate(arrived)]
     row_ids = concatenated([one.row_ids for one in arrived])
-    total = exchange.uses_of_rows(row_ids, concatenated(alive)).astype(jnp.float32)
+    total = uses_of_rows(row_ids, concatenated(alive)).astype(jnp.float32)
     if spec.row_gradient != "sum":
         divisor = jnp.maximum(total if spec.row_gradient == "mean" else jnp.sqrt(total), 1.0)
         ends = np.cumsum([one.row_ids.shape[0] for one in arrived])[:-1].tolist()
@@ -250,7 +264,7 @@ def _in_rounds(spec: StoreSpec, plan: Plan, s: int, op: str) -> Requests:
     if not spec.has_admission:
         return asked
     has_row = plan.found_of(s).row_ids != jnp.uint32(NO_ROW)
-    return dataclasses.replace(asked, requests=jnp.where(has_row[:, None], asked.requests, exchange.PADDING_REQUEST))
+    return dataclasses.replace(asked, requests=jnp.where(has_row[:, None], asked.requests, PADDING_REQUEST))
 
 
 def _summed_by_key(spec: StoreSpec, plan: Plan, gradients: Gradients, s: int) -> tuple[Array, Array]:
@@ -262,7 +276,7 @@ def _summed_by_key(spec: StoreSpec, plan: Plan, gradients: Gradients, s: int) ->
     if asked.received is None:
         return combine_kernels.combine_transpose(flat, asked.inverse, bags, asked.requests.shape[0], part.num_tiles)
     num_lines, slots = (asked.starts.shape[0] - 1) * asked.send_capacity, there(asked.slots)
-    if asked.send_capacity >= keys.shape[0] or not exchange.has_divided_bags(part):
+    if asked.send_capacity >= keys.shape[0] or not has_divided_bags(part):
         return combine_kernels.combine_transpose(flat, slots, bags, num_lines, part.num_tiles)
     # Keys that were not sent are part of the hotness of their bags, as they were for the lookup: they get a line more.
     is_unsent = table.is_key(keys) & (slots < 0)

@@ -14,16 +14,15 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int32, UInt32
 
-from jaxsok import admission, annotations, exchange, table, tickets
+from jaxsok import admission, annotations, table
 from jaxsok.checks import there
-from jaxsok.exchange import Round, Route
+from jaxsok.exchange import Exchange, Round, Route, over_rounds
 from jaxsok.features import StoreFeatures
 from jaxsok.kernels import lookup as kernels
 from jaxsok.kernels.tickets import tickets_digest
-from jaxsok.plan import Distinct, Found, Plan, Requests
-from jaxsok.shards import Shards
-from jaxsok.specs import ExchangeSpec, StoreSpec
-from jaxsok.store import State, StoreState
+from jaxsok.plan import Distinct, Found, Requests
+from jaxsok.specs import StoreSpec
+from jaxsok.store import StoreState
 from jaxsok.types import COUNTS, NO_ROW, RowIds
 
 Embeddings = dict[str, Array]
@@ -35,149 +34,38 @@ _MISSING, _REFUSED = COUNTS.index("num_missing"), COUNTS.index("num_refused")
 _UNADMITTED = COUNTS.index("num_unadmitted")
 
 
-def lookup(
-    specs: Sequence[StoreSpec],
-    state: State,
-    plan: Plan,
-    shards: Shards,
-    wire: ExchangeSpec,
-    clock: UInt32[Array, ""] | None = None,
-) -> tuple[Embeddings, State, Plan]:
-    """Looks up a batch; unseen keys get rows.
-
-    Args:
-      specs: of the stores.
-      state: donated: the result has its buffers.
-      plan: its features are looked up; its distinct keys are used if it has them.
-      shards: over which the stores are split.
-      wire: how rows travel between them.
-      clock: what `last_step` of the rows used becomes, where statistics are kept; None: the state's step.
-
-    Returns:
-      Embeddings by feature, the state, and the plan with what was found.
-
-    Cost:
-      A key's bucket (64 bytes) and row are read once, an embedding is written once.
-    """
-    embeddings: Embeddings = {}
-    stores, found, asked = [], [], []
-    now = state.step if clock is None else clock
-    digests = []
-    for s, (spec, store, features) in enumerate(zip(specs, state.stores, plan.features.stores, strict=True)):
-        if not features.layouts:
-            one_found, values = _nothing(spec, store), []
-            asked.append(None if plan.asked is None else plan.asked[s])
-        elif shards.num_shards > 1:
-            requests = _asked(shards, spec, features, state, plan, s, wire)
-            store, one_found, values, digest = _lookup_exchanged(
-                shards, wire, spec, store, state.seed, features, requests, step=state.step, clock=now
-            )
-            asked.append(requests)
-            digests.append(digest)
-        elif plan.distinct is None and _reads_traced(spec, features):
-            store, one_found, values = _lookup_traced(spec, store, state.seed, features, state.step, now)
-            digests.append(tickets_digest(features.keys))
-        elif plan.distinct is None:
-            store, one_found, values, digest = _lookup_fused(spec, store, state.seed, features, state.step, now)
-            digests.append(digest)
-        else:
-            store, one_found, values = _lookup_planned(
-                spec, store, state.seed, features, plan.distinct[s], state.step, now
-            )
-            digests.append(tickets_digest(features.keys))
-        stores.append(store)
-        found.append(one_found)
-        embeddings |= _named(features, values)
-    after, ticket = tickets.issue(state, stores, plan.features, digests)
-    state = dataclasses.replace(state, stores=tuple(stores), tickets=after)
-    asked = tuple(asked) if shards.num_shards > 1 else None
-    plan = dataclasses.replace(plan, asked=asked, found=tuple(found), ticket=ticket)
-    return embeddings, state, plan
-
-
-def find(
-    specs: Sequence[StoreSpec],
-    state: State,
-    plan: Plan,
-    shards: Shards,
-    wire: ExchangeSpec,
-) -> tuple[Embeddings, list[Found]]:
-    """Looks up a batch and changes nothing; keys without a row read what their table's `unknown` says.
-
-    Returns:
-      Embeddings by feature, and what was found by store.
-    """
-    embeddings: Embeddings = {}
-    found = []
-    for s, (spec, store, part) in enumerate(zip(specs, state.stores, plan.features.stores, strict=True)):
-        if not part.layouts:
-            found.append(_nothing(spec, store))
-            continue
-        if shards.num_shards == 1 or spec.is_replicated:
-            # A replicated store is all here: nothing is asked of others.
-            counts, values = _find_here(spec, store, state.seed, part)
-            one_found = Found(_no_row_ids(), counts, _rounds(0))
-        else:
-            requests = _asked(shards, spec, part, state, plan, s, wire)
-            _, one_found, values, _ = _lookup_exchanged(
-                shards, wire, spec, store, state.seed, part, requests, is_find=True
-            )
-        found.append(one_found)
-        embeddings |= _named(part, values)
-    return embeddings, found
-
-
 # Between shards ------------------------------------------------------------------------------------------------------
 
 
-def _asked(
-    shards: Shards, spec: StoreSpec, features: StoreFeatures, state: State, plan: Plan, s: int, wire: ExchangeSpec
-) -> Requests:
-    if plan.asked is not None:
-        return plan.asked[s]
-    return exchange.ask(shards, spec, features, state.partition_owners, per_round=wire.send_capacity)
-
-
 @annotations.by_store
-def _lookup_exchanged(
-    shards: Shards,
-    wire: ExchangeSpec,
-    spec: StoreSpec,
-    store: StoreState,
-    seed: UInt32[Array, "2"],
-    features: StoreFeatures,
-    asked: Requests,
-    *,
-    step: UInt32[Array, ""] | None = None,
-    is_find: bool = False,
-    clock: UInt32[Array, ""] | None = None,
+def lookup_exchanged(
+    spec: StoreSpec, store: StoreState, features: StoreFeatures, asked: Requests, owner: "Owner"
 ) -> tuple[StoreState, Found, list[Array], UInt32[Array, "1 2"]]:
     """Looks up one store through the exchange: owners answer requests, and each key reads the answer to its own.
 
     Returns:
       The store, what was found, embeddings, and the digest of all shards' keys.
     """
-    owner = _Owner(wire, spec, seed, is_find, step, clock)
+    is_find = owner.is_find
     if asked.received is not None:
-        route = Route(shards, spec.is_replicated, asked.send_capacity)
-        store, answers = owner.answered(store, route, asked.received)
+        store, answers = owner.answered(store, owner.exchange.route(spec, asked.send_capacity), asked.received)
         lines, num_rounds, digest = there(asked.slots), 1, asked.digest
     else:
-        store, answers, num_rounds, digest = _answered_in_rounds(shards, owner, store, asked)
+        store, answers, num_rounds, digest = _answered_in_rounds(owner, store, asked)
         lines = asked.inverse
     back, row_ids, inserted, absent = answers
     is_line = (lines >= 0) & (lines < back.shape[0])
     if spec.is_replicated:
         of_key = jnp.where(is_line, back.at[lines].get(mode="clip"), jnp.uint32(NO_ROW))
         slabs = store.rows
-        inserted = jnp.where(shards.index() == 0, inserted, 0)
+        inserted = jnp.where(owner.exchange.shards.index() == 0, inserted, 0)
     else:
         of_key = jnp.where(is_line, lines.astype(jnp.uint32), jnp.uint32(NO_ROW))
         slabs = (back,)
     # Of a store that is spread all keys were sent, unless a send capacity was too small.
     may_lack_rows = spec.is_replicated or asked.received is not None
     store, counts, values = _combined(
-        spec, store, seed, features, of_key, slabs, is_find=is_find, may_lack_rows=may_lack_rows
+        spec, store, owner.seed, features, of_key, slabs, is_find=is_find, may_lack_rows=may_lack_rows
     )
     # Rows came for all keys; which of them were there, the owners know.
     without = _MISSING if is_find else _REFUSED
@@ -201,15 +89,20 @@ class _Answers(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class _Owner:
+class Owner:
     """What a shard does for those who ask it for keys of one store."""
 
-    wire: ExchangeSpec
+    exchange: Exchange
     spec: StoreSpec
     seed: UInt32[Array, "2"]
-    is_find: bool
-    step: UInt32[Array, ""] | None
-    clock: UInt32[Array, ""] | None
+    step: UInt32[Array, ""] | None = None
+    """None: the owner only finds, and inserts nothing."""
+    clock: UInt32[Array, ""] | None = None
+
+    @property
+    def is_find(self) -> bool:
+        """Whether nothing changes."""
+        return self.step is None
 
     def answered(self, store: StoreState, route: Route, received: UInt32[Array, "_ 4"]) -> tuple[StoreState, _Answers]:
         """Finds or inserts the rows of what was received, and sends them back. Row ids are by request received."""
@@ -226,11 +119,11 @@ class _Owner:
             absent = jnp.zeros(len(spec.tables), jnp.int32)
             return store, _Answers(route.to_askers(row_ids), row_ids, inserted, absent)
         store, rows, absent = table.gather(spec, store, self.seed, received, row_ids, is_find=self.is_find)
-        return store, _Answers(route.rows_to_askers(rows, self.wire.rows), row_ids, inserted, absent)
+        return store, _Answers(route.rows_to_askers(rows, self.exchange.wire.rows), row_ids, inserted, absent)
 
 
 def _answered_in_rounds(
-    shards: Shards, owner: _Owner, store: StoreState, asked: Requests
+    owner: Owner, store: StoreState, asked: Requests
 ) -> tuple[StoreState, _Answers, Int32[Array, ""], UInt32[Array, "1 2"]]:
     """Sends all requests in rounds; also returns the number of rounds and the digest of all shards' keys."""
     spec, num_keys = owner.spec, asked.requests.shape[0]
@@ -256,7 +149,7 @@ def _answered_in_rounds(
         return store, _Answers(back, row_ids, before.inserted + now.inserted, before.absent + now.absent)
 
     carry = store, first
-    (store, answers), num_rounds, digest = exchange.over_rounds(shards, spec, [asked], one_round, carry)
+    (store, answers), num_rounds, digest = over_rounds(owner.exchange, spec, [asked], one_round, carry)
     if tells and spec.is_replicated:
         answers = answers._replace(row_ids=answers.back)
     return store, answers, num_rounds, digest
@@ -266,15 +159,16 @@ def _answered_in_rounds(
 
 
 @annotations.by_store
-def _find_here(
+def find_here(
     spec: StoreSpec, store: StoreState, seed: UInt32[Array, "2"], features: StoreFeatures
-) -> tuple[Int32[Array, "num_tables num_counts"], list[Array]]:
-    """The counts and embeddings of one store whose rows are all here."""
+) -> tuple[Found, list[Array]]:
+    """Looks up one store whose rows are all here, and changes nothing."""
     if _reads_traced(spec, features):
         row_ids = table.find(store, features.keys, _table_ids(features))
         _, counts, values = _combined(spec, store, seed, features, row_ids, store.rows, is_find=True)
-        return counts.at[:, _MISSING].set(counts[:, _REFUSED]).at[:, _REFUSED].set(0), values
-    return kernels.lookup_find(
+        counts = counts.at[:, _MISSING].set(counts[:, _REFUSED]).at[:, _REFUSED].set(0)
+        return Found(_no_row_ids(), counts, _rounds(0)), values
+    counts, values = kernels.lookup_find(
         store.index,
         store.counters,
         spec.table_words(),
@@ -285,6 +179,30 @@ def _find_here(
         features.num_tiles,
         spec.embedding_dtype,
     )
+    return Found(_no_row_ids(), counts, _rounds(0)), values
+
+
+def lookup_here(
+    spec: StoreSpec,
+    store: StoreState,
+    seed: UInt32[Array, "2"],
+    features: StoreFeatures,
+    distinct: Distinct | None,
+    step: UInt32[Array, ""],
+    clock: UInt32[Array, ""],
+) -> tuple[StoreState, Found, list[Array], UInt32[Array, "1 2"]]:
+    """Looks up one store whose rows are all here, in one call where that is possible.
+
+    Returns:
+      The store, what was found, embeddings, and the digest of the keys.
+    """
+    if distinct is not None:
+        looked_up = _lookup_planned(spec, store, seed, features, distinct, step, clock)
+    elif _reads_traced(spec, features):
+        looked_up = _lookup_traced(spec, store, seed, features, step, clock)
+    else:
+        return _lookup_fused(spec, store, seed, features, step, clock)
+    return *looked_up, tickets_digest(features.keys)
 
 
 @annotations.by_store
@@ -461,7 +379,7 @@ def _table_ids(features: StoreFeatures) -> np.ndarray:
     return ids
 
 
-def _nothing(spec: StoreSpec, store: StoreState) -> Found:
+def nothing(spec: StoreSpec) -> Found:
     """What a store without features was asked: nothing."""
     counts = jnp.zeros((len(spec.tables), len(COUNTS)), jnp.int32)
     return Found(_no_row_ids(), counts, _rounds(0))
@@ -480,7 +398,8 @@ def _shapes(features: StoreFeatures, spec: StoreSpec) -> list[tuple[int, ...]]:
     return [(*layout.combined_shape, spec.dim) for layout in features.layouts]
 
 
-def _named(features: StoreFeatures, values: Sequence[Array]) -> Embeddings:
+def named(features: StoreFeatures, values: Sequence[Array]) -> Embeddings:
+    """Embeddings of one store by the names of its features."""
     pairs = zip(features.layouts, values, strict=True)
     return {layout.name: _expanded(value, features.inverse_of(layout)) for layout, value in pairs}
 

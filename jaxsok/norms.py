@@ -13,52 +13,18 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Float32, UInt32
 
-from jaxsok import annotations, exchange, table, tickets
-from jaxsok.gradients import Arrived, Gradients, as_features, bag_gradient, joined, over_arrivals, scaled_by_uses
+from jaxsok import annotations, table
+from jaxsok.exchange import Exchange, has_divided_bags
+from jaxsok.gradients import Arrived, Used, as_features, bag_gradient, joined, over_arrivals, scaled_by_uses
 from jaxsok.kernels import combine as combine_kernels
 from jaxsok.kernels import plan as plan_kernels
-from jaxsok.plan import Plan
 from jaxsok.shards import Shards
-from jaxsok.specs import ExchangeSpec, StoreSpec
-from jaxsok.store import State, StoreState
+from jaxsok.specs import StoreSpec
+from jaxsok.store import StoreState
 from jaxsok.types import NO_ROW
 
 Squares = tuple[Float32[Array, ""], Float32[Array, ""]]
 """The largest number so far, and the sum of the squares of all numbers over it: no square overflows or vanishes."""
-
-
-def row_gradient_norm(
-    specs: Sequence[StoreSpec],
-    state: State,
-    plans: Sequence[Plan],
-    gradients: Sequence[Gradients],
-    shards: Shards,
-    wire: ExchangeSpec,
-) -> Float32[Array, ""]:
-    """The root of the sum of the squares of all row gradients that an update would step by.
-
-    Args:
-      specs: of the stores.
-      state: of which nothing but the index and the counters is read.
-      plans: of the lookups of this step.
-      gradients: one for each plan; checked.
-      shards: over which the stores are split.
-      wire: how gradients travel between them.
-    """
-    is_live = tickets.redeem(state, plans).is_live
-    squares = jnp.float32(0), jnp.float32(0)
-    for s, (spec, store) in enumerate(zip(specs, state.stores, strict=True)):
-        used = [i for i, plan in enumerate(plans) if plan.features.stores[s].layouts]
-        if not used:
-            continue
-        of_store = [plans[i] for i in used], [gradients[i] for i in used], tickets.of_some(is_live, used)
-        if shards.num_shards == 1:
-            squares = with_squares(squares, _row_sums(spec, store, s, *of_store))
-        else:
-            squares = _with_exchanged(shards, wire, spec, store, s, *of_store, squares)
-    if shards.is_mesh:
-        squares = _of_all_shards(shards, squares)
-    return norm_of(squares)
 
 
 def with_squares(squares: Squares, numbers: Float[Array, "..."]) -> Squares:
@@ -91,7 +57,7 @@ def _divisor(largest: Float32[Array, ""]) -> Float32[Array, ""]:
     return jnp.where(largest < jnp.finfo(jnp.float32).tiny, jnp.float32(1), largest)
 
 
-def _of_all_shards(shards: Shards, squares: Squares) -> Squares:
+def of_all_shards(shards: Shards, squares: Squares) -> Squares:
     """Those of all shards, added in their order."""
     largest = shards.max(squares[0])
     # Each in a place of its own, where adding is exact: the order of the sum is not left to the collective.
@@ -131,21 +97,15 @@ def _summed_by_row(
 
 
 @annotations.by_store
-def _row_sums(
-    spec: StoreSpec,
-    store: StoreState,
-    s: int,
-    plans: Sequence[Plan],
-    gradients: Sequence[Gradients],
-    is_live: Bool[Array, " num_plans"],
-) -> Float32[Array, "num_keys dim"]:
-    """One store's row gradients on one device."""
+def row_gradients_here(spec: StoreSpec, store: StoreState, s: int, used: Used) -> Float32[Array, "num_keys dim"]:
+    """One store's row gradients on one shard."""
+    plans, gradients, is_live = used
     parts = [plan.features.stores[s] for plan in plans]
     (keys, *batch), num_tiles = joined(parts)
     row_ids = [jnp.where(is_live[p], plan.found_of(s).row_ids, jnp.uint32(NO_ROW)) for p, plan in enumerate(plans)]
     row_ids = jnp.concatenate(row_ids)
     is_refused = None
-    if any(exchange.has_divided_bags(part) for part in parts):
+    if any(has_divided_bags(part) for part in parts):
         is_refused = table.is_key(keys) & (row_ids == jnp.uint32(NO_ROW))
     flat = [
         bag_gradient(grads, part, layout, spec).astype(jnp.float32)
@@ -156,20 +116,13 @@ def _row_sums(
 
 
 @annotations.by_store
-def _with_exchanged(
-    shards: Shards,
-    wire: ExchangeSpec,
-    spec: StoreSpec,
-    store: StoreState,
-    s: int,
-    plans: Sequence[Plan],
-    gradients: Sequence[Gradients],
-    is_live: Bool[Array, " num_plans"],
-    squares: Squares,
+def add_exchanged(
+    exchange: Exchange, spec: StoreSpec, store: StoreState, s: int, used: Used, squares: Squares
 ) -> Squares:
     """Squares with those of the rows that this shard owns; gradients come to it as they do for an update."""
+    is_live = used.is_live
     # Every shard has all rows of a replicated store: one of them counts.
-    is_counted = jnp.bool_(True) if not spec.is_replicated else shards.index() == 0
+    is_counted = jnp.bool_(True) if not spec.is_replicated else exchange.shards.index() == 0
 
     def add(squares: Squares, arrived: list[Arrived]) -> Squares:
         sums, _ = scaled_by_uses(spec, arrived, is_live)
@@ -178,8 +131,7 @@ def _with_exchanged(
         rows = _summed_by_row(jnp.concatenate(row_ids), batch, num_tiles, sums, "sum")
         return with_squares(squares, jnp.where(is_counted, rows, 0.0))
 
-    of_store = "gradient_norm", shards, wire, spec, s, plans, gradients
-    return over_arrivals(*of_store, lambda _: store, add, squares)
+    return over_arrivals(exchange, "gradient_norm", spec, s, used, lambda _: store, add, squares)
 
 
 def tree_norm(tree: Any) -> Float32[Array, ""]:

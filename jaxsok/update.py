@@ -10,12 +10,13 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int32, UInt32
+from jaxtyping import Array, Bool, Float, UInt32
 
-from jaxsok import annotations, tickets
+from jaxsok import annotations
+from jaxsok.exchange import Exchange
 from jaxsok.gradients import (
     Arrived,
-    Gradients,
+    Used,
     as_features,
     bag_gradient,
     concatenated,
@@ -26,62 +27,9 @@ from jaxsok.gradients import (
 from jaxsok.kernels import update as kernels
 from jaxsok.optimizers.program import compiled
 from jaxsok.optimizers.protocol import PROGRAM
-from jaxsok.plan import Plan
-from jaxsok.shards import Shards
-from jaxsok.specs import ExchangeSpec, StoreSpec
-from jaxsok.store import State, StoreState
+from jaxsok.specs import StoreSpec
+from jaxsok.store import StoreState
 from jaxsok.types import ROUNDINGS, ROW_GRADIENTS
-
-
-def update(
-    specs: Sequence[StoreSpec],
-    state: State,
-    plans: Sequence[Plan],
-    gradients: Sequence[Gradients],
-    learning_rate: Any,
-    shards: Shards,
-    wire: ExchangeSpec,
-) -> tuple[State, list[Int32[Array, " num_tables"]], Int32[Array, ""], Int32[Array, ""]]:
-    """Steps every row that the plans used, once, and advances the step.
-
-    Args:
-      specs: of the stores.
-      state: donated: the result has its buffers.
-      plans: of the lookups of this step.
-      gradients: one for each plan; checked.
-      learning_rate: a scalar in place of the optimizers' own, or None.
-      shards: over which the stores are split.
-      wire: how gradients travel between them.
-
-    Returns:
-      The state; rows with non-finite gradients by store and table; uses of plans that were left out; plans that were
-      left out because the state had no open ticket of theirs.
-    """
-    redeemed = tickets.redeem(state, plans)
-    stores, nonfinite = [], []
-    stale = jnp.zeros((), jnp.int32)
-    for s, (spec, store) in enumerate(zip(specs, state.stores, strict=True)):
-        used = [i for i, plan in enumerate(plans) if plan.features.stores[s].layouts]
-        # What belongs to no row, a count of steps say, goes on also where no row is used.
-        stepping, globals_ = Stepping.of(spec, store.globals_, state.step, learning_rate)
-        if not used:
-            stores.append(dataclasses.replace(store, globals_=globals_))
-            nonfinite.append(jnp.zeros(len(spec.tables), jnp.int32))
-            continue
-        inputs = StepInputs(stepping, state.seed, state.step)
-        is_live = tickets.of_some(redeemed.is_live, used)
-        of_store = [plans[i] for i in used], [gradients[i] for i in used], inputs, is_live
-        if shards.num_shards == 1:
-            store, one_nonfinite, one_stale = _update_store(spec, store, s, *of_store)
-        else:
-            store, one_nonfinite, one_stale = _update_exchanged(shards, wire, spec, store, s, *of_store)
-        stores.append(dataclasses.replace(store, globals_=globals_))
-        nonfinite.append(one_nonfinite)
-        stale = stale + one_stale
-    # It stays at its end: a step that began anew would make the rows used last those used longest ago.
-    step = jnp.maximum(state.step, state.step + jnp.uint32(1))
-    state = dataclasses.replace(state, stores=tuple(stores), step=step, tickets=redeemed.tickets)
-    return state, nonfinite, stale, redeemed.num_misused
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,28 +69,23 @@ class StepInputs:
 
 
 @annotations.by_store
-def _update_store(
-    spec: StoreSpec,
-    store: StoreState,
-    s: int,
-    plans: Sequence[Plan],
-    gradients: Sequence[Gradients],
-    inputs: StepInputs,
-    is_live: Bool[Array, " num_plans"],
+def update_here(
+    spec: StoreSpec, store: StoreState, s: int, used: Used, inputs: StepInputs
 ) -> tuple[StoreState, Array, Array]:
-    parts = [plan.features.stores[s] for plan in plans]
+    """Steps one store on one shard; also counts rows with non-finite gradients by table, and uses of stale plans."""
+    parts = [plan.features.stores[s] for plan in used.plans]
     batch, num_tiles = joined(parts)
-    row_ids = concatenated([plan.found_of(s).row_ids for plan in plans])
+    row_ids = concatenated([plan.found_of(s).row_ids for plan in used.plans])
     flat = [
         bag_gradient(grads, part, layout, spec)
-        for part, grads in zip(parts, gradients, strict=True)
+        for part, grads in zip(parts, used.gradients, strict=True)
         for layout in part.layouts
     ]
     if any(gradient.dtype != spec.embedding_dtype for gradient in flat):
         flat = [gradient.astype(jnp.float32) for gradient in flat]
     # The features tell the table of each key.
     table_ids = jnp.zeros(0, jnp.uint32)
-    return _stepped(spec, store, is_live, batch, num_tiles, row_ids, table_ids, inputs, flat, spec.row_gradient)
+    return _stepped(spec, store, used.is_live, batch, num_tiles, row_ids, table_ids, inputs, flat, spec.row_gradient)
 
 
 def _stepped(
@@ -185,18 +128,11 @@ def _stepped(
 
 
 @annotations.by_store
-def _update_exchanged(
-    shards: Shards,
-    wire: ExchangeSpec,
-    spec: StoreSpec,
-    store: StoreState,
-    s: int,
-    plans: Sequence[Plan],
-    gradients: Sequence[Gradients],
-    inputs: StepInputs,
-    is_live: Bool[Array, " num_plans"],
+def update_exchanged(
+    exchange: Exchange, spec: StoreSpec, store: StoreState, s: int, used: Used, inputs: StepInputs
 ) -> tuple[StoreState, Array, Array]:
-    """One store's update through the exchange."""
+    """Steps the rows of one store that this shard owns; counts as `update_here` does."""
+    is_live = used.is_live
 
     def step(carry: tuple[StoreState, Array, Array], arrived: list[Arrived]) -> tuple[StoreState, Array, Array]:
         store, num_nonfinite, num_stale = carry
@@ -215,10 +151,11 @@ def _update_exchanged(
         return store, num_nonfinite + more_nonfinite, num_stale + more_stale
 
     carry = store, jnp.zeros(len(spec.tables), jnp.int32), jnp.zeros((), jnp.int32)
-    of_store = "update", shards, wire, spec, s, plans, gradients
-    store, num_nonfinite, num_stale = over_arrivals(*of_store, lambda carry: carry[0], step, carry)
+    store, num_nonfinite, num_stale = over_arrivals(
+        exchange, "update", spec, s, used, lambda carry: carry[0], step, carry
+    )
     if spec.is_replicated:
         # Every shard did the same: one of them counts.
-        is_first = shards.index() == 0
+        is_first = exchange.shards.index() == 0
         num_nonfinite, num_stale = jnp.where(is_first, num_nonfinite, 0), jnp.where(is_first, num_stale, 0)
     return store, num_nonfinite, num_stale

@@ -18,7 +18,7 @@ import pytest
 from jax.experimental import multihost_utils
 
 import jaxsok
-from jaxsok import grow, inspection, operations, processes, shards, store, types
+from jaxsok import grow, inspection, processes, shards, store, types
 from jaxsok.interchange import columns, files, hps, npz, sok
 from jaxsok.kernels import library
 
@@ -598,7 +598,6 @@ API = {
     "jaxsok.Collection": lambda: [
         *(name for name in vars(item()) if not name.startswith("_")),
         *members_of(jaxsok.Collection),
-        *members_of(operations.TableOperations),
     ],
     "jaxsok.TableSpec": lambda: members_of(jaxsok.TableSpec),
     "jaxsok.FeatureSpec": lambda: members_of(jaxsok.FeatureSpec),

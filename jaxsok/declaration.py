@@ -1,0 +1,62 @@
+"""What a collection refuses when it is declared."""
+
+from collections.abc import Sequence
+
+from jaxsok.shards import Shards
+from jaxsok.specs import ExchangeSpec, FeatureSpec, StoreSpec, TableSpec
+from jaxsok.types import MAX_CAPACITY, MAX_FEATURES
+
+
+def check_specs(
+    tables: Sequence[TableSpec], features: Sequence[FeatureSpec], exchange: ExchangeSpec | None, shards: Shards
+) -> None:
+    """Refuses other objects, names that stand twice, features of unknown tables, and tables on unknown devices."""
+    for kind, specs, wanted in (("tables", tables, TableSpec), ("features", features, FeatureSpec)):
+        for spec in specs:
+            if not isinstance(spec, wanted):
+                raise TypeError(f"Collection: {kind}: got {spec!r}, wanted {wanted.__name__}s.")
+        names = [spec.name for spec in specs]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise ValueError(f"Collection: {kind}: got {twice} more than once, wanted one spec for each name.")
+    if not tables:
+        raise ValueError("Collection: tables: got none, wanted at least one TableSpec.")
+    known = [table.name for table in tables]
+    for feature in features:
+        if feature.table not in known:
+            raise ValueError(
+                f'Collection: feature "{feature.name}": table: got "{feature.table}", wanted one of {known}.'
+            )
+    if exchange is not None and not isinstance(exchange, ExchangeSpec):
+        raise TypeError(f"Collection: exchange: got {exchange!r}, wanted a jaxsok.ExchangeSpec.")
+    for table in tables if shards.is_mesh else ():
+        if table.placement.kind == "on" and table.placement.shard >= shards.num_shards:
+            raise ValueError(
+                f'Collection: table "{table.name}": placement: got {table.placement}, wanted a device from 0 to '
+                f"{shards.num_shards - 1} along the axis ({shards})."
+            )
+
+
+def check_stores(
+    stores: Sequence[StoreSpec], features: Sequence[FeatureSpec], exchange: ExchangeSpec, num_shards: int
+) -> None:
+    """Refuses stores with more rows, features, or tables for one round of the exchange, than there may be."""
+    for s, store in enumerate(stores):
+        names = [table.name for table in store.tables]
+        least = exchange.send_capacity
+        if least is not None and num_shards > 1 and least < len(names):
+            raise ValueError(
+                f"Collection: exchange: send_capacity: got {least}, wanted at least {len(names)}, the tables of "
+                f"store {s}: so many keys may share a hash, and go in one round."
+            )
+        num_features = sum(feature.table in names for feature in features)
+        if num_features > MAX_FEATURES:
+            raise ValueError(
+                f"Collection: features: got {num_features} over the store of tables {names}, wanted at most "
+                f"{MAX_FEATURES}; use two collections."
+            )
+        if store.capacity > MAX_CAPACITY:
+            raise ValueError(
+                f"Collection: tables {names}: capacity: got {store.capacity} rows in store {s}, wanted at most "
+                f"{MAX_CAPACITY}."
+            )

@@ -1,0 +1,218 @@
+"""What a training step calls, on a whole state: plan, lookup, find, update and gradient norm, store by store.
+
+`Steps` runs each on every shard. Where the caller sees parts of arrays already (on one device, inside of `shard_map`)
+that is a plain call; elsewhere it is a program over the mesh. strategy.py says how one store is handled.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float32, Int32, UInt32
+
+from jaxsok import lookup as lookup_lib
+from jaxsok import stats as stats_lib
+from jaxsok import tickets
+from jaxsok.checks import there
+from jaxsok.features import Features
+from jaxsok.gradients import Gradients, Used
+from jaxsok.lookup import Embeddings
+from jaxsok.operations import specs_of
+from jaxsok.plan import Found, Plan
+from jaxsok.shards import Shards
+from jaxsok.specs import StoreSpec
+from jaxsok.stats import Stats
+from jaxsok.store import State
+from jaxsok.strategy import Strategy
+from jaxsok.types import COUNTERS, ENTRIES_PER_BUCKET
+from jaxsok.update import StepInputs, Stepping
+
+
+@dataclasses.dataclass(frozen=True)
+class Steps:
+    """The parts of a step, for the stores of one collection; hashable, since programs are compiled for it."""
+
+    stores: tuple[StoreSpec, ...]
+    tables: tuple[tuple[str, int], ...]
+    """The name of each table, and the number of its store."""
+    strategy: Strategy
+
+    @property
+    def shards(self) -> Shards:
+        """Over which all of this runs."""
+        return self.strategy.shards
+
+    def plan(self, features: Features, send_capacities: tuple[int, ...] | None) -> Plan:
+        """Makes the keys of a batch distinct; on several shards they go to their owners, or are ordered to go."""
+        return self.strategy.plan(self.stores, features, send_capacities)
+
+    def lookup(self, state: State, plan: Plan, clock: UInt32[Array, ""] | None) -> tuple[Embeddings, State, Plan]:
+        """Looks up a batch; unseen keys get rows. `clock`: the last step of the rows used; None: the state's step."""
+        embeddings: Embeddings = {}
+        stores, found, asked, digests = list(state.stores), [], [], []
+        now = state.step if clock is None else clock
+        for s, (spec, features) in enumerate(zip(self.stores, plan.features.stores, strict=True)):
+            if not features.layouts:
+                found.append(lookup_lib.nothing(spec))
+                asked.append(None if plan.asked is None else plan.asked[s])
+                continue
+            result = self.strategy.lookup(spec, s, state, plan, now)
+            stores[s] = result.store
+            found.append(result.found)
+            asked.append(result.asked)
+            digests.append(result.digest)
+            embeddings |= lookup_lib.named(features, result.values)
+        after, ticket = tickets.issue(state, stores, plan.features, digests)
+        state = dataclasses.replace(state, stores=tuple(stores), tickets=after)
+        sent = tuple(asked) if self.shards.num_shards > 1 else None
+        return embeddings, state, dataclasses.replace(plan, asked=sent, found=tuple(found), ticket=ticket)
+
+    def find(self, state: State, plan: Plan) -> tuple[Embeddings, Stats]:
+        """Looks up a batch and changes nothing; keys without a row read what their table's `unknown` says."""
+        embeddings: Embeddings = {}
+        found = []
+        for s, (spec, features) in enumerate(zip(self.stores, plan.features.stores, strict=True)):
+            if not features.layouts:
+                found.append(lookup_lib.nothing(spec))
+                continue
+            found_in_store, values = self.strategy.find(spec, s, state, plan)
+            found.append(found_in_store)
+            embeddings |= lookup_lib.named(features, values)
+        nonfinite = [jnp.zeros(len(store.tables), jnp.int32) for store in self.stores]
+        none = jnp.zeros((), jnp.int32)
+        return embeddings, self._stats(state, [found], nonfinite, none, none)
+
+    def update(
+        self, state: State, plans: Sequence[Plan], gradients: Sequence[Gradients], learning_rate: Any
+    ) -> tuple[State, Stats]:
+        """Steps every row that the plans used, once, and advances the step."""
+        redeemed = tickets.redeem(state, plans)
+        stores, nonfinite = [], []
+        num_stale = jnp.zeros((), jnp.int32)
+        for s, (spec, store) in enumerate(zip(self.stores, state.stores, strict=True)):
+            # Optimizer state that belongs to no row, a count of steps say, goes on also where no row is used.
+            stepping, globals_ = Stepping.of(spec, store.globals_, state.step, learning_rate)
+            used = _used(s, plans, gradients, redeemed.is_live)
+            if used is None:
+                stores.append(dataclasses.replace(store, globals_=globals_))
+                nonfinite.append(jnp.zeros(len(spec.tables), jnp.int32))
+                continue
+            inputs = StepInputs(stepping, state.seed, state.step)
+            store, num_nonfinite, num_stale_uses = self.strategy.update(spec, s, state, used, inputs)
+            stores.append(dataclasses.replace(store, globals_=globals_))
+            nonfinite.append(num_nonfinite)
+            num_stale = num_stale + num_stale_uses
+        # It stays at its end: a step that began anew would make the rows used last those used longest ago.
+        step = jnp.maximum(state.step, state.step + jnp.uint32(1))
+        state = dataclasses.replace(state, stores=tuple(stores), step=step, tickets=redeemed.tickets)
+        found = [there(plan.found) for plan in plans]
+        stats = self._stats(state, found, nonfinite, num_stale, redeemed.num_misused)
+        # `grow` sees the state, and warns a caller who never looks at Stats.
+        refused = (stats.num_refused - stats.num_unadmitted).astype(jnp.uint32)
+        return dataclasses.replace(state, num_refused=state.num_refused + refused), stats
+
+    def gradient_norm(self, state: State, plans: Sequence[Plan], gradients: Sequence[Gradients]) -> Float32[Array, ""]:
+        """The norm of all row gradients that `update` would step by."""
+        is_live = tickets.redeem(state, plans).is_live
+        squares = jnp.float32(0), jnp.float32(0)
+        for s, spec in enumerate(self.stores):
+            used = _used(s, plans, gradients, is_live)
+            if used is not None:
+                squares = self.strategy.add_squares(spec, s, state, used, squares)
+        return self.strategy.norm(squares)
+
+    def _stats(
+        self,
+        state: State,
+        found: Sequence[Sequence[Found]],
+        nonfinite: Sequence[Array],
+        num_stale: Int32[Array, ""],
+        num_misused_plans: Int32[Array, ""],
+    ) -> Stats:
+        """The counts of a step: what this shard counted, and one small all-reduce."""
+        num_shards = self.shards.num_shards
+        # The words of all shards are added up: what is the same everywhere is that of the first.
+        place = 0 if num_shards == 1 else self.shards.index()
+        is_first = place == 0
+        is_own = [is_first | (not spec.is_replicated) for spec in self.stores]
+        word = {name: i for i, name in enumerate(COUNTERS)}
+        counters = jnp.stack([store.counters for store in state.stores]).astype(jnp.int32)
+        rounds = jnp.stack([jnp.concatenate([store.num_rounds for store in plan]) for plan in found]).max(axis=0)
+        evicted = [
+            store.table_evicted[0] if store.table_evicted else jnp.zeros(len(spec.tables), jnp.uint32)
+            for spec, store in zip(self.stores, state.stores, strict=True)
+        ]
+
+        def of_own(values: Sequence[Array]) -> Array:
+            parts = zip(is_own, values, strict=True)
+            return jnp.concatenate([jnp.where(own, value.astype(jnp.int32), 0) for own, value in parts])
+
+        longest = jnp.zeros((num_shards, len(self.stores)), jnp.int32).at[place].set(counters[:, word["longest_probe"]])
+        words = stats_lib.pack_words(
+            counts=sum(jnp.concatenate([store.counts for store in plan]) for plan in found),
+            num_nonfinite=jnp.concatenate(list(nonfinite)),
+            num_rows=of_own([store.table_rows for store in state.stores]),
+            num_evicted=of_own(evicted),
+            num_unplaced=of_own([line[word["num_unplaced"]][None] for line in counters]),
+            num_rounds=jnp.where(is_first, rounds, 0),
+            num_stale=num_stale,
+            num_misused_plans=jnp.where(is_first, num_misused_plans, 0),
+            longest_probe=longest,
+        )
+        capacities = [self._rows_for_keys(state, s) for s in range(len(self.stores))]
+        entries = [
+            rows * ENTRIES_PER_BUCKET * store.index.shape[0] // store.capacity
+            for rows, store in zip(capacities, state.stores, strict=True)
+        ]
+        stores = tuple(s for _, s in self.tables)
+        return Stats(
+            self.shards.sum(words),
+            tables=tuple(name for name, _ in self.tables),
+            capacities=tuple(capacities[s] for s in stores),
+            stores=stores,
+            entries=tuple(entries[s] for s in stores),
+            num_shards=num_shards,
+        )
+
+    def _rows_for_keys(self, state: State, s: int) -> int:
+        """Rows that a store has for different keys, on all shards; a shard sees its part of the state."""
+        spec, capacity = self.stores[s], state.stores[s].capacity
+        return capacity if spec.is_replicated else capacity * spec.num_shards
+
+    def call(self, name: str, *args: Any) -> Any:
+        """Calls a method of the above on every shard."""
+        if self.shards.sees_parts():
+            return getattr(self, name)(*args)
+        if name == "plan":
+            return _plan_everywhere(self, *args)
+        return _everywhere(self, name, *args)
+
+
+def _used(s: int, plans: Sequence[Plan], gradients: Sequence[Gradients], is_live: Array) -> Used | None:
+    """The plans that use a store; None: there is none."""
+    numbers = [i for i, plan in enumerate(plans) if plan.features.stores[s].layouts]
+    if not numbers:
+        return None
+    return Used([plans[i] for i in numbers], [gradients[i] for i in numbers], tickets.of_some(is_live, numbers))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _everywhere(steps: Steps, name: str, state: State, *args: Any) -> Any:
+    split, same, of_state = steps.shards.spec, P(), specs_of(steps.shards, state)
+    in_specs, out_specs = {
+        "lookup": ((split, same), (split, of_state, split)),
+        "find": ((split,), (split, same)),
+        "update": ((split, split, same), (of_state, same)),
+        "gradient_norm": ((split, split), same),
+    }[name]
+    return steps.shards.run(getattr(steps, name), (state, *args), (of_state, *in_specs), out_specs)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 2))
+def _plan_everywhere(steps: Steps, features: Features, send_capacities: tuple[int, ...] | None) -> Plan:
+    split = steps.shards.spec
+    return steps.shards.run(lambda part: steps.plan(part, send_capacities), (features,), (split,), split)

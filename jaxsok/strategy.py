@@ -1,0 +1,155 @@
+"""How a step works on one store: on one shard by fused calls, on several through the exchange (decision 0014).
+
+A shard calls these on its part of states, batches and plans. steps.py goes over the stores.
+"""
+
+import abc
+import dataclasses
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float32, Int32, UInt32
+
+from jaxsok import exchange as exchange_lib
+from jaxsok import lookup, norms, update
+from jaxsok import plan as plan_lib
+from jaxsok.exchange import Exchange
+from jaxsok.features import Features
+from jaxsok.gradients import Used
+from jaxsok.norms import Squares
+from jaxsok.plan import Found, Plan, Requests
+from jaxsok.shards import Shards
+from jaxsok.specs import ExchangeSpec, StoreSpec
+from jaxsok.store import State, StoreState
+
+
+class LookedUp(NamedTuple):
+    """What a lookup made of one store."""
+
+    store: StoreState
+    found: Found
+    values: list[Array]
+    """By feature."""
+    digest: UInt32[Array, "1 2"]
+    """Of the keys of all shards, for the ticket."""
+    asked: Requests | None = None
+
+
+class Strategy(abc.ABC):
+    """How keys are requested, rows returned, gradients delivered and a step taken, for one store."""
+
+    shards: Shards
+
+    @staticmethod
+    def of(shards: Shards, wire: ExchangeSpec) -> "Strategy":
+        """Fused calls where one shard has everything; else the exchange."""
+        return Fused(shards) if shards.num_shards == 1 else Exchanged(shards, Exchange(shards, wire))
+
+    @abc.abstractmethod
+    def plan(self, specs: Sequence[StoreSpec], features: Features, send_capacities: Sequence[int] | None) -> Plan:
+        """Makes the keys of a batch distinct; with send capacities they go to their owners at once."""
+
+    @abc.abstractmethod
+    def lookup(self, spec: StoreSpec, s: int, state: State, plan: Plan, clock: UInt32[Array, ""]) -> LookedUp:
+        """Looks up the features of a store that has some."""
+
+    @abc.abstractmethod
+    def find(self, spec: StoreSpec, s: int, state: State, plan: Plan) -> tuple[Found, list[Array]]:
+        """Looks up and changes nothing."""
+
+    @abc.abstractmethod
+    def update(
+        self, spec: StoreSpec, s: int, state: State, used: Used, inputs: update.StepInputs
+    ) -> tuple[StoreState, Int32[Array, " num_tables"], Int32[Array, ""]]:
+        """Steps the rows that were used. Also counts rows with non-finite gradients, and uses of stale plans."""
+
+    @abc.abstractmethod
+    def add_squares(self, spec: StoreSpec, s: int, state: State, used: Used, squares: Squares) -> Squares:
+        """Adds the squares of the row gradients by which `update` would step."""
+
+    @abc.abstractmethod
+    def norm(self, squares: Squares) -> Float32[Array, ""]:
+        """The norm over all shards."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Fused(Strategy):
+    """One shard: every store costs one call, a different and faster algorithm than the exchange."""
+
+    shards: Shards
+
+    def plan(self, specs: Sequence[StoreSpec], features: Features, send_capacities: Sequence[int] | None) -> Plan:
+        if self.shards.is_mesh:
+            return Plan(features)  # what a plan counts would be no array with a part in each shard
+        distinct = [
+            plan_lib.distinct_keys(part) if part.layouts else plan_lib.empty_distinct() for part in features.stores
+        ]
+        return Plan(features, distinct=tuple(distinct))
+
+    def lookup(self, spec: StoreSpec, s: int, state: State, plan: Plan, clock: UInt32[Array, ""]) -> LookedUp:
+        store, features = state.stores[s], plan.features.stores[s]
+        distinct = None if plan.distinct is None else plan.distinct[s]
+        return LookedUp(*lookup.lookup_here(spec, store, state.seed, features, distinct, state.step, clock))
+
+    def find(self, spec: StoreSpec, s: int, state: State, plan: Plan) -> tuple[Found, list[Array]]:
+        return lookup.find_here(spec, state.stores[s], state.seed, plan.features.stores[s])
+
+    def update(
+        self, spec: StoreSpec, s: int, state: State, used: Used, inputs: update.StepInputs
+    ) -> tuple[StoreState, Int32[Array, " num_tables"], Int32[Array, ""]]:
+        return update.update_here(spec, state.stores[s], s, used, inputs)
+
+    def add_squares(self, spec: StoreSpec, s: int, state: State, used: Used, squares: Squares) -> Squares:
+        return norms.with_squares(squares, norms.row_gradients_here(spec, state.stores[s], s, used))
+
+    def norm(self, squares: Squares) -> Float32[Array, ""]:
+        # On a mesh of one device the sum says that the norm is the same everywhere.
+        return norms.norm_of(norms.of_all_shards(self.shards, squares) if self.shards.is_mesh else squares)
+
+
+@dataclasses.dataclass(frozen=True)
+class Exchanged(Strategy):
+    """Several shards: distinct keys go to their owners, rows come back, and gradients go the way of the keys."""
+
+    shards: Shards
+    exchange: Exchange
+
+    def plan(self, specs: Sequence[StoreSpec], features: Features, send_capacities: Sequence[int] | None) -> Plan:
+        owners = jnp.asarray(plan_lib.default_owners(self.shards.num_shards))
+        sizes = send_capacities or (None,) * len(specs)
+        asked = [
+            exchange_lib.ask(self.exchange, spec, part, owners, size) if part.layouts else None
+            for spec, part, size in zip(specs, features.stores, sizes, strict=True)
+        ]
+        return Plan(features, asked=tuple(asked))
+
+    def _asked(self, spec: StoreSpec, s: int, state: State, plan: Plan) -> Requests:
+        if plan.asked is not None:
+            return plan.asked_of(s)
+        return exchange_lib.ask(self.exchange, spec, plan.features.stores[s], state.partition_owners)
+
+    def lookup(self, spec: StoreSpec, s: int, state: State, plan: Plan, clock: UInt32[Array, ""]) -> LookedUp:
+        asked = self._asked(spec, s, state, plan)
+        owner = lookup.Owner(self.exchange, spec, state.seed, state.step, clock)
+        looked_up = lookup.lookup_exchanged(spec, state.stores[s], plan.features.stores[s], asked, owner)
+        return LookedUp(*looked_up, asked)
+
+    def find(self, spec: StoreSpec, s: int, state: State, plan: Plan) -> tuple[Found, list[Array]]:
+        features = plan.features.stores[s]
+        if spec.is_replicated:  # all rows are here: nothing is asked of others
+            return lookup.find_here(spec, state.stores[s], state.seed, features)
+        asked, owner = self._asked(spec, s, state, plan), lookup.Owner(self.exchange, spec, state.seed)
+        _, found, values, _ = lookup.lookup_exchanged(spec, state.stores[s], features, asked, owner)
+        return found, values
+
+    def update(
+        self, spec: StoreSpec, s: int, state: State, used: Used, inputs: update.StepInputs
+    ) -> tuple[StoreState, Int32[Array, " num_tables"], Int32[Array, ""]]:
+        return update.update_exchanged(self.exchange, spec, state.stores[s], s, used, inputs)
+
+    def add_squares(self, spec: StoreSpec, s: int, state: State, used: Used, squares: Squares) -> Squares:
+        return norms.add_exchanged(self.exchange, spec, state.stores[s], s, used, squares)
+
+    def norm(self, squares: Squares) -> Float32[Array, ""]:
+        return norms.norm_of(norms.of_all_shards(self.shards, squares))
