@@ -1,7 +1,6 @@
 """What a user declares and calls: tables, features, a mesh. A collection holds no arrays; the state does."""
 
 import dataclasses
-import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -105,7 +104,7 @@ class Collection:
         self.fingerprint: str = fingerprint(self.stores)
         # One shard has all partitions; an array without elements would be refused by Orbax.
         self.partition_owners: np.ndarray = plan_lib.default_owners(num_shards)[: None if num_shards > 1 else 1]
-        self.growth = grow_lib.GrowthTracker.of(len(self.stores))
+        self.growth = grow_lib.GrowthTracker.of(self.stores, self.tables, self.shards)
         of_tables = [(table.name, operations.locate("Collection", self, table.name)[0]) for table in self.tables]
         self._steps = Steps(self.stores, tuple(of_tables), Strategy.of(self.shards, self.exchange))
 
@@ -862,19 +861,16 @@ class Collection:
         check_untraced("grow", state)
         steps = checks.integer("grow: steps", steps, 1)
         coming = self.growth.seen(steps) if batch is None else operations.coming_of(self, batch, steps)
-        if batch is None and not any(coming.positions) and "batch" not in self.growth.told:
-            self.growth.told.add("batch")
-            warnings.warn(
+        if batch is None and not any(coming.positions):
+            self.growth.warn_once(
+                "batch",
                 "grow: batch: got none, and no batch was packed or looked up yet, so that nothing is known of the keys "
                 "that are coming; tables may refuse some of them. Pass what the next step looks up: "
                 "collection.grow(state, batch).",
-                RuntimeWarning,
                 stacklevel=3,  # the caller, behind the annotation
             )
         now = clock_of("grow", clock)
-        return grow_lib.grow(
-            self.stores, self.growth, state, coming, steps, self.shards, now, hand_over, tables=self.tables
-        )
+        return grow_lib.grow(self.growth, state, coming, steps, now, hand_over)
 
     def ahead(self, step: Any, *, state_argnum: int = 0) -> ahead_lib.Ahead:
         """Wraps a jitted step, so that the program for the next capacity is there when the state grows.

@@ -50,7 +50,7 @@ GROWTH_FACTOR = 2.0  # capacity after growing over capacity before: the number o
 LOOK_EVERY = 64  # calls between looks at counters that nothing forces: refused keys and full indexes show there
 GENTLE_FACTOR = 1.25  # where twice does not fit into memory
 WAITING_RESERVES = 2  # for which waiting keys get room: so that the host need not wait for the last steps' counters
-COPIES = 3  # steps in a row after which a state that is copied is told: one may have come from elsewhere
+COPIES = 3  # steps in a row that copy the state before a warning: one copy may have come from elsewhere
 WORTH_BYTES = 64 << 20  # of the largest array of a state that is: below, copying costs less than a step
 PLACES = 100  # calls that look: then it is known how the step goes
 SLACK_SHARE = 16  # one in so many rows leaves beside what the coming keys need: evicting streams the whole store
@@ -65,6 +65,10 @@ _ALLOCATED, _BEGIN, _END, _UNPLACED, _SIGHTINGS = (
 class GrowthTracker:
     """What the host knows about the rows in use, of one state that passes through `grow` between its steps."""
 
+    specs: Sequence[StoreSpec]
+    tables: Sequence[TableSpec]
+    """All of them, in the order of the collection."""
+    shards: Shards
     keys_per_step: list[int]
     """Positions that one step can insert, by store: learned from batches and traces; saved with checkpoints."""
     allowed: list[int]
@@ -99,15 +103,24 @@ class GrowthTracker:
     """How often in a row the state was elsewhere, and what it came from gone."""
     num_evictions: int = 0
     """How often rows of a store left to make room."""
-    told: set[str] = dataclasses.field(default_factory=set)
-    """What was told already: each warning comes once."""
+    warned: set[str] = dataclasses.field(default_factory=set)
+    """What was said already: each warning comes once."""
 
     @classmethod
-    def of(cls, num_stores: int) -> "GrowthTracker":
+    def of(cls, specs: Sequence[StoreSpec], tables: Sequence[TableSpec], shards: Shards) -> "GrowthTracker":
         """A tracker that knows nothing."""
-        none = [0] * num_stores
-        zeros = [none.copy() for _ in range(6)]
-        return cls(*zeros[:3], [None] * num_stores, *zeros[3:], collections.deque())
+        zeros = [[0] * len(specs) for _ in range(6)]
+        return cls(specs, tables, shards, *zeros[:3], [None] * len(specs), *zeros[3:], collections.deque())
+
+    def warn_once(self, about: str, message: str, stacklevel: int) -> None:
+        """Warns, if nothing was said about this before; `stacklevel` counts from the caller."""
+        if about not in self.warned:
+            self.warned.add(about)
+            warnings.warn(message, RuntimeWarning, stacklevel=stacklevel + 1)
+
+    def in_use(self, store: int) -> int:
+        """Rows in use, just read."""
+        return there(self.known[store])[0]
 
     def forget(self) -> None:
         """Forgets all but the size of batches."""
@@ -248,33 +261,27 @@ def _read(state: State, num_shards: int, shards: Shards) -> _Seen:
 
 
 def grow(
-    specs: Sequence[StoreSpec],
     tracker: GrowthTracker,
     state: State,
     coming: Coming,
     steps: int = 1,
-    shards: Shards = ONE_DEVICE,
     clock: Any = None,
     hand_over: evict_lib.HandOver | None = None,
-    *,
-    tables: Sequence[TableSpec],
 ) -> State:
     """Makes room for what is coming.
 
     Args:
-      specs: of the stores.
       tracker: of the state; changed.
       state: consumed, if it grows or loses rows.
       coming: until the next call.
       steps: until the next call, where the caller gave no batch.
-      shards: over which the stores are split.
       clock: of eviction; None: the state's step.
       hand_over: is given the rows that are evicted, before anything changes.
-      tables: all of them, in the order of the collection.
 
     Returns:
       The same state, or one with more slabs or fewer rows; the old one must not be used then.
     """
+    specs, shards = tracker.specs, tracker.shards
     num_shards, stores = specs[0].num_shards, range(len(specs))
     signature = _signature(state)
     if tracker.signature != signature:
@@ -311,30 +318,30 @@ def grow(
         tracker.under_way.clear()
         tracker.learn(seen, tracker.allowed)
         is_unplaced = any(seen.num_unplaced)
-        _warn_of_refusals(tracker, specs, capacities, tables, seen)
+        _warn_of_refusals(tracker, capacities, seen)
     while tracker.under_way and (is_due or is_any_short()):
         summary, allowed = tracker.under_way.popleft()
         seen = _Seen.of(np.asarray(summary).tolist(), len(specs), num_shards)
         tracker.learn(seen, allowed)
         is_unplaced |= any(seen.num_unplaced)
-        _warn_of_refusals(tracker, specs, capacities, tables, seen)
+        _warn_of_refusals(tracker, capacities, seen)
     if is_unplaced or is_any_short():
         seen = _read(state, num_shards, shards)
         tracker.num_waits += 1
         tracker.under_way.clear()
         tracker.learn(seen, tracker.allowed)
-        _warn_of_refusals(tracker, specs, capacities, tables, seen)
+        _warn_of_refusals(tracker, capacities, seen)
         short = [s for s in stores if is_short(s)]
-        needs = _counted(specs, tracker, state, coming, short, shards)
-        wanted = _rows_to_grow_to(specs, tracker, capacities, positions, needs, shards)
-        larger = _new_capacities(specs, state, wanted, shards)
+        needs = _count(tracker, state, coming, short)
+        wanted = _rows_to_grow_to(tracker, capacities, positions, needs)
+        larger = _new_capacities(tracker, state, wanted)
         crowded = [s for s in stores if is_crowded(s)]
         room = {s: WAITING_RESERVES * positions[s] for s in crowded}
         enlarge = _enlarging(specs, state, larger, [num > 0 for num in seen.num_unplaced], room, shards)
         full = [s for s in needs if specs[s].tables[0].eviction is not None and needs[s].is_beyond(specs[s])]
         if full:
             # Before anything changes: `hand_over` is the caller's, and may fail.
-            state = _evicted(specs, tracker, state, {s: needs[s] for s in full}, shards, clock, hand_over)
+            state = _evict(tracker, state, {s: needs[s] for s in full}, clock, hand_over)
         state = enlarge(state)
         for s in crowded:
             tracker.sightings[s] = admission.num_waiting(specs[s], state.stores[s], shards)
@@ -377,24 +384,17 @@ class _Need:
         return spec.max_capacity is not None and self.num_rows > spec.max_capacity
 
 
-def _counted(
-    specs: Sequence[StoreSpec],
-    tracker: GrowthTracker,
-    state: State,
-    coming: Coming,
-    short: Sequence[int],
-    shards: Shards,
-) -> dict[int, _Need]:
-    """What the stores need whose positions do not fit: counted on the device where batches were given (waits)."""
+def _count(tracker: GrowthTracker, state: State, coming: Coming, short: Sequence[int]) -> dict[int, _Need]:
+    """Finds what the stores need whose positions do not fit; counts on the device where batches were given (waits)."""
     counts = {}
     for s in short:
-        parts = [one.stores[s] for one in coming.features if one.stores[s].layouts]
+        parts = [features.stores[s] for features in coming.features if features.stores[s].layouts]
         if parts:
-            counts[s] = coming_lib.count(specs[s], state.stores[s], parts, state.partition_owners, shards)
+            spec, store = tracker.specs[s], state.stores[s]
+            counts[s] = coming_lib.count(spec, store, parts, state.partition_owners, tracker.shards)
     needs = {}
     for s in short:
-        in_use = tracker.known[s][0]  # pyright: ignore[reportOptionalSubscript]  # it was just read
-        needs[s] = _Need(coming.positions[s], in_use + coming.positions[s])
+        needs[s] = _Need(coming.positions[s], tracker.in_use(s) + coming.positions[s])
         if s in counts:
             numbers, is_used = counts[s]
             num_new, num_rows, num_used = np.asarray(numbers).tolist()
@@ -406,19 +406,14 @@ def _counted(
 
 
 def _rows_to_grow_to(
-    specs: Sequence[StoreSpec],
-    tracker: GrowthTracker,
-    capacities: Sequence[int],
-    positions: Sequence[int],
-    needs: dict[int, _Need],
-    shards: Shards,
+    tracker: GrowthTracker, capacities: Sequence[int], positions: Sequence[int], needs: dict[int, _Need]
 ) -> dict[int, int]:
     """Rows that shards need, of the stores that grow.
 
     A store whose keys were counted again and again, and had room each time, grows for their positions if there is
     memory: counting is a wait at every step.
     """
-    wanted, tired = {}, {}
+    wanted, tired, specs = {}, {}, tracker.specs
     for s, need in needs.items():
         spec = specs[s]
         if spec.max_capacity is not None and capacities[s] >= spec.max_capacity:
@@ -427,9 +422,8 @@ def _rows_to_grow_to(
         if tracker.num_counts[s] == 0:
             wanted[s] = need.num_rows
         elif tracker.num_counts[s] % MOST_COUNTS == 0:
-            in_use = tracker.known[s][0]  # pyright: ignore[reportOptionalSubscript]
-            tired[s] = in_use + positions[s]
-    free = agreed_free_bytes(shards) if tired else None
+            tired[s] = tracker.in_use(s) + positions[s]
+    free = agreed_free_bytes(tracker.shards) if tired else None
     for s, rows in tired.items():
         limit = min(specs[s].max_capacity or MAX_CAPACITY, MAX_CAPACITY)
         if free is None or (min(rows, limit) - capacities[s]) * row_bytes(specs[s]) <= free // 2:
@@ -459,32 +453,30 @@ def rows_kept(capacity: int, num_new: int, *, is_exact: bool = False) -> int:
     return max(0 if is_exact else capacity // 4, capacity - num_new - slack)
 
 
-def _evicted(
-    specs: Sequence[StoreSpec],
+def _evict(
     tracker: GrowthTracker,
     state: State,
     full: dict[int, _Need],
-    shards: Shards,
     clock: Any,
     hand_over: evict_lib.HandOver | None,
 ) -> State:
-    """The state without the rows that leave full stores by their policy.
-
-    Whatever `hand_over` raises, the state is as it was.
-    """
-    leaving = {s: evict_lib.Leaving(specs[s], specs[s].tables[0].eviction, None, shards, is_shared=False) for s in full}
+    """Takes rows out of full stores by their policy. Whatever `hand_over` raises, the state is as it was."""
+    specs, shards = tracker.specs, tracker.shards
+    leaving = {
+        s: evict_lib.Leaving(specs[s], there(specs[s].tables[0].eviction), None, shards, is_shared=False) for s in full
+    }
     kept, used = {}, {}
     for s, need in full.items():
         # By chance or by Bloom filter most of the keys that were counted may be kept out.
         by_chance = any(
-            one.admission is not None and not isinstance(one.admission, policies.AdmitByCount)
-            for one in specs[s].tables
+            table.admission is not None and not isinstance(table.admission, policies.AdmitByCount)
+            for table in specs[s].tables
         )
         is_exact = need.is_used is not None and not by_chance
         kept[s] = rows_kept(specs[s].max_capacity, need.num_new, is_exact=is_exact)
         if need.is_used is not None:
             used[s] = need.is_used
-    left = {s: min(there(tracker.known[s])[0], max(kept[s], need.num_used)) for s, need in full.items()}
+    left = {s: min(tracker.in_use(s), max(kept[s], need.num_used)) for s, need in full.items()}
     for s, need in full.items():
         # Before anything changes: a warning may be an error.
         if leaving[s].policy.has_score and left[s] + need.num_new > specs[s].max_capacity:
@@ -493,25 +485,22 @@ def _evicted(
     stores, _ = evict_lib.evict(leaving, state.stores, now, kept, hand_over, used)
     state = dataclasses.replace(state, stores=stores)
     tracker.num_evictions += len(full)
-    if all(one.policy.has_score for one in leaving.values()):
+    if all(rule.policy.has_score for rule in leaving.values()):
         for s in full:
             tracker.known[s] = left[s], tracker.allowed[s]
         return state
-    # How many have expired nobody knows before.
+    # How many have expired is known only now.
     tracker.learn(_read(state, specs[0].num_shards, shards), tracker.allowed)
     tracker.num_waits += 1
     for s, need in full.items():
-        in_use = there(tracker.known[s])[0]
+        in_use = tracker.in_use(s)
         if not leaving[s].policy.has_score and in_use + need.num_new > specs[s].max_capacity:
             _warn_of_shortage(tracker, specs[s], in_use, need)
     return state
 
 
 def _warn_of_shortage(tracker: GrowthTracker, spec: StoreSpec, in_use: int, need: _Need) -> None:
-    """Tells, once for a store, that eviction could not make room."""
-    if (about := f"shortage {_names(spec)}") in tracker.told:
-        return
-    tracker.told.add(about)
+    """Warns, once for a store, that eviction could not make room."""
     policy, of_shard = there(spec.tables[0].eviction), " of a shard" if spec.num_shards > 1 else ""
     new = f"{need.num_new} new keys coming" if need.is_used is not None else f"up to {need.num_new} keys coming"
     remedies = ["raise max_capacity", "take smaller batches (a smaller max_keys of the features)"]
@@ -519,30 +508,22 @@ def _warn_of_shortage(tracker: GrowthTracker, spec: StoreSpec, in_use: int, need
         remedies.append("pass the batch, so that only its new keys count: collection.grow(state, batch)")
     if not policy.has_score:
         remedies.append("let more rows expire, or use a policy with a score")
-    warnings.warn(
+    tracker.warn_once(
+        f"shortage {_names(spec)}",
         f"grow: store of tables {_names(spec)}: got {in_use} rows{of_shard} in use after eviction by {policy!r} and "
         f"{new}, wanted at most {spec.max_capacity} together (max_capacity{of_shard}); keys that find no room are "
         f"refused. Remedies: {'; '.join(remedies)}.",
-        RuntimeWarning,
         stacklevel=6,  # the caller of Collection.grow, behind its annotation
     )
 
 
-def _warn_of_refusals(
-    tracker: GrowthTracker,
-    specs: Sequence[StoreSpec],
-    capacities: Sequence[int],
-    tables: Sequence[TableSpec],
-    seen: _Seen,
-) -> None:
-    """Tells, once for a table, that keys were refused for want of room."""
-    if not any(seen.num_refused):
-        return
-    for name, num_refused in zip([one.name for one in tables], seen.num_refused, strict=True):
-        if not num_refused or (about := f"refused {name}") in tracker.told:
+def _warn_of_refusals(tracker: GrowthTracker, capacities: Sequence[int], seen: _Seen) -> None:
+    """Warns, once for a table, that keys were refused for want of room."""
+    specs = tracker.specs
+    for name, num_refused in zip([spec.name for spec in tracker.tables], seen.num_refused, strict=True):
+        if not num_refused:
             continue
-        tracker.told.add(about)
-        s = next(s for s, spec in enumerate(specs) if any(one.name == name for one in spec.tables))
+        s = next(s for s, store in enumerate(specs) if name in [spec.name for spec in store.tables])
         capacity, limit = specs[s].num_shards * capacities[s], specs[s].max_capacity
         if seen.num_unplaced[s]:
             remedy = "this call makes the index anew, in which they had found no entry"
@@ -552,17 +533,17 @@ def _warn_of_refusals(
             remedy = "raise max_capacity, or declare an eviction policy"
         else:
             remedy = "raise max_capacity, or take smaller batches (a smaller max_keys of the features)"
-        warnings.warn(
+        tracker.warn_once(
+            f"refused {name}",
             f'grow: table "{name}": got {num_refused} keys refused so far for want of room, wanted none (its store of '
             f"tables {_names(specs[s])} has a capacity of {capacity} rows); they learned nothing. "
             f"Remedy: {remedy}.",
-            RuntimeWarning,
             stacklevel=5,  # the caller of Collection.grow, behind its annotation
         )
 
 
 def _warn_of_copies(tracker: GrowthTracker, state: State) -> None:
-    """Tells, once, that steps copy the state: rows lie elsewhere after each.
+    """Warns, once, that steps copy the state: rows lie elsewhere after each.
 
     A donated state stays where it is (law 9). One that is not is right as well, but is copied in every step, and two of
     it are in memory. Nothing is waited for: while steps are under way nobody looks.
@@ -582,11 +563,11 @@ def _warn_of_copies(tracker: GrowthTracker, state: State) -> None:
     is_kept = old is not None and not old.is_deleted()
     tracker.num_copied = tracker.num_copied + 1 if tracker.place[1] != last[1] and not is_kept else 0
     if tracker.num_copied == COPIES:
-        warnings.warn(
+        tracker.warn_once(
+            "copies",
             f"grow: state: got a new copy of it after each of the last {COPIES} steps (its largest array has "
             f"{slab.nbytes} bytes), wanted one that is changed in place; donate the state to the step: "
             "jax.jit(step, donate_argnums=0).",
-            RuntimeWarning,
             stacklevel=5,  # the caller of Collection.grow, behind its annotation
         )
 
@@ -600,10 +581,10 @@ def next_capacity(spec: StoreSpec, capacity: int, needed: int, free: int | None)
     return wanted if fits else gentle
 
 
-def _new_capacities(specs: Sequence[StoreSpec], state: State, needed: dict[int, int], shards: Shards) -> dict[int, int]:
+def _new_capacities(tracker: GrowthTracker, state: State, needed: dict[int, int]) -> dict[int, int]:
     """What the shards of each store that is short grow to; refuses what will not fit before anything has changed."""
-    capacities = {}
-    free = agreed_free_bytes(shards) if needed else None
+    capacities, specs = {}, tracker.specs
+    free = agreed_free_bytes(tracker.shards) if needed else None
     for s, rows in needed.items():
         capacity, num_slabs = state.stores[s].capacity // specs[s].num_shards, len(state.stores[s].rows)
         capacities[s] = next_capacity(specs[s], capacity, rows, free)

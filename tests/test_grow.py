@@ -245,7 +245,7 @@ def test_lookups_without_growing_are_noticed():
 
 def test_rows_in_use_are_at_most_those_seen_and_those_that_steps_could_insert():
     """Counters that arrive late say what was so when they were asked for."""
-    tracker = grow.GrowthTracker.of(1)
+    tracker = programs.one_table(capacity=64).growth
     assert tracker.bound(0) is None
     tracker.allowed[0] = 10
     asked = list(tracker.allowed)
@@ -351,7 +351,7 @@ def test_keys_aimed_at_one_state_miss_another():
     for _ in range(2):
         state, stats = programs.learn(collection, jax.tree.map(jnp.copy, first), features, gradient=0.0)
         assert programs.total(stats, "num_unplaced") > 0
-        collection.growth.told.clear()  # each warning comes once
+        collection.growth.warned.clear()  # each warning comes once
         with pytest.warns(RuntimeWarning, match="this call makes the index anew"):
             state = collection.grow(state)
         salts.add(programs.index_of(collection, state)[1])
