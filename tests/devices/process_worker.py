@@ -1,4 +1,4 @@
-"""One of several processes of a training run; tests/test_processes.py starts them: `process_worker.py <job> <folder>`.
+"""One of several processes of a training run; test_processes.py starts them: `process_worker.py <job> <folder>`.
 
 The place of the process among the others comes from the environment: PORT, NUM_PROCESSES, PROCESS_ID and NUM_DEVICES
 (of this process). What it found out goes to `<folder>/<process>.npz`, and an error to its standard error.

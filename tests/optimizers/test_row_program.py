@@ -495,7 +495,7 @@ def test_example_of_the_module():
 
 
 def test_operations_are_those_of_the_header():
-    header = (pathlib.Path(__file__).parents[1] / "ffi/core/row_program.h").read_text()
+    header = (pathlib.Path(__file__).parents[2] / "ffi/core/row_program.h").read_text()
     names = re.search(r"enum RowOp : int \{(.*?)\};", header, re.S).group(1)
     names = re.findall(r"^\s*kRow(\w+)", re.sub(r"//.*", "", names), re.M)
     snake = [re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower() for name in names]

@@ -41,7 +41,7 @@ from jaxsok.serving import artifact, batching, calls, errors, fused, responses, 
 from jaxsok.serving import session as session_lib
 from jaxsok.serving.frozen import FrozenTable, SizedRecords, freeze_records
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
+ROOT = pathlib.Path(__file__).resolve().parents[2]
 JSON = {"Content-Type": "application/json"}
 TENSORS = {"Content-Type": "application/vnd.jaxsok.v1+safetensors"}
 LOOKUP, PREDICT = "/v1/models/ranker/lookup", "/v1/models/ranker/predict"
@@ -1420,7 +1420,7 @@ def ask_on(line, key):
 def test_connections_that_are_kept_alive_lose_no_request(drain_s):
     """SIGTERM among 32 of them: 16 ask without a pause, 16 were idle and ask once more; all are answered."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, str(ROOT / "tests/server_cases.py"), "0.05", str(drain_s)]
+    command = [sys.executable, str(ROOT / "tests/serving/server_cases.py"), "0.05", str(drain_s)]
     stopped = threading.Event()
 
     def busy(number, line):
@@ -1516,7 +1516,7 @@ def test_two_servers_cannot_have_one_port():
 def test_a_signal_ends_the_process_in_order():
     """SIGINT; SIGTERM is what ends the process in test_server_load.py."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, str(ROOT / "tests/server_cases.py"), "0.05"]
+    command = [sys.executable, str(ROOT / "tests/serving/server_cases.py"), "0.05"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
         try:
             address = process.stdout.readline().strip()

@@ -27,7 +27,7 @@ from jaxsok.inspection.counts import QUANTILES
 from jaxsok.inspection.kinds import KINDS
 from jaxsok.records import Records
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
+ROOT = pathlib.Path(__file__).resolve().parents[2]
 SGD = jaxsok.optim.sgd(0.1)
 
 # Reports -------------------------------------------------------------------------------------------------------------

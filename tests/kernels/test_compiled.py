@@ -570,11 +570,11 @@ def test_compiled_for_h200():
         pytest.skip(reason)
     if jax.default_backend() == "gpu":
         pytest.skip("this process holds a real GPU: the tests above compiled for it")
-    root = pathlib.Path(jaxsok.__file__).parents[1]
+    root, helpers = pathlib.Path(jaxsok.__file__).parents[1], pathlib.Path(programs.__file__).parent
     environment = {
         **os.environ,
         "JAX_PLATFORMS": "cpu",
-        "PYTHONPATH": os.pathsep.join([str(root), *filter(None, [os.environ.get("PYTHONPATH")])]),
+        "PYTHONPATH": os.pathsep.join([str(root), str(helpers), *filter(None, [os.environ.get("PYTHONPATH")])]),
         "XLA_FLAGS": "--xla_gpu_autotune_level=0",
     }
     done = subprocess.run(

@@ -14,7 +14,7 @@ import warnings
 
 import pytest
 
-ROOT = pathlib.Path(__file__).parent.parent
+ROOT = pathlib.Path(__file__).parents[2]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 # Ops that have kernels. An exchange is XLA's collective: it has a module and no kernel.
@@ -26,7 +26,7 @@ FILES_OF_A_NOUN = (
     "ffi/handlers/{}.cc",
     "jaxsok/kernels/{}.py",
     "jaxsok/{}.py",
-    "tests/test_{}.py",
+    "tests/core/test_{}.py",
     "benchmarks/bench_{}.py",
 )
 
@@ -247,8 +247,9 @@ def test_a_plugin_that_warns_does_not_end_the_run(tmp_path):
     (tmp_path / "warning_plugin.py").write_text(
         "import warnings\ndef pytest_configure(config):\n    warnings.warn('benchmarks are disabled')\n"
     )
+    collects = ["pytest", "-p", "warning_plugin", "--collect-only", "-q", "tests/project/test_architecture.py"]
     found = subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "warning_plugin", "--collect-only", "-q", "tests/test_architecture.py"],
+        [sys.executable, "-m", *collects],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])},
         capture_output=True,

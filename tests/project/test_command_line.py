@@ -9,7 +9,7 @@ import pytest
 
 from jaxsok import __main__ as command_line
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
+ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 
 def test_bench_gets_its_arguments_as_they_were_written(monkeypatch):

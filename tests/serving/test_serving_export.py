@@ -21,7 +21,7 @@ from jaxsok.serving import artifact, frozen, group, linen, nnx
 from jaxsok.serving.errors import RequestError, ServingError, UnknownTableError
 from jaxsok.serving.fused import LookupInput, lookup
 
-ROOT = pathlib.Path(__file__).resolve().parents[1]
+ROOT = pathlib.Path(__file__).resolve().parents[2]
 HERE = ["cuda" if jax.default_backend() == "gpu" else "cpu"]
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from jaxsok.kernels import library
 
-ROOT = pathlib.Path(__file__).parent.parent
+ROOT = pathlib.Path(__file__).parents[2]
 FAULTS = tomllib.loads((ROOT / "tests/faults.toml").read_text())["fault"]
 LAWS = {f"law {number}" for number in range(1, 15)}
 HANDLERS = {target.removeprefix("jaxsok_") for target, _ in library.TARGETS}

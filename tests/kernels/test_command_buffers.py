@@ -325,11 +325,11 @@ def compiled(marks):
     reason = test_compiled._missing_wheels()
     if reason is not None:
         pytest.skip(reason)
-    root = pathlib.Path(jaxsok.__file__).parents[1]
+    root, helpers = pathlib.Path(jaxsok.__file__).parents[1], pathlib.Path(programs.__file__).parent
     environment = {
         **os.environ,
         "JAX_PLATFORMS": "cpu",
-        "PYTHONPATH": os.pathsep.join([str(root), *filter(None, [os.environ.get("PYTHONPATH")])]),
+        "PYTHONPATH": os.pathsep.join([str(root), str(helpers), *filter(None, [os.environ.get("PYTHONPATH")])]),
         "XLA_FLAGS": "--xla_gpu_autotune_level=0",
     }
     command = [sys.executable, __file__, marks]

@@ -22,7 +22,7 @@ from jaxsok import grow, inspection, operations, processes, shards, store, types
 from jaxsok.interchange import columns, files, hps, npz, sok
 from jaxsok.kernels import library
 
-ROOT = pathlib.Path(__file__).resolve().parents[1]
+ROOT = pathlib.Path(__file__).resolve().parents[2]
 MODULES = sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob("jaxsok/**/*.py"))
 PAGES = ["README.md", *sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob("docs/**/*.md"))]
 ALL_MARKDOWN = sorted({*PAGES, "CHANGELOG.md", *(path.relative_to(ROOT).as_posix() for path in ROOT.glob("*/*.md"))})

@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 import server_cases as cases
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
+ROOT = pathlib.Path(__file__).resolve().parents[2]
 DIMS = {"user": 8, "item": 4}
 NUM_ROWS = 3000
 DEFAULT = -1.0

@@ -1,7 +1,7 @@
 """One contract suite over all targets, on the CPU and on CUDA: to the bit what kernel_cases.py says, and cpu = cuda.
 
-Each case is a script of calls on one store. Both back ends run it in one process, twice: `pytest tests/test_kernels.py
--k small` is a selection of quick cases that launches every kernel, for compute-sanitizer.
+Each case is a script of calls on one store. Both back ends run it in one process, twice. `pytest
+tests/kernels/test_kernels.py -k small` is a selection of quick cases that launches every kernel, for compute-sanitizer.
 """
 
 import dataclasses

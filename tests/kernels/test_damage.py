@@ -383,7 +383,7 @@ def test_arrays_of_another_shape_are_refused(kind, op, name, slices, message):
 # --------------------------------------------------------------------------------------------------------------
 # Under sanitizers
 
-SANITIZED = pathlib.Path(__file__).parents[1] / "build" / "sanitized"
+SANITIZED = pathlib.Path(__file__).parents[2] / "build" / "sanitized"
 RUN_SANITIZED = """
 import sys
 import pytest
@@ -399,7 +399,9 @@ sys.exit(pytest.main(sys.argv[2:], plugins=[Library()]))
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "tests", [["tests/test_damage.py"], ["tests/test_kernels.py", "-k", "contract and cpu and not large"]], ids=len
+    "tests",
+    [["tests/kernels/test_damage.py"], ["tests/kernels/test_kernels.py", "-k", "contract and cpu and not large"]],
+    ids=len,
 )
 def test_under_sanitizers(tests):
     """AddressSanitizer and UndefinedBehaviorSanitizer find nothing: `make test-slow` builds the library for it."""
@@ -422,6 +424,6 @@ def test_under_sanitizers(tests):
         "JAXSOK_SLOW": "0",
     }
     command = [sys.executable, "-c", RUN_SANITIZED, str(SANITIZED), "-q", "-p", "no:cacheprovider", *tests]
-    root = pathlib.Path(__file__).parents[1]
+    root = pathlib.Path(__file__).parents[2]
     done = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True, check=False)
     assert done.returncode == 0, (done.stdout + done.stderr)[-8000:]

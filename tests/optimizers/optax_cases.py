@@ -1,6 +1,6 @@
 """Every transformation that Optax makes, as a user would call it, and what `optim.lift` says of it.
 
-`PYTHONPATH=. python tests/optax_cases.py` writes the table of docs/optax.md anew.
+`PYTHONPATH=. python tests/optimizers/optax_cases.py` writes the table of docs/optax.md anew.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ import optax.contrib
 
 import jaxsok
 
-PAGE = pathlib.Path(__file__).parent.parent / "docs/optax.md"
+PAGE = pathlib.Path(__file__).parents[2] / "docs/optax.md"
 RATE = 0.05
 
 
@@ -252,8 +252,8 @@ def section():
     counts = [verdict(make).kind for calls in cases().values() for make in calls.values()]
     told = ", ".join(f"{counts.count(kind)} {kind}" for kind in ("exact", "row-wise variant", "refused"))
     head = (
-        f"Made by `tests/optax_cases.py` with Optax {optax.__version__}, from all that Optax offers: {told}. Third "
-        "column: the state of a row, (1) for one number in place of dim; why it is no exact lift.\n\n"
+        f"Made by `tests/optimizers/optax_cases.py` with Optax {optax.__version__}, from all that Optax offers: "
+        f"{told}. Third column: the state of a row, (1) for one number in place of dim; why it is no exact lift.\n\n"
         "| `optax.` | lifted | state of a row, or why not |\n|---|---|---|\n"
     )
     return f"{HEADING}\n\n{head}" + "\n".join(lines()) + "\n"

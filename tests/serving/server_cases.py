@@ -1,7 +1,7 @@
 """A session in memory, of which every answer can be foretold, and a server over it; for tests of the server alone.
 
-`python tests/server_cases.py SECONDS [DRAIN_S]` runs one as a process of its own: the versions of its tables rise
-meanwhile.
+`python tests/serving/server_cases.py SECONDS [DRAIN_S]` runs one as a process of its own: the versions of its tables
+rise meanwhile.
 """
 
 import contextlib

@@ -210,7 +210,7 @@ def test_table_of_the_page():
     """docs/optax.md has a line for everything that Optax makes; with another Optax, for what both have."""
     text, version = optax_cases.written()
     if version == optax.__version__:
-        assert text == optax_cases.section(), "run: PYTHONPATH=. python tests/optax_cases.py"
+        assert text == optax_cases.section(), "run: PYTHONPATH=. python tests/optimizers/optax_cases.py"
         return
     told = dict(re.findall(r"^\| `(.*?)` \| ([^|]*) \|", text, re.MULTILINE))
     found = dict(re.findall(r"^\| `(.*?)` \| ([^|]*) \|", "\n".join(optax_cases.lines()), re.MULTILINE))

@@ -18,7 +18,7 @@ import jaxsok
 
 DIM = 16
 KEYS = np.arange(4096, dtype=np.uint64) * np.uint64(2**33 + 3)
-GOLDEN = sorted((pathlib.Path(__file__).parent / "golden").glob("initial_rows_v*.json"))
+GOLDEN = sorted((pathlib.Path(__file__).parents[1] / "golden").glob("initial_rows_v*.json"))
 # Statistics of 65,536 numbers that are drawn once and for all: they pass or fail for ever, five sigma is generous.
 NUM = KEYS.size * DIM
 SIGMAS = 5
