@@ -1,6 +1,6 @@
 """Admission: who of the unseen keys gets a row, when, and what the others read; against dicts, on one and many devices.
 
-What the kernels do to the bit, counters of the filter and draws included, is in kernel_cases.py.
+What the kernels do to the bit, counters of the filter and draws included, is in kernel_model.py.
 """
 
 import collections
@@ -10,7 +10,7 @@ import functools
 import hypothesis
 import jax
 import jax.numpy as jnp
-import kernel_cases
+import kernel_model
 import numpy as np
 import oracle
 import programs
@@ -80,12 +80,12 @@ class Filtered:
     def see(self, uses):
         """As Counted's."""
         for key, num in uses.items():
-            for at in kernel_cases.bloom_counters(self.line, SEED_WORDS, key):
+            for at in kernel_model.bloom_counters(self.line, SEED_WORDS, key):
                 self.counters[at] = min(self.counters[at] + num, 255)
 
     def lets_in(self, key, step):
         """The least of a key's counters."""
-        return self.counters[kernel_cases.bloom_counters(self.line, SEED_WORDS, key)].min() >= self.num_sightings
+        return self.counters[kernel_model.bloom_counters(self.line, SEED_WORDS, key)].min() >= self.num_sightings
 
     def forget(self):
         """Counters are never taken back."""
@@ -102,7 +102,7 @@ class Drawn:
 
     def lets_in(self, key, step):
         """A draw for each key and step."""
-        return kernel_cases.is_drawn(self.line, SEED_WORDS, key, step)
+        return kernel_model.is_drawn(self.line, SEED_WORDS, key, step)
 
     def forget(self):
         """Nothing."""

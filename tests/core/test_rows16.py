@@ -1,7 +1,7 @@
 """Rows of 16 bits: read as floats, summed and stepped in float32, rounded once; the same bits wherever a row lives.
 
 What is judged to the bit is judged by NumPy float32 and `ml_dtypes`. The random bits themselves are judged by
-`kernel_cases.py` and `ffi/tests/core_test.cc`; here it is their statistics, and what they must not depend on.
+`kernel_model.py` and `ffi/tests/core_test.cc`; here it is their statistics, and what they must not depend on.
 """
 
 import functools

@@ -1,16 +1,23 @@
-"""One contract suite over all targets, on the CPU and on CUDA: to the bit what kernel_cases.py says, and cpu = cuda.
+"""One contract suite over all targets, on the CPU and on CUDA: to the bit what kernel_model.py says.
 
-Each case is a script of calls on one store. Both back ends run it in one process, twice. `pytest
-tests/kernels/test_kernels.py -k small` is a selection of quick cases that launches every kernel, for compute-sanitizer.
+Each case is a script of calls on one store (`cases_<noun>.py`), named after its function. Each back end runs it twice.
+`pytest tests/kernels/test_kernels.py -k small`: quick cases that launch every kernel, for compute-sanitizer.
 """
 
 import dataclasses
 import functools
 import itertools
 
+import cases_combine
+import cases_evict
+import cases_lookup
+import cases_plan
+import cases_table
+import cases_update
 import jax
 import jax.numpy as jnp
-import kernel_cases as cases
+import kernel_model
+import kernel_scripts
 import numpy as np
 import oracle
 import pytest
@@ -18,6 +25,8 @@ import pytest
 from jaxsok.kernels import combine, evict, library, lookup, plan, table, update
 from jaxsok.store import StoreState
 
+# Their scripts are in `kernel_scripts.CASES` once they are imported.
+CASES_OF_NOUNS = (cases_combine, cases_evict, cases_lookup, cases_plan, cases_table, cases_update)
 BACK_ENDS = ("cpu", pytest.param("cuda", marks=pytest.mark.gpu))
 
 
@@ -84,7 +93,9 @@ def _erase(s, x, initial):
 
 
 def _rebuild(s, x, num_buckets):
-    counters = jnp.concatenate([s.counters[: cases.SALT_LOW], x["salt"], s.counters[cases.SALT_HIGH + 1 :]])
+    counters = jnp.concatenate(
+        [s.counters[: kernel_model.SALT_LOW], x["salt"], s.counters[kernel_model.SALT_HIGH + 1 :]]
+    )
     index, counters = table.rebuild(counters, s.records, num_buckets)
     return {}, dataclasses.replace(s, index=index, counters=counters)
 
@@ -257,12 +268,12 @@ def flat(tree) -> dict[str, np.ndarray]:
 
 
 def state_arrays(state: StoreState) -> dict:
-    """A state as kernel_cases has it."""
+    """A state as the model has it."""
     names = ("index", "counters", "table_rows", "rows", "records", "states", "sightings", "bloom")
     return {name: getattr(state, name) for name in names}
 
 
-def run(script: cases.Script, back_end: str) -> list[dict[str, np.ndarray]]:
+def run(script: kernel_scripts.Script, back_end: str) -> list[dict[str, np.ndarray]]:
     """All outputs and states of a script, call by call."""
     device = jax.devices("cpu" if back_end == "cpu" else "gpu")[0]
     state = StoreState(**on(device, script.initial))
@@ -272,30 +283,6 @@ def run(script: cases.Script, back_end: str) -> list[dict[str, np.ndarray]]:
         outputs, state = call(state, on(device, step.inputs), static)
         results.append(flat({**outputs, "state": state_arrays(state)}))
     return results
-
-
-class Runs:
-    """One case; each back end runs it twice, and once for all tests."""
-
-    def __init__(self, build):
-        self.script = build()
-        self.results = {}
-
-    def of(self, back_end: str) -> tuple[list, list]:
-        """Two runs."""
-        if back_end not in self.results:
-            self.results[back_end] = (run(self.script, back_end), run(self.script, back_end))
-        return self.results[back_end]
-
-    def where(self, number: int) -> str:
-        """Which call a message is about."""
-        return f"call {number} of {len(self.script.steps)}, {self.script.steps[number].op}"
-
-
-@pytest.fixture(scope="module", params=[pytest.param(build, id=name) for name, build in cases.CASES.items()])
-def case(request):
-    """Module scope: all tests of a case run one after the other, then its arrays go."""
-    return Runs(request.param)
 
 
 # --------------------------------------------------------------------------------------------------------------
@@ -315,13 +302,13 @@ def comparable(result: dict[str, np.ndarray], *, probes: bool) -> dict[str, np.n
         if name in result:
             result[name] = entries(result[name])
     if not probes:
-        result["state.counters"] = np.delete(result["state.counters"], cases.LONGEST_PROBE)
+        result["state.counters"] = np.delete(result["state.counters"], kernel_model.LONGEST_PROBE)
     return result
 
 
 def is_float(array: np.ndarray) -> bool:
     """Of 32 or 16 bits."""
-    return array.dtype in (np.float32, cases.F16, cases.BF16)
+    return array.dtype in (np.float32, kernel_model.F16, kernel_model.BF16)
 
 
 def bits(array: np.ndarray) -> np.ndarray:
@@ -343,19 +330,21 @@ def walks(index: np.ndarray, counters: np.ndarray) -> np.ndarray:
     """How many buckets a walk visits to each entry in use, once it is sure that every walk arrives."""
     num_buckets = len(index)
     lines = index.reshape(num_buckets, 4, 4)
-    is_used = ~(lines[:, :, :2] == cases.EMPTY).all(axis=2)
+    is_used = ~(lines[:, :, :2] == kernel_model.EMPTY).all(axis=2)
     # A walk stops at the first empty entry: there is none before a used one of its bucket, nor in a bucket before.
     assert (is_used[:, :-1] | ~is_used[:, 1:]).all(), "an empty entry before one in use"
     num_full_before = np.zeros(num_buckets, np.int64)
-    for _ in range(cases.MAX_PROBES):
+    for _ in range(kernel_model.MAX_PROBES):
         is_full = is_used.all(axis=1)
         num_full_before = np.where(np.roll(is_full, 1), np.roll(num_full_before, 1) + 1, 0)
     buckets, places = np.nonzero(is_used)
     used = lines[buckets, places]
-    salt = int(counters[cases.SALT_LOW]) | int(counters[cases.SALT_HIGH]) << 32
-    homes = cases.home_buckets(cases.from_words(used[:, :2]), used[:, 3], salt, num_buckets).astype(np.int64)
+    salt = int(counters[kernel_model.SALT_LOW]) | int(counters[kernel_model.SALT_HIGH]) << 32
+    homes = kernel_model.home_buckets(kernel_model.from_words(used[:, :2]), used[:, 3], salt, num_buckets).astype(
+        np.int64
+    )
     distance = (buckets - homes) % num_buckets
-    assert (distance < cases.MAX_PROBES).all(), "an entry out of reach"
+    assert (distance < kernel_model.MAX_PROBES).all(), "an entry out of reach"
     assert (num_full_before[buckets] >= distance).all(), "an entry behind an empty one"
     return distance + 1
 
@@ -365,63 +354,38 @@ def walks(index: np.ndarray, counters: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize("back_end", BACK_ENDS)
-def test_contract(case, back_end):
-    """Every output and the whole state after each call: numbers of rows and floats to the bit."""
-    has_exact_probes = back_end == "cpu" or case.script.has_exact_probes
-    for number, (step, got) in enumerate(zip(case.script.steps, case.of(back_end)[0], strict=True)):
-        want = flat({**step.want, "state": step.state})
-        got, want = (comparable(result, probes=has_exact_probes) for result in (got, want))
-        assert_same_bits(got, want, case.where(number))
+@pytest.mark.parametrize("name", kernel_scripts.CASES)
+def test_contract(name, back_end):
+    """What `assert_contract` says, of each call of a case."""
+    script = kernel_scripts.CASES[name]()
+    has_exact_probes = back_end == "cpu" or script.has_exact_probes
+    for number, (step, *results) in enumerate(
+        zip(script.steps, *(run(script, back_end) for _ in range(2)), strict=True)
+    ):
+        what = f"call {number} of {len(script.steps)}, {step.op}"
+        assert_contract(step, *results, has_exact_probes=has_exact_probes, is_cpu=back_end == "cpu", what=what)
 
 
-@pytest.mark.parametrize("back_end", BACK_ENDS)
-def test_index(case, back_end):
-    """Whatever the order of its entries: every walk ends at its entry within the bound, and the longest is told."""
-    for number, result in enumerate(case.of(back_end)[0]):
-        index, counters = result["state.index"], result["state.counters"]
-        longest = max(walks(index, counters), default=0)
-        assert longest <= counters[cases.LONGEST_PROBE] <= cases.MAX_PROBES, case.where(number)
-        if "state.sightings.0" in result:
-            num_taken = len(walks(result["state.sightings.0"], counters))
-            assert num_taken == counters[cases.NUM_SIGHTINGS], case.where(number)
+def assert_contract(step, got, again, *, has_exact_probes, is_cpu, what):
+    """Every output and the whole state are the model's to the bit, so that CPU and CUDA are the same (law 10).
 
-
-@pytest.mark.parametrize("back_end", BACK_ENDS)
-def test_two_runs(case, back_end):
-    """Law 3: the same bits of outputs and of state."""
-    for number, (first, second) in enumerate(zip(*case.of(back_end), strict=True)):
-        first, second = (comparable(result, probes=back_end == "cpu") for result in (first, second))
-        assert_same_bits(second, first, case.where(number))
-
-
-@pytest.mark.gpu
-def test_cpu_is_cuda(case):
-    """Law 10: integers exactly, floats within rounding."""
-    for number, results in enumerate(zip(case.of("cpu")[0], case.of("cuda")[0], strict=True)):
-        cpu, cuda = (comparable(result, probes=case.script.has_exact_probes) for result in results)
-        for name, want in cpu.items():
-            what = f"{case.where(number)}: {name}"
-            if is_float(want):
-                # Bits are expected, and asserted below; a wrong row or a lost use is off by far more than this.
-                rtol = 1e-6 if want.dtype == np.float32 else 2.0**-7
-                close = functools.partial(np.testing.assert_allclose, rtol=rtol, atol=1e-6)
-                close(cuda[name].astype(np.float32), want.astype(np.float32), err_msg=what)
-            else:
-                np.testing.assert_array_equal(cuda[name], want, err_msg=what)
-
-
-@pytest.mark.gpu
-def test_cpu_is_cuda_to_the_bit(case):
-    """Law 10 with rounding zero: core/ fixes every order of summation, and no product is fused into a sum."""
-    for number, results in enumerate(zip(case.of("cpu")[0], case.of("cuda")[0], strict=True)):
-        cpu, cuda = (comparable(result, probes=case.script.has_exact_probes) for result in results)
-        assert_same_bits(cuda, cpu, case.where(number))
+    Every walk ends at its entry within the bound, and the longest is told. A second run gives the same bits (law 3).
+    """
+    want = flat({**step.want, "state": step.state})
+    assert_same_bits(*(comparable(result, probes=has_exact_probes) for result in (got, want)), what)
+    assert_same_bits(*(comparable(result, probes=is_cpu) for result in (again, got)), f"second run: {what}")
+    index, counters = got["state.index"], got["state.counters"]
+    longest = max(walks(index, counters), default=0)
+    assert longest <= counters[kernel_model.LONGEST_PROBE] <= kernel_model.MAX_PROBES, what
+    if "state.sightings.0" in got:
+        num_taken = len(walks(got["state.sightings.0"], counters))
+        assert num_taken == counters[kernel_model.NUM_SIGHTINGS], what
 
 
 def test_every_target_has_cases():
     """All targets are called, by the small selection already; a new one needs cases."""
     assert set(OPS) | JUDGED_ELSEWHERE == {target for target, _ in library.TARGETS}
-    called = {step.op for name, build in cases.CASES.items() if "small" in name for step in build().steps}
+    called = {step.op for name, build in kernel_scripts.CASES.items() if "small" in name for step in build().steps}
     assert called == set(_BY_NAME)
 
 
@@ -431,16 +395,16 @@ def test_home_bucket():
     keys = rng.integers(0, 2**64, 1000, np.uint64)
     tables = rng.integers(0, 2**24, 1000).astype(np.uint32)
     for salt, num_buckets in ((0, 1), (2**64 - 1, 12345), (77, 2**31 - 1)):
-        got = table.home_bucket(cases.words(keys), tables, salt=salt, num_buckets=num_buckets)
-        np.testing.assert_array_equal(got, cases.home_buckets(keys, tables, salt, num_buckets))
+        got = table.home_bucket(kernel_model.words(keys), tables, salt=salt, num_buckets=num_buckets)
+        np.testing.assert_array_equal(got, kernel_model.home_buckets(keys, tables, salt, num_buckets))
 
 
 @pytest.mark.parametrize("back_end", BACK_ENDS)
 def test_rebuild_under_a_salt_that_aims(back_end):
     """300 keys have one home under the new salt: 256 are found, the rest counted; a better salt brings them back."""
-    script = cases.Script(slabs=(5, 395), num_buckets=512, salt=1)
+    script = kernel_scripts.Script(slabs=(5, 395), num_buckets=512, salt=1)
     aimed = script.keys_of_homes([9], 300)
-    script.store = cases.Store(slabs=(5, 395), num_buckets=512, salt=2)
+    script.store = kernel_model.Store(slabs=(5, 395), num_buckets=512, salt=2)
     script.fill(aimed)
     script.find(aimed)
     script.rebuild(512, salt=1)
@@ -448,48 +412,48 @@ def test_rebuild_under_a_salt_that_aims(back_end):
     script.rebuild(512, salt=2)
     script.find(aimed)
     before, bad, found, _, again = run(script, back_end)
-    assert bad["state.counters"][cases.NUM_UNPLACED] == 300 - 256
-    assert bad["state.counters"][cases.LONGEST_PROBE] == cases.MAX_PROBES
-    is_found = found["row_ids"] != cases.NO_ROW
+    assert bad["state.counters"][kernel_model.NUM_UNPLACED] == 300 - 256
+    assert bad["state.counters"][kernel_model.LONGEST_PROBE] == kernel_model.MAX_PROBES
+    is_found = found["row_ids"] != kernel_model.NO_ROW
     assert is_found.sum() == 256
     np.testing.assert_array_equal(found["row_ids"][is_found], before["row_ids"][is_found])
     np.testing.assert_array_equal(again["row_ids"], before["row_ids"])
-    assert again["state.counters"][cases.NUM_UNPLACED] == 0
+    assert again["state.counters"][kernel_model.NUM_UNPLACED] == 0
 
 
 @pytest.mark.parametrize("back_end", BACK_ENDS)
 def test_rebuild_into_too_few_buckets(back_end):
     """As many rows as there are entries are found, the others counted; the longest walk is one that found a row."""
-    script = cases.Script(slabs=(5, 307), num_buckets=64)
+    script = kernel_scripts.Script(slabs=(5, 307), num_buckets=64)
     script.fill(np.arange(33))
     script.find(np.arange(33))
     script.rebuild(2)
     script.find(np.arange(33))
     before, small, found = run(script, back_end)
-    is_found = found["row_ids"] != cases.NO_ROW
+    is_found = found["row_ids"] != kernel_model.NO_ROW
     assert is_found.sum() == 8
     np.testing.assert_array_equal(found["row_ids"][is_found], before["row_ids"][is_found])
-    assert small["state.counters"][cases.NUM_UNPLACED] == 33 - 8
-    assert small["state.counters"][cases.LONGEST_PROBE] <= 2
+    assert small["state.counters"][kernel_model.NUM_UNPLACED] == 33 - 8
+    assert small["state.counters"][kernel_model.LONGEST_PROBE] <= 2
 
 
 # --------------------------------------------------------------------------------------------------------------
 # The model against the oracle: two meanings written by two people agree, so neither is judged by itself alone.
 
-COMBINERS = {cases.NONE: None, cases.SUM: "sum", cases.MEAN: "mean", cases.SQRTN: "sqrtn"}
+COMBINERS = {kernel_model.NONE: None, kernel_model.SUM: "sum", kernel_model.MEAN: "mean", kernel_model.SQRTN: "sqrtn"}
 OPTIMIZERS = {
-    cases.SGD: oracle.Sgd(),
-    cases.ADAGRAD: oracle.Adagrad(eps=1e-3),
-    cases.ROWWISE_ADAGRAD: oracle.RowwiseAdagrad(eps=1e-3),
-    cases.ADAM: oracle.Adam(0.9, 0.99, 1e-3),
+    kernel_model.SGD: oracle.Sgd(),
+    kernel_model.ADAGRAD: oracle.Adagrad(eps=1e-3),
+    kernel_model.ROWWISE_ADAGRAD: oracle.RowwiseAdagrad(eps=1e-3),
+    kernel_model.ADAM: oracle.Adam(0.9, 0.99, 1e-3),
 }
 ROW_GRADIENTS = ("sum", "mean", "sqrt")
-MEANT = ("bags-", "batch-few", "batch-keys", "dim-12", "small-batch", "small-update", "table-")
+MEANT = ("bags_", "batch_few_rows_left", "batch_kinds", "batch_dims-dim_12", "small_batch", "small_update", "table_")
 # The oracle has no index, so it knows no keys that find no entry.
-NOT_MEANT = ("table-index", "table-300", "table-320", "small-batch-crowded")
+NOT_MEANT = ("table_crowded_index", "table_aimed", "table_large", "small_batch_refusing-crowded")
 
 
-def factors_of(batch: cases.Batch) -> tuple[np.ndarray, np.ndarray]:
+def factors_of(batch: kernel_model.Batch) -> tuple[np.ndarray, np.ndarray]:
     """The oracle's factor of each position, and which bags' divisors are zero: their keys are not used."""
     factors, is_used = np.zeros(len(batch.keys)), np.full(len(batch.keys), True)
     for f, feature in enumerate(batch.features):
@@ -503,14 +467,14 @@ def factors_of(batch: cases.Batch) -> tuple[np.ndarray, np.ndarray]:
     return factors, is_used
 
 
-@pytest.mark.parametrize("name", [n for n in cases.CASES if n.startswith(MEANT) and not n.startswith(NOT_MEANT)])
+@pytest.mark.parametrize(
+    "name", [n for n in kernel_scripts.CASES if n.startswith(MEANT) and not n.startswith(NOT_MEANT)]
+)
 def test_the_model_agrees_with_the_oracle(name):
     """Row ids and counts; embeddings and steps within what float32 sums of 1,100 numbers of size one lose."""
-    script = cases.CASES[name]()
+    script = kernel_scripts.CASES[name]()
     close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4)
-    judge = (
-        store_of(script.store, script.initial) if name.startswith("table-") and name != "table-300000_keys" else None
-    )
+    judge = store_of(script.store, script.initial) if name.startswith("table_") else None
     for number, step in enumerate(script.steps):
         what = f"call {number}, {step.op}"
         if judge is not None and step.op in ("find", "find_or_insert", "erase"):
@@ -527,25 +491,25 @@ def test_the_model_agrees_with_the_oracle(name):
             assert_update_agrees(step, script.store, close)
 
 
-def store_of(store: cases.Store, state: dict) -> oracle.StoreOracle:
+def store_of(store: kernel_model.Store, state: dict) -> oracle.StoreOracle:
     """The oracle of a store in this state; its rows are not looked at."""
     tables = {t: oracle.TableOracle(str(t), lambda key: np.zeros(1)) for t in range(store.num_tables)}
     judge = oracle.StoreOracle(1, oracle.Sgd(), 1.0, store.capacity, tables)
     records = np.concatenate(state["records"])
-    judge.num_allocated = int(state["counters"][cases.NUM_ALLOCATED])
+    judge.num_allocated = int(state["counters"][kernel_model.NUM_ALLOCATED])
     for row_id, record in enumerate(records[: judge.num_allocated]):
-        key = int(cases.from_words(record[None, :2])[0])
-        assert key != cases.PADDING_KEY  # no script begins with freed rows
+        key = int(kernel_model.from_words(record[None, :2])[0])
+        assert key != kernel_model.PADDING_KEY  # no script begins with freed rows
         tables[int(record[2])].row_ids[key] = row_id
         judge.rows[row_id], judge.states[row_id] = np.zeros(1), []
     return judge
 
 
-def assert_table_agrees(step: cases.Step, judge: oracle.StoreOracle, what: str) -> None:
+def assert_table_agrees(step: kernel_scripts.Step, judge: oracle.StoreOracle, what: str) -> None:
     """find, find_or_insert or erase, key by key."""
-    keys, tables = cases.from_words(step.inputs["keys"]).tolist(), step.inputs["table_ids"].tolist()
+    keys, tables = kernel_model.from_words(step.inputs["keys"]).tolist(), step.inputs["table_ids"].tolist()
     pairs = [(t, key) for t, key in zip(tables, keys, strict=True)]
-    is_real = [key != cases.PADDING_KEY and t in judge.tables for t, key in pairs]
+    is_real = [key != kernel_model.PADDING_KEY and t in judge.tables for t, key in pairs]
     if step.op == "erase":
         of_table = {
             t: [key for (u, key), real in zip(pairs, is_real, strict=True) if real and u == t] for t in judge.tables
@@ -559,7 +523,7 @@ def assert_table_agrees(step: cases.Step, judge: oracle.StoreOracle, what: str) 
             row_id = judge.find(t, key)
         elif real:
             row_id, outcome = judge.find_or_insert(t, key)
-        row_ids.append(cases.NO_ROW if row_id is None else row_id)
+        row_ids.append(kernel_model.NO_ROW if row_id is None else row_id)
         if t in judge.tables:
             counts[t, oracle.COUNTS.index(f"num_{outcome}")] += 1
     np.testing.assert_array_equal(step.want["row_ids"], row_ids, err_msg=what)

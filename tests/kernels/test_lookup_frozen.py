@@ -1,4 +1,4 @@
-"""The frozen lookup's target: several stores in one call, rows of 8 bits too; to the bit what kernel_cases.py says.
+"""The frozen lookup's target: several stores in one call, rows of 8 bits too; to the bit what kernel_model.py says.
 
 The judge is the NumPy model of the kernels, which shares no code with them, over rows that are widened here:
 float32(number) * scale. On the CPU and on CUDA.
@@ -11,12 +11,12 @@ import hypothesis
 import jax
 import jax.export
 import jax.numpy as jnp
-import kernel_cases as cases
+import kernel_model
 import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import strategies as st
-from kernel_cases import BF16, F16, F32, MEAN, PADDING_KEY, SQRTN, SUM
+from kernel_model import BF16, F16, F32, MEAN, PADDING_KEY, SQRTN, SUM
 from strategies import CORNER_KEYS
 
 from jaxsok.kernels import lookup
@@ -37,7 +37,7 @@ SEED = np.array([11, 12], np.uint32)
 class Frozen:
     """A store, and what the model makes of it: its rows widened."""
 
-    model: cases.Store
+    model: kernel_model.Store
     rows: np.ndarray
     scales: np.ndarray | None
     keys: np.ndarray
@@ -57,12 +57,12 @@ def numbers_of(rng, dtype, shape) -> np.ndarray:
 
 def frozen_store(rng, dtype, dim, num_tables=2, num_keys=60) -> Frozen:
     """A store three quarters full, with corner keys; equal keys lie in several tables."""
-    pool = np.concatenate([cases.as_keys(CORNER_KEYS), rng.integers(0, 2**63, num_keys // 2, np.uint64)])
+    pool = np.concatenate([kernel_model.as_keys(CORNER_KEYS), rng.integers(0, 2**63, num_keys // 2, np.uint64)])
     keys, tables = np.meshgrid(pool, np.arange(num_tables))
     chosen = rng.permutation(keys.size)[:num_keys]
     keys, tables = keys.reshape(-1)[chosen], tables.reshape(-1)[chosen]
     is_quantized = dtype in (INT8, FP8)
-    model = cases.Store(
+    model = kernel_model.Store(
         slabs=(num_keys + 3,),
         dim=dim,
         num_tables=num_tables,
@@ -83,7 +83,7 @@ def some_keys(rng, frozen: Frozen, table: int, num: int) -> np.ndarray:
     """Keys of one table, of others, of none, and padding; some twice."""
     of_table = frozen.keys[frozen.tables == table]
     pools = (of_table if len(of_table) else frozen.keys, frozen.keys, rng.integers(2**62, 2**63, 8, np.uint64))
-    pools = (*pools, cases.as_keys([PADDING_KEY]))
+    pools = (*pools, kernel_model.as_keys([PADDING_KEY]))
     which = rng.choice(len(pools), num, p=[0.6, 0.15, 0.15, 0.1])
     return np.array([rng.choice(pools[w]) for w in which], np.uint64)
 
@@ -93,34 +93,34 @@ def weights_of(rng, num: int) -> np.ndarray:
     return (rng.integers(-2, 3, num) + rng.standard_normal(num) * rng.integers(0, 2, num)).astype(F32)
 
 
-def all_kinds(rng, frozen: Frozen, num_bags=9) -> cases.Batch:
+def all_kinds(rng, frozen: Frozen, num_bags=9) -> kernel_model.Batch:
     """Single keys, bags of one size and ragged ones, all combiners, weights; tables are read more than once."""
     draw, last = functools.partial(some_keys, rng, frozen), frozen.model.num_tables - 1
     num_ragged = 4 * num_bags
     offsets = np.sort(rng.integers(0, num_ragged + 1, num_bags + 1))
-    return cases.Batch(
-        cases.single(draw(0, num_bags), 0),
-        cases.fixed(draw(last, 3 * num_bags), last, SUM, 3),
-        cases.ragged(draw(0, num_ragged), 0, MEAN, offsets),
-        cases.single(draw(0, 5), 0),
-        cases.fixed(draw(last, 2 * num_bags), last, SQRTN, 2, weights_of(rng, 2 * num_bags)),
-        cases.ragged(draw(last, num_ragged), last, MEAN, offsets, weights_of(rng, num_ragged)),
-        cases.single(draw(last, num_bags), last, unknown_zeros=True),
-        cases.fixed(draw(0, 70), 0, SUM, 70, unknown_zeros=True),
+    return kernel_model.Batch(
+        kernel_model.single(draw(0, num_bags), 0),
+        kernel_model.fixed(draw(last, 3 * num_bags), last, SUM, 3),
+        kernel_model.ragged(draw(0, num_ragged), 0, MEAN, offsets),
+        kernel_model.single(draw(0, 5), 0),
+        kernel_model.fixed(draw(last, 2 * num_bags), last, SQRTN, 2, weights_of(rng, 2 * num_bags)),
+        kernel_model.ragged(draw(last, num_ragged), last, MEAN, offsets, weights_of(rng, num_ragged)),
+        kernel_model.single(draw(last, num_bags), last, unknown_zeros=True),
+        kernel_model.fixed(draw(0, 70), 0, SUM, 70, unknown_zeros=True),
     )
 
 
-def kinds_of(batch: cases.Batch) -> int:
+def kinds_of(batch: kernel_model.Batch) -> int:
     """FeatureKind in ffi/core/layout.h."""
     combiners = [f.combiner for f in batch.features]
-    return (1 if cases.NONE in combiners else 0) | (2 if any(combiners) else 0)
+    return (1 if kernel_model.NONE in combiners else 0) | (2 if any(combiners) else 0)
 
 
-def words_of(batch: cases.Batch) -> np.ndarray:
+def words_of(batch: kernel_model.Batch) -> np.ndarray:
     return np.array(batch.words(), np.int32).reshape(-1, 12)
 
 
-def operands(frozen: Frozen, batch: cases.Batch, embedding_dtype="float32", words=None) -> FrozenOperands:
+def operands(frozen: Frozen, batch: kernel_model.Batch, embedding_dtype="float32", words=None) -> FrozenOperands:
     """What the door takes, as NumPy arrays."""
     given = batch.operands()
     return FrozenOperands(
@@ -164,7 +164,7 @@ def assert_bits(got: np.ndarray, want: np.ndarray, what: str = "") -> None:
         raise AssertionError(f"{what}: equal numbers, other bits")
 
 
-def assert_as_model(given: list[tuple[Frozen, cases.Batch]], counts, embeddings) -> None:
+def assert_as_model(given: list[tuple[Frozen, kernel_model.Batch]], counts, embeddings) -> None:
     """What the model says, store by store."""
     want_counts = []
     for s, ((frozen, batch), got) in enumerate(zip(given, embeddings, strict=True)):
@@ -180,7 +180,7 @@ def assert_as_model(given: list[tuple[Frozen, cases.Batch]], counts, embeddings)
 
 
 @pytest.fixture(scope="module")
-def mixed() -> list[tuple[Frozen, cases.Batch]]:
+def mixed() -> list[tuple[Frozen, kernel_model.Batch]]:
     """Stores of all dtypes, twice each, of even and odd dims."""
     rng = np.random.default_rng(1)
     dims = {F32: (16, 7), BF16: (64, 5), F16: (1, 24), INT8: (128, 33), FP8: (20, 9)}
@@ -193,7 +193,7 @@ def test_mixed(mixed, back_end):
     """Ten stores of five dtypes in one call, with missing keys, padding, weights and all kinds of bags."""
     counts, embeddings = run([operands(*one) for one in mixed], back_end)
     assert_as_model(mixed, counts, embeddings)
-    assert (counts[:, [cases.FOUND, cases.MISSING, cases.PADDED]].sum(axis=0) > 0).all()
+    assert (counts[:, [kernel_model.FOUND, kernel_model.MISSING, kernel_model.PADDED]].sum(axis=0) > 0).all()
 
 
 @pytest.mark.parametrize("back_end", BACK_ENDS)
@@ -266,12 +266,14 @@ def test_dims(dims, back_end):
 @pytest.mark.parametrize("dtype", [INT8, FP8], ids=str)
 def test_all_codes(dtype, dim, back_end):
     """All 256 codes, in every place of a load, as single keys and in bags; NaN stays NaN."""
-    model = cases.Store(slabs=(256,), dim=dim, num_buckets=90, dtype=F32)
-    keys = cases.as_keys(range(256))
+    model = kernel_model.Store(slabs=(256,), dim=dim, num_buckets=90, dtype=F32)
+    keys = kernel_model.as_keys(range(256))
     model.find_or_insert(keys, np.zeros(256, np.int64), np.ones(256, bool))
     codes = (np.arange(256)[:, None] + np.arange(dim)).astype(np.uint8).view(dtype)
     store = Frozen(model, codes, np.ones(256, F32), keys, np.zeros(256, np.int64))
-    batch = cases.Batch(cases.single(keys), cases.fixed(keys, 0, SUM, 1), cases.fixed(keys, 0, SUM, 2))
+    batch = kernel_model.Batch(
+        kernel_model.single(keys), kernel_model.fixed(keys, 0, SUM, 1), kernel_model.fixed(keys, 0, SUM, 2)
+    )
     _, ((rows, sums, pairs),) = run([operands(store, batch)], back_end)
     want = codes.astype(F32)
     assert np.isnan(want).any() == (dtype == FP8)
@@ -284,12 +286,12 @@ def test_all_codes(dtype, dim, back_end):
 @pytest.mark.parametrize("back_end", BACK_ENDS)
 def test_one_rounding(back_end):
     """A number times its scale is rounded before a weight multiplies it: never weight times scale first."""
-    model = cases.Store(slabs=(4,), dim=4, num_buckets=16, dtype=F32)
-    keys = cases.as_keys([1])
+    model = kernel_model.Store(slabs=(4,), dim=4, num_buckets=16, dtype=F32)
+    keys = kernel_model.as_keys([1])
     model.find_or_insert(keys, np.zeros(1, np.int64), np.ones(1, bool))
     numbers, scales = np.full((4, 4), 113, np.int8), np.full(4, 1 / 3, F32)
     weights = np.random.default_rng(0).standard_normal(50).astype(F32)
-    batch = cases.Batch(cases.fixed(keys.repeat(50), 0, SUM, 1, weights))
+    batch = kernel_model.Batch(kernel_model.fixed(keys.repeat(50), 0, SUM, 1, weights))
     _, ((got,),) = run([operands(Frozen(model, numbers, scales, keys, np.zeros(1)), batch)], back_end)
     value = F32(113) * scales[0]
     want = weights * value
@@ -305,15 +307,15 @@ def test_default_is_not_rounded(back_end):
     stores = []
     for dtype in (INT8, FP8):
         store = frozen_store(rng, dtype, 6, num_tables=1)
-        store.model.tables[0, 2:5] = cases.CONSTANT, default.view(np.uint32), 0
+        store.model.tables[0, 2:5] = kernel_model.CONSTANT, default.view(np.uint32), 0
         stores.append(store)
-    missing = cases.as_keys([77, 78, 79])
-    batch = cases.Batch(cases.single(missing), cases.fixed(missing, 0, MEAN, 1))
+    missing = kernel_model.as_keys([77, 78, 79])
+    batch = kernel_model.Batch(kernel_model.single(missing), kernel_model.fixed(missing, 0, MEAN, 1))
     counts, embeddings = run([operands(store, batch) for store in stores], back_end)
     for of_store in embeddings:
         for one in of_store:
             assert_bits(one, np.full((3, 6), default))
-    np.testing.assert_array_equal(counts[:, cases.MISSING], [6, 6])
+    np.testing.assert_array_equal(counts[:, kernel_model.MISSING], [6, 6])
 
 
 @pytest.mark.parametrize("back_end", BACK_ENDS)
@@ -321,8 +323,8 @@ def test_hundred_tables(back_end):
     """100 tables of one store, a feature each, and a store beside it that nobody asks."""
     rng = np.random.default_rng(5)
     store, idle = frozen_store(rng, F32, 16, num_tables=100, num_keys=900), frozen_store(rng, INT8, 8)
-    batch = cases.Batch(*(cases.single(some_keys(rng, store, t, 13), t) for t in range(100)))
-    given = [(idle, cases.Batch()), (store, batch)]
+    batch = kernel_model.Batch(*(kernel_model.single(some_keys(rng, store, t, 13), t) for t in range(100)))
+    given = [(idle, kernel_model.Batch()), (store, batch)]
     counts, embeddings = run([operands(*one) for one in given], back_end)
     assert_as_model(given, counts, embeddings)
     assert not counts[:2].any() and (counts[2:].sum(axis=1) == 13).all()
@@ -335,12 +337,12 @@ def test_many_tiles(dtype, back_end):
     rng = np.random.default_rng(6)
     store = frozen_store(rng, dtype, 8)
     draw = functools.partial(some_keys, rng, store)
-    batch = cases.Batch(
-        cases.single(draw(0, 600), 0),
-        cases.fixed(draw(1, 1030), 1, SUM, 2),
-        cases.single(draw(1, 1), 1),
-        cases.ragged(draw(0, 900), 0, MEAN, np.sort(rng.integers(0, 901, 258))),
-        cases.single(draw(1, 256), 1),
+    batch = kernel_model.Batch(
+        kernel_model.single(draw(0, 600), 0),
+        kernel_model.fixed(draw(1, 1030), 1, SUM, 2),
+        kernel_model.single(draw(1, 1), 1),
+        kernel_model.ragged(draw(0, 900), 0, MEAN, np.sort(rng.integers(0, 901, 258))),
+        kernel_model.single(draw(1, 256), 1),
     )
     assert_as_model([(store, batch)], *run([operands(store, batch)], back_end))
 
@@ -353,20 +355,20 @@ def test_empty_features(dtype, has_tiles, back_end):
     rng = np.random.default_rng(7)
     store = frozen_store(rng, dtype, 12)
     draw, none = functools.partial(some_keys, rng, store), np.zeros(0, np.uint64)
-    batch = cases.Batch(
-        cases.single(none, 0),
-        cases.ragged(draw(0, 700), 0, SUM, [0]),  # keys without any bag: padding
-        cases.single(draw(1, 300), 1),
-        cases.single(none, 1),
-        cases.ragged(draw(1, 20), 1, MEAN, [5] * 8),  # empty bags
-        cases.fixed(none, 0, SUM, 3),
-        cases.ragged(draw(0, 900), 0, SUM, [300, 310, 310, 600]),
-        cases.single(none, 0),
-        cases.fixed(none, 1, SUM, 2),
+    batch = kernel_model.Batch(
+        kernel_model.single(none, 0),
+        kernel_model.ragged(draw(0, 700), 0, SUM, [0]),  # keys without any bag: padding
+        kernel_model.single(draw(1, 300), 1),
+        kernel_model.single(none, 1),
+        kernel_model.ragged(draw(1, 20), 1, MEAN, [5] * 8),  # empty bags
+        kernel_model.fixed(none, 0, SUM, 3),
+        kernel_model.ragged(draw(0, 900), 0, SUM, [300, 310, 310, 600]),
+        kernel_model.single(none, 0),
+        kernel_model.fixed(none, 1, SUM, 2),
     )
     words = words_of(batch)
     if has_tiles:
-        tiles = [max(1, -(-f.num_bags // cases.BAGS_PER_TILE)) for f in batch.features]
+        tiles = [max(1, -(-f.num_bags // kernel_model.BAGS_PER_TILE)) for f in batch.features]
         words[:, 9] = np.cumsum([0, *tiles])[:-1]
     counts, embeddings = run([operands(store, batch, words=words)], back_end)
     assert_as_model([(store, batch)], counts, embeddings)
@@ -377,8 +379,12 @@ def test_empty_batch(back_end):
     """No keys at all."""
     rng = np.random.default_rng(8)
     store, none = frozen_store(rng, INT8, 4), np.zeros(0, np.uint64)
-    for features in ((), (cases.single(none),), (cases.single(none, 1), cases.ragged(none, 0, SUM, [0, 0, 0]))):
-        given = [(store, cases.Batch(*features))]
+    for features in (
+        (),
+        (kernel_model.single(none),),
+        (kernel_model.single(none, 1), kernel_model.ragged(none, 0, SUM, [0, 0, 0])),
+    ):
+        given = [(store, kernel_model.Batch(*features))]
         assert_as_model(given, *run([operands(*one) for one in given], back_end))
 
 
@@ -396,7 +402,7 @@ def drawn_call(back_end: str):
     def call(batches, seed):
         given = []
         for store, batch in zip(stores, batches, strict=True):
-            one = operands(store, cases.Batch())
+            one = operands(store, kernel_model.Batch())
             shapes = [(6, 6), (6, 6), (4, 6)]
             given.append(dataclasses.replace(one, batch=batch, embedding_shapes=shapes, kinds=3))
         return lookup.lookup_frozen(given, seed)
@@ -414,15 +420,15 @@ def test_any_batch(back_end, data):
         key = st.sampled_from((*store.keys.tolist()[:12], 2**62 + 1, 2**62 + 2, PADDING_KEY))
 
         def draw(num, key=key):
-            return cases.as_keys(data.draw(st.lists(key, min_size=num, max_size=num)))
+            return kernel_model.as_keys(data.draw(st.lists(key, min_size=num, max_size=num)))
 
         table, combiner = st.integers(0, 1), st.sampled_from((SUM, MEAN, SQRTN))
         offsets = np.sort(data.draw(st.lists(st.integers(-1, 13), min_size=5, max_size=5)))
         weights = np.array(data.draw(st.lists(st.sampled_from((-1.5, 0.0, 0.3, 1.0)), min_size=12, max_size=12)), F32)
-        batch = cases.Batch(
-            cases.single(draw(6), data.draw(table)),
-            cases.fixed(draw(12), data.draw(table), data.draw(combiner), 2, np.abs(weights)),
-            cases.ragged(draw(12), data.draw(table), SUM, offsets, weights),
+        batch = kernel_model.Batch(
+            kernel_model.single(draw(6), data.draw(table)),
+            kernel_model.fixed(draw(12), data.draw(table), data.draw(combiner), 2, np.abs(weights)),
+            kernel_model.ragged(draw(12), data.draw(table), SUM, offsets, weights),
         )
         given.append((store, batch))
         parts = batch.operands()
@@ -439,7 +445,7 @@ def test_symbolic_batch():
     """One exported program serves batches of every size, for both platforms; features are worked out inside."""
     rng = np.random.default_rng(10)
     stores = [frozen_store(rng, dtype, 8, num_tables=2) for dtype in (BF16, INT8)]
-    held = [operands(store, cases.Batch()) for store in stores]
+    held = [operands(store, kernel_model.Batch()) for store in stores]
 
     def call(keys, bags, arrays):
         given = []
@@ -470,10 +476,10 @@ def test_symbolic_batch():
     served = jax.jit(jax.export.deserialize(exported.serialize()).call)
     for num, hotness in ((1, 1), (7, 3), (300, 2)):
         keys, bags = some_keys(rng, stores[0], 0, num), some_keys(rng, stores[1], 1, num * hotness)
-        batch = cases.Batch(cases.single(keys, 0), cases.fixed(bags, 1, MEAN, hotness))
+        batch = kernel_model.Batch(kernel_model.single(keys, 0), kernel_model.fixed(bags, 1, MEAN, hotness))
         given = [(store, batch) for store in stores]
-        words = cases.words(bags).reshape(num, hotness, 2)
-        counts, embeddings = served(*jax.device_put((cases.words(keys), words, arrays)))
+        words = kernel_model.words(bags).reshape(num, hotness, 2)
+        counts, embeddings = served(*jax.device_put((kernel_model.words(keys), words, arrays)))
         assert_as_model(given, np.asarray(counts), [[np.asarray(one) for one in s] for s in embeddings])
 
 
@@ -486,7 +492,7 @@ def one_store() -> tuple[FrozenOperands, FrozenOperands]:
     """Float rows, and rows of 8 bits."""
     rng = np.random.default_rng(11)
     floats, quantized = (frozen_store(rng, dtype, 4) for dtype in (BF16, INT8))
-    batch = cases.Batch(cases.single(some_keys(rng, floats, 0, 5)))
+    batch = kernel_model.Batch(kernel_model.single(some_keys(rng, floats, 0, 5)))
     return operands(floats, batch), operands(quantized, batch)
 
 
@@ -542,7 +548,7 @@ def test_lookups_stay_within_the_bound(dtype, back_end):
     rows = (rng.standard_normal(store.rows.shape) * np.exp(rng.uniform(-9, 9, (len(store.rows), 1)))).astype(F32)
     numbers, scales = quantize.quantized(rows, dtype)
     frozen = dataclasses.replace(store, rows=numbers, scales=scales)
-    batch = cases.Batch(cases.single(store.keys))
+    batch = kernel_model.Batch(kernel_model.single(store.keys))
     _, ((got,),) = run([operands(frozen, batch)], back_end)
     ids = store.model.find(store.keys, store.tables)
     assert_bits(got, quantize.dequantized(numbers, scales)[ids])
