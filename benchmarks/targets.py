@@ -353,7 +353,7 @@ TARGETS: tuple[Target, ...] = (
         "copies of a table in a step, host synchronisations of its kernels",
         0.0,
         lambda found: None,
-        tested_by="`tests/test_compiled.py`, `tests/test_architecture.py`",
+        tested_by="`tests/kernels/test_compiled.py`, `tests/project/test_architecture.py`",
     ),
     Target("widths that are no multiple of 4, worst GB/s over those of the next", 0.75, _odd_dims),
     *(Target(f"rows of {dim} floats, GB/s over those of 256, the worst", 0.95, _wide_dims(dim)) for dim in (512, 1024)),

@@ -12,7 +12,8 @@ unset PYTHONPATH
 root=$PWD/build/matrix
 work=$root/checkout
 # What every other part stands on, and what runs the kernels of the wheel against the meaning of each op.
-core=(tests/test_{collection,combine,command_line,evict,grow,kernels,laws,lookup,machine,plan,table,tickets,update}.py)
+core=(tests/core/test_{collection,combine,evict,grow,laws,lookup,machine,plan,table,tickets,update}.py)
+core+=(tests/kernels/test_kernels.py tests/project/test_command_line.py)
 arguments=("$@")
 [[ $# -gt 0 ]] || arguments=("${core[@]}")
 

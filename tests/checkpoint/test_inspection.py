@@ -1,0 +1,640 @@
+"""Inspection: reports against NumPy, kinds told by content, declarations from files, pictures, the two commands."""
+
+import itertools
+import json
+import math
+import pathlib
+import re
+import struct
+import subprocess
+import sys
+import tomllib
+import weakref
+
+import jax
+import ml_dtypes
+import numpy as np
+import programs
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import jaxsok
+from jaxsok import __main__ as command_line
+from jaxsok import inspection
+from jaxsok.inspection import counts, pictures
+from jaxsok.inspection.counts import QUANTILES
+from jaxsok.inspection.kinds import KINDS
+from jaxsok.records import Records
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+SGD = jaxsok.optim.sgd(0.1)
+
+# Reports -------------------------------------------------------------------------------------------------------------
+
+
+def drawn(seed, num_rows, dim=3, dtype=np.float32, most=2**32):
+    """Records of a seed, with zeros and rows that are not finite among them."""
+    draw = np.random.default_rng(seed)
+    rows = (draw.normal(size=(num_rows, dim)) * np.exp(3 * draw.normal(size=(num_rows, 1)))).astype(dtype)
+    rows[draw.random(num_rows) < 0.1] = 0
+    rows[draw.random(num_rows) < 0.05, 0] = np.inf
+    rows[draw.random(num_rows) < 0.05, -1] = np.nan
+    keys = draw.permutation(np.arange(num_rows, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(seed))
+    state = {"m": np.abs(draw.normal(size=(num_rows, dim))).astype(np.float32), "v": np.ones((num_rows, 1), np.float32)}
+    sizes = np.exp(draw.uniform(0, math.log(most), num_rows))
+    frequency = np.minimum(sizes, most - 1).astype(np.uint32) * (draw.random(num_rows) > 0.1)
+    return Records(keys, rows, state, draw.integers(0, most, num_rows).astype(np.uint32), frequency.astype(np.uint32))
+
+
+def split(records, places):
+    """The same in several chunks, some of them empty."""
+    edges = [0, *sorted(place % (records.num_rows + 1) for place in places), records.num_rows]
+    return [records.take(slice(a, b)) for a, b in itertools.pairwise(edges)]
+
+
+def check_norms(found, rows):
+    """Norms in float64, their quantiles as NumPy defines them."""
+    norms = np.linalg.norm(rows.astype(np.float64), axis=1)
+    finite = norms[np.isfinite(norms)]
+    assert found.dim == rows.shape[1]
+    assert found.num_nonfinite == norms.size - finite.size and found.num_zero == (finite == 0).sum()
+    if not finite.size:
+        assert math.isnan(found.min) and math.isnan(found.max) and not found.bins
+        return
+    assert found.min == pytest.approx(finite.min(), rel=1e-12) and found.max == pytest.approx(finite.max(), rel=1e-12)
+    assert list(found.quantiles) == list(QUANTILES)
+    for share, value in found.quantiles.items():
+        exact = np.quantile(finite, share, method="inverted_cdf")
+        assert value == pytest.approx(exact, rel=0.006, abs=0), share
+    above = finite[finite > 0]
+    assert sum(one.num for one in found.bins) == above.size and len(found.bins) <= 16
+    for low, high, num in found.bins:
+        # A norm on an edge may fall to either side.
+        least = ((above >= low * (1 + 1e-9)) & (above < high * (1 - 1e-9))).sum()
+        most = ((above >= low * (1 - 1e-9)) & (above < high * (1 + 1e-9))).sum()
+        assert least <= num <= most
+    assert all(a.high == b.low for a, b in itertools.pairwise(found.bins))
+
+
+def octaves(values):
+    """How many are in [0, 1), [1, 2), [2, 4), ..., by bit length."""
+    lengths = [int(value).bit_length() for value in values]
+    return {(0, 1) if n == 0 else (2 ** (n - 1), 2**n): lengths.count(n) for n in set(lengths)}
+
+
+def filled(bins):
+    """The bins that have anything."""
+    return {(one.low, one.high): one.num for one in bins if one.num}
+
+
+@given(
+    st.integers(0, 2**32 - 1),
+    st.integers(0, 200),
+    st.lists(st.integers(0, 2**16), max_size=4),
+    st.sampled_from([100, 2**16, 2**20, 2**32]),
+)
+def test_a_report_is_what_numpy_says(seed, num_rows, places, most):
+    """Of any number of rows, in any chunks."""
+    records = drawn(seed, num_rows, most=most)
+    found = inspection.report(split(records, places), name="user")
+    assert (found.name, found.num_rows, found.dim, found.dtype) == ("user", num_rows, 3, "float32")
+    assert found.num_bytes == num_rows * (8 + 12 + 16 + 8)
+    if num_rows:
+        signed = [int(key) - 2**64 if key >= 2**63 else int(key) for key in records.keys]
+        assert (found.min_key, found.max_key) == (min(map(int, records.keys)), max(map(int, records.keys)))
+        assert (found.min_signed_key, found.max_signed_key) == (min(signed), max(signed))
+        assert found.num_negative == sum(key < 0 for key in signed)
+    check_norms(found.norms, records.rows)
+    assert list(found.states) == ["m", "v"]
+    for name, norms in found.states.items():
+        check_norms(norms, records.state[name])
+
+    uses = [int(one) for one in records.frequency]
+    assert found.uses.num_uses == sum(uses) and found.uses.num_unused == uses.count(0)
+    assert filled(found.uses.bins) == octaves(uses)
+    if sum(uses):
+        top = sorted(uses, reverse=True)[: math.ceil(num_rows * 0.01)]
+        assert found.uses.share_of_top == pytest.approx(sum(top) / sum(uses), rel=1e-3)
+    else:
+        assert math.isnan(found.uses.share_of_top)
+
+    steps = [int(one) for one in records.last_step]
+    if steps:
+        assert (found.ages.first_step, found.ages.last_step, found.ages.clock) == (min(steps), max(steps), max(steps))
+        width = found.ages.resolution
+        assert width & (width - 1) == 0 and max(steps) < 2**16 * width and (width == 1 or max(steps) >= 2**15 * width)
+        ages = [max(0, max(steps) - (step // width * width + width - 1)) for step in steps]
+        assert filled(found.ages.bins) == octaves(ages)
+
+
+def test_ages_are_counted_from_the_clock():
+    """The step of a file, which may lie behind the last use, or ahead of a user's own clock."""
+    records = Records(np.arange(4, dtype=np.uint64), np.ones((4, 1), np.float32), last_step=np.uint32([3, 9, 10, 12]))
+    ages = inspection.report([records], clock=11).ages
+    assert ages.clock == 11 and filled(ages.bins) == {(0, 1): 1, (1, 2): 1, (2, 4): 1, (8, 16): 1}
+    assert inspection.report([records]).ages.clock == 12
+
+
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float64])
+def test_rows_of_other_dtypes(dtype):
+    """Norms are taken in float64, where no square of a finite number is lost."""
+    records = drawn(5, 300, dim=7, dtype=dtype)
+    found = inspection.report([records])
+    assert found.dtype == np.dtype(dtype).name
+    check_norms(found.norms, records.rows)
+
+
+def test_very_large_and_very_small_rows_are_finite():
+    """Squares of float32 would be infinite, or zero."""
+    rows = np.float32([[3e38, 3e38], [1e-45, 0], [1e-30, 1e-30]])
+    found = inspection.report([Records(np.arange(3, dtype=np.uint64), rows)])
+    assert found.norms.num_nonfinite == 0 and found.norms.num_zero == 0
+    check_norms(found.norms, rows)
+
+
+def test_only_what_every_chunk_has_is_told():
+    """Statistics or state of a part of the rows would be taken for that of all."""
+    whole = drawn(1, 20)
+    part = Records(whole.keys, whole.rows, {"m": whole.state["m"]})
+    found = inspection.report([whole, part])
+    assert list(found.states) == ["m"] and found.uses is None and found.ages is None
+    assert found.num_rows == 40
+
+
+def test_chunks_of_unlike_tables_are_refused():
+    """Two dims, or two dtypes."""
+    for other in (drawn(1, 5, dim=4), drawn(1, 5, dtype=np.float16)):
+        with pytest.raises(ValueError, match=r'table "user": .* wanted one dim and dtype'):
+            inspection.report([drawn(1, 5), other], name="user")
+
+
+def test_nothing_at_all():
+    """No chunk, or no row."""
+    for chunks in ([], [drawn(1, 0)]):
+        found = inspection.report(chunks, name="user")
+        assert found.num_rows == 0 and "0 rows" in str(found)
+        assert json.loads(json.dumps(found.to_json(), allow_nan=False))["norms"]["min"] is None
+
+
+def test_chunks_are_let_go():
+    """One pass: no chunk is alive when the next but one is made."""
+    seen = []
+
+    def chunks():
+        for seed in range(20):
+            assert sum(one() is not None for one in seen) <= 1
+            chunk = drawn(seed, 50)
+            seen.append(weakref.ref(chunk))
+            yield chunk
+
+    assert inspection.report(chunks()).num_rows == 1000
+
+
+def test_text_and_json_tell_the_same():
+    """What is printed stands in the numbers."""
+    records = drawn(3, 500, most=1000)
+    found = inspection.report([records], name="user")
+    text, data = str(found), json.loads(json.dumps(found.to_json(), allow_nan=False))
+    assert 'table "user": 500 rows of 3 float32, state m (3), v (1)' in text
+    assert f"{found.num_negative:,} negative" in text
+    assert f"{found.norms.num_nonfinite}" in text and f"{found.uses.share_of_top:.1%}" in text
+    assert data["num_rows"] == 500 and data["norms"]["quantiles"]["0.5"] == found.norms.quantiles[0.5]
+    assert sum(one["num"] for one in data["uses"]["bins"]) == 500
+    longest = max(found.uses.bins, key=lambda one: one.num)
+    bars = {line.split()[-2]: line.count("#") for line in text.splitlines() if line.endswith("#")}
+    assert bars[f"{longest.num:,}"] == 40
+
+
+def test_a_table_of_a_collection():
+    """An export of a trained table, as records."""
+    collection = programs.one_table(optimizer=jaxsok.optim.adagrad(0.1), capacity=64)
+    state, _ = programs.learn(collection, collection.init(seed=0), programs.batch(collection, user=np.arange(20)))
+    table = collection.export_table(state, "user")
+    found = inspection.report([Records(table["keys"], table["rows"], table["state"])], name="user")
+    assert found.num_rows == 20 and (found.min_key, found.max_key) == (0, 19)
+    check_norms(found.norms, table["rows"])
+    check_norms(found.states["accumulator"], table["state"]["accumulator"])
+
+
+# Pictures ------------------------------------------------------------------------------------------------------------
+
+MAGIC = {".png": b"\x89PNG", ".svg": b"<?xml", ".pdf": b"%PDF"}
+
+
+@pytest.mark.parametrize("end", MAGIC)
+def test_reports_are_drawn(tmp_path, end):
+    """Tables with all histograms, with some, and without rows."""
+    pytest.importorskip("matplotlib")
+    bare = Records(np.arange(3, dtype=np.uint64), np.zeros((3, 2), np.float32))
+    reports = [inspection.report([records]) for records in (drawn(1, 100), bare, drawn(1, 0))]
+    inspection.draw_reports(reports, tmp_path / f"tables{end}")
+    assert (tmp_path / f"tables{end}").read_bytes().startswith(MAGIC[end])
+
+
+def test_pictures_have_what_was_counted(tmp_path, monkeypatch):
+    """The heights of the bars are the numbers of rows, the lengths those of bytes."""
+    figure_of = pytest.importorskip("matplotlib.figure").Figure
+    figures = []
+    monkeypatch.setattr(figure_of, "savefig", lambda figure, path: figures.append(figure))
+    found = inspection.report([drawn(1, 100)], name="user")
+    inspection.draw_reports([found], tmp_path / "a.png")
+    panels = figures[0].axes
+    assert len(panels) == 5 and "user: 100 rows" in panels[0].get_title(loc="left")
+    for axes, bins in zip(
+        panels,
+        (found.norms.bins, found.states["m"].bins, found.states["v"].bins, found.uses.bins, found.ages.bins),
+        strict=True,
+    ):
+        assert [bar.get_height() for bar in axes.patches] == [one.num for one in bins]
+    estimate = jaxsok.memory_estimate([jaxsok.TableSpec("user", 64, SGD, capacity=2**20)])
+    inspection.draw_estimate(estimate, tmp_path / "b.png")
+    (axes,) = figures[1].axes
+    parts = [size for size in estimate.stores[0].state.values() if size]
+    assert sorted(bar.get_width() * 2**20 for bar in axes.patches) == pytest.approx(sorted(parts))
+    assert axes.get_xlabel() == "MiB"
+
+
+NUMBERS = np.random.default_rng(0)
+RANGES = {
+    "one value": np.full(10, 0.25),
+    "a quarter": NUMBERS.uniform(0.9, 1.1, 100),
+    "a third": NUMBERS.uniform(0.1, 0.3, 1000),
+    "small and a few": NUMBERS.uniform(1.1e-7, 1.9e-7, 1000),
+    "small": NUMBERS.uniform(1.1e-7, 3e-7, 1000),
+    "one decade and a half": 10 ** NUMBERS.uniform(-0.7, 0.8, 1000),
+    "two decades": 10 ** NUMBERS.uniform(-1, 1, 1000),
+    "eight decades": 10 ** NUMBERS.uniform(-6, 2, 1000),
+}
+
+
+@pytest.mark.parametrize("name", RANGES)
+def test_ticks_of_a_picture_do_not_overlap(tmp_path, name):
+    """Whatever the range: at least two ticks have a name, and no name lies on another."""
+    pytest.importorskip("matplotlib")
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    figure = pictures._figure((3 * 3.4, 2.6))  # as of a table with three panels
+    one = counts.Magnitudes()
+    one.add(RANGES[name])
+    all_axes = figure.subplots(1, 3)
+    for axes in all_axes:
+        pictures._bars(axes, one.bins(), "black")
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()
+    low, high = all_axes[0].get_xlim()
+    ticks = [*all_axes[0].xaxis.get_major_ticks(), *all_axes[0].xaxis.get_minor_ticks()]
+    shown = [tick.label1 for tick in ticks if low <= tick.get_loc() <= high and tick.label1.get_text()]
+    boxes = sorted((label.get_window_extent(canvas.get_renderer()) for label in shown), key=lambda box: box.x0)
+    assert len(boxes) >= 2
+    assert all(left.x1 < right.x0 for left, right in itertools.pairwise(boxes))
+
+
+def test_without_matplotlib_a_picture_is_refused(tmp_path, monkeypatch):
+    """With what to install."""
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ImportError, match="pip install matplotlib"):
+        inspection.draw_reports([inspection.report([drawn(1, 5)])], tmp_path / "a.png")
+
+
+# Kinds of files ------------------------------------------------------------------------------------------------------
+
+
+def write_hps(folder, records):
+    """As HugeCTR's parameter server has it."""
+    folder.mkdir(parents=True)
+    records.keys.astype("<u8").tofile(folder / "key")
+    records.rows.astype("<f4").tofile(folder / "emb_vector")
+
+
+def write_sok(folder, table, records, name=""):
+    """As SparseOperationKit has it, with names in the headers or without."""
+    folder.mkdir(parents=True, exist_ok=True)
+
+    def put(end, holds, slot, dtype, array):
+        header = (
+            name.rjust(256).encode() + struct.pack(">I", holds) + slot.rjust(32).encode() + struct.pack(">I", dtype)
+        )
+        assert len(header) == 296
+        (folder / f"{table}-{end}").write_bytes(header + array.tobytes())
+
+    put("key", 0, "", 1, records.keys.view(np.int64))
+    put("weight", 1, "", 5, records.rows)
+    for slot, array in records.state.items():
+        put(f"Adam-{slot}", 2, slot, 5, array)
+
+
+def plain(num_rows=40, **fields):
+    """Finite records."""
+    keys = np.arange(num_rows, dtype=np.uint64) * np.uint64(3) + np.uint64(5)
+    rows = np.random.default_rng(0).normal(size=(num_rows, 4)).astype(np.float32)
+    return Records(keys, rows, **fields)
+
+
+def kind_of(path):
+    """Which line of the registry a path has; at most one."""
+    found = [kind.name for kind in KINDS if kind.recognises(path)]
+    assert len(found) <= 1
+    return found[0] if found else None
+
+
+def test_kinds_are_told_by_content(tmp_path):
+    """Whatever the names end with; each is of one kind."""
+    write_hps(tmp_path / "hps", plain())
+    write_sok(tmp_path / "sok", "user_0", plain())
+    np.savez(tmp_path / "npz", keys=plain().keys)
+    (tmp_path / "arrow.txt").write_bytes(b"ARROW1\0\0...")
+    (tmp_path / "parquet").write_bytes(b"PAR1...")
+    export = tmp_path / "export"
+    export.mkdir()
+    (export / "manifest.json").write_text('{"format": "jaxsok tables"}')
+    (tmp_path / "root" / "3" / "tables").mkdir(parents=True)
+    (tmp_path / "root" / "3" / "tables" / "manifest.json").write_text('{"format": "jaxsok tables"}')
+    wanted = {
+        "hps": "HPS",
+        "sok": "SOK",
+        "npz.npz": "npz",
+        "arrow.txt": "Arrow",
+        "parquet": "Parquet",
+        "export": "jaxsok",
+        "root": "jaxsok",
+        "root/3": "jaxsok",
+        "root/3/tables": "jaxsok",
+    }
+    assert {name: kind_of(tmp_path / name) for name in wanted} == wanted
+
+
+@pytest.mark.parametrize("name", ["nothing", "empty", "text", "folder", "keys alone", "other manifest"])
+def test_what_is_of_no_kind_is_refused(tmp_path, name):
+    """The message says what is there, and all that could be."""
+    path = tmp_path / name
+    if name == "text":
+        path.write_text("hello, world")
+    elif name != "nothing":
+        path.mkdir()
+    if name == "folder":
+        (path / "notes.md").write_text("x")
+    if name == "keys alone":
+        (path / "key").write_bytes(b"12345678")
+        (path / "user-key").write_bytes(b"12345678")
+    if name == "other manifest":
+        (path / "manifest.json").write_text('{"format": "something else"}')
+    with pytest.raises((FileNotFoundError, ValueError)) as error:
+        inspection.inspect(path)
+    got = {"nothing": "no such file", "empty": "empty folder", "text": "b'hello, w'", "folder": "notes.md"}
+    for part in (str(path), got.get(name, "a folder of"), "HPS", "SOK", "Parquet", "Arrow", ".npz", "jaxsok"):
+        assert part in str(error.value)
+    assert kind_of(path) is None
+
+
+# Declarations from files ---------------------------------------------------------------------------------------------
+
+TOML = """
+[[tables]]
+name = "user"
+dim = 64
+capacity = 10_000
+optimizer = {name = "adam", learning_rate = 0.001, limits = {clip_row_norm = 1.0, adaptive_clip = {ratio = 0.5}}}
+admission = {name = "AdmitByBloom", num_sightings = 3, num_keys = 50_000}
+placement = {on = 1}
+
+[[tables]]
+name = "item"
+dim = 32
+dtype = "bfloat16"
+optimizer = "rowwise_adagrad"
+initializer = {name = "normal", stddev = 0.1}
+eviction = "LeastRecentlyUsed"
+placement = "replicated"
+
+[[tables]]
+name = "tag"
+dim = 32
+optimizer = "sgd"
+statistics = true
+
+[[features]]
+name = "user"
+table = "user"
+max_keys = 128
+
+[exchange]
+rows = "bfloat16"
+"""
+
+PYTHON = """
+import jaxsok
+from jaxsok import optim, policies
+
+limits = optim.Limits(clip_row_norm=1.0, adaptive_clip=optim.AdaptiveClip(ratio=0.5))
+tables = [
+    jaxsok.TableSpec(
+        "user", 64, optim.adam(0.001, limits=limits), capacity=10_000, placement=jaxsok.on(1),
+        admission=policies.AdmitByBloom(num_sightings=3, num_keys=50_000),
+    ),
+    jaxsok.TableSpec(
+        "item", 32, optim.rowwise_adagrad(0.01), dtype="bfloat16", placement=jaxsok.REPLICATED,
+        initializer=jaxsok.initializers.normal(stddev=0.1), eviction=policies.LeastRecentlyUsed(),
+    ),
+    jaxsok.TableSpec("tag", 32, optim.sgd(0.01), statistics=True),
+]
+features = [jaxsok.FeatureSpec("user", table="user", max_keys=128)]
+exchange = jaxsok.ExchangeSpec(rows="bfloat16")
+"""
+
+
+def test_toml_json_and_python_declare_the_same(tmp_path):
+    """Every field comes through; what Python says is the judge."""
+    (tmp_path / "tables.toml").write_text(TOML)
+    (tmp_path / "tables.json").write_text(json.dumps(tomllib.loads(TOML)))
+    (tmp_path / "tables.py").write_text(PYTHON)
+    names = {"__name__": "tables"}
+    exec(PYTHON, names)
+    for end in ("toml", "json", "py"):
+        found = inspection.read_spec(tmp_path / f"tables.{end}")
+        assert found == inspection.Declared(tuple(names["tables"]), tuple(names["features"]), names["exchange"])
+
+
+def test_a_collection_declares_as_well(tmp_path):
+    """With its features, and the devices of its mesh."""
+    source = "import jax, jaxsok, numpy as np\n" + PYTHON.replace("jaxsok.on(1)", "jaxsok.SHARDED").replace(
+        "exchange = ", "wire = "
+    )
+    source += (
+        "devices, auto = np.array(jax.devices()[:2]), (jax.sharding.AxisType.Auto,)\n"
+        'mesh = jax.sharding.Mesh(devices, ("data",), axis_types=auto)\n'
+        'collection = jaxsok.Collection(tables, features, mesh=mesh, axis="data", exchange=wire)\n'
+    )
+    (tmp_path / "model.py").write_text(source)
+    found = inspection.read_spec(tmp_path / "model.py")
+    assert found.num_shards == min(2, len(jax.devices())) and found.exchange.rows == "bfloat16"
+    assert [table.name for table in found.tables] == ["user", "item", "tag"] and len(found.features) == 1
+
+
+TABLE = '[[tables]]\nname = "user"\ndim = 4\noptimizer = "sgd"\n'
+WRONG = {
+    "no TOML": ("[[tables", r"got no TOML: .*end of document"),
+    "no tables": ("x = 1", r"x: got an unknown field, wanted some of \['tables'"),
+    "tables missing": ("features = []", r"tables: got None, wanted a list"),
+    "no table": ("tables = []", r"tables: got none, wanted at least one"),
+    "not a list": ("tables = 3", r"tables: got 3, wanted a list"),
+    "not fields": ("tables = [3]", r"tables\[0\]: got 3, wanted fields with values"),
+    "unknown field": (TABLE + "dimension = 4", r"tables\[0\]\.dimension: got an unknown field, wanted some of .*'dim'"),
+    "missing field": ('[[tables]]\nname = "user"\noptimizer = "sgd"', r"tables\[0\]\.dim: got none, wanted a value"),
+    "bad value": (TABLE + "capacity = 0", r'tables\[0\]: TableSpec "user": capacity: got 0'),
+    "optimizer": (TABLE.replace("sgd", "sdg"), r"tables\[0\]\.optimizer: got 'sdg', wanted the name of .*'sgd'"),
+    "argument": (
+        TABLE.replace('"sgd"', '{name = "adam", beta = 1}'),
+        r"tables\[0\]\.optimizer\.beta: got an unknown field",
+    ),
+    "limits": (
+        TABLE.replace('"sgd"', '{name = "adam", limits = {clip_row_norm = -1}}'),
+        r"tables\[0\]\.optimizer\.limits: .*clip_row_norm",
+    ),
+    "initializer": (TABLE + 'initializer = "function"', r"tables\[0\]\.initializer: got 'function'"),
+    "admission": (TABLE + 'admission = "LeastRecentlyUsed"', r"tables\[0\]\.admission: .*AdmitByCount"),
+    "eviction": (TABLE + "eviction = {name = 'TimeToLive', steps = -1}", r"tables\[0\]\.eviction: .*steps: got -1"),
+    "placement": (TABLE + 'placement = "here"', r"tables\[0\]\.placement: got 'here'"),
+    "feature": (TABLE + '[[features]]\nname = "user"', r"features\[0\]\.table: got none"),
+    "exchange": (TABLE + '[exchange]\nrows = "int8"', r"exchange: ExchangeSpec: rows: got 'int8'"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_declarations_name_file_and_field(tmp_path, name):
+    """Whatever is wrong with a TOML file, on the command line too."""
+    text, message = WRONG[name]
+    path = tmp_path / "tables.toml"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=f"^estimate: {re.escape(str(path))}: {message}"):
+        inspection.read_spec(path)
+
+
+@pytest.mark.parametrize(
+    "source, message",
+    [
+        ("x = 1", "defines neither"),
+        ("tables = [1]", r"tables: got \[1\], wanted a list of TableSpecs"),
+        ("tables = []\nfeatures = 3", "features: got 3"),
+        ("tables = []\nexchange = 'bfloat16'", "exchange: got 'bfloat16'"),
+        ("x = 1\n\nundefined", "line 3: NameError: .*undefined"),
+        ("x = (", "line 1: SyntaxError"),
+    ],
+)
+def test_wrong_programs_name_file_and_line(tmp_path, source, message):
+    """Of a Python file."""
+    path = tmp_path / "tables.py"
+    path.write_text(source)
+    with pytest.raises(ValueError, match=rf"^estimate: {re.escape(str(path))}.*{message}"):
+        inspection.read_spec(path)
+
+
+def test_other_files_declare_nothing(tmp_path):
+    """No file, no known ending, no text, no JSON."""
+    with pytest.raises(FileNotFoundError, match="no such file"):
+        inspection.read_spec(tmp_path / "tables.toml")
+    for name, content, message in (
+        ("tables.yaml", b"", r"\*.yaml"),
+        ("tables.json", b"{", "got no JSON"),
+        ("tables.toml", b"\xff", "got no TOML"),
+        ("deep.json", b"[" * 100_000, "got no JSON"),
+        ("deep.toml", b"a = " + b"[" * 100_000, "got no TOML"),
+        ("digits.json", b"1" * 5000, "got no JSON"),
+        ("list.json", b"[]", "wanted fields"),
+    ):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(ValueError, match=message):
+            inspection.read_spec(tmp_path / name)
+
+
+# Commands ------------------------------------------------------------------------------------------------------------
+
+
+def test_estimate_prints_memory_estimate(tmp_path, capsys):
+    """With every option handed on."""
+    (tmp_path / "tables.toml").write_text(TOML)
+    declared = inspection.read_spec(tmp_path / "tables.toml")
+    options = ["--num-rows", "30000", "--num-rows", "item=1e6", "--shards", "4", "--num-samples", "64", "--steps", "2"]
+    assert command_line.main(["estimate", str(tmp_path / "tables.toml"), *options, "--device-bytes", "80GiB"]) == 0
+    expected = jaxsok.memory_estimate(
+        declared.tables,
+        declared.features,
+        num_shards=4,
+        num_rows={"user": 30_000, "item": 1_000_000, "tag": 30_000},
+        num_samples=64,
+        exchange=declared.exchange,
+        steps=2,
+        device_bytes=80 * 2**30,
+    )
+    assert capsys.readouterr().out == f"{expected}\n"
+
+
+def test_estimate_of_the_file_alone(tmp_path, capsys):
+    """One device, the declared capacities; and a picture."""
+    pytest.importorskip("matplotlib")
+    (tmp_path / "tables.toml").write_text(TABLE)
+    picture = tmp_path / "memory.png"
+    assert command_line.main(["estimate", str(tmp_path / "tables.toml"), "--picture", str(picture)]) == 0
+    expected = jaxsok.memory_estimate([jaxsok.TableSpec("user", 4, SGD)])
+    assert capsys.readouterr().out == f"{expected}\n"
+    assert picture.read_bytes().startswith(MAGIC[".png"])
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--num-rows", "usr=3"], 'got table "usr", wanted one of'),
+        (["--num-rows", "many"], "--num-rows: got 'many'"),
+        (["--num-rows", "1.5"], "--num-rows: got '1.5'"),
+        (["--device-bytes", "80 apples"], "--device-bytes: got '80 apples'"),
+        (["--device-bytes", "1..5e3"], "--device-bytes"),
+        (["--picture", "memory.docx"], "wanted a file .png"),
+        (["--picture", "no/such/folder/memory.png"], "wanted a file in a folder that exists"),
+        (["--shards", "0"], "num_shards"),
+        (["--steps", "0"], "steps"),
+    ],
+)
+def test_wrong_options_are_refused(tmp_path, capsys, arguments, message):
+    """With status 2 and one line, no traceback."""
+    (tmp_path / "tables.toml").write_text(TABLE)
+    assert command_line.main(["estimate", str(tmp_path / "tables.toml"), *arguments]) == 2
+    out, error = capsys.readouterr()
+    assert out == "" and message in error and len(error.splitlines()) == 1
+
+
+def test_numbers_with_units():
+    """Powers of 1000 and of 1024."""
+    for text, number in {
+        "0": 0,
+        "1000": 1000,
+        "1e3": 1000,
+        "141e9": 141 * 10**9,
+        "80GiB": 80 * 2**30,
+        "80GB": 80 * 10**9,
+        "1.5Ki": 1536,
+        "2M": 2_000_000,
+        "1 TiB": 2**40,
+    }.items():
+        assert command_line._number("--device-bytes", text) == number
+
+
+def test_unknown_arguments_are_refused(capsys):
+    """By the parser, but for the benchmarks, which have one of their own."""
+    with pytest.raises(SystemExit):
+        command_line.main(["estimate", "tables.toml", "--nonsense"])
+    assert "--nonsense" in capsys.readouterr().err
+
+
+def test_inspect_of_nothing(tmp_path, capsys):
+    """The message, and status 2."""
+    assert command_line.main(["inspect", str(tmp_path / "gone")]) == 2
+    assert "no such file or folder" in capsys.readouterr().err
+
+
+def test_commands_start_outside_the_checkout(tmp_path):
+    """As a process of its own, that looks for no GPU."""
+    (tmp_path / "tables.toml").write_text(TABLE)
+    environment = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"}
+    command = [sys.executable, "-m", "jaxsok", "estimate", "tables.toml", "--num-rows", "1e6"]
+    found = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
+    assert "1,000,000" in found.stdout and "bytes a key" in found.stdout

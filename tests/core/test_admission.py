@@ -1,0 +1,896 @@
+"""Admission: who of the unseen keys gets a row, when, and what the others read; against dicts, on one and many devices.
+
+What the kernels do to the bit, counters of the filter and draws included, is in kernel_model.py.
+"""
+
+import collections
+import dataclasses
+import functools
+
+import hypothesis
+import jax
+import jax.numpy as jnp
+import kernel_model
+import numpy as np
+import oracle
+import programs
+import pytest
+import strategies
+import test_compiled
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from jax.sharding import AxisType
+
+import jaxsok
+from jaxsok import admission, operations, policies
+from jaxsok.store import MIN_SIGHTINGS
+
+SEED = 7
+SGD = jaxsok.optim.sgd(0.5)
+
+
+# --------------------------------------------------------------------------------------------------------------
+# The meaning, by dicts
+
+
+def line_of(spec, name):
+    """The words of a table that the model of the kernels reads: its name and what its admission is."""
+    table = next(table for table in spec.tables if table.name == name)
+    words = np.zeros(16, np.uint32)
+    hashed = int(programs._word_of_name(name))
+    words[:2] = hashed & 0xFFFFFFFF, hashed >> 32
+    if isinstance(table.admission, policies.AdmitByProbability):
+        words[8] = int(table.admission.probability * 2**32)
+    if isinstance(table.admission, policies.AdmitByBloom):
+        words[8] = table.admission.num_sightings + table.admission.delayed
+        words[10:12] = table.admission.num_counters(table.admission.num_keys), table.admission.num_hashes
+    return words
+
+
+SEED_WORDS = np.array([SEED, 0], np.uint32)
+
+
+class Counted:
+    """By count: a dict."""
+
+    def __init__(self, num_sightings):
+        self.num_sightings, self.counts = num_sightings, collections.Counter()
+
+    def see(self, uses):
+        """All occurrences of unseen keys in a batch."""
+        for key, num in uses.items():
+            self.counts[key] = min(self.counts[key] + num, self.num_sightings)
+
+    def lets_in(self, key, step):
+        """After the whole batch was seen."""
+        return self.counts[key] >= self.num_sightings
+
+    def forget(self):
+        """Rows went: keys that were let in begin anew."""
+        self.counts = collections.Counter({k: n for k, n in self.counts.items() if n < self.num_sightings})
+
+
+class Filtered:
+    """By counting Bloom filter: an array, whose places the model of the kernels tells."""
+
+    def __init__(self, num_sightings, line):
+        self.num_sightings, self.line = num_sightings, line
+        self.counters = np.zeros(int(line[10]), np.int64)
+
+    def see(self, uses):
+        """As Counted's."""
+        for key, num in uses.items():
+            for at in kernel_model.bloom_counters(self.line, SEED_WORDS, key):
+                self.counters[at] = min(self.counters[at] + num, 255)
+
+    def lets_in(self, key, step):
+        """The least of a key's counters."""
+        return self.counters[kernel_model.bloom_counters(self.line, SEED_WORDS, key)].min() >= self.num_sightings
+
+    def forget(self):
+        """Counters are never taken back."""
+
+
+@dataclasses.dataclass
+class Drawn:
+    """By probability."""
+
+    line: np.ndarray
+
+    def see(self, uses):
+        """Nothing is counted."""
+
+    def lets_in(self, key, step):
+        """A draw for each key and step."""
+        return kernel_model.is_drawn(self.line, SEED_WORDS, key, step)
+
+    def forget(self):
+        """Nothing."""
+
+
+class AdmittingOracle(oracle.CollectionOracle):
+    """Tables that keep unseen keys out: `admissions` by table, and what a key without a row reads (None: initial)."""
+
+    def __init__(self, stores, features, admissions, unadmitted):
+        super().__init__(stores, features)
+        self.admissions, self.unadmitted = admissions, unadmitted
+        self.num_unadmitted = collections.Counter()
+
+    def lookup(self, batch):
+        """Sees the whole batch first, then finds or inserts who is let in."""
+        uses = {table: collections.Counter() for table in self.admissions}
+        for feature in self.features:
+            if feature.table not in self.admissions:
+                continue
+            for bag in batch[feature.name]:
+                keys = [key for key in oracle.keys_and_weights(bag)[0] if key != oracle.PADDING_KEY]
+                unseen = [key for key in keys if self.store_of(feature.table).find(feature.table, key) is None]
+                uses[feature.table].update(unseen)
+        for table, policy in self.admissions.items():
+            policy.see(uses[table])
+        kept_out = {
+            (table, key)
+            for table, policy in self.admissions.items()
+            for key in uses[table]
+            if not policy.lets_in(key, self.step)
+        }
+        self.num_unadmitted = collections.Counter()
+
+        def resolve(store, table, key):
+            row_id, outcome = None, "refused"
+            if (table, key) in kept_out:
+                self.num_unadmitted[table] += 1
+            else:
+                row_id, outcome = store.find_or_insert(table, key)
+            if row_id is not None:
+                return row_id, store.rows[row_id], outcome
+            value = self.unadmitted.get(table)
+            row = store.tables[table].initial_row(key) if value is None else np.full(store.dim, value)
+            return None, np.asarray(row, np.float64), outcome
+
+        embeddings, plan_uses, counts = self._walk(batch, resolve)
+        return embeddings, oracle.Plan(plan_uses, tuple(s.generation for s in self.stores), counts)
+
+    def erase(self, table, keys):
+        """Rows go, and with them the counts of all that were let in."""
+        num_erased = super().erase(table, keys)
+        for name in self.store_of(table).tables:
+            if name in self.admissions:
+                self.admissions[name].forget()
+        return num_erased
+
+
+# --------------------------------------------------------------------------------------------------------------
+# One collection for the dict and for many devices: all policies, plain tables beside them, all kinds of features
+
+NUM_SAMPLES, MAX_KEYS = 8, 24
+BLOOM = policies.AdmitByBloom(1, num_keys=16, false_positive_rate=0.1, unadmitted=-1.0, delayed=True)
+DELAYED = policies.AdmitByCount(1, unadmitted="initial", delayed=True)
+
+
+def specs(placement=jaxsok.SHARDED, **options):
+    """Tables and features."""
+    options = {"capacity": 16, "placement": placement, **options}
+    tables = [
+        jaxsok.TableSpec("user", 4, SGD, admission=policies.AdmitByCount(3, unadmitted=0.5), **options),
+        jaxsok.TableSpec("plain", 4, SGD, **options),
+        jaxsok.TableSpec("item", 4, SGD, admission=policies.AdmitByProbability(0.3), unknown="zeros", **options),
+        jaxsok.TableSpec("ad", 3, jaxsok.optim.adam(0.125), admission=BLOOM, **options),
+        jaxsok.TableSpec("tag", 3, jaxsok.optim.adam(0.125), admission=DELAYED, **options),
+    ]
+    features = [
+        jaxsok.FeatureSpec("user", "user"),
+        jaxsok.FeatureSpec("friends", "user", combiner="mean", weighted=True, max_keys=MAX_KEYS),
+        jaxsok.FeatureSpec("plain", "plain"),
+        jaxsok.FeatureSpec("basket", "item", combiner="sqrtn"),
+        jaxsok.FeatureSpec("ad", "ad", combiner="mean", max_keys=MAX_KEYS),
+        jaxsok.FeatureSpec("tag", "tag", combiner=None),
+    ]
+    return tables, features
+
+
+COLLECTION = jaxsok.Collection(*specs())
+FEATURES = [
+    oracle.Feature("user", "user", "sum", NUM_SAMPLES),
+    oracle.Feature("friends", "user", "mean", MAX_KEYS, weighted=True),
+    oracle.Feature("plain", "plain", "sum", NUM_SAMPLES),
+    oracle.Feature("basket", "item", "sqrtn", NUM_SAMPLES * 2),
+    oracle.Feature("ad", "ad", "mean", MAX_KEYS),
+    oracle.Feature("tag", "tag", None, NUM_SAMPLES),
+]
+NAMES = [table.name for table in COLLECTION.tables]
+INITIAL_ROWS = {table.name: programs.initial_row(table.name, table.dim, seed=SEED) for table in COLLECTION.tables}
+KEYS = (*strategies.CORNER_KEYS, *range(5, 11))
+
+
+def new_oracle():
+    """An empty one, of all that COLLECTION declares."""
+    tables = {
+        table.name: oracle.TableOracle(table.name, INITIAL_ROWS[table.name], table.unknown)
+        for table in COLLECTION.tables
+    }
+    stores = [
+        oracle.StoreOracle(4, oracle.Sgd(), 0.5, 2**31, {name: tables[name] for name in ("user", "plain", "item")}),
+        oracle.StoreOracle(3, oracle.Adam(), 0.125, 2**31, {name: tables[name] for name in ("ad", "tag")}),
+    ]
+    first, second = COLLECTION.stores
+    admissions = {
+        "user": Counted(3),
+        "item": Drawn(line_of(first, "item")),
+        "ad": Filtered(2, line_of(second, "ad")),
+        "tag": Counted(2),
+    }
+    return AdmittingOracle(stores, FEATURES, admissions, {"user": 0.5, "item": 0.0, "ad": -1.0})
+
+
+def raw_of(batch):
+    """A batch of the oracle's in the library's words."""
+    friends = programs.to_bags(batch["friends"])
+    if friends.weights is None:
+        friends = jaxsok.Bags(friends.keys, lengths=friends.lengths, weights=np.zeros(0, np.float32))
+    return {
+        "user": programs.as_array([bag[0] for bag in batch["user"]]),
+        "friends": friends,
+        "plain": programs.as_array([bag[0] for bag in batch["plain"]]),
+        "basket": programs.as_array(batch["basket"]),
+        "ad": programs.to_bags(batch["ad"]),
+        "tag": programs.as_array([bag[0] for bag in batch["tag"]]),
+    }
+
+
+@st.composite
+def batches(draw, keys=KEYS):
+    """One batch in the oracle's words."""
+    single = functools.partial(strategies.key_lists, keys, NUM_SAMPLES, padding=True)
+    ragged = strategies.ragged_bags(keys, NUM_SAMPLES, MAX_KEYS, padding=True)
+    return {
+        "user": [[key] for key in draw(single())],
+        "friends": draw(ragged.flatmap(lambda bags: strategies.weights_for(bags, (0.0, 0.25, 1.0, 2.0)))),
+        "plain": [[key] for key in draw(single())],
+        "basket": draw(strategies.padded_bags(keys, NUM_SAMPLES, 2)),
+        "ad": draw(ragged),
+        "tag": [[key] for key in draw(single())],
+    }
+
+
+def compare(embeddings, expected):
+    """Sums of a few numbers of size one."""
+    for name, want in expected.items():
+        np.testing.assert_allclose(np.asarray(embeddings[name]), want.astype(np.float32), 1e-5, 2e-5, err_msg=name)
+
+
+class AdmissionMachine(RuleBasedStateMachine):
+    """Lookups fused and with a plan made before, finds, updates, erases and growth, in any order."""
+
+    @initialize()
+    def start(self):
+        """Nothing was seen."""
+        self.state = COLLECTION.init(seed=SEED)
+        self.oracle = new_oracle()
+        self.pending, self.changed = [], True
+        empty = oracle.PADDING_KEY
+        bags = {name: [[empty]] * NUM_SAMPLES for name in ("user", "plain", "tag")}
+        bags |= {"friends": [[]] * NUM_SAMPLES, "ad": [[]] * NUM_SAMPLES, "basket": [[empty] * 2] * NUM_SAMPLES}
+        COLLECTION.batch(raw_of(bags))  # tells the collection how large batches are
+
+    @precondition(lambda self: len(self.pending) < 2)
+    @rule(batch=batches(), ahead=st.booleans())
+    def lookup(self, batch, ahead):
+        """Whoever is not let in reads what the table says."""
+        features = COLLECTION.batch(raw_of(batch)).features
+        self.state = COLLECTION.grow(self.state)
+        argument = programs.plan(COLLECTION)(features) if ahead else features
+        embeddings, self.state, plan = programs.lookup(COLLECTION)(self.state, argument)
+        expected, expected_plan = self.oracle.lookup(batch)
+        compare(embeddings, expected)
+        self.pending.append((plan, expected_plan, dict(self.oracle.num_unadmitted), expected))
+        self.changed = True
+
+    @rule(batch=batches())
+    def find(self, batch):
+        """Counts nothing, lets nobody in, and gives what `unknown` says."""
+        embeddings, stats = programs.find(COLLECTION)(self.state, COLLECTION.batch(raw_of(batch)).features)
+        expected, counts = self.oracle.find(batch)
+        compare(embeddings, expected)
+        for name in NAMES:
+            assert programs.counts(stats, name) == counts[name]
+            assert stats.to_dict()[name]["num_unadmitted"] == 0
+        self.changed = True
+
+    @precondition(lambda self: self.pending)
+    @rule()
+    def update(self):
+        """All plans that wait; law 5, with the unadmitted a part of the refused."""
+        plans, expected_plans, num_unadmitted, expected = zip(*self.pending, strict=True)
+        self.pending = []
+        gradients = [
+            {name: np.full(array.shape, 0.25 * (1 + i), np.float32) for i, (name, array) in enumerate(one.items())}
+            for one in expected
+        ]
+        self.state, stats = programs.update(COLLECTION)(self.state, list(plans), gradients)
+        self.oracle.update(expected_plans, gradients)
+        for name in NAMES:
+            counts = programs.counts(stats, name)
+            assert counts == {
+                what: sum(plan.counts[name][what] for plan in expected_plans) for what in oracle.COUNTS
+            }, name
+            positions = sum(feature.num_positions for feature in FEATURES if feature.table == name)
+            assert sum(counts.values()) == len(plans) * positions
+            assert stats.to_dict()[name]["num_unadmitted"] == sum(one.get(name, 0) for one in num_unadmitted)
+        stats.check()  # who is kept out is no reason to complain
+        self.changed = True
+
+    @rule(table=st.sampled_from(NAMES), keys=strategies.key_lists(KEYS, 4, padding=True))
+    def erase(self, table, keys):
+        """Who comes back starts anew, but for the filter."""
+        if self.pending:
+            self.update()
+        self.state, num_erased = COLLECTION.erase(self.state, table, programs.as_array(keys))
+        assert int(num_erased) == self.oracle.erase(table, [key for key in keys if key != oracle.PADDING_KEY])
+        self.changed = True
+
+    @invariant()
+    def tables_and_counts_agree(self):
+        """Row ids, keys and counts exactly, rows within rounding."""
+        if not getattr(self, "changed", False):
+            return
+        self.changed = False
+        for name in NAMES:
+            got, want = COLLECTION.export_table(self.state, name), self.oracle.export_table(name)
+            assert got["row_ids"].tolist() == [row_id for row_id, _, _, _ in want]
+            assert got["keys"].tolist() == [key for _, key, _, _ in want]
+            if want:
+                np.testing.assert_allclose(got["rows"], np.array([row for _, _, row, _ in want]), 1e-5, 2e-5)
+        for name in ("user", "tag"):
+            policy = self.oracle.admissions[name]
+            want = {key: num for key, num in policy.counts.items() if 0 < num < policy.num_sightings}
+            assert waiting(COLLECTION, self.state, name) == want
+        counters = np.asarray(self.state.stores[1].bloom[0]).view(np.uint8)
+        np.testing.assert_array_equal(counters, self.oracle.admissions["ad"].counters)
+
+
+TestAdmissionMachine = AdmissionMachine.TestCase
+TestAdmissionMachine.settings = hypothesis.settings(max_examples=12)
+
+
+def waiting(collection, state, name):
+    """The keys of a table that wait, with their counts, of all shards."""
+    s, number = operations.locate("test", collection, name)
+    keys, counts = admission.waiting(collection.stores[s], state.stores[s], number)
+    assert len(set(keys.tolist())) == len(keys)
+    return dict(zip(keys.tolist(), counts.tolist(), strict=True))
+
+
+# --------------------------------------------------------------------------------------------------------------
+# Many devices
+
+
+def without_filter(placement):
+    """`specs` but for the filter, whose size depends on how many keys a shard owns."""
+    tables, features = specs(placement, capacity=256)
+    return [t for t in tables if t.name != "ad"], [f for f in features if f.table != "ad"]
+
+
+@functools.cache
+def on_one_device():
+    """What one device makes of `random_raws`: states are not kept."""
+    return run_steps(jaxsok.Collection(*without_filter(jaxsok.SHARDED)), "fused")
+
+
+def random_raws(num_steps=4):
+    """Batches in which many keys occur twice and thrice, on different devices."""
+    rng = np.random.default_rng(3)
+    raws = []
+    for _ in range(num_steps):
+        lengths = np.full(NUM_SAMPLES, 2)
+        raws.append(
+            {
+                "user": rng.integers(0, 12, NUM_SAMPLES),
+                "friends": jaxsok.Bags(
+                    rng.integers(-1, 12, 2 * NUM_SAMPLES),
+                    lengths=lengths,
+                    weights=rng.integers(1, 4, 2 * NUM_SAMPLES).astype(np.float32),
+                ),
+                "plain": rng.integers(0, 30, NUM_SAMPLES),
+                "basket": rng.integers(-1, 20, (NUM_SAMPLES, 2)),
+                "tag": rng.integers(0, 20, NUM_SAMPLES),
+            }
+        )
+    return raws
+
+
+def run_steps(collection, path):
+    """Embeddings and statistics of each step, then tables by key and what waits."""
+    state, seen = collection.init(seed=SEED), []
+    dims = {feature.name: 3 if feature.table == "tag" else 4 for feature in collection.features}
+    gradients = {name: np.ones((NUM_SAMPLES, dim), np.float32) for name, dim in dims.items()}
+    raws = random_raws()
+    if path == "pipeline":
+        inputs = [plan for _, plan in collection.pipeline(raws)]
+    else:
+        inputs = [collection.batch(raw).features for raw in raws]
+        inputs = [programs.plan(collection)(one) for one in inputs] if path == "planned" else inputs
+    for asked in inputs:
+        state, embeddings, stats = programs.fed_step(collection)(collection.grow(state), asked, gradients)
+        seen.append((jax.tree.map(np.asarray, embeddings), stats.to_dict()))
+    names = [table.name for table in collection.tables]
+    return (
+        seen,
+        {n: programs.by_key(collection, state, n) for n in names},
+        {n: waiting(collection, state, n) for n in names},
+    )
+
+
+@pytest.mark.parametrize(
+    ("num_shards", "placement", "path"),
+    [
+        (None, jaxsok.SHARDED, "planned"),
+        pytest.param(1, jaxsok.SHARDED, "rounds", marks=pytest.mark.slow),
+        (2, jaxsok.SHARDED, "rounds"),
+        (4, jaxsok.SHARDED, "pipeline"),
+        pytest.param(4, jaxsok.SHARDED, "rounds", marks=pytest.mark.slow),
+        pytest.param(2, jaxsok.REPLICATED, "pipeline", marks=pytest.mark.slow),
+        (4, jaxsok.REPLICATED, "rounds"),
+        (2, jaxsok.on(1), "pipeline"),
+    ],
+)
+def test_results_do_not_depend_on_the_mesh(num_shards, placement, path):
+    """Law 2: who is let in, when, who waits with which count, and what everybody reads."""
+    declared = without_filter(placement)
+    collection = jaxsok.Collection(*declared) if num_shards is None else programs.over(num_shards, *declared)
+    (want_seen, want_tables, want_waiting), (seen, tables, waits) = on_one_device(), run_steps(collection, path)
+    for step, ((embeddings, stats), (want, want_stats)) in enumerate(zip(seen, want_seen, strict=True)):
+        for name, array in want.items():
+            np.testing.assert_allclose(embeddings[name], array, 1e-5, 1e-5, err_msg=f"step {step}: {name}")
+        assert stats == want_stats, step
+    assert waits == want_waiting and any(want_waiting.values())
+    for name, columns in want_tables.items():
+        assert len(columns["keys"]), name
+        np.testing.assert_array_equal(tables[name]["keys"], columns["keys"], err_msg=name)
+        np.testing.assert_allclose(tables[name]["rows"], columns["rows"], 1e-5, 1e-5, err_msg=name)
+    kept_out = {name: sum(stats[name]["num_unadmitted"] for _, stats in want_seen) for name in want_tables}
+    assert min(kept_out[name] for name in ("user", "item", "tag")) > 0 == kept_out["plain"]
+
+
+def test_rounds_count_every_use():
+    """Send capacities of a few keys: several rounds, in each of which all uses of its keys are there."""
+    declared = without_filter(jaxsok.SHARDED)
+    seen, _, waits = run_steps(programs.over(2, *declared, send_capacity=6), "rounds")
+    want_seen, _, want_waiting = on_one_device()
+    assert [stats for _, stats in seen] == [stats for _, stats in want_seen] and waits == want_waiting
+
+
+# --------------------------------------------------------------------------------------------------------------
+# By Bloom filter
+
+
+def one_table(policy, num_shards=None, dim=1, **options):
+    """A table with one feature of single keys."""
+    options = {"capacity": 64, **options}
+    tables, features = (
+        [jaxsok.TableSpec("user", dim, SGD, admission=policy, **options)],
+        [jaxsok.FeatureSpec("user", "user")],
+    )
+    if num_shards is None:
+        return jaxsok.Collection(tables, features)
+    axis_type = AxisType.Explicit if num_shards == 2 else AxisType.Auto
+    return programs.over(num_shards, tables, features, axis_type=axis_type)
+
+
+def stats_of_lookup(collection, state, keys):
+    """State and counts of one lookup."""
+    features = collection.batch({"user": np.asarray(keys)}).features
+    state, _, stats = programs.fed_step(collection)(
+        collection.grow(state), features, {"user": np.zeros((len(keys), collection.tables[0].dim), np.float32)}
+    )
+    return state, stats.to_dict()["user"]
+
+
+@pytest.mark.parametrize(("num_shards", "num_sightings", "rate"), [(None, 2, 0.02), (None, 4, 0.005), (4, 2, 0.02)])
+def test_false_positives_of_the_filter(num_shards, num_sightings, rate):
+    """As many keys as are expected: about as many come in early as is stated; none comes in late."""
+    num_keys = 20_000
+    policy = policies.AdmitByBloom(num_sightings, num_keys=num_keys, false_positive_rate=rate)
+    collection = one_table(policy, num_shards, capacity=num_keys)
+    state, keys = collection.init(seed=SEED), np.random.default_rng(0).permutation(1 << 20)[:num_keys]
+    num_early = 0
+    for sighting in range(1, num_sightings):
+        state, counts = stats_of_lookup(collection, state, keys)
+        num_early += counts["num_inserted"]
+        assert counts["num_unadmitted"] == counts["num_refused"] == num_keys - num_early
+        assert num_early < 1.5 * rate * num_keys, f"sighting {sighting}"
+    if num_sightings == 2:
+        assert num_early > rate * num_keys / 3  # the filter is no larger than it has to be
+    state, counts = stats_of_lookup(collection, state, keys)
+    assert counts["num_found"] + counts["num_inserted"] == num_keys
+
+
+def test_a_filter_too_large_is_refused():
+    """Counters are numbered with 32 bits."""
+    with pytest.raises(
+        ValueError, match=r"policies\.AdmitByBloom: num_keys: got 2000000000 .*wanted at most 4294967292"
+    ):
+        policies.AdmitByBloom(num_keys=2_000_000_000, false_positive_rate=1e-6)
+
+
+# --------------------------------------------------------------------------------------------------------------
+# By probability
+
+
+def test_chance_is_as_stated_and_drawn_anew():
+    """Each step lets about its share in, of those that are still out; equal keys of two tables fare differently."""
+    options = {"admission": policies.AdmitByProbability(0.25), "capacity": 1 << 15}
+    tables = [jaxsok.TableSpec(name, 1, SGD, **options) for name in ("user", "item")]
+    collection = jaxsok.Collection(tables, [jaxsok.FeatureSpec(t.name, t.name) for t in tables])
+    state, keys = collection.init(seed=SEED), np.arange(10_000)
+    num_out = 10_000
+    for _ in range(3):
+        state, stats = programs.learn(collection, state, programs.batch(collection, user=keys, item=keys))
+        num_in = programs.counts(stats)["num_inserted"]
+        assert abs(num_in - num_out / 4) < 5 * (num_out * 0.25 * 0.75) ** 0.5
+        num_out -= num_in
+    rows = [set(programs.rows_of(collection, state, name)) for name in ("user", "item")]
+    both = len(rows[0] & rows[1]) / 10_000
+    assert abs(both - (1 - 0.75**3) ** 2) < 0.02
+
+
+@pytest.mark.parametrize(("probability", "share"), [(0.0, 0), (1.0, 1)])
+def test_certainties(probability, share):
+    """Nobody, everybody."""
+    collection = one_table(policies.AdmitByProbability(probability))
+    _, counts = stats_of_lookup(collection, collection.init(seed=SEED), np.arange(32))
+    assert counts["num_inserted"] == 32 * share and counts["num_unadmitted"] == 32 * (1 - share)
+
+
+# --------------------------------------------------------------------------------------------------------------
+# Keys that wait: growth, out and in
+
+
+@pytest.mark.parametrize("num_shards", [None, 2])
+def test_growth_keeps_every_count(num_shards):
+    """More keys wait than there was room for at first; those that came in make place."""
+    collection = one_table(policies.AdmitByCount(3), num_shards)
+    state, num_keys = collection.init(seed=SEED), 30_000
+    keys = np.arange(num_keys)
+    for start in range(0, num_keys, 10_000):
+        state, _ = stats_of_lookup(collection, state, keys[start : start + 10_000])
+        (sightings,) = state.stores[0].sightings
+        is_taken = (np.asarray(sightings).reshape(-1, 4)[:, :2] != 0xFFFFFFFF).any(axis=1)
+        assert is_taken.sum() == start + 10_000 <= len(is_taken) / 2
+    assert waiting(collection, state, "user") == dict.fromkeys(range(num_keys), 1)
+    num_buckets = [state.stores[0].sightings[0].shape[0]]
+    assert num_buckets[0] > MIN_SIGHTINGS * (num_shards or 1)
+    state, counts = stats_of_lookup(collection, state, np.repeat(keys[:5_000], 2))
+    assert counts["num_inserted"] == 5_000 and counts["num_unadmitted"] == 0
+    assert waiting(collection, state, "user") == dict.fromkeys(range(5_000, num_keys), 1)
+    for step in range(6):  # others come and go: entries of those that came in are reused
+        others = np.repeat(np.arange(4_000) + 10**6 * (step + 1), 3)[:10_000]
+        state, counts = stats_of_lookup(collection, state, others)
+    assert waiting(collection, state, "user").items() >= dict.fromkeys(range(5_000, num_keys), 1).items()
+
+
+def test_another_salt_keeps_every_count():
+    """The index is made anew under another salt where keys found no entry; whoever waits is found again."""
+    collection = one_table(policies.AdmitByCount(2))
+    state = collection.init(seed=SEED)
+    state, _ = stats_of_lookup(collection, state, np.arange(500))
+    store = state.stores[0]
+    unplaced, salt = store.counters.at[4].set(1), int(store.counters[6])
+    state = dataclasses.replace(state, stores=(dataclasses.replace(store, counters=unplaced),))
+    state = collection.grow(state)
+    assert int(state.stores[0].counters[4]) == 0 and int(state.stores[0].counters[6]) != salt
+    state, counts = stats_of_lookup(collection, state, np.arange(500))
+    assert counts["num_inserted"] == 500
+
+
+def test_without_growth_keys_without_an_entry_are_told():
+    """Buckets are full: nobody is lost in a loop, nobody comes in by mistake, and who finds no entry lacks room."""
+    collection = one_table(policies.AdmitByCount(2))
+    state, num_keys = collection.init(seed=SEED), 5 * MIN_SIGHTINGS
+    features = collection.batch({"user": np.arange(num_keys)}).features
+    for _ in range(2):
+        _, state, plan = programs.lookup(collection)(state, features)
+    counts = np.asarray(plan.found[0].counts)[0]
+    is_full = np.asarray(state.stores[0].counters)[8] == 4 * MIN_SIGHTINGS
+    assert is_full and counts[1] <= 64 and counts[1] + counts[3] == num_keys
+    embeddings, state, plan = programs.lookup(collection)(state, features)
+    state, stats = programs.update(collection)(state, plan, embeddings)
+    of_table = stats.to_dict()["user"]
+    assert of_table["num_refused"] - of_table["num_unadmitted"] >= num_keys - 4 * MIN_SIGHTINGS
+    assert int(stats.num_unplaced[0]) >= 3 * (num_keys - 4 * MIN_SIGHTINGS)
+    with pytest.raises(jaxsok.TableFullError, match="found no index entry"):
+        stats.check()
+    with pytest.warns(RuntimeWarning, match=r"keys refused so far for want of room.*index anew"):
+        state = collection.grow(state)  # as many as one batch has can wait now, and none is lost
+    _, state, plan = programs.lookup(collection)(state, features)
+    assert np.asarray(state.stores[0].counters)[4] == 0
+
+
+def test_as_many_keys_wait_at_first_as_there_are_rows():
+    """The first batches, before `grow` has seen any: all keys are counted, and get their rows."""
+    collection = one_table(policies.AdmitByCount(2), capacity=32768)
+    state, features = collection.init(seed=SEED), collection.batch({"user": np.arange(30000)}).features
+    for _ in range(2):
+        _, state, _ = programs.lookup(collection)(state, features)
+    assert collection.num_rows(state) == {"user": 30000}
+
+
+@pytest.mark.parametrize(("before", "after"), [(None, 4), (4, 2), pytest.param(4, None, marks=pytest.mark.slow)])
+def test_waiting_keys_move_to_another_mesh(before, after):
+    """What waits is taken out of one state and into another: counts go on where they were."""
+    policy, rng = policies.AdmitByCount(4), np.random.default_rng(0)
+    old, new = one_table(policy, before), one_table(policy, after)
+    state, _ = stats_of_lookup(old, old.init(seed=SEED), rng.integers(0, 40, 64))
+    state, _ = stats_of_lookup(old, state, rng.integers(2**63, 2**63 + 40, 64, np.uint64))
+    want, rows = waiting(old, state, "user"), programs.rows_of(old, state)
+    other = new.init(seed=SEED)
+    keys, counts = admission.waiting(old.stores[0], state.stores[0], 0)
+    store = admission.with_waiting(
+        new.stores[0],
+        other.stores[0],
+        0,
+        keys,
+        counts,
+        None if after is None else programs.owner_of(keys, "user", after),
+        new.shards,
+    )
+    assert int(np.asarray(store.counters).reshape(-1, 9)[:, 8].sum()) == len(want)
+    other = dataclasses.replace(other, stores=(store,))
+    assert waiting(new, other, "user") == want and want and rows
+    again = np.array(list(want), np.uint64).repeat([3 - n for n in want.values()])  # one is still missing
+    again = np.resize(again, 256) if len(again) == 0 else np.r_[again, np.full(256 - len(again), 2**64 - 1, np.uint64)]
+    other, counts = stats_of_lookup(new, other, again)
+    assert counts["num_inserted"] == 0 and set(waiting(new, other, "user").values()) <= {3}
+    last = np.r_[np.array(list(want), np.uint64), np.full(256 - len(want), 2**64 - 1, np.uint64)]
+    other, counts = stats_of_lookup(new, other, last)
+    assert counts["num_inserted"] == len(want) == counts["num_rows"] and not waiting(new, other, "user")
+
+
+def test_waiting_keys_of_a_replicated_table_are_given_once():
+    """Those of one shard stand for all."""
+    options = {"admission": policies.AdmitByCount(4), "placement": jaxsok.REPLICATED, "capacity": 64}
+    table = jaxsok.TableSpec("user", 4, SGD, **options)
+    collection = programs.over(2, [table], [jaxsok.FeatureSpec("user", "user")])
+    features = programs.batch(collection, user=np.array([5, 5, 9, 7]))
+    _, state, _ = programs.lookup(collection)(collection.init(seed=0), features)
+    keys, counts = admission.waiting(collection.stores[0], state.stores[0], 0)
+    assert sorted(zip(keys.tolist(), counts.tolist(), strict=True)) == [(5, 2), (7, 1), (9, 1)]
+
+
+@pytest.mark.parametrize("delayed", [False, True])
+@pytest.mark.parametrize("make", [policies.AdmitByCount, functools.partial(policies.AdmitByBloom, num_keys=10_000)])
+@pytest.mark.parametrize("num_shards", [None, 4])
+def test_lookups_that_read_the_default(num_shards, make, delayed):
+    """With a key once in a batch: lookups 1 to n with `delayed`, as in DeepRec, and 1 to n - 1 without."""
+    policy = make(3, unadmitted=9.0, delayed=delayed)
+    collection = one_table(policy, num_shards)
+    state, features = collection.init(seed=SEED), programs.batch(collection, user=np.arange(8))
+    read = []
+    for _ in range(6):
+        embeddings, state, _ = programs.lookup(collection)(state, features)
+        is_default = np.asarray(embeddings["user"]) == 9.0
+        assert is_default.all() or not is_default.any()
+        read.append(bool(is_default.all()))
+    assert read == [True] * (3 if delayed else 2) + [False] * (3 if delayed else 4)
+
+
+@pytest.mark.parametrize("num_shards", [None, pytest.param(4, marks=pytest.mark.slow)])
+@hypothesis.settings(max_examples=15)
+@hypothesis.given(data=st.data())
+def test_delayed_keys_through_checkpoints(num_shards, data, tmp_path_factory):
+    """Lookups of any keys, erases and restores (with the same policy, or another of the two), against a dict."""
+    checkpoint = pytest.importorskip("jaxsok.checkpoint")
+    both = {delayed: one_table(policies.AdmitByCount(2, delayed=delayed), num_shards) for delayed in (False, True)}
+    is_delayed, counts, rows = data.draw(st.booleans()), collections.Counter(), set()
+    state = both[is_delayed].init(seed=SEED)
+    for number in range(data.draw(st.integers(1, 6))):
+        collection = both[is_delayed]
+        threshold = 3 if is_delayed else 2
+        what = data.draw(st.sampled_from(["lookup", "lookup", "erase", "restore"]))
+        if what == "erase":
+            gone = data.draw(st.lists(st.integers(0, 5), min_size=1, max_size=2, unique=True))
+            state, num_erased = collection.erase(state, "user", np.array(gone))
+            assert int(num_erased) == len(rows & set(gone))
+            rows -= set(gone)
+        elif what == "restore":
+            folder = tmp_path_factory.mktemp("delayed") / str(number)
+            checkpoint.export_full(folder, collection, state)
+            is_delayed = data.draw(st.booleans())
+            state = checkpoint.load(folder, both[is_delayed])
+            most = 2 if is_delayed else 1  # who was seen often enough for a lower threshold waits for one more
+            counts = collections.Counter({key: min(count, most) for key, count in counts.items()})
+        else:
+            keys = data.draw(st.lists(st.integers(0, 5), min_size=8, max_size=8))
+            _, state, _ = programs.lookup(collection)(state, programs.batch(collection, user=np.array(keys)))
+            counts.update(key for key in keys if key not in rows)
+            rows |= {key for key, count in counts.items() if count >= threshold}
+            counts = collections.Counter({key: count for key, count in counts.items() if key not in rows})
+        assert set(programs.rows_of(both[is_delayed], state)) == rows
+        assert waiting(both[is_delayed], state, "user") == dict(counts)
+
+
+def test_declarations_of_delayed_admission():
+    """It shows, it is bounded, and like the number of sightings it may change between runs."""
+    assert "num_sightings=3, delayed=True" in repr(policies.AdmitByCount(3, delayed=True))
+    for kind, most in ((policies.AdmitByCount, 2**31 - 1), (policies.AdmitByBloom, 255)):
+        assert kind(most).threshold == most == kind(most - 1, delayed=True).threshold
+        with pytest.raises(ValueError, match=f"num_sightings: got {most}, wanted an integer from 1 to {most - 1}"):
+            kind(most, delayed=True)
+        with pytest.raises(TypeError, match="delayed: got 1, wanted True or False"):
+            kind(3, delayed=1)
+    plain, delayed = (one_table(policies.AdmitByCount(2, delayed=one)) for one in (False, True))
+    assert plain.fingerprint == delayed.fingerprint and plain.stores != delayed.stores
+    assert [one.stores[0].sighting_floors().tolist() for one in (plain, delayed)] == [[2], [3]]
+
+
+def test_waiting_keys_of_other_tables_are_refused():
+    """Only a table that counts has keys that wait."""
+    collection = one_table(policies.AdmitByProbability(0.5))
+    state = collection.init(seed=SEED)
+    assert len(admission.waiting(collection.stores[0], state.stores[0], 0)[0]) == 0
+    with pytest.raises(ValueError, match='with_waiting: table "user": admission: got AdmitByProbability'):
+        admission.with_waiting(collection.stores[0], state.stores[0], 0, np.arange(3), np.ones(3))
+
+
+@pytest.mark.parametrize("op", ["erase", "evict"])
+def test_nothing_is_forgotten_where_nothing_goes(op):
+    """A key that had its sightings while the store was full still has them after an erase or eviction of nobody."""
+    collection = one_table(policies.AdmitByCount(2), capacity=2, max_capacity=2, eviction=policies.LeastRecentlyUsed())
+    features = programs.batch(collection, user=np.array([1, 1, 2, 2, 3, 3]))
+    _, state, _ = programs.lookup(collection)(collection.init(seed=SEED), features)
+    before = np.asarray(state.stores[0].sightings[0])
+    if op == "erase":
+        state, num_gone = collection.erase(state, "user", np.array([99]))
+        assert int(num_gone) == 0
+    else:
+        state, evicted = collection.evict(state, num_rows=2)
+        assert evicted.to_dict() == {"user": 0}
+    np.testing.assert_array_equal(np.asarray(state.stores[0].sightings[0]), before)
+    state, _ = collection.evict(state, num_rows=1)
+    assert not np.array_equal(np.asarray(state.stores[0].sightings[0]), before)
+
+
+def test_clearing_a_table_forgets_those_that_wait():
+    """`forget` with a table: its counts go, those of others stay."""
+    tables = [jaxsok.TableSpec(n, 1, SGD, admission=policies.AdmitByCount(3), capacity=16) for n in ("user", "item")]
+    collection = jaxsok.Collection(tables, [jaxsok.FeatureSpec(t.name, t.name) for t in tables])
+    _, state, _ = programs.lookup(collection)(
+        collection.init(seed=SEED), programs.batch(collection, user=np.arange(4), item=np.arange(4))
+    )
+    store = admission.forget(collection.stores[0], state.stores[0], jnp.uint32(0), cleared=0)
+    state = dataclasses.replace(state, stores=(store,))
+    assert waiting(collection, state, "user") == {} and waiting(collection, state, "item") == dict.fromkeys(range(4), 1)
+
+
+@pytest.mark.parametrize("num_shards", [None, 4])
+@pytest.mark.parametrize("op", ["assign", "import_table"])
+def test_keys_that_are_given_a_row_wait_no_longer(op, num_shards):
+    """And when they come back after an erase they begin anew, as any key."""
+    tables = [jaxsok.TableSpec(n, 1, SGD, admission=policies.AdmitByCount(3), capacity=16) for n in ("user", "item")]
+    features = [jaxsok.FeatureSpec(t.name, t.name) for t in tables]
+    collection = programs.over(num_shards, tables, features) if num_shards else jaxsok.Collection(tables, features)
+    look = programs.lookup(collection)
+
+    def seen(state, keys):
+        return look(state, programs.batch(collection, user=np.array(keys), item=np.array(keys)))[1]
+
+    state = seen(collection.init(seed=SEED), [1, 2, 2, 3])
+    keys, rows = np.array([2, 9, 1]), np.array([[2.0], [9.0], [1.0]], np.float32)
+    if op == "assign":
+        state, num_inserted, num_refused = collection.assign(state, "user", keys, rows)
+        assert (int(num_inserted), int(num_refused)) == (3, 0)
+    else:
+        state = collection.import_table(state, "user", jaxsok.Records(keys.astype(np.uint64), rows))
+    assert waiting(collection, state, "user") == {3: 1} and waiting(collection, state, "item") == {1: 1, 2: 2, 3: 1}
+    np.testing.assert_array_equal(np.asarray(collection.rows_of(state, "user", keys)[0]), rows)
+    state, _ = collection.erase(state, "user", np.array([2]))
+    state = seen(state, [2, 2, 7, 7])
+    assert collection.contains(state, "user", np.array([1, 2, 9, 7])).tolist() == [True, False, True, False]
+    assert collection.contains(state, "item", np.array([2])).tolist() == [True]
+    state = seen(state, [2, 8, 8, 8])
+    assert collection.contains(state, "user", np.array([2])).tolist() == [True]
+
+
+# --------------------------------------------------------------------------------------------------------------
+# What is read, what is complained of, what it costs
+
+
+def of_key(words, columns):
+    """The low word, and the column."""
+    return (words[0] % jnp.uint32(7)).astype(jnp.float32) + columns.astype(jnp.float32)
+
+
+@pytest.mark.parametrize("path", ["fused", "planned"])
+@pytest.mark.parametrize("unadmitted", [0.25, "initial"])
+def test_rows_that_xla_works_out(path, unadmitted):
+    """A traced initializer: new rows are written, keys that are kept out read the constant or their initial row."""
+    initializer = jaxsok.initializers.function(of_key, "of_key")
+    policy = policies.AdmitByCount(2, unadmitted=unadmitted)
+    table = jaxsok.TableSpec("user", 3, SGD, admission=policy, initializer=initializer, capacity=16)
+    collection = jaxsok.Collection([table], [jaxsok.FeatureSpec("user", "user", combiner=None)])
+    features = programs.batch(collection, user=np.array([5, 9, 5, 11]))
+    argument = programs.plan(collection)(features) if path == "planned" else features
+    embeddings, state, _ = programs.lookup(collection)(collection.init(seed=SEED), argument)
+    initial = np.array([5, 9 % 7, 5, 11 % 7])[:, None] + np.arange(3)[None, :]
+    want = np.where(np.array([True, False, True, False])[:, None], initial, 0.25 if unadmitted == 0.25 else initial)
+    np.testing.assert_allclose(np.asarray(embeddings["user"]), want)
+    assert set(programs.rows_of(collection, state)) == {5}
+    found, _ = programs.find(collection)(state, features)
+    np.testing.assert_allclose(np.asarray(found["user"]), initial)
+
+
+def test_a_full_store_is_told_apart():
+    """Who was let in and found no room is an error; who was kept out is not. Both read what the table says."""
+    collection = one_table(policies.AdmitByCount(2, unadmitted=3.0), capacity=2, max_capacity=2)
+    features = programs.batch(collection, user=np.array([1, 1, 2, 2, 3, 3, 4, 5]))
+    embeddings, state, plan = programs.lookup(collection)(collection.init(seed=SEED), features)
+    np.testing.assert_array_equal(np.asarray(embeddings["user"])[4:, 0], 3.0)
+    state, stats = programs.update(collection)(state, plan, embeddings)
+    counts = stats.to_dict()["user"]
+    assert (counts["num_inserted"], counts["num_refused"], counts["num_unadmitted"]) == (2, 4, 2)
+    with pytest.raises(jaxsok.TableFullError, match='table "user": 2 keys refused'):
+        stats.check()
+    assert (stats + stats).to_dict()["user"]["num_unadmitted"] == 4
+
+
+def test_bytes_are_counted():
+    """memory_estimate's numbers are those of the arrays."""
+    state = COLLECTION.init(seed=SEED)
+    estimate = COLLECTION.memory_estimate()
+    for of_store, store in zip(estimate.stores, state.stores, strict=True):
+        want = sum(array.nbytes for array in (*store.sightings, *store.bloom))
+        assert of_store.state["admission"] == want > 0
+        assert sum(of_store.state.values()) == sum(leaf.nbytes for leaf in jax.tree.leaves(store))
+
+
+def test_changed_in_place():
+    """Law 9, and no copy of anything large: sightings, filter and rows stay where they are."""
+    collection = jaxsok.Collection(*specs(capacity=1 << 14))
+    batch = {name: [[1]] * NUM_SAMPLES for name in ("user", "plain", "tag")}
+    batch |= {"friends": [[(1, 1.0)]] * NUM_SAMPLES, "ad": [[1]] * NUM_SAMPLES, "basket": [[1, 2]] * NUM_SAMPLES}
+    features = collection.batch(raw_of(batch)).features
+    step = jax.jit(programs.train_step(collection), donate_argnums=0)
+    erase = jax.jit(lambda state, keys: collection.erase(state, "user", keys), donate_argnums=0)
+    state = collection.init(seed=SEED)
+    text = step.lower(state, features).compile().as_text()
+    assert not test_compiled.table_copies(text, (1 << 14) * 4) and not test_compiled.host_calls(text)
+
+    def places(state):
+        return [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves((state.stores, state.step))[:-1]]
+
+    before = places(state)
+    state, _, _ = step(state, features)
+    state, _ = erase(state, jnp.asarray(programs.words([1])))
+    assert places(state) == before
+
+
+def test_stores_without_admission_pay_nothing():
+    """No operand and no array more."""
+    collection = programs.one_table()
+    state = collection.init(seed=SEED)
+    assert state.stores[0].sightings == state.stores[0].bloom == ()
+    features = programs.batch(collection, user=np.arange(4))
+    text = jax.jit(collection.lookup).lower(state, features).as_text()
+    (call,) = [line for line in text.splitlines() if "@jaxsok_lookup(" in line]
+    # index, counters, table_rows, tables, seed; keys, offsets, weights, features; a slab of rows, one of records
+    assert call.split("@jaxsok_lookup(")[1].split(")")[0].count("%") == 11
+    assert "admission = 0 : i32" in call
+
+
+@pytest.mark.parametrize("unadmitted", [float("inf"), float("nan"), 1e39, "zeros", True, None])
+def test_what_cannot_be_read_is_refused(unadmitted):
+    """A finite float32 or "initial"."""
+    with pytest.raises(ValueError, match=r"policies\.AdmitByCount: unadmitted: got "):
+        policies.AdmitByCount(2, unadmitted=unadmitted)
+
+
+def test_clearing_a_table_empties_its_filter():
+    """Its own part alone: a key of the cleared table begins anew, those of others go on."""
+    policy = policies.AdmitByBloom(2, num_keys=64)
+    tables = [jaxsok.TableSpec(n, 1, SGD, admission=policy, capacity=16) for n in ("user", "item")]
+    collection = jaxsok.Collection(tables, [jaxsok.FeatureSpec(t.name, t.name) for t in tables])
+    features = programs.batch(collection, user=np.arange(4), item=np.arange(4))
+    _, state, _ = programs.lookup(collection)(collection.init(seed=SEED), features)
+    state, _ = collection.clear(state, "user")
+    _, state, _ = programs.lookup(collection)(state, features)
+    assert collection.num_rows(state) == {"user": 0, "item": 4}

@@ -1,0 +1,388 @@
+"""One of several processes of a training run; test_processes.py starts them: `process_worker.py <job> <folder>`.
+
+The place of the process among the others comes from the environment: PORT, NUM_PROCESSES, PROCESS_ID and NUM_DEVICES
+(of this process). What it found out goes to `<folder>/<process>.npz`, and an error to its standard error.
+"""
+
+import functools
+import os
+import pathlib
+import signal
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType
+
+import jaxsok
+from jaxsok import grow
+from jaxsok.types import COUNTERS
+
+NUM_SHARDS, NUM_SAMPLES, NUM_STEPS, DIM = 4, 32, 5, 4
+KILLED_IN_STEP = 2
+HEARTBEAT_S = 10
+ADAGRAD, ADAM = jaxsok.optim.adagrad(0.1), jaxsok.optim.adam(0.05)
+WIRES = {
+    "float32": jaxsok.ExchangeSpec(),
+    "narrow": jaxsok.ExchangeSpec(rows="bfloat16", gradients="float8_e4m3fn"),
+}
+# Room for a first step, but not for all: the first store grows on the way, and each growth compiles the step anew.
+TABLES = (
+    jaxsok.TableSpec("user", DIM, ADAM, row_gradient="mean", capacity=256),
+    jaxsok.TableSpec("item", DIM, ADAM, row_gradient="mean", capacity=96, placement=jaxsok.on(3)),
+    jaxsok.TableSpec("ad", DIM, ADAGRAD, capacity=128, placement=jaxsok.REPLICATED),
+)
+FEATURES = (
+    jaxsok.FeatureSpec("user", "user"),
+    jaxsok.FeatureSpec("item", "item", combiner="mean", max_keys=3 * NUM_SAMPLES),
+    jaxsok.FeatureSpec("ad", "ad"),
+)
+
+
+def raw_batch(step, process=0, num_processes=1):
+    """One process's part of the batch of a step: the samples of `process` among all."""
+    rng = np.random.default_rng(step)
+    lengths = rng.integers(0, 4, NUM_SAMPLES)
+    keys = rng.integers(0, 60, int(lengths.sum()))
+    user, ad = rng.integers(0, 1000, NUM_SAMPLES), rng.integers(-1, 40, NUM_SAMPLES)
+    label = rng.normal(size=NUM_SAMPLES).astype(np.float32)
+    first, last = (NUM_SAMPLES * one // num_processes for one in (process, process + 1))
+    offsets = np.concatenate([[0], np.cumsum(lengths)])
+    return {
+        "user": user[first:last],
+        "item": jaxsok.Bags(keys[offsets[first] : offsets[last]], lengths=lengths[first:last]),
+        "ad": ad[first:last],
+        "label": label[first:last],
+    }
+
+
+def train_step(collection):
+    """A whole step on a global mean."""
+
+    def loss_of(embeddings, label):
+        score = sum(jnp.tanh(embedding).sum(axis=1) for embedding in embeddings.values())
+        return jnp.mean((score - label) ** 2)
+
+    def step(state, asked, label):
+        embeddings, state, plan = collection.lookup(state, asked)
+        loss, gradients = jax.value_and_grad(loss_of)(embeddings, label)
+        state, stats = collection.update(state, plan, gradients)
+        return state, loss, stats
+
+    options = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+    return jax.jit(step, donate_argnums=0, compiler_options=options)
+
+
+def train(collection, process=0, num_processes=1, *, in_step=lambda step: None):
+    """Some steps with growth, of the pipeline; state, losses and counts."""
+    state, step, results = collection.init(seed=4), train_step(collection), []
+    raws = (raw_batch(number, process, num_processes) for number in range(NUM_STEPS))
+    for number, (batch, plan) in enumerate(collection.pipeline(raws)):
+        in_step(number)
+        state = collection.grow(state)
+        state, loss, stats = step(state, plan, batch["label"])
+        stats.check()
+        results.append((float(loss), [int(rows) for rows in np.asarray(stats.num_inserted)]))
+    return state, results
+
+
+def operate(collection):
+    """Imports with growth, assigns, clears and reads: the same calls in all processes; the state, and what was read."""
+    state, read = collection.init(seed=6), {}
+    rng = np.random.default_rng(8)
+    for table in TABLES:
+        chunks = []
+        for size in (700, 1, 90):
+            keys = np.unique(rng.integers(0, 2**63, size, np.uint64))
+            rows = rng.normal(size=(len(keys), DIM)).astype(np.float32)
+            names = [one.name for one in table.optimizer.state_specs(DIM)]
+            chunks.append(jaxsok.Records(keys, rows, {name: rows + 1 for name in names}))
+        state = collection.import_table(state, table.name, chunks)
+        asked = np.concatenate([chunks[0].keys[::9], rng.integers(0, 2**63, 9, np.uint64)])
+        state, inserted, refused = collection.assign(
+            state, table.name, asked[9:], np.arange(DIM * (len(asked) - 9)).reshape(-1, DIM).astype(np.float32)
+        )
+        rows, is_there = collection.rows_of(state, table.name, asked)
+        also = collection.contains(state, table.name, asked)
+        read[table.name] = [np.asarray(one) for one in (inserted, refused, rows, is_there, also)]
+    state, num_erased = collection.clear(state, "item")
+    read["num_erased"] = [np.asarray(num_erased)]
+    return state, read
+
+
+def exported(collection, state):
+    """The same as `local_tables`, as the stream of records has it."""
+    columns = {}
+    for table in TABLES:
+        chunks = list(collection.export_chunks(state, table.name, chunk_rows=100))
+        for name in ("keys", "rows"):
+            columns[f"exported.{table.name}.{name}"] = np.concatenate(
+                [np.zeros((0, *(DIM,) * (name == "rows")))] * (not chunks) + [getattr(chunk, name) for chunk in chunks]
+            )
+    return columns
+
+
+def local_tables(collection, state):
+    """What this process's shards hold: {"<table>.<column>": array}, rows of replicated tables from its first shard."""
+    columns = {}
+    for spec, store in zip(collection.stores, state.stores, strict=True):
+        names = [one.name for one in spec.state_specs]
+        slabs = {"records": store.records, "rows": store.rows, **dict(zip(names, store.states, strict=True))}
+        num_local = len(store.counters.addressable_shards)
+        for place in range(1 if spec.is_replicated else num_local):
+            parts = {
+                name: np.concatenate([np.asarray(parts_of(array)[place]) for array in arrays])
+                for name, arrays in slabs.items()
+            }
+            records = parts.pop("records")
+            parts["keys"] = records[:, 0].astype(np.uint64) | records[:, 1].astype(np.uint64) << np.uint64(32)
+            for number, table in enumerate(spec.tables):
+                is_used = (records[:, 2] == number) & (parts["keys"] != np.uint64(jaxsok.PADDING_KEY))
+                for name, values in parts.items():
+                    columns.setdefault(f"{table.name}.{name}", []).append(values[is_used])
+    return {name: np.concatenate(values) for name, values in columns.items()}
+
+
+def salts_of(state):
+    """The salt words of each store on each shard of this process."""
+    words = [COUNTERS.index("salt_low"), COUNTERS.index("salt_high")]
+    return [[np.asarray(part)[words] for part in parts_of(store.counters)] for store in state.stores]
+
+
+def parts_of(array):
+    """The parts of an array that this process has, shard by shard."""
+    return [part.data for part in sorted(array.addressable_shards, key=lambda part: part.index[0].start or 0)]
+
+
+def main(job, folder):
+    """Joins the others, does its part, and says what came of it."""
+    number, num_processes = int(os.environ["PROCESS_ID"]), int(os.environ["NUM_PROCESSES"])
+    jax.config.update("jax_num_cpu_devices", int(os.environ["NUM_DEVICES"]))
+    jax.distributed.initialize(
+        f"localhost:{os.environ['PORT']}",
+        num_processes=num_processes,
+        process_id=number,
+        heartbeat_timeout_seconds=HEARTBEAT_S,
+        shutdown_timeout_seconds=HEARTBEAT_S,
+    )
+    axis_type = AxisType.Explicit if job in ("operations", "evict") else AxisType.Auto
+    mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(axis_type,))
+    if job == "refusals":
+        refusals(mesh, number, folder)
+        return
+    if job == "operations":
+        collection = jaxsok.Collection(TABLES, FEATURES, mesh=mesh, axis="data")
+        state, read = operate(collection)
+        read = {f"read.{name}.{i}": one for name, values in read.items() for i, one in enumerate(values)}
+        parts = {**local_tables(collection, state), **exported(collection, state)}
+        np.savez(pathlib.Path(folder) / f"{number}.npz", **read, **parts)
+        return
+    if job == "errors":
+        errors_of_one(mesh, number, pathlib.Path(folder))
+        return
+    if job == "evict":
+        evicted_by_need(mesh, number, num_processes, folder)
+        return
+    wire = WIRES["narrow" if job == "train narrow" else "float32"]
+    collection = jaxsok.Collection(TABLES, FEATURES, mesh=mesh, axis="data", exchange=wire)
+
+    def in_step(step):
+        if job == "killed" and number == 1 and step == KILLED_IN_STEP:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    state, results = train(collection, number, num_processes, in_step=in_step)
+    losses, inserted = zip(*results, strict=True)
+    capacities = [store.capacity for store in state.stores]
+    num_rows = collection.num_rows(state)
+    np.savez(
+        pathlib.Path(folder) / f"{number}.npz",
+        losses=losses,
+        inserted=inserted,
+        capacities=capacities,
+        num_grown=collection.growth.num_grown,
+        num_rows=[num_rows[table.name] for table in TABLES],
+        salts=salts_of(state),
+        **local_tables(collection, state),
+        salts_after_rebuild=salts_of(grow.resalted(collection.stores, state, 0, collection.shards)),
+    )
+
+
+def evicting(mesh):
+    """A spread table and a replicated one, full soon, whose least recently used rows leave."""
+    lru = {"capacity": 96, "max_capacity": 96, "eviction": jaxsok.policies.LeastRecentlyUsed()}
+    tables = [
+        jaxsok.TableSpec("user", DIM, ADAGRAD, **lru),
+        jaxsok.TableSpec("ad", DIM, ADAGRAD, placement=jaxsok.REPLICATED, **lru),
+    ]
+    return jaxsok.Collection(tables, [jaxsok.FeatureSpec(t.name, t.name) for t in tables], mesh=mesh, axis="data")
+
+
+def evicted(collection, process=0, num_processes=1):
+    """Steps that bring new keys into full stores, then an eviction by name; the state, who was handed over."""
+    state, handed = collection.init(seed=0), {"user": [], "ad": []}
+
+    def hand_over(name, records):
+        handed[name] += records.keys.tolist()
+
+    lookup = jax.jit(collection.lookup, donate_argnums=0)
+    for step in range(9):
+        keys = np.random.default_rng(step).integers(0, 30, 16) + 20 * step
+        mine = np.split(keys, num_processes)[process]
+        features = collection.batch({"user": mine, "ad": mine + 7}).features
+        state = collection.grow(state, features, clock=step, hand_over=hand_over)
+        _, state, _ = lookup(state, features)
+    state, gone = collection.evict(state, "user", num_rows=30, clock=9, hand_over=hand_over)
+    return state, gone, handed
+
+
+def evicted_by_need(mesh, number, num_processes, folder):
+    """What each process was handed, and what its shards have left."""
+    collection = evicting(mesh)
+    state, gone, handed = evicted(collection, number, num_processes)
+    np.savez(
+        pathlib.Path(folder) / f"{number}.npz",
+        gone=np.asarray(gone.num_evicted),
+        **{f"handed.{name}": np.array(keys, np.uint64) for name, keys in handed.items()},
+        **local_tables(collection, state),
+    )
+
+
+def errors_of_one(mesh, number, folder):
+    """Exports, loads and checkpoints that fail in one process: what all of them are told, and in how many seconds."""
+    import shutil
+    from unittest import mock
+
+    import orbax.checkpoint as ocp
+    from jax.experimental import multihost_utils
+
+    from jaxsok import checkpoint
+    from jaxsok.checkpoint import manifest
+
+    tables = [
+        jaxsok.TableSpec(name, DIM, ADAGRAD, capacity=64, statistics=True, **placement)
+        for name, placement in (("user", {}), ("ad", {"placement": jaxsok.REPLICATED}))
+    ]
+    features = [jaxsok.FeatureSpec(table.name, table.name) for table in tables]
+    collection = jaxsok.Collection(tables, features, mesh=mesh, axis="data")
+    step = jax.jit(lambda state, asked: collection.lookup(state, asked)[1], donate_argnums=0)
+    found, wait = {}, multihost_utils.sync_global_devices
+
+    def seen(state, keys):
+        mine = np.split(keys, 2)[number]
+        return step(state, collection.batch({"user": mine, "ad": mine}).features)
+
+    def note(name, call):
+        began = time.monotonic()
+        try:
+            call()
+            message = "nothing raised"
+        except Exception as error:
+            message = f"{type(error).__name__}: {error}"
+        found[name] = [message, f"{time.monotonic() - began}"]
+
+    def rows_of(state):
+        return [np.asarray(collection.rows_of(state, one.name, np.arange(40))[0]).tobytes() for one in tables]
+
+    def full_disk(name="write_part", process=1):
+        """Fails in one process."""
+        no_space = OSError(28, "No space left on device")
+        return mock.patch.object(manifest, name, side_effect=no_space if number == process else getattr(manifest, name))
+
+    def damaged(path):
+        """The path, in process 1 that of a copy with a byte changed in its rows."""
+        if number == 0:
+            return path
+        copy = path.with_name(f"{path.name}.damaged")
+        shutil.copytree(path, copy, dirs_exist_ok=True)
+        file = copy / "table_0000.process_00001.arrow"
+        data = bytearray(file.read_bytes())
+        data[len(data) // 2] ^= 1
+        file.write_bytes(data)
+        return copy
+
+    state = seen(collection.init(seed=3), np.arange(20))
+    for name, process in (("write_part", 1), ("join_parts", 0)):
+        with full_disk(name, process):
+            note(f"export: {name}", lambda: checkpoint.export_full(folder / "failed", collection, state))
+    (folder / "file").write_bytes(b"")
+    note("export: folder", lambda: checkpoint.export_full(folder / "file" / "failed", collection, state))
+    wait("exported")
+    found["left"] = [sorted(path.name for path in folder.glob("failed*"))]
+    checkpoint.export_full(folder / "full", collection, state)
+    state = seen(state, np.arange(10, 30))
+    delta = folder / "delta"
+    nowhere = [folder / "full", folder / "nowhere"][number]
+    broken = damaged(folder / "full")
+    wait("damaged")
+    # Tombstones are sought while all processes search.
+    note("delta: base", lambda: checkpoint.export_delta(delta, collection, state, broken))
+    note("delta: nowhere", lambda: checkpoint.export_delta(delta, collection, state, nowhere))
+    checkpoint.export_delta(delta, collection, state, folder / "full")
+    note("load: rows", lambda: checkpoint.load(broken, collection))
+    note("load: nowhere", lambda: checkpoint.load(nowhere, collection))
+    note("export: taken", lambda: checkpoint.export_full(delta, collection, state))
+    note("export: elsewhere", lambda: checkpoint.export_full([folder / "new", delta][number], collection, state))
+    before = rows_of(state)
+    note("load: live", lambda: checkpoint.load(broken, collection, state=state))
+    broken_delta = damaged(delta)
+    loaded = checkpoint.load(folder / "full", collection)
+    note("apply", lambda: checkpoint.apply_delta(broken_delta, collection, loaded, after=folder / "full"))
+    found["unchanged"] = [str(rows_of(state) == before)]
+    for kind, checkpointer in (("async", ocp.AsyncCheckpointer), ("sync", ocp.Checkpointer)):
+
+        def save(case, kind=kind, checkpointer=checkpointer, compression="none"):
+            arguments = checkpoint.TablesSave(collection, state, compression=compression)
+            with checkpointer(checkpoint.TablesCheckpointHandler()) as saver:
+                saver.save(folder / f"{kind} {case}", args=arguments)
+                if kind == "async":
+                    saver.wait_until_finished()
+
+        for case, process in (("write_part", 1), ("join_parts", 0)):
+            with full_disk(case, process):
+                note(f"{kind}: {case}", functools.partial(save, case))
+        note(f"{kind}: refused", functools.partial(save, "refused", compression=["none", "zip"][number]))
+    items = folder / "items"
+    ocp.Checkpointer(checkpoint.TablesCheckpointHandler()).save(items, args=checkpoint.TablesSave(collection, state))
+    broken = damaged(items)
+    handler = checkpoint.TablesCheckpointHandler()
+    note("restore", lambda: handler.restore(broken, checkpoint.TablesRestore(collection)))
+    # All of them are still in step.
+    again = checkpoint.load(delta, collection)
+    found["again"] = [
+        str(rows_of(again) == rows_of(state) == rows_of(handler.restore(items, checkpoint.TablesRestore(collection))))
+    ]
+    np.savez(folder / f"{number}.npz", **{name: np.array(words) for name, words in found.items()})
+
+
+def refusals(mesh, number, folder):
+    """What each process is told of specs that differ, and of ragged keys whose size nobody declared."""
+    tables = {
+        "dim": [jaxsok.TableSpec("user", DIM + 4 * number, ADAGRAD, capacity=32)],
+        "capacity": [jaxsok.TableSpec("user", DIM, ADAGRAD, capacity=32 << number)],
+        "same": [jaxsok.TableSpec("user", DIM, ADAGRAD, capacity=32)],
+    }
+    messages = {}
+
+    def note(name, call):
+        try:
+            call()
+            messages[name] = "nothing raised"
+        except ValueError as error:
+            messages[name] = str(error)
+
+    features = [jaxsok.FeatureSpec("user", "user")]
+    for name in ("dim", "capacity"):
+        note(name, jaxsok.Collection(tables[name], features, mesh=mesh, axis="data").init)
+    same = jaxsok.Collection(tables["same"], features, mesh=mesh, axis="data")
+    note("seed", lambda: same.init(seed=number))
+    other = [jaxsok.FeatureSpec("user", "user", combiner=("sum", "mean")[number])]
+    note("feature", jaxsok.Collection(tables["same"], other, mesh=mesh, axis="data").init)
+    note("ragged", lambda: same.batch({"user": jaxsok.Bags(np.arange(2), lengths=np.array([1, 1]))}))
+    note("same", same.init)
+    np.savez(pathlib.Path(folder) / f"{number}.npz", **messages)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

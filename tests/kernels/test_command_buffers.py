@@ -1,0 +1,399 @@
+"""CUDA graphs: which calls XLA puts into command buffers, for an H200 that need not be there.
+
+XLA decides it when it compiles, by a mark that each handler carries, and can print the sequence of what will run. The
+marks are those of the CUDA library where it is built. Elsewhere the CPU's handlers stand for it, with the mark added
+that ffi/handlers/bind.h gives to all handlers of CUDA.
+"""
+
+import ctypes
+import functools
+import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import tempfile
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import programs
+import pytest
+import test_compiled
+
+import jaxsok
+from jaxsok import combine as combine_module
+from jaxsok import policies
+from jaxsok.kernels import library
+from jaxsok.kernels import table as table_door
+from jaxsok.serving import frozen, fused
+
+CAPTURABLE = 1  # XLA_FFI_HANDLER_TRAITS_COMMAND_BUFFER_COMPATIBLE
+
+
+# Marks ---------------------------------------------------------------------------------------------------------------
+
+
+class _Extension(ctypes.Structure):
+    """XLA_FFI_Extension_Base, and the pointer that follows it in XLA_FFI_Metadata_Extension."""
+
+    _fields_ = (
+        ("struct_size", ctypes.c_size_t),
+        ("type", ctypes.c_int),
+        ("next", ctypes.c_void_p),
+        ("metadata", ctypes.c_void_p),
+    )
+
+
+class _Metadata(ctypes.Structure):
+    """XLA_FFI_Metadata of the oldest FFI; newer ones append to it."""
+
+    _fields_ = (
+        ("struct_size", ctypes.c_size_t),
+        ("version_struct_size", ctypes.c_size_t),
+        ("version_extension", ctypes.c_void_p),
+        ("major", ctypes.c_int),
+        ("minor", ctypes.c_int),
+        ("traits", ctypes.c_uint32),
+        ("state_type_id", ctypes.c_int64),
+    )
+
+
+class _CallFrame(ctypes.Structure):
+    """How XLA_FFI_CallFrame begins."""
+
+    _fields_ = (("struct_size", ctypes.c_size_t), ("extension", ctypes.POINTER(_Extension)))
+
+
+_METADATA = 1  # XLA_FFI_Extension_Metadata
+_HANDLER = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)
+_kept = []  # what ctypes would otherwise free
+
+
+def listened(handler, answers, name, *, is_marking):
+    """A handler that notes what it answers when XLA asks for its marks, and perhaps adds one."""
+    inner = _HANDLER(ctypes.cast(handler, ctypes.c_void_p).value)
+
+    def call(frame):
+        error = inner(frame)
+        extension = _CallFrame.from_address(frame).extension
+        if extension and extension[0].type == _METADATA:
+            metadata = _Metadata.from_address(extension[0].metadata)
+            answers[name] = metadata.traits
+            metadata.traits |= CAPTURABLE if is_marking else 0
+        return error
+
+    outer = _HANDLER(call)
+    _kept.append(outer)
+    return outer
+
+
+def test_handlers_of_cuda_are_marked():
+    """All of them, in the library as it is built; those of the CPU are not."""
+    if not library.library_path("cuda").exists():
+        pytest.skip("the CUDA library is not built")
+    assert compiled("marked")["marks"] == {name: CAPTURABLE for name, _ in library.TARGETS}
+    assert compiled("unmarked")["marks"] == {name: 0 for name, _ in library.TARGETS}
+
+
+def test_all_handlers_of_cuda_are_defined_with_the_mark():
+    """The source: there is one way to define a handler, and under CUDA it marks."""
+    handlers = pathlib.Path(jaxsok.__file__).parents[1] / "ffi/handlers"
+    cuda, cpu = handlers.joinpath("bind.h").read_text().split("#else")
+    assert "{ffi::Traits::kCmdBufferCompatible})" in cuda and "kCmdBufferCompatible" not in cpu
+    sources = {path.name: path.read_text() for path in handlers.glob("*.cc")}
+    assert not [name for name, text in sources.items() if "XLA_FFI_DEFINE_HANDLER" in text]
+    defined = re.findall(r"JAXSOK_DEFINE_HANDLER\(\s*(\w+),", "".join(sources.values()))
+    assert sorted(defined) == sorted(symbol for _, symbol in library.TARGETS)
+
+
+# What XLA makes of them ----------------------------------------------------------------------------------------------
+
+
+def sequence(text):
+    """Thunks as XLA prints them, nested by indentation: [(kind, kinds of all that contain it)]."""
+    thunks, path = [], []
+    for line in text.splitlines():
+        found = re.match(r"( *)\d+: (k\w+)", line)
+        if found is None:
+            continue
+        depth = len(found[1])
+        path = [(outer, kind) for outer, kind in path if outer < depth]
+        thunks.append((found[2], [kind for _, kind in path]))
+        path.append((depth, found[2]))
+    return thunks
+
+
+def test_sequences_are_read():
+    """The helper, on a piece of what XLA prints."""
+    text = """001: kCopy         [source] kCopy
+000: kWhile         [prev=001 (1)]
+    000: kCommandBuffer [source | sink]
+        015: kCustomCall         [prev=013 (1)] kCustomCall
+    016: kCustomCall         [prev=013 (1)] kCustomCall
+"""
+    assert sequence(text) == [
+        ("kCopy", []),
+        ("kWhile", []),
+        ("kCommandBuffer", ["kWhile"]),
+        ("kCustomCall", ["kWhile", "kCommandBuffer"]),
+        ("kCustomCall", ["kWhile"]),
+    ]
+
+
+def planned(features, abstract, collection, **sizes):
+    """The shapes of a plan."""
+    return jax.tree.map(abstract, jax.eval_shape(functools.partial(collection.plan, **sizes), features))
+
+
+def single_cases(abstract):
+    """Name -> (function of a donated state, arguments): with the targets of one device."""
+    collection = test_compiled.declared()
+    state = jax.tree.map(abstract, collection.init(seed=0))
+    features = jax.tree.map(abstract, test_compiled.features_of(collection))
+    cases = {
+        name: (function, (state, *jax.tree.map(abstract, arguments)))
+        for name, (function, arguments) in test_compiled.cases(collection).items()
+        if name in ("train step", "two lookups", "scan", "find and step", "erase")
+    }
+    asked = planned(features, abstract, collection)
+    return (
+        cases
+        | {
+            "bare step": (bare_step(collection), (state, features)),
+            "planned step": (programs.train_step(collection), (state, asked)),
+            "find": (collection.find, (state, features)),
+            "plan": (collection.plan, (features,)),
+            "combine": (combined, (abstract(jnp.zeros((8, 4))), abstract(np.zeros(9, np.int32)))),
+            "rebuild": (
+                lambda counters, records: table_door.rebuild(counters, records, 1 << 13),
+                (state.stores[0].counters, state.stores[0].records),
+            ),
+        }
+        | life_cases(abstract)
+        | frozen_cases(abstract)
+    )
+
+
+def bare_step(collection):
+    """A step without a model: nothing but what jaxsok makes of it."""
+
+    def step(state, features):
+        embeddings, state, plan = collection.lookup(state, features)
+        return collection.update(state, plan, embeddings)
+
+    return step
+
+
+def frozen_cases(abstract):
+    """A lookup of frozen tables; and what their row map does to its own arrays."""
+    keys, rows = np.arange(64, dtype=np.uint64), np.zeros((64, 8), np.float32)
+    source = frozen.SizedRecords(64, [jaxsok.Records(keys, rows)])
+    tables, _ = frozen.freeze_records([(frozen.FrozenTable("item", 8), source)])
+    words = abstract(np.zeros((16, 2), np.uint32))
+    ids = abstract(np.zeros(16, np.uint32))
+    store = jax.tree.map(abstract, tables.stores[0])
+    records = abstract(np.zeros((64, 4), np.uint32))
+    return {
+        "frozen": (
+            lambda tables, words: fused.lookup_with_counts(tables, {"item": words}),
+            (jax.tree.map(abstract, tables), words),
+        ),
+        "erase by key": (
+            lambda index, counters, table_rows, records, words, ids: table_door.erase(
+                index, counters, table_rows, words, ids, (records,), (), ()
+            ),
+            (store.index, store.counters, abstract(np.zeros(1, np.uint32)), records, words, ids),
+        ),
+    }
+
+
+def life_cases(abstract):
+    """The same with admission, statistics and an eviction: all that happens to one table."""
+    item = jaxsok.TableSpec(
+        "item",
+        dim=8,
+        optimizer=jaxsok.optim.adagrad(0.1),
+        capacity=4096,
+        admission=policies.AdmitByCount(2),
+        eviction=policies.LeastRecentlyUsed(),
+    )
+    collection = jaxsok.Collection([item], [jaxsok.FeatureSpec("clicked", table="item")])
+    state = jax.tree.map(abstract, collection.init(seed=0))
+    features = jax.tree.map(abstract, collection.batch({"clicked": np.arange(64).reshape(32, 2)}).features)
+    words, rows = abstract(np.zeros((16, 2), np.uint32)), abstract(np.zeros((16, 8), np.float32))
+    store = state.stores[0]
+    return {
+        "admitting step": (programs.train_step(collection), (state, features)),
+        "assign": (lambda state, keys, rows: collection.assign(state, "item", keys, rows), (state, words, rows)),
+        "evict": (lambda state: collection.evict(state, "item", num_rows=100), (state,)),
+        "wait": (
+            lambda counters, entries: table_door.wait(counters, np.array([2], np.uint32), entries, 4096),
+            (store.counters, abstract(np.zeros((64, 4), np.uint32))),
+        ),
+    }
+
+
+def combined(rows, inverse):
+    """Both ways between rows and bags of three."""
+    offsets = jnp.arange(0, 10, 3, dtype=jnp.int32)
+    bags = combine_module.combine(rows, inverse, offsets, "sum")
+    return combine_module.combine_transpose(bags, inverse, offsets, "sum", 8)
+
+
+def sharded_cases(mesh, abstract):
+    """The same on eight devices: the step with its plan ready, the plan, and the step that goes in rounds."""
+    from jax.sharding import PartitionSpec
+
+    on_cpu = test_compiled.declared_over_eight()
+    collection = jaxsok.Collection(on_cpu.tables, on_cpu.features, mesh=mesh, axis="data")
+    state = jax.tree.map(abstract, on_cpu.init(seed=0))
+    features = jax.tree.map(abstract, test_compiled.features_over_eight())
+    asked = planned(features, lambda leaf: abstract(leaf, PartitionSpec("data")), collection, send_capacity=(16, 16))
+    step = programs.train_step(collection)
+    return {
+        "eight devices, planned": (step, (state, asked)),
+        "eight devices, rounds": (step, (state, features)),
+        "eight devices, plan": (functools.partial(collection.plan, send_capacity=(16, 16)), (features,)),
+    }
+
+
+SINGLE = ("train step", "bare step", "two lookups", "scan", "find and step", "planned step", "plan")
+SMALL = (
+    "find",
+    "erase",
+    "combine",
+    "rebuild",
+    "admitting step",
+    "assign",
+    "evict",
+    "wait",
+    "frozen",
+    "erase by key",
+)  # fewer commands than XLA takes the trouble for, unless told so
+SHARDED = ("eight devices, planned", "eight devices, rounds", "eight devices, plan")
+
+
+def compile_for_h200(marks):
+    """Runs in a process of its own (this file as a program): prints the sequence of each case, as JSON."""
+    from jax.experimental import topologies
+    from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+    is_built = library.library_path("cuda").exists()
+    handlers = library.load_cuda() if is_built and marks == "marked" else library.load_cpu()
+    answers = {}
+    for name, symbol in library.TARGETS:
+        is_marking = marks == "marked" and not is_built
+        handler = listened(getattr(handlers, symbol), answers, name, is_marking=is_marking)
+        jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(handler), platform="CUDA")
+
+    def mesh_of(num_devices):
+        shape = f"1x1x{num_devices}"
+        topology = topologies.get_topology_desc(platform="cuda", target_config=test_compiled.H200, topology=shape)
+        return Mesh(np.array(topology.devices), ("data",), axis_types=(AxisType.Auto,))
+
+    one, eight = mesh_of(1), mesh_of(test_compiled.NUM_SHARDS)
+
+    def on_one(leaf):
+        return jax.ShapeDtypeStruct(np.shape(leaf), leaf.dtype, sharding=NamedSharding(one, PartitionSpec()))
+
+    def on_eight(leaf, spec=None):
+        spec = leaf.sharding.spec if spec is None else spec
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(eight, spec))
+
+    cases = single_cases(on_one)
+    if marks == "marked":
+        cases |= sharded_cases(eight, on_eight)
+    else:
+        cases = {"train step": cases["train step"]}
+    results = {}
+    for name, (function, arguments) in cases.items():
+        lowered = jax.jit(function, donate_argnums=() if name in ("find", "plan", "frozen") else 0).lower(*arguments)
+        with tempfile.TemporaryDirectory() as folder:
+            # The defaults, as users get them; but XLA leaves out graphs of fewer than five commands.
+            least = {} if name in SINGLE else {"xla_gpu_graph_min_graph_size": 1}
+            text = lowered.compile(compiler_options={"xla_dump_to": folder} | least).as_text()
+            (dumped,) = pathlib.Path(folder).glob("*thunk_sequence_after_thunk_passes.txt")
+            results[name] = [sequence(dumped.read_text()), re.findall(r'custom_call_target="(\w+)"', text)]
+    print(json.dumps({"marks": answers, "cases": results}))
+
+
+@functools.cache
+def compiled(marks):
+    """The results of `compile_for_h200`; skips where it cannot run."""
+    reason = test_compiled._missing_wheels()
+    if reason is not None:
+        pytest.skip(reason)
+    root, helpers = pathlib.Path(jaxsok.__file__).parents[1], pathlib.Path(programs.__file__).parent
+    environment = {
+        **os.environ,
+        "JAX_PLATFORMS": "cpu",
+        "PYTHONPATH": os.pathsep.join([str(root), str(helpers), *filter(None, [os.environ.get("PYTHONPATH")])]),
+        "XLA_FLAGS": "--xla_gpu_autotune_level=0",
+    }
+    command = [sys.executable, __file__, marks]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def split(thunks):
+    """Calls in command buffers, and calls outside."""
+    calls = [path for kind, path in thunks if kind == "kCustomCall"]
+    return [path for path in calls if "kCommandBuffer" in path], [
+        path for path in calls if "kCommandBuffer" not in path
+    ]
+
+
+@pytest.mark.parametrize("name", SINGLE)
+def test_a_program_of_one_device_is_one_command_buffer(name):
+    """With XLA's defaults: one graph for the whole step, with all of our calls in it; of a scan, for each iteration."""
+    thunks, targets = compiled("marked")["cases"][name]
+    inside, outside = split(thunks)
+    assert targets and all(target.startswith("jaxsok_") for target in targets)
+    assert len(inside) == len(targets) and not outside
+    if name != "scan":
+        assert [kind for kind, path in thunks if not path] == ["kCommandBuffer"]
+    else:
+        buffers = [path for kind, path in thunks if kind == "kCommandBuffer" and "kWhile" in path]
+        assert len(buffers) == 1
+
+
+def test_counts_cost_one_kernel():
+    """XLA's own kernels: one puts the Stats of all stores together; a step counts itself, and stacks Adam's numbers.
+
+    A step has one more, which adds up what was refused. Tickets cost none, and no copy of the open ones.
+    """
+    for name, num_kernels in (("find", 1), ("bare step", 3 + 1)):
+        thunks, _ = compiled("marked")["cases"][name]
+        others = [kind for kind, _ in thunks if kind not in ("kCommandBuffer", "kCustomCall", "kCopy")]
+        assert others == ["kCustomKernel"] * num_kernels, name
+
+
+@pytest.mark.parametrize("name", SMALL + SHARDED)
+def test_every_call_is_captured(name):
+    """Where XLA is told to capture the smallest graphs as well, none of our calls is left out; between collectives."""
+    thunks, targets = compiled("marked")["cases"][name]
+    inside, outside = split(thunks)
+    assert len(inside) == sum(target.startswith("jaxsok_") for target in targets) > 0
+    assert not outside
+
+
+def test_every_target_is_among_the_cases():
+    """What the tests above say holds for all handlers."""
+    seen = {target for _, targets in compiled("marked")["cases"].values() for target in targets}
+    assert seen >= {name for name, _ in library.TARGETS}
+
+
+def test_without_marks_calls_stay_outside():
+    """The tests above can fail. Each of the two stores has a lookup and an update; a ticket is made and redeemed."""
+    thunks, targets = compiled("unmarked")["cases"]["train step"]
+    inside, outside = split(thunks)
+    calls = ["jaxsok_lookup", "jaxsok_update"] * 2 + ["jaxsok_tickets_issue", "jaxsok_tickets_redeem"]
+    assert len(outside) == len(targets) and sorted(targets) == sorted(calls) and not inside
+
+
+if __name__ == "__main__":
+    jax.config.update("jax_num_cpu_devices", test_compiled.NUM_SHARDS)
+    compile_for_h200(sys.argv[1])

@@ -1,0 +1,260 @@
+"""The form of the project: who may import whom, one noun in all its files, what may stand where in ffi/.
+
+Reads sources alone: no module of jaxsok is imported here, except by the test that asks what an import brings along.
+"""
+
+import ast
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import tomllib
+import warnings
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[2]
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+# Ops that have kernels. An exchange is XLA's collective: it has a module and no kernel.
+NOUNS = ("table", "plan", "combine", "update", "lookup", "evict", "tickets")
+FILES_OF_A_NOUN = (
+    "ffi/kernels/{}.h",
+    "ffi/kernels/{}_cpu.cc",
+    "ffi/kernels/{}_cuda.cu",
+    "ffi/handlers/{}.cc",
+    "jaxsok/kernels/{}.py",
+    "jaxsok/{}.py",
+    "tests/core/test_{}.py",
+    "benchmarks/bench_{}.py",
+)
+
+
+def sources(*patterns):
+    """The files of the patterns, by path from the root; never none, so that no test passes for want of files."""
+    found = sorted(path for pattern in patterns for path in ROOT.glob(pattern))
+    assert found, f"no file matches {patterns}"
+    return {path.relative_to(ROOT).as_posix(): path.read_text() for path in found}
+
+
+def code(text):
+    """C++ without its comments and string literals."""
+    pattern = r"//[^\n]*|/\*.*?\*/|\"(?:\\.|[^\"\\\n])*\""
+    return re.sub(pattern, lambda found: "\n" * found[0].count("\n"), text, flags=re.DOTALL)
+
+
+def occurrences(files, pattern):
+    """Each "file:line: text" where the pattern stands in code."""
+    return [
+        f"{name}:{number}: {line.strip()}"
+        for name, text in files.items()
+        for number, line in enumerate(code(text).splitlines(), 1)
+        if re.search(pattern, line)
+    ]
+
+
+def includes(files):
+    """Each (file, what it includes)."""
+    pattern = r"^\s*#\s*include\s*[<\"]([^>\"]+)[>\"]"
+    return [(name, found) for name, text in files.items() for found in re.findall(pattern, text, flags=re.MULTILINE)]
+
+
+# Imports ---------------------------------------------------------------------------------------------------------
+
+
+def layers():
+    """The layer of each module, by its place in the import contract, 0 at the bottom."""
+    (contract,) = PYPROJECT["tool"]["importlinter"]["contracts"]
+    assert contract["type"] == "layers" and contract["exhaustive"]
+    levels = [level.replace("|", " ").split() for level in reversed(contract["layers"])]
+    return {module: number for number, modules in enumerate(levels) for module in modules}
+
+
+def imported_modules(name, text):
+    """The modules of jaxsok, each without its parents, that a source file imports; anywhere, also inside functions."""
+    package = name.removesuffix(".py").split("/")[:-1]
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import):
+            full = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            base += node.module.split(".") if node.module else []
+            full = [".".join([*base, alias.name]) for alias in node.names]
+        else:
+            continue
+        yield from (path.split(".")[1] for path in full if path.startswith("jaxsok."))
+
+
+def test_every_module_has_a_layer():
+    """A new module gets a line in the import contract."""
+    modules = {path.stem for path in ROOT.glob("jaxsok/*.py")} | {
+        path.parent.name for path in ROOT.glob("jaxsok/*/__init__.py")
+    }
+    assert modules - {"__init__"} == set(layers())
+
+
+def test_imports_run_downwards():
+    """A module imports only from layers below its own (import-linter asks the same in `make lint`)."""
+    layer = layers()
+    wrong = []
+    for name, text in sources("jaxsok/**/*.py").items():
+        module = name.removesuffix(".py").split("/")[1]
+        if module == "__init__":
+            continue
+        for imported in imported_modules(name, text):
+            if imported in layer and imported != module and layer[imported] >= layer[module]:
+                wrong.append(f"{name}: {module} (layer {layer[module]}) imports {imported} (layer {layer[imported]})")
+    assert not wrong
+
+
+def test_import_brings_only_jax_numpy_and_jaxtyping(tmp_path):
+    """Optional parts are imported where they are needed, and the library is loaded by the first call."""
+    script = (
+        "import sys, jax, numpy, jaxtyping; before = set(sys.modules); import jaxsok; "
+        "print(*sorted({name.split('.')[0] for name in set(sys.modules) - before}))"
+    )
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=tmp_path)
+    brought = {name for name in result.stdout.split() if name not in sys.stdlib_module_names}
+    assert brought - {"jax", "jaxlib", "numpy", "jaxtyping", "ml_dtypes"} == {"jaxsok"}
+
+
+# One noun, everywhere ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("noun", NOUNS)
+def test_every_noun_has_all_its_files(noun):
+    """One grep for a noun follows the op through the system."""
+    missing = [name for name in (form.format(noun) for form in FILES_OF_A_NOUN) if not (ROOT / name).exists()]
+    assert not missing
+
+
+def test_no_kernel_or_handler_without_a_noun():
+    """A second name for an op, or a file that no noun owns; a long file is split by verb: table_grow_cuda.cu."""
+    names = [
+        pathlib.Path(name) for name in sources("ffi/kernels/*_cpu.cc", "ffi/kernels/*_cuda.cu", "ffi/handlers/*.cc")
+    ]
+    assert not [name.as_posix() for name in names if not name.stem.startswith(NOUNS)]
+
+
+def test_cmake_lists_the_sources():
+    """Sources are listed, never globbed; none is forgotten."""
+    cmake = (ROOT / "ffi/CMakeLists.txt").read_text()
+    assert "GLOB" not in re.sub(r"#.*", "", cmake)
+    listed = set(re.findall(r"^\s+((?:kernels|handlers|tests)/\S+)$", cmake, flags=re.MULTILINE))
+    assert listed == {name.removeprefix("ffi/") for name in sources("ffi/kernels/*.c[cu]", "ffi/*/*.cc")}
+
+
+def test_targets_in_cpp_are_targets_in_python():
+    """Each handler is registered, each registered target has a handler, and target and symbol are one name."""
+    handlers = re.findall(
+        r"\b(?:JAXSOK_DEFINE_HANDLER|XLA_FFI_DEFINE_HANDLER_SYMBOL)\(\s*(\w+)",
+        code("".join(sources("ffi/handlers/*.cc").values())),
+    )
+    library = ast.parse((ROOT / "jaxsok/kernels/library.py").read_text())
+    (value,) = [
+        node.value
+        for node in library.body
+        if (isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == "TARGETS")
+        or (isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "TARGETS")
+    ]
+    targets = ast.literal_eval(value)
+    assert len(set(handlers)) == len(handlers)
+    assert sorted(symbol for _, symbol in targets) == sorted(handlers)
+    for target, symbol in targets:
+        assert "".join(word.capitalize() for word in target.split("_")) == symbol
+
+
+# What may stand where in ffi/ --------------------------------------------------------------------------------------
+
+
+def test_core_knows_neither_xla_nor_the_cuda_runtime():
+    """core/ holds facts that both back ends share: headers of its own and of the C++ standard library."""
+    wrong = [
+        pair
+        for pair in includes(sources("ffi/core/*.h"))
+        if re.search(r"xla|cuda|cub|thrust|kernels/|handlers/", pair[1])
+    ]
+    assert not wrong
+    assert not occurrences(sources("ffi/core/*.h"), r"\bxla\b|\bffi::|\bcuda[A-Z]\w*|\bcub::")
+
+
+def test_kernels_know_no_xla_type():
+    """kernels/ take raw pointers and sizes."""
+    files = sources("ffi/kernels/*")
+    assert not [pair for pair in includes(files) if re.search(r"xla/|handlers/", pair[1])]
+    assert not occurrences(files, r"\bxla::|\bffi::|\bXLA_FFI\w*")
+
+
+def test_handlers_see_xla_and_launchers_only():
+    """handlers/ are glue: no CUDA header, no fact of core/ but through the contracts in kernels/*.h."""
+    allowed = r"xla/ffi/api/\w+\.h|(\.\./)?kernels/[a-z]+\.h|(handlers/)?(bind|buffers|check)\.h|[a-z_]+"
+    wrong = [pair for pair in includes(sources("ffi/handlers/*")) if not re.fullmatch(allowed, pair[1])]
+    assert not wrong
+
+
+def test_handlers_neither_allocate_device_memory_nor_wait_for_the_device():
+    """What a handler launches can be captured in a CUDA graph, and cannot stop NCCL."""
+    files = sources("ffi/handlers/*")
+    allocates = r"cuda(Malloc|Free|HostAlloc|HostRegister)|cu(Mem|da)\w*Alloc|ScratchAllocator|\bnew\b|\bmalloc\b"
+    waits = r"Synchronize|StreamQuery|EventQuery"
+    assert not occurrences(files, f"{allocates}|{waits}")
+
+
+def test_launches_neither_allocate_device_memory_nor_wait():
+    """The same for what a handler calls; workspaces are results of a known size."""
+    files = sources("ffi/kernels/*.cu*", "ffi/kernels/*.h")
+    assert not occurrences(
+        files, r"cuda(Malloc|Free|HostAlloc|HostRegister)|Synchronize|StreamQuery|EventQuery|thrust::"
+    )
+
+
+def test_no_float_atomics_in_kernels():
+    """Two runs, the same bits: floats are added in a fixed order."""
+    assert not occurrences(sources("ffi/kernels/*.cu*"), r"atomicAdd\(\s*\(?\s*(reinterpret_cast<)?float")
+
+
+# The project -------------------------------------------------------------------------------------------------------
+
+
+def test_oracle_imports_nothing_of_jaxsok():
+    """The judge shares no code with the judged."""
+    tree = ast.parse((ROOT / "tests/oracle.py").read_text())
+    modules = {
+        alias.name.split(".")[0] for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names
+    }
+    modules |= {(node.module or "").split(".")[0] for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    assert modules - set(sys.stdlib_module_names) == {"numpy"}
+
+
+def test_the_oldest_jaxlib_is_one_number():
+    """The headers of the build are those of the oldest supported JAX."""
+    (jax,) = [text for text in PYPROJECT["project"]["dependencies"] if re.match(r"jax\b", text)]
+    oldest = re.search(r">=([0-9.]+)", jax)[1]
+    assert f"jaxlib=={oldest}" in PYPROJECT["build-system"]["requires"]
+    assert f'"jax=={oldest}" "jaxlib=={oldest}"' in (ROOT / "scripts/test_wheel.sh").read_text()
+    assert all(oldest in requirement for requirement in PYPROJECT["project"]["optional-dependencies"]["cuda13"])
+
+
+def test_warnings_are_errors():
+    """In tests; pyproject.toml does not say so, because then a plugin's warning would end the run: see conftest.py."""
+    with pytest.raises(UserWarning, match="as a test"):
+        warnings.warn("as a test", stacklevel=1)
+
+
+def test_a_plugin_that_warns_does_not_end_the_run(tmp_path):
+    """A plugin that warns while it is configured, as pytest-benchmark does where there are several workers."""
+    (tmp_path / "warning_plugin.py").write_text(
+        "import warnings\ndef pytest_configure(config):\n    warnings.warn('benchmarks are disabled')\n"
+    )
+    collects = ["pytest", "-p", "warning_plugin", "--collect-only", "-q", "tests/project/test_architecture.py"]
+    found = subprocess.run(
+        [sys.executable, "-m", *collects],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert found.returncode == 0, found.stdout + found.stderr
+    assert "test_a_plugin_that_warns" in found.stdout

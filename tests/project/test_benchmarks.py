@@ -1,0 +1,561 @@
+"""The benchmarks: right keys, right bytes, right peers, and a run small enough for a CPU that measures everything."""
+
+import dataclasses
+import doctest
+import importlib
+import json
+import pathlib
+import re
+import sys
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+if str(ROOT) not in sys.path:
+    sys.path.append(str(ROOT))
+
+import jaxsok  # noqa: E402
+from benchmarks import (  # noqa: E402
+    bench_exchange,
+    bench_scale,
+    bench_serving,
+    bench_skew,
+    bench_small,
+    dlrm,
+    fill,
+    limits,
+    measure,
+    peers,
+    plots,
+    records,
+    report,
+    run,
+    tables,
+    targets,
+    timing,
+    workloads,
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "distribution", "millions"),
+    [
+        ("W1", "uniform", 1.69),
+        ("W1", "zipf1.05", 0.66),
+        ("W1", "zipf1.15", 0.42),
+        ("W5", "uniform", 4.84),
+        ("W5", "zipf1.15", 0.95),
+        ("W6", "uniform", 1.02),
+        ("W6", "zipf1.05", 0.35),
+    ],
+)
+def test_unique_keys_are_those_of_the_published_workloads(name, distribution, millions):
+    (key_set,) = workloads.key_sets(workloads.WORKLOADS[name], distribution, 1, seed=0)
+    assert key_set.num_unique == pytest.approx(millions * 1e6, rel=0.015)
+    rows = key_set.stacked_rows
+    assert rows.min() >= 0
+    assert rows.max() < key_set.ids.shape[0] * key_set.num_rows
+
+
+def test_the_check_of_unique_keys_refuses_a_wrong_generator(monkeypatch):
+    monkeypatch.setattr(workloads, "draw_ids", lambda distribution, num_rows, shape, rng: np.zeros(shape, np.int64))
+    with pytest.raises(RuntimeError, match="disagree"):
+        workloads.key_sets(workloads.WORKLOADS["W6"].scaled(0.001), "uniform", 1, seed=0)
+
+
+def test_unknown_names_are_refused_before_anything_runs():
+    unknown = (["--workloads", "W9"], ["--keys", "normal"], ["--optimizers", "lion"], ["--only", "lunch"])
+    misplaced = (["--workloads", "M1"], ["--only", "exchange,lookup"], ["--only", "exchange", "--workloads", "H1"])
+    for arguments in (*unknown, *misplaced, ["--only", "exchange", "--exchange", "lunch"]):
+        with pytest.raises(SystemExit):
+            run.parse(arguments)
+
+
+def test_a_quick_run_that_names_nothing_is_small(monkeypatch):
+    """What is named is run all the same."""
+    monkeypatch.setattr(run, "has_gpu", lambda: False)
+    options = run.parse(["--quick"])
+    assert (options.workloads, options.parts) == (("W1", "W5"), ("lookup", "update", "xla"))
+    assert run.parse(["--quick", "--workloads", "W6"]).workloads == ("W6",)
+    options = run.parse(["--quick", "--only", "table,plan"])
+    assert options.parts == ("table", "plan") and set(options.workloads) == set(run.parse([]).workloads)
+    assert run.parse(["--quick", "--only", "exchange"]).workloads == ("M1", "W1", "W5")
+
+
+def test_times_are_printed_as_they_are_known(capsys):
+    """A range where repetitions differ much, no spread of a single time, no rate of 0, and a note that counts them."""
+    steady, single = timing.summary([1.0, 1.1, 1.05], 1), timing.summary([2.0], 1)
+    unsteady = timing.summary([1.0, 0.5, 13.4], 1)
+    assert (str(steady), steady.spread_text) == ("1.05 ms ±5%", "10%")
+    assert (str(single), single.spread_text) == ("2 ms", "-")
+    assert (str(unsteady), unsteady.spread_text) == ("1 ms (0.5 to 13.4)", "over 100%")
+    recorder = records.Recorder(None, {})
+    for found, moved_bytes in ((steady, 3.2e5), (unsteady, 0), (single, 9e7)):
+        recorder.add(records.Record("W1", records.FORWARD, "xla", found, moved_bytes=moved_bytes))
+    lines = [line.split("xla: ")[1] for line in capsys.readouterr().out.splitlines()]
+    assert lines == ["1.05 ms ±5%, 0.3 GB/s", "1 ms (0.5 to 13.4)", "2 ms, 45 GB/s"]
+    assert tables.unsteady_note(recorder.records).startswith("1 of 3 times differ")
+    assert tables.unsteady_note(recorder.records[::2]) == ""
+
+
+def test_mixed_keys_are_distinct_and_equal_in_numpy_and_jax():
+    ids = np.arange(20_000)
+    words = np.concatenate([workloads.mix(table, ids) for table in range(5)])
+    assert np.unique(words.view(np.uint64)).size == words.shape[0]
+    in_jax = workloads.mix(3, jnp.asarray(ids, jnp.uint32), jnp)
+    np.testing.assert_array_equal(np.asarray(in_jax), workloads.mix(3, ids))
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adagrad", "rowwise_adagrad", "adam"])
+def test_the_xla_peer_steps_each_row_once(optimizer):
+    dim, num_rows = 4, 50
+    rng = np.random.default_rng(0)
+    rows = rng.integers(0, num_rows, (9, 3), dtype=np.int32)
+    gradients = rng.normal(size=(9, dim)).astype(np.float32)
+    table = rng.normal(size=(num_rows, dim)).astype(np.float32)
+    states = tuple(np.full((num_rows, width), 0.1, np.float32) for width in workloads.state_dims(optimizer, dim))
+    carry = (jnp.asarray(table), tuple(map(jnp.asarray, states)), jnp.zeros((), jnp.int32))
+    got, got_states, count = jax.jit(peers.update, static_argnums=0)(optimizer, carry, (rows, gradients))
+
+    want, want_states = table.astype(np.float64), [state.astype(np.float64) for state in states]
+    for row in np.unique(rows):
+        g = gradients.astype(np.float64)[np.nonzero(rows == row)[0]].sum(axis=0)
+        if optimizer == "sgd":
+            step = g
+        elif optimizer == "adam":
+            mean, variance = want_states
+            mean[row] = 0.9 * mean[row] + 0.1 * g
+            variance[row] = 0.999 * variance[row] + 0.001 * g * g
+            step = mean[row] / 0.1 / (np.sqrt(variance[row] / 0.001) + 1e-8)
+        else:
+            (accumulator,) = want_states
+            accumulator[row] += np.mean(g * g) if optimizer == "rowwise_adagrad" else g * g
+            root = np.sqrt(accumulator[row] + (1e-7 if optimizer == "adagrad" else 0.0))
+            step = g / (root + (1e-8 if optimizer == "rowwise_adagrad" else 0.0))
+        want[row] -= 0.01 * step
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-6)  # float32 sums against float64
+    for one, other in zip(got_states, want_states, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)
+    assert int(count) == 1
+
+
+def test_a_step_is_timed_once_a_dispatch_and_threads_its_carry():
+    protocol = timing.Protocol(repetitions=6, warmups=2, batch_s=1e-4)
+    step = timing.Step(lambda carry, x: (carry + x, carry), donates=True)
+    found, carry = step.measure(jnp.zeros(()), [jnp.float32(1.0), jnp.float32(1.0)], protocol)
+    look = float(carry) - 2 * 2 - 2 - found.repetitions * found.dispatches
+    assert 1 <= look <= 20  # the two warm-ups and the two estimates take the rest
+    assert found.low_ms <= found.ms <= found.high_ms
+    assert found.repetitions == 6
+
+
+@pytest.mark.parametrize("donates", [True, False])
+def test_where_the_host_is_slow_steps_in_a_row_are_timed_too(monkeypatch, donates):
+    monkeypatch.setattr(timing.jax, "default_backend", lambda: "gpu")  # a CPU has no queue that a host must fill
+    monkeypatch.setattr(timing, "HOST_SHARE", 0.0)
+    calls = []
+
+    def function(carry, x):
+        calls.append(x.shape)  # when traced
+        return (carry + x.sum(), x * carry) if donates else x * carry
+
+    step = timing.Step(function, donates)
+    sets = [jnp.full((8,), 1.0 + i) for i in range(3)]
+    found, carry = step.measure(jnp.zeros(()), sets, timing.QUICK, idle=sets[0][:1])
+    assert calls == [(8,), (1,), (8,), (8,), (8,)]
+    assert found.host_ms is not None
+    assert (float(carry) > 0) == donates
+
+
+def test_ratios_and_limits_stand_beside_the_right_records():
+    def record(what, subject, ms, optimizer=""):
+        made = timing.summary([ms], 1)
+        return records.Record("W1", what, subject, made, distribution="uniform", optimizer=optimizer, num_keys=1000)
+
+    found = [
+        record(records.EVALUATION, "jaxsok", 2.0),
+        record(records.STEP, "jaxsok", 8.0, "adam"),
+        record(records.FORWARD, "xla", 3.0),
+        record(records.STEP, "xla", 80.0, "adam"),
+        record(records.STEP, "xla", 1.0, "sgd"),
+        record(records.FORWARD, "fbgemm_unchecked", 4.0),
+        record(records.FORWARD, "fbgemm_default", 6.0),
+        record(records.GATHER, "limit", 1.0),
+        record(records.READ_MODIFY_WRITE, "limit", 3.0, "adam"),
+    ]
+    forward, step = (dict(zip(tables.COLUMNS, row, strict=True)) for row in tables.rows(found))
+    assert (forward["limit ms"], forward["of limit"]) == ("1", "0.50")
+    assert [forward[name] for name in tables.COLUMNS[-3:]] == ["1.50", "2.00", "3.00"]
+    assert (step["limit ms"], step["of limit"]) == ("4", "0.50")
+    assert [step[name] for name in tables.COLUMNS[-3:]] == ["10.00", "-", "-"]
+
+
+def on_mesh(what, program, num_devices, ms, subject="jaxsok", sent_bytes=0, scaling="weak"):
+    notes = {"scaling": scaling, "num_samples": 8192 * num_devices, "program": program, "wire": "float32"}
+    return records.Record(
+        "M1",
+        what,
+        subject,
+        timing.summary([ms], 1),
+        distribution="uniform",
+        num_devices=num_devices,
+        moved_bytes=sent_bytes,
+        notes=notes | {"front_end": "jit"},
+    )
+
+
+def test_a_table_of_meshes_compares_whole_steps_alone():
+    found = [
+        on_mesh(records.ALL_TO_ALL, "alone", 8, 0.5, "limit", 100_000_000),
+        on_mesh(records.STEP, "planned", 8, 1.5, sent_bytes=90_000_000),
+        on_mesh(records.STEP, "pipelined", 8, 2.0, sent_bytes=100_000_000),
+        on_mesh(records.STEP, "pipelined", 2, 1.5),
+        on_mesh(records.STEP, "take", 8, 30.0, "xla"),
+    ]
+    rows = [dict(zip(tables.EXCHANGE_COLUMNS, row, strict=True)) for row in tables.exchange_rows(found, True)]
+    _, planned, pipelined, two, _ = rows
+    row_wise, table_wise = tables.EXCHANGE_COLUMNS[-2:]
+    assert (planned["XLA ÷"], planned[row_wise]) == (tables.NOTHING, tables.NOTHING)  # its plan is not in it
+    assert (pipelined["XLA ÷"], pipelined["of the wire"], pipelined["efficiency"]) == ("15.00", "0.25", "0.75")
+    assert (pipelined["k samples/s"], pipelined["GB/s sent"]) == ("3.277e+04", "50")
+    assert (pipelined[row_wise], pipelined[table_wise]) == ("8.23 ms, 4.12", "4.9 ms, 2.45")
+    assert two[row_wise] == "8.23 ms"  # no ratio between two devices and eight
+    assert tables.exchange_rows(found, False)[2][-1] == tables.NOTHING
+    strong = [dataclasses.replace(one, notes=one.notes | {"scaling": "strong"}) for one in found]
+    assert tables.exchange_rows(strong, True)[2][tables.EXCHANGE_COLUMNS.index("efficiency")] == "0.19"
+    assert tables.rows(found) == tables.peer_rows(found) == []
+
+
+@pytest.fixture
+def small_m1(monkeypatch):
+    """M1 with few tables: a program has an operand for each of them, and compiling is what takes the time."""
+    small = dataclasses.replace(workloads.MESH_WORKLOADS["M1"], num_tables=2)
+    monkeypatch.setitem(workloads.MESH_WORKLOADS, "M1", small)
+    return small.scaled(0.0005)
+
+
+@pytest.mark.skipif(len(jax.devices()) < 2, reason="needs two devices")
+def test_a_planned_step_copies_no_table(small_m1):
+    workload = small_m1.on_devices(2, "weak")
+    collection = fill.filled(workload, "rowwise_adagrad", bench_exchange.mesh_of(2)).collection
+    state = collection.init(seed=0)
+    (ids,) = workloads.draw_batches(workload, "uniform", 1, seed=0)
+    plan = collection.plan(fill.pack(collection, workload, ids), send_capacity=(64,))
+    step = jax.jit(lambda state, plan: bench_exchange._step(collection, state, plan), donate_argnums=0)
+    rows = state.stores[0].rows[0].shape[0] // 2
+    text = step.lower(state, plan).compile().as_text()
+    assert f"[{rows},{workload.dim}]" in text
+    assert not re.findall(rf"= \S*\[{rows},{workload.dim}\]\S* copy\(", text)
+
+
+def test_the_documented_floors_are_those_of_the_formulas():
+    document = (ROOT / "docs" / "performance.md").read_text()
+    assert tables.format_table(report.FLOOR_COLUMNS, report.floor_rows(4230)) in document
+    assert report.replace_between_markers(document, "x").count("\n\nx\n\n") == 1
+
+
+def test_a_table_grows_no_further_than_its_share_of_the_memory(monkeypatch):
+    recorder = records.Recorder(None, {})
+    row_bytes = 304  # 64 floats, record, index: docs/memory_layout.md
+    limit = round(7_500 * row_bytes / bench_scale.MEMORY_SHARE * 0.92)  # 7 times the least size, not 16 times
+    in_use = {"bytes_limit": limit, "bytes_in_use": 0, "peak_bytes_in_use": 5}
+    monkeypatch.setattr(bench_scale, "_memory", lambda: in_use)
+    monkeypatch.setattr(bench_scale, "NUM_KEYS", 1)
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
+    bench_scale.sizes(recorder, timing.QUICK.brief(), seed=0, copy_gb_s=1.0, scale=0.001, is_quick=True)
+    assert recorder.failures == []
+    lookups = [record.notes["num_rows"] for record in recorder.records if record.what == records.FIND_AND_GATHER]
+    (reached,) = (record for record in recorder.records if record.what == records.FILL)
+    assert lookups == [1024, 4096, 7168]
+    assert reached.notes["is_limited"] and reached.notes["num_rows"] == 7168
+    assert targets.Found(recorder.records).all(records.FILL, notes={"part": "scale"})
+    assert 0.7 < targets._share_of_memory(targets.Found(recorder.records)) <= bench_scale.MEMORY_SHARE
+
+
+def test_what_fails_while_a_table_grows_leaves_what_was_reached(monkeypatch):
+    recorder = records.Recorder(None, {})
+    monkeypatch.setattr(bench_scale, "NUM_KEYS", 1)
+    grow = jaxsok.Collection.grow
+
+    def until_4_096_rows(self, state, *batch, **options):
+        if int(state.stores[0].num_rows()) >= 4096:
+            raise MemoryError("no more")
+        return grow(self, state, *batch, **options)
+
+    monkeypatch.setattr(jaxsok.Collection, "grow", until_4_096_rows)
+    bench_scale.sizes(recorder, timing.QUICK.brief(), seed=0, copy_gb_s=1.0, scale=0.001, is_quick=True)
+    (failure,) = recorder.failures
+    assert "no more" in failure["why"]
+    (reached,) = (record for record in recorder.records if record.what == records.FILL)
+    assert reached.notes["num_rows"] == 4096
+
+
+def test_kernels_are_counted_for_their_floor(monkeypatch):
+    """Stands in for a GPU with CuPy: the profiler's kernels, and the time of as many without work."""
+    asked = []
+    plain = types.SimpleNamespace(nothing=lambda count, protocol: asked.append(count) or timing.summary([0.5], 1))
+    monkeypatch.setattr(bench_small.cuda_kernels, "loaded", lambda dim: plain)
+    seen = {"gather": (2.0, 0.1), "sort": (1.0, 0.2)}
+    monkeypatch.setattr(timing, "launched", lambda function, steps: function() or seen)
+    small = dataclasses.replace(workloads.WORKLOADS["W1"], num_tables=2)
+    monkeypatch.setitem(workloads.WORKLOADS, "W1", small)
+    recorder = records.Recorder(None, {})
+    bench_small.floors(recorder, dataclasses.replace(timing.QUICK.brief(), num_key_sets=2), seed=0)
+    assert asked == [3, 3, 3]
+    notes = {"part": "small", "num_samples": 256, "device_ms": 1.0}
+    step = records.Record("W1", records.STEP, "jaxsok", timing.summary([1.0], 1), num_keys=8, limit_ms=0.1, notes=notes)
+    step = dataclasses.replace(step, timing=dataclasses.replace(step.timing, dispatch_ms=2.0))
+    (row,) = tables.small_rows([*recorder.records, step])
+    told = dict(zip(tables.SMALL_COLUMNS, row, strict=True))
+    assert (told["kernels"], told["as many without work ms"], told["of limit"]) == ("3", "0.5", "0.50")
+
+
+def test_what_fbgemm_wrote_becomes_records(monkeypatch):
+    entry = {"workload": "W1", "what": "forward", "subject": "fbgemm_default", "distribution": "uniform"}
+    entry |= {"optimizer": "", "samples_ms": [2.0, 1.0, 3.0], "dispatches": 7}
+    commands = []
+    written = {"records": [entry], "failures": [], "about": {}}
+    monkeypatch.setattr(peers, "why_no_fbgemm", lambda: None)
+    monkeypatch.setattr(peers, "run_fbgemm", lambda arguments, timeout_s: commands.append(arguments) or written)
+    monkeypatch.setattr(run, "has_gpu", lambda: True)
+    options = run.parse(["--only", "fbgemm", "--workloads", "W1", "--keys", "uniform"])
+    found = measure.measure_fbgemm(options, timing.Protocol())
+    (record,) = found["records"]
+    assert (record.timing.ms, record.timing.dispatches) == (2.0, 7)
+    assert record.num_keys == workloads.WORKLOADS["W1"].num_keys
+    assert commands[0][commands[0].index("--keys") + 1] == "uniform"
+
+
+def test_without_time_left_a_run_says_what_it_left_out(tmp_path, monkeypatch):
+    monkeypatch.setattr(run, "has_gpu", lambda: False)
+    path = tmp_path / "results.json"
+    recorder = run.main(
+        ["--scale", "0.001", "--time", "0", "--out", str(path), "--repetitions", "1", "--batch-ms", "1"]
+    )
+    assert recorder.failures == recorder.records == []
+    skipped = {entry["what"] for entry in json.loads(path.read_text())["about"]["skipped"]}
+    assert {"W1 rowwise_adagrad", "W6 sgd", "H1 D 8", "scale", "dims", "insert", "cpu"} <= skipped
+
+
+def test_the_document_tells_the_results_that_are_kept():
+    paths = sorted((ROOT / "benchmarks" / "results").glob("*.json"))
+    document = (ROOT / "docs" / "performance.md").read_text()
+    assert all(report.section(path).strip() in document for path in paths)
+    assert report.targets_section(paths) in document
+
+
+def test_targets_are_read_from_the_right_records():
+    def record(workload, what, subject, ms, **more):
+        return records.Record(workload, what, subject, timing.summary([ms], 1), distribution="uniform", **more)
+
+    full = {"platform": "gpu", "commit": "abc", "options": {"scale": 1.0}}
+    on_cpu = {"platform": "cpu", "commit": "abc", "options": {"scale": 0.01}}
+    old = [record("W1", records.EVALUATION, "jaxsok", 9.0), record("W1", records.FORWARD, "fbgemm_unchecked", 3.3)]
+    new = [
+        record("W1", records.EVALUATION, "jaxsok", 3.0),
+        # Not the one that is compared: small batches have a table of their own.
+        record("W1", records.EVALUATION, "jaxsok", 0.1, notes={"part": "small"}),
+        record("W1", records.STEP, "jaxsok", 1.0, optimizer="rowwise_adagrad", notes={"part": "skew"}),
+    ]
+    cpu = [
+        record("W1", records.EVALUATION, "jaxsok", 0.1),
+        record("W1", records.STEP, "jaxsok", 3.2, optimizer="sgd", notes={"part": "cpu"}),
+        record("W1", records.STEP, "xla", 2.0, optimizer="sgd", notes={"part": "cpu"}),
+        record("W1", records.STEP, "torch", 4.0, optimizer="sgd", notes={"part": "cpu"}),
+    ]
+    rows = {row[0]: row[1:] for row in targets.rows([(full, old), (full, new), (on_cpu, cpu)])}
+    forward = "evaluation forward, W1 uniform, speed over "
+    assert rows[forward + targets.PEER_NAMES["fbgemm_unchecked"]] == ("≥ 1.1", "1.10", "pass")
+    assert rows[forward + targets.PEER_NAMES["fbgemm_default"]] == ("≥ 2.5", "-", targets.NOT_MEASURED)
+    of_cpu = [row for name, row in rows.items() if name.startswith("CPU") and "uniform" in name]
+    assert of_cpu == [("≤ 1.5", "1.60", "**miss**"), ("≤ 1", "0.80", "pass")]
+    assert sum(row[-1] in ("pass", "**miss**") for row in rows.values()) == 3
+
+
+def test_plots_are_drawn_of_what_there_is(tmp_path):
+    def record(ms, part="", **notes):
+        made = timing.summary([ms], 1)
+        notes = notes | ({"part": part} if part else {})
+        return records.Record("W1", records.FIND_AND_GATHER, "jaxsok", made, num_keys=64, limit_ms=ms / 2, notes=notes)
+
+    sizes = [record(1.0, "scale", num_rows=10), record(2.0, "scale", num_rows=100)]
+    assert [name for name, _ in plots.draw(sizes, tmp_path)] == ["scale.svg"]
+    first = (tmp_path / "scale.svg").read_bytes()
+    assert b"rows in the table" in first
+    plots.draw(sizes, tmp_path)
+    assert (tmp_path / "scale.svg").read_bytes() == first  # the same bytes from the same records
+    dims = [record(1.0, "dims", dim=dim, dtype="float32") for dim in (8, 33, 64)]
+    assert [name for name, _ in plots.draw(dims, tmp_path)] == ["dims.svg"]
+    assert not (tmp_path / "scale.svg").exists()  # a plot without records does not stay behind
+
+
+@pytest.mark.parametrize("name", ["bench_dims", "bench_serving", "limits", "one_table", "timing", "workloads"])
+def test_examples_of(name):
+    failed, attempted = doctest.testmod(importlib.import_module(f"benchmarks.{name}"))
+    assert attempted > 0
+    assert failed == 0
+
+
+def test_bytes_of_w1_are_those_of_the_derivation():
+    shape = (26 * 65_536, 1_690_000, 26 * 65_536, 64)
+    assert limits.forward_bytes(*shape, training=False) == pytest.approx(0.99e9, rel=0.01)
+    assert limits.update_bytes(*shape, workloads.state_dims("rowwise_adagrad", 64)) == pytest.approx(1.416e9, rel=0.01)
+
+
+def test_tables_that_are_served_are_compared_with_the_right_records():
+    def record(what, subject, ms, way="", **notes):
+        notes = {"part": "serving", "num_samples": 256, "dtype": "float32", "way": way} | notes
+        variant = f"256 samples, float32{f', {way}' if way else ''}"
+        made = timing.summary([ms], 1)
+        return records.Record("S1", what, subject, made, variant=variant, notes=notes, limit_ms=0.01)
+
+    found = [
+        record(records.SERVED, "jaxsok", 0.2, "fused", p99_ms=0.3, back_to_back_ms=0.1, in_a_row_ms=0.05),
+        record(records.SERVED, "jaxsok", 0.5, "unfused", p99_ms=0.6, back_to_back_ms=0.4, in_a_row_ms=0.2),
+        record(records.SERVED_FLOOR, "limit", 0.02),
+    ]
+    assert targets._served_over_floor(targets.Found(found)) == pytest.approx(2.5)
+    found.append(record(records.SERVED_KERNELS, "jaxsok", 0.018, "fused", num_kernels=3.0, launches_ms=0.006))
+    assert targets._served_over_floor(targets.Found(found)) == pytest.approx(1.2)
+    fused, unfused = (dict(zip(tables.SERVING_COLUMNS, row, strict=True)) for row in tables.serving_rows(found))
+    assert (fused["kernels ms"], fused["launches"], fused["floor ms"]) == ("0.018", "3", "0.02")
+    assert (unfused["ms ÷ fused"], unfused["99th percentile"]) == ("2.50", "0.6")
+
+
+def test_a_way_of_serving_that_reads_other_rows_is_not_timed(monkeypatch):
+    recorder = records.Recorder(None, {})
+    wrong = lambda tables, keys: {name: one + jnp.float32(1) for name, one in bench_serving.fused(tables, keys).items()}  # noqa: E731
+    monkeypatch.setitem(bench_serving._FUNCTIONS, "unfused", wrong)
+    monkeypatch.setattr(bench_serving, "_measure_dlrm", lambda *arguments: None)
+    bench_serving.measure(recorder, timing.QUICK.brief(), 0, 1.0, 0.0005, is_quick=True)
+    assert {failure["what"].split(" samples")[0] for failure in recorder.failures} >= {"serving S1"}
+    assert not [one for one in recorder.records if one.what == records.SERVED and one.notes["way"] != "fused"]
+
+
+def test_a_quick_run_measures_everything(tmp_path, monkeypatch):
+    monkeypatch.setattr(run, "has_gpu", lambda: jax.default_backend() == "gpu")
+    path = tmp_path / "results.json"
+    parts = ",".join(part for part in run.PARTS if part != "fbgemm")  # not while this process holds the memory
+    monkeypatch.setitem(workloads.WORKLOADS, "W1", dataclasses.replace(workloads.WORKLOADS["W1"], num_tables=2))
+    arguments = ["--quick", "--scale", "0.0003", "--workloads", "W1,W5,H1", "--repetitions", "2", "--batch-ms", "1"]
+    recorder = run.main([*arguments, "--only", parts, "--out", str(path), "--commit", "abc"])
+    assert recorder.failures == []
+
+    document = json.loads(path.read_text())
+    assert document["about"]["commit"] == "abc"
+    assert document["about"]["versions"]["jax"] == jax.__version__
+    assert str(ROOT) not in path.read_text()
+    about, found, _ = records.load(path)
+    assert about["copy_gb_per_s"] > 0
+    measured = {(record.workload, record.what, record.subject) for record in found}
+    assert {
+        ("W5", records.EVALUATION, "jaxsok"),
+        ("W5", records.TRAINING, "jaxsok"),
+        ("W5", records.STEP, "jaxsok"),
+        ("W5", records.STEP, "xla"),
+        ("W5", records.GATHER, "limit"),
+        ("W5", records.READ_MODIFY_WRITE, "limit"),
+        ("W5", records.PLAN, "jaxsok"),
+        ("W1", records.TICKETS, "jaxsok"),
+        ("W5", records.COMBINE, "jaxsok"),
+        ("H1", records.FIND, "jaxsok"),
+        ("H1", records.FIND_AND_GATHER, "jaxsok"),
+        ("H1", records.INSERT_NEW, "jaxsok"),
+        ("H1", records.INSERT_PRESENT, "jaxsok"),
+        ("W1", records.EMPTY, "limit"),
+        ("dims", records.STEP, "jaxsok"),
+        ("scale", records.GROW, "jaxsok"),
+        ("scale", records.FIND_AND_GATHER, "jaxsok"),
+        ("scale", records.BUILD, "jaxsok"),
+        ("scale", records.CHURN, "jaxsok"),
+        ("S1", records.SERVED, "jaxsok"),
+        ("S1", records.SERVED, "xla"),
+        ("S1", records.SERVED_FLOOR, "limit"),
+        ("DLRM", records.SERVED, "jaxsok"),
+        ("DLRM", records.SERVED, "xla"),
+    } <= measured
+    assert all(record.timing.ms > 0 for record in found)
+    by_part = {part: [record for record in found if record.part == part] for part in tables.PARTS}
+    assert all(by_part[part] for part in tables.PARTS if part != "cpu" or jax.default_backend() == "cpu")
+    assert {record.distribution for record in by_part["skew"] if record.workload == "W1"} == set(bench_skew.KEYS)
+    assert {record.variant for record in by_part["skew"] if record.workload == "W5"} == {
+        f"bags of {hotness}" for hotness in bench_skew.HOTNESS
+    }
+    assert all(record.notes["rows_stay"] for record in found if record.what == records.GROW)
+    # Readings find what this run measured; of the others full-size results tell.
+    reached = [target.name for target in targets.TARGETS if target.reading(targets.Found(found)) is not None]
+    for wanted in (
+        "W1's shape, one key a table",
+        "W1's shape, one key in all",
+        "churn",
+        "8 frozen tables",
+        "CPU: lookup + update, SGD, uni",
+    ):
+        assert any(wanted in name for name in reached) or jax.default_backend() != "cpu"
+    assert all(len(table) == len(columns) for _, columns, rows in tables.all_of(found, False) for table in rows)
+    assert all(row[tables.COLUMNS.index("limit ms")] != tables.NOTHING for row in tables.rows(found))
+
+    page = tmp_path / "performance.md"
+    markers = [line for part in (report.RESULTS, report.TARGETS) for line in (*report.markers(part), "between")]
+    page.write_text("\n".join(["before", markers[0], "old", *markers[1:-1], "after\n"]))
+    report.main([str(path), "--document", str(page)])
+    written = page.read_text()
+    assert written.startswith("before\n")
+    assert written.endswith("after\n")
+    assert "old" not in written
+    assert "between" in written
+    assert "forward + update, rowwise_adagrad" in written
+    for title, *_ in tables.PARTS.values():
+        assert title in written or title == tables.PARTS["cpu"][0]
+    assert "images/" not in written  # plots are of full-size runs on a GPU
+    assert path.with_suffix("").is_dir() == (plots.why_none() is None)
+
+
+@pytest.mark.skipif(len(jax.devices()) < 2, reason="needs two devices")
+def test_a_quick_run_on_a_mesh_measures_everything(tmp_path, monkeypatch, small_m1):
+    monkeypatch.setattr(run, "has_gpu", lambda: jax.default_backend() == "gpu")
+    monkeypatch.setattr(dlrm, "BOTTOM", (16,))
+    monkeypatch.setattr(dlrm, "TOP", (16,))
+    path = tmp_path / "results.json"
+    num_devices = 4 if len(jax.devices()) >= 4 else 2  # 8 threads on two cores wait for each other
+    arguments = ["--only", "exchange", "--workloads", "M1", "--devices", str(num_devices), "--quick"]
+    arguments += ["--scale", "0.0005", "--repetitions", "2", "--batch-ms", "1", "--out", str(path), "--commit", "abc"]
+    recorder = run.main(arguments)
+    assert recorder.failures == []
+
+    about, found, _ = records.load(path)
+    assert about["num_devices"] == [num_devices]
+    measured = {(one.what, one.notes["program"], one.notes["wire"], one.notes["front_end"]) for one in found}
+    whole = {
+        (what, program)
+        for what in (records.EVALUATION, records.TRAINING, records.STEP)
+        for program in ("single", "planned", "pipelined")
+    }
+    parts = (
+        "DISTINCT",
+        "KEY_EXCHANGE",
+        "OWNER_LOOKUP",
+        "ROW_EXCHANGE",
+        "COMBINE",
+        "TRANSPOSE",
+        "GRADIENT_EXCHANGE",
+        "OWNER_UPDATE",
+    )
+    assert measured == (
+        {(what, program, "float32", "jit") for what, program in whole}
+        | {(what, program, "bfloat16", "jit") for what, program in whole if program != "single"}
+        | {(getattr(records, part), "apart", "float32", "jit") for part in parts}
+        | {(records.ALL_TO_ALL, "alone", wire, "jit") for wire in ("float32", "bfloat16")}
+        | {(records.FORWARD, "take", "float32", "jit"), (records.STEP, "take", "float32", "jit")}
+        | {(records.PLAN, "plan", "float32", "jit"), (records.DLRM, "pipelined", "float32", "jit")}
+        | {(records.STEP, "planned", "float32", "pmap")}
+    )
+    assert all(one.timing.ms > 0 for one in found)
+    # A whole step asks for keys and sends rows twice; bfloat16 halves the rows.
+    sent = {(one.notes["program"], one.notes["wire"]): one.moved_bytes for one in found if one.what == records.STEP}
+    assert sent["pipelined", "float32"] - sent["pipelined", "bfloat16"] == sent["planned", "bfloat16"] > 0
+    assert len(tables.exchange_rows(found, False)) == len(found)

@@ -1,0 +1,63 @@
+"""The command line: what is handed on, what is refused, and that it starts from anywhere."""
+
+import pathlib
+import subprocess
+import sys
+import types
+
+import pytest
+
+from jaxsok import __main__ as command_line
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+
+
+def test_bench_gets_its_arguments_as_they_were_written(monkeypatch):
+    given = []
+    benchmarks = types.SimpleNamespace(main=lambda arguments: given.append(arguments) or recorder)
+    monkeypatch.setattr(command_line, "_find_benchmarks", lambda: benchmarks)
+    arguments = ["--quick", "--only", "small", "--workloads", "W1,W5", "--help", "--time", "9"]
+    for failures, status in (([], 0), ([{"what": "x", "why": "y"}], 1)):
+        recorder = types.SimpleNamespace(failures=failures)
+        assert command_line.main(["bench", *arguments]) == status
+    assert given == [arguments, arguments]
+
+
+@pytest.mark.parametrize("arguments", [[], ["banquet"]])
+def test_an_unknown_command_is_refused(arguments, capsys):
+    with pytest.raises(SystemExit) as refused:
+        command_line.main(arguments)
+    assert refused.value.code == 2
+    assert "COMMAND" in capsys.readouterr().err
+
+
+def test_without_benchmarks_the_command_says_where_they_are(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(command_line, "_SOURCES", tmp_path)
+    monkeypatch.setattr(command_line.importlib.util, "find_spec", lambda name: None)
+    assert command_line.main(["bench"]) == 2
+    assert "benchmarks/" in capsys.readouterr().err
+
+
+def test_the_command_starts_outside_the_checkout(tmp_path):
+    command = [sys.executable, "-m", "jaxsok", "bench", "--help"]
+    environment = {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "PATH": "/usr/bin:/bin"}
+    found = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
+    assert "usage: python -m jaxsok bench" in found.stdout
+    assert "--workloads" in found.stdout
+
+
+def test_without_examples_the_demo_says_where_they_are(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(command_line, "_SOURCES", tmp_path)
+    assert command_line.main(["demo"]) == 2
+    assert "make demo" in capsys.readouterr().err
+
+
+def test_a_demo_without_its_extra_names_it(monkeypatch, tmp_path, capsys):
+    folder = tmp_path / "jaxsok_tools" / "examples"
+    folder.mkdir(parents=True)
+    (folder / "train_dlrm.py").write_text("import a_package_that_is_missing\n")
+    monkeypatch.setattr(command_line, "_SOURCES", tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.delitem(sys.modules, "train_dlrm", raising=False)
+    assert command_line.main(["demo"]) == 2
+    assert "a_package_that_is_missing" in (said := capsys.readouterr().err) and "jaxsok[demo]" in said

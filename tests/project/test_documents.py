@@ -1,0 +1,853 @@
+"""The documentation is true: examples of docstrings, code of pages and its output, messages, names, numbers, links."""
+
+import ast
+import contextlib
+import dataclasses
+import doctest
+import importlib
+import inspect
+import io
+import pathlib
+import re
+
+import jax
+import jax.numpy as jnp
+import jaxtyping
+import numpy as np
+import pytest
+from jax.experimental import multihost_utils
+
+import jaxsok
+from jaxsok import grow, inspection, processes, shards, store, types
+from jaxsok.interchange import columns, files, hps, npz, sok
+from jaxsok.kernels import library
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+MODULES = sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob("jaxsok/**/*.py"))
+PAGES = ["README.md", *sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob("docs/**/*.md"))]
+ALL_MARKDOWN = sorted({*PAGES, "CHANGELOG.md", *(path.relative_to(ROOT).as_posix() for path in ROOT.glob("*/*.md"))})
+
+
+@pytest.fixture(autouse=True)
+def world_of_users(monkeypatch):
+    """Pages are run as users run them: without the strict promotion and the type checks (if any) of other tests."""
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"), np.printoptions():
+        yield
+
+
+def fenced(text):
+    """Each fenced block of a page: its language, how many lines precede it, its text, the text since the last block."""
+    blocks, end = [], 0
+    for found in re.finditer(r"^```(\w*)\n(.*?)^```$", text, flags=re.DOTALL | re.MULTILINE):
+        blocks.append((found[1], text[: found.start(2)].count("\n"), found[2], text[end : found.start()]))
+        end = found.end()
+    assert text.count("\n```") == 2 * len(blocks), "a fence that is not closed, or indented"
+    return blocks
+
+
+def sections(text):
+    """The text below each heading of a page, by heading; deeper headings end a section as well."""
+    parts = re.split(
+        r"^#+ (.*)$", re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE), flags=re.MULTILINE
+    )
+    return dict(zip(parts[1::2], parts[2::2], strict=True))
+
+
+def table_of(text):
+    """The lines of the one Markdown table of a section, as lists of cells; without its head."""
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in re.findall(r"^\|.*\|$", text, re.MULTILINE)
+    ]
+    assert len(rows) > 2 and set("".join(rows[1])) <= set("-:"), "no table, or more than one"
+    return rows[2:]
+
+
+# Code ------------------------------------------------------------------------------------------------------------
+
+
+def docstrings(name):
+    """Each docstring of a source file, by line; read from the source, so that no decorator or hook can hide one."""
+    for node in ast.walk(ast.parse((ROOT / name).read_text())):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) is not None:
+            yield node.body[0].lineno, ast.get_docstring(node)
+
+
+@pytest.mark.parametrize("name", [name for name in MODULES if any(">>> " in text for _, text in docstrings(name))])
+def test_examples_of_docstrings(name):
+    """What stands behind >>> runs, and gives what is written below it."""
+    module = importlib.import_module(name.removesuffix(".py").removesuffix("/__init__").replace("/", "."))
+    runner, report = doctest.DocTestRunner(verbose=False), io.StringIO()
+    for line, text in docstrings(name):
+        test = doctest.DocTestParser().get_doctest(text, dict(vars(module)), f"{name}:{line}", name, line - 1)
+        runner.run(test, out=report.write)
+    assert runner.tries > 0
+    assert runner.failures == 0, report.getvalue()
+
+
+def test_examples_were_found():
+    """The modules with public functions have examples that run."""
+    with_examples = {name for name in MODULES if any(">>> " in text for _, text in docstrings(name))}
+    assert {"jaxsok/collection.py", "jaxsok/combine.py", "jaxsok/optimizers/fused.py"} <= with_examples
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if "```python" in (ROOT / page).read_text()])
+def test_code_of_pages(page):
+    """The Python of a page runs, block after block; a block of text right behind one is what it prints."""
+    blocks, names = fenced((ROOT / page).read_text()), {"__name__": "__main__"}
+    for i, (language, line, code, _) in enumerate(blocks):
+        if language != "python":
+            continue
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            exec(compile("\n" * line + code, str(ROOT / page), "exec"), names)
+        if i + 1 < len(blocks) and blocks[i + 1][0] == "text" and not blocks[i + 1][3].strip():
+            got = [text.rstrip() for text in printed.getvalue().splitlines()]
+            assert got == blocks[i + 1][2].splitlines(), f"{page}:{line}"
+
+
+# Messages --------------------------------------------------------------------------------------------------------
+
+SGD = jaxsok.optim.sgd(0.1)
+
+
+def item(**options):
+    """A collection of a table and a feature, both called "item"."""
+    spec = {name: options.pop(name) for name in ("capacity", "max_capacity") if name in options}
+    table = jaxsok.TableSpec("item", 4, SGD, **{"capacity": 8, **spec})
+    return jaxsok.Collection([table], [jaxsok.FeatureSpec("item", table="item", **options)])
+
+
+def pack(value, **options):
+    """Packs one feature."""
+    return item(**options).batch({"item": value})
+
+
+def step(collection, keys=(7, 8, 9), gradient=1.0, between=lambda state: state):
+    """One whole step; the gradient is the same everywhere."""
+    batch = collection.batch({"item": np.array(keys)})
+    embeddings, state, plan = collection.lookup(collection.init(seed=0), batch.features)
+    return collection.update(between(state), plan, {"item": jnp.full(embeddings["item"].shape, gradient)})
+
+
+def update_with(gradients=None, plan=None, **options):
+    """An update with something wrong about it."""
+    collection = item()
+    batch = collection.batch({"item": np.array([7, 8])})
+    _, state, own = collection.lookup(collection.init(seed=0), batch.features)
+    gradients = {"item": jnp.ones((2, 4))} if gradients is None else gradients
+    collection.update(state, own if plan is None else plan(collection, own, batch), gradients, **options)
+
+
+def other_collection():
+    """A collection whose states and features do not fit that of `item`."""
+    return jaxsok.Collection([jaxsok.TableSpec("user", 4, SGD, capacity=8)], [jaxsok.FeatureSpec("item", table="user")])
+
+
+def grow_beyond_all_limits(monkeypatch):
+    """As if memory had no end: there are no more rows than row ids."""
+    monkeypatch.setattr(grow, "free_bytes", lambda: None)
+    collection = item()
+    collection.batch({"item": np.arange(8)})
+    monkeypatch.setattr(grow, "MAX_CAPACITY", 8)
+    collection.grow(collection.init(), steps=2)
+
+
+def grow_without_memory(monkeypatch):
+    """A megabyte is left."""
+    collection = item()
+    collection.batch({"item": np.arange(8)})
+    state = collection.init()
+    monkeypatch.setattr(grow, "free_bytes", lambda: 2**20)
+    collection.grow(state, steps=10_000)
+
+
+def init_without_memory(monkeypatch):
+    """Two stores that do not fit together."""
+    monkeypatch.setattr(grow, "free_bytes", lambda: 2**20)
+    tables = [jaxsok.TableSpec("user", 4, SGD, capacity=10_000), jaxsok.TableSpec("item", 8, SGD, capacity=10_000)]
+    jaxsok.Collection(tables, []).init()
+
+
+def load(back_end, exists, monkeypatch):
+    """A library that was not built, or that is none."""
+
+    class Path(pathlib.PurePosixPath):
+        def exists(self):
+            return exists
+
+    monkeypatch.setattr(library, "library_path", lambda name: Path(f"jaxsok/_lib/libjaxsok_{name}.so"))
+    library._load(back_end)
+
+
+def erase_all(collection):
+    """Erases the keys of `step` between its lookup and its update."""
+    return lambda state: collection.erase(state, "item", np.array([7, 8, 9]))[0]
+
+
+def update_twice():
+    """One plan in two updates."""
+    collection = item()
+    embeddings, state, plan = collection.lookup(collection.init(), pack(np.arange(2)).features)
+    state, _ = collection.update(state, plan, embeddings)
+    return collection.update(state, plan, embeddings)[1]
+
+
+def stale_step():
+    """A row is erased between lookup and update."""
+    collection = item()
+    return step(collection, between=erase_all(collection))
+
+
+def clip(max_norm):
+    """Clipping with something wrong about it."""
+    collection = item()
+    embeddings, state, plan = collection.lookup(collection.init(), collection.batch({"item": np.array([7])}).features)
+    collection.clip_by_global_norm(state, plan, embeddings, max_norm)
+
+
+def derivative_of_lookup():
+    """The loss by the rows, through a lookup."""
+    collection = item()
+    features = collection.batch({"item": np.array([7])}).features
+    jax.vjp(lambda state: collection.lookup(state, features)[0]["item"], collection.init())[1](jnp.ones((1, 4)))
+
+
+def find_over_batches():
+    """A map over two batches."""
+    collection = item()
+    features = collection.batch({"item": np.array([7])}).features
+    two = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), features)
+    jax.vmap(lambda one: collection.find(collection.init(), one)[0])(two)
+
+
+def traced_rate():
+    """An optimizer made inside a jitted function."""
+    jax.jit(lambda rate: jaxsok.optim.sgd(rate) and rate)(0.1)
+
+
+def mesh_of(num_devices=2, axes=("data",)):
+    """A mesh as long as its first axis; the test is skipped where there are fewer devices."""
+    if len(jax.devices()) < num_devices:
+        pytest.skip(f"needs {num_devices} devices")
+    shape = (num_devices, *[1] * (len(axes) - 1))
+    types = (jax.sharding.AxisType.Auto,) * len(axes)
+    return jax.make_mesh(shape, axes, axis_types=types, devices=jax.devices()[:num_devices])
+
+
+def over(mesh=None, axis="data", exchange=None, tables=None, **options):
+    """The collection of `item` over two devices."""
+    one = item(**options)
+    mesh = mesh_of() if mesh is None else mesh
+    return jaxsok.Collection(tables or one.tables, one.features, mesh=mesh, axis=axis, exchange=exchange)
+
+
+def tables_of(placement, names=("item",)):
+    """Tables that live somewhere."""
+    return [jaxsok.TableSpec(name, 4, SGD, capacity=8, placement=placement) for name in names]
+
+
+def pack_over(value, pad_to=None, **options):
+    """Packs one feature for two devices."""
+    return over(**options).batch({"item": value}, pad_to=pad_to)
+
+
+def put(keys, mesh, axis):
+    """Keys on a mesh, their samples split over one axis."""
+    words = np.stack([keys, np.zeros_like(keys)], -1).astype(np.uint32)
+    return jax.device_put(words, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(axis)))
+
+
+def half_inside():
+    """A collection over two axes, called where one of them is manual."""
+    axes = ("data", "model")
+    collection = over(mesh_of(2, axes), axes)
+    state, features = collection.init(), collection.batch({"item": np.arange(2)}).features
+    split = jax.sharding.PartitionSpec("data")
+    body = jax.shard_map(
+        lambda state, features: collection.find(state, features)[0],
+        mesh=collection.shards.mesh,
+        in_specs=(jax.sharding.PartitionSpec(), split),
+        out_specs=split,
+        axis_names={"data"},
+        check_vma=False,
+    )
+    jax.jit(body)(state, features)
+
+
+def inside_pmap():
+    """A collection over the axis "data", called where no axis has that name."""
+    collection = over()
+    state, features = collection.init(), collection.batch({"item": np.arange(2)}).features
+    find = lambda state, features: collection.find(state, features)[0]  # noqa: E731
+    parallel = jax.pmap(find, axis_name="batch", devices=jax.devices()[:2])
+    parallel(collection.stack(state), collection.stack(features))
+
+
+def deleted_state():
+    """A state that was given away."""
+    state = item().init()
+    jax.tree.map(lambda leaf: leaf.delete(), state)
+    item().lookup(state, pack(np.array([7])).features)
+
+
+def two_features():
+    """A collection of two features of one table."""
+    return jaxsok.Collection(item().tables, [jaxsok.FeatureSpec(name, "item") for name in ("item", "user")])
+
+
+class DataFrame:
+    """As of Pandas or Polars."""
+
+    columns = ("item",)
+
+
+def unlike_plans():
+    """A plan of a pipeline and one of a lookup, in one update."""
+    collection = over()
+    features = collection.batch({"item": np.arange(2)}).features
+    _, state, first = collection.lookup(collection.init(), features)
+    embeddings, state, second = collection.lookup(state, collection.plan(features, send_capacity=(4,)))
+    collection.update(state, [first, second], [embeddings, embeddings])
+
+
+def unlike_processes(monkeypatch):
+    """As if another process had said something else."""
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    other = np.frombuffer(b"seed: 0", np.uint8)
+    monkeypatch.setattr(
+        multihost_utils, "process_allgather", lambda own: np.stack([other if own.dtype == np.uint8 else own, own])
+    )
+    processes.require_same("init", ["seed: 1"])
+
+
+def ragged_in_processes(monkeypatch):
+    """As if the mesh had devices of two processes."""
+    monkeypatch.setattr(shards.MeshShards, "num_processes", 2)
+    pack_over(RAGGED)
+
+
+RAGGED = jaxsok.Bags(np.arange(6), lengths=np.array([2, 4]))
+ONES = np.ones(6, np.float32)
+
+PROVOKED = {
+    # Declaring
+    "dim": lambda: jaxsok.TableSpec("item", 0, SGD),
+    "dim of another kind": lambda: jaxsok.TableSpec("item", 2.5, SGD),
+    "name": lambda: jaxsok.TableSpec("", 4, SGD),
+    "max_capacity": lambda: jaxsok.TableSpec("item", 4, SGD, max_capacity=1000),
+    "optimizer": lambda: jaxsok.TableSpec("item", 4, "sgd"),
+    "optax": lambda: jaxsok.TableSpec("item", 4, pytest.importorskip("optax").adam(1e-3)),
+    "optimizer that is not called": lambda: jaxsok.TableSpec("item", 4, jaxsok.optim.adam),
+    "argument of torch": lambda: jaxsok.TableSpec("item", num_embeddings=100),
+    "initializer": lambda: jaxsok.TableSpec("item", 4, SGD, initializer="zeros"),
+    "dtype": lambda: jaxsok.TableSpec("item", 4, SGD, dtype="float64"),
+    "embedding_dtype": lambda: jaxsok.TableSpec("item", 4, SGD, dtype="bfloat16", embedding_dtype="float16"),
+    "rounding": lambda: jaxsok.TableSpec("item", 4, SGD, rounding="up"),
+    "row_gradient": lambda: jaxsok.TableSpec("item", 4, SGD, row_gradient="average"),
+    "unknown": lambda: jaxsok.TableSpec("item", 4, SGD, unknown="nan"),
+    "combiner": lambda: jaxsok.FeatureSpec("item", "item", combiner="max"),
+    "weights without combiner": lambda: jaxsok.FeatureSpec("item", "item", combiner=None, weighted=True),
+    "max_hotness with combiner": lambda: jaxsok.FeatureSpec("item", "item", max_hotness=8),
+    "key_dtype": lambda: jaxsok.FeatureSpec("item", "item", key_dtype="int16"),
+    "two of one name": lambda: jaxsok.Collection([item().tables[0]] * 2, []),
+    "no tables": lambda: jaxsok.Collection([], []),
+    "unknown table": lambda: jaxsok.Collection(item().tables, [jaxsok.FeatureSpec("clicked", table="itme")]),
+    "not a spec": lambda: jaxsok.Collection(["item"], []),
+    "too many features": lambda: jaxsok.Collection(
+        item().tables, [jaxsok.FeatureSpec(f"clicked {i}", table="item") for i in range(1025)]
+    ),
+    "too many rows": lambda: jaxsok.Collection([jaxsok.TableSpec(name, 4, SGD, capacity=2**30) for name in "ab"], []),
+    "learning rate": lambda: jaxsok.optim.sgd("fast"),
+    "traced learning rate": traced_rate,
+    "b1": lambda: jaxsok.optim.adam(1e-3, b1=1.0),
+    "nesterov": lambda: jaxsok.optim.sgd(0.1, nesterov=True),
+    "positive learning rate": lambda: jaxsok.optim.ftrl(0.0),
+    "limits": lambda: jaxsok.optim.adam(0.1, limits=1.0),
+    "limit": lambda: jaxsok.optim.Limits(clip_row_norm=0.0),
+    "uniform": lambda: jaxsok.initializers.uniform(1.0, -1.0),
+    "normal": lambda: jaxsok.initializers.normal(stddev=-1.0),
+    # Packing
+    "no mapping": lambda: item().batch([1, 2]),
+    "data frame": lambda: item().batch(DataFrame()),
+    "label of another size": lambda: item().batch({"item": np.arange(4), "label": np.ones(3)}),
+    "empty list": lambda: pack([]),
+    "ragged lists": lambda: pack([[7, 8], [9]]),
+    "missing feature": lambda: item().batch({"itme": np.array([7])}),
+    "float keys": lambda: pack(np.array([7.0])),
+    "a scalar": lambda: pack(np.int64(7)),
+    "three axes": lambda: pack(np.zeros((2, 3, 4), np.int64)),
+    "narrowed keys": lambda: pack(jnp.array([7, 8], jnp.int32)),
+    "no words": lambda: pack(jnp.array([7, 8, 9], jnp.uint32)),
+    "float keys on the device": lambda: pack(jnp.array([7.0, 8.0])),
+    "lengths and offsets": lambda: pack(jaxsok.Bags(np.arange(6), lengths=np.array([6]), offsets=np.array([0, 6]))),
+    "ragged rectangle": lambda: pack(jaxsok.Bags(np.zeros((2, 3), np.int64), lengths=np.array([3, 3]))),
+    "float lengths": lambda: pack(jaxsok.Bags(np.arange(6), lengths=np.array([2.0, 4.0]))),
+    "negative lengths": lambda: pack(jaxsok.Bags(np.arange(6), lengths=np.array([7, -1]))),
+    "offsets from 1": lambda: pack(jaxsok.Bags(np.arange(6), offsets=np.array([1, 6]))),
+    "falling offsets": lambda: pack(jaxsok.Bags(np.arange(6), offsets=np.array([0, 4, 2, 6]))),
+    "past the end": lambda: pack(jaxsok.Bags(np.arange(6), lengths=np.array([3, 4]))),
+    "keys in no bag": lambda: pack(jaxsok.Bags(np.arange(6), lengths=np.array([2, 3]))),
+    "max_keys": lambda: pack(RAGGED, max_keys=4),
+    "max_hotness": lambda: pack(RAGGED, combiner=None, max_hotness=3),
+    "weights missing": lambda: pack(RAGGED, weighted=True),
+    "weights not declared": lambda: pack(dataclasses.replace(RAGGED, weights=ONES)),
+    "integer weights": lambda: pack(dataclasses.replace(RAGGED, weights=np.arange(6)), weighted=True),
+    "shape of weights": lambda: pack(dataclasses.replace(RAGGED, weights=ONES[:5]), weighted=True),
+    "NaN weights": lambda: pack(dataclasses.replace(RAGGED, weights=ONES * np.nan), weighted=True),
+    # Lookup, find, update
+    "not a state": lambda: item().lookup({}, pack(np.array([7])).features),
+    "state of other specs": lambda: item().lookup(other_collection().init(), pack(np.array([7])).features),
+    "state of another dim": lambda: item().lookup(
+        jaxsok.Collection([jaxsok.TableSpec("item", 8, SGD, capacity=8)], []).init(), pack(np.array([7])).features
+    ),
+    "deleted state": deleted_state,
+    "raw features": lambda: item().find(item().init(), {"item": np.array([7])}),
+    "features of other specs": lambda: other_collection().find(other_collection().init(), pack(np.array([7])).features),
+    "plan of no lookup": lambda: update_with(plan=lambda collection, own, batch: collection.plan(batch.features)),
+    "plans and gradients": lambda: update_with(plan=lambda collection, own, batch: [own, own]),
+    "no gradient": lambda: update_with({}),
+    "unknown gradient": lambda: update_with({"item": jnp.ones((2, 4)), "itme": jnp.ones((2, 4))}),
+    "shape of gradient": lambda: update_with({"item": jnp.ones((2, 3))}),
+    "integer gradient": lambda: update_with({"item": jnp.ones((2, 4), jnp.int32)}),
+    "rate of update": lambda: update_with(learning_rate=jnp.ones(3)),
+    # Other calls
+    "seed": lambda: item().init(seed=-1),
+    "traced state": lambda: jax.jit(lambda state: item().grow(state))(item().init()),
+    "steps": lambda: item().grow(item().init(), steps=0),
+    "no batch": lambda: item().grow(item().init(), {"item": np.array([7])}),
+    "steps of a list": lambda: item().grow(item().init(), [7, 8], steps=3),
+    "table": lambda: item().export_table(item().init(), "itme"),
+    "keys to erase": lambda: item().erase(item().init(), "item", np.array([[7]])),
+    "not jitted": lambda: item().ahead(step),
+    "no state for ahead": lambda: item().ahead(jax.jit(step))(None),
+    "static arguments for ahead": lambda: item().ahead(jax.jit(step))(item().init(), "fast"),
+    "label": lambda: pack(np.array([7]))["label"],
+    "mask": lambda: pack(np.array([7])).features.mask("itme"),
+    # On a mesh
+    "axis": lambda: over(axis="model"),
+    "axis without a mesh": lambda: jaxsok.Collection(item().tables, item().features, axis="data"),
+    "no mesh": lambda: over(mesh="data"),
+    "no axis": lambda: over(axis=3),
+    "placement": lambda: jaxsok.TableSpec("item", 4, SGD, placement="replicated"),
+    "no shard": lambda: jaxsok.on(-1),
+    "on a device that is not there": lambda: over(tables=tables_of(jaxsok.on(2))),
+    "dtype of the wire": lambda: jaxsok.ExchangeSpec(rows="int8"),
+    "no send_capacity": lambda: jaxsok.ExchangeSpec(send_capacity=0),
+    "not an exchange": lambda: over(exchange="bfloat16"),
+    "small send_capacity": lambda: over(
+        tables=tables_of(jaxsok.SHARDED, ("item", "user")), exchange=jaxsok.ExchangeSpec(send_capacity=1)
+    ),
+    "uneven batch": lambda: pack_over(np.arange(3)),
+    "uneven device arrays": lambda: pack_over(put(np.arange(3), mesh_of(1), None)),
+    "samples on another axis": lambda: over(mesh_of(2, ("model", "data"))).batch(
+        {"item": put(np.arange(4), mesh_of(2, ("model", "data")), "model")}
+    ),
+    "ragged beside device arrays": lambda: pack_over(
+        jaxsok.Bags(jnp.zeros((4, 2), jnp.uint32), lengths=RAGGED.lengths)
+    ),
+    "keys of one shard": lambda: pack_over(RAGGED, max_keys=6),
+    "ragged keys in processes": ragged_in_processes,
+    "pad_to": lambda: pack_over(np.arange(3), pad_to=0),
+    "too small pad_to": lambda: pack_over(np.arange(3), pad_to=2),
+    "pad_to of device arrays": lambda: pack_over(jnp.zeros((3, 2), jnp.uint32), pad_to=4),
+    "unlike features": lambda: two_features().batch({"item": np.arange(3), "user": np.arange(2)}, pad_to=4),
+    "not named in pmap": inside_pmap,
+    "stacked state": lambda: over().grow(over().stack(over().init())),
+    "state of another mesh": lambda: item().lookup(over().init(), pack(np.arange(2)).features),
+    "state of one device": lambda: over().lookup(item().init(), pack_over(np.arange(2)).features),
+    "send_capacity on one device": lambda: item().plan(pack(np.arange(2)).features, send_capacity=(4,)),
+    "one send_capacity": lambda: over().plan(pack_over(np.arange(2)).features, send_capacity=4),
+    "send_capacity of a plan": lambda: over().plan(pack_over(np.arange(2)).features, send_capacity=(0,)),
+    "unlike plans": unlike_plans,
+    "half inside": half_inside,
+    "stack on one device": lambda: item().stack(item().init()),
+    "unlike processes": unlike_processes,
+    "max_norm": lambda: clip("large"),
+    "negative max_norm": lambda: clip(-1.0),
+    "derivative of a lookup": derivative_of_lookup,
+    "find over batches": find_over_batches,
+    # What a step counted
+    "full": lambda: step(item(capacity=2, max_capacity=2))[1].check(),
+    "not finite": lambda: step(item(), gradient=np.inf)[1].check(),
+    "stale": lambda: stale_step()[1].check(),
+    "misused": lambda: update_twice().check(),
+    # Memory
+    "init": init_without_memory,
+    "grow": grow_without_memory,
+    "row ids": grow_beyond_all_limits,
+    # Libraries
+    "CPU library": lambda monkeypatch: load("cpu", False, monkeypatch),
+    "CUDA library": lambda monkeypatch: load("cuda", False, monkeypatch),
+}
+
+
+def message_of(provoke, monkeypatch):
+    """The last line of the traceback, as Python writes it."""
+    with pytest.raises(Exception) as info:
+        provoke(monkeypatch) if inspect.signature(provoke).parameters else provoke()
+    kind = type(info.value)
+    name = kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"
+    return f"{name.replace('jaxsok.types', 'jaxsok')}: {' '.join(str(info.value).split())}"
+
+
+def quoted_messages():
+    """Each line of text in docs/errors.md."""
+    blocks = fenced((ROOT / "docs/errors.md").read_text())
+    return [line for language, _, text, _ in blocks if language == "text" for line in text.splitlines()]
+
+
+@pytest.mark.parametrize("name", PROVOKED)
+def test_messages_are_quoted_as_they_are(name, monkeypatch):
+    """docs/errors.md quotes what the code says."""
+    assert message_of(PROVOKED[name], monkeypatch) in quoted_messages()
+
+
+def test_every_quoted_message_is_provoked():
+    """No message in docs/errors.md outlives its error: each is provoked once."""
+    assert len(quoted_messages()) == len(set(quoted_messages())) == len(PROVOKED)
+
+
+def test_every_class_of_errors_is_told():
+    """What the sources raise has a line in the table of docs/errors.md."""
+    raised = set()
+    for name in MODULES:
+        for node in ast.walk(ast.parse((ROOT / name).read_text())):
+            if isinstance(node, ast.Raise) and node.exc is not None:
+                name = ast.unparse(node.exc.func if isinstance(node.exc, ast.Call) else node.exc)
+                # What is raised again, or made by a function, has another name here.
+                raised |= {part for part in name.split(".") if part[0].isupper()}
+    told = [re.findall(r"`(?:jaxsok\.)?(\w+)`", cells[0]) for cells in table_of(sections(errors_page())["Errors"])]
+    assert {name for names in told for name in names} == raised
+
+
+def errors_page():
+    """docs/errors.md."""
+    return (ROOT / "docs/errors.md").read_text()
+
+
+# Names -----------------------------------------------------------------------------------------------------------
+
+
+def call_of(name, function):
+    """A function as the pages write it: without self and annotations."""
+    signature = inspect.signature(function)
+    parameters = [p.replace(annotation=p.empty) for p in signature.parameters.values() if p.name != "self"]
+    text = f"{name}{signature.replace(parameters=parameters, return_annotation=signature.empty)}"
+    return re.sub(r"e-0(\d)", r"e-\1", text)
+
+
+def members_of(kind):
+    """Public fields, properties and methods of a class, as docs/api.md writes them."""
+    fields = dataclasses.fields(kind) if dataclasses.is_dataclass(kind) else ()
+    names = []
+    for field in fields:
+        if field.default is not dataclasses.MISSING:
+            names.append(f"{field.name}={field.default!r}")
+        elif field.default_factory is not dataclasses.MISSING:
+            names.append(f"{field.name}={field.default_factory.__name__}()")
+        else:
+            names.append(field.name)
+    for name, value in vars(kind).items():
+        if name.startswith("_") or name in {field.name for field in fields}:
+            continue
+        if isinstance(value, property):
+            names.append(name)
+        elif inspect.isroutine(value):
+            names.append(call_of(name, value))
+    return [name for name in names if not name.startswith("_")]
+
+
+def public_names(module):
+    """What a module offers: its __all__, or what it defines without an underscore."""
+    if hasattr(module, "__all__"):
+        return module.__all__
+    return [
+        name
+        for name, value in vars(module).items()
+        if getattr(value, "__module__", "") == module.__name__ and not name.startswith("_")
+    ]
+
+
+def calls_of(module):
+    """The public functions of a module with their arguments, and its classes by name."""
+    values = {name: getattr(module, name) for name in public_names(module)}
+    return [call_of(name, value) if inspect.isfunction(value) else name for name, value in values.items()]
+
+
+def layers(name):
+    """A module of jaxsok.layers, which needs Flax."""
+    pytest.importorskip("flax")
+    return importlib.import_module(f"jaxsok.layers.{name}")
+
+
+def serving(name):
+    """A module of jaxsok.serving, of which two need Flax."""
+    pytest.importorskip("flax")
+    return importlib.import_module(f"jaxsok.serving.{name}")
+
+
+def checkpoint():
+    """jaxsok.checkpoint, which needs Orbax and PyArrow."""
+    pytest.importorskip("orbax.checkpoint")
+    return importlib.import_module("jaxsok.checkpoint")
+
+
+API = {
+    "jaxsok": lambda: list(jaxsok.__all__),
+    "jaxsok.Collection": lambda: [
+        *(name for name in vars(item()) if not name.startswith("_")),
+        *members_of(jaxsok.Collection),
+    ],
+    "jaxsok.TableSpec": lambda: members_of(jaxsok.TableSpec),
+    "jaxsok.FeatureSpec": lambda: members_of(jaxsok.FeatureSpec),
+    "jaxsok.StoreSpec": lambda: members_of(jaxsok.StoreSpec),
+    "jaxsok.ExchangeSpec": lambda: members_of(jaxsok.ExchangeSpec),
+    "jaxsok.Placement": lambda: members_of(jaxsok.Placement),
+    "jaxsok.Proposal": lambda: members_of(jaxsok.Proposal),
+    "jaxsok.TableProposal": lambda: members_of(jaxsok.TableProposal),
+    "jaxsok.MemoryEstimate": lambda: members_of(jaxsok.MemoryEstimate),
+    "jaxsok.StoreMemory": lambda: members_of(jaxsok.StoreMemory),
+    "jaxsok.Bags": lambda: members_of(jaxsok.Bags),
+    "jaxsok.Coo": lambda: members_of(jaxsok.Coo),
+    "jaxsok.Batch": lambda: members_of(jaxsok.Batch),
+    "jaxsok.Features": lambda: members_of(jaxsok.Features),
+    "jaxsok.Plan": lambda: members_of(jaxsok.Plan),
+    "jaxsok.State": lambda: members_of(jaxsok.State),
+    "jaxsok.StoreState": lambda: members_of(jaxsok.StoreState),
+    "jaxsok.Stats": lambda: members_of(jaxsok.Stats),
+    "jaxsok.Records": lambda: members_of(jaxsok.Records),
+    "jaxsok.StatsWindow": lambda: members_of(jaxsok.StatsWindow),
+    "jaxsok.Evicted": lambda: members_of(jaxsok.Evicted),
+    "jaxsok.optim": lambda: calls_of(jaxsok.optim),
+    "jaxsok.initializers": lambda: calls_of(jaxsok.initializers),
+    "jaxsok.policies": lambda: calls_of(jaxsok.policies),
+    "jaxsok.inspection": lambda: calls_of(inspection),
+    "jaxsok.layers.nnx": lambda: calls_of(layers("nnx")),
+    "jaxsok.layers.nnx.Embeddings": lambda: [
+        *(name for name in vars(layers("nnx").Embeddings(item())) if not name.startswith("_")),
+        *members_of(layers("nnx").Embeddings),
+    ],
+    "jaxsok.layers.linen": lambda: calls_of(layers("linen")),
+    "jaxsok.layers.linen.Embeddings": lambda: [
+        name for name in members_of(layers("linen").Embeddings) if not name.startswith(("parent", "name"))
+    ],
+    "jaxsok.serving": lambda: calls_of(importlib.import_module("jaxsok.serving")),
+    **{
+        f"jaxsok.serving.{name}": lambda name=name: members_of(getattr(importlib.import_module("jaxsok.serving"), name))
+        for name in ("Session", "Model", "FrozenTable", "FrozenTables", "FrozenStore", "LookupInput")
+    },
+    "jaxsok.serving.nnx": lambda: calls_of(serving("nnx")),
+    "jaxsok.serving.nnx.LookupSpec": lambda: members_of(serving("group").LookupSpec),
+    "jaxsok.serving.linen": lambda: calls_of(serving("linen")),
+    "jaxsok.serving.artifact": lambda: calls_of(serving("artifact")),
+    "jaxsok.serving.artifact.ServedModel": lambda: members_of(serving("artifact").ServedModel),
+    "jaxsok.interchange.hps": lambda: calls_of(hps),
+    "jaxsok.interchange.sok": lambda: calls_of(sok),
+    "jaxsok.interchange.columns": lambda: calls_of(columns),
+    "jaxsok.interchange.npz": lambda: calls_of(npz),
+    "jaxsok.interchange.files.RecordChunks": lambda: members_of(files.RecordChunks),
+    "jaxsok.checkpoint": lambda: calls_of(checkpoint()),
+    **{
+        f"jaxsok.checkpoint.{name}": lambda name=name: members_of(getattr(checkpoint(), name))
+        for name in ("TablesSave", "TablesRestore", "SaveReport", "Exported")
+    },
+}
+
+
+@pytest.mark.parametrize("section", API)
+def test_api_page(section):
+    """Every public name stands in docs/api.md with its arguments, and nothing else does."""
+    told = [cells[0] for cells in table_of(sections((ROOT / "docs/api.md").read_text())[f"`{section}`"])]
+    assert sorted(told) == sorted(f"`{name}`" for name in API[section]())
+
+
+def test_api_page_has_every_module_and_class():
+    """No section without a test, no name of __all__ that is a class of its own without a section."""
+    headings = {heading.strip("`") for heading in sections((ROOT / "docs/api.md").read_text())} - {"API"}
+    assert headings == set(API)
+    classes = {f"jaxsok.{name}" for name in jaxsok.__all__ if inspect.isclass(getattr(jaxsok, name))}
+    assert {name for name in classes if not name.endswith("Error")} <= headings
+
+
+# Numbers ---------------------------------------------------------------------------------------------------------
+
+
+def test_bytes_of_a_row():
+    """The table of docs/memory_layout.md is what row_bytes and memory_estimate say."""
+    rows = table_of(sections((ROOT / "docs/memory_layout.md").read_text())["Bytes of a row"])
+    assert len(rows) == 20
+    capacity = 1 << 20
+    for dim, optimizer, *told in rows:
+        make = getattr(jaxsok.optim, optimizer.strip("`"))
+        estimate = jaxsok.memory_estimate([jaxsok.TableSpec("user", int(dim), make(0.1), capacity=capacity)])
+        (counted,) = estimate.stores
+        parts = [counted.state[name] / capacity for name in ("rows", "optimizer_state", "records", "index")]
+        assert [int(number) for number in told] == [*parts, counted.row_bytes]
+        assert int(told[-1]) == round(estimate.bytes_per_key, 2)
+
+
+def test_bytes_of_workspaces():
+    """What docs/memory_layout.md says of them, bytes a key and once."""
+    rows = table_of(sections((ROOT / "docs/memory_layout.md").read_text())["What a step needs besides"])
+    sizes = {
+        "lookup": library.load_cpu().JaxsokInsertWorkspaceBytes,
+        "plan": library.load_cpu().JaxsokPlanWorkspaceBytes,
+        "update": lambda num_keys: library.load_cpu().JaxsokUpdateWorkspaceBytes(num_keys, 64),
+    }
+    assert [name for name, *_ in rows] == [f"`{name}`" for name in sizes]
+    num_keys = 1 << 20
+    for (name, by_key, once), size in zip(rows, sizes.values(), strict=True):
+        assert by_key == f"{(size(2 * num_keys) - size(num_keys)) / num_keys:.1f}", name
+        number, unit = once.split()
+        assert float(number) == pytest.approx(size(0) / {"KiB": 2**10, "MiB": 2**20}[unit], abs=0.05), name
+
+
+def test_arrays_of_a_store():
+    """The arrays in docs/memory_layout.md are those of a state."""
+    rows = table_of(sections((ROOT / "docs/memory_layout.md").read_text())["Arrays of a store"])
+    fields = [field.name for field in dataclasses.fields(jaxsok.StoreState)]
+    assert [name.strip("`") for name, *_ in rows] == fields
+    state = item().init().stores[0]
+    for (name, dtype, shape), field in zip(rows, fields, strict=True):
+        leaves = jax.tree.leaves(getattr(state, field))
+        assert all(leaf.dtype == dtype for leaf in leaves), name
+        assert all(shape.count(",") == leaf.ndim - 1 for leaf in leaves) or field == "states"
+
+
+def test_state_of_optimizers():
+    """The state in the table of docs/optimizers.md is what the optimizers declare, their arguments as well."""
+    rows = table_of(sections((ROOT / "docs/optimizers.md").read_text())["Optimizers"])
+    told = {call.strip("`"): state for call, _, state, _ in rows}
+    dim = 64
+    for call, state in told.items():
+        make = getattr(jaxsok.optim, call.split("(")[0])
+        assert call == call_of(make.__name__, make)
+        assert state == (state_of(make(0.1), dim) or "none")
+    # Lifted optimizers have the state of what they were made from.
+    calls = {call for call in calls_of(jaxsok.optim) if "(" in call and not call.startswith("lift(")}
+    assert set(told) == calls
+
+
+def state_of(optimizer, dim):
+    """An optimizer's state as docs/optimizers.md writes it."""
+    specs = optimizer.state_specs(dim)
+    return "; ".join(f"`{spec.name}`: {'dim' if spec.dim == dim else spec.dim}, {spec.initial_value}" for spec in specs)
+
+
+def test_state_of_options():
+    """An option of docs/optimizers.md adds the state that stands beside it."""
+    rows = table_of(sections((ROOT / "docs/optimizers.md").read_text())["Momentum and weight decay"])
+    values = {"momentum=": 0.9, "centered=True": True, "bias_correction=True": True, "eps_in_sqrt=False": False}
+    for call, _, state in rows:
+        if "(" not in call:
+            continue
+        name, option = call.strip("`)").split("(")
+        make, argument = getattr(jaxsok.optim, name), option.split("=")[0]
+        plain, more = make(0.1), make(0.1, **{argument: values[option]})
+        assert state_of(more, 64).removeprefix(state_of(plain, 64)).strip("; ") == state
+
+
+def test_exact_optimizers():
+    """A gradient of zero leaves row and state of those that docs/optimizers.md calls exact, and of no others."""
+    for call, _, _, unused in table_of(sections((ROOT / "docs/optimizers.md").read_text())["Optimizers"]):
+        name = call.strip("`").split("(")[0]
+        optimizer = getattr(jaxsok.optim, name)(0.1)
+        row = jnp.array([0.3, -0.2, 0.1])
+        states = tuple(jnp.full(spec.dim, spec.initial_value) for spec in optimizer.state_specs(3))
+        seen = []
+        for step, gradient in enumerate([[1.0, -2.0, 0.5], [0.5, 1.0, -1.0], [0.0, 0.0, 0.0]]):
+            hyper = tuple(jnp.asarray(word, jnp.float32) for word in optimizer.hyper(np.int32(step), 0.1))
+            inputs = jaxsok.optim.RowInputs(jnp.array(gradient), row, states, jnp.float32(1), hyper)
+            row, states = optimizer.step_row(inputs)
+            seen.append((row, states))
+        same = jax.tree.map(lambda a, b: bool((a == b).all()), seen[1], seen[2])
+        assert unused == ("exact" if jax.tree.all(same) else "lazy"), name
+
+
+def test_limits():
+    """Numbers that docs/growth.md and docs/concepts.md repeat."""
+    assert types.MAX_SLABS == 24 and types.MAX_CAPACITY == 2**31 - 1
+    assert constants((ROOT / "ffi/core/layout.h").read_text())["kMaxProbes"] == 64
+    assert grow.GROWTH_FACTOR == 2.0 and grow.GENTLE_FACTOR == 1.25 and grow.LOOK_EVERY == 64
+    assert store.MIN_BUCKETS == 16
+
+
+def constants(text):
+    """The integers that a C++ header names, constants and words of enums, by name."""
+    text = re.sub(r"//[^\n]*", "", text)
+    found = re.findall(r"\b(k\w+) = (~?)(?:uint\d+_t)?\{?(\d+)\}?(?: << (\d+))?[,;]", text)
+    return {
+        name: ~int(number) if inverted else int(number) << int(shift or 0) for name, inverted, number, shift in found
+    }
+
+
+def test_words_of_python_and_cpp():
+    """jaxsok/types.py and ffi/core/ name the same numbers."""
+    layout = constants((ROOT / "ffi/core/layout.h").read_text())
+    update = constants((ROOT / "ffi/core/row_update.h").read_text())
+
+    def words(prefix, names):
+        return [layout[prefix + "".join(word.capitalize() for word in name.split("_"))] for name in names]
+
+    assert words("k", types.COUNTERS) == list(range(layout["kNumCounters"]))
+    assert words("kCount", [name.removeprefix("num_") for name in types.COUNTS]) == list(range(layout["kNumCounts"]))
+    assert words("kCombiner", [str(name) for name in types.COMBINERS]) == list(types.COMBINERS.values())
+    for name, number in types.ROW_GRADIENTS.items():
+        assert update[f"kRowGradient{name.capitalize()}"] == number
+    rows = constants((ROOT / "ffi/core/row_dtype.h").read_text())
+    assert words("kRowDtype", types.ROW_DTYPES) == list(types.ROW_DTYPES.values())
+    for name, number in types.ROUNDINGS.items():
+        assert rows[f"kRounding{name.capitalize()}"] == number
+    assert layout["kPaddingKey"] % 2**64 == types.PADDING_KEY and layout["kNoRow"] % 2**32 == types.NO_ROW
+    assert layout["kEntriesPerBucket"] == types.ENTRIES_PER_BUCKET and layout["kBagsPerTile"] == types.BAGS_PER_TILE
+    assert layout["kMaxSlabs"] == types.MAX_SLABS and layout["kMaxDim"] == types.MAX_DIM
+    launch = constants((ROOT / "ffi/kernels/launch_cuda.cuh").read_text())
+    assert launch["kMaxFeatures"] == types.MAX_FEATURES
+    assert layout["kNumFeatureWords"] == types.NUM_FEATURE_WORDS
+    assert layout["kNumTableWords"] == types.NUM_TABLE_WORDS and update["kNumHyper"] == types.NUM_HYPER
+
+
+# Links -----------------------------------------------------------------------------------------------------------
+
+
+def anchor_of(heading):
+    """The anchor that GitHub gives a heading."""
+    return re.sub(r"[^\w\- ]", "", heading.replace("`", "").lower()).replace(" ", "-")
+
+
+def links_of(page):
+    """The targets of the links of a page that lead to files of the project."""
+    text = re.sub(r"^```.*?^```$|`[^`\n]*`", "", (ROOT / page).read_text(), flags=re.DOTALL | re.MULTILINE)
+    return [link for link in re.findall(r"\]\(([^)\s]+)\)", text) if not re.match(r"https?:|mailto:", link)]
+
+
+@pytest.mark.parametrize("page", ALL_MARKDOWN)
+def test_links_exist(page):
+    """Files, folders and headings that a page points to are there."""
+    for link in links_of(page):
+        path, _, anchor = link.partition("#")
+        target = (ROOT / page).parent / path if path else ROOT / page
+        assert target.exists(), f"{page}: {link}"
+        assert target.resolve().is_relative_to(ROOT), f"{page}: {link}"
+        if anchor:
+            assert anchor in map(anchor_of, sections(target.read_text())), f"{page}: {link}"
+
+
+def test_files_that_pages_name_exist():
+    """A path of the project in a page's code font is that of a file, unless it has a placeholder."""
+    named = {
+        (page, path)
+        for page in PAGES
+        for path in re.findall(
+            r"`((?:jaxsok|ffi|tests|benchmarks|examples|docs|scripts)/[\w./]+)`", (ROOT / page).read_text()
+        )
+    }
+    assert named
+    assert not [(page, path) for page, path in sorted(named) if not (ROOT / path).exists()]
+
+
+def test_every_page_is_found_from_the_index():
+    """docs/index.md leads to all pages."""
+    linked = {(ROOT / "docs" / link).resolve() for link in links_of("docs/index.md")}
+    assert {path for path in ROOT.glob("docs/**/*.md")} - {ROOT / "docs/index.md"} <= linked

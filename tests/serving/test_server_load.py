@@ -1,0 +1,230 @@
+"""The server under load: a process of its own, 64 connections, and tables that change while they are read.
+
+Each update writes its number into the first column of every row of all tables: a response in which two numbers meet is
+of two versions. The other columns are a function of the key alone.
+"""
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+import os
+import pathlib
+import signal
+import struct
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+import server_cases as cases
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+DIMS = {"user": 8, "item": 4}
+NUM_ROWS = 3000
+DEFAULT = -1.0
+CONNECTIONS = 64
+TENSORS = "application/vnd.jaxsok.v1+safetensors"
+
+
+def columns_of(table, keys):
+    """What a table has for its keys behind the first column: every key below 2 * NUM_ROWS that is odd is there."""
+    keys = np.asarray(keys, np.int64)[:, None]
+    columns = np.arange(1, DIMS[table])
+    return ((keys * 31 + columns * 7 + len(table)) % 1021).astype(np.float32)
+
+
+def write_tables(folder, number):
+    """HPS directories of all tables, by docs of that format: int64 keys, float32 rows."""
+    for table, dim in DIMS.items():
+        (folder / table).mkdir(parents=True)
+        keys = np.arange(1, 2 * NUM_ROWS, 2, dtype="<i8")
+        rows = np.full([len(keys), dim], number, "<f4")
+        rows[:, 1:] = columns_of(table, keys)
+        (folder / table / "key").write_bytes(keys.tobytes())
+        (folder / table / "emb_vector").write_bytes(rows.tobytes())
+
+
+def write_config(path, folder):
+    model = {
+        "model": "ranker",
+        "sparse_files": [str(folder / table) for table in DIMS],
+        "embedding_table_names": list(DIMS),
+        "embedding_vecsize_per_table": list(DIMS.values()),
+        "maxnum_catfeature_query_per_table_per_sample": [4, 4],
+        "default_value_for_each_table": [DEFAULT, DEFAULT],
+        "deployed_device_list": [0],
+        "max_batch_size": 256,
+        "gpucacheper": 1.0,
+    }
+    path.write_text(json.dumps({"supportlonglong": True, "models": [model]}))
+
+
+@contextlib.contextmanager
+def served(tmp_path, *arguments):
+    """The command line on tables of number 0: its process, port and folder to watch."""
+    pytest.importorskip("starlette")
+    pytest.importorskip("uvicorn")
+    write_tables(tmp_path / "tables", 0)
+    write_config(tmp_path / "config.json", tmp_path / "tables")
+    watched = tmp_path / "watched"
+    watched.mkdir()
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    environment["JAX_PLATFORMS"] = "cpu"
+    command = [sys.executable, "-m", "jaxsok", "serve", str(tmp_path / "config.json"), "--port", "0"]
+    command += ["--watch", str(watched), "--watch-interval-s", "0.1", *arguments]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
+    ) as process:
+        try:
+            lines = []
+            while not lines or "answers at" not in lines[-1]:
+                lines.append(process.stdout.readline())
+                assert lines[-1], "".join(lines)
+            assert any('table "user"' in line for line in lines), "no report"
+            yield process, int(lines[-1].rsplit(":", 1)[1]), watched
+        finally:
+            process.kill()
+
+
+@dataclasses.dataclass
+class Seen:
+    """What the clients saw."""
+
+    num_requests: int = 0
+    numbers: dict = dataclasses.field(default_factory=dict)
+    latencies_s: list = dataclasses.field(default_factory=list)
+    resident: list = dataclasses.field(default_factory=list)
+
+
+async def exchange(reader, writer, request):
+    """One request over a connection that stays: status and body."""
+    writer.write(request)
+    head = (await reader.readuntil(b"\r\n\r\n")).lower()
+    length = int(head.partition(b"content-length:")[2].split(b"\r\n")[0])
+    return int(head.split()[1]), await reader.readexactly(length)
+
+
+def make_request(rng):
+    """Keys of both tables, of which some are missing, in one of the formats."""
+    keys = {table: rng.integers(0, 2 * NUM_ROWS + 100, rng.integers(1, 40)) for table in DIMS}
+    if rng.random() < 0.5:
+        body, kind = (
+            json.dumps({"keys": {table: array.tolist() for table, array in keys.items()}}).encode(),
+            "application/json",
+        )
+    else:
+        header, data = {}, b""
+        for table, array in keys.items():
+            offsets = [len(data), len(data) + array.nbytes]
+            header[table] = {"dtype": "I64", "shape": list(array.shape), "data_offsets": offsets}
+            data += array.tobytes()
+        text = json.dumps(header).encode()
+        body, kind = struct.pack("<Q", len(text)) + text + data, TENSORS
+    head = f"POST /v1/models/ranker/lookup HTTP/1.1\r\nHost: a\r\nContent-Type: {kind}\r\nContent-Length: "
+    return keys, kind == TENSORS, f"{head}{len(body)}\r\n\r\n".encode() + body
+
+
+def read_response(body, is_binary):
+    if not is_binary:
+        found = json.loads(body)
+        return {table: np.array(rows, np.float32) for table, rows in found["rows"].items()}, found["version"]
+    (size,) = struct.unpack("<Q", body[:8])
+    header = json.loads(body[8 : 8 + size])
+    version = int(header.pop("__metadata__")["version"])
+    data = body[8 + size :]
+    rows = {
+        table: np.frombuffer(data[slice(*entry["data_offsets"])], "<f4").reshape(entry["shape"])
+        for table, entry in header.items()
+    }
+    return rows, version
+
+
+def check(keys, rows, version, seen, least):
+    """Rows are those of the keys, and of one version; that is no older than what the connection saw before."""
+    numbers = set()
+    for table, array in keys.items():
+        assert rows[table].shape == (len(array), DIMS[table])
+        is_there = (array % 2 == 1) & (array < 2 * NUM_ROWS)
+        np.testing.assert_array_equal(rows[table][~is_there], DEFAULT)
+        np.testing.assert_array_equal(rows[table][is_there][:, 1:], columns_of(table, array[is_there]))
+        numbers |= set(rows[table][is_there][:, 0].tolist())
+    assert len(numbers) <= 1, f"versions are mixed: {numbers}"
+    for number in numbers:
+        assert seen.numbers.setdefault(version, number) == number, "one version, two contents"
+    assert version >= least
+
+
+async def load(port, pid, watched, seconds, update_s):
+    """All clients and the updates, for a time."""
+    seen, until = Seen(), time.monotonic() + seconds
+
+    async def client(number):
+        rng, least = np.random.default_rng(number), 0
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        while time.monotonic() < until:
+            keys, is_binary, request = make_request(rng)
+            begin = time.perf_counter()
+            status, body = await exchange(reader, writer, request)
+            seen.latencies_s.append(time.perf_counter() - begin)
+            assert status == 200, body
+            rows, version = read_response(body, is_binary)
+            check(keys, rows, version, seen, least)
+            least, seen.num_requests = version, seen.num_requests + 1
+        writer.close()
+
+    async def update():
+        number = 0
+        while time.monotonic() < until:
+            await asyncio.sleep(update_s)
+            number += 1
+            await asyncio.to_thread(write_tables, watched / f"{number}.tmp", number)
+            (watched / f"{number}.tmp").rename(watched / str(number))
+        return number
+
+    async def measure():
+        while time.monotonic() < until:
+            seen.resident.append(cases.resident_bytes(pid))
+            await asyncio.sleep(0.1)
+
+    async with asyncio.timeout(seconds + 60):
+        *_, num_updates, _ = await asyncio.gather(*map(client, range(CONNECTIONS)), update(), measure())
+    return seen, num_updates
+
+
+async def scrape(port):
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    _, body = await exchange(reader, writer, b"GET /metrics HTTP/1.1\r\nHost: a\r\n\r\n")
+    writer.close()
+    return body.decode().splitlines()
+
+
+@pytest.mark.parametrize(
+    ("seconds", "update_s"), [(5, 0.5), pytest.param(60, 2.0, marks=pytest.mark.slow)], ids=["5s", "60s"]
+)
+def test_load(tmp_path, seconds, update_s, record_property):
+    """No request fails, no two versions meet, memory stays, and the end is in order."""
+    with served(tmp_path) as (process, port, watched):
+        seen, num_updates = asyncio.run(load(port, process.pid, watched, seconds, update_s))
+        metrics = asyncio.run(scrape(port))
+        process.send_signal(signal.SIGTERM)
+        rest, _ = process.communicate(timeout=30)
+    assert process.returncode == 0 and rest.endswith("serve: ended\n"), rest
+    counted = [line for line in metrics if line.startswith("jaxsok_requests_total")]
+    assert counted == [f'jaxsok_requests_total{{endpoint="lookup",model="ranker",status="200"}} {seen.num_requests}.0']
+    assert seen.num_requests > 10 * CONNECTIONS
+    assert len(seen.numbers) > num_updates / 2, "few updates were seen"
+    assert list(seen.numbers) and sorted(seen.numbers.values()) == [seen.numbers[v] for v in sorted(seen.numbers)]
+    # Two versions are there at a time, with what malloc keeps; a leak would add tables with every update.
+    half = len(seen.resident) // 2
+    growth = max(seen.resident[half:]) - max(seen.resident[:half])
+    latencies_ms = np.percentile(seen.latencies_s, [50, 99]) * 1e3
+    told = (
+        f"{seen.num_requests} requests in {seconds} s, {len(seen.numbers)} versions, "
+        f"p50 {latencies_ms[0]:.1f} ms, p99 {latencies_ms[1]:.1f} ms, resident memory "
+        f"{max(seen.resident[:half]) >> 20} MiB in the first half, {growth / 2**20:+.1f} MiB in the second"
+    )
+    print(told)
+    record_property("load", told)
+    assert growth < 32 * 2**20, told
