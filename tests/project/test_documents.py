@@ -73,14 +73,25 @@ def docstrings(name):
             yield node.body[0].lineno, ast.get_docstring(node)
 
 
+def classes(name):
+    """For the line of each method's docstring, the docstring of its class."""
+    for node in ast.walk(ast.parse((ROOT / name).read_text())):
+        for method in node.body if isinstance(node, ast.ClassDef) else ():
+            if isinstance(method, ast.FunctionDef) and ast.get_docstring(method) is not None:
+                yield method.body[0].lineno, ast.get_docstring(node) or ""
+
+
 @pytest.mark.parametrize("name", [name for name in MODULES if any(">>> " in text for _, text in docstrings(name))])
 def test_examples_of_docstrings(name):
-    """What stands behind >>> runs, and gives what is written below it."""
+    """What stands behind >>> runs, and gives what is written below it; a method continues the example of its class."""
     module = importlib.import_module(name.removesuffix(".py").removesuffix("/__init__").replace("/", "."))
-    runner, report = doctest.DocTestRunner(verbose=False), io.StringIO()
+    runner, report, of_class = doctest.DocTestRunner(verbose=False), io.StringIO(), dict(classes(name))
     for line, text in docstrings(name):
-        test = doctest.DocTestParser().get_doctest(text, dict(vars(module)), f"{name}:{line}", name, line - 1)
-        runner.run(test, out=report.write)
+        names = dict(vars(module))
+        for part in (of_class.get(line, ""), text) if ">>> " in text else ():
+            test = doctest.DocTestParser().get_doctest(part, names, f"{name}:{line}", name, line - 1)
+            runner.run(test, out=report.write, clear_globs=False)
+            names = test.globs
     assert runner.tries > 0
     assert runner.failures == 0, report.getvalue()
 
