@@ -60,10 +60,6 @@ struct InsertWorkspace {
   }
 };
 
-__device__ __forceinline__ uint64_t SaltOf(const uint32_t* counters) {
-  return Word64(counters[kSaltLow], counters[kSaltHigh]);
-}
-
 /// Four entries at once. kShared: other threads write the index at the same time, so L1 must not answer; else it may,
 /// with lines from before such writes.
 template <bool kShared>
@@ -91,7 +87,8 @@ __device__ __forceinline__ bool EndsInBucket(const uint4 line[kEntriesPerBucket]
   return ended;
 }
 
-/// Walks on from a bucket, `num_probes` behind it. As Probe in core/probe.h, with whole buckets loaded at once.
+/// Walks on from a bucket, `num_probes` behind it, to the entry of a pair or the first empty one. Whole buckets are
+/// loaded at once.
 template <bool kShared>
 __device__ __forceinline__ ProbeResult ProbeFrom(const IndexView& index, uint64_t key, uint32_t table, uint32_t bucket,
                                                  uint32_t num_probes, uint32_t max_probes) {
