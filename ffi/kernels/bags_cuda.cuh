@@ -157,7 +157,7 @@ struct EmbeddingPointers {
   LaunchError Fill(const EmbeddingsView& embeddings, int32_t num_features, RowDtype rows) {
     if (!HasRowDtypes(rows, embeddings.dtype)) return "embeddings: neither float32 nor of the rows' dtype";
     is_float32 = embeddings.dtype == kRowDtypeFloat32;
-    return FillPointers<void>(embeddings.data, num_features, pointers);
+    return FillPointers(embeddings.data, num_features, pointers);
   }
 };
 

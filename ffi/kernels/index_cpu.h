@@ -18,7 +18,7 @@
 namespace jaxsok {
 
 constexpr uint32_t kNoTable = ~uint32_t{0};  // a position that is not looked up
-constexpr int64_t kKeysPerChunk = 1024;      // as InsertWorkspaceBytes counts
+constexpr int64_t kKeysPerChunk = kCountedTogether;
 constexpr int64_t kChunksPerTask = 4;
 constexpr int64_t kBucketsAhead = 16;  // walks begun ahead: the lines that one core can await together
 
@@ -233,7 +233,7 @@ void Admit(const StoreView& store, const AdmissionView& admission, const Source&
       const uint64_t hash = AdmissionHash(words, store.seed, key);
       for (uint32_t i = 0; i < words[kTableBloomHashes]; ++i) {
         const uint64_t counter = BloomCounter(words, hash, i);
-        uint32_t* word = &admission.bloom[counter / 4];
+        uint32_t* word = &admission.bloom[counter / kBloomPerWord];
         *word = BloomAdded(*word, counter, uses_of(position));
       }
     }
@@ -256,7 +256,7 @@ void Admit(const StoreView& store, const AdmissionView& admission, const Source&
         uint32_t least = kMostSightings;
         for (uint32_t i = 0; i < words[kTableBloomHashes]; ++i) {
           const uint64_t counter = BloomCounter(words, hash, i);
-          least = std::min(least, BloomCount(admission.bloom[counter / 4], counter));
+          least = std::min(least, BloomCount(admission.bloom[counter / kBloomPerWord], counter));
         }
         return least >= threshold;
       }

@@ -600,6 +600,8 @@ struct PartialsOfRow {
   }
 };
 
+constexpr int kHotTileFloats = 4 * kMaxDim;  // 16 KiB: two tiles fit the 48 that a block may always declare
+
 // The rows with more than kManyChunks chunks: a block adds the partial sums of one lane, in sequence, and leaves the
 // sum where the lane's first one was. They come by tiles: one is added while the next is on its way.
 template <int kTileFloats>
@@ -673,8 +675,8 @@ __global__ void __launch_bounds__(1024, 1)
     const auto pair = [&](uint32_t chunk, RowPart<kVector, kPerLane>& sum) {
       RowPart<kVector, kPerLane> other;
       partials.Load(chunk, lane, lanes, sum);
-      if (chunk + 4 >= partials.num_chunks) return;
-      partials.Load(chunk + 4, lane, lanes, other);
+      if (chunk + kFewChunks / 2 >= partials.num_chunks) return;
+      partials.Load(chunk + kFewChunks / 2, lane, lanes, other);
       sum.Add(other);
     };
     RowPart<kVector, kPerLane> sum, right, other;
@@ -785,6 +787,9 @@ struct BlockShape {
   int shared_bytes;
 };
 
+constexpr int kAlwaysAllowedBytes = 48 << 10;  // of shared memory for a block, without asking (CUDA)
+constexpr int kMostDeclaredBytes = 16 << 10;   // what the kernels that ask for more declare, at most
+
 /// Bytes of shared memory that a block can have on the GPU at hand.
 inline LaunchError SharedBytesOfBlock(int* bytes) {
   int device = 0;
@@ -797,7 +802,7 @@ inline LaunchError SharedBytesOfBlock(int* bytes) {
 /// so that launches from several threads never take it from each other.
 template <typename Kernel>
 inline LaunchError AllowShared(Kernel* kernel, int bytes) {
-  if (bytes <= 32 << 10) return nullptr;  // that and what kernels declare is always allowed
+  if (bytes <= kAlwaysAllowedBytes - kMostDeclaredBytes) return nullptr;
   int most = 0;
   cudaFuncAttributes declared;
   JAXSOK_RETURN_IF_LAUNCH(SharedBytesOfBlock(&most));
@@ -807,7 +812,8 @@ inline LaunchError AllowShared(Kernel* kernel, int bytes) {
   return nullptr;
 }
 
-constexpr int kLongBlocks = kMultiprocessors * 4;  // of 32 groups of lanes; without work they cost 2 us
+/// Blocks of SumLongKernel and of those beside it, each of 32 groups of lanes; without work they cost 2 us.
+inline int NumLongBlocks() { return NumMultiprocessors() * 4; }
 
 /// What is applied to sums of partial sums.
 template <typename Apply>
@@ -826,7 +832,7 @@ struct LaunchSums {
   LaneShape shape;
   BlockShape block;
   template <int kVector, int kPerLane>
-  LaunchError operator()(int lanes) const {
+  LaunchError operator()(CompiledShape<kVector, kPerLane> compiled) const {
     const unsigned blocks = static_cast<unsigned>(CeilDiv<int64_t>(num_keys, block.threads));
     const uint32_t n = static_cast<uint32_t>(num_keys);
     const auto sum = SumUsesKernel<Apply, kVector, kPerLane>;
@@ -834,13 +840,13 @@ struct LaunchSums {
     int shared_bytes = block.shared_bytes;
     if constexpr (Stage::kIsUsed) shared_bytes = Stage::kCount * Stage::Bytes();
     JAXSOK_RETURN_IF_LAUNCH(AllowShared(sum, shared_bytes));
-    sum<<<blocks, block.threads, shared_bytes, stream>>>(apply, gradients, view, w, n, lanes);
+    sum<<<blocks, block.threads, shared_bytes, stream>>>(apply, gradients, view, w, n, compiled.lanes);
     JAXSOK_RETURN_IF_CUDA(cudaGetLastError());
     if (num_keys > int64_t{kManyChunks} * kUsesPerChunk) {
-      SumHotKernel<4096><<<kMultiprocessors * 4, kBlock, 0, stream>>>(w, view.dim);
+      SumHotKernel<kHotTileFloats><<<NumLongBlocks(), kBlock, 0, stream>>>(w, view.dim);
       JAXSOK_RETURN_IF_CUDA(cudaGetLastError());
     }
-    return LaunchLong<kVector, kPerLane>(OfSums(apply), lanes);
+    return LaunchLong<kVector, kPerLane>(OfSums(apply), compiled.lanes);
   }
   template <int kVector, int kPerLane, typename LongApply>
   LaunchError LaunchLong(const LongApply& long_apply, int lanes) const {
@@ -848,13 +854,12 @@ struct LaunchSums {
       JAXSOK_RETURN_IF_LAUNCH(LaunchSumLong(stream, view, w, shape));
       const auto step = StepLongKernel<LongApply, kVector, kPerLane>;
       JAXSOK_RETURN_IF_LAUNCH(AllowShared(step, block.shared_bytes));
-      step<<<kLongBlocks, block.threads, block.shared_bytes, stream>>>(long_apply, view, w, lanes);
+      step<<<NumLongBlocks(), block.threads, block.shared_bytes, stream>>>(long_apply, view, w, lanes);
     } else {
       const unsigned threads = static_cast<unsigned>(kChunkLanes * lanes);
-      SumLongKernel<LongApply, kVector, kPerLane><<<kLongBlocks, threads, 0, stream>>>(long_apply, view, w, lanes);
+      SumLongKernel<LongApply, kVector, kPerLane><<<NumLongBlocks(), threads, 0, stream>>>(long_apply, view, w, lanes);
     }
-    JAXSOK_RETURN_IF_CUDA(cudaGetLastError());
-    return nullptr;
+    return LastLaunchError();
   }
 };
 
