@@ -13,6 +13,7 @@ namespace jaxsok {
 
 constexpr uint64_t kAdmissionStream = 0xaef17502108ef2d9ull;  // apart from new rows and rounding; odd
 
+constexpr uint32_t kBloomPerWord = 4;     // counters of 8 bits
 constexpr uint32_t kMostSightings = 255;  // what a counter of the filter holds (policies.py MAX_SIGHTINGS)
 
 /// A key's hash for its table's admission. `table_words`: the table's line; `seed`: the two words of the state's seed.
@@ -33,19 +34,22 @@ JAXSOK_HOST_DEVICE bool IsDrawn(const uint32_t* table_words, uint64_t hash, uint
 JAXSOK_HOST_DEVICE uint64_t BloomCounter(const uint32_t* table_words, uint64_t hash, uint32_t i) {
   const uint32_t mixed = static_cast<uint32_t>(hash) + i * (static_cast<uint32_t>(hash >> 32) | 1);
   const uint64_t place = (uint64_t{mixed} * table_words[kTableBloomSize]) >> 32;
-  return uint64_t{table_words[kTableBloomBegin]} * 4 + place;
+  return uint64_t{table_words[kTableBloomBegin]} * kBloomPerWord + place;
 }
+
+/// Where a counter is in its word.
+JAXSOK_HOST_DEVICE uint64_t BloomShift(uint64_t counter) { return counter % kBloomPerWord * 8; }
 
 /// A counter out of its word. `counter`: its place.
 JAXSOK_HOST_DEVICE uint32_t BloomCount(uint32_t word, uint64_t counter) {
-  return (word >> (counter % 4 * 8)) & kMostSightings;
+  return (word >> BloomShift(counter)) & kMostSightings;
 }
 
 /// A word with `uses` added to one of its counters, as far as it goes.
 JAXSOK_HOST_DEVICE uint32_t BloomAdded(uint32_t word, uint64_t counter, uint32_t uses) {
   const uint32_t count = BloomCount(word, counter);
   const uint32_t added = uses < kMostSightings - count ? uses : kMostSightings - count;
-  return word + (added << (counter % 4 * 8));
+  return word + (added << BloomShift(counter));
 }
 
 }  // namespace jaxsok

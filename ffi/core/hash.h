@@ -7,6 +7,7 @@
 namespace jaxsok {
 
 constexpr uint64_t kGolden = 0x9e3779b97f4a7c15ull;  // 2^64 / golden ratio, odd: the Weyl step of SplitMix64
+constexpr uint32_t kGolden32 = 2654435769;           // 2^32 / golden ratio, odd: Knuth's multiplicative hashing
 
 /// Mixes 64 bits; a bijection in which every input bit reaches every output bit.
 ///

@@ -27,7 +27,8 @@ JAXSOK_HOST_DEVICE float LogOf(float x) {
   const uint32_t bits = BitsOfFloat(x);
   int exponent = static_cast<int>(bits >> 23) - 127;
   float m = FloatOfBits((bits & 0x007fffffu) | 0x3f800000u);
-  if (m > 1.41421356f) {
+  constexpr float kSqrt2 = 1.41421356f, kLn2 = 0.693147181f;
+  if (m > kSqrt2) {
     m = m * 0.5f;
     ++exponent;
   }
@@ -38,7 +39,7 @@ JAXSOK_HOST_DEVICE float LogOf(float x) {
   series = series * z + 2.0f / 5.0f;
   series = series * z + 2.0f / 3.0f;
   series = series * z + 2.0f;
-  return static_cast<float>(exponent) * 0.693147181f + s * series;
+  return static_cast<float>(exponent) * kLn2 + s * series;
 }
 
 /// The standard normal quantile of p in (0, 1), to about 1e-7 relative.
@@ -71,9 +72,7 @@ JAXSOK_HOST_DEVICE float NormalQuantile(float p) {
 }
 
 /// A uniform number in the open interval (0, 1): 23 bits, the middle of its cell, so never 0 and never 1.
-JAXSOK_HOST_DEVICE float OpenUniform(uint32_t bits) {
-  return (static_cast<float>(bits >> 9) + 0.5f) * (1.0f / 8388608.0f);
-}
+JAXSOK_HOST_DEVICE float OpenUniform(uint32_t bits) { return (static_cast<float>(bits >> 9) + 0.5f) * 0x1p-23f; }
 
 /// What all columns of one new row share; worked out once a row.
 struct RowInitializer {
@@ -99,11 +98,12 @@ struct RowInitializer {
     const uint32_t bits = static_cast<uint32_t>(Mix64(stream + (column + 1) * kGolden) >> 32);
     if (kind == kInitializeUniform) {
       // 24 bits: exact in float32, below 1.
-      return a + (b - a) * (static_cast<float>(bits >> 8) * (1.0f / 16777216.0f));
+      return a + (b - a) * (static_cast<float>(bits >> 8) * 0x1p-24f);
     }
     float p = OpenUniform(bits);
-    // The normal mass within two standard deviations lies between these quantiles.
-    if (kind == kInitializeTruncatedNormal) p = 0.0227501319f + p * (0.9772498681f - 0.0227501319f);
+    // The normal mass below -2 and below 2 standard deviations.
+    constexpr float kBelow = 0.0227501319f, kUpTo = 0.9772498681f;
+    if (kind == kInitializeTruncatedNormal) p = kBelow + p * (kUpTo - kBelow);
     return a + b * NormalQuantile(p);
   }
 };

@@ -86,7 +86,7 @@ struct RowNumber<Float16> {
     }
 #endif
     // The exponents of the two formats begin 112 apart; the product is exact, and makes subnormal numbers normal.
-    uint32_t bits = BitsOfFloat(FloatOfBits(magnitude << 13) * 5192296858534827628530496329220096.0f);
+    uint32_t bits = BitsOfFloat(FloatOfBits(magnitude << 13) * 0x1p112f);
     if (magnitude >= 0x7c00u) bits = magnitude << 13 | 0x7f800000u;
     return FloatOfBits(bits | (value.bits & 0x8000u) << 16);
   }
@@ -112,7 +112,7 @@ struct RowNumber<Float16> {
     const uint32_t magnitude = bits & 0x7fffffffu;
     const float small = FloatOfBits(magnitude < kLeastNormal ? magnitude : kLeastNormal);
     // In units of 2^-40: 16 bits below the last one.
-    const uint32_t fixed = static_cast<uint32_t>(static_cast<int32_t>(small * 1099511627776.0f));
+    const uint32_t fixed = static_cast<uint32_t>(static_cast<int32_t>(small * 0x1p40f));
     return Join(bits, (magnitude + (random >> 3 & 0x1fffu)) >> 13, (fixed + (random & 0xffffu)) >> 16);
   }
 
@@ -154,7 +154,7 @@ struct RowNumber<Float8E4m3> {
     const uint32_t magnitude = value.bits & 0x7fu;
     // The exponents of the two formats begin 120 apart; below the normal numbers the step is 2^-9.
     const uint32_t normal = (magnitude << 20) + (120u << 23);
-    const uint32_t subnormal = BitsOfFloat(static_cast<float>(static_cast<int32_t>(magnitude)) * (1.0f / 512.0f));
+    const uint32_t subnormal = BitsOfFloat(static_cast<float>(static_cast<int32_t>(magnitude)) * 0x1p-9f);
     const uint32_t finite = magnitude < 8 ? subnormal : normal;
     return FloatOfBits((magnitude == 0x7fu ? 0x7fc00000u : finite) | (value.bits & 0x80u) << 24);
   }

@@ -118,9 +118,12 @@ JAXSOK_HOST_DEVICE double ExpOf(double x) {
   if (x != x) return x;
   if (x > 700.0) return 1e300;  // beyond float32 all the same
   if (x < -700.0) return 0.0;
-  const double quotient = x * 1.4426950408889634;
+  constexpr double kPerLn2 = 1.4426950408889634;
+  // ln 2 in two parts, so that k times the first is exact (fdlibm's e_exp.c, Sun Microsystems 1993).
+  constexpr double kLn2High = 6.93147180369123816490e-01, kLn2Low = 1.90821492927058770002e-10;
+  const double quotient = x * kPerLn2;
   const int k = static_cast<int>(quotient + (quotient < 0.0 ? -0.5 : 0.5));
-  const double r = (x - k * 6.93147180369123816490e-01) - k * 1.90821492927058770002e-10;
+  const double r = (x - k * kLn2High) - k * kLn2Low;
   double sum = 1.0;
   for (int n = 12; n >= 1; --n) sum = sum * (r / n) + 1.0;
   uint64_t bits = static_cast<uint64_t>(k + 1023) << 52;
@@ -140,14 +143,15 @@ JAXSOK_HOST_DEVICE double LogOfDouble(double x) {
   bits = (bits & 0x000fffffffffffffull) | 0x3ff0000000000000ull;
   double m;
   memcpy(&m, &bits, sizeof(m));
-  if (m > 1.4142135623730951) {
+  constexpr double kSqrt2 = 1.4142135623730951, kLn2 = 0.6931471805599453;
+  if (m > kSqrt2) {
     m = m * 0.5;
     ++exponent;
   }
   const double s = (m - 1.0) / (m + 1.0), z = s * s;
   double series = 0.0;
   for (int n = 21; n >= 1; n -= 2) series = series * z + 2.0 / n;
-  return exponent * 0.6931471805599453 + s * series;
+  return exponent * kLn2 + s * series;
 }
 
 JAXSOK_HOST_DEVICE double Log1pOf(double x) {

@@ -58,10 +58,11 @@ static __device__ __noinline__ uint32_t AddSightings(IndexView sightings, uint64
 
 /// Adds to one counter of the filter, as far as it goes.
 __device__ __forceinline__ void AddToBloom(uint32_t* bloom, uint64_t counter, uint32_t uses) {
-  uint32_t* word = bloom + counter / 4;
+  uint32_t* word = bloom + counter / kBloomPerWord;
   uint32_t seen = *reinterpret_cast<volatile uint32_t*>(word);
   // A word only rises, and by one of its counters each time: it changes under our hands at most so often.
-  for (uint32_t tries = 0; tries <= 4 * kMostSightings && BloomCount(seen, counter) != kMostSightings; ++tries) {
+  for (uint32_t tries = 0; tries <= kBloomPerWord * kMostSightings && BloomCount(seen, counter) != kMostSightings;
+       ++tries) {
     const uint32_t before = atomicCAS(word, seen, BloomAdded(seen, counter, uses));
     if (before == seen) return;
     seen = before;
@@ -96,7 +97,7 @@ static __global__ void __launch_bounds__(kBlock)
       const uint32_t num_hashes = __ldg(words + kTableBloomHashes);
       for (uint32_t h = 0; h < num_hashes; ++h) {
         const uint64_t counter = BloomCounter(words, hash, h);
-        if (counter / 4 < admission.num_bloom_words) AddToBloom(admission.bloom, counter, uses);
+        if (counter / kBloomPerWord < admission.num_bloom_words) AddToBloom(admission.bloom, counter, uses);
       }
     }
   }
@@ -124,8 +125,8 @@ __device__ __forceinline__ bool IsAdmitted(const StoreView& store, const Admissi
     uint32_t least = kMostSightings;
     for (uint32_t h = 0; h < num_hashes; ++h) {
       const uint64_t counter = BloomCounter(words, hash, h);
-      if (counter / 4 >= admission.num_bloom_words) return false;
-      least = min(least, BloomCount(__ldcg(admission.bloom + counter / 4), counter));
+      if (counter / kBloomPerWord >= admission.num_bloom_words) return false;
+      least = min(least, BloomCount(__ldcg(admission.bloom + counter / kBloomPerWord), counter));
     }
     return least >= threshold;
   }
@@ -174,8 +175,7 @@ inline LaunchError LaunchAdmission(Stream stream, const StoreSink& sink, const A
   const int blocks = InsertBlocks(num_keys);
   CountSightingsKernel<<<blocks, kBlock, 0, stream>>>(sink.store, admission, w, keys, table_of, row_ids, num_keys);
   JudgeKernel<<<blocks, kBlock, 0, stream>>>(sink.store, admission, w, keys, table_of, row_ids, num_keys, sink.counts);
-  JAXSOK_RETURN_IF_CUDA(cudaGetLastError());
-  return nullptr;
+  return LastLaunchError();
 }
 
 }  // namespace jaxsok

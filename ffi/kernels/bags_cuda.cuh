@@ -29,93 +29,78 @@ struct Position {
   float weight;
 };
 
+/// Calls visit(k, column) for the vectors of a row that a lane holds: `column` is the first of vector k.
+template <int kVector, int kPerLane, typename Visit>
+__device__ __forceinline__ void ForVectors(int lane, int lanes, int dim, const Visit& visit) {
+#pragma unroll
+  for (int k = 0; k < kPerLane; ++k) {
+    const int column = (lane + k * lanes) * kVector;
+    if (column < dim) visit(k, column);
+  }
+}
+
 /// `kPerLane` vectors of one row in one lane.
 template <int kVector, int kPerLane>
 struct RowPart {
   Columns<kVector> part[kPerLane];
 
-  __device__ void Fill(float value) {
-#pragma unroll
-    for (int k = 0; k < kPerLane; ++k) {
-#pragma unroll
-      for (int i = 0; i < kVector; ++i) part[k].v[i] = value;
-    }
-  }
   template <typename Row>
   __device__ void Load(const Row* row, int lane, int lanes, int dim) {
-#pragma unroll
-    for (int k = 0; k < kPerLane; ++k) {
-      const int column = (lane + k * lanes) * kVector;
-      if (column < dim) part[k] = Columns<kVector>::Load(row + column);
-    }
+    ForVectors<kVector, kPerLane>(lane, lanes, dim,
+                                  [&](int k, int column) { part[k] = Columns<kVector>::Load(row + column); });
   }
   /// For rows that this kernel also writes.
   template <typename Row>
   __device__ void LoadPlain(const Row* row, int lane, int lanes, int dim) {
-#pragma unroll
-    for (int k = 0; k < kPerLane; ++k) {
-      const int column = (lane + k * lanes) * kVector;
-      if (column < dim) part[k] = Columns<kVector>::LoadPlain(row + column);
-    }
+    ForVectors<kVector, kPerLane>(lane, lanes, dim,
+                                  [&](int k, int column) { part[k] = Columns<kVector>::LoadPlain(row + column); });
   }
   /// What a new row holds: rounded as one.
   template <typename Row>
   __device__ void LoadInitial(const RowInitializer& values, int lane, int lanes) {
-#pragma unroll
-    for (int k = 0; k < kPerLane; ++k) {
-#pragma unroll
-      for (int i = 0; i < kVector; ++i) {
-        const float value = values.At(static_cast<uint32_t>((lane + k * lanes) * kVector + i));
-        part[k].v[i] = RowNumber<Row>::Widened(RowNumber<Row>::Nearest(value));
-      }
-    }
+    ForNumbers([&](int k, int i, float& number) {
+      const float value = values.At(static_cast<uint32_t>((lane + k * lanes) * kVector + i));
+      number = RowNumber<Row>::Widened(RowNumber<Row>::Nearest(value));
+    });
   }
   template <typename Row>
   __device__ void Store(Row* row, int lane, int lanes, int dim) const {
-#pragma unroll
-    for (int k = 0; k < kPerLane; ++k) {
-      const int column = (lane + k * lanes) * kVector;
-      if (column < dim) part[k].Store(row + column);
-    }
+    ForVectors<kVector, kPerLane>(lane, lanes, dim, [&](int k, int column) { part[k].Store(row + column); });
   }
   template <typename Row>
   __device__ void StoreStreaming(Row* row, int lane, int lanes, int dim) const {
-#pragma unroll
-    for (int k = 0; k < kPerLane; ++k) {
-      const int column = (lane + k * lanes) * kVector;
-      if (column < dim) part[k].StoreStreaming(row + column);
-    }
+    ForVectors<kVector, kPerLane>(lane, lanes, dim, [&](int k, int column) { part[k].StoreStreaming(row + column); });
   }
   template <typename Row>
   __device__ void StoreStochastic(Row* row, const RowRounding& rounding, int lane, int lanes, int dim) const {
-#pragma unroll
-    for (int k = 0; k < kPerLane; ++k) {
-      const int column = (lane + k * lanes) * kVector;
-      if (column < dim) part[k].StoreStochastic(row + column, rounding, static_cast<uint32_t>(column));
-    }
+    ForVectors<kVector, kPerLane>(lane, lanes, dim, [&](int k, int column) {
+      part[k].StoreStochastic(row + column, rounding, static_cast<uint32_t>(column));
+    });
+  }
+  __device__ void Fill(float value) {
+    ForNumbers([&](int, int, float& number) { number = value; });
   }
   __device__ void Add(const RowPart& other) {
-#pragma unroll
-    for (int k = 0; k < kPerLane; ++k) {
-#pragma unroll
-      for (int i = 0; i < kVector; ++i) part[k].v[i] = part[k].v[i] + other.part[k].v[i];
-    }
+    ForNumbers([&](int k, int i, float& number) { number = number + other.part[k].v[i]; });
+  }
+  __device__ void Scale(float factor) {
+    ForNumbers([&](int, int, float& number) { number = number * factor; });
   }
   /// The part that another lane of the warp holds. All lanes ask together.
   __device__ RowPart Shuffle(int from) const {
     RowPart other;
-#pragma unroll
-    for (int k = 0; k < kPerLane; ++k) {
-#pragma unroll
-      for (int i = 0; i < kVector; ++i) other.part[k].v[i] = __shfl_sync(~0u, part[k].v[i], from);
-    }
+    other.ForNumbers([&](int k, int i, float& number) { number = __shfl_sync(~0u, part[k].v[i], from); });
     return other;
   }
-  __device__ void Scale(float factor) {
+
+ private:
+  /// Calls visit(k, i, number) for number i of vector k.
+  template <typename Visit>
+  __device__ __forceinline__ void ForNumbers(const Visit& visit) {
 #pragma unroll
     for (int k = 0; k < kPerLane; ++k) {
 #pragma unroll
-      for (int i = 0; i < kVector; ++i) part[k].v[i] = part[k].v[i] * factor;
+      for (int i = 0; i < kVector; ++i) visit(k, i, part[k].v[i]);
     }
   }
 };
@@ -123,23 +108,18 @@ struct RowPart {
 /// A lane's part of a row as it is stored: of 16 bits half the registers of a RowPart.
 template <typename Row, int kVector, int kPerLane>
 struct PackedPart {
-  typename Packed<Row, kVector>::Type part[kPerLane];
+  using Type = typename Packed<Row, kVector>::Type;
+  Type part[kPerLane];
 
   __device__ void Load(const Row* row, int lane, int lanes, int dim) {
-#pragma unroll
-    for (int k = 0; k < kPerLane; ++k) {
-      const int column = (lane + k * lanes) * kVector;
-      if (column >= dim) continue;
-      part[k] = LoadReadOnly(reinterpret_cast<const typename Packed<Row, kVector>::Type*>(row + column));
-    }
+    ForVectors<kVector, kPerLane>(lane, lanes, dim, [&](int k, int column) {
+      part[k] = LoadReadOnly(reinterpret_cast<const Type*>(row + column));
+    });
   }
   /// For rows that this kernel also writes.
   __device__ void LoadPlain(const Row* row, int lane, int lanes, int dim) {
-#pragma unroll
-    for (int k = 0; k < kPerLane; ++k) {
-      const int column = (lane + k * lanes) * kVector;
-      if (column < dim) part[k] = *reinterpret_cast<const typename Packed<Row, kVector>::Type*>(row + column);
-    }
+    ForVectors<kVector, kPerLane>(lane, lanes, dim,
+                                  [&](int k, int column) { part[k] = *reinterpret_cast<const Type*>(row + column); });
   }
   __device__ RowPart<kVector, kPerLane> Widened() const {
     RowPart<kVector, kPerLane> wide;
@@ -157,7 +137,7 @@ struct EmbeddingPointers {
   LaunchError Fill(const EmbeddingsView& embeddings, int32_t num_features, RowDtype rows) {
     if (!HasRowDtypes(rows, embeddings.dtype)) return "embeddings: neither float32 nor of the rows' dtype";
     is_float32 = embeddings.dtype == kRowDtypeFloat32;
-    return FillPointers<void>(embeddings.data, num_features, pointers);
+    return FillPointers(embeddings.data, num_features, pointers);
   }
 };
 

@@ -1,6 +1,4 @@
 // Rows at hand to embeddings and back on a GPU: the bags of lookup and the sums of update, over one array of rows.
-#include <vector>
-
 #include "combine.h"
 #include "uses_cuda.cuh"
 
@@ -63,23 +61,6 @@ __global__ void __launch_bounds__(kBlock, BagBlocksPerMultiprocessor<kVector * k
                                     });
 }
 
-struct LaunchCombineShape {
-  Stream stream;
-  const StoreView& store;
-  const BatchView& batch;
-  ArrayPositions positions;
-  const float* rows;
-  float* out;
-  template <int kVector, int kPerLane>
-  LaunchError operator()(int lanes) const {
-    const TileShare share = TileShare::Of(batch.num_tiles);
-    CombineKernel<kVector, kPerLane><<<batch.num_tiles * share.BlocksPerTile(), kBlock, 0, stream>>>(
-        store, batch, positions, rows, out, share, lanes);
-    JAXSOK_RETURN_IF_CUDA(cudaGetLastError());
-    return nullptr;
-  }
-};
-
 /// Writes the sum of a row's gradients, and how many there were.
 struct ApplyWrite {
   using Row = float;
@@ -136,21 +117,26 @@ LaunchError LaunchCombine(Stream stream, const float* rows, int64_t num_unique, 
   if (batch.num_tiles == 0 || dim == 0) return nullptr;
   StoreView store{};
   store.dim = dim;
-  return DispatchShape(dim,
-                       LaunchCombineShape{stream, store, batch, ArrayPositions{inverse, num_unique}, rows, embeddings});
+  const ArrayPositions positions{inverse, num_unique};
+  const TileShare share = TileShare::Of(batch.num_tiles);
+  return DispatchShape(dim, [&](auto shape) {
+    CombineKernel<shape.kVector, shape.kPerLane><<<batch.num_tiles * share.BlocksPerTile(), kBlock, 0, stream>>>(
+        store, batch, positions, rows, embeddings, share, shape.lanes);
+    return LastLaunchError();
+  });
 }
 
 LaunchError LaunchCombineTranspose(Stream stream, const float* const* bag_gradients, int64_t num_unique, int32_t dim,
                                    const int32_t* inverse, const BatchView& batch, float* row_gradients,
                                    int32_t* num_uses, void* workspace) {
   FeaturePointers<const void> pointers;
-  const std::vector<const void*> data(bag_gradients, bag_gradients + batch.num_features);
-  JAXSOK_RETURN_IF_LAUNCH(FillPointers<const void>(data.data(), batch.num_features, pointers));
+  JAXSOK_RETURN_IF_LAUNCH(FillPointers(bag_gradients, batch.num_features, pointers));
   const int end_bit = BitsBelow(num_unique);
   const ApplyWrite out{row_gradients, num_uses, dim};
   UsesWorkspace w;
   JAXSOK_RETURN_IF_LAUNCH(CutUses(workspace, batch.num_keys, dim, end_bit, &w));
-  PrepareTransposeKernel<<<1024, kBlock, 0, stream>>>(out, num_unique, w.num_long, w.rows, w.positions, batch.num_keys);
+  PrepareTransposeKernel<<<kMostPrepareBlocks, kBlock, 0, stream>>>(out, num_unique, w.num_long, w.rows, w.positions,
+                                                                    batch.num_keys);
   JAXSOK_RETURN_IF_CUDA(cudaGetLastError());
   if (batch.num_keys != 0 && batch.num_tiles != 0) {
     ListUsesKernel<<<batch.num_tiles, kBlock, 0, stream>>>(batch, ArrayPositions{inverse, num_unique}, w);
@@ -160,9 +146,8 @@ LaunchError LaunchCombineTranspose(Stream stream, const float* const* bag_gradie
   }
   int lanes = 1;
   while (lanes < dim && lanes < kWarp) lanes *= 2;
-  ZeroUnusedKernel<<<1024, kBlock, 0, stream>>>(out, num_unique, lanes);
-  JAXSOK_RETURN_IF_CUDA(cudaGetLastError());
-  return nullptr;
+  ZeroUnusedKernel<<<kMostPrepareBlocks, kBlock, 0, stream>>>(out, num_unique, lanes);
+  return LastLaunchError();
 }
 
 }  // namespace jaxsok

@@ -95,11 +95,11 @@ struct SelectView {
 };
 
 /// Bytes of workspace for select: control words and the counts of one digit.
-constexpr int64_t SelectWorkspaceBytes() { return 512 + int64_t{kNumSelectBins} * 4; }
+constexpr int64_t SelectWorkspaceBytes() { return 2 * kWorkspaceLine + int64_t{kNumSelectBins} * 4; }
 
 /// Bytes of workspace for release: two bits a row, and what listing the freed rows takes.
 constexpr int64_t ReleaseWorkspaceBytes(int64_t capacity) {
-  return 1024 + 2 * CeilDiv<int64_t>(capacity, 32) * 4 + RebuildWorkspaceBytes(capacity);
+  return kControlBytes + 2 * CeilDiv<int64_t>(capacity, 32) * 4 + RebuildWorkspaceBytes(capacity);
 }
 
 /// Selects the rows that leave.

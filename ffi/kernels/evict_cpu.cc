@@ -67,8 +67,7 @@ LaunchError Sweep(Stream stream, const StoreView& store) {
   std::sort(row_ids.begin(), row_ids.end());  // so that the longest walk does not depend on where they were
   for (const uint32_t row_id : row_ids) {
     const Record& record = *store.records.At(store.starts, row_id, 1);
-    const uint32_t home = HomeBucket(HashOf(record.key, record.table, salt), index.num_buckets);
-    const ProbeResult walk = ProbeFrom(index, record.key, record.table, home);
+    const ProbeResult walk = Probe(index, record.key, record.table, salt);
     if (walk.entry == kNoEntry) {
       ++store.counters[kNumUnplaced];
       continue;

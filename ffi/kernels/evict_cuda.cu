@@ -8,8 +8,6 @@
 namespace jaxsok {
 namespace {
 
-constexpr int kStreamBlocks = kMultiprocessors * 8;  // of grid-stride kernels: a full wave
-
 /// What one pass of select leaves to the next.
 struct SelectControl {
   uint32_t needed;    // rows yet to be found among the undecided
@@ -360,21 +358,20 @@ LaunchError LaunchSelect(Stream stream, const SelectView& view, const uint32_t* 
   JAXSOK_RETURN_IF_CUDA(cudaMemsetAsync(workspace, 0, static_cast<size_t>(cutter.used()), stream));
   JAXSOK_RETURN_IF_CUDA(
       cudaMemsetAsync(num_selected, 0, static_cast<size_t>(view.num_tables) * sizeof(uint32_t), stream));
-  FlagKernel<<<kStreamBlocks, kBlock, 0, stream>>>(view, flags);
+  FlagKernel<<<BlocksOfWave(), kBlock, 0, stream>>>(view, flags);
   JAXSOK_RETURN_IF_CUDA(cudaGetLastError());
   Digit last{};
   if (view.num_words > 0) {
     const Digits digits = Digits::Of(view.num_words, view.table == kAllTables ? view.num_tables : 1);
     for (int32_t d = 0; d < digits.num_digits; ++d) {
-      CountDigitKernel<<<kMultiprocessors * kCountBlocks, kBlock, 0, stream>>>(view, last, digits.digit[d], d == 0,
-                                                                               num_kept, flags, control, bins);
+      CountDigitKernel<<<NumMultiprocessors() * kCountBlocks, kBlock, 0, stream>>>(view, last, digits.digit[d], d == 0,
+                                                                                   num_kept, flags, control, bins);
       JAXSOK_RETURN_IF_CUDA(cudaGetLastError());
       last = digits.digit[d];
     }
   }
-  FinishKernel<<<kStreamBlocks, kBlock, 0, stream>>>(view, last, flags, control, num_selected);
-  JAXSOK_RETURN_IF_CUDA(cudaGetLastError());
-  return nullptr;
+  FinishKernel<<<BlocksOfWave(), kBlock, 0, stream>>>(view, last, flags, control, num_selected);
+  return LastLaunchError();
 }
 
 LaunchError LaunchRelease(Stream stream, const StoreView& store, const StateView& states,
@@ -392,13 +389,13 @@ LaunchError LaunchRelease(Stream stream, const StoreView& store, const StateView
       cudaMemsetAsync(num_released, 0, static_cast<size_t>(store.num_tables) * sizeof(uint32_t), stream));
   ReleaseArguments a{store, states, {}, statistics != nullptr, flags, table_evicted, num_released, control, gone};
   if (statistics != nullptr) a.statistics = *statistics;
-  ReleaseKernel<<<kStreamBlocks, kBlock, 0, stream>>>(a);
+  ReleaseKernel<<<BlocksOfWave(), kBlock, 0, stream>>>(a);
   JAXSOK_RETURN_IF_CUDA(cudaGetLastError());
   JAXSOK_RETURN_IF_LAUNCH(LaunchListFreed(stream, store, &control->num_freed, cutter.Rest(), /*only_if_any=*/true));
   DecideKernel<<<1, 1, 0, stream>>>(store.counters, control);
-  SweepKernel<<<kStreamBlocks, kBlock, 0, stream>>>(store.index, store.counters, store.capacity, gone, displaced,
-                                                    control);
-  EnterDisplacedKernel<<<kStreamBlocks, kBlock, 0, stream>>>(store, displaced, control);
+  SweepKernel<<<BlocksOfWave(), kBlock, 0, stream>>>(store.index, store.counters, store.capacity, gone, displaced,
+                                                     control);
+  EnterDisplacedKernel<<<BlocksOfWave(), kBlock, 0, stream>>>(store, displaced, control);
   JAXSOK_RETURN_IF_CUDA(cudaGetLastError());
   return LaunchRebuild(stream, store, cutter.Rest(), &control->rebuilds);
 }

@@ -18,11 +18,11 @@
 namespace jaxsok {
 
 constexpr uint32_t kNoTable = ~uint32_t{0};  // a position that is not looked up
-constexpr int64_t kKeysPerChunk = 1024;      // as InsertWorkspaceBytes counts
+constexpr int64_t kKeysPerChunk = kCountedTogether;
 constexpr int64_t kChunksPerTask = 4;
 constexpr int64_t kBucketsAhead = 16;  // walks begun ahead: the lines that one core can await together
 
-/// As Probe (core/probe.h), from a home bucket that is known.
+/// Walks from its home bucket to the entry of a (table, key) pair, or to the first empty entry.
 inline ProbeResult ProbeFrom(const IndexView& index, uint64_t key, uint32_t table, uint32_t home) {
   uint32_t bucket = home;
   for (int probe = 0; probe < kMaxProbes; ++probe) {
@@ -39,7 +39,9 @@ inline ProbeResult ProbeFrom(const IndexView& index, uint64_t key, uint32_t tabl
   return {kNoRow, kNoEntry, kMaxProbes};
 }
 
-inline uint64_t SaltOf(const uint32_t* counters) { return Word64(counters[kSaltLow], counters[kSaltHigh]); }
+inline ProbeResult Probe(const IndexView& index, uint64_t key, uint32_t table, uint64_t salt) {
+  return ProbeFrom(index, key, table, HomeBucket(HashOf(key, table, salt), index.num_buckets));
+}
 
 /// Finds up to kKeysPerChunk keys; positions with kNoTable get kNoRow. Returns the buckets of the longest walk to a
 /// row.
@@ -186,8 +188,7 @@ class RowAllocator {
 /// The entry of a pair among those that wait, made if there is none, with `uses` added; kNoEntry: none in reach.
 inline uint32_t AddSightings(const IndexView& sightings, uint32_t* counters, uint64_t key, uint32_t table,
                              uint32_t uses) {
-  const uint32_t home = HomeBucket(HashOf(key, table, SaltOf(counters)), sightings.num_buckets);
-  const ProbeResult walk = ProbeFrom(sightings, key, table, home);
+  const ProbeResult walk = Probe(sightings, key, table, SaltOf(counters));
   if (walk.entry == kNoEntry) return kNoEntry;
   Entry* entry = sightings.EntryAt(walk.entry);
   if (walk.row_id == kNoRow) {
@@ -232,7 +233,7 @@ void Admit(const StoreView& store, const AdmissionView& admission, const Source&
       const uint64_t hash = AdmissionHash(words, store.seed, key);
       for (uint32_t i = 0; i < words[kTableBloomHashes]; ++i) {
         const uint64_t counter = BloomCounter(words, hash, i);
-        uint32_t* word = &admission.bloom[counter / 4];
+        uint32_t* word = &admission.bloom[counter / kBloomPerWord];
         *word = BloomAdded(*word, counter, uses_of(position));
       }
     }
@@ -255,7 +256,7 @@ void Admit(const StoreView& store, const AdmissionView& admission, const Source&
         uint32_t least = kMostSightings;
         for (uint32_t i = 0; i < words[kTableBloomHashes]; ++i) {
           const uint64_t counter = BloomCounter(words, hash, i);
-          least = std::min(least, BloomCount(admission.bloom[counter / 4], counter));
+          least = std::min(least, BloomCount(admission.bloom[counter / kBloomPerWord], counter));
         }
         return least >= threshold;
       }

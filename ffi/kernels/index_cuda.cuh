@@ -24,9 +24,9 @@
 
 namespace jaxsok {
 
-constexpr int kPositionsPerChunk = 1024;  // what a block of count or assign takes at a time: 4 a thread
-constexpr int kMaxSpins = 1 << 22;        // waits for another thread's single store: microseconds, bounded at seconds
-constexpr int kSharedTables = 64;         // tables counted in shared memory; more go to global memory
+constexpr int kPositionsPerChunk = kCountedTogether;  // what a block of count or assign takes at a time: 4 a thread
+constexpr int kMaxSpins = 1 << 22;  // waits for another thread's single store: microseconds, bounded at seconds
+constexpr int kSharedTables = 64;   // tables counted in shared memory; more go to global memory
 
 /// What the passes tell each other; zeroed by the first.
 struct InsertControl {
@@ -60,10 +60,6 @@ struct InsertWorkspace {
   }
 };
 
-__device__ __forceinline__ uint64_t SaltOf(const uint32_t* counters) {
-  return Word64(counters[kSaltLow], counters[kSaltHigh]);
-}
-
 /// Four entries at once. kShared: other threads write the index at the same time, so L1 must not answer; else it may,
 /// with lines from before such writes.
 template <bool kShared>
@@ -91,7 +87,8 @@ __device__ __forceinline__ bool EndsInBucket(const uint4 line[kEntriesPerBucket]
   return ended;
 }
 
-/// Walks on from a bucket, `num_probes` behind it. As Probe in core/probe.h, with whole buckets loaded at once.
+/// Walks on from a bucket, `num_probes` behind it, to the entry of a pair or the first empty one. Whole buckets are
+/// loaded at once.
 template <bool kShared>
 __device__ __forceinline__ ProbeResult ProbeFrom(const IndexView& index, uint64_t key, uint32_t table, uint32_t bucket,
                                                  uint32_t num_probes, uint32_t max_probes) {
@@ -271,7 +268,7 @@ struct UseCache {
   __device__ bool Put(uint32_t row_id) {
     constexpr int kLogSlots = 9;
     static_assert(kSlots == 1 << kLogSlots, "a slot is named by the upper bits of a product");
-    const uint32_t home = row_id * 2654435769u >> (32 - kLogSlots);
+    const uint32_t home = row_id * kGolden32 >> (32 - kLogSlots);
 #pragma unroll
     for (uint32_t i = 0; i < 2; ++i) {
       const uint32_t slot = (home + i) % kSlots;
@@ -626,7 +623,7 @@ __device__ __forceinline__ uint32_t ResolvePending(const Sink& sink, const Inser
 
 /// Blocks of a pass over all positions: enough to fill any GPU, few enough to cost little when nothing is new.
 inline int InsertBlocks(int64_t num_keys) {
-  return static_cast<int>(std::min(CeilDiv<int64_t>(num_keys, kPositionsPerChunk), int64_t{kManyBlocks}));
+  return static_cast<int>(std::min(CeilDiv<int64_t>(num_keys, kPositionsPerChunk), int64_t{BlocksOfWave()}));
 }
 
 /// count, assign and commit, between claim and finish.
@@ -638,8 +635,7 @@ inline LaunchError LaunchInsertPasses(Stream stream, const Sink& sink, const Ins
   CountKernel<<<blocks, kBlock, 0, stream>>>(sink, w, row_ids, num_keys);
   AssignKernel<<<blocks, kBlock, 0, stream>>>(sink, w, keys, table_of, row_ids, num_keys);
   CommitKernel<<<blocks, kBlock, 0, stream>>>(sink, w, keys, table_of, row_ids, num_keys);
-  JAXSOK_RETURN_IF_CUDA(cudaGetLastError());
-  return nullptr;
+  return LastLaunchError();
 }
 
 }  // namespace jaxsok

@@ -4,6 +4,7 @@
 
 #include <cuda_runtime.h>
 
+#include <algorithm>
 #include <type_traits>
 
 #include "../core/row_dtype.h"
@@ -15,10 +16,31 @@ namespace jaxsok {
 constexpr int kWarp = 32;
 constexpr int kBlock = 256;
 
-/// Multiprocessors of an H200, for grids that stride over their work: elsewhere they fit a little less well.
-constexpr int kMultiprocessors = 132;
-/// Blocks of a pass that may have nothing to do: enough to fill a GPU, few enough to cost little then.
-constexpr int kManyBlocks = kMultiprocessors * 8;
+/// Multiprocessors of the GPU at hand, by which grids that stride over their work are sized.
+inline int NumMultiprocessors() {
+  constexpr int kOfH200 = 132;  // where the query fails; the launch that follows reports why
+  int device = 0, count = 0;
+  const bool is_known = cudaGetDevice(&device) == cudaSuccess &&
+                        cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device) == cudaSuccess;
+  return is_known ? count : kOfH200;
+}
+
+/// Blocks that all run at once: a multiprocessor holds 2,048 threads. So many take a pass that may have nothing to do.
+inline int BlocksOfWave() { return NumMultiprocessors() * (2048 / kBlock); }
+
+/// At most so many blocks take a pass that only stores: about a wave of the largest GPUs.
+constexpr int kMostPrepareBlocks = 1024;
+
+/// Blocks for one thread an item; no more than `most`, where the threads stride over the items.
+inline unsigned BlocksFor(int64_t num_items, int64_t most = INT32_MAX) {
+  return static_cast<unsigned>(std::min(CeilDiv<int64_t>(num_items, kBlock), most));
+}
+
+/// nullptr, or what went wrong with the launches so far.
+inline LaunchError LastLaunchError() {
+  const cudaError_t error = cudaGetLastError();
+  return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
+}
 
 /// The lanes of a group of `lanes`, as a mask; `start`: its first in the warp.
 __device__ __forceinline__ unsigned GroupMask(int lanes, int start) {
@@ -46,8 +68,8 @@ struct FeaturePointers {
   T* data[kMaxFeatures];
 };
 
-template <typename T>
-inline LaunchError FillPointers(T* const* from, int32_t num_features, FeaturePointers<T>& to) {
+template <typename T, typename From>
+inline LaunchError FillPointers(From* const* from, int32_t num_features, FeaturePointers<T>& to) {
   if (num_features > kMaxFeatures) return "more than 1024 features over one store; split the collection";
   for (int32_t f = 0; f < num_features; ++f) to.data[f] = from[f];
   return nullptr;
@@ -61,13 +83,10 @@ struct TileShare {
   /// Finer for small batches, so that they too reach every multiprocessor: at least four warps for each of its
   /// schedulers where there are bags enough.
   static TileShare Of(int num_tiles) {
-    int device = 0, multiprocessors = 0;
-    if (cudaGetDevice(&device) != cudaSuccess ||
-        cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device) != cudaSuccess) {
-      multiprocessors = kMultiprocessors;
-    }
+    constexpr int kWarpsWanted = 4 * 4;  // of a multiprocessor, which has four schedulers
+    const int64_t bags_wanted = int64_t{NumMultiprocessors()} * kWarpsWanted;
     TileShare share{kWarp};
-    while (share.granule > 4 && int64_t{num_tiles} * kBagsPerTile < int64_t{multiprocessors} * 16 * share.granule) {
+    while (share.granule > 4 && int64_t{num_tiles} * kBagsPerTile < bags_wanted * share.granule) {
       share.granule /= 2;
     }
     return share;
@@ -88,14 +107,14 @@ static_assert(kBagsPerTile == kBlock, "with a granule of kWarp a block takes a t
     if (jaxsok_error != nullptr) return jaxsok_error;        \
   } while (false)
 
-/// Parts of a workspace, each 256-byte aligned.
+/// Parts of a workspace, each on lines of its own.
 class WorkspaceCutter {
  public:
   explicit WorkspaceCutter(void* begin) : begin_(static_cast<char*>(begin)), at_(0) {}
   template <typename T>
   T* Take(int64_t count) {
     T* part = reinterpret_cast<T*>(begin_ + at_);
-    at_ += CeilDiv<int64_t>(count * static_cast<int64_t>(sizeof(T)), 256) * 256;
+    at_ += CeilDiv<int64_t>(count * static_cast<int64_t>(sizeof(T)), kWorkspaceLine) * kWorkspaceLine;
     return part;
   }
   void* Rest() const { return begin_ + at_; }
@@ -363,34 +382,37 @@ inline int ShapePerLane(int dim, LaneShape shape) {
   return per_lane;
 }
 
-/// Calls body.operator()<kVector, kPerLane>() with the shape of a row of `dim` columns: kPerLane vectors a lane.
+/// How a kernel is compiled for rows: `lanes` lanes share one, each with kPerLane vectors of kVector columns.
+template <int kVectorColumns, int kVectorsPerLane>
+struct CompiledShape {
+  static constexpr int kVector = kVectorColumns;
+  static constexpr int kPerLane = kVectorsPerLane;
+  int lanes;
+};
+
+/// Calls body(CompiledShape) with the least of the powers of two that is not below `per_lane`.
+template <int kVector, int kPerLane = 1, typename Body>
+inline LaunchError DispatchPerLane(int per_lane, int lanes, const Body& body) {
+  if constexpr (kPerLane > kMaxDim / (kWarp * kVector)) {
+    return "rows of more than 1024 columns";
+  } else {
+    if (per_lane <= kPerLane) return body(CompiledShape<kVector, kPerLane>{lanes});
+    return DispatchPerLane<kVector, 2 * kPerLane>(per_lane, lanes, body);
+  }
+}
+
+/// Calls body(CompiledShape) with the shape of a row of `dim` columns.
 template <typename Body>
 inline LaunchError DispatchShape(int dim, LaneShape shape, const Body& body) {
   const int per_lane = ShapePerLane(dim, shape);
-  if (shape.vector == 4) {
-    if (per_lane <= 1) return body.template operator()<4, 1>(shape.lanes);
-    if (per_lane <= 2) return body.template operator()<4, 2>(shape.lanes);
-    if (per_lane <= 4) return body.template operator()<4, 4>(shape.lanes);
-    if (per_lane <= 8) return body.template operator()<4, 8>(shape.lanes);
-  } else {
-    if (per_lane <= 1) return body.template operator()<1, 1>(shape.lanes);
-    if (per_lane <= 2) return body.template operator()<1, 2>(shape.lanes);
-    if (per_lane <= 4) return body.template operator()<1, 4>(shape.lanes);
-    if (per_lane <= 8) return body.template operator()<1, 8>(shape.lanes);
-    if (per_lane <= 16) return body.template operator()<1, 16>(shape.lanes);
-    if (per_lane <= 32) return body.template operator()<1, 32>(shape.lanes);
-  }
-  return "rows of more than 1024 columns";
+  return shape.vector == 4 ? DispatchPerLane<4>(per_lane, shape.lanes, body)
+                           : DispatchPerLane<1>(per_lane, shape.lanes, body);
 }
 
 /// The same where vectors have 8 columns (LaneShape::OfRows16).
 template <typename Body>
 inline LaunchError DispatchVectorsOf8(int dim, LaneShape shape, const Body& body) {
-  const int per_lane = ShapePerLane(dim, shape);
-  if (per_lane <= 1) return body.template operator()<8, 1>(shape.lanes);
-  if (per_lane <= 2) return body.template operator()<8, 2>(shape.lanes);
-  if (per_lane <= 4) return body.template operator()<8, 4>(shape.lanes);
-  return "rows of more than 1024 columns";
+  return DispatchPerLane<8>(ShapePerLane(dim, shape), shape.lanes, body);
 }
 
 template <typename Body>

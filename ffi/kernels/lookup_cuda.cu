@@ -1,4 +1,6 @@
 // The way down on a GPU: the passes in their order. The kernels by dtype are in lookup_cuda.cuh.
+#include <algorithm>
+
 #include "admission_cuda.cuh"
 #include "lookup_cuda.h"
 
@@ -20,12 +22,10 @@ __global__ void PrepareKernel(int32_t* counts, int num_counts, uint64_t* digest,
 
 LaunchError Prepare(Stream stream, int32_t* counts, int num_tables, uint64_t* digest, InsertControl* control,
                     uint32_t* row_ids, int64_t num_row_ids) {
-  const int64_t items = num_row_ids > num_tables * kNumCounts ? num_row_ids : num_tables * kNumCounts;
-  const int64_t threads = items > 64 ? items : 64;
-  const int blocks = static_cast<int>(threads > (int64_t{1} << 18) ? 1024 : CeilDiv<int64_t>(threads, kBlock));
-  PrepareKernel<<<blocks, kBlock, 0, stream>>>(counts, num_tables * kNumCounts, digest, control, row_ids, num_row_ids);
-  JAXSOK_RETURN_IF_CUDA(cudaGetLastError());
-  return nullptr;
+  const int num_counts = num_tables * kNumCounts;
+  const unsigned blocks = BlocksFor(std::max<int64_t>({num_row_ids, num_counts, 1}), kMostPrepareBlocks);
+  PrepareKernel<<<blocks, kBlock, 0, stream>>>(counts, num_counts, digest, control, row_ids, num_row_ids);
+  return LastLaunchError();
 }
 
 template <int kMode>

@@ -434,46 +434,28 @@ __global__ void __launch_bounds__(kBlock)
 }
 
 template <typename Row, int kMode>
-struct LaunchMain {
-  Stream stream;
-  const LookupArguments& a;
-  const EmbeddingPointers& embeddings;
-  template <int kVector, int kPerLane>
-  LaunchError operator()(int lanes) const {
-    const TileShare share = TileShare::Of(a.batch.num_tiles);
-    const int blocks = a.batch.num_tiles * share.BlocksPerTile();
+LaunchError LookupOf<Row, kMode>::Main(Stream stream, const LookupArguments& a, const EmbeddingPointers& embeddings) {
+  const TileShare share = TileShare::Of(a.batch.num_tiles);
+  const int blocks = a.batch.num_tiles * share.BlocksPerTile();
+  return DispatchShape(a.store.dim, [&](auto shape) {
     if (a.batch.kinds & kSingleKeys) {
-      LookupRowsKernel<kMode, Row, kVector, kPerLane><<<blocks, kBlock, 0, stream>>>(a, embeddings, share, lanes);
+      LookupRowsKernel<kMode, Row, shape.kVector, shape.kPerLane>
+          <<<blocks, kBlock, 0, stream>>>(a, embeddings, share, shape.lanes);
     }
     if (a.batch.kinds & kBags) {
-      LookupBagsKernel<kMode, Row, kVector, kPerLane><<<blocks, kBlock, 0, stream>>>(a, embeddings, share, lanes);
+      LookupBagsKernel<kMode, Row, shape.kVector, shape.kPerLane>
+          <<<blocks, kBlock, 0, stream>>>(a, embeddings, share, shape.lanes);
     }
-    JAXSOK_RETURN_IF_CUDA(cudaGetLastError());
-    return nullptr;
-  }
-};
-
-template <typename Row>
-struct LaunchFinish {
-  Stream stream;
-  const LookupArguments& a;
-  const EmbeddingPointers& embeddings;
-  template <int kVector, int kPerLane>
-  LaunchError operator()(int lanes) const {
-    FinishKernel<Row, kVector, kPerLane><<<kManyBlocks, kBlock, 0, stream>>>(a, embeddings, lanes);
-    JAXSOK_RETURN_IF_CUDA(cudaGetLastError());
-    return nullptr;
-  }
-};
-
-template <typename Row, int kMode>
-LaunchError LookupOf<Row, kMode>::Main(Stream stream, const LookupArguments& a, const EmbeddingPointers& embeddings) {
-  return DispatchShape(a.store.dim, LaunchMain<Row, kMode>{stream, a, embeddings});
+    return LastLaunchError();
+  });
 }
 
 template <typename Row>
 LaunchError FinishOf<Row>::Finish(Stream stream, const LookupArguments& a, const EmbeddingPointers& embeddings) {
-  return DispatchShape(a.store.dim, LaunchFinish<Row>{stream, a, embeddings});
+  return DispatchShape(a.store.dim, [&](auto shape) {
+    FinishKernel<Row, shape.kVector, shape.kPerLane><<<BlocksOfWave(), kBlock, 0, stream>>>(a, embeddings, shape.lanes);
+    return LastLaunchError();
+  });
 }
 
 }  // namespace jaxsok

@@ -194,8 +194,7 @@ struct LaunchQuantized {
     if (a.batch.kinds & kBags) {
       QuantizedBagsKernel<Row, kVector, kPerLane><<<blocks, kBlock, 0, stream>>>(a, embeddings, share, lanes);
     }
-    JAXSOK_RETURN_IF_CUDA(cudaGetLastError());
-    return nullptr;
+    return LastLaunchError();
   }
 };
 

@@ -8,7 +8,9 @@ namespace jaxsok {
 
 /// A scratch index at load 0.5 (32 bytes a key) beside what inserting takes.
 constexpr int64_t PlanWorkspaceBytes(int64_t num_keys) {
-  return InsertWorkspaceBytes(num_keys) + (CeilDiv<int64_t>(num_keys, 2) + 64) * 64 + 512;
+  constexpr int64_t kMostSpareBuckets = 64;  // so that an index of few keys is half empty too
+  const int64_t num_buckets = CeilDiv<int64_t>(num_keys, 2) + kMostSpareBuckets;
+  return InsertWorkspaceBytes(num_keys) + num_buckets * int64_t{sizeof(Bucket)} + 2 * kWorkspaceLine;
 }
 
 struct PlanView {
@@ -26,12 +28,16 @@ struct PlanView {
 /// Cost   : 32 B of scratch index a key, written once and probed once.
 LaunchError LaunchPlan(Stream stream, const BatchView& batch, uint64_t salt, const PlanView& plan, void* workspace);
 
-/// What the plan of a batch leaves behind (20 bytes a key), and the workspace of either making it or ordering it: the
-/// hashes (twice), owners and places that a radix sort takes, and its own, of which a mebibyte does not grow.
+/// What the plan of a batch leaves behind, and the workspace of either making it or ordering it.
 constexpr int64_t PlanRequestsWorkspaceBytes(int64_t num_keys) {
-  const int64_t padded = CeilDiv<int64_t>(num_keys, 64) * 64;
-  const int64_t making = PlanWorkspaceBytes(num_keys), ordering = (int64_t{1} << 20) + padded * 56;
-  return 1024 + padded * 20 + (making > ordering ? making : ordering);
+  constexpr int64_t kPlanBytes = 8 + 3 * 4;  // of a distinct key: the key, its table, uses and place
+  // Of a distinct key: hash (as it is and sorted), owner (also in the order of the hashes), number (twice); what CUB's
+  // sort of 64-bit keys holds of it, and counts.
+  constexpr int64_t kOrderBytes = 2 * 8 + 3 * 4 + 2 * 4 + (8 + 4) + 8;
+  constexpr int64_t kSortBytes = 1 << 20;  // of CUB's sort, whatever the keys: its histograms are far smaller
+  const int64_t padded = PaddedToLine(num_keys);
+  const int64_t making = PlanWorkspaceBytes(num_keys), ordering = kSortBytes + padded * kOrderBytes;
+  return kControlBytes + padded * kPlanBytes + (making > ordering ? making : ordering);
 }
 
 /// Which shard has which keys.

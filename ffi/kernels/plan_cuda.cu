@@ -229,8 +229,7 @@ LaunchError LaunchPlan(Stream stream, const BatchView& batch, uint64_t salt, con
   uint32_t* row_ids = reinterpret_cast<uint32_t*>(plan.inverse);
   JAXSOK_RETURN_IF_LAUNCH(LaunchInsertPasses(stream, sink, w, batch.keys, table_of, row_ids, batch.num_keys));
   PlanResolveKernel<<<blocks, kBlock, 0, stream>>>(sink, w);
-  JAXSOK_RETURN_IF_CUDA(cudaGetLastError());
-  return nullptr;
+  return LastLaunchError();
 }
 
 LaunchError LaunchPlanRequests(Stream stream, const BatchView& batch, uint64_t salt, const OwnersView& owners,
@@ -252,7 +251,7 @@ LaunchError LaunchPlanRequests(Stream stream, const BatchView& batch, uint64_t s
   JAXSOK_RETURN_IF_LAUNCH(CutOrder(kept, PlanRequestsWorkspaceBytes(num_keys), num_keys, by_hash, owner_bits, &w));
   JAXSOK_RETURN_IF_LAUNCH(LaunchPlan(stream, batch, salt, plan, kept.Rest()));
 
-  const unsigned blocks = static_cast<unsigned>(CeilDiv<int64_t>(num_keys, kBlock));
+  const unsigned blocks = BlocksFor(num_keys);
   const uint32_t* order = nullptr;
   if (num_keys > 0 && (by_hash || by_owner)) {
     OwnersKernel<<<blocks, kBlock, 0, stream>>>(plan, owners, w, num_keys);
@@ -279,8 +278,7 @@ LaunchError LaunchPlanRequests(Stream stream, const BatchView& batch, uint64_t s
   JAXSOK_RETURN_IF_CUDA(cudaGetLastError());
   if (order == nullptr) return nullptr;
   MoveInverseKernel<<<blocks, kBlock, 0, stream>>>(out.inverse, place_of, num_keys);
-  JAXSOK_RETURN_IF_CUDA(cudaGetLastError());
-  return nullptr;
+  return LastLaunchError();
 }
 
 }  // namespace jaxsok

@@ -13,16 +13,30 @@
 
 namespace jaxsok {
 
-/// Bytes of workspace for inserting `num_keys` keys (lookup and find_or_insert).
-///
-/// Control words; per position its entry and a place in the list of bags to finish; per 1,024 positions a count.
-/// (A bag to finish holds a key, so there are never more of them than positions.)
+// Bounds of workspaces. Programs are compiled with buffers of these sizes: jaxsok/kernels/library.py asks for them.
+
+/// Parts of a workspace begin on lines of so many bytes: XLA's own buffers do.
+constexpr int64_t kWorkspaceLine = 256;
+/// Room for the control words of a call, four structs of them at most.
+constexpr int64_t kControlBytes = 4 * kWorkspaceLine;
+/// Positions or rows of which a pass writes down one count.
+constexpr int64_t kCountedTogether = 1024;
+
+/// A number of words of 4 bytes, in whole lines.
+constexpr int64_t PaddedToLine(int64_t num_words) { return CeilDiv<int64_t>(num_words, 64) * 64; }
+
+/// Bytes for the counts of `size` positions or rows, of 8 bytes at most, and for the ends of two lines.
+constexpr int64_t CountsBytes(int64_t size) { return CeilDiv(size, kCountedTogether) * 8 + 2 * kWorkspaceLine; }
+
+/// Bytes of workspace for inserting `num_keys` keys (lookup and find_or_insert): per position two words, its entry and
+/// a place in the list of bags to finish. (A bag to finish holds a key, so there are never more of them than
+/// positions.)
 constexpr int64_t InsertWorkspaceBytes(int64_t num_keys) {
-  return 1024 + CeilDiv<int64_t>(num_keys, 64) * 64 * 8 + CeilDiv<int64_t>(num_keys, 1024) * 8 + 512;
+  return kControlBytes + PaddedToLine(num_keys) * 8 + CountsBytes(num_keys);
 }
 
-/// Bytes of workspace for erase and rebuild: a count for every 1,024 rows of the capacity.
-constexpr int64_t RebuildWorkspaceBytes(int64_t capacity) { return 1024 + CeilDiv<int64_t>(capacity, 1024) * 8 + 512; }
+/// Bytes of workspace for erase and rebuild.
+constexpr int64_t RebuildWorkspaceBytes(int64_t capacity) { return kControlBytes + CountsBytes(capacity); }
 
 /// Finds the row id of each (table, key) pair.
 ///

@@ -23,17 +23,16 @@ void ClearIndex(Stream stream, const IndexView& index) {
   });
 }
 
-constexpr int64_t kRowsPerCount = 1024;  // as RebuildWorkspaceBytes counts
 constexpr int64_t kCountsPerTask = 16;
 
 /// Makes the list of freed rows anew from the records that are dead.
 void ListFreedRows(Stream stream, const StoreView& store, void* workspace) {
   const int64_t num_allocated = std::min(store.counters[kNumAllocated], store.capacity);
-  const int64_t num_counts = CeilDiv(num_allocated, kRowsPerCount);
+  const int64_t num_counts = CeilDiv(num_allocated, kCountedTogether);
   int64_t* starts = Carver(workspace).Take<int64_t>(num_counts);
   const auto for_dead_rows = [&](int64_t count, const auto& visit) {
-    const int64_t end = std::min((count + 1) * kRowsPerCount, num_allocated);
-    for (int64_t r = count * kRowsPerCount; r < end; ++r) {
+    const int64_t end = std::min((count + 1) * kCountedTogether, num_allocated);
+    for (int64_t r = count * kCountedTogether; r < end; ++r) {
       const uint32_t row_id = static_cast<uint32_t>(r);
       if (store.records.At(store.starts, row_id, 1)->key == kPaddingKey) visit(row_id);
     }

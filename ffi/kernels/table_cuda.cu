@@ -221,15 +221,15 @@ __global__ void ZeroProbeCountersKernel(uint32_t* counters, const uint32_t* want
   counters[kLongestProbe] = 0;
 }
 
-constexpr int kStreamBlocks = kMultiprocessors * 16;  // grid-stride kernels: two full waves
+/// Blocks of grid-stride kernels: two full waves.
+inline int NumStreamBlocks() { return 2 * BlocksOfWave(); }
 
 /// `wanted`: nothing is done where it is 0; nullptr: always.
 LaunchError RebuildIndex(Stream stream, const StoreView& store, const uint32_t* wanted) {
-  ClearIndexKernel<<<kStreamBlocks, kBlock, 0, stream>>>(store.index, wanted);
+  ClearIndexKernel<<<NumStreamBlocks(), kBlock, 0, stream>>>(store.index, wanted);
   ZeroProbeCountersKernel<<<1, 1, 0, stream>>>(store.counters, wanted);
-  EnterKernel<<<kStreamBlocks, kBlock, 0, stream>>>(store, wanted);
-  JAXSOK_RETURN_IF_CUDA(cudaGetLastError());
-  return nullptr;
+  EnterKernel<<<NumStreamBlocks(), kBlock, 0, stream>>>(store, wanted);
+  return LastLaunchError();
 }
 
 // Keys that wait for a row. -----------------------------------------------------------------------------------
@@ -313,19 +313,6 @@ __global__ void __launch_bounds__(kBlock, BlocksPerMultiprocessor<kVector * kPer
   }
 }
 
-template <typename Row>
-struct LaunchGatherShape {
-  Stream stream;
-  const GatherArguments& a;
-  template <int kVector, int kPerLane>
-  LaunchError operator()(int lanes) const {
-    const unsigned blocks = static_cast<unsigned>(CeilDiv<int64_t>(a.num_requests, kBlock));
-    GatherKernel<Row, kVector, kPerLane><<<blocks, kBlock, 0, stream>>>(a, lanes);
-    JAXSOK_RETURN_IF_CUDA(cudaGetLastError());
-    return nullptr;
-  }
-};
-
 }  // namespace
 
 LaunchError LaunchGather(Stream stream, const StoreView& store, const Request* requests, const uint32_t* row_ids,
@@ -335,17 +322,20 @@ LaunchError LaunchGather(Stream stream, const StoreView& store, const Request* r
   if (num_requests == 0) return nullptr;
   const GatherArguments a{store, requests, row_ids, num_requests, is_find, rows, num_absent};
   return WithRowDtype(store.row_dtype, [&](auto number) {
-    return DispatchShape(store.dim, LaunchGatherShape<decltype(number)>{stream, a});
+    return DispatchShape(store.dim, [&](auto shape) {
+      GatherKernel<decltype(number), shape.kVector, shape.kPerLane>
+          <<<BlocksFor(num_requests), kBlock, 0, stream>>>(a, shape.lanes);
+      return LastLaunchError();
+    });
   });
 }
 
 LaunchError LaunchFind(Stream stream, const IndexView& index, const uint32_t* counters, const uint64_t* keys,
                        const uint32_t* table_ids, int64_t num_keys, uint32_t* row_ids) {
   if (num_keys == 0) return nullptr;
-  const unsigned blocks = static_cast<unsigned>(CeilDiv<int64_t>(num_keys, kBlock));
+  const unsigned blocks = BlocksFor(num_keys);
   FindKernel<<<blocks, kBlock, 0, stream>>>(index, counters, keys, table_ids, num_keys, row_ids);
-  JAXSOK_RETURN_IF_CUDA(cudaGetLastError());
-  return nullptr;
+  return LastLaunchError();
 }
 
 LaunchError LaunchFindOrInsert(Stream stream, const StoreView& store, const uint64_t* keys, const uint32_t* table_ids,
@@ -356,7 +346,7 @@ LaunchError LaunchFindOrInsert(Stream stream, const StoreView& store, const uint
   ZeroKernel<<<1, kBlock, 0, stream>>>(counts, store.num_tables * kNumCounts, w.control);
   JAXSOK_RETURN_IF_CUDA(cudaGetLastError());
   if (num_keys == 0) return nullptr;
-  const unsigned blocks = static_cast<unsigned>(CeilDiv<int64_t>(num_keys, kBlock));
+  const unsigned blocks = BlocksFor(num_keys);
   const TableOfPosition table_of{table_ids, nullptr, 0, 0};
   if (admission == nullptr) {
     ClaimKernel<true><<<blocks, kBlock, 0, stream>>>(sink, w, keys, table_ids, num_keys, row_ids);
@@ -368,8 +358,7 @@ LaunchError LaunchFindOrInsert(Stream stream, const StoreView& store, const uint
   JAXSOK_RETURN_IF_CUDA(cudaGetLastError());
   JAXSOK_RETURN_IF_LAUNCH(LaunchInsertPasses(stream, sink, w, keys, table_of, row_ids, num_keys));
   ResolveKernel<<<blocks, kBlock, 0, stream>>>(sink, w, keys, table_ids, num_keys, row_ids);
-  JAXSOK_RETURN_IF_CUDA(cudaGetLastError());
-  return nullptr;
+  return LastLaunchError();
 }
 
 LaunchError LaunchErase(Stream stream, const StoreView& store, const StateView& states, const uint64_t* keys,
@@ -377,8 +366,7 @@ LaunchError LaunchErase(Stream stream, const StoreView& store, const StateView& 
   JAXSOK_RETURN_IF_CUDA(cudaMemsetAsync(num_erased, 0, sizeof(uint32_t), stream));
   // Reading the index ends before it is cleared: the kernels are ordered on the stream.
   if (num_keys > 0) {
-    EraseKernel<<<static_cast<unsigned>(CeilDiv<int64_t>(num_keys, kBlock)), kBlock, 0, stream>>>(
-        store, states, keys, table_ids, num_keys, num_erased);
+    EraseKernel<<<BlocksFor(num_keys), kBlock, 0, stream>>>(store, states, keys, table_ids, num_keys, num_erased);
     JAXSOK_RETURN_IF_CUDA(cudaGetLastError());
   }
   JAXSOK_RETURN_IF_LAUNCH(LaunchListFreed(stream, store, num_erased, workspace));
@@ -395,8 +383,7 @@ LaunchError LaunchListFreed(Stream stream, const StoreView& store, const uint32_
   const unsigned blocks = static_cast<unsigned>(CeilDiv<int64_t>(store.capacity, kPositionsPerChunk));
   CountDeadKernel<<<blocks, kBlock, 0, stream>>>(store, control, block_counts, num_freed, wanted);
   ListDeadKernel<<<blocks, kBlock, 0, stream>>>(store, block_counts, wanted);
-  JAXSOK_RETURN_IF_CUDA(cudaGetLastError());
-  return nullptr;
+  return LastLaunchError();
 }
 
 LaunchError LaunchRebuild(Stream stream, const StoreView& store, void*, const uint32_t* only_if) {
@@ -404,19 +391,17 @@ LaunchError LaunchRebuild(Stream stream, const StoreView& store, void*, const ui
 }
 
 LaunchError LaunchForget(Stream stream, const IndexView& sightings, const uint32_t* floors, int32_t num_tables) {
-  ForgetKernel<<<kStreamBlocks, kBlock, 0, stream>>>(sightings, floors, static_cast<uint32_t>(num_tables));
-  JAXSOK_RETURN_IF_CUDA(cudaGetLastError());
-  return nullptr;
+  ForgetKernel<<<NumStreamBlocks(), kBlock, 0, stream>>>(sightings, floors, static_cast<uint32_t>(num_tables));
+  return LastLaunchError();
 }
 
 LaunchError LaunchWait(Stream stream, const IndexView& sightings, uint32_t* counters, const uint32_t* floors,
                        int32_t num_tables, const Entry* entries, int64_t num_entries) {
-  ClearIndexKernel<<<kStreamBlocks, kBlock, 0, stream>>>(sightings, nullptr);
+  ClearIndexKernel<<<NumStreamBlocks(), kBlock, 0, stream>>>(sightings, nullptr);
   JAXSOK_RETURN_IF_CUDA(cudaMemsetAsync(counters + kNumSightings, 0, sizeof(uint32_t), stream));
-  WaitKernel<<<kStreamBlocks, kBlock, 0, stream>>>(sightings, counters, floors, static_cast<uint32_t>(num_tables),
-                                                   entries, num_entries);
-  JAXSOK_RETURN_IF_CUDA(cudaGetLastError());
-  return nullptr;
+  WaitKernel<<<NumStreamBlocks(), kBlock, 0, stream>>>(sightings, counters, floors, static_cast<uint32_t>(num_tables),
+                                                       entries, num_entries);
+  return LastLaunchError();
 }
 
 }  // namespace jaxsok

@@ -1,6 +1,4 @@
 // scatter on a GPU (table.h says what).
-#include <algorithm>
-
 #include "launch_cuda.cuh"
 #include "table.h"
 
@@ -27,11 +25,9 @@ template <typename Vector>
 LaunchError Scatter(Stream stream, const LinesView& array, const uint32_t* row_ids, int64_t num_lines,
                     const void* lines) {
   const int64_t per_line = array.line_bytes / static_cast<int64_t>(sizeof(Vector));
-  const int64_t blocks = std::min<int64_t>(CeilDiv<int64_t>(num_lines * per_line, kBlock), kManyBlocks * 2);
-  ScatterKernel<<<static_cast<unsigned>(blocks), kBlock, 0, stream>>>(
+  ScatterKernel<<<BlocksFor(num_lines * per_line, 2 * BlocksOfWave()), kBlock, 0, stream>>>(
       array, row_ids, num_lines * per_line, static_cast<uint32_t>(per_line), static_cast<const Vector*>(lines));
-  JAXSOK_RETURN_IF_CUDA(cudaGetLastError());
-  return nullptr;
+  return LastLaunchError();
 }
 
 }  // namespace

@@ -1,6 +1,4 @@
 // touch on a GPU (table.h says what).
-#include <algorithm>
-
 #include "launch_cuda.cuh"
 #include "table.h"
 
@@ -39,10 +37,8 @@ __global__ void __launch_bounds__(kBlock)
 LaunchError LaunchTouch(Stream stream, const StatisticsView& statistics, const uint32_t* row_ids, const uint32_t* uses,
                         int64_t num_keys, const uint32_t* clock) {
   if (num_keys == 0) return nullptr;
-  const int64_t blocks = std::min<int64_t>(CeilDiv<int64_t>(num_keys, kBlock), kManyBlocks);
-  TouchKernel<<<static_cast<unsigned>(blocks), kBlock, 0, stream>>>(statistics, row_ids, uses, num_keys, clock);
-  JAXSOK_RETURN_IF_CUDA(cudaGetLastError());
-  return nullptr;
+  TouchKernel<<<BlocksFor(num_keys, BlocksOfWave()), kBlock, 0, stream>>>(statistics, row_ids, uses, num_keys, clock);
+  return LastLaunchError();
 }
 
 }  // namespace jaxsok

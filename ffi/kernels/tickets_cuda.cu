@@ -114,10 +114,8 @@ __global__ void __launch_bounds__(kBlock) RedeemKernel(const __grid_constant__ R
 LaunchError LaunchTicketsDigest(Stream stream, KeysView batch, uint64_t* digest) {
   JAXSOK_RETURN_IF_CUDA(cudaMemsetAsync(digest, 0, sizeof(*digest), stream));
   if (batch.num_keys == 0) return nullptr;
-  const int64_t blocks = std::min<int64_t>(CeilDiv<int64_t>(batch.num_keys, kBlock), kManyBlocks);
-  DigestKernel<<<static_cast<unsigned>(blocks), kBlock, 0, stream>>>(batch, digest);
-  JAXSOK_RETURN_IF_CUDA(cudaGetLastError());
-  return nullptr;
+  DigestKernel<<<BlocksFor(batch.num_keys, BlocksOfWave()), kBlock, 0, stream>>>(batch, digest);
+  return LastLaunchError();
 }
 
 LaunchError LaunchTicketsIssue(Stream stream, TicketsView tickets, const uint64_t* const* digests, int num_digests,

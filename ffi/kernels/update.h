@@ -7,11 +7,20 @@
 
 namespace jaxsok {
 
-/// Bytes of workspace for an update of `num_keys` uses: the uses sorted by row (keys and payload, twice, and the
-/// sort's own), bag and scale of each use, the partial sums of rows with more than kUsesPerChunk uses, their list.
+/// Bytes of workspace for every use that is sorted by row. A GPU has row and position before and after (16), the factor
+/// with its bag (8), what CUB's sort holds of them (8), and its counts by tile (below 1, with room for other tiles);
+/// the CPU has a Use of 16 bytes, twice.
+constexpr int64_t kBytesOfUse = 16 + 8 + 8 + 4;
+/// Bytes that do not grow with the uses: far more than the histograms of CUB's sort, or the CPU's counts by bucket (512
+/// KiB), take. Launchers compare what they need with the whole.
+constexpr int64_t kUsesFixedBytes = 8 << 20;
+
+/// Bytes of workspace for an update of `num_keys` uses: sorted by row, with the partial sums of rows with more than
+/// kUsesPerChunk uses (two a chunk at most, and one more), and the lists of those rows.
 constexpr int64_t UpdateWorkspaceBytes(int64_t num_keys, int32_t dim) {
-  return 4096 + (int64_t{8} << 20) + CeilDiv<int64_t>(num_keys, 64) * 64 * 36 +
-         CeilDiv<int64_t>(num_keys, kUsesPerChunk) * (2 * int64_t{dim} * 4 + 16) + int64_t{dim} * 8;
+  const int64_t partial_bytes = 2 * int64_t{dim} * 4, list_bytes = 16;
+  return 4 * kControlBytes + kUsesFixedBytes + PaddedToLine(num_keys) * kBytesOfUse +
+         CeilDiv<int64_t>(num_keys, kUsesPerChunk) * (partial_bytes + list_bytes) + partial_bytes;
 }
 
 struct UpdateSpec {

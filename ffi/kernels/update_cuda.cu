@@ -1,4 +1,6 @@
 // The way back on a GPU: uses are listed, sorted and summed (uses_cuda.cuh), and rows step (update_cuda.cuh).
+#include <algorithm>
+
 #include "update_cuda.h"
 
 namespace jaxsok {
@@ -63,14 +65,13 @@ LaunchError LaunchUpdate(Stream stream, const StoreView& store, const StateView&
   if (!HasRowDtypes(store.row_dtype, gradients.dtype)) return "gradients: neither float32 nor of the rows' dtype";
   JAXSOK_RETURN_IF_LAUNCH(CheckStates(spec.optimizer, states, store.dim));
   FeaturePointers<const void> pointers;
-  JAXSOK_RETURN_IF_LAUNCH(FillPointers<const void>(gradients.data, batch.num_features, pointers));
+  JAXSOK_RETURN_IF_LAUNCH(FillPointers(gradients.data, batch.num_features, pointers));
   const int end_bit = BitsBelow(store.capacity);
   UsesWorkspace w;
   JAXSOK_RETURN_IF_LAUNCH(CutUses(workspace, batch.num_keys, store.dim, end_bit, &w));
   // Only ragged features have positions that lie in no bag, which nobody lists.
   const int64_t num_rows = batch.num_offsets > 0 ? batch.num_keys : 0;
-  const int64_t threads = num_rows > store.num_tables ? num_rows : store.num_tables;
-  const int blocks = static_cast<int>(threads > (int64_t{1} << 18) ? 1024 : CeilDiv<int64_t>(threads + 1, kBlock));
+  const unsigned blocks = BlocksFor(std::max<int64_t>({num_rows, store.num_tables, 1}), kMostPrepareBlocks);
   PrepareUpdateKernel<<<blocks, kBlock, 0, stream>>>(num_nonfinite, store.num_tables, num_stale, w.num_long, w.rows,
                                                      w.positions, num_rows);
   JAXSOK_RETURN_IF_CUDA(cudaGetLastError());

@@ -19,44 +19,27 @@ __device__ inline RowRounding RoundingAt(const StoreView& store, const BatchView
                          __ldg(batch.keys + position));
 }
 
-/// Steps one row with the sum of its gradients.
+/// What stepping a row takes, whatever the optimizer.
 ///
 /// The random bits of a row are those of the key and table that the batch gives for one of its uses: they are at hand,
 /// the record would be one more line to read.
-///
-/// kRowGradients: bag gradients have the dtype of the rows; else that is looked up.
-template <typename Step, typename RowType, bool kRowGradients>
-struct ApplyStep {
+template <typename Step, typename RowType>
+struct StepArguments {
   using Row = RowType;
-  static constexpr bool kHasRowGradients = kRowGradients;
   static constexpr bool kStepsLongRowsApart = false;
   /// Whether vectors have 16 bytes of such rows, and the random bits of a warp's rows are drawn side by side.
   static constexpr bool kStepsRows16 = !std::is_same_v<Row, float>;
-  /// Where rows come by shared memory (StageOf): what comes with them, lines as wide as they are or a word for each.
-  static constexpr int kNumStagedLines = Step::kRowwise ? 0 : Step::kNumStates;
-  static constexpr bool kStagesWords = Step::kRowwise;
-  /// Lines as wide as a row that a step holds.
-  static constexpr int kNumLines = 1 + (Step::kRowwise ? 0 : Step::kNumStates);
+  static constexpr int kNumStates = Step::kNumStates > 0 ? Step::kNumStates : 1;
 
   StoreView store;
   BatchView batch;
   const uint32_t* step;
   int32_t rounding;
-  static constexpr int kNumStates = Step::kNumStates > 0 ? Step::kNumStates : 1;
   Slabs<float> states[kNumStates];
   const float* hyper;
   int32_t row_gradient;
   int32_t* num_nonfinite;
   float inverse_dim;  // 1 / dim where that is a power of two, and so exactly as good as a division by dim; else 0
-
-  template <int kVector, int kPerLane>
-  struct Loaded {
-    PackedPart<Row, kVector, kPerLane> row;
-    RowPart<kVector, kPerLane> state0;
-    RowPart<kVector, kPerLane> state1;
-    float rowwise;
-    RowRounding bits;  // of rows of 16 bits
-  };
 
   /// The random bits of the row that the use at `position` is of.
   __device__ RowRounding RoundingOf(uint32_t position) const {
@@ -66,127 +49,27 @@ struct ApplyStep {
     return {0};
   }
 
-  /// Begins to read what the step will need, before the gradients are summed.
-  template <int kVector, int kPerLane>
-  __device__ void Load(uint32_t row, RowRounding bits, int lane, int lanes, Loaded<kVector, kPerLane>& loaded) const {
-    loaded.row.LoadPlain(store.rows.At<Row>(store.starts, row, store.dim), lane, lanes, store.dim);
-    if constexpr (Step::kRowwise) {
-      loaded.rowwise = *states[0].At(store.starts, row, 1);
-    } else {
-      if constexpr (Step::kNumStates > 0) {
-        loaded.state0.LoadPlain(states[0].At(store.starts, row, store.dim), lane, lanes, store.dim);
-      }
-      if constexpr (Step::kNumStates > 1) {
-        loaded.state1.LoadPlain(states[1].At(store.starts, row, store.dim), lane, lanes, store.dim);
-      }
-    }
-    loaded.bits = bits;
+ protected:
+  __device__ float* StateAt(int state, uint32_t row, int width) const {
+    return states[state].At(store.starts, row, width);
   }
 
-  /// Begins to read the same into a stage,
-  template <typename Stage>
-  __device__ void Ask(uint32_t row, const Stage& stage, int lane, int lanes) const {
-    Stage::Rows::Ask(stage.rows, store.rows.At<Row>(store.starts, row, store.dim), lane, lanes, store.dim);
-    if constexpr (Step::kRowwise) {
-      if (lane == 0) __pipeline_memcpy_async(stage.WordOf(lanes), states[0].At(store.starts, row, 1), sizeof(float));
-    } else {
-#pragma unroll
-      for (int s = 0; s < Step::kNumStates; ++s) {
-        Stage::States::Ask(stage.StateLines(s), states[s].At(store.starts, row, store.dim), lane, lanes, store.dim);
-      }
-    }
-  }
-  /// and takes it from there.
-  template <typename Stage, int kVector, int kPerLane>
-  __device__ void Take(const Stage& stage, RowRounding bits, int lanes, Loaded<kVector, kPerLane>& loaded) const {
-    Stage::Rows::Take(stage.rows, loaded.row);
-    if constexpr (Step::kRowwise) {
-      loaded.rowwise = *stage.WordOf(lanes);
-    } else {
-#pragma unroll
-      for (int s = 0; s < Step::kNumStates; ++s) {
-        PackedPart<float, kVector, kPerLane> state;
-        Stage::States::Take(stage.StateLines(s), state);
-        (s == 0 ? loaded.state0 : loaded.state1) = state.Widened();
-      }
-    }
-    loaded.bits = bits;
-  }
-
-  /// `callers`: the lanes that call it together, whole groups of `lanes`. A group without a row has no uses.
-  template <int kVector, int kPerLane>
-  __device__ void Apply(uint32_t row, uint32_t, uint32_t num_uses, int lane, int lanes, unsigned callers,
-                        Loaded<kVector, kPerLane>& loaded, RowPart<kVector, kPerLane>& gradient) const {
-    if (row_gradient != kRowGradientSum) gradient.Scale(RowGradientScale(row_gradient, num_uses));
+  struct Hyper {
     float words[kNumHyper];
+  };
+  __device__ Hyper LoadHyper() const {
+    Hyper loaded;
 #pragma unroll
-    for (int i = 0; i < kNumHyper; ++i) words[i] = __ldg(hyper + i);
-    float squares = 0.0f;  // of the whole row in the end
-    if constexpr (Step::kRowwise) {
-#pragma unroll
-      for (int k = 0; k < kPerLane; ++k) {
-        if ((lane + k * lanes) * kVector >= store.dim) continue;
-#pragma unroll
-        for (int i = 0; i < kVector; ++i) squares = squares + gradient.part[k].v[i] * gradient.part[k].v[i];
-      }
-#pragma unroll
-      for (int offset = kWarp / 2; offset >= 1; offset /= 2) {
-        if (offset < lanes) squares = squares + __shfl_xor_sync(callers, squares, offset);
-      }
-    }
-    // True only where all numbers of the row are finite; a sum of squares may be infinite without.
-    const bool is_surely_finite =
-        Step::kRowwise ? squares < __int_as_float(0x7f800000) : __all_sync(callers, HasFinite(gradient, lane, lanes));
-    if (num_uses == 0) return;
-    const unsigned group_mask = GroupMask(lanes, static_cast<int>(threadIdx.x % kWarp) - lane);
-    if (!is_surely_finite && !__all_sync(group_mask, HasFinite(gradient, lane, lanes))) {
-      if (lane == 0) {
-        const uint32_t table = store.records.At(store.starts, row, 1)->table;
-        if (table < static_cast<uint32_t>(store.num_tables)) atomicAdd(num_nonfinite + table, 1);
-      }
-      return;
-    }
-    RowPart<kVector, kPerLane> stepped = loaded.row.Widened();
-    if constexpr (Step::kRowwise) {
-      const float mean = inverse_dim != 0.0f ? squares * inverse_dim : squares / static_cast<float>(store.dim);
-      const float accumulator = loaded.rowwise + mean;
-      const float scale = Step::Scale(words, accumulator);
-#pragma unroll
-      for (int k = 0; k < kPerLane; ++k) {
-#pragma unroll
-        for (int i = 0; i < kVector; ++i) {
-          stepped.part[k].v[i] = stepped.part[k].v[i] - scale * gradient.part[k].v[i];
-        }
-      }
-      if (lane == 0) *states[0].At(store.starts, row, 1) = accumulator;
-    } else {
-#pragma unroll
-      for (int k = 0; k < kPerLane; ++k) {
-        if ((lane + k * lanes) * kVector >= store.dim) continue;
-#pragma unroll
-        for (int i = 0; i < kVector; ++i) {
-          Step::Step(words, gradient.part[k].v[i], stepped.part[k].v[i], loaded.state0.part[k].v[i],
-                     loaded.state1.part[k].v[i]);
-        }
-      }
-      if constexpr (Step::kNumStates > 0) {
-        loaded.state0.Store(states[0].At(store.starts, row, store.dim), lane, lanes, store.dim);
-      }
-      if constexpr (Step::kNumStates > 1) {
-        loaded.state1.Store(states[1].At(store.starts, row, store.dim), lane, lanes, store.dim);
-      }
-    }
-    Row* to = store.rows.At<Row>(store.starts, row, store.dim);
-    if constexpr (!std::is_same_v<Row, float>) {
-      if (rounding == kRoundingStochastic) {
-        stepped.StoreStochastic(to, loaded.bits, lane, lanes, store.dim);
-        return;
-      }
-    }
-    stepped.Store(to, lane, lanes, store.dim);
+    for (int i = 0; i < kNumHyper; ++i) loaded.words[i] = __ldg(hyper + i);
+    return loaded;
   }
 
- private:
+  /// Makes the gradient of `num_uses` uses from their sum.
+  template <int kVector, int kPerLane>
+  __device__ void ScaleGradient(uint32_t num_uses, RowPart<kVector, kPerLane>& gradient) const {
+    if (row_gradient != kRowGradientSum) gradient.Scale(RowGradientScale(row_gradient, num_uses));
+  }
+
   /// Whether the columns that the calling lane holds are neither infinite nor NaN.
   template <int kVector, int kPerLane>
   __device__ bool HasFinite(const RowPart<kVector, kPerLane>& gradient, int lane, int lanes) const {
@@ -199,22 +82,211 @@ struct ApplyStep {
     }
     return zero == 0.0f;
   }
+
+  /// Whether a row's gradient is finite; counts it if not. Lanes of a group call it together.
+  template <int kVector, int kPerLane>
+  __device__ bool CheckFinite(uint32_t row, const RowPart<kVector, kPerLane>& gradient, int lane, int lanes) const {
+    const unsigned group_mask = GroupMask(lanes, static_cast<int>(threadIdx.x % kWarp) - lane);
+    if (__all_sync(group_mask, HasFinite(gradient, lane, lanes))) return true;
+    if (lane == 0) {
+      const uint32_t table = store.records.At(store.starts, row, 1)->table;
+      if (table < static_cast<uint32_t>(store.num_tables)) atomicAdd(num_nonfinite + table, 1);
+    }
+    return false;
+  }
+
+  template <int kVector, int kPerLane>
+  __device__ void StoreRow(uint32_t row, const RowPart<kVector, kPerLane>& stepped, const RowRounding& bits, int lane,
+                           int lanes) const {
+    Row* to = store.rows.At<Row>(store.starts, row, store.dim);
+    if constexpr (kStepsRows16) {
+      if (rounding == kRoundingStochastic) {
+        stepped.StoreStochastic(to, bits, lane, lanes, store.dim);
+        return;
+      }
+    }
+    stepped.Store(to, lane, lanes, store.dim);
+  }
 };
+
+// How a row is stepped. The sums of uses_cuda.cuh call, for each row with uses:
+//
+//   Load          begins to read what the step will need, before the gradients are summed
+//   Ask and Take  begin to read the same into a stage (StageOf), and take it from there
+//   Apply         steps the row. `callers`: the lanes that call it together, whole groups of `lanes`. A group without a
+//                 row has no uses.
+
+/// Steps one row column by column; states are as wide as rows.
+///
+/// kRowGradients: bag gradients have the dtype of the rows; else that is looked up.
+template <typename Step, typename RowType, bool kRowGradients>
+struct ApplyByColumns : StepArguments<Step, RowType> {
+  using Base = StepArguments<Step, RowType>;
+  using Base::StateAt, Base::store;
+  using Row = RowType;
+
+  static constexpr bool kHasRowGradients = kRowGradients;
+  static constexpr int kNumStagedLines = Step::kNumStates;
+  static constexpr bool kStagesWords = false;
+  static constexpr int kNumLines = 1 + Step::kNumStates;  // as wide as a row, which a step holds
+
+  template <int kVector, int kPerLane>
+  struct Loaded {
+    PackedPart<Row, kVector, kPerLane> row;
+    RowPart<kVector, kPerLane> states[Base::kNumStates];
+    RowRounding bits;  // of rows of 16 bits
+  };
+
+  template <int kVector, int kPerLane>
+  __device__ void Load(uint32_t row, RowRounding bits, int lane, int lanes, Loaded<kVector, kPerLane>& loaded) const {
+    loaded.row.LoadPlain(store.rows.template At<Row>(store.starts, row, store.dim), lane, lanes, store.dim);
+#pragma unroll
+    for (int s = 0; s < Step::kNumStates; ++s) {
+      loaded.states[s].LoadPlain(StateAt(s, row, store.dim), lane, lanes, store.dim);
+    }
+    loaded.bits = bits;
+  }
+
+  template <typename Stage>
+  __device__ void Ask(uint32_t row, const Stage& stage, int lane, int lanes) const {
+    Stage::Rows::Ask(stage.rows, store.rows.template At<Row>(store.starts, row, store.dim), lane, lanes, store.dim);
+#pragma unroll
+    for (int s = 0; s < Step::kNumStates; ++s) {
+      Stage::States::Ask(stage.StateLines(s), StateAt(s, row, store.dim), lane, lanes, store.dim);
+    }
+  }
+  template <typename Stage, int kVector, int kPerLane>
+  __device__ void Take(const Stage& stage, RowRounding bits, int, Loaded<kVector, kPerLane>& loaded) const {
+    Stage::Rows::Take(stage.rows, loaded.row);
+#pragma unroll
+    for (int s = 0; s < Step::kNumStates; ++s) {
+      PackedPart<float, kVector, kPerLane> state;
+      Stage::States::Take(stage.StateLines(s), state);
+      loaded.states[s] = state.Widened();
+    }
+    loaded.bits = bits;
+  }
+
+  template <int kVector, int kPerLane>
+  __device__ void Apply(uint32_t row, uint32_t, uint32_t num_uses, int lane, int lanes, unsigned callers,
+                        Loaded<kVector, kPerLane>& loaded, RowPart<kVector, kPerLane>& gradient) const {
+    this->ScaleGradient(num_uses, gradient);
+    const auto hyper = this->LoadHyper();
+    const bool are_all_finite = __all_sync(callers, this->HasFinite(gradient, lane, lanes));
+    if (num_uses == 0) return;
+    if (!are_all_finite && !this->CheckFinite(row, gradient, lane, lanes)) return;
+    RowPart<kVector, kPerLane> stepped = loaded.row.Widened();
+#pragma unroll
+    for (int k = 0; k < kPerLane; ++k) {
+      if ((lane + k * lanes) * kVector >= store.dim) continue;
+#pragma unroll
+      for (int i = 0; i < kVector; ++i) {
+        Step::Step(hyper.words, gradient.part[k].v[i], stepped.part[k].v[i], loaded.states[0].part[k].v[i],
+                   loaded.states[Base::kNumStates - 1].part[k].v[i]);
+      }
+    }
+#pragma unroll
+    for (int s = 0; s < Step::kNumStates; ++s) {
+      loaded.states[s].Store(StateAt(s, row, store.dim), lane, lanes, store.dim);
+    }
+    this->StoreRow(row, stepped, loaded.bits, lane, lanes);
+  }
+};
+
+/// Steps one row by a factor that all its columns share: its state is one number, made of their squares.
+template <typename Step, typename RowType, bool kRowGradients>
+struct ApplyByRow : StepArguments<Step, RowType> {
+  using Base = StepArguments<Step, RowType>;
+  using Base::StateAt, Base::store;
+  using Row = RowType;
+
+  static constexpr bool kHasRowGradients = kRowGradients;
+  static constexpr int kNumStagedLines = 0;
+  static constexpr bool kStagesWords = true;  // a word for each row
+  static constexpr int kNumLines = 1;
+
+  template <int kVector, int kPerLane>
+  struct Loaded {
+    PackedPart<Row, kVector, kPerLane> row;
+    float accumulator;
+    RowRounding bits;  // of rows of 16 bits
+  };
+
+  template <int kVector, int kPerLane>
+  __device__ void Load(uint32_t row, RowRounding bits, int lane, int lanes, Loaded<kVector, kPerLane>& loaded) const {
+    loaded.row.LoadPlain(store.rows.template At<Row>(store.starts, row, store.dim), lane, lanes, store.dim);
+    loaded.accumulator = *StateAt(0, row, 1);
+    loaded.bits = bits;
+  }
+
+  template <typename Stage>
+  __device__ void Ask(uint32_t row, const Stage& stage, int lane, int lanes) const {
+    Stage::Rows::Ask(stage.rows, store.rows.template At<Row>(store.starts, row, store.dim), lane, lanes, store.dim);
+    if (lane == 0) __pipeline_memcpy_async(stage.WordOf(lanes), StateAt(0, row, 1), sizeof(float));
+  }
+  template <typename Stage, int kVector, int kPerLane>
+  __device__ void Take(const Stage& stage, RowRounding bits, int lanes, Loaded<kVector, kPerLane>& loaded) const {
+    Stage::Rows::Take(stage.rows, loaded.row);
+    loaded.accumulator = *stage.WordOf(lanes);
+    loaded.bits = bits;
+  }
+
+  template <int kVector, int kPerLane>
+  __device__ void Apply(uint32_t row, uint32_t, uint32_t num_uses, int lane, int lanes, unsigned callers,
+                        Loaded<kVector, kPerLane>& loaded, RowPart<kVector, kPerLane>& gradient) const {
+    this->ScaleGradient(num_uses, gradient);
+    const auto hyper = this->LoadHyper();
+    const float squares = SumSquares(gradient, lane, lanes, callers);
+    if (num_uses == 0) return;
+    // A finite sum has finite terms; that of finite numbers may be infinite.
+    if (!(squares < INFINITY) && !this->CheckFinite(row, gradient, lane, lanes)) return;
+    RowPart<kVector, kPerLane> stepped = loaded.row.Widened();
+    const float mean =
+        this->inverse_dim != 0.0f ? squares * this->inverse_dim : squares / static_cast<float>(store.dim);
+    const float accumulator = loaded.accumulator + mean;
+    const float scale = Step::Scale(hyper.words, accumulator);
+#pragma unroll
+    for (int k = 0; k < kPerLane; ++k) {
+#pragma unroll
+      for (int i = 0; i < kVector; ++i) {
+        stepped.part[k].v[i] = stepped.part[k].v[i] - scale * gradient.part[k].v[i];
+      }
+    }
+    if (lane == 0) *StateAt(0, row, 1) = accumulator;
+    this->StoreRow(row, stepped, loaded.bits, lane, lanes);
+  }
+
+ private:
+  /// The sum over the columns of a row, in each of its lanes (core/row_update.h says in which order).
+  template <int kVector, int kPerLane>
+  __device__ float SumSquares(const RowPart<kVector, kPerLane>& gradient, int lane, int lanes, unsigned callers) const {
+    float squares = 0.0f;
+#pragma unroll
+    for (int k = 0; k < kPerLane; ++k) {
+      if ((lane + k * lanes) * kVector >= store.dim) continue;
+#pragma unroll
+      for (int i = 0; i < kVector; ++i) squares = squares + gradient.part[k].v[i] * gradient.part[k].v[i];
+    }
+#pragma unroll
+    for (int offset = kWarp / 2; offset >= 1; offset /= 2) {
+      if (offset < lanes) squares = squares + __shfl_xor_sync(callers, squares, offset);
+    }
+    return squares;
+  }
+};
+
+template <typename Step, typename Row, bool kRowGradients>
+using ApplyStep =
+    std::conditional_t<Step::kRowwise, ApplyByRow<Step, Row, kRowGradients>, ApplyByColumns<Step, Row, kRowGradients>>;
 
 /// The kernels that read partial sums alone are the same whatever the dtype of the gradients was.
 template <typename Step, typename Row>
-ApplyStep<Step, Row, true> OfSums(const ApplyStep<Step, Row, false>& apply) {
-  ApplyStep<Step, Row, true> same;
-  same.store = apply.store;
-  same.batch = apply.batch;
-  same.step = apply.step;
-  same.rounding = apply.rounding;
-  std::copy_n(apply.states, apply.kNumStates, same.states);
-  same.hyper = apply.hyper;
-  same.row_gradient = apply.row_gradient;
-  same.num_nonfinite = apply.num_nonfinite;
-  same.inverse_dim = apply.inverse_dim;
-  return same;
+ApplyByColumns<Step, Row, true> OfSums(const ApplyByColumns<Step, Row, false>& apply) {
+  return {apply};
+}
+template <typename Step, typename Row>
+ApplyByRow<Step, Row, true> OfSums(const ApplyByRow<Step, Row, false>& apply) {
+  return {apply};
 }
 
 template <typename Step, typename Row, bool kRowGradients>

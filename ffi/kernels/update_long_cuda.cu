@@ -3,26 +3,13 @@
 #include "uses_cuda.cuh"
 
 namespace jaxsok {
-namespace {
-
-struct LaunchSumsAlone {
-  Stream stream;
-  const UseView& view;
-  const UsesWorkspace& w;
-  template <int kVector, int kPerLane>
-  LaunchError operator()(int lanes) const {
-    const unsigned threads = static_cast<unsigned>(kChunkLanes * lanes);
-    SumLongKernel<SumsAlone, kVector, kPerLane><<<kLongBlocks, threads, 0, stream>>>(SumsAlone{}, view, w, lanes);
-    JAXSOK_RETURN_IF_CUDA(cudaGetLastError());
-    return nullptr;
-  }
-};
-
-}  // namespace
-
 LaunchError LaunchSumLong(Stream stream, const UseView& view, const UsesWorkspace& w, LaneShape shape) {
-  const LaunchSumsAlone sums{stream, view, w};
-  return shape.vector == 8 ? DispatchVectorsOf8(view.dim, shape, sums) : DispatchShape(view.dim, shape, sums);
+  const auto sum = [&](auto compiled) {
+    SumLongKernel<SumsAlone, compiled.kVector, compiled.kPerLane>
+        <<<NumLongBlocks(), kChunkLanes * compiled.lanes, 0, stream>>>(SumsAlone{}, view, w, compiled.lanes);
+    return LastLaunchError();
+  };
+  return shape.vector == 8 ? DispatchVectorsOf8(view.dim, shape, sum) : DispatchShape(view.dim, shape, sum);
 }
 
 }  // namespace jaxsok

@@ -240,10 +240,9 @@ struct ApplyProgram {
   /// Translates a program for rows of a shape, and says which blocks it wants: smaller ones where registers are many
   /// or wide, so that two of them fit a multiprocessor, and each what a block can have.
   LaunchError Translate(const RowProgram& program, int vector, int per_lane, BlockShape* block) {
-    constexpr int kDeclaredBytes = 16 << 10;  // at most, by the kernels
     int most = 0;
     JAXSOK_RETURN_IF_LAUNCH(SharedBytesOfBlock(&most));
-    most -= kDeclaredBytes;
+    most -= kMostDeclaredBytes;
     num_ops = program.num_ops;
     num_registers = program.num_registers;
     uses_register = -1;

@@ -12,6 +12,7 @@
 
 #include "../core/row_update.h"
 #include "bags_cpu.h"
+#include "update.h"
 
 namespace jaxsok {
 
@@ -22,7 +23,7 @@ struct Use {
   uint32_t position;
   float factor;
 };
-static_assert(sizeof(Use) == 16, "two arrays of uses fit UpdateWorkspaceBytes");
+static_assert(2 * sizeof(Use) <= kBytesOfUse, "two arrays of uses fit UpdateWorkspaceBytes");
 
 /// Where the gradients of a tile's bags begin.
 template <typename G>
@@ -124,7 +125,7 @@ void ForEachRowGradient(Stream stream, const BagFeatures& bags, const std::vecto
   constexpr int64_t kMaxGroups = 64;
   constexpr int64_t kMaxBuckets = 2048;
   constexpr int64_t kUsesPerBucket = 128;
-  static_assert(kMaxGroups * kMaxBuckets * sizeof(uint32_t) <= (8 << 20), "counts fit UpdateWorkspaceBytes");
+  static_assert(kMaxGroups * kMaxBuckets * sizeof(uint32_t) <= kUsesFixedBytes, "counts fit UpdateWorkspaceBytes");
   std::vector<Tile> tiles;
   TileGradients<G> tile_gradients;
   for (const Tile& tile : bags.tiles()) {

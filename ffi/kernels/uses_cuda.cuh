@@ -258,12 +258,289 @@ constexpr int SumBlocksPerMultiprocessor() {
                                                 : BlocksPerMultiprocessor<kFloats>();
 }
 
-// One warp, 32 sorted uses. A chunk begins where a row begins, and every 32 uses after that; the warp that holds
-// its first use sums it, reading up to 31 uses of the next warp. Chunks of one run are taken by a group of lanes each;
-// of longer ones all groups take runs, and each adds up all of them.
-// A row with one chunk is applied by the group that summed it, and by no other. A chunk of a longer row writes its
-// partial sum: of the chunks that begin in one warp's 32 uses at most one is the first of a long row and at most
-// one is a later one, so partials[2 * warp + is_first] is written once. The last one puts the row into the list.
+/// One of a warp's 32 sorted uses, which a lane holds, and the chunk that may begin there.
+///
+/// A chunk begins where a row begins, and every kUsesPerChunk uses after that. The warp that holds its first use sums
+/// it, and reads up to 31 uses of the next warp.
+struct LaneUse {
+  uint32_t row, later_row;  // of the use, and of that 32 uses later; kNoRow: none
+  uint32_t position;
+  uint32_t rank;    // among the uses of its row
+  int to_boundary;  // uses from here to the next row; more than kUsesPerChunk where that is far
+  int length;       // of a chunk that begins here
+  bool is_start;    // whether one does
+
+  /// A chunk of one run begins a row and ends it.
+  __device__ bool IsShort() const { return rank == 0 && length <= kUsesPerRun; }
+
+  /// All lanes of the warp. Returns false where no chunk begins among the uses from `first` on.
+  __device__ bool Find(const UsesWorkspace& w, uint32_t first, uint32_t num_keys) {
+    const int warp_lane = threadIdx.x % kWarp;
+    const uint32_t at = first + warp_lane, later = at + kWarp;
+    row = at < num_keys ? w.sorted_rows[at] : kNoRow;
+    later_row = later < num_keys ? w.sorted_rows[later] : kNoRow;
+    const uint32_t before = first == 0 ? kNoRow : w.sorted_rows[first - 1];
+    position = at < num_keys ? w.sorted_positions[at] : 0;
+    if (__all_sync(~0u, row == kNoRow)) return false;
+
+    // Bit i: use first + i is of another row than the one before it.
+    uint32_t previous = __shfl_up_sync(~0u, row, 1);
+    if (warp_lane == 0) previous = before;
+    uint32_t later_previous = __shfl_up_sync(~0u, later_row, 1);
+    const uint32_t last_row = __shfl_sync(~0u, row, kWarp - 1);
+    if (warp_lane == 0) later_previous = last_row;
+    const unsigned changes = __ballot_sync(~0u, row != previous || at == 0);
+    const unsigned later_changes = __ballot_sync(~0u, later_row != later_previous);
+    const uint64_t boundary = Word64(changes, later_changes);
+
+    const uint32_t first_row = __shfl_sync(~0u, row, 0);
+    const uint32_t uses_before = (changes & 1) ? 0 : first - StartOfRow(w.sorted_rows, first, first_row);
+    const unsigned heads_so_far = changes & (~0u >> (kWarp - 1 - warp_lane));
+    rank = heads_so_far ? warp_lane - (kWarp - 1 - __clz(heads_so_far)) : uses_before + warp_lane;
+    is_start = row != kNoRow && rank % kUsesPerChunk == 0;
+    if (!__any_sync(~0u, is_start)) return false;
+    const uint64_t after = boundary >> (warp_lane + 1);
+    to_boundary = after == 0 ? 2 * kWarp : __ffsll(static_cast<long long>(after));
+    length = min(kUsesPerChunk, to_boundary);
+    return true;
+  }
+};
+
+/// The chunks that begin among a warp's uses.
+struct WarpChunks {
+  unsigned shorts;   // bits of the lanes at whose uses chunks of one run begin: WarpUses has them in their order
+  unsigned longs;    // bits of the lanes at whose uses longer chunks begin
+  bool has_factors;  // rows of single keys and plain sums, the common case, spare the factors
+
+  /// All lanes of the warp. Writes down what the sums need of the uses.
+  __device__ static WarpChunks List(const LaneUse& use, const UseView& view,
+                                    const FeaturePointers<const void>& gradients, const UsesWorkspace& w,
+                                    uint32_t first, WarpUses& uses) {
+    const int warp_lane = threadIdx.x % kWarp;
+    WarpChunks chunks;
+    const bool is_short = use.IsShort();
+    chunks.shorts = __ballot_sync(~0u, use.is_start && is_short);
+    chunks.longs = __ballot_sync(~0u, use.is_start && !is_short);
+    // Rows of one use first: groups that work side by side have about as much to add.
+    const unsigned singles = __ballot_sync(~0u, use.is_start && is_short && use.length == 1);
+    if (use.is_start && is_short) {
+      const unsigned lower = (1u << warp_lane) - 1;
+      const int place =
+          use.length == 1 ? __popc(singles & lower) : __popc(singles) + __popc(chunks.shorts & ~singles & lower);
+      uses.short_starts[place] = static_cast<uint8_t>(warp_lane);
+    }
+    float factor = 1.0f, later_factor = 1.0f;
+    if (use.row != kNoRow) uses.gradients[warp_lane] = view.GradientOf(gradients, use.position, &factor);
+    if (__any_sync(~0u, use.is_start && warp_lane + use.length > kWarp) && use.later_row != kNoRow) {
+      uses.gradients[kWarp + warp_lane] =
+          view.GradientOf(gradients, w.sorted_positions[first + warp_lane + kWarp], &later_factor);
+    }
+    uses.factors[warp_lane] = factor;
+    uses.factors[kWarp + warp_lane] = later_factor;
+    uses.rows[warp_lane] = use.row;
+    uses.positions[warp_lane] = use.position;
+    uses.lengths[warp_lane] = static_cast<uint8_t>(use.length);
+    chunks.has_factors = __any_sync(~0u, factor != 1.0f || later_factor != 1.0f);
+    return chunks;
+  }
+};
+
+/// What all sums of a warp's chunks share. A group is `lanes` neighbouring lanes, which hold a row together.
+template <typename Apply, int kVector, int kPerLane>
+struct ChunkSums {
+  using Part = RowPart<kVector, kPerLane>;
+  using Loaded = typename Apply::template Loaded<kVector, kPerLane>;
+
+  const Apply& apply;
+  const UseView& view;
+  const WarpUses& uses;
+  const RowRounding* rounding_of_use;  // of the warp
+  bool has_factors;
+  int lanes, lane, group, groups;
+  unsigned mask;  // of the calling lane's group
+
+  __device__ RowRounding RoundingOf(int use) const {
+    return Apply::kStepsRows16 ? rounding_of_use[use] : RowRounding{0};
+  }
+  /// Adds a row's other gradients to `sum`, which holds the first one without its factor.
+  __device__ void AddOthers(int start, int count, Part& sum) const {
+    if (has_factors) sum.Scale(uses.factors[start]);
+    uses.template Add<Apply>(start + 1, count - 1, has_factors, view, lane, lanes, sum);
+  }
+  /// Steps the row whose `count` uses begin at `start`. `callers`: the lanes that call it together.
+  __device__ void Step(int start, int count, unsigned callers, Loaded& loaded, Part& sum) const {
+    apply.Apply(uses.rows[start], uses.positions[start], static_cast<uint32_t>(count), lane, lanes, callers, loaded,
+                sum);
+  }
+};
+
+/// Sums and steps the rows with one run, a group of lanes each, the groups side by side.
+///
+/// The groups take their turns together: the shuffles of a whole warp are cheap, those of a part of it are not, and a
+/// step's instructions are issued once for all of them.
+template <typename Apply, int kVector, int kPerLane>
+struct ShortChunks : ChunkSums<Apply, kVector, kPerLane> {
+  using Base = ChunkSums<Apply, kVector, kPerLane>;
+  using Base::AddOthers, Base::apply, Base::group, Base::groups, Base::lane, Base::lanes, Base::RoundingOf, Base::Step,
+      Base::uses, Base::view;
+  using typename Base::Loaded, typename Base::Part;
+
+  // Narrow rows: several a turn, but no more than four, whose code stands one after the other.
+  static constexpr int kFloats = kVector * kPerLane;
+  static constexpr int kFlight = Apply::kStepsLongRowsApart ? 1 : RowsInFlight<8, kFloats == 1 ? 2 : kFloats>();
+
+  __device__ void Run(int num_shorts) const {
+    for (int first_turn = 0; first_turn < num_shorts; first_turn += groups * kFlight) {
+      Loaded loaded[kFlight];
+      Part sums[kFlight];
+#pragma unroll
+      for (int i = 0; i < kFlight; ++i) {
+        const int turn = first_turn + i * groups + group;
+        sums[i].Fill(0.0f);
+        if (turn >= num_shorts) continue;
+        // The row is asked for before the first gradient is waited for.
+        const int start = uses.short_starts[turn];
+        uses.template Load<Apply>(start, view, lane, lanes, sums[i]);
+        apply.Load(uses.rows[start], RoundingOf(start), lane, lanes, loaded[i]);
+      }
+#pragma unroll
+      for (int i = 0; i < kFlight; ++i) {
+        if (first_turn + i * groups >= num_shorts) continue;
+        const int turn = first_turn + i * groups + group;
+        const bool has_row = turn < num_shorts;
+        const int start = has_row ? uses.short_starts[turn] : 0;
+        const int count = has_row ? uses.lengths[start] : 0;
+        if (has_row) AddOthers(start, count, sums[i]);
+        __syncwarp();
+        Step(start, count, ~0u, loaded[i], sums[i]);
+      }
+    }
+  }
+};
+
+/// The same by stages in shared memory (StageOf): what a turn needs is copied while the turns before it are at work.
+template <typename Apply, int kVector, int kPerLane>
+struct StagedShortChunks : ChunkSums<Apply, kVector, kPerLane> {
+  using Base = ChunkSums<Apply, kVector, kPerLane>;
+  using Base::AddOthers, Base::apply, Base::group, Base::groups, Base::lane, Base::lanes, Base::RoundingOf, Base::Step,
+      Base::uses, Base::view;
+  using typename Base::Loaded, typename Base::Part;
+  using Stage = StageOf<Apply, kVector, kPerLane>;
+
+  static constexpr int kAhead = Stage::kCount - 1;
+
+  __device__ void Run(int num_shorts) const {
+    int filled = 0, used = 0;  // the stages of the turn that is asked for, and of that at work
+    for (int first_turn = -kAhead * groups; first_turn < num_shorts; first_turn += groups) {
+      const int turn = first_turn + group;
+      Ask(turn + kAhead * groups, num_shorts, NextStage(filled));
+      if (first_turn < 0) continue;
+      __pipeline_wait_prior(kAhead);
+      __syncwarp();
+      const Stage stage = NextStage(used);
+      const bool has_row = turn < num_shorts;
+      const int start = has_row ? uses.short_starts[turn] : 0;
+      const int count = has_row ? uses.lengths[start] : 0;
+      Loaded loaded;
+      Part sum;
+      sum.Fill(0.0f);
+      if (has_row) {
+        PackedPart<typename Stage::Gradient, kVector, kPerLane> first_gradient;
+        Stage::Gradients::Take(stage.gradients, first_gradient);
+        sum = first_gradient.Widened();
+        AddOthers(start, count, sum);
+        apply.Take(stage, RoundingOf(start), lanes, loaded);
+      }
+      __syncwarp();
+      Step(start, count, ~0u, loaded, sum);
+    }
+  }
+
+ private:
+  /// The stages are used in turn. Returns stage `number` and moves on to the next.
+  __device__ static Stage NextStage(int& number) {
+    extern __shared__ float4 shared_stages[];
+    const Stage stage = Stage::At(reinterpret_cast<char*>(shared_stages), number);
+    number = number + 1 == Stage::kCount ? 0 : number + 1;
+    return stage;
+  }
+
+  /// Begins to copy what a turn needs.
+  __device__ void Ask(int turn, int num_shorts, const Stage& stage) const {
+    if (turn < num_shorts) {
+      const int start = uses.short_starts[turn];
+      Stage::Gradients::Ask(stage.gradients, static_cast<const typename Stage::Gradient*>(uses.gradients[start]), lane,
+                            lanes, view.dim);
+      apply.Ask(uses.rows[start], stage, lane, lanes);
+    }
+    __pipeline_commit();
+  }
+};
+
+/// Sums longer chunks, one after the other: the groups take runs, and each adds up all of them. A row with one chunk is
+/// stepped.
+///
+/// A chunk of a longer row writes its partial sum: of the chunks that begin in one warp's 32 uses at most one is the
+/// first of a long row and at most one is a later one, so partials[2 * warp + is_first] is written once. The last one
+/// puts the row into the list.
+template <typename Apply, int kVector, int kPerLane>
+struct LongChunks : ChunkSums<Apply, kVector, kPerLane> {
+  using Base = ChunkSums<Apply, kVector, kPerLane>;
+  using Base::apply, Base::group, Base::groups, Base::has_factors, Base::lane, Base::lanes, Base::mask,
+      Base::RoundingOf, Base::Step, Base::uses, Base::view;
+  using typename Base::Loaded, typename Base::Part;
+
+  /// `longs`: the lanes at whose uses the chunks begin; `use`: that of the calling lane.
+  __device__ void Run(unsigned longs, const LaneUse& use, const UsesWorkspace& w, uint32_t warp) const {
+    const uint32_t first = warp * kWarp;
+    for (; longs != 0; longs &= longs - 1) {
+      const int start = __ffs(longs) - 1;
+      const uint32_t rank = __shfl_sync(~0u, use.rank, start);
+      const int count = uses.lengths[start];
+      const bool ends_row = __shfl_sync(~0u, use.to_boundary, start) <= kUsesPerChunk;
+      const bool is_whole = rank == 0 && ends_row;
+      Part total = Sum(start, count);
+      if (group == 0) {
+        if (is_whole) {
+          Loaded loaded;
+          apply.Load(uses.rows[start], RoundingOf(start), lane, lanes, loaded);
+          Step(start, count, mask, loaded, total);
+        } else {
+          const int dim = view.dim;
+          total.Store(w.partials + (2 * int64_t{warp} + (rank == 0 ? 1 : 0)) * dim, lane, lanes, dim);
+          if (ends_row && lane == 0) {
+            const LongRow long_row = {first + start - rank, rank + count};
+            w.long_rows[atomicAdd(w.num_long, 1u)] = long_row;
+            if (long_row.num_uses > kManyChunks * kUsesPerChunk) w.hot_rows[atomicAdd(w.num_long + 1, 1u)] = long_row;
+          }
+        }
+      }
+      __syncwarp();
+    }
+  }
+
+ private:
+  /// The sum of a chunk, in every group.
+  __device__ Part Sum(int start, int count) const {
+    Part total;
+    total.Fill(-0.0f);
+    for (int done = 0; done < count; done += groups * kUsesPerRun) {
+      const int begin = done + group * kUsesPerRun;
+      Part run;
+      run.Fill(-0.0f);
+      uses.template Add<Apply>(start + begin, min(count - begin, kUsesPerRun), has_factors, view, lane, lanes, run);
+      __syncwarp();
+      for (int g = 0; g < groups && done + g * kUsesPerRun < count; ++g) {
+        total.Add(run.Shuffle(g * lanes + lane));
+      }
+    }
+    return total;
+  }
+};
+
+// One warp, 32 sorted uses: the chunks that begin among them (LaneUse).
+// A row with one chunk is stepped by the group of lanes that summed it, and by no other; LongChunks says who writes the
+// partial sums of longer rows.
 template <typename Apply, int kVector, int kPerLane>
 __global__ void __launch_bounds__(kBlock, SumBlocksPerMultiprocessor<Apply, kVector * kPerLane>())
     SumUsesKernel(const __grid_constant__ Apply apply, const __grid_constant__ FeaturePointers<const void> gradients,
@@ -276,181 +553,28 @@ __global__ void __launch_bounds__(kBlock, SumBlocksPerMultiprocessor<Apply, kVec
   const uint32_t warp = blockIdx.x * (blockDim.x / kWarp) + warp_in_block;
   const uint32_t first = warp * kWarp;
   if (first >= num_keys) return;
-  const uint32_t at = first + warp_lane, later = at + kWarp;
-  const uint32_t row = at < num_keys ? w.sorted_rows[at] : kNoRow;
-  const uint32_t later_row = later < num_keys ? w.sorted_rows[later] : kNoRow;
-  const uint32_t before = first == 0 ? kNoRow : w.sorted_rows[first - 1];
-  const uint32_t position = at < num_keys ? w.sorted_positions[at] : 0;
-  if (__all_sync(~0u, row == kNoRow)) return;
-
-  // Bit i: use first + i is of another row than the one before it.
-  uint32_t previous = __shfl_up_sync(~0u, row, 1);
-  if (warp_lane == 0) previous = before;
-  uint32_t later_previous = __shfl_up_sync(~0u, later_row, 1);
-  const uint32_t last_row = __shfl_sync(~0u, row, kWarp - 1);
-  if (warp_lane == 0) later_previous = last_row;
-  const unsigned changes = __ballot_sync(~0u, row != previous || at == 0);
-  const unsigned later_changes = __ballot_sync(~0u, later_row != later_previous);
-  const uint64_t boundary = Word64(changes, later_changes);
-
-  const uint32_t first_row = __shfl_sync(~0u, row, 0);
-  const uint32_t uses_before = (changes & 1) ? 0 : first - StartOfRow(w.sorted_rows, first, first_row);
-  const unsigned heads_so_far = changes & (~0u >> (kWarp - 1 - warp_lane));
-  const uint32_t rank = heads_so_far ? warp_lane - (kWarp - 1 - __clz(heads_so_far)) : uses_before + warp_lane;
-  const bool is_start = row != kNoRow && rank % kUsesPerChunk == 0;
-  if (!__any_sync(~0u, is_start)) return;
-  // The boundary after each lane's use: where a chunk that begins there ends, unless 32 uses come first.
-  const uint64_t after = boundary >> (warp_lane + 1);
-  const int to_boundary = after == 0 ? 64 : __ffsll(static_cast<long long>(after));
-  const int length = min(kUsesPerChunk, to_boundary);
-  const bool is_short = rank == 0 && length <= kUsesPerRun;
-  const unsigned shorts = __ballot_sync(~0u, is_start && is_short);
-  unsigned longs = __ballot_sync(~0u, is_start && !is_short);
-  // Rows of one use first: groups that work side by side have about as much to add.
-  const unsigned singles = __ballot_sync(~0u, is_start && is_short && length == 1);
-  if (is_start && is_short) {
-    const unsigned lower = (1u << warp_lane) - 1;
-    const int place = length == 1 ? __popc(singles & lower) : __popc(singles) + __popc(shorts & ~singles & lower);
-    uses.short_starts[place] = static_cast<uint8_t>(warp_lane);
-  }
-  float factor = 1.0f, later_factor = 1.0f;
-  if (row != kNoRow) uses.gradients[warp_lane] = view.GradientOf(gradients, position, &factor);
-  if (__any_sync(~0u, is_start && warp_lane + length > kWarp) && later_row != kNoRow) {
-    uses.gradients[kWarp + warp_lane] = view.GradientOf(gradients, w.sorted_positions[later], &later_factor);
-  }
-  uses.factors[warp_lane] = factor;
-  uses.factors[kWarp + warp_lane] = later_factor;
-  uses.rows[warp_lane] = row;
-  uses.positions[warp_lane] = position;
-  uses.lengths[warp_lane] = static_cast<uint8_t>(length);
+  LaneUse use;
+  if (!use.Find(w, first, num_keys)) return;
+  const WarpChunks chunks = WarpChunks::List(use, view, gradients, w, first, uses);
   if constexpr (Apply::kStepsRows16) {
-    if (is_start && rank == 0) rounding_of_use[threadIdx.x] = apply.RoundingOf(position);
+    if (use.is_start && use.rank == 0) rounding_of_use[threadIdx.x] = apply.RoundingOf(use.position);
   }
-  const auto rounding_of = [&](int use) {
-    return Apply::kStepsRows16 ? rounding_of_use[threadIdx.x / kWarp * kWarp + use] : RowRounding{0};
-  };
-  // Rows of single keys and plain sums, the common case, spare the factors.
-  const bool has_factors = __any_sync(~0u, factor != 1.0f || later_factor != 1.0f);
   __syncwarp();
 
   // `lanes` is a power of two: no division, whose result would wait in memory for registers.
   const int lane_bits = __ffs(lanes) - 1;
   const int lane = warp_lane & (lanes - 1), group = warp_lane >> lane_bits, groups = kWarp >> lane_bits;
-  const unsigned mask = GroupMask(lanes, warp_lane - lane);
-  const int num_shorts = __popc(shorts);
-  // Adds a row's other gradients to `sum`, which holds the first one without its factor.
-  const auto add_others = [&](int start, int count, RowPart<kVector, kPerLane>& sum) {
-    if (has_factors) sum.Scale(uses.factors[start]);
-    uses.template Add<Apply>(start + 1, count - 1, has_factors, view, lane, lanes, sum);
-  };
-  // The groups take their turns together: the shuffles of a whole warp are cheap, those of a part of it are not, and a
-  // step's instructions are issued once for all of them.
-  using Stage = StageOf<Apply, kVector, kPerLane>;
-  if constexpr (Stage::kIsUsed) {
-    extern __shared__ float4 shared_stages[];
-    int filled = 0, used = 0;  // the stages of the turn that is asked for, and of that at work
-    const auto next_stage = [&](int& number) {
-      const Stage stage = Stage::At(reinterpret_cast<char*>(shared_stages), number);
-      number = number + 1 == Stage::kCount ? 0 : number + 1;
-      return stage;
-    };
-    constexpr int kAhead = Stage::kCount - 1;
-    for (int first_turn = -kAhead * groups; first_turn < num_shorts; first_turn += groups) {
-      const int turn = first_turn + group, later_turn = turn + kAhead * groups;
-      const Stage later = next_stage(filled);
-      if (later_turn < num_shorts) {
-        const int start = uses.short_starts[later_turn];
-        Stage::Gradients::Ask(later.gradients, static_cast<const typename Stage::Gradient*>(uses.gradients[start]),
-                              lane, lanes, view.dim);
-        apply.Ask(uses.rows[start], later, lane, lanes);
-      }
-      __pipeline_commit();
-      if (first_turn < 0) continue;
-      __pipeline_wait_prior(kAhead);
-      __syncwarp();
-      const Stage stage = next_stage(used);
-      const bool has_row = turn < num_shorts;
-      const int start = has_row ? uses.short_starts[turn] : 0;
-      const int count = has_row ? uses.lengths[start] : 0;
-      typename Apply::template Loaded<kVector, kPerLane> loaded;
-      RowPart<kVector, kPerLane> sum;
-      sum.Fill(0.0f);
-      if (has_row) {
-        PackedPart<typename Stage::Gradient, kVector, kPerLane> first_gradient;
-        Stage::Gradients::Take(stage.gradients, first_gradient);
-        sum = first_gradient.Widened();
-        add_others(start, count, sum);
-        apply.Take(stage, rounding_of(start), lanes, loaded);
-      }
-      __syncwarp();
-      apply.Apply(uses.rows[start], uses.positions[start], static_cast<uint32_t>(count), lane, lanes, ~0u, loaded, sum);
-    }
+  const ChunkSums<Apply, kVector, kPerLane> sums{
+      apply, view,  uses,   rounding_of_use + warp_in_block * kWarp, chunks.has_factors, lanes,
+      lane,  group, groups, GroupMask(lanes, warp_lane - lane)};
+  const int num_shorts = __popc(chunks.shorts);
+  if constexpr (StageOf<Apply, kVector, kPerLane>::kIsUsed) {
+    StagedShortChunks<Apply, kVector, kPerLane>{sums}.Run(num_shorts);
   } else {
-    // Narrow rows: several a turn, but no more than four, whose code stands one after the other.
-    constexpr int kFloats = kVector * kPerLane;
-    constexpr int kFlight = Apply::kStepsLongRowsApart ? 1 : RowsInFlight<8, kFloats == 1 ? 2 : kFloats>();
-    for (int first_turn = 0; first_turn < num_shorts; first_turn += groups * kFlight) {
-      typename Apply::template Loaded<kVector, kPerLane> loaded[kFlight];
-      RowPart<kVector, kPerLane> sums[kFlight];
-#pragma unroll
-      for (int i = 0; i < kFlight; ++i) {
-        const int turn = first_turn + i * groups + group;
-        sums[i].Fill(0.0f);
-        if (turn >= num_shorts) continue;
-        // The row is asked for before the first gradient is waited for.
-        const int start = uses.short_starts[turn];
-        uses.template Load<Apply>(start, view, lane, lanes, sums[i]);
-        apply.Load(uses.rows[start], rounding_of(start), lane, lanes, loaded[i]);
-      }
-#pragma unroll
-      for (int i = 0; i < kFlight; ++i) {
-        if (first_turn + i * groups >= num_shorts) continue;
-        const int turn = first_turn + i * groups + group;
-        const bool has_row = turn < num_shorts;
-        const int start = has_row ? uses.short_starts[turn] : 0;
-        const int count = has_row ? uses.lengths[start] : 0;
-        if (has_row) add_others(start, count, sums[i]);
-        __syncwarp();
-        apply.Apply(uses.rows[start], uses.positions[start], static_cast<uint32_t>(count), lane, lanes, ~0u, loaded[i],
-                    sums[i]);
-      }
-    }
+    ShortChunks<Apply, kVector, kPerLane>{sums}.Run(num_shorts);
   }
   __syncwarp();
-
-  for (; longs != 0; longs &= longs - 1) {
-    const int start = __ffs(longs) - 1;
-    const uint32_t its_rank = __shfl_sync(~0u, rank, start);
-    const int count = uses.lengths[start];
-    const bool ends_row = __shfl_sync(~0u, to_boundary, start) <= kUsesPerChunk;
-    const bool is_whole = its_rank == 0 && ends_row;
-    RowPart<kVector, kPerLane> total;
-    total.Fill(-0.0f);
-    for (int done = 0; done < count; done += groups * kUsesPerRun) {
-      const int begin = done + group * kUsesPerRun;
-      RowPart<kVector, kPerLane> run;
-      run.Fill(-0.0f);
-      uses.template Add<Apply>(start + begin, min(count - begin, kUsesPerRun), has_factors, view, lane, lanes, run);
-      __syncwarp();
-      for (int g = 0; g < groups && done + g * kUsesPerRun < count; ++g) total.Add(run.Shuffle(g * lanes + lane));
-    }
-    if (group == 0) {
-      if (is_whole) {
-        typename Apply::template Loaded<kVector, kPerLane> loaded;
-        apply.Load(uses.rows[start], rounding_of(start), lane, lanes, loaded);
-        apply.Apply(uses.rows[start], uses.positions[start], static_cast<uint32_t>(count), lane, lanes, mask, loaded,
-                    total);
-      } else {
-        total.Store(w.partials + (2 * int64_t{warp} + (its_rank == 0 ? 1 : 0)) * view.dim, lane, lanes, view.dim);
-        if (ends_row && lane == 0) {
-          const LongRow long_row = {first + start - its_rank, its_rank + count};
-          w.long_rows[atomicAdd(w.num_long, 1u)] = long_row;
-          if (long_row.num_uses > kManyChunks * kUsesPerChunk) w.hot_rows[atomicAdd(w.num_long + 1, 1u)] = long_row;
-        }
-      }
-    }
-    __syncwarp();
-  }
+  LongChunks<Apply, kVector, kPerLane>{sums}.Run(chunks.longs, use, w, warp);
 }
 
 /// The partial sums of one long row.
@@ -475,6 +599,8 @@ struct PartialsOfRow {
     part.LoadPlain(At(chunk), lane, lanes, dim);
   }
 };
+
+constexpr int kHotTileFloats = 4 * kMaxDim;  // 16 KiB: two tiles fit the 48 that a block may always declare
 
 // The rows with more than kManyChunks chunks: a block adds the partial sums of one lane, in sequence, and leaves the
 // sum where the lane's first one was. They come by tiles: one is added while the next is on its way.
@@ -549,8 +675,8 @@ __global__ void __launch_bounds__(1024, 1)
     const auto pair = [&](uint32_t chunk, RowPart<kVector, kPerLane>& sum) {
       RowPart<kVector, kPerLane> other;
       partials.Load(chunk, lane, lanes, sum);
-      if (chunk + 4 >= partials.num_chunks) return;
-      partials.Load(chunk + 4, lane, lanes, other);
+      if (chunk + kFewChunks / 2 >= partials.num_chunks) return;
+      partials.Load(chunk + kFewChunks / 2, lane, lanes, other);
       sum.Add(other);
     };
     RowPart<kVector, kPerLane> sum, right, other;
@@ -661,6 +787,9 @@ struct BlockShape {
   int shared_bytes;
 };
 
+constexpr int kAlwaysAllowedBytes = 48 << 10;  // of shared memory for a block, without asking (CUDA)
+constexpr int kMostDeclaredBytes = 16 << 10;   // what the kernels that ask for more declare, at most
+
 /// Bytes of shared memory that a block can have on the GPU at hand.
 inline LaunchError SharedBytesOfBlock(int* bytes) {
   int device = 0;
@@ -673,7 +802,7 @@ inline LaunchError SharedBytesOfBlock(int* bytes) {
 /// so that launches from several threads never take it from each other.
 template <typename Kernel>
 inline LaunchError AllowShared(Kernel* kernel, int bytes) {
-  if (bytes <= 32 << 10) return nullptr;  // that and what kernels declare is always allowed
+  if (bytes <= kAlwaysAllowedBytes - kMostDeclaredBytes) return nullptr;
   int most = 0;
   cudaFuncAttributes declared;
   JAXSOK_RETURN_IF_LAUNCH(SharedBytesOfBlock(&most));
@@ -683,7 +812,8 @@ inline LaunchError AllowShared(Kernel* kernel, int bytes) {
   return nullptr;
 }
 
-constexpr int kLongBlocks = kMultiprocessors * 4;  // of 32 groups of lanes; without work they cost 2 us
+/// Blocks of SumLongKernel and of those beside it, each of 32 groups of lanes; without work they cost 2 us.
+inline int NumLongBlocks() { return NumMultiprocessors() * 4; }
 
 /// What is applied to sums of partial sums.
 template <typename Apply>
@@ -702,7 +832,7 @@ struct LaunchSums {
   LaneShape shape;
   BlockShape block;
   template <int kVector, int kPerLane>
-  LaunchError operator()(int lanes) const {
+  LaunchError operator()(CompiledShape<kVector, kPerLane> compiled) const {
     const unsigned blocks = static_cast<unsigned>(CeilDiv<int64_t>(num_keys, block.threads));
     const uint32_t n = static_cast<uint32_t>(num_keys);
     const auto sum = SumUsesKernel<Apply, kVector, kPerLane>;
@@ -710,13 +840,13 @@ struct LaunchSums {
     int shared_bytes = block.shared_bytes;
     if constexpr (Stage::kIsUsed) shared_bytes = Stage::kCount * Stage::Bytes();
     JAXSOK_RETURN_IF_LAUNCH(AllowShared(sum, shared_bytes));
-    sum<<<blocks, block.threads, shared_bytes, stream>>>(apply, gradients, view, w, n, lanes);
+    sum<<<blocks, block.threads, shared_bytes, stream>>>(apply, gradients, view, w, n, compiled.lanes);
     JAXSOK_RETURN_IF_CUDA(cudaGetLastError());
     if (num_keys > int64_t{kManyChunks} * kUsesPerChunk) {
-      SumHotKernel<4096><<<kMultiprocessors * 4, kBlock, 0, stream>>>(w, view.dim);
+      SumHotKernel<kHotTileFloats><<<NumLongBlocks(), kBlock, 0, stream>>>(w, view.dim);
       JAXSOK_RETURN_IF_CUDA(cudaGetLastError());
     }
-    return LaunchLong<kVector, kPerLane>(OfSums(apply), lanes);
+    return LaunchLong<kVector, kPerLane>(OfSums(apply), compiled.lanes);
   }
   template <int kVector, int kPerLane, typename LongApply>
   LaunchError LaunchLong(const LongApply& long_apply, int lanes) const {
@@ -724,13 +854,12 @@ struct LaunchSums {
       JAXSOK_RETURN_IF_LAUNCH(LaunchSumLong(stream, view, w, shape));
       const auto step = StepLongKernel<LongApply, kVector, kPerLane>;
       JAXSOK_RETURN_IF_LAUNCH(AllowShared(step, block.shared_bytes));
-      step<<<kLongBlocks, block.threads, block.shared_bytes, stream>>>(long_apply, view, w, lanes);
+      step<<<NumLongBlocks(), block.threads, block.shared_bytes, stream>>>(long_apply, view, w, lanes);
     } else {
       const unsigned threads = static_cast<unsigned>(kChunkLanes * lanes);
-      SumLongKernel<LongApply, kVector, kPerLane><<<kLongBlocks, threads, 0, stream>>>(long_apply, view, w, lanes);
+      SumLongKernel<LongApply, kVector, kPerLane><<<NumLongBlocks(), threads, 0, stream>>>(long_apply, view, w, lanes);
     }
-    JAXSOK_RETURN_IF_CUDA(cudaGetLastError());
-    return nullptr;
+    return LastLaunchError();
   }
 };
 

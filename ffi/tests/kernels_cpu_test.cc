@@ -11,8 +11,8 @@
 #include <utility>
 
 #include "../core/initialize.h"
-#include "../core/probe.h"
 #include "../kernels/combine.h"
+#include "../kernels/index_cpu.h"
 #include "../kernels/plan.h"
 #include "../kernels/update.h"
 #include "testing.h"
@@ -1080,6 +1080,52 @@ void TestTouch(uint64_t seed, int num_threads) {
   JAXSOK_CHECK_SEED(is_same, seed);
 }
 
+/// Marks an entry as taken by somebody else.
+void Take(Entry& entry, uint64_t key, uint32_t table, uint32_t row_id) { entry = {key, row_id, table}; }
+
+/// A walk visits kMaxProbes neighbouring buckets from the home on, in entry order, round the end.
+void TestWalk() {
+  constexpr uint32_t kNumBuckets = 100, kNumEntries = kNumBuckets * kEntriesPerBucket;
+  constexpr uint64_t kKey = 42, kOther = 43;
+  constexpr uint32_t kTable = 2, kRow = 7;
+  Memory memory(kNumBuckets * sizeof(Bucket));
+  const IndexView index = {static_cast<Bucket*>(memory.get()), kNumBuckets};
+  for (const uint64_t salt : {0ull, 1ull, 2ull, 3ull, 4ull, 5ull}) {
+    const uint32_t home = HomeBucket(HashOf(kKey, kTable, salt), kNumBuckets);
+    // Everything taken: by other keys, and by the same key under another table.
+    for (uint32_t e = 0; e < kNumEntries; ++e) {
+      Take(*index.EntryAt(e), e % 2 ? kOther : kKey, e % 2 ? kTable : kTable + 1, 1);
+    }
+    ProbeResult walk = Probe(index, kKey, kTable, salt);
+    JAXSOK_CHECK(walk.row_id == kNoRow && walk.entry == kNoEntry && walk.num_probes == kMaxProbes);
+
+    for (uint32_t step = 0; step < kNumEntries; ++step) {
+      const uint32_t e = (home * kEntriesPerBucket + step) % kNumEntries;
+      const Entry before = *index.EntryAt(e);
+      const bool is_reached = step < kMaxProbes * kEntriesPerBucket;
+      const int32_t num_probes = is_reached ? static_cast<int32_t>(step / kEntriesPerBucket) + 1 : kMaxProbes;
+
+      *index.EntryAt(e) = {kPaddingKey, kNoRow, kAuxUnset};
+      walk = Probe(index, kKey, kTable, salt);
+      JAXSOK_CHECK(walk.row_id == kNoRow && walk.entry == (is_reached ? e : kNoEntry) && walk.num_probes == num_probes);
+
+      Take(*index.EntryAt(e), kKey, kTable, kRow);
+      walk = Probe(index, kKey, kTable, salt);
+      JAXSOK_CHECK(walk.row_id == (is_reached ? kRow : kNoRow) && walk.entry == (is_reached ? e : kNoEntry));
+      *index.EntryAt(e) = before;
+    }
+  }
+}
+
+/// An index of fewer buckets than kMaxProbes is walked round and round, yet ends.
+void TestWalkInSmallIndex() {
+  Memory memory(sizeof(Bucket));
+  const IndexView index = {static_cast<Bucket*>(memory.get()), 1};
+  for (int e = 0; e < kEntriesPerBucket; ++e) Take(index.buckets[0].entries[e], 1, 0, 0);
+  const ProbeResult walk = Probe(index, 2, 0, 0);
+  JAXSOK_CHECK(walk.entry == kNoEntry && walk.num_probes == kMaxProbes);
+}
+
 /// Keys whose walks meet: more than kMaxProbes buckets of them. The last find no entry; none is lost or mixed up.
 void TestUnplaced() {
   ThreadExecutor executor(2);
@@ -1183,6 +1229,8 @@ int main(int argc, char** argv) {
       jaxsok::TestTouch(seed, num_threads);
     }
   }
+  jaxsok::TestWalk();
+  jaxsok::TestWalkInSmallIndex();
   jaxsok::TestRequestsRefused();
   jaxsok::TestUnplaced();
   jaxsok::TestHotRow();
