@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float32, Int32
 
 from jaxsok import ahead as ahead_lib
-from jaxsok import annotations, checks, guards, processes
+from jaxsok import annotations, checks, guards, lives, processes
 from jaxsok import coming as coming_lib
 from jaxsok import evict as evict_lib
 from jaxsok import exchange as exchange_lib
@@ -225,7 +225,7 @@ class Collection(TableOperations):
         step, seed_words, owners, refused = shards.make(make_rest, is_split=False)
         # Of the seed, so that two runs have the same bits. Exports tell lives of one word apart all the same.
         lineage = np.random.SeedSequence([int(seed), int(self.fingerprint, 16)]).generate_state(2)
-        processes.begin_life(lineage, drawn[:2])
+        lives.IN_THIS_PROCESS.begin(lineage, drawn[:2])
         state = State(
             stores=shards.make(make_stores),
             tickets=no_tickets(self.shards),

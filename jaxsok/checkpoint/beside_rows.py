@@ -58,7 +58,7 @@ def add(
         if optimizer_state != "initial":
             state = _with_globals(source, collection, state, names)
         is_exact = optimizer_state == "require"
-        held.state = lineage_lib.begun(collection, state, source.manifest, is_exact=is_exact)
+        held.state = lineage_lib.begin_life(collection, state, source.manifest, is_exact=is_exact)
 
 
 def with_store_words(source: Source, collection: Collection, state: State) -> State:

@@ -228,7 +228,7 @@ def _export(
             saving = saving_of(tombstones)
             saved_now(saving, folder)
         # Of all processes, so that all of them refuse.
-        latest = 2**32 - processes.least(2**32 - saving.latest)
+        latest = processes.greatest(saving.latest)
         if latest > saving.part["clock"]:
             raise ValueError(
                 f"{op}: clock: got {saving.part['clock']}, wanted {latest} or later, the latest last step of a row: "

@@ -53,7 +53,7 @@ class TablesCheckpointHandler(ocp.AsyncCheckpointHandler):
         try:
             return [await self._begun(directory, args, votes)]
         except BaseException as error:
-            votes[0].tell(error)
+            votes[0].report(error)
             raise
 
     async def _begun(self, directory: Any, args: "TablesSave", votes: tuple[processes.Vote, processes.Vote]) -> Any:
@@ -113,9 +113,9 @@ async def _written(saving: Saving, directory: Any, votes: tuple[processes.Vote, 
         try:
             write(directory)
         except BaseException as error:
-            vote.tell(error)
+            vote.report(error)
             raise
-        vote.tell(None)
+        vote.report(None)
         # The future has a thread and an event loop of its own: nothing else waits for it.
         vote.wait()
 

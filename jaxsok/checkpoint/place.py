@@ -81,7 +81,7 @@ class Placer:
             except Exception as one:
                 error, most = one, FAILED
             # The size of a round, like their number, is what the process with most to do needs.
-            most = (1 << 40) - processes.least((1 << 40) - most)
+            most = processes.greatest(most)
             if most == FAILED:
                 # All processes are here.
                 self._settle(held, unsettled)
@@ -94,7 +94,8 @@ class Placer:
             self._settle(held, unsettled)
             unsettled = piece, self._enter(held, piece)
         self._settle(held, unsettled)
-        return self._total(total)
+        # Each process reads a replicated store in full.
+        return total if self.spec.is_replicated or self.shards.num_processes == 1 else processes.total(total)
 
     def _enter(self, held: Held, piece: dict[str, Any]) -> Array:
         """Enters a round; how many keys each shard refused."""
@@ -131,16 +132,6 @@ class Placer:
             padded = dict.fromkeys(self.local, padded[self.local[0]])
         first = padded[self.local[0]]
         return {name: self.shards.put({shard: padded[shard][name] for shard in self.local}) for name in first}
-
-    def _total(self, count: int) -> int:
-        """Of all processes; a replicated store is read by each of them in full."""
-        if self.spec.is_replicated or self.shards.num_processes == 1:
-            return count
-        from jax.experimental import multihost_utils
-
-        words = np.array([count >> 31, count & 0x7FFFFFFF], np.int32)
-        gathered = np.asarray(multihost_utils.process_allgather(words)).reshape(-1, 2)
-        return sum((int(high) << 31) | int(low) for high, low in gathered)
 
     def _padded(self, records: Records | None, size: int) -> dict[str, np.ndarray]:
         """A shard's lines, and padding behind them."""
