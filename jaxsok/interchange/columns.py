@@ -43,16 +43,13 @@ _READ_BYTES = 1 << 20  # at a time, for a checksum
 def write_parquet(
     path: str | os.PathLike, records: RecordsIn, *, compression: str | None = "zstd", overwrite: bool = False
 ) -> int:
-    """Writes a table as one Parquet file, a row group for each chunk, with checksums.
+    """Writes a table as one Parquet file, a row group for each chunk, with checksums; returns the number of rows.
 
     Args:
       path: of the file; its directory is made.
       records: chunks, taken one by one.
       compression: a codec that Parquet knows, as "zstd", "lz4" or "snappy"; None: none.
       overwrite: whether a file that is there may go.
-
-    Returns:
-      How many rows were written.
 
     Raises:
       FileExistsError: there is a file, and `overwrite` is False.
@@ -83,15 +80,8 @@ def write_parquet(
 def read_parquet(path: str | os.PathLike, *, chunk_rows: int | None = None) -> RecordChunks:
     """Reads a table from Parquet.
 
-    The whole file is decoded once, with its checksums, before this returns; it is read again while the result is
-    iterated.
-
-    Args:
-      path: of the file.
-      chunk_rows: rows at once; None: about 64 MiB. Host memory holds a row group besides.
-
-    Returns:
-      Chunks; `num_rows` tells how many in all.
+    The whole file is decoded once, with its checksums, before this returns. Host memory holds a chunk of `chunk_rows` rows
+    (None: about 64 MiB) and a row group.
 
     Raises:
       FileNotFoundError: there is no file.
@@ -137,24 +127,7 @@ def read_parquet(path: str | os.PathLike, *, chunk_rows: int | None = None) -> R
 def write_arrow(path: str | os.PathLike, records: RecordsIn, *, overwrite: bool = False) -> int:
     """Writes a table as one Arrow IPC file (Feather 2), uncompressed, a record batch for each chunk.
 
-    Args:
-      path: of the file; its directory is made.
-      records: chunks, taken one by one.
-      overwrite: whether a file that is there may go.
-
-    Returns:
-      How many rows were written.
-
-    Raises:
-      FileExistsError: there is a file, and `overwrite` is False.
-      ImportError: pyarrow is missing.
-
-    Example:
-      >>> import tempfile, pyarrow
-      >>> with tempfile.TemporaryDirectory() as path:
-      ...     _ = write_arrow(f"{path}/user.arrow", Records(np.array([7], np.uint64), np.ones((1, 2), np.float32)))
-      ...     pyarrow.ipc.open_file(f"{path}/user.arrow").read_all().to_pylist()
-      [{'key': 7, 'row': [1.0, 1.0]}]
+    Arguments (but `compression`), result and errors are those of `write_parquet`.
     """
     pa, _ = _arrow("write_arrow")
     form, chunks = files.checked_records("write_arrow", records)
@@ -169,24 +142,10 @@ def write_arrow(path: str | os.PathLike, records: RecordsIn, *, overwrite: bool 
 
 
 def read_arrow(path: str | os.PathLike, *, chunk_rows: int | None = None) -> RecordChunks:
-    """Reads a table from an Arrow IPC file.
+    """Reads a table from an Arrow IPC file, which is mapped into memory, not loaded.
 
     The whole file is read once, before this returns: its parts must follow each other without a gap, and batches that
-    `write_arrow` wrote must have their checksums (the format itself has none). It is read again while the result is
-    iterated.
-
-    Args:
-      path: of the file.
-      chunk_rows: rows at once; None: about 64 MiB. The file is mapped into memory, not loaded.
-
-    Returns:
-      Chunks; `num_rows` tells how many in all.
-
-    Raises:
-      FileNotFoundError: there is no file.
-      ValueError: truncated or broken, columns that are missing, unknown, of another type or with nulls, PADDING_KEY,
-        or a key that occurs twice; names the file, and its record batch or bytes.
-      ImportError: pyarrow is missing.
+    `write_arrow` wrote must have their checksums (the format itself has none). Errors are those of `read_parquet`.
 
     Example:
       >>> import tempfile
@@ -229,24 +188,7 @@ def save(
     with_state: bool = True,
     overwrite: bool = False,
 ) -> dict[str, int]:
-    """Writes each table of a collection as `<directory>/<table>.parquet` or `.arrow`.
-
-    Args:
-      collection: of one process.
-      state: not donated.
-      directory: it is made.
-      tables: names, or a mapping from them to those of the files; None: all. Punctuation becomes `_`.
-      format: "parquet" or "arrow".
-      with_state: whether to write optimizer state.
-      overwrite: whether files that are there may go.
-
-    Returns:
-      How many rows were written, by table.
-
-    Raises:
-      ValueError: a table that is not there, or two for one file.
-      FileExistsError: there are files, and `overwrite` is False.
-      ImportError: pyarrow is missing.
+    """Writes each table of a collection as `<directory>/<table>.<format>`; `jaxsok.interchange` has arguments and errors.
 
     Example:
       `columns.save(collection, state, "tables", ["user"], with_state=False)`
@@ -267,26 +209,7 @@ def load(
     reset_state: bool = False,
     chunk_rows: int | None = None,
 ) -> State:
-    """Enters the rows of such files into tables, each by its key; all files are checked before the first row.
-
-    Args:
-      collection: on any mesh.
-      state: donated.
-      directory: as for `save`.
-      tables: as for `save`.
-      format: "parquet" or "arrow".
-      with_state: whether to take optimizer state; else that of new rows is initial.
-      reset_state: whether state of rows that are there becomes initial where the files have none.
-      chunk_rows: rows at once; None: about 64 MiB.
-
-    Returns:
-      The state.
-
-    Raises:
-      FileNotFoundError, ValueError: as `read_parquet`, and where a file does not fit its table; the state is as it
-        was.
-      MemoryError, TableFullError: the tables cannot grow as far; `state` of the error is the state as it is then.
-      ImportError: pyarrow is missing.
+    """Enters the rows of such files into tables; `jaxsok.interchange` has arguments and errors.
 
     Example:
       `state = columns.load(collection, state, "tables", ["user"])`
@@ -301,7 +224,6 @@ def load(
 
 
 def _arrow(op: str) -> tuple[Any, Any]:
-    """The package pyarrow and its Parquet part."""
     try:
         import pyarrow
         import pyarrow.parquet
@@ -342,7 +264,7 @@ def _form_of(op: str, path: pathlib.Path, schema: Any) -> Form:
 
 
 def _form(op: str, path: pathlib.Path, schema: Any) -> Form:
-    """What a schema says of records; refuses columns that records do not have."""
+    """Refuses columns that records do not have."""
     import pyarrow as pa
 
     def refuse(name: str, got: Any, wanted: str) -> None:
@@ -383,7 +305,7 @@ def _form(op: str, path: pathlib.Path, schema: Any) -> Form:
 
 
 def _records(op: str, path: pathlib.Path, form: Form, batch: Any) -> Records:
-    """A batch as records, in memory of its own; refuses nulls."""
+    """Copies a batch; refuses nulls."""
 
     def lines(name: str, width: int) -> np.ndarray:
         column = batch.column(name)
@@ -410,7 +332,7 @@ def _records(op: str, path: pathlib.Path, form: Form, batch: Any) -> Records:
 def _checked(
     op: str, path: pathlib.Path, form: Form, num_rows: int, batches: Callable[..., Iterator[Any]]
 ) -> RecordChunks:
-    """The chunks of a file that has been gone through once."""
+    """Goes through a file once."""
 
     def chunks() -> Iterator[Records]:
         return (_records(op, path, form, batch) for batch in batches())
@@ -426,7 +348,7 @@ def _checked(
 
 
 def _check_ends(op: str, path: pathlib.Path, magic: bytes, least: int) -> int:
-    """The size of a file that begins and ends as it must."""
+    """Returns the size of a file that begins and ends as it must."""
     size = files.size_of(op, path)
     with open(path, "rb") as file:
         head, end = file.read(len(magic)), magic.rstrip(b"\0")
@@ -441,7 +363,7 @@ def _check_ends(op: str, path: pathlib.Path, magic: bytes, least: int) -> int:
 
 
 def _checksum(batch: Any) -> int:
-    """Of the columns of a batch: their names, types and numbers."""
+    """Sums the columns of a batch: their names, types and numbers."""
     checksum = 0
     for field, column in zip(batch.schema, batch.columns, strict=True):
         numbers = column.flatten() if field.name == "row" or field.name.startswith("state.") else column
@@ -453,10 +375,10 @@ def _checksum(batch: Any) -> int:
 
 
 def _check_arrow(op: str, path: pathlib.Path, size: int) -> tuple[Any, int]:
-    """Schema and number of rows of an Arrow file without a byte too many or too few.
+    """Returns schema and number of rows of an Arrow file without a byte too many or too few.
 
     The schema, the record batches, the end mark and the footer must follow each other, the buffers of each batch
-    likewise, and the footer must tell of the same: bytes that were cut out or put in move what follows them.
+    likewise, and the footer must list the same: bytes that were cut out or put in move what follows them.
     """
     pa, _ = _arrow(op)
 
@@ -503,7 +425,7 @@ def _check_arrow(op: str, path: pathlib.Path, size: int) -> tuple[Any, int]:
 
 
 def _blocks(footer: bytes) -> list[tuple[int, int, int]]:
-    """Where a footer says that record batches are: first byte, bytes of the head, bytes of the columns.
+    """Reads from a footer where the record batches are: first byte, bytes of the head, bytes of the columns.
 
     Source: Footer and Block in File.fbs of Arrow; a vector in a table of a flatbuffer.
     """
@@ -531,7 +453,7 @@ def _is_tiled(body: Any, batch: Any) -> bool:
 
 
 class _Summed:
-    """A file that is written from its begin to its end, and the checksum of what was written."""
+    """Sums the bytes that are written into a file, from its begin to its end."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self.file, self.checksum = file, 0
@@ -556,10 +478,7 @@ def _guard_footer(file: IO[bytes], checksum: int) -> None:
 
 
 def _check_footer(op: str, path: pathlib.Path, size: int) -> None:
-    """Refuses a footer longer than the file, and a file that does not have its checksum.
-
-    One without a mark is another tool's.
-    """
+    """Refuses a footer longer than the file, and a marked file that does not have its checksum."""
     with open(path, "rb") as file:
         file.seek(size - 8)
         begin = size - 8 - int.from_bytes(file.read(4), "little")
@@ -581,7 +500,6 @@ def _check_footer(op: str, path: pathlib.Path, size: int) -> None:
 
 
 def _bytes_of(group: Any) -> tuple[int, int]:
-    """Where a row group of a Parquet file lies."""
     parts = [group.column(i) for i in range(group.num_columns)]
     begins = [part.dictionary_page_offset or part.data_page_offset for part in parts]
     return min(begins), max(b + part.total_compressed_size for b, part in zip(begins, parts, strict=True))

@@ -53,7 +53,6 @@ class RecordChunks:
     """Begins to read."""
 
     def __iter__(self) -> Iterator[Records]:
-        """The chunks, in the order of the file."""
         return self.start()
 
 
@@ -77,7 +76,6 @@ class Form:
         return 8 + self.dim * self.dtype.itemsize + sum(4 * width for _, width in self.states) + 8
 
     def __str__(self) -> str:
-        """As messages tell it."""
         states = {name: width for name, width in self.states}
         kept = [name for name in ("last_step", "frequency") if getattr(self, f"has_{name}")]
         return f"rows of {self.dim} x {self.dtype.name}, state {states}, statistics {kept}"
@@ -88,10 +86,10 @@ EMPTY = Form(0, ROW_DTYPES["float32"], (), False, False)
 
 
 def form_of(op: str, records: Any) -> Form:
-    """The form of a chunk; refuses what is none.
+    """Returns the form of a chunk.
 
     Raises:
-      TypeError, ValueError: names op, array, got and wanted.
+      TypeError, ValueError: it is none; names op, array, got and wanted.
     """
     if not isinstance(records, Records):
         raise TypeError(f"{op}: records: got {type(records).__name__}, wanted jaxsok.Records, or several.")
@@ -122,7 +120,7 @@ def form_of(op: str, records: Any) -> Form:
 
 
 def checked_records(op: str, records: RecordsIn) -> tuple[Form, Iterator[Records]]:
-    """The form of the first chunk, and all chunks, each of which is checked to have it; EMPTY if there are none."""
+    """Returns the form of the first chunk and all chunks, each checked to have it; EMPTY if there are none."""
     chunks = iter([records] if isinstance(records, Records) else records)
     first = next(chunks, None)
     if first is None:
@@ -176,7 +174,6 @@ class PartialFiles:
         return [path for path in self._find_stale() if path not in self._paths]
 
     def __enter__(self) -> list[IO[bytes]]:
-        """The open files, in the order of the paths."""
         try:
             for path in self._partials:
                 path.parent.mkdir(parents=True, exist_ok=True)
@@ -187,7 +184,6 @@ class PartialFiles:
         return self._files
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        """Gives the files their names, or takes them away after an error."""
         try:
             for file in self._files:
                 if kind is None:
@@ -250,19 +246,19 @@ class PartialFiles:
 
 
 def refuse_existing(op: str, paths: Sequence[pathlib.Path], overwrite: bool) -> None:
-    """Raises FileExistsError if one of the files is there and must not go."""
+    """Refuses files that are there and must not go."""
     there = [path for path in paths if path.exists()]
     if there and not overwrite:
         raise FileExistsError(f"{op}: {there[0]}: is there already; pass overwrite=True, or another place.")
 
 
 def write_array(file: IO[bytes], array: np.ndarray) -> None:
-    """The numbers of an array, row by row, as bytes in the order of their dtype."""
+    """Writes the numbers of an array, row by row."""
     file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
 
 
 def narrowed(op: str, what: str, array: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """An array in the dtype of a file; refuses numbers that are finite here and would not be there."""
+    """Converts to the dtype of a file; refuses numbers that are finite here and would not be there."""
     with np.errstate(over="ignore"):
         result = array.astype(dtype, copy=False)
     if result is not array and np.isfinite(result).sum() != np.isfinite(array).sum():
@@ -274,7 +270,7 @@ def narrowed(op: str, what: str, array: np.ndarray, dtype: np.dtype) -> np.ndarr
 
 
 def size_of(op: str, path: pathlib.Path, remedy: str = "") -> int:
-    """Bytes of a file that has to be there."""
+    """Returns the bytes of a file that has to be there."""
     if not path.is_file():
         raise FileNotFoundError(f"{op}: {path}: there is no such file.{remedy}")
     return path.stat().st_size
@@ -295,7 +291,6 @@ class RawArray:
     """The file that tells how many rows there are, if that is another one."""
 
     def __post_init__(self) -> None:
-        """Refuses a file of another size."""
         size, wanted = size_of(self.op, self.path), self.begin + self.row_bytes * self.shape[0]
         if size != wanted:
             got = "the end of the file" if size < wanted else "more"
@@ -334,7 +329,7 @@ class RawArray:
 
 
 def rows_in(op: str, path: pathlib.Path, row_bytes: int, begin: int = 0) -> int:
-    """How many rows a file has after its header; refuses a part of one."""
+    """Counts the rows of a file after its header; refuses a part of one."""
     size = size_of(op, path)
     if size < begin:
         raise ValueError(
@@ -355,7 +350,7 @@ def starts(num_rows: int, chunk_rows: int) -> range:
 
 
 def rows_of_chunk(op: str, chunk_rows: int | None, row_bytes: int) -> int:
-    """How many rows a chunk has."""
+    """Returns how many rows a chunk has."""
     if chunk_rows is None:
         return max(1, CHUNK_BYTES // row_bytes)
     return checks.integer(f"{op}: chunk_rows", chunk_rows, 1, wanted="None or a positive integer")
@@ -410,7 +405,7 @@ def _part_of(keys: np.ndarray, num_parts: int) -> np.ndarray:
 
 
 def _second(chunks: Callable[[], Iterator[np.ndarray]], key: np.uint64) -> int:
-    """The number of a key's second occurrence."""
+    """Returns the number of a key's second occurrence."""
     found, begin = [], 0
     for keys in chunks():
         found += [begin + int(i) for i in np.flatnonzero(keys == key)[:2]]
@@ -421,7 +416,7 @@ def _second(chunks: Callable[[], Iterator[np.ndarray]], key: np.uint64) -> int:
 
 
 def check_raw_keys(keys: RawArray) -> None:
-    """`check_keys` on a file."""
+    """Applies `check_keys` to a file."""
     num_rows = keys.shape[0]
     rows = max(1, CHUNK_BYTES // 8)
 
@@ -437,7 +432,7 @@ _PLAIN = str.maketrans(string.punctuation, "_" * len(string.punctuation))
 
 
 def spelled(name: str) -> str:
-    """A name as SOK spells it in names of files: each character of ASCII punctuation is an underscore.
+    """Spells a name as SOK does in names of files: each character of ASCII punctuation is an underscore.
 
     Example:
       >>> spelled("user/age:0")
@@ -449,13 +444,7 @@ def spelled(name: str) -> str:
 def names_of(
     op: str, collection: Collection, tables: Sequence[str] | Mapping[str, str] | None, ending: str = ""
 ) -> dict[str, str]:
-    """What a user chose: by name of a table, its name in files, which `spelled` makes that of a file.
-
-    Args:
-      op: named in errors.
-      collection: whose tables.
-      tables: names, or a mapping from them to those in files; None: all, by their own names.
-      ending: of the files, named in errors.
+    """Returns what a user chose: by table, its name in files, which `spelled` makes that of a file with some ending.
 
     Raises:
       ValueError: no such table, or two whose files would be the same.
@@ -481,12 +470,12 @@ def names_of(
 
 
 def spec_of(collection: Collection, table: str) -> TableSpec:
-    """The declaration of a table, which is there."""
+    """Returns the declaration of a table, which is there."""
     return next(spec for spec in collection.tables if spec.name == table)
 
 
 def refuse_processes(op: str, collection: Collection, write: str) -> None:
-    """A process has its own shards only: several must not write one file."""
+    """Refuses several processes: each has its own shards only, and they must not write one file."""
     if collection.shards.num_processes > 1:
         raise ValueError(
             f"{op}: collection: got a mesh over {collection.shards.num_processes} processes, wanted one process: each "
@@ -505,7 +494,7 @@ def export_all(
     with_state: bool,
     overwrite: bool,
 ) -> dict[str, int]:
-    """Writes tables, each into its one file; first refuses what cannot be meant. How many rows, by table."""
+    """Writes tables, each into its one file; first refuses what cannot be meant. Returns how many rows, by table."""
     refuse_processes(op, collection, write.__name__)
     refuse_existing(op, list(paths.values()), overwrite)
     return {
@@ -553,7 +542,7 @@ def paths_of(
     tables: Sequence[str] | Mapping[str, str] | None,
     ending: str,
 ) -> dict[str, pathlib.Path]:
-    """By table, its one file in a directory."""
+    """Returns, by table, its one file in a directory."""
     names = names_of(op, collection, tables, ending)
     return {table: pathlib.Path(directory) / f"{spelled(name)}{ending}" for table, name in names.items()}
 

@@ -67,7 +67,10 @@ def write_sok(
     dtype: str | None = None,
     overwrite: bool = False,
 ) -> int:
-    """Writes a table as SOK's `load` reads it; headers have the real names.
+    """Writes a table as SOK's `load` reads it; returns the number of rows. Headers have the real names.
+
+    Statistics are not written: the format has no place for them. SOK keeps the step that Adam's bias correction counts
+    elsewhere.
 
     Args:
       directory: it is made; it may hold other tables.
@@ -81,16 +84,10 @@ def write_sok(
         they have, float32 for those of bfloat16.
       overwrite: whether files of this table may go.
 
-    Returns:
-      How many rows were written.
-
     Raises:
       ValueError: state that SOK has no name for, or that the records lack; a key or a number that the dtype cannot
         hold; a name too long for the header.
       FileExistsError: there are files of this table, or of one whose name differs in punctuation alone.
-
-    Statistics are not written: the format has no place for them. SOK keeps the step that Adam's bias correction counts
-    elsewhere.
 
     Example:
       >>> import tempfile
@@ -141,10 +138,7 @@ def read_sok(
     widths: Mapping[str, int] | None = None,
     chunk_rows: int | None = None,
 ) -> RecordChunks:
-    """Reads a table of a SOK dump, whatever number of devices wrote it.
-
-    Headers and sizes are checked, and all keys are read, before this returns; rows are read while the result is
-    iterated.
+    """Reads a table of a SOK dump, whatever number of devices wrote it. Rows have the dtype of the file, state is float32.
 
     Args:
       directory: where the files are.
@@ -155,9 +149,6 @@ def read_sok(
       learning_rate: with "sgd", the one that SOK trained with: Keras keeps `-learning_rate * trace`.
       widths: by name of state, numbers a row where they are not dim, as `{"accumulator": 1}` of "rowwise_adagrad".
       chunk_rows: rows at once; None: about 64 MiB.
-
-    Returns:
-      Chunks; rows have the dtype of the file, state is float32. `num_rows` tells how many in all.
 
     Raises:
       FileNotFoundError: a file is missing.
@@ -197,15 +188,6 @@ def read_sok_v1(directory: str | os.PathLike, table: str, *, dim: int, chunk_row
     There is no header: rows are float32, keys int64 or uint32, as their size tells. SOK 1 had one table for all slots
     of a layer, and wrote no optimizer state.
 
-    Args:
-      directory: where the files are.
-      table: name of SOK's variable.
-      dim: of the table.
-      chunk_rows: rows at once; None: about 64 MiB.
-
-    Returns:
-      Chunks of float32 rows; `num_rows` tells how many in all.
-
     Raises:
       FileNotFoundError: a file is missing.
       ValueError: empty or mis-sized files, PADDING_KEY, or a key that occurs twice; names file and byte. A file of
@@ -243,24 +225,10 @@ def save(
     optimizers: Mapping[str, OptimizerLike] | None = None,
     overwrite: bool = False,
 ) -> dict[str, int]:
-    """Writes tables of a collection as a SOK dump.
+    """Writes tables of a collection as a SOK dump; `jaxsok.interchange` has the other arguments and errors.
 
-    Args:
-      collection: of one process.
-      state: not donated.
-      directory: it is made.
-      tables: names, or a mapping from them to those of SOK's variables, as `{"user": "user:0"}`; None: all.
-      with_state: whether to write optimizer state.
-      optimizers: by table, what `write_sok` takes in place of the declared optimizer.
-      overwrite: whether files of these tables may go.
-
-    Returns:
-      How many rows were written, by table.
-
-    Raises:
-      ValueError: a table that is not there, two whose files would have one name, or an optimizer that SOK has no
-        files for.
-      FileExistsError: there are files, and `overwrite` is False.
+    `tables` may map names to those of SOK's variables. `optimizers` has, by table, what `write_sok` takes in place of the
+    declared optimizer; one that SOK has no files for is a ValueError.
 
     Example:
       `sok.save(collection, state, "dump", {"user": "user:0"})`
@@ -291,27 +259,10 @@ def load(
     reset_state: bool = False,
     chunk_rows: int | None = None,
 ) -> State:
-    """Enters the rows of a SOK dump into tables, each by its key; all files are checked before the first row.
+    """Enters the rows of a SOK dump into tables; arguments and errors are those of `save` and `jaxsok.interchange`.
 
-    A key that has a row already gets row and state of the file. `state.step`, by which Adam corrects its bias, is not
-    in the files and stays.
-
-    Args:
-      collection: on any mesh.
-      state: donated.
-      directory: where the files are.
-      tables: names, or a mapping from them to those of SOK's variables; None: all.
-      with_state: whether to read optimizer state; then it must be there.
-      optimizers: by table, what `read_sok` takes in place of the declared optimizer.
-      reset_state: whether state of rows that are there becomes initial where the files have none.
-      chunk_rows: rows at once; None: about 64 MiB.
-
-    Returns:
-      The state.
-
-    Raises:
-      FileNotFoundError, ValueError: as `read_sok`; the state is as it was then.
-      MemoryError, TableFullError: the tables cannot grow as far; `state` of the error is the state as it is then.
+    Optimizer state must be there, unless `with_state` is False. `state.step`, by which Adam corrects its bias, is not in
+    the files and stays.
 
     Example:
       `state = sok.load(collection, state, "dump", {"user": "user:0"}, with_state=False)`
@@ -338,7 +289,7 @@ def load(
 
 @dataclasses.dataclass(frozen=True)
 class _Output:
-    """One file to write."""
+    """A file to write."""
 
     end: str
     kind: int
@@ -353,7 +304,7 @@ def _spelled(op: str, table: str) -> str:
 
 
 def _files_of(op: str, directory: str | os.PathLike, table: str) -> list[pathlib.Path]:
-    """What there is of a table; refuses files of another one whose name is spelled the same."""
+    """Finds the files of a table; refuses those of another one whose name is spelled the same."""
     base = pathlib.Path(directory) / _spelled(op, table)
     if not base.parent.is_dir():
         return []
@@ -375,7 +326,7 @@ def _files_of(op: str, directory: str | os.PathLike, table: str) -> list[pathlib
 
 
 def _is_of(path: pathlib.Path, end: str, table: str) -> bool:
-    """Whether a file is of a table's dump: by the end of its name, or, since slots may have any, by its header."""
+    """Tells a table's file by the end of its name, or, since slots may have any, by its header."""
     if not path.is_file() or path.suffix == ".partial":
         return False
     if end in _ENDS:
@@ -394,7 +345,7 @@ def _path(base: pathlib.Path, end: str) -> pathlib.Path:
 
 
 def _slot_name(op: str, end: str) -> str:
-    """What the header calls a slot: its name without the optimizer's."""
+    """Returns what the header calls a slot: its name without the optimizer's."""
     name, dash, slot = end.partition("-")
     if not (name and dash and slot) or "/" in end:
         raise ValueError(f'{op}: optimizer: got the end of a file {end!r}, wanted "<optimizer>-<slot>", as "Adam-m".')
@@ -402,7 +353,7 @@ def _slot_name(op: str, end: str) -> str:
 
 
 def _slots_of(op: str, optimizer: Any, learning_rate: float | None) -> tuple[dict[str, str], float]:
-    """Ends of files by name of state; and what a file's numbers are multiplied by to be state."""
+    """Returns ends of files by name of state, and the factor from a file's numbers to state."""
     if optimizer is None:
         return {}, 1.0
     if isinstance(optimizer, Mapping):
@@ -424,7 +375,7 @@ def _slots_of(op: str, optimizer: Any, learning_rate: float | None) -> tuple[dic
 
 
 def _found(op: str, base: pathlib.Path, spellings: Sequence[Mapping[str, str]]) -> dict[str, str]:
-    """The spelling of which there are files; the first, if there are none."""
+    """Returns the spelling of which there are files; the first, if there are none."""
     there = [one for one in spellings if any(_path(base, end).exists() for end in one.values())]
     if len(there) > 1:
         both = [str(_path(base, end)) for one in there for end in one.values() if _path(base, end).exists()]
@@ -441,7 +392,7 @@ def _declared(
     with_state: bool,
     optimizers: Mapping[str, OptimizerLike] | None,
 ) -> tuple[OptimizerLike, float | None]:
-    """What a table's state is called in files, and the learning rate, if it is a number."""
+    """Returns what a table's state is called in files, and the learning rate, if it is a number."""
     for name in optimizers or {}:
         if name not in [spec.name for spec in collection.tables]:
             raise ValueError(f"{op}: optimizers: got {name!r}, wanted some of {[s.name for s in collection.tables]}.")
@@ -487,7 +438,7 @@ def _text(op: str, what: str, name: str, size: int) -> bytes:
 
 
 def _read_header(op: str, path: pathlib.Path, table: str, kind: int, slot: str) -> np.dtype:
-    """The dtype of a file whose header is as it must be."""
+    """Returns the dtype of a file whose header is as it must be."""
     size = files.size_of(op, path, "" if kind < 2 else " Pass optimizer=None (with_state=False) for rows alone.")
     if size < HEADER_BYTES:
         raise ValueError(
@@ -542,7 +493,6 @@ def _chunks(
     states: Mapping[str, RawArray],
     scale: float = 1.0,
 ) -> RecordChunks:
-    """The chunks of files whose sizes fit; refuses keys that no table can have."""
     (num_rows, dim), arrays = rows.shape, (keys, rows, *states.values())
     at_once = files.rows_of_chunk(op, chunk_rows, sum(array.row_bytes for array in arrays))
     files.check_raw_keys(keys)
@@ -561,7 +511,6 @@ def _scaled(numbers: np.ndarray, scale: float) -> np.ndarray:
 
 
 def _as_key_dtype(op: str, keys: np.ndarray, key_dtype: str) -> np.ndarray:
-    """Keys in a dtype of SOK; refuses those that it cannot hold."""
     wide = keys if key_dtype.startswith("uint") else keys.view(np.int64)
     limits = np.iinfo(key_dtype)
     wrong = np.flatnonzero((wide < limits.min) | (wide > limits.max))
