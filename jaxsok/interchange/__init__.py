@@ -4,10 +4,10 @@ hps.py has the pair of HugeCTR's parameter server, sok.py the dump of SparseOper
 npz.py NumPy's own. Users import each by name. Checkpoints are not here.
 
 Each module writes and reads `Records` of one table, which needs no collection. `write_…` takes `records`, one chunk or
-an iterable of them, and `overwrite`: whether files that are there may go; it returns the number of rows. `read_…` checks
-the files, all keys included, before it returns a `RecordChunks`; `chunk_rows` is the number of rows at once, None about
-64 MiB. Writers raise FileExistsError, readers FileNotFoundError, and ValueError for what is truncated, broken or of
-another format, for PADDING_KEY, and for a key that occurs twice; messages name the file and the byte.
+an iterable of them, and `overwrite`: whether files that are there may go; it returns the number of rows. `read_…`
+checks the files, all keys included, before it returns a `RecordChunks`; `chunk_rows` is the number of rows at once,
+None about 64 MiB. Writers raise FileExistsError, readers FileNotFoundError, and ValueError for what is truncated,
+broken or of another format, for PADDING_KEY, and for a key that occurs twice; messages name the file and the byte.
 
 Each module has `save` and `load` on a collection as well:
 

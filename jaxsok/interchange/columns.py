@@ -80,8 +80,8 @@ def write_parquet(
 def read_parquet(path: str | os.PathLike, *, chunk_rows: int | None = None) -> RecordChunks:
     """Reads a table from Parquet.
 
-    The whole file is decoded once, with its checksums, before this returns. Host memory holds a chunk of `chunk_rows` rows
-    (None: about 64 MiB) and a row group.
+    The whole file is decoded once, with its checksums, before this returns. Host memory holds a chunk of `chunk_rows`
+    rows (None: about 64 MiB) and a row group.
 
     Raises:
       FileNotFoundError: there is no file.
@@ -173,7 +173,7 @@ def read_arrow(path: str | os.PathLike, *, chunk_rows: int | None = None) -> Rec
                 if columns is None and told is not None and told != str(_checksum(batch)).encode():
                     raise ValueError(f"{op}: {path}: record batch {number}: got rows that do not have their checksum.")
                 batch = batch if columns is None else batch.select(columns)
-                yield from (batch.slice(start, at_once) for start in files.starts(batch.num_rows, at_once))
+                yield from (batch.slice(start, at_once) for start in range(0, batch.num_rows, at_once))
 
     return _checked(op, path, form, num_rows, batches)
 
@@ -188,7 +188,9 @@ def save(
     with_state: bool = True,
     overwrite: bool = False,
 ) -> dict[str, int]:
-    """Writes each table of a collection as `<directory>/<table>.<format>`; `jaxsok.interchange` has arguments and errors.
+    """Writes each table of a collection as `<directory>/<table>.<format>`.
+
+    `jaxsok.interchange` has arguments and errors.
 
     Example:
       `columns.save(collection, state, "tables", ["user"], with_state=False)`
@@ -257,24 +259,21 @@ def _batch(chunk: Records, schema: Any) -> Any:
 
 
 def _form_of(op: str, path: pathlib.Path, schema: Any) -> Form:
-    try:
-        return _form(op, path, schema)
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{op}: {path}: the schema, in the footer's bytes: {error}") from error
-
-
-def _form(op: str, path: pathlib.Path, schema: Any) -> Form:
     """Refuses columns that records do not have."""
     import pyarrow as pa
 
     def refuse(name: str, got: Any, wanted: str) -> None:
         raise ValueError(f'{op}: {path}: column "{name}": got {got}, wanted {wanted}.')
 
-    if len(set(schema.names)) != len(schema.names):
-        raise ValueError(f"{op}: {path}: got columns {schema.names}, wanted each once.")
+    try:
+        names = schema.names
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{op}: {path}: the schema, in the footer's bytes: {error}") from error
+    if len(set(names)) != len(names):
+        raise ValueError(f"{op}: {path}: got columns {names}, wanted each once.")
     for name in ("key", "row"):
-        if name not in schema.names:
-            raise ValueError(f'{op}: {path}: got columns {schema.names}, wanted also "{name}".')
+        if name not in names:
+            raise ValueError(f'{op}: {path}: got columns {names}, wanted also "{name}".')
     states, dtype, dim = [], np.dtype(np.float32), 0
     for field in schema:
         name, kind = field.name, field.type
@@ -300,30 +299,23 @@ def _form(op: str, path: pathlib.Path, schema: Any) -> Form:
         if named != "bfloat16" or dtype != np.float32:
             refuse("row", f"{dtype.name} with the metadata {named}", "one dtype")
         dtype = files.ROW_DTYPES["bfloat16"]
-    kept = ("last_step" in schema.names, "frequency" in schema.names)
-    return Form(dim, dtype, tuple(states), *kept)
+    return Form(dim, dtype, tuple(states), "last_step" in names, "frequency" in names)
 
 
 def _records(op: str, path: pathlib.Path, form: Form, batch: Any) -> Records:
     """Copies a batch; refuses nulls."""
 
-    def lines(name: str, width: int) -> np.ndarray:
+    def numbers(name: str, *width: int) -> np.ndarray:
         column = batch.column(name)
-        numbers = column.flatten()
-        if column.null_count or numbers.null_count:
+        flat = column.flatten() if width else column
+        if column.null_count or flat.null_count:
             raise ValueError(f'{op}: {path}: column "{name}": got nulls, wanted none.')
-        return numbers.to_numpy(zero_copy_only=False).reshape(-1, width)
-
-    def numbers(name: str) -> np.ndarray:
-        column = batch.column(name)
-        if column.null_count:
-            raise ValueError(f'{op}: {path}: column "{name}": got nulls, wanted none.')
-        return column.to_numpy(zero_copy_only=False)
+        return flat.to_numpy(zero_copy_only=False).reshape(-1, *width)
 
     return Records(
         from_words(to_words(numbers("key"), op)),
-        lines("row", form.dim).astype(form.dtype),
-        {name: lines(f"state.{name}", width).copy() for name, width in form.states},
+        numbers("row", form.dim).astype(form.dtype),
+        {name: numbers(f"state.{name}", width).copy() for name, width in form.states},
         numbers("last_step").copy() if form.has_last_step else None,
         numbers("frequency").copy() if form.has_frequency else None,
     )

@@ -344,11 +344,6 @@ def rows_in(op: str, path: pathlib.Path, row_bytes: int, begin: int = 0) -> int:
     return num_rows
 
 
-def starts(num_rows: int, chunk_rows: int) -> range:
-    """Where chunks begin."""
-    return range(0, num_rows, chunk_rows)
-
-
 def rows_of_chunk(op: str, chunk_rows: int | None, row_bytes: int) -> int:
     """Returns how many rows a chunk has."""
     if chunk_rows is None:
@@ -417,13 +412,12 @@ def _second(chunks: Callable[[], Iterator[np.ndarray]], key: np.uint64) -> int:
 
 def check_raw_keys(keys: RawArray) -> None:
     """Applies `check_keys` to a file."""
-    num_rows = keys.shape[0]
-    rows = max(1, CHUNK_BYTES // 8)
+    num_keys, at_once = keys.shape[0], max(1, CHUNK_BYTES // 8)
 
     def chunks() -> Iterator[np.ndarray]:
-        return (keys.read_keys(start, start + rows) for start in starts(num_rows, rows))
+        return (keys.read_keys(start, start + at_once) for start in range(0, num_keys, at_once))
 
-    check_keys(keys.op, num_rows, chunks, lambda number: f"{keys.path}: byte {keys.byte_of(number)}")
+    check_keys(keys.op, num_keys, chunks, lambda number: f"{keys.path}: byte {keys.byte_of(number)}")
 
 
 # Names and collections -----------------------------------------------------------------------------------------------

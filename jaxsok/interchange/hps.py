@@ -49,23 +49,21 @@ def write_hps(path: str | os.PathLike, records: RecordsIn, *, hotness: bool = Fa
 
     Source: the raw model loader of HugeCTR 24.06.
     """
-    form, chunks = files.checked_records("write_hps", records)
+    op, (key, rows, meta), num_rows = "write_hps", _paths(path), 0
+    form, chunks = files.checked_records(op, records)
     if hotness and not form.has_frequency:
-        raise ValueError("write_hps: hotness: got True with records without frequency, wanted records with it.")
-    paths, num_rows = _paths(path), 0
-    key, rows, meta = paths
-    with PartialFiles(
-        "write_hps", paths if hotness else [key, rows], overwrite=overwrite, stale=lambda: [meta]
-    ) as opened:
+        raise ValueError(f"{op}: hotness: got True with records without frequency, wanted records with it.")
+    paths = [key, rows, meta] if hotness else [key, rows]
+    with PartialFiles(op, paths, overwrite=overwrite, stale=lambda: [meta]) as opened:
         for chunk in chunks:
             files.write_array(opened[0], chunk.keys.view(np.int64).astype(_KEY, copy=False))
-            numbers = files.narrowed("write_hps", "records.rows", chunk.rows, np.dtype(np.float32))
+            numbers = files.narrowed(op, "records.rows", chunk.rows, np.dtype(np.float32))
             files.write_array(opened[1], numbers.astype(_ROW, copy=False))
             if hotness and chunk.frequency is not None:
                 files.write_array(opened[2], chunk.frequency.astype(_KEY))
             num_rows += chunk.num_rows
         if num_rows == 0:
-            raise ValueError(f"write_hps: records: got none for {path}, wanted at least one: HPS reads no empty table.")
+            raise ValueError(f"{op}: records: got none for {path}, wanted at least one: HPS reads no empty table.")
     return num_rows
 
 
@@ -106,11 +104,11 @@ def read_hps(
     at_once = files.rows_of_chunk(op, chunk_rows, keys.row_bytes + rows.row_bytes)
     files.check_raw_keys(keys)
     if meta is not None:
-        for _ in _frequencies(meta, at_once):
-            pass
+        for start in range(0, num_rows, at_once):
+            _frequency(meta, start, start + at_once)
 
     def chunks() -> Iterator[Records]:
-        for start in files.starts(num_rows, at_once):
+        for start in range(0, num_rows, at_once):
             stop = start + at_once
             frequency = None if meta is None else _frequency(meta, start, stop)
             yield Records(keys.read_keys(start, stop), rows.read(start, stop), frequency=frequency)
@@ -129,14 +127,14 @@ def save(
 ) -> dict[str, int]:
     """Writes tables of a collection, each into a directory of its own below the given one.
 
-    `jaxsok.interchange` has the other arguments and errors. `defaults` is what the server will answer for keys without a
-    row, in every column, for all tables or by name: HPS has one number for a table, `default_value_for_each_table` of its
-    configuration; the files do not hold it. None, or a table that is not named: 0.0, which `Collection.find` has to give
-    as well.
+    `jaxsok.interchange` has the other arguments and errors. `defaults` is what the server will answer for keys without
+    a row, in every column, for all tables or by name: HPS has one number for a table, `default_value_for_each_table` of
+    its configuration; the files do not hold it. None, or a table that is not named: 0.0, which `Collection.find` has to
+    give as well.
 
     Raises:
-      ValueError: a table has no rows; or `find` gives other than zeros for its keys without a row, and `defaults` has no
-        number for it.
+      ValueError: a table has no rows; or `find` gives other than zeros for its keys without a row, and `defaults`
+        has no number for it.
 
     Example:
       `hps.save(collection, state, "model/user_embeddings", tables=["user"], defaults=0.0)`
@@ -190,9 +188,9 @@ def _check_defaults(op: str, collection: Collection, tables: list[str], defaults
             raise ValueError(f'{op}: defaults: got "{name}", wanted one of {tables}.')
         checks.number(f'{op}: defaults["{name}"]', value)
     for name in tables:
-        reads = files.spec_of(collection, name).unknown_reads(0)
+        spec = files.spec_of(collection, name)
+        reads = spec.unknown_reads(0)
         if name not in by_name and reads != 0.0:
-            spec = files.spec_of(collection, name)
             number = reads if isinstance(reads, float) else 0.0
             raise ValueError(
                 f'{op}: defaults: got none for table "{name}", in which keys without a row read {spec.initializer!r}; '
@@ -203,11 +201,6 @@ def _check_defaults(op: str, collection: Collection, tables: list[str], defaults
 
 def _paths(path: str | os.PathLike) -> list[pathlib.Path]:
     return [pathlib.Path(path) / name for name in ("key", "emb_vector", "meta")]
-
-
-def _frequencies(meta: RawArray, at_once: int) -> Iterator[np.ndarray]:
-    for start in files.starts(meta.shape[0], at_once):
-        yield _frequency(meta, start, start + at_once)
 
 
 def _frequency(meta: RawArray, start: int, stop: int) -> np.ndarray:

@@ -85,7 +85,7 @@ def read_npz(path: str | os.PathLike, *, chunk_rows: int | None = None) -> Recor
     at_once = files.rows_of_chunk(op, chunk_rows, form.row_bytes)
 
     def chunks() -> Iterator[Records]:
-        return (records.take(slice(start, start + at_once)) for start in files.starts(len(keys), at_once))
+        return (records.take(slice(start, start + at_once)) for start in range(0, len(keys), at_once))
 
     return RecordChunks(len(keys), form.dim, dict(form.states), chunks)
 

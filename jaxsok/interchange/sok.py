@@ -1,15 +1,7 @@
 """Dumps of NVIDIA's SparseOperationKit (SOK) 2.x, and the older files of SOK 1, which are read only.
 
 A table T is a file `T-key`, a file `T-weight` and, for each piece of optimizer state, `T-<optimizer>-<slot>`, with all
-punctuation of the table's name as underscores. Each file is a header of 296 bytes and a raw array:
-
-| bytes | |
-|---|---|
-| 0 to 255 | the table's name, right-justified with spaces; SOK leaves it blank |
-| 256 to 259 | what the file holds, big-endian: 0 keys, 1 rows, 2 optimizer state |
-| 260 to 291 | the name of the slot, right-justified with spaces; blank for keys and rows |
-| 292 to 295 | dtype, big-endian: 0 int32, 1 int64, 2 uint32, 3 uint64, 4 float16, 5 float32, 6 float64 |
-| 296 on | keys `[num_rows]` or rows `[num_rows, dim]`, little-endian |
+punctuation of the table's name as underscores. sok_files.py has their bytes.
 
 SOK writes keys in the order of its devices, and rows of the tables without a hash map must not be placed in that order
 on another number of devices. Here every row is placed by its key.
@@ -27,14 +19,9 @@ from jaxsok import checks
 from jaxsok.collection import Collection
 from jaxsok.interchange import files
 from jaxsok.interchange.files import PartialFiles, RawArray, RecordChunks, RecordsIn
+from jaxsok.interchange.sok_files import HEADER_BYTES, KEY_DTYPES, ROW_DTYPES, Header, header_bytes, read_header
 from jaxsok.records import Records
 from jaxsok.store import State
-
-HEADER_BYTES: int = 296
-_NAME, _KIND, _SLOT, _DTYPE = slice(0, 256), slice(256, 260), slice(260, 292), slice(292, 296)
-_KINDS = {0: "keys", 1: "rows", 2: "optimizer state"}
-_DTYPES = {0: "int32", 1: "int64", 2: "uint32", 3: "uint64", 4: "float16", 5: "float32", 6: "float64"}
-_OF_KEYS, _OF_ROWS = ("int32", "int64", "uint32", "uint64"), ("float16", "float32", "float64")
 
 _SLOTS: dict[str, dict[str, str]] = {
     "sgd": {"trace": "SGD-momentum"},
@@ -101,19 +88,19 @@ def write_sok(
     """
     op, spelled = "write_sok", _spelled("write_sok", table)
     slots, scale = _slots_of(op, optimizer, learning_rate)
-    if key_dtype not in _OF_KEYS:
-        raise ValueError(f"{op}: key_dtype: got {key_dtype!r}, wanted one of {list(_OF_KEYS)}.")
-    if dtype is not None and dtype not in _OF_ROWS:
-        raise ValueError(f"{op}: dtype: got {dtype!r}, wanted None or one of {list(_OF_ROWS)}.")
+    if key_dtype not in KEY_DTYPES:
+        raise ValueError(f"{op}: key_dtype: got {key_dtype!r}, wanted one of {list(KEY_DTYPES)}.")
+    if dtype is not None and dtype not in ROW_DTYPES:
+        raise ValueError(f"{op}: dtype: got {dtype!r}, wanted None or one of {list(ROW_DTYPES)}.")
     form, chunks = files.checked_records(op, records)
     missing = [name for name in slots if name not in dict(form.states)]
     if missing and form is not files.EMPTY:
         raise ValueError(f"{op}: records.state: got {list(dict(form.states))}, wanted also {missing}.")
-    of_rows = dtype or (form.dtype.name if form.dtype.name in _OF_ROWS else "float32")
+    of_rows = dtype or (form.dtype.name if form.dtype.name in ROW_DTYPES else "float32")
     of_state = dtype or "float32"
     outputs = [_Output("key", 0, key_dtype), _Output("weight", 1, of_rows)]
     outputs += [_Output(end, 2, of_state, _slot_name(op, end)) for end in slots.values()]
-    headers = [_header(op, table, output.kind, output.slot, output.dtype) for output in outputs]
+    headers = [header_bytes(op, table, output.kind, output.slot, output.dtype) for output in outputs]
     paths, num_rows = [pathlib.Path(directory) / f"{spelled}-{output.end}" for output in outputs], 0
     with PartialFiles(op, paths, overwrite=overwrite, stale=lambda: _files_of(op, directory, table)) as opened:
         for file, header in zip(opened, headers, strict=True):
@@ -138,7 +125,7 @@ def read_sok(
     widths: Mapping[str, int] | None = None,
     chunk_rows: int | None = None,
 ) -> RecordChunks:
-    """Reads a table of a SOK dump, whatever number of devices wrote it. Rows have the dtype of the file, state is float32.
+    """Reads a table of a SOK dump, whatever number of devices wrote it: rows in their dtype, state as float32.
 
     Args:
       directory: where the files are.
@@ -172,10 +159,10 @@ def read_sok(
     if isinstance(optimizer, str) and optimizer in _ALSO:
         slots = _found(op, base, [slots, _ALSO[optimizer]])
     key_path, rows_path = _path(base, "key"), _path(base, "weight")
-    key_dtype = _read_header(op, key_path, table, 0, "")
+    key_dtype = read_header(op, key_path, table, 0, "")
     num_rows = files.rows_in(op, key_path, key_dtype.itemsize, HEADER_BYTES)
     keys = RawArray(op, key_path, key_dtype, (num_rows,), HEADER_BYTES)
-    rows_dtype = _read_header(op, rows_path, table, 1, "")
+    rows_dtype = read_header(op, rows_path, table, 1, "")
     rows = RawArray(op, rows_path, rows_dtype, (num_rows, int(dim)), HEADER_BYTES, key_path)
     width_of = {name: (widths or {}).get(name, int(dim)) for name in slots}
     states = {name: _state(op, _path(base, end), table, end, num_rows, width_of[name]) for name, end in slots.items()}
@@ -227,8 +214,8 @@ def save(
 ) -> dict[str, int]:
     """Writes tables of a collection as a SOK dump; `jaxsok.interchange` has the other arguments and errors.
 
-    `tables` may map names to those of SOK's variables. `optimizers` has, by table, what `write_sok` takes in place of the
-    declared optimizer; one that SOK has no files for is a ValueError.
+    `tables` may map names to those of SOK's variables. `optimizers` has, by table, what `write_sok` takes in place of
+    the declared optimizer; one that SOK has no files for is a ValueError.
 
     Example:
       `sok.save(collection, state, "dump", {"user": "user:0"})`
@@ -261,8 +248,8 @@ def load(
 ) -> State:
     """Enters the rows of a SOK dump into tables; arguments and errors are those of `save` and `jaxsok.interchange`.
 
-    Optimizer state must be there, unless `with_state` is False. `state.step`, by which Adam corrects its bias, is not in
-    the files and stays.
+    Optimizer state must be there, unless `with_state` is False. `state.step`, by which Adam corrects its bias, is not
+    in the files and stays.
 
     Example:
       `state = sok.load(collection, state, "dump", {"user": "user:0"}, with_state=False)`
@@ -314,14 +301,12 @@ def _files_of(op: str, directory: str | os.PathLike, table: str) -> list[pathlib
         if path.name.startswith(f"{base.name}-") and _is_of(path, path.name.removeprefix(f"{base.name}-"), table)
     )
     key_path = _path(base, "key")
-    if key_path in there:
-        with open(key_path, "rb") as file:
-            name = file.read(HEADER_BYTES)[_NAME].decode(errors="replace").lstrip(" ")
-        if name not in ("", table):
-            raise FileExistsError(
-                f"{op}: {key_path}: is of the table {name!r}, wanted {table!r}: their names differ in punctuation "
-                "alone, and so their files do not; choose another name or another directory."
-            )
+    name = Header.of(key_path).table if key_path in there else ""
+    if name not in ("", table):
+        raise FileExistsError(
+            f"{op}: {key_path}: is of the table {name!r}, wanted {table!r}: their names differ in punctuation alone, and "
+            "so their files do not; choose another name or another directory."
+        )
     return there
 
 
@@ -331,13 +316,9 @@ def _is_of(path: pathlib.Path, end: str, table: str) -> bool:
         return False
     if end in _ENDS:
         return True
-    with open(path, "rb") as file:
-        header = file.read(HEADER_BYTES)
-    if len(header) < HEADER_BYTES or not 0 < end.find("-") < len(end) - 1:
-        return False
-    kind, dtype = (int.from_bytes(header[word], "big") for word in (_KIND, _DTYPE))
-    name, slot = (header[place].decode(errors="replace").lstrip(" ") for place in (_NAME, _SLOT))
-    return kind == 2 and dtype in _DTYPES and name in ("", table) and slot in ("", end.partition("-")[2])
+    header, slot = Header.of(path), end.partition("-")[2]
+    is_slot = header.kind == 2 and 0 < end.find("-") < len(end) - 1
+    return is_slot and header.table in ("", table) and header.slot in ("", slot)
 
 
 def _path(base: pathlib.Path, end: str) -> pathlib.Path:
@@ -424,55 +405,8 @@ def _declared(
 # Bytes ---------------------------------------------------------------------------------------------------------------
 
 
-def _header(op: str, table: str, kind: int, slot: str, dtype: str) -> bytes:
-    code = next(code for code, name in _DTYPES.items() if name == dtype)
-    words = [_text(op, "table", table, 256), kind.to_bytes(4, "big"), _text(op, "slot", slot, 32)]
-    return b"".join([*words, code.to_bytes(4, "big")])
-
-
-def _text(op: str, what: str, name: str, size: int) -> bytes:
-    encoded = name.encode()
-    if len(encoded) > size:
-        raise ValueError(f"{op}: {what}: got a name of {len(encoded)} bytes, wanted at most {size}: {name!r}.")
-    return encoded.rjust(size)
-
-
-def _read_header(op: str, path: pathlib.Path, table: str, kind: int, slot: str) -> np.dtype:
-    """Returns the dtype of a file whose header is as it must be."""
-    size = files.size_of(op, path, "" if kind < 2 else " Pass optimizer=None (with_state=False) for rows alone.")
-    if size < HEADER_BYTES:
-        raise ValueError(
-            f"{op}: {path}: byte {size}: got the end of the file, wanted a header of {HEADER_BYTES} bytes; truncated."
-        )
-    with open(path, "rb") as file:
-        header = file.read(HEADER_BYTES)
-    found = int.from_bytes(header[_KIND], "big")
-    if found != kind:
-        raise ValueError(
-            f"{op}: {path}: bytes 256 to 259: kind of file: got {found} ({_KINDS.get(found, 'unknown')}), wanted "
-            f"{kind} ({_KINDS[kind]})."
-        )
-    for what, place, wanted in (("table", _NAME, table), ("slot", _SLOT, slot)):
-        try:
-            name = header[place].decode().lstrip(" ")
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{op}: {path}: byte {place.start + error.start}: {what}: got no UTF-8.") from error
-        if name and files.spelled(name) != files.spelled(wanted):
-            raise ValueError(
-                f"{op}: {path}: bytes {place.start} to {place.stop - 1}: {what}: got {name!r}, wanted {wanted!r} or "
-                "blanks."
-            )
-    code, wanted = int.from_bytes(header[_DTYPE], "big"), _OF_KEYS if kind == 0 else _OF_ROWS
-    if _DTYPES.get(code) not in wanted:
-        told = {code: name for code, name in _DTYPES.items() if name in wanted}
-        raise ValueError(
-            f"{op}: {path}: bytes 292 to 295: dtype: got {code} ({_DTYPES.get(code, 'unknown')}), wanted one of {told}."
-        )
-    return np.dtype(_DTYPES[code]).newbyteorder("<")
-
-
 def _state(op: str, path: pathlib.Path, table: str, end: str, num_rows: int, width: int) -> RawArray:
-    dtype = _read_header(op, path, table, 2, _slot_name(op, end))
+    dtype = read_header(op, path, table, 2, _slot_name(op, end))
     size = files.size_of(op, path) - HEADER_BYTES
     lines, rest = divmod(size, dtype.itemsize * width)
     if lines < num_rows and not rest:
@@ -498,7 +432,7 @@ def _chunks(
     files.check_raw_keys(keys)
 
     def chunks() -> Iterator[Records]:
-        for start in files.starts(num_rows, at_once):
+        for start in range(0, num_rows, at_once):
             stop = start + at_once
             state = {name: _scaled(array.read(start, stop), scale) for name, array in states.items()}
             yield Records(keys.read_keys(start, stop), rows.read(start, stop), state)
