@@ -214,7 +214,6 @@ def walked(folder):
             manifest.array_from_json(one)
         if source.manifest["bloom"] and sum(size for _, size in told["bloom_segments"]):
             source.bloom(store, 0)
-    manifest.rows_by_partition(list(source.manifest["tables"].values()))
     inspection.inspect(folder)
 
 

@@ -1,4 +1,4 @@
-"""Exports into states: a new state of a chain, or one that goes forward by the next delta."""
+"""Exports into states: a new state from a chain, or one that goes forward by the next delta."""
 
 import pathlib
 from collections.abc import Sequence
@@ -36,7 +36,7 @@ def load(
       state: donated; None: a new one, with the seed and the step of the last link. One that is given keeps its own.
       tables: names; None: all, and there must be no others.
       optimizer_state: "require", "matching" or "initial" (see `TablesRestore`).
-      clock: now, for a given state whose lookups are told one; None: its step. Rows that come into a given state
+      clock: now, for a given state whose lookups have a clock; None: its step. Rows that come into a given state
         count as used now.
 
     Raises:
@@ -89,13 +89,11 @@ def apply_delta(
       after: what the state holds: the path of that export, or its `uuid`.
       tables: names; None: all.
       optimizer_state: as the state was loaded.
-      clock: now, where lookups of the state are told one; None, with `tables`: its step. Rows count as used now;
-        without both the state gets the step of the delta, and the rows keep theirs.
+      clock: now, where lookups of the state have a clock; None, with `tables`: its step. Rows count as used
+        now; without both the state gets the step of the delta, and the rows keep theirs.
 
     Raises:
-      ValueError: the delta rests on another export, or tables do not fit.
-      CorruptFileError: files are damaged; the state is unchanged.
-      Exception: what fails when the state is changed already has what there is of it as `state`.
+      ValueError, CorruptFileError, Exception: as `load`; or the delta rests on another export.
 
     Example:
       `state = apply_delta("wednesday", collection, state, after="tuesday")`
@@ -127,7 +125,7 @@ def _apply(
     is_whole: bool,
     now: int | None,
 ) -> None:
-    """Brings a state forward by a delta whose place in the chain was checked."""
+    """Applies a delta whose place in the chain was checked."""
     with processes.together(source.op):
         names = chosen_tables(source, collection, tables)
         taken = check_forms(source, collection, names, optimizer_state)
@@ -146,7 +144,7 @@ def _apply(
 
 
 def _more_rows(source: Source, collection: Collection, state: State, table: str) -> np.ndarray:
-    """Rows that a delta adds to each shard, less those that it takes away: int64[num_shards]."""
+    """Counts the rows that a delta adds to each shard, less those that it takes away: int64[num_shards]."""
     s, number = locate(source.op, collection, table)
     spec = collection.stores[s]
     counts = np.zeros(spec.num_shards, np.int64)

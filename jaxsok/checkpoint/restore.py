@@ -7,6 +7,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
@@ -45,13 +46,12 @@ def restored(
       state: donated; None: a new one, with step and seed of the save. One that is given keeps its own.
       tables: names; None: all, and there must be no others.
       optimizer_state: "require", "matching" or "initial".
-      clock: now, for a given state whose lookups are told one; None: its step. Rows that come into a given state
+      clock: now, for a given state whose lookups have a clock; None: its step. Rows that come into a given state
         count as used now, or the next delta would not see that they changed.
 
     Raises:
-      ValueError: tables do not fit.
-      CorruptFileError: files are damaged. A given state is unchanged.
-      TableFullError, MemoryError: there is no room. A given state is unchanged.
+      ValueError, CorruptFileError, TableFullError, MemoryError: tables do not fit, files are damaged, or there is no
+        room. A given state is unchanged.
       Exception: what else fails, when a given state is changed already, has what there is of it as `state`.
     """
     op = source.op
@@ -64,7 +64,7 @@ def restored(
         if state is not None:
             check_state(op, collection, state)
             check_untraced(op, state)
-            # What is in the state would be gone when a damaged batch is met.
+            # Before rows of the state go: a damaged batch must not cost them.
             source.verify(names)
     if state is None:
         seed = source.manifest["seed"]
@@ -89,13 +89,13 @@ def restored(
 def held_on(
     collection: Collection, state: State | None, names: Sequence[str], *, is_new: bool = False
 ) -> Iterator[Held]:
-    """Around what donates a state bit by bit: an error gives the caller what there is, if that is another one by then.
+    """Surrounds what donates a state bit by bit: an error gives the caller the last state that is whole.
 
     Args:
       collection: of the state.
       state: as it is before.
       names: of the tables that change.
-      is_new: whether nobody else has the state, and nobody misses it.
+      is_new: whether the caller has no state that could be lost.
     """
     held = Held(state)  # pyright: ignore[reportArgumentType]  # None until there is one
     try:
@@ -115,7 +115,7 @@ def held_on(
 def place(source: Source, collection: Collection, held: Held, name: str, taken: Sequence[str], now: int | None) -> None:
     """Places the saved rows of a table; a key that has a row gets the saved one.
 
-    `now`: the earliest last step that the rows get; None: they keep the saved one.
+    `now` is the earliest last step that the rows get; None: they keep the saved one.
     """
     op = source.op
     s, number = locate(op, collection, name)
@@ -142,9 +142,9 @@ def place(source: Source, collection: Collection, held: Held, name: str, taken: 
 def _fitter(
     source: Source, spec: StoreSpec, table: TableSpec, taken: Sequence[str], now: int | None
 ) -> Callable[[Records], Records]:
-    """Makes saved rows those of the table: in its dtype, with its optimizer state and statistics."""
+    """Makes a function that gives saved rows the dtype, optimizer state and statistics of the table."""
     clock = np.uint32(source.manifest["clock"])
-    dtype = np.dtype(ml_dtypes.bfloat16) if table.dtype == "bfloat16" else np.dtype(table.dtype)
+    dtype = jnp.dtype(table.dtype)
 
     def fitted(records: Records) -> Records:
         rows, num_rows = records.rows, records.num_rows
@@ -153,10 +153,10 @@ def _fitter(
             largest = np.float32(ml_dtypes.finfo(dtype).max)
             rows = np.where(np.isfinite(wide), np.clip(wide, -largest, largest), wide).astype(dtype)
         state = {
-            one.name: records.state[one.name]
-            if one.name in taken
-            else np.full((num_rows, one.dim), one.initial_value, np.float32)
-            for one in spec.state_specs
+            state.name: records.state[state.name]
+            if state.name in taken
+            else np.full((num_rows, state.dim), state.initial_value, np.float32)
+            for state in spec.state_specs
         }
         last_step, frequency = records.last_step, records.frequency
         if spec.keeps_statistics and last_step is None:
@@ -175,22 +175,22 @@ def _fitter(
 def with_room(
     source: Source, collection: Collection, state: State, rows: Mapping[str, np.ndarray], *, is_new: bool = False
 ) -> State:
-    """The state, with capacity for the rows that are to come.
+    """Grows a state for the rows that are to come.
 
     Args:
       source: named in errors.
       collection: of the state.
       state: donated.
       rows: of each table, that each shard gets, less those that it loses before: int64[num_shards].
-      is_new: whether nobody has trained on the state: then it also gets room for one step's new keys, if there is
-        memory for that.
+      is_new: whether the state is new: then it also gets room for one step's new keys, if there is memory for that.
 
     Raises:
       TableFullError: a store's `max_capacity` is below that.
     """
     capacities, roomy = {}, {}
     for s, spec in enumerate(collection.stores):
-        coming = sum((rows[one.name] for one in spec.tables if one.name in rows), np.zeros(spec.num_shards, np.int64))
+        parts = (rows[table.name] for table in spec.tables if table.name in rows)
+        coming = sum(parts, np.zeros(spec.num_shards, np.int64))
         if not coming.any():
             continue
         needed = int((_rows_in_use(collection, spec, state.stores[s]) + coming).max())
@@ -217,7 +217,7 @@ def with_room(
 
 
 def _keys_of_step(collection: Collection, s: int, num_rows: int) -> int:
-    """Rows of a shard that one step may need; a guess where the files do not say how many keys steps had."""
+    """Guesses the rows of a shard that one step may need, where the files do not say how many keys steps had."""
     if keys := collection.growth.per_step()[s]:
         return keys
     names = {table.name for table in collection.stores[s].tables}
@@ -226,21 +226,21 @@ def _keys_of_step(collection: Collection, s: int, num_rows: int) -> int:
 
 
 def _table_rows(collection: Collection, state: State, name: str) -> np.ndarray:
-    """Rows of a table, of each shard: int64[num_shards]; waits for the device."""
+    """Counts a table's rows of each shard: int64[num_shards]; waits for the device."""
     s, number = locate("restore", collection, name)
     spec, shards, words = collection.stores[s], collection.shards, state.stores[s].table_rows
     return shards.read(words).reshape(spec.num_shards, len(spec.tables))[:, number].astype(np.int64)
 
 
 def _rows_in_use(collection: Collection, spec: StoreSpec, store: StoreState) -> np.ndarray:
-    """Of each shard: int64[num_shards]; waits for the device."""
+    """Counts the rows of each shard: int64[num_shards]; waits for the device."""
     words = collection.shards.read(store.counters).reshape(spec.num_shards, len(COUNTERS)).astype(np.int64)
     allocated, begin, end = (words[:, COUNTERS.index(name)] for name in ("num_allocated", "free_begin", "free_end"))
     return allocated - (end - begin)
 
 
 def _rows_by_shard(source: Source, collection: Collection, name: str) -> np.ndarray:
-    """The saved rows of a table that each shard gets: int64[num_shards]."""
+    """Counts the saved rows of a table that each shard gets: int64[num_shards]."""
     s, number = locate(source.op, collection, name)
     spec = collection.stores[s]
     rows = manifest_lib.unpacked(source.manifest["tables"][name]["partition_rows"])
@@ -248,13 +248,13 @@ def _rows_by_shard(source: Source, collection: Collection, name: str) -> np.ndar
 
 
 def keys_by_shard(collection: Collection, spec: StoreSpec, table: TableSpec, keys: np.ndarray) -> np.ndarray:
-    """How many of some keys of a table belong to each shard: int64[num_shards]."""
+    """Counts the keys of a table that belong to each shard: int64[num_shards]."""
     rows = np.bincount(partitions_of(keys, name_word(table.name)).astype(np.int64), minlength=NUM_PARTITIONS)
     return _by_shard(collection, spec, table, rows)
 
 
 def _by_shard(collection: Collection, spec: StoreSpec, table: TableSpec, rows: np.ndarray) -> np.ndarray:
-    """Of numbers by partition."""
+    """Sums numbers by partition over the partitions of each shard."""
     if spec.is_replicated:
         return np.full(spec.num_shards, rows.sum(), np.int64)
     counts = np.zeros(spec.num_shards, np.int64)
@@ -263,7 +263,7 @@ def _by_shard(collection: Collection, spec: StoreSpec, table: TableSpec, rows: n
 
 
 def owners_of(collection: Collection, spec: StoreSpec, table: TableSpec) -> np.ndarray:
-    """The shard of each partition of a table: int64[4096]."""
+    """Returns the shard of each partition of a table: int64[4096]."""
     if spec.num_shards == 1 or table.placement.kind == "on":
         return np.full(NUM_PARTITIONS, table.placement.shard if spec.num_shards > 1 else 0, np.int64)
     return np.asarray(collection.partition_owners, np.int64)

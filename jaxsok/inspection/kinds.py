@@ -1,7 +1,7 @@
-"""Which kind of file is this, and which tables are in it: told by content, not by the ending of a name.
+"""Which kind of file a path has, and which tables are in it: found by content, not by the ending of a name.
 
 `KINDS` has a line for each: a function that recognises a path, and one that opens it as tables, each a function that
-begins to read its records. A new kind is one more line. Nothing of a format is told here that its reader knows.
+begins to read its records. A new kind is one more line. What a reader knows of its format is not repeated here.
 """
 
 import dataclasses
@@ -88,7 +88,6 @@ def _wanted() -> str:
 
 
 def _content(path: pathlib.Path) -> str:
-    """What there is instead."""
     if path.is_dir():
         names = sorted(child.name for child in path.iterdir())
         return f"a folder of {names[:5]}{'...' if len(names) > 5 else ''}" if names else "an empty folder"
@@ -111,7 +110,7 @@ def _is_saved(path: pathlib.Path) -> bool:
 
 
 def _saved_folders(path: pathlib.Path) -> list[pathlib.Path]:
-    """The folders of saved tables: the path itself; below a step of Orbax; or below the last step of its manager."""
+    """Finds folders of saved tables: the path itself, below a step of Orbax, or below the last step of its manager."""
     if _has_manifest(path):
         return [path]
     if not path.is_dir():
@@ -165,7 +164,7 @@ def _open_saved(path: pathlib.Path) -> Opened:
 
 
 def _saved_records(source: Source, table: str) -> Iterator[Records]:
-    """The rows of a table; before them none, which tell dim, dtype and state of a table without rows."""
+    """Reads the rows of a table; before them none, which show dim, dtype and state of a table without rows."""
     form = source.form(table)
     statistics = np.empty(0, np.uint32) if form.statistics else None
     # NumPy knows bfloat16 from ml_dtypes, which comes with JAX.

@@ -96,7 +96,7 @@ def draw_estimate(estimate: MemoryEstimate, path: str | os.PathLike[str]) -> Non
 
 
 def _panels(table: TableReport) -> list[tuple[str, Sequence[Bin], str]]:
-    """What is drawn of a table: the name of the axis, the bins, the colour."""
+    """Returns what is drawn of a table: the name of the axis, the bins, the colour."""
     norms = {"rows": table.norms, **table.states}
     panels = [(f"norm of {name}", one.bins, _COLOURS[min(i, 1)]) for i, (name, one) in enumerate(norms.items())]
     if table.uses is not None:
@@ -107,7 +107,7 @@ def _panels(table: TableReport) -> list[tuple[str, Sequence[Bin], str]]:
 
 
 def _bars(axes: Any, bins: Sequence[Bin], colour: str) -> None:
-    """A histogram over a logarithmic axis; a bin that begins at 0 stands half an octave below 1."""
+    """Draws a histogram over a logarithmic axis; a bin that begins at 0 stands half an octave below 1."""
     if not bins:
         axes.text(0.5, 0.5, "none above 0", ha="center", va="center", transform=axes.transAxes)
         axes.set_yticks([])
@@ -130,7 +130,7 @@ def _bars(axes: Any, bins: Sequence[Bin], colour: str) -> None:
 
 
 def _figure(size: tuple[float, float]) -> Any:
-    """An empty figure of its own: pyplot, which keeps figures and asks for a display, stays out of it."""
+    """Makes an empty figure; pyplot, which keeps figures and asks for a display, stays out of it."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""What there is to say of a table: keys, norms, frequencies and ages, of its records in one pass.
+"""A report on a table: keys, norms, frequencies and ages, from its records in one pass.
 
 Fed by any iterator of `Records` (an export, a file); feeds what people read, `str`, and what programs read, `to_json`.
 """
@@ -95,11 +95,10 @@ class TableReport:
     """What the files say of it beside its records, as the keys that wait for a row."""
 
     def to_json(self) -> dict[str, Any]:
-        """Dicts, lists and numbers; what is not a number is None."""
+        """Returns dicts, lists and numbers; None for what is not a number."""
         return _plain(dataclasses.asdict(self))
 
     def __str__(self) -> str:
-        """A paragraph of facts, and the histograms."""
         states = ", ".join(f"{name} ({norms.dim})" for name, norms in self.states.items())
         lines = [
             f'table "{self.name}": {self.num_rows:,} rows of {self.dim} {self.dtype}, '
@@ -116,9 +115,8 @@ class TableReport:
         for name, norms in {"rows": self.norms, **self.states}.items():
             lines += ["", f"norms of {name}:", *_bars(norms.bins, _number)]
         if self.uses is not None:
-            share = (
-                "" if math.isnan(self.uses.share_of_top) else f"; the most used 1% have {self.uses.share_of_top:.1%}"
-            )
+            top = self.uses.share_of_top
+            share = "" if math.isnan(top) else f"; the most used 1% have {top:.1%}"
             lines += ["", f"frequencies: {self.uses.num_uses:,} uses{share}:", *_bars(self.uses.bins, _whole)]
         if self.ages is not None:
             about = "" if self.ages.resolution == 1 else f", to within {self.ages.resolution:,}"
@@ -215,24 +213,19 @@ class _Seen:
         uses, steps = self.uses, self.steps
         dim, dtype = self.form or (0, "float32")
         now = clock if clock is not None else steps.max if steps is not None else 0
-        min_key, max_key, min_signed_key, max_signed_key = self.keys or [0] * 4
+        keys = ("min_key", "max_key", "min_signed_key", "max_signed_key")
         return TableReport(
             name=self.name,
             num_rows=self.num_rows,
             dim=dim,
             dtype=dtype,
             num_bytes=self.num_bytes,
-            min_key=min_key,
-            max_key=max_key,
-            min_signed_key=min_signed_key,
-            max_signed_key=max_signed_key,
             num_negative=self.num_negative,
+            **dict(zip(keys, self.keys or [0] * 4, strict=True)),
             norms=_norms(dim, self.rows),
             states={name: _norms(dim, norms) for name, (dim, norms) in self.states.items()},
-            uses=None
-            if uses is None
-            else Uses(uses.num_uses, uses.num_unused, uses.share_of_top(TOP_SHARE), uses.bins()),
-            ages=None if steps is None else Ages(int(now), steps.min, steps.max, steps.width, steps.ages(int(now))),
+            uses=uses and Uses(uses.num_uses, uses.num_unused, uses.share_of_top(TOP_SHARE), uses.bins()),
+            ages=steps and Ages(int(now), steps.min, steps.max, steps.width, steps.ages(int(now))),
         )
 
 
@@ -260,7 +253,7 @@ def _norms(dim: int, seen: Magnitudes) -> Norms:
 
 
 def overview(reports: Iterable[TableReport]) -> list[str]:
-    """The lines of a table of tables."""
+    """Returns the lines of a table of tables."""
     head = ("table", "dtype", "state", "rows", "dim", "bytes", "not finite", "median norm")
     body = [
         (
@@ -293,7 +286,7 @@ def _table_of_norms(norms: Mapping[str, Norms]) -> list[str]:
 
 
 def _bars(bins: tuple[Bin, ...], edge: Any) -> list[str]:
-    """A histogram on its side."""
+    """Draws a histogram on its side."""
     if not bins:
         return ["  none above 0"]
     most = max(one.num for one in bins)
@@ -317,7 +310,7 @@ def _fact(value: Any) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """As JSON has it, which knows no NaN and no infinity."""
+    """Converts to JSON, which has no NaN and no infinity."""
     if isinstance(value, Bin):
         return {"low": value.low, "high": value.high, "num": value.num}
     if isinstance(value, Mapping):
