@@ -94,7 +94,7 @@ class TablesCheckpointHandler(ocp.AsyncCheckpointHandler):
             )
         with processes.together(RESTORE):
             source = Source.of(RESTORE, directory)
-        return restored(source, args.collection, args.state, args.tables, args.optimizer_state, args.clock)
+        return restored([source], args.collection, args.state, args.tables, args.optimizer_state, args.clock)
 
     def metadata(self, directory: Any) -> dict[str, Any]:
         """Returns the manifest without the lists of files."""

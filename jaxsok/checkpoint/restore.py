@@ -15,7 +15,8 @@ from jaxsok import grow as grow_lib
 from jaxsok import processes
 from jaxsok.checkpoint import beside_rows
 from jaxsok.checkpoint import manifest as manifest_lib
-from jaxsok.checkpoint.files import CorruptFileError, name_word
+from jaxsok.checkpoint.chain import KEYS_AT_A_TIME, looked_for
+from jaxsok.checkpoint.files import CorruptFileError, key_batches, name_word
 from jaxsok.checkpoint.place import Held, Placer
 from jaxsok.checkpoint.save import time_of
 from jaxsok.checkpoint.source import OptimizerState, Source, check_forms, chosen_tables
@@ -31,73 +32,61 @@ LEAST_ROOM = 1024  # rows of a shard that a restored state has for new keys, if 
 
 
 def restored(
-    source: Source,
+    chain: Sequence[Source],
     collection: Collection,
     state: State | None = None,
     tables: Sequence[str] | None = None,
     optimizer_state: OptimizerState = "require",
     clock: Any = None,
 ) -> State:
-    """Restores tables into a new state, or into one that there is, whose rows of these tables go.
+    """Restores tables from a full export and its deltas, in order; arguments and errors are those of `load`.
 
-    Args:
-      source: what was saved.
-      collection: of any mesh, capacities and optimizers.
-      state: donated; None: a new one, with step and seed of the save. One that is given keeps its own.
-      tables: names; None: all, and there must be no others.
-      optimizer_state: "require", "matching" or "initial".
-      clock: now, for a given state whose lookups have a clock; None: its step. Rows that come into a given state
-        count as used now, or the next delta would not see that they changed.
-
-    Raises:
-      ValueError, CorruptFileError, TableFullError, MemoryError: tables do not fit, files are damaged, or there is no
-        room. A given state is unchanged.
-      Exception: what else fails, when a given state is changed already, has what there is of it as `state`.
+    Rows that come into a given state count as used now, or its next delta would not see that they changed.
     """
-    op = source.op
-    is_new = state is None
+    full, is_new, now = chain[0], state is None, None
+    op = full.op
     with processes.together(op):
-        names = chosen_tables(source, collection, tables)
-        taken = check_forms(source, collection, names, optimizer_state)
-        source.check(names)
-        now = None if state is None else time_of(op, state, clock)
+        names = chosen_tables(full, collection, tables)
         if state is not None:
             check_state(op, collection, state)
             check_untraced(op, state)
+            now = time_of(op, state, clock)
+        taken = check_forms(full, collection, names, optimizer_state)
+        full.check(names)
+        if state is not None:
             # Before rows of the state go: a damaged batch must not cost them.
-            source.verify(names)
+            for source in chain:
+                chosen_tables(source, collection, tables)
+                check_forms(source, collection, names, optimizer_state)
+                source.verify(names)
     if state is None:
-        seed = source.manifest["seed"]
-        state = collection.init(seed=seed[0] | seed[1] << 32)
-        state = beside_rows.with_store_words(source, collection, state)
-        beside_rows.note_keys(source, collection)
-    rows = {name: _rows_by_shard(source, collection, name) for name in names}
+        low, high = full.manifest["seed"]
+        state = collection.init(seed=low | high << 32)
+        state = beside_rows.with_store_words(full, collection, state)
+        beside_rows.note_keys(full, collection)
+    rows = {name: _rows_by_shard(full, collection, name) for name in names}
     if not is_new:
         rows = {name: coming - _table_rows(collection, state, name) for name, coming in rows.items()}
     with held_on(collection, state, names, is_new=is_new) as held:
         # Before anything goes: a refusal changes nothing.
-        held.state = with_room(source, collection, state, rows, is_new=is_new)
+        held.state = with_room(full, collection, state, rows, is_new=is_new)
         for name in () if is_new else names:
             held.state, _ = collection.clear(held.state, name)
         for name in names:
-            place(source, collection, held, name, taken[name], now)
-        beside_rows.add(source, collection, held, names, is_whole=is_new, optimizer_state=optimizer_state)
+            place(full, collection, held, name, taken[name], now)
+        beside_rows.add(full, collection, held, names, is_whole=is_new, optimizer_state=optimizer_state)
+        for delta in chain[1:]:
+            apply_link(delta, collection, held, tables, optimizer_state, is_whole=is_new, now=now)
     return held.state
 
 
 @contextlib.contextmanager
-def held_on(
-    collection: Collection, state: State | None, names: Sequence[str], *, is_new: bool = False
-) -> Iterator[Held]:
+def held_on(collection: Collection, state: State, names: Sequence[str], *, is_new: bool = False) -> Iterator[Held]:
     """Surrounds what donates a state bit by bit: an error gives the caller the last state that is whole.
 
-    Args:
-      collection: of the state.
-      state: as it is before.
-      names: of the tables that change.
-      is_new: whether the caller has no state that could be lost.
+    `names` are those of the tables that change. The caller of a new state has none that could be lost.
     """
-    held = Held(state)  # pyright: ignore[reportArgumentType]  # None until there is one
+    held = Held(state)
     try:
         yield held
     except BaseException as error:  # Ctrl-C too must not lose a state that was donated
@@ -167,6 +156,47 @@ def _fitter(
         return Records(records.keys, rows, state, last_step, frequency)
 
     return fitted
+
+
+def apply_link(
+    source: Source,
+    collection: Collection,
+    held: Held,
+    tables: Sequence[str] | None,
+    optimizer_state: OptimizerState,
+    *,
+    is_whole: bool,
+    now: int | None,
+) -> None:
+    """Applies a delta whose place in the chain was checked."""
+    with processes.together(source.op):
+        names = chosen_tables(source, collection, tables)
+        taken = check_forms(source, collection, names, optimizer_state)
+    if is_whole:
+        beside_rows.note_keys(source, collection)
+    # What goes makes room for what comes: a table that evicts may be full at both ends of a delta.
+    more = {name: _more_rows(source, collection, held.state, name) for name in names}
+    held.state = with_room(source, collection, held.state, more)
+    for name in names:
+        for keys in processes.in_step(source.op, key_batches(source.files(name, manifest_lib.TOMBSTONES))):
+            for start in range(0, keys.size, KEYS_AT_A_TIME):
+                held.state, _ = collection.erase(held.state, name, keys[start : start + KEYS_AT_A_TIME])
+    for name in names:
+        place(source, collection, held, name, taken[name], now)
+    beside_rows.add(source, collection, held, names, is_whole=is_whole, optimizer_state=optimizer_state)
+
+
+def _more_rows(source: Source, collection: Collection, state: State, table: str) -> np.ndarray:
+    """Counts the rows that a delta adds to each shard, less those that it takes away: int64[num_shards]."""
+    s, number = locate(source.op, collection, table)
+    spec = collection.stores[s]
+    counts = np.zeros(spec.num_shards, np.int64)
+    for keys, found in looked_for(source.op, collection, state, table, key_batches(source.files(table))):
+        counts += keys_by_shard(collection, spec, spec.tables[number], keys[~found])
+    tombstones = key_batches(source.files(table, manifest_lib.TOMBSTONES))
+    for keys, found in looked_for(source.op, collection, state, table, tombstones):
+        counts -= keys_by_shard(collection, spec, spec.tables[number], keys[found])
+    return counts
 
 
 # Room ----------------------------------------------------------------------------------------------------------------
