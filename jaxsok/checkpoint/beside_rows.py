@@ -65,7 +65,7 @@ def with_store_words(source: Source, collection: Collection, state: State) -> St
     """Restores salts and generations, where the same tables share a store; the index must be empty."""
     for s, spec in enumerate(collection.stores):
         names = [table.name for table in spec.tables]
-        saved = next((one for one in source.manifest["stores"] if one["tables"] == names), None)
+        saved = next((store for store in source.manifest["stores"] if store["tables"] == names), None)
         if saved is None:
             continue
         words = np.zeros(len(COUNTERS), np.uint32)
@@ -101,10 +101,10 @@ def _with_globals(source: Source, collection: Collection, state: State, names: S
         leaves = state.stores[s].globals_
         if name is None or not leaves:
             continue
-        saved = [manifest_lib.array_from_json(one) for one in source.store_of(name)[1]["globals"]]
-        if [(one.shape, one.dtype) for one in saved] != [(leaf.shape[1:], leaf.dtype) for leaf in leaves]:
+        saved = [manifest_lib.array_from_json(array) for array in source.store_of(name)[1]["globals"]]
+        if [(array.shape, array.dtype) for array in saved] != [(leaf.shape[1:], leaf.dtype) for leaf in leaves]:
             continue  # of another optimizer, which "matching" lets pass
-        put = tuple(_put(collection, lambda _, one=one: one[None]) for one in saved)
+        put = tuple(_put(collection, lambda _, array=array: array[None]) for array in saved)
         state = _with_arrays(state, s, globals_=put)
     return state
 
@@ -116,7 +116,7 @@ def _with_evicted(source: Source, collection: Collection, state: State, names: S
             continue
         tables = source.manifest["tables"]
         counts = np.array(
-            [tables[one.name]["num_evicted"] if one.name in names else 0 for one in spec.tables], np.uint64
+            [tables[table.name]["num_evicted"] if table.name in names else 0 for table in spec.tables], np.uint64
         ).astype(np.uint32)
         none = np.zeros_like(counts)
 

@@ -164,7 +164,7 @@ def check_forms(
         wanted = TableForm.of(spec, table)
         if form.dim != wanted.dim:
             raise ValueError(f'{op}: table "{name}": dim: got {form.dim} in "{source.folder}", wanted {wanted.dim}.')
-        saved, declared = ({one: dim for one, dim, _ in states} for states in (form.states, wanted.states))
+        saved, declared = ({state: dim for state, dim, _ in states} for states in (form.states, wanted.states))
         if optimizer_state == "require" and (form.state_form, saved) != (wanted.state_form, declared):
             raise ValueError(
                 f'{op}: table "{name}": optimizer: got state of optim.{form.optimizer} ({form.state_form}: {saved}) in '
@@ -174,7 +174,8 @@ def check_forms(
             )
         if optimizer_state == "require":
             _check_globals(source, collection, name)
-        taken[name] = tuple(one for one in declared if optimizer_state != "initial" and saved.get(one) == declared[one])
+        is_taken = {state: optimizer_state != "initial" and saved.get(state) == dim for state, dim in declared.items()}
+        taken[name] = tuple(state for state in declared if is_taken[state])
         if form.dtype != wanted.dtype:
             LOG.warning('%s: table "%s": rows of %s become %s, rounded to nearest.', op, name, form.dtype, wanted.dtype)
     return taken

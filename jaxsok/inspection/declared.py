@@ -93,7 +93,7 @@ def _of_python(path: pathlib.Path) -> Declared:
     found = {}
     for name, kind in (("tables", TableSpec), ("features", FeatureSpec)):
         value = names.get(name, ())
-        if not isinstance(value, Sequence) or not all(isinstance(one, kind) for one in value):
+        if not isinstance(value, Sequence) or not all(isinstance(spec, kind) for spec in value):
             raise ValueError(f"estimate: {path}: {name}: got {value!r}, wanted a list of {kind.__name__}s.")
         found[name] = tuple(value)
     exchange = names.get("exchange")

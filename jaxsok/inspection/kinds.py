@@ -63,7 +63,7 @@ def opened(path: pathlib.Path) -> Opened:
     kind = _kind_of(path)
     if kind is not None:
         return kind.open(path)
-    children = sorted(one for one in path.iterdir() if one.suffix not in _UNFINISHED) if path.is_dir() else []
+    children = sorted(child for child in path.iterdir() if child.suffix not in _UNFINISHED) if path.is_dir() else []
     found = {child: kind for child in children if (kind := _kind_of(child)) is not None}
     if not found:
         raise ValueError(f"inspect: {path}: got {_content(path)}, wanted {_wanted()}.")

@@ -257,16 +257,16 @@ def overview(reports: Iterable[TableReport]) -> list[str]:
     head = ("table", "dtype", "state", "rows", "dim", "bytes", "not finite", "median norm")
     body = [
         (
-            one.name,
-            one.dtype,
-            " ".join(one.states) or "-",
-            f"{one.num_rows:,}",
-            str(one.dim),
-            in_units(one.num_bytes),
-            f"{one.norms.num_nonfinite:,}",
-            _number(one.norms.quantiles[0.5]),
+            table.name,
+            table.dtype,
+            " ".join(table.states) or "-",
+            f"{table.num_rows:,}",
+            str(table.dim),
+            in_units(table.num_bytes),
+            f"{table.norms.num_nonfinite:,}",
+            _number(table.norms.quantiles[0.5]),
         )
-        for one in reports
+        for table in reports
     ]
     return aligned(head, body, is_text=(0, 1, 2))
 
@@ -276,11 +276,11 @@ def _table_of_norms(norms: Mapping[str, Norms]) -> list[str]:
     body = [
         (
             name,
-            *(_number(value) for value in (one.min, *one.quantiles.values(), one.max)),
-            f"{one.num_zero:,}",
-            f"{one.num_nonfinite:,}",
+            *(_number(value) for value in (found.min, *found.quantiles.values(), found.max)),
+            f"{found.num_zero:,}",
+            f"{found.num_nonfinite:,}",
         )
-        for name, one in norms.items()
+        for name, found in norms.items()
     ]
     return aligned(head, body, is_text=(0,))
 
@@ -289,8 +289,8 @@ def _bars(bins: tuple[Bin, ...], edge: Any) -> list[str]:
     """Draws a histogram on its side."""
     if not bins:
         return ["  none above 0"]
-    most = max(one.num for one in bins)
-    body = [(edge(one), f"{one.num:,}", "#" * math.ceil(_BAR * one.num / most)) for one in bins]
+    most = max(counted.num for counted in bins)
+    body = [(edge(counted), f"{counted.num:,}", "#" * math.ceil(_BAR * counted.num / most)) for counted in bins]
     widths = [max(len(line[i]) for line in body) for i in range(2)]
     return [f"  {label.rjust(widths[0])}  {num.rjust(widths[1])}  {bar}".rstrip() for label, num, bar in body]
 
@@ -301,8 +301,8 @@ def _number(value: float | Bin) -> str:
     return "-" if math.isnan(value) else f"{value:.4g}"
 
 
-def _whole(one: Bin) -> str:
-    return f"{one.low:,}" if one.high == one.low + 1 else f"{one.low:,} - {one.high - 1:,}"
+def _whole(counted: Bin) -> str:
+    return f"{counted.low:,}" if counted.high == counted.low + 1 else f"{counted.low:,} - {counted.high - 1:,}"
 
 
 def _fact(value: Any) -> str:
@@ -314,9 +314,9 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Bin):
         return {"low": value.low, "high": value.high, "num": value.num}
     if isinstance(value, Mapping):
-        return {str(name): _plain(one) for name, one in value.items()}
+        return {str(name): _plain(item) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(one) for one in value]
+        return [_plain(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value

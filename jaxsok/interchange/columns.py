@@ -169,8 +169,8 @@ def read_arrow(path: str | os.PathLike, *, chunk_rows: int | None = None) -> Rec
                     batch.validate(full=True)
                 except pa.ArrowException as error:
                     raise ValueError(f"{op}: {path}: record batch {number}: {error}") from error
-                told = (metadata or {}).get(_CHECKSUM)
-                if columns is None and told is not None and told != str(_checksum(batch)).encode():
+                checksum = (metadata or {}).get(_CHECKSUM)
+                if columns is None and checksum is not None and checksum != str(_checksum(batch)).encode():
                     raise ValueError(f"{op}: {path}: record batch {number}: got rows that do not have their checksum.")
                 batch = batch if columns is None else batch.select(columns)
                 yield from (batch.slice(start, at_once) for start in range(0, batch.num_rows, at_once))
@@ -332,7 +332,7 @@ def _checked(
     def keys() -> Iterator[np.ndarray]:
         return (from_words(to_words(batch.column("key").to_numpy(), op)) for batch in batches(["key"]))
 
-    found = sum(one.num_rows for one in chunks())
+    found = sum(chunk.num_rows for chunk in chunks())
     if found != num_rows:
         raise ValueError(f"{op}: {path}: got {found} rows, wanted {num_rows}, as the footer says.")
     files.check_keys(op, num_rows, keys, lambda number: f"{path}: line {number}")
@@ -382,7 +382,7 @@ def _check_arrow(op: str, path: pathlib.Path, size: int) -> tuple[Any, int]:
         begin = size - 10 - int.from_bytes(source.read(4), "little", signed=True)  # of the footer
         if not 16 <= begin < size - 10:
             refuse(size - 10, f"a footer of {size - 10 - begin} bytes", f"at most {size - 26}")
-        byte, told, num_rows = 8, [], 0
+        byte, found, num_rows = 8, [], 0
         try:
             with pa.ipc.open_file(source) as file:
                 schema = file.schema
@@ -396,7 +396,7 @@ def _check_arrow(op: str, path: pathlib.Path, size: int) -> tuple[Any, int]:
                     if message.type != "schema" or not pa.ipc.read_schema(message).equals(schema, check_metadata=True):
                         refuse(8, "another schema", "that of the footer")
                 else:
-                    told.append((byte, end - byte - num_bytes, num_bytes))
+                    found.append((byte, end - byte - num_bytes, num_bytes))
                     if message.type != "record batch":
                         refuse(byte, f"a {message.type}", "a record batch")
                     batch = pa.ipc.read_record_batch(message, schema)
@@ -409,8 +409,8 @@ def _check_arrow(op: str, path: pathlib.Path, size: int) -> tuple[Any, int]:
             raise ValueError(f"{op}: {path}: byte {byte}, or the footer at byte {begin}: {error}") from error
     if byte != begin:
         refuse(byte, "the end of the record batches", f"the footer there, which begins at {begin}")
-    if blocks != told:
-        both = itertools.zip_longest(blocks, told)
+    if blocks != found:
+        both = itertools.zip_longest(blocks, found)
         number, (got, wanted) = next((n, pair) for n, pair in enumerate(both) if pair[0] != pair[1])
         refuse(begin, f"a footer with record batch {number} at {got}", f"what there is: {wanted}")
     return schema, num_rows
@@ -433,14 +433,14 @@ def _blocks(footer: bytes) -> list[tuple[int, int, int]]:
 
 def _is_tiled(body: Any, batch: Any) -> bool:
     """Whether the buffers of a batch lie one behind the other in its bytes, with less than 64 between them."""
-    buffers = [one for column in batch.columns for one in column.buffers() if one is not None and one.size]
+    buffers = [buffer for column in batch.columns for buffer in column.buffers() if buffer is not None and buffer.size]
     if not buffers:
         return body is None or body.size < 64
     begin, end = body.address, body.address + body.size
-    if not all(begin <= one.address <= end - one.size for one in buffers):
+    if not all(begin <= buffer.address <= end - buffer.size for buffer in buffers):
         return True  # they were compressed, and lie elsewhere
-    begins = [one.address for one in buffers] + [end]
-    ends = [begin] + [one.address + one.size for one in buffers]
+    begins = [buffer.address for buffer in buffers] + [end]
+    ends = [begin] + [buffer.address + buffer.size for buffer in buffers]
     return all(0 <= first - last < 64 for first, last in zip(begins, ends, strict=True))
 
 

@@ -129,10 +129,12 @@ def checked_records(op: str, records: RecordsIn) -> tuple[Form, Iterator[Records
 
     def rest() -> Iterator[Records]:
         yield first
-        for number, one in enumerate(chunks, 1):
-            if form_of(op, one) != form:
-                raise ValueError(f"{op}: records: chunk {number}: got {form_of(op, one)}, wanted {form}, as the first.")
-            yield one
+        for number, chunk in enumerate(chunks, 1):
+            if form_of(op, chunk) != form:
+                raise ValueError(
+                    f"{op}: records: chunk {number}: got {form_of(op, chunk)}, wanted {form}, as the first."
+                )
+            yield chunk
 
     return form, rest()
 
@@ -507,20 +509,20 @@ def import_all(
     reset_state: bool,
 ) -> State:
     """Enters the rows of files that were all checked, table by table; first refuses those that do not fit theirs."""
-    chunks = {table: one if with_state else _without_state(one) for table, one in chunks.items() if one.num_rows}
-    for table, one in chunks.items():
+    chunks = {table: read if with_state else _without_state(read) for table, read in chunks.items() if read.num_rows}
+    for table, read in chunks.items():
         spec = spec_of(collection, table)
-        if one.dim != spec.dim:
-            raise ValueError(f'{op}: table "{table}": got rows of dim {one.dim} in the file, wanted {spec.dim}.')
+        if read.dim != spec.dim:
+            raise ValueError(f'{op}: table "{table}": got rows of dim {read.dim} in the file, wanted {spec.dim}.')
         states = {state.name: state.dim for state in spec.optimizer.state_specs(spec.dim)}
-        if not one.states.items() <= states.items():
+        if not read.states.items() <= states.items():
             raise ValueError(
-                f'{op}: table "{table}": got optimizer state {dict(one.states)} in the file, wanted {states}, as '
+                f'{op}: table "{table}": got optimizer state {dict(read.states)} in the file, wanted {states}, as '
                 f"{spec.optimizer.name} has it; pass with_state=False for rows alone."
             )
-    for table, one in chunks.items():
+    for table, read in chunks.items():
         try:
-            state = collection.import_table(state, table, one, num_rows=one.num_rows, reset_state=reset_state)
+            state = collection.import_table(state, table, read, num_rows=read.num_rows, reset_state=reset_state)
         except BaseException as error:
             # The caller's state was donated to the tables before: what there is now must not be lost.
             if getattr(error, "state", None) is None:
@@ -545,6 +547,6 @@ def _without_state(chunks: RecordChunks) -> RecordChunks:
     """The same, keys and rows and statistics."""
 
     def start() -> Iterator[Records]:
-        return (dataclasses.replace(one, state={}) for one in chunks)
+        return (dataclasses.replace(chunk, state={}) for chunk in chunks)
 
     return RecordChunks(chunks.num_rows, chunks.dim, {}, start)

@@ -304,8 +304,8 @@ def _files_of(op: str, directory: str | os.PathLike, table: str) -> list[pathlib
     name = Header.of(key_path).table if key_path in there else ""
     if name not in ("", table):
         raise FileExistsError(
-            f"{op}: {key_path}: is of the table {name!r}, wanted {table!r}: their names differ in punctuation alone, and "
-            "so their files do not; choose another name or another directory."
+            f"{op}: {key_path}: is of the table {name!r}, wanted {table!r}: their names differ in punctuation alone, "
+            "and so their files do not; choose another name or another directory."
         )
     return there
 
@@ -357,9 +357,9 @@ def _slots_of(op: str, optimizer: Any, learning_rate: float | None) -> tuple[dic
 
 def _found(op: str, base: pathlib.Path, spellings: Sequence[Mapping[str, str]]) -> dict[str, str]:
     """Returns the spelling of which there are files; the first, if there are none."""
-    there = [one for one in spellings if any(_path(base, end).exists() for end in one.values())]
+    there = [slots for slots in spellings if any(_path(base, end).exists() for end in slots.values())]
     if len(there) > 1:
-        both = [str(_path(base, end)) for one in there for end in one.values() if _path(base, end).exists()]
+        both = [str(_path(base, end)) for slots in there for end in slots.values() if _path(base, end).exists()]
         raise ValueError(
             f"{op}: {both}: got state under two names, wanted one; pass a mapping, as optimizer={dict(there[0])}."
         )
