@@ -85,11 +85,7 @@ def _padded(text: bytes, size: int) -> np.ndarray:
 
 
 def drawn(*, is_shared: bool, num_words: int = 2) -> np.ndarray:
-    """Draws random words of 32 bits.
-
-    Args:
-      is_shared: whether all processes get those of the first; all of them call then.
-      num_words: how many.
+    """Draws random words of 32 bits; if `is_shared`, all processes call, and all get those of the first.
 
     Example:
       >>> drawn(is_shared=False).dtype
@@ -101,10 +97,6 @@ def drawn(*, is_shared: bool, num_words: int = 2) -> np.ndarray:
 
 def agree(op: str, error: Exception | None) -> None:
     """Raises in every process, if one of them has an error; all wait here for each other.
-
-    Args:
-      op: named in the error.
-      error: of this process; None: it has none.
 
     Raises:
       Exception: `error` itself, where there is one.

@@ -40,13 +40,7 @@ def add(
 ) -> None:
     """Adds all of it to a state whose rows are restored.
 
-    Args:
-      source: what was saved.
-      collection: of the state.
-      held: the state.
-      names: of the tables that were restored.
-      is_whole: whether the state is what was saved, and gets its step.
-      optimizer_state: as the rows were restored.
+    `names` are those of the restored tables. A state that is whole is what was saved, and gets its step and a life.
     """
     _add_admission(source, collection, held, names)
     if is_whole:
@@ -91,9 +85,6 @@ def note_keys(source: Source, collection: Collection) -> None:
         collection.growth.saw_assign(s, assigned)
 
 
-# Words of stores -----------------------------------------------------------------------------------------------------
-
-
 def _with_globals(source: Source, collection: Collection, state: State, names: Sequence[str]) -> State:
     """Restores optimizer state that belongs to no row, from the store of the first restored table of each."""
     for s, spec in enumerate(collection.stores):
@@ -134,9 +125,6 @@ def _with_arrays(state: State, s: int, **arrays: Any) -> State:
 def _put(collection: Collection, blocks: Callable[[int], np.ndarray]) -> Any:
     """Makes an array of a store from each shard's block."""
     return collection.shards.put({shard: blocks(shard) for shard in collection.shards.local()})
-
-
-# Admission -----------------------------------------------------------------------------------------------------------
 
 
 def _add_admission(source: Source, collection: Collection, held: Held, names: Sequence[str]) -> None:

@@ -64,7 +64,10 @@ def restored(
         state = collection.init(seed=low | high << 32)
         state = beside_rows.with_store_words(full, collection, state)
         beside_rows.note_keys(full, collection)
-    rows = {name: _rows_by_shard(full, collection, name) for name in names}
+    rows = {}
+    for name in names:
+        by_partition = manifest_lib.unpacked(full.manifest["tables"][name]["partition_rows"])
+        rows[name] = _rows_by_shard(op, collection, name, by_partition)
     if not is_new:
         rows = {name: coming - _table_rows(collection, state, name) for name, coming in rows.items()}
     with held_on(collection, state, names, is_new=is_new) as held:
@@ -110,7 +113,7 @@ def place(source: Source, collection: Collection, held: Held, name: str, taken: 
     s, number = locate(op, collection, name)
     spec = collection.stores[s]
     table = spec.tables[number]
-    owners = owners_of(collection, spec, table)
+    owners = _owners_of(collection, spec, table)
     fitted = _fitter(source, spec, table, taken, now)
 
     def of_shard(shard: int) -> Iterator[Records]:
@@ -188,31 +191,22 @@ def apply_link(
 
 def _more_rows(source: Source, collection: Collection, state: State, table: str) -> np.ndarray:
     """Counts the rows that a delta adds to each shard, less those that it takes away: int64[num_shards]."""
-    s, number = locate(source.op, collection, table)
-    spec = collection.stores[s]
-    counts = np.zeros(spec.num_shards, np.int64)
+    more = np.zeros(NUM_PARTITIONS, np.int64)
     for keys, found in looked_for(source.op, collection, state, table, key_batches(source.files(table))):
-        counts += keys_by_shard(collection, spec, spec.tables[number], keys[~found])
+        more += _keys_by_partition(table, keys[~found])
     tombstones = key_batches(source.files(table, manifest_lib.TOMBSTONES))
     for keys, found in looked_for(source.op, collection, state, table, tombstones):
-        counts -= keys_by_shard(collection, spec, spec.tables[number], keys[found])
-    return counts
-
-
-# Room ----------------------------------------------------------------------------------------------------------------
+        more -= _keys_by_partition(table, keys[found])
+    return _rows_by_shard(source.op, collection, table, more)
 
 
 def with_room(
     source: Source, collection: Collection, state: State, rows: Mapping[str, np.ndarray], *, is_new: bool = False
 ) -> State:
-    """Grows a state for the rows that are to come.
+    """Grows a state, which is donated, for the rows that are to come.
 
-    Args:
-      source: named in errors.
-      collection: of the state.
-      state: donated.
-      rows: of each table, that each shard gets, less those that it loses before: int64[num_shards].
-      is_new: whether the state is new: then it also gets room for one step's new keys, if there is memory for that.
+    `rows` are those that each shard gets, less those that it loses before: int64[num_shards] by table. A new state also
+    gets room for one step's new keys, if there is memory for that.
 
     Raises:
       TableFullError: a store's `max_capacity` is below that.
@@ -269,30 +263,22 @@ def _rows_in_use(collection: Collection, spec: StoreSpec, store: StoreState) -> 
     return allocated - (end - begin)
 
 
-def _rows_by_shard(source: Source, collection: Collection, name: str) -> np.ndarray:
-    """Counts the saved rows of a table that each shard gets: int64[num_shards]."""
-    s, number = locate(source.op, collection, name)
+def _rows_by_shard(op: str, collection: Collection, name: str, rows: np.ndarray) -> np.ndarray:
+    """Adds up rows by partition of a table over the partitions of each shard: int64[num_shards]."""
+    s, number = locate(op, collection, name)
     spec = collection.stores[s]
-    rows = manifest_lib.unpacked(source.manifest["tables"][name]["partition_rows"])
-    return _by_shard(collection, spec, spec.tables[number], rows)
-
-
-def keys_by_shard(collection: Collection, spec: StoreSpec, table: TableSpec, keys: np.ndarray) -> np.ndarray:
-    """Counts the keys of a table that belong to each shard: int64[num_shards]."""
-    rows = np.bincount(partitions_of(keys, name_word(table.name)).astype(np.int64), minlength=NUM_PARTITIONS)
-    return _by_shard(collection, spec, table, rows)
-
-
-def _by_shard(collection: Collection, spec: StoreSpec, table: TableSpec, rows: np.ndarray) -> np.ndarray:
-    """Sums numbers by partition over the partitions of each shard."""
     if spec.is_replicated:
         return np.full(spec.num_shards, rows.sum(), np.int64)
     counts = np.zeros(spec.num_shards, np.int64)
-    np.add.at(counts, owners_of(collection, spec, table), rows.astype(np.int64))
+    np.add.at(counts, _owners_of(collection, spec, spec.tables[number]), rows.astype(np.int64))
     return counts
 
 
-def owners_of(collection: Collection, spec: StoreSpec, table: TableSpec) -> np.ndarray:
+def _keys_by_partition(name: str, keys: np.ndarray) -> np.ndarray:
+    return np.bincount(partitions_of(keys, name_word(name)).astype(np.int64), minlength=NUM_PARTITIONS)
+
+
+def _owners_of(collection: Collection, spec: StoreSpec, table: TableSpec) -> np.ndarray:
     """Returns the shard of each partition of a table: int64[4096]."""
     if spec.num_shards == 1 or table.placement.kind == "on":
         return np.full(NUM_PARTITIONS, table.placement.shard if spec.num_shards > 1 else 0, np.int64)

@@ -81,12 +81,12 @@ def pieces(
     piece_bytes: int,
     since: int | None = None,
 ) -> Iterator[Piece]:
-    """Copies all pieces of a store that this process is to save.
+    """Copies all pieces of a store that this process is to save; the store is not donated before the last has come.
 
     Args:
       number: of the store.
       spec: of the store.
-      store: must not be donated before the last piece has come.
+      store: what to save.
       shards: over which it is split.
       piece_bytes: of a piece at most, give or take a row.
       since: only rows whose last step is this or later; of a store with statistics. A piece then has the rows that

@@ -117,9 +117,6 @@ class Source:
         return next((s, store) for s, store in enumerate(self.manifest["stores"]) if table in store["tables"])
 
 
-# Before anything is read ---------------------------------------------------------------------------------------------
-
-
 def chosen_tables(source: Source, collection: Collection, tables: Sequence[str] | None) -> list[str]:
     """Returns the names of the tables to restore.
 

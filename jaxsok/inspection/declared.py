@@ -102,9 +102,6 @@ def _of_python(path: pathlib.Path) -> Declared:
     return Declared(found["tables"], found["features"], exchange)
 
 
-# TOML and JSON -------------------------------------------------------------------------------------------------------
-
-
 @dataclasses.dataclass(frozen=True)
 class _Place:
     """Where in a file we are."""

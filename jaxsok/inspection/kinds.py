@@ -102,9 +102,6 @@ def _head(path: pathlib.Path, num_bytes: int) -> bytes:
         return file.read(num_bytes)
 
 
-# Checkpoints and exports of jaxsok ------------------------------------------------------------------------------------
-
-
 def _is_saved(path: pathlib.Path) -> bool:
     return bool(_saved_folders(path))
 
@@ -172,9 +169,6 @@ def _saved_records(source: Source, table: str) -> Iterator[Records]:
     state = {name: np.empty((0, width), np.float32) for name, width, _ in form.states}
     yield Records(np.empty(0, np.uint64), rows, state, statistics, statistics)
     yield from source.records(table)
-
-
-# Files of other systems -----------------------------------------------------------------------------------------------
 
 
 def _is_hps(path: pathlib.Path) -> bool:

@@ -249,9 +249,6 @@ def _norms(dim: int, seen: Magnitudes) -> Norms:
     )
 
 
-# What people read ----------------------------------------------------------------------------------------------------
-
-
 def overview(reports: Iterable[TableReport]) -> list[str]:
     """Returns the lines of a table of tables."""
     head = ("table", "dtype", "state", "rows", "dim", "bytes", "not finite", "median norm")

@@ -157,11 +157,7 @@ class PartialFiles:
     ) -> None:
         """Refuses what is there already, unless it may be overwritten, and what is no file.
 
-        Args:
-          op: named in errors.
-          paths: of the files.
-          overwrite: whether files of these names may go.
-          stale: finds other files of the same export, which would not fit the new ones; called now and at the end.
+        `stale` finds other files of the same export, which would not fit the new ones; it is called now and at the end.
         """
         self._op, self._overwrite, self._paths, self._find_stale = op, overwrite, tuple(paths), stale
         refuse_existing(op, [*self._paths, *self._stale], overwrite)
@@ -544,8 +540,6 @@ def paths_of(
 
 
 def _without_state(chunks: RecordChunks) -> RecordChunks:
-    """The same, keys and rows and statistics."""
-
     def start() -> Iterator[Records]:
         return (dataclasses.replace(chunk, state={}) for chunk in chunks)
 
