@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from jaxsok import processes
 from jaxsok.checkpoint import manifest as manifest_lib
 from jaxsok.checkpoint.chain import Path, chain_of, check_link
-from jaxsok.checkpoint.restore import apply_link, held_on, restored
+from jaxsok.checkpoint.restore import apply_link, held_on, restore
 from jaxsok.checkpoint.save import time_of
-from jaxsok.checkpoint.source import OptimizerState, Source, check_forms, chosen_tables
+from jaxsok.checkpoint.source import OptimizerState, Source, check_forms, choose_tables
 from jaxsok.collection import Collection
 from jaxsok.operations import check_state, check_untraced
 from jaxsok.store import State
@@ -45,7 +45,7 @@ def load(
     """
     with processes.together("load"):
         chain = chain_of("load", path)
-    return restored(chain, collection, state, tables, optimizer_state, clock)
+    return restore(chain, collection, state, tables, optimizer_state, clock)
 
 
 def apply_delta(
@@ -84,7 +84,7 @@ def apply_delta(
         is_path = not isinstance(after, str) or (pathlib.Path(after) / manifest_lib.NAME).exists()
         held = Source.of(op, pathlib.Path(after)).manifest["uuid"] if is_path else after
         check_link(op, source, held, f'"{after}"')
-        names = chosen_tables(source, collection, tables)
+        names = choose_tables(source, collection, tables)
         check_forms(source, collection, names, optimizer_state)
         now = time_of(op, state, clock) if tables is not None or clock is not None else None
         source.verify(names)

@@ -152,8 +152,8 @@ def _add_waiting(source: Source, collection: Collection, held: Held, s: int, num
     """Brings each key to its owner, in place of those that waited."""
     spec, shards = collection.stores[s], collection.shards
 
-    held.state = with_store(held.state, s, _forgotten(spec, number, shards, held.state.stores[s]))
-    for keys, counts in processes.in_step(source.op, _gathered(source.waiting(spec.tables[number].name))):
+    held.state = with_store(held.state, s, _forget_waiting(spec, number, shards, held.state.stores[s]))
+    for keys, counts in processes.in_step(source.op, _join_batches(source.waiting(spec.tables[number].name))):
         # A key seen often enough for a lower threshold waits for one more sight.
         counts = np.minimum(counts, np.uint32(there(spec.tables[number].admission).threshold - 1))
         owners = owners_of(spec, number, keys, collection.partition_owners)
@@ -161,7 +161,7 @@ def _add_waiting(source: Source, collection: Collection, held: Held, s: int, num
         held.state = with_store(held.state, s, store)
 
 
-def _forgotten(spec: StoreSpec, number: int, shards: Shards, store: StoreState) -> StoreState:
+def _forget_waiting(spec: StoreSpec, number: int, shards: Shards, store: StoreState) -> StoreState:
     """Removes the keys of a table that wait."""
 
     def part(store: StoreState) -> StoreState:
@@ -170,7 +170,7 @@ def _forgotten(spec: StoreSpec, number: int, shards: Shards, store: StoreState) 
     return jax.jit(lambda store: shards.run(part, (store,), (shards.spec,), shards.spec), donate_argnums=0)(store)
 
 
-def _gathered(batches: Iterator[tuple[np.ndarray, np.ndarray]]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+def _join_batches(batches: Iterator[tuple[np.ndarray, np.ndarray]]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Joins batches to large ones: each costs a pass over all that wait."""
     parts: list[tuple[np.ndarray, np.ndarray]] = []
     for batch in batches:

@@ -91,13 +91,13 @@ def gone_keys(op: str, collection: Collection, state: State, chain: Sequence[Sou
         if tombstones:
             gone = np.setdiff1d(gone, np.concatenate(tombstones))
         absent = [
-            keys[~found] for keys, found in looked_for(op, collection, state, table, key_batches(source.files(table)))
+            keys[~found] for keys, found in find_keys(op, collection, state, table, key_batches(source.files(table)))
         ]
         gone = np.union1d(gone, np.concatenate(absent)) if absent else gone
     return gone
 
 
-def looked_for(
+def find_keys(
     op: str, collection: Collection, state: State, table: str, batches: Iterator[np.ndarray]
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Yields keys, few at a time, and which of them have a row. All processes read the same."""

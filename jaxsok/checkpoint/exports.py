@@ -17,8 +17,8 @@ from jaxsok import processes, published
 from jaxsok.checkpoint import lineage as lineage_lib
 from jaxsok.checkpoint import manifest as manifest_lib
 from jaxsok.checkpoint.chain import Path, chain_of, gone_keys
-from jaxsok.checkpoint.save import HOST_BYTES, PIECE_BYTES, SaveOptions, SaveReport, Saving, saved_now, time_of
-from jaxsok.checkpoint.source import Source, check_forms, chosen_tables
+from jaxsok.checkpoint.save import HOST_BYTES, PIECE_BYTES, SaveOptions, SaveReport, Saving, save_now, time_of
+from jaxsok.checkpoint.source import Source, check_forms, choose_tables
 from jaxsok.collection import Collection
 from jaxsok.operations import check_state, check_untraced
 from jaxsok.store import State
@@ -62,7 +62,7 @@ def export_full(
       path: of the folder; it must not exist. In several processes all of them call, and share the file system.
       collection: that made the state.
       state: not donated before this returns.
-      clock: the time, where lookups are told one; None: the state's step.
+      clock: the time, where lookups have a clock; None: the state's step.
       compression: "none", "lz4" or "zstd".
       host_bytes: host memory that a process may take.
       piece_bytes: what is copied from the device at a time.
@@ -70,7 +70,7 @@ def export_full(
     Raises:
       FileExistsError: the path is taken, or another process took it while this one wrote.
       FileNotFoundError: processes of this job have different paths, or share no file system.
-      ValueError: a row has a later last step than `clock`: lookups were told another one.
+      ValueError: a row has a later last step than `clock`: lookups had another one.
 
     Cost:
       Every row in use goes to the host and to the files once.
@@ -147,7 +147,7 @@ def export_delta(
         chain = chain_of(op, base)
         last = chain[-1].manifest
         for source in chain:
-            names = chosen_tables(source, collection, None)
+            names = choose_tables(source, collection, None)
             check_forms(source, collection, names, "require")
         now = time_of(op, state, clock)
         if now < last["clock"]:
@@ -209,7 +209,7 @@ def _export(
             saving = Saving(
                 op, collection, state, options, kind=kind, clock=clock, since=since, tombstones=gone, more=more
             )
-            saved_now(saving, folder)
+            save_now(saving, folder)
         # The latest step of all processes, so that all of them refuse.
         latest = processes.greatest(saving.latest)
         if latest > saving.part["clock"]:

@@ -22,8 +22,8 @@ except ImportError as error:
 
 from jaxsok import processes
 from jaxsok.checkpoint import manifest as manifest_lib
-from jaxsok.checkpoint.restore import restored
-from jaxsok.checkpoint.save import HOST_BYTES, PIECE_BYTES, SaveOptions, SaveReport, Saving, saved_now
+from jaxsok.checkpoint.restore import restore
+from jaxsok.checkpoint.save import HOST_BYTES, PIECE_BYTES, SaveOptions, SaveReport, Saving, save_now
 from jaxsok.checkpoint.source import OptimizerState, Source
 from jaxsok.collection import Collection
 from jaxsok.store import State
@@ -79,7 +79,7 @@ class TablesCheckpointHandler(ocp.AsyncCheckpointHandler):
         with processes.together(SAVE):
             saving = args.started()
             self.report = args.report
-            saved_now(saving, directory)
+            save_now(saving, directory)
         with processes.together(SAVE):
             _join(directory)
 
@@ -94,7 +94,7 @@ class TablesCheckpointHandler(ocp.AsyncCheckpointHandler):
             )
         with processes.together(RESTORE):
             source = Source.of(RESTORE, directory)
-        return restored([source], args.collection, args.state, args.tables, args.optimizer_state, args.clock)
+        return restore([source], args.collection, args.state, args.tables, args.optimizer_state, args.clock)
 
     def metadata(self, directory: Any) -> dict[str, Any]:
         """Returns the manifest without the lists of files."""
@@ -144,7 +144,7 @@ class TablesSave(ocp.args.CheckpointArgs):
     piece_bytes: int = PIECE_BYTES
     """What is copied at a time."""
     clock: int | None = None
-    """The time, where lookups are told one; None: the state's step."""
+    """The time, where lookups have a clock; None: the state's step."""
     report: SaveReport | None = dataclasses.field(default=None, init=False)
     """What the save did, once it has begun; `total_s` and `file_bytes` once it has ended."""
 
@@ -178,5 +178,5 @@ class TablesRestore(ocp.args.CheckpointArgs):
     """"require": as it was saved, refused if the optimizer is of another form; "matching": what has equal name and dim,
     the rest initial; "initial": none of it."""
     clock: int | None = None
-    """Now, for a given state whose lookups are told one; None: its step. Rows that come into a given state count as
+    """Now, for a given state whose lookups have a clock; None: its step. Rows that come into a given state count as
     used now, so that the next delta has them."""

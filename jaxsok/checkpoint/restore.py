@@ -15,11 +15,11 @@ from jaxsok import grow as grow_lib
 from jaxsok import processes
 from jaxsok.checkpoint import beside_rows
 from jaxsok.checkpoint import manifest as manifest_lib
-from jaxsok.checkpoint.chain import KEYS_AT_A_TIME, looked_for
+from jaxsok.checkpoint.chain import KEYS_AT_A_TIME, find_keys
 from jaxsok.checkpoint.files import CorruptFileError, key_batches, name_word
 from jaxsok.checkpoint.place import Held, Placer
 from jaxsok.checkpoint.save import time_of
-from jaxsok.checkpoint.source import OptimizerState, Source, check_forms, chosen_tables
+from jaxsok.checkpoint.source import OptimizerState, Source, check_forms, choose_tables
 from jaxsok.collection import Collection
 from jaxsok.operations import check_state, check_untraced, locate
 from jaxsok.plan import partitions_of
@@ -31,7 +31,7 @@ from jaxsok.types import COUNTERS, MAX_CAPACITY, NUM_PARTITIONS, TableFullError
 LEAST_ROOM = 1024  # rows of a shard that a restored state has for new keys, if nothing says how many a step has
 
 
-def restored(
+def restore(
     chain: Sequence[Source],
     collection: Collection,
     state: State | None = None,
@@ -46,7 +46,7 @@ def restored(
     full, is_new, now = chain[0], state is None, None
     op = full.op
     with processes.together(op):
-        names = chosen_tables(full, collection, tables)
+        names = choose_tables(full, collection, tables)
         if state is not None:
             check_state(op, collection, state)
             check_untraced(op, state)
@@ -56,7 +56,7 @@ def restored(
         if state is not None:
             # Before rows of the state go: a damaged batch must not cost them.
             for source in chain:
-                chosen_tables(source, collection, tables)
+                choose_tables(source, collection, tables)
                 check_forms(source, collection, names, optimizer_state)
                 source.verify(names)
     if state is None:
@@ -173,7 +173,7 @@ def apply_link(
 ) -> None:
     """Applies a delta whose place in the chain was checked."""
     with processes.together(source.op):
-        names = chosen_tables(source, collection, tables)
+        names = choose_tables(source, collection, tables)
         taken = check_forms(source, collection, names, optimizer_state)
     if is_whole:
         beside_rows.note_keys(source, collection)
@@ -192,10 +192,10 @@ def apply_link(
 def _more_rows(source: Source, collection: Collection, state: State, table: str) -> np.ndarray:
     """Counts the rows that a delta adds to each shard, less those that it takes away: int64[num_shards]."""
     more = np.zeros(NUM_PARTITIONS, np.int64)
-    for keys, found in looked_for(source.op, collection, state, table, key_batches(source.files(table))):
+    for keys, found in find_keys(source.op, collection, state, table, key_batches(source.files(table))):
         more += _keys_by_partition(table, keys[~found])
     tombstones = key_batches(source.files(table, manifest_lib.TOMBSTONES))
-    for keys, found in looked_for(source.op, collection, state, table, tombstones):
+    for keys, found in find_keys(source.op, collection, state, table, tombstones):
         more -= _keys_by_partition(table, keys[found])
     return _rows_by_shard(source.op, collection, table, more)
 

@@ -287,7 +287,7 @@ def time_of(op: str, state: State, clock: Any) -> int:
     return int(np.asarray(state.step if word is None else word))
 
 
-def saved_now(saving: Saving, folder: Any) -> None:
+def save_now(saving: Saving, folder: Any) -> None:
     """Saves into a folder that is there, and waits for the files."""
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         written = pool.submit(saving.write, folder)

@@ -93,7 +93,7 @@ def pieces(
         were picked on the device, where they are few.
     """
     under_way: collections.deque[_UnderWay] = collections.deque()
-    for piece in _started(number, spec, store, shards, piece_bytes, since):
+    for piece in _start(number, spec, store, shards, piece_bytes, since):
         under_way.append(piece)
         if len(under_way) > UNDER_WAY:
             yield under_way.popleft().wait()
@@ -101,10 +101,10 @@ def pieces(
         yield under_way.popleft().wait()
 
 
-def _started(
+def _start(
     number: int, spec: StoreSpec, store: StoreState, shards: Shards, piece_bytes: int, since: int | None
 ) -> Iterator["_UnderWay"]:
-    yield from _started_rows(number, spec, store, shards, piece_bytes, since)
+    yield from _start_rows(number, spec, store, shards, piece_bytes, since)
     for kind, arrays in (("waiting", store.sightings), ("bloom", store.bloom)):
         for array in arrays:
             for shard, words in shard_parts(array, spec, shards).items():
@@ -114,7 +114,7 @@ def _started(
                     yield _UnderWay(make, *_cut((words,), start, min(start + most, size), most))
 
 
-def _started_rows(
+def _start_rows(
     number: int, spec: StoreSpec, store: StoreState, shards: Shards, piece_bytes: int, since: int | None
 ) -> Iterator["_UnderWay"]:
     per_row = [slabs for slabs in (store.records, store.rows, *store.states, store.statistics) if slabs]
@@ -136,11 +136,11 @@ def _started_rows(
                 if since is None:
                     yield _UnderWay(make, *_cut(arrays, start, stop, most))
                 else:
-                    yield from _started_since(make, arrays, start, stop, most, since)
+                    yield from _start_since(make, arrays, start, stop, most, since)
             begin += size
 
 
-def _started_since(
+def _start_since(
     make: Callable[..., Piece], arrays: tuple[Array, ...], start: int, stop: int, most: int, since: int
 ) -> Iterator["_UnderWay"]:
     # A delta has few rows as a rule: the keys and statistics of all rows tell which.

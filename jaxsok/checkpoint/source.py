@@ -117,7 +117,7 @@ class Source:
         return next((s, store) for s, store in enumerate(self.manifest["stores"]) if table in store["tables"])
 
 
-def chosen_tables(source: Source, collection: Collection, tables: Sequence[str] | None) -> list[str]:
+def choose_tables(source: Source, collection: Collection, tables: Sequence[str] | None) -> list[str]:
     """Returns the names of the tables to restore.
 
     Raises:

@@ -12,7 +12,7 @@ from typing import Any
 
 from jaxsok.inspection.counts import Bin
 from jaxsok.inspection.declared import Declared, read_spec
-from jaxsok.inspection.kinds import opened
+from jaxsok.inspection.kinds import open_tables
 from jaxsok.inspection.pictures import draw_estimate, draw_reports
 from jaxsok.inspection.report import Ages, Norms, TableReport, Uses, overview, report
 
@@ -75,7 +75,7 @@ def inspect(path: str | os.PathLike[str], tables: Sequence[str] | None = None) -
     Example:
       `print(inspect("exports/monday"))`
     """
-    found = opened(pathlib.Path(path))
+    found = open_tables(pathlib.Path(path))
     names = list(found.tables) if tables is None else list(tables)
     for name in names:
         if name not in found.tables:

@@ -50,7 +50,7 @@ class Kind(NamedTuple):
     open: Callable[[pathlib.Path], Opened]
 
 
-def opened(path: pathlib.Path) -> Opened:
+def open_tables(path: pathlib.Path) -> Opened:
     """Opens a file or folder of any kind, or a folder of them, each of which is a table then.
 
     Raises:

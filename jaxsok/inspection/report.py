@@ -15,7 +15,7 @@ from jaxsok.printed import aligned, in_units
 from jaxsok.records import Records
 
 TOP_SHARE = 0.01
-"""Of the rows: those whose part of all uses is told."""
+"""The share of rows that counts as the most used."""
 _BAR = 40  # characters of the longest bar
 _BLOCK_BYTES = 4 << 20  # of the float64 numbers whose norms are taken at once
 

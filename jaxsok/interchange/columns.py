@@ -63,7 +63,7 @@ def write_parquet(
       [{'key': 7, 'row': [1.0, 1.0]}]
     """
     _, parquet = _arrow("write_parquet")
-    form, chunks = files.checked_records("write_parquet", records)
+    form, chunks = files.check_records("write_parquet", records)
     schema, num_rows = _schema(form), 0
     with PartialFiles("write_parquet", [pathlib.Path(path)], overwrite=overwrite) as (file,):
         summed = _Summed(file)
@@ -121,7 +121,7 @@ def read_parquet(path: str | os.PathLike, *, chunk_rows: int | None = None) -> R
                     first, last = _bytes_of(metadata.row_group(group))
                     raise ValueError(f"{op}: {path}: row group {group}, bytes {first} to {last}: {error}") from error
 
-    return _checked(op, path, form, metadata.num_rows, batches)
+    return _check_all(op, path, form, metadata.num_rows, batches)
 
 
 def write_arrow(path: str | os.PathLike, records: RecordsIn, *, overwrite: bool = False) -> int:
@@ -130,7 +130,7 @@ def write_arrow(path: str | os.PathLike, records: RecordsIn, *, overwrite: bool 
     Arguments (but `compression`), result and errors are those of `write_parquet`.
     """
     pa, _ = _arrow("write_arrow")
-    form, chunks = files.checked_records("write_arrow", records)
+    form, chunks = files.check_records("write_arrow", records)
     schema, num_rows = _schema(form), 0
     with PartialFiles("write_arrow", [pathlib.Path(path)], overwrite=overwrite) as (file,):
         with pa.ipc.new_file(file, schema) as writer:
@@ -175,7 +175,7 @@ def read_arrow(path: str | os.PathLike, *, chunk_rows: int | None = None) -> Rec
                 batch = batch if columns is None else batch.select(columns)
                 yield from (batch.slice(start, at_once) for start in range(0, batch.num_rows, at_once))
 
-    return _checked(op, path, form, num_rows, batches)
+    return _check_all(op, path, form, num_rows, batches)
 
 
 def save(
@@ -195,7 +195,7 @@ def save(
     Example:
       `columns.save(collection, state, "tables", ["user"], with_state=False)`
     """
-    op, write = "columns.save", _of_format("columns.save", format, write_parquet, write_arrow)
+    op, write = "columns.save", _choose("columns.save", format, write_parquet, write_arrow)
     paths = files.paths_of(op, collection, directory, tables, f".{format}")
     return files.export_all(op, collection, state, paths, write, with_state=with_state, overwrite=overwrite)
 
@@ -216,7 +216,7 @@ def load(
     Example:
       `state = columns.load(collection, state, "tables", ["user"])`
     """
-    op, read = "columns.load", _of_format("columns.load", format, read_parquet, read_arrow)
+    op, read = "columns.load", _choose("columns.load", format, read_parquet, read_arrow)
     paths = files.paths_of(op, collection, directory, tables, f".{format}")
     chunks = {table: read(path, chunk_rows=chunk_rows) for table, path in paths.items()}
     return files.import_all(op, collection, state, chunks, with_state=with_state, reset_state=reset_state)
@@ -321,7 +321,7 @@ def _records(op: str, path: pathlib.Path, form: Form, batch: Any) -> Records:
     )
 
 
-def _checked(
+def _check_all(
     op: str, path: pathlib.Path, form: Form, num_rows: int, batches: Callable[..., Iterator[Any]]
 ) -> RecordChunks:
     """Goes through a file once."""
@@ -497,7 +497,7 @@ def _bytes_of(group: Any) -> tuple[int, int]:
     return min(begins), max(b + part.total_compressed_size for b, part in zip(begins, parts, strict=True))
 
 
-def _of_format(op: str, format: str, parquet: Any, arrow: Any) -> Any:
+def _choose(op: str, format: str, parquet: Any, arrow: Any) -> Any:
     if format not in ("parquet", "arrow"):
         raise ValueError(f'{op}: format: got {format!r}, wanted "parquet" or "arrow".')
     return parquet if format == "parquet" else arrow

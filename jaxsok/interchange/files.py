@@ -24,7 +24,7 @@ from jaxsok.store import State
 from jaxsok.types import PADDING_KEY
 
 CHUNK_BYTES: int = 64 * 2**20
-"""Of a chunk of records, where nobody says how many rows: what an export gives, too."""
+"""The size of a chunk of records where the caller gives no number of rows; exports have it, too."""
 
 KEYS_HELD: int = 2**25
 """Keys that are compared at once: 256 MiB, twice. A file with more is gone through as often as it has such parts."""
@@ -119,7 +119,7 @@ def form_of(op: str, records: Any) -> Form:
     return Form(rows.shape[1], rows.dtype, states, records.last_step is not None, records.frequency is not None)
 
 
-def checked_records(op: str, records: RecordsIn) -> tuple[Form, Iterator[Records]]:
+def check_records(op: str, records: RecordsIn) -> tuple[Form, Iterator[Records]]:
     """Returns the form of the first chunk and all chunks, each checked to have it; EMPTY if there are none."""
     chunks = iter([records] if isinstance(records, Records) else records)
     first = next(chunks, None)
@@ -255,7 +255,7 @@ def write_array(file: IO[bytes], array: np.ndarray) -> None:
     file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
 
 
-def narrowed(op: str, what: str, array: np.ndarray, dtype: np.dtype) -> np.ndarray:
+def narrow(op: str, what: str, array: np.ndarray, dtype: np.dtype) -> np.ndarray:
     """Converts to the dtype of a file; refuses numbers that are finite here and would not be there."""
     with np.errstate(over="ignore"):
         result = array.astype(dtype, copy=False)

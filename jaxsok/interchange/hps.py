@@ -50,14 +50,14 @@ def write_hps(path: str | os.PathLike, records: RecordsIn, *, hotness: bool = Fa
     Source: the raw model loader of HugeCTR 24.06.
     """
     op, (key, rows, meta), num_rows = "write_hps", _paths(path), 0
-    form, chunks = files.checked_records(op, records)
+    form, chunks = files.check_records(op, records)
     if hotness and not form.has_frequency:
         raise ValueError(f"{op}: hotness: got True with records without frequency, wanted records with it.")
     paths = [key, rows, meta] if hotness else [key, rows]
     with PartialFiles(op, paths, overwrite=overwrite, stale=lambda: [meta]) as opened:
         for chunk in chunks:
             files.write_array(opened[0], chunk.keys.view(np.int64).astype(_KEY, copy=False))
-            numbers = files.narrowed(op, "records.rows", chunk.rows, np.dtype(np.float32))
+            numbers = files.narrow(op, "records.rows", chunk.rows, np.dtype(np.float32))
             files.write_array(opened[1], numbers.astype(_ROW, copy=False))
             if hotness and chunk.frequency is not None:
                 files.write_array(opened[2], chunk.frequency.astype(_KEY))

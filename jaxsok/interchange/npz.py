@@ -39,7 +39,7 @@ def write_npz(path: str | os.PathLike, records: RecordsIn, *, overwrite: bool = 
       ...         {name: arrays[name].tolist() for name in arrays}
       {'key': [7], 'row': [[1.0, 1.0]], 'row_dtype': 'float32'}
     """
-    _, chunks = files.checked_records("write_npz", records)
+    _, chunks = files.check_records("write_npz", records)
     whole = joined(list(chunks) or [Records(np.zeros(0, np.uint64), np.zeros((0, 1), np.float32))])
     rows = whole.rows.view(np.uint16) if whole.rows.dtype.name == "bfloat16" else whole.rows
     arrays: dict[str, Any] = {"key": whole.keys, "row": rows, "row_dtype": np.array(whole.rows.dtype.name)}

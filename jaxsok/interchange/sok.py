@@ -92,7 +92,7 @@ def write_sok(
         raise ValueError(f"{op}: key_dtype: got {key_dtype!r}, wanted one of {list(KEY_DTYPES)}.")
     if dtype is not None and dtype not in ROW_DTYPES:
         raise ValueError(f"{op}: dtype: got {dtype!r}, wanted None or one of {list(ROW_DTYPES)}.")
-    form, chunks = files.checked_records(op, records)
+    form, chunks = files.check_records(op, records)
     missing = [name for name in slots if name not in dict(form.states)]
     if missing and form is not files.EMPTY:
         raise ValueError(f"{op}: records.state: got {list(dict(form.states))}, wanted also {missing}.")
@@ -109,7 +109,7 @@ def write_sok(
             files.write_array(opened[0], _as_key_dtype(op, chunk.keys, key_dtype))
             arrays = [chunk.rows, *(chunk.state[name] * np.float32(1 / scale) for name in slots)]
             for file, output, array in zip(opened[1:], outputs[1:], arrays, strict=True):
-                narrow = files.narrowed(op, output.end, array, np.dtype(output.dtype))
+                narrow = files.narrow(op, output.end, array, np.dtype(output.dtype))
                 files.write_array(file, narrow.astype(np.dtype(output.dtype).newbyteorder("<"), copy=False))
             num_rows += chunk.num_rows
     return num_rows
@@ -157,7 +157,7 @@ def read_sok(
     files.check_dim(op, dim)
     slots, scale = _slots_of(op, optimizer, learning_rate)
     if isinstance(optimizer, str) and optimizer in _ALSO:
-        slots = _found(op, base, [slots, _ALSO[optimizer]])
+        slots = _find_spelling(op, base, [slots, _ALSO[optimizer]])
     key_path, rows_path = _path(base, "key"), _path(base, "weight")
     key_dtype = read_header(op, key_path, table, 0, "")
     num_rows = files.rows_in(op, key_path, key_dtype.itemsize, HEADER_BYTES)
@@ -222,7 +222,7 @@ def save(
     """
     op, names = "sok.save", files.names_of("sok.save", collection, tables)
     files.refuse_processes(op, collection, "write_sok")
-    chosen = {table: _declared(op, collection, table, with_state, optimizers) for table in names}
+    chosen = {table: _declared_slots(op, collection, table, with_state, optimizers) for table in names}
     for name in names.values():
         files.refuse_existing(op, _files_of(op, directory, name), overwrite)
     num_rows = {}
@@ -257,7 +257,7 @@ def load(
     op, names = "sok.load", files.names_of("sok.load", collection, tables)
     chunks = {}
     for table, name in names.items():
-        optimizer, rate = _declared(op, collection, table, with_state, optimizers)
+        optimizer, rate = _declared_slots(op, collection, table, with_state, optimizers)
         spec = files.spec_of(collection, table)
         chunks[table] = read_sok(
             directory,
@@ -355,7 +355,7 @@ def _slots_of(op: str, optimizer: Any, learning_rate: float | None) -> tuple[dic
     return _SLOTS["sgd"], -1.0 / checks.number(f"{op}: learning_rate", learning_rate, checks.ABOVE_ZERO, wanted=wanted)
 
 
-def _found(op: str, base: pathlib.Path, spellings: Sequence[Mapping[str, str]]) -> dict[str, str]:
+def _find_spelling(op: str, base: pathlib.Path, spellings: Sequence[Mapping[str, str]]) -> dict[str, str]:
     """Returns the spelling of which there are files; the first, if there are none."""
     there = [slots for slots in spellings if any(_path(base, end).exists() for end in slots.values())]
     if len(there) > 1:
@@ -366,7 +366,7 @@ def _found(op: str, base: pathlib.Path, spellings: Sequence[Mapping[str, str]]) 
     return dict((there or spellings)[0])
 
 
-def _declared(
+def _declared_slots(
     op: str,
     collection: Collection,
     table: str,
