@@ -154,7 +154,7 @@ def with_waiting(
     else:
         blocks = {shard: entries if spec.is_replicated else entries[owners == shard] for shard in shards.local()}
         most = max(map(len, blocks.values()))
-        most = (1 << 40) - processes.least((1 << 40) - most)
+        most = processes.greatest(most)
     padded = {
         shard: np.concatenate([part, np.tile(_NO_ENTRY, (most - len(part), 1))]) for shard, part in blocks.items()
     }

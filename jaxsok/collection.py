@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Float32, UInt32
 
 from jaxsok import ahead as ahead_lib
-from jaxsok import annotations, checks, declaration, guards, operations, policies, processes, stacking
+from jaxsok import annotations, checks, declaration, guards, lives, operations, policies, processes, stacking
 from jaxsok import evict as evict_lib
 from jaxsok import export as export_lib
 from jaxsok import features as features_lib
@@ -162,7 +162,7 @@ class Collection:
         step, seed_words, owners, refused = shards.make(make_rest, is_split=False)
         # Of the seed, so that two runs have the same bits. Exports tell lives of one word apart all the same.
         lineage = np.random.SeedSequence([int(seed), int(self.fingerprint, 16)]).generate_state(2)
-        processes.begin_life(lineage, drawn[:2])
+        lives.IN_THIS_PROCESS.begin(lineage, drawn[:2])
         state = State(
             stores=shards.make(make_stores),
             tickets=no_tickets(self.shards),

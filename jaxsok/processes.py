@@ -30,13 +30,9 @@ def require_same(op: str, lines: Sequence[str]) -> None:
     """
     if jax.process_count() == 1:
         return
-    from jax.experimental import multihost_utils
-
     text = "\n".join(lines).encode()
-    lengths = np.asarray(multihost_utils.process_allgather(np.array([len(text)], np.int32))).reshape(-1)
-    padded = np.zeros(int(lengths.max()), np.uint8)
-    padded[: len(text)] = np.frombuffer(text, np.uint8)
-    gathered = np.asarray(multihost_utils.process_allgather(padded)).reshape(len(lengths), -1)
+    lengths = _gather(np.array([len(text)], np.int32))[:, 0]
+    gathered = _gather(_padded(text, int(lengths.max())))
     texts = [bytes(row[:length]).decode().split("\n") for row, length in zip(gathered, lengths, strict=True)]
     for process, other in enumerate(texts):
         if other == texts[0]:
@@ -50,76 +46,57 @@ def require_same(op: str, lines: Sequence[str]) -> None:
 
 
 def least(value: int) -> int:
-    """The least of all processes' values.
+    """Returns the least of all processes' values.
 
     Example:
       >>> least(5)
       5
     """
+    return min(_gather_integers(value))
+
+
+def greatest(value: int) -> int:
+    """Returns the greatest of all processes' values."""
+    return max(_gather_integers(value))
+
+
+def total(value: int) -> int:
+    """Adds up all processes' values."""
+    return sum(_gather_integers(value))
+
+
+def _gather_integers(value: int) -> list[int]:
     if jax.process_count() == 1:
-        return value
+        return [value]
+    # As words: JAX without x64 would narrow an int64.
+    words = _gather(np.array([value >> 31, value & 0x7FFFFFFF], np.int32))
+    return [(int(high) << 31) | int(low) for high, low in words]
+
+
+def _gather(array: np.ndarray) -> np.ndarray:
+    """Gathers an array of one axis: a row for each process."""
     from jax.experimental import multihost_utils
 
-    # As words: JAX without x64 would narrow an int64.
-    words = np.array([value >> 31, value & 0x7FFFFFFF], np.int32)
-    gathered = np.asarray(multihost_utils.process_allgather(words)).reshape(-1, 2)
-    return min((int(high) << 31) | int(low) for high, low in gathered)
+    return np.asarray(multihost_utils.process_allgather(array)).reshape(-1, array.size)
+
+
+def _padded(text: bytes, size: int) -> np.ndarray:
+    return np.frombuffer(text[:size].ljust(size, b"\0"), np.uint8)
 
 
 def drawn(*, is_shared: bool, num_words: int = 2) -> np.ndarray:
-    """Random words of 32 bits.
-
-    Args:
-      is_shared: whether all processes get those of the first; all of them call then.
-      num_words: how many.
+    """Draws random words of 32 bits; if `is_shared`, all processes call, and all get those of the first.
 
     Example:
       >>> drawn(is_shared=False).dtype
       dtype('uint32')
     """
     words = np.frombuffer(os.urandom(4 * num_words), np.uint32)
-    if is_shared and jax.process_count() > 1:
-        from jax.experimental import multihost_utils
-
-        words = np.asarray(multihost_utils.process_allgather(words)).reshape(-1, num_words)[0]
-    return words
-
-
-_LIVES: dict[str, str] = {}  # of states that `init` made in this process: what is the same on every run -> what is not
-
-
-def begin_life(words: np.ndarray, drawn: np.ndarray) -> None:
-    """Gives the lives of states that begin here a name that those of no other run have.
-
-    Args:
-      words: of the state, two of 32 bits; of one seed the same again, and then the name is, too.
-      drawn: 64 random bits, as `drawn` gives them.
-    """
-    _LIVES.setdefault(_hexadecimal(words), _hexadecimal(drawn))
-
-
-def life_of(words: np.ndarray) -> str:
-    """The name of a state's life, 16 hexadecimal digits: what `begin_life` was given, else its own words.
-
-    Example:
-      >>> life_of(np.array([0xDEADBEEF, 0], np.uint32))
-      '00000000deadbeef'
-    """
-    own = _hexadecimal(words)
-    return _LIVES.get(own, own)
-
-
-def _hexadecimal(words: np.ndarray) -> str:
-    low, high = (int(word) for word in np.asarray(words).reshape(-1))
-    return f"{high << 32 | low:016x}"
+    return _gather(words)[0] if is_shared and jax.process_count() > 1 else words
 
 
 def agree(op: str, error: Exception | None) -> None:
     """Raises in every process, if one of them has an error; all wait here for each other.
-
-    Args:
-      op: named in the error.
-      error: of this process; None: it has none.
 
     Raises:
       Exception: `error` itself, where there is one.
@@ -132,24 +109,19 @@ def agree(op: str, error: Exception | None) -> None:
       >>> agree("load", None)
     """
     if jax.process_count() > 1:
-        from jax.experimental import multihost_utils
-
-        failed = np.asarray(multihost_utils.process_allgather(np.array([error is not None], np.int32))).reshape(-1)
-        if failed.any():
-            padded = np.zeros(MESSAGE_BYTES, np.uint8)
-            text = np.frombuffer(_told(error).encode()[:MESSAGE_BYTES], np.uint8)
-            padded[: text.size] = text
-            messages = np.asarray(multihost_utils.process_allgather(padded)).reshape(-1, MESSAGE_BYTES)
+        has_failed = _gather(np.array([error is not None], np.int32))[:, 0]
+        if has_failed.any():
+            messages = _gather(_padded(_described(error).encode(), MESSAGE_BYTES))
             if error is None:
-                first = int(np.flatnonzero(failed)[0])
-                raise _failed(op, first, bytes(messages[first]).rstrip(b"\0").decode(errors="ignore"))
+                first = int(np.flatnonzero(has_failed)[0])
+                raise _failure(op, first, bytes(messages[first]).rstrip(b"\0").decode(errors="ignore"))
     if error is not None:
         raise error
 
 
 @contextlib.contextmanager
 def together(op: str) -> Iterator[None]:
-    """Around what each process does for itself: if it fails in one, all of them raise at its end (`agree`).
+    """Surrounds what each process does for itself: if it fails in one, all of them raise at its end (`agree`).
 
     What is inside must not wait for other processes.
 
@@ -162,13 +134,13 @@ def together(op: str) -> Iterator[None]:
     error = None
     try:
         yield
-    except Exception as one:
-        error = one
+    except Exception as raised:
+        error = raised
     agree(op, error)
 
 
 def in_step(op: str, items: Iterator[Item]) -> Iterator[Item]:
-    """Items that each process reads for itself, all equally many; if reading fails in one, all of them raise.
+    """Yields items that each process reads for itself, all equally many; if reading fails in one, all of them raise.
 
     Example:
       >>> list(in_step("load", iter([1, 2])))
@@ -184,30 +156,30 @@ def in_step(op: str, items: Iterator[Item]) -> Iterator[Item]:
 
 
 class Vote:
-    """What `agree` does, for threads: through JAX's coordination service, and no device.
+    """Does what `agree` does, for threads: through JAX's coordination service, and no device.
 
-    Made in all processes in the same order. Whoever fails says so at once, and need not wait for the others.
+    All processes make their votes in the same order. A process that fails reports it at once, and does not wait.
     """
 
     _number = itertools.count()
 
     def __init__(self, op: str):
-        """Takes the next name."""
-        self.op, self._of = op, next(Vote._number)
-        self._has_told = False
+        self.op, self._own_number = op, next(Vote._number)
+        self._has_reported = False
 
-    def tell(self, error: BaseException | None) -> None:
-        """Says to the others how it went here; only the first call counts."""
-        if jax.process_count() == 1 or self._has_told:
+    def report(self, error: BaseException | None) -> None:
+        """Tells the other processes how it went here; only the first call counts."""
+        if jax.process_count() == 1 or self._has_reported:
             return
-        self._has_told = True
+        self._has_reported = True
         # Not empty, which might be no value.
-        _client().key_value_set(self._key(self._of, jax.process_index()), f"{error is None}:{_told(error)}")
-        # The coordinator would keep them all; nobody waits for one so old.
-        _client().key_value_delete(self._key(self._of - KEPT_VOTES, jax.process_index()))
+        client, process = _client(), jax.process_index()
+        client.key_value_set(self._key(self._own_number, process), f"{error is None}:{_described(error)}")
+        # The coordinator would keep them all; no process waits for one so old.
+        client.key_value_delete(self._key(self._own_number - KEPT_VOTES, process))
 
     def wait(self) -> None:
-        """Waits until all have told.
+        """Waits until all have reported.
 
         Raises:
           RuntimeError: another one failed.
@@ -215,18 +187,18 @@ class Vote:
         if jax.process_count() == 1:
             return
         for process in range(jax.process_count()):
-            is_well, _, message = self._heard(process).partition(":")
+            is_well, _, message = self._read(process).partition(":")
             if is_well == "False" and process != jax.process_index():
-                raise _failed(self.op, process, message)
+                raise _failure(self.op, process, message)
 
     @staticmethod
     def _key(number: int, process: int) -> str:
         return f"jaxsok/vote/{number}/{process}"
 
-    def _heard(self, process: int) -> str:
+    def _read(self, process: int) -> str:
         while True:
             try:
-                return _client().blocking_key_value_get(self._key(self._of, process), POLL_S * 1000)
+                return _client().blocking_key_value_get(self._key(self._own_number, process), POLL_S * 1000)
             except jax.errors.JaxRuntimeError as error:
                 # A process that died ends this one; one that still writes is waited for.
                 if "DEADLINE_EXCEEDED" not in str(error):
@@ -239,9 +211,9 @@ def _client() -> Any:
     return distributed.global_state.client
 
 
-def _told(error: BaseException | None) -> str:
+def _described(error: BaseException | None) -> str:
     return "" if error is None else f"{type(error).__name__}: {error}"
 
 
-def _failed(op: str, process: int, message: str) -> RuntimeError:
+def _failure(op: str, process: int, message: str) -> RuntimeError:
     return RuntimeError(f"{op}: process {process} failed: {message}")

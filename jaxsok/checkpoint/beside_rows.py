@@ -13,7 +13,7 @@ from jaxsok import admission as admission_lib
 from jaxsok import policies, processes
 from jaxsok.checkpoint import lineage as lineage_lib
 from jaxsok.checkpoint import manifest as manifest_lib
-from jaxsok.checkpoint.place import Held
+from jaxsok.checkpoint.place import Held, with_store
 from jaxsok.checkpoint.save import admission_of
 from jaxsok.checkpoint.source import OptimizerState, Source
 from jaxsok.checks import there
@@ -38,15 +38,9 @@ def add(
     is_whole: bool,
     optimizer_state: OptimizerState,
 ) -> None:
-    """Adds all of it.
+    """Adds all of it to a state whose rows are restored.
 
-    Args:
-      source: what was saved.
-      collection: of the state.
-      held: a state whose rows are restored.
-      names: of the tables that are.
-      is_whole: whether the state is what was saved, and has its step.
-      optimizer_state: as the rows were restored.
+    `names` are those of the restored tables. A state that is whole is what was saved, and gets its step and a life.
     """
     _add_admission(source, collection, held, names)
     if is_whole:
@@ -58,25 +52,25 @@ def add(
         if optimizer_state != "initial":
             state = _with_globals(source, collection, state, names)
         is_exact = optimizer_state == "require"
-        held.state = lineage_lib.begun(collection, state, source.manifest, is_exact=is_exact)
+        held.state = lineage_lib.begin_life(collection, state, source.manifest, is_exact=is_exact)
 
 
 def with_store_words(source: Source, collection: Collection, state: State) -> State:
-    """Salts and generations as they were, where the same tables share a store; the index must be empty."""
+    """Restores salts and generations, where the same tables share a store; the index must be empty."""
     for s, spec in enumerate(collection.stores):
         names = [table.name for table in spec.tables]
-        saved = next((one for one in source.manifest["stores"] if one["tables"] == names), None)
+        saved = next((store for store in source.manifest["stores"] if store["tables"] == names), None)
         if saved is None:
             continue
         words = np.zeros(len(COUNTERS), np.uint32)
         words[[COUNTERS.index(name) for name in ("salt_low", "salt_high")]] = saved["salt"]
         words[COUNTERS.index("generation")] = saved["generation"]
-        state = _with_store(state, s, counters=_put(collection, lambda _, words=words: words.copy()))
+        state = _with_arrays(state, s, counters=_put(collection, lambda _, words=words: words.copy()))
     return state
 
 
 def note_keys(source: Source, collection: Collection) -> None:
-    """Tells `grow` how many keys a step had when the state was saved; nothing is known of older formats."""
+    """Tells `grow` how many keys a step had when the state was saved; older formats do not say."""
     for s, spec in enumerate(collection.stores):
         names = {table.name for table in spec.tables}
         totals = [0, 0]
@@ -91,57 +85,50 @@ def note_keys(source: Source, collection: Collection) -> None:
         collection.growth.saw_assign(s, assigned)
 
 
-# Words of stores -----------------------------------------------------------------------------------------------------
-
-
 def _with_globals(source: Source, collection: Collection, state: State, names: Sequence[str]) -> State:
-    """Optimizer state that belongs to no row, of the store that the first restored table of each store was in."""
+    """Restores optimizer state that belongs to no row, from the store of the first restored table of each."""
     for s, spec in enumerate(collection.stores):
         name = next((table.name for table in spec.tables if table.name in names), None)
         leaves = state.stores[s].globals_
         if name is None or not leaves:
             continue
-        saved = [manifest_lib.array_from_json(one) for one in source.store_of(name)[1]["globals"]]
-        if [(one.shape, one.dtype) for one in saved] != [(leaf.shape[1:], leaf.dtype) for leaf in leaves]:
+        saved = [manifest_lib.array_from_json(array) for array in source.store_of(name)[1]["globals"]]
+        if [(array.shape, array.dtype) for array in saved] != [(leaf.shape[1:], leaf.dtype) for leaf in leaves]:
             continue  # of another optimizer, which "matching" lets pass
-        put = tuple(_put(collection, lambda _, one=one: one[None]) for one in saved)
-        state = _with_store(state, s, globals_=put)
+        put = tuple(_put(collection, lambda _, array=array: array[None]) for array in saved)
+        state = _with_arrays(state, s, globals_=put)
     return state
 
 
 def _with_evicted(source: Source, collection: Collection, state: State, names: Sequence[str]) -> State:
-    """Counts of evicted rows, on the first shard (of replicated stores: on all)."""
+    """Restores counts of evicted rows, on the first shard (of replicated stores: on all)."""
     for s, spec in enumerate(collection.stores):
         if not state.stores[s].table_evicted:
             continue
         tables = source.manifest["tables"]
         counts = np.array(
-            [tables[one.name]["num_evicted"] if one.name in names else 0 for one in spec.tables], np.uint64
+            [tables[table.name]["num_evicted"] if table.name in names else 0 for table in spec.tables], np.uint64
         ).astype(np.uint32)
         none = np.zeros_like(counts)
 
         def block(shard: int, spec: Any = spec, counts: Any = counts, none: Any = none) -> np.ndarray:
             return (counts if shard == 0 or spec.is_replicated else none).copy()
 
-        state = _with_store(state, s, table_evicted=(_put(collection, block),))
+        state = _with_arrays(state, s, table_evicted=(_put(collection, block),))
     return state
 
 
-def _with_store(state: State, s: int, **arrays: Any) -> State:
-    store = dataclasses.replace(state.stores[s], **arrays)
-    return dataclasses.replace(state, stores=(*state.stores[:s], store, *state.stores[s + 1 :]))
+def _with_arrays(state: State, s: int, **arrays: Any) -> State:
+    return with_store(state, s, dataclasses.replace(state.stores[s], **arrays))
 
 
 def _put(collection: Collection, blocks: Callable[[int], np.ndarray]) -> Any:
-    """An array of a store, made anew, of each shard's block."""
+    """Makes an array of a store from each shard's block."""
     return collection.shards.put({shard: blocks(shard) for shard in collection.shards.local()})
 
 
-# Admission -----------------------------------------------------------------------------------------------------------
-
-
 def _add_admission(source: Source, collection: Collection, held: Held, names: Sequence[str]) -> None:
-    """Keys that wait for a row, and Bloom filters, as they were saved."""
+    """Restores keys that wait for a row, and Bloom filters."""
     for name in names:
         s, number = locate(source.op, collection, name)
         table = collection.stores[s].tables[number]
@@ -162,23 +149,20 @@ def _add_admission(source: Source, collection: Collection, held: Held, names: Se
 
 
 def _add_waiting(source: Source, collection: Collection, held: Held, s: int, number: int) -> None:
-    """Each key to its owner, in place of those that waited."""
+    """Brings each key to its owner, in place of those that waited."""
     spec, shards = collection.stores[s], collection.shards
 
-    def hold(store: StoreState) -> None:
-        stores = held.state.stores
-        held.state = dataclasses.replace(held.state, stores=(*stores[:s], store, *stores[s + 1 :]))
-
-    hold(_forgotten(spec, number, shards, held.state.stores[s]))
-    for keys, counts in processes.in_step(source.op, _gathered(source.waiting(spec.tables[number].name))):
-        # Who was seen often enough for a lower threshold waits for one more sight.
+    held.state = with_store(held.state, s, _forget_waiting(spec, number, shards, held.state.stores[s]))
+    for keys, counts in processes.in_step(source.op, _join_batches(source.waiting(spec.tables[number].name))):
+        # A key seen often enough for a lower threshold waits for one more sight.
         counts = np.minimum(counts, np.uint32(there(spec.tables[number].admission).threshold - 1))
         owners = owners_of(spec, number, keys, collection.partition_owners)
-        hold(admission_lib.with_waiting(spec, held.state.stores[s], number, keys, counts, owners, shards))
+        store = admission_lib.with_waiting(spec, held.state.stores[s], number, keys, counts, owners, shards)
+        held.state = with_store(held.state, s, store)
 
 
-def _forgotten(spec: StoreSpec, number: int, shards: Shards, store: StoreState) -> StoreState:
-    """The store, without keys of a table that wait."""
+def _forget_waiting(spec: StoreSpec, number: int, shards: Shards, store: StoreState) -> StoreState:
+    """Removes the keys of a table that wait."""
 
     def part(store: StoreState) -> StoreState:
         return admission_lib.forget(spec, store, jnp.zeros((), jnp.uint32), cleared=number)
@@ -186,8 +170,8 @@ def _forgotten(spec: StoreSpec, number: int, shards: Shards, store: StoreState) 
     return jax.jit(lambda store: shards.run(part, (store,), (shards.spec,), shards.spec), donate_argnums=0)(store)
 
 
-def _gathered(batches: Iterator[tuple[np.ndarray, np.ndarray]]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Batches, put together to large ones: each costs a pass over all that wait."""
+def _join_batches(batches: Iterator[tuple[np.ndarray, np.ndarray]]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Joins batches to large ones: each costs a pass over all that wait."""
     parts: list[tuple[np.ndarray, np.ndarray]] = []
     for batch in batches:
         parts.append(batch)
@@ -199,7 +183,7 @@ def _gathered(batches: Iterator[tuple[np.ndarray, np.ndarray]]) -> Iterator[tupl
 
 
 def _with_bloom(source: Source, collection: Collection, state: State, s: int, number: int) -> State:
-    """The table's part of the filter, where the shards are the same: it has no keys to deal it out by."""
+    """Restores the table's part of the filter, where the shards are the same: it has no keys to deal it out by."""
     spec = collection.stores[s]
     table = spec.tables[number]
     begin, size = spec.bloom_segments()[number]
@@ -225,4 +209,4 @@ def _with_bloom(source: Source, collection: Collection, state: State, s: int, nu
             words = source.bloom(saved_s, 0 if spec.is_replicated else shard)
             counters[begin : begin + size] = words.view(np.uint8)[old_begin : old_begin + old_size]
         blocks[shard] = counters.view(np.uint32)
-    return _with_store(state, s, bloom=(_put(collection, blocks.__getitem__),))
+    return _with_arrays(state, s, bloom=(_put(collection, blocks.__getitem__),))

@@ -23,7 +23,7 @@ Path = str | os.PathLike[str]
 
 
 def chain_of(op: str, path: Path | Sequence[Path]) -> list[Source]:
-    """The links of a chain, first the full one, checked to follow each other.
+    """Returns the links of a chain, first the full one, checked to follow each other.
 
     Raises:
       ValueError: a link is missing or of another chain, or the bases of a delta lead to no full export.
@@ -39,7 +39,7 @@ def chain_of(op: str, path: Path | Sequence[Path]) -> list[Source]:
                     f'the last of them to "{links[0].folder}", wanted a full export at the end; write one.'
                 )
     else:
-        links = [Source.of(op, pathlib.Path(one)) for one in path]
+        links = [Source.of(op, pathlib.Path(link)) for link in path]
         if not links:
             raise ValueError(f"{op}: path: got no folders, wanted a full export and its deltas, in order.")
     if links[0].manifest["kind"] == "delta":
@@ -50,7 +50,7 @@ def chain_of(op: str, path: Path | Sequence[Path]) -> list[Source]:
 
 
 def _base_of(op: str, delta: Source) -> Source:
-    """The export that a delta rests on, where it was when the delta was written."""
+    """Opens the export that a delta rests on, where it was when the delta was written."""
     folder = (delta.folder.absolute().parent / delta.manifest["base_path"]).resolve()
     if not (folder / manifest_lib.NAME).exists():
         raise ValueError(
@@ -68,11 +68,7 @@ def _base_of(op: str, delta: Source) -> Source:
 
 
 def check_link(op: str, link: Source, uuid: str, before: str) -> None:
-    """Refuses what is no delta on the export of a `uuid`, which messages name `before`.
-
-    Raises:
-      ValueError: another kind of export, or one on another base.
-    """
+    """Refuses what is no delta on the export of a `uuid`, which messages name `before`."""
     manifest = link.manifest
     if manifest["kind"] != "delta":
         raise ValueError(
@@ -87,7 +83,7 @@ def check_link(op: str, link: Source, uuid: str, before: str) -> None:
 
 
 def gone_keys(op: str, collection: Collection, state: State, chain: Sequence[Source], table: str) -> np.ndarray:
-    """The keys that a chain has and a table has not: uint64, ascending."""
+    """Finds the keys that a chain has and a table has not: uint64, ascending."""
     gone = np.zeros(0, np.uint64)
     for source in chain:
         with processes.together(op):
@@ -95,16 +91,16 @@ def gone_keys(op: str, collection: Collection, state: State, chain: Sequence[Sou
         if tombstones:
             gone = np.setdiff1d(gone, np.concatenate(tombstones))
         absent = [
-            keys[~found] for keys, found in looked_for(op, collection, state, table, key_batches(source.files(table)))
+            keys[~found] for keys, found in find_keys(op, collection, state, table, key_batches(source.files(table)))
         ]
         gone = np.union1d(gone, np.concatenate(absent)) if absent else gone
     return gone
 
 
-def looked_for(
+def find_keys(
     op: str, collection: Collection, state: State, table: str, batches: Iterator[np.ndarray]
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Keys, and which of them have a row; few at a time. All processes read the same."""
+    """Yields keys, few at a time, and which of them have a row. All processes read the same."""
     for batch in processes.in_step(op, batches):
         for start in range(0, batch.size, KEYS_AT_A_TIME):
             keys = batch[start : start + KEYS_AT_A_TIME]

@@ -9,17 +9,16 @@ import logging
 import os
 import pathlib
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import jax
-import numpy as np
 
 from jaxsok import processes, published
 from jaxsok.checkpoint import lineage as lineage_lib
 from jaxsok.checkpoint import manifest as manifest_lib
 from jaxsok.checkpoint.chain import Path, chain_of, gone_keys
-from jaxsok.checkpoint.save import HOST_BYTES, PIECE_BYTES, SaveOptions, SaveReport, Saving, saved_now, time_of
-from jaxsok.checkpoint.source import check_forms, chosen_tables
+from jaxsok.checkpoint.save import HOST_BYTES, PIECE_BYTES, SaveOptions, SaveReport, Saving, save_now, time_of
+from jaxsok.checkpoint.source import Source, check_forms, choose_tables
 from jaxsok.collection import Collection
 from jaxsok.operations import check_state, check_untraced
 from jaxsok.store import State
@@ -29,7 +28,7 @@ LOG = logging.getLogger("jaxsok.checkpoint")
 
 @dataclasses.dataclass(frozen=True)
 class Exported:
-    """What an export wrote."""
+    """The result of an export."""
 
     path: pathlib.Path
     uuid: str
@@ -63,7 +62,7 @@ def export_full(
       path: of the folder; it must not exist. In several processes all of them call, and share the file system.
       collection: that made the state.
       state: not donated before this returns.
-      clock: the time, where lookups are told one; None: the state's step.
+      clock: the time, where lookups have a clock; None: the state's step.
       compression: "none", "lz4" or "zstd".
       host_bytes: host memory that a process may take.
       piece_bytes: what is copied from the device at a time.
@@ -71,7 +70,7 @@ def export_full(
     Raises:
       FileExistsError: the path is taken, or another process took it while this one wrote.
       FileNotFoundError: processes of this job have different paths, or share no file system.
-      ValueError: a row has a later last step than `clock`: lookups were told another one.
+      ValueError: a row has a later last step than `clock`: lookups had another one.
 
     Cost:
       Every row in use goes to the host and to the files once.
@@ -90,9 +89,8 @@ def export_full(
       >>> exported.num_rows, collection.num_rows(again)
       ({'item': 2}, {'item': 2})
     """
-    op = "export_full"
     options = SaveOptions(compression, host_bytes, piece_bytes)
-    return _export(op, path, lambda _: Saving(op, collection, state, options, kind="full", clock=clock))
+    return _export("export_full", path, collection, state, options, clock)
 
 
 def export_delta(
@@ -108,7 +106,9 @@ def export_delta(
 ) -> Exported:
     """Writes what changed since another export: rows whose last step is that of the base or later, and keys that went.
 
-    Whoever applies it to what the base holds has the tables as they are: rows, optimizer state, statistics.
+    Applied to what the base holds, it gives the tables as they are: rows, optimizer state, statistics. An update that
+    moves a row after the export, by a plan looked up before an earlier step, is not seen: call this where a step has
+    ended.
 
     Args:
       path: of the folder; it must not exist.
@@ -116,20 +116,15 @@ def export_delta(
       state: not donated before this returns.
       base: a folder of `export_full` or `export_delta`, or the tables' folder of a checkpoint. The chain that a delta
         rests on is looked for beside it; else give all links in order.
-      clock: the time, where lookups are told one; None: the state's step.
+      clock: as for `export_full`, like the next three.
       compression: "none", "lz4" or "zstd".
       host_bytes: host memory that a process may take.
       piece_bytes: what is copied from the device at a time.
 
-    A row that an update moves after the export, by a plan looked up before an earlier step, is not seen to change: call
-    this where a step has ended.
-
     Raises:
-      FileExistsError: the path is taken, or another process took it while this one wrote.
-      FileNotFoundError: processes of this job have different paths, or share no file system.
-      ValueError: a table keeps no statistics, the base is of other tables, of a later time, or of a state that this
-        one did not come from (one that was lost, when this one was restored from before the base); or a row has a later
-        last step than `clock`.
+      FileExistsError, FileNotFoundError: as `export_full`.
+      ValueError: as `export_full`; or a table keeps no statistics, or the base is of other tables, of a later time, or
+        of a state that this one did not come from (it was lost, and this one was restored from before the base).
       CorruptFileError: the base is damaged.
 
     Cost:
@@ -152,7 +147,7 @@ def export_delta(
         chain = chain_of(op, base)
         last = chain[-1].manifest
         for source in chain:
-            names = chosen_tables(source, collection, None)
+            names = choose_tables(source, collection, None)
             check_forms(source, collection, names, "require")
         now = time_of(op, state, clock)
         if now < last["clock"]:
@@ -161,44 +156,30 @@ def export_delta(
                 "state is older than it."
             )
         lineage_lib.check(op, collection, state, chain[-1].folder, last)
-    options = SaveOptions(compression, host_bytes, piece_bytes)
-    path = pathlib.Path(path)
-    more = {
-        "base": last["uuid"],
-        "base_path": os.path.relpath(chain[-1].folder, path.absolute().parent),
-        "since": last["clock"],
-    }
-
-    def gone() -> dict[str, np.ndarray]:
-        return {table.name: gone_keys(op, collection, state, chain, table.name) for table in collection.tables}
-
-    def saving(tombstones: dict[str, np.ndarray]) -> Saving:
-        return Saving(
-            op,
-            collection,
-            state,
-            options,
-            kind="delta",
-            clock=now,
-            since=last["clock"],
-            tombstones=tombstones,
-            more=more,
-        )
-
-    return _export(op, path, saving, gone)
+    return _export(op, path, collection, state, SaveOptions(compression, host_bytes, piece_bytes), now, chain)
 
 
 def _export(
     op: str,
     path: Path,
-    saving_of: Callable[[dict[str, np.ndarray]], Saving],
-    tombstones_of: Callable[[], dict[str, np.ndarray]] = dict,
+    collection: Collection,
+    state: State,
+    options: SaveOptions,
+    clock: int | None,
+    chain: Sequence[Source] = (),
 ) -> Exported:
     """Writes into a folder whose name no other job has, and gives it its own when all of it is on the disk.
 
-    What fails in one process fails in all of them, and what was written goes.
+    With a chain it writes a delta on the last link. What fails in one process fails in all of them, and what was
+    written goes.
     """
     final = pathlib.Path(path)
+    kind, since, more = "full", None, {}
+    if chain:
+        base = chain[-1].manifest
+        kind, since = "delta", base["clock"]
+        base_path = os.path.relpath(chain[-1].folder, final.absolute().parent)
+        more = {"base": base["uuid"], "base_path": base_path, "since": since}
     token = processes.drawn(is_shared=True).tobytes().hex()  # the processes of a job write into one folder
     folder = published.unfinished(final, token)
     is_first = jax.process_index() == 0
@@ -218,17 +199,19 @@ def _export(
         with processes.together(op):
             if is_first:
                 folder.mkdir(parents=True)
-        tombstones = tombstones_of()
+        gone = {table.name: gone_keys(op, collection, state, chain, table.name) for table in collection.tables}
         with processes.together(op):
             if not folder.is_dir():
                 raise FileNotFoundError(
                     f'{op}: path: got "{final}", where process {jax.process_index()} does not find the folder that '
                     "process 0 made, wanted one path for all processes, on a file system that they share."
                 )
-            saving = saving_of(tombstones)
-            saved_now(saving, folder)
-        # Of all processes, so that all of them refuse.
-        latest = 2**32 - processes.least(2**32 - saving.latest)
+            saving = Saving(
+                op, collection, state, options, kind=kind, clock=clock, since=since, tombstones=gone, more=more
+            )
+            save_now(saving, folder)
+        # The latest step of all processes, so that all of them refuse.
+        latest = processes.greatest(saving.latest)
         if latest > saving.part["clock"]:
             raise ValueError(
                 f"{op}: clock: got {saving.part['clock']}, wanted {latest} or later, the latest last step of a row: "
@@ -240,7 +223,7 @@ def _export(
                 manifest_lib.join_parts(op, folder)
                 published.publish(op, folder, final)
     except Exception:
-        # All processes are here: nobody writes into it any more.
+        # All processes are here: none of them writes into it any more.
         if is_first:
             shutil.rmtree(folder, ignore_errors=True)
         raise

@@ -1,8 +1,7 @@
 """The Orbax handler: tables as an item of a checkpoint, beside dense parameters or alone.
 
-Orbax makes the folder, waits for all processes and commits; what is in the folder is written by `save.py` and read by
-`restore.py`. Files are written by a thread that Orbax waits for; `async_save` returns as soon as the state is on the
-host.
+Orbax makes the folder, waits for all processes and commits; save.py writes what is in the folder and restore.py reads
+it. `async_save` returns as soon as the state is on the host; a thread that Orbax waits for writes the files.
 """
 
 import asyncio
@@ -23,8 +22,8 @@ except ImportError as error:
 
 from jaxsok import processes
 from jaxsok.checkpoint import manifest as manifest_lib
-from jaxsok.checkpoint.restore import restored
-from jaxsok.checkpoint.save import HOST_BYTES, PIECE_BYTES, SaveOptions, SaveReport, Saving, saved_now
+from jaxsok.checkpoint.restore import restore
+from jaxsok.checkpoint.save import HOST_BYTES, PIECE_BYTES, SaveOptions, SaveReport, Saving, save_now
 from jaxsok.checkpoint.source import OptimizerState, Source
 from jaxsok.collection import Collection
 from jaxsok.store import State
@@ -44,20 +43,18 @@ class TablesCheckpointHandler(ocp.AsyncCheckpointHandler):
     """
 
     def __init__(self) -> None:
-        """Holds nothing but the report of the last save."""
         self.report: SaveReport | None = None
 
     async def async_save(self, directory: Any, args: "TablesSave") -> list[Any]:
-        """Copies the state to the host and returns; files are written by a thread that Orbax waits for."""
+        """Copies the state to the host and returns; files are written later."""
         votes = processes.Vote(SAVE), processes.Vote(SAVE)  # of the files, and of the manifest
         try:
-            return [await self._begun(directory, args, votes)]
+            return [await self._begin(directory, args, votes)]
         except BaseException as error:
-            votes[0].tell(error)
+            votes[0].report(error)
             raise
 
-    async def _begun(self, directory: Any, args: "TablesSave", votes: tuple[processes.Vote, processes.Vote]) -> Any:
-        """A save whose state is on the host: a future of its files."""
+    async def _begin(self, directory: Any, args: "TablesSave", votes: tuple[processes.Vote, processes.Vote]) -> Any:
         saving = args.started()
         self.report = args.report
         # The folder may be on its way: a commit future waits for it, in its thread, and then writes.
@@ -82,46 +79,45 @@ class TablesCheckpointHandler(ocp.AsyncCheckpointHandler):
         with processes.together(SAVE):
             saving = args.started()
             self.report = args.report
-            saved_now(saving, directory)
+            save_now(saving, directory)
         with processes.together(SAVE):
             _join(directory)
 
     def finalize(self, directory: Any) -> None:
-        """Nothing is left to do: the parts of the manifest were joined where all processes hear if that fails."""
+        """Does nothing: the parts of the manifest are joined where all processes hear if that fails."""
 
     def restore(self, directory: Any, args: "TablesRestore | None" = None) -> State:
-        """The state of the arguments' collection, as it was saved."""
+        """Restores a state of the arguments' collection."""
         if not isinstance(args, TablesRestore):
             raise TypeError(
                 f"{RESTORE}: args: got {args!r}, wanted TablesRestore(collection): a collection says where rows go."
             )
         with processes.together(RESTORE):
             source = Source.of(RESTORE, directory)
-        return restored(source, args.collection, args.state, args.tables, args.optimizer_state, args.clock)
+        return restore([source], args.collection, args.state, args.tables, args.optimizer_state, args.clock)
 
     def metadata(self, directory: Any) -> dict[str, Any]:
-        """What the manifest says, without the lists of files."""
+        """Returns the manifest without the lists of files."""
         manifest = manifest_lib.read(RESTORE, directory)
         kept = ("form", "num_rows", "num_nonfinite", "num_evicted")
-        tables = {name: {one: table[one] for one in kept} for name, table in manifest["tables"].items()}
+        tables = {name: {field: table[field] for field in kept} for name, table in manifest["tables"].items()}
         return {**{name: manifest[name] for name in ("step", "clock", "uuid", "mesh", "kind")}, "tables": tables}
 
 
 async def _written(saving: Saving, directory: Any, votes: tuple[processes.Vote, processes.Vote]) -> None:
-    """Writes, and waits until all processes have written: Orbax would wait for those that failed until its timeout."""
+    """Writes, and waits for all processes: Orbax would wait for those that failed until its timeout."""
     for vote, write in zip(votes, (saving.write, _join), strict=True):
         try:
             write(directory)
         except BaseException as error:
-            vote.tell(error)
+            vote.report(error)
             raise
-        vote.tell(None)
+        vote.report(None)
         # The future has a thread and an event loop of its own: nothing else waits for it.
         vote.wait()
 
 
 def _join(directory: Any) -> None:
-    """Makes one manifest of those that all processes have written; the first one's task."""
     if jax.process_index() == 0:
         manifest_lib.join_parts(SAVE, directory)
 
@@ -129,7 +125,7 @@ def _join(directory: Any) -> None:
 @ocp.args.register_with_handler(TablesCheckpointHandler, for_save=True)
 @dataclasses.dataclass
 class TablesSave(ocp.args.CheckpointArgs):
-    """What to save: of `CheckpointManager.save` and the like, alone or in `ocp.args.Composite`.
+    """What to save, for `CheckpointManager.save` and the like, alone or in `ocp.args.Composite`.
 
     When `save` has returned, the state may be donated: all that is saved of it is on the host, and `report.pause_s`
     says how long that took. What does not fit into `host_bytes` is written before `save` returns.
@@ -148,12 +144,12 @@ class TablesSave(ocp.args.CheckpointArgs):
     piece_bytes: int = PIECE_BYTES
     """What is copied at a time."""
     clock: int | None = None
-    """The time, where lookups are told one; None: the state's step."""
+    """The time, where lookups have a clock; None: the state's step."""
     report: SaveReport | None = dataclasses.field(default=None, init=False)
     """What the save did, once it has begun; `total_s` and `file_bytes` once it has ended."""
 
     def started(self) -> Saving:
-        """The save that these arguments mean."""
+        """Makes the save of these arguments; for the handler."""
         if not isinstance(self.collection, Collection):
             raise TypeError(f"{SAVE}: collection: got {type(self.collection).__name__}, wanted a jaxsok.Collection.")
         options = SaveOptions(self.compression, self.host_bytes, self.piece_bytes)
@@ -182,5 +178,5 @@ class TablesRestore(ocp.args.CheckpointArgs):
     """"require": as it was saved, refused if the optimizer is of another form; "matching": what has equal name and dim,
     the rest initial; "initial": none of it."""
     clock: int | None = None
-    """Now, for a given state whose lookups are told one; None: its step. Rows that come into a given state count as
+    """Now, for a given state whose lookups have a clock; None: its step. Rows that come into a given state count as
     used now, so that the next delta has them."""

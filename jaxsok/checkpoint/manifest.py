@@ -1,7 +1,7 @@
 """The manifest of a folder of saved tables: what there is, where it lies, and how to see that it is whole.
 
-Every process writes a part that tells of its own files; the first one joins the parts, when all are there. The manifest
-is the last file of a folder: without it there is nothing to read.
+Every process writes a part about its own files; the first one joins the parts, when all are there. The manifest is the
+last file of a folder: without it there is nothing to read.
 """
 
 import base64
@@ -27,47 +27,46 @@ FORMAT = "jaxsok tables"
 VERSION = 1
 """Of the format; a reader takes its own and older ones."""
 NAME = "manifest.json"
-_KINDS = ROWS, WAITING, TOMBSTONES = "files", "waiting", "tombstones"
+KINDS = ROWS, WAITING, TOMBSTONES = "files", "waiting", "tombstones"
 BLOOM = "bloom"
 
 
-def part_name(process: int) -> str:
-    """Of the part of one process."""
-    return f"manifest.process_{process:05d}.json"
+def _part_of(folder: Any, process: int) -> Any:
+    return folder / f"manifest.process_{process:05d}.json"
 
 
 def write_part(folder: Any, process: int, part: Mapping[str, Any]) -> None:
-    """Writes what one process has to say."""
-    write_synced(folder / part_name(process), _sealed(dict(part)))
+    """Writes the part of one process."""
+    write_synced(_part_of(folder, process), _sealed(part))
 
 
 def join_parts(op: str, folder: Any) -> dict[str, Any]:
-    """Makes the manifest of the parts of all processes, and takes those away.
+    """Makes the manifest of the parts of all processes, and removes those.
 
     Raises:
       CorruptFileError: a part is missing.
     """
-    first = _read(op, folder / part_name(0), _PART)
-    parts = [first, *(_read(op, folder / part_name(n), _PART) for n in range(1, first["num_processes"]))]
+    first = _read(op, _part_of(folder, 0), _PART)
+    parts = [first, *(_read(op, _part_of(folder, n), _PART) for n in range(1, first["num_processes"]))]
     for n, part in enumerate(parts):
         if part["tables"].keys() != first["tables"].keys():
             what = f"tables: got {list(part['tables'])}, wanted {list(first['tables'])}, as process 0 saved"
-            raise manifests.damaged(op, folder / part_name(n), what, CorruptFileError)
+            raise manifests.damaged(op, _part_of(folder, n), what, CorruptFileError)
     whole = {name: value for name, value in first.items() if name not in ("tables", "bloom", "pause_s")}
     whole |= {"uuid": uuid.uuid4().hex, "pauses_s": [part["pause_s"] for part in parts], "tables": {}}
     whole[BLOOM] = [entry for part in parts for entry in part[BLOOM]]
     for name, table in first["tables"].items():
-        ones = [part["tables"][name] for part in parts]
+        entries_of = [part["tables"][name] for part in parts]
         joined = dict(table)
         for count in ("num_rows", "num_nonfinite", "num_evicted"):
-            joined[count] = sum(one[count] for one in ones)
-        joined["partition_rows"] = packed(sum(unpacked(one["partition_rows"]) for one in ones))
-        for kind in _KINDS:
-            joined[kind] = [entry for one in ones for entry in one[kind]]
+            joined[count] = sum(entry[count] for entry in entries_of)
+        joined["partition_rows"] = packed(sum(unpacked(entry["partition_rows"]) for entry in entries_of))
+        for kind in KINDS:
+            joined[kind] = [file for entry in entries_of for file in entry[kind]]
         whole["tables"][name] = joined
     # First away and then written: a folder with a manifest is whole.
     for n in range(len(parts)):
-        (folder / part_name(n)).unlink()
+        _part_of(folder, n).unlink()
     temporary = folder / f"{NAME}.writing"
     write_synced(temporary, _sealed(whole))
     temporary.rename(folder / NAME)
@@ -75,7 +74,7 @@ def join_parts(op: str, folder: Any) -> dict[str, Any]:
 
 
 def read(op: str, folder: Any) -> dict[str, Any]:
-    """The manifest of a folder, checked.
+    """Reads and checks the manifest of a folder.
 
     Raises:
       FileNotFoundError: there is none.
@@ -92,22 +91,22 @@ def read(op: str, folder: Any) -> dict[str, Any]:
 
 
 def table_files(op: str, folder: Any, manifest: Mapping[str, Any], table: str, kind: str = ROWS) -> list[SavedFile]:
-    """The files of a table of one kind."""
+    """Returns the files of a table of one kind."""
     entry = manifest["tables"][table]
     schema = TableForm.from_json(entry["form"]).schema if kind == ROWS else keys_schema(kind == WAITING)
     return [SavedFile(op, folder, file, schema) for file in entry[kind]]
 
 
 def packed(values: np.ndarray) -> str:
-    """A number for each partition, as a short text."""
+    """Packs a number for each partition into a short text."""
     return base64.b64encode(zlib.compress(np.asarray(values, "<i8").tobytes())).decode()
 
 
 def unpacked(value: str) -> np.ndarray:
-    """What `packed` was given.
+    """Reads what `packed` wrote.
 
     Raises:
-      Wrong: it was given nothing that makes this.
+      Wrong: `packed` did not write it.
 
     Example:
       >>> unpacked(packed(np.arange(4096)))[7:9].tolist()
@@ -128,7 +127,7 @@ def unpacked(value: str) -> np.ndarray:
 
 
 def unknown_to_json(table: TableSpec, seed: int) -> dict[str, Any]:
-    """What `find` gives for a key of a table without a row; one entry, by what it is."""
+    """Returns what `find` gives for a key of a table without a row; one entry, by its kind."""
     reads = table.unknown_reads(seed)
     if isinstance(reads, InitialRows):
         return {"initial": reads.to_json()}
@@ -136,13 +135,9 @@ def unknown_to_json(table: TableSpec, seed: int) -> dict[str, Any]:
 
 
 def unknown_from_json(value: Any) -> float | InitialRows | str | None:
-    """What `unknown_to_json` gave: a number, initial rows, or the words for what no other program can work out.
+    """Reads what `unknown_to_json` wrote: a number, initial rows, or the words for what no other program can work out.
 
-    Args:
-      value: None: of a manifest that does not say.
-
-    Raises:
-      Wrong: it is something else.
+    None stands for a manifest that does not say. Anything else raises Wrong.
     """
     if value is None:
         return None
@@ -160,21 +155,13 @@ def unknown_from_json(value: Any) -> float | InitialRows | str | None:
 
 
 def array_to_json(array: np.ndarray) -> dict[str, Any]:
-    """A small array, to the bit."""
-    array = np.asarray(array)
-    return {
-        "dtype": str(array.dtype),
-        "shape": list(array.shape),
-        "data": base64.b64encode(array.tobytes()).decode(),
-    }
+    """Writes a small array, to the bit."""
+    data = base64.b64encode(array.tobytes()).decode()
+    return {"dtype": str(array.dtype), "shape": list(array.shape), "data": data}
 
 
 def array_from_json(value: Mapping[str, Any]) -> np.ndarray:
-    """What `array_to_json` was given.
-
-    Raises:
-      Wrong: it was given nothing that makes this.
-    """
+    """Reads what `array_to_json` wrote; anything else raises Wrong."""
     dtype, shape = np.dtype(value["dtype"]), value["shape"]
     try:
         data = base64.b64decode(value["data"], validate=True)
@@ -185,13 +172,8 @@ def array_from_json(value: Mapping[str, Any]) -> np.ndarray:
     return np.frombuffer(data, dtype).reshape(shape).copy()
 
 
-def rows_by_partition(tables: Sequence[Mapping[str, Any]]) -> np.ndarray:
-    """Rows of each partition, of some tables of a manifest together: int64[4096]."""
-    return sum((unpacked(table["partition_rows"]) for table in tables), np.zeros(NUM_PARTITIONS, np.int64))
-
-
-def _sealed(body: dict[str, Any]) -> str:
-    """JSON with a checksum of its own, a line for each part."""
+def _sealed(body: Mapping[str, Any]) -> str:
+    """Writes JSON with a checksum of its own, a line for each part."""
     lines = [f"{json.dumps(name)}: {json.dumps(value)}" for name, value in body.items()]
     sealed = "{\n" + ",\n".join([f'"checksum": {zlib.crc32(_canonical(body))}', *lines]) + "\n}\n"
     if len(sealed) > manifests.MOST_BYTES:
@@ -207,7 +189,7 @@ def _canonical(body: Mapping[str, Any]) -> bytes:
 
 
 def _read(op: str, path: Any, form: manifests.Check) -> dict[str, Any]:
-    """A manifest or a part of one: whole, of a version that is known, and every value of it as it must be."""
+    """Reads a manifest or a part of one: whole, of a version that is known, and every value of it as it must be."""
     try:
         body = manifests.parsed(op, path, CorruptFileError)
     except FileNotFoundError as error:
@@ -262,8 +244,8 @@ def _check_bloom(value: Any) -> None:
 
 
 def _check_whole(value: Any) -> None:
-    """What values say of each other."""
-    files = [file["name"] for table in value["tables"].values() for kind in _KINDS for file in table[kind]]
+    """Refuses values that contradict each other."""
+    files = [file["name"] for table in value["tables"].values() for kind in KINDS for file in table[kind]]
     files += [file["name"] for file in value[BLOOM]]
     if len(set(files)) != len(files):
         raise Wrong(files, "each file once", "tables")
@@ -332,7 +314,7 @@ _TABLE = entries(
         "num_nonfinite": _SIZE,
         "num_evicted": _COUNT,
         "partition_rows": manifests.also(text(), unpacked),
-        **dict.fromkeys(_KINDS, _FILES),
+        **dict.fromkeys(KINDS, _FILES),
     },
     {"unknown": unknown_from_json},  # which older folders lack
 )
@@ -373,9 +355,7 @@ _BOTH = {
     BLOOM: list_of(_BLOOM_FILE),
 }
 _LINEAGE = {
-    "lineage": entries(
-        {"word": text(), "order": _COUNT, "ancestors": list_of(tuple_of(text(), _COUNT))},
-    )
+    "lineage": entries({"word": text(), "order": _COUNT, "ancestors": list_of(tuple_of(text(), _COUNT))})
 }  # which the first folders lack
 _DELTA = entries({"base": text(), "base_path": text(r"[^/\0][^\0]*", "a relative path"), "since": _WORD})
 _PART = manifests.also(entries({**_BOTH, "pause_s": number}, _LINEAGE), _check_whole)

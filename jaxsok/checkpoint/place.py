@@ -1,4 +1,4 @@
-"""Rows into a state, round by round: so many for each shard at a time, each shard's of the keys that it owns.
+"""Rows into a state, round by round: some for each shard at a time, those of keys that it owns.
 
 Sharding model: a round is one program over all shards; each process gives the lines of its own shards, padded to one
 size, and all processes make equally many rounds. (`import_table` takes the same records in all processes; here each
@@ -21,7 +21,7 @@ from jaxsok.keys import padding_words, to_words
 from jaxsok.records import Records, joined
 from jaxsok.shards import Shards
 from jaxsok.specs import StoreSpec
-from jaxsok.store import NUM_STATISTICS, State, row_bytes
+from jaxsok.store import NUM_STATISTICS, State, StoreState, row_bytes
 from jaxsok.types import TableFullError
 
 ROUND_BYTES = 32 << 20  # of all shards of a process together: host memory stays at a few times that
@@ -31,23 +31,21 @@ FAILED = 1 << 41  # lines: more than any process has
 
 @dataclasses.dataclass
 class Held:
-    """What there is of a state that call after call donates: the last one that is whole, should the next one fail."""
+    """The state that call after call donates: the last one that is whole, should the next call fail."""
 
     state: State
+
+
+def with_store(state: State, s: int, store: StoreState) -> State:
+    """Replaces one of a state's stores."""
+    return dataclasses.replace(state, stores=(*state.stores[:s], store, *state.stores[s + 1 :]))
 
 
 class Placer:
     """Places records of one table; what it placed replaces what was there under the same keys."""
 
     def __init__(self, op: str, collection: Collection, s: int, number: int):
-        """Declares.
-
-        Args:
-          op: named in errors.
-          collection: of the state.
-          s: the number of the store.
-          number: of the table in it.
-        """
+        """Takes the op for errors, and the table by the numbers of its store and of the table in it."""
         self.op, self.collection, self.s, self.number = op, collection, s, number
         self.spec: StoreSpec = collection.stores[s]
         self.shards: Shards = collection.shards
@@ -57,15 +55,11 @@ class Placer:
         self.most_lines = min(MOST_LINES, 1 << max(6, int(lines).bit_length() - 1))
 
     def place(self, held: Held, of_shard: Callable[[int], Iterator[Records]]) -> int:
-        """Places all records.
+        """Places all records, and returns how many there were on all shards.
 
         Args:
-          held: its state is donated, and the one that there is then is put in its place; with room for all of them.
-          of_shard: the records of a shard of this process, in any pieces; of a replicated store those of one stand for
-            all.
-
-        Returns:
-          How many rows were placed, on all shards.
+          held: its state is donated and replaced; it has room for all records.
+          of_shard: the records of a shard of this process, in any pieces; for a replicated store those of one shard.
 
         Raises:
           TableFullError: keys were refused.
@@ -78,10 +72,10 @@ class Placer:
             try:
                 blocks = {shard: stream.take(self.most_lines) for shard, stream in streams.items()}
                 most = max(block.num_rows if block else 0 for block in blocks.values())
-            except Exception as one:
-                error, most = one, FAILED
+            except Exception as failure:
+                error, most = failure, FAILED
             # The size of a round, like their number, is what the process with most to do needs.
-            most = (1 << 40) - processes.least((1 << 40) - most)
+            most = processes.greatest(most)
             if most == FAILED:
                 # All processes are here.
                 self._settle(held, unsettled)
@@ -94,78 +88,69 @@ class Placer:
             self._settle(held, unsettled)
             unsettled = piece, self._enter(held, piece)
         self._settle(held, unsettled)
-        return self._total(total)
+        # Each process reads a replicated store in full.
+        return total if self.spec.is_replicated or self.shards.num_processes == 1 else processes.total(total)
 
     def _enter(self, held: Held, piece: dict[str, Any]) -> Array:
-        """Enters a round; how many keys each shard refused."""
+        """Enters a round; returns how many keys each shard refused."""
         state = held.state
         store, refused = imports_lib.entered(
             self.spec, self.number, self.shards, False, state.stores[self.s], state.seed, np.uint32(0), piece
         )
-        stores = (*state.stores[: self.s], store, *state.stores[self.s + 1 :])
-        held.state = dataclasses.replace(state, stores=stores)
+        held.state = with_store(state, self.s, store)
         return refused
 
     def _settle(self, held: Held, unsettled: tuple[dict[str, Any], Array] | None) -> None:
         """Ends a round: keys that found no entry in the index get one under another salt."""
+        if unsettled is None:
+            return
         for _ in range(imports_lib.SALTS):
-            if unsettled is None or not self._is_any(unsettled[1]):
+            if not self._has_refused(unsettled[1]):
                 return
             held.state = grow_lib.resalted(self.collection.stores, held.state, self.s, self.shards)
             unsettled = unsettled[0], self._enter(held, unsettled[0])
-        if unsettled is None or not self._is_any(unsettled[1]):
+        if not self._has_refused(unsettled[1]):
             return
         raise TableFullError(
             f'{self.op}: table "{self.spec.tables[self.number].name}": got keys without an entry in the index under '
             f"{imports_lib.SALTS} salts, wanted one for each; declare a larger capacity, so that the index is larger."
         )
 
-    def _is_any(self, refused: Array) -> bool:
-        """Whether a shard of any process refused a key."""
+    def _has_refused(self, refused: Array) -> bool:
         return bool(self.shards.read(refused).any())
 
     def _piece(self, blocks: dict[int, Records | None], size: int) -> dict[str, Any]:
-        """What a round enters: for each array the lines of all shards."""
+        """Makes the arrays of a round, with the lines of all shards."""
         padded = {shard: self._padded(block, size) for shard, block in blocks.items()}
         if self.spec.is_replicated:
             padded = dict.fromkeys(self.local, padded[self.local[0]])
         first = padded[self.local[0]]
         return {name: self.shards.put({shard: padded[shard][name] for shard in self.local}) for name in first}
 
-    def _total(self, count: int) -> int:
-        """Of all processes; a replicated store is read by each of them in full."""
-        if self.spec.is_replicated or self.shards.num_processes == 1:
-            return count
-        from jax.experimental import multihost_utils
-
-        words = np.array([count >> 31, count & 0x7FFFFFFF], np.int32)
-        gathered = np.asarray(multihost_utils.process_allgather(words)).reshape(-1, 2)
-        return sum((int(high) << 31) | int(low) for high, low in gathered)
-
     def _padded(self, records: Records | None, size: int) -> dict[str, np.ndarray]:
-        """A shard's lines, and padding behind them."""
+        """Makes a shard's lines, with padding behind them."""
         spec, count = self.spec, 0 if records is None else records.num_rows
         arrays = {"keys": padding_words((size,)), "rows": np.zeros((size, spec.dim), jnp.dtype(spec.dtype))}
-        arrays |= {f"state.{one.name}": np.zeros((size, one.dim), np.float32) for one in spec.state_specs}
+        arrays |= {f"state.{state.name}": np.zeros((size, state.dim), np.float32) for state in spec.state_specs}
         if spec.keeps_statistics:
             arrays["statistics"] = np.zeros((size, NUM_STATISTICS), np.uint32)
         if records is not None:
             arrays["keys"][:count], arrays["rows"][:count] = to_words(records.keys), records.rows
-            for one in spec.state_specs:
-                arrays[f"state.{one.name}"][:count] = records.state[one.name]
+            for state in spec.state_specs:
+                arrays[f"state.{state.name}"][:count] = records.state[state.name]
             if spec.keeps_statistics:
                 arrays["statistics"][:count, 0], arrays["statistics"][:count, 1] = records.last_step, records.frequency
         return arrays
 
 
 class _Stream:
-    """Records that come in pieces of any size, handed out in pieces of the size asked for."""
+    """Turns records in pieces of any size into pieces of a given size."""
 
     def __init__(self, pieces: Iterator[Records]):
         self.pieces, self.rest = pieces, None
 
     def take(self, most: int) -> Records | None:
-        """The next lines, at most so many; None: there are none."""
+        """Returns the next lines, at most so many; None: there are none."""
         parts, count = [], 0
         while count < most:
             piece = self.rest if self.rest is not None else next(self.pieces, None)

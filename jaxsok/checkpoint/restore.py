@@ -7,6 +7,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
@@ -14,10 +15,11 @@ from jaxsok import grow as grow_lib
 from jaxsok import processes
 from jaxsok.checkpoint import beside_rows
 from jaxsok.checkpoint import manifest as manifest_lib
-from jaxsok.checkpoint.files import CorruptFileError, name_word
+from jaxsok.checkpoint.chain import KEYS_AT_A_TIME, find_keys
+from jaxsok.checkpoint.files import CorruptFileError, key_batches, name_word
 from jaxsok.checkpoint.place import Held, Placer
 from jaxsok.checkpoint.save import time_of
-from jaxsok.checkpoint.source import OptimizerState, Source, check_forms, chosen_tables
+from jaxsok.checkpoint.source import OptimizerState, Source, check_forms, choose_tables
 from jaxsok.collection import Collection
 from jaxsok.operations import check_state, check_untraced, locate
 from jaxsok.plan import partitions_of
@@ -29,75 +31,65 @@ from jaxsok.types import COUNTERS, MAX_CAPACITY, NUM_PARTITIONS, TableFullError
 LEAST_ROOM = 1024  # rows of a shard that a restored state has for new keys, if nothing says how many a step has
 
 
-def restored(
-    source: Source,
+def restore(
+    chain: Sequence[Source],
     collection: Collection,
     state: State | None = None,
     tables: Sequence[str] | None = None,
     optimizer_state: OptimizerState = "require",
     clock: Any = None,
 ) -> State:
-    """Restores tables into a new state, or into one that there is, whose rows of these tables go.
+    """Restores tables from a full export and its deltas, in order; arguments and errors are those of `load`.
 
-    Args:
-      source: what was saved.
-      collection: of any mesh, capacities and optimizers.
-      state: donated; None: a new one, with step and seed of the save. One that is given keeps its own.
-      tables: names; None: all, and there must be no others.
-      optimizer_state: "require", "matching" or "initial".
-      clock: now, for a given state whose lookups are told one; None: its step. Rows that come into a given state
-        count as used now, or the next delta would not see that they changed.
-
-    Raises:
-      ValueError: tables do not fit.
-      CorruptFileError: files are damaged. A given state is unchanged.
-      TableFullError, MemoryError: there is no room. A given state is unchanged.
-      Exception: what else fails, when a given state is changed already, has what there is of it as `state`.
+    Rows that come into a given state count as used now, or its next delta would not see that they changed.
     """
-    op = source.op
-    is_new = state is None
+    full, is_new, now = chain[0], state is None, None
+    op = full.op
     with processes.together(op):
-        names = chosen_tables(source, collection, tables)
-        taken = check_forms(source, collection, names, optimizer_state)
-        source.check(names)
-        now = None if state is None else time_of(op, state, clock)
+        names = choose_tables(full, collection, tables)
         if state is not None:
             check_state(op, collection, state)
             check_untraced(op, state)
-            # What is in the state would be gone when a damaged batch is met.
-            source.verify(names)
+            now = time_of(op, state, clock)
+        taken = check_forms(full, collection, names, optimizer_state)
+        full.check(names)
+        if state is not None:
+            # Before rows of the state go: a damaged batch must not cost them.
+            for source in chain:
+                choose_tables(source, collection, tables)
+                check_forms(source, collection, names, optimizer_state)
+                source.verify(names)
     if state is None:
-        seed = source.manifest["seed"]
-        state = collection.init(seed=seed[0] | seed[1] << 32)
-        state = beside_rows.with_store_words(source, collection, state)
-        beside_rows.note_keys(source, collection)
-    rows = {name: _rows_by_shard(source, collection, name) for name in names}
+        low, high = full.manifest["seed"]
+        state = collection.init(seed=low | high << 32)
+        state = beside_rows.with_store_words(full, collection, state)
+        beside_rows.note_keys(full, collection)
+    rows = {}
+    for name in names:
+        by_partition = manifest_lib.unpacked(full.manifest["tables"][name]["partition_rows"])
+        rows[name] = _rows_by_shard(op, collection, name, by_partition)
     if not is_new:
         rows = {name: coming - _table_rows(collection, state, name) for name, coming in rows.items()}
     with held_on(collection, state, names, is_new=is_new) as held:
         # Before anything goes: a refusal changes nothing.
-        held.state = with_room(source, collection, state, rows, is_new=is_new)
+        held.state = with_room(full, collection, state, rows, is_new=is_new)
         for name in () if is_new else names:
             held.state, _ = collection.clear(held.state, name)
         for name in names:
-            place(source, collection, held, name, taken[name], now)
-        beside_rows.add(source, collection, held, names, is_whole=is_new, optimizer_state=optimizer_state)
+            place(full, collection, held, name, taken[name], now)
+        beside_rows.add(full, collection, held, names, is_whole=is_new, optimizer_state=optimizer_state)
+        for delta in chain[1:]:
+            apply_link(delta, collection, held, tables, optimizer_state, is_whole=is_new, now=now)
     return held.state
 
 
 @contextlib.contextmanager
-def held_on(
-    collection: Collection, state: State | None, names: Sequence[str], *, is_new: bool = False
-) -> Iterator[Held]:
-    """Around what donates a state bit by bit: an error gives the caller what there is, if that is another one by then.
+def held_on(collection: Collection, state: State, names: Sequence[str], *, is_new: bool = False) -> Iterator[Held]:
+    """Surrounds what donates a state bit by bit: an error gives the caller the last state that is whole.
 
-    Args:
-      collection: of the state.
-      state: as it is before.
-      names: of the tables that change.
-      is_new: whether nobody else has the state, and nobody misses it.
+    `names` are those of the tables that change. The caller of a new state has none that could be lost.
     """
-    held = Held(state)  # pyright: ignore[reportArgumentType]  # None until there is one
+    held = Held(state)
     try:
         yield held
     except BaseException as error:  # Ctrl-C too must not lose a state that was donated
@@ -115,13 +107,13 @@ def held_on(
 def place(source: Source, collection: Collection, held: Held, name: str, taken: Sequence[str], now: int | None) -> None:
     """Places the saved rows of a table; a key that has a row gets the saved one.
 
-    `now`: the earliest last step that the rows get; None: they keep the saved one.
+    `now` is the earliest last step that the rows get; None: they keep the saved one.
     """
     op = source.op
     s, number = locate(op, collection, name)
     spec = collection.stores[s]
     table = spec.tables[number]
-    owners = owners_of(collection, spec, table)
+    owners = _owners_of(collection, spec, table)
     fitted = _fitter(source, spec, table, taken, now)
 
     def of_shard(shard: int) -> Iterator[Records]:
@@ -142,9 +134,9 @@ def place(source: Source, collection: Collection, held: Held, name: str, taken: 
 def _fitter(
     source: Source, spec: StoreSpec, table: TableSpec, taken: Sequence[str], now: int | None
 ) -> Callable[[Records], Records]:
-    """Makes saved rows those of the table: in its dtype, with its optimizer state and statistics."""
+    """Makes a function that gives saved rows the dtype, optimizer state and statistics of the table."""
     clock = np.uint32(source.manifest["clock"])
-    dtype = np.dtype(ml_dtypes.bfloat16) if table.dtype == "bfloat16" else np.dtype(table.dtype)
+    dtype = jnp.dtype(table.dtype)
 
     def fitted(records: Records) -> Records:
         rows, num_rows = records.rows, records.num_rows
@@ -153,10 +145,10 @@ def _fitter(
             largest = np.float32(ml_dtypes.finfo(dtype).max)
             rows = np.where(np.isfinite(wide), np.clip(wide, -largest, largest), wide).astype(dtype)
         state = {
-            one.name: records.state[one.name]
-            if one.name in taken
-            else np.full((num_rows, one.dim), one.initial_value, np.float32)
-            for one in spec.state_specs
+            state.name: records.state[state.name]
+            if state.name in taken
+            else np.full((num_rows, state.dim), state.initial_value, np.float32)
+            for state in spec.state_specs
         }
         last_step, frequency = records.last_step, records.frequency
         if spec.keeps_statistics and last_step is None:
@@ -169,28 +161,60 @@ def _fitter(
     return fitted
 
 
-# Room ----------------------------------------------------------------------------------------------------------------
+def apply_link(
+    source: Source,
+    collection: Collection,
+    held: Held,
+    tables: Sequence[str] | None,
+    optimizer_state: OptimizerState,
+    *,
+    is_whole: bool,
+    now: int | None,
+) -> None:
+    """Applies a delta whose place in the chain was checked."""
+    with processes.together(source.op):
+        names = choose_tables(source, collection, tables)
+        taken = check_forms(source, collection, names, optimizer_state)
+    if is_whole:
+        beside_rows.note_keys(source, collection)
+    # What goes makes room for what comes: a table that evicts may be full at both ends of a delta.
+    more = {name: _more_rows(source, collection, held.state, name) for name in names}
+    held.state = with_room(source, collection, held.state, more)
+    for name in names:
+        for keys in processes.in_step(source.op, key_batches(source.files(name, manifest_lib.TOMBSTONES))):
+            for start in range(0, keys.size, KEYS_AT_A_TIME):
+                held.state, _ = collection.erase(held.state, name, keys[start : start + KEYS_AT_A_TIME])
+    for name in names:
+        place(source, collection, held, name, taken[name], now)
+    beside_rows.add(source, collection, held, names, is_whole=is_whole, optimizer_state=optimizer_state)
+
+
+def _more_rows(source: Source, collection: Collection, state: State, table: str) -> np.ndarray:
+    """Counts the rows that a delta adds to each shard, less those that it takes away: int64[num_shards]."""
+    more = np.zeros(NUM_PARTITIONS, np.int64)
+    for keys, found in find_keys(source.op, collection, state, table, key_batches(source.files(table))):
+        more += _keys_by_partition(table, keys[~found])
+    tombstones = key_batches(source.files(table, manifest_lib.TOMBSTONES))
+    for keys, found in find_keys(source.op, collection, state, table, tombstones):
+        more -= _keys_by_partition(table, keys[found])
+    return _rows_by_shard(source.op, collection, table, more)
 
 
 def with_room(
     source: Source, collection: Collection, state: State, rows: Mapping[str, np.ndarray], *, is_new: bool = False
 ) -> State:
-    """The state, with capacity for the rows that are to come.
+    """Grows a state, which is donated, for the rows that are to come.
 
-    Args:
-      source: named in errors.
-      collection: of the state.
-      state: donated.
-      rows: of each table, that each shard gets, less those that it loses before: int64[num_shards].
-      is_new: whether nobody has trained on the state: then it also gets room for one step's new keys, if there is
-        memory for that.
+    `rows` are those that each shard gets, less those that it loses before: int64[num_shards] by table. A new state also
+    gets room for one step's new keys, if there is memory for that.
 
     Raises:
       TableFullError: a store's `max_capacity` is below that.
     """
     capacities, roomy = {}, {}
     for s, spec in enumerate(collection.stores):
-        coming = sum((rows[one.name] for one in spec.tables if one.name in rows), np.zeros(spec.num_shards, np.int64))
+        parts = (rows[table.name] for table in spec.tables if table.name in rows)
+        coming = sum(parts, np.zeros(spec.num_shards, np.int64))
         if not coming.any():
             continue
         needed = int((_rows_in_use(collection, spec, state.stores[s]) + coming).max())
@@ -217,7 +241,7 @@ def with_room(
 
 
 def _keys_of_step(collection: Collection, s: int, num_rows: int) -> int:
-    """Rows of a shard that one step may need; a guess where the files do not say how many keys steps had."""
+    """Guesses the rows of a shard that one step may need, where the files do not say how many keys steps had."""
     if keys := collection.growth.per_step()[s]:
         return keys
     names = {table.name for table in collection.stores[s].tables}
@@ -226,44 +250,36 @@ def _keys_of_step(collection: Collection, s: int, num_rows: int) -> int:
 
 
 def _table_rows(collection: Collection, state: State, name: str) -> np.ndarray:
-    """Rows of a table, of each shard: int64[num_shards]; waits for the device."""
+    """Counts a table's rows of each shard: int64[num_shards]; waits for the device."""
     s, number = locate("restore", collection, name)
     spec, shards, words = collection.stores[s], collection.shards, state.stores[s].table_rows
     return shards.read(words).reshape(spec.num_shards, len(spec.tables))[:, number].astype(np.int64)
 
 
 def _rows_in_use(collection: Collection, spec: StoreSpec, store: StoreState) -> np.ndarray:
-    """Of each shard: int64[num_shards]; waits for the device."""
+    """Counts the rows of each shard: int64[num_shards]; waits for the device."""
     words = collection.shards.read(store.counters).reshape(spec.num_shards, len(COUNTERS)).astype(np.int64)
     allocated, begin, end = (words[:, COUNTERS.index(name)] for name in ("num_allocated", "free_begin", "free_end"))
     return allocated - (end - begin)
 
 
-def _rows_by_shard(source: Source, collection: Collection, name: str) -> np.ndarray:
-    """The saved rows of a table that each shard gets: int64[num_shards]."""
-    s, number = locate(source.op, collection, name)
+def _rows_by_shard(op: str, collection: Collection, name: str, rows: np.ndarray) -> np.ndarray:
+    """Adds up rows by partition of a table over the partitions of each shard: int64[num_shards]."""
+    s, number = locate(op, collection, name)
     spec = collection.stores[s]
-    rows = manifest_lib.unpacked(source.manifest["tables"][name]["partition_rows"])
-    return _by_shard(collection, spec, spec.tables[number], rows)
-
-
-def keys_by_shard(collection: Collection, spec: StoreSpec, table: TableSpec, keys: np.ndarray) -> np.ndarray:
-    """How many of some keys of a table belong to each shard: int64[num_shards]."""
-    rows = np.bincount(partitions_of(keys, name_word(table.name)).astype(np.int64), minlength=NUM_PARTITIONS)
-    return _by_shard(collection, spec, table, rows)
-
-
-def _by_shard(collection: Collection, spec: StoreSpec, table: TableSpec, rows: np.ndarray) -> np.ndarray:
-    """Of numbers by partition."""
     if spec.is_replicated:
         return np.full(spec.num_shards, rows.sum(), np.int64)
     counts = np.zeros(spec.num_shards, np.int64)
-    np.add.at(counts, owners_of(collection, spec, table), rows.astype(np.int64))
+    np.add.at(counts, _owners_of(collection, spec, spec.tables[number]), rows.astype(np.int64))
     return counts
 
 
-def owners_of(collection: Collection, spec: StoreSpec, table: TableSpec) -> np.ndarray:
-    """The shard of each partition of a table: int64[4096]."""
+def _keys_by_partition(name: str, keys: np.ndarray) -> np.ndarray:
+    return np.bincount(partitions_of(keys, name_word(name)).astype(np.int64), minlength=NUM_PARTITIONS)
+
+
+def _owners_of(collection: Collection, spec: StoreSpec, table: TableSpec) -> np.ndarray:
+    """Returns the shard of each partition of a table: int64[4096]."""
     if spec.num_shards == 1 or table.placement.kind == "on":
         return np.full(NUM_PARTITIONS, table.placement.shard if spec.num_shards > 1 else 0, np.int64)
     return np.asarray(collection.partition_owners, np.int64)

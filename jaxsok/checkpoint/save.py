@@ -1,4 +1,4 @@
-"""Saving: a state on its way into the files of a folder, through a queue that holds so many bytes and no more.
+"""Saving: a state on its way into the files of a folder, through a queue of bounded size.
 
 One side copies pieces of the state to the host and is what training waits for; the other picks out the live rows, puts
 them in the order of their partitions and writes them. What fits into the queue is copied at once; what does not waits
@@ -22,10 +22,10 @@ from jaxsok import checks, operations, policies
 from jaxsok.checkpoint import lineage as lineage_lib
 from jaxsok.checkpoint import manifest as manifest_lib
 from jaxsok.checkpoint.files import (
+    ALL_PARTITIONS,
     COMPRESSIONS,
     BatchFile,
     TableForm,
-    all_partitions,
     close_synced,
     keys_batch,
     keys_schema,
@@ -60,7 +60,7 @@ class SaveOptions:
     """What is copied from the device at a time; made smaller where `host_bytes` asks for it."""
 
     def check(self, op: str) -> None:
-        """Refuses what cannot be meant."""
+        """Refuses values without a meaning."""
         if self.compression not in COMPRESSIONS:
             raise ValueError(f"{op}: compression: got {self.compression!r}, wanted one of {list(COMPRESSIONS)}.")
         for name in ("host_bytes", "piece_bytes"):
@@ -68,12 +68,12 @@ class SaveOptions:
 
     @property
     def bytes_of_piece(self) -> int:
-        """Of a piece: so few that those outside the queue take half of the memory at most."""
+        """So few that the pieces outside the queue take half of the memory at most."""
         return max(1, min(self.piece_bytes, self.host_bytes // (2 * WORKING_PIECES)))
 
     @property
     def bytes_of_queue(self) -> int:
-        """What may wait to be written."""
+        """How many bytes may wait to be written."""
         return max(1, self.host_bytes - WORKING_PIECES * self.bytes_of_piece)
 
 
@@ -113,15 +113,15 @@ class Saving:
         tombstones: Mapping[str, np.ndarray] | None = None,
         more: Mapping[str, Any] | None = None,
     ):
-        """Reads what is small; waits for the state.
+        """Reads what is small; waits for the state, which is not donated until `feed` has returned.
 
         Args:
           op: named in errors.
           collection: that made the state.
-          state: not donated until `feed` has returned.
-          options: how.
+          state: what to save.
+          options: how to save it.
           kind: "checkpoint", "full" or "delta".
-          clock: the time of the save, as lookups were told it; None: the state's step.
+          clock: the time of the save, as lookups got it; None: the state's step.
           since: only rows whose last step is this or later.
           tombstones: keys of each table that are gone since.
           more: for the manifest.
@@ -133,7 +133,6 @@ class Saving:
         self.tombstones = dict(tombstones or {})
         self.report = SaveReport()
         self._began = time.perf_counter()
-        self._process = jax.process_index()
         self._queue: collections.deque[Piece | None] = collections.deque()
         self._held = 0
         self._error: BaseException | None = None
@@ -163,8 +162,7 @@ class Saving:
     def feed(self, is_alive: Callable[[], None] = lambda: None) -> None:
         """Copies the state to the host, as fast as the queue takes it; then the state may be donated.
 
-        Args:
-          is_alive: called now and then while waiting for the writer to begin; raises if it will never.
+        `is_alive` is called now and then while waiting for the writer to begin; it raises if that will never happen.
         """
         try:
             for piece in self._pieces():
@@ -208,60 +206,41 @@ class Saving:
     # Writing
 
     def write(self, folder: Any) -> None:
-        """Writes this process's files, and then its part of the manifest.
-
-        Args:
-          folder: there already, of `pathlib` or `etils.epath`.
-        """
+        """Writes this process's files into a folder of `pathlib` or `etils.epath`, then its part of the manifest."""
         self._writes.set()
-        seed = self.part["seed"][0] | self.part["seed"][1] << 32
-        tables = _Tables(self.collection, folder, self._process, self.options, self.since, seed)
+        tables = _Tables(self, folder)
         try:
             while (piece := self._take()) is not None:
                 tables.write(piece)
                 with self._changed:
                     self._held -= piece.nbytes
                     self._changed.notify_all()
-            entries, bloom = tables.close()
-            self.latest = tables.latest
+            for name, keys in self.tombstones.items() if jax.process_index() == 0 else ():
+                tables.write_tombstones(name, keys)
+            tables.close()
         except BaseException as error:
             tables.abandon()
             self.has_stopped = self._error is None
             self._fail(error)
             raise
-        for name, keys in self.tombstones.items() if self._process == 0 else ():
-            entries[name][manifest_lib.TOMBSTONES] = [self._write_keys(folder, name, keys)] if keys.size else []
-        report = self.report
+        self.latest = tables.latest
+        entries, report = tables.entries(), self.report
         report.num_rows = {name: entry["num_rows"] for name, entry in entries.items()}
         report.num_nonfinite = {name: entry["num_nonfinite"] for name, entry in entries.items()}
-        report.file_bytes = sum(
-            file["size"]
-            for entry in entries.values()
-            for kind in (manifest_lib.ROWS, manifest_lib.WAITING, manifest_lib.TOMBSTONES)
-            for file in entry[kind]
-        ) + sum(file["size"] for file in bloom)
-        evicted = self._evicted()
-        for name, entry in entries.items():
-            entry["num_evicted"] = evicted[name]
-            if entry["num_nonfinite"]:
+        report.file_bytes = tables.file_bytes()
+        for name, count in report.num_nonfinite.items():
+            if count:
                 LOG.warning(
                     '%s: table "%s": %d of %d rows have numbers that are infinite or NaN; they are saved as they are.',
                     self.op,
                     name,
-                    entry["num_nonfinite"],
-                    entry["num_rows"],
+                    count,
+                    report.num_rows[name],
                 )
+        bloom = [entry for _, entry in tables.bloom.values()]
         part = {**self.part, "tables": entries, "bloom": bloom, "pause_s": report.pause_s}
-        manifest_lib.write_part(folder, self._process, part)
+        manifest_lib.write_part(folder, jax.process_index(), part)
         report.total_s = time.perf_counter() - self._began
-
-    def _write_keys(self, folder: Any, name: str, keys: np.ndarray) -> dict[str, Any]:
-        number = [table.name for table in self.collection.tables].index(name)
-        file = BatchFile(folder, f"table_{number:04d}.tombstones.arrow", keys_schema(False), self.options.compression)
-        size = max(1, self.options.bytes_of_piece // keys.itemsize)
-        for start in range(0, keys.size, size):
-            file.write(keys_batch(keys[start : start + size]), all_partitions())
-        return file.close()
 
     def _take(self) -> Piece | None:
         with self._changed:
@@ -274,14 +253,17 @@ class Saving:
     # What is small
 
     def _store_part(self, s: int) -> dict[str, Any]:
-        spec, store = self.collection.stores[s], self.state.stores[s]
+        spec, store, shards = self.collection.stores[s], self.state.stores[s], self.collection.shards
 
-        def here(array: Any) -> np.ndarray:
-            """A shard's part, of those that are equal on all."""
+        def local(array: Any) -> np.ndarray:
+            """Reads a shard's part, of those that are equal on all."""
             return np.asarray(array.addressable_data(0))
 
-        counters = here(store.counters)[: len(COUNTERS)]
-        word = {name: int(counters[i]) for i, name in enumerate(COUNTERS)}
+        word = dict(zip(COUNTERS, local(store.counters).tolist(), strict=False))
+        num_evicted = []
+        for array in store.table_evicted:
+            parts = (np.asarray(part).astype(np.int64) for part in shard_parts(array, spec, shards).values())
+            num_evicted = sum(parts, np.zeros(len(spec.tables), np.int64)).tolist()
         return {
             "tables": [table.name for table in spec.tables],
             "salt": [word["salt_low"], word["salt_high"]],
@@ -289,25 +271,14 @@ class Saving:
             "is_replicated": spec.is_replicated,
             "keys_per_step": self.collection.growth.keys_per_step[s],
             "assigned_per_step": self.collection.growth.assigned_per_step[s],
-            "globals": [manifest_lib.array_to_json(here(leaf)[0]) for leaf in store.globals_],
+            "globals": [manifest_lib.array_to_json(local(leaf)[0]) for leaf in store.globals_],
             "bloom_segments": [list(segment) for segment in spec.bloom_segments()],
-            "num_evicted": [
-                int(sum(np.asarray(part).astype(np.int64)[i] for part in shard_parts(array, spec, shards).values()))
-                for shards in (self.collection.shards,)
-                for array in store.table_evicted
-                for i in range(len(spec.tables))
-            ],
+            "num_evicted": num_evicted,
         }
-
-    def _evicted(self) -> dict[str, int]:
-        counts = {table.name: 0 for table in self.collection.tables}
-        for store in self.part["stores"]:
-            counts |= dict(zip(store["tables"], store["num_evicted"], strict=False))  # none where nothing is evicted
-        return counts
 
 
 def time_of(op: str, state: State, clock: Any) -> int:
-    """The time of a save: the clock, a uint32 as lookups are told it; None: the state's step.
+    """Returns the time of a save: the clock, a uint32 as lookups get it; None: the state's step.
 
     Raises:
       TypeError, ValueError: no integer, or no uint32; names the op.
@@ -316,13 +287,8 @@ def time_of(op: str, state: State, clock: Any) -> int:
     return int(np.asarray(state.step if word is None else word))
 
 
-def saved_now(saving: Saving, folder: Any) -> None:
-    """Saves and waits for the files.
-
-    Args:
-      saving: not begun.
-      folder: there already.
-    """
+def save_now(saving: Saving, folder: Any) -> None:
+    """Saves into a folder that is there, and waits for the files."""
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         written = pool.submit(saving.write, folder)
         try:
@@ -336,30 +302,20 @@ def saved_now(saving: Saving, folder: Any) -> None:
 
 
 class _Tables:
-    """The files of all tables of one process, and what the manifest says of them."""
+    """The files of all tables of one process, and their entries in the manifest."""
 
-    def __init__(
-        self,
-        collection: Collection,
-        folder: Any,
-        process: int,
-        options: SaveOptions,
-        since: int | None,
-        seed: int,
-    ):
-        self.collection, self.folder, self.process, self.options = collection, folder, process, options
-        self.since = since
-        self.forms = [[TableForm.of(spec, table) for table in spec.tables] for spec in collection.stores]
-        self.words = [np.array([name_word(table.name) for table in spec.tables]) for spec in collection.stores]
-        self.admissions = {table.name: admission_of(spec, table) for spec in collection.stores for table in spec.tables}
-        self.unknowns = {table.name: manifest_lib.unknown_to_json(table, seed) for table in collection.tables}
-        self.numbers = {table.name: number for number, table in enumerate(collection.tables)}
+    def __init__(self, saving: Saving, folder: Any):
+        self.saving, self.folder, self.collection = saving, folder, saving.collection
+        stores = self.collection.stores
+        self.forms = [[TableForm.of(spec, table) for table in spec.tables] for spec in stores]
+        self.words = [np.array([name_word(table.name) for table in spec.tables]) for spec in stores]
+        self.numbers = {table.name: number for number, table in enumerate(self.collection.tables)}
         self.open: dict[tuple[str, str], BatchFile] = {}
         self.done: dict[tuple[str, str], dict[str, Any]] = {}
         self.bloom: dict[int, tuple[Any, dict[str, Any]]] = {}
-        self.nonfinite = {table.name: 0 for table in collection.tables}
+        self.nonfinite = dict.fromkeys(self.numbers, 0)
+        self.by_partition = {name: np.zeros(NUM_PARTITIONS, np.int64) for name in self.numbers}
         self.latest = 0
-        self.by_partition = {table.name: np.zeros(NUM_PARTITIONS, np.int64) for table in collection.tables}
 
     def write(self, piece: Piece) -> None:
         if isinstance(piece, RowsPiece):
@@ -373,9 +329,9 @@ class _Tables:
         forms = self.forms[piece.store]
         keys, tables = from_words(piece.records[:, :2]), piece.records[:, 2]
         is_live = keys != np.uint64(PADDING_KEY)
-        if self.since is not None:
+        if self.saving.since is not None:
             assert piece.statistics is not None
-            is_live &= piece.statistics[:, 0] >= np.uint32(self.since)
+            is_live &= piece.statistics[:, 0] >= np.uint32(self.saving.since)
         lines = np.flatnonzero(is_live)
         if piece.statistics is not None and lines.size:
             self.latest = max(self.latest, int(piece.statistics[lines, 0].max()))
@@ -415,17 +371,17 @@ class _Tables:
             admission = self.collection.stores[piece.store].tables[number].admission
             if not isinstance(admission, policies.AdmitByCount):
                 continue
-            # Whoever was seen often enough has a row, or had one; a count of 0 is that of a key that was forgotten.
+            # A key seen often enough has a row, or had one; a count of 0 is that of a key that was forgotten.
             counts = entries[:, 2]
             mine = entries[(entries[:, 3] == number) & (counts > 0) & (counts < admission.threshold)]
             if mine.size:
                 file = self._file(form.name, manifest_lib.WAITING, keys_schema(True))
                 keys, counts = from_words(mine[:, :2]), np.ascontiguousarray(mine[:, 2])
-                file.write(keys_batch(keys, counts), all_partitions())
+                file.write(keys_batch(keys, counts), ALL_PARTITIONS)
 
     def _write_bloom(self, piece: WordsPiece) -> None:
         if piece.store not in self.bloom:
-            name = f"store_{piece.store:04d}.process_{self.process:05d}.bloom"
+            name = f"store_{piece.store:04d}.process_{jax.process_index():05d}.bloom"
             self.bloom[piece.store] = (
                 (self.folder / name).open("wb"),
                 {"store": piece.store, "name": name, "size": 0, "pieces": []},
@@ -435,38 +391,54 @@ class _Tables:
         entry["pieces"].append([entry["size"], len(data), zlib.crc32(data), piece.shard])
         entry["size"] += file.write(data)
 
+    def write_tombstones(self, table: str, keys: np.ndarray) -> None:
+        size = max(1, self.saving.options.bytes_of_piece // keys.itemsize)
+        for start in range(0, keys.size, size):
+            file = self._file(table, manifest_lib.TOMBSTONES, keys_schema(False))
+            file.write(keys_batch(keys[start : start + size]), ALL_PARTITIONS)
+
     def _file(self, table: str, kind: str, schema: Any) -> BatchFile:
         if (table, kind) not in self.open:
+            process = "" if kind == manifest_lib.TOMBSTONES else f".process_{jax.process_index():05d}"
             ending = "" if kind == manifest_lib.ROWS else f".{kind}"
-            name = f"table_{self.numbers[table]:04d}.process_{self.process:05d}{ending}.arrow"
-            self.open[table, kind] = BatchFile(self.folder, name, schema, self.options.compression)
+            name = f"table_{self.numbers[table]:04d}{process}{ending}.arrow"
+            self.open[table, kind] = BatchFile(self.folder, name, schema, self.saving.options.compression)
         return self.open[table, kind]
 
-    def close(self) -> tuple[dict[str, dict[str, Any]], list[dict[str, Any]]]:
-        """Ends all files; what the manifest says of each table, and of the Bloom filters."""
+    def close(self) -> None:
         for key, file in self.open.items():
             self.done[key] = file.close()
         for file, _ in self.bloom.values():
             close_synced(file)
-        entries: dict[str, dict[str, Any]] = {}
-        for form in (form for forms in self.forms for form in forms):
-            files = {
-                kind: [self.done[form.name, kind]] if (form.name, kind) in self.done else []
-                for kind in (manifest_lib.ROWS, manifest_lib.WAITING, manifest_lib.TOMBSTONES)
-            }
-            entries[form.name] = {
+
+    def entries(self) -> dict[str, dict[str, Any]]:
+        """Makes the manifest's entries of the tables, whose files are closed."""
+        stores, (low, high) = self.saving.part["stores"], self.saving.part["seed"]
+        evicted: dict[str, int] = {}
+        for store in stores:  # without counts where nothing is evicted
+            evicted |= zip(store["tables"], store["num_evicted"], strict=False)
+        return {
+            table.name: {
                 "form": form.to_json(),
-                "admission": self.admissions[form.name],
-                "unknown": self.unknowns[form.name],
-                "num_rows": sum(file["num_rows"] for file in files[manifest_lib.ROWS]),
-                "num_nonfinite": self.nonfinite[form.name],
-                "partition_rows": manifest_lib.packed(self.by_partition[form.name]),
-                **files,
+                "admission": admission_of(spec, table),
+                "unknown": manifest_lib.unknown_to_json(table, low | high << 32),
+                "num_rows": self.done.get((table.name, manifest_lib.ROWS), {}).get("num_rows", 0),
+                "num_nonfinite": self.nonfinite[table.name],
+                "num_evicted": evicted.get(table.name, 0),
+                "partition_rows": manifest_lib.packed(self.by_partition[table.name]),
+                **{
+                    kind: [self.done[table.name, kind]] if (table.name, kind) in self.done else []
+                    for kind in manifest_lib.KINDS
+                },
             }
-        return entries, [entry for _, entry in self.bloom.values()]
+            for spec, forms in zip(self.collection.stores, self.forms, strict=True)
+            for table, form in zip(spec.tables, forms, strict=True)
+        }
+
+    def file_bytes(self) -> int:
+        return sum(entry["size"] for entry in (*self.done.values(), *(entry for _, entry in self.bloom.values())))
 
     def abandon(self) -> None:
-        """Lets go of the files; nobody will read them."""
         for file in self.open.values():
             file.abandon()
         for file, _ in self.bloom.values():
@@ -474,7 +446,7 @@ class _Tables:
 
 
 def admission_of(spec: StoreSpec, table: TableSpec) -> dict[str, Any] | None:
-    """What of a table's admission its counters depend on."""
+    """Returns what a table's counters of admission depend on."""
     admission = table.admission
     if isinstance(admission, policies.AdmitByBloom):
         return {

@@ -1,7 +1,6 @@
 """What was saved: a folder's manifest and files, and whether its tables fit those of a collection.
 
-What can be told from the manifest is checked before anything is read, and all that is read against its checksum before
-it is used.
+What the manifest says is checked before anything is read, and all that is read against its checksum before it is used.
 """
 
 import dataclasses
@@ -37,20 +36,15 @@ class Source:
         return cls(op, folder, manifest_lib.read(op, folder))
 
     def form(self, table: str) -> TableForm:
-        """Of a saved table."""
+        """Returns the columns of a saved table."""
         return TableForm.from_json(self.manifest["tables"][table]["form"])
 
     def files(self, table: str, kind: str = manifest_lib.ROWS) -> list[SavedFile]:
-        """Of a saved table."""
+        """Returns the files of a saved table, of one kind."""
         return manifest_lib.table_files(self.op, self.folder, self.manifest, table, kind)
 
     def records(self, table: str, wanted: np.ndarray | None = None) -> Iterator[Records]:
-        """The rows of a table with keys of wanted partitions, batch by batch.
-
-        Args:
-          table: its name.
-          wanted: bool[4096]; None: all.
-        """
+        """Reads the rows of a table with keys of wanted partitions, bool[4096] (None: all), batch by batch."""
         form, word = self.form(table), name_word(table)
         for file in self.files(table):
             for batch in file.batches(wanted):
@@ -61,13 +55,13 @@ class Source:
                 yield records
 
     def waiting(self, table: str) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Keys of a table that wait for a row, and how often they were seen."""
+        """Reads the keys of a table that wait for a row, and how often they were seen."""
         for file in self.files(table, manifest_lib.WAITING):
             for batch in file.batches():
                 yield tuple(batch.column(name).to_numpy(zero_copy_only=False) for name in ("key", "count"))
 
     def check(self, tables: Sequence[str]) -> None:
-        """Refuses some tables, if a file is not there or of another size, or counts of the manifest do not agree.
+        """Refuses tables with a file that is not there or of another size, or with counts that do not agree.
 
         Raises:
           CorruptFileError: names the file, or the table.
@@ -99,13 +93,13 @@ class Source:
                 pass  # nothing of it is kept
 
     def _bloom_files(self, stores: set[int]) -> Iterator[tuple[SavedFile, list[list[int]]]]:
-        """The files of the Bloom filters of some stores, and the pieces of each."""
+        """Returns the files of the Bloom filters of some stores, and the pieces of each."""
         for entry in self.manifest["bloom"]:
             if entry["store"] in stores:
                 yield SavedFile(self.op, self.folder, entry, None), entry["pieces"]
 
     def bloom(self, store: int, shard: int) -> np.ndarray:
-        """The words of a shard's Bloom filter, as they were saved."""
+        """Reads the words of a shard's Bloom filter."""
         parts = [np.zeros(0, np.uint32)]
         for file, pieces in self._bloom_files({store}):
             mine = [piece[:3] for piece in pieces if piece[3] == shard]
@@ -119,15 +113,12 @@ class Source:
         return words
 
     def store_of(self, table: str) -> tuple[int, dict[str, Any]]:
-        """The number of the store that a table was saved from, and what the manifest says of it."""
+        """Returns the number of the store that a table was saved from, and the store's entry."""
         return next((s, store) for s, store in enumerate(self.manifest["stores"]) if table in store["tables"])
 
 
-# Before anything is read ---------------------------------------------------------------------------------------------
-
-
-def chosen_tables(source: Source, collection: Collection, tables: Sequence[str] | None) -> list[str]:
-    """The names of the tables to restore.
+def choose_tables(source: Source, collection: Collection, tables: Sequence[str] | None) -> list[str]:
+    """Returns the names of the tables to restore.
 
     Raises:
       ValueError: names differ, and none were chosen; or a chosen one is missing.
@@ -154,10 +145,10 @@ def chosen_tables(source: Source, collection: Collection, tables: Sequence[str] 
 def check_forms(
     source: Source, collection: Collection, names: Sequence[str], optimizer_state: OptimizerState
 ) -> dict[str, tuple[str, ...]]:
-    """Refuses tables that do not fit; the pieces of optimizer state to restore, by table.
+    """Returns the pieces of optimizer state to restore, by table.
 
     Raises:
-      ValueError: another dim, or optimizer state of another form that nobody said to leave; names the table.
+      ValueError: another dim, or optimizer state of another form, unless the caller leaves it; names the table.
     """
     op = source.op
     if optimizer_state not in OPTIMIZER_STATES:
@@ -170,7 +161,7 @@ def check_forms(
         wanted = TableForm.of(spec, table)
         if form.dim != wanted.dim:
             raise ValueError(f'{op}: table "{name}": dim: got {form.dim} in "{source.folder}", wanted {wanted.dim}.')
-        saved, declared = ({one: dim for one, dim, _ in states} for states in (form.states, wanted.states))
+        saved, declared = ({state: dim for state, dim, _ in states} for states in (form.states, wanted.states))
         if optimizer_state == "require" and (form.state_form, saved) != (wanted.state_form, declared):
             raise ValueError(
                 f'{op}: table "{name}": optimizer: got state of optim.{form.optimizer} ({form.state_form}: {saved}) in '
@@ -180,14 +171,15 @@ def check_forms(
             )
         if optimizer_state == "require":
             _check_globals(source, collection, name)
-        taken[name] = tuple(one for one in declared if optimizer_state != "initial" and saved.get(one) == declared[one])
+        is_taken = {state: optimizer_state != "initial" and saved.get(state) == dim for state, dim in declared.items()}
+        taken[name] = tuple(state for state in declared if is_taken[state])
         if form.dtype != wanted.dtype:
             LOG.warning('%s: table "%s": rows of %s become %s, rounded to nearest.', op, name, form.dtype, wanted.dtype)
     return taken
 
 
 def _check_globals(source: Source, collection: Collection, name: str) -> None:
-    """Refuses optimizer state of no row that has another form; tables of one store must have been saved with one."""
+    """Refuses optimizer state of no row in another form; tables of one store must have been saved with one."""
     s, _ = locate(source.op, collection, name)
     spec = collection.stores[s]
     wanted = [(str(leaf.dtype), list(leaf.shape)) for leaf in map(np.asarray, spec.optimizer.init_globals(spec.dim))]

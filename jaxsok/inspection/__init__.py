@@ -12,7 +12,7 @@ from typing import Any
 
 from jaxsok.inspection.counts import Bin
 from jaxsok.inspection.declared import Declared, read_spec
-from jaxsok.inspection.kinds import opened
+from jaxsok.inspection.kinds import open_tables
 from jaxsok.inspection.pictures import draw_estimate, draw_reports
 from jaxsok.inspection.report import Ages, Norms, TableReport, Uses, overview, report
 
@@ -44,12 +44,11 @@ class Inspection:
     tables: tuple[TableReport, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """Dicts, lists and numbers."""
+        """Returns dicts, lists and numbers."""
         tables = [table.to_json() for table in self.tables]
         return {"path": self.path, "kind": self.kind, "facts": dict(self.facts), "tables": tables}
 
     def __str__(self) -> str:
-        """An overview, then each table."""
         facts = "".join(f", {name} {value}" for name, value in self.facts.items())
         lines = [f"{self.path}: {self.kind}{facts}", "", *overview(self.tables)]
         for table in self.tables:
@@ -62,11 +61,8 @@ def inspect(path: str | os.PathLike[str], tables: Sequence[str] | None = None) -
 
     Args:
       path: a folder of `jaxsok.checkpoint`, a step or the root of an Orbax checkpoint (its last step then), a folder of
-        HPS or SOK, a `.parquet`, `.arrow` or `.npz` file, or a folder of such files. The kind is told by content.
+        HPS or SOK, a `.parquet`, `.arrow` or `.npz` file, or a folder of such files. The kind is found by content.
       tables: names; None: all.
-
-    Returns:
-      What was found.
 
     Raises:
       FileNotFoundError: there is nothing.
@@ -79,12 +75,15 @@ def inspect(path: str | os.PathLike[str], tables: Sequence[str] | None = None) -
     Example:
       `print(inspect("exports/monday"))`
     """
-    found = opened(pathlib.Path(path))
+    found = open_tables(pathlib.Path(path))
     names = list(found.tables) if tables is None else list(tables)
     for name in names:
         if name not in found.tables:
             raise ValueError(f'inspect: {path}: table: got "{name}", wanted one of {list(found.tables)}.')
-    reports = [report(found.tables[name](), name=name, clock=found.clock) for name in names]
-    facts = [dict(found.table_facts.get(name, {})) for name in names]
-    told = [dataclasses.replace(one, facts=said) for one, said in zip(reports, facts, strict=True)]
-    return Inspection(str(path), found.kind, found.facts, tuple(told))
+    reports = [
+        dataclasses.replace(
+            report(found.tables[name](), name=name, clock=found.clock), facts=dict(found.table_facts.get(name, {}))
+        )
+        for name in names
+    ]
+    return Inspection(str(path), found.kind, found.facts, tuple(reports))

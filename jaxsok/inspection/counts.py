@@ -1,7 +1,7 @@
 """Counts of numbers by size, taken chunk by chunk in memory that does not depend on how many there are.
 
 `Magnitudes` are for norms, `Frequencies` for uses, `Steps` for last steps. Each is filled by `add` and read at the end;
-how far what it tells is from exact is said in its docstring.
+its docstring says how exact it is.
 """
 
 import itertools
@@ -38,7 +38,6 @@ class Magnitudes:
     _MOST_BINS = 16
 
     def __init__(self) -> None:
-        """None was seen."""
         self._counts = np.zeros((self._HIGHEST - self._LOWEST) * self._BY_OCTAVE, np.int64)
         self.num_zero = 0
         self.num_nonfinite = 0
@@ -47,7 +46,7 @@ class Magnitudes:
         self.max = math.nan
 
     def add(self, values: np.ndarray) -> None:
-        """Counts some more: float64[num_values]; infinite and NaN ones apart."""
+        """Counts more: float64[num_values]; infinite and NaN ones apart."""
         is_finite = np.isfinite(values)
         finite = values if is_finite.all() else values[is_finite]
         self.num_nonfinite += values.size - finite.size
@@ -64,7 +63,7 @@ class Magnitudes:
         self._counts[first : first + counts.size] += counts
 
     def quantile(self, share: float) -> float:
-        """The least number that is not exceeded by a share of the finite ones; NaN if there is none."""
+        """Returns the least number that is not exceeded by a share of the finite ones; NaN if there is none."""
         if not self.num_finite:
             return math.nan
         rank = max(1, math.ceil(share * self.num_finite - 1e-9))
@@ -100,14 +99,13 @@ class Frequencies:
     _PRECISE = 10  # bits that tell the numbers of one octave apart
 
     def __init__(self) -> None:
-        """None was seen."""
         size = (1 << self._EXACT) + ((32 - self._EXACT) << self._PRECISE)
         self._counts = np.zeros(size, np.int64)
         self._sums = np.zeros(size, np.int64)
         self.num_rows = 0
 
     def add(self, frequency: np.ndarray) -> None:
-        """Counts some more: uint32[num_rows]."""
+        """Counts more: uint32[num_rows]."""
         wide = frequency.astype(np.int64)
         number = wide.copy()
         is_large = wide >> self._EXACT > 0
@@ -124,16 +122,16 @@ class Frequencies:
 
     @property
     def num_uses(self) -> int:
-        """Of all rows."""
+        """How often all rows were used."""
         return int(self._sums.sum())
 
     @property
     def num_unused(self) -> int:
-        """Rows of frequency 0."""
+        """How many rows have frequency 0."""
         return int(self._counts[0])
 
     def share_of_top(self, share: float) -> float:
-        """What part of all uses the most used rows have, `share` of them; NaN if there were no uses."""
+        """Returns the part of all uses that the most used rows have, `share` of them; NaN without uses."""
         if not self.num_uses:
             return math.nan
         num_top = math.ceil(share * self.num_rows - 1e-9)
@@ -164,7 +162,6 @@ class Steps:
     _NUM_BINS = 1 << 16
 
     def __init__(self) -> None:
-        """None was seen."""
         self._counts = np.zeros(self._NUM_BINS, np.int64)
         self.width = 1
         self.num_rows = 0
@@ -172,7 +169,7 @@ class Steps:
         self.max = 0
 
     def add(self, last_step: np.ndarray) -> None:
-        """Counts some more: uint32[num_rows]."""
+        """Counts more: uint32[num_rows]."""
         if not last_step.size:
             return
         low, high = int(last_step.min()), int(last_step.max())
@@ -199,6 +196,6 @@ class Steps:
 
 
 def without_ends(bins: list[Bin]) -> tuple[Bin, ...]:
-    """The bins from the first to the last that has anything."""
-    filled = [i for i, one in enumerate(bins) if one.num]
+    """Returns the bins from the first to the last that has anything."""
+    filled = [i for i, counted in enumerate(bins) if counted.num]
     return tuple(bins[filled[0] : filled[-1] + 1]) if filled else ()

@@ -18,7 +18,7 @@ import pathlib
 import runpy
 import tomllib
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from jaxsok import initializers, policies
@@ -93,16 +93,13 @@ def _of_python(path: pathlib.Path) -> Declared:
     found = {}
     for name, kind in (("tables", TableSpec), ("features", FeatureSpec)):
         value = names.get(name, ())
-        if not isinstance(value, Sequence) or not all(isinstance(one, kind) for one in value):
+        if not isinstance(value, Sequence) or not all(isinstance(spec, kind) for spec in value):
             raise ValueError(f"estimate: {path}: {name}: got {value!r}, wanted a list of {kind.__name__}s.")
         found[name] = tuple(value)
     exchange = names.get("exchange")
     if exchange is not None and not isinstance(exchange, ExchangeSpec):
         raise ValueError(f"estimate: {path}: exchange: got {exchange!r}, wanted an ExchangeSpec.")
     return Declared(found["tables"], found["features"], exchange)
-
-
-# TOML and JSON -------------------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,50 +113,69 @@ class _Place:
         at = f"{self.field}[{name}]" if isinstance(name, int) else f"{self.field}.{name}" if self.field else name
         return _Place(self.file, at)
 
-    def says(self, what: str) -> str:
-        """A message with its place."""
+    def error(self, what: str) -> ValueError:
         at = f"{self.field}: " if self.field else ""
-        return f"estimate: {self.file}: {at}{what}"
+        return ValueError(f"estimate: {self.file}: {at}{what}")
 
-    def make(self, function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
-        """Calls it, and tells the place of what it refuses."""
+    def fields(self, value: Any, known: Iterable[str] | None = None) -> dict[str, Any]:
+        """Returns the fields of what must be a mapping, from known names."""
+        if not isinstance(value, Mapping):
+            raise self.error(f"got {value!r}, wanted fields with values.")
+        wanted = list(value if known is None else known)
+        for name in value:
+            if name not in wanted:
+                raise (self / name).error(f"got an unknown field, wanted some of {wanted}.")
+        return dict(value)
+
+    def items(self, value: Any) -> list[tuple["_Place", Any]]:
+        """Returns the items of what must be a list, and their places."""
+        if not isinstance(value, list):
+            raise self.error(f"got {value!r}, wanted a list.")
+        return [(self / number, item) for number, item in enumerate(value)]
+
+    def make(self, function: Callable[..., Any], arguments: Any) -> Any:
+        """Calls a function, and names the place of what it refuses."""
         parameters = inspect.signature(function).parameters
-        for name in arguments:
-            if name not in parameters:
-                raise ValueError((self / name).says(f"got an unknown field, wanted some of {list(parameters)}."))
+        arguments = self.fields(arguments, parameters)
         for name, parameter in parameters.items():
             if parameter.default is parameter.empty and name not in arguments:
-                raise ValueError((self / name).says("got none, wanted a value."))
+                raise (self / name).error("got none, wanted a value.")
         try:
             return function(**arguments)
         except (TypeError, ValueError) as error:
-            raise ValueError(self.says(str(error))) from error
+            raise self.error(str(error)) from error
+
+    def call(self, value: Any, known: Mapping[str, Callable[..., Any]], what: str, **defaults: Any) -> Any:
+        """Calls a function by name, of "adam", or of {name = "adam", eps = 1e-8}."""
+        arguments = dict(value) if isinstance(value, Mapping) else {"name": value}
+        name = arguments.pop("name", None)
+        if not isinstance(name, str) or name not in known:
+            raise self.error(
+                f"got {value!r}, wanted the name of {what}, or {{name = ..., arguments}}: {sorted(known)}."
+            )
+        return self.make(known[name], defaults | arguments)
 
 
 def _of_data(place: _Place, data: Any) -> Declared:
-    _check_mapping(place, data)
-    for name in data:
-        if name not in ("tables", "features", "exchange"):
-            raise ValueError(
-                (place / name).says("got an unknown field, wanted some of ['tables', 'features', 'exchange'].")
-            )
-    tables = [_table(at, one) for at, one in _list_of(place / "tables", data.get("tables"))]
+    fields = place.fields(data, ("tables", "features", "exchange"))
+    tables = [_table(at, table) for at, table in (place / "tables").items(fields.get("tables"))]
     if not tables:
-        raise ValueError((place / "tables").says("got none, wanted at least one table."))
-    features = [_made(at, FeatureSpec, one) for at, one in _list_of(place / "features", data.get("features", []))]
-    exchange = data.get("exchange")
-    made = None if exchange is None else _made(place / "exchange", ExchangeSpec, exchange)
+        raise (place / "tables").error("got none, wanted at least one table.")
+    features = [at.make(FeatureSpec, feature) for at, feature in (place / "features").items(fields.get("features", []))]
+    exchange = fields.get("exchange")
+    made = None if exchange is None else (place / "exchange").make(ExchangeSpec, exchange)
     return Declared(tuple(tables), tuple(features), made)
 
 
 def _table(place: _Place, data: Any) -> TableSpec:
-    _check_mapping(place, data)
-    fields = dict(data)
+    fields = place.fields(data)
+    # A function of the user's own is Python.
+    fillers = {name: make for name, make in _functions(initializers).items() if name != "function"}
     makers: dict[str, Callable[[_Place, Any], Any]] = {
         "optimizer": _optimizer,
-        "initializer": lambda at, value: _called(at, value, _initializers(), "an initializer"),
-        "admission": lambda at, value: _called(at, value, _policies(policies.Admission), "a policy of admission"),
-        "eviction": lambda at, value: _called(at, value, _policies(policies.Eviction), "a policy of eviction"),
+        "initializer": lambda at, value: at.call(value, fillers, "an initializer"),
+        "admission": lambda at, value: at.call(value, _policies(policies.Admission), "a policy of admission"),
+        "eviction": lambda at, value: at.call(value, _policies(policies.Eviction), "a policy of eviction"),
         "placement": _placement,
     }
     for name, make in makers.items():
@@ -168,23 +184,15 @@ def _table(place: _Place, data: Any) -> TableSpec:
     return place.make(TableSpec, fields)
 
 
-def _made(place: _Place, kind: Callable[..., Any], data: Any) -> Any:
-    _check_mapping(place, data)
-    return place.make(kind, data)
-
-
 def _optimizer(place: _Place, value: Any) -> Any:
-    known = {name: one for name, one in _functions(optim).items() if name != "lift"}
-    name, arguments = _name_and_arguments(place, value, known, "an optimizer")
-    arguments.setdefault("learning_rate", LEARNING_RATE)
-    if "limits" in arguments:
+    known = {name: make for name, make in _functions(optim).items() if name != "lift"}
+    if isinstance(value, Mapping) and "limits" in value:
         at = place / "limits"
-        _check_mapping(at, arguments["limits"])
-        limits = dict(arguments["limits"])
+        limits = at.fields(value["limits"])
         if "adaptive_clip" in limits:
-            limits["adaptive_clip"] = _made(at / "adaptive_clip", optim.AdaptiveClip, limits["adaptive_clip"])
-        arguments["limits"] = at.make(optim.Limits, limits)
-    return place.make(known[name], arguments)
+            limits["adaptive_clip"] = (at / "adaptive_clip").make(optim.AdaptiveClip, limits["adaptive_clip"])
+        value = {**value, "limits": at.make(optim.Limits, limits)}
+    return place.call(value, known, "an optimizer", learning_rate=LEARNING_RATE)
 
 
 def _placement(place: _Place, value: Any) -> Placement:
@@ -193,23 +201,7 @@ def _placement(place: _Place, value: Any) -> Placement:
         return by_name[value]
     if isinstance(value, Mapping) and set(value) == {"on"}:
         return place.make(on, {"device": value["on"]})
-    raise ValueError(place.says(f'got {value!r}, wanted "sharded", "replicated" or {{on = device}}.'))
-
-
-def _called(place: _Place, value: Any, known: Mapping[str, Callable[..., Any]], what: str) -> Any:
-    name, arguments = _name_and_arguments(place, value, known, what)
-    return place.make(known[name], arguments)
-
-
-def _name_and_arguments(place: _Place, value: Any, known: Mapping[str, Any], what: str) -> tuple[str, dict[str, Any]]:
-    """Of "adam", or of {name = "adam", eps = 1e-8}."""
-    arguments = dict(value) if isinstance(value, Mapping) else {"name": value}
-    name = arguments.pop("name", None)
-    if not isinstance(name, str) or name not in known:
-        raise ValueError(
-            place.says(f"got {value!r}, wanted the name of {what}, or {{name = ..., arguments}}: {sorted(known)}.")
-        )
-    return name, arguments
+    raise place.error(f'got {value!r}, wanted "sharded", "replicated" or {{on = device}}.')
 
 
 def _functions(module: Any) -> dict[str, Callable[..., Any]]:
@@ -222,25 +214,9 @@ def _functions(module: Any) -> dict[str, Callable[..., Any]]:
     }
 
 
-def _initializers() -> dict[str, Callable[..., Any]]:
-    """Those that a file can give; a function of the user's own is Python."""
-    return {name: value for name, value in _functions(initializers).items() if name != "function"}
-
-
 def _policies(kind: type) -> dict[str, Callable[..., Any]]:
     return {
         name: value
         for name, value in vars(policies).items()
         if inspect.isclass(value) and issubclass(value, kind) and value is not kind and not name.startswith("_")
     }
-
-
-def _list_of(place: _Place, value: Any) -> list[tuple[_Place, Any]]:
-    if not isinstance(value, list):
-        raise ValueError(place.says(f"got {value!r}, wanted a list."))
-    return [(place / number, one) for number, one in enumerate(value)]
-
-
-def _check_mapping(place: _Place, value: Any) -> None:
-    if not isinstance(value, Mapping):
-        raise ValueError(place.says(f"got {value!r}, wanted fields with values."))

@@ -1,14 +1,13 @@
-"""Which kind of file is this, and which tables are in it: told by content, not by the ending of a name.
+"""Which kind of file a path has, and which tables are in it: found by content, not by the ending of a name.
 
 `KINDS` has a line for each: a function that recognises a path, and one that opens it as tables, each a function that
-begins to read its records. A new kind is one more line. Nothing of a format is told here that its reader knows.
+begins to read its records. A new kind is one more line. What a reader knows of its format is not repeated here.
 """
 
 import dataclasses
 import functools
 import pathlib
 import re
-import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -16,13 +15,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxsok import published
+from jaxsok.checkpoint import manifest
+from jaxsok.checkpoint.source import Source
+from jaxsok.interchange import columns, hps, npz, sok, sok_files
 from jaxsok.records import Records
 
-MANIFEST = "manifest.json"
-FORMAT = "jaxsok tables"
 _UNFINISHED = (published.ENDING, ".partial")  # how names of what is still being written end
-_SOK_HEADER_BYTES = 296
-_SOK_ITEM_BYTES = {4: 2, 5: 4, 6: 8}  # by the number of the dtype in a header: float16, float32, float64
 
 Read = Callable[[], Iterable[Records]]
 
@@ -52,7 +50,7 @@ class Kind(NamedTuple):
     open: Callable[[pathlib.Path], Opened]
 
 
-def opened(path: pathlib.Path) -> Opened:
+def open_tables(path: pathlib.Path) -> Opened:
     """Opens a file or folder of any kind, or a folder of them, each of which is a table then.
 
     Raises:
@@ -65,7 +63,7 @@ def opened(path: pathlib.Path) -> Opened:
     kind = _kind_of(path)
     if kind is not None:
         return kind.open(path)
-    children = sorted(one for one in path.iterdir() if one.suffix not in _UNFINISHED) if path.is_dir() else []
+    children = sorted(child for child in path.iterdir() if child.suffix not in _UNFINISHED) if path.is_dir() else []
     found = {child: kind for child in children if (kind := _kind_of(child)) is not None}
     if not found:
         raise ValueError(f"inspect: {path}: got {_content(path)}, wanted {_wanted()}.")
@@ -90,7 +88,6 @@ def _wanted() -> str:
 
 
 def _content(path: pathlib.Path) -> str:
-    """What there is instead."""
     if path.is_dir():
         names = sorted(child.name for child in path.iterdir())
         return f"a folder of {names[:5]}{'...' if len(names) > 5 else ''}" if names else "an empty folder"
@@ -105,15 +102,12 @@ def _head(path: pathlib.Path, num_bytes: int) -> bytes:
         return file.read(num_bytes)
 
 
-# Checkpoints and exports of jaxsok ------------------------------------------------------------------------------------
-
-
 def _is_saved(path: pathlib.Path) -> bool:
     return bool(_saved_folders(path))
 
 
 def _saved_folders(path: pathlib.Path) -> list[pathlib.Path]:
-    """The folders of saved tables: the path itself; below a step of Orbax; or below the last step of its manager."""
+    """Finds folders of saved tables: the path itself, below a step of Orbax, or below the last step of its manager."""
     if _has_manifest(path):
         return [path]
     if not path.is_dir():
@@ -136,7 +130,7 @@ def _saved_folders(path: pathlib.Path) -> list[pathlib.Path]:
 
 
 def _has_manifest(path: pathlib.Path) -> bool:
-    return f'"{FORMAT}"'.encode() in _head(path / MANIFEST, 4096)
+    return f'"{manifest.FORMAT}"'.encode() in _head(path / manifest.NAME, 4096)
 
 
 def _open_saved(path: pathlib.Path) -> Opened:
@@ -146,21 +140,16 @@ def _open_saved(path: pathlib.Path) -> Opened:
             f"inspect: {path}: got several folders of tables, {[str(folder) for folder in folders]}, wanted one; give "
             "the path of one of them."
         )
-    from jaxsok.checkpoint.source import Source
-
     (folder,) = folders
     source = Source.of("inspect", folder)
-    manifest = source.manifest
-    facts = {
-        name: manifest[name]
-        for name in ("kind", "step", "clock", "mesh", "base")
-        if manifest.get(name) not in (None, "")
-    }
+    saved = source.manifest
+    names = ("kind", "step", "clock", "mesh", "base")
+    facts = {name: saved[name] for name in names if saved.get(name) not in (None, "")}
     if folder != path:
         facts = {"folder": str(folder.relative_to(path)), **facts}
-    tables = {name: functools.partial(_saved_records, source, name) for name in manifest["tables"]}
+    tables = {name: functools.partial(_saved_records, source, name) for name in saved["tables"]}
     table_facts = {}
-    for name, table in manifest["tables"].items():
+    for name, table in saved["tables"].items():
         counts = {
             "keys that wait for a row": sum(file["num_rows"] for file in table["waiting"]),
             "keys that are gone": sum(file["num_rows"] for file in table["tombstones"]),
@@ -168,11 +157,11 @@ def _open_saved(path: pathlib.Path) -> Opened:
         }
         some = {what: number for what, number in counts.items() if number}
         table_facts[name] = {"optimizer": table["form"]["optimizer"], **some}
-    return Opened("jaxsok", tables, facts, table_facts, manifest["clock"])
+    return Opened("jaxsok", tables, facts, table_facts, saved["clock"])
 
 
-def _saved_records(source: Any, table: str) -> Iterator[Records]:
-    """The rows of a table; before them none, which tell dim, dtype and state of a table without rows."""
+def _saved_records(source: Source, table: str) -> Iterator[Records]:
+    """Reads the rows of a table; before them none, which show dim, dtype and state of a table without rows."""
     form = source.form(table)
     statistics = np.empty(0, np.uint32) if form.statistics else None
     # NumPy knows bfloat16 from ml_dtypes, which comes with JAX.
@@ -182,16 +171,11 @@ def _saved_records(source: Any, table: str) -> Iterator[Records]:
     yield from source.records(table)
 
 
-# Files of other systems -----------------------------------------------------------------------------------------------
-
-
 def _is_hps(path: pathlib.Path) -> bool:
     return (path / "key").is_file() and (path / "emb_vector").is_file()
 
 
 def _open_hps(path: pathlib.Path) -> Opened:
-    from jaxsok.interchange import hps
-
     # The files do not tell the dim; where the sizes make none, the reader says what is wrong with them.
     num_keys = (path / "key").stat().st_size // 8
     dim = max(1, (path / "emb_vector").stat().st_size // (4 * max(1, num_keys)))
@@ -200,88 +184,28 @@ def _open_hps(path: pathlib.Path) -> Opened:
     return Opened("HPS", {path.resolve().name: read})
 
 
-def _sok_keys(path: pathlib.Path) -> list[pathlib.Path]:
-    """The files of keys of a dump."""
-    names = sorted(path.glob("*-key")) if path.is_dir() else []
-    return [name for name in names if _sok_header(name)[0] == 0]
-
-
-def _sok_header(path: pathlib.Path) -> tuple[int, int, str]:
-    """What a file holds and its dtype, as numbers, and the table's name; -1, -1 if it has no header."""
-    head = _head(path, _SOK_HEADER_BYTES)
-    if len(head) < _SOK_HEADER_BYTES:
-        return -1, -1, ""
-    (holds,), (dtype,) = struct.unpack(">I", head[256:260]), struct.unpack(">I", head[292:296])
-    if holds > 2 or dtype > 6:
-        return -1, -1, ""
-    return holds, dtype, head[:256].decode(errors="replace").lstrip(" ")
+def _is_sok(path: pathlib.Path) -> bool:
+    return bool(sok_files.key_files(path))
 
 
 def _open_sok(path: pathlib.Path) -> Opened:
-    from jaxsok.interchange import sok
-
-    tables: dict[str, Read] = {}
-    for keys in _sok_keys(path):
-        prefix = keys.name.removesuffix("-key")
-        name = _sok_header(keys)[2] or prefix
-        key_bytes = 4 if _sok_header(keys)[1] in (0, 2) else 8
-        num_rows = (keys.stat().st_size - _SOK_HEADER_BYTES) // key_bytes
-        rows = path / f"{prefix}-weight"
-        item_bytes = _SOK_ITEM_BYTES.get(_sok_header(rows)[1], 4)
-        size = rows.stat().st_size - _SOK_HEADER_BYTES if rows.is_file() else 0
-        dim = max(1, size // (item_bytes * max(1, num_rows)))
-        ends = {
-            state.name.removeprefix(f"{prefix}-"): state
-            for state in sorted(path.glob(f"{prefix}-*-*"))
-            if state.suffix != ".partial"
-        }
-        tables[name] = functools.partial(
-            sok.read_sok,
-            path,
-            name,
-            dim=dim,
-            optimizer={end: end for end in ends} or None,
-            widths={end: _sok_width(state, num_rows, dim) for end, state in ends.items()},
-        )
-    return Opened("SOK", tables)
-
-
-def _sok_width(path: pathlib.Path, num_rows: int, dim: int) -> int:
-    """Numbers a row of a file of state: dim, unless its size tells another width and is not some lines of dim."""
-    num_numbers = (path.stat().st_size - _SOK_HEADER_BYTES) // _SOK_ITEM_BYTES.get(_sok_header(path)[1], 4)
-    width, rest = divmod(num_numbers, max(1, num_rows))
-    # SOK writes fewer lines where rows were never trained; the reader tells what to do then.
-    return width if not rest and (width == 1 or num_numbers % dim) else dim
+    tables = sok_files.tables_in(path)
+    return Opened("SOK", {name: functools.partial(sok.read_sok, path, name, **how) for name, how in tables.items()})
 
 
 def _begins_with(magic: bytes) -> Callable[[pathlib.Path], bool]:
     return lambda path: _head(path, len(magic)) == magic
 
 
-def _open_parquet(path: pathlib.Path) -> Opened:
-    from jaxsok.interchange import columns
-
-    return Opened("Parquet", {path.stem: functools.partial(columns.read_parquet, path)})
+def _opens_one_table(kind: str, read: Callable[[pathlib.Path], Iterable[Records]]) -> Callable[..., Opened]:
+    return lambda path: Opened(kind, {path.stem: functools.partial(read, path)})
 
 
-def _open_arrow(path: pathlib.Path) -> Opened:
-    from jaxsok.interchange import columns
-
-    return Opened("Arrow", {path.stem: functools.partial(columns.read_arrow, path)})
-
-
-def _open_npz(path: pathlib.Path) -> Opened:
-    from jaxsok.interchange import npz
-
-    return Opened("npz", {path.stem: functools.partial(npz.read_npz, path)})
-
-
-KINDS = (
-    Kind("jaxsok", f"a checkpoint or an export of jaxsok (a folder with {MANIFEST})", _is_saved, _open_saved),
+KINDS = (  # in the order in which they are asked
+    Kind("jaxsok", f"a checkpoint or an export of jaxsok (a folder with {manifest.NAME})", _is_saved, _open_saved),
     Kind("HPS", "a folder of HPS (key and emb_vector)", _is_hps, _open_hps),
-    Kind("SOK", "a dump of SOK (<table>-key and <table>-weight)", lambda path: bool(_sok_keys(path)), _open_sok),
-    Kind("Parquet", "a Parquet file", _begins_with(b"PAR1"), _open_parquet),
-    Kind("Arrow", "an Arrow file", _begins_with(b"ARROW1\0\0"), _open_arrow),
-    Kind("npz", "an .npz file", _begins_with(b"PK\x03\x04"), _open_npz),
+    Kind("SOK", "a dump of SOK (<table>-key and <table>-weight)", _is_sok, _open_sok),
+    Kind("Parquet", "a Parquet file", _begins_with(b"PAR1"), _opens_one_table("Parquet", columns.read_parquet)),
+    Kind("Arrow", "an Arrow file", _begins_with(b"ARROW1\0\0"), _opens_one_table("Arrow", columns.read_arrow)),
+    Kind("npz", "an .npz file", _begins_with(b"PK\x03\x04"), _opens_one_table("npz", npz.read_npz)),
 )
-"""In the order in which they are asked."""

@@ -33,16 +33,16 @@ def draw_reports(reports: Sequence[TableReport], path: str | os.PathLike[str]) -
     figure = _figure((_INCHES[0] * width, _INCHES[1] * len(lines)))
     all_axes = figure.subplots(len(lines), width, squeeze=False)
     for axes, table, line in zip(all_axes, reports, lines, strict=True):
-        for number, one in enumerate(axes):
+        for number, panel in enumerate(axes):
             if number >= len(line):
-                one.set_axis_off()
+                panel.set_axis_off()
                 continue
             what, bins, colour = line[number]
-            _bars(one, bins, colour)
-            one.set_xlabel(what)
+            _bars(panel, bins, colour)
+            panel.set_xlabel(what)
             if number == 0:
-                one.set_ylabel("rows")
-                one.set_title(f"{table.name}: {table.num_rows:,} rows of {table.dim} {table.dtype}", loc="left")
+                panel.set_ylabel("rows")
+                panel.set_title(f"{table.name}: {table.num_rows:,} rows of {table.dim} {table.dtype}", loc="left")
     figure.savefig(path)
 
 
@@ -96,7 +96,7 @@ def draw_estimate(estimate: MemoryEstimate, path: str | os.PathLike[str]) -> Non
 
 
 def _panels(table: TableReport) -> list[tuple[str, Sequence[Bin], str]]:
-    """What is drawn of a table: the name of the axis, the bins, the colour."""
+    """Returns what is drawn of a table: the name of the axis, the bins, the colour."""
     norms = {"rows": table.norms, **table.states}
     panels = [(f"norm of {name}", one.bins, _COLOURS[min(i, 1)]) for i, (name, one) in enumerate(norms.items())]
     if table.uses is not None:
@@ -107,18 +107,17 @@ def _panels(table: TableReport) -> list[tuple[str, Sequence[Bin], str]]:
 
 
 def _bars(axes: Any, bins: Sequence[Bin], colour: str) -> None:
-    """A histogram over a logarithmic axis; a bin that begins at 0 stands half an octave below 1."""
+    """Draws a histogram over a logarithmic axis; a bin that begins at 0 stands half an octave below 1."""
     if not bins:
         axes.text(0.5, 0.5, "none above 0", ha="center", va="center", transform=axes.transAxes)
         axes.set_yticks([])
         axes.set_xticks([])
         return
-    lows = [one.low or 0.5 for one in bins]
-    highs = [one.high for one in bins]
+    lows = [counted.low or 0.5 for counted in bins]
+    highs = [counted.high for counted in bins]
     widths = [high - low for low, high in zip(lows, highs, strict=True)]
-    axes.bar(
-        lows, [one.num for one in bins], width=widths, align="edge", color=colour, edgecolor="white", linewidth=0.5
-    )
+    heights = [counted.num for counted in bins]
+    axes.bar(lows, heights, width=widths, align="edge", color=colour, edgecolor="white", linewidth=0.5)
     axes.set_xscale("log")
     edges = [*lows, highs[-1]]
     if edges[-1] < 100 * edges[0]:
@@ -130,7 +129,7 @@ def _bars(axes: Any, bins: Sequence[Bin], colour: str) -> None:
 
 
 def _figure(size: tuple[float, float]) -> Any:
-    """An empty figure of its own: pyplot, which keeps figures and asks for a display, stays out of it."""
+    """Makes an empty figure; pyplot, which keeps figures and asks for a display, stays out of it."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""What there is to say of a table: keys, norms, frequencies and ages, of its records in one pass.
+"""A report on a table: keys, norms, frequencies and ages, from its records in one pass.
 
 Fed by any iterator of `Records` (an export, a file); feeds what people read, `str`, and what programs read, `to_json`.
 """
@@ -15,7 +15,7 @@ from jaxsok.printed import aligned, in_units
 from jaxsok.records import Records
 
 TOP_SHARE = 0.01
-"""Of the rows: those whose part of all uses is told."""
+"""The share of rows that counts as the most used."""
 _BAR = 40  # characters of the longest bar
 _BLOCK_BYTES = 4 << 20  # of the float64 numbers whose norms are taken at once
 
@@ -95,11 +95,10 @@ class TableReport:
     """What the files say of it beside its records, as the keys that wait for a row."""
 
     def to_json(self) -> dict[str, Any]:
-        """Dicts, lists and numbers; what is not a number is None."""
+        """Returns dicts, lists and numbers; None for what is not a number."""
         return _plain(dataclasses.asdict(self))
 
     def __str__(self) -> str:
-        """A paragraph of facts, and the histograms."""
         states = ", ".join(f"{name} ({norms.dim})" for name, norms in self.states.items())
         lines = [
             f'table "{self.name}": {self.num_rows:,} rows of {self.dim} {self.dtype}, '
@@ -116,9 +115,8 @@ class TableReport:
         for name, norms in {"rows": self.norms, **self.states}.items():
             lines += ["", f"norms of {name}:", *_bars(norms.bins, _number)]
         if self.uses is not None:
-            share = (
-                "" if math.isnan(self.uses.share_of_top) else f"; the most used 1% have {self.uses.share_of_top:.1%}"
-            )
+            top = self.uses.share_of_top
+            share = "" if math.isnan(top) else f"; the most used 1% have {top:.1%}"
             lines += ["", f"frequencies: {self.uses.num_uses:,} uses{share}:", *_bars(self.uses.bins, _whole)]
         if self.ages is not None:
             about = "" if self.ages.resolution == 1 else f", to within {self.ages.resolution:,}"
@@ -215,24 +213,19 @@ class _Seen:
         uses, steps = self.uses, self.steps
         dim, dtype = self.form or (0, "float32")
         now = clock if clock is not None else steps.max if steps is not None else 0
-        min_key, max_key, min_signed_key, max_signed_key = self.keys or [0] * 4
+        keys = ("min_key", "max_key", "min_signed_key", "max_signed_key")
         return TableReport(
             name=self.name,
             num_rows=self.num_rows,
             dim=dim,
             dtype=dtype,
             num_bytes=self.num_bytes,
-            min_key=min_key,
-            max_key=max_key,
-            min_signed_key=min_signed_key,
-            max_signed_key=max_signed_key,
             num_negative=self.num_negative,
+            **dict(zip(keys, self.keys or [0] * 4, strict=True)),
             norms=_norms(dim, self.rows),
             states={name: _norms(dim, norms) for name, (dim, norms) in self.states.items()},
-            uses=None
-            if uses is None
-            else Uses(uses.num_uses, uses.num_unused, uses.share_of_top(TOP_SHARE), uses.bins()),
-            ages=None if steps is None else Ages(int(now), steps.min, steps.max, steps.width, steps.ages(int(now))),
+            uses=uses and Uses(uses.num_uses, uses.num_unused, uses.share_of_top(TOP_SHARE), uses.bins()),
+            ages=steps and Ages(int(now), steps.min, steps.max, steps.width, steps.ages(int(now))),
         )
 
 
@@ -256,24 +249,21 @@ def _norms(dim: int, seen: Magnitudes) -> Norms:
     )
 
 
-# What people read ----------------------------------------------------------------------------------------------------
-
-
 def overview(reports: Iterable[TableReport]) -> list[str]:
-    """The lines of a table of tables."""
+    """Returns the lines of a table of tables."""
     head = ("table", "dtype", "state", "rows", "dim", "bytes", "not finite", "median norm")
     body = [
         (
-            one.name,
-            one.dtype,
-            " ".join(one.states) or "-",
-            f"{one.num_rows:,}",
-            str(one.dim),
-            in_units(one.num_bytes),
-            f"{one.norms.num_nonfinite:,}",
-            _number(one.norms.quantiles[0.5]),
+            table.name,
+            table.dtype,
+            " ".join(table.states) or "-",
+            f"{table.num_rows:,}",
+            str(table.dim),
+            in_units(table.num_bytes),
+            f"{table.norms.num_nonfinite:,}",
+            _number(table.norms.quantiles[0.5]),
         )
-        for one in reports
+        for table in reports
     ]
     return aligned(head, body, is_text=(0, 1, 2))
 
@@ -283,21 +273,21 @@ def _table_of_norms(norms: Mapping[str, Norms]) -> list[str]:
     body = [
         (
             name,
-            *(_number(value) for value in (one.min, *one.quantiles.values(), one.max)),
-            f"{one.num_zero:,}",
-            f"{one.num_nonfinite:,}",
+            *(_number(value) for value in (found.min, *found.quantiles.values(), found.max)),
+            f"{found.num_zero:,}",
+            f"{found.num_nonfinite:,}",
         )
-        for name, one in norms.items()
+        for name, found in norms.items()
     ]
     return aligned(head, body, is_text=(0,))
 
 
 def _bars(bins: tuple[Bin, ...], edge: Any) -> list[str]:
-    """A histogram on its side."""
+    """Draws a histogram on its side."""
     if not bins:
         return ["  none above 0"]
-    most = max(one.num for one in bins)
-    body = [(edge(one), f"{one.num:,}", "#" * math.ceil(_BAR * one.num / most)) for one in bins]
+    most = max(counted.num for counted in bins)
+    body = [(edge(counted), f"{counted.num:,}", "#" * math.ceil(_BAR * counted.num / most)) for counted in bins]
     widths = [max(len(line[i]) for line in body) for i in range(2)]
     return [f"  {label.rjust(widths[0])}  {num.rjust(widths[1])}  {bar}".rstrip() for label, num, bar in body]
 
@@ -308,8 +298,8 @@ def _number(value: float | Bin) -> str:
     return "-" if math.isnan(value) else f"{value:.4g}"
 
 
-def _whole(one: Bin) -> str:
-    return f"{one.low:,}" if one.high == one.low + 1 else f"{one.low:,} - {one.high - 1:,}"
+def _whole(counted: Bin) -> str:
+    return f"{counted.low:,}" if counted.high == counted.low + 1 else f"{counted.low:,} - {counted.high - 1:,}"
 
 
 def _fact(value: Any) -> str:
@@ -317,13 +307,13 @@ def _fact(value: Any) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """As JSON has it, which knows no NaN and no infinity."""
+    """Converts to JSON, which has no NaN and no infinity."""
     if isinstance(value, Bin):
         return {"low": value.low, "high": value.high, "num": value.num}
     if isinstance(value, Mapping):
-        return {str(name): _plain(one) for name, one in value.items()}
+        return {str(name): _plain(item) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(one) for one in value]
+        return [_plain(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value

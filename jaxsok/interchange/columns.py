@@ -43,16 +43,13 @@ _READ_BYTES = 1 << 20  # at a time, for a checksum
 def write_parquet(
     path: str | os.PathLike, records: RecordsIn, *, compression: str | None = "zstd", overwrite: bool = False
 ) -> int:
-    """Writes a table as one Parquet file, a row group for each chunk, with checksums.
+    """Writes a table as one Parquet file, a row group for each chunk, with checksums; returns the number of rows.
 
     Args:
       path: of the file; its directory is made.
       records: chunks, taken one by one.
       compression: a codec that Parquet knows, as "zstd", "lz4" or "snappy"; None: none.
       overwrite: whether a file that is there may go.
-
-    Returns:
-      How many rows were written.
 
     Raises:
       FileExistsError: there is a file, and `overwrite` is False.
@@ -66,7 +63,7 @@ def write_parquet(
       [{'key': 7, 'row': [1.0, 1.0]}]
     """
     _, parquet = _arrow("write_parquet")
-    form, chunks = files.checked_records("write_parquet", records)
+    form, chunks = files.check_records("write_parquet", records)
     schema, num_rows = _schema(form), 0
     with PartialFiles("write_parquet", [pathlib.Path(path)], overwrite=overwrite) as (file,):
         summed = _Summed(file)
@@ -83,15 +80,8 @@ def write_parquet(
 def read_parquet(path: str | os.PathLike, *, chunk_rows: int | None = None) -> RecordChunks:
     """Reads a table from Parquet.
 
-    The whole file is decoded once, with its checksums, before this returns; it is read again while the result is
-    iterated.
-
-    Args:
-      path: of the file.
-      chunk_rows: rows at once; None: about 64 MiB. Host memory holds a row group besides.
-
-    Returns:
-      Chunks; `num_rows` tells how many in all.
+    The whole file is decoded once, with its checksums, before this returns. Host memory holds a chunk of `chunk_rows`
+    rows (None: about 64 MiB) and a row group.
 
     Raises:
       FileNotFoundError: there is no file.
@@ -131,33 +121,16 @@ def read_parquet(path: str | os.PathLike, *, chunk_rows: int | None = None) -> R
                     first, last = _bytes_of(metadata.row_group(group))
                     raise ValueError(f"{op}: {path}: row group {group}, bytes {first} to {last}: {error}") from error
 
-    return _checked(op, path, form, metadata.num_rows, batches)
+    return _check_all(op, path, form, metadata.num_rows, batches)
 
 
 def write_arrow(path: str | os.PathLike, records: RecordsIn, *, overwrite: bool = False) -> int:
     """Writes a table as one Arrow IPC file (Feather 2), uncompressed, a record batch for each chunk.
 
-    Args:
-      path: of the file; its directory is made.
-      records: chunks, taken one by one.
-      overwrite: whether a file that is there may go.
-
-    Returns:
-      How many rows were written.
-
-    Raises:
-      FileExistsError: there is a file, and `overwrite` is False.
-      ImportError: pyarrow is missing.
-
-    Example:
-      >>> import tempfile, pyarrow
-      >>> with tempfile.TemporaryDirectory() as path:
-      ...     _ = write_arrow(f"{path}/user.arrow", Records(np.array([7], np.uint64), np.ones((1, 2), np.float32)))
-      ...     pyarrow.ipc.open_file(f"{path}/user.arrow").read_all().to_pylist()
-      [{'key': 7, 'row': [1.0, 1.0]}]
+    Arguments (but `compression`), result and errors are those of `write_parquet`.
     """
     pa, _ = _arrow("write_arrow")
-    form, chunks = files.checked_records("write_arrow", records)
+    form, chunks = files.check_records("write_arrow", records)
     schema, num_rows = _schema(form), 0
     with PartialFiles("write_arrow", [pathlib.Path(path)], overwrite=overwrite) as (file,):
         with pa.ipc.new_file(file, schema) as writer:
@@ -169,24 +142,10 @@ def write_arrow(path: str | os.PathLike, records: RecordsIn, *, overwrite: bool 
 
 
 def read_arrow(path: str | os.PathLike, *, chunk_rows: int | None = None) -> RecordChunks:
-    """Reads a table from an Arrow IPC file.
+    """Reads a table from an Arrow IPC file, which is mapped into memory, not loaded.
 
     The whole file is read once, before this returns: its parts must follow each other without a gap, and batches that
-    `write_arrow` wrote must have their checksums (the format itself has none). It is read again while the result is
-    iterated.
-
-    Args:
-      path: of the file.
-      chunk_rows: rows at once; None: about 64 MiB. The file is mapped into memory, not loaded.
-
-    Returns:
-      Chunks; `num_rows` tells how many in all.
-
-    Raises:
-      FileNotFoundError: there is no file.
-      ValueError: truncated or broken, columns that are missing, unknown, of another type or with nulls, PADDING_KEY,
-        or a key that occurs twice; names the file, and its record batch or bytes.
-      ImportError: pyarrow is missing.
+    `write_arrow` wrote must have their checksums (the format itself has none). Errors are those of `read_parquet`.
 
     Example:
       >>> import tempfile
@@ -210,13 +169,13 @@ def read_arrow(path: str | os.PathLike, *, chunk_rows: int | None = None) -> Rec
                     batch.validate(full=True)
                 except pa.ArrowException as error:
                     raise ValueError(f"{op}: {path}: record batch {number}: {error}") from error
-                told = (metadata or {}).get(_CHECKSUM)
-                if columns is None and told is not None and told != str(_checksum(batch)).encode():
+                checksum = (metadata or {}).get(_CHECKSUM)
+                if columns is None and checksum is not None and checksum != str(_checksum(batch)).encode():
                     raise ValueError(f"{op}: {path}: record batch {number}: got rows that do not have their checksum.")
                 batch = batch if columns is None else batch.select(columns)
-                yield from (batch.slice(start, at_once) for start in files.starts(batch.num_rows, at_once))
+                yield from (batch.slice(start, at_once) for start in range(0, batch.num_rows, at_once))
 
-    return _checked(op, path, form, num_rows, batches)
+    return _check_all(op, path, form, num_rows, batches)
 
 
 def save(
@@ -229,29 +188,14 @@ def save(
     with_state: bool = True,
     overwrite: bool = False,
 ) -> dict[str, int]:
-    """Writes each table of a collection as `<directory>/<table>.parquet` or `.arrow`.
+    """Writes each table of a collection as `<directory>/<table>.<format>`.
 
-    Args:
-      collection: of one process.
-      state: not donated.
-      directory: it is made.
-      tables: names, or a mapping from them to those of the files; None: all. Punctuation becomes `_`.
-      format: "parquet" or "arrow".
-      with_state: whether to write optimizer state.
-      overwrite: whether files that are there may go.
-
-    Returns:
-      How many rows were written, by table.
-
-    Raises:
-      ValueError: a table that is not there, or two for one file.
-      FileExistsError: there are files, and `overwrite` is False.
-      ImportError: pyarrow is missing.
+    `jaxsok.interchange` has arguments and errors.
 
     Example:
       `columns.save(collection, state, "tables", ["user"], with_state=False)`
     """
-    op, write = "columns.save", _of_format("columns.save", format, write_parquet, write_arrow)
+    op, write = "columns.save", _choose("columns.save", format, write_parquet, write_arrow)
     paths = files.paths_of(op, collection, directory, tables, f".{format}")
     return files.export_all(op, collection, state, paths, write, with_state=with_state, overwrite=overwrite)
 
@@ -267,31 +211,12 @@ def load(
     reset_state: bool = False,
     chunk_rows: int | None = None,
 ) -> State:
-    """Enters the rows of such files into tables, each by its key; all files are checked before the first row.
-
-    Args:
-      collection: on any mesh.
-      state: donated.
-      directory: as for `save`.
-      tables: as for `save`.
-      format: "parquet" or "arrow".
-      with_state: whether to take optimizer state; else that of new rows is initial.
-      reset_state: whether state of rows that are there becomes initial where the files have none.
-      chunk_rows: rows at once; None: about 64 MiB.
-
-    Returns:
-      The state.
-
-    Raises:
-      FileNotFoundError, ValueError: as `read_parquet`, and where a file does not fit its table; the state is as it
-        was.
-      MemoryError, TableFullError: the tables cannot grow as far; `state` of the error is the state as it is then.
-      ImportError: pyarrow is missing.
+    """Enters the rows of such files into tables; `jaxsok.interchange` has arguments and errors.
 
     Example:
       `state = columns.load(collection, state, "tables", ["user"])`
     """
-    op, read = "columns.load", _of_format("columns.load", format, read_parquet, read_arrow)
+    op, read = "columns.load", _choose("columns.load", format, read_parquet, read_arrow)
     paths = files.paths_of(op, collection, directory, tables, f".{format}")
     chunks = {table: read(path, chunk_rows=chunk_rows) for table, path in paths.items()}
     return files.import_all(op, collection, state, chunks, with_state=with_state, reset_state=reset_state)
@@ -301,7 +226,6 @@ def load(
 
 
 def _arrow(op: str) -> tuple[Any, Any]:
-    """The package pyarrow and its Parquet part."""
     try:
         import pyarrow
         import pyarrow.parquet
@@ -335,24 +259,21 @@ def _batch(chunk: Records, schema: Any) -> Any:
 
 
 def _form_of(op: str, path: pathlib.Path, schema: Any) -> Form:
-    try:
-        return _form(op, path, schema)
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{op}: {path}: the schema, in the footer's bytes: {error}") from error
-
-
-def _form(op: str, path: pathlib.Path, schema: Any) -> Form:
-    """What a schema says of records; refuses columns that records do not have."""
+    """Refuses columns that records do not have."""
     import pyarrow as pa
 
     def refuse(name: str, got: Any, wanted: str) -> None:
         raise ValueError(f'{op}: {path}: column "{name}": got {got}, wanted {wanted}.')
 
-    if len(set(schema.names)) != len(schema.names):
-        raise ValueError(f"{op}: {path}: got columns {schema.names}, wanted each once.")
+    try:
+        names = schema.names
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{op}: {path}: the schema, in the footer's bytes: {error}") from error
+    if len(set(names)) != len(names):
+        raise ValueError(f"{op}: {path}: got columns {names}, wanted each once.")
     for name in ("key", "row"):
-        if name not in schema.names:
-            raise ValueError(f'{op}: {path}: got columns {schema.names}, wanted also "{name}".')
+        if name not in names:
+            raise ValueError(f'{op}: {path}: got columns {names}, wanted also "{name}".')
     states, dtype, dim = [], np.dtype(np.float32), 0
     for field in schema:
         name, kind = field.name, field.type
@@ -378,39 +299,32 @@ def _form(op: str, path: pathlib.Path, schema: Any) -> Form:
         if named != "bfloat16" or dtype != np.float32:
             refuse("row", f"{dtype.name} with the metadata {named}", "one dtype")
         dtype = files.ROW_DTYPES["bfloat16"]
-    kept = ("last_step" in schema.names, "frequency" in schema.names)
-    return Form(dim, dtype, tuple(states), *kept)
+    return Form(dim, dtype, tuple(states), "last_step" in names, "frequency" in names)
 
 
 def _records(op: str, path: pathlib.Path, form: Form, batch: Any) -> Records:
-    """A batch as records, in memory of its own; refuses nulls."""
+    """Copies a batch; refuses nulls."""
 
-    def lines(name: str, width: int) -> np.ndarray:
+    def numbers(name: str, *width: int) -> np.ndarray:
         column = batch.column(name)
-        numbers = column.flatten()
-        if column.null_count or numbers.null_count:
+        flat = column.flatten() if width else column
+        if column.null_count or flat.null_count:
             raise ValueError(f'{op}: {path}: column "{name}": got nulls, wanted none.')
-        return numbers.to_numpy(zero_copy_only=False).reshape(-1, width)
-
-    def numbers(name: str) -> np.ndarray:
-        column = batch.column(name)
-        if column.null_count:
-            raise ValueError(f'{op}: {path}: column "{name}": got nulls, wanted none.')
-        return column.to_numpy(zero_copy_only=False)
+        return flat.to_numpy(zero_copy_only=False).reshape(-1, *width)
 
     return Records(
         from_words(to_words(numbers("key"), op)),
-        lines("row", form.dim).astype(form.dtype),
-        {name: lines(f"state.{name}", width).copy() for name, width in form.states},
+        numbers("row", form.dim).astype(form.dtype),
+        {name: numbers(f"state.{name}", width).copy() for name, width in form.states},
         numbers("last_step").copy() if form.has_last_step else None,
         numbers("frequency").copy() if form.has_frequency else None,
     )
 
 
-def _checked(
+def _check_all(
     op: str, path: pathlib.Path, form: Form, num_rows: int, batches: Callable[..., Iterator[Any]]
 ) -> RecordChunks:
-    """The chunks of a file that has been gone through once."""
+    """Goes through a file once."""
 
     def chunks() -> Iterator[Records]:
         return (_records(op, path, form, batch) for batch in batches())
@@ -418,7 +332,7 @@ def _checked(
     def keys() -> Iterator[np.ndarray]:
         return (from_words(to_words(batch.column("key").to_numpy(), op)) for batch in batches(["key"]))
 
-    found = sum(one.num_rows for one in chunks())
+    found = sum(chunk.num_rows for chunk in chunks())
     if found != num_rows:
         raise ValueError(f"{op}: {path}: got {found} rows, wanted {num_rows}, as the footer says.")
     files.check_keys(op, num_rows, keys, lambda number: f"{path}: line {number}")
@@ -426,7 +340,7 @@ def _checked(
 
 
 def _check_ends(op: str, path: pathlib.Path, magic: bytes, least: int) -> int:
-    """The size of a file that begins and ends as it must."""
+    """Returns the size of a file that begins and ends as it must."""
     size = files.size_of(op, path)
     with open(path, "rb") as file:
         head, end = file.read(len(magic)), magic.rstrip(b"\0")
@@ -441,7 +355,7 @@ def _check_ends(op: str, path: pathlib.Path, magic: bytes, least: int) -> int:
 
 
 def _checksum(batch: Any) -> int:
-    """Of the columns of a batch: their names, types and numbers."""
+    """Sums the columns of a batch: their names, types and numbers."""
     checksum = 0
     for field, column in zip(batch.schema, batch.columns, strict=True):
         numbers = column.flatten() if field.name == "row" or field.name.startswith("state.") else column
@@ -453,10 +367,10 @@ def _checksum(batch: Any) -> int:
 
 
 def _check_arrow(op: str, path: pathlib.Path, size: int) -> tuple[Any, int]:
-    """Schema and number of rows of an Arrow file without a byte too many or too few.
+    """Returns schema and number of rows of an Arrow file without a byte too many or too few.
 
     The schema, the record batches, the end mark and the footer must follow each other, the buffers of each batch
-    likewise, and the footer must tell of the same: bytes that were cut out or put in move what follows them.
+    likewise, and the footer must list the same: bytes that were cut out or put in move what follows them.
     """
     pa, _ = _arrow(op)
 
@@ -468,7 +382,7 @@ def _check_arrow(op: str, path: pathlib.Path, size: int) -> tuple[Any, int]:
         begin = size - 10 - int.from_bytes(source.read(4), "little", signed=True)  # of the footer
         if not 16 <= begin < size - 10:
             refuse(size - 10, f"a footer of {size - 10 - begin} bytes", f"at most {size - 26}")
-        byte, told, num_rows = 8, [], 0
+        byte, found, num_rows = 8, [], 0
         try:
             with pa.ipc.open_file(source) as file:
                 schema = file.schema
@@ -482,7 +396,7 @@ def _check_arrow(op: str, path: pathlib.Path, size: int) -> tuple[Any, int]:
                     if message.type != "schema" or not pa.ipc.read_schema(message).equals(schema, check_metadata=True):
                         refuse(8, "another schema", "that of the footer")
                 else:
-                    told.append((byte, end - byte - num_bytes, num_bytes))
+                    found.append((byte, end - byte - num_bytes, num_bytes))
                     if message.type != "record batch":
                         refuse(byte, f"a {message.type}", "a record batch")
                     batch = pa.ipc.read_record_batch(message, schema)
@@ -495,15 +409,15 @@ def _check_arrow(op: str, path: pathlib.Path, size: int) -> tuple[Any, int]:
             raise ValueError(f"{op}: {path}: byte {byte}, or the footer at byte {begin}: {error}") from error
     if byte != begin:
         refuse(byte, "the end of the record batches", f"the footer there, which begins at {begin}")
-    if blocks != told:
-        both = itertools.zip_longest(blocks, told)
+    if blocks != found:
+        both = itertools.zip_longest(blocks, found)
         number, (got, wanted) = next((n, pair) for n, pair in enumerate(both) if pair[0] != pair[1])
         refuse(begin, f"a footer with record batch {number} at {got}", f"what there is: {wanted}")
     return schema, num_rows
 
 
 def _blocks(footer: bytes) -> list[tuple[int, int, int]]:
-    """Where a footer says that record batches are: first byte, bytes of the head, bytes of the columns.
+    """Reads from a footer where the record batches are: first byte, bytes of the head, bytes of the columns.
 
     Source: Footer and Block in File.fbs of Arrow; a vector in a table of a flatbuffer.
     """
@@ -519,19 +433,19 @@ def _blocks(footer: bytes) -> list[tuple[int, int, int]]:
 
 def _is_tiled(body: Any, batch: Any) -> bool:
     """Whether the buffers of a batch lie one behind the other in its bytes, with less than 64 between them."""
-    buffers = [one for column in batch.columns for one in column.buffers() if one is not None and one.size]
+    buffers = [buffer for column in batch.columns for buffer in column.buffers() if buffer is not None and buffer.size]
     if not buffers:
         return body is None or body.size < 64
     begin, end = body.address, body.address + body.size
-    if not all(begin <= one.address <= end - one.size for one in buffers):
+    if not all(begin <= buffer.address <= end - buffer.size for buffer in buffers):
         return True  # they were compressed, and lie elsewhere
-    begins = [one.address for one in buffers] + [end]
-    ends = [begin] + [one.address + one.size for one in buffers]
+    begins = [buffer.address for buffer in buffers] + [end]
+    ends = [begin] + [buffer.address + buffer.size for buffer in buffers]
     return all(0 <= first - last < 64 for first, last in zip(begins, ends, strict=True))
 
 
 class _Summed:
-    """A file that is written from its begin to its end, and the checksum of what was written."""
+    """Sums the bytes that are written into a file, from its begin to its end."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self.file, self.checksum = file, 0
@@ -556,10 +470,7 @@ def _guard_footer(file: IO[bytes], checksum: int) -> None:
 
 
 def _check_footer(op: str, path: pathlib.Path, size: int) -> None:
-    """Refuses a footer longer than the file, and a file that does not have its checksum.
-
-    One without a mark is another tool's.
-    """
+    """Refuses a footer longer than the file, and a marked file that does not have its checksum."""
     with open(path, "rb") as file:
         file.seek(size - 8)
         begin = size - 8 - int.from_bytes(file.read(4), "little")
@@ -581,13 +492,12 @@ def _check_footer(op: str, path: pathlib.Path, size: int) -> None:
 
 
 def _bytes_of(group: Any) -> tuple[int, int]:
-    """Where a row group of a Parquet file lies."""
     parts = [group.column(i) for i in range(group.num_columns)]
     begins = [part.dictionary_page_offset or part.data_page_offset for part in parts]
     return min(begins), max(b + part.total_compressed_size for b, part in zip(begins, parts, strict=True))
 
 
-def _of_format(op: str, format: str, parquet: Any, arrow: Any) -> Any:
+def _choose(op: str, format: str, parquet: Any, arrow: Any) -> Any:
     if format not in ("parquet", "arrow"):
         raise ValueError(f'{op}: format: got {format!r}, wanted "parquet" or "arrow".')
     return parquet if format == "parquet" else arrow

@@ -24,7 +24,7 @@ from jaxsok.store import State
 from jaxsok.types import PADDING_KEY
 
 CHUNK_BYTES: int = 64 * 2**20
-"""Of a chunk of records, where nobody says how many rows: what an export gives, too."""
+"""The size of a chunk of records where the caller gives no number of rows; exports have it, too."""
 
 KEYS_HELD: int = 2**25
 """Keys that are compared at once: 256 MiB, twice. A file with more is gone through as often as it has such parts."""
@@ -53,7 +53,6 @@ class RecordChunks:
     """Begins to read."""
 
     def __iter__(self) -> Iterator[Records]:
-        """The chunks, in the order of the file."""
         return self.start()
 
 
@@ -77,7 +76,6 @@ class Form:
         return 8 + self.dim * self.dtype.itemsize + sum(4 * width for _, width in self.states) + 8
 
     def __str__(self) -> str:
-        """As messages tell it."""
         states = {name: width for name, width in self.states}
         kept = [name for name in ("last_step", "frequency") if getattr(self, f"has_{name}")]
         return f"rows of {self.dim} x {self.dtype.name}, state {states}, statistics {kept}"
@@ -88,10 +86,10 @@ EMPTY = Form(0, ROW_DTYPES["float32"], (), False, False)
 
 
 def form_of(op: str, records: Any) -> Form:
-    """The form of a chunk; refuses what is none.
+    """Returns the form of a chunk.
 
     Raises:
-      TypeError, ValueError: names op, array, got and wanted.
+      TypeError, ValueError: it is none; names op, array, got and wanted.
     """
     if not isinstance(records, Records):
         raise TypeError(f"{op}: records: got {type(records).__name__}, wanted jaxsok.Records, or several.")
@@ -121,8 +119,8 @@ def form_of(op: str, records: Any) -> Form:
     return Form(rows.shape[1], rows.dtype, states, records.last_step is not None, records.frequency is not None)
 
 
-def checked_records(op: str, records: RecordsIn) -> tuple[Form, Iterator[Records]]:
-    """The form of the first chunk, and all chunks, each of which is checked to have it; EMPTY if there are none."""
+def check_records(op: str, records: RecordsIn) -> tuple[Form, Iterator[Records]]:
+    """Returns the form of the first chunk and all chunks, each checked to have it; EMPTY if there are none."""
     chunks = iter([records] if isinstance(records, Records) else records)
     first = next(chunks, None)
     if first is None:
@@ -131,10 +129,12 @@ def checked_records(op: str, records: RecordsIn) -> tuple[Form, Iterator[Records
 
     def rest() -> Iterator[Records]:
         yield first
-        for number, one in enumerate(chunks, 1):
-            if form_of(op, one) != form:
-                raise ValueError(f"{op}: records: chunk {number}: got {form_of(op, one)}, wanted {form}, as the first.")
-            yield one
+        for number, chunk in enumerate(chunks, 1):
+            if form_of(op, chunk) != form:
+                raise ValueError(
+                    f"{op}: records: chunk {number}: got {form_of(op, chunk)}, wanted {form}, as the first."
+                )
+            yield chunk
 
     return form, rest()
 
@@ -157,11 +157,7 @@ class PartialFiles:
     ) -> None:
         """Refuses what is there already, unless it may be overwritten, and what is no file.
 
-        Args:
-          op: named in errors.
-          paths: of the files.
-          overwrite: whether files of these names may go.
-          stale: finds other files of the same export, which would not fit the new ones; called now and at the end.
+        `stale` finds other files of the same export, which would not fit the new ones; it is called now and at the end.
         """
         self._op, self._overwrite, self._paths, self._find_stale = op, overwrite, tuple(paths), stale
         refuse_existing(op, [*self._paths, *self._stale], overwrite)
@@ -176,7 +172,6 @@ class PartialFiles:
         return [path for path in self._find_stale() if path not in self._paths]
 
     def __enter__(self) -> list[IO[bytes]]:
-        """The open files, in the order of the paths."""
         try:
             for path in self._partials:
                 path.parent.mkdir(parents=True, exist_ok=True)
@@ -187,7 +182,6 @@ class PartialFiles:
         return self._files
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        """Gives the files their names, or takes them away after an error."""
         try:
             for file in self._files:
                 if kind is None:
@@ -250,19 +244,19 @@ class PartialFiles:
 
 
 def refuse_existing(op: str, paths: Sequence[pathlib.Path], overwrite: bool) -> None:
-    """Raises FileExistsError if one of the files is there and must not go."""
+    """Refuses files that are there and must not go."""
     there = [path for path in paths if path.exists()]
     if there and not overwrite:
         raise FileExistsError(f"{op}: {there[0]}: is there already; pass overwrite=True, or another place.")
 
 
 def write_array(file: IO[bytes], array: np.ndarray) -> None:
-    """The numbers of an array, row by row, as bytes in the order of their dtype."""
+    """Writes the numbers of an array, row by row."""
     file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
 
 
-def narrowed(op: str, what: str, array: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """An array in the dtype of a file; refuses numbers that are finite here and would not be there."""
+def narrow(op: str, what: str, array: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """Converts to the dtype of a file; refuses numbers that are finite here and would not be there."""
     with np.errstate(over="ignore"):
         result = array.astype(dtype, copy=False)
     if result is not array and np.isfinite(result).sum() != np.isfinite(array).sum():
@@ -274,7 +268,7 @@ def narrowed(op: str, what: str, array: np.ndarray, dtype: np.dtype) -> np.ndarr
 
 
 def size_of(op: str, path: pathlib.Path, remedy: str = "") -> int:
-    """Bytes of a file that has to be there."""
+    """Returns the bytes of a file that has to be there."""
     if not path.is_file():
         raise FileNotFoundError(f"{op}: {path}: there is no such file.{remedy}")
     return path.stat().st_size
@@ -295,7 +289,6 @@ class RawArray:
     """The file that tells how many rows there are, if that is another one."""
 
     def __post_init__(self) -> None:
-        """Refuses a file of another size."""
         size, wanted = size_of(self.op, self.path), self.begin + self.row_bytes * self.shape[0]
         if size != wanted:
             got = "the end of the file" if size < wanted else "more"
@@ -334,7 +327,7 @@ class RawArray:
 
 
 def rows_in(op: str, path: pathlib.Path, row_bytes: int, begin: int = 0) -> int:
-    """How many rows a file has after its header; refuses a part of one."""
+    """Counts the rows of a file after its header; refuses a part of one."""
     size = size_of(op, path)
     if size < begin:
         raise ValueError(
@@ -349,13 +342,8 @@ def rows_in(op: str, path: pathlib.Path, row_bytes: int, begin: int = 0) -> int:
     return num_rows
 
 
-def starts(num_rows: int, chunk_rows: int) -> range:
-    """Where chunks begin."""
-    return range(0, num_rows, chunk_rows)
-
-
 def rows_of_chunk(op: str, chunk_rows: int | None, row_bytes: int) -> int:
-    """How many rows a chunk has."""
+    """Returns how many rows a chunk has."""
     if chunk_rows is None:
         return max(1, CHUNK_BYTES // row_bytes)
     return checks.integer(f"{op}: chunk_rows", chunk_rows, 1, wanted="None or a positive integer")
@@ -410,7 +398,7 @@ def _part_of(keys: np.ndarray, num_parts: int) -> np.ndarray:
 
 
 def _second(chunks: Callable[[], Iterator[np.ndarray]], key: np.uint64) -> int:
-    """The number of a key's second occurrence."""
+    """Returns the number of a key's second occurrence."""
     found, begin = [], 0
     for keys in chunks():
         found += [begin + int(i) for i in np.flatnonzero(keys == key)[:2]]
@@ -421,14 +409,13 @@ def _second(chunks: Callable[[], Iterator[np.ndarray]], key: np.uint64) -> int:
 
 
 def check_raw_keys(keys: RawArray) -> None:
-    """`check_keys` on a file."""
-    num_rows = keys.shape[0]
-    rows = max(1, CHUNK_BYTES // 8)
+    """Applies `check_keys` to a file."""
+    num_keys, at_once = keys.shape[0], max(1, CHUNK_BYTES // 8)
 
     def chunks() -> Iterator[np.ndarray]:
-        return (keys.read_keys(start, start + rows) for start in starts(num_rows, rows))
+        return (keys.read_keys(start, start + at_once) for start in range(0, num_keys, at_once))
 
-    check_keys(keys.op, num_rows, chunks, lambda number: f"{keys.path}: byte {keys.byte_of(number)}")
+    check_keys(keys.op, num_keys, chunks, lambda number: f"{keys.path}: byte {keys.byte_of(number)}")
 
 
 # Names and collections -----------------------------------------------------------------------------------------------
@@ -437,7 +424,7 @@ _PLAIN = str.maketrans(string.punctuation, "_" * len(string.punctuation))
 
 
 def spelled(name: str) -> str:
-    """A name as SOK spells it in names of files: each character of ASCII punctuation is an underscore.
+    """Spells a name as SOK does in names of files: each character of ASCII punctuation is an underscore.
 
     Example:
       >>> spelled("user/age:0")
@@ -449,13 +436,7 @@ def spelled(name: str) -> str:
 def names_of(
     op: str, collection: Collection, tables: Sequence[str] | Mapping[str, str] | None, ending: str = ""
 ) -> dict[str, str]:
-    """What a user chose: by name of a table, its name in files, which `spelled` makes that of a file.
-
-    Args:
-      op: named in errors.
-      collection: whose tables.
-      tables: names, or a mapping from them to those in files; None: all, by their own names.
-      ending: of the files, named in errors.
+    """Returns what a user chose: by table, its name in files, which `spelled` makes that of a file with some ending.
 
     Raises:
       ValueError: no such table, or two whose files would be the same.
@@ -481,12 +462,12 @@ def names_of(
 
 
 def spec_of(collection: Collection, table: str) -> TableSpec:
-    """The declaration of a table, which is there."""
+    """Returns the declaration of a table, which is there."""
     return next(spec for spec in collection.tables if spec.name == table)
 
 
 def refuse_processes(op: str, collection: Collection, write: str) -> None:
-    """A process has its own shards only: several must not write one file."""
+    """Refuses several processes: each has its own shards only, and they must not write one file."""
     if collection.shards.num_processes > 1:
         raise ValueError(
             f"{op}: collection: got a mesh over {collection.shards.num_processes} processes, wanted one process: each "
@@ -505,7 +486,7 @@ def export_all(
     with_state: bool,
     overwrite: bool,
 ) -> dict[str, int]:
-    """Writes tables, each into its one file; first refuses what cannot be meant. How many rows, by table."""
+    """Writes tables, each into its one file; first refuses what cannot be meant. Returns how many rows, by table."""
     refuse_processes(op, collection, write.__name__)
     refuse_existing(op, list(paths.values()), overwrite)
     return {
@@ -524,20 +505,20 @@ def import_all(
     reset_state: bool,
 ) -> State:
     """Enters the rows of files that were all checked, table by table; first refuses those that do not fit theirs."""
-    chunks = {table: one if with_state else _without_state(one) for table, one in chunks.items() if one.num_rows}
-    for table, one in chunks.items():
+    chunks = {table: read if with_state else _without_state(read) for table, read in chunks.items() if read.num_rows}
+    for table, read in chunks.items():
         spec = spec_of(collection, table)
-        if one.dim != spec.dim:
-            raise ValueError(f'{op}: table "{table}": got rows of dim {one.dim} in the file, wanted {spec.dim}.')
+        if read.dim != spec.dim:
+            raise ValueError(f'{op}: table "{table}": got rows of dim {read.dim} in the file, wanted {spec.dim}.')
         states = {state.name: state.dim for state in spec.optimizer.state_specs(spec.dim)}
-        if not one.states.items() <= states.items():
+        if not read.states.items() <= states.items():
             raise ValueError(
-                f'{op}: table "{table}": got optimizer state {dict(one.states)} in the file, wanted {states}, as '
+                f'{op}: table "{table}": got optimizer state {dict(read.states)} in the file, wanted {states}, as '
                 f"{spec.optimizer.name} has it; pass with_state=False for rows alone."
             )
-    for table, one in chunks.items():
+    for table, read in chunks.items():
         try:
-            state = collection.import_table(state, table, one, num_rows=one.num_rows, reset_state=reset_state)
+            state = collection.import_table(state, table, read, num_rows=read.num_rows, reset_state=reset_state)
         except BaseException as error:
             # The caller's state was donated to the tables before: what there is now must not be lost.
             if getattr(error, "state", None) is None:
@@ -553,15 +534,13 @@ def paths_of(
     tables: Sequence[str] | Mapping[str, str] | None,
     ending: str,
 ) -> dict[str, pathlib.Path]:
-    """By table, its one file in a directory."""
+    """Returns, by table, its one file in a directory."""
     names = names_of(op, collection, tables, ending)
     return {table: pathlib.Path(directory) / f"{spelled(name)}{ending}" for table, name in names.items()}
 
 
 def _without_state(chunks: RecordChunks) -> RecordChunks:
-    """The same, keys and rows and statistics."""
-
     def start() -> Iterator[Records]:
-        return (dataclasses.replace(one, state={}) for one in chunks)
+        return (dataclasses.replace(chunk, state={}) for chunk in chunks)
 
     return RecordChunks(chunks.num_rows, chunks.dim, {}, start)

@@ -25,7 +25,7 @@ WITHOUT_HOTNESS = "; read it with hotness=False, or take the file away."  # how 
 
 
 def write_hps(path: str | os.PathLike, records: RecordsIn, *, hotness: bool = False, overwrite: bool = False) -> int:
-    """Writes a table as HPS reads it.
+    """Writes a table as HPS reads it; returns the number of rows.
 
     Rows of 16 bits become float32, which is exact. Keys of 2**63 and above are written as the negative int64 with the
     same bits. A server with `supportlonglong: false` cuts keys to their low 32 bits: it is for keys below 2**32.
@@ -35,9 +35,6 @@ def write_hps(path: str | os.PathLike, records: RecordsIn, *, hotness: bool = Fa
       records: chunks, taken one by one.
       hotness: whether to write `meta` from `records.frequency`.
       overwrite: whether files that are there may go.
-
-    Returns:
-      How many rows were written.
 
     Raises:
       ValueError: no rows, which HPS refuses to read; or `hotness` of records without frequency. Nothing is written.
@@ -52,41 +49,34 @@ def write_hps(path: str | os.PathLike, records: RecordsIn, *, hotness: bool = Fa
 
     Source: the raw model loader of HugeCTR 24.06.
     """
-    form, chunks = files.checked_records("write_hps", records)
+    op, (key, rows, meta), num_rows = "write_hps", _paths(path), 0
+    form, chunks = files.check_records(op, records)
     if hotness and not form.has_frequency:
-        raise ValueError("write_hps: hotness: got True with records without frequency, wanted records with it.")
-    paths, num_rows = _paths(path), 0
-    key, rows, meta = paths
-    with PartialFiles(
-        "write_hps", paths if hotness else [key, rows], overwrite=overwrite, stale=lambda: [meta]
-    ) as opened:
+        raise ValueError(f"{op}: hotness: got True with records without frequency, wanted records with it.")
+    paths = [key, rows, meta] if hotness else [key, rows]
+    with PartialFiles(op, paths, overwrite=overwrite, stale=lambda: [meta]) as opened:
         for chunk in chunks:
             files.write_array(opened[0], chunk.keys.view(np.int64).astype(_KEY, copy=False))
-            numbers = files.narrowed("write_hps", "records.rows", chunk.rows, np.dtype(np.float32))
+            numbers = files.narrow(op, "records.rows", chunk.rows, np.dtype(np.float32))
             files.write_array(opened[1], numbers.astype(_ROW, copy=False))
             if hotness and chunk.frequency is not None:
                 files.write_array(opened[2], chunk.frequency.astype(_KEY))
             num_rows += chunk.num_rows
         if num_rows == 0:
-            raise ValueError(f"write_hps: records: got none for {path}, wanted at least one: HPS reads no empty table.")
+            raise ValueError(f"{op}: records: got none for {path}, wanted at least one: HPS reads no empty table.")
     return num_rows
 
 
 def read_hps(
     path: str | os.PathLike, *, dim: int, chunk_rows: int | None = None, hotness: bool = False
 ) -> RecordChunks:
-    """Reads a table as HPS has it.
-
-    Sizes are checked, and all keys are read, before this returns; rows are read while the result is iterated.
+    """Reads a table as HPS has it: float32 rows, without state.
 
     Args:
       path: of the directory.
       dim: of the table; the files do not tell it.
       chunk_rows: rows at once; None: about 64 MiB.
       hotness: whether to read `meta` as frequencies; else it is not looked at.
-
-    Returns:
-      Chunks of float32 rows, without state; `num_rows` tells how many in all.
 
     Raises:
       FileNotFoundError: a file is missing.
@@ -114,11 +104,11 @@ def read_hps(
     at_once = files.rows_of_chunk(op, chunk_rows, keys.row_bytes + rows.row_bytes)
     files.check_raw_keys(keys)
     if meta is not None:
-        for _ in _frequencies(meta, at_once):
-            pass
+        for start in range(0, num_rows, at_once):
+            _frequency(meta, start, start + at_once)
 
     def chunks() -> Iterator[Records]:
-        for start in files.starts(num_rows, at_once):
+        for start in range(0, num_rows, at_once):
             stop = start + at_once
             frequency = None if meta is None else _frequency(meta, start, stop)
             yield Records(keys.read_keys(start, stop), rows.read(start, stop), frequency=frequency)
@@ -137,24 +127,14 @@ def save(
 ) -> dict[str, int]:
     """Writes tables of a collection, each into a directory of its own below the given one.
 
-    Args:
-      collection: of one process.
-      state: not donated.
-      directory: it is made.
-      tables: names, or a mapping from them to those of their directories; None: all. Punctuation in names of
-        directories becomes `_`.
-      defaults: what the server will answer for keys without a row, in every column, for all tables or by name. HPS
-        has one number for a table, `default_value_for_each_table` of its configuration; the files do not hold it.
-        None, or a table that is not named: 0.0, which `Collection.find` has to give as well.
-      overwrite: whether files that are there may go.
-
-    Returns:
-      How many rows were written, by table.
+    `jaxsok.interchange` has the other arguments and errors. `defaults` is what the server will answer for keys without
+    a row, in every column, for all tables or by name: HPS has one number for a table, `default_value_for_each_table` of
+    its configuration; the files do not hold it. None, or a table that is not named: 0.0, which `Collection.find` has to
+    give as well.
 
     Raises:
-      ValueError: a table that is not there or has no rows, or two for one directory; or a table in which `find` gives
-        other than zeros for keys without a row, without a number in `defaults`.
-      FileExistsError: there are files, and `overwrite` is False.
+      ValueError: a table has no rows; or `find` gives other than zeros for its keys without a row, and `defaults`
+        has no number for it.
 
     Example:
       `hps.save(collection, state, "model/user_embeddings", tables=["user"], defaults=0.0)`
@@ -183,24 +163,7 @@ def load(
     reset_state: bool = False,
     chunk_rows: int | None = None,
 ) -> State:
-    """Enters the rows of HPS directories into tables, each by its key; all files are checked before the first row.
-
-    A key that has a row already gets the row of the file. Optimizer state of a new row is initial.
-
-    Args:
-      collection: on any mesh.
-      state: donated.
-      directory: as for `save`.
-      tables: as for `save`.
-      reset_state: whether optimizer state of rows that are there becomes initial, too.
-      chunk_rows: rows at once; None: about 64 MiB.
-
-    Returns:
-      The state.
-
-    Raises:
-      FileNotFoundError, ValueError: as `read_hps`; the state is as it was then.
-      MemoryError, TableFullError: the tables cannot grow as far; `state` of the error is the state as it is then.
+    """Enters the rows of HPS directories into tables; `jaxsok.interchange` has arguments and errors.
 
     Example:
       `state = hps.load(collection, state, "model/user_embeddings")`
@@ -218,16 +181,16 @@ def load(
 
 
 def _check_defaults(op: str, collection: Collection, tables: list[str], defaults: Any) -> None:
-    """Refuses tables whose keys without a row would read other numbers in HPS than in training, unless that is said."""
+    """Refuses tables whose keys without a row would read other numbers in HPS, unless `defaults` says so."""
     by_name = defaults if isinstance(defaults, Mapping) else {} if defaults is None else dict.fromkeys(tables, defaults)
     for name, value in by_name.items():
         if name not in tables:
             raise ValueError(f'{op}: defaults: got "{name}", wanted one of {tables}.')
         checks.number(f'{op}: defaults["{name}"]', value)
     for name in tables:
-        reads = files.spec_of(collection, name).unknown_reads(0)
+        spec = files.spec_of(collection, name)
+        reads = spec.unknown_reads(0)
         if name not in by_name and reads != 0.0:
-            spec = files.spec_of(collection, name)
             number = reads if isinstance(reads, float) else 0.0
             raise ValueError(
                 f'{op}: defaults: got none for table "{name}", in which keys without a row read {spec.initializer!r}; '
@@ -240,13 +203,8 @@ def _paths(path: str | os.PathLike) -> list[pathlib.Path]:
     return [pathlib.Path(path) / name for name in ("key", "emb_vector", "meta")]
 
 
-def _frequencies(meta: RawArray, at_once: int) -> Iterator[np.ndarray]:
-    for start in files.starts(meta.shape[0], at_once):
-        yield _frequency(meta, start, start + at_once)
-
-
 def _frequency(meta: RawArray, start: int, stop: int) -> np.ndarray:
-    """Hotness as frequency; refuses what is none."""
+    """Reads hotness as frequency."""
     hotness = meta.read(start, stop)
     wrong = np.flatnonzero((hotness < 0) | (hotness >= 2**32))
     if wrong.size:

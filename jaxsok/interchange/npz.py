@@ -26,15 +26,7 @@ _MOST_INFLATED = {zipfile.ZIP_STORED: 1, zipfile.ZIP_DEFLATED: 1032}  # bytes of
 
 
 def write_npz(path: str | os.PathLike, records: RecordsIn, *, overwrite: bool = False) -> int:
-    """Writes a table as one `.npz`, uncompressed. Holds the whole table in host memory, twice.
-
-    Args:
-      path: of the file; its directory is made.
-      records: chunks.
-      overwrite: whether a file that is there may go.
-
-    Returns:
-      How many rows were written.
+    """Writes a table as one `.npz`, uncompressed; returns the number of rows. Host memory holds the whole table, twice.
 
     Raises:
       FileExistsError: there is a file, and `overwrite` is False.
@@ -47,7 +39,7 @@ def write_npz(path: str | os.PathLike, records: RecordsIn, *, overwrite: bool = 
       ...         {name: arrays[name].tolist() for name in arrays}
       {'key': [7], 'row': [[1.0, 1.0]], 'row_dtype': 'float32'}
     """
-    _, chunks = files.checked_records("write_npz", records)
+    _, chunks = files.check_records("write_npz", records)
     whole = joined(list(chunks) or [Records(np.zeros(0, np.uint64), np.zeros((0, 1), np.float32))])
     rows = whole.rows.view(np.uint16) if whole.rows.dtype.name == "bfloat16" else whole.rows
     arrays: dict[str, Any] = {"key": whole.keys, "row": rows, "row_dtype": np.array(whole.rows.dtype.name)}
@@ -59,14 +51,7 @@ def write_npz(path: str | os.PathLike, records: RecordsIn, *, overwrite: bool = 
 
 
 def read_npz(path: str | os.PathLike, *, chunk_rows: int | None = None) -> RecordChunks:
-    """Reads what `write_npz` wrote; the whole file is read and checked, by its checksums, before this returns.
-
-    Args:
-      path: of the file.
-      chunk_rows: rows at once; None: about 64 MiB.
-
-    Returns:
-      Chunks, of arrays in host memory; `num_rows` tells how many in all.
+    """Reads what `write_npz` wrote. Host memory holds the whole table; its checksums are checked before this returns.
 
     Raises:
       FileNotFoundError: there is no file.
@@ -100,7 +85,7 @@ def read_npz(path: str | os.PathLike, *, chunk_rows: int | None = None) -> Recor
     at_once = files.rows_of_chunk(op, chunk_rows, form.row_bytes)
 
     def chunks() -> Iterator[Records]:
-        return (records.take(slice(start, start + at_once)) for start in files.starts(len(keys), at_once))
+        return (records.take(slice(start, start + at_once)) for start in range(0, len(keys), at_once))
 
     return RecordChunks(len(keys), form.dim, dict(form.states), chunks)
 
@@ -114,22 +99,7 @@ def save(
     with_state: bool = True,
     overwrite: bool = False,
 ) -> dict[str, int]:
-    """Writes each table of a collection as `<directory>/<table>.npz`.
-
-    Args:
-      collection: of one process.
-      state: not donated.
-      directory: it is made.
-      tables: names, or a mapping from them to those of the files; None: all. Punctuation becomes `_`.
-      with_state: whether to write optimizer state.
-      overwrite: whether files that are there may go.
-
-    Returns:
-      How many rows were written, by table.
-
-    Raises:
-      ValueError: a table that is not there, or two for one file.
-      FileExistsError: there are files, and `overwrite` is False.
+    """Writes each table of a collection as `<directory>/<table>.npz`; `jaxsok.interchange` has arguments and errors.
 
     Example:
       `npz.save(collection, state, "tables")`
@@ -147,22 +117,7 @@ def load(
     with_state: bool = True,
     reset_state: bool = False,
 ) -> State:
-    """Enters the rows of such files into tables, each by its key; all files are checked before the first row.
-
-    Args:
-      collection: on any mesh.
-      state: donated.
-      directory: as for `save`.
-      tables: as for `save`.
-      with_state: whether to take optimizer state; else that of new rows is initial.
-      reset_state: whether state of rows that are there becomes initial where the files have none.
-
-    Returns:
-      The state.
-
-    Raises:
-      FileNotFoundError, ValueError: as `read_npz`, and where a file does not fit its table; the state is as it was.
-      MemoryError, TableFullError: the tables cannot grow as far; `state` of the error is the state as it is then.
+    """Enters the rows of such files into tables; `jaxsok.interchange` has arguments and errors.
 
     Example:
       `state = npz.load(collection, state, "tables")`
@@ -173,7 +128,7 @@ def load(
 
 
 def _arrays(op: str, path: pathlib.Path) -> dict[str, np.ndarray]:
-    """All arrays of a `.npz` that is neither longer nor shorter than it says."""
+    """Reads all arrays of a `.npz` that is neither longer nor shorter than it says."""
     size = files.size_of(op, path)
     with open(path, "rb") as file:
         head = file.read(4)
@@ -206,7 +161,7 @@ def _arrays(op: str, path: pathlib.Path) -> dict[str, np.ndarray]:
 
 
 def _array(archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> np.ndarray:
-    """An array, once its head is known to claim no more bytes than the entry has."""
+    """Reads an array, once its head is known to claim no more bytes than the entry has."""
     name, most = entry.filename, _MOST_INFLATED.get(entry.compress_type, 0) * entry.compress_size
     if entry.file_size > most:
         raise ValueError(f"{entry.file_size} bytes in the entry {name!r} of {entry.compress_size}")

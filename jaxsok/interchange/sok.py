@@ -1,15 +1,7 @@
 """Dumps of NVIDIA's SparseOperationKit (SOK) 2.x, and the older files of SOK 1, which are read only.
 
 A table T is a file `T-key`, a file `T-weight` and, for each piece of optimizer state, `T-<optimizer>-<slot>`, with all
-punctuation of the table's name as underscores. Each file is a header of 296 bytes and a raw array:
-
-| bytes | |
-|---|---|
-| 0 to 255 | the table's name, right-justified with spaces; SOK leaves it blank |
-| 256 to 259 | what the file holds, big-endian: 0 keys, 1 rows, 2 optimizer state |
-| 260 to 291 | the name of the slot, right-justified with spaces; blank for keys and rows |
-| 292 to 295 | dtype, big-endian: 0 int32, 1 int64, 2 uint32, 3 uint64, 4 float16, 5 float32, 6 float64 |
-| 296 on | keys `[num_rows]` or rows `[num_rows, dim]`, little-endian |
+punctuation of the table's name as underscores. sok_files.py has their bytes.
 
 SOK writes keys in the order of its devices, and rows of the tables without a hash map must not be placed in that order
 on another number of devices. Here every row is placed by its key.
@@ -27,14 +19,9 @@ from jaxsok import checks
 from jaxsok.collection import Collection
 from jaxsok.interchange import files
 from jaxsok.interchange.files import PartialFiles, RawArray, RecordChunks, RecordsIn
+from jaxsok.interchange.sok_files import HEADER_BYTES, KEY_DTYPES, ROW_DTYPES, Header, header_bytes, read_header
 from jaxsok.records import Records
 from jaxsok.store import State
-
-HEADER_BYTES: int = 296
-_NAME, _KIND, _SLOT, _DTYPE = slice(0, 256), slice(256, 260), slice(260, 292), slice(292, 296)
-_KINDS = {0: "keys", 1: "rows", 2: "optimizer state"}
-_DTYPES = {0: "int32", 1: "int64", 2: "uint32", 3: "uint64", 4: "float16", 5: "float32", 6: "float64"}
-_OF_KEYS, _OF_ROWS = ("int32", "int64", "uint32", "uint64"), ("float16", "float32", "float64")
 
 _SLOTS: dict[str, dict[str, str]] = {
     "sgd": {"trace": "SGD-momentum"},
@@ -67,7 +54,10 @@ def write_sok(
     dtype: str | None = None,
     overwrite: bool = False,
 ) -> int:
-    """Writes a table as SOK's `load` reads it; headers have the real names.
+    """Writes a table as SOK's `load` reads it; returns the number of rows. Headers have the real names.
+
+    Statistics are not written: the format has no place for them. SOK keeps the step that Adam's bias correction counts
+    elsewhere.
 
     Args:
       directory: it is made; it may hold other tables.
@@ -81,16 +71,10 @@ def write_sok(
         they have, float32 for those of bfloat16.
       overwrite: whether files of this table may go.
 
-    Returns:
-      How many rows were written.
-
     Raises:
       ValueError: state that SOK has no name for, or that the records lack; a key or a number that the dtype cannot
         hold; a name too long for the header.
       FileExistsError: there are files of this table, or of one whose name differs in punctuation alone.
-
-    Statistics are not written: the format has no place for them. SOK keeps the step that Adam's bias correction counts
-    elsewhere.
 
     Example:
       >>> import tempfile
@@ -104,19 +88,19 @@ def write_sok(
     """
     op, spelled = "write_sok", _spelled("write_sok", table)
     slots, scale = _slots_of(op, optimizer, learning_rate)
-    if key_dtype not in _OF_KEYS:
-        raise ValueError(f"{op}: key_dtype: got {key_dtype!r}, wanted one of {list(_OF_KEYS)}.")
-    if dtype is not None and dtype not in _OF_ROWS:
-        raise ValueError(f"{op}: dtype: got {dtype!r}, wanted None or one of {list(_OF_ROWS)}.")
-    form, chunks = files.checked_records(op, records)
+    if key_dtype not in KEY_DTYPES:
+        raise ValueError(f"{op}: key_dtype: got {key_dtype!r}, wanted one of {list(KEY_DTYPES)}.")
+    if dtype is not None and dtype not in ROW_DTYPES:
+        raise ValueError(f"{op}: dtype: got {dtype!r}, wanted None or one of {list(ROW_DTYPES)}.")
+    form, chunks = files.check_records(op, records)
     missing = [name for name in slots if name not in dict(form.states)]
     if missing and form is not files.EMPTY:
         raise ValueError(f"{op}: records.state: got {list(dict(form.states))}, wanted also {missing}.")
-    of_rows = dtype or (form.dtype.name if form.dtype.name in _OF_ROWS else "float32")
+    of_rows = dtype or (form.dtype.name if form.dtype.name in ROW_DTYPES else "float32")
     of_state = dtype or "float32"
     outputs = [_Output("key", 0, key_dtype), _Output("weight", 1, of_rows)]
     outputs += [_Output(end, 2, of_state, _slot_name(op, end)) for end in slots.values()]
-    headers = [_header(op, table, output.kind, output.slot, output.dtype) for output in outputs]
+    headers = [header_bytes(op, table, output.kind, output.slot, output.dtype) for output in outputs]
     paths, num_rows = [pathlib.Path(directory) / f"{spelled}-{output.end}" for output in outputs], 0
     with PartialFiles(op, paths, overwrite=overwrite, stale=lambda: _files_of(op, directory, table)) as opened:
         for file, header in zip(opened, headers, strict=True):
@@ -125,7 +109,7 @@ def write_sok(
             files.write_array(opened[0], _as_key_dtype(op, chunk.keys, key_dtype))
             arrays = [chunk.rows, *(chunk.state[name] * np.float32(1 / scale) for name in slots)]
             for file, output, array in zip(opened[1:], outputs[1:], arrays, strict=True):
-                narrow = files.narrowed(op, output.end, array, np.dtype(output.dtype))
+                narrow = files.narrow(op, output.end, array, np.dtype(output.dtype))
                 files.write_array(file, narrow.astype(np.dtype(output.dtype).newbyteorder("<"), copy=False))
             num_rows += chunk.num_rows
     return num_rows
@@ -141,10 +125,7 @@ def read_sok(
     widths: Mapping[str, int] | None = None,
     chunk_rows: int | None = None,
 ) -> RecordChunks:
-    """Reads a table of a SOK dump, whatever number of devices wrote it.
-
-    Headers and sizes are checked, and all keys are read, before this returns; rows are read while the result is
-    iterated.
+    """Reads a table of a SOK dump, whatever number of devices wrote it: rows in their dtype, state as float32.
 
     Args:
       directory: where the files are.
@@ -155,9 +136,6 @@ def read_sok(
       learning_rate: with "sgd", the one that SOK trained with: Keras keeps `-learning_rate * trace`.
       widths: by name of state, numbers a row where they are not dim, as `{"accumulator": 1}` of "rowwise_adagrad".
       chunk_rows: rows at once; None: about 64 MiB.
-
-    Returns:
-      Chunks; rows have the dtype of the file, state is float32. `num_rows` tells how many in all.
 
     Raises:
       FileNotFoundError: a file is missing.
@@ -179,12 +157,12 @@ def read_sok(
     files.check_dim(op, dim)
     slots, scale = _slots_of(op, optimizer, learning_rate)
     if isinstance(optimizer, str) and optimizer in _ALSO:
-        slots = _found(op, base, [slots, _ALSO[optimizer]])
+        slots = _find_spelling(op, base, [slots, _ALSO[optimizer]])
     key_path, rows_path = _path(base, "key"), _path(base, "weight")
-    key_dtype = _read_header(op, key_path, table, 0, "")
+    key_dtype = read_header(op, key_path, table, 0, "")
     num_rows = files.rows_in(op, key_path, key_dtype.itemsize, HEADER_BYTES)
     keys = RawArray(op, key_path, key_dtype, (num_rows,), HEADER_BYTES)
-    rows_dtype = _read_header(op, rows_path, table, 1, "")
+    rows_dtype = read_header(op, rows_path, table, 1, "")
     rows = RawArray(op, rows_path, rows_dtype, (num_rows, int(dim)), HEADER_BYTES, key_path)
     width_of = {name: (widths or {}).get(name, int(dim)) for name in slots}
     states = {name: _state(op, _path(base, end), table, end, num_rows, width_of[name]) for name, end in slots.items()}
@@ -196,15 +174,6 @@ def read_sok_v1(directory: str | os.PathLike, table: str, *, dim: int, chunk_row
 
     There is no header: rows are float32, keys int64 or uint32, as their size tells. SOK 1 had one table for all slots
     of a layer, and wrote no optimizer state.
-
-    Args:
-      directory: where the files are.
-      table: name of SOK's variable.
-      dim: of the table.
-      chunk_rows: rows at once; None: about 64 MiB.
-
-    Returns:
-      Chunks of float32 rows; `num_rows` tells how many in all.
 
     Raises:
       FileNotFoundError: a file is missing.
@@ -243,31 +212,17 @@ def save(
     optimizers: Mapping[str, OptimizerLike] | None = None,
     overwrite: bool = False,
 ) -> dict[str, int]:
-    """Writes tables of a collection as a SOK dump.
+    """Writes tables of a collection as a SOK dump; `jaxsok.interchange` has the other arguments and errors.
 
-    Args:
-      collection: of one process.
-      state: not donated.
-      directory: it is made.
-      tables: names, or a mapping from them to those of SOK's variables, as `{"user": "user:0"}`; None: all.
-      with_state: whether to write optimizer state.
-      optimizers: by table, what `write_sok` takes in place of the declared optimizer.
-      overwrite: whether files of these tables may go.
-
-    Returns:
-      How many rows were written, by table.
-
-    Raises:
-      ValueError: a table that is not there, two whose files would have one name, or an optimizer that SOK has no
-        files for.
-      FileExistsError: there are files, and `overwrite` is False.
+    `tables` may map names to those of SOK's variables. `optimizers` has, by table, what `write_sok` takes in place of
+    the declared optimizer; one that SOK has no files for is a ValueError.
 
     Example:
       `sok.save(collection, state, "dump", {"user": "user:0"})`
     """
     op, names = "sok.save", files.names_of("sok.save", collection, tables)
     files.refuse_processes(op, collection, "write_sok")
-    chosen = {table: _declared(op, collection, table, with_state, optimizers) for table in names}
+    chosen = {table: _declared_slots(op, collection, table, with_state, optimizers) for table in names}
     for name in names.values():
         files.refuse_existing(op, _files_of(op, directory, name), overwrite)
     num_rows = {}
@@ -291,27 +246,10 @@ def load(
     reset_state: bool = False,
     chunk_rows: int | None = None,
 ) -> State:
-    """Enters the rows of a SOK dump into tables, each by its key; all files are checked before the first row.
+    """Enters the rows of a SOK dump into tables; arguments and errors are those of `save` and `jaxsok.interchange`.
 
-    A key that has a row already gets row and state of the file. `state.step`, by which Adam corrects its bias, is not
+    Optimizer state must be there, unless `with_state` is False. `state.step`, by which Adam corrects its bias, is not
     in the files and stays.
-
-    Args:
-      collection: on any mesh.
-      state: donated.
-      directory: where the files are.
-      tables: names, or a mapping from them to those of SOK's variables; None: all.
-      with_state: whether to read optimizer state; then it must be there.
-      optimizers: by table, what `read_sok` takes in place of the declared optimizer.
-      reset_state: whether state of rows that are there becomes initial where the files have none.
-      chunk_rows: rows at once; None: about 64 MiB.
-
-    Returns:
-      The state.
-
-    Raises:
-      FileNotFoundError, ValueError: as `read_sok`; the state is as it was then.
-      MemoryError, TableFullError: the tables cannot grow as far; `state` of the error is the state as it is then.
 
     Example:
       `state = sok.load(collection, state, "dump", {"user": "user:0"}, with_state=False)`
@@ -319,7 +257,7 @@ def load(
     op, names = "sok.load", files.names_of("sok.load", collection, tables)
     chunks = {}
     for table, name in names.items():
-        optimizer, rate = _declared(op, collection, table, with_state, optimizers)
+        optimizer, rate = _declared_slots(op, collection, table, with_state, optimizers)
         spec = files.spec_of(collection, table)
         chunks[table] = read_sok(
             directory,
@@ -338,7 +276,7 @@ def load(
 
 @dataclasses.dataclass(frozen=True)
 class _Output:
-    """One file to write."""
+    """A file to write."""
 
     end: str
     kind: int
@@ -353,7 +291,7 @@ def _spelled(op: str, table: str) -> str:
 
 
 def _files_of(op: str, directory: str | os.PathLike, table: str) -> list[pathlib.Path]:
-    """What there is of a table; refuses files of another one whose name is spelled the same."""
+    """Finds the files of a table; refuses those of another one whose name is spelled the same."""
     base = pathlib.Path(directory) / _spelled(op, table)
     if not base.parent.is_dir():
         return []
@@ -363,30 +301,24 @@ def _files_of(op: str, directory: str | os.PathLike, table: str) -> list[pathlib
         if path.name.startswith(f"{base.name}-") and _is_of(path, path.name.removeprefix(f"{base.name}-"), table)
     )
     key_path = _path(base, "key")
-    if key_path in there:
-        with open(key_path, "rb") as file:
-            name = file.read(HEADER_BYTES)[_NAME].decode(errors="replace").lstrip(" ")
-        if name not in ("", table):
-            raise FileExistsError(
-                f"{op}: {key_path}: is of the table {name!r}, wanted {table!r}: their names differ in punctuation "
-                "alone, and so their files do not; choose another name or another directory."
-            )
+    name = Header.of(key_path).table if key_path in there else ""
+    if name not in ("", table):
+        raise FileExistsError(
+            f"{op}: {key_path}: is of the table {name!r}, wanted {table!r}: their names differ in punctuation alone, "
+            "and so their files do not; choose another name or another directory."
+        )
     return there
 
 
 def _is_of(path: pathlib.Path, end: str, table: str) -> bool:
-    """Whether a file is of a table's dump: by the end of its name, or, since slots may have any, by its header."""
+    """Tells a table's file by the end of its name, or, since slots may have any, by its header."""
     if not path.is_file() or path.suffix == ".partial":
         return False
     if end in _ENDS:
         return True
-    with open(path, "rb") as file:
-        header = file.read(HEADER_BYTES)
-    if len(header) < HEADER_BYTES or not 0 < end.find("-") < len(end) - 1:
-        return False
-    kind, dtype = (int.from_bytes(header[word], "big") for word in (_KIND, _DTYPE))
-    name, slot = (header[place].decode(errors="replace").lstrip(" ") for place in (_NAME, _SLOT))
-    return kind == 2 and dtype in _DTYPES and name in ("", table) and slot in ("", end.partition("-")[2])
+    header, slot = Header.of(path), end.partition("-")[2]
+    is_slot = header.kind == 2 and 0 < end.find("-") < len(end) - 1
+    return is_slot and header.table in ("", table) and header.slot in ("", slot)
 
 
 def _path(base: pathlib.Path, end: str) -> pathlib.Path:
@@ -394,7 +326,7 @@ def _path(base: pathlib.Path, end: str) -> pathlib.Path:
 
 
 def _slot_name(op: str, end: str) -> str:
-    """What the header calls a slot: its name without the optimizer's."""
+    """Returns what the header calls a slot: its name without the optimizer's."""
     name, dash, slot = end.partition("-")
     if not (name and dash and slot) or "/" in end:
         raise ValueError(f'{op}: optimizer: got the end of a file {end!r}, wanted "<optimizer>-<slot>", as "Adam-m".')
@@ -402,7 +334,7 @@ def _slot_name(op: str, end: str) -> str:
 
 
 def _slots_of(op: str, optimizer: Any, learning_rate: float | None) -> tuple[dict[str, str], float]:
-    """Ends of files by name of state; and what a file's numbers are multiplied by to be state."""
+    """Returns ends of files by name of state, and the factor from a file's numbers to state."""
     if optimizer is None:
         return {}, 1.0
     if isinstance(optimizer, Mapping):
@@ -423,25 +355,25 @@ def _slots_of(op: str, optimizer: Any, learning_rate: float | None) -> tuple[dic
     return _SLOTS["sgd"], -1.0 / checks.number(f"{op}: learning_rate", learning_rate, checks.ABOVE_ZERO, wanted=wanted)
 
 
-def _found(op: str, base: pathlib.Path, spellings: Sequence[Mapping[str, str]]) -> dict[str, str]:
-    """The spelling of which there are files; the first, if there are none."""
-    there = [one for one in spellings if any(_path(base, end).exists() for end in one.values())]
+def _find_spelling(op: str, base: pathlib.Path, spellings: Sequence[Mapping[str, str]]) -> dict[str, str]:
+    """Returns the spelling of which there are files; the first, if there are none."""
+    there = [slots for slots in spellings if any(_path(base, end).exists() for end in slots.values())]
     if len(there) > 1:
-        both = [str(_path(base, end)) for one in there for end in one.values() if _path(base, end).exists()]
+        both = [str(_path(base, end)) for slots in there for end in slots.values() if _path(base, end).exists()]
         raise ValueError(
             f"{op}: {both}: got state under two names, wanted one; pass a mapping, as optimizer={dict(there[0])}."
         )
     return dict((there or spellings)[0])
 
 
-def _declared(
+def _declared_slots(
     op: str,
     collection: Collection,
     table: str,
     with_state: bool,
     optimizers: Mapping[str, OptimizerLike] | None,
 ) -> tuple[OptimizerLike, float | None]:
-    """What a table's state is called in files, and the learning rate, if it is a number."""
+    """Returns what a table's state is called in files, and the learning rate, if it is a number."""
     for name in optimizers or {}:
         if name not in [spec.name for spec in collection.tables]:
             raise ValueError(f"{op}: optimizers: got {name!r}, wanted some of {[s.name for s in collection.tables]}.")
@@ -473,55 +405,8 @@ def _declared(
 # Bytes ---------------------------------------------------------------------------------------------------------------
 
 
-def _header(op: str, table: str, kind: int, slot: str, dtype: str) -> bytes:
-    code = next(code for code, name in _DTYPES.items() if name == dtype)
-    words = [_text(op, "table", table, 256), kind.to_bytes(4, "big"), _text(op, "slot", slot, 32)]
-    return b"".join([*words, code.to_bytes(4, "big")])
-
-
-def _text(op: str, what: str, name: str, size: int) -> bytes:
-    encoded = name.encode()
-    if len(encoded) > size:
-        raise ValueError(f"{op}: {what}: got a name of {len(encoded)} bytes, wanted at most {size}: {name!r}.")
-    return encoded.rjust(size)
-
-
-def _read_header(op: str, path: pathlib.Path, table: str, kind: int, slot: str) -> np.dtype:
-    """The dtype of a file whose header is as it must be."""
-    size = files.size_of(op, path, "" if kind < 2 else " Pass optimizer=None (with_state=False) for rows alone.")
-    if size < HEADER_BYTES:
-        raise ValueError(
-            f"{op}: {path}: byte {size}: got the end of the file, wanted a header of {HEADER_BYTES} bytes; truncated."
-        )
-    with open(path, "rb") as file:
-        header = file.read(HEADER_BYTES)
-    found = int.from_bytes(header[_KIND], "big")
-    if found != kind:
-        raise ValueError(
-            f"{op}: {path}: bytes 256 to 259: kind of file: got {found} ({_KINDS.get(found, 'unknown')}), wanted "
-            f"{kind} ({_KINDS[kind]})."
-        )
-    for what, place, wanted in (("table", _NAME, table), ("slot", _SLOT, slot)):
-        try:
-            name = header[place].decode().lstrip(" ")
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{op}: {path}: byte {place.start + error.start}: {what}: got no UTF-8.") from error
-        if name and files.spelled(name) != files.spelled(wanted):
-            raise ValueError(
-                f"{op}: {path}: bytes {place.start} to {place.stop - 1}: {what}: got {name!r}, wanted {wanted!r} or "
-                "blanks."
-            )
-    code, wanted = int.from_bytes(header[_DTYPE], "big"), _OF_KEYS if kind == 0 else _OF_ROWS
-    if _DTYPES.get(code) not in wanted:
-        told = {code: name for code, name in _DTYPES.items() if name in wanted}
-        raise ValueError(
-            f"{op}: {path}: bytes 292 to 295: dtype: got {code} ({_DTYPES.get(code, 'unknown')}), wanted one of {told}."
-        )
-    return np.dtype(_DTYPES[code]).newbyteorder("<")
-
-
 def _state(op: str, path: pathlib.Path, table: str, end: str, num_rows: int, width: int) -> RawArray:
-    dtype = _read_header(op, path, table, 2, _slot_name(op, end))
+    dtype = read_header(op, path, table, 2, _slot_name(op, end))
     size = files.size_of(op, path) - HEADER_BYTES
     lines, rest = divmod(size, dtype.itemsize * width)
     if lines < num_rows and not rest:
@@ -542,13 +427,12 @@ def _chunks(
     states: Mapping[str, RawArray],
     scale: float = 1.0,
 ) -> RecordChunks:
-    """The chunks of files whose sizes fit; refuses keys that no table can have."""
     (num_rows, dim), arrays = rows.shape, (keys, rows, *states.values())
     at_once = files.rows_of_chunk(op, chunk_rows, sum(array.row_bytes for array in arrays))
     files.check_raw_keys(keys)
 
     def chunks() -> Iterator[Records]:
-        for start in files.starts(num_rows, at_once):
+        for start in range(0, num_rows, at_once):
             stop = start + at_once
             state = {name: _scaled(array.read(start, stop), scale) for name, array in states.items()}
             yield Records(keys.read_keys(start, stop), rows.read(start, stop), state)
@@ -561,7 +445,6 @@ def _scaled(numbers: np.ndarray, scale: float) -> np.ndarray:
 
 
 def _as_key_dtype(op: str, keys: np.ndarray, key_dtype: str) -> np.ndarray:
-    """Keys in a dtype of SOK; refuses those that it cannot hold."""
     wide = keys if key_dtype.startswith("uint") else keys.view(np.int64)
     limits = np.iinfo(key_dtype)
     wrong = np.flatnonzero((wide < limits.min) | (wide > limits.max))

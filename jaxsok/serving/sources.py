@@ -275,7 +275,7 @@ def _of_hps(op: str, folder: pathlib.Path, table: str, dim: int, key_bits: KeyBi
         path = folder / "key"
         raw = files_lib.RawArray(op, path, np.dtype("<i8"), (chunks.num_rows,))
         at_once = files_lib.CHUNK_BYTES // raw.row_bytes
-        starts = files_lib.starts(chunks.num_rows, at_once)
+        starts = range(0, chunks.num_rows, at_once)
         files_lib.check_keys(
             f"{op}: keys cut to 32 bits",
             chunks.num_rows,

@@ -194,7 +194,7 @@ def test_an_error_of_the_writer_ends_the_save(eight, tmp_path):
     """A folder that is not there: the caller is told, and nobody waits for ever."""
     saving = save.Saving("test", *eight, save.SaveOptions(host_bytes=24_000))
     with pytest.raises(FileNotFoundError):
-        save.saved_now(saving, tmp_path / "absent")
+        save.save_now(saving, tmp_path / "absent")
 
 
 # What is saved beside rows --------------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from checkpoint_cases import assert_same, collection_of, content, tables_of, tra
 from hypothesis import stateful
 
 import jaxsok
-from jaxsok import checkpoint, inspection, optim, policies, processes
+from jaxsok import checkpoint, inspection, lives, optim, policies
 from jaxsok.checkpoint import manifest, restore
 from jaxsok.checkpoint.source import Source
 from jaxsok.interchange import npz
@@ -214,7 +214,6 @@ def walked(folder):
             manifest.array_from_json(one)
         if source.manifest["bloom"] and sum(size for _, size in told["bloom_segments"]):
             source.bloom(store, 0)
-    manifest.rows_by_partition(list(source.manifest["tables"].values()))
     inspection.inspect(folder)
 
 
@@ -515,7 +514,7 @@ def test_a_base_of_another_beginning_is_refused(tmp_path, monkeypatch):
     collection = two()
     state = train(collection, collection.init(seed=1), 1)
     checkpoint.export_full(tmp_path / "full", collection, state)
-    monkeypatch.setattr(processes, "_LIVES", {})  # what another process knows
+    monkeypatch.setattr(lives, "IN_THIS_PROCESS", lives.Lives())  # what another process knows
     others = [
         train(collection, collection.init(seed=1), 2),
         checkpoint.load(tmp_path / "full", collection, optimizer_state="initial"),

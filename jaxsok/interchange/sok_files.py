@@ -1,0 +1,137 @@
+"""The bytes of SOK's files: their headers, and which tables a folder of them has.
+
+Each file is a header of 296 bytes and a raw array:
+
+| bytes | |
+|---|---|
+| 0 to 255 | the table's name, right-justified with spaces; SOK leaves it blank |
+| 256 to 259 | what the file holds, big-endian: 0 keys, 1 rows, 2 optimizer state |
+| 260 to 291 | the name of the slot, right-justified with spaces; blank for keys and rows |
+| 292 to 295 | dtype, big-endian: 0 int32, 1 int64, 2 uint32, 3 uint64, 4 float16, 5 float32, 6 float64 |
+| 296 on | keys `[num_rows]` or rows `[num_rows, dim]`, little-endian |
+"""
+
+import dataclasses
+import pathlib
+from typing import Any
+
+import numpy as np
+
+from jaxsok.interchange import files
+
+HEADER_BYTES: int = 296
+KINDS = {0: "keys", 1: "rows", 2: "optimizer state"}
+DTYPES = {0: "int32", 1: "int64", 2: "uint32", 3: "uint64", 4: "float16", 5: "float32", 6: "float64"}
+KEY_DTYPES, ROW_DTYPES = ("int32", "int64", "uint32", "uint64"), ("float16", "float32", "float64")
+_NAME, _KIND, _SLOT, _DTYPE = slice(0, 256), slice(256, 260), slice(260, 292), slice(292, 296)
+
+
+@dataclasses.dataclass(frozen=True)
+class Header:
+    """What a header says, which need not be one."""
+
+    table: str
+    slot: str
+    kind: int
+    """Of KINDS; -1: this is no header."""
+    num_numbers: int
+    """In the file, behind the header."""
+
+    @classmethod
+    def of(cls, path: pathlib.Path) -> "Header":
+        """Reads the header of a file."""
+        with open(path, "rb") as file:
+            words = file.read(HEADER_BYTES)
+        table, slot = (words[place].decode(errors="replace").lstrip(" ") for place in (_NAME, _SLOT))
+        kind, code = (int.from_bytes(words[place], "big") for place in (_KIND, _DTYPE))
+        is_header = len(words) == HEADER_BYTES and kind in KINDS and code in DTYPES
+        item_bytes = np.dtype(DTYPES.get(code, "float32")).itemsize
+        num_numbers = max(0, path.stat().st_size - HEADER_BYTES) // item_bytes
+        return cls(table, slot, kind if is_header else -1, num_numbers)
+
+
+def key_files(directory: pathlib.Path) -> list[pathlib.Path]:
+    """Finds the files of keys of a dump: one for each table."""
+    paths = sorted(directory.glob("*-key")) if directory.is_dir() else []
+    return [path for path in paths if path.is_file() and Header.of(path).kind == 0]
+
+
+def tables_in(directory: pathlib.Path) -> dict[str, dict[str, Any]]:
+    """Finds the tables of a dump: by name, the arguments by which `read_sok` reads all of one.
+
+    Dims and widths follow from sizes; where the sizes make none, the reader says what is wrong with them.
+    """
+    tables: dict[str, dict[str, Any]] = {}
+    for path in key_files(directory):
+        header, prefix = Header.of(path), path.name.removesuffix("-key")
+        num_rows, weight = max(1, header.num_numbers), directory / f"{prefix}-weight"
+        dim = max(1, Header.of(weight).num_numbers // num_rows) if weight.is_file() else 1
+        states = [state for state in sorted(directory.glob(f"{prefix}-*-*")) if state.suffix != ".partial"]
+        widths = {state.name.removeprefix(f"{prefix}-"): _width(state, num_rows, dim) for state in states}
+        optimizer = {end: end for end in widths} or None
+        tables[header.table or prefix] = {"dim": dim, "optimizer": optimizer, "widths": widths}
+    return tables
+
+
+def _width(path: pathlib.Path, num_rows: int, dim: int) -> int:
+    """Returns dim, unless a file's size tells another width and is not some lines of dim."""
+    num_numbers = Header.of(path).num_numbers
+    width, rest = divmod(num_numbers, num_rows)
+    # SOK writes fewer lines where rows were never trained; the reader tells what to do then.
+    return width if not rest and (width == 1 or num_numbers % dim) else dim
+
+
+def header_bytes(op: str, table: str, kind: int, slot: str, dtype: str) -> bytes:
+    """Makes the header of a file.
+
+    Raises:
+      ValueError: a name is too long.
+    """
+    code = next(code for code, name in DTYPES.items() if name == dtype)
+    names = _text(op, "table", table, 256), _text(op, "slot", slot, 32)
+    return b"".join([names[0], kind.to_bytes(4, "big"), names[1], code.to_bytes(4, "big")])
+
+
+def _text(op: str, what: str, name: str, size: int) -> bytes:
+    encoded = name.encode()
+    if len(encoded) > size:
+        raise ValueError(f"{op}: {what}: got a name of {len(encoded)} bytes, wanted at most {size}: {name!r}.")
+    return encoded.rjust(size)
+
+
+def read_header(op: str, path: pathlib.Path, table: str, kind: int, slot: str) -> np.dtype:
+    """Returns the dtype of a file whose header is as it must be.
+
+    Raises:
+      FileNotFoundError, ValueError: it is not; names file and byte.
+    """
+    size = files.size_of(op, path, "" if kind < 2 else " Pass optimizer=None (with_state=False) for rows alone.")
+    if size < HEADER_BYTES:
+        raise ValueError(
+            f"{op}: {path}: byte {size}: got the end of the file, wanted a header of {HEADER_BYTES} bytes; truncated."
+        )
+    with open(path, "rb") as file:
+        words = file.read(HEADER_BYTES)
+    found = int.from_bytes(words[_KIND], "big")
+    if found != kind:
+        raise ValueError(
+            f"{op}: {path}: bytes 256 to 259: kind of file: got {found} ({KINDS.get(found, 'unknown')}), wanted "
+            f"{kind} ({KINDS[kind]})."
+        )
+    for what, place, wanted in (("table", _NAME, table), ("slot", _SLOT, slot)):
+        try:
+            name = words[place].decode().lstrip(" ")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{op}: {path}: byte {place.start + error.start}: {what}: got no UTF-8.") from error
+        if name and files.spelled(name) != files.spelled(wanted):
+            raise ValueError(
+                f"{op}: {path}: bytes {place.start} to {place.stop - 1}: {what}: got {name!r}, wanted {wanted!r} or "
+                "blanks."
+            )
+    code, wanted = int.from_bytes(words[_DTYPE], "big"), KEY_DTYPES if kind == 0 else ROW_DTYPES
+    if DTYPES.get(code) not in wanted:
+        told = {code: name for code, name in DTYPES.items() if name in wanted}
+        raise ValueError(
+            f"{op}: {path}: bytes 292 to 295: dtype: got {code} ({DTYPES.get(code, 'unknown')}), wanted one of {told}."
+        )
+    return np.dtype(DTYPES[code]).newbyteorder("<")

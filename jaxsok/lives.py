@@ -1,0 +1,71 @@
+"""Lives of states: what a process knows of a state and the state's arrays cannot hold.
+
+A state lives from `init`, or from the folder it was made of, until it is lost. Two runs of one program have the same
+bits, so after `init` the words in `State.lineage` depend on the seed alone. Exports need a name that no other run has,
+and must know which exports a state came from. docs/decisions/0016-lives-belong-to-the-process.md says why the process
+keeps both.
+"""
+
+import dataclasses
+import threading
+import time
+
+import numpy as np
+
+Ancestors = tuple[tuple[str, int], ...]
+"""The name of each life before this one, and the number of the export at which the next life began; the oldest first."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Life:
+    """A life as exports record it."""
+
+    name: str
+    """16 hexadecimal digits."""
+    ancestors: Ancestors = ()
+
+
+class Lives:
+    """The lives that began in one process, by the words that lie in their states.
+
+    Example:
+      >>> lives, words = Lives(), np.array([1, 0], np.uint32)
+      >>> lives.begin(words, np.array([0xDEADBEEF, 0], np.uint32))
+      >>> lives.life_of(words)
+      Life(name='00000000deadbeef', ancestors=())
+    """
+
+    def __init__(self) -> None:
+        self._by_words: dict[str, Life] = {}
+        self._lock = threading.Lock()
+        self._last_order = 0
+
+    def begin(self, words: np.ndarray, drawn: np.ndarray, ancestors: Ancestors = ()) -> None:
+        """Names the life of the states with some words, unless it has a name already.
+
+        Args:
+          words: uint32[2] of `State.lineage`; states of one seed have equal ones, and share a life.
+          drawn: uint32[2], random, the same in all processes of a job.
+          ancestors: what the state was made of.
+        """
+        with self._lock:
+            self._by_words.setdefault(_hexadecimal(words), Life(_hexadecimal(drawn), ancestors))
+
+    def life_of(self, words: np.ndarray) -> Life:
+        """Returns the life of a state; one that did not begin in this process has the words as its name."""
+        own = _hexadecimal(words)
+        return self._by_words.get(own) or Life(own)
+
+    def next_order(self) -> int:
+        """Numbers an export: the numbers rise within a process, and as a rule from one process to the next."""
+        with self._lock:
+            self._last_order = max(self._last_order + 1, time.time_ns())
+            return self._last_order
+
+
+IN_THIS_PROCESS = Lives()
+
+
+def _hexadecimal(words: np.ndarray) -> str:
+    low, high = (int(word) for word in np.asarray(words).reshape(-1))
+    return f"{high << 32 | low:016x}"
