@@ -11,178 +11,12 @@ from typing import Any, ClassVar
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxsok.optimizers.limits import Limited, Limits
-from jaxsok.optimizers.protocol import LearningRate, RowInputs, RowOutputs, RowState
+from jaxsok.optimizers.limits import Limited, flag, function_of, not_negative, share
+from jaxsok.optimizers.protocol import RowInputs, RowOutputs, RowState
 
 
 @dataclasses.dataclass(frozen=True)
 class Sgd(Limited):
-    """See `sgd`."""
-
-    _own_kernel: ClassVar[int] = 0
-    name: ClassVar[str] = "sgd"
-    momentum: float | None = None
-    nesterov: bool = False
-    weight_decay: float = 0.0
-
-    def __post_init__(self) -> None:
-        """Refuses hyper-parameters that cannot be meant."""
-        super().__post_init__()
-        check_momentum(self)
-        self._check("weight_decay", 0.0)
-
-    def _is_plain(self) -> bool:
-        return self.momentum is None and self.weight_decay == 0
-
-    def state_specs(self, dim: int) -> tuple[RowState, ...]:
-        """None, or with momentum the trace of each column."""
-        return () if self.momentum is None else (RowState("trace", dim, 0.0),)
-
-    def hyper(self, step: Any, learning_rate: Any) -> tuple[Any, ...]:
-        """The learning rate."""
-        return (learning_rate,)
-
-    def _step(self, inputs: RowInputs) -> RowOutputs:
-        """`g += weight_decay * row; trace = g + momentum * trace; row -= lr * trace`."""
-        gradient, row, states, _, (learning_rate,) = inputs
-        gradient = with_decay(gradient, row, self.weight_decay)
-        if self.momentum is None:
-            return RowOutputs(row - learning_rate * gradient, ())
-        gradient, trace = with_momentum(gradient, states[0], self.momentum, self.nesterov)
-        return RowOutputs(row - learning_rate * gradient, (trace,))
-
-
-@dataclasses.dataclass(frozen=True)
-class Adagrad(Limited):
-    """See `adagrad`."""
-
-    _own_kernel: ClassVar[int] = 1
-    name: ClassVar[str] = "adagrad"
-    initial_accumulator_value: float = 0.1
-    eps: float = 1e-7
-    weight_decay: float = 0.0
-
-    def __post_init__(self) -> None:
-        """Refuses hyper-parameters that cannot be meant."""
-        super().__post_init__()
-        self._check("initial_accumulator_value", 0.0)
-        self._check("eps", 0.0)
-        self._check("weight_decay", 0.0)
-
-    def _is_plain(self) -> bool:
-        return self.weight_decay == 0
-
-    def state_specs(self, dim: int) -> tuple[RowState, ...]:
-        """One accumulator for each column."""
-        return (RowState("accumulator", dim, self.initial_accumulator_value),)
-
-    def hyper(self, step: Any, learning_rate: Any) -> tuple[Any, ...]:
-        """Learning rate, eps."""
-        return (learning_rate, self.eps)
-
-    def _step(self, inputs: RowInputs) -> RowOutputs:
-        """`acc += g²; row -= lr * g / sqrt(acc + eps)`, zero where `acc` is 0."""
-        gradient, row, (accumulator,), _, (learning_rate, eps) = inputs
-        gradient = with_decay(gradient, row, self.weight_decay)
-        accumulator = accumulator + gradient * gradient
-        inverse = jnp.where(accumulator > 0, 1 / jnp.sqrt(accumulator + eps), 0.0)
-        return RowOutputs(row - learning_rate * (gradient * inverse), (accumulator,))
-
-
-@dataclasses.dataclass(frozen=True)
-class RowwiseAdagrad(Adagrad):
-    """See `rowwise_adagrad`."""
-
-    _own_kernel: ClassVar[int] = 2
-    name: ClassVar[str] = "rowwise_adagrad"
-    initial_accumulator_value: float = 0.0
-    eps: float = 1e-8
-
-    def state_specs(self, dim: int) -> tuple[RowState, ...]:
-        """One accumulator for the row."""
-        return (RowState("accumulator", 1, self.initial_accumulator_value),)
-
-    def _step(self, inputs: RowInputs) -> RowOutputs:
-        """`acc += mean(g²); row -= lr * g / (sqrt(acc) + eps)`."""
-        gradient, row, (accumulator,), _, (learning_rate, eps) = inputs
-        gradient = with_decay(gradient, row, self.weight_decay)
-        accumulator = accumulator + jnp.mean(gradient * gradient)
-        return RowOutputs(row - learning_rate / (jnp.sqrt(accumulator) + eps) * gradient, (accumulator,))
-
-
-@dataclasses.dataclass(frozen=True)
-class Adam(Limited):
-    """See `adam`."""
-
-    _own_kernel: ClassVar[int] = 3
-    name: ClassVar[str] = "adam"
-    b1: float = 0.9
-    b2: float = 0.999
-    eps: float = 1e-8
-
-    def __post_init__(self) -> None:
-        """Refuses hyper-parameters that cannot be meant."""
-        super().__post_init__()
-        self._check("b1", 0.0, 1.0)
-        self._check("b2", 0.0, 1.0)
-        self._check("eps", 0.0)
-
-    def state_specs(self, dim: int) -> tuple[RowState, ...]:
-        """First and second moment of each column."""
-        return (RowState("m", dim, 0.0), RowState("v", dim, 0.0))
-
-    def hyper(self, step: Any, learning_rate: Any) -> tuple[Any, ...]:
-        """Learning rate, b1, b2, eps, the bias corrections, 1 - b1, 1 - b2."""
-        corrections = bias_correction(step, self.b1), bias_correction(step, self.b2)
-        return (learning_rate, self.b1, self.b2, self.eps, *corrections, 1 - self.b1, 1 - self.b2)
-
-    def _step(self, inputs: RowInputs) -> RowOutputs:
-        """`m = b1 m + (1 - b1) g; v = b2 v + (1 - b2) g²; row -= lr * m̂ / (sqrt(v̂) + eps)`."""
-        gradient, row, (m, v), _, (learning_rate, b1, b2, eps, correct1, correct2, rest1, rest2) = inputs
-        m = b1 * m + rest1 * gradient
-        v = b2 * v + rest2 * (gradient * gradient)
-        return RowOutputs(row - learning_rate * ((m / correct1) / (jnp.sqrt(v / correct2) + eps)), (m, v))
-
-
-def bias_correction(step: Any, decay: float) -> Float[Array, ""]:
-    """What is left of a moment's initial zero after a step: 1 - decay^t, t counting this update of the collection."""
-    count = jnp.asarray(step).astype(jnp.float32) + jnp.float32(1)
-    return 1 - jnp.float32(decay) ** count
-
-
-def average(old: Array, new: Array, decay: float) -> Array:
-    """One step of a moving average."""
-    return decay * old + (1 - decay) * new
-
-
-def with_decay(gradient: Array, row: Array, weight_decay: float) -> Array:
-    """The gradient of the loss with `weight_decay / 2 * ||row||²` added to it."""
-    return gradient if weight_decay == 0 else gradient + weight_decay * row
-
-
-def with_momentum(update: Array, trace: Array, momentum: float, nesterov: bool) -> tuple[Array, Array]:
-    """The update after momentum, and the trace."""
-    trace = update + momentum * trace
-    return (update + momentum * trace if nesterov else trace), trace
-
-
-def check_momentum(optimizer: Any) -> None:
-    """Refuses momentum outside [0, 1), and nesterov without it."""
-    optimizer._check_flag("nesterov")
-    if optimizer.momentum is not None:
-        optimizer._check("momentum", 0.0, 1.0)
-    elif optimizer.nesterov:
-        raise ValueError(f"optim.{optimizer.name}: nesterov: got True without momentum; give momentum=0.9, say.")
-
-
-def sgd(
-    learning_rate: LearningRate,
-    momentum: float | None = None,
-    nesterov: bool = False,
-    weight_decay: float = 0.0,
-    *,
-    limits: Limits | None = None,
-) -> Sgd:
     """Gradient descent: `row -= lr * g`; with momentum `trace = g + momentum * trace; row -= lr * trace`.
 
     Nesterov's form moves by `g + momentum * trace`, with the new trace. Weight decay is coupled: `g` is
@@ -205,17 +39,38 @@ def sgd(
     Source: Polyak, "Some Methods of Speeding Up the Convergence of Iteration Methods", 1964; Sutskever et al., "On the
     Importance of Initialization and Momentum in Deep Learning", 2013; the form of `optax.sgd`.
     """
-    return Sgd(learning_rate, momentum, nesterov, weight_decay, limits=limits)
+
+    _own_kernel: ClassVar[int] = 0
+    name: ClassVar[str] = "sgd"
+    momentum: float | None = share(None)
+    nesterov: bool = flag(False)
+    weight_decay: float = not_negative(0.0)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._check_momentum()
+
+    def _is_plain(self) -> bool:
+        return self.momentum is None and self.weight_decay == 0
+
+    def state_specs(self, dim: int) -> tuple[RowState, ...]:
+        """None, or with momentum the trace of each column."""
+        return () if self.momentum is None else (RowState("trace", dim, 0.0),)
+
+    def _step(self, inputs: RowInputs) -> RowOutputs:
+        gradient, row, states, _, (learning_rate,) = inputs
+        gradient = with_decay(gradient, row, self.weight_decay)
+        if self.momentum is None:
+            return RowOutputs(row - learning_rate * gradient, ())
+        gradient, trace = with_momentum(gradient, states[0], self.momentum, self.nesterov)
+        return RowOutputs(row - learning_rate * gradient, (trace,))
 
 
-def adagrad(
-    learning_rate: LearningRate,
-    initial_accumulator_value: float = 0.1,
-    eps: float = 1e-7,
-    weight_decay: float = 0.0,
-    *,
-    limits: Limits | None = None,
-) -> Adagrad:
+sgd = function_of(Sgd)
+
+
+@dataclasses.dataclass(frozen=True)
+class Adagrad(Limited):
     """Adagrad: `acc += g²; row -= lr * g / sqrt(acc + eps)`, zero where `acc` is 0.
 
     Without weight decay it is exact: dense Adagrad does not move a row whose gradient is zero. Weight decay is coupled
@@ -234,17 +89,37 @@ def adagrad(
 
     Source: Duchi, Hazan, Singer, "Adaptive Subgradient Methods", 2011; the form of `optax.adagrad`.
     """
-    return Adagrad(learning_rate, initial_accumulator_value, eps, weight_decay, limits=limits)
+
+    _own_kernel: ClassVar[int] = 1
+    name: ClassVar[str] = "adagrad"
+    initial_accumulator_value: float = not_negative(0.1)
+    eps: float = not_negative(1e-7)
+    weight_decay: float = not_negative(0.0)
+
+    def _is_plain(self) -> bool:
+        return self.weight_decay == 0
+
+    def state_specs(self, dim: int) -> tuple[RowState, ...]:
+        """One accumulator for each column."""
+        return (RowState("accumulator", dim, self.initial_accumulator_value),)
+
+    def hyper(self, step: Any, learning_rate: Any) -> tuple[Any, ...]:
+        """Learning rate, eps."""
+        return (learning_rate, self.eps)
+
+    def _step(self, inputs: RowInputs) -> RowOutputs:
+        gradient, row, (accumulator,), _, (learning_rate, eps) = inputs
+        gradient = with_decay(gradient, row, self.weight_decay)
+        accumulator = accumulator + gradient * gradient
+        inverse = jnp.where(accumulator > 0, 1 / jnp.sqrt(accumulator + eps), 0.0)
+        return RowOutputs(row - learning_rate * (gradient * inverse), (accumulator,))
 
 
-def rowwise_adagrad(
-    learning_rate: LearningRate,
-    initial_accumulator_value: float = 0.0,
-    eps: float = 1e-8,
-    weight_decay: float = 0.0,
-    *,
-    limits: Limits | None = None,
-) -> RowwiseAdagrad:
+adagrad = function_of(Adagrad)
+
+
+@dataclasses.dataclass(frozen=True)
+class RowwiseAdagrad(Adagrad):
     """Adagrad with one accumulator a row: `acc += mean(g²); row -= lr * g / (sqrt(acc) + eps)`.
 
     Without weight decay it is exact, as `adagrad`. Weight decay is coupled (`g` is `g + weight_decay * row` from the
@@ -264,17 +139,28 @@ def rowwise_adagrad(
     Source: Gupta, Gangrade et al., "Training Recommender Systems at Scale", 2021; the form of FBGEMM's
     EXACT_ROWWISE_ADAGRAD, with its weight decay mode L2.
     """
-    return RowwiseAdagrad(learning_rate, initial_accumulator_value, eps, weight_decay, limits=limits)
+
+    _own_kernel: ClassVar[int] = 2
+    name: ClassVar[str] = "rowwise_adagrad"
+    initial_accumulator_value: float = not_negative(0.0)
+    eps: float = not_negative(1e-8)
+
+    def state_specs(self, dim: int) -> tuple[RowState, ...]:
+        """One accumulator for the row."""
+        return (RowState("accumulator", 1, self.initial_accumulator_value),)
+
+    def _step(self, inputs: RowInputs) -> RowOutputs:
+        gradient, row, (accumulator,), _, (learning_rate, eps) = inputs
+        gradient = with_decay(gradient, row, self.weight_decay)
+        accumulator = accumulator + jnp.mean(gradient * gradient)
+        return RowOutputs(row - learning_rate / (jnp.sqrt(accumulator) + eps) * gradient, (accumulator,))
 
 
-def adam(
-    learning_rate: LearningRate,
-    b1: float = 0.9,
-    b2: float = 0.999,
-    eps: float = 1e-8,
-    *,
-    limits: Limits | None = None,
-) -> Adam:
+rowwise_adagrad = function_of(RowwiseAdagrad)
+
+
+@dataclasses.dataclass(frozen=True)
+class Adam(Limited):
     """Lazy Adam: the moments of a row move only when the row is used.
 
     `m = b1 m + (1 - b1) g; v = b2 v + (1 - b2) g²; row -= lr · m̂ / (sqrt(v̂) + eps)` with
@@ -294,4 +180,49 @@ def adam(
 
     Source: Kingma, Ba, "Adam", 2015; the form of `optax.adam`, lazy as TensorFlow's LazyAdam.
     """
-    return Adam(learning_rate, b1, b2, eps, limits=limits)
+
+    _own_kernel: ClassVar[int] = 3
+    name: ClassVar[str] = "adam"
+    b1: float = share(0.9)
+    b2: float = share(0.999)
+    eps: float = not_negative(1e-8)
+
+    def state_specs(self, dim: int) -> tuple[RowState, ...]:
+        """First and second moment of each column."""
+        return (RowState("m", dim, 0.0), RowState("v", dim, 0.0))
+
+    def hyper(self, step: Any, learning_rate: Any) -> tuple[Any, ...]:
+        """Learning rate, b1, b2, eps, the bias corrections, 1 - b1, 1 - b2."""
+        corrections = bias_correction(step, self.b1), bias_correction(step, self.b2)
+        return (learning_rate, self.b1, self.b2, self.eps, *corrections, 1 - self.b1, 1 - self.b2)
+
+    def _step(self, inputs: RowInputs) -> RowOutputs:
+        gradient, row, (m, v), _, (learning_rate, b1, b2, eps, correct1, correct2, rest1, rest2) = inputs
+        m = b1 * m + rest1 * gradient
+        v = b2 * v + rest2 * (gradient * gradient)
+        return RowOutputs(row - learning_rate * ((m / correct1) / (jnp.sqrt(v / correct2) + eps)), (m, v))
+
+
+adam = function_of(Adam)
+
+
+def bias_correction(step: Any, decay: float) -> Float[Array, ""]:
+    """What is left of a moment's initial zero after a step: 1 - decay^t, t counting this update of the collection."""
+    count = jnp.asarray(step).astype(jnp.float32) + jnp.float32(1)
+    return 1 - jnp.float32(decay) ** count
+
+
+def average(old: Array, new: Array, decay: float) -> Array:
+    """One step of a moving average."""
+    return decay * old + (1 - decay) * new
+
+
+def with_decay(gradient: Array, row: Array, weight_decay: float) -> Array:
+    """The gradient of the loss with `weight_decay / 2 * ||row||²` added to it."""
+    return gradient if weight_decay == 0 else gradient + weight_decay * row
+
+
+def with_momentum(update: Array, trace: Array, momentum: float, nesterov: bool) -> tuple[Array, Array]:
+    """The update after momentum, and the trace."""
+    trace = update + momentum * trace
+    return (update + momentum * trace if nesterov else trace), trace

@@ -71,14 +71,12 @@ class Optimizer(abc.ABC):
     learning_rate: LearningRate
 
     def __post_init__(self) -> None:
-        """Turns a 0-d array into a number and refuses what is neither number nor schedule."""
         rate = self.learning_rate
         name = f"optim.{self.name}"
         if isinstance(rate, jax.core.Tracer):
             raise TypeError(
                 f"{name}: learning_rate: got a traced value; an optimizer is declared outside jit. Pass the "
-                "traced rate "
-                "to collection.update(..., learning_rate=rate)."
+                "traced rate to collection.update(..., learning_rate=rate)."
             )
         if isinstance(rate, (np.ndarray, np.generic, jax.Array)):
             if np.ndim(rate) != 0:
@@ -100,11 +98,6 @@ class Optimizer(abc.ABC):
           dim: of the table.
         """
         return type(self).__name__
-
-    def _check(self, name: str, low: float, below: float = math.inf) -> None:
-        """Refuses a hyper-parameter outside [low, below)."""
-        wanted = f"a number in [{low}, {below})"
-        checks.field(self, f"optim.{self.name}", name, checks.number, low, math.nextafter(below, 0.0), wanted)
 
     @abc.abstractmethod
     def state_specs(self, dim: int) -> tuple[RowState, ...]:

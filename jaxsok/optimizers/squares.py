@@ -5,163 +5,22 @@ has missed.
 """
 
 import dataclasses
+import functools
+import math
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
 
 from jaxsok import checks
-from jaxsok.optimizers.fused import average, bias_correction, check_momentum, with_decay, with_momentum
-from jaxsok.optimizers.limits import Limited, Limits
-from jaxsok.optimizers.protocol import LearningRate, RowInputs, RowOutputs, RowState
+from jaxsok.optimizers.fused import average, bias_correction, with_decay, with_momentum
+from jaxsok.optimizers.limits import Limited, flag, function_of, hyper_parameter, not_negative, positive, share
+from jaxsok.optimizers.protocol import RowInputs, RowOutputs, RowState
+
+_DECAY_STEP = "a positive integer below 2**32: updates from one decay to the next"
 
 
 @dataclasses.dataclass(frozen=True)
 class RmsProp(Limited):
-    """See `rmsprop`."""
-
-    name: ClassVar[str] = "rmsprop"
-    decay: float = 0.9
-    eps: float = 1e-8
-    initial_scale: float = 0.0
-    eps_in_sqrt: bool = True
-    centered: bool = False
-    momentum: float | None = None
-    nesterov: bool = False
-    bias_correction: bool = False
-
-    def __post_init__(self) -> None:
-        """Refuses hyper-parameters that cannot be meant."""
-        super().__post_init__()
-        self._check("decay", 0.0, 1.0)
-        self._check_positive("eps")
-        self._check("initial_scale", 0.0)
-        for name in ("eps_in_sqrt", "centered", "bias_correction"):
-            self._check_flag(name)
-        check_momentum(self)
-
-    def state_specs(self, dim: int) -> tuple[RowState, ...]:
-        """The mean square of each column; if centered its mean, with momentum its trace."""
-        specs = [RowState("v", dim, self.initial_scale)]
-        if self.centered:
-            specs.append(RowState("m", dim, 0.0))
-        if self.momentum is not None:
-            specs.append(RowState("trace", dim, 0.0))
-        return tuple(specs)
-
-    def hyper(self, step: Any, learning_rate: Any) -> tuple[Any, ...]:
-        """Learning rate, the bias correction (1 without)."""
-        return (learning_rate, bias_correction(step, self.decay) if self.bias_correction else 1.0)
-
-    def _step(self, inputs: RowInputs) -> RowOutputs:
-        """`v = decay v + (1 - decay) g²; row -= lr * g / sqrt(v + eps)`, with v - m² for v if centered."""
-        gradient, row, (v, *others), _, (learning_rate, correct) = inputs
-        v = average(v, gradient * gradient, self.decay)
-        states, square = [v], v / correct if self.bias_correction else v
-        if self.centered:
-            m = average(others[0], gradient, self.decay)
-            mean = m / correct if self.bias_correction else m
-            # A mean square is no less than the square of the mean, but for rounding.
-            square = jnp.maximum(square - mean * mean, 0.0)
-            states.append(m)
-        root = jnp.sqrt(square + self.eps) if self.eps_in_sqrt else jnp.sqrt(square) + self.eps
-        update = learning_rate * (gradient / root)
-        if self.momentum is not None:
-            update, trace = with_momentum(update, others[-1], self.momentum, self.nesterov)
-            states.append(trace)
-        return RowOutputs(row - update, tuple(states))
-
-
-@dataclasses.dataclass(frozen=True)
-class Adadelta(Limited):
-    """See `adadelta`."""
-
-    name: ClassVar[str] = "adadelta"
-    rho: float = 0.9
-    eps: float = 1e-6
-    weight_decay: float = 0.0
-
-    def __post_init__(self) -> None:
-        """Refuses hyper-parameters that cannot be meant."""
-        super().__post_init__()
-        self._check("rho", 0.0, 1.0)
-        self._check_positive("eps")
-        self._check("weight_decay", 0.0)
-
-    def state_specs(self, dim: int) -> tuple[RowState, ...]:
-        """The mean squares of each column's gradients and of its updates."""
-        return (RowState("v", dim, 0.0), RowState("u", dim, 0.0))
-
-    def hyper(self, step: Any, learning_rate: Any) -> tuple[Any, ...]:
-        """The learning rate."""
-        return (learning_rate,)
-
-    def _step(self, inputs: RowInputs) -> RowOutputs:
-        """`d = g * sqrt(u + eps) / sqrt(v + eps); u = rho u + (1 - rho) d²; row -= lr * d`."""
-        gradient, row, (v, u), _, (learning_rate,) = inputs
-        gradient = with_decay(gradient, row, self.weight_decay)
-        v = average(v, gradient * gradient, self.rho)
-        update = jnp.sqrt(u + self.eps) / jnp.sqrt(v + self.eps) * gradient
-        return RowOutputs(row - learning_rate * update, (v, average(u, update * update, self.rho)))
-
-
-@dataclasses.dataclass(frozen=True)
-class AdagradDecay(Limited):
-    """See `adagrad_decay`."""
-
-    name: ClassVar[str] = "adagrad_decay"
-    initial_accumulator_value: float = 0.1
-    decay_step: int = 100_000
-    decay_rate: float = 0.9
-    weight_decay: float = 0.0
-
-    def __post_init__(self) -> None:
-        """Refuses hyper-parameters that cannot be meant."""
-        super().__post_init__()
-        self._check_positive("initial_accumulator_value")
-        wanted = "a positive integer below 2**32: updates from one decay to the next"
-        checks.field(self, f"optim.{self.name}", "decay_step", checks.integer, 1, 2**32 - 1, wanted)
-        self._check_positive("decay_rate")
-        self._check("decay_rate", 0.0, 1.0)
-        self._check("weight_decay", 0.0)
-
-    def state_specs(self, dim: int) -> tuple[RowState, ...]:
-        """One accumulator for each column; how many decays they have had."""
-        return (RowState("accumulator", dim, self.initial_accumulator_value), RowState("num_decays", 1, 0.0))
-
-    def hyper(self, step: Any, learning_rate: Any) -> tuple[Any, ...]:
-        """Learning rate, how many decays there were by now."""
-        # (step + 1) // decay_step, where step + 1 may be 2**32.
-        step, decay_step = jnp.asarray(step).astype(jnp.uint32), jnp.uint32(self.decay_step)
-        before = step // decay_step
-        num_due = before + (step % decay_step == decay_step - jnp.uint32(1)).astype(jnp.uint32)
-        return (learning_rate, jnp.maximum(before, num_due).astype(jnp.float32))
-
-    def _step(self, inputs: RowInputs) -> RowOutputs:
-        """`acc = max(acc * decay_rate^missed, initial) + g²; row -= lr * g / sqrt(acc)`."""
-        gradient, row, (accumulator, num_decays), _, (learning_rate, num_due) = inputs
-        gradient = with_decay(gradient, row, self.weight_decay)
-        # max(max(a r, f) r, f) is max(a r², f), as f r <= f: all missed decays are one. A new row, with a = f, has
-        # none to make up for, though its count begins at 0. It is ahead only if decay_step was another before.
-        missed = jnp.maximum(num_due - num_decays, 0.0)
-        decayed = accumulator * jnp.power(self.decay_rate, missed)
-        accumulator = jnp.maximum(decayed, self.initial_accumulator_value) + gradient * gradient
-        num_decays = jnp.broadcast_to(num_due, num_decays.shape)
-        return RowOutputs(row - learning_rate * (gradient / jnp.sqrt(accumulator)), (accumulator, num_decays))
-
-
-def rmsprop(
-    learning_rate: LearningRate,
-    decay: float = 0.9,
-    eps: float = 1e-8,
-    initial_scale: float = 0.0,
-    eps_in_sqrt: bool = True,
-    centered: bool = False,
-    momentum: float | None = None,
-    nesterov: bool = False,
-    bias_correction: bool = False,
-    *,
-    limits: Limits | None = None,
-) -> RmsProp:
     """RMSProp: `v = decay v + (1 - decay) g²; row -= lr · g / sqrt(v + eps)`.
 
     Centered: `m = decay m + (1 - decay) g`, and `v - m²`, at least 0, stands for v. With momentum:
@@ -190,28 +49,57 @@ def rmsprop(
     Source: Tieleman, Hinton, "Lecture 6.5", 2012; centered as in Graves, "Generating Sequences With Recurrent Neural
     Networks", 2013; the form of `optax.rmsprop`.
     """
-    return RmsProp(
-        learning_rate,
-        decay,
-        eps,
-        initial_scale,
-        eps_in_sqrt,
-        centered,
-        momentum,
-        nesterov,
-        bias_correction,
-        limits=limits,
-    )
+
+    name: ClassVar[str] = "rmsprop"
+    decay: float = share(0.9)
+    eps: float = positive(1e-8)
+    initial_scale: float = not_negative(0.0)
+    eps_in_sqrt: bool = flag(True)
+    centered: bool = flag(False)
+    momentum: float | None = share(None)
+    nesterov: bool = flag(False)
+    bias_correction: bool = flag(False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._check_momentum()
+
+    def state_specs(self, dim: int) -> tuple[RowState, ...]:
+        """The mean square of each column; if centered its mean, with momentum its trace."""
+        specs = [RowState("v", dim, self.initial_scale)]
+        if self.centered:
+            specs.append(RowState("m", dim, 0.0))
+        if self.momentum is not None:
+            specs.append(RowState("trace", dim, 0.0))
+        return tuple(specs)
+
+    def hyper(self, step: Any, learning_rate: Any) -> tuple[Any, ...]:
+        """Learning rate, the bias correction (1 without)."""
+        return (learning_rate, bias_correction(step, self.decay) if self.bias_correction else 1.0)
+
+    def _step(self, inputs: RowInputs) -> RowOutputs:
+        gradient, row, (v, *others), _, (learning_rate, correct) = inputs
+        v = average(v, gradient * gradient, self.decay)
+        states, square = [v], v / correct if self.bias_correction else v
+        if self.centered:
+            m = average(others[0], gradient, self.decay)
+            mean = m / correct if self.bias_correction else m
+            # A mean square is no less than the square of the mean, but for rounding.
+            square = jnp.maximum(square - mean * mean, 0.0)
+            states.append(m)
+        root = jnp.sqrt(square + self.eps) if self.eps_in_sqrt else jnp.sqrt(square) + self.eps
+        update = learning_rate * (gradient / root)
+        if self.momentum is not None:
+            update, trace = with_momentum(update, others[-1], self.momentum, self.nesterov)
+            states.append(trace)
+        return RowOutputs(row - update, tuple(states))
 
 
-def adadelta(
-    learning_rate: LearningRate,
-    rho: float = 0.9,
-    eps: float = 1e-6,
-    weight_decay: float = 0.0,
-    *,
-    limits: Limits | None = None,
-) -> Adadelta:
+rmsprop = function_of(RmsProp)
+
+
+@dataclasses.dataclass(frozen=True)
+class Adadelta(Limited):
     """Adadelta: steps in the unit of the row, as long as those before them.
 
     `v = rho v + (1 - rho) g²; d = g · sqrt(u + eps) / sqrt(v + eps); u = rho u + (1 - rho) d²; row -= lr · d`, with u
@@ -232,18 +120,29 @@ def adadelta(
 
     Source: Zeiler, "ADADELTA: An Adaptive Learning Rate Method", 2012; the form of `optax.adadelta`.
     """
-    return Adadelta(learning_rate, rho, eps, weight_decay, limits=limits)
+
+    name: ClassVar[str] = "adadelta"
+    rho: float = share(0.9)
+    eps: float = positive(1e-6)
+    weight_decay: float = not_negative(0.0)
+
+    def state_specs(self, dim: int) -> tuple[RowState, ...]:
+        """The mean squares of each column's gradients and of its updates."""
+        return (RowState("v", dim, 0.0), RowState("u", dim, 0.0))
+
+    def _step(self, inputs: RowInputs) -> RowOutputs:
+        gradient, row, (v, u), _, (learning_rate,) = inputs
+        gradient = with_decay(gradient, row, self.weight_decay)
+        v = average(v, gradient * gradient, self.rho)
+        update = jnp.sqrt(u + self.eps) / jnp.sqrt(v + self.eps) * gradient
+        return RowOutputs(row - learning_rate * update, (v, average(u, update * update, self.rho)))
 
 
-def adagrad_decay(
-    learning_rate: LearningRate,
-    initial_accumulator_value: float = 0.1,
-    decay_step: int = 100_000,
-    decay_rate: float = 0.9,
-    weight_decay: float = 0.0,
-    *,
-    limits: Limits | None = None,
-) -> AdagradDecay:
+adadelta = function_of(Adadelta)
+
+
+@dataclasses.dataclass(frozen=True)
+class AdagradDecay(Limited):
     """Adagrad whose accumulator shrinks from time to time, so that a long training does not come to rest.
 
     In updates `decay_step`, `2 · decay_step`, ... of the collection `acc = max(acc · decay_rate, initial)`; in every
@@ -267,4 +166,46 @@ def adagrad_decay(
 
     Source: DeepRec's AdagradDecayOptimizer.
     """
-    return AdagradDecay(learning_rate, initial_accumulator_value, decay_step, decay_rate, weight_decay, limits=limits)
+
+    name: ClassVar[str] = "adagrad_decay"
+    initial_accumulator_value: float = positive(0.1)
+    decay_step: int = hyper_parameter(
+        100_000, functools.partial(checks.integer, low=1, high=2**32 - 1, wanted=_DECAY_STEP)
+    )
+    decay_rate: float = positive(0.9)
+    weight_decay: float = not_negative(0.0)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        checks.number(
+            "optim.adagrad_decay: decay_rate",
+            self.decay_rate,
+            high=math.nextafter(1.0, 0.0),
+            wanted="a number in [0.0, 1.0)",
+        )
+
+    def state_specs(self, dim: int) -> tuple[RowState, ...]:
+        """One accumulator for each column; how many decays they have had."""
+        return (RowState("accumulator", dim, self.initial_accumulator_value), RowState("num_decays", 1, 0.0))
+
+    def hyper(self, step: Any, learning_rate: Any) -> tuple[Any, ...]:
+        """Learning rate, how many decays there were by now."""
+        # (step + 1) // decay_step, where step + 1 may be 2**32.
+        step, decay_step = jnp.asarray(step).astype(jnp.uint32), jnp.uint32(self.decay_step)
+        before = step // decay_step
+        num_due = before + (step % decay_step == decay_step - jnp.uint32(1)).astype(jnp.uint32)
+        return (learning_rate, jnp.maximum(before, num_due).astype(jnp.float32))
+
+    def _step(self, inputs: RowInputs) -> RowOutputs:
+        gradient, row, (accumulator, num_decays), _, (learning_rate, num_due) = inputs
+        gradient = with_decay(gradient, row, self.weight_decay)
+        # max(max(a r, f) r, f) is max(a r², f), as f r <= f: all missed decays are one. A new row, with a = f, has
+        # none to make up for, though its count begins at 0. It is ahead only if decay_step was another before.
+        missed = jnp.maximum(num_due - num_decays, 0.0)
+        decayed = accumulator * jnp.power(self.decay_rate, missed)
+        accumulator = jnp.maximum(decayed, self.initial_accumulator_value) + gradient * gradient
+        num_decays = jnp.broadcast_to(num_due, num_decays.shape)
+        return RowOutputs(row - learning_rate * (gradient / jnp.sqrt(accumulator)), (accumulator, num_decays))
+
+
+adagrad_decay = function_of(AdagradDecay)
