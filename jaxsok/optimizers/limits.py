@@ -30,34 +30,24 @@ _POSITIVE = functools.partial(checks.number, low=checks.ABOVE_ZERO, wanted="a po
 _SHARE = functools.partial(checks.number, low=0.0, high=math.nextafter(1.0, 0.0), wanted="a number in [0.0, 1.0)")
 
 
-def hyper_parameter(default: Any, check: Callable[[str, Any], Any]) -> Any:
-    """A field of a `Limited` optimizer that is checked when the optimizer is declared.
-
-    Args:
-      default: its default.
-      check: of `jaxsok.checks`: takes what messages call the field, and its value.
-    """
-    return dataclasses.field(default=default, metadata={"check": check})
-
-
 def positive(default: float) -> Any:
-    """A number above 0."""
-    return hyper_parameter(default, _POSITIVE)
+    """A hyper-parameter above 0."""
+    return checks.declare(default, _POSITIVE)
 
 
 def not_negative(default: float) -> Any:
-    """A number of at least 0."""
-    return hyper_parameter(default, functools.partial(checks.number, low=0.0, wanted="a number in [0.0, inf)"))
+    """A hyper-parameter of at least 0."""
+    return checks.declare(default, checks.number, low=0.0, wanted="a number in [0.0, inf)")
 
 
 def share(default: float | None) -> Any:
-    """A number of at least 0 and below 1; None too where that is the default."""
-    return hyper_parameter(default, lambda what, value: value if value is default is None else _SHARE(what, value))
+    """A hyper-parameter of at least 0 and below 1; None too where that is the default."""
+    return checks.declare(default, checks.optional(_SHARE) if default is None else _SHARE)
 
 
 def flag(default: bool) -> Any:
-    """True or False."""
-    return hyper_parameter(default, checks.flag)
+    """A hyper-parameter that is True or False."""
+    return checks.declare(default, checks.flag)
 
 
 # Limits ---------------------------------------------------------------------------------------------------------------
@@ -70,22 +60,17 @@ class AdaptiveClip:
     The L2 norm of the row gradient is at most `num_uses * max(ratio * ||row||, lower)`: one use moves a row by no more
     than a share of itself, and n uses by n times as much. Meant for `row_gradient="sum"`.
 
-    Example:
-      >>> AdaptiveClip(ratio=1.0, lower=1e-5)
-      AdaptiveClip(ratio=1.0, lower=1e-05)
-
     Source: Zheng et al., "CowClip: Reducing CTR Prediction Model Training Time from 12 hours to 10 minutes on 1 GPU",
     2022, where ratio is r and lower is ζ.
     """
 
-    ratio: float = 1.0
+    ratio: float = positive(1.0)
     """The share of the row's L2 norm that one use may bring."""
-    lower: float = 1e-5
+    lower: float = positive(1e-5)
     """What one use may bring whatever the row is, so that a row of zeros can leave zero."""
 
     def __post_init__(self) -> None:
-        checks.field(self, "AdaptiveClip", "ratio", _POSITIVE)
-        checks.field(self, "AdaptiveClip", "lower", _POSITIVE)
+        checks.check_fields(self, "AdaptiveClip")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -125,12 +110,7 @@ class Limits:
             )
 
     def around(self, step: Callable[[RowInputs], RowOutputs], inputs: RowInputs) -> RowOutputs:
-        """The step of one row within these limits.
-
-        Args:
-          step: `step_row` of an optimizer without limits.
-          inputs: of the row.
-        """
+        """The step of one row within these limits, `step` being the `step_row` of an optimizer without limits."""
         gradient = inputs.gradient
         if self.clip_value is not None:
             gradient = jnp.minimum(jnp.maximum(gradient, -self.clip_value), self.clip_value)
@@ -166,9 +146,7 @@ class Limited(Optimizer):
             )
         if self.limits == Limits():
             object.__setattr__(self, "limits", None)
-        for field in dataclasses.fields(self):
-            if "check" in field.metadata:
-                checks.field(self, f"optim.{self.name}", field.name, field.metadata["check"])
+        checks.check_fields(self, f"optim.{self.name}")
 
     @property
     def kernel(self) -> int:

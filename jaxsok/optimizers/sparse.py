@@ -6,7 +6,6 @@ programs. A learning rate of zero, as a schedule may begin with, leaves a row an
 """
 
 import dataclasses
-import functools
 import math
 from typing import Any, ClassVar
 
@@ -15,7 +14,7 @@ from jaxtyping import Array
 
 from jaxsok import checks
 from jaxsok.optimizers.fused import average, bias_correction
-from jaxsok.optimizers.limits import Limited, function_of, hyper_parameter, norm, not_negative, positive, share
+from jaxsok.optimizers.limits import Limited, function_of, norm, not_negative, positive, share
 from jaxsok.optimizers.protocol import RowInputs, RowOutputs, RowState
 
 
@@ -62,9 +61,7 @@ class Ftrl(Limited):
     """
 
     name: ClassVar[str] = "ftrl"
-    learning_rate_power: float = hyper_parameter(
-        -0.5, functools.partial(checks.number, high=0, wanted="a number not above 0")
-    )
+    learning_rate_power: float = checks.declare(-0.5, checks.number, high=0, wanted="a number not above 0")
     initial_accumulator_value: float = not_negative(0.1)
     l1: float = not_negative(0.0)
     l2: float = not_negative(0.0)
@@ -113,12 +110,8 @@ class GroupFtrl(Ftrl):
     `l21 = 0` it is `ftrl`, and as lazy as that.
 
     Args:
-      learning_rate, learning_rate_power, initial_accumulator_value, l1, l2, l2_shrinkage, beta, limits: as for `ftrl`.
+      learning_rate_power, initial_accumulator_value, l1, l2, l2_shrinkage, beta, limits: as for `ftrl`.
       l21: strength of the lasso on rows; DeepRec's `l1_regularization_strength` is `l21 · sqrt(dim)`.
-
-    Example:
-      >>> [state.name for state in group_ftrl(0.1, l21=1e-3).state_specs(dim=64)]
-      ['accumulator', 'z']
 
     Source: Yue et al., "Adaptive Optimizers with Sparse Group Lasso for Neural Networks in CTR Prediction", 2021; the
     form of TFPlus's SparseGroupFtrl. With `l21 = l1 / sqrt(dim)` also DeepRec's FtrlOptimizer of strength l1 on an
@@ -156,10 +149,6 @@ class GroupAdam(Limited):
       l2: strength of `l2 · row²` in what a row minimises.
       l21: strength of the lasso on rows.
       limits: bounds around the step. A bound on the row is not known to `held`.
-
-    Example:
-      >>> [state.name for state in group_adam(1e-3, l21=1e-3).state_specs(dim=64)]
-      ['m', 'v', 'held']
 
     Source: Yue et al., "Adaptive Optimizers with Sparse Group Lasso for Neural Networks in CTR Prediction", 2021, its
     Group Adam.

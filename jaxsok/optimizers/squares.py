@@ -5,7 +5,6 @@ has missed.
 """
 
 import dataclasses
-import functools
 import math
 from typing import Any, ClassVar
 
@@ -13,7 +12,7 @@ import jax.numpy as jnp
 
 from jaxsok import checks
 from jaxsok.optimizers.fused import average, bias_correction, with_decay, with_momentum
-from jaxsok.optimizers.limits import Limited, flag, function_of, hyper_parameter, not_negative, positive, share
+from jaxsok.optimizers.limits import Limited, flag, function_of, not_negative, positive, share
 from jaxsok.optimizers.protocol import RowInputs, RowOutputs, RowState
 
 _DECAY_STEP = "a positive integer below 2**32: updates from one decay to the next"
@@ -31,7 +30,6 @@ class RmsProp(Limited):
     but its v would sink, so that its next step would be longer.
 
     Args:
-      learning_rate: a number, a 0-d array, or an Optax schedule.
       decay: of the mean square, and of the mean.
       eps: added under the root, or to it.
       initial_scale: what the mean square of a new row holds.
@@ -40,7 +38,6 @@ class RmsProp(Limited):
       momentum: decay of the trace; None: no trace.
       nesterov: whether to look one step ahead; needs momentum.
       bias_correction: whether to correct for moments that began at zero.
-      limits: bounds around the step.
 
     Example:
       >>> [state.name for state in rmsprop(1e-3, centered=True, momentum=0.9).state_specs(dim=64)]
@@ -112,11 +109,6 @@ class Adadelta(Limited):
       rho: decay of both mean squares.
       eps: added under both roots.
       weight_decay: what share of the row is added to its gradient.
-      limits: bounds around the step.
-
-    Example:
-      >>> [state.name for state in adadelta(1.0).state_specs(dim=64)]
-      ['v', 'u']
 
     Source: Zeiler, "ADADELTA: An Adaptive Learning Rate Method", 2012; the form of `optax.adadelta`.
     """
@@ -153,25 +145,17 @@ class AdagradDecay(Limited):
     coupled and lazy.
 
     Args:
-      learning_rate: a number, a 0-d array, or an Optax schedule.
       initial_accumulator_value: what the accumulators of a new row hold, and the least that they can hold; positive.
       decay_step: updates of the collection from one decay to the next.
       decay_rate: what a decay leaves, in (0, 1).
       weight_decay: what share of the row is added to its gradient.
-      limits: bounds around the step.
-
-    Example:
-      >>> [(state.name, state.dim) for state in adagrad_decay(0.1).state_specs(dim=64)]
-      [('accumulator', 64), ('num_decays', 1)]
 
     Source: DeepRec's AdagradDecayOptimizer.
     """
 
     name: ClassVar[str] = "adagrad_decay"
     initial_accumulator_value: float = positive(0.1)
-    decay_step: int = hyper_parameter(
-        100_000, functools.partial(checks.integer, low=1, high=2**32 - 1, wanted=_DECAY_STEP)
-    )
+    decay_step: int = checks.declare(100_000, checks.integer, low=1, high=2**32 - 1, wanted=_DECAY_STEP)
     decay_rate: float = positive(0.9)
     weight_decay: float = not_negative(0.0)
 
