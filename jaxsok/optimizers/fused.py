@@ -26,11 +26,9 @@ class Sgd(Limited):
     it is lazy: the trace of an unused row keeps its length and does not carry the row on, and the row does not shrink.
 
     Args:
-      learning_rate: a number, a 0-d array, or an Optax schedule.
       momentum: decay of the trace; None: no trace.
       nesterov: whether to look one step ahead; needs momentum.
       weight_decay: what share of the row is added to its gradient.
-      limits: bounds around the step.
 
     Example:
       >>> sgd(0.1).state_specs(dim=64), sgd(0.1, momentum=0.9).state_specs(dim=64)
@@ -77,11 +75,9 @@ class Adagrad(Limited):
     (`g` is `g + weight_decay * row` from the start) and lazy: unused rows do not shrink.
 
     Args:
-      learning_rate: a number, a 0-d array, or an Optax schedule.
       initial_accumulator_value: what the accumulators of a new row hold.
       eps: added under the root.
       weight_decay: what share of the row is added to its gradient.
-      limits: bounds around the step.
 
     Example:
       >>> adagrad(0.1).state_specs(dim=64)
@@ -126,15 +122,9 @@ class RowwiseAdagrad(Adagrad):
     start) and lazy: unused rows do not shrink.
 
     Args:
-      learning_rate: a number, a 0-d array, or an Optax schedule.
       initial_accumulator_value: what the accumulator of a new row holds.
       eps: added to the root.
       weight_decay: what share of the row is added to its gradient.
-      limits: bounds around the step.
-
-    Example:
-      >>> rowwise_adagrad(0.1).state_specs(dim=64)
-      (RowState(name='accumulator', dim=1, initial_value=0.0),)
 
     Source: Gupta, Gangrade et al., "Training Recommender Systems at Scale", 2021; the form of FBGEMM's
     EXACT_ROWWISE_ADAGRAD, with its weight decay mode L2.
@@ -168,11 +158,9 @@ class Adam(Limited):
     Dense Adam also decays the moments of unused rows and moves them: a row used in every step is equal in both.
 
     Args:
-      learning_rate: a number, a 0-d array, or an Optax schedule.
       b1: decay of the first moment.
       b2: decay of the second.
       eps: added to the root.
-      limits: bounds around the step.
 
     Example:
       >>> [state.name for state in adam(1e-3).state_specs(dim=64)]

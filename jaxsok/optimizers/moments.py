@@ -22,16 +22,10 @@ class AdamW(Limited):
     all rows in every step. A row used in every step is equal in both.
 
     Args:
-      learning_rate: a number, a 0-d array, or an Optax schedule.
       b1: decay of the first moment.
       b2: decay of the second.
       eps: added to the root.
       weight_decay: what share of the row, times the learning rate, a step takes away.
-      limits: bounds around the step.
-
-    Example:
-      >>> adamw(1e-3).weight_decay
-      0.0001
 
     Source: Loshchilov, Hutter, "Decoupled Weight Decay Regularization", 2019; the form of `optax.adamw`.
     """
@@ -77,7 +71,7 @@ class RowwiseAdam(AdamW):
     `adam`. Lazy in the moments and in the weight decay, which is decoupled.
 
     Args:
-      learning_rate, b1, b2, eps, weight_decay, limits: as for `adamw`.
+      b1, b2, eps, weight_decay: as for `adamw`.
 
     Example:
       >>> [(state.name, state.dim) for state in rowwise_adam(1e-3).state_specs(dim=64)]
@@ -109,16 +103,10 @@ class Adamax(Limited):
     Lazy: m and u of an unused row do not decay, and the row does not move. Weight decay is decoupled.
 
     Args:
-      learning_rate: a number, a 0-d array, or an Optax schedule.
       b1: decay of the first moment.
       b2: decay of the infinite one.
       eps: added to the gradient's magnitude.
       weight_decay: what share of the row, times the learning rate, a step takes away.
-      limits: bounds around the step.
-
-    Example:
-      >>> [state.name for state in adamax(2e-3).state_specs(dim=64)]
-      ['m', 'u']
 
     Source: Kingma, Ba, "Adam", 2015, section 7.1; the form of `optax.adamax` and `optax.adamaxw`.
     """
@@ -155,15 +143,9 @@ class Lion(Limited):
     unused row keeps its moment and stays, where dense Lion would carry it on at full speed. Weight decay is decoupled.
 
     Args:
-      learning_rate: a number, a 0-d array, or an Optax schedule.
       b1: share of the moment in the direction.
       b2: decay of the moment.
       weight_decay: what share of the row, times the learning rate, a step takes away.
-      limits: bounds around the step.
-
-    Example:
-      >>> lion(1e-4).state_specs(dim=64)
-      (RowState(name='m', dim=64, initial_value=0.0),)
 
     Source: Chen et al., "Symbolic Discovery of Optimization Algorithms", 2023; the form of `optax.lion`.
     """

@@ -30,12 +30,8 @@ class Lamb(AdamW):
     Lazy in the moments and in the weight decay, which is decoupled from them and is part of what is scaled.
 
     Args:
-      learning_rate, b1, b2, eps, limits: as for `adam`.
+      b1, b2, eps: as for `adam`.
       weight_decay: what share of the row is added to the update.
-
-    Example:
-      >>> [state.name for state in lamb(1e-3).state_specs(dim=64)]
-      ['m', 'v']
 
     Source: You et al., "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes", 2020; the form of
     `optax.lamb` with each row a parameter of its own, as FBGEMM's LAMB.
@@ -62,17 +58,11 @@ class Lars(Limited):
     start. Lazy: the trace of an unused row does not carry it on, and the row does not shrink.
 
     Args:
-      learning_rate: a number, a 0-d array, or an Optax schedule.
       weight_decay: what share of the row is added to its gradient.
       trust_coefficient: how far a step takes a row, in units of its norm and of the learning rate.
       eps: added to the norm of the gradient.
       momentum: decay of the trace.
       nesterov: whether to look one step ahead.
-      limits: bounds around the step.
-
-    Example:
-      >>> lars(1.0).state_specs(dim=64)
-      (RowState(name='trace', dim=64, initial_value=0.0),)
 
     Source: You, Gitman, Ginsburg, "Large Batch Training of Convolutional Networks", 2017; the form of `optax.lars` with
     each row a parameter of its own.
