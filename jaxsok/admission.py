@@ -32,13 +32,9 @@ ROOM = 4  # entries for each that is taken or may be, after sightings were made 
 def operands(
     spec: StoreSpec, store: StoreState, step: UInt32[Array, ""] | None, uses: Array | None = None
 ) -> kernels.Admission | None:
-    """What the kernels need to decide who gets a row; None: every key does.
+    """What the kernels need to decide who gets a row; None: every key does, as without a step.
 
-    Args:
-      spec: the store's tables.
-      store: donated: its counters change in place.
-      step: of the state; None: every key is let in, whatever the tables say.
-      uses: occurrences that each key stands for; None: one each.
+    The counters of the store, which is donated, change in place. `uses` are the occurrences that each key stands for.
     """
     if step is None or not spec.has_admission:
         return None
@@ -51,13 +47,9 @@ def forget(spec: StoreSpec, store: StoreState, num_gone: Array, cleared: int | N
     """Forgets the counts of keys that were let in: called when rows went, so that keys that come back start anew.
 
     Keys that still have their row never need the count again. One that had enough sightings when the store was full
-    starts anew, too. Reads `sightings` once; does nothing where no table admits by count.
-
-    Args:
-      spec: the store's tables.
-      store: donated: the result has its buffers.
-      num_gone: rows that went, perhaps by table; where none did nothing is forgotten but for `cleared`.
-      cleared: the number of a table whose waiting keys are forgotten as well.
+    starts anew, too. Where no row went (`num_gone`, perhaps by table) only the waiting keys of the table `cleared` are
+    forgotten. The store is donated. Reads `sightings` once; does nothing where
+    no table admits by count.
     """
     if not store.sightings:
         return store

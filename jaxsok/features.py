@@ -301,11 +301,7 @@ class _Part:
 def pack(raw: Mapping[str, Any], stores: Sequence[StoreSpec], features: Sequence[FeatureSpec], tag: str) -> Batch:
     """Packs the features of a raw batch by store; carries everything else along.
 
-    Args:
-      raw: one entry per feature, and others.
-      stores: of the collection.
-      features: of the collection, in its order.
-      tag: the collection's fingerprint; a state of another one is refused.
+    `tag` is the collection's fingerprint; a state of another one is refused.
 
     Raises:
       TypeError, ValueError: names feature, argument, got and wanted. Nothing has changed then.

@@ -34,13 +34,8 @@ def pack_sharded(
 ) -> Batch:
     """Packs this process's part of a batch for its shards; entries with a line for each sample are split alike.
 
-    Args:
-      raw: as for `features.pack`: the samples of this process, of which all features have one number.
-      stores: of the collection.
-      features: of the collection.
-      tag: the collection's fingerprint.
-      shards: over which to split.
-      mask: which samples are real, if some were added.
+    All features have one number of samples. `tag` is the collection's fingerprint; `mask` says which samples are real,
+    if some were added.
 
     Raises:
       TypeError, ValueError: names feature, argument, got and wanted. Nothing has changed then.

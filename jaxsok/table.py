@@ -25,13 +25,8 @@ _FOUND, _INSERTED, _PADDING = (COUNTS.index(name) for name in ("num_found", "num
 def find(store: StoreState, keys: Keys, table_ids: TableIds | np.ndarray) -> RowIds:
     """Finds the row id of each (table, key) pair; NO_ROW where it is absent. Changes nothing.
 
-    Args:
-      store: not donated.
-      keys: words; duplicates and PADDING_KEY are allowed.
-      table_ids: the number of each key's table in the store.
-
-    Cost:
-      12 bytes a key in, one 64-byte bucket a probe (about one at load 0.5), 4 bytes out.
+    Keys are words; duplicates and PADDING_KEY are allowed. Costs 12 bytes a key in, one 64-byte bucket a probe (about
+    one at load 0.5), 4 bytes out.
     """
     return kernels.find(store.index, store.counters, jnp.asarray(keys), jnp.asarray(table_ids))
 
@@ -127,7 +122,7 @@ def gather(
     *,
     is_find: bool,
 ) -> tuple[StoreState, Float[Array, "num_keys dim"], Int32[Array, " num_tables"]]:
-    """Reads the rows of requests whose row ids are known, in the dtype of the store.
+    """Reads the rows of requests whose row ids are known: the store, rows in its dtype, and by table uses without one.
 
     Args:
       spec: the store's tables.
@@ -137,12 +132,6 @@ def gather(
       row_ids: of each request; NO_ROW gives the initial row of the key, and in lookups what the table's admission says
         of keys that it keeps out.
       is_find: whether tables with `unknown="zeros"` give zeros for NO_ROW.
-
-    Returns:
-      The store, the rows, and by table how many uses had no row.
-
-    Cost:
-      Reads and writes each row once.
     """
     counters, rows, num_absent = kernels.gather(
         store.counters,
@@ -253,12 +242,8 @@ def touch(
 ) -> StoreState:
     """Records in the statistics of rows that a lookup used them; does nothing for a store without statistics.
 
-    Args:
-      spec: the store's tables.
-      store: donated: the result has its buffers.
-      row_ids: of each position; NO_ROW is passed over. Rows may stand more than once.
-      uses: how often each position stands for its row; None: once. `frequency` grows by it, to 2**32 - 1 at most.
-      clock: what `last_step` of the rows becomes, also if it was later before.
+    `frequency` grows by the uses (None: one each), to 2**32 - 1 at most; `last_step` becomes the clock, also if it was
+    later before. Rows may stand more than once; NO_ROW is passed over. The store is donated.
 
     Cost:
       One call: 4 bytes a position (8 with uses), 8 bytes of each row in and out.
@@ -391,9 +376,6 @@ def release(
     Cost:
       A byte a row of capacity where none goes; else also the records twice (32 bytes a row) and the index once (32
       bytes a row read, and the buckets written that change). Workspace: 2 bits a row.
-
-    Example:
-      Flags `[0, 1, 1]` → rows 1 and 2 are free, and the next new key gets row 1.
     """
     index, counters, table_rows, records, states, statistics, table_evicted, num_released = evict_kernels.release(
         store.index,

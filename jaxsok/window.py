@@ -47,10 +47,7 @@ class StatsWindow:
         self._told: set[str] = set()
 
     def push(self, stats: Stats) -> None:
-        """Hands in the counts of one step; does not wait for them.
-
-        Args:
-          stats: of the same tables as all before.
+        """Hands in the counts of one step, of the same tables as all before; does not wait for them.
 
         Warns:
           RuntimeWarning: once for each table, if steps that have arrived refused keys for want of room.

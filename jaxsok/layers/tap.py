@@ -100,16 +100,13 @@ def clip_by_global_norm(
     max_norm: Any,
     dense: Any,
 ) -> tuple[Any, Float32[Array, ""]]:
-    """`Collection.clip_by_global_norm` over the tables of several layers and the dense parameters.
+    """`Collection.clip_by_global_norm` over the tables of several layers: what was scaled, and the norm before.
 
     Args:
       lookups: by layer, the collection, its state, the plans of the step and the gradients of their taps.
       gradients: a tree of all that is scaled, in whatever form it came.
       max_norm: a positive scalar, perhaps traced.
       dense: the gradients of the dense parameters.
-
-    Returns:
-      The scaled tree, and the norm before.
     """
     check_scalar("clip_by_global_norm: max_norm", max_norm)
     if not isinstance(max_norm, jax.Array) and not max_norm > 0:
@@ -120,15 +117,10 @@ def clip_by_global_norm(
 
 
 def by_plan(op: str, plans: Sequence[Plan], gradients: Sequence[Sequence[Taps | None]]) -> list[Taps]:
-    """The gradients of each lookup, as `Collection.update` takes them.
+    """The gradients of each lookup since the last update, as `Collection.update` takes them.
 
-    Args:
-      op: named in errors.
-      plans: of all lookups since the last update.
-      gradients: of each differentiated call, by lookup; None for those of other calls.
-
-    Raises:
-      ValueError: no lookup, or one without gradients. Raised when traced.
+    `gradients` has those of each differentiated call, by lookup; None for those of other calls. A ValueError says that
+    there was no lookup, or one without gradients.
     """
     if not plans:
         raise ValueError(

@@ -200,14 +200,7 @@ class Lifted(Optimizer):
     ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         """The global state as it is before the step, and after it; the transformation counts steps by itself.
 
-        Args:
-          globals_: as `init_globals` or the last call gave them.
-          step: not used.
-          learning_rate: None, or what takes the place of an injected learning rate, for this step alone.
-          dim: of the rows.
-
-        Raises:
-          ValueError: a learning rate for a transformation that has no injected one.
+        A learning rate takes the place of an injected one for this step alone; ValueError: there is no injected one.
         """
         form = self._form(dim)
         before = [jnp.asarray(leaf) for leaf in globals_]
@@ -518,13 +511,13 @@ def lift(tx: "optax.GradientTransformation", *, rowwise: bool = False) -> Lifted
     """An Optax transformation as a sparse optimizer: its own formulas, on the rows that a step used.
 
     Optax counts, schedules and injected hyper-parameters are the store's, one for all rows; momenta and accumulators
-    are the rows'. A row that no key uses does not move and its state does not decay. Two tables share a store if
-    their optimizers lift the same object.
+    are the rows'. A row that no key uses does not move and its state does not decay. Two tables share a store if their
+    optimizers lift the same object.
 
     Args:
       tx: chains, schedules, `optax.inject_hyperparams`, masks that fit a single array, and mu_dtype included.
-      rowwise: False: what couples rows is refused. True: its formula is applied to each row as if that row were all
-        the parameters: lamb with a trust ratio by row, clipping by the norm of a row. That is another optimizer.
+      rowwise: False: what couples rows is refused. True: its formula is applied to each row as if that row were all the
+        parameters: lamb with a trust ratio by row, clipping by the norm of a row. That is another optimizer.
 
     Raises:
       ValueError: it couples rows, or cannot be lifted at all; the message says why and what to do.

@@ -106,10 +106,6 @@ class NotARowProgram(ValueError):
 def compiled(optimizer: Optimizer, dim: int) -> RowProgram:
     """The row program of an optimizer for rows of `dim` numbers.
 
-    Args:
-      optimizer: whose `step_row` is traced.
-      dim: of the table.
-
     Raises:
       NotARowProgram: it uses an operation that row programs do not have, mixes columns otherwise than by sums, maxima
         and minima, or is too long. The message says which and what to do.
