@@ -137,7 +137,6 @@ def _check_outputs(options: argparse.Namespace) -> None:
 
 
 def _rows_of(given: Sequence[str], tables: Sequence[str]) -> int | dict[str, int] | None:
-    """Of `--num-rows 1000000` or `--num-rows user=1e6`."""
     rows: dict[str, int] = {}
     for one in given:
         table, equals, number = one.rpartition("=")
@@ -148,7 +147,6 @@ def _rows_of(given: Sequence[str], tables: Sequence[str]) -> int | dict[str, int
 
 
 def _number(option: str, text: str) -> int:
-    """Of "1000000", "141e9" or "80GiB"."""
     found = re.fullmatch(r"([0-9.]+(?:e[0-9]+)?) ?([KMGT]i?)?B?", text)
     powers = {
         None: 1,
@@ -196,7 +194,6 @@ def _declare_serve(parser: argparse.ArgumentParser) -> None:
 
 
 def _serve(options: argparse.Namespace) -> int:
-    """Runs until a signal."""
     try:
         from jaxsok.serving import running, server, session, watch
     except ImportError as error:
@@ -265,11 +262,7 @@ def _bench(arguments: Sequence[str]) -> int:
 
 
 def _find_benchmarks() -> ModuleType:
-    """The benchmarks of the checkout that this package lies in, or those that the wheel brought along.
-
-    Raises:
-      ImportError: there are none; says where they are to be had.
-    """
+    """The benchmarks of the checkout that this package lies in, or those that the wheel brought along."""
     if (_SOURCES / "benchmarks" / "run.py").exists() and (_SOURCES / "pyproject.toml").exists():
         if str(_SOURCES) not in sys.path:
             sys.path.insert(0, str(_SOURCES))

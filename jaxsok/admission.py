@@ -32,13 +32,9 @@ ROOM = 4  # entries for each that is taken or may be, after sightings were made 
 def operands(
     spec: StoreSpec, store: StoreState, step: UInt32[Array, ""] | None, uses: Array | None = None
 ) -> kernels.Admission | None:
-    """What the kernels need to decide who gets a row; None: everyone does.
+    """What the kernels need to decide who gets a row; None: every key does, as without a step.
 
-    Args:
-      spec: the store's tables.
-      store: donated: its counters change in place.
-      step: of the state; None: everyone is let in, whatever the tables say.
-      uses: occurrences that each key stands for; None: one each.
+    The counters of the store, which is donated, change in place. `uses` are the occurrences that each key stands for.
     """
     if step is None or not spec.has_admission:
         return None
@@ -51,19 +47,9 @@ def forget(spec: StoreSpec, store: StoreState, num_gone: Array, cleared: int | N
     """Forgets the counts of keys that were let in: called when rows went, so that keys that come back start anew.
 
     Keys that still have their row never need the count again. One that had enough sightings when the store was full
-    starts anew, too.
-
-    Args:
-      spec: the store's tables.
-      store: donated: the result has its buffers.
-      num_gone: rows that went, perhaps by table; where none did nothing is forgotten but for `cleared`.
-      cleared: the number of a table whose waiting keys are forgotten as well.
-
-    Cost:
-      Reads `sightings` once; nothing where no table admits by count.
-
-    Example:
-      `store = admission.forget(spec, store, num_erased)` after an erase.
+    starts anew, too. Where no row went (`num_gone`, perhaps by table) only the waiting keys of the table `cleared` are
+    forgotten. The store is donated. Reads `sightings` once; does nothing where
+    no table admits by count.
     """
     if not store.sightings:
         return store
@@ -78,19 +64,11 @@ def forget(spec: StoreSpec, store: StoreState, num_gone: Array, cleared: int | N
 
 
 def waiting(spec: StoreSpec, store: StoreState, number: int) -> tuple[np.ndarray, np.ndarray]:
-    """The keys of a table that wait for a row, and how often each was seen; in no order.
+    """The keys of a table that wait for a row, uint64, and how often each was seen, uint32; in no order.
 
-    Waits for the device. In several processes each gives those of its own shards; of a replicated store those of one
-    shard, which stand for all.
-
-    Args:
-      spec: of the store.
-      store: not donated.
-      number: of the table in the store.
-
-    Returns:
-      Keys uint64[num_waiting] and counts uint32[num_waiting], each from 1 to `threshold - 1` of the admission; none
-      where the table admits otherwise than by count.
+    Waits for the device. Counts are from 1 to `threshold - 1` of the admission; a table that admits otherwise than by
+    count has none. In several processes each gives those of its own shards; of a replicated store those of one shard,
+    which stand for all.
 
     Example:
       After one lookup of `[7, 7, 9]` with `AdmitByCount(3)` → keys `[7, 9]`, counts `[2, 1]`, perhaps the other way.
@@ -119,7 +97,7 @@ def with_waiting(
     """A store in which keys of a table wait for a row, beside those that wait already; each goes to its owner.
 
     Counts of keys that wait already are added. Keys whose count is that of the table's admission or more, and counts of
-    0, are left out: whoever has a row already waits for none.
+    0, are left out: a key with a row waits for none.
 
     Args:
       spec: of the store; the table admits by count.
@@ -127,18 +105,14 @@ def with_waiting(
       number: of the table in the store.
       keys: uint64[num_keys], distinct, none of them PADDING_KEY.
       counts: uint32[num_keys].
-      owners: the shard of each key (`plan.owners_of`); with shards alone.
-      shards: over which the store is split. In several processes each takes of the keys those that
-        its own shards own.
+      owners: the shard of each key (`plan.owners_of`), where there are several shards.
+      shards: over which the store is split. In several processes each takes the keys that its own shards own.
 
     Raises:
       ValueError: the table does not admit by count.
 
     Cost:
       On the host 16 bytes a key and a pass over them; on the device `sightings` twice while they are made anew.
-
-    Example:
-      `store = with_waiting(spec, store, 0, *waiting(other_spec, other_store, 0))`
     """
     table = spec.tables[number]
     if not isinstance(table.admission, policies.AdmitByCount):
@@ -165,15 +139,7 @@ def with_waiting(
 
 
 def remade(spec: StoreSpec, store: StoreState, room: int, shards: Shards, more: Array | None = None) -> StoreState:
-    """Makes the `sightings` of a store anew; see `remaking`.
-
-    Args:
-      spec: of the store.
-      store: donated.
-      room: for how many keys, in each shard.
-      shards: over which the store is split.
-      more: entries `[num_entries, 4]` to take in, of all shards.
-    """
+    """Makes the `sightings` of a store anew, with `more` entries `[num_entries, 4]` of all shards; see `remaking`."""
     return remaking(spec, store, room, shards, more)(store)
 
 
@@ -183,10 +149,8 @@ def remaking(
     """Prepares `sightings` that hold the waiting keys alone, with room for others: a quarter full at most.
 
     They never shrink, so that programs stay the same where the room is enough. What can fail, but for the memory of the
-    new array, fails here and changes nothing.
-
-    Returns:
-      A function that takes the store, or one whose salt or rows changed meanwhile, and donates it.
+    new array, fails here and changes nothing. The function that is returned donates the store that it is given: this
+    one, or one whose salt or rows have changed since.
     """
     if not store.sightings:
         return lambda store: store

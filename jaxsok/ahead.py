@@ -3,9 +3,8 @@
 Capacities are shapes, so each growth of a store needs the step's program anew. While a store fills up, a thread traces
 and compiles the step for the capacity that `grow.next_capacity` names; the first call after the growth finds the
 program. `sightings` that `grow` makes larger are not foreseen: the step is compiled on the spot then. The thread works
-on shapes alone: it holds no array and never waits for the device. Fed by what `grow` knows
-of the rows in use; a prediction that fails costs a compilation where it is needed, never a wrong result. Not here:
-when and how a store grows (`grow.py`).
+on shapes alone: it holds no array and never waits for the device. A prediction that fails costs a compilation where it
+is needed, never a wrong result. Not here: when and how a store grows (`grow.py`).
 """
 
 import concurrent.futures
@@ -70,17 +69,7 @@ class Ahead:
     """Seconds that the first call of each program waited for it, in the order of those calls."""
 
     def __init__(self, step: Any, specs: Sequence[StoreSpec], tracker: GrowthTracker, state_argnum: int):
-        """Wraps a step; compiles nothing yet.
-
-        Args:
-          step: what `jax.jit` returned.
-          specs: the collection's stores.
-          tracker: what the collection knows of the rows in use; only read.
-          state_argnum: which positional argument is the state.
-
-        Raises:
-          TypeError, ValueError: a step that is not jitted, a number that is none.
-        """
+        """Wraps a jitted step; compiles nothing yet, and only reads what `tracker` knows of the rows in use."""
         if not isinstance(step, jax.stages.Wrapped):
             raise TypeError(
                 f"ahead: step: got {_described(step)}, which has no .lower, wanted a jitted function: "
@@ -100,9 +89,6 @@ class Ahead:
 
     def __call__(self, *args, **kwargs):
         """Calls the step's program for these arguments, compiled on the spot if there is none.
-
-        Returns:
-          What the step returns.
 
         Raises:
           TypeError: no state at `state_argnum`, static arguments, or whatever tracing the step raises.
@@ -274,8 +260,7 @@ class Ahead:
             )
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Settings
+# Settings -------------------------------------------------------------------------------------------------------------
 
 
 def _is_debugging() -> bool:
@@ -284,7 +269,6 @@ def _is_debugging() -> bool:
 
 
 def _settings() -> tuple | None:
-    """The caller's settings; None inside a trace."""
     try:
         mesh = jax.sharding.get_mesh()
     except ValueError:  # JAX's way to say that a trace is under way
@@ -305,8 +289,7 @@ def _in_settings(settings: tuple) -> Iterator[None]:
         yield
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Shapes
+# Shapes ---------------------------------------------------------------------------------------------------------------
 
 
 def _capacities(state: State) -> tuple[int, ...]:
@@ -372,5 +355,4 @@ def _with_length(leaf: jax.ShapeDtypeStruct, length: int) -> jax.ShapeDtypeStruc
 
 
 def _described(value: Any) -> str:
-    """Its name or its kind: what is in it may still be on the device."""
     return getattr(value, "__name__", None) or type(value).__name__

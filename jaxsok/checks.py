@@ -4,9 +4,11 @@ NumPy's scalars are accepted and returned as Python's, which print alike everywh
 an integer nor a number. `what` names the operation and its argument: "grow: steps".
 """
 
+import dataclasses
+import functools
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, TypeVar
 
 import numpy as np
@@ -69,6 +71,30 @@ def flag(what: str, value: Any) -> bool:
     if not isinstance(value, bool):
         raise TypeError(f"{what}: got {value!r}, wanted True or False.")
     return value
+
+
+def one_of(what: str, value: Any, choices: Collection[str | None], wanted: str = "") -> str | None:
+    """Checks one of some strings, of which None may be one; messages ask for `wanted`, or list the choices."""
+    if not isinstance(value, str | None) or value not in choices:
+        raise ValueError(f"{what}: got {value!r}, wanted {wanted or f'one of {list(choices)}'}.")
+    return value
+
+
+def optional(check: Callable[..., Any]) -> Callable[..., Any]:
+    """The check of a value that may be None."""
+    return lambda what, value, **kwargs: None if value is None else check(what, value, **kwargs)
+
+
+def declare(default: Any, check: Callable[..., Any], **kwargs: Any) -> Any:
+    """A field of a frozen dataclass with its default and the check, with arguments, that `check_fields` applies."""
+    return dataclasses.field(default=default, metadata={"check": functools.partial(check, **kwargs)})
+
+
+def check_fields(spec: Any, op: str) -> None:
+    """Checks the fields that a frozen dataclass has declared with `declare`."""
+    for declared in dataclasses.fields(spec):
+        if "check" in declared.metadata:
+            field(spec, op, declared.name, declared.metadata["check"])
 
 
 def field(spec: Any, op: str, name: str, check: Callable[..., Any], *args: Any, **kwargs: Any) -> None:

@@ -62,24 +62,19 @@ def combine_transpose(
 ) -> Float[Array, "num_unique dim"]:
     """Takes bag gradients back to rows: the transpose of `combine`.
 
-    The gradients of a row are summed in an order that depends on its own uses alone.
+    The gradients of a row are summed in an order that depends on its own uses alone. Sorts the keys by row, reads
+    num_keys bag gradients, writes num_unique rows.
 
     Args:
       bag_gradients: one per bag.
       inverse: as in `combine`.
       offsets: as in `combine`.
       combiner: as in `combine`.
-      num_unique: how many rows there are.
+      num_unique: how many rows there are; a row that no bag uses gets zeros.
       weights: as in `combine`.
-
-    Returns:
-      One gradient per row; zeros for a row that no bag uses.
 
     Raises:
       ValueError: unknown combiner, or `offsets` is empty. Raised when traced.
-
-    Cost:
-      Sorts the keys by row, reads num_keys bag gradients, writes num_unique rows.
 
     Example:
       >>> gradients = jnp.array([[1.0, 1.0], [5.0, 5.0]])
@@ -117,14 +112,9 @@ def _bags(
         num_keys=inverse.shape[0],
         num_bags=num_bags,
         hotness=0,
-        key_start=0,
-        bag_start=0,
-        offsets_start=0,
+        embedding_shape=(num_bags,),
         num_offsets=num_bags + 1,
         weights_start=-1 if weights is None else 0,
-        tile_start=0,
-        embedding_shape=(num_bags,),
-        unknown_zeros=False,
     )
     words = np.array([layout.words()], np.int32)
     weights = jnp.zeros(0, jnp.float32) if weights is None else jnp.asarray(weights, jnp.float32)

@@ -72,13 +72,6 @@ def count(
     A key whose table admits by count needs one if its sightings and the occurrences here reach the threshold. Where
     admission is by chance or by Bloom filter every key without a row counts.
 
-    Args:
-      spec: of the store.
-      store: read only.
-      features: of the batches, at least one with keys.
-      partition_owners: of the state.
-      shards: over which the store is split.
-
     Returns:
       Three numbers, each of the shard that has most: the new keys, the new keys and the rows in use together, and the
       rows that a batch asks for. And for each row of capacity whether a batch asks for it.
@@ -124,7 +117,6 @@ def _count(
 
 
 def _joined(places: tuple[Places, ...], keys: tuple[Array, ...]) -> tuple[Keys, list[tuple[int, int]]]:
-    """The keys of all batches, table by table, and how many there are of each table."""
     by_table: dict[int, list[Array]] = {}
     for of_one, words in zip(places, keys, strict=True):
         for number, start, size in of_one:
@@ -134,12 +126,7 @@ def _joined(places: tuple[Places, ...], keys: tuple[Array, ...]) -> tuple[Keys, 
 
 
 def table_ids_of_runs(runs: Sequence[tuple[int, int]]) -> np.ndarray:
-    """The table of each key, where the keys lie table by table.
-
-    Example:
-      >>> table_ids_of_runs([(0, 2), (3, 1)]).tolist()
-      [0, 0, 3]
-    """
+    """The table of each key, where the keys lie table by table."""
     return np.concatenate([table.table_ids_of(number, size) for number, size in runs])
 
 
@@ -165,7 +152,6 @@ def _new_keys(
 
 
 def _is_let_in(spec: StoreSpec, store: StoreState, distinct: UInt32[Array, "_ 4"]) -> Bool[Array, " _"]:
-    """Whether keys without a row are seen often enough, by entry of the scratch index."""
     numbers = jnp.minimum(distinct[:, 3], jnp.uint32(len(spec.tables) - 1))  # empty entries have none
     seen = kernels.find(store.sightings[0], store.counters, distinct[:, :2], numbers)
     seen = jnp.where(seen == jnp.uint32(NO_ROW), jnp.uint32(0), seen)

@@ -9,7 +9,7 @@ import collections
 import dataclasses
 import functools
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +30,8 @@ BLOCK_ROWS = 1 << 20  # records that are looked through at once: 16 MiB, 24 with
 AHEAD = 2  # chunks, and blocks, that are on their way while another one is in the reader's hands
 _LEAST_ROWS = 1024  # of a gather: the last chunk of a slab is padded to a power of two, so that programs are few
 
+Item = TypeVar("Item")
+
 
 @dataclasses.dataclass(frozen=True)
 class Chunk:
@@ -42,13 +44,7 @@ class Chunk:
 
 
 def default_chunk_rows(spec: StoreSpec, *, with_state: bool = True) -> int:
-    """Rows of a chunk of about `CHUNK_BYTES`.
-
-    Example:
-      >>> from jaxsok import TableSpec, optim
-      >>> default_chunk_rows(StoreSpec((TableSpec("user", 128, optim.sgd(0.1)),)))
-      131072
-    """
+    """The number of rows in a chunk of about `CHUNK_BYTES`."""
     row_bytes = spec.itemsize * spec.dim + (4 * sum(state.dim for state in spec.state_specs) if with_state else 0)
     return max(1, CHUNK_BYTES // row_bytes)
 
@@ -66,7 +62,7 @@ def export_chunks(
 
     Args:
       spec: of the store.
-      store: not donated, and not to be donated before the last chunk is there.
+      store: not to be donated before the last chunk is there.
       number: of the table in the store.
       chunk_rows: at most so many rows in a chunk; None: about 64 MiB. A chunk ends with its slab.
       since: only rows with at least this `last_step`; the store keeps statistics then.
@@ -77,41 +73,32 @@ def export_chunks(
       Host memory: a few chunks and blocks of records.
     """
     num_rows = chunk_rows or default_chunk_rows(spec, with_state=with_state)
-    under_way: collections.deque[_UnderWay] = collections.deque()
-    for shard, part in _parts(spec, store):
-        start = 0
-        states = part.states if with_state else ()
-        names = [state.name for state in spec.state_specs] if with_state else []
-        for s, slab in enumerate(part.rows):
-            arrays = (slab, *(slabs[s] for slabs in states))
-            lines = _lines_of(part.records[s], part.statistics[s] if part.statistics else None, number, since)
-            for piece in _regrouped(lines, num_rows):
-                under_way.append(_UnderWay(shard, start, piece, _gather(arrays, piece.places, num_rows), names))
-                if len(under_way) > AHEAD:
-                    yield under_way.popleft().arrived()
-            start += slab.shape[0]
-    while under_way:
-        yield under_way.popleft().arrived()
+    names = [state.name for state in spec.state_specs] if with_state else []
+
+    def sent() -> Iterator[tuple]:
+        for shard, part in _parts(spec, store):
+            start = 0
+            for s, slab in enumerate(part.rows):
+                arrays = (slab, *(slabs[s] for slabs in part.states[: len(names)]))
+                lines = _lines_of(part.records[s], part.statistics[s] if part.statistics else None, number, since)
+                for piece in _regrouped(lines, num_rows):
+                    yield shard, start, piece, _gather(arrays, piece.places, num_rows), names
+                start += slab.shape[0]
+
+    for item in _sent_ahead(sent()):
+        yield _arrived(*item)
 
 
 def export_table(spec: StoreSpec, store: StoreState, number: int) -> dict[str, Any]:
     """The rows of one table of a store, shard by shard, in the order of their row ids.
 
-    Waits for the device and holds the whole table in host memory. In several processes each gives the rows of its
-    own shards; of a replicated table every process gives all.
-
-    Args:
-      spec: of the store.
-      store: not donated.
-      number: of the table in the store.
+    Waits for the device and holds the whole table in host memory. In several processes each gives the rows of its own
+    shards; of a replicated table every process gives all.
 
     Returns:
       `keys` uint64[num_rows], `rows` [num_rows, dim] in the table's dtype, `row_ids` uint32[num_rows] within the shard,
       and `state`, a dict of float32[num_rows, dim or 1] by the name of the optimizer's state; where statistics are kept
       also `last_step` and `frequency`, and on a mesh `shards`, each uint32[num_rows].
-
-    Example:
-      A table that holds 7 → `{"keys": [7], "rows": [[...]], "row_ids": [0], "state": {"accumulator": [[0.1, ...]]}}`.
     """
     chunks = list(export_chunks(spec, store, number))
     records = records_lib.joined([no_records(spec), *(chunk.records for chunk in chunks)])
@@ -134,22 +121,24 @@ def no_records(spec: StoreSpec, *, with_state: bool = True) -> Records:
     return Records(np.zeros(0, np.uint64), np.zeros((0, spec.dim), jnp.dtype(spec.dtype)), states, none, none)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Part:
-    """What one shard has of a store's per-row arrays, on one device."""
-
-    records: tuple[Array, ...]
-    rows: tuple[Array, ...]
-    states: tuple[tuple[Array, ...], ...]
-    statistics: tuple[Array, ...]
-
-
-def _parts(spec: StoreSpec, store: StoreState) -> Iterator[tuple[int, _Part]]:
-    """The number and the arrays of each shard that this process has; of a replicated store of one of them."""
-    leaves, structure = jax.tree.flatten((store.records, store.rows, store.states, store.statistics))
+def _parts(spec: StoreSpec, store: StoreState) -> Iterator[tuple[int, StoreState]]:
+    """The number and the per-row arrays of each shard that this process has; of a replicated store of one of them."""
+    arrays = {name: getattr(store, name) for name in ("records", "rows", "states", "statistics")}
+    leaves, structure = jax.tree.flatten(arrays)
     by_shard = [local_parts(leaf, spec.num_shards) for leaf in leaves]
     for shard in list(by_shard[0])[: 1 if spec.is_replicated else None]:
-        yield shard, _Part(*jax.tree.unflatten(structure, [parts[shard] for parts in by_shard]))
+        part = jax.tree.unflatten(structure, [parts[shard] for parts in by_shard])
+        yield shard, dataclasses.replace(store, **part)
+
+
+def _sent_ahead(items: Iterable[Item]) -> Iterator[Item]:
+    """Passes items on when the next `AHEAD` of them are on their way to the host, too."""
+    under_way: collections.deque[Item] = collections.deque()
+    for item in items:
+        under_way.append(item)
+        if len(under_way) > AHEAD:
+            yield under_way.popleft()
+    yield from under_way
 
 
 # Which rows ----------------------------------------------------------------------------------------------------------
@@ -169,7 +158,6 @@ class _Lines:
 
 
 def _lines_of(records: Array, statistics: Array | None, number: int, since: int | None) -> Iterator[_Lines]:
-    """The rows of one table in a slab, block by block."""
     arrays = (records,) if statistics is None else (records, statistics)
     for start, (words, *kept) in _blocks(arrays):
         keys = from_words(words[:, :2])
@@ -184,23 +172,18 @@ def _blocks(arrays: tuple[Array, ...]) -> Iterator[tuple[int, list[np.ndarray]]]
     """Arrays from their first line to the last, some lines at a time, as NumPy; with the number of the first line."""
     size = arrays[0].shape[0]
     block = min(BLOCK_ROWS, size)
-    under_way: collections.deque[tuple[int, int, tuple[Array, ...]]] = collections.deque()
 
-    def arrived() -> tuple[int, list[np.ndarray]]:
-        start, skipped, parts = under_way.popleft()
-        return start + skipped, [np.asarray(part)[skipped:] for part in parts]
+    def sent() -> Iterator[tuple[int, int, tuple[Array, ...]]]:
+        for start in range(0, size, block):
+            # All blocks have one size, so that one program cuts them: the last one begins earlier.
+            first = min(start, size - block)
+            parts = _sliced(arrays, np.int32(first), block)
+            for part in parts:
+                part.copy_to_host_async()
+            yield start, start - first, parts
 
-    for start in range(0, size, block):
-        # All blocks have one size, so that one program cuts them: the last one begins earlier.
-        first = min(start, size - block)
-        parts = _sliced(arrays, np.int32(first), block)
-        for part in parts:
-            part.copy_to_host_async()
-        under_way.append((first, start - first, parts))
-        if len(under_way) > AHEAD:
-            yield arrived()
-    while under_way:
-        yield arrived()
+    for start, skipped, parts in _sent_ahead(sent()):
+        yield start, [np.asarray(part)[skipped:] for part in parts]
 
 
 @without_mesh
@@ -210,7 +193,6 @@ def _sliced(arrays: tuple[Array, ...], start: Array, size: int) -> tuple[Array, 
 
 
 def _regrouped(pieces: Iterable[_Lines], num_rows: int) -> Iterator[_Lines]:
-    """The same rows in pieces of `num_rows`, but for the last."""
     held: list[_Lines] = []
     for piece in pieces:
         held.append(piece)
@@ -236,33 +218,16 @@ def _joined(pieces: list[_Lines]) -> _Lines:
 # What is in them -----------------------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
-class _UnderWay:
-    """A chunk whose rows are on their way to the host."""
-
-    shard: int
-    start: int
-    """Row id of the first row of the slab."""
-    lines: _Lines
-    arrays: tuple[Array, ...]
-    names: list[str]
-
-    def arrived(self) -> Chunk:
-        """Waits for it."""
-        num_rows, statistics = len(self.lines.places), self.lines.statistics
-        rows, *states = (np.asarray(array)[:num_rows] for array in self.arrays)
-        records = Records(
-            self.lines.keys,
-            rows,
-            dict(zip(self.names, states, strict=True)),
-            None if statistics is None else statistics[:, 0],
-            None if statistics is None else statistics[:, 1],
-        )
-        return Chunk(self.shard, (self.lines.places + self.start).astype(np.uint32), records)
+def _arrived(shard: int, start: int, lines: _Lines, arrays: tuple[Array, ...], names: list[str]) -> Chunk:
+    """The chunk of some lines of a slab that begins with row id `start`; waits for its arrays."""
+    rows, *states = (np.asarray(array)[: len(lines.places)] for array in arrays)
+    statistics = lines.statistics
+    last_step, frequency = (None, None) if statistics is None else (statistics[:, 0], statistics[:, 1])
+    records = Records(lines.keys, rows, dict(zip(names, states, strict=True)), last_step, frequency)
+    return Chunk(shard, (lines.places + start).astype(np.uint32), records)
 
 
 def _gather(arrays: tuple[Array, ...], places: np.ndarray, num_rows: int) -> tuple[Array, ...]:
-    """Some lines of a slab's arrays, sent to the host: as many as there are places, and then any."""
     padded = min(num_rows, max(_LEAST_ROWS, 1 << (len(places) - 1).bit_length()))
     gathered = _gathered(arrays, np.resize(places, padded).astype(np.int32))
     for array in gathered:

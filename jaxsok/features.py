@@ -49,6 +49,11 @@ class Bags:
     are added up to the next power of two, or to `num_samples`."""
 
 
+def bags_of(value: Any) -> Bags:
+    """A feature of a raw batch as Bags; an array alone is the keys."""
+    return value if isinstance(value, Bags) else Bags(value)
+
+
 @dataclasses.dataclass(frozen=True)
 class FeatureLayout:
     """Where a feature's part of a batch lies in the buffers of its store. Static: it is part of the program."""
@@ -60,24 +65,23 @@ class FeatureLayout:
     num_bags: int
     hotness: int
     """Keys per bag; 0: ragged."""
-    key_start: int
-    bag_start: int
-    offsets_start: int
-    num_offsets: int
-    """0: every bag has `hotness` keys."""
-    weights_start: int
-    """-1: no weights."""
-    tile_start: int
     embedding_shape: tuple[int, ...]
     """Of the embedding, without its last axis."""
-    unknown_zeros: bool
+    key_start: int = 0
+    bag_start: int = 0
+    offsets_start: int = 0
+    num_offsets: int = 0
+    """0: every bag has `hotness` keys."""
+    weights_start: int = -1
+    """-1: no weights."""
+    tile_start: int = 0
+    unknown_zeros: bool = False
     inverse_start: int = -1
     """-1: every bag has its own line of the embedding."""
     num_distinct: int = 0
     """With an inverse: the bags that it picks lines from."""
 
     def __repr__(self) -> str:
-        """Its keys, and the shape of its embedding."""
         shape = ", ".join(map(str, (*self.embedding_shape, "dim")))
         return f"{self.name}: {self.num_keys:,} keys -> [{shape}]"
 
@@ -130,7 +134,6 @@ class StoreFeatures:
     """Of the features whose samples share bags, one after the other; None if there are none."""
 
     def __repr__(self) -> str:
-        """Its features; reads no array, so it waits for nothing."""
         return f"StoreFeatures({printed.listed([*map(repr, self.layouts), *printed.condition_of(self)])})"
 
     def inverse_of(self, layout: FeatureLayout) -> Int32[Array, " num_samples"] | None:
@@ -168,7 +171,6 @@ class Features:
     num_parts: int = dataclasses.field(default=1, metadata={"static": True})
 
     def __repr__(self) -> str:
-        """The features, on a mesh of one shard; reads no array, so it waits for nothing."""
         stores = [store for store in self.stores if isinstance(store, StoreFeatures)]
         parts = [printed.listed([repr(layout) for store in stores for layout in store.layouts])]
         parts += [f"for each of {self.num_parts} shards"] if self.num_parts > 1 else []
@@ -182,11 +184,18 @@ class Features:
         known = [layout.name for store in self.stores for layout in store.layouts]
         raise KeyError(f'Features: got feature "{name}", wanted one of {known}.')
 
+    @property
+    def _num_parts(self) -> int:
+        # Inside shard_map there is one part, whatever the batch was made for: as many keys as the layouts say.
+        for store in self.stores:
+            num_keys = sum(layout.num_keys for layout in store.layouts)
+            if num_keys:
+                return 1 if store.keys.shape[0] == num_keys else self.num_parts
+        return 1
+
     def _parts(self, array: Array, start: int, size: int) -> Array:
         """`size` lines of each part of a packed array: `[num_parts, size, ...]`."""
-        # Inside shard_map there is one part, whatever the batch was made for.
-        num_parts = self.num_parts if not _is_part(self) else 1
-        lines = array.reshape(num_parts, array.shape[0] // num_parts, *array.shape[1:])
+        lines = array.reshape(self._num_parts, array.shape[0] // self._num_parts, *array.shape[1:])
         return lines[:, start : start + size]
 
     def keys(self, name: str) -> UInt32[Array, "num_keys 2"]:
@@ -207,8 +216,7 @@ class Features:
             return self._parts(store.offsets, layout.offsets_start, layout.num_offsets).reshape(-1)
         num_bags = layout.combined_shape[0]
         hotness = layout.num_keys // max(1, num_bags)
-        num_parts = 1 if _is_part(self) else self.num_parts
-        return jnp.tile(jnp.arange(num_bags + 1, dtype=jnp.int32) * hotness, num_parts)
+        return jnp.tile(jnp.arange(num_bags + 1, dtype=jnp.int32) * hotness, self._num_parts)
 
     def inverse(self, name: str) -> Int32[Array, " num_samples"]:
         """The bag of each sample of a feature; 0, 1, 2, ... where every bag has its own line.
@@ -219,8 +227,7 @@ class Features:
         store, layout = self._find(name)
         if layout.inverse_start >= 0:
             return self._parts(store.inverse, layout.inverse_start, layout.embedding_shape[0]).reshape(-1)
-        num_parts = 1 if _is_part(self) else self.num_parts
-        return jnp.tile(jnp.arange(layout.embedding_shape[0], dtype=jnp.int32), num_parts)
+        return jnp.tile(jnp.arange(layout.embedding_shape[0], dtype=jnp.int32), self._num_parts)
 
     def mask(self, name: str) -> Bool[Array, "..."]:
         """Where a feature has a key and no padding: `[num_keys]`, or `[num_bags, hotness]` for padded features.
@@ -236,12 +243,7 @@ class Features:
 
 
 def single_key_layouts(tables: Sequence[int], sizes: Sequence[int]) -> tuple[FeatureLayout, ...]:
-    """Makes features of single keys, one after the other, that no user declared.
-
-    Args:
-      tables: the table of each feature.
-      sizes: its keys.
-    """
+    """Makes features of single keys, one after the other, that no user declared: of `sizes` keys of `tables`."""
     layouts, start, tile = [], 0, 0
     for number, (table, size) in enumerate(zip(tables, sizes, strict=True)):
         layout = FeatureLayout(
@@ -251,27 +253,14 @@ def single_key_layouts(tables: Sequence[int], sizes: Sequence[int]) -> tuple[Fea
             num_keys=size,
             num_bags=size,
             hotness=1,
+            embedding_shape=(size,),
             key_start=start,
             bag_start=start,
-            offsets_start=0,
-            num_offsets=0,
-            weights_start=-1,
             tile_start=tile,
-            embedding_shape=(size,),
-            unknown_zeros=False,
         )
         layouts.append(layout)
         start, tile = start + size, tile + layout.num_tiles
     return tuple(layouts)
-
-
-def _is_part(features: Features) -> bool:
-    """Whether the arrays are one shard's part: then they have as many keys as the layouts say."""
-    for store in features.stores:
-        num_keys = sum(layout.num_keys for layout in store.layouts)
-        if num_keys:
-            return store.keys.shape[0] == num_keys
-    return True
 
 
 @jax.tree_util.register_dataclass
@@ -285,13 +274,11 @@ class Batch:
     """With `pad_to`: bool `[num_samples]`, False for the samples that were added; else None."""
 
     def __repr__(self) -> str:
-        """The features, and the other entries by type and shape; reads no array, so it waits for nothing."""
         rest = printed.listed([f"{name!r}: {printed.in_short(value)}" for name, value in self.rest.items()])
         mask = "" if self.mask is None else f", mask={printed.in_short(self.mask)}"
         return f"Batch({self.features!r}, {{{rest}}}{mask})"
 
     def __getitem__(self, name: str) -> Any:
-        """An entry that is not a feature, as it was given: `batch["label"]`."""
         if name not in self.rest:
             raise KeyError(f'Batch: got "{name}", wanted one of {sorted(self.rest)}; features are in batch.features.')
         return self.rest[name]
@@ -314,11 +301,7 @@ class _Part:
 def pack(raw: Mapping[str, Any], stores: Sequence[StoreSpec], features: Sequence[FeatureSpec], tag: str) -> Batch:
     """Packs the features of a raw batch by store; carries everything else along.
 
-    Args:
-      raw: one entry per feature, and others.
-      stores: the stores of the collection.
-      features: the features of the collection, in its order.
-      tag: the collection's fingerprint; a state of another one is refused.
+    `tag` is the collection's fingerprint; a state of another one is refused.
 
     Raises:
       TypeError, ValueError: names feature, argument, got and wanted. Nothing has changed then.
@@ -347,13 +330,6 @@ def require_samples(raw: Mapping[str, Any], features: Sequence[FeatureSpec]) -> 
 
     A column is an entry that is an array `[num_lines]` or `[num_lines, 1]`, as labels and weights are. Scalars, arrays
     of more columns, and what lies in a dict, list or tuple, may have any size.
-
-    Args:
-      raw: features as arrays or `Bags`, and others.
-      features: of the collection; `raw` has all of them.
-
-    Raises:
-      ValueError: names the features or the entry, and their sizes.
     """
     counts = {spec.name: _num_samples(raw[spec.name]) for spec in features}
     counts = {name: count for name, count in counts.items() if count is not None}
@@ -377,13 +353,13 @@ def require_samples(raw: Mapping[str, Any], features: Sequence[FeatureSpec]) -> 
 
 
 def _is_global(value: Any) -> bool:
-    keys = value.keys if isinstance(value, Bags) else value
+    keys = bags_of(value).keys
     return isinstance(keys, jax.Array) and not isinstance(keys, jax.core.Tracer) and not keys.is_fully_addressable
 
 
 def _num_samples(value: Any) -> int | None:
     """The samples of a feature by its shapes; None if they tell nothing, which `_read` refuses."""
-    bags = value if isinstance(value, Bags) else Bags(value)
+    bags = bags_of(value)
     for given, more in ((bags.inverse, 0), (bags.lengths, 0), (bags.offsets, 1), (bags.keys, 0)):
         if given is not None and hasattr(given, "shape"):
             return max(0, given.shape[0] - more) if len(given.shape) else None
@@ -412,12 +388,9 @@ def pack_stores(
 
 
 def shaped(store: StoreSpec, features: Sequence[FeatureSpec], sizes: Mapping[str, tuple[int, int]]) -> StoreFeatures:
-    """The features of a batch that nobody has yet: shapes and dtypes in place of arrays.
+    """The features of a batch that does not exist yet: shapes and dtypes in place of arrays.
 
-    Args:
-      store: the store.
-      features: of the collection.
-      sizes: for each feature its keys and its samples; as many of both are single keys, else the bags are ragged.
+    `sizes` has for each feature its keys and its samples; as many of both are single keys, else the bags are ragged.
     """
     names = [table.name for table in store.tables]
     parts = []
@@ -454,29 +427,27 @@ def part_shape(features: StoreFeatures, num_parts: int) -> StoreFeatures:
 
 
 def _pack_store(store: StoreSpec, parts: Sequence[_Part]) -> StoreFeatures:
+    nothing = np.zeros(1, np.int32)
+    inverses = [part.inverse for part in parts if part.inverse is not None]
+    inverse = _join(inverses, nothing) if inverses else None
+    if inverse is not None and not inverse.shape[0]:
+        inverse = nothing
     return StoreFeatures(
         _join([part.words for part in parts], keys_lib.padding_words((1,))),
-        _join([part.offsets for part in parts if part.offsets is not None], np.zeros(1, np.int32)),
+        _join([part.offsets for part in parts if part.offsets is not None], nothing),
         _join([part.weights for part in parts if part.weights is not None], np.zeros(1, np.float32)),
         _layouts(store, parts),
-        _join_inverse([part.inverse for part in parts if part.inverse is not None]),
+        inverse,
     )
 
 
-def _join_inverse(arrays: Sequence[Any]) -> Any:
-    if not arrays:
-        return None
-    joined = _join(arrays, np.zeros(1, np.int32))
-    return joined if joined.shape[0] else np.zeros(1, np.int32)  # not empty, see `StoreFeatures`
-
-
 def _layouts(store: StoreSpec, parts: Sequence[_Part]) -> tuple[FeatureLayout, ...]:
-    """Where each feature lies among those of its store."""
     layouts: list[FeatureLayout] = []
     key_start = bag_start = offsets_start = weights_start = tile_start = inverse_start = 0
     for part in parts:
         num_keys, spec = part.words.shape[0], part.spec
         table = store.table_number(spec.table)
+        has_inverse = part.inverse is not None
         layout = FeatureLayout(
             name=spec.name,
             table=table,
@@ -484,29 +455,24 @@ def _layouts(store: StoreSpec, parts: Sequence[_Part]) -> tuple[FeatureLayout, .
             num_keys=num_keys,
             num_bags=part.num_bags,
             hotness=part.hotness,
+            embedding_shape=(part.inverse.shape[0], *part.shape[1:]) if has_inverse else part.shape,
             key_start=key_start,
             bag_start=bag_start,
             offsets_start=offsets_start,
             num_offsets=0 if part.offsets is None else part.offsets.shape[0],
             weights_start=weights_start if part.weights is not None else -1,
             tile_start=tile_start,
-            embedding_shape=part.shape,
             unknown_zeros=store.tables[table].unknown == "zeros",
+            inverse_start=inverse_start if has_inverse else -1,
+            num_distinct=part.shape[0] if has_inverse else 0,
         )
-        if part.inverse is not None:
-            layout = dataclasses.replace(
-                layout,
-                embedding_shape=(part.inverse.shape[0], *part.shape[1:]),
-                inverse_start=inverse_start,
-                num_distinct=part.shape[0],
-            )
-            inverse_start += part.inverse.shape[0]
         layouts.append(layout)
         key_start += num_keys
         bag_start += part.num_bags
         tile_start += layout.num_tiles
         offsets_start += layout.num_offsets
         weights_start += 0 if part.weights is None else num_keys
+        inverse_start += part.inverse.shape[0] if has_inverse else 0
     if key_start >= 2**31 or bag_start >= 2**31:
         raise ValueError(f"batch: raw: got {key_start} keys and {bag_start} bags for one store, wanted below 2**31.")
     return tuple(layouts)
@@ -523,7 +489,7 @@ def _join(arrays: Sequence[Any], empty: np.ndarray) -> Any:
 
 def _read(spec: FeatureSpec, value: Any) -> _Part:
     what = f'batch: feature "{spec.name}"'
-    bags = value if isinstance(value, Bags) else Bags(value)
+    bags = bags_of(value)
     part = _read_bags(spec, bags, what)
     if bags.inverse is None:
         return part
@@ -564,16 +530,7 @@ def _with_more_bags(part: _Part, num_samples: int) -> _Part:
 
 
 def read_inverse(bags: Bags, num_bags: int, what: str) -> Any:
-    """The bag of each sample: int32 NumPy, known to be bags; or traced, `num_bags` for what is none: an empty one.
-
-    Args:
-      bags: with an inverse.
-      num_bags: of the feature.
-      what: named in errors.
-
-    Raises:
-      TypeError, ValueError: names argument, got and wanted.
-    """
+    """Reads the bag of each sample: int32 NumPy, known to be bags; or traced, with `num_bags` for what is none."""
     given = bags.inverse if isinstance(bags.inverse, jax.core.Tracer) else np.asarray(bags.inverse)
     if given.dtype == np.bool_ or not jnp.issubdtype(given.dtype, jnp.integer):
         raise TypeError(f"{what}: inverse: got {given.dtype}{list(given.shape)}, wanted integers.")
@@ -637,16 +594,7 @@ def _read_weights(spec: FeatureSpec, bags: Bags, shape: tuple[int, ...], what: s
 
 
 def read_weights(given: Any, shape: tuple[Any, ...], what: str) -> Any:
-    """Weights as float32: NumPy, known to be finite, or as they are.
-
-    Args:
-      given: one for each key.
-      shape: of the keys; sizes may be symbolic.
-      what: named in errors.
-
-    Raises:
-      TypeError, ValueError: names argument, got and wanted.
-    """
+    """Reads weights of keys of a shape, whose sizes may be symbolic: float32 NumPy, known to be finite, or traced."""
     weights = given if isinstance(given, jax.Array) else np.asarray(given)
     if not jnp.issubdtype(weights.dtype, jnp.floating):
         raise TypeError(f"{what}: weights: got {weights.dtype}{list(weights.shape)}, wanted floats.")
@@ -658,16 +606,7 @@ def read_weights(given: Any, shape: tuple[Any, ...], what: str) -> Any:
 
 
 def read_offsets(bags: Bags, words: Any, what: str) -> Any:
-    """Offsets of ragged keys: int32 NumPy, known to rise to the end of the keys; or traced, and made to rise.
-
-    Args:
-      bags: with lengths or offsets.
-      words: of its keys.
-      what: named in errors.
-
-    Raises:
-      TypeError, ValueError: names argument, got and wanted.
-    """
+    """Reads offsets of ragged keys: int32 NumPy, known to rise to the end of the keys; or traced, and made to rise."""
     if bags.lengths is not None and bags.offsets is not None:
         raise ValueError(f"{what}: got both lengths and offsets, wanted one of them.")
     if words.ndim != 2:
@@ -711,7 +650,7 @@ def _read_ragged(spec: FeatureSpec, bags: Bags, words: Any, weights: Any, what: 
 
 
 def rising(offsets: Array, num_keys: int) -> Int32[Array, " num_bags_plus_1"]:
-    """Traced offsets, of which nobody can know whether they rise: made to, within the keys, so no kernel can stray."""
+    """Traced offsets made to rise, within the keys: their values are not known, and no kernel may stray."""
     return jax.lax.cummax(jnp.clip(offsets.astype(jnp.int32), 0, num_keys))
 
 
@@ -746,7 +685,6 @@ def _check_offsets(given: np.ndarray, name: str, words: Any, what: str) -> np.nd
 
 
 def _pad(words: Any, weights: Any, size: int) -> tuple[Any, Any]:
-    """Pads keys (and weights, if any) to a static size."""
     more = size - words.shape[0]
     if more == 0:
         return words, weights
@@ -759,7 +697,6 @@ def _pad(words: Any, weights: Any, size: int) -> tuple[Any, Any]:
 
 
 def _to_rectangle(spec: FeatureSpec, words: Any, offsets: Any, num_bags: int, what: str) -> _Part:
-    """Ragged keys as `[num_bags, max_hotness]`, padded."""
     width = spec.max_hotness
     if isinstance(offsets, np.ndarray):
         lengths = np.diff(offsets)

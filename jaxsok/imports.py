@@ -47,19 +47,7 @@ def import_table(
     reset_state: bool,
     shards: Shards,
 ) -> State:
-    """Enters records into one table; see `TableOperations.import_table`.
-
-    Args:
-      specs: of all stores.
-      state: donated.
-      s: the store.
-      number: of the table in it.
-      chunks: what is entered.
-      clock: `last_step` of rows whose records have none; None: the state's step.
-      num_rows: how many rows will come.
-      reset_state: whether optimizer state that the records lack becomes initial for rows that were there, too.
-      shards: over which the stores are split.
-    """
+    """Enters records into table `number` of store `s`; see `TableOperations.import_table`. The state is donated."""
     entering = _Entering(specs, s, number, shards, clock, reset_state, state)
     entering.num_expected = num_rows
     try:
@@ -141,8 +129,6 @@ def _floats(what: str, array: Any, shape: tuple[int, int], dtype: str) -> np.nda
 
 
 class _Entering:
-    """A table that takes records in."""
-
     def __init__(
         self,
         specs: tuple[StoreSpec, ...],
@@ -215,7 +201,6 @@ class _Entering:
     # Shards ------------------------------------------------------------------------------------------------------
 
     def _dealt(self, arrays: dict[str, np.ndarray]) -> list[np.ndarray]:
-        """For each shard the lines of the records that it has."""
         keys, num_shards = arrays["keys"], self.spec.num_shards
         if num_shards == 1 or self.spec.is_replicated:
             return [np.arange(len(keys))] * num_shards
@@ -269,11 +254,9 @@ class _Entering:
         if max(needed, expected) > self.capacity:
             free = grow_lib.agreed_free_bytes(self.shards)
             capacity = grow_lib.next_capacity(self.spec, self.capacity, needed, free)
-            self._grow_to(expected if expected >= needed else capacity)
+            capacity = expected if expected >= needed else capacity
+            self.state = grow_lib.grow_to("import_table", self.specs, self.state, {self.s: capacity}, self.shards)
         self.in_use = self.in_use + asked
-
-    def _grow_to(self, capacity: int) -> None:
-        self.state = grow_lib.grow_to("import_table", self.specs, self.state, {self.s: capacity}, self.shards)
 
     def _enter(self, arrays: dict[str, np.ndarray], dealt: list[np.ndarray]) -> None:
         refused = []
@@ -330,8 +313,6 @@ def entered(
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _absent(number: int, shards: Shards, store: StoreState, keys: Array) -> Array:
-    """How many keys of each shard have no row."""
-
     def part(store: StoreState, keys: Array) -> Array:
         row_ids = table_lib.find(store, keys, table_lib.table_ids_of(number, keys.shape[0]))
         is_absent = table_lib.is_key(keys) & (row_ids == jnp.uint32(table_lib.NO_ROW))

@@ -36,32 +36,14 @@ class Initializer:
         return False
 
     def of_dim(self, dim: int) -> "Initializer":
-        """The same for rows of so many numbers: what the kernels are given.
-
-        Example:
-          >>> fan_in(1.0, "normal").of_dim(16)
-          Initializer(kind=2, a=0.0, b=0.25)
-        """
+        """The same for rows of `dim` numbers: what the kernels are given."""
         return self
 
     def require(self, dim: int, what: str) -> None:
-        """Refuses a table whose rows this cannot fill.
-
-        Args:
-          dim: numbers in a row of the table.
-          what: named in errors.
-
-        Raises:
-          TypeError, ValueError: a matrix of other columns, a function of other results.
-        """
+        """Refuses a table whose rows this cannot fill: a matrix of other columns, a function of other results."""
 
     def rows(self, words: UInt32[Array, "num_keys 2"], dim: int) -> Float32[Array, "num_keys dim"]:
-        """The rows of keys, if `is_traced`.
-
-        Args:
-          words: of the keys.
-          dim: numbers in a row.
-        """
+        """The rows of keys, if `is_traced`."""
         raise TypeError(f"Initializer.rows: got {self!r}, whose rows the kernels work out.")
 
 
@@ -71,22 +53,12 @@ def _finite(name: str, **parameters: float) -> None:
 
 
 def zeros() -> Initializer:
-    """Every column 0.
-
-    Example:
-      >>> zeros()
-      Initializer(kind=0, a=0.0, b=0.0)
-    """
+    """Every column 0."""
     return Initializer(0, 0.0)
 
 
 def constant(value: float) -> Initializer:
-    """Every column `value`.
-
-    Example:
-      >>> constant(0.5).a
-      0.5
-    """
+    """Every column `value`."""
     _finite("constant", value=value)
     return Initializer(0, float(value))
 
@@ -96,10 +68,6 @@ def uniform(low: float = -0.05, high: float = 0.05) -> Initializer:
 
     Raises:
       ValueError: not finite, or `low > high`.
-
-    Example:
-      >>> uniform(-1.0, 1.0).kind
-      1
     """
     _finite("uniform", low=low, high=high)
     if low > high:
@@ -111,10 +79,6 @@ def normal(stddev: float = 0.01, mean: float = 0.0) -> Initializer:
     """Normal with the given mean and standard deviation.
 
     Source: the quantile function AS 241 (Wichura 1988) of a 23-bit uniform, so no value lies beyond 5.3 deviations.
-
-    Example:
-      >>> normal(0.1).b
-      0.1
     """
     _finite("normal", mean=mean)
     checks.number("initializers.normal: stddev", stddev, 0, wanted="at least 0")
@@ -127,8 +91,8 @@ def truncated_normal(stddev: float = 0.01, mean: float = 0.0) -> Initializer:
     `stddev` is the deviation before the cut, as in `jax.nn.initializers.truncated_normal`.
 
     Example:
-      >>> truncated_normal(0.1).kind
-      3
+      >>> uniform(-1.0, 1.0), normal(0.1).b, truncated_normal(0.1).kind
+      (Initializer(kind=1, a=-1.0, b=1.0), 0.1, 3)
     """
     _finite("truncated_normal", mean=mean)
     checks.number("initializers.truncated_normal: stddev", stddev, 0, wanted="at least 0")
@@ -199,10 +163,6 @@ class InitialRows:
 
     Raises:
       TypeError, ValueError: when made; names the argument.
-
-    Example:
-      >>> InitialRows(uniform(-1.0, 1.0), table="user", seed=0)
-      InitialRows(initializer=Initializer(kind=1, a=-1.0, b=1.0), table='user', seed=0)
     """
 
     initializer: Initializer
@@ -213,7 +173,6 @@ class InitialRows:
     """Of the training state."""
 
     def __post_init__(self) -> None:
-        """Refuses what the kernels could not work out."""
         if type(self.initializer) is not Initializer:
             raise TypeError(f"InitialRows: initializer: got {self.initializer!r}, wanted one that kernels work out.")
         checks.integer("InitialRows: initializer.kind", self.initializer.kind, 0, 3)
@@ -227,20 +186,15 @@ class InitialRows:
         checks.field(self, "InitialRows", "seed", checks.integer, 0, _UINT64, "an integer from 0 to 2**64 - 1")
 
     def __str__(self) -> str:
-        """As reports show it."""
         name = ("constant", "uniform", "normal", "truncated_normal")[self.initializer.kind]
         parameters = f"{self.initializer.a:g}, {self.initializer.b:g}"
         return f'the initial row: {name}({parameters}) of table "{self.table}", seed {self.seed}'
 
     def name_under(self, seed: int, name: int) -> int:
-        """The hash of a table name that gives the same rows under another seed.
+        """The hash of a table name (`name`) that gives the same rows under another seed.
 
         The stream of a key begins with Mix64(seed + golden) ^ name (ffi/core/initialize.h), so that tables of several
         seeds can be looked up by one call, which has one seed.
-
-        Args:
-          seed: under which they are looked up.
-          name: the hash of `table`.
         """
         golden = 0x9E3779B97F4A7C15
         return name ^ _mix64(self.seed + golden & _UINT64) ^ _mix64(seed + golden & _UINT64)
@@ -252,11 +206,7 @@ class InitialRows:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> "InitialRows":
-        """What `to_json` gave.
-
-        Raises:
-          TypeError, ValueError, KeyError: it is not that.
-        """
+        """What `to_json` gave; TypeError, ValueError or KeyError: it is not that."""
         if not isinstance(value, Mapping):
             raise TypeError(f"InitialRows: got {value!r}, wanted an object.")
         return cls(Initializer(value["kind"], value["a"], value["b"]), value["table"], value["seed"])
@@ -266,9 +216,7 @@ class InitialRows:
 
 
 def matrix(values: Any) -> Initializer:
-    """Rows of a matrix by key: key k gets row `k mod num_values`. DeepRec's default values.
-
-    The modulo is that of the key as an unsigned 64-bit number: int64 -2 is key 2**64 - 2.
+    """Rows of a matrix by key: key k, as an unsigned 64-bit number, gets row `k mod num_values`.
 
     Args:
       values: finite floats `[num_values, dim]`, kept as float32. They are a constant of every program that looks the
@@ -278,8 +226,8 @@ def matrix(values: Any) -> Initializer:
       TypeError, ValueError: not floats, not two axes, no rows, not finite; another dim than the table's.
 
     Cost:
-      For a store with such a table a lookup costs several calls in place of one, and for each of its keys a row of
-      the matrix is read and written twice: once for keys that got a row, once beside the rows for keys that have none.
+      For a store with such a table a lookup costs several calls in place of one, and for each of its keys a row of the
+      matrix is read and written twice: once for keys that got a row, once beside the rows for keys that have none.
 
     Source: DeepRec, embedding variables with `InitializerOption(default_value_dim=num_values)`.
 
@@ -299,7 +247,8 @@ def matrix(values: Any) -> Initializer:
     if not np.isfinite(kept).all():
         raise ValueError("initializers.matrix: values: got infinite or NaN in float32, wanted finite numbers.")
     kept.flags.writeable = False
-    return _Matrix(kept)
+    digest = hashlib.blake2b(kept.tobytes(), digest_size=16).hexdigest()
+    return _Matrix(values=kept, text=f"matrix([{kept.shape[0]}, {kept.shape[1]}] {digest})")
 
 
 def function(fn: Callable[[Array, Array], Array], name: str) -> Initializer:
@@ -336,40 +285,30 @@ def function(fn: Callable[[Array, Array], Array], name: str) -> Initializer:
         raise TypeError(f"initializers.function: fn: got {fn!r}, wanted a function of (words, columns).")
     if not isinstance(name, str) or not name:
         raise TypeError(f"initializers.function: name: got {name!r}, wanted a string that names the function.")
-    return _Function(fn, name)
+    return _Function(fn=fn, text=f"function({name!r})")
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class _Traced(Initializer):
     """The kernels fill new rows with zeros, and XLA writes over them."""
 
-    def __init__(self):
-        super().__init__(0, 0.0)
+    kind: int = 0
+    a: float = 0.0
+    text: str
 
     @property
     def is_traced(self) -> bool:
         return True
 
-
-class _Matrix(_Traced):
-    """Equal to others of the same shape and bits."""
-
-    values: np.ndarray
-    _name: str
-
-    def __init__(self, values: np.ndarray):
-        super().__init__()
-        digest = hashlib.blake2b(values.tobytes(), digest_size=16).hexdigest()
-        object.__setattr__(self, "values", values)
-        object.__setattr__(self, "_name", f"matrix([{values.shape[0]}, {values.shape[1]}] {digest})")
-
     def __repr__(self) -> str:
-        return self._name
+        return self.text
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Matrix) and self._name == other._name
 
-    def __hash__(self) -> int:
-        return hash(self._name)
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
+class _Matrix(_Traced):
+    """Equal to others of the same shape and bits, which its text names."""
+
+    values: np.ndarray = dataclasses.field(compare=False)
 
     def require(self, dim: int, what: str) -> None:
         if self.values.shape[1] != dim:
@@ -381,25 +320,17 @@ class _Matrix(_Traced):
         return jnp.asarray(self.values).at[_modulo(words, self.values.shape[0])].get(mode="promise_in_bounds")
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False, eq=False)
 class _Function(_Traced):
     """Equal to others of the same function and name."""
 
     fn: Callable[[Array, Array], Array]
-    name: str
-
-    def __init__(self, fn: Callable[[Array, Array], Array], name: str):
-        super().__init__()
-        object.__setattr__(self, "fn", fn)
-        object.__setattr__(self, "name", name)
-
-    def __repr__(self) -> str:
-        return f"function({self.name!r})"
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Function) and (self.fn is other.fn and self.name == other.name)
+        return isinstance(other, _Function) and (self.fn is other.fn and self.text == other.text)
 
     def __hash__(self) -> int:
-        return hash((id(self.fn), self.name))
+        return hash((id(self.fn), self.text))
 
     def require(self, dim: int, what: str) -> None:
         shapes = jax.ShapeDtypeStruct((2,), jnp.uint32), jax.ShapeDtypeStruct((dim,), jnp.int32)

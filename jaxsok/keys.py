@@ -15,14 +15,9 @@ from jaxsok.types import PADDING_KEY
 
 
 def to_words(keys: np.ndarray, what: str = "to_words") -> np.ndarray:
-    """Views NumPy integers as `uint32[..., 2]` words, low word first.
+    """Views NumPy integers as `uint32[..., 2]` words, low word first; TypeError: not integers.
 
-    Args:
-      keys: integers of any width; int64 and uint64 are viewed without a copy, narrower ones widened by sign.
-      what: named in errors, as `batch: feature "item"`.
-
-    Raises:
-      TypeError: not integers.
+    int64 and uint64 are viewed without a copy, narrower ones widened by sign. Errors name `what`.
 
     Example:
       >>> to_words(np.array([7, -1]), "example").tolist()
@@ -107,10 +102,5 @@ def _as_array(keys: Any, what: str) -> np.ndarray:
 
 
 def padding_words(shape: tuple[int, ...]) -> np.ndarray:
-    """PADDING_KEY as words, in an array of the given shape.
-
-    Example:
-      >>> padding_words((1,)).tolist()
-      [[4294967295, 4294967295]]
-    """
+    """PADDING_KEY as words, in an array of the given shape."""
     return np.full((*shape, 2), PADDING_KEY & 0xFFFFFFFF, np.uint32)

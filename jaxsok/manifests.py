@@ -21,7 +21,6 @@ class Wrong(ValueError):
     """A value that cannot be meant."""
 
     def __init__(self, got: Any, wanted: str, field: str = "") -> None:
-        """Tells it; `got` is shortened."""
         self.got, self.wanted, self.field = got, wanted, field
         super().__init__(f"{field or 'content'}: got {reprlib.repr(got)}, wanted {wanted}")
 
@@ -33,17 +32,7 @@ class Wrong(ValueError):
 
 
 def parsed(op: str, path: Any, error: type[ValueError]) -> dict[str, Any]:
-    """The JSON object in a file.
-
-    Args:
-      op: named in errors.
-      path: of `pathlib` or `etils.epath`.
-      error: to raise.
-
-    Raises:
-      FileNotFoundError: there is no file.
-      ValueError: an `error` that names the file and the byte.
-    """
+    """Reads the JSON object in a file; anything else raises an `error` that names the file and the byte."""
     with path.open("rb") as file:
         size = file.seek(0, os.SEEK_END)
         file.seek(0)
@@ -67,11 +56,7 @@ def parsed(op: str, path: Any, error: type[ValueError]) -> dict[str, Any]:
 
 
 def checked(op: str, path: Any, value: Any, check: Check, error: type[ValueError]) -> None:
-    """Refuses a value that a check refuses.
-
-    Raises:
-      ValueError: an `error` that names the file and the field.
-    """
+    """Refuses a value that a check refuses, with an `error` that names the file and the field."""
     try:
         check(value)
     except Wrong as wrong:

@@ -68,23 +68,12 @@ class StoreMemory:
 
 @dataclasses.dataclass(frozen=True)
 class MemoryEstimate:
-    """Bytes on each device. `str` makes a table of it.
-
-    Example:
-      >>> from jaxsok import optim
-      >>> tables = [TableSpec("user", 64, optim.rowwise_adagrad(0.1), capacity=1_000_000)]
-      >>> estimate = memory_estimate(tables)
-      >>> round(estimate.bytes_per_key), estimate.total == estimate.state_bytes
-      (308, True)
-    """
+    """Bytes on each device. `str` makes a table of it."""
 
     stores: tuple[StoreMemory, ...]
     num_shards: int
     other: int
-    """Bytes of the state beside its stores.
-
-    They hold step, seed, lineage, owners of partitions, tickets and counts of refused keys.
-    """
+    """Bytes of step, seed, lineage, owners of partitions, tickets and counts of refused keys."""
     tables: tuple[TableSpec, ...]
     """That are counted; with the capacities of the specs."""
     device_bytes: int | None = None
@@ -162,7 +151,6 @@ class MemoryEstimate:
         return {table.name: rows for table, rows in zip(self.tables, scaled(self.tables, low), strict=True)}
 
     def __str__(self) -> str:
-        """The state by store, the step by store, and the sums."""
         names = [" ".join(store.tables) for store in self.stores]
         parts = [part for part in STATE if any(part in store.state for store in self.stores)]
         head = ("state", "dim", "rows in use", "capacity", *(name.replace("_", " ") for name in parts), "a row")
@@ -220,7 +208,7 @@ def memory_estimate(
     device_bytes: int | None = None,
     memory_fraction: float = MEMORY_FRACTION,
 ) -> MemoryEstimate:
-    """Counts the bytes that a collection takes on each device, before there is one.
+    """Counts the bytes that a collection takes on each device, before there is one; `print` the estimate.
 
     Args:
       tables: of the collection to be.
@@ -235,9 +223,6 @@ def memory_estimate(
       steps: between two calls of `grow`: so much is held in reserve.
       device_bytes: memory of one device: whether the total fits, and how many rows would.
       memory_fraction: of `device_bytes`, what XLA gives to arrays: XLA_CLIENT_MEM_FRACTION, by default 0.75.
-
-    Returns:
-      The estimate: by store, and in all. `print` it.
 
     Raises:
       TypeError, ValueError: unknown names, numbers that cannot be meant, a feature without a number of keys.
@@ -281,20 +266,15 @@ def estimated(
     device_bytes: int | None = None,
     memory_fraction: float = MEMORY_FRACTION,
 ) -> MemoryEstimate:
-    """The estimate, of features that are packed or shaped; see `memory_estimate`.
+    """Counts features that are packed or shaped, by store and of one device; see `memory_estimate`.
 
-    Args:
-      tables: of the collection.
-      features: by store, of one device.
-      num_shards: devices along the axis.
-      capacities: rows of a shard of each store; None: those that the specs and `num_rows` lead to.
-      num_rows: see `memory_estimate`.
-      exchange: see `memory_estimate`.
-      steps: see `memory_estimate`.
-      device_bytes: see `memory_estimate`.
-      memory_fraction: see `memory_estimate`.
+    `capacities` are the rows of a shard of each store; None: those that the specs and `num_rows` lead to.
     """
-    _check_numbers(steps, device_bytes, memory_fraction)
+    op = "memory_estimate"
+    checks.integer(f"{op}: steps", steps, 1)
+    if device_bytes is not None:
+        checks.number(f"{op}: device_bytes", device_bytes, checks.ABOVE_ZERO, math.inf, "a number of bytes, above 0")
+    checks.number(f"{op}: memory_fraction", memory_fraction, checks.ABOVE_ZERO, 1, "a number above 0, at most 1")
     rows = _rows_of(tables, num_rows)
     by_name = {table.name: number for table, number in zip(tables, rows, strict=True)}
     stores = group_into_stores(tables, num_shards)
@@ -332,13 +312,7 @@ def estimated(
 
 
 def _grown(spec: StoreSpec, reserved: int, num_rows: int) -> int:
-    """The capacity at which `grow` arrives, from the declared one, when rows come a few at a time.
-
-    Args:
-      spec: of the store.
-      reserved: rows that are kept free.
-      num_rows: rows of a shard in the end.
-    """
+    """The capacity at which `grow` arrives for `num_rows` of a shard that come few by few, with `reserved` free."""
     capacity = spec.capacity
     while capacity < num_rows + reserved:
         larger = next_capacity(spec, capacity, max(reserved, capacity + 1), None)
@@ -349,7 +323,6 @@ def _grown(spec: StoreSpec, reserved: int, num_rows: int) -> int:
 
 
 def _rows_of(tables: Sequence[TableSpec], num_rows: int | Mapping[str, int] | None) -> list[int]:
-    """The rows of each table."""
     names = [table.name for table in tables]
     known = num_rows if isinstance(num_rows, Mapping) else dict.fromkeys(names, num_rows)
     unknown = sorted(set(known) - set(names))
@@ -428,13 +401,4 @@ def _step_bytes(spec: StoreSpec, features: StoreFeatures, wire: ExchangeSpec) ->
 
 
 def _bytes_of(tree: Any) -> int:
-    """Of arrays, or of shapes that stand for them."""
     return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
-
-
-def _check_numbers(steps: int, device_bytes: int | None, memory_fraction: float) -> None:
-    op = "memory_estimate"
-    checks.integer(f"{op}: steps", steps, 1)
-    if device_bytes is not None:
-        checks.number(f"{op}: device_bytes", device_bytes, checks.ABOVE_ZERO, math.inf, "a number of bytes, above 0")
-    checks.number(f"{op}: memory_fraction", memory_fraction, checks.ABOVE_ZERO, 1, "a number above 0, at most 1")

@@ -34,7 +34,6 @@ from jaxsok import features as features_lib
 from jaxsok import keys as keys_lib
 from jaxsok import sources as sources_lib
 from jaxsok.exchange import wire_bytes
-from jaxsok.features import Bags
 from jaxsok.printed import aligned, each_device, in_units
 from jaxsok.specs import (
     REPLICATED,
@@ -92,7 +91,6 @@ class Proposal:
         return tuple(line.table for line in self.lines)
 
     def __str__(self) -> str:
-        """A line for each table, and the sums."""
         head = ("table", "rows", "bytes", "keys", "distinct", "sharded", "on one", "replicated", "placement", "reason")
         body = [
             (
@@ -137,8 +135,8 @@ def propose(
     A table is replicated if that sends fewer bytes than sharding and its rows are few; else it is sharded. On training
     traffic with one dtype for rows and gradients that never happens: all gradients go to all devices. It does where
     rows are read much more often than they move (`finds_per_step`), and where gradients are much smaller on the wire
-    than rows. A table goes to one device only when told to, since that never saves bytes. A placement that a TableSpec
-    declares other than SHARDED stands, and `overrides` come before it.
+    than rows. A table goes to one device only when asked for, since that never saves bytes. A placement that a
+    TableSpec declares other than SHARDED stands, and `overrides` come before it.
 
     Args:
       tables: of the collection to be; their `capacity` counts as their rows.
@@ -151,12 +149,9 @@ def propose(
       finds_per_step: evaluation lookups of such a batch in the time of one training step.
       memory_bytes: that each device has for the stores. What the planner would replicate is sharded, largest first,
         until the stores fit.
-      replicated_bytes: of a table, on each device, at most, unless told to replicate it.
+      replicated_bytes: of a table, on each device, at most, unless replication is asked for.
       overrides: placements by table. "on" puts the table on one device, the planner says which: the most keys first,
         each on the device with the least so far.
-
-    Returns:
-      The proposal; `proposal.tables` are for the collection.
 
     Raises:
       TypeError, ValueError: unknown names, a device outside the axis, a feature without a number of keys.
@@ -164,14 +159,11 @@ def propose(
 
     Example:
       >>> from jaxsok import optim
-      >>> tables = [TableSpec("user", 64, optim.sgd(0.1), capacity=1_000_000), TableSpec("day", 64, optim.sgd(0.1),
-      ...     capacity=7)]
+      >>> tables = [TableSpec("user", 64, optim.sgd(0.1)), TableSpec("day", 64, optim.sgd(0.1), capacity=7)]
       >>> features = [FeatureSpec("user", table="user"), FeatureSpec("day", table="day")]
       >>> proposal = propose(tables, features, num_shards=4, keys_per_step=1000, overrides={"day": REPLICATED})
-      >>> [table.placement for table in proposal.tables]
-      [SHARDED, REPLICATED]
-      >>> [round(line.distinct_keys) for line in proposal.lines]
-      [1000, 7]
+      >>> [(line.table.placement, round(line.distinct_keys)) for line in proposal.lines]
+      [(SHARDED, 992), (REPLICATED, 7)]
     """
     check_declared("propose", tables, features, num_shards)
     if sample is not None and keys_per_step is not None:
@@ -235,7 +227,7 @@ def keys_of(
     unknown = sorted(set(known) - {feature.name for feature in features})
     if unknown:
         raise ValueError(
-            f"{op}: keys_per_step: got features {unknown}, wanted some of {[one.name for one in features]}."
+            f"{op}: keys_per_step: got features {unknown}, wanted some of {[feature.name for feature in features]}."
         )
     keys: list[float | None] = []
     for feature in features:
@@ -258,8 +250,7 @@ def _measured(
     parts: dict[str, list[list[np.ndarray]]] = {table.name: [[] for _ in range(num_shards)] for table in tables}
     for feature in features:
         what = f'propose: sample: feature "{feature.name}"'
-        value = sample[feature.name]
-        bags = value if isinstance(value, Bags) else Bags(value)
+        bags = features_lib.bags_of(sample[feature.name])
         words = keys_lib.words_of(bags.keys, feature.key_dtype, what)
         keys = keys_lib.from_words(words)
         if bags.lengths is None and bags.offsets is None:
@@ -371,7 +362,6 @@ def _proposed(
     forced: Mapping[str, tuple[Placement, str]],
     replicated_bytes: int,
 ) -> TableProposal:
-    """The choice for one table."""
     num_bytes = table.capacity * row_bytes(group_into_stores([table])[0])
     bytes_by_kind = {
         "sharded": model.sharded(table, distinct),

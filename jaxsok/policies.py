@@ -21,8 +21,10 @@ LARGEST = math.nextafter(2.0**128, 0.0)  # float32 ends at 2**128
 MAX_BLOOM_COUNTERS = 2**32 - 4  # of a table: their places are 32-bit numbers
 
 
-def _check(policy: object, name: str, check: Callable[..., Any], *args: Any) -> None:
-    checks.field(policy, f"policies.{type(policy).__name__}", name, check, *args)
+def _unadmitted(what: str, value: Any) -> Any:
+    if value == "initial":
+        return value
+    return checks.number(what, value, -LARGEST, LARGEST, 'a finite float32 or "initial"')
 
 
 # Admission -----------------------------------------------------------------------------------------------------------
@@ -45,14 +47,12 @@ class Admission:
         return 1
 
     _: dataclasses.KW_ONLY
-    unadmitted: float | Literal["initial"] = 0.0
+    unadmitted: float | Literal["initial"] = checks.declare(0.0, _unadmitted)
     """What each number of the row of a key without admission reads as; "initial": the row that it would get. It is what
     keys without a row read in `lookup`, also where the store is full; `find` gives what the table's `unknown` says."""
 
     def __post_init__(self) -> None:
-        """Refuses what cannot be meant."""
-        if self.unadmitted != "initial":
-            _check(self, "unadmitted", checks.number, -LARGEST, LARGEST, 'a finite float32 or "initial"')
+        checks.check_fields(self, f"policies.{type(self).__name__}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,10 +67,10 @@ class _BySightings(Admission):
     DeepRec's filters: with a key once in a batch, lookups 1 to num_sightings read it; else 1 to num_sightings - 1."""
 
     def __post_init__(self) -> None:
-        """Refuses what cannot be meant."""
         super().__post_init__()
-        _check(self, "delayed", checks.flag)
-        _check(self, "num_sightings", checks.integer, 1, self.most - self.delayed)
+        checks.field(self, f"policies.{type(self).__name__}", "delayed", checks.flag)
+        most = self.most - self.delayed
+        checks.field(self, f"policies.{type(self).__name__}", "num_sightings", checks.integer, 1, most)
 
     @property
     def threshold(self) -> int:
@@ -86,10 +86,6 @@ class AdmitByCount(_BySightings):
     for each key that waits; `grow` makes room for more of them. A key whose row is erased or evicted starts anew. When
     rows of its store go, so does a key that had its sightings but found the store full. A key that waits and is given a
     row by `assign` or an import starts anew when that row goes.
-
-    Example:
-      >>> AdmitByCount(3).num_sightings
-      3
     """
 
     kind: ClassVar[int] = 1
@@ -105,23 +101,16 @@ class AdmitByBloom(_BySightings):
     key whose row was evicted is admitted again at its next sighting, with a new row.
 
     Source: L. Fan et al., Summary Cache, 2000 (counting Bloom filters); DeepRec's CBFFilter.
-
-    Example:
-      >>> AdmitByBloom(3, num_keys=1_000_000).num_hashes
-      7
     """
 
     kind: ClassVar[int] = 2
     most: ClassVar[int] = MAX_SIGHTINGS
-    num_keys: int = 1_000_000
+    num_keys: int = checks.declare(1_000_000, checks.integer, low=1, high=2**31 - 1)
     """Different keys that are expected, on all shards together."""
-    false_positive_rate: float = 0.01
+    false_positive_rate: float = checks.declare(0.01, checks.number, low=1e-9, high=0.5)
 
     def __post_init__(self) -> None:
-        """Refuses what cannot be meant."""
         super().__post_init__()
-        _check(self, "num_keys", checks.integer, 1, 2**31 - 1)
-        _check(self, "false_positive_rate", checks.number, 1e-9, 0.5)
         if self.num_counters(self.num_keys) > MAX_BLOOM_COUNTERS:
             raise ValueError(
                 f"policies.AdmitByBloom: num_keys: got {self.num_keys} at a false_positive_rate of "
@@ -145,19 +134,10 @@ class AdmitByProbability(Admission):
     """An unseen key gets a row with a probability, drawn anew at each step from (seed, table, key, step).
 
     Source: SOK's low-frequency filter (`filter_ratio`).
-
-    Example:
-      >>> AdmitByProbability(0.1).probability
-      0.1
     """
 
     kind: ClassVar[int] = 3
-    probability: float = 0.5
-
-    def __post_init__(self) -> None:
-        """Refuses what cannot be meant."""
-        super().__post_init__()
-        _check(self, "probability", checks.number, 0.0, 1.0)
+    probability: float = checks.declare(0.5, checks.number, low=0.0, high=1.0)
 
     @property
     def threshold(self) -> int:
@@ -195,6 +175,9 @@ class Eviction:
     has_score: ClassVar[bool] = True
     """Whether rows can be ranked; else `expired` tells who leaves."""
 
+    def __post_init__(self) -> None:
+        checks.check_fields(self, f"policies.{type(self).__name__}")
+
     def scores(self, facts: RowFacts) -> Scores:
         """Ranks rows: a pure JAX function, row by row."""
         raise TypeError(f"evict: policy: got {self!r}, which ranks no rows; use one with a score.")
@@ -229,12 +212,8 @@ class EpochLeastFrequentlyUsed(Eviction):
     Source: HierarchicalKV's kEpochLfu.
     """
 
-    epoch_steps: int = 1000
+    epoch_steps: int = checks.declare(1000, checks.integer, low=1, high=2**31 - 1)
     """Steps (or ticks of the user's clock) of an epoch."""
-
-    def __post_init__(self) -> None:
-        """Refuses what cannot be meant."""
-        _check(self, "epoch_steps", checks.integer, 1, 2**31 - 1)
 
     def scores(self, facts: RowFacts) -> Scores:
         """The epoch of the last use, then the frequency."""
@@ -248,11 +227,7 @@ class EpochLeastRecentlyUsed(Eviction):
     Source: HierarchicalKV's kEpochLru.
     """
 
-    epoch_steps: int = 1000
-
-    def __post_init__(self) -> None:
-        """Refuses what cannot be meant."""
-        _check(self, "epoch_steps", checks.integer, 1, 2**31 - 1)
+    epoch_steps: int = checks.declare(1000, checks.integer, low=1, high=2**31 - 1)
 
     def scores(self, facts: RowFacts) -> Scores:
         """The epoch of the last use."""
@@ -267,7 +242,6 @@ class LowestScore(Eviction):
     """A pure JAX function of module level, so that equal specs compare equal."""
 
     def __post_init__(self) -> None:
-        """Refuses what cannot be meant."""
         if not callable(self.score):
             raise TypeError(f"policies.LowestScore: score: got {self.score!r}, wanted a function of RowFacts.")
 
@@ -285,11 +259,7 @@ class TimeToLive(Eviction):
     """
 
     has_score: ClassVar[bool] = False
-    steps: int = 1000
-
-    def __post_init__(self) -> None:
-        """Refuses what cannot be meant."""
-        _check(self, "steps", checks.integer, 0, 2**31 - 1)
+    steps: int = checks.declare(1000, checks.integer, low=0, high=2**31 - 1)
 
     def expired(self, facts: RowFacts) -> Bool[Array, " num_rows"]:
         """Whose last use is further back; a last use that lies ahead of the clock is none."""
@@ -306,11 +276,7 @@ class SmallNorm(Eviction):
 
     needs_statistics: ClassVar[bool] = False
     has_score: ClassVar[bool] = False
-    threshold: float = 1e-6
-
-    def __post_init__(self) -> None:
-        """Refuses what cannot be meant."""
-        _check(self, "threshold", checks.number, 0.0, math.inf)
+    threshold: float = checks.declare(1e-6, checks.number, low=0.0, high=math.inf)
 
     def expired(self, facts: RowFacts) -> Bool[Array, " num_rows"]:
         """Whose norm is below."""

@@ -16,11 +16,7 @@ ENDING = ".writing"
 
 
 def unfinished(path: pathlib.Path, token: str) -> pathlib.Path:
-    """The name under which one writer fills a folder.
-
-    Args:
-      path: that the folder will have.
-      token: which no other writer has.
+    """The name under which the writer with a token of its own fills a folder.
 
     Example:
       >>> unfinished(pathlib.Path("exports/monday"), "0badcafe").name
@@ -30,19 +26,14 @@ def unfinished(path: pathlib.Path, token: str) -> pathlib.Path:
 
 
 def left_behind(path: pathlib.Path) -> list[str]:
-    """Names beside a path of folders that were begun for it and not published: of writers that still write, or died."""
+    """Names of folders beside a path that were begun for it and not published: their writers still write, or died."""
     begin = f"{path.name}."
     there = path.parent.iterdir() if path.parent.is_dir() else ()
     return sorted(one.name for one in there if one.name.startswith(begin) and one.name.endswith(ENDING))
 
 
 def publish(op: str, folder: pathlib.Path, path: pathlib.Path) -> None:
-    """Gives a complete folder its name, unless that is taken.
-
-    Args:
-      op: named in the error.
-      folder: that nobody writes into any more; not empty.
-      path: its name from now on, in the same parent.
+    """Gives a complete folder, which is not empty, its name in the same parent, unless that is taken.
 
     Raises:
       FileExistsError: another writer was faster; the folder is as it was.
@@ -91,11 +82,7 @@ def locked(folder: pathlib.Path) -> Iterator[None]:
 
 
 def place_new(partial: pathlib.Path, path: pathlib.Path) -> None:
-    """Gives a complete file its name.
-
-    Raises:
-      FileExistsError: the name is taken.
-    """
+    """Gives a complete file its name; FileExistsError: the name is taken."""
     try:
         os.link(partial, path)  # which, other than a rename, never replaces a file
     except FileExistsError:

@@ -8,12 +8,7 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True)
 class Records:
-    """Some rows of one table, on the host; each array has a line for each row.
-
-    Example:
-      >>> Records(np.array([7, 9], np.uint64), np.zeros((2, 4), np.float32)).num_rows
-      2
-    """
+    """Some rows of one table, on the host; each array has a line for each row."""
 
     keys: np.ndarray
     """uint64[num_rows], distinct."""

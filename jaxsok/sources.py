@@ -17,7 +17,7 @@ import numpy as np
 
 from jaxsok import checks
 from jaxsok import keys as keys_lib
-from jaxsok.features import Bags
+from jaxsok.features import Bags, bags_of
 from jaxsok.specs import FeatureSpec
 from jaxsok.types import PADDING_KEY
 
@@ -76,7 +76,7 @@ def _converted(spec: FeatureSpec, value: Any, what: str) -> Any:
             f"{what}: keys: got an empty list, wanted a key for each sample; samples without keys are "
             "jaxsok.Bags([], lengths=[0, 0, ...])."
         )
-    bags = value if isinstance(value, Bags) else Bags(value)
+    bags = bags_of(value)
     others = {name: getattr(bags, name) for name in ("lengths", "offsets", "weights", "inverse")}
     if _is_coo(bags.keys):
         given = [name for name in ("lengths", "offsets", "weights") if others[name] is not None]
@@ -88,7 +88,7 @@ def _converted(spec: FeatureSpec, value: Any, what: str) -> Any:
         return dataclasses.replace(_of_coo(spec, bags.keys, what), inverse=_plain(others["inverse"], what, "inverse"))
     if not any(_is_arrow(one) for one in (bags.keys, *others.values())):
         return value
-    if not _has_pyarrow():
+    if importlib.util.find_spec("pyarrow") is None:
         bags = dataclasses.replace(bags, keys=_without_pyarrow(bags.keys))
         others = {name: _without_pyarrow(one) for name, one in others.items()}
     keys, found = bags.keys, {name: _plain(one, what, name) for name, one in others.items() if name != "weights"}
@@ -174,7 +174,6 @@ def _of_coo(spec: FeatureSpec, value: Any, what: str) -> Bags:
 
 
 def _sorted_by_bag(keys: np.ndarray, columns: np.ndarray, weights: np.ndarray | None, num_bags: int) -> Bags:
-    """Keys by bag, then by further columns; stable."""
     order = np.lexsort(columns[::-1])
     if not np.array_equal(order, np.arange(order.size)):
         keys, weights = keys[order], None if weights is None else weights[order]
@@ -216,8 +215,7 @@ def _of_bcoo(spec: FeatureSpec, matrix: Any, what: str) -> Bags:
             )
         inside &= data != 0
     columns, data = indices[inside].T, data[inside]
-    bags = _sorted_by_bag(columns[1].astype(np.uint64), columns, data if spec.weighted else None, num_bags)
-    return bags
+    return _sorted_by_bag(columns[1].astype(np.uint64), columns, data if spec.weighted else None, num_bags)
 
 
 def _of_traced_bcoo(spec: FeatureSpec, matrix: Any) -> Bags:
@@ -254,10 +252,6 @@ def _is_arrow(value: Any) -> bool:
     return hasattr(value, "__arrow_c_array__") or hasattr(value, "__arrow_c_stream__")
 
 
-def _has_pyarrow() -> bool:
-    return importlib.util.find_spec("pyarrow") is not None
-
-
 def _without_pyarrow(value: Any) -> Any:
     """A column of integers without nulls as NumPy, by its own library; anything else as it is."""
     if not _is_arrow(value) or not hasattr(value, "__array__"):
@@ -270,7 +264,6 @@ def _without_pyarrow(value: Any) -> Any:
 
 
 def _plain(value: Any, what: str, name: str) -> Any:
-    """Lengths, offsets or inverse: an Arrow column as NumPy; anything else as it is."""
     if not _is_arrow(value):
         return value
     column = _column(value, what, name)

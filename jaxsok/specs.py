@@ -62,11 +62,7 @@ _OF_FEATURES = {
 
 
 def _knows_names(others: Mapping[str, Sequence[str]]) -> Callable[[type[Spec]], type[Spec]]:
-    """Makes a spec refuse an unknown argument with the name of its own one.
-
-    Args:
-      others: for each argument the names that it has elsewhere.
-    """
+    """Makes a spec refuse an unknown argument with the name of its own one; `others` has its names elsewhere."""
     own_of = {name: own for own, names in others.items() for name in names}
 
     def decorate(spec: type[Spec]) -> type[Spec]:
@@ -88,8 +84,8 @@ def _knows_names(others: Mapping[str, Sequence[str]]) -> Callable[[type[Spec]], 
     return decorate
 
 
-def _positive(spec: object, what: str, name: str, most: int) -> None:
-    checks.field(spec, what, name, checks.integer, 1, most, f"1 to {most}", "an integer")
+_ROWS = {"low": 1, "high": MAX_CAPACITY, "wanted": f"1 to {MAX_CAPACITY}", "kind": "an integer"}
+"""How numbers of rows and of keys are checked."""
 
 
 def _not_an_optimizer(value: object) -> str:
@@ -112,19 +108,13 @@ def _name(what: str, value: object) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """Where a table lives on a mesh: `SHARDED`, `REPLICATED` or `on(device)`. On one device all are the same.
-
-    Example:
-      >>> on(3)
-      on(3)
-    """
+    """Where a table lives on a mesh: `SHARDED`, `REPLICATED` or `on(device)`. On one device all are the same."""
 
     kind: Literal["sharded", "on", "replicated"]
     shard: int = 0
     """With "on": which shard has the whole table."""
 
     def __repr__(self) -> str:
-        """As it is written."""
         return f"on({self.shard})" if self.kind == "on" else self.kind.upper()
 
 
@@ -148,6 +138,7 @@ def on(device: int) -> Placement:
 
 
 _WIRE_DTYPES = ("float32", "bfloat16", "float16", "float8_e4m3fn")
+_ON_WIRE = {"choices": (None, *_WIRE_DTYPES), "wanted": f"None or one of {_WIRE_DTYPES}"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,29 +151,18 @@ class ExchangeSpec:
 
     Raises:
       ValueError: when declared.
-
-    Example:
-      >>> ExchangeSpec(rows="bfloat16", gradients="bfloat16").send_capacity is None
-      True
     """
 
-    rows: str | None = None
+    rows: str | None = checks.declare(None, checks.one_of, **_ON_WIRE)
     """Dtype of rows on the wire: float32, bfloat16, float16 or float8_e4m3fn; None: that of the table's rows."""
-    gradients: str | None = None
+    gradients: str | None = checks.declare(None, checks.one_of, **_ON_WIRE)
     """Dtype of row gradients on the wire, likewise; None: float32."""
-    send_capacity: int | None = None
+    send_capacity: int | None = checks.declare(None, checks.optional(checks.integer), **_ROWS)
     """Keys for one destination in one round, of each store, where no plan says better; None: a quarter more than
     uniform owners need."""
 
     def __post_init__(self) -> None:
-        """Refuses what cannot be meant."""
-        for name in ("rows", "gradients"):
-            if getattr(self, name) not in (None, *_WIRE_DTYPES):
-                raise ValueError(
-                    f"ExchangeSpec: {name}: got {getattr(self, name)!r}, wanted None or one of {_WIRE_DTYPES}."
-                )
-        if self.send_capacity is not None:
-            _positive(self, "ExchangeSpec", "send_capacity", MAX_CAPACITY)
+        checks.check_fields(self, "ExchangeSpec")
 
 
 @_knows_names(_OF_TABLES)
@@ -213,20 +193,22 @@ class TableSpec:
     _: dataclasses.KW_ONLY
     initializer: initializers.Initializer = dataclasses.field(default_factory=initializers.uniform)
     """What a new row holds: from `jaxsok.initializers`."""
-    capacity: int = 65_536
+    capacity: int = checks.declare(65_536, checks.integer, **_ROWS)
     """Rows at first, on all shards together; the tables of a store pool theirs. `collection.grow` adds more."""
-    max_capacity: int | None = None
+    max_capacity: int | None = checks.declare(None, checks.optional(checks.integer), **_ROWS)
     """Rows at most; None: until memory ends. A store's is the sum, or None if one of its tables has None."""
-    dtype: RowDtype = "float32"
+    dtype: RowDtype = checks.declare("float32", checks.one_of, choices=tuple(ROW_DTYPES))
     """Of the rows as they are stored: float32, bfloat16 or float16. New rows are rounded to nearest."""
     embedding_dtype: RowDtype | None = None
     """Of embeddings, and so of their gradients: float32, or the rows' own; None: the rows' own."""
-    rounding: Rounding = "stochastic"
+    rounding: Rounding = checks.declare("stochastic", checks.one_of, choices=tuple(ROUNDINGS))
     """How a step's float32 result becomes a row of 16 bits: "stochastic", up or down at random so that the mean is
     kept, or "nearest", where steps below a row's last bit are lost. Of no meaning for float32 rows."""
-    row_gradient: RowGradient = "sum"
+    row_gradient: RowGradient = checks.declare("sum", checks.one_of, choices=tuple(ROW_GRADIENTS))
     """How the gradients of a row's uses become one: their sum, their mean, or the sum over the root of their number."""
-    unknown: Literal["initial", "zeros"] = "initial"
+    unknown: Literal["initial", "zeros"] = checks.declare(
+        "initial", checks.one_of, choices=("initial", "zeros"), wanted='"initial" or "zeros"'
+    )
     """What `find` gives for a key without a row, and what is served for it: the row it would get, or zeros."""
     placement: Placement = SHARDED
     """Where it lives on a mesh: SHARDED, REPLICATED or on(device)."""
@@ -235,22 +217,19 @@ class TableSpec:
     eviction: policies.Eviction | None = None
     """Who leaves when the store is full at its `max_capacity`, from `jaxsok.policies`; None: nobody. Where a table
     of the store has no `max_capacity` the store grows instead, and only `collection.evict` goes by it."""
-    statistics: bool = False
+    statistics: bool = checks.declare(False, checks.flag)
     """Whether each row keeps its frequency and last step: 8 bytes. Kept too where `eviction` needs them, and for all
     tables of a store if one of them asks."""
 
     def __post_init__(self) -> None:
-        """Refuses what cannot be meant."""
         _name("TableSpec", self.name)
         what = f'TableSpec "{self.name}"'
-        _positive(self, what, "dim", MAX_DIM)
-        _positive(self, what, "capacity", MAX_CAPACITY)
-        if self.max_capacity is not None:
-            _positive(self, what, "max_capacity", MAX_CAPACITY)
-            if self.max_capacity < self.capacity:
-                raise ValueError(
-                    f"{what}: max_capacity: got {self.max_capacity}, wanted at least capacity = {self.capacity}."
-                )
+        checks.field(self, what, "dim", checks.integer, 1, MAX_DIM, f"1 to {MAX_DIM}", "an integer")
+        checks.check_fields(self, what)
+        if self.max_capacity is not None and self.max_capacity < self.capacity:
+            raise ValueError(
+                f"{what}: max_capacity: got {self.max_capacity}, wanted at least capacity = {self.capacity}."
+            )
         if not isinstance(self.optimizer, Optimizer):
             raise TypeError(f"{what}: optimizer: got {_not_an_optimizer(self.optimizer)}.")
         self._check_optimizer(what)
@@ -260,22 +239,9 @@ class TableSpec:
                 "initializers.uniform(-0.05, 0.05)."
             )
         self.initializer.require(self.dim, what)
-        if not isinstance(self.dtype, str) or self.dtype not in ROW_DTYPES:
-            raise ValueError(f"{what}: dtype: got {self.dtype!r}, wanted one of {list(ROW_DTYPES)}.")
         embedding_dtypes = list(dict.fromkeys([self.dtype, "float32"]))
-        if self.embedding_dtype is not None and (
-            not isinstance(self.embedding_dtype, str) or self.embedding_dtype not in embedding_dtypes
-        ):
-            raise ValueError(
-                f"{what}: embedding_dtype: got {self.embedding_dtype!r}, wanted None or one of {embedding_dtypes} "
-                f"with rows of {self.dtype}."
-            )
-        if not isinstance(self.rounding, str) or self.rounding not in ROUNDINGS:
-            raise ValueError(f"{what}: rounding: got {self.rounding!r}, wanted one of {list(ROUNDINGS)}.")
-        if self.row_gradient not in ROW_GRADIENTS:
-            raise ValueError(f"{what}: row_gradient: got {self.row_gradient!r}, wanted one of {list(ROW_GRADIENTS)}.")
-        if self.unknown not in ("initial", "zeros"):
-            raise ValueError(f'{what}: unknown: got {self.unknown!r}, wanted "initial" or "zeros".')
+        wanted = f"None or one of {embedding_dtypes} with rows of {self.dtype}"
+        checks.one_of(f"{what}: embedding_dtype", self.embedding_dtype, (None, *embedding_dtypes), wanted)
         if not isinstance(self.placement, Placement):
             raise TypeError(
                 f"{what}: placement: got {self.placement!r}, wanted jaxsok.SHARDED, jaxsok.REPLICATED or "
@@ -285,7 +251,6 @@ class TableSpec:
             value = getattr(self, name)
             if value is not None and (not isinstance(value, kind) or type(value) is kind):
                 raise TypeError(f"{what}: {name}: got {value!r}, wanted None or one of jaxsok.policies.")
-        checks.flag(f"{what}: statistics", self.statistics)
 
     @property
     def refused_read_initial(self) -> bool:
@@ -313,7 +278,6 @@ class TableSpec:
         return float(np.clip(np.float32(initializer.a), -largest, largest).astype(jnp.dtype(self.dtype)))
 
     def _check_optimizer(self, what: str) -> None:
-        """Refuses what no kernel could run, here and not in the first update."""
         num_states = len(self.optimizer.state_specs(self.dim))
         if num_states > MAX_STATES:
             raise ValueError(
@@ -341,39 +305,31 @@ class FeatureSpec:
     table: str
     """The name of a TableSpec; several features may read one table."""
     _: dataclasses.KW_ONLY
-    combiner: Combiner | None = "sum"
+    combiner: Combiner | None = checks.declare("sum", checks.one_of, choices=tuple(COMBINERS))
     """How a bag's rows become its embedding; None: every key keeps its own row."""
-    weighted: bool = False
+    weighted: bool = checks.declare(False, checks.flag)
     """Whether each key comes with a float32 weight."""
-    max_keys: int | None = None
+    max_keys: int | None = checks.declare(None, checks.optional(checks.integer), **_ROWS)
     """Keys of a ragged batch at most: the static size of its buffer, on a mesh shared out evenly among the shards.
     None: each batch's next power of two."""
-    max_hotness: int | None = None
+    max_hotness: int | None = checks.declare(None, checks.optional(checks.integer), **_ROWS)
     """With combiner None and ragged bags: give `[num_bags, max_hotness, dim]` in place of `[max_keys, dim]`."""
-    key_dtype: Literal["int64", "int32"] = "int64"
+    key_dtype: Literal["int64", "int32"] = checks.declare(
+        "int64", checks.one_of, choices=("int64", "int32"), wanted='"int64" or "int32"'
+    )
     """"int32" lets a `jax.Array` of int32 keys in, which otherwise could be a narrowed int64."""
 
     def __post_init__(self) -> None:
-        """Refuses what cannot be meant."""
         _name("FeatureSpec", self.name)
         what = f'FeatureSpec "{self.name}"'
         _name(f"{what}: table", self.table)
-        if self.combiner not in COMBINERS:
-            raise ValueError(f"{what}: combiner: got {self.combiner!r}, wanted one of {list(COMBINERS)}.")
-        checks.flag(f"{what}: weighted", self.weighted)
+        checks.check_fields(self, what)
         if self.weighted and self.combiner is None:
             raise ValueError(f"{what}: weighted: got True with combiner None; weights need a combiner to act in.")
-        if self.max_keys is not None:
-            _positive(self, what, "max_keys", MAX_CAPACITY)
-        if self.max_hotness is not None:
-            _positive(self, what, "max_hotness", MAX_CAPACITY)
-            if self.combiner is not None:
-                raise ValueError(
-                    f"{what}: max_hotness: got {self.max_hotness} with combiner {self.combiner!r}; it is "
-                    "for combiner None."
-                )
-        if self.key_dtype not in ("int64", "int32"):
-            raise ValueError(f'{what}: key_dtype: got {self.key_dtype!r}, wanted "int64" or "int32".')
+        if self.max_hotness is not None and self.combiner is not None:
+            raise ValueError(
+                f"{what}: max_hotness: got {self.max_hotness} with combiner {self.combiner!r}; it is for combiner None."
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -572,8 +528,12 @@ def fingerprint(stores: Sequence[StoreSpec]) -> str:
 
 def described(stores: Sequence[StoreSpec]) -> list[str]:
     """What the fingerprint stands for: a line for each table, then one for each store with state of no row."""
+    dtypes = [
+        store.dtype if store.embedding_dtype == store.dtype else f"{store.dtype} as {store.embedding_dtype}"
+        for store in stores
+    ]
     lines = [
-        f"{s}:{table.name}:{table.dim}:{_described_dtypes(store)}:{store.optimizer.state_form(store.dim)}:{store.state_specs}:{table.initializer.of_dim(table.dim)}"
+        f"{s}:{table.name}:{table.dim}:{dtypes[s]}:{store.optimizer.state_form(store.dim)}:{store.state_specs}:{table.initializer.of_dim(table.dim)}"
         for s, store in enumerate(stores)
         for table in store.tables
     ]
@@ -594,13 +554,7 @@ def described(stores: Sequence[StoreSpec]) -> list[str]:
 
 
 def _described_admission(table: TableSpec) -> str:
-    """What of a table's admission its state depends on."""
     admission = table.admission
     if isinstance(admission, policies.AdmitByBloom):
         return f"bloom of {admission.num_keys}, {admission.false_positive_rate}"
     return "count" if isinstance(admission, policies.AdmitByCount) else "none"
-
-
-def _described_dtypes(store: StoreSpec) -> str:
-    """That of the rows, and that of embeddings where it is another."""
-    return store.dtype if store.embedding_dtype == store.dtype else f"{store.dtype} as {store.embedding_dtype}"

@@ -34,13 +34,8 @@ def pack_sharded(
 ) -> Batch:
     """Packs this process's part of a batch for its shards; entries with a line for each sample are split alike.
 
-    Args:
-      raw: as for `features.pack`: the samples of this process, of which all features have one number.
-      stores: of the collection.
-      features: of the collection.
-      tag: the collection's fingerprint.
-      shards: over which to split.
-      mask: which samples are real, if some were added.
+    All features have one number of samples. `tag` is the collection's fingerprint; `mask` says which samples are real,
+    if some were added.
 
     Raises:
       TypeError, ValueError: names feature, argument, got and wanted. Nothing has changed then.
@@ -71,11 +66,6 @@ def pack_sharded(
 def pad(raw: Mapping[str, Any], features: Sequence[FeatureSpec], pad_to: int) -> tuple[dict[str, Any], np.ndarray]:
     """Adds samples without keys until there are `pad_to`; to other entries with a line for each sample, zeros.
 
-    Args:
-      raw: NumPy input.
-      features: of the collection; they have one number of samples (`features.require_samples`).
-      pad_to: how many samples there shall be.
-
     Returns:
       The raw batch, and which of its samples are real.
 
@@ -94,7 +84,7 @@ def pad(raw: Mapping[str, Any], features: Sequence[FeatureSpec], pad_to: int) ->
     for spec in features:
         what = f'batch: feature "{spec.name}"'
         value = raw[spec.name]
-        bags = value if isinstance(value, Bags) else Bags(value)
+        bags = features_lib.bags_of(value)
         if _is_on_device(value):
             raise TypeError(f"{what}: got a jax.Array with pad_to, wanted NumPy; pad device arrays before.")
         words = keys_lib.words_of(bags.keys, spec.key_dtype, what)
@@ -132,7 +122,7 @@ def pad(raw: Mapping[str, Any], features: Sequence[FeatureSpec], pad_to: int) ->
 
 
 def _is_on_device(value: Any) -> bool:
-    bags = value if isinstance(value, Bags) else Bags(value)
+    bags = features_lib.bags_of(value)
     return any(
         isinstance(one, jax.Array) for one in (bags.keys, bags.lengths, bags.offsets, bags.weights, bags.inverse)
     )
@@ -154,7 +144,7 @@ def _require_even(what: str, num_samples: int, num_parts: int, shards: Shards) -
 def _cut(spec: FeatureSpec, value: Any, num_parts: int, shards: Shards) -> tuple[list[Any], int, int | None]:
     """A feature's parts, its number of samples, and the static size of a part's key buffer (None: as it comes)."""
     what = f'batch: feature "{spec.name}"'
-    bags = value if isinstance(value, Bags) else Bags(value)
+    bags = features_lib.bags_of(value)
     words = keys_lib.words_of(bags.keys, spec.key_dtype, what)
     keys = keys_lib.from_words(words)
     weights = None if bags.weights is None else np.asarray(bags.weights)
@@ -254,8 +244,7 @@ def _pack_on_device(
     specs = []
     for spec in features:
         what = f'batch: feature "{spec.name}"'
-        value = raw[spec.name]
-        bags = value if isinstance(value, Bags) else Bags(value)
+        bags = features_lib.bags_of(raw[spec.name])
         if bags.inverse is not None:
             raise ValueError(
                 f"{what}: inverse: got one beside device arrays, wanted NumPy for all features: nobody can tell, when "

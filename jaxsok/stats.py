@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int32, UInt32
+from jaxtyping import Array, Int32
 
 from jaxsok.types import COUNTS, NonFiniteGradientError, StalePlanError, TableFullError
 
@@ -23,6 +23,11 @@ TO_DATE = ("num_evicted",)
 Words = Int32[Array | np.ndarray, "*steps num_words"]
 
 
+def _count(name: str, meaning: str) -> property:
+    """A count of `Stats`: int32 `[*steps, num_tables]`, `[*steps, num_stores]`, or `[*steps]` of a whole step."""
+    return property(lambda stats: stats.count(name), doc=meaning)
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, repr=False)
 class Stats:
@@ -35,7 +40,8 @@ class Stats:
     part of that array, under `jit` and outside; of a scan's Stats with an axis of the steps in front. Where other
     processes have devices of the mesh, it is the part on a device of this one.
 
-    `to_dict`, `scalars` and `check` of a scan's Stats take all of its steps together, as `+` does.
+    `to_dict`, `scalars` and `check` of a scan's Stats take all of its steps together, as `+` does: it adds counts, and
+    of `num_rows`, `num_evicted`, `longest_probe`, `num_unplaced` and `num_rounds` takes those of the later step.
     """
 
     words: Words
@@ -51,92 +57,51 @@ class Stats:
     num_shards: int = dataclasses.field(default=1, metadata={"static": True})
     """Over which the tables are split."""
 
-    @property
-    def num_found(self) -> Int32[Array, "*steps num_tables"]:
-        """The key had a row (repeats of a new key in its first batch included)."""
-        return self.count("num_found")
-
-    @property
-    def num_inserted(self) -> Int32[Array, "*steps num_tables"]:
-        """The key was new and got a row."""
-        return self.count("num_inserted")
-
-    @property
-    def num_missing(self) -> Int32[Array, "*steps num_tables"]:
-        """`find` only: the key has no row."""
-        return self.count("num_missing")
-
-    @property
-    def num_refused(self) -> Int32[Array, "*steps num_tables"]:
-        """The key was new and got no row, as its store was full or as it is not admitted yet: it learns nothing."""
-        return self.count("num_refused")
-
-    @property
-    def num_padding(self) -> Int32[Array, "*steps num_tables"]:
-        """PADDING_KEY, and the unused tail of a key buffer."""
-        return self.count("num_padding")
-
-    @property
-    def num_unadmitted(self) -> Int32[Array, "*steps num_tables"]:
-        """Of the refused: those that the table's admission kept out."""
-        return self.count("num_unadmitted")
-
-    @property
-    def num_nonfinite(self) -> Int32[Array, "*steps num_tables"]:
-        """Rows whose summed gradient was infinite or NaN; they were left alone."""
-        return self.count("num_nonfinite")
-
-    @property
-    def num_rows(self) -> Int32[Array, "*steps num_tables"]:
-        """Rows in use after the step; int32, so up to 2**31 - 1 (`Collection.num_rows` counts further)."""
-        return self.count("num_rows")
-
-    @property
-    def num_evicted(self) -> UInt32[Array, "*steps num_tables"]:
-        """Rows that were ever evicted, by `evict` or `grow`, modulo 2**32; 0 where the table's store has no policy."""
-        return self.count("num_evicted")
-
-    @property
-    def longest_probe(self) -> Int32[Array, "*steps num_stores"]:
-        """Buckets of the longest walk to a row since the index was last built; may differ between runs on a GPU."""
-        return self.count("longest_probe")
-
-    @property
-    def num_unplaced(self) -> Int32[Array, "*steps num_stores"]:
-        """Of the refused since the index was last built: occurrences that found no entry within the probe bound.
-
-        There, or among the keys that wait for a row (`AdmitByCount`).
-        """
-        return self.count("num_unplaced")
-
-    @property
-    def num_stale(self) -> Int32[Array, "*steps"]:
-        """Uses that changed nothing because their plan was left out.
-
-        A plan is left out if it is older than the last erase or eviction, or if it is one of `num_misused_plans`.
-        """
-        return self.count("num_stale")
-
-    @property
-    def num_misused_plans(self) -> Int32[Array, "*steps"]:
-        """Plans that changed nothing because the state had no open ticket of theirs.
-
-        The lookup that returned such a plan does not belong to the history of the state, an update has used the plan
-        before, or more than 256 lookups came in between.
-        """
-        return self.count("num_misused_plans")
-
-    @property
-    def num_rounds(self) -> Int32[Array, "*steps num_stores"]:
-        """Passes of the exchange between shards, of the lookup that had most; 0 where nothing was exchanged."""
-        return self.count("num_rounds")
+    num_found = _count("num_found", "By table: the key had a row (repeats of a new key in its first batch included).")
+    num_inserted = _count("num_inserted", "By table: the key was new and got a row.")
+    num_missing = _count("num_missing", "By table, `find` only: the key has no row.")
+    num_refused = _count(
+        "num_refused",
+        "By table: the key was new and got no row, as its store is full or it is not admitted yet; it learns nothing.",
+    )
+    num_padding = _count("num_padding", "By table: PADDING_KEY, and the unused tail of a key buffer.")
+    num_unadmitted = _count("num_unadmitted", "By table, of the refused: those that the table's admission kept out.")
+    num_nonfinite = _count(
+        "num_nonfinite", "By table: rows whose summed gradient was infinite or NaN; they were left alone."
+    )
+    num_rows = _count(
+        "num_rows", "By table: rows in use after the step, up to 2**31 - 1 (`Collection.num_rows` counts further)."
+    )
+    num_evicted = _count(
+        "num_evicted",
+        "By table: rows that `evict` or `grow` ever evicted, uint32, modulo 2**32; 0 where its store has no policy.",
+    )
+    longest_probe = _count(
+        "longest_probe",
+        "By store: buckets of the longest walk to a row since the index was last built; may differ between GPU runs.",
+    )
+    num_unplaced = _count(
+        "num_unplaced",
+        "By store, of the refused since the index was last built: occurrences that found no entry within the probe "
+        "bound, there or among the keys that wait for a row (`AdmitByCount`).",
+    )
+    num_stale = _count(
+        "num_stale",
+        "Uses that changed nothing because their plan was left out: it is older than the last erase or eviction, or "
+        "one of `num_misused_plans`.",
+    )
+    num_misused_plans = _count(
+        "num_misused_plans",
+        "Plans that changed nothing because they have no open ticket in the state: their lookup does not belong to its "
+        "history, an update has used them before, or more than 256 lookups came in between.",
+    )
+    num_rounds = _count(
+        "num_rounds",
+        "By store: passes of the exchange between shards, of the lookup that had most; 0 where nothing was exchanged.",
+    )
 
     def count(self, name: str) -> Any:
-        """A count by its name: of NumPy's words NumPy's.
-
-        Example:
-          `jax.device_get(stats).count("num_found")`
-        """
+        """A count by its name: of NumPy's words (`jax.device_get(stats)`) NumPy's."""
         words = self.words
         if isinstance(words, jax.Array) and not isinstance(words, jax.core.Tracer) and not words.is_fully_addressable:
             words = words.addressable_data(0)
@@ -148,18 +113,10 @@ class Stats:
         return part.astype(np.uint32) if name in TO_DATE else part
 
     def __repr__(self) -> str:
-        """The counts by name; waits for the device."""
         counts = [f"{name}={self.count(name)}" for name in (*PER_TABLE, *PER_STORE, *PER_STEP)]
         return f"Stats({', '.join(counts)}, tables={self.tables})"
 
     def __add__(self, other: "Stats") -> "Stats":
-        """Adds counts; of those that are not of one step the later (other) stands.
-
-        Those are `num_rows`, `num_evicted`, `longest_probe`, `num_unplaced` and `num_rounds`.
-
-        Example:
-          `total = stats_of_step_1 + stats_of_step_2`
-        """
         if not isinstance(other, Stats):
             return NotImplemented
         if self.tables != other.tables:
@@ -178,7 +135,7 @@ class Stats:
         return {table: {name: int(count[i]) for name, count in counts.items()} for i, table in enumerate(self.tables)}
 
     def scalars(self, prefix: str = "jaxsok") -> dict[str, float]:
-        """The counts as a flat dict that any writer of scalars takes, with what follows from them.
+        """The counts as floats by "prefix/table/count", for any writer of scalars; `num_stale` has no table.
 
         For each table its counts, and those of its store: `longest_probe`, `num_unplaced`, `num_rounds`. Besides
         `hit_rate`, the share of the keys asked (padding left out) that had a row, absent where none was asked; `fill`,
@@ -187,14 +144,8 @@ class Stats:
         Args:
           prefix: of every name.
 
-        Returns:
-          Numbers by "prefix/table/count"; `num_stale` has no table.
-
         Cost:
           Waits for the step; one transfer from the device for all. `StatsWindow` does not wait.
-
-        Example:
-          `stats.scalars()["jaxsok/user/hit_rate"]`
         """
         return scalars_of(self, columns(on_host(self)), prefix)
 
@@ -268,16 +219,8 @@ def pack_words(
 ) -> Int32[Array, " num_words"]:
     """All counts in one array, which XLA writes with one kernel. Tables are in the order of their stores.
 
-    Args:
-      counts: as kernels give them, in columns the `COUNTS`.
-      num_nonfinite: and the others, as Stats have them; on a mesh parts of sums over the shards.
-      num_rows: likewise.
-      num_evicted: as words.
-      num_unplaced: likewise.
-      num_rounds: likewise.
-      num_stale: likewise.
-      num_misused_plans: likewise.
-      longest_probe: in the line of each shard, zeros in the others, so that a sum over the shards keeps all of them.
+    On a mesh the counts are parts of sums over the shards, and `longest_probe` is in the line of each shard, with zeros
+    in the others, so that a sum over the shards keeps all of them.
     """
     parts = (counts, num_nonfinite, num_rows, num_evicted, num_unplaced, num_rounds, num_stale)
     parts = (*parts, num_misused_plans, longest_probe)
@@ -286,12 +229,7 @@ def pack_words(
 
 @functools.cache
 def _places(stores: tuple[int, ...], num_shards: int) -> dict[str, Any]:
-    """Where `pack_words` has put each count, as an index: by name.
-
-    Args:
-      stores: of the tables, as Stats tell them.
-      num_shards: likewise.
-    """
+    """Where `pack_words` has put each count, as an index: by name."""
     num_tables, num_stores, num_counts = len(stores), len(set(stores)), len(COUNTS)
     lines = np.empty(num_tables, np.int64)
     lines[np.argsort(stores, kind="stable")] = np.arange(num_tables)
@@ -310,11 +248,7 @@ def _places(stores: tuple[int, ...], num_shards: int) -> dict[str, Any]:
 
 
 def on_one_device(stats: Stats) -> Stats:
-    """The same in an array of one device of this process, so that nobody else takes part in reading it.
-
-    Raises:
-      TypeError: traced.
-    """
+    """The same in an array of one device of this process, so that reading it is no collective; TypeError: traced."""
     words = stats.words
     if isinstance(words, jax.core.Tracer):
         raise TypeError(
@@ -354,13 +288,7 @@ def columns(stats: Stats) -> dict[str, np.ndarray]:
 
 
 def scalars_of(stats: Stats, counts: Mapping[str, np.ndarray], prefix: str) -> dict[str, float]:
-    """See `Stats.scalars`.
-
-    Args:
-      stats: tell tables and stores; their counts are not read.
-      counts: int64[num_tables or num_stores or 1] by name; of one step, or added over several.
-      prefix: of every name.
-    """
+    """See `Stats.scalars`. The counts are int64[num_tables or num_stores or 1] by name, of one step or of several."""
     scalars: dict[str, float] = {f"{prefix}/{name}": float(counts[name][0]) for name in PER_STEP}
     stores = np.array(stats.stores)
     for i, table in enumerate(stats.tables):

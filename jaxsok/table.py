@@ -23,21 +23,10 @@ _FOUND, _INSERTED, _PADDING = (COUNTS.index(name) for name in ("num_found", "num
 
 
 def find(store: StoreState, keys: Keys, table_ids: TableIds | np.ndarray) -> RowIds:
-    """Finds the row id of each (table, key) pair; changes nothing.
+    """Finds the row id of each (table, key) pair; NO_ROW where it is absent. Changes nothing.
 
-    Args:
-      store: not donated.
-      keys: words; duplicates and PADDING_KEY are allowed.
-      table_ids: the number of each key's table in the store.
-
-    Returns:
-      Row ids; NO_ROW where the pair is absent.
-
-    Cost:
-      12 bytes a key in, one 64-byte bucket a probe (about one at load 0.5), 4 bytes out.
-
-    Example:
-      `find(state.stores[0], to_words(np.array([7])), np.zeros(1, np.uint32))` → `[0]` if 7 was the first key.
+    Keys are words; duplicates and PADDING_KEY are allowed. Costs 12 bytes a key in, one 64-byte bucket a probe (about
+    one at load 0.5), 4 bytes out.
     """
     return kernels.find(store.index, store.counters, jnp.asarray(keys), jnp.asarray(table_ids))
 
@@ -103,7 +92,6 @@ def _inserted(
     step: UInt32[Array, ""] | None,
     uses: Array | None,
 ) -> tuple[StoreState, RowIds, Int32[Array, "num_tables num_counts"]]:
-    """`find_or_insert` by the kernels alone."""
     asked = admission.operands(spec, store, step, uses)
     index, counters, table_rows, rows, records, counted, row_ids, counts = kernels.find_or_insert(
         store.index,
@@ -134,25 +122,16 @@ def gather(
     *,
     is_find: bool,
 ) -> tuple[StoreState, Float[Array, "num_keys dim"], Int32[Array, " num_tables"]]:
-    """The rows of requests whose row ids are known.
+    """Reads the rows of requests whose row ids are known: the store, rows in its dtype, and by table uses without one.
 
     Args:
       spec: the store's tables.
       store: unchanged; an update of the store that is returned comes after this read.
       seed: of the state.
       requests: key low, key high, table, uses; PADDING_KEY gives zeros.
-      row_ids: of each request; NO_ROW gives what the key's row would hold if it were new, and for lookups what the
-        table's admission says of keys that it keeps out.
+      row_ids: of each request; NO_ROW gives the initial row of the key, and in lookups what the table's admission says
+        of keys that it keeps out.
       is_find: whether tables with `unknown="zeros"` give zeros for NO_ROW.
-
-    Returns:
-      The store, the rows in the dtype of the store, and by table how many uses had no row.
-
-    Cost:
-      Reads and writes each row once.
-
-    Example:
-      Row ids `[1, 0, NO_ROW]` → row 1, row 0, and the initial row of the third request's key.
     """
     counters, rows, num_absent = kernels.gather(
         store.counters,
@@ -230,8 +209,8 @@ def _let_in(
 ) -> tuple[StoreState, Int32[Array, " num_tables"]]:
     """Gives keys that wait for a row theirs, as if they had been seen often enough; and how many rows that made.
 
-    So their counts are those of keys that were let in, and are forgotten when rows go: else a key that comes back
-    would begin with the sightings that it had before. Where a shard is full such a key is let in once there is room.
+    So their counts are forgotten when rows go; otherwise a key that comes back would begin with the sightings that it
+    had before. Where a shard is full such a key is let in once there is room.
     """
     if not store.sightings:
         return store, jnp.zeros(len(spec.tables), jnp.int32)
@@ -248,7 +227,6 @@ def _let_in(
 
 
 def _last_of_each(row_ids: RowIds) -> RowIds:
-    """Row ids; NO_ROW where the same one stands again further on."""
     order = jnp.argsort(row_ids, stable=True)
     by_row = row_ids[order]
     is_last = jnp.concatenate([by_row[1:] != by_row[:-1], jnp.ones(min(1, len(order)), bool)])
@@ -262,23 +240,13 @@ def touch(
     uses: UInt32[Array, " num_keys"] | None,
     clock: UInt32[Array, ""],
 ) -> StoreState:
-    """Notes in the statistics of rows that a lookup used them; nothing is done for a store that keeps none.
+    """Records in the statistics of rows that a lookup used them; does nothing for a store without statistics.
 
-    Args:
-      spec: the store's tables.
-      store: donated: the result has its buffers.
-      row_ids: of each position; NO_ROW is passed over. Rows may stand more than once.
-      uses: how often each position stands for its row; None: once.
-      clock: what `last_step` of the rows becomes, also if it was later before.
-
-    Returns:
-      The store. `frequency` of each row has grown by the uses of its positions, to 2**32 - 1 at most.
+    `frequency` grows by the uses (None: one each), to 2**32 - 1 at most; `last_step` becomes the clock, also if it was
+    later before. Rows may stand more than once; NO_ROW is passed over. The store is donated.
 
     Cost:
       One call: 4 bytes a position (8 with uses), 8 bytes of each row in and out.
-
-    Example:
-      Row ids `[1, 0, 1]` at clock 5 → last steps `[5, 5]`, frequencies one and two more.
     """
     if not spec.keeps_statistics:
         return store
@@ -297,18 +265,10 @@ def reads_initial(spec: StoreSpec, number: int, *, is_find: bool) -> bool:
 
 
 def initial_rows(spec: StoreSpec, keys: Keys, table_ids: TableIds | np.ndarray) -> Float[Array, "num_keys dim"]:
-    """What new rows of keys hold, by the initializers that XLA works out; zeros for keys of other tables.
+    """What new rows of keys hold in the dtype of the store, by the initializers that XLA works out.
 
-    Args:
-      spec: the store's tables.
-      keys: words; what padding gets is of no meaning.
-      table_ids: the number of each key's table; if NumPy, each key is worked out by its own table alone.
-
-    Returns:
-      Rows in the dtype of the store, rounded to nearest.
-
-    Cost:
-      By each such table a row for every key; with NumPy table ids a row for every key.
+    Keys of other tables get zeros, and padding anything. With table ids in NumPy each key is worked out by its own
+    table alone; otherwise by every such table.
     """
     if isinstance(table_ids, np.ndarray):
         ends = [0, *(np.flatnonzero(np.diff(table_ids)) + 1).tolist(), len(table_ids)]
@@ -382,14 +342,8 @@ def rounded(values: Float[Array, "..."], dtype: str) -> Float[Array, "..."]:
 def erase(spec: StoreSpec, store: StoreState, keys: Keys, table_ids: TableIds) -> tuple[StoreState, UInt32[Array, ""]]:
     """Takes the rows of (table, key) pairs away; absent pairs are passed over.
 
-    Args:
-      spec: the store's tables.
-      store: donated: the result has its buffers.
-      keys: words.
-      table_ids: the number of each key's table in the store.
-
     Returns:
-      The store, and how many distinct pairs were there.
+      The store, which has the buffers of the donated one, and how many distinct pairs were there.
 
     Cost:
       A search for each key, and what `release` takes.
@@ -422,9 +376,6 @@ def release(
     Cost:
       A byte a row of capacity where none goes; else also the records twice (32 bytes a row) and the index once (32
       bytes a row read, and the buckets written that change). Workspace: 2 bits a row.
-
-    Example:
-      Flags `[0, 1, 1]` → rows 1 and 2 are free, and the next new key gets row 1.
     """
     index, counters, table_rows, records, states, statistics, table_evicted, num_released = evict_kernels.release(
         store.index,
@@ -451,18 +402,13 @@ def release(
 
 
 def clear(spec: StoreSpec, store: StoreState, number: int) -> tuple[StoreState, UInt32[Array, ""]]:
-    """Takes all rows of one table away, as `erase` of all its keys would.
-
-    Args:
-      spec: the store's tables.
-      store: donated: the result has its buffers.
-      number: of the table in the store.
+    """Takes all rows of one table away, as `erase` of all its keys would; keys that wait for a row are forgotten.
 
     Returns:
-      The store, and how many rows there were. Keys of the table that waited for a row are forgotten too.
+      The store, which has the buffers of the donated one, and how many rows there were.
 
     Cost:
-      Reads the records (16 bytes a row), and what `release` takes; no key is sought.
+      Reads the records (16 bytes a row), and what `release` takes; searches for no key.
     """
     flags = [is_key(lines[:, :2]) & (lines[:, 2] == jnp.uint32(number)) for lines in store.records]
     store, num_released = release(spec, store, jnp.concatenate(flags).astype(jnp.uint8), is_eviction=False)
@@ -476,22 +422,10 @@ def clear(spec: StoreSpec, store: StoreState, number: int) -> tuple[StoreState, 
 
 
 def rebuild(store: StoreState, num_buckets: int) -> tuple[Array, Array]:
-    """Makes an index of another size (or under another salt) from the records.
-
-    Returns:
-      index, counters.
-
-    Example:
-      `rebuild(store, num_buckets_of(2 * store.capacity))` after slabs were appended.
-    """
+    """Makes an index of another size, or under another salt, from the records: index and counters."""
     return kernels.rebuild(store.counters, store.records, num_buckets)
 
 
 def table_ids_of(number: int, num_keys: int) -> np.ndarray:
-    """Table ids of keys that all belong to one table.
-
-    Example:
-      >>> table_ids_of(2, 3).tolist()
-      [2, 2, 2]
-    """
+    """Table ids of keys that all belong to one table."""
     return np.full(num_keys, number, np.uint32)

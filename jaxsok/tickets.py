@@ -45,16 +45,13 @@ def issue(
     features: Features,
     digests: Sequence[UInt32[Array, "1 2"]],
 ) -> tuple[Tickets, kernels.Ticket]:
-    """Makes the ticket of a lookup.
+    """Makes the ticket of a lookup: the tickets after it, and the new one.
 
     Args:
       state: before the lookup; its tickets are donated.
       stores: after the lookup.
       features: of the batch; the boundaries between its features take part in the ticket.
       digests: by store, of the keys that were looked up; where they were sent to other shards, of all shards' keys.
-
-    Returns:
-      The tickets after the lookup, and the new one.
 
     Cost:
       One small kernel. The lookup itself adds up the digest, where one kernel finds rows and makes embeddings of them;
@@ -78,17 +75,10 @@ class Redeemed(NamedTuple):
 
 
 def redeem(state: State, plans: Sequence[Plan]) -> Redeemed:
-    """Takes the tickets of plans out of the open ones.
+    """Takes the tickets of plans, in the order of their use, out of the open ones; those of the state are donated.
 
     A plan over several stores acts as a whole or not at all: half a step would be worse than none. Of two plans with
-    one ticket the first has it.
-
-    Args:
-      state: its tickets are donated.
-      plans: of lookups, in the order in which they are used.
-
-    Cost:
-      One small kernel.
+    one ticket the first has it. One small kernel.
     """
     uses = [(p, s) for p, plan in enumerate(plans) for s, part in enumerate(plan.features.stores) if part.layouts]
     counters = [store.counters for store in state.stores]
@@ -96,5 +86,5 @@ def redeem(state: State, plans: Sequence[Plan]) -> Redeemed:
 
 
 def of_some(is_live: Bool[Array, " num_plans"], plans: Sequence[int]) -> Bool[Array, " num_some"]:
-    """Those of some plans; of all of them without an operation more."""
+    """Selects plans; costs no operation where all of them are asked for."""
     return is_live if len(plans) == is_live.shape[0] else is_live[np.array(plans)]

@@ -38,7 +38,6 @@ class StatsWindow:
     """
 
     def __init__(self, num_steps: int = 100) -> None:
-        """Nothing was pushed."""
         self.num_steps = checks.integer("StatsWindow: num_steps", num_steps, 1)
         self.num_pushed = 0
         # In the order of the steps, the one before the window (if there is one) in front: its counts to date are the
@@ -48,10 +47,7 @@ class StatsWindow:
         self._told: set[str] = set()
 
     def push(self, stats: Stats) -> None:
-        """Hands in the counts of one step; does not wait for them.
-
-        Args:
-          stats: of the same tables as all before.
+        """Hands in the counts of one step, of the same tables as all before; does not wait for them.
 
         Warns:
           RuntimeWarning: once for each table, if steps that have arrived refused keys for want of room.
@@ -106,11 +102,7 @@ class StatsWindow:
         return min(len(self._arrived()), self.num_steps)
 
     def sums(self) -> dict[str, dict[str, int]]:
-        """The counts by table over the steps in the window, as `Stats.to_dict` has them; empty before any arrived.
-
-        Example:
-          `window.sums()["user"]["num_inserted"]`
-        """
+        """The counts by table over the steps in the window, as `Stats.to_dict` has them; empty before any arrived."""
         steps = self._arrived()
         if not steps:
             return {}
@@ -118,17 +110,7 @@ class StatsWindow:
         return {table: {name: int(counts[name][i]) for name in PER_TABLE} for i, table in enumerate(steps[-1].tables)}
 
     def scalars(self, prefix: str = "jaxsok") -> dict[str, float]:
-        """As `Stats.scalars`, over the steps in the window; empty before any arrived.
-
-        Args:
-          prefix: of every name.
-
-        Returns:
-          Numbers by name; "prefix/num_steps" says over how many steps.
-
-        Example:
-          `write_scalars(writer, step, window)`
-        """
+        """As `Stats.scalars`, over as many steps in the window as "prefix/num_steps" says; empty before any arrived."""
         steps = self._arrived()
         if not steps:
             return {}

@@ -93,14 +93,11 @@ class Embeddings(nn.Module):
     """True: evaluation. None: evaluation where "tables" is not mutable and there are no taps."""
 
     def __call__(self, features: Features | Plan, deterministic: bool | None = None) -> dict[str, Array]:
-        """Looks up a batch.
+        """Looks up a batch: embeddings by feature, as of `Collection.lookup`; zeros in `init`.
 
         Args:
           features: `collection.batch(raw).features`, or a plan made of them.
           deterministic: in place of the layer's own.
-
-        Returns:
-          Embeddings by feature, as of `Collection.lookup`; zeros in `init`.
 
         Raises:
           ValueError: in training, taps that are missing or of other features, or "plans" that is not mutable; variables
@@ -153,16 +150,13 @@ class Embeddings(nn.Module):
 
 
 def zero_taps(model: nn.Module, variables: Mapping[str, Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
-    """The taps of one `apply`: the variables "sparse_taps".
+    """The taps of one `apply`: the variables "sparse_taps", nested as variables are, by lookup and feature.
 
     Args:
       model: the model.
       variables: as `init` made them.
       args: of `model.apply` in the step.
       kwargs: likewise, with `rngs` and `method`; `mutable` is not needed.
-
-    Returns:
-      Zeros: nested as variables are, by lookup, by feature.
 
     Raises:
       ValueError: a model that looks nothing up in this call.
@@ -229,16 +223,14 @@ def apply_updates(
     Raises:
       TypeError, ValueError: no lookup; gradients that are missing, or of other lookups; micro-batches that were not
         applied to the tables of the one before. Raised when traced.
-
-    Example:
-      `tables, stats = layers.apply_updates(updates, g_taps)`
     """
     op = "apply_updates"
     tables, waiting = _waiting(op, updates, gradients)
     stats = {}
     for path, (collection, plans, by_lookup) in waiting.items():
         state = _at(op, tables, (*path, "state"))
-        state, stats["/".join(path)] = tap.update(op, collection, state, plans, by_lookup, learning_rate)
+        by_plan = tap.by_plan(op, plans, by_lookup)
+        state, stats["/".join(path)] = collection.update(state, plans, by_plan, learning_rate=learning_rate)
         tables = _without(_with(tables, (*path, "state"), state), (*path, "waiting"))
     return tables, stats
 
@@ -266,9 +258,6 @@ def clip_by_global_norm(
     Raises:
       TypeError, ValueError: no lookup; gradients that are missing; `max_norm` not a positive scalar.
 
-    Cost:
-      That of `Collection.clip_by_global_norm`.
-
     Example:
       `g_taps, g_params, norm = layers.clip_by_global_norm(updates, g_taps, 1.0, g_params)`, before `apply_updates`
     """
@@ -283,19 +272,13 @@ def clip_by_global_norm(
 
 
 def discard(updates: Mapping[str, Any]) -> dict[str, Any]:
-    """The tables after lookups that are passed over: rows that they inserted stay, and have learned nothing.
+    """The variables "tables" after lookups that are passed over: their new rows stay, and have learned nothing.
 
     Args:
       updates: the variables that `apply` returned; of several micro-batches, the last.
 
-    Returns:
-      The variables "tables", of the same structure as those of `apply_updates`.
-
     Raises:
       ValueError: variables without tables.
-
-    Example:
-      `tables = layers.discard(updates)` where a step is skipped.
     """
     if not isinstance(updates, Mapping) or _TABLES not in updates:
         got = sorted(updates) if isinstance(updates, Mapping) else type(updates).__name__
@@ -309,7 +292,7 @@ def discard(updates: Mapping[str, Any]) -> dict[str, Any]:
 def grow(
     collection: Collection | Mapping[str, Collection], tables: Mapping[str, Any], batch: Any = None, *, steps: int = 1
 ) -> dict[str, Any]:
-    """`Collection.grow` for the tables of a model. Between steps, outside `jit`.
+    """`Collection.grow` for the tables of a model, before each step, outside `jit`; returns the variables "tables".
 
     Args:
       collection: of the one layer; of several, each by the path of its layer, parts joined by "/".
@@ -318,15 +301,9 @@ def grow(
         layer that it does not name is grown without a batch.
       steps: as for `Collection.grow`.
 
-    Returns:
-      The variables "tables".
-
     Raises:
       TypeError, ValueError: a layer without a collection, or two layers over one.
       MemoryError: as `Collection.grow`. Layers that had grown before are in the error's `tables`, with all the others.
-
-    Example:
-      `tables = layers.grow(collection, tables, batch)` before each step.
     """
     states = {"/".join(path): (path, state) for path, state in _found(tables, "state", State)}
     if isinstance(collection, Collection):
@@ -335,22 +312,16 @@ def grow(
         raise TypeError(
             f"grow: collection: got {type(collection).__name__}, wanted a jaxsok.Collection, or one by path of a layer."
         )
-    of_collections: dict[int, list[str]] = {}
     for name in states:
         if not isinstance(collection.get(name), Collection):
             raise ValueError(f"grow: collection: got none for the layer {name!r}, wanted one for each: {list(states)}.")
-        of_collections.setdefault(id(collection[name]), []).append(name)
-    for names in of_collections.values():
-        if len(names) > 1:
-            raise ValueError(
-                f"grow: collection: got one for the layers {names}, wanted a collection for each, since it follows the "
-                "growth of one state: grow({path: collection}, tables); or share the layer."
-            )
-    batches = dict(batch) if isinstance(batch, Mapping) else dict.fromkeys(states, batch)
-    unknown = sorted(map(str, batches.keys() - states.keys()))
-    if unknown or (batch is not None and not isinstance(batch, Mapping) and len(states) > 1):
-        got = f"batches for {unknown}" if unknown else f"one for {len(states)} layers"
-        raise ValueError(f"grow: batch: got {got}, wanted one by path of a layer: {sorted(states)}.")
+    names = tap.layers_over_one({name: collection[name] for name in states})
+    if names:
+        raise ValueError(
+            f"grow: collection: got one for the layers {names}, wanted a collection for each, since it follows the "
+            "growth of one state: grow({path: collection}, tables); or share the layer."
+        )
+    batches = tap.batches_of(list(states), batch)
     new = dict(tables)
     try:
         for name, (path, state) in states.items():

@@ -61,8 +61,10 @@ class Embeddings(nnx.Module):
     Several calls in a step, by one layer shared or of different features, are several lookups of the same tables; one
     update takes them all. A collection follows the growth of one state: two layers need two collections.
 
-    Raises:
-      TypeError: no collection.
+    Args:
+      collection: its tables and features; the layer begins with empty tables.
+      seed: as for `Collection.init`.
+      deterministic: evaluation mode; `model.eval()` and `model.train()` set it.
 
     Example:
       >>> import jax.numpy as jnp, jaxsok, numpy as np, optax
@@ -87,13 +89,6 @@ class Embeddings(nnx.Module):
     """
 
     def __init__(self, collection: Collection, *, seed: int = 0, deterministic: bool = False):
-        """Allocates the tables, empty.
-
-        Args:
-          collection: its tables and features.
-          seed: as for `Collection.init`.
-          deterministic: evaluation mode; `model.eval()` and `model.train()` set it.
-        """
         if not isinstance(collection, Collection):
             raise TypeError(f"Embeddings: collection: got {type(collection).__name__}, wanted a jaxsok.Collection.")
         self.collection = collection
@@ -105,14 +100,11 @@ class Embeddings(nnx.Module):
         self._probe: _Probe | None = None
 
     def __call__(self, features: Features | Plan, *, deterministic: bool | None = None) -> dict[str, Array]:
-        """Looks up a batch.
+        """Looks up a batch: embeddings by feature, as of `Collection.lookup`.
 
         Args:
           features: `collection.batch(raw).features`, or a plan made of them.
           deterministic: in place of the layer's own.
-
-        Returns:
-          Embeddings by feature, as of `Collection.lookup`.
 
         Raises:
           ValueError: in training mode, taps that are missing or of other features; features of another collection.
@@ -141,19 +133,15 @@ class Embeddings(nnx.Module):
         return embeddings
 
     def set_view(self, deterministic: bool | None = None):
-        """For `nnx.view`.
-
-        Args:
-          deterministic: if True, lookups find and insert nothing.
-        """
+        """For `nnx.view`; deterministic: lookups find and insert nothing."""
         if deterministic is not None:
             self.deterministic = deterministic
 
     def set_taps(self, *features: Features | Plan, accumulate: bool = False) -> None:
-        """Makes the taps of a step, before its gradient is taken.
+        """Makes the taps of a step, before its gradient is taken; `value_and_grad` of this module does it by itself.
 
-        Not needed with `value_and_grad` of this module. With Flax's own transformations: call it, then differentiate
-        with respect to `nnx.Any(nnx.Param, TapVariable)`.
+        With Flax's own transformations call it first, then differentiate with respect to `nnx.Any(nnx.Param,
+        TapVariable)`. Under `jit` it costs nothing.
 
         Args:
           features: what the differentiated function will look up, in the order of its calls.
@@ -162,21 +150,8 @@ class Embeddings(nnx.Module):
         Raises:
           ValueError: lookups that were not updated; features of another collection.
 
-        Cost:
-          Under `jit` none.
-
         Example:
-          >>> import jaxsok, numpy as np
-          >>> from flax import nnx
-          >>> from jaxsok.layers import nnx as layers
-          >>> tables = [jaxsok.TableSpec("item", 4, jaxsok.optim.sgd(0.1), capacity=16)]
-          >>> layer = layers.Embeddings(jaxsok.Collection(tables, [jaxsok.FeatureSpec("clicked", table="item")]))
-          >>> features = layer.collection.batch({"clicked": np.array([7, 9, 7])}).features
-          >>> layer.set_taps(features)
-          >>> wrt = nnx.DiffState(0, layers.TapVariable)
-          >>> grads = nnx.grad(lambda layer: layer(features)["clicked"].sum(), argnums=wrt)(layer)
-          >>> layer.update(grads).to_dict()["item"]["num_inserted"]
-          2
+          `layer.set_taps(features)`, then `nnx.grad(loss, argnums=nnx.DiffState(0, layers.TapVariable))(layer)`
         """
         taps = tuple(tap.zero_taps(self.collection, one) for one in features)
         waiting = len(self.plans.get_value())
@@ -193,18 +168,14 @@ class Embeddings(nnx.Module):
 
         Args:
           gradients: what `value_and_grad` gave, with one TapVariable in it: of the layer, or of a model with one layer
-            (of several: `update(model, grads)`, or `grads["path"]["to"]["layer"]`). A list of them for several
-            differentiated calls.
+            (of several: `update(model, grads)`, or `grads["path"]["to"]["layer"]`). A list of them for several calls.
           learning_rate: a scalar, perhaps traced, in place of the tables' own.
 
         Returns:
-          What depended on the data of the step. Read it when you like: no later step donates it.
+          What depended on the data of the step. No later step donates it.
 
         Raises:
           ValueError: no lookup since the last update; gradients that are missing, or of other lookups.
-
-        Example:
-          `stats = model.embed.update(grads)`
         """
         several = gradients if isinstance(gradients, (list, tuple)) else [gradients]
         state, stats = self._updated([_only_taps(one) for one in several], learning_rate)
@@ -212,29 +183,21 @@ class Embeddings(nnx.Module):
         return stats
 
     def _updated(self, gradients: Sequence[Any], learning_rate: Any) -> tuple[State, Stats]:
-        """What an update makes of the tables; the layer stays as it is."""
         state, plans = self.tables.get_value(), self.plans.get_value()
-        return tap.update("Embeddings.update", self.collection, state, plans, gradients, learning_rate)
+        by_plan = tap.by_plan("Embeddings.update", plans, gradients)
+        return self.collection.update(state, plans, by_plan, learning_rate=learning_rate)
 
     def _take(self, state: State) -> None:
         self.tables.set_value(state)
         self.discard()
 
     def discard(self) -> None:
-        """Passes over the lookups since the last update: rows that they inserted stay, and have learned nothing.
-
-        Example:
-          `model.embed.discard()` where a step is skipped.
-        """
+        """Passes over the lookups since the last update: rows that they inserted stay, and have learned nothing."""
         self.taps.set_value(())
         self.plans.set_value(())
 
     def find(self, features: Features | Plan) -> tuple[dict[str, Array], Stats]:
-        """`Collection.find`: the evaluation lookup, with its counts.
-
-        Example:
-          `embeddings, stats = model.embed.find(batch.features)`
-        """
+        """`Collection.find`: the evaluation lookup, with its counts."""
         return self.collection.find(self.tables.get_value(), features)
 
     def grow(self, batch: Any = None, *, steps: int = 1) -> None:
@@ -243,9 +206,6 @@ class Embeddings(nnx.Module):
         Args:
           batch: what the next step looks up, as for `Collection.grow`.
           steps: as for `Collection.grow`.
-
-        Example:
-          `model.embed.grow(batch)` before each step; `jaxsok.layers.nnx.grow(model)` for all layers of a model.
         """
         self.tables.set_value(self.collection.grow(self.tables.get_value(), batch, steps=steps))
 
@@ -265,9 +225,6 @@ def value_and_grad(
       has_aux: whether `f` returns (loss, aux).
       accumulate: as for `Embeddings.set_taps`: the gradient of a further micro-batch, before one update of all.
 
-    Returns:
-      A function of the arguments of `f` that returns (loss, grads), or ((loss, aux), grads).
-
     Raises:
       TypeError, ValueError: a model without `Embeddings`; lookups of the last step that were not updated.
 
@@ -279,11 +236,10 @@ def value_and_grad(
       >>> import jaxsok, numpy as np
       >>> tables = [jaxsok.TableSpec("item", 4, jaxsok.optim.sgd(0.5), capacity=16)]
       >>> layer = Embeddings(jaxsok.Collection(tables, [jaxsok.FeatureSpec("clicked", table="item")]))
-      >>> features = layer.collection.batch({"clicked": np.array([7, 9])}).features
+      >>> features = layer.collection.batch({"clicked": np.array([7])}).features
       >>> loss, grads = value_and_grad(lambda layer: 2.0 * layer(features)["clicked"].sum())(layer)
-      >>> grads["taps"].get_value()[0]["clicked"]
-      Array([[2., 2., 2., 2.],
-             [2., 2., 2., 2.]], dtype=float32)
+      >>> grads["taps"].get_value()[0]["clicked"].tolist()
+      [[2.0, 2.0, 2.0, 2.0]]
     """
     wrt = nnx.Any(nnx.Param if wrt is None else wrt, TapVariable)
 
@@ -313,15 +269,12 @@ def value_and_grad(
 
 
 def update(model: Any, gradients: Any, *, learning_rate: Any = None) -> dict[str, Stats]:
-    """`Embeddings.update` for all layers of a model that looked something up.
+    """`Embeddings.update` for all layers of a model that looked something up: their Stats by path, joined by dots.
 
     Args:
       model: the model.
       gradients: of the whole model, as `value_and_grad` gives them, or a list of them.
       learning_rate: as for `Embeddings.update`.
-
-    Returns:
-      By path, its parts joined by dots: what depended on the data of the step.
 
     Raises:
       ValueError: no layer looked anything up; gradients that are missing. No layer has changed then.
@@ -358,19 +311,8 @@ def clip_by_global_norm(model: Any, gradients: Any, max_norm: Any) -> tuple[Any,
     Raises:
       TypeError, ValueError: no layer looked anything up; gradients that are missing; `max_norm` not a positive scalar.
 
-    Cost:
-      That of `Collection.clip_by_global_norm`.
-
     Example:
-      >>> import jax.numpy as jnp, jaxsok, numpy as np
-      >>> tables = [jaxsok.TableSpec("item", 1, jaxsok.optim.sgd(0.5), capacity=16)]
-      >>> layer = Embeddings(jaxsok.Collection(tables, [jaxsok.FeatureSpec("clicked", table="item")]))
-      >>> features = layer.collection.batch({"clicked": np.array([7, 7])}).features
-      >>> weights = jnp.array([[1.0], [2.0]])  # 3 for key 7
-      >>> loss, grads = value_and_grad(lambda layer: jnp.sum(weights * layer(features)["clicked"]))(layer)
-      >>> grads, norm = clip_by_global_norm(layer, grads, 1.5)
-      >>> norm.item(), grads["taps"].get_value()[0]["clicked"].tolist()
-      (3.0, [[0.5], [1.0]])
+      `grads, norm = layers.clip_by_global_norm(model, grads, 1.0)`, before `layers.update(model, grads)`
     """
     op = "clip_by_global_norm"
     several = gradients if isinstance(gradients, (list, tuple)) else [gradients]
@@ -389,7 +331,7 @@ def clip_by_global_norm(model: Any, gradients: Any, max_norm: Any) -> tuple[Any,
 
 
 def grow(model: Any, batch: Any = None, *, steps: int = 1) -> None:
-    """`Embeddings.grow` for all layers of a model. Between steps, outside `jit`.
+    """`Embeddings.grow` for all layers of a model, before each step, outside `jit`.
 
     Args:
       model: with one layer or several.
@@ -399,32 +341,20 @@ def grow(model: Any, batch: Any = None, *, steps: int = 1) -> None:
 
     Raises:
       ValueError: two layers over one collection, which can follow the growth of one state only; a path without a layer.
-
-    Example:
-      `layers.grow(model, batch)` before each step.
     """
-    layers = list(_layers(model))
-    paths_of = {".".join(map(str, path)): layer for path, layer in layers}
-    batches = dict(batch) if isinstance(batch, Mapping) else dict.fromkeys(paths_of, batch)
-    unknown = sorted(map(str, batches.keys() - paths_of.keys()))
-    if unknown or (batch is not None and not isinstance(batch, Mapping) and len(layers) > 1):
-        got = f"batches for {unknown}" if unknown else f"one for {len(layers)} layers"
-        raise ValueError(f"grow: batch: got {got}, wanted one by path of a layer: {sorted(paths_of)}.")
-    of_collections: dict[int, list[str]] = {}
-    for path, layer in layers:
-        of_collections.setdefault(id(layer.collection), []).append(".".join(map(str, path)))
-    for paths in of_collections.values():
-        if len(paths) > 1:
-            raise ValueError(
-                f"grow: model: got layers {paths} over one collection, wanted a collection for each, since it follows "
-                "the growth of one state; or share the layer."
-            )
-    for name, layer in paths_of.items():
+    layers = {".".join(map(str, path)): layer for path, layer in _layers(model)}
+    batches = tap.batches_of(list(layers), batch)
+    paths = tap.layers_over_one({path: layer.collection for path, layer in layers.items()})
+    if paths:
+        raise ValueError(
+            f"grow: model: got layers {paths} over one collection, wanted a collection for each, since it follows "
+            "the growth of one state; or share the layer."
+        )
+    for name, layer in layers.items():
         layer.grow(batches.get(name), steps=steps)
 
 
 def _layers(model: Any) -> Iterator[tuple[tuple[Any, ...], Embeddings]]:
-    """The layers of a model by path, each once."""
     return ((path, node) for path, node in nnx.iter_graph(model) if isinstance(node, Embeddings))
 
 
@@ -491,7 +421,6 @@ def _only_taps(gradients: Any) -> Any:
 
 
 def _taps_at(op: str, gradients: Any, path: tuple[Any, ...]) -> Any:
-    """The gradients of a layer's taps, among those of the model."""
     node = gradients
     for part in (*path, "taps"):
         if not isinstance(node, Mapping) or part not in node:

@@ -18,7 +18,6 @@ from jaxsok.features import Features
 from jaxsok.lookup import Embeddings
 from jaxsok.operations import check_features
 from jaxsok.plan import Plan
-from jaxsok.stats import Stats
 from jaxsok.store import State
 
 Taps = Mapping[str, Array]
@@ -56,20 +55,9 @@ tapped.defvjp(_forward, _backward)
 
 
 def zero_taps(collection: Collection, features: Features | Plan) -> dict[str, Array]:
-    """The taps of one lookup.
+    """The taps of one lookup: by feature, zeros of the shape and the dtype of its embedding, split as embeddings are.
 
-    Args:
-      collection: on its mesh the taps are split as the embeddings are.
-      features: what will be looked up; only its layout is read.
-
-    Returns:
-      By feature, zeros of the shape and the dtype of its embedding.
-
-    Cost:
-      Under `jit` none: nobody reads the zeros.
-
-    Example:
-      `zero_taps(collection, batch.features)` → `{"item": zeros [num_bags, dim]}`
+    Reads only the layout of the features. Under `jit` it costs nothing: no operation reads the zeros.
     """
     if isinstance(features, Plan):
         features = features.features
@@ -93,11 +81,7 @@ def zero_taps(collection: Collection, features: Features | Plan) -> dict[str, Ar
 def lookup(
     op: str, collection: Collection, state: State, features: Features | Plan, taps: Taps
 ) -> tuple[Embeddings, State, Plan]:
-    """`Collection.lookup`, the embeddings tapped.
-
-    Raises:
-      ValueError: taps of another shape. Raised when traced.
-    """
+    """`Collection.lookup`, the embeddings tapped; refuses taps of another shape when traced."""
     embeddings, state, plan = collection.lookup(state, features)
     wanted = {name: f"{value.dtype}{list(value.shape)}" for name, value in embeddings.items()}
     got = {name: f"{value.dtype}{list(value.shape)}" for name, value in taps.items()}
@@ -110,49 +94,19 @@ def lookup(
     return tapped(embeddings, taps), state, plan
 
 
-def update(
-    op: str,
-    collection: Collection,
-    state: State,
-    plans: Sequence[Plan],
-    gradients: Sequence[Sequence[Taps | None]],
-    learning_rate: Any = None,
-) -> tuple[State, Stats]:
-    """`Collection.update` with the gradients of taps.
-
-    Args:
-      op: named in errors.
-      collection: that looked up.
-      state: donated: the result has its buffers.
-      plans: of all lookups since the last update.
-      gradients: of each differentiated call, by lookup; None for those of other calls.
-      learning_rate: a scalar in place of the optimizers' own, or None.
-
-    Raises:
-      ValueError: no lookup, or one without gradients. Raised when traced.
-    """
-    return collection.update(state, plans, by_plan(op, plans, gradients), learning_rate=learning_rate)
-
-
 def clip_by_global_norm(
     lookups: Sequence[tuple[Collection, State, Sequence[Plan], Sequence[Taps]]],
     gradients: Any,
     max_norm: Any,
     dense: Any,
 ) -> tuple[Any, Float32[Array, ""]]:
-    """`Collection.clip_by_global_norm` over the tables of several layers and the dense parameters.
+    """`Collection.clip_by_global_norm` over the tables of several layers: what was scaled, and the norm before.
 
     Args:
       lookups: by layer, the collection, its state, the plans of the step and the gradients of their taps.
       gradients: a tree of all that is scaled, in whatever form it came.
       max_norm: a positive scalar, perhaps traced.
       dense: the gradients of the dense parameters.
-
-    Returns:
-      The scaled tree, and the norm before.
-
-    Raises:
-      TypeError, ValueError: as for the collection.
     """
     check_scalar("clip_by_global_norm: max_norm", max_norm)
     if not isinstance(max_norm, jax.Array) and not max_norm > 0:
@@ -163,15 +117,10 @@ def clip_by_global_norm(
 
 
 def by_plan(op: str, plans: Sequence[Plan], gradients: Sequence[Sequence[Taps | None]]) -> list[Taps]:
-    """The gradients of each lookup, as `Collection.update` takes them.
+    """The gradients of each lookup since the last update, as `Collection.update` takes them.
 
-    Args:
-      op: named in errors.
-      plans: of all lookups since the last update.
-      gradients: of each differentiated call, by lookup; None for those of other calls.
-
-    Raises:
-      ValueError: no lookup, or one without gradients.
+    `gradients` has those of each differentiated call, by lookup; None for those of other calls. A ValueError says that
+    there was no lookup, or one without gradients.
     """
     if not plans:
         raise ValueError(
@@ -198,3 +147,21 @@ def by_plan(op: str, plans: Sequence[Plan], gradients: Sequence[Sequence[Taps | 
             "differentiate with respect to the taps as well, and pass the gradients of all calls."
         )
     return found
+
+
+def batches_of(layers: Sequence[str], batch: Any) -> dict[str, Any]:
+    """The batch with which `grow` makes room in each layer: one for the only layer, or a mapping by path."""
+    batches = dict(batch) if isinstance(batch, Mapping) else dict.fromkeys(layers, batch)
+    unknown = sorted(map(str, batches.keys() - set(layers)))
+    if unknown or (batch is not None and not isinstance(batch, Mapping) and len(layers) > 1):
+        got = f"batches for {unknown}" if unknown else f"one for {len(layers)} layers"
+        raise ValueError(f"grow: batch: got {got}, wanted one by path of a layer: {sorted(layers)}.")
+    return batches
+
+
+def layers_over_one(collections: Mapping[str, Collection]) -> list[str] | None:
+    """Paths of layers that share a collection, which can follow the growth of one state only; None: there are none."""
+    paths_of: dict[int, list[str]] = {}
+    for path, collection in collections.items():
+        paths_of.setdefault(id(collection), []).append(path)
+    return next((paths for paths in paths_of.values() if len(paths) > 1), None)

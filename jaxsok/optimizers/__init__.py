@@ -1,4 +1,7 @@
-"""Sparse optimizers: declared here, stepped in the update kernel. Seen as `jaxsok.optim`."""
+"""Sparse optimizers: declared here, stepped in the update kernel. Seen as `jaxsok.optim`.
+
+All take a `learning_rate` (a number, a 0-d array, or an Optax schedule) and, but for `lift`, `limits` around the step.
+"""
 
 from jaxsok.optimizers.fused import adagrad, adam, rowwise_adagrad, sgd
 from jaxsok.optimizers.lift import lift

@@ -11,25 +11,42 @@ from typing import Any, ClassVar
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxsok.optimizers.limits import Limited, Limits
-from jaxsok.optimizers.protocol import LearningRate, RowInputs, RowOutputs, RowState
+from jaxsok.optimizers.limits import Limited, flag, function_of, not_negative, share
+from jaxsok.optimizers.protocol import RowInputs, RowOutputs, RowState
 
 
 @dataclasses.dataclass(frozen=True)
 class Sgd(Limited):
-    """See `sgd`."""
+    """Gradient descent: `row -= lr * g`; with momentum `trace = g + momentum * trace; row -= lr * trace`.
+
+    Nesterov's form moves by `g + momentum * trace`, with the new trace. Weight decay is coupled: `g` is
+    `g + weight_decay * row` from the start.
+
+    Without momentum and weight decay it is exact: dense gradient descent does not move an unused row either. With them
+    it is lazy: the trace of an unused row keeps its length and does not carry the row on, and the row does not shrink.
+
+    Args:
+      momentum: decay of the trace; None: no trace.
+      nesterov: whether to look one step ahead; needs momentum.
+      weight_decay: what share of the row is added to its gradient.
+
+    Example:
+      >>> sgd(0.1).state_specs(dim=64), sgd(0.1, momentum=0.9).state_specs(dim=64)
+      ((), (RowState(name='trace', dim=64, initial_value=0.0),))
+
+    Source: Polyak, "Some Methods of Speeding Up the Convergence of Iteration Methods", 1964; Sutskever et al., "On the
+    Importance of Initialization and Momentum in Deep Learning", 2013; the form of `optax.sgd`.
+    """
 
     _own_kernel: ClassVar[int] = 0
     name: ClassVar[str] = "sgd"
-    momentum: float | None = None
-    nesterov: bool = False
-    weight_decay: float = 0.0
+    momentum: float | None = share(None)
+    nesterov: bool = flag(False)
+    weight_decay: float = not_negative(0.0)
 
     def __post_init__(self) -> None:
-        """Refuses hyper-parameters that cannot be meant."""
         super().__post_init__()
-        check_momentum(self)
-        self._check("weight_decay", 0.0)
+        self._check_momentum()
 
     def _is_plain(self) -> bool:
         return self.momentum is None and self.weight_decay == 0
@@ -38,12 +55,7 @@ class Sgd(Limited):
         """None, or with momentum the trace of each column."""
         return () if self.momentum is None else (RowState("trace", dim, 0.0),)
 
-    def hyper(self, step: Any, learning_rate: Any) -> tuple[Any, ...]:
-        """The learning rate."""
-        return (learning_rate,)
-
     def _step(self, inputs: RowInputs) -> RowOutputs:
-        """`g += weight_decay * row; trace = g + momentum * trace; row -= lr * trace`."""
         gradient, row, states, _, (learning_rate,) = inputs
         gradient = with_decay(gradient, row, self.weight_decay)
         if self.momentum is None:
@@ -52,22 +64,33 @@ class Sgd(Limited):
         return RowOutputs(row - learning_rate * gradient, (trace,))
 
 
+sgd = function_of(Sgd)
+
+
 @dataclasses.dataclass(frozen=True)
 class Adagrad(Limited):
-    """See `adagrad`."""
+    """Adagrad: `acc += g²; row -= lr * g / sqrt(acc + eps)`, zero where `acc` is 0.
+
+    Without weight decay it is exact: dense Adagrad does not move a row whose gradient is zero. Weight decay is coupled
+    (`g` is `g + weight_decay * row` from the start) and lazy: unused rows do not shrink.
+
+    Args:
+      initial_accumulator_value: what the accumulators of a new row hold.
+      eps: added under the root.
+      weight_decay: what share of the row is added to its gradient.
+
+    Example:
+      >>> adagrad(0.1).state_specs(dim=64)
+      (RowState(name='accumulator', dim=64, initial_value=0.1),)
+
+    Source: Duchi, Hazan, Singer, "Adaptive Subgradient Methods", 2011; the form of `optax.adagrad`.
+    """
 
     _own_kernel: ClassVar[int] = 1
     name: ClassVar[str] = "adagrad"
-    initial_accumulator_value: float = 0.1
-    eps: float = 1e-7
-    weight_decay: float = 0.0
-
-    def __post_init__(self) -> None:
-        """Refuses hyper-parameters that cannot be meant."""
-        super().__post_init__()
-        self._check("initial_accumulator_value", 0.0)
-        self._check("eps", 0.0)
-        self._check("weight_decay", 0.0)
+    initial_accumulator_value: float = not_negative(0.1)
+    eps: float = not_negative(1e-7)
+    weight_decay: float = not_negative(0.0)
 
     def _is_plain(self) -> bool:
         return self.weight_decay == 0
@@ -81,7 +104,6 @@ class Adagrad(Limited):
         return (learning_rate, self.eps)
 
     def _step(self, inputs: RowInputs) -> RowOutputs:
-        """`acc += g²; row -= lr * g / sqrt(acc + eps)`, zero where `acc` is 0."""
         gradient, row, (accumulator,), _, (learning_rate, eps) = inputs
         gradient = with_decay(gradient, row, self.weight_decay)
         accumulator = accumulator + gradient * gradient
@@ -89,43 +111,69 @@ class Adagrad(Limited):
         return RowOutputs(row - learning_rate * (gradient * inverse), (accumulator,))
 
 
+adagrad = function_of(Adagrad)
+
+
 @dataclasses.dataclass(frozen=True)
 class RowwiseAdagrad(Adagrad):
-    """See `rowwise_adagrad`."""
+    """Adagrad with one accumulator a row: `acc += mean(g²); row -= lr * g / (sqrt(acc) + eps)`.
+
+    Without weight decay it is exact, as `adagrad`. Weight decay is coupled (`g` is `g + weight_decay * row` from the
+    start) and lazy: unused rows do not shrink.
+
+    Args:
+      initial_accumulator_value: what the accumulator of a new row holds.
+      eps: added to the root.
+      weight_decay: what share of the row is added to its gradient.
+
+    Source: Gupta, Gangrade et al., "Training Recommender Systems at Scale", 2021; the form of FBGEMM's
+    EXACT_ROWWISE_ADAGRAD, with its weight decay mode L2.
+    """
 
     _own_kernel: ClassVar[int] = 2
     name: ClassVar[str] = "rowwise_adagrad"
-    initial_accumulator_value: float = 0.0
-    eps: float = 1e-8
+    initial_accumulator_value: float = not_negative(0.0)
+    eps: float = not_negative(1e-8)
 
     def state_specs(self, dim: int) -> tuple[RowState, ...]:
         """One accumulator for the row."""
         return (RowState("accumulator", 1, self.initial_accumulator_value),)
 
     def _step(self, inputs: RowInputs) -> RowOutputs:
-        """`acc += mean(g²); row -= lr * g / (sqrt(acc) + eps)`."""
         gradient, row, (accumulator,), _, (learning_rate, eps) = inputs
         gradient = with_decay(gradient, row, self.weight_decay)
         accumulator = accumulator + jnp.mean(gradient * gradient)
         return RowOutputs(row - learning_rate / (jnp.sqrt(accumulator) + eps) * gradient, (accumulator,))
 
 
+rowwise_adagrad = function_of(RowwiseAdagrad)
+
+
 @dataclasses.dataclass(frozen=True)
 class Adam(Limited):
-    """See `adam`."""
+    """Lazy Adam: the moments of a row move only when the row is used.
+
+    `m = b1 m + (1 - b1) g; v = b2 v + (1 - b2) g²; row -= lr · m̂ / (sqrt(v̂) + eps)` with
+    `m̂ = m / (1 - b1^t)`, `v̂ = v / (1 - b2^t)` and t the number of updates of the collection, this one included.
+    Dense Adam also decays the moments of unused rows and moves them: a row used in every step is equal in both.
+
+    Args:
+      b1: decay of the first moment.
+      b2: decay of the second.
+      eps: added to the root.
+
+    Example:
+      >>> [state.name for state in adam(1e-3).state_specs(dim=64)]
+      ['m', 'v']
+
+    Source: Kingma, Ba, "Adam", 2015; the form of `optax.adam`, lazy as TensorFlow's LazyAdam.
+    """
 
     _own_kernel: ClassVar[int] = 3
     name: ClassVar[str] = "adam"
-    b1: float = 0.9
-    b2: float = 0.999
-    eps: float = 1e-8
-
-    def __post_init__(self) -> None:
-        """Refuses hyper-parameters that cannot be meant."""
-        super().__post_init__()
-        self._check("b1", 0.0, 1.0)
-        self._check("b2", 0.0, 1.0)
-        self._check("eps", 0.0)
+    b1: float = share(0.9)
+    b2: float = share(0.999)
+    eps: float = not_negative(1e-8)
 
     def state_specs(self, dim: int) -> tuple[RowState, ...]:
         """First and second moment of each column."""
@@ -137,11 +185,13 @@ class Adam(Limited):
         return (learning_rate, self.b1, self.b2, self.eps, *corrections, 1 - self.b1, 1 - self.b2)
 
     def _step(self, inputs: RowInputs) -> RowOutputs:
-        """`m = b1 m + (1 - b1) g; v = b2 v + (1 - b2) g²; row -= lr * m̂ / (sqrt(v̂) + eps)`."""
         gradient, row, (m, v), _, (learning_rate, b1, b2, eps, correct1, correct2, rest1, rest2) = inputs
         m = b1 * m + rest1 * gradient
         v = b2 * v + rest2 * (gradient * gradient)
         return RowOutputs(row - learning_rate * ((m / correct1) / (jnp.sqrt(v / correct2) + eps)), (m, v))
+
+
+adam = function_of(Adam)
 
 
 def bias_correction(step: Any, decay: float) -> Float[Array, ""]:
@@ -164,134 +214,3 @@ def with_momentum(update: Array, trace: Array, momentum: float, nesterov: bool) 
     """The update after momentum, and the trace."""
     trace = update + momentum * trace
     return (update + momentum * trace if nesterov else trace), trace
-
-
-def check_momentum(optimizer: Any) -> None:
-    """Refuses momentum outside [0, 1), and nesterov without it."""
-    optimizer._check_flag("nesterov")
-    if optimizer.momentum is not None:
-        optimizer._check("momentum", 0.0, 1.0)
-    elif optimizer.nesterov:
-        raise ValueError(f"optim.{optimizer.name}: nesterov: got True without momentum; give momentum=0.9, say.")
-
-
-def sgd(
-    learning_rate: LearningRate,
-    momentum: float | None = None,
-    nesterov: bool = False,
-    weight_decay: float = 0.0,
-    *,
-    limits: Limits | None = None,
-) -> Sgd:
-    """Gradient descent: `row -= lr * g`; with momentum `trace = g + momentum * trace; row -= lr * trace`.
-
-    Nesterov's form moves by `g + momentum * trace`, with the new trace. Weight decay is coupled: `g` is
-    `g + weight_decay * row` from the start.
-
-    Without momentum and weight decay it is exact: dense gradient descent does not move an unused row either. With them
-    it is lazy: the trace of an unused row keeps its length and does not carry the row on, and the row does not shrink.
-
-    Args:
-      learning_rate: a number, a 0-d array, or an Optax schedule.
-      momentum: decay of the trace; None: no trace.
-      nesterov: whether to look one step ahead; needs momentum.
-      weight_decay: what share of the row is added to its gradient.
-      limits: bounds around the step.
-
-    Example:
-      >>> sgd(0.1).state_specs(dim=64), sgd(0.1, momentum=0.9).state_specs(dim=64)
-      ((), (RowState(name='trace', dim=64, initial_value=0.0),))
-
-    Source: Polyak, "Some Methods of Speeding Up the Convergence of Iteration Methods", 1964; Sutskever et al., "On the
-    Importance of Initialization and Momentum in Deep Learning", 2013; the form of `optax.sgd`.
-    """
-    return Sgd(learning_rate, momentum, nesterov, weight_decay, limits=limits)
-
-
-def adagrad(
-    learning_rate: LearningRate,
-    initial_accumulator_value: float = 0.1,
-    eps: float = 1e-7,
-    weight_decay: float = 0.0,
-    *,
-    limits: Limits | None = None,
-) -> Adagrad:
-    """Adagrad: `acc += g²; row -= lr * g / sqrt(acc + eps)`, zero where `acc` is 0.
-
-    Without weight decay it is exact: dense Adagrad does not move a row whose gradient is zero. Weight decay is coupled
-    (`g` is `g + weight_decay * row` from the start) and lazy: unused rows do not shrink.
-
-    Args:
-      learning_rate: a number, a 0-d array, or an Optax schedule.
-      initial_accumulator_value: what the accumulators of a new row hold.
-      eps: added under the root.
-      weight_decay: what share of the row is added to its gradient.
-      limits: bounds around the step.
-
-    Example:
-      >>> adagrad(0.1).state_specs(dim=64)
-      (RowState(name='accumulator', dim=64, initial_value=0.1),)
-
-    Source: Duchi, Hazan, Singer, "Adaptive Subgradient Methods", 2011; the form of `optax.adagrad`.
-    """
-    return Adagrad(learning_rate, initial_accumulator_value, eps, weight_decay, limits=limits)
-
-
-def rowwise_adagrad(
-    learning_rate: LearningRate,
-    initial_accumulator_value: float = 0.0,
-    eps: float = 1e-8,
-    weight_decay: float = 0.0,
-    *,
-    limits: Limits | None = None,
-) -> RowwiseAdagrad:
-    """Adagrad with one accumulator a row: `acc += mean(g²); row -= lr * g / (sqrt(acc) + eps)`.
-
-    Without weight decay it is exact, as `adagrad`. Weight decay is coupled (`g` is `g + weight_decay * row` from the
-    start) and lazy: unused rows do not shrink.
-
-    Args:
-      learning_rate: a number, a 0-d array, or an Optax schedule.
-      initial_accumulator_value: what the accumulator of a new row holds.
-      eps: added to the root.
-      weight_decay: what share of the row is added to its gradient.
-      limits: bounds around the step.
-
-    Example:
-      >>> rowwise_adagrad(0.1).state_specs(dim=64)
-      (RowState(name='accumulator', dim=1, initial_value=0.0),)
-
-    Source: Gupta, Gangrade et al., "Training Recommender Systems at Scale", 2021; the form of FBGEMM's
-    EXACT_ROWWISE_ADAGRAD, with its weight decay mode L2.
-    """
-    return RowwiseAdagrad(learning_rate, initial_accumulator_value, eps, weight_decay, limits=limits)
-
-
-def adam(
-    learning_rate: LearningRate,
-    b1: float = 0.9,
-    b2: float = 0.999,
-    eps: float = 1e-8,
-    *,
-    limits: Limits | None = None,
-) -> Adam:
-    """Lazy Adam: the moments of a row move only when the row is used.
-
-    `m = b1 m + (1 - b1) g; v = b2 v + (1 - b2) g²; row -= lr · m̂ / (sqrt(v̂) + eps)` with
-    `m̂ = m / (1 - b1^t)`, `v̂ = v / (1 - b2^t)` and t the number of updates of the collection, this one included.
-    Dense Adam also decays the moments of unused rows and moves them: a row used in every step is equal in both.
-
-    Args:
-      learning_rate: a number, a 0-d array, or an Optax schedule.
-      b1: decay of the first moment.
-      b2: decay of the second.
-      eps: added to the root.
-      limits: bounds around the step.
-
-    Example:
-      >>> [state.name for state in adam(1e-3).state_specs(dim=64)]
-      ['m', 'v']
-
-    Source: Kingma, Ba, "Adam", 2015; the form of `optax.adam`, lazy as TensorFlow's LazyAdam.
-    """
-    return Adam(learning_rate, b1, b2, eps, limits=limits)

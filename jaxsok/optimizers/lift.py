@@ -77,8 +77,8 @@ _DENIED = {
 _STARTED = "started"
 
 
-def _refusal(reason: str, remedy: str) -> str:
-    return f"optim.lift: refused: {reason}. {remedy}."
+def _refusal(reason: str, remedy: str) -> ValueError:
+    return ValueError(f"optim.lift: refused: {reason}. {remedy}.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,7 +138,6 @@ class Lifted(Optimizer):
     _forms: dict[int, _Form] = dataclasses.field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        """Refuses what cannot be lifted."""
         import optax
 
         if not isinstance(self.tx, optax.GradientTransformation):
@@ -160,7 +159,7 @@ class Lifted(Optimizer):
         except program.NotARowProgram as error:
             found = str(error).rpartition("step_row: ")[2].rstrip(".")
             remedy = "Use a fused optimizer of jaxsok.optim, or a transformation made of these"
-            raise ValueError(_refusal(f"its step of a row is no row program: {found}", remedy)) from None
+            raise _refusal(f"its step of a row is no row program: {found}", remedy) from None
 
     def _form(self, dim: int) -> _Form:
         if dim not in self._forms:
@@ -199,16 +198,9 @@ class Lifted(Optimizer):
     def advance(
         self, globals_: tuple[Any, ...], step: Any, learning_rate: Any, dim: int
     ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        """The global state as it is before the step, and after it.
+        """The global state as it is before the step, and after it; the transformation counts steps by itself.
 
-        Args:
-          globals_: as `init_globals` or the last call gave them.
-          step: not used: the transformation counts by itself.
-          learning_rate: None, or what takes the place of an injected learning rate, for this step alone.
-          dim: of the rows.
-
-        Raises:
-          ValueError: a learning rate for a transformation that has no injected one.
+        A learning rate takes the place of an injected one for this step alone; ValueError: there is no injected one.
         """
         form = self._form(dim)
         before = [jnp.asarray(leaf) for leaf in globals_]
@@ -252,7 +244,7 @@ class Lifted(Optimizer):
                 ]
             moved, after = self._updated(form, gradient.reshape(1, dim), block, leaves, global_state)
             new = [
-                _leaf_to_stored(value, state)
+                value.astype(jnp.float32).reshape(state.shape)
                 for value, state in zip(_of_kind(form, after, is_row=True), states, strict=False)
             ]
             if form.has_started:
@@ -260,7 +252,6 @@ class Lifted(Optimizer):
             return RowOutputs(moved.reshape(dim), tuple(new))
 
     def _leaves_of(self, form: _Form, block: Array) -> list[tuple[Any, bool]]:
-        """The leaves of `init`, and whether each is a row's."""
         leaves = tree_util.tree_leaves(self.tx.init(block))
         return [(jnp.asarray(value), leaf.is_row) for value, leaf in zip(leaves, form.leaves, strict=True)]
 
@@ -286,10 +277,6 @@ def _stored_to_leaf(state: Array, leaf: _Leaf) -> Array:
     return value != 0 if leaf.dtype == jnp.bool_ else value.astype(leaf.dtype)
 
 
-def _leaf_to_stored(value: Array, state: Array) -> Array:
-    return value.astype(jnp.float32).reshape(state.shape)
-
-
 # What a transformation is ------------------------------------------------------------------------------------------
 
 
@@ -312,11 +299,9 @@ def _formed(tx: Any, dim: int, rowwise: bool) -> _Form:
     num_updates = len(after) - len(leaves)
     for leaf, *found in zip(leaves, first, after[num_updates:], strict=True):
         if not leaf.is_row and any(one is not None for one in found):
-            raise ValueError(
-                _refusal(
-                    f"its state {leaf.place} is one for all rows, yet depends on their data",
-                    "Use an optimizer whose state is by row, or a fused one of jaxsok.optim",
-                )
+            raise _refusal(
+                f"its state {leaf.place} is one for all rows, yet depends on their data",
+                "Use an optimizer whose state is by row, or a fused one of jaxsok.optim",
             )
     _refuse_positional([*first, *after])
     if not rowwise:
@@ -331,22 +316,19 @@ def _initial_shapes(tx: Any, num_rows: int, dim: int) -> Any:
     try:
         return jax.eval_shape(tx.init, table)
     except Exception as error:
-        raise ValueError(
-            _refusal(
-                f"its init fails on a table, which is one array of [num_rows, dim]: {_told(error)}",
-                "Masks and labels must fit a single array: pass True, a label, or a function of the parameters",
-            )
+        raise _refusal(
+            f"its init fails on a table, which is one array of [num_rows, dim]: {_first_line(error)}",
+            "Masks and labels must fit a single array: pass True, a label, or a function of the parameters",
         ) from error
 
 
-def _told(error: Exception) -> str:
+def _first_line(error: Exception) -> str:
     """The first line of an error, without its full stop."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0][:160].rstrip('. ') if lines else ''}".rstrip(": ")
 
 
 def _classes(state: Any) -> list[str]:
-    """The names of the classes of all nodes of a state, from the root down."""
     classes: list[str] = []
     # is_leaf sees every node on the way down.
     tree_util.tree_leaves(state, is_leaf=lambda node: classes.append(type(node).__name__) or False)
@@ -357,14 +339,14 @@ def _refuse_by_name(state: Any) -> None:
     for name in _classes(state):
         if name in _DENIED:
             reason, remedy = _DENIED[name]
-            raise ValueError(_refusal(f"its state holds {name}: {reason}", remedy))
+            raise _refusal(f"its state holds {name}: {reason}", remedy)
 
 
 def _leaves(states: dict[int, Any], dim: int) -> tuple[_Leaf, ...]:
     """The leaves of the state of one row; refused if one is neither a row's nor the store's."""
     flat = {num_rows: tree_util.tree_flatten_with_path(state)[0] for num_rows, state in states.items()}
     if len({tree_util.tree_structure(state) for state in states.values()}) > 1:
-        raise ValueError(_refusal("the structure of its state depends on the number of rows", "Use a fused optimizer"))
+        raise _refusal("the structure of its state depends on the number of rows", "Use a fused optimizer")
     leaves = []
     for i, (path, one) in enumerate(flat[1]):
         shapes = {num_rows: flat[num_rows][i][1].shape for num_rows in flat}
@@ -373,24 +355,20 @@ def _leaves(states: dict[int, Any], dim: int) -> tuple[_Leaf, ...]:
         is_row = all(shape == (num_rows, *rest) for num_rows, shape in shapes.items())
         leaf = _Leaf(tuple(path), one.shape, one.dtype, is_row)
         if jnp.issubdtype(one.dtype, jax.dtypes.extended):
-            raise ValueError(
-                _refusal(f"its state {leaf.place} is a random key, and random numbers do not fit rows", "Leave it out")
+            raise _refusal(
+                f"its state {leaf.place} is a random key, and random numbers do not fit rows", "Leave it out"
             )
         if not is_global and not (is_row and rest in ((), (1,), (dim,))):
             shape = list(shapes[_NUM_ROWS[0]])
-            raise ValueError(
-                _refusal(
-                    f"its state {leaf.place} is {shape} for {_NUM_ROWS[0]} rows of {dim}: neither one line per row, of "
-                    "one number or of dim, nor the same for any number of rows",
-                    "Use an optimizer whose state is by row",
-                )
+            raise _refusal(
+                f"its state {leaf.place} is {shape} for {_NUM_ROWS[0]} rows of {dim}: neither one line per row, of "
+                "one number or of dim, nor the same for any number of rows",
+                "Use an optimizer whose state is by row",
             )
         if is_row and one.dtype not in (jnp.float32, jnp.bfloat16, jnp.bool_):
-            raise ValueError(
-                _refusal(
-                    f"its state {leaf.place} is {one.dtype} by row, and rows keep float32 or bfloat16",
-                    "Choose another dtype for it",
-                )
+            raise _refusal(
+                f"its state {leaf.place} is {one.dtype} by row, and rows keep float32 or bfloat16",
+                "Choose another dtype for it",
             )
         leaves.append(leaf)
     return tuple(leaves)
@@ -409,11 +387,9 @@ def _traced(tx: Any, state: Any, block: Any) -> tuple[Any, Any, Any]:
     try:
         traced, shapes = jax.make_jaxpr(update, return_shape=True)(block, leaves, block)
     except Exception as error:
-        raise ValueError(
-            _refusal(
-                f"its update fails on gradient, state and parameters alone: {_told(error)}",
-                "What needs the loss, or other arguments, cannot be lifted: leave it out",
-            )
+        raise _refusal(
+            f"its update fails on gradient, state and parameters alone: {_first_line(error)}",
+            "What needs the loss, or other arguments, cannot be lifted: leave it out",
         ) from error
     return jax.make_jaxpr(init)(block), traced, shapes
 
@@ -423,30 +399,26 @@ def _refuse_changed(old: Any, new: Any, leaves: tuple[_Leaf, ...]) -> None:
     if not same or any(
         a.shape != b.shape for a, b in zip(tree_util.tree_leaves(old), tree_util.tree_leaves(new), strict=True)
     ):
-        raise ValueError(_refusal("its state changes its structure or shapes in an update", "Use another optimizer"))
+        raise _refusal("its state changes its structure or shapes in an update", "Use another optimizer")
 
 
 def _refuse_positional(found: list[separable.Dependence]) -> None:
     if any(isinstance(one, separable.Positional) for one in found) or any(
         isinstance(one, Coupled) and one.reason == separable.BY_PLACE for one in found
     ):
-        raise ValueError(
-            _refusal(
-                "what it does to a row depends on the place of the row in the batch",
-                "Noise and counters along the rows cannot be lifted: leave them out",
-            )
+        raise _refusal(
+            "what it does to a row depends on the place of the row in the batch",
+            "Noise and counters along the rows cannot be lifted: leave them out",
         )
 
 
 def _refuse_coupled(found: list[separable.Dependence]) -> None:
     for one in found:
         if isinstance(one, Coupled):
-            raise ValueError(
-                _refusal(
-                    f"the step of a row may depend on other rows: it {one.reason}",
-                    "Pass rowwise=True for the same formula on each row alone, which is another optimizer; clip by "
-                    "a global norm outside (docs/optax.md)",
-                )
+            raise _refusal(
+                f"the step of a row may depend on other rows: it {one.reason}",
+                "Pass rowwise=True for the same formula on each row alone, which is another optimizer; clip by "
+                "a global norm outside (docs/optax.md)",
             )
 
 
@@ -456,12 +428,10 @@ def _refuse_factored(tx: Any, leaves: tuple[_Leaf, ...]) -> None:
     small = tree_util.tree_leaves(_initial_shapes(tx, 1, _MANY_COLUMNS))
     for leaf, one, many in zip(leaves, small, large, strict=False):
         if many.shape != ((_MANY_ROWS, *one.shape[1:]) if leaf.is_row else one.shape):
-            raise ValueError(
-                _refusal(
-                    f"its state {leaf.place} is {list(many.shape)} in a table of {_MANY_ROWS} rows of {_MANY_COLUMNS}: "
-                    "it is factored, and couples rows",
-                    "Pass factored=False to it, or rowwise=True to step each row alone, unfactored",
-                )
+            raise _refusal(
+                f"its state {leaf.place} is {list(many.shape)} in a table of {_MANY_ROWS} rows of {_MANY_COLUMNS}: "
+                "it is factored, and couples rows",
+                "Pass factored=False to it, or rowwise=True to step each row alone, unfactored",
             )
 
 
@@ -480,11 +450,9 @@ def _refuse_sized(tx: Any, one: Any, of_few: tuple[Any, Any], few: int, dim: int
         traced(1, one), None
     )
     if depends:
-        raise ValueError(
-            _refusal(
-                "its formula depends on the number of rows in the table",
-                "Pass rowwise=True to step each row as a table of one row",
-            )
+        raise _refusal(
+            "its formula depends on the number of rows in the table",
+            "Pass rowwise=True to step each row as a table of one row",
         )
 
 
@@ -509,11 +477,9 @@ def _stored_form(tx: Any, state: Any, leaves: tuple[_Leaf, ...], found: list[sep
     if any(copied):
         specs.append(RowState(_unique(_STARTED, specs), 1, 0.0))
     if len(specs) > MAX_STATES:
-        raise ValueError(
-            _refusal(
-                f"it has {len(specs)} arrays of state by row, and rows keep at most {MAX_STATES}",
-                "Use a transformation with less state",
-            )
+        raise _refusal(
+            f"it has {len(specs)} arrays of state by row, and rows keep at most {MAX_STATES}",
+            "Use a transformation with less state",
         )
     # Not str of the tree's structure, where the repr of a node may tell addresses.
     inner = [name for name in _classes(state) if name != jax.ShapeDtypeStruct.__name__]
@@ -545,13 +511,13 @@ def lift(tx: "optax.GradientTransformation", *, rowwise: bool = False) -> Lifted
     """An Optax transformation as a sparse optimizer: its own formulas, on the rows that a step used.
 
     Optax counts, schedules and injected hyper-parameters are the store's, one for all rows; momenta and accumulators
-    are the rows'. A row that no key uses does not move and its state does not decay. Two tables share a store if
-    their optimizers lift the same object.
+    are the rows'. A row that no key uses does not move and its state does not decay. Two tables share a store if their
+    optimizers lift the same object.
 
     Args:
       tx: chains, schedules, `optax.inject_hyperparams`, masks that fit a single array, and mu_dtype included.
-      rowwise: False: what couples rows is refused. True: its formula is applied to each row as if that row were all
-        the parameters: lamb with a trust ratio by row, clipping by the norm of a row. That is another optimizer.
+      rowwise: False: what couples rows is refused. True: its formula is applied to each row as if that row were all the
+        parameters: lamb with a trust ratio by row, clipping by the norm of a row. That is another optimizer.
 
     Raises:
       ValueError: it couples rows, or cannot be lifted at all; the message says why and what to do.

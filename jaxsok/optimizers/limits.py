@@ -1,12 +1,15 @@
 """Bounds around a step of any optimizer: on the row gradient before it, on the row after it.
 
-A limit sees one row at a time. What couples rows, a norm over all gradients, is not here.
+A limit sees one row at a time. What couples rows, a norm over all gradients, is not here. The optimizers of this
+package derive from `Limited` and declare their hyper-parameters with the checks of this module.
 """
 
 import abc
 import dataclasses
+import functools
+import math
 from collections.abc import Callable
-from typing import ClassVar
+from typing import Any, ClassVar, ParamSpec, TypeVar
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -18,6 +21,38 @@ from jaxsok.optimizers.protocol import PROGRAM, Optimizer, RowInputs, RowOutputs
 _TINY = 2.0**-126
 
 
+Parameters = ParamSpec("Parameters")
+Made = TypeVar("Made", bound=Optimizer)
+
+# Hyper-parameters -----------------------------------------------------------------------------------------------------
+
+_POSITIVE = functools.partial(checks.number, low=checks.ABOVE_ZERO, wanted="a positive number")
+_SHARE = functools.partial(checks.number, low=0.0, high=math.nextafter(1.0, 0.0), wanted="a number in [0.0, 1.0)")
+
+
+def positive(default: float) -> Any:
+    """A hyper-parameter above 0."""
+    return checks.declare(default, _POSITIVE)
+
+
+def not_negative(default: float) -> Any:
+    """A hyper-parameter of at least 0."""
+    return checks.declare(default, checks.number, low=0.0, wanted="a number in [0.0, inf)")
+
+
+def share(default: float | None) -> Any:
+    """A hyper-parameter of at least 0 and below 1; None too where that is the default."""
+    return checks.declare(default, checks.optional(_SHARE) if default is None else _SHARE)
+
+
+def flag(default: bool) -> Any:
+    """A hyper-parameter that is True or False."""
+    return checks.declare(default, checks.flag)
+
+
+# Limits ---------------------------------------------------------------------------------------------------------------
+
+
 @dataclasses.dataclass(frozen=True)
 class AdaptiveClip:
     """CowClip: a bound on the norm of a row gradient that grows with the row and with how often it was used.
@@ -25,23 +60,17 @@ class AdaptiveClip:
     The L2 norm of the row gradient is at most `num_uses * max(ratio * ||row||, lower)`: one use moves a row by no more
     than a share of itself, and n uses by n times as much. Meant for `row_gradient="sum"`.
 
-    Example:
-      >>> AdaptiveClip(ratio=1.0, lower=1e-5)
-      AdaptiveClip(ratio=1.0, lower=1e-05)
-
     Source: Zheng et al., "CowClip: Reducing CTR Prediction Model Training Time from 12 hours to 10 minutes on 1 GPU",
     2022, where ratio is r and lower is ζ.
     """
 
-    ratio: float = 1.0
+    ratio: float = positive(1.0)
     """The share of the row's L2 norm that one use may bring."""
-    lower: float = 1e-5
+    lower: float = positive(1e-5)
     """What one use may bring whatever the row is, so that a row of zeros can leave zero."""
 
     def __post_init__(self) -> None:
-        """Refuses what cannot be meant."""
-        _check_positive(self, "AdaptiveClip", "ratio")
-        _check_positive(self, "AdaptiveClip", "lower")
+        checks.check_fields(self, "AdaptiveClip")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -72,22 +101,16 @@ class Limits:
     """A row of greater L2 norm after a step is scaled down to it. For rows of 16 bits, before they are rounded."""
 
     def __post_init__(self) -> None:
-        """Refuses what cannot be meant."""
         for name in ("clip_value", "clip_row_norm", "max_row_norm"):
             if getattr(self, name) is not None:
-                _check_positive(self, "Limits", name)
+                checks.field(self, "Limits", name, _POSITIVE)
         if not isinstance(self.adaptive_clip, AdaptiveClip | None):
             raise TypeError(
                 f"Limits: adaptive_clip: got {self.adaptive_clip!r}, wanted None or optim.AdaptiveClip(ratio, lower)."
             )
 
     def around(self, step: Callable[[RowInputs], RowOutputs], inputs: RowInputs) -> RowOutputs:
-        """The step of one row within these limits.
-
-        Args:
-          step: `step_row` of an optimizer without limits.
-          inputs: of the row.
-        """
+        """The step of one row within these limits, `step` being the `step_row` of an optimizer without limits."""
         gradient = inputs.gradient
         if self.clip_value is not None:
             gradient = jnp.minimum(jnp.maximum(gradient, -self.clip_value), self.clip_value)
@@ -115,7 +138,6 @@ class Limited(Optimizer):
     """Bounds around every step."""
 
     def __post_init__(self) -> None:
-        """Refuses limits that are none, and forgets those that do not limit."""
         super().__post_init__()
         if not isinstance(self.limits, Limits | None):
             raise TypeError(
@@ -124,6 +146,7 @@ class Limited(Optimizer):
             )
         if self.limits == Limits():
             object.__setattr__(self, "limits", None)
+        checks.check_fields(self, f"optim.{self.name}")
 
     @property
     def kernel(self) -> int:
@@ -134,6 +157,10 @@ class Limited(Optimizer):
         """Whether no option asks for more than the kernel of its own does."""
         return True
 
+    def hyper(self, step: Any, learning_rate: Any) -> tuple[Any, ...]:
+        """The learning rate."""
+        return (learning_rate,)
+
     def step_row(self, inputs: RowInputs) -> RowOutputs:
         """The optimizer's step within its limits."""
         return self._step(inputs) if self.limits is None else self.limits.around(self._step, inputs)
@@ -142,18 +169,31 @@ class Limited(Optimizer):
     def _step(self, inputs: RowInputs) -> RowOutputs:
         """The step of one row without limits."""
 
-    def _check_positive(self, name: str) -> None:
-        _check_positive(self, f"optim.{self.name}", name)
-
-    def _check_flag(self, name: str) -> None:
-        checks.flag(f"optim.{self.name}: {name}", getattr(self, name))
-
     def _check_positive_rate(self) -> None:
         """For optimizers that divide by the learning rate."""
         if not callable(self.learning_rate) and not self.learning_rate > 0:
             raise ValueError(
                 f"optim.{self.name}: learning_rate: got {self.learning_rate!r}, wanted a positive number or a schedule."
             )
+
+    def _check_momentum(self) -> None:
+        """For optimizers with a `momentum` that may be None, and `nesterov`."""
+        if self.nesterov and self.momentum is None:
+            raise ValueError(f"optim.{self.name}: nesterov: got True without momentum; give momentum=0.9, say.")
+
+
+def function_of(kind: Callable[Parameters, Made]) -> Callable[Parameters, Made]:
+    """The function of `jaxsok.optim` that makes an optimizer: with the arguments of its class, and under its `name`."""
+
+    def make(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Made:
+        return kind(*args, **kwargs)
+
+    functools.update_wrapper(make, kind, assigned=("__module__", "__doc__"), updated=())
+    make.__name__ = make.__qualname__ = kind.name  # pyright: ignore[reportFunctionMemberAccess]
+    return make
+
+
+# Norms ----------------------------------------------------------------------------------------------------------------
 
 
 def norm(row: Float[Array, " dim"]) -> Float[Array, ""]:
@@ -182,7 +222,3 @@ def with_norm_at_most(row: Float[Array, " dim"], bound: Float[Array, ""] | float
     """
     greatest, unit, length = _by_greatest(row)
     return jnp.where(greatest * length > bound, unit * (bound / length), row)
-
-
-def _check_positive(spec: object, what: str, name: str) -> None:
-    checks.field(spec, what, name, checks.number, checks.ABOVE_ZERO, wanted="a positive number")

@@ -10,27 +10,31 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from jaxsok.optimizers.fused import average, bias_correction
-from jaxsok.optimizers.limits import Limited, Limits
-from jaxsok.optimizers.protocol import LearningRate, RowInputs, RowOutputs, RowState
+from jaxsok.optimizers.limits import Limited, function_of, not_negative, positive, share
+from jaxsok.optimizers.protocol import RowInputs, RowOutputs, RowState
 
 
 @dataclasses.dataclass(frozen=True)
 class AdamW(Limited):
-    """See `adamw`."""
+    """Lazy Adam with decoupled weight decay: `row -= lr · (m̂ / (sqrt(v̂) + eps) + weight_decay · row)`.
+
+    The moments are those of `adam`. Lazy: a row shrinks in the steps that use it, not in between; dense AdamW shrinks
+    all rows in every step. A row used in every step is equal in both.
+
+    Args:
+      b1: decay of the first moment.
+      b2: decay of the second.
+      eps: added to the root.
+      weight_decay: what share of the row, times the learning rate, a step takes away.
+
+    Source: Loshchilov, Hutter, "Decoupled Weight Decay Regularization", 2019; the form of `optax.adamw`.
+    """
 
     name: ClassVar[str] = "adamw"
-    b1: float = 0.9
-    b2: float = 0.999
-    eps: float = 1e-8
-    weight_decay: float = 1e-4
-
-    def __post_init__(self) -> None:
-        """Refuses hyper-parameters that cannot be meant."""
-        super().__post_init__()
-        self._check("b1", 0.0, 1.0)
-        self._check("b2", 0.0, 1.0)
-        self._check_positive("eps")
-        self._check("weight_decay", 0.0)
+    b1: float = share(0.9)
+    b2: float = share(0.999)
+    eps: float = positive(1e-8)
+    weight_decay: float = not_negative(1e-4)
 
     def state_specs(self, dim: int) -> tuple[RowState, ...]:
         """First and second moment of each column."""
@@ -41,7 +45,6 @@ class AdamW(Limited):
         return (learning_rate, bias_correction(step, self.b1), bias_correction(step, self.b2))
 
     def _step(self, inputs: RowInputs) -> RowOutputs:
-        """`row -= lr * (m̂ / (sqrt(v̂) + eps) + weight_decay * row)`."""
         update, states = self._update(inputs)
         return RowOutputs(inputs.row - inputs.hyper[0] * update, states)
 
@@ -57,12 +60,28 @@ class AdamW(Limited):
         return gradient * gradient
 
 
+adamw = function_of(AdamW)
+
+
 @dataclasses.dataclass(frozen=True)
 class RowwiseAdam(AdamW):
-    """See `rowwise_adam`."""
+    """Lazy Adam with one second moment a row: `v = b2 v + (1 - b2) mean(g²)`. Nearly half the state of `adam`.
+
+    `m = b1 m + (1 - b1) g; row -= lr · (m̂ / (sqrt(v̂) + eps) + weight_decay · row)`, with the bias corrections of
+    `adam`. Lazy in the moments and in the weight decay, which is decoupled.
+
+    Args:
+      b1, b2, eps, weight_decay: as for `adamw`.
+
+    Example:
+      >>> [(state.name, state.dim) for state in rowwise_adam(1e-3).state_specs(dim=64)]
+      [('m', 64), ('v', 1)]
+
+    Source: FBGEMM's PARTIAL_ROWWISE_ADAM.
+    """
 
     name: ClassVar[str] = "rowwise_adam"
-    weight_decay: float = 0.0
+    weight_decay: float = not_negative(0.0)
 
     def state_specs(self, dim: int) -> tuple[RowState, ...]:
         """First moment of each column, second moment of the row."""
@@ -73,23 +92,30 @@ class RowwiseAdam(AdamW):
         return jnp.mean(gradient * gradient)
 
 
+rowwise_adam = function_of(RowwiseAdam)
+
+
 @dataclasses.dataclass(frozen=True)
 class Adamax(Limited):
-    """See `adamax`."""
+    """Adamax: `u = max(b2 u, |g| + eps); row -= lr · (m̂ / u + weight_decay · row)`.
+
+    `m = b1 m + (1 - b1) g`, `m̂ = m / (1 - b1^t)` with t the number of updates of the collection, this one included.
+    Lazy: m and u of an unused row do not decay, and the row does not move. Weight decay is decoupled.
+
+    Args:
+      b1: decay of the first moment.
+      b2: decay of the infinite one.
+      eps: added to the gradient's magnitude.
+      weight_decay: what share of the row, times the learning rate, a step takes away.
+
+    Source: Kingma, Ba, "Adam", 2015, section 7.1; the form of `optax.adamax` and `optax.adamaxw`.
+    """
 
     name: ClassVar[str] = "adamax"
-    b1: float = 0.9
-    b2: float = 0.999
-    eps: float = 1e-8
-    weight_decay: float = 0.0
-
-    def __post_init__(self) -> None:
-        """Refuses hyper-parameters that cannot be meant."""
-        super().__post_init__()
-        self._check("b1", 0.0, 1.0)
-        self._check("b2", 0.0, 1.0)
-        self._check_positive("eps")
-        self._check("weight_decay", 0.0)
+    b1: float = share(0.9)
+    b2: float = share(0.999)
+    eps: float = positive(1e-8)
+    weight_decay: float = not_negative(0.0)
 
     def state_specs(self, dim: int) -> tuple[RowState, ...]:
         """First and infinite moment of each column."""
@@ -100,161 +126,43 @@ class Adamax(Limited):
         return (learning_rate, bias_correction(step, self.b1))
 
     def _step(self, inputs: RowInputs) -> RowOutputs:
-        """`u = max(b2 u, abs(g) + eps); row -= lr * (m̂ / u + weight_decay * row)`."""
         gradient, row, (m, u), _, (learning_rate, correct1) = inputs
         m = average(m, gradient, self.b1)
         u = jnp.maximum(self.b2 * u, jnp.abs(gradient) + self.eps)
         return RowOutputs(row - learning_rate * ((m / correct1) / u + self.weight_decay * row), (m, u))
 
 
+adamax = function_of(Adamax)
+
+
 @dataclasses.dataclass(frozen=True)
 class Lion(Limited):
-    """See `lion`."""
-
-    name: ClassVar[str] = "lion"
-    b1: float = 0.9
-    b2: float = 0.99
-    weight_decay: float = 1e-3
-
-    def __post_init__(self) -> None:
-        """Refuses hyper-parameters that cannot be meant."""
-        super().__post_init__()
-        self._check("b1", 0.0, 1.0)
-        self._check("b2", 0.0, 1.0)
-        self._check("weight_decay", 0.0)
-
-    def state_specs(self, dim: int) -> tuple[RowState, ...]:
-        """First moment of each column."""
-        return (RowState("m", dim, 0.0),)
-
-    def hyper(self, step: Any, learning_rate: Any) -> tuple[Any, ...]:
-        """The learning rate."""
-        return (learning_rate,)
-
-    def _step(self, inputs: RowInputs) -> RowOutputs:
-        """`row -= lr * (sign(b1 m + (1 - b1) g) + weight_decay * row); m = b2 m + (1 - b2) g`."""
-        gradient, row, (m,), _, (learning_rate,) = inputs
-        update = jnp.sign(average(m, gradient, self.b1)) + self.weight_decay * row
-        return RowOutputs(row - learning_rate * update, (average(m, gradient, self.b2),))
-
-
-def adamw(
-    learning_rate: LearningRate,
-    b1: float = 0.9,
-    b2: float = 0.999,
-    eps: float = 1e-8,
-    weight_decay: float = 1e-4,
-    *,
-    limits: Limits | None = None,
-) -> AdamW:
-    """Lazy Adam with decoupled weight decay: `row -= lr · (m̂ / (sqrt(v̂) + eps) + weight_decay · row)`.
-
-    The moments are those of `adam`. Lazy: a row shrinks in the steps that use it, not in between; dense AdamW shrinks
-    all rows in every step. A row used in every step is equal in both.
-
-    Args:
-      learning_rate: a number, a 0-d array, or an Optax schedule.
-      b1: decay of the first moment.
-      b2: decay of the second.
-      eps: added to the root.
-      weight_decay: what share of the row, times the learning rate, a step takes away.
-      limits: bounds around the step.
-
-    Example:
-      >>> adamw(1e-3).weight_decay
-      0.0001
-
-    Source: Loshchilov, Hutter, "Decoupled Weight Decay Regularization", 2019; the form of `optax.adamw`.
-    """
-    return AdamW(learning_rate, b1, b2, eps, weight_decay, limits=limits)
-
-
-def rowwise_adam(
-    learning_rate: LearningRate,
-    b1: float = 0.9,
-    b2: float = 0.999,
-    eps: float = 1e-8,
-    weight_decay: float = 0.0,
-    *,
-    limits: Limits | None = None,
-) -> RowwiseAdam:
-    """Lazy Adam with one second moment a row: `v = b2 v + (1 - b2) mean(g²)`. Nearly half the state of `adam`.
-
-    `m = b1 m + (1 - b1) g; row -= lr · (m̂ / (sqrt(v̂) + eps) + weight_decay · row)`, with the bias corrections of
-    `adam`. Lazy in the moments and in the weight decay, which is decoupled.
-
-    Args:
-      learning_rate: a number, a 0-d array, or an Optax schedule.
-      b1: decay of the first moment.
-      b2: decay of the second.
-      eps: added to the root.
-      weight_decay: what share of the row, times the learning rate, a step takes away.
-      limits: bounds around the step.
-
-    Example:
-      >>> [(state.name, state.dim) for state in rowwise_adam(1e-3).state_specs(dim=64)]
-      [('m', 64), ('v', 1)]
-
-    Source: FBGEMM's PARTIAL_ROWWISE_ADAM.
-    """
-    return RowwiseAdam(learning_rate, b1, b2, eps, weight_decay, limits=limits)
-
-
-def adamax(
-    learning_rate: LearningRate,
-    b1: float = 0.9,
-    b2: float = 0.999,
-    eps: float = 1e-8,
-    weight_decay: float = 0.0,
-    *,
-    limits: Limits | None = None,
-) -> Adamax:
-    """Adamax: `u = max(b2 u, |g| + eps); row -= lr · (m̂ / u + weight_decay · row)`.
-
-    `m = b1 m + (1 - b1) g`, `m̂ = m / (1 - b1^t)` with t the number of updates of the collection, this one included.
-    Lazy: m and u of an unused row do not decay, and the row does not move. Weight decay is decoupled.
-
-    Args:
-      learning_rate: a number, a 0-d array, or an Optax schedule.
-      b1: decay of the first moment.
-      b2: decay of the infinite one.
-      eps: added to the gradient's magnitude.
-      weight_decay: what share of the row, times the learning rate, a step takes away.
-      limits: bounds around the step.
-
-    Example:
-      >>> [state.name for state in adamax(2e-3).state_specs(dim=64)]
-      ['m', 'u']
-
-    Source: Kingma, Ba, "Adam", 2015, section 7.1; the form of `optax.adamax` and `optax.adamaxw`.
-    """
-    return Adamax(learning_rate, b1, b2, eps, weight_decay, limits=limits)
-
-
-def lion(
-    learning_rate: LearningRate,
-    b1: float = 0.9,
-    b2: float = 0.99,
-    weight_decay: float = 1e-3,
-    *,
-    limits: Limits | None = None,
-) -> Lion:
     """Lion: `row -= lr · (sign(b1 m + (1 - b1) g) + weight_decay · row); m = b2 m + (1 - b2) g`.
 
     Every column moves by the learning rate, whatever its gradient is, or not at all where the sign is of zero. Lazy: an
     unused row keeps its moment and stays, where dense Lion would carry it on at full speed. Weight decay is decoupled.
 
     Args:
-      learning_rate: a number, a 0-d array, or an Optax schedule.
       b1: share of the moment in the direction.
       b2: decay of the moment.
       weight_decay: what share of the row, times the learning rate, a step takes away.
-      limits: bounds around the step.
-
-    Example:
-      >>> lion(1e-4).state_specs(dim=64)
-      (RowState(name='m', dim=64, initial_value=0.0),)
 
     Source: Chen et al., "Symbolic Discovery of Optimization Algorithms", 2023; the form of `optax.lion`.
     """
-    return Lion(learning_rate, b1, b2, weight_decay, limits=limits)
+
+    name: ClassVar[str] = "lion"
+    b1: float = share(0.9)
+    b2: float = share(0.99)
+    weight_decay: float = not_negative(1e-3)
+
+    def state_specs(self, dim: int) -> tuple[RowState, ...]:
+        """First moment of each column."""
+        return (RowState("m", dim, 0.0),)
+
+    def _step(self, inputs: RowInputs) -> RowOutputs:
+        gradient, row, (m,), _, (learning_rate,) = inputs
+        update = jnp.sign(average(m, gradient, self.b1)) + self.weight_decay * row
+        return RowOutputs(row - learning_rate * update, (average(m, gradient, self.b2),))
+
+
+lion = function_of(Lion)

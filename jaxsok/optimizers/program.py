@@ -32,65 +32,17 @@ MAX_REGISTERS: int = 24
 MAX_SCALARS: int = 256
 
 # RowOp in ffi/core/row_program.h, in this order.
-OPS: tuple[str, ...] = (
-    "copy",
-    "negate",
-    "abs",
-    "sign",
-    "sqrt",
-    "rsqrt",
-    "exp",
-    "log",
-    "log1p",
-    "expm1",
-    "tanh",
-    "logistic",
-    "floor",
-    "cbrt",
-    "is_finite",
-    "not",
-    "to_bfloat16",
-    "to_float16",
-    "add",
-    "subtract",
-    "multiply",
-    "divide",
-    "maximum",
-    "minimum",
-    "power",
-    "equal",
-    "not_equal",
-    "less",
-    "less_equal",
-    "and",
-    "or",
-    "select",
-    "multiply_add",
-    "multiply_subtract",
-    "sum",
-    "max",
-    "min",
-    "output",
+OPS: tuple[str, ...] = tuple(
+    (
+        "copy negate abs sign sqrt rsqrt exp log log1p expm1 tanh logistic floor cbrt is_finite not to_bfloat16 "
+        "to_float16 add subtract multiply divide maximum minimum power equal not_equal less less_equal and or select "
+        "multiply_add multiply_subtract sum max min output"
+    ).split()
 )
 _CODES = {name: code for code, name in enumerate(OPS)}
 
-_UNARY = {
-    "neg": "negate",
-    "abs": "abs",
-    "sign": "sign",
-    "sqrt": "sqrt",
-    "rsqrt": "rsqrt",
-    "exp": "exp",
-    "log": "log",
-    "log1p": "log1p",
-    "expm1": "expm1",
-    "tanh": "tanh",
-    "logistic": "logistic",
-    "floor": "floor",
-    "cbrt": "cbrt",
-    "is_finite": "is_finite",
-    "not": "not",
-}
+_SAME_NAME = "abs sign sqrt rsqrt exp log log1p expm1 tanh logistic floor cbrt is_finite not"
+_UNARY = {"neg": "negate"} | {name: name for name in _SAME_NAME.split()}
 _BINARY = {
     "add": "add",
     "add_any": "add",
@@ -135,8 +87,6 @@ class RowProgram:
         return np.array(self.ops, np.int32).reshape(-1)
 
     def __str__(self) -> str:
-        """One operation a line."""
-
         def operand(number: int) -> str:
             return f"r{number}" if number >= 0 else "num_uses" if number == -1 else f"s{-2 - number}"
 
@@ -155,10 +105,6 @@ class NotARowProgram(ValueError):
 @functools.lru_cache(maxsize=1024)
 def compiled(optimizer: Optimizer, dim: int) -> RowProgram:
     """The row program of an optimizer for rows of `dim` numbers.
-
-    Args:
-      optimizer: whose `step_row` is traced.
-      dim: of the table.
 
     Raises:
       NotARowProgram: it uses an operation that row programs do not have, mixes columns otherwise than by sums, maxima
@@ -209,12 +155,10 @@ class _Literal:
 
     @classmethod
     def of(cls, value: Any) -> "_Literal":
-        """Of a Python or NumPy scalar."""
         return cls(int(np.float32(value).view(np.uint32)))
 
     @property
     def value(self) -> float:
-        """As it is written."""
         return float(np.uint32(self.bits).view(np.float32))
 
 
@@ -350,7 +294,6 @@ class _Compiler:
         )
 
     def _dot(self, equation: Any, values: Sequence[_Value]) -> _Value:
-        """The inner product of two rows."""
         left, right = (atom.aval.shape for atom in equation.invars)
         (contracted, _), _ = equation.params["dimension_numbers"]
         size = int(np.prod([left[axis] for axis in contracted]))
@@ -521,7 +464,6 @@ class _Compiler:
         return RowProgram(tuple(ops), num_registers, self.num_states, counts_uses, function)
 
     def _live(self, outputs: Sequence[_Value]) -> list[tuple[str, int, tuple[_Value, ...]]]:
-        """The operations that an output depends on."""
         needed = {value.number for value in outputs if isinstance(value, _Row)}
         live = []
         for step in reversed(self.steps):

@@ -69,16 +69,15 @@ class Optimizer(abc.ABC):
     """The name of the function in `jaxsok.optim` that makes it."""
 
     learning_rate: LearningRate
+    """A number, a 0-d array, or an Optax schedule."""
 
     def __post_init__(self) -> None:
-        """Turns a 0-d array into a number and refuses what is neither number nor schedule."""
         rate = self.learning_rate
         name = f"optim.{self.name}"
         if isinstance(rate, jax.core.Tracer):
             raise TypeError(
                 f"{name}: learning_rate: got a traced value; an optimizer is declared outside jit. Pass the "
-                "traced rate "
-                "to collection.update(..., learning_rate=rate)."
+                "traced rate to collection.update(..., learning_rate=rate)."
             )
         if isinstance(rate, (np.ndarray, np.generic, jax.Array)):
             if np.ndim(rate) != 0:
@@ -94,17 +93,8 @@ class Optimizer(abc.ABC):
         return PROGRAM
 
     def state_form(self, dim: int) -> str:
-        """What tells its state from that of another optimizer with states of the same names: the same in every run.
-
-        Args:
-          dim: of the table.
-        """
+        """What tells its state in a table of `dim` from that of another optimizer with equal names, in every run."""
         return type(self).__name__
-
-    def _check(self, name: str, low: float, below: float = math.inf) -> None:
-        """Refuses a hyper-parameter outside [low, below)."""
-        wanted = f"a number in [{low}, {below})"
-        checks.field(self, f"optim.{self.name}", name, checks.number, low, math.nextafter(below, 0.0), wanted)
 
     @abc.abstractmethod
     def state_specs(self, dim: int) -> tuple[RowState, ...]:
@@ -134,16 +124,13 @@ class Optimizer(abc.ABC):
     def advance(
         self, globals_: tuple[Any, ...], step: Any, learning_rate: Any, dim: int
     ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        """One step of what belongs to no row.
+        """One step of what belongs to no row: what `step_row` gets as hyper, and the globals after the step.
 
         Args:
           globals_: as `init_globals` or the last call gave them.
           step: uint32[], how many updates came before.
           learning_rate: a scalar in place of the declared one, or None.
           dim: of the table.
-
-        Returns:
-          What `step_row` gets as hyper, and the globals after the step.
         """
         return self.hyper(step, self.rate_at(step, learning_rate)), globals_
 
@@ -153,12 +140,7 @@ class Optimizer(abc.ABC):
         return tuple(scalar for _ in self.hyper(np.int32(0), np.float32(0)))
 
     def rate_at(self, step: Any, learning_rate: Any = None) -> Any:
-        """The learning rate of a step; a schedule is given 2**31 - 1 for that step and all later ones.
-
-        Args:
-          step: uint32[], how many updates came before.
-          learning_rate: a scalar that takes the place of the declared one.
-        """
+        """The learning rate of a step (uint32), or the scalar in its place; schedules see 2**31 - 1 at most."""
         if learning_rate is not None:
             return learning_rate
         if not callable(self.learning_rate):
@@ -168,12 +150,7 @@ class Optimizer(abc.ABC):
         return self.learning_rate(jnp.minimum(jnp.asarray(step).astype(jnp.uint32), last).astype(jnp.int32))
 
     def hyper_operand(self, step: Any, learning_rate: Any = None) -> Float[Array, " num_hyper"]:
-        """The hyper-parameter operand of one step, for a kernel of its own.
-
-        Args:
-          step: uint32[], how many updates came before.
-          learning_rate: a scalar that takes the place of the declared one.
-        """
+        """The hyper-parameter operand of one step, for a kernel of its own."""
         hyper = self.hyper(step, self.rate_at(step, learning_rate))
         words = [jnp.asarray(word, jnp.float32) for word in hyper]
         return jnp.stack(words + [jnp.zeros((), jnp.float32)] * (NUM_HYPER - len(words)))

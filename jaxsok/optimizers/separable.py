@@ -56,16 +56,10 @@ _RESHAPES = frozenset(["broadcast_in_dim", "reshape", "squeeze", "expand_dims", 
 
 
 def dependences(closed: core.ClosedJaxpr, inputs: Sequence[Dependence], num_rows: int) -> list[Dependence]:
-    """How the outputs of a function of a block depend on its rows.
+    """How the outputs of a traced function of a block depend on its rows, if the inputs depend on them in this way.
 
-    Args:
-      closed: the function, traced.
-      inputs: of each input.
-      num_rows: of the block; no other axis may be so long.
-
-    Returns:
-      For each output. An axis is a promise: row i of the output is a function of row i of the inputs, the same for
-      all i. `Coupled` is none: it says what was seen first that may break it.
+    An axis is a promise: row i of the output is a function of row i of the inputs, the same for all i. `Coupled` is
+    none: it says what was seen first that may break it. No other axis may be as long as the block, `num_rows`.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -97,17 +91,9 @@ def called(eqn: Any) -> core.ClosedJaxpr | None:
 
 
 def formula_of(closed: core.ClosedJaxpr, num_rows: int | None = None) -> tuple[Any, ...]:
-    """What a function computes, without the sizes of blocks: two that differ may do other things to other blocks.
+    """What a traced function computes, without the sizes of blocks: where two differ, the functions may, too.
 
-    Args:
-      closed: the function, traced.
-      num_rows: of the block, if no other axis is so long; then sizes that have no part in the block count too.
-
-    Example:
-      >>> import jax, jax.numpy as jnp
-      >>> by_size = lambda block: block / block.shape[0]
-      >>> formula_of(jax.make_jaxpr(by_size)(jnp.ones((3, 2)))) == formula_of(jax.make_jaxpr(by_size)(jnp.ones((5, 2))))
-      False
+    With `num_rows`, where no other axis is as long, sizes that have no part in the block count too.
     """
     places: dict[Any, int] = {}
     for var in itertools.chain(

@@ -5,39 +5,61 @@ has missed.
 """
 
 import dataclasses
+import math
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
 
 from jaxsok import checks
-from jaxsok.optimizers.fused import average, bias_correction, check_momentum, with_decay, with_momentum
-from jaxsok.optimizers.limits import Limited, Limits
-from jaxsok.optimizers.protocol import LearningRate, RowInputs, RowOutputs, RowState
+from jaxsok.optimizers.fused import average, bias_correction, with_decay, with_momentum
+from jaxsok.optimizers.limits import Limited, flag, function_of, not_negative, positive, share
+from jaxsok.optimizers.protocol import RowInputs, RowOutputs, RowState
+
+_DECAY_STEP = "a positive integer below 2**32: updates from one decay to the next"
 
 
 @dataclasses.dataclass(frozen=True)
 class RmsProp(Limited):
-    """See `rmsprop`."""
+    """RMSProp: `v = decay v + (1 - decay) g²; row -= lr · g / sqrt(v + eps)`.
+
+    Centered: `m = decay m + (1 - decay) g`, and `v - m²`, at least 0, stands for v. With momentum:
+    `trace = lr · g / sqrt(v + eps) + momentum · trace; row -= trace`. With bias correction v and m are divided by
+    `1 - decay^t`, t the number of updates of the collection, this one included.
+
+    Lazy: v, m and trace of an unused row do not decay. Without momentum dense RMSProp would not move the row either,
+    but its v would sink, so that its next step would be longer.
+
+    Args:
+      decay: of the mean square, and of the mean.
+      eps: added under the root, or to it.
+      initial_scale: what the mean square of a new row holds.
+      eps_in_sqrt: whether eps stands under the root.
+      centered: whether to divide by the deviation in place of the root of the mean square.
+      momentum: decay of the trace; None: no trace.
+      nesterov: whether to look one step ahead; needs momentum.
+      bias_correction: whether to correct for moments that began at zero.
+
+    Example:
+      >>> [state.name for state in rmsprop(1e-3, centered=True, momentum=0.9).state_specs(dim=64)]
+      ['v', 'm', 'trace']
+
+    Source: Tieleman, Hinton, "Lecture 6.5", 2012; centered as in Graves, "Generating Sequences With Recurrent Neural
+    Networks", 2013; the form of `optax.rmsprop`.
+    """
 
     name: ClassVar[str] = "rmsprop"
-    decay: float = 0.9
-    eps: float = 1e-8
-    initial_scale: float = 0.0
-    eps_in_sqrt: bool = True
-    centered: bool = False
-    momentum: float | None = None
-    nesterov: bool = False
-    bias_correction: bool = False
+    decay: float = share(0.9)
+    eps: float = positive(1e-8)
+    initial_scale: float = not_negative(0.0)
+    eps_in_sqrt: bool = flag(True)
+    centered: bool = flag(False)
+    momentum: float | None = share(None)
+    nesterov: bool = flag(False)
+    bias_correction: bool = flag(False)
 
     def __post_init__(self) -> None:
-        """Refuses hyper-parameters that cannot be meant."""
         super().__post_init__()
-        self._check("decay", 0.0, 1.0)
-        self._check_positive("eps")
-        self._check("initial_scale", 0.0)
-        for name in ("eps_in_sqrt", "centered", "bias_correction"):
-            self._check_flag(name)
-        check_momentum(self)
+        self._check_momentum()
 
     def state_specs(self, dim: int) -> tuple[RowState, ...]:
         """The mean square of each column; if centered its mean, with momentum its trace."""
@@ -53,7 +75,6 @@ class RmsProp(Limited):
         return (learning_rate, bias_correction(step, self.decay) if self.bias_correction else 1.0)
 
     def _step(self, inputs: RowInputs) -> RowOutputs:
-        """`v = decay v + (1 - decay) g²; row -= lr * g / sqrt(v + eps)`, with v - m² for v if centered."""
         gradient, row, (v, *others), _, (learning_rate, correct) = inputs
         v = average(v, gradient * gradient, self.decay)
         states, square = [v], v / correct if self.bias_correction else v
@@ -71,32 +92,37 @@ class RmsProp(Limited):
         return RowOutputs(row - update, tuple(states))
 
 
+rmsprop = function_of(RmsProp)
+
+
 @dataclasses.dataclass(frozen=True)
 class Adadelta(Limited):
-    """See `adadelta`."""
+    """Adadelta: steps in the unit of the row, as long as those before them.
+
+    `v = rho v + (1 - rho) g²; d = g · sqrt(u + eps) / sqrt(v + eps); u = rho u + (1 - rho) d²; row -= lr · d`, with u
+    from before the step in d. Weight decay is coupled: `g` is `g + weight_decay * row` from the start.
+
+    Lazy: v and u of an unused row do not decay, and the row does not shrink.
+
+    Args:
+      learning_rate: a number, a 0-d array, or an Optax schedule; 1.0 in the paper.
+      rho: decay of both mean squares.
+      eps: added under both roots.
+      weight_decay: what share of the row is added to its gradient.
+
+    Source: Zeiler, "ADADELTA: An Adaptive Learning Rate Method", 2012; the form of `optax.adadelta`.
+    """
 
     name: ClassVar[str] = "adadelta"
-    rho: float = 0.9
-    eps: float = 1e-6
-    weight_decay: float = 0.0
-
-    def __post_init__(self) -> None:
-        """Refuses hyper-parameters that cannot be meant."""
-        super().__post_init__()
-        self._check("rho", 0.0, 1.0)
-        self._check_positive("eps")
-        self._check("weight_decay", 0.0)
+    rho: float = share(0.9)
+    eps: float = positive(1e-6)
+    weight_decay: float = not_negative(0.0)
 
     def state_specs(self, dim: int) -> tuple[RowState, ...]:
         """The mean squares of each column's gradients and of its updates."""
         return (RowState("v", dim, 0.0), RowState("u", dim, 0.0))
 
-    def hyper(self, step: Any, learning_rate: Any) -> tuple[Any, ...]:
-        """The learning rate."""
-        return (learning_rate,)
-
     def _step(self, inputs: RowInputs) -> RowOutputs:
-        """`d = g * sqrt(u + eps) / sqrt(v + eps); u = rho u + (1 - rho) d²; row -= lr * d`."""
         gradient, row, (v, u), _, (learning_rate,) = inputs
         gradient = with_decay(gradient, row, self.weight_decay)
         v = average(v, gradient * gradient, self.rho)
@@ -104,25 +130,43 @@ class Adadelta(Limited):
         return RowOutputs(row - learning_rate * update, (v, average(u, update * update, self.rho)))
 
 
+adadelta = function_of(Adadelta)
+
+
 @dataclasses.dataclass(frozen=True)
 class AdagradDecay(Limited):
-    """See `adagrad_decay`."""
+    """Adagrad whose accumulator shrinks from time to time, so that a long training does not come to rest.
+
+    In updates `decay_step`, `2 · decay_step`, ... of the collection `acc = max(acc · decay_rate, initial)`; in every
+    update that uses the row `acc += g²; row -= lr · g / sqrt(acc)`.
+
+    Exact without weight decay: a row makes up for all decays that it has missed when it is used again, and these are
+    one: `max(acc · decay_rate^missed, initial)`. DeepRec's own makes up for one decay a use at most. Weight decay is
+    coupled and lazy.
+
+    Args:
+      initial_accumulator_value: what the accumulators of a new row hold, and the least that they can hold; positive.
+      decay_step: updates of the collection from one decay to the next.
+      decay_rate: what a decay leaves, in (0, 1).
+      weight_decay: what share of the row is added to its gradient.
+
+    Source: DeepRec's AdagradDecayOptimizer.
+    """
 
     name: ClassVar[str] = "adagrad_decay"
-    initial_accumulator_value: float = 0.1
-    decay_step: int = 100_000
-    decay_rate: float = 0.9
-    weight_decay: float = 0.0
+    initial_accumulator_value: float = positive(0.1)
+    decay_step: int = checks.declare(100_000, checks.integer, low=1, high=2**32 - 1, wanted=_DECAY_STEP)
+    decay_rate: float = positive(0.9)
+    weight_decay: float = not_negative(0.0)
 
     def __post_init__(self) -> None:
-        """Refuses hyper-parameters that cannot be meant."""
         super().__post_init__()
-        self._check_positive("initial_accumulator_value")
-        wanted = "a positive integer below 2**32: updates from one decay to the next"
-        checks.field(self, f"optim.{self.name}", "decay_step", checks.integer, 1, 2**32 - 1, wanted)
-        self._check_positive("decay_rate")
-        self._check("decay_rate", 0.0, 1.0)
-        self._check("weight_decay", 0.0)
+        checks.number(
+            "optim.adagrad_decay: decay_rate",
+            self.decay_rate,
+            high=math.nextafter(1.0, 0.0),
+            wanted="a number in [0.0, 1.0)",
+        )
 
     def state_specs(self, dim: int) -> tuple[RowState, ...]:
         """One accumulator for each column; how many decays they have had."""
@@ -137,7 +181,6 @@ class AdagradDecay(Limited):
         return (learning_rate, jnp.maximum(before, num_due).astype(jnp.float32))
 
     def _step(self, inputs: RowInputs) -> RowOutputs:
-        """`acc = max(acc * decay_rate^missed, initial) + g²; row -= lr * g / sqrt(acc)`."""
         gradient, row, (accumulator, num_decays), _, (learning_rate, num_due) = inputs
         gradient = with_decay(gradient, row, self.weight_decay)
         # max(max(a r, f) r, f) is max(a r², f), as f r <= f: all missed decays are one. A new row, with a = f, has
@@ -149,122 +192,4 @@ class AdagradDecay(Limited):
         return RowOutputs(row - learning_rate * (gradient / jnp.sqrt(accumulator)), (accumulator, num_decays))
 
 
-def rmsprop(
-    learning_rate: LearningRate,
-    decay: float = 0.9,
-    eps: float = 1e-8,
-    initial_scale: float = 0.0,
-    eps_in_sqrt: bool = True,
-    centered: bool = False,
-    momentum: float | None = None,
-    nesterov: bool = False,
-    bias_correction: bool = False,
-    *,
-    limits: Limits | None = None,
-) -> RmsProp:
-    """RMSProp: `v = decay v + (1 - decay) g²; row -= lr · g / sqrt(v + eps)`.
-
-    Centered: `m = decay m + (1 - decay) g`, and `v - m²`, at least 0, stands for v. With momentum:
-    `trace = lr · g / sqrt(v + eps) + momentum · trace; row -= trace`. With bias correction v and m are divided by
-    `1 - decay^t`, t the number of updates of the collection, this one included.
-
-    Lazy: v, m and trace of an unused row do not decay. Without momentum dense RMSProp would not move the row either,
-    but its v would sink, so that its next step would be longer.
-
-    Args:
-      learning_rate: a number, a 0-d array, or an Optax schedule.
-      decay: of the mean square, and of the mean.
-      eps: added under the root, or to it.
-      initial_scale: what the mean square of a new row holds.
-      eps_in_sqrt: whether eps stands under the root.
-      centered: whether to divide by the deviation in place of the root of the mean square.
-      momentum: decay of the trace; None: no trace.
-      nesterov: whether to look one step ahead; needs momentum.
-      bias_correction: whether to correct for moments that began at zero.
-      limits: bounds around the step.
-
-    Example:
-      >>> [state.name for state in rmsprop(1e-3, centered=True, momentum=0.9).state_specs(dim=64)]
-      ['v', 'm', 'trace']
-
-    Source: Tieleman, Hinton, "Lecture 6.5", 2012; centered as in Graves, "Generating Sequences With Recurrent Neural
-    Networks", 2013; the form of `optax.rmsprop`.
-    """
-    return RmsProp(
-        learning_rate,
-        decay,
-        eps,
-        initial_scale,
-        eps_in_sqrt,
-        centered,
-        momentum,
-        nesterov,
-        bias_correction,
-        limits=limits,
-    )
-
-
-def adadelta(
-    learning_rate: LearningRate,
-    rho: float = 0.9,
-    eps: float = 1e-6,
-    weight_decay: float = 0.0,
-    *,
-    limits: Limits | None = None,
-) -> Adadelta:
-    """Adadelta: steps in the unit of the row, as long as those before them.
-
-    `v = rho v + (1 - rho) g²; d = g · sqrt(u + eps) / sqrt(v + eps); u = rho u + (1 - rho) d²; row -= lr · d`, with u
-    from before the step in d. Weight decay is coupled: `g` is `g + weight_decay * row` from the start.
-
-    Lazy: v and u of an unused row do not decay, and the row does not shrink.
-
-    Args:
-      learning_rate: a number, a 0-d array, or an Optax schedule; 1.0 in the paper.
-      rho: decay of both mean squares.
-      eps: added under both roots.
-      weight_decay: what share of the row is added to its gradient.
-      limits: bounds around the step.
-
-    Example:
-      >>> [state.name for state in adadelta(1.0).state_specs(dim=64)]
-      ['v', 'u']
-
-    Source: Zeiler, "ADADELTA: An Adaptive Learning Rate Method", 2012; the form of `optax.adadelta`.
-    """
-    return Adadelta(learning_rate, rho, eps, weight_decay, limits=limits)
-
-
-def adagrad_decay(
-    learning_rate: LearningRate,
-    initial_accumulator_value: float = 0.1,
-    decay_step: int = 100_000,
-    decay_rate: float = 0.9,
-    weight_decay: float = 0.0,
-    *,
-    limits: Limits | None = None,
-) -> AdagradDecay:
-    """Adagrad whose accumulator shrinks from time to time, so that a long training does not come to rest.
-
-    In updates `decay_step`, `2 · decay_step`, ... of the collection `acc = max(acc · decay_rate, initial)`; in every
-    update that uses the row `acc += g²; row -= lr · g / sqrt(acc)`.
-
-    Exact without weight decay: a row makes up for all decays that it has missed when it is used again, and these are
-    one: `max(acc · decay_rate^missed, initial)`. DeepRec's own makes up for one decay a use at most. Weight decay is
-    coupled and lazy.
-
-    Args:
-      learning_rate: a number, a 0-d array, or an Optax schedule.
-      initial_accumulator_value: what the accumulators of a new row hold, and the least that they can hold; positive.
-      decay_step: updates of the collection from one decay to the next.
-      decay_rate: what a decay leaves, in (0, 1).
-      weight_decay: what share of the row is added to its gradient.
-      limits: bounds around the step.
-
-    Example:
-      >>> [(state.name, state.dim) for state in adagrad_decay(0.1).state_specs(dim=64)]
-      [('accumulator', 64), ('num_decays', 1)]
-
-    Source: DeepRec's AdagradDecayOptimizer.
-    """
-    return AdagradDecay(learning_rate, initial_accumulator_value, decay_step, decay_rate, weight_decay, limits=limits)
+adagrad_decay = function_of(AdagradDecay)

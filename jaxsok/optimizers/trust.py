@@ -4,15 +4,15 @@ Both are row programs and lazy: a row that no key of the step uses keeps row and
 """
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax.numpy as jnp
 from jaxtyping import Array
 
 from jaxsok.optimizers.fused import with_decay, with_momentum
-from jaxsok.optimizers.limits import Limited, Limits, norm
+from jaxsok.optimizers.limits import Limited, flag, function_of, norm, not_negative, positive, share
 from jaxsok.optimizers.moments import AdamW
-from jaxsok.optimizers.protocol import LearningRate, RowInputs, RowOutputs, RowState
+from jaxsok.optimizers.protocol import RowInputs, RowOutputs, RowState
 
 
 def _trusted(update: Array, row: Array, coefficient: float = 1.0, eps: float = 0.0) -> Array:
@@ -24,97 +24,33 @@ def _trusted(update: Array, row: Array, coefficient: float = 1.0, eps: float = 0
 
 @dataclasses.dataclass(frozen=True)
 class Lamb(AdamW):
-    """See `lamb`."""
-
-    name: ClassVar[str] = "lamb"
-    eps: float = 1e-6
-    weight_decay: float = 0.0
-
-    def _step(self, inputs: RowInputs) -> RowOutputs:
-        """`u = m̂ / (sqrt(v̂) + eps) + weight_decay * row; row -= lr * ||row|| / ||u|| * u`."""
-        update, states = self._update(inputs)
-        return RowOutputs(inputs.row - inputs.hyper[0] * _trusted(update, inputs.row), states)
-
-
-@dataclasses.dataclass(frozen=True)
-class Lars(Limited):
-    """See `lars`."""
-
-    name: ClassVar[str] = "lars"
-    weight_decay: float = 0.0
-    trust_coefficient: float = 0.001
-    eps: float = 0.0
-    momentum: float = 0.9
-    nesterov: bool = False
-
-    def __post_init__(self) -> None:
-        """Refuses hyper-parameters that cannot be meant."""
-        super().__post_init__()
-        self._check("weight_decay", 0.0)
-        self._check_positive("trust_coefficient")
-        self._check("eps", 0.0)
-        self._check("momentum", 0.0, 1.0)
-        self._check_flag("nesterov")
-
-    def state_specs(self, dim: int) -> tuple[RowState, ...]:
-        """The trace of each column."""
-        return (RowState("trace", dim, 0.0),)
-
-    def hyper(self, step: Any, learning_rate: Any) -> tuple[Any, ...]:
-        """The learning rate."""
-        return (learning_rate,)
-
-    def _step(self, inputs: RowInputs) -> RowOutputs:
-        """`trace = lr * trust_coefficient * ||row|| / (||g|| + eps) * g + momentum * trace; row -= trace`."""
-        gradient, row, (trace,), _, (learning_rate,) = inputs
-        gradient = with_decay(gradient, row, self.weight_decay)
-        update = learning_rate * _trusted(gradient, row, self.trust_coefficient, self.eps)
-        update, trace = with_momentum(update, trace, self.momentum, self.nesterov)
-        return RowOutputs(row - update, (trace,))
-
-
-def lamb(
-    learning_rate: LearningRate,
-    b1: float = 0.9,
-    b2: float = 0.999,
-    eps: float = 1e-6,
-    weight_decay: float = 0.0,
-    *,
-    limits: Limits | None = None,
-) -> Lamb:
     """LAMB, with a row in the place of a layer: `u = m̂ / (sqrt(v̂) + eps) + weight_decay · row`, scaled to the row.
 
     `row -= lr · ||row|| / ||u|| · u`, or `lr · u` where one of the norms is zero. The moments are those of `adam`.
     Lazy in the moments and in the weight decay, which is decoupled from them and is part of what is scaled.
 
     Args:
-      learning_rate: a number, a 0-d array, or an Optax schedule.
-      b1: decay of the first moment.
-      b2: decay of the second.
-      eps: added to the root.
+      b1, b2, eps: as for `adam`.
       weight_decay: what share of the row is added to the update.
-      limits: bounds around the step.
-
-    Example:
-      >>> [state.name for state in lamb(1e-3).state_specs(dim=64)]
-      ['m', 'v']
 
     Source: You et al., "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes", 2020; the form of
     `optax.lamb` with each row a parameter of its own, as FBGEMM's LAMB.
     """
-    return Lamb(learning_rate, b1, b2, eps, weight_decay, limits=limits)
+
+    name: ClassVar[str] = "lamb"
+    eps: float = positive(1e-6)
+    weight_decay: float = not_negative(0.0)
+
+    def _step(self, inputs: RowInputs) -> RowOutputs:
+        update, states = self._update(inputs)
+        return RowOutputs(inputs.row - inputs.hyper[0] * _trusted(update, inputs.row), states)
 
 
-def lars(
-    learning_rate: LearningRate,
-    weight_decay: float = 0.0,
-    trust_coefficient: float = 0.001,
-    eps: float = 0.0,
-    momentum: float = 0.9,
-    nesterov: bool = False,
-    *,
-    limits: Limits | None = None,
-) -> Lars:
+lamb = function_of(Lamb)
+
+
+@dataclasses.dataclass(frozen=True)
+class Lars(Limited):
     """LARS, with a row in the place of a layer: gradient descent whose steps are scaled to the row, with momentum.
 
     `u = lr · trust_coefficient · ||row|| / (||g|| + eps) · g`, or `lr · g` where one of the norms is zero;
@@ -122,19 +58,33 @@ def lars(
     start. Lazy: the trace of an unused row does not carry it on, and the row does not shrink.
 
     Args:
-      learning_rate: a number, a 0-d array, or an Optax schedule.
       weight_decay: what share of the row is added to its gradient.
       trust_coefficient: how far a step takes a row, in units of its norm and of the learning rate.
       eps: added to the norm of the gradient.
       momentum: decay of the trace.
       nesterov: whether to look one step ahead.
-      limits: bounds around the step.
-
-    Example:
-      >>> lars(1.0).state_specs(dim=64)
-      (RowState(name='trace', dim=64, initial_value=0.0),)
 
     Source: You, Gitman, Ginsburg, "Large Batch Training of Convolutional Networks", 2017; the form of `optax.lars` with
     each row a parameter of its own.
     """
-    return Lars(learning_rate, weight_decay, trust_coefficient, eps, momentum, nesterov, limits=limits)
+
+    name: ClassVar[str] = "lars"
+    weight_decay: float = not_negative(0.0)
+    trust_coefficient: float = positive(0.001)
+    eps: float = not_negative(0.0)
+    momentum: float = share(0.9)
+    nesterov: bool = flag(False)
+
+    def state_specs(self, dim: int) -> tuple[RowState, ...]:
+        """The trace of each column."""
+        return (RowState("trace", dim, 0.0),)
+
+    def _step(self, inputs: RowInputs) -> RowOutputs:
+        gradient, row, (trace,), _, (learning_rate,) = inputs
+        gradient = with_decay(gradient, row, self.weight_decay)
+        update = learning_rate * _trusted(gradient, row, self.trust_coefficient, self.eps)
+        update, trace = with_momentum(update, trace, self.momentum, self.nesterov)
+        return RowOutputs(row - update, (trace,))
+
+
+lars = function_of(Lars)
