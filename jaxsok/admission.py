@@ -29,14 +29,11 @@ _NEVER = 0xFFFFFFFF  # a floor that no count reaches: thresholds are below 2**31
 ROOM = 4  # entries for each that is taken or may be, after sightings were made anew
 
 
-def operands(
-    spec: StoreSpec, store: StoreState, step: UInt32[Array, ""] | None, uses: Array | None = None
-) -> kernels.Admission | None:
+def operands(spec: StoreSpec, step: UInt32[Array, ""] | None, uses: Array | None = None) -> kernels.Admission | None:
     """What the kernels need to decide who gets a row; None: everyone does.
 
     Args:
       spec: the store's tables.
-      store: donated: its counters change in place.
       step: of the state; None: everyone is let in, whatever the tables say.
       uses: occurrences that each key stands for; None: one each.
     """
@@ -44,7 +41,7 @@ def operands(
         return None
     words = spec.refused_words()
     uses = None if uses is None else uses.astype(jnp.uint32)
-    return kernels.Admission(store.sightings, store.bloom, step, words, uses)
+    return kernels.Admission(step, words, uses)
 
 
 def forget(spec: StoreSpec, store: StoreState, num_gone: Array, cleared: int | None = None) -> StoreState:

@@ -104,25 +104,8 @@ def _inserted(
     uses: Array | None,
 ) -> tuple[StoreState, RowIds, Int32[Array, "num_tables num_counts"]]:
     """`find_or_insert` by the kernels alone."""
-    asked = admission.operands(spec, store, step, uses)
-    index, counters, table_rows, rows, records, counted, row_ids, counts = kernels.find_or_insert(
-        store.index,
-        store.counters,
-        store.table_rows,
-        spec.table_words(),
-        seed,
-        keys,
-        table_ids,
-        store.rows,
-        store.records,
-        asked,
-    )
-    store = dataclasses.replace(
-        store, index=index, counters=counters, table_rows=table_rows, rows=rows, records=records
-    )
-    if asked is not None:
-        store = dataclasses.replace(store, sightings=counted[0], bloom=counted[1])
-    return store, row_ids, counts
+    deciding = admission.operands(spec, step, uses)
+    return kernels.find_or_insert(store, spec.table_words(), seed, keys, table_ids, deciding)
 
 
 def gather(
@@ -282,8 +265,6 @@ def touch(
     """
     if not spec.keeps_statistics:
         return store
-    if uses is None:
-        uses = jnp.zeros(0, jnp.uint32)
     return dataclasses.replace(store, statistics=kernels.touch(row_ids, uses, clock, store.statistics))
 
 
@@ -426,27 +407,8 @@ def release(
     Example:
       Flags `[0, 1, 1]` → rows 1 and 2 are free, and the next new key gets row 1.
     """
-    index, counters, table_rows, records, states, statistics, table_evicted, num_released = evict_kernels.release(
-        store.index,
-        store.counters,
-        store.table_rows,
-        flags,
-        store.records,
-        store.states,
-        [state.initial_value for state in spec.state_specs],
-        store.statistics,
-        store.table_evicted if is_eviction else (),
-    )
-    store = dataclasses.replace(
-        store,
-        index=index,
-        counters=counters,
-        table_rows=table_rows,
-        records=records,
-        states=states,
-        statistics=statistics,
-        table_evicted=table_evicted if is_eviction else store.table_evicted,
-    )
+    initial_values = [state.initial_value for state in spec.state_specs]
+    store, num_released = evict_kernels.release(store, flags, initial_values, counts_evicted=is_eviction)
     return admission.forget(spec, store, num_released), num_released
 
 
