@@ -7,20 +7,19 @@ host holds a few chunks, whatever the table, and a table in a store of many cost
 
 import collections
 import dataclasses
-import functools
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jaxtyping import Array
 
 from jaxsok import records as records_lib
 from jaxsok.keys import from_words
 from jaxsok.records import Records
-from jaxsok.shards import local_parts, without_mesh
+from jaxsok.rows import RowSlab, cut_lines, read_lines, slabs_of
+from jaxsok.shards import local_parts
 from jaxsok.specs import StoreSpec
 from jaxsok.store import StoreState
 from jaxsok.types import PADDING_KEY
@@ -78,18 +77,17 @@ def export_chunks(
     """
     num_rows = chunk_rows or default_chunk_rows(spec, with_state=with_state)
     under_way: collections.deque[_UnderWay] = collections.deque()
-    for shard, part in _parts(spec, store):
+    names = [state.name for state in spec.state_specs] if with_state else []
+    for shard, slabs in _parts(spec, store):
         start = 0
-        states = part.states if with_state else ()
-        names = [state.name for state in spec.state_specs] if with_state else []
-        for s, slab in enumerate(part.rows):
-            arrays = (slab, *(slabs[s] for slabs in states))
-            lines = _lines_of(part.records[s], part.statistics[s] if part.statistics else None, number, since)
+        for slab in slabs:
+            arrays = (slab.rows, *slab.states[: len(names)])
+            lines = _lines_of(slab.records, slab.statistics, number, since)
             for piece in _regrouped(lines, num_rows):
                 under_way.append(_UnderWay(shard, start, piece, _gather(arrays, piece.places, num_rows), names))
                 if len(under_way) > AHEAD:
                     yield under_way.popleft().arrived()
-            start += slab.shape[0]
+            start += slab.records.shape[0]
     while under_way:
         yield under_way.popleft().arrived()
 
@@ -134,22 +132,12 @@ def no_records(spec: StoreSpec, *, with_state: bool = True) -> Records:
     return Records(np.zeros(0, np.uint64), np.zeros((0, spec.dim), jnp.dtype(spec.dtype)), states, none, none)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Part:
-    """What one shard has of a store's per-row arrays, on one device."""
-
-    records: tuple[Array, ...]
-    rows: tuple[Array, ...]
-    states: tuple[tuple[Array, ...], ...]
-    statistics: tuple[Array, ...]
-
-
-def _parts(spec: StoreSpec, store: StoreState) -> Iterator[tuple[int, _Part]]:
-    """The number and the arrays of each shard that this process has; of a replicated store of one of them."""
-    leaves, structure = jax.tree.flatten((store.records, store.rows, store.states, store.statistics))
+def _parts(spec: StoreSpec, store: StoreState) -> Iterator[tuple[int, list[RowSlab]]]:
+    """The number and the slabs of each shard that this process has; of a replicated store of one of them."""
+    leaves, structure = jax.tree.flatten(slabs_of(store))
     by_shard = [local_parts(leaf, spec.num_shards) for leaf in leaves]
     for shard in list(by_shard[0])[: 1 if spec.is_replicated else None]:
-        yield shard, _Part(*jax.tree.unflatten(structure, [parts[shard] for parts in by_shard]))
+        yield shard, jax.tree.unflatten(structure, [parts[shard] for parts in by_shard])
 
 
 # Which rows ----------------------------------------------------------------------------------------------------------
@@ -193,7 +181,7 @@ def _blocks(arrays: tuple[Array, ...]) -> Iterator[tuple[int, list[np.ndarray]]]
     for start in range(0, size, block):
         # All blocks have one size, so that one program cuts them: the last one begins earlier.
         first = min(start, size - block)
-        parts = _sliced(arrays, np.int32(first), block)
+        parts = cut_lines(arrays, np.int32(first), block)
         for part in parts:
             part.copy_to_host_async()
         under_way.append((first, start - first, parts))
@@ -201,12 +189,6 @@ def _blocks(arrays: tuple[Array, ...]) -> Iterator[tuple[int, list[np.ndarray]]]
             yield arrived()
     while under_way:
         yield arrived()
-
-
-@without_mesh
-@functools.partial(jax.jit, static_argnums=2)
-def _sliced(arrays: tuple[Array, ...], start: Array, size: int) -> tuple[Array, ...]:
-    return tuple(lax.dynamic_slice_in_dim(array, start, size) for array in arrays)
 
 
 def _regrouped(pieces: Iterable[_Lines], num_rows: int) -> Iterator[_Lines]:
@@ -264,13 +246,7 @@ class _UnderWay:
 def _gather(arrays: tuple[Array, ...], places: np.ndarray, num_rows: int) -> tuple[Array, ...]:
     """Some lines of a slab's arrays, sent to the host: as many as there are places, and then any."""
     padded = min(num_rows, max(_LEAST_ROWS, 1 << (len(places) - 1).bit_length()))
-    gathered = _gathered(arrays, np.resize(places, padded).astype(np.int32))
+    gathered = read_lines(arrays, np.resize(places, padded).astype(np.int32))
     for array in gathered:
         array.copy_to_host_async()
     return gathered
-
-
-@without_mesh
-@jax.jit
-def _gathered(arrays: tuple[Array, ...], places: Array) -> tuple[Array, ...]:
-    return tuple(array.at[places].get(mode="clip") for array in arrays)

@@ -9,10 +9,10 @@ from collections.abc import Mapping, Sequence
 
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, Int32, UInt8, UInt32
 
 from jaxsok import admission
+from jaxsok import rows as rows_lib
 from jaxsok.kernels import evict as evict_kernels
 from jaxsok.kernels import table as kernels
 from jaxsok.specs import StoreSpec
@@ -90,8 +90,8 @@ def find_or_insert(
     )
     counts = counts.at[:, _FOUND].add(found).at[:, _PADDING].add(-found)
     to_write = jnp.where(_is_one_of(ids, spec.traced_tables), new, jnp.uint32(NO_ROW))
-    rows = _written(store.rows, to_write, initial_rows(spec, keys, table_ids))
-    return dataclasses.replace(store, rows=rows), jnp.where(is_known, known, new), counts
+    store = rows_lib.write_initial(store, to_write, initial_rows(spec, keys, table_ids))
+    return store, jnp.where(is_known, known, new), counts
 
 
 def _inserted(
@@ -196,13 +196,14 @@ def assign(
     store, row_ids, counts = find_or_insert(spec, store, seed, keys, table_ids)
     counts = counts.at[:, _INSERTED].add(num_let_in).at[:, _FOUND].add(-num_let_in)
     place = row_ids if is_distinct else _last_of_each(row_ids)
-    slabs = {"rows": kernels.scatter(place, rounded(rows, spec.dtype), store.rows)}
-    named = {state.name: array for state, array in zip(spec.state_specs, store.states, strict=True)}
-    for name, lines in states.items():
-        named[name] = kernels.scatter(place, lines, named[name])
-    if statistics is not None and spec.keeps_statistics:
-        slabs["statistics"] = kernels.scatter(place, statistics, store.statistics)
-    store = dataclasses.replace(store, states=tuple(named.values()), **slabs)
+    names = [state.name for state in spec.state_specs]
+    store = rows_lib.write_lines(
+        store,
+        place,
+        rounded(rows, spec.dtype),
+        {names.index(name): lines for name, lines in states.items()},
+        statistics if spec.keeps_statistics else None,
+    )
     if statistics is None:
         store = touch(spec, store, row_ids, jnp.zeros(row_ids.shape, jnp.uint32), clock)
     return store, row_ids, counts
@@ -316,40 +317,6 @@ def is_key(keys: Keys) -> Bool[Array, " num_keys"]:
 
 def _is_one_of(table_ids: TableIds | np.ndarray, numbers: Sequence[int]) -> Bool[Array, " num_keys"]:
     return (jnp.asarray(table_ids)[:, None] == jnp.array(numbers, jnp.uint32)[None, :]).any(axis=1)
-
-
-def _written(
-    slabs: tuple[Float[Array, "_ dim"], ...], row_ids: RowIds, rows: Float[Array, "num_keys dim"]
-) -> tuple[Float[Array, "_ dim"], ...]:
-    """Slabs with some rows set, where they lie; those of NO_ROW are left out. Equal row ids have equal rows."""
-    written, start = [], 0
-    for slab in slabs:
-        size = slab.shape[0]
-        place = row_ids - jnp.uint32(start)  # rows of slabs before this one wrap around, past its end
-        place = jnp.where(place < jnp.uint32(size), place.astype(jnp.int32), jnp.int32(size))
-        if slab.dtype == jnp.bfloat16:
-            written.append(lax.platform_dependent(slab, place, rows, cpu=_scattered_as_bits, default=_scattered))
-        else:
-            written.append(_scattered(slab, place, rows))
-        start += size
-    return tuple(written)
-
-
-def _scattered(slab: Array, place: Int32[Array, " _"], rows: Array) -> Array:
-    return slab.at[place].set(rows, mode="drop")
-
-
-def _scattered_as_bits(slab: Float[Array, "_ dim"], place: Int32[Array, " _"], rows: Float[Array, "_ dim"]) -> Array:
-    """The same for bfloat16 on a CPU, whose compiler (jaxlib 0.10.2) would widen the slab for each row it sets.
-
-    Views cost a copy of the slab there, so nothing is done where nothing is new.
-    """
-
-    def write() -> Array:
-        bits = _scattered(lax.bitcast_convert_type(slab, jnp.uint16), place, lax.bitcast_convert_type(rows, jnp.uint16))
-        return lax.bitcast_convert_type(bits, slab.dtype)
-
-    return lax.cond((place < slab.shape[0]).any(), write, lambda: slab)
 
 
 def rounded(values: Float[Array, "..."], dtype: str) -> Float[Array, "..."]:
