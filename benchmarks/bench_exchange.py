@@ -307,29 +307,24 @@ class Sharded:
         def update(carry, requests, row_ids, sums):
             store, count = carry
             batch, num_tiles = gradients_lib.as_features([requests.shape[0]])
-            new_rows, states, _, _ = update_kernels.update(
-                store.counters,
-                jnp.ones(1, jnp.bool_),
-                (requests[:, :2], *batch),
-                row_ids,
-                spec.optimizer.hyper_operand(count, None),
+            hyper = spec.optimizer.hyper_operand(count, None)
+            row_step = update_kernels.RowStep(
+                spec.optimizer.kernel, hyper, ROW_GRADIENTS["sum"], ROUNDINGS[spec.rounding]
+            )
+            store, _, _ = update_kernels.update(
+                store,
                 spec.table_words(),
                 self._seed,
                 count,
-                requests[:, 2] if spec.dtype != "float32" else jnp.zeros(0, jnp.uint32),
-                jnp.zeros(0, jnp.float32),
-                store.rows,
-                store.states,
-                store.records,
+                (requests[:, :2], *batch),
+                row_ids,
+                jnp.ones(1, jnp.bool_),
+                row_step,
                 [sums],
                 num_tiles=num_tiles,
-                optimizer=spec.optimizer.kernel,
-                row_gradient=ROW_GRADIENTS["sum"],
-                rounding=ROUNDINGS[spec.rounding],
-                program=np.zeros(1, np.int32),
-                num_registers=0,
+                table_ids=requests[:, 2] if spec.dtype != "float32" else None,
             )
-            return dataclasses.replace(store, rows=new_rows, states=states), count + 1
+            return store, count + 1
 
         keys_sent = self._sent_bytes(capacity, "float32", keys=1)
         rows_sent = self._sent_bytes(capacity, "float32", rows=1)

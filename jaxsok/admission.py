@@ -29,18 +29,16 @@ _NEVER = 0xFFFFFFFF  # a floor that no count reaches: thresholds are below 2**31
 ROOM = 4  # entries for each that is taken or may be, after sightings were made anew
 
 
-def operands(
-    spec: StoreSpec, store: StoreState, step: UInt32[Array, ""] | None, uses: Array | None = None
-) -> kernels.Admission | None:
+def operands(spec: StoreSpec, step: UInt32[Array, ""] | None, uses: Array | None = None) -> kernels.Admission | None:
     """What the kernels need to decide who gets a row; None: every key does, as without a step.
 
-    The counters of the store, which is donated, change in place. `uses` are the occurrences that each key stands for.
+    `uses` are the occurrences that each key stands for.
     """
     if step is None or not spec.has_admission:
         return None
     words = spec.refused_words()
     uses = None if uses is None else uses.astype(jnp.uint32)
-    return kernels.Admission(store.sightings, store.bloom, step, words, uses)
+    return kernels.Admission(step, words, uses)
 
 
 def forget(spec: StoreSpec, store: StoreState, num_gone: Array, cleared: int | None = None) -> StoreState:

@@ -26,6 +26,7 @@ from jaxsok.kernels import evict as kernels
 from jaxsok.keys import from_words
 from jaxsok.policies import Eviction, RowFacts
 from jaxsok.records import Records
+from jaxsok.rows import RowSlab, read_lines, slabs_of
 from jaxsok.shards import ONE_DEVICE, Shards, local_parts, without_mesh
 from jaxsok.specs import StoreSpec
 from jaxsok.store import StoreState, row_bytes
@@ -121,11 +122,11 @@ def select(
     scores: list[list[Array]] = []
     mask: list[Array] = []
     start = 0
-    for s, (rows, records) in enumerate(zip(store.rows, store.records, strict=True)):
-        stays = None if is_used is None else is_used[start : start + rows.shape[0]]
-        start += rows.shape[0]
-        none = jnp.zeros(rows.shape[0], jnp.uint32)
-        statistics = store.statistics[s] if store.statistics else None
+    for records, rows, _, statistics in slabs_of(store):
+        num_rows = records.shape[0]
+        stays = None if is_used is None else is_used[start : start + num_rows]
+        start += num_rows
+        none = jnp.zeros(num_rows, jnp.uint32)
         facts = RowFacts(
             keys=records[:, :2],
             last_step=none if statistics is None else statistics[:, 0],
@@ -134,12 +135,12 @@ def select(
             clock=clock,
         )
         if policy.has_score:
-            words = _above_others(stays, _score_words(policy, policy.scores(facts), rows.shape[0]))
+            words = _above_others(stays, _score_words(policy, policy.scores(facts), num_rows))
             scores = scores or [[] for _ in words]
             for array, word in zip(scores, words, strict=True):
                 array.append(word)
         else:
-            mask.append(_mask(policy, policy.expired(facts), rows.shape[0]))
+            mask.append(_mask(policy, policy.expired(facts), num_rows))
     table = kernels.ALL_TABLES if number is None or len(spec.tables) == 1 else number
     flags, num_selected = kernels.select(num_kept, store.records, scores, mask, len(spec.tables), table)
     return flags if is_used is None else jnp.where(is_used, jnp.uint8(0), flags), num_selected
@@ -350,26 +351,20 @@ def selected_records(
     Cost:
       Host memory for CHUNK_BYTES of rows, and WINDOW_ROWS bytes. Over the link a byte a row of capacity, and the rows.
     """
-    arrays = {"rows": store.rows, "records": store.records, "states": store.states, "statistics": store.statistics}
-    leaves, structure = jax.tree.flatten((arrays, flags))
+    leaves, structure = jax.tree.flatten((slabs_of(store), flags))
     parts = [local_parts(leaf, spec.num_shards, is_once=True) for leaf in leaves]
     for shard in parts[0]:
         if shard != 0 and spec.is_replicated:
             continue
         of_shard, shard_flags = jax.tree.unflatten(structure, [part[shard] for part in parts])
         start = 0
-        for s, slab in enumerate(of_shard["records"]):
-            slabs = (
-                slab,
-                of_shard["rows"][s],
-                tuple(state[s] for state in of_shard["states"]),
-                of_shard["statistics"][s] if of_shard["statistics"] else None,
-            )
-            chunk_rows = _chunk_rows(spec, slab.shape[0])
-            for places in _flagged(shard_flags, start, slab.shape[0]):
+        for slab in of_shard:
+            num_rows = slab.records.shape[0]
+            chunk_rows = _chunk_rows(spec, num_rows)
+            for places in _flagged(shard_flags, start, num_rows):
                 for at in range(0, len(places), chunk_rows):
-                    yield from _by_table(spec, _read(slabs, places[at : at + chunk_rows], chunk_rows))
-            start += slab.shape[0]
+                    yield from _by_table(spec, _read(slab, places[at : at + chunk_rows], chunk_rows))
+            start += num_rows
 
 
 def _chunk_rows(spec: StoreSpec, size: int) -> int:
@@ -393,17 +388,11 @@ def _flagged(flags: Array, start: int, size: int) -> Iterator[np.ndarray]:
         yield places[places >= begin].astype(np.int32)
 
 
-@without_mesh
-@jax.jit
-def _gathered(slabs: Any, places: Array) -> Any:
-    return jax.tree.map(lambda slab: slab.at[places].get(mode="clip"), slabs)
-
-
-def _read(slabs: Any, places: np.ndarray, num_lines: int) -> Any:
-    """Lines of slabs as NumPy arrays; one program for all chunks, which asks for `num_lines` of them."""
+def _read(slab: RowSlab, places: np.ndarray, num_lines: int) -> Any:
+    """Lines of a slab as NumPy arrays; one program for all chunks, which asks for `num_lines` of them."""
     padded = np.zeros(num_lines, np.int32)
     padded[: len(places)] = places
-    return jax.tree.map(lambda lines: np.asarray(lines)[: len(places)], _gathered(slabs, padded))
+    return jax.tree.map(lambda lines: np.asarray(lines)[: len(places)], read_lines(slab, padded))
 
 
 def _by_table(spec: StoreSpec, lines: Any) -> Iterator[tuple[str, Records]]:

@@ -7,20 +7,19 @@ host holds a few chunks, whatever the table, and a table in a store of many cost
 
 import collections
 import dataclasses
-import functools
 from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jaxtyping import Array
 
 from jaxsok import records as records_lib
 from jaxsok.keys import from_words
 from jaxsok.records import Records
-from jaxsok.shards import local_parts, without_mesh
+from jaxsok.rows import RowSlab, cut_lines, read_lines, slabs_of
+from jaxsok.shards import local_parts
 from jaxsok.specs import StoreSpec
 from jaxsok.store import StoreState
 from jaxsok.types import PADDING_KEY
@@ -76,14 +75,14 @@ def export_chunks(
     names = [state.name for state in spec.state_specs] if with_state else []
 
     def sent() -> Iterator[tuple]:
-        for shard, part in _parts(spec, store):
+        for shard, slabs in _parts(spec, store):
             start = 0
-            for s, slab in enumerate(part.rows):
-                arrays = (slab, *(slabs[s] for slabs in part.states[: len(names)]))
-                lines = _lines_of(part.records[s], part.statistics[s] if part.statistics else None, number, since)
+            for slab in slabs:
+                arrays = (slab.rows, *slab.states[: len(names)])
+                lines = _lines_of(slab.records, slab.statistics, number, since)
                 for piece in _regrouped(lines, num_rows):
                     yield shard, start, piece, _gather(arrays, piece.places, num_rows), names
-                start += slab.shape[0]
+                start += slab.records.shape[0]
 
     for item in _sent_ahead(sent()):
         yield _arrived(*item)
@@ -121,14 +120,12 @@ def no_records(spec: StoreSpec, *, with_state: bool = True) -> Records:
     return Records(np.zeros(0, np.uint64), np.zeros((0, spec.dim), jnp.dtype(spec.dtype)), states, none, none)
 
 
-def _parts(spec: StoreSpec, store: StoreState) -> Iterator[tuple[int, StoreState]]:
-    """The number and the per-row arrays of each shard that this process has; of a replicated store of one of them."""
-    arrays = {name: getattr(store, name) for name in ("records", "rows", "states", "statistics")}
-    leaves, structure = jax.tree.flatten(arrays)
+def _parts(spec: StoreSpec, store: StoreState) -> Iterator[tuple[int, list[RowSlab]]]:
+    """The number and the slabs of each shard that this process has; of a replicated store of one of them."""
+    leaves, structure = jax.tree.flatten(slabs_of(store))
     by_shard = [local_parts(leaf, spec.num_shards) for leaf in leaves]
     for shard in list(by_shard[0])[: 1 if spec.is_replicated else None]:
-        part = jax.tree.unflatten(structure, [parts[shard] for parts in by_shard])
-        yield shard, dataclasses.replace(store, **part)
+        yield shard, jax.tree.unflatten(structure, [parts[shard] for parts in by_shard])
 
 
 def _sent_ahead(items: Iterable[Item]) -> Iterator[Item]:
@@ -177,19 +174,13 @@ def _blocks(arrays: tuple[Array, ...]) -> Iterator[tuple[int, list[np.ndarray]]]
         for start in range(0, size, block):
             # All blocks have one size, so that one program cuts them: the last one begins earlier.
             first = min(start, size - block)
-            parts = _sliced(arrays, np.int32(first), block)
+            parts = cut_lines(arrays, np.int32(first), block)
             for part in parts:
                 part.copy_to_host_async()
             yield start, start - first, parts
 
     for start, skipped, parts in _sent_ahead(sent()):
         yield start, [np.asarray(part)[skipped:] for part in parts]
-
-
-@without_mesh
-@functools.partial(jax.jit, static_argnums=2)
-def _sliced(arrays: tuple[Array, ...], start: Array, size: int) -> tuple[Array, ...]:
-    return tuple(lax.dynamic_slice_in_dim(array, start, size) for array in arrays)
 
 
 def _regrouped(pieces: Iterable[_Lines], num_rows: int) -> Iterator[_Lines]:
@@ -229,13 +220,7 @@ def _arrived(shard: int, start: int, lines: _Lines, arrays: tuple[Array, ...], n
 
 def _gather(arrays: tuple[Array, ...], places: np.ndarray, num_rows: int) -> tuple[Array, ...]:
     padded = min(num_rows, max(_LEAST_ROWS, 1 << (len(places) - 1).bit_length()))
-    gathered = _gathered(arrays, np.resize(places, padded).astype(np.int32))
+    gathered = read_lines(arrays, np.resize(places, padded).astype(np.int32))
     for array in gathered:
         array.copy_to_host_async()
     return gathered
-
-
-@without_mesh
-@jax.jit
-def _gathered(arrays: tuple[Array, ...], places: Array) -> tuple[Array, ...]:
-    return tuple(array.at[places].get(mode="clip") for array in arrays)

@@ -13,7 +13,7 @@ import time
 import numpy as np
 
 Ancestors = tuple[tuple[str, int], ...]
-"""The name of each life before this one, and the number of the export at which the next life began; the oldest first."""
+"""The name of each life before this one, and the number of the export at which the next one began; oldest first."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -169,12 +169,10 @@ def find_here(
         counts = counts.at[:, _MISSING].set(counts[:, _REFUSED]).at[:, _REFUSED].set(0)
         return Found(_no_row_ids(), counts, _rounds(0)), values
     counts, values = kernels.lookup_find(
-        store.index,
-        store.counters,
+        store,
         spec.table_words(),
         seed,
         features.operands(),
-        store.rows,
         _shapes(features, spec),
         features.num_tiles,
         spec.embedding_dtype,
@@ -214,36 +212,19 @@ def _lookup_fused(
     step: UInt32[Array, ""],
     clock: UInt32[Array, ""],
 ) -> tuple[StoreState, Found, list[Array], UInt32[Array, "1 2"]]:
-    asked = admission.operands(spec, store, step)
-    kept, told = (store.statistics, clock) if spec.keeps_statistics else ((), None)
-    index, counters, table_rows, rows, records, statistics, counted, row_ids, counts, digest, values = kernels.lookup(
-        store.index,
-        store.counters,
-        store.table_rows,
+    store, looked_up = kernels.lookup(
+        store,
         spec.table_words(),
         seed,
         features.operands(),
-        store.rows,
-        store.records,
         _shapes(features, spec),
         features.num_tiles,
         spec.embedding_dtype,
-        asked,
-        kept,
-        told,
+        admission.operands(spec, step),
+        clock if spec.keeps_statistics else None,
     )
-    store = dataclasses.replace(
-        store,
-        index=index,
-        counters=counters,
-        table_rows=table_rows,
-        rows=rows,
-        records=records,
-        statistics=statistics,
-    )
-    if asked is not None:
-        store = dataclasses.replace(store, sightings=counted[0], bloom=counted[1])
-    return store, Found(row_ids, counts, _rounds(0)), values, digest
+    found = Found(looked_up.row_ids, looked_up.counts, _rounds(0))
+    return store, found, looked_up.embeddings, looked_up.digest
 
 
 @annotations.by_store

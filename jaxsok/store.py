@@ -10,8 +10,9 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Float32, UInt32
+from jaxtyping import Array, UInt32
 
+from jaxsok.kernels.call import StoreArrays
 from jaxsok.printed import condition_of, in_short, in_units, listed
 from jaxsok.specs import StoreSpec
 from jaxsok.types import BUCKET_WORDS, COUNTERS, ENTRIES_PER_BUCKET, RECORD_WORDS
@@ -23,31 +24,11 @@ MIN_BUCKETS = 16  # 1 KiB; below it the index costs nothing worth saving
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class StoreState:
+class StoreState(StoreArrays):
     """The arrays of one store."""
 
-    index: UInt32[Array, "num_buckets 16"]
-    """(table, key) → row id: 64-byte buckets of four entries. The order of entries is not deterministic on a GPU."""
-    counters: UInt32[Array, " num_counters"]
-    """See `jaxsok.types.COUNTERS`."""
-    table_rows: UInt32[Array, " num_tables"]
-    """Rows of each table."""
-    rows: tuple[Float[Array, "_ dim"], ...]
-    """In the dtype of the tables."""
-    records: tuple[UInt32[Array, "_ 4"], ...]
-    """(table, key) of each row: key low, key high, table, and one entry of the list of freed rows."""
-    states: tuple[tuple[Float32[Array, "_ _"], ...], ...]
-    """Optimizer state, in the order of the optimizer's `state_specs`."""
     globals_: tuple[Array, ...] = ()
     """Optimizer state that belongs to no row, a line for each shard; the lines are equal."""
-    statistics: tuple[UInt32[Array, "_ 2"], ...] = ()
-    """Last step and frequency of each row, in slabs as the rows; empty where nobody asks for them."""
-    sightings: tuple[UInt32[Array, "_ 16"], ...] = ()
-    """One array, where a table admits by count: (table, key) → occurrences so far, in buckets as the index."""
-    bloom: tuple[UInt32[Array, " _"], ...] = ()
-    """One array, where a table admits by Bloom filter: counters of one byte, four in a word."""
-    table_evicted: tuple[UInt32[Array, " num_tables"], ...] = ()
-    """One array: rows of each table that were ever evicted, modulo 2**32; empty where no table has a policy."""
 
     def __repr__(self) -> str:
         """Its size; reads no array, so it waits for nothing."""

@@ -9,10 +9,10 @@ from collections.abc import Mapping, Sequence
 
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, Int32, UInt8, UInt32
 
 from jaxsok import admission
+from jaxsok import rows as rows_lib
 from jaxsok.kernels import evict as evict_kernels
 from jaxsok.kernels import table as kernels
 from jaxsok.specs import StoreSpec
@@ -79,8 +79,8 @@ def find_or_insert(
     )
     counts = counts.at[:, _FOUND].add(found).at[:, _PADDING].add(-found)
     to_write = jnp.where(_is_one_of(ids, spec.traced_tables), new, jnp.uint32(NO_ROW))
-    rows = _written(store.rows, to_write, initial_rows(spec, keys, table_ids))
-    return dataclasses.replace(store, rows=rows), jnp.where(is_known, known, new), counts
+    store = rows_lib.write_initial(store, to_write, initial_rows(spec, keys, table_ids))
+    return store, jnp.where(is_known, known, new), counts
 
 
 def _inserted(
@@ -92,25 +92,8 @@ def _inserted(
     step: UInt32[Array, ""] | None,
     uses: Array | None,
 ) -> tuple[StoreState, RowIds, Int32[Array, "num_tables num_counts"]]:
-    asked = admission.operands(spec, store, step, uses)
-    index, counters, table_rows, rows, records, counted, row_ids, counts = kernels.find_or_insert(
-        store.index,
-        store.counters,
-        store.table_rows,
-        spec.table_words(),
-        seed,
-        keys,
-        table_ids,
-        store.rows,
-        store.records,
-        asked,
-    )
-    store = dataclasses.replace(
-        store, index=index, counters=counters, table_rows=table_rows, rows=rows, records=records
-    )
-    if asked is not None:
-        store = dataclasses.replace(store, sightings=counted[0], bloom=counted[1])
-    return store, row_ids, counts
+    deciding = admission.operands(spec, step, uses)
+    return kernels.find_or_insert(store, spec.table_words(), seed, keys, table_ids, deciding)
 
 
 def gather(
@@ -192,13 +175,14 @@ def assign(
     store, row_ids, counts = find_or_insert(spec, store, seed, keys, table_ids)
     counts = counts.at[:, _INSERTED].add(num_let_in).at[:, _FOUND].add(-num_let_in)
     place = row_ids if is_distinct else _last_of_each(row_ids)
-    slabs = {"rows": kernels.scatter(place, rounded(rows, spec.dtype), store.rows)}
-    named = {state.name: array for state, array in zip(spec.state_specs, store.states, strict=True)}
-    for name, lines in states.items():
-        named[name] = kernels.scatter(place, lines, named[name])
-    if statistics is not None and spec.keeps_statistics:
-        slabs["statistics"] = kernels.scatter(place, statistics, store.statistics)
-    store = dataclasses.replace(store, states=tuple(named.values()), **slabs)
+    names = [state.name for state in spec.state_specs]
+    store = rows_lib.write_lines(
+        store,
+        place,
+        rounded(rows, spec.dtype),
+        {names.index(name): lines for name, lines in states.items()},
+        statistics if spec.keeps_statistics else None,
+    )
     if statistics is None:
         store = touch(spec, store, row_ids, jnp.zeros(row_ids.shape, jnp.uint32), clock)
     return store, row_ids, counts
@@ -250,8 +234,6 @@ def touch(
     """
     if not spec.keeps_statistics:
         return store
-    if uses is None:
-        uses = jnp.zeros(0, jnp.uint32)
     return dataclasses.replace(store, statistics=kernels.touch(row_ids, uses, clock, store.statistics))
 
 
@@ -295,40 +277,6 @@ def is_key(keys: Keys) -> Bool[Array, " num_keys"]:
 
 def _is_one_of(table_ids: TableIds | np.ndarray, numbers: Sequence[int]) -> Bool[Array, " num_keys"]:
     return (jnp.asarray(table_ids)[:, None] == jnp.array(numbers, jnp.uint32)[None, :]).any(axis=1)
-
-
-def _written(
-    slabs: tuple[Float[Array, "_ dim"], ...], row_ids: RowIds, rows: Float[Array, "num_keys dim"]
-) -> tuple[Float[Array, "_ dim"], ...]:
-    """Slabs with some rows set, where they lie; those of NO_ROW are left out. Equal row ids have equal rows."""
-    written, start = [], 0
-    for slab in slabs:
-        size = slab.shape[0]
-        place = row_ids - jnp.uint32(start)  # rows of slabs before this one wrap around, past its end
-        place = jnp.where(place < jnp.uint32(size), place.astype(jnp.int32), jnp.int32(size))
-        if slab.dtype == jnp.bfloat16:
-            written.append(lax.platform_dependent(slab, place, rows, cpu=_scattered_as_bits, default=_scattered))
-        else:
-            written.append(_scattered(slab, place, rows))
-        start += size
-    return tuple(written)
-
-
-def _scattered(slab: Array, place: Int32[Array, " _"], rows: Array) -> Array:
-    return slab.at[place].set(rows, mode="drop")
-
-
-def _scattered_as_bits(slab: Float[Array, "_ dim"], place: Int32[Array, " _"], rows: Float[Array, "_ dim"]) -> Array:
-    """The same for bfloat16 on a CPU, whose compiler (jaxlib 0.10.2) would widen the slab for each row it sets.
-
-    Views cost a copy of the slab there, so nothing is done where nothing is new.
-    """
-
-    def write() -> Array:
-        bits = _scattered(lax.bitcast_convert_type(slab, jnp.uint16), place, lax.bitcast_convert_type(rows, jnp.uint16))
-        return lax.bitcast_convert_type(bits, slab.dtype)
-
-    return lax.cond((place < slab.shape[0]).any(), write, lambda: slab)
 
 
 def rounded(values: Float[Array, "..."], dtype: str) -> Float[Array, "..."]:
@@ -377,27 +325,8 @@ def release(
       A byte a row of capacity where none goes; else also the records twice (32 bytes a row) and the index once (32
       bytes a row read, and the buckets written that change). Workspace: 2 bits a row.
     """
-    index, counters, table_rows, records, states, statistics, table_evicted, num_released = evict_kernels.release(
-        store.index,
-        store.counters,
-        store.table_rows,
-        flags,
-        store.records,
-        store.states,
-        [state.initial_value for state in spec.state_specs],
-        store.statistics,
-        store.table_evicted if is_eviction else (),
-    )
-    store = dataclasses.replace(
-        store,
-        index=index,
-        counters=counters,
-        table_rows=table_rows,
-        records=records,
-        states=states,
-        statistics=statistics,
-        table_evicted=table_evicted if is_eviction else store.table_evicted,
-    )
+    initial_values = [state.initial_value for state in spec.state_specs]
+    store, num_released = evict_kernels.release(store, flags, initial_values, counts_evicted=is_eviction)
     return admission.forget(spec, store, num_released), num_released
 
 

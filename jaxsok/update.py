@@ -84,8 +84,7 @@ def update_here(
     if any(gradient.dtype != spec.embedding_dtype for gradient in flat):
         flat = [gradient.astype(jnp.float32) for gradient in flat]
     # The features tell the table of each key.
-    table_ids = jnp.zeros(0, jnp.uint32)
-    return _stepped(spec, store, used.is_live, batch, num_tiles, row_ids, table_ids, inputs, flat, spec.row_gradient)
+    return _stepped(spec, store, used.is_live, batch, num_tiles, row_ids, None, inputs, flat, spec.row_gradient)
 
 
 def _stepped(
@@ -95,36 +94,35 @@ def _stepped(
     batch: kernels.Batch,
     num_tiles: int,
     row_ids: Array,
-    table_ids: Array,
+    table_ids: Array | None,
     inputs: StepInputs,
     gradients: Sequence[Array],
     row_gradient: str,
     num_uses: Array | None = None,
 ) -> tuple[StoreState, Array, Array]:
     """The store, its used rows stepped; rows with non-finite gradients by table; uses of stale plans."""
-    rows, states, num_nonfinite, num_stale = kernels.update(
-        store.counters,
-        is_live,
-        batch,
-        row_ids,
-        inputs.stepping.hyper,
+    stepping = inputs.stepping
+    return kernels.update(
+        store,
         spec.table_words(),
         inputs.seed,
         inputs.step,
-        table_ids,
-        jnp.zeros(0, jnp.float32) if num_uses is None else num_uses,
-        store.rows,
-        store.states,
-        store.records,
+        batch,
+        row_ids,
+        is_live,
+        kernels.RowStep(
+            stepping.kernel,
+            stepping.hyper,
+            ROW_GRADIENTS[row_gradient],
+            ROUNDINGS[spec.rounding],
+            stepping.words,
+            stepping.num_registers,
+        ),
         gradients,
         num_tiles=num_tiles,
-        optimizer=inputs.stepping.kernel,
-        row_gradient=ROW_GRADIENTS[row_gradient],
-        rounding=ROUNDINGS[spec.rounding],
-        program=inputs.stepping.words,
-        num_registers=inputs.stepping.num_registers,
+        table_ids=table_ids,
+        num_uses=num_uses,
     )
-    return dataclasses.replace(store, rows=rows, states=states), num_nonfinite, num_stale
 
 
 @annotations.by_store
@@ -142,7 +140,7 @@ def update_exchanged(
         keys = concatenated([part[:, :2] for part in received])
         # One feature has keys of all tables; who rounds at random must know which.
         is_random = spec.dtype != "float32" and spec.rounding == "stochastic"
-        table_ids = concatenated([part[:, 2] for part in received]) if is_random else jnp.zeros(0, jnp.uint32)
+        table_ids = concatenated([part[:, 2] for part in received]) if is_random else None
         row_ids = concatenated([one.row_ids for one in arrived])
         store, more_nonfinite, _ = _stepped(
             spec, store, is_live, (keys, *batch), num_tiles, row_ids, table_ids, inputs, sums, "sum", total

@@ -34,7 +34,7 @@ class StreamScope {
   Stream stream_;
 };
 
-#define JAXSOK_DEFINE_HANDLER(symbol, impl, binding) \
+#define JAXSOK_DEFINE_SYMBOL(symbol, impl, binding) \
   XLA_FFI_DEFINE_HANDLER_SYMBOL(symbol, impl, binding, {ffi::Traits::kCmdBufferCompatible})
 
 #else
@@ -103,12 +103,9 @@ class StreamScope {
   ThreadPoolExecutor executor_;
 };
 
-#define JAXSOK_DEFINE_HANDLER(symbol, impl, binding) XLA_FFI_DEFINE_HANDLER_SYMBOL(symbol, impl, binding)
+#define JAXSOK_DEFINE_SYMBOL(symbol, impl, binding) XLA_FFI_DEFINE_HANDLER_SYMBOL(symbol, impl, binding)
 
 #endif
-
-/// Every binding begins with the stream.
-inline auto BindStream() { return ffi::Ffi::Bind().Ctx<StreamContext>(); }
 
 }  // namespace jaxsok
 

@@ -7,70 +7,44 @@ namespace jaxsok {
 namespace {
 
 /// The rows of each bag into its embedding.
-ffi::Error CombineImpl(StreamArgument stream, Rows rows, Inverse inverse, Offsets offsets, Weights weights,
-                       Features features, ffi::Result<Rows> embeddings, int32_t num_tiles) {
-  constexpr char kOp[] = "combine";
-  BatchView batch{};
-  JAXSOK_RETURN_IF_ERROR(CheckShape(features.dimensions(), {1, kNumFeatureWords}, "features", kOp));
-  JAXSOK_RETURN_IF_ERROR(CheckShape(inverse.dimensions(), {-1}, "inverse", kOp));
-  JAXSOK_RETURN_IF_ERROR(ReadBags(inverse.dimensions()[0], offsets, weights, features, num_tiles, kOp, batch));
-  JAXSOK_RETURN_IF_ERROR(CheckShape(rows.dimensions(), {-1, -1}, "rows", kOp));
-  StreamScope scope(stream);
-  return FromLaunch(
-      LaunchCombine(scope.get(), rows.typed_data(), rows.dimensions()[0], static_cast<int32_t>(rows.dimensions()[1]),
-                    inverse.typed_data(), batch, embeddings->typed_data()),
-      kOp);
+ffi::Error Combine(Call& call) {
+  const Array rows = call.Operand("rows", ffi::F32, {-1, -1});
+  const Array inverse = call.Operand("inverse", ffi::S32, {-1});
+  const BatchView batch = ReadBags(call, inverse.size(0), call.Attribute<int32_t>("num_tiles"));
+  call.Require(batch.num_features == 1, "features", "got ", batch.num_features, " of them, wanted 1");
+  const Array embeddings = call.Result("embeddings", ffi::F32, {-1, rows.size(1)});
+  return call.Launch([&](Stream stream) {
+    return LaunchCombine(stream, rows.as<float>(), rows.size(0), static_cast<int32_t>(rows.size(1)),
+                         inverse.as<int32_t>(), batch, embeddings.as<float>());
+  });
 }
 
 /// The transpose: bag gradients of all features into row gradients.
-ffi::Error CombineTransposeImpl(StreamArgument stream, Inverse inverse, Offsets offsets, Weights weights,
-                                Features features, ffi::RemainingArgs args, ffi::Result<Rows> row_gradients,
-                                ffi::Result<ffi::Buffer<ffi::S32>> num_uses, ffi::Result<Workspace> workspace,
-                                int32_t num_tiles) {
-  constexpr char kOp[] = "combine_transpose";
-  BatchView batch{};
-  JAXSOK_RETURN_IF_ERROR(CheckShape(inverse.dimensions(), {-1}, "inverse", kOp));
-  JAXSOK_RETURN_IF_ERROR(ReadBags(inverse.dimensions()[0], offsets, weights, features, num_tiles, kOp, batch));
-  JAXSOK_RETURN_IF_ERROR(CheckShape(row_gradients->dimensions(), {-1, -1}, "row_gradients", kOp));
-  const int64_t num_unique = row_gradients->dimensions()[0], dim = row_gradients->dimensions()[1];
-  JAXSOK_RETURN_IF_ERROR(CheckShape(num_uses->dimensions(), {num_unique}, "num_uses", kOp));
-  JAXSOK_RETURN_IF_ERROR(CheckBytes(workspace->size_bytes(),
-                                    UpdateWorkspaceBytes(batch.num_keys, static_cast<int32_t>(dim)), "workspace", kOp));
-  std::vector<const float*> bag_gradients;
-  for (int32_t f = 0; f < batch.num_features; ++f) {
-    auto buffer = args.get<ffi::Buffer<ffi::F32>>(f);
-    if (!buffer.has_value()) return buffer.error();
-    const auto dims = buffer->dimensions();
-    if (dims.size() == 0 || dims.back() != dim) {
-      return ffi::Error::InvalidArgument("combine_transpose: bag_gradients: wanted " + std::to_string(dim) +
-                                         " columns, got another last axis");
-    }
-    bag_gradients.push_back(buffer->typed_data());
+ffi::Error CombineTranspose(Call& call) {
+  const Array inverse = call.Operand("inverse", ffi::S32, {-1});
+  const BatchView batch = ReadBags(call, inverse.size(0), call.Attribute<int32_t>("num_tiles"));
+  std::vector<Array> gradients;
+  for (int32_t f = 0; f < batch.num_features; ++f) gradients.push_back(call.Operand("bag_gradients"));
+  const Array row_gradients = call.Result("row_gradients", ffi::F32, {-1, -1});
+  const int64_t num_unique = row_gradients.size(0);
+  const auto dim = static_cast<int32_t>(row_gradients.size(1));
+  const Array num_uses = call.Result("num_uses", ffi::S32, {num_unique});
+  void* workspace = call.Workspace(UpdateWorkspaceBytes(batch.num_keys, dim));
+  std::vector<const float*> data;
+  for (const Array& gradient : gradients) {
+    const bool is_wanted = gradient.dtype() == ffi::F32 && gradient.dims().size() != 0 && gradient.dims().back() == dim;
+    call.Require(is_wanted, "bag_gradients", "wanted ", dim, " columns of float32, got another last axis or dtype");
+    data.push_back(gradient.as<float>());
   }
-  StreamScope scope(stream);
-  return FromLaunch(LaunchCombineTranspose(scope.get(), bag_gradients.data(), num_unique, static_cast<int32_t>(dim),
-                                           inverse.typed_data(), batch, row_gradients->typed_data(),
-                                           num_uses->typed_data(), workspace->typed_data()),
-                    kOp);
+  return call.Launch([&](Stream stream) {
+    return LaunchCombineTranspose(stream, data.data(), num_unique, dim, inverse.as<int32_t>(), batch,
+                                  row_gradients.as<float>(), num_uses.as<int32_t>(), workspace);
+  });
 }
 
 }  // namespace
 
-JAXSOK_DEFINE_HANDLER(
-    JaxsokCombine, CombineImpl,
-    BindStream().Arg<Rows>().Arg<Inverse>().Arg<Offsets>().Arg<Weights>().Arg<Features>().Ret<Rows>().Attr<int32_t>(
-        "num_tiles"));
-
-JAXSOK_DEFINE_HANDLER(JaxsokCombineTranspose, CombineTransposeImpl,
-                      BindStream()
-                          .Arg<Inverse>()
-                          .Arg<Offsets>()
-                          .Arg<Weights>()
-                          .Arg<Features>()
-                          .RemainingArgs()
-                          .Ret<Rows>()
-                          .Ret<ffi::Buffer<ffi::S32>>()
-                          .Ret<Workspace>()
-                          .Attr<int32_t>("num_tiles"));
+JAXSOK_DEFINE_HANDLER(JaxsokCombine, "combine", Combine);
+JAXSOK_DEFINE_HANDLER(JaxsokCombineTranspose, "combine_transpose", CombineTranspose);
 
 }  // namespace jaxsok

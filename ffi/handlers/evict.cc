@@ -6,114 +6,62 @@
 namespace jaxsok {
 namespace {
 
-using Flags = ffi::Buffer<ffi::U8>;  // [capacity]
-
 /// Flags for the rows that leave: the lowest by score down to a number, or those of a mask.
-ffi::Error EvictSelectImpl(StreamArgument stream, Scalar num_kept, ffi::RemainingArgs args, ffi::Result<Flags> flags,
-                           ffi::Result<TableRows> num_selected, ffi::Result<Workspace> workspace, int32_t num_slabs,
-                           int32_t num_words, int32_t table) {
-  constexpr char kOp[] = "evict_select";
-  if (num_words < 0 || num_words > kMaxScoreWords) {
-    return ffi::Error::InvalidArgument("evict_select: num_words: wanted 0 to 2");
-  }
+///
+/// After the number of rows that stay: the slabs of each score, or those of a mask.
+ffi::Error Select(Call& call) {
+  const Store store = ReadStore(call);
   SelectView view{};
-  SlabReader slabs(args, num_slabs, kOp);
-  JAXSOK_RETURN_IF_ERROR(slabs.ReadRecords(view.records));
-  int64_t score_words = 1;
-  for (int w = 0; w < num_words; ++w) {
-    JAXSOK_RETURN_IF_ERROR(slabs.Read<ffi::U32>("scores", view.scores[w], &score_words));
-    JAXSOK_RETURN_IF_ERROR(slabs.CheckWidth("scores", score_words, 1));
+  view.starts = store.view.starts;
+  view.records = store.view.records;
+  view.capacity = store.view.capacity;
+  view.num_words = call.Attribute<int32_t>("num_words");
+  view.table = call.Attribute<int32_t>("table");
+  call.Require(view.num_words >= 0 && view.num_words <= kMaxScoreWords, "num_words", "wanted 0 to 2");
+  const Array num_kept = call.Operand("num_kept", ffi::U32, {});
+  const bool has_scores = view.num_words > 0;
+  for (int32_t w = 0; w < (has_scores ? view.num_words : 1); ++w) {
+    for (int32_t s = 0; s < view.starts.num_slabs && !call.failed(); ++s) {
+      const uint32_t end = s + 1 < view.starts.num_slabs ? view.starts.start[s + 1] : view.capacity;
+      const int64_t size = end - view.starts.start[s];
+      if (has_scores) view.scores[w].data[s] = call.Operand("scores", ffi::U32, {size}).as<uint32_t>();
+      if (!has_scores) view.mask.data[s] = call.Operand("mask", ffi::U8, {size}).as<uint8_t>();
+    }
   }
-  if (num_words == 0) {
-    JAXSOK_RETURN_IF_ERROR(slabs.Read<ffi::U8>("mask", view.mask, &score_words));
-    JAXSOK_RETURN_IF_ERROR(slabs.CheckWidth("mask", score_words, 1));
-  }
-  view.starts = slabs.starts();
-  view.num_words = num_words;
-  view.capacity = slabs.capacity();
-  view.num_tables = static_cast<int32_t>(num_selected->dimensions()[0]);
-  view.table = table;
-  if (table < kAllTables || table >= view.num_tables) {
-    return ffi::Error::InvalidArgument("evict_select: table: wanted -1 or a table of the store");
-  }
-  JAXSOK_RETURN_IF_ERROR(CheckShape(flags->dimensions(), {view.capacity}, "flags", kOp));
-  JAXSOK_RETURN_IF_ERROR(CheckBytes(workspace->size_bytes(), SelectWorkspaceBytes(), "workspace", kOp));
-  StreamScope scope(stream);
-  return FromLaunch(LaunchSelect(scope.get(), view, num_kept.typed_data(), flags->typed_data(),
-                                 num_selected->typed_data(), workspace->typed_data()),
-                    kOp);
+  const Array flags = call.Result("flags", ffi::U8, {view.capacity});
+  const Array num_selected = call.Result("num_selected", ffi::U32, {-1});
+  view.num_tables = static_cast<int32_t>(num_selected.size(0));
+  const bool is_table = view.table >= kAllTables && view.table < view.num_tables;
+  call.Require(is_table, "table", "wanted -1 or a table of the store");
+  void* workspace = call.Workspace(SelectWorkspaceBytes());
+  return call.Launch([&](Stream stream) {
+    return LaunchSelect(stream, view, num_kept.as<uint32_t>(), flags.as<uint8_t>(), num_selected.as<uint32_t>(),
+                        workspace);
+  });
 }
 
 /// Takes flagged rows away and sweeps the index in place.
-///
-/// Slabs, all aliased: records, states, statistics if there are any; then table_evicted if there is one.
-ffi::Error EvictReleaseImpl(StreamArgument stream, Index index_in, Counters counters_in, TableRows table_rows_in,
-                            Flags flags, ffi::RemainingArgs args, ffi::Result<Index> index,
-                            ffi::Result<Counters> counters, ffi::Result<TableRows> table_rows,
-                            ffi::Result<TableRows> num_released, ffi::Result<Workspace> workspace,
-                            ffi::RemainingRets rets, int32_t num_slabs, int32_t has_statistics, int32_t has_evicted,
-                            ffi::Span<const float> initial) {
-  constexpr char kOp[] = "evict_release";
-  JAXSOK_RETURN_IF_ERROR(CheckAlias(index_in.typed_data(), index->typed_data(), "index", kOp));
-  JAXSOK_RETURN_IF_ERROR(CheckAlias(counters_in.typed_data(), counters->typed_data(), "counters", kOp));
-  JAXSOK_RETURN_IF_ERROR(CheckAlias(table_rows_in.typed_data(), table_rows->typed_data(), "table_rows", kOp));
-  StoreView store{};
-  StateView states{};
+ffi::Error Release(Call& call) {
+  Store store = ReadStore(call);
+  ReadInitial(call, store.states);
+  const Array flags = call.Operand("flags", ffi::U8, {store.view.capacity});
+  const Array num_released = call.Result("num_released", ffi::U32, {store.view.num_tables});
+  void* workspace = call.Workspace(ReleaseWorkspaceBytes(store.view.capacity));
   Slabs<uint32_t> statistics{};
-  SlabReader slabs(args, num_slabs, kOp);
-  JAXSOK_RETURN_IF_ERROR(slabs.ReadRecords(store.records));
-  JAXSOK_RETURN_IF_ERROR(slabs.ReadStates(static_cast<int32_t>(initial.size()), states, initial.begin()));
-  if (has_statistics != 0) JAXSOK_RETURN_IF_ERROR(slabs.ReadStatistics(statistics));
-  const size_t num_aliased = slabs.next() + (has_evicted != 0 ? 1 : 0);
-  JAXSOK_RETURN_IF_ERROR(CheckSlabAliases(args, rets, 0, 0, num_aliased, kOp));
-  JAXSOK_RETURN_IF_ERROR(ReadIndex(slabs, *index, *counters, *table_rows, kOp, store));
-  JAXSOK_RETURN_IF_ERROR(CheckShape(flags.dimensions(), {store.capacity}, "flags", kOp));
-  JAXSOK_RETURN_IF_ERROR(CheckShape(num_released->dimensions(), {store.num_tables}, "num_released", kOp));
-  uint32_t* table_evicted = nullptr;
-  if (has_evicted != 0) {
-    auto buffer = rets.get<TableRows>(slabs.next());
-    if (!buffer.has_value()) return buffer.error();
-    JAXSOK_RETURN_IF_ERROR(CheckShape((*buffer)->dimensions(), {store.num_tables}, "table_evicted", kOp));
-    table_evicted = (*buffer)->typed_data();
+  const int32_t num_slabs = store.statistics.starts.num_slabs;
+  for (int32_t s = 0; s < num_slabs; ++s) {
+    statistics.data[s] = reinterpret_cast<uint32_t*>(store.statistics.data.data[s]);
   }
-  JAXSOK_RETURN_IF_ERROR(CheckBytes(workspace->size_bytes(), ReleaseWorkspaceBytes(store.capacity), "workspace", kOp));
-  StreamScope scope(stream);
-  return FromLaunch(
-      LaunchRelease(scope.get(), store, states, has_statistics != 0 ? &statistics : nullptr, flags.typed_data(),
-                    table_evicted, num_released->typed_data(), workspace->typed_data()),
-      kOp);
+  return call.Launch([&](Stream stream) {
+    return LaunchRelease(stream, store.view, store.states, num_slabs != 0 ? &statistics : nullptr, flags.as<uint8_t>(),
+                         store.table_evicted, num_released.as<uint32_t>(), workspace);
+  });
 }
 
 }  // namespace
 
-JAXSOK_DEFINE_HANDLER(JaxsokEvictSelect, EvictSelectImpl,
-                      BindStream()
-                          .Arg<Scalar>()
-                          .RemainingArgs()
-                          .Ret<Flags>()
-                          .Ret<TableRows>()
-                          .Ret<Workspace>()
-                          .Attr<int32_t>("num_slabs")
-                          .Attr<int32_t>("num_words")
-                          .Attr<int32_t>("table"));
-
-JAXSOK_DEFINE_HANDLER(JaxsokEvictRelease, EvictReleaseImpl,
-                      BindStream()
-                          .Arg<Index>()
-                          .Arg<Counters>()
-                          .Arg<TableRows>()
-                          .Arg<Flags>()
-                          .RemainingArgs()
-                          .Ret<Index>()
-                          .Ret<Counters>()
-                          .Ret<TableRows>()
-                          .Ret<TableRows>()
-                          .Ret<Workspace>()
-                          .RemainingRets()
-                          .Attr<int32_t>("num_slabs")
-                          .Attr<int32_t>("has_statistics")
-                          .Attr<int32_t>("has_evicted")
-                          .Attr<ffi::Span<const float>>("initial"));
+JAXSOK_DEFINE_HANDLER(JaxsokEvictSelect, "evict_select", Select);
+JAXSOK_DEFINE_HANDLER(JaxsokEvictRelease, "evict_release", Release);
 
 }  // namespace jaxsok
 

@@ -19,85 +19,43 @@ uint64_t ScratchSalt() {
 }
 
 /// Distinct (table, key) pairs by first position, with inverse and multiplicities.
-ffi::Error PlanImpl(StreamArgument stream, Keys keys, Offsets offsets, Weights weights, Features features,
-                    ffi::Result<Keys> unique, ffi::Result<TableIds> unique_tables, ffi::Result<Inverse> inverse,
-                    ffi::Result<ffi::Buffer<ffi::S32>> multiplicity, ffi::Result<ffi::Buffer<ffi::S32>> num_unique,
-                    ffi::Result<Workspace> workspace, int32_t num_tiles) {
-  constexpr char kOp[] = "plan";
-  BatchView batch{};
-  JAXSOK_RETURN_IF_ERROR(ReadBatch(keys, offsets, weights, features, num_tiles, kOp, batch));
-  JAXSOK_RETURN_IF_ERROR(CheckShape(unique->dimensions(), {batch.num_keys, 2}, "unique", kOp));
-  JAXSOK_RETURN_IF_ERROR(CheckBytes(workspace->size_bytes(), PlanWorkspaceBytes(batch.num_keys), "workspace", kOp));
+ffi::Error Plan(Call& call) {
+  const BatchView batch = ReadBatch(call);
+  const int64_t n = batch.num_keys;
   PlanView plan;
-  plan.unique = reinterpret_cast<uint64_t*>(unique->typed_data());
-  plan.unique_tables = unique_tables->typed_data();
-  plan.inverse = inverse->typed_data();
-  plan.multiplicity = multiplicity->typed_data();
-  plan.num_unique = num_unique->typed_data();
-  StreamScope scope(stream);
-  return FromLaunch(LaunchPlan(scope.get(), batch, ScratchSalt(), plan, workspace->typed_data()), kOp);
+  plan.unique = call.Result("unique", ffi::U32, {n, 2}).as<uint64_t>();
+  plan.unique_tables = call.Result("unique_tables", ffi::U32, {n}).as<uint32_t>();
+  plan.inverse = call.Result("inverse", ffi::S32, {n}).as<int32_t>();
+  plan.multiplicity = call.Result("multiplicity", ffi::S32, {n}).as<int32_t>();
+  plan.num_unique = call.Result("num_unique", ffi::S32, {}).as<int32_t>();
+  void* workspace = call.Workspace(PlanWorkspaceBytes(n));
+  return call.Launch([&](Stream stream) { return LaunchPlan(stream, batch, ScratchSalt(), plan, workspace); });
 }
 
 /// Distinct (table, key) pairs as requests, ordered by owner.
-ffi::Error PlanRequestsImpl(StreamArgument stream, Keys keys, Offsets offsets, Weights weights, Features features,
-                            Tables tables, ffi::Buffer<ffi::U32> partition_owners, ffi::Result<Requests> requests,
-                            ffi::Result<Inverse> inverse, ffi::Result<ffi::Buffer<ffi::S32>> starts,
-                            ffi::Result<Keys> hashes, ffi::Result<Workspace> workspace, int32_t num_tiles,
-                            int32_t num_shards, int32_t by_hash) {
-  constexpr char kOp[] = "plan_requests";
-  BatchView batch{};
-  JAXSOK_RETURN_IF_ERROR(ReadBatch(keys, offsets, weights, features, num_tiles, kOp, batch));
+ffi::Error PlanRequests(Call& call) {
+  const BatchView batch = ReadBatch(call);
   const int64_t n = batch.num_keys;
-  JAXSOK_RETURN_IF_ERROR(CheckShape(tables.dimensions(), {-1, kNumTableWords}, "tables", kOp));
-  JAXSOK_RETURN_IF_ERROR(CheckShape(partition_owners.dimensions(), {kNumPartitions}, "partition_owners", kOp));
-  JAXSOK_RETURN_IF_ERROR(CheckShape(requests->dimensions(), {n, 4}, "requests", kOp));
-  JAXSOK_RETURN_IF_ERROR(CheckShape(inverse->dimensions(), {n}, "inverse", kOp));
-  JAXSOK_RETURN_IF_ERROR(CheckShape(starts->dimensions(), {int64_t{num_shards} + 1}, "starts", kOp));
-  JAXSOK_RETURN_IF_ERROR(CheckShape(hashes->dimensions(), {by_hash != 0 ? n : 0, 2}, "hashes", kOp));
-  JAXSOK_RETURN_IF_ERROR(CheckBytes(workspace->size_bytes(), PlanRequestsWorkspaceBytes(n), "workspace", kOp));
-  const OwnersView owners = {tables.typed_data(), static_cast<int32_t>(tables.dimensions()[0]),
-                             partition_owners.typed_data(), num_shards};
+  const Array tables = call.Operand("tables", ffi::U32, {-1, kNumTableWords});
+  const Array partition_owners = call.Operand("partition_owners", ffi::U32, {kNumPartitions});
+  const OwnersView owners = {tables.as<uint32_t>(), static_cast<int32_t>(tables.size(0)),
+                             partition_owners.as<uint32_t>(), call.Attribute<int32_t>("num_shards")};
+  const bool by_hash = call.Attribute<int32_t>("by_hash") != 0;
   RequestsView out;
-  out.requests = reinterpret_cast<Request*>(requests->typed_data());
-  out.inverse = inverse->typed_data();
-  out.starts = starts->typed_data();
-  out.hashes = by_hash != 0 ? reinterpret_cast<uint64_t*>(hashes->typed_data()) : nullptr;
-  StreamScope scope(stream);
-  return FromLaunch(LaunchPlanRequests(scope.get(), batch, ScratchSalt(), owners, out, workspace->typed_data()), kOp);
+  out.requests = call.Result("requests", ffi::U32, {n, 4}).as<Request>();
+  out.inverse = call.Result("inverse", ffi::S32, {n}).as<int32_t>();
+  out.starts = call.Result("starts", ffi::S32, {int64_t{owners.num_shards} + 1}).as<int32_t>();
+  const Array hashes = call.Result("hashes", ffi::U32, {by_hash ? n : 0, 2});
+  out.hashes = by_hash ? hashes.as<uint64_t>() : nullptr;
+  void* workspace = call.Workspace(PlanRequestsWorkspaceBytes(n));
+  return call.Launch(
+      [&](Stream stream) { return LaunchPlanRequests(stream, batch, ScratchSalt(), owners, out, workspace); });
 }
 
 }  // namespace
 
-JAXSOK_DEFINE_HANDLER(JaxsokPlan, PlanImpl,
-                      BindStream()
-                          .Arg<Keys>()
-                          .Arg<Offsets>()
-                          .Arg<Weights>()
-                          .Arg<Features>()
-                          .Ret<Keys>()
-                          .Ret<TableIds>()
-                          .Ret<Inverse>()
-                          .Ret<ffi::Buffer<ffi::S32>>()
-                          .Ret<ffi::Buffer<ffi::S32>>()
-                          .Ret<Workspace>()
-                          .Attr<int32_t>("num_tiles"));
-
-JAXSOK_DEFINE_HANDLER(JaxsokPlanRequests, PlanRequestsImpl,
-                      BindStream()
-                          .Arg<Keys>()
-                          .Arg<Offsets>()
-                          .Arg<Weights>()
-                          .Arg<Features>()
-                          .Arg<Tables>()
-                          .Arg<ffi::Buffer<ffi::U32>>()
-                          .Ret<Requests>()
-                          .Ret<Inverse>()
-                          .Ret<ffi::Buffer<ffi::S32>>()
-                          .Ret<Keys>()
-                          .Ret<Workspace>()
-                          .Attr<int32_t>("num_tiles")
-                          .Attr<int32_t>("num_shards")
-                          .Attr<int32_t>("by_hash"));
+JAXSOK_DEFINE_HANDLER(JaxsokPlan, "plan", Plan);
+JAXSOK_DEFINE_HANDLER(JaxsokPlanRequests, "plan_requests", PlanRequests);
 
 }  // namespace jaxsok
 

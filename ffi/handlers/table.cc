@@ -5,266 +5,146 @@ namespace jaxsok {
 namespace {
 
 /// Row ids of (table, key) pairs; reads only.
-ffi::Error TableFindImpl(StreamArgument stream, Index index, Counters counters, Keys keys, TableIds table_ids,
-                         ffi::Result<RowIds> row_ids) {
-  constexpr char kOp[] = "table_find";
-  JAXSOK_RETURN_IF_ERROR(CheckShape(keys.dimensions(), {-1, 2}, "keys", kOp));
-  const int64_t n = keys.dimensions()[0];
-  JAXSOK_RETURN_IF_ERROR(CheckIndex(index, "index", kOp));
-  JAXSOK_RETURN_IF_ERROR(CheckShape(counters.dimensions(), {kNumCounters}, "counters", kOp));
-  JAXSOK_RETURN_IF_ERROR(CheckShape(table_ids.dimensions(), {n}, "table_ids", kOp));
-  JAXSOK_RETURN_IF_ERROR(CheckShape(row_ids->dimensions(), {n}, "row_ids", kOp));
-  StreamScope scope(stream);
-  return FromLaunch(LaunchFind(scope.get(), IndexOf(index), counters.typed_data(), KeysOf(keys), table_ids.typed_data(),
-                               n, row_ids->typed_data()),
-                    kOp);
+ffi::Error Find(Call& call) {
+  const Store store = ReadStore(call);
+  const Array keys = ReadKeys(call);
+  const int64_t n = keys.size(0);
+  const Array table_ids = call.Operand("table_ids", ffi::U32, {n});
+  const Array row_ids = call.Result("row_ids", ffi::U32, {n});
+  return call.Launch([&](Stream stream) {
+    return LaunchFind(stream, store.view.index, store.view.counters, keys.as<uint64_t>(), table_ids.as<uint32_t>(), n,
+                      row_ids.as<uint32_t>());
+  });
 }
 
 /// Row ids of (table, key) pairs; unseen pairs get rows.
-ffi::Error TableFindOrInsertImpl(StreamArgument stream, Index index_in, Counters counters_in, TableRows table_rows_in,
-                                 Tables tables, Seed seed, Keys keys, TableIds table_ids, ffi::RemainingArgs args,
-                                 ffi::Result<Index> index, ffi::Result<Counters> counters,
-                                 ffi::Result<TableRows> table_rows, ffi::Result<RowIds> row_ids,
-                                 ffi::Result<Counts> counts, ffi::Result<Workspace> workspace, ffi::RemainingRets rets,
-                                 int32_t num_slabs, int32_t admission_operands) {
-  constexpr char kOp[] = "table_find_or_insert";
-  JAXSOK_RETURN_IF_ERROR(CheckShape(keys.dimensions(), {-1, 2}, "keys", kOp));
-  const int64_t n = keys.dimensions()[0];
-  JAXSOK_RETURN_IF_ERROR(CheckAlias(index_in.typed_data(), index->typed_data(), "index", kOp));
-  JAXSOK_RETURN_IF_ERROR(CheckAlias(counters_in.typed_data(), counters->typed_data(), "counters", kOp));
-  JAXSOK_RETURN_IF_ERROR(CheckAlias(table_rows_in.typed_data(), table_rows->typed_data(), "table_rows", kOp));
-  JAXSOK_RETURN_IF_ERROR(CheckShape(table_ids.dimensions(), {n}, "table_ids", kOp));
-  JAXSOK_RETURN_IF_ERROR(CheckBytes(workspace->size_bytes(), InsertWorkspaceBytes(n), "workspace", kOp));
-  StoreView store{};
-  SlabReader slabs(args, num_slabs, kOp);
-  JAXSOK_RETURN_IF_ERROR(slabs.ReadRows(store));
-  JAXSOK_RETURN_IF_ERROR(slabs.ReadRecords(store.records));
-  JAXSOK_RETURN_IF_ERROR(ReadIndex(slabs, *index, *counters, *table_rows, kOp, store));
-  JAXSOK_RETURN_IF_ERROR(ReadTables(tables, seed, kOp, store, store.num_tables));
-  JAXSOK_RETURN_IF_ERROR(CheckShape(row_ids->dimensions(), {n}, "row_ids", kOp));
-  JAXSOK_RETURN_IF_ERROR(CheckShape(counts->dimensions(), {store.num_tables, kNumCounts}, "counts", kOp));
-  size_t num_aliased = 2 * static_cast<size_t>(num_slabs);
-  std::optional<AdmissionView> admission;
-  JAXSOK_RETURN_IF_ERROR(ReadAdmission(args, admission_operands, n, store, kOp, admission, &num_aliased));
-  JAXSOK_RETURN_IF_ERROR(CheckSlabAliases(args, rets, 0, 0, num_aliased, kOp));
-  StreamScope scope(stream);
-  return FromLaunch(
-      LaunchFindOrInsert(scope.get(), store, KeysOf(keys), table_ids.typed_data(), n, row_ids->typed_data(),
-                         counts->typed_data(), workspace->typed_data(), admission.has_value() ? &*admission : nullptr),
-      kOp);
+ffi::Error FindOrInsert(Call& call) {
+  Store store = ReadStore(call);
+  ReadTables(call, store.view);
+  const Array keys = ReadKeys(call);
+  const int64_t n = keys.size(0);
+  const Array table_ids = call.Operand("table_ids", ffi::U32, {n});
+  const AdmissionView* admission = ReadAdmission(call, n, store);
+  const Array row_ids = call.Result("row_ids", ffi::U32, {n});
+  const Array counts = call.Result("counts", ffi::S32, {store.view.num_tables, kNumCounts});
+  void* workspace = call.Workspace(InsertWorkspaceBytes(n));
+  return call.Launch([&](Stream stream) {
+    return LaunchFindOrInsert(stream, store.view, keys.as<uint64_t>(), table_ids.as<uint32_t>(), n,
+                              row_ids.as<uint32_t>(), counts.as<int32_t>(), workspace, admission);
+  });
 }
 
 /// The rows of requests whose row ids are known.
 ///
 /// The counters pass through untouched: whoever takes them from here and writes rows comes after this read.
-ffi::Error TableGatherImpl(StreamArgument stream, Counters counters_in, Tables tables, Seed seed, Requests requests,
-                           RowIds row_ids, ffi::RemainingArgs args, ffi::Result<Counters> counters,
-                           ffi::Result<ffi::AnyBuffer> rows, ffi::Result<ffi::Buffer<ffi::S32>> num_absent,
-                           int32_t num_slabs, int32_t is_find) {
-  constexpr char kOp[] = "table_gather";
-  JAXSOK_RETURN_IF_ERROR(CheckAlias(counters_in.typed_data(), counters->typed_data(), "counters", kOp));
-  JAXSOK_RETURN_IF_ERROR(CheckShape(requests.dimensions(), {-1, 4}, "requests", kOp));
-  const int64_t n = requests.dimensions()[0];
-  JAXSOK_RETURN_IF_ERROR(CheckShape(row_ids.dimensions(), {n}, "row_ids", kOp));
-  StoreView store{};
-  JAXSOK_RETURN_IF_ERROR(ReadOnlyStore(tables, seed, args, num_slabs, kOp, store));
-  JAXSOK_RETURN_IF_ERROR(CheckShape(rows->dimensions(), {n, store.dim}, "rows", kOp));
-  std::optional<RowDtype> dtype = store.row_dtype;
-  JAXSOK_RETURN_IF_ERROR(ReadRowDtype(*rows, "rows", kOp, dtype));
-  JAXSOK_RETURN_IF_ERROR(CheckShape(num_absent->dimensions(), {store.num_tables}, "num_absent", kOp));
-  StreamScope scope(stream);
-  return FromLaunch(LaunchGather(scope.get(), store, reinterpret_cast<const Request*>(requests.typed_data()),
-                                 row_ids.typed_data(), n, is_find != 0, rows->untyped_data(), num_absent->typed_data()),
-                    kOp);
+ffi::Error Gather(Call& call) {
+  Store store = ReadStore(call);
+  ReadTables(call, store.view);
+  const Array requests = call.Operand("requests", ffi::U32, {-1, 4});
+  const int64_t n = requests.size(0);
+  const Array row_ids = call.Operand("row_ids", ffi::U32, {n});
+  const auto is_find = call.Attribute<int32_t>("is_find");
+  const Array rows = call.Result("rows");
+  call.CheckShape("rows", rows.dims(), {n, store.view.dim});
+  call.Require(RowDtypeOf(rows.dtype()) == store.view.row_dtype, "rows", "got another dtype than that of the store");
+  const Array num_absent = call.Result("num_absent", ffi::S32, {store.view.num_tables});
+  return call.Launch([&](Stream stream) {
+    return LaunchGather(stream, store.view, requests.as<Request>(), row_ids.as<uint32_t>(), n, is_find != 0,
+                        rows.as<void>(), num_absent.as<int32_t>());
+  });
 }
 
 /// Writes lines of a per-row array, by row id.
-ffi::Error TableScatterImpl(StreamArgument stream, RowIds row_ids, ffi::AnyBuffer lines, ffi::RemainingArgs args,
-                            ffi::RemainingRets rets, int32_t num_slabs) {
-  constexpr char kOp[] = "table_scatter";
-  JAXSOK_RETURN_IF_ERROR(CheckShape(row_ids.dimensions(), {-1}, "row_ids", kOp));
-  const int64_t n = row_ids.dimensions()[0];
-  JAXSOK_RETURN_IF_ERROR(CheckShape(lines.dimensions(), {n, -1}, "lines", kOp));
+ffi::Error Scatter(Call& call) {
+  const Array row_ids = call.Operand("row_ids", ffi::U32, {-1});
+  const Array lines = call.Operand("lines");
   LinesView array{};
-  SlabReader slabs(args, num_slabs, kOp);
-  JAXSOK_RETURN_IF_ERROR(slabs.ReadLines("slabs", lines, array));
-  JAXSOK_RETURN_IF_ERROR(CheckSlabAliases(args, rets, 0, 0, static_cast<size_t>(num_slabs), kOp));
-  StreamScope scope(stream);
-  return FromLaunch(LaunchScatter(scope.get(), array, row_ids.typed_data(), n, lines.untyped_data()), kOp);
+  SlabReader slabs(call, static_cast<int64_t>(call.num_operands_left()));
+  const int64_t width = slabs.Read(
+      "slabs", [&] { return call.InPlace("slabs", lines.dtype(), {-1, -1}); },
+      [&](int s, const Array& slab) { array.data.data[s] = slab.as<uint8_t>(); });
+  call.CheckShape("lines", lines.dims(), {row_ids.size(0), width});
+  array.line_bytes = width * static_cast<int64_t>(ffi::ByteWidth(lines.dtype()));
+  array.starts = slabs.starts();
+  array.capacity = slabs.capacity();
+  return call.Launch([&](Stream stream) {
+    return LaunchScatter(stream, array, row_ids.as<uint32_t>(), row_ids.size(0), lines.as<void>());
+  });
 }
 
 /// Notes in the statistics of rows that a lookup used them.
-ffi::Error TableTouchImpl(StreamArgument stream, RowIds row_ids, Uses uses, Scalar clock, ffi::RemainingArgs args,
-                          ffi::RemainingRets rets, int32_t num_slabs) {
-  constexpr char kOp[] = "table_touch";
-  JAXSOK_RETURN_IF_ERROR(CheckShape(row_ids.dimensions(), {-1}, "row_ids", kOp));
-  JAXSOK_RETURN_IF_ERROR(CheckShape(clock.dimensions(), {}, "clock", kOp));
-  const int64_t n = row_ids.dimensions()[0];
-  const bool has_uses = uses.element_count() != 0;
-  if (has_uses) JAXSOK_RETURN_IF_ERROR(CheckShape(uses.dimensions(), {n}, "uses", kOp));
-  StatisticsView statistics{};
-  SlabReader slabs(args, num_slabs, kOp);
-  JAXSOK_RETURN_IF_ERROR(ReadStatistics(slabs, statistics));
-  JAXSOK_RETURN_IF_ERROR(CheckSlabAliases(args, rets, 0, 0, static_cast<size_t>(num_slabs), kOp));
-  StreamScope scope(stream);
-  return FromLaunch(LaunchTouch(scope.get(), statistics, row_ids.typed_data(), has_uses ? uses.typed_data() : nullptr,
-                                n, clock.typed_data()),
-                    kOp);
+ffi::Error Touch(Call& call) {
+  const Store store = ReadStore(call);
+  const Array row_ids = call.Operand("row_ids", ffi::U32, {-1});
+  const int64_t n = row_ids.size(0);
+  const Array uses = call.Operand("uses", ffi::U32, {-1});
+  const bool has_uses = uses.size(0) != 0;
+  if (has_uses) call.CheckShape("uses", uses.dims(), {n});
+  const Array clock = call.Operand("clock", ffi::U32, {});
+  return call.Launch([&](Stream stream) {
+    return LaunchTouch(stream, store.statistics, row_ids.as<uint32_t>(), has_uses ? uses.as<uint32_t>() : nullptr, n,
+                       clock.as<uint32_t>());
+  });
 }
 
 /// Takes rows away by (table, key) and rebuilds the index in place.
-ffi::Error TableEraseImpl(StreamArgument stream, Index index_in, Counters counters_in, TableRows table_rows_in,
-                          Keys keys, TableIds table_ids, ffi::RemainingArgs args, ffi::Result<Index> index,
-                          ffi::Result<Counters> counters, ffi::Result<TableRows> table_rows,
-                          ffi::Result<Scalar> num_erased, ffi::Result<Workspace> workspace, ffi::RemainingRets rets,
-                          int32_t num_slabs, ffi::Span<const float> initial) {
-  constexpr char kOp[] = "table_erase";
-  JAXSOK_RETURN_IF_ERROR(CheckShape(keys.dimensions(), {-1, 2}, "keys", kOp));
-  const int64_t n = keys.dimensions()[0];
-  JAXSOK_RETURN_IF_ERROR(CheckAlias(index_in.typed_data(), index->typed_data(), "index", kOp));
-  JAXSOK_RETURN_IF_ERROR(CheckAlias(counters_in.typed_data(), counters->typed_data(), "counters", kOp));
-  JAXSOK_RETURN_IF_ERROR(CheckAlias(table_rows_in.typed_data(), table_rows->typed_data(), "table_rows", kOp));
-  JAXSOK_RETURN_IF_ERROR(CheckShape(table_ids.dimensions(), {n}, "table_ids", kOp));
-  StoreView store{};
-  StateView states{};
-  SlabReader slabs(args, num_slabs, kOp);
-  JAXSOK_RETURN_IF_ERROR(slabs.ReadRecords(store.records));
-  JAXSOK_RETURN_IF_ERROR(slabs.ReadStates(static_cast<int32_t>(initial.size()), states, initial.begin()));
-  JAXSOK_RETURN_IF_ERROR(CheckSlabAliases(args, rets, 0, 0, slabs.next(), kOp));
-  JAXSOK_RETURN_IF_ERROR(ReadIndex(slabs, *index, *counters, *table_rows, kOp, store));
-  JAXSOK_RETURN_IF_ERROR(CheckBytes(workspace->size_bytes(), RebuildWorkspaceBytes(store.capacity), "workspace", kOp));
-  StreamScope scope(stream);
-  return FromLaunch(LaunchErase(scope.get(), store, states, KeysOf(keys), table_ids.typed_data(), n,
-                                num_erased->typed_data(), workspace->typed_data()),
-                    kOp);
+ffi::Error Erase(Call& call) {
+  Store store = ReadStore(call);
+  ReadInitial(call, store.states);
+  const Array keys = ReadKeys(call);
+  const int64_t n = keys.size(0);
+  const Array table_ids = call.Operand("table_ids", ffi::U32, {n});
+  const Array num_erased = call.Result("num_erased", ffi::U32, {});
+  void* workspace = call.Workspace(RebuildWorkspaceBytes(store.view.capacity));
+  return call.Launch([&](Stream stream) {
+    return LaunchErase(stream, store.view, store.states, keys.as<uint64_t>(), table_ids.as<uint32_t>(), n,
+                       num_erased.as<uint32_t>(), workspace);
+  });
 }
 
 /// Makes an index, perhaps of another size, from the records.
-ffi::Error TableRebuildImpl(StreamArgument stream, Counters counters_in, ffi::RemainingArgs args,
-                            ffi::Result<Index> index, ffi::Result<Counters> counters, ffi::Result<Workspace> workspace,
-                            int32_t num_slabs) {
-  constexpr char kOp[] = "table_rebuild";
-  JAXSOK_RETURN_IF_ERROR(CheckAlias(counters_in.typed_data(), counters->typed_data(), "counters", kOp));
-  StoreView store{};
-  SlabReader slabs(args, num_slabs, kOp);
-  JAXSOK_RETURN_IF_ERROR(slabs.ReadRecords(store.records));
-  JAXSOK_RETURN_IF_ERROR(CheckIndex(*index, "index", kOp));
-  JAXSOK_RETURN_IF_ERROR(CheckCounters(*counters, slabs.capacity(), kOp));
-  store.index = IndexOf(*index);
-  store.counters = counters->typed_data();
-  store.starts = slabs.starts();
-  store.capacity = slabs.capacity();
-  JAXSOK_RETURN_IF_ERROR(CheckBytes(workspace->size_bytes(), RebuildWorkspaceBytes(store.capacity), "workspace", kOp));
-  StreamScope scope(stream);
-  return FromLaunch(LaunchRebuild(scope.get(), store, workspace->typed_data()), kOp);
+ffi::Error Rebuild(Call& call) {
+  Store store = ReadStore(call);
+  const Array index = call.Result("index", ffi::U32, {-1, kEntriesPerBucket * 4});
+  CheckIndex(call, "index", index);
+  store.view.index = IndexOf(index);
+  void* workspace = call.Workspace(RebuildWorkspaceBytes(store.view.capacity));
+  return call.Launch([&](Stream stream) { return LaunchRebuild(stream, store.view, workspace); });
 }
 
 /// Forgets, of the keys that wait for a row, those that were seen often.
-ffi::Error TableForgetImpl(StreamArgument stream, Index sightings_in, ffi::Buffer<ffi::U32> floors,
-                           ffi::Result<Index> sightings) {
-  constexpr char kOp[] = "table_forget";
-  JAXSOK_RETURN_IF_ERROR(CheckAlias(sightings_in.typed_data(), sightings->typed_data(), "sightings", kOp));
-  JAXSOK_RETURN_IF_ERROR(CheckIndex(sightings_in, "sightings", kOp));
-  StreamScope scope(stream);
-  return FromLaunch(
-      LaunchForget(scope.get(), IndexOf(*sightings), floors.typed_data(), static_cast<int32_t>(floors.element_count())),
-      kOp);
+ffi::Error Forget(Call& call) {
+  const Store store = ReadStore(call);
+  const Array floors = call.Operand("floors", ffi::U32, {-1});
+  return call.Launch([&](Stream stream) {
+    return LaunchForget(stream, store.admission.sightings, floors.as<uint32_t>(), static_cast<int32_t>(floors.size(0)));
+  });
 }
 
 /// Makes sightings, of any size, of keys that wait for a row.
-ffi::Error TableWaitImpl(StreamArgument stream, Counters counters_in, ffi::Buffer<ffi::U32> floors,
-                         ffi::Buffer<ffi::U32> entries, ffi::Result<Index> sightings, ffi::Result<Counters> counters) {
-  constexpr char kOp[] = "table_wait";
-  JAXSOK_RETURN_IF_ERROR(CheckAlias(counters_in.typed_data(), counters->typed_data(), "counters", kOp));
-  JAXSOK_RETURN_IF_ERROR(CheckShape(entries.dimensions(), {-1, 4}, "entries", kOp));
-  JAXSOK_RETURN_IF_ERROR(CheckIndex(*sightings, "sightings", kOp));
-  JAXSOK_RETURN_IF_ERROR(CheckShape(counters->dimensions(), {kNumCounters}, "counters", kOp));
-  StreamScope scope(stream);
-  return FromLaunch(LaunchWait(scope.get(), IndexOf(*sightings), counters->typed_data(), floors.typed_data(),
-                               static_cast<int32_t>(floors.element_count()),
-                               reinterpret_cast<const Entry*>(entries.typed_data()), entries.dimensions()[0]),
-                    kOp);
+ffi::Error Wait(Call& call) {
+  const Store store = ReadStore(call);
+  const Array floors = call.Operand("floors", ffi::U32, {-1});
+  const Array entries = call.Operand("entries", ffi::U32, {-1, 4});
+  const Array sightings = call.Result("sightings", ffi::U32, {-1, kEntriesPerBucket * 4});
+  CheckIndex(call, "sightings", sightings);
+  return call.Launch([&](Stream stream) {
+    return LaunchWait(stream, IndexOf(sightings), store.view.counters, floors.as<uint32_t>(),
+                      static_cast<int32_t>(floors.size(0)), entries.as<Entry>(), entries.size(0));
+  });
 }
 
 }  // namespace
 
-JAXSOK_DEFINE_HANDLER(JaxsokTableForget, TableForgetImpl,
-                      BindStream().Arg<Index>().Arg<ffi::Buffer<ffi::U32>>().Ret<Index>());
-
-JAXSOK_DEFINE_HANDLER(JaxsokTableWait, TableWaitImpl,
-                      BindStream()
-                          .Arg<Counters>()
-                          .Arg<ffi::Buffer<ffi::U32>>()
-                          .Arg<ffi::Buffer<ffi::U32>>()
-                          .Ret<Index>()
-                          .Ret<Counters>());
-
-JAXSOK_DEFINE_HANDLER(JaxsokTableFind, TableFindImpl,
-                      BindStream().Arg<Index>().Arg<Counters>().Arg<Keys>().Arg<TableIds>().Ret<RowIds>());
-
-JAXSOK_DEFINE_HANDLER(JaxsokTableFindOrInsert, TableFindOrInsertImpl,
-                      BindStream()
-                          .Arg<Index>()
-                          .Arg<Counters>()
-                          .Arg<TableRows>()
-                          .Arg<Tables>()
-                          .Arg<Seed>()
-                          .Arg<Keys>()
-                          .Arg<TableIds>()
-                          .RemainingArgs()
-                          .Ret<Index>()
-                          .Ret<Counters>()
-                          .Ret<TableRows>()
-                          .Ret<RowIds>()
-                          .Ret<Counts>()
-                          .Ret<Workspace>()
-                          .RemainingRets()
-                          .Attr<int32_t>("num_slabs")
-                          .Attr<int32_t>("admission"));
-
-JAXSOK_DEFINE_HANDLER(JaxsokTableGather, TableGatherImpl,
-                      BindStream()
-                          .Arg<Counters>()
-                          .Arg<Tables>()
-                          .Arg<Seed>()
-                          .Arg<Requests>()
-                          .Arg<RowIds>()
-                          .RemainingArgs()
-                          .Ret<Counters>()
-                          .Ret<ffi::AnyBuffer>()
-                          .Ret<ffi::Buffer<ffi::S32>>()
-                          .Attr<int32_t>("num_slabs")
-                          .Attr<int32_t>("is_find"));
-
-JAXSOK_DEFINE_HANDLER(
-    JaxsokTableScatter, TableScatterImpl,
-    BindStream().Arg<RowIds>().Arg<ffi::AnyBuffer>().RemainingArgs().RemainingRets().Attr<int32_t>("num_slabs"));
-
-JAXSOK_DEFINE_HANDLER(
-    JaxsokTableTouch, TableTouchImpl,
-    BindStream().Arg<RowIds>().Arg<Uses>().Arg<Scalar>().RemainingArgs().RemainingRets().Attr<int32_t>("num_slabs"));
-
-JAXSOK_DEFINE_HANDLER(JaxsokTableErase, TableEraseImpl,
-                      BindStream()
-                          .Arg<Index>()
-                          .Arg<Counters>()
-                          .Arg<TableRows>()
-                          .Arg<Keys>()
-                          .Arg<TableIds>()
-                          .RemainingArgs()
-                          .Ret<Index>()
-                          .Ret<Counters>()
-                          .Ret<TableRows>()
-                          .Ret<Scalar>()
-                          .Ret<Workspace>()
-                          .RemainingRets()
-                          .Attr<int32_t>("num_slabs")
-                          .Attr<ffi::Span<const float>>("initial"));
-
-JAXSOK_DEFINE_HANDLER(
-    JaxsokTableRebuild, TableRebuildImpl,
-    BindStream().Arg<Counters>().RemainingArgs().Ret<Index>().Ret<Counters>().Ret<Workspace>().Attr<int32_t>(
-        "num_slabs"));
+JAXSOK_DEFINE_HANDLER(JaxsokTableFind, "table_find", Find);
+JAXSOK_DEFINE_HANDLER(JaxsokTableFindOrInsert, "table_find_or_insert", FindOrInsert);
+JAXSOK_DEFINE_HANDLER(JaxsokTableGather, "table_gather", Gather);
+JAXSOK_DEFINE_HANDLER(JaxsokTableScatter, "table_scatter", Scatter);
+JAXSOK_DEFINE_HANDLER(JaxsokTableTouch, "table_touch", Touch);
+JAXSOK_DEFINE_HANDLER(JaxsokTableErase, "table_erase", Erase);
+JAXSOK_DEFINE_HANDLER(JaxsokTableRebuild, "table_rebuild", Rebuild);
+JAXSOK_DEFINE_HANDLER(JaxsokTableForget, "table_forget", Forget);
+JAXSOK_DEFINE_HANDLER(JaxsokTableWait, "table_wait", Wait);
 
 }  // namespace jaxsok
 

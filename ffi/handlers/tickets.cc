@@ -6,119 +6,80 @@
 namespace jaxsok {
 namespace {
 
-using Tickets = ffi::Buffer<ffi::U32>;  // [1, kNumTicketLines + open tickets, 2]
-using Ticket = ffi::Buffer<ffi::U32>;   // [1, kNumTicketWords + stores]
+/// Reads the tickets of one shard, u32[1, kNumTicketLines + open tickets, 2], which are updated in place.
+TicketsView ReadTickets(Call& call) {
+  const Array array = call.InPlace("tickets", ffi::U32, {1, -1, 2});
+  const int64_t num_open = array.size(1) - kNumTicketLines;
+  call.RequireWhole(num_open >= 1, "tickets", "got ", array.size(1), " lines, wanted at least 3");
+  return {array.as<uint64_t>(), static_cast<uint32_t>(num_open)};
+}
 
-/// Reads the tickets of one shard, which are updated in place.
-ffi::Error ReadTickets(const Tickets& in, const Tickets& out, const char* op, TicketsView& tickets) {
-  JAXSOK_RETURN_IF_ERROR(CheckShape(in.dimensions(), {1, -1, 2}, "tickets", op));
-  const int64_t num_open = in.dimensions()[1] - kNumTicketLines;
-  if (num_open < 1) return Damaged(op, "tickets", std::to_string(in.dimensions()[1]) + " lines", "at least 3");
-  JAXSOK_RETURN_IF_ERROR(CheckAlias(in.typed_data(), out.typed_data(), "tickets", op));
-  tickets.words = reinterpret_cast<uint64_t*>(in.typed_data());
-  tickets.num_open = static_cast<uint32_t>(num_open);
-  return ffi::Error::Success();
+/// Reads the counters of each store.
+std::vector<const uint32_t*> ReadCounters(Call& call, int64_t num_stores) {
+  std::vector<const uint32_t*> counters;
+  for (int64_t s = 0; s < num_stores && !call.failed(); ++s) {
+    counters.push_back(call.Operand("counters", ffi::U32, {kNumCounters}).as<uint32_t>());
+  }
+  return counters;
 }
 
 /// The digest of a batch's keys.
-ffi::Error DigestImpl(StreamArgument stream, Keys keys, ffi::Result<Seed> digest) {
-  constexpr char kOp[] = "tickets_digest";
-  JAXSOK_RETURN_IF_ERROR(CheckShape(keys.dimensions(), {-1, 2}, "keys", kOp));
-  JAXSOK_RETURN_IF_ERROR(CheckShape(digest->dimensions(), {1, 2}, "digest", kOp));
-  StreamScope scope(stream);
-  return FromLaunch(LaunchTicketsDigest(scope.get(), {KeysOf(keys), keys.dimensions()[0]},
-                                        reinterpret_cast<uint64_t*>(digest->typed_data())),
-                    kOp);
+ffi::Error Digest(Call& call) {
+  const Array keys = ReadKeys(call);
+  const Array digest = call.Result("digest", ffi::U32, {1, 2});
+  return call.Launch([&](Stream stream) {
+    return LaunchTicketsDigest(stream, {keys.as<uint64_t>(), keys.size(0)}, digest.as<uint64_t>());
+  });
 }
 
-/// Makes the ticket of a lookup. The remaining operands: the counters of each store, then digests.
-ffi::Error IssueImpl(StreamArgument stream, Tickets tickets_in, Seed lineage, ffi::RemainingArgs args,
-                     ffi::Result<Tickets> tickets_out, ffi::Result<Ticket> ticket, int32_t layout) {
-  constexpr char kOp[] = "tickets_issue";
-  TicketsView tickets;
-  JAXSOK_RETURN_IF_ERROR(ReadTickets(tickets_in, *tickets_out, kOp, tickets));
-  JAXSOK_RETURN_IF_ERROR(CheckShape(lineage.dimensions(), {2}, "lineage", kOp));
-  JAXSOK_RETURN_IF_ERROR(CheckShape(ticket->dimensions(), {1, -1}, "ticket", kOp));
-  const int64_t num_stores = ticket->dimensions()[1] - kNumTicketWords;
-  if (num_stores < 0 || static_cast<size_t>(num_stores) > args.size()) {
-    return ffi::Error::InvalidArgument(std::string(kOp) + ": ticket: got " + std::to_string(num_stores) +
-                                       " stores, wanted 0 to " + std::to_string(args.size()));
+/// Makes the ticket of a lookup.
+ffi::Error Issue(Call& call) {
+  const TicketsView tickets = ReadTickets(call);
+  const Array ticket = call.Result("ticket", ffi::U32, {1, -1});
+  const Array lineage = call.Operand("lineage", ffi::U32, {2});
+  const std::vector<const uint32_t*> counters = ReadCounters(call, ticket.size(1) - kNumTicketWords);
+  std::vector<const uint64_t*> digests;
+  while (call.num_operands_left() > 0 && !call.failed()) {
+    digests.push_back(call.Operand("digest", ffi::U32, {1, 2}).as<uint64_t>());
   }
-  std::vector<const uint32_t*> counters(num_stores);
-  std::vector<const uint64_t*> digests(args.size() - counters.size());
-  for (size_t i = 0; i < args.size(); ++i) {
-    auto operand = args.get<ffi::Buffer<ffi::U32>>(i);
-    if (!operand.has_value()) return operand.error();
-    if (i < counters.size()) {
-      JAXSOK_RETURN_IF_ERROR(CheckShape(operand->dimensions(), {kNumCounters}, "counters", kOp));
-      counters[i] = operand->typed_data();
-    } else {
-      JAXSOK_RETURN_IF_ERROR(CheckShape(operand->dimensions(), {1, 2}, "digest", kOp));
-      digests[i - counters.size()] = reinterpret_cast<const uint64_t*>(operand->typed_data());
-    }
-  }
-  StreamScope scope(stream);
-  return FromLaunch(LaunchTicketsIssue(scope.get(), tickets, digests.data(), static_cast<int>(digests.size()),
-                                       counters.data(), static_cast<int>(counters.size()), lineage.typed_data(),
-                                       static_cast<uint32_t>(layout), ticket->typed_data()),
-                    kOp);
+  const auto layout = static_cast<uint32_t>(call.Attribute<int32_t>("layout"));
+  return call.Launch([&](Stream stream) {
+    return LaunchTicketsIssue(stream, tickets, digests.data(), static_cast<int>(digests.size()), counters.data(),
+                              static_cast<int>(counters.size()), lineage.as<uint32_t>(), layout, ticket.as<uint32_t>());
+  });
 }
 
-/// Takes tickets out. The remaining operands: the counters of each store, then the ticket of each plan. Plan
-/// `plan_of_use[u]` used store `store_of_use[u]`.
-ffi::Error RedeemImpl(StreamArgument stream, Tickets tickets_in, ffi::RemainingArgs args,
-                      ffi::Result<Tickets> tickets_out, ffi::Result<ffi::Buffer<ffi::PRED>> is_live,
-                      ffi::Result<ffi::Buffer<ffi::S32>> num_misused, ffi::Span<const int32_t> plan_of_use,
-                      ffi::Span<const int32_t> store_of_use) {
-  constexpr char kOp[] = "tickets_redeem";
-  TicketsView tickets;
-  JAXSOK_RETURN_IF_ERROR(ReadTickets(tickets_in, *tickets_out, kOp, tickets));
-  JAXSOK_RETURN_IF_ERROR(CheckShape(is_live->dimensions(), {-1}, "is_live", kOp));
-  const int64_t num_plans = is_live->dimensions()[0], num_stores = static_cast<int64_t>(args.size()) - num_plans;
-  std::vector<const uint32_t*> words(args.size());
-  for (size_t i = 0; i < args.size(); ++i) {
-    auto operand = args.get<ffi::Buffer<ffi::U32>>(i);
-    if (!operand.has_value()) return operand.error();
-    const bool is_store = static_cast<int64_t>(i) < num_stores;
-    JAXSOK_RETURN_IF_ERROR(is_store
-                               ? CheckShape(operand->dimensions(), {kNumCounters}, "counters", kOp)
-                               : CheckShape(operand->dimensions(), {1, kNumTicketWords + num_stores}, "ticket", kOp));
-    words[i] = operand->typed_data();
+/// Takes the tickets of plans out. Plan `plan_of_use[u]` used store `store_of_use[u]`.
+ffi::Error Redeem(Call& call) {
+  const TicketsView tickets = ReadTickets(call);
+  const Array is_live = call.Result("is_live", ffi::PRED, {-1});
+  const Array num_misused = call.Result("num_misused", ffi::S32, {});
+  const int64_t num_plans = is_live.size(0), num_stores = static_cast<int64_t>(call.num_operands_left()) - num_plans;
+  const std::vector<const uint32_t*> counters = ReadCounters(call, num_stores);
+  std::vector<const uint32_t*> plans;
+  for (int64_t p = 0; p < num_plans; ++p) {
+    plans.push_back(call.Operand("ticket", ffi::U32, {1, kNumTicketWords + num_stores}).as<uint32_t>());
   }
-  const uint32_t* const* plans = words.data() + num_stores;
-  std::vector<TicketUse> uses(plan_of_use.size());
-  for (size_t u = 0; u < uses.size(); ++u) {
+  const auto plan_of_use = call.Attribute<ffi::Span<const int32_t>>("plan_of_use");
+  const auto store_of_use = call.Attribute<ffi::Span<const int32_t>>("store_of_use");
+  std::vector<TicketUse> uses;
+  for (size_t u = 0; u < plan_of_use.size(); ++u) {
     const int32_t plan = plan_of_use[u], store = u < store_of_use.size() ? store_of_use[u] : -1;
-    if (plan < 0 || plan >= num_plans || store < 0 || store >= num_stores) {
-      return ffi::Error::InvalidArgument(std::string(kOp) + ": uses: got plan " + std::to_string(plan) + " of store " +
-                                         std::to_string(store) + ", wanted some of " + std::to_string(num_plans) +
-                                         " plans and " + std::to_string(num_stores) + " stores");
-    }
-    uses[u] = {plans[plan] + kNumTicketWords + store, words[store], plan};
+    const bool is_known = plan >= 0 && plan < num_plans && store >= 0 && store < num_stores;
+    call.Require(is_known, "uses", "got plan ", plan, " of store ", store, ", wanted some of ", num_plans,
+                 " plans and ", num_stores, " stores");
+    if (!call.failed()) uses.push_back({plans[plan] + kNumTicketWords + store, counters[store], plan});
   }
-  StreamScope scope(stream);
-  return FromLaunch(
-      LaunchTicketsRedeem(scope.get(), tickets, plans, static_cast<int>(num_plans), uses.data(),
-                          static_cast<int>(uses.size()), is_live->typed_data(), num_misused->typed_data()),
-      kOp);
+  return call.Launch([&](Stream stream) {
+    return LaunchTicketsRedeem(stream, tickets, plans.data(), static_cast<int>(num_plans), uses.data(),
+                               static_cast<int>(uses.size()), is_live.as<bool>(), num_misused.as<int32_t>());
+  });
 }
 
 }  // namespace
 
-JAXSOK_DEFINE_HANDLER(JaxsokTicketsDigest, DigestImpl, BindStream().Arg<Keys>().Ret<Seed>());
-
-JAXSOK_DEFINE_HANDLER(
-    JaxsokTicketsIssue, IssueImpl,
-    BindStream().Arg<Tickets>().Arg<Seed>().RemainingArgs().Ret<Tickets>().Ret<Ticket>().Attr<int32_t>("layout"));
-
-JAXSOK_DEFINE_HANDLER(JaxsokTicketsRedeem, RedeemImpl,
-                      BindStream()
-                          .Arg<Tickets>()
-                          .RemainingArgs()
-                          .Ret<Tickets>()
-                          .Ret<ffi::Buffer<ffi::PRED>>()
-                          .Ret<ffi::Buffer<ffi::S32>>()
-                          .Attr<ffi::Span<const int32_t>>("plan_of_use")
-                          .Attr<ffi::Span<const int32_t>>("store_of_use"));
+JAXSOK_DEFINE_HANDLER(JaxsokTicketsDigest, "tickets_digest", Digest);
+JAXSOK_DEFINE_HANDLER(JaxsokTicketsIssue, "tickets_issue", Issue);
+JAXSOK_DEFINE_HANDLER(JaxsokTicketsRedeem, "tickets_redeem", Redeem);
 
 }  // namespace jaxsok

@@ -2,12 +2,11 @@
 
 from collections.abc import Sequence
 
-import jax
 import numpy as np
 from jaxtyping import Array, Float32, Int32
 
-from jaxsok.kernels import library
-from jaxsok.kernels.table import result
+from jaxsok.kernels.call import call, result, workspace
+from jaxsok.kernels.lookup import bag_operands
 from jaxsok.types import Inverse
 
 Bags = tuple[Int32[Array, " num_offsets"], Float32[Array, " num_weights"], Int32[np.ndarray, "num_features 12"]]
@@ -18,9 +17,9 @@ def combine(
     rows: Float32[Array, "num_unique dim"], inverse: Inverse, bags: Bags, num_bags: int, num_tiles: int
 ) -> Float32[Array, "num_bags dim"]:
     """The rows of each bag into its embedding. See `LaunchCombine` in ffi/kernels/combine.h."""
-    library.register()
-    call = jax.ffi.ffi_call("jaxsok_combine", result(rows, (num_bags, rows.shape[1]), "float32"))
-    return call(rows, inverse, *bags, num_tiles=np.int32(num_tiles))
+    operands = {"rows": rows, "inverse": inverse} | bag_operands(bags)
+    results = {"embeddings": result(rows, (num_bags, rows.shape[1]), "float32")}
+    return call("jaxsok_combine", operands, results, num_tiles=num_tiles)["embeddings"]
 
 
 def combine_transpose(
@@ -31,14 +30,12 @@ def combine_transpose(
     Returns:
       row_gradients, num_uses.
     """
-    dim = gradients[0].shape[-1]
-    workspace = library.register().JaxsokUpdateWorkspaceBytes(inverse.shape[0], dim)
-    results = (
-        result(gradients[0], (num_unique, dim), "float32"),
-        result(gradients[0], (num_unique,), "int32"),
-        result(gradients[0], (workspace,), "uint8"),
-    )
-    row_gradients, num_uses, _ = jax.ffi.ffi_call("jaxsok_combine_transpose", results)(
-        inverse, *bags, *gradients, num_tiles=np.int32(num_tiles)
-    )
-    return row_gradients, num_uses
+    like, dim = gradients[0], gradients[0].shape[-1]
+    operands = {"inverse": inverse} | bag_operands(bags) | {"gradients": gradients}
+    results = {
+        "row_gradients": result(like, (num_unique, dim), "float32"),
+        "num_uses": result(like, (num_unique,), "int32"),
+        "workspace": workspace(like, "JaxsokUpdateWorkspaceBytes", inverse.shape[0], dim),
+    }
+    out = call("jaxsok_combine_transpose", operands, results, num_tiles=num_tiles)
+    return out["row_gradients"], out["num_uses"]

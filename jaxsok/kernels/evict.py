@@ -2,17 +2,14 @@
 
 from collections.abc import Sequence
 
-import jax
 import numpy as np
 from jaxtyping import Array, UInt8, UInt32
 
-from jaxsok.kernels import library
-from jaxsok.kernels.table import RecordSlab, StateSlab, result
+from jaxsok.kernels.call import RecordSlab, Store, call_on, call_on_store, result, workspace
 
 # Slabs of one array differ in capacity.
 ScoreSlab = UInt32[Array, " _"]
 MaskSlab = UInt8[Array, " _"]
-StatisticsSlab = UInt32[Array, "_ 2"]
 ALL_TABLES = -1
 
 
@@ -37,87 +34,52 @@ def select(
     Returns:
       A flag for each row, and how many have one, by table.
     """
-    capacity = sum(slab.shape[0] for slab in records)
-    workspace = library.register().JaxsokSelectWorkspaceBytes()
     like = records[0]
-    results = (
-        result(like, (capacity,), "uint8"),
-        result(like, (num_tables,), "uint32"),
-        result(like, (workspace,), "uint8"),
+    out = call_on(
+        "jaxsok_evict_select",
+        {"records": records},
+        {"num_kept": num_kept, "ranks": scores or mask},
+        {
+            "flags": result(like, (sum(slab.shape[0] for slab in records),), "uint8"),
+            "num_selected": result(like, (num_tables,), "uint32"),
+            "workspace": workspace(like, "JaxsokSelectWorkspaceBytes"),
+        },
+        num_words=len(scores),
+        table=table,
     )
-    slabs = [slab[:, None] for array in (scores or [mask]) for slab in array]
-    flags, num_selected, _ = jax.ffi.ffi_call("jaxsok_evict_select", results)(
-        num_kept,
-        *records,
-        *slabs,
-        num_slabs=np.int32(len(records)),
-        num_words=np.int32(len(scores)),
-        table=np.int32(table),
-    )
-    return flags, num_selected
+    return out["flags"], out["num_selected"]
 
 
 def release(
-    index: UInt32[Array, "num_buckets 16"],
-    counters: UInt32[Array, " num_counters"],
-    table_rows: UInt32[Array, " num_tables"],
+    store: Store,
     flags: UInt8[Array, " capacity"],
-    records: Sequence[RecordSlab],
-    states: Sequence[Sequence[StateSlab]],
-    initial_values: Sequence[float],
-    statistics: Sequence[StatisticsSlab],
-    table_evicted: Sequence[UInt32[Array, " num_tables"]],
-) -> tuple[
-    Array,
-    Array,
-    Array,
-    tuple[Array, ...],
-    tuple[tuple[Array, ...], ...],
-    tuple[Array, ...],
-    tuple[Array, ...],
-    UInt32[Array, " num_tables"],
-]:
+    initial_values: Sequence[float] = (),
+    *,
+    counts_evicted: bool = False,
+) -> tuple[Store, UInt32[Array, " num_tables"]]:
     """Takes flagged rows away and sweeps the index in place. See `LaunchRelease` in ffi/kernels/evict.h.
 
     Args:
-      index: as the others of a store, donated.
-      counters: likewise.
-      table_rows: likewise.
+      store: donated.
       flags: of `select`.
-      records: slabs.
-      states: of the optimizer, in slabs.
-      initial_values: of the states.
-      statistics: slabs; none where none are kept.
-      table_evicted: one array, or none.
+      initial_values: of the optimizer state.
+      counts_evicted: whether they are added to `table_evicted`, if the store has it.
 
     Returns:
-      index, counters, table_rows, records, states, statistics, table_evicted (all donated), num_released by table.
+      The store, and num_released by table.
     """
-    num_slabs = len(records)
-    capacity = sum(slab.shape[0] for slab in records)
-    workspace = library.register().JaxsokReleaseWorkspaceBytes(capacity)
-    state = (index, counters, table_rows)
-    slabs = (*records, *(slab for array in states for slab in array), *statistics, *table_evicted)
-    results = (
-        *map(jax.typeof, state),
-        jax.typeof(table_rows),
-        result(table_rows, (workspace,), "uint8"),
-        *map(jax.typeof, slabs),
-    )
-    aliases = {0: 0, 1: 1, 2: 2} | {4 + i: 5 + i for i in range(len(slabs))}
-    call = jax.ffi.ffi_call("jaxsok_evict_release", results, input_output_aliases=aliases)
-    index, counters, table_rows, num_released, _, *slabs = call(
-        *state,
-        flags,
-        *slabs,
-        num_slabs=np.int32(num_slabs),
-        has_statistics=np.int32(len(statistics) > 0),
-        has_evicted=np.int32(len(table_evicted)),
+    like = store.table_rows
+    capacity = sum(slab.shape[0] for slab in store.records)
+    changed = ("index", "counters", "table_rows", "records", "states", "statistics")
+    store, out = call_on_store(
+        "jaxsok_evict_release",
+        store,
+        {"flags": flags},
+        {
+            "num_released": result(like, like.shape, "uint32"),
+            "workspace": workspace(like, "JaxsokReleaseWorkspaceBytes", capacity),
+        },
+        changes=(*changed, "table_evicted") if counts_evicted else changed,
         initial=np.asarray(initial_values, np.float32),
     )
-    of_slabs = slabs[: len(slabs) - len(table_evicted)]
-    parts = [tuple(of_slabs[i : i + num_slabs]) for i in range(0, len(of_slabs), num_slabs)]
-    new_states = tuple(parts[1 : 1 + len(states)])
-    new_statistics = parts[-1] if statistics else ()
-    new_evicted = tuple(slabs[len(of_slabs) :])
-    return index, counters, table_rows, parts[0], new_states, new_statistics, new_evicted, num_released
+    return store, out["num_released"]

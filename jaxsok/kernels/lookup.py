@@ -1,16 +1,14 @@
 """Doors of the lookup noun: keys to embeddings, inserting, reading only, or with row ids known."""
 
 import dataclasses
-import itertools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 from jaxtyping import Array, Float32, Int32, UInt32
 
-from jaxsok.kernels import library
-from jaxsok.kernels.table import Admission, RecordSlab, Slab, StatisticsSlab, result
+from jaxsok.kernels.call import Slab, Store, StoreArrays, call, call_on, call_on_store, result, workspace
+from jaxsok.kernels.table import ADMITTING, Admission, Tables, admission_operands
 from jaxsok.types import COUNTS, Keys, RowIds
 
 Batch = tuple[Keys, Int32[Array, " num_offsets"], Float32[Array, " num_weights"], Int32[np.ndarray, "num_features 12"]]
@@ -22,81 +20,70 @@ QUANTIZED_DTYPES: tuple[str, ...] = ("int8", "float8_e4m3fn")
 _COMBINER_WORD = 1  # of a line of features: kFeatureCombiner in ffi/core/layout.h
 
 
+class LookedUp(NamedTuple):
+    """What a lookup gives beside the store."""
+
+    row_ids: RowIds
+    counts: Int32[Array, "num_tables num_counts"]
+    digest: UInt32[Array, "1 2"]
+    """Of the keys."""
+    embeddings: list[Array]
+    """By feature."""
+
+
 def lookup(
-    index: UInt32[Array, "num_buckets 16"],
-    counters: UInt32[Array, " num_counters"],
-    table_rows: UInt32[Array, " num_tables"],
-    tables: UInt32[np.ndarray, "num_tables 16"],
+    store: Store,
+    tables: Tables,
     seed: UInt32[Array, "2"],
     batch: Batch,
-    rows: Sequence[Slab],
-    records: Sequence[RecordSlab],
     embedding_shapes: Sequence[tuple[int, ...]],
     num_tiles: int,
     embedding_dtype: str = "float32",
     admission: Admission | None = None,
-    statistics: Sequence[StatisticsSlab] = (),
     clock: UInt32[Array, ""] | None = None,
-) -> tuple[
-    Array,
-    Array,
-    Array,
-    tuple[Array, ...],
-    tuple[Array, ...],
-    tuple[StatisticsSlab, ...],
-    tuple[tuple[Array, ...], tuple[Array, ...]],
-    RowIds,
-    Int32[Array, "num_tables num_counts"],
-    UInt32[Array, "1 2"],
-    list[Array],
-]:
+) -> tuple[Store, LookedUp]:
     """Looks up a batch; unseen keys get rows. See `LaunchLookup` in ffi/kernels/lookup.h.
 
-    With `statistics`, slabs of the store, the uses of rows are noted in them: `clock` is what `last_step` becomes.
-
-    Returns:
-      index, counters, table_rows, rows, records, statistics, (sightings, bloom) (all donated), row_ids, counts,
-      the digest of the keys, embeddings.
+    Args:
+      store: donated.
+      tables: words of the store's tables.
+      seed: of the state.
+      batch: what is looked up.
+      embedding_shapes: by feature.
+      num_tiles: of all features.
+      embedding_dtype: that of the rows, or float32.
+      admission: None: everyone is let in.
+      clock: what `last_step` of the rows used becomes, in the statistics of the store; None: they stay as they are.
     """
-    if bool(statistics) != (clock is not None):
-        raise ValueError("lookup: statistics and clock: got one of them; pass both or neither")
-    keys, num_slabs = batch[0], len(rows)
-    workspace = library.register().JaxsokInsertWorkspaceBytes(keys.shape[0])
-    state = (index, counters, table_rows)
-    slabs = (*rows, *records, *statistics, *(() if admission is None else admission.in_place))
-    others = (*(() if admission is None else admission.others), *(() if clock is None else (clock,)))
-    results = (
-        *map(jax.typeof, state),
-        result(keys, (keys.shape[0],), "uint32"),
-        result(keys, (tables.shape[0], len(COUNTS)), "int32"),
-        result(keys, (1, 2), "uint32"),
-        result(keys, (workspace,), "uint8"),
-        *map(jax.typeof, slabs),
-        *(result(keys, shape, embedding_dtype) for shape in embedding_shapes),
-    )
-    aliases = {0: 0, 1: 1, 2: 2} | {9 + i: 7 + i for i in range(len(slabs))}
-    call = jax.ffi.ffi_call("jaxsok_lookup", results, input_output_aliases=aliases)
-    attributes = {
-        "statistics": np.int32(bool(statistics)),
-        "admission": np.int32(0 if admission is None else admission.bits),
+    if clock is not None and not store.statistics:
+        raise ValueError("lookup: clock: got one for a store that keeps no statistics; leave it out")
+    keys = batch[0]
+    deciding, asked = admission_operands(admission)
+    noted = {} if clock is None else {"clock": clock}
+    changes = ["index", "counters", "table_rows", "rows", "records"]
+    changes += [*(("statistics",) if noted else ()), *(ADMITTING if asked else ())]
+    results = {
+        "row_ids": result(keys, (keys.shape[0],), "uint32"),
+        "digest": result(keys, (1, 2), "uint32"),
+        "workspace": workspace(keys, "JaxsokInsertWorkspaceBytes", keys.shape[0]),
     }
-    out = call(*state, tables, seed, *batch, *slabs, *others, **attributes, **_attributes(batch, num_slabs, num_tiles))
-    index, counters, table_rows, row_ids, counts, digest, _, *rest = out
-    ends = [num_slabs, 2 * num_slabs, 2 * num_slabs + len(statistics), len(slabs), len(rest)]
-    *in_place, embeddings = (tuple(rest[begin:end]) for begin, end in itertools.pairwise([0, *ends]))
-    new_rows, new_records, new_statistics, counted = in_place
-    counted = ((), ()) if admission is None else admission.after(counted)
-    state = (index, counters, table_rows, new_rows, new_records, new_statistics, counted)
-    return *state, row_ids, counts, digest, list(embeddings)
+    store, out = call_on_store(
+        "jaxsok_lookup",
+        store,
+        {"tables": tables, "seed": seed} | batch_operands(batch) | deciding | noted,
+        results | _counts_and_embeddings(batch, tables, embedding_shapes, embedding_dtype),
+        changes=changes,
+        admission=asked,
+        **_attributes(batch, num_tiles),
+    )
+    return store, LookedUp(out["row_ids"], out["counts"], out["digest"], out["embeddings"])
 
 
 def lookup_find(
-    index: UInt32[Array, "num_buckets 16"],
-    counters: UInt32[Array, " num_counters"],
-    tables: UInt32[np.ndarray, "num_tables 16"],
+    store: StoreArrays,
+    tables: Tables,
     seed: UInt32[Array, "2"],
     batch: Batch,
-    rows: Sequence[Slab],
     embedding_shapes: Sequence[tuple[int, ...]],
     num_tiles: int,
     embedding_dtype: str = "float32",
@@ -106,16 +93,20 @@ def lookup_find(
     Returns:
       counts, embeddings.
     """
-    library.register()
-    results = _counts_and_embeddings(batch[0], tables, embedding_shapes, embedding_dtype)
-    call = jax.ffi.ffi_call("jaxsok_lookup_find", results)
-    counts, *embeddings = call(index, counters, tables, seed, *batch, *rows, **_attributes(batch, len(rows), num_tiles))
-    return counts, list(embeddings)
+    _, out = call_on_store(
+        "jaxsok_lookup_find",
+        store,
+        {"tables": tables, "seed": seed} | batch_operands(batch),
+        _counts_and_embeddings(batch, tables, embedding_shapes, embedding_dtype),
+        reads=("index", "counters", "rows"),
+        **_attributes(batch, num_tiles),
+    )
+    return out["counts"], out["embeddings"]
 
 
 def lookup_planned(
     counters: UInt32[Array, " num_counters"],
-    tables: UInt32[np.ndarray, "num_tables 16"],
+    tables: Tables,
     seed: UInt32[Array, "2"],
     batch: Batch,
     row_ids: RowIds,
@@ -124,18 +115,20 @@ def lookup_planned(
     num_tiles: int,
     embedding_dtype: str = "float32",
 ) -> tuple[UInt32[Array, " num_counters"], Int32[Array, "num_tables num_counts"], list[Array]]:
-    """Combines rows whose ids are known. See `LaunchLookupPlanned` in ffi/kernels/lookup.h.
+    """Combines rows whose ids are known, a store's or others. See `LaunchLookupPlanned` in ffi/kernels/lookup.h.
 
     Returns:
       counters (donated, unchanged: an op that takes them comes after this one), counts, embeddings.
     """
-    library.register()
-    results = (jax.typeof(counters), *_counts_and_embeddings(batch[0], tables, embedding_shapes, embedding_dtype))
-    call = jax.ffi.ffi_call("jaxsok_lookup_planned", results, input_output_aliases={0: 0})
-    counters, counts, *embeddings = call(
-        counters, tables, seed, *batch, row_ids, *rows, **_attributes(batch, len(rows), num_tiles)
+    out = call_on(
+        "jaxsok_lookup_planned",
+        {"counters": counters, "rows": rows},
+        {"tables": tables, "seed": seed} | batch_operands(batch) | {"row_ids": row_ids},
+        _counts_and_embeddings(batch, tables, embedding_shapes, embedding_dtype),
+        in_place=("counters",),
+        **_attributes(batch, num_tiles),
     )
-    return counters, counts, list(embeddings)
+    return out["counters"], out["counts"], out["embeddings"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -180,25 +173,21 @@ def lookup_frozen(
     Raises:
       ValueError: rows and scales, or rows and embeddings, do not fit each other.
     """
-    library.register()
     for number, store in enumerate(stores):
         _check_frozen(store, f"kernels.lookup_frozen: stores[{number}]")
-    num_tables = sum(store.tables.shape[0] for store in stores)
-    keys = stores[0].batch[0]
-    results = [result(keys, (num_tables, len(COUNTS)), "int32")]
-    operands: list[Any] = [seed]
-    for store in stores:
-        scales = () if store.scales is None else (store.scales,)
-        operands += [store.index, store.counters, store.tables, *store.batch, store.rows, *scales]
-        results += [result(store.batch[0], shape, store.embedding_dtype) for shape in store.embedding_shapes]
-    kinds = np.array([store.kinds for store in stores], np.int32)
-    call = jax.ffi.ffi_call("jaxsok_lookup_frozen", results)
-    counts, *embeddings = call(*operands, kinds=kinds, is_counted=np.int32(is_counted))
-    by_store = []
-    for store in stores:
-        by_store.append(embeddings[: len(store.embedding_shapes)])
-        embeddings = embeddings[len(store.embedding_shapes) :]
-    return counts if is_counted else None, by_store
+    keys, num_tables = stores[0].batch[0], sum(store.tables.shape[0] for store in stores)
+    read = [(one.index, one.counters, one.tables, *one.batch, one.rows, one.scales) for one in stores]
+    embeddings = [
+        [result(one.batch[0], shape, one.embedding_dtype) for shape in one.embedding_shapes] for one in stores
+    ]
+    out = call(
+        "jaxsok_lookup_frozen",
+        {"seed": seed, "stores": read},
+        {"counts": result(keys, (num_tables, len(COUNTS)), "int32"), "embeddings": embeddings},
+        kinds=np.array([store.kinds for store in stores], np.int32),
+        is_counted=is_counted,
+    )
+    return out["counts"] if is_counted else None, out["embeddings"]
 
 
 def _check_frozen(store: FrozenOperands, what: str) -> None:
@@ -213,17 +202,27 @@ def _check_frozen(store: FrozenOperands, what: str) -> None:
         raise ValueError(f"{what}: embedding_dtype: got {store.embedding_dtype!r}, wanted one of {allowed}.")
 
 
-def _attributes(batch: Batch, num_slabs: int, num_tiles: int) -> dict[str, np.int32]:
+def batch_operands(batch: Batch) -> dict[str, Any]:
+    """The operands that ReadBatch in ffi/handlers/buffers.h reads."""
+    return {"keys": batch[0]} | bag_operands(batch[1:])
+
+
+def bag_operands(bags: Sequence[Any]) -> dict[str, Any]:
+    """Those that ReadBags reads: offsets, weights, features."""
+    return dict(zip(("offsets", "weights", "features"), bags, strict=True))
+
+
+def _attributes(batch: Batch, num_tiles: int) -> dict[str, Any]:
     """What a launch must know before it can look into the batch; `kinds`: FeatureKind in ffi/core/layout.h."""
     is_bag = batch[3][:, _COMBINER_WORD] != 0
-    kinds = int(not is_bag.all()) | int(is_bag.any()) << 1
-    return {"num_slabs": np.int32(num_slabs), "num_tiles": np.int32(num_tiles), "kinds": np.int32(kinds)}
+    return {"num_tiles": num_tiles, "kinds": int(not is_bag.all()) | int(is_bag.any()) << 1}
 
 
 def _counts_and_embeddings(
-    keys: Keys, tables: np.ndarray, embedding_shapes: Sequence[tuple[int, ...]], embedding_dtype: str
-) -> tuple[Any, ...]:
-    return (
-        result(keys, (tables.shape[0], len(COUNTS)), "int32"),
-        *(result(keys, shape, embedding_dtype) for shape in embedding_shapes),
-    )
+    batch: Batch, tables: Tables, embedding_shapes: Sequence[tuple[int, ...]], embedding_dtype: str
+) -> dict[str, Any]:
+    keys = batch[0]
+    return {
+        "counts": result(keys, (tables.shape[0], len(COUNTS)), "int32"),
+        "embeddings": [result(keys, shape, embedding_dtype) for shape in embedding_shapes],
+    }

@@ -1,12 +1,10 @@
 """Doors of the plan noun: the distinct keys of a batch, by first position or by owner."""
 
-import jax
 import numpy as np
 from jaxtyping import Array, Int32, UInt32
 
-from jaxsok.kernels import library
-from jaxsok.kernels.lookup import Batch
-from jaxsok.kernels.table import result
+from jaxsok.kernels.call import call, result, workspace
+from jaxsok.kernels.lookup import Batch, batch_operands
 from jaxsok.types import REQUEST_WORDS, Inverse, Keys, TableIds
 
 
@@ -16,18 +14,16 @@ def plan(batch: Batch, num_tiles: int) -> tuple[Keys, TableIds, Inverse, Int32[A
     Returns:
       unique, unique_tables, inverse, multiplicity, num_unique.
     """
-    keys = batch[0]
-    n = keys.shape[0]
-    workspace = library.register().JaxsokPlanWorkspaceBytes(n)
-    results = (
-        result(keys, (n, 2), "uint32"),
-        result(keys, (n,), "uint32"),
-        result(keys, (n,), "int32"),
-        result(keys, (n,), "int32"),
-        result(keys, (), "int32"),
-        result(keys, (workspace,), "uint8"),
-    )
-    *out, _ = jax.ffi.ffi_call("jaxsok_plan", results)(*batch, num_tiles=np.int32(num_tiles))
+    keys, n = batch[0], batch[0].shape[0]
+    results = {
+        "unique": result(keys, (n, 2), "uint32"),
+        "unique_tables": result(keys, (n,), "uint32"),
+        "inverse": result(keys, (n,), "int32"),
+        "multiplicity": result(keys, (n,), "int32"),
+        "num_unique": result(keys, (), "int32"),
+        "workspace": workspace(keys, "JaxsokPlanWorkspaceBytes", n),
+    }
+    *out, _ = call("jaxsok_plan", batch_operands(batch), results, num_tiles=num_tiles).values()
     return tuple(out)
 
 
@@ -45,22 +41,15 @@ def plan_requests(
     Returns:
       requests, inverse, starts, hashes (none unless `by_hash`).
     """
-    keys = batch[0]
-    n = keys.shape[0]
-    workspace = library.register().JaxsokPlanRequestsWorkspaceBytes(n)
-    results = (
-        result(keys, (n, REQUEST_WORDS), "uint32"),
-        result(keys, (n,), "int32"),
-        result(keys, (num_shards + 1,), "int32"),
-        result(keys, (n if by_hash else 0, 2), "uint32"),
-        result(keys, (workspace,), "uint8"),
-    )
-    *out, _ = jax.ffi.ffi_call("jaxsok_plan_requests", results)(
-        *batch,
-        tables,
-        partition_owners,
-        num_tiles=np.int32(num_tiles),
-        num_shards=np.int32(num_shards),
-        by_hash=np.int32(by_hash),
-    )
+    keys, n = batch[0], batch[0].shape[0]
+    operands = batch_operands(batch) | {"tables": tables, "partition_owners": partition_owners}
+    results = {
+        "requests": result(keys, (n, REQUEST_WORDS), "uint32"),
+        "inverse": result(keys, (n,), "int32"),
+        "starts": result(keys, (num_shards + 1,), "int32"),
+        "hashes": result(keys, (n if by_hash else 0, 2), "uint32"),
+        "workspace": workspace(keys, "JaxsokPlanRequestsWorkspaceBytes", n),
+    }
+    attributes = {"num_tiles": num_tiles, "num_shards": num_shards, "by_hash": by_hash}
+    *out, _ = call("jaxsok_plan_requests", operands, results, **attributes).values()
     return tuple(out)

@@ -4,58 +4,38 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-import jax
+import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Float32, Int32, Shaped, UInt32
+from jaxtyping import Array, Float, Int32, Shaped, UInt32
 
-from jaxsok.kernels import library
+from jaxsok.kernels.call import RecordSlab, StatisticsSlab, Store, call, call_on, call_on_store, result, workspace
 from jaxsok.types import BUCKET_WORDS, COUNTS, Keys, RowIds, TableIds
 
-# Slabs of one array differ in capacity. Rows are float32, bfloat16 or float16; optimizer state is as wide as its row
-# or 1.
-Slab = Float[Array, "_ dim"]
-StateSlab = Float32[Array, "_ _"]
-RecordSlab = UInt32[Array, "_ 4"]
-StatisticsSlab = UInt32[Array, "_ 2"]
-
-
-def result(like: Array, shape: tuple[int, ...], dtype: Any) -> Any:
-    """A result type that varies over the mesh as `like` does."""
-    return jax.typeof(like).update(shape=shape, dtype=np.dtype(dtype))
+Tables = UInt32[np.ndarray, "num_tables 16"]
+"""What a store's tables are, by number: TableWord in ffi/core/layout.h."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Admission:
-    """What decides who of the unseen keys gets a row (`AdmissionView` in ffi/core/layout.h)."""
+    """What decides who of the unseen keys gets a row, beside the store's sightings and its Bloom filter."""
 
-    sightings: tuple[UInt32[Array, "_ 16"], ...]
-    """None or one; donated."""
-    bloom: tuple[UInt32[Array, " _"], ...]
-    """None or one; donated."""
     step: UInt32[Array, ""]
-    refused: UInt32[np.ndarray, "num_tables 16"]
+    refused: Tables
     """As `tables`, with initializers that give what keys without a row read."""
     uses: UInt32[Array, " num_keys"] | None = None
     """Occurrences that each position stands for; None: one each."""
 
-    @property
-    def in_place(self) -> tuple[Array, ...]:
-        """The operands that come back."""
-        return (*self.sightings, *self.bloom)
 
-    @property
-    def others(self) -> tuple[Any, ...]:
-        """Those that follow."""
-        return (self.step, self.refused, *(() if self.uses is None else (self.uses,)))
+ADMITTING = ("sightings", "bloom")
+"""Arrays of a store that change with those that are inserted, where tables have an admission."""
 
-    @property
-    def bits(self) -> int:
-        """Which operands there are: AdmissionOperand in ffi/handlers/buffers.h."""
-        return 1 | bool(self.sightings) << 1 | bool(self.bloom) << 2 | (self.uses is not None) << 3
 
-    def after(self, in_place: Sequence[Array]) -> "tuple[tuple[Array, ...], tuple[Array, ...]]":
-        """The sightings and the filter, of what came back."""
-        return tuple(in_place[: len(self.sightings)]), tuple(in_place[len(self.sightings) :])
+def admission_operands(admission: Admission | None) -> tuple[dict[str, Any], int]:
+    """The operands of an admission, and the attribute that says which there are (`ReadAdmission`)."""
+    if admission is None:
+        return {}, 0
+    operands = {"step": admission.step, "refused": admission.refused}
+    return (operands, 1) if admission.uses is None else (operands | {"uses": admission.uses}, 3)
 
 
 def find(
@@ -65,67 +45,57 @@ def find(
     table_ids: TableIds,
 ) -> RowIds:
     """Row ids of (table, key) pairs; NO_ROW where absent or padding. See `LaunchFind` in ffi/kernels/table.h."""
-    library.register()
-    call = jax.ffi.ffi_call("jaxsok_table_find", result(keys, (keys.shape[0],), "uint32"))
-    return call(index, counters, keys, table_ids)
+    arrays = {"index": index, "counters": counters}
+    results = {"row_ids": result(keys, (keys.shape[0],), "uint32")}
+    return call_on("jaxsok_table_find", arrays, {"keys": keys, "table_ids": table_ids}, results)["row_ids"]
 
 
 def find_or_insert(
-    index: UInt32[Array, "num_buckets 16"],
-    counters: UInt32[Array, " num_counters"],
-    table_rows: UInt32[Array, " num_tables"],
-    tables: UInt32[np.ndarray, "num_tables 16"],
+    store: Store,
+    tables: Tables,
     seed: UInt32[Array, "2"],
     keys: Keys,
     table_ids: TableIds,
-    rows: Sequence[Slab],
-    records: Sequence[RecordSlab],
     admission: Admission | None = None,
-) -> tuple[
-    Array,
-    Array,
-    Array,
-    tuple[Array, ...],
-    tuple[Array, ...],
-    tuple[tuple[Array, ...], tuple[Array, ...]],
-    RowIds,
-    Int32[Array, "num_tables num_counts"],
-]:
+) -> tuple[Store, RowIds, Int32[Array, "num_tables num_counts"]]:
     """Row ids of (table, key) pairs; unseen pairs get rows. See `LaunchFindOrInsert` in ffi/kernels/table.h.
 
+    Args:
+      store: donated.
+      tables: words of the store's tables.
+      seed: of the state.
+      keys: words.
+      table_ids: of each key.
+      admission: None: everyone is let in.
+
     Returns:
-      index, counters, table_rows, rows, records, (sightings, bloom) (all donated), row_ids, counts.
+      The store, row_ids, counts.
     """
-    num_keys, num_slabs = keys.shape[0], len(rows)
-    workspace = library.register().JaxsokInsertWorkspaceBytes(num_keys)
-    state = (index, counters, table_rows)
-    slabs = (*rows, *records)
-    in_place = slabs if admission is None else (*slabs, *admission.in_place)
-    others = () if admission is None else admission.others
-    operands = (*state, tables, seed, keys, table_ids, *in_place, *others)
-    results = (
-        *map(jax.typeof, state),
-        result(keys, (num_keys,), "uint32"),
-        result(keys, (tables.shape[0], len(COUNTS)), "int32"),
-        result(keys, (workspace,), "uint8"),
-        *map(jax.typeof, in_place),
+    num_keys = keys.shape[0]
+    deciding, asked = admission_operands(admission)
+    results = {
+        "row_ids": result(keys, (num_keys,), "uint32"),
+        "counts": result(keys, (tables.shape[0], len(COUNTS)), "int32"),
+        "workspace": workspace(keys, "JaxsokInsertWorkspaceBytes", num_keys),
+    }
+    store, out = call_on_store(
+        "jaxsok_table_find_or_insert",
+        store,
+        {"tables": tables, "seed": seed, "keys": keys, "table_ids": table_ids} | deciding,
+        results,
+        changes=("index", "counters", "table_rows", "rows", "records", *(ADMITTING if asked else ())),
+        admission=asked,
     )
-    aliases = {0: 0, 1: 1, 2: 2} | {7 + i: 6 + i for i in range(len(in_place))}
-    call = jax.ffi.ffi_call("jaxsok_table_find_or_insert", results, input_output_aliases=aliases)
-    attributes = {"num_slabs": np.int32(num_slabs), "admission": np.int32(0 if admission is None else admission.bits)}
-    index, counters, table_rows, row_ids, counts, _, *slabs = call(*operands, **attributes)
-    rows, records, rest = slabs[:num_slabs], slabs[num_slabs : 2 * num_slabs], slabs[2 * num_slabs :]
-    counted = ((), ()) if admission is None else admission.after(rest)
-    return index, counters, table_rows, tuple(rows), tuple(records), counted, row_ids, counts
+    return store, out["row_ids"], out["counts"]
 
 
 def gather(
     counters: UInt32[Array, " num_counters"],
-    tables: UInt32[np.ndarray, "num_tables 16"],
+    tables: Tables,
     seed: UInt32[Array, "2"],
     requests: UInt32[Array, "num_keys 4"],
     row_ids: RowIds,
-    rows: Sequence[Slab],
+    rows: Sequence[Float[Array, "_ dim"]],
     *,
     is_find: bool,
 ) -> tuple[UInt32[Array, " num_counters"], Float[Array, "num_keys dim"], Int32[Array, " num_tables"]]:
@@ -134,15 +104,18 @@ def gather(
     Returns:
       counters (donated, unchanged: an op that takes them comes after this one), rows, num_absent.
     """
-    library.register()
-    results = (
-        jax.typeof(counters),
-        result(requests, (requests.shape[0], rows[0].shape[1]), rows[0].dtype),
-        result(requests, (tables.shape[0],), "int32"),
+    out = call_on(
+        "jaxsok_table_gather",
+        {"counters": counters, "rows": rows},
+        {"tables": tables, "seed": seed, "requests": requests, "row_ids": row_ids},
+        {
+            "gathered": result(requests, (requests.shape[0], rows[0].shape[1]), rows[0].dtype),
+            "num_absent": result(requests, (tables.shape[0],), "int32"),
+        },
+        in_place=("counters",),
+        is_find=is_find,
     )
-    call = jax.ffi.ffi_call("jaxsok_table_gather", results, input_output_aliases={0: 0})
-    attributes = {"num_slabs": np.int32(len(rows)), "is_find": np.int32(is_find)}
-    return tuple(call(counters, tables, seed, requests, row_ids, *rows, **attributes))
+    return out["counters"], out["gathered"], out["num_absent"]
 
 
 def scatter(row_ids: RowIds, lines: Shaped[Array, "_ _"], slabs: Sequence[Shaped[Array, "_ _"]]) -> tuple[Array, ...]:
@@ -156,16 +129,13 @@ def scatter(row_ids: RowIds, lines: Shaped[Array, "_ _"], slabs: Sequence[Shaped
     Returns:
       slabs.
     """
-    library.register()
-    results = tuple(map(jax.typeof, slabs))
-    aliases = {2 + i: i for i in range(len(slabs))}
-    call = jax.ffi.ffi_call("jaxsok_table_scatter", results, input_output_aliases=aliases)
-    return tuple(call(row_ids, lines, *slabs, num_slabs=np.int32(len(slabs))))
+    operands = {"row_ids": row_ids, "lines": lines, "slabs": tuple(slabs)}
+    return call("jaxsok_table_scatter", operands, {}, in_place=("slabs",))["slabs"]
 
 
 def touch(
     row_ids: RowIds,
-    uses: UInt32[Array, " _"],
+    uses: UInt32[Array, " _"] | None,
     clock: UInt32[Array, ""],
     statistics: Sequence[StatisticsSlab],
 ) -> tuple[StatisticsSlab, ...]:
@@ -173,53 +143,46 @@ def touch(
 
     Args:
       row_ids: of each position; NO_ROW is passed over.
-      uses: of each position; none: one each.
+      uses: of each position; None: one each.
       clock: what `last_step` becomes.
       statistics: slabs, donated.
 
     Returns:
       statistics.
     """
-    library.register()
-    results = tuple(map(jax.typeof, statistics))
-    aliases = {3 + i: i for i in range(len(statistics))}
-    call = jax.ffi.ffi_call("jaxsok_table_touch", results, input_output_aliases=aliases)
-    return tuple(call(row_ids, uses, clock, *statistics, num_slabs=np.int32(len(statistics))))
+    uses = jnp.zeros(0, jnp.uint32) if uses is None else uses
+    operands = {"row_ids": row_ids, "uses": uses, "clock": clock}
+    arrays = {"statistics": tuple(statistics)}
+    return call_on("jaxsok_table_touch", arrays, operands, {}, in_place=("statistics",))["statistics"]
 
 
 def erase(
-    index: UInt32[Array, "num_buckets 16"],
-    counters: UInt32[Array, " num_counters"],
-    table_rows: UInt32[Array, " num_tables"],
-    keys: Keys,
-    table_ids: TableIds,
-    records: Sequence[RecordSlab],
-    states: Sequence[Sequence[StateSlab]],
-    initial_values: Sequence[float],
-) -> tuple[Array, Array, Array, tuple[Array, ...], tuple[tuple[Array, ...], ...], UInt32[Array, ""]]:
+    store: Store, keys: Keys, table_ids: TableIds, initial_values: Sequence[float] = ()
+) -> tuple[Store, UInt32[Array, ""]]:
     """Takes rows away and rebuilds the index in place. See `LaunchErase` in ffi/kernels/table.h.
 
+    Args:
+      store: donated.
+      keys: words.
+      table_ids: of each key.
+      initial_values: of the optimizer state.
+
     Returns:
-      index, counters, table_rows, records, states (all donated), num_erased.
+      The store, num_erased.
     """
-    num_slabs = len(records)
-    capacity = sum(slab.shape[0] for slab in records)
-    workspace = library.register().JaxsokRebuildWorkspaceBytes(capacity)
-    state = (index, counters, table_rows)
-    slabs = (*records, *(slab for array in states for slab in array))
-    results = (
-        *map(jax.typeof, state),
-        result(keys, (), "uint32"),
-        result(keys, (workspace,), "uint8"),
-        *map(jax.typeof, slabs),
+    capacity = sum(slab.shape[0] for slab in store.records)
+    store, out = call_on_store(
+        "jaxsok_table_erase",
+        store,
+        {"keys": keys, "table_ids": table_ids},
+        {
+            "num_erased": result(keys, (), "uint32"),
+            "workspace": workspace(keys, "JaxsokRebuildWorkspaceBytes", capacity),
+        },
+        changes=("index", "counters", "table_rows", "records", "states"),
+        initial=np.asarray(initial_values, np.float32),
     )
-    aliases = {0: 0, 1: 1, 2: 2} | {5 + i: 5 + i for i in range(len(slabs))}
-    call = jax.ffi.ffi_call("jaxsok_table_erase", results, input_output_aliases=aliases)
-    index, counters, table_rows, num_erased, _, *slabs = call(
-        *state, keys, table_ids, *slabs, num_slabs=np.int32(num_slabs), initial=np.asarray(initial_values, np.float32)
-    )
-    parts = tuple(tuple(slabs[i : i + num_slabs]) for i in range(0, len(slabs), num_slabs))
-    return index, counters, table_rows, parts[0], parts[1:], num_erased
+    return store, out["num_erased"]
 
 
 def rebuild(
@@ -231,15 +194,13 @@ def rebuild(
       index, counters (donated).
     """
     capacity = sum(slab.shape[0] for slab in records)
-    workspace = library.register().JaxsokRebuildWorkspaceBytes(capacity)
-    results = (
-        result(counters, (num_buckets, BUCKET_WORDS), "uint32"),
-        jax.typeof(counters),
-        result(counters, (workspace,), "uint8"),
-    )
-    call = jax.ffi.ffi_call("jaxsok_table_rebuild", results, input_output_aliases={0: 1})
-    index, counters, _ = call(counters, *records, num_slabs=np.int32(len(records)))
-    return index, counters
+    results = {
+        "index": result(counters, (num_buckets, BUCKET_WORDS), "uint32"),
+        "workspace": workspace(counters, "JaxsokRebuildWorkspaceBytes", capacity),
+    }
+    arrays = {"counters": counters, "records": records}
+    out = call_on("jaxsok_table_rebuild", arrays, {}, results, in_place=("counters",))
+    return out["index"], out["counters"]
 
 
 def forget(
@@ -250,9 +211,8 @@ def forget(
     Returns:
       sightings (donated).
     """
-    library.register()
-    call = jax.ffi.ffi_call("jaxsok_table_forget", jax.typeof(sightings), input_output_aliases={0: 0})
-    return call(sightings, floors)
+    arrays = {"sightings": sightings}
+    return call_on("jaxsok_table_forget", arrays, {"floors": floors}, {}, in_place=("sightings",))["sightings"]
 
 
 def wait(
@@ -266,10 +226,10 @@ def wait(
     Returns:
       sightings, counters (donated).
     """
-    library.register()
-    results = (result(counters, (num_buckets, BUCKET_WORDS), "uint32"), jax.typeof(counters))
-    call = jax.ffi.ffi_call("jaxsok_table_wait", results, input_output_aliases={0: 1})
-    return tuple(call(counters, floors, entries))
+    operands = {"floors": floors, "entries": entries}
+    results = {"sightings": result(counters, (num_buckets, BUCKET_WORDS), "uint32")}
+    out = call_on("jaxsok_table_wait", {"counters": counters}, operands, results, in_place=("counters",))
+    return out["sightings"], out["counters"]
 
 
 def home_bucket(

@@ -2,12 +2,10 @@
 
 from collections.abc import Sequence
 
-import jax
 import numpy as np
 from jaxtyping import Array, Bool, Int32, UInt32
 
-from jaxsok.kernels import library
-from jaxsok.kernels.table import result
+from jaxsok.kernels.call import call, result
 from jaxsok.types import Keys
 
 NUM_TICKET_LINES = 2
@@ -22,9 +20,7 @@ Ticket = UInt32[Array, "1 num_words"]
 
 def tickets_digest(keys: Keys) -> UInt32[Array, "1 2"]:
     """The digest of a batch's keys. See `LaunchTicketsDigest`."""
-    library.register()
-    call = jax.ffi.ffi_call("jaxsok_tickets_digest", result(keys, (1, 2), "uint32"))
-    return call(keys)
+    return call("jaxsok_tickets_digest", {"keys": keys}, {"digest": result(keys, (1, 2), "uint32")})["digest"]
 
 
 def tickets_issue(
@@ -47,10 +43,11 @@ def tickets_issue(
     Returns:
       tickets, ticket.
     """
-    library.register()
-    results = jax.typeof(tickets), result(tickets, (1, NUM_TICKET_WORDS + len(counters)), "uint32")
-    call = jax.ffi.ffi_call("jaxsok_tickets_issue", results, input_output_aliases={0: 0})
-    return tuple(call(tickets, lineage, *counters, *digests, layout=np.uint32(layout).astype(np.int32)))
+    operands = {"tickets": tickets, "lineage": lineage, "counters": counters, "digests": digests}
+    results = {"ticket": result(tickets, (1, NUM_TICKET_WORDS + len(counters)), "uint32")}
+    words = np.uint32(layout).astype(np.int32)
+    out = call("jaxsok_tickets_issue", operands, results, in_place=("tickets",), layout=words)
+    return out["tickets"], out["ticket"]
 
 
 def tickets_redeem(
@@ -70,8 +67,9 @@ def tickets_redeem(
     Returns:
       tickets, is_live, num_misused.
     """
-    library.register()
-    results = jax.typeof(tickets), result(tickets, (len(plans),), "bool"), result(tickets, (), "int32")
-    call = jax.ffi.ffi_call("jaxsok_tickets_redeem", results, input_output_aliases={0: 0})
+    operands = {"tickets": tickets, "counters": counters, "plans": plans}
+    results = {"is_live": result(tickets, (len(plans),), "bool"), "num_misused": result(tickets, (), "int32")}
     plan_of_use, store_of_use = np.array(uses, np.int32).reshape(-1, 2).T
-    return tuple(call(tickets, *counters, *plans, plan_of_use=plan_of_use, store_of_use=store_of_use))
+    attributes = {"plan_of_use": plan_of_use, "store_of_use": store_of_use}
+    out = call("jaxsok_tickets_redeem", operands, results, in_place=("tickets",), **attributes)
+    return out["tickets"], out["is_live"], out["num_misused"]

@@ -1,82 +1,92 @@
 """Door of the update noun: bag gradients in, rows and optimizer state stepped in place."""
 
+import dataclasses
 from collections.abc import Sequence
 
-import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Float32, Int32, UInt32
 
-from jaxsok.kernels import library
-from jaxsok.kernels.lookup import Batch
-from jaxsok.kernels.table import RecordSlab, Slab, StateSlab, result
+from jaxsok.kernels.call import Store, call_on_store, result, workspace
+from jaxsok.kernels.lookup import Batch, batch_operands
+from jaxsok.kernels.table import Tables
 from jaxsok.types import RowIds
 
 
+@dataclasses.dataclass(frozen=True)
+class RowStep:
+    """What a step does to a row (`UpdateSpec` in ffi/kernels/update.h)."""
+
+    optimizer: int
+    hyper: Float32[Array, " num_hyper"]
+    """Or the scalars of a row program."""
+    row_gradient: int
+    rounding: int
+    program: Int32[np.ndarray, " num_words"] = dataclasses.field(default_factory=lambda: np.zeros(1, np.int32))
+    """Words of a row program, if the optimizer is one."""
+    num_registers: int = 0
+
+
 def update(
-    counters: UInt32[Array, " num_counters"],
-    is_live: Bool[Array, " num_plans"],
-    batch: Batch,
-    row_ids: RowIds,
-    hyper: Float32[Array, " num_hyper"],
-    tables: UInt32[np.ndarray, "num_tables 16"],
+    store: Store,
+    tables: Tables,
     seed: UInt32[Array, "2"],
     step: UInt32[Array, ""],
-    table_ids: UInt32[Array, " num_keys_or_0"],
-    num_uses: Float32[Array, " num_keys_or_0"],
-    rows: Sequence[Slab],
-    states: Sequence[Sequence[StateSlab]],
-    records: Sequence[RecordSlab],
+    batch: Batch,
+    row_ids: RowIds,
+    is_live: Bool[Array, " num_plans"],
+    row_step: RowStep,
     gradients: Sequence[Float[Array, "..."]],
     *,
     num_tiles: int,
-    optimizer: int,
-    row_gradient: int,
-    rounding: int,
-    program: Int32[np.ndarray, " num_words"],
-    num_registers: int,
-) -> tuple[tuple[Array, ...], tuple[tuple[Array, ...], ...], Int32[Array, " num_tables"], Int32[Array, ""]]:
+    table_ids: UInt32[Array, " num_keys_or_0"] | None = None,
+    num_uses: Float32[Array, " num_keys"] | None = None,
+) -> tuple[Store, Int32[Array, " num_tables"], Int32[Array, ""]]:
     """Steps every row that the batch used, once. See `LaunchUpdate` in ffi/kernels/update.h.
 
-    `table_ids`: the table of each key, where the batch's features do not tell it; else none. `num_uses`: of each key's
-    row on all shards, where the batch does not tell it; else none. `program`: words of a row program, if the optimizer
-    is one.
+    Args:
+      store: donated.
+      tables: words of the store's tables.
+      seed: of the state.
+      step: of the state.
+      batch: of the lookups.
+      row_ids: that they returned.
+      is_live: by plan, whether it acts.
+      row_step: what happens to a row.
+      gradients: by feature.
+      num_tiles: of all features.
+      table_ids: the table of each key, where the batch's features do not tell it.
+      num_uses: of each key's row on all shards, where the batch does not tell it.
 
     Returns:
-      rows, states (donated), num_nonfinite, num_stale.
+      The store, num_nonfinite, num_stale.
     """
-    keys, num_slabs, dim = batch[0], len(rows), rows[0].shape[1]
-    workspace = library.register().JaxsokUpdateWorkspaceBytes(keys.shape[0], dim)
-    slabs = (*rows, *(slab for array in states for slab in array))
-    results = (
-        result(row_ids, (tables.shape[0],), "int32"),
-        result(row_ids, (), "int32"),
-        result(row_ids, (workspace,), "uint8"),
-        *map(jax.typeof, slabs),
+    operands = {
+        "row_ids": row_ids,
+        "is_live": is_live,
+        "step": step,
+        "hyper": row_step.hyper,
+        "table_ids": jnp.zeros(0, jnp.uint32) if table_ids is None else table_ids,
+        "num_uses": jnp.zeros(0, jnp.float32) if num_uses is None else num_uses,
+        "gradients": gradients,
+    }
+    dim = store.rows[0].shape[1]
+    store, out = call_on_store(
+        "jaxsok_update",
+        store,
+        {"tables": tables, "seed": seed} | batch_operands(batch) | operands,
+        {
+            "num_nonfinite": result(row_ids, (tables.shape[0],), "int32"),
+            "num_stale": result(row_ids, (), "int32"),
+            "workspace": workspace(row_ids, "JaxsokUpdateWorkspaceBytes", batch[0].shape[0], dim),
+        },
+        reads=("counters", "records"),
+        changes=("rows", "states"),
+        num_tiles=num_tiles,
+        optimizer=row_step.optimizer,
+        row_gradient=row_step.row_gradient,
+        rounding=row_step.rounding,
+        program=row_step.program,
+        num_registers=row_step.num_registers,
     )
-    aliases = {13 + i: 3 + i for i in range(len(slabs))}
-    call = jax.ffi.ffi_call("jaxsok_update", results, input_output_aliases=aliases)
-    num_nonfinite, num_stale, _, *slabs = call(
-        counters,
-        is_live,
-        *batch,
-        row_ids,
-        hyper,
-        tables,
-        seed,
-        step,
-        table_ids,
-        num_uses,
-        *slabs,
-        *records,
-        *gradients,
-        num_slabs=np.int32(num_slabs),
-        num_states=np.int32(len(states)),
-        num_tiles=np.int32(num_tiles),
-        optimizer=np.int32(optimizer),
-        row_gradient=np.int32(row_gradient),
-        rounding=np.int32(rounding),
-        program=program,
-        num_registers=np.int32(num_registers),
-    )
-    parts = tuple(tuple(slabs[i : i + num_slabs]) for i in range(0, len(slabs), num_slabs))
-    return parts[0], parts[1:], num_nonfinite, num_stale
+    return store, out["num_nonfinite"], out["num_stale"]

@@ -16,6 +16,7 @@ from jaxtyping import Array, Float32, Shaped, UInt32
 
 from jaxsok.kernels import evict as evict_kernels
 from jaxsok.kernels import table as kernels
+from jaxsok.kernels.call import StoreArrays
 from jaxsok.serving.frozen import SEED, FrozenSpec
 from jaxsok.store import num_buckets_of
 from jaxsok.types import BUCKET_WORDS, COUNTERS, COUNTS, NO_ROW, NUM_TABLE_WORDS, PADDING_KEY
@@ -115,7 +116,7 @@ def _query_store(
     scratch_index, scratch_counters, records, inverse, counts = _distinct(words, ids, num_tables, salt)
     unique, unique_ids = records[:, :2], records[:, 2]
     row_ids = kernels.find(index, counters, unique, unique_ids)
-    (statistics,) = kernels.touch(row_ids, jnp.zeros(0, jnp.uint32), clock, (statistics,))
+    (statistics,) = kernels.touch(row_ids, None, clock, (statistics,))
     is_hit = row_ids != jnp.uint32(NO_ROW)
     is_of = unique_ids[:, None] == jnp.arange(num_tables, dtype=jnp.uint32)[None, :]
     hits = (is_of & is_hit[:, None]).sum(axis=0, dtype=jnp.int32)
@@ -157,10 +158,9 @@ def _distinct(words: Array, ids: Array, num_tables: int, salt: Array) -> tuple[A
     counters = jnp.zeros(len(COUNTERS), jnp.uint32).at[low].set(salt[0]).at[high].set(salt[1])
     rows = jnp.zeros((n, 1), jnp.float32)  # the kernels write new rows somewhere
     no_words = np.zeros((num_tables, NUM_TABLE_WORDS), np.uint32)
-    index, counters, _, _, (records,), _, inverse, counts = kernels.find_or_insert(
-        index, counters, table_rows, no_words, jnp.asarray(_SEED), words, ids, (rows,), (records,)
-    )
-    return index, counters, records, inverse, counts
+    scratch = StoreArrays(index, counters, table_rows, (rows,), (records,))
+    scratch, inverse, counts = kernels.find_or_insert(scratch, no_words, jnp.asarray(_SEED), words, ids)
+    return scratch.index, scratch.counters, scratch.records[0], inverse, counts
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
@@ -172,33 +172,38 @@ def insert(
     Returns:
       The store, and how many rows came and went.
     """
-    index, counters, table_rows = store.index, store.counters, store.table_rows
-    records, statistics = store.records, store.statistics
+    # New rows are begun somewhere, with floats: in the scales of those that are none.
+    *others, first = store.slabs
+    arrays = _arrays(store, first)
     num_evicted = jnp.zeros((), jnp.uint32)
-    uses = jnp.zeros(0, jnp.uint32)
     if must_leave:
-        known = kernels.find(index, counters, words, ids)
+        known = kernels.find(arrays.index, arrays.counters, words, ids)
         is_key = (words != jnp.uint32(PADDING_KEY & 0xFFFFFFFF)).any(axis=1)
         num_new = (is_key & (known == jnp.uint32(NO_ROW))).sum(dtype=jnp.uint32)
         # Those that are here already are as recent as those that come.
-        (statistics,) = kernels.touch(known, uses, clock, (statistics,))
-        num_kept = jnp.uint32(records.shape[0]) - num_new
-        ticks = statistics[:, 0]
-        flags, _ = evict_kernels.select(num_kept, (records,), [[ticks]], [], table_rows.shape[0])
-        index, counters, table_rows, (records,), _, (statistics,), _, released = evict_kernels.release(
-            index, counters, table_rows, flags, (records,), (), (), (statistics,), ()
-        )
+        arrays = dataclasses.replace(arrays, statistics=kernels.touch(known, None, clock, arrays.statistics))
+        num_kept = jnp.uint32(store.records.shape[0]) - num_new
+        ticks = arrays.statistics[0][:, 0]
+        flags, _ = evict_kernels.select(num_kept, arrays.records, [[ticks]], [], store.table_rows.shape[0])
+        arrays, released = evict_kernels.release(arrays, flags)
         num_evicted = released.sum(dtype=jnp.uint32)
-    no_words = np.zeros((table_rows.shape[0], NUM_TABLE_WORDS), np.uint32)
-    # New rows are begun somewhere, with floats: in the scales of those that are none.
-    *others, first = store.slabs
-    index, counters, table_rows, (first,), (records,), _, row_ids, counts = kernels.find_or_insert(
-        index, counters, table_rows, no_words, jnp.asarray(_SEED), words, ids, (first,), (records,)
+    no_words = np.zeros((store.table_rows.shape[0], NUM_TABLE_WORDS), np.uint32)
+    arrays, row_ids, counts = kernels.find_or_insert(arrays, no_words, jnp.asarray(_SEED), words, ids)
+    rows, *scales = _scattered(row_ids, lines, (*others, *arrays.rows))
+    arrays = dataclasses.replace(arrays, statistics=kernels.touch(row_ids, None, clock, arrays.statistics))
+    return _cache_store(arrays, rows, tuple(scales)), counts[:, _INSERTED].sum(), num_evicted
+
+
+def _arrays(store: CacheStore, rows: Array) -> StoreArrays:
+    """What kernels take, with `rows` to begin new ones in."""
+    return StoreArrays(
+        store.index, store.counters, store.table_rows, (rows,), (store.records,), statistics=(store.statistics,)
     )
-    rows, *scales = _scattered(row_ids, lines, (*others, first))
-    (statistics,) = kernels.touch(row_ids, uses, clock, (statistics,))
-    new = CacheStore(index, counters, table_rows, rows, records, statistics, tuple(scales))
-    return new, counts[:, _INSERTED].sum(), num_evicted
+
+
+def _cache_store(arrays: StoreArrays, rows: Array, scales: tuple[Array, ...]) -> CacheStore:
+    (records,), (statistics,) = arrays.records, arrays.statistics
+    return CacheStore(arrays.index, arrays.counters, arrays.table_rows, rows, records, statistics, scales)
 
 
 @functools.partial(jax.jit, donate_argnums=0)
@@ -239,11 +244,8 @@ def emptied(store: CacheStore) -> tuple[CacheStore, Array]:
 
 
 def _released(store: CacheStore, flags: Array) -> tuple[CacheStore, Array]:
-    index, counters, table_rows, (records,), _, (statistics,), _, released = evict_kernels.release(
-        store.index, store.counters, store.table_rows, flags, (store.records,), (), (), (store.statistics,), ()
-    )
-    new = CacheStore(index, counters, table_rows, store.rows, records, statistics, store.scales)
-    return new, released.sum(dtype=jnp.uint32)
+    arrays, released = evict_kernels.release(_arrays(store, store.rows), flags)
+    return _cache_store(arrays, store.rows, store.scales), released.sum(dtype=jnp.uint32)
 
 
 @jax.jit

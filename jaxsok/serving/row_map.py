@@ -16,6 +16,7 @@ from jaxtyping import Array, UInt32
 
 from jaxsok import keys as keys_lib
 from jaxsok.kernels import table as kernels
+from jaxsok.kernels.call import StoreArrays
 from jaxsok.types import (
     BUCKET_WORDS,
     COUNTERS,
@@ -257,20 +258,17 @@ def _place(
     ids: Array,
 ) -> tuple[Array, ...]:
     table_words = np.zeros((table_rows.shape[0], NUM_TABLE_WORDS), np.uint32)  # rows lie elsewhere: any initializer
-    index, counters, table_rows, (rows,), (records,), _, row_ids, _ = kernels.find_or_insert(
-        index, counters, table_rows, table_words, jnp.asarray(_SEED), words, ids, (rows,), (records,)
-    )
-    return index, counters, table_rows, rows, records, row_ids
+    arrays = StoreArrays(index, counters, table_rows, (rows,), (records,))
+    arrays, row_ids, _ = kernels.find_or_insert(arrays, table_words, jnp.asarray(_SEED), words, ids)
+    return arrays.index, arrays.counters, arrays.table_rows, *arrays.rows, *arrays.records, row_ids
 
 
 @functools.partial(jax.jit, donate_argnums=(0, 1, 2, 3))
 def _remove(
     index: Array, counters: Array, table_rows: Array, records: Array, words: Array, ids: Array
 ) -> tuple[Array, ...]:
-    index, counters, table_rows, (records,), _, num_erased = kernels.erase(
-        index, counters, table_rows, words, ids, (records,), (), ()
-    )
-    return index, counters, table_rows, records, num_erased
+    arrays, num_erased = kernels.erase(StoreArrays(index, counters, table_rows, (), (records,)), words, ids)
+    return arrays.index, arrays.counters, arrays.table_rows, *arrays.records, num_erased
 
 
 @functools.partial(jax.jit, static_argnums=2, donate_argnums=0)

@@ -27,6 +27,7 @@ from jaxsok import combine as combine_module
 from jaxsok import policies
 from jaxsok.kernels import library
 from jaxsok.kernels import table as table_door
+from jaxsok.kernels.call import StoreArrays
 from jaxsok.serving import frozen, fused
 
 CAPTURABLE = 1  # XLA_FFI_HANDLER_TRAITS_COMMAND_BUFFER_COMPATIBLE
@@ -202,7 +203,7 @@ def frozen_cases(abstract):
         ),
         "erase by key": (
             lambda index, counters, table_rows, records, words, ids: table_door.erase(
-                index, counters, table_rows, words, ids, (records,), (), ()
+                StoreArrays(index, counters, table_rows, (), (records,)), words, ids
             ),
             (store.index, store.counters, abstract(np.zeros(1, np.uint32)), records, words, ids),
         ),

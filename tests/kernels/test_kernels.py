@@ -46,26 +46,14 @@ def _find(s, x):
     return {"row_ids": table.find(s.index, s.counters, x["keys"], x["table_ids"])}, s
 
 
-def _admission(s, x, refused):
-    return (
-        None
-        if refused is None
-        else table.Admission(s.sightings, s.bloom, x["step"], np.array(refused, np.uint32), x.get("uses"))
-    )
-
-
-def _with(s, index, counters, table_rows, rows, records, counted):
-    state = {"index": index, "counters": counters, "table_rows": table_rows, "rows": rows, "records": records}
-    if counted != ((), ()):  # with admission
-        state |= {"sightings": counted[0], "bloom": counted[1]}
-    return dataclasses.replace(s, **state)
+def _admission(x, refused):
+    return None if refused is None else table.Admission(x["step"], np.array(refused, np.uint32), x.get("uses"))
 
 
 def _find_or_insert(s, x, tables, refused=None):
-    tables = np.array(tables, np.uint32)
-    operands = s.index, s.counters, s.table_rows, tables, x["seed"], x["keys"], x["table_ids"], s.rows, s.records
-    *state, row_ids, counts = table.find_or_insert(*operands, _admission(s, x, refused))
-    return {"row_ids": row_ids, "counts": counts}, _with(s, *state)
+    tables, admission = np.array(tables, np.uint32), _admission(x, refused)
+    s, row_ids, counts = table.find_or_insert(s, tables, x["seed"], x["keys"], x["table_ids"], admission)
+    return {"row_ids": row_ids, "counts": counts}, s
 
 
 def _gather(s, x, tables, is_find):
@@ -85,11 +73,8 @@ def _touch(s, x):
 
 
 def _erase(s, x, initial):
-    index, counters, table_rows, records, states, num_erased = table.erase(
-        s.index, s.counters, s.table_rows, x["keys"], x["table_ids"], s.records, s.states, initial
-    )
-    state = {"index": index, "counters": counters, "table_rows": table_rows, "records": records, "states": states}
-    return {"num_erased": num_erased}, dataclasses.replace(s, **state)
+    s, num_erased = table.erase(s, x["keys"], x["table_ids"], initial)
+    return {"num_erased": num_erased}, s
 
 
 def _rebuild(s, x, num_buckets):
@@ -117,19 +102,10 @@ def _evict_select(s, x, num_tables, table):
 
 
 def _evict_release(s, x, initial):
-    index, counters, table_rows, records, states, statistics, table_evicted, num_released = evict.release(
-        s.index,
-        s.counters,
-        s.table_rows,
-        x["flags"],
-        s.records,
-        s.states,
-        initial,
-        x["statistics"],
-        x["table_evicted"],
-    )
-    outputs = {"num_released": num_released, "statistics": statistics, "table_evicted": table_evicted}
-    return outputs, StoreState(index, counters, table_rows, s.rows, records, states)
+    outside = {name: x[name] for name in ("statistics", "table_evicted")}
+    after, num_released = evict.release(dataclasses.replace(s, **outside), x["flags"], initial, counts_evicted=True)
+    outputs = {name: getattr(after, name) for name in outside} | {"num_released": num_released}
+    return outputs, dataclasses.replace(after, statistics=(), table_evicted=())
 
 
 def _plan(s, x, features, num_tiles):
@@ -145,30 +121,25 @@ def _plan_requests(s, x, tables, features, **attributes):
 
 def _lookup(s, x, tables, features, num_tiles, shapes, embedding_dtype, refused=None):
     tables = np.array(tables, np.uint32)
-    *state, statistics, counted, row_ids, counts, digest, embeddings = lookup.lookup(
-        s.index,
-        s.counters,
-        s.table_rows,
+    after, out = lookup.lookup(
+        dataclasses.replace(s, statistics=x.get("statistics", ())),
         tables,
         x["seed"],
         _batch(x, features),
-        s.rows,
-        s.records,
         shapes,
         num_tiles,
         embedding_dtype,
-        _admission(s, x, refused),
-        x.get("statistics", ()),
+        _admission(x, refused),
         x.get("clock"),
     )
-    outputs = {"row_ids": row_ids, "counts": counts, "digest": digest, "embeddings": embeddings}
-    return outputs | ({"statistics": statistics} if statistics else {}), _with(s, *state, counted)
+    noted = {"statistics": after.statistics} if after.statistics else {}
+    return out._asdict() | noted, dataclasses.replace(after, statistics=())
 
 
 def _lookup_find(s, x, tables, features, num_tiles, shapes, embedding_dtype):
     tables = np.array(tables, np.uint32)
     counts, embeddings = lookup.lookup_find(
-        s.index, s.counters, tables, x["seed"], _batch(x, features), s.rows, shapes, num_tiles, embedding_dtype
+        s, tables, x["seed"], _batch(x, features), shapes, num_tiles, embedding_dtype
     )
     return {"counts": counts, "embeddings": embeddings}, s
 
@@ -181,28 +152,23 @@ def _lookup_planned(s, x, tables, features, num_tiles, shapes, embedding_dtype):
     return {"counts": counts, "embeddings": embeddings}, dataclasses.replace(s, counters=counters)
 
 
-def _update(s, x, tables, features, program=(0,), num_registers=0, **attributes):
-    rows, states, num_nonfinite, num_stale = update.update(
-        s.counters,
-        x["is_live"],
-        _batch(x, features),
-        x["row_ids"],
-        x["hyper"],
+def _update(s, x, tables, features, optimizer, row_gradient, rounding, num_tiles, program=(0,), num_registers=0):
+    program = np.array(program, np.int32)
+    s, num_nonfinite, num_stale = update.update(
+        s,
         np.array(tables, np.uint32),
         x["seed"],
         x["step"],
-        x["table_ids"],
-        x.get("num_uses", jnp.zeros(0, jnp.float32)),
-        s.rows,
-        s.states,
-        s.records,
+        _batch(x, features),
+        x["row_ids"],
+        x["is_live"],
+        update.RowStep(optimizer, x["hyper"], row_gradient, rounding, program, num_registers),
         x["gradients"],
-        program=np.array(program, np.int32),
-        num_registers=num_registers,
-        **attributes,
+        num_tiles=num_tiles,
+        table_ids=x["table_ids"],
+        num_uses=x.get("num_uses"),
     )
-    state = dataclasses.replace(s, rows=rows, states=states)
-    return {"num_nonfinite": num_nonfinite, "num_stale": num_stale}, state
+    return {"num_nonfinite": num_nonfinite, "num_stale": num_stale}, s
 
 
 def _combine(s, x, features, num_bags, num_tiles):

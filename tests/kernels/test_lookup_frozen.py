@@ -20,6 +20,7 @@ from kernel_model import BF16, F16, F32, MEAN, PADDING_KEY, SQRTN, SUM
 from strategies import CORNER_KEYS
 
 from jaxsok.kernels import lookup
+from jaxsok.kernels.call import StoreArrays
 from jaxsok.kernels.lookup import FrozenOperands
 from jaxsok.serving import quantize
 
@@ -225,13 +226,12 @@ def test_is_find_of_training(dtype, embedding_dtype, back_end):
     def find(arrays, s):
         num_tiles = given[s][1].num_tiles
         batch = (*arrays["batch"][:3], stores[s].batch[3])
+        no_table_rows = jnp.zeros(0, jnp.uint32)
         return lookup.lookup_find(
-            arrays["index"],
-            arrays["counters"],
+            StoreArrays(arrays["index"], arrays["counters"], no_table_rows, (arrays["rows"],), ()),
             stores[s].tables,
             jnp.asarray(SEED),
             batch,
-            (arrays["rows"],),
             stores[s].embedding_shapes,
             num_tiles,
             embedding_dtype,

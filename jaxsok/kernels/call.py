@@ -1,0 +1,148 @@
+"""One call of an FFI target: operands and results by name, and which operands come back in their buffers.
+
+ffi/handlers/call.h reads a call in the same order: operands as they stand here; then, as results, those that come back,
+and what is made anew. The arrays of a store come first, in the order of `STORE_ARRAYS`.
+"""
+
+import dataclasses
+from collections.abc import Collection, Mapping
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+from jaxtyping import Array, Float, Float32, UInt32
+
+from jaxsok.kernels import library
+
+# Slabs of one array differ in capacity. Rows are float32, bfloat16 or float16; optimizer state is as wide as its row
+# or 1.
+Slab = Float[Array, "_ dim"]
+StateSlab = Float32[Array, "_ _"]
+RecordSlab = UInt32[Array, "_ 4"]
+StatisticsSlab = UInt32[Array, "_ 2"]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class StoreArrays:
+    """The arrays of a store that kernels read and write. Doors take them and give them back, some of them changed."""
+
+    index: UInt32[Array, "num_buckets 16"]
+    """(table, key) → row id: 64-byte buckets of four entries. The order of entries is not deterministic on a GPU."""
+    counters: UInt32[Array, " num_counters"]
+    """See `jaxsok.types.COUNTERS`."""
+    table_rows: UInt32[Array, " num_tables"]
+    """Rows of each table."""
+    rows: tuple[Slab, ...]
+    """In the dtype of the tables."""
+    records: tuple[RecordSlab, ...]
+    """(table, key) of each row: key low, key high, table, and one entry of the list of freed rows."""
+    states: tuple[tuple[StateSlab, ...], ...] = ()
+    """Optimizer state, in the order of the optimizer's `state_specs`."""
+    statistics: tuple[StatisticsSlab, ...] = ()
+    """Last step and frequency of each row, in slabs as the rows; empty where nobody asks for them."""
+    sightings: tuple[UInt32[Array, "_ 16"], ...] = ()
+    """One array, where a table admits by count: (table, key) → occurrences so far, in buckets as the index."""
+    bloom: tuple[UInt32[Array, " _"], ...] = ()
+    """One array, where a table admits by Bloom filter: counters of one byte, four in a word."""
+    table_evicted: tuple[UInt32[Array, " num_tables"], ...] = ()
+    """One array: rows of each table that were ever evicted, modulo 2**32; empty where no table has a policy."""
+
+
+STORE_ARRAYS = tuple(field.name for field in dataclasses.fields(StoreArrays))
+"""`StoreArray` in ffi/handlers/buffers.h."""
+
+Store = TypeVar("Store", bound=StoreArrays)
+
+
+def result(like: Array, shape: tuple[Any, ...], dtype: Any) -> Any:
+    """A result type that varies over the mesh as `like` does."""
+    return jax.typeof(like).update(shape=shape, dtype=np.dtype(dtype))
+
+
+def workspace(like: Array, size_of: str, *sizes: int) -> Any:
+    """The type of a workspace, as large as a function of the library says."""
+    return result(like, (getattr(library.register(), size_of)(*sizes),), "uint8")
+
+
+def call(
+    target: str,
+    operands: Mapping[str, Any],
+    results: Mapping[str, Any],
+    *,
+    in_place: Collection[str] = (),
+    **attributes: Any,
+) -> dict[str, Any]:
+    """Calls an FFI target.
+
+    Args:
+      target: one of `library.TARGETS`.
+      operands: arrays and trees of arrays, in the order in which the handler reads them.
+      results: types, and trees of them, of what is made anew.
+      in_place: names of operands that are donated, and come back in their buffers.
+      attributes: numbers, and NumPy arrays of numbers.
+
+    Returns:
+      The operands that come back and the results, by name.
+    """
+    library.register()
+    types = {name: jax.tree.map(jax.typeof, operands[name]) for name in operands if name in in_place} | dict(results)
+    leaves, structure = jax.tree.flatten(tuple(types.values()))
+    aliases: dict[int, int] = {}
+    position = 0
+    for name, operand in operands.items():
+        size = len(jax.tree.leaves(operand))
+        if name in in_place:
+            aliases |= {position + i: len(aliases) + i for i in range(size)}
+        position += size
+    numbers = {name: np.int32(value) if isinstance(value, int) else value for name, value in attributes.items()}
+    run = jax.ffi.ffi_call(target, leaves, input_output_aliases=aliases)
+    out = run(*jax.tree.leaves(tuple(operands.values())), **numbers)
+    return dict(zip(types, jax.tree.unflatten(structure, out), strict=True))
+
+
+def call_on(
+    target: str,
+    arrays: Mapping[str, Any],
+    operands: Mapping[str, Any],
+    results: Mapping[str, Any],
+    *,
+    in_place: Collection[str] = (),
+    **attributes: Any,
+) -> dict[str, Any]:
+    """As `call`, for a handler that reads some arrays of a store (`ReadStore` in ffi/handlers/buffers.h).
+
+    Args:
+      target: one of `library.TARGETS`.
+      arrays: by their names in `StoreArrays`.
+      operands: those that follow.
+      results: as in `call`.
+      in_place: names of arrays.
+      attributes: as in `call`.
+    """
+    ordered = {name: arrays[name] for name in STORE_ARRAYS if name in arrays}
+    counts = [len(jax.tree.leaves(arrays.get(name, ()))) for name in STORE_ARRAYS]
+    bits = sum(1 << STORE_ARRAYS.index(name) for name in in_place)
+    layout = {"store": np.array(counts, np.int32), "store_in_place": bits}
+    return call(target, ordered | dict(operands), results, in_place=in_place, **layout, **attributes)
+
+
+def call_on_store(
+    target: str,
+    store: Store,
+    operands: Mapping[str, Any],
+    results: Mapping[str, Any],
+    *,
+    reads: Collection[str] = (),
+    changes: Collection[str] = (),
+    **attributes: Any,
+) -> tuple[Store, dict[str, Any]]:
+    """As `call_on`, with the arrays of a store that are read and those that change.
+
+    Returns:
+      The store with the arrays that changed, and the results by name.
+    """
+    arrays = {name: getattr(store, name) for name in (*reads, *changes)}
+    out = call_on(target, arrays, operands, results, in_place=changes, **attributes)
+    changed = {name: out.pop(name) for name in changes}
+    return dataclasses.replace(store, **changed), out

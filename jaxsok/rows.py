@@ -1,0 +1,113 @@
+"""The numbers of rows, read and written outside kernels: no other module knows where they lie.
+
+The numbers of a row are the row itself and its optimizer state. They lie in slabs, and at the same place of other slabs
+lie the row's record and statistics. Callers name rows by row id, or by place in a slab. Allocation is in store.py.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Float32, Int32, UInt32
+
+from jaxsok.kernels.call import Store, StoreArrays
+from jaxsok.kernels.table import scatter
+from jaxsok.shards import without_mesh
+from jaxsok.types import RowIds
+
+
+class RowSlab(NamedTuple):
+    """All that one slab has of each row."""
+
+    records: UInt32[Array, "size 4"]
+    rows: Float[Array, "size dim"]
+    states: tuple[Float32[Array, "size _"], ...]
+    statistics: UInt32[Array, "size 2"] | None
+
+
+def slabs_of(store: StoreArrays) -> list[RowSlab]:
+    """The slabs of a store, in the order of row ids; of any tree of its arrays, as the parts of one shard."""
+    return [
+        RowSlab(
+            store.records[s],
+            store.rows[s],
+            tuple(slabs[s] for slabs in store.states),
+            store.statistics[s] if store.statistics else None,
+        )
+        for s in range(len(store.records))
+    ]
+
+
+@without_mesh
+@jax.jit
+def read_lines(slabs: Any, places: Int32[Array, " num_lines"]) -> Any:
+    """Lines of slabs (any tree of them), by place."""
+    return jax.tree.map(lambda slab: slab.at[places].get(mode="clip"), slabs)
+
+
+@without_mesh
+@functools.partial(jax.jit, static_argnums=2)
+def cut_lines(slabs: Any, start: Int32[Array, ""], size: int) -> Any:
+    """The lines of slabs (any tree of them) from a place on, in memory of their own."""
+    return jax.tree.map(lambda slab: lax.dynamic_slice_in_dim(slab, start, size), slabs)
+
+
+def write_lines(
+    store: Store,
+    row_ids: RowIds,
+    rows: Float[Array, "num_keys dim"],
+    states: Mapping[int, Float32[Array, "num_keys _"]],
+    statistics: UInt32[Array, "num_keys 2"] | None = None,
+) -> Store:
+    """Overwrites rows where they lie.
+
+    Args:
+      store: donated.
+      row_ids: NO_ROW is passed over. The lines of equal row ids are equal.
+      rows: in the dtype of the store.
+      states: optimizer state, by number. What is not named stays as it is.
+      statistics: last step and frequency; None: they stay as they are.
+    """
+    new_states = tuple(
+        scatter(row_ids, states[k], slabs) if k in states else slabs for k, slabs in enumerate(store.states)
+    )
+    store = dataclasses.replace(store, rows=scatter(row_ids, rows, store.rows), states=new_states)
+    if statistics is None:
+        return store
+    return dataclasses.replace(store, statistics=scatter(row_ids, statistics, store.statistics))
+
+
+def write_initial(store: Store, row_ids: RowIds, rows: Float[Array, "num_keys dim"]) -> Store:
+    """Writes rows that XLA works out, where they lie; those of NO_ROW are left out. Equal row ids have equal rows."""
+    written, start = [], 0
+    for slab in store.rows:
+        size = slab.shape[0]
+        place = row_ids - jnp.uint32(start)  # rows of slabs before this one wrap around, past its end
+        place = jnp.where(place < jnp.uint32(size), place.astype(jnp.int32), jnp.int32(size))
+        if slab.dtype == jnp.bfloat16:
+            written.append(lax.platform_dependent(slab, place, rows, cpu=_scattered_as_bits, default=_scattered))
+        else:
+            written.append(_scattered(slab, place, rows))
+        start += size
+    return dataclasses.replace(store, rows=tuple(written))
+
+
+def _scattered(slab: Array, place: Int32[Array, " _"], rows: Array) -> Array:
+    return slab.at[place].set(rows, mode="drop")
+
+
+def _scattered_as_bits(slab: Float[Array, "_ dim"], place: Int32[Array, " _"], rows: Float[Array, "_ dim"]) -> Array:
+    """The same for bfloat16 on a CPU, whose compiler (jaxlib 0.10.2) would widen the slab for each row it sets.
+
+    Views cost a copy of the slab there, so nothing is done where nothing is new.
+    """
+
+    def write() -> Array:
+        bits = _scattered(lax.bitcast_convert_type(slab, jnp.uint16), place, lax.bitcast_convert_type(rows, jnp.uint16))
+        return lax.bitcast_convert_type(bits, slab.dtype)
+
+    return lax.cond((place < slab.shape[0]).any(), write, lambda: slab)
