@@ -84,7 +84,6 @@ class KeysInput:
     """Of one sample."""
 
     def __post_init__(self) -> None:
-        """Refuses what cannot be meant."""
         _check_table(self)
         _check_shape(self)
 
@@ -104,7 +103,6 @@ class BagsInput:
     """Whether each key has a weight."""
 
     def __post_init__(self) -> None:
-        """Refuses what cannot be meant."""
         _check_table(self)
 
 
@@ -122,7 +120,6 @@ class ArrayInput:
     dtype: str = "float32"
 
     def __post_init__(self) -> None:
-        """Refuses what cannot be meant."""
         _check_shape(self)
         try:
             dtype = jnp.dtype(self.dtype)

@@ -158,7 +158,6 @@ class HostRows(RowSource):
         version: int = 0,
         frequencies: Sequence[np.ndarray | None] | None = None,
     ) -> None:
-        """Takes them over."""
         if len(maps) != len(tables.stores):
             raise ValueError(f"HostRows: maps: got {len(maps)}, wanted one for each of {len(tables.stores)} stores.")
         self.version = version
@@ -432,7 +431,6 @@ class Layered(RowSource):
     """
 
     def __init__(self, layers: Sequence[RowSource]) -> None:
-        """Stacks them."""
         if not layers:
             raise ValueError("Layered: layers: got none, wanted at least one.")
         self._layers = tuple(layers)

@@ -193,7 +193,6 @@ class DeviceCache:
         min_rows: int = MIN_ROWS,
         device: Any = None,
     ) -> None:
-        """An empty cache; see `fill`."""
         checks.number("DeviceCache: fraction", fraction, checks.ABOVE_ZERO, math.inf, "a number above 0")
         checks.number("DeviceCache: hit_rate_threshold", hit_rate_threshold, 0, math.inf, "a number from 0")
         checks.number("DeviceCache: refresh_fraction", refresh_fraction, 0, 1)
@@ -582,11 +581,9 @@ class DeviceCache:
         return has_ended
 
     def __enter__(self) -> "DeviceCache":
-        """Itself."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Closes."""
         self.close()
 
     # Lookups --------------------------------------------------------------------------------------------------------

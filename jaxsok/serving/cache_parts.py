@@ -192,7 +192,6 @@ class Background:
     """A thread that fetches what lookups left; all that waits is fetched together."""
 
     def __init__(self, work: Callable[[Sequence[Mapping[str, np.ndarray]]], None], max_pending: int) -> None:
-        """Starts with the first offer."""
         self._work = work
         self._queue: queue.Queue[Mapping[str, np.ndarray] | None] = queue.Queue(max_pending)
         self._guard = threading.Lock()

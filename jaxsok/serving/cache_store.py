@@ -67,17 +67,14 @@ class Layout:
     """The words of the tables of each store, as one hashable value: a program is compiled for each."""
 
     def __init__(self, spec: FrozenSpec) -> None:
-        """Of the tables as they are cached."""
         self.words = spec.words
         content = b"".join(repr(array.shape).encode() + array.tobytes() for array in self.words)
         self._digest = hashlib.blake2b(content, digest_size=16).digest()
 
     def __hash__(self) -> int:
-        """Of the words."""
         return hash(self._digest)
 
     def __eq__(self, other: object) -> bool:
-        """Whether the words are equal."""
         return isinstance(other, Layout) and self._digest == other._digest
 
 

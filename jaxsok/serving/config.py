@@ -130,7 +130,6 @@ def _object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _parsed(path: pathlib.Path) -> Any:
-    """What is in a JSON file."""
     what = f'config: file "{path}"'
 
     def refused(name: str) -> NoReturn:
@@ -167,7 +166,6 @@ class _Reader:
         self.notes: list[str] = []
 
     def config(self, given: Mapping[str, Any]) -> Config:
-        """All of it."""
         if not isinstance(given, Mapping):
             self.refuse("", given, "an object with supportlonglong and models")
         top = self.block("", given, TOP_KEYS)
@@ -204,7 +202,6 @@ class _Reader:
     # One block --------------------------------------------------------------------------------------------------------
 
     def refuse(self, path: str, got: Any, wanted: str, remedy: str = "") -> NoReturn:
-        """Raises."""
         file = f'file "{self.file}": ' if self.file else ""
         place = f"{path}: " if path else ""
         shown = "null" if got is None else json.dumps(got, default=str) if _is_plain(got) else _shown(got)
@@ -214,12 +211,11 @@ class _Reader:
         raise ConfigError(f"config: {file}{place}got {shown}, wanted {wanted}{end}.", path=path)
 
     def lack(self, path: str, wanted: str) -> NoReturn:
-        """Raises for a key that has to be there."""
         file = f'file "{self.file}": ' if self.file else ""
         raise ConfigError(f"config: {file}{path}: got nothing, wanted {wanted}; the key is required.", path=path)
 
     def block(self, path: str, given: Mapping[str, Any], keys: Mapping[str, Key]) -> dict[str, Any]:
-        """The values of a block, checked, with defaults; what has no effect is written down."""
+        """Checks the values of a block and fills in defaults; notes keys without effect."""
         if isinstance(given, _Twice):
             file = f'file "{self.file}": ' if self.file else ""
             at = _joined(path, given.key)
@@ -245,7 +241,6 @@ class _Reader:
         return values
 
     def value(self, path: str, given: Any, kind: Kind) -> Any:
-        """One value, as a field has it."""
         parsed = kind.parse(given)
         if parsed is WRONG:
             is_quoted = isinstance(given, str) and kind.parse(_unquoted(given)) is not WRONG
@@ -255,7 +250,6 @@ class _Reader:
         return parsed
 
     def unknown(self, path: str, name: Any, keys: Mapping[str, Key]) -> NoReturn:
-        """Raises for a key that nobody reads."""
         near = difflib.get_close_matches(str(name), keys, 1, 0.6)
         meant = f'did you mean "{near[0]}"? ' if near else ""
         elsewhere = [
@@ -281,13 +275,12 @@ class _Reader:
         )
 
     def no_effect(self, path: str, value: Any, reason: str) -> None:
-        """Writes down a key; the first reason stands."""
+        """Notes a key; the first reason stands."""
         self.without.setdefault(path, WithoutEffect(path, _frozen(value), reason))
 
     # The blocks -------------------------------------------------------------------------------------------------------
 
     def volatile(self, top: Mapping[str, Any]) -> str:
-        """The type of the volatile database."""
         if top["volatile_db"] is None:
             return "parallel_hash_map"
         kind = self.block("volatile_db", top["volatile_db"], VOLATILE_KEYS)["type"]
@@ -301,7 +294,6 @@ class _Reader:
         return kind
 
     def persistent(self, top: Mapping[str, Any]) -> None:
-        """Refuses a persistent database."""
         if top["persistent_db"] is not None:
             kind = self.block("persistent_db", top["persistent_db"], PERSISTENT_KEYS)["type"]
             if kind != "disabled":
@@ -314,7 +306,6 @@ class _Reader:
                 )
 
     def update_source(self, top: Mapping[str, Any]) -> None:
-        """Refuses a source of updates."""
         if top["update_source"] is not None:
             kind = self.block("update_source", top["update_source"], UPDATE_KEYS)["type"]
             if kind is not None:
@@ -327,7 +318,7 @@ class _Reader:
                 )
 
     def database_of(self, models: tuple[ModelConfig, ...], kind: str, *, is_written: bool) -> None:
-        """Refuses models whose rows would have no place; says so where a database stays empty."""
+        """Refuses models whose rows would have no place; notes where a database stays empty."""
         for i, model in enumerate(models):
             if kind == "disabled" and model.tier != "device":
                 what = "without gpucache" if model.tier == "host" else f"with gpucacheper {model.gpucacheper:g}"
@@ -348,7 +339,6 @@ class _Reader:
     # A model ----------------------------------------------------------------------------------------------------------
 
     def model(self, path: str, given: Mapping[str, Any], top: Mapping[str, Any]) -> ModelConfig:
-        """One model."""
         values = self.block(path, given, MODEL_KEYS)
         name = values["model"]
         if not _MODEL_NAME.fullmatch(name):
@@ -379,7 +369,6 @@ class _Reader:
         return model
 
     def tables(self, path: str, values: dict[str, Any]) -> tuple[TableConfig, ...]:
-        """The tables, of the lists that have an entry for each."""
         files = values["sparse_files"]
         if not files:
             self.refuse(f"{path}.sparse_files", [], "at least one path")
@@ -415,14 +404,13 @@ class _Reader:
         return tuple(TableConfig(**dict(zip(PER_TABLE.values(), column, strict=True))) for column in columns)
 
     def refuse_remote(self, path: str, file: str) -> None:
-        """Raises for what is no path of this machine."""
         if _SCHEME.match(file):
             self.refuse(path, file, "a path of this machine", "copy the files here: no remote storage is read")
         if "\0" in file:
             self.refuse(path, file, "a path of this machine", "a path has no zero byte")
 
     def cache_type(self, path: str, given: Mapping[str, Any], values: dict[str, Any]) -> None:
-        """Settles what kind of cache it is, and refuses those that are not there."""
+        """Settles the kind of cache; refuses kinds that are not there."""
         kind, at = values["embedding_cache_type"], f"{path}.embedding_cache_type"
         if values["use_static_table"]:
             if "embedding_cache_type" in given and kind != "static":
@@ -454,7 +442,6 @@ class _Reader:
             )
 
     def of_jaxsok(self, path: str, values: dict[str, Any]) -> tuple[str | None, int]:
-        """The dtype of rows, and spare rows."""
         own = self.block(f"{path}.jaxsok", values["jaxsok"] or {}, JAXSOK_KEYS)
         row_dtype = own["row_dtype"]
         is_static = values["embedding_cache_type"] == "static"
@@ -480,7 +467,6 @@ class _Reader:
         return row_dtype, own["spare_rows"]
 
     def fuse(self, path: str, given: Mapping[str, Any], top: Mapping[str, Any]) -> bool | None:
-        """Whether the tables of a model are fused."""
         every, at = top["fuse_embedding_table"], f"{path}.fuse_embedding_table"
         own = given.get("fuse_embedding_table")
         if own is True and every is False:
@@ -493,7 +479,6 @@ class _Reader:
 
 
 def _filled(kind: Any, given: Mapping[str, Any], **resolved: Any) -> Any:
-    """A block of which all values were checked."""
     names = {field.name for field in dataclasses.fields(kind)}
     values = {name: _frozen(value) for name, value in given.items() if name in names}
     return kind(**{**values, **resolved})
@@ -508,7 +493,6 @@ def _joined(path: str, name: str) -> str:
 
 
 def _frozen(value: Any) -> Any:
-    """A value that does not change with what was given."""
     return tuple(_frozen(one) for one in value) if isinstance(value, list | tuple) else value
 
 
@@ -521,7 +505,6 @@ def _shown(value: Any) -> str:
 
 
 def _unquoted(text: str) -> Any:
-    """What a string would be without its quotes."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):

@@ -49,7 +49,7 @@ def _integer(least: int, most: int = _INT_MAX) -> Kind:
 
 
 def _cut(least: int) -> Kind:
-    """An integer; a number with a fraction loses it, as in HPS, whose parser reads an int."""
+    """An integer; a number with a fraction loses it, as in HPS."""
     whole = _integer(least)
 
     def parse(value: Any) -> Any:
@@ -89,7 +89,6 @@ def _list(items: Kind, wanted: str) -> Kind:
 
 
 def _path(value: Any) -> str | None:
-    """A path as text; None: it is none."""
     text = os.fspath(value) if isinstance(value, str | os.PathLike) else None
     return text if isinstance(text, str) else None
 
@@ -104,7 +103,7 @@ _COUNT, _SIZE = _integer(1), _integer(0, 2**64 - 1)
 
 
 def _any(value: Any) -> Any:
-    """The value of a key that nobody reads."""
+    """Accepts the value of a key that is not read."""
     items = value if isinstance(value, list | tuple) else [value]
     return WRONG if any(isinstance(item, list | tuple | Mapping) for item in items) else value
 

@@ -25,7 +25,6 @@ class WithoutEffect:
     """Why there is nothing to set."""
 
     def __str__(self) -> str:
-        """As the report has it; secrets are not shown."""
         shown = "(not shown)" if self.path.endswith("password") else repr(self.value)
         return f"{self.path} = {shown}: {self.reason}"
 
@@ -327,7 +326,6 @@ def idle_keys(model: ModelConfig) -> dict[str, str]:
 
 
 def _model_to_json(model: ModelConfig) -> dict[str, Any]:
-    """What is honoured of a model."""
     written: dict[str, Any] = {"model": model.model}
     written |= {key: [getattr(table, field) for table in model.tables] for key, field in PER_TABLE.items()}
     written["deployed_device_list"] = list(model.deployed_device_list)
@@ -350,5 +348,4 @@ def steps_of(path: str) -> list[str | int]:
 
 
 def _plain(value: Any) -> Any:
-    """As JSON has it."""
     return [_plain(one) for one in value] if isinstance(value, tuple) else value

@@ -65,7 +65,6 @@ class FrozenTable:
     bits, and not to those of 8 bits."""
 
     def __post_init__(self) -> None:
-        """Refuses what cannot be meant."""
         if not isinstance(self.name, str) or not self.name:
             raise TypeError(f"FrozenTable: name: got {self.name!r}, wanted a name.")
         what = f'FrozenTable "{self.name}"'
@@ -125,7 +124,6 @@ class FrozenSpec:
     stores: tuple[tuple[FrozenTable, ...], ...]
 
     def __post_init__(self) -> None:
-        """Refuses two tables of one name."""
         names = [table.name for table in itertools.chain(*self.stores)]
         for name in names:
             if names.count(name) > 1:
@@ -188,9 +186,7 @@ class RecordSource(Protocol):
         """How many there are, or more."""
         ...
 
-    def __iter__(self) -> Iterator[Records]:
-        """Some at a time. A key that comes again has its later row."""
-        ...
+    def __iter__(self) -> Iterator[Records]: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -201,7 +197,6 @@ class SizedRecords:
     chunks: Iterable[Records]
 
     def __iter__(self) -> Iterator[Records]:
-        """The chunks."""
         return iter(self.chunks)
 
 
@@ -225,17 +220,14 @@ def freeze(
       state: not donated.
       tables: names; None: all.
       dtype: of the rows, for all tables or by name; None, or a table that is not named: as they are trained.
-      defaults: what keys that are not there read in every column, for all tables or by name; None, or a table that is
-        not named: what `Collection.find` gives by the table's `unknown`.
+      defaults: what keys without a row read in every column, for all tables or by name; None, or a table that is not
+        named: what `Collection.find` gives by the table's `unknown`.
       spare_rows: rows of each table that later updates may add in place.
       device: where they go; None: the default one.
 
-    Returns:
-      The tables.
-
     Raises:
-      ValueError: a table that is not there, a dtype that is none, rows that are not finite and to be quantized, or no
-        default for a table whose initial rows XLA works out (`initializers.matrix` and `function`).
+      ValueError: an unknown table or dtype, rows to be quantized that are not finite, or no default for a table whose
+        initial rows XLA works out (`initializers.matrix` and `function`).
 
     Cost:
       Each row crosses to the host and back once, in chunks of 64 MiB. On the device: `frozen_bytes`.
@@ -294,7 +286,7 @@ def freeze_records(
       device: where they go; None: the default one.
 
     Returns:
-      The tables, and the map of each store's rows, by which they can be updated; dropped, it costs nothing.
+      The tables, and the map of each store's rows, by which they can be updated.
 
     Raises:
       ValueError: no tables, two of one name, or records that do not fit theirs.
@@ -332,14 +324,14 @@ def freeze_records(
 def write_rows(
     store: FrozenStore, table: FrozenTable, row_ids: np.ndarray, rows: np.ndarray, *, donate: bool
 ) -> FrozenStore:
-    """A store with some rows set: rounded or quantized as its table says.
+    """Sets some rows of a store, rounded or quantized as its table says.
 
     Args:
       store: with `donate` its arrays are gone afterwards.
       table: one of its tables.
       row_ids: uint32, NO_ROW is passed over. Of a row that is named more than once the last one counts.
       rows: `[num_rows, dim]`, any float dtype.
-      donate: whether the rows may be written where they lie. Else they are copied once.
+      donate: whether the rows may be written where they lie. Otherwise they are copied once.
     """
     last = len(row_ids) - 1 - np.unique(row_ids[::-1], return_index=True)[1]
     if len(last) != len(row_ids):
@@ -349,11 +341,7 @@ def write_rows(
 
 
 def lines_of(table: FrozenTable, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
-    """Rows as a table stores them: rounded, or quantized and with their scales.
-
-    Raises:
-      ValueError: rows that are not finite and to be quantized.
-    """
+    """Rows as a table stores them: rounded, or quantized and with scales (ValueError: not finite)."""
     if not table.is_quantized:
         return rounded(rows, table.dtype), None
     return quantize.quantized(np.asarray(rows, np.float32), table.dtype)
@@ -362,7 +350,7 @@ def lines_of(table: FrozenTable, rows: np.ndarray) -> tuple[np.ndarray, np.ndarr
 def write_lines(
     store: FrozenStore, row_ids: np.ndarray, lines: np.ndarray, scales: np.ndarray | None, *, donate: bool
 ) -> FrozenStore:
-    """A store with some rows set to what `lines_of` gave; else as `write_rows`, with distinct row ids."""
+    """Sets some rows of a store to what `lines_of` gave; row ids are distinct."""
     size = _padded_rows(len(row_ids))
     ids = np.full(size, np.uint32(NO_ROW))
     ids[: len(row_ids)] = row_ids
@@ -410,11 +398,7 @@ def rounded(rows: np.ndarray, dtype: str) -> np.ndarray:
 
 
 def check_records(op: str, table: FrozenTable, records: Records) -> None:
-    """Refuses records that are not a table's.
-
-    Raises:
-      ValueError: names op, table, got and wanted.
-    """
+    """Refuses records (ValueError) whose rows are not of the table's dim."""
     if records.rows.shape != (records.num_rows, table.dim):
         raise ValueError(
             f'{op}: table "{table.name}": rows: got shape {list(records.rows.shape)}, wanted '
@@ -423,11 +407,7 @@ def check_records(op: str, table: FrozenTable, records: Records) -> None:
 
 
 def frozen_bytes(table: FrozenTable, num_rows: int) -> dict[str, int]:
-    """Bytes of device memory that a table takes, by what they hold.
-
-    Args:
-      table: as it is served.
-      num_rows: of it, spare ones included.
+    """Bytes of device memory that `num_rows` rows of a table take, spare ones included, by what they hold.
 
     Example:
       >>> frozen_bytes(FrozenTable("user", dim=128, dtype="int8"), 1_000_000)

@@ -25,7 +25,6 @@ class Refusal(Exception):
     """Becomes a response with a status of its own."""
 
     def __init__(self, status: int, code: str, message: str, headers: Mapping[str, str] | None = None) -> None:
-        """Declares."""
         super().__init__(message)
         self.status, self.code, self.headers = status, code, dict(headers or {})
 
@@ -39,12 +38,11 @@ class Busy(Refusal):
     """
 
     def __init__(self, why: str, headers: Mapping[str, str] | None = None) -> None:
-        """Declares."""
         super().__init__(503, "busy", f"{why}; ask again later.", {"Retry-After": "1", **(headers or {})})
 
 
 def stopping(op: str) -> Refusal:
-    """The server ends."""
+    """The refusal of a server that ends."""
     return Refusal(503, "stopping", f"{op}: the server stops.", CLOSE)
 
 
@@ -55,17 +53,17 @@ def to_json(status: int, value: Any, headers: Mapping[str, str] | None = None) -
 
 
 def refused(refusal: Refusal) -> Response:
-    r"""A response that is an error.
+    """An error as a response.
 
     Example:
-      >>> refused(Refusal(404, "unknown_model", "lookup: model: got 'a'.")).body
-      b'{"error":{"code":"unknown_model","message":"lookup: model: got \'a\'."}}'
+      >>> refused(Refusal(404, "unknown_model", "lookup: model: got a.")).body
+      b'{"error":{"code":"unknown_model","message":"lookup: model: got a."}}'
     """
     return to_json(refusal.status, {"error": {"code": refusal.code, "message": str(refusal)}}, refusal.headers)
 
 
 def refusal_of(error: Exception, op: str) -> Refusal:
-    """What a client is told of an error: its own ones in words, of ours that there was one.
+    """What a client hears of an error: the reason of its own errors, and of the server's only that there was one.
 
     Example:
       >>> refusal_of(UnknownTableError("lookup: table: got 'usr'."), "lookup").status
@@ -90,7 +88,7 @@ def refusal_of(error: Exception, op: str) -> Refusal:
 
 
 async def http_error(request: Request, error: Exception) -> Response:
-    """What no route takes."""
+    """The response where no route matches."""
     status = getattr(error, "status_code", 500)
     code, message = {
         404: ("not_found", "there is nothing at this path."),
@@ -100,11 +98,7 @@ async def http_error(request: Request, error: Exception) -> Response:
 
 
 def formats(request: Request, op: str) -> tuple[str, str]:
-    """The format of the body, and that of the response.
-
-    Raises:
-      Refusal: 415 or 406.
-    """
+    """The formats of the body and of the response; raises a Refusal of 415 or 406."""
     content_type = request.headers.get("content-type")
     given = wire.media_type_of(content_type)
     if given is None:

@@ -42,11 +42,8 @@ class RowMap:
 
     Args:
       num_tables: of the store.
-      capacity: its rows.
+      capacity: its rows; ValueError where a store cannot have as many.
       salt: 64 bits that are mixed into every hash; None: drawn, so that nobody can choose keys that collide.
-
-    Raises:
-      ValueError: more rows than a store can have.
 
     Example:
       >>> rows = RowMap(num_tables=1, capacity=4)
@@ -55,7 +52,6 @@ class RowMap:
     """
 
     def __init__(self, num_tables: int, capacity: int, *, salt: int | None = None) -> None:
-        """An empty map."""
         if not 1 <= capacity <= MAX_CAPACITY:
             raise ValueError(f"RowMap: capacity: got {capacity} rows in one store, wanted 1 to {MAX_CAPACITY}.")
         self.num_tables = num_tables
@@ -93,12 +89,7 @@ class RowMap:
         return sum(array.nbytes for array in (self._index, self._counters, self._table_rows, self._records, self._rows))
 
     def find(self, table: int, keys: np.ndarray) -> np.ndarray:
-        """The row of each key, uint32; NO_ROW where it has none.
-
-        Args:
-          table: its number in the store.
-          keys: uint64.
-        """
+        """The row of each key (uint64) of a table, by its number: uint32; NO_ROW where it has none."""
         found = [
             np.asarray(_find(self._index, self._counters, words, ids))[:count]
             for words, ids, count in self._parts(table, keys)
@@ -108,12 +99,7 @@ class RowMap:
     def place(self, table: int, keys: np.ndarray) -> np.ndarray:
         """The row of each key, uint32; keys without one get free rows, those that were freed first.
 
-        Args:
-          table: its number in the store.
-          keys: uint64; may repeat. PADDING_KEY gets NO_ROW.
-
-        Raises:
-          ValueError: there are not enough free rows; nothing has changed then.
+        Keys (uint64) may repeat; PADDING_KEY gets NO_ROW. ValueError: not enough free rows; nothing has changed then.
         """
         keys = np.asarray(keys)
         self._require_room(table, keys)
@@ -133,11 +119,7 @@ class RowMap:
         return np.concatenate(placed) if placed else np.zeros(0, np.uint32)
 
     def remove(self, table: int, keys: np.ndarray) -> int:
-        """Frees the rows of keys; keys without one are passed over.
-
-        Returns:
-          How many rows there were.
-        """
+        """Frees the rows of keys and counts them; keys without one are passed over."""
         removed = 0
         for words, ids, _ in self._parts(table, keys):
             self._index, self._counters, self._table_rows, self._records, count = _remove(
@@ -166,13 +148,13 @@ class RowMap:
         self._rebuild(max(self.num_buckets, buckets_of(capacity)))
 
     def index(self, device: Any) -> tuple[UInt32[Array, "num_buckets 16"], UInt32[Array, " num_counters"]]:
-        """Index and counters as a lookup reads them: copies, on a device."""
+        """Copies of index and counters on a device, as a lookup reads them."""
         return tuple(
             jax.device_put(np.array(array), device, may_alias=False) for array in (self._index, self._counters)
         )
 
     def copy(self) -> "RowMap":
-        """Another one, equal now."""
+        """An independent copy."""
         other = object.__new__(RowMap)
         other.num_tables = self.num_tables
         for name in ("_index", "_counters", "_table_rows", "_records", "_rows"):
@@ -180,7 +162,7 @@ class RowMap:
         return other
 
     def _parts(self, table: int, keys: np.ndarray) -> Any:
-        """Words and table ids of keys, padded, some at a time; and how many of them are meant."""
+        """Pads keys and table ids, some at a time; gives them with the number of real keys."""
         if not 0 <= table < self.num_tables:
             raise ValueError(f"RowMap: table: got {table}, wanted 0 to {self.num_tables - 1}.")
         words = keys_lib.to_words(np.asarray(keys, np.uint64), "RowMap")
@@ -224,11 +206,7 @@ def buckets_of(capacity: int) -> int:
 
 
 def host_device() -> Any:
-    """JAX's CPU device.
-
-    Raises:
-      RuntimeError: it is switched off; says how to have it.
-    """
+    """JAX's CPU device. RuntimeError: it is switched off; says how to have it."""
     try:
         return jax.local_devices(backend="cpu")[0]
     except RuntimeError as error:
@@ -239,7 +217,7 @@ def host_device() -> Any:
 
 
 def _on_host(array: np.ndarray) -> Array:
-    """Committed to the CPU, so that programs over it run there."""
+    """Commits an array to the CPU, so that programs over it run there."""
     return jax.device_put(array, host_device(), may_alias=False)
 
 

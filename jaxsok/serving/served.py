@@ -69,7 +69,6 @@ class Answer(dict):
     """
 
     def __init__(self, values: Mapping[str, Any], *, version: int) -> None:
-        """Of some arrays and their version."""
         super().__init__(values)
         self.version = version
 
@@ -564,7 +563,6 @@ class CachedServed(Served):
     """One model of a session, some of whose rows are cached on its device; all of them lie in host memory."""
 
     def __init__(self, config: ModelConfig, *args: Any, **options: Any) -> None:
-        """Opens it, fills the cache, and begins to refresh it, as the configuration says."""
         self._is_closed = threading.Event()
         self._clock = threading.Thread(target=self._refresh_by_the_clock, name="jaxsok-refresh", daemon=True)
         self._num_warm_ups = 0

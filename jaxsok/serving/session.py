@@ -88,7 +88,6 @@ class Session:
     """Models that are served. Made by `open`; all methods may be called from many threads at the same time."""
 
     def __init__(self, config: Config, device: Any = None, *, warm_up: bool = True, memory_limit: int | None = None):
-        """Opens the models; see `open`."""
         self.config = config
         self._memory_limit = memory_limit
         self._is_closed = False
@@ -106,11 +105,9 @@ class Session:
             raise
 
     def __enter__(self) -> "Session":
-        """Itself; closed at the end."""
         return self
 
     def __exit__(self, *args: object) -> None:
-        """Closes."""
         self.close()
 
     @property

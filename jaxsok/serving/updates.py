@@ -115,7 +115,6 @@ class Gate:
     """
 
     def __init__(self) -> None:
-        """Open."""
         self._changed = threading.Condition()
         self._readers, self._writers = 0, 0
 
