@@ -20,8 +20,8 @@ from waiting import wait_until
 
 import jaxsok
 from jaxsok.records import Records
-from jaxsok.serving import backing, cache_store
 from jaxsok.serving import cache as cache_module
+from jaxsok.serving import cache_store
 from jaxsok.serving import ready as ready_lib
 from jaxsok.serving.backing import HostRows, Layered, RowSource
 from jaxsok.serving.cache import DeviceCache, cache_bytes
@@ -799,7 +799,6 @@ def _over_broken_rows(threshold):
 @pytest.mark.parametrize("broken", [np.nan, np.inf])
 def test_a_row_that_cannot_be_quantized_is_not_found(broken, caplog):
     """By itself: those around it, and other tables, are answered; the log names its key, once."""
-    backing._TOLD.clear()
     asked = {"a": np.arange(6), "q": np.arange(6)}
     with _over_broken_rows(2) as cache:
         cache.source.broken = broken

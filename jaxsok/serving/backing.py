@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -35,14 +35,14 @@ from jaxsok.serving.frozen import (
     write_rows,
 )
 from jaxsok.serving.fused import find_rows
+from jaxsok.serving.gate import Gate
 from jaxsok.serving.ready import Form
 from jaxsok.serving.row_map import RowMap, host_device
 from jaxsok.types import MAX_CAPACITY, NO_ROW, PADDING_KEY
 
 KEYS_AT_A_TIME = 1 << 20  # of a fetch: scratch memory stays bounded
 _LEAST_KEYS = 256  # keys are padded to a power of two, so that programs are few
-_TELL_S = 60.0  # between two warnings of rows that cannot be quantized, of one kind of source and table
-_TOLD: dict[tuple[str, str], float] = {}  # when each was
+_WARN_S = 60.0  # between two warnings of rows of one source and table that cannot be quantized
 _log = logging.getLogger(__name__)
 _GROWTH = 1.25  # of the rows of a store, when an update brings more keys than there is room for
 
@@ -52,10 +52,11 @@ IsFound: TypeAlias = Bool[np.ndarray, " num_keys"]
 
 
 class SourceReplacedError(RuntimeError):
-    """A source whose rows were given to a newer version in place. Who was reading asks the newer one."""
+    """A source whose rows were given to a newer version in place: ask the newer one."""
 
 
-_SHARING = threading.Lock()  # of `HostRows._holders`
+_SHARING = threading.Lock()
+"""Held while `HostRows._holders` of any version is read or changed: versions share these sets."""
 
 
 class RowSource(abc.ABC):
@@ -114,9 +115,24 @@ class RowSource(abc.ABC):
         is_broken = is_found & ~np.isfinite(rows).all(axis=1)
         if is_broken.any():
             is_found = is_found & ~is_broken
-            _tell_broken(type(self).__name__, table, np.asarray(keys)[is_broken])
+            self._warn_broken(table, np.asarray(keys)[is_broken])
         numbers, scales = quantize.quantized(np.where(is_found[:, None], rows, 0), self.tables[table].dtype)
         return numbers, scales, is_found
+
+    @functools.cached_property
+    def _warned_at(self) -> dict[str, float]:
+        """By table, the time of the last warning of rows that cannot be quantized."""
+        return {}
+
+    def _warn_broken(self, table: str, keys: np.ndarray) -> None:
+        now = time.monotonic()
+        if now - self._warned_at.get(table, -_WARN_S) >= _WARN_S:
+            self._warned_at[table] = now
+            _log.warning(
+                '%s.fetch: table "%s": got %d rows that are not finite, the first of key %d, wanted numbers to be '
+                "quantized; they count as not found. Not told again for %g s.",
+                *(type(self).__name__, table, len(keys), keys[0], _WARN_S),
+            )
 
     @abc.abstractmethod
     def scan(self, table: str, chunk_rows: int) -> Iterator[Records]:
@@ -164,7 +180,8 @@ class HostRows(RowSource):
         self._tables = tables
         self._maps = tuple(maps)
         self._frequencies = (None,) * len(maps) if frequencies is None else tuple(frequencies)
-        self._gate = _Gate()
+        self._gate = Gate()
+        self._is_gone = False  # set under the gate's `writing`: the rows belong to a newer version
         # Sizes of which a fetch is compiled: of a table, or of a store for its numbers and scales.
         self._asked: dict[tuple[str | int, int], None] = {}
         # By store: the versions that read it, of which none is given away. Versions share what does not change.
@@ -184,9 +201,9 @@ class HostRows(RowSource):
         Raises:
           ValueError: as `freeze_records`.
         """
-        watched = [(table, _Watched(source)) for table, source in sources]
-        tables, maps = freeze_records(watched, spare_rows=spare_rows, device=host_device())
-        seen = {table.name: source.seen for table, source in watched}
+        uses = [(table, RecordedUses(source)) for table, source in sources]
+        tables, maps = freeze_records(uses, spare_rows=spare_rows, device=host_device())
+        seen = {table.name: source.seen for table, source in uses}
         return cls(tables, maps, version=version, frequencies=frequencies_by_row(tables, maps, seen))
 
     @property
@@ -217,37 +234,32 @@ class HostRows(RowSource):
           A bucket (64 bytes) and a row for each key, on all cores.
         """
         self._place("fetch", table)
-        words = keys_lib.to_words(np.asarray(keys, np.uint64), "fetch")
-        rows, is_found = [], []
-        for start in range(0, len(words), KEYS_AT_A_TIME):
-            part = words[start : start + KEYS_AT_A_TIME]
-            padded = keys_lib.padding_words((padded_size(len(part), _LEAST_KEYS),))
-            padded[: len(part)] = part
-            self._asked[table, len(padded)] = None
-            with self._reading("fetch"):
-                found = _fetch(self._tables, table, jax.device_put(padded, host_device()))
-            rows.append(np.asarray(found[0])[: len(part)])
-            is_found.append(np.asarray(found[1])[: len(part)])
-        if len(rows) == 1:
-            return rows[0], is_found[0]
-        dim = self.tables[table].dim
-        return np.concatenate([np.zeros((0, dim), np.float32), *rows]), np.concatenate([np.zeros(0, bool), *is_found])
+        rows, is_found = self._in_parts("fetch", table, keys, lambda words: _fetch(self._tables, table, words))
+        return rows, is_found
 
     def fetch_quantized(self, table: str, keys: Keys) -> tuple[np.ndarray, np.ndarray, IsFound]:
         """See `RowSource.fetch_quantized`: the bits that are stored."""
         s, number = self._place("fetch_quantized", table)
-        words, parts = keys_lib.to_words(np.asarray(keys, np.uint64), "fetch_quantized"), []
+        number_there = jax.device_put(np.uint32(number), host_device())
+        numbers, scales, is_found = self._in_parts(
+            "fetch_quantized", s, keys, lambda words: _fetch_quantized(self._tables.stores[s], words, number_there)
+        )
+        return numbers, scales, is_found
+
+    def _in_parts(
+        self, op: str, what: str | int, keys: Keys, fetch: Callable[[Any], tuple[Any, ...]]
+    ) -> Sequence[np.ndarray]:
+        """Fetches for some padded keys at a time, and joins what comes."""
+        words, parts = keys_lib.to_words(np.asarray(keys, np.uint64), op), []
         for start in range(0, max(1, len(words)), KEYS_AT_A_TIME):
             part = words[start : start + KEYS_AT_A_TIME]
             padded = keys_lib.padding_words((padded_size(len(part), _LEAST_KEYS),))
             padded[: len(part)] = part
-            self._asked[s, len(padded)] = None
-            with self._reading("fetch_quantized"):
-                words_and_number = jax.device_put((padded, np.uint32(number)), host_device())
-                found = _fetch_quantized(self._tables.stores[s], *words_and_number)
-            parts.append([np.asarray(one)[: len(part)] for one in found])
-        numbers, scales, is_found = (np.concatenate(some) for some in zip(*parts, strict=True))
-        return numbers, scales, is_found
+            self._asked[what, len(padded)] = None
+            with self._reading(op):
+                found = fetch(jax.device_put(padded, host_device()))
+            parts.append([np.asarray(array)[: len(part)] for array in found])
+        return parts[0] if len(parts) == 1 else [np.concatenate(arrays) for arrays in zip(*parts, strict=True)]
 
     def ready_as(self, older: "HostRows") -> None:
         """Compiles the fetches that an older version was asked for: by table and power of two of keys."""
@@ -318,14 +330,17 @@ class HostRows(RowSource):
             self._require_room(touched, changed, erased, in_place)
             if not in_place:  # nobody takes away what is copied
                 return self._updated(touched, changed, erased, version, frozenset())
-        with self._gate.closing():
-            with _SHARING:  # nobody comes: versions that share a store with this one are made while it is open
-                own = frozenset(s for s in touched if set(self._holders[s]) <= {self})
-            newer = self._updated(touched, changed, erased, version, own)
-            with _SHARING:
-                for holders in self._holders:
-                    holders.discard(self)
-            return newer
+        with self._gate.writing():
+            if self._is_gone:
+                raise SourceReplacedError("HostRows: updated: got a version that was updated in place already.")
+            self._is_gone = True  # for good, also if the update fails: what was read may be half changed
+        with _SHARING:  # nobody comes: versions that share a store with this one are made while it can be read
+            own = frozenset(s for s in touched if set(self._holders[s]) <= {self})
+        newer = self._updated(touched, changed, erased, version, own)
+        with _SHARING:
+            for holders in self._holders:
+                holders.discard(self)
+        return newer
 
     def _updated(
         self,
@@ -398,8 +413,8 @@ class HostRows(RowSource):
 
     @contextlib.contextmanager
     def _reading(self, op: str) -> Iterator[None]:
-        with self._gate.reading() as is_open:
-            if not is_open:
+        with self._gate.reading():
+            if self._is_gone:
                 raise SourceReplacedError(
                     f"HostRows: {op}: version {self.version} was given to an update in place; ask the source that "
                     "`updated` returned, or if it failed load the rows again."
@@ -459,25 +474,23 @@ class Layered(RowSource):
         self, table: str, keys: Keys
     ) -> tuple[Float32[np.ndarray, "num_keys dim"], Bool[np.ndarray, " num_keys"]]:
         """See `RowSource.fetch`: each layer is asked for the keys that those before it do not have."""
-        rows, is_found = self._layers[0].fetch(table, keys)
-        for layer in self._layers[1:]:
-            missing = np.flatnonzero(~is_found)
-            if not len(missing):
-                break
-            more, is_there = layer.fetch(table, np.asarray(keys)[missing])
-            rows, is_found = np.array(rows), np.array(is_found)
-            rows[missing[is_there]] = more[is_there]
-            is_found[missing] = is_there
+        rows, is_found = self._first_found(keys, lambda layer, some: layer.fetch(table, some))
         return rows, is_found
 
     def fetch_quantized(self, table: str, keys: Keys) -> tuple[np.ndarray, np.ndarray, IsFound]:
         """See `RowSource.fetch_quantized`: as `fetch`."""
-        parts = self._layers[0].fetch_quantized(table, keys)
+        numbers, scales, is_found = self._first_found(keys, lambda layer, some: layer.fetch_quantized(table, some))
+        return numbers, scales, is_found
+
+    def _first_found(
+        self, keys: Keys, fetch: Callable[[RowSource, Keys], tuple[np.ndarray, ...]]
+    ) -> tuple[np.ndarray, ...]:
+        parts = fetch(self._layers[0], keys)
         for layer in self._layers[1:]:
-            missing = np.flatnonzero(~parts[2])
+            missing = np.flatnonzero(~parts[-1])
             if not len(missing):
                 break
-            more = layer.fetch_quantized(table, np.asarray(keys)[missing])
+            more = fetch(layer, np.asarray(keys)[missing])
             parts = tuple(map(np.array, parts))
             for mine, its in zip(parts, more, strict=True):
                 mine[missing] = its
@@ -502,7 +515,7 @@ class Layered(RowSource):
 def frequencies_by_row(
     tables: FrozenTables, maps: Sequence[RowMap], seen: Mapping[str, Sequence[tuple[np.ndarray, np.ndarray]]]
 ) -> list[np.ndarray | None]:
-    """Of each store's rows, uint32 by row id, of keys and frequencies by table; None: nobody told of its tables."""
+    """By store the frequencies of rows, uint32 by row id; None: none of its tables has any in `seen`."""
     found: list[np.ndarray | None] = [None] * len(maps)
     for name, some in seen.items():
         store, number = tables.spec.places[name]
@@ -536,18 +549,6 @@ def _fetch_quantized(store: FrozenStore, words: Any, table: Any) -> tuple[Any, A
     return numbers, store.scales[0].at[row_ids].get(mode="fill", fill_value=0), row_ids != jnp.uint32(NO_ROW)
 
 
-def _tell_broken(source: str, table: str, keys: np.ndarray) -> None:
-    """Not of each lookup that misses such a key again."""
-    now = time.monotonic()
-    if now - _TOLD.get((source, table), -_TELL_S) >= _TELL_S:
-        _TOLD[source, table] = now
-        _log.warning(
-            '%s.fetch: table "%s": got %d rows that are not finite, the first of key %d, wanted numbers to be '
-            "quantized; they count as not found. Not told again for %g s.",
-            *(source, table, len(keys), keys[0], _TELL_S),
-        )
-
-
 def _without(keys: Any, records: Records | None) -> np.ndarray:
     keys = np.asarray(keys, np.uint64)
     return keys if records is None else keys[~np.isin(keys, records.keys)]
@@ -579,54 +580,23 @@ def _grown(store: FrozenStore, capacity: int) -> FrozenStore:
     return FrozenStore(store.index, store.counters, longer(store.rows), tuple(map(longer, store.scales)))
 
 
-class _Watched:
-    """Records on their way, of which keys and frequencies are kept."""
+class RecordedUses:
+    """Records on their way, whose keys and frequencies are kept in `seen`, as far as all of them have frequencies."""
 
     def __init__(self, source: RecordSource) -> None:
         self._source = source
-        self.has_frequencies = True
+        self._has_frequencies = True
         self.seen: list[tuple[np.ndarray, np.ndarray]] = []
 
     @property
     def num_rows(self) -> int:
+        """How many there are."""
         return self._source.num_rows
 
     def __iter__(self) -> Iterator[Records]:
         for records in self._source:
             if records.frequency is None:
-                self.has_frequencies, self.seen = False, []
-            elif self.has_frequencies:
-                self.seen.append((records.keys, np.asarray(records.frequency, np.uint32)))
+                self._has_frequencies, self.seen = False, []
+            elif self._has_frequencies:
+                self.seen.append((records.keys.copy(), np.array(records.frequency, np.uint32)))
             yield records
-
-
-class _Gate:
-    """Many may read at a time, until it is closed: then nobody, and none is reading."""
-
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._num_readers = 0
-        self._is_open = True
-
-    @contextlib.contextmanager
-    def reading(self) -> Iterator[bool]:
-        """Whether it is open; it stays so meanwhile."""
-        with self._changed:
-            is_open = self._is_open
-            self._num_readers += is_open
-        try:
-            yield is_open
-        finally:
-            with self._changed:
-                self._num_readers -= is_open
-                self._changed.notify_all()
-
-    @contextlib.contextmanager
-    def closing(self) -> Iterator[None]:
-        """Waits for readers to leave. It stays closed, also if the body fails: what was read may be half changed."""
-        with self._changed:
-            if not self._is_open:
-                raise SourceReplacedError("HostRows: updated: got a version that was updated in place already.")
-            self._is_open = False
-            self._changed.wait_for(lambda: self._num_readers == 0)
-        yield

@@ -128,7 +128,7 @@ class _Protocol(H11Protocol):
 
 
 def _tell_early(connection: Any) -> None:
-    """Bounds what the kernel holds: it reports room only when a third of its buffer, which grows to megabytes, is free."""
+    """Bounds what the kernel holds: it reports room when a third of its buffer, which grows to megabytes, is free."""
     if connection is not None and connection.family in (socket.AF_INET, socket.AF_INET6):
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _UNSENT_BYTES)
 

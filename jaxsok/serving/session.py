@@ -20,7 +20,7 @@ from jaxsok.serving import config as config_lib
 from jaxsok.serving import row_map, updates
 from jaxsok.serving.config import Config, ModelConfig
 from jaxsok.serving.errors import ConfigError, ServingError, UnknownModelError
-from jaxsok.serving.served import Answer, CachedServed, Model, Served
+from jaxsok.serving.served import Answer, Model, Served
 from jaxsok.serving.updates import InPlace, Source
 
 _log = logging.getLogger(__name__)
@@ -96,10 +96,9 @@ class Session:
         try:
             for number, model in enumerate(config.models):
                 at = _device(number, model, device)
-                kind = CachedServed if model.tier == "cache" else Served
                 lock = memory.setdefault(at if model.tier == "device" else row_map.host_device(), threading.Lock())
                 room = functools.partial(self._room, at)
-                self._models[model.model] = kind(model, config.key_bits, at, room, lock, warm_up=warm_up)
+                self._models[model.model] = Served(model, config.key_bits, at, room, lock, warm_up=warm_up)
         except BaseException:
             self.close()
             raise
@@ -113,7 +112,7 @@ class Session:
     @property
     def models(self) -> Mapping[str, Model]:
         """The models as they are now, by name."""
-        return {name: served.described() for name, served in self._models.items()}
+        return {name: served.describe() for name, served in self._models.items()}
 
     def lookup(self, keys: Mapping[str, Any], model: str | None = None) -> Answer:
         """Reads rows.
@@ -199,7 +198,7 @@ class Session:
         Args:
           model: its name; None, if there is one.
         """
-        self._served("refresh", model).refresh()
+        self._served("refresh", model).reader.refresh()
 
     def stats(self, model: str | None = None) -> dict[str, Any]:
         """What was done, in numbers.
@@ -239,8 +238,8 @@ class Session:
         models, self._models = self._models, {}
         until = None if timeout_s is None else time.monotonic() + timeout_s
         for served in models.values():
-            served.stop()  # all of them before any is waited for
-        have_ended = [served.close(until) for served in models.values()]
+            served.reader.stop()  # all of them before any is waited for
+        have_ended = [served.reader.close(until) for served in models.values()]
         return all(have_ended)
 
     def _require_open(self, op: str) -> None:
@@ -257,8 +256,8 @@ class Session:
         return models[model]
 
     def _room(self, device: Any) -> int | None:
-        mine = [one for one in self._models.values() if one.device == device and one.config.gpucache]
-        used = sum(one.num_bytes + one.held_bytes for one in mine)
+        here = [model.reader for model in self._models.values() if model.device == device and model.config.gpucache]
+        used = sum(reader.num_bytes + reader.held_bytes for reader in here)
         return updates.free_bytes(device, self._memory_limit, used)
 
 

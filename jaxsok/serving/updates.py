@@ -35,6 +35,7 @@ from jaxsok.serving.frozen import (
     ready_to_write,
     write_lines,
 )
+from jaxsok.serving.gate import Gate
 from jaxsok.serving.ready import Form
 from jaxsok.serving.row_map import RowMap
 from jaxsok.serving.sources import TableSource
@@ -101,51 +102,6 @@ class Change:
 
 
 Publish = Callable[[Version, tuple[RowMap, ...], Mapping[str, np.ndarray]], None]
-
-
-class Gate:
-    """Many readers, or one writer, who comes before readers that ask after him.
-
-    Example:
-      >>> gate = Gate()
-      >>> with gate.reading(), gate.reading():
-      ...     pass
-      >>> with gate.writing():
-      ...     pass
-    """
-
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._readers, self._writers = 0, 0
-
-    @contextlib.contextmanager
-    def reading(self) -> Iterator[None]:
-        """Among readers."""
-        with self._changed:
-            while self._writers:
-                self._changed.wait()
-            self._readers += 1
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._readers -= 1
-                if not self._readers:
-                    self._changed.notify_all()
-
-    @contextlib.contextmanager
-    def writing(self) -> Iterator[None]:
-        """Alone. One thread at a time may ask."""
-        with self._changed:
-            self._writers += 1
-            while self._readers:
-                self._changed.wait()
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._writers -= 1
-                self._changed.notify_all()
 
 
 class Versions:
