@@ -195,8 +195,8 @@ def test_requests_for_some_tables_wait_for_no_compiler(tmp_path, tier):
                     np.testing.assert_array_equal(first[name], expected(content[name], keys[name], 0.0, DIMS[name]))
                     assert first[name].tobytes() == again[name].tobytes()
         if tier == "cache":
-            assert {(size, 256) for size in (256, 1024, 2048)} <= served.reader.cache._query_sizes
-            assert {(256, size) for size in (256, 1024, 2048)} <= served.reader.cache._query_sizes
+            assert {(size, 256) for size in (256, 1024, 2048)} <= served.reader.cache.stores.compiled.query_sizes
+            assert {(256, size) for size in (256, 1024, 2048)} <= served.reader.cache.stores.compiled.query_sizes
         else:
             made = served.reader.ready._made[served.reader.place_of(served.reader.versions.current)]
             own = {program for program in made if len(program) == 1}
@@ -463,7 +463,9 @@ def test_closing_waits_no_longer_than_it_may(tmp_path, tier):
 
     besides = []
     for name, served in session._models.items():
-        besides += [served.reader.ready._beside] + ([served.reader.cache._beside] if tier == "cache" else [])
+        besides += [served.reader.ready._beside] + (
+            [served.reader.cache.stores.compiled.beside] if tier == "cache" else []
+        )
         for beside in besides[-1:]:
             beside.offer("now", functools.partial(compile_one, name))
             beside.offer("later", functools.partial(begun.append, "later"))

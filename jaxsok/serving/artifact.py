@@ -71,12 +71,7 @@ class ArtifactError(ServingError):
 
 @dataclasses.dataclass(frozen=True)
 class KeysInput:
-    """Keys, as many for each sample: a caller gives integers `[b, *shape]`, the model gets `uint32[b, *shape, 2]`.
-
-    Example:
-      >>> KeysInput("user", shape=(26,)).shape
-      (26,)
-    """
+    """Keys, as many for each sample: a caller gives integers `[b, *shape]`, the model gets `uint32[b, *shape, 2]`."""
 
     table: str
     """Whose keys they are."""
@@ -194,7 +189,7 @@ class _TracedSpec(FrozenSpec):
 def _rebound(
     wanted: tuple[tuple[FrozenTable, ...], ...], given: FrozenSpec
 ) -> tuple[tuple[int, ...], tuple[np.ndarray, ...], tuple[np.ndarray, ...]]:
-    """Where the tables that a program wants lie in others: by store, its number, the tables' numbers, its words."""
+    """Finds the tables that a program wants: by store, its number, the tables' numbers, its words."""
     op, there = "call", {table.name: table for tables in given.stores for table in tables}
     stores, numbers, words = [], [], []
     for tables in wanted:
@@ -249,13 +244,13 @@ def export_model(
     Raises:
       FileExistsError: the path is taken, or another process took it while this one wrote.
       ImportError: without the package flatbuffers.
-      TypeError, ValueError: names the argument; what JAX cannot trace with an unknown batch size is told in its words.
+      TypeError, ValueError: names the argument; or JAX's words for what it cannot trace with an unknown batch size.
 
     Note:
       Sessions pad batches, and the server joins those of several clients, where every result has the batch as its first
-      axis. Such a model has to treat each sample by itself: what goes through a mean or a softmax over the batch would
-      see the others. A model with any other result (a mean over the batch, a constant) is called with each request as
-      it is, and compiled for each size that comes.
+      axis. Such a model has to treat each sample by itself: a mean or a softmax over the batch would see the others. A
+      model with any other result (a mean over the batch, a constant) is called with each request as it is, and compiled
+      for each size that comes.
 
     Cost:
       The model is traced and lowered once.
@@ -301,7 +296,6 @@ def export_model(
 def _lookups(
     jaxpr: Any, shapes: Any, tables: FrozenTables, inputs: Mapping[str, InputSpec]
 ) -> dict[str, tuple[str, ...] | None]:
-    """The inputs whose keys each table is looked up by; see `ServedModel.lookups`."""
     names: list[str | None] = []
     raw: list[Sequence[str]] = []
     for path, leaf in jax.tree.flatten_with_path(shapes)[0]:
@@ -360,7 +354,7 @@ def _check_inputs(op: str, inputs: Any, tables: FrozenTables) -> dict[str, Input
 
 
 def _argument_shapes(export: Any, tables: FrozenTables, inputs: Mapping[str, InputSpec]) -> tuple[Any, ...]:
-    """What the program is traced with: every size that may be another one later is a symbol."""
+    """The shapes that the program is traced with; every size that may differ later is a symbol."""
     scope = export.SymbolicScope()
 
     def symbol(name: str) -> Any:
@@ -394,7 +388,6 @@ def _argument_shapes(export: Any, tables: FrozenTables, inputs: Mapping[str, Inp
 
 
 def _from_leaves(spec: InputSpec, leaves: Any) -> Any:
-    """An input as the model gets it."""
     if not isinstance(spec, BagsInput):
         return leaves
     words, offsets, *weights = leaves
@@ -402,7 +395,6 @@ def _from_leaves(spec: InputSpec, leaves: Any) -> Any:
 
 
 def _named(op: str, out: Any) -> dict[str, Array]:
-    """What a model gave, by name."""
     if not isinstance(out, Mapping):
         out = {"output": out}
     if not out:
@@ -434,11 +426,7 @@ def _manifest(exported: Any, tables: FrozenTables, inputs: Mapping[str, InputSpe
             for name, aval in outputs.items()
         ],
         "stores": [
-            {
-                "dim": store[0].dim,
-                "dtype": store[0].dtype,
-                "tables": [_table_to_json(table) for table in store],
-            }
+            {"dim": store[0].dim, "dtype": store[0].dtype, "tables": [_table_to_json(table) for table in store]}
             for store in tables.spec.stores
         ],
     }
@@ -455,7 +443,6 @@ def _table_from_json(value: dict[str, Any], dim: Any, dtype: Any) -> FrozenTable
 
 
 def _size_of_axis(value: Any) -> None:
-    """A number, or a formula of the batch size."""
     (manifests.text() if isinstance(value, str) else manifests.integer())(value)
 
 
@@ -521,7 +508,7 @@ def _serialized(op: str, exported: Any) -> bytes:
 
 
 def _write(path: pathlib.Path, program: bytes, manifest: dict[str, Any]) -> None:
-    """Both files into a folder of this writer's own, which then gets its name."""
+    """Writes both files into a folder of this writer's own, which then gets its name."""
     manifest = {**manifest, "program": {"bytes": len(program), "sha256": hashlib.sha256(program).hexdigest()}}
     manifest["sha256"] = _digest(manifest)
     folder = published.unfinished(path, secrets.token_hex(8))
@@ -539,7 +526,7 @@ def _write(path: pathlib.Path, program: bytes, manifest: dict[str, Any]) -> None
 
 
 def _digest(manifest: Mapping[str, Any]) -> str:
-    """Of all of a manifest but the digest itself."""
+    """The checksum of a manifest without its own."""
     rest = {name: value for name, value in manifest.items() if name != "sha256"}
     return hashlib.sha256(json.dumps(rest, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
@@ -573,18 +560,15 @@ class ServedModel:
         return all(one.is_batched for one in self.outputs.values())
 
     def call(self, tables: FrozenTables, inputs: Mapping[str, Any], *, pad: bool = False) -> dict[str, Array]:
-        """Runs the model.
+        """Runs the model; gives arrays by name.
 
         Args:
           tables: with those that it wants among them, of any number of rows; on one device, where it runs.
           inputs: all of them, of one batch size. Keys are NumPy integers or `uint32[..., 2]` words, bags are
             `jaxsok.Bags`, the others NumPy or JAX arrays.
           pad: whether the batch, and the keys of bags, are filled up to a power of two, and results cut to the batch:
-            so a few programs serve all sizes. Only for models that treat each sample by itself (`is_per_sample` is
-            the least of it): others would count what is filled up as samples.
-
-        Returns:
-          Arrays by name.
+            so a few programs serve all sizes. Only for models that treat each sample by itself (`is_per_sample` is the
+            least of it): others would count padding as samples.
 
         Raises:
           RequestError: inputs that are missing, unknown, of another dtype or shape, or an empty batch without `pad`.
@@ -592,9 +576,6 @@ class ServedModel:
 
         Cost:
           One dispatch; for each new size of batch, bags or tables a program is compiled.
-
-        Example:
-          `scores = served.call(tables, {"user": np.array([7, 9]), "dense": floats})["output"]`
         """
         if not isinstance(tables, FrozenTables):
             raise TypeError(f"call: tables: got {type(tables).__name__}, wanted FrozenTables, as freeze gives them.")
@@ -613,16 +594,11 @@ class ServedModel:
         return {name: out[name] for name in self.outputs}
 
     def compile(self, tables: FrozenTables, leaves: Mapping[str, Any]) -> None:
-        """Compiles the program, so that `run` does not (JAX keeps what this makes).
-
-        Args:
-          tables: whose arrays may be `jax.ShapeDtypeStruct`, with their places.
-          leaves: as `leaves_of` gives them.
-        """
+        """Compiles the program for tables and leaves (`leaves_of`), whose arrays may be `jax.ShapeDtypeStruct`."""
         self._program.lower(*self._bound(tables), leaves).compile()
 
     def leaves_of(self, sizes: Sequence[tuple[int, int]]) -> dict[str, Any]:
-        """Shapes of what the program gets, by their sizes: what `sizes` tells of them."""
+        """Shapes of what the program gets, by what `sizes` gives."""
         shape, leaves = jax.ShapeDtypeStruct, {}
         for (name, spec), (num_samples, num_keys) in zip(self.inputs.items(), sizes, strict=True):
             if isinstance(spec, KeysInput):
@@ -647,15 +623,11 @@ class ServedModel:
         return {name: _padded(one, num_samples, size) for name, one in leaves.items()}
 
     def _bound(self, tables: FrozenTables) -> tuple[Any, Any, Any]:
-        """The tables as the program takes them."""
         stores, numbers, words = _rebound(self._stores, tables.spec)
         return tuple(_arrays(tables.stores[store]) for store in stores), numbers, words
 
     def read(self, inputs: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
-        """Checks the inputs of a call.
-
-        Returns:
-          What the program gets, before it is padded; and the batch size.
+        """Checks the inputs of a call; gives what the program gets, before it is padded, and the batch size.
 
         Raises:
           RequestError: names input, got and wanted.
@@ -673,7 +645,7 @@ class ServedModel:
 
 
 def load_model(path: str | os.PathLike, device: Any = None) -> ServedModel:
-    """Reads what `export_model` wrote. The code that made the model is not needed.
+    """Reads what `export_model` wrote; without the code that made the model.
 
     Args:
       path: of the folder.
@@ -683,12 +655,6 @@ def load_model(path: str | os.PathLike, device: Any = None) -> ServedModel:
       FileNotFoundError: there is none.
       ArtifactError: it is no artifact, damaged, of a newer version, or not for the platform of the device.
       ImportError: without the package flatbuffers.
-
-    Cost:
-      The program is compiled at the first call of each size.
-
-    Example:
-      `served = load_model("model"); served.inputs, served.tables`
     """
     op, path = "load_model", pathlib.Path(path)
     export = _jax_export(op)
@@ -767,7 +733,7 @@ def _input_from_json(one: Mapping[str, Any]) -> InputSpec:
 
 
 def _read(what: str, spec: InputSpec, given: Any) -> tuple[Any, int]:
-    """An input as the program gets it, and its batch size."""
+    """Checks an input; gives it as the program gets it, and its batch size."""
     if isinstance(spec, KeysInput):
         words = _words(what, given)
         if words.ndim < 2 or words.shape[1:-1] != spec.shape:
@@ -867,7 +833,7 @@ def _padded_size(size: int, least: int) -> int:
 
 
 def _padded(leaves: Any, num_samples: int, size: int) -> Any:
-    """An input of `size` samples: keys are filled up with PADDING_KEY, bags are empty, numbers are 0."""
+    """Fills an input up to `size` samples: with PADDING_KEY, empty bags, or 0."""
     if isinstance(leaves, tuple):
         words, offsets, *weights = leaves
         num_keys = _padded_size(words.shape[0], _LEAST_BATCH)

@@ -97,17 +97,10 @@ class RowSource(abc.ABC):
         """
 
     def fetch_quantized(self, table: str, keys: Keys) -> tuple[np.ndarray, np.ndarray, IsFound]:
-        """As `fetch`, of a table of int8 or float8_e4m3fn: its numbers, their scales, and which are there.
+        """As `fetch`, of a table that `is_quantized`: its numbers, their float32 scales, and which are there.
 
-        A device cache stores these. Unless a source does it otherwise, what `fetch` gives is quantized; a row that
-        cannot be, since a number in it is not finite, counts as not found, and is logged.
-
-        Args:
-          table: one of `tables`, that `is_quantized`.
-          keys: as in `fetch`.
-
-        Returns:
-          `[num_keys, dim]` of the table's dtype, and float32 `[num_keys]`.
+        A device cache stores these. Unless a source overrides it, what `fetch` gives is quantized; a row with a number
+        that is not finite cannot be: it counts as not found, and is logged.
         """
         rows, is_found = self.fetch(table, keys)
         with np.errstate(over="ignore"):  # what is too large for float32 has no scale either
@@ -136,12 +129,7 @@ class RowSource(abc.ABC):
 
     @abc.abstractmethod
     def scan(self, table: str, chunk_rows: int) -> Iterator[Records]:
-        """All rows of a table, some at a time: to fill a cache. With frequencies, if it knows how hot rows are.
-
-        Args:
-          table: one of `tables`.
-          chunk_rows: rows of a chunk, at most.
-        """
+        """All rows of a table, at most `chunk_rows` at a time: to fill a cache. With frequencies, if they are known."""
 
     def close(self) -> None:  # noqa: B027 - most have nothing to give back
         """Gives back what it holds."""
@@ -194,12 +182,9 @@ class HostRows(RowSource):
         """Reads streams of records, as files give them; keeps the frequencies of tables all of whose records have them.
 
         Args:
-          sources: tables with their records.
+          sources: tables with their records; ValueError: as `freeze_records`.
           spare_rows: rows of each table that updates in place may add.
           version: of the rows.
-
-        Raises:
-          ValueError: as `freeze_records`.
         """
         uses = [(table, RecordedUses(source)) for table, source in sources]
         tables, maps = freeze_records(uses, spare_rows=spare_rows, device=host_device())
@@ -227,11 +212,8 @@ class HostRows(RowSource):
     ) -> tuple[Float32[np.ndarray, "num_keys dim"], Bool[np.ndarray, " num_keys"]]:
         """See `RowSource.fetch`. Keys that are not there have the table's default.
 
-        Raises:
-          SourceReplacedError: `updated(..., in_place=True)` has given the rows away.
-
-        Cost:
-          A bucket (64 bytes) and a row for each key, on all cores.
+        Raises SourceReplacedError after `updated(..., in_place=True)`. Costs a bucket (64 bytes) and a row for each
+        key, on all cores.
         """
         self._place("fetch", table)
         rows, is_found = self._in_parts("fetch", table, keys, lambda words: _fetch(self._tables, table, words))
@@ -299,13 +281,12 @@ class HostRows(RowSource):
 
         Args:
           changed: rows by table; keys that are new get rows. Of a key that comes again the last row counts.
-          erased: keys that go, by table; those that are not there are passed over, and those that `changed` names
-            stay.
+          erased: keys that go, by table; those that are not there are passed over, and those that `changed` names stay.
           version: of the result; None: one more.
           in_place: whether rows are written where they lie. This object can then be read no more: `fetch` raises
             SourceReplacedError, also if the update fails halfway. Else it stays what it is, and stores that change are
-            copied. In place too a store is copied that another version reads: one that an update made of this one, or
-            this one of it, without changing that store. Drop the versions that nobody needs.
+            copied. In place too a store is copied that another version reads, which an update made of this one, or this
+            one of it, without changing that store: drop versions that are not needed.
 
         Raises:
           UnknownTableError, ValueError: a table that is not there, rows of another dim, PADDING_KEY as a key, or in
@@ -313,8 +294,7 @@ class HostRows(RowSource):
           SourceReplacedError: this object was updated in place before.
 
         Cost:
-          Each changed row; a copy of the changed stores (and of their maps) unless in place; their index
-          anew.
+          Each changed row; a copy of the changed stores (and of their maps) unless in place; their index anew.
         """
         erased = erased or {}
         for table in {**changed, **erased}:
@@ -350,7 +330,7 @@ class HostRows(RowSource):
         version: int | None,
         own: Collection[int],
     ) -> "HostRows":
-        """A newer version; of `own` stores the arrays and the map are taken, of the others copies."""
+        """Makes the newer version: takes the arrays and maps of `own` stores, and copies the others."""
         stores, maps = list(self._tables.stores), list(self._maps)
         frequencies = list(self._frequencies)
         for s in touched:
@@ -566,13 +546,10 @@ def _put(lines: np.ndarray, row_ids: np.ndarray, values: np.ndarray) -> None:
 
 
 def _longer(lines: np.ndarray, capacity: int) -> np.ndarray:
-    """A copy with zeros at its end."""
     return np.concatenate([lines, np.zeros(capacity - len(lines), lines.dtype)])
 
 
 def _grown(store: FrozenStore, capacity: int) -> FrozenStore:
-    """A copy with more rows."""
-
     def longer(array: Any) -> Any:
         more = np.zeros((capacity - array.shape[0], *array.shape[1:]), array.dtype)
         return jax.device_put(np.concatenate([np.asarray(array), more]), host_device(), may_alias=False)

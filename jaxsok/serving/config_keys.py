@@ -180,10 +180,7 @@ MODEL_KEYS: dict[str, Key] = {
     "i64_input_key": Key(_ANY, reason="supportlonglong says how many bits keys have"),
     "jaxsok": Key(_BLOCK),
 }
-JAXSOK_KEYS: dict[str, Key] = {
-    "row_dtype": Key(_among(*ROW_DTYPES)),
-    "spare_rows": Key(_integer(0), 0),
-}
+JAXSOK_KEYS: dict[str, Key] = {"row_dtype": Key(_among(*ROW_DTYPES)), "spare_rows": Key(_integer(0), 0)}
 _DATABASE = _among(
     *("disabled", "hash_map", "parallel_hash_map", "multi_process_hash_map", "redis_cluster", "rocks_db"),
     **dict.fromkeys(("disable", "none"), "disabled"),

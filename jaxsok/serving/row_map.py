@@ -226,13 +226,7 @@ _find = jax.jit(kernels.find)
 
 @functools.partial(jax.jit, donate_argnums=(0, 1, 2, 3, 4))
 def _place(
-    index: Array,
-    counters: Array,
-    table_rows: Array,
-    rows: Array,
-    records: Array,
-    words: Array,
-    ids: Array,
+    index: Array, counters: Array, table_rows: Array, rows: Array, records: Array, words: Array, ids: Array
 ) -> tuple[Array, ...]:
     table_words = np.zeros((table_rows.shape[0], NUM_TABLE_WORDS), np.uint32)  # rows lie elsewhere: any initializer
     index, counters, table_rows, (rows,), (records,), _, row_ids, _ = kernels.find_or_insert(

@@ -16,13 +16,7 @@ import numpy as np
 from jaxsok.initializers import InitialRows
 from jaxsok.serving import artifact, sources
 from jaxsok.serving.config import ModelConfig, TableConfig
-from jaxsok.serving.errors import (
-    RequestError,
-    RequestTooLargeError,
-    ServingError,
-    UnknownModelError,
-    UnknownTableError,
-)
+from jaxsok.serving.errors import RequestError, RequestTooLargeError, ServingError, UnknownModelError, UnknownTableError
 from jaxsok.serving.frozen import FrozenTable, frozen_bytes
 from jaxsok.serving.predictions import Prediction, PredictRequest, keys_in, load_dense_model
 from jaxsok.serving.readers import CacheReader, DeviceReader, Found, RowReader

@@ -31,17 +31,7 @@ from jaxsok.serving.batching import Batcher, ClosedError
 from jaxsok.serving.calls import Lookups, Predictions
 from jaxsok.serving.errors import RequestTooLargeError, UnknownModelError
 from jaxsok.serving.metrics import Metrics
-from jaxsok.serving.responses import (
-    CLOSE,
-    Busy,
-    Refusal,
-    formats,
-    http_error,
-    refusal_of,
-    refused,
-    stopping,
-    to_json,
-)
+from jaxsok.serving.responses import CLOSE, Busy, Refusal, formats, http_error, refusal_of, refused, stopping, to_json
 from jaxsok.serving.watch import Watcher
 
 _log = logging.getLogger(__name__)
@@ -359,10 +349,7 @@ class App:
                     parts.append(part)
                     taken.num_bytes += len(part)
                     self._held_bytes += len(part)
-                    is_long, is_much = (
-                        taken.num_bytes > most,
-                        self._held_bytes > options.max_held_bytes,
-                    )
+                    is_long, is_much = (taken.num_bytes > most, self._held_bytes > options.max_held_bytes)
                     if is_long or is_much:
                         parts.clear()
                         if more:

@@ -105,7 +105,23 @@ Publish = Callable[[Version, tuple[RowMap, ...], Mapping[str, np.ndarray]], None
 
 
 class Versions:
-    """The versions of one model's tables, whose rows all lie on one device."""
+    """The versions of one model's tables, whose rows all lie on one device. Loads the first one.
+
+    Args:
+      name: of the model, for messages.
+      given: the tables, and what is in them.
+      device: where the rows lie.
+      key_bits: as the sources were opened with.
+      spare_rows: rows of each table that updates in place may add.
+      room: bytes that are free on the device now; None: it cannot be known.
+      served: the dense model.
+      dense_file: where that came from.
+      can_donate: whether rows may be changed where they lie: False if others read them beside `reading`.
+      memory: held while an update takes some of it, not while it compiles: a lock of all who share the device.
+
+    Raises:
+      ServingError: there is no room.
+    """
 
     def __init__(
         self,
@@ -121,24 +137,6 @@ class Versions:
         can_donate: bool = True,
         memory: contextlib.AbstractContextManager[Any] | None = None,
     ) -> None:
-        """Loads the first version.
-
-        Args:
-          name: of the model, for messages.
-          given: the tables, and what is in them.
-          device: where the rows lie.
-          key_bits: as the sources were opened with.
-          spare_rows: rows of each table that updates in place may add.
-          room: bytes that are free on the device now; None: it cannot be known.
-          served: the dense model.
-          dense_file: where that came from.
-          can_donate: whether rows may be changed where they lie: False if others read them beside `reading`.
-          memory: held while an update takes some of it, not while it compiles: a lock of all who share the device.
-            None: nobody else does.
-
-        Raises:
-          ServingError: there is no room.
-        """
         self.name, self.device, self.spare_rows = name, device, spare_rows
         self.key_bits: sources_lib.KeyBits = key_bits
         self._room, self._can_donate = room, can_donate
@@ -207,8 +205,8 @@ class Versions:
           dense_file: where that came from.
           prepare: called with the old and the new version before the new one is served; raises if it cannot be.
           publish: called with the new version when it is whole, the maps of its stores, and the keys of each table that
-            changed or went; has those read it who do not by `reading`.
-          settle: called at the end, also of what failed, with the version that is served; no update runs meanwhile.
+            changed or went, for those who do not read by `reading`.
+          settle: called at the end, also after a failure, with the version that is served; no update runs meanwhile.
 
         Raises:
           ServingError: it cannot be done; nothing has changed.
@@ -245,7 +243,6 @@ class Versions:
         prepare: Callable[[Version, Version], None],
         publish: Publish,
     ) -> Version:
-        """Makes and serves the next version."""
         maps = list(self._maps)
         with self._memory:  # not while programs are compiled, which may take minutes
             plans, is_in_place = self._planned(old.tables, changes, in_place)
@@ -281,7 +278,7 @@ class Versions:
         return self._current
 
     def _require_room(self, needed: int) -> None:
-        """For a piece of rows: others may have taken memory while programs were compiled."""
+        """Refuses to go on where others took the memory for a piece of rows while programs were compiled."""
         free = self._room()
         if free is not None and needed > free:
             raise ServingError(
@@ -299,7 +296,7 @@ class Versions:
     def _planned(
         self, tables: FrozenTables, changes: Sequence[Change], in_place: InPlace
     ) -> tuple[list["_StorePlan"], bool]:
-        """What becomes of each store that changes, and whether in place. Reads all keys; refuses what cannot be."""
+        """Plans each store that changes, and whether in place. Reads all keys; refuses what cannot be done."""
         of_store: dict[int, list[Change]] = {}
         for change in changes:
             if not change.is_empty:
@@ -342,7 +339,7 @@ class Versions:
         return plans, True
 
     def _plan(self, tables: FrozenTables, s: int, changes: Sequence[Change], is_roomy: bool) -> "_StorePlan":
-        """The map of a store's rows as it will be; if it grows, with room to grow further or without."""
+        """Makes the map of a store's rows as it will be; if it grows, with room to grow further or without."""
         old, spec = self._maps[s], tables.spec.stores[s]
         number_of = {table.name: number for number, table in enumerate(spec)}
         keys = {change.table.name: _all_keys(change) for change in changes}
@@ -368,7 +365,7 @@ class Versions:
         return _StorePlan(s, row_map, list(changes), number_of, num_needed, is_fresh, changed)
 
     def _capacity(self, now: int, num_needed: int, num_tables: int, is_roomy: bool) -> int:
-        """Rows of a store: as many as it has, so that programs stay, unless those are too few."""
+        """The rows of a store: as many as it has, so that programs stay, unless those are too few."""
         if num_needed <= now:
             return now
         if not is_roomy:
@@ -409,7 +406,6 @@ class _Staged:
 
     @classmethod
     def of(cls, tables: FrozenTables, plans: Sequence["_StorePlan"]) -> "_Staged":
-        """The pieces of all plans."""
         after = [(plan.store, *piece) for plan in plans for piece in plan.lines()]
         return cls(tables.stores, after, [_lines_at(tables.stores[s], row_ids) for s, row_ids, _, _ in after])
 
@@ -421,7 +417,7 @@ class _Staged:
 
 @dataclasses.dataclass(frozen=True)
 class _StorePlan:
-    """What becomes of one store."""
+    """The next version of one store."""
 
     store: int
     row_map: RowMap
@@ -438,17 +434,16 @@ class _StorePlan:
 
     @property
     def piece_bytes(self) -> int:
-        """Of device memory, while rows are written."""
+        """Bytes of the device for a piece of rows, while it is written."""
         most = max((change.source.num_rows * change.table.row_bytes for change in self.changes), default=0)
         return 2 * min(PIECE_BYTES, most)  # padded to a power of two
 
     @property
     def index_bytes(self) -> int:
-        """Of device memory."""
         return 64 * self.row_map.num_buckets
 
     def bytes_beside(self, old: FrozenStore) -> int:
-        """Of a copy of the store."""
+        """Bytes of a copy of the store."""
         table = self.changes[0].table
         has_rows = any(change.source.num_rows for change in self.changes) or self.row_map.capacity != old.capacity
         return (self.row_map.capacity * table.row_bytes + self.piece_bytes) * has_rows + self.index_bytes
@@ -484,13 +479,7 @@ class _StorePlan:
 
 
 def read_changes(model: str, source: Source, version: Version, key_bits: sources_lib.KeyBits) -> list[Change]:
-    """Opens and checks what an update brings.
-
-    Args:
-      model: for messages.
-      source: a folder, or folders by table.
-      version: that it comes after.
-      key_bits: of the tables.
+    """Opens and checks what an update brings: a folder, or folders by table, that comes after a version.
 
     Raises:
       ServingError: a delta that rests on something else, or nothing that the model has; and as `open_table`.
@@ -558,13 +547,13 @@ def _of_folder(
 
 
 def _all_keys(change: Change) -> np.ndarray:
-    """Of the rows that it brings; reads all of them, so that what is damaged or does not fit is found here."""
+    """Keys of the rows that it brings. Reads all rows, so that damage and misfits are found here."""
     keys = [records.keys.copy() for records in change.pieces()]
     return np.concatenate(keys) if keys else np.zeros(0, np.uint64)
 
 
 def _gone(row_map: RowMap, number: int, change: Change, keys: np.ndarray) -> np.ndarray:
-    """The keys that a change takes away."""
+    """Keys that a change takes away."""
     if not change.is_whole:
         tombstones = [one.copy() for one in change.source.tombstones()]
         return np.concatenate(tombstones) if tombstones else np.zeros(0, np.uint64)
@@ -579,15 +568,9 @@ def _gone(row_map: RowMap, number: int, change: Change, keys: np.ndarray) -> np.
 
 
 def free_bytes(device: Any, limit: int | None, used: int) -> int | None:
-    """Bytes of a device's memory that are free.
+    """Bytes of a device's memory that are free; with a limit what is left of it beside `used`.
 
-    Args:
-      device: of JAX.
-      limit: bytes that may be used; None: as much as the device says that it has.
-      used: bytes that are used, with a limit.
-
-    Returns:
-      None, if there is no limit and the device does not say, as CPUs do not.
+    None: there is no limit, and the device does not say, as CPUs do not.
     """
     if limit is not None:
         return max(0, limit - used)

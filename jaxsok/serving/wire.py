@@ -311,13 +311,7 @@ def _flatten(value: Any, what: str) -> tuple[list[Any], tuple[int, ...], set[typ
 
 
 def _kind(value: Any) -> str:
-    for kinds, name in (
-        (bool, "boolean"),
-        ((int, float), "number"),
-        (str, "string"),
-        (list, "list"),
-        (dict, "object"),
-    ):
+    for kinds, name in ((bool, "boolean"), ((int, float), "number"), (str, "string"), (list, "list"), (dict, "object")):
         if isinstance(value, kinds):
             return name
     return "null"

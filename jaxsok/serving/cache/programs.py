@@ -98,13 +98,7 @@ def query(
 
 
 def _query_store(
-    table_words: np.ndarray,
-    statistics: Array,
-    store: Any,
-    batch: Any,
-    is_expanded: bool,
-    clock: Array,
-    salt: Array,
+    table_words: np.ndarray, statistics: Array, store: Any, batch: Any, is_expanded: bool, clock: Array, salt: Array
 ) -> tuple[Any, ...]:
     index, counters, (rows, *scales) = store
     words, ids = batch
