@@ -20,7 +20,6 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Float32, UInt64
 
-from jaxsok import keys as keys_lib
 from jaxsok.kernels import table as table_kernels
 from jaxsok.records import Records
 from jaxsok.serving import quantize
@@ -36,6 +35,7 @@ from jaxsok.serving.frozen import (
 )
 from jaxsok.serving.fused import find_rows
 from jaxsok.serving.gate import Gate
+from jaxsok.serving.padding import fill_up, key_words, padded_size
 from jaxsok.serving.ready import Form
 from jaxsok.serving.row_map import RowMap, host_device
 from jaxsok.types import MAX_CAPACITY, NO_ROW, PADDING_KEY
@@ -69,8 +69,7 @@ class RowSource(abc.ABC):
     its version: a device cache then has new rows after `DeviceCache.refresh`.
     """
 
-    version: int = 0
-    """Of the rows; answers tell it."""
+    version: int = 0  # of the rows; answers tell it
 
     @property
     @abc.abstractmethod
@@ -232,11 +231,10 @@ class HostRows(RowSource):
         self, op: str, what: str | int, keys: Keys, fetch: Callable[[Any], tuple[Any, ...]]
     ) -> Sequence[np.ndarray]:
         """Fetches for some padded keys at a time, and joins what comes."""
-        words, parts = keys_lib.to_words(np.asarray(keys, np.uint64), op), []
-        for start in range(0, max(1, len(words)), KEYS_AT_A_TIME):
-            part = words[start : start + KEYS_AT_A_TIME]
-            padded = keys_lib.padding_words((padded_size(len(part), _LEAST_KEYS),))
-            padded[: len(part)] = part
+        keys, parts = np.asarray(keys, np.uint64), []
+        for start in range(0, max(1, len(keys)), KEYS_AT_A_TIME):
+            part = keys[start : start + KEYS_AT_A_TIME]
+            padded = key_words(part, padded_size(len(part), _LEAST_KEYS))
             self._asked[what, len(padded)] = None
             with self._reading(op):
                 found = fetch(jax.device_put(padded, host_device()))
@@ -347,7 +345,7 @@ class HostRows(RowSource):
                 stores[s], is_own = _grown(stores[s], row_map.capacity), True
             used = frequencies[s]
             if used is not None:
-                used = frequencies[s] = _longer(used, row_map.capacity)
+                used = frequencies[s] = fill_up(used, row_map.capacity)
             for number, table in enumerate(tables):
                 records = changed.get(table.name)
                 if records is None or not records.num_rows:
@@ -507,16 +505,6 @@ def frequencies_by_row(
     return found
 
 
-def padded_size(num_keys: int, least: int) -> int:
-    """A power of two that has room for keys.
-
-    Example:
-      >>> padded_size(0, 256), padded_size(300, 256)
-      (256, 512)
-    """
-    return max(least, 1 << max(0, num_keys - 1).bit_length())
-
-
 @functools.partial(jax.jit, static_argnums=1)
 def _fetch(tables: FrozenTables, table: str, words: Any) -> Any:
     return find_rows(tables, table, words)
@@ -545,14 +533,9 @@ def _put(lines: np.ndarray, row_ids: np.ndarray, values: np.ndarray) -> None:
     lines[row_ids[is_row]] = values[is_row]
 
 
-def _longer(lines: np.ndarray, capacity: int) -> np.ndarray:
-    return np.concatenate([lines, np.zeros(capacity - len(lines), lines.dtype)])
-
-
 def _grown(store: FrozenStore, capacity: int) -> FrozenStore:
     def longer(array: Any) -> Any:
-        more = np.zeros((capacity - array.shape[0], *array.shape[1:]), array.dtype)
-        return jax.device_put(np.concatenate([np.asarray(array), more]), host_device(), may_alias=False)
+        return jax.device_put(fill_up(np.asarray(array), capacity), host_device(), may_alias=False)
 
     return FrozenStore(store.index, store.counters, longer(store.rows), tuple(map(longer, store.scales)))
 

@@ -21,6 +21,7 @@ from jaxsok.collection import Collection
 from jaxsok.kernels import table as kernels
 from jaxsok.records import Records
 from jaxsok.serving import quantize
+from jaxsok.serving.padding import fill_up, padded_size
 from jaxsok.serving.row_map import RowMap, buckets_of
 from jaxsok.shards import without_mesh
 from jaxsok.specs import StoreSpec, TableSpec
@@ -29,8 +30,7 @@ from jaxsok.types import COUNTERS, MAX_DIM, NO_ROW, ROW_DTYPES
 
 FrozenDtype: TypeAlias = Literal["float32", "bfloat16", "float16", "int8", "float8_e4m3fn"]
 
-QUANTIZED: tuple[str, ...] = ("int8", "float8_e4m3fn")
-"""Dtypes of rows that come with a scale each."""
+QUANTIZED: tuple[str, ...] = ("int8", "float8_e4m3fn")  # dtypes of rows that come with a scale each
 
 DTYPES: tuple[str, ...] = (*ROW_DTYPES, *QUANTIZED)
 
@@ -54,12 +54,9 @@ class FrozenTable:
     """
 
     name: str
-    dim: int
-    """Numbers in a row: 1 to 1024."""
-    default: float = 0.0
-    """What a key that is not there reads, in every column."""
-    dtype: FrozenDtype = "float32"
-    """Of the rows as they are stored. Embeddings are float32."""
+    dim: int  # numbers in a row: 1 to 1024
+    default: float = 0.0  # what a key that is not there reads, in every column
+    dtype: FrozenDtype = "float32"  # of the rows as they are stored. Embeddings are float32.
     initial: initializers.InitialRows | None = None
     """What such a key reads in place of `default`: the row that it would get in training. It is rounded to rows of 16
     bits, and not to those of 8 bits."""
@@ -98,10 +95,8 @@ class FrozenTable:
 class FrozenStore:
     """The arrays of the tables of one dim and dtype."""
 
-    index: UInt32[Array, "num_buckets 16"]
-    """(table, key) → row id, as in training (`StoreState.index`), but fuller."""
-    counters: UInt32[Array, " num_counters"]
-    """Of them a lookup reads the salt."""
+    index: UInt32[Array, "num_buckets 16"]  # (table, key) → row id, as in training (`StoreState.index`), but fuller
+    counters: UInt32[Array, " num_counters"]  # of them a lookup reads the salt
     rows: Shaped[Array, "capacity dim"]
     scales: tuple[Float32[Array, " capacity"], ...] = ()
     """One array, of quantized rows: a row is its numbers times its scale."""
@@ -351,35 +346,26 @@ def write_lines(
     store: FrozenStore, row_ids: np.ndarray, lines: np.ndarray, scales: np.ndarray | None, *, donate: bool
 ) -> FrozenStore:
     """Sets some rows of a store to what `lines_of` gave; row ids are distinct."""
-    size = _padded_rows(len(row_ids))
-    ids = np.full(size, np.uint32(NO_ROW))
-    ids[: len(row_ids)] = row_ids
-    padded = np.zeros((size, lines.shape[1]), lines.dtype)
-    padded[: len(lines)] = lines
+    size = padded_size(len(row_ids), _LEAST_ROWS)
+    ids, padded = fill_up(np.asarray(row_ids, np.uint32), size, np.uint32(NO_ROW)), fill_up(lines, size)
     write = _write_in_place if donate else _write_copy
     device = store.rows.sharding
     new_rows = write(store.rows, jax.device_put(ids, device), jax.device_put(padded, device))
     new_scales = store.scales
     if scales is not None:
-        padded_scales = np.zeros(size, np.float32)
-        padded_scales[: len(scales)] = scales
         put = _put_in_place if donate else _put_copy
-        new_scales = (put(store.scales[0], jax.device_put(ids, device), jax.device_put(padded_scales, device)),)
+        new_scales = (put(store.scales[0], jax.device_put(ids, device), jax.device_put(fill_up(scales, size), device)),)
     return dataclasses.replace(store, rows=new_rows, scales=new_scales)
 
 
 def ready_to_write(store: FrozenStore, num_rows: int) -> None:
     """Compiles what `write_lines` runs for so many rows, where they lie (JAX keeps what this makes)."""
-    size, place = _padded_rows(num_rows), store.rows.sharding
+    size, place = padded_size(num_rows, _LEAST_ROWS), store.rows.sharding
     ids = jax.ShapeDtypeStruct((size,), np.uint32, sharding=place)
     lines = jax.ShapeDtypeStruct((size, store.rows.shape[1]), store.rows.dtype, sharding=place)
     _write_in_place.lower(store.rows, ids, lines).compile()
     for scales in store.scales:
         _put_in_place.lower(scales, ids, jax.ShapeDtypeStruct((size,), np.float32, sharding=place)).compile()
-
-
-def _padded_rows(num_rows: int) -> int:
-    return max(_LEAST_ROWS, 1 << max(0, num_rows - 1).bit_length())
 
 
 def rounded(rows: np.ndarray, dtype: str) -> np.ndarray:

@@ -53,10 +53,8 @@ class LookupInput:
     its sign."""
     combiner: Combiner | None = dataclasses.field(default=None, metadata={"static": True})
     """How a bag's rows become its embedding; None: every key reads its own row."""
-    offsets: Any = None
-    """`[num_bags + 1]`: where each bag begins, and where the last one ends."""
-    weights: Any = None
-    """One float for each key, in the shape of `keys`; with a combiner."""
+    offsets: Any = None  # `[num_bags + 1]`: where each bag begins, and where the last one ends
+    weights: Any = None  # one float for each key, in the shape of `keys`; with a combiner
     max_norm: float | None = dataclasses.field(default=None, metadata={"static": True})
     """Rows longer than this (L2) are scaled down to it before they are combined."""
 
@@ -186,16 +184,13 @@ class _Part:
     name: str
     store: int
     table: int
-    combiner: str | None
-    """What the kernel does."""
+    combiner: str | None  # what the kernel does
     words: Any
     offsets: Any
     weights: Any
     num_bags: Any
-    hotness: Any
-    """Keys of each bag; 0: ragged."""
-    shape: tuple[Any, ...]
-    """Of the result, without its last axis."""
+    hotness: Any  # keys of each bag; 0: ragged
+    shape: tuple[Any, ...]  # of the result, without its last axis
     given: LookupInput
 
     @property

@@ -35,10 +35,8 @@ class LookupSpec:
     table: str
     combiner: Combiner | None = None
     """None: every key has its own row, as of `LookupLayer`; else bags, as of `SparseLookupLayer`."""
-    max_norm: float | None = None
-    """Rows longer than this (L2) are scaled down to it before they are combined."""
-    dim: int | None = None
-    """Of the table, checked where it is given. Linen's `init` without tables needs it."""
+    max_norm: float | None = None  # rows longer than this (L2) are scaled down to it before they are combined
+    dim: int | None = None  # of the table, checked where it is given. Linen's `init` without tables needs it.
 
     def __post_init__(self) -> None:
         if not isinstance(self.table, str) or not self.table:

@@ -44,8 +44,7 @@ class LookupLayer(nn.Module):
     """
 
     table: str
-    dim: int | None = None
-    """Of its rows: checked where it is given; `init` without tables needs it."""
+    dim: int | None = None  # of its rows: checked where it is given; `init` without tables needs it
 
     def __call__(self, keys: Any, max_norm: float | None = None, *, tables: FrozenTables | None = None) -> Array:
         """Looks up; see the class."""
@@ -68,10 +67,8 @@ class SparseLookupLayer(nn.Module):
     """
 
     table: str
-    combiner: Combiner = "mean"
-    """"sum", "mean" or "sqrtn"."""
-    dim: int | None = None
-    """Of its rows: checked where it is given; `init` without tables needs it."""
+    combiner: Combiner = "mean"  # "sum", "mean" or "sqrtn"
+    dim: int | None = None  # of its rows: checked where it is given; `init` without tables needs it
 
     def __call__(
         self,
@@ -97,8 +94,7 @@ class LookupLayers(nn.Module):
       `LookupLayers({"who": "user", "seen": LookupSpec("item", "sum")}).apply({}, inputs, tables=tables)`
     """
 
-    specs: Mapping[str, LookupSpec | str]
-    """By input; the name of a table stands for a row for each key."""
+    specs: Mapping[str, LookupSpec | str]  # by input; the name of a table stands for a row for each key
 
     def __call__(self, inputs: Mapping[str, Any], *, tables: FrozenTables | None = None) -> dict[str, Array]:
         """Looks up; see the class."""

@@ -17,6 +17,7 @@ from jaxsok import keys as keys_lib
 from jaxsok.features import Bags
 from jaxsok.kernels import table as table_kernels
 from jaxsok.serving import artifact
+from jaxsok.serving.artifact.inputs import BagsInput, InputSpec, KeysInput
 from jaxsok.serving.config import ModelConfig
 from jaxsok.serving.errors import ServingError, UnknownTableError
 from jaxsok.serving.frozen import FrozenTable, FrozenTables
@@ -27,10 +28,8 @@ from jaxsok.types import NO_ROW, PADDING_KEY
 class Prediction:
     """A program of a dense model."""
 
-    inputs: tuple[tuple[str, Any], ...]
-    """Of the model."""
-    sizes: tuple[tuple[int, int], ...]
-    """Of its arguments (`artifact.ServedModel.sizes`)."""
+    inputs: tuple[tuple[str, Any], ...]  # of the model
+    sizes: tuple[tuple[int, int], ...]  # of its arguments (`artifact.ServedModel.sizes`)
 
     def fits(self, served: artifact.ServedModel | None) -> bool:
         """Whether a model has such a program."""
@@ -158,12 +157,12 @@ def _read_words(leaves: Any) -> Any:
     return jnp.where(is_inside[:, None], words, np.uint32(0xFFFFFFFF))
 
 
-def _example(spec: artifact.InputSpec, num_samples: int) -> Any:
+def _example(spec: InputSpec, num_samples: int) -> Any:
     """An input to compile programs with: no keys, and zeros."""
-    if isinstance(spec, artifact.BagsInput):
+    if isinstance(spec, BagsInput):
         keys = np.full(num_samples, np.uint64(PADDING_KEY))
         weights = np.zeros(num_samples, np.float32) if spec.is_weighted else None
         return Bags(keys, offsets=np.arange(num_samples + 1), weights=weights)
-    if isinstance(spec, artifact.KeysInput):
+    if isinstance(spec, KeysInput):
         return np.full((num_samples, *spec.shape), np.uint64(PADDING_KEY))
     return np.zeros((num_samples, *spec.shape), spec.dtype)

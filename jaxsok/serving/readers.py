@@ -25,6 +25,7 @@ from jaxsok.serving.config import ModelConfig
 from jaxsok.serving.errors import ServingError
 from jaxsok.serving.frozen import FrozenTable, FrozenTables
 from jaxsok.serving.fused import LookupInput, lookup_with_counts
+from jaxsok.serving.padding import key_words
 from jaxsok.serving.predictions import (
     Prediction,
     PredictRequest,
@@ -53,11 +54,9 @@ MOST_SETS = 16
 """Sets of tables that have programs of their own; a request for yet another one looks up all tables of its model, or,
 where that makes too many rows, each of its own by itself."""
 
-MOST_EXTRA_BYTES = 64 << 20
-"""Rows that a program may make beyond those of the request, in bytes."""
+MOST_EXTRA_BYTES = 64 << 20  # rows that a program may make beyond those of the request, in bytes
 
-Lookup: TypeAlias = tuple[tuple[str, int], ...]
-"""A program of lookups: tables, and to how many keys each is padded."""
+Lookup: TypeAlias = tuple[tuple[str, int], ...]  # A program of lookups: tables, and to how many keys each is padded
 
 Program: TypeAlias = Lookup | Prediction
 
@@ -173,7 +172,7 @@ class DeviceReader:
             place = self.place_of(self.versions.current)
             programs = self._programs(place, num_keys)  # compiled here, not while an update waits for its readers
             words = [
-                np.concatenate([_padded(keys.get(name, _NO_KEYS), size) for name, size in program])
+                np.concatenate([key_words(keys.get(name, _NO_KEYS).reshape(-1), size) for name, size in program])
                 for program in programs
             ]
             with self.versions.reading() as version:
@@ -503,12 +502,6 @@ def _padding_of(keys: Mapping[str, np.ndarray]) -> dict[str, tuple[int, ...]]:
 
 def _rest_s(until: float | None) -> float | None:
     return None if until is None else max(0.0, until - time.monotonic())
-
-
-def _padded(keys: np.ndarray, size: int) -> np.ndarray:
-    words = keys_lib.padding_words((size,))
-    words[: keys.size] = keys_lib.to_words(keys.reshape(-1))
-    return words
 
 
 @functools.partial(jax.jit, static_argnums=2)

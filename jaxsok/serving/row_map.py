@@ -16,6 +16,7 @@ from jaxtyping import Array, UInt32
 
 from jaxsok import keys as keys_lib
 from jaxsok.kernels import table as kernels
+from jaxsok.serving.padding import fill_up, key_words, padded_size
 from jaxsok.types import (
     BUCKET_WORDS,
     COUNTERS,
@@ -137,13 +138,11 @@ class RowMap:
 
     def grow(self, capacity: int) -> None:
         """Adds free rows; those in use keep their places."""
-        more = capacity - self.capacity
-        if more <= 0:
+        if capacity <= self.capacity:
             return
         if capacity > MAX_CAPACITY:
             raise ValueError(f"RowMap: capacity: got {capacity} rows in one store, wanted at most {MAX_CAPACITY}.")
-        unused = np.full((more, RECORD_WORDS), np.uint32(0xFFFFFFFF))
-        self._records = _on_host(np.concatenate([np.asarray(self._records), unused]))
+        self._records = _on_host(fill_up(np.asarray(self._records), capacity, np.uint32(0xFFFFFFFF)))
         self._rows = _on_host(np.zeros((capacity, 1), np.float32))
         self._rebuild(max(self.num_buckets, buckets_of(capacity)))
 
@@ -165,12 +164,10 @@ class RowMap:
         """Pads keys and table ids, some at a time; gives them with the number of real keys."""
         if not 0 <= table < self.num_tables:
             raise ValueError(f"RowMap: table: got {table}, wanted 0 to {self.num_tables - 1}.")
-        words = keys_lib.to_words(np.asarray(keys, np.uint64), "RowMap")
-        for start in range(0, len(words), KEYS_AT_A_TIME):
-            part = words[start : start + KEYS_AT_A_TIME]
-            size = max(_LEAST_KEYS, 1 << (len(part) - 1).bit_length())
-            padded = np.concatenate([part, keys_lib.padding_words((size - len(part),))])
-            yield padded, np.full(size, table, np.uint32), len(part)
+        for start in range(0, len(keys), KEYS_AT_A_TIME):
+            part = keys[start : start + KEYS_AT_A_TIME]
+            size = padded_size(len(part), _LEAST_KEYS)
+            yield key_words(part, size), np.full(size, table, np.uint32), len(part)
 
     def _require_room(self, table: int, keys: np.ndarray) -> None:
         if len(keys) <= self.num_free:

@@ -39,19 +39,14 @@ class TableSource:
     """
 
     table: str
-    path: pathlib.Path
-    """Of the folder with the files; of a chain, the last link's."""
+    path: pathlib.Path  # of the folder with the files; of a chain, the last link's
     dim: int
-    dtype: str
-    """Of the rows: "float32", "bfloat16" or "float16"; float32 of a chain whose links differ."""
+    dtype: str  # of the rows: "float32", "bfloat16" or "float16"; float32 of a chain whose links differ
     num_rows: int
     """That `chunks` gives, exactly: of a chain, rows that a later link replaces or removes are not counted."""
-    num_tombstones: int
-    """That `tombstones` gives."""
-    uuid: str | None
-    """By which the next delta knows what it rests on; None: an HPS directory, on which none can."""
-    base: str | None
-    """The `uuid` that the delta rests on; None: it is no delta, but all of a table."""
+    num_tombstones: int  # that `tombstones` gives
+    uuid: str | None  # by which the next delta knows what it rests on; None: an HPS directory, on which none can
+    base: str | None  # the `uuid` that the delta rests on; None: it is no delta, but all of a table
     unknown: float | InitialRows | str | None
     """What a key without a row reads in training: a number in every column, or its initial row; a text says which rows
     no served table can work out; None: the files do not tell."""
@@ -279,10 +274,8 @@ def _cut(keys: np.ndarray, key_bits: KeyBits) -> np.ndarray:
 class _Latest:
     """For each key that a delta of a chain names: the last link that does, by a row or by a tombstone."""
 
-    keys: np.ndarray
-    """uint64, ascending."""
-    links: np.ndarray
-    """uint32: the number of the link."""
+    keys: np.ndarray  # uint64, ascending
+    links: np.ndarray  # uint32: the number of the link
 
     @classmethod
     def of(cls, chain: Sequence[Source], table: str) -> "_Latest | None":

@@ -36,6 +36,7 @@ from jaxsok.serving.frozen import (
     write_lines,
 )
 from jaxsok.serving.gate import Gate
+from jaxsok.serving.padding import fill_up, padded_size
 from jaxsok.serving.ready import Form
 from jaxsok.serving.row_map import RowMap
 from jaxsok.serving.sources import TableSource
@@ -44,8 +45,7 @@ from jaxsok.types import MAX_CAPACITY, NO_ROW
 InPlace = bool | Literal["auto"]
 Source = str | os.PathLike[str] | Mapping[str, str | os.PathLike[str]]
 
-PIECE_BYTES = 32 * 2**20
-"""Of rows that cross to the device at a time."""
+PIECE_BYTES = 32 * 2**20  # of rows that cross to the device at a time
 
 _HPS_FILES = ("key", "emb_vector")
 
@@ -54,19 +54,14 @@ _HPS_FILES = ("key", "emb_vector")
 class Version:
     """What is served at one time."""
 
-    number: int
-    """1 at first; each update adds one."""
+    number: int  # 1 at first; each update adds one
     tables: FrozenTables
-    num_rows: Mapping[str, int]
-    """Of each table."""
-    files: Mapping[str, str]
-    """The folder that each table was last changed by."""
-    uuids: Mapping[str, str | None]
-    """Which export each table holds; None: no delta can follow."""
+    num_rows: Mapping[str, int]  # of each table
+    files: Mapping[str, str]  # the folder that each table was last changed by
+    uuids: Mapping[str, str | None]  # which export each table holds; None: no delta can follow
     unknowns: Mapping[str, Any]
     """What the first version's files say of keys without a row (`TableSource.unknown`); None: they do not count."""
-    served: Any = None
-    """The dense model (`artifact.ServedModel`), or None."""
+    served: Any = None  # the dense model (`artifact.ServedModel`), or None
     dense_file: str = ""
 
     @functools.cached_property
@@ -397,12 +392,9 @@ class Versions:
 class _Staged:
     """What an update in place writes, on the host, made ready before readers are stopped."""
 
-    stores: Sequence[FrozenStore]
-    """That it writes to."""
-    after: list[tuple[int, np.ndarray, np.ndarray, np.ndarray | None]]
-    """Store, row ids, lines and scales of each piece."""
-    before: list[tuple[np.ndarray, np.ndarray | None]]
-    """Lines and scales as they are."""
+    stores: Sequence[FrozenStore]  # that it writes to
+    after: list[tuple[int, np.ndarray, np.ndarray, np.ndarray | None]]  # store, row ids, lines and scales of each piece
+    before: list[tuple[np.ndarray, np.ndarray | None]]  # lines and scales as they are
 
     @classmethod
     def of(cls, tables: FrozenTables, plans: Sequence["_StorePlan"]) -> "_Staged":
@@ -420,17 +412,12 @@ class _StorePlan:
     """The next version of one store."""
 
     store: int
-    row_map: RowMap
-    """As it will be."""
+    row_map: RowMap  # as it will be
     changes: list[Change]
-    number_of: Mapping[str, int]
-    """Of each table in the store."""
-    num_needed: int
-    """Rows in use."""
-    is_fresh: bool
-    """Whether no row of the old store stays."""
-    changed: Mapping[str, np.ndarray]
-    """The keys of each table that have other rows, or none any more."""
+    number_of: Mapping[str, int]  # of each table in the store
+    num_needed: int  # rows in use
+    is_fresh: bool  # whether no row of the old store stays
+    changed: Mapping[str, np.ndarray]  # the keys of each table that have other rows, or none any more
 
     @property
     def piece_bytes(self) -> int:
@@ -607,9 +594,7 @@ def _with_indices(tables: FrozenTables, indices: Mapping[int, tuple[Array, Array
 
 def _lines_at(store: FrozenStore, row_ids: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
     """Rows of a store as they are stored, on the host."""
-    size = 1 << max(10, (len(row_ids) - 1).bit_length())
-    ids = np.zeros(size, np.uint32)
-    ids[: len(row_ids)] = row_ids
+    ids = fill_up(np.asarray(row_ids, np.uint32), padded_size(len(row_ids), 1024))
     lines, scales = _taken(store.rows, store.scales, ids)
     return np.asarray(lines)[: len(row_ids)], np.asarray(scales[0])[: len(row_ids)] if scales else None
 

@@ -15,8 +15,7 @@ from jaxsok.serving.cache.stores import Batch, DeviceStores
 from jaxsok.serving.errors import UnknownTableError
 from jaxsok.types import PADDING_KEY
 
-ROWS_AT_A_TIME = 1 << 17
-"""Rows of one step of these changes: host and device memory for them stays bounded."""
+ROWS_AT_A_TIME = 1 << 17  # rows of one step of these changes: host and device memory for them stays bounded
 
 _NO_KEYS = np.zeros(0, np.uint64)
 

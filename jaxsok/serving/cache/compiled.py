@@ -9,21 +9,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxsok.serving.backing import padded_size
 from jaxsok.serving.cache import programs
 from jaxsok.serving.frozen import FrozenSpec, FrozenStore, FrozenTables
+from jaxsok.serving.padding import padded_size
 from jaxsok.serving.ready import Beside
 from jaxsok.store import num_buckets_of
 from jaxsok.types import BUCKET_WORDS, COUNTERS
 
-LEAST_KEYS = 256
-"""Keys of the smallest programs; others have powers of two, so that programs are few."""
+LEAST_KEYS = 256  # keys of the smallest programs; others have powers of two, so that programs are few
 
 _MOST_PADDING = 4  # a lookup is padded to so many times its keys at most, while its own program is compiled,
 _FEW_KEYS = 1 << 14  # or to so many in all: they cost a few milliseconds
 
-Sizes = tuple[int, ...]
-"""Keys of each store."""
+Sizes = tuple[int, ...]  # keys of each store
 
 
 class CompiledPrograms:

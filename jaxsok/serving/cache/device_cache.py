@@ -21,41 +21,37 @@ import jax
 import numpy as np
 
 from jaxsok import checks
-from jaxsok.serving.backing import RowSource, SourceReplacedError, padded_size
+from jaxsok.serving.backing import RowSource, SourceReplacedError
 from jaxsok.serving.cache import fetcher, programs
 from jaxsok.serving.cache.changes import Changes
 from jaxsok.serving.cache.compiled import LEAST_KEYS
 from jaxsok.serving.cache.fetcher import Background
 from jaxsok.serving.cache.requests import Fetched, Found, Request
 from jaxsok.serving.cache.stats import CacheStats, Counter, TableCounts
-from jaxsok.serving.cache.stores import DeviceStores, lengthen
+from jaxsok.serving.cache.stores import DeviceStores
 from jaxsok.serving.errors import UnknownTableError
 from jaxsok.serving.frozen import FrozenSpec, FrozenStore, FrozenTable, FrozenTables
+from jaxsok.serving.padding import fill_up, padded_size
 from jaxsok.store import num_buckets_of
 from jaxsok.types import BUCKET_WORDS, MAX_CAPACITY
 
-MIN_ROWS: int = 64
-"""Rows of a table's share, at least: 2 slabs of 32 rows, as in HPS."""
+MIN_ROWS: int = 64  # rows of a table's share, at least: 2 slabs of 32 rows, as in HPS
 
 
 @dataclasses.dataclass(frozen=True)
 class CachedRows:
     """What a lookup found."""
 
-    rows: dict[str, np.ndarray]
-    """float32[*keys.shape, dim] by table; may be read only."""
-    version: int
-    """Of the source; all rows are of it."""
-    hit_rates: dict[str, float]
-    """By table: distinct keys that the cache had ÷ distinct keys; 1.0 of no keys."""
+    rows: dict[str, np.ndarray]  # float32[*keys.shape, dim] by table; may be read only
+    version: int  # of the source; all rows are of it
+    hit_rates: dict[str, float]  # by table: distinct keys that the cache had ÷ distinct keys; 1.0 of no keys
 
 
 @dataclasses.dataclass(frozen=True)
 class CachedTables:
     """The rows of some keys as frozen tables, for code that looks up by itself."""
 
-    tables: FrozenTables
-    """Every key that was asked is there; one that no tier has is there with its default."""
+    tables: FrozenTables  # every key that was asked is there; one that no tier has is there with its default
     version: int
     hit_rates: dict[str, float]
 
@@ -242,7 +238,7 @@ class DeviceCache:
             slots[np.concatenate([some.places for some in late])] = np.arange(len(lines), dtype=np.int32)
             size = padded_size(len(lines), LEAST_KEYS)
             self._compiled.merge(s, num_rows, size)
-            parts = tuple(lengthen(part, size) for part in fetcher.parts_of(table, lines))
+            parts = tuple(fill_up(part, size) for part in fetcher.parts_of(table, lines))
             slabs = programs.merged(slabs, *self.stores.put((slots, parts)))
         rows, *scales = slabs
         index, counters = found.indices[s]

@@ -35,10 +35,8 @@ class CacheStore:
     table_rows: UInt32[Array, " num_tables"]
     rows: Shaped[Array, "capacity dim"]
     records: UInt32[Array, "capacity 4"]
-    statistics: UInt32[Array, "capacity 2"]
-    """Tick of the last use, and how often it was used."""
-    scales: tuple[Float32[Array, "capacity 1"], ...] = ()
-    """One array, of quantized rows."""
+    statistics: UInt32[Array, "capacity 2"]  # tick of the last use, and how often it was used
+    scales: tuple[Float32[Array, "capacity 1"], ...] = ()  # one array, of quantized rows
 
     @property
     def slabs(self) -> tuple[Array, ...]:
@@ -53,14 +51,11 @@ class Queried:
 
     rows: tuple[tuple[Array, ...], ...]
     """Of each position float32; of distinct keys, where rows are quantized, numbers and their scales."""
-    records: tuple[Array, ...]
-    """Of the distinct keys, by first position."""
-    row_ids: tuple[Array, ...]
-    """Of the distinct keys in the cache."""
+    records: tuple[Array, ...]  # of the distinct keys, by first position
+    row_ids: tuple[Array, ...]  # of the distinct keys in the cache
     inverse: tuple[Array, ...]
     indices: tuple[tuple[Array, Array], ...]
-    counts: Array
-    """By table of all stores: distinct keys, misses, keys that found no place among the distinct."""
+    counts: Array  # by table of all stores: distinct keys, misses, keys that found no place among the distinct
 
 
 class Layout:

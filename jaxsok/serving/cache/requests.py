@@ -8,12 +8,12 @@ import numpy as np
 from jaxtyping import Array
 
 from jaxsok import keys as keys_lib
-from jaxsok.serving.backing import padded_size
 from jaxsok.serving.cache.compiled import LEAST_KEYS
 from jaxsok.serving.cache.programs import Queried
 from jaxsok.serving.cache.stores import Snapshot
 from jaxsok.serving.errors import RequestError, UnknownTableError
 from jaxsok.serving.frozen import FrozenSpec
+from jaxsok.serving.padding import padded_size
 from jaxsok.types import NO_ROW, PADDING_KEY
 
 
@@ -75,19 +75,14 @@ class Request:
 class Found:
     """What a query gave, as the host knows it."""
 
-    rows: Sequence[tuple[Array, ...]]
-    """By store: of each position, or of each distinct key; see `Queried`."""
-    inverse: Sequence[Array]
-    """By store and position, the place among the distinct keys."""
-    indices: Sequence[tuple[Array, Array]]
-    """By store, index and counters over the distinct keys."""
+    rows: Sequence[tuple[Array, ...]]  # by store: of each position, or of each distinct key; see `Queried`
+    inverse: Sequence[Array]  # by store and position, the place among the distinct keys
+    indices: Sequence[tuple[Array, Array]]  # by store, index and counters over the distinct keys
     hit_rates: dict[str, float]
     missed: dict[str, tuple[np.ndarray, np.ndarray]]
     """By table with misses: their places among the distinct keys of the store, and the keys."""
-    num_distinct: dict[str, int]
-    """By table."""
-    snapshot: Snapshot
-    """Whose rows these are."""
+    num_distinct: dict[str, int]  # by table
+    snapshot: Snapshot  # whose rows these are
 
     @classmethod
     def of(cls, spec: FrozenSpec, request: Request, out: Queried, counts: np.ndarray, snapshot: Snapshot) -> "Found":
@@ -117,11 +112,9 @@ class Found:
 class Fetched:
     """Rows that a lookup waited for, of one table."""
 
-    places: np.ndarray
-    """Among the distinct keys of the store."""
+    places: np.ndarray  # among the distinct keys of the store
     keys: np.ndarray
-    rows: np.ndarray
-    """As `fetcher.fetch` gives them."""
+    rows: np.ndarray  # as `fetcher.fetch` gives them
 
     def put_into(self, lines: np.ndarray, inverse: np.ndarray) -> np.ndarray:
         """Lines of positions, with these rows where they belong."""

@@ -15,30 +15,21 @@ class CacheStats:
     """
 
     lookups: int = 0
-    keys: int = 0
-    """Occurrences, without padding."""
+    keys: int = 0  # occurrences, without padding
     distinct: int = 0
     hits: int = 0
     misses: int = 0
-    sync: int = 0
-    """Tables of lookups that waited for rows."""
-    background: int = 0
-    """Tables of lookups that answered misses with the default."""
+    sync: int = 0  # tables of lookups that waited for rows
+    background: int = 0  # tables of lookups that answered misses with the default
     dropped: int = 0
     """Tables of lookups whose misses are not fetched, because too much was waiting; they will miss again."""
-    fetched: int = 0
-    """Keys asked of the source because they missed."""
-    missing: int = 0
-    """Fetched keys that no tier has."""
+    fetched: int = 0  # keys asked of the source because they missed
+    missing: int = 0  # fetched keys that no tier has
     inserted: int = 0
-    evicted: int = 0
-    """Rows that left because others came."""
-    refreshed: int = 0
-    """Rows overwritten by `refresh` and `swap`."""
-    removed: int = 0
-    """Rows that left by `refresh` and `swap`: their keys are gone, or everything was dropped."""
-    failed: int = 0
-    """Background fetches whose source raised; logged."""
+    evicted: int = 0  # rows that left because others came
+    refreshed: int = 0  # rows overwritten by `refresh` and `swap`
+    removed: int = 0  # rows that left by `refresh` and `swap`: their keys are gone, or everything was dropped
+    failed: int = 0  # background fetches whose source raised; logged
     swaps: int = 0
 
     @property

@@ -12,13 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from jaxsok import keys as keys_lib
-from jaxsok.serving.backing import RowSource, padded_size
+from jaxsok.serving.backing import RowSource
 from jaxsok.serving.cache import programs
 from jaxsok.serving.cache.compiled import LEAST_KEYS, CompiledPrograms
 from jaxsok.serving.cache.fetcher import parts_of
 from jaxsok.serving.errors import ServingError
 from jaxsok.serving.frozen import FrozenSpec, FrozenTable
+from jaxsok.serving.padding import fill_up, key_words, padded_size
 from jaxsok.store import num_buckets_of
 from jaxsok.types import COUNTERS, NO_ROW
 
@@ -48,8 +48,7 @@ class Batch:
     num_keys: int
     words: Array
     ids: Array
-    lines: tuple[Array, ...] | None
-    """Their rows; None: they have none, or leave."""
+    lines: tuple[Array, ...] | None  # their rows; None: they have none, or leave
 
     @property
     def size(self) -> int:
@@ -247,14 +246,12 @@ class DeviceStores:
 
     def _batch(self, s: int, keys: np.ndarray, ids: np.ndarray, lines: np.ndarray | None) -> Batch:
         size, table = padded_size(len(keys), LEAST_KEYS), self.spec.stores[s][0]
-        words = keys_lib.padding_words((size,))
-        words[: len(keys)] = keys_lib.to_words(keys)
         slabs = None
         if lines is not None:
             rows, *scales = parts_of(table, lines)
             parts = rows.astype(jnp.dtype(table.dtype), copy=False), *(scale[:, None] for scale in scales)
-            slabs = tuple(lengthen(part, size) for part in parts)
-        return Batch(s, len(keys), *self.put((words, lengthen(ids, size), slabs)))
+            slabs = tuple(fill_up(part, size) for part in parts)
+        return Batch(s, len(keys), *self.put((key_words(keys, size), fill_up(ids, size), slabs)))
 
     def put(self, tree: Any) -> Any:
         """Arrays on the device."""
@@ -321,13 +318,6 @@ class DeviceStores:
             scales = (jnp.zeros((capacity, 1), jnp.float32),) if table.is_quantized else ()
         state = (index, self._owned(counters), table_rows, rows, records, statistics, scales)
         return programs.CacheStore(*jax.device_put(state, self.device))
-
-
-def lengthen(lines: np.ndarray, size: int) -> np.ndarray:
-    """Lines with zeros behind."""
-    made = np.zeros((size, *lines.shape[1:]), lines.dtype)
-    made[: len(lines)] = lines
-    return made
 
 
 def _summed(counts: Sequence[Sequence[Any]]) -> tuple[int, int]:

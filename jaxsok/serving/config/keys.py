@@ -19,10 +19,8 @@ ROW_DTYPES: tuple[str, ...] = ("float32", "bfloat16", "float16", "int8", "float8
 
 # Kinds of values -----------------------------------------------------------------------------------------------------
 
-WRONG = object()
-"""What `Kind.parse` gives for a value of another kind."""
-REQUIRED = object()
-"""The default of a key without one."""
+WRONG = object()  # what `Kind.parse` gives for a value of another kind
+REQUIRED = object()  # the default of a key without one
 _INT_MAX = 2**31 - 1  # of HPS's int, and of a dimension of an array that XLA likes
 
 
@@ -30,12 +28,9 @@ _INT_MAX = 2**31 - 1  # of HPS's int, and of a dimension of an array that XLA li
 class Kind:
     """What a value may be."""
 
-    wanted: str
-    """In words."""
-    parse: Callable[[Any], Any]
-    """The value as a field has it; WRONG if it is none."""
-    items: "Kind | None" = None
-    """Of a list: what its entries may be."""
+    wanted: str  # in words
+    parse: Callable[[Any], Any]  # the value as a field has it; WRONG if it is none
+    items: "Kind | None" = None  # of a list: what its entries may be
 
 
 def _one(kind: type, wanted: str) -> Kind:
@@ -128,8 +123,7 @@ class Key:
 
     kind: Kind
     default: Any = None
-    reason: str = ""
-    """Why it has no effect; "": it is honoured, or looked at apart."""
+    reason: str = ""  # why it has no effect; "": it is honoured, or looked at apart
 
 
 _THREADS = "threads are those of XLA and of the server"

@@ -14,11 +14,10 @@ import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from jaxsok.serving.responses import CLOSE, Refusal, refused
-from jaxsok.serving.server import ABORT, DISCARD_S, App
+from jaxsok.serving.http.responses import CLOSE, Refusal, refused
+from jaxsok.serving.http.server import ABORT, DISCARD_S, App
 
-MAX_HEAD_BYTES = 1 << 16
-"""Of a request: its first line and its headers."""
+MAX_HEAD_BYTES = 1 << 16  # of a request: its first line and its headers
 _UNSENT_BYTES = 1 << 17
 """That the kernel takes of a connection beyond what is on the wire: it tells little by little what a client reads."""
 

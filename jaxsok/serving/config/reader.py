@@ -1,13 +1,4 @@
-"""The configuration: JSON as HugeCTR's Hierarchical Parameter Server (HPS) has it, read with HPS's defaults.
-
-Every key that HPS 24.06 or a version before it knows is one of three. It is *honoured*: the field that it becomes says
-what it does. Or it is *without effect*, because jaxsok has nothing that it could set: it is checked, and
-`Config.without_effect` lists it where it was written. Or it is *refused*, because answers or the place of rows would
-differ from what was asked for. A key that no HPS knew is refused as well, with the nearest name: HPS would ignore it in
-silence.
-
-Nothing here opens a table or a device: `sources.py`, `served.py` and `session.py` do.
-"""
+"""Reads a configuration: parsed JSON, checked key by key (keys.py), becomes values (values.py)."""
 
 import dataclasses
 import difflib
@@ -18,7 +9,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
-from jaxsok.serving.config_keys import (
+from jaxsok.serving.config.keys import (
     JAXSOK_KEYS,
     MODEL_KEYS,
     OLDER_BLOCK_KEYS,
@@ -32,12 +23,11 @@ from jaxsok.serving.config_keys import (
     Key,
     Kind,
 )
-from jaxsok.serving.config_values import (
+from jaxsok.serving.config.values import (
     Config,
     ModelConfig,
     PersistentDatabase,
     TableConfig,
-    Tier,
     UpdateSource,
     VolatileDatabase,
     WithoutEffect,
@@ -46,19 +36,19 @@ from jaxsok.serving.config_values import (
 )
 from jaxsok.serving.errors import ConfigError
 
-__all__ = [
-    "Config",
-    "ConfigError",
-    "ModelConfig",
-    "PersistentDatabase",
-    "TableConfig",
-    "Tier",
-    "UpdateSource",
-    "VolatileDatabase",
-    "WithoutEffect",
-    "read",
-]
-
+_BLOCKS = {
+    "the whole": TOP_KEYS,
+    "a model": MODEL_KEYS,
+    "a model's block jaxsok": JAXSOK_KEYS,
+    "volatile_db": VOLATILE_KEYS,
+    "persistent_db": PERSISTENT_KEYS,
+    "update_source": UPDATE_KEYS,
+}
+_NO_VOLATILE = {
+    "redis_cluster": "Redis is not there yet: rows lie in memory of this process",
+    "multi_process_hash_map": "memory shared by processes is not there: serve from one",
+    "rocks_db": "RocksDB is not there yet, and is no volatile database",
+}
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.\-]*://")
 _MODEL_NAME = re.compile(r"[a-zA-Z0-9_\-]{1,120}")
 
@@ -201,28 +191,24 @@ class _Reader:
 
     # One block --------------------------------------------------------------------------------------------------------
 
-    def refuse(self, path: str, got: Any, wanted: str, remedy: str = "") -> NoReturn:
+    def fail(self, path: str, text: str) -> NoReturn:
         file = f'file "{self.file}": ' if self.file else ""
         place = f"{path}: " if path else ""
+        raise ConfigError(f"config: {file}{place}{text}.", path=path)
+
+    def refuse(self, path: str, got: Any, wanted: str, remedy: str = "") -> NoReturn:
         shown = "null" if got is None else json.dumps(got, default=str) if _is_plain(got) else _shown(got)
         if path.endswith("password"):
             shown = "something else"
         end = f"; {remedy}" if remedy else ""
-        raise ConfigError(f"config: {file}{place}got {shown}, wanted {wanted}{end}.", path=path)
-
-    def lack(self, path: str, wanted: str) -> NoReturn:
-        file = f'file "{self.file}": ' if self.file else ""
-        raise ConfigError(f"config: {file}{path}: got nothing, wanted {wanted}; the key is required.", path=path)
+        self.fail(path, f"got {shown}, wanted {wanted}{end}")
 
     def block(self, path: str, given: Mapping[str, Any], keys: Mapping[str, Key]) -> dict[str, Any]:
         """Checks the values of a block and fills in defaults; notes keys without effect."""
         if isinstance(given, _Twice):
-            file = f'file "{self.file}": ' if self.file else ""
-            at = _joined(path, given.key)
-            raise ConfigError(
-                f"config: {file}{at}: got the key twice, wanted it once; which one counts depends on the reader: "
-                "take one out.",
-                path=at,
+            self.fail(
+                _joined(path, given.key),
+                "got the key twice, wanted it once; which one counts depends on the reader: take one out",
             )
         for name in given:
             if name not in keys:
@@ -235,7 +221,7 @@ class _Reader:
                 if key.reason:
                     self.no_effect(at, given[name], key.reason)
             elif key.default is REQUIRED:
-                self.lack(at, key.kind.wanted)
+                self.fail(at, f"got nothing, wanted {key.kind.wanted}; the key is required")
             else:
                 values[name] = key.default
         return values
@@ -251,27 +237,16 @@ class _Reader:
 
     def unknown(self, path: str, name: Any, keys: Mapping[str, Key]) -> NoReturn:
         near = difflib.get_close_matches(str(name), keys, 1, 0.6)
-        meant = f'did you mean "{near[0]}"? ' if near else ""
-        elsewhere = [
-            told
-            for told, others in (
-                ("the whole", TOP_KEYS),
-                ("a model", MODEL_KEYS),
-                ("a model's block jaxsok", JAXSOK_KEYS),
-                ("volatile_db", VOLATILE_KEYS),
-                ("persistent_db", PERSISTENT_KEYS),
-                ("update_source", UPDATE_KEYS),
-            )
-            if name in others
-        ]
-        if elsewhere and not near:
+        elsewhere = [block for block, others in _BLOCKS.items() if name in others]
+        meant = ""
+        if near:
+            meant = f'did you mean "{near[0]}"? '
+        elif elsewhere:
             meant = f"it is a key of {elsewhere[0]}: move it there. "
-        file = f'file "{self.file}": ' if self.file else ""
-        at = _joined(path, str(name))
-        raise ConfigError(
-            f"config: {file}{at}: got an unknown key, wanted one of HPS 24.06 or jaxsok; {meant}HPS would ignore it: "
-            "take it out if nothing is meant.",
-            path=at,
+        self.fail(
+            _joined(path, str(name)),
+            f"got an unknown key, wanted one of HPS 24.06 or jaxsok; {meant}HPS would ignore it: take it out if "
+            "nothing is meant",
         )
 
     def no_effect(self, path: str, value: Any, reason: str) -> None:
@@ -284,13 +259,10 @@ class _Reader:
         if top["volatile_db"] is None:
             return "parallel_hash_map"
         kind = self.block("volatile_db", top["volatile_db"], VOLATILE_KEYS)["type"]
-        wanted = 'one of "hash_map", "parallel_hash_map", "disabled"'
-        if kind == "redis_cluster":
-            self.refuse("volatile_db.type", kind, wanted, "Redis is not there yet: rows lie in memory of this process")
-        if kind == "multi_process_hash_map":
-            self.refuse("volatile_db.type", kind, wanted, "memory shared by processes is not there: serve from one")
-        if kind == "rocks_db":
-            self.refuse("volatile_db.type", kind, wanted, "RocksDB is not there yet, and is no volatile database")
+        if kind in _NO_VOLATILE:
+            self.refuse(
+                "volatile_db.type", kind, 'one of "hash_map", "parallel_hash_map", "disabled"', _NO_VOLATILE[kind]
+            )
         return kind
 
     def persistent(self, top: Mapping[str, Any]) -> None:

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from jaxsok.features import Bags
-from jaxsok.serving import wire
 from jaxsok.serving.artifact import BagsInput, KeysInput
 from jaxsok.serving.errors import RequestError, RequestTooLargeError, UnknownTableError
+from jaxsok.serving.http import wire
 from jaxsok.types import PADDING_KEY
 
 Arrays = dict[str, np.ndarray]
@@ -25,16 +25,14 @@ class Samples:
 
     inputs: Mapping[str, np.ndarray | wire.Ragged]
     num_samples: int
-    num_keys: Mapping[str, int]
-    """By table."""
+    num_keys: Mapping[str, int]  # by table
 
 
 class Lookups:
     """Rows of keys."""
 
     op = "lookup"
-    field = "rows"
-    """Of the response."""
+    field = "rows"  # of the response
 
     def __init__(self, session: Any, max_keys: int) -> None:
         self._session, self._max_keys = session, max_keys

@@ -28,11 +28,9 @@ MEDIA_TYPES = (JSON, TENSORS)
 MAX_HEADER_BYTES = 1 << 20
 VALUE_BYTES = {"json": 64, "tensors": 8}
 """Of a body, for each number: JSON has up to 20 digits in quotes, and brackets, spaces and line ends around them."""
-REST_BYTES = 1 << 16
-"""Of a body, for all that is no number and no name."""
+REST_BYTES = 1 << 16  # of a body, for all that is no number and no name
 MAX_NDIM = 8
-PIECE_VALUES = 1 << 14
-"""Numbers of a JSON response that are written in one go: some 10 ms."""
+PIECE_VALUES = 1 << 14  # numbers of a JSON response that are written in one go: some 10 ms
 _MAX_AXIS = 2**31 - 1
 _DTYPES = {
     "U8": "<u1",
@@ -58,8 +56,7 @@ class Ragged:
 
     values: np.ndarray
     lengths: np.ndarray
-    weights: np.ndarray | None = None
-    """float32, one for each key."""
+    weights: np.ndarray | None = None  # float32, one for each key
 
 
 def extent(shape: Iterable[int]) -> int:

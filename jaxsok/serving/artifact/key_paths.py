@@ -17,8 +17,7 @@ from jaxsok.types import PADDING_KEY
 _MARK = "jaxsok.keys:"
 _PADDING_WORD = PADDING_KEY & 0xFFFFFFFF
 
-Label = frozenset[str] | None
-"""Inputs whose keys these may be, or padding; None: other numbers."""
+Label = frozenset[str] | None  # inputs whose keys these may be, or padding; None: other numbers
 
 _PASS = frozenset({"name", "copy", "copy_p", "optimization_barrier", "sharding_constraint", "device_put"})
 _CALLS = {
@@ -35,8 +34,7 @@ _CALLS = {
 }
 """Operations that are a call, and where their program is."""
 
-_RAW = frozenset({"ffi_call", "custom_call", *_CALLS})
-"""What may take the rows of a store: lookups do."""
+_RAW = frozenset({"ffi_call", "custom_call", *_CALLS})  # what may take the rows of a store: lookups do
 
 
 def mark(table: str, words: Any) -> Array:

@@ -11,14 +11,13 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from jaxsok.serving import wire
-from jaxsok.serving.batching import ClosedError, QueueFullError
 from jaxsok.serving.errors import RequestTooLargeError, ServingError, UnknownModelError, UnknownTableError
+from jaxsok.serving.http import wire
+from jaxsok.serving.http.batching import ClosedError, QueueFullError
 
 _log = logging.getLogger(__name__)
 
-CLOSE: Mapping[str, str] = {"Connection": "close"}
-"""For a response before the request was read."""
+CLOSE: Mapping[str, str] = {"Connection": "close"}  # for a response before the request was read
 
 
 class Refusal(Exception):
