@@ -195,7 +195,8 @@ def _declare_serve(parser: argparse.ArgumentParser) -> None:
 
 def _serve(options: argparse.Namespace) -> int:
     try:
-        from jaxsok.serving import running, server, session, watch
+        from jaxsok.serving import session
+        from jaxsok.serving.http import running, server, watch
     except ImportError as error:
         print(f"serve: {error}; run pip install 'jaxsok[serving]'.", file=sys.stderr)
         return 2

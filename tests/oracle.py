@@ -366,3 +366,26 @@ class CollectionOracle:
         store = self.store_of(table)
         pairs = sorted((row_id, key) for key, row_id in store.tables[table].row_ids.items())
         return [(row_id, key, store.rows[row_id], store.states[row_id]) for row_id, key in pairs]
+
+
+def quantization_error_bound(dtype, row_max, values=None):
+    """The largest distance of a number of a quantized row from what it stands for, float64.
+
+    With s the row's scale, x a float32 of the row, and q * s what it becomes:
+
+    - int8: s * (1/2 + 2^-16). Rounding x / s to a whole number errs by 1/2 at most. The quotient in float64 adds less
+      than 2^-45, and rounding the product to float32 less than 2^-17 s. The cut at 127 meets only the largest
+      magnitude, which lies within 127 (1 + 2^-22) s: it alone errs there, by less than 2^-14 s.
+    - float8_e4m3fn: 2^-4 |x| + 2^-10 s. From 2^-6 on a step is 2^-3 of the power of two below x / s, and half of it at
+      most 1/17 of x / s. Below 2^-6 a step is 2^-9, and half of it 2^-10. The part of the other case covers the
+      roundings of quotient and product, and the cut at 448.
+
+    `row_max` are the largest magnitudes of rows; `values` numbers of these rows, or None for any number of each.
+    """
+    largest, least = {"int8": (127, 2.0**-126), "float8_e4m3fn": (448, 1 / (448 * 512))}[dtype]
+    row_max = np.asarray(row_max, np.float64)
+    scales = np.maximum(row_max / largest, least)
+    sizes = np.abs(np.asarray(row_max if values is None else values, np.float64))
+    if dtype == "int8":
+        return np.zeros_like(sizes) + scales * (0.5 + 2.0**-16)
+    return sizes * 2.0**-4 + scales * 2.0**-10

@@ -1,8 +1,8 @@
 """Serving: trained tables, frozen, several of them fused into one lookup, from files, behind an HPS configuration.
 
 `open` serves the models of a configuration; `freeze` and `lookup` do without one. Modules that need more than jaxsok
-does are imported by name: `nnx` and `linen` (Flax), `artifact` (models exported whole), `server` (HTTP), `cache` and
-`backing` (tiers), `sources` (files).
+does are imported by name: `nnx` and `linen` (Flax), `artifact` (models exported whole), `http` (the server), `cache`
+and `backing` (tiers), `sources` (files).
 """
 
 from jaxsok.serving.config import Config

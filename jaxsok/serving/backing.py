@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -20,7 +20,6 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Float32, UInt64
 
-from jaxsok import keys as keys_lib
 from jaxsok.kernels import table as table_kernels
 from jaxsok.records import Records
 from jaxsok.serving import quantize
@@ -35,14 +34,15 @@ from jaxsok.serving.frozen import (
     write_rows,
 )
 from jaxsok.serving.fused import find_rows
+from jaxsok.serving.gate import Gate
+from jaxsok.serving.padding import fill_up, key_words, padded_size
 from jaxsok.serving.ready import Form
 from jaxsok.serving.row_map import RowMap, host_device
 from jaxsok.types import MAX_CAPACITY, NO_ROW, PADDING_KEY
 
 KEYS_AT_A_TIME = 1 << 20  # of a fetch: scratch memory stays bounded
 _LEAST_KEYS = 256  # keys are padded to a power of two, so that programs are few
-_TELL_S = 60.0  # between two warnings of rows that cannot be quantized, of one kind of source and table
-_TOLD: dict[tuple[str, str], float] = {}  # when each was
+_WARN_S = 60.0  # between two warnings of rows of one source and table that cannot be quantized
 _log = logging.getLogger(__name__)
 _GROWTH = 1.25  # of the rows of a store, when an update brings more keys than there is room for
 
@@ -52,10 +52,11 @@ IsFound: TypeAlias = Bool[np.ndarray, " num_keys"]
 
 
 class SourceReplacedError(RuntimeError):
-    """A source whose rows were given to a newer version in place. Who was reading asks the newer one."""
+    """A source whose rows were given to a newer version in place: ask the newer one."""
 
 
-_SHARING = threading.Lock()  # of `HostRows._holders`
+_SHARING = threading.Lock()
+"""Held while `HostRows._holders` of any version is read or changed: versions share these sets."""
 
 
 class RowSource(abc.ABC):
@@ -68,8 +69,7 @@ class RowSource(abc.ABC):
     its version: a device cache then has new rows after `DeviceCache.refresh`.
     """
 
-    version: int = 0
-    """Of the rows; answers tell it."""
+    version: int = 0  # of the rows; answers tell it
 
     @property
     @abc.abstractmethod
@@ -96,17 +96,10 @@ class RowSource(abc.ABC):
         """
 
     def fetch_quantized(self, table: str, keys: Keys) -> tuple[np.ndarray, np.ndarray, IsFound]:
-        """As `fetch`, of a table of int8 or float8_e4m3fn: its numbers, their scales, and which are there.
+        """As `fetch`, of a table that `is_quantized`: its numbers, their float32 scales, and which are there.
 
-        A device cache stores these. Unless a source does it otherwise, what `fetch` gives is quantized; a row that
-        cannot be, since a number in it is not finite, counts as not found, and is logged.
-
-        Args:
-          table: one of `tables`, that `is_quantized`.
-          keys: as in `fetch`.
-
-        Returns:
-          `[num_keys, dim]` of the table's dtype, and float32 `[num_keys]`.
+        A device cache stores these. Unless a source overrides it, what `fetch` gives is quantized; a row with a number
+        that is not finite cannot be: it counts as not found, and is logged.
         """
         rows, is_found = self.fetch(table, keys)
         with np.errstate(over="ignore"):  # what is too large for float32 has no scale either
@@ -114,18 +107,28 @@ class RowSource(abc.ABC):
         is_broken = is_found & ~np.isfinite(rows).all(axis=1)
         if is_broken.any():
             is_found = is_found & ~is_broken
-            _tell_broken(type(self).__name__, table, np.asarray(keys)[is_broken])
+            self._warn_broken(table, np.asarray(keys)[is_broken])
         numbers, scales = quantize.quantized(np.where(is_found[:, None], rows, 0), self.tables[table].dtype)
         return numbers, scales, is_found
 
+    @functools.cached_property
+    def _warned_at(self) -> dict[str, float]:
+        """By table, the time of the last warning of rows that cannot be quantized."""
+        return {}
+
+    def _warn_broken(self, table: str, keys: np.ndarray) -> None:
+        now = time.monotonic()
+        if now - self._warned_at.get(table, -_WARN_S) >= _WARN_S:
+            self._warned_at[table] = now
+            _log.warning(
+                '%s.fetch: table "%s": got %d rows that are not finite, the first of key %d, wanted numbers to be '
+                "quantized; they count as not found. Not told again for %g s.",
+                *(type(self).__name__, table, len(keys), keys[0], _WARN_S),
+            )
+
     @abc.abstractmethod
     def scan(self, table: str, chunk_rows: int) -> Iterator[Records]:
-        """All rows of a table, some at a time: to fill a cache. With frequencies, if it knows how hot rows are.
-
-        Args:
-          table: one of `tables`.
-          chunk_rows: rows of a chunk, at most.
-        """
+        """All rows of a table, at most `chunk_rows` at a time: to fill a cache. With frequencies, if they are known."""
 
     def close(self) -> None:  # noqa: B027 - most have nothing to give back
         """Gives back what it holds."""
@@ -158,14 +161,14 @@ class HostRows(RowSource):
         version: int = 0,
         frequencies: Sequence[np.ndarray | None] | None = None,
     ) -> None:
-        """Takes them over."""
         if len(maps) != len(tables.stores):
             raise ValueError(f"HostRows: maps: got {len(maps)}, wanted one for each of {len(tables.stores)} stores.")
         self.version = version
         self._tables = tables
         self._maps = tuple(maps)
         self._frequencies = (None,) * len(maps) if frequencies is None else tuple(frequencies)
-        self._gate = _Gate()
+        self._gate = Gate()
+        self._is_gone = False  # set under the gate's `writing`: the rows belong to a newer version
         # Sizes of which a fetch is compiled: of a table, or of a store for its numbers and scales.
         self._asked: dict[tuple[str | int, int], None] = {}
         # By store: the versions that read it, of which none is given away. Versions share what does not change.
@@ -178,16 +181,13 @@ class HostRows(RowSource):
         """Reads streams of records, as files give them; keeps the frequencies of tables all of whose records have them.
 
         Args:
-          sources: tables with their records.
+          sources: tables with their records; ValueError: as `freeze_records`.
           spare_rows: rows of each table that updates in place may add.
           version: of the rows.
-
-        Raises:
-          ValueError: as `freeze_records`.
         """
-        watched = [(table, _Watched(source)) for table, source in sources]
-        tables, maps = freeze_records(watched, spare_rows=spare_rows, device=host_device())
-        seen = {table.name: source.seen for table, source in watched}
+        uses = [(table, RecordedUses(source)) for table, source in sources]
+        tables, maps = freeze_records(uses, spare_rows=spare_rows, device=host_device())
+        seen = {table.name: source.seen for table, source in uses}
         return cls(tables, maps, version=version, frequencies=frequencies_by_row(tables, maps, seen))
 
     @property
@@ -211,44 +211,35 @@ class HostRows(RowSource):
     ) -> tuple[Float32[np.ndarray, "num_keys dim"], Bool[np.ndarray, " num_keys"]]:
         """See `RowSource.fetch`. Keys that are not there have the table's default.
 
-        Raises:
-          SourceReplacedError: `updated(..., in_place=True)` has given the rows away.
-
-        Cost:
-          A bucket (64 bytes) and a row for each key, on all cores.
+        Raises SourceReplacedError after `updated(..., in_place=True)`. Costs a bucket (64 bytes) and a row for each
+        key, on all cores.
         """
         self._place("fetch", table)
-        words = keys_lib.to_words(np.asarray(keys, np.uint64), "fetch")
-        rows, is_found = [], []
-        for start in range(0, len(words), KEYS_AT_A_TIME):
-            part = words[start : start + KEYS_AT_A_TIME]
-            padded = keys_lib.padding_words((padded_size(len(part), _LEAST_KEYS),))
-            padded[: len(part)] = part
-            self._asked[table, len(padded)] = None
-            with self._reading("fetch"):
-                found = _fetch(self._tables, table, jax.device_put(padded, host_device()))
-            rows.append(np.asarray(found[0])[: len(part)])
-            is_found.append(np.asarray(found[1])[: len(part)])
-        if len(rows) == 1:
-            return rows[0], is_found[0]
-        dim = self.tables[table].dim
-        return np.concatenate([np.zeros((0, dim), np.float32), *rows]), np.concatenate([np.zeros(0, bool), *is_found])
+        rows, is_found = self._in_parts("fetch", table, keys, lambda words: _fetch(self._tables, table, words))
+        return rows, is_found
 
     def fetch_quantized(self, table: str, keys: Keys) -> tuple[np.ndarray, np.ndarray, IsFound]:
         """See `RowSource.fetch_quantized`: the bits that are stored."""
         s, number = self._place("fetch_quantized", table)
-        words, parts = keys_lib.to_words(np.asarray(keys, np.uint64), "fetch_quantized"), []
-        for start in range(0, max(1, len(words)), KEYS_AT_A_TIME):
-            part = words[start : start + KEYS_AT_A_TIME]
-            padded = keys_lib.padding_words((padded_size(len(part), _LEAST_KEYS),))
-            padded[: len(part)] = part
-            self._asked[s, len(padded)] = None
-            with self._reading("fetch_quantized"):
-                words_and_number = jax.device_put((padded, np.uint32(number)), host_device())
-                found = _fetch_quantized(self._tables.stores[s], *words_and_number)
-            parts.append([np.asarray(one)[: len(part)] for one in found])
-        numbers, scales, is_found = (np.concatenate(some) for some in zip(*parts, strict=True))
+        number_there = jax.device_put(np.uint32(number), host_device())
+        numbers, scales, is_found = self._in_parts(
+            "fetch_quantized", s, keys, lambda words: _fetch_quantized(self._tables.stores[s], words, number_there)
+        )
         return numbers, scales, is_found
+
+    def _in_parts(
+        self, op: str, what: str | int, keys: Keys, fetch: Callable[[Any], tuple[Any, ...]]
+    ) -> Sequence[np.ndarray]:
+        """Fetches for some padded keys at a time, and joins what comes."""
+        keys, parts = np.asarray(keys, np.uint64), []
+        for start in range(0, max(1, len(keys)), KEYS_AT_A_TIME):
+            part = keys[start : start + KEYS_AT_A_TIME]
+            padded = key_words(part, padded_size(len(part), _LEAST_KEYS))
+            self._asked[what, len(padded)] = None
+            with self._reading(op):
+                found = fetch(jax.device_put(padded, host_device()))
+            parts.append([np.asarray(array)[: len(part)] for array in found])
+        return parts[0] if len(parts) == 1 else [np.concatenate(arrays) for arrays in zip(*parts, strict=True)]
 
     def ready_as(self, older: "HostRows") -> None:
         """Compiles the fetches that an older version was asked for: by table and power of two of keys."""
@@ -288,13 +279,12 @@ class HostRows(RowSource):
 
         Args:
           changed: rows by table; keys that are new get rows. Of a key that comes again the last row counts.
-          erased: keys that go, by table; those that are not there are passed over, and those that `changed` names
-            stay.
+          erased: keys that go, by table; those that are not there are passed over, and those that `changed` names stay.
           version: of the result; None: one more.
           in_place: whether rows are written where they lie. This object can then be read no more: `fetch` raises
             SourceReplacedError, also if the update fails halfway. Else it stays what it is, and stores that change are
-            copied. In place too a store is copied that another version reads: one that an update made of this one, or
-            this one of it, without changing that store. Drop the versions that nobody needs.
+            copied. In place too a store is copied that another version reads, which an update made of this one, or this
+            one of it, without changing that store: drop versions that are not needed.
 
         Raises:
           UnknownTableError, ValueError: a table that is not there, rows of another dim, PADDING_KEY as a key, or in
@@ -302,8 +292,7 @@ class HostRows(RowSource):
           SourceReplacedError: this object was updated in place before.
 
         Cost:
-          Each changed row; a copy of the changed stores (and of their maps) unless in place; their index
-          anew.
+          Each changed row; a copy of the changed stores (and of their maps) unless in place; their index anew.
         """
         erased = erased or {}
         for table in {**changed, **erased}:
@@ -319,14 +308,17 @@ class HostRows(RowSource):
             self._require_room(touched, changed, erased, in_place)
             if not in_place:  # nobody takes away what is copied
                 return self._updated(touched, changed, erased, version, frozenset())
-        with self._gate.closing():
-            with _SHARING:  # nobody comes: versions that share a store with this one are made while it is open
-                own = frozenset(s for s in touched if set(self._holders[s]) <= {self})
-            newer = self._updated(touched, changed, erased, version, own)
-            with _SHARING:
-                for holders in self._holders:
-                    holders.discard(self)
-            return newer
+        with self._gate.writing():
+            if self._is_gone:
+                raise SourceReplacedError("HostRows: updated: got a version that was updated in place already.")
+            self._is_gone = True  # for good, also if the update fails: what was read may be half changed
+        with _SHARING:  # nobody comes: versions that share a store with this one are made while it can be read
+            own = frozenset(s for s in touched if set(self._holders[s]) <= {self})
+        newer = self._updated(touched, changed, erased, version, own)
+        with _SHARING:
+            for holders in self._holders:
+                holders.discard(self)
+        return newer
 
     def _updated(
         self,
@@ -336,7 +328,7 @@ class HostRows(RowSource):
         version: int | None,
         own: Collection[int],
     ) -> "HostRows":
-        """A newer version; of `own` stores the arrays and the map are taken, of the others copies."""
+        """Makes the newer version: takes the arrays and maps of `own` stores, and copies the others."""
         stores, maps = list(self._tables.stores), list(self._maps)
         frequencies = list(self._frequencies)
         for s in touched:
@@ -353,7 +345,7 @@ class HostRows(RowSource):
                 stores[s], is_own = _grown(stores[s], row_map.capacity), True
             used = frequencies[s]
             if used is not None:
-                used = frequencies[s] = _longer(used, row_map.capacity)
+                used = frequencies[s] = fill_up(used, row_map.capacity)
             for number, table in enumerate(tables):
                 records = changed.get(table.name)
                 if records is None or not records.num_rows:
@@ -399,8 +391,8 @@ class HostRows(RowSource):
 
     @contextlib.contextmanager
     def _reading(self, op: str) -> Iterator[None]:
-        with self._gate.reading() as is_open:
-            if not is_open:
+        with self._gate.reading():
+            if self._is_gone:
                 raise SourceReplacedError(
                     f"HostRows: {op}: version {self.version} was given to an update in place; ask the source that "
                     "`updated` returned, or if it failed load the rows again."
@@ -432,7 +424,6 @@ class Layered(RowSource):
     """
 
     def __init__(self, layers: Sequence[RowSource]) -> None:
-        """Stacks them."""
         if not layers:
             raise ValueError("Layered: layers: got none, wanted at least one.")
         self._layers = tuple(layers)
@@ -461,25 +452,23 @@ class Layered(RowSource):
         self, table: str, keys: Keys
     ) -> tuple[Float32[np.ndarray, "num_keys dim"], Bool[np.ndarray, " num_keys"]]:
         """See `RowSource.fetch`: each layer is asked for the keys that those before it do not have."""
-        rows, is_found = self._layers[0].fetch(table, keys)
-        for layer in self._layers[1:]:
-            missing = np.flatnonzero(~is_found)
-            if not len(missing):
-                break
-            more, is_there = layer.fetch(table, np.asarray(keys)[missing])
-            rows, is_found = np.array(rows), np.array(is_found)
-            rows[missing[is_there]] = more[is_there]
-            is_found[missing] = is_there
+        rows, is_found = self._first_found(keys, lambda layer, some: layer.fetch(table, some))
         return rows, is_found
 
     def fetch_quantized(self, table: str, keys: Keys) -> tuple[np.ndarray, np.ndarray, IsFound]:
         """See `RowSource.fetch_quantized`: as `fetch`."""
-        parts = self._layers[0].fetch_quantized(table, keys)
+        numbers, scales, is_found = self._first_found(keys, lambda layer, some: layer.fetch_quantized(table, some))
+        return numbers, scales, is_found
+
+    def _first_found(
+        self, keys: Keys, fetch: Callable[[RowSource, Keys], tuple[np.ndarray, ...]]
+    ) -> tuple[np.ndarray, ...]:
+        parts = fetch(self._layers[0], keys)
         for layer in self._layers[1:]:
-            missing = np.flatnonzero(~parts[2])
+            missing = np.flatnonzero(~parts[-1])
             if not len(missing):
                 break
-            more = layer.fetch_quantized(table, np.asarray(keys)[missing])
+            more = fetch(layer, np.asarray(keys)[missing])
             parts = tuple(map(np.array, parts))
             for mine, its in zip(parts, more, strict=True):
                 mine[missing] = its
@@ -504,7 +493,7 @@ class Layered(RowSource):
 def frequencies_by_row(
     tables: FrozenTables, maps: Sequence[RowMap], seen: Mapping[str, Sequence[tuple[np.ndarray, np.ndarray]]]
 ) -> list[np.ndarray | None]:
-    """Of each store's rows, uint32 by row id, of keys and frequencies by table; None: nobody told of its tables."""
+    """By store the frequencies of rows, uint32 by row id; None: none of its tables has any in `seen`."""
     found: list[np.ndarray | None] = [None] * len(maps)
     for name, some in seen.items():
         store, number = tables.spec.places[name]
@@ -514,16 +503,6 @@ def frequencies_by_row(
                 of_store = found[store] = np.zeros(maps[store].capacity, np.uint32)
             _put(of_store, maps[store].find(number, keys), values)
     return found
-
-
-def padded_size(num_keys: int, least: int) -> int:
-    """A power of two that has room for keys.
-
-    Example:
-      >>> padded_size(0, 256), padded_size(300, 256)
-      (256, 512)
-    """
-    return max(least, 1 << max(0, num_keys - 1).bit_length())
 
 
 @functools.partial(jax.jit, static_argnums=1)
@@ -536,18 +515,6 @@ def _fetch_quantized(store: FrozenStore, words: Any, table: Any) -> tuple[Any, A
     row_ids = table_kernels.find(store.index, store.counters, words, jnp.full(words.shape[0], table))
     numbers = store.rows.at[row_ids].get(mode="fill", fill_value=0)
     return numbers, store.scales[0].at[row_ids].get(mode="fill", fill_value=0), row_ids != jnp.uint32(NO_ROW)
-
-
-def _tell_broken(source: str, table: str, keys: np.ndarray) -> None:
-    """Not of each lookup that misses such a key again."""
-    now = time.monotonic()
-    if now - _TOLD.get((source, table), -_TELL_S) >= _TELL_S:
-        _TOLD[source, table] = now
-        _log.warning(
-            '%s.fetch: table "%s": got %d rows that are not finite, the first of key %d, wanted numbers to be '
-            "quantized; they count as not found. Not told again for %g s.",
-            *(source, table, len(keys), keys[0], _TELL_S),
-        )
 
 
 def _without(keys: Any, records: Records | None) -> np.ndarray:
@@ -566,69 +533,30 @@ def _put(lines: np.ndarray, row_ids: np.ndarray, values: np.ndarray) -> None:
     lines[row_ids[is_row]] = values[is_row]
 
 
-def _longer(lines: np.ndarray, capacity: int) -> np.ndarray:
-    """A copy with zeros at its end."""
-    return np.concatenate([lines, np.zeros(capacity - len(lines), lines.dtype)])
-
-
 def _grown(store: FrozenStore, capacity: int) -> FrozenStore:
-    """A copy with more rows."""
-
     def longer(array: Any) -> Any:
-        more = np.zeros((capacity - array.shape[0], *array.shape[1:]), array.dtype)
-        return jax.device_put(np.concatenate([np.asarray(array), more]), host_device(), may_alias=False)
+        return jax.device_put(fill_up(np.asarray(array), capacity), host_device(), may_alias=False)
 
     return FrozenStore(store.index, store.counters, longer(store.rows), tuple(map(longer, store.scales)))
 
 
-class _Watched:
-    """Records on their way, of which keys and frequencies are kept."""
+class RecordedUses:
+    """Records on their way, whose keys and frequencies are kept in `seen`, as far as all of them have frequencies."""
 
     def __init__(self, source: RecordSource) -> None:
         self._source = source
-        self.has_frequencies = True
+        self._has_frequencies = True
         self.seen: list[tuple[np.ndarray, np.ndarray]] = []
 
     @property
     def num_rows(self) -> int:
+        """How many there are."""
         return self._source.num_rows
 
     def __iter__(self) -> Iterator[Records]:
         for records in self._source:
             if records.frequency is None:
-                self.has_frequencies, self.seen = False, []
-            elif self.has_frequencies:
-                self.seen.append((records.keys, np.asarray(records.frequency, np.uint32)))
+                self._has_frequencies, self.seen = False, []
+            elif self._has_frequencies:
+                self.seen.append((records.keys.copy(), np.array(records.frequency, np.uint32)))
             yield records
-
-
-class _Gate:
-    """Many may read at a time, until it is closed: then nobody, and none is reading."""
-
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._num_readers = 0
-        self._is_open = True
-
-    @contextlib.contextmanager
-    def reading(self) -> Iterator[bool]:
-        """Whether it is open; it stays so meanwhile."""
-        with self._changed:
-            is_open = self._is_open
-            self._num_readers += is_open
-        try:
-            yield is_open
-        finally:
-            with self._changed:
-                self._num_readers -= is_open
-                self._changed.notify_all()
-
-    @contextlib.contextmanager
-    def closing(self) -> Iterator[None]:
-        """Waits for readers to leave. It stays closed, also if the body fails: what was read may be half changed."""
-        with self._changed:
-            if not self._is_open:
-                raise SourceReplacedError("HostRows: updated: got a version that was updated in place already.")
-            self._is_open = False
-            self._changed.wait_for(lambda: self._num_readers == 0)
-        yield

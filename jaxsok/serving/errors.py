@@ -12,21 +12,16 @@ class ServingError(ValueError):
 
 
 class ConfigError(ServingError):
-    """A configuration that is malformed, or asks for what is not there. Names the key by its path in the JSON.
+    """A configuration that is malformed, or asks for what is not there.
+
+    `path` names the key in the JSON, as `models[0].gpucacheper`; "": the whole configuration.
 
     Example:
-      >>> error = ConfigError("config: models: got [], wanted at least one model.", path="models")
-      >>> error.path
+      >>> ConfigError("config: models: got [], wanted at least one model.", path="models").path
       'models'
     """
 
     def __init__(self, message: str, *, path: str = "") -> None:
-        """Declares.
-
-        Args:
-          message: all of it.
-          path: of the key in the JSON, as `models[0].gpucacheper`; "": the whole.
-        """
         super().__init__(message)
         self.path = path
 
@@ -36,12 +31,7 @@ class UnknownModelError(ServingError):
 
     @classmethod
     def of(cls, op: str, got: object, known: Iterable[str]) -> "UnknownModelError":
-        """With its message.
-
-        Args:
-          op: that was asked for it.
-          got: the name.
-          known: the names that are.
+        """Makes the error with its message.
 
         Example:
           >>> print(UnknownModelError.of("lookup", "dlm", ["dlrm"]))
@@ -55,13 +45,7 @@ class UnknownTableError(ServingError):
 
     @classmethod
     def of(cls, op: str, got: object, known: Iterable[str], where: str = "") -> "UnknownTableError":
-        """With its message.
-
-        Args:
-          op: that was asked for it.
-          got: the name.
-          known: the names that are.
-          where: whose tables these are.
+        """Makes the error with its message; `where` says whose tables are known.
 
         Example:
           >>> print(UnknownTableError.of("lookup", "usr", ["item", "user"], 'model "dlrm"'))

@@ -21,6 +21,7 @@ from jaxsok.collection import Collection
 from jaxsok.kernels import table as kernels
 from jaxsok.records import Records
 from jaxsok.serving import quantize
+from jaxsok.serving.padding import fill_up, padded_size
 from jaxsok.serving.row_map import RowMap, buckets_of
 from jaxsok.shards import without_mesh
 from jaxsok.specs import StoreSpec, TableSpec
@@ -29,8 +30,7 @@ from jaxsok.types import COUNTERS, MAX_DIM, NO_ROW, ROW_DTYPES
 
 FrozenDtype: TypeAlias = Literal["float32", "bfloat16", "float16", "int8", "float8_e4m3fn"]
 
-QUANTIZED: tuple[str, ...] = ("int8", "float8_e4m3fn")
-"""Dtypes of rows that come with a scale each."""
+QUANTIZED: tuple[str, ...] = ("int8", "float8_e4m3fn")  # dtypes of rows that come with a scale each
 
 DTYPES: tuple[str, ...] = (*ROW_DTYPES, *QUANTIZED)
 
@@ -54,18 +54,14 @@ class FrozenTable:
     """
 
     name: str
-    dim: int
-    """Numbers in a row: 1 to 1024."""
-    default: float = 0.0
-    """What a key that is not there reads, in every column."""
-    dtype: FrozenDtype = "float32"
-    """Of the rows as they are stored. Embeddings are float32."""
+    dim: int  # numbers in a row: 1 to 1024
+    default: float = 0.0  # what a key that is not there reads, in every column
+    dtype: FrozenDtype = "float32"  # of the rows as they are stored. Embeddings are float32.
     initial: initializers.InitialRows | None = None
     """What such a key reads in place of `default`: the row that it would get in training. It is rounded to rows of 16
     bits, and not to those of 8 bits."""
 
     def __post_init__(self) -> None:
-        """Refuses what cannot be meant."""
         if not isinstance(self.name, str) or not self.name:
             raise TypeError(f"FrozenTable: name: got {self.name!r}, wanted a name.")
         what = f'FrozenTable "{self.name}"'
@@ -99,10 +95,8 @@ class FrozenTable:
 class FrozenStore:
     """The arrays of the tables of one dim and dtype."""
 
-    index: UInt32[Array, "num_buckets 16"]
-    """(table, key) → row id, as in training (`StoreState.index`), but fuller."""
-    counters: UInt32[Array, " num_counters"]
-    """Of them a lookup reads the salt."""
+    index: UInt32[Array, "num_buckets 16"]  # (table, key) → row id, as in training (`StoreState.index`), but fuller
+    counters: UInt32[Array, " num_counters"]  # of them a lookup reads the salt
     rows: Shaped[Array, "capacity dim"]
     scales: tuple[Float32[Array, " capacity"], ...] = ()
     """One array, of quantized rows: a row is its numbers times its scale."""
@@ -125,7 +119,6 @@ class FrozenSpec:
     stores: tuple[tuple[FrozenTable, ...], ...]
 
     def __post_init__(self) -> None:
-        """Refuses two tables of one name."""
         names = [table.name for table in itertools.chain(*self.stores)]
         for name in names:
             if names.count(name) > 1:
@@ -188,9 +181,7 @@ class RecordSource(Protocol):
         """How many there are, or more."""
         ...
 
-    def __iter__(self) -> Iterator[Records]:
-        """Some at a time. A key that comes again has its later row."""
-        ...
+    def __iter__(self) -> Iterator[Records]: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -201,7 +192,6 @@ class SizedRecords:
     chunks: Iterable[Records]
 
     def __iter__(self) -> Iterator[Records]:
-        """The chunks."""
         return iter(self.chunks)
 
 
@@ -225,17 +215,14 @@ def freeze(
       state: not donated.
       tables: names; None: all.
       dtype: of the rows, for all tables or by name; None, or a table that is not named: as they are trained.
-      defaults: what keys that are not there read in every column, for all tables or by name; None, or a table that is
-        not named: what `Collection.find` gives by the table's `unknown`.
+      defaults: what keys without a row read in every column, for all tables or by name; None, or a table that is not
+        named: what `Collection.find` gives by the table's `unknown`.
       spare_rows: rows of each table that later updates may add in place.
       device: where they go; None: the default one.
 
-    Returns:
-      The tables.
-
     Raises:
-      ValueError: a table that is not there, a dtype that is none, rows that are not finite and to be quantized, or no
-        default for a table whose initial rows XLA works out (`initializers.matrix` and `function`).
+      ValueError: an unknown table or dtype, rows to be quantized that are not finite, or no default for a table whose
+        initial rows XLA works out (`initializers.matrix` and `function`).
 
     Cost:
       Each row crosses to the host and back once, in chunks of 64 MiB. On the device: `frozen_bytes`.
@@ -294,7 +281,7 @@ def freeze_records(
       device: where they go; None: the default one.
 
     Returns:
-      The tables, and the map of each store's rows, by which they can be updated; dropped, it costs nothing.
+      The tables, and the map of each store's rows, by which they can be updated.
 
     Raises:
       ValueError: no tables, two of one name, or records that do not fit theirs.
@@ -332,14 +319,14 @@ def freeze_records(
 def write_rows(
     store: FrozenStore, table: FrozenTable, row_ids: np.ndarray, rows: np.ndarray, *, donate: bool
 ) -> FrozenStore:
-    """A store with some rows set: rounded or quantized as its table says.
+    """Sets some rows of a store, rounded or quantized as its table says.
 
     Args:
       store: with `donate` its arrays are gone afterwards.
       table: one of its tables.
       row_ids: uint32, NO_ROW is passed over. Of a row that is named more than once the last one counts.
       rows: `[num_rows, dim]`, any float dtype.
-      donate: whether the rows may be written where they lie. Else they are copied once.
+      donate: whether the rows may be written where they lie. Otherwise they are copied once.
     """
     last = len(row_ids) - 1 - np.unique(row_ids[::-1], return_index=True)[1]
     if len(last) != len(row_ids):
@@ -349,11 +336,7 @@ def write_rows(
 
 
 def lines_of(table: FrozenTable, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
-    """Rows as a table stores them: rounded, or quantized and with their scales.
-
-    Raises:
-      ValueError: rows that are not finite and to be quantized.
-    """
+    """Rows as a table stores them: rounded, or quantized and with scales (ValueError: not finite)."""
     if not table.is_quantized:
         return rounded(rows, table.dtype), None
     return quantize.quantized(np.asarray(rows, np.float32), table.dtype)
@@ -362,36 +345,27 @@ def lines_of(table: FrozenTable, rows: np.ndarray) -> tuple[np.ndarray, np.ndarr
 def write_lines(
     store: FrozenStore, row_ids: np.ndarray, lines: np.ndarray, scales: np.ndarray | None, *, donate: bool
 ) -> FrozenStore:
-    """A store with some rows set to what `lines_of` gave; else as `write_rows`, with distinct row ids."""
-    size = _padded_rows(len(row_ids))
-    ids = np.full(size, np.uint32(NO_ROW))
-    ids[: len(row_ids)] = row_ids
-    padded = np.zeros((size, lines.shape[1]), lines.dtype)
-    padded[: len(lines)] = lines
+    """Sets some rows of a store to what `lines_of` gave; row ids are distinct."""
+    size = padded_size(len(row_ids), _LEAST_ROWS)
+    ids, padded = fill_up(np.asarray(row_ids, np.uint32), size, np.uint32(NO_ROW)), fill_up(lines, size)
     write = _write_in_place if donate else _write_copy
     device = store.rows.sharding
     new_rows = write(store.rows, jax.device_put(ids, device), jax.device_put(padded, device))
     new_scales = store.scales
     if scales is not None:
-        padded_scales = np.zeros(size, np.float32)
-        padded_scales[: len(scales)] = scales
         put = _put_in_place if donate else _put_copy
-        new_scales = (put(store.scales[0], jax.device_put(ids, device), jax.device_put(padded_scales, device)),)
+        new_scales = (put(store.scales[0], jax.device_put(ids, device), jax.device_put(fill_up(scales, size), device)),)
     return dataclasses.replace(store, rows=new_rows, scales=new_scales)
 
 
 def ready_to_write(store: FrozenStore, num_rows: int) -> None:
     """Compiles what `write_lines` runs for so many rows, where they lie (JAX keeps what this makes)."""
-    size, place = _padded_rows(num_rows), store.rows.sharding
+    size, place = padded_size(num_rows, _LEAST_ROWS), store.rows.sharding
     ids = jax.ShapeDtypeStruct((size,), np.uint32, sharding=place)
     lines = jax.ShapeDtypeStruct((size, store.rows.shape[1]), store.rows.dtype, sharding=place)
     _write_in_place.lower(store.rows, ids, lines).compile()
     for scales in store.scales:
         _put_in_place.lower(scales, ids, jax.ShapeDtypeStruct((size,), np.float32, sharding=place)).compile()
-
-
-def _padded_rows(num_rows: int) -> int:
-    return max(_LEAST_ROWS, 1 << max(0, num_rows - 1).bit_length())
 
 
 def rounded(rows: np.ndarray, dtype: str) -> np.ndarray:
@@ -410,11 +384,7 @@ def rounded(rows: np.ndarray, dtype: str) -> np.ndarray:
 
 
 def check_records(op: str, table: FrozenTable, records: Records) -> None:
-    """Refuses records that are not a table's.
-
-    Raises:
-      ValueError: names op, table, got and wanted.
-    """
+    """Refuses records (ValueError) whose rows are not of the table's dim."""
     if records.rows.shape != (records.num_rows, table.dim):
         raise ValueError(
             f'{op}: table "{table.name}": rows: got shape {list(records.rows.shape)}, wanted '
@@ -423,11 +393,7 @@ def check_records(op: str, table: FrozenTable, records: Records) -> None:
 
 
 def frozen_bytes(table: FrozenTable, num_rows: int) -> dict[str, int]:
-    """Bytes of device memory that a table takes, by what they hold.
-
-    Args:
-      table: as it is served.
-      num_rows: of it, spare ones included.
+    """Bytes of device memory that `num_rows` rows of a table take, spare ones included, by what they hold.
 
     Example:
       >>> frozen_bytes(FrozenTable("user", dim=128, dtype="int8"), 1_000_000)

@@ -53,10 +53,8 @@ class LookupInput:
     its sign."""
     combiner: Combiner | None = dataclasses.field(default=None, metadata={"static": True})
     """How a bag's rows become its embedding; None: every key reads its own row."""
-    offsets: Any = None
-    """`[num_bags + 1]`: where each bag begins, and where the last one ends."""
-    weights: Any = None
-    """One float for each key, in the shape of `keys`; with a combiner."""
+    offsets: Any = None  # `[num_bags + 1]`: where each bag begins, and where the last one ends
+    weights: Any = None  # one float for each key, in the shape of `keys`; with a combiner
     max_norm: float | None = dataclasses.field(default=None, metadata={"static": True})
     """Rows longer than this (L2) are scaled down to it before they are combined."""
 
@@ -97,11 +95,7 @@ def lookup(tables: FrozenTables, inputs: Mapping[str, LookupInput]) -> dict[str,
 def lookup_with_counts(
     tables: FrozenTables, inputs: Mapping[str, LookupInput]
 ) -> tuple[dict[str, Array], Int32[Array, "num_tables num_counts"]]:
-    """As `lookup`, and what became of the keys.
-
-    Returns:
-      The embeddings; and counts by table, in the order of `tables.tables`, with the columns of `jaxsok.types.COUNTS`.
-    """
+    """As `lookup`, with counts by table in the order of `tables.tables`; the columns are `jaxsok.types.COUNTS`."""
     return _looked_up(tables, inputs, is_counted=True)
 
 
@@ -154,7 +148,7 @@ def _operands(store: FrozenStore, words: np.ndarray, parts: "Sequence[_Part]") -
 
 
 def _of_all_tables(tables: FrozenTables, asked: Sequence[int], counts: Int32[Array, "_ num_counts"]) -> Array:
-    """Counts of the tables of some stores, zeros for the others."""
+    """Fills in zeros for the tables of stores that were not looked up."""
     lines, begin = [], 0
     for s, spec in enumerate(tables.spec.stores):
         end = begin + (len(spec) if s in asked else 0)
@@ -187,21 +181,16 @@ def find_rows(
 
 @dataclasses.dataclass(frozen=True)
 class _Part:
-    """One input, read and checked. Sizes may be symbolic."""
-
     name: str
     store: int
     table: int
-    combiner: str | None
-    """What the kernel does."""
+    combiner: str | None  # what the kernel does
     words: Any
     offsets: Any
     weights: Any
     num_bags: Any
-    hotness: Any
-    """Keys of each bag; 0: ragged."""
-    shape: tuple[Any, ...]
-    """Of the result, without its last axis."""
+    hotness: Any  # keys of each bag; 0: ragged
+    shape: tuple[Any, ...]  # of the result, without its last axis
     given: LookupInput
 
     @property
@@ -210,7 +199,6 @@ class _Part:
         return self.given.max_norm is not None and self.given.combiner is not None
 
     def finished(self, value: Float32[Array, "num_lines dim"]) -> Array:
-        """The embedding of what the kernel gave."""
         if self.given.max_norm is not None and self.given.combiner is None:
             value = value * _factors(value, self.given.max_norm)[:, None]
         return value.reshape(*self.shape, value.shape[-1])
@@ -273,7 +261,7 @@ def _weights(given: LookupInput, shape: tuple[Any, ...], what: str) -> Any:
 
 @contextlib.contextmanager
 def _refusals() -> Iterator[None]:
-    """What training refuses is a request that serving refuses."""
+    """Turns what training refuses into a RequestError."""
     try:
         yield
     except (TypeError, ValueError) as error:
@@ -329,7 +317,7 @@ def num_tiles(num_bags: Any) -> Any:
 
 
 def _features(lines: Sequence[Sequence[Any]]) -> Int32[Array, "num_features 12"]:
-    """The features operand; worked out by the program where sizes are symbolic."""
+    """The features operand; the program works it out where sizes are symbolic."""
     if all(isinstance(word, int) for line in lines for word in line):
         return jnp.asarray(np.array(lines, np.int32).reshape(-1, NUM_FEATURE_WORDS))
     return jnp.stack([jnp.stack([jnp.asarray(word, jnp.int32) for word in line]) for line in lines])
@@ -354,10 +342,10 @@ def _factors(rows: Float32[Array, "_ dim"], max_norm: float) -> Float32[Array, "
 
 
 def _clipped_in_bags(tables: FrozenTables, parts: Sequence[_Part], rows: Mapping[str, Array]) -> dict[str, Array]:
-    """The embeddings of inputs whose rows are known, as the kernels combine them: always in the same order.
+    """Combines rows that are known, in the order of the kernels.
 
-    Rows are read once more, with weights that clip them. Divisors are sums of the weights alone: of rows of one column
-    that read 1, as all keys do in a store without any.
+    Rows are read again with weights that clip them. Divisors are sums of the weights alone, which a store without keys
+    gives: its rows have one column that reads 1.
     """
     operands, mine = [], []
     for s in dict.fromkeys(part.store for part in parts):
@@ -388,7 +376,7 @@ _ONES = FrozenSpec(((FrozenTable("one", dim=1, default=1.0),),))
 
 
 def _no_keys() -> FrozenStore:
-    """A store in which no key is: all of them read the default."""
+    """An empty store: all keys read the default."""
     return FrozenStore(
         index=jnp.full((1, BUCKET_WORDS), jnp.uint32(0xFFFFFFFF)),
         counters=jnp.zeros(len(COUNTERS), jnp.uint32),

@@ -35,13 +35,10 @@ class LookupSpec:
     table: str
     combiner: Combiner | None = None
     """None: every key has its own row, as of `LookupLayer`; else bags, as of `SparseLookupLayer`."""
-    max_norm: float | None = None
-    """Rows longer than this (L2) are scaled down to it before they are combined."""
-    dim: int | None = None
-    """Of the table, checked where it is given. Linen's `init` without tables needs it."""
+    max_norm: float | None = None  # rows longer than this (L2) are scaled down to it before they are combined
+    dim: int | None = None  # of the table, checked where it is given. Linen's `init` without tables needs it.
 
     def __post_init__(self) -> None:
-        """Refuses what cannot be meant."""
         if not isinstance(self.table, str) or not self.table:
             raise TypeError(f"LookupSpec: table: got {self.table!r}, wanted the name of a table.")
         what = f'LookupSpec "{self.table}"'
@@ -54,11 +51,7 @@ class LookupSpec:
 
 
 def of(op: str, given: Any) -> LookupSpec:
-    """A spec as it is; the name of a table stands for one row for each key.
-
-    Raises:
-      TypeError: neither.
-    """
+    """A spec as it is; the name of a table stands for one row for each key. TypeError: neither."""
     if isinstance(given, LookupSpec):
         return given
     if isinstance(given, str):
@@ -67,11 +60,7 @@ def of(op: str, given: Any) -> LookupSpec:
 
 
 def all_of(op: str, given: Any) -> tuple[tuple[str, LookupSpec], ...]:
-    """The specs of a group, by name, as a hashable value.
-
-    Raises:
-      TypeError, ValueError: no mapping from names to specs, or an empty one.
-    """
+    """The specs of a group by name, as a hashable value. TypeError, ValueError: no mapping, or an empty one."""
     if not isinstance(given, Mapping):
         raise TypeError(f"{op}: specs: got {type(given).__name__}, wanted a mapping from names to LookupSpecs.")
     if not given:
@@ -80,11 +69,7 @@ def all_of(op: str, given: Any) -> tuple[tuple[str, LookupSpec], ...]:
 
 
 def in_bags(op: str, spec: LookupSpec) -> LookupSpec:
-    """A spec that has a combiner, as it is.
-
-    Raises:
-      ValueError: it has none.
-    """
+    """A spec as it is, if it has a combiner; otherwise raises ValueError."""
     if spec.combiner is None:
         raise ValueError(f'{op} "{spec.table}": combiner: got None, wanted "sum", "mean" or "sqrtn".')
     return spec
@@ -98,28 +83,22 @@ def embedding(op: str, spec: LookupSpec, tables: FrozenTables | None, keys: Any,
       spec: of the layer.
       tables: None: zeros of the same shape, for Linen's `init`.
       keys: an array, or `jaxsok.Bags`.
-      more: offsets, weights, and what stands in place of the spec's combiner and max_norm where it is not None.
+      more: offsets, weights, and what replaces the spec's combiner and max_norm where it is not None.
 
     Raises:
-      RequestError: bags with an inverse, bags of a spec without a combiner, or offsets or weights given twice.
-      ValueError: a table that has another dim, or no dim to make zeros of.
+      RequestError: bags with an inverse or without a combiner, or offsets or weights given twice.
+      ValueError: a table of another dim, or no dim to make zeros of.
     """
     read = _read(f'{op} "{spec.table}"', spec, keys, **more)
     return _looked_up(op, {spec.table: spec}, tables, {spec.table: read})[spec.table]
 
 
 def embeddings(op: str, specs: Mapping[str, LookupSpec], tables: FrozenTables | None, inputs: Any) -> dict[str, Array]:
-    """What a layer of several inputs gives, in one call.
-
-    Args:
-      op: named in errors.
-      specs: of the layer, by input.
-      tables: None: zeros of the same shapes, for Linen's `init`.
-      inputs: keys of some or all of the specs, by the same names.
+    """What a layer of several inputs gives, in one call; `inputs` are keys of some or all specs, by name.
 
     Raises:
       RequestError: no mapping, a name that no spec has, or keys as `embedding` refuses them.
-      ValueError: a table that has another dim, or no dim to make zeros of.
+      ValueError: a table of another dim, or no dim to make zeros of.
     """
     if not isinstance(inputs, Mapping):
         raise RequestError(f"{op}: inputs: got {type(inputs).__name__}, wanted a mapping from names to keys.")
@@ -131,12 +110,7 @@ def embeddings(op: str, specs: Mapping[str, LookupSpec], tables: FrozenTables | 
 
 
 def check_tables(op: str, tables: Any) -> FrozenTables:
-    """Refuses what is none.
-
-    Raises:
-      ValueError: nothing was given.
-      TypeError: something else was.
-    """
+    """Refuses what is no FrozenTables (TypeError), and nothing (ValueError)."""
     if tables is None or isinstance(tables, tuple):
         raise ValueError(f"{op}: tables: got none, wanted FrozenTables: bind them with set_tables, or pass tables=.")
     if not isinstance(tables, FrozenTables):
@@ -145,7 +119,6 @@ def check_tables(op: str, tables: Any) -> FrozenTables:
 
 
 def _read(op: str, spec: LookupSpec, keys: Any, **more: Any) -> LookupInput:
-    """What a layer was called with, as an input of the lookup."""
     offsets, weights = more.get("offsets"), more.get("weights")
     combiner = spec.combiner if more.get("combiner") is None else more["combiner"]
     max_norm = spec.max_norm if more.get("max_norm") is None else more["max_norm"]
@@ -196,7 +169,6 @@ def _offsets(op: str, bags: Bags) -> Any:
 
 
 def _shape(one: LookupInput) -> tuple[Any, ...]:
-    """Of the embedding, without its last axis."""
     if one.offsets is not None:
         return (one.offsets.shape[0] - 1,)
     keys = one.keys if isinstance(one.keys, jax.Array) else np.asarray(one.keys)

@@ -30,7 +30,7 @@ class _Unset:
 
 
 class LookupLayer(nn.Module):
-    """A row for each key, of one table: one call for this layer. Use `LookupLayers` where a model has several inputs.
+    """As `jaxsok.serving.nnx.LookupLayer`, in Linen. `init` without tables needs `dim`.
 
     Example:
       >>> import numpy as np
@@ -41,54 +41,34 @@ class LookupLayer(nn.Module):
       >>> tables, _ = frozen.freeze_records([(table, frozen.SizedRecords(2, [records]))])
       >>> LookupLayer("item").apply({}, np.array([[9, 8]]), tables=tables).tolist()
       [[[2.0], [-1.0]]]
-
-    Source: HPS's `LookupLayer`.
     """
 
     table: str
-    dim: int | None = None
-    """Of its rows: checked where it is given; `init` without tables needs it."""
+    dim: int | None = None  # of its rows: checked where it is given; `init` without tables needs it
 
     def __call__(self, keys: Any, max_norm: float | None = None, *, tables: FrozenTables | None = None) -> Array:
-        """Looks up.
-
-        Args:
-          keys: of any shape; as `LookupInput.keys`.
-          max_norm: rows longer than this (L2) are scaled down to it.
-          tables: in place of those in the collection "tables".
-
-        Returns:
-          `[*keys.shape, dim]` float32. A key that is not there reads its table's default, PADDING_KEY zeros.
-
-        Raises:
-          UnknownTableError, RequestError, ValueError: a table that is not there, keys that are none, or no tables.
-        """
+        """Looks up; see the class."""
         op, spec = "LookupLayer", LookupSpec(self.table, dim=self.dim)
         return group.embedding(op, spec, _tables(op, self, tables), keys, max_norm=max_norm)
 
 
 class SparseLookupLayer(nn.Module):
-    """An embedding for each bag of keys, of one table: one call for this layer. `LookupLayers` fuses several.
+    """As `jaxsok.serving.nnx.SparseLookupLayer`, in Linen. `init` without tables needs `dim`.
 
     Example:
       >>> import numpy as np
       >>> from jaxsok import Bags, Records
       >>> from jaxsok.serving import frozen
       >>> records = Records(np.array([7, 9], np.uint64), np.array([[1.0], [2.0]], np.float32))
-      >>> table = frozen.FrozenTable("item", dim=1)
-      >>> tables, _ = frozen.freeze_records([(table, frozen.SizedRecords(2, [records]))])
+      >>> tables, _ = frozen.freeze_records([(frozen.FrozenTable("item", dim=1), frozen.SizedRecords(2, [records]))])
       >>> bags = Bags(np.array([7, 9, 9]), lengths=np.array([2, 0, 1]))
       >>> SparseLookupLayer("item").apply({}, bags, tables=tables).tolist()
       [[1.5], [0.0], [2.0]]
-
-    Source: HPS's `SparseLookupLayer`.
     """
 
     table: str
-    combiner: Combiner = "mean"
-    """"sum", "mean" or "sqrtn"."""
-    dim: int | None = None
-    """Of its rows: checked where it is given; `init` without tables needs it."""
+    combiner: Combiner = "mean"  # "sum", "mean" or "sqrtn"
+    dim: int | None = None  # of its rows: checked where it is given; `init` without tables needs it
 
     def __call__(
         self,
@@ -100,22 +80,7 @@ class SparseLookupLayer(nn.Module):
         max_norm: float | None = None,
         tables: FrozenTables | None = None,
     ) -> Float32[Array, "num_bags dim"]:
-        """Looks up.
-
-        Args:
-          keys: `jaxsok.Bags`, `[num_bags, hotness]` filled up with PADDING_KEY, or `[num_keys]` with offsets.
-          weights: a float for each key, in the shape of the keys.
-          offsets: `[num_bags + 1]`.
-          combiner: in place of the layer's own.
-          max_norm: rows longer than this (L2) are scaled down to it before they are combined.
-          tables: in place of those in the collection "tables".
-
-        Returns:
-          `[num_bags, dim]` float32; zeros for an empty bag.
-
-        Raises:
-          UnknownTableError, RequestError, ValueError: a table that is not there, keys that are none, or no tables.
-        """
+        """Looks up; see the class."""
         op = "SparseLookupLayer"
         spec = group.in_bags(op, LookupSpec(self.table, self.combiner, dim=self.dim))
         more = {"weights": weights, "offsets": offsets, "combiner": combiner, "max_norm": max_norm}
@@ -123,39 +88,16 @@ class SparseLookupLayer(nn.Module):
 
 
 class LookupLayers(nn.Module):
-    """Several inputs in one fused call, of any tables, dims and combiners. What a model with many tables should have.
+    """As `jaxsok.serving.nnx.LookupLayers`, in Linen.
 
     Example:
-      >>> import numpy as np
-      >>> from jaxsok import Bags, Records
-      >>> from jaxsok.serving import frozen
-      >>> records = Records(np.array([7, 9], np.uint64), np.array([[1.0], [2.0]], np.float32))
-      >>> source = frozen.SizedRecords(2, [records])
-      >>> tables, _ = frozen.freeze_records([(frozen.FrozenTable(name, dim=1), source) for name in ("item", "user")])
-      >>> layers = LookupLayers({"who": "user", "seen": LookupSpec("item", combiner="sum")})
-      >>> inputs = {"who": np.array([9, 8]), "seen": Bags(np.array([7, 9, 9]), lengths=np.array([2, 1]))}
-      >>> found = layers.apply({}, inputs, tables=tables)
-      >>> found["who"].tolist(), found["seen"].tolist()
-      ([[2.0], [0.0]], [[3.0], [2.0]])
+      `LookupLayers({"who": "user", "seen": LookupSpec("item", "sum")}).apply({}, inputs, tables=tables)`
     """
 
-    specs: Mapping[str, LookupSpec | str]
-    """By input; the name of a table stands for a row for each key."""
+    specs: Mapping[str, LookupSpec | str]  # by input; the name of a table stands for a row for each key
 
     def __call__(self, inputs: Mapping[str, Any], *, tables: FrozenTables | None = None) -> dict[str, Array]:
-        """Looks up all inputs in one call.
-
-        Args:
-          inputs: keys of some or all of the specs, by name; `jaxsok.Bags` where there is a combiner.
-          tables: in place of those in the collection "tables".
-
-        Returns:
-          float32 by name, as of `LookupLayer` and `SparseLookupLayer`.
-
-        Raises:
-          UnknownTableError, RequestError, ValueError: names that no spec has, a table that is not there, keys that are
-            none, or no tables.
-        """
+        """Looks up; see the class."""
         op = "LookupLayers"
         return group.embeddings(op, dict(group.all_of(op, self.specs)), _tables(op, self, tables), inputs)
 
@@ -165,10 +107,9 @@ def set_tables(variables: Mapping[str, Any], tables: FrozenTables) -> dict[str, 
 
     Args:
       variables: as `init` made them, or those of another version of the tables.
-      tables: of any sizes.
+      tables: of any sizes; TypeError: something else.
 
     Raises:
-      TypeError: no tables.
       ValueError: variables without the collection "tables".
 
     Example:
@@ -188,15 +129,12 @@ def set_tables(variables: Mapping[str, Any], tables: FrozenTables) -> dict[str, 
 def as_function(
     model: nn.Module, variables: Mapping[str, Any], method: Any = None
 ) -> Callable[[FrozenTables, Mapping[str, Any]], Any]:
-    """A model as the pure function that `export_model` takes: its parameters inside, its tables outside.
+    """A model as the pure function of tables and inputs by name that `export_model` takes; its parameters are inside.
 
     Args:
       model: called as `model(**inputs)`.
       variables: as `init` made them, with "params" as trained.
       method: of the model, in place of `__call__`.
-
-    Returns:
-      A function of tables and of inputs by name.
 
     Raises:
       ValueError: variables without the collection "tables".
@@ -217,7 +155,7 @@ def as_function(
 
 
 def _tables(op: str, layer: nn.Module, given: FrozenTables | None) -> FrozenTables | None:
-    """Those that were given, or lie in the collection; None in `init` without any."""
+    """The tables of the call, or those in the collection; None in `init` without any."""
     if layer.is_initializing() and not layer.has_variable(_TABLES, _FROZEN):
         layer.put_variable(_TABLES, _FROZEN, _Unset())
         return None if given is None else group.check_tables(op, given)

@@ -38,8 +38,18 @@ Tables = FrozenTables | FrozenTablesVariable | None
 class LookupLayer(nnx.Module):
     """A row for each key, of one table: one call for this layer. Use `LookupLayers` where a model has several inputs.
 
+    Args:
+      table: its name.
+      dim: of its rows, checked where it is given.
+      tables: what the layer is bound to.
+
+    A call takes keys of any shape (as `LookupInput.keys`), `max_norm`, to which longer rows (L2) are scaled down, and
+    `tables` in place of the bound ones. It gives float32 `[*keys.shape, dim]`; a key that is not there reads its
+    table's default, PADDING_KEY zeros.
+
     Raises:
-      TypeError, ValueError: a table that has no name, a dim that is none, or tables that are none.
+      TypeError, ValueError: when declared: no name, no dim, or no tables.
+      UnknownTableError, RequestError, ValueError: when called: an unknown table, keys that are none, or no tables.
 
     Example:
       >>> import numpy as np
@@ -55,30 +65,11 @@ class LookupLayer(nnx.Module):
     """
 
     def __init__(self, table: str, dim: int | None = None, *, tables: Tables = None):
-        """Declares.
-
-        Args:
-          table: its name.
-          dim: of its rows, checked where it is given.
-          tables: what it is bound to.
-        """
         self.spec = LookupSpec(table, dim=dim)
         self.tables = _variable("LookupLayer", tables)
 
     def __call__(self, keys: Any, max_norm: float | None = None, *, tables: FrozenTables | None = None) -> Array:
-        """Looks up.
-
-        Args:
-          keys: of any shape; as `LookupInput.keys`.
-          max_norm: rows longer than this (L2) are scaled down to it.
-          tables: in place of those that the layer is bound to.
-
-        Returns:
-          `[*keys.shape, dim]` float32. A key that is not there reads its table's default, PADDING_KEY zeros.
-
-        Raises:
-          UnknownTableError, RequestError, ValueError: a table that is not there, keys that are none, or no tables.
-        """
+        """Looks up; see the class."""
         op = "LookupLayer"
         return group.embedding(op, self.spec, _tables(op, self, tables), keys, max_norm=max_norm)
 
@@ -86,8 +77,15 @@ class LookupLayer(nnx.Module):
 class SparseLookupLayer(nnx.Module):
     """An embedding for each bag of keys, of one table: one call for this layer. `LookupLayers` fuses several.
 
-    Raises:
-      TypeError, ValueError: a table that has no name, an unknown combiner, or tables that are none.
+    Args:
+      table: its name.
+      combiner: "sum", "mean" or "sqrtn".
+      dim: of its rows, checked where it is given.
+      tables: what the layer is bound to.
+
+    A call takes keys: `jaxsok.Bags`, `[num_bags, hotness]` filled up with PADDING_KEY, or `[num_keys]` with `offsets`
+    `[num_bags + 1]`; `weights`, a float for each key; and `combiner`, `max_norm` and `tables` in place of the layer's.
+    It gives float32 `[num_bags, dim]`, zeros for an empty bag. Errors are those of `LookupLayer`.
 
     Example:
       >>> import numpy as np
@@ -104,14 +102,6 @@ class SparseLookupLayer(nnx.Module):
     """
 
     def __init__(self, table: str, combiner: Combiner = "mean", dim: int | None = None, *, tables: Tables = None):
-        """Declares.
-
-        Args:
-          table: its name.
-          combiner: "sum", "mean" or "sqrtn".
-          dim: of its rows, checked where it is given.
-          tables: what it is bound to.
-        """
         self.spec = group.in_bags("SparseLookupLayer", LookupSpec(table, combiner, dim=dim))
         self.tables = _variable("SparseLookupLayer", tables)
 
@@ -125,22 +115,7 @@ class SparseLookupLayer(nnx.Module):
         max_norm: float | None = None,
         tables: FrozenTables | None = None,
     ) -> Float32[Array, "num_bags dim"]:
-        """Looks up.
-
-        Args:
-          keys: `jaxsok.Bags`, `[num_bags, hotness]` filled up with PADDING_KEY, or `[num_keys]` with offsets.
-          weights: a float for each key, in the shape of the keys.
-          offsets: `[num_bags + 1]`.
-          combiner: in place of the layer's own.
-          max_norm: rows longer than this (L2) are scaled down to it before they are combined.
-          tables: in place of those that the layer is bound to.
-
-        Returns:
-          `[num_bags, dim]` float32; zeros for an empty bag.
-
-        Raises:
-          UnknownTableError, RequestError, ValueError: a table that is not there, keys that are none, or no tables.
-        """
+        """Looks up; see the class."""
         op = "SparseLookupLayer"
         more = {"weights": weights, "offsets": offsets, "combiner": combiner, "max_norm": max_norm}
         return group.embedding(op, self.spec, _tables(op, self, tables), keys, **more)
@@ -149,8 +124,12 @@ class SparseLookupLayer(nnx.Module):
 class LookupLayers(nnx.Module):
     """Several inputs in one fused call, of any tables, dims and combiners. What a model with many tables should have.
 
-    Raises:
-      TypeError, ValueError: no specs, or tables that are none.
+    Args:
+      specs: by input; the name of a table stands for a row for each key.
+      tables: what the layer is bound to.
+
+    A call takes keys of some or all of the specs by name, `jaxsok.Bags` where there is a combiner, and `tables` in
+    place of the bound ones. It gives float32 by name, as the other two layers. Errors are those of `LookupLayer`.
 
     Example:
       >>> import numpy as np
@@ -166,46 +145,21 @@ class LookupLayers(nnx.Module):
     """
 
     def __init__(self, specs: Mapping[str, LookupSpec | str], *, tables: Tables = None):
-        """Declares.
-
-        Args:
-          specs: by input; the name of a table stands for a row for each key.
-          tables: what it is bound to.
-        """
         self.specs = group.all_of("LookupLayers", specs)
         self.tables = _variable("LookupLayers", tables)
 
     def __call__(self, inputs: Mapping[str, Any], *, tables: FrozenTables | None = None) -> dict[str, Array]:
-        """Looks up all inputs in one call.
-
-        Args:
-          inputs: keys of some or all of the specs, by name; `jaxsok.Bags` where there is a combiner.
-          tables: in place of those that the layer is bound to.
-
-        Returns:
-          float32 by name, as of `LookupLayer` and `SparseLookupLayer`.
-
-        Raises:
-          UnknownTableError, RequestError, ValueError: names that no spec has, a table that is not there, keys that are
-            none, or no tables.
-        """
+        """Looks up; see the class."""
         op = "LookupLayers"
         return group.embeddings(op, dict(self.specs), _tables(op, self, tables), inputs)
 
 
 def set_tables(model: Any, tables: FrozenTables) -> None:
-    """Binds all layers of a model to tables.
+    """Binds all layers of a model to tables, `layers.set_tables(model, tables)`, as when there is a new version.
 
     Args:
-      model: with layers of this module, anywhere in it.
+      model: with layers of this module, anywhere in it (ValueError: without).
       tables: of any sizes; a program that is compiled for tables of the same sizes is used again.
-
-    Raises:
-      TypeError: no tables.
-      ValueError: a model without such layers.
-
-    Example:
-      `layers.set_tables(model, tables)` when there is a new version.
     """
     tables = group.check_tables("set_tables", tables)
     variables = [node for _, node in nnx.iter_graph(model) if isinstance(node, FrozenTablesVariable)]
@@ -218,14 +172,11 @@ def set_tables(model: Any, tables: FrozenTables) -> None:
 
 
 def as_function(model: Any, method: Callable[..., Any] | None = None) -> Callable[[FrozenTables, Mapping], Any]:
-    """A model as the pure function that `export_model` takes: its parameters inside, its tables outside.
+    """A model as the pure function of tables and inputs by name that `export_model` takes; its parameters are inside.
 
     Args:
       model: as it is now; `model.eval()` first, where that matters.
       method: called as `method(model, **inputs)`; None: `model(**inputs)`.
-
-    Returns:
-      A function of tables and of inputs by name.
 
     Raises:
       ValueError: a model without layers of this module.
@@ -252,5 +203,4 @@ def _variable(op: str, tables: Tables) -> FrozenTablesVariable:
 
 
 def _tables(op: str, layer: Any, given: FrozenTables | None) -> FrozenTables:
-    """Those that were given, or that the layer is bound to."""
     return group.check_tables(op, layer.tables.get_value() if given is None else given)

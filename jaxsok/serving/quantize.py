@@ -16,11 +16,10 @@ _LEAST_SCALE = {"int8": np.float32(2.0**-126), "float8_e4m3fn": np.float32(1.0 /
 
 
 def quantized(rows: np.ndarray, dtype: str) -> tuple[np.ndarray, np.ndarray]:
-    """Rows as numbers of 8 bits, each rounded to the nearest, ties to even.
+    """Rounds rows to numbers of 8 bits, to nearest, ties to even.
 
-    A row's scale is its largest magnitude over the largest number (127, or 448), and at least 2^-126 for int8, and
-    1 / (448 * 512) for float8_e4m3fn. So a row of zeros has that least scale, and a row whose magnitudes stay below it
-    loses bits: `error_bound` tells of it.
+    A row's scale is its largest magnitude over the largest number (127, or 448), and at least 2^-126 for int8 and
+    1 / (448 * 512) for float8_e4m3fn: a row whose magnitudes stay below that loses bits.
 
     Args:
       rows: `[num_rows, dim]`, floats; those wider than float32 are rounded to it first.
@@ -30,14 +29,15 @@ def quantized(rows: np.ndarray, dtype: str) -> tuple[np.ndarray, np.ndarray]:
       The numbers `[num_rows, dim]`, and float32 scales `[num_rows]`.
 
     Raises:
-      ValueError: rows of another shape or dtype, or not finite; another dtype. Names the first such row.
+      ValueError: another shape or dtype, or rows that are not finite; names the first such row.
 
     Example:
       >>> numbers, scales = quantized(np.array([[127.0, -63.6, 32.0]], np.float32), "int8")
       >>> numbers.tolist(), scales.tolist(), dequantized(numbers, scales).tolist()
       ([[127, -64, 32]], [1.0], [[127.0, -64.0, 32.0]])
     """
-    _check_dtype("quantized", dtype)
+    if dtype not in _DTYPES:
+        raise ValueError(f"quantized: dtype: got {dtype!r}, wanted one of {list(_DTYPES)}.")
     rows = np.asarray(rows)
     if rows.ndim != 2 or not _is_float(rows.dtype):
         raise ValueError(f"quantized: rows: got {rows.dtype}{list(rows.shape)}, wanted floats of [num_rows, dim].")
@@ -57,14 +57,11 @@ def quantized(rows: np.ndarray, dtype: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def dequantized(numbers: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    """The rows that numbers and scales stand for, to the bit as frozen lookups read them.
+    """The float32 rows that numbers and scales stand for, to the bit as frozen lookups read them.
 
     Args:
       numbers: `[num_rows, dim]`, int8 or float8_e4m3fn.
       scales: float32 `[num_rows]`.
-
-    Returns:
-      float32 `[num_rows, dim]`.
 
     Raises:
       ValueError: arrays of other dtypes or shapes.
@@ -86,44 +83,6 @@ def dequantized(numbers: np.ndarray, scales: np.ndarray) -> np.ndarray:
     return numbers.astype(np.float32) * scales[:, None]
 
 
-def error_bound(dtype: str, row_max: np.ndarray, values: np.ndarray | None = None) -> np.ndarray:
-    """How far a number is from what it stands for, at most: `|x - dequantized(quantized(x))|`.
-
-    With s the row's scale, x a float32 of the row, and q * s what it becomes:
-
-    - int8: s * (1/2 + 2^-16). Rounding to a whole number moves x / s by 1/2 at most. The quotient is worked out in
-      float64, which adds less than 2^-45. The product is rounded to float32: 2^-24 of at most 127 s, less than
-      2^-17 s. The cut at 127 only meets the largest magnitude, which lies within 127 (1 + 2^-22) s, as s is two
-      roundings from the exact quotient at most: it moves that by less than 2^-14 s, and is then all that moves it.
-    - float8_e4m3fn: 2^-4 |x| + 2^-10 s. From 2^-6 on a number has three bits after its first: a step is 2^-3 of the
-      power of two below x / s. Half of it is 1/17 of x / s at most, reached halfway from a power of two to the next
-      number. Below 2^-6 a step is 2^-9, and half of it 2^-10. The part that the other case needs is far more than what
-      the roundings of quotient and product add, and the cut at 448.
-
-    Args:
-      dtype: "int8" or "float8_e4m3fn".
-      row_max: the largest magnitude of each row, finite.
-      values: numbers of the rows, broadcast against `row_max`; None: the bound for any number of each row.
-
-    Returns:
-      float64, in the shape of `row_max` and `values`.
-
-    Raises:
-      ValueError: another dtype.
-
-    Example:
-      >>> error_bound("int8", np.array([1.27])).round(5).tolist()
-      [0.005]
-    """
-    _check_dtype("error_bound", dtype)
-    row_max = np.asarray(row_max)
-    scales = _scales(dtype, row_max.astype(np.float32)).astype(np.float64)
-    sizes = np.abs(np.asarray(row_max if values is None else values)).astype(np.float64)
-    if dtype == "int8":
-        return np.broadcast_to(scales * (0.5 + 2.0**-16), np.broadcast_shapes(scales.shape, sizes.shape)).copy()
-    return sizes * 2.0**-4 + scales * 2.0**-10
-
-
 def _scales(dtype: str, row_max: np.ndarray) -> np.ndarray:
     """float32, such that the largest number times the scale stays finite."""
     largest = np.float32(_LARGEST[dtype])
@@ -131,11 +90,6 @@ def _scales(dtype: str, row_max: np.ndarray) -> np.ndarray:
     with np.errstate(over="ignore"):
         overflows = np.isinf(scales * largest)
     return np.where(overflows, np.nextafter(scales, np.float32(0)), scales).astype(np.float32)
-
-
-def _check_dtype(op: str, dtype: str) -> None:
-    if dtype not in _DTYPES:
-        raise ValueError(f"{op}: dtype: got {dtype!r}, wanted one of {list(_DTYPES)}.")
 
 
 def _is_float(dtype: np.dtype) -> bool:

@@ -20,14 +20,11 @@ Program = TypeVar("Program", bound=Hashable)
 
 _log = logging.getLogger(__name__)
 
-MOST_BESIDE = 256
-"""Programs that wait to be compiled beside, at most."""
+MOST_BESIDE = 256  # programs that wait to be compiled beside, at most
 
-MOST_USED = 64
-"""Programs that an update compiles for the new version, at most: those that were called last."""
+MOST_USED = 64  # programs that an update compiles for the new version, at most: those that were called last
 
-MOST_MADE = 4096
-"""Programs of a place that are known to be compiled, at most: those that were called last."""
+MOST_MADE = 4096  # programs of a place that are known to be compiled, at most: those that were called last
 
 
 class Beside:
@@ -44,7 +41,6 @@ class Beside:
     """
 
     def __init__(self) -> None:
-        """Begins with the first offer."""
         self._changed = threading.Condition()
         self._known: set[Hashable] = set()
         self._waiting: collections.deque[Callable[[], None]] = collections.deque()
@@ -52,7 +48,7 @@ class Beside:
         self._is_closed = False
 
     def offer(self, name: Hashable, work: Callable[[], None]) -> None:
-        """Has it done once, unless too many wait, or no thread starts; what fails is logged, and not tried again."""
+        """Runs the work once, unless too many wait or no thread starts; a failure is logged, and not tried again."""
         with self._changed:
             if self._is_closed or name in self._known or len(self._waiting) >= MOST_BESIDE:
                 return
@@ -71,7 +67,7 @@ class Beside:
                 _started.add(self)
 
     def forget(self) -> None:
-        """All names: they may be offered again. What waits is dropped."""
+        """Forgets all names: they may be offered again. What waits is dropped."""
         with self._changed:
             self._known.clear()
             self._waiting.clear()
@@ -138,7 +134,6 @@ class Ready(Generic[Program]):
     """
 
     def __init__(self, compile: Callable[[Any, Program], None]) -> None:
-        """Of none; `compile(where, program)` makes one, so that calling it compiles nothing."""
         self._compile = compile
         self._made: dict[Any, collections.OrderedDict[Program, None]] = {}
         self._places: Collection[Any] | None = None  # that are remembered; None: any
@@ -231,16 +226,13 @@ class Form:
     """
 
     def __init__(self, tree: Any) -> None:
-        """Of arrays, or of `jax.ShapeDtypeStruct`."""
         self.tree = jax.tree.map(lambda one: jax.ShapeDtypeStruct(one.shape, one.dtype, sharding=one.sharding), tree)
         leaves, structure = jax.tree.flatten(self.tree)
         self._key = structure, tuple((one.shape, one.dtype, one.sharding) for one in leaves)
         self._hash = hash(self._key)
 
     def __hash__(self) -> int:
-        """Of the shapes."""
         return self._hash
 
     def __eq__(self, other: object) -> bool:
-        """Whether all are equal."""
         return isinstance(other, Form) and (self is other or self._key == other._key)

@@ -17,6 +17,7 @@ from jaxtyping import Array, UInt32
 from jaxsok import keys as keys_lib
 from jaxsok.kernels import table as kernels
 from jaxsok.kernels.call import StoreArrays
+from jaxsok.serving.padding import fill_up, key_words, padded_size
 from jaxsok.types import (
     BUCKET_WORDS,
     COUNTERS,
@@ -43,11 +44,8 @@ class RowMap:
 
     Args:
       num_tables: of the store.
-      capacity: its rows.
+      capacity: its rows; ValueError where a store cannot have as many.
       salt: 64 bits that are mixed into every hash; None: drawn, so that nobody can choose keys that collide.
-
-    Raises:
-      ValueError: more rows than a store can have.
 
     Example:
       >>> rows = RowMap(num_tables=1, capacity=4)
@@ -56,7 +54,6 @@ class RowMap:
     """
 
     def __init__(self, num_tables: int, capacity: int, *, salt: int | None = None) -> None:
-        """An empty map."""
         if not 1 <= capacity <= MAX_CAPACITY:
             raise ValueError(f"RowMap: capacity: got {capacity} rows in one store, wanted 1 to {MAX_CAPACITY}.")
         self.num_tables = num_tables
@@ -94,12 +91,7 @@ class RowMap:
         return sum(array.nbytes for array in (self._index, self._counters, self._table_rows, self._records, self._rows))
 
     def find(self, table: int, keys: np.ndarray) -> np.ndarray:
-        """The row of each key, uint32; NO_ROW where it has none.
-
-        Args:
-          table: its number in the store.
-          keys: uint64.
-        """
+        """The row of each key (uint64) of a table, by its number: uint32; NO_ROW where it has none."""
         found = [
             np.asarray(_find(self._index, self._counters, words, ids))[:count]
             for words, ids, count in self._parts(table, keys)
@@ -109,12 +101,7 @@ class RowMap:
     def place(self, table: int, keys: np.ndarray) -> np.ndarray:
         """The row of each key, uint32; keys without one get free rows, those that were freed first.
 
-        Args:
-          table: its number in the store.
-          keys: uint64; may repeat. PADDING_KEY gets NO_ROW.
-
-        Raises:
-          ValueError: there are not enough free rows; nothing has changed then.
+        Keys (uint64) may repeat; PADDING_KEY gets NO_ROW. ValueError: not enough free rows; nothing has changed then.
         """
         keys = np.asarray(keys)
         self._require_room(table, keys)
@@ -134,11 +121,7 @@ class RowMap:
         return np.concatenate(placed) if placed else np.zeros(0, np.uint32)
 
     def remove(self, table: int, keys: np.ndarray) -> int:
-        """Frees the rows of keys; keys without one are passed over.
-
-        Returns:
-          How many rows there were.
-        """
+        """Frees the rows of keys and counts them; keys without one are passed over."""
         removed = 0
         for words, ids, _ in self._parts(table, keys):
             self._index, self._counters, self._table_rows, self._records, count = _remove(
@@ -156,24 +139,22 @@ class RowMap:
 
     def grow(self, capacity: int) -> None:
         """Adds free rows; those in use keep their places."""
-        more = capacity - self.capacity
-        if more <= 0:
+        if capacity <= self.capacity:
             return
         if capacity > MAX_CAPACITY:
             raise ValueError(f"RowMap: capacity: got {capacity} rows in one store, wanted at most {MAX_CAPACITY}.")
-        unused = np.full((more, RECORD_WORDS), np.uint32(0xFFFFFFFF))
-        self._records = _on_host(np.concatenate([np.asarray(self._records), unused]))
+        self._records = _on_host(fill_up(np.asarray(self._records), capacity, np.uint32(0xFFFFFFFF)))
         self._rows = _on_host(np.zeros((capacity, 1), np.float32))
         self._rebuild(max(self.num_buckets, buckets_of(capacity)))
 
     def index(self, device: Any) -> tuple[UInt32[Array, "num_buckets 16"], UInt32[Array, " num_counters"]]:
-        """Index and counters as a lookup reads them: copies, on a device."""
+        """Copies of index and counters on a device, as a lookup reads them."""
         return tuple(
             jax.device_put(np.array(array), device, may_alias=False) for array in (self._index, self._counters)
         )
 
     def copy(self) -> "RowMap":
-        """Another one, equal now."""
+        """An independent copy."""
         other = object.__new__(RowMap)
         other.num_tables = self.num_tables
         for name in ("_index", "_counters", "_table_rows", "_records", "_rows"):
@@ -181,15 +162,13 @@ class RowMap:
         return other
 
     def _parts(self, table: int, keys: np.ndarray) -> Any:
-        """Words and table ids of keys, padded, some at a time; and how many of them are meant."""
+        """Pads keys and table ids, some at a time; gives them with the number of real keys."""
         if not 0 <= table < self.num_tables:
             raise ValueError(f"RowMap: table: got {table}, wanted 0 to {self.num_tables - 1}.")
-        words = keys_lib.to_words(np.asarray(keys, np.uint64), "RowMap")
-        for start in range(0, len(words), KEYS_AT_A_TIME):
-            part = words[start : start + KEYS_AT_A_TIME]
-            size = max(_LEAST_KEYS, 1 << (len(part) - 1).bit_length())
-            padded = np.concatenate([part, keys_lib.padding_words((size - len(part),))])
-            yield padded, np.full(size, table, np.uint32), len(part)
+        for start in range(0, len(keys), KEYS_AT_A_TIME):
+            part = keys[start : start + KEYS_AT_A_TIME]
+            size = padded_size(len(part), _LEAST_KEYS)
+            yield key_words(part, size), np.full(size, table, np.uint32), len(part)
 
     def _require_room(self, table: int, keys: np.ndarray) -> None:
         if len(keys) <= self.num_free:
@@ -225,11 +204,7 @@ def buckets_of(capacity: int) -> int:
 
 
 def host_device() -> Any:
-    """JAX's CPU device.
-
-    Raises:
-      RuntimeError: it is switched off; says how to have it.
-    """
+    """JAX's CPU device. RuntimeError: it is switched off; says how to have it."""
     try:
         return jax.local_devices(backend="cpu")[0]
     except RuntimeError as error:
@@ -240,7 +215,7 @@ def host_device() -> Any:
 
 
 def _on_host(array: np.ndarray) -> Array:
-    """Committed to the CPU, so that programs over it run there."""
+    """Commits an array to the CPU, so that programs over it run there."""
     return jax.device_put(array, host_device(), may_alias=False)
 
 
@@ -249,13 +224,7 @@ _find = jax.jit(kernels.find)
 
 @functools.partial(jax.jit, donate_argnums=(0, 1, 2, 3, 4))
 def _place(
-    index: Array,
-    counters: Array,
-    table_rows: Array,
-    rows: Array,
-    records: Array,
-    words: Array,
-    ids: Array,
+    index: Array, counters: Array, table_rows: Array, rows: Array, records: Array, words: Array, ids: Array
 ) -> tuple[Array, ...]:
     table_words = np.zeros((table_rows.shape[0], NUM_TABLE_WORDS), np.uint32)  # rows lie elsewhere: any initializer
     arrays = StoreArrays(index, counters, table_rows, (rows,), (records,))

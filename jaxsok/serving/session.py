@@ -20,7 +20,7 @@ from jaxsok.serving import config as config_lib
 from jaxsok.serving import row_map, updates
 from jaxsok.serving.config import Config, ModelConfig
 from jaxsok.serving.errors import ConfigError, ServingError, UnknownModelError
-from jaxsok.serving.served import Answer, CachedServed, Model, Served
+from jaxsok.serving.served import Answer, Model, Served
 from jaxsok.serving.updates import InPlace, Source
 
 _log = logging.getLogger(__name__)
@@ -56,21 +56,18 @@ def open(
       >>> import numpy as np
       >>> from jaxsok import Records
       >>> from jaxsok.interchange.hps import write_hps
+      >>> model = {
+      ...     "model": "dlrm",
+      ...     "embedding_table_names": ["user"],
+      ...     "embedding_vecsize_per_table": [1],
+      ...     "maxnum_catfeature_query_per_table_per_sample": [2],
+      ...     "default_value_for_each_table": [-1.0],
+      ...     "deployed_device_list": [0],
+      ...     "gpucacheper": 1.0,
+      ... }
       >>> with tempfile.TemporaryDirectory() as folder:
       ...     _ = write_hps(folder, Records(np.array([7, 9], np.uint64), np.array([[1.0], [2.0]], np.float32)))
-      ...     session = open({
-      ...         "supportlonglong": True,
-      ...         "models": [{
-      ...             "model": "dlrm",
-      ...             "sparse_files": [folder],
-      ...             "embedding_table_names": ["user"],
-      ...             "embedding_vecsize_per_table": [1],
-      ...             "maxnum_catfeature_query_per_table_per_sample": [2],
-      ...             "default_value_for_each_table": [-1.0],
-      ...             "deployed_device_list": [0],
-      ...             "gpucacheper": 1.0,
-      ...         }],
-      ...     })
+      ...     session = open({"supportlonglong": True, "models": [{**model, "sparse_files": [folder]}]})
       >>> answer = session.lookup({"user": np.array([[7, 8], [9, 9]])})
       >>> answer["user"].tolist(), answer.version
       ([[[1.0], [-1.0]], [[2.0], [2.0]]], 1)
@@ -88,7 +85,6 @@ class Session:
     """Models that are served. Made by `open`; all methods may be called from many threads at the same time."""
 
     def __init__(self, config: Config, device: Any = None, *, warm_up: bool = True, memory_limit: int | None = None):
-        """Opens the models; see `open`."""
         self.config = config
         self._memory_limit = memory_limit
         self._is_closed = False
@@ -97,26 +93,23 @@ class Session:
         try:
             for number, model in enumerate(config.models):
                 at = _device(number, model, device)
-                kind = CachedServed if model.tier == "cache" else Served
                 lock = memory.setdefault(at if model.tier == "device" else row_map.host_device(), threading.Lock())
                 room = functools.partial(self._room, at)
-                self._models[model.model] = kind(model, config.key_bits, at, room, lock, warm_up=warm_up)
+                self._models[model.model] = Served(model, config.key_bits, at, room, lock, warm_up=warm_up)
         except BaseException:
             self.close()
             raise
 
     def __enter__(self) -> "Session":
-        """Itself; closed at the end."""
         return self
 
     def __exit__(self, *args: object) -> None:
-        """Closes."""
         self.close()
 
     @property
     def models(self) -> Mapping[str, Model]:
         """The models as they are now, by name."""
-        return {name: served.described() for name, served in self._models.items()}
+        return {name: served.describe() for name, served in self._models.items()}
 
     def lookup(self, keys: Mapping[str, Any], model: str | None = None) -> Answer:
         """Reads rows.
@@ -138,18 +131,15 @@ class Session:
         return self._served("lookup", model).lookup(keys)
 
     def predict(self, inputs: Mapping[str, Any], model: str | None = None) -> Answer:
-        """Runs the dense model over the tables.
+        """Runs the dense model over the tables; gives its outputs by name.
 
-        Where each of its outputs has a line for each sample, batches are padded to a power of two, and the model has to
+        Where each of its outputs has a row for each sample, batches are padded to a power of two, and the model has to
         treat each sample by itself. Any other is called with the batch as it is; each size is compiled when it first
         comes.
 
         Args:
           inputs: by name, as `Model.inputs` tells.
           model: its name; None, if there is one.
-
-        Returns:
-          Its outputs, by name.
 
         Raises:
           UnknownModelError: there is none, or it has no dense model.
@@ -197,12 +187,8 @@ class Session:
         return self._served("update", model).update(source, dense_file, in_place)
 
     def refresh(self, model: str | None = None) -> None:
-        """Reads the rows of a device's cache anew from the tier below; without a cache there is nothing to do.
-
-        Args:
-          model: its name; None, if there is one.
-        """
-        self._served("refresh", model).refresh()
+        """Reads the rows of a device's cache anew from the tier below; does nothing without a cache."""
+        self._served("refresh", model).reader.refresh()
 
     def stats(self, model: str | None = None) -> dict[str, Any]:
         """What was done, in numbers.
@@ -213,10 +199,10 @@ class Session:
         Returns:
           `version` and `source` (the folders of its tables); `lookups`, `predicts`, `updates`; of the keys that lookups
           and predictions read `keys`, `hits`, `missing`, `padding` and `hit_rate`; `bytes` of the device and
-          `host_bytes`; and `tables`: the same of each. Keys of a prediction are those of the inputs by which the model
-          looks up the table, each once for each such table; keys that a model works out are not counted. Where rows are
-          cached, `distinct`, `hits`, `misses` and `missing` are of distinct keys of each call: hits are keys that the
-          cache had, missing those of its misses that no tier has. What warms up is not counted.
+          `host_bytes`; and `tables`: the same of each. A prediction counts the keys of the inputs by which the model
+          looks up a table, once for each such table, and not those that it works out. Where rows are cached,
+          `distinct`, `hits`, `misses` and `missing` are of distinct keys of each call: hits are keys that the cache
+          had, missing those of its misses that no tier has. Warming up is not counted.
         """
         return self._served("stats", model).stats()
 
@@ -233,7 +219,7 @@ class Session:
 
         Args:
           timeout_s: for programs that are compiled beside, which nothing can cut off, and for a refresh; None: any
-            time. What goes on behind it ends by itself; Python's own end waits for a compiler all the same.
+            time. They go on and end by themselves; Python's own end waits for a compiler all the same.
 
         Returns:
           Whether all has ended.
@@ -242,8 +228,8 @@ class Session:
         models, self._models = self._models, {}
         until = None if timeout_s is None else time.monotonic() + timeout_s
         for served in models.values():
-            served.stop()  # all of them before any is waited for
-        have_ended = [served.close(until) for served in models.values()]
+            served.reader.stop()  # all of them before any is waited for
+        have_ended = [served.reader.close(until) for served in models.values()]
         return all(have_ended)
 
     def _require_open(self, op: str) -> None:
@@ -260,13 +246,12 @@ class Session:
         return models[model]
 
     def _room(self, device: Any) -> int | None:
-        mine = [one for one in self._models.values() if one.device == device and one.config.gpucache]
-        used = sum(one.num_bytes + one.held_bytes for one in mine)
+        here = [model.reader for model in self._models.values() if model.device == device and model.config.gpucache]
+        used = sum(reader.num_bytes + reader.held_bytes for reader in here)
         return updates.free_bytes(device, self._memory_limit, used)
 
 
 def _device(number: int, model: ModelConfig, given: Any) -> Any:
-    """Where the rows of a model lie."""
     if model.tier == "host":
         return jax.local_devices(backend="cpu")[0]
     if given is not None:

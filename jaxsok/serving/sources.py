@@ -39,19 +39,14 @@ class TableSource:
     """
 
     table: str
-    path: pathlib.Path
-    """Of the folder with the files; of a chain, the last link's."""
+    path: pathlib.Path  # of the folder with the files; of a chain, the last link's
     dim: int
-    dtype: str
-    """Of the rows: "float32", "bfloat16" or "float16"; float32 of a chain whose links differ."""
+    dtype: str  # of the rows: "float32", "bfloat16" or "float16"; float32 of a chain whose links differ
     num_rows: int
     """That `chunks` gives, exactly: of a chain, rows that a later link replaces or removes are not counted."""
-    num_tombstones: int
-    """That `tombstones` gives."""
-    uuid: str | None
-    """By which the next delta knows what it rests on; None: an HPS directory, on which none can."""
-    base: str | None
-    """The `uuid` that the delta rests on; None: it is no delta, but all of a table."""
+    num_tombstones: int  # that `tombstones` gives
+    uuid: str | None  # by which the next delta knows what it rests on; None: an HPS directory, on which none can
+    base: str | None  # the `uuid` that the delta rests on; None: it is no delta, but all of a table
     unknown: float | InitialRows | str | None
     """What a key without a row reads in training: a number in every column, or its initial row; a text says which rows
     no served table can work out; None: the files do not tell."""
@@ -63,7 +58,6 @@ class TableSource:
         return self.start()
 
     def __iter__(self) -> Iterator[Records]:
-        """The same: it is what `freeze_records` takes."""
         return self.chunks()
 
     def tombstones(self) -> Iterator[np.ndarray]:
@@ -77,25 +71,21 @@ def open_table(
     """Opens all rows of a table.
 
     Args:
-      path: of an HPS directory; of a folder of `export_full`, or of a delta, whose chain is looked for beside it; or of
-        a step of an Orbax checkpoint that has one item of jaxsok's tables.
+      path: an HPS directory; a folder of `export_full`, or of a delta, whose chain is looked for beside it; or a step
+        of an Orbax checkpoint that has one item of jaxsok's tables.
       table: its name in an export or a checkpoint; an HPS directory has one table, without a name.
       dim: that it must have.
       key_bits: 32: keys are cut to their low 32 bits, as HPS does where `supportlonglong` is false.
-      hotness: whether to read the `meta` of an HPS directory, if it has one, as frequencies; else it is not looked at.
-        Exports have theirs either way.
+      hotness: whether to read the `meta` of an HPS directory, if it has one, as frequencies. Exports have theirs either
+        way.
       op: named in errors.
-
-    Returns:
-      The rows, with what the last delta left of them, and no tombstones.
 
     Raises:
       FileNotFoundError: there is nothing of the kind.
       UnknownTableError: there are other tables.
       ServingError: another dim, or several folders of tables.
-      ValueError: of an HPS directory, files that are empty or of odd size, keys that occur twice: names file and byte.
-        Keys that are equal when they are cut. A delta whose chain is not there. With `hotness`, a `meta` that does not
-        fit.
+      ValueError: HPS files that are empty or of odd size, or repeated keys: names file and byte. Keys that are equal
+        when they are cut, a delta without its chain, or with `hotness` a `meta` that does not fit.
       CorruptFileError: files of an export are damaged.
 
     Cost:
@@ -141,23 +131,11 @@ def open_table(
 def open_delta(path: Path, *, table: str, dim: int, key_bits: KeyBits = 64, op: str = "open_delta") -> TableSource:
     """Opens what one delta changes in a table: rows that come or are replaced, and keys that go.
 
-    Whoever serves what `base` names has, after it, what `uuid` names. The chain need not be there.
-
-    Args:
-      path: of a folder of `export_delta`.
-      table: its name.
-      dim: that it must have.
-      key_bits: as the table was opened with.
-      op: named in errors.
+    After it, a server of what `base` names has what `uuid` names. The chain need not be there; arguments are those of
+    `open_table`. Reads all files of the table in the delta once.
 
     Raises:
       ServingError: it is no delta, or has another dim. Otherwise as `open_table`.
-
-    Cost:
-      Reads all files of the table in the delta once.
-
-    Example:
-      `delta = open_delta("tuesday", table="user", dim=16)`, then `delta.tombstones()` and `delta.chunks()`
     """
     files_lib.check_dim(op, dim)
     folder, is_hps = _found(op, path, table)
@@ -190,11 +168,7 @@ def open_delta(path: Path, *, table: str, dim: int, key_bits: KeyBits = 64, op: 
 
 
 def is_delta(path: Path) -> bool:
-    """Whether a folder is one of `export_delta`.
-
-    Raises:
-      CorruptFileError: its manifest is damaged.
-    """
+    """Whether a folder is one of `export_delta`; CorruptFileError: its manifest is damaged."""
     folder = pathlib.Path(path)
     return (folder / manifest_lib.NAME).is_file() and Source.of("is_delta", folder).manifest["kind"] == "delta"
 
@@ -203,7 +177,6 @@ def is_delta(path: Path) -> bool:
 
 
 def _found(op: str, path: Path, table: str) -> tuple[pathlib.Path, bool]:
-    """The folder that has the files, and whether it is an HPS directory."""
     folder = pathlib.Path(path)
     what = f'{op}: table "{table}": path: got "{folder}"'
     wanted = (
@@ -234,7 +207,7 @@ def _found(op: str, path: Path, table: str) -> tuple[pathlib.Path, bool]:
 
 
 def _folders(folder: pathlib.Path) -> list[pathlib.Path]:
-    """Those directly below that are committed, of Orbax and of exports."""
+    """The folders directly below that Orbax or an export has committed."""
     return [
         one
         for one in folder.iterdir()
@@ -291,7 +264,6 @@ def _of_hps(op: str, folder: pathlib.Path, table: str, dim: int, key_bits: KeyBi
 
 
 def _cut(keys: np.ndarray, key_bits: KeyBits) -> np.ndarray:
-    """The low bits of keys."""
     return keys & np.uint64(2**32 - 1) if key_bits == 32 else keys
 
 
@@ -302,14 +274,12 @@ def _cut(keys: np.ndarray, key_bits: KeyBits) -> np.ndarray:
 class _Latest:
     """For each key that a delta of a chain names: the last link that does, by a row or by a tombstone."""
 
-    keys: np.ndarray
-    """uint64, ascending."""
-    links: np.ndarray
-    """uint32: the number of the link."""
+    keys: np.ndarray  # uint64, ascending
+    links: np.ndarray  # uint32: the number of the link
 
     @classmethod
     def of(cls, chain: Sequence[Source], table: str) -> "_Latest | None":
-        """None: there are no deltas."""
+        """Reads the deltas of a chain; None: there are none."""
         if len(chain) == 1:
             return None
         keys, links = np.zeros(0, np.uint64), np.zeros(0, np.uint32)
@@ -356,7 +326,6 @@ def _num_rows(chain: Sequence[Source], table: str, latest: _Latest | None, key_b
 
 
 def _records(chain: Sequence[Source], table: str, latest: _Latest | None, key_bits: KeyBits) -> Iterator[Records]:
-    """The rows of a chain, without optimizer state."""
     dtype = files_lib.ROW_DTYPES[_dtype(chain, table)]
     for number, link in enumerate(chain):
         for records in link.records(table):
@@ -369,6 +338,6 @@ def _records(chain: Sequence[Source], table: str, latest: _Latest | None, key_bi
 
 
 def _dtype(chain: Sequence[Source], table: str) -> str:
-    """Of the rows of all links: their own, or float32, which holds them all exactly."""
+    """The dtype of the rows of all links: their own, or float32, which holds them all exactly."""
     dtypes = {link.form(table).dtype for link in chain}
     return dtypes.pop() if len(dtypes) == 1 else "float32"

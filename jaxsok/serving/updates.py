@@ -35,6 +35,8 @@ from jaxsok.serving.frozen import (
     ready_to_write,
     write_lines,
 )
+from jaxsok.serving.gate import Gate
+from jaxsok.serving.padding import fill_up, padded_size
 from jaxsok.serving.ready import Form
 from jaxsok.serving.row_map import RowMap
 from jaxsok.serving.sources import TableSource
@@ -43,8 +45,7 @@ from jaxsok.types import MAX_CAPACITY, NO_ROW
 InPlace = bool | Literal["auto"]
 Source = str | os.PathLike[str] | Mapping[str, str | os.PathLike[str]]
 
-PIECE_BYTES = 32 * 2**20
-"""Of rows that cross to the device at a time."""
+PIECE_BYTES = 32 * 2**20  # of rows that cross to the device at a time
 
 _HPS_FILES = ("key", "emb_vector")
 
@@ -53,19 +54,14 @@ _HPS_FILES = ("key", "emb_vector")
 class Version:
     """What is served at one time."""
 
-    number: int
-    """1 at first; each update adds one."""
+    number: int  # 1 at first; each update adds one
     tables: FrozenTables
-    num_rows: Mapping[str, int]
-    """Of each table."""
-    files: Mapping[str, str]
-    """The folder that each table was last changed by."""
-    uuids: Mapping[str, str | None]
-    """Which export each table holds; None: no delta can follow."""
+    num_rows: Mapping[str, int]  # of each table
+    files: Mapping[str, str]  # the folder that each table was last changed by
+    uuids: Mapping[str, str | None]  # which export each table holds; None: no delta can follow
     unknowns: Mapping[str, Any]
     """What the first version's files say of keys without a row (`TableSource.unknown`); None: they do not count."""
-    served: Any = None
-    """The dense model (`artifact.ServedModel`), or None."""
+    served: Any = None  # the dense model (`artifact.ServedModel`), or None
     dense_file: str = ""
 
     @functools.cached_property
@@ -103,54 +99,24 @@ class Change:
 Publish = Callable[[Version, tuple[RowMap, ...], Mapping[str, np.ndarray]], None]
 
 
-class Gate:
-    """Many readers, or one writer, who comes before readers that ask after him.
-
-    Example:
-      >>> gate = Gate()
-      >>> with gate.reading(), gate.reading():
-      ...     pass
-      >>> with gate.writing():
-      ...     pass
-    """
-
-    def __init__(self) -> None:
-        """Open."""
-        self._changed = threading.Condition()
-        self._readers, self._writers = 0, 0
-
-    @contextlib.contextmanager
-    def reading(self) -> Iterator[None]:
-        """Among readers."""
-        with self._changed:
-            while self._writers:
-                self._changed.wait()
-            self._readers += 1
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._readers -= 1
-                if not self._readers:
-                    self._changed.notify_all()
-
-    @contextlib.contextmanager
-    def writing(self) -> Iterator[None]:
-        """Alone. One thread at a time may ask."""
-        with self._changed:
-            self._writers += 1
-            while self._readers:
-                self._changed.wait()
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._writers -= 1
-                self._changed.notify_all()
-
-
 class Versions:
-    """The versions of one model's tables, whose rows all lie on one device."""
+    """The versions of one model's tables, whose rows all lie on one device. Loads the first one.
+
+    Args:
+      name: of the model, for messages.
+      given: the tables, and what is in them.
+      device: where the rows lie.
+      key_bits: as the sources were opened with.
+      spare_rows: rows of each table that updates in place may add.
+      room: bytes that are free on the device now; None: it cannot be known.
+      served: the dense model.
+      dense_file: where that came from.
+      can_donate: whether rows may be changed where they lie: False if others read them beside `reading`.
+      memory: held while an update takes some of it, not while it compiles: a lock of all who share the device.
+
+    Raises:
+      ServingError: there is no room.
+    """
 
     def __init__(
         self,
@@ -166,24 +132,6 @@ class Versions:
         can_donate: bool = True,
         memory: contextlib.AbstractContextManager[Any] | None = None,
     ) -> None:
-        """Loads the first version.
-
-        Args:
-          name: of the model, for messages.
-          given: the tables, and what is in them.
-          device: where the rows lie.
-          key_bits: as the sources were opened with.
-          spare_rows: rows of each table that updates in place may add.
-          room: bytes that are free on the device now; None: it cannot be known.
-          served: the dense model.
-          dense_file: where that came from.
-          can_donate: whether rows may be changed where they lie: False if others read them beside `reading`.
-          memory: held while an update takes some of it, not while it compiles: a lock of all who share the device.
-            None: nobody else does.
-
-        Raises:
-          ServingError: there is no room.
-        """
         self.name, self.device, self.spare_rows = name, device, spare_rows
         self.key_bits: sources_lib.KeyBits = key_bits
         self._room, self._can_donate = room, can_donate
@@ -252,8 +200,8 @@ class Versions:
           dense_file: where that came from.
           prepare: called with the old and the new version before the new one is served; raises if it cannot be.
           publish: called with the new version when it is whole, the maps of its stores, and the keys of each table that
-            changed or went; has those read it who do not by `reading`.
-          settle: called at the end, also of what failed, with the version that is served; no update runs meanwhile.
+            changed or went, for those who do not read by `reading`.
+          settle: called at the end, also after a failure, with the version that is served; no update runs meanwhile.
 
         Raises:
           ServingError: it cannot be done; nothing has changed.
@@ -290,7 +238,6 @@ class Versions:
         prepare: Callable[[Version, Version], None],
         publish: Publish,
     ) -> Version:
-        """Makes and serves the next version."""
         maps = list(self._maps)
         with self._memory:  # not while programs are compiled, which may take minutes
             plans, is_in_place = self._planned(old.tables, changes, in_place)
@@ -326,7 +273,7 @@ class Versions:
         return self._current
 
     def _require_room(self, needed: int) -> None:
-        """For a piece of rows: others may have taken memory while programs were compiled."""
+        """Refuses to go on where others took the memory for a piece of rows while programs were compiled."""
         free = self._room()
         if free is not None and needed > free:
             raise ServingError(
@@ -344,7 +291,7 @@ class Versions:
     def _planned(
         self, tables: FrozenTables, changes: Sequence[Change], in_place: InPlace
     ) -> tuple[list["_StorePlan"], bool]:
-        """What becomes of each store that changes, and whether in place. Reads all keys; refuses what cannot be."""
+        """Plans each store that changes, and whether in place. Reads all keys; refuses what cannot be done."""
         of_store: dict[int, list[Change]] = {}
         for change in changes:
             if not change.is_empty:
@@ -387,7 +334,7 @@ class Versions:
         return plans, True
 
     def _plan(self, tables: FrozenTables, s: int, changes: Sequence[Change], is_roomy: bool) -> "_StorePlan":
-        """The map of a store's rows as it will be; if it grows, with room to grow further or without."""
+        """Makes the map of a store's rows as it will be; if it grows, with room to grow further or without."""
         old, spec = self._maps[s], tables.spec.stores[s]
         number_of = {table.name: number for number, table in enumerate(spec)}
         keys = {change.table.name: _all_keys(change) for change in changes}
@@ -413,7 +360,7 @@ class Versions:
         return _StorePlan(s, row_map, list(changes), number_of, num_needed, is_fresh, changed)
 
     def _capacity(self, now: int, num_needed: int, num_tables: int, is_roomy: bool) -> int:
-        """Rows of a store: as many as it has, so that programs stay, unless those are too few."""
+        """The rows of a store: as many as it has, so that programs stay, unless those are too few."""
         if num_needed <= now:
             return now
         if not is_roomy:
@@ -445,16 +392,12 @@ class Versions:
 class _Staged:
     """What an update in place writes, on the host, made ready before readers are stopped."""
 
-    stores: Sequence[FrozenStore]
-    """That it writes to."""
-    after: list[tuple[int, np.ndarray, np.ndarray, np.ndarray | None]]
-    """Store, row ids, lines and scales of each piece."""
-    before: list[tuple[np.ndarray, np.ndarray | None]]
-    """Lines and scales as they are."""
+    stores: Sequence[FrozenStore]  # that it writes to
+    after: list[tuple[int, np.ndarray, np.ndarray, np.ndarray | None]]  # store, row ids, lines and scales of each piece
+    before: list[tuple[np.ndarray, np.ndarray | None]]  # lines and scales as they are
 
     @classmethod
     def of(cls, tables: FrozenTables, plans: Sequence["_StorePlan"]) -> "_Staged":
-        """The pieces of all plans."""
         after = [(plan.store, *piece) for plan in plans for piece in plan.lines()]
         return cls(tables.stores, after, [_lines_at(tables.stores[s], row_ids) for s, row_ids, _, _ in after])
 
@@ -466,34 +409,28 @@ class _Staged:
 
 @dataclasses.dataclass(frozen=True)
 class _StorePlan:
-    """What becomes of one store."""
+    """The next version of one store."""
 
     store: int
-    row_map: RowMap
-    """As it will be."""
+    row_map: RowMap  # as it will be
     changes: list[Change]
-    number_of: Mapping[str, int]
-    """Of each table in the store."""
-    num_needed: int
-    """Rows in use."""
-    is_fresh: bool
-    """Whether no row of the old store stays."""
-    changed: Mapping[str, np.ndarray]
-    """The keys of each table that have other rows, or none any more."""
+    number_of: Mapping[str, int]  # of each table in the store
+    num_needed: int  # rows in use
+    is_fresh: bool  # whether no row of the old store stays
+    changed: Mapping[str, np.ndarray]  # the keys of each table that have other rows, or none any more
 
     @property
     def piece_bytes(self) -> int:
-        """Of device memory, while rows are written."""
+        """Bytes of the device for a piece of rows, while it is written."""
         most = max((change.source.num_rows * change.table.row_bytes for change in self.changes), default=0)
         return 2 * min(PIECE_BYTES, most)  # padded to a power of two
 
     @property
     def index_bytes(self) -> int:
-        """Of device memory."""
         return 64 * self.row_map.num_buckets
 
     def bytes_beside(self, old: FrozenStore) -> int:
-        """Of a copy of the store."""
+        """Bytes of a copy of the store."""
         table = self.changes[0].table
         has_rows = any(change.source.num_rows for change in self.changes) or self.row_map.capacity != old.capacity
         return (self.row_map.capacity * table.row_bytes + self.piece_bytes) * has_rows + self.index_bytes
@@ -529,13 +466,7 @@ class _StorePlan:
 
 
 def read_changes(model: str, source: Source, version: Version, key_bits: sources_lib.KeyBits) -> list[Change]:
-    """Opens and checks what an update brings.
-
-    Args:
-      model: for messages.
-      source: a folder, or folders by table.
-      version: that it comes after.
-      key_bits: of the tables.
+    """Opens and checks what an update brings: a folder, or folders by table, that comes after a version.
 
     Raises:
       ServingError: a delta that rests on something else, or nothing that the model has; and as `open_table`.
@@ -603,13 +534,13 @@ def _of_folder(
 
 
 def _all_keys(change: Change) -> np.ndarray:
-    """Of the rows that it brings; reads all of them, so that what is damaged or does not fit is found here."""
+    """Keys of the rows that it brings. Reads all rows, so that damage and misfits are found here."""
     keys = [records.keys.copy() for records in change.pieces()]
     return np.concatenate(keys) if keys else np.zeros(0, np.uint64)
 
 
 def _gone(row_map: RowMap, number: int, change: Change, keys: np.ndarray) -> np.ndarray:
-    """The keys that a change takes away."""
+    """Keys that a change takes away."""
     if not change.is_whole:
         tombstones = [one.copy() for one in change.source.tombstones()]
         return np.concatenate(tombstones) if tombstones else np.zeros(0, np.uint64)
@@ -624,15 +555,9 @@ def _gone(row_map: RowMap, number: int, change: Change, keys: np.ndarray) -> np.
 
 
 def free_bytes(device: Any, limit: int | None, used: int) -> int | None:
-    """Bytes of a device's memory that are free.
+    """Bytes of a device's memory that are free; with a limit what is left of it beside `used`.
 
-    Args:
-      device: of JAX.
-      limit: bytes that may be used; None: as much as the device says that it has.
-      used: bytes that are used, with a limit.
-
-    Returns:
-      None, if there is no limit and the device does not say, as CPUs do not.
+    None: there is no limit, and the device does not say, as CPUs do not.
     """
     if limit is not None:
         return max(0, limit - used)
@@ -669,9 +594,7 @@ def _with_indices(tables: FrozenTables, indices: Mapping[int, tuple[Array, Array
 
 def _lines_at(store: FrozenStore, row_ids: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
     """Rows of a store as they are stored, on the host."""
-    size = 1 << max(10, (len(row_ids) - 1).bit_length())
-    ids = np.zeros(size, np.uint32)
-    ids[: len(row_ids)] = row_ids
+    ids = fill_up(np.asarray(row_ids, np.uint32), padded_size(len(row_ids), 1024))
     lines, scales = _taken(store.rows, store.scales, ids)
     return np.asarray(lines)[: len(row_ids)], np.asarray(scales[0])[: len(row_ids)] if scales else None
 

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import kernel_model
 import ml_dtypes
 import numpy as np
+import oracle
 import pytest
 from hypothesis import strategies as st
 from kernel_model import BF16, F16, F32, MEAN, PADDING_KEY, SQRTN, SUM
@@ -542,7 +543,7 @@ def test_lines_that_features_contradict(one_store, number):
 @pytest.mark.parametrize("back_end", BACK_ENDS)
 @pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
 def test_lookups_stay_within_the_bound(dtype, back_end):
-    """What is looked up is `dequantized` to the bit, and as near to the row as `error_bound` says."""
+    """What is looked up is `dequantized` to the bit, and as near to the row as the oracle's bound says."""
     rng = np.random.default_rng(12)
     store = frozen_store(rng, F32, 24, num_tables=1)
     rows = (rng.standard_normal(store.rows.shape) * np.exp(rng.uniform(-9, 9, (len(store.rows), 1)))).astype(F32)
@@ -552,5 +553,5 @@ def test_lookups_stay_within_the_bound(dtype, back_end):
     _, ((got,),) = run([operands(frozen, batch)], back_end)
     ids = store.model.find(store.keys, store.tables)
     assert_bits(got, quantize.dequantized(numbers, scales)[ids])
-    bound = quantize.error_bound(dtype, np.abs(rows).max(axis=1)[:, None], rows)[ids]
+    bound = oracle.quantization_error_bound(dtype, np.abs(rows).max(axis=1)[:, None], rows)[ids]
     assert (np.abs(got.astype(np.float64) - rows[ids]) <= bound).all()

@@ -15,7 +15,8 @@ import time
 
 import numpy as np
 
-from jaxsok.serving import artifact, errors, running, server
+from jaxsok.serving import artifact, errors
+from jaxsok.serving.http import running, server
 
 DIMS = {"user": 4, "item": 3}
 DEFAULT = -7.0

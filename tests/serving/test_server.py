@@ -37,9 +37,10 @@ import jaxsok
 from jaxsok import Records, checkpoint
 from jaxsok import __main__ as command_line
 from jaxsok.interchange.hps import write_hps
-from jaxsok.serving import artifact, batching, calls, errors, fused, responses, running, server, watch, wire
+from jaxsok.serving import artifact, errors, fused
 from jaxsok.serving import session as session_lib
 from jaxsok.serving.frozen import FrozenTable, SizedRecords, freeze_records
+from jaxsok.serving.http import batching, calls, responses, running, server, watch, wire
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 JSON = {"Content-Type": "application/json"}

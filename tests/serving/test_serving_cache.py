@@ -20,11 +20,10 @@ from waiting import wait_until
 
 import jaxsok
 from jaxsok.records import Records
-from jaxsok.serving import backing, cache_store
 from jaxsok.serving import cache as cache_module
 from jaxsok.serving import ready as ready_lib
 from jaxsok.serving.backing import HostRows, Layered, RowSource
-from jaxsok.serving.cache import DeviceCache, cache_bytes
+from jaxsok.serving.cache import DeviceCache, cache_bytes, changes, programs, stores
 from jaxsok.serving.errors import RequestError, ServingError, UnknownTableError
 from jaxsok.serving.frozen import FrozenTable, SizedRecords
 from jaxsok.serving.fused import lookup as frozen_lookup
@@ -157,15 +156,13 @@ class Oracle:
 class CacheMachine(RuleBasedStateMachine):
     """Lookups at any threshold, changes of the source below, refreshes and swaps."""
 
-    @initialize(
-        min_rows=st.sampled_from([1, 4]), clock=st.sampled_from([0, cache_module._LAST_TICK - 7]), fill=st.booleans()
-    )
+    @initialize(min_rows=st.sampled_from([1, 4]), clock=st.sampled_from([0, stores._LAST_TICK - 7]), fill=st.booleans())
     def start(self, min_rows, clock, fill):
         """A cache of few rows; its clock may be about to overflow."""
         self.rows, self.version = rows_of(0), 0
         self.source = DictSource(self.rows)
         self.cache = DeviceCache(self.source, fraction=1e-9, min_rows=min_rows)
-        self.cache._clock = clock
+        self.cache.stores._clock = clock
         self.oracle = Oracle({("a", "b"): 2 * min_rows, ("h",): min_rows})
         if fill:
             self.cache.fill()
@@ -438,7 +435,7 @@ def test_rows_of_8_bits(dtype, of):
 @pytest.mark.parametrize("chunk_rows", [4, 7, 1000])
 def test_filled_with_the_hottest(chunk_rows, monkeypatch):
     """Of each table its share; the hottest are the last to leave."""
-    monkeypatch.setattr(cache_module, "ROWS_AT_A_TIME", chunk_rows)
+    monkeypatch.setattr(changes, "ROWS_AT_A_TIME", chunk_rows)
     hot = {table: {key: (key * 7 + number) % 10 for key in KEYS[:-3]} for number, table in enumerate(TABLES)}
     with DeviceCache(DictSource(rows_of(3), frequencies=hot), fraction=0.3, min_rows=1) as cache:
         assert cache.fill() == 18 == cache.stats().inserted
@@ -624,14 +621,14 @@ def test_a_swap_of_whole_tables_takes_memory_for_what_is_cached(monkeypatch, are
     keys = np.arange(20_000)
     rows = {name: {key: np.full(4, key, np.float32) for key in keys.tolist()} for name in tables}
     new = {name: {} if are_gone else {key: -row for key, row in some.items()} for name, some in rows.items()}
-    monkeypatch.setattr(cache_module, "ROWS_AT_A_TIME", 1 << 12)
+    monkeypatch.setattr(changes, "ROWS_AT_A_TIME", 1 << 12)
     with DeviceCache(DictSource(rows, tables), fraction=0.05, hit_rate_threshold=2) as cache:
         cached = {name: keys[::20] + number for number, name in enumerate(tables)}
         cache.lookup(cached)
-        put, real, dropped = [], cache._put, []
-        monkeypatch.setattr(cache, "_put", lambda tree: real((put.append(tree), tree)[1]))
-        drop = cache_store.drop
-        monkeypatch.setattr(cache_store, "drop", lambda *operands: (dropped.append(operands), drop(*operands))[1])
+        put, real, dropped = [], cache.stores.put, []
+        monkeypatch.setattr(cache.stores, "put", lambda tree: real((put.append(tree), tree)[1]))
+        drop = programs.drop
+        monkeypatch.setattr(programs, "drop", lambda *operands: (dropped.append(operands), drop(*operands))[1])
         cache.swap(DictSource(new, tables, version=1), dict.fromkeys(tables, keys))
         lines = [leaf for leaf in jax.tree.leaves(put) if leaf.dtype == np.float32]
         assert sum(map(len, lines)) <= (0 if are_gone else 2 * cache.capacity) and len(dropped) == are_gone
@@ -753,7 +750,7 @@ def test_bad_arguments():
 
 def test_keys_that_find_no_place_get_another_salt(monkeypatch):
     """Among the distinct keys of one lookup."""
-    real, salts = cache_store.query, []
+    real, salts = programs.query, []
 
     def unlucky(layout, is_expanded, statistics, stores, batches, clock, salt):
         statistics, out = real(layout, is_expanded, statistics, stores, batches, clock, salt)
@@ -762,11 +759,11 @@ def test_keys_that_find_no_place_get_another_salt(monkeypatch):
         return statistics, dataclasses.replace(out, counts=counts)
 
     with DeviceCache(DictSource(rows_of(3)), hit_rate_threshold=2) as cache:
-        monkeypatch.setattr(cache_store, "query", unlucky)
+        monkeypatch.setattr(programs, "query", unlucky)
         np.testing.assert_array_equal(cache.lookup({"a": keys_of(4)}).rows["a"], [row_of(3, "a", 4)])
         assert len(set(salts)) == 3
         monkeypatch.setattr(
-            cache_store,
+            programs,
             "query",
             lambda *arguments: (
                 (out := real(*arguments))[0],
@@ -799,7 +796,6 @@ def _over_broken_rows(threshold):
 @pytest.mark.parametrize("broken", [np.nan, np.inf])
 def test_a_row_that_cannot_be_quantized_is_not_found(broken, caplog):
     """By itself: those around it, and other tables, are answered; the log names its key, once."""
-    backing._TOLD.clear()
     asked = {"a": np.arange(6), "q": np.arange(6)}
     with _over_broken_rows(2) as cache:
         cache.source.broken = broken
@@ -842,7 +838,7 @@ class Compilations:
 
     def _hear(self, event, seconds, **_):
         if self.cache is not None and "backend_compile" in event:
-            self.is_held.append(self.cache._lock.locked())
+            self.is_held.append(self.cache.stores.lock.locked())
 
     @contextlib.contextmanager
     def of(self, cache):
@@ -898,16 +894,16 @@ def test_few_keys_are_not_padded_to_many():
     """To four times as many at most, unless these are few: else a program of their own is worth the wait."""
     with _odd_cache(617) as cache:
         cache.warm_up([{"s": 2**15, "t": 2**15}])
-        assert cache._ready_sizes((256, 256)) == (256, 256)
-        assert cache._ready_sizes((2**13, 2**12)) == (2**13, 2**12)
+        assert cache.stores.compiled.padded_sizes((256, 256)) == (256, 256)
+        assert cache.stores.compiled.padded_sizes((2**13, 2**12)) == (2**13, 2**12)
         with COMPILATIONS.of(cache) as compiled:
             np.testing.assert_array_equal(cache.lookup({"s": np.arange(5)}).rows["s"][:, 0], np.arange(5))
-        assert compiled and cache._query_sizes == {(2**15, 2**15), (256, 256)}
-        assert cache._ready_sizes((2**13, 2**13)) == (2**15, 2**15)
+        assert compiled and cache.stores.compiled.query_sizes == {(2**15, 2**15), (256, 256)}
+        assert cache.stores.compiled.padded_sizes((2**13, 2**13)) == (2**15, 2**15)
         cache.drain()
-        assert (2**13, 2**13) in cache._query_sizes
+        assert (2**13, 2**13) in cache.stores.compiled.query_sizes
         cache.warm_up([{"s": 2**10, "t": 2**10}])
-        assert cache._ready_sizes((256, 512)) == (1024, 1024)
+        assert cache.stores.compiled.padded_sizes((256, 512)) == (1024, 1024)
 
 
 def test_lookups_of_many_sizes_get_programs_of_their_own(monkeypatch):
@@ -916,9 +912,9 @@ def test_lookups_of_many_sizes_get_programs_of_their_own(monkeypatch):
     with _odd_cache(619) as cache:
         cache.warm_up([{"s": 1024, "t": 1024}])
         for sizes in ((256, 1024), (1024, 256), (512, 512), (512, 1024)):
-            assert cache._ready_sizes(sizes) != sizes
+            assert cache.stores.compiled.padded_sizes(sizes) != sizes
             cache.drain()
-            assert cache._ready_sizes(sizes) == sizes
+            assert cache.stores.compiled.padded_sizes(sizes) == sizes
 
 
 # On the device ------------------------------------------------------------------------------------------------------
@@ -929,7 +925,7 @@ def test_nothing_of_the_size_of_the_cache_is_copied():
     with DeviceCache(DictSource(rows_of(3)), fraction=1e-9, min_rows=4, hit_rate_threshold=2) as cache:
 
         def addresses():
-            large = [(s.index, s.rows, s.records, s.statistics) for s in cache._stores]
+            large = [(s.index, s.rows, s.records, s.statistics) for s in cache.stores.arrays]
             return [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(large)]
 
         before = addresses()

@@ -463,7 +463,7 @@ def test_damaged_and_foreign_folders_are_refused(folder, tmp_path):
         with pytest.raises(kind, match=message):
             artifact.load_model(path)
 
-    program, manifest = artifact.PROGRAM, artifact.MANIFEST
+    program, manifest = artifact.files.PROGRAM, artifact.files.MANIFEST
 
     def flip(path):
         content = bytearray(path.read_bytes())
@@ -473,7 +473,7 @@ def test_damaged_and_foreign_folders_are_refused(folder, tmp_path):
     def changed(path, sign=True, **fields):
         content = json.loads((path / manifest).read_text()) | fields
         if sign:
-            content["sha256"] = artifact._digest(content)
+            content["sha256"] = artifact.files._digest(content)
         (path / manifest).write_text(json.dumps(content))
 
     refused("another checksum than the manifest", lambda path: flip(path / program))

@@ -26,7 +26,7 @@ from jaxsok.checkpoint import CorruptFileError
 from jaxsok.interchange import files as files_lib
 from jaxsok.records import Records
 from jaxsok.serving import frozen
-from jaxsok.serving.config_keys import ROW_DTYPES
+from jaxsok.serving.config.keys import ROW_DTYPES
 from jaxsok.serving.errors import ServingError, UnknownTableError
 from jaxsok.serving.sources import is_delta, open_delta, open_table
 

@@ -113,7 +113,7 @@ def test_hps_directories(tmp_path, in_place):
 def test_what_does_not_change_is_shared(trained, tmp_path):
     """Copy on write: of a store without changes all arrays, of one that only loses keys its rows."""
     with served(trained) as session:
-        versions = session._models["dlrm"].versions
+        versions = session._models["dlrm"].reader.versions
         trained.erase("ad", [3])
         before = versions.current.tables
         session.update(trained.delta(tmp_path / "delta", trained.path), in_place=False)
@@ -139,7 +139,7 @@ def test_a_version_grows(trained, tmp_path):
         check(session, before)
         session.update(delta)
         check(session, trained.content)
-        assert session._models["dlrm"].versions.current.tables.stores[1].capacity >= 29
+        assert session._models["dlrm"].reader.versions.current.tables.stores[1].capacity >= 29
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8", "float8_e4m3fn"])
@@ -313,7 +313,7 @@ def test_room_to_grow_is_left_out_where_it_does_not_fit(tmp_path, monkeypatch):
         session.update({"user": path}, in_place=False)
         keys = np.arange(410)
         np.testing.assert_array_equal(session.lookup({"user": keys})["user"], expected(more, keys, 0.0, 64))
-        return session._models["dlrm"].versions.current.tables.stores[0].rows.shape[0]
+        return session._models["dlrm"].reader.versions.current.tables.stores[0].rows.shape[0]
 
     with opened() as session:
         used = session.stats()["bytes"]
@@ -622,7 +622,7 @@ class Updates(stateful.RuleBasedStateMachine):
             version = self.session.update(source, in_place=way)
         except ServingError as error:
             assert way is True and "to update in place" in str(error)
-            assert num_rows > self.session._models["dlrm"].versions.current.tables.stores[0].capacity
+            assert num_rows > self.session._models["dlrm"].reader.versions.current.tables.stores[0].capacity
             return False
         self.version += 1
         assert version == self.version

@@ -19,10 +19,8 @@ ROW_DTYPES: tuple[str, ...] = ("float32", "bfloat16", "float16", "int8", "float8
 
 # Kinds of values -----------------------------------------------------------------------------------------------------
 
-WRONG = object()
-"""What `Kind.parse` gives for a value of another kind."""
-REQUIRED = object()
-"""The default of a key without one."""
+WRONG = object()  # what `Kind.parse` gives for a value of another kind
+REQUIRED = object()  # the default of a key without one
 _INT_MAX = 2**31 - 1  # of HPS's int, and of a dimension of an array that XLA likes
 
 
@@ -30,12 +28,9 @@ _INT_MAX = 2**31 - 1  # of HPS's int, and of a dimension of an array that XLA li
 class Kind:
     """What a value may be."""
 
-    wanted: str
-    """In words."""
-    parse: Callable[[Any], Any]
-    """The value as a field has it; WRONG if it is none."""
-    items: "Kind | None" = None
-    """Of a list: what its entries may be."""
+    wanted: str  # in words
+    parse: Callable[[Any], Any]  # the value as a field has it; WRONG if it is none
+    items: "Kind | None" = None  # of a list: what its entries may be
 
 
 def _one(kind: type, wanted: str) -> Kind:
@@ -49,7 +44,7 @@ def _integer(least: int, most: int = _INT_MAX) -> Kind:
 
 
 def _cut(least: int) -> Kind:
-    """An integer; a number with a fraction loses it, as in HPS, whose parser reads an int."""
+    """An integer; a number with a fraction loses it, as in HPS."""
     whole = _integer(least)
 
     def parse(value: Any) -> Any:
@@ -89,7 +84,6 @@ def _list(items: Kind, wanted: str) -> Kind:
 
 
 def _path(value: Any) -> str | None:
-    """A path as text; None: it is none."""
     text = os.fspath(value) if isinstance(value, str | os.PathLike) else None
     return text if isinstance(text, str) else None
 
@@ -104,7 +98,7 @@ _COUNT, _SIZE = _integer(1), _integer(0, 2**64 - 1)
 
 
 def _any(value: Any) -> Any:
-    """The value of a key that nobody reads."""
+    """Accepts the value of a key that is not read."""
     items = value if isinstance(value, list | tuple) else [value]
     return WRONG if any(isinstance(item, list | tuple | Mapping) for item in items) else value
 
@@ -129,8 +123,7 @@ class Key:
 
     kind: Kind
     default: Any = None
-    reason: str = ""
-    """Why it has no effect; "": it is honoured, or looked at apart."""
+    reason: str = ""  # why it has no effect; "": it is honoured, or looked at apart
 
 
 _THREADS = "threads are those of XLA and of the server"
@@ -181,10 +174,7 @@ MODEL_KEYS: dict[str, Key] = {
     "i64_input_key": Key(_ANY, reason="supportlonglong says how many bits keys have"),
     "jaxsok": Key(_BLOCK),
 }
-JAXSOK_KEYS: dict[str, Key] = {
-    "row_dtype": Key(_among(*ROW_DTYPES)),
-    "spare_rows": Key(_integer(0), 0),
-}
+JAXSOK_KEYS: dict[str, Key] = {"row_dtype": Key(_among(*ROW_DTYPES)), "spare_rows": Key(_integer(0), 0)}
 _DATABASE = _among(
     *("disabled", "hash_map", "parallel_hash_map", "multi_process_hash_map", "redis_cluster", "rocks_db"),
     **dict.fromkeys(("disable", "none"), "disabled"),

@@ -36,10 +36,8 @@ class CacheStore:
     table_rows: UInt32[Array, " num_tables"]
     rows: Shaped[Array, "capacity dim"]
     records: UInt32[Array, "capacity 4"]
-    statistics: UInt32[Array, "capacity 2"]
-    """Tick of the last use, and how often it was used."""
-    scales: tuple[Float32[Array, "capacity 1"], ...] = ()
-    """One array, of quantized rows."""
+    statistics: UInt32[Array, "capacity 2"]  # tick of the last use, and how often it was used
+    scales: tuple[Float32[Array, "capacity 1"], ...] = ()  # one array, of quantized rows
 
     @property
     def slabs(self) -> tuple[Array, ...]:
@@ -54,31 +52,25 @@ class Queried:
 
     rows: tuple[tuple[Array, ...], ...]
     """Of each position float32; of distinct keys, where rows are quantized, numbers and their scales."""
-    records: tuple[Array, ...]
-    """Of the distinct keys, by first position."""
-    row_ids: tuple[Array, ...]
-    """Of the distinct keys in the cache."""
+    records: tuple[Array, ...]  # of the distinct keys, by first position
+    row_ids: tuple[Array, ...]  # of the distinct keys in the cache
     inverse: tuple[Array, ...]
     indices: tuple[tuple[Array, Array], ...]
-    counts: Array
-    """By table of all stores: distinct keys, misses, keys that found no place among the distinct."""
+    counts: Array  # by table of all stores: distinct keys, misses, keys that found no place among the distinct
 
 
 class Layout:
     """The words of the tables of each store, as one hashable value: a program is compiled for each."""
 
     def __init__(self, spec: FrozenSpec) -> None:
-        """Of the tables as they are cached."""
         self.words = spec.words
         content = b"".join(repr(array.shape).encode() + array.tobytes() for array in self.words)
         self._digest = hashlib.blake2b(content, digest_size=16).digest()
 
     def __hash__(self) -> int:
-        """Of the words."""
         return hash(self._digest)
 
     def __eq__(self, other: object) -> bool:
-        """Whether the words are equal."""
         return isinstance(other, Layout) and self._digest == other._digest
 
 
@@ -102,13 +94,7 @@ def query(
 
 
 def _query_store(
-    table_words: np.ndarray,
-    statistics: Array,
-    store: Any,
-    batch: Any,
-    is_expanded: bool,
-    clock: Array,
-    salt: Array,
+    table_words: np.ndarray, statistics: Array, store: Any, batch: Any, is_expanded: bool, clock: Array, salt: Array
 ) -> tuple[Any, ...]:
     index, counters, (rows, *scales) = store
     words, ids = batch

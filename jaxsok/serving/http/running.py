@@ -14,11 +14,10 @@ import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from jaxsok.serving.responses import CLOSE, Refusal, refused
-from jaxsok.serving.server import ABORT, DISCARD_S, App
+from jaxsok.serving.http.responses import CLOSE, Refusal, refused
+from jaxsok.serving.http.server import ABORT, DISCARD_S, App
 
-MAX_HEAD_BYTES = 1 << 16
-"""Of a request: its first line and its headers."""
+MAX_HEAD_BYTES = 1 << 16  # of a request: its first line and its headers
 _UNSENT_BYTES = 1 << 17
 """That the kernel takes of a connection beyond what is on the wire: it tells little by little what a client reads."""
 
@@ -26,11 +25,8 @@ _UNSENT_BYTES = 1 << 17
 def bind(host: str, port: int) -> socket.socket:
     """A socket that listens at an address, before anything is loaded; port 0: any that is free.
 
-    Who connects before the server accepts waits.
-
-    Raises:
-      OSError: the address is taken, or not of this machine.
-      ValueError: no port.
+    Clients that connect before the server accepts wait. OSError: the address is taken, or not of this machine;
+    ValueError: no port.
 
     Example:
       >>> with bind("127.0.0.1", 0) as found:
@@ -74,7 +70,6 @@ class _Connection(h11.Connection):
     is_head_long = False
 
     def next_event(self) -> Any:
-        """As h11's."""
         num_bytes = len(self.trailing_data[0]) if self.their_state is h11.IDLE else 0
         try:
             event = super().next_event()
@@ -95,7 +90,7 @@ class _Protocol(H11Protocol):
         self.conn, self._is_refused = _Connection(h11.SERVER, MAX_HEAD_BYTES), False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Tells every request of it."""
+        """Gives every request the means to close the connection."""
         super().connection_made(transport)
         _tell_early(transport.get_extra_info("socket"))
         app = self.app
@@ -107,7 +102,6 @@ class _Protocol(H11Protocol):
         self.app = call
 
     def data_received(self, data: bytes) -> None:
-        """Passes over what comes after a refusal."""
         if not self._is_refused:
             super().data_received(data)
 
@@ -133,7 +127,7 @@ class _Protocol(H11Protocol):
 
 
 def _tell_early(connection: Any) -> None:
-    """Else a third of the kernel's buffer, which grows to megabytes, has to go before it says that there is room."""
+    """Bounds what the kernel holds: it reports room when a third of its buffer, which grows to megabytes, is free."""
     if connection is not None and connection.family in (socket.AF_INET, socket.AF_INET6):
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _UNSENT_BYTES)
 
@@ -149,7 +143,6 @@ class Server(uvicorn.Server):
         access_log: bool = False,
         on_ready: Callable[["Server"], None] | None = None,
     ) -> None:
-        """Declares; `run` runs. `address` is `http://host:port`, with the port that was found."""
         self.app, self._where, self._on_ready = app, where, on_ready
         host, port = where.getsockname()[:2]
         self.address = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
@@ -170,7 +163,7 @@ class Server(uvicorn.Server):
         super().__init__(config)
 
     async def _asgi(self, scope: Any, receive: Any, send: Any) -> None:
-        """The application; while it stops, each response says that its connection is closed behind it."""
+        """Calls the application; while it stops, each response closes its connection."""
 
         async def send_and_close(message: Any) -> None:
             if message["type"] == "http.response.start" and self.app.is_stopping:
@@ -216,7 +209,7 @@ class Server(uvicorn.Server):
         await super().shutdown(sockets)
 
     async def _stop_listening(self, sockets: list[socket.socket]) -> None:
-        """Takes the connections that are made and wait in the kernel, which would be reset; then refuses others."""
+        """Takes the connections that wait in the kernel, which would be reset; then refuses others."""
         loop, waiting = asyncio.get_running_loop(), list[socket.socket]()
         for where in sockets:
             with contextlib.suppress(OSError):  # none is left
@@ -232,7 +225,7 @@ class Server(uvicorn.Server):
         return _Protocol(self.config, self.server_state, self.lifespan.state)
 
     async def _wait(self, timeout_s: float, goes_on: Callable[[], bool]) -> None:
-        """Some time, unless there is nothing more to wait for, or a second SIGINT."""
+        """Waits, unless there is nothing more to wait for, or a second SIGINT came."""
         loop = asyncio.get_running_loop()
         until = loop.time() + timeout_s
         while not self.force_exit and goes_on() and (rest_s := until - loop.time()) > 0:

@@ -1,13 +1,4 @@
-"""The configuration: JSON as HugeCTR's Hierarchical Parameter Server (HPS) has it, read with HPS's defaults.
-
-Every key that HPS 24.06 or a version before it knows is one of three. It is *honoured*: the field that it becomes says
-what it does. Or it is *without effect*, because jaxsok has nothing that it could set: it is checked, and
-`Config.without_effect` lists it where it was written. Or it is *refused*, because answers or the place of rows would
-differ from what was asked for. A key that no HPS knew is refused as well, with the nearest name: HPS would ignore it in
-silence.
-
-Nothing here opens a table or a device: `sources.py`, `served.py` and `session.py` do.
-"""
+"""Reads a configuration: parsed JSON, checked key by key (keys.py), becomes values (values.py)."""
 
 import dataclasses
 import difflib
@@ -18,7 +9,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
-from jaxsok.serving.config_keys import (
+from jaxsok.serving.config.keys import (
     JAXSOK_KEYS,
     MODEL_KEYS,
     OLDER_BLOCK_KEYS,
@@ -32,12 +23,11 @@ from jaxsok.serving.config_keys import (
     Key,
     Kind,
 )
-from jaxsok.serving.config_values import (
+from jaxsok.serving.config.values import (
     Config,
     ModelConfig,
     PersistentDatabase,
     TableConfig,
-    Tier,
     UpdateSource,
     VolatileDatabase,
     WithoutEffect,
@@ -46,19 +36,19 @@ from jaxsok.serving.config_values import (
 )
 from jaxsok.serving.errors import ConfigError
 
-__all__ = [
-    "Config",
-    "ConfigError",
-    "ModelConfig",
-    "PersistentDatabase",
-    "TableConfig",
-    "Tier",
-    "UpdateSource",
-    "VolatileDatabase",
-    "WithoutEffect",
-    "read",
-]
-
+_BLOCKS = {
+    "the whole": TOP_KEYS,
+    "a model": MODEL_KEYS,
+    "a model's block jaxsok": JAXSOK_KEYS,
+    "volatile_db": VOLATILE_KEYS,
+    "persistent_db": PERSISTENT_KEYS,
+    "update_source": UPDATE_KEYS,
+}
+_NO_VOLATILE = {
+    "redis_cluster": "Redis is not there yet: rows lie in memory of this process",
+    "multi_process_hash_map": "memory shared by processes is not there: serve from one",
+    "rocks_db": "RocksDB is not there yet, and is no volatile database",
+}
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.\-]*://")
 _MODEL_NAME = re.compile(r"[a-zA-Z0-9_\-]{1,120}")
 
@@ -130,7 +120,6 @@ def _object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _parsed(path: pathlib.Path) -> Any:
-    """What is in a JSON file."""
     what = f'config: file "{path}"'
 
     def refused(name: str) -> NoReturn:
@@ -167,7 +156,6 @@ class _Reader:
         self.notes: list[str] = []
 
     def config(self, given: Mapping[str, Any]) -> Config:
-        """All of it."""
         if not isinstance(given, Mapping):
             self.refuse("", given, "an object with supportlonglong and models")
         top = self.block("", given, TOP_KEYS)
@@ -203,30 +191,24 @@ class _Reader:
 
     # One block --------------------------------------------------------------------------------------------------------
 
-    def refuse(self, path: str, got: Any, wanted: str, remedy: str = "") -> NoReturn:
-        """Raises."""
+    def fail(self, path: str, text: str) -> NoReturn:
         file = f'file "{self.file}": ' if self.file else ""
         place = f"{path}: " if path else ""
+        raise ConfigError(f"config: {file}{place}{text}.", path=path)
+
+    def refuse(self, path: str, got: Any, wanted: str, remedy: str = "") -> NoReturn:
         shown = "null" if got is None else json.dumps(got, default=str) if _is_plain(got) else _shown(got)
         if path.endswith("password"):
             shown = "something else"
         end = f"; {remedy}" if remedy else ""
-        raise ConfigError(f"config: {file}{place}got {shown}, wanted {wanted}{end}.", path=path)
-
-    def lack(self, path: str, wanted: str) -> NoReturn:
-        """Raises for a key that has to be there."""
-        file = f'file "{self.file}": ' if self.file else ""
-        raise ConfigError(f"config: {file}{path}: got nothing, wanted {wanted}; the key is required.", path=path)
+        self.fail(path, f"got {shown}, wanted {wanted}{end}")
 
     def block(self, path: str, given: Mapping[str, Any], keys: Mapping[str, Key]) -> dict[str, Any]:
-        """The values of a block, checked, with defaults; what has no effect is written down."""
+        """Checks the values of a block and fills in defaults; notes keys without effect."""
         if isinstance(given, _Twice):
-            file = f'file "{self.file}": ' if self.file else ""
-            at = _joined(path, given.key)
-            raise ConfigError(
-                f"config: {file}{at}: got the key twice, wanted it once; which one counts depends on the reader: "
-                "take one out.",
-                path=at,
+            self.fail(
+                _joined(path, given.key),
+                "got the key twice, wanted it once; which one counts depends on the reader: take one out",
             )
         for name in given:
             if name not in keys:
@@ -239,13 +221,12 @@ class _Reader:
                 if key.reason:
                     self.no_effect(at, given[name], key.reason)
             elif key.default is REQUIRED:
-                self.lack(at, key.kind.wanted)
+                self.fail(at, f"got nothing, wanted {key.kind.wanted}; the key is required")
             else:
                 values[name] = key.default
         return values
 
     def value(self, path: str, given: Any, kind: Kind) -> Any:
-        """One value, as a field has it."""
         parsed = kind.parse(given)
         if parsed is WRONG:
             is_quoted = isinstance(given, str) and kind.parse(_unquoted(given)) is not WRONG
@@ -255,53 +236,36 @@ class _Reader:
         return parsed
 
     def unknown(self, path: str, name: Any, keys: Mapping[str, Key]) -> NoReturn:
-        """Raises for a key that nobody reads."""
         near = difflib.get_close_matches(str(name), keys, 1, 0.6)
-        meant = f'did you mean "{near[0]}"? ' if near else ""
-        elsewhere = [
-            told
-            for told, others in (
-                ("the whole", TOP_KEYS),
-                ("a model", MODEL_KEYS),
-                ("a model's block jaxsok", JAXSOK_KEYS),
-                ("volatile_db", VOLATILE_KEYS),
-                ("persistent_db", PERSISTENT_KEYS),
-                ("update_source", UPDATE_KEYS),
-            )
-            if name in others
-        ]
-        if elsewhere and not near:
+        elsewhere = [block for block, others in _BLOCKS.items() if name in others]
+        meant = ""
+        if near:
+            meant = f'did you mean "{near[0]}"? '
+        elif elsewhere:
             meant = f"it is a key of {elsewhere[0]}: move it there. "
-        file = f'file "{self.file}": ' if self.file else ""
-        at = _joined(path, str(name))
-        raise ConfigError(
-            f"config: {file}{at}: got an unknown key, wanted one of HPS 24.06 or jaxsok; {meant}HPS would ignore it: "
-            "take it out if nothing is meant.",
-            path=at,
+        self.fail(
+            _joined(path, str(name)),
+            f"got an unknown key, wanted one of HPS 24.06 or jaxsok; {meant}HPS would ignore it: take it out if "
+            "nothing is meant",
         )
 
     def no_effect(self, path: str, value: Any, reason: str) -> None:
-        """Writes down a key; the first reason stands."""
+        """Notes a key; the first reason stands."""
         self.without.setdefault(path, WithoutEffect(path, _frozen(value), reason))
 
     # The blocks -------------------------------------------------------------------------------------------------------
 
     def volatile(self, top: Mapping[str, Any]) -> str:
-        """The type of the volatile database."""
         if top["volatile_db"] is None:
             return "parallel_hash_map"
         kind = self.block("volatile_db", top["volatile_db"], VOLATILE_KEYS)["type"]
-        wanted = 'one of "hash_map", "parallel_hash_map", "disabled"'
-        if kind == "redis_cluster":
-            self.refuse("volatile_db.type", kind, wanted, "Redis is not there yet: rows lie in memory of this process")
-        if kind == "multi_process_hash_map":
-            self.refuse("volatile_db.type", kind, wanted, "memory shared by processes is not there: serve from one")
-        if kind == "rocks_db":
-            self.refuse("volatile_db.type", kind, wanted, "RocksDB is not there yet, and is no volatile database")
+        if kind in _NO_VOLATILE:
+            self.refuse(
+                "volatile_db.type", kind, 'one of "hash_map", "parallel_hash_map", "disabled"', _NO_VOLATILE[kind]
+            )
         return kind
 
     def persistent(self, top: Mapping[str, Any]) -> None:
-        """Refuses a persistent database."""
         if top["persistent_db"] is not None:
             kind = self.block("persistent_db", top["persistent_db"], PERSISTENT_KEYS)["type"]
             if kind != "disabled":
@@ -314,7 +278,6 @@ class _Reader:
                 )
 
     def update_source(self, top: Mapping[str, Any]) -> None:
-        """Refuses a source of updates."""
         if top["update_source"] is not None:
             kind = self.block("update_source", top["update_source"], UPDATE_KEYS)["type"]
             if kind is not None:
@@ -327,7 +290,7 @@ class _Reader:
                 )
 
     def database_of(self, models: tuple[ModelConfig, ...], kind: str, *, is_written: bool) -> None:
-        """Refuses models whose rows would have no place; says so where a database stays empty."""
+        """Refuses models whose rows would have no place; notes where a database stays empty."""
         for i, model in enumerate(models):
             if kind == "disabled" and model.tier != "device":
                 what = "without gpucache" if model.tier == "host" else f"with gpucacheper {model.gpucacheper:g}"
@@ -348,7 +311,6 @@ class _Reader:
     # A model ----------------------------------------------------------------------------------------------------------
 
     def model(self, path: str, given: Mapping[str, Any], top: Mapping[str, Any]) -> ModelConfig:
-        """One model."""
         values = self.block(path, given, MODEL_KEYS)
         name = values["model"]
         if not _MODEL_NAME.fullmatch(name):
@@ -379,7 +341,6 @@ class _Reader:
         return model
 
     def tables(self, path: str, values: dict[str, Any]) -> tuple[TableConfig, ...]:
-        """The tables, of the lists that have an entry for each."""
         files = values["sparse_files"]
         if not files:
             self.refuse(f"{path}.sparse_files", [], "at least one path")
@@ -415,14 +376,13 @@ class _Reader:
         return tuple(TableConfig(**dict(zip(PER_TABLE.values(), column, strict=True))) for column in columns)
 
     def refuse_remote(self, path: str, file: str) -> None:
-        """Raises for what is no path of this machine."""
         if _SCHEME.match(file):
             self.refuse(path, file, "a path of this machine", "copy the files here: no remote storage is read")
         if "\0" in file:
             self.refuse(path, file, "a path of this machine", "a path has no zero byte")
 
     def cache_type(self, path: str, given: Mapping[str, Any], values: dict[str, Any]) -> None:
-        """Settles what kind of cache it is, and refuses those that are not there."""
+        """Settles the kind of cache; refuses kinds that are not there."""
         kind, at = values["embedding_cache_type"], f"{path}.embedding_cache_type"
         if values["use_static_table"]:
             if "embedding_cache_type" in given and kind != "static":
@@ -454,7 +414,6 @@ class _Reader:
             )
 
     def of_jaxsok(self, path: str, values: dict[str, Any]) -> tuple[str | None, int]:
-        """The dtype of rows, and spare rows."""
         own = self.block(f"{path}.jaxsok", values["jaxsok"] or {}, JAXSOK_KEYS)
         row_dtype = own["row_dtype"]
         is_static = values["embedding_cache_type"] == "static"
@@ -480,7 +439,6 @@ class _Reader:
         return row_dtype, own["spare_rows"]
 
     def fuse(self, path: str, given: Mapping[str, Any], top: Mapping[str, Any]) -> bool | None:
-        """Whether the tables of a model are fused."""
         every, at = top["fuse_embedding_table"], f"{path}.fuse_embedding_table"
         own = given.get("fuse_embedding_table")
         if own is True and every is False:
@@ -493,7 +451,6 @@ class _Reader:
 
 
 def _filled(kind: Any, given: Mapping[str, Any], **resolved: Any) -> Any:
-    """A block of which all values were checked."""
     names = {field.name for field in dataclasses.fields(kind)}
     values = {name: _frozen(value) for name, value in given.items() if name in names}
     return kind(**{**values, **resolved})
@@ -508,7 +465,6 @@ def _joined(path: str, name: str) -> str:
 
 
 def _frozen(value: Any) -> Any:
-    """A value that does not change with what was given."""
     return tuple(_frozen(one) for one in value) if isinstance(value, list | tuple) else value
 
 
@@ -521,7 +477,6 @@ def _shown(value: Any) -> str:
 
 
 def _unquoted(text: str) -> Any:
-    """What a string would be without its quotes."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from jaxsok.features import Bags
-from jaxsok.serving import wire
 from jaxsok.serving.artifact import BagsInput, KeysInput
 from jaxsok.serving.errors import RequestError, RequestTooLargeError, UnknownTableError
+from jaxsok.serving.http import wire
 from jaxsok.types import PADDING_KEY
 
 Arrays = dict[str, np.ndarray]
@@ -25,19 +25,16 @@ class Samples:
 
     inputs: Mapping[str, np.ndarray | wire.Ragged]
     num_samples: int
-    num_keys: Mapping[str, int]
-    """By table."""
+    num_keys: Mapping[str, int]  # by table
 
 
 class Lookups:
     """Rows of keys."""
 
     op = "lookup"
-    field = "rows"
-    """Of the response."""
+    field = "rows"  # of the response
 
     def __init__(self, session: Any, max_keys: int) -> None:
-        """Declares; `max_keys` is of one request, over all tables."""
         self._session, self._max_keys = session, max_keys
 
     def most_values(self, model: Any) -> tuple[int, Sequence[str]]:
@@ -46,11 +43,7 @@ class Lookups:
         return min(self._max_keys, num_keys), list(model.tables)
 
     def read(self, body: bytes, given: str, model: Any) -> Arrays:
-        """The keys of a body by table, uint64 of any shape.
-
-        Raises:
-          ServingError: anything that the model cannot answer.
-        """
+        """The keys of a body by table, uint64 of any shape; raises a ServingError for what the model cannot answer."""
         op = self.op
         if given == "json":
             wire.check_json(body, *self.most_values(model), op)
@@ -73,19 +66,19 @@ class Lookups:
         return keys
 
     def limits(self, model: Any) -> dict[str, int]:
-        """Of one call, by table."""
+        """The limits of one call, by table."""
         return dict(model.max_keys)
 
     def costs(self, keys: Mapping[str, np.ndarray]) -> dict[str, int]:
-        """What a request adds to those."""
+        """What a request adds to the limits."""
         return {name: array.size for name, array in keys.items()}
 
     def size(self, keys: Mapping[str, np.ndarray]) -> int:
-        """Of a request: its keys."""
+        """The number of keys of a request."""
         return sum(array.size for array in keys.values())
 
     def run(self, model: str, requests: Sequence[Mapping[str, np.ndarray]]) -> list[tuple[Arrays, int]]:
-        """All requests in one call of the session: of each its rows, `[*shape of the keys, dim]`, and the version."""
+        """Runs all requests in one call; gives each its rows, `[*shape of the keys, dim]`, and the version."""
         names = list(dict.fromkeys(name for request in requests for name in request))
         joined = {
             name: np.concatenate([request[name].reshape(-1) for request in requests if name in request])
@@ -112,7 +105,6 @@ class Predictions:
     field = "outputs"
 
     def __init__(self, session: Any, max_keys: int) -> None:
-        """Declares; `max_keys` is of one request, over all inputs."""
         self._session, self._max_keys = session, max_keys
 
     def most_values(self, model: Any) -> tuple[int, Sequence[str]]:
@@ -136,11 +128,7 @@ class Predictions:
         return rest + min(self._max_keys, sum(keys.values())), names
 
     def read(self, body: bytes, given: str, model: Any) -> Samples:
-        """The inputs of a body, all of one number of samples.
-
-        Raises:
-          ServingError: anything that the model cannot answer.
-        """
+        """The inputs of a body, all of one batch size; raises a ServingError for what the model cannot answer."""
         op, specs = self.op, model.inputs
         if given == "json":
             wire.check_json(body, *self.most_values(model), op)
@@ -173,22 +161,22 @@ class Predictions:
         return Samples(inputs, num_samples, num_keys)
 
     def limits(self, model: Any) -> dict[str, int]:
-        """Of one call."""
+        """The limits of one call."""
         return {"samples": model.max_batch_size, **{_cost(name): limit for name, limit in model.max_keys.items()}}
 
     def costs(self, samples: Samples) -> dict[str, int]:
-        """What a request adds to those."""
+        """What a request adds to the limits."""
         return {"samples": samples.num_samples, **{_cost(name): number for name, number in samples.num_keys.items()}}
 
     def size(self, samples: Samples) -> int:
-        """Of a request: its samples."""
+        """The number of samples of a request."""
         return samples.num_samples
 
     def run(self, model: str, requests: Sequence[Samples]) -> list[tuple[Arrays, int]]:
-        """Of each request its outputs, and the version.
+        """Gives each request its outputs, and the version.
 
-        Requests whose samples have one shape share a call if each output of the model has a line for each sample. Else
-        every request has its own: what is no line of a sample (a mean over the batch) is of one client alone.
+        Requests whose samples have one shape share a call if each output of the model has a row for each sample.
+        Otherwise every request has its own: a mean over the batch, say, belongs to one client alone.
         """
         known = self._session.models[model]
         groups: dict[Any, list[int]] = {}
@@ -299,7 +287,6 @@ def _with_ragged(found: Mapping[str, np.ndarray], specs: Mapping[str, Any], op: 
 
 
 def _shapes(samples: Samples) -> Any:
-    """What two requests must have in common to be joined."""
     return tuple(
         (name, "ragged" if isinstance(value, wire.Ragged) else value.shape[1:])
         for name, value in sorted(samples.inputs.items())
@@ -307,7 +294,7 @@ def _shapes(samples: Samples) -> Any:
 
 
 def _join(values: Sequence[Any]) -> Any:
-    """As the session takes it."""
+    """Joins the values of one input as the session takes it."""
     if not isinstance(values[0], wire.Ragged):
         return np.concatenate(values)
     lengths = np.concatenate([value.lengths for value in values])
@@ -319,5 +306,5 @@ def _join(values: Sequence[Any]) -> Any:
 
 
 def _sendable(value: np.ndarray) -> np.ndarray:
-    """Of a dtype that both formats have: what is neither integer nor wide float becomes float32."""
+    """Converts what is neither an integer nor a wide float to float32, so that both formats have its dtype."""
     return value if value.dtype.kind in "iu" or value.dtype in (np.float32, np.float64) else value.astype(np.float32)

@@ -7,7 +7,7 @@ import dataclasses
 import re
 from typing import Any, Literal
 
-from jaxsok.serving.config_keys import MODEL_KEYS, PER_TABLE
+from jaxsok.serving.config.keys import MODEL_KEYS, PER_TABLE
 from jaxsok.serving.errors import UnknownModelError, UnknownTableError
 
 Tier = Literal["device", "cache", "host"]
@@ -17,15 +17,12 @@ Tier = Literal["device", "cache", "host"]
 class WithoutEffect:
     """A key that was written, and sets nothing here."""
 
-    path: str
-    """In the JSON, as `models[0].thread_pool_size`."""
+    path: str  # in the JSON, as `models[0].thread_pool_size`
     value: Any = dataclasses.field(repr=False)  # it may be a password
     """As it was written."""
-    reason: str
-    """Why there is nothing to set."""
+    reason: str  # why there is nothing to set
 
     def __str__(self) -> str:
-        """As the report has it; secrets are not shown."""
         shown = "(not shown)" if self.path.endswith("password") else repr(self.value)
         return f"{self.path} = {shown}: {self.reason}"
 
@@ -37,8 +34,7 @@ class TableConfig:
     name: str
     """`embedding_table_names[i]`; `sparse_embedding<i>` where the list is not written. Of tables in a jaxsok export or
     checkpoint it is the name that they were saved under."""
-    dim: int
-    """`embedding_vecsize_per_table[i]`; files of another dim are refused."""
+    dim: int  # `embedding_vecsize_per_table[i]`; files of another dim are refused
     file: str
     """`sparse_files[i]`: an HPS directory, a folder of `jaxsok.checkpoint.export_full` or `export_delta`, or a step of
     an Orbax checkpoint. A relative path begins where the process runs, as in HPS."""
@@ -53,19 +49,15 @@ class TableConfig:
 class ModelConfig:
     """One of `models`. Fields have HPS's names where HPS has the key."""
 
-    model: str
-    """By which requests name it: letters, digits, `_` and `-`, at most 120."""
-    tables: tuple[TableConfig, ...]
-    """In the order of `sparse_files`; names differ."""
+    model: str  # by which requests name it: letters, digits, `_` and `-`, at most 120
+    tables: tuple[TableConfig, ...]  # in the order of `sparse_files`; names differ
     deployed_device_list: tuple[int, ...]
     """Numbers of devices. The last one is used, as in HPS; the other copies that HPS makes are made by further
     sessions, `open(config, device=...)`."""
     dense_file: str = ""
     """An artifact of `jaxsok.serving.export_model`, which `predict` runs over the tables; "": lookups only."""
-    max_batch_size: int = 64
-    """Samples in a request, at most; larger ones are refused (HPS logs an error)."""
-    gpucache: bool = True
-    """Whether rows lie on the device at all; False: every lookup reads rows in host memory."""
+    max_batch_size: int = 64  # samples in a request, at most; larger ones are refused (HPS logs an error)
+    gpucache: bool = True  # whether rows lie on the device at all; False: every lookup reads rows in host memory
     gpucacheper: float = 0.2
     """Rows of a table that the device's cache holds, as a fraction of all; 1.0 or more: all rows are on the device, and
     nothing can miss."""
@@ -74,15 +66,12 @@ class ModelConfig:
     background; one below it waits for them. 0: never waits; above 1: always does, so that answers are exact."""
     embedding_cache_type: Literal["dynamic", "static"] = "dynamic"
     """"dynamic": a cache over rows in host memory. "static": all rows on the device. `use_static_table` makes it so."""
-    use_static_table: bool = False
-    """The same as `embedding_cache_type` "static"."""
-    num_of_worker_buffer_in_pool: int = 1
-    """Lookups that run at the same time, at most; others wait."""
+    use_static_table: bool = False  # the same as `embedding_cache_type` "static"
+    num_of_worker_buffer_in_pool: int = 1  # lookups that run at the same time, at most; others wait
     cache_refresh_percentage_per_iteration: float = 0.0
     """Fraction of the cached rows that a refresh reads at a time. Above 0 the cache is also filled when a model is
     opened, if `init_ec` is on. 0: no refresh by the clock, as in HPS; `Session.refresh` then reads all at once."""
-    refresh_delay: float = 0.0
-    """Seconds between opening a model and the first refresh of its cache by the clock."""
+    refresh_delay: float = 0.0  # seconds between opening a model and the first refresh of its cache by the clock
     refresh_interval: int = 0
     """Whole seconds from one refresh by the clock to the next; 0: only `Session.refresh` refreshes."""
     init_ec: bool = True
@@ -98,18 +87,12 @@ class ModelConfig:
     as in their files (float32 in HPS directories)."""
     spare_rows: int = 0
     """`jaxsok.spare_rows`: rows of each table that are left free for keys that updates in place bring."""
-    enable_pagelock: bool = False
-    """Without effect where it is False; True is refused for a static model."""
-    maxnum_des_feature_per_sample: int = 26
-    """Without effect."""
-    num_of_refresher_buffer_in_pool: int = 1
-    """Without effect."""
-    use_context_stream: bool = True
-    """Without effect."""
-    use_hctr_cache_implementation: bool = True
-    """Without effect."""
-    thread_pool_size: int = 16
-    """Without effect."""
+    enable_pagelock: bool = False  # without effect where it is False; True is refused for a static model
+    maxnum_des_feature_per_sample: int = 26  # without effect
+    num_of_refresher_buffer_in_pool: int = 1  # without effect
+    use_context_stream: bool = True  # without effect
+    use_hctr_cache_implementation: bool = True  # without effect
+    thread_pool_size: int = 16  # without effect
 
     @property
     def device_id(self) -> int:
@@ -169,8 +152,7 @@ class VolatileDatabase:
     address: str = "127.0.0.1:7000"
     user_name: str = "default"
     password: str = dataclasses.field(default="", repr=False)
-    num_partitions: int | None = None
-    """None: HPS has min(16, cores)."""
+    num_partitions: int | None = None  # none: HPS has min(16, cores)
     allocation_rate: int = 256 * 2**20
     shared_memory_size: int = 16 * 2**30
     shared_memory_name: str = "hctr_mp_hash_map_database"
@@ -196,8 +178,7 @@ class PersistentDatabase:
     """`persistent_db`: not there yet. "rocks_db" is refused; without it no key has an effect."""
 
     type: Literal["disabled"] = "disabled"
-    path: str | None = None
-    """None: HPS has "rocksdb" under the system's folder for temporary files."""
+    path: str | None = None  # none: HPS has "rocksdb" under the system's folder for temporary files
     num_threads: int = 16
     read_only: bool = False
     max_batch_size: int = 65536
@@ -223,22 +204,18 @@ class UpdateSource:
 class Config:
     """A whole configuration, as `read` made it: checked, and with every default filled in."""
 
-    models: tuple[ModelConfig, ...]
-    """At least one; names differ."""
+    models: tuple[ModelConfig, ...]  # at least one; names differ
     supportlonglong: bool
     """True: keys have 64 bits. False: 32 bits, unsigned: keys of files are cut to their low 32 bits, as HPS does, and
     requests with others are refused."""
-    fuse_embedding_table: bool | None = None
-    """For models that do not say; see `ModelConfig.fuse_embedding_table`."""
+    fuse_embedding_table: bool | None = None  # for models that do not say; see `ModelConfig.fuse_embedding_table`
     volatile_db: VolatileDatabase = VolatileDatabase()
     persistent_db: PersistentDatabase = PersistentDatabase()
     update_source: UpdateSource = UpdateSource()
-    without_effect: tuple[WithoutEffect, ...] = ()
-    """Keys that were written and set nothing, by path."""
+    without_effect: tuple[WithoutEffect, ...] = ()  # keys that were written and set nothing, by path
     notes: tuple[str, ...] = dataclasses.field(default=(), compare=False)
     """What a reader of HPS's manual would not expect, as lines of the report."""
-    file: str = dataclasses.field(default="", compare=False)
-    """Where it was read from; "": a mapping."""
+    file: str = dataclasses.field(default="", compare=False)  # where it was read from; "": a mapping
 
     @property
     def key_bits(self) -> Literal[32, 64]:
@@ -327,7 +304,6 @@ def idle_keys(model: ModelConfig) -> dict[str, str]:
 
 
 def _model_to_json(model: ModelConfig) -> dict[str, Any]:
-    """What is honoured of a model."""
     written: dict[str, Any] = {"model": model.model}
     written |= {key: [getattr(table, field) for table in model.tables] for key, field in PER_TABLE.items()}
     written["deployed_device_list"] = list(model.deployed_device_list)
@@ -350,5 +326,4 @@ def steps_of(path: str) -> list[str | int]:
 
 
 def _plain(value: Any) -> Any:
-    """As JSON has it."""
     return [_plain(one) for one in value] if isinstance(value, tuple) else value

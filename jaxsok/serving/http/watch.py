@@ -31,12 +31,18 @@ class Found:
 
 
 class Watcher:
-    """Looks into a folder again and again, in a thread of its own.
+    """Looks into a folder again and again, in a thread of its own that `start` starts.
 
     With one model its exports lie in the folder, or below the model's name; with several below each model's name. An
     export is what `export_full` and `export_delta` write, or HPS directories; `tables` and `dense` beside each other
     below one name are switched together. Names that begin with a dot or end in `.writing`, `.tmp` or `.partial` are
     left alone: write under such a name, then rename, as exports do.
+
+    Args:
+      session: is updated.
+      folder: must exist (FileNotFoundError).
+      interval_s: between two looks.
+      observe: called with the model and "applied", "skipped" or "refused" for each folder.
     """
 
     def __init__(
@@ -47,17 +53,6 @@ class Watcher:
         interval_s: float = 2.0,
         observe: Callable[[str, str], None] | None = None,
     ) -> None:
-        """Declares; `start` starts.
-
-        Args:
-          session: is updated.
-          folder: must exist.
-          interval_s: between two looks.
-          observe: told the model and "applied", "skipped" or "refused" of each folder.
-
-        Raises:
-          FileNotFoundError: no such folder.
-        """
         require_folder(folder)
         self.folder = pathlib.Path(folder)
         self._session, self._interval_s, self._observe = session, interval_s, observe
@@ -87,12 +82,11 @@ class Watcher:
             self._stop.wait(self._interval_s)
 
     def look(self) -> int:
-        """Applies what is new; how many were applied.
+        """Applies what is new; returns how many folders were applied.
 
-        Of the full ones the last that is not refused counts. What stands before something that was applied is skipped,
-        also if it comes later. What cannot be read is refused, and stops no other. A delta that is refused, since its
-        base is not what is served, or since it is damaged, waits: it is tried again when something else was applied,
-        and each minute.
+        The last full export that is not refused counts. What stands before something that was applied is skipped, also
+        if it comes later. A folder that cannot be read is refused, and stops no other. A refused delta waits (its base
+        is not served, or it is damaged): it is tried again when something else was applied, and each minute.
         """
         num_applied = 0
         for model in self._session.models:
@@ -110,7 +104,6 @@ class Watcher:
         return num_applied
 
     def _found(self, model: str) -> list[Found]:
-        """What lies there for a model, in order."""
         below = self.folder / model
         if below.is_dir() and _kind_of(below) is None:
             folders: Iterable[pathlib.Path] = below.iterdir()
@@ -176,11 +169,7 @@ class Watcher:
 
 
 def require_folder(folder: str | os.PathLike[str]) -> None:
-    """Refuses what is no folder.
-
-    Raises:
-      FileNotFoundError: it is none.
-    """
+    """Refuses what is no folder, with a FileNotFoundError."""
     if not pathlib.Path(folder).is_dir():
         raise FileNotFoundError(f'serve: --watch: got "{folder}", wanted a folder that exists.')
 
@@ -190,7 +179,7 @@ def _order(path: pathlib.Path) -> _Order:
 
 
 def _kind_of(path: pathlib.Path) -> Literal["full", "delta"] | None:
-    """Whether a folder is an export, and which; None: it is none, or is not complete yet."""
+    """The kind of an export; None: it is none, or is not complete yet."""
     if not path.is_dir():
         return None
     path = path / "tables" if (path / "tables").is_dir() else path

@@ -67,15 +67,15 @@ class Batcher(Generic[Payload, Result]):
         """Takes requests from now on; work begins with the first.
 
         Args:
-          run: called in a thread with payloads; gives as many results. Where it raises and there are several payloads,
-            it is called with each alone, so that whoever caused the error has it alone.
-          limits: most of each cost in one call, by name; costs without a limit are not summed. A payload that is above
-            a limit by itself goes alone.
+          run: called in a thread with payloads; gives as many results. Where it raises for several payloads, it is
+            called with each alone, so that only the one that caused the error fails.
+          limits: most of each cost in one call, by name; costs without a limit are not summed. A payload above a limit
+            goes alone.
           executor: where `run` is called.
-          max_delay_s: how long the first payload waits for company; 0: not at all.
+          max_delay_s: how long the first payload waits for others; 0: not at all.
           max_waiting: payloads that may wait.
           num_workers: calls at the same time.
-          observe: told the payloads of each call that was run, and whether it had to be split; called in the thread.
+          observe: called in the thread with the payloads of each call, and whether it had to be split.
         """
         self._run, self._limits, self._executor, self._observe = run, dict(limits), executor, observe
         self._max_delay_s, self._max_waiting = max_delay_s, max_waiting
@@ -91,7 +91,7 @@ class Batcher(Generic[Payload, Result]):
         return len(self._waiting)
 
     async def submit(self, payload: Payload, costs: Mapping[str, int]) -> Result:
-        """The payload's result; whoever stops waiting takes the payload out of the queue.
+        """The payload's result; a caller that stops waiting takes the payload out of the queue.
 
         Args:
           payload: what `run` gets, among others.

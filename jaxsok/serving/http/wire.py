@@ -28,11 +28,9 @@ MEDIA_TYPES = (JSON, TENSORS)
 MAX_HEADER_BYTES = 1 << 20
 VALUE_BYTES = {"json": 64, "tensors": 8}
 """Of a body, for each number: JSON has up to 20 digits in quotes, and brackets, spaces and line ends around them."""
-REST_BYTES = 1 << 16
-"""Of a body, for all that is no number and no name."""
+REST_BYTES = 1 << 16  # of a body, for all that is no number and no name
 MAX_NDIM = 8
-PIECE_VALUES = 1 << 14
-"""Numbers of a JSON response that are written in one go: some 10 ms."""
+PIECE_VALUES = 1 << 14  # numbers of a JSON response that are written in one go: some 10 ms
 _MAX_AXIS = 2**31 - 1
 _DTYPES = {
     "U8": "<u1",
@@ -58,12 +56,11 @@ class Ragged:
 
     values: np.ndarray
     lengths: np.ndarray
-    weights: np.ndarray | None = None
-    """float32, one for each key."""
+    weights: np.ndarray | None = None  # float32, one for each key
 
 
 def extent(shape: Iterable[int]) -> int:
-    """What an array of a shape costs as lists: its numbers, where axes of size 0 count as 1, since lists have the rest.
+    """The cost of an array as lists: its numbers, where an axis of size 0 counts as 1, since its outer lists remain.
 
     Example:
       >>> extent([2, 3]), extent([5000, 0])
@@ -82,12 +79,7 @@ def brief(value: Any) -> str:
 
 
 def read_json(body: bytes, what: str, fields: Sequence[str]) -> dict[str, Any]:
-    """The object of a body.
-
-    Args:
-      body: UTF-8.
-      what: begins the messages.
-      fields: the names that it must have, and no others.
+    """The object of a UTF-8 body, which must have exactly these fields; `what` begins the messages.
 
     Raises:
       RequestError: not JSON, a name twice, not an object, other fields.
@@ -138,16 +130,10 @@ def check_json(body: bytes, num_values: int, names: Sequence[str], what: str) ->
     """Refuses what would become many more objects than a request can need, before it is parsed.
 
     Python makes up to 70 bytes of a byte of JSON. Commas, brackets and colons bound its lists, objects and numbers; up
-    to twice as many as are needed are let through, so that what is a little too large is told of in words of its own.
-
-    Args:
-      body: UTF-8.
-      num_values: numbers that a request can need.
-      names: that it may have.
-      what: begins the messages.
+    to twice as many as are needed pass, so that what is only a little too large has a message of its own.
 
     Raises:
-      RequestTooLargeError: more of them.
+      RequestTooLargeError: more than `num_values` numbers and `names` can need.
 
     Example:
       >>> check_json(b'{"keys": {"user": [7, 9]}}', 2, ["user"], "lookup")
@@ -174,11 +160,7 @@ def object_of(value: Any, what: str) -> dict[str, Any]:
 def keys_from_json(value: Any, what: str) -> np.ndarray:
     """Keys of nested lists of one shape: integers, or strings of their digits, from -2**63 to 2**64 - 1.
 
-    Returns:
-      uint64 of the lists' shape; a negative number is the key with the same 64 bits.
-
-    Raises:
-      RequestError: anything else.
+    Gives uint64 of the lists' shape; a negative number is the key with the same 64 bits. RequestError: anything else.
 
     Example:
       >>> keys_from_json([[1, -1], ["18446744073709551614", 9]], "lookup").tolist()
@@ -204,15 +186,10 @@ def keys_from_json(value: Any, what: str) -> np.ndarray:
 
 
 def numbers_from_json(value: Any, dtype: Any, what: str) -> np.ndarray:
-    """Numbers of nested lists of one shape, in a dtype; those that do not fit it are refused.
+    """Numbers of nested lists of one shape, in a dtype.
 
-    Args:
-      value: floats and integers where the dtype is one of floats, else integers; booleans for bool.
-      dtype: of the result.
-      what: begins the messages.
-
-    Raises:
-      RequestError: anything else.
+    Takes floats and integers for a float dtype, else integers, or booleans for bool. RequestError: anything else, or
+    numbers that do not fit the dtype.
 
     Example:
       >>> numbers_from_json([[1, 2.5]], np.float32, "predict").tolist()
@@ -240,7 +217,7 @@ def numbers_from_json(value: Any, dtype: Any, what: str) -> np.ndarray:
 
 
 def ragged_from_json(value: Mapping[str, Any], is_weighted: bool, what: str) -> Ragged:
-    """Of `{"values": [...], "lengths": [...]}`, and `"weights"` where they are wanted.
+    """Bags of `{"values": [...], "lengths": [...]}`, with `"weights"` where they are wanted.
 
     Example:
       >>> ragged_from_json({"values": [7, 7, 9], "lengths": [2, 0, 1]}, False, "predict").lengths.tolist()
@@ -261,8 +238,8 @@ def ragged_from_json(value: Mapping[str, Any], is_weighted: bool, what: str) -> 
 def json_body(name: str, arrays: Mapping[str, np.ndarray], rest: Mapping[str, Any]) -> bytes:
     """A response: `rest`, and below `name` the arrays as nested lists.
 
-    float32 is written as the double of the same value, so nothing is lost. What JSON has no number for is written as
-    the string "NaN", "Infinity" or "-Infinity".
+    float32 is written as the double of the same value, so nothing is lost; numbers that JSON lacks become the strings
+    "NaN", "Infinity" and "-Infinity".
 
     Example:
       >>> json_body("rows", {"user": np.array([[0.5, np.nan]], np.float32)}, {"version": 3})
@@ -277,7 +254,7 @@ def json_body(name: str, arrays: Mapping[str, np.ndarray], rest: Mapping[str, An
 
 
 def _write(array: np.ndarray, parts: list[bytes]) -> None:
-    """Adds an array's text. A piece at a time: other threads wait while one is written, the event loop's among them."""
+    """Adds an array's text, a piece at a time: all other threads wait while one is written, the event loop too."""
     if extent(array.shape) <= PIECE_VALUES:
         parts.append(_dumps(_to_list(array)))
         return
@@ -331,13 +308,7 @@ def _flatten(value: Any, what: str) -> tuple[list[Any], tuple[int, ...], set[typ
 
 
 def _kind(value: Any) -> str:
-    for kinds, name in (
-        (bool, "boolean"),
-        ((int, float), "number"),
-        (str, "string"),
-        (list, "list"),
-        (dict, "object"),
-    ):
+    for kinds, name in ((bool, "boolean"), ((int, float), "number"), (str, "string"), (list, "list"), (dict, "object")):
         if isinstance(value, kinds):
             return name
     return "null"

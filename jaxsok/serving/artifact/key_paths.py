@@ -17,8 +17,7 @@ from jaxsok.types import PADDING_KEY
 _MARK = "jaxsok.keys:"
 _PADDING_WORD = PADDING_KEY & 0xFFFFFFFF
 
-Label = frozenset[str] | None
-"""Inputs whose keys these may be, or padding; None: other numbers."""
+Label = frozenset[str] | None  # inputs whose keys these may be, or padding; None: other numbers
 
 _PASS = frozenset({"name", "copy", "copy_p", "optimization_barrier", "sharding_constraint", "device_put"})
 _CALLS = {
@@ -35,12 +34,11 @@ _CALLS = {
 }
 """Operations that are a call, and where their program is."""
 
-_RAW = frozenset({"ffi_call", "custom_call", *_CALLS})
-"""What may take the rows of a store: lookups do."""
+_RAW = frozenset({"ffi_call", "custom_call", *_CALLS})  # what may take the rows of a store: lookups do
 
 
 def mark(table: str, words: Any) -> Array:
-    """The keys that a lookup reads in a table, the same, and found again in the trace."""
+    """Names the keys of a lookup in the trace, and gives them back."""
     return checkpoint_name(jnp.asarray(words), f"{_MARK}{table}")
 
 
@@ -51,13 +49,12 @@ def found(
 
     Args:
       jaxpr: of the model, closed.
-      inputs: of each argument, the name of the input whose keys it is, or None.
-      raw: of each argument, the tables whose rows it is.
+      inputs: for each argument the input whose keys it is, or None.
+      raw: for each argument the tables whose rows it is.
       tables: all.
 
     Returns:
-      By table the names, none where it is not read; None: keys among them are worked out by the model, or it reads
-      rows without a lookup.
+      Names by table, none where it is not read; None: the model works keys out, or reads rows without a lookup.
     """
     walk = _Walk(tables)
     walk.run(
@@ -70,8 +67,6 @@ def found(
 
 
 class _Walk:
-    """Goes through a program once."""
-
     def __init__(self, tables: Sequence[str]) -> None:
         self.read: dict[str, set[str]] = {table: set() for table in tables}
         self.unknown: set[str] = set()
@@ -79,7 +74,7 @@ class _Walk:
     def run(
         self, jaxpr: Any, labels: Sequence[Label], raw: Sequence[frozenset[str]], consts: Sequence[Any] = ()
     ) -> list[Label]:
-        """Labels of the results of a program, of those of its arguments."""
+        """Labels the results of a program by the labels of its arguments."""
         env: dict[Any, Label] = dict(zip(jaxpr.invars, labels, strict=True))
         rows = dict(zip(jaxpr.invars, raw, strict=True))
         by_lines: set[Any] = set()  # masks that are the same for both words of a key
@@ -142,7 +137,6 @@ class _Walk:
 
 
 def _of_constant(value: Any) -> Label:
-    """Padding, or not."""
     value = np.asarray(value)
     return frozenset() if value.dtype == np.uint32 and (value == _PADDING_WORD).all() else None
 
@@ -161,7 +155,7 @@ def _last(var: Any) -> int:
 
 
 def _has_words(eqn: Any) -> bool:
-    """Whether the last axis of the result is that of words, where it is that of the operand."""
+    """Whether the last axis is still that of the two words of a key."""
     return bool(eqn.outvars[0].aval.ndim) and eqn.outvars[0].aval.shape[-1] == 2
 
 
@@ -197,7 +191,6 @@ _KEEPS: Mapping[str, Callable[[Any], bool]] = {
 
 
 def _inner(eqn: Any) -> Iterator[Any]:
-    """The programs within an operation."""
     for value in eqn.params.values():
         for one in value if isinstance(value, (tuple, list)) else (value,):
             one = getattr(one, "jaxpr", one)

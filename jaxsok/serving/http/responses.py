@@ -11,21 +11,19 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from jaxsok.serving import wire
-from jaxsok.serving.batching import ClosedError, QueueFullError
 from jaxsok.serving.errors import RequestTooLargeError, ServingError, UnknownModelError, UnknownTableError
+from jaxsok.serving.http import wire
+from jaxsok.serving.http.batching import ClosedError, QueueFullError
 
 _log = logging.getLogger(__name__)
 
-CLOSE: Mapping[str, str] = {"Connection": "close"}
-"""For a response before the request was read."""
+CLOSE: Mapping[str, str] = {"Connection": "close"}  # for a response before the request was read
 
 
 class Refusal(Exception):
     """Becomes a response with a status of its own."""
 
     def __init__(self, status: int, code: str, message: str, headers: Mapping[str, str] | None = None) -> None:
-        """Declares."""
         super().__init__(message)
         self.status, self.code, self.headers = status, code, dict(headers or {})
 
@@ -39,12 +37,11 @@ class Busy(Refusal):
     """
 
     def __init__(self, why: str, headers: Mapping[str, str] | None = None) -> None:
-        """Declares."""
         super().__init__(503, "busy", f"{why}; ask again later.", {"Retry-After": "1", **(headers or {})})
 
 
 def stopping(op: str) -> Refusal:
-    """The server ends."""
+    """The refusal of a server that ends."""
     return Refusal(503, "stopping", f"{op}: the server stops.", CLOSE)
 
 
@@ -55,17 +52,17 @@ def to_json(status: int, value: Any, headers: Mapping[str, str] | None = None) -
 
 
 def refused(refusal: Refusal) -> Response:
-    r"""A response that is an error.
+    """An error as a response.
 
     Example:
-      >>> refused(Refusal(404, "unknown_model", "lookup: model: got 'a'.")).body
-      b'{"error":{"code":"unknown_model","message":"lookup: model: got \'a\'."}}'
+      >>> refused(Refusal(404, "unknown_model", "lookup: model: got a.")).body
+      b'{"error":{"code":"unknown_model","message":"lookup: model: got a."}}'
     """
     return to_json(refusal.status, {"error": {"code": refusal.code, "message": str(refusal)}}, refusal.headers)
 
 
 def refusal_of(error: Exception, op: str) -> Refusal:
-    """What a client is told of an error: its own ones in words, of ours that there was one.
+    """What a client hears of an error: the reason of its own errors, and of the server's only that there was one.
 
     Example:
       >>> refusal_of(UnknownTableError("lookup: table: got 'usr'."), "lookup").status
@@ -90,7 +87,7 @@ def refusal_of(error: Exception, op: str) -> Refusal:
 
 
 async def http_error(request: Request, error: Exception) -> Response:
-    """What no route takes."""
+    """The response where no route matches."""
     status = getattr(error, "status_code", 500)
     code, message = {
         404: ("not_found", "there is nothing at this path."),
@@ -100,11 +97,7 @@ async def http_error(request: Request, error: Exception) -> Response:
 
 
 def formats(request: Request, op: str) -> tuple[str, str]:
-    """The format of the body, and that of the response.
-
-    Raises:
-      Refusal: 415 or 406.
-    """
+    """The formats of the body and of the response; raises a Refusal of 415 or 406."""
     content_type = request.headers.get("content-type")
     given = wire.media_type_of(content_type)
     if given is None:

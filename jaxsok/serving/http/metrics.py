@@ -69,11 +69,11 @@ class Metrics:
     def __init__(
         self, stats: Callable[[], Mapping[str, Mapping[str, Any]]], depths: Callable[[], Mapping[tuple[str, str], int]]
     ) -> None:
-        """Registers all of them.
+        """Registers all metrics.
 
         Args:
-          stats: `session.stats` of each model, by name, and its version; called by each scrape.
-          depths: payloads that wait, by endpoint and model; called by each scrape.
+          stats: called at each scrape: `session.stats` of each model and its version, by name.
+          depths: called at each scrape: payloads that wait, by endpoint and model.
         """
         self.registry = prometheus_client.CollectorRegistry()
 
@@ -134,7 +134,6 @@ class _AtScrape(registry.Collector):
 def _filled(
     family: core.CounterMetricFamily | core.GaugeMetricFamily, name: str, stats: Mapping[str, Mapping[str, Any]]
 ) -> Iterable[core.Metric]:
-    """With the models that count this; none of it where none does."""
     found = {model: values[name] for model, values in stats.items() if isinstance(values.get(name), int | float)}
     for model, value in found.items():
         family.add_metric([model], value)

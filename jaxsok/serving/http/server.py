@@ -25,13 +25,13 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from jaxsok.serving import wire
 from jaxsok.serving.artifact import BagsInput, KeysInput
-from jaxsok.serving.batching import Batcher, ClosedError
-from jaxsok.serving.calls import Lookups, Predictions
 from jaxsok.serving.errors import RequestTooLargeError, UnknownModelError
-from jaxsok.serving.metrics import Metrics
-from jaxsok.serving.responses import (
+from jaxsok.serving.http import wire
+from jaxsok.serving.http.batching import Batcher, ClosedError
+from jaxsok.serving.http.calls import Lookups, Predictions
+from jaxsok.serving.http.metrics import Metrics
+from jaxsok.serving.http.responses import (
     CLOSE,
     Busy,
     Refusal,
@@ -42,17 +42,14 @@ from jaxsok.serving.responses import (
     stopping,
     to_json,
 )
-from jaxsok.serving.watch import Watcher
+from jaxsok.serving.http.watch import Watcher
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-_INLINE_BYTES = 1 << 15
-"""Bodies up to this are read and made on the event loop: a thread would cost more than the work."""
-_PIECE_BYTES = 1 << 16
-"""Of a response: at a time on its way to a client, beside as much that its connection holds."""
-ABORT = "jaxsok.abort"
-"""An extension of an ASGI scope: closes the connection without sending what it holds."""
+_INLINE_BYTES = 1 << 15  # bodies up to this are read and made on the event loop: a thread would cost more than the work
+_PIECE_BYTES = 1 << 16  # of a response: at a time on its way to a client, beside as much that its connection holds
+ABORT = "jaxsok.abort"  # an extension of an ASGI scope: closes the connection without sending what it holds
 DISCARD_S = 2.0
 """How long the rest of a refused body is read, so that the client reads the answer, not a closed connection."""
 
@@ -61,39 +58,29 @@ DISCARD_S = 2.0
 class ServerOptions:
     """What a server takes at most, and how long it waits."""
 
-    max_delay_ms: float = 2.0
-    """A request waits so long for others to share its call."""
+    max_delay_ms: float = 2.0  # a request waits so long for others to share its call
     max_body_bytes: int = 16 << 20
     """Of one request; less where the keys and inputs of its model cannot need so many (`wire.body_bytes`)."""
     max_held_bytes: int = 512 << 20
     """Of all requests that are not answered their bodies, then the bodies of their responses until they are sent."""
-    max_requests: int = 256
-    """Requests whose response is not sent."""
-    max_keys: int = 1 << 20
-    """Keys of one request, over all its tables; the model's own limits by table hold as well."""
-    max_json_values: int = 1 << 22
-    """Numbers in one JSON response; the binary format has no such limit."""
-    max_response_bytes: int = 256 << 20
-    """Of the arrays of one response."""
-    body_timeout_s: float = 15.0
-    """For the body to arrive."""
+    max_requests: int = 256  # requests whose response is not sent
+    max_keys: int = 1 << 20  # keys of one request, over all its tables; the model's own limits by table hold as well
+    max_json_values: int = 1 << 22  # numbers in one JSON response; the binary format has no such limit
+    max_response_bytes: int = 256 << 20  # of the arrays of one response
+    body_timeout_s: float = 15.0  # for the body to arrive
     timeout_s: float = 30.0
     """For an answer, from the last byte of the body on: reading it, the queue, the session, writing."""
-    send_timeout_s: float = 30.0
-    """For a client's system to take 64 KiB of its response; then its connection is cut off."""
+    send_timeout_s: float = 30.0  # for a client's system to take 64 KiB of its response; then its connection is cut off
     min_send_rate: float = 1 << 18
     """Bytes a second that a client takes of a response, on the whole, after `send_timeout_s`; else it is cut off."""
     keep_alive_s: float = 5.0
     """A connection without a request is closed after so long; while the server stops, no earlier."""
-    num_workers: int = 2
-    """Calls of the session at the same time, by model and endpoint."""
-    drain_s: float = 0.0
-    """After a signal: still takes requests, while /readyz says that it will not."""
+    num_workers: int = 2  # calls of the session at the same time, by model and endpoint
+    drain_s: float = 0.0  # after a signal: still takes requests, while /readyz says that it will not
     shutdown_s: float = 30.0
     """After that: answers connections that are kept alive, and finishes what it took; then it is cut off."""
 
     def __post_init__(self) -> None:
-        """Refuses numbers that would take nothing."""
         for field in dataclasses.fields(self):
             value, may_be_zero = getattr(self, field.name), field.name in ("max_delay_ms", "drain_s")
             if not (value >= 0 if may_be_zero else value > 0) or not math.isfinite(value):
@@ -102,7 +89,7 @@ class ServerOptions:
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> "ServerOptions":
-        """Those of the command line; what is None, or not there, is as by default.
+        """The options of the command line; one that is None or missing has its default.
 
         Example:
           >>> ServerOptions.of({"max_keys": 7, "timeout_s": None, "port": 80}).max_keys
@@ -114,13 +101,11 @@ class ServerOptions:
 
 @dataclasses.dataclass
 class _Taken:
-    """What a request that was taken holds."""
-
     num_bytes: int = 0
 
 
 class _Endpoint:
-    """What a route calls: it sends its response itself."""
+    """What a route calls; it sends its response itself."""
 
     def __init__(self, call: Callable[[Request, Send], Awaitable[None]]) -> None:
         self._call = call
@@ -132,7 +117,18 @@ class _Endpoint:
 class App:
     """The ASGI application over one session, with its batchers, threads and counters.
 
-    `App(session).asgi` runs under any ASGI server; `serve` runs it under uvicorn.
+    `App(session).asgi` runs under any ASGI server; `serve` runs it under uvicorn. Nothing runs before the application's
+    lifespan begins; the session is closed when it ends.
+
+    Args:
+      session: what `jaxsok.serving.open` gives.
+      options: limits and times.
+      watch: a folder of exports and deltas, see `jaxsok.serving.http.watch`; those that are there are applied before
+        the first request, those that appear as they come.
+      watch_interval_s: between two looks.
+
+    Raises:
+      FileNotFoundError: no folder to watch.
     """
 
     def __init__(
@@ -143,18 +139,6 @@ class App:
         watch: str | os.PathLike[str] | None = None,
         watch_interval_s: float = 2.0,
     ) -> None:
-        """Nothing runs before the application's lifespan begins; the session is closed when it ends.
-
-        Args:
-          session: what `jaxsok.serving.open` gives.
-          options: limits and times.
-          watch: a folder of exports and deltas, see `jaxsok.serving.watch`; those that are there are applied before the
-            first request, those that appear as they come.
-          watch_interval_s: between two looks.
-
-        Raises:
-          FileNotFoundError: no folder to watch.
-        """
         self.session, self.options = session, options or ServerOptions()
         self.metrics = Metrics(self._stats, self._depths)
         self._watcher = None
@@ -255,7 +239,7 @@ class App:
     async def _response(
         self, name: str, answer: Callable[[Request, _Taken], Awaitable[Response]], request: Request, taken: _Taken
     ) -> Response:
-        """What a request gets, whatever happens; what it holds from now on is that."""
+        """Makes the response, whatever happens; from now on the request holds its bytes."""
         begin, model = time.perf_counter(), request.path_params.get("model", "")
         # A client may ask for any name; only those that exist become labels.
         labels = (name, model if model in self.session.models else "")
@@ -281,7 +265,7 @@ class App:
         return response
 
     async def _send(self, response: Response, request: Request, send: Send) -> None:
-        """Sends it in pieces, each when the client has taken most of those before it; cuts off who is too slow."""
+        """Sends in pieces, each when the client has taken most of those before; cuts off clients that are too slow."""
         start = {"type": "http.response.start", "status": response.status_code, "headers": response.raw_headers}
         body = response.body
         try:
@@ -300,7 +284,6 @@ class App:
             await asyncio.sleep(0)  # the protocol hears of it
 
     async def _ask(self, kind: Lookups | Predictions, request: Request, taken: _Taken) -> Response:
-        """From a body to a response: read, checked, run with others, written."""
         model, options = self._model(request, kind.op), self.options
         if isinstance(kind, Predictions) and model.inputs is None:
             message = f'predict: model "{model.name}" has tables only, no dense_file; use lookup.'
@@ -342,11 +325,10 @@ class App:
         return model
 
     def _most_bytes(self, kind: Lookups | Predictions, model: Any, given: str) -> int:
-        """Of a body: no more than the keys and inputs of the model can need."""
         return min(self.options.max_body_bytes, wire.body_bytes(given, *kind.most_values(model)))
 
     async def _body(self, request: Request, taken: _Taken, most: int) -> bytes:
-        """All of it; refused as soon as it is too long."""
+        """Reads the body; refuses it as soon as it is too long."""
         options = self.options
         declared = int(request.headers.get("content-length", "0"))
         if declared > most:
@@ -365,10 +347,7 @@ class App:
                     parts.append(part)
                     taken.num_bytes += len(part)
                     self._held_bytes += len(part)
-                    is_long, is_much = (
-                        taken.num_bytes > most,
-                        self._held_bytes > options.max_held_bytes,
-                    )
+                    is_long, is_much = (taken.num_bytes > most, self._held_bytes > options.max_held_bytes)
                     if is_long or is_much:
                         parts.clear()
                         if more:
@@ -382,7 +361,7 @@ class App:
         return b"".join(parts)
 
     async def _off_loop(self, num_bytes: int, work: Callable[..., T], *arguments: Any) -> T:
-        """Runs it, in a thread if it has much to do."""
+        """Runs the work, in a thread if there is much of it."""
         if num_bytes <= _INLINE_BYTES:
             return work(*arguments)
         if self._bodies is None:
@@ -511,7 +490,7 @@ def _check_response(num_values: int, num_bytes: int, wanted: str, options: Serve
 
 
 def _check_held(held_bytes: int, num_bytes: int, options: ServerOptions, op: str) -> None:
-    """Whether a response may wait until it is sent, beside what others hold. One of a single piece does not wait."""
+    """Refuses a response that may not wait until it is sent, beside what others hold; a single piece does not wait."""
     if num_bytes <= _PIECE_BYTES:
         return
     if num_bytes > options.max_held_bytes:
@@ -523,7 +502,7 @@ def _check_held(held_bytes: int, num_bytes: int, options: ServerOptions, op: str
 
 
 def send_limit_s(num_bytes: int, options: ServerOptions) -> float:
-    """For all of a response: else one that is read piece by piece holds its bytes for hours.
+    """Seconds for all of a response: otherwise one that is read piece by piece holds its bytes for hours.
 
     Example:
       >>> send_limit_s(10 << 20, ServerOptions(send_timeout_s=30.0, min_send_rate=1 << 20))
@@ -542,7 +521,7 @@ def _too_large(got: str, most: int) -> str:
 
 
 async def _discard(request: Request, options: ServerOptions) -> None:
-    """Reads on for a while: a client that still sends would see its connection reset before it reads an answer."""
+    """Reads on for a while: otherwise a client that still sends sees a reset before it reads the answer."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(DISCARD_S):
             num_bytes = 0
@@ -554,7 +533,6 @@ async def _discard(request: Request, options: ServerOptions) -> None:
 
 
 def _told(spec: Any) -> dict[str, Any]:
-    """An input of predict; shapes are of one sample."""
     if isinstance(spec, BagsInput):
         return {"kind": "bags", "table": spec.table, "is_weighted": spec.is_weighted}
     if isinstance(spec, KeysInput):

@@ -1,0 +1,239 @@
+"""Exporting: a model of any of three kinds becomes one program, which takes tables and inputs of any size."""
+
+import os
+import pathlib
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from jaxsok.features import Bags
+from jaxsok.kernels import library
+from jaxsok.serving.artifact import files, key_paths
+from jaxsok.serving.artifact.inputs import BATCH, KINDS, ArrayInput, BagsInput, InputSpec, input_shapes
+from jaxsok.serving.artifact.model import jax_export
+from jaxsok.serving.errors import UnknownTableError
+from jaxsok.serving.frozen import FrozenSpec, FrozenStore, FrozenTables
+from jaxsok.types import COUNTERS
+
+PLATFORMS: tuple[str, ...] = ("cpu", "cuda")
+
+Function: TypeAlias = Callable[[FrozenTables, Mapping[str, Any]], Any]
+
+
+class _TracedSpec(FrozenSpec):
+    """A spec whose table numbers and words are arguments of the program.
+
+    Compared by identity: it is static in traces, and two traces have other arguments.
+    """
+
+    def __init__(self, stores: Any, numbers: Sequence[Any], words: Sequence[Any]) -> None:
+        super().__init__(stores)
+        self.__dict__["places"] = {
+            table.name: (s, numbers[s][i]) for s, tables in enumerate(stores) for i, table in enumerate(tables)
+        }
+        self.__dict__["words"] = tuple(words)
+
+    def read_by(self, table: str, words: Any) -> Any:
+        return key_paths.mark(table, words)
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    def __hash__(self) -> int:
+        return id(self)
+
+
+def export_model(
+    path: str | os.PathLike,
+    model: Any,
+    tables: FrozenTables,
+    inputs: Mapping[str, InputSpec],
+    *,
+    variables: Mapping[str, Any] | None = None,
+    platforms: Sequence[str] = PLATFORMS,
+) -> None:
+    """Writes a model for serving: one program for every batch size and tables of every number of rows.
+
+    Args:
+      path: of a new folder, which is there as a whole or not at all.
+      model: a function of (tables, inputs by name), a module of Flax NNX, or one of Linen. A module is called with the
+        inputs by keyword. It gives an array, or arrays by name. What it closes over, dense parameters too, is in the
+        file, so below 2 GB.
+      tables: of the names, dims and row dtypes that will be served; their rows do not go into the file.
+      inputs: by name.
+      variables: of a Linen module, as `init` made them, with "params" as trained.
+      platforms: "cpu" and "cuda"; neither needs to be there now.
+
+    Raises:
+      FileExistsError: the path is taken, or another process took it while this one wrote.
+      ImportError: without the package flatbuffers.
+      TypeError, ValueError: names the argument; or JAX's words for what it cannot trace with an unknown batch size.
+
+    Note:
+      Sessions pad batches, and the server joins those of several clients, where every result has the batch as its first
+      axis. Such a model has to treat each sample by itself: a mean or a softmax over the batch would see the others. A
+      model with any other result (a mean over the batch, a constant) is called with each request as it is, and compiled
+      for each size that comes.
+
+    Cost:
+      The model is traced and lowered once.
+
+    Example:
+      >>> import tempfile
+      >>> from jaxsok import Records
+      >>> from jaxsok.serving import frozen
+      >>> from jaxsok.serving.fused import lookup
+      >>> records = Records(np.array([7, 9], np.uint64), np.array([[1.0], [2.0]], np.float32))
+      >>> table = frozen.FrozenTable("item", dim=1)
+      >>> tables, _ = frozen.freeze_records([(table, frozen.SizedRecords(2, [records]))])
+      >>> def model(tables, inputs):
+      ...     return lookup(tables, {"item": inputs["item"]})["item"] * inputs["scale"][:, None]
+      >>> with tempfile.TemporaryDirectory() as folder:
+      ...     export_model(f"{folder}/model", model, tables, {"item": KeysInput("item"), "scale": ArrayInput()})
+      ...     served = load_model(f"{folder}/model")
+      >>> served.call(tables, {"item": np.array([9, 7, 8]), "scale": np.array([1.0, 10.0, 1.0])})["output"].tolist()
+      [[2.0], [10.0], [0.0]]
+    """
+    op, path = "export_model", pathlib.Path(path)
+    if os.path.lexists(path):
+        raise FileExistsError(f"{op}: path: got {path}, which exists, wanted a new folder.")
+    if not isinstance(tables, FrozenTables):
+        raise TypeError(f"{op}: tables: got {type(tables).__name__}, wanted FrozenTables, as freeze gives them.")
+    platforms = _check_platforms(op, platforms)
+    inputs = _check_inputs(op, inputs, tables)
+    export, function = jax_export(op), _function_of(op, model, variables)
+    stores = tables.spec.stores
+
+    def program(arrays: Any, numbers: Any, words: Any, given: Mapping[str, Any]) -> dict[str, Array]:
+        bound = FrozenTables(tuple(FrozenStore(*one) for one in arrays), _TracedSpec(stores, numbers, words))
+        out = function(bound, {name: _from_leaves(inputs[name], leaves) for name, leaves in given.items()})
+        return _named(op, out)
+
+    checks = [export.DisabledSafetyCheck.custom_call(target) for target, _ in library.TARGETS]
+    shapes, jitted = _argument_shapes(export, tables, inputs), jax.jit(program)
+    lookups = _lookups(jitted.trace(*shapes).jaxpr, shapes, tables, inputs)
+    exported = export.export(jitted, platforms=platforms, disabled_checks=checks)(*shapes)
+    files.write(path, _serialized(op, exported), {**files.manifest_of(exported, tables, inputs), "lookups": lookups})
+
+
+def _lookups(
+    jaxpr: Any, shapes: Any, tables: FrozenTables, inputs: Mapping[str, InputSpec]
+) -> dict[str, tuple[str, ...] | None]:
+    names: list[str | None] = []
+    raw: list[Sequence[str]] = []
+    for path, leaf in jax.tree.flatten_with_path(shapes)[0]:
+        what, which, rest = path[0].idx, path[1], [one.idx for one in path[2:]]
+        is_keys = what == 3 and not isinstance(inputs[which.key], ArrayInput) and rest in ([], [0])
+        names.append(which.key if is_keys else None)
+        is_rows = what == 0 and rest[0] >= 2  # rows and scales
+        raw.append([table.name for table in tables.spec.stores[which.idx]] if is_rows else [])
+        del leaf
+    return key_paths.found(jaxpr, names, raw, list(tables.tables))
+
+
+def _function_of(op: str, model: Any, variables: Mapping[str, Any] | None) -> Function:
+    """A model of any of three kinds as a function; Flax is not imported for it."""
+    flax = {name: sys.modules.get(f"flax.{name}") for name in ("nnx", "linen")}
+    if flax["linen"] is not None and isinstance(model, flax["linen"].Module):
+        from jaxsok.serving import linen
+
+        if variables is None:
+            raise TypeError(f"{op}: variables: got none, wanted those of the Linen module, as init made them.")
+        return linen.as_function(model, variables)
+    if variables is not None:
+        raise TypeError(f"{op}: variables: got some for {type(model).__name__}, wanted them for a Linen module alone.")
+    if flax["nnx"] is not None and isinstance(model, flax["nnx"].Module):
+        from jaxsok.serving import nnx
+
+        return nnx.as_function(model)
+    if not callable(model):
+        raise TypeError(
+            f"{op}: model: got {type(model).__name__}, wanted a function of (tables, inputs), or a Flax module."
+        )
+    return model
+
+
+def _check_platforms(op: str, platforms: Sequence[str]) -> tuple[str, ...]:
+    if isinstance(platforms, str) or not platforms or not set(platforms) <= set(PLATFORMS):
+        raise ValueError(f"{op}: platforms: got {platforms!r}, wanted some of {list(PLATFORMS)}.")
+    return tuple(dict.fromkeys(platforms))
+
+
+def _check_inputs(op: str, inputs: Any, tables: FrozenTables) -> dict[str, InputSpec]:
+    if not isinstance(inputs, Mapping) or not inputs:
+        raise TypeError(
+            f"{op}: inputs: got {inputs!r}, wanted a mapping from names to KeysInput, BagsInput or ArrayInput."
+        )
+    for name, spec in inputs.items():
+        if not isinstance(name, str) or not name:
+            raise TypeError(f"{op}: inputs: got the name {name!r}, wanted a string.")
+        if not isinstance(spec, tuple(KINDS.values())):
+            raise TypeError(
+                f'{op}: inputs["{name}"]: got {type(spec).__name__}, wanted KeysInput, BagsInput or ArrayInput.'
+            )
+        if not isinstance(spec, ArrayInput) and spec.table not in tables.tables:
+            raise UnknownTableError.of(f'{op}: inputs["{name}"]', spec.table, tables.tables)
+    return dict(inputs)
+
+
+def _argument_shapes(export: Any, tables: FrozenTables, inputs: Mapping[str, InputSpec]) -> tuple[Any, ...]:
+    """The shapes that the program is traced with; every size that may differ later is a symbol."""
+    scope = export.SymbolicScope()
+
+    def symbol(name: str) -> Any:
+        return export.symbolic_shape(name, scope=scope)[0]
+
+    shape = jax.ShapeDtypeStruct
+    arrays, numbers, words = [], [], []
+    for s, (store, spec) in enumerate(zip(tables.stores, tables.spec.stores, strict=True)):
+        capacity = symbol(f"rows_{s}")
+        arrays.append(
+            (
+                shape((symbol(f"buckets_{s}"), store.index.shape[1]), jnp.uint32),
+                shape((len(COUNTERS),), jnp.uint32),
+                shape((capacity, store.rows.shape[1]), store.rows.dtype),
+                tuple(shape((capacity,), one.dtype) for one in store.scales),
+            )
+        )
+        numbers.append(shape((len(spec),), jnp.int32))
+        words.append(shape((symbol(f"tables_{s}"), tables.spec.words[s].shape[1]), jnp.uint32))
+    batch = symbol(BATCH)
+    given = {
+        name: input_shapes(spec, batch, symbol(f"keys_{i}") if isinstance(spec, BagsInput) else 0)
+        for i, (name, spec) in enumerate(inputs.items())
+    }
+    return tuple(arrays), tuple(numbers), tuple(words), given
+
+
+def _from_leaves(spec: InputSpec, leaves: Any) -> Any:
+    if not isinstance(spec, BagsInput):
+        return leaves
+    words, offsets, *weights = leaves
+    return Bags(words, offsets=offsets, weights=weights[0] if weights else None)
+
+
+def _named(op: str, out: Any) -> dict[str, Array]:
+    if not isinstance(out, Mapping):
+        out = {"output": out}
+    if not out:
+        raise ValueError(f"{op}: model: got no results from it, wanted an array, or arrays by name.")
+    for name, one in out.items():
+        if not isinstance(name, str) or not isinstance(one, (jax.Array, np.ndarray)):
+            raise TypeError(
+                f"{op}: model: got {type(one).__name__} as its result {name!r}, wanted an array, or arrays by name."
+            )
+    return {name: jnp.asarray(one) for name, one in out.items()}
+
+
+def _serialized(op: str, exported: Any) -> bytes:
+    try:
+        return bytes(exported.serialize())
+    except (OverflowError, ValueError) as error:
+        raise ValueError(
+            f"{op}: model: got one that jax.export cannot write ({error}), wanted one below 2 GB."
+        ) from error

@@ -1,0 +1,174 @@
+"""The two files of an artifact: a program as `jax.export` writes it, and a manifest that is checked when it is read."""
+
+import dataclasses
+import hashlib
+import json
+import os
+import pathlib
+import secrets
+import shutil
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+import jaxsok
+from jaxsok import manifests, published
+from jaxsok.initializers import InitialRows
+from jaxsok.serving.artifact.inputs import KINDS, InputSpec
+from jaxsok.serving.errors import ServingError
+from jaxsok.serving.frozen import FrozenTable, FrozenTables
+from jaxsok.types import MAX_DIM
+
+FORMAT = "jaxsok-model"
+VERSION = 1
+PROGRAM, MANIFEST = "model.stablehlo", "model.json"
+
+
+class ArtifactError(ServingError):
+    """A folder that is no artifact, is damaged, or was made for something else. Names the file."""
+
+
+def manifest_of(exported: Any, tables: FrozenTables, inputs: Mapping[str, InputSpec]) -> dict[str, Any]:
+    """The manifest of an exported program, without its checksums."""
+    outputs = jax.tree.unflatten(exported.out_tree, exported.out_avals)
+    return {
+        "format": FORMAT,
+        "version": VERSION,
+        "jaxsok": jaxsok.__version__,
+        "jax": jax.__version__,
+        "calling_convention": exported.calling_convention_version,
+        "platforms": list(exported.platforms),
+        "inputs": [{"name": name, **_input_to_json(one)} for name, one in inputs.items()],
+        "outputs": [
+            {
+                "name": name,
+                "shape": [size if isinstance(size, int) else str(size) for size in aval.shape],
+                "dtype": aval.dtype.name,
+            }
+            for name, aval in outputs.items()
+        ],
+        "stores": [
+            {"dim": store[0].dim, "dtype": store[0].dtype, "tables": [_table_to_json(table) for table in store]}
+            for store in tables.spec.stores
+        ],
+    }
+
+
+def _table_to_json(table: FrozenTable) -> dict[str, Any]:
+    initial = {} if table.initial is None else {"initial": table.initial.to_json()}
+    return {"name": table.name, "default": float(table.default), **initial}
+
+
+def table_from_json(value: dict[str, Any], dim: Any, dtype: Any) -> FrozenTable:
+    """A table of a manifest."""
+    initial = InitialRows.from_json(value["initial"]) if "initial" in value else None
+    return FrozenTable(value["name"], dim, value["default"], dtype, initial)
+
+
+def _input_to_json(spec: InputSpec) -> dict[str, Any]:
+    (kind,) = (kind for kind, one in KINDS.items() if type(spec) is one)
+    fields = dataclasses.asdict(spec)
+    return {"kind": kind, **{name: list(one) if isinstance(one, tuple) else one for name, one in fields.items()}}
+
+
+def input_from_json(one: Mapping[str, Any]) -> InputSpec:
+    """An input of a manifest."""
+    kind = KINDS[one["kind"]]
+    fields = {field.name: one[field.name] for field in dataclasses.fields(kind)}
+    return kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()})
+
+
+def _size_of_axis(value: Any) -> None:
+    (manifests.text() if isinstance(value, str) else manifests.integer())(value)
+
+
+def _check_initial(value: Any) -> None:
+    try:
+        InitialRows.from_json(value)
+    except (KeyError, TypeError, ValueError) as error:
+        raise manifests.Wrong(value, f"what InitialRows.to_json gives ({error})") from error
+
+
+_NAME = manifests.text(".+", "a name")
+_MODEL = manifests.entries(
+    {
+        "jax": manifests.text(),
+        "inputs": manifests.list_of(manifests.entries({"name": _NAME, "kind": manifests.one_of(tuple(KINDS))})),
+        "outputs": manifests.list_of(
+            manifests.entries({"name": _NAME, "shape": manifests.list_of(_size_of_axis), "dtype": manifests.text()})
+        ),
+        "stores": manifests.list_of(
+            manifests.entries(
+                {
+                    "dim": manifests.integer(1, MAX_DIM),
+                    "dtype": manifests.text(),
+                    "tables": manifests.list_of(
+                        manifests.entries({"name": _NAME, "default": manifests.number}, {"initial": _check_initial})
+                    ),
+                }
+            )
+        ),
+        "program": manifests.entries({"bytes": manifests.integer(), "sha256": manifests.text()}),
+    },
+    {"lookups": manifests.by_name(manifests.optional(manifests.list_of(_NAME)))},
+)
+"""What a manifest has; the rest of an input is checked where it is made."""
+
+
+def write(path: pathlib.Path, program: bytes, manifest: dict[str, Any]) -> None:
+    """Writes both files into a folder of this writer's own, which then gets its name."""
+    manifest = {**manifest, "program": {"bytes": len(program), "sha256": hashlib.sha256(program).hexdigest()}}
+    manifest["sha256"] = _digest(manifest)
+    folder = published.unfinished(path, secrets.token_hex(8))
+    try:
+        folder.mkdir(parents=True)
+        for name, content in ((PROGRAM, program), (MANIFEST, (json.dumps(manifest, indent=1) + "\n").encode())):
+            with open(folder / name, "wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+        published.publish("export_model", folder, path)
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+
+
+def _digest(manifest: Mapping[str, Any]) -> str:
+    """The checksum of a manifest without its own."""
+    rest = {name: value for name, value in manifest.items() if name != "sha256"}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def read_manifest(op: str, path: pathlib.Path) -> dict[str, Any]:
+    """The manifest of an artifact, checked."""
+    file = path / MANIFEST
+    if not path.is_dir():
+        raise FileNotFoundError(f"{op}: path: got {path}, where there is no folder, wanted one of export_model.")
+    if not file.is_file():
+        raise ArtifactError(f"{op}: {path}: got a folder without {MANIFEST}, wanted one of export_model.")
+    manifest = manifests.parsed(op, file, ArtifactError)
+    if manifest.get("format") != FORMAT:
+        raise ArtifactError(f"{op}: {file}: got format {manifest.get('format')!r}, wanted {FORMAT!r}.")
+    if manifest.get("version") != VERSION:
+        raise ArtifactError(
+            f"{op}: {file}: got version {manifest.get('version')!r}, wanted {VERSION}; export again, or update jaxsok."
+        )
+    if manifest.get("sha256") != _digest(manifest):
+        raise ArtifactError(f"{op}: {file}: got another checksum than it names; it was changed.")
+    manifests.checked(op, file, manifest, _MODEL, ArtifactError)
+    return manifest
+
+
+def read_program(op: str, file: pathlib.Path, wanted: Mapping[str, Any]) -> bytes:
+    """The program of an artifact, checked against its manifest."""
+    try:
+        size = file.stat().st_size
+    except FileNotFoundError as error:
+        raise ArtifactError(f"{op}: {file}: got no such file, wanted the program of the manifest beside it.") from error
+    if size != wanted["bytes"]:
+        raise ArtifactError(f"{op}: {file}: got {size} bytes, wanted {wanted['bytes']}; it was cut or changed.")
+    program = file.read_bytes()
+    if hashlib.sha256(program).hexdigest() != wanted["sha256"]:
+        raise ArtifactError(f"{op}: {file}: got another checksum than the manifest has; it was changed.")
+    return program

@@ -1,0 +1,242 @@
+"""The inputs and outputs of a model: declared, checked when it is called, and padded."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxsok import checks
+from jaxsok import keys as keys_lib
+from jaxsok.features import Bags
+from jaxsok.serving.errors import RequestError
+from jaxsok.serving.padding import padded_size
+from jaxsok.types import PADDING_KEY
+
+BATCH = "b"  # the batch size in shapes
+
+LEAST_BATCH = 8  # samples, and keys of bags, of a padded call, at least
+
+_PADDING_WORD = np.uint32(PADDING_KEY & 0xFFFFFFFF)
+
+
+@dataclasses.dataclass(frozen=True)
+class KeysInput:
+    """Keys, as many for each sample: a caller gives integers `[b, *shape]`, the model gets `uint32[b, *shape, 2]`."""
+
+    table: str  # whose keys they are
+    shape: tuple[int, ...] = ()  # of one sample
+
+    def __post_init__(self) -> None:
+        _check_table(self)
+        _check_shape(self)
+
+
+@dataclasses.dataclass(frozen=True)
+class BagsInput:
+    """A bag of keys for each sample: the model gets `jaxsok.Bags` with offsets, and so does a caller give them.
+
+    Example:
+      >>> BagsInput("item", is_weighted=True).table
+      'item'
+    """
+
+    table: str  # whose keys they are
+    is_weighted: bool = False  # whether each key has a weight
+
+    def __post_init__(self) -> None:
+        _check_table(self)
+
+
+@dataclasses.dataclass(frozen=True)
+class ArrayInput:
+    """Numbers: `[b, *shape]`.
+
+    Example:
+      >>> ArrayInput((13,)).dtype
+      'float32'
+    """
+
+    shape: tuple[int, ...] = ()  # of one sample
+    dtype: str = "float32"
+
+    def __post_init__(self) -> None:
+        _check_shape(self)
+        try:
+            dtype = jnp.dtype(self.dtype)
+        except TypeError as error:
+            raise TypeError(f"ArrayInput: dtype: got {self.dtype!r}, wanted a dtype of numbers.") from error
+        if dtype.itemsize > 4 or not (jnp.issubdtype(dtype, jnp.number) or dtype == np.bool_):
+            raise ValueError(f"ArrayInput: dtype: got {self.dtype!r}, wanted numbers of at most 32 bits.")
+        object.__setattr__(self, "dtype", dtype.name)
+
+
+InputSpec: TypeAlias = KeysInput | BagsInput | ArrayInput
+
+KINDS: dict[str, type] = {"keys": KeysInput, "bags": BagsInput, "array": ArrayInput}
+
+
+@dataclasses.dataclass(frozen=True)
+class OutputSpec:
+    """One of the results of a model."""
+
+    shape: tuple[int | str, ...]  # A number, or a formula of "b", the batch size
+    dtype: str
+
+    @property
+    def is_batched(self) -> bool:
+        """Whether it has a line for each sample."""
+        return bool(self.shape) and self.shape[0] == BATCH
+
+
+def _check_table(one: Any) -> None:
+    if not isinstance(one.table, str) or not one.table:
+        raise TypeError(f"{type(one).__name__}: table: got {one.table!r}, wanted the name of a table.")
+
+
+def _check_shape(one: Any) -> None:
+    try:
+        shape = tuple(one.shape)
+    except TypeError as error:
+        raise TypeError(f"{type(one).__name__}: shape: got {one.shape!r}, wanted that of one sample.") from error
+    if not all(checks.is_integer(size, 1) for size in shape):
+        raise ValueError(f"{type(one).__name__}: shape: got {shape}, wanted that of one sample, sizes from 1.")
+    object.__setattr__(one, "shape", tuple(map(int, shape)))
+
+
+# Inputs of a call ----------------------------------------------------------------------------------------------------
+
+
+def input_shapes(spec: InputSpec, num_samples: Any, num_keys: Any) -> Any:
+    """Shapes of an input of a program; `num_keys` are those of bags. Sizes may be symbolic."""
+    shape = jax.ShapeDtypeStruct
+    if isinstance(spec, KeysInput):
+        return shape((num_samples, *spec.shape, 2), jnp.uint32)
+    if isinstance(spec, BagsInput):
+        weights = (shape((num_keys,), jnp.float32),) if spec.is_weighted else ()
+        return shape((num_keys, 2), jnp.uint32), shape((num_samples + 1,), jnp.int32), *weights
+    return shape((num_samples, *spec.shape), jnp.dtype(spec.dtype))
+
+
+def read_input(what: str, spec: InputSpec, given: Any) -> tuple[Any, int]:
+    """Checks an input; gives it as the program gets it, and its batch size."""
+    if isinstance(spec, KeysInput):
+        words = _words(what, given)
+        if words.ndim < 2 or words.shape[1:-1] != spec.shape:
+            wanted = [BATCH, *spec.shape]
+            raise RequestError(f"{what}: got keys of shape {list(words.shape[:-1])}, wanted {_told(wanted)}.")
+        return words, words.shape[0]
+    if isinstance(spec, BagsInput):
+        return _read_bags(what, spec, given)
+    array = given if isinstance(given, jax.Array) else np.asarray(given)
+    wanted = jnp.dtype(spec.dtype)
+    if not _fits(array.dtype, wanted):
+        raise RequestError(f"{what}: got {array.dtype}{list(array.shape)}, wanted {spec.dtype}.")
+    if array.ndim == 0 or array.shape[1:] != spec.shape:
+        raise RequestError(f"{what}: got shape {list(array.shape)}, wanted {_told([BATCH, *spec.shape])}.")
+    made = array.astype(wanted)
+    if jnp.issubdtype(wanted, jnp.integer) and not np.can_cast(array.dtype, wanted, "safe"):
+        wrong = np.asarray((made != array) | ((made < 0) != (array < 0)))
+        if wrong.any():
+            limits = jnp.iinfo(wanted)
+            raise RequestError(
+                f"{what}: got {np.asarray(array)[wrong][0]}, wanted {limits.min} to {limits.max}, as {spec.dtype} has."
+            )
+    return made, array.shape[0]
+
+
+def _read_bags(what: str, spec: BagsInput, given: Any) -> tuple[Any, int]:
+    if not isinstance(given, Bags):
+        raise RequestError(f"{what}: got {type(given).__name__}, wanted jaxsok.Bags.")
+    if given.inverse is not None:
+        raise RequestError(f"{what}: inverse: got one, wanted none.")
+    if (given.weights is not None) != spec.is_weighted:
+        got, wanted = ("none", "one for each key") if spec.is_weighted else ("some", "none")
+        raise RequestError(f"{what}: weights: got {got}, wanted {wanted}.")
+    words = _words(what, given.keys)
+    shape, offsets = words.shape[:-1], given.offsets
+    if given.lengths is not None and offsets is not None:
+        raise RequestError(f"{what}: got both lengths and offsets, wanted one of them.")
+    if given.lengths is not None:
+        lengths = _integers(f"{what}: lengths", given.lengths)
+        if (lengths < 0).any():
+            raise RequestError(f"{what}: lengths: got negative ones, wanted numbers from 0.")
+        offsets = np.concatenate([[0], np.cumsum(lengths)])
+    elif offsets is not None:
+        offsets = _integers(f"{what}: offsets", offsets)
+    else:
+        if len(shape) not in (1, 2):
+            raise RequestError(f"{what}: got keys of shape {list(shape)}, wanted [{BATCH}] or [{BATCH}, hotness].")
+        offsets = np.arange(shape[0] + 1) * (shape[1] if len(shape) == 2 else 1)
+        words = words.reshape(-1, 2)
+    if words.ndim != 2:
+        raise RequestError(f"{what}: got keys of shape {list(shape)} with lengths or offsets, wanted [num_keys].")
+    num_keys = words.shape[0]
+    if not len(offsets) or (np.diff(offsets) < 0).any() or offsets[0] < 0 or offsets[-1] > num_keys:
+        raise RequestError(
+            f"{what}: offsets: got some that do not rise from 0 to at most {num_keys}, the keys there are."
+        )
+    leaves = [words, offsets.astype(np.int32)]
+    if spec.is_weighted:
+        weights = given.weights if isinstance(given.weights, jax.Array) else np.asarray(given.weights)
+        if weights.shape != shape or not _fits(weights.dtype, jnp.dtype("float32")):
+            raise RequestError(
+                f"{what}: weights: got {weights.dtype}{list(weights.shape)}, wanted float32{list(shape)}, as the keys."
+            )
+        if isinstance(weights, np.ndarray) and not np.isfinite(weights).all():
+            raise RequestError(f"{what}: weights: got infinite or NaN, wanted finite numbers.")
+        leaves.append(weights.astype(jnp.float32).reshape(-1))
+    if num_keys == 0:  # a size of a program is 1 at least; the key is beyond the last bag
+        leaves = [_filled(leaves[0], 1, _PADDING_WORD), leaves[1], *(_filled(one, 1, 0) for one in leaves[2:])]
+    return tuple(leaves), len(offsets) - 1
+
+
+def _words(what: str, keys: Any) -> Any:
+    try:
+        return keys_lib.words_of(keys, "int32", what)
+    except (TypeError, ValueError) as error:
+        raise RequestError(str(error)) from error
+
+
+def _integers(what: str, given: Any) -> np.ndarray:
+    given = np.asarray(given)
+    if given.ndim != 1 or not np.issubdtype(given.dtype, np.integer):
+        raise RequestError(f"{what}: got {given.dtype}{list(given.shape)}, wanted integers of one axis.")
+    return given.astype(np.int64)
+
+
+def _fits(got: Any, wanted: Any) -> bool:
+    """Whether numbers of one dtype may be given for another: the same kind, or integers for floats."""
+    kinds = (jnp.bool_, jnp.integer, jnp.floating)
+    rank = lambda dtype: next((i for i, kind in enumerate(kinds) if jnp.issubdtype(dtype, kind)), -1)  # noqa: E731
+    if rank(got) == -1 or (rank(got) == 0) != (rank(wanted) == 0):
+        return got == wanted
+    return rank(got) <= rank(wanted) and (rank(wanted) == 2 or np.can_cast(got, wanted, "safe") or got == np.int64)
+
+
+def pad_input(leaves: Any, num_samples: int, size: int) -> Any:
+    """Fills an input up to `size` samples: with PADDING_KEY, empty bags, or 0."""
+    if isinstance(leaves, tuple):
+        words, offsets, *weights = leaves
+        num_keys = padded_size(words.shape[0], LEAST_BATCH)
+        last = offsets[-1] if len(offsets) else 0
+        return (
+            _filled(words, num_keys, _PADDING_WORD),
+            _filled(offsets, size + 1, last),
+            *(_filled(one, num_keys, 0) for one in weights),
+        )
+    return _filled(leaves, size, _PADDING_WORD if leaves.dtype == jnp.uint32 else 0)
+
+
+def _filled(array: Any, size: int, value: Any) -> Any:
+    more = size - array.shape[0]
+    if more == 0:
+        return array
+    numbers = jnp if isinstance(array, jax.Array) else np
+    return numbers.concatenate([array, numbers.full((more, *array.shape[1:]), value, array.dtype)])
+
+
+def _told(shape: Sequence[Any]) -> str:
+    return "[" + ", ".join(map(str, shape)) + "]"

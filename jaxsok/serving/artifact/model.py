@@ -1,0 +1,219 @@
+"""Loading: an exported model, which is called with tables and inputs."""
+
+import dataclasses
+import functools
+import os
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import Array
+
+from jaxsok.kernels import library
+from jaxsok.serving.artifact import files
+from jaxsok.serving.artifact.files import ArtifactError
+from jaxsok.serving.artifact.inputs import (
+    LEAST_BATCH,
+    InputSpec,
+    OutputSpec,
+    input_shapes,
+    pad_input,
+    read_input,
+)
+from jaxsok.serving.errors import RequestError, ServingError, UnknownTableError
+from jaxsok.serving.frozen import FrozenSpec, FrozenStore, FrozenTable, FrozenTables
+from jaxsok.serving.padding import padded_size
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ServedModel:
+    """A model that was exported: what it wants, and the call. Made by `load_model`; equal to itself alone."""
+
+    inputs: dict[str, InputSpec]  # by name, in the order of the export
+    outputs: dict[str, OutputSpec]  # by name
+    tables: dict[str, FrozenTable]
+    """That `call` wants, by name. Keys without a row read what the tables that are given say, not what these say."""
+    lookups: dict[str, tuple[str, ...] | None]
+    """By table the inputs whose keys it is looked up by; None: keys are worked out by the model, or it is not known."""
+    platforms: tuple[str, ...]  # that it has a program for
+    path: str  # where it was read from
+    _stores: tuple[tuple[FrozenTable, ...], ...] = dataclasses.field(repr=False)
+    _program: Any = dataclasses.field(repr=False)  # of arrays of tables, numbers, words and leaves; jitted
+
+    @property
+    def is_per_sample(self) -> bool:
+        """Whether every result has a line for each sample; else batches are neither padded nor joined with others."""
+        return all(one.is_batched for one in self.outputs.values())
+
+    def call(self, tables: FrozenTables, inputs: Mapping[str, Any], *, pad: bool = False) -> dict[str, Array]:
+        """Runs the model; gives arrays by name.
+
+        Args:
+          tables: with those that it wants among them, of any number of rows; on one device, where it runs.
+          inputs: all of them, of one batch size. Keys are NumPy integers or `uint32[..., 2]` words, bags are
+            `jaxsok.Bags`, the others NumPy or JAX arrays.
+          pad: whether the batch, and the keys of bags, are filled up to a power of two, and results cut to the batch:
+            so a few programs serve all sizes. Only for models that treat each sample by itself (`is_per_sample` is the
+            least of it): others would count padding as samples.
+
+        Raises:
+          RequestError: inputs that are missing, unknown, of another dtype or shape, or an empty batch without `pad`.
+          UnknownTableError, ServingError: tables that are missing, or of another dim or dtype.
+
+        Cost:
+          One dispatch; for each new size of batch, bags or tables a program is compiled.
+        """
+        if not isinstance(tables, FrozenTables):
+            raise TypeError(f"call: tables: got {type(tables).__name__}, wanted FrozenTables, as freeze gives them.")
+        bound = self._bound(tables)
+        leaves, num_samples = self.read(inputs)
+        if num_samples == 0 and not pad:
+            raise RequestError("call: inputs: got a batch of no samples, wanted one at least; or pad=True.")
+        out = self._program(*bound, self.padded(leaves, num_samples) if pad else leaves)
+        return {
+            name: out[name][:num_samples] if pad and one.is_batched else out[name] for name, one in self.outputs.items()
+        }
+
+    def run(self, tables: FrozenTables, leaves: Mapping[str, Any]) -> dict[str, Array]:
+        """Runs the program over what `read` gave, or `padded`; results have as many lines as that has samples."""
+        out = self._program(*self._bound(tables), leaves)
+        return {name: out[name] for name in self.outputs}
+
+    def compile(self, tables: FrozenTables, leaves: Mapping[str, Any]) -> None:
+        """Compiles the program for tables and leaves (`leaves_of`), whose arrays may be `jax.ShapeDtypeStruct`."""
+        self._program.lower(*self._bound(tables), leaves).compile()
+
+    def leaves_of(self, sizes: Sequence[tuple[int, int]]) -> dict[str, Any]:
+        """Shapes of what the program gets, by what `sizes` gives."""
+        return {
+            name: input_shapes(spec, num_samples, num_keys)
+            for (name, spec), (num_samples, num_keys) in zip(self.inputs.items(), sizes, strict=True)
+        }
+
+    def sizes(self, leaves: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:
+        """Of each input the samples, and the keys of its bags (0 of other inputs): a program is compiled for each."""
+        return tuple(
+            (one[1].shape[0] - 1, one[0].shape[0]) if isinstance(one, tuple) else (one.shape[0], 0)
+            for one in (leaves[name] for name in self.inputs)
+        )
+
+    def padded(self, leaves: Mapping[str, Any], num_samples: int) -> dict[str, Any]:
+        """What `read` gave, filled up to a power of two of samples, and of keys of bags."""
+        size = padded_size(num_samples, LEAST_BATCH)
+        return {name: pad_input(one, num_samples, size) for name, one in leaves.items()}
+
+    def _bound(self, tables: FrozenTables) -> tuple[Any, Any, Any]:
+        stores, numbers, words = _rebound(self._stores, tables.spec)
+        return tuple(_arrays(tables.stores[store]) for store in stores), numbers, words
+
+    def read(self, inputs: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
+        """Checks the inputs of a call; gives what the program gets, before it is padded, and the batch size.
+
+        Raises:
+          RequestError: names input, got and wanted.
+        """
+        if not isinstance(inputs, Mapping):
+            raise RequestError(f"call: inputs: got {type(inputs).__name__}, wanted a mapping from names to arrays.")
+        if inputs.keys() != self.inputs.keys():
+            raise RequestError(f"call: inputs: got {sorted(inputs)}, wanted {sorted(self.inputs)}.")
+        leaves, sizes = {}, {}
+        for name, spec in self.inputs.items():
+            leaves[name], sizes[name] = read_input(f'call: inputs["{name}"]', spec, inputs[name])
+        if len(set(sizes.values())) != 1:
+            raise RequestError(f"call: inputs: got batch sizes {sizes}, wanted one.")
+        return leaves, next(iter(sizes.values()))
+
+
+def load_model(path: str | os.PathLike, device: Any = None) -> ServedModel:
+    """Reads what `export_model` wrote; without the code that made the model.
+
+    Args:
+      path: of the folder.
+      device: of JAX, where the tables lie and it will run; None: the default one.
+
+    Raises:
+      FileNotFoundError: there is none.
+      ArtifactError: it is no artifact, damaged, of a newer version, or not for the platform of the device.
+      ImportError: without the package flatbuffers.
+    """
+    op, path = "load_model", pathlib.Path(path)
+    export = jax_export(op)
+    manifest = files.read_manifest(op, path)
+    program = files.read_program(op, path / files.PROGRAM, manifest["program"])
+    try:
+        exported = export.deserialize(bytearray(program))
+    except Exception as error:  # of many kinds, flatbuffers' own among them
+        raise ArtifactError(
+            f"{op}: {path / files.PROGRAM}: got a program that JAX {jax.__version__} does not read ({error}), wanted "
+            f"one of its time; it was made by JAX {manifest['jax']}. Export again."
+        ) from error
+    device = jax.devices()[0] if device is None else device
+    here = {"gpu": "cuda"}.get(device.platform, device.platform)
+    if here not in exported.platforms:
+        raise ArtifactError(
+            f"{op}: {path}: got a program for {list(exported.platforms)}, wanted one for {here!r}, the platform of "
+            f"{device}, where it is to run; export with it in `platforms`."
+        )
+    try:
+        inputs = {one["name"]: files.input_from_json(one) for one in manifest["inputs"]}
+        outputs = {one["name"]: OutputSpec(tuple(one["shape"]), one["dtype"]) for one in manifest["outputs"]}
+        stores = tuple(
+            tuple(files.table_from_json(one, store["dim"], store["dtype"]) for one in store["tables"])
+            for store in manifest["stores"]
+        )
+        tables = {table.name: table for store in stores for table in store}
+        known = manifest.get("lookups", {})
+        lookups = {name: None if known.get(name) is None else tuple(known[name]) for name in tables}
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ArtifactError(f"{op}: {path / files.MANIFEST}: got {error}, wanted what export_model writes.") from error
+    library.register()
+    platforms = tuple(exported.platforms)
+    return ServedModel(inputs, outputs, tables, lookups, platforms, str(path), stores, jax.jit(exported.call))
+
+
+def jax_export(op: str) -> Any:
+    """The module `jax.export`; ImportError: it lacks what it writes files with."""
+    try:
+        import flatbuffers  # noqa: F401
+    except ImportError as error:
+        raise ImportError(
+            f"{op}: flatbuffers: got no such module, wanted it for the files of jax.export; pip install "
+            "'jaxsok[serving]'."
+        ) from error
+    from jax import export
+
+    return export
+
+
+@functools.lru_cache(maxsize=32)
+def _rebound(
+    wanted: tuple[tuple[FrozenTable, ...], ...], given: FrozenSpec
+) -> tuple[tuple[int, ...], tuple[np.ndarray, ...], tuple[np.ndarray, ...]]:
+    """Finds the tables that a program wants: by store, its number, the tables' numbers, its words."""
+    op, there = "call", {table.name: table for tables in given.stores for table in tables}
+    stores, numbers, words = [], [], []
+    for tables in wanted:
+        places = []
+        for table in tables:
+            if table.name not in there:
+                raise UnknownTableError(f'{op}: tables: got {sorted(there)}, wanted "{table.name}" among them.')
+            got = there[table.name]
+            if (got.dim, got.dtype) != (table.dim, table.dtype):
+                raise ServingError(
+                    f'{op}: tables: got "{table.name}" of {got.dtype}[{got.dim}], wanted {table.dtype}[{table.dim}], '
+                    "of which the model was exported; freeze with that dtype, or export again."
+                )
+            places.append(given.places[table.name])
+        if len({store for store, _ in places}) != 1:
+            names = [table.name for table in tables]
+            raise ServingError(f"{op}: tables: got {names} in several stores, wanted one, as freeze makes it.")
+        stores.append(places[0][0])
+        numbers.append(np.array([number for _, number in places], np.int32))
+        words.append(given.words[places[0][0]])
+    return tuple(stores), tuple(numbers), tuple(words)
+
+
+def _arrays(store: FrozenStore) -> tuple[Any, ...]:
+    return store.index, store.counters, store.rows, store.scales

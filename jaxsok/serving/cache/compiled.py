@@ -1,0 +1,164 @@
+"""The programs of one device cache (programs.py), compiled before they are called, while its lock is free."""
+
+import functools
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxsok.serving.cache import programs
+from jaxsok.serving.frozen import FrozenSpec, FrozenStore, FrozenTables
+from jaxsok.serving.padding import padded_size
+from jaxsok.serving.ready import Beside
+from jaxsok.store import num_buckets_of
+from jaxsok.types import BUCKET_WORDS, COUNTERS
+
+LEAST_KEYS = 256  # keys of the smallest programs; others have powers of two, so that programs are few
+
+_MOST_PADDING = 4  # a lookup is padded to so many times its keys at most, while its own program is compiled,
+_FEW_KEYS = 1 << 14  # or to so many in all: they cost a few milliseconds
+
+Sizes = tuple[int, ...]  # keys of each store
+
+
+class CompiledPrograms:
+    """Which programs of a cache are compiled. Its methods compile one unless it is; JAX keeps what that makes."""
+
+    def __init__(self, spec: FrozenSpec, layout: programs.Layout, stores: Sequence[programs.CacheStore]) -> None:
+        self._spec, self._layout = spec, layout
+        self._forms = jax.tree.map(
+            lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding), tuple(stores)
+        )
+        self._place = self._forms[0].index.sharding
+        self._lock = threading.Lock()
+        # Both grow under `_lock`, which is held while a program is compiled; what is in them is compiled.
+        self._made: set[tuple[Any, ...]] = set()
+        self.query_sizes: frozenset[Sizes] = frozenset()
+        """Sizes for which the query of `lookup` is compiled."""
+        self.beside = Beside()
+
+    def _make(self, key: tuple[Any, ...], *operands: Any) -> None:
+        if key in self._made:
+            return
+        with self._lock:
+            if key not in self._made:
+                programs.make_ready(key[0], *operands)
+                self._made.add(key)
+
+    def query(self, is_expanded: bool, sizes: Sizes) -> None:
+        """The query of `lookup`, which gives each position its row, or of `lookup_tables`."""
+        self._make(
+            ("query", is_expanded, sizes),
+            self._layout,
+            is_expanded,
+            tuple(form.statistics for form in self._forms),
+            tuple((form.index, form.counters, form.slabs) for form in self._forms),
+            tuple(self._keys(size) for size in sizes),
+            np.uint32(0),
+            np.zeros(2, np.uint32),
+        )
+        if is_expanded and sizes not in self.query_sizes:
+            with self._lock:
+                self.query_sizes |= {sizes}
+
+    def padded_sizes(self, least: Sizes) -> Sizes:
+        """The sizes to pad a lookup to: of a query that is compiled and not much larger, else the least.
+
+        Where they are not the least, the query of these is compiled meanwhile.
+        """
+        if least in self.query_sizes:
+            return least
+        most = max(_MOST_PADDING * sum(least), _FEW_KEYS)
+        larger = [
+            sizes
+            for sizes in self.query_sizes
+            if sum(sizes) <= most and all(a >= b for a, b in zip(sizes, least, strict=True))
+        ]
+        if not larger:
+            return least
+        self.beside.offer(least, functools.partial(self.query, True, least))
+        return min(larger, key=lambda sizes: (sum(sizes), sizes))
+
+    def insert(self, s: int, must_leave: bool, size: int) -> None:
+        """An insertion of so many rows into a store, with room or without."""
+        lines = tuple(self._shape((size, slab.shape[1]), slab.dtype) for slab in self._forms[s].slabs)
+        key = ("insert", s, must_leave, size)
+        self._make(key, must_leave, self._forms[s], *self._keys(size), lines, np.uint32(0))
+
+    def has_insert(self, s: int, must_leave: bool, size: int) -> bool:
+        """Whether that is compiled."""
+        return ("insert", s, must_leave, size) in self._made
+
+    def rewrite(self, s: int, size: int, lines: tuple[Any, ...] | None) -> None:
+        """Overwriting cached rows with lines like these, or dropping them."""
+        operands = () if lines is None else (lines,)
+        self._make(("drop" if lines is None else "overwrite", s, size), self._forms[s], *self._keys(size), *operands)
+
+    def find(self, s: int, size: int) -> None:
+        """The search for so many keys."""
+        self._make(("find", s, size), self._forms[s].index, self._forms[s].counters, *self._keys(size))
+
+    def empty(self) -> None:
+        """Dropping everything."""
+        for s, form in enumerate(self._forms):
+            self._make(("emptied", s), form)
+
+    def copy(self, name: str) -> None:
+        """Copies of an array of each store."""
+        for form in self._forms:
+            self._make(("copied", getattr(form, name).shape), getattr(form, name))
+
+    def merge(self, s: int, num_rows: int, num_lines: int) -> None:
+        """Rows of which some are replaced by fetched ones."""
+        slots = self._shape((num_rows,), np.int32)
+        self._make(("merged", s, num_rows, num_lines), self._slabs(s, num_rows), slots, self._slabs(s, num_lines))
+
+    def hide(self, s: int, num_rows: int) -> None:
+        """An index without some rows."""
+        index = self._shape((num_buckets_of(num_rows), BUCKET_WORDS), np.uint32)
+        self._make(("hidden", s, num_rows), index, self._shape((num_rows,), np.bool_))
+
+    def warm_up(self, sizes: Sequence[Sequence[int]], capacities: Sequence[int], *, as_tables: bool) -> None:
+        """All programs of lookups of so many keys of each store, and of the insertion of what misses."""
+        for of_store in sizes:
+            padded = tuple(padded_size(count, LEAST_KEYS) for count in of_store)
+            self.query(not as_tables, padded)
+            for s, size in enumerate(padded) if as_tables else ():
+                if self._spec.stores[s][0].is_quantized:
+                    self.hide(s, size)
+                for step in range((size // LEAST_KEYS).bit_length()):
+                    self.merge(s, size, LEAST_KEYS << step)
+        for s, most in enumerate(map(max, zip(*sizes, strict=True))):
+            size, last = LEAST_KEYS, padded_size(min(most, capacities[s]), LEAST_KEYS)
+            while most and size <= last:
+                for must_leave in (False, True):
+                    self.insert(s, must_leave, size)
+                size *= 2
+
+    def tables_like(self, sizes: Sequence[int]) -> FrozenTables:
+        """What `lookup_tables` gives for so many keys of each store, as shapes without arrays."""
+        stores = []
+        for tables, count in zip(self._spec.stores, sizes, strict=True):
+            size = padded_size(count, LEAST_KEYS)
+            scales = (self._shape((size,), np.float32),) if tables[0].is_quantized else ()
+            index = self._shape((num_buckets_of(size), BUCKET_WORDS), np.uint32)
+            counters = self._shape((len(COUNTERS),), np.uint32)
+            rows = self._shape((size, tables[0].dim), jnp.dtype(tables[0].dtype))
+            stores.append(FrozenStore(index, counters, rows, scales))
+        return FrozenTables(tuple(stores), self._spec)
+
+    def _slabs(self, s: int, size: int) -> tuple[Any, ...]:
+        table = self._spec.stores[s][0]
+        if not table.is_quantized:
+            return (self._shape((size, table.dim), np.float32),)
+        return self._shape((size, table.dim), jnp.dtype(table.dtype)), self._shape((size,), np.float32)
+
+    def _keys(self, size: int) -> tuple[Any, Any]:
+        """Shapes of words and table ids."""
+        return self._shape((size, 2), np.uint32), self._shape((size,), np.uint32)
+
+    def _shape(self, shape: tuple[int, ...], dtype: Any) -> Any:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=self._place)

@@ -1,0 +1,446 @@
+"""A device cache, as its users see it.
+
+The semantics are those of HPS's embedding cache, made exact where HPS approximates. A lookup makes its keys distinct
+and asks the cache. Of each table, the hit rate is hits ÷ distinct keys. Where it reaches the threshold, keys that
+missed read what keys without a row do, and their rows are fetched in the background for later lookups; where it does
+not, the lookup waits for their rows. Rows leave by last use, exactly over a store.
+
+One tick of the clock is one lookup or one insertion. After an insertion a store holds its `capacity` rows of greatest
+(tick of the last use, table, key). This is all there is to the order of replacement.
+
+Keys that no tier has are not cached: they would push real rows out, and a newer version may have them. They miss each
+time, count for the hit rate as misses, and read the table's default, or the row that they would get in training.
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxsok import checks
+from jaxsok.serving.backing import RowSource, SourceReplacedError
+from jaxsok.serving.cache import fetcher, programs
+from jaxsok.serving.cache.changes import Changes
+from jaxsok.serving.cache.compiled import LEAST_KEYS
+from jaxsok.serving.cache.fetcher import Background
+from jaxsok.serving.cache.requests import Fetched, Found, Request
+from jaxsok.serving.cache.stats import CacheStats, Counter, TableCounts
+from jaxsok.serving.cache.stores import DeviceStores
+from jaxsok.serving.errors import UnknownTableError
+from jaxsok.serving.frozen import FrozenSpec, FrozenStore, FrozenTable, FrozenTables
+from jaxsok.serving.padding import fill_up, padded_size
+from jaxsok.store import num_buckets_of
+from jaxsok.types import BUCKET_WORDS, MAX_CAPACITY
+
+MIN_ROWS: int = 64  # rows of a table's share, at least: 2 slabs of 32 rows, as in HPS
+
+
+@dataclasses.dataclass(frozen=True)
+class CachedRows:
+    """What a lookup found."""
+
+    rows: dict[str, np.ndarray]  # float32[*keys.shape, dim] by table; may be read only
+    version: int  # of the source; all rows are of it
+    hit_rates: dict[str, float]  # by table: distinct keys that the cache had ÷ distinct keys; 1.0 of no keys
+
+
+@dataclasses.dataclass(frozen=True)
+class CachedTables:
+    """The rows of some keys as frozen tables, for code that looks up by itself."""
+
+    tables: FrozenTables  # every key that was asked is there; one that no tier has is there with its default
+    version: int
+    hit_rates: dict[str, float]
+
+
+class DeviceCache:
+    """Some rows on the device over a source of all; looked up by many threads. Close it.
+
+    Tables of one dim and dtype share a store and its budget: the sum of their shares, each of which is `fraction` of
+    the rows of the table, and at least `min_rows`. The least recently used row of a store leaves, whatever its table,
+    as in HPS where tables are fused. Rows are cached in the bits of their table's dtype.
+
+    Args:
+      source: of the rows; belongs to the caller, who closes it.
+      fraction: of the rows of each table: HPS's `gpucacheper`.
+      hit_rate_threshold: at this hit rate of a table and above, its misses are fetched in the background. 0: always;
+        above 1: never, so that answers are exact.
+      refresh_fraction: of the cached rows, that `refresh` reads at a time: HPS's
+        `cache_refresh_percentage_per_iteration`; 0: all at once.
+      max_pending: lookups whose misses may wait for the background thread; those beyond are dropped, and counted.
+      min_rows: of each table's share.
+      device: None: the default one.
+
+    Raises:
+      ValueError: an argument out of range, or a store of more rows than there can be; names both.
+
+    Cost:
+      Device: `cache_bytes`. A lookup that hits: one program, and one number for each table read by the host beside the
+      rows. An insertion into a full store reads its records (about 80 bytes a row of capacity in all); lookups of other
+      threads are queued behind it.
+
+    Example:
+      >>> from jaxsok import Records
+      >>> from jaxsok.serving.backing import HostRows
+      >>> from jaxsok.serving.frozen import SizedRecords
+      >>> records = Records(np.array([7, 9], np.uint64), np.array([[1.0], [2.0]], np.float32))
+      >>> source = HostRows.of([(FrozenTable("item", dim=1, default=-1.0), SizedRecords(2, [records]))])
+      >>> with DeviceCache(source, hit_rate_threshold=0.5) as cache:
+      ...     first = cache.lookup({"item": np.array([7, 8])})  # both miss: waits for the row of 7
+      ...     second = cache.lookup({"item": np.array([9, 7])})  # 7 hits: 9 reads the default, and is fetched meanwhile
+      ...     cache.drain()
+      ...     third = cache.lookup({"item": np.array([9, 7])})
+      >>> [found.rows["item"].ravel().tolist() for found in (first, second, third)]
+      [[1.0, -1.0], [-1.0, 1.0], [2.0, 1.0]]
+      >>> [found.hit_rates["item"] for found in (first, second, third)]
+      [0.0, 0.5, 1.0]
+
+    Source: HPS of HugeCTR 24.06, `HugeCTR/src/hps/embedding_cache.cpp`.
+    """
+
+    def __init__(
+        self,
+        source: RowSource,
+        *,
+        fraction: float = 0.2,
+        hit_rate_threshold: float = 0.9,
+        refresh_fraction: float = 0.0,
+        max_pending: int = 16,
+        min_rows: int = MIN_ROWS,
+        device: Any = None,
+    ) -> None:
+        checks.number("DeviceCache: fraction", fraction, checks.ABOVE_ZERO, math.inf, "a number above 0")
+        checks.number("DeviceCache: hit_rate_threshold", hit_rate_threshold, 0, math.inf, "a number from 0")
+        checks.number("DeviceCache: refresh_fraction", refresh_fraction, 0, 1)
+        checks.integer("DeviceCache: max_pending", max_pending, 1)
+        checks.integer("DeviceCache: min_rows", min_rows, 1)
+        self.fraction, self.hit_rate_threshold, self.refresh_fraction = fraction, hit_rate_threshold, refresh_fraction
+        self.device = jax.devices()[0] if device is None else device
+        spec = cached_spec(source.tables.values())
+        self._shares = {name: _share(source, name, fraction, min_rows) for name in source.tables}
+        capacities = [sum(self._shares[table.name] for table in tables) for tables in spec.stores]
+        for tables, capacity in zip(spec.stores, capacities, strict=True):
+            if capacity > MAX_CAPACITY:
+                raise ValueError(
+                    f"DeviceCache: fraction: got {fraction}, {capacity} rows of tables "
+                    f"{[table.name for table in tables]}, wanted at most {MAX_CAPACITY} in one store."
+                )
+        self.stores = DeviceStores(source, spec, capacities, self.device)
+        self._spec, self._compiled = spec, self.stores.compiled
+        self._counter = Counter(source.tables)
+        self._changes = Changes(self.stores, self._counter)
+        self._background = Background(self._fetch_later, max_pending)
+
+    @property
+    def source(self) -> RowSource:
+        """Of the rows, now."""
+        return self.stores.source
+
+    @property
+    def version(self) -> int:
+        """Of the source."""
+        return self.source.version
+
+    @property
+    def tables(self) -> Mapping[str, FrozenTable]:
+        """As the source has them."""
+        return self.source.tables
+
+    @property
+    def capacity(self) -> int:
+        """Rows of all stores."""
+        return sum(self.stores.capacities)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of device memory."""
+        return self.stores.num_bytes
+
+    @property
+    def num_rows(self) -> dict[str, int]:
+        """Rows of each table that are cached now (waits for the device); after `close` none."""
+        counts = self.stores.copies("table_rows")
+        if not counts:
+            return dict.fromkeys(self._spec.places, 0)
+        return {
+            table.name: int(count)
+            for tables, line in zip(self._spec.stores, counts, strict=True)
+            for table, count in zip(tables, np.asarray(line), strict=True)
+        }
+
+    def cached_keys(self) -> dict[str, np.ndarray]:
+        """The keys of each table that are cached now, uint64 (16 bytes a row of capacity are copied to the host)."""
+        return self._changes.cached_keys()
+
+    def stats(self) -> CacheStats:
+        """A copy of the counts."""
+        return self._counter.stats()
+
+    def table_counts(self) -> dict[str, TableCounts]:
+        """A copy of the counts of each table."""
+        return self._counter.tables()
+
+    def lookup(self, keys: Mapping[str, Any]) -> CachedRows:
+        """The rows of keys; those that the cache does not have by the rule of the threshold.
+
+        Args:
+          keys: by table, NumPy integers of any shape. PADDING_KEY reads zeros and is not counted.
+
+        Returns:
+          Rows, all of one version of the source. Keys that no tier has, and those whose rows come in the background,
+          have the default of their table.
+
+        Raises:
+          UnknownTableError, RequestError: before anything is looked up. And what the source raises, if the lookup has
+            to wait for it; the cache is as before.
+
+        Cost:
+          One program where nothing misses; else also the fetch and, of a table that waits, its insertion.
+        """
+        request = Request(self._spec, keys, self._compiled.padded_sizes)
+        found, fetched = self._answer(request, is_expanded=True)
+        rows: dict[str, np.ndarray] = {}
+        of_store: dict[int, np.ndarray] = {}
+        for part in request.parts:
+            if part.store not in of_store:
+                of_store[part.store] = np.asarray(found.rows[part.store][0])
+            lines = of_store[part.store][part.lines]
+            if part.name in fetched:
+                late = fetched[part.name]
+                late = dataclasses.replace(late, rows=fetcher.widen(self.tables[part.name], late.rows))
+                lines = late.put_into(lines, np.asarray(found.inverse[part.store])[part.lines])
+            rows[part.name] = lines.reshape(*part.shape, lines.shape[1])
+        return CachedRows(rows, found.snapshot.version, found.hit_rates)
+
+    def lookup_tables(self, keys: Mapping[str, Any]) -> CachedTables:
+        """As `lookup`, and gives the rows as small frozen tables on the device, for a model that looks up by itself.
+
+        They are `cached_spec(source.tables.values())`, all of them; tables without keys are empty. Rows stay on the
+        device, one for each distinct key.
+        """
+        request = Request(self._spec, keys, lambda least: least)
+        found, fetched = self._answer(request, is_expanded=False)
+        stores = [self._store_of(s, request, found, fetched) for s in range(len(self._spec.stores))]
+        return CachedTables(FrozenTables(tuple(stores), self._spec), found.snapshot.version, found.hit_rates)
+
+    def _store_of(self, s: int, request: Request, found: Found, fetched: Mapping[str, Fetched]) -> FrozenStore:
+        """The rows of a request in one store, as a frozen store of their own."""
+        slabs, table = found.rows[s], self._spec.stores[s][0]
+        num_rows = slabs[0].shape[0]
+        names = [part.name for part in request.parts if part.store == s]
+        late = [fetched[name] for name in names if name in fetched]
+        if late:
+            slots = np.full(num_rows, -1, np.int32)
+            lines = np.concatenate([some.rows for some in late])
+            slots[np.concatenate([some.places for some in late])] = np.arange(len(lines), dtype=np.int32)
+            size = padded_size(len(lines), LEAST_KEYS)
+            self._compiled.merge(s, num_rows, size)
+            parts = tuple(fill_up(part, size) for part in fetcher.parts_of(table, lines))
+            slabs = programs.merged(slabs, *self.stores.put((slots, parts)))
+        rows, *scales = slabs
+        index, counters = found.indices[s]
+        if scales:  # no 8 bits stand for what keys without a row read: the model must not find them
+            is_hidden = np.zeros(num_rows, bool)
+            for name in names:
+                if name in found.missed:
+                    is_hidden[found.missed[name][0]] = True
+            for some in late:
+                is_hidden[some.places] = False
+            if is_hidden.any():
+                self._compiled.hide(s, num_rows)
+                index = programs.hidden(index, self.stores.put(is_hidden))
+        return FrozenStore(index, counters, rows.astype(table.dtype), tuple(scales))
+
+    def fill(self) -> int:
+        """Fills each table's share before the first lookup; returns how many rows came.
+
+        With its hottest rows, or if the source does not know frequencies with its first ones. HPS does so at the start
+        if `init_ec` is on and `cache_refresh_percentage_per_iteration` above 0. With frequencies this reads all rows of
+        the source once; host memory for twice a table's share.
+        """
+        return self._changes.fill(self._shares)
+
+    def refresh(self) -> int:
+        """Overwrites cached rows in place with the source's, `refresh_fraction` of them at a time; returns how many.
+
+        Keys that the source does not have any more leave the cache. The order of replacement stays as it is. Use it
+        where rows change beneath the source (a database); `swap` brings a new version.
+        """
+        return self._changes.refresh(self.refresh_fraction)
+
+    def swap(self, source: RowSource, changed: Mapping[str, Any] | None) -> None:
+        """Goes over to another version of the source: lookups answer from the old one or from the new one, whole.
+
+        Args:
+          source: with the same tables. The old one is not closed; lookups that began before may still read it.
+          changed: the keys whose rows differ, by table, those that are gone among them: where they are cached they are
+            overwritten, or leave if the new version does not have them. None: everything leaves.
+
+        Raises:
+          ValueError, UnknownTableError: other tables; nothing has changed then.
+
+        Cost:
+          A search for the changed keys, ROWS_AT_A_TIME of them on the device, and a fetch of those that are cached
+          before anybody waits; then, while lookups wait for their dispatch, one program for each ROWS_AT_A_TIME of
+          these, and one for each store that rows leave. Device memory for the new rows of the cached ones. Meanwhile
+          changed keys that miss are fetched for those who ask, and not cached.
+        """
+        self._changes.swap(source, changed)
+
+    def warm_up(self, lookups: Iterable[Mapping[str, int]], *, as_tables: bool = False) -> None:
+        """Compiles what lookups need: the programs that ask the cache, and those that insert what missed.
+
+        Without it the first lookup of a new size compiles, and so does the first insertion of a new size. With it, a
+        lookup of fewer keys of some stores is padded to what is compiled, until a thread has compiled its own program;
+        one that would be padded to more than 4 times its keys, and to more than 16,384, compiles. Nothing is looked up
+        or counted. What the source compiles is its own: `HostRows.fetch` does for each table and power of two.
+
+        Args:
+          lookups: how many keys of each table, padding among them, are looked up together; padded to powers of two.
+          as_tables: whether by `lookup_tables`, not by `lookup`.
+
+        Raises:
+          UnknownTableError: nothing is compiled then.
+
+        Cost:
+          On a CPU core about 0.3 s for each size of a lookup, and 0.15 s for each store and each power of two up to its
+          keys.
+        """
+        sizes = [self._by_store("warm_up", num_keys) for num_keys in lookups]
+        self._compiled.warm_up(sizes, self.stores.capacities, as_tables=as_tables)
+
+    def tables_like(self, num_keys: Mapping[str, int]) -> FrozenTables:
+        """What `lookup_tables` gives for so many keys of tables, padding among them, as shapes without arrays."""
+        return self._compiled.tables_like(self._by_store("tables_like", num_keys))
+
+    def _by_store(self, op: str, num_keys: Mapping[str, int]) -> list[int]:
+        sizes = [0] * len(self._spec.stores)
+        for name, count in num_keys.items():
+            if name not in self._spec.places:
+                raise UnknownTableError.of(op, name, self._spec.places)
+            sizes[self._spec.places[name][0]] += count
+        return sizes
+
+    def drain(self) -> None:
+        """Waits until nothing is left to fetch in the background, nor to compile."""
+        self._background.drain()
+        self._compiled.beside.drain()
+
+    def stop_compiling(self) -> None:
+        """Begins to compile nothing more beside lookups: before `close`, where other caches are closed too."""
+        self._compiled.beside.stop()
+
+    def close(self, timeout_s: float | None = None) -> bool:
+        """Drains, stops the background threads and gives the device memory back. Again: nothing.
+
+        Waits `timeout_s` (None: any time) for a program that is compiled beside, which nothing can cut off; returns
+        whether it has ended.
+        """
+        self._compiled.beside.stop()
+        self._background.close()
+        has_ended = self._compiled.beside.close(timeout_s)
+        self.stores.close()
+        return has_ended
+
+    def __enter__(self) -> "DeviceCache":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # Lookups --------------------------------------------------------------------------------------------------------
+
+    def _answer(self, request: Request, *, is_expanded: bool) -> tuple[Found, dict[str, Fetched]]:
+        """What the cache has, and what was waited for."""
+        while True:
+            out, counts, snapshot = self.stores.query(request.batches, is_expanded)
+            found = Found.of(self._spec, request, out, counts, snapshot)
+            waits = {name for name in found.missed if found.hit_rates[name] < self.hit_rate_threshold}
+            fetched: dict[str, Fetched] = {}
+            try:
+                for name in sorted(waits):
+                    places, keys = found.missed[name]
+                    rows, is_found = fetcher.fetch(snapshot.source, name, keys)
+                    fetched[name] = Fetched(places[is_found], keys[is_found], rows[is_found])
+            except SourceReplacedError:
+                self.stores.wait_for_swap(snapshot.epoch)
+                continue
+            break
+        self._insert({name: (late.keys, late.rows) for name, late in fetched.items()}, snapshot.epoch)
+        later = {name: keys for name, (_, keys) in found.missed.items() if name not in waits}
+        is_taken = not later or self._background.offer(later)
+        num_missed = {name: len(keys) for name, (_, keys) in found.missed.items()}
+        self._counter.add(
+            lookups=1,
+            keys=request.num_keys,
+            sync=len(fetched),
+            background=len(later),
+            dropped=0 if is_taken else len(later),
+            fetched=sum(num_missed[name] for name in fetched),
+        )
+        for name, num_distinct in found.num_distinct.items():
+            misses = num_missed.get(name, 0)
+            gone = misses - len(fetched[name].keys) if name in fetched else 0
+            self._counter.add(name, distinct=num_distinct, hits=num_distinct - misses, misses=misses, missing=gone)
+        return found, fetched
+
+    def _insert(self, rows: Mapping[str, tuple[np.ndarray, np.ndarray]], epoch: int) -> None:
+        inserted, evicted = self.stores.insert(rows, epoch)
+        self._counter.add(inserted=inserted, evicted=evicted)
+
+    def _fetch_later(self, missed: Sequence[Mapping[str, np.ndarray]]) -> None:
+        """In the background: for what several lookups left, one fetch and one insertion."""
+        names = sorted({name for some in missed for name in some})
+        keys_of = {name: np.unique(np.concatenate([some[name] for some in missed if name in some])) for name in names}
+        while True:
+            snapshot = self.stores.snapshot()
+            try:
+                rows = {}
+                for name, keys in keys_of.items():
+                    lines, is_found = fetcher.fetch(snapshot.source, name, keys)
+                    rows[name] = keys[is_found], lines[is_found]
+            except SourceReplacedError:
+                self.stores.wait_for_swap(snapshot.epoch)
+                continue
+            except Exception:
+                self._counter.add(failed=1)
+                fetcher.LOG.exception(
+                    "DeviceCache: rows of tables %s could not be fetched; their keys miss again", names
+                )
+                return
+            self._insert(rows, snapshot.epoch)
+            self._counter.add(fetched=sum(map(len, keys_of.values())))
+            for name, keys in keys_of.items():
+                self._counter.add(name, missing=len(keys) - len(rows[name][0]))
+            return
+
+
+def cached_spec(tables: Iterable[FrozenTable]) -> FrozenSpec:
+    """How a cache groups tables: by dim and dtype, as frozen tables are."""
+    return FrozenSpec.of(list(tables))
+
+
+def cache_bytes(tables: Mapping[FrozenTable, int]) -> dict[str, int]:
+    """Bytes of device memory of a cache that holds so many rows of tables.
+
+    Example:
+      >>> cache_bytes({FrozenTable("user", dim=128): 1_000_000})
+      {'rows': 512000000, 'index': 32000000, 'records': 16000000, 'statistics': 8000000}
+    """
+    spec = cached_spec(tables)
+    rows_of = {table.name: num_rows for table, num_rows in tables.items()}
+    capacities = [sum(rows_of[table.name] for table in of_store) for of_store in spec.stores]
+    return {
+        "rows": sum(n * store[0].row_bytes for n, store in zip(capacities, spec.stores, strict=True)),
+        "index": sum(4 * BUCKET_WORDS * num_buckets_of(n) for n in capacities),
+        "records": 16 * sum(capacities),
+        "statistics": 8 * sum(capacities),
+    }
+
+
+def _share(source: RowSource, name: str, fraction: float, min_rows: int) -> int:
+    num_rows = source.num_rows(name)
+    return max(min_rows, math.ceil(min(fraction, 1.0) * num_rows))

@@ -1,0 +1,162 @@
+"""Rows from the source below a device cache, as it stores them: at once, or by a thread for those who ask later."""
+
+import logging
+import queue
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxsok.records import Records
+from jaxsok.serving import quantize
+from jaxsok.serving.backing import RowSource
+from jaxsok.serving.frozen import FrozenTable, rounded
+
+LOG = logging.getLogger("jaxsok.serving")
+
+
+def fetch(source: RowSource, name: str, keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Rows of a table as a cache stores them, float32 or `packed`, and which are there."""
+    table = source.tables[name]
+    if table.is_quantized:
+        numbers, scales, is_found = source.fetch_quantized(name, keys)
+        shapes, wanted = (numbers.shape, scales.shape), ((len(keys), table.dim), (len(keys),))
+        dtypes = numbers.dtype, scales.dtype
+        if shapes != wanted or dtypes != (jnp.dtype(table.dtype), np.float32) or is_found.shape != wanted[1]:
+            raise RuntimeError(
+                f'DeviceCache: table "{name}": got {dtypes} of {shapes} of {type(source).__name__}.'
+                f"fetch_quantized, wanted {table.dtype} and float32 of {wanted}."
+            )
+        return packed(numbers, scales), np.asarray(is_found, bool)
+    rows, is_found = source.fetch(name, keys)
+    wanted = (len(keys), table.dim)
+    if rows.shape != wanted or rows.dtype != np.float32 or is_found.shape != wanted[:1]:
+        raise RuntimeError(
+            f'DeviceCache: table "{name}": got {rows.dtype}{list(rows.shape)} and found{list(is_found.shape)} of '
+            f"{type(source).__name__}.fetch, wanted float32{list(wanted)} and bool[{wanted[0]}]."
+        )
+    return round_rows(table, rows), np.asarray(is_found, bool)
+
+
+def round_rows(table: FrozenTable, rows: np.ndarray) -> np.ndarray:
+    """Rounds rows to what a store holds: an answer is the same whether its row was cached or fetched."""
+    if table.dtype == "float32":
+        return np.asarray(rows, np.float32)
+    return rounded(rows, table.dtype).astype(np.float32)
+
+
+def packed(numbers: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    """Quantized rows as one array, their bytes: numbers, and behind them the scale.
+
+    Example:
+      >>> lines = packed(np.array([[1, -2]], np.int8), np.array([0.5], np.float32))
+      >>> lines.shape, [part.tolist() for part in parts_of(FrozenTable("item", dim=2, dtype="int8"), lines)]
+      ((1, 6), [[[1, -2]], [0.5]])
+    """
+    return np.concatenate([numbers.view(np.uint8), scales.astype(np.float32)[:, None].view(np.uint8)], axis=1)
+
+
+def parts_of(table: FrozenTable, lines: np.ndarray) -> tuple[np.ndarray, ...]:
+    """Rows as `fetch` gives them, or the numbers and scales of `packed` ones."""
+    if not table.is_quantized:
+        return (lines,)
+    numbers, scales = np.ascontiguousarray(lines[:, :-4]), np.ascontiguousarray(lines[:, -4:])
+    return numbers.view(jnp.dtype(table.dtype)), scales.view(np.float32)[:, 0]
+
+
+def widen(table: FrozenTable, lines: np.ndarray) -> np.ndarray:
+    """Rows as `fetch` gives them, as float32."""
+    return quantize.dequantized(*parts_of(table, lines)) if table.is_quantized else lines
+
+
+def hottest(chunks: Iterable[Records], num_rows: int) -> tuple[np.ndarray, np.ndarray]:
+    """Keys and rows of the rows of highest frequency, of equal ones the first; without frequencies the first ones."""
+    keys, rows = [], []
+    frequencies: list[np.ndarray] | None = []
+    num_kept = 0
+    for records in chunks:
+        keys.append(records.keys)
+        rows.append(records.rows)
+        num_kept += records.num_rows
+        if records.frequency is None or frequencies is None:
+            frequencies = None
+            if num_kept >= num_rows:
+                break
+            continue
+        frequencies.append(records.frequency)
+        if num_kept > 2 * num_rows:
+            keys, rows, frequencies = ([array] for array in _top(keys, rows, frequencies, num_rows))
+            num_kept = len(keys[0])
+    if not keys:
+        return np.zeros(0, np.uint64), np.zeros((0, 1), np.float32)
+    if frequencies is None:
+        return np.concatenate(keys)[:num_rows], np.concatenate(rows)[:num_rows]
+    return _top(keys, rows, frequencies, num_rows)[:2]
+
+
+def _top(keys: Any, rows: Any, frequencies: Any, num_rows: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    frequency = np.concatenate(frequencies)
+    order = np.argsort(-frequency.astype(np.int64), kind="stable")[:num_rows]
+    return np.concatenate(keys)[order], np.concatenate(rows)[order], frequency[order]
+
+
+class Background:
+    """A thread that fetches what lookups left; all that waits is fetched together. The first offer starts it."""
+
+    def __init__(self, work: Callable[[Sequence[Mapping[str, np.ndarray]]], None], max_pending: int) -> None:
+        self._work = work
+        self._queue: queue.Queue[Mapping[str, np.ndarray] | None] = queue.Queue(max_pending)
+        self._lock = threading.Lock()
+        # Both change under `_lock`: nothing enters the queue behind the None of `close`.
+        self._thread: threading.Thread | None = None
+        self._is_closed = False
+
+    def offer(self, missed: Mapping[str, np.ndarray]) -> bool:
+        """Whether there was room for it."""
+        with self._lock:
+            if self._is_closed:
+                return False
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="jaxsok-device-cache", daemon=True)
+                self._thread.start()
+            try:
+                self._queue.put_nowait(missed)
+            except queue.Full:
+                return False
+            return True
+
+    def drain(self) -> None:
+        """Waits until nothing is left."""
+        self._queue.join()
+
+    def close(self) -> None:
+        """Drains and stops."""
+        with self._lock:
+            is_first, self._is_closed = not self._is_closed, True
+            thread = self._thread
+        if thread is not None:
+            if is_first:
+                self._queue.put(None)
+            thread.join()
+
+    def _run(self) -> None:
+        is_last = False
+        while not is_last:
+            waiting = [self._queue.get()]
+            while waiting[-1] is not None:
+                try:
+                    waiting.append(self._queue.get_nowait())
+                except queue.Empty:
+                    break
+            is_last = waiting[-1] is None
+            try:
+                missed = [keys for keys in waiting if keys is not None]
+                if missed:
+                    self._work(missed)
+            except Exception:
+                LOG.exception("DeviceCache: an insertion failed; the keys miss again")
+            finally:
+                for _ in waiting:
+                    self._queue.task_done()

@@ -1,0 +1,129 @@
+"""What a lookup of a device cache is on the host: the keys of a request, what the cache has, what was fetched."""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from jaxtyping import Array
+
+from jaxsok import keys as keys_lib
+from jaxsok.serving.cache.compiled import LEAST_KEYS
+from jaxsok.serving.cache.programs import Queried
+from jaxsok.serving.cache.stores import Snapshot
+from jaxsok.serving.errors import RequestError, UnknownTableError
+from jaxsok.serving.frozen import FrozenSpec
+from jaxsok.serving.padding import padded_size
+from jaxsok.types import NO_ROW, PADDING_KEY
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """The keys of one table among those of its store."""
+
+    name: str
+    store: int
+    lines: slice
+    shape: tuple[int, ...]
+
+
+class Request:
+    """Keys, checked and packed by store: each store's are one array, so that programs differ in few sizes.
+
+    `choose` gives the sizes that the stores' keys are padded to, from the least powers of two that have room for them.
+    """
+
+    def __init__(
+        self, spec: FrozenSpec, keys: Mapping[str, Any], choose: Callable[[tuple[int, ...]], tuple[int, ...]]
+    ) -> None:
+        if not isinstance(keys, Mapping):
+            raise RequestError(f"lookup: keys: got {type(keys).__name__}, wanted a mapping from tables to keys.")
+        words: list[list[np.ndarray]] = [[] for _ in spec.stores]
+        ids: list[list[np.ndarray]] = [[] for _ in spec.stores]
+        sizes = [0] * len(spec.stores)
+        self.parts: list[Part] = []
+        self.num_keys = 0
+        for name, given in keys.items():
+            if name not in spec.places:
+                raise UnknownTableError.of("lookup", name, spec.places)
+            given = np.asarray(given)
+            if given.size == 0 and given.dtype == np.float64:
+                given = given.astype(np.int64)  # of an empty list
+            try:
+                of_table = keys_lib.to_words(np.atleast_1d(given), f'lookup: table "{name}"').reshape(-1, 2)
+            except TypeError as error:
+                raise RequestError(str(error)) from error
+            store, number = spec.places[name]
+            words[store].append(of_table)
+            ids[store].append(np.full(len(of_table), number, np.uint32))
+            end = sizes[store] + len(of_table)
+            self.parts.append(Part(name, store, slice(sizes[store], end), given.shape))
+            sizes[store] = end
+            self.num_keys += int((keys_lib.from_words(of_table) != np.uint64(PADDING_KEY)).sum())
+        self.batches = []
+        most = choose(tuple(padded_size(size, LEAST_KEYS) for size in sizes))
+        for s, size in enumerate(sizes):
+            padded = keys_lib.padding_words((most[s],))
+            padded_ids = np.zeros(len(padded), np.uint32)
+            if size:
+                np.concatenate(words[s], out=padded[:size])
+                np.concatenate(ids[s], out=padded_ids[:size])
+            self.batches.append((padded, padded_ids))
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """What a query gave, as the host knows it."""
+
+    rows: Sequence[tuple[Array, ...]]  # by store: of each position, or of each distinct key; see `Queried`
+    inverse: Sequence[Array]  # by store and position, the place among the distinct keys
+    indices: Sequence[tuple[Array, Array]]  # by store, index and counters over the distinct keys
+    hit_rates: dict[str, float]
+    missed: dict[str, tuple[np.ndarray, np.ndarray]]
+    """By table with misses: their places among the distinct keys of the store, and the keys."""
+    num_distinct: dict[str, int]  # by table
+    snapshot: Snapshot  # whose rows these are
+
+    @classmethod
+    def of(cls, spec: FrozenSpec, request: Request, out: Queried, counts: np.ndarray, snapshot: Snapshot) -> "Found":
+        """Reads hit rates, and where there are misses their keys."""
+        starts = np.cumsum([0, *(len(tables) for tables in spec.stores)])
+        distinct, rates, missed = {}, {}, {}
+        records: dict[int, tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
+        for part in request.parts:
+            s, number = spec.places[part.name]
+            num_distinct, num_missed = counts[starts[s] + number, :2].tolist()
+            distinct[part.name] = num_distinct
+            # Not 1 - misses ÷ distinct, which may miss a threshold of 0.1 by rounding.
+            rates[part.name] = (num_distinct - num_missed) / num_distinct if num_distinct else 1.0
+            if not num_missed:
+                continue
+            if s not in records:
+                lines, row_ids = np.asarray(out.records[s]), np.asarray(out.row_ids[s])
+                keys = keys_lib.from_words(lines[:, :2])
+                places = np.flatnonzero((row_ids == NO_ROW) & (keys != np.uint64(PADDING_KEY)))
+                records[s] = places, keys[places], lines[places, 2]
+            places, keys, ids = records[s]
+            missed[part.name] = places[ids == number], keys[ids == number]
+        return cls(out.rows, out.inverse, out.indices, rates, missed, distinct, snapshot)
+
+
+@dataclasses.dataclass(frozen=True)
+class Fetched:
+    """Rows that a lookup waited for, of one table."""
+
+    places: np.ndarray  # among the distinct keys of the store
+    keys: np.ndarray
+    rows: np.ndarray  # as `fetcher.fetch` gives them
+
+    def put_into(self, lines: np.ndarray, inverse: np.ndarray) -> np.ndarray:
+        """Lines of positions, with these rows where they belong."""
+        if not len(self.places):
+            return lines
+        last = inverse.max(initial=0, where=inverse != NO_ROW)
+        slots = np.full(int(max(self.places.max(), last)) + 2, -1, np.int64)
+        slots[self.places] = np.arange(len(self.places))
+        slot = slots[np.minimum(inverse, np.uint32(len(slots) - 1)).astype(np.int64)]
+        lines = np.array(lines)
+        lines[slot >= 0] = self.rows[slot[slot >= 0]]
+        return lines

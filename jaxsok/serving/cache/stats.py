@@ -1,0 +1,74 @@
+"""What a device cache counts."""
+
+import dataclasses
+import threading
+from collections.abc import Iterable
+
+
+@dataclasses.dataclass
+class CacheStats:
+    """What happened since the cache was made. Keys are distinct ones of one lookup, but for `keys`.
+
+    Example:
+      >>> CacheStats(distinct=4, hits=3, misses=1).hit_rate
+      0.75
+    """
+
+    lookups: int = 0
+    keys: int = 0  # occurrences, without padding
+    distinct: int = 0
+    hits: int = 0
+    misses: int = 0
+    sync: int = 0  # tables of lookups that waited for rows
+    background: int = 0  # tables of lookups that answered misses with the default
+    dropped: int = 0
+    """Tables of lookups whose misses are not fetched, because too much was waiting; they will miss again."""
+    fetched: int = 0  # keys asked of the source because they missed
+    missing: int = 0  # fetched keys that no tier has
+    inserted: int = 0
+    evicted: int = 0  # rows that left because others came
+    refreshed: int = 0  # rows overwritten by `refresh` and `swap`
+    removed: int = 0  # rows that left by `refresh` and `swap`: their keys are gone, or everything was dropped
+    failed: int = 0  # background fetches whose source raised; logged
+    swaps: int = 0
+
+    @property
+    def hit_rate(self) -> float:
+        """Of all lookups together; 1.0 before the first."""
+        return self.hits / self.distinct if self.distinct else 1.0
+
+
+@dataclasses.dataclass
+class TableCounts:
+    """What became of the keys of one table since the cache was made, as in `CacheStats`."""
+
+    distinct: int = 0
+    hits: int = 0
+    misses: int = 0
+    missing: int = 0
+
+
+class Counter:
+    """The counts of one cache, added up by many threads."""
+
+    def __init__(self, tables: Iterable[str]) -> None:
+        self._lock = threading.Lock()
+        # Changed and copied under `_lock`: a copy has all of an `add`, or none of it.
+        self._stats, self._tables = CacheStats(), {name: TableCounts() for name in tables}
+
+    def add(self, table: str | None = None, **more: int) -> None:
+        """Adds to the counts of all tables together, and to those of a table if one is named."""
+        with self._lock:
+            for counts in (self._stats, *([self._tables[table]] if table else [])):
+                for name, number in more.items():
+                    setattr(counts, name, getattr(counts, name) + number)
+
+    def stats(self) -> CacheStats:
+        """A copy of the counts of all tables together."""
+        with self._lock:
+            return dataclasses.replace(self._stats)
+
+    def tables(self) -> dict[str, TableCounts]:
+        """A copy of the counts of each table."""
+        with self._lock:
+            return {name: dataclasses.replace(counts) for name, counts in self._tables.items()}

@@ -1,0 +1,338 @@
+"""The cached rows on the device, the source that they are of, and the lock of both."""
+
+import contextlib
+import dataclasses
+import secrets
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from jaxsok.serving.backing import RowSource
+from jaxsok.serving.cache import programs
+from jaxsok.serving.cache.compiled import LEAST_KEYS, CompiledPrograms
+from jaxsok.serving.cache.fetcher import parts_of
+from jaxsok.serving.errors import ServingError
+from jaxsok.serving.frozen import FrozenSpec, FrozenTable
+from jaxsok.serving.padding import fill_up, key_words, padded_size
+from jaxsok.store import num_buckets_of
+from jaxsok.types import COUNTERS, NO_ROW
+
+_LAST_TICK = 2**32 - 2
+_MAX_SALTS = 8  # below one lookup in 10^9 needs a second one
+_NO_KEYS = np.zeros(0, np.uint64)
+_WAIT_S = 120.0  # for the swap that follows an update in place
+
+Rows = Mapping[str, tuple[np.ndarray, Any]]
+"""By table distinct keys, and their rows as `fetcher.fetch` gives them, or None."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Snapshot:
+    """The source of the rows at one time, and the number of swaps before."""
+
+    source: RowSource
+    epoch: int
+    version: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """Keys of one store, padded, on the device."""
+
+    store: int
+    num_keys: int
+    words: Array
+    ids: Array
+    lines: tuple[Array, ...] | None  # their rows; None: they have none, or leave
+
+    @property
+    def size(self) -> int:
+        """Keys and padding."""
+        return self.words.shape[0]
+
+
+class DeviceStores:
+    """The arrays of all stores of a cache.
+
+    One tick of the clock is one query or one insertion; both run in the order of their ticks. The arrays are donated
+    from program to program, so each dispatch happens under the lock, and compiling does not (compiled.py).
+    """
+
+    def __init__(self, source: RowSource, spec: FrozenSpec, capacities: Sequence[int], device: Any) -> None:
+        self.spec, self.capacities, self.device = spec, capacities, device
+        self.layout = programs.Layout(spec)
+        self._salt = np.frombuffer(secrets.token_bytes(8), np.uint32)  # of a query's scratch index; any will do
+        self.lock = threading.Lock()
+        self._swapped = threading.Condition(self.lock)
+        # Written under `lock` alone. All rows in `arrays` are of `_source`; no key of `_leaving` is inserted. Store s
+        # has `_most_rows[s]` rows in use at most, so below its capacity none must leave. Closed: no arrays.
+        self.arrays = tuple(
+            self._new_store(len(tables), tables[0], capacity)
+            for tables, capacity in zip(spec.stores, capacities, strict=True)
+        )
+        self._most_rows = [0] * len(self.arrays)
+        self._clock = 0
+        self._source, self._epoch = source, 0
+        self._leaving: Mapping[str, np.ndarray] = {}  # keys by table, sorted, that a swap is about to change
+        self.compiled = CompiledPrograms(spec, self.layout, self.arrays)
+
+    @property
+    def source(self) -> RowSource:
+        """The source of the rows, now."""
+        return self._source
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of device memory."""
+        with self.lock:
+            return sum(leaf.nbytes for leaf in jax.tree.leaves(self.arrays))
+
+    def snapshot(self) -> Snapshot:
+        """The source and its epoch, of one time."""
+        with self.lock:
+            return self._snapshot()
+
+    def query(self, batches: Sequence[Any], is_expanded: bool) -> tuple[programs.Queried, np.ndarray, Snapshot]:
+        """Asks for words and table ids by store; the results, their counts on the host, and whose rows they are."""
+        operands = self.put(tuple(batches))
+        self.compiled.query(is_expanded, tuple(words.shape[0] for words, _ in operands))
+        for _ in range(_MAX_SALTS):
+            with self.lock:
+                self.require_open()
+                clock = self._tick()
+                statistics, out = programs.query(
+                    self.layout,
+                    is_expanded,
+                    tuple(store.statistics for store in self.arrays),
+                    tuple((store.index, store.counters, store.slabs) for store in self.arrays),
+                    operands,
+                    clock,
+                    self._salt,
+                )
+                self.arrays = tuple(
+                    dataclasses.replace(store, statistics=new)
+                    for store, new in zip(self.arrays, statistics, strict=True)
+                )
+                snapshot = self._snapshot()
+            counts = np.asarray(out.counts)
+            if not counts[:, 2].any():
+                return out, counts, snapshot
+            self._salt = np.frombuffer(secrets.token_bytes(8), np.uint32)
+        raise ServingError(f"lookup: keys: got some that find no place under {_MAX_SALTS} salts, wanted others.")
+
+    def insert(self, rows: Rows, epoch: int) -> tuple[int, int]:
+        """Inserts rows in one tick, if the source is still that of the epoch; how many came and went."""
+        while True:
+            leaving = self._leaving
+            kept = {name: _without(*some, leaving.get(name, _NO_KEYS)) for name, some in rows.items()}
+            batches = list(self.batches(kept, are_bounded=True))
+            if not batches:
+                return 0, 0
+            counts = []
+            with self.lock:
+                if self._epoch != epoch or not self.arrays:
+                    return 0, 0
+                if self._leaving is not leaving:  # a swap has begun, or failed
+                    continue
+                bounds = [self._most_rows[batch.store] + batch.num_keys for batch in batches]
+                chosen = [
+                    (batch.store, bound > self.capacities[batch.store], batch.size)
+                    for batch, bound in zip(batches, bounds, strict=True)
+                ]
+                if all(self.compiled.has_insert(*one) for one in chosen):
+                    clock, stores = self._tick(), list(self.arrays)
+                    for batch, (s, must_leave, _), bound in zip(batches, chosen, bounds, strict=True):
+                        stores[s], *counted = programs.insert(
+                            must_leave, stores[s], batch.words, batch.ids, batch.lines, clock
+                        )
+                        self._most_rows[s] = min(bound, self.capacities[s])
+                        counts.append(counted)
+                    self.arrays = tuple(stores)
+                    break
+            for one in chosen:  # while others look up; then what must leave may be otherwise
+                self.compiled.insert(*one)
+        return _summed(counts)
+
+    def contains(self, name: str, keys: np.ndarray) -> np.ndarray:
+        """Which keys of a table are cached."""
+        (batch,) = self.batches({name: (keys, None)})
+        self.compiled.find(batch.store, batch.size)
+        with self.lock:
+            self.require_open()
+            store = self.arrays[batch.store]
+            row_ids = programs.find(store.index, store.counters, batch.words, batch.ids)
+        return np.asarray(row_ids)[: len(keys)] != NO_ROW
+
+    def rewrite(self, batches: Sequence[Batch]) -> tuple[int, int]:
+        """Overwrites the cached rows of batches, and drops those of batches without lines; how many of both."""
+        self._ready_to_rewrite(batches)
+        with self.lock:
+            self.require_open()
+            counts = self._rewrite(batches)
+        return _summed(counts)
+
+    @contextlib.contextmanager
+    def leaving(self, keys: Mapping[str, np.ndarray]) -> Iterator[None]:
+        """Keeps insertions of these keys out: those that are cached when this begins are all."""
+        with self.lock:
+            self.require_open()
+            self._leaving = keys
+        try:
+            yield
+        finally:
+            with self.lock:
+                self._leaving = {}
+
+    def swap(self, source: RowSource, batches: Sequence[Batch] | None) -> tuple[int, int]:
+        """Rewrites, and goes over to another source in the same instant. No batches (None): drops everything."""
+        if batches is None:
+            self.compiled.empty()
+        else:
+            self._ready_to_rewrite(batches)
+        with self.lock:
+            self.require_open()
+            counts = self._drop_all() if batches is None else self._rewrite(batches)
+            self._source, self._epoch = source, self._epoch + 1
+            self._swapped.notify_all()
+        return _summed(counts)
+
+    def wait_for_swap(self, epoch: int) -> None:
+        """Waits until the source of an epoch is replaced, or the stores are closed."""
+        with self.lock:
+            if not self._swapped.wait_for(lambda: self._epoch != epoch or not self.arrays, _WAIT_S):
+                raise ServingError(
+                    f"lookup: source: got one that was updated in place, and no swap for {_WAIT_S} s, wanted "
+                    "DeviceCache.swap to its newer version."
+                )
+
+    def copies(self, name: str, *, is_required: bool = False) -> list[Array]:
+        """An array of each store as it is now: a later program may take the store's own. Closed: none, or refused."""
+        self.compiled.copy(name)
+        with self.lock:
+            if is_required:
+                self.require_open()
+            return [programs.copied(getattr(store, name)) for store in self.arrays]
+
+    def close(self) -> None:
+        """Gives the device memory back."""
+        with self.lock:
+            self.arrays = ()
+            self._swapped.notify_all()
+
+    def require_open(self) -> None:
+        """Refuses calls after `close`."""
+        if not self.arrays:
+            raise ServingError("DeviceCache: got a call after close, wanted none; open another.")
+
+    def batches(self, rows: Rows, *, are_bounded: bool = False) -> Iterator[Batch]:
+        """Keys of tables by store, on their way to the device; with a bound no more than a store has room for."""
+        parts: dict[int, list[Any]] = {}
+        for name, (keys, lines) in rows.items():
+            s, number = self.spec.places[name]
+            parts.setdefault(s, []).append((np.full(len(keys), number, np.uint32), keys, lines))
+        for s, some in parts.items():
+            ids, keys = (np.concatenate([part[i] for part in some]) for i in range(2))
+            lines = None if some[0][2] is None else np.concatenate([part[2] for part in some])
+            if are_bounded and lines is not None and len(keys) > self.capacities[s]:
+                last = np.sort(np.lexsort((keys, ids))[-self.capacities[s] :])
+                ids, keys, lines = ids[last], keys[last], lines[last]
+            if len(keys):
+                yield self._batch(s, keys, ids, lines)
+
+    def _batch(self, s: int, keys: np.ndarray, ids: np.ndarray, lines: np.ndarray | None) -> Batch:
+        size, table = padded_size(len(keys), LEAST_KEYS), self.spec.stores[s][0]
+        slabs = None
+        if lines is not None:
+            rows, *scales = parts_of(table, lines)
+            parts = rows.astype(jnp.dtype(table.dtype), copy=False), *(scale[:, None] for scale in scales)
+            slabs = tuple(fill_up(part, size) for part in parts)
+        return Batch(s, len(keys), *self.put((key_words(keys, size), fill_up(ids, size), slabs)))
+
+    def put(self, tree: Any) -> Any:
+        """Arrays on the device."""
+        return jax.device_put(tree, self.device)
+
+    # Called under the lock -------------------------------------------------------------------------------------------
+
+    def _snapshot(self) -> Snapshot:
+        return Snapshot(self._source, self._epoch, self._source.version)
+
+    def _tick(self) -> np.uint32:
+        if self._clock >= _LAST_TICK:
+            self._renumber()
+        self._clock += 1
+        return np.uint32(self._clock)
+
+    def _renumber(self) -> None:
+        """Ticks from 1 on, in the same order: the clock has 32 bits. Waits for the device."""
+        statistics = [np.array(store.statistics) for store in self.arrays]
+        ticks, ranks = np.unique(np.concatenate([lines[:, 0] for lines in statistics]), return_inverse=True)
+        start, stores = 0, []
+        for store, lines in zip(self.arrays, statistics, strict=True):
+            lines[:, 0] = ranks.ravel()[start : start + len(lines)]
+            start += len(lines)
+            stores.append(dataclasses.replace(store, statistics=self._owned(lines)))
+        self.arrays, self._clock = tuple(stores), len(ticks)
+
+    def _rewrite(self, batches: Sequence[Batch]) -> list[tuple[Any, Any]]:
+        stores, counts = list(self.arrays), []
+        for batch in batches:
+            store = stores[batch.store]
+            if batch.lines is None:
+                stores[batch.store], num_dropped = programs.drop(store, batch.words, batch.ids)
+                counts.append((0, num_dropped))
+            else:
+                stores[batch.store], num_written = programs.overwrite(store, batch.words, batch.ids, batch.lines)
+                counts.append((num_written, 0))
+        self.arrays = tuple(stores)
+        return counts
+
+    def _drop_all(self) -> list[tuple[Any, Any]]:
+        emptied = [programs.emptied(store) for store in self.arrays]
+        self.arrays, self._most_rows = tuple(store for store, _ in emptied), [0] * len(emptied)
+        return [(0, num_removed) for _, num_removed in emptied]
+
+    # Not under the lock ----------------------------------------------------------------------------------------------
+
+    def _ready_to_rewrite(self, batches: Sequence[Batch]) -> None:
+        for batch in batches:
+            self.compiled.rewrite(batch.store, batch.size, batch.lines)
+
+    def _owned(self, array: np.ndarray) -> Array:
+        """A buffer of the device's own, which may be donated."""
+        return jax.device_put(array, self.device, may_alias=False)
+
+    def _new_store(self, num_tables: int, table: FrozenTable, capacity: int) -> programs.CacheStore:
+        counters = np.zeros(len(COUNTERS), np.uint32)
+        counters[[COUNTERS.index("salt_low"), COUNTERS.index("salt_high")]] = np.frombuffer(
+            secrets.token_bytes(8), np.uint32
+        )
+        with jax.default_device(self.device):
+            index, table_rows, records, statistics = _new_arrays(num_buckets_of(capacity), num_tables, capacity)
+            rows = jnp.zeros((capacity, table.dim), table.dtype)
+            scales = (jnp.zeros((capacity, 1), jnp.float32),) if table.is_quantized else ()
+        state = (index, self._owned(counters), table_rows, rows, records, statistics, scales)
+        return programs.CacheStore(*jax.device_put(state, self.device))
+
+
+def _summed(counts: Sequence[Sequence[Any]]) -> tuple[int, int]:
+    """The sums of pairs of numbers on the device; waits for it."""
+    first, second = (sum(int(np.asarray(pair[i])) for pair in counts) for i in range(2))
+    return first, second
+
+
+def _without(keys: np.ndarray, rows: np.ndarray, leaving: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Keys and rows, but for those of keys in a sorted array."""
+    if not len(leaving):
+        return keys, rows
+    place = np.minimum(np.searchsorted(leaving, keys), len(leaving) - 1)
+    stays = leaving[place] != keys
+    return keys[stays], rows[stays]
+
+
+_new_arrays = jax.jit(programs.empty_arrays, static_argnums=(0, 1, 2))

@@ -1,0 +1,49 @@
+"""A lock for many readers or one writer."""
+
+import contextlib
+import threading
+from collections.abc import Iterator
+
+
+class Gate:
+    """Many readers, or one writer, who comes before readers that ask later.
+
+    Example:
+      >>> gate = Gate()
+      >>> with gate.reading(), gate.reading():
+      ...     pass
+      >>> with gate.writing():
+      ...     pass
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        # Under `_changed`: nobody reads while `_is_writing`, and no reader enters while writers wait.
+        self._readers, self._writers, self._is_writing = 0, 0, False
+
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[None]:
+        """Among readers."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._writers)
+            self._readers += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._readers -= 1
+                self._changed.notify_all()
+
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[None]:
+        """Alone."""
+        with self._changed:
+            self._writers += 1
+            self._changed.wait_for(lambda: not self._readers and not self._is_writing)
+            self._is_writing = True
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._writers, self._is_writing = self._writers - 1, False
+                self._changed.notify_all()

@@ -1,0 +1,1 @@
+"""The server: HTTP over a session. Nothing outside of this folder knows of it."""

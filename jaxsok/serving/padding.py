@@ -1,0 +1,29 @@
+"""Arrays filled up to a power of two, so that programs are few."""
+
+from typing import Any
+
+import numpy as np
+
+from jaxsok import keys as keys_lib
+
+
+def padded_size(num_keys: int, least: int) -> int:
+    """A power of two that has room for keys.
+
+    Example:
+      >>> padded_size(0, 256), padded_size(300, 256)
+      (256, 512)
+    """
+    return max(least, 1 << max(0, num_keys - 1).bit_length())
+
+
+def fill_up(array: np.ndarray, size: int, value: Any = 0) -> np.ndarray:
+    """A copy with lines of one value behind."""
+    filled = np.full((size, *array.shape[1:]), value, array.dtype)
+    filled[: len(array)] = array
+    return filled
+
+
+def key_words(keys: np.ndarray, size: int) -> np.ndarray:
+    """Keys of one axis as words, with padding behind: uint32[size, 2]."""
+    return fill_up(keys_lib.to_words(np.asarray(keys, np.uint64)), size, np.uint32(0xFFFFFFFF))

@@ -1,0 +1,168 @@
+"""The dense model of a served model: loaded, checked against the tables, and its requests as its programs take them."""
+
+import dataclasses
+import functools
+import math
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import jaxtyping
+import numpy as np
+from jaxtyping import Array
+
+from jaxsok import keys as keys_lib
+from jaxsok.features import Bags
+from jaxsok.kernels import table as table_kernels
+from jaxsok.serving import artifact
+from jaxsok.serving.artifact.inputs import BagsInput, InputSpec, KeysInput
+from jaxsok.serving.config import ModelConfig
+from jaxsok.serving.errors import ServingError, UnknownTableError
+from jaxsok.serving.frozen import FrozenTable, FrozenTables
+from jaxsok.types import NO_ROW, PADDING_KEY
+
+
+@dataclasses.dataclass(frozen=True)
+class Prediction:
+    """A program of a dense model."""
+
+    inputs: tuple[tuple[str, Any], ...]  # of the model
+    sizes: tuple[tuple[int, int], ...]  # of its arguments (`artifact.ServedModel.sizes`)
+
+    def fits(self, served: artifact.ServedModel | None) -> bool:
+        """Whether a model has such a program."""
+        return served is not None and self.inputs == tuple(served.inputs.items())
+
+
+@dataclasses.dataclass(frozen=True)
+class PredictRequest:
+    """A prediction that is checked, as the program gets it."""
+
+    served: artifact.ServedModel
+    leaves: Mapping[str, Any]
+    num_samples: int
+
+    @property
+    def program(self) -> Prediction:
+        """The program that answers it."""
+        return Prediction(tuple(self.served.inputs.items()), self.served.sizes(self.leaves))
+
+    def keys(self) -> dict[str, np.ndarray]:
+        """The keys that are read of each table, as far as they are known, without those that fill up the program."""
+        return {
+            table: np.concatenate([keys_in(self.leaves[name])[self._read_part(name)] for name in names])
+            for table, names in lookups_of(self.served)
+        }
+
+    def num_keys(self) -> dict[str, int]:
+        """The number of these keys by table."""
+        parts = {table: map(self._read_part, names) for table, names in lookups_of(self.served)}
+        return {table: sum(part.stop - part.start for part in mine) for table, mine in parts.items()}
+
+    def _read_part(self, name: str) -> slice:
+        leaves = self.leaves[name]
+        if isinstance(leaves, tuple):  # keys outside of all bags are not read
+            return slice(int(leaves[1][0]), int(leaves[1][-1]))
+        return slice(0, self.num_samples * math.prod(leaves.shape[1:-1]))
+
+    def cut(self, out: Mapping[str, Array]) -> dict[str, np.ndarray]:
+        """The results of the program without the rows of samples that are padding."""
+        arrays = {name: np.asarray(value) for name, value in out.items()}
+        return {
+            name: value[: self.num_samples] if self.served.outputs[name].is_batched else value
+            for name, value in arrays.items()
+        }
+
+
+def first_predictions(served: artifact.ServedModel | None, levels: Sequence[int]) -> list[Prediction]:
+    """The programs of a dense model that are compiled before a request needs them, for so many samples each."""
+    if served is None or not served.is_per_sample:  # others are compiled for each size
+        return []
+    found = []
+    for level in levels:
+        leaves, num_samples = served.read({name: _example(spec, level) for name, spec in served.inputs.items()})
+        found.append(PredictRequest(served, served.padded(leaves, num_samples), num_samples).program)
+    return found
+
+
+def load_dense_model(
+    op: str, config: ModelConfig, path: str | os.PathLike[str], tables: Mapping[str, FrozenTable], device: Any
+) -> artifact.ServedModel:
+    """Loads an artifact; refuses one that does not fit the tables, their tier or their device."""
+    served = artifact.load_model(path, device)
+    for name, wanted in served.tables.items():
+        what = f'{op}: model "{config.model}": dense_file: got "{path}", which wants'
+        if name not in tables:
+            raise UnknownTableError(f'{what} a table "{name}", wanted one of tables among {sorted(tables)}.')
+        got = tables[name]
+        if (got.dim, got.dtype) != (wanted.dim, wanted.dtype):
+            raise ServingError(
+                f'{what} table "{name}" of {wanted.dtype}[{wanted.dim}], wanted {got.dtype}[{got.dim}], as it is '
+                "served; export the model over tables of that dtype."
+            )
+    unknown = [name for name, inputs in served.lookups.items() if inputs is None]
+    if config.tier == "cache" and unknown:
+        raise ServingError(
+            f'{op}: model "{config.model}": dense_file: got "{path}", which reads {unknown} by keys that are not the '
+            "keys of an input (it works them out, or was exported before that was written down), wanted inputs alone: "
+            "over a cache only their rows are fetched. Give those keys as a KeysInput or BagsInput and export again, "
+            "or take a gpucacheper of 1.0, where all rows are on the device."
+        )
+    return served
+
+
+def lookups_of(served: artifact.ServedModel) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    """Tables, and the inputs that they are looked up by; without tables whose keys the model works out."""
+    return tuple((table, names) for table, names in served.lookups.items() if names)
+
+
+def words_in(leaves: Any) -> Any:
+    """The keys of an input of a program, as words."""
+    return leaves[0] if isinstance(leaves, tuple) else leaves
+
+
+def keys_in(leaves: Any) -> np.ndarray:
+    """The keys of an input of a program, uint64."""
+    return keys_lib.from_words(words_in(leaves)).reshape(-1)
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def count_found(
+    tables: FrozenTables, leaves: Mapping[str, Any], lookups: tuple[tuple[str, tuple[str, ...]], ...]
+) -> jaxtyping.Int32[Array, "num_lookups 2"]:
+    """Counts, for each lookup, the keys of a prediction's inputs that are there and those that are not.
+
+    The exported program gives outputs alone, so the keys are searched for once more, on its device.
+    """
+    counts = []
+    for table, names in lookups:
+        words = jnp.concatenate([_read_words(leaves[name]) for name in names])
+        s, number = tables.spec.places[table]
+        store, ids = tables.stores[s], jnp.full(words.shape[0], np.uint32(number))
+        is_there = table_kernels.find(store.index, store.counters, words, ids) != np.uint32(NO_ROW)
+        is_real = (words != np.uint32(0xFFFFFFFF)).any(axis=1)
+        counts.append([jnp.sum(is_there, dtype=jnp.int32), jnp.sum(is_real & ~is_there, dtype=jnp.int32)])
+    return jnp.array(counts, jnp.int32).reshape(-1, 2)
+
+
+def _read_words(leaves: Any) -> Any:
+    """The keys of an input that are read, as words: those outside of all bags become padding."""
+    if not isinstance(leaves, tuple):
+        return jnp.reshape(leaves, (-1, 2))
+    words, offsets, *_ = leaves
+    place = jnp.arange(words.shape[0], dtype=jnp.int32)
+    is_inside = (place >= offsets[0]) & (place < offsets[-1])
+    return jnp.where(is_inside[:, None], words, np.uint32(0xFFFFFFFF))
+
+
+def _example(spec: InputSpec, num_samples: int) -> Any:
+    """An input to compile programs with: no keys, and zeros."""
+    if isinstance(spec, BagsInput):
+        keys = np.full(num_samples, np.uint64(PADDING_KEY))
+        weights = np.zeros(num_samples, np.float32) if spec.is_weighted else None
+        return Bags(keys, offsets=np.arange(num_samples + 1), weights=weights)
+    if isinstance(spec, KeysInput):
+        return np.full((num_samples, *spec.shape), np.uint64(PADDING_KEY))
+    return np.zeros((num_samples, *spec.shape), spec.dtype)

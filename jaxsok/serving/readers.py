@@ -1,0 +1,516 @@
+"""Where the rows of a served model are read: all on its device, or some in its cache over host memory.
+
+A `RowReader` answers lookups and predictions that `Served` has checked, from one version each, whole. It owns the
+versions of the tables and the programs that are compiled for them.
+"""
+
+import dataclasses
+import functools
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, TypeAlias
+
+import jax
+import jaxtyping
+import numpy as np
+from jaxtyping import Array
+
+from jaxsok import keys as keys_lib
+from jaxsok.serving import artifact, backing, row_map, updates
+from jaxsok.serving import cache as cache_lib
+from jaxsok.serving.config import ModelConfig
+from jaxsok.serving.errors import ServingError
+from jaxsok.serving.frozen import FrozenTable, FrozenTables
+from jaxsok.serving.fused import LookupInput, lookup_with_counts
+from jaxsok.serving.padding import key_words
+from jaxsok.serving.predictions import (
+    Prediction,
+    PredictRequest,
+    count_found,
+    first_predictions,
+    keys_in,
+    lookups_of,
+    words_in,
+)
+from jaxsok.serving.ready import Ready
+from jaxsok.serving.row_map import RowMap
+from jaxsok.serving.sources import TableSource
+from jaxsok.serving.updates import Version, Versions
+from jaxsok.types import COUNTS, PADDING_KEY
+
+_log = logging.getLogger(__name__)
+
+LEAST_SAMPLES = 16
+"""Samples of the smallest program: requests are padded to as many, or twice as many, up to `max_batch_size`."""
+
+_HITS_AND_MISSING = [COUNTS.index(name) for name in ("num_found", "num_missing")]
+
+_NO_KEYS = np.zeros(0, np.uint64)
+
+MOST_SETS = 16
+"""Sets of tables that have programs of their own; a request for yet another one looks up all tables of its model, or,
+where that makes too many rows, each of its own by itself."""
+
+MOST_EXTRA_BYTES = 64 << 20  # rows that a program may make beyond those of the request, in bytes
+
+Lookup: TypeAlias = tuple[tuple[str, int], ...]  # A program of lookups: tables, and to how many keys each is padded
+
+Program: TypeAlias = Lookup | Prediction
+
+Given: TypeAlias = Sequence[tuple[FrozenTable, TableSource]]
+
+ReadInputs: TypeAlias = Callable[[artifact.ServedModel | None], PredictRequest]
+"""Checks the inputs of a prediction for a dense model."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """What a reader answers."""
+
+    values: dict[str, np.ndarray]
+    version: int
+    counts: dict[str, tuple[int, ...]]
+    """By table: keys, and of them hits, missing, padding. A cache counts hits and missing itself: 0 here."""
+
+
+class RowReader(Protocol):
+    """Answers what `Served` has checked. All methods may be called from many threads at the same time."""
+
+    versions: Versions
+    ready: Ready[Program]
+
+    @property
+    def num_bytes(self) -> int: ...  # of the device
+
+    @property
+    def held_bytes(self) -> int: ...  # of the device, for a version that is not served yet
+
+    @property
+    def host_bytes(self) -> int: ...  # of maps of rows, and of rows below a cache
+
+    def lookup(self, keys: Mapping[str, np.ndarray]) -> Found: ...  # rows of uint64 keys by table
+
+    def predict(self, read: ReadInputs) -> Found: ...
+
+    # The inputs whose keys count for the limits of each table.
+    def inputs_of(self, served: artifact.ServedModel) -> Mapping[str, Sequence[str]]: ...
+
+    # What the programs of a version are compiled for, as a value; and those that are compiled before requests come.
+    def place_of(self, version: Version) -> Any: ...
+
+    def first_programs(self, served: artifact.ServedModel | None) -> list[Program]: ...
+
+    # Reads a new version from here on; see `Versions.update`.
+    def publish(self, new: Version, maps: tuple[RowMap, ...], changed: Mapping[str, np.ndarray]) -> None: ...
+
+    def refresh(self) -> None: ...  # reads cached rows anew
+
+    # Adds what the reader counts itself to the statistics of `Session.stats`.
+    def add_stats(self, stats: dict[str, Any]) -> None: ...
+
+    def stop(self) -> None: ...  # begins nothing more beside requests
+
+    # Stops, and waits for what runs until a time of `time.monotonic`; whether all has ended.
+    def close(self, until: float | None = None) -> bool: ...
+
+
+def levels_of(max_batch_size: int) -> tuple[int, ...]:
+    """The numbers of samples that programs are made for.
+
+    Example:
+      >>> levels_of(100)
+      (16, 32, 64, 100)
+    """
+    num_doubled = max(0, math.ceil(math.log2(max_batch_size / LEAST_SAMPLES)))
+    return (*(LEAST_SAMPLES << step for step in range(num_doubled)), max_batch_size)
+
+
+class DeviceReader:
+    """Reads rows that all lie on one device, be it the host."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        given: Given,
+        open_versions: Callable[..., Versions],
+        device: Any,
+        room: Callable[[], int | None],
+        *,
+        warm_up: bool,
+    ) -> None:
+        self.config = config
+        self.versions = open_versions(given, device=device, room=room if config.gpucache else host_room)
+        self.ready: Ready[Program] = Ready(self._compile)
+        self.levels = levels_of(config.max_batch_size)
+        self.per_sample = {table.name: table.max_keys_per_sample for table in config.tables}
+        self._dims = {table.name: table.dim for table in config.tables}
+        self.names = tuple(self.versions.current.tables.tables)
+        self._sets_lock = threading.Lock()
+        # Sets of tables with programs of their own, MOST_SETS at most: read and changed under `_sets_lock`.
+        self._sets = {self.names}
+        if warm_up:
+            self._warm_up(self.versions.current)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.versions.current.tables.num_bytes
+
+    @property
+    def held_bytes(self) -> int:
+        return self.versions.held_bytes
+
+    @property
+    def host_bytes(self) -> int:
+        return self.versions.host_bytes
+
+    def lookup(self, keys: Mapping[str, np.ndarray]) -> Found:
+        num_keys = {name: array.size for name, array in keys.items()}
+        while True:
+            place = self.place_of(self.versions.current)
+            programs = self._programs(place, num_keys)  # compiled here, not while an update waits for its readers
+            words = [
+                np.concatenate([key_words(keys.get(name, _NO_KEYS).reshape(-1), size) for name, size in program])
+                for program in programs
+            ]
+            with self.versions.reading() as version:
+                if self.place_of(version) == place:
+                    pairs = zip(words, programs, strict=True)
+                    calls = [look_up_words(version.tables, mine, program) for mine, program in pairs]
+                    break
+        # The results of a program are the caller's: an update need not wait until they are copied.
+        for rows, counts in calls:
+            for array in (counts, *(rows[name] for name in keys if name in rows)):
+                array.copy_to_host_async()
+        found, total = {}, np.zeros((len(self.names), len(COUNTS)), np.int64)
+        for rows, counts in calls:
+            found |= {name: np.asarray(value) for name, value in rows.items() if name in keys}
+            total += np.asarray(counts)
+        values = {}
+        for name, array in keys.items():
+            rows = found[name][: array.size]
+            values[name] = rows.reshape(*array.shape, rows.shape[-1])
+        by_name = dict(zip(self.names, total[:, _HITS_AND_MISSING].tolist(), strict=True))
+        return Found(values, version.number, _counted(num_keys, by_name))
+
+    def _programs(self, place: Any, num_keys: Mapping[str, int]) -> list[Lookup]:
+        """Compiled programs that look up so many keys of some tables: one, or if they are not fused one for each.
+
+        Where the one for all tables is compiled and that for these alone is not, it does, and the other one is compiled
+        beside. `MOST_SETS` sets of tables get one. No program makes `MOST_EXTRA_BYTES` of rows beyond the request's.
+        """
+        names = tuple(name for name in self.names if name in num_keys)
+        samples = max(-(-num_keys[name] // self.per_sample[name]) for name in names)
+        level = next(level for level in self.levels if level >= samples)
+        mine, all_ = self._program(names, level), self._program(self.names, level)
+        if not self.config.is_fused:
+            programs = [(size,) for size in mine]
+        else:
+            with self._sets_lock:
+                if names not in self._sets and len(self._sets) < MOST_SETS:
+                    self._sets.add(names)
+                is_known = names in self._sets
+            programs = [mine if is_known else all_]
+            if self._row_bytes(all_) - self._row_bytes(mine) > MOST_EXTRA_BYTES:
+                programs = [mine] if is_known else [(size,) for size in mine]
+            elif is_known and not self.ready.has(place, mine) and self.ready.has(place, all_):
+                self.ready.make_beside(place, mine)
+                return [all_]
+        for program in programs:
+            if not self.ready.has(place, program):
+                self.ready.make(place, program)
+        return programs
+
+    def _program(self, names: Sequence[str], level: int) -> Lookup:
+        return tuple((name, level * self.per_sample[name]) for name in names)
+
+    def _row_bytes(self, program: Lookup) -> int:
+        return sum(4 * size * self._dims[name] for name, size in program)
+
+    def predict(self, read: ReadInputs) -> Found:
+        while True:
+            with self.versions.reading() as version:
+                request, place = read(version.served), self.place_of(version)
+                if self.ready.has(place, request.program):
+                    out = request.served.run(version.tables, request.leaves)
+                    counts = count_found(version.tables, request.leaves, lookups_of(request.served))
+                    counts.copy_to_host_async()
+                    break
+            self.ready.make(place, request.program)  # not while an update may wait for it, and others for the update
+        values, num_keys = request.cut(out), request.num_keys()
+        by_name = dict(zip(num_keys, np.asarray(counts).tolist(), strict=True))
+        return Found(values, version.number, _counted(num_keys, by_name))
+
+    def inputs_of(self, served: artifact.ServedModel) -> Mapping[str, Sequence[str]]:
+        tables: dict[str, list[str]] = {}
+        for name, spec in served.inputs.items():
+            if hasattr(spec, "table"):
+                tables.setdefault(spec.table, []).append(name)
+        return tables
+
+    def place_of(self, version: Version) -> Any:
+        return version.form, version.served
+
+    def first_programs(self, served: artifact.ServedModel | None) -> list[Program]:
+        programs: list[Program] = []
+        for level in self.levels:
+            sizes = self._program(self.names, level)
+            programs += [sizes] if self.config.is_fused else [(size,) for size in sizes]
+        return programs + first_predictions(served, self.levels)
+
+    def _compile(self, place: tuple[Any, Any], program: Program) -> None:
+        form, served = place
+        if isinstance(program, Prediction):
+            leaves = served.leaves_of(program.sizes)
+            served.compile(form.tree, leaves)
+            count_found.lower(form.tree, leaves, lookups_of(served)).compile()
+        else:
+            words = jax.ShapeDtypeStruct((sum(size for _, size in program), 2), np.uint32)
+            look_up_words.lower(form.tree, words, program).compile()
+
+    def _warm_up(self, version: Version) -> None:
+        """Compiles the first programs and runs each once."""
+        place = self.place_of(version)
+        for program in self.first_programs(version.served):
+            self.ready.make(place, program)
+            if isinstance(program, Prediction):
+                shapes = version.served.leaves_of(program.sizes)
+                leaves = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), shapes)
+                jax.block_until_ready(version.served.run(version.tables, leaves))
+                jax.block_until_ready(count_found(version.tables, leaves, lookups_of(version.served)))
+            else:
+                words = keys_lib.padding_words((sum(size for _, size in program),))
+                jax.block_until_ready(look_up_words(version.tables, words, program))
+
+    def publish(self, new: Version, maps: tuple[RowMap, ...], changed: Mapping[str, np.ndarray]) -> None:
+        del new, maps, changed  # lookups take the latest version
+
+    def refresh(self) -> None:
+        pass  # there is no tier below
+
+    def add_stats(self, stats: dict[str, Any]) -> None:
+        del stats  # each answer has its counts
+
+    def stop(self) -> None:
+        self.ready.stop()
+
+    def close(self, until: float | None = None) -> bool:
+        return self.ready.close(_rest_s(until))
+
+
+class CacheReader:
+    """Reads rows through a cache on the device; all of them lie in host memory."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        given: Given,
+        open_versions: Callable[..., Versions],
+        device: Any,
+        room: Callable[[], int | None],
+        *,
+        warm_up: bool,
+    ) -> None:
+        """Opens the tables, fills the cache, and begins to refresh it, as the configuration says."""
+        _require_room(config, given, device, room)
+        self.config = config
+        self.levels = levels_of(config.max_batch_size)
+        self.ready: Ready[Program] = Ready(self._compile)
+        uses = {table.name: backing.RecordedUses(source) for table, source in given}
+        if config.is_filled_at_start:
+            given = [(table, dataclasses.replace(source, start=uses[table.name].__iter__)) for table, source in given]
+        self.versions = open_versions(given, device=row_map.host_device(), room=host_room, can_donate=False)
+        first = self.versions.current
+        self.names = tuple(first.tables.tables)
+        seen = {name: records.seen for name, records in uses.items()}
+        frequencies = backing.frequencies_by_row(first.tables, self.versions.maps, seen)
+        self._rows = backing.HostRows(first.tables, self.versions.maps, version=first.number, frequencies=frequencies)
+        # The dense models of the last versions, for predictions that run. Replaced whole, by updates alone.
+        self._history = {first.number: first.served}
+        self._num_warm_ups = 0
+        self._is_closed = threading.Event()
+        self._clock = threading.Thread(target=self._refresh_by_the_clock, name="jaxsok-refresh", daemon=True)
+        self.cache = cache_lib.DeviceCache(
+            self._rows,
+            fraction=config.gpucacheper,
+            hit_rate_threshold=config.hit_rate_threshold,
+            refresh_fraction=config.cache_refresh_percentage_per_iteration,
+            device=device,
+        )
+        try:
+            if config.is_filled_at_start:
+                self.cache.fill()
+            if warm_up:
+                self._warm_up(first)
+        except BaseException:
+            self.close()
+            raise
+        if config.is_refreshed:
+            self._clock.start()  # last: what fails above leaves no thread
+
+    @property
+    def num_bytes(self) -> int:
+        return self.cache.num_bytes
+
+    @property
+    def held_bytes(self) -> int:
+        return 0  # versions are made on the host
+
+    @property
+    def host_bytes(self) -> int:
+        return self.versions.host_bytes + self.versions.current.tables.num_bytes
+
+    def lookup(self, keys: Mapping[str, np.ndarray]) -> Found:
+        if self.config.is_fused:
+            found = self.cache.lookup(keys)
+            return Found(found.rows, found.version, _padding_of(keys))
+        while True:
+            parts = {name: self.cache.lookup({name: array}) for name, array in keys.items()}
+            versions = {part.version for part in parts.values()}
+            if len(versions) == 1:  # else an update came between two tables
+                rows = {name: part.rows[name] for name, part in parts.items()}
+                return Found(rows, versions.pop(), _padding_of(keys))
+
+    def predict(self, read: ReadInputs) -> Found:
+        served = self.versions.current.served
+        while True:
+            request = read(served)
+            place, program = (None, request.served), request.program
+            if not self.ready.has(place, program):
+                self.ready.make(place, program)
+            found = self.cache.lookup_tables(
+                {
+                    table: np.concatenate([keys_in(request.leaves[name]) for name in names])
+                    for table, names in lookups_of(request.served)
+                }
+            )
+            history = self._history
+            if found.version not in history:
+                served = self.versions.current.served
+                continue  # many updates came meanwhile
+            served = history[found.version]
+            if served is request.served:
+                values = request.cut(served.run(found.tables, request.leaves))
+                return Found(values, found.version, _padding_of(request.keys()))
+            # Else the dense model is another one by now, which may read other keys.
+
+    def inputs_of(self, served: artifact.ServedModel) -> Mapping[str, Sequence[str]]:
+        return {table: names or () for table, names in served.lookups.items()}  # other rows are not fetched
+
+    def place_of(self, version: Version) -> Any:
+        return None, version.served  # the arrays of the cache keep their shapes
+
+    def first_programs(self, served: artifact.ServedModel | None) -> list[Program]:
+        return list(first_predictions(served, self.levels))
+
+    def _compile(self, place: tuple[Any, Any], program: Program) -> None:
+        assert isinstance(program, Prediction)  # lookups are the cache's own
+        served, leaves = place[1], place[1].leaves_of(program.sizes)
+        num_keys = {
+            table: sum(math.prod(words_in(leaves[name]).shape[:-1]) for name in names)
+            for table, names in self.inputs_of(served).items()
+        }
+        self.cache.warm_up([num_keys], as_tables=True)
+        served.compile(self.cache.tables_like(num_keys), leaves)
+
+    def _warm_up(self, version: Version) -> None:
+        """Compiles the programs of lookups in all tables, and of the dense model, without keys that would count."""
+        per_sample = {table.name: table.max_keys_per_sample for table in self.config.tables}
+        sets = [self.names] if self.config.is_fused else [(name,) for name in self.names]
+        self.cache.warm_up(
+            [{name: level * per_sample[name] for name in names} for names in sets for level in self.levels]
+        )
+        for level in self.levels:
+            self.cache.lookup({name: np.full(level * per_sample[name], np.uint64(PADDING_KEY)) for name in self.names})
+            self._num_warm_ups += 1
+        for program in self.first_programs(version.served):
+            self.ready.make(self.place_of(version), program)
+
+    def publish(self, new: Version, maps: tuple[RowMap, ...], changed: Mapping[str, np.ndarray]) -> None:
+        rows = backing.HostRows(new.tables, maps, version=new.number)
+        rows.ready_as(self._rows)  # else the first misses would wait for a compiler
+        # Before any answer can be of the new version. Without the tables of old ones, which are large.
+        history = {number: served for number, served in self._history.items() if number > new.number - 4}
+        self._history = {**history, new.number: new.served}
+        self.cache.swap(rows, changed)
+        self._rows = rows
+
+    def refresh(self) -> None:
+        self.cache.refresh()
+
+    def _refresh_by_the_clock(self) -> None:
+        wait_s = self.config.refresh_delay
+        while not self._is_closed.wait(wait_s):
+            wait_s = self.config.refresh_interval
+            try:
+                self.cache.refresh()
+            except Exception:  # of any tier; the next one may do
+                if not self._is_closed.is_set():
+                    _log.exception('model "%s": the refresh of the cache failed, wanted its rows', self.config.model)
+
+    def add_stats(self, stats: dict[str, Any]) -> None:
+        of_cache = self.cache.stats()
+        of_cache.lookups -= self._num_warm_ups
+        for name, counts in self.cache.table_counts().items():
+            rate = counts.hits / counts.distinct if counts.distinct else 1.0
+            stats["tables"][name] |= {**dataclasses.asdict(counts), "hit_rate": rate}
+        cached = {**dataclasses.asdict(of_cache), "hit_rate": of_cache.hit_rate, "num_rows": self.cache.num_rows}
+        stats |= {name: cached[name] for name in ("distinct", "hits", "misses", "missing", "hit_rate")}
+        stats["cache"] = cached
+
+    def stop(self) -> None:
+        self._is_closed.set()
+        self.ready.stop()
+        self.cache.stop_compiling()
+
+    def close(self, until: float | None = None) -> bool:
+        self.stop()
+        if self._clock.is_alive():
+            self._clock.join(_rest_s(until))
+        has_ended = self.ready.close(_rest_s(until)) and not self._clock.is_alive()
+        return self.cache.close(_rest_s(until)) and has_ended
+
+
+def host_room() -> int | None:
+    """Bytes of host memory that are free; None: not known."""
+    return updates.host_free_bytes()
+
+
+def _require_room(config: ModelConfig, given: Given, device: Any, room: Callable[[], int | None]) -> None:
+    num_rows = {
+        table: max(cache_lib.MIN_ROWS, math.ceil(config.gpucacheper * source.num_rows)) for table, source in given
+    }
+    needed, free = sum(cache_lib.cache_bytes(num_rows).values()), room()
+    if free is not None and needed > free:
+        raise ServingError(
+            f'open: model "{config.model}": memory: got {free} bytes free on {device}, wanted {needed} for '
+            f"its cache; take a gpucacheper below {config.gpucacheper}."
+        )
+
+
+def _counted(num_keys: Mapping[str, int], found: Mapping[str, Sequence[int]]) -> dict[str, tuple[int, ...]]:
+    """Counts of keys by table, of those that are there and those that are not; the rest is padding."""
+    return {name: (n, *found[name], n - sum(found[name])) for name, n in num_keys.items()}
+
+
+def _padding_of(keys: Mapping[str, np.ndarray]) -> dict[str, tuple[int, ...]]:
+    padding = np.uint64(PADDING_KEY)
+    return {name: (array.size, 0, 0, int((array == padding).sum())) for name, array in keys.items()}
+
+
+def _rest_s(until: float | None) -> float | None:
+    return None if until is None else max(0.0, until - time.monotonic())
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def look_up_words(
+    tables: FrozenTables, words: jaxtyping.UInt32[Any, "num_keys 2"], sizes: tuple[tuple[str, int], ...]
+) -> tuple[dict[str, Array], Array]:
+    """The rows of the keys of some tables, that lie behind each other, and what became of them."""
+    inputs, start = {}, 0
+    for name, size in sizes:
+        inputs[name] = LookupInput(name, words[start : start + size])
+        start += size
+    return lookup_with_counts(tables, inputs)
