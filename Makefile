@@ -92,7 +92,7 @@ $(BUILT): $(ENVIRONMENT) $(FFI_SOURCES)
 
 endif
 
-# The CPU back end under AddressSanitizer and UndefinedBehaviorSanitizer; tests/fuzz_handlers.py loads it from here.
+# The CPU back end under AddressSanitizer and UndefinedBehaviorSanitizer; tests/kernels/test_damage.py loads it from here.
 SANITIZED := build/sanitized/_lib/.built
 $(SANITIZED): $(FFI_SOURCES) | $(BUILT)
 	cmake -S ffi -B build/sanitized $(if $(shell command -v ninja),-G Ninja) \

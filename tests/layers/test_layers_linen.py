@@ -9,7 +9,7 @@ import layer_cases as cases
 import numpy as np
 import optax
 import pytest
-import test_compiled
+import compiled_cases
 from flax import linen as nn
 from flax import serialization
 from flax.training import train_state
@@ -336,7 +336,7 @@ def test_no_table_sized_copy(num_devices):
     model, state, tables = declared(collection)
     text = train(model).lower(state, tables, collection.batch(cases.raw_batches(1)[0])).compile().as_text()
     assert "jaxsok_update" in text
-    assert not test_compiled.table_copies(text, capacity * 3 * 4)
+    assert not compiled_cases.table_copies(text, capacity * 3 * 4)
 
 
 def test_growth_between_steps():

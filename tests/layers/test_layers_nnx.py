@@ -10,7 +10,7 @@ import layer_cases as cases
 import numpy as np
 import optax
 import pytest
-import test_compiled
+import compiled_cases
 from flax import nnx
 from hypothesis import given
 from hypothesis import strategies as st
@@ -519,7 +519,7 @@ def test_no_table_sized_copy(num_devices):
     batch = collection.batch(cases.raw_batches(1)[0])
     text = nnx.jit(train, donate_argnums=(0, 1)).lower(model, optimizer, batch).compile().as_text()
     assert "jaxsok_update" in text
-    assert not test_compiled.table_copies(text, capacity * 3 * 4)
+    assert not compiled_cases.table_copies(text, capacity * 3 * 4)
 
 
 def test_growth_between_steps(mode):

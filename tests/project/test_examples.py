@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from waiting import free_port
 from flax import nnx
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -241,12 +242,6 @@ def test_ctrl_c_stops_after_what_the_pipeline_has_read():
         assert list(batches) == []
 
 
-def _free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("localhost", 0))
-        return one.getsockname()[1]
-
-
 def _variables_of(launcher: str, process: int, port: int) -> dict[str, str]:
     """What a launcher tells the second of two processes, or the first."""
     if launcher == "slurm":
@@ -260,7 +255,7 @@ def _variables_of(launcher: str, process: int, port: int) -> dict[str, str]:
 
 
 def _start_two(launcher: str, *arguments) -> list[subprocess.Popen]:
-    port = _free_port()
+    port = free_port()
     # One CPU device each; several threads would fight over the cores of a small machine.
     plain = _environment() | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"}
     return [
@@ -282,7 +277,7 @@ def test_processes_find_each_other(launcher):
         "import sys; sys.path.insert(0, sys.argv[1]); import jax, train_dlrm;"
         "train_dlrm.join_processes(train_dlrm.Config()); print(jax.process_index(), jax.device_count())"
     )
-    port = _free_port()
+    port = free_port()
     environment = _environment() | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"}
     processes = [
         subprocess.Popen(
