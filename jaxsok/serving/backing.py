@@ -2,7 +2,7 @@
 
 A tier is a `RowSource`: rows by (table, key), read by many threads, in the version that it says. Rows in host memory
 are one (`HostRows`); a database is another. Tiers stack (`Layered`): the first that has a key gives its row. A device
-cache (cache.py) stands above.
+cache (cache/) stands above.
 """
 
 import abc

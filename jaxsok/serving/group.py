@@ -65,7 +65,7 @@ def all_of(op: str, given: Any) -> tuple[tuple[str, LookupSpec], ...]:
         raise TypeError(f"{op}: specs: got {type(given).__name__}, wanted a mapping from names to LookupSpecs.")
     if not given:
         raise ValueError(f"{op}: specs: got none, wanted at least one.")
-    return tuple((name, of(f'{op}: specs["{name}"]', one)) for name, one in given.items())
+    return tuple((name, of(f'{op}: specs["{name}"]', spec)) for name, spec in given.items())
 
 
 def in_bags(op: str, spec: LookupSpec) -> LookupSpec:
@@ -150,7 +150,7 @@ def _looked_up(
             )
     if tables is not None:
         return lookup(tables, inputs)
-    return {name: jnp.zeros((*_shape(one), specs[name].dim), jnp.float32) for name, one in inputs.items()}
+    return {name: jnp.zeros((*_shape(read), specs[name].dim), jnp.float32) for name, read in inputs.items()}
 
 
 def _offsets(op: str, bags: Bags) -> Any:

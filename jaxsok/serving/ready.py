@@ -110,10 +110,10 @@ _started: "weakref.WeakSet[Beside]" = weakref.WeakSet()
 def _close_all() -> None:
     """Python kills the process, if it ends while a thread is in the compiler."""
     started = list(_started)
-    for one in started:
-        one.stop()
-    for one in started:
-        one.close()
+    for beside in started:
+        beside.stop()
+    for beside in started:
+        beside.close()
 
 
 _NONE: collections.OrderedDict[Any, None] = collections.OrderedDict()
@@ -226,9 +226,11 @@ class Form:
     """
 
     def __init__(self, tree: Any) -> None:
-        self.tree = jax.tree.map(lambda one: jax.ShapeDtypeStruct(one.shape, one.dtype, sharding=one.sharding), tree)
+        self.tree = jax.tree.map(
+            lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding), tree
+        )
         leaves, structure = jax.tree.flatten(self.tree)
-        self._key = structure, tuple((one.shape, one.dtype, one.sharding) for one in leaves)
+        self._key = structure, tuple((leaf.shape, leaf.dtype, leaf.sharding) for leaf in leaves)
         self._hash = hash(self._key)
 
     def __hash__(self) -> int:

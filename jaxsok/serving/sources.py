@@ -190,16 +190,16 @@ def _found(op: str, path: Path, table: str) -> tuple[pathlib.Path, bool]:
         return folder, False
     if any((folder / name).is_file() for name in _HPS_FILES):
         return folder, True
-    below = [one for one in _folders(folder) if (one / manifest_lib.NAME).is_file()]
+    below = [path for path in _folders(folder) if (path / manifest_lib.NAME).is_file()]
     if len(below) == 1:
         return below[0], False
     if below:
-        names = sorted(one.name for one in below)
+        names = sorted(path.name for path in below)
         raise ServingError(
             f"{what} with saved tables in {names}, wanted one folder of them; name the one that is meant."
         )
     steps = sorted(
-        {one.name for one in _folders(folder) for two in _folders(one) if (two / manifest_lib.NAME).is_file()}
+        {step.name for step in _folders(folder) for item in _folders(step) if (item / manifest_lib.NAME).is_file()}
     )
     if steps:
         raise ServingError(f"{what}, which has checkpoints in {steps}, wanted one of them; name the step's folder.")
@@ -209,9 +209,9 @@ def _found(op: str, path: Path, table: str) -> tuple[pathlib.Path, bool]:
 def _folders(folder: pathlib.Path) -> list[pathlib.Path]:
     """The folders directly below that Orbax or an export has committed."""
     return [
-        one
-        for one in folder.iterdir()
-        if one.is_dir() and _ORBAX_TEMPORARY not in one.name and not one.name.endswith(published.ENDING)
+        path
+        for path in folder.iterdir()
+        if path.is_dir() and _ORBAX_TEMPORARY not in path.name and not path.name.endswith(published.ENDING)
     ]
 
 

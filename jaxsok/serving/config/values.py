@@ -1,6 +1,6 @@
 """What a configuration says, as frozen values, and as JSON again.
 
-`config.py` reads it. Every field says what it does here.
+`reader.py` reads it. Every field says what it does here.
 """
 
 import dataclasses
@@ -8,7 +8,6 @@ import re
 from typing import Any, Literal
 
 from jaxsok.serving.config.keys import MODEL_KEYS, PER_TABLE
-from jaxsok.serving.errors import UnknownModelError, UnknownTableError
 
 Tier = Literal["device", "cache", "host"]
 
@@ -130,17 +129,6 @@ class ModelConfig:
         """Keys of each table that a request may have."""
         return {table.name: self.max_batch_size * table.max_keys_per_sample for table in self.tables}
 
-    def table(self, name: str) -> TableConfig:
-        """One of the tables.
-
-        Raises:
-          UnknownTableError: there is none of this name.
-        """
-        for table in self.tables:
-            if table.name == name:
-                return table
-        raise UnknownTableError.of("config", name, [table.name for table in self.tables], f'model "{self.model}"')
-
 
 @dataclasses.dataclass(frozen=True)
 class VolatileDatabase:
@@ -222,17 +210,6 @@ class Config:
         """Of the keys of all models."""
         return 64 if self.supportlonglong else 32
 
-    def model(self, name: str) -> ModelConfig:
-        """One of the models.
-
-        Raises:
-          UnknownModelError: there is none of this name.
-        """
-        for model in self.models:
-            if model.model == name:
-                return model
-        raise UnknownModelError.of("config", name, [model.model for model in self.models])
-
     def to_json(self) -> dict[str, Any]:
         """As HPS has it: what `read` takes, with every honoured key written out.
 
@@ -243,16 +220,16 @@ class Config:
             written["fuse_embedding_table"] = self.fuse_embedding_table
         # A block of its own, even without keys that count, would be one that somebody wrote.
         if self.volatile_db.type != "parallel_hash_map" or any(
-            one.path.startswith("volatile_db.") for one in self.without_effect
+            key.path.startswith("volatile_db.") for key in self.without_effect
         ):
             written["volatile_db"] = {"type": self.volatile_db.type}
         written["models"] = [_model_to_json(model) for model in self.models]
-        for one in self.without_effect:
-            *outer, last = steps_of(one.path)
+        for key in self.without_effect:
+            *outer, last = steps_of(key.path)
             block: Any = written
             for step in outer:
                 block = block[step] if isinstance(step, int) else block.setdefault(step, {})
-            block[last] = _plain(one.value)
+            block[last] = _plain(key.value)
         return written
 
     def summary(self) -> list[str]:
@@ -276,7 +253,7 @@ class Config:
                 for table in model.tables
             ]
         lines += [f"note: {note}" for note in self.notes]
-        lines += [f"without effect: {one}" for one in self.without_effect]
+        lines += [f"without effect: {key}" for key in self.without_effect]
         return lines
 
 
@@ -326,4 +303,4 @@ def steps_of(path: str) -> list[str | int]:
 
 
 def _plain(value: Any) -> Any:
-    return [_plain(one) for one in value] if isinstance(value, tuple) else value
+    return [_plain(item) for item in value] if isinstance(value, tuple) else value
