@@ -42,8 +42,7 @@ class TableSource:
     path: pathlib.Path  # of the folder with the files; of a chain, the last link's
     dim: int
     dtype: str  # of the rows: "float32", "bfloat16" or "float16"; float32 of a chain whose links differ
-    num_rows: int
-    """That `chunks` gives, exactly: of a chain, rows that a later link replaces or removes are not counted."""
+    num_rows: int  # given by `chunks`; of a chain, without rows that a later link replaces or removes
     num_tombstones: int  # that `tombstones` gives
     uuid: str | None  # by which the next delta knows what it rests on; None: an HPS directory, on which none can
     base: str | None  # the `uuid` that the delta rests on; None: it is no delta, but all of a table

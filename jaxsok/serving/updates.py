@@ -59,8 +59,7 @@ class Version:
     num_rows: Mapping[str, int]  # of each table
     files: Mapping[str, str]  # the folder that each table was last changed by
     uuids: Mapping[str, str | None]  # which export each table holds; None: no delta can follow
-    unknowns: Mapping[str, Any]
-    """What the first version's files say of keys without a row (`TableSource.unknown`); None: they do not count."""
+    unknowns: Mapping[str, Any]  # what the first files say of keys without a row (`TableSource.unknown`)
     served: Any = None  # the dense model (`artifact.ServedModel`), or None
     dense_file: str = ""
 

@@ -49,8 +49,7 @@ class CacheStore:
 class Queried:
     """What the query program gives, by store."""
 
-    rows: tuple[tuple[Array, ...], ...]
-    """Of each position float32; of distinct keys, where rows are quantized, numbers and their scales."""
+    rows: tuple[tuple[Array, ...], ...]  # float32 of each position; numbers and scales of distinct keys, if quantized
     records: tuple[Array, ...]  # of the distinct keys, by first position
     row_ids: tuple[Array, ...]  # of the distinct keys in the cache
     inverse: tuple[Array, ...]

@@ -53,8 +53,7 @@ class ModelConfig:
     deployed_device_list: tuple[int, ...]
     """Numbers of devices. The last one is used, as in HPS; the other copies that HPS makes are made by further
     sessions, `open(config, device=...)`."""
-    dense_file: str = ""
-    """An artifact of `jaxsok.serving.export_model`, which `predict` runs over the tables; "": lookups only."""
+    dense_file: str = ""  # an artifact of `export_model`, which `predict` runs over the tables; "": lookups only
     max_batch_size: int = 64  # samples in a request, at most; larger ones are refused (HPS logs an error)
     gpucache: bool = True  # whether rows lie on the device at all; False: every lookup reads rows in host memory
     gpucacheper: float = 0.2
@@ -71,12 +70,9 @@ class ModelConfig:
     """Fraction of the cached rows that a refresh reads at a time. Above 0 the cache is also filled when a model is
     opened, if `init_ec` is on. 0: no refresh by the clock, as in HPS; `Session.refresh` then reads all at once."""
     refresh_delay: float = 0.0  # seconds between opening a model and the first refresh of its cache by the clock
-    refresh_interval: int = 0
-    """Whole seconds from one refresh by the clock to the next; 0: only `Session.refresh` refreshes."""
-    init_ec: bool = True
-    """Whether the cache is filled when a model is opened; see `cache_refresh_percentage_per_iteration`."""
-    fp8_quant: bool = False
-    """Whether rows of a static model become float8_e4m3fn with a scale for each row (`row_dtype`)."""
+    refresh_interval: int = 0  # whole seconds between refreshes by the clock; 0: only `Session.refresh` refreshes
+    init_ec: bool = True  # whether opening fills the cache; see `cache_refresh_percentage_per_iteration`
+    fp8_quant: bool = False  # whether rows of a static model become float8_e4m3fn (`row_dtype`)
     fuse_embedding_table: bool | None = None
     """True: one call looks up all tables of a request. False: one call for each. None, if neither the model nor the
     whole configuration says: as True, where HPS would not fuse, because answers are the same to the bit and HPS's
@@ -84,8 +80,7 @@ class ModelConfig:
     row_dtype: str | None = None
     """`jaxsok.row_dtype`: what rows are made of on the device: float32, bfloat16, float16, int8 or float8_e4m3fn; None:
     as in their files (float32 in HPS directories)."""
-    spare_rows: int = 0
-    """`jaxsok.spare_rows`: rows of each table that are left free for keys that updates in place bring."""
+    spare_rows: int = 0  # `jaxsok.spare_rows`: rows of each table left free for new keys of updates in place
     enable_pagelock: bool = False  # without effect where it is False; True is refused for a static model
     maxnum_des_feature_per_sample: int = 26  # without effect
     num_of_refresher_buffer_in_pool: int = 1  # without effect
