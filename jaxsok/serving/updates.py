@@ -134,6 +134,8 @@ class Versions:
         self.name, self.device, self.spare_rows = name, device, spare_rows
         self.key_bits: sources_lib.KeyBits = key_bits
         self._room, self._can_donate = room, can_donate
+        # One update at a time holds `_updating`, and it alone sets `_current` and `_maps`. Arrays of `_current` are
+        # donated only while the gate is held for writing.
         self._gate, self._updating = Gate(), threading.Lock()
         self._memory = contextlib.nullcontext() if memory is None else memory
         needed = sum(sum(frozen_bytes(table, source.num_rows + spare_rows).values()) for table, source in given)
@@ -160,8 +162,7 @@ class Versions:
             dense_file=dense_file,
         )
         self.num_in_place = 0
-        self.held_bytes = 0
-        """Of the device, that a version takes which is not served yet."""
+        self.held_bytes = 0  # of the device, for a version that is not served yet
 
     @property
     def current(self) -> Version:
