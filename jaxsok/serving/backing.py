@@ -55,8 +55,7 @@ class SourceReplacedError(RuntimeError):
     """A source whose rows were given to a newer version in place: ask the newer one."""
 
 
-_SHARING = threading.Lock()
-"""Held while `HostRows._holders` of any version is read or changed: versions share these sets."""
+_SHARING = threading.Lock()  # held while the `_holders` of any HostRows are read or changed: versions share these sets
 
 
 class RowSource(abc.ABC):

@@ -98,8 +98,7 @@ class FrozenStore:
     index: UInt32[Array, "num_buckets 16"]  # (table, key) → row id, as in training (`StoreState.index`), but fuller
     counters: UInt32[Array, " num_counters"]  # of them a lookup reads the salt
     rows: Shaped[Array, "capacity dim"]
-    scales: tuple[Float32[Array, " capacity"], ...] = ()
-    """One array, of quantized rows: a row is its numbers times its scale."""
+    scales: tuple[Float32[Array, " capacity"], ...] = ()  # one array, of quantized rows: numbers times scale
 
     @property
     def capacity(self) -> int:

@@ -55,8 +55,7 @@ class LookupInput:
     """How a bag's rows become its embedding; None: every key reads its own row."""
     offsets: Any = None  # `[num_bags + 1]`: where each bag begins, and where the last one ends
     weights: Any = None  # one float for each key, in the shape of `keys`; with a combiner
-    max_norm: float | None = dataclasses.field(default=None, metadata={"static": True})
-    """Rows longer than this (L2) are scaled down to it before they are combined."""
+    max_norm: float | None = dataclasses.field(default=None, metadata={"static": True})  # longer rows (L2) are scaled
 
 
 def lookup(tables: FrozenTables, inputs: Mapping[str, LookupInput]) -> dict[str, Array]:

@@ -33,8 +33,7 @@ class LookupSpec:
     """
 
     table: str
-    combiner: Combiner | None = None
-    """None: every key has its own row, as of `LookupLayer`; else bags, as of `SparseLookupLayer`."""
+    combiner: Combiner | None = None  # None: a row for each key, as of `LookupLayer`; else bags
     max_norm: float | None = None  # rows longer than this (L2) are scaled down to it before they are combined
     dim: int | None = None  # of the table, checked where it is given. Linen's `init` without tables needs it.
 
@@ -65,7 +64,7 @@ def all_of(op: str, given: Any) -> tuple[tuple[str, LookupSpec], ...]:
         raise TypeError(f"{op}: specs: got {type(given).__name__}, wanted a mapping from names to LookupSpecs.")
     if not given:
         raise ValueError(f"{op}: specs: got none, wanted at least one.")
-    return tuple((name, of(f'{op}: specs["{name}"]', one)) for name, one in given.items())
+    return tuple((name, of(f'{op}: specs["{name}"]', spec)) for name, spec in given.items())
 
 
 def in_bags(op: str, spec: LookupSpec) -> LookupSpec:
@@ -150,7 +149,7 @@ def _looked_up(
             )
     if tables is not None:
         return lookup(tables, inputs)
-    return {name: jnp.zeros((*_shape(one), specs[name].dim), jnp.float32) for name, one in inputs.items()}
+    return {name: jnp.zeros((*_shape(read), specs[name].dim), jnp.float32) for name, read in inputs.items()}
 
 
 def _offsets(op: str, bags: Bags) -> Any:

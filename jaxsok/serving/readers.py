@@ -43,8 +43,7 @@ from jaxsok.types import COUNTS, PADDING_KEY
 
 _log = logging.getLogger(__name__)
 
-LEAST_SAMPLES = 16
-"""Samples of the smallest program: requests are padded to as many, or twice as many, up to `max_batch_size`."""
+LEAST_SAMPLES = 16  # requests are padded to as many samples, or twice as many, up to `max_batch_size`
 
 _HITS_AND_MISSING = [COUNTS.index(name) for name in ("num_found", "num_missing")]
 
@@ -62,8 +61,7 @@ Program: TypeAlias = Lookup | Prediction
 
 Given: TypeAlias = Sequence[tuple[FrozenTable, TableSource]]
 
-ReadInputs: TypeAlias = Callable[[artifact.ServedModel | None], PredictRequest]
-"""Checks the inputs of a prediction for a dense model."""
+ReadInputs: TypeAlias = Callable[[artifact.ServedModel | None], PredictRequest]  # checks inputs for a dense model
 
 
 @dataclasses.dataclass(frozen=True)

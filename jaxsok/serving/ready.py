@@ -1,7 +1,7 @@
-"""Programs of a model, compiled before they are needed: by whoever asks first, and for a new version by its update.
+"""Programs of a model, compiled before they are needed: by the first request, and for a new version by its update.
 
-A program is told from others by what a request decides: sizes. Where it is compiled is what a version decides: the
-sizes of its tables (`Form`), its dense model. Who compiles holds up nobody who needs no program.
+A request decides which program it needs: sizes. A version decides for what it is compiled: the sizes of its tables
+(`Form`), and its dense model. Compiling holds up no request that needs no program.
 """
 
 import atexit
@@ -42,6 +42,7 @@ class Beside:
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
+        # All below is read and changed under `_changed`. There is a thread while something waits or runs.
         self._known: set[Hashable] = set()
         self._waiting: collections.deque[Callable[[], None]] = collections.deque()
         self._thread: threading.Thread | None = None
@@ -110,10 +111,10 @@ _started: "weakref.WeakSet[Beside]" = weakref.WeakSet()
 def _close_all() -> None:
     """Python kills the process, if it ends while a thread is in the compiler."""
     started = list(_started)
-    for one in started:
-        one.stop()
-    for one in started:
-        one.close()
+    for beside in started:
+        beside.stop()
+    for beside in started:
+        beside.close()
 
 
 _NONE: collections.OrderedDict[Any, None] = collections.OrderedDict()
@@ -135,15 +136,17 @@ class Ready(Generic[Program]):
 
     def __init__(self, compile: Callable[[Any, Program], None]) -> None:
         self._compile = compile
+        self._lock = threading.Lock()
+        # All below is read and changed under `_lock`, which is free while a program is compiled. A program is in
+        # `_running` from the first request for it until it is in `_made`, or could not be compiled.
         self._made: dict[Any, collections.OrderedDict[Program, None]] = {}
         self._places: Collection[Any] | None = None  # that are remembered; None: any
         self._used: collections.OrderedDict[Program, None] = collections.OrderedDict()
-        self._lock = threading.Lock()
         self._running: dict[tuple[Any, Program], concurrent.futures.Future[bool]] = {}  # whether it is compiled
         self._beside = Beside()
 
     def has(self, where: Any, program: Program) -> bool:
-        """Whether it is compiled; who asks is about to call it."""
+        """Whether it is compiled; the caller is about to call it."""
         with self._lock:
             self._used[program] = None
             self._used.move_to_end(program)
@@ -172,7 +175,7 @@ class Ready(Generic[Program]):
                 return
 
     def make_beside(self, where: Any, program: Program) -> None:
-        """Has it compiled by a thread; nobody waits for that, nor for what it compiles."""
+        """Has it compiled by a thread, for which no request waits."""
         self._beside.offer((where, program), functools.partial(self.make, where, program))
 
     def drain(self) -> None:
@@ -193,7 +196,7 @@ class Ready(Generic[Program]):
             return list(self._used)
 
     def keep(self, places: Collection[Any]) -> None:
-        """Forgets what is compiled elsewhere, and what will be: nobody will call it."""
+        """Forgets what is compiled for other places, and what will be: it is called no more."""
         self._beside.forget()
         with self._lock:
             self._places = tuple(places)
@@ -226,9 +229,11 @@ class Form:
     """
 
     def __init__(self, tree: Any) -> None:
-        self.tree = jax.tree.map(lambda one: jax.ShapeDtypeStruct(one.shape, one.dtype, sharding=one.sharding), tree)
+        self.tree = jax.tree.map(
+            lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding), tree
+        )
         leaves, structure = jax.tree.flatten(self.tree)
-        self._key = structure, tuple((one.shape, one.dtype, one.sharding) for one in leaves)
+        self._key = structure, tuple((leaf.shape, leaf.dtype, leaf.sharding) for leaf in leaves)
         self._hash = hash(self._key)
 
     def __hash__(self) -> int:

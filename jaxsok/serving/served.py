@@ -48,8 +48,7 @@ class Model:
     max_batch_size: int  # samples in a request
     max_keys: Mapping[str, int]  # keys of each table in a request: `max_batch_size` times keys of a sample
     key_bits: int  # 64, or 32: then keys are 0 to 2**32 - 1
-    inputs: Mapping[str, Any] | None
-    """Of `predict`, by name (`artifact.ServedModel.inputs`); None: there is no dense model."""
+    inputs: Mapping[str, Any] | None  # of `predict`, by name (`artifact.ServedModel.inputs`); None: no dense model
     outputs: Mapping[str, Any] | None  # of `predict`, by name (`artifact.ServedModel.outputs`)
     version: int
 

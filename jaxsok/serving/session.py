@@ -76,7 +76,7 @@ def open(
     if memory_limit is not None and not (checks.is_number(memory_limit) and memory_limit >= 0):
         raise ConfigError(f"open: memory_limit: got {memory_limit!r}, wanted bytes, or None.")
     if read.without_effect:
-        paths = ", ".join(one.path for one in read.without_effect)
+        paths = ", ".join(key.path for key in read.without_effect)
         _log.warning("open: config: got keys without effect: %s; Session.report() says why.", paths)
     return Session(read, device, warm_up=warm_up, memory_limit=memory_limit)
 

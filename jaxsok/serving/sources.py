@@ -42,8 +42,7 @@ class TableSource:
     path: pathlib.Path  # of the folder with the files; of a chain, the last link's
     dim: int
     dtype: str  # of the rows: "float32", "bfloat16" or "float16"; float32 of a chain whose links differ
-    num_rows: int
-    """That `chunks` gives, exactly: of a chain, rows that a later link replaces or removes are not counted."""
+    num_rows: int  # given by `chunks`; of a chain, without rows that a later link replaces or removes
     num_tombstones: int  # that `tombstones` gives
     uuid: str | None  # by which the next delta knows what it rests on; None: an HPS directory, on which none can
     base: str | None  # the `uuid` that the delta rests on; None: it is no delta, but all of a table
@@ -190,16 +189,16 @@ def _found(op: str, path: Path, table: str) -> tuple[pathlib.Path, bool]:
         return folder, False
     if any((folder / name).is_file() for name in _HPS_FILES):
         return folder, True
-    below = [one for one in _folders(folder) if (one / manifest_lib.NAME).is_file()]
+    below = [path for path in _folders(folder) if (path / manifest_lib.NAME).is_file()]
     if len(below) == 1:
         return below[0], False
     if below:
-        names = sorted(one.name for one in below)
+        names = sorted(path.name for path in below)
         raise ServingError(
             f"{what} with saved tables in {names}, wanted one folder of them; name the one that is meant."
         )
     steps = sorted(
-        {one.name for one in _folders(folder) for two in _folders(one) if (two / manifest_lib.NAME).is_file()}
+        {step.name for step in _folders(folder) for item in _folders(step) if (item / manifest_lib.NAME).is_file()}
     )
     if steps:
         raise ServingError(f"{what}, which has checkpoints in {steps}, wanted one of them; name the step's folder.")
@@ -209,9 +208,9 @@ def _found(op: str, path: Path, table: str) -> tuple[pathlib.Path, bool]:
 def _folders(folder: pathlib.Path) -> list[pathlib.Path]:
     """The folders directly below that Orbax or an export has committed."""
     return [
-        one
-        for one in folder.iterdir()
-        if one.is_dir() and _ORBAX_TEMPORARY not in one.name and not one.name.endswith(published.ENDING)
+        path
+        for path in folder.iterdir()
+        if path.is_dir() and _ORBAX_TEMPORARY not in path.name and not path.name.endswith(published.ENDING)
     ]
 
 

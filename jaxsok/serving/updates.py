@@ -59,8 +59,7 @@ class Version:
     num_rows: Mapping[str, int]  # of each table
     files: Mapping[str, str]  # the folder that each table was last changed by
     uuids: Mapping[str, str | None]  # which export each table holds; None: no delta can follow
-    unknowns: Mapping[str, Any]
-    """What the first version's files say of keys without a row (`TableSource.unknown`); None: they do not count."""
+    unknowns: Mapping[str, Any]  # what the first files say of keys without a row (`TableSource.unknown`)
     served: Any = None  # the dense model (`artifact.ServedModel`), or None
     dense_file: str = ""
 
@@ -135,6 +134,8 @@ class Versions:
         self.name, self.device, self.spare_rows = name, device, spare_rows
         self.key_bits: sources_lib.KeyBits = key_bits
         self._room, self._can_donate = room, can_donate
+        # One update at a time holds `_updating`, and it alone sets `_current` and `_maps`. Arrays of `_current` are
+        # donated only while the gate is held for writing.
         self._gate, self._updating = Gate(), threading.Lock()
         self._memory = contextlib.nullcontext() if memory is None else memory
         needed = sum(sum(frozen_bytes(table, source.num_rows + spare_rows).values()) for table, source in given)
@@ -161,8 +162,7 @@ class Versions:
             dense_file=dense_file,
         )
         self.num_in_place = 0
-        self.held_bytes = 0
-        """Of the device, that a version takes which is not served yet."""
+        self.held_bytes = 0  # of the device, for a version that is not served yet
 
     @property
     def current(self) -> Version:
@@ -172,7 +172,7 @@ class Versions:
     @property
     def host_bytes(self) -> int:
         """Of the maps of rows."""
-        return sum(one.num_bytes for one in self._maps)
+        return sum(row_map.num_bytes for row_map in self._maps)
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[Version]:
@@ -453,7 +453,7 @@ class _StorePlan:
         if self.is_fresh or capacity != old.capacity:
             with jax.default_device(device):
                 longer = _zeros_of if self.is_fresh else _longer
-                rows, scales = longer(old.rows, capacity), tuple(longer(one, capacity) for one in old.scales)
+                rows, scales = longer(old.rows, capacity), tuple(longer(scales, capacity) for scales in old.scales)
             store, is_mine = dataclasses.replace(old, rows=rows, scales=scales), True
         for row_ids, lines, scales in self.lines():
             store = write_lines(store, row_ids, lines, scales, donate=is_mine)
@@ -481,22 +481,23 @@ def read_changes(model: str, source: Source, version: Version, key_bits: sources
         opened = {name: _opened(op, path, tables[name], key_bits) for name, path in source.items()}
     else:
         opened = _of_folder(op, model, pathlib.Path(source), tables, key_bits)
-    for name, one in opened.items():
+    for name, found in opened.items():
         reads = version.unknowns[name]
-        if reads is not None and one.unknown not in (None, reads):
+        if reads is not None and found.unknown not in (None, reads):
             raise ServingError(
-                f'{op}: table "{name}": source: got "{one.path}", in which a key without a row reads {one.unknown}, '
-                f"wanted {reads}, as in the files that the session was opened with; open another session."
+                f'{op}: table "{name}": source: got "{found.path}", in which a key without a row reads '
+                f"{found.unknown}, wanted {reads}, as in the files that the session was opened with; open another "
+                "session."
             )
         held = version.uuids[name]
-        if one.base is not None and one.base != held:
+        if found.base is not None and found.base != held:
             holds = f'holds {held}, from "{version.files[name]}"' if held else "holds no export"
-            again = " (it was applied already)" if one.uuid == held else ""
+            again = " (it was applied already)" if found.uuid == held else ""
             raise ServingError(
-                f'{op}: table "{name}": source: got the delta "{one.path}", which rests on {one.base}{again}, but the '
-                f"table {holds}; apply deltas in order, and none of them twice, or a full export."
+                f'{op}: table "{name}": source: got the delta "{found.path}", which rests on {found.base}{again}, but '
+                f"the table {holds}; apply deltas in order, and none of them twice, or a full export."
             )
-    return [Change(tables[name], one) for name, one in opened.items()]
+    return [Change(tables[name], found) for name, found in opened.items()]
 
 
 def _opened(op: str, path: str | os.PathLike[str], table: FrozenTable, key_bits: sources_lib.KeyBits) -> TableSource:
@@ -516,7 +517,7 @@ def _of_folder(
             )
         return {name: _opened(op, folder, table, key_bits) for name, table in tables.items()}
     below = {
-        name: table for name, table in tables.items() if any((folder / name / one).is_file() for one in _HPS_FILES)
+        name: table for name, table in tables.items() if any((folder / name / file).is_file() for file in _HPS_FILES)
     }
     if below:
         return {name: _opened(op, folder / name, table, key_bits) for name, table in below.items()}
@@ -542,7 +543,7 @@ def _all_keys(change: Change) -> np.ndarray:
 def _gone(row_map: RowMap, number: int, change: Change, keys: np.ndarray) -> np.ndarray:
     """Keys that a change takes away."""
     if not change.is_whole:
-        tombstones = [one.copy() for one in change.source.tombstones()]
+        tombstones = [keys.copy() for keys in change.source.tombstones()]
         return np.concatenate(tombstones) if tombstones else np.zeros(0, np.uint64)
     row_ids = row_map.find(number, keys)
     stays = np.zeros(row_map.capacity, bool)
@@ -601,7 +602,7 @@ def _lines_at(store: FrozenStore, row_ids: np.ndarray) -> tuple[np.ndarray, np.n
 
 @jax.jit
 def _taken(rows: Array, scales: tuple[Array, ...], row_ids: Array) -> tuple[Array, tuple[Array, ...]]:
-    return rows[row_ids], tuple(one[row_ids] for one in scales)
+    return rows[row_ids], tuple(array[row_ids] for array in scales)
 
 
 def _zeros_of(array: Array, capacity: int) -> Array:

@@ -65,7 +65,7 @@ def includes(files):
 
 def layers():
     """The layer of each module, by its place in the import contract, 0 at the bottom."""
-    (contract,) = PYPROJECT["tool"]["importlinter"]["contracts"]
+    contract = PYPROJECT["tool"]["importlinter"]["contracts"][0]
     assert contract["type"] == "layers" and contract["exhaustive"]
     levels = [level.replace("|", " ").split() for level in reversed(contract["layers"])]
     return {module: number for number, modules in enumerate(levels) for module in modules}

@@ -87,6 +87,7 @@ def export_model(
       >>> import tempfile
       >>> from jaxsok import Records
       >>> from jaxsok.serving import frozen
+      >>> from jaxsok.serving.artifact import ArrayInput, KeysInput, load_model
       >>> from jaxsok.serving.fused import lookup
       >>> records = Records(np.array([7, 9], np.uint64), np.array([[1.0], [2.0]], np.float32))
       >>> table = frozen.FrozenTable("item", dim=1)
@@ -110,7 +111,7 @@ def export_model(
     stores = tables.spec.stores
 
     def program(arrays: Any, numbers: Any, words: Any, given: Mapping[str, Any]) -> dict[str, Array]:
-        bound = FrozenTables(tuple(FrozenStore(*one) for one in arrays), _TracedSpec(stores, numbers, words))
+        bound = FrozenTables(tuple(FrozenStore(*store) for store in arrays), _TracedSpec(stores, numbers, words))
         out = function(bound, {name: _from_leaves(inputs[name], leaves) for name, leaves in given.items()})
         return _named(op, out)
 
@@ -127,7 +128,7 @@ def _lookups(
     names: list[str | None] = []
     raw: list[Sequence[str]] = []
     for path, leaf in jax.tree.flatten_with_path(shapes)[0]:
-        what, which, rest = path[0].idx, path[1], [one.idx for one in path[2:]]
+        what, which, rest = path[0].idx, path[1], [step.idx for step in path[2:]]
         is_keys = what == 3 and not isinstance(inputs[which.key], ArrayInput) and rest in ([], [0])
         names.append(which.key if is_keys else None)
         is_rows = what == 0 and rest[0] >= 2  # rows and scales
@@ -197,7 +198,7 @@ def _argument_shapes(export: Any, tables: FrozenTables, inputs: Mapping[str, Inp
                 shape((symbol(f"buckets_{s}"), store.index.shape[1]), jnp.uint32),
                 shape((len(COUNTERS),), jnp.uint32),
                 shape((capacity, store.rows.shape[1]), store.rows.dtype),
-                tuple(shape((capacity,), one.dtype) for one in store.scales),
+                tuple(shape((capacity,), scales.dtype) for scales in store.scales),
             )
         )
         numbers.append(shape((len(spec),), jnp.int32))
@@ -222,12 +223,12 @@ def _named(op: str, out: Any) -> dict[str, Array]:
         out = {"output": out}
     if not out:
         raise ValueError(f"{op}: model: got no results from it, wanted an array, or arrays by name.")
-    for name, one in out.items():
-        if not isinstance(name, str) or not isinstance(one, (jax.Array, np.ndarray)):
+    for name, result in out.items():
+        if not isinstance(name, str) or not isinstance(result, (jax.Array, np.ndarray)):
             raise TypeError(
-                f"{op}: model: got {type(one).__name__} as its result {name!r}, wanted an array, or arrays by name."
+                f"{op}: model: got {type(result).__name__} as its result {name!r}, wanted an array, or arrays by name."
             )
-    return {name: jnp.asarray(one) for name, one in out.items()}
+    return {name: jnp.asarray(result) for name, result in out.items()}
 
 
 def _serialized(op: str, exported: Any) -> bytes:

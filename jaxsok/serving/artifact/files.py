@@ -39,7 +39,7 @@ def manifest_of(exported: Any, tables: FrozenTables, inputs: Mapping[str, InputS
         "jax": jax.__version__,
         "calling_convention": exported.calling_convention_version,
         "platforms": list(exported.platforms),
-        "inputs": [{"name": name, **_input_to_json(one)} for name, one in inputs.items()],
+        "inputs": [{"name": name, **_input_to_json(spec)} for name, spec in inputs.items()],
         "outputs": [
             {
                 "name": name,
@@ -67,9 +67,12 @@ def table_from_json(value: dict[str, Any], dim: Any, dtype: Any) -> FrozenTable:
 
 
 def _input_to_json(spec: InputSpec) -> dict[str, Any]:
-    (kind,) = (kind for kind, one in KINDS.items() if type(spec) is one)
+    (kind,) = (kind for kind, cls in KINDS.items() if type(spec) is cls)
     fields = dataclasses.asdict(spec)
-    return {"kind": kind, **{name: list(one) if isinstance(one, tuple) else one for name, one in fields.items()}}
+    return {
+        "kind": kind,
+        **{name: list(value) if isinstance(value, tuple) else value for name, value in fields.items()},
+    }
 
 
 def input_from_json(one: Mapping[str, Any]) -> InputSpec:

@@ -189,7 +189,7 @@ def _read_bags(what: str, spec: BagsInput, given: Any) -> tuple[Any, int]:
             raise RequestError(f"{what}: weights: got infinite or NaN, wanted finite numbers.")
         leaves.append(weights.astype(jnp.float32).reshape(-1))
     if num_keys == 0:  # a size of a program is 1 at least; the key is beyond the last bag
-        leaves = [_filled(leaves[0], 1, _PADDING_WORD), leaves[1], *(_filled(one, 1, 0) for one in leaves[2:])]
+        leaves = [_filled(leaves[0], 1, _PADDING_WORD), leaves[1], *(_filled(leaf, 1, 0) for leaf in leaves[2:])]
     return tuple(leaves), len(offsets) - 1
 
 
@@ -225,7 +225,7 @@ def pad_input(leaves: Any, num_samples: int, size: int) -> Any:
         return (
             _filled(words, num_keys, _PADDING_WORD),
             _filled(offsets, size + 1, last),
-            *(_filled(one, num_keys, 0) for one in weights),
+            *(_filled(array, num_keys, 0) for array in weights),
         )
     return _filled(leaves, size, _PADDING_WORD if leaves.dtype == jnp.uint32 else 0)
 

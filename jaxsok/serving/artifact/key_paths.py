@@ -192,16 +192,16 @@ _KEEPS: Mapping[str, Callable[[Any], bool]] = {
 
 def _inner(eqn: Any) -> Iterator[Any]:
     for value in eqn.params.values():
-        for one in value if isinstance(value, (tuple, list)) else (value,):
-            one = getattr(one, "jaxpr", one)
-            if hasattr(one, "eqns"):
-                yield one
+        for part in value if isinstance(value, (tuple, list)) else (value,):
+            inner = getattr(part, "jaxpr", part)
+            if hasattr(inner, "eqns"):
+                yield inner
 
 
 def _marked(eqn: Any) -> Iterator[str]:
     """The tables that are looked up within an operation."""
     for jaxpr in _inner(eqn):
-        for one in jaxpr.eqns:
-            if one.primitive.name == "name" and one.params["name"].startswith(_MARK):
-                yield one.params["name"].removeprefix(_MARK)
-            yield from _marked(one)
+        for inside in jaxpr.eqns:
+            if inside.primitive.name == "name" and inside.params["name"].startswith(_MARK):
+                yield inside.params["name"].removeprefix(_MARK)
+            yield from _marked(inside)

@@ -45,7 +45,7 @@ class ServedModel:
     @property
     def is_per_sample(self) -> bool:
         """Whether every result has a line for each sample; else batches are neither padded nor joined with others."""
-        return all(one.is_batched for one in self.outputs.values())
+        return all(output.is_batched for output in self.outputs.values())
 
     def call(self, tables: FrozenTables, inputs: Mapping[str, Any], *, pad: bool = False) -> dict[str, Array]:
         """Runs the model; gives arrays by name.
@@ -73,7 +73,8 @@ class ServedModel:
             raise RequestError("call: inputs: got a batch of no samples, wanted one at least; or pad=True.")
         out = self._program(*bound, self.padded(leaves, num_samples) if pad else leaves)
         return {
-            name: out[name][:num_samples] if pad and one.is_batched else out[name] for name, one in self.outputs.items()
+            name: out[name][:num_samples] if pad and output.is_batched else out[name]
+            for name, output in self.outputs.items()
         }
 
     def run(self, tables: FrozenTables, leaves: Mapping[str, Any]) -> dict[str, Array]:
@@ -95,14 +96,14 @@ class ServedModel:
     def sizes(self, leaves: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:
         """Of each input the samples, and the keys of its bags (0 of other inputs): a program is compiled for each."""
         return tuple(
-            (one[1].shape[0] - 1, one[0].shape[0]) if isinstance(one, tuple) else (one.shape[0], 0)
-            for one in (leaves[name] for name in self.inputs)
+            (leaf[1].shape[0] - 1, leaf[0].shape[0]) if isinstance(leaf, tuple) else (leaf.shape[0], 0)
+            for leaf in (leaves[name] for name in self.inputs)
         )
 
     def padded(self, leaves: Mapping[str, Any], num_samples: int) -> dict[str, Any]:
         """What `read` gave, filled up to a power of two of samples, and of keys of bags."""
         size = padded_size(num_samples, LEAST_BATCH)
-        return {name: pad_input(one, num_samples, size) for name, one in leaves.items()}
+        return {name: pad_input(leaf, num_samples, size) for name, leaf in leaves.items()}
 
     def _bound(self, tables: FrozenTables) -> tuple[Any, Any, Any]:
         stores, numbers, words = _rebound(self._stores, tables.spec)
@@ -157,10 +158,10 @@ def load_model(path: str | os.PathLike, device: Any = None) -> ServedModel:
             f"{device}, where it is to run; export with it in `platforms`."
         )
     try:
-        inputs = {one["name"]: files.input_from_json(one) for one in manifest["inputs"]}
-        outputs = {one["name"]: OutputSpec(tuple(one["shape"]), one["dtype"]) for one in manifest["outputs"]}
+        inputs = {entry["name"]: files.input_from_json(entry) for entry in manifest["inputs"]}
+        outputs = {entry["name"]: OutputSpec(tuple(entry["shape"]), entry["dtype"]) for entry in manifest["outputs"]}
         stores = tuple(
-            tuple(files.table_from_json(one, store["dim"], store["dtype"]) for one in store["tables"])
+            tuple(files.table_from_json(entry, store["dim"], store["dtype"]) for entry in store["tables"])
             for store in manifest["stores"]
         )
         tables = {table.name: table for store in stores for table in store}

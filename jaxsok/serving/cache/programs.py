@@ -50,8 +50,7 @@ class CacheStore:
 class Queried:
     """What the query program gives, by store."""
 
-    rows: tuple[tuple[Array, ...], ...]
-    """Of each position float32; of distinct keys, where rows are quantized, numbers and their scales."""
+    rows: tuple[tuple[Array, ...], ...]  # float32 of each position; numbers and scales of distinct keys, if quantized
     records: tuple[Array, ...]  # of the distinct keys, by first position
     row_ids: tuple[Array, ...]  # of the distinct keys in the cache
     inverse: tuple[Array, ...]
@@ -86,8 +85,8 @@ def query(
 ) -> tuple[tuple[Array, ...], Queried]:
     """Steps 1, 2 and 5 of a lookup: makes keys distinct, asks the cache, gives each position its row."""
     done = [
-        _query_store(*one, is_expanded, clock, salt)
-        for one in zip(layout.words, statistics, stores, batches, strict=True)
+        _query_store(*arguments, is_expanded, clock, salt)
+        for arguments in zip(layout.words, statistics, stores, batches, strict=True)
     ]
     new_statistics, rows, records, row_ids, inverse, indices, counts = zip(*done, strict=True)
     return new_statistics, Queried(rows, records, row_ids, inverse, indices, jnp.concatenate(counts))
@@ -238,8 +237,8 @@ def _released(store: CacheStore, flags: Array) -> tuple[CacheStore, Array]:
 def merged(slabs: tuple[Array, ...], slots: Array, lines: tuple[Array, ...]) -> tuple[Array, ...]:
     """Rows (and their scales), some of them replaced: by the line that a slot names, if it is not negative."""
     return tuple(
-        jnp.where((slots >= 0).reshape(-1, *[1] * (slab.ndim - 1)), one.at[slots].get(mode="clip"), slab)
-        for slab, one in zip(slabs, lines, strict=True)
+        jnp.where((slots >= 0).reshape(-1, *[1] * (slab.ndim - 1)), part.at[slots].get(mode="clip"), slab)
+        for slab, part in zip(slabs, lines, strict=True)
     )
 
 

@@ -79,8 +79,7 @@ class Found:
     inverse: Sequence[Array]  # by store and position, the place among the distinct keys
     indices: Sequence[tuple[Array, Array]]  # by store, index and counters over the distinct keys
     hit_rates: dict[str, float]
-    missed: dict[str, tuple[np.ndarray, np.ndarray]]
-    """By table with misses: their places among the distinct keys of the store, and the keys."""
+    missed: dict[str, tuple[np.ndarray, np.ndarray]]  # by table: places among the store's distinct keys, and the keys
     num_distinct: dict[str, int]  # by table
     snapshot: Snapshot  # whose rows these are
 

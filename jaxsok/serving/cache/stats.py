@@ -21,8 +21,7 @@ class CacheStats:
     misses: int = 0
     sync: int = 0  # tables of lookups that waited for rows
     background: int = 0  # tables of lookups that answered misses with the default
-    dropped: int = 0
-    """Tables of lookups whose misses are not fetched, because too much was waiting; they will miss again."""
+    dropped: int = 0  # tables of lookups whose misses are not fetched, because too much was waiting
     fetched: int = 0  # keys asked of the source because they missed
     missing: int = 0  # fetched keys that no tier has
     inserted: int = 0

@@ -144,7 +144,7 @@ class DeviceStores:
                     (batch.store, bound > self.capacities[batch.store], batch.size)
                     for batch, bound in zip(batches, bounds, strict=True)
                 ]
-                if all(self.compiled.has_insert(*one) for one in chosen):
+                if all(self.compiled.has_insert(*program) for program in chosen):
                     clock, stores = self._tick(), list(self.arrays)
                     for batch, (s, must_leave, _), bound in zip(batches, chosen, bounds, strict=True):
                         stores[s], *counted = programs.insert(
@@ -154,8 +154,8 @@ class DeviceStores:
                         counts.append(counted)
                     self.arrays = tuple(stores)
                     break
-            for one in chosen:  # while others look up; then what must leave may be otherwise
-                self.compiled.insert(*one)
+            for program in chosen:  # while others look up; then what must leave may be otherwise
+                self.compiled.insert(*program)
         return _summed(counts)
 
     def contains(self, name: str, keys: np.ndarray) -> np.ndarray:

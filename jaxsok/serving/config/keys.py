@@ -1,8 +1,7 @@
-"""The keys of the configuration: what each may be, what it is where nobody writes it, and why it has no effect, if so.
+"""The keys of the configuration: what each may be, its default, and why it has no effect, if so.
 
 The defaults are those of the JSON parser of HugeCTR 24.06; beside its keys stand those that versions 3.0 to 23.x read,
-or documented, and 24.06 passes over. `config.py` reads by these tables and says what honoured
-keys do.
+or documented, and 24.06 passes over. `reader.py` reads by these tables; `values.py` says what honoured keys do.
 """
 
 import dataclasses

@@ -184,7 +184,7 @@ class _Reader:
             volatile_db=_filled(VolatileDatabase, values.get("volatile_db", {}), type=volatile),
             persistent_db=_filled(PersistentDatabase, values.get("persistent_db", {}), type="disabled"),
             update_source=_filled(UpdateSource, values.get("update_source", {}), type=None),
-            without_effect=tuple(sorted(self.without.values(), key=lambda one: _order(one.path))),
+            without_effect=tuple(sorted(self.without.values(), key=lambda key: _order(key.path))),
             notes=tuple(self.notes),
             file=self.file,
         )
@@ -465,7 +465,7 @@ def _joined(path: str, name: str) -> str:
 
 
 def _frozen(value: Any) -> Any:
-    return tuple(_frozen(one) for one in value) if isinstance(value, list | tuple) else value
+    return tuple(_frozen(item) for item in value) if isinstance(value, list | tuple) else value
 
 
 def _is_plain(value: Any) -> bool:

@@ -1,6 +1,6 @@
 """What a configuration says, as frozen values, and as JSON again.
 
-`config.py` reads it. Every field says what it does here.
+`reader.py` reads it. Every field says what it does here.
 """
 
 import dataclasses
@@ -8,7 +8,6 @@ import re
 from typing import Any, Literal
 
 from jaxsok.serving.config.keys import MODEL_KEYS, PER_TABLE
-from jaxsok.serving.errors import UnknownModelError, UnknownTableError
 
 Tier = Literal["device", "cache", "host"]
 
@@ -54,8 +53,7 @@ class ModelConfig:
     deployed_device_list: tuple[int, ...]
     """Numbers of devices. The last one is used, as in HPS; the other copies that HPS makes are made by further
     sessions, `open(config, device=...)`."""
-    dense_file: str = ""
-    """An artifact of `jaxsok.serving.export_model`, which `predict` runs over the tables; "": lookups only."""
+    dense_file: str = ""  # an artifact of `export_model`, which `predict` runs over the tables; "": lookups only
     max_batch_size: int = 64  # samples in a request, at most; larger ones are refused (HPS logs an error)
     gpucache: bool = True  # whether rows lie on the device at all; False: every lookup reads rows in host memory
     gpucacheper: float = 0.2
@@ -72,12 +70,9 @@ class ModelConfig:
     """Fraction of the cached rows that a refresh reads at a time. Above 0 the cache is also filled when a model is
     opened, if `init_ec` is on. 0: no refresh by the clock, as in HPS; `Session.refresh` then reads all at once."""
     refresh_delay: float = 0.0  # seconds between opening a model and the first refresh of its cache by the clock
-    refresh_interval: int = 0
-    """Whole seconds from one refresh by the clock to the next; 0: only `Session.refresh` refreshes."""
-    init_ec: bool = True
-    """Whether the cache is filled when a model is opened; see `cache_refresh_percentage_per_iteration`."""
-    fp8_quant: bool = False
-    """Whether rows of a static model become float8_e4m3fn with a scale for each row (`row_dtype`)."""
+    refresh_interval: int = 0  # whole seconds between refreshes by the clock; 0: only `Session.refresh` refreshes
+    init_ec: bool = True  # whether opening fills the cache; see `cache_refresh_percentage_per_iteration`
+    fp8_quant: bool = False  # whether rows of a static model become float8_e4m3fn (`row_dtype`)
     fuse_embedding_table: bool | None = None
     """True: one call looks up all tables of a request. False: one call for each. None, if neither the model nor the
     whole configuration says: as True, where HPS would not fuse, because answers are the same to the bit and HPS's
@@ -85,8 +80,7 @@ class ModelConfig:
     row_dtype: str | None = None
     """`jaxsok.row_dtype`: what rows are made of on the device: float32, bfloat16, float16, int8 or float8_e4m3fn; None:
     as in their files (float32 in HPS directories)."""
-    spare_rows: int = 0
-    """`jaxsok.spare_rows`: rows of each table that are left free for keys that updates in place bring."""
+    spare_rows: int = 0  # `jaxsok.spare_rows`: rows of each table left free for new keys of updates in place
     enable_pagelock: bool = False  # without effect where it is False; True is refused for a static model
     maxnum_des_feature_per_sample: int = 26  # without effect
     num_of_refresher_buffer_in_pool: int = 1  # without effect
@@ -129,17 +123,6 @@ class ModelConfig:
     def max_keys(self) -> dict[str, int]:
         """Keys of each table that a request may have."""
         return {table.name: self.max_batch_size * table.max_keys_per_sample for table in self.tables}
-
-    def table(self, name: str) -> TableConfig:
-        """One of the tables.
-
-        Raises:
-          UnknownTableError: there is none of this name.
-        """
-        for table in self.tables:
-            if table.name == name:
-                return table
-        raise UnknownTableError.of("config", name, [table.name for table in self.tables], f'model "{self.model}"')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -222,17 +205,6 @@ class Config:
         """Of the keys of all models."""
         return 64 if self.supportlonglong else 32
 
-    def model(self, name: str) -> ModelConfig:
-        """One of the models.
-
-        Raises:
-          UnknownModelError: there is none of this name.
-        """
-        for model in self.models:
-            if model.model == name:
-                return model
-        raise UnknownModelError.of("config", name, [model.model for model in self.models])
-
     def to_json(self) -> dict[str, Any]:
         """As HPS has it: what `read` takes, with every honoured key written out.
 
@@ -243,16 +215,16 @@ class Config:
             written["fuse_embedding_table"] = self.fuse_embedding_table
         # A block of its own, even without keys that count, would be one that somebody wrote.
         if self.volatile_db.type != "parallel_hash_map" or any(
-            one.path.startswith("volatile_db.") for one in self.without_effect
+            key.path.startswith("volatile_db.") for key in self.without_effect
         ):
             written["volatile_db"] = {"type": self.volatile_db.type}
         written["models"] = [_model_to_json(model) for model in self.models]
-        for one in self.without_effect:
-            *outer, last = steps_of(one.path)
+        for key in self.without_effect:
+            *outer, last = steps_of(key.path)
             block: Any = written
             for step in outer:
                 block = block[step] if isinstance(step, int) else block.setdefault(step, {})
-            block[last] = _plain(one.value)
+            block[last] = _plain(key.value)
         return written
 
     def summary(self) -> list[str]:
@@ -276,7 +248,7 @@ class Config:
                 for table in model.tables
             ]
         lines += [f"note: {note}" for note in self.notes]
-        lines += [f"without effect: {one}" for one in self.without_effect]
+        lines += [f"without effect: {key}" for key in self.without_effect]
         return lines
 
 
@@ -326,4 +298,4 @@ def steps_of(path: str) -> list[str | int]:
 
 
 def _plain(value: Any) -> Any:
-    return [_plain(one) for one in value] if isinstance(value, tuple) else value
+    return [_plain(item) for item in value] if isinstance(value, tuple) else value

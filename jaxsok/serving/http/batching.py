@@ -1,6 +1,6 @@
 """Requests of many clients become calls of few: collected up to a size or a time, run off the event loop, split again.
 
-Fed by the server with requests that it has checked. What a call does with them is told to the Batcher as a function;
+Fed by the server with requests that it has checked. What a call does with them is a function that the Batcher gets;
 nothing here knows of tables, of HTTP or of JAX.
 """
 

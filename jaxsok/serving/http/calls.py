@@ -207,7 +207,7 @@ class Predictions:
 
 def _can_join(model: Any) -> bool:
     """Whether all results of a model can be cut between requests."""
-    return model.outputs is not None and all(one.is_batched for one in model.outputs.values())
+    return model.outputs is not None and all(output.is_batched for output in model.outputs.values())
 
 
 def _cost(table: str) -> str:

@@ -1,6 +1,6 @@
-"""Responses in JSON, and what a client is told when it is refused: one form, `{"error": {"code", "message"}}`.
+"""Responses in JSON, and refusals, which have one form: `{"error": {"code", "message"}}`.
 
-An error of ours is told in words that name nothing of the server; the log has its reason.
+An error of the server itself is reported without any detail of it; the log has its reason.
 """
 
 import json

@@ -50,8 +50,7 @@ T = TypeVar("T")
 _INLINE_BYTES = 1 << 15  # bodies up to this are read and made on the event loop: a thread would cost more than the work
 _PIECE_BYTES = 1 << 16  # of a response: at a time on its way to a client, beside as much that its connection holds
 ABORT = "jaxsok.abort"  # an extension of an ASGI scope: closes the connection without sending what it holds
-DISCARD_S = 2.0
-"""How long the rest of a refused body is read, so that the client reads the answer, not a closed connection."""
+DISCARD_S = 2.0  # how long the rest of a refused body is read, so that the client reads the answer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,17 +58,14 @@ class ServerOptions:
     """What a server takes at most, and how long it waits."""
 
     max_delay_ms: float = 2.0  # a request waits so long for others to share its call
-    max_body_bytes: int = 16 << 20
-    """Of one request; less where the keys and inputs of its model cannot need so many (`wire.body_bytes`)."""
-    max_held_bytes: int = 512 << 20
-    """Of all requests that are not answered their bodies, then the bodies of their responses until they are sent."""
+    max_body_bytes: int = 16 << 20  # of one request; less where its model cannot need so many (`wire.body_bytes`)
+    max_held_bytes: int = 512 << 20  # bodies of unanswered requests, then of their responses until they are sent
     max_requests: int = 256  # requests whose response is not sent
     max_keys: int = 1 << 20  # keys of one request, over all its tables; the model's own limits by table hold as well
     max_json_values: int = 1 << 22  # numbers in one JSON response; the binary format has no such limit
     max_response_bytes: int = 256 << 20  # of the arrays of one response
     body_timeout_s: float = 15.0  # for the body to arrive
-    timeout_s: float = 30.0
-    """For an answer, from the last byte of the body on: reading it, the queue, the session, writing."""
+    timeout_s: float = 30.0  # for an answer, from the last byte of the body on
     send_timeout_s: float = 30.0  # for a client's system to take 64 KiB of its response; then its connection is cut off
     min_send_rate: float = 1 << 18
     """Bytes a second that a client takes of a response, on the whole, after `send_timeout_s`; else it is cut off."""
@@ -77,8 +73,7 @@ class ServerOptions:
     """A connection without a request is closed after so long; while the server stops, no earlier."""
     num_workers: int = 2  # calls of the session at the same time, by model and endpoint
     drain_s: float = 0.0  # after a signal: still takes requests, while /readyz says that it will not
-    shutdown_s: float = 30.0
-    """After that: answers connections that are kept alive, and finishes what it took; then it is cut off."""
+    shutdown_s: float = 30.0  # after that: answers kept connections, and finishes what it took; then cuts off
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
