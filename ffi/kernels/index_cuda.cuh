@@ -191,6 +191,45 @@ __device__ __forceinline__ ProbeResult InsertDistinct(const IndexView& index, ui
   return {kNoRow, kNoEntry, static_cast<int32_t>(max_probes)};
 }
 
+/// Notes how many buckets a walk to a row took.
+__device__ __forceinline__ void NoteProbes(uint32_t* counters, int num_probes) {
+  if (static_cast<uint32_t>(num_probes) > counters[kLongestProbe]) {
+    atomicMax(counters + kLongestProbe, static_cast<uint32_t>(num_probes));
+  }
+}
+
+/// Whether the calling block is the last one to come here; it sees what the others wrote before. All threads of every
+/// block.
+__device__ __forceinline__ bool IsLastBlock(uint32_t* blocks_done) {
+  __shared__ bool is_last;
+  if (threadIdx.x == 0) {
+    __threadfence();
+    is_last = atomicAdd(blocks_done, 1u) + 1 == gridDim.x;
+  }
+  __syncthreads();
+  if (is_last) __threadfence();
+  return is_last;
+}
+
+using BlockScan = cub::BlockScan<uint32_t, kBlock>;
+
+/// Replaces each count by the sum of those before it, and returns the sum of all. All threads of one block, which is
+/// the last.
+__device__ __forceinline__ uint32_t SumCountsBefore(uint32_t* counts, uint32_t num_counts,
+                                                    BlockScan::TempStorage& storage) {
+  uint32_t sum = 0;
+  for (uint32_t start = 0; start < num_counts; start += kBlock) {
+    const uint32_t i = start + threadIdx.x;
+    const uint32_t count = i < num_counts ? __ldcg(counts + i) : 0;
+    uint32_t before, total;
+    __syncthreads();
+    BlockScan(storage).ExclusiveSum(count, before, total);
+    if (i < num_counts) counts[i] = sum + before;
+    sum += total;
+  }
+  return sum;
+}
+
 /// Counts by table: in shared memory while tables are few, so that one hot address does not serialise a batch.
 class TableCounts {
  public:
@@ -369,11 +408,7 @@ struct StoreSink {
     store.counters[kNumAllocated] = allocated;
   }
   __device__ void SawUnplaced() const { atomicAdd(store.counters + kNumUnplaced, 1u); }
-  __device__ void SawProbes(int num_probes) const {
-    if (static_cast<uint32_t>(num_probes) > store.counters[kLongestProbe]) {
-      atomicMax(store.counters + kLongestProbe, static_cast<uint32_t>(num_probes));
-    }
-  }
+  __device__ void SawProbes(int num_probes) const { NoteProbes(store.counters, num_probes); }
   /// As SawProbes, for a pair that was entered where it had claimed.
   __device__ void SawEntry(uint64_t key, uint32_t table, uint32_t entry) const {
     const uint32_t home = HomeBucket(HashOf(key, table, Salt()), store.index.num_buckets);
@@ -416,11 +451,8 @@ template <typename Sink>
 __global__ void __launch_bounds__(kBlock)
     CountKernel(Sink sink, InsertWorkspace w, uint32_t* row_ids, int64_t num_keys) {
   if (w.control->num_pending == 0) return;
-  using Scan = cub::BlockScan<uint32_t, kBlock>;
-  __shared__ typename Scan::TempStorage storage;
-  __shared__ bool is_last;
+  __shared__ BlockScan::TempStorage storage;
   const uint32_t num_chunks = static_cast<uint32_t>(CeilDiv<int64_t>(num_keys, kPositionsPerChunk));
-  uint32_t before, total;
   for (uint32_t chunk = blockIdx.x; chunk < num_chunks; chunk += gridDim.x) {
     uint32_t entries[kPositionsPerChunk / kBlock];
     int mine = 0;
@@ -438,26 +470,13 @@ __global__ void __launch_bounds__(kBlock)
         ++mine;
       }
     }
+    uint32_t before, total;
     __syncthreads();  // of the storage
-    Scan(storage).ExclusiveSum(static_cast<uint32_t>(mine), before, total);
+    BlockScan(storage).ExclusiveSum(static_cast<uint32_t>(mine), before, total);
     if (threadIdx.x == 0) w.chunk_counts[chunk] = total;
   }
-  if (threadIdx.x == 0) {
-    __threadfence();
-    is_last = atomicAdd(&w.control->blocks_done, 1u) + 1 == gridDim.x;
-  }
-  __syncthreads();
-  if (!is_last) return;
-  __threadfence();
-  uint32_t sum = 0;
-  for (uint32_t start = 0; start < num_chunks; start += kBlock) {
-    const uint32_t chunk = start + threadIdx.x;
-    const uint32_t count = chunk < num_chunks ? __ldcg(w.chunk_counts + chunk) : 0;
-    __syncthreads();
-    Scan(storage).ExclusiveSum(count, before, total);
-    if (chunk < num_chunks) w.chunk_counts[chunk] = sum + before;
-    sum += total;
-  }
+  if (!IsLastBlock(&w.control->blocks_done)) return;
+  const uint32_t sum = SumCountsBefore(w.chunk_counts, num_chunks, storage);
   if (threadIdx.x == 0) {
     const uint32_t available = sink.Available();
     w.control->num_new = sum;
@@ -477,8 +496,7 @@ __global__ void __launch_bounds__(kBlock, 6)
   const InsertControl control = *w.control;
   if (control.num_pending == 0) return;
   constexpr int kPerThread = kPositionsPerChunk / kBlock;
-  using Scan = cub::BlockScan<uint32_t, kBlock>;
-  __shared__ typename Scan::TempStorage storage;
+  __shared__ BlockScan::TempStorage storage;
   __shared__ uint64_t new_key[kPositionsPerChunk];
   __shared__ uint32_t new_row[kPositionsPerChunk];
   __shared__ uint32_t new_table[kPositionsPerChunk];
@@ -494,7 +512,7 @@ __global__ void __launch_bounds__(kBlock, 6)
     }
     uint32_t local, total;
     __syncthreads();  // of all that is shared
-    Scan(storage).ExclusiveSum(static_cast<uint32_t>(__popc(winners)), local, total);
+    BlockScan(storage).ExclusiveSum(static_cast<uint32_t>(__popc(winners)), local, total);
     for (int i = 0; i < kPerThread; ++i) {
       if ((winners >> i & 1) == 0) continue;
       const uint32_t position = static_cast<uint32_t>(first + i);
