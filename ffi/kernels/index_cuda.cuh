@@ -116,15 +116,17 @@ __device__ __forceinline__ void StoreHalf(Entry* entry, uint32_t row_id, uint32_
   *reinterpret_cast<volatile unsigned long long*>(&entry->row_id) = Word64(row_id, aux);
 }
 
-/// Walks to the entry of a (table, key) pair, or claims the first empty one for it.
+/// Walks to the entry of a (table, key) pair, or takes the first empty one for it.
 ///
-/// Result: row_id is a row, or kPendingRow with the entry (kNoEntry: none within max_probes).
-/// No race: the key word changes once, by compare-and-swap; the half (row_id, aux) is written once by the claimer
-/// and then only lowered by atomicMin; whoever meets the key waits for that one store.
+/// publish(entry) writes the half (row_id, aux) of an entry that was taken. meet(entry, row_id, aux, &at) is called for
+/// entries of the key: true if that is the pair's own, so that the walk ends.
 ///
-/// Not inlined: in the steady state few keys are new, and the walk's registers would cost every kernel occupancy.
-static __device__ __noinline__ ProbeResult Claim(IndexView index, uint64_t key, uint32_t table, uint64_t salt,
-                                                 uint32_t max_probes, uint32_t position) {
+/// Result: kPendingRow, or what meet makes of it, with the entry; kNoEntry: none within max_probes.
+/// No race: the key word changes once, by compare-and-swap; the half is written once, by who took the entry, and then
+/// only lowered or added to atomically; whoever meets the key waits for that one store.
+template <typename Publish, typename Meet>
+__device__ __forceinline__ ProbeResult TakeEntry(const IndexView& index, uint64_t key, uint32_t table, uint64_t salt,
+                                                 uint32_t max_probes, const Publish& publish, const Meet& meet) {
   __builtin_assume(__isGlobal(index.buckets));
   uint32_t bucket = HomeBucket(HashOf(key, table, salt), index.num_buckets);
   for (uint32_t probe = 0; probe < max_probes; ++probe) {
@@ -134,13 +136,13 @@ static __device__ __noinline__ ProbeResult Claim(IndexView index, uint64_t key, 
     for (int e = 0; e < kEntriesPerBucket; ++e) {
       uint64_t found = Word64(line[e].x, line[e].y);
       uint32_t row_id = line[e].z, aux = line[e].w;
-      const uint32_t number = bucket * kEntriesPerBucket + e;
+      ProbeResult at{kPendingRow, bucket * kEntriesPerBucket + e, static_cast<int32_t>(probe + 1)};
       Entry* entry = &index.buckets[bucket].entries[e];
       if (found == kPaddingKey) {
         found = atomicCAS(reinterpret_cast<unsigned long long*>(&entry->key), kPaddingKey, key);
         if (found == kPaddingKey) {
-          StoreHalf(entry, position, kAuxPending | table);
-          return {kPendingRow, number, static_cast<int32_t>(probe + 1)};
+          publish(entry);
+          return at;
         }
         aux = kAuxUnset;  // the line is old news
       }
@@ -150,17 +152,35 @@ static __device__ __noinline__ ProbeResult Claim(IndexView index, uint64_t key, 
         row_id = static_cast<uint32_t>(half);
         aux = static_cast<uint32_t>(half >> 32);
       }
-      // Walking on could give the key a second entry; without one it is inserted key by key.
-      if (aux == kAuxUnset) return {kPendingRow, kNoEntry, static_cast<int32_t>(probe + 1)};
-      if (aux == table) return {row_id, number, static_cast<int32_t>(probe + 1)};
-      if (aux == (kAuxPending | table)) {
-        if (row_id > position) atomicMin(&entry->row_id, position);
-        return {kPendingRow, number, static_cast<int32_t>(probe + 1)};
+      if (aux == kAuxUnset) {  // walking on could give the key a second entry
+        at.entry = kNoEntry;
+        return at;
       }
+      if (meet(entry, row_id, aux, &at)) return at;
     }
     bucket = NextBucket(bucket, index.num_buckets);
   }
   return {kPendingRow, kNoEntry, static_cast<int32_t>(max_probes)};
+}
+
+/// Walks to the entry of a pair, or claims the first empty one for it: the smallest position of a pair stays in it.
+///
+/// Result: row_id is a row, or kPendingRow with the entry; without an entry the pair is inserted key by key.
+///
+/// Not inlined: in the steady state few keys are new, and the walk's registers would cost every kernel occupancy.
+static __device__ __noinline__ ProbeResult Claim(IndexView index, uint64_t key, uint32_t table, uint64_t salt,
+                                                 uint32_t max_probes, uint32_t position) {
+  return TakeEntry(
+      index, key, table, salt, max_probes, [&](Entry* entry) { StoreHalf(entry, position, kAuxPending | table); },
+      [&](Entry* entry, uint32_t row_id, uint32_t aux, ProbeResult* at) {
+        if (aux == table) {
+          at->row_id = row_id;
+          return true;
+        }
+        if (aux != (kAuxPending | table)) return false;
+        if (row_id > position) atomicMin(&entry->row_id, position);
+        return true;
+      });
 }
 
 /// As Claim, trying first whether the pair has a row already.
