@@ -15,45 +15,19 @@ namespace jaxsok {
 
 /// Adds to the count of a pair that waits for a row. Returns its entry, made if there is none; kNoEntry: none in reach.
 ///
-/// No race: the key word changes once, by compare-and-swap; the half (count, table) is written once by who took the
-/// entry and then only added to; whoever meets the key waits for that one store (as Claim).
-///
 /// Not inlined: two kernels call it, and its registers are few.
 static __device__ __noinline__ uint32_t AddSightings(IndexView sightings, uint64_t salt, uint64_t key, uint32_t table,
                                                      uint32_t uses, int* num_new) {
-  __builtin_assume(__isGlobal(sightings.buckets));
-  uint32_t bucket = HomeBucket(HashOf(key, table, salt), sightings.num_buckets);
-  for (int probe = 0; probe < kMaxProbes; ++probe) {
-    uint4 line[kEntriesPerBucket];
-    LoadBucket<true>(sightings, bucket, line);
-#pragma unroll
-    for (int e = 0; e < kEntriesPerBucket; ++e) {
-      uint64_t found = Word64(line[e].x, line[e].y);
-      uint32_t aux = line[e].w;
-      const uint32_t number = bucket * kEntriesPerBucket + e;
-      Entry* entry = &sightings.buckets[bucket].entries[e];
-      if (found == kPaddingKey) {
-        found = atomicCAS(reinterpret_cast<unsigned long long*>(&entry->key), kPaddingKey, key);
-        if (found == kPaddingKey) {
-          StoreHalf(entry, uses, table);
-          ++*num_new;
-          return number;
-        }
-        aux = kAuxUnset;  // the line is old news
-      }
-      if (found != key) continue;
-      for (int spin = 0; aux == kAuxUnset && spin < kMaxSpins; ++spin) {
-        aux = static_cast<uint32_t>(LoadHalf(entry) >> 32);
-      }
-      // Walking on could give the key a second entry; without one it waits uncounted.
-      if (aux == kAuxUnset) return kNoEntry;
-      if (aux != table) continue;
-      atomicAdd(&entry->row_id, uses);
-      return number;
-    }
-    bucket = NextBucket(bucket, sightings.num_buckets);
-  }
-  return kNoEntry;
+  const auto publish = [&](Entry* entry) {
+    StoreHalf(entry, uses, table);
+    ++*num_new;
+  };
+  const auto meet = [&](Entry* entry, uint32_t, uint32_t aux, ProbeResult*) {
+    if (aux != table) return false;
+    atomicAdd(&entry->row_id, uses);
+    return true;
+  };
+  return TakeEntry(sightings, key, table, salt, kMaxProbes, publish, meet).entry;
 }
 
 /// Adds to one counter of the filter, as far as it goes.

@@ -107,6 +107,13 @@ class BagFeatures {
   const std::vector<FeatureView>& features() const { return features_; }
   const std::vector<Tile>& tiles() const { return tiles_; }
 
+  /// Calls work(tile, its feature) for every tile, side by side.
+  template <typename Work>
+  void ForEachTile(Stream stream, const Work& work) const {
+    RunTasks(stream, static_cast<int64_t>(tiles_.size()),
+             [&](int64_t t) { work(tiles_[t], features_[tiles_[t].feature]); });
+  }
+
   /// The feature that holds a position. Pre: one does.
   const FeatureView& At(int64_t position) const {
     const auto after = std::upper_bound(features_.begin(), features_.end(), position,

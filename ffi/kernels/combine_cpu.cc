@@ -84,10 +84,9 @@ LaunchError LaunchCombine(Stream stream, const float* rows, int64_t num_unique, 
                           const BatchView& batch, float* embeddings) {
   const BagFeatures bags(stream, batch);
   if (bags.error() != nullptr) return bags.error();
-  RunTasks(stream, static_cast<int64_t>(bags.tiles().size()), [&](int64_t t) {
+  bags.ForEachTile(stream, [&](const Tile& tile, const FeatureView& feature) {
     ArrayRows array = {{rows, inverse, num_unique, dim}};
-    const Tile& tile = bags.tiles()[t];
-    CombineTile(bags.features()[tile.feature], tile, dim, array, embeddings);
+    CombineTile(feature, tile, dim, array, embeddings);
   });
   return nullptr;
 }

@@ -1,9 +1,6 @@
 // select and release on a GPU (evict.h says what).
-#include <cub/block/block_scan.cuh>
-
 #include "evict.h"
 #include "index_cuda.cuh"
-#include "launch_cuda.cuh"
 
 namespace jaxsok {
 namespace {
@@ -96,11 +93,7 @@ __global__ void __launch_bounds__(kBlock, kCountBlocks)
   }
   __threadfence();
   __syncthreads();
-  __shared__ bool is_last;
-  if (threadIdx.x == 0) is_last = atomicAdd(&control->blocks_done, 1u) + 1 == gridDim.x;
-  __syncthreads();
-  if (!is_last) return;
-  __threadfence();
+  if (!IsLastBlock(&control->blocks_done)) return;
   if (!is_counted) {
     if (threadIdx.x == 0) {
       control->is_done = 1;
@@ -108,8 +101,7 @@ __global__ void __launch_bounds__(kBlock, kCountBlocks)
     }
     return;
   }
-  using Scan = cub::BlockScan<uint32_t, kBlock>;
-  __shared__ typename Scan::TempStorage storage;
+  __shared__ BlockScan::TempStorage storage;
   constexpr int kBinsPerThread = kNumSelectBins / kBlock;
   uint32_t counts[kBinsPerThread], starts[kBinsPerThread], total;
   for (int k = 0; k < kBinsPerThread; ++k) {
@@ -117,7 +109,7 @@ __global__ void __launch_bounds__(kBlock, kCountBlocks)
     counts[k] = __ldcg(bins + b);
     bins[b] = 0;
   }
-  Scan(storage).ExclusiveSum(counts, starts, total);
+  BlockScan(storage).ExclusiveSum(counts, starts, total);
   const uint32_t needed = is_first ? total - min(total, *num_kept) : before.needed;
   if (threadIdx.x == 0) {
     control->blocks_done = 0;
@@ -343,9 +335,7 @@ __global__ void __launch_bounds__(kBlock)
     }
   }
   longest = __reduce_max_sync(~0u, longest);
-  if (threadIdx.x % kWarp == 0 && static_cast<uint32_t>(longest) > store.counters[kLongestProbe]) {
-    atomicMax(store.counters + kLongestProbe, static_cast<uint32_t>(longest));
-  }
+  if (threadIdx.x % kWarp == 0) NoteProbes(store.counters, longest);
 }
 
 }  // namespace

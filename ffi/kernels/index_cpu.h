@@ -297,10 +297,10 @@ LaunchError FindOrInsert(Stream stream, const StoreView& store, const Source& so
                          uint32_t* row_ids, int32_t* counts, void* workspace, const AdmissionView* admission) {
   const uint64_t salt = SaltOf(store.counters);
   const int64_t num_chunks = CeilDiv(num_keys, kKeysPerChunk);
-  Carver carver(workspace);
-  uint32_t* num_unseen = carver.Take<uint32_t>(num_chunks);
-  uint32_t* unseen = carver.Take<uint32_t>(num_keys);  // positions; chunk c writes from c * kKeysPerChunk on
-  uint32_t* homes = carver.Take<uint32_t>(num_keys);
+  WorkspaceCutter cutter(workspace);
+  uint32_t* num_unseen = cutter.Take<uint32_t>(num_chunks);
+  uint32_t* unseen = cutter.Take<uint32_t>(num_keys);  // positions; chunk c writes from c * kKeysPerChunk on
+  uint32_t* homes = cutter.Take<uint32_t>(num_keys);
   ClearCounts(counts, store.num_tables);
   uint32_t is_damaged = 0;
 

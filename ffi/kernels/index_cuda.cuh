@@ -116,15 +116,17 @@ __device__ __forceinline__ void StoreHalf(Entry* entry, uint32_t row_id, uint32_
   *reinterpret_cast<volatile unsigned long long*>(&entry->row_id) = Word64(row_id, aux);
 }
 
-/// Walks to the entry of a (table, key) pair, or claims the first empty one for it.
+/// Walks to the entry of a (table, key) pair, or takes the first empty one for it.
 ///
-/// Result: row_id is a row, or kPendingRow with the entry (kNoEntry: none within max_probes).
-/// No race: the key word changes once, by compare-and-swap; the half (row_id, aux) is written once by the claimer
-/// and then only lowered by atomicMin; whoever meets the key waits for that one store.
+/// publish(entry) writes the half (row_id, aux) of an entry that was taken. meet(entry, row_id, aux, &at) is called for
+/// entries of the key: true if that is the pair's own, so that the walk ends.
 ///
-/// Not inlined: in the steady state few keys are new, and the walk's registers would cost every kernel occupancy.
-static __device__ __noinline__ ProbeResult Claim(IndexView index, uint64_t key, uint32_t table, uint64_t salt,
-                                                 uint32_t max_probes, uint32_t position) {
+/// Result: kPendingRow, or what meet makes of it, with the entry; kNoEntry: none within max_probes.
+/// No race: the key word changes once, by compare-and-swap; the half is written once, by who took the entry, and then
+/// only lowered or added to atomically; whoever meets the key waits for that one store.
+template <typename Publish, typename Meet>
+__device__ __forceinline__ ProbeResult TakeEntry(const IndexView& index, uint64_t key, uint32_t table, uint64_t salt,
+                                                 uint32_t max_probes, const Publish& publish, const Meet& meet) {
   __builtin_assume(__isGlobal(index.buckets));
   uint32_t bucket = HomeBucket(HashOf(key, table, salt), index.num_buckets);
   for (uint32_t probe = 0; probe < max_probes; ++probe) {
@@ -134,13 +136,13 @@ static __device__ __noinline__ ProbeResult Claim(IndexView index, uint64_t key, 
     for (int e = 0; e < kEntriesPerBucket; ++e) {
       uint64_t found = Word64(line[e].x, line[e].y);
       uint32_t row_id = line[e].z, aux = line[e].w;
-      const uint32_t number = bucket * kEntriesPerBucket + e;
+      ProbeResult at{kPendingRow, bucket * kEntriesPerBucket + e, static_cast<int32_t>(probe + 1)};
       Entry* entry = &index.buckets[bucket].entries[e];
       if (found == kPaddingKey) {
         found = atomicCAS(reinterpret_cast<unsigned long long*>(&entry->key), kPaddingKey, key);
         if (found == kPaddingKey) {
-          StoreHalf(entry, position, kAuxPending | table);
-          return {kPendingRow, number, static_cast<int32_t>(probe + 1)};
+          publish(entry);
+          return at;
         }
         aux = kAuxUnset;  // the line is old news
       }
@@ -150,17 +152,35 @@ static __device__ __noinline__ ProbeResult Claim(IndexView index, uint64_t key, 
         row_id = static_cast<uint32_t>(half);
         aux = static_cast<uint32_t>(half >> 32);
       }
-      // Walking on could give the key a second entry; without one it is inserted key by key.
-      if (aux == kAuxUnset) return {kPendingRow, kNoEntry, static_cast<int32_t>(probe + 1)};
-      if (aux == table) return {row_id, number, static_cast<int32_t>(probe + 1)};
-      if (aux == (kAuxPending | table)) {
-        if (row_id > position) atomicMin(&entry->row_id, position);
-        return {kPendingRow, number, static_cast<int32_t>(probe + 1)};
+      if (aux == kAuxUnset) {  // walking on could give the key a second entry
+        at.entry = kNoEntry;
+        return at;
       }
+      if (meet(entry, row_id, aux, &at)) return at;
     }
     bucket = NextBucket(bucket, index.num_buckets);
   }
   return {kPendingRow, kNoEntry, static_cast<int32_t>(max_probes)};
+}
+
+/// Walks to the entry of a pair, or claims the first empty one for it: the smallest position of a pair stays in it.
+///
+/// Result: row_id is a row, or kPendingRow with the entry; without an entry the pair is inserted key by key.
+///
+/// Not inlined: in the steady state few keys are new, and the walk's registers would cost every kernel occupancy.
+static __device__ __noinline__ ProbeResult Claim(IndexView index, uint64_t key, uint32_t table, uint64_t salt,
+                                                 uint32_t max_probes, uint32_t position) {
+  return TakeEntry(
+      index, key, table, salt, max_probes, [&](Entry* entry) { StoreHalf(entry, position, kAuxPending | table); },
+      [&](Entry* entry, uint32_t row_id, uint32_t aux, ProbeResult* at) {
+        if (aux == table) {
+          at->row_id = row_id;
+          return true;
+        }
+        if (aux != (kAuxPending | table)) return false;
+        if (row_id > position) atomicMin(&entry->row_id, position);
+        return true;
+      });
 }
 
 /// As Claim, trying first whether the pair has a row already.
@@ -189,6 +209,45 @@ __device__ __forceinline__ ProbeResult InsertDistinct(const IndexView& index, ui
     bucket = NextBucket(bucket, index.num_buckets);
   }
   return {kNoRow, kNoEntry, static_cast<int32_t>(max_probes)};
+}
+
+/// Notes how many buckets a walk to a row took.
+__device__ __forceinline__ void NoteProbes(uint32_t* counters, int num_probes) {
+  if (static_cast<uint32_t>(num_probes) > counters[kLongestProbe]) {
+    atomicMax(counters + kLongestProbe, static_cast<uint32_t>(num_probes));
+  }
+}
+
+/// Whether the calling block is the last one to come here; it sees what the others wrote before. All threads of every
+/// block.
+__device__ __forceinline__ bool IsLastBlock(uint32_t* blocks_done) {
+  __shared__ bool is_last;
+  if (threadIdx.x == 0) {
+    __threadfence();
+    is_last = atomicAdd(blocks_done, 1u) + 1 == gridDim.x;
+  }
+  __syncthreads();
+  if (is_last) __threadfence();
+  return is_last;
+}
+
+using BlockScan = cub::BlockScan<uint32_t, kBlock>;
+
+/// Replaces each count by the sum of those before it, and returns the sum of all. All threads of one block, which is
+/// the last.
+__device__ __forceinline__ uint32_t SumCountsBefore(uint32_t* counts, uint32_t num_counts,
+                                                    BlockScan::TempStorage& storage) {
+  uint32_t sum = 0;
+  for (uint32_t start = 0; start < num_counts; start += kBlock) {
+    const uint32_t i = start + threadIdx.x;
+    const uint32_t count = i < num_counts ? __ldcg(counts + i) : 0;
+    uint32_t before, total;
+    __syncthreads();
+    BlockScan(storage).ExclusiveSum(count, before, total);
+    if (i < num_counts) counts[i] = sum + before;
+    sum += total;
+  }
+  return sum;
 }
 
 /// Counts by table: in shared memory while tables are few, so that one hot address does not serialise a batch.
@@ -369,11 +428,7 @@ struct StoreSink {
     store.counters[kNumAllocated] = allocated;
   }
   __device__ void SawUnplaced() const { atomicAdd(store.counters + kNumUnplaced, 1u); }
-  __device__ void SawProbes(int num_probes) const {
-    if (static_cast<uint32_t>(num_probes) > store.counters[kLongestProbe]) {
-      atomicMax(store.counters + kLongestProbe, static_cast<uint32_t>(num_probes));
-    }
-  }
+  __device__ void SawProbes(int num_probes) const { NoteProbes(store.counters, num_probes); }
   /// As SawProbes, for a pair that was entered where it had claimed.
   __device__ void SawEntry(uint64_t key, uint32_t table, uint32_t entry) const {
     const uint32_t home = HomeBucket(HashOf(key, table, Salt()), store.index.num_buckets);
@@ -416,11 +471,8 @@ template <typename Sink>
 __global__ void __launch_bounds__(kBlock)
     CountKernel(Sink sink, InsertWorkspace w, uint32_t* row_ids, int64_t num_keys) {
   if (w.control->num_pending == 0) return;
-  using Scan = cub::BlockScan<uint32_t, kBlock>;
-  __shared__ typename Scan::TempStorage storage;
-  __shared__ bool is_last;
+  __shared__ BlockScan::TempStorage storage;
   const uint32_t num_chunks = static_cast<uint32_t>(CeilDiv<int64_t>(num_keys, kPositionsPerChunk));
-  uint32_t before, total;
   for (uint32_t chunk = blockIdx.x; chunk < num_chunks; chunk += gridDim.x) {
     uint32_t entries[kPositionsPerChunk / kBlock];
     int mine = 0;
@@ -438,26 +490,13 @@ __global__ void __launch_bounds__(kBlock)
         ++mine;
       }
     }
+    uint32_t before, total;
     __syncthreads();  // of the storage
-    Scan(storage).ExclusiveSum(static_cast<uint32_t>(mine), before, total);
+    BlockScan(storage).ExclusiveSum(static_cast<uint32_t>(mine), before, total);
     if (threadIdx.x == 0) w.chunk_counts[chunk] = total;
   }
-  if (threadIdx.x == 0) {
-    __threadfence();
-    is_last = atomicAdd(&w.control->blocks_done, 1u) + 1 == gridDim.x;
-  }
-  __syncthreads();
-  if (!is_last) return;
-  __threadfence();
-  uint32_t sum = 0;
-  for (uint32_t start = 0; start < num_chunks; start += kBlock) {
-    const uint32_t chunk = start + threadIdx.x;
-    const uint32_t count = chunk < num_chunks ? __ldcg(w.chunk_counts + chunk) : 0;
-    __syncthreads();
-    Scan(storage).ExclusiveSum(count, before, total);
-    if (chunk < num_chunks) w.chunk_counts[chunk] = sum + before;
-    sum += total;
-  }
+  if (!IsLastBlock(&w.control->blocks_done)) return;
+  const uint32_t sum = SumCountsBefore(w.chunk_counts, num_chunks, storage);
   if (threadIdx.x == 0) {
     const uint32_t available = sink.Available();
     w.control->num_new = sum;
@@ -477,8 +516,7 @@ __global__ void __launch_bounds__(kBlock, 6)
   const InsertControl control = *w.control;
   if (control.num_pending == 0) return;
   constexpr int kPerThread = kPositionsPerChunk / kBlock;
-  using Scan = cub::BlockScan<uint32_t, kBlock>;
-  __shared__ typename Scan::TempStorage storage;
+  __shared__ BlockScan::TempStorage storage;
   __shared__ uint64_t new_key[kPositionsPerChunk];
   __shared__ uint32_t new_row[kPositionsPerChunk];
   __shared__ uint32_t new_table[kPositionsPerChunk];
@@ -494,7 +532,7 @@ __global__ void __launch_bounds__(kBlock, 6)
     }
     uint32_t local, total;
     __syncthreads();  // of all that is shared
-    Scan(storage).ExclusiveSum(static_cast<uint32_t>(__popc(winners)), local, total);
+    BlockScan(storage).ExclusiveSum(static_cast<uint32_t>(__popc(winners)), local, total);
     for (int i = 0; i < kPerThread; ++i) {
       if ((winners >> i & 1) == 0) continue;
       const uint32_t position = static_cast<uint32_t>(first + i);

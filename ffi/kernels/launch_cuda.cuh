@@ -107,24 +107,6 @@ static_assert(kBagsPerTile == kBlock, "with a granule of kWarp a block takes a t
     if (jaxsok_error != nullptr) return jaxsok_error;        \
   } while (false)
 
-/// Parts of a workspace, each on lines of its own.
-class WorkspaceCutter {
- public:
-  explicit WorkspaceCutter(void* begin) : begin_(static_cast<char*>(begin)), at_(0) {}
-  template <typename T>
-  T* Take(int64_t count) {
-    T* part = reinterpret_cast<T*>(begin_ + at_);
-    at_ += CeilDiv<int64_t>(count * static_cast<int64_t>(sizeof(T)), kWorkspaceLine) * kWorkspaceLine;
-    return part;
-  }
-  void* Rest() const { return begin_ + at_; }
-  int64_t used() const { return at_; }
-
- private:
-  char* begin_;
-  int64_t at_;
-};
-
 /// Low bits in which numbers below `bound` differ, and differ from all ones (kNoRow, kNoOwner): what a sort looks at.
 inline int BitsBelow(int64_t bound) {
   int bits = 1;

@@ -73,7 +73,8 @@ class StoreRows {
   alignas(64) Number row_at_hand_[kMaxDim];  // of a key without a row, or of a quantized one
 };
 
-LaunchError CheckStore(const StoreView& store, const EmbeddingsView& embeddings) {
+LaunchError CheckBatch(const BagFeatures& bags, const StoreView& store, const EmbeddingsView& embeddings) {
+  if (LaunchError error = bags.ErrorWithTables(store.num_tables)) return error;
   if (store.dim < 1 || store.dim > kMaxDim) return "rows: dim must be 1 to kMaxDim";
   if (!HasRowDtypes(store.row_dtype, embeddings.dtype)) return "embeddings: neither float32 nor of the rows' dtype";
   return nullptr;
@@ -119,8 +120,7 @@ LaunchError LaunchLookup(Stream stream, const StoreView& store, const BatchView&
                          void* workspace, const AdmissionView* admission, const StatisticsView* statistics,
                          const uint32_t* clock) {
   const BagFeatures bags(stream, batch);
-  if (LaunchError error = bags.ErrorWithTables(store.num_tables)) return error;
-  if (LaunchError error = CheckStore(store, embeddings)) return error;
+  if (LaunchError error = CheckBatch(bags, store, embeddings)) return error;
   if (store.index.num_buckets == 0) return "index: no buckets";
   if (LaunchError error = LaunchTicketsDigest(stream, {batch.keys, batch.num_keys}, digest)) return error;
   if (LaunchError error = FindOrInsert(stream, store, BatchSource{batch.keys, &bags}, batch.num_keys, row_ids, counts,
@@ -129,9 +129,7 @@ LaunchError LaunchLookup(Stream stream, const StoreView& store, const BatchView&
   }
   StoreView read = store;
   if (admission != nullptr) read.tables = admission->refused;
-  RunTasks(stream, static_cast<int64_t>(bags.tiles().size()), [&](int64_t t) {
-    const Tile& tile = bags.tiles()[t];
-    const FeatureView& feature = bags.features()[tile.feature];
+  bags.ForEachTile(stream, [&](const Tile& tile, const FeatureView& feature) {
     constexpr int32_t kInitialRow = 0;
     if (statistics != nullptr) {  // positions of no tile have no row
       TouchRange(*statistics, row_ids, nullptr, feature.BagBegin(tile.bag_begin), feature.BagBegin(tile.bag_end),
@@ -145,16 +143,13 @@ LaunchError LaunchLookup(Stream stream, const StoreView& store, const BatchView&
 LaunchError LaunchLookupFind(Stream stream, const StoreView& store, const BatchView& batch,
                              const EmbeddingsView& embeddings, int32_t* counts) {
   const BagFeatures bags(stream, batch);
-  if (LaunchError error = bags.ErrorWithTables(store.num_tables)) return error;
-  if (LaunchError error = CheckStore(store, embeddings)) return error;
+  if (LaunchError error = CheckBatch(bags, store, embeddings)) return error;
   if (store.index.num_buckets == 0) return "index: no buckets";
   const uint64_t salt = SaltOf(store.counters);
   ClearCounts(counts, store.num_tables);
   CountBaglessFeatures(bags, counts);
   uint32_t is_damaged = 0;
-  RunTasks(stream, static_cast<int64_t>(bags.tiles().size()), [&](int64_t t) {
-    const Tile& tile = bags.tiles()[t];
-    const FeatureView& feature = bags.features()[tile.feature];
+  bags.ForEachTile(stream, [&](const Tile& tile, const FeatureView& feature) {
     const int64_t first = feature.BagBegin(tile.bag_begin), last = feature.BagBegin(tile.bag_end);
     std::vector<uint32_t> row_ids(last - first);
     for (int64_t begin = first; begin < last; begin += kKeysPerChunk) {
@@ -198,13 +193,10 @@ LaunchError LaunchLookupFrozen(Stream stream, const FrozenLookup* lookups, int32
 LaunchError LaunchLookupPlanned(Stream stream, const StoreView& store, const BatchView& batch, const uint32_t* row_ids,
                                 const EmbeddingsView& embeddings, int32_t* counts) {
   const BagFeatures bags(stream, batch);
-  if (LaunchError error = bags.ErrorWithTables(store.num_tables)) return error;
-  if (LaunchError error = CheckStore(store, embeddings)) return error;
+  if (LaunchError error = CheckBatch(bags, store, embeddings)) return error;
   ClearCounts(counts, store.num_tables);
   CountBaglessFeatures(bags, counts);
-  RunTasks(stream, static_cast<int64_t>(bags.tiles().size()), [&](int64_t t) {
-    const Tile& tile = bags.tiles()[t];
-    const FeatureView& feature = bags.features()[tile.feature];
+  bags.ForEachTile(stream, [&](const Tile& tile, const FeatureView& feature) {
     constexpr int32_t kInitialRow = 0;  // a key without a row was refused: it trains on as if new
     CombineRows(store, feature, tile, batch.keys, row_ids, 0, kInitialRow, embeddings,
                 [&](const auto& rows) { CountTile(feature, tile, rows, kCountRefused, counts); });

@@ -49,8 +49,12 @@ struct AsyncLines {
 ///
 /// Keys that are not there stay absent in this pass. Where the mode inserts they are pending: claimed and numbered by
 /// the passes of index_cuda.cuh, their bags left to the finishing one.
-template <int kMode, typename Row>
+template <int kLookupMode, typename RowType>
 struct LookupSource {
+  static constexpr int kMode = kLookupMode;
+  using Row = RowType;
+  using Sum = Row;  // what sums of rows are written as, where that is not float32
+
   const LookupArguments& a;
   const Feature& f;
   uint64_t salt;
@@ -76,9 +80,9 @@ struct LookupSource {
     bucket = HomeBucket(HashOf(token.key, f.table, salt), a.store.index.num_buckets);
     lines->CopyFrom(a.store.index, bucket);
   }
-  __device__ Position Resolve(int32_t at, const Token& token, bool valid) {
+  /// Where a token's walk ends, from the line on that was asked for.
+  __device__ ProbeResult WalkOn(const Token& token) const {
     ProbeResult found{token.row_id, kNoEntry, 1};
-    const uint32_t now = Now();
     if (kMode != kModePlanned) {
       AsyncLines::Wait();
       if (token.key != kPaddingKey && !lines->EndsHere(bucket, token.key, f.table, &found)) {
@@ -86,9 +90,21 @@ struct LookupSource {
                                  kMaxProbes);
       }
     }
+    return found;
+  }
+  __device__ Position Resolve(int32_t at, const Token& token, bool valid) {
+    const uint32_t now = Now();
+    const ProbeResult found = WalkOn(token);
     const Position p = valid ? Take(at, token.key, found) : Position{nullptr, kPaddingKey, kPositionPadding, 1.0f};
     Note(p, found, now);
     return p;
+  }
+  /// Copies the rows of 32 positions, lane i holding position i, to lines `first_line` and following of the output.
+  template <int kVector, int kPerLane>
+  __device__ void Copy(const Position& mine, int num_valid, int lanes, void* out, bool is_float32,
+                       int64_t first_line) const {
+    CopyRows<Row, kVector, kPerLane>(mine, num_valid, a.store, OneTable{static_cast<uint32_t>(f.table)}, lanes, out,
+                                     is_float32, first_line);
   }
   __device__ uint32_t Now() const { return kMode == kModeTrack ? a.notes.Now() : 0; }
   /// Notes the use of a row that was found; those of new rows are noted when they are made, or by the finishing pass.
@@ -181,9 +197,7 @@ __device__ __forceinline__ void FlushCounts(const LookupArguments& a, const Feat
   if (Inserts(kMode)) {
     // Absent keys are counted when it is known what became of them.
     if (sums[1] != 0) atomicAdd(&a.insert.control->num_pending, static_cast<uint32_t>(sums[1]));
-    if (static_cast<uint32_t>(sums[3]) > a.store.counters[kLongestProbe]) {
-      atomicMax(a.store.counters + kLongestProbe, static_cast<uint32_t>(sums[3]));
-    }
+    NoteProbes(a.store.counters, sums[3]);
   } else if (sums[1] != 0) {
     atomicAdd(counts + (kMode == kModeFind ? kCountMissing : kCountRefused), sums[1]);
   }
@@ -253,17 +267,17 @@ struct BlockBags {
 // Single keys: lane i of a warp finds the row of bag i, then groups of lanes copy 32 / lanes rows at a time.
 // A thread writes the row id of its key and its columns of its group's embeddings; nothing is shared but counters,
 // which are added to.
-template <int kMode, typename Row, int kVector, int kPerLane>
+template <typename Source, int kVector, int kPerLane>
 __global__ void __launch_bounds__(kBlock, BlocksPerMultiprocessor<kVector * kPerLane>())
     LookupRowsKernel(const __grid_constant__ LookupArguments a, const __grid_constant__ EmbeddingPointers embeddings,
                      TileShare share, int lanes) {
+  constexpr int kMode = Source::kMode;
   const BlockBags b = BlockBags::Of(a.batch, share);
   const Feature& f = b.f;
   if (f.combiner != kCombinerNone) return;
   __shared__ UseCacheOf<kMode> uses;
   __shared__ BlockDigest<kMode> digest;
-  LookupSource<kMode, Row> source{a,  f,           kMode == kModePlanned ? 0 : SaltOf(a.store.counters), nullptr, 0,
-                                  {}, uses.Begin()};
+  Source source{a, f, kMode == kModePlanned ? 0 : SaltOf(a.store.counters), nullptr, 0, {}, uses.Begin()};
   const uint32_t now = source.Now();
   const int32_t bag = b.first_bag + static_cast<int32_t>(threadIdx.x % kWarp);
   if (b.first_bag >= b.last_bag) {
@@ -279,11 +293,11 @@ __global__ void __launch_bounds__(kBlock, BlocksPerMultiprocessor<kVector * kPer
       }
       mine = source.Take(bag, token.key, found);
     }
-    digest.Put(
-        source.counts.digest);  // here, so that no register holds it while rows are copied; all positions are bags
+    // All positions are bags. Here, so that no register holds it while rows are copied.
+    digest.Put(source.counts.digest);
     source.Note(mine, found, now);
-    CopyRows<Row, kVector, kPerLane>(mine, b.last_bag - b.first_bag, a.store, OneTable{static_cast<uint32_t>(f.table)},
-                                     lanes, embeddings.pointers.data[f.number], embeddings.is_float32, b.first_bag);
+    source.template Copy<kVector, kPerLane>(mine, b.last_bag - b.first_bag, lanes, embeddings.pointers.data[f.number],
+                                            embeddings.is_float32, b.first_bag);
     if (Inserts(kMode)) {
       LeaveBag(a.insert, mine.kind == kPositionUnfinished, static_cast<uint32_t>(f.bag_start + bag), a.batch.num_keys);
     }
@@ -295,10 +309,11 @@ __global__ void __launch_bounds__(kBlock, BlocksPerMultiprocessor<kVector * kPer
 }
 
 // Other bags: each group of lanes sums one after the other. Who writes what is as for single keys.
-template <int kMode, typename Row, int kVector, int kPerLane>
+template <typename Source, int kVector, int kPerLane>
 __global__ void __launch_bounds__(kBlock, BagBlocksPerMultiprocessor<kVector * kPerLane>())
     LookupBagsKernel(const __grid_constant__ LookupArguments a, const __grid_constant__ EmbeddingPointers embeddings,
                      TileShare share, int lanes) {
+  constexpr int kMode = Source::kMode;
   __shared__ AsyncLines lines[kMode == kModePlanned ? 1 : kBlock / kWarp];
   __shared__ WindowRows window_rows[kBlock / kWarp];
   __shared__ UseCacheOf<kMode> uses;
@@ -308,20 +323,16 @@ __global__ void __launch_bounds__(kBlock, BagBlocksPerMultiprocessor<kVector * k
   if (threadIdx.x == 0) f = b.f;
   __syncthreads();
   if (f.combiner == kCombinerNone) return;
-  LookupSource<kMode, Row> source{a,
-                                  f,
-                                  kMode == kModePlanned ? 0 : SaltOf(a.store.counters),
-                                  lines + (kMode == kModePlanned ? 0 : threadIdx.x / kWarp),
-                                  0,
-                                  {},
-                                  uses.Begin()};
+  AsyncLines* own_lines = lines + (kMode == kModePlanned ? 0 : threadIdx.x / kWarp);
+  Source source{a, f, kMode == kModePlanned ? 0 : SaltOf(a.store.counters), own_lines, 0, {}, uses.Begin()};
   void* out = embeddings.pointers.data[f.number];
+  const bool is_float32 = kIsQuantized<typename Source::Row> || embeddings.is_float32;
   BagWalk walk(f, a.batch.offsets, b.first_bag, b.last_bag, lanes);
-  SumBags<Row, kVector, kPerLane>(
+  SumBags<typename Source::Row, kVector, kPerLane>(
       f, walk, a.store, lanes, source, window_rows[threadIdx.x / kWarp],
       [&](int32_t bag, const BagResult& result, RowPart<kVector, kPerLane>& sum) {
         if (bag >= 0) {
-          WriteBag<Row>(f, result, sum, lanes, a.store.dim, out, embeddings.is_float32, bag);
+          WriteBag<typename Source::Sum>(f, result, sum, lanes, a.store.dim, out, is_float32, bag);
         }
         if (Inserts(kMode)) {
           LeaveBag(a.insert, result.unfinished && static_cast<int>(threadIdx.x) % lanes == 0,
@@ -433,21 +444,27 @@ __global__ void __launch_bounds__(kBlock)
   counts.Flush();
 }
 
-template <typename Row, int kMode>
-LaunchError LookupOf<Row, kMode>::Main(Stream stream, const LookupArguments& a, const EmbeddingPointers& embeddings) {
+/// Launches the kernels of the features that the batch has, for rows of a source.
+template <typename Source>
+LaunchError LaunchSource(Stream stream, const LookupArguments& a, const EmbeddingPointers& embeddings) {
   const TileShare share = TileShare::Of(a.batch.num_tiles);
   const int blocks = a.batch.num_tiles * share.BlocksPerTile();
   return DispatchShape(a.store.dim, [&](auto shape) {
     if (a.batch.kinds & kSingleKeys) {
-      LookupRowsKernel<kMode, Row, shape.kVector, shape.kPerLane>
+      LookupRowsKernel<Source, shape.kVector, shape.kPerLane>
           <<<blocks, kBlock, 0, stream>>>(a, embeddings, share, shape.lanes);
     }
     if (a.batch.kinds & kBags) {
-      LookupBagsKernel<kMode, Row, shape.kVector, shape.kPerLane>
+      LookupBagsKernel<Source, shape.kVector, shape.kPerLane>
           <<<blocks, kBlock, 0, stream>>>(a, embeddings, share, shape.lanes);
     }
     return LastLaunchError();
   });
+}
+
+template <typename Row, int kMode>
+LaunchError LookupOf<Row, kMode>::Main(Stream stream, const LookupArguments& a, const EmbeddingPointers& embeddings) {
+  return LaunchSource<LookupSource<kMode, Row>>(stream, a, embeddings);
 }
 
 template <typename Row>

@@ -54,34 +54,6 @@ struct Packed<Float8E4m3, 4> {
 
 namespace {
 
-/// What positions contribute where rows have scales: a scale is asked for as soon as its row is known.
-template <typename Row>
-struct QuantizedSource : LookupSource<kModeFind, Row> {
-  using Base = LookupSource<kModeFind, Row>;
-  using Token = typename Base::Token;
-  float scale;  // of the last position; without meaning where that has no row
-
-  __device__ QuantizedSource(const LookupArguments& a, const Feature& f, uint64_t salt, AsyncLines* lines)
-      : Base{a, f, salt, lines, 0, {}}, scale(0.0f) {}
-
-  __device__ Position Take(int32_t at, uint64_t key, const ProbeResult& found) {
-    if (key != kPaddingKey && found.row_id < this->a.store.capacity) {
-      scale = __ldg(this->a.store.scales + found.row_id);
-    }
-    return Base::Take(at, key, found);
-  }
-  __device__ Position Resolve(int32_t at, const Token& token, bool valid) {
-    AsyncLines::Wait();
-    const IndexView& index = this->a.store.index;
-    ProbeResult found{kNoRow, kNoEntry, 1};
-    if (token.key != kPaddingKey && !this->lines->EndsHere(this->bucket, token.key, this->f.table, &found)) {
-      found =
-          ProbeFrom<false>(index, token.key, this->f.table, NextBucket(this->bucket, index.num_buckets), 1, kMaxProbes);
-    }
-    return valid ? Take(at, token.key, found) : Position{nullptr, kPaddingKey, kPositionPadding, 1.0f};
-  }
-};
-
 /// As CopyRows, for rows with scales; lane i holds that of position i.
 template <typename Row, int kVector, int kPerLane>
 __device__ __forceinline__ void CopyQuantizedRows(const Position& mine, float my_scale, int num_valid,
@@ -126,75 +98,29 @@ __device__ __forceinline__ void CopyQuantizedRows(const Position& mine, float my
   }
 }
 
-// As LookupRowsKernel: lane i of a warp finds the row of bag i, then groups of lanes write 32 / lanes rows at a time.
-// A thread writes its columns of its group's embeddings; nothing is shared but counters, which are added to.
-template <typename Row, int kVector, int kPerLane>
-__global__ void __launch_bounds__(kBlock, BlocksPerMultiprocessor<kVector * kPerLane>())
-    QuantizedRowsKernel(const __grid_constant__ LookupArguments a, const __grid_constant__ EmbeddingPointers embeddings,
-                        TileShare share, int lanes) {
-  const BlockBags b = BlockBags::Of(a.batch, share);
-  const Feature& f = b.f;
-  if (f.combiner != kCombinerNone) return;
-  QuantizedSource<Row> source(a, f, SaltOf(a.store.counters), nullptr);
-  const int32_t bag = b.first_bag + static_cast<int32_t>(threadIdx.x % kWarp);
-  if (b.first_bag < b.last_bag) {
-    Position mine{nullptr, kPaddingKey, kPositionPadding, 1.0f};
-    if (bag < b.last_bag) {
-      const auto token = source.Load(bag);
-      ProbeResult found{kNoRow, kNoEntry, 1};
-      if (token.key != kPaddingKey) {
-        found = ProbeBuckets<false>(a.store.index, token.key, f.table, source.salt, kMaxProbes);
-      }
-      mine = source.Take(bag, token.key, found);
+/// What positions contribute where rows have scales: a scale is asked for as soon as its row is known.
+template <typename RowType>
+struct QuantizedSource : LookupSource<kModeFind, RowType> {
+  using Base = LookupSource<kModeFind, RowType>;
+  using typename Base::Token;
+  using Sum = float;
+  float scale = 0.0f;  // of the last position; without meaning where that has no row
+
+  __device__ Position Take(int32_t at, uint64_t key, const ProbeResult& found) {
+    if (key != kPaddingKey && found.row_id < this->a.store.capacity) {
+      scale = __ldg(this->a.store.scales + found.row_id);
     }
-    CopyQuantizedRows<Row, kVector, kPerLane>(mine, source.scale, b.last_bag - b.first_bag, a.store,
-                                              static_cast<uint32_t>(f.table), lanes,
-                                              static_cast<float*>(embeddings.pointers.data[f.number]), b.first_bag);
+    return Base::Take(at, key, found);
   }
-  CountLoosePositions<kModeFind>(a, f, b.block, b.blocks, source.counts);
-  FlushCounts<kModeFind>(a, f, source.counts);
-}
-
-// As LookupBagsKernel: each group of lanes sums one bag after the other. Who writes what is as for single keys.
-template <typename Row, int kVector, int kPerLane>
-__global__ void __launch_bounds__(kBlock, BagBlocksPerMultiprocessor<kVector * kPerLane>())
-    QuantizedBagsKernel(const __grid_constant__ LookupArguments a, const __grid_constant__ EmbeddingPointers embeddings,
-                        TileShare share, int lanes) {
-  __shared__ AsyncLines lines[kBlock / kWarp];
-  __shared__ WindowRows window_rows[kBlock / kWarp];
-  __shared__ Feature f;
-  const BlockBags b = BlockBags::Of(a.batch, share);
-  if (threadIdx.x == 0) f = b.f;
-  __syncthreads();
-  if (f.combiner == kCombinerNone) return;
-  QuantizedSource<Row> source(a, f, SaltOf(a.store.counters), lines + threadIdx.x / kWarp);
-  float* out = static_cast<float*>(embeddings.pointers.data[f.number]);
-  BagWalk walk(f, a.batch.offsets, b.first_bag, b.last_bag, lanes);
-  SumBags<Row, kVector, kPerLane>(f, walk, a.store, lanes, source, window_rows[threadIdx.x / kWarp],
-                                  [&](int32_t bag, const BagResult& result, RowPart<kVector, kPerLane>& sum) {
-                                    if (bag < 0) return;
-                                    WriteBag<float>(f, result, sum, lanes, a.store.dim, out, true, bag);
-                                  });
-  CountLoosePositions<kModeFind>(a, f, b.block, b.blocks, source.counts);
-  FlushCounts<kModeFind>(a, f, source.counts);
-}
-
-template <typename Row>
-struct LaunchQuantized {
-  Stream stream;
-  const LookupArguments& a;
-  const EmbeddingPointers& embeddings;
+  __device__ Position Resolve(int32_t at, const Token& token, bool valid) {
+    const ProbeResult found = this->WalkOn(token);
+    return valid ? Take(at, token.key, found) : Position{nullptr, kPaddingKey, kPositionPadding, 1.0f};
+  }
   template <int kVector, int kPerLane>
-  LaunchError operator()(int lanes) const {
-    const TileShare share = TileShare::Of(a.batch.num_tiles);
-    const int blocks = a.batch.num_tiles * share.BlocksPerTile();
-    if (a.batch.kinds & kSingleKeys) {
-      QuantizedRowsKernel<Row, kVector, kPerLane><<<blocks, kBlock, 0, stream>>>(a, embeddings, share, lanes);
-    }
-    if (a.batch.kinds & kBags) {
-      QuantizedBagsKernel<Row, kVector, kPerLane><<<blocks, kBlock, 0, stream>>>(a, embeddings, share, lanes);
-    }
-    return LastLaunchError();
+  __device__ void Copy(const Position& mine, int num_valid, int lanes, void* out, bool, int64_t first_line) const {
+    CopyQuantizedRows<RowType, kVector, kPerLane>(mine, scale, num_valid, this->a.store,
+                                                  static_cast<uint32_t>(this->f.table), lanes, static_cast<float*>(out),
+                                                  first_line);
   }
 };
 
@@ -235,7 +161,7 @@ LaunchError LaunchLookupFrozen(Stream stream, const FrozenLookup* lookups, int32
     JAXSOK_RETURN_IF_LAUNCH(WithStoredDtypes(a.store.row_dtype, kRowDtypeFloat32, [&](auto row, auto) {
       using Row = decltype(row);
       if constexpr (kIsQuantized<Row>) {
-        return DispatchShape(a.store.dim, LaunchQuantized<Row>{stream, a, pointers});
+        return LaunchSource<QuantizedSource<Row>>(stream, a, pointers);
       } else {
         return LookupOf<Row, kModeFind>::Main(stream, a, pointers);
       }

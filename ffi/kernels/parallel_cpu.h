@@ -1,8 +1,7 @@
-// How the CPU back end runs: tasks side by side, all with the same floating point, and memory from the workspace.
+// How the CPU back end runs: tasks side by side, all with the same floating point.
 #ifndef JAXSOK_KERNELS_PARALLEL_CPU_H_
 #define JAXSOK_KERNELS_PARALLEL_CPU_H_
 
-#include <cstddef>
 #include <cstdint>
 
 #include "stream.h"
@@ -91,23 +90,6 @@ void MaxAtomically(T* maximum, T value) {
          !__atomic_compare_exchange_n(maximum, &seen, value, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
   }
 }
-
-/// Arrays out of a workspace, each on lines of its own.
-class Carver {
- public:
-  explicit Carver(void* workspace) : next_(reinterpret_cast<uintptr_t>(workspace)) {}
-
-  template <typename T>
-  T* Take(int64_t count) {
-    next_ = (next_ + 63) / 64 * 64;
-    T* array = reinterpret_cast<T*>(next_);
-    next_ += static_cast<size_t>(count) * sizeof(T);
-    return array;
-  }
-
- private:
-  uintptr_t next_;
-};
 
 }  // namespace jaxsok
 

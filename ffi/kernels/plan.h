@@ -58,8 +58,8 @@ struct RequestsView {
 /// Makes the keys of a batch distinct and orders them by the shard that has them.
 ///
 /// Pre    : salt as for LaunchPlan; num_shards is 1 to kMaxShards. An owner that is not below it counts as the last
-/// shard. Order  : by owner, then by RoundHash if `out.hashes` is given, then by first position: the same on every run
-/// and on
+///          shard.
+/// Order  : by owner, then by RoundHash if `out.hashes` is given, then by first position: the same on every run and on
 ///          both back ends. (Keys of two tables may share a hash; those of one do not.)
 /// Cost   : as LaunchPlan, and a radix sort of the distinct keys: by the bits of num_shards, or by 64 and those.
 LaunchError LaunchPlanRequests(Stream stream, const BatchView& batch, uint64_t salt, const OwnersView& owners,

@@ -83,11 +83,11 @@ void MakeDistinct(Stream stream, const BatchView& batch, const BagFeatures& bags
   const BatchSource source = {batch.keys, &bags};
   const int64_t num_keys = batch.num_keys;
   const int64_t num_chunks = CeilDiv(num_keys, kPositionsPerChunk);
-  Carver carver(workspace);
-  uint64_t* hashes = carver.Take<uint64_t>(num_keys);
-  uint32_t* dealt = carver.Take<uint32_t>(num_keys);
-  uint32_t* slots = carver.Take<uint32_t>(4 * num_keys);
-  uint32_t* multiplicity = carver.Take<uint32_t>(num_keys);
+  WorkspaceCutter cutter(workspace);
+  uint64_t* hashes = cutter.Take<uint64_t>(num_keys);
+  uint32_t* dealt = cutter.Take<uint32_t>(num_keys);
+  uint32_t* slots = cutter.Take<uint32_t>(4 * num_keys);
+  uint32_t* multiplicity = cutter.Take<uint32_t>(num_keys);
   std::vector<int64_t> places(num_chunks * kNumShares, 0);
   std::vector<int64_t> share_starts(kNumShares + 1, 0);
   std::vector<int64_t> chunk_starts(num_chunks + 1, 0);
@@ -232,16 +232,16 @@ LaunchError LaunchPlanRequests(Stream stream, const BatchView& batch, uint64_t s
   if (LaunchError error = bags.ErrorWithTables(owners.num_tables)) return error;
   const int64_t num_keys = batch.num_keys;
   int32_t num_unique = 0;
-  Carver carver(workspace);
+  WorkspaceCutter cutter(workspace);
   PlanView plan;
-  plan.unique = carver.Take<uint64_t>(num_keys);
-  plan.unique_tables = carver.Take<uint32_t>(num_keys);
-  plan.multiplicity = carver.Take<int32_t>(num_keys);
+  plan.unique = cutter.Take<uint64_t>(num_keys);
+  plan.unique_tables = cutter.Take<uint32_t>(num_keys);
+  plan.multiplicity = cutter.Take<int32_t>(num_keys);
   plan.inverse = out.inverse;
   plan.num_unique = &num_unique;
-  uint32_t* place_of = carver.Take<uint32_t>(num_keys);
-  Carver ordering = carver;  // the plan's workspace is free again when it is made
-  MakeDistinct(stream, batch, bags, salt, plan, carver.Take<char>(PlanWorkspaceBytes(num_keys)));
+  uint32_t* place_of = cutter.Take<uint32_t>(num_keys);
+  WorkspaceCutter ordering = cutter;  // the plan's workspace is free again when it is made
+  MakeDistinct(stream, batch, bags, salt, plan, cutter.Take<char>(PlanWorkspaceBytes(num_keys)));
 
   const bool by_hash = out.hashes != nullptr;
   constexpr int64_t kRequestsPerClass = 128;  // small enough to sort in a core's nearest cache

@@ -1,4 +1,4 @@
-// What a warp needs next, on its way to shared memory while it works on what it has (SumUsesKernel, uses_cuda.cuh).
+// What a warp needs next, on its way to shared memory while it works on what it has (StagedShortChunks, uses_cuda.cuh).
 #ifndef JAXSOK_KERNELS_STAGES_CUDA_CUH_
 #define JAXSOK_KERNELS_STAGES_CUDA_CUH_
 
@@ -11,8 +11,9 @@
 
 namespace jaxsok {
 
-/// Lines of `dim` numbers, one for each group of a block, on their way to shared memory: what a turn of SumUsesKernel
-/// needs is asked for while the turn before it is at work, and no register waits for it. Lanes take what they copied.
+/// Lines of `dim` numbers, one for each group of a block, on their way to shared memory: what a turn of
+/// StagedShortChunks needs is asked for while the turn before it is at work, and no register waits for it. Lanes take
+/// what they copied.
 template <typename Number, int kVector, int kPerLane>
 struct StagedLines {
   using Type = typename Packed<Number, kVector>::Type;
@@ -50,8 +51,8 @@ struct StagedLines {
   __device__ static char* PartAt(char* lines, int part) { return lines + (part * kBlock + threadIdx.x) * 16; }
 };
 
-/// What a turn of SumUsesKernel has copied to shared memory: the first gradient of each group's row, the row, and its
-/// optimizer state. While one is used those of the turns after it are filled.
+/// What a turn of StagedShortChunks has copied to shared memory: the first gradient of each group's row, the row, and
+/// its optimizer state. While one is used those of the turns after it are filled.
 ///
 /// Of rows of 16 bits and at most 256 columns, a multiple of 8: they are too few bytes to keep memory at work. It lost
 /// where rows are float32.

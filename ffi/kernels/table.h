@@ -10,23 +10,9 @@
 #include "../core/row_dtype.h"
 #include "../core/row_update.h"
 #include "stream.h"
+#include "workspace.h"
 
 namespace jaxsok {
-
-// Bounds of workspaces. Programs are compiled with buffers of these sizes: jaxsok/kernels/library.py asks for them.
-
-/// Parts of a workspace begin on lines of so many bytes: XLA's own buffers do.
-constexpr int64_t kWorkspaceLine = 256;
-/// Room for the control words of a call, four structs of them at most.
-constexpr int64_t kControlBytes = 4 * kWorkspaceLine;
-/// Positions or rows of which a pass writes down one count.
-constexpr int64_t kCountedTogether = 1024;
-
-/// A number of words of 4 bytes, in whole lines.
-constexpr int64_t PaddedToLine(int64_t num_words) { return CeilDiv<int64_t>(num_words, 64) * 64; }
-
-/// Bytes for the counts of `size` positions or rows, of 8 bytes at most, and for the ends of two lines.
-constexpr int64_t CountsBytes(int64_t size) { return CeilDiv(size, kCountedTogether) * 8 + 2 * kWorkspaceLine; }
 
 /// Bytes of workspace for inserting `num_keys` keys (lookup and find_or_insert): per position two words, its entry and
 /// a place in the list of bags to finish. (A bag to finish holds a key, so there are never more of them than

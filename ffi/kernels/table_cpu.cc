@@ -1,8 +1,10 @@
-// find, find_or_insert, gather, erase and rebuild on the CPU (table.h says what, index_cpu.h how keys are walked).
+// find, find_or_insert, gather, scatter, touch, erase and rebuild on the CPU (table.h says what, index_cpu.h how keys
+// are walked).
 #include <cstring>
 
 #include "index_cpu.h"
 #include "table.h"
+#include "touch_cpu.h"
 
 namespace jaxsok {
 namespace {
@@ -29,7 +31,7 @@ constexpr int64_t kCountsPerTask = 16;
 void ListFreedRows(Stream stream, const StoreView& store, void* workspace) {
   const int64_t num_allocated = std::min(store.counters[kNumAllocated], store.capacity);
   const int64_t num_counts = CeilDiv(num_allocated, kCountedTogether);
-  int64_t* starts = Carver(workspace).Take<int64_t>(num_counts);
+  int64_t* starts = WorkspaceCutter(workspace).Take<int64_t>(num_counts);
   const auto for_dead_rows = [&](int64_t count, const auto& visit) {
     const int64_t end = std::min((count + 1) * kCountedTogether, num_allocated);
     for (int64_t r = count * kCountedTogether; r < end; ++r) {
@@ -152,6 +154,29 @@ LaunchError LaunchGather(Stream stream, const StoreView& store, const Request* r
     Gather(stream, store, requests, row_ids, num_requests, is_find, static_cast<decltype(number)*>(rows), num_absent);
     return LaunchError{nullptr};
   });
+}
+
+LaunchError LaunchScatter(Stream stream, const LinesView& array, const uint32_t* row_ids, int64_t num_lines,
+                          const void* lines) {
+  constexpr int64_t kLinesPerTask = 512;
+  const uint8_t* from = static_cast<const uint8_t*>(lines);
+  RunRanges(stream, num_lines, kLinesPerTask, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      if (row_ids[i] >= array.capacity) continue;
+      std::memcpy(array.data.At(array.starts, row_ids[i], array.line_bytes), from + i * array.line_bytes,
+                  static_cast<size_t>(array.line_bytes));
+    }
+  });
+  return nullptr;
+}
+
+LaunchError LaunchTouch(Stream stream, const StatisticsView& statistics, const uint32_t* row_ids, const uint32_t* uses,
+                        int64_t num_keys, const uint32_t* clock) {
+  constexpr int64_t kPositionsPerTask = 4096;
+  const uint32_t now = *clock;
+  RunRanges(stream, num_keys, kPositionsPerTask,
+            [&](int64_t begin, int64_t end) { TouchRange(statistics, row_ids, uses, begin, end, now); });
+  return nullptr;
 }
 
 LaunchError LaunchErase(Stream stream, const StoreView& store, const StateView& states, const uint64_t* keys,

@@ -145,28 +145,12 @@ __global__ void __launch_bounds__(kBlock) CountDeadKernel(StoreView store, ListC
   for (int i = 0; i < kPositionsPerChunk / kBlock; ++i) {
     mine += IsDead(store, blockIdx.x * kPositionsPerChunk + i * kBlock + threadIdx.x) ? 1 : 0;
   }
-  using Scan = cub::BlockScan<uint32_t, kBlock>;
-  __shared__ typename Scan::TempStorage storage;
-  __shared__ bool is_last;
+  __shared__ BlockScan::TempStorage storage;
   uint32_t before, total;
-  Scan(storage).ExclusiveSum(static_cast<uint32_t>(mine), before, total);
-  if (threadIdx.x == 0) {
-    block_counts[blockIdx.x] = total;
-    __threadfence();
-    is_last = atomicAdd(&control->blocks_done, 1u) + 1 == gridDim.x;
-  }
-  __syncthreads();
-  if (!is_last) return;
-  __threadfence();
-  uint32_t sum = 0;
-  for (uint32_t start = 0; start < gridDim.x; start += kBlock) {
-    const uint32_t b = start + threadIdx.x;
-    const uint32_t count = b < gridDim.x ? __ldcg(block_counts + b) : 0;
-    __syncthreads();
-    Scan(storage).ExclusiveSum(count, before, total);
-    if (b < gridDim.x) block_counts[b] = sum + before;
-    sum += total;
-  }
+  BlockScan(storage).ExclusiveSum(static_cast<uint32_t>(mine), before, total);
+  if (threadIdx.x == 0) block_counts[blockIdx.x] = total;
+  if (!IsLastBlock(&control->blocks_done)) return;
+  const uint32_t sum = SumCountsBefore(block_counts, gridDim.x, storage);
   if (threadIdx.x == 0) {
     store.counters[kFreeBegin] = 0;
     store.counters[kFreeEnd] = sum;
@@ -178,14 +162,13 @@ __global__ void __launch_bounds__(kBlock) CountDeadKernel(StoreView store, ListC
 __global__ void __launch_bounds__(kBlock)
     ListDeadKernel(StoreView store, const uint32_t* block_counts, const uint32_t* wanted) {
   if (IsIdle(wanted)) return;
-  using Scan = cub::BlockScan<uint32_t, kBlock>;
-  __shared__ typename Scan::TempStorage storage;
+  __shared__ BlockScan::TempStorage storage;
   uint32_t at = block_counts[blockIdx.x];
   for (int i = 0; i < kPositionsPerChunk / kBlock; ++i) {
     const uint32_t row_id = blockIdx.x * kPositionsPerChunk + i * kBlock + threadIdx.x;
     const bool dead = IsDead(store, row_id);
     uint32_t before, total;
-    Scan(storage).ExclusiveSum(dead ? 1u : 0u, before, total);
+    BlockScan(storage).ExclusiveSum(dead ? 1u : 0u, before, total);
     if (dead) store.records.At(store.starts, at + before, 1)->free_id = row_id;
     at += total;
     __syncthreads();
@@ -210,9 +193,7 @@ __global__ void __launch_bounds__(kBlock) EnterKernel(StoreView store, const uin
     }
   }
   longest = __reduce_max_sync(~0u, longest);
-  if (threadIdx.x % kWarp == 0 && static_cast<uint32_t>(longest) > store.counters[kLongestProbe]) {
-    atomicMax(store.counters + kLongestProbe, static_cast<uint32_t>(longest));
-  }
+  if (threadIdx.x % kWarp == 0) NoteProbes(store.counters, longest);
 }
 
 __global__ void ZeroProbeCountersKernel(uint32_t* counters, const uint32_t* wanted) {

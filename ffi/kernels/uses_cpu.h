@@ -141,10 +141,10 @@ void ForEachRowGradient(Stream stream, const BagFeatures& bags, const std::vecto
   int shift = 0;
   while ((num_rows - 1) >> shift >= num_buckets) ++shift;
 
-  Carver carver(workspace);
-  Use* by_position = carver.Take<Use>(num_keys);
-  Use* by_bucket = carver.Take<Use>(num_keys);
-  uint32_t* places = carver.Take<uint32_t>(num_groups * num_buckets);
+  WorkspaceCutter cutter(workspace);
+  Use* by_position = cutter.Take<Use>(num_keys);
+  Use* by_bucket = cutter.Take<Use>(num_keys);
+  uint32_t* places = cutter.Take<uint32_t>(num_groups * num_buckets);
   std::vector<uint32_t> starts(num_buckets + 1, 0);
   const auto bucket_of = [&](uint32_t row) { return std::min<int64_t>(row >> shift, num_buckets - 1); };
   const auto for_tiles = [&](int64_t group, const auto& visit) {
