@@ -382,10 +382,8 @@ class _Tables:
     def _write_bloom(self, piece: WordsPiece) -> None:
         if piece.store not in self.bloom:
             name = f"store_{piece.store:04d}.process_{jax.process_index():05d}.bloom"
-            self.bloom[piece.store] = (
-                (self.folder / name).open("wb"),
-                {"store": piece.store, "name": name, "size": 0, "pieces": []},
-            )
+            entry = {"store": piece.store, "name": name, "size": 0, "pieces": []}
+            self.bloom[piece.store] = (self.folder / name).open("wb"), entry
         file, entry = self.bloom[piece.store]
         data = piece.words.astype("<u4").tobytes()
         entry["pieces"].append([entry["size"], len(data), zlib.crc32(data), piece.shard])
@@ -422,18 +420,18 @@ class _Tables:
                 "form": form.to_json(),
                 "admission": admission_of(spec, table),
                 "unknown": manifest_lib.unknown_to_json(table, low | high << 32),
-                "num_rows": self.done.get((table.name, manifest_lib.ROWS), {}).get("num_rows", 0),
+                "num_rows": sum(file["num_rows"] for file in self._done(table.name, manifest_lib.ROWS)),
                 "num_nonfinite": self.nonfinite[table.name],
                 "num_evicted": evicted.get(table.name, 0),
                 "partition_rows": manifest_lib.packed(self.by_partition[table.name]),
-                **{
-                    kind: [self.done[table.name, kind]] if (table.name, kind) in self.done else []
-                    for kind in manifest_lib.KINDS
-                },
+                **{kind: self._done(table.name, kind) for kind in manifest_lib.KINDS},
             }
             for spec, forms in zip(self.collection.stores, self.forms, strict=True)
             for table, form in zip(spec.tables, forms, strict=True)
         }
+
+    def _done(self, table: str, kind: str) -> list[dict[str, Any]]:
+        return [self.done[table, kind]] if (table, kind) in self.done else []
 
     def file_bytes(self) -> int:
         return sum(entry["size"] for entry in (*self.done.values(), *(entry for _, entry in self.bloom.values())))
