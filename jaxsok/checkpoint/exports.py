@@ -174,12 +174,10 @@ def _export(
     written goes.
     """
     final = pathlib.Path(path)
-    kind, since, more = "full", None, {}
+    rests_on = None
     if chain:
-        base = chain[-1].manifest
-        kind, since = "delta", base["clock"]
-        base_path = os.path.relpath(chain[-1].folder, final.absolute().parent)
-        more = {"base": base["uuid"], "base_path": base_path, "since": since}
+        base, base_path = chain[-1].manifest, os.path.relpath(chain[-1].folder, final.absolute().parent)
+        rests_on = {"base": base["uuid"], "base_path": base_path, "since": base["clock"]}
     token = processes.drawn(is_shared=True).tobytes().hex()  # the processes of a job write into one folder
     folder = published.unfinished(final, token)
     is_first = jax.process_index() == 0
@@ -206,9 +204,8 @@ def _export(
                     f'{op}: path: got "{final}", where process {jax.process_index()} does not find the folder that '
                     "process 0 made, wanted one path for all processes, on a file system that they share."
                 )
-            saving = Saving(
-                op, collection, state, options, kind=kind, clock=clock, since=since, tombstones=gone, more=more
-            )
+            kind = "delta" if chain else "full"
+            saving = Saving(op, collection, state, options, kind, clock=clock, rests_on=rests_on, tombstones=gone)
             save_now(saving, folder)
         # The latest step of all processes, so that all of them refuse.
         latest = processes.greatest(saving.latest)

@@ -106,12 +106,11 @@ class Saving:
         collection: Collection,
         state: State,
         options: SaveOptions,
-        *,
         kind: str = "checkpoint",
+        *,
         clock: int | None = None,
-        since: int | None = None,
+        rests_on: Mapping[str, Any] | None = None,
         tombstones: Mapping[str, np.ndarray] | None = None,
-        more: Mapping[str, Any] | None = None,
     ):
         """Reads what is small; waits for the state, which is not donated until `feed` has returned.
 
@@ -122,15 +121,15 @@ class Saving:
           options: how to save it.
           kind: "checkpoint", "full" or "delta".
           clock: the time of the save, as lookups got it; None: the state's step.
-          since: only rows whose last step is this or later.
+          rests_on: of a delta: `base`, `base_path` and `since`; rows whose last step is before that are left out.
           tombstones: keys of each table that are gone since.
-          more: for the manifest.
         """
         options.check(op)
         check_state(op, collection, state)
         check_untraced(op, state)
-        self.op, self.collection, self.state, self.options, self.since = op, collection, state, options, since
-        self.tombstones = dict(tombstones or {})
+        self.op, self.collection, self.state, self.options = op, collection, state, options
+        self.tombstones, rests_on = tombstones or {}, rests_on or {}
+        self.since: int | None = rests_on.get("since")
         self.report = SaveReport()
         self._began = time.perf_counter()
         self._queue: collections.deque[Piece | None] = collections.deque()
@@ -153,7 +152,7 @@ class Saving:
             "mesh": state.mesh,
             "num_shards": collection.stores[0].num_shards,
             "stores": [self._store_part(s) for s in range(len(collection.stores))],
-            **(more or {}),
+            **rests_on,
         }
         self.part["clock"] = time_of(op, state, clock)
 
