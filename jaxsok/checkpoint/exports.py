@@ -77,7 +77,7 @@ def export_full(
 
     Example:
       >>> import tempfile
-      >>> import jaxsok
+      >>> import jaxsok, numpy as np
       >>> from jaxsok import checkpoint
       >>> tables = [jaxsok.TableSpec("item", dim=4, optimizer=jaxsok.optim.sgd(0.1), capacity=16)]
       >>> collection = jaxsok.Collection(tables, [jaxsok.FeatureSpec("item", table="item")])
