@@ -108,18 +108,9 @@ def export_delta(
 
     Applied to what the base holds, it gives the tables as they are: rows, optimizer state, statistics. An update that
     moves a row after the export, by a plan looked up before an earlier step, is not seen: call this where a step has
-    ended.
-
-    Args:
-      path: of the folder; it must not exist.
-      collection: that made the state; all its tables keep statistics (`TableSpec.statistics`).
-      state: not donated before this returns.
-      base: a folder of `export_full` or `export_delta`, or the tables' folder of a checkpoint. The chain that a delta
-        rests on is looked for beside it; else give all links in order.
-      clock: as for `export_full`, like the next three.
-      compression: "none", "lz4" or "zstd".
-      host_bytes: host memory that a process may take.
-      piece_bytes: what is copied from the device at a time.
+    ended. All tables keep statistics (`TableSpec.statistics`). `base` is a folder of `export_full` or `export_delta`,
+    or the tables' folder of a checkpoint; the chain that a delta rests on is looked for beside it, else give all links
+    in order. The other arguments are those of `export_full`.
 
     Raises:
       FileExistsError, FileNotFoundError: as `export_full`.
