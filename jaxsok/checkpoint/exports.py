@@ -77,7 +77,7 @@ def export_full(
 
     Example:
       >>> import tempfile
-      >>> import jaxsok
+      >>> import jaxsok, numpy as np
       >>> from jaxsok import checkpoint
       >>> tables = [jaxsok.TableSpec("item", dim=4, optimizer=jaxsok.optim.sgd(0.1), capacity=16)]
       >>> collection = jaxsok.Collection(tables, [jaxsok.FeatureSpec("item", table="item")])
@@ -108,18 +108,9 @@ def export_delta(
 
     Applied to what the base holds, it gives the tables as they are: rows, optimizer state, statistics. An update that
     moves a row after the export, by a plan looked up before an earlier step, is not seen: call this where a step has
-    ended.
-
-    Args:
-      path: of the folder; it must not exist.
-      collection: that made the state; all its tables keep statistics (`TableSpec.statistics`).
-      state: not donated before this returns.
-      base: a folder of `export_full` or `export_delta`, or the tables' folder of a checkpoint. The chain that a delta
-        rests on is looked for beside it; else give all links in order.
-      clock: as for `export_full`, like the next three.
-      compression: "none", "lz4" or "zstd".
-      host_bytes: host memory that a process may take.
-      piece_bytes: what is copied from the device at a time.
+    ended. All tables keep statistics (`TableSpec.statistics`). `base` is a folder of `export_full` or `export_delta`,
+    or the tables' folder of a checkpoint; the chain that a delta rests on is looked for beside it, else give all links
+    in order. The other arguments are those of `export_full`.
 
     Raises:
       FileExistsError, FileNotFoundError: as `export_full`.
@@ -174,12 +165,10 @@ def _export(
     written goes.
     """
     final = pathlib.Path(path)
-    kind, since, more = "full", None, {}
+    rests_on = None
     if chain:
-        base = chain[-1].manifest
-        kind, since = "delta", base["clock"]
-        base_path = os.path.relpath(chain[-1].folder, final.absolute().parent)
-        more = {"base": base["uuid"], "base_path": base_path, "since": since}
+        base, base_path = chain[-1].manifest, os.path.relpath(chain[-1].folder, final.absolute().parent)
+        rests_on = {"base": base["uuid"], "base_path": base_path, "since": base["clock"]}
     token = processes.drawn(is_shared=True).tobytes().hex()  # the processes of a job write into one folder
     folder = published.unfinished(final, token)
     is_first = jax.process_index() == 0
@@ -206,9 +195,8 @@ def _export(
                     f'{op}: path: got "{final}", where process {jax.process_index()} does not find the folder that '
                     "process 0 made, wanted one path for all processes, on a file system that they share."
                 )
-            saving = Saving(
-                op, collection, state, options, kind=kind, clock=clock, since=since, tombstones=gone, more=more
-            )
+            kind = "delta" if chain else "full"
+            saving = Saving(op, collection, state, options, kind, clock=clock, rests_on=rests_on, tombstones=gone)
             save_now(saving, folder)
         # The latest step of all processes, so that all of them refuse.
         latest = processes.greatest(saving.latest)

@@ -106,12 +106,11 @@ class Saving:
         collection: Collection,
         state: State,
         options: SaveOptions,
-        *,
         kind: str = "checkpoint",
+        *,
         clock: int | None = None,
-        since: int | None = None,
+        rests_on: Mapping[str, Any] | None = None,
         tombstones: Mapping[str, np.ndarray] | None = None,
-        more: Mapping[str, Any] | None = None,
     ):
         """Reads what is small; waits for the state, which is not donated until `feed` has returned.
 
@@ -122,15 +121,15 @@ class Saving:
           options: how to save it.
           kind: "checkpoint", "full" or "delta".
           clock: the time of the save, as lookups got it; None: the state's step.
-          since: only rows whose last step is this or later.
+          rests_on: of a delta: `base`, `base_path` and `since`; rows whose last step is before that are left out.
           tombstones: keys of each table that are gone since.
-          more: for the manifest.
         """
         options.check(op)
         check_state(op, collection, state)
         check_untraced(op, state)
-        self.op, self.collection, self.state, self.options, self.since = op, collection, state, options, since
-        self.tombstones = dict(tombstones or {})
+        self.op, self.collection, self.state, self.options = op, collection, state, options
+        self.tombstones, rests_on = tombstones or {}, rests_on or {}
+        self.since: int | None = rests_on.get("since")
         self.report = SaveReport()
         self._began = time.perf_counter()
         self._queue: collections.deque[Piece | None] = collections.deque()
@@ -153,7 +152,7 @@ class Saving:
             "mesh": state.mesh,
             "num_shards": collection.stores[0].num_shards,
             "stores": [self._store_part(s) for s in range(len(collection.stores))],
-            **(more or {}),
+            **rests_on,
         }
         self.part["clock"] = time_of(op, state, clock)
 
@@ -382,10 +381,8 @@ class _Tables:
     def _write_bloom(self, piece: WordsPiece) -> None:
         if piece.store not in self.bloom:
             name = f"store_{piece.store:04d}.process_{jax.process_index():05d}.bloom"
-            self.bloom[piece.store] = (
-                (self.folder / name).open("wb"),
-                {"store": piece.store, "name": name, "size": 0, "pieces": []},
-            )
+            entry = {"store": piece.store, "name": name, "size": 0, "pieces": []}
+            self.bloom[piece.store] = (self.folder / name).open("wb"), entry
         file, entry = self.bloom[piece.store]
         data = piece.words.astype("<u4").tobytes()
         entry["pieces"].append([entry["size"], len(data), zlib.crc32(data), piece.shard])
@@ -422,18 +419,18 @@ class _Tables:
                 "form": form.to_json(),
                 "admission": admission_of(spec, table),
                 "unknown": manifest_lib.unknown_to_json(table, low | high << 32),
-                "num_rows": self.done.get((table.name, manifest_lib.ROWS), {}).get("num_rows", 0),
+                "num_rows": sum(file["num_rows"] for file in self._done(table.name, manifest_lib.ROWS)),
                 "num_nonfinite": self.nonfinite[table.name],
                 "num_evicted": evicted.get(table.name, 0),
                 "partition_rows": manifest_lib.packed(self.by_partition[table.name]),
-                **{
-                    kind: [self.done[table.name, kind]] if (table.name, kind) in self.done else []
-                    for kind in manifest_lib.KINDS
-                },
+                **{kind: self._done(table.name, kind) for kind in manifest_lib.KINDS},
             }
             for spec, forms in zip(self.collection.stores, self.forms, strict=True)
             for table, form in zip(spec.tables, forms, strict=True)
         }
+
+    def _done(self, table: str, kind: str) -> list[dict[str, Any]]:
+        return [self.done[table, kind]] if (table, kind) in self.done else []
 
     def file_bytes(self) -> int:
         return sum(entry["size"] for entry in (*self.done.values(), *(entry for _, entry in self.bloom.values())))

@@ -66,10 +66,9 @@ class Source:
         Raises:
           CorruptFileError: names the file, or the table.
         """
+        for file in self._all_files(tables):
+            file.check_size()
         for table in tables:
-            for kind in (manifest_lib.ROWS, manifest_lib.WAITING, manifest_lib.TOMBSTONES):
-                for file in self.files(table, kind):
-                    file.check_size()
             entry = self.manifest["tables"][table]
             files = sum(sum(batch[3] for batch in file["batches"]) for file in entry[manifest_lib.ROWS])
             partitions = int(manifest_lib.unpacked(entry["partition_rows"]).sum())
@@ -84,13 +83,14 @@ class Source:
     def verify(self, tables: Sequence[str]) -> None:
         """Reads all files of some tables against their checksums."""
         self.check(tables)
-        for table in tables:
-            for kind in (manifest_lib.ROWS, manifest_lib.WAITING, manifest_lib.TOMBSTONES):
-                for file in self.files(table, kind):
-                    file.verify()
+        for file in self._all_files(tables):
+            file.verify()
         for file, pieces in self._bloom_files({self.store_of(table)[0] for table in tables}):
             for _ in file.ranges(piece[:3] for piece in pieces):
                 pass  # nothing of it is kept
+
+    def _all_files(self, tables: Sequence[str]) -> list[SavedFile]:
+        return [file for table in tables for kind in manifest_lib.KINDS for file in self.files(table, kind)]
 
     def _bloom_files(self, stores: set[int]) -> Iterator[tuple[SavedFile, list[list[int]]]]:
         """Returns the files of the Bloom filters of some stores, and the pieces of each."""

@@ -6,6 +6,7 @@ its docstring says how exact it is.
 
 import itertools
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -19,6 +20,16 @@ class Bin(NamedTuple):
     low: float
     high: float
     num: int
+
+
+_OCTAVES = [0, *(1 << bit for bit in range(33))]
+
+
+def _octave_bins(counts: Sequence[int] | np.ndarray) -> tuple[Bin, ...]:
+    """Makes a histogram of counts of 0, 1, 2 to 3, 4 to 7, ..., from the first to the last that has anything."""
+    filled = np.flatnonzero(counts)
+    bins = [Bin(_OCTAVES[i], _OCTAVES[i + 1], int(count)) for i, count in enumerate(counts)]
+    return tuple(bins[filled[0] : filled[-1] + 1]) if filled.size else ()
 
 
 class Magnitudes:
@@ -148,9 +159,7 @@ class Frequencies:
         """A histogram by octave: 0, 1, 2 to 3, 4 to 7, ...; empty ends left out."""
         edges = [0, 1, *(1 << bit for bit in range(1, self._EXACT + 1))]
         edges += [(1 << self._EXACT) + (n << self._PRECISE) for n in range(1, 33 - self._EXACT)]
-        lows = [0, *(1 << bit for bit in range(33))]
-        sums = [int(self._counts[a:b].sum()) for a, b in itertools.pairwise(edges)]
-        return without_ends([Bin(lows[i], lows[i + 1], num) for i, num in enumerate(sums)])
+        return _octave_bins([int(self._counts[a:b].sum()) for a, b in itertools.pairwise(edges)])
 
 
 class Steps:
@@ -189,13 +198,5 @@ class Steps:
         """
         filled = np.flatnonzero(self._counts)
         ages = np.maximum(clock - (filled + 1) * self.width + 1, 0)
-        edges = np.array([0, *(1 << bit for bit in range(33))], np.int64)
-        which = np.searchsorted(edges, ages, side="right") - 1
-        sums = np.bincount(which, weights=self._counts[filled], minlength=33)
-        return without_ends([Bin(int(edges[i]), int(edges[i + 1]), int(num)) for i, num in enumerate(sums)])
-
-
-def without_ends(bins: list[Bin]) -> tuple[Bin, ...]:
-    """Returns the bins from the first to the last that has anything."""
-    filled = [i for i, counted in enumerate(bins) if counted.num]
-    return tuple(bins[filled[0] : filled[-1] + 1]) if filled else ()
+        which = np.searchsorted(_OCTAVES, ages, side="right") - 1
+        return _octave_bins(np.bincount(which, weights=self._counts[filled], minlength=33))

@@ -45,11 +45,7 @@ def write_parquet(
 ) -> int:
     """Writes a table as one Parquet file, a row group for each chunk, with checksums; returns the number of rows.
 
-    Args:
-      path: of the file; its directory is made.
-      records: chunks, taken one by one.
-      compression: a codec that Parquet knows, as "zstd", "lz4" or "snappy"; None: none.
-      overwrite: whether a file that is there may go.
+    `compression` is a codec that Parquet knows, as "zstd", "lz4" or "snappy"; None: none.
 
     Raises:
       FileExistsError: there is a file, and `overwrite` is False.

@@ -72,11 +72,7 @@ def read_hps(
 ) -> RecordChunks:
     """Reads a table as HPS has it: float32 rows, without state.
 
-    Args:
-      path: of the directory.
-      dim: of the table; the files do not tell it.
-      chunk_rows: rows at once; None: about 64 MiB.
-      hotness: whether to read `meta` as frequencies; else it is not looked at.
+    The files do not tell `dim`. `hotness` says whether to read `meta` as frequencies; else it is not looked at.
 
     Raises:
       FileNotFoundError: a file is missing.
