@@ -60,13 +60,9 @@ def export_chunks(
 ) -> Iterator[Chunk]:
     """Streams one table of a store: this process's shards one after the other, rows by row id.
 
-    Args:
-      spec: of the store.
-      store: not to be donated before the last chunk is there.
-      number: of the table in the store.
-      chunk_rows: at most so many rows in a chunk; None: about 64 MiB. A chunk ends with its slab.
-      since: only rows with at least this `last_step`; the store keeps statistics then.
-      with_state: whether optimizer state comes along.
+    The store must not be donated before the last chunk is there. A chunk has at most `chunk_rows` rows, by default
+    about 64 MiB, and ends with its slab. With `since` only rows with at least this `last_step` come, of stores with
+    statistics.
 
     Cost:
       Reads 16 bytes a row of capacity (24 with statistics), and the rows exported, all of which cross to the host.

@@ -120,7 +120,7 @@ class FeatureLayout:
 class StoreFeatures:
     """The features of a batch that read one store.
 
-    No array is empty: where there is nothing to hold it has one line that nobody reads. XLA's compiler for several
+    No array is empty: where there is nothing to hold it has one line that is not read. XLA's compiler for several
     GPUs (jaxlib 0.11.2) dies of arguments without elements.
     """
 
@@ -341,7 +341,7 @@ def require_samples(raw: Mapping[str, Any], features: Sequence[FeatureSpec]) -> 
         )
     num_samples = next(iter(counts.values()), None)
     if num_samples is None or any(_is_global(value) for value in raw.values()):
-        return  # of an array of several processes nobody knows here which lines belong to which process
+        return  # which lines of a global array belong to which process is not known here
     for name, value in rest_of(raw, features).items():
         shape = getattr(value, "shape", None)
         if isinstance(shape, tuple) and shape and shape[0] != num_samples and shape[1:] in ((), (1,)):
