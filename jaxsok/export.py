@@ -8,6 +8,7 @@ host holds a few chunks, whatever the table, and a table in a store of many cost
 import collections
 import dataclasses
 import functools
+import itertools
 from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar
 
@@ -81,8 +82,8 @@ def export_chunks(
                     yield shard, start, piece, _gather(arrays, piece.places, num_rows), names
                 start += slab.shape[0]
 
-    for item in _sent_ahead(sent()):
-        yield _arrived(*item)
+    # No variable here holds a chunk's device arrays while the reader has the chunk.
+    yield from itertools.starmap(_arrived, _sent_ahead(sent()))
 
 
 def export_table(spec: StoreSpec, store: StoreState, number: int) -> dict[str, Any]:
@@ -178,8 +179,10 @@ def _blocks(arrays: tuple[Array, ...]) -> Iterator[tuple[int, list[np.ndarray]]]
                 part.copy_to_host_async()
             yield start, start - first, parts
 
-    for start, skipped, parts in _sent_ahead(sent()):
-        yield start, [np.asarray(part)[skipped:] for part in parts]
+    def arrived(start: int, skipped: int, parts: tuple[Array, ...]) -> tuple[int, list[np.ndarray]]:
+        return start, [np.asarray(part)[skipped:] for part in parts]
+
+    yield from itertools.starmap(arrived, _sent_ahead(sent()))
 
 
 @without_mesh
