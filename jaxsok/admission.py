@@ -95,16 +95,17 @@ def with_waiting(
     """A store in which keys of a table wait for a row, beside those that wait already; each goes to its owner.
 
     Counts of keys that wait already are added. Keys whose count is that of the table's admission or more, and counts of
-    0, are left out: a key with a row waits for none.
+    0, are left out: a key with a row waits for none. The store is donated; its `sightings` grow as they need. In
+    several processes each takes the keys that its own shards own.
 
     Args:
-      spec: of the store; the table admits by count.
-      store: donated; its `sightings` grow as they need.
-      number: of the table in the store.
+      spec: of the store.
+      store: of the table.
+      number: of the table, which admits by count, in the store.
       keys: uint64[num_keys], distinct, none of them PADDING_KEY.
       counts: uint32[num_keys].
       owners: the shard of each key (`plan.owners_of`), where there are several shards.
-      shards: over which the store is split. In several processes each takes the keys that its own shards own.
+      shards: over which the store is split.
 
     Raises:
       ValueError: the table does not admit by count.

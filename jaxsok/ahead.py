@@ -160,7 +160,7 @@ class Ahead:
 
     @annotated("jaxsok.ahead")
     def _compile(self, program: _Program, args: tuple, kwargs: dict) -> None:
-        """Compiles for arrays, or shapes; whoever waits for the program gets it, or the error, whatever it is."""
+        """Compiles for arrays or shapes; calls that wait for the program get it, or the error."""
         start = time.perf_counter()
         try:
             compiled = self._step.lower(*args, **kwargs).compile()
@@ -244,7 +244,7 @@ class Ahead:
         try:
             with _in_settings(settings):
                 self._compile(program, args, kwargs)
-        except BaseException as error:  # nobody sees what a thread raises: the next call says it
+        except BaseException as error:  # what a thread raises is not seen: the next call warns of it
             if not program.compiled.done():  # a call may be waiting
                 program.compiled.set_exception(error)
             self._failed.append((program, error))

@@ -60,18 +60,10 @@ def combine_transpose(
     num_unique: int,
     weights: Float[Array, " num_keys"] | None = None,
 ) -> Float[Array, "num_unique dim"]:
-    """Takes bag gradients back to rows: the transpose of `combine`.
+    """Takes bag gradients back to rows: the transpose of `combine`, whose other arguments it takes.
 
-    The gradients of a row are summed in an order that depends on its own uses alone. Sorts the keys by row, reads
-    num_keys bag gradients, writes num_unique rows.
-
-    Args:
-      bag_gradients: one per bag.
-      inverse: as in `combine`.
-      offsets: as in `combine`.
-      combiner: as in `combine`.
-      num_unique: how many rows there are; a row that no bag uses gets zeros.
-      weights: as in `combine`.
+    The gradients of a row are summed in an order that depends on its own uses alone; a row that no bag uses gets zeros.
+    Sorts the keys by row, reads num_keys bag gradients, writes num_unique rows.
 
     Raises:
       ValueError: unknown combiner, or `offsets` is empty. Raised when traced.

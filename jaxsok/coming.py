@@ -169,8 +169,11 @@ def _new_keys_of_all(
     owners: UInt32[Array, f"{NUM_PARTITIONS}"],
 ) -> tuple[Int32[Array, ""], Bool[Array, " capacity"]]:
     """`_new_keys` of the keys of all shards that this one owns."""
+    # As features: one for each table, with one key a sample.
+    layouts = single_key_layouts(*zip(*runs, strict=True))
+    features = StoreFeatures(keys, jnp.zeros(1, jnp.int32), jnp.zeros(1, jnp.float32), layouts)
     between = exchange.Exchange(shards, ExchangeSpec())
-    asked = exchange.ask(between, spec, _one_key_each(keys, runs), owners)
+    asked = exchange.ask(between, spec, features, owners)
 
     def one_round(carry: tuple[Array, Array], rounds: list[exchange.Round]) -> tuple[Array, Array]:
         (part,) = rounds
@@ -182,9 +185,3 @@ def _new_keys_of_all(
     first = (jnp.zeros((), jnp.int32), jnp.zeros(store.capacity, bool))
     carry, *_ = exchange.over_rounds(between, spec, [asked], one_round, first)
     return carry
-
-
-def _one_key_each(keys: Keys, runs: Sequence[tuple[int, int]]) -> StoreFeatures:
-    """The keys as features: one for each table, with one key a sample."""
-    layouts = single_key_layouts(*zip(*runs, strict=True))
-    return StoreFeatures(keys, jnp.zeros(1, jnp.int32), jnp.zeros(1, jnp.float32), layouts)

@@ -7,6 +7,7 @@ host holds a few chunks, whatever the table, and a table in a store of many cost
 
 import collections
 import dataclasses
+import itertools
 from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar
 
@@ -59,13 +60,9 @@ def export_chunks(
 ) -> Iterator[Chunk]:
     """Streams one table of a store: this process's shards one after the other, rows by row id.
 
-    Args:
-      spec: of the store.
-      store: not to be donated before the last chunk is there.
-      number: of the table in the store.
-      chunk_rows: at most so many rows in a chunk; None: about 64 MiB. A chunk ends with its slab.
-      since: only rows with at least this `last_step`; the store keeps statistics then.
-      with_state: whether optimizer state comes along.
+    The store must not be donated before the last chunk is there. A chunk has at most `chunk_rows` rows, by default
+    about 64 MiB, and ends with its slab. With `since` only rows with at least this `last_step` come, of stores with
+    statistics.
 
     Cost:
       Reads 16 bytes a row of capacity (24 with statistics), and the rows exported, all of which cross to the host.
@@ -84,8 +81,8 @@ def export_chunks(
                     yield shard, start, piece, _gather(arrays, piece.places, num_rows), names
                 start += slab.records.shape[0]
 
-    for item in _sent_ahead(sent()):
-        yield _arrived(*item)
+    # No variable here holds a chunk's device arrays while the reader has the chunk.
+    yield from itertools.starmap(_arrived, _sent_ahead(sent()))
 
 
 def export_table(spec: StoreSpec, store: StoreState, number: int) -> dict[str, Any]:
@@ -179,8 +176,10 @@ def _blocks(arrays: tuple[Array, ...]) -> Iterator[tuple[int, list[np.ndarray]]]
                 part.copy_to_host_async()
             yield start, start - first, parts
 
-    for start, skipped, parts in _sent_ahead(sent()):
-        yield start, [np.asarray(part)[skipped:] for part in parts]
+    def arrived(start: int, skipped: int, parts: tuple[Array, ...]) -> tuple[int, list[np.ndarray]]:
+        return start, [np.asarray(part)[skipped:] for part in parts]
+
+    yield from itertools.starmap(arrived, _sent_ahead(sent()))
 
 
 def _regrouped(pieces: Iterable[_Lines], num_rows: int) -> Iterator[_Lines]:

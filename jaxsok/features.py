@@ -120,7 +120,7 @@ class FeatureLayout:
 class StoreFeatures:
     """The features of a batch that read one store.
 
-    No array is empty: where there is nothing to hold it has one line that nobody reads. XLA's compiler for several
+    No array is empty: where there is nothing to hold it has one line that is not read. XLA's compiler for several
     GPUs (jaxlib 0.11.2) dies of arguments without elements.
     """
 
@@ -341,7 +341,7 @@ def require_samples(raw: Mapping[str, Any], features: Sequence[FeatureSpec]) -> 
         )
     num_samples = next(iter(counts.values()), None)
     if num_samples is None or any(_is_global(value) for value in raw.values()):
-        return  # of an array of several processes nobody knows here which lines belong to which process
+        return  # which lines of a global array belong to which process is not known here
     for name, value in rest_of(raw, features).items():
         shape = getattr(value, "shape", None)
         if isinstance(shape, tuple) and shape and shape[0] != num_samples and shape[1:] in ((), (1,)):
@@ -577,9 +577,8 @@ def _read_bags(spec: FeatureSpec, bags: Bags, what: str) -> _Part:
 def _limit(spec: FeatureSpec, num_keys: int, what: str) -> None:
     if spec.max_keys is not None and num_keys > spec.max_keys:
         raise ValueError(
-            f"{what}: keys: got {num_keys} keys, wanted at most max_keys = {spec.max_keys}; split the "
-            "batch, or declare "
-            "a larger FeatureSpec(max_keys=...)."
+            f"{what}: keys: got {num_keys} keys, wanted at most max_keys = {spec.max_keys}; split the batch, or "
+            "declare a larger FeatureSpec(max_keys=...)."
         )
 
 
@@ -677,9 +676,8 @@ def _check_offsets(given: np.ndarray, name: str, words: Any, what: str) -> np.nd
         tail = np.asarray(words[offsets[-1] :])
         if not (tail == np.uint32(PADDING_KEY & 0xFFFFFFFF)).all():
             raise ValueError(
-                f"{what}: {name}: got an end at {offsets[-1]} of {num_keys} keys, wanted all keys in bags, "
-                "or PADDING_KEY "
-                "after the last bag."
+                f"{what}: {name}: got an end at {offsets[-1]} of {num_keys} keys, wanted all keys in bags, or "
+                "PADDING_KEY after the last bag."
             )
     return offsets.astype(np.int32)
 
@@ -702,9 +700,8 @@ def _to_rectangle(spec: FeatureSpec, words: Any, offsets: Any, num_bags: int, wh
         lengths = np.diff(offsets)
         if lengths.size and lengths.max() > width:
             raise ValueError(
-                f"{what}: got a bag of {int(lengths.max())} keys, wanted at most max_hotness = {width}; cut "
-                "it, or declare "
-                "a larger FeatureSpec(max_hotness=...)."
+                f"{what}: got a bag of {int(lengths.max())} keys, wanted at most max_hotness = {width}; cut it, or "
+                "declare a larger FeatureSpec(max_hotness=...)."
             )
     if isinstance(words, np.ndarray) and isinstance(offsets, np.ndarray):
         square = keys_lib.padding_words((num_bags, width))

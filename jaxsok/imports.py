@@ -217,7 +217,7 @@ class _Entering:
             def block(lines: np.ndarray, array: np.ndarray, begin: int = begin) -> np.ndarray:
                 mine = lines[begin : begin + size]
                 padded = np.empty((size, *array.shape[1:]), array.dtype)
-                # With this mode NumPy writes where it is told, and makes no copy first.
+                # With this mode NumPy writes into `out` without a copy first.
                 np.take(array, mine, axis=0, out=padded[: len(mine)], mode="clip")
                 padded[len(mine) :] = PADDING_KEY if array.dtype == np.uint64 else 0
                 return keys_lib.to_words(padded) if array.dtype == np.uint64 else padded

@@ -267,7 +267,7 @@ def function(fn: Callable[[Array, Array], Array], name: str) -> Initializer:
     Raises:
       TypeError, ValueError: not callable, no name; results of another shape or dtype, when the table is declared.
 
-    What it gives is written as it is: nobody can know before whether it is finite. A row of NaN or infinite numbers is
+    What it gives is written as it is: whether it is finite is not known before. A row of NaN or infinite numbers is
     read as such. No lookup counts it; where the loss makes gradients of it that are not finite, each update leaves the
     row alone and counts it in `Stats.num_nonfinite`, and `stats.check()` raises.
 

@@ -65,9 +65,8 @@ def words_of(keys: Any, key_dtype: str, what: str) -> np.ndarray | UInt32[Array,
     if keys.dtype == jnp.uint32:
         if keys.ndim == 0 or keys.shape[-1] != 2:
             raise ValueError(
-                f"{what}: keys: a jax.Array of uint32 must hold (low, high) words, got shape "
-                f"{list(keys.shape)}, wanted "
-                "[..., 2]; pass NumPy int64, or view it as words with jaxsok.keys.to_words."
+                f"{what}: keys: a jax.Array of uint32 must hold (low, high) words, got shape {list(keys.shape)}, "
+                "wanted [..., 2]; pass NumPy int64, or view it as words with jaxsok.keys.to_words."
             )
         return keys
     if keys.ndim == 0:

@@ -14,9 +14,9 @@ The model, of one step, one device out of N and one table of R rows, of which th
   its store, the table costs (N - 1) u lines. Tables that load all devices alike cost what they cost sharded, never
   less: nothing is gained on the wire.
 - REPLICATED: requests and gradients of all devices are gathered, (N - 1) u lines without rows; no row travels, and
-  evaluation asks nobody. Each device keeps R rows and moves the rows of N u lines.
+  evaluation sends nothing. Each device keeps R rows and moves the rows of N u lines.
 
-Not counted: padding (send capacities are those of the most loaded owner, whom hashing gives a root or two more than
+Not counted: padding (send capacities are those of the most loaded owner, which hashing gives a root or two more than
 its share, rounded up; the pipeline keeps one for loads down to two thirds of it), and what a collective costs however
 few its bytes are: a replicated store adds collectives of its own.
 """

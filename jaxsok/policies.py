@@ -164,7 +164,7 @@ class RowFacts:
 
 
 Scores = UInt32[Array, " num_rows"] | tuple[UInt32[Array, " num_rows"], UInt32[Array, " num_rows"]]
-"""Whoever has the lowest leaves first; of two arrays the first is the more significant. Ties break by (table, key)."""
+"""Rows with the lowest leave first; of two arrays the first is the more significant. Ties break by (table, key)."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -123,7 +123,7 @@ def _is_coo(value: Any) -> bool:
 
 
 def _is_bcoo(value: Any) -> bool:
-    # Nobody has one who has not imported it.
+    # There is none where the module was never imported.
     sparse = sys.modules.get("jax.experimental.sparse")
     return sparse is not None and isinstance(value, sparse.BCOO)
 
@@ -219,7 +219,7 @@ def _of_bcoo(spec: FeatureSpec, matrix: Any, what: str) -> Bags:
 
 
 def _of_traced_bcoo(spec: FeatureSpec, matrix: Any) -> Bags:
-    """The same inside a program, where nobody can check: what lies outside is dropped, below 0 too."""
+    """The same inside a program, where values cannot be checked: what lies outside is dropped, below 0 too."""
     num_bags, num_keys = matrix.shape
     bags, columns = matrix.indices[:, 0], matrix.indices[:, 1]
     inside = (bags >= 0) & (bags < num_bags) & (columns >= 0) & (columns < num_keys)

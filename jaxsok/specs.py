@@ -215,7 +215,7 @@ class TableSpec:
     admission: policies.Admission | None = None
     """Who of the unseen keys gets a row, from `jaxsok.policies`; None: everyone."""
     eviction: policies.Eviction | None = None
-    """Who leaves when the store is full at its `max_capacity`, from `jaxsok.policies`; None: nobody. Where a table
+    """Who leaves when the store is full at its `max_capacity`, from `jaxsok.policies`; None: no row. Where a table
     of the store has no `max_capacity` the store grows instead, and only `collection.evict` goes by it."""
     statistics: bool = checks.declare(False, checks.flag)
     """Whether each row keeps its frequency and last step: 8 bytes. Kept too where `eviction` needs them, and for all

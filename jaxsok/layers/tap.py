@@ -47,7 +47,7 @@ def _forward(embeddings: Embeddings, taps: Taps) -> tuple[Embeddings, None]:
 
 
 def _backward(_: None, gradients: Embeddings) -> tuple[None, Embeddings]:
-    # The embeddings are no argument of the differentiated function: nobody asks for their gradient.
+    # The embeddings are no argument of the differentiated function, so their gradient is not needed.
     return None, gradients
 
 

@@ -303,9 +303,8 @@ def _formed(tx: Any, dim: int, rowwise: bool) -> _Form:
                 f"its state {leaf.place} is one for all rows, yet depends on their data",
                 "Use an optimizer whose state is by row, or a fused one of jaxsok.optim",
             )
-    _refuse_positional([*first, *after])
+    _refuse_dependences([*after[:num_updates], *first, *after[num_updates:]], rowwise=rowwise)
     if not rowwise:
-        _refuse_coupled([*after[:num_updates], *first, *after[num_updates:]])
         _refuse_factored(tx, leaves)
         _refuse_sized(tx, states[1], (init, update), num_rows, dim)
     return _stored_form(tx, states[1], leaves, first, dim)
@@ -402,24 +401,20 @@ def _refuse_changed(old: Any, new: Any, leaves: tuple[_Leaf, ...]) -> None:
         raise _refusal("its state changes its structure or shapes in an update", "Use another optimizer")
 
 
-def _refuse_positional(found: list[separable.Dependence]) -> None:
-    if any(isinstance(one, separable.Positional) for one in found) or any(
-        isinstance(one, Coupled) and one.reason == separable.BY_PLACE for one in found
-    ):
+def _refuse_dependences(found: list[separable.Dependence], *, rowwise: bool) -> None:
+    by_place = Coupled(separable.BY_PLACE)
+    if any(isinstance(one, separable.Positional) or one == by_place for one in found):
         raise _refusal(
             "what it does to a row depends on the place of the row in the batch",
             "Noise and counters along the rows cannot be lifted: leave them out",
         )
-
-
-def _refuse_coupled(found: list[separable.Dependence]) -> None:
-    for one in found:
-        if isinstance(one, Coupled):
-            raise _refusal(
-                f"the step of a row may depend on other rows: it {one.reason}",
-                "Pass rowwise=True for the same formula on each row alone, which is another optimizer; clip by "
-                "a global norm outside (docs/optax.md)",
-            )
+    coupled = next((one for one in found if isinstance(one, Coupled)), None)
+    if coupled is not None and not rowwise:
+        raise _refusal(
+            f"the step of a row may depend on other rows: it {coupled.reason}",
+            "Pass rowwise=True for the same formula on each row alone, which is another optimizer; clip by a global "
+            "norm outside (docs/optax.md)",
+        )
 
 
 def _refuse_factored(tx: Any, leaves: tuple[_Leaf, ...]) -> None:

@@ -61,6 +61,7 @@ class Ftrl(Limited):
     """
 
     name: ClassVar[str] = "ftrl"
+    l21 = 0.0  # a field of GroupFtrl; not annotated here, so that it is none of this class
     learning_rate_power: float = checks.declare(-0.5, checks.number, high=0, wanted="a number not above 0")
     initial_accumulator_value: float = not_negative(0.1)
     l1: float = not_negative(0.0)
@@ -71,10 +72,6 @@ class Ftrl(Limited):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._check_positive_rate()
-
-    @property
-    def _group_lasso(self) -> float:
-        return 0.0
 
     def state_specs(self, dim: int) -> tuple[RowState, ...]:
         """Of each column the sum of squared gradients and that of gradients."""
@@ -93,7 +90,7 @@ class Ftrl(Limited):
         power = self._power(more)
         pull = gradient if self.l2_shrinkage == 0 else gradient + 2 * self.l2_shrinkage * row
         new_z = z + pull - (power - self._power(accumulator)) / rate * row
-        new_row = _minimum(new_z, (power + self.beta) / rate, self.l1, self.l2, self._group_lasso)
+        new_row = _minimum(new_z, (power + self.beta) / rate, self.l1, self.l2, self.l21)
         states = jnp.where(moves, more, accumulator), jnp.where(moves, new_z, z)
         return RowOutputs(jnp.where(moves, new_row, row), states)
 
@@ -120,10 +117,6 @@ class GroupFtrl(Ftrl):
 
     name: ClassVar[str] = "group_ftrl"
     l21: float = not_negative(0.0)
-
-    @property
-    def _group_lasso(self) -> float:
-        return self.l21
 
 
 group_ftrl = function_of(GroupFtrl)
