@@ -42,18 +42,9 @@ def lookup(
     admission: Admission | None = None,
     clock: UInt32[Array, ""] | None = None,
 ) -> tuple[Store, LookedUp]:
-    """Looks up a batch; unseen keys get rows. See `LaunchLookup` in ffi/kernels/lookup.h.
+    """Looks up a batch; unseen keys get rows in the store, which is donated. See `LaunchLookup` in ffi/kernels/lookup.h.
 
-    Args:
-      store: donated.
-      tables: words of the store's tables.
-      seed: of the state.
-      batch: what is looked up.
-      embedding_shapes: by feature.
-      num_tiles: of all features.
-      embedding_dtype: that of the rows, or float32.
-      admission: None: everyone is let in.
-      clock: what `last_step` of the rows used becomes, in the statistics of the store; None: they stay as they are.
+    With a clock the uses of rows are noted in the store's statistics: it is what `last_step` becomes.
     """
     if clock is not None and not store.statistics:
         raise ValueError("lookup: clock: got one for a store that keeps no statistics; leave it out")
