@@ -42,9 +42,9 @@ def lookup(
     admission: Admission | None = None,
     clock: UInt32[Array, ""] | None = None,
 ) -> tuple[Store, LookedUp]:
-    """Looks up a batch; unseen keys get rows in the store, which is donated. See `LaunchLookup` in ffi/kernels/lookup.h.
+    """Looks up a batch; unseen keys get rows. See `LaunchLookup` in ffi/kernels/lookup.h.
 
-    With a clock the uses of rows are noted in the store's statistics: it is what `last_step` becomes.
+    The store is donated. With a clock the uses of rows are noted in the store's statistics: it is what `last_step` becomes.
     """
     if clock is not None and not store.statistics:
         raise ValueError("lookup: clock: got one for a store that keeps no statistics; leave it out")
