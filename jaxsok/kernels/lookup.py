@@ -44,7 +44,7 @@ def lookup(
 ) -> tuple[Store, LookedUp]:
     """Looks up a batch; unseen keys get rows. See `LaunchLookup` in ffi/kernels/lookup.h.
 
-    The store is donated. With a clock the uses of rows are noted in the store's statistics: it is what `last_step` becomes.
+    The store is donated. With a clock the uses of rows are noted in its statistics: it is what `last_step` becomes.
     """
     if clock is not None and not store.statistics:
         raise ValueError("lookup: clock: got one for a store that keeps no statistics; leave it out")
