@@ -14,7 +14,6 @@ import strategies
 from jax.sharding import AxisType
 
 import jaxsok
-from jaxsok.kernels import table as table_door
 from jaxsok.types import COUNTERS
 
 PADDING = jaxsok.PADDING_KEY
@@ -291,7 +290,7 @@ def aimed_keys(collection, state, num_keys, *, table_id=0, bucket=1, **options):
     """Keys of a table of the first store whose home is one bucket of the index as it is now."""
     num_buckets, salt = index_of(collection, state)
     return strategies.keys_of_one_bucket(
-        table_door.home_bucket,
+        strategies.home_bucket,
         num_keys,
         table_id=table_id,
         salt=salt,

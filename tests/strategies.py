@@ -88,13 +88,27 @@ def gradients(shape, values=(0.25, 0.5, 1.0, 2.0)):
     return flat.map(lambda values: np.array(values, np.float32).reshape(shape))
 
 
+def home_bucket(keys: np.ndarray, table_ids: np.ndarray, salt: int, num_buckets: int) -> np.ndarray:
+    """The home bucket of (table, key) pairs, in NumPy; test_kernels.py compares it with the model of an index."""
+    golden = np.uint64(0x9E3779B97F4A7C15)
+
+    def mix(x: np.ndarray) -> np.ndarray:
+        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        return x ^ (x >> np.uint64(31))
+
+    words = np.ascontiguousarray(keys).view(np.uint64)[:, 0]
+    hashes = mix(mix(words ^ np.uint64(salt)) + (table_ids.astype(np.uint64) + np.uint64(1)) * golden)
+    return ((hashes >> np.uint64(32)) * np.uint64(num_buckets)) >> np.uint64(32)
+
+
 def keys_of_one_bucket(home_bucket, num_keys, *, table_id, salt, num_buckets, bucket=0, start=0, stride=1):
     """The first `num_keys` of the keys start, start + stride, ... whose home is one bucket, by brute force.
 
     A stride of 2**32 gives twins: keys of one low word.
 
-    `home_bucket(words, table_ids, salt=, num_buckets=)` is the library's NumPy function (jaxsok.kernels.table): asking
-    it only aims the keys, and what the table then does with them is judged without it.
+    `home_bucket(words, table_ids, salt=, num_buckets=)` only aims the keys: what the table then does with them is
+    judged without it.
     """
     found, block = [], 1 << 16
     while sum(map(len, found)) < num_keys:

@@ -59,14 +59,10 @@ def release(
 ) -> tuple[Store, UInt32[Array, " num_tables"]]:
     """Takes flagged rows away and sweeps the index in place. See `LaunchRelease` in ffi/kernels/evict.h.
 
-    Args:
-      store: donated.
-      flags: of `select`.
-      initial_values: of the optimizer state.
-      counts_evicted: whether they are added to `table_evicted`, if the store has it.
+    With `counts_evicted` they are added to `table_evicted`, if the store has it.
 
     Returns:
-      The store, and num_released by table.
+      The store (donated), and num_released by table.
     """
     like = store.table_rows
     capacity = sum(slab.shape[0] for slab in store.records)

@@ -44,16 +44,7 @@ def lookup(
 ) -> tuple[Store, LookedUp]:
     """Looks up a batch; unseen keys get rows. See `LaunchLookup` in ffi/kernels/lookup.h.
 
-    Args:
-      store: donated.
-      tables: words of the store's tables.
-      seed: of the state.
-      batch: what is looked up.
-      embedding_shapes: by feature.
-      num_tiles: of all features.
-      embedding_dtype: that of the rows, or float32.
-      admission: None: everyone is let in.
-      clock: what `last_step` of the rows used becomes, in the statistics of the store; None: they stay as they are.
+    The store is donated. With a clock the uses of rows are noted in its statistics: it is what `last_step` becomes.
     """
     if clock is not None and not store.statistics:
         raise ValueError("lookup: clock: got one for a store that keeps no statistics; leave it out")

@@ -60,16 +60,8 @@ def find_or_insert(
 ) -> tuple[Store, RowIds, Int32[Array, "num_tables num_counts"]]:
     """Row ids of (table, key) pairs; unseen pairs get rows. See `LaunchFindOrInsert` in ffi/kernels/table.h.
 
-    Args:
-      store: donated.
-      tables: words of the store's tables.
-      seed: of the state.
-      keys: words.
-      table_ids: of each key.
-      admission: None: everyone is let in.
-
     Returns:
-      The store, row_ids, counts.
+      The store (donated), row_ids, counts.
     """
     num_keys = keys.shape[0]
     deciding, asked = admission_operands(admission)
@@ -119,15 +111,10 @@ def gather(
 
 
 def scatter(row_ids: RowIds, lines: Shaped[Array, "_ _"], slabs: Sequence[Shaped[Array, "_ _"]]) -> tuple[Array, ...]:
-    """Writes lines of a per-row array by row id. See `LaunchScatter` in ffi/kernels/table.h.
-
-    Args:
-      row_ids: of each line; NO_ROW is passed over. The lines of equal row ids are equal.
-      lines: in the dtype and width of the slabs.
-      slabs: of rows, of an array of optimizer state, or of statistics; donated.
+    """Writes lines of a per-row array by row id, in its dtype. See `LaunchScatter` in ffi/kernels/table.h.
 
     Returns:
-      slabs.
+      slabs (donated).
     """
     operands = {"row_ids": row_ids, "lines": lines, "slabs": tuple(slabs)}
     return call("jaxsok_table_scatter", operands, {}, in_place=("slabs",))["slabs"]
@@ -139,16 +126,10 @@ def touch(
     clock: UInt32[Array, ""],
     statistics: Sequence[StatisticsSlab],
 ) -> tuple[StatisticsSlab, ...]:
-    """Notes that a lookup used rows. See `LaunchTouch` in ffi/kernels/table.h.
-
-    Args:
-      row_ids: of each position; NO_ROW is passed over.
-      uses: of each position; None: one each.
-      clock: what `last_step` becomes.
-      statistics: slabs, donated.
+    """Notes that a lookup used rows, once each or as `uses` says. See `LaunchTouch` in ffi/kernels/table.h.
 
     Returns:
-      statistics.
+      statistics (donated).
     """
     uses = jnp.zeros(0, jnp.uint32) if uses is None else uses
     operands = {"row_ids": row_ids, "uses": uses, "clock": clock}
@@ -161,14 +142,8 @@ def erase(
 ) -> tuple[Store, UInt32[Array, ""]]:
     """Takes rows away and rebuilds the index in place. See `LaunchErase` in ffi/kernels/table.h.
 
-    Args:
-      store: donated.
-      keys: words.
-      table_ids: of each key.
-      initial_values: of the optimizer state.
-
     Returns:
-      The store, num_erased.
+      The store (donated), num_erased.
     """
     capacity = sum(slab.shape[0] for slab in store.records)
     store, out = call_on_store(
@@ -230,24 +205,3 @@ def wait(
     results = {"sightings": result(counters, (num_buckets, BUCKET_WORDS), "uint32")}
     out = call_on("jaxsok_table_wait", {"counters": counters}, operands, results, in_place=("counters",))
     return out["sightings"], out["counters"]
-
-
-def home_bucket(
-    keys: UInt32[np.ndarray, "num_keys 2"], table_ids: UInt32[np.ndarray, " num_keys"], salt: int, num_buckets: int
-) -> np.ndarray:
-    """The home bucket of (table, key) pairs, in NumPy: for tests and for looking at an index.
-
-    Example:
-      >>> home_bucket(np.array([[7, 0]], np.uint32), np.array([0], np.uint32), salt=0, num_buckets=1).tolist()
-      [0]
-    """
-    golden = np.uint64(0x9E3779B97F4A7C15)
-
-    def mix(x: np.ndarray) -> np.ndarray:
-        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        return x ^ (x >> np.uint64(31))
-
-    words = np.ascontiguousarray(keys).view(np.uint64)[:, 0]
-    hashes = mix(mix(words ^ np.uint64(salt)) + (table_ids.astype(np.uint64) + np.uint64(1)) * golden)
-    return ((hashes >> np.uint64(32)) * np.uint64(num_buckets)) >> np.uint64(32)

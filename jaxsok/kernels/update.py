@@ -44,22 +44,11 @@ def update(
 ) -> tuple[Store, Int32[Array, " num_tables"], Int32[Array, ""]]:
     """Steps every row that the batch used, once. See `LaunchUpdate` in ffi/kernels/update.h.
 
-    Args:
-      store: donated.
-      tables: words of the store's tables.
-      seed: of the state.
-      step: of the state.
-      batch: of the lookups.
-      row_ids: that they returned.
-      is_live: by plan, whether it acts.
-      row_step: what happens to a row.
-      gradients: by feature.
-      num_tiles: of all features.
-      table_ids: the table of each key, where the batch's features do not tell it.
-      num_uses: of each key's row on all shards, where the batch does not tell it.
+    `table_ids` has the table of each key, where the batch's features do not tell it; `num_uses` the uses of each key's
+    row on all shards, where the batch does not tell them.
 
     Returns:
-      The store, num_nonfinite, num_stale.
+      The store (donated), num_nonfinite, num_stale.
     """
     operands = {
         "row_ids": row_ids,

@@ -12,12 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 import programs
 import pytest
+import strategies
 from hypothesis import stateful
 from serving_cases import ASKED, INITIALIZERS, KNOWN, TRACED, UNKNOWN_DIM, found_in_training, untrained
 
 import jaxsok
 from jaxsok import Records, keys
-from jaxsok.kernels import table as table_kernels
 from jaxsok.serving import frozen, row_map
 from jaxsok.serving.errors import RequestError, UnknownTableError
 from jaxsok.serving.frozen import FrozenTable, SizedRecords, freeze, freeze_records
@@ -101,7 +101,7 @@ def test_aimed_keys_get_another_salt():
     rows = RowMap(num_tables=1, capacity=4096, salt=0)
     candidates = np.arange(1, 1_000_000, dtype=np.uint64)
     words = keys.to_words(candidates)
-    home = table_kernels.home_bucket(words, np.zeros(len(candidates), np.uint32), 0, rows.num_buckets)
+    home = strategies.home_bucket(words, np.zeros(len(candidates), np.uint32), 0, rows.num_buckets)
     aimed = candidates[home < 1][:600]
     assert len(aimed) > 4 * 64
     before = rows.num_buckets
