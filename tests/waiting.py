@@ -1,5 +1,7 @@
 """Waiting for what another thread or process does, with a bound that no machine reaches which is merely busy."""
 
+import socket
+import subprocess
 import time
 
 
@@ -9,3 +11,24 @@ def wait_until(holds, seconds=60.0):
     while not holds():
         assert time.monotonic() < end, f"waited {seconds} s in vain"
         time.sleep(0.01)
+
+
+def free_port():
+    """A port of this machine that nobody listens to."""
+    with socket.socket() as found:
+        found.bind(("localhost", 0))
+        return found.getsockname()[1]
+
+
+def ended(processes, folder, *, timeout_s):
+    """The exit codes; nobody is left behind."""
+    deadline = time.monotonic() + timeout_s
+    try:
+        return [process.wait(timeout=max(0.1, deadline - time.monotonic())) for process in processes]
+    except subprocess.TimeoutExpired:
+        errors = [(folder / f"{number}.err").read_text()[-1500:] for number in range(len(processes))]
+        raise AssertionError("\n".join(["still there:", *errors])) from None
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()

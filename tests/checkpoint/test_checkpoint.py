@@ -21,7 +21,7 @@ import programs
 import pyarrow as pa
 import pytest
 from checkpoint_cases import assert_same, collection_of, content, tables_of, train, train_step, waiting
-from test_processes import ended, free_port
+from waiting import ended, free_port
 
 import jaxsok
 from jaxsok import checkpoint, optim, policies

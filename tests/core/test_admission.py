@@ -7,6 +7,7 @@ import collections
 import dataclasses
 import functools
 
+import compiled_cases
 import hypothesis
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,6 @@ import oracle
 import programs
 import pytest
 import strategies
-import test_compiled
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from jax.sharding import AxisType
@@ -853,7 +853,7 @@ def test_changed_in_place():
     erase = jax.jit(lambda state, keys: collection.erase(state, "user", keys), donate_argnums=0)
     state = collection.init(seed=SEED)
     text = step.lower(state, features).compile().as_text()
-    assert not test_compiled.table_copies(text, (1 << 14) * 4) and not test_compiled.host_calls(text)
+    assert not compiled_cases.table_copies(text, (1 << 14) * 4) and not compiled_cases.host_calls(text)
 
     def places(state):
         return [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves((state.stores, state.step))[:-1]]

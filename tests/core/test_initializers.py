@@ -5,6 +5,7 @@ import functools
 import json
 import pathlib
 
+import compiled_cases
 import hypothesis
 import hypothesis.strategies as st
 import jax
@@ -12,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 import programs
 import pytest
-import test_compiled
 
 import jaxsok
 
@@ -642,31 +642,31 @@ def test_rows_are_written_where_they_lie(name, dtype):
         collection, features = large(capacity, dtype)
         function, num_batches = {
             "lookup": (collection.lookup, 1),
-            "linear step": (test_compiled.linear_step(collection), 1),
-            "two lookups": (test_compiled.two_lookups(collection), 2),
+            "linear step": (compiled_cases.linear_step(collection), 1),
+            "two lookups": (compiled_cases.two_lookups(collection), 2),
         }[name]
         state = collection.init(seed=0)
         program = jax.jit(function, donate_argnums=0, compiler_options=programs.quickly())
         compiled = program.lower(state, *[features] * num_batches).compile()
-        assert not test_compiled.table_copies(compiled.as_text(), capacity * 16 * 2)
-        before = test_compiled.addresses(state)
+        assert not compiled_cases.table_copies(compiled.as_text(), capacity * 16 * 2)
+        before = compiled_cases.addresses(state)
         results = compiled(state, *[features] * num_batches)
         state = results[1] if name == "lookup" else results[0]
-        assert before == test_compiled.addresses(state)
+        assert before == compiled_cases.addresses(state)
         temporary.append(compiled.memory_analysis().temp_size_in_bytes)
-    assert abs(temporary[1] - temporary[0]) <= test_compiled.ALIGNMENT_BYTES
+    assert abs(temporary[1] - temporary[0]) <= compiled_cases.ALIGNMENT_BYTES
 
 
 def test_rows_are_written_where_they_lie_on_a_mesh():
     """The same on every shard, in the loop over rounds."""
     collection, features = large(1 << 15, "float32", 2)
     state = collection.init(seed=0)
-    step = jax.jit(test_compiled.linear_step(collection), donate_argnums=0, compiler_options=programs.quickly())
+    step = jax.jit(compiled_cases.linear_step(collection), donate_argnums=0, compiler_options=programs.quickly())
     compiled = step.lower(state, features).compile()
-    assert not test_compiled.table_copies(compiled.as_text(), (1 << 14) * 16 * 4)
-    before = test_compiled.addresses(state)
+    assert not compiled_cases.table_copies(compiled.as_text(), (1 << 14) * 16 * 4)
+    before = compiled_cases.addresses(state)
     state, *_ = compiled(state, features)
-    assert before == test_compiled.addresses(state)
+    assert before == compiled_cases.addresses(state)
 
 
 def test_other_stores_look_up_in_one_call():

@@ -4,7 +4,6 @@ import functools
 import os
 import pathlib
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -15,6 +14,7 @@ import process_worker
 import programs
 import pytest
 from jax.experimental import multihost_utils
+from waiting import ended, free_port
 
 import jaxsok
 from jaxsok import processes as processes_lib
@@ -23,13 +23,6 @@ WORKER = pathlib.Path(__file__).with_name("process_worker.py")
 END_S = 60  # within which a process has to end after another has died
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="processes share CPUs, not a GPU")
-
-
-def free_port():
-    """A port of this machine that nobody listens to."""
-    with socket.socket() as one:
-        one.bind(("localhost", 0))
-        return one.getsockname()[1]
 
 
 def start(job, folder, num_processes, num_devices):
@@ -54,20 +47,6 @@ def start(job, folder, num_processes, num_devices):
                 )
             )
     return processes
-
-
-def ended(processes, folder, *, timeout_s):
-    """The exit codes; nobody is left behind."""
-    deadline = time.monotonic() + timeout_s
-    try:
-        return [process.wait(timeout=max(0.1, deadline - time.monotonic())) for process in processes]
-    except subprocess.TimeoutExpired:
-        errors = [(folder / f"{number}.err").read_text()[-1500:] for number in range(len(processes))]
-        raise AssertionError("\n".join(["still there:", *errors])) from None
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
 
 
 def results_of(job, folder, num_processes, num_devices, timeout_s=180):

@@ -15,12 +15,12 @@ import subprocess
 import sys
 import tempfile
 
+import compiled_cases
 import jax
 import jax.numpy as jnp
 import numpy as np
 import programs
 import pytest
-import test_compiled
 
 import jaxsok
 from jaxsok import combine as combine_module
@@ -149,12 +149,12 @@ def planned(features, abstract, collection, **sizes):
 
 def single_cases(abstract):
     """Name -> (function of a donated state, arguments): with the targets of one device."""
-    collection = test_compiled.declared()
+    collection = compiled_cases.declared()
     state = jax.tree.map(abstract, collection.init(seed=0))
-    features = jax.tree.map(abstract, test_compiled.features_of(collection))
+    features = jax.tree.map(abstract, compiled_cases.features_of(collection))
     cases = {
         name: (function, (state, *jax.tree.map(abstract, arguments)))
-        for name, (function, arguments) in test_compiled.cases(collection).items()
+        for name, (function, arguments) in compiled_cases.cases(collection).items()
         if name in ("train step", "two lookups", "scan", "find and step", "erase")
     }
     asked = planned(features, abstract, collection)
@@ -246,10 +246,10 @@ def sharded_cases(mesh, abstract):
     """The same on eight devices: the step with its plan ready, the plan, and the step that goes in rounds."""
     from jax.sharding import PartitionSpec
 
-    on_cpu = test_compiled.declared_over_eight()
+    on_cpu = compiled_cases.declared_over_eight()
     collection = jaxsok.Collection(on_cpu.tables, on_cpu.features, mesh=mesh, axis="data")
     state = jax.tree.map(abstract, on_cpu.init(seed=0))
-    features = jax.tree.map(abstract, test_compiled.features_over_eight())
+    features = jax.tree.map(abstract, compiled_cases.features_over_eight())
     asked = planned(features, lambda leaf: abstract(leaf, PartitionSpec("data")), collection, send_capacity=(16, 16))
     step = programs.train_step(collection)
     return {
@@ -290,10 +290,10 @@ def compile_for_h200(marks):
 
     def mesh_of(num_devices):
         shape = f"1x1x{num_devices}"
-        topology = topologies.get_topology_desc(platform="cuda", target_config=test_compiled.H200, topology=shape)
+        topology = topologies.get_topology_desc(platform="cuda", target_config=compiled_cases.H200, topology=shape)
         return Mesh(np.array(topology.devices), ("data",), axis_types=(AxisType.Auto,))
 
-    one, eight = mesh_of(1), mesh_of(test_compiled.NUM_SHARDS)
+    one, eight = mesh_of(1), mesh_of(compiled_cases.NUM_SHARDS)
 
     def on_one(leaf):
         return jax.ShapeDtypeStruct(np.shape(leaf), leaf.dtype, sharding=NamedSharding(one, PartitionSpec()))
@@ -322,7 +322,7 @@ def compile_for_h200(marks):
 @functools.cache
 def compiled(marks):
     """The results of `compile_for_h200`; skips where it cannot run."""
-    reason = test_compiled._missing_wheels()
+    reason = compiled_cases.missing_wheels()
     if reason is not None:
         pytest.skip(reason)
     root, helpers = pathlib.Path(jaxsok.__file__).parents[1], pathlib.Path(programs.__file__).parent
@@ -395,5 +395,5 @@ def test_without_marks_calls_stay_outside():
 
 
 if __name__ == "__main__":
-    jax.config.update("jax_num_cpu_devices", test_compiled.NUM_SHARDS)
+    jax.config.update("jax_num_cpu_devices", compiled_cases.NUM_SHARDS)
     compile_for_h200(sys.argv[1])
