@@ -5,7 +5,6 @@ import importlib.util
 import os
 import pathlib
 import signal
-import socket
 import subprocess
 import sys
 
@@ -15,6 +14,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from waiting import free_port
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
@@ -241,12 +241,6 @@ def test_ctrl_c_stops_after_what_the_pipeline_has_read():
         assert list(batches) == []
 
 
-def _free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("localhost", 0))
-        return one.getsockname()[1]
-
-
 def _variables_of(launcher: str, process: int, port: int) -> dict[str, str]:
     """What a launcher tells the second of two processes, or the first."""
     if launcher == "slurm":
@@ -260,7 +254,7 @@ def _variables_of(launcher: str, process: int, port: int) -> dict[str, str]:
 
 
 def _start_two(launcher: str, *arguments) -> list[subprocess.Popen]:
-    port = _free_port()
+    port = free_port()
     # One CPU device each; several threads would fight over the cores of a small machine.
     plain = _environment() | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"}
     return [
@@ -282,7 +276,7 @@ def test_processes_find_each_other(launcher):
         "import sys; sys.path.insert(0, sys.argv[1]); import jax, train_dlrm;"
         "train_dlrm.join_processes(train_dlrm.Config()); print(jax.process_index(), jax.device_count())"
     )
-    port = _free_port()
+    port = free_port()
     environment = _environment() | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"}
     processes = [
         subprocess.Popen(
@@ -300,6 +294,7 @@ def test_processes_find_each_other(launcher):
         assert f"{number} 2" in output
 
 
+@pytest.mark.slow
 def test_two_processes_train_as_one_device(log, one_device, tmp_path):
     arguments = ["--data", log, "--max-rows", 3000, "--held-out-rows", 700, "--batch-size", 256, "--dim", 8]
     small = ["--capacity", 1024, "--bottom", 16, "--top", 32, "--plot", tmp_path / "plot.png", "--no-progress"]
