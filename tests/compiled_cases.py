@@ -2,6 +2,7 @@
 
 import functools
 import importlib.metadata
+import math
 import re
 
 import jax

@@ -7,12 +7,14 @@ run on the GPU. Tests marked `gpu` need one and are skipped, with the reason, wh
 import gc
 import importlib.util
 import itertools
+import mmap
 import os
 import pathlib
 import sys
 
 import hypothesis
 import jax
+import jaxlib
 import numpy as np
 import pytest
 
@@ -30,6 +32,21 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 # Most of the time goes into compiling small programs. Without LLVM's optimizations the suite takes a sixth less, and
 # what runs for long in it is compiled ahead, in jaxsok's library.
 jax.config.update("jax_disable_most_optimizations", os.environ.get("JAX_PLATFORMS") == "cpu")
+
+
+def _compile_quickly():
+    """XLA's older code generator compiles in half the time. Child processes inherit the flags; unknown ones abort."""
+    wanted = {"xla_cpu_use_fusion_emitters": "false", "xla_cpu_parallel_codegen_split_count": "1"}
+    libraries = list(pathlib.Path(jaxlib.__file__).parent.glob("libjax_common.*"))
+    if os.environ.get("JAX_PLATFORMS") != "cpu" or not libraries:
+        return
+    with libraries[0].open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as library:
+        known = [f"--{name}={value}" for name, value in wanted.items() if library.find(name.encode()) >= 0]
+    flags = os.environ.get("XLA_FLAGS", "").split()
+    os.environ["XLA_FLAGS"] = " ".join([*flags, *(flag for flag in known if flag not in flags)])
+
+
+_compile_quickly()
 
 # Shapes as types: JAXSOK_TYPECHECK=1 checks the annotations of the inner modules while the tests run. The public
 # surface is left out: it has to refuse bad input with its own words, which a type checker would forestall.
@@ -156,3 +173,12 @@ def one_salt(monkeypatch):
     from jaxsok import processes
 
     monkeypatch.setattr(processes, "drawn", lambda *, is_shared, num_words=2: np.zeros(num_words, np.uint32))
+
+
+@pytest.fixture(scope="module")
+def quickly():
+    """Without LLVM's optimizations, which take most of the time of some tests, also where the GPU is the default."""
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)

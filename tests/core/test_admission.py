@@ -7,6 +7,7 @@ import collections
 import dataclasses
 import functools
 
+import compiled_cases
 import hypothesis
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,6 @@ import oracle
 import programs
 import pytest
 import strategies
-import compiled_cases
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from jax.sharding import AxisType

@@ -482,8 +482,7 @@ def test_nothing_changes_if_the_caller_refuses_while_another_store_grows():
     assert [store.capacity for store in state.stores] == [64, 128]
 
 
-@pytest.mark.parametrize("start", [2**31 - 3, 2**32 - 4])
-@pytest.mark.parametrize("num_shards", [1, 2])
+@pytest.mark.parametrize(("start", "num_shards"), [(2**31 - 3, 1), (2**32 - 4, 2)])
 def test_rows_are_ranked_where_the_step_ends(start, num_shards):
     """Six steps across an end: the least recently used leave, never the newest; ages do not turn around."""
     sgd = jaxsok.optim.sgd(0.5)
@@ -673,7 +672,7 @@ def fair_shares(sizes, num_rows):
     return sizes
 
 
-@pytest.mark.parametrize(("num_shards", "num_rows"), [(2, 0), (2, 90), (4, 17), (4, 90), (4, 1000)])
+@pytest.mark.parametrize(("num_shards", "num_rows"), [(2, 0), (2, 90), (4, 17)])
 def test_shards_share_a_budget(num_shards, num_rows):
     """In all exactly so many rows stay; each shard keeps its best, and shards are as even as they can be."""
     collection = over_shards(num_shards)

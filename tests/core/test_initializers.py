@@ -5,6 +5,7 @@ import functools
 import json
 import pathlib
 
+import compiled_cases
 import hypothesis
 import hypothesis.strategies as st
 import jax
@@ -12,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 import programs
 import pytest
-import compiled_cases
 
 import jaxsok
 

@@ -18,13 +18,7 @@ NUM_SAMPLES, DIM = 16, 4
 LRU = policies.LeastRecentlyUsed()
 
 
-@pytest.fixture(autouse=True, scope="module")
-def quickly():
-    """LLVM takes most of the time of these tests; what is asked of it is in test_compiled.py."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-
+pytestmark = pytest.mark.usefixtures("quickly")
 
 # Axes of the mesh, and whether it is also the context (`jax.set_mesh`). The collection is split over "data".
 MESHES = {

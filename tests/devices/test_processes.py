@@ -4,7 +4,6 @@ import functools
 import os
 import pathlib
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -16,6 +15,7 @@ import programs
 import pytest
 from waiting import ended, free_port
 from jax.experimental import multihost_utils
+from waiting import ended, free_port
 
 import jaxsok
 from jaxsok import processes as processes_lib

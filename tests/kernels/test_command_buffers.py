@@ -15,12 +15,12 @@ import subprocess
 import sys
 import tempfile
 
+import compiled_cases
 import jax
 import jax.numpy as jnp
 import numpy as np
 import programs
 import pytest
-import compiled_cases
 
 import jaxsok
 from jaxsok import combine as combine_module

@@ -1,7 +1,6 @@
 """What XLA made of it: no copy of a table, no call to the host, memory for the batch alone; on CPU and for an H200."""
 
 import functools
-import importlib.metadata
 import json
 import math
 import os
@@ -15,7 +14,25 @@ import jax.numpy as jnp
 import numpy as np
 import programs
 import pytest
-from compiled_cases import ALIGNMENT_BYTES, CAPACITY, H200, NUM_SHARDS, SHARDED_BYTES, addresses, cases, declared, declared_over_eight, features_of, features_over_eight, host_calls, linear_step, missing_wheels, scan_of_steps, table_copies, two_lookups
+from compiled_cases import (
+    ALIGNMENT_BYTES,
+    CAPACITY,
+    H200,
+    NUM_SHARDS,
+    SHARDED_BYTES,
+    addresses,
+    cases,
+    declared,
+    declared_over_eight,
+    features_of,
+    features_over_eight,
+    host_calls,
+    linear_step,
+    missing_wheels,
+    scan_of_steps,
+    table_copies,
+    two_lookups,
+)
 
 import jaxsok
 

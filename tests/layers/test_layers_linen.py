@@ -3,13 +3,13 @@
 import functools
 import re
 
+import compiled_cases
 import jax
 import jax.numpy as jnp
 import layer_cases as cases
 import numpy as np
 import optax
 import pytest
-import compiled_cases
 from flax import linen as nn
 from flax import serialization
 from flax.training import train_state
@@ -22,7 +22,7 @@ from jaxsok.layers import linen as layers
 TRAINING = ["tables", "plans"]
 
 # A layer makes its state itself, and is compared with core's, index and all.
-pytestmark = pytest.mark.usefixtures("one_salt")
+pytestmark = pytest.mark.usefixtures("one_salt", "quickly")
 
 
 @pytest.fixture(autouse=True)
@@ -30,14 +30,6 @@ def world_of_users():
     """Flax and Optax promote dtypes and ranks."""
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         yield
-
-
-@pytest.fixture(autouse=True, scope="module")
-def quickly():
-    """LLVM takes most of the time of these tests; what is asked of it is in test_compiled.py."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 class Model(nn.Module):

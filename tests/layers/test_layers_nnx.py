@@ -3,6 +3,7 @@
 import functools
 import re
 
+import compiled_cases
 import hypothesis
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,6 @@ import layer_cases as cases
 import numpy as np
 import optax
 import pytest
-import compiled_cases
 from flax import nnx
 from hypothesis import given
 from hypothesis import strategies as st
@@ -22,7 +22,7 @@ from jaxsok.layers import nnx as layers
 MODES = ("graph", "tree")
 
 # A layer makes its state itself, and is compared with core's, index and all.
-pytestmark = pytest.mark.usefixtures("one_salt")
+pytestmark = pytest.mark.usefixtures("one_salt", "quickly")
 
 
 @pytest.fixture(autouse=True)
@@ -30,14 +30,6 @@ def world_of_users():
     """Flax and Optax promote dtypes and ranks."""
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         yield
-
-
-@pytest.fixture(autouse=True, scope="module")
-def quickly():
-    """LLVM takes most of the time of these tests; what is asked of it is in test_compiled.py."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.fixture(params=MODES)
@@ -120,6 +112,7 @@ def lookup_alone(model, batch):
     model.embed.discard()
 
 
+@hypothesis.settings(max_examples=10)
 @given(ops=OPS)
 def test_any_run_is_that_of_the_oracle(ops):
     """See `any_run`; graph mode."""

@@ -515,6 +515,7 @@ def test_a_quick_run_measures_everything(tmp_path, monkeypatch):
     assert path.with_suffix("").is_dir() == (plots.why_none() is None)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(len(jax.devices()) < 2, reason="needs two devices")
 def test_a_quick_run_on_a_mesh_measures_everything(tmp_path, monkeypatch, small_m1):
     monkeypatch.setattr(run, "has_gpu", lambda: jax.default_backend() == "gpu")

@@ -5,7 +5,6 @@ import importlib.util
 import os
 import pathlib
 import signal
-import socket
 import subprocess
 import sys
 
@@ -16,6 +15,7 @@ import optax
 import pytest
 from waiting import free_port
 from flax import nnx
+from waiting import free_port
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
@@ -295,6 +295,7 @@ def test_processes_find_each_other(launcher):
         assert f"{number} 2" in output
 
 
+@pytest.mark.slow
 def test_two_processes_train_as_one_device(log, one_device, tmp_path):
     arguments = ["--data", log, "--max-rows", 3000, "--held-out-rows", 700, "--batch-size", 256, "--dim", 8]
     small = ["--capacity", 1024, "--bottom", 16, "--top", 32, "--plot", tmp_path / "plot.png", "--no-progress"]

@@ -201,6 +201,7 @@ def test_dynamic_tables_learn_as_dense_ones_do(small, model):
     assert dynamic > 0.6
 
 
+@pytest.mark.slow
 def test_two_devices_learn_as_one(small):
     if len(jax.devices()) < 2:
         pytest.skip("needs two devices")

@@ -314,7 +314,9 @@ assert has_begun.wait(60)
     assert (ended.returncode, ended.stderr) == (0, "")
 
 
-@pytest.mark.parametrize("tier", list(TIERS))
+@pytest.mark.parametrize(
+    "tier", ["device", *(pytest.param(tier, marks=pytest.mark.slow) for tier in ("host", "cache"))]
+)
 def test_dense_models_that_went_are_freed(tmp_path, tier):
     """Those that were served, and those that an update refused."""
     content = content_of(0, 35)
