@@ -13,7 +13,6 @@ import numpy as np
 import process_worker
 import programs
 import pytest
-from waiting import ended, free_port
 from jax.experimental import multihost_utils
 from waiting import ended, free_port
 

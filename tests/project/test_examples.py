@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from waiting import free_port
 from flax import nnx
 from waiting import free_port
 
