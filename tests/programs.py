@@ -331,6 +331,12 @@ def quickly():
     return {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 
 
+def in_place():
+    """The same for tests of copies and memory: XLA's older code generator (conftest.py) copies what scatters write."""
+    flag = "xla_cpu_use_fusion_emitters"
+    return quickly() if flag not in os.environ.get("XLA_FLAGS", "") else {**quickly(), flag: True}
+
+
 @functools.cache
 def fed_step(collection):
     """Jitted, donated: one whole step with gradients from outside; gives state, embeddings and statistics."""

@@ -646,7 +646,7 @@ def test_rows_are_written_where_they_lie(name, dtype):
             "two lookups": (compiled_cases.two_lookups(collection), 2),
         }[name]
         state = collection.init(seed=0)
-        program = jax.jit(function, donate_argnums=0, compiler_options=programs.quickly())
+        program = jax.jit(function, donate_argnums=0, compiler_options=programs.in_place())
         compiled = program.lower(state, *[features] * num_batches).compile()
         assert not compiled_cases.table_copies(compiled.as_text(), capacity * 16 * 2)
         before = compiled_cases.addresses(state)
@@ -661,7 +661,7 @@ def test_rows_are_written_where_they_lie_on_a_mesh():
     """The same on every shard, in the loop over rounds."""
     collection, features = large(1 << 15, "float32", 2)
     state = collection.init(seed=0)
-    step = jax.jit(compiled_cases.linear_step(collection), donate_argnums=0, compiler_options=programs.quickly())
+    step = jax.jit(compiled_cases.linear_step(collection), donate_argnums=0, compiler_options=programs.in_place())
     compiled = step.lower(state, features).compile()
     assert not compiled_cases.table_copies(compiled.as_text(), (1 << 14) * 16 * 4)
     before = compiled_cases.addresses(state)

@@ -236,7 +236,7 @@ def compiled_sharded_case(name):
     """One case, compiled; its arguments beside the state."""
     function, arguments = sharded_case(name)
     state = declared_over_eight().init(seed=0)
-    lowered = jax.jit(function, donate_argnums=0, compiler_options=programs.quickly()).lower(state, *arguments)
+    lowered = jax.jit(function, donate_argnums=0, compiler_options=programs.in_place()).lower(state, *arguments)
     return lowered.compile(), arguments
 
 
@@ -284,7 +284,7 @@ def bytes_beside_the_state(path, num_keys, dim):
     if path == "planned":
         (_, asked), *_ = collection.pipeline([{"user": keys}])
     state = collection.init(seed=0)
-    step = jax.jit(programs.train_step(collection), donate_argnums=0, compiler_options=programs.quickly())
+    step = jax.jit(programs.train_step(collection), donate_argnums=0, compiler_options=programs.in_place())
     return step.lower(state, asked).compile().memory_analysis().temp_size_in_bytes
 
 
