@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterator, Sequence
 
 import jax
 import numpy as np
-from jax import lax
 from jaxtyping import Array
 
 from jaxsok.keys import from_words
-from jaxsok.shards import Shards, local_parts, without_mesh
+from jaxsok.rows import cut_lines, read_lines, slabs_of
+from jaxsok.shards import Shards, local_parts
 from jaxsok.specs import StoreSpec
 from jaxsok.store import StoreState
 from jaxsok.types import COUNTERS, PADDING_KEY
@@ -117,18 +117,18 @@ def _start(
 def _start_rows(
     number: int, spec: StoreSpec, store: StoreState, shards: Shards, piece_bytes: int, since: int | None
 ) -> Iterator["_UnderWay"]:
-    per_row = [slabs for slabs in (store.records, store.rows, *store.states, store.statistics) if slabs]
-    most = _lines_of([slabs[0] for slabs in per_row], piece_bytes)
+    slabs = [jax.tree.leaves(slab) for slab in slabs_of(store)]
+    most = _lines_of(slabs[0], piece_bytes)
     num_states = len(spec.state_specs)
 
     def make(records: np.ndarray, rows: np.ndarray, *rest: np.ndarray) -> RowsPiece:
         return RowsPiece(number, records, rows, rest[:num_states], rest[-1] if rest[num_states:] else None)
 
-    slabs = [[shard_parts(array, spec, shards) for array in arrays] for arrays in zip(*per_row, strict=True)]
+    parts_of = [[shard_parts(array, spec, shards) for array in slab] for slab in slabs]
     for shard, counters in shard_parts(store.counters, spec, shards).items():
         # Rows lie below the row ids that were ever given out.
         begin, end = 0, int(np.asarray(counters)[COUNTERS.index("num_allocated")])
-        for slab in slabs:
+        for slab in parts_of:
             arrays = tuple(parts[shard] for parts in slab)
             size = arrays[0].shape[0]
             for start in range(0, min(size, end - begin), most):
@@ -152,7 +152,7 @@ def _start_since(
         return
     if 2 * wanted.size < stop - start:
         size = 1 << (int(wanted.size) - 1).bit_length()  # few sizes, few programs
-        picked = _picked(arrays, np.resize((wanted + start).astype(np.int32), size))
+        picked = read_lines(arrays, np.resize((wanted + start).astype(np.int32), size))
         yield _UnderWay(make, picked, slice(0, wanted.size))
     else:
         yield _UnderWay(make, *_cut(arrays, start, stop, most))
@@ -191,16 +191,4 @@ def _cut(arrays: tuple[Array, ...], start: int, stop: int, most: int) -> tuple[t
     """
     size = min(most, arrays[0].shape[0])
     first = min(start, arrays[0].shape[0] - size)
-    return _slices(arrays, np.int32(first), size), slice(start - first, stop - first)
-
-
-@without_mesh
-@functools.partial(jax.jit, static_argnums=2)
-def _slices(arrays: tuple[Array, ...], start: Array, size: int) -> tuple[Array, ...]:
-    return tuple(lax.dynamic_slice_in_dim(array, start, size) for array in arrays)
-
-
-@without_mesh
-@jax.jit
-def _picked(arrays: tuple[Array, ...], lines: Array) -> tuple[Array, ...]:
-    return tuple(array[lines] for array in arrays)
+    return cut_lines(arrays, np.int32(first), size), slice(start - first, stop - first)
