@@ -30,6 +30,7 @@ import jaxsok
 from jaxsok import keys as keys_lib
 from jaxsok.interchange import hps
 from jaxsok.serving import artifact, frozen
+from jaxsok.serving.artifact.files import MANIFEST
 from jaxsok.serving.fused import LookupInput, lookup
 
 
@@ -173,7 +174,7 @@ def _run(config: Config, folder: pathlib.Path) -> Result:
         is_equal &= all(np.array_equal(first[name], second[name]) for name in config.names)
 
     inputs = {name: artifact.KeysInput(name, shape=(config.keys,)) for name in config.names}
-    if (folder / "model" / artifact.MANIFEST).is_file():
+    if (folder / "model" / MANIFEST).is_file():
         shutil.rmtree(folder / "model")
     artifact.export_model(folder / "model", make_model(kernel, fused), tables, inputs)
     path = write_configuration(folder, config)
