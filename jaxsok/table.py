@@ -125,10 +125,10 @@ def gather(
         store.rows,
         is_find=is_find,
     )
-    if spec.traced_tables:
+    # A key without a row that reads zeros or another constant has them from the kernel.
+    given = [n for n in spec.traced_tables if reads_initial(spec, n, is_find=is_find)]
+    if given:
         keys, table_ids = requests[:, :2], requests[:, 2]
-        # Who reads zeros or another constant has it from the kernel, as every key of such a table that has no row.
-        given = [n for n in spec.traced_tables if reads_initial(spec, n, is_find=is_find)]
         is_initial = (row_ids == jnp.uint32(NO_ROW)) & is_key(keys) & _is_one_of(table_ids, given)
         rows = jnp.where(is_initial[:, None], initial_rows(spec, keys, table_ids), rows)
     return dataclasses.replace(store, counters=counters), rows, num_absent
