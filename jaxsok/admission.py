@@ -46,8 +46,7 @@ def forget(spec: StoreSpec, store: StoreState, num_gone: Array, cleared: int | N
 
     Keys that still have their row never need the count again. One that had enough sightings when the store was full
     starts anew, too. Where no row went (`num_gone`, perhaps by table) only the waiting keys of the table `cleared` are
-    forgotten. The store is donated. Reads `sightings` once; does nothing where
-    no table admits by count.
+    forgotten. The store is donated. Reads `sightings` once; does nothing where no table admits by count.
     """
     if not store.sightings:
         return store

@@ -81,7 +81,7 @@ def export_chunks(
                     yield shard, start, piece, _gather(arrays, piece.places, num_rows), names
                 start += slab.records.shape[0]
 
-    # No variable here holds a chunk's device arrays while the reader has the chunk.
+    # Nothing holds the device arrays of a chunk while the reader has the chunk, the last ones included.
     yield from itertools.starmap(_arrived, _sent_ahead(sent()))
 
 
@@ -127,12 +127,11 @@ def _parts(spec: StoreSpec, store: StoreState) -> Iterator[tuple[int, list[RowSl
 
 def _sent_ahead(items: Iterable[Item]) -> Iterator[Item]:
     """Passes items on when the next `AHEAD` of them are on their way to the host, too."""
-    under_way: collections.deque[Item] = collections.deque()
-    for item in items:
-        under_way.append(item)
-        if len(under_way) > AHEAD:
-            yield under_way.popleft()
-    yield from under_way
+    rest = iter(items)
+    under_way = collections.deque(itertools.islice(rest, AHEAD + 1))
+    while under_way:
+        yield under_way.popleft()
+        under_way.extend(itertools.islice(rest, 1))
 
 
 # Which rows ----------------------------------------------------------------------------------------------------------

@@ -520,10 +520,11 @@ def _warn_of_shortage(tracker: GrowthTracker, spec: StoreSpec, in_use: int, need
 def _warn_of_refusals(tracker: GrowthTracker, capacities: Sequence[int], seen: _Seen) -> None:
     """Warns, once for a table, that keys were refused for want of room."""
     specs = tracker.specs
-    for name, num_refused in zip([spec.name for spec in tracker.tables], seen.num_refused, strict=True):
-        if not num_refused:
+    for spec, num_refused in zip(tracker.tables, seen.num_refused, strict=True):
+        name = spec.name
+        if not num_refused or f"refused {name}" in tracker.warned:
             continue
-        s = next(s for s, store in enumerate(specs) if name in [spec.name for spec in store.tables])
+        s = next(s for s, store in enumerate(specs) if spec in store.tables)
         capacity, limit = specs[s].num_shards * capacities[s], specs[s].max_capacity
         if seen.num_unplaced[s]:
             remedy = "this call makes the index anew, in which they had found no entry"

@@ -47,7 +47,7 @@ def import_table(
     reset_state: bool,
     shards: Shards,
 ) -> State:
-    """Enters records into table `number` of store `s`; see `TableOperations.import_table`. The state is donated."""
+    """Enters records into table `number` of store `s`; see `Collection.import_table`. The state is donated."""
     entering = _Entering(specs, s, number, shards, clock, reset_state, state)
     entering.num_expected = num_rows
     try:

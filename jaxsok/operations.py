@@ -140,8 +140,8 @@ def evict(
         for s, by_table in by_store.items()
         for spec, count in zip(collection.stores[s].tables, by_table, strict=True)
     }
-    names = tuple(spec.name for spec in collection.tables)
-    evicted = jnp.stack([counts.get(name, jnp.zeros((), jnp.uint32)) for name in names])
+    names, none = tuple(spec.name for spec in collection.tables), jnp.zeros((), jnp.uint32)
+    evicted = jnp.stack([counts.get(name, none) for name in names])
     return dataclasses.replace(state, stores=stores), evict_lib.Evicted(evicted, names)
 
 

@@ -7,6 +7,7 @@ package derive from `Limited` and declare their hyper-parameters with the checks
 import abc
 import dataclasses
 import functools
+import inspect
 import math
 from collections.abc import Callable
 from typing import Any, ClassVar, ParamSpec, TypeVar
@@ -190,6 +191,8 @@ def function_of(kind: Callable[Parameters, Made]) -> Callable[Parameters, Made]:
 
     functools.update_wrapper(make, kind, assigned=("__module__", "__doc__"), updated=())
     make.__name__ = make.__qualname__ = kind.name  # pyright: ignore[reportFunctionMemberAccess]
+    make.__signature__ = inspect.signature(kind).replace(return_annotation=kind)
+    kind.__init__.__qualname__ = kind.name  # so that Python's messages about arguments name what was called
     return make
 
 

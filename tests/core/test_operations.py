@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import itertools
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -252,6 +253,24 @@ def test_export_in_any_pieces(small_pieces):
     whole = collection.export_table(state, "a")
     assert as_dict(jaxsok.Records(*(whole[n] for n in ("keys", "rows", "state", "last_step", "frequency")))) == want
     assert whole["keys"].tolist() == order and (np.diff(whole["row_ids"].astype(int)) > 0).all()
+
+
+def test_export_holds_no_chunk_that_was_read(monkeypatch):
+    """The device arrays of a chunk are gone when the reader asks for the next one, up to the last chunk."""
+    collection = collection_of()
+    state, _ = filled(collection, np.random.default_rng(0))
+    sent, gather = [], export._gather
+
+    def noted(*args):
+        arrays = gather(*args)
+        sent.append([weakref.ref(array) for array in arrays])
+        return arrays
+
+    monkeypatch.setattr(export, "_gather", noted)
+    for read, _ in enumerate(collection.export_chunks(state, "a", chunk_rows=40)):
+        held = [number for number, arrays in enumerate(sent[:read]) if any(ref() is not None for ref in arrays)]
+        assert held == [], f"chunks held beside chunk {read}"
+    assert len(sent) > 1 + export.AHEAD
 
 
 @pytest.mark.parametrize("num_shards", (1, 4))

@@ -365,6 +365,16 @@ FLAGS = {
 
 
 @pytest.mark.parametrize("name", MAKERS)
+def test_signatures(name):
+    """Python's messages about arguments name the function that was called, and its signature says what it makes."""
+    make = MAKERS[name]
+    for arguments in ({}, {"learning_rate": RATE, "lr": RATE}):
+        with pytest.raises(TypeError, match=rf"^{name}\(\) "):
+            make(**arguments)
+    assert inspect.signature(make).return_annotation is type(make(RATE))
+
+
+@pytest.mark.parametrize("name", MAKERS)
 def test_refused_hyper_parameters(name):
     """All of them, below, above and at the ends; the message names optimizer, argument, what was got and wanted."""
     make, hyper, flags = MAKERS[name], HYPER[name], FLAGS.get(name, [])
