@@ -74,7 +74,8 @@ def flag(what: str, value: Any) -> bool:
 
 
 def one_of(what: str, value: Any, choices: Collection[str | None], wanted: str = "") -> str | None:
-    """Checks one of some strings, of which None may be one; messages ask for `wanted`, or list the choices."""
+    """Checks one of some strings or None; a dtype is its name. Messages ask for `wanted`, or list the choices."""
+    value = value.name if isinstance(value, np.dtype) else value
     if not isinstance(value, str | None) or value not in choices:
         raise ValueError(f"{what}: got {value!r}, wanted {wanted or f'one of {list(choices)}'}.")
     return value

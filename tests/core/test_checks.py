@@ -3,9 +3,11 @@
 import dataclasses
 import math
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import jaxsok
 from jaxsok import checks
 
 
@@ -87,3 +89,12 @@ def test_fields_keep_what_a_check_returns():
     assert repr(Spec(np.int64(3))) == repr(Spec(3)) and type(Spec(np.int64(3)).steps) is int
     with pytest.raises(ValueError, match=r"^Spec: steps: got 0, wanted an integer of at least 1\.$"):
         Spec(0)
+
+
+def test_a_dtype_is_its_name():
+    """As NumPy and JAX have it; what is neither a name nor a dtype is refused."""
+    assert checks.one_of("op: dtype", np.dtype("int32"), ("int64", "int32")) == "int32"
+    assert jaxsok.ExchangeSpec(rows=jnp.dtype("bfloat16")).rows == "bfloat16"
+    for value in (np.dtype("int8"), 32, ["int32"]):
+        with pytest.raises(ValueError, match=r"op: dtype: got .*, wanted one of \['int64', 'int32'\]"):
+            checks.one_of("op: dtype", value, ("int64", "int32"))
