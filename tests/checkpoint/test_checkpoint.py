@@ -361,6 +361,9 @@ def test_rows_of_another_dtype_are_converted(eight, saved, caplog):
     wide = (want["day.rows"].view(np.uint16).astype(np.uint32) << 16).view(np.float32)
     np.testing.assert_array_equal(got["day.rows"], wide)
     assert 'table "user": rows of float32 become bfloat16, rounded to nearest' in caplog.text
+    caplog.clear()
+    restore(saved, other, state=other.init(), tables=["user"])
+    assert caplog.text.count("become bfloat16") == 1
 
 
 def test_statistics_that_nobody_kept(tmp_path):
