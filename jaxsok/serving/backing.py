@@ -468,9 +468,10 @@ class Layered(RowSource):
             if not len(missing):
                 break
             more = fetch(layer, np.asarray(keys)[missing])
+            is_there = more[-1]
             parts = tuple(map(np.array, parts))
             for mine, its in zip(parts, more, strict=True):
-                mine[missing] = its
+                mine[missing[is_there]] = its[is_there]
         return parts
 
     def scan(self, table: str, chunk_rows: int) -> Iterator[Records]:
