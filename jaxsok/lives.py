@@ -36,8 +36,9 @@ class Lives:
     """
 
     def __init__(self) -> None:
-        self._by_words: dict[str, Life] = {}
         self._lock = threading.Lock()
+        # Both change under `_lock`. An entry never changes or goes, so that `life_of` reads without it.
+        self._by_words: dict[str, Life] = {}
         self._last_order = 0
 
     def begin(self, words: np.ndarray, drawn: np.ndarray, ancestors: Ancestors = ()) -> None:

@@ -77,7 +77,7 @@ def _gather(array: np.ndarray) -> np.ndarray:
     """Gathers an array of one axis: a row for each process."""
     from jax.experimental import multihost_utils
 
-    return np.asarray(multihost_utils.process_allgather(array)).reshape(-1, array.size)
+    return np.asarray(multihost_utils.process_allgather(array)).reshape(jax.process_count(), array.size)
 
 
 def _padded(text: bytes, size: int) -> np.ndarray:

@@ -184,10 +184,13 @@ class _SegmentedFile(io.RawIOBase):
 
     def write(self, piece: Any) -> int:
         piece = bytes(piece)
+        # PyArrow writes the schema with the first batch, and need not end a piece between them.
+        rest_of_head = self._head_size - self.size
+        if 0 < rest_of_head < len(piece):
+            return self.write(piece[:rest_of_head]) + self.write(piece[rest_of_head:])
         self.file.write(piece)
         self.size += len(piece)
         self._checksum = zlib.crc32(piece, self._checksum)
-        # PyArrow writes the schema with the first batch.
         if self.size == self._head_size:
             self.head = self.end_segment()[1:]
         return len(piece)

@@ -55,9 +55,10 @@ def restore(
         full.check(names)
         if state is not None:
             # Before rows of the state go: a damaged batch must not cost them.
+            for delta in chain[1:]:
+                choose_tables(delta, collection, tables)
+                check_forms(delta, collection, names, optimizer_state)
             for source in chain:
-                choose_tables(source, collection, tables)
-                check_forms(source, collection, names, optimizer_state)
                 source.verify(names)
     if state is None:
         low, high = full.manifest["seed"]

@@ -421,9 +421,9 @@ class _Tables:
                 "unknown": manifest_lib.unknown_to_json(table, low | high << 32),
                 "num_rows": sum(file["num_rows"] for file in self._done(table.name, manifest_lib.ROWS)),
                 "num_nonfinite": self.nonfinite[table.name],
-                "num_evicted": evicted.get(table.name, 0),
                 "partition_rows": manifest_lib.packed(self.by_partition[table.name]),
                 **{kind: self._done(table.name, kind) for kind in manifest_lib.KINDS},
+                "num_evicted": evicted.get(table.name, 0),
             }
             for spec, forms in zip(self.collection.stores, self.forms, strict=True)
             for table, form in zip(spec.tables, forms, strict=True)

@@ -311,7 +311,7 @@ class HostRows(RowSource):
             if self._is_gone:
                 raise SourceReplacedError("HostRows: updated: got a version that was updated in place already.")
             self._is_gone = True  # for good, also if the update fails: what was read may be half changed
-        with _SHARING:  # nobody comes: versions that share a store with this one are made while it can be read
+        with _SHARING:  # none joins: versions that share a store with this one are made while it can be read
             own = frozenset(s for s in touched if set(self._holders[s]) <= {self})
         newer = self._updated(touched, changed, erased, version, own)
         with _SHARING:
@@ -468,9 +468,10 @@ class Layered(RowSource):
             if not len(missing):
                 break
             more = fetch(layer, np.asarray(keys)[missing])
+            is_there = more[-1]
             parts = tuple(map(np.array, parts))
             for mine, its in zip(parts, more, strict=True):
-                mine[missing] = its
+                mine[missing[is_there]] = its[is_there]
         return parts
 
     def scan(self, table: str, chunk_rows: int) -> Iterator[Records]:

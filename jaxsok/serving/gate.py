@@ -39,7 +39,12 @@ class Gate:
         """Alone."""
         with self._changed:
             self._writers += 1
-            self._changed.wait_for(lambda: not self._readers and not self._is_writing)
+            try:
+                self._changed.wait_for(lambda: not self._readers and not self._is_writing)
+            except BaseException:  # Ctrl-C: readers must not wait for this writer
+                self._writers -= 1
+                self._changed.notify_all()
+                raise
             self._is_writing = True
         try:
             yield

@@ -19,8 +19,8 @@ def padded_size(num_keys: int, least: int) -> int:
 
 def fill_up(array: np.ndarray, size: int, value: Any = 0) -> np.ndarray:
     """A copy with lines of one value behind."""
-    filled = np.full((size, *array.shape[1:]), value, array.dtype)
-    filled[: len(array)] = array
+    filled = np.empty((size, *array.shape[1:]), array.dtype)
+    filled[: len(array)], filled[len(array) :] = array, value
     return filled
 
 

@@ -55,7 +55,7 @@ where that makes too many rows, each of its own by itself."""
 
 MOST_EXTRA_BYTES = 64 << 20  # rows that a program may make beyond those of the request, in bytes
 
-Lookup: TypeAlias = tuple[tuple[str, int], ...]  # A program of lookups: tables, and to how many keys each is padded
+Lookup: TypeAlias = tuple[tuple[str, int], ...]  # a program of lookups: tables, and to how many keys each is padded
 
 Program: TypeAlias = Lookup | Prediction
 

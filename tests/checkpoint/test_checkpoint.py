@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import warnings
+import zlib
 
 import checkpoint_cases as cases
 import jax
@@ -361,6 +362,9 @@ def test_rows_of_another_dtype_are_converted(eight, saved, caplog):
     wide = (want["day.rows"].view(np.uint16).astype(np.uint32) << 16).view(np.float32)
     np.testing.assert_array_equal(got["day.rows"], wide)
     assert 'table "user": rows of float32 become bfloat16, rounded to nearest' in caplog.text
+    caplog.clear()
+    restore(saved, other, state=other.init(), tables=["user"])
+    assert caplog.text.count("become bfloat16") == 1
 
 
 def test_statistics_that_nobody_kept(tmp_path):
@@ -599,6 +603,18 @@ def test_rows_of_another_type_are_refused(saved, tmp_path):
     (folder / "manifest.json").write_text(manifest._sealed(whole))
     with pytest.raises(checkpoint.CorruptFileError, match=r"byte 8: got columns key int32, wanted key uint64, row "):
         restore(folder, collection_of(tables_of()))
+
+
+def test_segments_do_not_depend_on_the_pieces_of_a_writer(tmp_path):
+    """A piece may have the end of the head and the begin of the first batch."""
+    content = bytes(range(24))
+    with (tmp_path / "file").open("wb") as opened:
+        file = files._SegmentedFile(opened, head_size=8)
+        file.write(content[:5])
+        file.write(content[5:])
+        assert file.head == [8, zlib.crc32(content[:8])]
+        assert file.end_segment() == [8, 16, zlib.crc32(content[8:])]
+    assert (tmp_path / "file").read_bytes() == content
 
 
 def test_a_newer_format_is_refused(saved, tmp_path):

@@ -253,6 +253,21 @@ def test_layers(layers):
     source.close()
 
 
+def test_keys_of_no_layer_read_what_the_first_gives(monkeypatch):
+    """The default of host memory, although a database below it may give anything for them."""
+    above, below = host_rows({"b": {1: 5}}), host_rows({"b": {2: 6}})
+    fetch = below.fetch
+
+    def fetch_anything(table, keys):
+        rows, is_found = fetch(table, keys)
+        return np.where(is_found[:, None], rows, np.float32(np.nan)), is_found
+
+    monkeypatch.setattr(below, "fetch", fetch_anything)
+    rows, is_found = Layered([above, below]).fetch("b", np.array([1, 2, 3], np.uint64))
+    assert is_found.tolist() == [True, True, False]
+    np.testing.assert_array_equal(rows, [row_of("b", 5), row_of("b", 6), [3.0] * 4])
+
+
 def test_many_keys_in_parts(monkeypatch):
     """More keys than are fetched at a time."""
     values = {"a": {key: key % 100 for key in range(1000)}}

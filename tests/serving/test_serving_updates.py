@@ -583,6 +583,23 @@ def test_gate_lets_a_writer_be_alone():
     assert max(worst, default=0) == 0
 
 
+def test_a_writer_that_is_interrupted_lets_readers_in(monkeypatch):
+    """Ctrl-C, while it waits for those who read."""
+    gate = updates.Gate()
+
+    def interrupted(_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(gate._changed, "wait_for", interrupted)
+        with pytest.raises(KeyboardInterrupt), gate.writing():
+            pass
+    reader = threading.Thread(target=lambda: gate.reading().__enter__(), daemon=True)
+    reader.start()
+    reader.join(timeout=10)
+    assert not reader.is_alive()
+
+
 # Any sequence --------------------------------------------------------------------------------------------------------
 
 

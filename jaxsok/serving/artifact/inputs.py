@@ -82,7 +82,7 @@ KINDS: dict[str, type] = {"keys": KeysInput, "bags": BagsInput, "array": ArrayIn
 class OutputSpec:
     """One of the results of a model."""
 
-    shape: tuple[int | str, ...]  # A number, or a formula of "b", the batch size
+    shape: tuple[int | str, ...]  # a number, or a formula of "b", the batch size
     dtype: str
 
     @property

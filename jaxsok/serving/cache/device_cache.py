@@ -369,7 +369,8 @@ class DeviceCache:
                 self.stores.wait_for_swap(snapshot.epoch)
                 continue
             break
-        self._insert({name: (late.keys, late.rows) for name, late in fetched.items()}, snapshot.epoch)
+        if fetched:
+            self._insert({name: (late.keys, late.rows) for name, late in fetched.items()}, snapshot.epoch)
         later = {name: keys for name, (_, keys) in found.missed.items() if name not in waits}
         is_taken = not later or self._background.offer(later)
         num_missed = {name: len(keys) for name, (_, keys) in found.missed.items()}

@@ -135,7 +135,7 @@ class VolatileDatabase:
     address: str = "127.0.0.1:7000"
     user_name: str = "default"
     password: str = dataclasses.field(default="", repr=False)
-    num_partitions: int | None = None  # none: HPS has min(16, cores)
+    num_partitions: int | None = None  # None: HPS has min(16, cores)
     allocation_rate: int = 256 * 2**20
     shared_memory_size: int = 16 * 2**30
     shared_memory_name: str = "hctr_mp_hash_map_database"
@@ -161,7 +161,7 @@ class PersistentDatabase:
     """`persistent_db`: not there yet. "rocks_db" is refused; without it no key has an effect."""
 
     type: Literal["disabled"] = "disabled"
-    path: str | None = None  # none: HPS has "rocksdb" under the system's folder for temporary files
+    path: str | None = None  # None: HPS has "rocksdb" under the system's folder for temporary files
     num_threads: int = 16
     read_only: bool = False
     max_batch_size: int = 65536

@@ -1,1 +1,1 @@
-"""The server: HTTP over a session. Nothing outside of this folder knows of it."""
+"""The server: HTTP over a session. Nothing else of jaxsok.serving imports it; the command line runs it."""
