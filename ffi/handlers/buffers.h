@@ -96,8 +96,8 @@ class RowArrays {
 class SlabReader {
  public:
   SlabReader(Call& call, int64_t num_slabs) : call_(call) {
-    starts_.num_slabs = static_cast<int32_t>(num_slabs);
     call.Require(num_slabs >= 1 && num_slabs <= kMaxSlabs, "num_slabs", "got ", num_slabs, ", wanted 1 to ", kMaxSlabs);
+    starts_.num_slabs = call.failed() ? 0 : static_cast<int32_t>(num_slabs);  // views hold no more than kMaxSlabs
   }
 
   /// Reads the slabs of an array: `next()` is the next one, `take(s, slab)` keeps it. Returns the words of a row.

@@ -115,7 +115,7 @@ class Call {
       const int64_t size = wanted.begin()[axis];
       is_same = size < 0 || got[axis] == size;
     }
-    Require(is_same, name, "got shape ", InBrackets(got), ", wanted ", InBrackets(wanted), " (-1: any)");
+    if (!is_same) Refuse(name, "got shape ", InBrackets(got), ", wanted ", InBrackets(wanted), " (-1: any)");
   }
 
   /// Refuses the call where something does not hold, with a message of several parts; the first one counts.

@@ -36,8 +36,10 @@ ffi::Error Digest(Call& call) {
 ffi::Error Issue(Call& call) {
   const TicketsView tickets = ReadTickets(call);
   const Array ticket = call.Result("ticket", ffi::U32, {1, -1});
+  const int64_t num_stores = ticket.size(1) - kNumTicketWords;
+  call.Require(num_stores >= 0, "ticket", "got ", num_stores, " stores, wanted at least 0");
   const Array lineage = call.Operand("lineage", ffi::U32, {2});
-  const std::vector<const uint32_t*> counters = ReadCounters(call, ticket.size(1) - kNumTicketWords);
+  const std::vector<const uint32_t*> counters = ReadCounters(call, num_stores);
   std::vector<const uint64_t*> digests;
   while (call.num_operands_left() > 0 && !call.failed()) {
     digests.push_back(call.Operand("digest", ffi::U32, {1, 2}).as<uint64_t>());

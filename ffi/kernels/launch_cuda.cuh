@@ -1,4 +1,4 @@
-// What every CUDA launcher uses: error checks, workspace, features, and the choice of a row's shape at compile time.
+// What every CUDA launcher uses: error checks, grid sizes, features, and the choice of a row's shape at compile time.
 #ifndef JAXSOK_KERNELS_LAUNCH_CUDA_CUH_
 #define JAXSOK_KERNELS_LAUNCH_CUDA_CUH_
 

@@ -1,5 +1,5 @@
-// find, find_or_insert, gather, scatter, touch, erase and rebuild on the CPU (table.h says what, index_cpu.h how keys
-// are walked).
+// find, find_or_insert, gather, scatter, touch, erase, rebuild, forget and wait on the CPU (table.h says what,
+// index_cpu.h how keys are walked).
 #include <cstring>
 
 #include "index_cpu.h"

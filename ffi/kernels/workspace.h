@@ -8,7 +8,7 @@ namespace jaxsok {
 
 // Bounds of workspaces. Programs are compiled with buffers of these sizes: jaxsok/kernels/library.py asks for them.
 
-/// Parts of a workspace begin on lines of so many bytes: XLA's own buffers do.
+/// A part of a workspace begins a multiple of so many bytes after the workspace, which XLA aligns to 64 at least.
 constexpr int64_t kWorkspaceLine = 256;
 /// Room for the control words of a call, four structs of them at most.
 constexpr int64_t kControlBytes = 4 * kWorkspaceLine;

@@ -27,8 +27,10 @@ import jaxsok
 from jaxsok import admission, optim, policies
 from jaxsok import keys as keys_lib
 from jaxsok import table as table_lib
+from jaxsok.kernels import evict as evict_door
+from jaxsok.kernels.call import StoreArrays
 from jaxsok.serving import freeze, fused
-from jaxsok.types import COUNTERS
+from jaxsok.types import BUCKET_WORDS, COUNTERS
 
 CAPACITY = 24
 NUM_KEYS = 16
@@ -378,6 +380,20 @@ def test_arrays_of_another_shape_are_refused(kind, op, name, slices, message):
         survive(op, collection_of(kind), state, batch_of(collection_of(kind), np.arange(NUM_KEYS)).features)
         return
     assert message in refused(state, op, kind)
+
+
+def test_too_many_slabs_are_refused():
+    """A handler's views hold MAX_SLABS of an array: it writes none beyond them, statistics neither."""
+    store = StoreArrays(
+        index=jnp.full((4, BUCKET_WORDS), 2**32 - 1, jnp.uint32),
+        counters=jnp.zeros(len(COUNTERS), jnp.uint32),
+        table_rows=jnp.zeros(1, jnp.uint32),
+        rows=(),
+        records=(jnp.zeros((1, 4), jnp.uint32),) * 400,
+        statistics=(jnp.zeros((1, 2), jnp.uint32),) * 400,
+    )
+    with pytest.raises(jax.errors.JaxRuntimeError, match="evict_release: num_slabs: got 400, wanted 1 to 24"):
+        jax.block_until_ready(jax.jit(evict_door.release)(store, jnp.zeros(400, jnp.uint8)))
 
 
 # --------------------------------------------------------------------------------------------------------------
