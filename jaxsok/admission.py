@@ -1,8 +1,8 @@
-"""Keys that wait for a row: what decides about them in a lookup, forgetting them, taking them out and in.
+"""Keys that wait for a row: admission in a lookup, forgetting counts, and moving waiting keys out and in.
 
-Who gets a row is decided inside the lookup's kernels, for unseen keys alone (ffi/core/admission.h); `policies.py`
-declares it. Exact counts lie in `StoreState.sightings`, an index of its own; `grow` keeps it at most half full. The
-counters of a Bloom filter hold no keys: they go where the whole array goes, and cannot be dealt to another mesh.
+The lookup's kernels decide who gets a row, for unseen keys alone (ffi/core/admission.h); `policies.py` declares it.
+Exact counts lie in `StoreState.sightings`, an index of its own; `grow` keeps it at most half full. The counters of a
+Bloom filter hold no keys: they go where the whole array goes, and cannot be dealt to another mesh.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ ROOM = 4  # entries for each that is taken or may be, after sightings were made 
 
 
 def operands(spec: StoreSpec, step: UInt32[Array, ""] | None, uses: Array | None = None) -> kernels.Admission | None:
-    """What the kernels need to decide who gets a row; None: every key does, as without a step.
+    """Returns what the kernels need for admission, or None where every key gets a row.
 
     `uses` are the occurrences that each key stands for.
     """
@@ -42,11 +42,11 @@ def operands(spec: StoreSpec, step: UInt32[Array, ""] | None, uses: Array | None
 
 
 def forget(spec: StoreSpec, store: StoreState, num_gone: Array, cleared: int | None = None) -> StoreState:
-    """Forgets the counts of keys that were let in: called when rows went, so that keys that come back start anew.
+    """Forgets the counts of keys that were let in, after rows went, so that keys that come back start anew.
 
-    Keys that still have their row never need the count again. One that had enough sightings when the store was full
-    starts anew, too. Where no row went (`num_gone`, perhaps by table) only the waiting keys of the table `cleared` are
-    forgotten. The store is donated. Reads `sightings` once; does nothing where no table admits by count.
+    Keys that still have their row never need the count again. Keys that had enough sightings when the store was full
+    start anew, too. If no row went (`num_gone` is 0), only the waiting keys of the table `cleared` are forgotten.
+    Donates the store.
     """
     if not store.sightings:
         return store
@@ -61,14 +61,10 @@ def forget(spec: StoreSpec, store: StoreState, num_gone: Array, cleared: int | N
 
 
 def waiting(spec: StoreSpec, store: StoreState, number: int) -> tuple[np.ndarray, np.ndarray]:
-    """The keys of a table that wait for a row, uint64, and how often each was seen, uint32; in no order.
+    """Returns the keys of a table that wait for a row, uint64, and how often each was seen, uint32; in no order.
 
-    Waits for the device. Counts are from 1 to `threshold - 1` of the admission; a table that admits otherwise than by
-    count has none. In several processes each gives those of its own shards; of a replicated store those of one shard,
-    which stand for all.
-
-    Example:
-      After one lookup of `[7, 7, 9]` with `AdmitByCount(3)` → keys `[7, 9]`, counts `[2, 1]`, perhaps the other way.
+    Waits for the device. In several processes each returns those of its own shards; a replicated store returns those of
+    one shard. A table that does not admit by count has none.
     """
     keys, counts = [np.zeros(0, np.uint64)], [np.zeros(0, np.uint32)]
     if store.sightings and isinstance(spec.tables[number].admission, policies.AdmitByCount):
@@ -91,26 +87,11 @@ def with_waiting(
     owners: np.ndarray | None = None,
     shards: Shards = ONE_DEVICE,
 ) -> StoreState:
-    """A store in which keys of a table wait for a row, beside those that wait already; each goes to its owner.
+    """Adds waiting keys (uint64, distinct, without PADDING_KEY) with their counts to a table; donates the store.
 
-    Counts of keys that wait already are added. Keys whose count is that of the table's admission or more, and counts of
-    0, are left out: a key with a row waits for none. The store is donated; its `sightings` grow as they need. In
-    several processes each takes the keys that its own shards own.
-
-    Args:
-      spec: of the store.
-      store: of the table.
-      number: of the table, which admits by count, in the store.
-      keys: uint64[num_keys], distinct, none of them PADDING_KEY.
-      counts: uint32[num_keys].
-      owners: the shard of each key (`plan.owners_of`), where there are several shards.
-      shards: over which the store is split.
-
-    Raises:
-      ValueError: the table does not admit by count.
-
-    Cost:
-      On the host 16 bytes a key and a pass over them; on the device `sightings` twice while they are made anew.
+    Counts of keys that wait already are added. Counts of 0, or at the threshold or above, are left out. `owners` are
+    the shards of the keys (`plan.owners_of`); each process takes the keys that its own shards own. `sightings` grow as
+    they need, and are in memory twice while they are made anew. Raises ValueError if the table does not admit by count.
     """
     table = spec.tables[number]
     if not isinstance(table.admission, policies.AdmitByCount):
@@ -146,9 +127,8 @@ def remaking(
 ) -> Callable[[StoreState], StoreState]:
     """Prepares `sightings` that hold the waiting keys alone, with room for others: a quarter full at most.
 
-    They never shrink, so that programs stay the same where the room is enough. What can fail, but for the memory of the
-    new array, fails here and changes nothing. The function that is returned donates the store that it is given: this
-    one, or one whose salt or rows have changed since.
+    They never shrink, so that programs stay the same. Everything that can fail fails here and changes nothing, except
+    the allocation of the new array. The returned function donates its store, whose salt or rows may have changed since.
     """
     if not store.sightings:
         return lambda store: store
@@ -170,7 +150,7 @@ def remaking(
 
 
 def num_waiting(spec: StoreSpec, store: StoreState, shards: Shards) -> int:
-    """Keys of all tables that wait for a row, in the fullest shard (waits for the device)."""
+    """Counts the keys of all tables that wait for a row, in the fullest shard (waits for the device)."""
     return int(np.asarray(_most_waiting(store.sightings[0], tuple(spec.sighting_floors().tolist()), shards)))
 
 
@@ -197,7 +177,7 @@ def _remade(
 
 
 def _is_waiting(entries: Any, floors: np.ndarray, xp: Any) -> Any:
-    """Which entries `[num_entries, 4]` are of keys that wait: seen, and not often enough."""
+    """Marks the entries `[num_entries, 4]` of keys that wait: seen, and not often enough."""
     counts, tables = entries[:, 2], entries[:, 3]
     is_waiting = xp.zeros(counts.shape, bool)
     for number, floor in enumerate(floors):

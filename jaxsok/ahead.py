@@ -1,10 +1,9 @@
-"""Steps, on the host: the program for the state that growth makes next, compiled before it is needed (decision D9).
+"""Compiles the step for the state that growth makes next, before it is needed (decision D9).
 
 Capacities are shapes, so each growth of a store needs the step's program anew. While a store fills up, a thread traces
 and compiles the step for the capacity that `grow.next_capacity` names; the first call after the growth finds the
-program. `sightings` that `grow` makes larger are not foreseen: the step is compiled on the spot then. The thread works
-on shapes alone: it holds no array and never waits for the device. A prediction that fails costs a compilation where it
-is needed, never a wrong result. Not here: when and how a store grows (`grow.py`).
+program. Larger `sightings` are not foreseen: the step is compiled on the spot then. The thread works on shapes alone:
+it holds no array and never waits for the device. A wrong prediction costs a compilation, never a wrong result.
 """
 
 import concurrent.futures
@@ -51,7 +50,6 @@ class _Program:
 
     capacities: tuple[int, ...]
     is_ahead: bool
-    """Whether the thread compiles it, or a call on the spot."""
     compiled: concurrent.futures.Future = dataclasses.field(default_factory=concurrent.futures.Future)
     seconds: float = 0.0
 
@@ -64,12 +62,11 @@ class Ahead:
     num_ahead: int
     """Programs compiled in the background."""
     num_hits_ahead: int
-    """Programs compiled in the background that a call then used, perhaps after waiting for the rest of the work."""
+    """Programs compiled in the background that a call then used."""
     stalls_s: list[float]
-    """Seconds that the first call of each program waited for it, in the order of those calls."""
+    """Seconds that the first call of each program waited for it."""
 
     def __init__(self, step: Any, specs: Sequence[StoreSpec], tracker: GrowthTracker, state_argnum: int):
-        """Wraps a jitted step; compiles nothing yet, and only reads what `tracker` knows of the rows in use."""
         if not isinstance(step, jax.stages.Wrapped):
             raise TypeError(
                 f"ahead: step: got {_described(step)}, which has no .lower, wanted a jitted function: "
@@ -88,14 +85,7 @@ class Ahead:
         self._looked: dict[Any, int] = {}
 
     def __call__(self, *args, **kwargs):
-        """Calls the step's program for these arguments, compiled on the spot if there is none.
-
-        Raises:
-          TypeError: no state at `state_argnum`, static arguments, or whatever tracing the step raises.
-
-        Cost:
-          Beside the step's dispatch one to two microseconds for each array among the arguments.
-        """
+        """Calls the step's program for these arguments, compiled on the spot if there is none."""
         settings = _settings()
         if settings is None or _is_debugging():  # inside a trace there is no program to call
             return self._step(*args, **kwargs)
@@ -115,7 +105,7 @@ class Ahead:
         return results
 
     def wait(self) -> None:
-        """Waits for the program under way in the background, if there is one."""
+        """Waits for the compilation in the background, if there is one."""
         if self._thread is not None:
             self._thread.join()
 
@@ -132,7 +122,7 @@ class Ahead:
         return args[place]
 
     def _first_call(self, signature: Any, args: tuple, kwargs: dict) -> jax.stages.Compiled:
-        """The program of a signature that was never called; waits for it, or compiles it."""
+        """Waits for the program of a signature that was never called, or compiles it."""
         start = time.perf_counter()
         capacities = _capacities(args[self._state_argnum])
         mine = _Program(capacities, is_ahead=False)
@@ -180,7 +170,7 @@ class Ahead:
     # What happens ahead
 
     def _next_job(self, signature: Any, state: State, args: tuple, kwargs: dict, settings: tuple) -> tuple | None:
-        """What the thread shall compile now; None: it is at work, no store fills up, or all is there."""
+        """Chooses what the thread compiles next; None: it is at work, no store fills up, or every program is there."""
         if self._thread is not None and self._thread.is_alive():
             return None
         filling = self._filling(state)
@@ -199,7 +189,7 @@ class Ahead:
         return None
 
     def _filling(self, state: State) -> dict[int, int]:
-        """The rows that each store more than half full may need soon, by its number; the fullest store first."""
+        """Returns the rows that each store more than half full may need soon, by its number; fullest store first."""
         tracker, capacities = self._tracker, _capacities(state)
         if tracker.signature != capacities:  # not the state that `grow` knows
             return {}
@@ -214,7 +204,7 @@ class Ahead:
         return dict(sorted(needed.items(), key=lambda item: -item[1] / capacities[item[0]]))
 
     def _futures(self, state: State, filling: dict[int, int]) -> Iterator[State]:
-        """States that growth may make next: of the fullest store, of the two fullest together, and so on."""
+        """Yields states that growth may make next: the fullest store grown, the two fullest together, and so on."""
         stores = list(state.stores)
         for s, needed in filling.items():
             num_shards = self._specs[s].num_shards
@@ -264,7 +254,7 @@ class Ahead:
 
 
 def _is_debugging() -> bool:
-    """Whether JAX shall run steps, or repeat them, operation by operation: a compiled program alone cannot."""
+    """Returns whether JAX is set to run steps operation by operation, which a compiled program cannot."""
     return jax.config.jax_disable_jit or jax.debug_nans.value or jax.debug_infs.value
 
 
@@ -278,7 +268,7 @@ def _settings() -> tuple | None:
 
 @contextlib.contextmanager
 def _in_settings(settings: tuple) -> Iterator[None]:
-    """Gives this thread the settings of another; those that are equal stay, so that JAX's caches are shared."""
+    """Gives this thread the settings of another; equal settings stay, so that JAX's caches are shared."""
     mesh, *values = settings
     with contextlib.ExitStack() as stack:
         for setting, value in zip(_SETTINGS, values, strict=True):
@@ -297,7 +287,7 @@ def _capacities(state: State) -> tuple[int, ...]:
 
 
 def _signature(leaves: Sequence[Any], tree: Any, settings: tuple) -> Any:
-    """What a program depends on: structure, shapes, dtypes, places and settings; of arrays and of shapes alike."""
+    """Returns what a program depends on: structure, shapes, dtypes, places and settings."""
     types, places = [], []
     for leaf in leaves:
         aval, place = _type_and_place(leaf)
@@ -312,7 +302,7 @@ def _signature(leaves: Sequence[Any], tree: Any, settings: tuple) -> Any:
 
 
 def _type_and_place(leaf: Any) -> tuple[Any, Any]:
-    """Shape, dtype and weak type; and the sharding of an array that was put somewhere, None of one that may move."""
+    """Returns shape, dtype and weak type, and the sharding of an array that was put somewhere (None: it may move)."""
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return leaf, leaf.sharding
     aval = getattr(leaf, "aval", None)  # what jax.typeof gives, in a tenth of the time
@@ -328,7 +318,7 @@ def _type_and_place(leaf: Any) -> tuple[Any, Any]:
 
 
 def _abstract(leaf: Any) -> Any:
-    """An argument without its contents. Numbers stay: they cost nothing, and JAX treats them in a way of its own."""
+    """Removes an argument's contents. Numbers stay: JAX treats them in a way of its own."""
     if not isinstance(leaf, (jax.Array, np.ndarray, np.generic)):
         return leaf
     aval, place = _type_and_place(leaf)
@@ -336,7 +326,7 @@ def _abstract(leaf: Any) -> Any:
 
 
 def _grown(store: StoreState, num_shards: int, capacity: int) -> StoreState:
-    """The shapes of a store that grew as `grow` makes it grow: one more slab, another index; `capacity` of a shard."""
+    """Returns the shapes of a store after `grow`: one more slab, another index; `capacity` is that of a shard."""
 
     def with_slab(slabs: tuple) -> tuple:
         return (*slabs, _with_length(slabs[0], num_shards * capacity - store.capacity))

@@ -20,18 +20,18 @@ Value = TypeVar("Value")
 
 
 def there(value: Value | None) -> Value:
-    """A value that is not None here, which its type cannot say."""
+    """Returns a value that is not None here, which its type cannot say."""
     assert value is not None, "jaxsok: got None where there is always a value; please report it."
     return value
 
 
 def is_number(value: Any) -> bool:
-    """Whether a value is a real number, infinity and NaN included."""
+    """Returns whether a value is a real number, infinity and NaN included."""
     return isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
 
 
 def is_integer(value: Any, low: float = -math.inf, high: float = math.inf) -> bool:
-    """Whether a value is an integer from `low` to `high`."""
+    """Returns whether a value is an integer from `low` to `high`."""
     return is_number(value) and isinstance(value, (int, np.integer)) and low <= int(value) <= high
 
 
@@ -82,17 +82,17 @@ def one_of(what: str, value: Any, choices: Collection[str | None], wanted: str =
 
 
 def optional(check: Callable[..., Any]) -> Callable[..., Any]:
-    """The check of a value that may be None."""
+    """Returns the check of a value that may be None."""
     return lambda what, value, **kwargs: None if value is None else check(what, value, **kwargs)
 
 
 def declare(default: Any, check: Callable[..., Any], **kwargs: Any) -> Any:
-    """A field of a frozen dataclass with its default and the check, with arguments, that `check_fields` applies."""
+    """Declares a field of a frozen dataclass with its default and the check that `check_fields` applies."""
     return dataclasses.field(default=default, metadata={"check": functools.partial(check, **kwargs)})
 
 
 def check_fields(spec: Any, op: str) -> None:
-    """Checks the fields that a frozen dataclass has declared with `declare`."""
+    """Checks the fields that were declared with `declare`."""
     for declared in dataclasses.fields(spec):
         if "check" in declared.metadata:
             field(spec, op, declared.name, declared.metadata["check"])

@@ -18,34 +18,18 @@ def combine(
 ) -> Float[Array, "num_bags dim"]:
     """Combines the rows of each bag into its embedding.
 
-    Linear in `rows`; the transpose turns bag gradients into row gradients. Rows are added in the order of the keys,
-    so two runs give the same bits. Use `lookup` unless the rows are at hand.
-
-    Args:
-      rows: one row per unique key of the batch, in the order of `plan.unique`.
-      inverse: for each key, the position of its row in `rows`; out of range for padding.
-      offsets: where each bag begins among the keys, and where the last one ends; never decreasing.
-      combiner: "sum", "mean" (divides by the hotness, or by the sum of the weights) or "sqrtn" (by the root of the
-        hotness, or of the sum of the squared weights).
-      weights: one factor per key, before the combiner.
-
-    Returns:
-      One embedding per bag, in the order of the bags; zeros for an empty bag.
+    Linear in `rows`, and added in the order of the keys, so two runs give the same bits. A lookup combines by itself.
+    "mean" divides by the hotness or the sum of the weights, "sqrtn" by the root of the hotness or of the sum of the
+    squared weights. Empty bags get zeros. Positions in `inverse` that are out of range are padding.
 
     Raises:
       ValueError: unknown combiner, or `offsets` is empty. Raised when traced.
-
-    Cost:
-      Reads num_keys * (dim * itemsize + 4) bytes, writes num_bags * dim * itemsize.
-      No collective, no host synchronisation, no workspace.
 
     Example:
       >>> rows = jnp.array([[1.0, 2.0], [3.0, 4.0]])  # the rows of keys 7 and 9
       >>> inverse, offsets = jnp.array([0, 0, 1]), jnp.array([0, 2, 3])  # bags [7, 7] and [9]
       >>> combine(rows, inverse, offsets, "sum").tolist()
       [[2.0, 4.0], [3.0, 4.0]]
-
-    Source: law 4 of the design.
     """
     layout, bags = _bags(inverse, offsets, combiner, weights, "combine")
     rows, inverse = jnp.asarray(rows, jnp.float32), jnp.asarray(inverse, jnp.int32)
@@ -60,19 +44,9 @@ def combine_transpose(
     num_unique: int,
     weights: Float[Array, " num_keys"] | None = None,
 ) -> Float[Array, "num_unique dim"]:
-    """Takes bag gradients back to rows: the transpose of `combine`, whose other arguments it takes.
+    """Takes bag gradients back to rows: the transpose of `combine`, with its arguments and errors.
 
     The gradients of a row are summed in an order that depends on its own uses alone; a row that no bag uses gets zeros.
-    Sorts the keys by row, reads num_keys bag gradients, writes num_unique rows.
-
-    Raises:
-      ValueError: unknown combiner, or `offsets` is empty. Raised when traced.
-
-    Example:
-      >>> gradients = jnp.array([[1.0, 1.0], [5.0, 5.0]])
-      >>> inverse, offsets = jnp.array([0, 0, 1]), jnp.array([0, 2, 3])  # bags [7, 7] and [9]
-      >>> combine_transpose(gradients, inverse, offsets, "sum", num_unique=2).tolist()
-      [[2.0, 2.0], [5.0, 5.0]]
     """
     layout, bags = _bags(inverse, offsets, combiner, weights, "combine_transpose")
     gradients, inverse = jnp.asarray(bag_gradients, jnp.float32), jnp.asarray(inverse, jnp.int32)

@@ -3,8 +3,6 @@
 Positions are shapes: they cost no wait, and count padding, repeats and keys that have a row. Where the positions do not
 fit, `count` asks the device how many rows the batches need, and which rows they use. It is a collective: on a mesh the
 keys go to their owners as in a lookup, and in several processes all call it.
-
-Fed by `Collection.grow`, feeds grow.py.
 """
 
 import dataclasses
@@ -27,7 +25,7 @@ from jaxsok.store import StoreState, num_buckets_of
 from jaxsok.types import BUCKET_WORDS, ENTRIES_PER_BUCKET, NO_ROW, NUM_PARTITIONS, Keys
 
 Places = tuple[tuple[int, int, int], ...]
-"""Of the features in one array of keys: the table, where its keys begin, and how many there are."""
+"""For each feature in one array of keys its table, where its keys begin, and how many there are."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,11 +39,11 @@ class Coming:
     uncounted: list[int] = dataclasses.field(default_factory=list)
     """By store: the positions that are not in `features`."""
     is_given: bool = True
-    """Whether the caller said what is coming; otherwise it is what the batches so far had."""
+    """Whether the caller passed a batch; otherwise this follows from the batches so far."""
 
 
 def num_stacked(features: Features) -> int:
-    """The number of batches that were stacked along a leading axis, as `lax.scan` takes them; 0: it is one batch."""
+    """Counts the batches that were stacked along a leading axis, as `lax.scan` takes them; 0: it is one batch."""
     for store in features.stores:
         if store.keys.ndim == 3:
             return store.keys.shape[0]
@@ -53,7 +51,7 @@ def num_stacked(features: Features) -> int:
 
 
 def num_keys_of(features: Features, s: int) -> list[tuple[int, int]]:
-    """For each feature of a store its table and the keys of one shard's batch."""
+    """Returns for each feature of a store its table and the keys of one shard's batch."""
     return [(layout.table, layout.num_keys) for layout in features.stores[s].layouts]
 
 
@@ -69,19 +67,11 @@ def count(
 ) -> tuple[Int32[Array, "3"], Bool[Array, " _"]]:
     """Counts the distinct keys that need a new row, and marks the rows of the others.
 
-    A key whose table admits by count needs one if its sightings and the occurrences here reach the threshold. Where
-    admission is by chance or by Bloom filter every key without a row counts.
+    A key whose table admits by count needs one if its sightings and its occurrences here reach the threshold. Where
+    admission is by chance or by Bloom filter, every key without a row counts.
 
-    Returns:
-      Three numbers, each of the shard that has most: the new keys, the new keys and the rows in use together, and the
-      rows that a batch asks for. And for each row of capacity whether a batch asks for it.
-
-    Cost:
-      For each position a search, 16 bytes, and a scratch index of 32 bytes, which is then read once; a byte for each
-      row of capacity. On a mesh also a sort of the distinct keys, and 16 bytes for each on the wire.
-
-    Example:
-      Keys `[9, 7, 9, 5]`, of which 5 has row 0 of a capacity of 4 → `[2, 3, 1]` and `[True, False, False, False]`.
+    Returns three numbers, each the greatest over the shards: the new keys, the new keys plus the rows in use, and the
+    rows that a batch asks for; and for each row of capacity whether a batch asks for it.
     """
     places = tuple(
         tuple((layout.table, layout.key_start, layout.num_keys) for layout in one.layouts if layout.num_keys)
@@ -126,14 +116,14 @@ def _joined(places: tuple[Places, ...], keys: tuple[Array, ...]) -> tuple[Keys, 
 
 
 def table_ids_of_runs(runs: Sequence[tuple[int, int]]) -> np.ndarray:
-    """The table of each key, where the keys lie table by table."""
+    """Returns the table of each key, where the keys lie table by table."""
     return np.concatenate([table.table_ids_of(number, size) for number, size in runs])
 
 
 def _new_keys(
     spec: StoreSpec, store: StoreState, keys: Keys, table_ids: Any, uses: Array | None = None
 ) -> tuple[Int32[Array, ""], Bool[Array, " capacity"]]:
-    """How many distinct keys get a new row, and which rows are asked for, of one shard."""
+    """Counts the distinct keys of one shard that get a new row, and marks the rows that are asked for."""
     table_ids = jnp.asarray(table_ids)
     row_ids = table.find(store, keys, table_ids)
     is_new = (row_ids == jnp.uint32(NO_ROW)) & table.is_key(keys)
@@ -168,7 +158,7 @@ def _new_keys_of_all(
     runs: Sequence[tuple[int, int]],
     owners: UInt32[Array, f"{NUM_PARTITIONS}"],
 ) -> tuple[Int32[Array, ""], Bool[Array, " capacity"]]:
-    """`_new_keys` of the keys of all shards that this one owns."""
+    """Applies `_new_keys` to the keys of all shards that this one owns."""
     # As features: one for each table, with one key a sample.
     layouts = single_key_layouts(*zip(*runs, strict=True))
     features = StoreFeatures(keys, jnp.zeros(1, jnp.int32), jnp.zeros(1, jnp.float32), layouts)

@@ -10,7 +10,7 @@ from jaxsok.types import MAX_CAPACITY, MAX_FEATURES
 def check_specs(
     tables: Sequence[TableSpec], features: Sequence[FeatureSpec], exchange: ExchangeSpec | None, shards: Shards
 ) -> None:
-    """Refuses other objects, names that stand twice, features of unknown tables, and tables on unknown devices."""
+    """Refuses objects that are no specs, duplicate names, features of unknown tables, and tables on unknown devices."""
     for kind, specs, wanted in (("tables", tables, TableSpec), ("features", features, FeatureSpec)):
         for spec in specs:
             if not isinstance(spec, wanted):
