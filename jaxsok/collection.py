@@ -57,6 +57,18 @@ class Collection:
     shards that own them, rows travel back (docs/many_devices.md). Methods take and give global arrays, under `jit` or
     not; inside `shard_map` or `pmap` over the axis they take and give a shard's part.
 
+    Methods refuse a state or features of another collection with a ValueError, also when traced. Where a state is
+    donated, the result has its buffers. Keys that `erase`, `contains`, `rows_of` and `assign` take are NumPy integers,
+    or words, `[num_keys]`; on a mesh they are the same everywhere, in all processes.
+
+    Args:
+      tables: at least one; names are unique.
+      features: names are unique; each names a table. Their order is the order of keys in a batch.
+      mesh: the devices; None: one.
+      axis: the axis of the mesh over which batches and tables are split, or several as a tuple. Along other axes of the
+        mesh both are repeated.
+      exchange: how rows and gradients travel between shards; None: rows as they are stored, gradients as float32.
+
     Raises:
       TypeError, ValueError: two tables or features of one name, a feature on an unknown table, no tables.
 
@@ -83,16 +95,6 @@ class Collection:
         axis: str | tuple[str, ...] | None = None,
         exchange: ExchangeSpec | None = None,
     ):
-        """Declares; allocates nothing.
-
-        Args:
-          tables: at least one; names are unique.
-          features: names are unique; each names a table. Their order is the order of keys in a batch.
-          mesh: the devices; None: one.
-          axis: the axis of the mesh over which batches and tables are split, or several as a tuple. Along other axes
-            of the mesh both are repeated.
-          exchange: how rows and gradients travel between shards; None: rows as they are stored, gradients as float32.
-        """
         self.shards: Shards = Shards.of(mesh, axis)
         declaration.check_specs(tables, features, exchange, self.shards)
         num_shards = self.shards.num_shards
@@ -109,7 +111,6 @@ class Collection:
         self._steps = Steps(self.stores, tuple(of_tables), Strategy.of(self.shards, self.exchange))
 
     def __repr__(self) -> str:
-        """The tables, the features and the mesh."""
         tables = [f"{table.name} ({table.dim} {table.dtype}, {table.optimizer.name})" for table in self.tables]
         features = [f"{feature.name} ({feature.table}, {feature.combiner})" for feature in self.features]
         place = f"mesh {self.shards!s}" if str(self.shards) else "one device"
@@ -122,9 +123,9 @@ class Collection:
         Args:
           seed: new rows are functions of (seed, table name, key, column); 0 to 2**64 - 1.
           salt: the salts of the stores' hashes are functions of it; 0 to 2**64 - 1. None: they are drawn at random, the
-            same in all processes, so that nobody can choose keys that collide. No row, row id or count of keys depends
-            on them, only where entries lie in the index, and `longest_probe`. Give one where these must be the same
-            on every run, and where keys come from people that you trust.
+            same in all processes, so that nobody can choose keys that collide. They change only where entries lie in
+            the index, and `longest_probe`. Give one where these must be the same on every run, and where you trust the
+            source of the keys.
 
         Raises:
           MemoryError: the stores will not fit; says the bytes asked and the bytes that a row costs.
@@ -190,8 +191,8 @@ class Collection:
             `jax.experimental.sparse.BCOO`. All have one number of samples. Other entries are carried along
             (`batch["label"]`); a column, `[n]` or `[n, 1]`, must have a line for each sample too. Pass an array that is
             no data of samples in a tuple.
-          pad_to: adds samples without keys until there are so many: for the last batch of a log. `batch.mask` tells
-            which are real.
+          pad_to: adds samples without keys until there are so many: for the last batch of a log. `batch.mask` marks the
+            real ones.
 
         Raises:
           TypeError, ValueError: names the feature, the argument, what was got and wanted.
@@ -221,14 +222,11 @@ class Collection:
     def plan(self, features: Features, *, send_capacity: Sequence[int] | None = None) -> Plan:
         """Makes the keys of a batch distinct. Reads no table, so it can run a batch ahead of the lookup.
 
-        On a mesh, with `send_capacity`, it also sends the keys to their owners, in one round: the lookup and the
-        update then have no loop, and the host waits for nothing. Keys beyond the capacity are not sent, read their
-        initial rows and are counted as refused: compare `plan.asked[s].load[0, 0]` with it first, or let
-        `collection.pipeline` do so. Without it the exchange goes in as many rounds as it takes.
-
-        Args:
-          features: of `batch`.
-          send_capacity: for each store the keys for one destination; on a mesh only.
+        On a mesh, with `send_capacity` (for each store the keys for one destination), it also sends the keys to their
+        owners, in one round: the lookup and the update then have no loop, and the host waits for nothing. Keys beyond
+        the capacity are not sent, read their initial rows and are counted as refused: compare it with
+        `plan.asked[s].load[0, 0]` first, or let `collection.pipeline` do so. Without it the exchange goes in as many
+        rounds as it takes.
 
         Cost:
           One pass over the keys and a scratch index of 32 bytes a key; on a mesh also a sort by owner.
@@ -244,18 +242,12 @@ class Collection:
         return self._steps.call("plan", features, send_capacity)
 
     def pipeline(self, batches: Iterable[Mapping[str, Any]], *, pad_to: int | None = None) -> "pipeline_lib.Pipeline":
-        """Gives batches with their plans, made two batches ahead, while earlier steps run.
+        """Iterates over (batch, plan) of raw batches, made two batches ahead, while earlier steps run.
 
         On a mesh the keys are exchanged with the plan, and its counts choose the send capacity: the step has no loop,
         the host never waits for a step, and results are those of `lookup(state, batch.features)`. Few capacities are
-        used, each a program of the step. On one device plans are left to the lookup, which is faster.
-
-        Args:
-          batches: raw batches, as `batch` takes them.
-          pad_to: as for `batch`.
-
-        Returns:
-          An iterator of (batch, plan).
+        used, each a program of the step. On one device plans are left to the lookup, which is faster. `pad_to` is that
+        of `batch`.
 
         Example:
           >>> for batch, plan in collection.pipeline({"clicked": np.arange(i, i + 4)} for i in range(3)):
@@ -271,25 +263,20 @@ class Collection:
     def lookup(self, state: State, features: Features | Plan, *, clock: Any = None) -> tuple[Embeddings, State, Plan]:
         """Looks up a batch; unseen keys get rows, in order of first occurrence.
 
+        Returns embeddings by feature, the state, and the plan that `update` takes. The state is donated. `features` may
+        be a plan made of them.
+
         Where statistics are kept (`TableSpec.statistics`, or an eviction that needs them), the `last_step` of every row
-        used becomes `clock`, and its `frequency` grows by the occurrences of its key, of all shards.
-
-        Args:
-          state: donated: the result has its buffers.
-          features: of `batch`, or a plan made of them.
-          clock: a uint32 scalar, perhaps traced: the user's own time, the same on all shards. None: `state.step`.
-
-        Returns:
-          Embeddings by feature, the state, and the plan that `update` takes.
+        used becomes `clock`, and its `frequency` grows by the occurrences of its key, over all shards. `clock` is a
+        uint32 scalar, perhaps traced: the user's own time, the same on all shards. None: `state.step`.
 
         Raises:
-          ValueError: a state or features of another collection, a clock out of range. Raised when traced.
-          TypeError: a clock that is no uint32 scalar.
+          TypeError, ValueError: a clock that is no uint32 scalar, or out of range. Raised when traced.
 
         Cost:
           Two FFI calls per store, and one more where statistics are kept. Per key 16 bytes, one 64-byte bucket and its
-          row read, an embedding written. On a mesh also 16 bytes and a row on the wire for each distinct key, and what
-          padding takes.
+          row read, an embedding written. On a mesh also 16 bytes and a row on the wire for each distinct key, plus
+          padding.
 
         Example:
           `embeddings, state, plan = collection.lookup(state, batch.features)`
@@ -304,7 +291,7 @@ class Collection:
 
     @annotations.annotated("jaxsok.find")
     def find(self, state: State, features: Features | Plan) -> tuple[Embeddings, Stats]:
-        """The evaluation lookup: reads only. Keys without a row read what their table's `unknown` says.
+        """Looks up a batch for evaluation: reads only. A key without a row reads what its table's `unknown` says.
 
         Example:
           `embeddings, stats = collection.find(state, batch.features)`
@@ -327,20 +314,17 @@ class Collection:
         """Steps every row that the plans used, once, with the sum of its gradients; advances `state.step`.
 
         Args:
-          state: donated: the result has its buffers.
+          state: donated.
           plan: of a lookup, or those of several (micro-batches, several lookups in one step).
           gradients: with respect to the embeddings, by feature; one mapping for each plan.
           learning_rate: a scalar, perhaps traced, in place of the optimizers' own.
-
-        Returns:
-          The state, and what depended on the data of the step.
 
         Raises:
           TypeError, ValueError: plans and gradients that do not fit. Raised when traced.
 
         Cost:
-          One FFI call per store: sorts the uses by row, reads each bag gradient, reads and writes each used row and
-          its state once. On a mesh also a row gradient on the wire for each distinct key, and what padding takes.
+          One FFI call per store: sorts the uses by row, reads each bag gradient, reads and writes each used row and its
+          state once. On a mesh also a row gradient on the wire for each distinct key, plus padding.
 
         Example:
           `state, stats = collection.update(state, plan, g_embeddings)`
@@ -361,20 +345,13 @@ class Collection:
         plan: Plan | Sequence[Plan],
         gradients: Mapping[str, Array] | Sequence[Mapping[str, Array]],
     ) -> Float32[Array, ""]:
-        """The norm of the row gradients that `update` would step by, of all tables together.
+        """Computes the norm of the row gradients that `update` would step by, of all tables together.
 
         A row counts once, with the sum of its gradients over all uses, plans and shards, scaled as its table's
         `row_gradient` says: with "sum" this is the norm of the gradient that a dense table would have. Rows that the
-        update leaves alone (refused keys, stale plans, a sum that is not finite) do not count. What the optimizer's own
-        limits would cut off does. Numbers of any size are squared without overflow, and two runs give the same bits.
-
-        Args:
-          state: read only.
-          plan: of a lookup, or those of several; as for `update`.
-          gradients: with respect to the embeddings; as for `update`.
-
-        Raises:
-          TypeError, ValueError: plans and gradients that do not fit. Raised when traced.
+        update leaves alone (refused keys, stale plans, a sum that is not finite) do not count. The optimizer's own
+        limits are not applied. Numbers of any size are squared without overflow, and two runs give the same bits.
+        Arguments and errors are those of `update`.
 
         Cost:
           About that of an update: sorts the uses by row, reads each bag gradient, writes and reads a float32 row
@@ -403,8 +380,8 @@ class Collection:
     ) -> tuple[Any, Any, Float32[Array, ""]]:
         """Scales the gradients of rows and of dense parameters together until their norm is at most `max_norm`.
 
-        As `optax.clip_by_global_norm` of all of them would, if tables were dense: below `max_norm` nothing changes,
-        not a bit; else each number is multiplied by `max_norm / norm`. Give the results to `update` and to the dense
+        Does what `optax.clip_by_global_norm` of all of them would, if tables were dense: below `max_norm` no bit
+        changes; else each number is multiplied by `max_norm / norm`. Give the results to `update` and to the dense
         optimizer, whose own clipping is left out.
 
         A row gradient that is not finite does not count, since `update` skips and counts it. A dense gradient that is
@@ -412,8 +389,8 @@ class Collection:
 
         Args:
           state: read only.
-          plan: of a lookup, or those of several; as for `update`.
-          gradients: with respect to the embeddings; as for `update`.
+          plan: as for `update`.
+          gradients: as for `update`.
           max_norm: a positive scalar, perhaps traced.
           dense: any tree of float gradients. Inside `shard_map` those of the whole batch, the same on all shards.
 
@@ -451,15 +428,7 @@ class Collection:
     def erase(self, state: State, table: str, keys: Any) -> tuple[State, UInt32[Array, ""]]:
         """Takes the rows of keys away; absent keys are passed over. Plans made before become stale.
 
-        Args:
-          state: donated: the result has its buffers.
-          table: its name.
-          keys: NumPy integers, or words, `[num_keys]`.
-
-        Returns:
-          The state, and how many rows went.
-
-        On a mesh the keys are the same everywhere, in all processes.
+        Returns the state, which is donated, and how many rows went.
 
         Cost:
           A search for each key and a byte a row of capacity; if any goes, also 64 bytes a row: the records of the
@@ -472,15 +441,7 @@ class Collection:
 
     @annotations.annotated("jaxsok.contains")
     def contains(self, state: State, table: str, keys: Any) -> Bool[Array, " num_keys"]:
-        """Whether each key has a row.
-
-        Args:
-          state: read only.
-          table: its name.
-          keys: NumPy integers, or words, `[num_keys]`; on a mesh the same everywhere, in all processes.
-
-        Returns:
-          For each key; False for PADDING_KEY.
+        """Returns whether each key has a row; False for PADDING_KEY. Reads only.
 
         Cost:
           One search for each key, on a mesh by every shard, and an all-reduce of 4 bytes a key.
@@ -495,17 +456,10 @@ class Collection:
     def rows_of(
         self, state: State, table: str, keys: Any
     ) -> tuple[Float[Array, "num_keys dim"], Bool[Array, " num_keys"]]:
-        """The rows of keys as they are stored; nothing is inserted, and nothing noted.
+        """Returns the rows of keys in the dtype of the table, zeros where there is none; and whether there is one.
 
-        `find` gives embeddings of a batch, and a key without a row its initial one. This is for a look at single rows.
-
-        Args:
-          state: read only.
-          table: its name.
-          keys: NumPy integers, or words, `[num_keys]`; on a mesh the same everywhere, in all processes.
-
-        Returns:
-          A row for each key in the dtype of the table, zeros where there is none; and whether there is one.
+        Nothing is inserted, and nothing noted. `find` gives embeddings of a batch, and a key without a row its initial
+        one; this is for a look at single rows.
 
         Cost:
           A search and a row for each key; on a mesh by every shard, and an all-reduce of the rows.
@@ -525,10 +479,9 @@ class Collection:
         last step of the rows becomes `clock`; their frequency stays.
 
         Args:
-          state: donated: the result has its buffers.
+          state: donated.
           table: its name.
-          keys: NumPy integers, or words, `[num_keys]`; of one that stands more than once the last row counts.
-            PADDING_KEY is passed over. On a mesh the same everywhere, in all processes.
+          keys: of one that stands more than once the last row counts. PADDING_KEY is passed over.
           rows: `[num_keys, dim]` of any float dtype, rounded to nearest; on a mesh the same everywhere.
           clock: a uint32 scalar, perhaps traced; None: `state.step`.
 
@@ -554,12 +507,7 @@ class Collection:
     def clear(self, state: State, table: str) -> tuple[State, UInt32[Array, ""]]:
         """Takes all rows of a table away; other tables of its store keep theirs. Plans made before become stale.
 
-        Args:
-          state: donated: the result has its buffers.
-          table: its name.
-
-        Returns:
-          The state, and how many rows there were.
+        Returns the state, which is donated, and how many rows there were.
 
         Cost:
           16 bytes a row of capacity, and if there are rows 64 more: the records of the table's store thrice, and its
@@ -584,29 +532,26 @@ class Collection:
         """Takes rows away by policy, exactly over all rows of a shard. Plans made before become stale if any went.
 
         A policy that ranks rows (least recently used, least frequently used, a score of the user's own) leaves
-        `num_rows` of them: those of lowest score go, ties in the order of (table, key). One that tells whose time has
-        come (`TimeToLive`, `SmallNorm`) takes those. What belonged to a row goes with it: a key that comes back starts
-        anew, with its initial row. Freed rows are handed out again in ascending order.
+        `num_rows` of them: those of lowest score go, ties in the order of (table, key). A policy that marks rows as
+        expired (`TimeToLive`, `SmallNorm`) takes those. What belonged to a row goes with it: a key that comes back
+        starts anew, with its initial row. Freed rows are handed out again in ascending order.
 
         Args:
-          state: donated: the result has its buffers.
+          state: donated.
           table: its name; None: all tables of every store that has a policy, or, with `policy`, of all stores.
           policy: from `jaxsok.policies`; None: the table's own `eviction`.
           num_rows: how many rows of the table may stay, on all shards together; with `table=None` how many rows of each
-            store whose policy ranks rows, while stores of other policies lose the rows whose time has come, however
-            many. Shards keep as equal shares as they can, in all exactly so many; each shard takes its own lowest.
-            None where no policy ranks rows.
+            store whose policy ranks rows, while stores of other policies lose all expired rows. Shards keep as equal
+            shares as they can, in all exactly so many; each shard takes its own lowest. None where no policy ranks
+            rows.
           clock: now, an integer or a uint32 scalar; None: `state.step`.
           hand_over: called with the name of a table and some of its rows (`Records`: keys, rows, optimizer state,
             statistics) until it has had all that leave, before anything changes. Between steps only, not under
             `jax.jit`. In several processes each hands over the rows of its own shards; replicated rows come once.
 
-        Returns:
-          The state, and how many rows of each table went, of all shards.
-
         Raises:
-          TypeError, ValueError: no such table, no policy, a budget that does not fit the policy, statistics that the
-            policy needs and nobody keeps. Nothing has changed then.
+          TypeError, ValueError: no such table, no policy, a budget that does not fit the policy, missing statistics
+            that the policy needs. Nothing has changed then.
 
         Cost:
           Streams what the policy reads, and 16 bytes a row of capacity for its record. If anything goes, also 32 bytes
@@ -631,7 +576,7 @@ class Collection:
 
     @annotations.annotated("jaxsok.export_table")
     def export_table(self, state: State, table: str) -> dict[str, Any]:
-        """A table's keys, rows, row ids and optimizer state as NumPy arrays, in the order of the row ids.
+        """Returns a table's keys, rows, row ids and optimizer state as NumPy arrays, in the order of the row ids.
 
         Waits for the device and holds the whole table in host memory; `export_chunks` gives it in parts. Where
         statistics are kept they are there too, as `last_step` and `frequency`, and on a mesh the `shards` of the rows.
@@ -653,21 +598,18 @@ class Collection:
         since: int | None = None,
         with_state: bool = True,
     ) -> Iterator[Records]:
-        """Streams a table to the host: keys, rows, optimizer state, and statistics where they are kept.
+        """Streams a table to the host as `Records`: keys, rows, optimizer state, and statistics where they are kept.
 
         The order is that of the row ids, shard after shard. In several processes each gives the rows of its own shards;
-        of a replicated table every process gives all. The next chunks are on their way while one is in the caller's
-        hands, so the host holds a few of them, whatever the table.
+        of a replicated table every process gives all. The next chunks are on their way while the caller holds one, so
+        the host has a few of them, whatever the table. Arrays may be read-only; an empty table gives none.
 
         Args:
-          state: not donated; it must not be donated to anything before the last chunk was given.
+          state: must not be donated to anything before the last chunk was given.
           table: its name.
           chunk_rows: rows of a chunk at most; None: about 64 MiB of them.
           since: only rows whose `last_step` is at least so much. The table's store must keep statistics.
           with_state: whether the optimizer state comes along.
-
-        Returns:
-          An iterator of `Records`, whose arrays may be read-only; none of an empty table.
 
         Raises:
           TypeError, ValueError: before anything is read; `since` of a table without statistics.
@@ -709,29 +651,27 @@ class Collection:
     ) -> State:
         """Enters records into a table, whatever mesh, capacity or store they came from: each is placed by its key.
 
-        A key that has a row gets the record's row; one that has none gets a new row, whatever the table's admission
-        says. Keys that are not among the records stay as they are. The store grows as it must, up to its
-        `max_capacity`. Plans made before become stale.
-
-        In several processes all pass the same records in the same chunks, and each enters those of its shards.
+        A key that has a row gets the record's row; a key that has none gets a new row, whatever the table's admission
+        says. Other keys stay as they are. The store grows as it must, up to its `max_capacity`. Plans made before
+        become stale. In several processes all pass the same records in the same chunks, and each enters those of its
+        shards.
 
         Args:
-          state: donated: the result has its buffers, but for what growing replaces.
+          state: donated, except for what growing replaces.
           table: its name.
           chunks: `Records`, or several, one after the other; of chunks that have a key in common the last one counts.
             Rows of another float dtype are converted, to 16 bits by rounding to nearest. Optimizer state goes by name;
-            what the records lack stays as it is, and is initial for new rows. So do statistics, but for the last step;
+            what the records lack stays as it is, and is initial for new rows. So do statistics, except the last step;
             they are passed over where the table keeps none.
           num_rows: how many rows will come, if that is known: room is made at once, as far as the store may grow.
-          reset_state: whether optimizer state that the records lack is set back to its initial value for rows that were
-            there, too.
+          reset_state: whether optimizer state that the records lack is set to its initial value for existing rows, too.
           clock: the `last_step` of rows whose records have none, a uint32 scalar; None: `state.step`.
 
         Raises:
           TypeError, ValueError: a chunk of another dim, or with state that the table's optimizer has not, PADDING_KEY,
             or a key twice in one chunk. TableFullError: a shard would have more rows than `max_capacity`. MemoryError:
-            the larger store will not fit. Nothing of that chunk is entered then. If chunks before it were, the state
-            is the attribute `state` of the error.
+            the larger store will not fit. Nothing of that chunk is entered then. If chunks before it were, the state is
+            the attribute `state` of the error.
 
         Cost:
           A record crosses to the device once, and is written once, in calls of about 64 MiB to a shard; what the
@@ -771,11 +711,7 @@ class Collection:
 
     @annotations.annotated("jaxsok.num_rows")
     def num_rows(self, state: State) -> dict[str, int]:
-        """Rows in use by table (waits for the device).
-
-        Example:
-          `collection.num_rows(state)` → `{"user": 1000, "item": 250}`
-        """
+        """Counts the rows in use by table, as `{"user": 1000, "item": 250}` (waits for the device)."""
         check_state("num_rows", self, state)
         check_untraced("num_rows", state, "inside a jitted function use the Stats of update")
         return operations.num_rows(self, state)
@@ -799,18 +735,17 @@ class Collection:
 
         A store that has reached its `max_capacity`, and whose tables have an `eviction`, does not refuse: rows leave by
         that policy, a sixteenth of the capacity more than the new keys need, so that this is rare (docs/growth.md).
-        Rows that the batch asks for stay. `TimeToLive` and `SmallNorm` may find too few; a warning tells so once.
-
-        Another warning tells, once for each table, that updates counted keys that were refused for want of room.
+        Rows that the batch asks for stay. `TimeToLive` and `SmallNorm` may find too few, and then a warning says so
+        once. Another warning says, once for each table, that updates counted keys that were refused for want of room.
 
         Args:
           state: consumed if it grows: its index is freed before the larger one is made, so that the peak is the new
-            size. Consumed too if rows are evicted: the result has its buffers then. Unchanged if an error is raised,
-            unless the device fails, or runs out of memory for the new index.
+            size. Consumed too if rows are evicted. Unchanged if an error is raised, unless the device fails, or runs
+            out of memory for the new index.
           batch: what the next step looks up: a Batch, its Features, a Plan, or a number of keys. A list of these if
             there are several until the next call of `grow`: micro-batches, or the batches of several steps. A Batch
-            stacked along a leading axis, as `lax.scan` takes it, stands for so many steps. None: the steps are taken
-            to be as the largest of the batches so far; before there was one, nothing is known, and a warning says so.
+            stacked along a leading axis, as `lax.scan` takes it, stands for so many steps. None: the steps are taken to
+            be as the largest of the batches so far; before there was one, nothing is known, and a warning says so.
           steps: how many steps like this batch are dispatched until the next call, if it is one batch or None.
           clock: now, for eviction: an integer or a uint32 scalar; None: `state.step`.
           hand_over: is given the rows that are evicted, as by `evict`.
@@ -845,31 +780,31 @@ class Collection:
         """Wraps a jitted step, so that the program for the next capacity is there when the state grows.
 
         Call the result as you call the step: results and donation are those of the step. It holds a program for each
-        set of shapes, dtypes and places of the arguments; a set that is new is compiled on the spot, as `jax.jit` does
-        it. Once a store is more than half full, a thread traces and compiles the step for the state that `grow` will
-        make next; if growth comes before that is done, the call waits for the rest of it. Where growth goes elsewhere
-        (memory ran short, another batch size came along), the call compiles on the spot.
+        set of shapes, dtypes and places of the arguments; a new set is compiled on the spot, as by `jax.jit`. Once a
+        store is more than half full, a thread traces and compiles the step for the state that `grow` will make next; if
+        growth comes before that is done, the call waits for the rest of it. Where growth goes elsewhere (memory ran
+        short, another batch size came along), the call compiles on the spot.
 
         The step is traced in another thread, under the settings of the calling one (`jax.set_mesh`,
-        `jax.default_device`, `jax.enable_x64`, matmul precision, type promotion, random bits; not the deprecated
-        `with mesh:`). It must not change anything outside itself when traced. A program that fails in the background
-        is told by a `RuntimeWarning` of the next call, and compiled where it is first called. At its end the
-        interpreter waits for a program under way.
+        `jax.default_device`, `jax.enable_x64`, matmul precision, type promotion, random bits; not the deprecated `with
+        mesh:`). It must not change anything outside itself when traced. If a program fails in the background, the next
+        call gives a `RuntimeWarning`, and the program is compiled where it is first called. At its end the interpreter
+        waits for a program under way.
 
         Args:
           step: what `jax.jit` returned, without static arguments: bind those with `functools.partial` or a closure.
           state_argnum: which positional argument is the state.
 
         Returns:
-          A callable; its `num_compiled`, `num_ahead`, `num_hits_ahead` and `stalls_s` say what was compiled, where,
-          and how long calls waited. Each program is logged, at level INFO, to "jaxsok.ahead".
+          A callable; its `num_compiled`, `num_ahead`, `num_hits_ahead` and `stalls_s` say what was compiled, where, and
+          how long calls waited. Each program is logged, at level INFO, to "jaxsok.ahead".
 
         Raises:
           TypeError, ValueError: a step that is not jitted; when called, no state at `state_argnum`, static arguments.
 
         Cost:
-          One to two microseconds for each array among the arguments of a call. In the background one compilation
-          for each capacity, of which the last is in vain; on a GPU XLA may time kernels there while steps run.
+          One to two microseconds for each array among the arguments of a call. In the background one compilation for
+          each capacity, of which the last is in vain; on a GPU XLA may time kernels there while steps run.
 
         Example:
           >>> import jaxsok
@@ -890,12 +825,10 @@ class Collection:
 
     @annotations.annotated("jaxsok.stack")
     def stack(self, tree: Any) -> Any:
-        """Global arrays as `pmap` takes them: each `[num_shards * n, ...]` as `[num_shards, n, ...]`.
+        """Reshapes global arrays for `pmap`, each from `[num_shards * n, ...]` to `[num_shards, n, ...]`.
 
-        What is the same everywhere (a state's seed and step) is given to each shard. `unstack` is the way back.
-
-        Args:
-          tree: a state, features, or any arrays split over the axis; consumed.
+        Consumes them. What is the same everywhere (a state's seed and step) is given to each shard. `unstack` is the
+        way back.
 
         Example:
           `state = collection.stack(collection.init(seed=0))`, then `jax.pmap(step, axis_name="data")(state, ...)`.
@@ -904,7 +837,7 @@ class Collection:
 
     @annotations.annotated("jaxsok.unstack")
     def unstack(self, tree: Any) -> Any:
-        """What `pmap` gave, as global arrays: the way back from `stack`.
+        """Makes global arrays of what `pmap` gave: the way back from `stack`.
 
         Example:
           `collection.export_table(collection.unstack(state), "user")`
@@ -924,7 +857,7 @@ class Collection:
         """Counts the bytes that the collection takes on each device. `print` the result.
 
         Args:
-          state: of which capacities; None: as `init` makes it, or as `grow` makes it for `num_rows`.
+          state: whose capacities are counted; None: as `init` makes it, or as `grow` makes it for `num_rows`.
           batch: what a step works on: of `batch`, or its features. None: the state alone is counted.
           num_rows: rows that the tables have (`collection.num_rows(state)`) or will come to have; see
             `jaxsok.memory_estimate`.
@@ -972,7 +905,7 @@ class Collection:
             checks.integer(what, capacity, 1, wanted="a number of keys, at least 1")
 
     def _plans_and_gradients(self, op: str, plan: Any, gradients: Any) -> tuple[list[Plan], list[Mapping[str, Array]]]:
-        """What an op on lookups was given, as lists of one length."""
+        """Returns the plans and gradients that an op was given, as lists of one length."""
         plans = [plan] if isinstance(plan, Plan) else list(plan)
         grads = [gradients] if isinstance(gradients, Mapping) else list(gradients)
         if not plans or len(plans) != len(grads):
@@ -994,7 +927,7 @@ class Collection:
 
 
 def check_scalar(what: str, value: Any) -> None:
-    """Refuses what is no number, traced or not, of one element; `what`: the operation and its argument."""
+    """Refuses values that are not one number, traced or not; `what`: the operation and its argument."""
     is_number = checks.is_number(value) or isinstance(value, (np.ndarray, jax.Array))
     if not is_number or np.shape(value) != ():
         got = f"shape {list(np.shape(value))}" if is_number else repr(value)

@@ -1,11 +1,10 @@
 """Eviction: rows leave by policy, exactly over a whole shard, between steps.
 
-A policy (policies.py) says of each row its score, or whether its time has come; XLA works that out slab by slab, at 4
-to 8 bytes a row (1 where rows expire). Two kernels do the rest: `select` finds the rows of lowest (score, table, key)
-down to a budget, `release` takes them away as erase does. Between the two the host may read the rows that leave, in
-chunks.
+A policy (policies.py) gives each row a score, or marks it as expired; XLA computes that slab by slab, at 4 to 8 bytes a
+row (1 where rows expire). Two kernels do the rest: `select` finds the rows of lowest (score, table, key) down to a
+budget, `release` takes them away as erase does. Between the two the host may read the rows that leave, in chunks.
 
-Fed by `Collection.evict`, and by `grow` for a store that is full at its maximum.
+Called by `Collection.evict`, and by `grow` for a store that is full at its maximum.
 """
 
 import dataclasses
@@ -35,13 +34,13 @@ CHUNK_BYTES = 32 << 20  # of rows that leave, on their way to whoever takes them
 WINDOW_ROWS = 1 << 24  # whose flags the host looks at together, a byte each
 
 HandOver = Callable[[str, Records], None]
-"""Takes some rows of a table, by its name, before they go."""
+"""A function that takes some rows of a table, by its name, before they go."""
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Evicted:
-    """What an eviction took away: rows by table, of all shards.
+    """What an eviction took away: rows by table, summed over the shards.
 
     Example:
       >>> Evicted(jnp.array([3, 0], jnp.uint32), ("user", "item")).to_dict()
@@ -53,29 +52,23 @@ class Evicted:
     tables: tuple[str, ...] = dataclasses.field(metadata={"static": True})
 
     def to_dict(self) -> dict[str, int]:
-        """The counts by table, as Python integers (waits for the device).
-
-        Example:
-          `evicted.to_dict()["user"]`
-        """
+        """Returns the counts by table as Python integers (waits for the device)."""
         return {table: int(count) for table, count in zip(self.tables, np.asarray(self.num_evicted), strict=True)}
 
 
 @dataclasses.dataclass(frozen=True)
 class Leaving:
-    """Who may leave one store, and by which rule: hashable, a program is compiled for each."""
+    """Which rows may leave one store, and by which rule: hashable, a program is compiled for each."""
 
     spec: StoreSpec
     policy: Eviction
     number: int | None = None
-    """Of the table in the store; None: all its tables."""
+    """The number of a table in the store; None: all its tables."""
     shards: Shards = ONE_DEVICE
-    """Over which the store is split."""
     is_shared: bool = True
-    """Whether `num_rows` is a budget of all shards together; else it is that of each."""
+    """Whether `num_rows` is a budget of all shards together, not of each."""
 
     def __post_init__(self) -> None:
-        """Refuses what cannot be ranked."""
         names = [self.spec.tables[self.number]] if self.number is not None else self.spec.tables
         if self.policy.needs_statistics and not self.spec.keeps_statistics:
             raise ValueError(
@@ -97,27 +90,13 @@ def select(
     number: int | None = None,
     is_used: Bool[Array, " capacity"] | None = None,
 ) -> tuple[UInt8[Array, " capacity"], UInt32[Array, " num_tables"]]:
-    """Selects the rows that leave; changes nothing.
+    """Selects the rows that leave, and counts those that the policy chose by table; changes nothing.
 
-    Args:
-      spec: of the store.
-      store: read only.
-      policy: who leaves.
-      clock: now.
-      num_kept: how many rows may stay, of the table or of all tables; of no meaning for a policy without a score.
-      number: of the table in the store; None: all.
-      is_used: rows that the coming batch asks for: they stay, even if too few others leave. None: there are none.
+    `num_kept` rows may stay, of the table `number` or of all tables; a policy without a score ignores it. Rows with
+    `is_used`, which the coming batch asks for, get no flag even if too few others leave. They are still counted.
 
-    Returns:
-      A flag for each row of capacity, and how many rows of each table the policy chose (with `is_used`: at least as
-      many as have a flag).
-
-    Cost:
-      Streams what the policy reads and 16 bytes a row of records, then a byte and a score a row for each digit of the
-      score (`LaunchSelect`). Memory: the flags, and 4 or 8 bytes a row for scores; with `is_used` 8.
-
-    Example:
-      Last steps `[3, 1, 2]` of three rows, least recently used, `num_kept=1` → flags `[0, 1, 1]`.
+    Streams what the policy reads and 16 bytes a row of records, then a byte and a score a row for each digit of the
+    score (`LaunchSelect`). Memory: a byte of flags and 4 or 8 bytes of scores a row; 8 with `is_used`.
     """
     scores: list[list[Array]] = []
     mask: list[Array] = []
@@ -147,10 +126,10 @@ def select(
 
 
 def _above_others(stays: Bool[Array, " _"] | None, words: tuple[Array, ...]) -> tuple[Array, ...]:
-    """Scores by which the rows that stay are the last to leave.
+    """Changes scores so that the rows that stay are the last to leave.
 
     One word gets another in front, so that the order of all rows is exact. The kernel takes no more than two: of two
-    words rows that stay get the largest, which a row that nobody asks for has only if its policy says so.
+    words rows that stay get the largest, which another row has only if its policy says so.
     """
     if stays is None:
         return words
@@ -160,7 +139,7 @@ def _above_others(stays: Bool[Array, " _"] | None, words: tuple[Array, ...]) -> 
 
 
 def _score_words(policy: Eviction, scores: Any, num_rows: int) -> tuple[Array, ...]:
-    """One or two arrays, checked: a score may be the user's."""
+    """Checks scores, which may be the user's own, and returns them as one or two arrays."""
     words = scores if isinstance(scores, tuple) else (scores,)
     for word in words:
         if getattr(word, "dtype", None) != jnp.uint32 or word.shape != (num_rows,):
@@ -184,35 +163,16 @@ def _mask(policy: Eviction, expired: Any, num_rows: int) -> Array:
 def release(
     spec: StoreSpec, store: StoreState, flags: UInt8[Array, " capacity"]
 ) -> tuple[StoreState, UInt32[Array, " num_tables"]]:
-    """Takes the rows with a flag away, as evicted: `table.release`.
-
-    Args:
-      spec: of the store.
-      store: donated: the result has its buffers.
-      flags: of `select`.
-
-    Returns:
-      The store, and how many rows of each table went. Where none goes nothing changes.
-
-    Example:
-      Flags `[0, 1, 1]` → rows 1 and 2 are free, and the next new key gets row 1.
-    """
+    """Takes the rows with a flag away, and counts them by table; donates the store. See `table.release`."""
     return table_lib.release(spec, store, flags, is_eviction=True)
 
 
 def share_of(shards: Shards, num_rows: UInt32[Array, ""], mine: UInt32[Array, ""]) -> UInt32[Array, ""]:
-    """How many rows this shard may keep of a budget of all: as equal as possible, and in all exactly the budget.
+    """Divides a budget of rows: returns how many of its rows (`mine`) this shard may keep.
 
-    A shard that has fewer rows than its share keeps all, and the others share what it leaves. Of shards with equal rows
-    those of higher number keep the odd ones.
-
-    Args:
-      shards: of the store.
-      num_rows: the budget.
-      mine: rows that this shard has.
-
-    Example:
-      Shards with 2, 9 and 9 rows and a budget of 13 keep 2, 5 and 6.
+    Shares are as equal as possible and add up to exactly the budget. A shard with fewer rows than its share keeps all,
+    and the others share what it leaves. Of shards with equal rows those of higher number keep the odd ones: shards with
+    2, 9 and 9 rows and a budget of 13 keep 2, 5 and 6.
     """
     num_shards = shards.num_shards
     rows = lax.psum(jnp.zeros(num_shards, jnp.uint32).at[shards.index()].set(mine), shards.axis)
@@ -252,7 +212,7 @@ def _released(leaving: Leaving, store: StoreState, flags: Array) -> tuple[StoreS
 def _select(
     leaving: Leaving, store: StoreState, clock: Array, num_rows: Array, is_used: Array | None
 ) -> tuple[Array, Array]:
-    """Flags of all shards, and by shard and table how many rows the policy chose."""
+    """Returns flags for all shards, and by shard and table how many rows the policy chose."""
     shards = leaving.shards
     body = functools.partial(_selected, leaving)
     args, specs = (store, clock, num_rows, is_used), (shards.spec, P(), P(), shards.spec)
@@ -286,7 +246,7 @@ def _evict(
 
 
 def _of_shards(body: Callable, leaving: Leaving, store: StoreState, *args: Array) -> tuple[StoreState, Array]:
-    """Calls `body` on the shards of a store, all of which get flags of their own, or the same scalars."""
+    """Calls `body` on the shards of a store, which get their parts of arrays and the same scalars."""
     shards = leaving.shards
     specs = [P() if arg is None or arg.ndim == 0 else shards.spec for arg in args]
     body = functools.partial(body, leaving)
@@ -301,19 +261,10 @@ def evict(
     hand_over: HandOver | None = None,
     is_used: Mapping[int, Array] | None = None,
 ) -> tuple[tuple[StoreState, ...], dict[int, UInt32[Array, " num_tables"]]]:
-    """Takes rows out of some stores.
+    """Takes rows out of the stores named in `leaving`; returns all stores, and the rows that went by store and table.
 
-    Args:
-      leaving: who may leave, by the number of the store.
-      stores: of the state. Those named are donated: the results have their buffers. All are unchanged if `hand_over`
-        raises.
-      clock: now, a uint32 scalar.
-      num_rows: how many rows may stay, by the number of the store; of no meaning for a policy without a score.
-      hand_over: is given the rows of all stores first; on the host.
-      is_used: for each row of some stores, whether the coming batch asks for it: then it stays.
-
-    Returns:
-      All stores, and how many rows of each table went, of all shards, by the number of the store.
+    The named stores are donated. They are unchanged if `hand_over` raises, which gets the rows of all stores first, on
+    the host. `num_rows` may stay in each store; a policy without a score ignores it. Rows with `is_used` stay.
     """
     clock = jnp.asarray(clock, jnp.uint32)
     used = is_used or {}
@@ -339,17 +290,10 @@ def evict(
 def selected_records(
     spec: StoreSpec, store: StoreState, flags: UInt8[Array, " capacity"]
 ) -> Iterator[tuple[str, Records]]:
-    """The rows with a flag, by table, in chunks: shard by shard, in the order of their row ids.
+    """Yields the rows with a flag, by table, in chunks: shard by shard, in the order of their row ids.
 
-    In several processes each gives the rows of its own shards; those of a replicated store are given once in all.
-
-    Args:
-      spec: of the store.
-      store: not donated.
-      flags: of `select`.
-
-    Cost:
-      Host memory for CHUNK_BYTES of rows, and WINDOW_ROWS bytes. Over the link a byte a row of capacity, and the rows.
+    In several processes each gives the rows of its own shards; those of a replicated store are given once in all. Takes
+    CHUNK_BYTES and WINDOW_ROWS bytes of host memory; a byte for each row of capacity crosses the link, and the rows.
     """
     leaves, structure = jax.tree.flatten((slabs_of(store), flags))
     parts = [local_parts(leaf, spec.num_shards, is_once=True) for leaf in leaves]
@@ -368,7 +312,7 @@ def selected_records(
 
 
 def _chunk_rows(spec: StoreSpec, size: int) -> int:
-    """Rows of a chunk: a power of two, or a whole slab."""
+    """Returns the rows of a chunk: a power of two, or a whole slab."""
     return min(size, 1 << max(0, (CHUNK_BYTES // row_bytes(spec)).bit_length() - 1))
 
 
@@ -379,7 +323,7 @@ def _window(flags: Array, start: Array, size: int) -> Array:
 
 
 def _flagged(flags: Array, start: int, size: int) -> Iterator[np.ndarray]:
-    """Places in a slab whose row has a flag, ascending, a window at a time."""
+    """Yields the places in a slab whose row has a flag, ascending, a window at a time."""
     window = min(size, WINDOW_ROWS)
     for begin in range(0, size, window):
         # The last window begins where it still fits; what was seen before is left out.
@@ -389,14 +333,14 @@ def _flagged(flags: Array, start: int, size: int) -> Iterator[np.ndarray]:
 
 
 def _read(slab: RowSlab, places: np.ndarray, num_lines: int) -> Any:
-    """Lines of a slab as NumPy arrays; one program for all chunks, which asks for `num_lines` of them."""
+    """Reads lines of a slab as NumPy arrays; always asks for `num_lines` of them, so that one program serves all."""
     padded = np.zeros(num_lines, np.int32)
     padded[: len(places)] = places
     return jax.tree.map(lambda lines: np.asarray(lines)[: len(places)], read_lines(slab, padded))
 
 
 def _by_table(spec: StoreSpec, lines: Any) -> Iterator[tuple[str, Records]]:
-    """Lines of a store as records of its tables."""
+    """Splits lines of a store into records of its tables."""
     words, rows, states, statistics = lines
     records = Records(
         from_words(words[:, :2]),

@@ -1,14 +1,12 @@
 """The all-to-all between shards: keys to their owners, rows to the askers, gradients to the owners (decision D5).
 
-Every shard sends each owner `send_capacity` lines, padded: a dense all-to-all of static shape. Of a replicated store
-everybody is an owner: lines are all-gathered, and each shard reads the rows from its own copy.
+Every shard sends each owner `send_capacity` lines, padded: a dense all-to-all of static shape. In a replicated store
+every shard is an owner: lines are all-gathered, and each shard reads the rows from its own copy.
 
-Where a plan has told that the capacity suffices there is one round and no loop. Elsewhere the keys go in rounds by
-slices of their hash. All shards agree on the end of a slice: the least hash that would be one too many for any of
-them. So every round fits, every key is in one round on all shards, all gradients of a row meet in one round, and its
-optimizer steps once. The first round lies outside the loop.
-
-What owners do with keys and gradients is in lookup.py and update.py.
+Where a plan knows that the capacity suffices there is one round and no loop. Otherwise the keys go in rounds by slices
+of their hash. All shards agree on the end of a slice: the least hash that would be one too many for any of them. So
+every round fits, every key is in one round on all shards, all gradients of a row meet in one round, and its optimizer
+steps once. The first round lies outside the loop.
 """
 
 import dataclasses
@@ -42,14 +40,10 @@ PADDING_REQUEST = np.array([PADDING_KEY & 0xFFFFFFFF, PADDING_KEY >> 32, 0, 0], 
 
 
 def default_send_capacity(spec: StoreSpec, features: StoreFeatures) -> int:
-    """Keys for one destination in one round, where no plan has told.
+    """Returns the keys for one destination in one round, where the plan has no capacity.
 
-    A quarter more than the most loaded owner gets from keys that are all distinct and spread evenly, within
+    It is a quarter more than the most loaded owner gets from distinct keys that are spread evenly, within
     `most_send_capacity`.
-
-    Args:
-      spec: of the store.
-      features: of one shard.
     """
     spread, pinned = 0, [0] * spec.num_shards
     for layout in features.layouts:
@@ -64,14 +58,10 @@ def default_send_capacity(spec: StoreSpec, features: StoreFeatures) -> int:
 
 
 def most_send_capacity(spec: StoreSpec, features: StoreFeatures) -> int:
-    """The largest send capacity that is chosen for a shard's batch: what it receives stays near what it holds.
+    """Returns the largest send capacity for a shard's batch, so that what it receives stays near what it holds.
 
-    A shard receives `num_shards * send_capacity` lines, whoever sent them. Where one owner has most of the keys, that
-    would be as many as the keys of all shards; further rounds take less memory.
-
-    Args:
-      spec: of the store.
-      features: of one shard.
+    A shard receives `num_shards * send_capacity` lines. Where one owner has most of the keys, that would be as many as
+    the keys of all shards; further rounds take less memory.
     """
     num_keys = sum(layout.num_keys for layout in features.layouts)
     most = min(num_keys, max(SMALL_ENOUGH, -(-MOST_LINES * num_keys // spec.num_shards)))
@@ -79,7 +69,7 @@ def most_send_capacity(spec: StoreSpec, features: StoreFeatures) -> int:
 
 
 def rounded_capacity(load: int) -> int:
-    """The next of a few capacities: at most eight in each octave, so that few programs serve all batches.
+    """Rounds a load up to one of at most eight capacities in each octave, so that few programs serve all batches.
 
     Example:
       >>> [rounded_capacity(load) for load in (3, 100, 1000, 1025)]
@@ -95,10 +85,9 @@ class Exchange:
 
     shards: Shards
     wire: ExchangeSpec
-    """How rows and gradients travel."""
 
     def route(self, spec: StoreSpec, send_capacity: int) -> "Route":
-        """How lines of a store travel."""
+        """Returns the route of a store's lines."""
         return Route(self.shards, spec.is_replicated, send_capacity)
 
 
@@ -112,34 +101,34 @@ class Route:
 
     @property
     def num_owners(self) -> int:
-        """Destinations of a shard's lines."""
+        """The number of destinations of a shard's lines."""
         return 1 if self.is_replicated else self.shards.num_shards
 
     @property
     def num_sent(self) -> int:
-        """Lines that a shard sends in a round."""
+        """The number of lines that a shard sends in a round."""
         return self.num_owners * self.send_capacity
 
     @jax.named_scope("to_owners")
     def to_owners(self, lines: Array) -> Array:
-        """Lines `[num_sent, ...]`, owner by owner, to the owners, who get `[num_shards * send_capacity, ...]`."""
+        """Sends lines `[num_sent, ...]`, sorted by owner; each owner gets `[num_shards * send_capacity, ...]`."""
         if self.is_replicated:
             return lax.all_gather(lines, self.shards.axis, axis=0, tiled=True)
         return lax.all_to_all(lines, self.shards.axis, 0, 0, tiled=True)
 
     @jax.named_scope("to_askers")
     def to_askers(self, lines: Array) -> Array:
-        """The way back: what was done with each line, in the order in which the asker sent them."""
+        """Sends back what was done with each line, in the order in which the asker sent them."""
         if self.is_replicated:
             return lax.dynamic_slice_in_dim(lines, self.shards.index() * self.send_capacity, self.send_capacity)
         return lax.all_to_all(lines, self.shards.axis, 0, 0, tiled=True)
 
     def rows_to_owners(self, rows: Float[Array, "_ dim"], dtype: str | None) -> Float32[Array, "_ dim"]:
-        """`to_owners` of rows in another dtype on the wire; None: their own."""
+        """Sends rows as `to_owners` does, in another dtype on the wire; None: their own."""
         return _decoded(self.to_owners(_encoded(rows, dtype)), dtype, rows.dtype)
 
     def rows_to_askers(self, rows: Float[Array, "_ dim"], dtype: str | None) -> Float32[Array, "_ dim"]:
-        """`to_askers` of rows in another dtype on the wire; None: their own."""
+        """Sends rows as `to_askers` does, in another dtype on the wire; None: their own."""
         return _decoded(self.to_askers(_encoded(rows, dtype)), dtype, rows.dtype)
 
 
@@ -150,7 +139,7 @@ _TOP_EXPONENT = {"float16": 15, "float8_e4m3fn": 8}
 
 
 def _encoded(rows: Float[Array, "_ dim"], dtype: str | None) -> Array:
-    """Rows as they travel: themselves, or bytes of 16- or 8-bit numbers followed by the scale of the row."""
+    """Returns rows as they travel: unchanged, or bytes of 16- or 8-bit numbers followed by the scale of the row."""
     if dtype is None and rows.dtype.itemsize == 2:
         return lax.bitcast_convert_type(rows, jnp.uint16)
     rows = rows.astype(jnp.float32)
@@ -169,7 +158,7 @@ def _encoded(rows: Float[Array, "_ dim"], dtype: str | None) -> Array:
 
 
 def _decoded(lines: Array, dtype: str | None, own: np.dtype) -> Float32[Array, "_ dim"]:
-    """Lines as float32; `own`: the dtype of the rows before they were encoded."""
+    """Returns lines as float32; `own` is the dtype of the rows before they were encoded."""
     if lines.dtype == jnp.float32:
         return lines
     if dtype in (None, "bfloat16"):
@@ -182,17 +171,12 @@ def _decoded(lines: Array, dtype: str | None, own: np.dtype) -> Float32[Array, "
 
 
 def _power_of_two(exponent: Int32[Array, "..."]) -> Float32[Array, "..."]:
-    """2 to the exponent, by its bits: exact."""
+    """Computes 2 to the exponent from its bits: exact."""
     return lax.bitcast_convert_type((exponent + 127) << 23, jnp.float32)
 
 
 def wire_bytes(dim: int, dtype: str | None, own: str = "float32") -> int:
-    """Bytes of one row on the wire.
-
-    Args:
-      dim: numbers of the row.
-      dtype: on the wire; None: its own.
-      own: its dtype before it travels.
+    """Returns the bytes of one row on the wire, where it travels as `dtype`; None: as `own`, the dtype that it has.
 
     Example:
       >>> wire_bytes(128, "float32"), wire_bytes(128, "bfloat16"), wire_bytes(128, "float8_e4m3fn")
@@ -216,14 +200,10 @@ def ask(
     owners: UInt32[Array, " num_partitions"],
     send_capacity: int | None = None,
 ) -> Requests:
-    """What a shard asks of the others for one store; with a send capacity the keys are exchanged at once.
+    """Collects what a shard asks of the others for one store.
 
-    Args:
-      exchange: with the capacity of each of several rounds; None there: `default_send_capacity`.
-      spec: of the store.
-      features: of this shard.
-      owners: the shard of each partition.
-      send_capacity: one round is enough, and this its capacity: the caller compares `load`. None: rounds.
+    With `send_capacity` the keys are exchanged at once, in one round: the caller compares `load` with it. None: they go
+    in rounds later.
     """
     shards = exchange.shards
     one_round = send_capacity is not None
@@ -259,7 +239,7 @@ def _digest_of_all(digests: UInt32[Array, "num_shards 2"]) -> UInt32[Array, "1 2
 def _places(
     route: Route, begins: Int32[Array, " num_owners"], ends: Int32[Array, " num_owners"], num_keys: int
 ) -> tuple[Int32[Array, " num_sent"], Bool[Array, " num_sent"]]:
-    """The place of each line to send among the requests; num_keys where there is none."""
+    """Returns the place of each line to send among the requests; num_keys where there is none."""
     place = begins[:, None] + jnp.arange(route.send_capacity, dtype=jnp.int32)[None, :]
     is_real = place < ends[:, None]
     return jnp.where(is_real, place, num_keys).reshape(-1), is_real.reshape(-1)
@@ -281,15 +261,15 @@ class Round:
     is_real: Bool[Array, " num_sent"]
 
     def requests(self, asked: Requests) -> UInt32[Array, "_ 4"]:
-        """What the owners get of the requests."""
+        """Sends the requests of this round to their owners."""
         return self.route.to_owners(_taken_requests(asked.requests, self.place, self.is_real))
 
     def take(self, lines: Array) -> Array:
-        """The lines of this round, of all the requests' lines; zeros where nothing is sent."""
+        """Selects the lines of this round from those of all requests; zeros where nothing is sent."""
         return lines.at[self.place].get(mode="fill", fill_value=0)
 
     def put(self, lines: Array, of_round: Array) -> Array:
-        """All the requests' lines, with those of this round set."""
+        """Sets the lines of this round among those of all requests."""
         return lines.at[self.place].set(of_round, mode="drop")
 
 
@@ -302,15 +282,9 @@ def over_rounds(
 ) -> tuple[Any, Int32[Array, ""], UInt32[Array, "1 2"]]:
     """Calls `body(carry, rounds)` once for each round, with the plans' parts of it, until every request was sent.
 
-    Args:
-      exchange: between the shards.
-      spec: of the store.
-      asked: of each plan, ordered by hash; their rounds have common ends.
-      body: runs on every shard; gives the next carry, of the same types.
-      carry: the first.
-
-    Returns:
-      The last carry, the number of rounds, and the digest of the first plan's keys on all shards.
+    `asked` has the requests of each plan, ordered by hash; their rounds have common ends. `body` runs on every shard
+    and returns the next carry. Returns the last carry, the number of rounds, and the digest of the first plan's keys on
+    all shards.
     """
     routes = [exchange.route(spec, requests.send_capacity) for requests in asked]
 
@@ -341,8 +315,7 @@ def _common_end(
 ) -> tuple[UInt32[Array, "2"], Bool[Array, ""], UInt32[Array, "num_shards 2"]]:
     """Finds where a round ends on all shards, with one all-reduce.
 
-    Returns:
-      The hash (high, low) that ends the round, whether all that is left fits, and the digests of the first plan's keys.
+    Returns the hash (high, low) that ends the round, whether the rest fits, and the digests of the first plan's keys.
     """
     highs, lows, is_over = [], [], []
     for one, begin in zip(asked, begins, strict=True):
@@ -366,7 +339,7 @@ def _common_end(
 def _ends(
     asked: Requests, begins: Array, bound: UInt32[Array, "2"], is_last: Bool[Array, ""]
 ) -> Int32[Array, " num_owners"]:
-    """For each owner, one past the last request whose hash is below the bound; past its last one in the last round."""
+    """Returns for each owner the end of the requests whose hash is below the bound; in the last round of all."""
     high, low = asked.hashes[:, 1], asked.hashes[:, 0]
     is_below = (high < bound[0]) | ((high == bound[0]) & (low < bound[1])) | is_last
     place = jnp.arange(asked.hashes.shape[0], dtype=jnp.int32)[None, :]
@@ -375,20 +348,20 @@ def _ends(
 
 
 def has_divided_bags(features: StoreFeatures) -> bool:
-    """Whether a bag of several keys is divided by something that is known of all its keys together."""
+    """Returns whether a bag of several keys is divided by something that depends on all its keys."""
     divided = (COMBINERS["mean"], COMBINERS["sqrtn"])
     return any(layout.hotness != 1 and COMBINERS[layout.combiner] in divided for layout in features.layouts)
 
 
 def has_unused_keys(features: StoreFeatures) -> bool:
-    """Whether a key of a bag may be no use of its row: where weights can make the divisor zero."""
+    """Returns whether a key of a bag may be no use of its row: where weights can make the divisor zero."""
     divided = (COMBINERS["mean"], COMBINERS["sqrtn"])
     return any(layout.weights_start >= 0 and COMBINERS[layout.combiner] in divided for layout in features.layouts)
 
 
 @functools.partial(jax.jit, inline=True)
 def uses_of_rows(row_ids: UInt32[Array, " _"], uses: Int32[Array, " _"]) -> Int32[Array, " _"]:
-    """For each line the uses of its row, summed over all lines of that row.
+    """Sums for each line the uses of its row, over all lines of that row.
 
     Example:
       >>> uses_of_rows(jnp.array([4, 2, 4], jnp.uint32), jnp.array([1, 5, 2], jnp.int32)).tolist()

@@ -1,8 +1,8 @@
-"""A table out of its store, as a stream of records: key, row, optimizer state, statistics; NumPy arrays on the host.
+"""Streams a table out of its store as records: key, row, optimizer state, statistics; NumPy arrays on the host.
 
-The records of the shards are read block by block (16 bytes a row of capacity, 24 with statistics). They tell which rows
-are the table's, and only those are gathered on their device and cross to the host, some ahead of the reader. So the
-host holds a few chunks, whatever the table, and a table in a store of many costs its own rows.
+The records of the shards are read block by block. They say which rows are the table's, and only those are gathered on
+their device and cross to the host, some ahead of the reader. So the host holds a few chunks, whatever the table, and a
+table in a store of many costs its own rows.
 """
 
 import collections
@@ -44,7 +44,7 @@ class Chunk:
 
 
 def default_chunk_rows(spec: StoreSpec, *, with_state: bool = True) -> int:
-    """The number of rows in a chunk of about `CHUNK_BYTES`."""
+    """Returns the number of rows in a chunk of about `CHUNK_BYTES`."""
     row_bytes = spec.itemsize * spec.dim + (4 * sum(state.dim for state in spec.state_specs) if with_state else 0)
     return max(1, CHUNK_BYTES // row_bytes)
 
@@ -60,13 +60,9 @@ def export_chunks(
 ) -> Iterator[Chunk]:
     """Streams one table of a store: this process's shards one after the other, rows by row id.
 
-    The store must not be donated before the last chunk is there. A chunk has at most `chunk_rows` rows, by default
-    about 64 MiB, and ends with its slab. With `since` only rows with at least this `last_step` come, of stores with
+    The store must not be donated before the last chunk is there. A chunk ends with its slab. With `since` only rows
+    with at least this `last_step` come, of stores with statistics. Reads 16 bytes a row of capacity, 24 with
     statistics.
-
-    Cost:
-      Reads 16 bytes a row of capacity (24 with statistics), and the rows exported, all of which cross to the host.
-      Host memory: a few chunks and blocks of records.
     """
     num_rows = chunk_rows or default_chunk_rows(spec, with_state=with_state)
     names = [state.name for state in spec.state_specs] if with_state else []
@@ -86,15 +82,11 @@ def export_chunks(
 
 
 def export_table(spec: StoreSpec, store: StoreState, number: int) -> dict[str, Any]:
-    """The rows of one table of a store, shard by shard, in the order of their row ids.
+    """Collects the rows of one table of a store, shard by shard, in the order of their row ids.
 
-    Waits for the device and holds the whole table in host memory. In several processes each gives the rows of its own
-    shards; of a replicated table every process gives all.
-
-    Returns:
-      `keys` uint64[num_rows], `rows` [num_rows, dim] in the table's dtype, `row_ids` uint32[num_rows] within the shard,
-      and `state`, a dict of float32[num_rows, dim or 1] by the name of the optimizer's state; where statistics are kept
-      also `last_step` and `frequency`, and on a mesh `shards`, each uint32[num_rows].
+    Returns `keys` uint64, `rows` in the table's dtype, `row_ids` uint32 within the shard, and `state`, a dict of
+    float32[num_rows, dim or 1] by name; where statistics are kept also `last_step` and `frequency`, and on a mesh
+    `shards`, each uint32. Waits for the device.
     """
     chunks = list(export_chunks(spec, store, number))
     records = records_lib.joined([no_records(spec), *(chunk.records for chunk in chunks)])
@@ -111,14 +103,14 @@ def export_table(spec: StoreSpec, store: StoreState, number: int) -> dict[str, A
 
 
 def no_records(spec: StoreSpec, *, with_state: bool = True) -> Records:
-    """No rows, in the dtypes and widths of a store."""
+    """Returns no rows, in the dtypes and widths of a store."""
     none = np.zeros(0, np.uint32) if spec.keeps_statistics else None
     states = {state.name: np.zeros((0, state.dim), np.float32) for state in spec.state_specs if with_state}
     return Records(np.zeros(0, np.uint64), np.zeros((0, spec.dim), jnp.dtype(spec.dtype)), states, none, none)
 
 
 def _parts(spec: StoreSpec, store: StoreState) -> Iterator[tuple[int, list[RowSlab]]]:
-    """The number and the slabs of each shard that this process has; of a replicated store of one of them."""
+    """Yields the number and the slabs of each shard that this process has; of a replicated store only one."""
     leaves, structure = jax.tree.flatten(slabs_of(store))
     by_shard = [local_parts(leaf, spec.num_shards) for leaf in leaves]
     for shard in list(by_shard[0])[: 1 if spec.is_replicated else None]:
@@ -126,7 +118,7 @@ def _parts(spec: StoreSpec, store: StoreState) -> Iterator[tuple[int, list[RowSl
 
 
 def _sent_ahead(items: Iterable[Item]) -> Iterator[Item]:
-    """Passes items on when the next `AHEAD` of them are on their way to the host, too."""
+    """Passes items on once the next `AHEAD` of them are on their way to the host, too."""
     rest = iter(items)
     under_way = collections.deque(itertools.islice(rest, AHEAD + 1))
     while under_way:
@@ -139,7 +131,7 @@ def _sent_ahead(items: Iterable[Item]) -> Iterator[Item]:
 
 @dataclasses.dataclass(frozen=True)
 class _Lines:
-    """Rows of a slab that are wanted."""
+    """The rows of a slab that are exported."""
 
     places: np.ndarray
     """Within the slab, ascending."""
@@ -162,7 +154,7 @@ def _lines_of(records: Array, statistics: Array | None, number: int, since: int 
 
 
 def _blocks(arrays: tuple[Array, ...]) -> Iterator[tuple[int, list[np.ndarray]]]:
-    """Arrays from their first line to the last, some lines at a time, as NumPy; with the number of the first line."""
+    """Yields all lines of arrays, a block at a time, as NumPy, with the number of the first line."""
     size = arrays[0].shape[0]
     block = min(BLOCK_ROWS, size)
 
@@ -208,7 +200,7 @@ def _joined(pieces: list[_Lines]) -> _Lines:
 
 
 def _arrived(shard: int, start: int, lines: _Lines, arrays: tuple[Array, ...], names: list[str]) -> Chunk:
-    """The chunk of some lines of a slab that begins with row id `start`; waits for its arrays."""
+    """Makes the chunk of some lines of a slab that begins with row id `start`; waits for its arrays."""
     rows, *states = (np.asarray(array)[: len(lines.places)] for array in arrays)
     statistics = lines.statistics
     last_step, frequency = (None, None) if statistics is None else (statistics[:, 0], statistics[:, 1])

@@ -1,10 +1,8 @@
 """Ragged features in, batches of static size out.
 
-What a user has (one key a sample, padded rectangles, ragged lists, weights) becomes, for each store, one buffer of
-keys with offsets and weights beside it: few arrays to transfer, one kernel launch to read them. NumPy input is
-checked value by value; a `jax.Array` is checked by type and shape, and kernels clamp whatever its offsets hold.
-
-Feeds plan.py and lookup.py. Which key has which row is not known here.
+What a user has (one key a sample, padded rectangles, ragged lists, weights) becomes, for each store, one buffer of keys
+with offsets and weights beside it: few arrays to transfer, one kernel launch to read them. NumPy input is checked value
+by value; a `jax.Array` is checked by type and shape, and kernels clamp its offsets.
 """
 
 import dataclasses
@@ -29,28 +27,26 @@ class Bags:
 
     Example:
       >>> bags = Bags(np.array([7, 7, 9]), lengths=np.array([2, 1]))  # bags [7, 7] and [9]
-      >>> bags.offsets is None
-      True
     """
 
     keys: Any
-    """`[num_bags]`: one key each. `[num_bags, hotness]`: padded.
-    With lengths or offsets: `[num_keys]`."""
+    """`[num_bags]`: one key each. `[num_bags, hotness]`: padded. `[num_keys]`: with lengths or offsets."""
     _: dataclasses.KW_ONLY
     lengths: Any = None
-    """`[num_bags]`: keys of each bag, one after the other."""
+    """`[num_bags]`: the number of keys of each bag."""
     offsets: Any = None
     """`[num_bags + 1]`: where each bag begins, and where the last one ends."""
     weights: Any = None
     """One float per key, in the shape of `keys`."""
     inverse: Any = None
-    """`[num_samples]`: the bag of each sample, where samples share bags. The embedding is expanded to a line for each
-    sample; a bag is looked up once, and its gradient is the sum of its samples'. TorchRec's variable batch. Empty bags
-    are added up to the next power of two, or to `num_samples`."""
+    """`[num_samples]`: the bag of each sample, where samples share bags (TorchRec's variable batch).
+
+    A bag is looked up once, its embedding is repeated for each sample, and its gradient is the sum of its samples'.
+    Empty bags are added up to the next power of two, or to `num_samples`."""
 
 
 def bags_of(value: Any) -> Bags:
-    """A feature of a raw batch as Bags; an array alone is the keys."""
+    """Converts a feature of a raw batch to Bags; an array alone is the keys."""
     return value if isinstance(value, Bags) else Bags(value)
 
 
@@ -66,7 +62,7 @@ class FeatureLayout:
     hotness: int
     """Keys per bag; 0: ragged."""
     embedding_shape: tuple[int, ...]
-    """Of the embedding, without its last axis."""
+    """Without its last axis."""
     key_start: int = 0
     bag_start: int = 0
     offsets_start: int = 0
@@ -79,7 +75,6 @@ class FeatureLayout:
     inverse_start: int = -1
     """-1: every bag has its own line of the embedding."""
     num_distinct: int = 0
-    """With an inverse: the bags that it picks lines from."""
 
     def __repr__(self) -> str:
         shape = ", ".join(map(str, (*self.embedding_shape, "dim")))
@@ -87,7 +82,7 @@ class FeatureLayout:
 
     @property
     def combined_shape(self) -> tuple[int, ...]:
-        """Of what kernels make: `embedding_shape`, or that of the distinct bags before they are expanded."""
+        """The shape that kernels return: `embedding_shape`, or with an inverse that of the distinct bags."""
         return self.embedding_shape if self.inverse_start < 0 else (self.num_distinct, *self.embedding_shape[1:])
 
     @property
@@ -96,7 +91,7 @@ class FeatureLayout:
         return max(-(-self.num_bags // BAGS_PER_TILE), 1 if self.num_keys else 0)
 
     def words(self, plan: int = 0) -> list[int]:
-        """Its line in the features operand (FeatureWord in ffi/core/layout.h)."""
+        """Returns its line in the features operand (FeatureWord in ffi/core/layout.h)."""
         # A bag of one key is its row whatever the combiner, so it takes the path without bags.
         single = self.hotness == 1 and self.weights_start < 0
         return [
@@ -120,24 +115,24 @@ class FeatureLayout:
 class StoreFeatures:
     """The features of a batch that read one store.
 
-    No array is empty: where there is nothing to hold it has one line that is not read. XLA's compiler for several
-    GPUs (jaxlib 0.11.2) dies of arguments without elements.
+    No array is empty, since XLA's compiler for several GPUs (jaxlib 0.11.2) crashes on arguments without elements:
+    where there is nothing to hold there is one line that is not read.
     """
 
     keys: UInt32[Array, "num_keys 2"]
     offsets: Int32[Array, " num_offsets"]
-    """Of the ragged features, one after the other."""
+    """Concatenated over the ragged features."""
     weights: Float32[Array, " num_weights"]
-    """Of the weighted features, one after the other."""
+    """Concatenated over the weighted features."""
     layouts: tuple[FeatureLayout, ...] = dataclasses.field(metadata={"static": True})
     inverse: Int32[Array, " num_inverse"] | None = None
-    """Of the features whose samples share bags, one after the other; None if there are none."""
+    """Concatenated over the features whose samples share bags; None if there are none."""
 
     def __repr__(self) -> str:
         return f"StoreFeatures({printed.listed([*map(repr, self.layouts), *printed.condition_of(self)])})"
 
     def inverse_of(self, layout: FeatureLayout) -> Int32[Array, " num_samples"] | None:
-        """The bag of each sample of a feature; None where every bag has its own line."""
+        """Returns the bag of each sample of a feature; None where every bag has its own line."""
         if self.inverse is None or layout.inverse_start < 0:
             return None
         return self.inverse[layout.inverse_start : layout.inverse_start + layout.embedding_shape[0]]
@@ -148,7 +143,7 @@ class StoreFeatures:
         return sum(layout.num_tiles for layout in self.layouts)
 
     def operands(self) -> tuple[Array, Array, Array, np.ndarray]:
-        """keys, offsets, weights, features, as the kernels take them."""
+        """Returns keys, offsets, weights and features, as the kernels take them."""
         words = np.array([layout.words() for layout in self.layouts], np.int32).reshape(-1, NUM_FEATURE_WORDS)
         is_ragged = any(layout.num_offsets for layout in self.layouts)
         is_weighted = any(layout.weights_start >= 0 for layout in self.layouts)
@@ -161,9 +156,9 @@ class StoreFeatures:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Features:
-    """All features of a batch, packed by store. Made by `Collection.batch`; a pytree of arrays.
+    """All features of a batch, packed by store: a pytree of arrays that `Collection.batch` makes.
 
-    On a mesh each array holds one packed part for each shard, one after the other; layouts are those of one part.
+    On a mesh each array holds one packed part for each shard, one after the other; layouts describe one part.
     """
 
     stores: tuple[StoreFeatures, ...]
@@ -194,22 +189,20 @@ class Features:
         return 1
 
     def _parts(self, array: Array, start: int, size: int) -> Array:
-        """`size` lines of each part of a packed array: `[num_parts, size, ...]`."""
+        """Returns `size` lines of each part of a packed array: `[num_parts, size, ...]`."""
         lines = array.reshape(self._num_parts, array.shape[0] // self._num_parts, *array.shape[1:])
         return lines[:, start : start + size]
 
     def keys(self, name: str) -> UInt32[Array, "num_keys 2"]:
-        """The keys of a feature as words, padding included."""
+        """Returns the keys of a feature as words, padding included."""
         store, layout = self._find(name)
         return self._parts(store.keys, layout.key_start, layout.num_keys).reshape(-1, 2)
 
     def offsets(self, name: str) -> Int32[Array, " num_bags_plus_1"]:
-        """Where each bag of a feature begins among its keys, and where the last one ends.
+        """Returns where each bag of a feature begins among its keys, and where the last one ends.
 
-        Example:
-          Bags `[7, 7]` and `[9]` give `[0, 2, 3]`.
-
-        On a mesh those of all parts, one after the other, each counting from 0.
+        Bags `[7, 7]` and `[9]` give `[0, 2, 3]`. On a mesh the offsets of all parts follow each other, each counting
+        from 0.
         """
         store, layout = self._find(name)
         if layout.num_offsets:
@@ -219,10 +212,10 @@ class Features:
         return jnp.tile(jnp.arange(num_bags + 1, dtype=jnp.int32) * hotness, self._num_parts)
 
     def inverse(self, name: str) -> Int32[Array, " num_samples"]:
-        """The bag of each sample of a feature; 0, 1, 2, ... where every bag has its own line.
+        """Returns the bag of each sample of a feature; 0, 1, 2, ... where every bag has its own line.
 
-        Keys, offsets and mask are those of the bags: `mask[inverse]` has a line for each sample. On a mesh those of all
-        parts, one after the other, each counting the bags of its own part.
+        Keys, offsets and mask have a line for each bag: `mask[inverse]` has one for each sample. On a mesh the parts
+        follow each other, each counting its own bags.
         """
         store, layout = self._find(name)
         if layout.inverse_start >= 0:
@@ -230,10 +223,9 @@ class Features:
         return jnp.tile(jnp.arange(layout.embedding_shape[0], dtype=jnp.int32), self._num_parts)
 
     def mask(self, name: str) -> Bool[Array, "..."]:
-        """Where a feature has a key and no padding: `[num_keys]`, or `[num_bags, hotness]` for padded features.
+        """Marks where a feature has a key and no padding: `[num_keys]`, or `[num_bags, hotness]` for padded features.
 
-        Example:
-          Keys `[[7, 9], [3, PADDING_KEY]]` give `[[True, True], [True, False]]`.
+        Keys `[[7, 9], [3, PADDING_KEY]]` give `[[True, True], [True, False]]`.
         """
         _, layout = self._find(name)
         real = ~(self.keys(name) == jnp.uint32(PADDING_KEY & 0xFFFFFFFF)).all(axis=-1)
@@ -266,12 +258,12 @@ def single_key_layouts(tables: Sequence[int], sizes: Sequence[int]) -> tuple[Fea
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """A batch: its features, packed, and whatever else came with it, untouched."""
+    """A packed batch: its features, and its other entries, untouched."""
 
     features: Features
     rest: dict[str, Any]
     mask: Any = None
-    """With `pad_to`: bool `[num_samples]`, False for the samples that were added; else None."""
+    """With `pad_to`: bool `[num_samples]`, False for the samples that were added."""
 
     def __repr__(self) -> str:
         rest = printed.listed([f"{name!r}: {printed.in_short(value)}" for name, value in self.rest.items()])
@@ -299,13 +291,7 @@ class _Part:
 
 
 def pack(raw: Mapping[str, Any], stores: Sequence[StoreSpec], features: Sequence[FeatureSpec], tag: str) -> Batch:
-    """Packs the features of a raw batch by store; carries everything else along.
-
-    `tag` is the collection's fingerprint; a state of another one is refused.
-
-    Raises:
-      TypeError, ValueError: names feature, argument, got and wanted. Nothing has changed then.
-    """
+    """Packs the features of a raw batch by store, carries the rest along; `tag` is the collection's fingerprint."""
     require_features(raw, features)
     packed = jax.tree.map(jnp.asarray, pack_stores(raw, stores, features))
     return Batch(Features(packed, tag), rest_of(raw, features))
@@ -326,10 +312,10 @@ def require_features(raw: Mapping[str, Any], features: Sequence[FeatureSpec]) ->
 
 
 def require_samples(raw: Mapping[str, Any], features: Sequence[FeatureSpec]) -> None:
-    """Refuses features of different numbers of samples, and a column beside them that has another number of lines.
+    """Refuses features with different numbers of samples, and columns that have another number of lines.
 
-    A column is an entry that is an array `[num_lines]` or `[num_lines, 1]`, as labels and weights are. Scalars, arrays
-    of more columns, and what lies in a dict, list or tuple, may have any size.
+    A column is an entry `[num_lines]` or `[num_lines, 1]`, such as labels and weights. Scalars, arrays with more
+    columns, and the contents of a dict, list or tuple may have any size.
     """
     counts = {spec.name: _num_samples(raw[spec.name]) for spec in features}
     counts = {name: count for name, count in counts.items() if count is not None}
@@ -358,7 +344,7 @@ def _is_global(value: Any) -> bool:
 
 
 def _num_samples(value: Any) -> int | None:
-    """The samples of a feature by its shapes; None if they tell nothing, which `_read` refuses."""
+    """Returns the samples of a feature by its shapes; None if they do not say, which `_read` refuses."""
     bags = bags_of(value)
     for given, more in ((bags.inverse, 0), (bags.lengths, 0), (bags.offsets, 1), (bags.keys, 0)):
         if given is not None and hasattr(given, "shape"):
@@ -369,7 +355,7 @@ def _num_samples(value: Any) -> int | None:
 
 
 def rest_of(raw: Mapping[str, Any], features: Sequence[FeatureSpec]) -> dict[str, Any]:
-    """The entries of a raw batch that are no features."""
+    """Returns the entries of a raw batch that are no features."""
     own = {spec.name for spec in features}
     return {name: value for name, value in raw.items() if name not in own}
 
@@ -377,7 +363,7 @@ def rest_of(raw: Mapping[str, Any], features: Sequence[FeatureSpec]) -> dict[str
 def pack_stores(
     raw: Mapping[str, Any], stores: Sequence[StoreSpec], features: Sequence[FeatureSpec]
 ) -> tuple[StoreFeatures, ...]:
-    """The features of a raw batch by store; what came as NumPy alone is NumPy still."""
+    """Packs the features of a raw batch by store; NumPy input stays NumPy."""
     parts = {spec.name: _read(spec, raw[spec.name]) for spec in features}
     packed = []
     for store in stores:
@@ -388,9 +374,10 @@ def pack_stores(
 
 
 def shaped(store: StoreSpec, features: Sequence[FeatureSpec], sizes: Mapping[str, tuple[int, int]]) -> StoreFeatures:
-    """The features of a batch that does not exist yet: shapes and dtypes in place of arrays.
+    """Makes the features of a batch that does not exist yet: shapes and dtypes in place of arrays.
 
-    `sizes` has for each feature its keys and its samples; as many of both are single keys, else the bags are ragged.
+    `sizes` has for each feature its keys and its samples. Equal numbers mean single keys; otherwise the bags are
+    ragged.
     """
     names = [table.name for table in store.tables]
     parts = []
@@ -418,7 +405,7 @@ def shaped(store: StoreSpec, features: Sequence[FeatureSpec], sizes: Mapping[str
 
 
 def part_shape(features: StoreFeatures, num_parts: int) -> StoreFeatures:
-    """The shapes and dtypes of one shard's part of packed features."""
+    """Returns the shapes and dtypes of one shard's part of packed features."""
     num_keys = sum(layout.num_keys for layout in features.layouts) or 1
     num_parts = max(1, min(num_parts, features.keys.shape[0] // num_keys))  # inside shard_map there is one part
     return jax.tree.map(
@@ -479,7 +466,7 @@ def _layouts(store: StoreSpec, parts: Sequence[_Part]) -> tuple[FeatureLayout, .
 
 
 def _join(arrays: Sequence[Any], empty: np.ndarray) -> Any:
-    """One array of all; NumPy parts are joined on the host, so that one transfer carries them."""
+    """Joins arrays; NumPy parts are joined on the host, so that one transfer carries them."""
     if not arrays:
         return empty
     if any(isinstance(array, jax.Array) for array in arrays):
@@ -504,10 +491,9 @@ def _read(spec: FeatureSpec, value: Any) -> _Part:
 
 
 def _with_more_bags(part: _Part, num_samples: int) -> _Part:
-    """Bags that samples share, and empty ones until their number is the next power of two, or that of the samples.
+    """Adds empty bags until their number is the next power of two, or the number of samples.
 
-    Without them each number of bags would be a program. Of bags of one size there are at most as many as `max_keys` is
-    enough for.
+    Without them each number of bags would be a program. Bags of one size stay within `max_keys`.
     """
     num_bags = part.shape[0]
     if num_bags == 0:
@@ -530,7 +516,7 @@ def _with_more_bags(part: _Part, num_samples: int) -> _Part:
 
 
 def read_inverse(bags: Bags, num_bags: int, what: str) -> Any:
-    """Reads the bag of each sample: int32 NumPy, known to be bags; or traced, with `num_bags` for what is none."""
+    """Reads the bag of each sample: int32 NumPy, checked; or traced, with `num_bags` for positions without a bag."""
     given = bags.inverse if isinstance(bags.inverse, jax.core.Tracer) else np.asarray(bags.inverse)
     if given.dtype == np.bool_ or not jnp.issubdtype(given.dtype, jnp.integer):
         raise TypeError(f"{what}: inverse: got {given.dtype}{list(given.shape)}, wanted integers.")
@@ -593,7 +579,7 @@ def _read_weights(spec: FeatureSpec, bags: Bags, shape: tuple[int, ...], what: s
 
 
 def read_weights(given: Any, shape: tuple[Any, ...], what: str) -> Any:
-    """Reads weights of keys of a shape, whose sizes may be symbolic: float32 NumPy, known to be finite, or traced."""
+    """Reads weights of keys, whose shape may be symbolic: float32 NumPy, checked to be finite, or traced."""
     weights = given if isinstance(given, jax.Array) else np.asarray(given)
     if not jnp.issubdtype(weights.dtype, jnp.floating):
         raise TypeError(f"{what}: weights: got {weights.dtype}{list(weights.shape)}, wanted floats.")
@@ -605,7 +591,7 @@ def read_weights(given: Any, shape: tuple[Any, ...], what: str) -> Any:
 
 
 def read_offsets(bags: Bags, words: Any, what: str) -> Any:
-    """Reads offsets of ragged keys: int32 NumPy, known to rise to the end of the keys; or traced, and made to rise."""
+    """Reads offsets of ragged keys: int32 NumPy, checked to rise to the end of the keys; or traced, made to rise."""
     if bags.lengths is not None and bags.offsets is not None:
         raise ValueError(f"{what}: got both lengths and offsets, wanted one of them.")
     if words.ndim != 2:
@@ -649,12 +635,12 @@ def _read_ragged(spec: FeatureSpec, bags: Bags, words: Any, weights: Any, what: 
 
 
 def rising(offsets: Array, num_keys: int) -> Int32[Array, " num_bags_plus_1"]:
-    """Traced offsets made to rise, within the keys: their values are not known, and no kernel may stray."""
+    """Makes traced offsets rise within the keys: their values are not known, and no kernel may stray."""
     return jax.lax.cummax(jnp.clip(offsets.astype(jnp.int32), 0, num_keys))
 
 
 def _check_offsets(given: np.ndarray, name: str, words: Any, what: str) -> np.ndarray:
-    """Offsets as int32, once they are known to rise from 0 to the number of keys."""
+    """Returns offsets as int32 after checking that they rise from 0 to the number of keys."""
     num_keys = words.shape[0]
     if given.size and given.min() < 0:
         raise ValueError(f"{what}: {name}: got {int(given.min())}, wanted no negative number.")

@@ -1,8 +1,8 @@
 """Gradients of embeddings on their way to rows: checked, summed by key, and brought to the owners of the rows.
 
-update.py steps the rows that are reached, and norms.py adds up the squares of what arrives. On one device nothing
-travels: the kernels sum the gradients of bags by row. On a mesh a shard sums its gradients by distinct key, and sends
-them the way that the requests of its plan went.
+update.py steps the rows that are reached, and norms.py adds up the squares of what arrives. On one device the kernels
+sum the gradients of bags by row. On a mesh a shard sums its gradients by distinct key, and sends them the way that the
+requests of its plan went.
 """
 
 import dataclasses
@@ -34,7 +34,7 @@ from jaxsok.store import StoreState
 from jaxsok.types import NO_ROW, NUM_FEATURE_WORDS, RowIds
 
 Gradients = Mapping[str, Float[Array, "..."]]
-"""By feature, in the shape and, but for the rounding, the dtype of its embedding."""
+"""By feature, in the shape and, except for the rounding, the dtype of its embedding."""
 
 
 # What is checked -----------------------------------------------------------------------------------------------------
@@ -43,18 +43,7 @@ Gradients = Mapping[str, Float[Array, "..."]]
 def check_gradients(
     specs: Sequence[StoreSpec], plan: Plan, gradients: Gradients, num_parts: int, op: str = "update"
 ) -> None:
-    """Refuses gradients that do not fit a plan of global arrays.
-
-    Args:
-      specs: of the stores.
-      plan: of a lookup.
-      gradients: by feature.
-      num_parts: shards that the samples are split over.
-      op: as messages name the call.
-
-    Raises:
-      TypeError, ValueError: names the feature, got and wanted.
-    """
+    """Refuses gradients that do not fit a plan of global arrays, whose samples are split over `num_parts` shards."""
     _check_names(plan, gradients, op)
     for spec, part in zip(specs, plan.features.stores, strict=True):
         for layout in part.layouts:
@@ -71,7 +60,7 @@ def _check_names(plan: Plan, gradients: Gradients, op: str = "update") -> None:
 
 
 def gradient_of(gradients: Gradients, layout: FeatureLayout, spec: StoreSpec, op: str = "update") -> Array:
-    """A feature's gradient, checked."""
+    """Returns a feature's gradient after checking it."""
     what = f'{op}: gradients: feature "{layout.name}"'
     if layout.name not in gradients:
         raise ValueError(f"{what}: got none, wanted one; there are {sorted(gradients)}.")
@@ -89,7 +78,7 @@ def gradient_of(gradients: Gradients, layout: FeatureLayout, spec: StoreSpec, op
 
 
 def bag_gradient(gradients: Gradients, part: StoreFeatures, layout: FeatureLayout, spec: StoreSpec) -> Array:
-    """The gradient of what the kernels made: where samples share a bag, their sum, in the order of the samples."""
+    """Returns the gradient by bag: where samples share a bag, their sum, in the order of the samples."""
     gradient = gradient_of(gradients, layout, spec)
     inverse = part.inverse_of(layout)
     if inverse is None:
@@ -109,7 +98,7 @@ def bag_gradient(gradients: Gradients, part: StoreFeatures, layout: FeatureLayou
 
 
 def joined(parts: Sequence[StoreFeatures]) -> tuple[Batch, int]:
-    """Several plans' features as one batch, each feature knowing its plan."""
+    """Joins several plans' features into one batch, in which each feature knows its plan."""
     words, num_keys, num_bags, num_offsets, num_weights, num_tiles = [], 0, 0, 0, 0, 0
     operands = [part.operands() for part in parts]
     for number, (part, (_, offsets, weights, _)) in enumerate(zip(parts, operands, strict=True)):
@@ -134,7 +123,7 @@ def joined(parts: Sequence[StoreFeatures]) -> tuple[Batch, int]:
 
 
 def as_features(sizes: Sequence[int]) -> tuple[tuple[Array, Array, np.ndarray], int]:
-    """Single keys, one feature for each plan, as the kernels take them: offsets, weights, features; tiles."""
+    """Makes single keys, one feature for each plan, as the kernels take them: offsets, weights, features; tiles."""
     layouts = single_key_layouts([0] * len(sizes), sizes)
     words = np.array([layout.words(plan=number) for number, layout in enumerate(layouts)], np.int32)
     num_tiles = sum(layout.num_tiles for layout in layouts)
@@ -142,7 +131,7 @@ def as_features(sizes: Sequence[int]) -> tuple[tuple[Array, Array, np.ndarray], 
 
 
 def concatenated(arrays: Sequence[Array]) -> Array:
-    """One array of several; of one that array, without an operation."""
+    """Concatenates arrays; a single one is returned without an operation."""
     return arrays[0] if len(arrays) == 1 else jnp.concatenate(arrays)
 
 
@@ -150,7 +139,7 @@ def concatenated(arrays: Sequence[Array]) -> Array:
 
 
 class Arrived(NamedTuple):
-    """The gradients that came to this shard for the requests of one plan: of its rows, summed by each asker."""
+    """The gradients that came to this shard for the requests of one plan: for its rows, summed by each asker."""
 
     received: Array
     """The requests, `[n, 4]`."""
@@ -158,7 +147,7 @@ class Arrived(NamedTuple):
     """NO_ROW where there is nothing to step."""
     sums: Float32[Array, "n dim"]
     uses: Int32[Array, " n"]
-    """How many uses each sum is of."""
+    """The number of uses in each sum."""
 
 
 class Used(NamedTuple):
@@ -167,7 +156,6 @@ class Used(NamedTuple):
     plans: Sequence[Plan]
     gradients: Sequence[Gradients]
     is_live: Bool[Array, " num_plans"]
-    """Whether a plan acts."""
 
 
 def over_arrivals(
@@ -182,20 +170,9 @@ def over_arrivals(
 ) -> Any:
     """Brings the gradients of one store to the owners of the rows: `body(carry, arrived)` for each round.
 
-    All gradients of a row come in one round. If the keys were sent ahead, there is one round and no loop.
-
-    Args:
-      exchange: between the shards.
-      op: as messages name the call.
-      spec: of the store.
-      s: its number.
-      used: the plans that use it, and their gradients.
-      store_of: the store, in a carry.
-      body: takes what arrived for each plan; gives the next carry, of the same types.
-      carry: the first.
-
-    Returns:
-      The last carry.
+    All gradients of a row come in one round. If the keys were sent ahead, there is one round and no loop. `body` gets
+    what arrived for each plan and returns the next carry; `store_of` finds the store in a carry; `op` is for messages.
+    Returns the last carry.
     """
     plans = used.plans
     # The number of uses travels with the gradients only where the requests do not know it.
@@ -235,10 +212,9 @@ def over_arrivals(
 def scaled_by_uses(
     spec: StoreSpec, arrived: Sequence[Arrived], is_live: Bool[Array, " num_plans"], *, counts_uses: bool = False
 ) -> tuple[list[Array], Float32[Array, " num_lines"] | None]:
-    """Sums by the `row_gradient` of the store: over the uses of the row in all live plans, or over the root of that.
+    """Scales sums by the store's `row_gradient`: divides by the uses of the row in all live plans, or by their root.
 
-    Returns:
-      The sums by plan, and the uses of the row of each line, if they are needed for them or asked for.
+    Returns the sums by plan, and the uses of the row of each line, if they are needed or asked for.
     """
     sums = [one.sums for one in arrived]
     if spec.row_gradient == "sum" and not counts_uses:

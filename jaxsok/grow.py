@@ -4,17 +4,17 @@ Growing appends a slab to every per-row array and copies no row. The old index g
 records, so the peak is the new size. Slabs are allocated and programs compiled before anything goes.
 
 `grow` makes room for the keys that are coming. It first compares two bounds that cost no wait: the rows in use are at
-most those last seen and what the steps since could have inserted, and the keys that are coming are at most their
-positions. Only if the two do not fit, the host waits for the steps under way, the device counts the distinct keys of
-the coming batches that have no row, and these exact numbers decide. As a bound that fits is never below an exact number
-that does not, what is decided is a function of the state and of the coming batches alone, and not of what has arrived
-by when: a run that is resumed decides as one that went on, and so do all processes of a run.
+most those last seen plus what the steps since could have inserted, and the new keys are at most the positions. Only if
+the two do not fit, the host waits for the steps under way, the device counts the distinct keys of the coming batches
+that have no row, and these exact numbers decide. If the bounds fit, the exact numbers fit too. So the decision depends
+on the state and the coming batches alone, and not on what has arrived by when: a resumed run decides as one that went
+on, and all processes of a run decide alike.
 
 The same holds for the keys that wait for a row (`StoreState.sightings`), which are made anew, larger if need be, before
 they fill half of their buckets.
 
-A store that may grow no further, and whose tables have a policy of eviction, loses rows in the same manner, and a slack
-more than it must, so that this is rare. Rows that the coming batches ask for stay.
+A store that may grow no further, and whose tables have an eviction policy, loses rows in the same manner, plus a slack,
+so that this is rare. Rows that the coming batches ask for stay.
 
 On a mesh the fullest shard decides, and all shards grow alike.
 """
@@ -63,67 +63,66 @@ _ALLOCATED, _BEGIN, _END, _UNPLACED, _SIGHTINGS = (
 
 @dataclasses.dataclass
 class GrowthTracker:
-    """What the host knows about the rows in use, of one state that passes through `grow` between its steps."""
+    """What the host knows about the rows in use, of one state that passes through `grow`; lists go by store."""
 
     specs: Sequence[StoreSpec]
     tables: Sequence[TableSpec]
-    """All of them, in the order of the collection."""
+    """In the order of the collection."""
     shards: Shards
     keys_per_step: list[int]
-    """Positions that one step can insert, by store: learned from batches and traces; saved with checkpoints."""
+    """Positions that one step can insert: learned from batches and traces; saved with checkpoints."""
     allowed: list[int]
-    """Insertions that all steps so far could have made, by store, since the tracker began."""
+    """Insertions that all steps so far could have made since the tracker began."""
     assigned_per_step: list[int]
-    """Keys that one step sets the rows of, by store: learned from traces; saved with checkpoints."""
+    """Keys that one step sets the rows of: learned from traces; saved with checkpoints."""
     known: list[tuple[int, int] | None]
-    """Rows last seen, and `allowed` at that time, by store; on a mesh the rows of the fullest shard."""
+    """Rows last seen in the fullest shard, and `allowed` at that time."""
     sightings: list[int]
-    """Entries of `sightings` last seen, by store; of the fullest shard. Known since when the rows are."""
+    """Entries of `sightings` last seen in the fullest shard, at the same time."""
     coming: list[int]
-    """Insertions that the steps since the last call can make, by store."""
+    """Insertions that the steps since the last call can make."""
     num_counts: list[int]
     """How often in a row the keys of a store that could grow were counted, and had room."""
     under_way: collections.deque[tuple[Array, list[int]]]
-    """Summaries on their way to the host, oldest first, with `allowed` when they were asked for."""
+    """Summaries on their way to the host, oldest first, with `allowed` when they were requested."""
     signature: tuple[int, ...] | None = None
-    """Capacities of the state last seen; another one means another state, of which nothing is known."""
+    """Capacities of the state last seen; others mean another state, of which nothing is known."""
     steps: int | None = None
-    """Steps until the next call of `grow`, as the last one was told; None: it was told the batches."""
+    """Steps until the next call of `grow`, if the last call got no batch."""
     num_calls: int = 0
-    """Calls for the state last seen."""
     num_waits: int = 0
     """How often the host had to wait for the device."""
     num_grown: int = 0
     """How often a store grew: each time the step is compiled anew."""
     place: tuple[weakref.ref, int] | None = None
-    """The largest array of the state last seen, and where it lay."""
+    """The largest array of the state last seen, and its address."""
     num_places: int = 0
-    """How often that was looked at."""
+    """How often the address was checked."""
     num_copied: int = 0
-    """How often in a row the state was elsewhere, and what it came from gone."""
+    """How often in a row the state moved and its former array was gone."""
     num_evictions: int = 0
     """How often rows of a store left to make room."""
     warned: set[str] = dataclasses.field(default_factory=set)
-    """What was said already: each warning comes once."""
+    """The warnings that were given: each comes once."""
 
     @classmethod
     def of(cls, specs: Sequence[StoreSpec], tables: Sequence[TableSpec], shards: Shards) -> "GrowthTracker":
-        """A tracker that knows nothing."""
+        """Makes a tracker that knows nothing."""
         zeros = [[0] * len(specs) for _ in range(6)]
         return cls(specs, tables, shards, *zeros[:3], [None] * len(specs), *zeros[3:], collections.deque())
 
     def warn_once(self, about: str, message: str, stacklevel: int) -> None:
-        """Warns, if nothing was said about this before; `stacklevel` counts from the caller."""
+        """Warns if there was no warning about this before; `stacklevel` counts from the caller."""
         if about not in self.warned:
             self.warned.add(about)
             warnings.warn(message, RuntimeWarning, stacklevel=stacklevel + 1)
 
     def in_use(self, store: int) -> int:
-        """Rows in use, just read."""
+        """Returns the rows in use, just read."""
         return there(self.known[store])[0]
 
     def forget(self) -> None:
-        """Forgets all but the size of batches."""
+        """Forgets everything except the size of batches."""
         self.known = [None] * len(self.known)
         self.under_way.clear()
         self.signature, self.num_calls = None, 0
@@ -137,11 +136,11 @@ class GrowthTracker:
         self.assigned_per_step[store] = max(self.assigned_per_step[store], num_keys)
 
     def per_step(self) -> list[int]:
-        """Rows that one step may insert, by store."""
+        """Returns the rows that one step may insert, by store."""
         return [keys + assigned for keys, assigned in zip(self.keys_per_step, self.assigned_per_step, strict=True)]
 
     def seen(self, steps: int) -> Coming:
-        """What `steps` steps may insert, if they are as those so far."""
+        """Returns what `steps` steps may insert, if they are as those so far."""
         positions = [keys * steps for keys in self.per_step()]
         return Coming(positions, uncounted=positions, is_given=False)
 
@@ -156,17 +155,17 @@ class GrowthTracker:
         self.coming, self.steps = list(coming.positions), None if coming.is_given else steps
 
     def bound(self, store: int) -> int | None:
-        """Rows in use at most; None: not known."""
+        """Returns an upper bound of the rows in use; None: not known."""
         known = self.known[store]
         return None if known is None else known[0] + self.allowed[store] - known[1]
 
     def sightings_bound(self, store: int) -> int | None:
-        """Entries of `sightings` taken at most; None: not known. Each key asked may take one."""
+        """Returns an upper bound of the entries of `sightings`; None: not known. Each key asked may take one."""
         known = self.known[store]
         return None if known is None else self.sightings[store] + self.allowed[store] - known[1]
 
     def learn(self, seen: "_Seen", allowed: Sequence[int]) -> None:
-        """Takes in what was so when `allowed` was."""
+        """Records a summary and the value of `allowed` that belongs to it."""
         for s, num_rows in enumerate(seen.num_rows):
             self.known[s] = (num_rows, allowed[s])
             self.sightings[s] = seen.num_sightings[s]
@@ -174,10 +173,10 @@ class GrowthTracker:
 
 @dataclasses.dataclass(frozen=True)
 class _Seen:
-    """What a summary says: by store, and of the refused keys by table in the order of the collection."""
+    """The contents of a summary: lists by store, and the refused keys by table in the order of the collection."""
 
     num_rows: list[int]
-    """In use, of the fullest shard."""
+    """Rows in use, of the fullest shard."""
     num_unplaced: list[int]
     """Keys that found no index entry."""
     num_sightings: list[int]
@@ -186,7 +185,7 @@ class _Seen:
 
     @classmethod
     def of(cls, words: list[int], num_stores: int, num_shards: int) -> "_Seen":
-        """Of the counters of all stores, shard by shard, and the refused keys behind them."""
+        """Reads the counters of all stores, shard by shard, and the refused keys behind them."""
         seen = cls([], [], [], words[num_stores * num_shards * len(COUNTERS) :])
         for s in range(num_stores):
             begins = range(s * num_shards * len(COUNTERS), (s + 1) * num_shards * len(COUNTERS), len(COUNTERS))
@@ -197,14 +196,10 @@ class _Seen:
 
 
 def keys_at_most(spec: StoreSpec, num_keys: Sequence[tuple[int, int]]) -> int:
-    """The keys that one step may insert into one shard of a store.
+    """Bounds the keys that one step may insert into one shard; `num_keys` has for each feature its table and its keys.
 
-    Of keys that are spread by hash a shard gets its share give or take a root; six of them on top are passed once in
-    10**9 times, unless somebody aims at a shard.
-
-    Args:
-      spec: of the store.
-      num_keys: of each feature of one shard's batch, its table's number and its keys.
+    Of keys that are spread by hash a shard gets its share plus or minus a root; six of them on top are exceeded once in
+    10**9 times, unless someone chooses keys for one shard.
     """
     if spec.num_shards == 1:
         return sum(keys for _, keys in num_keys)
@@ -225,19 +220,14 @@ def _signature(state: State) -> tuple[int, ...]:
 
 
 def keys_of_total(spec: StoreSpec, total: int) -> int:
-    """The keys that one shard of a store may insert of so many in a whole batch, whatever their table.
-
-    Args:
-      spec: of the store.
-      total: keys of the batch, of all shards together.
-    """
+    """Bounds the keys that one shard may insert of `total` keys of a whole batch, whatever their table."""
     share = -(-total // spec.num_shards)
     return max(keys_at_most(spec, [(number, share)]) for number in range(len(spec.tables)))
 
 
 @functools.partial(jax.jit, static_argnums=1)
 def _summary(state_words: tuple[tuple[Array, ...], Array], shards: Shards) -> Array:
-    """Counters of all stores and refused keys, as an array that lives on when the state is donated."""
+    """Copies counters of all stores and refused keys to an array that lives on when the state is donated."""
     counters, refused = state_words
     if shards.is_mesh:
         is_explicit = AxisType.Explicit in shards.mesh.axis_types
@@ -251,7 +241,7 @@ def _words_of(state: State) -> tuple[tuple[Array, ...], Array]:
 
 
 def _read(state: State, num_shards: int, shards: Shards) -> _Seen:
-    """Waits for the steps under way."""
+    """Reads the counters; waits for the steps under way."""
     counters, refused = _words_of(state)
     if shards.num_processes > 1:
         words = np.asarray(_summary((counters, refused), shards)).tolist()
@@ -268,18 +258,9 @@ def grow(
     clock: Any = None,
     hand_over: evict_lib.HandOver | None = None,
 ) -> State:
-    """Makes room for what is coming.
+    """Makes room for what is coming until the next call; see `Collection.grow`.
 
-    Args:
-      tracker: of the state; changed.
-      state: consumed, if it grows or loses rows.
-      coming: until the next call.
-      steps: until the next call, where the caller gave no batch.
-      clock: of eviction; None: the state's step.
-      hand_over: is given the rows that are evicted, before anything changes.
-
-    Returns:
-      The same state, or one with more slabs or fewer rows; the old one must not be used then.
+    Changes `tracker`. Consumes the state if it grows or loses rows. `steps` is for a caller who gave no batch.
     """
     specs, shards = tracker.specs, tracker.shards
     num_shards, stores = specs[0].num_shards, range(len(specs))
@@ -371,21 +352,20 @@ class _Need:
     """What a store whose bounds do not fit needs, in its fullest shard."""
 
     num_new: int
-    """Rows for what is coming."""
     num_rows: int
-    """Rows in use and new ones together, of the shard that has most of both."""
+    """Rows in use plus new ones, of the shard that has most of both."""
     num_used: int = 0
-    """Rows that a batch which is coming asks for, of the shard that has most of them."""
+    """Rows that a coming batch asks for, of the shard that has most of them."""
     is_used: Array | None = None
-    """For each row of capacity whether a batch that is coming asks for it; None: no batch was given."""
+    """For each row of capacity whether a coming batch asks for it; None: no batch was given."""
 
     def is_beyond(self, spec: StoreSpec) -> bool:
-        """Whether the largest capacity is too small."""
+        """Returns whether the largest capacity is too small."""
         return spec.max_capacity is not None and self.num_rows > spec.max_capacity
 
 
 def _count(tracker: GrowthTracker, state: State, coming: Coming, short: Sequence[int]) -> dict[int, _Need]:
-    """Finds what the stores need whose positions do not fit; counts on the device where batches were given (waits)."""
+    """Finds what the stores in `short` need; counts on the device where batches were given (waits)."""
     counts = {}
     for s in short:
         parts = [features.stores[s] for features in coming.features if features.stores[s].layouts]
@@ -408,7 +388,7 @@ def _count(tracker: GrowthTracker, state: State, coming: Coming, short: Sequence
 def _rows_to_grow_to(
     tracker: GrowthTracker, capacities: Sequence[int], positions: Sequence[int], needs: dict[int, _Need]
 ) -> dict[int, int]:
-    """Rows that shards need, of the stores that grow.
+    """Returns the rows that a shard needs, for each store that grows.
 
     A store whose keys were counted again and again, and had room each time, grows for their positions if there is
     memory: counting is a wait at every step.
@@ -433,15 +413,10 @@ def _rows_to_grow_to(
 
 
 def rows_kept(capacity: int, num_new: int, *, is_exact: bool = False) -> int:
-    """Rows of a shard that stay when its store is full: so many that the new ones fit, and a slack.
+    """Returns how many rows of a shard stay when its store is full, so that the new ones fit, with a slack.
 
-    The slack is a sixteenth of the capacity, rounded up. If the new rows are only known not to be more, a quarter of
+    The slack is a sixteenth of the capacity, rounded up. If `num_new` is only a bound (not `is_exact`), a quarter of
     the capacity stays, so that not all rows leave for keys that may need none.
-
-    Args:
-      capacity: of the shard.
-      num_new: rows for what is coming.
-      is_exact: whether all of them will be asked for.
 
     Example:
       >>> rows_kept(1600, 50), rows_kept(1600, 1000), rows_kept(1600, 1400), rows_kept(1600, 2000)
@@ -460,7 +435,7 @@ def _evict(
     clock: Any,
     hand_over: evict_lib.HandOver | None,
 ) -> State:
-    """Takes rows out of full stores by their policy. Whatever `hand_over` raises, the state is as it was."""
+    """Takes rows out of full stores by their policy. The state is unchanged if `hand_over` raises."""
     specs, shards = tracker.specs, tracker.shards
     leaving = {
         s: evict_lib.Leaving(specs[s], there(specs[s].tables[0].eviction), None, shards, is_shared=False) for s in full
@@ -546,8 +521,8 @@ def _warn_of_refusals(tracker: GrowthTracker, capacities: Sequence[int], seen: _
 def _warn_of_copies(tracker: GrowthTracker, state: State) -> None:
     """Warns, once, that steps copy the state: rows lie elsewhere after each.
 
-    A donated state stays where it is (law 9). One that is not is right as well, but is copied in every step, and two of
-    it are in memory. Nothing is waited for: while steps are under way nobody looks.
+    A donated state stays where it is (law 9). Otherwise every step copies it, and two of it are in memory. Nothing is
+    waited for: while steps are under way the address is not checked.
     """
     if tracker.num_places >= PLACES or tracker.num_copied >= COPIES:
         return
@@ -574,7 +549,7 @@ def _warn_of_copies(tracker: GrowthTracker, state: State) -> None:
 
 
 def next_capacity(spec: StoreSpec, capacity: int, needed: int, free: int | None) -> int:
-    """The capacity that a shard grows to: twice, or a quarter more where that would not fit, or what is needed."""
+    """Returns the capacity that a shard grows to: twice, or a quarter more where that would not fit, or `needed`."""
     limit = min(spec.max_capacity or MAX_CAPACITY, MAX_CAPACITY)
     wanted = min(limit, max(needed, int(capacity * GROWTH_FACTOR)))
     gentle = min(limit, max(needed, int(capacity * GENTLE_FACTOR)))
@@ -583,7 +558,7 @@ def next_capacity(spec: StoreSpec, capacity: int, needed: int, free: int | None)
 
 
 def _new_capacities(tracker: GrowthTracker, state: State, needed: dict[int, int]) -> dict[int, int]:
-    """What the shards of each store that is short grow to; refuses what will not fit before anything has changed."""
+    """Returns what the shards of each short store grow to; raises, before anything has changed, if it will not fit."""
     capacities, specs = {}, tracker.specs
     free = agreed_free_bytes(tracker.shards) if needed else None
     for s, rows in needed.items():
@@ -609,19 +584,10 @@ def _enlarging(
 ) -> Callable[[State], State]:
     """Prepares larger stores, and new indexes where stores are larger or get another salt.
 
-    Slabs are allocated and programs compiled here: whatever fails until the result is called has changed nothing. The
-    old index goes only then, so that the peak is the new size: it is not larger than the new one.
-
-    Args:
-      specs: of all stores.
-      state: unchanged.
-      capacities: rows of a shard, by the number of the store; more than there are.
-      is_resalted: for each store, whether keys of it found no entry.
-      room: for how many keys that wait, by the number of the store.
-      shards: over which the stores are split.
-
-    Returns:
-      A function that takes the state, or one that lost rows meanwhile, and consumes it.
+    Slabs are allocated and programs compiled here: a failure until the result is called has changed nothing. The old
+    index goes only then, so that the peak is the new size. `capacities` are rows of a shard, by store; `is_resalted`
+    says which stores have keys that found no entry; `room` is for so many waiting keys, by store. The returned function
+    consumes the state, or one that lost rows meanwhile.
     """
     slabs, salts, rebuild, remake = {}, {}, {}, {}
     for s, spec in enumerate(specs):
@@ -653,12 +619,12 @@ def _enlarging(
 
 
 def _half_entries(spec: StoreSpec, store: StoreState) -> int:
-    """Keys that may wait in a shard before their buckets are half full; 0: none waits."""
+    """Returns the keys that may wait in a shard before their buckets are half full; 0: none waits."""
     return sum(array.shape[0] // spec.num_shards * ENTRIES_PER_BUCKET // 2 for array in store.sightings)
 
 
 def _slab(spec: StoreSpec, size: int, shards: Shards) -> tuple:
-    """One more slab, of `size` rows in each shard."""
+    """Allocates a slab of `size` rows in each shard."""
 
     def make() -> tuple:
         return new_slab(spec, spec.num_shards * size)
@@ -681,7 +647,7 @@ def _with_slab(store: StoreState, slab: tuple) -> StoreState:
 def _rebuild(
     counters: Array, records: tuple[Array, ...], salt: Array | None, num_buckets: int, shards: Shards
 ) -> tuple[Array, Array]:
-    """A new index of the rows that the records name, under another salt (two words) if one is given; the counters."""
+    """Builds an index of the rows that the records name, under another salt (two words) if one is given."""
 
     def of_shard(counters: Array, records: tuple[Array, ...], salt: Array | None) -> tuple[Array, Array]:
         if salt is not None:
@@ -697,7 +663,7 @@ def _names(spec: StoreSpec) -> str:
 
 
 def agreed_free_bytes(shards: Shards) -> int | None:
-    """Memory that is left for a shard on each device, the least of all processes; None where nobody says."""
+    """Returns the least free memory for a shard over the devices of all processes; None: unknown."""
     free = free_bytes()
     if shards.num_processes > 1:
         unknown = 1 << 61
@@ -708,7 +674,7 @@ def agreed_free_bytes(shards: Shards) -> int | None:
 
 
 def free_bytes() -> int | None:
-    """Memory that is left on the default device; None where it does not say."""
+    """Returns the free memory on the default device; None where it does not report it."""
     device = jax.local_devices()[0]
     if device.platform == "cpu":
         return _free_host_bytes()
@@ -717,7 +683,7 @@ def free_bytes() -> int | None:
 
 
 def _free_host_bytes() -> int | None:
-    """What Linux can give without swapping (its page cache included), within the limit of the control group."""
+    """Returns what Linux can give without swapping (its page cache included), within the limit of the control group."""
     try:
         lines = pathlib.Path("/proc/meminfo").read_text().splitlines()
         free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
@@ -732,11 +698,7 @@ def _free_host_bytes() -> int | None:
 
 
 def require_memory(asked: Sequence[tuple[StoreSpec, int]], op: str, free: int | None) -> None:
-    """Refuses stores and rows (of a shard) that will not fit together, before anything changes.
-
-    Raises:
-      MemoryError: says the bytes asked, the bytes that a row costs, and the bytes there are.
-    """
+    """Raises MemoryError if stores with their rows (of a shard) will not fit together, before anything changes."""
     total = sum(num_rows * row_bytes(spec) for spec, num_rows in asked)
     if free is not None and total > free:
         parts = "; ".join(
@@ -753,18 +715,7 @@ def require_memory(asked: Sequence[tuple[StoreSpec, int]], op: str, free: int | 
 def grow_to(
     op: str, specs: Sequence[StoreSpec], state: State, capacities: dict[int, int], shards: Shards = ONE_DEVICE
 ) -> State:
-    """Makes shards of some stores so large, at once: for rows that are known to come.
-
-    Args:
-      op: named in errors.
-      specs: of all stores.
-      state: the old one must not be used then.
-      capacities: rows of a shard, by the number of the store; more than there are.
-      shards: over which the stores are split.
-
-    Raises:
-      MemoryError: they will not fit; nothing has changed.
-    """
+    """Enlarges shards of some stores at once to `capacities` rows by store; consumes the state if it succeeds."""
     if not capacities:
         return state
     for s, rows in capacities.items():
@@ -780,6 +731,6 @@ def grow_to(
 
 
 def resalted(specs: Sequence[StoreSpec], state: State, s: int, shards: Shards = ONE_DEVICE) -> State:
-    """The state with the index of one store made anew under another salt: keys that found no entry find one then."""
+    """Rebuilds the index of one store under another salt, so that keys that found no entry find one."""
     is_resalted = [number == s for number in range(len(specs))]
     return _enlarging(specs, state, {}, is_resalted, {}, shards)(state)

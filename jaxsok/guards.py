@@ -1,6 +1,6 @@
-"""Refusals of JAX transformations that a table cannot go through, in the words of the call.
+"""Refuses JAX transformations that a table cannot go through, and names the call.
 
-A kernel call has no derivative and no batch axis, and JAX would say so in terms of FFI. An op passes what it was given
+A kernel call has no derivative and no batch axis, and JAX would say so in terms of FFI. An op passes its arguments
 through `whole`: an identity whose rules for `jax.grad` and `jax.vmap` raise. JAX asks a rule only if an argument is
 differentiated or mapped over, however deep below `jit`, `scan` or `shard_map`; compiled programs are the same.
 """
@@ -11,20 +11,7 @@ import jax
 
 
 def whole(op: str, **arguments: Any) -> tuple[Any, ...]:
-    """Arguments as they are; to differentiate by them or to map over them raises.
-
-    Args:
-      op: as messages name the call.
-      **arguments: trees of arrays, by name.
-
-    Raises:
-      TypeError: later, from JAX's trace of `jax.grad` and the like, or of `jax.vmap`; names op and argument.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> jax.jit(lambda rows: whole("lookup", state=rows)[0])(jnp.ones(2)).tolist()
-      [1.0, 1.0]
-    """
+    """Returns arguments unchanged; differentiating by them or mapping over them raises TypeError when traced."""
     if not any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(arguments)):
         return tuple(arguments.values())
     return tuple(_guarded(op, name, tree) for name, tree in arguments.items())

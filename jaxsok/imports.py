@@ -47,7 +47,7 @@ def import_table(
     reset_state: bool,
     shards: Shards,
 ) -> State:
-    """Enters records into table `number` of store `s`; see `Collection.import_table`. The state is donated."""
+    """Enters records into table `number` of store `s`; see `Collection.import_table`. Donates the state."""
     entering = _Entering(specs, s, number, shards, clock, reset_state, state)
     entering.num_expected = num_rows
     try:
@@ -75,14 +75,10 @@ def import_table(
 
 
 def checked(spec: StoreSpec, number: int, records: Any) -> dict[str, np.ndarray]:
-    """A chunk's arrays as a table takes them; refuses what does not fit, before anything has changed.
+    """Returns a chunk's arrays as a table takes them; refuses what does not fit, before anything has changed.
 
-    Returns:
-      "keys" uint64, "rows" in the store's dtype or float32, "state.<name>" float32, and if there are any and the store
-      keeps them "statistics" uint32[num_rows, 2].
-
-    Raises:
-      TypeError, ValueError: names the table, the array, what was got and wanted.
+    The arrays are "keys" uint64, "rows" in the store's dtype or float32, "state.<name>" float32, and "statistics"
+    uint32[num_rows, 2] if the records have them and the store keeps them.
     """
     table = spec.tables[number]
     what = f'import_table: table "{table.name}"'
@@ -121,7 +117,7 @@ def checked(spec: StoreSpec, number: int, records: Any) -> dict[str, np.ndarray]
 
 
 def _floats(what: str, array: Any, shape: tuple[int, int], dtype: str) -> np.ndarray:
-    """In a dtype, or in float32 on the way to it: the device rounds."""
+    """Converts to a dtype, or to float32 on the way to it: the device rounds."""
     array = np.asarray(array)
     if not jnp.issubdtype(array.dtype, jnp.floating) or array.shape != shape:
         raise ValueError(f"{what}: got {array.dtype}{list(array.shape)}, wanted floats{list(shape)}.")
@@ -159,11 +155,11 @@ class _Entering:
 
     @property
     def capacity(self) -> int:
-        """Of a shard."""
+        """Rows of a shard."""
         return self.store.capacity // self.spec.num_shards
 
     def _expected(self) -> int:
-        """Rows of a shard when all that was announced has come, as far as the store may grow; 0: not known."""
+        """Returns the rows of a shard when all announced records have come, within its maximum; 0: unknown."""
         if self.num_expected is None:
             return 0
         rows = [self.num_expected if number == self.number else 0 for number in range(len(self.spec.tables))]
@@ -209,7 +205,7 @@ class _Entering:
         return np.split(order, np.cumsum(np.bincount(owners, minlength=num_shards))[:-1])
 
     def _pieces(self, arrays: dict[str, np.ndarray], dealt: list[np.ndarray]) -> Iterable[dict[str, Any]]:
-        """What each shard takes in one call after the other, as arrays that are split."""
+        """Yields what each shard takes in one call after the other, as arrays that are split."""
         most = max(len(lines) for lines in dealt)
         size = min(default_chunk_rows(self.spec), max(LEAST_ROWS, rounded_capacity(most)))
         for begin in range(0, most, size):
@@ -229,7 +225,7 @@ class _Entering:
             }
 
     def _make_room(self, arrays: dict[str, np.ndarray], dealt: list[np.ndarray]) -> None:
-        """Grows until each shard has rows for its part of a chunk, and for what was announced."""
+        """Grows until each shard has rows for its part of a chunk, and for the records that were announced."""
         asked = np.array([len(lines) for lines in dealt])
         if (self.in_use + asked > self.capacity).any():
             self.in_use = self._read_in_use()
@@ -269,7 +265,7 @@ class _Entering:
         self.unsettled = refused, arrays
 
     def _read_in_use(self) -> np.ndarray:
-        """Rows in use of each shard (waits for the device)."""
+        """Counts the rows in use of each shard (waits for the device)."""
         words = self.shards.read(self.store.counters).reshape(self.spec.num_shards, len(COUNTERS)).astype(np.int64)
         return words[:, _WORD["num_allocated"]] - words[:, _WORD["free_end"]] + words[:, _WORD["free_begin"]]
 
@@ -288,7 +284,7 @@ def entered(
     clock: Array,
     piece: dict[str, Array],
 ) -> tuple[StoreState, Array]:
-    """The store with records in it, and how many each shard refused."""
+    """Enters records into the store, and counts how many each shard refused."""
 
     def part(store: StoreState, seed: Array, clock: Array, piece: dict[str, Array]) -> tuple[StoreState, Array]:
         num_keys = piece["keys"].shape[0]

@@ -1,10 +1,10 @@
 """What a new row holds: declarations, each a function of (seed, table name, key, column) and of nothing else.
 
-Most are worked out inside the kernels (`ffi/core/initialize.h`), so a key gets the same row on every mesh, in every
-run and on both back ends. Random numbers are counter-based: SplitMix64 of the key's stream and the column.
+Most are worked out inside the kernels (`ffi/core/initialize.h`), so a key gets the same row on every mesh, in every run
+and on both back ends. Random numbers are counter-based: SplitMix64 of the key's stream and the column.
 
 `matrix` and `function` are traced: XLA works their rows out beside the kernels and writes those of new keys. They are
-functions of key and column alone. A store that has such a table looks up by several calls in place of one (table.py,
+functions of key and column alone. A store with such a table looks up by several calls in place of one (table.py,
 lookup.py); its other tables get the same rows as ever.
 """
 
@@ -36,14 +36,14 @@ class Initializer:
         return False
 
     def of_dim(self, dim: int) -> "Initializer":
-        """The same for rows of `dim` numbers: what the kernels are given."""
+        """Returns the initializer for rows of `dim` numbers, which the kernels are given."""
         return self
 
     def require(self, dim: int, what: str) -> None:
         """Refuses a table whose rows this cannot fill: a matrix of other columns, a function of other results."""
 
     def rows(self, words: UInt32[Array, "num_keys 2"], dim: int) -> Float32[Array, "num_keys dim"]:
-        """The rows of keys, if `is_traced`."""
+        """Returns the rows of keys, if `is_traced`."""
         raise TypeError(f"Initializer.rows: got {self!r}, whose rows the kernels work out.")
 
 
@@ -105,12 +105,9 @@ def fan_in(
     """Mean 0 and variance `scale / dim`, by the table's dim: variance scaling of a row that a layer multiplies.
 
     The same as `jax.nn.initializers.variance_scaling(scale, "fan_in", distribution, in_axis=1, out_axis=0)` of a
-    `[num_rows, dim]` table, which Flax gives to `nnx.Embed` with scale 1 and "normal". Worked out in the kernels.
-
-    Args:
-      scale: of the variance; 1 keeps the length of a row near 1.
-      distribution: "uniform" over +-sqrt(3 scale / dim), "normal", or "truncated_normal" at two standard deviations
-        before the cut, which is wider by 1 / 0.8796 so that the variance after it is the same.
+    `[num_rows, dim]` table, which Flax gives to `nnx.Embed` with scale 1 and "normal". A scale of 1 keeps the length of
+    a row near 1. The distribution is "uniform" over +-sqrt(3 scale / dim), "normal", or "truncated_normal" at two
+    standard deviations before the cut, which is wider by 1 / 0.8796 so that the variance after it is the same.
 
     Raises:
       ValueError: a negative scale, another distribution.
@@ -137,7 +134,7 @@ _DEVIATION_WITHIN_TWO = math.sqrt(1 - 4 * math.exp(-2) / math.sqrt(2 * math.pi) 
 
 
 class _FanIn(Initializer):
-    """Its parameters are those of rows of one number; they shrink with the root of the dim."""
+    """An initializer whose parameters hold for rows of one number; they shrink with the root of the dim."""
 
     def of_dim(self, dim: int) -> Initializer:
         return Initializer(self.kind, self.a / math.sqrt(dim), self.b / math.sqrt(dim))
@@ -159,10 +156,8 @@ def _mix64(x: int) -> int:
 class InitialRows:
     """The initial rows of one table apart from its state: a function of (seed, table name, key, column).
 
-    Exports and served tables carry it, so that a key without a row reads there what `Collection.find` gives.
-
-    Raises:
-      TypeError, ValueError: when made; names the argument.
+    Exports and served tables carry it, so that a key without a row reads there what `Collection.find` gives. Raises
+    TypeError or ValueError when made with other arguments.
     """
 
     initializer: Initializer
@@ -170,7 +165,7 @@ class InitialRows:
     table: str
     """The name that the table was trained under."""
     seed: int
-    """Of the training state."""
+    """The seed of the training state."""
 
     def __post_init__(self) -> None:
         if type(self.initializer) is not Initializer:
@@ -191,22 +186,22 @@ class InitialRows:
         return f'the initial row: {name}({parameters}) of table "{self.table}", seed {self.seed}'
 
     def name_under(self, seed: int, name: int) -> int:
-        """The hash of a table name (`name`) that gives the same rows under another seed.
+        """Returns the hash of a table name, in place of `name`, that gives the same rows under another seed.
 
-        The stream of a key begins with Mix64(seed + golden) ^ name (ffi/core/initialize.h), so that tables of several
-        seeds can be looked up by one call, which has one seed.
+        The stream of a key begins with Mix64(seed + golden) ^ name (ffi/core/initialize.h), so that one call, which has
+        one seed, can look up tables of several seeds.
         """
         golden = 0x9E3779B97F4A7C15
         return name ^ _mix64(self.seed + golden & _UINT64) ^ _mix64(seed + golden & _UINT64)
 
     def to_json(self) -> dict[str, Any]:
-        """As manifests have it."""
+        """Returns the JSON object for manifests."""
         one = self.initializer
         return {"kind": one.kind, "a": one.a, "b": one.b, "table": self.table, "seed": self.seed}
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> "InitialRows":
-        """What `to_json` gave; TypeError, ValueError or KeyError: it is not that."""
+        """Reads what `to_json` gave; TypeError, ValueError or KeyError: it is not that."""
         if not isinstance(value, Mapping):
             raise TypeError(f"InitialRows: got {value!r}, wanted an object.")
         return cls(Initializer(value["kind"], value["a"], value["b"]), value["table"], value["seed"])
@@ -226,8 +221,7 @@ def matrix(values: Any) -> Initializer:
       TypeError, ValueError: not floats, not two axes, no rows, not finite; another dim than the table's.
 
     Cost:
-      For a store with such a table a lookup costs several calls in place of one, and for each of its keys a row of the
-      matrix is read and written twice: once for keys that got a row, once beside the rows for keys that have none.
+      That of `function`: several calls for each lookup, and each row written twice.
 
     Source: DeepRec, embedding variables with `InitializerOption(default_value_dim=num_values)`.
 
@@ -254,10 +248,13 @@ def matrix(values: Any) -> Initializer:
 def function(fn: Callable[[Array, Array], Array], name: str) -> Initializer:
     """The user's own pure function of a key and the columns.
 
-    It is called for one key and mapped over the keys of a batch (`jax.vmap`), so that no key can depend on its
-    company. Integer arithmetic and single roundings give the same bits everywhere. Of a float product that is added
-    to, or of a transcendental function, XLA may make other last bits in another program or on another back end; a row
-    that was written stays.
+    It is called for one key and mapped over the keys of a batch (`jax.vmap`), so that no key can depend on the others.
+    Integer arithmetic and single roundings give the same bits everywhere. For a float product in a sum, or a
+    transcendental function, XLA may give other last bits in another program or on another back end; a written row
+    stays.
+
+    Values are written unchecked. A row that is not finite is read as such and no lookup counts it. If its gradients are
+    not finite, each update leaves the row alone and counts it in `Stats.num_nonfinite`, and `stats.check()` raises.
 
     Args:
       fn: takes the key's words `uint32[2]` (low, high) and the columns `int32[dim]` (0, 1, ...); gives `float32[dim]`.
@@ -266,10 +263,6 @@ def function(fn: Callable[[Array, Array], Array], name: str) -> Initializer:
 
     Raises:
       TypeError, ValueError: not callable, no name; results of another shape or dtype, when the table is declared.
-
-    What it gives is written as it is: whether it is finite is not known before. A row of NaN or infinite numbers is
-    read as such. No lookup counts it; where the loss makes gradients of it that are not finite, each update leaves the
-    row alone and counts it in `Stats.num_nonfinite`, and `stats.check()` raises.
 
     Cost:
       For a store with such a table a lookup costs several calls in place of one, and for each of its keys a row is
@@ -290,7 +283,7 @@ def function(fn: Callable[[Array, Array], Array], name: str) -> Initializer:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Traced(Initializer):
-    """The kernels fill new rows with zeros, and XLA writes over them."""
+    """An initializer for which the kernels fill new rows with zeros, and XLA writes over them."""
 
     kind: int = 0
     a: float = 0.0
@@ -306,7 +299,7 @@ class _Traced(Initializer):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class _Matrix(_Traced):
-    """Equal to others of the same shape and bits, which its text names."""
+    """A matrix by key; equal to others of the same shape and bits, which its text names."""
 
     values: np.ndarray = dataclasses.field(compare=False)
 
@@ -322,7 +315,7 @@ class _Matrix(_Traced):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False, eq=False)
 class _Function(_Traced):
-    """Equal to others of the same function and name."""
+    """A function of the user's own; equal to others of the same function and name."""
 
     fn: Callable[[Array, Array], Array]
 
@@ -348,7 +341,7 @@ class _Function(_Traced):
 
 
 def _modulo(words: UInt32[Array, "num_keys 2"], divisor: int) -> UInt32[Array, " num_keys"]:
-    """Unsigned 64-bit keys modulo a number below 2**31, in 32-bit arithmetic: as on paper, some bits at a time."""
+    """Computes unsigned 64-bit keys modulo a number below 2**31, in 32-bit arithmetic, by long division."""
     num_bits = 32 - (divisor - 1).bit_length()  # (divisor - 1) * 2**num_bits + 2**num_bits - 1 is below 2**32
     rest = jnp.zeros(words.shape[:1], jnp.uint32)
     for word in (words[:, 1], words[:, 0]):
