@@ -79,7 +79,7 @@ class Ahead:
         self._tracker = tracker
         self._state_argnum = checks.integer("ahead: state_argnum", state_argnum, 0)
         self._programs: dict[Any, _Program] = {}
-        self._ready: dict[Any, jax.stages.Compiled] = {}  # of the programs, those that were called
+        self._ready: dict[Any, jax.stages.Compiled] = {}  # the programs that were called
         self._failed: list[tuple[_Program, BaseException]] = []
         self._thread: threading.Thread | None = None
         self._looked: dict[Any, int] = {}

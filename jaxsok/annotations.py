@@ -13,7 +13,7 @@ import jax
 
 from jaxsok.specs import StoreSpec
 
-MAX_TABLES = 3  # of a store that its name tells; a store may have hundreds
+MAX_TABLES = 3  # named for a store, which may have hundreds
 
 
 @contextlib.contextmanager

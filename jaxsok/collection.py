@@ -147,7 +147,7 @@ class Collection:
             )
         free = grow_lib.agreed_free_bytes(shards)
         grow_lib.require_memory([(store, store.capacity) for store in self.stores], "init", free)
-        # What is drawn names the state's life in exports, which are read by others, so that the salts are drawn apart.
+        # The first words name the state's life in exports, which others read, so the salts come from other words.
         drawn = processes.drawn(is_shared=shards.num_processes > 1, num_words=6)
         entropy = drawn[2:].tolist() if salt is None else int(salt)
         salts = np.random.SeedSequence(entropy).generate_state(len(self.stores), np.uint64)
@@ -161,7 +161,7 @@ class Collection:
             return jnp.zeros((), jnp.uint32), jnp.asarray(words), jnp.asarray(self.partition_owners), refused
 
         step, seed_words, owners, refused = shards.make(make_rest, is_split=False)
-        # Of the seed, so that two runs have the same bits. Exports tell lives of one word apart all the same.
+        # From the seed, so that two runs have the same bits. Exports still tell lives with the same words apart.
         lineage = np.random.SeedSequence([int(seed), int(self.fingerprint, 16)]).generate_state(2)
         lives.IN_THIS_PROCESS.begin(lineage, drawn[:2])
         state = State(
@@ -786,10 +786,10 @@ class Collection:
         short, another batch size came along), the call compiles on the spot.
 
         The step is traced in another thread, under the settings of the calling one (`jax.set_mesh`,
-        `jax.default_device`, `jax.enable_x64`, matmul precision, type promotion, random bits; not the deprecated `with
-        mesh:`). It must not change anything outside itself when traced. If a program fails in the background, the next
-        call gives a `RuntimeWarning`, and the program is compiled where it is first called. At its end the interpreter
-        waits for a program under way.
+        `jax.default_device`, `jax.enable_x64`, matmul precision, type promotion, random bits; not the deprecated
+        `with mesh:`). It must not change anything outside itself when traced. If a program fails in the background, the
+        next call gives a `RuntimeWarning`, and the program is compiled where it is first called. At its end the
+        interpreter waits for a program under way.
 
         Args:
           step: what `jax.jit` returned, without static arguments: bind those with `functools.partial` or a closure.

@@ -159,7 +159,7 @@ def _new_keys_of_all(
     owners: UInt32[Array, f"{NUM_PARTITIONS}"],
 ) -> tuple[Int32[Array, ""], Bool[Array, " capacity"]]:
     """Applies `_new_keys` to the keys of all shards that this one owns."""
-    # As features: one for each table, with one key a sample.
+    # One feature for each table, with one key a sample.
     layouts = single_key_layouts(*zip(*runs, strict=True))
     features = StoreFeatures(keys, jnp.zeros(1, jnp.int32), jnp.zeros(1, jnp.float32), layouts)
     between = exchange.Exchange(shards, ExchangeSpec())

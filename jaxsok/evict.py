@@ -30,8 +30,8 @@ from jaxsok.shards import ONE_DEVICE, Shards, local_parts, without_mesh
 from jaxsok.specs import StoreSpec
 from jaxsok.store import StoreState, row_bytes
 
-CHUNK_BYTES = 32 << 20  # of rows that leave, on their way to whoever takes them over: host memory stays bounded
-WINDOW_ROWS = 1 << 24  # whose flags the host looks at together, a byte each
+CHUNK_BYTES = 32 << 20  # rows handed over at a time: bounds host memory
+WINDOW_ROWS = 1 << 24  # rows whose flags the host reads together, a byte each
 
 HandOver = Callable[[str, Records], None]
 """A function that takes some rows of a table, by its name, before they go."""

@@ -29,7 +29,7 @@ from jaxsok.shards import Shards
 from jaxsok.specs import ExchangeSpec, StoreSpec
 from jaxsok.types import COMBINERS, PADDING_KEY
 
-SLACK = 1.25  # of the default send capacity over what uniform owners would need
+SLACK = 1.25  # default send capacity over what uniform owners would need
 CAPACITY_STEPS = 8  # send capacities in an octave: a plan's load is rounded up by at most an eighth
 MOST_LINES = 2  # lines received in one round over the keys of a shard's batch: beyond it there are more rounds
 SMALL_ENOUGH = 1024  # a send capacity whose memory is not worth a round

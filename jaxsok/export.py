@@ -25,10 +25,10 @@ from jaxsok.specs import StoreSpec
 from jaxsok.store import StoreState
 from jaxsok.types import PADDING_KEY
 
-CHUNK_BYTES = 64 << 20  # of a chunk's rows and state: large enough for the whole speed of a link to the host
+CHUNK_BYTES = 64 << 20  # rows and state of a chunk: large enough for the full speed of a link to the host
 BLOCK_ROWS = 1 << 20  # records that are looked through at once: 16 MiB, 24 with statistics
 AHEAD = 2  # chunks, and blocks, that are on their way while another one is in the reader's hands
-_LEAST_ROWS = 1024  # of a gather: the last chunk of a slab is padded to a power of two, so that programs are few
+_LEAST_ROWS = 1024  # per gather: the last chunk of a slab is padded to a power of two, so that programs are few
 
 Item = TypeVar("Item")
 

@@ -147,7 +147,7 @@ class StoreFeatures:
         words = np.array([layout.words() for layout in self.layouts], np.int32).reshape(-1, NUM_FEATURE_WORDS)
         is_ragged = any(layout.num_offsets for layout in self.layouts)
         is_weighted = any(layout.weights_start >= 0 for layout in self.layouts)
-        # Kernels tell by the size whether any feature is ragged.
+        # Kernels see from the size whether any feature is ragged.
         offsets = self.offsets if is_ragged else jnp.zeros(0, jnp.int32)
         weights = self.weights if is_weighted else jnp.zeros(0, jnp.float32)
         return self.keys, offsets, weights, words

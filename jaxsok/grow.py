@@ -220,7 +220,7 @@ def _signature(state: State) -> tuple[int, ...]:
 
 
 def keys_of_total(spec: StoreSpec, total: int) -> int:
-    """Bounds the keys that one shard may insert of `total` keys of a whole batch, whatever their table."""
+    """Bounds the keys that one shard may insert of `total` keys of a whole batch, in any of its tables."""
     share = -(-total // spec.num_shards)
     return max(keys_at_most(spec, [(number, share)]) for number in range(len(spec.tables)))
 
@@ -289,12 +289,12 @@ def grow(
     def is_any_short() -> bool:
         return any(is_short(s) or is_crowded(s) for s in stores)
 
-    # Often at first, so that a short run is told of what went wrong.
+    # Often at first, so that a short run gets its warnings.
     is_due = tracker.num_calls % LOOK_EVERY == 0 or tracker.num_calls & (tracker.num_calls - 1) == 0
     is_unplaced = False
     is_at_rest = shards.num_processes == 1 and all(store.counters.is_ready() for store in state.stores)
     if is_at_rest:
-        # No wait. What it tells saves waits later, and does not change what is decided.
+        # No wait. It saves waits later, and does not change what is decided.
         seen = _read(state, num_shards, shards)
         tracker.under_way.clear()
         tracker.learn(seen, tracker.allowed)

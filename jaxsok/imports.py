@@ -28,7 +28,7 @@ from jaxsok.specs import StoreSpec
 from jaxsok.store import State, StoreState
 from jaxsok.types import COUNTERS, COUNTS, MAX_CAPACITY, PADDING_KEY, TableFullError
 
-LEAST_ROWS = 256  # of one call: fewer are padded to it, more by an eighth at most, so that programs are few
+LEAST_ROWS = 256  # per call: fewer are padded to it, more by an eighth at most, so that programs are few
 SALTS = 3  # under so many a chunk is tried, if keys find no entry in the index
 
 _WORD = {name: i for i, name in enumerate(COUNTERS)}

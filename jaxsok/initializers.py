@@ -129,7 +129,7 @@ def fan_in(
     )
 
 
-# Of the standard normal distribution between -2 and 2.
+# The standard deviation of the standard normal distribution between -2 and 2.
 _DEVIATION_WITHIN_TWO = math.sqrt(1 - 4 * math.exp(-2) / math.sqrt(2 * math.pi) / math.erf(math.sqrt(2)))
 
 
@@ -157,7 +157,7 @@ class InitialRows:
     """The initial rows of one table apart from its state: a function of (seed, table name, key, column).
 
     Exports and served tables carry it, so that a key without a row reads there what `Collection.find` gives. Raises
-    TypeError or ValueError when made with other arguments.
+    TypeError or ValueError for an argument that does not fit, and names it.
     """
 
     initializer: Initializer
