@@ -221,7 +221,7 @@ def matrix(values: Any) -> Initializer:
       TypeError, ValueError: not floats, not two axes, no rows, not finite; another dim than the table's.
 
     Cost:
-      That of `function`: several calls for each lookup, and each row written twice.
+      As for `function`, and each row of the matrix is also read twice.
 
     Source: DeepRec, embedding variables with `InitializerOption(default_value_dim=num_values)`.
 
