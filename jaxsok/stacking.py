@@ -47,7 +47,7 @@ def _restack(leaf: Array, shards: Shards, is_split: bool, is_stacking: bool) -> 
 
 
 def _is_split(node: Any) -> Any:
-    """For each array of a state, or of anything else, whether each shard has a part of it."""
+    """Marks the arrays of a state, or anything else, of which each shard has a part."""
     if not isinstance(node, State):
         return True
     others = dict.fromkeys(("step", "seed", "partition_owners", "lineage", "num_refused"), False)
