@@ -195,7 +195,7 @@ def _serve(options: argparse.Namespace) -> int:
     logging.getLogger("uvicorn.access").setLevel(logging.INFO)
     try:
         server_options = server.ServerOptions.of(vars(options))
-        # The address and the folder first: a model may take minutes to load.
+        # Checks address and folder first: a model may take minutes to load.
         with running.bind(options.host, options.port) as where:
             if options.watch is not None:
                 watch.require_folder(options.watch)
@@ -212,7 +212,7 @@ def _serve(options: argparse.Namespace) -> int:
         print(error, file=sys.stderr)
         return 2
     if app.num_running:
-        # A call that does not return would keep Python from ending, which waits for all threads.
+        # Python waits for all threads, so a call that never returns would keep it running.
         print(f"serve: ended, with {app.num_running} calls of the session cut off", file=sys.stderr, flush=True)
         os._exit(1)
     print("serve: ended", flush=True)

@@ -2,8 +2,8 @@
 
 On one device each store costs one FFI call. A plan made apart costs two, the first over distinct keys only; initial
 rows that XLA computes cost three, and statistics one more. The ticket of the plan is one call for all stores
-(tickets.py). On a mesh this runs on every shard: the distinct keys go to their owners, who find or insert rows and send
-them back.
+(tickets.py). On a mesh this runs on every shard: the distinct keys go to their owners, which find or insert rows and
+send them back.
 """
 
 import dataclasses

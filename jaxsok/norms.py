@@ -60,7 +60,7 @@ def _divisor(largest: Float32[Array, ""]) -> Float32[Array, ""]:
 def of_all_shards(shards: Shards, squares: Squares) -> Squares:
     """Adds the squares of all shards, in their order."""
     largest = shards.max(squares[0])
-    # Each in a place of its own, where adding is exact: the order of the sum is not left to the collective.
+    # Each part has its own place, where adding is exact, so the collective cannot change the order of the sum.
     parts = jnp.zeros(shards.num_shards, jnp.float32).at[shards.index()].set(_rescaled(squares, largest))
     return largest, shards.sum(parts).sum()
 
@@ -92,7 +92,7 @@ def _summed_by_row(
     if row_gradient != "sum":
         divisor = jnp.maximum(uses.astype(jnp.float32), 1.0)
         sums = sums / (divisor if row_gradient == "mean" else jnp.sqrt(divisor))[:, None]
-    # The update leaves such a row alone.
+    # The update skips rows with non-finite gradients.
     return jnp.where(jnp.isfinite(sums).all(axis=1, keepdims=True), sums, 0.0)
 
 
@@ -121,7 +121,7 @@ def add_exchanged(
 ) -> Squares:
     """Adds the squares of the rows that this shard owns; gradients come to it as for an update."""
     is_live = used.is_live
-    # Every shard has all rows of a replicated store: one of them counts.
+    # Every shard has all rows of a replicated store; only the first counts.
     is_counted = jnp.bool_(True) if not spec.is_replicated else exchange.shards.index() == 0
 
     def add(squares: Squares, arrived: list[Arrived]) -> Squares:

@@ -44,10 +44,9 @@ class Planner(Protocol):
 
 
 class Pipeline:
-    """An iterator of (batch, plan); `Collection.pipeline` makes it."""
+    """An iterator of (batch, plan), made by `Collection.pipeline`; nothing runs before the first batch is requested."""
 
     def __init__(self, collection: Planner, batches: Iterable[Mapping[str, Any]], pad_to: int | None):
-        """Stores the arguments; nothing runs before the first batch is asked for."""
         self._collection = collection
         self._batches = iter(batches)
         self._pad_to = pad_to
@@ -63,7 +62,6 @@ class Pipeline:
         return [sorted(sizes) for sizes in self._in_use]
 
     def __iter__(self) -> Iterator[tuple[Batch, Plan]]:
-        """Yields the batches in order, each with its plan."""
         if self._collection.shards.num_shards == 1:
             for raw in self._batches:
                 batch = self._collection.batch(raw, pad_to=self._pad_to)

@@ -144,7 +144,7 @@ class Vote:
         # The value must not be empty.
         client, process = _client(), jax.process_index()
         client.key_value_set(self._key(self._own_number, process), f"{error is None}:{_described(error)}")
-        # The coordinator would keep them all; no process waits for one so old.
+        # The coordinator would keep all votes; no process still waits for one so old.
         client.key_value_delete(self._key(self._own_number - KEPT_VOTES, process))
 
     def wait(self) -> None:
@@ -165,7 +165,7 @@ class Vote:
             try:
                 return _client().blocking_key_value_get(self._key(self._own_number, process), POLL_S * 1000)
             except jax.errors.JaxRuntimeError as error:
-                # A process that died ends this one; one that still writes is waited for.
+                # A dead process ends this one; this waits for a process that still writes.
                 if "DEADLINE_EXCEEDED" not in str(error):
                     raise
 

@@ -1,7 +1,7 @@
 """Files and folders that appear as a whole: written under a name of their writer's own, then renamed.
 
 Several processes, of one host or of several, may write to one path at the same time: one of them succeeds, and the
-others get an error. What a writer that died leaves behind has a name that no reader looks at.
+others get an error. Readers never look at the names that a dead writer leaves.
 """
 
 import contextlib
@@ -43,7 +43,7 @@ def publish(op: str, folder: pathlib.Path, path: pathlib.Path) -> None:
         # One step, also on a network file system: onto a folder with files in it, it fails (POSIX, rename).
         os.rename(folder, path)
     except OSError as error:
-        # A network file system may report an error though it was done: the reply was lost, and the request came twice.
+        # A network file system may report an error after success: the reply was lost, and the request was repeated.
         if not path.exists() or not os.path.samestat(mine, path.stat()):
             if os.path.lexists(path):
                 raise FileExistsError(

@@ -36,7 +36,7 @@ from jaxsok.types import (
 
 Spec = TypeVar("Spec")
 
-# Arguments of other libraries (torch, TorchRec, Keras, Flax, TensorFlow, HugeCTR, dynamicemb), and what they are here.
+# Arguments of other libraries (torch, TorchRec, Keras, Flax, TensorFlow, HugeCTR, dynamicemb), by their name here.
 _OF_TABLES = {
     "dim": ("embedding_dim", "embedding_size", "embedding_vec_size", "output_dim", "dimension", "features"),
     "capacity": (
@@ -497,7 +497,7 @@ def group_into_stores(tables: Sequence[TableSpec], num_shards: int = 1) -> tuple
         is_replicated = num_shards > 1 and table.placement.kind == "replicated"
         is_wide = table.dtype == "float32"
         form = (table.dtype, table.embedding_dtype or table.dtype, None if is_wide else table.rounding)
-        # Rows of tables that share a store leave by one rule: a store's capacity is one budget.
+        # A store's capacity is one budget, so its tables share one eviction policy.
         key = (table.dim, form, table.optimizer, table.row_gradient, is_replicated, table.eviction)
         groups.setdefault(key, []).append(table)
     return tuple(StoreSpec(tuple(group), num_shards) for group in groups.values())

@@ -94,7 +94,7 @@ class Steps:
         stores, nonfinite = [], []
         num_stale = jnp.zeros((), jnp.int32)
         for s, (spec, store) in enumerate(zip(self.stores, state.stores, strict=True)):
-            # Optimizer state that belongs to no row, a count of steps say, goes on also where no row is used.
+            # Optimizer state that belongs to no row, as a count of steps, advances even if no row is used.
             stepping, globals_ = Stepping.of(spec, store.globals_, state.step, learning_rate)
             used = _used(s, plans, gradients, redeemed.is_live)
             if used is None:
@@ -106,12 +106,12 @@ class Steps:
             stores.append(dataclasses.replace(store, globals_=globals_))
             nonfinite.append(num_nonfinite)
             num_stale = num_stale + num_stale_uses
-        # It stays at its end: a step that began anew would make the rows used last those used longest ago.
+        # It stops at its maximum: after a wrap, the rows used last would seem the least recent.
         step = jnp.maximum(state.step, state.step + jnp.uint32(1))
         state = dataclasses.replace(state, stores=tuple(stores), step=step, tickets=redeemed.tickets)
         found = [there(plan.found) for plan in plans]
         stats = self._stats(state, found, nonfinite, num_stale, redeemed.num_misused)
-        # `grow` sees the state, and warns a caller who never looks at Stats.
+        # `grow` reads the state, and warns even if the caller ignores Stats.
         refused = (stats.num_refused - stats.num_unadmitted).astype(jnp.uint32)
         return dataclasses.replace(state, num_refused=state.num_refused + refused), stats
 
@@ -135,7 +135,7 @@ class Steps:
     ) -> Stats:
         """Counts a step: this shard's counts, and one small all-reduce."""
         num_shards = self.shards.num_shards
-        # The words of all shards are added up: what is the same everywhere is that of the first.
+        # The words are summed over shards, so only the first contributes what is the same everywhere.
         place = 0 if num_shards == 1 else self.shards.index()
         is_first = place == 0
         is_own = [is_first | (not spec.is_replicated) for spec in self.stores]

@@ -18,7 +18,7 @@ from jaxsok.specs import StoreSpec
 from jaxsok.types import BUCKET_WORDS, COUNTERS, ENTRIES_PER_BUCKET, RECORD_WORDS
 
 NUM_STATISTICS = 2  # words of a row's statistics: last step, frequency
-MIN_SIGHTINGS = 4096  # buckets for waiting keys at first
+MIN_SIGHTINGS = 4096  # buckets for waiting keys, at least; `grow` adds more
 MIN_BUCKETS = 16  # 1 KiB; below it the index costs nothing worth saving
 
 

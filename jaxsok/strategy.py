@@ -81,7 +81,7 @@ class Fused(Strategy):
 
     def plan(self, specs: Sequence[StoreSpec], features: Features, send_capacities: Sequence[int] | None) -> Plan:
         if self.shards.is_mesh:
-            return Plan(features)  # what a plan counts would be no array with a part in each shard
+            return Plan(features)  # counts of distinct keys could not be split over the mesh
         distinct = [
             plan_lib.distinct_keys(part) if part.layouts else plan_lib.empty_distinct() for part in features.stores
         ]
@@ -104,7 +104,7 @@ class Fused(Strategy):
         return norms.with_squares(squares, norms.row_gradients_here(spec, state.stores[s], s, used))
 
     def norm(self, squares: Squares) -> Float32[Array, ""]:
-        # On a mesh of one device the sum says that the norm is the same everywhere.
+        # On a mesh of one device the sum marks the norm as the same everywhere.
         return norms.norm_of(norms.of_all_shards(self.shards, squares) if self.shards.is_mesh else squares)
 
 
@@ -137,7 +137,7 @@ class Exchanged(Strategy):
 
     def find(self, spec: StoreSpec, s: int, state: State, plan: Plan) -> tuple[Found, list[Array]]:
         features = plan.features.stores[s]
-        if spec.is_replicated:  # all rows are here: nothing is asked of others
+        if spec.is_replicated:  # all rows are here
             return lookup.find_here(spec, state.stores[s], state.seed, features)
         asked, owner = self._asked(spec, s, state, plan), lookup.Owner(self.exchange, spec, state.seed)
         _, found, values, _ = lookup.lookup_exchanged(spec, state.stores[s], features, asked, owner)

@@ -210,7 +210,7 @@ def reads_initial(spec: StoreSpec, number: int, *, is_find: bool) -> bool:
     return table.unknown == "initial" if is_find else table.refused_read_initial
 
 
-# Initial rows that XLA works out --------------------------------------------------------------------------------------
+# Initial rows that XLA computes --------------------------------------------------------------------------------------
 
 
 def initial_rows(spec: StoreSpec, keys: Keys, table_ids: TableIds | np.ndarray) -> Float[Array, "num_keys dim"]:

@@ -20,7 +20,7 @@ MAX_SLABS: int = 24
 """The most slabs a store can have; doubling from 65,536 rows, 16 slabs reach the last row id."""
 
 MAX_STATES: int = 8
-"""The most arrays of optimizer state."""
+"""The most arrays of optimizer state of a row."""
 
 MAX_FEATURES: int = 1024
 """The most features over one store: their buffers are the kernels' parameters."""

@@ -43,7 +43,6 @@ class Stepping:
     """Words of the program, else ignored."""
     num_registers: int = 0
     counts_uses: bool = False
-    """Whether the step of a row depends on how often it was used."""
 
     @classmethod
     def of(
@@ -152,7 +151,7 @@ def update_exchanged(
         exchange, "update", spec, s, used, lambda carry: carry[0], step, carry
     )
     if spec.is_replicated:
-        # Every shard did the same: one of them counts.
+        # Every shard did the same; only the first counts.
         is_first = exchange.shards.index() == 0
         num_nonfinite, num_stale = jnp.where(is_first, num_nonfinite, 0), jnp.where(is_first, num_stale, 0)
     return store, num_nonfinite, num_stale

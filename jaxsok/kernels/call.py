@@ -1,6 +1,6 @@
 """Calls an FFI target: operands and results by name, some operands returned in their buffers.
 
-ffi/handlers/call.h reads a call in the same order: operands as they stand here; then, as results, those that come back,
+ffi/handlers/call.h reads a call in the same order: first the operands; then, as results, the operands that come back,
 and new arrays. The arrays of a store come first, in the order of `STORE_ARRAYS`.
 """
 
@@ -32,7 +32,6 @@ class StoreArrays:
     counters: UInt32[Array, " num_counters"]
     """See `jaxsok.types.COUNTERS`."""
     table_rows: UInt32[Array, " num_tables"]
-    """Rows of each table."""
     rows: tuple[Slab, ...]
     """In the dtype of the tables."""
     records: tuple[RecordSlab, ...]
