@@ -122,7 +122,7 @@ def _answered_in_rounds(
     """Sends all requests in rounds; also returns the number of rounds and the digest of all shards' keys."""
     spec, num_keys = owner.spec, asked.requests.shape[0]
     ids = jnp.full(num_keys, jnp.uint32(NO_ROW))
-    # The update finds rows by key again. A key that is kept out now may have one by then, which it never used.
+    # The update finds rows by key again, and a key that is not admitted now may have one by then, which it never used.
     tells = spec.has_admission and not owner.is_find
     keeps_ids = tells and not spec.is_replicated
     first = _Answers(
@@ -309,7 +309,7 @@ def _with_initial_rows(
     """Adds a slab of initial rows, and row ids that point to it; also counts, by table, the keys that read it."""
     capacity = sum(slab.shape[0] for slab in slabs)
     ids, absent = [], [jnp.zeros((), jnp.int32) for _ in spec.tables]
-    # The first line is for keys that read zeros, which this kernel would give the initial row.
+    # Keys that read zeros use the first line; without it this kernel would give them the initial row.
     initial, num_initial, end = [jnp.zeros((1, spec.dim), slabs[0].dtype)], 1, 0
     for layout in features.layouts:
         begin, end = layout.key_start, layout.key_start + layout.num_keys

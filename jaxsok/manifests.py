@@ -50,7 +50,7 @@ def parsed(op: str, path: Any, error: type[ValueError]) -> dict[str, Any]:
         byte, got = wrong.start, "no text"
     except json.JSONDecodeError as wrong:
         byte, got = wrong.pos, wrong.msg
-    except (ValueError, RecursionError) as wrong:  # a number of thousands of digits; brackets in brackets
+    except (ValueError, RecursionError) as wrong:  # thousands of digits, or deeply nested brackets
         got = str(wrong)
     raise damaged(op, path, f"byte {byte}: got {got}, wanted the JSON that was written", error)
 
@@ -98,7 +98,7 @@ def text(pattern: str = r".*", wanted: str = "text", most: int = _MOST_CHARACTER
     compiled = re.compile(pattern, re.DOTALL)
 
     def check(value: Any) -> None:
-        # A half of a surrogate pair is no text: no file and no hash could take it.
+        # Files and hashes cannot encode half of a surrogate pair.
         if not isinstance(value, str) or len(value) > most or re.search("[\ud800-\udfff]", value):
             raise Wrong(value, f"{wanted} of at most {most} characters")
         if not compiled.fullmatch(value):

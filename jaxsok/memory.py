@@ -138,7 +138,7 @@ class MemoryEstimate:
             counted = [sum(store_bytes(*one).values()) for one in zip(stores, capacities, strict=True)]
             return max(capacities) <= MAX_CAPACITY and sum(counted) <= room
 
-        # A row takes more than a byte; of a table with a small share the others may be at their max_capacity.
+        # A row takes more than a byte. All tables but one with a small share may be at their max_capacity.
         low, high = 0, max(room, 0) * self.num_shards * declared
         while low < high:
             middle = (low + high + 1) // 2

@@ -97,7 +97,7 @@ def assign(
     if _is_traced((state, words)):
         growth.saw_assign(table.store, words.shape[0])
     else:
-        growth.forget()  # its bound on the rows in use holds for steps alone
+        growth.forget()  # its bound on the rows in use holds only for steps
     state, words, rows, now = guards.whole("assign", state=state, keys=words, rows=rows, clock=now)
     state, (num_inserted, num_refused) = _write(_assign, table, state, words, rows, now)
     return state, num_inserted, num_refused
@@ -366,8 +366,8 @@ def check_state(op: str, collection: Declared, state: State) -> None:
             f"{op}: state: got one whose arrays have one more axis in front, as stack and jax.pmap give them, "
             f"wanted those of init; pass {remedy}."
         )
-    # To ask a deleted array whether it is ready ends the process (jaxlib 0.10.2). A step that takes the state takes
-    # all of its arrays, and growing takes the index: two of each store tell, at little cost.
+    # Asking a deleted array whether it is ready ends the process (jaxlib 0.10.2). A step donates all arrays of a
+    # state, and growing the index, so it is enough to check these two of each store.
     if any(_is_deleted(array) for store in state.stores for array in (store.counters, store.index)):
         raise ValueError(
             f"{op}: state: got one whose arrays are deleted: it was donated to a step, or consumed by grow; wanted "

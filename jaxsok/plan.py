@@ -19,7 +19,7 @@ from jaxsok.kernels.tickets import Ticket
 from jaxsok.specs import StoreSpec
 from jaxsok.types import NO_ROW, NUM_PARTITIONS, Inverse, Keys, RowIds, TableIds
 
-# Of ffi/core/hash.h.
+# Constants of ffi/core/hash.h.
 _GOLDEN = 0x9E3779B97F4A7C15
 _MIX = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))  # shift, then multiply; and a last shift
 _LAST_SHIFT = 31

@@ -40,7 +40,7 @@ def publish(op: str, folder: pathlib.Path, path: pathlib.Path) -> None:
     sync(folder)
     mine = folder.stat()
     try:
-        # One step, also on a network file system: onto a folder with files in it, it fails (POSIX, rename).
+        # Atomic, also on a network file system; it fails if the target is a nonempty folder (POSIX, rename).
         os.rename(folder, path)
     except OSError as error:
         # A network file system may report an error after success: the reply was lost, and the request was repeated.
@@ -59,7 +59,7 @@ def sync(folder: pathlib.Path) -> None:
     try:
         descriptor = os.open(folder, os.O_RDONLY)
     except OSError:
-        return  # a folder that may be written and not read
+        return  # the folder is write-only
     try:
         os.fsync(descriptor)
     except OSError as error:
@@ -83,10 +83,10 @@ def locked(folder: pathlib.Path) -> Iterator[None]:
 def place_new(partial: pathlib.Path, path: pathlib.Path) -> None:
     """Gives a complete file its name; FileExistsError: the name is taken."""
     try:
-        os.link(partial, path)  # which, other than a rename, never replaces a file
+        os.link(partial, path)  # unlike a rename, it never replaces a file
     except FileExistsError:
         raise
-    except OSError:  # no second names on this file system
+    except OSError:  # the file system has no hard links
         if os.path.lexists(path):
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path)) from None
         os.rename(partial, path)

@@ -59,7 +59,7 @@ def find_or_insert(
     ids = jnp.asarray(table_ids)
     known = find(store, keys, ids)
     is_known = known != jnp.uint32(NO_ROW)
-    # Known keys need no second search. Since the insertion depends on the search, XLA need not copy the index.
+    # Known keys need no second search. And since the insertion depends on the search, XLA does not copy the index.
     unseen = jnp.where(is_known[:, None], jnp.uint32(PADDING_KEY & 0xFFFFFFFF), keys)
     store, new, counts = _inserted(spec, store, seed, unseen, ids, step, uses)
     found = ((ids[:, None] == jnp.arange(len(spec.tables), dtype=jnp.uint32)[None, :]) & is_known[:, None]).sum(

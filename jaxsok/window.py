@@ -130,7 +130,7 @@ class StatsWindow:
 
 
 def _has_arrived(step: Stats) -> bool:
-    # To ask a deleted array whether it is ready ends the process (jaxlib 0.10.2).
+    # Asking a deleted array whether it is ready ends the process (jaxlib 0.10.2).
     if step.words.is_deleted():
         raise ValueError(
             "StatsWindow: stats: got counts that were donated after they were pushed, wanted counts that stay; leave "
