@@ -1,6 +1,6 @@
 """The command line: `python -m jaxsok demo`, `bench`, `inspect`, `estimate` and `serve`.
 
-Thin: a command finds what it runs, and hands its arguments on.
+A command only finds its program and passes its arguments on.
 """
 
 import argparse
@@ -22,20 +22,10 @@ _SOURCES = pathlib.Path(__file__).resolve().parents[1]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a command.
-
-    Args:
-      arguments: those of the command line; None: of this process.
-
-    Returns:
-      The exit status.
-
-    Example:
-      `main(["bench", "--quick"])`
-    """
+    """Runs a command, by default with the arguments of this process; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m jaxsok", description="Dynamic embedding tables for JAX.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    # Demo and benchmarks have parsers of their own, which are found with them.
+    # Demo and benchmarks bring their own parsers.
     commands.add_parser("demo", add_help=False, help="trains a DLRM on a click log, and says how well it ranks")
     commands.add_parser("bench", add_help=False, help="times jaxsok here, beside its limits and peers (bench --help)")
     _declare_inspect(commands.add_parser("inspect", help="tells what is in a checkpoint, an export or a file"))
@@ -50,8 +40,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _serve(options)
     is_python = options.command == "estimate" and options.spec.endswith(".py")
     if arguments is None and jax.config.jax_platforms is None and not is_python:
-        # Files are read on the CPU; a GPU, of which JAX takes most as soon as it looks for one, is left to who trains.
-        # What a Python file declares may need the devices of its mesh.
+        # Files are read on the CPU: JAX would take most of a GPU, which a training run may need. A Python file may need
+        # the devices of its mesh.
         jax.config.update("jax_platforms", "cpu")
     try:
         print({"inspect": _inspect, "estimate": _estimate}[options.command](options))
@@ -127,7 +117,7 @@ def _estimate(options: argparse.Namespace) -> str:
 
 
 def _check_outputs(options: argparse.Namespace) -> None:
-    """Before a long pass, not behind it."""
+    """Checks the output paths before a long pass."""
     for name in ("json", "picture"):
         path = getattr(options, name, None)
         if path is not None and not pathlib.Path(path).resolve().parent.is_dir():
@@ -205,7 +195,7 @@ def _serve(options: argparse.Namespace) -> int:
     logging.getLogger("uvicorn.access").setLevel(logging.INFO)
     try:
         server_options = server.ServerOptions.of(vars(options))
-        # The address and the folder first: a model may take minutes to load.
+        # Checks address and folder first: a model may take minutes to load.
         with running.bind(options.host, options.port) as where:
             if options.watch is not None:
                 watch.require_folder(options.watch)
@@ -222,7 +212,7 @@ def _serve(options: argparse.Namespace) -> int:
         print(error, file=sys.stderr)
         return 2
     if app.num_running:
-        # A call that does not return would keep Python from ending, which waits for all threads.
+        # Python waits for all threads, so a call that never returns would keep it running.
         print(f"serve: ended, with {app.num_running} calls of the session cut off", file=sys.stderr, flush=True)
         os._exit(1)
     print("serve: ended", flush=True)
@@ -233,7 +223,7 @@ def _serve(options: argparse.Namespace) -> int:
 
 
 def _demo(arguments: Sequence[str]) -> int:
-    """Runs train_dlrm.py of the checkout that this package lies in, or the one that the wheel brought along."""
+    """Runs train_dlrm.py of the checkout around this package, or of the wheel."""
     places = _SOURCES / "examples", _SOURCES / "jaxsok_tools" / "examples"
     folder = next((place for place in places if (place / "train_dlrm.py").exists()), None)
     if folder is None:
@@ -263,7 +253,7 @@ def _bench(arguments: Sequence[str]) -> int:
 
 
 def _find_benchmarks() -> ModuleType:
-    """The benchmarks of the checkout that this package lies in, or those that the wheel brought along."""
+    """Imports the benchmarks of the checkout around this package, or of the wheel."""
     if (_SOURCES / "benchmarks" / "run.py").exists() and (_SOURCES / "pyproject.toml").exists():
         if str(_SOURCES) not in sys.path:
             sys.path.insert(0, str(_SOURCES))

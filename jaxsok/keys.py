@@ -15,13 +15,9 @@ from jaxsok.types import PADDING_KEY
 
 
 def to_words(keys: np.ndarray, what: str = "to_words") -> np.ndarray:
-    """Views NumPy integers as `uint32[..., 2]` words, low word first; TypeError: not integers.
+    """Views NumPy integers as `uint32[..., 2]` words, low word first; errors (TypeError) name `what`.
 
-    int64 and uint64 are viewed without a copy, narrower ones widened by sign. Errors name `what`.
-
-    Example:
-      >>> to_words(np.array([7, -1]), "example").tolist()
-      [[7, 0], [4294967295, 4294967295]]
+    int64 and uint64 are viewed without a copy, narrower integers are widened by sign.
     """
     if keys.dtype == np.bool_ or not np.issubdtype(keys.dtype, np.integer):
         raise TypeError(
@@ -36,26 +32,16 @@ def to_words(keys: np.ndarray, what: str = "to_words") -> np.ndarray:
 
 
 def from_words(words: Any) -> np.ndarray:
-    """The uint64 keys of `uint32[..., 2]` words, as NumPy.
-
-    Example:
-      >>> from_words(np.array([[7, 1]], np.uint32)).tolist()
-      [4294967303]
-    """
+    """Returns the uint64 keys of `uint32[..., 2]` words, as NumPy."""
     words = np.ascontiguousarray(np.asarray(words, dtype=np.uint32))
     return words.view(np.uint64).reshape(words.shape[:-1])
 
 
 def words_of(keys: Any, key_dtype: str, what: str) -> np.ndarray | UInt32[Array, "... 2"]:
-    """The words of keys given as NumPy integers or as a `jax.Array`; NumPy stays NumPy.
+    """Returns the words of keys given as NumPy integers or as a `jax.Array`; NumPy stays NumPy.
 
-    Args:
-      keys: NumPy integers, or a `jax.Array`: `uint32[..., 2]`, int64 (x64 on), or int32 where declared.
-      key_dtype: "int64", or "int32" for a feature whose keys are declared to fit.
-      what: named in errors.
-
-    Raises:
-      TypeError: floats, or an int32 `jax.Array` that may be a narrowed int64.
+    A `jax.Array` may be `uint32[..., 2]` words, int64 (x64 on), or int32 where `key_dtype` says that the keys fit.
+    TypeError: floats, or an int32 array that may be a narrowed int64; errors name `what`.
     """
     if not isinstance(keys, jax.Array):
         keys = _as_array(keys, what)
@@ -89,7 +75,7 @@ def words_of(keys: Any, key_dtype: str, what: str) -> np.ndarray | UInt32[Array,
 
 
 def _as_array(keys: Any, what: str) -> np.ndarray:
-    """NumPy of anything; an empty list, which has no type, is one of integers."""
+    """Converts anything to NumPy; an empty list, which has no type, becomes integers."""
     try:
         array = np.asarray(keys)
     except ValueError as error:
@@ -101,5 +87,5 @@ def _as_array(keys: Any, what: str) -> np.ndarray:
 
 
 def padding_words(shape: tuple[int, ...]) -> np.ndarray:
-    """PADDING_KEY as words, in an array of the given shape."""
+    """Returns PADDING_KEY as words, in an array of the given shape."""
     return np.full((*shape, 2), PADDING_KEY & 0xFFFFFFFF, np.uint32)

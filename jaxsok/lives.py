@@ -13,7 +13,7 @@ import time
 import numpy as np
 
 Ancestors = tuple[tuple[str, int], ...]
-"""The name of each life before this one, and the number of the export at which the next one began; oldest first."""
+"""The name of each earlier life, and the number of the export at which the next one began; oldest first."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Life:
 
 
 class Lives:
-    """The lives that began in one process, by the words that lie in their states.
+    """The lives that began in one process, by the `State.lineage` words of their states.
 
     Example:
       >>> lives, words = Lives(), np.array([1, 0], np.uint32)
@@ -42,23 +42,21 @@ class Lives:
         self._last_order = 0
 
     def begin(self, words: np.ndarray, drawn: np.ndarray, ancestors: Ancestors = ()) -> None:
-        """Names the life of the states with some words, unless it has a name already.
+        """Names the life of the states with these words, unless it has a name; `ancestors` is what they were made of.
 
-        Args:
-          words: uint32[2] of `State.lineage`; states of one seed have equal ones, and share a life.
-          drawn: uint32[2], random, the same in all processes of a job.
-          ancestors: what the state was made of.
+        `words` and `drawn` are uint32[2]. States of one seed have equal words and share a life. `drawn` is random, and
+        the same in all processes of a job.
         """
         with self._lock:
             self._by_words.setdefault(_hexadecimal(words), Life(_hexadecimal(drawn), ancestors))
 
     def life_of(self, words: np.ndarray) -> Life:
-        """Returns the life of a state; one that did not begin in this process has the words as its name."""
+        """Returns the life of a state; one that did not begin in this process is named by its words."""
         own = _hexadecimal(words)
         return self._by_words.get(own) or Life(own)
 
     def next_order(self) -> int:
-        """Numbers an export: the numbers rise within a process, and as a rule from one process to the next."""
+        """Numbers an export; numbers rise within a process, and usually from one process to the next."""
         with self._lock:
             self._last_order = max(self._last_order + 1, time.time_ns())
             return self._last_order

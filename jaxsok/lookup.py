@@ -1,9 +1,9 @@
-"""The way down: features or a plan → embeddings, state, plan; find is the same and changes nothing.
+"""The forward pass: features or a plan → embeddings, state, plan; `find` does the same and changes nothing.
 
-On one device each store costs one FFI call. A plan made apart costs two, the first over distinct keys only; a store
-with initial rows that XLA works out costs three. Statistics, where they are kept, cost one more. The ticket of the plan
-is one call for all stores (tickets.py).
-On a mesh this runs on every shard: the distinct keys go to their owners, who find or insert rows and send them back.
+On one device each store costs one FFI call. A plan made apart costs two, the first over distinct keys only; initial
+rows that XLA computes cost three, and statistics one more. The ticket of the plan is one call for all stores
+(tickets.py). On a mesh this runs on every shard: the distinct keys go to their owners, which find or insert rows and
+send them back.
 """
 
 import dataclasses
@@ -26,8 +26,7 @@ from jaxsok.store import StoreState
 from jaxsok.types import COUNTS, NO_ROW, RowIds
 
 Embeddings = dict[str, Array]
-"""By feature, in its table's `embedding_dtype`: `[num_bags, dim]` with a combiner, else one row per key in the shape of
-the keys."""
+"""By feature, in its table's `embedding_dtype`: `[num_bags, dim]` with a combiner, else a row for each key."""
 
 _INSERTED, _FOUND = COUNTS.index("num_inserted"), COUNTS.index("num_found")
 _MISSING, _REFUSED = COUNTS.index("num_missing"), COUNTS.index("num_refused")
@@ -41,11 +40,7 @@ _UNADMITTED = COUNTS.index("num_unadmitted")
 def lookup_exchanged(
     spec: StoreSpec, store: StoreState, features: StoreFeatures, asked: Requests, owner: "Owner"
 ) -> tuple[StoreState, Found, list[Array], UInt32[Array, "1 2"]]:
-    """Looks up one store through the exchange: owners answer requests, and each key reads the answer to its own.
-
-    Returns:
-      The store, what was found, embeddings, and the digest of all shards' keys.
-    """
+    """Looks up one store through the exchange; also returns the digest of all shards' keys."""
     is_find = owner.is_find
     if asked.received is not None:
         store, answers = owner.answered(store, owner.exchange.route(spec, asked.send_capacity), asked.received)
@@ -62,12 +57,12 @@ def lookup_exchanged(
     else:
         of_key = jnp.where(is_line, lines.astype(jnp.uint32), jnp.uint32(NO_ROW))
         slabs = (back,)
-    # Of a store that is spread all keys were sent, unless a send capacity was too small.
+    # A sharded store was asked for every key, unless a send capacity was too small.
     may_lack_rows = spec.is_replicated or asked.received is not None
     store, counts, values = _combined(
         spec, store, owner.seed, features, of_key, slabs, is_find=is_find, may_lack_rows=may_lack_rows
     )
-    # Rows came for all keys; which of them were there, the owners know.
+    # A row came for every key; only the owners know which of them existed.
     without = _MISSING if is_find else _REFUSED
     inserted, unadmitted = inserted[:, 0], inserted[:, 1]
     counts = counts.at[:, _FOUND].add(-inserted - absent).at[:, _INSERTED].add(inserted).at[:, without].add(absent)
@@ -76,21 +71,20 @@ def lookup_exchanged(
 
 
 class _Answers(NamedTuple):
-    """What owners answer, and what they counted on the way."""
+    """What owners answer, and what they counted."""
 
     back: Array
-    """By request sent: the row; of a replicated store its id."""
+    """By request sent: the row, or its id in a replicated store."""
     row_ids: RowIds
-    """See `Found.row_ids`."""
     inserted: Int32[Array, "num_tables 2"]
-    """New keys, and uses of keys that are kept out."""
+    """New keys, and uses of keys that were not admitted."""
     absent: Int32[Array, " num_tables"]
     """Uses without a row."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Owner:
-    """What a shard does for those who ask it for keys of one store."""
+    """Answers the other shards' requests for keys of one store."""
 
     exchange: Exchange
     spec: StoreSpec
@@ -101,11 +95,11 @@ class Owner:
 
     @property
     def is_find(self) -> bool:
-        """Whether nothing changes."""
+        """Whether the lookup changes nothing."""
         return self.step is None
 
     def answered(self, store: StoreState, route: Route, received: UInt32[Array, "_ 4"]) -> tuple[StoreState, _Answers]:
-        """Finds or inserts the rows of what was received, and sends them back. Row ids are by request received."""
+        """Finds or inserts the rows of received requests, and sends them back; row ids are by request received."""
         spec, keys, table_ids, uses = self.spec, received[:, :2], received[:, 2], received[:, 3]
         if self.is_find:
             row_ids, inserted = table.find(store, keys, table_ids), jnp.zeros((len(spec.tables), 2), jnp.int32)
@@ -128,7 +122,7 @@ def _answered_in_rounds(
     """Sends all requests in rounds; also returns the number of rounds and the digest of all shards' keys."""
     spec, num_keys = owner.spec, asked.requests.shape[0]
     ids = jnp.full(num_keys, jnp.uint32(NO_ROW))
-    # The update finds rows by key again. A key that is kept out now may have one by then, which it never used.
+    # The update finds rows by key again, and a key that is not admitted now may have one by then, which it never used.
     tells = spec.has_admission and not owner.is_find
     keeps_ids = tells and not spec.is_replicated
     first = _Answers(
@@ -189,11 +183,7 @@ def lookup_here(
     step: UInt32[Array, ""],
     clock: UInt32[Array, ""],
 ) -> tuple[StoreState, Found, list[Array], UInt32[Array, "1 2"]]:
-    """Looks up one store whose rows are all here, in one call where that is possible.
-
-    Returns:
-      The store, what was found, embeddings, and the digest of the keys.
-    """
+    """Looks up one store whose rows are all here, in one call if possible; also returns the digest of the keys."""
     if distinct is not None:
         looked_up = _lookup_planned(spec, store, seed, features, distinct, step, clock)
     elif _reads_traced(spec, features):
@@ -260,7 +250,7 @@ def _lookup_traced(
     step: UInt32[Array, ""],
     clock: UInt32[Array, ""],
 ) -> tuple[StoreState, Found, list[Array]]:
-    """As `_lookup_fused`, where XLA works out what new rows hold."""
+    """Does what `_lookup_fused` does, where XLA computes the initial rows."""
     store, row_ids, insert_counts = table.find_or_insert(
         spec, store, seed, features.keys, _table_ids(features), step=step
     )
@@ -286,17 +276,11 @@ def _combined(
     is_find: bool = False,
     may_lack_rows: bool = True,
 ) -> tuple[StoreState, Int32[Array, "num_tables num_counts"], list[Array]]:
-    """Embeddings of rows that are known; keys without one read their initial row, or what their table says instead.
+    """Combines rows into embeddings; keys without a row read their initial row, or what their table says instead.
 
-    Args:
-      spec: the store's tables.
-      store: unchanged; an update of the store that is returned comes after this read.
-      seed: of the state.
-      features: of this shard.
-      row_ids: of each key, in `slabs`.
-      slabs: the store's, or rows that came from others.
-      is_find: whether keys without a row read zeros where their table says so.
-      may_lack_rows: whether keys that are no padding may have NO_ROW.
+    `row_ids` point into `slabs`: the store's own, or rows that came from others. With `is_find`, keys without a row
+    read zeros where their table says so. `may_lack_rows` says whether keys other than padding may have NO_ROW. The
+    store does not change, but an update of the returned one comes after this read.
     """
     absent = None
     if may_lack_rows and _reads_traced(spec, features):
@@ -322,10 +306,10 @@ def _combined(
 def _with_initial_rows(
     spec: StoreSpec, features: StoreFeatures, row_ids: RowIds, slabs: Sequence[Array], *, is_find: bool
 ) -> tuple[RowIds, tuple[Array, ...], Int32[Array, " num_tables"]]:
-    """Row ids and slabs by which keys read their initial row too: one slab more. And how many keys of each table do."""
+    """Adds a slab of initial rows, and row ids that point to it; also counts, by table, the keys that read it."""
     capacity = sum(slab.shape[0] for slab in slabs)
     ids, absent = [], [jnp.zeros((), jnp.int32) for _ in spec.tables]
-    # The first line is for keys that read zeros, which this kernel would give the initial row.
+    # Keys that read zeros use the first line; without it this kernel would give them the initial row.
     initial, num_initial, end = [jnp.zeros((1, spec.dim), slabs[0].dtype)], 1, 0
     for layout in features.layouts:
         begin, end = layout.key_start, layout.key_start + layout.num_keys
@@ -348,12 +332,12 @@ def _with_initial_rows(
 
 
 def _reads_traced(spec: StoreSpec, features: StoreFeatures) -> bool:
-    """Whether a feature reads a table whose initial rows XLA works out."""
+    """Whether a feature reads a table whose initial rows XLA computes."""
     return any(spec.tables[layout.table].initializer.is_traced for layout in features.layouts)
 
 
 def _table_ids(features: StoreFeatures) -> np.ndarray:
-    """The table of each key; 0 for the line that nobody reads."""
+    """Returns the table of each key; 0 for the spare last position, which is never read."""
     ids = np.zeros(features.keys.shape[0], np.uint32)
     for layout in features.layouts:
         ids[layout.key_start : layout.key_start + layout.num_keys] = layout.table
@@ -361,13 +345,13 @@ def _table_ids(features: StoreFeatures) -> np.ndarray:
 
 
 def nothing(spec: StoreSpec) -> Found:
-    """What a store without features was asked: nothing."""
+    """The result of a lookup in a store without features."""
     counts = jnp.zeros((len(spec.tables), len(COUNTS)), jnp.int32)
     return Found(_no_row_ids(), counts, _rounds(0))
 
 
 def _no_row_ids() -> RowIds:
-    """Of nobody; not empty, see `StoreFeatures`."""
+    """One NO_ROW: the array must not be empty, see `StoreFeatures`."""
     return jnp.full(1, jnp.uint32(NO_ROW))
 
 
@@ -380,13 +364,13 @@ def _shapes(features: StoreFeatures, spec: StoreSpec) -> list[tuple[int, ...]]:
 
 
 def named(features: StoreFeatures, values: Sequence[Array]) -> Embeddings:
-    """Embeddings of one store by the names of its features."""
+    """Maps the names of a store's features to their embeddings."""
     pairs = zip(features.layouts, values, strict=True)
     return {layout.name: _expanded(value, features.inverse_of(layout)) for layout, value in pairs}
 
 
 def _expanded(value: Array, inverse: Int32[Array, " num_samples"] | None) -> Array:
-    """A line for each sample, where samples share bags; zeros for one whose bag there is not."""
+    """Gives each sample its bag's line, where samples share bags; zeros if the bag is missing."""
     if inverse is None:
         return value
     if value.shape[0] == 0:

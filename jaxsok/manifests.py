@@ -1,7 +1,7 @@
-"""JSON that jaxsok wrote, read again: of bounded size, and each value checked before anything uses it.
+"""Reads JSON that jaxsok wrote: of bounded size, with each value checked before anything uses it.
 
-A check is a function of a value that raises `Wrong`. Checks of lists and of objects are made of those of their items,
-so that what a file must have stands in one place, as data. What a check does not name is passed over.
+A check is a function that raises `Wrong` for a bad value. Checks of lists and objects are built from those of their
+items, so that the required form of a file stands in one place, as data. Fields that a check does not name are ignored.
 """
 
 import json
@@ -11,21 +11,21 @@ import reprlib
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
-MOST_BYTES = 256 << 20  # of a file: the manifest of 10 TB of rows has about 150 MB
-_MOST_CHARACTERS = 1 << 16  # of a text, where nothing else is said
+MOST_BYTES = 256 << 20  # the manifest of 10 TB of rows has about 150 MB
+_MOST_CHARACTERS = 1 << 16  # of a text, by default
 
 Check = Callable[[Any], None]
 
 
 class Wrong(ValueError):
-    """A value that cannot be meant."""
+    """An invalid value in a manifest."""
 
     def __init__(self, got: Any, wanted: str, field: str = "") -> None:
         self.got, self.wanted, self.field = got, wanted, field
         super().__init__(f"{field or 'content'}: got {reprlib.repr(got)}, wanted {wanted}")
 
     def below(self, field: str) -> "Wrong":
-        """The same, of a value in another one."""
+        """Returns the same error with its field inside another one."""
         return Wrong(
             self.got, self.wanted, f"{field}{self.field and ('' if self.field[0] == '[' else '.')}{self.field}"
         )
@@ -50,13 +50,13 @@ def parsed(op: str, path: Any, error: type[ValueError]) -> dict[str, Any]:
         byte, got = wrong.start, "no text"
     except json.JSONDecodeError as wrong:
         byte, got = wrong.pos, wrong.msg
-    except (ValueError, RecursionError) as wrong:  # a number of thousands of digits; brackets in brackets
+    except (ValueError, RecursionError) as wrong:  # thousands of digits, or deeply nested brackets
         got = str(wrong)
     raise damaged(op, path, f"byte {byte}: got {got}, wanted the JSON that was written", error)
 
 
 def checked(op: str, path: Any, value: Any, check: Check, error: type[ValueError]) -> None:
-    """Refuses a value that a check refuses, with an `error` that names the file and the field."""
+    """Raises an `error` that names the file and the field, if the check refuses the value."""
     try:
         check(value)
     except Wrong as wrong:
@@ -64,7 +64,7 @@ def checked(op: str, path: Any, value: Any, check: Check, error: type[ValueError
 
 
 def damaged(op: str, path: Any, what: str, error: type[ValueError]) -> ValueError:
-    """An error about a file."""
+    """Makes an error about a damaged file."""
     return error(f'{op}: file "{path}", {what}; the file is damaged, use another copy.')
 
 
@@ -72,7 +72,7 @@ def damaged(op: str, path: Any, what: str, error: type[ValueError]) -> ValueErro
 
 
 def integer(least: int = 0, most: int = 2**63 - 1) -> Check:
-    """An integer of a range."""
+    """Checks for an integer in a range."""
 
     def check(value: Any) -> None:
         if type(value) is not int or not least <= value <= most:
@@ -82,23 +82,23 @@ def integer(least: int = 0, most: int = 2**63 - 1) -> Check:
 
 
 def number(value: Any) -> None:
-    """A number, infinite ones and NaN included."""
+    """Checks for a number; infinities and NaN are allowed."""
     if type(value) not in (int, float):
         raise Wrong(value, "a number")
 
 
 def boolean(value: Any) -> None:
-    """True or false."""
+    """Checks for true or false."""
     if type(value) is not bool:
         raise Wrong(value, "true or false")
 
 
 def text(pattern: str = r".*", wanted: str = "text", most: int = _MOST_CHARACTERS) -> Check:
-    """A text that a regular expression matches as a whole."""
+    """Checks for a text that a regular expression matches as a whole."""
     compiled = re.compile(pattern, re.DOTALL)
 
     def check(value: Any) -> None:
-        # A half of a surrogate pair is no text: no file and no hash could take it.
+        # Files and hashes cannot encode half of a surrogate pair.
         if not isinstance(value, str) or len(value) > most or re.search("[\ud800-\udfff]", value):
             raise Wrong(value, f"{wanted} of at most {most} characters")
         if not compiled.fullmatch(value):
@@ -108,7 +108,7 @@ def text(pattern: str = r".*", wanted: str = "text", most: int = _MOST_CHARACTER
 
 
 def one_of(choices: Collection[str]) -> Check:
-    """One of some texts."""
+    """Checks for one of some texts."""
 
     def check(value: Any) -> None:
         if not isinstance(value, str) or value not in choices:
@@ -118,12 +118,12 @@ def one_of(choices: Collection[str]) -> Check:
 
 
 def optional(item: Check) -> Check:
-    """None, or what another check takes."""
+    """Allows None beside what another check allows."""
     return lambda value: None if value is None else item(value)
 
 
 def list_of(item: Check) -> Check:
-    """A list of alike items."""
+    """Checks for a list, and each of its items."""
 
     def check(value: Any) -> None:
         if not isinstance(value, list):
@@ -134,7 +134,7 @@ def list_of(item: Check) -> Check:
 
 
 def tuple_of(*items: Check) -> Check:
-    """A list of so many items, each with a check of its own."""
+    """Checks for a list with one item for each check."""
 
     def check(value: Any) -> None:
         if not isinstance(value, list) or len(value) != len(items):
@@ -145,7 +145,7 @@ def tuple_of(*items: Check) -> Check:
 
 
 def by_name(item: Check) -> Check:
-    """An object of alike values, under any names."""
+    """Checks for an object, and each of its values, under any names."""
     is_name = text(".+", "a name")
 
     def check(value: Any) -> None:
@@ -159,7 +159,7 @@ def by_name(item: Check) -> Check:
 
 
 def entries(required: Mapping[str, Check], others: Mapping[str, Check] | None = None) -> Check:
-    """An object with some values, and perhaps others."""
+    """Checks for an object with all required values, and perhaps others."""
     known = {**required, **(others or {})}
 
     def check(value: Any) -> None:
@@ -174,7 +174,7 @@ def entries(required: Mapping[str, Check], others: Mapping[str, Check] | None = 
 
 
 def also(check: Check, *more: Check) -> Check:
-    """What several checks take, one after the other."""
+    """Applies several checks, one after the other."""
 
     def all_of(value: Any) -> None:
         for one in (check, *more):

@@ -1,14 +1,14 @@
-"""How many bytes a collection takes on each device: its state, and what one step needs besides.
+"""Counts the bytes that a collection takes on each device: its state, and what one step needs besides.
 
-Arithmetic on specs, sizes of batches and the kernels' own workspace sizes; nothing is allocated. The state is counted
-to the byte. What a step needs is a bound, of which a test says how close it is to what XLA allocates: every array of
-the batch, its plan, embeddings and gradients is counted as if all lived at once, of the workspaces the largest one,
-since calls follow one another. The model's own activations are not counted.
+It computes with specs, sizes of batches and the kernels' own workspace sizes; nothing is allocated. The state is
+counted to the byte. For a step it gives a bound, and a test compares it with what XLA allocates: every array of the
+batch, its plan, embeddings and gradients counts as if all lived at once, and of the workspaces the largest one, since
+calls follow one another. The model's own activations are not counted.
 
-On a mesh a device receives S * send_capacity lines in a round, S being the number of shards. The exchange is counted
-as two float32 rows a line (sent and received, or received and decoded, whatever the dtype on the wire), one a key (rows
-that came back, sums of gradients), requests of 16 bytes sent and received, and 32 bytes a line for row ids and uses.
-Batches and plans are counted as `collection.pipeline` holds them: two ahead of the one in use.
+On a mesh of S shards a device receives S * send_capacity lines in a round. The exchange is counted as two float32 rows
+a line (sent and received, or received and decoded, whatever the dtype on the wire), one a key (rows that came back,
+sums of gradients), requests of 16 bytes sent and received, and 32 bytes a line for row ids and uses. Batches and plans
+are counted as `collection.pipeline` holds them: two ahead of the one in use.
 """
 
 import dataclasses
@@ -34,7 +34,7 @@ from jaxsok.store import num_buckets_of, row_bytes, store_bytes
 from jaxsok.tickets import NUM_LINES
 from jaxsok.types import COUNTS, ENTRIES_PER_BUCKET, MAX_CAPACITY, NUM_PARTITIONS
 
-MEMORY_FRACTION = 0.75  # of a GPU, that XLA takes for all arrays unless XLA_CLIENT_MEM_FRACTION says otherwise
+MEMORY_FRACTION = 0.75  # XLA's default share of a GPU, see XLA_CLIENT_MEM_FRACTION
 
 STATE = ("rows", "optimizer_state", "records", "statistics", "index", "counters", "admission")
 STEP = ("batch", "plan", "embeddings", "gradients", "exchange", "workspace")
@@ -47,13 +47,13 @@ class StoreMemory:
     tables: tuple[str, ...]
     dim: int
     num_rows: int
-    """In use, of the tables together, on all devices."""
+    """Rows in use, of all tables, on all devices."""
     capacity: int
     """Rows of a shard."""
     load: float
-    """Of the index when `num_rows` are in use."""
+    """Load of the index when `num_rows` are in use."""
     row_bytes: int
-    """Of one row of capacity: its numbers, optimizer state, record, and share of the index."""
+    """Bytes of one row of capacity: its numbers, optimizer state, record, and share of the index."""
     state: Mapping[str, int]
     """Bytes of the arrays: "rows", "optimizer_state", "records", "index", "counters", and where there are any
     "statistics" and "admission"."""
@@ -75,26 +75,25 @@ class MemoryEstimate:
     other: int
     """Bytes of step, seed, lineage, owners of partitions, tickets and counts of refused keys."""
     tables: tuple[TableSpec, ...]
-    """That are counted; with the capacities of the specs."""
     device_bytes: int | None = None
-    """Of one device, as asked."""
+    """Bytes of one device, as asked."""
     memory_fraction: float = MEMORY_FRACTION
-    """Of these, what XLA gives to arrays."""
+    """The part of these that XLA gives to arrays."""
 
     @property
     def state_bytes(self) -> int:
-        """Of all arrays of the state."""
+        """Bytes of all arrays of the state."""
         return self.other + sum(sum(store.state.values()) for store in self.stores)
 
     @property
     def step_bytes(self) -> int:
-        """That a step needs besides the state, at most, the model's own left out."""
+        """Bytes that a step needs besides the state, at most, without the model's own."""
         workspace = max((store.step["workspace"] for store in self.stores), default=0)
         return workspace + sum(sum(store.step.values()) - store.step["workspace"] for store in self.stores)
 
     @property
     def total(self) -> int:
-        """Of state and step."""
+        """Bytes of state and step."""
         return self.state_bytes + self.step_bytes
 
     @property
@@ -110,13 +109,9 @@ class MemoryEstimate:
     def largest_capacities(self, memory_bytes: int | None = None) -> dict[str, int]:
         """The capacities, in the proportions of the specs, with which state and step just fit.
 
-        No table gets more than its `max_capacity`; the others then get more.
-
-        Args:
-          memory_bytes: for arrays on each device; None: `device_bytes * memory_fraction`. 0.8 of a GPU: pass that.
-
-        Returns:
-          Rows by table, on all devices together: for `TableSpec(capacity=...)`. All 0 if the step alone is too large.
+        No table gets more than its `max_capacity`; the others then get more. `memory_bytes` are those for arrays on
+        each device; None: `device_bytes * memory_fraction`. The result has rows by table, on all devices together, for
+        `TableSpec(capacity=...)`: all 0 if the step alone is too large.
 
         Example:
           >>> from jaxsok import optim
@@ -143,7 +138,7 @@ class MemoryEstimate:
             counted = [sum(store_bytes(*one).values()) for one in zip(stores, capacities, strict=True)]
             return max(capacities) <= MAX_CAPACITY and sum(counted) <= room
 
-        # A row takes more than a byte; of a table with a small share the others may be at their max_capacity.
+        # A row takes more than a byte. All tables but one with a small share may be at their max_capacity.
         low, high = 0, max(room, 0) * self.num_shards * declared
         while low < high:
             middle = (low + high + 1) // 2
@@ -217,15 +212,15 @@ def memory_estimate(
       num_rows: rows that the tables will come to have, on all devices together, by table or one number for each. The
         capacity counted is the one that `grow` reaches by doubling the declared one. None: the declared capacity, full.
       num_samples: of one device's part of a batch. Without it and `keys_per_step` the state alone is counted.
-      keys_per_step: positions for keys, padding counted, that one device's part of a batch has for each feature, or one
+      keys_per_step: positions for keys, with padding, that one device's part of a batch has for each feature, or one
         number for all. A feature without one has `max_keys` shared out, else one key (or `max_hotness`) a sample.
       exchange: as the collection gets it: its send capacity.
       steps: between two calls of `grow`: so much is held in reserve.
       device_bytes: memory of one device: whether the total fits, and how many rows would.
-      memory_fraction: of `device_bytes`, what XLA gives to arrays: XLA_CLIENT_MEM_FRACTION, by default 0.75.
+      memory_fraction: the part of `device_bytes` that XLA gives to arrays: XLA_CLIENT_MEM_FRACTION, by default 0.75.
 
     Raises:
-      TypeError, ValueError: unknown names, numbers that cannot be meant, a feature without a number of keys.
+      TypeError, ValueError: unknown names, invalid numbers, a feature without a number of keys.
       ImportError: the CPU library, which knows the sizes of workspaces, is missing.
 
     Example:
@@ -266,7 +261,7 @@ def estimated(
     device_bytes: int | None = None,
     memory_fraction: float = MEMORY_FRACTION,
 ) -> MemoryEstimate:
-    """Counts features that are packed or shaped, by store and of one device; see `memory_estimate`.
+    """Does what `memory_estimate` does, for features of one device that are packed or shaped, by store.
 
     `capacities` are the rows of a shard of each store; None: those that the specs and `num_rows` lead to.
     """
@@ -312,7 +307,7 @@ def estimated(
 
 
 def _grown(spec: StoreSpec, reserved: int, num_rows: int) -> int:
-    """The capacity at which `grow` arrives for `num_rows` of a shard that come few by few, with `reserved` free."""
+    """Returns the capacity that `grow` reaches for `num_rows` of a shard that come few by few, with `reserved` free."""
     capacity = spec.capacity
     while capacity < num_rows + reserved:
         larger = next_capacity(spec, capacity, max(reserved, capacity + 1), None)
@@ -344,7 +339,7 @@ def _sizes(
     keys_per_step: int | Mapping[str, int] | None,
     num_shards: int,
 ) -> dict[str, tuple[int, int]]:
-    """For each feature the keys and the samples of one device; nothing, if nothing is known of the batch."""
+    """Returns keys and samples of one device by feature; empty, if nothing is known of the batch."""
     op = "memory_estimate"
     if num_samples is not None:
         checks.integer(f"{op}: num_samples", num_samples, 1, wanted="a number of samples, at least 1")
@@ -365,19 +360,19 @@ def _sizes(
 
 
 def _step_bytes(spec: StoreSpec, features: StoreFeatures, wire: ExchangeSpec) -> dict[str, int]:
-    """Bytes that a step needs of one device for one store, by what they hold; a store without features needs none."""
+    """Counts what a step needs on one device for one store, by purpose; zeros for a store without features."""
     if not features.layouts:
         return dict.fromkeys(STEP, 0)
     sizes = library.load_cpu()
     num_keys = sum(layout.num_keys for layout in features.layouts)
     row = jnp.dtype(spec.embedding_dtype).itemsize * spec.dim
     embeddings = sum(math.prod(layout.embedding_shape) for layout in features.layouts) * row
-    # Samples that share bags: what the kernels make is there beside what it is expanded to.
+    # Where samples share bags, the kernels' results exist beside what they are expanded to.
     shared = [layout for layout in features.layouts if layout.inverse_start >= 0]
     embeddings += sum(math.prod(layout.combined_shape) for layout in shared) * row
     found = 4 + 4 * len(COUNTS) * len(spec.tables) + 4 + 8  # generation, counts, rounds, and a ticket for all stores
     parts = {"batch": _bytes_of(features), "embeddings": embeddings, "gradients": embeddings}
-    # Where XLA works out what new rows hold: a row for each key to write, and one beside the slabs.
+    # Initial rows that XLA computes: a row for each key to write, and one beside the slabs.
     initial = 2 * spec.itemsize * spec.dim if spec.traced_tables else 0
     if spec.num_shards == 1:
         update = sizes.JaxsokUpdateWorkspaceBytes(num_keys, spec.dim)

@@ -1,8 +1,8 @@
-"""The norm of a step's row gradients: what clipping by global norm needs to know of the tables.
+"""The norm of a step's row gradients, for clipping by global norm.
 
-Each row counts once, with the sum of its gradients over all uses, plans and shards: the norm is that of the dense
-gradient which a whole table would have. Fed by plans and gradients, as update.py is, whose way it goes up to the point
-where rows would step. It changes nothing; who scales gradients is `Collection.clip_by_global_norm`.
+Each row counts once, with the sum of its gradients over all uses, plans and shards, so the norm is that of the dense
+gradient of the whole table. Plans and gradients go the way of update.py up to the point where rows would step; nothing
+changes. `Collection.clip_by_global_norm` scales the gradients.
 """
 
 from collections.abc import Sequence
@@ -24,11 +24,11 @@ from jaxsok.store import StoreState
 from jaxsok.types import NO_ROW
 
 Squares = tuple[Float32[Array, ""], Float32[Array, ""]]
-"""The largest number so far, and the sum of the squares of all numbers over it: no square overflows or vanishes."""
+"""The largest number so far, and the sum of all squares divided by its square: no square overflows or vanishes."""
 
 
 def with_squares(squares: Squares, numbers: Float[Array, "..."]) -> Squares:
-    """Squares with those of more numbers; one that is not finite makes them so.
+    """Adds the squares of more numbers; one that is not finite makes the result so.
 
     Example:
       >>> norm_of(with_squares((jnp.float32(0), jnp.float32(0)), jnp.array([3.0, 4.0]))).item()
@@ -42,13 +42,13 @@ def with_squares(squares: Squares, numbers: Float[Array, "..."]) -> Squares:
 
 
 def norm_of(squares: Squares) -> Float32[Array, ""]:
-    """The root of the sum of squares: infinite if a number was, NaN if one was NaN."""
+    """Returns the root of the sum of squares: infinite if a number was infinite, NaN if one was NaN."""
     largest, total = squares
     return jnp.where(jnp.isinf(largest), largest, largest * jnp.sqrt(total))
 
 
 def _rescaled(squares: Squares, largest: Float32[Array, ""]) -> Float32[Array, ""]:
-    """The sum of squares over another largest number, not below its own."""
+    """Returns the sum of squares relative to another largest number, not below its own."""
     return squares[1] * jnp.square(squares[0] / _divisor(largest))
 
 
@@ -58,9 +58,9 @@ def _divisor(largest: Float32[Array, ""]) -> Float32[Array, ""]:
 
 
 def of_all_shards(shards: Shards, squares: Squares) -> Squares:
-    """Those of all shards, added in their order."""
+    """Adds the squares of all shards, in their order."""
     largest = shards.max(squares[0])
-    # Each in a place of its own, where adding is exact: the order of the sum is not left to the collective.
+    # Each part has its own place, where adding is exact, so the collective cannot change the order of the sum.
     parts = jnp.zeros(shards.num_shards, jnp.float32).at[shards.index()].set(_rescaled(squares, largest))
     return largest, shards.sum(parts).sum()
 
@@ -73,16 +73,16 @@ def _summed_by_row(
     row_gradient: str,
     is_refused: Bool[Array, " num_keys"] | None = None,
 ) -> Float32[Array, "num_keys dim"]:
-    """Row gradients in the order of the rows' first uses; zeros beyond, and where one is not finite.
+    """Sums gradients by row, in the order of first uses; zeros beyond, and where a sum is not finite.
 
-    Rows are made distinct as keys are: a row id stands for its key. Keys without a row that are no padding
-    (`is_refused`) are part of the hotness of their bags, as they are for lookup and update.
+    Rows are made distinct as keys are, with the row id in place of the key. Keys without a row that are no padding
+    (`is_refused`) still count in the hotness of their bags, as in lookup and update.
     """
     is_row = row_ids != jnp.uint32(NO_ROW)
     as_keys = jnp.stack([row_ids, jnp.where(is_row, jnp.uint32(0), jnp.uint32(NO_ROW))], axis=1)
     _, _, inverse, _, _ = plan_kernels.plan((as_keys, *batch), num_tiles)
     if is_refused is not None:
-        # They go to the last line, which no row has: there is one row less than keys for each of them.
+        # They go to the last line, which no row uses: each refused key leaves one line free.
         spare = row_ids.shape[0] - 1
         inverse = jnp.where(is_refused, spare, inverse)
     sums, uses = combine_kernels.combine_transpose(gradients, inverse, batch, row_ids.shape[0], num_tiles)
@@ -92,13 +92,13 @@ def _summed_by_row(
     if row_gradient != "sum":
         divisor = jnp.maximum(uses.astype(jnp.float32), 1.0)
         sums = sums / (divisor if row_gradient == "mean" else jnp.sqrt(divisor))[:, None]
-    # The update leaves such a row alone.
+    # The update skips rows with non-finite gradients.
     return jnp.where(jnp.isfinite(sums).all(axis=1, keepdims=True), sums, 0.0)
 
 
 @annotations.by_store
 def row_gradients_here(spec: StoreSpec, store: StoreState, s: int, used: Used) -> Float32[Array, "num_keys dim"]:
-    """One store's row gradients on one shard."""
+    """Returns one store's row gradients on one shard."""
     plans, gradients, is_live = used
     parts = [plan.features.stores[s] for plan in plans]
     (keys, *batch), num_tiles = joined(parts)
@@ -119,9 +119,9 @@ def row_gradients_here(spec: StoreSpec, store: StoreState, s: int, used: Used) -
 def add_exchanged(
     exchange: Exchange, spec: StoreSpec, store: StoreState, s: int, used: Used, squares: Squares
 ) -> Squares:
-    """Squares with those of the rows that this shard owns; gradients come to it as they do for an update."""
+    """Adds the squares of the rows that this shard owns; gradients come to it as for an update."""
     is_live = used.is_live
-    # Every shard has all rows of a replicated store: one of them counts.
+    # Every shard has all rows of a replicated store; only the first counts.
     is_counted = jnp.bool_(True) if not spec.is_replicated else exchange.shards.index() == 0
 
     def add(squares: Squares, arrived: list[Arrived]) -> Squares:
@@ -135,12 +135,7 @@ def add_exchanged(
 
 
 def tree_norm(tree: Any) -> Float32[Array, ""]:
-    """The norm of all numbers of a tree of floats, as `optax.global_norm` has it; complex numbers by their absolute.
-
-    Example:
-      >>> tree_norm({"kernel": jnp.array([[3.0]]), "bias": jnp.array([4.0])}).item()
-      5.0
-    """
+    """Returns the norm of all numbers of a tree, as `optax.global_norm`; complex numbers by their absolute value."""
     squares = jnp.float32(0), jnp.float32(0)
     for leaf in jax.tree.leaves(tree):
         squares = with_squares(squares, jnp.abs(jnp.asarray(leaf)))
@@ -148,7 +143,7 @@ def tree_norm(tree: Any) -> Float32[Array, ""]:
 
 
 def factor_of(norm: Float32[Array, ""], max_norm: Any) -> Float32[Array, ""]:
-    """What gradients are multiplied by: 1 below `max_norm`, else what brings their norm there; NaN for a norm of NaN.
+    """Returns the factor for gradients: 1 below `max_norm`, else what scales the norm to it; NaN for a NaN norm.
 
     Example:
       >>> [factor_of(jnp.float32(norm), 2.0).item() for norm in (1.0, 2.0, 8.0)]
@@ -159,7 +154,7 @@ def factor_of(norm: Float32[Array, ""], max_norm: Any) -> Float32[Array, ""]:
 
 
 def scaled(tree: Any, factor: Float32[Array, ""]) -> Any:
-    """Every number of a tree times a factor, in its dtype."""
+    """Multiplies every number of a tree by a factor, in its own dtype."""
 
     def times(leaf: Array) -> Array:
         leaf = jnp.asarray(leaf)

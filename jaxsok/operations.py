@@ -1,7 +1,7 @@
 """Operations on one table of a state, as plain functions, and the checks of what callers pass.
 
-`Collection` resolves the name of a table to a `TableRef`, and passes it on. An operation runs between steps as a
-program of its own, which donates the store that it changes, and inside a jitted step as a part of that program.
+`Collection` resolves the name of a table to a `TableRef`. Between steps an operation is a program of its own, which
+donates the store that it changes; inside a jitted step it is a part of that program.
 """
 
 import dataclasses
@@ -31,7 +31,7 @@ _INSERTED, _REFUSED = COUNTS.index("num_inserted"), COUNTS.index("num_refused")
 
 
 class Declared(Protocol):
-    """What these functions read of a collection."""
+    """The parts of a collection that these functions read."""
 
     shards: Shards
     tables: tuple[TableSpec, ...]
@@ -45,15 +45,14 @@ class TableRef:
     """A table of a collection; hashable, since a program is compiled for each."""
 
     spec: StoreSpec
-    """Its store."""
     store: int
-    """The number of the store in a state."""
+    """The store's number in the state."""
     number: int
-    """The number of the table in the store."""
+    """The table's number in the store."""
     shards: Shards
 
     def ids(self, words: Array) -> np.ndarray:
-        """The table id of each key."""
+        """Returns the table id of each key."""
         return table_lib.table_ids_of(self.number, words.shape[0])
 
     def total(self, words: Array) -> Array:
@@ -98,7 +97,7 @@ def assign(
     if _is_traced((state, words)):
         growth.saw_assign(table.store, words.shape[0])
     else:
-        growth.forget()  # its bound on the rows in use holds for steps alone
+        growth.forget()  # its bound on the rows in use holds only for steps
     state, words, rows, now = guards.whole("assign", state=state, keys=words, rows=rows, clock=now)
     state, (num_inserted, num_refused) = _write(_assign, table, state, words, rows, now)
     return state, num_inserted, num_refused
@@ -157,7 +156,7 @@ def num_rows(collection: Declared, state: State) -> dict[str, int]:
 
 
 def coming_of(collection: Declared, batch: Any, steps: int) -> coming.Coming:
-    """What a caller of `grow` says is coming; refuses what is no batch, and `steps` that the batches contradict."""
+    """Reads what a caller of `grow` announces; refuses other types, and `steps` that contradict the batches."""
     is_list, growth = isinstance(batch, (list, tuple)), collection.growth
     positions, uncounted = [0] * len(collection.stores), [0] * len(collection.stores)
     counted, num_steps = [], 0
@@ -201,8 +200,8 @@ def coming_of(collection: Declared, batch: Any, steps: int) -> coming.Coming:
 
 
 Body = Callable[..., Any]
-"""Works on one shard: `body(table, store, words, *args)`, where `words` are the seed and the partition owners. Gives
-the results, the same on all shards; one that writes gives the store before them."""
+"""Works on one shard: `body(table, store, (seed, partition_owners), *args)`. Results are the same on all shards; a
+writing body returns the store before them."""
 
 
 def _call(body: Body, is_write: bool, table: TableRef, store: StoreState, *args: Any) -> Any:
@@ -259,7 +258,7 @@ def _rows_of(table: TableRef, store: StoreState, state_words: Any, words: Array)
     is_there = row_ids != jnp.uint32(NO_ROW)
     requests = jnp.concatenate([words, jnp.asarray(table.ids(words))[:, None], jnp.ones_like(words[:, :1])], axis=1)
     _, rows, _ = table_lib.gather(spec, store, seed, requests, row_ids, is_find=True)
-    # As words of 32 bits, of which all shards but one have zeros: their sum has the bits of the row.
+    # All shards but one have zeros, so the sum of the words has the bits of the row.
     bits = lax.bitcast_convert_type(rows, jnp.uint32 if spec.itemsize == 4 else jnp.uint16).astype(jnp.uint32)
     bits = table.total(jnp.where(is_there[:, None], bits, jnp.uint32(0)))
     rows = lax.bitcast_convert_type(bits if spec.itemsize == 4 else bits.astype(jnp.uint16), rows.dtype)
@@ -287,7 +286,7 @@ def _clear(table: TableRef, store: StoreState, _: Any) -> tuple[StoreState, Arra
 
 
 def _leaving(collection: Declared, table: str | None, policy: Any, num_rows: Any) -> dict[int, evict_lib.Leaving]:
-    """Which rows may leave, by the number of the store; refuses arguments that contradict each other."""
+    """Chooses the rows that may leave, by store number; refuses arguments that contradict each other."""
     stores = collection.stores
     if policy is not None and (not isinstance(policy, policies.Eviction) or type(policy) is policies.Eviction):
         raise TypeError(f"evict: policy: got {policy!r}, wanted None or one of jaxsok.policies that evicts.")
@@ -319,18 +318,18 @@ def _leaving(collection: Declared, table: str | None, policy: Any, num_rows: Any
 
 
 def specs_of(shards: Shards, state: State) -> Any:
-    """How each array of a state lies on the mesh, as `shard_map` takes it."""
+    """Returns the partition of each array of a state, as `shard_map` takes it."""
     same = dict.fromkeys(("step", "seed", "partition_owners", "lineage", "num_refused"), P())
     return dataclasses.replace(state, stores=shards.spec, tickets=shards.spec, **same)
 
 
 def lineage_of(shards: Shards, words: np.ndarray) -> Array:
-    """The words of a lineage where steps leave them; made by a program, since NumPy's memory is not donated."""
+    """Puts a lineage where steps leave it; made by a program, since NumPy's memory is not donated."""
     return shards.make(lambda: jnp.array(words), is_split=False)
 
 
 def no_tickets(shards: Shards) -> Array:
-    """The tickets of a state that begins: no plan is open."""
+    """Returns the tickets of a new state: no plan is open."""
     return shards.make(lambda: tickets.no_tickets(shards.num_shards))
 
 
@@ -343,7 +342,7 @@ def _is_deleted(array: Any) -> bool:
 
 
 def check_state(op: str, collection: Declared, state: State) -> None:
-    """Refuses a state that another collection made, or that is gone."""
+    """Refuses a state that another collection made, or whose arrays are deleted."""
     if not isinstance(state, State):
         raise TypeError(f"{op}: state: got {type(state).__name__}, wanted the State that Collection.init made.")
     if state.mesh != str(collection.shards):
@@ -367,8 +366,8 @@ def check_state(op: str, collection: Declared, state: State) -> None:
             f"{op}: state: got one whose arrays have one more axis in front, as stack and jax.pmap give them, "
             f"wanted those of init; pass {remedy}."
         )
-    # To ask a deleted array whether it is ready ends the process (jaxlib 0.10.2). A step that takes the state takes
-    # all of its arrays, and growing takes the index: two of each store tell, at little cost.
+    # Asking a deleted array whether it is ready ends the process (jaxlib 0.10.2). A step donates all arrays of a
+    # state, and growing the index, so it is enough to check these two of each store.
     if any(_is_deleted(array) for store in state.stores for array in (store.counters, store.index)):
         raise ValueError(
             f"{op}: state: got one whose arrays are deleted: it was donated to a step, or consumed by grow; wanted "
@@ -377,7 +376,7 @@ def check_state(op: str, collection: Declared, state: State) -> None:
 
 
 def check_untraced(op: str, state: State, remedy: str = "call it between steps") -> None:
-    """Refuses the state of a trace, for what runs on the host."""
+    """Refuses a traced state, for operations that run on the host."""
     if any(isinstance(store.counters, jax.core.Tracer) for store in state.stores):
         raise TypeError(
             f"{op}: state: got one that is traced (in jax.jit, lax.scan or shard_map), wanted arrays, because {op} "
@@ -412,7 +411,7 @@ def resolve(op: str, collection: Declared, state: State, table: str) -> TableRef
 
 
 def locate(op: str, collection: Declared, table: str) -> tuple[int, int]:
-    """The number of a table's store, and the table's number in it; refuses a name that is none."""
+    """Returns the number of a table's store, and the table's number in it; refuses unknown names."""
     for s, store in enumerate(collection.stores):
         names = [spec.name for spec in store.tables]
         if table in names:
@@ -421,7 +420,7 @@ def locate(op: str, collection: Declared, table: str) -> tuple[int, int]:
 
 
 def _words(op: str, keys: Any) -> Any:
-    """The words of keys that were given by themselves."""
+    """Converts a one-dimensional array of keys to words."""
     words = keys_lib.words_of(keys, "int64", op)
     if words.ndim != 2:
         raise ValueError(f"{op}: keys: got shape {list(words.shape[:-1])}, wanted [num_keys].")
@@ -429,20 +428,12 @@ def _words(op: str, keys: Any) -> Any:
 
 
 def clock_of(op: str, clock: Any) -> UInt32[Array, ""] | None:
-    """A user's time as it goes into an op; None stays None.
-
-    Raises:
-      TypeError, ValueError: no scalar, or no uint32; names the op.
-
-    Example:
-      >>> clock_of("lookup", 1_700_000_000).dtype
-      dtype('uint32')
-    """
+    """Converts a user's clock to a uint32 scalar; None stays None. Errors (TypeError, ValueError) name `op`."""
     return None if clock is None else _word(f"{op}: clock", clock)
 
 
 def _word(what: str, value: Any) -> Any:
-    """A uint32 scalar, checked; `what`: the operation and its argument."""
+    """Converts to a uint32 scalar; `what` names the operation and its argument."""
     if isinstance(value, (jax.Array, np.ndarray)):
         if value.shape != () or value.dtype != np.uint32:
             raise TypeError(f"{what}: got {value.dtype}{list(value.shape)}, wanted an integer or a uint32 scalar.")
@@ -451,5 +442,5 @@ def _word(what: str, value: Any) -> Any:
 
 
 def place_of(mesh_name: str) -> str:
-    """Where a state is, as messages name it."""
+    """Names a state's devices for messages."""
     return f"the mesh axes {mesh_name}" if mesh_name else "one device"

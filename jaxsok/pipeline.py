@@ -1,9 +1,9 @@
-"""Batches with their plans, each made while earlier steps run: prefetch, and the choice of send capacities.
+"""Prefetches batches with their plans, and chooses send capacities.
 
-When batch k is handed out, the plans of the next two are under way on the devices. When the caller, having dispatched
-step k, asks for batch k + 1, the host reads the counts of its plan, which came before step k - 1: they have arrived,
-and nobody waits. With one plan ahead they would be the last thing before step k, and the host would trail the devices
-(H200, two processes: 1.6 ms a step in place of 1.2; docs/performance.md).
+When batch k is handed out, the plans of the next two are running on the devices. When the caller, having dispatched
+step k, asks for batch k + 1, the host reads the counts of its plan, which ran before step k - 1, so it does not wait.
+With only one plan ahead they would be the last thing before step k, and the host would trail the devices (H200, two
+processes: 1.6 ms a step in place of 1.2; docs/performance.md).
 """
 
 import concurrent.futures
@@ -22,13 +22,13 @@ from jaxsok.plan import Plan
 from jaxsok.shards import Shards
 from jaxsok.specs import StoreSpec
 
-HEADROOM = 1.03  # of a new capacity over the load that asked for it: batches of one kind differ by a few per cent
+HEADROOM = 1.03  # a new capacity over its load: similar batches differ by a few per cent
 PLANS_AHEAD = 2  # batches whose plans are under way when one is handed out
 SPARE = 1.5  # a capacity in use is kept for loads down to this part of it: fewer programs
 
 
 class Planner(Protocol):
-    """What the pipeline needs of a collection."""
+    """The parts of a collection that the pipeline needs."""
 
     stores: tuple[StoreSpec, ...]
     shards: Shards
@@ -39,15 +39,14 @@ class Planner(Protocol):
         ...
 
     def plan(self, features: Features, *, send_capacity: Any = None) -> Plan:
-        """Makes keys distinct and sends them."""
+        """Makes keys distinct and sends them to their owners."""
         ...
 
 
 class Pipeline:
-    """An iterator of (batch, plan); `Collection.pipeline` makes it."""
+    """An iterator of (batch, plan), made by `Collection.pipeline`; nothing runs before the first batch is requested."""
 
     def __init__(self, collection: Planner, batches: Iterable[Mapping[str, Any]], pad_to: int | None):
-        """Nothing runs before the first batch is asked for."""
         self._collection = collection
         self._batches = iter(batches)
         self._pad_to = pad_to
@@ -55,15 +54,14 @@ class Pipeline:
         self._next: list[int | None] = [None] * len(collection.stores)
         self._failed: concurrent.futures.Future[None] | None = None
         self.num_replanned = 0
-        """How often a batch had more keys for one owner than the capacity chosen for it, and was planned again."""
+        """Batches that had more keys for one owner than their capacity, and were planned again."""
 
     @property
     def send_capacities(self) -> list[list[int]]:
-        """For each store the send capacities in use: each combination is a program of the step."""
+        """The send capacities in use, by store; each combination is a program of the step."""
         return [sorted(sizes) for sizes in self._in_use]
 
     def __iter__(self) -> Iterator[tuple[Batch, Plan]]:
-        """The batches in order, each with its plan."""
         if self._collection.shards.num_shards == 1:
             for raw in self._batches:
                 batch = self._collection.batch(raw, pad_to=self._pad_to)
@@ -80,7 +78,7 @@ class Pipeline:
             self._failed.result()  # raises
 
     def _planned(self) -> list[tuple[Batch, Plan]]:
-        """The next batch, its plan dispatched with the capacities that served last; nothing at the end."""
+        """Returns the next batch with its plan dispatched, at the capacities that served last; nothing at the end."""
         if self._failed is not None:
             return []
         try:
@@ -88,7 +86,7 @@ class Pipeline:
             batch = self._collection.batch(raw, pad_to=self._pad_to)
         except StopIteration:
             return []
-        except Exception as error:  # told in its turn: the batches before it are handed out first
+        except Exception as error:  # raised in its turn: the batches before it are handed out first
             self._failed = concurrent.futures.Future()
             self._failed.set_exception(error)
             return []
@@ -104,7 +102,7 @@ class Pipeline:
 
     @annotated("jaxsok.pipeline")
     def _checked(self, batch: Batch, plan: Plan) -> Plan:
-        """A plan whose capacities suffice; chooses those of the next one."""
+        """Returns a plan whose capacities suffice, and chooses those of the next one."""
         sizes, is_short, is_first, is_too_skewed = [], False, False, False
         for s, asked in enumerate(plan.asked or ()):
             if asked is None:
@@ -128,7 +126,7 @@ class Pipeline:
         return plan
 
     def _choose(self, s: int, load: int) -> int:
-        """A capacity for a load: one in use that is not much too large, or a new one."""
+        """Chooses a capacity for a load: one in use that is not much too large, or a new one."""
         least = len(self._collection.stores[s].tables)
         fitting = [size for size in self._in_use[s] if max(load, least) <= size <= max(SPARE * load, 16)]
         if fitting:
@@ -139,5 +137,5 @@ class Pipeline:
 
 
 def _first_part(array: jax.Array) -> np.ndarray:
-    """This process's first part of an array whose parts are all the same."""
+    """Returns this process's first part of an array whose parts are all equal."""
     return np.asarray(array.addressable_shards[0].data)

@@ -1,8 +1,8 @@
-"""What one lookup knows beside the rows: its features, the distinct keys if they were sought, then row ids.
+"""What one lookup knows beside the rows: its features, the distinct keys if they were made, then row ids.
 
 A plan made apart (`Collection.plan`) reads no table, so it can run a batch ahead. On one device a lookup without one
 finds rows key by key in one fused call, and its plan carries row ids alone. On a mesh the distinct keys of each shard,
-ordered by owner, are what it asks of the others (exchange.py). A plan is never differentiated.
+ordered by owner, are its requests to the others (exchange.py). A plan is never differentiated.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ from jaxsok.kernels.tickets import Ticket
 from jaxsok.specs import StoreSpec
 from jaxsok.types import NO_ROW, NUM_PARTITIONS, Inverse, Keys, RowIds, TableIds
 
-# Of ffi/core/hash.h.
+# Constants of ffi/core/hash.h.
 _GOLDEN = 0x9E3779B97F4A7C15
 _MIX = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))  # shift, then multiply; and a last shift
 _LAST_SHIFT = 31
@@ -39,7 +39,7 @@ class Distinct:
     inverse: Inverse
     """For each key of the batch its position in `unique`; num_keys for padding."""
     multiplicity: Int32[Array, " num_keys"]
-    """Occurrences of each; 0 beyond num_unique."""
+    """Occurrences of each key; 0 beyond num_unique."""
     num_unique: Int32[Array, ""]
 
 
@@ -55,27 +55,28 @@ class Requests:
     starts: Int32[Array, " num_owners_plus_1"]
     """Where the requests of each owner begin, and where the last ones end."""
     hashes: UInt32[Array, "_ 2"]
-    """By place, what decides a request's round: (low, high). Rising within an owner; one line if there is one round."""
+    """By place, the hash that decides a request's round: (low, high). Rising within an owner; one line if there is only
+    one round."""
     load: Int32[Array, "1 2"]
-    """The same on all shards: most requests from one shard to one owner, and most to one owner from all shards."""
+    """Most requests from one shard to one owner, and most to one owner from all shards; the same on all shards."""
     digest: UInt32[Array, "1 2"]
-    """Of the keys, for the ticket of the lookup (tickets.py): with `received` of all shards, else of this one."""
+    """Digest of the keys, for the lookup's ticket: of all shards with `received`, else of this one."""
     received: UInt32[Array, "_ 4"] | None = None
-    """What the others ask of this shard, `send_capacity` requests each, if the keys were exchanged ahead."""
+    """The others' requests to this shard, `send_capacity` from each, if the keys were exchanged ahead."""
     slots: Inverse | None = None
-    """With `received`: for each key of the batch the line of its row among what comes back; -1 for none."""
+    """With `received`: for each key of the batch the line of its row among those that come back; -1 for none."""
     send_capacity: int = dataclasses.field(default=0, metadata={"static": True})
-    """With `received`: requests for one owner, in one round. Else: of each round."""
+    """Requests for one owner in one round: the only round with `received`, else each round."""
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """What a lookup found out about one store's keys."""
+    """What a lookup found for one store's keys."""
 
     row_ids: RowIds
-    """By key of the batch; on a mesh by request received. Where there may have been several rounds by request sent, in
-    a store that keeps keys out, and else none."""
+    """By key of the batch; on a mesh by request received. After several rounds: by request sent if the store has
+    admission, else one NO_ROW."""
     counts: Int32[Array, "num_tables num_counts"]
     num_rounds: Int32[Array, "1"]
     """Passes of the exchange; 0 on one device."""
@@ -94,12 +95,11 @@ class Plan:
     found: tuple[Found, ...] | None = None
     """From `Collection.lookup`; None before it."""
     ticket: Ticket | None = None
-    """The ticket of the lookup: an update takes it out of the state's open tickets (tickets.py). After two words it has
-    the generation of each store: rows that left a store since then make the plan stale. On a mesh a line for each
-    shard."""
+    """An update takes it out of the state's open tickets (tickets.py). Two words, then the generation of each store:
+    rows that left a store since then make the plan stale. On a mesh a line for each shard."""
 
     def asked_of(self, store: int) -> Requests:
-        """Returns the requests of this shard for a store that has features; on a mesh."""
+        """Returns this shard's requests for a store that has features; on a mesh."""
         return there(there(self.asked)[store])
 
     def found_of(self, store: int) -> Found:
@@ -107,7 +107,7 @@ class Plan:
         return there(self.found)[store]
 
     def __repr__(self) -> str:
-        """Its features, and how far it has come; reads no array, so it waits for nothing."""
+        """Names its features and progress; reads no array, so it waits for nothing."""
         is_exchanged = any(one is not None and one.received is not None for one in self.asked or ())
         steps = ["looked up" if self.is_looked_up else "not looked up"] + ["keys exchanged"] * is_exchanged
         return f"Plan({', '.join(steps)}; {self.features!r})"
@@ -119,26 +119,19 @@ class Plan:
 
 
 def distinct_keys(features: StoreFeatures) -> Distinct:
-    """Makes one store's keys distinct.
-
-    Cost:
-      One pass over the keys and a scratch index of 32 bytes a key. Reads no table.
-
-    Example:
-      Keys `[9, 7, 9]` of one table → unique `[9, 7]`, inverse `[0, 1, 0]`, multiplicity `[2, 1, 0]`, num_unique 2.
-    """
+    """Makes one store's keys distinct, in one pass with a scratch index of 32 bytes a key; reads no table."""
     return Distinct(*kernels.plan(features.operands(), features.num_tiles))
 
 
 def empty_distinct() -> Distinct:
-    """The distinct keys of no features."""
+    """Returns the distinct keys of a store without features."""
     none = jnp.zeros(0, jnp.int32)
     words = jnp.zeros((0, 2), jnp.uint32)
     return Distinct(words, jnp.zeros(0, jnp.uint32), none, none, jnp.zeros((), jnp.int32))
 
 
 def default_owners(num_shards: int) -> np.ndarray:
-    """The shard of each of the 4,096 partitions: equal contiguous ranges.
+    """Returns the shard of each of the 4,096 partitions: equal contiguous ranges.
 
     Example:
       >>> owners = default_owners(3)
@@ -151,22 +144,10 @@ def default_owners(num_shards: int) -> np.ndarray:
 def owners_of(
     spec: StoreSpec, number: int, keys: UInt64[np.ndarray, " num_keys"], partition_owners: UInt32[np.ndarray, " _"]
 ) -> UInt32[np.ndarray, " num_keys"]:
-    """The shard that has each key of a table: on the host, as the kernels work it out (`OwnerOf` in ffi/core/hash.h).
+    """Returns each key's shard, on the host, as the kernels compute it (`OwnerOf` in ffi/core/hash.h).
 
-    Of a replicated store every shard has all keys; it is given as shard 0.
-
-    Args:
-      spec: of the store.
-      number: of the table in the store.
-      keys: PADDING_KEY gets a shard as every other one.
-      partition_owners: the shard of each partition; of no meaning on one device.
-
-    Example:
-      >>> from jaxsok import TableSpec, on, optim
-      >>> tables = TableSpec("user", 4, optim.sgd(0.1)), TableSpec("ad", 4, optim.sgd(0.1), placement=on(3))
-      >>> store, keys, owners = StoreSpec(tables, 4), np.arange(4, dtype=np.uint64), default_owners(4)
-      >>> owners_of(store, 0, keys, owners).tolist(), owners_of(store, 1, keys, owners).tolist()
-      ([2, 0, 1, 2], [3, 3, 3, 3])
+    A replicated store gives shard 0, though every shard has all keys. `number` is the table's number in the store; on
+    one device `partition_owners` is not used. PADDING_KEY gets a shard like any other key.
     """
     low, high, pinned = _place_words(spec, number)
     if spec.num_shards == 1 or pinned != NO_ROW:
@@ -178,11 +159,9 @@ def owners_of(
 def partitions_of(
     keys: UInt64[np.ndarray, " num_keys"], names: UInt64[np.ndarray, " num_keys"] | np.uint64
 ) -> UInt64[np.ndarray, " num_keys"]:
-    """The partition of each key, on the host (`PartitionOf` in ffi/core/hash.h).
+    """Returns the partition of each key, on the host (`PartitionOf` in ffi/core/hash.h).
 
-    Args:
-      keys: of any tables.
-      names: the word of each key's table, or of all: the first two of `StoreSpec.table_words` as one.
+    `names` has the word of each key's table, or of all: the first two of `StoreSpec.table_words` as one.
 
     Example:
       >>> partitions_of(np.array([7, 9], np.uint64), np.uint64(1)).tolist()
@@ -195,11 +174,7 @@ def partitions_of(
 def owner_of(
     spec: StoreSpec, number: int, keys: Keys, partition_owners: UInt32[Array, " num_partitions"]
 ) -> UInt32[Array, " num_keys"]:
-    """`owners_of` of words, on the device: 64-bit arithmetic in words of 32.
-
-    Cost:
-      Some two hundred integer operations a key.
-    """
+    """Does what `owners_of` does, for words on the device: some two hundred 32-bit operations a key."""
     low, high, pinned = _place_words(spec, number)
     if spec.num_shards == 1 or pinned != NO_ROW:
         return jnp.full(keys.shape[0], jnp.uint32(0 if spec.num_shards == 1 else pinned))
@@ -209,7 +184,7 @@ def owner_of(
 
 
 def _place_words(spec: StoreSpec, number: int) -> tuple[int, int, int]:
-    """The words of a table's name, and the shard that has all of it, or NO_ROW."""
+    """Returns the words of a table's name, and the shard that has all of it, or NO_ROW."""
     words = spec.table_words()[number]
     return int(words[0]), int(words[1]), int(words[5])
 
@@ -228,7 +203,7 @@ def mixed_words(low: Word, high: Word) -> tuple[Word, Word]:
 
 
 def _xor_shifted(low: Word, high: Word, shift: int) -> tuple[Word, Word]:
-    """A number xor itself shifted right by 1 to 31 bits."""
+    """Xors a number with itself shifted right by 1 to 31 bits."""
     right, left = jnp.uint32(shift), jnp.uint32(32 - shift)
     return low ^ (low >> right | high << left), high ^ high >> right
 
@@ -240,7 +215,7 @@ def plus(low: Word, high: Word, term: int) -> tuple[Word, Word]:
 
 
 def _times(low: Word, high: Word, factor: int) -> tuple[Word, Word]:
-    """The product modulo 2**64; that of the low words whole, by halves of 16 bits."""
+    """Multiplies modulo 2**64; the full product of the low words is computed from 16-bit halves."""
     a, b = jnp.uint32(factor & 0xFFFFFFFF), jnp.uint32(factor >> 32)
     half, bits = jnp.uint32(0xFFFF), jnp.uint32(16)
     cross = (low >> bits) * (a & half), (low & half) * (a >> bits)
@@ -252,20 +227,10 @@ def _times(low: Word, high: Word, factor: int) -> tuple[Word, Word]:
 def requests_of(
     spec: StoreSpec, features: StoreFeatures, owners: UInt32[Array, " num_partitions"], *, by_hash: bool
 ) -> tuple[UInt32[Array, "num_keys 4"], Inverse, Int32[Array, " num_owners_plus_1"], UInt32[Array, "_ 2"]]:
-    """Makes one store's keys distinct and orders them by owner.
+    """Makes one store's keys distinct and orders them by owner: the first four fields of `Requests`.
 
-    Args:
-      spec: of the store.
-      features: of one shard.
-      owners: the shard of each partition.
-      by_hash: whether requests of one owner are ordered by the hash that decides their round, else by first
-        occurrence.
-
-    Returns:
-      requests, inverse, starts, hashes: see `Requests`.
-
-    Cost:
-      As `distinct_keys`, and a radix sort of the distinct keys by owner (and by 64 bits of hash).
+    Requests of one owner are ordered by the hash that decides their round (`by_hash`), else by first occurrence. Costs
+    what `distinct_keys` costs, and a radix sort of the distinct keys by owner (and by 64 bits of hash).
     """
     num_owners = 1 if spec.is_replicated else spec.num_shards
     return kernels.plan_requests(

@@ -1,7 +1,7 @@
-"""Proposes where tables live on a mesh, by their size and traffic; counts bytes on the wire and in memory; says why.
+"""Proposes where tables live on a mesh, by their size and traffic, and gives the costs and the reasons.
 
-It runs before there is a collection: the tables that it returns are what the collection is made of. Everything here is
-arithmetic on specs and, with a sample, on the keys of one batch, in NumPy. Nothing is moved by it.
+It runs before there is a collection; the collection is made of the tables that it returns. It computes with specs and,
+with a sample, with the keys of one batch, in NumPy. Nothing is moved.
 
 The model, of one step, one device out of N and one table of R rows, of which the device asks K keys:
 
@@ -10,15 +10,14 @@ The model, of one step, one device out of N and one table of R rows, of which th
 - A line is one distinct key's part of the exchange: its request (16 bytes), its row and its row gradient, in the dtypes
   of the wire. With F evaluation lookups a step, requests and rows travel 1 + F times.
 - SHARDED: every owner gets u / N of the requests of every device. A device sends, and gets, u (N - 1) / N lines.
-- on(d): the exchange is dense, so that a device sends every owner as many lines as the most loaded one gets. Alone in
-  its store, the table costs (N - 1) u lines. Tables that load all devices alike cost what they cost sharded, never
-  less: nothing is gained on the wire.
+- on(d): the exchange is dense, so a device sends every owner as many lines as the most loaded one gets. Alone in its
+  store, the table costs (N - 1) u lines. Tables that load all devices alike cost what they cost sharded, never less.
 - REPLICATED: requests and gradients of all devices are gathered, (N - 1) u lines without rows; no row travels, and
   evaluation sends nothing. Each device keeps R rows and moves the rows of N u lines.
 
 Not counted: padding (send capacities are those of the most loaded owner, which hashing gives a root or two more than
-its share, rounded up; the pipeline keeps one for loads down to two thirds of it), and what a collective costs however
-few its bytes are: a replicated store adds collectives of its own.
+its share, rounded up; the pipeline keeps one for loads down to two thirds of it), and the fixed cost of a collective: a
+replicated store adds collectives of its own.
 """
 
 import dataclasses
@@ -50,23 +49,23 @@ from jaxsok.store import row_bytes, store_bytes
 from jaxsok.types import PADDING_KEY
 
 REQUEST_BYTES = 16  # key, table and uses: four words
-REPLICATED_BYTES = 64 << 20  # of a table, on each device: beyond it nothing is replicated unasked
+REPLICATED_BYTES = 64 << 20  # larger tables are replicated only when asked for
 
 
 @dataclasses.dataclass(frozen=True)
 class TableProposal:
-    """What the planner knows of one table, and where it would put it."""
+    """A table's traffic and costs, and the placement proposed for it."""
 
     table: TableSpec
     """With its placement."""
     keys: float
-    """That one device asks in a step."""
+    """Keys that one device asks in a step."""
     distinct_keys: float
-    """Of these; where all devices are alike, so many lines travel."""
+    """Distinct ones of these; where all devices are alike, so many lines travel."""
     num_bytes: int
-    """Of its rows, with optimizer state, records and index, once."""
+    """Bytes of its rows, with optimizer state, records and index, once."""
     wire_bytes: Mapping[str, int]
-    """Received by a device in a step: "sharded", "on" (alone on its device), "replicated"."""
+    """Bytes received by a device in a step: "sharded", "on" (alone on its device), "replicated"."""
     reason: str
 
 
@@ -75,19 +74,18 @@ class Proposal:
     """Where `propose` puts tables, and what that costs. `str` makes a table of it."""
 
     lines: tuple[TableProposal, ...]
-    """In the order of the tables."""
     num_shards: int
     wire_bytes: int
-    """Received by each device in a step: all stores together, on(...) at its true load."""
+    """Bytes received by each device in a step: all stores together, on(...) at its true load."""
     bytes_per_device: tuple[int, ...]
-    """Of the rows that each shard has when the tables are full."""
+    """Bytes of the rows that each shard has when the tables are full."""
     allocated_bytes: int
-    """Of the stores on each device, as `init` makes them: all shards get the size of the fullest, with room for the
-    unevenness of hashing."""
+    """Bytes of the stores on each device, as `init` makes them: all shards get the size of the fullest, with room for
+    the unevenness of hashing."""
 
     @property
     def tables(self) -> tuple[TableSpec, ...]:
-        """The tables with their placements, in their order: for the collection."""
+        """The tables with their placements, for the collection."""
         return tuple(line.table for line in self.lines)
 
     def __str__(self) -> str:
@@ -133,29 +131,29 @@ def propose(
     """Chooses a placement for each table, by the bytes that it puts on the wire.
 
     A table is replicated if that sends fewer bytes than sharding and its rows are few; else it is sharded. On training
-    traffic with one dtype for rows and gradients that never happens: all gradients go to all devices. It does where
-    rows are read much more often than they move (`finds_per_step`), and where gradients are much smaller on the wire
-    than rows. A table goes to one device only when asked for, since that never saves bytes. A placement that a
-    TableSpec declares other than SHARDED stands, and `overrides` come before it.
+    traffic with one dtype for rows and gradients that never happens, since all gradients go to all devices. It does
+    where rows are read much more often than they move (`finds_per_step`), and where gradients are much smaller on the
+    wire than rows. A table goes to one device only when asked for, since that never saves bytes. A placement other than
+    SHARDED that a TableSpec declares stands; `overrides` take precedence.
 
     Args:
-      tables: of the collection to be; their `capacity` counts as their rows.
+      tables: their `capacity` counts as their rows.
       features: of the collection to be.
       num_shards: devices along its axis.
-      keys_per_step: keys that one device's part of a batch has for each feature, padding not counted; one number for
-        all. Without it: max_keys of the feature, shared out. Keys are taken to be equally likely.
+      keys_per_step: keys, without padding, that one device's part of a batch has for each feature; one number for all.
+        Without it: max_keys of the feature, shared out. Keys are taken to be equally likely.
       sample: instead: a raw batch of all devices, as `collection.batch` takes it, NumPy. Its keys are counted.
       exchange: dtypes on the wire, as the collection gets them.
       finds_per_step: evaluation lookups of such a batch in the time of one training step.
       memory_bytes: that each device has for the stores. What the planner would replicate is sharded, largest first,
         until the stores fit.
       replicated_bytes: of a table, on each device, at most, unless replication is asked for.
-      overrides: placements by table. "on" puts the table on one device, the planner says which: the most keys first,
-        each on the device with the least so far.
+      overrides: placements by table. With "on" the planner chooses the device: tables with the most keys first, each on
+        the device with the least so far.
 
     Raises:
       TypeError, ValueError: unknown names, a device outside the axis, a feature without a number of keys.
-      MemoryError: the stores are larger than `memory_bytes`; says which tables are the largest.
+      MemoryError: the stores are larger than `memory_bytes`; names the largest tables.
 
     Example:
       >>> from jaxsok import optim
@@ -189,7 +187,7 @@ def propose(
 
 
 def check_declared(op: str, tables: Sequence[TableSpec], features: Sequence[FeatureSpec], num_shards: object) -> None:
-    """Refuses what no collection could be made of, before there is one."""
+    """Refuses declarations that no collection could be made of."""
     checks.integer(f"{op}: num_shards", num_shards, 1, wanted="the number of devices, at least 1")
     names = [table.name for table in tables]
     for feature in features:
@@ -206,7 +204,7 @@ def _assumed(
     keys_per_step: int | Mapping[str, int] | None,
     num_shards: int,
 ) -> dict[str, tuple[float, float]]:
-    """Keys and distinct keys of each table, if all of its rows are asked for alike."""
+    """Computes keys and distinct keys of each table, if all of its rows are equally likely."""
     keys = dict.fromkeys((table.name for table in tables), 0.0)
     for feature, number in zip(features, keys_of("propose", features, keys_per_step, num_shards), strict=True):
         if number is None:
@@ -222,7 +220,7 @@ def _assumed(
 def keys_of(
     op: str, features: Sequence[FeatureSpec], keys_per_step: int | Mapping[str, int] | None, num_shards: int
 ) -> list[float | None]:
-    """For each feature the keys that one device asks in a step; None where neither the caller nor `max_keys` tells."""
+    """Returns each feature's keys on one device in a step; None where neither the caller nor `max_keys` says."""
     known = keys_per_step if isinstance(keys_per_step, Mapping) else {}
     unknown = sorted(set(known) - {feature.name for feature in features})
     if unknown:
@@ -244,7 +242,7 @@ def keys_of(
 def _measured(
     tables: Sequence[TableSpec], features: Sequence[FeatureSpec], sample: Mapping[str, Any], num_shards: int
 ) -> dict[str, tuple[float, float]]:
-    """Keys and distinct keys of each table in a batch: the means over the devices' parts of it."""
+    """Counts keys and distinct keys of each table in a batch: means over the devices' parts of it."""
     features_lib.require_features(sample, features)
     sample = sources_lib.converted(sample, features, "propose: sample")
     parts: dict[str, list[list[np.ndarray]]] = {table.name: [[] for _ in range(num_shards)] for table in tables}
@@ -277,14 +275,14 @@ def _measured(
 
 @dataclasses.dataclass(frozen=True)
 class _Model:
-    """Bytes that a device gets in a step; see the top of the module."""
+    """Bytes that a device receives in a step; see the top of the module."""
 
     num_shards: int
     exchange: ExchangeSpec
     finds_per_step: float
 
     def _line(self, rows: TableSpec | StoreSpec) -> float:
-        """Request, row, gradient."""
+        """Bytes of request, row and gradient."""
         row = wire_bytes(rows.dim, self.exchange.rows, rows.dtype)
         there_and_back = (1 + self.finds_per_step) * (REQUEST_BYTES + row)
         return there_and_back + wire_bytes(rows.dim, self.exchange.gradients)
@@ -300,7 +298,7 @@ class _Model:
         return round(distinct * (self.num_shards - 1) * line)
 
     def of_stores(self, tables: Sequence[TableSpec], distinct: Mapping[str, float]) -> int:
-        """All tables together, as the stores send them."""
+        """Bytes of all tables together, as the stores send them."""
         total = 0
         for store in group_into_stores(tables, self.num_shards):
             if store.is_replicated:
@@ -312,7 +310,7 @@ class _Model:
                     pinned[table.placement.shard % self.num_shards] += distinct[table.name]
                 else:
                     spread += distinct[table.name]
-            # As if everything on one device were: the most loaded one says how many lines go to each.
+            # The exchange is dense: the most loaded device decides how many lines go to each.
             total += self.on_one(store, spread / self.num_shards + max(pinned))
         return total
 
@@ -323,7 +321,7 @@ def _forced(
     traffic: Mapping[str, tuple[float, float]],
     num_shards: int,
 ) -> dict[str, tuple[Placement, str]]:
-    """Placements that are not the planner's to choose, and why."""
+    """Collects the placements that are not the planner's to choose, with reasons."""
     names = [table.name for table in tables]
     unknown = sorted(set(overrides) - set(names))
     if unknown:
@@ -393,7 +391,7 @@ def _proposed(
 
 
 def _bytes_per_device(tables: Sequence[TableSpec], num_shards: int) -> tuple[int, ...]:
-    """Of the rows that each shard has when all tables are full."""
+    """Bytes of the rows that each shard has when all tables are full."""
     of_shard = [0.0] * num_shards
     for store in group_into_stores(tables, num_shards):
         for table in store.tables:
@@ -407,7 +405,7 @@ def _bytes_per_device(tables: Sequence[TableSpec], num_shards: int) -> tuple[int
 
 
 def _allocated_bytes(tables: Sequence[TableSpec], num_shards: int) -> int:
-    """Of all stores on one device, as `init` makes them."""
+    """Bytes of all stores on one device, as `init` makes them."""
     stores = group_into_stores(tables, num_shards)
     return sum(sum(store_bytes(store, store.capacity).values()) for store in stores)
 
@@ -415,7 +413,7 @@ def _allocated_bytes(tables: Sequence[TableSpec], num_shards: int) -> int:
 def _fitted(
     lines: Sequence[TableProposal], forced: set[str], num_shards: int, memory_bytes: int
 ) -> list[TableProposal]:
-    """The same, with fewer replicated tables if there is not room for all; refuses what does not fit at all."""
+    """Shards the largest replicated tables until the rest fits; refuses what does not fit at all."""
     lines = list(lines)
     movable = [
         i for i, line in enumerate(lines) if line.table.placement == REPLICATED and line.table.name not in forced

@@ -1,7 +1,7 @@
-"""Admission and eviction, declared: who gets a row, and who leaves.
+"""Admission and eviction policies, declared.
 
-Declarations only: `lookup` admits (ffi/core/admission.h), `evict.py` ranks and takes rows away. A policy is frozen and
-hashable, so that specs can hold it.
+`lookup` admits (ffi/core/admission.h), `evict.py` ranks rows and takes them away. A policy is frozen and hashable, so
+that specs can hold it.
 """
 
 import dataclasses
@@ -32,9 +32,9 @@ def _unadmitted(what: str, value: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Admission:
-    """Who of the unseen keys gets a row; the others are refused, and counted as `num_unadmitted`.
+    """Decides which unseen keys get a row; the others are refused, and counted as `num_unadmitted`.
 
-    A key that is kept out reads `unadmitted` and learns nothing. One of `AdmitByCount`, `AdmitByBloom` and
+    A key without admission reads `unadmitted` and learns nothing. Use `AdmitByCount`, `AdmitByBloom` or
     `AdmitByProbability`.
     """
 
@@ -43,13 +43,13 @@ class Admission:
 
     @property
     def threshold(self) -> int:
-        """Sightings that it takes, or the probability times 2**32: as the kernels compare it."""
+        """Sightings that it takes, or the probability times 2**32, as the kernels compare it."""
         return 1
 
     _: dataclasses.KW_ONLY
     unadmitted: float | Literal["initial"] = checks.declare(0.0, _unadmitted)
-    """What each number of the row of a key without admission reads as; "initial": the row that it would get. It is what
-    keys without a row read in `lookup`, also where the store is full; `find` gives what the table's `unknown` says."""
+    """What each number of the row of a key without admission reads as; "initial": the row that it would get. Keys
+    without a row read it in `lookup`, also where the store is full; `find` gives what the table's `unknown` says."""
 
     def __post_init__(self) -> None:
         checks.check_fields(self, f"policies.{type(self).__name__}")
@@ -60,7 +60,6 @@ class _BySightings(Admission):
     """Admission of keys that were seen often enough."""
 
     most: ClassVar[int]
-    """Sightings that can be counted."""
     num_sightings: int = 2
     delayed: bool = dataclasses.field(default=False, kw_only=True)
     """Whether the `num_sightings`-th occurrence still reads `unadmitted`, and the next one gets the row, as with
@@ -80,12 +79,12 @@ class _BySightings(Admission):
 
 @dataclasses.dataclass(frozen=True)
 class AdmitByCount(_BySightings):
-    """A key gets a row in the batch in which its `num_sightings`-th occurrence falls, for all uses of that batch.
+    """A key gets a row in the batch of its `num_sightings`-th occurrence, for all uses of that batch.
 
-    With `delayed` it is the batch of the occurrence after that one. Occurrences are counted exactly, 32 to 128 bytes
-    for each key that waits; `grow` makes room for more of them. A key whose row is erased or evicted starts anew. When
-    rows of its store go, so does a key that had its sightings but found the store full. A key that waits and is given a
-    row by `assign` or an import starts anew when that row goes.
+    With `delayed` it is the batch of the occurrence after that one. Occurrences are counted exactly, in 32 to 128 bytes
+    for each waiting key; `grow` makes room for more. A key starts anew when its row is erased or evicted. So does a key
+    with enough sightings that found the store full, when rows of its store go; and a waiting key that got a row by
+    `assign` or an import, when that row goes.
     """
 
     kind: ClassVar[int] = 1
@@ -96,9 +95,9 @@ class AdmitByCount(_BySightings):
 class AdmitByBloom(_BySightings):
     """As `AdmitByCount`, counted by a counting Bloom filter: memory is bounded, and a few keys come in early.
 
-    Once `num_keys` different keys have been seen, an unseen key is taken for one of them with
-    `false_positive_rate`; beyond it more often. A shard counts the keys that it owns. Counts are never taken back: a
-    key whose row was evicted is admitted again at its next sighting, with a new row.
+    Once `num_keys` different keys have been seen, an unseen key is taken for one of them with `false_positive_rate`;
+    beyond it more often. A shard counts the keys that it owns. Counts never go back: a key whose row was evicted is
+    admitted again at its next sighting, with a new row.
 
     Source: L. Fan et al., Summary Cache, 2000 (counting Bloom filters); DeepRec's CBFFilter.
     """
@@ -106,7 +105,7 @@ class AdmitByBloom(_BySightings):
     kind: ClassVar[int] = 2
     most: ClassVar[int] = MAX_SIGHTINGS
     num_keys: int = checks.declare(1_000_000, checks.integer, low=1, high=2**31 - 1)
-    """Different keys that are expected, on all shards together."""
+    """Different keys expected, on all shards together."""
     false_positive_rate: float = checks.declare(0.01, checks.number, low=1e-9, high=0.5)
 
     def __post_init__(self) -> None:
@@ -120,11 +119,11 @@ class AdmitByBloom(_BySightings):
 
     @property
     def num_hashes(self) -> int:
-        """Counters that a key advances."""
+        """Counters that a key increments."""
         return max(1, round(-math.log2(self.false_positive_rate)))
 
     def num_counters(self, num_keys: int) -> int:
-        """Counters, of one byte each, for so many keys: a multiple of 4."""
+        """Returns the counters, of one byte each, for so many keys: a multiple of 4."""
         bits = -num_keys * math.log(self.false_positive_rate) / math.log(2) ** 2
         return max(64, -(-math.ceil(bits) // 4) * 4)
 
@@ -151,29 +150,29 @@ class AdmitByProbability(Admission):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class RowFacts:
-    """What a policy may look at, a line for each row of a slab (some of which may not be in use)."""
+    """What a policy sees: a line for each row of a slab, some of which may not be in use."""
 
     keys: Keys
     last_step: UInt32[Array, " num_rows"]
     """The step (or the user's clock) of the last lookup that used the row."""
     frequency: UInt32[Array, " num_rows"]
-    """Occurrences in lookups since the row was made, 2**32 - 1 at most; none of those for which the key had no row."""
+    """Occurrences in lookups since the row was made, at most 2**32 - 1."""
     rows: Float[Array, "num_rows dim"]
     clock: UInt32[Array, ""]
     """Now: the state's step, or the user's clock."""
 
 
 Scores = UInt32[Array, " num_rows"] | tuple[UInt32[Array, " num_rows"], UInt32[Array, " num_rows"]]
-"""Rows with the lowest leave first; of two arrays the first is the more significant. Ties break by (table, key)."""
+"""Rows with the lowest score leave first; of two arrays the first is more significant. Ties break by (table, key)."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Eviction:
-    """Who leaves: either those whose time has come (`expired`), or those of lowest score, down to a budget of rows."""
+    """Decides which rows leave: expired rows (`expired`), or those of lowest score, down to a budget of rows."""
 
     needs_statistics: ClassVar[bool] = True
     has_score: ClassVar[bool] = True
-    """Whether rows can be ranked; else `expired` tells who leaves."""
+    """Whether `scores` ranks rows; else `expired` decides."""
 
     def __post_init__(self) -> None:
         checks.check_fields(self, f"policies.{type(self).__name__}")
@@ -183,7 +182,7 @@ class Eviction:
         raise TypeError(f"evict: policy: got {self!r}, which ranks no rows; use one with a score.")
 
     def expired(self, facts: RowFacts) -> Bool[Array, " num_rows"]:
-        """Whose time has come: a pure JAX function, row by row."""
+        """Marks the rows whose time has come: a pure JAX function, row by row."""
         raise TypeError(f"evict: policy: got {self!r}, whose rows do not expire; say how many shall stay.")
 
 
@@ -192,16 +191,16 @@ class LeastRecentlyUsed(Eviction):
     """Rows leave in the order of their last use."""
 
     def scores(self, facts: RowFacts) -> Scores:
-        """The last step."""
+        """Ranks by the last step."""
         return facts.last_step
 
 
 @dataclasses.dataclass(frozen=True)
 class LeastFrequentlyUsed(Eviction):
-    """Rows leave in the order of their number of uses, of equal ones the least recent first."""
+    """Rows leave in the order of their number of uses, then least recently used first."""
 
     def scores(self, facts: RowFacts) -> Scores:
-        """Frequency, then the last step."""
+        """Ranks by frequency, then by the last step."""
         return facts.frequency, facts.last_step
 
 
@@ -216,7 +215,7 @@ class EpochLeastFrequentlyUsed(Eviction):
     """Steps (or ticks of the user's clock) of an epoch."""
 
     def scores(self, facts: RowFacts) -> Scores:
-        """The epoch of the last use, then the frequency."""
+        """Ranks by the epoch of the last use, then by frequency."""
         return facts.last_step // jnp.uint32(self.epoch_steps), facts.frequency
 
 
@@ -230,7 +229,7 @@ class EpochLeastRecentlyUsed(Eviction):
     epoch_steps: int = checks.declare(1000, checks.integer, low=1, high=2**31 - 1)
 
     def scores(self, facts: RowFacts) -> Scores:
-        """The epoch of the last use."""
+        """Ranks by the epoch of the last use."""
         return facts.last_step // jnp.uint32(self.epoch_steps)
 
 
@@ -246,7 +245,7 @@ class LowestScore(Eviction):
             raise TypeError(f"policies.LowestScore: score: got {self.score!r}, wanted a function of RowFacts.")
 
     def scores(self, facts: RowFacts) -> Scores:
-        """The user's."""
+        """Ranks by the user's score."""
         assert self.score is not None
         return self.score(facts)
 
@@ -262,7 +261,7 @@ class TimeToLive(Eviction):
     steps: int = checks.declare(1000, checks.integer, low=0, high=2**31 - 1)
 
     def expired(self, facts: RowFacts) -> Bool[Array, " num_rows"]:
-        """Whose last use is further back; a last use that lies ahead of the clock is none."""
+        """Marks the rows whose last use is further back; a last use ahead of the clock does not expire."""
         age = facts.clock - facts.last_step
         return (facts.clock >= facts.last_step) & (age > jnp.uint32(self.steps))
 
@@ -279,6 +278,6 @@ class SmallNorm(Eviction):
     threshold: float = checks.declare(1e-6, checks.number, low=0.0, high=math.inf)
 
     def expired(self, facts: RowFacts) -> Bool[Array, " num_rows"]:
-        """Whose norm is below."""
+        """Marks the rows whose norm is below the threshold."""
         rows = facts.rows.astype(jnp.float32)
         return jnp.sqrt((rows * rows).sum(axis=1)) < jnp.float32(self.threshold)

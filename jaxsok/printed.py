@@ -1,4 +1,4 @@
-"""What people read: columns, bytes in units, arrays by their shapes. For reports, and for what `repr` gives."""
+"""Text for people: columns, bytes in units, arrays by their shapes; for reports and `repr`."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -8,7 +8,7 @@ import jax
 
 
 def aligned(head: Sequence[str], body: Sequence[Sequence[str]], is_text: Sequence[int]) -> list[str]:
-    """The lines of a table: columns of text to the left, of numbers to the right."""
+    """Formats the lines of a table: text columns to the left, numbers to the right."""
     widths = [max(map(len, column)) for column in zip(head, *body, strict=True)]
     return [
         "  ".join(
@@ -20,12 +20,12 @@ def aligned(head: Sequence[str], body: Sequence[Sequence[str]], is_text: Sequenc
 
 
 def each_device(num_shards: int) -> str:
-    """Where everything is that is counted by device: as "each of 8 devices"."""
+    """Names the place of per-device numbers, as "each of 8 devices"."""
     return "the device" if num_shards == 1 else f"each of {num_shards} devices"
 
 
 def in_units(num_bytes: float) -> str:
-    """As people read it: 1536 is "1.5 KiB"."""
+    """Formats bytes in a readable unit: 1536 is "1.5 KiB"."""
     if num_bytes < 1024:
         return f"{num_bytes:.0f} B"
     power = min(int(math.log2(num_bytes)) // 10, 4)
@@ -44,7 +44,7 @@ def listed(items: Iterable[str], most: int = 8) -> str:
 
 
 def in_short(value: Any) -> str:
-    """An array by dtype and shape, a plain value as it is, anything else by its type. Reads no array.
+    """Describes an array by dtype and shape, a plain value as it is, others by type; reads no array.
 
     Example:
       >>> in_short(jax.numpy.zeros((2, 3))), in_short(0.5), in_short({"a": 1})
@@ -59,7 +59,7 @@ def in_short(value: Any) -> str:
 
 
 def condition_of(tree: Any) -> list[str]:
-    """What must be known of a tree's arrays to use them: whether they are traced, or deleted. Waits for nothing.
+    """Says whether arrays of a tree are traced or deleted; waits for nothing.
 
     Example:
       >>> condition_of(jax.numpy.zeros(2)), jax.eval_shape(lambda x: print(condition_of(x)), 1.0)

@@ -1,4 +1,4 @@
-"""What several processes must agree on, before any of them acts on it. One process agrees with itself at no cost."""
+"""Agreement between processes, before any of them acts. One process agrees with itself at no cost."""
 
 import contextlib
 import itertools
@@ -9,24 +9,16 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 
-MESSAGE_BYTES = 1024  # of an error, for the other processes
+MESSAGE_BYTES = 1024  # of an error that other processes see
 POLL_S = 5
 KEPT_VOTES = 64
 Item = TypeVar("Item")
 
 
 def require_same(op: str, lines: Sequence[str]) -> None:
-    """Refuses, in every process, what differs between processes.
+    """Raises ValueError in every process if `lines` differ; names the first difference and the processes.
 
-    Args:
-      op: named in the error.
-      lines: what this process has.
-
-    Raises:
-      ValueError: names the first line that differs, and the processes.
-
-    Cost:
-      Two small collectives over all processes, on the host; none in one process.
+    Costs two small collectives on the host; none in one process.
     """
     if jax.process_count() == 1:
         return
@@ -46,12 +38,7 @@ def require_same(op: str, lines: Sequence[str]) -> None:
 
 
 def least(value: int) -> int:
-    """Returns the least of all processes' values.
-
-    Example:
-      >>> least(5)
-      5
-    """
+    """Returns the least of all processes' values."""
     return min(_gather_integers(value))
 
 
@@ -85,28 +72,16 @@ def _padded(text: bytes, size: int) -> np.ndarray:
 
 
 def drawn(*, is_shared: bool, num_words: int = 2) -> np.ndarray:
-    """Draws random words of 32 bits; if `is_shared`, all processes call, and all get those of the first.
-
-    Example:
-      >>> drawn(is_shared=False).dtype
-      dtype('uint32')
-    """
+    """Draws random 32-bit words; if `is_shared`, all processes must call, and get those of the first."""
     words = np.frombuffer(os.urandom(4 * num_words), np.uint32)
     return _gather(words)[0] if is_shared and jax.process_count() > 1 else words
 
 
 def agree(op: str, error: Exception | None) -> None:
-    """Raises in every process, if one of them has an error; all wait here for each other.
+    """Raises in every process if one of them has an error; all wait here for each other.
 
-    Raises:
-      Exception: `error` itself, where there is one.
-      RuntimeError: in the other processes; has the number of the first process with an error, and its message.
-
-    Cost:
-      One small collective over all processes, two if there is an error; none in one process.
-
-    Example:
-      >>> agree("load", None)
+    A process with an error raises its own, the others a RuntimeError with the number and message of the first failed
+    process. Costs one small collective, two if there is an error; none in one process.
     """
     if jax.process_count() > 1:
         has_failed = _gather(np.array([error is not None], np.int32))[:, 0]
@@ -123,13 +98,7 @@ def agree(op: str, error: Exception | None) -> None:
 def together(op: str) -> Iterator[None]:
     """Surrounds what each process does for itself: if it fails in one, all of them raise at its end (`agree`).
 
-    What is inside must not wait for other processes.
-
-    Example:
-      >>> with together("load"):
-      ...     number = int("7")
-      >>> number
-      7
+    The body must not wait for other processes.
     """
     error = None
     try:
@@ -140,7 +109,7 @@ def together(op: str) -> Iterator[None]:
 
 
 def in_step(op: str, items: Iterator[Item]) -> Iterator[Item]:
-    """Yields items that each process reads for itself, all equally many; if reading fails in one, all of them raise.
+    """Yields items that each process reads for itself, equally many in each; if one fails, all of them raise.
 
     Example:
       >>> list(in_step("load", iter([1, 2])))
@@ -156,7 +125,7 @@ def in_step(op: str, items: Iterator[Item]) -> Iterator[Item]:
 
 
 class Vote:
-    """Does what `agree` does, for threads: through JAX's coordination service, and no device.
+    """Does what `agree` does, for threads: through JAX's coordination service, without a device.
 
     All processes make their votes in the same order. A process that fails reports it at once, and does not wait.
     """
@@ -168,22 +137,18 @@ class Vote:
         self._has_reported = False
 
     def report(self, error: BaseException | None) -> None:
-        """Tells the other processes how it went here; only the first call counts."""
+        """Reports this process's result to the others; only the first call counts."""
         if jax.process_count() == 1 or self._has_reported:
             return
         self._has_reported = True
-        # Not empty, which might be no value.
+        # The value must not be empty.
         client, process = _client(), jax.process_index()
         client.key_value_set(self._key(self._own_number, process), f"{error is None}:{_described(error)}")
-        # The coordinator would keep them all; no process waits for one so old.
+        # The coordinator would keep all votes; no process still waits for one so old.
         client.key_value_delete(self._key(self._own_number - KEPT_VOTES, process))
 
     def wait(self) -> None:
-        """Waits until all have reported.
-
-        Raises:
-          RuntimeError: another one failed.
-        """
+        """Waits until all have reported; RuntimeError: another process failed."""
         if jax.process_count() == 1:
             return
         for process in range(jax.process_count()):
@@ -200,7 +165,7 @@ class Vote:
             try:
                 return _client().blocking_key_value_get(self._key(self._own_number, process), POLL_S * 1000)
             except jax.errors.JaxRuntimeError as error:
-                # A process that died ends this one; one that still writes is waited for.
+                # A dead process ends this one; this waits for a process that still writes.
                 if "DEADLINE_EXCEEDED" not in str(error):
                     raise
 

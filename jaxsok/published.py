@@ -1,7 +1,7 @@
-"""Files and folders that appear as a whole: written under a name of their writer's own, and then given theirs.
+"""Files and folders that appear as a whole: written under a name of their writer's own, then renamed.
 
 Several processes, of one host or of several, may write to one path at the same time: one of them succeeds, and the
-others are told. What a writer that died leaves behind has a name that no reader looks at.
+others get an error. Readers never look at the names that a dead writer leaves.
 """
 
 import contextlib
@@ -12,11 +12,11 @@ import pathlib
 from collections.abc import Iterator
 
 ENDING = ".writing"
-"""Of the names of folders that are not published (yet)."""
+"""Ends the names of unpublished folders."""
 
 
 def unfinished(path: pathlib.Path, token: str) -> pathlib.Path:
-    """The name under which the writer with a token of its own fills a folder.
+    """Returns the name under which the writer with this token fills a folder.
 
     Example:
       >>> unfinished(pathlib.Path("exports/monday"), "0badcafe").name
@@ -26,25 +26,24 @@ def unfinished(path: pathlib.Path, token: str) -> pathlib.Path:
 
 
 def left_behind(path: pathlib.Path) -> list[str]:
-    """Names of folders beside a path that were begun for it and not published: their writers still write, or died."""
+    """Lists folders begun for a path and not published: their writers still write, or died."""
     begin = f"{path.name}."
     there = path.parent.iterdir() if path.parent.is_dir() else ()
     return sorted(one.name for one in there if one.name.startswith(begin) and one.name.endswith(ENDING))
 
 
 def publish(op: str, folder: pathlib.Path, path: pathlib.Path) -> None:
-    """Gives a complete folder, which is not empty, its name in the same parent, unless that is taken.
+    """Renames a complete, nonempty folder within its parent; FileExistsError: another writer was faster.
 
-    Raises:
-      FileExistsError: another writer was faster; the folder is as it was.
+    After an error the folder is as it was.
     """
     sync(folder)
     mine = folder.stat()
     try:
-        # One step, also on a network file system: onto a folder with files in it, it fails (POSIX, rename).
+        # Atomic, also on a network file system; it fails if the target is a nonempty folder (POSIX, rename).
         os.rename(folder, path)
     except OSError as error:
-        # A network file system may report an error though it was done: the reply was lost, and the request came twice.
+        # A network file system may report an error after success: the reply was lost, and the request was repeated.
         if not path.exists() or not os.path.samestat(mine, path.stat()):
             if os.path.lexists(path):
                 raise FileExistsError(
@@ -56,11 +55,11 @@ def publish(op: str, folder: pathlib.Path, path: pathlib.Path) -> None:
 
 
 def sync(folder: pathlib.Path) -> None:
-    """Has the names in a folder on the disk, where the file system can be asked for it."""
+    """Flushes the names in a folder to the disk, where the file system allows it."""
     try:
         descriptor = os.open(folder, os.O_RDONLY)
     except OSError:
-        return  # a folder that may be written and not read
+        return  # the folder is write-only
     try:
         os.fsync(descriptor)
     except OSError as error:
@@ -72,7 +71,7 @@ def sync(folder: pathlib.Path) -> None:
 
 @contextlib.contextmanager
 def locked(folder: pathlib.Path) -> Iterator[None]:
-    """Around what only one process may do in a folder at a time, where its file system locks folders (NFS does not)."""
+    """Holds a folder's lock, where its file system locks folders (NFS does not)."""
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):
             descriptor = os.open(folder, os.O_RDONLY)
@@ -84,10 +83,10 @@ def locked(folder: pathlib.Path) -> Iterator[None]:
 def place_new(partial: pathlib.Path, path: pathlib.Path) -> None:
     """Gives a complete file its name; FileExistsError: the name is taken."""
     try:
-        os.link(partial, path)  # which, other than a rename, never replaces a file
+        os.link(partial, path)  # unlike a rename, it never replaces a file
     except FileExistsError:
         raise
-    except OSError:  # no second names on this file system
+    except OSError:  # the file system has no hard links
         if os.path.lexists(path):
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path)) from None
         os.rename(partial, path)

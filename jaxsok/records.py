@@ -1,4 +1,4 @@
-"""Rows of a table with all that belongs to them, as NumPy arrays: what exports give, and imports and files take."""
+"""Rows of a table with all that belongs to them, as NumPy arrays, for exports, imports and files."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -23,11 +23,11 @@ class Records:
 
     @property
     def num_rows(self) -> int:
-        """How many there are."""
+        """Number of rows."""
         return self.keys.shape[0]
 
     def take(self, lines: np.ndarray | slice) -> "Records":
-        """Some of the rows, by number, mask or slice."""
+        """Returns some of the rows, by number, mask or slice."""
         return Records(
             self.keys[lines],
             self.rows[lines],
@@ -38,7 +38,7 @@ class Records:
 
 
 def joined(parts: Sequence[Records]) -> Records:
-    """Several, end to end; what one of them lacks, the whole lacks. At least one."""
+    """Concatenates at least one part; what one part lacks, the whole lacks."""
 
     def column(name: str) -> np.ndarray | None:
         arrays = [getattr(part, name) for part in parts]

@@ -1,7 +1,7 @@
-"""The numbers of rows, read and written outside kernels: no other module knows where they lie.
+"""The numbers of rows, read and written outside kernels; only this module knows where they lie.
 
-The numbers of a row are the row itself and its optimizer state. They lie in slabs, and at the same place of other slabs
-lie the row's record and statistics. Callers name rows by row id, or by place in a slab. Allocation is in store.py.
+The numbers of a row are the row itself and its optimizer state. They lie in slabs; the row's record and statistics lie
+at the same place of other slabs. Callers name rows by row id, or by place in a slab. Allocation is in store.py.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ from jaxsok.types import RowIds
 
 
 class RowSlab(NamedTuple):
-    """All that one slab has of each row."""
+    """Everything that one slab has of each row."""
 
     records: UInt32[Array, "size 4"]
     rows: Float[Array, "size dim"]
@@ -30,7 +30,7 @@ class RowSlab(NamedTuple):
 
 
 def slabs_of(store: StoreArrays) -> list[RowSlab]:
-    """The slabs of a store, in the order of row ids; of any tree of its arrays, as the parts of one shard."""
+    """Returns the slabs of a store (or of one shard's parts) in the order of row ids."""
     return [
         RowSlab(
             store.records[s],
@@ -45,14 +45,14 @@ def slabs_of(store: StoreArrays) -> list[RowSlab]:
 @without_mesh
 @jax.jit
 def read_lines(slabs: Any, places: Int32[Array, " num_lines"]) -> Any:
-    """Lines of slabs (any tree of them), by place."""
+    """Reads lines of slabs (any tree of them), by place."""
     return jax.tree.map(lambda slab: slab.at[places].get(mode="clip"), slabs)
 
 
 @without_mesh
 @functools.partial(jax.jit, static_argnums=2)
 def cut_lines(slabs: Any, start: Int32[Array, ""], size: int) -> Any:
-    """The lines of slabs (any tree of them) from a place on, in memory of their own."""
+    """Copies consecutive lines of slabs (any tree of them)."""
     return jax.tree.map(lambda slab: lax.dynamic_slice_in_dim(slab, start, size), slabs)
 
 
@@ -63,14 +63,10 @@ def write_lines(
     states: Mapping[int, Float32[Array, "num_keys _"]],
     statistics: UInt32[Array, "num_keys 2"] | None = None,
 ) -> Store:
-    """Overwrites rows where they lie.
+    """Overwrites rows in the donated store; NO_ROW is ignored.
 
-    Args:
-      store: donated.
-      row_ids: NO_ROW is passed over. The lines of equal row ids are equal.
-      rows: in the dtype of the store.
-      states: optimizer state, by number. What is not named stays as it is.
-      statistics: last step and frequency; None: they stay as they are.
+    Equal row ids must have equal lines. `rows` have the dtype of the store; `states` has optimizer state by number.
+    State that is not named, and statistics if None, stay as they are.
     """
     new_states = tuple(
         scatter(row_ids, states[k], slabs) if k in states else slabs for k, slabs in enumerate(store.states)
@@ -82,7 +78,7 @@ def write_lines(
 
 
 def write_initial(store: Store, row_ids: RowIds, rows: Float[Array, "num_keys dim"]) -> Store:
-    """Writes rows that XLA works out, where they lie; those of NO_ROW are left out. Equal row ids have equal rows."""
+    """Writes initial rows that XLA computes; NO_ROW is ignored, and equal row ids must have equal rows."""
     written, start = [], 0
     for slab in store.rows:
         size = slab.shape[0]
@@ -101,9 +97,9 @@ def _scattered(slab: Array, place: Int32[Array, " _"], rows: Array) -> Array:
 
 
 def _scattered_as_bits(slab: Float[Array, "_ dim"], place: Int32[Array, " _"], rows: Float[Array, "_ dim"]) -> Array:
-    """The same for bfloat16 on a CPU, whose compiler (jaxlib 0.10.2) would widen the slab for each row it sets.
+    """Sets bfloat16 rows on a CPU, whose compiler (jaxlib 0.10.2) would widen the slab for each row.
 
-    Views cost a copy of the slab there, so nothing is done where nothing is new.
+    Views cost a copy of the slab there, so nothing is done where no row is new.
     """
 
     def write() -> Array:

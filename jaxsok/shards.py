@@ -1,10 +1,10 @@
-"""The devices over which stores and batches are sharded: one device, or some axes of a mesh, seen as one.
+"""The devices over which stores and batches are sharded: one device, or some axes of a mesh.
 
-`Shards` is what the rest of the package asks of them: `OneDevice` and `MeshShards` answer.
+`Shards` is the interface; `OneDevice` and `MeshShards` implement it.
 
-Sharding model: every array of a store, of a batch and of a plan is split along its first dimension, one equal part
-for each shard, in the order of the axes; seed and step are the same everywhere. Along axes of the mesh that are not
-named, everything is repeated. Inside `shard_map` (or `pmap`) over the axes, code sees the parts and works on them.
+Every array of a store, of a batch and of a plan is split along its first dimension, one equal part for each shard, in
+the order of the axes; seed and step are the same everywhere. Along axes of the mesh that are not named, everything is
+repeated. Inside `shard_map` (or `pmap`) over the axes, code works on the parts.
 """
 
 import abc
@@ -25,18 +25,14 @@ from jaxsok.checks import there
 
 
 class Shards(abc.ABC):
-    """Where stores and batches lie, and how code runs there. Inside `run` code sees a shard's part of split arrays."""
+    """Where stores and batches lie, and how code runs there; inside `run` code sees a shard's part of split arrays."""
 
     is_mesh: ClassVar[bool]
     """Whether arrays are global, with a part in each shard; a mesh may have a single device."""
 
     @staticmethod
     def of(mesh: Any, axis: Any) -> "Shards":
-        """The axes of the mesh that are named, checked; without a mesh one device.
-
-        Raises:
-          TypeError, ValueError: no mesh, no such axis; says what there is.
-        """
+        """Checks the named axes (TypeError, ValueError: no mesh, no such axis); without a mesh returns one device."""
         if mesh is not None:
             return MeshShards.checked(mesh, axis)
         if axis is not None:
@@ -46,25 +42,25 @@ class Shards(abc.ABC):
     @property
     @abc.abstractmethod
     def num_shards(self) -> int:
-        """How many there are."""
+        """Number of shards."""
 
     @property
     @abc.abstractmethod
     def num_processes(self) -> int:
-        """Processes whose devices are among them."""
+        """Processes whose devices are among the shards."""
 
     @property
     @abc.abstractmethod
     def spec(self) -> P:
-        """The partition of every array that is split: along its first dimension."""
+        """The partition of split arrays: along their first dimension."""
 
     @abc.abstractmethod
     def __str__(self) -> str:
-        """As messages name it; empty for one device."""
+        """Names the axes and sizes for messages; empty for one device."""
 
     @abc.abstractmethod
     def local(self) -> list[int]:
-        """The numbers of the shards on this process's devices, ascending."""
+        """Returns the numbers of the shards on this process's devices, ascending."""
 
     @abc.abstractmethod
     def sees_parts(self) -> bool:
@@ -76,37 +72,37 @@ class Shards(abc.ABC):
 
     @abc.abstractmethod
     def index(self) -> Any:
-        """The number of this shard (inside)."""
+        """Returns the number of this shard (inside)."""
 
     @abc.abstractmethod
     def sum(self, parts: Any) -> Any:
-        """The sum over all shards (inside)."""
+        """Sums over all shards (inside)."""
 
     @abc.abstractmethod
     def max(self, parts: Any) -> Any:
-        """The largest of all shards (inside)."""
+        """Takes the maximum over all shards (inside)."""
 
     def total(self, parts: Array, *, is_replicated: bool) -> Array:
-        """The sum over all shards; of a replicated store, which all of them have, what the first has (inside)."""
+        """Sums over all shards; a replicated store counts once (inside)."""
         if is_replicated and self.num_shards > 1:
             parts = jnp.where(self.index() == 0, parts, jnp.zeros_like(parts))
         return self.sum(parts)
 
     @abc.abstractmethod
     def make(self, make: Callable[[], Any], *, is_split: bool = True) -> Any:
-        """What a function makes, each array split or not, and made where it belongs."""
+        """Calls a function that makes arrays, split or not, in place on their devices."""
 
     @abc.abstractmethod
     def put(self, blocks: Mapping[int, np.ndarray]) -> Array:
-        """One array, split, of the blocks of this process's shards, which all have one shape."""
+        """Makes one split array of the blocks of this process's shards, which all have one shape."""
 
     @abc.abstractmethod
     def replicate(self, tree: Any) -> Any:
-        """Arrays of one device, the same on all shards: of a model's parameters, say."""
+        """Copies arrays of one device to all shards, as a model's parameters."""
 
     @abc.abstractmethod
     def read(self, array: Array) -> np.ndarray:
-        """A small split array, whole on the host of every process (waits for the device; a collective)."""
+        """Copies a small split array, whole, to the host of every process (waits for the device; a collective)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -205,18 +201,18 @@ class MeshShards(Shards):
 
     @property
     def split(self) -> NamedSharding:
-        """The sharding of every array that is split."""
+        """The sharding of split arrays."""
         return NamedSharding(self.mesh, self.spec)
 
     @property
     def same(self) -> NamedSharding:
-        """The sharding of what is the same everywhere."""
+        """The sharding of arrays that are the same everywhere."""
         return NamedSharding(self.mesh, P())
 
     def place(self, ndim: int, *, is_split: bool = True) -> NamedSharding:
-        """`split` or `same` as a step's results have it: on an explicit mesh all dimensions are named.
+        """Returns `split` or `same` in the form of a step's results: on an explicit mesh all dimensions are named.
 
-        JAX compiles a step anew for arguments whose shardings are equal in all but the form.
+        JAX compiles a step again for arguments whose shardings are equal in all but the form.
         """
         if AxisType.Explicit not in self.mesh.axis_types:
             return self.split if is_split else self.same
@@ -249,8 +245,7 @@ class MeshShards(Shards):
     def sees_parts(self) -> bool:
         """Whether the caller is inside `shard_map` or `pmap` over these axes.
 
-        Raises:
-          ValueError: inside a `shard_map` over a part of the axes only, or over others alone.
+        ValueError: inside one over a part of the axes only, or over others alone.
         """
         all_manual = jax.sharding.get_abstract_mesh().manual_axes
         manual = [name for name in self.axis if name in all_manual]
@@ -282,7 +277,7 @@ class MeshShards(Shards):
         return jax.shard_map(body, mesh=self.mesh, in_specs=tuple(in_specs), out_specs=out_specs)(*args)
 
     def resharded(self, spec: P, tree: Any) -> Any:
-        """Arrays as `shard_map` wants them: along explicit axes JAX moves nothing by itself."""
+        """Reshards arrays for `shard_map`: along explicit axes JAX moves nothing by itself."""
         types = zip(self.mesh.axis_names, self.mesh.axis_types, strict=True)
         explicit = {name for name, kind in types if kind == AxisType.Explicit}
         if not explicit:
@@ -303,7 +298,7 @@ class MeshShards(Shards):
         size = block.shape[0]
         shape = (self.num_shards * size, *block.shape[1:])
         if size == 0:
-            # Nothing tells the shards of an empty array apart.
+            # The shards of an empty array have no distinct places.
             return jax.make_array_from_callback(shape, self.place(block.ndim), lambda _: block)
         return jax.make_array_from_callback(
             shape, self.place(block.ndim), lambda place: blocks[(there(place)[0].start or 0) // size]
@@ -325,14 +320,10 @@ def without_mesh(function: Callable) -> Callable:
 
 
 def local_parts(array: Array, num_parts: int, *, is_once: bool = False) -> dict[int, Array]:
-    """Gives the parts of a split array that this process has, by the number of the shard, ascending.
+    """Returns this process's parts of a split array, each on one device, by shard number, ascending.
 
-    Each is an array of one device: on a mesh of a single device JAX gives the whole array, with its explicit axes.
-
-    Args:
-      array: split along its first dimension.
-      num_parts: shards, of all processes.
-      is_once: leaves out what another device, perhaps of another process, gives: the mesh may have other axes.
+    `num_parts` counts the shards of all processes. Where the mesh has other axes too, `is_once` leaves out parts that
+    another device, perhaps of another process, returns.
     """
     size, parts = array.shape[0] // num_parts, {}
     for shard in array.addressable_shards:

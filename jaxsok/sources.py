@@ -1,8 +1,8 @@
 """Features as other libraries hold them, read as `Bags`: coordinates, Arrow columns, sparse matrices.
 
-Arrow and whatever speaks its C interface (Polars) are read where they lie, without a copy, unless a column has nulls
-or several chunks. All ends as NumPy; only a sparse matrix inside a program stays on the device. Libraries are imported
-where one of their objects has come. What the bags mean is in features.py.
+Arrow, and libraries that implement its C interface (Polars), are read without a copy, unless a column has nulls or
+several chunks. The result is NumPy; only a sparse matrix inside a program stays on the device. A library is imported
+only when one of its objects is passed.
 """
 
 import dataclasses
@@ -26,9 +26,8 @@ from jaxsok.types import PADDING_KEY
 class Coo:
     """One feature of one batch by coordinates: each key with its bag. What `tf.SparseTensor` holds.
 
-    Keys may come in any order. They are sorted by bag, then by column if there are columns; the sort is stable, so
-    keys that agree in both keep their order. Columns say no more than that. Read on the host; a `tf.SparseTensor` may
-    stand in its place.
+    Keys may come in any order. They are sorted by bag, then by column if there are columns; the sort is stable. Columns
+    have no other meaning. Read on the host; a `tf.SparseTensor` may stand in its place.
 
     Example:
       >>> coo = Coo(np.array([[1, 0], [0, 1], [0, 0]]), np.array([9, 8, 7]), shape=(3, 2))  # bags [7, 8], [9] and []
@@ -49,16 +48,10 @@ class Coo:
 
 
 def converted(raw: Mapping[str, Any], features: Sequence[FeatureSpec], op: str = "batch") -> Mapping[str, Any]:
-    """A raw batch with all its features as arrays or `Bags` of arrays.
+    """Converts the features of a raw batch to arrays or `Bags` of arrays; other entries stay as they are.
 
-    Args:
-      raw: one entry per feature, and others, which are passed on.
-      features: of the collection; those that the batch lacks are left to others to refuse.
-      op: named in errors.
-
-    Raises:
-      TypeError, ValueError: names feature, argument, got and wanted.
-      ImportError: a column that speaks Arrow's C interface, where pyarrow is missing; not of integers without nulls.
+    Features that the batch lacks are not refused here. Errors (TypeError, ValueError) name `op`, feature, argument, got
+    and wanted; ImportError: an Arrow column needs pyarrow.
     """
     if not isinstance(raw, Mapping):
         return raw
@@ -123,13 +116,13 @@ def _is_coo(value: Any) -> bool:
 
 
 def _is_bcoo(value: Any) -> bool:
-    # There is none where the module was never imported.
+    # No BCOO exists if the module was never imported.
     sparse = sys.modules.get("jax.experimental.sparse")
     return sparse is not None and isinstance(value, sparse.BCOO)
 
 
 def _is_sparse_tensor(value: Any) -> bool:
-    """A `tf.SparseTensor` or `tf.compat.v1.SparseTensorValue`."""
+    """Recognizes a `tf.SparseTensor` or `tf.compat.v1.SparseTensorValue`."""
     return all(hasattr(value, name) for name in ("indices", "values", "dense_shape"))
 
 
@@ -189,7 +182,7 @@ def _shape_of(given: Any, num_axes: int, what: str) -> tuple[int, ...]:
 
 
 def _of_bcoo(spec: FeatureSpec, matrix: Any, what: str) -> Bags:
-    """A sparse `[num_bags, num_keys]` matrix: the column is the key, the datum its weight.
+    """Reads a sparse `[num_bags, num_keys]` matrix: the column is the key, the datum its weight.
 
     Without weights an entry is a key where its datum is not zero.
     """
@@ -219,7 +212,7 @@ def _of_bcoo(spec: FeatureSpec, matrix: Any, what: str) -> Bags:
 
 
 def _of_traced_bcoo(spec: FeatureSpec, matrix: Any) -> Bags:
-    """The same inside a program, where values cannot be checked: what lies outside is dropped, below 0 too."""
+    """Reads a BCOO inside a program, where values cannot be checked: what lies outside is dropped, below 0 too."""
     num_bags, num_keys = matrix.shape
     bags, columns = matrix.indices[:, 0], matrix.indices[:, 1]
     inside = (bags >= 0) & (bags < num_bags) & (columns >= 0) & (columns < num_keys)
@@ -253,7 +246,7 @@ def _is_arrow(value: Any) -> bool:
 
 
 def _without_pyarrow(value: Any) -> Any:
-    """A column of integers without nulls as NumPy, by its own library; anything else as it is."""
+    """Converts a column of integers without nulls to NumPy by its own library; returns anything else as it is."""
     if not _is_arrow(value) or not hasattr(value, "__array__"):
         return value
     array = np.asarray(value)
@@ -273,7 +266,7 @@ def _plain(value: Any, what: str, name: str) -> Any:
 
 
 def _column(value: Any, what: str, name: str) -> Any:
-    """A `pyarrow.Array` of whatever speaks Arrow's C interface."""
+    """Converts any object with Arrow's C interface to a `pyarrow.Array`."""
     try:
         import pyarrow as pa
     except ImportError as error:
@@ -291,7 +284,7 @@ def _column(value: Any, what: str, name: str) -> Any:
 
 
 def _of_arrow(column: Any, what: str, name: str) -> tuple[np.ndarray, np.ndarray | None]:
-    """The numbers of a column, and with lists the length of each. Null lists are empty; null keys are padding.
+    """Returns the numbers of a column, and the lengths of its lists; null lists are empty, null keys padding.
 
     Lists of one fixed size are a rectangle `[num_bags, hotness]`, without lengths.
     """
@@ -301,7 +294,7 @@ def _of_arrow(column: Any, what: str, name: str) -> tuple[np.ndarray, np.ndarray
     kind = column.type
     if pa.types.is_fixed_size_list(kind):
         width = kind.list_size
-        # Of null lists `flatten` has nothing: their lines stay padding.
+        # `flatten` skips null lists: their lines stay padding.
         flat = _numbers(column.flatten(), what, name).reshape(len(column) - column.null_count, width)
         if not column.null_count:
             return flat, None
@@ -319,7 +312,7 @@ def _of_arrow(column: Any, what: str, name: str) -> tuple[np.ndarray, np.ndarray
 
 
 def _numbers(column: Any, what: str, name: str) -> np.ndarray:
-    """Keys or weights, without another list around them."""
+    """Returns keys or weights of a column without lists."""
     import pyarrow as pa
 
     is_key, kind = name == "keys", column.type
@@ -338,7 +331,7 @@ def _numbers(column: Any, what: str, name: str) -> np.ndarray:
 
 
 def _nothing(dtype: np.dtype) -> Any:
-    """PADDING_KEY as a number of 64 bits; of weights, what cannot be one."""
+    """Returns the value of a null: PADDING_KEY as a 64-bit number, NaN for weights."""
     if dtype.kind == "f":
         return dtype.type(np.nan)
     return np.uint64(PADDING_KEY) if dtype == np.uint64 else dtype.type(-1)

@@ -1,4 +1,4 @@
-"""What a user declares: tables, their placements, features; and the stores that follow from them (decision D4)."""
+"""Declarations of tables, placements and features, and the stores that follow from them (decision D4)."""
 
 import dataclasses
 import difflib
@@ -36,7 +36,7 @@ from jaxsok.types import (
 
 Spec = TypeVar("Spec")
 
-# Arguments of other libraries (torch, TorchRec, Keras, Flax, TensorFlow, HugeCTR, dynamicemb), and what they are here.
+# Arguments of other libraries (torch, TorchRec, Keras, Flax, TensorFlow, HugeCTR, dynamicemb), by their name here.
 _OF_TABLES = {
     "dim": ("embedding_dim", "embedding_size", "embedding_vec_size", "output_dim", "dimension", "features"),
     "capacity": (
@@ -62,7 +62,7 @@ _OF_FEATURES = {
 
 
 def _knows_names(others: Mapping[str, Sequence[str]]) -> Callable[[type[Spec]], type[Spec]]:
-    """Makes a spec refuse an unknown argument with the name of its own one; `others` has its names elsewhere."""
+    """Makes a spec refuse an unknown argument with the name of its own; `others` has its names in other libraries."""
     own_of = {name: own for own, names in others.items() for name in names}
 
     def decorate(spec: type[Spec]) -> type[Spec]:
@@ -85,11 +85,11 @@ def _knows_names(others: Mapping[str, Sequence[str]]) -> Callable[[type[Spec]], 
 
 
 _ROWS = {"low": 1, "high": MAX_CAPACITY, "wanted": f"1 to {MAX_CAPACITY}", "kind": "an integer"}
-"""How numbers of rows and of keys are checked."""
+"""Limits for numbers of rows and of keys."""
 
 
 def _not_an_optimizer(value: object) -> str:
-    """What a message says of something that is given as an optimizer."""
+    """Describes, for a message, what was passed in place of an optimizer."""
     if hasattr(value, "init") and hasattr(value, "update"):
         name = type(value).__name__
         return f"an Optax {name}, wanted one of jaxsok.optim; wrap it: optimizer=jaxsok.optim.lift(...)"
@@ -112,7 +112,7 @@ class Placement:
 
     kind: Literal["sharded", "on", "replicated"]
     shard: int = 0
-    """With "on": which shard has the whole table."""
+    """With "on": the shard that has the whole table."""
 
     def __repr__(self) -> str:
         return f"on({self.shard})" if self.kind == "on" else self.kind.upper()
@@ -126,14 +126,7 @@ REPLICATED = Placement("replicated")
 
 
 def on(device: int) -> Placement:
-    """The whole table on one shard.
-
-    Args:
-      device: the number of the shard along the collection's axis, from 0.
-
-    Example:
-      `TableSpec("country", 64, optimizer, placement=on(2))`
-    """
+    """Puts the whole table on one shard, by its number along the collection's axis, from 0: `placement=on(2)`."""
     return Placement("on", checks.integer("on: device", device, 0, wanted="the number of a shard, from 0"))
 
 
@@ -145,12 +138,9 @@ _ON_WIRE = {"choices": (None, *_WIRE_DTYPES), "wanted": f"None or one of {_WIRE_
 class ExchangeSpec:
     """How rows and gradients travel between shards. Arithmetic is float32 at both ends.
 
-    By default rows travel as they are stored and lose nothing, and gradients as float32. Of the dtypes to name,
-    float16 and float8_e4m3fn carry a scale with each row, a power of two, so that rows of any size keep their
-    mantissa: 10 and 3 bits. bfloat16 has 7 and needs no scale.
-
-    Raises:
-      ValueError: when declared.
+    By default rows travel as they are stored and lose nothing, and gradients as float32. float16 and float8_e4m3fn
+    carry a scale with each row, a power of two, so that rows of any size keep their mantissa: 10 and 3 bits. bfloat16
+    has 7 and needs no scale. A wrong declaration raises ValueError.
     """
 
     rows: str | None = checks.declare(None, checks.one_of, **_ON_WIRE)
@@ -198,25 +188,25 @@ class TableSpec:
     max_capacity: int | None = checks.declare(None, checks.optional(checks.integer), **_ROWS)
     """Rows at most; None: until memory ends. A store's is the sum, or None if one of its tables has None."""
     dtype: RowDtype = checks.declare("float32", checks.one_of, choices=tuple(ROW_DTYPES))
-    """Of the rows as they are stored: float32, bfloat16 or float16. New rows are rounded to nearest."""
+    """Dtype of the stored rows: float32, bfloat16 or float16. New rows are rounded to nearest."""
     embedding_dtype: RowDtype | None = None
-    """Of embeddings, and so of their gradients: float32, or the rows' own; None: the rows' own."""
+    """Dtype of embeddings and their gradients: float32, or the rows' own; None: the rows' own."""
     rounding: Rounding = checks.declare("stochastic", checks.one_of, choices=tuple(ROUNDINGS))
     """How a step's float32 result becomes a row of 16 bits: "stochastic", up or down at random so that the mean is
-    kept, or "nearest", where steps below a row's last bit are lost. Of no meaning for float32 rows."""
+    kept, or "nearest", where steps below a row's last bit are lost. Ignored for float32 rows."""
     row_gradient: RowGradient = checks.declare("sum", checks.one_of, choices=tuple(ROW_GRADIENTS))
     """How the gradients of a row's uses become one: their sum, their mean, or the sum over the root of their number."""
     unknown: Literal["initial", "zeros"] = checks.declare(
         "initial", checks.one_of, choices=("initial", "zeros"), wanted='"initial" or "zeros"'
     )
-    """What `find` gives for a key without a row, and what is served for it: the row it would get, or zeros."""
+    """What `find` and serving give for a key without a row: the row it would get, or zeros."""
     placement: Placement = SHARDED
     """Where it lives on a mesh: SHARDED, REPLICATED or on(device)."""
     admission: policies.Admission | None = None
-    """Who of the unseen keys gets a row, from `jaxsok.policies`; None: everyone."""
+    """Which unseen keys get a row, from `jaxsok.policies`; None: all."""
     eviction: policies.Eviction | None = None
-    """Who leaves when the store is full at its `max_capacity`, from `jaxsok.policies`; None: no row. Where a table
-    of the store has no `max_capacity` the store grows instead, and only `collection.evict` goes by it."""
+    """Which rows leave when the store is full at its `max_capacity`, from `jaxsok.policies`; None: no row. Where a
+    table of the store has no `max_capacity` the store grows instead, and only `collection.evict` uses the policy."""
     statistics: bool = checks.declare(False, checks.flag)
     """Whether each row keeps its frequency and last step: 8 bytes. Kept too where `eviction` needs them, and for all
     tables of a store if one of them asks."""
@@ -260,12 +250,8 @@ class TableSpec:
     def unknown_reads(self, seed: int) -> "float | initializers.InitialRows | initializers.Initializer":
         """What `find` gives for a key without a row, as files and served tables can carry it.
 
-        Args:
-          seed: of the state.
-
-        Returns:
-          A number, in every column; or the initial rows; or the initializer, where XLA works its rows out: nothing but
-          this table's programs can.
+        A number, in every column; or InitialRows; or the initializer, where XLA computes its rows: only this table's
+        own programs can. `seed` is that of the state.
         """
         initializer = self.initializer.of_dim(self.dim)
         if self.unknown == "zeros":
@@ -293,8 +279,7 @@ class TableSpec:
 class FeatureSpec:
     """A feature: a named part of the batch that reads one table.
 
-    Raises:
-      TypeError, ValueError: when declared; the message names the feature and the argument.
+    A wrong declaration raises TypeError or ValueError; the message names the feature and the argument.
 
     Example:
       >>> FeatureSpec("history", table="item", combiner="mean", max_keys=20 * 1024).combiner
@@ -346,7 +331,7 @@ class StoreSpec:
 
     @property
     def dtype(self) -> RowDtype:
-        """Of the rows."""
+        """Dtype of the rows."""
         return self.tables[0].dtype
 
     @property
@@ -356,7 +341,7 @@ class StoreSpec:
 
     @property
     def embedding_dtype(self) -> RowDtype:
-        """Of embeddings and their gradients."""
+        """Dtype of embeddings and their gradients."""
         return self.tables[0].embedding_dtype or self.dtype
 
     @property
@@ -412,12 +397,12 @@ class StoreSpec:
 
     @property
     def traced_tables(self) -> tuple[int, ...]:
-        """The numbers of the tables whose new rows XLA works out, and not the kernels."""
+        """The numbers of the tables whose new rows XLA computes, and not the kernels."""
         return tuple(number for number, table in enumerate(self.tables) if table.initializer.is_traced)
 
     @property
     def max_slabs(self) -> int:
-        """Slabs of rows at most: lookups have one more, of initial rows, where XLA works those out."""
+        """Slabs of rows at most: lookups add one, of initial rows, where XLA computes those."""
         return MAX_SLABS - bool(self.traced_tables)
 
     @property
@@ -437,7 +422,7 @@ class StoreSpec:
         return None if None in limits else min(self.rows_of_shard(limits), MAX_CAPACITY)
 
     def rows_of_shard(self, rows: Sequence[int]) -> int:
-        """What a shard needs so that the tables together have room for `rows` each.
+        """Returns what a shard needs so that the tables together have room for `rows` each.
 
         Hashing gives a shard its share give or take a root: with four of them on top a shard overflows before the
         tables are full about once in 30,000 times.
@@ -466,7 +451,7 @@ class StoreSpec:
             initializer = table.initializer.of_dim(table.dim)
             line[:3] = name & 0xFFFFFFFF, name >> 32, initializer.kind
             line[3:5] = np.array([initializer.a, initializer.b], np.float32).view(np.uint32)
-            # A replicated store is one segment for everybody: each shard is the owner of all.
+            # In a replicated store each shard owns all rows.
             pinned = 0 if self.is_replicated else table.placement.shard if table.placement.kind == "on" else NO_ROW
             line[5] = pinned
             line[6] = table.unknown == "zeros"
@@ -489,7 +474,7 @@ class StoreSpec:
         return words
 
     def sighting_floors(self, cleared: int | None = None) -> np.ndarray:
-        """By table the count from which a key waits no longer, as it was let in; `cleared`: of one table none waits."""
+        """Returns by table the count at which a key is admitted and stops waiting; 1 for the table `cleared`."""
         counts = [
             table.admission.threshold if isinstance(table.admission, policies.AdmitByCount) else 1
             for table in self.tables
@@ -512,14 +497,14 @@ def group_into_stores(tables: Sequence[TableSpec], num_shards: int = 1) -> tuple
         is_replicated = num_shards > 1 and table.placement.kind == "replicated"
         is_wide = table.dtype == "float32"
         form = (table.dtype, table.embedding_dtype or table.dtype, None if is_wide else table.rounding)
-        # Rows of tables that share a store leave by one rule: a store's capacity is one budget.
+        # A store's capacity is one budget, so its tables share one eviction policy.
         key = (table.dim, form, table.optimizer, table.row_gradient, is_replicated, table.eviction)
         groups.setdefault(key, []).append(table)
     return tuple(StoreSpec(tuple(group), num_shards) for group in groups.values())
 
 
 def fingerprint(stores: Sequence[StoreSpec]) -> str:
-    """Names the shape of a state: which tables share which stores, where they live, dims, dtypes, states and new rows.
+    """Hashes the form of a state: its tables, stores, placements, dims, dtypes, optimizer states and new rows.
 
     Capacities, learning rates, schedules and rounding may change between runs; they are not in it.
     """
@@ -527,7 +512,7 @@ def fingerprint(stores: Sequence[StoreSpec]) -> str:
 
 
 def described(stores: Sequence[StoreSpec]) -> list[str]:
-    """What the fingerprint stands for: a line for each table, then one for each store with state of no row."""
+    """Lists what the fingerprint hashes: a line for each table, then one for each store with state of no row."""
     dtypes = [
         store.dtype if store.embedding_dtype == store.dtype else f"{store.dtype} as {store.embedding_dtype}"
         for store in stores

@@ -1,8 +1,8 @@
-"""A process's batch into one packed part for each of its shards.
+"""Packs a process's batch into one part for each of its shards.
 
-Samples are shared out in order: with n samples on this process's k shards, shard i gets samples i n/k to (i+1) n/k.
-Every part has the same static size, in every process. features.py reads and packs a part; this module cuts, pads and
-puts the parts together as arrays split over the mesh.
+With n samples on this process's k shards, shard i gets samples i n/k to (i+1) n/k. Every part has the same static size,
+in every process. features.py reads and packs a part; this module cuts, pads and puts the parts together as arrays split
+over the mesh.
 """
 
 import dataclasses
@@ -35,10 +35,7 @@ def pack_sharded(
     """Packs this process's part of a batch for its shards; entries with a line for each sample are split alike.
 
     All features have one number of samples. `tag` is the collection's fingerprint; `mask` says which samples are real,
-    if some were added.
-
-    Raises:
-      TypeError, ValueError: names feature, argument, got and wanted. Nothing has changed then.
+    if some were added. Errors name feature, argument, got and wanted.
     """
     features_lib.require_features(raw, features)
     if any(_is_on_device(raw[spec.name]) for spec in features):
@@ -64,13 +61,9 @@ def pack_sharded(
 
 
 def pad(raw: Mapping[str, Any], features: Sequence[FeatureSpec], pad_to: int) -> tuple[dict[str, Any], np.ndarray]:
-    """Adds samples without keys until there are `pad_to`; to other entries with a line for each sample, zeros.
+    """Adds samples without keys until there are `pad_to`; other entries with a line for each sample get zeros.
 
-    Returns:
-      The raw batch, and which of its samples are real.
-
-    Raises:
-      TypeError, ValueError: more samples than `pad_to`, device arrays.
+    Also returns which samples are real. TypeError, ValueError: device arrays, or more samples than `pad_to`.
 
     Example:
       >>> raw, mask = pad({"user": np.array([7, 9])}, [FeatureSpec("user", table="user")], 3)
@@ -95,7 +88,7 @@ def pad(raw: Mapping[str, Any], features: Sequence[FeatureSpec], pad_to: int) ->
         more = pad_to - lengths.shape[0]
         inverse = None
         if bags.inverse is not None:
-            # One empty bag more, whether it is needed or not: shapes do not tell how many samples were added.
+            # Always one empty bag more: shapes must not depend on how many samples were added.
             inverse = features_lib.read_inverse(bags, lengths.shape[0], what)
             counts[spec.name] = inverse.shape[0]
             more, num_added = 1, pad_to - inverse.shape[0]
@@ -142,7 +135,7 @@ def _require_even(what: str, num_samples: int, num_parts: int, shards: Shards) -
 
 
 def _cut(spec: FeatureSpec, value: Any, num_parts: int, shards: Shards) -> tuple[list[Any], int, int | None]:
-    """A feature's parts, its number of samples, and the static size of a part's key buffer (None: as it comes)."""
+    """Returns a feature's parts, its number of samples, and the static size of a part's keys (None: as it comes)."""
     what = f'batch: feature "{spec.name}"'
     bags = features_lib.bags_of(value)
     words = keys_lib.words_of(bags.keys, spec.key_dtype, what)
@@ -159,7 +152,7 @@ def _cut(spec: FeatureSpec, value: Any, num_parts: int, shards: Shards) -> tuple
     num_samples = num_bags if inverse is None else inverse.shape[0]
     _require_even(what, num_samples, num_parts, shards)
     if inverse is not None:
-        # In several processes all must agree on the bags of a part; without, what the batch has is enough.
+        # Several processes must agree on the number of bags of a part.
         most = num_samples // num_parts
         most = most if shards.num_processes > 1 else min(most, num_bags)
         pieces = np.split(inverse, num_parts)
@@ -203,12 +196,12 @@ def _picked(
     *,
     is_ragged: bool,
 ) -> Bags:
-    """The bags that some samples share, in their order, and empty ones until there are `num_bags`."""
+    """Picks the bags that some samples share, in order, and adds empty ones until there are `num_bags`."""
     used, local = np.unique(inverse, return_inverse=True)
     more = num_bags - used.size
     if is_ragged:
         lengths = offsets[used + 1] - offsets[used]
-        # Where the keys of the bags lie, one bag after the other.
+        # Positions of the bags' keys, one bag after the other.
         place = np.repeat(offsets[used] - np.cumsum(lengths) + lengths, lengths) + np.arange(lengths.sum())
         lengths = np.concatenate([lengths, np.zeros(more, lengths.dtype)])
         of_keys = None if weights is None else weights[place]
@@ -220,7 +213,7 @@ def _picked(
 
 
 def _split_rest(value: Any, num_samples: int, numbers: Sequence[int], shards: Shards) -> Any:
-    """An entry with a line for each sample, split as the samples are; anything else as it is."""
+    """Splits an entry with a line for each sample as the samples are; returns anything else as it is."""
     if isinstance(value, jax.Array) and not value.is_fully_addressable:
         return value
     if not hasattr(value, "shape") or value.shape[:1] != (num_samples,):
@@ -239,7 +232,7 @@ def _pack_on_device(
     tag: str,
     shards: Shards,
 ) -> Batch:
-    """Features that are on the devices already, split by their samples, packed where they are."""
+    """Packs features that are on the devices already where they are, split by their samples."""
     arrays: dict[str, Any] = {}
     specs = []
     for spec in features:
@@ -271,7 +264,7 @@ def _pack_on_device(
 
 
 def _placed(what: str, name: str, array: Any, spec: FeatureSpec, shards: Shards) -> Any:
-    """An array of a feature as one that is split over the shards; refused if it is split over other axes."""
+    """Splits a feature's array over the shards; refuses one that is split over other axes."""
     if not isinstance(array, jax.Array):
         array = keys_lib.words_of(array, spec.key_dtype, what) if name == "keys" else np.asarray(array)
     if array.shape[0] % shards.num_shards:

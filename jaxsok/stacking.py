@@ -21,7 +21,7 @@ def restack(op: str, shards: Shards, tree: Any, *, is_stacking: bool) -> Any:
     nodes, structure = jax.tree.flatten(tree, is_leaf=lambda node: isinstance(node, State))
     is_split = jax.tree.leaves([_is_split(node) for node in nodes])
     leaves, inner = jax.tree.flatten(nodes)
-    # All is compiled before anything is consumed. One array may stand in several places.
+    # All is compiled before anything is consumed. One array may occur several times.
     programs = {
         id(leaf): _restack.lower(leaf, shards, is_part, is_stacking).compile()
         for leaf, is_part in zip(leaves, is_split, strict=True)
@@ -40,14 +40,14 @@ def _restack(leaf: Array, shards: Shards, is_split: bool, is_stacking: bool) -> 
         return shards.run(lambda part: part[None], (leaf,), (shards.spec if is_split else P(),), shards.spec)
 
     def unstack(part: Array) -> Array:
-        # What is the same everywhere is that of the first shard.
+        # Arrays that are the same everywhere are taken from the first shard.
         return part[0] if is_split else lax.psum(jnp.where(shards.index() == 0, part[0], 0), shards.axis)
 
     return shards.run(unstack, (leaf,), (shards.spec,), shards.spec if is_split else P())
 
 
 def _is_split(node: Any) -> Any:
-    """For each array of a state, or of anything else, whether each shard has a part of it."""
+    """Marks the arrays of a state, or anything else, of which each shard has a part."""
     if not isinstance(node, State):
         return True
     others = dict.fromkeys(("step", "seed", "partition_owners", "lineage", "num_refused"), False)

@@ -1,4 +1,4 @@
-"""Stats: what depended on the data of a step, counted on the device and returned; `check` raises on the host."""
+"""Stats: counts that depend on the data of a step, made on the device and returned; `check` raises on the host."""
 
 import dataclasses
 import functools
@@ -16,15 +16,15 @@ PER_TABLE = (*COUNTS, "num_nonfinite", "num_rows", "num_evicted")
 PER_STORE = ("longest_probe", "num_unplaced", "num_rounds")
 PER_STEP = ("num_stale", "num_misused_plans")
 LATEST = ("num_rows", *PER_STORE)
-"""Of several steps the last one's stands."""
+"""Several steps combine to the last one's count."""
 TO_DATE = ("num_evicted",)
-"""Counts since the state was made, modulo 2**32: of several steps the difference tells."""
+"""Counts since the state was made, modulo 2**32; a window takes the difference."""
 
 Words = Int32[Array | np.ndarray, "*steps num_words"]
 
 
 def _count(name: str, meaning: str) -> property:
-    """A count of `Stats`: int32 `[*steps, num_tables]`, `[*steps, num_stores]`, or `[*steps]` of a whole step."""
+    """Declares a count of `Stats`: int32 `[*steps, num_tables]`, `[*steps, num_stores]`, or `[*steps]`."""
     return property(lambda stats: stats.count(name), doc=meaning)
 
 
@@ -33,19 +33,19 @@ def _count(name: str, meaning: str) -> property:
 class Stats:
     """Counts of one step, per table in the order of `tables`; on a mesh those of all shards together.
 
-    The first five count occurrences, as if the keys were looked up one after the other, and add up to the keys
-    asked (law 5).
+    The first five count occurrences, as if the keys were looked up one after the other, and add up to the keys asked
+    (law 5).
 
-    All counts lie in one array, so that a step has one result more, and one transfer brings them. Each name gives its
-    part of that array, under `jit` and outside; of a scan's Stats with an axis of the steps in front. Where other
+    All counts lie in one array, so that a step has one result more and one transfer brings them. Each name gives its
+    part of that array, under `jit` and outside; a scan's Stats have an axis of the steps in front. Where other
     processes have devices of the mesh, it is the part on a device of this one.
 
-    `to_dict`, `scalars` and `check` of a scan's Stats take all of its steps together, as `+` does: it adds counts, and
-    of `num_rows`, `num_evicted`, `longest_probe`, `num_unplaced` and `num_rounds` takes those of the later step.
+    `to_dict`, `scalars` and `check` of a scan's Stats combine all of its steps, as `+` does: counts are added, but
+    `num_rows`, `num_evicted`, `longest_probe`, `num_unplaced` and `num_rounds` are those of the later step.
     """
 
     words: Words
-    """All counts, as `pack_words` put them together; `jax.device_get(stats)` has them on the host."""
+    """All counts, packed by `pack_words`; `jax.device_get(stats)` brings them to the host."""
 
     tables: tuple[str, ...] = dataclasses.field(metadata={"static": True})
     capacities: tuple[int, ...] = dataclasses.field(metadata={"static": True})
@@ -55,7 +55,7 @@ class Stats:
     entries: tuple[int, ...] = dataclasses.field(metadata={"static": True})
     """Entries of the index of each table's store."""
     num_shards: int = dataclasses.field(default=1, metadata={"static": True})
-    """Over which the tables are split."""
+    """Shards over which the tables are split."""
 
     num_found = _count("num_found", "By table: the key had a row (repeats of a new key in its first batch included).")
     num_inserted = _count("num_inserted", "By table: the key was new and got a row.")
@@ -101,7 +101,7 @@ class Stats:
     )
 
     def count(self, name: str) -> Any:
-        """A count by its name: of NumPy's words (`jax.device_get(stats)`) NumPy's."""
+        """A count by its name; in NumPy after `jax.device_get(stats)`."""
         words = self.words
         if isinstance(words, jax.Array) and not isinstance(words, jax.core.Tracer) and not words.is_fully_addressable:
             words = words.addressable_data(0)
@@ -125,40 +125,31 @@ class Stats:
         return dataclasses.replace(other, words=words)
 
     def to_dict(self) -> dict[str, dict[str, int]]:
-        """The counts by table, as Python integers (waits for the device); of a scan's Stats those of all its steps.
-
-        Example:
-          `stats.to_dict()["user"]["num_inserted"]`
-        """
+        """The counts by table, as Python integers, of all steps of a scan (waits for the device)."""
         host = on_host(self)
         counts = {name: host.count(name) for name in PER_TABLE}
         return {table: {name: int(count[i]) for name, count in counts.items()} for i, table in enumerate(self.tables)}
 
     def scalars(self, prefix: str = "jaxsok") -> dict[str, float]:
-        """The counts as floats by "prefix/table/count", for any writer of scalars; `num_stale` has no table.
+        """The counts as floats by "prefix/table/count", for any writer of scalars; counts of a step have no table.
 
         For each table its counts, and those of its store: `longest_probe`, `num_unplaced`, `num_rounds`. Besides
-        `hit_rate`, the share of the keys asked (padding left out) that had a row, absent where none was asked; `fill`,
+        `hit_rate`, the share of the keys asked (without padding) that had a row, absent where none was asked; `fill`,
         the rows of the table's store over its capacity; `load`, the same rows over the entries of its index.
 
-        Args:
-          prefix: of every name.
-
-        Cost:
-          Waits for the step; one transfer from the device for all. `StatsWindow` does not wait.
+        Waits for the step, with one transfer from the device; `StatsWindow` does not wait.
         """
         return scalars_of(self, columns(on_host(self)), prefix)
 
     def check(self) -> None:
         """Raises if anything was refused for want of room, skipped or stale (waits for the device).
 
+        Call it after a step or a `lax.scan` of steps, or every hundred steps on the sum of their stats.
+
         Raises:
-          TableFullError: keys were refused that were admitted; names table, capacity and how many.
+          TableFullError: admitted keys were refused; names table, capacity and how many.
           NonFiniteGradientError: row gradients were skipped.
           StalePlanError: a plan was left out; says why.
-
-        Example:
-          `stats.check()` after a step or a `lax.scan` of steps, or every hundred steps on the sum of their stats.
         """
         host = on_host(self)
         counts = host.to_dict()
@@ -217,10 +208,10 @@ def pack_words(
     num_misused_plans: Int32[Array, ""],
     longest_probe: Int32[Array, "num_shards num_stores"],
 ) -> Int32[Array, " num_words"]:
-    """All counts in one array, which XLA writes with one kernel. Tables are in the order of their stores.
+    """Packs all counts into one array, which XLA writes with one kernel; tables are in the order of their stores.
 
-    On a mesh the counts are parts of sums over the shards, and `longest_probe` is in the line of each shard, with zeros
-    in the others, so that a sum over the shards keeps all of them.
+    On a mesh the counts are parts of sums over the shards. `longest_probe` is in the line of each shard, with zeros in
+    the others, so that the sum keeps all of them.
     """
     parts = (counts, num_nonfinite, num_rows, num_evicted, num_unplaced, num_rounds, num_stale)
     parts = (*parts, num_misused_plans, longest_probe)
@@ -229,7 +220,7 @@ def pack_words(
 
 @functools.cache
 def _places(stores: tuple[int, ...], num_shards: int) -> dict[str, Any]:
-    """Where `pack_words` has put each count, as an index: by name."""
+    """Returns the index of each count in `pack_words`, by name."""
     num_tables, num_stores, num_counts = len(stores), len(set(stores)), len(COUNTS)
     lines = np.empty(num_tables, np.int64)
     lines[np.argsort(stores, kind="stable")] = np.arange(num_tables)
@@ -248,7 +239,7 @@ def _places(stores: tuple[int, ...], num_shards: int) -> dict[str, Any]:
 
 
 def on_one_device(stats: Stats) -> Stats:
-    """The same in an array of one device of this process, so that reading it is no collective; TypeError: traced."""
+    """Moves counts to one device of this process, so that reading them is no collective; TypeError: traced."""
     words = stats.words
     if isinstance(words, jax.core.Tracer):
         raise TypeError(
@@ -261,7 +252,7 @@ def on_one_device(stats: Stats) -> Stats:
 
 
 def on_host(stats: Stats) -> Stats:
-    """Brings the counts to NumPy, with the steps of a scan added (in int64); waits for the device, for one transfer."""
+    """Brings counts to NumPy, with the steps of a scan added (in int64); waits for one transfer."""
     words = np.asarray(on_one_device(stats).words)
     if words.ndim > 1:
         steps = words.reshape(-1, words.shape[-1])
@@ -271,7 +262,7 @@ def on_host(stats: Stats) -> Stats:
 
 
 def _is_latest(stats: Stats) -> np.ndarray:
-    """Marks the words of `LATEST` and `TO_DATE`, which are not added: the last step's value is taken."""
+    """Marks the words of `LATEST` and `TO_DATE`, of which sums take the last step's."""
     is_latest = np.zeros(stats.words.shape[-1], bool)
     for name in (*LATEST, *TO_DATE):
         is_latest[_places(stats.stores, stats.num_shards)[name]] = True
@@ -282,13 +273,13 @@ def _is_latest(stats: Stats) -> np.ndarray:
 
 
 def columns(stats: Stats) -> dict[str, np.ndarray]:
-    """Of counts on the host: each int64 `[..., num_tables or num_stores or 1]`, by name."""
+    """Returns counts on the host by name: int64 `[..., num_tables or num_stores or 1]`."""
     every = {name: stats.count(name).astype(np.int64) for name in (*PER_TABLE, *PER_STORE, *PER_STEP)}
     return {name: count[..., None] if name in PER_STEP else count for name, count in every.items()}
 
 
 def scalars_of(stats: Stats, counts: Mapping[str, np.ndarray], prefix: str) -> dict[str, float]:
-    """See `Stats.scalars`. The counts are int64[num_tables or num_stores or 1] by name, of one step or of several."""
+    """See `Stats.scalars`; `counts` has int64 `[num_tables or num_stores or 1]` by name, of one step or several."""
     scalars: dict[str, float] = {f"{prefix}/{name}": float(counts[name][0]) for name in PER_STEP}
     stores = np.array(stats.stores)
     for i, table in enumerate(stats.tables):

@@ -1,7 +1,7 @@
-"""What a training step calls, on a whole state: plan, lookup, find, update and gradient norm, store by store.
+"""The parts of a training step on a whole state: plan, lookup, find, update and gradient norm, store by store.
 
 `Steps` runs each on every shard. Where the caller sees parts of arrays already (on one device, inside of `shard_map`)
-that is a plain call; elsewhere it is a program over the mesh. strategy.py says how one store is handled.
+that is a plain call; elsewhere it is a program over the mesh. strategy.py handles one store.
 """
 
 import dataclasses
@@ -43,15 +43,15 @@ class Steps:
 
     @property
     def shards(self) -> Shards:
-        """Over which all of this runs."""
+        """The shards that run the steps."""
         return self.strategy.shards
 
     def plan(self, features: Features, send_capacities: tuple[int, ...] | None) -> Plan:
-        """Makes the keys of a batch distinct; on several shards they go to their owners, or are ordered to go."""
+        """Makes the keys of a batch distinct; on several shards orders them by owner or sends them."""
         return self.strategy.plan(self.stores, features, send_capacities)
 
     def lookup(self, state: State, plan: Plan, clock: UInt32[Array, ""] | None) -> tuple[Embeddings, State, Plan]:
-        """Looks up a batch; unseen keys get rows. `clock`: the last step of the rows used; None: the state's step."""
+        """Looks up a batch; unseen keys get rows. `clock` is the last step of rows used; None: the state's step."""
         embeddings: Embeddings = {}
         stores, found, asked, digests = list(state.stores), [], [], []
         now = state.step if clock is None else clock
@@ -94,7 +94,7 @@ class Steps:
         stores, nonfinite = [], []
         num_stale = jnp.zeros((), jnp.int32)
         for s, (spec, store) in enumerate(zip(self.stores, state.stores, strict=True)):
-            # Optimizer state that belongs to no row, a count of steps say, goes on also where no row is used.
+            # Optimizer state that belongs to no row, as a count of steps, advances even if no row is used.
             stepping, globals_ = Stepping.of(spec, store.globals_, state.step, learning_rate)
             used = _used(s, plans, gradients, redeemed.is_live)
             if used is None:
@@ -106,17 +106,17 @@ class Steps:
             stores.append(dataclasses.replace(store, globals_=globals_))
             nonfinite.append(num_nonfinite)
             num_stale = num_stale + num_stale_uses
-        # It stays at its end: a step that began anew would make the rows used last those used longest ago.
+        # It stops at its maximum: after a wrap, the rows used last would seem the least recent.
         step = jnp.maximum(state.step, state.step + jnp.uint32(1))
         state = dataclasses.replace(state, stores=tuple(stores), step=step, tickets=redeemed.tickets)
         found = [there(plan.found) for plan in plans]
         stats = self._stats(state, found, nonfinite, num_stale, redeemed.num_misused)
-        # `grow` sees the state, and warns a caller who never looks at Stats.
+        # `grow` reads the state, and warns even if the caller ignores Stats.
         refused = (stats.num_refused - stats.num_unadmitted).astype(jnp.uint32)
         return dataclasses.replace(state, num_refused=state.num_refused + refused), stats
 
     def gradient_norm(self, state: State, plans: Sequence[Plan], gradients: Sequence[Gradients]) -> Float32[Array, ""]:
-        """The norm of all row gradients that `update` would step by."""
+        """Returns the norm of all row gradients that `update` would step by."""
         is_live = tickets.redeem(state, plans).is_live
         squares = jnp.float32(0), jnp.float32(0)
         for s, spec in enumerate(self.stores):
@@ -133,9 +133,9 @@ class Steps:
         num_stale: Int32[Array, ""],
         num_misused_plans: Int32[Array, ""],
     ) -> Stats:
-        """The counts of a step: what this shard counted, and one small all-reduce."""
+        """Counts a step: this shard's counts, and one small all-reduce."""
         num_shards = self.shards.num_shards
-        # The words of all shards are added up: what is the same everywhere is that of the first.
+        # The words are summed over shards, so only the first contributes what is the same everywhere.
         place = 0 if num_shards == 1 else self.shards.index()
         is_first = place == 0
         is_own = [is_first | (not spec.is_replicated) for spec in self.stores]
@@ -179,12 +179,12 @@ class Steps:
         )
 
     def _rows_for_keys(self, state: State, s: int) -> int:
-        """Rows that a store has for different keys, on all shards; a shard sees its part of the state."""
+        """Returns a store's rows for different keys, on all shards; a shard sees its part of the state."""
         spec, capacity = self.stores[s], state.stores[s].capacity
         return capacity if spec.is_replicated else capacity * spec.num_shards
 
     def call(self, name: str, *args: Any) -> Any:
-        """Calls a method of the above on every shard."""
+        """Calls one of the methods above on every shard."""
         if self.shards.sees_parts():
             return getattr(self, name)(*args)
         if name == "plan":
@@ -193,7 +193,7 @@ class Steps:
 
 
 def _used(s: int, plans: Sequence[Plan], gradients: Sequence[Gradients], is_live: Array) -> Used | None:
-    """The plans that use a store; None: there is none."""
+    """Selects the plans that use a store; None if there are none."""
     numbers = [i for i, plan in enumerate(plans) if plan.features.stores[s].layouts]
     if not numbers:
         return None

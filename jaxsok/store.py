@@ -1,7 +1,7 @@
 """The state of one shard: index, slabs of rows and optimizer state, records, counters (`ffi/core/layout.h`).
 
-A state is a pytree of plain arrays. Ops take it and return it; under `donate_argnums` they change it in place. On a
-mesh each array of a store is split along its first dimension, and a shard's part is what one device would have.
+A state is a pytree of plain arrays. Ops take and return it; under `donate_argnums` they change it in place. On a mesh
+each array of a store is split along its first dimension, and a shard's part is what one device would have.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ from jaxsok.specs import StoreSpec
 from jaxsok.types import BUCKET_WORDS, COUNTERS, ENTRIES_PER_BUCKET, RECORD_WORDS
 
 NUM_STATISTICS = 2  # words of a row's statistics: last step, frequency
-MIN_SIGHTINGS = 4096  # buckets of waiting keys at least; `grow` adds more
+MIN_SIGHTINGS = 4096  # buckets for waiting keys, at least; `grow` adds more
 MIN_BUCKETS = 16  # 1 KiB; below it the index costs nothing worth saving
 
 
@@ -28,15 +28,15 @@ class StoreState(StoreArrays):
     """The arrays of one store."""
 
     globals_: tuple[Array, ...] = ()
-    """Optimizer state that belongs to no row, a line for each shard; the lines are equal."""
+    """Optimizer state that belongs to no row: an equal line for each shard."""
 
     def __repr__(self) -> str:
-        """Its size; reads no array, so it waits for nothing."""
+        """Names its size; reads no array, so it waits for nothing."""
         return f"StoreState({', '.join([self._size, *condition_of(self)])})"
 
     @property
     def _size(self) -> str:
-        """Rows, slabs and optimizer state, in words; of a tree of other leaves (shardings, say) what the leaves are."""
+        """Describes rows, slabs and optimizer state; for a tree of other leaves (shardings, say) the leaves."""
         leaves = jax.tree.leaves(self)
         if not all(isinstance(getattr(leaf, "shape", None), tuple) for leaf in leaves) or not leaves:
             return f"leaves {listed(sorted({in_short(leaf) for leaf in leaves}))}"
@@ -57,11 +57,9 @@ class StoreState(StoreArrays):
         return self.counters[COUNTERS.index("generation")]
 
     def advanced(self, generation: UInt32[Array, ""], num_gone: UInt32[Array, "..."]) -> "StoreState":
-        """The store one generation on if rows went on any shard: a plan is stale on all shards or on none.
+        """The store one generation after this one, if rows went (`num_gone`) on any shard.
 
-        Args:
-          generation: before.
-          num_gone: rows that went, of all shards.
+        So a plan becomes stale on all shards or on none.
         """
         after = generation + (num_gone > 0).any().astype(jnp.uint32)
         return dataclasses.replace(self, counters=self.counters.at[COUNTERS.index("generation")].set(after))
@@ -84,19 +82,19 @@ class State:
     partition_owners: UInt32[Array, " num_partitions"]
     """The shard of each of the 4,096 partitions of keys; on one device a single 0."""
     tickets: UInt32[Array, "num_shards num_lines 2"]
-    """Of lookups whose plans no update has used yet (tickets.py)."""
+    """Tickets of lookups whose plans no update has used yet (tickets.py)."""
     lineage: UInt32[Array, "2"]
-    """Of the seed, and drawn anew when a state is made of a folder: exports tell by it whose base they may be."""
+    """Drawn from the seed, and anew when a state is made of a folder: exports identify their base by it."""
     num_refused: UInt32[Array, " num_tables"]
     """Uses of keys that updates counted as refused for want of room, since the state was made, modulo 2**32, by table
     of the collection. `grow` warns by it."""
     fingerprint: str = dataclasses.field(metadata={"static": True})
-    """Of the specs that made it; a collection with others refuses it."""
+    """Fingerprint of its specs; a collection with others refuses the state."""
     mesh: str = dataclasses.field(default="", metadata={"static": True})
     """The axes and sizes over which it is split, as "data=8"; empty on one device."""
 
     def __repr__(self) -> str:
-        """The sizes of its stores, its bytes, and whether it is traced or deleted; reads no array."""
+        """Names its stores' sizes, its bytes, and whether it is traced or deleted; reads no array."""
         num_bytes = sum(
             math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(self) if hasattr(leaf, "dtype")
         )
@@ -107,47 +105,31 @@ class State:
 
 
 def num_buckets_of(capacity: int) -> int:
-    """Buckets of an index that is half full when every row is in use: 32 bytes a row.
-
-    Example:
-      >>> num_buckets_of(1000)
-      500
-    """
+    """Returns the buckets of an index that is half full when every row is in use: 32 bytes a row."""
     return max(MIN_BUCKETS, -(-2 * capacity // ENTRIES_PER_BUCKET))
 
 
 def first_sightings(capacity: int) -> int:
-    """Buckets of the keys that wait for a row, as a store begins: half full when as many wait as there are rows.
-
-    Example:
-      >>> first_sightings(64), first_sightings(100_000)
-      (4096, 50000)
-    """
+    """Returns the first buckets for waiting keys: half full when as many wait as there are rows."""
     return max(MIN_SIGHTINGS, num_buckets_of(capacity))
 
 
 def bloom_words(spec: StoreSpec) -> int:
-    """Words of a shard's Bloom filter; 0: it has none."""
+    """Returns the words of a shard's Bloom filter; 0 if it has none."""
     begin, size = spec.bloom_segments()[-1]
     return (begin + size) // 4
 
 
 def row_bytes(spec: StoreSpec) -> int:
-    """Bytes that one row of capacity costs: row, optimizer state, record, its share of the index.
+    """Returns the bytes of one row of capacity: row, optimizer state, record, its share of the index.
 
-    Example:
-      64 float32 with rowwise Adagrad: 256 + 4 + 16 + 32 = 308; 64 bfloat16: 128 less.
+    64 float32 with rowwise Adagrad take 256 + 4 + 16 + 32 = 308; 64 bfloat16 take 128 less.
     """
     return sum(_bytes_by_row(spec).values()) + 4 * BUCKET_WORDS * 2 // ENTRIES_PER_BUCKET
 
 
 def store_bytes(spec: StoreSpec, capacity: int) -> dict[str, int]:
-    """Bytes of the arrays of one shard, by what they hold.
-
-    Args:
-      spec: of the store.
-      capacity: rows of the shard.
-    """
+    """Returns the bytes of a shard's arrays, by their content; `capacity` is that of the shard."""
     return (
         {name: capacity * num_bytes for name, num_bytes in _bytes_by_row(spec).items()}
         | {
@@ -161,14 +143,14 @@ def store_bytes(spec: StoreSpec, capacity: int) -> dict[str, int]:
 
 
 def _admission_bytes(spec: StoreSpec, capacity: int) -> dict[str, int]:
-    """Bytes of what decides who gets a row, as a store begins."""
+    """Returns the bytes of a new store's sightings and Bloom filter."""
     sightings = 4 * BUCKET_WORDS * first_sightings(capacity) if spec.counts_sightings else 0
     total = sightings + 4 * bloom_words(spec)
     return {"admission": total} if total else {}
 
 
 def _bytes_by_row(spec: StoreSpec) -> dict[str, int]:
-    """Bytes of what lies in slabs, for one row."""
+    """Returns the bytes of one row in the slabs, by their content."""
     return {
         "rows": spec.itemsize * spec.dim,
         "optimizer_state": 4 * sum(state.dim for state in spec.state_specs),
@@ -177,7 +159,7 @@ def _bytes_by_row(spec: StoreSpec) -> dict[str, int]:
 
 
 def new_slab(spec: StoreSpec, size: int) -> tuple[Array, Array, tuple[Array, ...], tuple[Array, ...]]:
-    """Rows, records, states and statistics (none or one) of a fresh slab; each leaf its own buffer, to be donated."""
+    """Makes rows, records, states and statistics (none or one) of a slab, each its own buffer, to be donated."""
     rows = jnp.zeros((size, spec.dim), spec.dtype)
     records = jnp.full((size, RECORD_WORDS), np.uint32(0xFFFFFFFF))
     states = tuple(jnp.full((size, state.dim), np.float32(state.initial_value)) for state in spec.state_specs)
@@ -186,12 +168,7 @@ def new_slab(spec: StoreSpec, size: int) -> tuple[Array, Array, tuple[Array, ...
 
 
 def init_store(spec: StoreSpec, salt: int) -> StoreState:
-    """An empty store of the declared capacity, of all shards together.
-
-    Args:
-      spec: its tables.
-      salt: 64 bits that are mixed into every hash of this store.
-    """
+    """Makes an empty store of the declared capacity, for all shards; `salt` has 64 bits, mixed into all its hashes."""
     capacity, num_shards = spec.capacity, spec.num_shards
     rows, records, states, statistics = new_slab(spec, num_shards * capacity)
     counters = np.zeros((num_shards, len(COUNTERS)), np.uint32)

@@ -1,6 +1,6 @@
-"""How a step works on one store: on one shard by fused calls, on several through the exchange (decision 0014).
+"""A step on one store: fused calls on one shard, the exchange on several (decision 0014).
 
-A shard calls these on its part of states, batches and plans. steps.py goes over the stores.
+A shard calls these on its part of states, batches and plans. steps.py loops over the stores.
 """
 
 import abc
@@ -25,25 +25,25 @@ from jaxsok.store import State, StoreState
 
 
 class LookedUp(NamedTuple):
-    """What a lookup made of one store."""
+    """The result of a lookup in one store."""
 
     store: StoreState
     found: Found
     values: list[Array]
     """By feature."""
     digest: UInt32[Array, "1 2"]
-    """Of the keys of all shards, for the ticket."""
+    """Digest of the keys of all shards, for the ticket."""
     asked: Requests | None = None
 
 
 class Strategy(abc.ABC):
-    """How keys are requested, rows returned, gradients delivered and a step taken, for one store."""
+    """Requests keys, returns rows, delivers gradients and takes a step, for one store."""
 
     shards: Shards
 
     @staticmethod
     def of(shards: Shards, wire: ExchangeSpec) -> "Strategy":
-        """Fused calls where one shard has everything; else the exchange."""
+        """Returns fused calls on one shard, else the exchange."""
         return Fused(shards) if shards.num_shards == 1 else Exchanged(shards, Exchange(shards, wire))
 
     @abc.abstractmethod
@@ -56,13 +56,13 @@ class Strategy(abc.ABC):
 
     @abc.abstractmethod
     def find(self, spec: StoreSpec, s: int, state: State, plan: Plan) -> tuple[Found, list[Array]]:
-        """Looks up and changes nothing."""
+        """Looks up the features of a store and changes nothing."""
 
     @abc.abstractmethod
     def update(
         self, spec: StoreSpec, s: int, state: State, used: Used, inputs: update.StepInputs
     ) -> tuple[StoreState, Int32[Array, " num_tables"], Int32[Array, ""]]:
-        """Steps the rows that were used. Also counts rows with non-finite gradients, and uses of stale plans."""
+        """Steps the rows that were used; also counts rows with non-finite gradients, and uses of stale plans."""
 
     @abc.abstractmethod
     def add_squares(self, spec: StoreSpec, s: int, state: State, used: Used, squares: Squares) -> Squares:
@@ -70,18 +70,18 @@ class Strategy(abc.ABC):
 
     @abc.abstractmethod
     def norm(self, squares: Squares) -> Float32[Array, ""]:
-        """The norm over all shards."""
+        """Returns the norm over all shards."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Fused(Strategy):
-    """One shard: every store costs one call, a different and faster algorithm than the exchange."""
+    """One shard: every store costs one call, faster than the exchange."""
 
     shards: Shards
 
     def plan(self, specs: Sequence[StoreSpec], features: Features, send_capacities: Sequence[int] | None) -> Plan:
         if self.shards.is_mesh:
-            return Plan(features)  # what a plan counts would be no array with a part in each shard
+            return Plan(features)  # counts of distinct keys could not be split over the mesh
         distinct = [
             plan_lib.distinct_keys(part) if part.layouts else plan_lib.empty_distinct() for part in features.stores
         ]
@@ -104,7 +104,7 @@ class Fused(Strategy):
         return norms.with_squares(squares, norms.row_gradients_here(spec, state.stores[s], s, used))
 
     def norm(self, squares: Squares) -> Float32[Array, ""]:
-        # On a mesh of one device the sum says that the norm is the same everywhere.
+        # On a mesh of one device the sum marks the norm as the same everywhere.
         return norms.norm_of(norms.of_all_shards(self.shards, squares) if self.shards.is_mesh else squares)
 
 
@@ -137,7 +137,7 @@ class Exchanged(Strategy):
 
     def find(self, spec: StoreSpec, s: int, state: State, plan: Plan) -> tuple[Found, list[Array]]:
         features = plan.features.stores[s]
-        if spec.is_replicated:  # all rows are here: nothing is asked of others
+        if spec.is_replicated:  # all rows are here
             return lookup.find_here(spec, state.stores[s], state.seed, features)
         asked, owner = self._asked(spec, s, state, plan), lookup.Owner(self.exchange, spec, state.seed)
         _, found, values, _ = lookup.lookup_exchanged(spec, state.stores[s], features, asked, owner)

@@ -1,6 +1,6 @@
-"""find, find_or_insert, erase, release and rebuild on one shard: from (table, key) pairs to row ids.
+"""Operations on (table, key) pairs on one shard: find, insert, assign, erase, release and rebuild.
 
-The whole way down is `lookup.py`; this is for keys without bags: plans made apart, inspection, erasing.
+They serve keys without bags: plans made apart, inspection, erasing. The whole lookup is in lookup.py.
 """
 
 import dataclasses
@@ -43,26 +43,15 @@ def find_or_insert(
 ) -> tuple[StoreState, RowIds, Int32[Array, "num_tables num_counts"]]:
     """Finds the row id of each (table, key) pair, and gives unseen pairs rows, by first occurrence.
 
-    Args:
-      spec: the store's tables, whose initializers fill new rows.
-      store: donated: the result has its buffers.
-      seed: of the state.
-      keys: words; duplicates and PADDING_KEY are allowed.
-      table_ids: the number of each key's table in the store. NumPy spares the tables whose rows XLA works out keys
-        that are not theirs.
-      step: of the state: unseen keys are judged by the tables' admission. None: all are let in.
-      uses: occurrences that each key stands for, for admission; None: one each.
+    The store is donated. Keys are words; duplicates and PADDING_KEY are allowed. With a `step` the tables' admission
+    decides about unseen keys, and `uses` are the occurrences that each key stands for (None: one each); without a step
+    all keys are admitted. With NumPy `table_ids` the tables whose rows XLA computes skip keys that are not theirs.
 
-    Returns:
-      The store, the row ids (NO_ROW for padding, for keys that are kept out and where the store is full), and counts by
-      table (types.COUNTS): of the keys as they stand here, but for the unadmitted, whose uses count.
+    Row ids are NO_ROW for padding, for keys that are not admitted and where the store is full. Counts by table
+    (types.COUNTS) count keys, but of the unadmitted their uses.
 
-    Cost:
-      One call. Where XLA works out the rows of some tables two calls, of which the second looks at unseen keys alone,
-      and for each key a row worked out by every such table, of which those of new keys are written.
-
-    Example:
-      Keys `[9, 7, 9]` in an empty store → row ids `[0, 1, 0]`.
+    Costs one call. Where XLA computes the rows of some tables there is a second call for the unseen keys, and every
+    such table computes a row for each key, of which those of new keys are written.
     """
     keys = jnp.asarray(keys)
     if not spec.traced_tables:
@@ -70,8 +59,7 @@ def find_or_insert(
     ids = jnp.asarray(table_ids)
     known = find(store, keys, ids)
     is_known = known != jnp.uint32(NO_ROW)
-    # Who has a row needs no second search. And an insertion of what the search gave comes after it for XLA too, which
-    # would copy the index else.
+    # Known keys need no second search. And since the insertion depends on the search, XLA does not copy the index.
     unseen = jnp.where(is_known[:, None], jnp.uint32(PADDING_KEY & 0xFFFFFFFF), keys)
     store, new, counts = _inserted(spec, store, seed, unseen, ids, step, uses)
     found = ((ids[:, None] == jnp.arange(len(spec.tables), dtype=jnp.uint32)[None, :]) & is_known[:, None]).sum(
@@ -105,16 +93,11 @@ def gather(
     *,
     is_find: bool,
 ) -> tuple[StoreState, Float[Array, "num_keys dim"], Int32[Array, " num_tables"]]:
-    """Reads the rows of requests whose row ids are known: the store, rows in its dtype, and by table uses without one.
+    """Reads the rows of requests whose row ids are known; also counts by table the uses without a row.
 
-    Args:
-      spec: the store's tables.
-      store: unchanged; an update of the store that is returned comes after this read.
-      seed: of the state.
-      requests: key low, key high, table, uses; PADDING_KEY gives zeros.
-      row_ids: of each request; NO_ROW gives the initial row of the key, and in lookups what the table's admission says
-        of keys that it keeps out.
-      is_find: whether tables with `unknown="zeros"` give zeros for NO_ROW.
+    NO_ROW gives the initial row of the key, in lookups what the table's admission says, and with `is_find` zeros in
+    tables with `unknown="zeros"`; PADDING_KEY gives zeros. The store does not change, but an update of the returned one
+    comes after this read.
     """
     counters, rows, num_absent = kernels.gather(
         store.counters,
@@ -125,7 +108,7 @@ def gather(
         store.rows,
         is_find=is_find,
     )
-    # A key without a row that reads zeros or another constant has them from the kernel.
+    # The kernel fills in zeros and other constants for keys without a row.
     given = [n for n in spec.traced_tables if reads_initial(spec, n, is_find=is_find)]
     if given:
         keys, table_ids = requests[:, :2], requests[:, 2]
@@ -147,29 +130,15 @@ def assign(
     *,
     is_distinct: bool = False,
 ) -> tuple[StoreState, RowIds, Int32[Array, "num_tables num_counts"]]:
-    """Gives (table, key) pairs rows that are known; unseen pairs get them too, whatever their table's admission says.
+    """Gives (table, key) pairs known rows; unseen pairs get them too, whatever their table's admission says.
 
-    Args:
-      spec: the store's tables.
-      store: donated: the result has its buffers.
-      seed: of the state.
-      clock: the `last_step` of the rows where `statistics` is None; their frequency stays.
-      keys: words. Of a pair that stands more than once the last row counts.
-      table_ids: the number of each key's table in the store.
-      rows: of any float dtype; rounded to nearest.
-      states: optimizer state by name. What is not named stays as it is, and is initial for new rows.
-      statistics: last step and frequency of each.
-      is_distinct: that no pair stands more than once is known; spares a sort.
+    The store is donated. Of duplicate pairs the last row counts; `is_distinct` says that there are none, and saves a
+    sort. Rows of any float dtype are rounded to nearest. `states` has optimizer state by name: what is missing stays as
+    it is, and is initial for new rows. `statistics` has last step and frequency of each row; None: `clock` becomes the
+    last step, and the frequency stays. Results are as in `find_or_insert`.
 
-    Returns:
-      The store, the row ids (NO_ROW for padding and where the store is full), and counts by table (types.COUNTS).
-
-    Cost:
-      A search for the keys, a sort of them, and each row in and out; nothing of the size of a table. In a store with
-      tables that admit by count two searches more: keys that waited are forgotten as those that were let in.
-
-    Example:
-      Keys `[7, 9]` and rows `[[1.0], [2.0]]` → the rows of 7 and 9 are 1.0 and 2.0, whether they were there or not.
+    Costs a search for the keys, a sort of them, and each row in and out; nothing of the size of a table. In a store
+    with tables that admit by count two searches more: keys that waited are forgotten like admitted ones.
     """
     store, num_let_in = _let_in(spec, store, seed, keys, table_ids)
     store, row_ids, counts = find_or_insert(spec, store, seed, keys, table_ids)
@@ -191,10 +160,10 @@ def assign(
 def _let_in(
     spec: StoreSpec, store: StoreState, seed: UInt32[Array, "2"], keys: Keys, table_ids: TableIds | np.ndarray
 ) -> tuple[StoreState, Int32[Array, " num_tables"]]:
-    """Gives keys that wait for a row theirs, as if they had been seen often enough; and how many rows that made.
+    """Gives waiting keys their rows, as if they had been seen often enough, and counts these rows.
 
-    So their counts are forgotten when rows go; otherwise a key that comes back would begin with the sightings that it
-    had before. Where a shard is full such a key is let in once there is room.
+    So their counts are forgotten when rows go; otherwise a key that comes back would begin with its old sightings.
+    Where a shard is full such a key is admitted once there is room.
     """
     if not store.sightings:
         return store, jnp.zeros(len(spec.tables), jnp.int32)
@@ -202,10 +171,10 @@ def _let_in(
     seen = kernels.find(store.sightings[0], store.counters, keys, ids)  # an index, with counts in place of row ids
     floors = jnp.asarray(spec.sighting_floors())[ids]
     is_waiting = (seen > jnp.uint32(0)) & (seen < floors)  # NO_ROW is above all floors
-    # Of a key that stands here more than once the uses add up; were it 2**32 of them, its count would stay as it is.
+    # Uses of duplicate keys add up; 2**32 of them would leave the count as it is.
     uses = jnp.where(is_waiting, floors - seen, jnp.uint32(0))
     waiting = jnp.where(is_waiting[:, None], keys, jnp.uint32(PADDING_KEY & 0xFFFFFFFF))
-    step = jnp.zeros((), jnp.uint32)  # asked by tables that admit by chance, of which none has keys that wait
+    step = jnp.zeros((), jnp.uint32)  # only admission by chance reads it, and has no waiting keys
     store, _, counts = find_or_insert(spec, store, seed, waiting, table_ids, step=step, uses=uses)
     return store, counts[:, _INSERTED]
 
@@ -224,13 +193,11 @@ def touch(
     uses: UInt32[Array, " num_keys"] | None,
     clock: UInt32[Array, ""],
 ) -> StoreState:
-    """Records in the statistics of rows that a lookup used them; does nothing for a store without statistics.
+    """Records in the statistics that a lookup used rows; does nothing for a store without statistics.
 
-    `frequency` grows by the uses (None: one each), to 2**32 - 1 at most; `last_step` becomes the clock, also if it was
-    later before. Rows may stand more than once; NO_ROW is passed over. The store is donated.
-
-    Cost:
-      One call: 4 bytes a position (8 with uses), 8 bytes of each row in and out.
+    `frequency` grows by the uses (None: one each), to 2**32 - 1 at most; `last_step` becomes the clock, even if it was
+    later before. Rows may repeat; NO_ROW is ignored. The store is donated. Costs one call: 4 bytes a position (8 with
+    uses), 8 bytes of each row in and out.
     """
     if not spec.keeps_statistics:
         return store
@@ -238,19 +205,19 @@ def touch(
 
 
 def reads_initial(spec: StoreSpec, number: int, *, is_find: bool) -> bool:
-    """Whether keys of a table that have no row read their initial row: in `find`, or in a lookup."""
+    """Whether keys of a table without a row read their initial row: in `find`, or in a lookup."""
     table = spec.tables[number]
     return table.unknown == "initial" if is_find else table.refused_read_initial
 
 
-# Initial rows that XLA works out --------------------------------------------------------------------------------------
+# Initial rows that XLA computes --------------------------------------------------------------------------------------
 
 
 def initial_rows(spec: StoreSpec, keys: Keys, table_ids: TableIds | np.ndarray) -> Float[Array, "num_keys dim"]:
-    """What new rows of keys hold in the dtype of the store, by the initializers that XLA works out.
+    """Computes new rows of keys in the dtype of the store, by the initializers that XLA runs.
 
-    Keys of other tables get zeros, and padding anything. With table ids in NumPy each key is worked out by its own
-    table alone; otherwise by every such table.
+    Keys of other tables get zeros, and padding any values. With NumPy table ids only a key's own table computes its
+    row; otherwise every such table does.
     """
     if isinstance(table_ids, np.ndarray):
         ends = [0, *(np.flatnonzero(np.diff(table_ids)) + 1).tolist(), len(table_ids)]
@@ -271,7 +238,7 @@ def _initial_rows_of(spec: StoreSpec, number: int, keys: Keys) -> Float[Array, "
 
 
 def is_key(keys: Keys) -> Bool[Array, " num_keys"]:
-    """Which keys are no padding."""
+    """Marks the keys that are no padding."""
     return (keys != jnp.uint32(PADDING_KEY & 0xFFFFFFFF)).any(axis=1)
 
 
@@ -280,7 +247,7 @@ def _is_one_of(table_ids: TableIds | np.ndarray, numbers: Sequence[int]) -> Bool
 
 
 def rounded(values: Float[Array, "..."], dtype: str) -> Float[Array, "..."]:
-    """Numbers in another dtype, rounded as the kernels round: to nearest, and what is finite stays finite."""
+    """Converts to another dtype as the kernels round: to nearest, and finite numbers stay finite."""
     if values.dtype == jnp.dtype(dtype):
         return values
     largest = jnp.finfo(dtype).max.astype(values.dtype)
@@ -288,16 +255,9 @@ def rounded(values: Float[Array, "..."], dtype: str) -> Float[Array, "..."]:
 
 
 def erase(spec: StoreSpec, store: StoreState, keys: Keys, table_ids: TableIds) -> tuple[StoreState, UInt32[Array, ""]]:
-    """Takes the rows of (table, key) pairs away; absent pairs are passed over.
+    """Takes the rows of (table, key) pairs away, and counts the distinct pairs that existed.
 
-    Returns:
-      The store, which has the buffers of the donated one, and how many distinct pairs were there.
-
-    Cost:
-      A search for each key, and what `release` takes.
-
-    Example:
-      Erasing `[7, 7, 8]` from a table that holds 7 and 9 → 1, and 7's row id is the next to be handed out.
+    The store is donated; absent pairs are ignored. Costs a search for each key, and what `release` costs.
     """
     row_ids = find(store, keys, table_ids)
     flags = jnp.zeros(store.capacity, jnp.uint8).at[row_ids].set(jnp.uint8(1), mode="drop")  # NO_ROW is beyond all
@@ -308,22 +268,14 @@ def erase(spec: StoreSpec, store: StoreState, keys: Keys, table_ids: TableIds) -
 def release(
     spec: StoreSpec, store: StoreState, flags: UInt8[Array, " capacity"], *, is_eviction: bool
 ) -> tuple[StoreState, UInt32[Array, " num_tables"]]:
-    """Takes the rows with a flag away: optimizer state and statistics are set back, the index is swept.
+    """Takes flagged rows away and counts them by table: state and statistics are reset, the index is swept.
 
-    The generation is advanced, and counts of keys that were let in are forgotten: a key that comes back starts anew.
+    The store is donated. Flagged rows must be in use; with `is_eviction` they count as evicted. The generation is
+    advanced, and counts of admitted keys are forgotten: a key that comes back starts anew. Where no row goes nothing
+    changes.
 
-    Args:
-      spec: of the store.
-      store: donated: the result has its buffers.
-      flags: not 0 for the rows that go; they are in use.
-      is_eviction: whether they count as evicted.
-
-    Returns:
-      The store, and how many rows of each table went. Where none goes nothing changes.
-
-    Cost:
-      A byte a row of capacity where none goes; else also the records twice (32 bytes a row) and the index once (32
-      bytes a row read, and the buckets written that change). Workspace: 2 bits a row.
+    Costs a byte a row of capacity where no row goes; else also the records twice (32 bytes a row) and the index once
+    (32 bytes a row read, and changed buckets written). Workspace: 2 bits a row.
     """
     initial_values = [state.initial_value for state in spec.state_specs]
     store, num_released = evict_kernels.release(store, flags, initial_values, counts_evicted=is_eviction)
@@ -331,13 +283,9 @@ def release(
 
 
 def clear(spec: StoreSpec, store: StoreState, number: int) -> tuple[StoreState, UInt32[Array, ""]]:
-    """Takes all rows of one table away, as `erase` of all its keys would; keys that wait for a row are forgotten.
+    """Takes all rows of one table away and counts them; keys that wait for a row are forgotten.
 
-    Returns:
-      The store, which has the buffers of the donated one, and how many rows there were.
-
-    Cost:
-      Reads the records (16 bytes a row), and what `release` takes; searches for no key.
+    The store is donated. Reads the records (16 bytes a row), and costs what `release` costs; searches for no key.
     """
     flags = [is_key(lines[:, :2]) & (lines[:, 2] == jnp.uint32(number)) for lines in store.records]
     store, num_released = release(spec, store, jnp.concatenate(flags).astype(jnp.uint8), is_eviction=False)
@@ -345,16 +293,16 @@ def clear(spec: StoreSpec, store: StoreState, number: int) -> tuple[StoreState, 
     if size:
         bloom = store.bloom[0].at[begin // 4 : (begin + size) // 4].set(jnp.uint32(0))  # four counters a word
         store = dataclasses.replace(store, bloom=(bloom,))
-    # Whether there were rows or not: those that wait have none.
+    # Also where there were no rows: waiting keys have none.
     store = admission.forget(spec, store, jnp.zeros((), jnp.uint32), cleared=number)
     return store, num_released[number]
 
 
 def rebuild(store: StoreState, num_buckets: int) -> tuple[Array, Array]:
-    """Makes an index of another size, or under another salt, from the records: index and counters."""
+    """Makes an index of another size, or under another salt, from the records; returns index and counters."""
     return kernels.rebuild(store.counters, store.records, num_buckets)
 
 
 def table_ids_of(number: int, num_keys: int) -> np.ndarray:
-    """Table ids of keys that all belong to one table."""
+    """Returns table ids of keys that all belong to one table."""
     return np.full(num_keys, number, np.uint32)

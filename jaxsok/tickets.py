@@ -1,16 +1,16 @@
 """Tickets: a plan acts once, on a descendant of the state that its lookup returned (decision D18).
 
 Row ids mean something only in the state that gave them out, and in the states that came from it. So every lookup makes
-a ticket. It goes into the plan and into a ring of open tickets in the state. An update looks for the ticket of each
-plan among the open ones and takes it out. A plan whose ticket is not there changes nothing and is counted: it belongs
-to another branch, was used before, or is older than the last `RING` lookups of the state.
+a ticket, for the plan and for a ring of open tickets in the state. An update looks for each plan's ticket among the
+open ones and takes it out. A plan without an open ticket changes nothing and is counted: it belongs to another branch,
+was used before, or is older than the last `RING` lookups of the state.
 
 A ticket is a hash of the ticket before it, of the state's lineage and of the keys looked up, each with its position. So
 two branches of one state have different tickets as soon as their batches differ. Branches that look up the same keys
 make the same rows and the same ticket, and either plan is right for both. On a mesh the digests of all shards are
 exchanged with the requests (exchange.py), every shard holds the same ring, and all shards decide alike.
 
-Lookups and updates call this module; `find` does not, and `gradient_norm` looks without taking the ticket out.
+`find` does not call this module, and `gradient_norm` looks without taking the ticket out.
 """
 
 import zlib
@@ -30,12 +30,12 @@ RING = 256  # open tickets of a state: as many lookups may come between a lookup
 NUM_LINES = kernels.NUM_TICKET_LINES + RING
 
 Tickets = UInt32[Array, "num_shards num_lines 2"]
-"""For each shard the same lines: the ticket of the last lookup, the number of lookups, and a ring of open tickets, in
-which a lookup writes over the oldest; zeros where none is open."""
+"""The same for each shard: the last lookup's ticket, the number of lookups, and a ring of open tickets, in which a
+lookup overwrites the oldest; zeros where none is open."""
 
 
 def no_tickets(num_shards: int) -> Tickets:
-    """The tickets of a new state: none is open."""
+    """Returns the tickets of a new state: none is open."""
     return jnp.zeros((num_shards, NUM_LINES, 2), jnp.uint32)
 
 
@@ -45,17 +45,11 @@ def issue(
     features: Features,
     digests: Sequence[UInt32[Array, "1 2"]],
 ) -> tuple[Tickets, kernels.Ticket]:
-    """Makes the ticket of a lookup: the tickets after it, and the new one.
+    """Makes the ticket of a lookup: returns the tickets after it, and the new one.
 
-    Args:
-      state: before the lookup; its tickets are donated.
-      stores: after the lookup.
-      features: of the batch; the boundaries between its features take part in the ticket.
-      digests: by store, of the keys that were looked up; where they were sent to other shards, of all shards' keys.
-
-    Cost:
-      One small kernel. The lookup itself adds up the digest, where one kernel finds rows and makes embeddings of them;
-      elsewhere a kernel of its own reads the keys.
+    `state` is from before the lookup, and its tickets are donated; `stores` are from after it. `digests` are of the
+    keys looked up, by store, over all shards if they were exchanged. Boundaries between features take part in the
+    ticket. Costs one small kernel; a lookup that does not add up the digest itself needs another one.
     """
     layouts = [[(one.table, one.key_start, one.num_keys) for one in part.layouts] for part in features.stores]
     layout = zlib.crc32(repr(layouts).encode())
@@ -64,10 +58,9 @@ def issue(
 
 
 class Redeemed(NamedTuple):
-    """The answer of a state about the plans that an update was given."""
+    """The result of redeeming the plans of an update."""
 
     tickets: Tickets
-    """The tickets that stay open."""
     is_live: Bool[Array, " num_plans"]
     """Whether a plan acts: its ticket is open, and no row of its stores has left since its lookup."""
     num_misused: Int32[Array, ""]
@@ -75,10 +68,10 @@ class Redeemed(NamedTuple):
 
 
 def redeem(state: State, plans: Sequence[Plan]) -> Redeemed:
-    """Takes the tickets of plans, in the order of their use, out of the open ones; those of the state are donated.
+    """Takes the tickets of plans, in the order of their use, out of the open ones; the state's are donated.
 
-    A plan over several stores acts as a whole or not at all: half a step would be worse than none. Of two plans with
-    one ticket the first has it. One small kernel.
+    A plan over several stores acts as a whole or not at all, since half a step would be worse than none. Of two plans
+    with one ticket the first has it. Costs one small kernel.
     """
     uses = [(p, s) for p, plan in enumerate(plans) for s, part in enumerate(plan.features.stores) if part.layouts]
     counters = [store.counters for store in state.stores]
@@ -86,5 +79,5 @@ def redeem(state: State, plans: Sequence[Plan]) -> Redeemed:
 
 
 def of_some(is_live: Bool[Array, " num_plans"], plans: Sequence[int]) -> Bool[Array, " num_some"]:
-    """Selects plans; costs no operation where all of them are asked for."""
+    """Selects plans; costs no operation if all are selected."""
     return is_live if len(plans) == is_live.shape[0] else is_live[np.array(plans)]

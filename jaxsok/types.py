@@ -1,6 +1,6 @@
 """The vocabulary as types and constants; everything else imports from here.
 
-The words are those of `ffi/core/layout.h`: a test compares the two.
+A test compares the words with `ffi/core/layout.h`.
 """
 
 from typing import Literal, TypeAlias
@@ -20,13 +20,13 @@ MAX_SLABS: int = 24
 """The most slabs a store can have; doubling from 65,536 rows, 16 slabs reach the last row id."""
 
 MAX_STATES: int = 8
-"""The most arrays of optimizer state."""
+"""The most arrays of optimizer state of a row."""
 
 MAX_FEATURES: int = 1024
 """The most features over one store: their buffers are the kernels' parameters."""
 
 NUM_PARTITIONS: int = 4096
-"""Classes of keys by hash; a small map says which shard has each of them."""
+"""Classes of keys by hash; a small map gives the shard of each."""
 
 MAX_CAPACITY: int = 2**31 - 1
 """Row ids stay below 2**31 per shard."""
@@ -56,10 +56,10 @@ COUNTS: tuple[str, ...] = (
     "num_padding",
     "num_unadmitted",
 )
-"""The words of a table's line of counts, in order; the last is a part of the refused."""
+"""The words of a table's line of counts, in order; the unadmitted are a part of the refused."""
 
 BAGS_PER_TILE: int = 256
-"""How many bags of one feature a thread block takes."""
+"""Bags of one feature in a thread block."""
 
 NUM_FEATURE_WORDS: int = 12
 NUM_TABLE_WORDS: int = 16
@@ -73,7 +73,7 @@ ROW_GRADIENTS: dict[str, int] = {"sum": 0, "mean": 1, "sqrt": 2}
 
 RowDtype: TypeAlias = Literal["float32", "bfloat16", "float16"]
 ROW_DTYPES: dict[str, int] = {"float32": 0, "bfloat16": 1, "float16": 2}
-"""How the numbers of rows are stored. Handlers see it by the buffers."""
+"""How rows are stored. Handlers see it by the buffers."""
 
 Rounding: TypeAlias = Literal["nearest", "stochastic"]
 ROUNDINGS: dict[str, int] = {"nearest": 0, "stochastic": 1}

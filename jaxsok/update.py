@@ -1,7 +1,7 @@
-"""The way back: plans and gradients → state. Each row that was used steps once, with the sum of its gradients.
+"""The backward pass: plans and gradients → state. Each used row steps once, with the sum of its gradients.
 
 On one device each store costs one FFI call. On a mesh this runs on every shard: gradients are summed for each distinct
-key, go to the owners, and there the rows step, once, with what came from all.
+key and go to the owners, where the rows step once, with the gradients of all shards.
 """
 
 import dataclasses
@@ -34,22 +34,21 @@ from jaxsok.types import ROUNDINGS, ROW_GRADIENTS
 
 @dataclasses.dataclass(frozen=True)
 class Stepping:
-    """What the kernel does to a row: by an optimizer of its own, or by a row program."""
+    """The step of a row: an optimizer's kernel or a row program."""
 
     kernel: int
     hyper: Float[Array, " num_hyper"]
-    """Or a program's scalars."""
+    """Hyperparameters, or a program's scalars."""
     words: np.ndarray
-    """Of the program; of no meaning without."""
+    """Words of the program, else ignored."""
     num_registers: int = 0
     counts_uses: bool = False
-    """Whether the step of a row depends on how often it was used."""
 
     @classmethod
     def of(
         cls, spec: StoreSpec, globals_: tuple[Array, ...], step: Any, learning_rate: Any
     ) -> tuple["Stepping", tuple[Array, ...]]:
-        """That of a store's optimizer at a step, and the store's globals after it."""
+        """Returns the stepping of a store's optimizer at a step, and the store's globals after it."""
         optimizer = spec.optimizer
         if optimizer.kernel != PROGRAM:
             return cls(optimizer.kernel, optimizer.hyper_operand(step, learning_rate), np.zeros(1, np.int32)), globals_
@@ -61,7 +60,7 @@ class Stepping:
 
 @dataclasses.dataclass(frozen=True)
 class StepInputs:
-    """What a step needs beside rows and gradients: what it does to a row, and where its random bits come from."""
+    """The inputs of a step beside rows and gradients; seed and step give the random bits."""
 
     stepping: Stepping
     seed: UInt32[Array, "2"]
@@ -83,7 +82,6 @@ def update_here(
     ]
     if any(gradient.dtype != spec.embedding_dtype for gradient in flat):
         flat = [gradient.astype(jnp.float32) for gradient in flat]
-    # The features tell the table of each key.
     return _stepped(spec, store, used.is_live, batch, num_tiles, row_ids, None, inputs, flat, spec.row_gradient)
 
 
@@ -100,7 +98,7 @@ def _stepped(
     row_gradient: str,
     num_uses: Array | None = None,
 ) -> tuple[StoreState, Array, Array]:
-    """The store, its used rows stepped; rows with non-finite gradients by table; uses of stale plans."""
+    """Steps the used rows; also counts rows with non-finite gradients by table, and uses of stale plans."""
     stepping = inputs.stepping
     return kernels.update(
         store,
@@ -138,7 +136,7 @@ def update_exchanged(
         received = [one.received for one in arrived]
         batch, num_tiles = as_features([part.shape[0] for part in received])
         keys = concatenated([part[:, :2] for part in received])
-        # One feature has keys of all tables; who rounds at random must know which.
+        # One feature has keys of all tables, and random rounding depends on the table.
         is_random = spec.dtype != "float32" and spec.rounding == "stochastic"
         table_ids = concatenated([part[:, 2] for part in received]) if is_random else None
         row_ids = concatenated([one.row_ids for one in arrived])
@@ -153,7 +151,7 @@ def update_exchanged(
         exchange, "update", spec, s, used, lambda carry: carry[0], step, carry
     )
     if spec.is_replicated:
-        # Every shard did the same: one of them counts.
+        # Every shard did the same; only the first counts.
         is_first = exchange.shards.index() == 0
         num_nonfinite, num_stale = jnp.where(is_first, num_nonfinite, 0), jnp.where(is_first, num_stale, 0)
     return store, num_nonfinite, num_stale

@@ -1,7 +1,4 @@
-"""Stats of the last steps, added on the host without waiting for the device; and writers that log them.
-
-Fed by the Stats of each step; feeds a log. No array of a state is touched.
-"""
+"""Stats of the last steps, added on the host without waiting for the device; and writers that log them."""
 
 import collections
 import dataclasses
@@ -18,20 +15,14 @@ from jaxsok.stats import LATEST, PER_TABLE, TO_DATE, Stats, columns, on_one_devi
 
 
 class StatsWindow:
-    """Counts over the last steps that have arrived on the host: exact, and without a wait.
+    """Counts over the last `num_steps` steps that have arrived on the host: exact, and without a wait.
 
     `push` starts the transfer of a step's counts and takes in those that have come. Sums are Python integers, so they
-    do not overflow. Of `num_rows`, `longest_probe`, `num_unplaced` and `num_rounds` the last step's stands. Evictions,
-    which Stats count since the state was made, are those since the step before the window; at the beginning, since
-    the first step pushed. The first time that keys of a table were refused for want of room, a RuntimeWarning says so.
+    do not overflow. `num_rows`, `longest_probe`, `num_unplaced` and `num_rounds` are those of the last step. Evictions,
+    which Stats count since the state was made, are those since the step before the window; at the beginning, since the
+    first step pushed. The first time that keys of a table were refused for want of room, a RuntimeWarning says so.
 
     A host object: keep it out of jitted functions. A step holds a few hundred bytes until it leaves the window.
-
-    Args:
-      num_steps: how many.
-
-    Cost:
-      A push starts one transfer of some hundred bytes.
 
     Example:
       `window.push(stats)` after each step; `window.scalars()` every hundredth.
@@ -40,8 +31,7 @@ class StatsWindow:
     def __init__(self, num_steps: int = 100) -> None:
         self.num_steps = checks.integer("StatsWindow: num_steps", num_steps, 1)
         self.num_pushed = 0
-        # In the order of the steps, the one before the window (if there is one) in front: its counts to date are the
-        # ones that the window's are measured from.
+        # In order. The first is the step before the window, if any: the window subtracts its counts to date.
         self._steps: collections.deque[Stats] = collections.deque()
         self._unchecked: collections.deque[Stats] = collections.deque()
         self._told: set[str] = set()
@@ -49,8 +39,8 @@ class StatsWindow:
     def push(self, stats: Stats) -> None:
         """Hands in the counts of one step, of the same tables as all before; does not wait for them.
 
-        Warns:
-          RuntimeWarning: once for each table, if steps that have arrived refused keys for want of room.
+        Warns once for each table (RuntimeWarning), if steps that have arrived refused keys for want of room. Starts one
+        transfer of some hundred bytes.
 
         Raises:
           TypeError: not Stats, or traced.
@@ -71,7 +61,7 @@ class StatsWindow:
         self._unchecked.append(one)
         self.num_pushed += 1
         self._warn_of_refusals()
-        # Once the step behind a full window has arrived, the first is of no more use.
+        # Once the step behind a full window has arrived, the first is not needed.
         while len(self._steps) > self.num_steps + 1 and _has_arrived(self._steps[self.num_steps + 1]):
             self._steps.popleft()
 
@@ -118,13 +108,13 @@ class StatsWindow:
         return num_steps | scalars_of(steps[-1], self._added(steps), prefix)
 
     def _arrived(self) -> list[Stats]:
-        """The last steps that are here without a gap, and the one before them if it is known."""
+        """Returns the last steps that have arrived without a gap, and the one before them if it is known."""
         # The transfer was started with the step: what is ready on the device is here in microseconds.
         steps = list(itertools.takewhile(_has_arrived, self._steps))
         return steps[-self.num_steps - 1 :]
 
     def _added(self, steps: list[Stats]) -> dict[str, np.ndarray]:
-        """Sums over the window, and of what is not summed the last."""
+        """Sums counts over the window; takes the last of those that are not summed."""
         counts = columns(dataclasses.replace(steps[-1], words=np.stack([np.asarray(step.words) for step in steps])))
         added = {}
         for name, column in counts.items():
@@ -132,7 +122,7 @@ class StatsWindow:
                 added[name] = column[-1]
             elif name in TO_DATE:
                 more = np.diff(column, axis=0) % 2**32
-                # A count that fell is that of a state made anew, not one that went round by 2**31 in a step.
+                # A count that fell belongs to a new state: it does not wrap around by 2**31 in a step.
                 added[name] = np.where(more < 2**31, more, column[1:]).sum(axis=0)
             else:
                 added[name] = column[-self.num_steps :].sum(axis=0)
@@ -140,7 +130,7 @@ class StatsWindow:
 
 
 def _has_arrived(step: Stats) -> bool:
-    # To ask a deleted array whether it is ready ends the process (jaxlib 0.10.2).
+    # Asking a deleted array whether it is ready ends the process (jaxlib 0.10.2).
     if step.words.is_deleted():
         raise ValueError(
             "StatsWindow: stats: got counts that were donated after they were pushed, wanted counts that stay; leave "
@@ -152,7 +142,7 @@ def _has_arrived(step: Stats) -> bool:
 def write_scalars(
     writer: Any, step: int, stats: Stats | StatsWindow | Mapping[str, float], *, prefix: str = "jaxsok"
 ) -> None:
-    """Logs counts with a writer of either kind.
+    """Logs counts with a writer of either kind; TypeError: the writer has neither method.
 
     Args:
       writer: has `write_scalars(step, scalars)`, as clu's metric writers, or `add_scalar(name, value, step)`, as
@@ -160,9 +150,6 @@ def write_scalars(
       step: of the log.
       stats: of one step (waits for it), of a window (does not), or a dict of numbers.
       prefix: of every name; a dict keeps its names.
-
-    Raises:
-      TypeError: the writer has neither method.
 
     Example:
       >>> class Writer:

@@ -1,1 +1,1 @@
-"""The door to `ffi/`: one typed function for each FFI target, and the library that holds them."""
+"""Typed functions for the FFI targets of `ffi/`, and the library that holds them."""

@@ -1,7 +1,7 @@
-"""One call of an FFI target: operands and results by name, and which operands come back in their buffers.
+"""Calls an FFI target: operands and results by name, some operands returned in their buffers.
 
-ffi/handlers/call.h reads a call in the same order: operands as they stand here; then, as results, those that come back,
-and what is made anew. The arrays of a store come first, in the order of `STORE_ARRAYS`.
+ffi/handlers/call.h reads a call in the same order: first the operands; then, as results, the operands that come back,
+and new arrays. The arrays of a store come first, in the order of `STORE_ARRAYS`.
 """
 
 import dataclasses
@@ -25,14 +25,13 @@ StatisticsSlab = UInt32[Array, "_ 2"]
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class StoreArrays:
-    """The arrays of a store that kernels read and write. Doors take them and give them back, some of them changed."""
+    """The arrays of a store that kernels read and write. Doors take them and return them, some of them changed."""
 
     index: UInt32[Array, "num_buckets 16"]
-    """(table, key) → row id: 64-byte buckets of four entries. The order of entries is not deterministic on a GPU."""
+    """(table, key) → row id: 64-byte buckets of four entries, whose order is not deterministic on a GPU."""
     counters: UInt32[Array, " num_counters"]
     """See `jaxsok.types.COUNTERS`."""
     table_rows: UInt32[Array, " num_tables"]
-    """Rows of each table."""
     rows: tuple[Slab, ...]
     """In the dtype of the tables."""
     records: tuple[RecordSlab, ...]
@@ -40,7 +39,7 @@ class StoreArrays:
     states: tuple[tuple[StateSlab, ...], ...] = ()
     """Optimizer state, in the order of the optimizer's `state_specs`."""
     statistics: tuple[StatisticsSlab, ...] = ()
-    """Last step and frequency of each row, in slabs as the rows; empty where nobody asks for them."""
+    """Last step and frequency of each row, in slabs as the rows; empty if no table keeps them."""
     sightings: tuple[UInt32[Array, "_ 16"], ...] = ()
     """One array, where a table admits by count: (table, key) → occurrences so far, in buckets as the index."""
     bloom: tuple[UInt32[Array, " _"], ...] = ()
@@ -56,12 +55,12 @@ Store = TypeVar("Store", bound=StoreArrays)
 
 
 def result(like: Array, shape: tuple[Any, ...], dtype: Any) -> Any:
-    """A result type that varies over the mesh as `like` does."""
+    """Makes a result type that varies over the mesh as `like` does."""
     return jax.typeof(like).update(shape=shape, dtype=np.dtype(dtype))
 
 
 def workspace(like: Array, size_of: str, *sizes: int) -> Any:
-    """The type of a workspace, as large as a function of the library says."""
+    """Makes the type of a workspace; a function of the library gives its size."""
     return result(like, (getattr(library.register(), size_of)(*sizes),), "uint8")
 
 
@@ -73,17 +72,10 @@ def call(
     in_place: Collection[str] = (),
     **attributes: Any,
 ) -> dict[str, Any]:
-    """Calls an FFI target.
+    """Calls one of `library.TARGETS`; returns the operands that come back and the results, by name.
 
-    Args:
-      target: one of `library.TARGETS`.
-      operands: arrays and trees of arrays, in the order in which the handler reads them.
-      results: types, and trees of them, of what is made anew.
-      in_place: names of operands that are donated, and come back in their buffers.
-      attributes: numbers, and NumPy arrays of numbers.
-
-    Returns:
-      The operands that come back and the results, by name.
+    Operands and results are arrays, types, and trees of them, in the order in which the handler reads them. Operands in
+    `in_place` are donated, and come back in their buffers. Attributes are numbers and NumPy arrays.
     """
     library.register()
     types = {name: jax.tree.map(jax.typeof, operands[name]) for name in operands if name in in_place} | dict(results)
@@ -110,15 +102,9 @@ def call_on(
     in_place: Collection[str] = (),
     **attributes: Any,
 ) -> dict[str, Any]:
-    """As `call`, for a handler that reads some arrays of a store (`ReadStore` in ffi/handlers/buffers.h).
+    """Calls a handler that reads some arrays of a store (`ReadStore` in ffi/handlers/buffers.h).
 
-    Args:
-      target: one of `library.TARGETS`.
-      arrays: by their names in `StoreArrays`.
-      operands: those that follow.
-      results: as in `call`.
-      in_place: names of arrays.
-      attributes: as in `call`.
+    As `call`, with arrays by their names in `StoreArrays`; `in_place` names some of these.
     """
     ordered = {name: arrays[name] for name in STORE_ARRAYS if name in arrays}
     counts = [len(jax.tree.leaves(arrays.get(name, ()))) for name in STORE_ARRAYS]
@@ -137,11 +123,7 @@ def call_on_store(
     changes: Collection[str] = (),
     **attributes: Any,
 ) -> tuple[Store, dict[str, Any]]:
-    """As `call_on`, with the arrays of a store that are read and those that change.
-
-    Returns:
-      The store with the arrays that changed, and the results by name.
-    """
+    """Does `call_on` with the arrays that a handler reads and changes; returns the new store, and the results."""
     arrays = {name: getattr(store, name) for name in (*reads, *changes)}
     out = call_on(target, arrays, operands, results, in_place=changes, **attributes)
     changed = {name: out.pop(name) for name in changes}

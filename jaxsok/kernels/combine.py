@@ -16,7 +16,7 @@ Bags = tuple[Int32[Array, " num_offsets"], Float32[Array, " num_weights"], Int32
 def combine(
     rows: Float32[Array, "num_unique dim"], inverse: Inverse, bags: Bags, num_bags: int, num_tiles: int
 ) -> Float32[Array, "num_bags dim"]:
-    """The rows of each bag into its embedding. See `LaunchCombine` in ffi/kernels/combine.h."""
+    """Combines the rows of each bag into its embedding. See `LaunchCombine` in ffi/kernels/combine.h."""
     operands = {"rows": rows, "inverse": inverse} | bag_operands(bags)
     results = {"embeddings": result(rows, (num_bags, rows.shape[1]), "float32")}
     return call("jaxsok_combine", operands, results, num_tiles=num_tiles)["embeddings"]
@@ -25,10 +25,9 @@ def combine(
 def combine_transpose(
     gradients: Sequence[Float32[Array, "..."]], inverse: Inverse, bags: Bags, num_unique: int, num_tiles: int
 ) -> tuple[Float32[Array, "num_unique dim"], Int32[Array, " num_unique"]]:
-    """Bag gradients of each feature into row gradients. See `LaunchCombineTranspose` in ffi/kernels/combine.h.
+    """Sums bag gradients of each feature into row gradients; also counts uses.
 
-    Returns:
-      row_gradients, num_uses.
+    See `LaunchCombineTranspose` in ffi/kernels/combine.h.
     """
     like, dim = gradients[0], gradients[0].shape[-1]
     operands = {"inverse": inverse} | bag_operands(bags) | {"gradients": gradients}

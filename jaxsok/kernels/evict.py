@@ -21,18 +21,10 @@ def select(
     num_tables: int,
     table: int = ALL_TABLES,
 ) -> tuple[UInt8[Array, " capacity"], UInt32[Array, " num_tables"]]:
-    """Selects the rows that leave. See `LaunchSelect` in ffi/kernels/evict.h.
+    """Selects the rows that leave, and counts them by table. See `LaunchSelect` in ffi/kernels/evict.h.
 
-    Args:
-      num_kept: rows that stay; of no meaning with a mask.
-      records: slabs.
-      scores: one or two arrays in slabs, the more significant first; none: the mask tells who goes.
-      mask: slabs; none where there are scores.
-      num_tables: of the store.
-      table: whose rows may go.
-
-    Returns:
-      A flag for each row, and how many have one, by table.
+    `scores` are one or two arrays in slabs, the more significant first, and `num_kept` rows stay; without scores the
+    `mask` decides, and `num_kept` is ignored. Only rows of `table` may go.
     """
     like = records[0]
     out = call_on(
@@ -57,12 +49,9 @@ def release(
     *,
     counts_evicted: bool = False,
 ) -> tuple[Store, UInt32[Array, " num_tables"]]:
-    """Takes flagged rows away and sweeps the index in place. See `LaunchRelease` in ffi/kernels/evict.h.
+    """Takes flagged rows away and sweeps the index. See `LaunchRelease` in ffi/kernels/evict.h.
 
-    With `counts_evicted` they are added to `table_evicted`, if the store has it.
-
-    Returns:
-      The store (donated), and num_released by table.
+    The store is donated. With `counts_evicted` the rows are added to `table_evicted`, if the store has it.
     """
     like = store.table_rows
     capacity = sum(slab.shape[0] for slab in store.records)

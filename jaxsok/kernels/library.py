@@ -38,7 +38,7 @@ TARGETS: tuple[tuple[str, str], ...] = (
     ("jaxsok_tickets_redeem", "JaxsokTicketsRedeem"),
     ("jaxsok_update", "JaxsokUpdate"),
 )
-"""FFI target and C symbol of every handler; both back ends have all of them."""
+"""FFI target and C symbol of every handler, in both back ends."""
 
 _REMEDY = {
     "cpu": "Build it: `pip install .` in the source tree (needs a C++17 compiler), or install a jaxsok wheel.",
@@ -50,7 +50,7 @@ _REMEDY = {
 
 
 def library_path(back_end: str) -> pathlib.Path:
-    """Where a back end's library is, or would be, if it were built."""
+    """Returns the path of a back end's library, also if it is not built."""
     name = f"libjaxsok_{back_end}.so"
     places = [pathlib.Path(place) / "_lib" / name for place in jaxsok.__path__]
     return next((place for place in places if place.exists()), places[0])
@@ -77,7 +77,7 @@ def _load(back_end: str) -> ctypes.CDLL:
 
 @functools.cache
 def _ffi_api_minor() -> int:
-    """The minor version of the FFI of the running jaxlib, read from the header that it ships."""
+    """Reads the minor version of jaxlib's FFI from the header that it ships."""
     header = pathlib.Path(jax.ffi.include_dir(), "xla/ffi/api/c_api.h").read_text()
     found = re.search(r"#define\s+XLA_FFI_API_MINOR\s+(\d+)", header)
     if found is None:
@@ -87,11 +87,7 @@ def _ffi_api_minor() -> int:
 
 @functools.cache
 def load_cpu() -> ctypes.CDLL:
-    """The CPU library; it also holds the sizes of workspaces, for both back ends.
-
-    Raises:
-      ImportError: missing, or does not load; names the path and the remedy.
-    """
+    """Loads the CPU library, which has the sizes of workspaces for both back ends; ImportError gives the remedy."""
     library = _load("cpu")
     for name, argument_types in {
         "JaxsokInsertWorkspaceBytes": (ctypes.c_int64,),
@@ -109,11 +105,7 @@ def load_cpu() -> ctypes.CDLL:
 
 @functools.cache
 def load_cuda() -> ctypes.CDLL:
-    """The CUDA library.
-
-    Raises:
-      ImportError: missing, or does not load; names the path and the remedy.
-    """
+    """Loads the CUDA library; ImportError names the path and the remedy."""
     return _load("cuda")
 
 
@@ -128,10 +120,7 @@ def _registered(platform: str) -> bool:
 def register() -> ctypes.CDLL:
     """Registers the targets of the back ends that this process can use; returns the CPU library.
 
-    On a machine whose JAX has a GPU the CUDA library must load: there is no quiet fallback to the CPU.
-
-    Raises:
-      ImportError: a library is missing or does not load.
+    If JAX has a GPU the CUDA library must load, else ImportError: there is no quiet fallback to the CPU.
     """
     _registered("cpu")
     if jax.default_backend() == "gpu":

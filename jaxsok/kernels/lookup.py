@@ -1,4 +1,4 @@
-"""Doors of the lookup noun: keys to embeddings, inserting, reading only, or with row ids known."""
+"""Doors of the lookup noun: keys to embeddings, inserting, reading only, or with known row ids."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -15,18 +15,17 @@ Batch = tuple[Keys, Int32[Array, " num_offsets"], Float32[Array, " num_weights"]
 """keys, offsets, weights, features: the parts of `BatchView` in ffi/kernels/lookup.h."""
 
 QUANTIZED_DTYPES: tuple[str, ...] = ("int8", "float8_e4m3fn")
-"""Of rows that have a scale each; frozen stores alone have them."""
+"""Dtypes of rows that have a scale each, in frozen stores alone."""
 
 _COMBINER_WORD = 1  # of a line of features: kFeatureCombiner in ffi/core/layout.h
 
 
 class LookedUp(NamedTuple):
-    """What a lookup gives beside the store."""
+    """The results of a lookup beside the store."""
 
     row_ids: RowIds
     counts: Int32[Array, "num_tables num_counts"]
     digest: UInt32[Array, "1 2"]
-    """Of the keys."""
     embeddings: list[Array]
     """By feature."""
 
@@ -44,7 +43,7 @@ def lookup(
 ) -> tuple[Store, LookedUp]:
     """Looks up a batch; unseen keys get rows. See `LaunchLookup` in ffi/kernels/lookup.h.
 
-    The store is donated. With a clock the uses of rows are noted in its statistics: it is what `last_step` becomes.
+    The store is donated. With a clock, which becomes `last_step`, the uses of rows are noted in its statistics.
     """
     if clock is not None and not store.statistics:
         raise ValueError("lookup: clock: got one for a store that keeps no statistics; leave it out")
@@ -79,11 +78,7 @@ def lookup_find(
     num_tiles: int,
     embedding_dtype: str = "float32",
 ) -> tuple[Int32[Array, "num_tables num_counts"], list[Array]]:
-    """Looks up a batch and changes nothing. See `LaunchLookupFind` in ffi/kernels/lookup.h.
-
-    Returns:
-      counts, embeddings.
-    """
+    """Looks up a batch and changes nothing. See `LaunchLookupFind` in ffi/kernels/lookup.h."""
     _, out = call_on_store(
         "jaxsok_lookup_find",
         store,
@@ -108,8 +103,7 @@ def lookup_planned(
 ) -> tuple[UInt32[Array, " num_counters"], Int32[Array, "num_tables num_counts"], list[Array]]:
     """Combines rows whose ids are known, a store's or others. See `LaunchLookupPlanned` in ffi/kernels/lookup.h.
 
-    Returns:
-      counters (donated, unchanged: an op that takes them comes after this one), counts, embeddings.
+    The counters are donated and do not change, but an op that takes them comes after this one.
     """
     out = call_on(
         "jaxsok_lookup_planned",
@@ -128,15 +122,15 @@ class FrozenOperands:
 
     index: UInt32[Array, "num_buckets 16"]
     counters: UInt32[Array, " num_counters"]
-    """The salt alone is read."""
+    """Only the salt is read."""
     tables: UInt32[np.ndarray, "num_tables 16"]
-    """What a key without a row reads is its table's initial row."""
+    """A key without a row reads its table's initial row."""
     batch: tuple[Keys, Int32[Array, " num_offsets"], Float32[Array, " num_weights"], Any]
     """As `Batch`; its features, int32[num_features, 12], may be traced."""
     rows: Any
     """`[capacity, dim]`: float32, bfloat16, float16, int8 or float8_e4m3fn."""
     scales: Float32[Array, " capacity"] | None
-    """Of int8 and float8_e4m3fn, and of those alone."""
+    """Scales of int8 and float8_e4m3fn rows; else None."""
     embedding_shapes: Sequence[tuple[Any, ...]]
     """By feature: the last axis is `dim`, the bags lie before it. Sizes may be symbolic."""
     embedding_dtype: str
@@ -148,21 +142,12 @@ class FrozenOperands:
 def lookup_frozen(
     stores: Sequence[FrozenOperands], seed: UInt32[Array, "2"], *, is_counted: bool = True
 ) -> tuple[Int32[Array, "num_tables num_counts"] | None, list[list[Array]]]:
-    """Looks up a batch in several stores that nobody writes, in one call. See `LaunchLookupFrozen`.
+    """Looks up a batch in several read-only stores, in one call. See `LaunchLookupFrozen`.
 
     A value of a quantized row is its number times the row's scale, rounded to float32; weights and sums come after.
-    Float rows give the bits of `lookup_find`.
-
-    Args:
-      stores: one at least. Their tables lie one after the other in the counts.
-      seed: of the initial rows that keys without a row read; a constant one asks for none.
-      is_counted: whether keys are counted: a launch more, on a GPU.
-
-    Returns:
-      counts of all tables or None, embeddings by store and feature.
-
-    Raises:
-      ValueError: rows and scales, or rows and embeddings, do not fit each other.
+    Float rows give the bits of `lookup_find`. The seed is for initial rows, unless they are constant. Counts, of the
+    stores' tables one after the other, cost a launch more on a GPU; without `is_counted` they are None. ValueError:
+    rows do not fit scales or embeddings.
     """
     for number, store in enumerate(stores):
         _check_frozen(store, f"kernels.lookup_frozen: stores[{number}]")
@@ -194,17 +179,17 @@ def _check_frozen(store: FrozenOperands, what: str) -> None:
 
 
 def batch_operands(batch: Batch) -> dict[str, Any]:
-    """The operands that ReadBatch in ffi/handlers/buffers.h reads."""
+    """Returns the operands that ReadBatch in ffi/handlers/buffers.h reads."""
     return {"keys": batch[0]} | bag_operands(batch[1:])
 
 
 def bag_operands(bags: Sequence[Any]) -> dict[str, Any]:
-    """Those that ReadBags reads: offsets, weights, features."""
+    """Returns the operands that ReadBags reads: offsets, weights, features."""
     return dict(zip(("offsets", "weights", "features"), bags, strict=True))
 
 
 def _attributes(batch: Batch, num_tiles: int) -> dict[str, Any]:
-    """What a launch must know before it can look into the batch; `kinds`: FeatureKind in ffi/core/layout.h."""
+    """Returns what a launch must know before it can read the batch; `kinds`: FeatureKind in ffi/core/layout.h."""
     is_bag = batch[3][:, _COMBINER_WORD] != 0
     return {"num_tiles": num_tiles, "kinds": int(not is_bag.all()) | int(is_bag.any()) << 1}
 

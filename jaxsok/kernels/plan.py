@@ -9,10 +9,9 @@ from jaxsok.types import REQUEST_WORDS, Inverse, Keys, TableIds
 
 
 def plan(batch: Batch, num_tiles: int) -> tuple[Keys, TableIds, Inverse, Int32[Array, " num_keys"], Int32[Array, ""]]:
-    """Distinct (table, key) pairs by first position. See `LaunchPlan` in ffi/kernels/plan.h.
+    """Makes (table, key) pairs distinct, by first position. See `LaunchPlan` in ffi/kernels/plan.h.
 
-    Returns:
-      unique, unique_tables, inverse, multiplicity, num_unique.
+    Returns unique, unique_tables, inverse, multiplicity, num_unique.
     """
     keys, n = batch[0], batch[0].shape[0]
     results = {
@@ -36,10 +35,9 @@ def plan_requests(
     num_shards: int,
     by_hash: bool,
 ) -> tuple[UInt32[Array, "num_keys 4"], Inverse, Int32[Array, " num_shards_plus_1"], UInt32[Array, "num_keys_or_0 2"]]:
-    """Distinct (table, key) pairs, ordered by owner. See `LaunchPlanRequests` in ffi/kernels/plan.h.
+    """Makes (table, key) pairs distinct, and orders them by owner. See `LaunchPlanRequests` in ffi/kernels/plan.h.
 
-    Returns:
-      requests, inverse, starts, hashes (none unless `by_hash`).
+    Returns requests, inverse, starts, hashes (empty unless `by_hash`).
     """
     keys, n = batch[0], batch[0].shape[0]
     operands = batch_operands(batch) | {"tables": tables, "partition_owners": partition_owners}

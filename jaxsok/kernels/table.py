@@ -12,12 +12,12 @@ from jaxsok.kernels.call import RecordSlab, StatisticsSlab, Store, call, call_on
 from jaxsok.types import BUCKET_WORDS, COUNTS, Keys, RowIds, TableIds
 
 Tables = UInt32[np.ndarray, "num_tables 16"]
-"""What a store's tables are, by number: TableWord in ffi/core/layout.h."""
+"""The tables of a store, by number: TableWord in ffi/core/layout.h."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Admission:
-    """What decides who of the unseen keys gets a row, beside the store's sightings and its Bloom filter."""
+    """Decides which unseen keys get a row, with the store's sightings and its Bloom filter."""
 
     step: UInt32[Array, ""]
     refused: Tables
@@ -27,11 +27,11 @@ class Admission:
 
 
 ADMITTING = ("sightings", "bloom")
-"""Arrays of a store that change with those that are inserted, where tables have an admission."""
+"""Arrays of a store that change with insertions, where tables have an admission."""
 
 
 def admission_operands(admission: Admission | None) -> tuple[dict[str, Any], int]:
-    """The operands of an admission, and the attribute that says which there are (`ReadAdmission`)."""
+    """Returns the operands of an admission, and an attribute that says which there are (`ReadAdmission`)."""
     if admission is None:
         return {}, 0
     operands = {"step": admission.step, "refused": admission.refused}
@@ -44,7 +44,7 @@ def find(
     keys: Keys,
     table_ids: TableIds,
 ) -> RowIds:
-    """Row ids of (table, key) pairs; NO_ROW where absent or padding. See `LaunchFind` in ffi/kernels/table.h."""
+    """Finds row ids of (table, key) pairs; NO_ROW where absent or padding. See `LaunchFind` in ffi/kernels/table.h."""
     arrays = {"index": index, "counters": counters}
     results = {"row_ids": result(keys, (keys.shape[0],), "uint32")}
     return call_on("jaxsok_table_find", arrays, {"keys": keys, "table_ids": table_ids}, results)["row_ids"]
@@ -58,10 +58,9 @@ def find_or_insert(
     table_ids: TableIds,
     admission: Admission | None = None,
 ) -> tuple[Store, RowIds, Int32[Array, "num_tables num_counts"]]:
-    """Row ids of (table, key) pairs; unseen pairs get rows. See `LaunchFindOrInsert` in ffi/kernels/table.h.
+    """Finds row ids of (table, key) pairs; unseen pairs get rows. The store is donated.
 
-    Returns:
-      The store (donated), row_ids, counts.
+    See `LaunchFindOrInsert` in ffi/kernels/table.h.
     """
     num_keys = keys.shape[0]
     deciding, asked = admission_operands(admission)
@@ -91,10 +90,9 @@ def gather(
     *,
     is_find: bool,
 ) -> tuple[UInt32[Array, " num_counters"], Float[Array, "num_keys dim"], Int32[Array, " num_tables"]]:
-    """The rows of requests whose row ids are known. See `LaunchGather` in ffi/kernels/table.h.
+    """Reads the rows of requests whose row ids are known; also counts absent ones. See `LaunchGather`.
 
-    Returns:
-      counters (donated, unchanged: an op that takes them comes after this one), rows, num_absent.
+    The counters are donated and do not change, but an op that takes them comes after this one.
     """
     out = call_on(
         "jaxsok_table_gather",
@@ -111,11 +109,7 @@ def gather(
 
 
 def scatter(row_ids: RowIds, lines: Shaped[Array, "_ _"], slabs: Sequence[Shaped[Array, "_ _"]]) -> tuple[Array, ...]:
-    """Writes lines of a per-row array by row id, in its dtype. See `LaunchScatter` in ffi/kernels/table.h.
-
-    Returns:
-      slabs (donated).
-    """
+    """Writes lines into donated slabs by row id, in their dtype. See `LaunchScatter` in ffi/kernels/table.h."""
     operands = {"row_ids": row_ids, "lines": lines, "slabs": tuple(slabs)}
     return call("jaxsok_table_scatter", operands, {}, in_place=("slabs",))["slabs"]
 
@@ -126,11 +120,7 @@ def touch(
     clock: UInt32[Array, ""],
     statistics: Sequence[StatisticsSlab],
 ) -> tuple[StatisticsSlab, ...]:
-    """Notes that a lookup used rows, once each or as `uses` says. See `LaunchTouch` in ffi/kernels/table.h.
-
-    Returns:
-      statistics (donated).
-    """
+    """Notes in donated statistics that a lookup used rows, once each or as `uses` says. See `LaunchTouch`."""
     uses = jnp.zeros(0, jnp.uint32) if uses is None else uses
     operands = {"row_ids": row_ids, "uses": uses, "clock": clock}
     arrays = {"statistics": tuple(statistics)}
@@ -140,11 +130,7 @@ def touch(
 def erase(
     store: Store, keys: Keys, table_ids: TableIds, initial_values: Sequence[float] = ()
 ) -> tuple[Store, UInt32[Array, ""]]:
-    """Takes rows away and rebuilds the index in place. See `LaunchErase` in ffi/kernels/table.h.
-
-    Returns:
-      The store (donated), num_erased.
-    """
+    """Takes rows away, counts them, and rebuilds the index; the store is donated. See `LaunchErase`."""
     capacity = sum(slab.shape[0] for slab in store.records)
     store, out = call_on_store(
         "jaxsok_table_erase",
@@ -163,11 +149,7 @@ def erase(
 def rebuild(
     counters: UInt32[Array, " num_counters"], records: Sequence[RecordSlab], num_buckets: int
 ) -> tuple[UInt32[Array, "num_buckets 16"], UInt32[Array, " num_counters"]]:
-    """Makes an index of `num_buckets` buckets from the records. See `LaunchRebuild` in ffi/kernels/table.h.
-
-    Returns:
-      index, counters (donated).
-    """
+    """Makes an index of `num_buckets` buckets from the records; the counters are donated. See `LaunchRebuild`."""
     capacity = sum(slab.shape[0] for slab in records)
     results = {
         "index": result(counters, (num_buckets, BUCKET_WORDS), "uint32"),
@@ -181,11 +163,7 @@ def rebuild(
 def forget(
     sightings: UInt32[Array, "num_buckets 16"], floors: UInt32[Array, " num_tables"] | UInt32[np.ndarray, " num_tables"]
 ) -> UInt32[Array, "num_buckets 16"]:
-    """Forgets waiting keys whose count is their table's floor or more. See `LaunchForget` in ffi/kernels/table.h.
-
-    Returns:
-      sightings (donated).
-    """
+    """Forgets waiting keys with a count at their table's floor or above; sightings are donated. See `LaunchForget`."""
     arrays = {"sightings": sightings}
     return call_on("jaxsok_table_forget", arrays, {"floors": floors}, {}, in_place=("sightings",))["sightings"]
 
@@ -196,11 +174,7 @@ def wait(
     entries: UInt32[Array, "num_entries 4"],
     num_buckets: int,
 ) -> tuple[UInt32[Array, "num_buckets 16"], UInt32[Array, " num_counters"]]:
-    """Makes sightings of `num_buckets` buckets of waiting keys. See `LaunchWait` in ffi/kernels/table.h.
-
-    Returns:
-      sightings, counters (donated).
-    """
+    """Makes sightings of `num_buckets` buckets of waiting keys; the counters are donated. See `LaunchWait`."""
     operands = {"floors": floors, "entries": entries}
     results = {"sightings": result(counters, (num_buckets, BUCKET_WORDS), "uint32")}
     out = call_on("jaxsok_table_wait", {"counters": counters}, operands, results, in_place=("counters",))

@@ -19,7 +19,7 @@ Ticket = UInt32[Array, "1 num_words"]
 
 
 def tickets_digest(keys: Keys) -> UInt32[Array, "1 2"]:
-    """The digest of a batch's keys. See `LaunchTicketsDigest`."""
+    """Computes the digest of a batch's keys. See `LaunchTicketsDigest`."""
     return call("jaxsok_tickets_digest", {"keys": keys}, {"digest": result(keys, (1, 2), "uint32")})["digest"]
 
 
@@ -33,15 +33,8 @@ def tickets_issue(
 ) -> tuple[UInt32[Array, "1 num_lines 2"], Ticket]:
     """Makes the ticket of a lookup and opens it. See `LaunchTicketsIssue` in ffi/kernels/tickets.h.
 
-    Args:
-      tickets: donated.
-      lineage: of the state.
-      counters: of all stores.
-      digests: of the keys that are looked up, in any number of parts.
-      layout: mixed into the ticket, a number of 32 bits.
-
-    Returns:
-      tickets, ticket.
+    The tickets are donated. `counters` are of all stores; the keys' digests may come in any number of parts; `layout`,
+    a number of 32 bits, is mixed into the ticket.
     """
     operands = {"tickets": tickets, "lineage": lineage, "counters": counters, "digests": digests}
     results = {"ticket": result(tickets, (1, NUM_TICKET_WORDS + len(counters)), "uint32")}
@@ -58,14 +51,8 @@ def tickets_redeem(
 ) -> tuple[UInt32[Array, "1 num_lines 2"], Bool[Array, " num_plans"], Int32[Array, ""]]:
     """Takes the tickets of plans out of the open ones. See `LaunchTicketsRedeem` in ffi/kernels/tickets.h.
 
-    Args:
-      tickets: donated.
-      counters: of all stores.
-      plans: the ticket of each.
-      uses: number of a plan, number of a store that it used.
-
-    Returns:
-      tickets, is_live, num_misused.
+    The open tickets are donated. `uses` are pairs: number of a plan, number of a store that it used. Returns tickets,
+    is_live, num_misused.
     """
     operands = {"tickets": tickets, "counters": counters, "plans": plans}
     results = {"is_live": result(tickets, (len(plans),), "bool"), "num_misused": result(tickets, (), "int32")}

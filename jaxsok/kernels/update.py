@@ -19,7 +19,7 @@ class RowStep:
 
     optimizer: int
     hyper: Float32[Array, " num_hyper"]
-    """Or the scalars of a row program."""
+    """Hyperparameters, or the scalars of a row program."""
     row_gradient: int
     rounding: int
     program: Int32[np.ndarray, " num_words"] = dataclasses.field(default_factory=lambda: np.zeros(1, np.int32))
@@ -44,11 +44,8 @@ def update(
 ) -> tuple[Store, Int32[Array, " num_tables"], Int32[Array, ""]]:
     """Steps every row that the batch used, once. See `LaunchUpdate` in ffi/kernels/update.h.
 
-    `table_ids` has the table of each key, where the batch's features do not tell it; `num_uses` the uses of each key's
-    row on all shards, where the batch does not tell them.
-
-    Returns:
-      The store (donated), num_nonfinite, num_stale.
+    The store is donated. `table_ids` has the table of each key, and `num_uses` the uses of each key's row on all
+    shards, where the batch does not have them. Also returns num_nonfinite and num_stale.
     """
     operands = {
         "row_ids": row_ids,
