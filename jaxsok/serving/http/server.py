@@ -1,8 +1,8 @@
-"""HTTP over a session: lookups and predictions, what is served, health, metrics; docs/server.md tells the formats.
+"""The HTTP application over a session: lookups, predictions, models, health, metrics. docs/server.md has the formats.
 
-Fed by clients, none of whom is trusted: sizes are bounded while they are read, every input is checked before it joins
-a batch, and nothing that a client sends names a file. Updates come from the operator (watch.py). The event loop reads,
-checks and answers small bodies; what asks the session, and bodies that take time, run in threads.
+No client is trusted: sizes are bounded while they are read, every input is checked before it joins a batch, and
+nothing that a client sends names a file. The event loop reads, checks and answers small bodies; calls of the session,
+and large bodies, run in threads.
 """
 
 import asyncio
@@ -68,7 +68,7 @@ class ServerOptions:
     timeout_s: float = 30.0  # for an answer, from the last byte of the body on
     send_timeout_s: float = 30.0  # for a client's system to take 64 KiB of its response; then its connection is cut off
     min_send_rate: float = 1 << 18
-    """Bytes a second that a client takes of a response, on the whole, after `send_timeout_s`; else it is cut off."""
+    """Bytes a second at which a client must take its response after `send_timeout_s`; else it is cut off."""
     keep_alive_s: float = 5.0
     """A connection without a request is closed after so long; while the server stops, no earlier."""
     num_workers: int = 2  # calls of the session at the same time, by model and endpoint
@@ -84,12 +84,7 @@ class ServerOptions:
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> "ServerOptions":
-        """The options of the command line; one that is None or missing has its default.
-
-        Example:
-          >>> ServerOptions.of({"max_keys": 7, "timeout_s": None, "port": 80}).max_keys
-          7
-        """
+        """The options of the command line; those that are None or missing have their defaults."""
         names = {field.name for field in dataclasses.fields(cls)}
         return cls(**{name: value for name, value in given.items() if name in names and value is not None})
 
@@ -112,18 +107,9 @@ class _Endpoint:
 class App:
     """The ASGI application over one session, with its batchers, threads and counters.
 
-    `App(session).asgi` runs under any ASGI server; `serve` runs it under uvicorn. Nothing runs before the application's
-    lifespan begins; the session is closed when it ends.
-
-    Args:
-      session: what `jaxsok.serving.open` gives.
-      options: limits and times.
-      watch: a folder of exports and deltas, see `jaxsok.serving.http.watch`; those that are there are applied before
-        the first request, those that appear as they come.
-      watch_interval_s: between two looks.
-
-    Raises:
-      FileNotFoundError: no folder to watch.
+    `App(session).asgi` runs under any ASGI server; `serve` runs it under uvicorn. Work begins with the application's
+    lifespan, whose end closes the session. `watch` is a folder of exports and deltas (watch.py): those in it are applied
+    before the first request, later ones as they come. FileNotFoundError: there is no such folder.
     """
 
     def __init__(
@@ -176,7 +162,7 @@ class App:
 
     @property
     def num_running(self) -> int:
-        """Calls of the session that have begun and not ended, also those that nobody waits for any more."""
+        """Calls of the session that have not ended, also those whose clients have gone."""
         return self._running
 
     # Life ----------------------------------------------------------------------------------------------------------
@@ -197,7 +183,7 @@ class App:
             await self._end()
 
     def stop_taking(self) -> None:
-        """Readiness is false from now on."""
+        """Makes readiness false from now on."""
         self.is_stopping = True
         self.metrics.is_ready.set(0)
 
@@ -234,7 +220,7 @@ class App:
     async def _response(
         self, name: str, answer: Callable[[Request, _Taken], Awaitable[Response]], request: Request, taken: _Taken
     ) -> Response:
-        """Makes the response, whatever happens; from now on the request holds its bytes."""
+        """Makes the response, also of errors; from now on the request holds its bytes."""
         begin, model = time.perf_counter(), request.path_params.get("model", "")
         # A client may ask for any name; only those that exist become labels.
         labels = (name, model if model in self.session.models else "")
@@ -323,7 +309,7 @@ class App:
         return min(self.options.max_body_bytes, wire.body_bytes(given, *kind.most_values(model)))
 
     async def _body(self, request: Request, taken: _Taken, most: int) -> bytes:
-        """Reads the body; refuses it as soon as it is too long."""
+        """Reads the body, and refuses it as soon as it is too long."""
         options = self.options
         declared = int(request.headers.get("content-length", "0"))
         if declared > most:
@@ -356,7 +342,7 @@ class App:
         return b"".join(parts)
 
     async def _off_loop(self, num_bytes: int, work: Callable[..., T], *arguments: Any) -> T:
-        """Runs the work, in a thread if there is much of it."""
+        """Runs the work, in a thread if its body is large."""
         if num_bytes <= _INLINE_BYTES:
             return work(*arguments)
         if self._bodies is None:
@@ -485,7 +471,7 @@ def _check_response(num_values: int, num_bytes: int, wanted: str, options: Serve
 
 
 def _check_held(held_bytes: int, num_bytes: int, options: ServerOptions, op: str) -> None:
-    """Refuses a response that may not wait until it is sent, beside what others hold; a single piece does not wait."""
+    """Refuses a response that would exceed `max_held_bytes` with the others; one of a single piece always passes."""
     if num_bytes <= _PIECE_BYTES:
         return
     if num_bytes > options.max_held_bytes:
@@ -497,12 +483,7 @@ def _check_held(held_bytes: int, num_bytes: int, options: ServerOptions, op: str
 
 
 def send_limit_s(num_bytes: int, options: ServerOptions) -> float:
-    """Seconds for all of a response: otherwise one that is read piece by piece holds its bytes for hours.
-
-    Example:
-      >>> send_limit_s(10 << 20, ServerOptions(send_timeout_s=30.0, min_send_rate=1 << 20))
-      40.0
-    """
+    """Seconds for sending all of a response: a client that reads piece by piece would hold its bytes for hours."""
     return options.send_timeout_s + num_bytes / options.min_send_rate
 
 
