@@ -174,7 +174,7 @@ class Server(uvicorn.Server):
         self.handle_exit(signal.SIGTERM, None)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Records the signal; the loop sees it within 0.1 s. A second SIGINT ends at once, and leaves the session open."""
+        """Records the signal; the loop sees it within 0.1 s. A second SIGINT ends at once; the session stays open."""
         self.app.is_stopping = True  # no more than this: a signal may come while a lock is held
         super().handle_exit(sig, frame)
 
