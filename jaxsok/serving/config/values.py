@@ -49,7 +49,7 @@ class ModelConfig:
     model: str  # by which requests name it: letters, digits, `_` and `-`, at most 120
     tables: tuple[TableConfig, ...]  # in the order of `sparse_files`; names differ
     deployed_device_list: tuple[int, ...]
-    """Device numbers. The last one is used, as in HPS. Make other copies with further sessions, `open(config, device=...)`."""
+    """Device numbers. The last one is used, as in HPS; `open(config, device=...)` makes a session on another device."""
     dense_file: str = ""  # an artifact of `export_model`, which `predict` runs over the tables; "": lookups only
     max_batch_size: int = 64  # samples in a request, at most; larger ones are refused (HPS logs an error)
     gpucache: bool = True  # whether rows lie on the device at all; False: every lookup reads rows in host memory
