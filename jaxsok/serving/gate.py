@@ -6,15 +6,7 @@ from collections.abc import Iterator
 
 
 class Gate:
-    """Many readers, or one writer, who comes before readers that ask later.
-
-    Example:
-      >>> gate = Gate()
-      >>> with gate.reading(), gate.reading():
-      ...     pass
-      >>> with gate.writing():
-      ...     pass
-    """
+    """Admits many readers, or one writer; a waiting writer comes before later readers."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -23,7 +15,7 @@ class Gate:
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
-        """Among readers."""
+        """Enters as one of many readers."""
         with self._changed:
             self._changed.wait_for(lambda: not self._writers)
             self._readers += 1
@@ -36,7 +28,7 @@ class Gate:
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[None]:
-        """Alone."""
+        """Enters alone."""
         with self._changed:
             self._writers += 1
             try:
