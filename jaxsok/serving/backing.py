@@ -39,7 +39,7 @@ from jaxsok.serving.ready import Form
 from jaxsok.serving.row_map import RowMap, host_device
 from jaxsok.types import MAX_CAPACITY, NO_ROW, PADDING_KEY
 
-KEYS_AT_A_TIME = 1 << 20  # of a fetch: scratch memory stays bounded
+KEYS_AT_A_TIME = 1 << 20  # in one fetch, to bound scratch memory
 _LEAST_KEYS = 256  # keys are padded to a power of two, so that programs are few
 _WARN_S = 60.0  # between two warnings of rows of one source and table that cannot be quantized
 _log = logging.getLogger(__name__)
@@ -65,7 +65,7 @@ class RowSource(abc.ABC):
     its version: a device cache then has new rows after `DeviceCache.refresh`.
     """
 
-    version: int = 0  # of the rows; answers tell it
+    version: int = 0  # of the rows; part of each answer
 
     @property
     @abc.abstractmethod
@@ -93,7 +93,7 @@ class RowSource(abc.ABC):
         finite counts as not found, and is logged.
         """
         rows, is_found = self.fetch(table, keys)
-        with np.errstate(over="ignore"):  # what is too large for float32 has no scale either
+        with np.errstate(over="ignore"):  # numbers too large for float32 have no scale either
             rows = rows.astype(np.float32, copy=False)
         is_broken = is_found & ~np.isfinite(rows).all(axis=1)
         if is_broken.any():
@@ -281,7 +281,7 @@ class HostRows(RowSource):
         touched = sorted({self._tables.spec.places[table][0] for table in {**changed, **erased}})
         with self._reading("updated"):
             self._require_room(touched, changed, erased, in_place)
-            if not in_place:  # nobody takes away what is copied
+            if not in_place:  # copying does not take arrays away
                 return self._updated(touched, changed, erased, version, frozenset())
         with self._gate.writing():
             if self._is_gone:

@@ -94,7 +94,7 @@ class FrozenStore:
     """The arrays of the tables of one dim and dtype."""
 
     index: UInt32[Array, "num_buckets 16"]  # (table, key) → row id, as in training (`StoreState.index`), but fuller
-    counters: UInt32[Array, " num_counters"]  # of them a lookup reads the salt
+    counters: UInt32[Array, " num_counters"]  # a lookup reads their salt
     rows: Shaped[Array, "capacity dim"]
     scales: tuple[Float32[Array, " capacity"], ...] = ()  # one array, of quantized rows: numbers times scale
 
@@ -148,7 +148,7 @@ class FrozenSpec:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class FrozenTables:
-    """Tables as they are served: a pytree of arrays that nobody changes. Made by `freeze` and `freeze_records`."""
+    """Tables as they are served: an immutable pytree of arrays. Made by `freeze` and `freeze_records`."""
 
     stores: tuple[FrozenStore, ...]
     spec: FrozenSpec = dataclasses.field(metadata={"static": True})
@@ -348,7 +348,12 @@ def ready_to_write(store: FrozenStore, num_rows: int) -> None:
 
 
 def rounded(rows: np.ndarray, dtype: str) -> np.ndarray:
-    """Rounds rows to another float dtype as the kernels do: to nearest, and finite numbers stay finite."""
+    """Rounds rows to another float dtype as the kernels do: to nearest, and finite numbers stay finite.
+
+    Example:
+      >>> rounded(np.array([[1e6, np.inf]], np.float32), "float16").tolist()
+      [[65504.0, inf]]
+    """
     wanted = jnp.dtype(dtype)
     if rows.dtype == wanted:
         return rows

@@ -10,7 +10,7 @@ class Gate:
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        # Under `_changed`: nobody reads while `_is_writing`, and no reader enters while writers wait.
+        # Under `_changed`: no thread reads while `_is_writing`, and no reader enters while writers wait.
         self._readers, self._writers, self._is_writing = 0, 0, False
 
     @contextlib.contextmanager

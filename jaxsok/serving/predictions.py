@@ -78,7 +78,7 @@ class PredictRequest:
 
 def first_predictions(served: artifact.ServedModel | None, levels: Sequence[int]) -> list[Prediction]:
     """The programs of a dense model to compile before a request needs them, for so many samples each."""
-    if served is None or not served.is_per_sample:  # others are compiled for each size
+    if served is None or not served.is_per_sample:  # other models are compiled for each size
         return []
     found = []
     for level in levels:

@@ -82,15 +82,15 @@ class RowReader(Protocol):
     ready: Ready[Program]
 
     @property
-    def num_bytes(self) -> int: ...  # of the device
+    def num_bytes(self) -> int: ...  # device memory
 
     @property
-    def held_bytes(self) -> int: ...  # of the device, for a version that is not served yet
+    def held_bytes(self) -> int: ...  # device memory of a version that is not served yet
 
     @property
-    def host_bytes(self) -> int: ...  # of maps of rows, and of rows below a cache
+    def host_bytes(self) -> int: ...  # maps of rows, and rows below a cache
 
-    def lookup(self, keys: Mapping[str, np.ndarray]) -> Found: ...  # rows of uint64 keys by table
+    def lookup(self, keys: Mapping[str, np.ndarray]) -> Found: ...  # of uint64 keys by table
 
     def predict(self, read: ReadInputs) -> Found: ...
 
@@ -164,7 +164,7 @@ class DeviceReader:
         num_keys = {name: array.size for name, array in keys.items()}
         while True:
             place = self.place_of(self.versions.current)
-            programs = self._programs(place, num_keys)  # compiled here, not while an update waits for its readers
+            programs = self._programs(place, num_keys)  # compiled here: not while an update waits for its readers
             words = [
                 np.concatenate([key_words(keys.get(name, _NO_KEYS).reshape(-1), size) for name, size in program])
                 for program in programs
@@ -342,7 +342,7 @@ class CacheReader:
             self.close()
             raise
         if config.is_refreshed:
-            self._clock.start()  # last: what fails above leaves no thread
+            self._clock.start()  # last: a failure above leaves no thread
 
     @property
     def num_bytes(self) -> int:
@@ -440,7 +440,7 @@ class CacheReader:
             wait_s = self.config.refresh_interval
             try:
                 self.cache.refresh()
-            except Exception:  # of any tier; the next one may do
+            except Exception:  # any tier may fail; the next refresh may succeed
                 if not self._is_closed.is_set():
                     _log.exception('model "%s": the refresh of the cache failed, wanted its rows', self.config.model)
 

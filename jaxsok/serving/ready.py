@@ -49,7 +49,7 @@ class Beside:
                 thread = threading.Thread(target=self._run, name="jaxsok-beside", daemon=True)
                 try:
                     thread.start()
-                except RuntimeError as error:  # no more of them may be, or Python ends
+                except RuntimeError as error:  # too many threads, or Python ends
                     _log.warning("no program is compiled beside: %s; larger ones do its work", error)
                     self._known.discard(name)
                     self._waiting.pop()

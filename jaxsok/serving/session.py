@@ -209,7 +209,7 @@ class Session:
         models, self._models = self._models, {}
         until = None if timeout_s is None else time.monotonic() + timeout_s
         for served in models.values():
-            served.reader.stop()  # all of them before any is waited for
+            served.reader.stop()  # stop all before waiting for any
         have_ended = [served.reader.close(until) for served in models.values()]
         return all(have_ended)
 

@@ -45,7 +45,7 @@ from jaxsok.types import MAX_CAPACITY, NO_ROW
 InPlace = bool | Literal["auto"]
 Source = str | os.PathLike[str] | Mapping[str, str | os.PathLike[str]]
 
-PIECE_BYTES = 32 * 2**20  # of rows that cross to the device at a time
+PIECE_BYTES = 32 * 2**20  # rows cross to the device in such pieces
 
 _HPS_FILES = ("key", "emb_vector")
 
@@ -243,7 +243,7 @@ class Versions:
                     stores[plan.store] = plan.copied(stores[plan.store], self.device)
                 tables = _with_stores(old.tables, stores)
                 held_bytes = sum(plan.bytes_beside(old.tables.stores[plan.store]) for plan in plans)
-            jax.block_until_ready(tables)  # what fails fails here, and no reader waits for it
+            jax.block_until_ready(tables)  # failures are raised here, and no reader waits
             new = dataclasses.replace(new, num_rows=_num_rows(old.tables, maps), tables=tables)
             self.held_bytes = held_bytes
         try:
@@ -293,7 +293,7 @@ class Versions:
             free = self._room()
             is_grown = any(plan.row_map.capacity > tables.stores[plan.store].capacity for plan in plans)
             if free is None or beside <= free or not is_grown:
-                break  # else without room to grow further
+                break  # otherwise try without room to grow further
         within = sum(plan.index_bytes for plan in plans) + max((p.piece_bytes for p in plans), default=0)
         fits = free is None or beside <= free
         if in_place is False or (in_place == "auto" and (fits or not self._can_donate)):
@@ -382,7 +382,7 @@ class Versions:
 class _Staged:
     """The writes of an update in place, made ready on the host before readers are stopped."""
 
-    stores: Sequence[FrozenStore]  # that it writes to
+    stores: Sequence[FrozenStore]  # written to
     after: list[tuple[int, np.ndarray, np.ndarray, np.ndarray | None]]  # store, row ids, lines and scales of each piece
     before: list[tuple[np.ndarray, np.ndarray | None]]  # lines and scales as they are
 
@@ -402,7 +402,7 @@ class _StorePlan:
     """The next version of one store."""
 
     store: int
-    row_map: RowMap  # as it will be
+    row_map: RowMap  # of the next version
     changes: list[Change]
     number_of: Mapping[str, int]  # of each table in the store
     num_needed: int  # rows in use

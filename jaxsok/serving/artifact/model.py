@@ -37,7 +37,7 @@ class ServedModel:
     """The tables that `call` wants. Keys without a row read what the tables of the call say, not what these say."""
     lookups: dict[str, tuple[str, ...] | None]
     """By table the inputs whose keys it is looked up by; None: the model computes keys, or it is not known."""
-    platforms: tuple[str, ...]  # that it has a program for
+    platforms: tuple[str, ...]  # with a program in the file
     path: str  # where it was read from
     _stores: tuple[tuple[FrozenTable, ...], ...] = dataclasses.field(repr=False)
     _program: Any = dataclasses.field(repr=False)  # of arrays of tables, numbers, words and leaves; jitted
@@ -142,7 +142,7 @@ def load_model(path: str | os.PathLike, device: Any = None) -> ServedModel:
     program = files.read_program(op, path / files.PROGRAM, manifest["program"])
     try:
         exported = export.deserialize(bytearray(program))
-    except Exception as error:  # of many kinds, flatbuffers' own among them
+    except Exception as error:  # of many kinds, some of flatbuffers
         raise ArtifactError(
             f"{op}: {path / files.PROGRAM}: got a program that JAX {jax.__version__} does not read ({error}), wanted "
             f"one of its time; it was made by JAX {manifest['jax']}. Export again."

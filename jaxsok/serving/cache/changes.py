@@ -51,7 +51,7 @@ class Changes:
                 for chunk in _chunks(len(keys), min(max(1, share), ROWS_AT_A_TIME)):
                     try:
                         written, gone = self._fetched(source, name, keys[chunk])
-                    except SourceReplacedError:  # the swap that follows brings what is new
+                    except SourceReplacedError:  # the swap that follows brings the new rows
                         return num_refreshed
                     refreshed, removed = stores.rewrite([*written, *stores.batches({name: (gone, None)})])
                     self._counter.add(refreshed=refreshed, removed=removed)

@@ -43,7 +43,7 @@ class CachedRows:
     """The result of a lookup."""
 
     rows: dict[str, np.ndarray]  # float32[*keys.shape, dim] by table; may be read only
-    version: int  # of the source; all rows are of it
+    version: int  # of the source and of all rows
     hit_rates: dict[str, float]  # by table: distinct keys that the cache had ÷ distinct keys; 1.0 of no keys
 
 
@@ -213,7 +213,7 @@ class DeviceCache:
             slabs = programs.merged(slabs, *self.stores.put((slots, parts)))
         rows, *scales = slabs
         index, counters = found.indices[s]
-        if scales:  # no 8 bits stand for what keys without a row read: the model must not find them
+        if scales:  # 8 bits cannot hold what keys without a row read: the model must not find them
             is_hidden = np.zeros(num_rows, bool)
             for name in names:
                 if name in found.missed:

@@ -103,7 +103,7 @@ class Background:
         self._work = work
         self._queue: queue.Queue[Mapping[str, np.ndarray] | None] = queue.Queue(max_pending)
         self._lock = threading.Lock()
-        # Both change under `_lock`: nothing enters the queue behind the None of `close`.
+        # Both change under `_lock`, so that nothing enters the queue behind the None of `close`.
         self._thread: threading.Thread | None = None
         self._is_closed = False
 

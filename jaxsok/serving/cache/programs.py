@@ -112,7 +112,7 @@ def _query_store(
         wanted = row_ids
         requests = jnp.concatenate([records[:, :3], jnp.ones((n, 1), jnp.uint32)], axis=1)
     if scales and not is_expanded:
-        # Those of keys that are not cached mean nothing: what is not fetched, either, is `hidden`.
+        # Rows of uncached keys mean nothing: those that are not fetched either are `hidden`.
         lines = rows.at[wanted].get(mode="fill", fill_value=0), scales[0].at[wanted, 0].get(mode="fill", fill_value=0)
     else:
         stored, of_stored, is_row = rows, wanted, wanted != jnp.uint32(NO_ROW)
@@ -155,7 +155,7 @@ def insert(
 
     Gives the store, and how many rows came and went.
     """
-    # New rows are begun somewhere, with floats: in the scales of those that are none.
+    # The kernels begin new rows in float arrays: in the scales, if rows are no floats.
     *others, first = store.slabs
     arrays = _arrays(store, first)
     num_evicted = jnp.zeros((), jnp.uint32)
@@ -163,7 +163,7 @@ def insert(
         known = kernels.find(arrays.index, arrays.counters, words, ids)
         is_key = (words != jnp.uint32(PADDING_KEY & 0xFFFFFFFF)).any(axis=1)
         num_new = (is_key & (known == jnp.uint32(NO_ROW))).sum(dtype=jnp.uint32)
-        # Those that are here already are as recent as those that come.
+        # Keys that are here already become as recent as new ones.
         arrays = dataclasses.replace(arrays, statistics=kernels.touch(known, None, clock, arrays.statistics))
         num_kept = jnp.uint32(store.records.shape[0]) - num_new
         ticks = arrays.statistics[0][:, 0]

@@ -66,7 +66,7 @@ class DeviceStores:
     def __init__(self, source: RowSource, spec: FrozenSpec, capacities: Sequence[int], device: Any) -> None:
         self.spec, self.capacities, self.device = spec, capacities, device
         self.layout = programs.Layout(spec)
-        self._salt = np.frombuffer(secrets.token_bytes(8), np.uint32)  # of a query's scratch index; any will do
+        self._salt = np.frombuffer(secrets.token_bytes(8), np.uint32)  # of a query's scratch index; any value works
         self.lock = threading.Lock()
         self._swapped = threading.Condition(self.lock)
         # Written under `lock` alone. All rows in `arrays` are of `_source`; no key of `_leaving` is inserted. Store s
@@ -154,7 +154,7 @@ class DeviceStores:
                         counts.append(counted)
                     self.arrays = tuple(stores)
                     break
-            for program in chosen:  # while others look up; then what must leave may be otherwise
+            for program in chosen:  # while others look up; afterwards other rows may have to leave
                 self.compiled.insert(*program)
         return _summed(counts)
 

@@ -206,7 +206,7 @@ class Config:
         written: dict[str, Any] = {"supportlonglong": self.supportlonglong}
         if self.fuse_embedding_table is not None:
             written["fuse_embedding_table"] = self.fuse_embedding_table
-        # A block of its own, even without keys that count, would be one that somebody wrote.
+        # A block that is written out, even an empty one, would count as written by the user.
         if self.volatile_db.type != "parallel_hash_map" or any(
             key.path.startswith("volatile_db.") for key in self.without_effect
         ):

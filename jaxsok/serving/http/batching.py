@@ -155,13 +155,13 @@ class Batcher(Generic[Payload, Result]):
         loop = asyncio.get_running_loop()
         try:
             results = await loop.run_in_executor(self._executor, self._call, [job.payload for job in jobs])
-        except BaseException as error:  # the executor's own: it is shut down
+        except BaseException as error:  # raised by the executor: it is shut down
             results = [error] * len(jobs)
         finally:
             self._free.release()
         for job, result in zip(jobs, results, strict=True):
             if job.answer.done():
-                continue  # nobody waits for it any more
+                continue  # its caller was cancelled
             if isinstance(result, asyncio.CancelledError):
                 job.answer.set_exception(ClosedError())
             elif isinstance(result, BaseException):

@@ -210,7 +210,7 @@ def _can_join(model: Any) -> bool:
 
 
 def _cost(table: str) -> str:
-    return f'keys of "{table}"'  # apart from the samples, whatever a table is called
+    return f'keys of "{table}"'  # differs from the name of the samples, whatever a table is called
 
 
 def _check_bits(keys: np.ndarray, model: Any, what: str) -> None:

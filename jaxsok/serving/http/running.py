@@ -17,7 +17,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from jaxsok.serving.http.responses import CLOSE, Refusal, refused
 from jaxsok.serving.http.server import ABORT, DISCARD_S, App
 
-MAX_HEAD_BYTES = 1 << 16  # of a request: its first line and its headers
+MAX_HEAD_BYTES = 1 << 16  # a request's first line and headers
 _UNSENT_BYTES = 1 << 17
 """Unsent bytes of a connection that the kernel may hold: small, so that the server sees early what a client reads."""
 
@@ -204,7 +204,7 @@ class Server(uvicorn.Server):
         """Accepts the connections that wait in the kernel, which would be reset; then refuses others."""
         loop, waiting = asyncio.get_running_loop(), list[socket.socket]()
         for where in sockets:
-            with contextlib.suppress(OSError):  # none is left
+            with contextlib.suppress(OSError):  # no connection is left
                 for _ in range(self.config.backlog):
                     waiting.append(where.accept()[0])
         for server in self.servers:

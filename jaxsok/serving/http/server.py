@@ -47,8 +47,8 @@ from jaxsok.serving.http.watch import Watcher
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-_INLINE_BYTES = 1 << 15  # bodies up to this are read and made on the event loop: a thread would cost more than the work
-_PIECE_BYTES = 1 << 16  # of a response: at a time on its way to a client, beside as much that its connection holds
+_INLINE_BYTES = 1 << 15  # smaller bodies are handled on the event loop: a thread would cost more than the work
+_PIECE_BYTES = 1 << 16  # of a response, sent at a time; its connection holds as much again
 ABORT = "jaxsok.abort"  # an extension of an ASGI scope: closes the connection without sending what it holds
 DISCARD_S = 2.0  # how long the rest of a refused body is read, so that the client reads the answer
 
@@ -173,7 +173,7 @@ class App:
         if self._watcher is not None:
             try:
                 await asyncio.to_thread(self._watcher.look)
-            except Exception:  # the tables that are loaded are served all the same
+            except Exception:  # the loaded tables are served all the same
                 _log.exception("watch: %s", self._watcher.folder)
             self._watcher.start()
         self.metrics.is_ready.set(1)
@@ -189,7 +189,7 @@ class App:
 
     async def _end(self) -> None:
         self.stop_taking()
-        # uvicorn has waited for the requests: what still runs has lost its own.
+        # uvicorn has waited for the requests: calls that still run have lost theirs.
         await asyncio.gather(*(batcher.close(1.0) for batcher in self._batchers.values()))
         for pool in self._pools:
             pool.shutdown(wait=False, cancel_futures=True)
@@ -262,7 +262,7 @@ class App:
             if abort is None:
                 raise
             abort()
-            await asyncio.sleep(0)  # the protocol hears of it
+            await asyncio.sleep(0)  # lets the protocol run
 
     async def _ask(self, kind: Lookups | Predictions, request: Request, taken: _Taken) -> Response:
         model, options = self._model(request, kind.op), self.options
@@ -275,7 +275,7 @@ class App:
             async with asyncio.timeout(options.timeout_s) as limit:
                 return await self._answer(kind, model, body, given, wanted)
         except TimeoutError:
-            if not limit.expired():  # the session's own
+            if not limit.expired():  # raised by the session
                 raise
             message = f"{kind.op}: no answer within {options.timeout_s:g} s."
             raise Refusal(504, "timeout", message) from None
@@ -283,7 +283,7 @@ class App:
     async def _answer(self, kind: Lookups | Predictions, model: Any, body: bytes, given: str, wanted: str) -> Response:
         options = self.options
         payload = await self._off_loop(len(body), kind.read, body, given, model)
-        if isinstance(payload, dict):  # of a lookup: what it takes is known before it is made
+        if isinstance(payload, dict):  # a lookup: its bytes are known before it is made
             num_values = sum(wire.extent(array.shape) * model.tables[name].dim for name, array in payload.items())
             _check_response(num_values, 4 * num_values, wanted, options, kind.op)
         arrays, version = await self._submit(kind, model, payload)
@@ -313,7 +313,9 @@ class App:
         options = self.options
         declared = int(request.headers.get("content-length", "0"))
         if declared > most:
-            if "100-continue" not in request.headers.get("expect", "").lower():  # who asks before it sends hears now
+            if (
+                "100-continue" not in request.headers.get("expect", "").lower()
+            ):  # a client that asks before it sends is refused now
                 await _discard(request, options)
             raise Refusal(413, "too_large", _too_large(f"{declared} bytes", most), CLOSE)
         parts: list[bytes] = []
@@ -384,7 +386,9 @@ class App:
         return Batcher(
             run,
             kind.limits(model),
-            executor=self._pool(self.options.num_workers, "jaxsok-call"),  # its own: a slow model holds up no other
+            executor=self._pool(
+                self.options.num_workers, "jaxsok-call"
+            ),  # one for each, so that a slow model delays no other
             max_delay_s=self.options.max_delay_ms / 1000,
             max_waiting=self.options.max_requests,
             num_workers=self.options.num_workers,
@@ -447,7 +451,7 @@ class App:
         for name, model in self.session.models.items():
             try:
                 found[name] = {**self.session.stats(name), "version": model.version}
-            except Exception as error:  # one that is closed meanwhile spoils no scrape
+            except Exception as error:  # a model that is closed meanwhile must not fail the scrape
                 _log.warning("metrics: model %s tells nothing: %s", name, error)
         return found
 

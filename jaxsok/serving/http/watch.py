@@ -51,7 +51,7 @@ class Watcher:
         self.folder = pathlib.Path(folder)
         self._session, self._interval_s, self._observe = session, interval_s, observe
         self._done: set[pathlib.Path] = set()
-        self._last: dict[str, _Order] = {}  # by model, of what was applied
+        self._last: dict[str, _Order] = {}  # of the last applied folder, by model
         self._refused: dict[pathlib.Path, tuple[float, str]] = {}
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="jaxsok-watch", daemon=True)
@@ -152,7 +152,7 @@ class Watcher:
 
     def _refuse(self, model: str, path: pathlib.Path, error: Exception) -> None:
         _, reason = self._refused.get(path, (0.0, ""))
-        if str(error) != reason:  # told once, not each minute
+        if str(error) != reason:  # logged once, not each minute
             _log.error("watch: %s was refused: %s", path, error)
             self._tell(model, "refused")
         self._refused[path] = (time.monotonic(), str(error))
@@ -183,7 +183,7 @@ def _kind_of(path: pathlib.Path) -> Literal["full", "delta"] | None:
         try:
             return "delta" if manifest.read("watch", path)["kind"] == "delta" else "full"
         except ValueError:
-            return "delta"  # a damaged one: the session will say so
+            return "delta"  # damaged: the session will refuse it
     if any((folder / "emb_vector").is_file() for folder in (path, *path.iterdir())):
         return "full"
     return None

@@ -26,7 +26,7 @@ MEDIA_TYPES = (JSON, TENSORS)
 MAX_HEADER_BYTES = 1 << 20
 VALUE_BYTES = {"json": 64, "tensors": 8}
 """Bytes of a body for each number: JSON has up to 20 digits in quotes, with brackets, spaces and line ends."""
-REST_BYTES = 1 << 16  # of a body, for all that is no number and no name
+REST_BYTES = 1 << 16  # of a body beside numbers and names
 MAX_NDIM = 8
 PIECE_VALUES = 1 << 14  # numbers of a JSON response that are written in one go: some 10 ms
 _MAX_AXIS = 2**31 - 1
@@ -58,7 +58,12 @@ class Ragged:
 
 
 def extent(shape: Iterable[int]) -> int:
-    """The cost of an array as lists: its numbers, where an axis of size 0 counts as 1, since its outer lists remain."""
+    """The cost of an array as lists: its numbers, where an axis of size 0 counts as 1, since its outer lists remain.
+
+    Example:
+      >>> extent([2, 3]), extent([5000, 0])
+      (6, 5000)
+    """
     return math.prod(size or 1 for size in shape)
 
 
