@@ -43,7 +43,7 @@ KEYS_AT_A_TIME = 1 << 20  # in one fetch, to bound scratch memory
 _LEAST_KEYS = 256  # keys are padded to a power of two, so that programs are few
 _WARN_S = 60.0  # between two warnings of rows of one source and table that cannot be quantized
 _log = logging.getLogger(__name__)
-_GROWTH = 1.25  # of the rows of a store, when an update brings more keys than there is room for
+_GROWTH = 1.25  # factor of a store's rows, when an update brings more keys than there is room for
 
 Keys: TypeAlias = UInt64[np.ndarray, " num_keys"]
 Rows: TypeAlias = Float32[np.ndarray, "num_keys dim"]

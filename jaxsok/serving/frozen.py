@@ -37,7 +37,7 @@ DTYPES: tuple[str, ...] = (*ROW_DTYPES, *QUANTIZED)
 # by a kernel of its own.
 SEED: np.ndarray = np.array([2, 1], np.uint32)
 
-_LEAST_ROWS = 1024  # of a write: padded to a power of two, so that programs are few
+_LEAST_ROWS = 1024  # in a write, padded to a power of two, so that programs are few
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +55,7 @@ class FrozenTable:
     name: str
     dim: int  # numbers in a row: 1 to 1024
     default: float = 0.0  # what a key that is not there reads, in every column
-    dtype: FrozenDtype = "float32"  # of the rows as they are stored. Embeddings are float32.
+    dtype: FrozenDtype = "float32"  # as rows are stored; embeddings are float32
     initial: initializers.InitialRows | None = None
     """The row of such a key in training, read in place of `default`. Rounded to rows of 16 bits, not of 8."""
 

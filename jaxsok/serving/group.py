@@ -32,7 +32,7 @@ class LookupSpec:
     table: str
     combiner: Combiner | None = None  # None: a row for each key, as of `LookupLayer`; else bags
     max_norm: float | None = None  # rows longer than this (L2) are scaled down to it before they are combined
-    dim: int | None = None  # of the table, checked where it is given. Linen's `init` without tables needs it.
+    dim: int | None = None  # checked where it is given; Linen's `init` without tables needs it
 
     def __post_init__(self) -> None:
         if not isinstance(self.table, str) or not self.table:

@@ -44,7 +44,7 @@ class LookupLayer(nn.Module):
     """
 
     table: str
-    dim: int | None = None  # of its rows: checked where it is given; `init` without tables needs it
+    dim: int | None = None  # checked where it is given; `init` without tables needs it
 
     def __call__(self, keys: Any, max_norm: float | None = None, *, tables: FrozenTables | None = None) -> Array:
         """Looks up; see the class."""
@@ -68,7 +68,7 @@ class SparseLookupLayer(nn.Module):
 
     table: str
     combiner: Combiner = "mean"  # "sum", "mean" or "sqrtn"
-    dim: int | None = None  # of its rows: checked where it is given; `init` without tables needs it
+    dim: int | None = None  # checked where it is given; `init` without tables needs it
 
     def __call__(
         self,

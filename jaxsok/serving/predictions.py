@@ -28,8 +28,8 @@ from jaxsok.types import NO_ROW, PADDING_KEY
 class Prediction:
     """A program of a dense model."""
 
-    inputs: tuple[tuple[str, Any], ...]  # of the model
-    sizes: tuple[tuple[int, int], ...]  # of its arguments (`artifact.ServedModel.sizes`)
+    inputs: tuple[tuple[str, Any], ...]
+    sizes: tuple[tuple[int, int], ...]  # `artifact.ServedModel.sizes`
 
     def fits(self, served: artifact.ServedModel | None) -> bool:
         """Whether a model has such a program."""

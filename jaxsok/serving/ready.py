@@ -119,7 +119,7 @@ class Ready(Generic[Program]):
         # All below is read and changed under `_lock`, which is free while a program is compiled. A program is in
         # `_running` from the first request for it until it is in `_made`, or could not be compiled.
         self._made: dict[Any, collections.OrderedDict[Program, None]] = {}
-        self._places: Collection[Any] | None = None  # that are remembered; None: any
+        self._places: Collection[Any] | None = None  # remembered places; None: all
         self._used: collections.OrderedDict[Program, None] = collections.OrderedDict()
         self._running: dict[tuple[Any, Program], concurrent.futures.Future[bool]] = {}  # whether it is compiled
         self._beside = Beside()

@@ -35,7 +35,7 @@ one key in 10^9 finds no entry within the kernels' bound; then the index is made
 """
 
 KEYS_AT_A_TIME = 1 << 20
-_LEAST_KEYS = 1024  # of a call: its keys are padded to a power of two, so that programs are few
+_LEAST_KEYS = 1024  # in a call, padded to a power of two, so that programs are few
 _SEED = np.zeros(2, np.uint32)
 _SALT = [COUNTERS.index("salt_low"), COUNTERS.index("salt_high")]
 

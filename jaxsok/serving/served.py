@@ -41,12 +41,12 @@ class Model:
 
     name: str
     tables: Mapping[str, FrozenTable]
-    num_rows: Mapping[str, int]  # of each table
+    num_rows: Mapping[str, int]  # by table
     max_batch_size: int  # samples in a request
     max_keys: Mapping[str, int]  # keys of each table in a request: `max_batch_size` times keys of a sample
     key_bits: int  # 64, or 32: then keys are 0 to 2**32 - 1
-    inputs: Mapping[str, Any] | None  # of `predict`, by name (`artifact.ServedModel.inputs`); None: no dense model
-    outputs: Mapping[str, Any] | None  # of `predict`, by name (`artifact.ServedModel.outputs`)
+    inputs: Mapping[str, Any] | None  # `artifact.ServedModel.inputs`, for `predict`; None: no dense model
+    outputs: Mapping[str, Any] | None  # `artifact.ServedModel.outputs`, likewise
     version: int
 
 

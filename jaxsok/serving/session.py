@@ -88,7 +88,7 @@ class Session:
         self._memory_limit = memory_limit
         self._is_closed = False
         self._models: dict[str, Served] = {}
-        memory: dict[Any, threading.Lock] = {}  # of each device where rows lie
+        memory: dict[Any, threading.Lock] = {}  # by device where rows lie
         try:
             for number, model in enumerate(config.models):
                 at = _device(number, model, device)

@@ -38,12 +38,12 @@ class TableSource:
     """
 
     table: str
-    path: pathlib.Path  # of the folder with the files; of a chain, the last link's
+    path: pathlib.Path  # the folder with the files; for a chain, the last link's
     dim: int
-    dtype: str  # of the rows: "float32", "bfloat16" or "float16"; float32 of a chain whose links differ
+    dtype: str  # "float32", "bfloat16" or "float16"; float32 for a chain whose links differ
     num_rows: int  # given by `chunks`; of a chain, without rows that a later link replaces or removes
-    num_tombstones: int  # that `tombstones` gives
-    uuid: str | None  # by which the next delta knows what it rests on; None: an HPS directory, on which none can
+    num_tombstones: int  # number of keys in `tombstones`
+    uuid: str | None  # names the base of the next delta; None: an HPS directory, which no delta follows
     base: str | None  # the `uuid` that the delta rests on; None: it is no delta, but all of a table
     unknown: float | InitialRows | str | None
     """What a key without a row reads in training: a number in every column, or its initial row; a text describes rows

@@ -56,8 +56,8 @@ class Version:
 
     number: int  # 1 at first; each update adds one
     tables: FrozenTables
-    num_rows: Mapping[str, int]  # of each table
-    files: Mapping[str, str]  # the folder that each table was last changed by
+    num_rows: Mapping[str, int]  # by table
+    files: Mapping[str, str]  # the folder that changed each table last
     uuids: Mapping[str, str | None]  # which export each table holds; None: no delta can follow
     unknowns: Mapping[str, Any]  # what the first files say of keys without a row (`TableSource.unknown`)
     served: Any = None  # the dense model (`artifact.ServedModel`), or None
@@ -152,7 +152,7 @@ class Versions:
             dense_file=dense_file,
         )
         self.num_in_place = 0
-        self.held_bytes = 0  # of the device, for a version that is not served yet
+        self.held_bytes = 0  # device memory of a version that is not served yet
 
     @property
     def current(self) -> Version:
@@ -404,7 +404,7 @@ class _StorePlan:
     store: int
     row_map: RowMap  # of the next version
     changes: list[Change]
-    number_of: Mapping[str, int]  # of each table in the store
+    number_of: Mapping[str, int]  # by table in the store
     num_needed: int  # rows in use
     is_fresh: bool  # whether no row of the old store stays
     changed: Mapping[str, np.ndarray]  # the keys of each table that have other rows, or none any more

@@ -40,7 +40,7 @@ class ServedModel:
     platforms: tuple[str, ...]  # with a program in the file
     path: str  # where it was read from
     _stores: tuple[tuple[FrozenTable, ...], ...] = dataclasses.field(repr=False)
-    _program: Any = dataclasses.field(repr=False)  # of arrays of tables, numbers, words and leaves; jitted
+    _program: Any = dataclasses.field(repr=False)  # jitted; takes arrays of tables, numbers, words and leaves
 
     @property
     def is_per_sample(self) -> bool:

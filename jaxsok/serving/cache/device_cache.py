@@ -44,7 +44,7 @@ class CachedRows:
 
     rows: dict[str, np.ndarray]  # float32[*keys.shape, dim] by table; may be read only
     version: int  # of the source and of all rows
-    hit_rates: dict[str, float]  # by table: distinct keys that the cache had ÷ distinct keys; 1.0 of no keys
+    hit_rates: dict[str, float]  # by table: distinct keys that the cache had ÷ distinct keys; 1.0 without keys
 
 
 @dataclasses.dataclass(frozen=True)

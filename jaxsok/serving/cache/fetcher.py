@@ -1,4 +1,4 @@
-"""Rows from the source below a device cache, as it stores them: at once, or by a thread for those who ask later."""
+"""Rows from the source below a device cache, as it stores them: at once, or in a thread for later lookups."""
 
 import logging
 import queue

@@ -21,7 +21,7 @@ from jaxsok.serving.frozen import SEED, FrozenSpec
 from jaxsok.store import num_buckets_of
 from jaxsok.types import BUCKET_WORDS, COUNTERS, COUNTS, NO_ROW, NUM_TABLE_WORDS, PADDING_KEY
 
-_SEED = np.zeros(2, np.uint32)  # of new rows, which are overwritten
+_SEED = np.zeros(2, np.uint32)  # for new rows, which are overwritten
 _NO_TABLE = np.uint32(2**24 - 1)  # kMaxTables of ffi/core/layout.h, less 1
 _INSERTED, _REFUSED = COUNTS.index("num_inserted"), COUNTS.index("num_refused")
 

@@ -48,7 +48,7 @@ class Request:
                 raise UnknownTableError.of("lookup", name, spec.places)
             given = np.asarray(given)
             if given.size == 0 and given.dtype == np.float64:
-                given = given.astype(np.int64)  # of an empty list
+                given = given.astype(np.int64)  # an empty list is float64
             try:
                 of_table = keys_lib.to_words(np.atleast_1d(given), f'lookup: table "{name}"').reshape(-1, 2)
             except TypeError as error:
@@ -75,7 +75,7 @@ class Request:
 class Found:
     """The result of a query on the host."""
 
-    rows: Sequence[tuple[Array, ...]]  # by store: of each position, or of each distinct key; see `Queried`
+    rows: Sequence[tuple[Array, ...]]  # by store, for each position or each distinct key; see `Queried`
     inverse: Sequence[Array]  # by store and position, the place among the distinct keys
     indices: Sequence[tuple[Array, Array]]  # by store, index and counters over the distinct keys
     hit_rates: dict[str, float]

@@ -20,7 +20,7 @@ ROW_DTYPES: tuple[str, ...] = ("float32", "bfloat16", "float16", "int8", "float8
 
 WRONG = object()  # what `Kind.parse` gives for a value of another kind
 REQUIRED = object()  # the default of a key without one
-_INT_MAX = 2**31 - 1  # of HPS's int, and of a dimension of an array that XLA likes
+_INT_MAX = 2**31 - 1  # of HPS's int, and of an XLA dimension
 
 
 @dataclasses.dataclass(frozen=True)

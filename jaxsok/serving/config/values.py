@@ -46,7 +46,7 @@ class TableConfig:
 class ModelConfig:
     """One of `models`. Fields have HPS's names where HPS has the key."""
 
-    model: str  # by which requests name it: letters, digits, `_` and `-`, at most 120
+    model: str  # its name in requests: letters, digits, `_` and `-`, at most 120
     tables: tuple[TableConfig, ...]  # in the order of `sparse_files`; names differ
     deployed_device_list: tuple[int, ...]
     """Device numbers. The last one is used, as in HPS; `open(config, device=...)` makes a session on another device."""

@@ -58,12 +58,12 @@ class ServerOptions:
     """What a server takes at most, and how long it waits."""
 
     max_delay_ms: float = 2.0  # a request waits so long for others to share its call
-    max_body_bytes: int = 16 << 20  # of one request; less where its model cannot need so many (`wire.body_bytes`)
+    max_body_bytes: int = 16 << 20  # in one request; less where its model cannot need so many (`wire.body_bytes`)
     max_held_bytes: int = 512 << 20  # bodies of unanswered requests, then of their responses until they are sent
     max_requests: int = 256  # requests whose response is not sent
     max_keys: int = 1 << 20  # keys of one request, over all its tables; the model's own limits by table hold as well
     max_json_values: int = 1 << 22  # numbers in one JSON response; the binary format has no such limit
-    max_response_bytes: int = 256 << 20  # of the arrays of one response
+    max_response_bytes: int = 256 << 20  # in the arrays of one response
     body_timeout_s: float = 15.0  # for the body to arrive
     timeout_s: float = 30.0  # for an answer, from the last byte of the body on
     send_timeout_s: float = 30.0  # for a client's system to take 64 KiB of its response; then its connection is cut off
