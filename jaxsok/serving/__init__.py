@@ -1,8 +1,8 @@
 """Serving: trained tables, frozen, several of them fused into one lookup, from files, behind an HPS configuration.
 
-`open` serves the models of a configuration; `freeze` and `lookup` do without one. Modules that need more than jaxsok
-does are imported by name: `nnx` and `linen` (Flax), `artifact` (models exported whole), `http` (the server), `cache`
-and `backing` (tiers), `sources` (files).
+`open` serves the models of a configuration; `freeze` and `lookup` need none. Import by name what needs other packages,
+`nnx` and `linen` (Flax), `artifact` (exported models) and `http` (the server), and the parts `cache`, `backing` and
+`sources`.
 """
 
 from jaxsok.serving.config import Config

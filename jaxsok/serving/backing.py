@@ -1,8 +1,7 @@
-"""The tiers below the device: where rows come from that a device cache does not have.
+"""The tiers below the device, which have the rows that a device cache lacks.
 
-A tier is a `RowSource`: rows by (table, key), read by many threads, in the version that it says. Rows in host memory
-are one (`HostRows`); a database is another. Tiers stack (`Layered`): the first that has a key gives its row. A device
-cache (cache/) stands above.
+A tier is a `RowSource`: rows in host memory (`HostRows`), or a database. Tiers stack (`Layered`): the first that has a
+key gives its row.
 """
 
 import abc
@@ -40,11 +39,11 @@ from jaxsok.serving.ready import Form
 from jaxsok.serving.row_map import RowMap, host_device
 from jaxsok.types import MAX_CAPACITY, NO_ROW, PADDING_KEY
 
-KEYS_AT_A_TIME = 1 << 20  # of a fetch: scratch memory stays bounded
+KEYS_AT_A_TIME = 1 << 20  # in one fetch, to bound scratch memory
 _LEAST_KEYS = 256  # keys are padded to a power of two, so that programs are few
 _WARN_S = 60.0  # between two warnings of rows of one source and table that cannot be quantized
 _log = logging.getLogger(__name__)
-_GROWTH = 1.25  # of the rows of a store, when an update brings more keys than there is room for
+_GROWTH = 1.25  # factor of a store's rows, when an update brings more keys than there is room for
 
 Keys: TypeAlias = UInt64[np.ndarray, " num_keys"]
 Rows: TypeAlias = Float32[np.ndarray, "num_keys dim"]
@@ -52,56 +51,49 @@ IsFound: TypeAlias = Bool[np.ndarray, " num_keys"]
 
 
 class SourceReplacedError(RuntimeError):
-    """A source whose rows were given to a newer version in place: ask the newer one."""
+    """An update in place gave the rows of this source to a newer version: ask that one."""
 
 
 _SHARING = threading.Lock()  # held while the `_holders` of any HostRows are read or changed: versions share these sets
 
 
 class RowSource(abc.ABC):
-    """Rows of some tables, by key: what a tier below the device does, be it host memory or a database.
-
-    All methods may be called from many threads at the same time.
+    """The rows of some tables, by key, read by many threads: a tier below the device, as host memory or a database.
 
     A source has one version, which its owner raises when rows change. Where the rows of a version never change, a
     reader that holds the source holds the version (`HostRows`). A database whose rows change beneath its readers keeps
     its version: a device cache then has new rows after `DeviceCache.refresh`.
     """
 
-    version: int = 0  # of the rows; answers tell it
+    version: int = 0  # of the rows; part of each answer
 
     @property
     @abc.abstractmethod
     def tables(self) -> Mapping[str, FrozenTable]:
-        """What it has, by name."""
+        """The tables by name."""
 
     @abc.abstractmethod
     def num_rows(self, table: str) -> int:
-        """Rows of a table, or somewhat more: caches are sized by it."""
+        """The rows of a table, or somewhat more: caches are sized by it."""
 
     @abc.abstractmethod
     def fetch(
         self, table: str, keys: Keys
     ) -> tuple[Float32[np.ndarray, "num_keys dim"], Bool[np.ndarray, " num_keys"]]:
-        """The rows of keys, and which of them are there.
+        """The rows of uint64 keys, and which of them are there. Keys may repeat; PADDING_KEY is never there.
 
-        Args:
-          table: one of `tables`.
-          keys: uint64, in any order; may repeat. PADDING_KEY is never there.
-
-        Returns:
-          float32 rows, in the precision of the table's dtype: a row of an int8 table is its numbers times its scale.
-          Those of keys that are not there may hold anything. Arrays are read only, or the caller's own.
+        Rows have the precision of the table's dtype: a row of an int8 table is its numbers times its scale. Rows of
+        missing keys may hold anything. Arrays are read only, or the caller's own.
         """
 
     def fetch_quantized(self, table: str, keys: Keys) -> tuple[np.ndarray, np.ndarray, IsFound]:
-        """As `fetch`, of a table that `is_quantized`: its numbers, their float32 scales, and which are there.
+        """Fetches from a table that `is_quantized`: its numbers, their float32 scales, and which are there.
 
-        A device cache stores these. Unless a source overrides it, what `fetch` gives is quantized; a row with a number
-        that is not finite cannot be: it counts as not found, and is logged.
+        A device cache stores these. Unless a source overrides it, this quantizes what `fetch` gives; a row that is not
+        finite counts as not found, and is logged.
         """
         rows, is_found = self.fetch(table, keys)
-        with np.errstate(over="ignore"):  # what is too large for float32 has no scale either
+        with np.errstate(over="ignore"):  # numbers too large for float32 have no scale either
             rows = rows.astype(np.float32, copy=False)
         is_broken = is_found & ~np.isfinite(rows).all(axis=1)
         if is_broken.any():
@@ -112,7 +104,7 @@ class RowSource(abc.ABC):
 
     @functools.cached_property
     def _warned_at(self) -> dict[str, float]:
-        """By table, the time of the last warning of rows that cannot be quantized."""
+        """The time of the last warning of rows that cannot be quantized, by table."""
         return {}
 
     def _warn_broken(self, table: str, keys: np.ndarray) -> None:
@@ -127,29 +119,17 @@ class RowSource(abc.ABC):
 
     @abc.abstractmethod
     def scan(self, table: str, chunk_rows: int) -> Iterator[Records]:
-        """All rows of a table, at most `chunk_rows` at a time: to fill a cache. With frequencies, if they are known."""
+        """All rows of a table, at most `chunk_rows` at a time, to fill a cache. With frequencies, if they are known."""
 
     def close(self) -> None:  # noqa: B027 - most have nothing to give back
-        """Gives back what it holds."""
+        """Releases what it holds."""
 
 
 class HostRows(RowSource):
     """Rows in host memory: frozen tables on JAX's CPU device, read by threaded kernels.
 
-    Args:
-      tables: on the CPU device, as `freeze_records(..., device=jax.devices("cpu")[0])` makes them.
-      maps: of their rows, for `scan` and `updated`; belong to this object from now on.
-      version: of the rows.
-      frequencies: by store how often each row is used, uint32 by row id; None, in all or of a store: not known. Nor
-        are those of a table all of whose rows have 0.
-
-    Example:
-      >>> from jaxsok.serving.frozen import SizedRecords
-      >>> records = Records(np.array([7, 9], np.uint64), np.array([[1.0], [2.0]], np.float32))
-      >>> source = HostRows.of([(FrozenTable("item", dim=1), SizedRecords(2, [records]))])
-      >>> rows, is_found = source.fetch("item", np.array([9, 8], np.uint64))
-      >>> rows[0].tolist(), is_found.tolist()
-      ([2.0], [True, False])
+    `maps` of the rows serve `scan` and `updated`; they belong to this object from now on. `frequencies` are by store,
+    uint32 by row id; None, or all 0 in a table: not known.
     """
 
     def __init__(
@@ -177,12 +157,9 @@ class HostRows(RowSource):
     def of(
         cls, sources: Sequence[tuple[FrozenTable, RecordSource]], *, spare_rows: int = 0, version: int = 0
     ) -> "HostRows":
-        """Reads streams of records, as files give them; keeps the frequencies of tables all of whose records have them.
+        """Reads streams of records; keeps the frequencies of tables all of whose records have them.
 
-        Args:
-          sources: tables with their records; ValueError: as `freeze_records`.
-          spare_rows: rows of each table that updates in place may add.
-          version: of the rows.
+        `spare_rows` of each table are for updates in place. ValueError: as `freeze_records`.
         """
         uses = [(table, RecordedUses(source)) for table, source in sources]
         tables, maps = freeze_records(uses, spare_rows=spare_rows, device=host_device())
@@ -191,17 +168,17 @@ class HostRows(RowSource):
 
     @property
     def tables(self) -> Mapping[str, FrozenTable]:
-        """By name."""
+        """The tables by name."""
         return self._tables.tables
 
     @property
     def num_bytes(self) -> int:
-        """Of host memory: rows, index and maps."""
+        """Bytes of host memory: rows, index and maps."""
         frequencies = sum(array.nbytes for array in self._frequencies if array is not None)
         return self._tables.num_bytes + sum(row_map.num_bytes for row_map in self._maps) + frequencies
 
     def num_rows(self, table: str) -> int:
-        """Rows of a table."""
+        """The rows of a table."""
         store, number = self._place("num_rows", table)
         return int(self._maps[store].table_rows[number])
 
@@ -218,7 +195,7 @@ class HostRows(RowSource):
         return rows, is_found
 
     def fetch_quantized(self, table: str, keys: Keys) -> tuple[np.ndarray, np.ndarray, IsFound]:
-        """See `RowSource.fetch_quantized`: the bits that are stored."""
+        """See `RowSource.fetch_quantized`; gives the stored bits."""
         s, number = self._place("fetch_quantized", table)
         number_there = jax.device_put(np.uint32(number), host_device())
         numbers, scales, is_found = self._in_parts(
@@ -229,7 +206,7 @@ class HostRows(RowSource):
     def _in_parts(
         self, op: str, what: str | int, keys: Keys, fetch: Callable[[Any], tuple[Any, ...]]
     ) -> Sequence[np.ndarray]:
-        """Fetches for some padded keys at a time, and joins what comes."""
+        """Fetches padded keys in parts, and joins the results."""
         keys, parts = np.asarray(keys, np.uint64), []
         for start in range(0, max(1, len(keys)), KEYS_AT_A_TIME):
             part = keys[start : start + KEYS_AT_A_TIME]
@@ -253,7 +230,7 @@ class HostRows(RowSource):
             self._asked[what, size] = None
 
     def scan(self, table: str, chunk_rows: int) -> Iterator[Records]:
-        """See `RowSource.scan`: in the order in which the keys came."""
+        """See `RowSource.scan`; in the order in which the keys came."""
         store, number = self._place("scan", table)
         with self._reading("scan"):
             keys, row_ids = self._maps[store].keys_of(number)
@@ -274,16 +251,15 @@ class HostRows(RowSource):
         version: int | None = None,
         in_place: bool = False,
     ) -> "HostRows":
-        """A newer version: some rows set, some gone.
+        """Makes a newer version: some rows set, some gone.
 
         Args:
-          changed: rows by table; keys that are new get rows. Of a key that comes again the last row counts.
-          erased: keys that go, by table; those that are not there are passed over, and those that `changed` names stay.
+          changed: rows by table; keys that are new get rows. Of a repeated key the last row counts.
+          erased: keys that go, by table; missing keys are ignored, and those in `changed` stay.
           version: of the result; None: one more.
           in_place: whether rows are written where they lie. This object can then be read no more: `fetch` raises
             SourceReplacedError, also if the update fails halfway. Else it stays what it is, and stores that change are
-            copied. In place too a store is copied that another version reads, which an update made of this one, or this
-            one of it, without changing that store: drop versions that are not needed.
+            copied. A store that another version shares is copied in place too: drop versions that are not needed.
 
         Raises:
           UnknownTableError, ValueError: a table that is not there, rows of another dim, PADDING_KEY as a key, or in
@@ -305,7 +281,7 @@ class HostRows(RowSource):
         touched = sorted({self._tables.spec.places[table][0] for table in {**changed, **erased}})
         with self._reading("updated"):
             self._require_room(touched, changed, erased, in_place)
-            if not in_place:  # nobody takes away what is copied
+            if not in_place:  # copying does not take arrays away
                 return self._updated(touched, changed, erased, version, frozenset())
         with self._gate.writing():
             if self._is_gone:
@@ -405,21 +381,9 @@ class HostRows(RowSource):
 
 
 class Layered(RowSource):
-    """Tiers in an order: the first that has a key gives its row.
+    """Tiers in an order: the first that has a key gives its row. All have the same tables.
 
     As HPS: rows in host memory, then a database, then the default value.
-
-    Args:
-      layers: from the first asked to the last; all have the same tables.
-
-    Example:
-      >>> from jaxsok.serving.frozen import SizedRecords
-      >>> def rows_of(values):
-      ...     keys, rows = np.array(list(values), np.uint64), np.array([list(values.values())], np.float32).T
-      ...     return HostRows.of([(FrozenTable("item", dim=1), SizedRecords(len(keys), [Records(keys, rows)]))])
-      >>> source = Layered([rows_of({7: 1.0}), rows_of({7: 5.0, 9: 6.0})])
-      >>> source.fetch("item", np.array([7, 9], np.uint64))[0].tolist()
-      [[1.0], [6.0]]
     """
 
     def __init__(self, layers: Sequence[RowSource]) -> None:
@@ -435,27 +399,27 @@ class Layered(RowSource):
 
     @property
     def version(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride] - follows its layers
-        """The sum of theirs: it rises when one of them does."""
+        """The sum of the layers' versions: it rises when one of them does."""
         return sum(layer.version for layer in self._layers)
 
     @property
     def tables(self) -> Mapping[str, FrozenTable]:
-        """Of each layer."""
+        """The tables of each layer."""
         return self._layers[0].tables
 
     def num_rows(self, table: str) -> int:
-        """Of the layer that has most: the upper ones are usually a part of the last."""
+        """The rows of the layer that has most: the upper ones are usually a part of the last."""
         return max(layer.num_rows(table) for layer in self._layers)
 
     def fetch(
         self, table: str, keys: Keys
     ) -> tuple[Float32[np.ndarray, "num_keys dim"], Bool[np.ndarray, " num_keys"]]:
-        """See `RowSource.fetch`: each layer is asked for the keys that those before it do not have."""
+        """See `RowSource.fetch`: asks each layer for the keys that those before it do not have."""
         rows, is_found = self._first_found(keys, lambda layer, some: layer.fetch(table, some))
         return rows, is_found
 
     def fetch_quantized(self, table: str, keys: Keys) -> tuple[np.ndarray, np.ndarray, IsFound]:
-        """See `RowSource.fetch_quantized`: as `fetch`."""
+        """See `RowSource.fetch_quantized`; as `fetch`."""
         numbers, scales, is_found = self._first_found(keys, lambda layer, some: layer.fetch_quantized(table, some))
         return numbers, scales, is_found
 
@@ -475,7 +439,7 @@ class Layered(RowSource):
         return parts
 
     def scan(self, table: str, chunk_rows: int) -> Iterator[Records]:
-        """See `RowSource.scan`: layer by layer, without the keys that a layer before has, for which it is asked."""
+        """See `RowSource.scan`: goes by layer, without the keys of the layers before, which are asked."""
         for number, layer in enumerate(self._layers):
             for records in layer.scan(table, chunk_rows):
                 is_new = np.ones(records.num_rows, bool)
@@ -493,7 +457,7 @@ class Layered(RowSource):
 def frequencies_by_row(
     tables: FrozenTables, maps: Sequence[RowMap], seen: Mapping[str, Sequence[tuple[np.ndarray, np.ndarray]]]
 ) -> list[np.ndarray | None]:
-    """By store the frequencies of rows, uint32 by row id; None: none of its tables has any in `seen`."""
+    """The frequencies of rows by store, uint32 by row id; None: none of its tables has any in `seen`."""
     found: list[np.ndarray | None] = [None] * len(maps)
     for name, some in seen.items():
         store, number = tables.spec.places[name]
@@ -541,7 +505,7 @@ def _grown(store: FrozenStore, capacity: int) -> FrozenStore:
 
 
 class RecordedUses:
-    """Records on their way, whose keys and frequencies are kept in `seen`, as far as all of them have frequencies."""
+    """Streams records, and keeps their keys and frequencies in `seen`, as far as all of them have frequencies."""
 
     def __init__(self, source: RecordSource) -> None:
         self._source = source
@@ -550,7 +514,7 @@ class RecordedUses:
 
     @property
     def num_rows(self) -> int:
-        """How many there are."""
+        """The number of records."""
         return self._source.num_rows
 
     def __iter__(self) -> Iterator[Records]:

@@ -1,4 +1,4 @@
-"""What serving refuses, by kind: a server answers each kind with a status of its own.
+"""The errors of serving, by kind: a server answers each kind with a status of its own.
 
 All are `ValueError`s with a message that names what was got, what was wanted and what to do. Damaged files raise
 `jaxsok.checkpoint.CorruptFileError` or `ValueError`, as where the files are read.
@@ -12,7 +12,7 @@ class ServingError(ValueError):
 
 
 class ConfigError(ServingError):
-    """A configuration that is malformed, or asks for what is not there.
+    """A malformed configuration, or one that asks for what is not there.
 
     `path` names the key in the JSON, as `models[0].gpucacheper`; "": the whole configuration.
 
@@ -31,12 +31,7 @@ class UnknownModelError(ServingError):
 
     @classmethod
     def of(cls, op: str, got: object, known: Iterable[str]) -> "UnknownModelError":
-        """Makes the error with its message.
-
-        Example:
-          >>> print(UnknownModelError.of("lookup", "dlm", ["dlrm"]))
-          lookup: model: got 'dlm', wanted one of ['dlrm'].
-        """
+        """Makes the error with its message."""
         return cls(f"{op}: model: got {got!r}, wanted one of {sorted(known)}.")
 
 
@@ -45,12 +40,7 @@ class UnknownTableError(ServingError):
 
     @classmethod
     def of(cls, op: str, got: object, known: Iterable[str], where: str = "") -> "UnknownTableError":
-        """Makes the error with its message; `where` says whose tables are known.
-
-        Example:
-          >>> print(UnknownTableError.of("lookup", "usr", ["item", "user"], 'model "dlrm"'))
-          lookup: table: got 'usr', wanted one of ['item', 'user'], the tables of model "dlrm".
-        """
+        """Makes the error with its message; `where` says whose tables are known."""
         of_whom = f", the tables of {where}" if where else ""
         return cls(f"{op}: table: got {got!r}, wanted one of {sorted(known)}{of_whom}.")
 

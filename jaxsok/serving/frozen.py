@@ -1,8 +1,7 @@
-"""Frozen tables: rows and an index to read them by, and nothing of what training needs beside.
+"""Frozen tables: rows and an index to read them by, without the other arrays of training.
 
-Tables of one dim and dtype share a store; all stores are looked up by one call (fused.py). Frozen tables are an
-immutable pytree, so a version of them is a value: who holds it reads one version, whatever comes after. Rows may be
-stored in fewer bits than they were trained in (quantize.py).
+Tables of one dim and dtype share a store; one call looks up all stores (fused.py). Frozen tables are an immutable
+pytree: a reader that holds it reads one version. Rows may have fewer bits than in training (quantize.py).
 """
 
 import dataclasses
@@ -38,7 +37,7 @@ DTYPES: tuple[str, ...] = (*ROW_DTYPES, *QUANTIZED)
 # by a kernel of its own.
 SEED: np.ndarray = np.array([2, 1], np.uint32)
 
-_LEAST_ROWS = 1024  # of a write: padded to a power of two, so that programs are few
+_LEAST_ROWS = 1024  # in a write, padded to a power of two, so that programs are few
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,10 +55,9 @@ class FrozenTable:
     name: str
     dim: int  # numbers in a row: 1 to 1024
     default: float = 0.0  # what a key that is not there reads, in every column
-    dtype: FrozenDtype = "float32"  # of the rows as they are stored. Embeddings are float32.
+    dtype: FrozenDtype = "float32"  # as rows are stored; embeddings are float32
     initial: initializers.InitialRows | None = None
-    """What such a key reads in place of `default`: the row that it would get in training. It is rounded to rows of 16
-    bits, and not to those of 8 bits."""
+    """The row of such a key in training, read in place of `default`. Rounded to rows of 16 bits, not of 8."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:
@@ -86,7 +84,7 @@ class FrozenTable:
 
     @property
     def row_bytes(self) -> int:
-        """Of a row and its scale."""
+        """Bytes of a row and its scale."""
         return self.dim * jnp.dtype(self.dtype).itemsize + (4 if self.is_quantized else 0)
 
 
@@ -96,24 +94,24 @@ class FrozenStore:
     """The arrays of the tables of one dim and dtype."""
 
     index: UInt32[Array, "num_buckets 16"]  # (table, key) → row id, as in training (`StoreState.index`), but fuller
-    counters: UInt32[Array, " num_counters"]  # of them a lookup reads the salt
+    counters: UInt32[Array, " num_counters"]  # a lookup reads their salt
     rows: Shaped[Array, "capacity dim"]
     scales: tuple[Float32[Array, " capacity"], ...] = ()  # one array, of quantized rows: numbers times scale
 
     @property
     def capacity(self) -> int:
-        """Rows there is room for."""
+        """The rows there is room for."""
         return self.rows.shape[0]
 
     @property
     def num_bytes(self) -> int:
-        """Of device memory."""
+        """Bytes of device memory."""
         return sum(leaf.nbytes for leaf in jax.tree.leaves(self))
 
 
 @dataclasses.dataclass(frozen=True)
 class FrozenSpec:
-    """Which tables there are, by store."""
+    """The tables by store."""
 
     stores: tuple[tuple[FrozenTable, ...], ...]
 
@@ -125,13 +123,7 @@ class FrozenSpec:
 
     @classmethod
     def of(cls, tables: Sequence[FrozenTable]) -> "FrozenSpec":
-        """Groups tables into stores, in the order of their first table.
-
-        Example:
-          >>> spec = FrozenSpec.of([FrozenTable("a", 8), FrozenTable("b", 16), FrozenTable("c", 8)])
-          >>> [[table.name for table in store] for store in spec.stores]
-          [['a', 'c'], ['b']]
-        """
+        """Groups tables of one dim and dtype into stores, in the order of their first table."""
         groups: dict[tuple, list[FrozenTable]] = {}
         for table in tables:
             groups.setdefault((table.dim, table.dtype), []).append(table)
@@ -144,11 +136,11 @@ class FrozenSpec:
 
     @functools.cached_property
     def words(self) -> tuple[np.ndarray, ...]:
-        """What the kernels know of the tables of each store (`StoreSpec.table_words`)."""
+        """The operand of kernels with the tables of each store (`StoreSpec.table_words`)."""
         return tuple(map(_table_words, self.stores))
 
     def read_by(self, table: str, words: Any) -> Any:
-        """The keys of a lookup in a table, as they are; an export takes note of them."""
+        """Gives back the keys of a lookup; an export records them here."""
         del table
         return words
 
@@ -156,28 +148,28 @@ class FrozenSpec:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class FrozenTables:
-    """Tables as they are served: a pytree of arrays that nobody changes. Made by `freeze` and `freeze_records`."""
+    """Tables as they are served: an immutable pytree of arrays. Made by `freeze` and `freeze_records`."""
 
     stores: tuple[FrozenStore, ...]
     spec: FrozenSpec = dataclasses.field(metadata={"static": True})
 
     @property
     def tables(self) -> dict[str, FrozenTable]:
-        """By name, in the order of the stores."""
+        """The tables by name, in the order of the stores."""
         return {table.name: table for table in itertools.chain(*self.spec.stores)}
 
     @property
     def num_bytes(self) -> int:
-        """Of device memory."""
+        """Bytes of device memory."""
         return sum(store.num_bytes for store in self.stores)
 
 
 class RecordSource(Protocol):
-    """Rows of one table, streamed: `interchange.files.RecordChunks` and `SizedRecords` are such."""
+    """Rows of one table, streamed, as `interchange.files.RecordChunks` and `SizedRecords`."""
 
     @property
     def num_rows(self) -> int:
-        """How many there are, or more."""
+        """The number of rows, or more."""
         ...
 
     def __iter__(self) -> Iterator[Records]: ...
@@ -221,7 +213,7 @@ def freeze(
 
     Raises:
       ValueError: an unknown table or dtype, rows to be quantized that are not finite, or no default for a table whose
-        initial rows XLA works out (`initializers.matrix` and `function`).
+        initial rows XLA computes (`initializers.matrix` and `function`).
 
     Cost:
       Each row crosses to the host and back once, in chunks of 64 MiB. On the device: `frozen_bytes`.
@@ -232,8 +224,6 @@ def freeze(
       >>> collection = jaxsok.Collection(specs, [jaxsok.FeatureSpec("item", table="item")])
       >>> batch = collection.batch({"item": np.array([7, 9, 7])})
       >>> _, state, _ = collection.lookup(collection.init(seed=0), batch.features)
-      >>> freeze(collection, state, dtype="int8", defaults=0.0).tables["item"]
-      FrozenTable(name='item', dim=4, default=0.0, dtype='int8', initial=None)
       >>> print(freeze(collection, state).tables["item"].missing)
       the initial row: uniform(-0.05, 0.05) of table "item", seed 0
     """
@@ -272,15 +262,9 @@ def freeze(
 def freeze_records(
     sources: Sequence[tuple[FrozenTable, RecordSource]], *, spare_rows: int = 0, device: Any = None
 ) -> tuple[FrozenTables, tuple[RowMap, ...]]:
-    """Makes frozen tables of streams of records, as files give them.
+    """Makes frozen tables of streams of records; gives the tables, and the map of each store's rows, for updates.
 
-    Args:
-      sources: tables with their records.
-      spare_rows: rows of each table that later updates may add in place.
-      device: where they go; None: the default one.
-
-    Returns:
-      The tables, and the map of each store's rows, by which they can be updated.
+    `spare_rows` of each table are for later updates in place. `device` None is the default one.
 
     Raises:
       ValueError: no tables, two of one name, or records that do not fit theirs.
@@ -318,14 +302,10 @@ def freeze_records(
 def write_rows(
     store: FrozenStore, table: FrozenTable, row_ids: np.ndarray, rows: np.ndarray, *, donate: bool
 ) -> FrozenStore:
-    """Sets some rows of a store, rounded or quantized as its table says.
+    """Sets some rows of a store, given in any float dtype, rounded or quantized as its table says.
 
-    Args:
-      store: with `donate` its arrays are gone afterwards.
-      table: one of its tables.
-      row_ids: uint32, NO_ROW is passed over. Of a row that is named more than once the last one counts.
-      rows: `[num_rows, dim]`, any float dtype.
-      donate: whether the rows may be written where they lie. Otherwise they are copied once.
+    Row ids are uint32; NO_ROW is ignored, and of a repeated row id the last row counts. With `donate` the rows are
+    written where they lie, and the store's arrays are gone afterwards. Otherwise they are copied once.
     """
     last = len(row_ids) - 1 - np.unique(row_ids[::-1], return_index=True)[1]
     if len(last) != len(row_ids):
@@ -335,7 +315,7 @@ def write_rows(
 
 
 def lines_of(table: FrozenTable, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
-    """Rows as a table stores them: rounded, or quantized and with scales (ValueError: not finite)."""
+    """Rounds or quantizes rows as a table stores them, with scales if quantized (ValueError: not finite)."""
     if not table.is_quantized:
         return rounded(rows, table.dtype), None
     return quantize.quantized(np.asarray(rows, np.float32), table.dtype)
@@ -358,7 +338,7 @@ def write_lines(
 
 
 def ready_to_write(store: FrozenStore, num_rows: int) -> None:
-    """Compiles what `write_lines` runs for so many rows, where they lie (JAX keeps what this makes)."""
+    """Compiles `write_lines` for so many rows, where they lie (JAX keeps the programs)."""
     size, place = padded_size(num_rows, _LEAST_ROWS), store.rows.sharding
     ids = jax.ShapeDtypeStruct((size,), np.uint32, sharding=place)
     lines = jax.ShapeDtypeStruct((size, store.rows.shape[1]), store.rows.dtype, sharding=place)
@@ -368,7 +348,7 @@ def ready_to_write(store: FrozenStore, num_rows: int) -> None:
 
 
 def rounded(rows: np.ndarray, dtype: str) -> np.ndarray:
-    """Rows in another float dtype, rounded as the kernels round: to nearest, and what is finite stays finite.
+    """Rounds rows to another float dtype as the kernels do: to nearest, and finite numbers stay finite.
 
     Example:
       >>> rounded(np.array([[1e6, np.inf]], np.float32), "float16").tolist()
@@ -392,7 +372,7 @@ def check_records(op: str, table: FrozenTable, records: Records) -> None:
 
 
 def frozen_bytes(table: FrozenTable, num_rows: int) -> dict[str, int]:
-    """Bytes of device memory that `num_rows` rows of a table take, spare ones included, by what they hold.
+    """Bytes of device memory of `num_rows` rows of a table, spare ones included, by array.
 
     Example:
       >>> frozen_bytes(FrozenTable("user", dim=128, dtype="int8"), 1_000_000)

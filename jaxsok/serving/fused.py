@@ -1,8 +1,7 @@
 """The fused lookup of frozen tables: any inputs, of any tables and dims, in one call.
 
-Works under `jax.jit`, and under `jax.export` with sizes that are not known yet. Several inputs may read one table, and
-not every table needs an input. Nothing is inserted: a key that is not there reads its table's default, or the row that
-it would get in training.
+Works under `jax.jit`, and under `jax.export` with symbolic sizes. Several inputs may read one table, and not every
+table needs an input. Nothing is inserted: a missing key reads its table's default, or its initial row in training.
 """
 
 import contextlib
@@ -66,16 +65,16 @@ def lookup(tables: FrozenTables, inputs: Mapping[str, LookupInput]) -> dict[str,
       inputs: by the names that the results get. An array of keys stands for `LookupInput(name, keys)`.
 
     Returns:
-      float32 by name: `[*keys.shape, dim]` without a combiner, else `[num_bags, dim]`. Keys that are not there read the
-      default of their table or their initial row. PADDING_KEY reads zeros, and so does an empty bag. A mean divides by
-      the keys of a bag, or by the sum of their weights; zeros where that is 0.
+      float32 by name: `[*keys.shape, dim]` without a combiner, else `[num_bags, dim]`. Missing keys read the default of
+      their table or their initial row. PADDING_KEY and empty bags read zeros. A mean divides by the keys of a bag, or
+      by the sum of their weights; zeros where that is 0.
 
     Raises:
       UnknownTableError, RequestError: names input, argument, got and wanted.
 
     Cost:
-      One call: a key's bucket (64 bytes) and row are read once, an embedding is written once. For bags with `max_norm`
-      another call: their rows are written and read to find their norms, and read once more to be combined.
+      One call: a key's bucket (64 bytes) and row are read once, an embedding is written once. Bags with `max_norm` need
+      another call: their rows are written, and read twice, for the norms and to be combined.
 
     Example:
       >>> from jaxsok import Records
@@ -94,7 +93,7 @@ def lookup(tables: FrozenTables, inputs: Mapping[str, LookupInput]) -> dict[str,
 def lookup_with_counts(
     tables: FrozenTables, inputs: Mapping[str, LookupInput]
 ) -> tuple[dict[str, Array], Int32[Array, "num_tables num_counts"]]:
-    """As `lookup`, with counts by table in the order of `tables.tables`; the columns are `jaxsok.types.COUNTS`."""
+    """Looks up as `lookup`, and counts by table in the order of `tables.tables`; columns are `jaxsok.types.COUNTS`."""
     return _looked_up(tables, inputs, is_counted=True)
 
 
@@ -159,12 +158,9 @@ def _of_all_tables(tables: FrozenTables, asked: Sequence[int], counts: Int32[Arr
 def find_rows(
     tables: FrozenTables, table: str, keys: Any
 ) -> tuple[Float32[Array, "num_keys dim"], Bool[Array, " num_keys"]]:
-    """The rows of keys, and which of them are there; the others have what `lookup` gives.
+    """The rows of keys `[num_keys]` (as `LookupInput.keys`) of one table, and which of them are there.
 
-    Args:
-      tables: frozen.
-      table: the name of one.
-      keys: `[num_keys]`, as `LookupInput.keys`. PADDING_KEY is not there, and has zeros.
+    Missing keys have the rows that `lookup` gives; PADDING_KEY is not there, and has zeros.
     """
     place = _place(tables, "find_rows", table)
     words = _words(keys, f'find_rows: table "{table}"').reshape(-1, 2)
@@ -260,7 +256,7 @@ def _weights(given: LookupInput, shape: tuple[Any, ...], what: str) -> Any:
 
 @contextlib.contextmanager
 def _refusals() -> Iterator[None]:
-    """Turns what training refuses into a RequestError."""
+    """Turns refusals of training's code into a RequestError."""
     try:
         yield
     except (TypeError, ValueError) as error:
@@ -268,7 +264,7 @@ def _refusals() -> Iterator[None]:
 
 
 def _packed(parts: Sequence[_Part]) -> tuple[kernels.Batch, int]:
-    """The operands of one store's inputs, and which kinds there are (FeatureKind in ffi/core/layout.h)."""
+    """The operands of one store's inputs, and their kinds (FeatureKind in ffi/core/layout.h)."""
     lines, kinds = [], 0
     key_start: Any = 0
     bag_start: Any = 0
@@ -310,13 +306,13 @@ def _packed(parts: Sequence[_Part]) -> tuple[kernels.Batch, int]:
 
 
 def num_tiles(num_bags: Any) -> Any:
-    """Tiles of a feature's bags, one at least; `num_bags` may be symbolic."""
+    """The tiles of a feature's bags, at least one; `num_bags` may be symbolic."""
     tiles = (num_bags + BAGS_PER_TILE - 1) // BAGS_PER_TILE
     return max(tiles, 1) if isinstance(tiles, int) else jax.core.max_dim(tiles, 1)
 
 
 def _features(lines: Sequence[Sequence[Any]]) -> Int32[Array, "num_features 12"]:
-    """The features operand; the program works it out where sizes are symbolic."""
+    """The features operand; the program computes it where sizes are symbolic."""
     if all(isinstance(word, int) for line in lines for word in line):
         return jnp.asarray(np.array(lines, np.int32).reshape(-1, NUM_FEATURE_WORDS))
     return jnp.stack([jnp.stack([jnp.asarray(word, jnp.int32) for word in line]) for line in lines])
@@ -335,13 +331,13 @@ def _joined(arrays: Sequence[Any], empty: np.ndarray) -> Array:
 
 
 def _factors(rows: Float32[Array, "_ dim"], max_norm: float) -> Float32[Array, " _"]:
-    """What rows are multiplied by, so that none is longer than `max_norm`."""
+    """Factors that shorten rows to `max_norm`."""
     norms = jnp.sqrt((rows * rows).sum(axis=-1))
     return jnp.where(norms > max_norm, max_norm / jnp.where(norms > 0, norms, 1.0), 1.0)
 
 
 def _clipped_in_bags(tables: FrozenTables, parts: Sequence[_Part], rows: Mapping[str, Array]) -> dict[str, Array]:
-    """Combines rows that are known, in the order of the kernels.
+    """Combines known rows in the order of the kernels.
 
     Rows are read again with weights that clip them. Divisors are sums of the weights alone, which a store without keys
     gives: its rows have one column that reads 1.

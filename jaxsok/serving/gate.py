@@ -6,24 +6,16 @@ from collections.abc import Iterator
 
 
 class Gate:
-    """Many readers, or one writer, who comes before readers that ask later.
-
-    Example:
-      >>> gate = Gate()
-      >>> with gate.reading(), gate.reading():
-      ...     pass
-      >>> with gate.writing():
-      ...     pass
-    """
+    """Admits many readers, or one writer; a waiting writer comes before later readers."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        # Under `_changed`: nobody reads while `_is_writing`, and no reader enters while writers wait.
+        # Under `_changed`: no thread reads while `_is_writing`, and no reader enters while writers wait.
         self._readers, self._writers, self._is_writing = 0, 0, False
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
-        """Among readers."""
+        """Enters as one of many readers."""
         with self._changed:
             self._changed.wait_for(lambda: not self._writers)
             self._readers += 1
@@ -36,7 +28,7 @@ class Gate:
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[None]:
-        """Alone."""
+        """Enters alone."""
         with self._changed:
             self._writers += 1
             try:

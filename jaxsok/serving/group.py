@@ -1,7 +1,4 @@
-"""What a layer reads and gives: the inputs of one fused lookup, declared by name, and their embeddings.
-
-Layers of nnx.py and linen.py say where their tables come from; what they do with them stands here, and knows no Flax.
-"""
+"""The inputs and results of a Flax layer, without Flax: nnx.py and linen.py say where their tables come from."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -35,7 +32,7 @@ class LookupSpec:
     table: str
     combiner: Combiner | None = None  # None: a row for each key, as of `LookupLayer`; else bags
     max_norm: float | None = None  # rows longer than this (L2) are scaled down to it before they are combined
-    dim: int | None = None  # of the table, checked where it is given. Linen's `init` without tables needs it.
+    dim: int | None = None  # checked where it is given; Linen's `init` without tables needs it
 
     def __post_init__(self) -> None:
         if not isinstance(self.table, str) or not self.table:
@@ -50,7 +47,7 @@ class LookupSpec:
 
 
 def of(op: str, given: Any) -> LookupSpec:
-    """A spec as it is; the name of a table stands for one row for each key. TypeError: neither."""
+    """Gives a spec as it is; the name of a table stands for one row for each key. TypeError: neither."""
     if isinstance(given, LookupSpec):
         return given
     if isinstance(given, str):
@@ -59,7 +56,7 @@ def of(op: str, given: Any) -> LookupSpec:
 
 
 def all_of(op: str, given: Any) -> tuple[tuple[str, LookupSpec], ...]:
-    """The specs of a group by name, as a hashable value. TypeError, ValueError: no mapping, or an empty one."""
+    """Gives the specs of a group by name, as a hashable value. TypeError, ValueError: no mapping, or an empty one."""
     if not isinstance(given, Mapping):
         raise TypeError(f"{op}: specs: got {type(given).__name__}, wanted a mapping from names to LookupSpecs.")
     if not given:
@@ -68,36 +65,27 @@ def all_of(op: str, given: Any) -> tuple[tuple[str, LookupSpec], ...]:
 
 
 def in_bags(op: str, spec: LookupSpec) -> LookupSpec:
-    """A spec as it is, if it has a combiner; otherwise raises ValueError."""
+    """Gives a spec as it is, if it has a combiner; otherwise raises ValueError."""
     if spec.combiner is None:
         raise ValueError(f'{op} "{spec.table}": combiner: got None, wanted "sum", "mean" or "sqrtn".')
     return spec
 
 
 def embedding(op: str, spec: LookupSpec, tables: FrozenTables | None, keys: Any, **more: Any) -> Array:
-    """What a layer of one input gives.
+    """Computes the result of a layer of one input, from keys or `jaxsok.Bags`.
 
-    Args:
-      op: named in errors, beside the table.
-      spec: of the layer.
-      tables: None: zeros of the same shape, for Linen's `init`.
-      keys: an array, or `jaxsok.Bags`.
-      more: offsets, weights, and what replaces the spec's combiner and max_norm where it is not None.
-
-    Raises:
-      RequestError: bags with an inverse or without a combiner, or offsets or weights given twice.
-      ValueError: a table of another dim, or no dim to make zeros of.
+    Without tables it gives zeros of the same shape, for Linen's `init`. `more` has offsets and weights, and replaces
+    the spec's combiner and max_norm where it is not None. RequestError: bags with an inverse or without a combiner, or
+    offsets or weights given twice. ValueError: a table of another dim, or no dim to make zeros of.
     """
     read = _read(f'{op} "{spec.table}"', spec, keys, **more)
     return _looked_up(op, {spec.table: spec}, tables, {spec.table: read})[spec.table]
 
 
 def embeddings(op: str, specs: Mapping[str, LookupSpec], tables: FrozenTables | None, inputs: Any) -> dict[str, Array]:
-    """What a layer of several inputs gives, in one call; `inputs` are keys of some or all specs, by name.
+    """Computes the results of a layer of several inputs in one call; `inputs` are keys of some or all specs, by name.
 
-    Raises:
-      RequestError: no mapping, a name that no spec has, or keys as `embedding` refuses them.
-      ValueError: a table of another dim, or no dim to make zeros of.
+    Errors are those of `embedding`; RequestError also for no mapping, or a name that no spec has.
     """
     if not isinstance(inputs, Mapping):
         raise RequestError(f"{op}: inputs: got {type(inputs).__name__}, wanted a mapping from names to keys.")
@@ -109,7 +97,7 @@ def embeddings(op: str, specs: Mapping[str, LookupSpec], tables: FrozenTables | 
 
 
 def check_tables(op: str, tables: Any) -> FrozenTables:
-    """Refuses what is no FrozenTables (TypeError), and nothing (ValueError)."""
+    """Refuses other things than FrozenTables (TypeError), and None (ValueError)."""
     if tables is None or isinstance(tables, tuple):
         raise ValueError(f"{op}: tables: got none, wanted FrozenTables: bind them with set_tables, or pass tables=.")
     if not isinstance(tables, FrozenTables):

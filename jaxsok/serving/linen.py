@@ -1,7 +1,7 @@
 """Flax Linen layers over frozen tables: `LookupLayer`, `SparseLookupLayer`, and a fused group of both.
 
 Tables reach a layer as an argument of its call, or by the collection "tables", which `set_tables` fills; they are never
-in "params". Nothing here is trained: the layers of training are in `jaxsok.layers`. Imported by the user:
+in "params". Nothing here is trained; `jaxsok.layers` is for training. Imported by the user:
 `from jaxsok.serving import linen as layers`.
 """
 
@@ -26,7 +26,7 @@ _TABLES, _FROZEN = "tables", "frozen"
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class _Unset:
-    """What `init` leaves in "tables" at each layer: the place of tables that are not there yet."""
+    """Fills the place of tables in the collection "tables" after `init`."""
 
 
 class LookupLayer(nn.Module):
@@ -44,7 +44,7 @@ class LookupLayer(nn.Module):
     """
 
     table: str
-    dim: int | None = None  # of its rows: checked where it is given; `init` without tables needs it
+    dim: int | None = None  # checked where it is given; `init` without tables needs it
 
     def __call__(self, keys: Any, max_norm: float | None = None, *, tables: FrozenTables | None = None) -> Array:
         """Looks up; see the class."""
@@ -68,7 +68,7 @@ class SparseLookupLayer(nn.Module):
 
     table: str
     combiner: Combiner = "mean"  # "sum", "mean" or "sqrtn"
-    dim: int | None = None  # of its rows: checked where it is given; `init` without tables needs it
+    dim: int | None = None  # checked where it is given; `init` without tables needs it
 
     def __call__(
         self,
@@ -103,14 +103,10 @@ class LookupLayers(nn.Module):
 
 
 def set_tables(variables: Mapping[str, Any], tables: FrozenTables) -> dict[str, Any]:
-    """Variables whose collection "tables" has tables at each layer.
+    """Gives variables whose collection "tables" has the tables at each layer.
 
-    Args:
-      variables: as `init` made them, or those of another version of the tables.
-      tables: of any sizes; TypeError: something else.
-
-    Raises:
-      ValueError: variables without the collection "tables".
+    The variables may come from `init`, or have another version of the tables, of any sizes. ValueError: they have no
+    collection "tables"; TypeError: `tables` are no FrozenTables.
 
     Example:
       `scores = model.apply(layers.set_tables(variables, tables), **inputs)`
@@ -129,15 +125,10 @@ def set_tables(variables: Mapping[str, Any], tables: FrozenTables) -> dict[str, 
 def as_function(
     model: nn.Module, variables: Mapping[str, Any], method: Any = None
 ) -> Callable[[FrozenTables, Mapping[str, Any]], Any]:
-    """A model as the pure function of tables and inputs by name that `export_model` takes; its parameters are inside.
+    """The model as the function of tables and inputs by name that `export_model` takes; its parameters are inside.
 
-    Args:
-      model: called as `model(**inputs)`.
-      variables: as `init` made them, with "params" as trained.
-      method: of the model, in place of `__call__`.
-
-    Raises:
-      ValueError: variables without the collection "tables".
+    `variables` come from `init`, with "params" as trained; ValueError: without the collection "tables". `method` of the
+    model is called in place of `__call__`, with `**inputs`.
 
     Example:
       `scores = jax.jit(layers.as_function(model, variables))(tables, {"user": words})`

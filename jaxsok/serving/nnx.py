@@ -1,8 +1,8 @@
 """Flax NNX layers over frozen tables: what HPS calls `LookupLayer` and `SparseLookupLayer`, and a fused group of both.
 
-Tables lie in Variables of a type of their own, so that they can be told from the dense parameters, taken out of a model
-and replaced (`set_tables`, `nnx.split(model, FrozenTablesVariable, ...)`). Nothing here is trained: the layers of
-training are in `jaxsok.layers`. Imported by the user: `from jaxsok.serving import nnx as layers`.
+Tables lie in Variables of their own type, apart from the dense parameters, and can be taken out of a model and replaced
+(`set_tables`, `nnx.split(model, FrozenTablesVariable, ...)`). Nothing here is trained; `jaxsok.layers` is for training.
+Imported by the user: `from jaxsok.serving import nnx as layers`.
 """
 
 from collections.abc import Callable, Mapping
@@ -38,18 +38,13 @@ Tables = FrozenTables | FrozenTablesVariable | None
 class LookupLayer(nnx.Module):
     """A row for each key, of one table: one call for this layer. Use `LookupLayers` where a model has several inputs.
 
-    Args:
-      table: its name.
-      dim: of its rows, checked where it is given.
-      tables: what the layer is bound to.
-
-    A call takes keys of any shape (as `LookupInput.keys`), `max_norm`, to which longer rows (L2) are scaled down, and
-    `tables` in place of the bound ones. It gives float32 `[*keys.shape, dim]`; a key that is not there reads its
-    table's default, PADDING_KEY zeros.
+    `dim` is checked where it is given. A call takes keys of any shape (as `LookupInput.keys`), `max_norm`, to which
+    longer rows (L2) are scaled down, and `tables` in place of the bound ones. It gives float32 `[*keys.shape, dim]`; a
+    missing key reads its table's default, PADDING_KEY zeros.
 
     Raises:
       TypeError, ValueError: when declared: no name, no dim, or no tables.
-      UnknownTableError, RequestError, ValueError: when called: an unknown table, keys that are none, or no tables.
+      UnknownTableError, RequestError, ValueError: when called: an unknown table, malformed keys, or no tables.
 
     Example:
       >>> import numpy as np
@@ -77,15 +72,10 @@ class LookupLayer(nnx.Module):
 class SparseLookupLayer(nnx.Module):
     """An embedding for each bag of keys, of one table: one call for this layer. `LookupLayers` fuses several.
 
-    Args:
-      table: its name.
-      combiner: "sum", "mean" or "sqrtn".
-      dim: of its rows, checked where it is given.
-      tables: what the layer is bound to.
-
-    A call takes keys: `jaxsok.Bags`, `[num_bags, hotness]` filled up with PADDING_KEY, or `[num_keys]` with `offsets`
-    `[num_bags + 1]`; `weights`, a float for each key; and `combiner`, `max_norm` and `tables` in place of the layer's.
-    It gives float32 `[num_bags, dim]`, zeros for an empty bag. Errors are those of `LookupLayer`.
+    `combiner` is "sum", "mean" or "sqrtn"; `dim` is checked where it is given. A call takes keys: `jaxsok.Bags`,
+    `[num_bags, hotness]` filled up with PADDING_KEY, or `[num_keys]` with `offsets` `[num_bags + 1]`; `weights`, a
+    float for each key; and `combiner`, `max_norm` and `tables` in place of the layer's. It gives float32
+    `[num_bags, dim]`, zeros for an empty bag. Errors are those of `LookupLayer`.
 
     Example:
       >>> import numpy as np
@@ -122,14 +112,11 @@ class SparseLookupLayer(nnx.Module):
 
 
 class LookupLayers(nnx.Module):
-    """Several inputs in one fused call, of any tables, dims and combiners. What a model with many tables should have.
+    """Several inputs in one fused call, of any tables, dims and combiners. Use it for models with many tables.
 
-    Args:
-      specs: by input; the name of a table stands for a row for each key.
-      tables: what the layer is bound to.
-
-    A call takes keys of some or all of the specs by name, `jaxsok.Bags` where there is a combiner, and `tables` in
-    place of the bound ones. It gives float32 by name, as the other two layers. Errors are those of `LookupLayer`.
+    In `specs` the name of a table stands for a row for each key. A call takes keys of some or all of the specs by name,
+    `jaxsok.Bags` where there is a combiner, and `tables` in place of the bound ones. It gives float32 by name, as the
+    other two layers. Errors are those of `LookupLayer`.
 
     Example:
       >>> import numpy as np
@@ -155,11 +142,9 @@ class LookupLayers(nnx.Module):
 
 
 def set_tables(model: Any, tables: FrozenTables) -> None:
-    """Binds all layers of a model to tables, `layers.set_tables(model, tables)`, as when there is a new version.
+    """Binds all layers of a model to tables, as when there is a new version.
 
-    Args:
-      model: with layers of this module, anywhere in it (ValueError: without).
-      tables: of any sizes; a program that is compiled for tables of the same sizes is used again.
+    Compiled programs are used again for tables of the same sizes. ValueError: the model has no layers of this module.
     """
     tables = group.check_tables("set_tables", tables)
     variables = [node for _, node in nnx.iter_graph(model) if isinstance(node, FrozenTablesVariable)]
@@ -172,14 +157,10 @@ def set_tables(model: Any, tables: FrozenTables) -> None:
 
 
 def as_function(model: Any, method: Callable[..., Any] | None = None) -> Callable[[FrozenTables, Mapping], Any]:
-    """A model as the pure function of tables and inputs by name that `export_model` takes; its parameters are inside.
+    """The model, as it is now, as the function of tables and inputs by name that `export_model` takes.
 
-    Args:
-      model: as it is now; `model.eval()` first, where that matters.
-      method: called as `method(model, **inputs)`; None: `model(**inputs)`.
-
-    Raises:
-      ValueError: a model without layers of this module.
+    Its parameters are inside; call `model.eval()` first, where that matters. `method` is called as
+    `method(model, **inputs)`; None: `model(**inputs)`. ValueError: the model has no layers of this module.
 
     Example:
       `scores = jax.jit(layers.as_function(model))(tables, {"user": words})`

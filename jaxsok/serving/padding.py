@@ -1,4 +1,4 @@
-"""Arrays filled up to a power of two, so that programs are few."""
+"""Fills arrays up to a power of two, so that programs are few."""
 
 from typing import Any
 
@@ -8,17 +8,12 @@ from jaxsok import keys as keys_lib
 
 
 def padded_size(num_keys: int, least: int) -> int:
-    """A power of two that has room for keys.
-
-    Example:
-      >>> padded_size(0, 256), padded_size(300, 256)
-      (256, 512)
-    """
+    """The least power of two from `least` on that has room for the keys."""
     return max(least, 1 << max(0, num_keys - 1).bit_length())
 
 
 def fill_up(array: np.ndarray, size: int, value: Any = 0) -> np.ndarray:
-    """A copy with lines of one value behind."""
+    """Copies an array, with lines of one value behind."""
     filled = np.empty((size, *array.shape[1:]), array.dtype)
     filled[: len(array)], filled[len(array) :] = array, value
     return filled

@@ -1,4 +1,4 @@
-"""The dense model of a served model: loaded, checked against the tables, and its requests as its programs take them."""
+"""Loads the dense model of a served model, checks it against the tables, and prepares its requests."""
 
 import dataclasses
 import functools
@@ -28,8 +28,8 @@ from jaxsok.types import NO_ROW, PADDING_KEY
 class Prediction:
     """A program of a dense model."""
 
-    inputs: tuple[tuple[str, Any], ...]  # of the model
-    sizes: tuple[tuple[int, int], ...]  # of its arguments (`artifact.ServedModel.sizes`)
+    inputs: tuple[tuple[str, Any], ...]
+    sizes: tuple[tuple[int, int], ...]  # `artifact.ServedModel.sizes`
 
     def fits(self, served: artifact.ServedModel | None) -> bool:
         """Whether a model has such a program."""
@@ -38,7 +38,7 @@ class Prediction:
 
 @dataclasses.dataclass(frozen=True)
 class PredictRequest:
-    """A prediction that is checked, as the program gets it."""
+    """A checked prediction, in its program's form."""
 
     served: artifact.ServedModel
     leaves: Mapping[str, Any]
@@ -50,7 +50,7 @@ class PredictRequest:
         return Prediction(tuple(self.served.inputs.items()), self.served.sizes(self.leaves))
 
     def keys(self) -> dict[str, np.ndarray]:
-        """The keys that are read of each table, as far as they are known, without those that fill up the program."""
+        """The known keys that are read of each table, without padding."""
         return {
             table: np.concatenate([keys_in(self.leaves[name])[self._read_part(name)] for name in names])
             for table, names in lookups_of(self.served)
@@ -68,7 +68,7 @@ class PredictRequest:
         return slice(0, self.num_samples * math.prod(leaves.shape[1:-1]))
 
     def cut(self, out: Mapping[str, Array]) -> dict[str, np.ndarray]:
-        """The results of the program without the rows of samples that are padding."""
+        """Takes the rows of padding samples from the results of the program."""
         arrays = {name: np.asarray(value) for name, value in out.items()}
         return {
             name: value[: self.num_samples] if self.served.outputs[name].is_batched else value
@@ -77,8 +77,8 @@ class PredictRequest:
 
 
 def first_predictions(served: artifact.ServedModel | None, levels: Sequence[int]) -> list[Prediction]:
-    """The programs of a dense model that are compiled before a request needs them, for so many samples each."""
-    if served is None or not served.is_per_sample:  # others are compiled for each size
+    """The programs of a dense model to compile before a request needs them, for so many samples each."""
+    if served is None or not served.is_per_sample:  # other models are compiled for each size
         return []
     found = []
     for level in levels:
@@ -114,7 +114,7 @@ def load_dense_model(
 
 
 def lookups_of(served: artifact.ServedModel) -> tuple[tuple[str, tuple[str, ...]], ...]:
-    """Tables, and the inputs that they are looked up by; without tables whose keys the model works out."""
+    """Tables, and the inputs that they are looked up by; without tables whose keys the model computes."""
     return tuple((table, names) for table, names in served.lookups.items() if names)
 
 
@@ -134,7 +134,7 @@ def count_found(
 ) -> jaxtyping.Int32[Array, "num_lookups 2"]:
     """Counts, for each lookup, the keys of a prediction's inputs that are there and those that are not.
 
-    The exported program gives outputs alone, so the keys are searched for once more, on its device.
+    The exported program gives outputs alone, so this searches for the keys once more, on its device.
     """
     counts = []
     for table, names in lookups:
@@ -158,7 +158,7 @@ def _read_words(leaves: Any) -> Any:
 
 
 def _example(spec: InputSpec, num_samples: int) -> Any:
-    """An input to compile programs with: no keys, and zeros."""
+    """An input to compile programs with: padding, and zeros."""
     if isinstance(spec, BagsInput):
         keys = np.full(num_samples, np.uint64(PADDING_KEY))
         weights = np.zeros(num_samples, np.float32) if spec.is_weighted else None

@@ -1,7 +1,7 @@
 """Rows in 8 bits: int8 or float8_e4m3fn numbers, and one float32 scale for each row.
 
-A number stands for itself times its row's scale, rounded to float32: that is what the kernels of frozen lookups read,
-so `dequantized` gives their bits. Everything here is NumPy, on the host.
+A number stands for itself times its row's scale, rounded to float32. Frozen lookups read the same bits as `dequantized`
+gives. Everything here is NumPy, on the host.
 
 Sources: the scaling by row of HugeCTR's parameter server for fp8 (a row's largest magnitude over 448, at least
 1 / (448 * 512)); the same with 127 for int8, which HPS does not have.
@@ -16,25 +16,11 @@ _LEAST_SCALE = {"int8": np.float32(2.0**-126), "float8_e4m3fn": np.float32(1.0 /
 
 
 def quantized(rows: np.ndarray, dtype: str) -> tuple[np.ndarray, np.ndarray]:
-    """Rounds rows to numbers of 8 bits, to nearest, ties to even.
+    """Rounds rows to numbers of 8 bits ("int8" or "float8_e4m3fn"), to nearest, ties to even; gives numbers and scales.
 
     A row's scale is its largest magnitude over the largest number (127, or 448), and at least 2^-126 for int8 and
-    1 / (448 * 512) for float8_e4m3fn: a row whose magnitudes stay below that loses bits.
-
-    Args:
-      rows: `[num_rows, dim]`, floats; those wider than float32 are rounded to it first.
-      dtype: "int8" or "float8_e4m3fn".
-
-    Returns:
-      The numbers `[num_rows, dim]`, and float32 scales `[num_rows]`.
-
-    Raises:
-      ValueError: another shape or dtype, or rows that are not finite; names the first such row.
-
-    Example:
-      >>> numbers, scales = quantized(np.array([[127.0, -63.6, 32.0]], np.float32), "int8")
-      >>> numbers.tolist(), scales.tolist(), dequantized(numbers, scales).tolist()
-      ([[127, -64, 32]], [1.0], [[127.0, -64.0, 32.0]])
+    1 / (448 * 512) for float8_e4m3fn: rows of smaller magnitudes lose bits. Floats wider than float32 are rounded to it
+    first. ValueError: another shape or dtype, or rows that are not finite; names the first such row.
     """
     if dtype not in _DTYPES:
         raise ValueError(f"quantized: dtype: got {dtype!r}, wanted one of {list(_DTYPES)}.")
@@ -57,19 +43,7 @@ def quantized(rows: np.ndarray, dtype: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def dequantized(numbers: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    """The float32 rows that numbers and scales stand for, to the bit as frozen lookups read them.
-
-    Args:
-      numbers: `[num_rows, dim]`, int8 or float8_e4m3fn.
-      scales: float32 `[num_rows]`.
-
-    Raises:
-      ValueError: arrays of other dtypes or shapes.
-
-    Example:
-      >>> dequantized(np.array([[3, -4]], np.int8), np.array([0.5], np.float32)).tolist()
-      [[1.5, -2.0]]
-    """
+    """The float32 rows of numbers and scales, to the bit as lookups read them. ValueError: other dtypes or shapes."""
     numbers, scales = np.asarray(numbers), np.asarray(scales)
     if numbers.ndim != 2 or numbers.dtype not in _DTYPES.values():
         raise ValueError(
@@ -84,7 +58,7 @@ def dequantized(numbers: np.ndarray, scales: np.ndarray) -> np.ndarray:
 
 
 def _scales(dtype: str, row_max: np.ndarray) -> np.ndarray:
-    """float32, such that the largest number times the scale stays finite."""
+    """float32 scales, such that the largest number times the scale stays finite."""
     largest = np.float32(_LARGEST[dtype])
     scales = np.maximum(row_max / largest, _LEAST_SCALE[dtype])
     with np.errstate(over="ignore"):

@@ -50,8 +50,9 @@ _HITS_AND_MISSING = [COUNTS.index(name) for name in ("num_found", "num_missing")
 _NO_KEYS = np.zeros(0, np.uint64)
 
 MOST_SETS = 16
-"""Sets of tables that have programs of their own; a request for yet another one looks up all tables of its model, or,
-where that makes too many rows, each of its own by itself."""
+"""Sets of tables with programs of their own. Another request looks up all tables of its model, or, where that makes too
+many rows, each of its own by itself.
+"""
 
 MOST_EXTRA_BYTES = 64 << 20  # rows that a program may make beyond those of the request, in bytes
 
@@ -66,12 +67,12 @@ ReadInputs: TypeAlias = Callable[[artifact.ServedModel | None], PredictRequest] 
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """What a reader answers."""
+    """The answer of a reader."""
 
     values: dict[str, np.ndarray]
     version: int
     counts: dict[str, tuple[int, ...]]
-    """By table: keys, and of them hits, missing, padding. A cache counts hits and missing itself: 0 here."""
+    """Keys by table, and of them hits, missing, padding. A cache counts hits and missing itself: 0 here."""
 
 
 class RowReader(Protocol):
@@ -81,15 +82,15 @@ class RowReader(Protocol):
     ready: Ready[Program]
 
     @property
-    def num_bytes(self) -> int: ...  # of the device
+    def num_bytes(self) -> int: ...  # device memory
 
     @property
-    def held_bytes(self) -> int: ...  # of the device, for a version that is not served yet
+    def held_bytes(self) -> int: ...  # device memory of a version that is not served yet
 
     @property
-    def host_bytes(self) -> int: ...  # of maps of rows, and of rows below a cache
+    def host_bytes(self) -> int: ...  # maps of rows, and rows below a cache
 
-    def lookup(self, keys: Mapping[str, np.ndarray]) -> Found: ...  # rows of uint64 keys by table
+    def lookup(self, keys: Mapping[str, np.ndarray]) -> Found: ...  # of uint64 keys by table
 
     def predict(self, read: ReadInputs) -> Found: ...
 
@@ -116,18 +117,13 @@ class RowReader(Protocol):
 
 
 def levels_of(max_batch_size: int) -> tuple[int, ...]:
-    """The numbers of samples that programs are made for.
-
-    Example:
-      >>> levels_of(100)
-      (16, 32, 64, 100)
-    """
+    """The numbers of samples that programs are made for: powers of two from LEAST_SAMPLES, and the maximum."""
     num_doubled = max(0, math.ceil(math.log2(max_batch_size / LEAST_SAMPLES)))
     return (*(LEAST_SAMPLES << step for step in range(num_doubled)), max_batch_size)
 
 
 class DeviceReader:
-    """Reads rows that all lie on one device, be it the host."""
+    """Reads rows that all lie on one device, or on the host."""
 
     def __init__(
         self,
@@ -168,7 +164,7 @@ class DeviceReader:
         num_keys = {name: array.size for name, array in keys.items()}
         while True:
             place = self.place_of(self.versions.current)
-            programs = self._programs(place, num_keys)  # compiled here, not while an update waits for its readers
+            programs = self._programs(place, num_keys)  # compiled here: not while an update waits for its readers
             words = [
                 np.concatenate([key_words(keys.get(name, _NO_KEYS).reshape(-1), size) for name, size in program])
                 for program in programs
@@ -194,10 +190,10 @@ class DeviceReader:
         return Found(values, version.number, _counted(num_keys, by_name))
 
     def _programs(self, place: Any, num_keys: Mapping[str, int]) -> list[Lookup]:
-        """Compiled programs that look up so many keys of some tables: one, or if they are not fused one for each.
+        """Compiled programs that look up so many keys of some tables: one, or one for each table if they are not fused.
 
-        Where the one for all tables is compiled and that for these alone is not, it does, and the other one is compiled
-        beside. `MOST_SETS` sets of tables get one. No program makes `MOST_EXTRA_BYTES` of rows beyond the request's.
+        If only the program for all tables is compiled, it answers, and that for these tables is compiled beside.
+        `MOST_SETS` sets of tables get one. No program makes `MOST_EXTRA_BYTES` of rows beyond the request's.
         """
         names = tuple(name for name in self.names if name in num_keys)
         samples = max(-(-num_keys[name] // self.per_sample[name]) for name in names)
@@ -346,7 +342,7 @@ class CacheReader:
             self.close()
             raise
         if config.is_refreshed:
-            self._clock.start()  # last: what fails above leaves no thread
+            self._clock.start()  # last: a failure above leaves no thread
 
     @property
     def num_bytes(self) -> int:
@@ -414,7 +410,7 @@ class CacheReader:
         served.compile(self.cache.tables_like(num_keys), leaves)
 
     def _warm_up(self, version: Version) -> None:
-        """Compiles the programs of lookups in all tables, and of the dense model, without keys that would count."""
+        """Compiles the programs of lookups in all tables, and of the dense model, and counts no keys."""
         per_sample = {table.name: table.max_keys_per_sample for table in self.config.tables}
         sets = [self.names] if self.config.is_fused else [(name,) for name in self.names]
         self.cache.warm_up(
@@ -444,7 +440,7 @@ class CacheReader:
             wait_s = self.config.refresh_interval
             try:
                 self.cache.refresh()
-            except Exception:  # of any tier; the next one may do
+            except Exception:  # any tier may fail; the next refresh may succeed
                 if not self._is_closed.is_set():
                     _log.exception('model "%s": the refresh of the cache failed, wanted its rows', self.config.model)
 
@@ -472,7 +468,7 @@ class CacheReader:
 
 
 def host_room() -> int | None:
-    """Bytes of host memory that are free; None: not known."""
+    """Free bytes of host memory; None: not known."""
     return updates.host_free_bytes()
 
 
@@ -489,7 +485,7 @@ def _require_room(config: ModelConfig, given: Given, device: Any, room: Callable
 
 
 def _counted(num_keys: Mapping[str, int], found: Mapping[str, Sequence[int]]) -> dict[str, tuple[int, ...]]:
-    """Counts of keys by table, of those that are there and those that are not; the rest is padding."""
+    """Counts keys by table: those that are there and those that are missing; the rest is padding."""
     return {name: (n, *found[name], n - sum(found[name])) for name, n in num_keys.items()}
 
 
@@ -506,7 +502,7 @@ def _rest_s(until: float | None) -> float | None:
 def look_up_words(
     tables: FrozenTables, words: jaxtyping.UInt32[Any, "num_keys 2"], sizes: tuple[tuple[str, int], ...]
 ) -> tuple[dict[str, Array], Array]:
-    """The rows of the keys of some tables, that lie behind each other, and what became of them."""
+    """Looks up the keys of some tables, which lie behind each other; gives rows and counts."""
     inputs, start = {}, 0
     for name, size in sizes:
         inputs[name] = LookupInput(name, words[start : start + size])

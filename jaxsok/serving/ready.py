@@ -1,7 +1,7 @@
-"""Programs of a model, compiled before they are needed: by the first request, and for a new version by its update.
+"""Compiles programs of a model before they are needed, by the first request or by a new version.
 
 A request decides which program it needs: sizes. A version decides for what it is compiled: the sizes of its tables
-(`Form`), and its dense model. Compiling holds up no request that needs no program.
+(`Form`), and its dense model. Requests that need no program do not wait for a compilation.
 """
 
 import atexit
@@ -28,17 +28,7 @@ MOST_MADE = 4096  # programs of a place that are known to be compiled, at most: 
 
 
 class Beside:
-    """A thread that compiles what would be better, while something that is there already does.
-
-    Example:
-      >>> done = []
-      >>> beside = Beside()
-      >>> for number in (1, 2, 1):
-      ...     beside.offer(number, lambda number=number: done.append(number))
-      >>> beside.drain()
-      >>> done
-      [1, 2]
-    """
+    """A thread that compiles better programs while existing ones are used."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -49,7 +39,7 @@ class Beside:
         self._is_closed = False
 
     def offer(self, name: Hashable, work: Callable[[], None]) -> None:
-        """Runs the work once, unless too many wait or no thread starts; a failure is logged, and not tried again."""
+        """Runs the work once, unless too many wait or no thread starts. Logs a failure, and does not try again."""
         with self._changed:
             if self._is_closed or name in self._known or len(self._waiting) >= MOST_BESIDE:
                 return
@@ -59,7 +49,7 @@ class Beside:
                 thread = threading.Thread(target=self._run, name="jaxsok-beside", daemon=True)
                 try:
                     thread.start()
-                except RuntimeError as error:  # no more of them may be, or Python ends
+                except RuntimeError as error:  # too many threads, or Python ends
                     _log.warning("no program is compiled beside: %s; larger ones do its work", error)
                     self._known.discard(name)
                     self._waiting.pop()
@@ -68,7 +58,7 @@ class Beside:
                 _started.add(self)
 
     def forget(self) -> None:
-        """Forgets all names: they may be offered again. What waits is dropped."""
+        """Drops waiting work and forgets all names: they may be offered again."""
         with self._changed:
             self._known.clear()
             self._waiting.clear()
@@ -79,13 +69,13 @@ class Beside:
             self._changed.wait_for(lambda: self._thread is None)
 
     def stop(self) -> None:
-        """Drops what waits, and takes no more; what runs goes on."""
+        """Drops waiting work, and takes no more; what runs goes on."""
         with self._changed:
             self._is_closed = True
         self.forget()
 
     def close(self, timeout_s: float | None = None) -> bool:
-        """Stops, and waits for what runs, at most so long; whether it has ended."""
+        """Stops, waits at most so long for what runs, and returns whether it has ended."""
         self.stop()
         with self._changed:
             return self._changed.wait_for(lambda: self._thread is None, timeout_s)
@@ -109,7 +99,7 @@ _started: "weakref.WeakSet[Beside]" = weakref.WeakSet()
 
 @atexit.register
 def _close_all() -> None:
-    """Python kills the process, if it ends while a thread is in the compiler."""
+    """Waits for compiling threads: Python kills the process if it ends while a thread is in the compiler."""
     started = list(_started)
     for beside in started:
         beside.stop()
@@ -121,18 +111,7 @@ _NONE: collections.OrderedDict[Any, None] = collections.OrderedDict()
 
 
 class Ready(Generic[Program]):
-    """Which programs are compiled where, and which were called last.
-
-    Example:
-      >>> made = []
-      >>> ready = Ready(lambda where, program: made.append((where, program)))
-      >>> for program in ("a", "b", "a"):
-      ...     ready.make("8 rows", program)
-      >>> made, ready.has("8 rows", "a"), ready.has("9 rows", "b")
-      ([('8 rows', 'a'), ('8 rows', 'b')], True, False)
-      >>> ready.used()
-      ['a', 'b']
-    """
+    """Knows which programs are compiled where, and which were called last."""
 
     def __init__(self, compile: Callable[[Any, Program], None]) -> None:
         self._compile = compile
@@ -140,13 +119,13 @@ class Ready(Generic[Program]):
         # All below is read and changed under `_lock`, which is free while a program is compiled. A program is in
         # `_running` from the first request for it until it is in `_made`, or could not be compiled.
         self._made: dict[Any, collections.OrderedDict[Program, None]] = {}
-        self._places: Collection[Any] | None = None  # that are remembered; None: any
+        self._places: Collection[Any] | None = None  # remembered places; None: all
         self._used: collections.OrderedDict[Program, None] = collections.OrderedDict()
         self._running: dict[tuple[Any, Program], concurrent.futures.Future[bool]] = {}  # whether it is compiled
         self._beside = Beside()
 
     def has(self, where: Any, program: Program) -> bool:
-        """Whether it is compiled; the caller is about to call it."""
+        """Whether a program is compiled; the caller is about to call it."""
         with self._lock:
             self._used[program] = None
             self._used.move_to_end(program)
@@ -158,7 +137,7 @@ class Ready(Generic[Program]):
             return program in made
 
     def make(self, where: Any, program: Program) -> None:
-        """Compiles it, unless it is; or waits for who does."""
+        """Compiles a program unless it is compiled, or waits for the thread that compiles it."""
         name = where, program
         while True:
             with self._lock:
@@ -175,28 +154,28 @@ class Ready(Generic[Program]):
                 return
 
     def make_beside(self, where: Any, program: Program) -> None:
-        """Has it compiled by a thread, for which no request waits."""
+        """Compiles a program in a thread, for which no request waits."""
         self._beside.offer((where, program), functools.partial(self.make, where, program))
 
     def drain(self) -> None:
-        """Waits for what is compiled beside."""
+        """Waits for background compilation."""
         self._beside.drain()
 
     def stop(self) -> None:
-        """Begins to compile nothing more beside."""
+        """Stops background compilation."""
         self._beside.stop()
 
     def close(self, timeout_s: float | None = None) -> bool:
-        """Stops, and waits for what is compiled beside, at most so long; whether it has ended."""
+        """Stops, waits at most so long for background compilation, and returns whether it has ended."""
         return self._beside.close(timeout_s)
 
     def used(self) -> list[Program]:
-        """Those that were called, the last `MOST_USED` of them; the latest last."""
+        """The last `MOST_USED` programs that were called; the latest last."""
         with self._lock:
             return list(self._used)
 
     def keep(self, places: Collection[Any]) -> None:
-        """Forgets what is compiled for other places, and what will be: it is called no more."""
+        """Forgets the programs of other places, compiled and future ones."""
         self._beside.forget()
         with self._lock:
             self._places = tuple(places)
@@ -219,14 +198,7 @@ class Ready(Generic[Program]):
 
 
 class Form:
-    """Shapes and places of the arrays of a pytree, as a value: a program is compiled for each.
-
-    Example:
-      >>> import numpy as np
-      >>> one, other = (Form(jax.device_put(np.zeros(size))) for size in (3, 4))
-      >>> one == other, one == Form(jax.device_put(np.ones(3))), one.tree.shape
-      (False, True, (3,))
-    """
+    """Shapes and places of the arrays of a pytree, as a value: a program is compiled for each."""
 
     def __init__(self, tree: Any) -> None:
         self.tree = jax.tree.map(

@@ -1,8 +1,8 @@
 """Which (table, key) has which row of a frozen store: kept on the host, beside rows that lie elsewhere.
 
-A frozen store has an index and no records, so nothing on its device could tell a free row or make the index anew. The
-map can: it is the index and the records of a store, on the CPU, worked on by the kernels of training. What it costs on
-the host (about 45 bytes a row) buys updates that touch only the rows that change.
+A frozen store has an index and no records, so its device can neither find a free row nor make the index anew. The map
+can: it is the index and the records of a store, on the CPU, changed by the kernels of training. For about 45 bytes a
+row on the host, updates touch only the rows that change.
 """
 
 import functools
@@ -30,11 +30,12 @@ from jaxsok.types import (
 )
 
 LOAD: float = 0.65
-"""Entries in use ÷ entries of an index when every row is in use: 24.6 bytes a row. Walks are short still, and below one
-key in 10^9 would find no entry within the kernels' bound; then the index is made larger."""
+"""Entries in use ÷ entries of an index when every row is in use: 24.6 bytes a row. Walks are still short, and less than
+one key in 10^9 finds no entry within the kernels' bound; then the index is made larger.
+"""
 
 KEYS_AT_A_TIME = 1 << 20
-_LEAST_KEYS = 1024  # of a call: its keys are padded to a power of two, so that programs are few
+_LEAST_KEYS = 1024  # in a call, padded to a power of two, so that programs are few
 _SEED = np.zeros(2, np.uint32)
 _SALT = [COUNTERS.index("salt_low"), COUNTERS.index("salt_high")]
 
@@ -42,15 +43,8 @@ _SALT = [COUNTERS.index("salt_low"), COUNTERS.index("salt_high")]
 class RowMap:
     """The rows of one frozen store by (table, key). Changed in place by one thread at a time.
 
-    Args:
-      num_tables: of the store.
-      capacity: its rows; ValueError where a store cannot have as many.
-      salt: 64 bits that are mixed into every hash; None: drawn, so that nobody can choose keys that collide.
-
-    Example:
-      >>> rows = RowMap(num_tables=1, capacity=4)
-      >>> rows.place(0, np.array([70, 90], np.uint64)).tolist(), rows.find(0, np.array([90, 5], np.uint64)).tolist()
-      ([0, 1], [1, 4294967295])
+    `salt` is 64 bits that are mixed into every hash; None: drawn, so that an attacker cannot choose keys that collide.
+    ValueError: a store cannot have as many rows as `capacity`.
     """
 
     def __init__(self, num_tables: int, capacity: int, *, salt: int | None = None) -> None:
@@ -67,12 +61,12 @@ class RowMap:
 
     @property
     def capacity(self) -> int:
-        """Rows of the store."""
+        """The rows of the store."""
         return self._records.shape[0]
 
     @property
     def num_buckets(self) -> int:
-        """Of the index."""
+        """The buckets of the index."""
         return self._index.shape[0]
 
     @property
@@ -82,12 +76,12 @@ class RowMap:
 
     @property
     def num_free(self) -> int:
-        """Rows that new keys can have."""
+        """The rows that new keys can have."""
         return self.capacity - int(self.table_rows.sum())
 
     @property
     def num_bytes(self) -> int:
-        """Of host memory."""
+        """Bytes of host memory."""
         return sum(array.nbytes for array in (self._index, self._counters, self._table_rows, self._records, self._rows))
 
     def find(self, table: int, keys: np.ndarray) -> np.ndarray:
@@ -99,7 +93,7 @@ class RowMap:
         return np.concatenate(found) if found else np.zeros(0, np.uint32)
 
     def place(self, table: int, keys: np.ndarray) -> np.ndarray:
-        """The row of each key, uint32; keys without one get free rows, those that were freed first.
+        """The row of each key, uint32; new keys get free rows, first those that were freed first.
 
         Keys (uint64) may repeat; PADDING_KEY gets NO_ROW. ValueError: not enough free rows; nothing has changed then.
         """
@@ -121,7 +115,7 @@ class RowMap:
         return np.concatenate(placed) if placed else np.zeros(0, np.uint32)
 
     def remove(self, table: int, keys: np.ndarray) -> int:
-        """Frees the rows of keys and counts them; keys without one are passed over."""
+        """Frees the rows of keys and counts them; ignores keys without a row."""
         removed = 0
         for words, ids, _ in self._parts(table, keys):
             self._index, self._counters, self._table_rows, self._records, count = _remove(
@@ -162,7 +156,7 @@ class RowMap:
         return other
 
     def _parts(self, table: int, keys: np.ndarray) -> Any:
-        """Pads keys and table ids, some at a time; gives them with the number of real keys."""
+        """Pads keys and table ids in parts; gives them with the number of real keys."""
         if not 0 <= table < self.num_tables:
             raise ValueError(f"RowMap: table: got {table}, wanted 0 to {self.num_tables - 1}.")
         for start in range(0, len(keys), KEYS_AT_A_TIME):
@@ -194,17 +188,12 @@ def _drawn_salt() -> np.ndarray:
 
 
 def buckets_of(capacity: int) -> int:
-    """Buckets of the index of a frozen store.
-
-    Example:
-      >>> buckets_of(1_000_000) * 64 / 1_000_000
-      24.615424
-    """
+    """The buckets of the index of a frozen store."""
     return max(4, -(-int(capacity / LOAD + 1) // ENTRIES_PER_BUCKET))
 
 
 def host_device() -> Any:
-    """JAX's CPU device. RuntimeError: it is switched off; says how to have it."""
+    """JAX's CPU device. RuntimeError: it is switched off; says how to switch it on."""
     try:
         return jax.local_devices(backend="cpu")[0]
     except RuntimeError as error:

@@ -1,7 +1,4 @@
-"""One model of a session: what a request may ask, what it gets, what is counted, and its next version.
-
-`Served` checks requests and counts them. Rows come from a row reader (readers.py), which knows where they lie.
-"""
+"""One model of a session: checks and counts requests, and makes the next version. Rows come from readers.py."""
 
 import dataclasses
 import functools
@@ -44,12 +41,12 @@ class Model:
 
     name: str
     tables: Mapping[str, FrozenTable]
-    num_rows: Mapping[str, int]  # of each table
+    num_rows: Mapping[str, int]  # by table
     max_batch_size: int  # samples in a request
     max_keys: Mapping[str, int]  # keys of each table in a request: `max_batch_size` times keys of a sample
     key_bits: int  # 64, or 32: then keys are 0 to 2**32 - 1
-    inputs: Mapping[str, Any] | None  # of `predict`, by name (`artifact.ServedModel.inputs`); None: no dense model
-    outputs: Mapping[str, Any] | None  # of `predict`, by name (`artifact.ServedModel.outputs`)
+    inputs: Mapping[str, Any] | None  # `artifact.ServedModel.inputs`, for `predict`; None: no dense model
+    outputs: Mapping[str, Any] | None  # `artifact.ServedModel.outputs`, likewise
     version: int
 
 
@@ -57,13 +54,8 @@ class Model:
 class Served:
     """One model of a session.
 
-    Args:
-      config: of the model.
-      key_bits: of all keys of the session.
-      device: where its rows lie, or are cached.
-      room: gives the bytes of the device that are free; None: not known.
-      memory: held while some of the device is taken, by all models that share it.
-      warm_up: whether programs are compiled before they are asked for.
+    `device` is where its rows lie, or are cached. `room` gives the device's free bytes; None: not known. `memory` is
+    held while some of the device is taken, by all models that share it.
     """
 
     def __init__(
@@ -119,13 +111,13 @@ class Served:
     # Requests --------------------------------------------------------------------------------------------------------
 
     def lookup(self, keys: Mapping[str, Any]) -> Answer:
-        """Rows of keys; see `Session.lookup`."""
+        """Gives rows of keys; see `Session.lookup`."""
         arrays = self._read_keys(keys)
         with self.workers:
             return self._answer("lookups", self.reader.lookup(arrays))
 
     def predict(self, inputs: Any) -> Answer:
-        """The outputs of the dense model; see `Session.predict`."""
+        """Gives the outputs of the dense model; see `Session.predict`."""
         with self.workers:
             return self._answer("predicts", self.reader.predict(lambda served: self._read_inputs(served, inputs)))
 
@@ -134,7 +126,7 @@ class Served:
         return Answer(found.values, version=found.version)
 
     def _read_keys(self, keys: Any) -> dict[str, np.ndarray]:
-        """The keys of a request as uint64, checked."""
+        """Checks the keys of a request; gives them as uint64."""
         op = "lookup"
         if not isinstance(keys, Mapping):
             raise RequestError(f"{op}: keys: got {type(keys).__name__}, wanted a mapping from tables to keys.")
@@ -153,7 +145,7 @@ class Served:
         return arrays
 
     def _read_inputs(self, served: artifact.ServedModel | None, inputs: Any) -> PredictRequest:
-        """The inputs of a prediction by a dense model, checked."""
+        """Checks the inputs of a prediction by a dense model."""
         op = "predict"
         if served is None:
             raise UnknownModelError(
@@ -215,7 +207,7 @@ class Served:
         return version.number
 
     def _prepare(self, old: Version, new: Version) -> None:
-        """Compiles for a new version what requests have used, before it is served."""
+        """Compiles for a new version the programs that requests have used, before it is served."""
         ready, place, old_place = self.reader.ready, self.reader.place_of(new), self.reader.place_of(old)
         if place == old_place:
             return
@@ -247,7 +239,7 @@ class Served:
         return stats
 
     def report(self) -> list[str]:
-        """What is served, as lines of text."""
+        """Describes the model as lines of text."""
         version = self._version
         lines = [
             f'model "{self.config.model}", version {version.number}: {self.reader.num_bytes:,} bytes on {self.device}, '
@@ -269,7 +261,7 @@ _KINDS: tuple[str, ...] = ("keys", "hits", "missing", "padding")
 
 
 class _Counts:
-    """Numbers of a model, added up."""
+    """Sums of what a model did."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self._lock = threading.Lock()
@@ -319,7 +311,7 @@ def _open_table(
 
 
 def _integers(given: Any, what: str) -> np.ndarray:
-    """Keys as an array of integers."""
+    """Converts keys to an array of integers."""
     if isinstance(given, jax.Array):
         raise RequestError(
             f"{what}: keys: got a jax.Array, which may be an int64 that JAX narrowed, wanted NumPy integers."

@@ -1,8 +1,7 @@
 """A session: the models of a configuration, opened, looked up in from many threads, and updated while they are.
 
-Tables come from the folders that the configuration names (sources.py), lie where it says (frozen.py on a device or on
-the host), are read by programs of few sizes (fused.py), and change in versions (updates.py). Each answer is of one
-version, whole.
+Tables come from folders (sources.py), lie on a device or the host (frozen.py), are read by programs of few sizes
+(fused.py), and change in versions (updates.py). Each answer is of one version, whole.
 """
 
 import functools
@@ -36,13 +35,13 @@ def open(
     """Opens all models of a configuration.
 
     Args:
-      config: the path of an HPS JSON file, what is in one, or what `config.read` gave.
+      config: the path of an HPS JSON file, its parsed content, or what `read_config` gave.
       device: of JAX; None: the one whose number is the last of `deployed_device_list`.
       warm_up: whether the programs of lookups in all tables of a model, and of its dense model, are compiled now, so
-        that no such request waits for one. Requests for fewer tables are answered by the same programs, until those
-        of their own are compiled beside.
-      memory_limit: bytes of the device's memory that tables may take; None: all that the device says that is free.
-        Rows in host memory may take what MemAvailable of /proc/meminfo says.
+        that no such request waits for one. They also answer requests for fewer tables, until the programs of these are
+        compiled beside.
+      memory_limit: bytes of the device's memory that tables may take; None: all that the device reports as free.
+        Rows in host memory may take MemAvailable of /proc/meminfo.
 
     Raises:
       ConfigError: the configuration, or a device that is not there.
@@ -89,7 +88,7 @@ class Session:
         self._memory_limit = memory_limit
         self._is_closed = False
         self._models: dict[str, Served] = {}
-        memory: dict[Any, threading.Lock] = {}  # of each device where rows lie
+        memory: dict[Any, threading.Lock] = {}  # by device where rows lie
         try:
             for number, model in enumerate(config.models):
                 at = _device(number, model, device)
@@ -112,16 +111,11 @@ class Session:
         return {name: served.describe() for name, served in self._models.items()}
 
     def lookup(self, keys: Mapping[str, Any], model: str | None = None) -> Answer:
-        """Reads rows.
+        """Reads rows: float32 `[*shape, dim]` by table, read-only.
 
-        Args:
-          keys: NumPy integers of any shape by table; not every table needs some. Negative int64 are the uint64 of the
-            same bits; PADDING_KEY (-1) reads zeros.
-          model: its name; None, if there is one.
-
-        Returns:
-          float32 `[*shape, dim]` by table, read-only; keys that are not there read the default of their table,
-          or the row that they would get in training.
+        `keys` are NumPy integers of any shape by table; not every table needs some. Negative int64 are the uint64 of
+        the same bits; PADDING_KEY (-1) reads zeros. Missing keys read the default of their table, or the row that they
+        would get in training. `model` may be None if there is one.
 
         Raises:
           UnknownModelError, UnknownTableError: there is none.
@@ -133,12 +127,11 @@ class Session:
     def predict(self, inputs: Mapping[str, Any], model: str | None = None) -> Answer:
         """Runs the dense model over the tables; gives its outputs by name.
 
-        Where each of its outputs has a row for each sample, batches are padded to a power of two, and the model has to
-        treat each sample by itself. Any other is called with the batch as it is; each size is compiled when it first
-        comes.
+        If each output has a row for each sample, batches are padded to a power of two, and the model must treat each
+        sample by itself. Other models get the batch as it is; each size is compiled when it first comes.
 
         Args:
-          inputs: by name, as `Model.inputs` tells.
+          inputs: by name, as in `Model.inputs`.
           model: its name; None, if there is one.
 
         Raises:
@@ -155,23 +148,19 @@ class Session:
         dense_file: str | os.PathLike[str] | None = None,
         in_place: InPlace = "auto",
     ) -> int:
-        """Brings tables, and the dense model if one is given, to a new version, while lookups go on.
+        """Brings tables, and the dense model if given, to a new version, while lookups go on; returns its number.
 
-        A lookup reads all its tables before the update or all after it. Where anything is refused or fails, what was
-        served before is served still.
+        A lookup reads all its tables before the update or all after it. After a failure the old version is served.
 
         Args:
           source: a folder: an export of `jaxsok.checkpoint` (a delta must follow what is served), a step of an Orbax
             checkpoint, or HPS directories in folders of the tables' names. Or a mapping from tables to such folders, or
             to HPS directories. Tables that are not there stay. None: only the dense model changes.
           model: its name; None, if there is one.
-          dense_file: an artifact that takes the place of the dense model in the same instant; None: it stays.
+          dense_file: an artifact that replaces the dense model in the same instant; None: it stays.
           in_place: False: the new version is made beside the old one, in new arrays for what changes. True: rows are
             changed where they lie; lookups wait meanwhile, and new keys take spare rows. "auto": in place where two
             copies do not fit.
-
-        Returns:
-          The number of the version.
 
         Raises:
           ServingError: it does not fit what is served, or there is no room; the message has the bytes or the rows.
@@ -181,8 +170,8 @@ class Session:
         Cost:
           Beside: a copy of the rows of each store that changes (tables of one dim and dtype share a store). In place:
           the changed rows, old and new, in host memory. Both: a copy of the store's map of rows (45 bytes a row) on the
-          host, and a new index (25 bytes a row) on the device. Where sizes change, or the dense model: what requests
-          have used is compiled before the version is served (the last `ready.MOST_USED` programs).
+          host, and a new index (25 bytes a row) on the device. Where sizes or the dense model change, the last
+          `ready.MOST_USED` programs of requests are compiled before the version is served.
         """
         return self._served("update", model).update(source, dense_file, in_place)
 
@@ -191,18 +180,14 @@ class Session:
         self._served("refresh", model).reader.refresh()
 
     def stats(self, model: str | None = None) -> dict[str, Any]:
-        """What was done, in numbers.
+        """Counts of a model; `model` may be None if there is one.
 
-        Args:
-          model: its name; None, if there is one.
-
-        Returns:
-          `version` and `source` (the folders of its tables); `lookups`, `predicts`, `updates`; of the keys that lookups
-          and predictions read `keys`, `hits`, `missing`, `padding` and `hit_rate`; `bytes` of the device and
-          `host_bytes`; and `tables`: the same of each. A prediction counts the keys of the inputs by which the model
-          looks up a table, once for each such table, and not those that it works out. Where rows are cached,
-          `distinct`, `hits`, `misses` and `missing` are of distinct keys of each call: hits are keys that the cache
-          had, missing those of its misses that no tier has. Warming up is not counted.
+        Gives `version` and `source` (the folders of its tables); `lookups`, `predicts`, `updates`; the keys that were
+        read as `keys`, `hits`, `missing`, `padding` and `hit_rate`; `bytes` of the device and `host_bytes`; and
+        `tables`: the same of each. A prediction counts the keys of the inputs by which the model looks up a table, once
+        for each such table, and not those that it computes. Where rows are cached, `distinct`, `hits`, `misses` and
+        `missing` are of distinct keys of each call: hits were in the cache, missing ones are misses that no tier has.
+        Warming up is not counted.
         """
         return self._served("stats", model).stats()
 
@@ -217,18 +202,14 @@ class Session:
     def close(self, timeout_s: float | None = None) -> bool:
         """Gives the memory back. Lookups that run end; later ones are refused.
 
-        Args:
-          timeout_s: for programs that are compiled beside, which nothing can cut off, and for a refresh; None: any
-            time. They go on and end by themselves; Python's own end waits for a compiler all the same.
-
-        Returns:
-          Whether all has ended.
+        Waits `timeout_s` (None: any time) for a refresh and for background compilation, and returns whether all has
+        ended. Later they end by themselves; Python's own end waits for a compiler all the same.
         """
         self._is_closed = True
         models, self._models = self._models, {}
         until = None if timeout_s is None else time.monotonic() + timeout_s
         for served in models.values():
-            served.reader.stop()  # all of them before any is waited for
+            served.reader.stop()  # stop all before waiting for any
         have_ended = [served.reader.close(until) for served in models.values()]
         return all(have_ended)
 

@@ -1,9 +1,8 @@
 """Where frozen tables come from: folders on this machine, as streams of rows with their keys.
 
-A folder is one of three: an HPS directory (`key`, `emb_vector`), an export of `jaxsok.checkpoint` (with what its deltas
-rest on), or a step of an Orbax checkpoint with jaxsok's tables below it. `open_table` gives the rows to serve, and
-`open_delta` what one delta changes. Everything is checked when it is opened, sizes, checksums and keys, before the
-first row is given out.
+A folder is an HPS directory (`key`, `emb_vector`), an export of `jaxsok.checkpoint` (with the base of its deltas), or a
+step of an Orbax checkpoint with jaxsok's tables below it. Sizes, checksums and keys are checked when it is opened,
+before the first row is given out.
 """
 
 import dataclasses
@@ -35,32 +34,33 @@ _ORBAX_TEMPORARY = ".orbax-checkpoint-tmp"  # in the name of a folder that Orbax
 class TableSource:
     """Rows of one table in checked files. Its methods read them again whenever they are called.
 
-    A file that changes while it is read is refused, as far as its checksum or its size tell.
+    A file that changes while it is read is refused, as far as its checksum or its size show it.
     """
 
     table: str
-    path: pathlib.Path  # of the folder with the files; of a chain, the last link's
+    path: pathlib.Path  # the folder with the files; for a chain, the last link's
     dim: int
-    dtype: str  # of the rows: "float32", "bfloat16" or "float16"; float32 of a chain whose links differ
+    dtype: str  # "float32", "bfloat16" or "float16"; float32 for a chain whose links differ
     num_rows: int  # given by `chunks`; of a chain, without rows that a later link replaces or removes
-    num_tombstones: int  # that `tombstones` gives
-    uuid: str | None  # by which the next delta knows what it rests on; None: an HPS directory, on which none can
+    num_tombstones: int  # number of keys in `tombstones`
+    uuid: str | None  # names the base of the next delta; None: an HPS directory, which no delta follows
     base: str | None  # the `uuid` that the delta rests on; None: it is no delta, but all of a table
     unknown: float | InitialRows | str | None
-    """What a key without a row reads in training: a number in every column, or its initial row; a text says which rows
-    no served table can work out; None: the files do not tell."""
+    """What a key without a row reads in training: a number in every column, or its initial row; a text describes rows
+    that served tables cannot compute; None: the files do not say.
+    """
     start: Callable[[], Iterator[Records]] = dataclasses.field(repr=False)
     start_tombstones: Callable[[], Iterator[np.ndarray]] = dataclasses.field(repr=False)
 
     def chunks(self) -> Iterator[Records]:
-        """The rows, some at a time: distinct keys (uint64), rows, and statistics where they were kept."""
+        """Gives the rows in chunks: distinct keys (uint64), rows, and statistics where they were kept."""
         return self.start()
 
     def __iter__(self) -> Iterator[Records]:
         return self.chunks()
 
     def tombstones(self) -> Iterator[np.ndarray]:
-        """Keys that are gone since the base, uint64, some at a time. A delta removes them before its rows come in."""
+        """Gives keys (uint64) in chunks that are gone since the base. A delta removes them before its rows come in."""
         return self.start_tombstones()
 
 
@@ -75,8 +75,7 @@ def open_table(
       table: its name in an export or a checkpoint; an HPS directory has one table, without a name.
       dim: that it must have.
       key_bits: 32: keys are cut to their low 32 bits, as HPS does where `supportlonglong` is false.
-      hotness: whether to read the `meta` of an HPS directory, if it has one, as frequencies. Exports have theirs either
-        way.
+      hotness: whether to read the `meta` of an HPS directory as frequencies. Exports have theirs either way.
       op: named in errors.
 
     Raises:
@@ -91,16 +90,6 @@ def open_table(
       Reads all files of the table once (of HPS: all keys), and for a chain or cut keys again, to count and to compare.
       Memory: a chunk (64 MiB, or as the export was written); for HPS and for cut keys 8 bytes a key, twice, but at most
       512 MiB; and 12 bytes for each key of a chain's deltas, for as long as the result lives.
-
-    Example:
-      >>> import tempfile
-      >>> from jaxsok.interchange.hps import write_hps
-      >>> with tempfile.TemporaryDirectory() as folder:
-      ...     records = Records(np.array([7, 9], np.uint64), np.ones((2, 4), np.float32))
-      ...     _ = write_hps(folder, records)
-      ...     source = open_table(folder, table="user", dim=4)
-      ...     source.num_rows, source.dtype, [chunk.keys.tolist() for chunk in source.chunks()]
-      (2, 'float32', [[7, 9]])
     """
     files_lib.check_dim(op, dim)
     folder, is_hps = _found(op, path, table)
@@ -128,13 +117,10 @@ def open_table(
 
 
 def open_delta(path: Path, *, table: str, dim: int, key_bits: KeyBits = 64, op: str = "open_delta") -> TableSource:
-    """Opens what one delta changes in a table: rows that come or are replaced, and keys that go.
+    """Opens what one delta changes in a table, for a server of its `base`: new or replaced rows, and keys that go.
 
-    After it, a server of what `base` names has what `uuid` names. The chain need not be there; arguments are those of
-    `open_table`. Reads all files of the table in the delta once.
-
-    Raises:
-      ServingError: it is no delta, or has another dim. Otherwise as `open_table`.
+    The chain need not be there. Reads all files of the table in the delta once. Arguments and errors are those of
+    `open_table`; ServingError also if it is no delta.
     """
     files_lib.check_dim(op, dim)
     folder, is_hps = _found(op, path, table)
@@ -167,7 +153,7 @@ def open_delta(path: Path, *, table: str, dim: int, key_bits: KeyBits = 64, op: 
 
 
 def is_delta(path: Path) -> bool:
-    """Whether a folder is one of `export_delta`; CorruptFileError: its manifest is damaged."""
+    """Whether `export_delta` wrote the folder; CorruptFileError: its manifest is damaged."""
     folder = pathlib.Path(path)
     return (folder / manifest_lib.NAME).is_file() and Source.of("is_delta", folder).manifest["kind"] == "delta"
 
@@ -271,7 +257,7 @@ def _cut(keys: np.ndarray, key_bits: KeyBits) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True)
 class _Latest:
-    """For each key that a delta of a chain names: the last link that does, by a row or by a tombstone."""
+    """The last link of a chain that names each key of its deltas, by a row or by a tombstone."""
 
     keys: np.ndarray  # uint64, ascending
     links: np.ndarray  # uint32: the number of the link
@@ -295,7 +281,7 @@ class _Latest:
         return cls(keys, links)
 
     def is_live(self, keys: np.ndarray, link: int) -> np.ndarray:
-        """Whether rows of a link are those of the whole chain: bool[num_keys]."""
+        """Whether no later link replaces the rows of a link: bool[num_keys]."""
         if self.keys.size == 0:
             return np.ones(keys.shape, bool)
         places = np.minimum(np.searchsorted(self.keys, keys), self.keys.size - 1)
@@ -309,7 +295,7 @@ def _live_keys(chain: Sequence[Source], table: str, latest: _Latest | None) -> I
 
 
 def _num_rows(chain: Sequence[Source], table: str, latest: _Latest | None, key_bits: KeyBits) -> int:
-    """How many rows a chain has; refuses keys that are equal when they are cut."""
+    """Counts the rows of a chain; refuses keys that are equal when they are cut."""
     if latest is None:
         num_rows = chain[0].manifest["tables"][table]["num_rows"]
     else:

@@ -1,9 +1,9 @@
 """Tables that change while they are served: versions, side by side or in place.
 
-A version is a value. An update makes the next one *beside* it, which copies only the arrays of the stores that change,
-and swaps one reference; or, where two copies do not fit, *in place*: changed rows are scattered into donated arrays
-while readers wait. Either way everything is read and checked before anything is touched, a reader sees all tables of
-one version, and an update that fails leaves what was served.
+A version is a value. An update makes the next one *beside* it, which copies the arrays of the stores that change and
+swaps one reference. Where two copies do not fit, it works *in place*: it scatters changed rows into donated arrays
+while readers wait. Either way it reads and checks everything before it changes anything, a reader sees all tables of
+one version, and after a failure the old version is served.
 """
 
 import contextlib
@@ -45,19 +45,19 @@ from jaxsok.types import MAX_CAPACITY, NO_ROW
 InPlace = bool | Literal["auto"]
 Source = str | os.PathLike[str] | Mapping[str, str | os.PathLike[str]]
 
-PIECE_BYTES = 32 * 2**20  # of rows that cross to the device at a time
+PIECE_BYTES = 32 * 2**20  # rows cross to the device in such pieces
 
 _HPS_FILES = ("key", "emb_vector")
 
 
 @dataclasses.dataclass(frozen=True)
 class Version:
-    """What is served at one time."""
+    """One version of the tables and the dense model."""
 
     number: int  # 1 at first; each update adds one
     tables: FrozenTables
-    num_rows: Mapping[str, int]  # of each table
-    files: Mapping[str, str]  # the folder that each table was last changed by
+    num_rows: Mapping[str, int]  # by table
+    files: Mapping[str, str]  # the folder that changed each table last
     uuids: Mapping[str, str | None]  # which export each table holds; None: no delta can follow
     unknowns: Mapping[str, Any]  # what the first files say of keys without a row (`TableSource.unknown`)
     served: Any = None  # the dense model (`artifact.ServedModel`), or None
@@ -65,7 +65,7 @@ class Version:
 
     @functools.cached_property
     def form(self) -> Form:
-        """Of the arrays: programs are compiled for it."""
+        """The form of the arrays: programs are compiled for it."""
         return Form(self.tables)
 
 
@@ -78,7 +78,7 @@ class Change:
 
     @property
     def is_whole(self) -> bool:
-        """Whether it brings all rows: those that it does not name go."""
+        """Whether it brings all rows: rows of other keys go."""
         return self.source.base is None
 
     @property
@@ -87,7 +87,7 @@ class Change:
         return not self.is_whole and self.source.num_rows == 0 and self.source.num_tombstones == 0
 
     def pieces(self) -> Iterator[Records]:
-        """Its rows, few enough for one write."""
+        """Its rows in pieces, small enough for one write."""
         most = max(1, PIECE_BYTES // self.table.row_bytes)
         for records in self.source.chunks():
             check_records("update", self.table, records)
@@ -101,20 +101,10 @@ Publish = Callable[[Version, tuple[RowMap, ...], Mapping[str, np.ndarray]], None
 class Versions:
     """The versions of one model's tables, whose rows all lie on one device. Loads the first one.
 
-    Args:
-      name: of the model, for messages.
-      given: the tables, and what is in them.
-      device: where the rows lie.
-      key_bits: as the sources were opened with.
-      spare_rows: rows of each table that updates in place may add.
-      room: bytes that are free on the device now; None: it cannot be known.
-      served: the dense model.
-      dense_file: where that came from.
-      can_donate: whether rows may be changed where they lie: False if others read them beside `reading`.
-      memory: held while an update takes some of it, not while it compiles: a lock of all who share the device.
-
-    Raises:
-      ServingError: there is no room.
+    `room` is the free bytes on the device; None: not known. `spare_rows` of each table are for updates in place.
+    `can_donate` is False if others read the rows beside `reading`; rows then may not change where they lie. `memory`
+    is a lock of all who share the device, held while an update takes some of it, not while it compiles.
+    ServingError: there is no room.
     """
 
     def __init__(
@@ -162,21 +152,21 @@ class Versions:
             dense_file=dense_file,
         )
         self.num_in_place = 0
-        self.held_bytes = 0  # of the device, for a version that is not served yet
+        self.held_bytes = 0  # device memory of a version that is not served yet
 
     @property
     def current(self) -> Version:
-        """The latest; to look at, not to look up in, which is what `reading` is for."""
+        """The latest version, to inspect; look up under `reading`."""
         return self._current
 
     @property
     def host_bytes(self) -> int:
-        """Of the maps of rows."""
+        """Bytes of the maps of rows."""
         return sum(row_map.num_bytes for row_map in self._maps)
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[Version]:
-        """A version whose arrays nobody takes away until work over them is dispatched."""
+        """Gives a version whose arrays are not donated until work over them is dispatched."""
         with self._gate.reading():
             yield self._current
 
@@ -191,17 +181,17 @@ class Versions:
         publish: Publish = lambda new, maps, changed: None,
         settle: Callable[[Version], None] = lambda now: None,
     ) -> Version:
-        """Makes the next version and serves it.
+        """Makes the next version and serves it; see `Session.update`.
 
         Args:
-          source: see `Session.update`; None: tables stay.
+          source: None: tables stay.
           in_place: see `Session.update`.
-          served: another dense model, with `dense_file`; None: it stays.
-          dense_file: where that came from.
+          served: another dense model; None: it stays.
+          dense_file: where `served` came from.
           prepare: called with the old and the new version before the new one is served; raises if it cannot be.
           publish: called with the new version when it is whole, the maps of its stores, and the keys of each table that
-            changed or went, for those who do not read by `reading`.
-          settle: called at the end, also after a failure, with the version that is served; no update runs meanwhile.
+            changed or went, for readers that do not use `reading`.
+          settle: called at the end, also after a failure, with the served version; no update runs meanwhile.
 
         Raises:
           ServingError: it cannot be done; nothing has changed.
@@ -253,7 +243,7 @@ class Versions:
                     stores[plan.store] = plan.copied(stores[plan.store], self.device)
                 tables = _with_stores(old.tables, stores)
                 held_bytes = sum(plan.bytes_beside(old.tables.stores[plan.store]) for plan in plans)
-            jax.block_until_ready(tables)  # what fails fails here, and no reader waits for it
+            jax.block_until_ready(tables)  # failures are raised here, and no reader waits
             new = dataclasses.replace(new, num_rows=_num_rows(old.tables, maps), tables=tables)
             self.held_bytes = held_bytes
         try:
@@ -273,7 +263,7 @@ class Versions:
         return self._current
 
     def _require_room(self, needed: int) -> None:
-        """Refuses to go on where others took the memory for a piece of rows while programs were compiled."""
+        """Refuses if other models took the memory for a piece of rows while programs were compiled."""
         free = self._room()
         if free is not None and needed > free:
             raise ServingError(
@@ -283,7 +273,7 @@ class Versions:
 
     @property
     def maps(self) -> tuple[RowMap, ...]:
-        """Of the rows of the latest version; not to be changed."""
+        """The maps of the rows of the latest version; not to be changed."""
         return self._maps
 
     # Planning --------------------------------------------------------------------------------------------------------
@@ -291,7 +281,7 @@ class Versions:
     def _planned(
         self, tables: FrozenTables, changes: Sequence[Change], in_place: InPlace
     ) -> tuple[list["_StorePlan"], bool]:
-        """Plans each store that changes, and whether in place. Reads all keys; refuses what cannot be done."""
+        """Plans each store that changes, and whether in place. Reads all keys; refuses impossible updates."""
         of_store: dict[int, list[Change]] = {}
         for change in changes:
             if not change.is_empty:
@@ -303,7 +293,7 @@ class Versions:
             free = self._room()
             is_grown = any(plan.row_map.capacity > tables.stores[plan.store].capacity for plan in plans)
             if free is None or beside <= free or not is_grown:
-                break  # else without room to grow further
+                break  # otherwise try without room to grow further
         within = sum(plan.index_bytes for plan in plans) + max((p.piece_bytes for p in plans), default=0)
         fits = free is None or beside <= free
         if in_place is False or (in_place == "auto" and (fits or not self._can_donate)):
@@ -334,7 +324,7 @@ class Versions:
         return plans, True
 
     def _plan(self, tables: FrozenTables, s: int, changes: Sequence[Change], is_roomy: bool) -> "_StorePlan":
-        """Makes the map of a store's rows as it will be; if it grows, with room to grow further or without."""
+        """Makes the new map of a store's rows; if it grows, with room to grow further or without."""
         old, spec = self._maps[s], tables.spec.stores[s]
         number_of = {table.name: number for number, table in enumerate(spec)}
         keys = {change.table.name: _all_keys(change) for change in changes}
@@ -390,9 +380,9 @@ class Versions:
 
 @dataclasses.dataclass(frozen=True)
 class _Staged:
-    """What an update in place writes, on the host, made ready before readers are stopped."""
+    """The writes of an update in place, made ready on the host before readers are stopped."""
 
-    stores: Sequence[FrozenStore]  # that it writes to
+    stores: Sequence[FrozenStore]  # written to
     after: list[tuple[int, np.ndarray, np.ndarray, np.ndarray | None]]  # store, row ids, lines and scales of each piece
     before: list[tuple[np.ndarray, np.ndarray | None]]  # lines and scales as they are
 
@@ -402,7 +392,7 @@ class _Staged:
         return cls(tables.stores, after, [_lines_at(tables.stores[s], row_ids) for s, row_ids, _, _ in after])
 
     def make_ready(self) -> None:
-        """Compiles what writes."""
+        """Compiles the writes."""
         for s, row_ids, _, _ in self.after:
             ready_to_write(self.stores[s], len(row_ids))
 
@@ -412,16 +402,16 @@ class _StorePlan:
     """The next version of one store."""
 
     store: int
-    row_map: RowMap  # as it will be
+    row_map: RowMap  # of the next version
     changes: list[Change]
-    number_of: Mapping[str, int]  # of each table in the store
+    number_of: Mapping[str, int]  # by table in the store
     num_needed: int  # rows in use
     is_fresh: bool  # whether no row of the old store stays
     changed: Mapping[str, np.ndarray]  # the keys of each table that have other rows, or none any more
 
     @property
     def piece_bytes(self) -> int:
-        """Bytes of the device for a piece of rows, while it is written."""
+        """Device memory for writing a piece of rows."""
         most = max((change.source.num_rows * change.table.row_bytes for change in self.changes), default=0)
         return 2 * min(PIECE_BYTES, most)  # padded to a power of two
 
@@ -448,7 +438,7 @@ class _StorePlan:
                 yield row_ids, *lines_of(change.table, records.rows)
 
     def copied(self, old: FrozenStore, device: Any) -> FrozenStore:
-        """The next version of the store, beside it; rows are shared where none changes."""
+        """The next version of the store, beside it; shares the rows if none changes."""
         capacity, store, is_mine = self.row_map.capacity, old, False
         if self.is_fresh or capacity != old.capacity:
             with jax.default_device(device):
@@ -466,10 +456,9 @@ class _StorePlan:
 
 
 def read_changes(model: str, source: Source, version: Version, key_bits: sources_lib.KeyBits) -> list[Change]:
-    """Opens and checks what an update brings: a folder, or folders by table, that comes after a version.
+    """Opens and checks an update: a folder, or folders by table, that comes after a version.
 
-    Raises:
-      ServingError: a delta that rests on something else, or nothing that the model has; and as `open_table`.
+    Raises ServingError for a delta of another base, or without tables of the model; and as `open_table`.
     """
     tables, op = version.tables.tables, "update"
     if isinstance(source, Mapping):
@@ -508,7 +497,7 @@ def _opened(op: str, path: str | os.PathLike[str], table: FrozenTable, key_bits:
 def _of_folder(
     op: str, model: str, folder: pathlib.Path, tables: Mapping[str, FrozenTable], key_bits: sources_lib.KeyBits
 ) -> dict[str, TableSource]:
-    """The tables of a model that a folder has: an export, a checkpoint, HPS directories by name, or one such."""
+    """The tables of a model in a folder: an export, a checkpoint, HPS directories by name, or one HPS directory."""
     if any((folder / name).is_file() for name in _HPS_FILES):
         if len(tables) > 1:
             raise ServingError(
@@ -535,7 +524,7 @@ def _of_folder(
 
 
 def _all_keys(change: Change) -> np.ndarray:
-    """Keys of the rows that it brings. Reads all rows, so that damage and misfits are found here."""
+    """Reads all rows of a change, so that damage and misfits are found here; gives their keys."""
     keys = [records.keys.copy() for records in change.pieces()]
     return np.concatenate(keys) if keys else np.zeros(0, np.uint64)
 
@@ -556,10 +545,7 @@ def _gone(row_map: RowMap, number: int, change: Change, keys: np.ndarray) -> np.
 
 
 def free_bytes(device: Any, limit: int | None, used: int) -> int | None:
-    """Bytes of a device's memory that are free; with a limit what is left of it beside `used`.
-
-    None: there is no limit, and the device does not say, as CPUs do not.
-    """
+    """Free bytes of a device's memory, with a limit what is left of it beside `used`; None: not known, as on CPUs."""
     if limit is not None:
         return max(0, limit - used)
     found = device.memory_stats()
@@ -569,7 +555,7 @@ def free_bytes(device: Any, limit: int | None, used: int) -> int | None:
 
 
 def host_free_bytes() -> int | None:
-    """Bytes of memory that Linux could give a process now (MemAvailable); None where it does not say."""
+    """Free memory by Linux's MemAvailable; None: not known."""
     try:
         lines = pathlib.Path("/proc/meminfo").read_text().splitlines()
     except OSError:
@@ -594,7 +580,7 @@ def _with_indices(tables: FrozenTables, indices: Mapping[int, tuple[Array, Array
 
 
 def _lines_at(store: FrozenStore, row_ids: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
-    """Rows of a store as they are stored, on the host."""
+    """Copies stored rows to the host."""
     ids = fill_up(np.asarray(row_ids, np.uint32), padded_size(len(row_ids), 1024))
     lines, scales = _taken(store.rows, store.scales, ids)
     return np.asarray(lines)[: len(row_ids)], np.asarray(scales[0])[: len(row_ids)] if scales else None

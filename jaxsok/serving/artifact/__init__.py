@@ -1,11 +1,11 @@
 """A whole model as a file: the program and its dense parameters, for any batch size; the tables stay outside.
 
-A folder of two files. `model.stablehlo` has what `jax.export` wrote; `model.json` says what goes in and comes out,
-which tables are wanted, and the checksums. The program takes the arrays of the tables as arguments, of any number of
-rows and buckets, and their defaults and numbers likewise: tables can be replaced by larger ones, by ones that lie
-beside others in their stores, or in another order. What is fixed is the name, the dim and the row dtype of each.
+A folder of two files. `model.stablehlo` has what `jax.export` wrote; `model.json` has inputs, outputs, the wanted
+tables, and checksums. The program takes the arrays of the tables as arguments, of any number of rows and buckets, with
+their defaults and numbers: a table can be replaced by a larger one, or by one in another store or order. Its name, dim
+and row dtype are fixed.
 
-Loading needs jaxsok and JAX, and nothing of the code that made the model.
+Loading needs jaxsok and JAX, and not the code that made the model.
 """
 
 from jaxsok.serving.artifact.export import export_model

@@ -1,4 +1,4 @@
-"""Exporting: a model of any of three kinds becomes one program, which takes tables and inputs of any size."""
+"""Exporting: a Flax module or a function becomes one program, which takes tables and inputs of any size."""
 
 import os
 import pathlib
@@ -64,7 +64,7 @@ def export_model(
       model: a function of (tables, inputs by name), a module of Flax NNX, or one of Linen. A module is called with the
         inputs by keyword. It gives an array, or arrays by name. What it closes over, dense parameters too, is in the
         file, so below 2 GB.
-      tables: of the names, dims and row dtypes that will be served; their rows do not go into the file.
+      tables: with the names, dims and row dtypes that will be served; their rows do not go into the file.
       inputs: by name.
       variables: of a Linen module, as `init` made them, with "params" as trained.
       platforms: "cpu" and "cuda"; neither needs to be there now.
@@ -75,10 +75,9 @@ def export_model(
       TypeError, ValueError: names the argument; or JAX's words for what it cannot trace with an unknown batch size.
 
     Note:
-      Sessions pad batches, and the server joins those of several clients, where every result has the batch as its first
-      axis. Such a model has to treat each sample by itself: a mean or a softmax over the batch would see the others. A
-      model with any other result (a mean over the batch, a constant) is called with each request as it is, and compiled
-      for each size that comes.
+      Sessions pad batches, and the server joins those of several clients, if every result has the batch as its first
+      axis. Such a model must treat each sample by itself: a mean or a softmax over the batch would see the others. A
+      model with any other result is called with each request as it is, and compiled for each size that comes.
 
     Cost:
       The model is traced and lowered once.
@@ -138,7 +137,7 @@ def _lookups(
 
 
 def _function_of(op: str, model: Any, variables: Mapping[str, Any] | None) -> Function:
-    """A model of any of three kinds as a function; Flax is not imported for it."""
+    """Makes a function of a model of any kind; does not import Flax."""
     flax = {name: sys.modules.get(f"flax.{name}") for name in ("nnx", "linen")}
     if flax["linen"] is not None and isinstance(model, flax["linen"].Module):
         from jaxsok.serving import linen

@@ -116,11 +116,11 @@ _MODEL = manifests.entries(
     },
     {"lookups": manifests.by_name(manifests.optional(manifests.list_of(_NAME)))},
 )
-"""What a manifest has; the rest of an input is checked where it is made."""
+"""The schema of a manifest; the rest of an input is checked where it is made."""
 
 
 def write(path: pathlib.Path, program: bytes, manifest: dict[str, Any]) -> None:
-    """Writes both files into a folder of this writer's own, which then gets its name."""
+    """Writes both files into a temporary folder, which then gets its name."""
     manifest = {**manifest, "program": {"bytes": len(program), "sha256": hashlib.sha256(program).hexdigest()}}
     manifest["sha256"] = _digest(manifest)
     folder = published.unfinished(path, secrets.token_hex(8))
@@ -144,7 +144,7 @@ def _digest(manifest: Mapping[str, Any]) -> str:
 
 
 def read_manifest(op: str, path: pathlib.Path) -> dict[str, Any]:
-    """The manifest of an artifact, checked."""
+    """Reads and checks the manifest of an artifact."""
     file = path / MANIFEST
     if not path.is_dir():
         raise FileNotFoundError(f"{op}: path: got {path}, where there is no folder, wanted one of export_model.")
@@ -164,7 +164,7 @@ def read_manifest(op: str, path: pathlib.Path) -> dict[str, Any]:
 
 
 def read_program(op: str, file: pathlib.Path, wanted: Mapping[str, Any]) -> bytes:
-    """The program of an artifact, checked against its manifest."""
+    """Reads the program of an artifact, and checks it against the manifest."""
     try:
         size = file.stat().st_size
     except FileNotFoundError as error:

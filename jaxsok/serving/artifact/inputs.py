@@ -36,7 +36,7 @@ class KeysInput:
 
 @dataclasses.dataclass(frozen=True)
 class BagsInput:
-    """A bag of keys for each sample: the model gets `jaxsok.Bags` with offsets, and so does a caller give them.
+    """A bag of keys for each sample: callers give `jaxsok.Bags`, and the model gets them with offsets.
 
     Example:
       >>> BagsInput("item", is_weighted=True).table
@@ -80,14 +80,14 @@ KINDS: dict[str, type] = {"keys": KeysInput, "bags": BagsInput, "array": ArrayIn
 
 @dataclasses.dataclass(frozen=True)
 class OutputSpec:
-    """One of the results of a model."""
+    """A result of a model."""
 
     shape: tuple[int | str, ...]  # a number, or a formula of "b", the batch size
     dtype: str
 
     @property
     def is_batched(self) -> bool:
-        """Whether it has a line for each sample."""
+        """Whether it has a row for each sample."""
         return bool(self.shape) and self.shape[0] == BATCH
 
 
@@ -110,7 +110,7 @@ def _check_shape(one: Any) -> None:
 
 
 def input_shapes(spec: InputSpec, num_samples: Any, num_keys: Any) -> Any:
-    """Shapes of an input of a program; `num_keys` are those of bags. Sizes may be symbolic."""
+    """The shapes of an input of a program; `num_keys` are those of bags. Sizes may be symbolic."""
     shape = jax.ShapeDtypeStruct
     if isinstance(spec, KeysInput):
         return shape((num_samples, *spec.shape, 2), jnp.uint32)
@@ -121,7 +121,7 @@ def input_shapes(spec: InputSpec, num_samples: Any, num_keys: Any) -> Any:
 
 
 def read_input(what: str, spec: InputSpec, given: Any) -> tuple[Any, int]:
-    """Checks an input; gives it as the program gets it, and its batch size."""
+    """Checks an input; gives it in the program's form, with its batch size."""
     if isinstance(spec, KeysInput):
         words = _words(what, given)
         if words.ndim < 2 or words.shape[1:-1] != spec.shape:

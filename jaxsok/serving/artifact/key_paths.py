@@ -1,7 +1,7 @@
-"""Which inputs of a traced model its lookups read, and by which tables: so that a cache knows what to fetch.
+"""Finds which inputs of a traced model its lookups read, by table, so that a cache knows what to fetch.
 
 `mark` names the keys of a lookup in the trace. `found` follows each input to those names, through operations that pick
-and move whole keys. What does anything else to the words of a key makes another key, of which nothing is known.
+and move whole keys. Any other operation on the words of a key makes an unknown key.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,7 +32,7 @@ _CALLS = {
     "remat": "jaxpr",
     "remat2": "jaxpr",
 }
-"""Operations that are a call, and where their program is."""
+"""Call operations, and the parameter that has their program."""
 
 _RAW = frozenset({"ffi_call", "custom_call", *_CALLS})  # what may take the rows of a store: lookups do
 
@@ -45,16 +45,10 @@ def mark(table: str, words: Any) -> Array:
 def found(
     jaxpr: Any, inputs: Sequence[str | None], raw: Sequence[Sequence[str]], tables: Sequence[str]
 ) -> dict[str, tuple[str, ...] | None]:
-    """The inputs whose keys each table is looked up by.
+    """Finds the inputs whose keys each table is looked up by.
 
-    Args:
-      jaxpr: of the model, closed.
-      inputs: for each argument the input whose keys it is, or None.
-      raw: for each argument the tables whose rows it is.
-      tables: all.
-
-    Returns:
-      Names by table, none where it is not read; None: the model works keys out, or reads rows without a lookup.
+    `inputs` has for each argument the input whose keys it is, `raw` the tables whose rows it is. Gives no names for a
+    table that is not read; None where the model computes keys, or reads rows without a lookup.
     """
     walk = _Walk(tables)
     walk.run(
@@ -171,7 +165,7 @@ def _gathers_words(eqn: Any) -> bool:
 
 
 def _is_by_lines(eqn: Any) -> bool:
-    """Whether all of the last axis of the result is one number."""
+    """Whether the result has one number along its last axis."""
     dims, last = eqn.params["broadcast_dimensions"], _last(eqn.outvars[0])
     return last not in dims or eqn.invars[0].aval.shape[dims.index(last)] == 1
 

@@ -1,4 +1,4 @@
-"""Loading: an exported model, which is called with tables and inputs."""
+"""Loading an exported model, and calling it with tables and inputs."""
 
 import dataclasses
 import functools
@@ -29,22 +29,22 @@ from jaxsok.serving.padding import padded_size
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ServedModel:
-    """A model that was exported: what it wants, and the call. Made by `load_model`; equal to itself alone."""
+    """An exported model: what it wants, and its call. Made by `load_model`; equal to itself alone."""
 
     inputs: dict[str, InputSpec]  # by name, in the order of the export
     outputs: dict[str, OutputSpec]  # by name
     tables: dict[str, FrozenTable]
-    """That `call` wants, by name. Keys without a row read what the tables that are given say, not what these say."""
+    """The tables that `call` wants. Keys without a row read what the tables of the call say, not what these say."""
     lookups: dict[str, tuple[str, ...] | None]
-    """By table the inputs whose keys it is looked up by; None: keys are worked out by the model, or it is not known."""
-    platforms: tuple[str, ...]  # that it has a program for
+    """By table the inputs whose keys it is looked up by; None: the model computes keys, or it is not known."""
+    platforms: tuple[str, ...]  # with a program in the file
     path: str  # where it was read from
     _stores: tuple[tuple[FrozenTable, ...], ...] = dataclasses.field(repr=False)
-    _program: Any = dataclasses.field(repr=False)  # of arrays of tables, numbers, words and leaves; jitted
+    _program: Any = dataclasses.field(repr=False)  # jitted; takes arrays of tables, numbers, words and leaves
 
     @property
     def is_per_sample(self) -> bool:
-        """Whether every result has a line for each sample; else batches are neither padded nor joined with others."""
+        """Whether every result has a row for each sample; else batches are neither padded nor joined with others."""
         return all(output.is_batched for output in self.outputs.values())
 
     def call(self, tables: FrozenTables, inputs: Mapping[str, Any], *, pad: bool = False) -> dict[str, Array]:
@@ -54,9 +54,9 @@ class ServedModel:
           tables: with those that it wants among them, of any number of rows; on one device, where it runs.
           inputs: all of them, of one batch size. Keys are NumPy integers or `uint32[..., 2]` words, bags are
             `jaxsok.Bags`, the others NumPy or JAX arrays.
-          pad: whether the batch, and the keys of bags, are filled up to a power of two, and results cut to the batch:
-            so a few programs serve all sizes. Only for models that treat each sample by itself (`is_per_sample` is the
-            least of it): others would count padding as samples.
+          pad: whether the batch, and the keys of bags, are filled up to a power of two, and results cut to the batch,
+            so that a few programs serve all sizes. Only for models that treat each sample by itself: others, even if
+            `is_per_sample`, would count padding as samples.
 
         Raises:
           RequestError: inputs that are missing, unknown, of another dtype or shape, or an empty batch without `pad`.
@@ -78,7 +78,7 @@ class ServedModel:
         }
 
     def run(self, tables: FrozenTables, leaves: Mapping[str, Any]) -> dict[str, Array]:
-        """Runs the program over what `read` gave, or `padded`; results have as many lines as that has samples."""
+        """Runs the program over what `read` or `padded` gave; results have a row for each of its samples."""
         out = self._program(*self._bound(tables), leaves)
         return {name: out[name] for name in self.outputs}
 
@@ -87,21 +87,21 @@ class ServedModel:
         self._program.lower(*self._bound(tables), leaves).compile()
 
     def leaves_of(self, sizes: Sequence[tuple[int, int]]) -> dict[str, Any]:
-        """Shapes of what the program gets, by what `sizes` gives."""
+        """The shapes of the program's inputs, from what `sizes` gives."""
         return {
             name: input_shapes(spec, num_samples, num_keys)
             for (name, spec), (num_samples, num_keys) in zip(self.inputs.items(), sizes, strict=True)
         }
 
     def sizes(self, leaves: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:
-        """Of each input the samples, and the keys of its bags (0 of other inputs): a program is compiled for each."""
+        """The samples of each input, and the keys of its bags (else 0): a program is compiled for each."""
         return tuple(
             (leaf[1].shape[0] - 1, leaf[0].shape[0]) if isinstance(leaf, tuple) else (leaf.shape[0], 0)
             for leaf in (leaves[name] for name in self.inputs)
         )
 
     def padded(self, leaves: Mapping[str, Any], num_samples: int) -> dict[str, Any]:
-        """What `read` gave, filled up to a power of two of samples, and of keys of bags."""
+        """Pads what `read` gave to powers of two of samples, and of keys of bags."""
         size = padded_size(num_samples, LEAST_BATCH)
         return {name: pad_input(leaf, num_samples, size) for name, leaf in leaves.items()}
 
@@ -110,10 +110,9 @@ class ServedModel:
         return tuple(_arrays(tables.stores[store]) for store in stores), numbers, words
 
     def read(self, inputs: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
-        """Checks the inputs of a call; gives what the program gets, before it is padded, and the batch size.
+        """Checks the inputs of a call; gives the program's inputs, unpadded, and the batch size.
 
-        Raises:
-          RequestError: names input, got and wanted.
+        Raises RequestError, which names input, got and wanted.
         """
         if not isinstance(inputs, Mapping):
             raise RequestError(f"call: inputs: got {type(inputs).__name__}, wanted a mapping from names to arrays.")
@@ -128,14 +127,12 @@ class ServedModel:
 
 
 def load_model(path: str | os.PathLike, device: Any = None) -> ServedModel:
-    """Reads what `export_model` wrote; without the code that made the model.
+    """Reads what `export_model` wrote, without the code that made the model.
 
-    Args:
-      path: of the folder.
-      device: of JAX, where the tables lie and it will run; None: the default one.
+    `device` is where the tables lie and the model will run; None: JAX's default device.
 
     Raises:
-      FileNotFoundError: there is none.
+      FileNotFoundError: there is no such folder.
       ArtifactError: it is no artifact, damaged, of a newer version, or not for the platform of the device.
       ImportError: without the package flatbuffers.
     """
@@ -145,7 +142,7 @@ def load_model(path: str | os.PathLike, device: Any = None) -> ServedModel:
     program = files.read_program(op, path / files.PROGRAM, manifest["program"])
     try:
         exported = export.deserialize(bytearray(program))
-    except Exception as error:  # of many kinds, flatbuffers' own among them
+    except Exception as error:  # of many kinds, some of flatbuffers
         raise ArtifactError(
             f"{op}: {path / files.PROGRAM}: got a program that JAX {jax.__version__} does not read ({error}), wanted "
             f"one of its time; it was made by JAX {manifest['jax']}. Export again."
@@ -175,7 +172,7 @@ def load_model(path: str | os.PathLike, device: Any = None) -> ServedModel:
 
 
 def jax_export(op: str) -> Any:
-    """The module `jax.export`; ImportError: it lacks what it writes files with."""
+    """Imports `jax.export`; ImportError: flatbuffers is missing, with which it writes files."""
     try:
         import flatbuffers  # noqa: F401
     except ImportError as error:
@@ -192,7 +189,7 @@ def jax_export(op: str) -> Any:
 def _rebound(
     wanted: tuple[tuple[FrozenTable, ...], ...], given: FrozenSpec
 ) -> tuple[tuple[int, ...], tuple[np.ndarray, ...], tuple[np.ndarray, ...]]:
-    """Finds the tables that a program wants: by store, its number, the tables' numbers, its words."""
+    """Finds the tables that a program wants, by store: its number, the tables' numbers, and its words."""
     op, there = "call", {table.name: table for tables in given.stores for table in tables}
     stores, numbers, words = [], [], []
     for tables in wanted:

@@ -1,4 +1,4 @@
-"""How the rows of a device cache change beside lookups: it is filled, refreshed, or goes over to another version."""
+"""Fills, refreshes and swaps the rows of a device cache beside lookups."""
 
 import math
 import threading
@@ -21,7 +21,7 @@ _NO_KEYS = np.zeros(0, np.uint64)
 
 
 class Changes:
-    """One refresh or swap at a time: `_lock` is held from its first search for cached keys to its last write."""
+    """Runs one refresh or swap at a time: `_lock` is held from its first search for cached keys to its last write."""
 
     def __init__(self, stores: DeviceStores, counter: Counter) -> None:
         self._stores, self._counter = stores, counter
@@ -51,7 +51,7 @@ class Changes:
                 for chunk in _chunks(len(keys), min(max(1, share), ROWS_AT_A_TIME)):
                     try:
                         written, gone = self._fetched(source, name, keys[chunk])
-                    except SourceReplacedError:  # the swap that follows brings what is new
+                    except SourceReplacedError:  # the swap that follows brings the new rows
                         return num_refreshed
                     refreshed, removed = stores.rewrite([*written, *stores.batches({name: (gone, None)})])
                     self._counter.add(refreshed=refreshed, removed=removed)
@@ -87,7 +87,7 @@ class Changes:
         return keys_of
 
     def _changed_batches(self, source: RowSource, changed: Mapping[str, np.ndarray]) -> list[Batch]:
-        """The changed keys that are cached, with their rows in another source, or to be dropped."""
+        """The changed keys that are cached: with their rows in another source, or to be dropped."""
         batches: list[Batch] = []
         gone: dict[str, tuple[np.ndarray, None]] = {}
         for name, keys in changed.items():
@@ -108,7 +108,7 @@ class Changes:
 
 
 def _filling(source: RowSource, name: str, keys: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Keys and rows of a scan as the cache stores them; the bits of quantized ones are asked of the source."""
+    """Keys and rows of a scan as the cache stores them; the bits of quantized rows are asked of the source."""
     if not source.tables[name].is_quantized:
         return keys, fetcher.round_rows(source.tables[name], rows)
     lines, is_found = fetcher.fetch(source, name, keys)

@@ -25,7 +25,7 @@ Sizes = tuple[int, ...]  # keys of each store
 
 
 class CompiledPrograms:
-    """Which programs of a cache are compiled. Its methods compile one unless it is; JAX keeps what that makes."""
+    """Knows which programs of a cache are compiled. Its methods compile one unless it is; JAX keeps what that makes."""
 
     def __init__(self, spec: FrozenSpec, layout: programs.Layout, stores: Sequence[programs.CacheStore]) -> None:
         self._spec, self._layout = spec, layout
@@ -49,7 +49,7 @@ class CompiledPrograms:
                 self._made.add(key)
 
     def query(self, is_expanded: bool, sizes: Sizes) -> None:
-        """The query of `lookup`, which gives each position its row, or of `lookup_tables`."""
+        """Compiles the query of `lookup`, which gives each position its row, or of `lookup_tables`."""
         self._make(
             ("query", is_expanded, sizes),
             self._layout,
@@ -65,9 +65,9 @@ class CompiledPrograms:
                 self.query_sizes |= {sizes}
 
     def padded_sizes(self, least: Sizes) -> Sizes:
-        """The sizes to pad a lookup to: of a query that is compiled and not much larger, else the least.
+        """The sizes to pad a lookup to: those of a compiled query that is not much larger, else the least.
 
-        Where they are not the least, the query of these is compiled meanwhile.
+        In the first case the query of the least sizes is compiled in the background.
         """
         if least in self.query_sizes:
             return least
@@ -83,46 +83,46 @@ class CompiledPrograms:
         return min(larger, key=lambda sizes: (sum(sizes), sizes))
 
     def insert(self, s: int, must_leave: bool, size: int) -> None:
-        """An insertion of so many rows into a store, with room or without."""
+        """Compiles an insertion of so many rows into a store, with room or without."""
         lines = tuple(self._shape((size, slab.shape[1]), slab.dtype) for slab in self._forms[s].slabs)
         key = ("insert", s, must_leave, size)
         self._make(key, must_leave, self._forms[s], *self._keys(size), lines, np.uint32(0))
 
     def has_insert(self, s: int, must_leave: bool, size: int) -> bool:
-        """Whether that is compiled."""
+        """Whether that insertion is compiled."""
         return ("insert", s, must_leave, size) in self._made
 
     def rewrite(self, s: int, size: int, lines: tuple[Any, ...] | None) -> None:
-        """Overwriting cached rows with lines like these, or dropping them."""
+        """Compiles overwriting cached rows with lines like these, or dropping them."""
         operands = () if lines is None else (lines,)
         self._make(("drop" if lines is None else "overwrite", s, size), self._forms[s], *self._keys(size), *operands)
 
     def find(self, s: int, size: int) -> None:
-        """The search for so many keys."""
+        """Compiles the search for so many keys."""
         self._make(("find", s, size), self._forms[s].index, self._forms[s].counters, *self._keys(size))
 
     def empty(self) -> None:
-        """Dropping everything."""
+        """Compiles dropping all rows."""
         for s, form in enumerate(self._forms):
             self._make(("emptied", s), form)
 
     def copy(self, name: str) -> None:
-        """Copies of an array of each store."""
+        """Compiles copies of an array of each store."""
         for form in self._forms:
             self._make(("copied", getattr(form, name).shape), getattr(form, name))
 
     def merge(self, s: int, num_rows: int, num_lines: int) -> None:
-        """Rows of which some are replaced by fetched ones."""
+        """Compiles the merge of fetched rows into those of a lookup."""
         slots = self._shape((num_rows,), np.int32)
         self._make(("merged", s, num_rows, num_lines), self._slabs(s, num_rows), slots, self._slabs(s, num_lines))
 
     def hide(self, s: int, num_rows: int) -> None:
-        """An index without some rows."""
+        """Compiles hiding rows from an index."""
         index = self._shape((num_buckets_of(num_rows), BUCKET_WORDS), np.uint32)
         self._make(("hidden", s, num_rows), index, self._shape((num_rows,), np.bool_))
 
     def warm_up(self, sizes: Sequence[Sequence[int]], capacities: Sequence[int], *, as_tables: bool) -> None:
-        """All programs of lookups of so many keys of each store, and of the insertion of what misses."""
+        """Compiles lookups of so many keys of each store, and the insertion of their misses."""
         for of_store in sizes:
             padded = tuple(padded_size(count, LEAST_KEYS) for count in of_store)
             self.query(not as_tables, padded)
@@ -157,7 +157,7 @@ class CompiledPrograms:
         return self._shape((size, table.dim), jnp.dtype(table.dtype)), self._shape((size,), np.float32)
 
     def _keys(self, size: int) -> tuple[Any, Any]:
-        """Shapes of words and table ids."""
+        """The shapes of words and table ids."""
         return self._shape((size, 2), np.uint32), self._shape((size,), np.uint32)
 
     def _shape(self, shape: tuple[int, ...], dtype: Any) -> Any:

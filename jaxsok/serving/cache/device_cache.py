@@ -1,12 +1,12 @@
 """A device cache, as its users see it.
 
 The semantics are those of HPS's embedding cache, made exact where HPS approximates. A lookup makes its keys distinct
-and asks the cache. Of each table, the hit rate is hits ÷ distinct keys. Where it reaches the threshold, keys that
-missed read what keys without a row do, and their rows are fetched in the background for later lookups; where it does
-not, the lookup waits for their rows. Rows leave by last use, exactly over a store.
+and asks the cache. The hit rate of a table is hits ÷ distinct keys. If it reaches the threshold, missed keys read what
+keys without a row read, and their rows are fetched in the background for later lookups. Otherwise the lookup waits for
+their rows.
 
 One tick of the clock is one lookup or one insertion. After an insertion a store holds its `capacity` rows of greatest
-(tick of the last use, table, key). This is all there is to the order of replacement.
+(tick of the last use, table, key); nothing else decides which rows leave.
 
 Keys that no tier has are not cached: they would push real rows out, and a newer version may have them. They miss each
 time, count for the hit rate as misses, and read the table's default, or the row that they would get in training.
@@ -40,11 +40,11 @@ MIN_ROWS: int = 64  # rows of a table's share, at least: 2 slabs of 32 rows, as 
 
 @dataclasses.dataclass(frozen=True)
 class CachedRows:
-    """What a lookup found."""
+    """The result of a lookup."""
 
     rows: dict[str, np.ndarray]  # float32[*keys.shape, dim] by table; may be read only
-    version: int  # of the source; all rows are of it
-    hit_rates: dict[str, float]  # by table: distinct keys that the cache had ÷ distinct keys; 1.0 of no keys
+    version: int  # of the source and of all rows
+    hit_rates: dict[str, float]  # by table: distinct keys that the cache had ÷ distinct keys; 1.0 without keys
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,39 +64,20 @@ class DeviceCache:
     as in HPS where tables are fused. Rows are cached in the bits of their table's dtype.
 
     Args:
-      source: of the rows; belongs to the caller, who closes it.
-      fraction: of the rows of each table: HPS's `gpucacheper`.
-      hit_rate_threshold: at this hit rate of a table and above, its misses are fetched in the background. 0: always;
+      source: belongs to the caller, who closes it.
+      fraction: HPS's `gpucacheper`.
+      hit_rate_threshold: from this hit rate of a table on, its misses are fetched in the background. 0: always;
         above 1: never, so that answers are exact.
       refresh_fraction: of the cached rows, that `refresh` reads at a time: HPS's
         `cache_refresh_percentage_per_iteration`; 0: all at once.
-      max_pending: lookups whose misses may wait for the background thread; those beyond are dropped, and counted.
-      min_rows: of each table's share.
-      device: None: the default one.
+      max_pending: lookups whose misses may wait for the background thread; more are dropped, and counted.
 
     Raises:
-      ValueError: an argument out of range, or a store of more rows than there can be; names both.
+      ValueError: an argument out of range, or a store of more rows than there can be.
 
     Cost:
-      Device: `cache_bytes`. A lookup that hits: one program, and one number for each table read by the host beside the
-      rows. An insertion into a full store reads its records (about 80 bytes a row of capacity in all); lookups of other
-      threads are queued behind it.
-
-    Example:
-      >>> from jaxsok import Records
-      >>> from jaxsok.serving.backing import HostRows
-      >>> from jaxsok.serving.frozen import SizedRecords
-      >>> records = Records(np.array([7, 9], np.uint64), np.array([[1.0], [2.0]], np.float32))
-      >>> source = HostRows.of([(FrozenTable("item", dim=1, default=-1.0), SizedRecords(2, [records]))])
-      >>> with DeviceCache(source, hit_rate_threshold=0.5) as cache:
-      ...     first = cache.lookup({"item": np.array([7, 8])})  # both miss: waits for the row of 7
-      ...     second = cache.lookup({"item": np.array([9, 7])})  # 7 hits: 9 reads the default, and is fetched meanwhile
-      ...     cache.drain()
-      ...     third = cache.lookup({"item": np.array([9, 7])})
-      >>> [found.rows["item"].ravel().tolist() for found in (first, second, third)]
-      [[1.0, -1.0], [-1.0, 1.0], [2.0, 1.0]]
-      >>> [found.hit_rates["item"] for found in (first, second, third)]
-      [0.0, 0.5, 1.0]
+      A lookup that hits: one program, and one number for each table read by the host beside the rows. An insertion
+      into a full store reads its records (about 80 bytes a row of capacity in all); other lookups wait for it.
 
     Source: HPS of HugeCTR 24.06, `HugeCTR/src/hps/embedding_cache.cpp`.
     """
@@ -136,17 +117,17 @@ class DeviceCache:
 
     @property
     def source(self) -> RowSource:
-        """Of the rows, now."""
+        """The current source of the rows."""
         return self.stores.source
 
     @property
     def version(self) -> int:
-        """Of the source."""
+        """The version of the source."""
         return self.source.version
 
     @property
     def tables(self) -> Mapping[str, FrozenTable]:
-        """As the source has them."""
+        """The tables of the source."""
         return self.source.tables
 
     @property
@@ -156,12 +137,12 @@ class DeviceCache:
 
     @property
     def num_bytes(self) -> int:
-        """Of device memory."""
+        """Bytes of device memory."""
         return self.stores.num_bytes
 
     @property
     def num_rows(self) -> dict[str, int]:
-        """Rows of each table that are cached now (waits for the device); after `close` none."""
+        """The cached rows of each table (waits for the device); none after `close`."""
         counts = self.stores.copies("table_rows")
         if not counts:
             return dict.fromkeys(self._spec.places, 0)
@@ -184,21 +165,12 @@ class DeviceCache:
         return self._counter.tables()
 
     def lookup(self, keys: Mapping[str, Any]) -> CachedRows:
-        """The rows of keys; those that the cache does not have by the rule of the threshold.
+        """The rows of keys of any shape, all of one version of the source.
 
-        Args:
-          keys: by table, NumPy integers of any shape. PADDING_KEY reads zeros and is not counted.
-
-        Returns:
-          Rows, all of one version of the source. Keys that no tier has, and those whose rows come in the background,
-          have the default of their table.
-
-        Raises:
-          UnknownTableError, RequestError: before anything is looked up. And what the source raises, if the lookup has
-            to wait for it; the cache is as before.
-
-        Cost:
-          One program where nothing misses; else also the fetch and, of a table that waits, its insertion.
+        Keys that no tier has, and those whose rows come in the background, have the default of their table. PADDING_KEY
+        reads zeros and is not counted. Raises UnknownTableError or RequestError before anything is looked up, and what
+        the source raises if the lookup waits for it; the cache is then as before. Costs one program where nothing
+        misses; else also the fetch and, of a table that waits, its insertion.
         """
         request = Request(self._spec, keys, self._compiled.padded_sizes)
         found, fetched = self._answer(request, is_expanded=True)
@@ -216,10 +188,9 @@ class DeviceCache:
         return CachedRows(rows, found.snapshot.version, found.hit_rates)
 
     def lookup_tables(self, keys: Mapping[str, Any]) -> CachedTables:
-        """As `lookup`, and gives the rows as small frozen tables on the device, for a model that looks up by itself.
+        """Looks up as `lookup`, and gives small frozen tables on the device, for a model that looks up by itself.
 
-        They are `cached_spec(source.tables.values())`, all of them; tables without keys are empty. Rows stay on the
-        device, one for each distinct key.
+        They are all tables of `cached_spec`, with one row for each distinct key; tables without keys are empty.
         """
         request = Request(self._spec, keys, lambda least: least)
         found, fetched = self._answer(request, is_expanded=False)
@@ -242,7 +213,7 @@ class DeviceCache:
             slabs = programs.merged(slabs, *self.stores.put((slots, parts)))
         rows, *scales = slabs
         index, counters = found.indices[s]
-        if scales:  # no 8 bits stand for what keys without a row read: the model must not find them
+        if scales:  # 8 bits cannot hold what keys without a row read: the model must not find them
             is_hidden = np.zeros(num_rows, bool)
             for name in names:
                 if name in found.missed:
@@ -257,63 +228,47 @@ class DeviceCache:
     def fill(self) -> int:
         """Fills each table's share before the first lookup; returns how many rows came.
 
-        With its hottest rows, or if the source does not know frequencies with its first ones. HPS does so at the start
-        if `init_ec` is on and `cache_refresh_percentage_per_iteration` above 0. With frequencies this reads all rows of
-        the source once; host memory for twice a table's share.
+        Takes the hottest rows, or the first ones if the source does not know frequencies. With frequencies this reads
+        all rows of the source once, with host memory for twice a table's share.
         """
         return self._changes.fill(self._shares)
 
     def refresh(self) -> int:
         """Overwrites cached rows in place with the source's, `refresh_fraction` of them at a time; returns how many.
 
-        Keys that the source does not have any more leave the cache. The order of replacement stays as it is. Use it
-        where rows change beneath the source (a database); `swap` brings a new version.
+        Keys that the source does not have any more leave the cache. The order of replacement stays. Use it where rows
+        change beneath the source (a database); `swap` brings a new version.
         """
         return self._changes.refresh(self.refresh_fraction)
 
     def swap(self, source: RowSource, changed: Mapping[str, Any] | None) -> None:
-        """Goes over to another version of the source: lookups answer from the old one or from the new one, whole.
+        """Goes over to another version of the source: each lookup answers from the old or the new one, whole.
 
-        Args:
-          source: with the same tables. The old one is not closed; lookups that began before may still read it.
-          changed: the keys whose rows differ, by table, those that are gone among them: where they are cached they are
-            overwritten, or leave if the new version does not have them. None: everything leaves.
+        `changed` has the keys whose rows differ or are gone, by table; None: everything leaves. The old source is not
+        closed: earlier lookups may still read it. Raises ValueError or UnknownTableError for other tables, and changes
+        nothing.
 
-        Raises:
-          ValueError, UnknownTableError: other tables; nothing has changed then.
-
-        Cost:
-          A search for the changed keys, ROWS_AT_A_TIME of them on the device, and a fetch of those that are cached
-          before anybody waits; then, while lookups wait for their dispatch, one program for each ROWS_AT_A_TIME of
-          these, and one for each store that rows leave. Device memory for the new rows of the cached ones. Meanwhile
-          changed keys that miss are fetched for those who ask, and not cached.
+        The changed keys are searched for ROWS_AT_A_TIME at a time and the cached ones fetched before any lookup waits.
+        Then lookups wait while one program is dispatched for each ROWS_AT_A_TIME of these, and one for each store that
+        rows leave. Device memory: the new rows of the cached keys. Meanwhile changed keys that miss are not cached.
         """
         self._changes.swap(source, changed)
 
     def warm_up(self, lookups: Iterable[Mapping[str, int]], *, as_tables: bool = False) -> None:
-        """Compiles what lookups need: the programs that ask the cache, and those that insert what missed.
+        """Compiles what lookups of so many keys of each table need: queries, and insertions of misses.
 
-        Without it the first lookup of a new size compiles, and so does the first insertion of a new size. With it, a
-        lookup of fewer keys of some stores is padded to what is compiled, until a thread has compiled its own program;
-        one that would be padded to more than 4 times its keys, and to more than 16,384, compiles. Nothing is looked up
-        or counted. What the source compiles is its own: `HostRows.fetch` does for each table and power of two.
+        Without it the first lookup and insertion of a new size compile. With it, a smaller lookup is padded to what is
+        compiled, until a thread has compiled its own program; one that would be padded to more than 4 times its keys,
+        and to more than 16,384, compiles. `as_tables`: for `lookup_tables`. Does not compile what the source needs.
+        UnknownTableError: nothing is compiled.
 
-        Args:
-          lookups: how many keys of each table, padding among them, are looked up together; padded to powers of two.
-          as_tables: whether by `lookup_tables`, not by `lookup`.
-
-        Raises:
-          UnknownTableError: nothing is compiled then.
-
-        Cost:
-          On a CPU core about 0.3 s for each size of a lookup, and 0.15 s for each store and each power of two up to its
-          keys.
+        On a CPU core this takes about 0.3 s for each size of a lookup, and 0.15 s for each store and power of two.
         """
         sizes = [self._by_store("warm_up", num_keys) for num_keys in lookups]
         self._compiled.warm_up(sizes, self.stores.capacities, as_tables=as_tables)
 
     def tables_like(self, num_keys: Mapping[str, int]) -> FrozenTables:
-        """What `lookup_tables` gives for so many keys of tables, padding among them, as shapes without arrays."""
+        """The shapes of what `lookup_tables` gives for so many keys of tables, padding among them."""
         return self._compiled.tables_like(self._by_store("tables_like", num_keys))
 
     def _by_store(self, op: str, num_keys: Mapping[str, int]) -> list[int]:
@@ -325,19 +280,18 @@ class DeviceCache:
         return sizes
 
     def drain(self) -> None:
-        """Waits until nothing is left to fetch in the background, nor to compile."""
+        """Waits until nothing is left to fetch or compile in the background."""
         self._background.drain()
         self._compiled.beside.drain()
 
     def stop_compiling(self) -> None:
-        """Begins to compile nothing more beside lookups: before `close`, where other caches are closed too."""
+        """Stops background compilation: before `close`, where other caches are closed too."""
         self._compiled.beside.stop()
 
     def close(self, timeout_s: float | None = None) -> bool:
-        """Drains, stops the background threads and gives the device memory back. Again: nothing.
+        """Drains, stops the background threads and gives the device memory back. A second call does nothing.
 
-        Waits `timeout_s` (None: any time) for a program that is compiled beside, which nothing can cut off; returns
-        whether it has ended.
+        Waits `timeout_s` (None: any time) for a program that is being compiled, and returns whether it has ended.
         """
         self._compiled.beside.stop()
         self._background.close()
@@ -354,7 +308,7 @@ class DeviceCache:
     # Lookups --------------------------------------------------------------------------------------------------------
 
     def _answer(self, request: Request, *, is_expanded: bool) -> tuple[Found, dict[str, Fetched]]:
-        """What the cache has, and what was waited for."""
+        """Gives what the cache has, and the rows that the lookup waited for."""
         while True:
             out, counts, snapshot = self.stores.query(request.batches, is_expanded)
             found = Found.of(self._spec, request, out, counts, snapshot)
@@ -393,7 +347,7 @@ class DeviceCache:
         self._counter.add(inserted=inserted, evicted=evicted)
 
     def _fetch_later(self, missed: Sequence[Mapping[str, np.ndarray]]) -> None:
-        """In the background: for what several lookups left, one fetch and one insertion."""
+        """Fetches and inserts the misses of several lookups at once, in the background."""
         names = sorted({name for some in missed for name in some})
         keys_of = {name: np.unique(np.concatenate([some[name] for some in missed if name in some])) for name in names}
         while True:

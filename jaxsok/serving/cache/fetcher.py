@@ -1,4 +1,4 @@
-"""Rows from the source below a device cache, as it stores them: at once, or by a thread for those who ask later."""
+"""Rows from the source below a device cache, as it stores them: at once, or in a thread for later lookups."""
 
 import logging
 import queue
@@ -18,7 +18,7 @@ LOG = logging.getLogger("jaxsok.serving")
 
 
 def fetch(source: RowSource, name: str, keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Rows of a table as a cache stores them, float32 or `packed`, and which are there."""
+    """Fetches rows of a table as a cache stores them, float32 or `packed`, and which are there."""
     table = source.tables[name]
     if table.is_quantized:
         numbers, scales, is_found = source.fetch_quantized(name, keys)
@@ -48,18 +48,12 @@ def round_rows(table: FrozenTable, rows: np.ndarray) -> np.ndarray:
 
 
 def packed(numbers: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    """Quantized rows as one array, their bytes: numbers, and behind them the scale.
-
-    Example:
-      >>> lines = packed(np.array([[1, -2]], np.int8), np.array([0.5], np.float32))
-      >>> lines.shape, [part.tolist() for part in parts_of(FrozenTable("item", dim=2, dtype="int8"), lines)]
-      ((1, 6), [[[1, -2]], [0.5]])
-    """
+    """Joins quantized rows into one array of bytes: numbers, and behind them the scale."""
     return np.concatenate([numbers.view(np.uint8), scales.astype(np.float32)[:, None].view(np.uint8)], axis=1)
 
 
 def parts_of(table: FrozenTable, lines: np.ndarray) -> tuple[np.ndarray, ...]:
-    """Rows as `fetch` gives them, or the numbers and scales of `packed` ones."""
+    """Gives rows as `fetch` gives them, or the numbers and scales of `packed` rows."""
     if not table.is_quantized:
         return (lines,)
     numbers, scales = np.ascontiguousarray(lines[:, :-4]), np.ascontiguousarray(lines[:, -4:])
@@ -67,7 +61,7 @@ def parts_of(table: FrozenTable, lines: np.ndarray) -> tuple[np.ndarray, ...]:
 
 
 def widen(table: FrozenTable, lines: np.ndarray) -> np.ndarray:
-    """Rows as `fetch` gives them, as float32."""
+    """Converts rows that `fetch` gave to float32."""
     return quantize.dequantized(*parts_of(table, lines)) if table.is_quantized else lines
 
 
@@ -103,18 +97,18 @@ def _top(keys: Any, rows: Any, frequencies: Any, num_rows: int) -> tuple[np.ndar
 
 
 class Background:
-    """A thread that fetches what lookups left; all that waits is fetched together. The first offer starts it."""
+    """A thread that fetches the misses of lookups, all that wait together. The first offer starts it."""
 
     def __init__(self, work: Callable[[Sequence[Mapping[str, np.ndarray]]], None], max_pending: int) -> None:
         self._work = work
         self._queue: queue.Queue[Mapping[str, np.ndarray] | None] = queue.Queue(max_pending)
         self._lock = threading.Lock()
-        # Both change under `_lock`: nothing enters the queue behind the None of `close`.
+        # Both change under `_lock`, so that nothing enters the queue behind the None of `close`.
         self._thread: threading.Thread | None = None
         self._is_closed = False
 
     def offer(self, missed: Mapping[str, np.ndarray]) -> bool:
-        """Whether there was room for it."""
+        """Queues misses; returns whether there was room."""
         with self._lock:
             if self._is_closed:
                 return False
@@ -132,7 +126,7 @@ class Background:
         self._queue.join()
 
     def close(self) -> None:
-        """Drains and stops."""
+        """Drains and stops the thread."""
         with self._lock:
             is_first, self._is_closed = not self._is_closed, True
             thread = self._thread

@@ -1,7 +1,7 @@
-"""The device side of a device cache: one store's arrays, and the programs over them.
+"""The arrays of one store of a device cache, and the programs over them.
 
-A store is what training has, without optimizer state: index, rows, records, and of each row the tick of its last use.
-A query changes ticks alone; insertions, rewrites and emptying change the rest, in place.
+A store has the arrays of training without optimizer state, and each row's tick of its last use. A query changes ticks
+alone; insertions, rewrites and emptying change the rest, in place.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ from jaxsok.serving.frozen import SEED, FrozenSpec
 from jaxsok.store import num_buckets_of
 from jaxsok.types import BUCKET_WORDS, COUNTERS, COUNTS, NO_ROW, NUM_TABLE_WORDS, PADDING_KEY
 
-_SEED = np.zeros(2, np.uint32)  # of new rows, which are overwritten
+_SEED = np.zeros(2, np.uint32)  # for new rows, which are overwritten
 _NO_TABLE = np.uint32(2**24 - 1)  # kMaxTables of ffi/core/layout.h, less 1
 _INSERTED, _REFUSED = COUNTS.index("num_inserted"), COUNTS.index("num_refused")
 
@@ -41,7 +41,7 @@ class CacheStore:
 
     @property
     def slabs(self) -> tuple[Array, ...]:
-        """What a row is made of."""
+        """The arrays of which a row has a part."""
         return self.rows, *self.scales
 
 
@@ -112,7 +112,7 @@ def _query_store(
         wanted = row_ids
         requests = jnp.concatenate([records[:, :3], jnp.ones((n, 1), jnp.uint32)], axis=1)
     if scales and not is_expanded:
-        # Those of keys that are not cached mean nothing: what is not fetched, either, is `hidden`.
+        # Rows of uncached keys mean nothing: those that are not fetched either are `hidden`.
         lines = rows.at[wanted].get(mode="fill", fill_value=0), scales[0].at[wanted, 0].get(mode="fill", fill_value=0)
     else:
         stored, of_stored, is_row = rows, wanted, wanted != jnp.uint32(NO_ROW)
@@ -132,10 +132,9 @@ def _query_store(
 
 
 def _distinct(words: Array, ids: Array, num_tables: int, salt: Array) -> tuple[Array, Array, Array, Array, Array]:
-    """Distinct (table, key) pairs by first position: what inserting them into an empty store gives.
+    """Makes (table, key) pairs distinct by inserting them into an empty store.
 
-    Returns:
-      index, counters and records of that store; of each position its pair's place, NO_ROW for padding; counts.
+    Gives index, counters and records of that store, each position's place (NO_ROW for padding), and counts.
     """
     n = words.shape[0]
     index, table_rows, records, _ = empty_arrays(num_buckets_of(n), num_tables, n)
@@ -152,12 +151,11 @@ def _distinct(words: Array, ids: Array, num_tables: int, salt: Array) -> tuple[A
 def insert(
     must_leave: bool, store: CacheStore, words: Array, ids: Array, lines: tuple[Array, ...], clock: Array
 ) -> tuple[CacheStore, Array, Array]:
-    """Inserts distinct keys, at most `capacity`; with `must_leave` the least recent rows make room first.
+    """Inserts at most `capacity` distinct keys; with `must_leave` the least recent rows make room first.
 
-    Returns:
-      The store, and how many rows came and went.
+    Gives the store, and how many rows came and went.
     """
-    # New rows are begun somewhere, with floats: in the scales of those that are none.
+    # The kernels begin new rows in float arrays: in the scales, if rows are no floats.
     *others, first = store.slabs
     arrays = _arrays(store, first)
     num_evicted = jnp.zeros((), jnp.uint32)
@@ -165,7 +163,7 @@ def insert(
         known = kernels.find(arrays.index, arrays.counters, words, ids)
         is_key = (words != jnp.uint32(PADDING_KEY & 0xFFFFFFFF)).any(axis=1)
         num_new = (is_key & (known == jnp.uint32(NO_ROW))).sum(dtype=jnp.uint32)
-        # Those that are here already are as recent as those that come.
+        # Keys that are here already become as recent as new ones.
         arrays = dataclasses.replace(arrays, statistics=kernels.touch(known, None, clock, arrays.statistics))
         num_kept = jnp.uint32(store.records.shape[0]) - num_new
         ticks = arrays.statistics[0][:, 0]
@@ -180,7 +178,7 @@ def insert(
 
 
 def _arrays(store: CacheStore, rows: Array) -> StoreArrays:
-    """What kernels take, with `rows` to begin new ones in."""
+    """The operand of kernels, with `rows` to begin new rows in."""
     return StoreArrays(
         store.index, store.counters, store.table_rows, (rows,), (store.records,), statistics=(store.statistics,)
     )
@@ -193,11 +191,7 @@ def _cache_store(arrays: StoreArrays, rows: Array, scales: tuple[Array, ...]) ->
 
 @functools.partial(jax.jit, donate_argnums=0)
 def overwrite(store: CacheStore, words: Array, ids: Array, lines: tuple[Array, ...]) -> tuple[CacheStore, Array]:
-    """Overwrites the rows of those keys that are cached. The order of replacement stays as it is.
-
-    Returns:
-      The store, and how many rows were overwritten.
-    """
+    """Overwrites the rows of those keys that are cached, and counts them. The order of replacement stays as it is."""
     known = kernels.find(store.index, store.counters, words, ids)
     rows, *scales = _scattered(known, lines, store.slabs)
     return dataclasses.replace(store, rows=rows, scales=tuple(scales)), (known != jnp.uint32(NO_ROW)).sum(
@@ -211,11 +205,7 @@ def _scattered(row_ids: Array, lines: tuple[Array, ...], slabs: tuple[Array, ...
 
 @functools.partial(jax.jit, donate_argnums=0)
 def drop(store: CacheStore, words: Array, ids: Array) -> tuple[CacheStore, Array]:
-    """Drops the rows of those keys that are cached; reads all records and the index once.
-
-    Returns:
-      The store, and how many rows left.
-    """
+    """Drops and counts the rows of those keys that are cached; reads all records and the index once."""
     known = kernels.find(store.index, store.counters, words, ids)
     flags = jnp.zeros(store.records.shape[0], jnp.uint8).at[known].set(jnp.uint8(1), mode="drop")
     return _released(store, flags)
@@ -235,7 +225,7 @@ def _released(store: CacheStore, flags: Array) -> tuple[CacheStore, Array]:
 
 @jax.jit
 def merged(slabs: tuple[Array, ...], slots: Array, lines: tuple[Array, ...]) -> tuple[Array, ...]:
-    """Rows (and their scales), some of them replaced: by the line that a slot names, if it is not negative."""
+    """Replaces some rows (and their scales), each by the line that its slot names unless that is negative."""
     return tuple(
         jnp.where((slots >= 0).reshape(-1, *[1] * (slab.ndim - 1)), part.at[slots].get(mode="clip"), slab)
         for slab, part in zip(slabs, lines, strict=True)
@@ -244,7 +234,7 @@ def merged(slabs: tuple[Array, ...], slots: Array, lines: tuple[Array, ...]) -> 
 
 @jax.jit
 def hidden(index: Array, is_hidden: Array) -> Array:
-    """An index in which some rows, by row id, are found no more: their entries are of no table."""
+    """Hides rows from an index by row id: it gives their entries no table."""
     entries = index.reshape(-1, 4)  # key (two words), row id, table
     hides = is_hidden.at[entries[:, 2]].get(mode="fill", fill_value=False)
     return entries.at[:, 3].set(jnp.where(hides, _NO_TABLE, entries[:, 3])).reshape(index.shape)
@@ -267,17 +257,12 @@ _PROGRAMS = {
 
 
 def make_ready(program: str, *operands: Any) -> None:
-    """Compiles a program for operands like these, so that the call itself does not (JAX keeps what this makes).
-
-    Args:
-      program: its name.
-      operands: arrays or `jax.ShapeDtypeStruct`; none is read or donated.
-    """
+    """Compiles a program for operands like these (or their shapes), which are neither read nor donated."""
     _PROGRAMS[program].lower(*operands).compile()
 
 
 def empty_arrays(num_buckets: int, num_tables: int, capacity: int) -> tuple[Array, Array, Array, Array]:
-    """Index, rows of tables, records and statistics of no rows."""
+    """Index, rows of tables, records and statistics of an empty store."""
     unused = np.uint32(0xFFFFFFFF)
     return (
         jnp.full((num_buckets, BUCKET_WORDS), unused),

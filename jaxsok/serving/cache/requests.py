@@ -1,4 +1,4 @@
-"""What a lookup of a device cache is on the host: the keys of a request, what the cache has, what was fetched."""
+"""The host side of a lookup in a device cache: the keys of a request, what the cache has, what was fetched."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -28,7 +28,7 @@ class Part:
 
 
 class Request:
-    """Keys, checked and packed by store: each store's are one array, so that programs differ in few sizes.
+    """Checked keys, packed into one array for each store, so that programs differ in few sizes.
 
     `choose` gives the sizes that the stores' keys are padded to, from the least powers of two that have room for them.
     """
@@ -48,7 +48,7 @@ class Request:
                 raise UnknownTableError.of("lookup", name, spec.places)
             given = np.asarray(given)
             if given.size == 0 and given.dtype == np.float64:
-                given = given.astype(np.int64)  # of an empty list
+                given = given.astype(np.int64)  # an empty list is float64
             try:
                 of_table = keys_lib.to_words(np.atleast_1d(given), f'lookup: table "{name}"').reshape(-1, 2)
             except TypeError as error:
@@ -73,9 +73,9 @@ class Request:
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """What a query gave, as the host knows it."""
+    """The result of a query on the host."""
 
-    rows: Sequence[tuple[Array, ...]]  # by store: of each position, or of each distinct key; see `Queried`
+    rows: Sequence[tuple[Array, ...]]  # by store, for each position or each distinct key; see `Queried`
     inverse: Sequence[Array]  # by store and position, the place among the distinct keys
     indices: Sequence[tuple[Array, Array]]  # by store, index and counters over the distinct keys
     hit_rates: dict[str, float]
@@ -109,14 +109,14 @@ class Found:
 
 @dataclasses.dataclass(frozen=True)
 class Fetched:
-    """Rows that a lookup waited for, of one table."""
+    """Rows of one table that a lookup waited for."""
 
     places: np.ndarray  # among the distinct keys of the store
     keys: np.ndarray
     rows: np.ndarray  # as `fetcher.fetch` gives them
 
     def put_into(self, lines: np.ndarray, inverse: np.ndarray) -> np.ndarray:
-        """Lines of positions, with these rows where they belong."""
+        """Puts these rows among the lines of positions."""
         if not len(self.places):
             return lines
         last = inverse.max(initial=0, where=inverse != NO_ROW)

@@ -1,4 +1,4 @@
-"""What a device cache counts."""
+"""Counts of a device cache."""
 
 import dataclasses
 import threading
@@ -7,12 +7,7 @@ from collections.abc import Iterable
 
 @dataclasses.dataclass
 class CacheStats:
-    """What happened since the cache was made. Keys are distinct ones of one lookup, but for `keys`.
-
-    Example:
-      >>> CacheStats(distinct=4, hits=3, misses=1).hit_rate
-      0.75
-    """
+    """Counts since the cache was made. Keys are distinct ones of one lookup, but for `keys`."""
 
     lookups: int = 0
     keys: int = 0  # occurrences, without padding
@@ -33,13 +28,13 @@ class CacheStats:
 
     @property
     def hit_rate(self) -> float:
-        """Of all lookups together; 1.0 before the first."""
+        """The hit rate of all lookups together; 1.0 before the first."""
         return self.hits / self.distinct if self.distinct else 1.0
 
 
 @dataclasses.dataclass
 class TableCounts:
-    """What became of the keys of one table since the cache was made, as in `CacheStats`."""
+    """Counts of the keys of one table since the cache was made, as in `CacheStats`."""
 
     distinct: int = 0
     hits: int = 0

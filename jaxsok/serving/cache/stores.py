@@ -1,4 +1,4 @@
-"""The cached rows on the device, the source that they are of, and the lock of both."""
+"""The cached rows on the device, their source, and the lock of both."""
 
 import contextlib
 import dataclasses
@@ -28,7 +28,7 @@ _NO_KEYS = np.zeros(0, np.uint64)
 _WAIT_S = 120.0  # for the swap that follows an update in place
 
 Rows = Mapping[str, tuple[np.ndarray, Any]]
-"""By table distinct keys, and their rows as `fetcher.fetch` gives them, or None."""
+"""Distinct keys by table, and their rows as `fetcher.fetch` gives them, or None."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,14 +59,14 @@ class Batch:
 class DeviceStores:
     """The arrays of all stores of a cache.
 
-    One tick of the clock is one query or one insertion; both run in the order of their ticks. The arrays are donated
-    from program to program, so each dispatch happens under the lock, and compiling does not (compiled.py).
+    One tick of the clock is one query or one insertion; both run in the order of their ticks. Programs donate the
+    arrays to each other, so each dispatch happens under the lock; compiling does not (compiled.py).
     """
 
     def __init__(self, source: RowSource, spec: FrozenSpec, capacities: Sequence[int], device: Any) -> None:
         self.spec, self.capacities, self.device = spec, capacities, device
         self.layout = programs.Layout(spec)
-        self._salt = np.frombuffer(secrets.token_bytes(8), np.uint32)  # of a query's scratch index; any will do
+        self._salt = np.frombuffer(secrets.token_bytes(8), np.uint32)  # of a query's scratch index; any value works
         self.lock = threading.Lock()
         self._swapped = threading.Condition(self.lock)
         # Written under `lock` alone. All rows in `arrays` are of `_source`; no key of `_leaving` is inserted. Store s
@@ -83,7 +83,7 @@ class DeviceStores:
 
     @property
     def source(self) -> RowSource:
-        """The source of the rows, now."""
+        """The current source of the rows."""
         return self._source
 
     @property
@@ -93,12 +93,12 @@ class DeviceStores:
             return sum(leaf.nbytes for leaf in jax.tree.leaves(self.arrays))
 
     def snapshot(self) -> Snapshot:
-        """The source and its epoch, of one time."""
+        """The source and its epoch, read together."""
         with self.lock:
             return self._snapshot()
 
     def query(self, batches: Sequence[Any], is_expanded: bool) -> tuple[programs.Queried, np.ndarray, Snapshot]:
-        """Asks for words and table ids by store; the results, their counts on the host, and whose rows they are."""
+        """Asks for words and table ids by store; gives the results, their counts on the host, and the source."""
         operands = self.put(tuple(batches))
         self.compiled.query(is_expanded, tuple(words.shape[0] for words, _ in operands))
         for _ in range(_MAX_SALTS):
@@ -126,7 +126,7 @@ class DeviceStores:
         raise ServingError(f"lookup: keys: got some that find no place under {_MAX_SALTS} salts, wanted others.")
 
     def insert(self, rows: Rows, epoch: int) -> tuple[int, int]:
-        """Inserts rows in one tick, if the source is still that of the epoch; how many came and went."""
+        """Inserts rows in one tick, if the source is still that of the epoch; returns how many came and went."""
         while True:
             leaving = self._leaving
             kept = {name: _without(*some, leaving.get(name, _NO_KEYS)) for name, some in rows.items()}
@@ -154,7 +154,7 @@ class DeviceStores:
                         counts.append(counted)
                     self.arrays = tuple(stores)
                     break
-            for program in chosen:  # while others look up; then what must leave may be otherwise
+            for program in chosen:  # while others look up; afterwards other rows may have to leave
                 self.compiled.insert(*program)
         return _summed(counts)
 
@@ -169,7 +169,7 @@ class DeviceStores:
         return np.asarray(row_ids)[: len(keys)] != NO_ROW
 
     def rewrite(self, batches: Sequence[Batch]) -> tuple[int, int]:
-        """Overwrites the cached rows of batches, and drops those of batches without lines; how many of both."""
+        """Overwrites the cached rows of batches, and drops those of batches without lines; returns how many of both."""
         self._ready_to_rewrite(batches)
         with self.lock:
             self.require_open()
@@ -178,7 +178,7 @@ class DeviceStores:
 
     @contextlib.contextmanager
     def leaving(self, keys: Mapping[str, np.ndarray]) -> Iterator[None]:
-        """Keeps insertions of these keys out: those that are cached when this begins are all."""
+        """Prevents insertions of these keys: only those already cached stay."""
         with self.lock:
             self.require_open()
             self._leaving = keys
@@ -189,7 +189,7 @@ class DeviceStores:
                 self._leaving = {}
 
     def swap(self, source: RowSource, batches: Sequence[Batch] | None) -> tuple[int, int]:
-        """Rewrites, and goes over to another source in the same instant. No batches (None): drops everything."""
+        """Rewrites, and goes over to another source in the same instant. With batches None it drops everything."""
         if batches is None:
             self.compiled.empty()
         else:
@@ -211,7 +211,7 @@ class DeviceStores:
                 )
 
     def copies(self, name: str, *, is_required: bool = False) -> list[Array]:
-        """An array of each store as it is now: a later program may take the store's own. Closed: none, or refused."""
+        """Copies an array of each store, which a later program may donate. Closed stores give none, or are refused."""
         self.compiled.copy(name)
         with self.lock:
             if is_required:
@@ -230,7 +230,7 @@ class DeviceStores:
             raise ServingError("DeviceCache: got a call after close, wanted none; open another.")
 
     def batches(self, rows: Rows, *, are_bounded: bool = False) -> Iterator[Batch]:
-        """Keys of tables by store, on their way to the device; with a bound no more than a store has room for."""
+        """Packs keys of tables by store for the device; with a bound no more than a store has room for."""
         parts: dict[int, list[Any]] = {}
         for name, (keys, lines) in rows.items():
             s, number = self.spec.places[name]
@@ -254,7 +254,7 @@ class DeviceStores:
         return Batch(s, len(keys), *self.put((key_words(keys, size), fill_up(ids, size), slabs)))
 
     def put(self, tree: Any) -> Any:
-        """Arrays on the device."""
+        """Puts arrays on the device."""
         return jax.device_put(tree, self.device)
 
     # Called under the lock -------------------------------------------------------------------------------------------
@@ -269,7 +269,7 @@ class DeviceStores:
         return np.uint32(self._clock)
 
     def _renumber(self) -> None:
-        """Ticks from 1 on, in the same order: the clock has 32 bits. Waits for the device."""
+        """Numbers the ticks anew from 1 in the same order: the clock has 32 bits. Waits for the device."""
         statistics = [np.array(store.statistics) for store in self.arrays]
         ticks, ranks = np.unique(np.concatenate([lines[:, 0] for lines in statistics]), return_inverse=True)
         start, stores = 0, []
@@ -304,7 +304,7 @@ class DeviceStores:
             self.compiled.rewrite(batch.store, batch.size, batch.lines)
 
     def _owned(self, array: np.ndarray) -> Array:
-        """A buffer of the device's own, which may be donated."""
+        """Makes a buffer of the device's own, which may be donated."""
         return jax.device_put(array, self.device, may_alias=False)
 
     def _new_store(self, num_tables: int, table: FrozenTable, capacity: int) -> programs.CacheStore:
@@ -321,13 +321,13 @@ class DeviceStores:
 
 
 def _summed(counts: Sequence[Sequence[Any]]) -> tuple[int, int]:
-    """The sums of pairs of numbers on the device; waits for it."""
+    """Sums pairs of numbers on the device; waits for it."""
     first, second = (sum(int(np.asarray(pair[i])) for pair in counts) for i in range(2))
     return first, second
 
 
 def _without(keys: np.ndarray, rows: np.ndarray, leaving: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Keys and rows, but for those of keys in a sorted array."""
+    """Takes out the keys in a sorted array, and their rows."""
     if not len(leaving):
         return keys, rows
     place = np.minimum(np.searchsorted(leaving, keys), len(leaving) - 1)

@@ -1,12 +1,8 @@
 """The configuration: JSON as HugeCTR's Hierarchical Parameter Server (HPS) has it, read with HPS's defaults.
 
-Every key that HPS 24.06 or a version before it knows is one of three. It is *honoured*: the field that it becomes says
-what it does. Or it is *without effect*, because jaxsok has nothing that it could set: it is checked, and
-`Config.without_effect` lists it where it was written. Or it is *refused*, because answers or the place of rows would
-differ from what was asked for. A key that no HPS knew is refused as well, with the nearest name: HPS would ignore it in
-silence.
-
-Nothing here opens a table or a device.
+Every key that HPS 24.06 or an earlier version knows is *honoured*, *without effect* or *refused*. A key without effect
+sets nothing in jaxsok: it is checked, and `Config.without_effect` lists it. A key is refused if answers or the place of
+rows would differ from what was asked for. Unknown keys are refused as well, with the nearest name; HPS ignores them.
 """
 
 from jaxsok.serving.config.reader import read

@@ -1,7 +1,7 @@
 """The keys of the configuration: what each may be, its default, and why it has no effect, if so.
 
-The defaults are those of the JSON parser of HugeCTR 24.06; beside its keys stand those that versions 3.0 to 23.x read,
-or documented, and 24.06 passes over. `reader.py` reads by these tables; `values.py` says what honoured keys do.
+The defaults are those of the JSON parser of HugeCTR 24.06. There are also the keys that versions 3.0 to 23.x read or
+documented, and 24.06 ignores.
 """
 
 import dataclasses
@@ -14,18 +14,18 @@ from jaxsok import checks
 from jaxsok.types import MAX_DIM
 
 ROW_DTYPES: tuple[str, ...] = ("float32", "bfloat16", "float16", "int8", "float8_e4m3fn")
-"""What `jaxsok.row_dtype` may be."""
+"""The values of `jaxsok.row_dtype`."""
 
 # Kinds of values -----------------------------------------------------------------------------------------------------
 
 WRONG = object()  # what `Kind.parse` gives for a value of another kind
 REQUIRED = object()  # the default of a key without one
-_INT_MAX = 2**31 - 1  # of HPS's int, and of a dimension of an array that XLA likes
+_INT_MAX = 2**31 - 1  # of HPS's int, and of an XLA dimension
 
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """What a value may be."""
+    """The values that a key may have."""
 
     wanted: str  # in words
     parse: Callable[[Any], Any]  # the value as a field has it; WRONG if it is none
@@ -43,7 +43,7 @@ def _integer(least: int, most: int = _INT_MAX) -> Kind:
 
 
 def _cut(least: int) -> Kind:
-    """An integer; a number with a fraction loses it, as in HPS."""
+    """An integer; a fraction is cut off, as in HPS."""
     whole = _integer(least)
 
     def parse(value: Any) -> Any:
@@ -103,7 +103,7 @@ def _any(value: Any) -> Any:
 
 
 def _update_type(value: Any) -> Any:
-    """None, or Kafka; HPS takes several names for both."""
+    """None or Kafka; HPS takes several names for both."""
     if value is None or value in ("null", "none"):
         return None
     return "kafka_message_queue" if value in ("kafka_message_queue", "kafka_mq", "kafka") else WRONG
@@ -253,7 +253,7 @@ UPDATE_KEYS: dict[str, Key] = {
     "max_receive_buffer_size": Key(_ANY, reason=_OLDER),
 }
 OLDER_BLOCK_KEYS: dict[str, Key] = {name: Key(_ANY, reason=_OLDER) for name in VOLATILE_KEYS}
-"""Of the databases as HPS 3.3 has them, which later became volatile_db."""
+"""The keys of the blocks of HPS 3.3 that later became volatile_db."""
 TOP_KEYS: dict[str, Key] = {
     "supportlonglong": Key(_BOOL, REQUIRED),
     "fuse_embedding_table": Key(_BOOL),

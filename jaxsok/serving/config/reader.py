@@ -1,4 +1,4 @@
-"""Reads a configuration: parsed JSON, checked key by key (keys.py), becomes values (values.py)."""
+"""Reads a configuration: checks parsed JSON key by key (keys.py) and makes values of it (values.py)."""
 
 import dataclasses
 import difflib
@@ -57,16 +57,12 @@ def read(source: str | os.PathLike[str] | Mapping[str, Any] | Config) -> Config:
     """Reads a configuration, checks all of it and fills in HPS's defaults.
 
     Args:
-      source: the path of a JSON file, what is in one, or a configuration that was made by hand. No file that it names
-        is opened.
-
-    Returns:
-      The configuration; `without_effect` and `notes` say what a user of HPS should know.
+      source: the path of a JSON file, its parsed content, or a Config made by hand. No file that it names is opened.
 
     Raises:
       FileNotFoundError: there is no such file.
-      ConfigError: malformed JSON (with line and column), a missing or unknown key, a key that is there twice, a value
-        of the wrong type, or what jaxsok does not have (Redis, RocksDB, Kafka, remote files...).
+      ConfigError: malformed JSON (with line and column), a missing, unknown or repeated key, a value of the wrong type,
+        or what jaxsok does not have (Redis, RocksDB, Kafka, remote files...).
 
     Example:
       >>> config = read({
@@ -103,7 +99,7 @@ def read(source: str | os.PathLike[str] | Mapping[str, Any] | Config) -> Config:
 
 
 class _Twice(dict):
-    """An object of JSON that has a key more than once."""
+    """A JSON object that has a key more than once."""
 
     key = ""
 
@@ -148,7 +144,7 @@ def _parsed(path: pathlib.Path) -> Any:
 
 
 class _Reader:
-    """Makes a configuration of parsed JSON, and collects what a report should say."""
+    """Makes a configuration of parsed JSON, and collects notes for the report."""
 
     def __init__(self, file: str) -> None:
         self.file = file
@@ -382,7 +378,7 @@ class _Reader:
             self.refuse(path, file, "a path of this machine", "a path has no zero byte")
 
     def cache_type(self, path: str, given: Mapping[str, Any], values: dict[str, Any]) -> None:
-        """Settles the kind of cache; refuses kinds that are not there."""
+        """Sets the kind of cache; refuses unknown kinds."""
         kind, at = values["embedding_cache_type"], f"{path}.embedding_cache_type"
         if values["use_static_table"]:
             if "embedding_cache_type" in given and kind != "static":

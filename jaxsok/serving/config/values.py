@@ -1,7 +1,4 @@
-"""What a configuration says, as frozen values, and as JSON again.
-
-`reader.py` reads it. Every field says what it does here.
-"""
+"""The values of a configuration, and their JSON."""
 
 import dataclasses
 import re
@@ -14,11 +11,10 @@ Tier = Literal["device", "cache", "host"]
 
 @dataclasses.dataclass(frozen=True)
 class WithoutEffect:
-    """A key that was written, and sets nothing here."""
+    """A key that was written but sets nothing here."""
 
     path: str  # in the JSON, as `models[0].thread_pool_size`
     value: Any = dataclasses.field(repr=False)  # it may be a password
-    """As it was written."""
     reason: str  # why there is nothing to set
 
     def __str__(self) -> str:
@@ -31,15 +27,17 @@ class TableConfig:
     """One table of a model: an entry of each of HPS's lists."""
 
     name: str
-    """`embedding_table_names[i]`; `sparse_embedding<i>` where the list is not written. Of tables in a jaxsok export or
-    checkpoint it is the name that they were saved under."""
+    """`embedding_table_names[i]`, by default `sparse_embedding<i>`. A jaxsok export or checkpoint has the table under
+    this name.
+    """
     dim: int  # `embedding_vecsize_per_table[i]`; files of another dim are refused
     file: str
     """`sparse_files[i]`: an HPS directory, a folder of `jaxsok.checkpoint.export_full` or `export_delta`, or a step of
     an Orbax checkpoint. A relative path begins where the process runs, as in HPS."""
     default: float | None
     """`default_value_for_each_table[i]`: what a missing key reads, in every column. None, of `null` or of a list
-    that is too short: what it reads in training, where the files tell it, else 0.0."""
+    that is too short: what it reads in training, if the files say it, else 0.0.
+    """
     max_keys_per_sample: int
     """`maxnum_catfeature_query_per_table_per_sample[i]`: a request has at most `max_batch_size` times as many keys."""
 
@@ -48,38 +46,38 @@ class TableConfig:
 class ModelConfig:
     """One of `models`. Fields have HPS's names where HPS has the key."""
 
-    model: str  # by which requests name it: letters, digits, `_` and `-`, at most 120
+    model: str  # its name in requests: letters, digits, `_` and `-`, at most 120
     tables: tuple[TableConfig, ...]  # in the order of `sparse_files`; names differ
     deployed_device_list: tuple[int, ...]
-    """Numbers of devices. The last one is used, as in HPS; the other copies that HPS makes are made by further
-    sessions, `open(config, device=...)`."""
+    """Device numbers. The last one is used, as in HPS; `open(config, device=...)` makes a session on another device."""
     dense_file: str = ""  # an artifact of `export_model`, which `predict` runs over the tables; "": lookups only
     max_batch_size: int = 64  # samples in a request, at most; larger ones are refused (HPS logs an error)
     gpucache: bool = True  # whether rows lie on the device at all; False: every lookup reads rows in host memory
     gpucacheper: float = 0.2
-    """Rows of a table that the device's cache holds, as a fraction of all; 1.0 or more: all rows are on the device, and
-    nothing can miss."""
+    """The fraction of a table's rows that the device's cache holds; 1.0 or more: all rows, and nothing can miss."""
     hit_rate_threshold: float = 0.9
-    """A lookup whose hit rate is this or more answers misses with the default value and fetches their rows in the
-    background; one below it waits for them. 0: never waits; above 1: always does, so that answers are exact."""
+    """A lookup with this hit rate or more answers misses with the default value and fetches their rows in the
+    background; others wait for them. 0: never waits; above 1: always waits, so that answers are exact.
+    """
     embedding_cache_type: Literal["dynamic", "static"] = "dynamic"
     """"dynamic": a cache over rows in host memory. "static": all rows on the device. `use_static_table` makes it so."""
     use_static_table: bool = False  # the same as `embedding_cache_type` "static"
     num_of_worker_buffer_in_pool: int = 1  # lookups that run at the same time, at most; others wait
     cache_refresh_percentage_per_iteration: float = 0.0
     """Fraction of the cached rows that a refresh reads at a time. Above 0 the cache is also filled when a model is
-    opened, if `init_ec` is on. 0: no refresh by the clock, as in HPS; `Session.refresh` then reads all at once."""
+    opened, if `init_ec` is on. 0: no refresh by the clock, as in HPS; `Session.refresh` then reads all at once.
+    """
     refresh_delay: float = 0.0  # seconds between opening a model and the first refresh of its cache by the clock
     refresh_interval: int = 0  # whole seconds between refreshes by the clock; 0: only `Session.refresh` refreshes
     init_ec: bool = True  # whether opening fills the cache; see `cache_refresh_percentage_per_iteration`
     fp8_quant: bool = False  # whether rows of a static model become float8_e4m3fn (`row_dtype`)
     fuse_embedding_table: bool | None = None
     """True: one call looks up all tables of a request. False: one call for each. None, if neither the model nor the
-    whole configuration says: as True, where HPS would not fuse, because answers are the same to the bit and HPS's
-    restrictions (disjoint keys, all tables in each request) do not exist here."""
+    configuration says: as True, since answers are the same to the bit, and HPS's restrictions (disjoint keys, all
+    tables in each request) do not exist here.
+    """
     row_dtype: str | None = None
-    """`jaxsok.row_dtype`: what rows are made of on the device: float32, bfloat16, float16, int8 or float8_e4m3fn; None:
-    as in their files (float32 in HPS directories)."""
+    """`jaxsok.row_dtype`: the dtype of rows on the device (ROW_DTYPES); None: as in their files (float32 in HPS)."""
     spare_rows: int = 0  # `jaxsok.spare_rows`: rows of each table left free for new keys of updates in place
     enable_pagelock: bool = False  # without effect where it is False; True is refused for a static model
     maxnum_des_feature_per_sample: int = 26  # without effect
@@ -95,11 +93,7 @@ class ModelConfig:
 
     @property
     def tier(self) -> Tier:
-        """Where rows are looked for.
-
-        "device": all of them are there. "cache": `gpucacheper` of them are there, over all of them in host memory.
-        "host": none are.
-        """
+        """Where rows are: "device", all on the device; "host", none; "cache", some there, over all in host memory."""
         if not self.gpucache:
             return "host"
         return "device" if self.embedding_cache_type == "static" or self.gpucacheper >= 1.0 else "cache"
@@ -130,8 +124,9 @@ class VolatileDatabase:
     """`volatile_db`: rows in host memory, under the device's cache. Only `type` has an effect."""
 
     type: Literal["disabled", "hash_map", "parallel_hash_map"] = "parallel_hash_map"
-    """Both maps are the one host store of jaxsok. A block without a type is "disabled", no block is
-    "parallel_hash_map", as in HPS. "disabled" is refused for a model whose rows do not all lie on the device."""
+    """Both maps are the one host store of jaxsok. Without a type it is "disabled", without a block
+    "parallel_hash_map", as in HPS. "disabled" is refused for a model whose rows do not all lie on the device.
+    """
     address: str = "127.0.0.1:7000"
     user_name: str = "default"
     password: str = dataclasses.field(default="", repr=False)
@@ -158,7 +153,7 @@ class VolatileDatabase:
 
 @dataclasses.dataclass(frozen=True)
 class PersistentDatabase:
-    """`persistent_db`: not there yet. "rocks_db" is refused; without it no key has an effect."""
+    """`persistent_db`: not implemented. "rocks_db" is refused; without it no key has an effect."""
 
     type: Literal["disabled"] = "disabled"
     path: str | None = None  # None: HPS has "rocksdb" under the system's folder for temporary files
@@ -171,7 +166,7 @@ class PersistentDatabase:
 
 @dataclasses.dataclass(frozen=True)
 class UpdateSource:
-    """`update_source`: not there yet. "kafka_message_queue" is refused; without it no key has an effect."""
+    """`update_source`: not implemented. "kafka_message_queue" is refused; without it no key has an effect."""
 
     type: None = None
     brokers: str = "127.0.0.1:9092"
@@ -185,35 +180,33 @@ class UpdateSource:
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """A whole configuration, as `read` made it: checked, and with every default filled in."""
+    """A whole configuration, checked and with every default filled in."""
 
     models: tuple[ModelConfig, ...]  # at least one; names differ
     supportlonglong: bool
     """True: keys have 64 bits. False: 32 bits, unsigned: keys of files are cut to their low 32 bits, as HPS does, and
-    requests with others are refused."""
+    requests with others are refused.
+    """
     fuse_embedding_table: bool | None = None  # for models that do not say; see `ModelConfig.fuse_embedding_table`
     volatile_db: VolatileDatabase = VolatileDatabase()
     persistent_db: PersistentDatabase = PersistentDatabase()
     update_source: UpdateSource = UpdateSource()
     without_effect: tuple[WithoutEffect, ...] = ()  # keys that were written and set nothing, by path
     notes: tuple[str, ...] = dataclasses.field(default=(), compare=False)
-    """What a reader of HPS's manual would not expect, as lines of the report."""
+    """What would surprise a reader of HPS's manual, as lines of the report."""
     file: str = dataclasses.field(default="", compare=False)  # where it was read from; "": a mapping
 
     @property
     def key_bits(self) -> Literal[32, 64]:
-        """Of the keys of all models."""
+        """Bits of the keys of all models."""
         return 64 if self.supportlonglong else 32
 
     def to_json(self) -> dict[str, Any]:
-        """As HPS has it: what `read` takes, with every honoured key written out.
-
-        Keys without effect are there where they were written.
-        """
+        """The JSON that `read` takes, with every honoured key, and those without effect where they were written."""
         written: dict[str, Any] = {"supportlonglong": self.supportlonglong}
         if self.fuse_embedding_table is not None:
             written["fuse_embedding_table"] = self.fuse_embedding_table
-        # A block of its own, even without keys that count, would be one that somebody wrote.
+        # A block that is written out, even an empty one, would count as written by the user.
         if self.volatile_db.type != "parallel_hash_map" or any(
             key.path.startswith("volatile_db.") for key in self.without_effect
         ):
@@ -228,7 +221,7 @@ class Config:
         return written
 
     def summary(self) -> list[str]:
-        """What was read, as lines of a report: models, tables, notes, keys without effect."""
+        """The configuration as lines of a report: models, tables, notes, keys without effect."""
         lines = [f"configuration: {self.file or '(a mapping)'}; keys of {self.key_bits} bits"]
         for model in self.models:
             told = {
@@ -253,7 +246,7 @@ class Config:
 
 
 def idle_keys(model: ModelConfig) -> dict[str, str]:
-    """Keys that could have an effect and have none beside the others of this model: why, by key."""
+    """The keys that have no effect beside the others of this model, with the reason."""
     idle: dict[str, str] = {}
     if model.embedding_cache_type != "static":
         idle |= dict.fromkeys(
@@ -293,7 +286,7 @@ def _model_to_json(model: ModelConfig) -> dict[str, Any]:
 
 
 def steps_of(path: str) -> list[str | int]:
-    """The steps to a value: names, and numbers in lists."""
+    """Splits a path into names, and numbers in lists."""
     return [int(number) if number else name for number, name in re.findall(r"\[(\d+)\]|([^.\[\]]+)", path)]
 
 

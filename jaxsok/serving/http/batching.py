@@ -1,7 +1,6 @@
-"""Requests of many clients become calls of few: collected up to a size or a time, run off the event loop, split again.
+"""Collects the requests of many clients into few calls, runs these off the event loop, and splits the results.
 
-Fed by the server with requests that it has checked. What a call does with them is a function that the Batcher gets;
-nothing here knows of tables, of HTTP or of JAX.
+Knows nothing of tables, HTTP or JAX: what a call does with the requests is a function that the Batcher gets.
 """
 
 import asyncio
@@ -19,11 +18,11 @@ _log = logging.getLogger(__name__)
 
 
 class QueueFullError(Exception):
-    """As many requests wait as may; come again later."""
+    """As many requests wait as may wait."""
 
 
 class ClosedError(Exception):
-    """No more requests are taken: the server stops."""
+    """The server stops, and takes no more requests."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -37,20 +36,8 @@ class _Job(Generic[Payload]):
 class Batcher(Generic[Payload, Result]):
     """Runs payloads together, in the order in which they came.
 
-    A call begins when a worker is free and one of these holds: the payloads that wait fill it, or the first of them has
-    waited `max_delay_s`. Payloads of one call see one version of the tables, since the call sees one. Everything but
-    `run` is done on one event loop.
-
-    Example:
-      >>> import concurrent.futures
-      >>> async def ask():
-      ...     with concurrent.futures.ThreadPoolExecutor(1) as threads:
-      ...         batcher = Batcher(lambda payloads: [sum(payloads)] * len(payloads), {"n": 3}, executor=threads)
-      ...         answers = await asyncio.gather(*(batcher.submit(i, {"n": 1}) for i in (10, 20, 30, 40)))
-      ...         await batcher.close()
-      ...         return answers
-      >>> asyncio.run(ask())
-      [60, 60, 60, 40]
+    A call begins when a worker is free, and the waiting payloads fill it or the first has waited `max_delay_s`. All
+    payloads of a call see one version of the tables. Everything but `run` happens on one event loop.
     """
 
     def __init__(
@@ -66,16 +53,9 @@ class Batcher(Generic[Payload, Result]):
     ) -> None:
         """Takes requests from now on; work begins with the first.
 
-        Args:
-          run: called in a thread with payloads; gives as many results. Where it raises for several payloads, it is
-            called with each alone, so that only the one that caused the error fails.
-          limits: most of each cost in one call, by name; costs without a limit are not summed. A payload above a limit
-            goes alone.
-          executor: where `run` is called.
-          max_delay_s: how long the first payload waits for others; 0: not at all.
-          max_waiting: payloads that may wait.
-          num_workers: calls at the same time.
-          observe: called in the thread with the payloads of each call, and whether it had to be split.
+        `run` is called in a thread. If it raises for several payloads, it is called with each alone, so that only the
+        one that caused the error fails. `limits` bound the sum of each cost in a call; a payload above a limit goes
+        alone. `observe` is called in the thread with the payloads of each call, and whether it had to be split.
         """
         self._run, self._limits, self._executor, self._observe = run, dict(limits), executor, observe
         self._max_delay_s, self._max_waiting = max_delay_s, max_waiting
@@ -87,20 +67,13 @@ class Batcher(Generic[Payload, Result]):
 
     @property
     def num_waiting(self) -> int:
-        """Payloads for which no call has begun."""
+        """The payloads for which no call has begun."""
         return len(self._waiting)
 
     async def submit(self, payload: Payload, costs: Mapping[str, int]) -> Result:
-        """The payload's result; a caller that stops waiting takes the payload out of the queue.
+        """Waits for the payload's result; a cancelled caller takes its payload out of the queue.
 
-        Args:
-          payload: what `run` gets, among others.
-          costs: what it adds to the limits, by name.
-
-        Raises:
-          QueueFullError: too many wait.
-          ClosedError: after `close`.
-          Exception: what `run` raised for this payload.
+        Raises QueueFullError, ClosedError after `close`, or what `run` raised for this payload.
         """
         if self._closed:
             raise ClosedError
@@ -121,7 +94,7 @@ class Batcher(Generic[Payload, Result]):
             raise
 
     async def close(self, timeout_s: float = 30.0) -> bool:
-        """Takes no more, lets what waits be answered, and returns when all calls have ended; whether they have."""
+        """Takes no more, waits until all calls have ended, and returns whether they have."""
         self._closed = True
         loop = asyncio.get_running_loop()
         until = loop.time() + timeout_s
@@ -150,7 +123,7 @@ class Batcher(Generic[Payload, Result]):
             call.add_done_callback(self._calls.discard)
 
     async def _gather(self, loop: asyncio.AbstractEventLoop) -> list[_Job[Payload]]:
-        """The next payloads, once they are enough or have waited enough; none if they were given up meanwhile."""
+        """Gives the next payloads, once they are enough or have waited enough; none if all were cancelled meanwhile."""
         while not self._waiting:
             self._arrived.clear()
             await self._arrived.wait()
@@ -168,7 +141,7 @@ class Batcher(Generic[Payload, Result]):
         return []
 
     def _fitting(self) -> tuple[int, bool]:
-        """How many of the first that wait fit into one call, and whether no other would."""
+        """How many of the first payloads fit into one call, and whether they fill it."""
         totals = dict.fromkeys(self._limits, 0)
         for number, job in enumerate(self._waiting):
             for name, cost in job.costs.items():
@@ -182,13 +155,13 @@ class Batcher(Generic[Payload, Result]):
         loop = asyncio.get_running_loop()
         try:
             results = await loop.run_in_executor(self._executor, self._call, [job.payload for job in jobs])
-        except BaseException as error:  # the executor's own: it is shut down
+        except BaseException as error:  # raised by the executor: it is shut down
             results = [error] * len(jobs)
         finally:
             self._free.release()
         for job, result in zip(jobs, results, strict=True):
             if job.answer.done():
-                continue  # nobody waits for it any more
+                continue  # its caller was cancelled
             if isinstance(result, asyncio.CancelledError):
                 job.answer.set_exception(ClosedError())
             elif isinstance(result, BaseException):

@@ -1,7 +1,6 @@
-"""What clients ask, checked against a model; and how several requests become one call of the session, and its answers.
+"""Checks requests against a model, joins several into one call of the session, and splits its answers.
 
-Fed by the server with bodies, and by its batchers with what was read from them. All that a client can get wrong is
-refused here, before a request joins others.
+All that a client can get wrong is refused here, before a request joins others.
 """
 
 import dataclasses
@@ -29,7 +28,7 @@ class Samples:
 
 
 class Lookups:
-    """Rows of keys."""
+    """The endpoint that gives the rows of keys."""
 
     op = "lookup"
     field = "rows"  # of the response
@@ -38,12 +37,12 @@ class Lookups:
         self._session, self._max_keys = session, max_keys
 
     def most_values(self, model: Any) -> tuple[int, Sequence[str]]:
-        """Numbers that a request can have, and the names of its arrays."""
+        """The most numbers that a request can have, and the names of its arrays."""
         num_keys = sum(model.max_keys.get(name, self._max_keys) for name in model.tables)
         return min(self._max_keys, num_keys), list(model.tables)
 
     def read(self, body: bytes, given: str, model: Any) -> Arrays:
-        """The keys of a body by table, uint64 of any shape; raises a ServingError for what the model cannot answer."""
+        """Reads keys by table, uint64 of any shape; raises a ServingError for what the model cannot answer."""
         op = self.op
         if given == "json":
             wire.check_json(body, *self.most_values(model), op)
@@ -70,7 +69,7 @@ class Lookups:
         return dict(model.max_keys)
 
     def costs(self, keys: Mapping[str, np.ndarray]) -> dict[str, int]:
-        """What a request adds to the limits."""
+        """What a request adds to the limits, by table."""
         return {name: array.size for name, array in keys.items()}
 
     def size(self, keys: Mapping[str, np.ndarray]) -> int:
@@ -99,7 +98,7 @@ class Lookups:
 
 
 class Predictions:
-    """Outputs of the model of `dense_file`."""
+    """The endpoint that runs the model of `dense_file`."""
 
     op = "predict"
     field = "outputs"
@@ -108,7 +107,7 @@ class Predictions:
         self._session, self._max_keys = session, max_keys
 
     def most_values(self, model: Any) -> tuple[int, Sequence[str]]:
-        """Numbers that a request can have, and the names of its arrays."""
+        """The most numbers that a request can have, and the names of its arrays."""
         keys, rest, names = dict[str, int](), 0, list[str]()
         weighted = set[str]()
         for name, spec in model.inputs.items():
@@ -128,7 +127,7 @@ class Predictions:
         return rest + min(self._max_keys, sum(keys.values())), names
 
     def read(self, body: bytes, given: str, model: Any) -> Samples:
-        """The inputs of a body, all of one batch size; raises a ServingError for what the model cannot answer."""
+        """Reads inputs of one batch size; raises a ServingError for what the model cannot answer."""
         op, specs = self.op, model.inputs
         if given == "json":
             wire.check_json(body, *self.most_values(model), op)
@@ -175,8 +174,8 @@ class Predictions:
     def run(self, model: str, requests: Sequence[Samples]) -> list[tuple[Arrays, int]]:
         """Gives each request its outputs, and the version.
 
-        Requests whose samples have one shape share a call if each output of the model has a row for each sample.
-        Otherwise every request has its own: a mean over the batch, say, belongs to one client alone.
+        Requests share a call if their samples have one shape and each output has a row for each sample. Otherwise each
+        has its own call: a mean over the batch, for example, must not mix clients.
         """
         known = self._session.models[model]
         groups: dict[Any, list[int]] = {}
@@ -211,7 +210,7 @@ def _can_join(model: Any) -> bool:
 
 
 def _cost(table: str) -> str:
-    return f'keys of "{table}"'  # apart from the samples, whatever a table is called
+    return f'keys of "{table}"'  # differs from the name of the samples, whatever a table is called
 
 
 def _check_bits(keys: np.ndarray, model: Any, what: str) -> None:
@@ -255,7 +254,7 @@ def _read_input(value: Any, spec: Any, given: str, max_samples: int, name: str) 
 
 
 def _read_bags(value: Any, spec: BagsInput, given: str, what: str) -> wire.Ragged | np.ndarray:
-    """Ragged, or of one hotness: keys `[samples, hotness]`."""
+    """Reads ragged bags, or bags of one hotness: keys `[samples, hotness]`."""
     if isinstance(value, wire.Ragged):
         return value
     if isinstance(value, dict):

@@ -1,6 +1,6 @@
-"""What a server counts, as Prometheus reads it: its own requests, and the session's counters at the time of a scrape.
+"""Prometheus metrics of a server: its own requests, and the session's counters at the time of a scrape.
 
-A registry of its own, so that two servers of one process, and whatever else the process counts, stay apart.
+Each server has a registry of its own, so that two servers of one process stay apart.
 """
 
 import logging
@@ -53,28 +53,14 @@ _GAUGES = {
 
 
 class Metrics:
-    """Counters and histograms of one server.
-
-    Example:
-      >>> metrics = Metrics(lambda: {"dlrm": {"keys": 7, "version": 2}}, lambda: {("lookup", "dlrm"): 3})
-      >>> metrics.requests.labels("lookup", "dlrm", "200").inc()
-      >>> lines = metrics.text().decode().splitlines()
-      >>> [line for line in lines if line.startswith(("jaxsok_requests_total", "jaxsok_session_keys", "jaxsok_queue"))]
-      ['jaxsok_requests_total{endpoint="lookup",model="dlrm",status="200"} 1.0', \
-'jaxsok_session_keys_total{model="dlrm"} 7.0', 'jaxsok_queue_depth{endpoint="lookup",model="dlrm"} 3.0']
-    """
+    """Counters and histograms of one server."""
 
     content_type = prometheus_client.CONTENT_TYPE_LATEST
 
     def __init__(
         self, stats: Callable[[], Mapping[str, Mapping[str, Any]]], depths: Callable[[], Mapping[tuple[str, str], int]]
     ) -> None:
-        """Registers all metrics.
-
-        Args:
-          stats: called at each scrape: `session.stats` of each model and its version, by name.
-          depths: called at each scrape: payloads that wait, by endpoint and model.
-        """
+        """Registers all metrics. Each scrape calls `stats`, for the session's counters by model, and `depths`."""
         self.registry = prometheus_client.CollectorRegistry()
 
         def counter(name: str, text: str, labels: tuple[str, ...]) -> prometheus_client.Counter:
@@ -102,7 +88,7 @@ class Metrics:
         self.registry.register(_AtScrape(stats, depths))
 
     def text(self) -> bytes:
-        """All of them in Prometheus' text format. Asks the session: call it off the event loop."""
+        """All metrics in Prometheus' text format. Asks the session: call it off the event loop."""
         return prometheus_client.generate_latest(self.registry)
 
 

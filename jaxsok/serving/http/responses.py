@@ -1,6 +1,6 @@
 """Responses in JSON, and refusals, which have one form: `{"error": {"code", "message"}}`.
 
-An error of the server itself is reported without any detail of it; the log has its reason.
+An internal error is reported without detail; the log has its reason.
 """
 
 import json
@@ -21,7 +21,7 @@ CLOSE: Mapping[str, str] = {"Connection": "close"}  # for a response before the 
 
 
 class Refusal(Exception):
-    """Becomes a response with a status of its own."""
+    """An error that becomes a response with its own status."""
 
     def __init__(self, status: int, code: str, message: str, headers: Mapping[str, str] | None = None) -> None:
         super().__init__(message)
@@ -29,45 +29,30 @@ class Refusal(Exception):
 
 
 class Busy(Refusal):
-    """Too much at a time: another try may do.
-
-    Example:
-      >>> Busy("the queue is full").headers
-      {'Retry-After': '1'}
-    """
+    """There are too many requests at this time; the client may try again."""
 
     def __init__(self, why: str, headers: Mapping[str, str] | None = None) -> None:
         super().__init__(503, "busy", f"{why}; ask again later.", {"Retry-After": "1", **(headers or {})})
 
 
 def stopping(op: str) -> Refusal:
-    """The refusal of a server that ends."""
+    """The refusal of a server that stops."""
     return Refusal(503, "stopping", f"{op}: the server stops.", CLOSE)
 
 
 def to_json(status: int, value: Any, headers: Mapping[str, str] | None = None) -> Response:
-    """A response with a value."""
+    """Makes a JSON response."""
     body = json.dumps(value, separators=(",", ":"), allow_nan=False).encode()
     return Response(body, status, headers=dict(headers or {}), media_type=wire.JSON)
 
 
 def refused(refusal: Refusal) -> Response:
-    """An error as a response.
-
-    Example:
-      >>> refused(Refusal(404, "unknown_model", "lookup: model: got a.")).body
-      b'{"error":{"code":"unknown_model","message":"lookup: model: got a."}}'
-    """
+    """Makes the response of a refusal."""
     return to_json(refusal.status, {"error": {"code": refusal.code, "message": str(refusal)}}, refusal.headers)
 
 
 def refusal_of(error: Exception, op: str) -> Refusal:
-    """What a client hears of an error: the reason of its own errors, and of the server's only that there was one.
-
-    Example:
-      >>> refusal_of(UnknownTableError("lookup: table: got 'usr'."), "lookup").status
-      404
-    """
+    """Makes the refusal of an error: a client's own error with its reason, an internal one without."""
     if isinstance(error, Refusal):
         return error
     for kind, status, code in (

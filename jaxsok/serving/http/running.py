@@ -17,21 +17,16 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from jaxsok.serving.http.responses import CLOSE, Refusal, refused
 from jaxsok.serving.http.server import ABORT, DISCARD_S, App
 
-MAX_HEAD_BYTES = 1 << 16  # of a request: its first line and its headers
+MAX_HEAD_BYTES = 1 << 16  # a request's first line and headers
 _UNSENT_BYTES = 1 << 17
-"""That the kernel takes of a connection beyond what is on the wire: it tells little by little what a client reads."""
+"""Unsent bytes of a connection that the kernel may hold: small, so that the server sees early what a client reads."""
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket that listens at an address, before anything is loaded; port 0: any that is free.
+    """Listens at an address, before anything is loaded; port 0: any that is free.
 
     Clients that connect before the server accepts wait. OSError: the address is taken, or not of this machine;
     ValueError: no port.
-
-    Example:
-      >>> with bind("127.0.0.1", 0) as found:
-      ...     found.getsockname()[0]
-      '127.0.0.1'
     """
     if not 0 <= port < 2**16:
         raise ValueError(f"serve: --port: got {port}, wanted 0 to 65535.")
@@ -55,17 +50,14 @@ def serve(
 ) -> None:
     """Answers until SIGTERM, SIGINT or `Server.stop`; then finishes what it took and closes the session.
 
-    Args:
-      app: over a session.
-      where: of `bind`.
-      access_log: a line for each request, by the logger "uvicorn.access".
-      on_ready: called when connections are accepted.
+    `where` comes from `bind`. `access_log` writes a line for each request to the logger "uvicorn.access"; `on_ready` is
+    called when connections are accepted.
     """
     Server(app, where, access_log=access_log, on_ready=on_ready).run()
 
 
 class _Connection(h11.Connection):
-    """Bounds a request's head however it arrives: h11 bounds only what is incomplete when it is looked at."""
+    """Bounds a request's head however it arrives: h11 bounds only an incomplete head."""
 
     is_head_long = False
 
@@ -83,7 +75,7 @@ class _Connection(h11.Connection):
 
 
 class _Protocol(H11Protocol):
-    """Lets the application close a connection whose client does not read: else what it holds would wait for ever."""
+    """Lets the application close a connection whose client does not read; it would hold its response for ever."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -106,7 +98,7 @@ class _Protocol(H11Protocol):
             super().data_received(data)
 
     def send_400_response(self, msg: str) -> None:
-        """Refuses what is no request, and reads on for a while: else a client may see a reset before the answer."""
+        """Refuses malformed requests, and reads on for a while: else a client may see a reset before the answer."""
         self._is_refused = True
         if self.cycle is not None and not self.cycle.response_complete:  # the request that is being answered is damaged
             self.cycle.disconnected = True
@@ -127,13 +119,13 @@ class _Protocol(H11Protocol):
 
 
 def _tell_early(connection: Any) -> None:
-    """Bounds what the kernel holds: it reports room when a third of its buffer, which grows to megabytes, is free."""
+    """Bounds the kernel's buffer, which would grow to megabytes: the kernel reports room when a third of it is free."""
     if connection is not None and connection.family in (socket.AF_INET, socket.AF_INET6):
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _UNSENT_BYTES)
 
 
 class Server(uvicorn.Server):
-    """One that is not ready before it stops, and whose signals end `run`, not the process."""
+    """A server that is not ready before it stops, and whose signals end `run`, not the process."""
 
     def __init__(
         self,
@@ -174,29 +166,29 @@ class Server(uvicorn.Server):
         await self.app.asgi(scope, receive, send_and_close if scope["type"] == "http" else send)
 
     def run(self, sockets: list[socket.socket] | None = None) -> None:
-        """Returns when all is closed."""
+        """Serves, and returns when all is closed."""
         super().run(sockets or [self._where])
 
     def stop(self) -> None:
-        """As a signal does; from any thread."""
+        """Stops as a signal does; may be called from any thread."""
         self.handle_exit(signal.SIGTERM, None)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Takes note; the loop sees it within 0.1 s. A second SIGINT waits for nothing, and leaves the session open."""
+        """Records the signal; the loop sees it within 0.1 s. A second SIGINT ends at once; the session stays open."""
         self.app.is_stopping = True  # no more than this: a signal may come while a lock is held
         super().handle_exit(sig, frame)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Accepts connections, then tells."""
+        """Accepts connections, then calls `on_ready`."""
         await super().startup(sockets)
         if self._on_ready is not None:
             self._on_ready(self)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Not ready, drains, takes no connections any more, lets the idle ones ask once more, then closes.
+        """Stops being ready, drains, refuses connections, lets idle ones ask once more, then closes.
 
-        A connection that was promised to be kept, and is closed, loses the request that its client is sending. So each
-        stays until it has been told of the end with a response, or has been idle for as long as it may be at any time.
+        A kept connection that is closed loses the request that its client is sending. So each stays until a response
+        has said that it closes, or until it has been idle for `keep_alive_s`.
         """
         self.app.stop_taking()
         options, loop = self.app.options, asyncio.get_running_loop()
@@ -209,10 +201,10 @@ class Server(uvicorn.Server):
         await super().shutdown(sockets)
 
     async def _stop_listening(self, sockets: list[socket.socket]) -> None:
-        """Takes the connections that wait in the kernel, which would be reset; then refuses others."""
+        """Accepts the connections that wait in the kernel, which would be reset; then refuses others."""
         loop, waiting = asyncio.get_running_loop(), list[socket.socket]()
         for where in sockets:
-            with contextlib.suppress(OSError):  # none is left
+            with contextlib.suppress(OSError):  # no connection is left
                 for _ in range(self.config.backlog):
                     waiting.append(where.accept()[0])
         for server in self.servers:
@@ -225,7 +217,7 @@ class Server(uvicorn.Server):
         return _Protocol(self.config, self.server_state, self.lifespan.state)
 
     async def _wait(self, timeout_s: float, goes_on: Callable[[], bool]) -> None:
-        """Waits, unless there is nothing more to wait for, or a second SIGINT came."""
+        """Waits until there is nothing more to wait for, the time is over, or a second SIGINT came."""
         loop = asyncio.get_running_loop()
         until = loop.time() + timeout_s
         while not self.force_exit and goes_on() and (rest_s := until - loop.time()) > 0:
@@ -233,7 +225,7 @@ class Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Signals are not raised again at the end, as uvicorn does: the process would be killed before it says so."""
+        """Does not raise signals again at the end, as uvicorn does: they would kill the process before it reports."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return

@@ -1,8 +1,8 @@
-"""HTTP over a session: lookups and predictions, what is served, health, metrics; docs/server.md tells the formats.
+"""The HTTP application over a session: lookups, predictions, models, health, metrics. docs/server.md has the formats.
 
-Fed by clients, none of whom is trusted: sizes are bounded while they are read, every input is checked before it joins
-a batch, and nothing that a client sends names a file. Updates come from the operator (watch.py). The event loop reads,
-checks and answers small bodies; what asks the session, and bodies that take time, run in threads.
+No client is trusted: sizes are bounded while they are read, every input is checked before it joins a batch, and
+nothing that a client sends names a file. The event loop reads, checks and answers small bodies; calls of the session,
+and large bodies, run in threads.
 """
 
 import asyncio
@@ -47,8 +47,8 @@ from jaxsok.serving.http.watch import Watcher
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-_INLINE_BYTES = 1 << 15  # bodies up to this are read and made on the event loop: a thread would cost more than the work
-_PIECE_BYTES = 1 << 16  # of a response: at a time on its way to a client, beside as much that its connection holds
+_INLINE_BYTES = 1 << 15  # smaller bodies are handled on the event loop: a thread would cost more than the work
+_PIECE_BYTES = 1 << 16  # of a response, sent at a time; its connection holds as much again
 ABORT = "jaxsok.abort"  # an extension of an ASGI scope: closes the connection without sending what it holds
 DISCARD_S = 2.0  # how long the rest of a refused body is read, so that the client reads the answer
 
@@ -58,17 +58,17 @@ class ServerOptions:
     """What a server takes at most, and how long it waits."""
 
     max_delay_ms: float = 2.0  # a request waits so long for others to share its call
-    max_body_bytes: int = 16 << 20  # of one request; less where its model cannot need so many (`wire.body_bytes`)
+    max_body_bytes: int = 16 << 20  # in one request; less where its model cannot need so many (`wire.body_bytes`)
     max_held_bytes: int = 512 << 20  # bodies of unanswered requests, then of their responses until they are sent
     max_requests: int = 256  # requests whose response is not sent
     max_keys: int = 1 << 20  # keys of one request, over all its tables; the model's own limits by table hold as well
     max_json_values: int = 1 << 22  # numbers in one JSON response; the binary format has no such limit
-    max_response_bytes: int = 256 << 20  # of the arrays of one response
+    max_response_bytes: int = 256 << 20  # in the arrays of one response
     body_timeout_s: float = 15.0  # for the body to arrive
     timeout_s: float = 30.0  # for an answer, from the last byte of the body on
     send_timeout_s: float = 30.0  # for a client's system to take 64 KiB of its response; then its connection is cut off
     min_send_rate: float = 1 << 18
-    """Bytes a second that a client takes of a response, on the whole, after `send_timeout_s`; else it is cut off."""
+    """Bytes a second at which a client must take its response after `send_timeout_s`; else it is cut off."""
     keep_alive_s: float = 5.0
     """A connection without a request is closed after so long; while the server stops, no earlier."""
     num_workers: int = 2  # calls of the session at the same time, by model and endpoint
@@ -84,12 +84,7 @@ class ServerOptions:
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> "ServerOptions":
-        """The options of the command line; one that is None or missing has its default.
-
-        Example:
-          >>> ServerOptions.of({"max_keys": 7, "timeout_s": None, "port": 80}).max_keys
-          7
-        """
+        """The options of the command line; those that are None or missing have their defaults."""
         names = {field.name for field in dataclasses.fields(cls)}
         return cls(**{name: value for name, value in given.items() if name in names and value is not None})
 
@@ -112,18 +107,9 @@ class _Endpoint:
 class App:
     """The ASGI application over one session, with its batchers, threads and counters.
 
-    `App(session).asgi` runs under any ASGI server; `serve` runs it under uvicorn. Nothing runs before the application's
-    lifespan begins; the session is closed when it ends.
-
-    Args:
-      session: what `jaxsok.serving.open` gives.
-      options: limits and times.
-      watch: a folder of exports and deltas, see `jaxsok.serving.http.watch`; those that are there are applied before
-        the first request, those that appear as they come.
-      watch_interval_s: between two looks.
-
-    Raises:
-      FileNotFoundError: no folder to watch.
+    `App(session).asgi` runs under any ASGI server; `serve` runs it under uvicorn. Work begins with the application's
+    lifespan, whose end closes the session. `watch` is a folder of exports and deltas (watch.py): those in it are
+    applied before the first request, later ones as they come. FileNotFoundError: there is no such folder.
     """
 
     def __init__(
@@ -176,7 +162,7 @@ class App:
 
     @property
     def num_running(self) -> int:
-        """Calls of the session that have begun and not ended, also those that nobody waits for any more."""
+        """Calls of the session that have not ended, also those whose clients have gone."""
         return self._running
 
     # Life ----------------------------------------------------------------------------------------------------------
@@ -187,7 +173,7 @@ class App:
         if self._watcher is not None:
             try:
                 await asyncio.to_thread(self._watcher.look)
-            except Exception:  # the tables that are loaded are served all the same
+            except Exception:  # the loaded tables are served all the same
                 _log.exception("watch: %s", self._watcher.folder)
             self._watcher.start()
         self.metrics.is_ready.set(1)
@@ -197,13 +183,13 @@ class App:
             await self._end()
 
     def stop_taking(self) -> None:
-        """Readiness is false from now on."""
+        """Makes readiness false from now on."""
         self.is_stopping = True
         self.metrics.is_ready.set(0)
 
     async def _end(self) -> None:
         self.stop_taking()
-        # uvicorn has waited for the requests: what still runs has lost its own.
+        # uvicorn has waited for the requests: calls that still run have lost theirs.
         await asyncio.gather(*(batcher.close(1.0) for batcher in self._batchers.values()))
         for pool in self._pools:
             pool.shutdown(wait=False, cancel_futures=True)
@@ -234,7 +220,7 @@ class App:
     async def _response(
         self, name: str, answer: Callable[[Request, _Taken], Awaitable[Response]], request: Request, taken: _Taken
     ) -> Response:
-        """Makes the response, whatever happens; from now on the request holds its bytes."""
+        """Makes the response, also of errors; from now on the request holds its bytes."""
         begin, model = time.perf_counter(), request.path_params.get("model", "")
         # A client may ask for any name; only those that exist become labels.
         labels = (name, model if model in self.session.models else "")
@@ -276,7 +262,7 @@ class App:
             if abort is None:
                 raise
             abort()
-            await asyncio.sleep(0)  # the protocol hears of it
+            await asyncio.sleep(0)  # lets the protocol run
 
     async def _ask(self, kind: Lookups | Predictions, request: Request, taken: _Taken) -> Response:
         model, options = self._model(request, kind.op), self.options
@@ -289,7 +275,7 @@ class App:
             async with asyncio.timeout(options.timeout_s) as limit:
                 return await self._answer(kind, model, body, given, wanted)
         except TimeoutError:
-            if not limit.expired():  # the session's own
+            if not limit.expired():  # raised by the session
                 raise
             message = f"{kind.op}: no answer within {options.timeout_s:g} s."
             raise Refusal(504, "timeout", message) from None
@@ -297,7 +283,7 @@ class App:
     async def _answer(self, kind: Lookups | Predictions, model: Any, body: bytes, given: str, wanted: str) -> Response:
         options = self.options
         payload = await self._off_loop(len(body), kind.read, body, given, model)
-        if isinstance(payload, dict):  # of a lookup: what it takes is known before it is made
+        if isinstance(payload, dict):  # a lookup: its bytes are known before it is made
             num_values = sum(wire.extent(array.shape) * model.tables[name].dim for name, array in payload.items())
             _check_response(num_values, 4 * num_values, wanted, options, kind.op)
         arrays, version = await self._submit(kind, model, payload)
@@ -323,11 +309,13 @@ class App:
         return min(self.options.max_body_bytes, wire.body_bytes(given, *kind.most_values(model)))
 
     async def _body(self, request: Request, taken: _Taken, most: int) -> bytes:
-        """Reads the body; refuses it as soon as it is too long."""
+        """Reads the body, and refuses it as soon as it is too long."""
         options = self.options
         declared = int(request.headers.get("content-length", "0"))
         if declared > most:
-            if "100-continue" not in request.headers.get("expect", "").lower():  # who asks before it sends hears now
+            if (
+                "100-continue" not in request.headers.get("expect", "").lower()
+            ):  # a client that asks before it sends is refused now
                 await _discard(request, options)
             raise Refusal(413, "too_large", _too_large(f"{declared} bytes", most), CLOSE)
         parts: list[bytes] = []
@@ -356,7 +344,7 @@ class App:
         return b"".join(parts)
 
     async def _off_loop(self, num_bytes: int, work: Callable[..., T], *arguments: Any) -> T:
-        """Runs the work, in a thread if there is much of it."""
+        """Runs the work, in a thread if its body is large."""
         if num_bytes <= _INLINE_BYTES:
             return work(*arguments)
         if self._bodies is None:
@@ -398,7 +386,9 @@ class App:
         return Batcher(
             run,
             kind.limits(model),
-            executor=self._pool(self.options.num_workers, "jaxsok-call"),  # its own: a slow model holds up no other
+            executor=self._pool(
+                self.options.num_workers, "jaxsok-call"
+            ),  # one for each, so that a slow model delays no other
             max_delay_s=self.options.max_delay_ms / 1000,
             max_waiting=self.options.max_requests,
             num_workers=self.options.num_workers,
@@ -461,7 +451,7 @@ class App:
         for name, model in self.session.models.items():
             try:
                 found[name] = {**self.session.stats(name), "version": model.version}
-            except Exception as error:  # one that is closed meanwhile spoils no scrape
+            except Exception as error:  # a model that is closed meanwhile must not fail the scrape
                 _log.warning("metrics: model %s tells nothing: %s", name, error)
         return found
 
@@ -485,7 +475,7 @@ def _check_response(num_values: int, num_bytes: int, wanted: str, options: Serve
 
 
 def _check_held(held_bytes: int, num_bytes: int, options: ServerOptions, op: str) -> None:
-    """Refuses a response that may not wait until it is sent, beside what others hold; a single piece does not wait."""
+    """Refuses a response that would exceed `max_held_bytes` with the others; one of a single piece always passes."""
     if num_bytes <= _PIECE_BYTES:
         return
     if num_bytes > options.max_held_bytes:
@@ -497,12 +487,7 @@ def _check_held(held_bytes: int, num_bytes: int, options: ServerOptions, op: str
 
 
 def send_limit_s(num_bytes: int, options: ServerOptions) -> float:
-    """Seconds for all of a response: otherwise one that is read piece by piece holds its bytes for hours.
-
-    Example:
-      >>> send_limit_s(10 << 20, ServerOptions(send_timeout_s=30.0, min_send_rate=1 << 20))
-      40.0
-    """
+    """Seconds for sending all of a response: a client that reads piece by piece would hold its bytes for hours."""
     return options.send_timeout_s + num_bytes / options.min_send_rate
 
 

@@ -1,7 +1,6 @@
-"""Updates from a folder of the operator's: new exports and deltas are applied in order while the server answers.
+"""Applies new exports and deltas from a folder of the operator, in order, while the server answers.
 
-A folder's name is its place in the order; digits count as numbers, so `delta-9` stands before `delta-10`. Clients have
-no part in this: what is read is what the operator put into the folder that the command line names.
+Folders are ordered by name; digits count as numbers, so `delta-9` stands before `delta-10`.
 """
 
 import dataclasses
@@ -33,16 +32,11 @@ class Found:
 class Watcher:
     """Looks into a folder again and again, in a thread of its own that `start` starts.
 
-    With one model its exports lie in the folder, or below the model's name; with several below each model's name. An
-    export is what `export_full` and `export_delta` write, or HPS directories; `tables` and `dense` beside each other
-    below one name are switched together. Names that begin with a dot or end in `.writing`, `.tmp` or `.partial` are
-    left alone: write under such a name, then rename, as exports do.
-
-    Args:
-      session: is updated.
-      folder: must exist (FileNotFoundError).
-      interval_s: between two looks.
-      observe: called with the model and "applied", "skipped" or "refused" for each folder.
+    With one model its exports lie in the folder, or below the model's name; with several, below each model's name. An
+    export is what `export_full` and `export_delta` write, or HPS directories; `tables` and `dense` below one name are
+    switched together. Names that begin with a dot or end in `.writing`, `.tmp` or `.partial` are left alone: write
+    under such a name, then rename. `observe` is called with the model and "applied", "skipped" or "refused" for each
+    folder. FileNotFoundError: there is no such folder.
     """
 
     def __init__(
@@ -57,17 +51,17 @@ class Watcher:
         self.folder = pathlib.Path(folder)
         self._session, self._interval_s, self._observe = session, interval_s, observe
         self._done: set[pathlib.Path] = set()
-        self._last: dict[str, _Order] = {}  # by model, of what was applied
+        self._last: dict[str, _Order] = {}  # of the last applied folder, by model
         self._refused: dict[pathlib.Path, tuple[float, str]] = {}
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="jaxsok-watch", daemon=True)
 
     def start(self) -> None:
-        """Begins to look."""
+        """Starts the thread."""
         self._thread.start()
 
     def stop(self, timeout_s: float = 30.0) -> bool:
-        """Ends the thread behind the update that it is in; whether it has ended."""
+        """Ends the thread after the update that it runs; returns whether it has ended."""
         self._stop.set()
         if self._thread.ident is not None:
             self._thread.join(timeout_s)
@@ -82,11 +76,11 @@ class Watcher:
             self._stop.wait(self._interval_s)
 
     def look(self) -> int:
-        """Applies what is new; returns how many folders were applied.
+        """Applies new folders; returns how many were applied.
 
-        The last full export that is not refused counts. What stands before something that was applied is skipped, also
-        if it comes later. A folder that cannot be read is refused, and stops no other. A refused delta waits (its base
-        is not served, or it is damaged): it is tried again when something else was applied, and each minute.
+        Begins at the last full export that is not refused, and skips folders that stand before an applied one. A folder
+        that cannot be read is refused, and stops no other. A refused delta (its base is not served, or it is damaged)
+        is tried again after another one was applied, and each minute.
         """
         num_applied = 0
         for model in self._session.models:
@@ -158,7 +152,7 @@ class Watcher:
 
     def _refuse(self, model: str, path: pathlib.Path, error: Exception) -> None:
         _, reason = self._refused.get(path, (0.0, ""))
-        if str(error) != reason:  # told once, not each minute
+        if str(error) != reason:  # logged once, not each minute
             _log.error("watch: %s was refused: %s", path, error)
             self._tell(model, "refused")
         self._refused[path] = (time.monotonic(), str(error))
@@ -169,7 +163,7 @@ class Watcher:
 
 
 def require_folder(folder: str | os.PathLike[str]) -> None:
-    """Refuses what is no folder, with a FileNotFoundError."""
+    """Raises FileNotFoundError if there is no such folder."""
     if not pathlib.Path(folder).is_dir():
         raise FileNotFoundError(f'serve: --watch: got "{folder}", wanted a folder that exists.')
 
@@ -179,7 +173,7 @@ def _order(path: pathlib.Path) -> _Order:
 
 
 def _kind_of(path: pathlib.Path) -> Literal["full", "delta"] | None:
-    """The kind of an export; None: it is none, or is not complete yet."""
+    """The kind of an export; None: it is no export, or is not complete yet."""
     if not path.is_dir():
         return None
     path = path / "tables" if (path / "tables").is_dir() else path
@@ -189,7 +183,7 @@ def _kind_of(path: pathlib.Path) -> Literal["full", "delta"] | None:
         try:
             return "delta" if manifest.read("watch", path)["kind"] == "delta" else "full"
         except ValueError:
-            return "delta"  # a damaged one: the session will say so
+            return "delta"  # damaged: the session will refuse it
     if any((folder / "emb_vector").is_file() for folder in (path, *path.iterdir())):
         return "full"
     return None

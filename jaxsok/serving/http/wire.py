@@ -1,12 +1,10 @@
-"""The two formats of a body: JSON, and tensors in the safetensors layout. Bytes to arrays and back, nothing else.
+"""The two formats of a body: JSON, and tensors in the safetensors layout.
 
-Fed by the server with what a client sent, so nothing here trusts a size, a type or a nesting. A binary body is
+Nothing here trusts a size, a type or a nesting, and no format can name code or a file. A binary body is
 
     u64, little-endian     bytes of the header
     header, JSON           {"user": {"dtype": "U64", "shape": [2, 3], "data_offsets": [0, 48]}, "__metadata__": {...}}
     data                   the arrays, row-major and little-endian, without holes, in any order
-
-which the safetensors libraries of several languages read and write. No format here can name code or a file.
 """
 
 import dataclasses
@@ -27,8 +25,8 @@ MEDIA_TYPES = (JSON, TENSORS)
 
 MAX_HEADER_BYTES = 1 << 20
 VALUE_BYTES = {"json": 64, "tensors": 8}
-"""Of a body, for each number: JSON has up to 20 digits in quotes, and brackets, spaces and line ends around them."""
-REST_BYTES = 1 << 16  # of a body, for all that is no number and no name
+"""Bytes of a body for each number: JSON has up to 20 digits in quotes, with brackets, spaces and line ends."""
+REST_BYTES = 1 << 16  # of a body beside numbers and names
 MAX_NDIM = 8
 PIECE_VALUES = 1 << 14  # numbers of a JSON response that are written in one go: some 10 ms
 _MAX_AXIS = 2**31 - 1
@@ -70,7 +68,7 @@ def extent(shape: Iterable[int]) -> int:
 
 
 def brief(value: Any) -> str:
-    """What a client sent, short enough for a message."""
+    """Shortens what a client sent for a message."""
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:60]}... ({len(text)} characters)"
 
@@ -79,14 +77,9 @@ def brief(value: Any) -> str:
 
 
 def read_json(body: bytes, what: str, fields: Sequence[str]) -> dict[str, Any]:
-    """The object of a UTF-8 body, which must have exactly these fields; `what` begins the messages.
+    """Reads the object of a UTF-8 body, which must have exactly these fields; `what` begins the messages.
 
-    Raises:
-      RequestError: not JSON, a name twice, not an object, other fields.
-
-    Example:
-      >>> read_json(b'{"keys": {"user": [7]}}', "lookup", ["keys"])
-      {'keys': {'user': [7]}}
+    RequestError: not JSON, a name twice, not an object, or other fields.
     """
 
     def pairs(found: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -117,26 +110,15 @@ def read_json(body: bytes, what: str, fields: Sequence[str]) -> dict[str, Any]:
 
 
 def body_bytes(given: str, num_values: int, names: Sequence[str]) -> int:
-    """The most bytes that a body of so many numbers, in arrays of these names, can need.
-
-    Example:
-      >>> body_bytes("tensors", 1000, ["user"])
-      73840
-    """
+    """The most bytes that a body of so many numbers, in arrays of these names, can need."""
     return REST_BYTES + VALUE_BYTES[given] * num_values + sum(256 + 12 * len(name) for name in names)
 
 
 def check_json(body: bytes, num_values: int, names: Sequence[str], what: str) -> None:
-    """Refuses what would become many more objects than a request can need, before it is parsed.
+    """Refuses bodies that would become many more objects than a request can need, before they are parsed.
 
     Python makes up to 70 bytes of a byte of JSON. Commas, brackets and colons bound its lists, objects and numbers; up
-    to twice as many as are needed pass, so that what is only a little too large has a message of its own.
-
-    Raises:
-      RequestTooLargeError: more than `num_values` numbers and `names` can need.
-
-    Example:
-      >>> check_json(b'{"keys": {"user": [7, 9]}}', 2, ["user"], "lookup")
+    to twice as many as are needed pass, so that bodies only a little too large get a message of their own.
     """
     inside = "".join(names)
     for sign, most in ((",", 2 * num_values), ("[", 2 * num_values), (":", 2 * len(names))):
@@ -150,7 +132,7 @@ def check_json(body: bytes, num_values: int, names: Sequence[str], what: str) ->
 
 
 def object_of(value: Any, what: str) -> dict[str, Any]:
-    """The value, which must be an object with at least one name."""
+    """Checks that a value is an object with at least one name."""
     if not isinstance(value, dict) or not value:
         got = "an empty object" if value == {} else f"a JSON {_kind(value)}"
         raise RequestError(f"{what}: got {got}, wanted an object of arrays by name.")
@@ -158,7 +140,7 @@ def object_of(value: Any, what: str) -> dict[str, Any]:
 
 
 def keys_from_json(value: Any, what: str) -> np.ndarray:
-    """Keys of nested lists of one shape: integers, or strings of their digits, from -2**63 to 2**64 - 1.
+    """Reads keys of nested lists of one shape: integers, or strings of their digits, from -2**63 to 2**64 - 1.
 
     Gives uint64 of the lists' shape; a negative number is the key with the same 64 bits. RequestError: anything else.
 
@@ -186,14 +168,9 @@ def keys_from_json(value: Any, what: str) -> np.ndarray:
 
 
 def numbers_from_json(value: Any, dtype: Any, what: str) -> np.ndarray:
-    """Numbers of nested lists of one shape, in a dtype.
+    """Reads numbers of nested lists of one shape: floats and integers for a float dtype, else integers or booleans.
 
-    Takes floats and integers for a float dtype, else integers, or booleans for bool. RequestError: anything else, or
-    numbers that do not fit the dtype.
-
-    Example:
-      >>> numbers_from_json([[1, 2.5]], np.float32, "predict").tolist()
-      [[1.0, 2.5]]
+    RequestError: anything else, or numbers that do not fit the dtype.
     """
     dtype = np.dtype(dtype)
     flat, shape, kinds = _flatten(value, what)
@@ -217,12 +194,7 @@ def numbers_from_json(value: Any, dtype: Any, what: str) -> np.ndarray:
 
 
 def ragged_from_json(value: Mapping[str, Any], is_weighted: bool, what: str) -> Ragged:
-    """Bags of `{"values": [...], "lengths": [...]}`, with `"weights"` where they are wanted.
-
-    Example:
-      >>> ragged_from_json({"values": [7, 7, 9], "lengths": [2, 0, 1]}, False, "predict").lengths.tolist()
-      [2, 0, 1]
-    """
+    """Reads bags of `{"values": [...], "lengths": [...]}`, with `"weights"` where they are wanted."""
     fields = ["values", "lengths", *(["weights"] if is_weighted else [])]
     if set(value) != set(fields):
         got = _list(list(value)[:8]) if value else "none"
@@ -236,14 +208,10 @@ def ragged_from_json(value: Mapping[str, Any], is_weighted: bool, what: str) -> 
 
 
 def json_body(name: str, arrays: Mapping[str, np.ndarray], rest: Mapping[str, Any]) -> bytes:
-    """A response: `rest`, and below `name` the arrays as nested lists.
+    """Writes a response: `rest`, and below `name` the arrays as nested lists.
 
     float32 is written as the double of the same value, so nothing is lost; numbers that JSON lacks become the strings
     "NaN", "Infinity" and "-Infinity".
-
-    Example:
-      >>> json_body("rows", {"user": np.array([[0.5, np.nan]], np.float32)}, {"version": 3})
-      b'{"version":3,"rows":{"user":[[0.5,"NaN"]]}}'
     """
     head = _dumps(rest)[:-1] + (b"," if rest else b"") + _dumps(name) + b":{"
     parts = [head]
@@ -254,7 +222,7 @@ def json_body(name: str, arrays: Mapping[str, np.ndarray], rest: Mapping[str, An
 
 
 def _write(array: np.ndarray, parts: list[bytes]) -> None:
-    """Adds an array's text, a piece at a time: all other threads wait while one is written, the event loop too."""
+    """Adds an array's text in pieces: all other threads, also the event loop, wait while one is written."""
     if extent(array.shape) <= PIECE_VALUES:
         parts.append(_dumps(_to_list(array)))
         return
@@ -284,7 +252,7 @@ def _to_list(array: np.ndarray) -> Any:
 
 
 def _flatten(value: Any, what: str) -> tuple[list[Any], tuple[int, ...], set[type]]:
-    """The items of nested lists, their shape, and the items' types; a level at a time, since C is fast at that."""
+    """Gives the items of nested lists, their shape, and the items' types; goes by level, which C does fast."""
     if type(value) is not list:
         raise RequestError(f"{what}: got {_with_kind(value)}, wanted a list, or lists of lists of one shape.")
     shape: list[int] = []
@@ -326,15 +294,9 @@ def _list(names: Iterable[str]) -> str:
 
 
 def read_tensors(body: bytes, what: str) -> dict[str, np.ndarray]:
-    """The arrays of a binary body, which share its memory. `__metadata__` is checked and left out.
+    """Reads the arrays of a binary body, which share its memory. `__metadata__` is checked and left out.
 
-    Raises:
-      RequestError: the header is damaged, or does not fit the data to the byte.
-
-    Example:
-      >>> keys = np.array([[1, 2]], np.uint64)
-      >>> read_tensors(tensors_body({"user": keys}, {}), "lookup")["user"].tolist()
-      [[1, 2]]
+    RequestError: the header is damaged, or does not fit the data to the byte.
     """
     if len(body) < 8:
         raise RequestError(f"{what}: got {len(body)} bytes, wanted at least the 8 that hold the size of the header.")
@@ -410,12 +372,7 @@ def _sizes(value: Any, limit: int = _MAX_AXIS) -> bool:
 
 
 def keys_from_tensor(array: np.ndarray, what: str) -> np.ndarray:
-    """Keys of an integer array; a negative number is the key with the same 64 bits.
-
-    Example:
-      >>> keys_from_tensor(np.array([-2, 3], np.int32), "lookup").tolist()
-      [18446744073709551614, 3]
-    """
+    """Reads keys of an integer array; a negative number is the key with the same 64 bits."""
     if array.dtype.kind not in "iu":
         raise RequestError(f"{what}: keys must be integers, got {_NAMES[array.dtype]}{list(array.shape)}.")
     if array.ndim == 0:
@@ -425,12 +382,7 @@ def keys_from_tensor(array: np.ndarray, what: str) -> np.ndarray:
 
 
 def numbers_from_tensor(array: np.ndarray, dtype: Any, what: str) -> np.ndarray:
-    """An array in a dtype: floats of any width or integers as floats, integers as integers. NaN and infinities stay.
-
-    Example:
-      >>> numbers_from_tensor(np.array([1, 2], np.int32), np.float32, "predict").tolist()
-      [1.0, 2.0]
-    """
+    """Converts an array: floats of any width or integers to floats, integers to integers. NaN and infinities stay."""
     dtype = np.dtype(dtype)
     if array.ndim == 0:
         raise RequestError(f"{what}: got a single number, wanted at least one axis.")
@@ -452,13 +404,7 @@ def numbers_from_tensor(array: np.ndarray, dtype: Any, what: str) -> np.ndarray:
 
 
 def tensors_body(arrays: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> bytes:
-    """Arrays as a binary body; the data begin at a multiple of 8 bytes.
-
-    Example:
-      >>> body = tensors_body({"user": np.zeros([2, 4], np.float32)}, {"version": "3"})
-      >>> int.from_bytes(body[:8], "little") % 8, len(body)
-      (0, 136)
-    """
+    """Writes arrays as a binary body; the data begin at a multiple of 8 bytes."""
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     data, place = [], 0
     # Wide ones first, so that each begins at a multiple of its item's size.
@@ -477,12 +423,7 @@ def tensors_body(arrays: Mapping[str, np.ndarray], metadata: Mapping[str, str]) 
 
 
 def ragged(values: np.ndarray, lengths: np.ndarray, weights: np.ndarray | None, what: str) -> Ragged:
-    """Keys, the lengths of their bags, and weights, which must be of one axis and of matching sizes.
-
-    Example:
-      >>> ragged(np.array([7, 9], np.uint64), np.array([0, 2], np.uint64), None, "predict").lengths.dtype
-      dtype('int32')
-    """
+    """Makes bags of keys, lengths and weights, which must have one axis and matching sizes."""
     if values.ndim != 1 or lengths.ndim != 1 or (weights is not None and weights.shape != values.shape):
         shapes = [list(array.shape) for array in (values, lengths, weights) if array is not None]
         raise RequestError(f"{what}: values, lengths (and weights) must be lists of numbers, got shapes {shapes}.")
