@@ -39,6 +39,9 @@ def load(
       CorruptFileError: files are damaged; a given state is unchanged.
       TableFullError, MemoryError: there is no room.
       Exception: once a given state is changed, any error has what there is of it as `state`.
+
+    Example:
+      `state = load(["monday", "tuesday"], collection)`
     """
     with processes.together("load"):
         chain = chain_of("load", path)

@@ -56,8 +56,7 @@ def export_full(
     """Writes all tables into a new folder, which is there as a whole or not at all.
 
     Args:
-      path: of the folder; it must not exist. All processes call, and share the file
-        system.
+      path: of the folder; it must not exist. All processes call, and share the file system.
       collection: that made the state.
       state: not donated before this returns.
       clock: the time, where lookups have a clock; None: the state's step.
