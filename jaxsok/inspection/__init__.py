@@ -1,7 +1,7 @@
 """What is in a checkpoint, an export or a file of another system; and what a collection will take, drawn.
 
-`inspect` reads any of them, `report` any records; `read_spec` reads declarations of tables from a file. The command
-line is `python -m jaxsok inspect` and `estimate`. Import it by name: `from jaxsok import inspection`.
+`inspect` reads any of them, `report` any records, `read_spec` declarations of tables. The command line is
+`python -m jaxsok inspect` and `estimate`. Import it by `from jaxsok import inspection`.
 """
 
 import dataclasses
@@ -38,9 +38,9 @@ class Inspection:
 
     path: str
     kind: str
-    """Of the files: "jaxsok", "HPS", "SOK", "Parquet", "Arrow" or "npz"."""
+    """"jaxsok", "HPS", "SOK", "Parquet", "Arrow" or "npz"."""
     facts: Mapping[str, Any]
-    """What they say of themselves, as the step."""
+    """What the files say of themselves, as the step."""
     tables: tuple[TableReport, ...]
 
     def to_json(self) -> dict[str, Any]:
