@@ -25,14 +25,11 @@ def load(
 ) -> State:
     """Makes a state of an export, or of a full one and its deltas in order.
 
-    Args:
-      path: of an export, beside the links that it rests on; or all links in order.
-      collection: of any mesh, capacities and grouping into stores.
-      state: donated, and keeps its seed and step; None: a new one, with those of the last link.
-      tables: names; None: all, and there must be no others.
-      optimizer_state: "require", "matching" or "initial" (see `TablesRestore`).
-      clock: now, for a given state whose lookups have a clock; None: its step. Rows that come into a given state
-        count as used now.
+    `path` is of an export, beside the links that it rests on, or all links in order. `collection` may have any mesh,
+    capacities and grouping into stores; with `tables` (names; None: all) the export may have others. A given `state` is
+    donated and keeps its seed and step; a new one has those of the last link. `optimizer_state` is "require",
+    "matching" or "initial" (see `TablesRestore`). Rows that enter a given state count as used now: at `clock`, where
+    its lookups have a clock, else at its step.
 
     Raises:
       ValueError: tables do not fit, or links are not in order.

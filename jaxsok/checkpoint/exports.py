@@ -39,7 +39,6 @@ class Exported:
     """The step, or the caller's time: a delta on top of this has what changed then and later."""
     num_rows: dict[str, int]
     num_tombstones: dict[str, int]
-    """Keys that are gone, by table."""
     report: SaveReport
 
 
@@ -55,14 +54,9 @@ def export_full(
 ) -> Exported:
     """Writes all tables into a new folder, which is there as a whole or not at all.
 
-    Args:
-      path: of the folder; it must not exist. All processes call, and share the file system.
-      collection: that made the state.
-      state: not donated before this returns.
-      clock: the time, where lookups have a clock; None: the state's step.
-      compression: "none", "lz4" or "zstd".
-      host_bytes: host memory that a process may take.
-      piece_bytes: bytes copied from the device at a time.
+    All processes call, with the same `path` on a file system that they share. The state must not be donated before this
+    returns. `clock` is the time, where lookups have a clock; None: the state's step. `compression` is "none", "lz4" or
+    "zstd"; `host_bytes` the host memory that a process may take; `piece_bytes` are copied from the device at a time.
 
     Raises:
       FileExistsError: the path is taken, or another process took it while this one wrote.

@@ -49,13 +49,12 @@ def arrow() -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class TableForm:
-    """The columns of a saved table."""
+    """The columns of a saved table; `optimizer` is the name of its function in `jaxsok.optim`."""
 
     name: str
     dim: int
     dtype: str
     optimizer: str
-    """The name of its function in `jaxsok.optim`."""
     state_form: str
     """`Optimizer.state_form`, which tells states of the same names apart."""
     states: tuple[tuple[str, int, float], ...]

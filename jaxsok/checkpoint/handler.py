@@ -126,8 +126,8 @@ def _join(directory: Any) -> None:
 class TablesSave(ocp.args.CheckpointArgs):
     """What to save, for `CheckpointManager.save` and the like, alone or in `ocp.args.Composite`.
 
-    When `save` has returned, the state may be donated; `report.pause_s` says how long that took. What does not fit into
-    `host_bytes` is written before `save` returns.
+    The options are those of `SaveOptions`. When `save` has returned, the state may be donated; `report.pause_s` says
+    how long that took. What does not fit into `host_bytes` is written before `save` returns.
 
     Example:
       `manager.save(step, args=ocp.args.Composite(tables=TablesSave(collection, state), params=...))`
@@ -137,11 +137,8 @@ class TablesSave(ocp.args.CheckpointArgs):
     state: State
     _: dataclasses.KW_ONLY
     compression: str = "none"
-    """Of the files: "none", "lz4" or "zstd"."""
     host_bytes: int = HOST_BYTES
-    """Host memory that this process may take."""
     piece_bytes: int = PIECE_BYTES
-    """What is copied from the device at a time."""
     clock: int | None = None
     """The time, where lookups have a clock; None: the state's step."""
     report: SaveReport | None = dataclasses.field(default=None, init=False)

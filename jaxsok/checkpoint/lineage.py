@@ -38,10 +38,7 @@ def begin_life(collection: Collection, state: State, manifest: Mapping[str, Any]
 
 
 def check(op: str, collection: Collection, state: State, folder: Any, manifest: Mapping[str, Any]) -> None:
-    """Refuses a base that a state did not come after, with a ValueError.
-
-    Such a base is of another life, or of an earlier one after the export at which this life began.
-    """
+    """Refuses a base of another life, or of an earlier one after the export at which this life began."""
     saved = manifest.get("lineage")
     if saved is None:
         LOG.warning(

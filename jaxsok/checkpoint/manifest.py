@@ -1,7 +1,6 @@
 """The manifest of a folder of saved tables: what there is, where it lies, and how to see that it is whole.
 
-Every process writes a part about its own files; the first joins them when all are there. The manifest is the last file
-of a folder: without it there is nothing to read.
+Every process writes a part about its own files; the first joins them when all are there, as the folder's last file.
 """
 
 import base64
@@ -70,10 +69,7 @@ def join_parts(op: str, folder: Any) -> dict[str, Any]:
 
 
 def read(op: str, folder: Any) -> dict[str, Any]:
-    """Reads and checks the manifest of a folder.
-
-    It raises FileNotFoundError, CorruptFileError, or a ValueError where the format is newer.
-    """
+    """Reads and checks a folder's manifest; a missing, a damaged and a newer one have errors of their own."""
     path = folder / NAME
     if not path.exists():
         raise FileNotFoundError(
@@ -226,7 +222,6 @@ def _check_bloom(value: Any) -> None:
 
 
 def _check_whole(value: Any) -> None:
-    """Refuses values that contradict each other."""
     files = [file["name"] for table in value["tables"].values() for kind in KINDS for file in table[kind]]
     files += [file["name"] for file in value[BLOOM]]
     if len(set(files)) != len(files):
@@ -248,7 +243,7 @@ def _check_whole(value: Any) -> None:
 
 _WORD, _COUNT, _SIZE = integer(0, 2**32 - 1), integer(), integer(0, 2**62)
 _PARTITION = integer(0, NUM_PARTITIONS - 1)
-# Of a file in the folder itself: no path, so that nothing elsewhere is read.
+# A name, not a path: nothing outside the folder is read.
 _FILE_NAME = text(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,254}", "the name of a file in this folder")
 _FILES = list_of(
     manifests.also(

@@ -86,7 +86,6 @@ class Placer:
         return total if self.spec.is_replicated or self.shards.num_processes == 1 else processes.total(total)
 
     def _enter(self, held: Held, piece: dict[str, Any]) -> Array:
-        """Enters a round; returns how many keys each shard refused."""
         state = held.state
         store, refused = imports_lib.entered(
             self.spec, self.number, self.shards, False, state.stores[self.s], state.seed, np.uint32(0), piece
@@ -142,7 +141,6 @@ class _Stream:
         self.pieces, self.rest = pieces, None
 
     def take(self, most: int) -> Records | None:
-        """Returns the next lines, at most `most`; None: there are none."""
         parts, count = [], 0
         while count < most:
             piece = self.rest if self.rest is not None else next(self.pieces, None)

@@ -86,10 +86,7 @@ def restore(
 
 @contextlib.contextmanager
 def held_on(collection: Collection, state: State, names: Sequence[str], *, is_new: bool = False) -> Iterator[Held]:
-    """Wraps calls that donate a state bit by bit: an error carries the last whole state.
-
-    `names` are the tables that change. With `is_new` there is no state to lose.
-    """
+    """Wraps calls that donate a state bit by bit: an error carries the last whole state, unless the state `is_new`."""
     held = Held(state)
     try:
         yield held
@@ -106,10 +103,7 @@ def held_on(collection: Collection, state: State, names: Sequence[str], *, is_ne
 
 
 def place(source: Source, collection: Collection, held: Held, name: str, taken: Sequence[str], now: int | None) -> None:
-    """Places the saved rows of a table, over those of the same keys.
-
-    `now` is the earliest last step that the rows get; None: they keep the saved one.
-    """
+    """Places a table's saved rows over those of the same keys, with last steps of `now` at least (None: as saved)."""
     op = source.op
     s, number = locate(op, collection, name)
     spec = collection.stores[s]
@@ -153,7 +147,7 @@ def _fitter(
         }
         last_step, frequency = records.last_step, records.frequency
         if spec.keeps_statistics and last_step is None:
-            # Unknown: as if used when they were saved, so that none of them is the first to leave.
+            # Unknown: they count as used when they were saved, so that none of them is the first to leave.
             last_step, frequency = np.full(num_rows, clock), np.zeros(num_rows, np.uint32)
         if now is not None and last_step is not None:
             last_step = np.maximum(last_step, np.uint32(now))
@@ -247,14 +241,12 @@ def _keys_of_step(collection: Collection, s: int, num_rows: int) -> int:
 
 
 def _table_rows(collection: Collection, state: State, name: str) -> np.ndarray:
-    """Counts a table's rows by shard: int64[num_shards]; waits for the device."""
     s, number = locate("restore", collection, name)
     spec, shards, words = collection.stores[s], collection.shards, state.stores[s].table_rows
     return shards.read(words).reshape(spec.num_shards, len(spec.tables))[:, number].astype(np.int64)
 
 
 def _rows_in_use(collection: Collection, spec: StoreSpec, store: StoreState) -> np.ndarray:
-    """Counts a store's rows by shard: int64[num_shards]; waits for the device."""
     words = collection.shards.read(store.counters).reshape(spec.num_shards, len(COUNTERS)).astype(np.int64)
     allocated, begin, end = (words[:, COUNTERS.index(name)] for name in ("num_allocated", "free_begin", "free_end"))
     return allocated - (end - begin)
@@ -276,7 +268,6 @@ def _keys_by_partition(name: str, keys: np.ndarray) -> np.ndarray:
 
 
 def _owners_of(collection: Collection, spec: StoreSpec, table: TableSpec) -> np.ndarray:
-    """Returns the shard of each partition of a table: int64[4096]."""
     if spec.num_shards == 1 or table.placement.kind == "on":
         return np.full(NUM_PARTITIONS, table.placement.shard if spec.num_shards > 1 else 0, np.int64)
     return np.asarray(collection.partition_owners, np.int64)

@@ -78,16 +78,14 @@ class SaveOptions:
 
 @dataclasses.dataclass
 class SaveReport:
-    """What a save did, in this process."""
+    """What a save did in this process; `num_bytes` were copied from the devices."""
 
     pause_s: float = 0.0
     """How long training waited: until the last row was on the host."""
     num_bytes: int = 0
-    """Copied from the devices."""
     peak_bytes: int = 0
     """In the queue at most."""
     num_rows: dict[str, int] = dataclasses.field(default_factory=dict)
-    """Rows written, by table."""
     num_nonfinite: dict[str, int] = dataclasses.field(default_factory=dict)
     """Of these, rows with a number that is infinite or NaN."""
     file_bytes: int = 0
@@ -131,7 +129,6 @@ class Saving:
         self._writes = threading.Event()
         self.latest = 0
         self.has_stopped = False
-        """Whether the writer, not the copy, failed."""
         self.part = {
             "format": manifest_lib.FORMAT,
             "version": manifest_lib.VERSION,
@@ -395,7 +392,6 @@ class _Tables:
             close_synced(file)
 
     def entries(self) -> dict[str, dict[str, Any]]:
-        """Makes the manifest's entries; the files are closed."""
         stores, (low, high) = self.saving.part["stores"], self.saving.part["seed"]
         evicted: dict[str, int] = {}
         for store in stores:  # without counts where nothing is evicted

@@ -158,8 +158,6 @@ def _lines_of(arrays: Sequence[Array], piece_bytes: int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class _UnderWay:
-    """A piece on its way to the host."""
-
     make: Callable[..., Piece]
     arrays: tuple[Array, ...]
     lines: slice
@@ -176,10 +174,7 @@ class _UnderWay:
 
 
 def _cut(arrays: tuple[Array, ...], start: int, stop: int, most: int) -> tuple[tuple[Array, ...], slice]:
-    """Copies a range of arrays, and returns where it lies in the copy.
-
-    All copies have one length, so that a slab needs one program: the last one begins earlier.
-    """
+    """Copies a range of arrays, and returns where it lies in the copy; all copies have one length, for one program."""
     size = min(most, arrays[0].shape[0])
     first = min(start, arrays[0].shape[0] - size)
     return cut_lines(arrays, np.int32(first), size), slice(start - first, stop - first)

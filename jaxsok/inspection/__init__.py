@@ -59,10 +59,9 @@ class Inspection:
 def inspect(path: str | os.PathLike[str], tables: Sequence[str] | None = None) -> Inspection:
     """Goes through the tables of a checkpoint, an export, or files of another system, once.
 
-    Args:
-      path: a folder of `jaxsok.checkpoint`, a step or the root of an Orbax checkpoint (its last step then), a folder of
-        HPS or SOK, a `.parquet`, `.arrow` or `.npz` file, or a folder of such files. The kind is found by content.
-      tables: names; None: all.
+    `path` is a folder of `jaxsok.checkpoint`, a step or the root of an Orbax checkpoint (its last step then), a folder
+    of HPS or SOK, a `.parquet`, `.arrow` or `.npz` file, or a folder of such files. The kind is found by content.
+    `tables` chooses some by name.
 
     Raises:
       FileNotFoundError: there is nothing.

@@ -98,10 +98,7 @@ class Magnitudes:
 
 
 class Frequencies:
-    """Uses of rows, uint32. Counts and sums are exact; shares of the most used to within 0.1%.
-
-    A frequency below 65,536 has its own counter; above, those that differ by less than 0.1% share one.
-    """
+    """Uses of rows, uint32. Counts and sums are exact; above 65,535 counters are shared within 0.1%."""
 
     _EXACT = 16  # bits
     _PRECISE = 10  # bits that tell the numbers of one octave apart
@@ -160,10 +157,7 @@ class Frequencies:
 
 
 class Steps:
-    """Last steps, uint32. Least and greatest are exact; ages are to within `width` steps.
-
-    There are 65,536 counters; their width doubles when a step lies beyond the last of them.
-    """
+    """Last steps, uint32. Least and greatest are exact, ages to within `width` steps, which doubles as needed."""
 
     _NUM_BINS = 1 << 16
 

@@ -103,8 +103,6 @@ def _of_python(path: pathlib.Path) -> Declared:
 
 @dataclasses.dataclass(frozen=True)
 class _Place:
-    """A position in a file, for messages."""
-
     file: str
     field: str = ""
 
@@ -117,7 +115,6 @@ class _Place:
         return ValueError(f"estimate: {self.file}: {at}{what}")
 
     def fields(self, value: Any, known: Iterable[str] | None = None) -> dict[str, Any]:
-        """Returns the fields of what must be a mapping with known names."""
         if not isinstance(value, Mapping):
             raise self.error(f"got {value!r}, wanted fields with values.")
         wanted = list(value if known is None else known)
@@ -127,7 +124,6 @@ class _Place:
         return dict(value)
 
     def items(self, value: Any) -> list[tuple["_Place", Any]]:
-        """Returns the items of what must be a list, with their places."""
         if not isinstance(value, list):
             raise self.error(f"got {value!r}, wanted a list.")
         return [(self / number, item) for number, item in enumerate(value)]

@@ -27,33 +27,28 @@ Read = Callable[[], Iterable[Records]]
 
 @dataclasses.dataclass(frozen=True)
 class Opened:
-    """What a path holds; `facts` is what the files say of themselves."""
+    """What a path holds; `facts` and `table_facts` are what the files say of themselves and of tables."""
 
     kind: str
     tables: Mapping[str, Read]
     """By name, a function that begins to read the records."""
     facts: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     table_facts: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
-    """What they say of each table beside its records."""
     clock: int | None = None
     """The step, or the user's time, of the files."""
 
 
 class Kind(NamedTuple):
-    """A kind of file or folder."""
+    """A kind of file or folder; messages describe it by `wanted`."""
 
     name: str
     wanted: str
-    """Its description in messages."""
     recognises: Callable[[pathlib.Path], bool]
     open: Callable[[pathlib.Path], Opened]
 
 
 def open_tables(path: pathlib.Path) -> Opened:
-    """Opens a file or folder of any kind, or a folder of files, each of which is a table then.
-
-    Like `inspect` it raises FileNotFoundError, ValueError or ImportError.
-    """
+    """Opens a file or folder of any kind, or a folder of files, each a table; errors are those of `inspect`."""
     if not path.exists():
         raise FileNotFoundError(f"inspect: {path}: got no such file or folder, wanted {_wanted()}.")
     kind = _kind_of(path)

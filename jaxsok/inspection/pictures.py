@@ -9,7 +9,7 @@ from jaxsok.inspection.report import TableReport
 from jaxsok.memory import STATE, STEP, MemoryEstimate
 from jaxsok.printed import each_device, in_units
 
-# Of Okabe and Ito: told apart whatever colours one sees.
+# Okabe and Ito's colours, which colour-blind people can tell apart.
 _COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#F0E442", "#999999")
 _INCHES = 3.4, 2.6  # of a panel
 _MOST_TICKS = 4  # that fit under a panel, of up to eight characters each
@@ -43,9 +43,7 @@ def draw_reports(reports: Sequence[TableReport], path: str | os.PathLike[str]) -
 
 
 def draw_estimate(estimate: MemoryEstimate, path: str | os.PathLike[str]) -> None:
-    """Draws the bytes of an estimate: a bar for the state and one for the step of each store, by what they hold.
-
-    Path and errors are those of `draw_reports`.
+    """Draws the bytes of an estimate: a bar for the state and one for the step of each store; as `draw_reports`.
 
     Example:
       `draw_estimate(memory_estimate(tables), "memory.png")`
@@ -87,7 +85,6 @@ def draw_estimate(estimate: MemoryEstimate, path: str | os.PathLike[str]) -> Non
 
 
 def _panels(table: TableReport) -> list[tuple[str, Sequence[Bin], str]]:
-    """Returns a table's panels: the axis's name, the bins, the colour."""
     norms = {"rows": table.norms, **table.states}
     panels = [(f"norm of {name}", one.bins, _COLOURS[min(i, 1)]) for i, (name, one) in enumerate(norms.items())]
     if table.uses is not None:

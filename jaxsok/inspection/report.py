@@ -71,7 +71,6 @@ class TableReport:
     """Unsigned, as the greatest; both 0 without rows."""
     max_key: int
     min_signed_key: int
-    """The least key as int64."""
     max_signed_key: int
     num_negative: int
     """Keys that are negative as int64: 2**63 and above."""
@@ -266,7 +265,6 @@ def _table_of_norms(norms: Mapping[str, Norms]) -> list[str]:
 
 
 def _bars(bins: tuple[Bin, ...], edge: Any) -> list[str]:
-    """Draws a histogram on its side."""
     if not bins:
         return ["  none above 0"]
     most = max(counted.num for counted in bins)
@@ -290,7 +288,6 @@ def _fact(value: Any) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Converts to JSON, where None stands for NaN and infinity."""
     if isinstance(value, Bin):
         return {"low": value.low, "high": value.high, "num": value.num}
     if isinstance(value, Mapping):

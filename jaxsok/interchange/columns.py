@@ -45,11 +45,8 @@ def write_parquet(
 ) -> int:
     """Writes a table as one Parquet file, a row group for each chunk, with checksums; returns the number of rows.
 
-    `compression` is a codec of Parquet, as "zstd", "lz4" or "snappy", or None.
-
-    Raises:
-      FileExistsError: there is a file, and `overwrite` is False.
-      ImportError: pyarrow is missing.
+    `compression` is a codec of Parquet, as "zstd", "lz4" or "snappy", or None. FileExistsError: there is a file, and
+    `overwrite` is False; ImportError: pyarrow is missing.
 
     Example:
       >>> import tempfile, pyarrow.parquet
@@ -120,10 +117,7 @@ def read_parquet(path: str | os.PathLike, *, chunk_rows: int | None = None) -> R
 
 
 def write_arrow(path: str | os.PathLike, records: RecordsIn, *, overwrite: bool = False) -> int:
-    """Writes a table as one Arrow IPC file (Feather 2), uncompressed, a record batch for each chunk.
-
-    Arguments (but `compression`), result and errors are those of `write_parquet`.
-    """
+    """Writes a table as one Arrow IPC file (Feather 2), uncompressed, a batch for each chunk, as `write_parquet`."""
     pa, _ = _arrow("write_arrow")
     form, chunks = files.check_records("write_arrow", records)
     schema, num_rows = _schema(form), 0
@@ -143,11 +137,7 @@ def read_arrow(path: str | os.PathLike, *, chunk_rows: int | None = None) -> Rec
     `write_arrow` must have their checksums (the format itself has none). Errors are those of `read_parquet`.
 
     Example:
-      >>> import tempfile
-      >>> with tempfile.TemporaryDirectory() as path:
-      ...     _ = write_arrow(f"{path}/user.arrow", Records(np.array([7], np.uint64), np.ones((1, 2), np.float32)))
-      ...     [chunk.rows.tolist() for chunk in read_arrow(f"{path}/user.arrow")]
-      [[[1.0, 1.0]]]
+      `rows = np.concatenate([chunk.rows for chunk in read_arrow("tables/user.arrow")])`
     """
     op, path = "read_arrow", pathlib.Path(path)
     pa, _ = _arrow(op)
@@ -296,8 +286,6 @@ def _form_of(op: str, path: pathlib.Path, schema: Any) -> Form:
 
 
 def _records(op: str, path: pathlib.Path, form: Form, batch: Any) -> Records:
-    """Copies a batch; refuses nulls."""
-
     def numbers(name: str, *width: int) -> np.ndarray:
         column = batch.column(name)
         flat = column.flatten() if width else column
@@ -408,10 +396,7 @@ def _check_arrow(op: str, path: pathlib.Path, size: int) -> tuple[Any, int]:
 
 
 def _blocks(footer: bytes) -> list[tuple[int, int, int]]:
-    """Reads from a footer where the record batches are: first byte, bytes of the head, bytes of the columns.
-
-    Source: Footer and Block in File.fbs of Arrow; a vector in a table of a flatbuffer.
-    """
+    """Reads from a footer (File.fbs of Arrow) each record batch's first byte, and bytes of its head and columns."""
     table = struct.unpack_from("<I", footer)[0]
     fields = table - struct.unpack_from("<i", footer, table)[0]
     place = struct.unpack_from("<H", footer, fields + 10)[0] if struct.unpack_from("<H", footer, fields)[0] > 10 else 0
@@ -436,8 +421,6 @@ def _is_tiled(body: Any, batch: Any) -> bool:
 
 
 class _Summed:
-    """Sums the bytes that are written into a file."""
-
     def __init__(self, file: IO[bytes]) -> None:
         self.file, self.checksum = file, 0
 

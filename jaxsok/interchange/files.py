@@ -44,7 +44,6 @@ class RecordChunks:
     """Records of a checked file. Each iteration reads it, chunk by chunk."""
 
     num_rows: int
-    """In the whole file."""
     dim: int
     states: Mapping[str, int]
     """Widths of the optimizer state that comes along."""
@@ -64,7 +63,6 @@ class Form:
     dim: int
     dtype: np.dtype
     states: tuple[tuple[str, int], ...]
-    """Name and width."""
     has_last_step: bool
     has_frequency: bool
 
@@ -149,10 +147,7 @@ class PartialFiles:
         overwrite: bool,
         stale: Callable[[], Sequence[pathlib.Path]] = tuple,
     ) -> None:
-        """Refuses files that may not be overwritten, and what is no file.
-
-        `stale` finds other files of the same export, which would not fit the new ones; it is called now and at the end.
-        """
+        """Refuses existing files unless they may go; `stale` finds other files of the export, now and at the end."""
         self._op, self._overwrite, self._paths, self._find_stale = op, overwrite, tuple(paths), stale
         refuse_existing(op, [*self._paths, *self._stale], overwrite)
         # Two writers of one name must not write into one file.
@@ -224,7 +219,6 @@ class PartialFiles:
             raise
 
     def _require_removable(self) -> None:
-        """Raises while all of the old export is still there."""
         for path in (*self._paths, *self._stale):
             if os.path.lexists(path):
                 if path.is_dir():
@@ -270,14 +264,12 @@ def size_of(op: str, path: pathlib.Path, remedy: str = "") -> int:
 
 @dataclasses.dataclass(frozen=True)
 class RawArray:
-    """Rows of numbers from some byte of a file to its end."""
+    """Rows of numbers from byte `begin` of a file to its end; `dtype` has its byte order."""
 
     op: str
     path: pathlib.Path
     dtype: np.dtype
-    """With its byte order."""
     shape: tuple[int, ...]
-    """The number of rows, then the shape of a row."""
     begin: int = 0
     keys: pathlib.Path | None = None
     """The file that tells how many rows there are, if it is another one."""
@@ -384,7 +376,6 @@ def _part_of(keys: np.ndarray, num_parts: int) -> np.ndarray:
 
 
 def _second(chunks: Callable[[], Iterator[np.ndarray]], key: np.uint64) -> int:
-    """Returns the number of a key's second occurrence."""
     found, begin = [], 0
     for keys in chunks():
         found += [begin + int(i) for i in np.flatnonzero(keys == key)[:2]]
@@ -417,10 +408,7 @@ def spelled(name: str) -> str:
 def names_of(
     op: str, collection: Collection, tables: Sequence[str] | Mapping[str, str] | None, ending: str = ""
 ) -> dict[str, str]:
-    """Returns each chosen table's name in files; `spelled` and `ending` make a file's name of it.
-
-    It raises a ValueError for an unknown table, and for two with the same file.
-    """
+    """Returns each chosen table's name in files; refuses an unknown table, and two with the same file."""
     every = [table.name for table in collection.tables]
     if isinstance(tables, str):
         raise TypeError(f"{op}: tables: got {tables!r}, wanted None, a list of names, or a mapping from them.")

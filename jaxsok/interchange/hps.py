@@ -71,15 +71,8 @@ def read_hps(
       ValueError: empty or mis-sized files, PADDING_KEY, or a key that occurs twice; names file and byte. A table that
         was cut off in both files, at the same row, cannot be told from a whole one.
 
-    Cost:
-      Keys are read twice, and sorted; see `files.check_keys`.
-
     Example:
-      >>> import tempfile
-      >>> with tempfile.TemporaryDirectory() as path:
-      ...     _ = write_hps(path, Records(np.array([7, 9], np.uint64), np.ones((2, 4), np.float32)))
-      ...     [chunk.keys.tolist() for chunk in read_hps(path, dim=4, chunk_rows=1)]
-      [[7], [9]]
+      `rows = np.concatenate([chunk.rows for chunk in read_hps("model/user_embeddings/user", dim=64)])`
     """
     op, (key_path, rows_path, meta_path) = "read_hps", _paths(path)
     files.check_dim(op, dim)

@@ -58,11 +58,7 @@ def read_npz(path: str | os.PathLike, *, chunk_rows: int | None = None) -> Recor
       ValueError: no `.npz` of these arrays, truncated, of another size, PADDING_KEY, or a key that occurs twice.
 
     Example:
-      >>> import tempfile
-      >>> with tempfile.TemporaryDirectory() as path:
-      ...     _ = write_npz(f"{path}/user.npz", Records(np.array([7, 9], np.uint64), np.ones((2, 2), np.float32)))
-      ...     [chunk.keys.tolist() for chunk in read_npz(f"{path}/user.npz", chunk_rows=1)]
-      [[7], [9]]
+      `rows = np.concatenate([chunk.rows for chunk in read_npz("tables/user.npz")])`
     """
     op, path = "read_npz", pathlib.Path(path)
     arrays = _arrays(op, path)

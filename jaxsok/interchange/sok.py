@@ -56,19 +56,14 @@ def write_sok(
 ) -> int:
     """Writes a table as SOK's `load` reads it; returns the number of rows. Headers have the real names.
 
-    The format has no place for statistics, nor for the step of Adam's bias correction.
+    `directory` is made, and may hold other tables; `table` is the name of SOK's variable, as `user:0`. The format has
+    no place for statistics, nor for the step of Adam's bias correction.
 
-    Args:
-      directory: it is made; it may hold other tables.
-      table: name of SOK's variable, as `user:0`.
-      records: chunks, taken one by one.
-      optimizer: whose state to write: the name of the function in `jaxsok.optim`, or a mapping from names of state to
-        ends of files, as `{"m": "Adam-m"}`, which is written as it is. None: rows alone.
-      learning_rate: with "sgd", whose momentum TensorFlow's Keras keeps multiplied by it: `-learning_rate * trace`.
-      key_dtype: "int64", "int32", "uint32" or "uint64". Keys of 2**63 and above are negative as int64.
-      dtype: of rows and state: "float16", "float32" or "float64"; None: float32 for state, and for rows the dtype that
-        they have, float32 for those of bfloat16.
-      overwrite: whether files of this table may go.
+    `optimizer` says whose state to write: the name of a function in `jaxsok.optim`, or a mapping from names of state to
+    ends of files, as `{"m": "Adam-m"}`; None: rows alone. With "sgd" it needs a `learning_rate`: TensorFlow's Keras
+    keeps `-learning_rate * trace`. `key_dtype` is "int64", "int32", "uint32" or "uint64"; keys of 2**63 and above are
+    negative as int64. `dtype`, of rows and state, is "float16", "float32" or "float64"; None: that of the rows, float32
+    for state and for rows of bfloat16.
 
     Raises:
       ValueError: state that SOK has no name for, or that the records lack; a key or a number that the dtype cannot
@@ -126,31 +121,17 @@ def read_sok(
 ) -> RecordChunks:
     """Reads a table of a SOK dump, whatever number of devices wrote it: rows in their dtype, state as float32.
 
-    Args:
-      directory: where the files are.
-      table: name of SOK's variable, as `user:0`. A header has this name, or blanks.
-      dim: numbers in a row.
-      optimizer: whose state to read, as for `write_sok`. State of "adamax" is also found in files named after Adam,
-        as SOK writes them. None: rows alone.
-      learning_rate: with "sgd", the one that SOK trained with: Keras keeps `-learning_rate * trace`.
-      widths: by name of state, numbers a row where they are not dim, as `{"accumulator": 1}` of "rowwise_adagrad".
-      chunk_rows: rows at once; None: about 64 MiB.
+    `table`, `optimizer` and `learning_rate` are as for `write_sok`; a header has the table's name, or blanks. State of
+    "adamax" is also found in files named after Adam, as SOK writes them. `widths` gives, by name of state, numbers a
+    row where they are not `dim`, as `{"accumulator": 1}` of "rowwise_adagrad". Keys are read twice, and sorted.
 
     Raises:
       FileNotFoundError: a file is missing.
       ValueError: names, types or sizes that do not fit; fewer lines of state than keys; PADDING_KEY, or a key that
         occurs twice. Names file and byte.
 
-    Cost:
-      Keys are read twice, and sorted; see `files.check_keys`.
-
     Example:
-      >>> import tempfile
-      >>> records = Records(np.array([7, 9], np.uint64), np.ones((2, 4), np.float32))
-      >>> with tempfile.TemporaryDirectory() as path:
-      ...     _ = write_sok(path, "user:0", records)
-      ...     [chunk.keys.tolist() for chunk in read_sok(path, "user:0", dim=4)]
-      [[7, 9]]
+      `chunks = read_sok("dump", "user:0", dim=64, optimizer="adagrad")`
     """
     op, base = "read_sok", pathlib.Path(directory) / _spelled("read_sok", table)
     files.check_dim(op, dim)
@@ -322,7 +303,6 @@ def _path(base: pathlib.Path, end: str) -> pathlib.Path:
 
 
 def _slot_name(op: str, end: str) -> str:
-    """Returns a slot's name in the header, which lacks the optimizer's."""
     name, dash, slot = end.partition("-")
     if not (name and dash and slot) or "/" in end:
         raise ValueError(f'{op}: optimizer: got the end of a file {end!r}, wanted "<optimizer>-<slot>", as "Adam-m".')

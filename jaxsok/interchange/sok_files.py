@@ -35,7 +35,6 @@ class Header:
     kind: int
     """One of KINDS; -1: this is no header."""
     num_numbers: int
-    """Numbers in the file, behind the header."""
 
     @classmethod
     def of(cls, path: pathlib.Path) -> "Header":
@@ -57,10 +56,7 @@ def key_files(directory: pathlib.Path) -> list[pathlib.Path]:
 
 
 def tables_in(directory: pathlib.Path) -> dict[str, dict[str, Any]]:
-    """Finds the tables of a dump: by name, the arguments by which `read_sok` reads all of one.
-
-    Dims and widths follow from sizes; where they do not, the reader says what is wrong.
-    """
+    """Finds the tables of a dump: by name, the arguments by which `read_sok` reads all of one, as sizes tell them."""
     tables: dict[str, dict[str, Any]] = {}
     for path in key_files(directory):
         header, prefix = Header.of(path), path.name.removesuffix("-key")

@@ -36,12 +36,11 @@ class _Waiting:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class _Lookups:
-    """What "plans" holds for a layer: the plans of its calls in one `apply`, and the collection that made them."""
+    """The plans of a layer's calls in one `apply`, in "plans"; `num_before` lookups waited for their update before."""
 
     plans: tuple[Plan, ...]
     collection: Collection = dataclasses.field(metadata={"static": True})
     num_before: int = dataclasses.field(metadata={"static": True})
-    """Lookups of these tables that waited for their update before."""
 
 
 class Embeddings(nn.Module):
@@ -374,13 +373,11 @@ def _at(op: str, node: Any, path: tuple[str, ...]) -> Any:
 
 
 def _with(node: Mapping[str, Any], path: tuple[str, ...], value: Any) -> dict[str, Any]:
-    """Replaces one of nested variables in a copy."""
     name, *rest = path
     return {**node, name: _with(node[name], tuple(rest), value) if rest else value}
 
 
 def _without(node: Mapping[str, Any], path: tuple[str, ...]) -> dict[str, Any]:
-    """Removes one of nested variables in a copy."""
     name, *rest = path
     if rest:
         return {**node, name: _without(node[name], tuple(rest))}

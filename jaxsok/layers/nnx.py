@@ -339,7 +339,7 @@ def _lookups(f: Callable, args: tuple, kwargs: Mapping[str, Any]) -> dict[tuple[
     probes: dict[tuple[Any, ...], _Probe] = {}
 
     def probe() -> None:
-        # Of a copy: what f does to its modules is not done. Nothing is an argument of what is traced: a flag stays one.
+        # A copy keeps what f does to its modules from them. Nothing is an argument of what is traced: a flag stays one.
         args, kwargs = nnx.merge(graphdef, state, copy=True)
         for path, layer in _layers(args[0]):
             probes[path] = layer._probe = _Probe()
@@ -370,7 +370,6 @@ def _is_tap(node: Any) -> bool:
 
 
 def _only_taps(gradients: Any) -> Any:
-    """Returns the value of the one TapVariable among gradients."""
     taps = [leaf for leaf in jax.tree.leaves(gradients, is_leaf=_is_tap) if _is_tap(leaf)]
     if len(taps) != 1:
         raise ValueError(

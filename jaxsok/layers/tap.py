@@ -54,10 +54,7 @@ tapped.defvjp(_forward, _backward)
 
 
 def zero_taps(collection: Collection, features: Features | Plan) -> dict[str, Array]:
-    """Makes the taps of one lookup, split as its embeddings are, from the layout of its features.
-
-    Under `jit` it costs nothing: no operation reads the zeros.
-    """
+    """Makes the taps of one lookup, split as its embeddings are; under `jit` no operation reads the zeros."""
     if isinstance(features, Plan):
         features = features.features
     check_features("zero_taps", collection, features)
@@ -99,11 +96,7 @@ def clip_by_global_norm(
     max_norm: Any,
     dense: Any,
 ) -> tuple[Any, Float32[Array, ""]]:
-    """Scales `gradients`, a tree of any form, for several layers; returns them, and the norm before.
-
-    `lookups` has, by layer, the collection, its state, the plans of the step and the gradients of their taps; `dense`
-    has the gradients of the dense parameters.
-    """
+    """Scales `gradients`, a tree of any form, by the norm over `lookups` and `dense`; returns them and that norm."""
     check_scalar("clip_by_global_norm: max_norm", max_norm)
     if not isinstance(max_norm, jax.Array) and not max_norm > 0:
         raise ValueError(f"clip_by_global_norm: max_norm: got {max_norm}, wanted a positive number.")

@@ -151,8 +151,7 @@ class Adam(Limited):
     and decays their moments; a row used in every step is equal in both.
 
     Args:
-      b1: decay of the first moment.
-      b2: decay of the second.
+      b1, b2: decays of the first and the second moment.
       eps: added to the root.
 
     Example:

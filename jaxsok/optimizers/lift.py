@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 
 # Row counts of the blocks on which a transformation is looked at: primes, so that no other axis is as long.
 _NUM_ROWS = (13, 17, 19)
-# Of a table in which factored state would show: Optax factors from 128 rows and 128 columns on.
+# The size of a table in which factored state shows: Optax factors from 128 rows and 128 columns on.
 _MANY_ROWS, _MANY_COLUMNS = 4099, MAX_DIM
 
-# Of a table whose rows are looked at when an optimizer is declared; tables of other dims follow when they are.
+# The dim of the table that is looked at when an optimizer is declared; tables of other dims follow when they are.
 _A_DIM = 8
 
 _DENIED = {
@@ -83,8 +83,6 @@ def _refusal(reason: str, remedy: str) -> ValueError:
 
 @dataclasses.dataclass(frozen=True)
 class _Leaf:
-    """A leaf of a transformation's state, over a table of one row."""
-
     path: tuple[Any, ...]
     shape: tuple[int, ...]
     dtype: Any
@@ -108,9 +106,7 @@ class _Form:
     """Whether each row leaf begins as a function of the row, not as a number."""
     global_state: tuple[np.ndarray, ...]
     nodes: tuple[str, ...]
-    """The classes in the state's tree, and where its leaves are."""
     rates: tuple[int, ...]
-    """Which global leaves are learning rates that may be set from outside."""
 
     @property
     def has_started(self) -> bool:
@@ -198,10 +194,7 @@ class Lifted(Optimizer):
     def advance(
         self, globals_: tuple[Any, ...], step: Any, learning_rate: Any, dim: int
     ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        """Returns the global state before the step and after it; the transformation itself counts steps.
-
-        A learning rate replaces an injected one for this step alone; ValueError: there is no injected one.
-        """
+        """Returns the global state before and after a step; a given rate replaces an injected one, which must exist."""
         form = self._form(dim)
         before = [jnp.asarray(leaf) for leaf in globals_]
         if learning_rate is not None:
@@ -490,7 +483,6 @@ def _parent(path: tuple[Any, ...], field: str) -> str | None:
 
 
 def _name(leaf: _Leaf, taken: list[RowState]) -> str:
-    """Names a leaf by the last word of its path: `[0].mu` is "mu"."""
     words = [getattr(part, "name", getattr(part, "key", None)) for part in leaf.path]
     return _unique(next((word for word in reversed(words) if isinstance(word, str)), "state"), taken)
 
@@ -507,10 +499,9 @@ def lift(tx: "optax.GradientTransformation", *, rowwise: bool = False) -> Lifted
     are the rows'. A row that no key uses does not move and its state does not decay. Two tables share a store if their
     optimizers lift the same object.
 
-    Args:
-      tx: chains, schedules, `optax.inject_hyperparams`, masks that fit a single array, and mu_dtype included.
-      rowwise: False: what couples rows is refused. True: its formula is applied to each row as if that row were all the
-        parameters: lamb with a trust ratio by row, clipping by the norm of a row. That is another optimizer.
+    `tx` may have chains, schedules, `optax.inject_hyperparams`, masks that fit a single array, and mu_dtype. What
+    couples rows is refused, or with `rowwise` applied to each row as if that row were all the parameters: lamb with a
+    trust ratio by row, clipping by the norm of a row. That is another optimizer.
 
     Raises:
       ValueError: it couples rows, or cannot be lifted at all; the message says why and what to do.

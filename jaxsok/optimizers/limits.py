@@ -83,10 +83,7 @@ class Limits:
     bits; a norm of zero stays zero. Norms do not overflow.
 
     Example:
-      >>> from jaxsok import optim
-      >>> limited = optim.adam(1e-3, limits=Limits(clip_row_norm=1.0, max_row_norm=10.0))
-      >>> limited.limits.clip_row_norm
-      1.0
+      `optim.adam(1e-3, limits=Limits(clip_row_norm=1.0, max_row_norm=10.0))`
 
     Source: per-row forms of `optax.clip` and `optax.clip_by_global_norm`; `max_norm` of `tf.nn.embedding_lookup`, which
     bounds rows when they are read.
@@ -97,7 +94,6 @@ class Limits:
     clip_row_norm: float | None = None
     """A row gradient of greater L2 norm is scaled down to it."""
     adaptive_clip: AdaptiveClip | None = None
-    """A bound on a row gradient's L2 norm that depends on the row and its uses."""
     max_row_norm: float | None = None
     """A row of greater L2 norm after a step is scaled down to it. For rows of 16 bits, before they are rounded."""
 
@@ -206,10 +202,7 @@ def norm(row: Float[Array, " dim"]) -> Float[Array, ""]:
 def _by_greatest(
     row: Float[Array, " dim"],
 ) -> tuple[Float[Array, ""], Float[Array, " dim"], Float[Array, ""]]:
-    """Returns the greatest number of a row, and the row and its norm in units of it.
-
-    The square of 1e20 is infinite, and a row scaled by 1 / inf would be lost.
-    """
+    """Returns the greatest number of a row, and row and norm in units of it: the square of 1e20 would be infinite."""
     greatest = jnp.max(jnp.abs(row))
     unit = row / jnp.maximum(greatest, _TINY)
     return greatest, unit, norm(unit)

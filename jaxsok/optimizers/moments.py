@@ -97,8 +97,7 @@ class Adamax(Limited):
     decay is decoupled.
 
     Args:
-      b1: decay of the first moment.
-      b2: decay of the infinite one.
+      b1, b2: decays of the first and the infinite moment.
       eps: added to the gradient's magnitude.
       weight_decay: as for `adamw`.
 
@@ -137,8 +136,7 @@ class Lion(Limited):
     unused row keeps its moment and stays, where dense Lion would carry it on at full speed. Weight decay is decoupled.
 
     Args:
-      b1: share of the moment in the direction.
-      b2: decay of the moment.
+      b1, b2: share of the moment in the direction, and its decay.
       weight_decay: as for `adamw`.
 
     Source: Chen et al., "Symbolic Discovery of Optimization Algorithms", 2023; the form of `optax.lion`.

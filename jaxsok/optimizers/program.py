@@ -105,8 +105,8 @@ class NotARowProgram(ValueError):
 def compiled(optimizer: Optimizer, dim: int) -> RowProgram:
     """Compiles an optimizer's step for rows of `dim` numbers.
 
-    It raises NotARowProgram for an unsupported operation, for columns mixed other than by sums, maxima and minima, and
-    for a program that is too long; the message has the remedy.
+    NotARowProgram names what it cannot run, and a remedy: other operations, other mixtures of columns than sums, maxima
+    and minima, or too many operations.
 
     Example:
       >>> from jaxsok import optim
@@ -323,7 +323,6 @@ class _Compiler:
         raise NotARowProgram(f"{self.what}: got a row as {new.name}, wanted float32, bfloat16, float16 or bool.")
 
     def _both_branches(self, equation: Any, values: Sequence[_Value]) -> list[_Value]:
-        """Compiles both branches of a choice; each row takes the results of one."""
         branches = equation.params["branches"]
         if len(branches) != 2:
             raise NotARowProgram(f"{self.what}: got a choice of {len(branches)} branches, wanted 2.")
@@ -398,7 +397,7 @@ class _Compiler:
             return list(out) if equation.primitive.multiple_results else [out]
 
         if equation.primitive.name in _ON_COLUMNS and all(self._size_of(value) == 1 for value in values):
-            # Of equal numbers: one of them is enough.
+            # All its numbers are equal: one is enough.
             atoms = [jax.ShapeDtypeStruct((), aval.dtype) for aval in atoms]
             dtype = equation.outvars[0].aval.dtype
             whole = self._global(bind, jax.ShapeDtypeStruct((0,), jnp.float32), *values)
@@ -510,7 +509,6 @@ def _varying_alike(operands: Sequence[Any]) -> list[Any]:
 
 
 def _scalars(makers: Sequence[_Maker], wanted: Sequence[_Value], hyper: Sequence[Any]) -> Float[Array, " num_scalars"]:
-    """Works out the wanted values, and what they need."""
     if not wanted:
         return jnp.zeros(1, jnp.float32)
     needed = {value.number for value in wanted if isinstance(value, _Global)}

@@ -99,10 +99,7 @@ class Optimizer(abc.ABC):
 
     @abc.abstractmethod
     def hyper(self, step: Any, learning_rate: Any) -> tuple[Any, ...]:
-        """Returns the scalars that steps take beside the rows; a kernel of its own reads at most NUM_HYPER.
-
-        `step` is uint32[], the number of updates before; `learning_rate` is a scalar.
-        """
+        """Returns the scalars of step uint32[] beside the rows; a kernel of its own reads at most NUM_HYPER."""
 
     @abc.abstractmethod
     def step_row(self, inputs: RowInputs) -> RowOutputs:
@@ -119,10 +116,7 @@ class Optimizer(abc.ABC):
     def advance(
         self, globals_: tuple[Any, ...], step: Any, learning_rate: Any, dim: int
     ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        """Steps what belongs to no row: returns the hyper for `step_row`, and the globals after the step.
-
-        `step` is uint32[], the number of updates before; `learning_rate` replaces the declared one unless it is None.
-        """
+        """Returns the hyper for `step_row`, and the globals after step uint32[]; a rate replaces the declared one."""
         return self.hyper(step, self.rate_at(step, learning_rate)), globals_
 
     def hyper_shapes(self, dim: int) -> tuple[jax.ShapeDtypeStruct, ...]:

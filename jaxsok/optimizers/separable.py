@@ -93,7 +93,7 @@ def called(eqn: Any) -> core.ClosedJaxpr | None:
 def formula_of(closed: core.ClosedJaxpr, num_rows: int | None = None) -> tuple[Any, ...]:
     """Describes what a traced function computes, whatever the size of blocks; equal descriptions mean equal functions.
 
-    With `num_rows`, which no other axis is long, sizes that do not belong to the block count too.
+    With `num_rows`, the length of no other axis, sizes that do not belong to the block count too.
     """
     places: dict[Any, int] = {}
     for var in itertools.chain(
@@ -201,7 +201,6 @@ def _of_equation(eqn: Any, ins: list[Dependence], num_rows: int) -> list[Depende
 
 
 def _moved(name: str, params: Any, axis: int, old: tuple[int, ...], new: tuple[int, ...]) -> Dependence:
-    """Finds where a change of shape puts the rows."""
     if name == "broadcast_in_dim":
         return int(params["broadcast_dimensions"][axis])
     if name == "transpose":
@@ -221,7 +220,6 @@ def _all_moved(eqn: Any, num_rows: int) -> Coupled | None:
 
 
 def _joined(values: list[Dependence]) -> Dependence:
-    """Joins what is known of several values, of which the result is one."""
     distinct = [value for i, value in enumerate(values) if value is not None and value not in values[:i]]
     if not distinct:
         return None

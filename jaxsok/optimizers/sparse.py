@@ -134,12 +134,12 @@ class GroupAdam(Limited):
     that use the row.
 
     Args:
-      learning_rate: a number, a 0-d array, or an Optax schedule; positive.
+      learning_rate: positive, as for `ftrl`.
       b1, b2, eps: as for `adam`.
       l1: strength of the lasso on single numbers.
       l2: strength of `l2 · row²` in what a row minimises.
       l21: strength of the lasso on rows.
-      limits: bounds around the step. A bound on the row is not known to `held`.
+      limits: bounds around the step; `held` does not know one on the row.
 
     Source: Yue et al., "Adaptive Optimizers with Sparse Group Lasso for Neural Networks in CTR Prediction", 2021, its
     Group Adam.

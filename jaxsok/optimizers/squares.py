@@ -29,12 +29,10 @@ class RmsProp(Limited):
 
     Args:
       decay: of the mean square, and of the mean.
-      eps: added under the root, or to it.
+      eps: added under the root, or without `eps_in_sqrt` to it.
       initial_scale: what the mean square of a new row holds.
-      eps_in_sqrt: whether eps stands under the root.
       centered: whether to divide by the deviation in place of the root of the mean square.
-      momentum: decay of the trace; None: no trace.
-      nesterov: whether to look one step ahead; needs momentum.
+      momentum, nesterov: as for `sgd`.
       bias_correction: whether to correct for moments that began at zero.
 
     Example:
