@@ -67,7 +67,7 @@ class SaveOptions:
 
     @property
     def bytes_of_piece(self) -> int:
-        """Limits pieces outside the queue to half of the memory."""
+        """Returns the bytes of a piece, so that those outside the queue take half of the memory at most."""
         return max(1, min(self.piece_bytes, self.host_bytes // (2 * WORKING_PIECES)))
 
     @property
@@ -87,7 +87,7 @@ class SaveReport:
     """In the queue at most."""
     num_rows: dict[str, int] = dataclasses.field(default_factory=dict)
     num_nonfinite: dict[str, int] = dataclasses.field(default_factory=dict)
-    """Of these, rows with a number that is infinite or NaN."""
+    """Rows written that have an infinite or NaN number."""
     file_bytes: int = 0
     total_s: float = 0.0
     """Until the files of this process were on the disk; 0 before that."""

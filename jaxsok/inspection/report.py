@@ -66,7 +66,7 @@ class TableReport:
     dim: int
     dtype: str
     num_bytes: int
-    """Of keys, rows, state and statistics."""
+    """Bytes of keys, rows, state and statistics."""
     min_key: int
     """Unsigned, as the greatest; both 0 without rows."""
     max_key: int
